@@ -1,0 +1,81 @@
+# Everything runs in .venv, which `make venv` makes from constraints.txt; each target makes it first.
+#
+#   make demo    compile, inspect, train and verify examples/quickstart
+#   make test    all checks and all tests
+#
+# pip's own settings are honoured. On a machine without a GPU, torch's CPU build saves gigabytes:
+#   PIP_EXTRA_INDEX_URL=https://download.pytorch.org/whl/cpu make demo
+
+PYTHON ?= python3
+WORKERS ?= 2
+
+VENV := .venv
+BIN := $(VENV)/bin
+STAMP := $(VENV)/.installed
+
+JOBS := examples/quickstart/jobs.yaml
+DEMO_BUILD := build/quickstart
+DEMO_RUN := runs/quickstart
+
+.DELETE_ON_ERROR:
+.PHONY: help venv demo test check format-check lint types floors unit wheel-check coverage format assets clean
+
+help:
+	@echo "make demo | test | check | unit | wheel-check | coverage | format | assets | clean"
+
+venv: $(STAMP)
+
+$(STAMP): pyproject.toml constraints.txt
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
+	  { echo "tlora-fx needs Python 3.11 or newer; name one: make PYTHON=python3.12 $(MAKECMDGOALS)"; exit 1; }
+	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV) || \
+	  { rm -rf $(VENV); echo "no venv; on Debian and Ubuntu: apt install python3-venv"; exit 1; }
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev]'
+	@touch $@
+
+demo: $(STAMP)
+	@rm -rf $(DEMO_BUILD) $(DEMO_RUN)
+	$(BIN)/tlora-fx compile $(JOBS) -o $(DEMO_BUILD)
+	$(BIN)/tlora-fx inspect $(DEMO_BUILD)
+	$(BIN)/tlora-fx train $(JOBS) -o $(DEMO_RUN)
+	$(BIN)/tlora-fx verify $(JOBS) --steps 20
+	@echo
+	@echo "The adapters, one PEFT folder a job:"
+	@find $(DEMO_RUN) -maxdepth 3 -name adapter_config.json -printf '  %h\n' | sort
+	@echo "The fused graph: $(DEMO_BUILD)/ssm.txt"
+
+test: check unit wheel-check
+
+check: format-check lint types floors
+
+format-check: $(STAMP)
+	$(BIN)/ruff format --check --quiet .
+
+lint: $(STAMP)
+	$(BIN)/ruff check --quiet .
+
+types: $(STAMP)
+	$(BIN)/mypy
+
+floors: $(STAMP)
+	$(BIN)/lint-imports --no-logo
+
+unit: $(STAMP)
+	$(BIN)/python -m pytest -q -n $(WORKERS)
+
+wheel-check: $(STAMP)
+	$(BIN)/python scripts/wheel_check.py
+
+coverage: $(STAMP)
+	$(BIN)/coverage run -m pytest -q
+	$(BIN)/coverage report
+
+format: $(STAMP)
+	$(BIN)/ruff format .
+	$(BIN)/ruff check --fix .
+
+assets: $(STAMP)
+	$(BIN)/python examples/quickstart/make_assets.py
+
+clean:
+	rm -rf build dist runs .coverage .hypothesis .import_linter_cache .mypy_cache .pytest_cache .ruff_cache

@@ -1,0 +1,8 @@
+"""The passes: one rewrite of a job's or a group's graph a file, found by walking this package."""
+
+if __name__ != "tlora_fx.passes":
+    raise ImportError(
+        f"this package is imported as 'tlora_fx.passes', not as {__name__!r}; "
+        "install the project (make venv) or take its folder passes/ off sys.path",
+        name=__name__,
+    )

@@ -1,0 +1,91 @@
+"""Drop what torch.export leaves and nothing computes.
+
+Reads   operators and values.
+Writes  nothing but the nodes it drops: metadata assertions, casts to the dtype that is there,
+        slices of a whole dimension, dead code.
+Keeps   every number. `detach` is never noise: it keeps gradients out of no-grad regions.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+from torch import fx
+
+from tlora_fx.errors import BaseNotTraceable
+from tlora_fx.graph import JobGraph, is_call
+from tlora_fx.pipeline import JobPass, register
+
+aten = torch.ops.aten
+END = 2**63 - 1
+ASSERTIONS = (
+    aten._assert_tensor_metadata.default,
+    aten._assert_scalar.default,
+    aten.sym_constrain_range.default,
+    aten.sym_constrain_range_for_size.default,
+)
+
+
+@register
+@dataclass(frozen=True, slots=True)
+class DropExportNoise(JobPass):
+    """Drop metadata assertions, casts and slices that do nothing, and dead code."""
+
+    name: ClassVar[str] = "drop-export-noise"
+
+    def run(self, graph: JobGraph) -> None:
+        for node in list(graph.root.nodes):
+            _refuse_mutation(node, graph.name)
+            if is_call(node, *ASSERTIONS):
+                graph.root.erase_node(node)
+                continue
+            if is_call(node, aten.to.device):
+                _forget_device(node)
+            if _does_nothing(node):
+                node.replace_all_uses_with(node.args[0])
+                graph.root.erase_node(node)
+        _drop_dead(graph.root)
+
+
+def _does_nothing(node: fx.Node) -> bool:
+    if is_call(node, aten.to.dtype, aten._to_copy.default, aten.to.dtype_layout):
+        return _same_type(node)
+    if is_call(node, aten.slice.Tensor):
+        start = node.args[2] if len(node.args) > 2 else None
+        stop = node.args[3] if len(node.args) > 3 else None
+        step = node.args[4] if len(node.args) > 4 else 1
+        return start in (0, None) and stop in (END, None) and step == 1
+    return is_call(node, aten.alias.default, aten.lift_fresh_copy.default)
+
+
+def _forget_device(node: fx.Node) -> None:
+    """All of a row lives on one device, so what is left of `to(device, dtype)` is the dtype."""
+    node.target = aten.to.dtype
+    node.args = (node.args[0], node.args[2])
+    node.kwargs = {}
+
+
+def _same_type(node: fx.Node) -> bool:
+    before, after = node.args[0].meta["val"], node.meta["val"]  # type: ignore[union-attr]
+    return bool(before.dtype == after.dtype and before.layout == after.layout)
+
+
+def _refuse_mutation(node: fx.Node, job: str) -> None:
+    schema = getattr(node.target, "_schema", None)
+    if node.op == "call_function" and schema is not None and schema.is_mutable:
+        raise BaseNotTraceable(
+            "the model writes into a tensor in place, which a shared graph cannot repeat",
+            job=job or None,
+            operator=node.target,
+            source=node.meta.get("source"),
+            help="set base.attention: batch does not help here; write the model without in-place "
+            "operators",
+        )
+
+
+def _drop_dead(graph: fx.Graph) -> None:
+    for node in reversed(list(graph.nodes)):
+        if not node.users and node.op not in ("placeholder", "output"):
+            graph.erase_node(node)

@@ -1,0 +1,333 @@
+"""Merge the backbone nodes that all jobs compute identically.
+
+Reads   the base's graph with the axis of every value, and each job's graph.
+Writes  the group's root and blocks: every base node once (role "shared"), and for each job and
+        site a branch on the job's segment (role "adapter").
+Keeps   every number that a job alone would compute: a branch reads the job's segment of what it
+        needs and writes the job's segment of the value that it replaces.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Hashable
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import torch
+from torch import fx
+
+from tlora_fx.errors import JobsDiffer
+from tlora_fx.graph import (
+    INPUTS,
+    TABLES,
+    AdapterSite,
+    Block,
+    GroupGraph,
+    JobGraph,
+    TensorRef,
+    placeholders,
+    under,
+)
+from tlora_fx.passes.alignment import Alignment, Branch, Side, align
+from tlora_fx.passes.fold_layers import block_name
+from tlora_fx.pipeline import GroupPass, register
+from tlora_fx.shapes import fake_like, fake_mode_of
+
+ops = torch.ops.tlora_fx
+
+
+@register
+@dataclass(frozen=True, slots=True)
+class FuseBackbone(GroupPass):
+    """Merge backbone nodes into one Shared Super-Model."""
+
+    name: ClassVar[str] = "fuse-backbone"
+    requires: ClassVar[frozenset[str]] = frozenset({"token-parallel"})
+
+    max_jobs: int = 64
+
+    def run(self, group: GroupGraph) -> None:
+        if len(group.jobs) > self.max_jobs:
+            raise JobsDiffer(
+                "the group has more jobs than one model may hold",
+                expected=f"at most {self.max_jobs}",
+                found=len(group.jobs),
+                help="split the group, or raise fuse-backbone{max-jobs=...}",
+            )
+        structures: dict[int, _Structure] = {}
+        for job in group.jobs:
+            if id(job.root) not in structures:
+                structures[id(job.root)] = _Structure(job, group.base)
+        aligned = [structures[id(job.root)] for job in group.jobs]
+        layers: dict[tuple[Hashable, ...], list[str]] = {}
+        for layer in group.base.plan.layers if group.base.blocks and group.base.plan else ():
+            key = tuple(_block_at(job, layer).name for job in (group.base, *group.jobs))
+            layers.setdefault(key, []).append(layer)
+        for members in layers.values():
+            block = _fuse_block(group, aligned, tuple(members))
+            group.blocks[block.name] = block
+        group.root = _fuse_root(group, aligned)
+        group.notes.extend(_missing_notes(group, aligned))
+
+
+class _Structure:
+    """Graphs that equal jobs share, lined up with the base's: the root, and each pair of blocks."""
+
+    def __init__(self, job: JobGraph, base: JobGraph) -> None:
+        self.job, self.base = job, base
+        subject = f"job '{job.name}'"
+        own, theirs = placeholders(job.root), placeholders(base.root)
+        self.root = align(
+            Side(base.root, base.constants),
+            Side(job.root, job.constants),
+            {node: theirs[name] for name, node in own.items()},
+            [path for path in job.sites if not _in_layer(path, base)],
+            subject,
+        )
+        self.blocks: dict[tuple[str, str], Alignment] = {}
+
+    def block(self, layer: str) -> Alignment:
+        """The alignment of the block that this layer runs."""
+        mine, theirs = _block_at(self.job, layer), _block_at(self.base, layer)
+        key = (mine.name, theirs.name)
+        if key not in self.blocks:
+            self.blocks[key] = align(
+                Side(theirs.graph, self.base.constants),
+                Side(mine.graph, self.job.constants),
+                self._inputs(layer, mine, theirs),
+                [path[len(layer) + 1 :] for path in self.job.sites if under(path, layer)],
+                f"job '{self.job.name}'",
+            )
+        return self.blocks[key]
+
+    def _inputs(self, layer: str, mine: Block, theirs: Block) -> dict[fx.Node, fx.Node]:
+        """Which input of the job's layer is which of the base's: by what the roots pass in."""
+        own_call, base_call = _call_of(self.job, layer), _call_of(self.base, layer)
+        place = {arg: slot for slot, arg in enumerate(base_call.args)}
+        base_inputs = list(placeholders(theirs.graph).values())
+        return {
+            node: base_inputs[place[self.root.stands[arg]]]  # type: ignore[index]
+            for node, arg in zip(placeholders(mine.graph).values(), own_call.args, strict=True)
+            if self.root.stands.get(arg) in place  # type: ignore[call-overload]
+        }
+
+
+def _block_at(job: JobGraph, layer: str) -> Block:
+    return next(block for block in job.blocks.values() if layer in block.instances)
+
+
+def _call_of(job: JobGraph, layer: str) -> fx.Node:
+    return next(n for n in job.root.nodes if n.op == "call_module" and n.target == layer)
+
+
+def _in_layer(path: str, graph: JobGraph) -> bool:
+    return any(
+        under(path, layer) for block in graph.blocks.values() for layer in block.instances
+    )
+
+
+def _fuse_block(group: GroupGraph, aligned: list[_Structure], layers: tuple[str, ...]) -> Block:
+    first = layers[0]
+    prefix = first + "."
+    writer = _Writer(group, _block_at(group.base, first).graph, first)
+    for job, structure in zip(group.jobs, aligned, strict=True):
+        sites = {p[len(prefix) :]: s for p, s in job.sites.items() if p.startswith(prefix)}
+        writer.add_job(job, structure.block(first), sites)
+    return Block(block_name(layers), writer.write(), layers)
+
+
+def _fuse_root(group: GroupGraph, aligned: list[_Structure]) -> fx.Graph:
+    writer = _Writer(group, group.base.root, "")
+    for job, structure in zip(group.jobs, aligned, strict=True):
+        writer.add_job(job, structure.root, job.sites)
+    return writer.write()
+
+
+def _missing_notes(group: GroupGraph, aligned: list[_Structure]) -> list[tuple[str, str]]:
+    notes = []
+    for job, structure in zip(group.jobs, aligned, strict=True):
+        named = [(f"{key[1]}.", found) for key, found in structure.blocks.items()]
+        for where, alignment in [("", structure.root), *named]:
+            for node in alignment.missing:
+                path = where + (node.meta.get("path") or node.name)
+                notes.append(
+                    f"job '{job.name}' does not use the base's {path} ({node.target}): "
+                    "it trains a copy of its own"
+                )
+    return [("fuse-backbone", note) for note in dict.fromkeys(notes)]
+
+
+class _Writer:
+    """Writes one fused graph: the base's nodes in order, each job's branches at their anchors."""
+
+    def __init__(self, group: GroupGraph, base: fx.Graph, layer: str) -> None:
+        self.group, self.base, self.layer = group, base, layer
+        self.mode = fake_mode_of(base)
+        self.graph = fx.Graph()
+        self.before: dict[fx.Node, fx.Node] = {}
+        self.after: dict[fx.Node, fx.Node] = {}
+        self.tables: dict[str, fx.Node] = {}
+        self.branches: dict[fx.Node, list[tuple[int, JobGraph, Alignment, Branch]]] = {}
+        self.sites: list[dict[str, AdapterSite]] = []
+
+    def add_job(
+        self, job: JobGraph, alignment: Alignment, sites: dict[str, AdapterSite]
+    ) -> None:
+        """Take a job's branches; they are written when the base reaches their anchors."""
+        index = len(self.sites)
+        self.sites.append(sites)
+        for branch in alignment.branches:
+            self.branches.setdefault(branch.anchor, []).append((index, job, alignment, branch))
+
+    def write(self) -> fx.Graph:
+        """The fused graph."""
+        names = self.group.job_names
+        if self.branches or not self.layer:
+            self._place_inputs()
+        for node in self.base.nodes:
+            if node.op == "placeholder" and node in self.before:
+                continue
+            if node.op == "output":
+                self.graph.output(fx.map_arg(node.args[0], lambda n: self.after[n]))
+                continue
+            made = self.graph.node_copy(node, lambda n: self.after[n])
+            made.meta = {**node.meta, "role": "shared", "jobs": tuple(names)}
+            if node.op == "call_module":
+                made.args = self._call_args(node)
+            if node.op == "placeholder" and str(node.target) in TABLES:
+                self.tables[str(node.target)] = made
+            self.before[node] = self.after[node] = made
+            for entry in self.branches.get(node, ()):
+                self._write_branch(*entry)
+        return self.graph
+
+    def _place_inputs(self) -> None:
+        """All placeholders first: the base's own, then the tables that branches may need."""
+        for node in self.base.nodes:
+            if node.op == "placeholder":
+                made = self.graph.node_copy(node)
+                made.meta = {**node.meta, "role": "shared", "jobs": tuple(self.group.job_names)}
+                self.before[node] = self.after[node] = made
+                self.tables[str(node.target)] = made
+        root = placeholders(self.group.base.root)
+        for name in INPUTS if not self.layer else ("segments", "token_index", "keys"):
+            if name not in self.tables:
+                made = self.graph.placeholder(name)
+                made.meta = {**root[name].meta, "role": "table", "jobs": ()}
+                self.tables[name] = made
+
+    def _call_args(self, call: fx.Node) -> tuple[fx.Node, ...]:
+        """What a fused layer takes: the base layer's arguments, then the tables added to it."""
+        block = self.group.block_of(str(call.target))
+        given = [self.after[arg] for arg in call.args]  # type: ignore[index]
+        names = list(placeholders(block.graph))[len(given) :]
+        return (*given, *(self.tables[name] for name in names))
+
+    def _write_branch(
+        self, index: int, job: JobGraph, alignment: Alignment, branch: Branch
+    ) -> None:
+        axis = branch.anchor.meta["axis"]
+        site = self.sites[index].get(branch.site)
+        made: dict[fx.Node, fx.Node] = {}
+
+        def take(source: fx.Node) -> fx.Node:
+            if source not in made:
+                made[source] = self._job_value(index, job, alignment, source)
+            return made[source]
+
+        for node in branch.nodes:
+            if node.op == "get_attr":
+                made[node] = self._job_tensor(index, job, node, site)
+                continue
+            sizes = [n for n in node.all_input_nodes if n not in made and _is_row_size(n)]
+            for size in sizes:
+                made[size] = self._segment_size(size, made, alignment, take)
+            made[node] = self.graph.node_copy(node, take)
+            made[node].meta = {**node.meta, "role": "adapter", "jobs": (job.name,)}
+            made[node].meta.update(site=branch.site, made_by="fuse-backbone")
+            _set_numbers(made[node], site)
+        args = (self.after[branch.anchor], made[branch.result], self.tables["segments"], index, axis)
+        write = self.graph.call_function(ops.segment_write.default, args)
+        self._tag(write, job, branch.site, self.after[branch.anchor].meta["val"])
+        self.after[branch.anchor] = write
+
+    def _job_value(
+        self, index: int, job: JobGraph, alignment: Alignment, source: fx.Node
+    ) -> fx.Node:
+        """A base value as the job sees it: its own segment, or the whole where all share it."""
+        stands = alignment.stands.get(source)
+        base = stands if stands is not None else alignment.twins[source]
+        value = self.after[base] if stands is not None else self.before[base]
+        axis = base.meta.get("axis")
+        if axis is None:
+            return value
+        args = (value, self.tables["segments"], index, axis)
+        read = self.graph.call_function(ops.segment_read.default, args)
+        self._tag(read, job, "", value.meta["val"])
+        return read
+
+    def _segment_size(
+        self, size: fx.Node, made: dict[fx.Node, fx.Node], alignment: Alignment, take: Any
+    ) -> fx.Node:
+        """The row's size inside a branch is the size of the job's segment."""
+        known = {**alignment.twins, **alignment.stands}
+        for source, base in known.items():
+            axis = base.meta.get("axis")
+            extent = source.meta.get("val")
+            if isinstance(axis, int) and isinstance(extent, torch.Tensor):
+                if str(extent.shape[axis]) == str(size.meta["val"]):
+                    args = (take(source), axis)
+                    result = self.graph.call_function(torch.ops.aten.sym_size.int, args)
+                    result.meta = {**size.meta, "role": "adapter", "made_by": "fuse-backbone"}
+                    return result
+        return take(size)
+
+    def _job_tensor(
+        self, index: int, job: JobGraph, node: fx.Node, site: AdapterSite | None
+    ) -> fx.Node:
+        """A tensor that the job trains, under the job's own name in the fused model."""
+        ref: TensorRef = node.meta["tensor"]
+        if ref.owner == "constant":
+            name = f"j{index}_{ref.name}"
+            self.group.constants[name] = job.constants[ref.name]
+            made = self.graph.create_node("get_attr", name)
+            made.meta = {**node.meta, "tensor": TensorRef("constant", name, ref.shape, ref.dtype)}
+            return made
+        shape = _with_rank(ref, site)
+        target = f"j{index}.{node.target}"
+        made = self.graph.create_node("get_attr", target)
+        made.meta = {**node.meta, "role": "adapter", "jobs": (job.name,), "made_by": "fuse-backbone"}
+        made.meta["tensor"] = TensorRef("job", ref.name, shape, ref.dtype)
+        made.meta["val"] = fake_like(self.mode, shape, ref.dtype)
+        return made
+
+    def _tag(self, node: fx.Node, job: JobGraph, site: str, value: Any) -> None:
+        node.meta.update(
+            role="adapter", jobs=(job.name,), site=site, path=site, source="", val=value,
+            made_by="fuse-backbone",
+        )
+
+
+def _is_row_size(node: fx.Node) -> bool:
+    return isinstance(node.meta.get("val"), torch.SymInt)
+
+
+def _with_rank(ref: TensorRef, site: AdapterSite | None) -> tuple[int, ...]:
+    """Shape of a tensor for a job whose rank may differ from the traced one's."""
+    if site is None or site.kind != "lora":
+        return ref.shape
+    if ".lora_A." in ref.name:
+        return (site.rank, *ref.shape[1:])
+    if ".lora_B." in ref.name and len(ref.shape) == 2:
+        return (ref.shape[0], site.rank)
+    return ref.shape
+
+
+def _set_numbers(node: fx.Node, site: AdapterSite | None) -> None:
+    """Give a plain LoRA branch the scaling and rate of this job's site."""
+    if site is None or site.kind != "lora":
+        return
+    if node.meta.get("part") == "scale":
+        node.update_arg(1, site.scaling)
+    if node.meta.get("part") == "dropout":
+        node.update_arg(1, site.dropout)

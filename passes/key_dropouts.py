@@ -1,0 +1,131 @@
+"""Give every dropout that is left the masks of the job that it serves.
+
+Reads   aten.dropout nodes of the base and of branches that run as they are, and attention with
+        dropout.
+Writes  keyed_dropout and, on attention, a site; get_attr nodes of rates and sites.
+Keeps   which element a job drops: it depends on the job's seed, step, site, token and column only.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import torch
+from torch import fx
+
+from tlora_fx.errors import BaseRefused
+from tlora_fx.graph import GroupGraph, TensorRef, is_call, placeholders
+from tlora_fx.pipeline import GroupPass, register
+from tlora_fx.shapes import fake_like, fake_mode_of
+
+aten = torch.ops.aten
+ops = torch.ops.tlora_fx
+ATTENTION_SITE, ATTENTION_RATE = 8, 14
+
+
+@register
+@dataclass(frozen=True, slots=True)
+class KeyDropouts(GroupPass):
+    """Replace dropout by dropout keyed to its job."""
+
+    name: ClassVar[str] = "key-dropouts"
+    requires: ClassVar[frozenset[str]] = frozenset({"lower-adapters"})
+
+    def run(self, group: GroupGraph) -> None:
+        for graph in group.graphs():
+            taken: dict[str, int] = {}
+            for node in list(graph.nodes):
+                if is_call(node, aten.dropout.default) and node.args[1] and node.args[2]:
+                    _Keyed(group, graph, node, _number(node, taken)).replace()
+                elif is_call(node, ops.packed_attention.default) and node.args[ATTENTION_RATE]:
+                    maker = _Keyed(group, graph, node, _number(node, taken))
+                    node.update_arg(ATTENTION_SITE, maker.buffer("site", (), torch.int64))
+
+
+def _number(node: fx.Node, taken: dict[str, int]) -> int:
+    """How many dropouts of the same module and job came before this one."""
+    key = f"{node.meta['path']} {node.meta['jobs'] if node.meta['role'] == 'adapter' else ''}"
+    taken[key] = taken.get(key, -1) + 1
+    return taken[key]
+
+
+class _Keyed:
+    """Writes what one keyed dropout needs."""
+
+    def __init__(self, group: GroupGraph, graph: fx.Graph, node: fx.Node, number: int) -> None:
+        self.group, self.graph, self.node = group, graph, node
+        self.tables = placeholders(graph)
+        path = node.meta["path"].removesuffix(".default") or "dropout"
+        self.site = path if number == 0 else f"{path}#{number}"
+        self.attribute = f"keyed.{path}_{number}" if number else f"keyed.{path}"
+        if node.meta["role"] == "adapter":
+            self.attribute += f".j{group.job_names.index(node.meta['jobs'][0])}"
+
+    def replace(self) -> None:
+        """Put keyed_dropout in place of dropout."""
+        x: Any = self.node.args[0]
+        names = self.group.job_names
+        alone = self.node.meta.get("role") == "adapter"
+        job = names.index(self.node.meta["jobs"][0]) if alone else 0
+        jobs = 1 if alone else len(names)
+        rates = self.buffer("rates", (jobs,), torch.float64)
+        site = self.buffer("site", (), torch.int64)
+        rates.meta["rate"] = float(self.node.args[1])  # type: ignore[arg-type]
+        segments, keys, index = self._tables_of(job) if alone else self._tables()
+        args = (x, rates, segments, keys, index, site, self._token_dims(x))
+        with self.graph.inserting_before(self.node):
+            keyed = self.graph.call_function(ops.keyed_dropout.default, args)
+        keyed.meta = {**self.node.meta, "made_by": "key-dropouts"}
+        self.node.replace_all_uses_with(keyed)
+        self.graph.erase_node(self.node)
+
+    def buffer(self, name: str, shape: tuple[int, ...], dtype: torch.dtype) -> fx.Node:
+        """A table of this dropout, stored beside the module that it belongs to."""
+        target = f"{self.attribute}.{name}"
+        with self.graph.inserting_before(self.node):
+            made = self.graph.create_node("get_attr", target)
+        value = fake_like(fake_mode_of(self.graph), shape, dtype)
+        made.meta.update(role="table", jobs=(), path=self.node.meta["path"], val=value)
+        made.meta["tensor"] = TensorRef("buffer", target, shape, dtype)
+        made.meta["site_path"] = self.site
+        return made
+
+    def _tables(self) -> tuple[fx.Node, fx.Node, fx.Node]:
+        return self.tables["segments"], self.tables["keys"], self.tables["token_index"]
+
+    def _tables_of(self, job: int) -> tuple[fx.Node, fx.Node, fx.Node]:
+        """The row's tables as the job's segment alone has them."""
+        segments, keys, index = self._tables()
+        dim = 1 if self.group.form == "packed" else 0
+
+        def call(target: Any, *args: Any) -> fx.Node:
+            with self.graph.inserting_before(self.node):
+                made = self.graph.call_function(target, args)
+            made.meta.update(role="table", jobs=self.node.meta["jobs"], path="", source="")
+            return made
+
+        bounds = call(aten.slice.Tensor, segments, 0, job, job + 2)
+        start = call(aten.slice.Tensor, segments, 0, job, job + 1)
+        own = call(aten.sub.Tensor, bounds, start)
+        return (
+            own,
+            call(aten.slice.Tensor, keys, 0, job, job + 1),
+            call(ops.segment_read.default, index, segments, job, dim),
+        )
+
+    def _token_dims(self, x: fx.Node) -> int:
+        """How many leading dimensions enumerate tokens."""
+        value = x.meta["val"]
+        if self.group.form == "packed":
+            place = next(d for d, size in enumerate(value.shape) if not isinstance(size, int))
+            return place + 1
+        width = placeholders(self.group.root)["input_ids"].meta["val"].shape[1]
+        if value.dim() < 2 or str(value.shape[1]) != str(width):
+            raise BaseRefused(
+                "the base drops values that no single token owns",
+                module=self.node.meta["path"],
+                source=self.node.meta.get("source"),
+                help="set this dropout of the base's config to 0",
+            )
+        return 2

@@ -1,0 +1,143 @@
+"""Take the loss from the last hidden state, in chunks, on rows with a target only.
+
+Reads   the root from the head's linear on.
+Writes  block "head" (everything token-parallel from lm_head to the logits), and in its place one
+        call that returns each job's sum of token losses.
+Keeps   each job's loss; logits never exist for the whole row.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+from torch import fx
+
+from tlora_fx.errors import GraphInvalid
+from tlora_fx.graph import Block, GroupGraph, output_of, placeholders, shape_of
+from tlora_fx.pipeline import GroupPass, register
+from tlora_fx.shapes import fake_like, fake_mode_of
+
+HEAD = "head"
+LOSS = "loss"
+PER_ROW = ("segments", "token_index")
+TARGETS = ("target_rows", "targets", "target_segments")
+
+
+@register
+@dataclass(frozen=True, slots=True)
+class LowerLoss(GroupPass):
+    """Replace the logits by each job's loss sum."""
+
+    name: ClassVar[str] = "lower-loss"
+    requires: ClassVar[frozenset[str]] = frozenset({"fuse-backbone", "key-dropouts"})
+
+    def run(self, group: GroupGraph) -> None:
+        root = group.root
+        hidden, members = _head_of(root)
+        group.blocks[HEAD] = Block(HEAD, _outline(hidden, members), (f"{LOSS}.{HEAD}",))
+        result = output_of(root)
+        first = next(node for node in root.nodes if node.op != "placeholder")
+        mode = fake_mode_of(root)
+        tables = placeholders(root)
+        with root.inserting_before(first):
+            for name in TARGETS:
+                tables[name] = root.placeholder(name)
+                kind = torch.int32 if name == "target_segments" else torch.int64
+                tables[name].meta.update(val=fake_like(mode, (7,), kind), role="table", jobs=())
+                tables[name].meta["path"] = ""
+        names = list(placeholders(group.blocks[HEAD].graph))[1:]
+        args = (
+            hidden,
+            *(tables[name] for name in TARGETS),
+            *(tables[name] for name in names if name in tables),
+        )
+        with root.inserting_before(result):
+            loss = root.call_module(LOSS, args)
+        dtype = torch.promote_types(torch.float32, hidden.meta["val"].dtype)
+        loss.meta.update(
+            val=fake_like(mode, (len(group.jobs),), dtype), role="loss", path=LOSS, source="",
+            jobs=tuple(group.job_names), made_by=self.name,
+        )  # fmt: skip
+        result.args = (loss,)
+        for node in reversed(members):
+            root.erase_node(node)
+
+
+def _head_of(root: fx.Graph) -> tuple[fx.Node, list[fx.Node]]:
+    """The last hidden state, and all nodes from there to the logits."""
+    logits = output_of(root).args[0]
+    assert isinstance(logits, fx.Node)
+    vocabulary = (shape_of(logits) or ())[-1]
+    ancestors = _ancestors(logits)
+    first = next(
+        node
+        for node in root.nodes
+        if node in ancestors
+        and node.op == "call_function"
+        and (shape_of(node) or (0,))[-1] == vocabulary
+        and len(shape_of(node) or ()) == 3
+    )
+    hidden = first.args[0]
+    assert isinstance(hidden, fx.Node)
+    after = _descendants(hidden)
+    used = [node for node in root.nodes if node in ancestors and node in after]
+    loads = {n for node in used for n in node.all_input_nodes if n.op == "get_attr"}
+    own = [node for node in root.nodes if node in loads and _used_only_by(node, set(used))]
+    return hidden, own + used
+
+
+def _ancestors(node: fx.Node) -> set[fx.Node]:
+    seen = {node}
+    stack = [node]
+    while stack:
+        for source in stack.pop().all_input_nodes:
+            if source not in seen:
+                seen.add(source)
+                stack.append(source)
+    return seen
+
+
+def _descendants(node: fx.Node) -> set[fx.Node]:
+    seen: set[fx.Node] = set()
+    stack = [node]
+    while stack:
+        for user in stack.pop().users:
+            if user not in seen and user.op != "output":
+                seen.add(user)
+                stack.append(user)
+    return seen
+
+
+def _used_only_by(node: fx.Node, users: set[fx.Node]) -> bool:
+    return all(user in users for user in node.users)
+
+
+def _outline(hidden: fx.Node, members: list[fx.Node]) -> fx.Graph:
+    """The head as a graph of its own: hidden state and tables in, logits out."""
+    inside = set(members)
+    head = fx.Graph()
+    made = {hidden: head.placeholder("hidden_states")}
+    made[hidden].meta = dict(hidden.meta)
+    sources = {s: None for n in members for s in n.all_input_nodes if s not in inside}
+    for source in sources:
+        if source is hidden:
+            continue
+        if source.op == "get_attr":
+            made[source] = head.node_copy(source)
+            made[source].meta = dict(source.meta)
+            continue
+        if source.op != "placeholder" or source.target not in (*PER_ROW, "keys"):
+            raise GraphInvalid(
+                "the head reads more than the last hidden state",
+                node=source.format_node(),
+                help="the base computes its logits from several values; this is not supported yet",
+            )
+        made[source] = head.placeholder(str(source.target))
+        made[source].meta = dict(source.meta)
+    for node in members:
+        made[node] = head.node_copy(node, lambda n: made[n])
+        made[node].meta = dict(node.meta)
+    head.output(made[members[-1]])
+    return head

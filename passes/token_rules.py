@@ -1,0 +1,298 @@
+"""How operators carry the row's axis: the dimension along which jobs lie side by side.
+
+In packed form that is the token dimension, in batch form the dimension of lines. A node may serve
+several jobs only if every operator on the way works on each token (line) by itself. The axis of a
+value is the dimension whose outermost factor is the row; None is a value that all jobs share.
+
+Pointwise operators need no rule. Another package teaches an operator with
+`@rule(torch.ops.mine.op.default)`.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import fx
+
+aten = torch.ops.aten
+Axis = Any  # None, a dimension, or a tuple of them for operators with several results
+Rule = Callable[[fx.Node, Callable[[Any], Axis]], Axis]
+RULES: dict[str, Rule] = {}
+
+
+class MixesTokens(Exception):
+    """An operator mixes the row's tokens; the text says how."""
+
+
+def rule(*targets: Any) -> Callable[[Rule], Rule]:
+    """Register how operators carry the axis.
+
+    The rule gets the node and a function from an argument to its axis; it returns the axis of the
+    result, or raises MixesTokens.
+    """
+
+    def keep(function: Rule) -> Rule:
+        for target in targets:
+            RULES[_key(target)] = function
+        return function
+
+    return keep
+
+
+def find_rule(target: Any) -> Rule | None:
+    """The rule of an operator, for all its overloads alike."""
+    found = RULES.get(_key(target))
+    if found is None and torch.Tag.pointwise in getattr(target, "tags", ()):
+        return pointwise
+    return found
+
+
+def _key(target: Any) -> str:
+    packet = getattr(target, "overloadpacket", target)
+    return str(packet)
+
+
+def rank_of(value: Any) -> int:
+    """Number of dimensions of a node's value."""
+    return len(value.meta["val"].shape)
+
+
+def _dim(value: int, ndim: int) -> int:
+    return value + ndim if value < 0 else value
+
+
+@rule(
+    *(getattr(aten, name) for name in ("to", "_to_copy", "contiguous", "clone", "detach", "alias")),
+    *(getattr(aten, name) for name in ("dropout", "type_as", "expand", "masked_fill", "where")),
+    *(getattr(aten, name) for name in ("zeros_like", "ones_like", "full_like", "empty_like")),
+    *(getattr(aten, name) for name in ("softplus", "gelu", "silu", "broadcast_to", "expand_as")),
+)
+def pointwise(node: fx.Node, axis_of: Callable[[Any], Axis]) -> Axis:
+    """Every element by itself; shapes broadcast from the right."""
+    ndim = rank_of(node)
+    found = {
+        axis_of(source) - rank_of(source) + ndim
+        for source in node.all_input_nodes
+        if axis_of(source) is not None
+    }
+    if len(found) > 1:
+        raise MixesTokens(f"its inputs hold the row at different dimensions {sorted(found)}")
+    return found.pop() if found else None
+
+
+@rule(aten.linear)
+def _linear(node: fx.Node, axis_of: Callable[[Any], Axis]) -> Axis:
+    axis = axis_of(node.args[0])
+    if any(axis_of(weight) is not None for weight in node.args[1:]):
+        raise MixesTokens("its weight depends on the row")
+    if axis == rank_of(node.args[0]) - 1:
+        raise MixesTokens("it sums over the row")
+    return axis
+
+
+@rule(aten.addmm)
+def _addmm(node: fx.Node, axis_of: Callable[[Any], Axis]) -> Axis:
+    return _product(axis_of(node.args[1]), axis_of(node.args[2]), 2, 2, 2)
+
+
+@rule(aten.mm, aten.matmul, aten.bmm)
+def _matmul(node: fx.Node, axis_of: Callable[[Any], Axis]) -> Axis:
+    left, right = node.args[:2]
+    return _product(axis_of(left), axis_of(right), rank_of(left), rank_of(right), rank_of(node))
+
+
+@rule(aten.baddbmm)
+def _baddbmm(node: fx.Node, axis_of: Callable[[Any], Axis]) -> Axis:
+    axis = _product(axis_of(node.args[1]), axis_of(node.args[2]), 3, 3, 3)
+    added = axis_of(node.args[0])
+    if added is not None and added != axis:
+        raise MixesTokens("what it adds holds the row at another dimension")
+    return axis
+
+
+def _product(left: Axis, right: Axis, left_rank: int, right_rank: int, ndim: int) -> Axis:
+    """Axis of a matrix product: rows of the left, columns of the right, or a batch dimension."""
+    if left is not None and left == left_rank - 1:
+        raise MixesTokens("it sums over the row")
+    if right is not None and right == right_rank - 2:
+        raise MixesTokens("it sums over the row")
+    found = {
+        axis - rank + ndim
+        for axis, rank in ((left, left_rank), (right, right_rank))
+        if axis is not None
+    }
+    if len(found) > 1:
+        raise MixesTokens("it multiplies every token with every other")
+    return found.pop() if found else None
+
+
+@rule(aten.embedding)
+def _embedding(node: fx.Node, axis_of: Callable[[Any], Axis]) -> Axis:
+    if axis_of(node.args[0]) is not None:
+        raise MixesTokens("its table depends on the row")
+    return axis_of(node.args[1])
+
+
+@rule(aten.transpose)
+def _transpose(node: fx.Node, axis_of: Callable[[Any], Axis]) -> Axis:
+    axis, ndim = axis_of(node.args[0]), rank_of(node)
+    one, two = (_dim(int(d), ndim) for d in node.args[1:3])  # type: ignore[arg-type]
+    return {one: two, two: one}.get(axis, axis)
+
+
+@rule(aten.t)
+def _t(node: fx.Node, axis_of: Callable[[Any], Axis]) -> Axis:
+    axis = axis_of(node.args[0])
+    return None if axis is None else rank_of(node) - 1 - axis
+
+
+@rule(aten.permute)
+def _permute(node: fx.Node, axis_of: Callable[[Any], Axis]) -> Axis:
+    axis, ndim = axis_of(node.args[0]), rank_of(node)
+    order = [_dim(d, ndim) for d in node.args[1]]  # type: ignore[union-attr, arg-type]
+    return None if axis is None else order.index(axis)
+
+
+@rule(aten.unsqueeze)
+def _unsqueeze(node: fx.Node, axis_of: Callable[[Any], Axis]) -> Axis:
+    axis = axis_of(node.args[0])
+    new = _dim(int(node.args[1]), rank_of(node))  # type: ignore[arg-type]
+    return axis if axis is None or axis < new else axis + 1
+
+
+@rule(aten.view, aten.reshape, aten._unsafe_view, aten.squeeze, aten.flatten, aten.unflatten)
+def _reshape(node: fx.Node, axis_of: Callable[[Any], Axis]) -> Axis:
+    """What lies outside the row must stay as it was; then the row keeps its order."""
+    source: Any = node.args[0]
+    axis = axis_of(source)
+    if axis is None:
+        return None
+    before, after = source.meta["val"].shape, node.meta["val"].shape
+    outside = _times(before[:axis])
+    for place in range(len(after)):
+        if _same(_times(after[:place]), outside) and _symbols(before[axis]) & _symbols(after[place]):
+            return place
+    raise MixesTokens("it folds the row into another dimension")
+
+
+def _times(sizes: Any) -> Any:
+    product: Any = 1
+    for size in sizes:
+        product = product * size
+    return product
+
+
+def _same(one: Any, two: Any) -> bool:
+    return str(one) == str(two)
+
+
+def _symbols(size: Any) -> set[str]:
+    return set() if isinstance(size, int) else {str(s) for s in size.node.expr.free_symbols}
+
+
+def _reduced(node: fx.Node, axis: Axis, dims: Any, keep: bool) -> Axis:
+    if axis is None:
+        return None
+    ndim = rank_of(node.args[0])
+    given = [dims] if isinstance(dims, int) else list(dims or range(ndim))
+    gone = {_dim(int(d), ndim) for d in given}
+    if axis in gone:
+        raise MixesTokens("it reduces over the row")
+    return axis if keep else axis - sum(d < axis for d in gone)
+
+
+@rule(aten.mean, aten.sum, aten.amax, aten.amin, aten.var, aten.std, aten.any, aten.all)
+def _reduce(node: fx.Node, axis_of: Callable[[Any], Axis]) -> Axis:
+    dims = node.args[1] if len(node.args) > 1 else node.kwargs.get("dim")
+    keep = node.args[2] if len(node.args) > 2 else node.kwargs.get("keepdim", False)
+    return _reduced(node, axis_of(node.args[0]), dims, bool(keep))
+
+
+@rule(aten.linalg_vector_norm)
+def _norm(node: fx.Node, axis_of: Callable[[Any], Axis]) -> Axis:
+    dims = node.args[2] if len(node.args) > 2 else node.kwargs.get("dim")
+    keep = node.args[3] if len(node.args) > 3 else node.kwargs.get("keepdim", False)
+    return _reduced(node, axis_of(node.args[0]), dims, bool(keep))
+
+
+@rule(aten.softmax, aten._softmax, aten.log_softmax, aten.cumsum, aten.sort, aten.flip)
+def _along(node: fx.Node, axis_of: Callable[[Any], Axis]) -> Axis:
+    axis = _reduced(node, axis_of(node.args[0]), node.args[1], keep=True)
+    return (axis, axis) if isinstance(node.meta["val"], (tuple, list)) else axis
+
+
+@rule(aten.rms_norm, aten.layer_norm)
+def _normalise(node: fx.Node, axis_of: Callable[[Any], Axis]) -> Axis:
+    axis = axis_of(node.args[0])
+    inner = len(node.args[1])  # type: ignore[arg-type]
+    if axis is not None and axis >= rank_of(node.args[0]) - inner:
+        raise MixesTokens("it normalises over the row")
+    return axis
+
+
+@rule(aten.cat, aten.stack)
+def _cat(node: fx.Node, axis_of: Callable[[Any], Axis]) -> Axis:
+    parts: Any = node.args[0]
+    axes = {axis_of(part) for part in parts}
+    if axes == {None}:
+        return None
+    if len(axes) > 1:
+        raise MixesTokens("it joins values that hold the row with values that do not")
+    axis = axes.pop()
+    dim = _dim(int(node.args[1]) if len(node.args) > 1 else 0, rank_of(node))  # type: ignore[arg-type]
+    if "stack" in str(node.target):
+        return axis + (dim <= axis)
+    if dim == axis:
+        raise MixesTokens("it joins rows end to end")
+    return axis
+
+
+@rule(aten.slice, aten.narrow, aten.select, aten.index_select)
+def _slice(node: fx.Node, axis_of: Callable[[Any], Axis]) -> Axis:
+    axis = axis_of(node.args[0])
+    dim = _dim(int(node.args[1]) if len(node.args) > 1 else 0, rank_of(node.args[0]))  # type: ignore[arg-type]
+    if axis is not None and dim == axis:
+        raise MixesTokens("it takes some tokens of the row by their place")
+    if axis is not None and "select.int" in str(node.target):
+        return axis - (dim < axis)
+    return axis
+
+
+@rule(aten.split, aten.chunk, aten.split_with_sizes, aten.unbind)
+def _split(node: fx.Node, axis_of: Callable[[Any], Axis]) -> Axis:
+    axis = axis_of(node.args[0])
+    place = 1 if "unbind" in str(node.target) else 2
+    dim = node.args[place] if len(node.args) > place else node.kwargs.get("dim", 0)
+    dim = _dim(int(dim), rank_of(node.args[0]))  # type: ignore[arg-type]
+    if axis is not None and dim == axis:
+        raise MixesTokens("it splits the row")
+    if axis is not None and place == 1:
+        axis -= dim < axis
+    return (axis,) * len(node.meta["val"])
+
+
+@rule(operator.getitem)
+def _getitem(node: fx.Node, axis_of: Callable[[Any], Axis]) -> Axis:
+    axes = axis_of(node.args[0])
+    return axes[node.args[1]] if isinstance(axes, tuple) else axes
+
+
+@rule(aten.zeros, aten.ones, aten.full, aten.empty, aten.new_zeros, aten.new_ones, aten.new_full)
+def _uniform(node: fx.Node, axis_of: Callable[[Any], Axis]) -> Axis:
+    """The same value everywhere; whoever knows the row's size finds it by its shape."""
+    return None
+
+
+@rule(torch.ops.tlora_fx.packed_attention)
+def _packed_attention(node: fx.Node, axis_of: Callable[[Any], Axis]) -> Axis:
+    if any(axis_of(value) != 0 for value in node.args[:3]):
+        raise MixesTokens("its query, key and value do not hold the row at dimension 0")
+    return (0, 1)
+
+
+@rule(torch.ops.tlora_fx.segment_switch)
+def _segment_switch(node: fx.Node, axis_of: Callable[[Any], Axis]) -> Axis:
+    return 1

@@ -1,0 +1,356 @@
+"""Checkpoints: whole, kept, and found again whatever happened."""
+
+from __future__ import annotations
+
+import errno
+import os
+import pickle
+import signal
+import subprocess
+import sys
+import time
+import warnings
+from pathlib import Path
+
+import pytest
+import torch
+
+from tlora_fx.errors import CheckpointError
+from tlora_fx.runtime import checkpoint
+from tlora_fx.runtime.checkpoint import CheckpointStore, CheckpointWarning, JobState
+
+
+def state_of(step: int) -> JobState:
+    """A job's state whose tensors tell the step."""
+    bank = torch.full((8, 6), float(step))
+    return JobState(
+        adapter={"base_model.model.q.lora_A.weight": bank[:4], "b": bank[4:].t()},
+        optimizer={"exp_avg/a": torch.full((3,), step / 3, dtype=torch.float64)},
+        optimizer_values={"schedule": {"_last_lr": [step / 7]}},
+        step=step,
+        micro_step=2 * step,
+        tokens=100 * step,
+        cursor={"step": step},
+        status="failed",
+        reason="loss is NaN",
+    )
+
+
+@pytest.fixture
+def store(tmp_path: Path) -> CheckpointStore:
+    """A store in an empty folder."""
+    return CheckpointStore(tmp_path)
+
+
+def names(store: CheckpointStore) -> list[str]:
+    return sorted(path.name for path in store.folder.iterdir())
+
+
+def save(store: CheckpointStore, *steps: int) -> None:
+    for step in steps:
+        store.save(step, {"a-1": state_of(step), "b.2": state_of(step + 1)}, {"seed": step})
+
+
+def test_a_checkpoint_comes_back_as_it_was(store):
+    """Tensors, numbers and words are bitwise what was saved."""
+    save(store, 7)
+
+    found = store.load()
+
+    assert found is not None
+    assert (found.step, found.run, list(found.jobs)) == (7, {"seed": 7}, ["a-1", "b.2"])
+    for name, expected in {"a-1": state_of(7), "b.2": state_of(8)}.items():
+        job = found.jobs[name]
+        for ours, theirs in (
+            (job.adapter, expected.adapter),
+            (job.optimizer, expected.optimizer),
+        ):
+            assert ours.keys() == theirs.keys()
+            assert all(torch.equal(ours[key], theirs[key]) for key in theirs)
+            assert all(ours[key].dtype == theirs[key].dtype for key in theirs)
+        plain = ("optimizer_values", "step", "micro_step", "tokens", "cursor", "status", "reason")
+        assert all(getattr(job, key) == getattr(expected, key) for key in plain)
+
+
+def test_an_empty_store_loads_nothing(store):
+    """A run that never saved has no checkpoint, and that is no error."""
+    assert store.load() is None
+
+
+def test_the_newest_two_stay(store):
+    """Older checkpoints are removed after a newer one is pointed to."""
+    save(store, 1, 2, 3, 4)
+
+    assert names(store) == ["latest", "step-000003", "step-000004"]
+    assert (store.folder / "latest").read_text() == "step-000004\nstep-000003\n"
+
+
+def test_only_safetensors_and_json_are_written(store):
+    """No file of a checkpoint is a pickle."""
+    save(store, 1)
+
+    files = [p for p in store.folder.rglob("*") if p.is_file() and p.name != "latest"]
+    assert {p.suffix for p in files} == {".json", ".safetensors"}
+    for path in files:
+        with pytest.raises(Exception, match=r".+"):
+            pickle.loads(path.read_bytes())
+
+
+@pytest.mark.parametrize(
+    "file",
+    ["manifest.json", "state.json", "jobs/a-1/adapter_model.safetensors"],
+)
+@pytest.mark.parametrize("damage", ["flip", "cut", "remove"])
+def test_a_damaged_checkpoint_gives_way_to_the_one_before(store, file, damage):
+    """A flipped bit, a cut file or a lost one is noticed, and said."""
+    save(store, 1, 2)
+    path = store.folder / "step-000002" / file
+    content = path.read_bytes()
+    if damage == "flip":
+        # In the manifest a flipped bit may spoil a checksum, a file's name or the JSON.
+        middle = len(content) // 2
+        path.write_bytes(content[:middle] + bytes([content[middle] ^ 1]) + content[middle + 1 :])
+    elif damage == "cut":
+        path.write_bytes(content[: len(content) // 2])
+    else:
+        path.unlink()
+
+    with pytest.warns(CheckpointWarning, match=r"step-000002.*going on from step-000001"):
+        found = store.load()
+
+    assert found is not None
+    assert found.step == 1
+
+
+def test_a_run_goes_on_after_a_damaged_checkpoint(store):
+    """The whole checkpoint outlives the damaged one, whose step may be saved anew."""
+    save(store, 10, 20)
+    (store.folder / "step-000020" / "state.json").write_bytes(b"{}")
+    fresh = CheckpointStore(store.folder.parent)
+    with pytest.warns(CheckpointWarning):
+        fresh.load()
+
+    save(fresh, 13)
+    assert names(fresh) == ["latest", "step-000010", "step-000013"]
+    save(fresh, 20)
+
+    assert names(fresh) == ["latest", "step-000013", "step-000020"]
+    found = fresh.load()
+    assert found is not None
+    assert found.step == 20
+
+
+def test_the_same_step_may_be_saved_twice(store):
+    """A step that is saved again gets a folder of its own, and the newer one is loaded."""
+    save(store, 5)
+    store.save(5, {"a-1": state_of(6)}, {"seed": "again"})
+
+    found = store.load()
+
+    assert found is not None
+    assert found.run == {"seed": "again"}
+    assert len(names(store)) == 3
+
+
+def test_no_whole_checkpoint_is_an_error(store):
+    """Where all are damaged, training does not silently begin anew."""
+    save(store, 1, 2)
+    for path in store.folder.glob("step-*/state.json"):
+        path.write_bytes(b"")
+
+    with pytest.raises(CheckpointError, match="no checkpoint is whole"):
+        store.load()
+
+
+def test_a_lost_pointer_is_no_loss(store):
+    """Without `latest` the newest whole folder is found."""
+    save(store, 1, 2)
+    (store.folder / "latest").unlink()
+
+    found = store.load()
+
+    assert found is not None
+    assert found.step == 2
+
+
+def test_another_format_is_refused(store):
+    """A checkpoint of a newer tlora-fx is not mistaken for a damaged one."""
+    save(store, 1)
+    manifest = store.folder / "step-000001" / "manifest.json"
+    manifest.write_text(manifest.read_text().replace('"format": 1', '"format": 2'))
+
+    with pytest.raises(CheckpointError, match="another format"):
+        store.load()
+
+
+@pytest.mark.parametrize("name", ["../up", "a/b", "", ".hidden", "a..b", "a\n"])
+def test_a_job_name_cannot_lead_out(store, name):
+    """A name that is no plain folder name is refused before anything is written."""
+    with pytest.raises(CheckpointError):
+        store.save(1, {name: state_of(1)}, {})
+
+    assert not store.folder.exists()
+
+
+@pytest.mark.parametrize("writes_before", range(7))
+def test_a_full_disk_leaves_the_last_checkpoint_whole(store, monkeypatch, writes_before):
+    """ENOSPC at any file of a checkpoint, or at the pointer, changes nothing that was there."""
+    save(store, 1, 2)
+    before = {p: p.read_bytes() for p in store.folder.rglob("*") if p.is_file()}
+    fill_the_disk(monkeypatch, writes_before)
+
+    with pytest.raises(CheckpointError, match="No space left") as caught:
+        save(store, 3)
+
+    assert isinstance(caught.value.__cause__, OSError)
+    assert {p: p.read_bytes() for p in store.folder.rglob("*") if p.is_file()} == before
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        found = store.load()
+    assert found is not None
+    assert found.step == 2
+
+
+def fill_the_disk(monkeypatch: pytest.MonkeyPatch, writes_before: int) -> None:
+    """Let so many files be written, then half of one, then nothing."""
+    left = [writes_before]
+
+    def write(path: Path, data: bytes) -> None:
+        if left[0] == 0:
+            path.write_bytes(data[: len(data) // 2])
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(path))
+        left[0] -= 1
+        path.write_bytes(data)
+
+    monkeypatch.setattr(checkpoint, "write_synced", write)
+    monkeypatch.setattr("tlora_fx.runtime.durable.write_synced", write)
+
+
+FULL = """
+import sys
+import torch
+from tests.runtime.test_checkpoint import CheckpointError, CheckpointStore, JobState
+store = CheckpointStore(sys.argv[1])
+try:
+    for step in range(1, 100):
+        tensors = {"a": torch.full((1000 * step,), float(step))}
+        store.save(step, {"job": JobState(tensors, tensors)}, {})
+except CheckpointError as error:
+    assert "No space left" in str(error)
+    found = store.load()
+    assert found is not None and found.step == step - 1 > 2
+    assert found.jobs["job"].adapter["a"].numel() == 1000 * found.step
+    assert len(list(store.folder.iterdir())) == 3
+    print("kept")
+"""
+
+
+def test_a_disk_that_is_really_full_keeps_the_last_checkpoint(tmp_path):
+    """On a file system of half a mebibyte, checkpoints grow until the disk refuses."""
+    mount = f"mount -t tmpfs -o size=512k none {tmp_path}"
+    try:
+        subprocess.run(["unshare", "-rm", "sh", "-c", mount], check=True, capture_output=True)
+    except (OSError, subprocess.CalledProcessError):
+        pytest.skip("this machine lets nobody mount a small file system")
+
+    command = f'{mount} && exec "$0" -W error -c "$1" {tmp_path}'
+    done = subprocess.run(
+        ["unshare", "-rm", "sh", "-c", command, sys.executable, FULL],
+        cwd=Path(__file__).parents[2],
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+
+    assert (done.stdout, done.returncode) == ("kept\n", 0), done.stderr
+
+
+KILLED = """
+import sys
+from tests.runtime.test_checkpoint import CheckpointStore, save
+store = CheckpointStore(sys.argv[1])
+found = store.load()
+step = found.step if found else 0
+print("ready", flush=True)
+while True:
+    step += 1
+    save(store, step)
+    print(step, flush=True)
+"""
+
+
+def test_a_killed_process_leaves_a_store_that_loads(tmp_path):
+    """kill -9 at many moments: what was reported saved is there, without a warning."""
+    reported = 0
+    for attempt in range(4):
+        child = subprocess.Popen(
+            [sys.executable, "-c", KILLED, str(tmp_path)],
+            stdout=subprocess.PIPE,
+            cwd=Path(__file__).parents[2],
+            text=True,
+        )
+        assert child.stdout is not None
+        assert child.stdout.readline() == "ready\n"
+        time.sleep(0.05 + 0.0237 * attempt)
+        child.send_signal(signal.SIGKILL)
+        reported = max([reported, *map(int, child.communicate()[0].split())])
+
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            found = CheckpointStore(tmp_path).load()
+        assert (found.step if found else 0) >= reported
+    assert reported > 0
+
+
+KILLED_AT = """
+import os, signal, sys, warnings
+from pathlib import Path
+from tests.runtime.test_checkpoint import CheckpointStore, save
+
+def deadly(function, left):
+    def call(*arguments, **named):
+        left[0] -= 1
+        if left[0] == 0:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return function(*arguments, **named)
+    return call
+
+warnings.simplefilter("error")
+store = CheckpointStore(sys.argv[1])
+save(store, 1)
+step, killed, calls = 1, 0, 0
+while True:
+    calls += 1
+    child = os.fork()
+    if child == 0:
+        left = [calls]
+        for owner, name in ((os, "fsync"), (os, "rename"), (os, "replace"), (os, "unlink")):
+            setattr(owner, name, deadly(getattr(owner, name), left))
+        save(store, step + 1)
+        os._exit(0)
+    status = os.waitpid(child, 0)[1]
+    found = CheckpointStore(sys.argv[1]).load()
+    assert found.step in (step, step + 1)
+    step = found.step
+    if status == 0:
+        break
+    assert os.WIFSIGNALED(status) and os.WTERMSIG(status) == signal.SIGKILL
+    killed += 1
+print(killed, len(list(store.folder.iterdir())))
+"""
+
+
+def test_a_process_killed_at_any_call_leaves_a_store_that_loads(tmp_path):
+    """kill -9 right before each fsync, rename and unlink of a save, one after the other."""
+    done = subprocess.run(
+        [sys.executable, "-c", KILLED_AT, str(tmp_path)],
+        cwd=Path(__file__).parents[2],
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+
+    assert done.returncode == 0, done.stderr
+    killed, entries = map(int, done.stdout.split())
+    assert killed > 15
+    assert entries == 3

@@ -1,0 +1,162 @@
+"""What becomes of one row."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from transformers import PreTrainedTokenizerFast
+
+from tlora_fx.runtime.columns import Format, Layout
+from tlora_fx.runtime.encode import BadRowError, Encoded, Encoder, PrefixError
+
+CHAT = [
+    {"role": "user", "content": "hi"},
+    {"role": "assistant", "content": "yo"},
+    {"role": "user", "content": "more"},
+    {"role": "assistant", "content": "no"},
+]
+
+
+def encoder(
+    tokenizer: PreTrainedTokenizerFast, format: Format, *, on_completion: bool = True
+) -> Encoder:
+    """An encoder of columns that have our own names."""
+    names = {"prompt-completion": ("prompt", "completion")}.get(format, (format,))
+    return Encoder(tokenizer, Layout(format, {name: name for name in names}, on_completion))
+
+
+def shown(tokenizer: PreTrainedTokenizerFast, encoded: Encoded) -> str:
+    """The tokens, with those that are trained in brackets."""
+    tokens = tokenizer.convert_ids_to_tokens(encoded.ids)
+    pairs = zip(tokens, encoded.targets, strict=True)
+    return "".join(f"[{token}]" if trained else token for token, trained in pairs)
+
+
+def test_the_loss_is_on_the_completion_and_its_end(make_tokenizer: Any) -> None:
+    """The prompt is read, the completion and the end token are trained."""
+    tokenizer = make_tokenizer()
+    encoded = encoder(tokenizer, "prompt-completion").encode({"prompt": "1+", "completion": "ab"})
+
+    assert shown(tokenizer, encoded) == "1+[a][b][</s>]"
+
+
+def test_loss_on_all_trains_the_prompt_too(make_tokenizer: Any) -> None:
+    """With loss_on: all every token is a target."""
+    tokenizer = make_tokenizer()
+    whole = encoder(tokenizer, "prompt-completion", on_completion=False)
+
+    encoded = whole.encode({"prompt": "a", "completion": "b"})
+    assert shown(tokenizer, encoded) == "[a][b][</s>]"
+
+
+def test_a_token_across_the_border_belongs_to_the_completion(make_tokenizer: Any) -> None:
+    """Where prompt and completion merge into one token, it is trained and the row is counted."""
+    tokenizer = make_tokenizer()
+    encoded = encoder(tokenizer, "prompt-completion").encode({"prompt": "1=", "completion": "2"})
+
+    assert shown(tokenizer, encoded) == "1[=2][</s>]"
+    assert encoded.prefix_differs
+
+
+def test_an_empty_completion_has_nothing_to_train(make_tokenizer: Any) -> None:
+    """An end token alone is no completion."""
+    encoded = encoder(make_tokenizer(), "prompt-completion").encode(
+        {"prompt": "a", "completion": ""}
+    )
+
+    assert not any(encoded.targets)
+
+
+@pytest.mark.parametrize("text", ["ab", "<s>ab", "ab</s>", "<s>ab</s>"])
+@pytest.mark.parametrize("adds_eos", [False, True])
+def test_begin_and_end_stand_once(make_tokenizer: Any, text: str, adds_eos: bool) -> None:
+    """Whatever the text and the tokenizer add, there is one begin and one end token."""
+    tokenizer = make_tokenizer(adds_bos=True, adds_eos=adds_eos)
+    encoded = encoder(tokenizer, "text").encode({"text": text})
+
+    assert tokenizer.convert_ids_to_tokens(encoded.ids) == ["<s>", "a", "b", "</s>"]
+
+
+def test_an_end_that_the_tokenizer_adds_does_not_part_prompt_and_completion(
+    make_tokenizer: Any,
+) -> None:
+    """A tokenizer that ends each text leaves no end token inside a sample."""
+    tokenizer = make_tokenizer(adds_bos=True, adds_eos=True)
+    encoded = encoder(tokenizer, "prompt-completion").encode({"prompt": "a", "completion": "b"})
+
+    assert shown(tokenizer, encoded) == "<s>a[b][</s>]"
+    assert not encoded.prefix_differs
+
+
+def test_no_begin_token_is_added_that_the_tokenizer_does_not_add(make_tokenizer: Any) -> None:
+    """A tokenizer that has a begin token but does not add it is left alone."""
+    tokenizer = make_tokenizer(eos_token=None)
+    encoded = encoder(tokenizer, "text").encode({"text": "ab"})
+
+    assert shown(tokenizer, encoded) == "[a][b]"
+
+
+def test_assistant_turns_are_trained_where_the_template_marks_them(
+    make_tokenizer: Any, templates: dict[str, str]
+) -> None:
+    """The marks of the template decide, so that turn headers are not trained."""
+    tokenizer = make_tokenizer(templates["marked"])
+    encoded = encoder(tokenizer, "messages").encode({"messages": CHAT})
+
+    expected = "<|user|>hi<|assistant|>[y][o][</s>]<|user|>more<|assistant|>[n][o][</s>]"
+    assert shown(tokenizer, encoded) == expected
+
+
+def test_unmarked_turns_are_found_by_what_they_add(
+    make_tokenizer: Any, templates: dict[str, str]
+) -> None:
+    """Without marks the same tokens are trained."""
+    marked, unmarked = (make_tokenizer(templates[name]) for name in ("marked", "unmarked"))
+    expected = encoder(marked, "messages").encode({"messages": CHAT})
+
+    assert encoder(unmarked, "messages").encode({"messages": CHAT}) == expected
+
+
+def test_a_template_that_changes_earlier_turns_is_refused(
+    make_tokenizer: Any, templates: dict[str, str]
+) -> None:
+    """Nothing is guessed where the start of a chat is rendered otherwise in the whole."""
+    tokenizer = make_tokenizer(templates["shortening"])
+
+    with pytest.raises(PrefixError, match="turn 2"):
+        encoder(tokenizer, "messages").encode({"messages": CHAT})
+
+
+def test_a_template_that_changes_earlier_turns_trains_all_tokens(
+    make_tokenizer: Any, templates: dict[str, str]
+) -> None:
+    """With loss_on: all no turn has to be found."""
+    whole = encoder(make_tokenizer(templates["shortening"]), "messages", on_completion=False)
+
+    assert all(whole.encode({"messages": CHAT}).targets)
+
+
+@pytest.mark.parametrize(
+    ("messages", "reason"),
+    [
+        ([], "at least one message"),
+        ("hi", "no list"),
+        ([{"content": "a"}], "message 1 is no object with a role"),
+        ([{"role": "user", "content": [{"text": "a"}]}], "message 1 has no text"),
+        ([{"role": "user", "content": 3}], "message 1 has no text"),
+        (None, "no value in the column 'messages'"),
+    ],
+)
+def test_malformed_messages_are_told_apart(
+    make_tokenizer: Any, templates: dict[str, str], messages: object, reason: str
+) -> None:
+    """Each way in which messages are wrong has its reason."""
+    with pytest.raises(BadRowError, match=reason):
+        encoder(make_tokenizer(templates["marked"]), "messages").encode({"messages": messages})
+
+
+def test_a_text_that_is_a_number_is_a_bad_row(make_tokenizer: Any) -> None:
+    """Values are never turned into text."""
+    with pytest.raises(BadRowError, match="'text' holds int, no text"):
+        encoder(make_tokenizer(), "text").encode({"text": 3})

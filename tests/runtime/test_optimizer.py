@@ -1,0 +1,265 @@
+"""A job's optimizer: its updates, its clipping, and its way through a checkpoint."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import safetensors.torch
+import torch
+from torch import nn
+from transformers import get_scheduler
+
+from tlora_fx.errors import OptimizerError, OptimizerStateError
+from tlora_fx.job import BaseSpec, DataSpec, Job
+from tlora_fx.runtime.optimizer import JobOptimizer
+from tlora_fx.training_fields import OPTIMIZERS
+
+STEPS = 9
+VARIANTS: dict[str, dict[str, Any]] = {
+    **{name: {"optim": name} for name in OPTIMIZERS},
+    "sgd-momentum": {"optim": "sgd", "optim_args": {"momentum": 0.9, "nesterov": True}},
+    "adamw-amsgrad": {"optim": "adamw", "optim_args": {"amsgrad": True}},
+    "rmsprop-centered": {"optim": "rmsprop", "optim_args": {"centered": True, "momentum": 0.5}},
+    "cosine": {"lr_scheduler_type": "cosine_with_restarts", "warmup_ratio": 0.3},
+    "polynomial": {"lr_scheduler_type": "polynomial", "warmup_steps": 2},
+    "stable": {
+        "lr_scheduler_type": "warmup_stable_decay",
+        "lr_scheduler_kwargs": {"num_decay_steps": 3},
+    },
+}
+
+
+def job_with(**fields: Any) -> Job:
+    """A job whose learning rate is high enough for every step to change much."""
+    given: dict[str, Any] = {"learning_rate": 0.05, "weight_decay": 0.01, "max_grad_norm": 0.7}
+    return Job(
+        name="job",
+        base=BaseSpec(model="base"),
+        lora={"r": 2, "target_modules": ["q"]},
+        data=DataSpec(path="data.jsonl"),
+        **given | fields,
+    )
+
+
+def params_of(bank: torch.Tensor) -> dict[str, nn.Parameter]:
+    """Three parameters as the super-model makes them: views of one storage, gradients too."""
+    grads = torch.zeros_like(bank)
+    views: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
+        "a.lora_A.weight": lambda x: x[1:3],
+        "a.lora_B.weight": lambda x: x[3:6].t(),
+        "a.lora_magnitude_vector": lambda x: x[6, 1:5],
+        "a.never_used": lambda x: x[7],
+    }
+    params = {}
+    for name, view in views.items():
+        params[name] = nn.Parameter(view(bank))
+        if name != "a.never_used":
+            params[name].grad = view(grads)
+    return params
+
+
+def start(dtype: torch.dtype = torch.float32) -> dict[str, nn.Parameter]:
+    generator = torch.Generator().manual_seed(0)
+    return params_of(torch.randn(8, 5, generator=generator, dtype=torch.float64).to(dtype))
+
+
+def train(
+    optimizer: JobOptimizer, params: dict[str, nn.Parameter], first: int, last: int
+) -> list[float]:
+    """Run the steps first to last - 1, whose gradients depend on step and parameters."""
+    norms = []
+    for step in range(first, last):
+        optimizer.zero_grad()
+        for index, param in enumerate(params.values()):
+            if param.grad is not None:
+                generator = torch.Generator().manual_seed(1000 * step + index)
+                noise = torch.randn(param.shape, generator=generator, dtype=torch.float64)
+                param.grad.add_(noise.to(param.dtype) + param.detach())
+        norms.append(optimizer.step())
+    return norms
+
+
+def through_files(
+    optimizer: JobOptimizer, folder: Path
+) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
+    """The optimizer's state after a way through safetensors and JSON."""
+    tensors = {name: value.contiguous() for name, value in optimizer.state_tensors().items()}
+    safetensors.torch.save_file(tensors, folder / "state.safetensors")
+    (folder / "state.json").write_text(json.dumps(optimizer.state_values()))
+    return (
+        safetensors.torch.load_file(folder / "state.safetensors"),
+        json.loads((folder / "state.json").read_text()),
+    )
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("variant", VARIANTS)
+@pytest.mark.parametrize("stop", [0, 4])
+def test_resuming_is_bitwise_as_never_having_stopped(variant, stop, dtype, tmp_path):
+    """Steps before and after a checkpoint equal the same steps in one go, in all state."""
+    job = job_with(**VARIANTS[variant])
+    whole_params = start(dtype)
+    whole = JobOptimizer(job, whole_params, STEPS)
+    norms = train(whole, whole_params, 0, STEPS)
+
+    params = start(dtype)
+    before = JobOptimizer(job, params, STEPS)
+    norms_before = train(before, params, 0, stop)
+    tensors, values = through_files(before, tmp_path)
+    resumed_params = start(dtype)
+    with torch.no_grad():
+        for name, param in resumed_params.items():
+            param.copy_(params[name])
+    resumed = JobOptimizer(job, resumed_params, STEPS)
+    resumed.load_state(tensors, values)
+    rate = resumed.learning_rate
+    norms_after = train(resumed, resumed_params, stop, STEPS)
+
+    assert rate == before.learning_rate
+    assert norms == norms_before + norms_after
+    assert all(torch.equal(whole_params[name], resumed_params[name]) for name in whole_params)
+    left, right = whole.state_tensors(), resumed.state_tensors()
+    assert left.keys() == right.keys()
+    assert all(torch.equal(left[name], right[name]) for name in left)
+    assert all(left[name].stride() == right[name].stride() for name in left)
+    assert whole.state_values() == resumed.state_values()
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_steps_are_those_of_torch_and_transformers(variant):
+    """Optimizer, clipping and schedule give what their libraries give on plain parameters."""
+    job = job_with(**VARIANTS[variant])
+    params = start()
+    norms = train(ours := JobOptimizer(job, params, STEPS), params, 0, STEPS)
+
+    plain = {name: nn.Parameter(param.detach().clone()) for name, param in start().items()}
+    optimizer = getattr(torch.optim, job.optimizer_class())(
+        plain.values(), **job.optimizer_arguments()
+    )
+    schedule = get_scheduler(
+        job.lr_scheduler_type, optimizer, job.warmup(STEPS), STEPS, dict(job.lr_scheduler_kwargs)
+    )
+    for step in range(STEPS):
+        for index, param in enumerate(list(plain.values())[:3]):
+            generator = torch.Generator().manual_seed(1000 * step + index)
+            noise = torch.randn(param.shape, generator=generator, dtype=torch.float64)
+            param.grad = noise.float() + param.detach()
+        norm = torch.nn.utils.clip_grad_norm_(plain.values(), 0.7)
+        optimizer.step()
+        schedule.step()
+        assert norms[step] == pytest.approx(norm.item(), rel=1e-6)
+
+    for name, param in plain.items():
+        torch.testing.assert_close(params[name], param)
+    assert ours.learning_rate == optimizer.param_groups[0]["lr"]
+
+
+def test_storage_stays_where_it_is():
+    """Parameters and gradients remain views of the shared storage, neighbours untouched."""
+    bank = torch.ones(8, 5)
+    params = params_of(bank)
+    places = {
+        name: (p.data_ptr(), p.grad is None or p.grad.data_ptr()) for name, p in params.items()
+    }
+
+    train(JobOptimizer(job_with(), params, STEPS), params, 0, 3)
+
+    assert places == {
+        name: (p.data_ptr(), p.grad is None or p.grad.data_ptr()) for name, p in params.items()
+    }
+    assert torch.equal(bank[0], torch.ones(5))
+    assert torch.equal(bank[6, 0], torch.ones(()))
+    assert not torch.equal(bank[1:3], torch.ones(2, 5))
+    assert torch.equal(bank[7], torch.ones(5))
+
+
+def test_gradients_are_zeroed_in_place():
+    """After zero_grad the gradient is the same tensor, full of zeros."""
+    params = start()
+    gradient = params["a.lora_B.weight"].grad
+    assert gradient is not None
+    gradient.fill_(3.0)
+
+    JobOptimizer(job_with(), params, STEPS).zero_grad()
+
+    assert params["a.lora_B.weight"].grad is gradient
+    assert not gradient.any()
+
+
+@pytest.mark.parametrize("limit", [None, 0.0])
+def test_no_limit_is_no_clipping(limit):
+    """With max_grad_norm null or 0 the gradients reach the optimizer as they are."""
+    params = start()
+    optimizer = JobOptimizer(job_with(max_grad_norm=limit), params, STEPS)
+    gradient = params["a.lora_A.weight"].grad
+    assert gradient is not None
+    gradient.fill_(100.0)
+
+    assert optimizer.step() == pytest.approx(100 * 10**0.5)
+    assert (gradient == 100).all()
+
+
+def test_the_norm_of_bfloat16_gradients_is_taken_in_float32():
+    """A sum that bfloat16 could not hold is right to float32."""
+    params = start(torch.bfloat16)
+    for param in params.values():
+        if param.grad is not None:
+            param.grad.fill_(1.0)
+
+    norm = JobOptimizer(job_with(), params, STEPS).gradient_norm()
+
+    assert norm == pytest.approx(29**0.5, rel=1e-6)
+
+
+def test_a_norm_that_is_no_number_is_handed_back():
+    """Whether the job goes on is for the caller to decide."""
+    params = start()
+    gradient = params["a.lora_A.weight"].grad
+    assert gradient is not None
+    gradient[0, 0] = float("nan")
+
+    norm = JobOptimizer(job_with(), params, STEPS).gradient_norm()
+
+    assert math.isnan(norm)
+
+
+def test_a_known_norm_is_not_measured_again():
+    """A norm that was handed in clips as the one that would be measured."""
+    left, right = start(), start()
+    one, two = (JobOptimizer(job_with(), params, STEPS) for params in (left, right))
+    for params in (left, right):
+        gradient = params["a.lora_A.weight"].grad
+        assert gradient is not None
+        gradient.fill_(1.3)
+
+    one.step()
+    two.step(two.gradient_norm())
+
+    assert all(torch.equal(left[name], right[name]) for name in left)
+
+
+def test_state_of_other_parameters_is_refused():
+    """A checkpoint of other target modules is no silent fresh start."""
+    params = start()
+    optimizer = JobOptimizer(job_with(), params, STEPS)
+    train(optimizer, params, 0, 1)
+    tensors, values = optimizer.state_tensors(), optimizer.state_values()
+    tensors["exp_avg/b.lora_A.weight"] = torch.zeros(2, 5)
+
+    with pytest.raises(OptimizerStateError, match=r"b\.lora_A\.weight"):
+        optimizer.load_state(tensors, values)
+
+
+def test_arguments_that_exclude_each_other_are_our_error():
+    """What torch.optim finds wrong is said with the job's name."""
+    job = job_with(optim="sgd", optim_args={"nesterov": True})
+
+    with pytest.raises(OptimizerError, match="job") as caught:
+        JobOptimizer(job, start(), STEPS)
+
+    assert "momentum" in str(caught.value)

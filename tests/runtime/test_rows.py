@@ -1,0 +1,131 @@
+"""Reading rows from files."""
+
+from __future__ import annotations
+
+import builtins
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tlora_fx.errors import DataFileError, MissingPackageError
+from tlora_fx.job import DataSpec
+from tlora_fx.runtime.rows import Row, read_rows
+
+ROWS = [{"text": "a"}, {"text": "é"}]
+
+
+def rows(path: Path | str) -> list[Row]:
+    """All rows of a file."""
+    return list(read_rows(DataSpec(path=str(path)), "a"))
+
+
+def test_json_lines_know_their_line(tmp_path: Path) -> None:
+    """Blank lines and a byte order mark are no rows, and lines are counted from one."""
+    path = tmp_path / "a.jsonl"
+    path.write_bytes(b'\xef\xbb\xbf{"text": "a"}\r\n\r\n{"text": "\xc3\xa9"}')
+
+    assert rows(path) == [Row(f"{path}:1", ROWS[0]), Row(f"{path}:3", ROWS[1])]
+
+
+@pytest.mark.parametrize(
+    ("line", "reason"),
+    [
+        (b"{'text': 1}", "no JSON: Expecting property name"),
+        (b'"text"', "the row is no object but str"),
+        (b'{"text": "\xff"}', "no JSON: no UTF-8 at byte 10"),
+        (b"[" * 100_000, "no JSON: nested too deeply"),
+        (b'{"a": ' + b"1" * 5000 + b"}", "no JSON: Exceeds the limit"),
+    ],
+)
+def test_each_bad_line_has_its_reason(tmp_path: Path, line: bytes, reason: str) -> None:
+    """A bad line is a row without fields; the next line is read."""
+    path = tmp_path / "a.jsonl"
+    path.write_bytes(line + b'\n{"text": "a"}')
+
+    bad, good = rows(path)
+    assert bad.where == f"{path}:1"
+    assert bad.reason.startswith(reason)
+    assert good.fields == ROWS[0]
+
+
+def test_a_json_file_holds_a_list_of_rows(tmp_path: Path) -> None:
+    """Rows of a list are counted from one."""
+    path = tmp_path / "a.json"
+    path.write_text(json.dumps(ROWS))
+
+    assert rows(path) == [Row(f"{path}: row {n}", row) for n, row in enumerate(ROWS, 1)]
+
+
+@pytest.mark.parametrize("content", ['{"text": "a"}', '[{"text": ]'])
+def test_a_json_file_that_is_no_list_is_refused(tmp_path: Path, content: str) -> None:
+    """One object, or broken JSON, names the file."""
+    path = tmp_path / "a.json"
+    path.write_text(content)
+
+    with pytest.raises(DataFileError, match=r"a\.json"):
+        rows(path)
+
+
+def test_parquet_gives_the_same_rows(tmp_path: Path) -> None:
+    """Parquet rows have the columns of the file."""
+    pyarrow = pytest.importorskip("pyarrow")
+    parquet = pytest.importorskip("pyarrow.parquet")
+    path = tmp_path / "a.parquet"
+    parquet.write_table(pyarrow.Table.from_pylist(ROWS), path)
+
+    assert [row.fields for row in rows(path)] == ROWS
+
+
+def test_a_broken_parquet_file_is_refused(tmp_path: Path) -> None:
+    """Bytes that are no Parquet name the file."""
+    pytest.importorskip("pyarrow")
+    path = tmp_path / "a.parquet"
+    path.write_bytes(b"no parquet")
+
+    with pytest.raises(DataFileError, match="no Parquet that can be read"):
+        rows(path)
+
+
+@pytest.mark.parametrize(
+    ("path", "package"), [("a.parquet", "pyarrow"), ("someone/data", "datasets")]
+)
+def test_a_missing_package_is_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, path: str, package: str
+) -> None:
+    """Data that needs a package which is absent says which, and what else to do."""
+    real = builtins.__import__
+
+    def absent(name: str, *rest: Any, **options: Any) -> Any:
+        if name.partition(".")[0] == package:
+            raise ImportError(name)
+        return real(name, *rest, **options)
+
+    monkeypatch.setattr(builtins, "__import__", absent)
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "a.parquet").touch()
+
+    with pytest.raises(MissingPackageError, match=f"pip install {package}"):
+        rows(path)
+
+
+@pytest.mark.parametrize(
+    ("path", "what"),
+    [
+        ("none.jsonl", "does not exist"),
+        ("./none", "does not exist"),
+        ("folder", "is a folder"),
+        ("a.csv", "files of type '.csv' are not read"),
+    ],
+)
+def test_what_is_no_data_file_is_told(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, path: str, what: str
+) -> None:
+    """A path is never taken for a hub id."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "folder").mkdir()
+    (tmp_path / "a.csv").touch()
+
+    with pytest.raises(DataFileError, match=what):
+        rows(path)

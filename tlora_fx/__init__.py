@@ -1,0 +1,61 @@
+"""Many LoRA jobs as one torch.fx graph: each trains as it would alone.
+
+The names below are the public face. They are imported when they are first used (PEP 562), so that
+`import tlora_fx` costs nothing and a mistake in a job file is shown before torch is loaded.
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from tlora_fx.driver import compile, trace
+    from tlora_fx.errors import TloraError
+    from tlora_fx.job import BaseSpec, DataSpec, Job
+    from tlora_fx.jobfile import JobFile, load_job_file
+    from tlora_fx.runtime.trainer import Trainer
+    from tlora_fx.supermodel import SuperModel
+
+__version__ = "0.1.0"
+
+__all__ = [
+    "BaseSpec",
+    "DataSpec",
+    "Job",
+    "JobFile",
+    "SuperModel",
+    "TloraError",
+    "Trainer",
+    "__version__",
+    "compile",
+    "load_job_file",
+    "trace",
+]
+
+# No name here may also be the name of a submodule: importing the submodule would replace it.
+_HOMES = {
+    "BaseSpec": "tlora_fx.job",
+    "DataSpec": "tlora_fx.job",
+    "Job": "tlora_fx.job",
+    "JobFile": "tlora_fx.jobfile",
+    "SuperModel": "tlora_fx.supermodel",
+    "TloraError": "tlora_fx.errors",
+    "Trainer": "tlora_fx.runtime.trainer",
+    "compile": "tlora_fx.driver",
+    "load_job_file": "tlora_fx.jobfile",
+    "trace": "tlora_fx.driver",
+}
+
+
+def __getattr__(name: str) -> Any:
+    """Import a public name where it lives, and keep it."""
+    if name not in _HOMES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}", name=name)
+    value = getattr(import_module(_HOMES[name]), name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

@@ -1,0 +1,77 @@
+"""Storage of all adapters of a site.
+
+Each job's A and B, and their gradients, are views of one leaf a site, so that one operator serves
+all jobs while each job's optimizer sees parameters of its own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor, nn
+
+from tlora_fx.graph import AdapterSite
+
+
+class AdapterBank(nn.Module):
+    """The adapters of J jobs on one frozen linear.
+
+    a        [R, in], rows ranks[j]:ranks[j+1] are job j's A
+    b        [R, out], the same rows are job j's B transposed
+    ranks    int32 [J + 1] on the CPU; a job without an adapter has no rows
+    scales   float64 [J] on the CPU, what the job's branch is multiplied with
+    rates    float64 [J] on the CPU, dropout
+    site     int64 [] on the CPU, the site's id in dropout masks
+    """
+
+    ranks: Tensor
+    scales: Tensor
+    rates: Tensor
+    site: Tensor
+
+    def __init__(
+        self,
+        sites: Sequence[AdapterSite | None],
+        shape: tuple[int, int],
+        dtype: torch.dtype,
+        site_id: int,
+    ) -> None:
+        """Make an empty bank on the meta device.
+
+        sites    each job's adapter here, None for jobs without one
+        shape    (in, out) of the frozen linear
+        """
+        super().__init__()
+        sizes = [0 if site is None else site.rank for site in sites]
+        offsets = [sum(sizes[:place]) for place in range(len(sizes) + 1)]
+        scales = [0.0 if site is None else site.scaling for site in sites]
+        rates = [0.0 if site is None else site.dropout for site in sites]
+        self.a = nn.Parameter(torch.empty(offsets[-1], shape[0], dtype=dtype, device="meta"))
+        self.b = nn.Parameter(torch.empty(offsets[-1], shape[1], dtype=dtype, device="meta"))
+        self.register_buffer("ranks", torch.tensor(offsets, dtype=torch.int32), persistent=False)
+        self.register_buffer(
+            "scales", torch.tensor(scales, dtype=torch.float64), persistent=False
+        )
+        self.register_buffer("rates", torch.tensor(rates, dtype=torch.float64), persistent=False)
+        self.register_buffer("site", torch.tensor(site_id, dtype=torch.int64), persistent=False)
+
+    def materialize(self, device: torch.device) -> None:
+        """Give A, B and their gradients zeroed memory on a device."""
+        for name in ("a", "b"):
+            empty = getattr(self, name)
+            leaf = nn.Parameter(torch.zeros_like(empty, device=device))
+            leaf.grad = torch.zeros_like(leaf)
+            setattr(self, name, leaf)
+
+    def job_parameters(self, job: int) -> tuple[nn.Parameter, nn.Parameter]:
+        """One job's A [r, in] and B [out, r] with their gradients, all views of the bank."""
+        start, stop = self.ranks[job : job + 2].tolist()
+        made = []
+        for leaf, turned in ((self.a, False), (self.b, True)):
+            assert leaf.grad is not None
+            value, grad = leaf.data[start:stop], leaf.grad[start:stop]
+            view = nn.Parameter(value.t() if turned else value)
+            view.grad = grad.t() if turned else grad
+            made.append(view)
+        return made[0], made[1]

@@ -1,0 +1,176 @@
+"""Rows: the tokens of many jobs in one forward.
+
+A row holds each job's sequences in one run, jobs in the order of the job table. Packed form lays
+all tokens in one line; batch form pads each sequence to the longest, a sequence a line.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, fields
+
+import torch
+from torch import Tensor
+
+IGNORED = -100
+
+
+@dataclass(frozen=True, slots=True)
+class JobTokens:
+    """What one job brings to one row.
+
+    sequences    token ids of each sequence
+    labels       same lengths, unshifted, IGNORED where there is no loss
+    seed, step   key of the job's dropout masks
+    offset       tokens of the job's optimizer step that earlier rows held
+    """
+
+    sequences: Sequence[Sequence[int]]
+    labels: Sequence[Sequence[int]]
+    seed: int = 0
+    step: int = 0
+    offset: int = 0
+
+
+@dataclass(slots=True)
+class PackedBatch:
+    """One row; T tokens, S sequences, J jobs, N target rows.
+
+    input_ids, position_ids   int64 [1, T]; batch form [B, S]
+    cu_seqlens                int32 [S + 1] where each sequence begins
+    max_seqlen                int32 [] on the CPU
+    segments                  int32 [J + 1] on the CPU: job j owns units segments[j]:segments[j+1];
+                              a unit is a token, in batch form a line
+    token_index               int32, as input_ids: index in the job's whole-step batch
+    keys                      int64 [J, 2] on the CPU: the job's seed and optimizer step
+    target_rows               int64 [N]: flat positions whose next token is a target, by job
+    targets                   int64 [N]: that next token
+    target_segments           int32 [J + 1] on the CPU: job j owns this run of target rows
+    """
+
+    input_ids: Tensor
+    position_ids: Tensor
+    cu_seqlens: Tensor
+    max_seqlen: Tensor
+    segments: Tensor
+    token_index: Tensor
+    keys: Tensor
+    target_rows: Tensor
+    targets: Tensor
+    target_segments: Tensor
+
+    def to(self, device: torch.device | str) -> PackedBatch:
+        """The same row with its token-sized tensors on a device; small tables stay on the CPU."""
+        host = {"max_seqlen", "segments", "keys", "target_segments"}
+        moved = {
+            f.name: getattr(self, f.name)
+            if f.name in host
+            else getattr(self, f.name).to(device, non_blocking=True)
+            for f in fields(self)
+        }
+        return PackedBatch(**moved)
+
+
+def pack(jobs: Sequence[JobTokens]) -> PackedBatch:
+    """Lay the jobs' sequences into one packed line.
+
+    A row has at least two tokens (an empty one gets padding that belongs to no job), so that no
+    dimension is specialised to one.
+    """
+    ids: list[int] = []
+    positions: list[int] = []
+    index: list[int] = []
+    starts = [0]
+    segments = [0]
+    for job in jobs:
+        first = len(ids)
+        for sequence in job.sequences:
+            ids.extend(sequence)
+            positions.extend(range(len(sequence)))
+            starts.append(len(ids))
+        index.extend(range(job.offset, job.offset + len(ids) - first))
+        segments.append(len(ids))
+    rows, targets, target_segments = _targets(jobs, starts, width=None)
+    if len(ids) < 2:
+        padding = 2 - len(ids)
+        ids.extend([0] * padding)
+        positions.extend(range(padding))
+        index.extend([0] * padding)
+        starts.append(len(ids))
+    lengths = [end - start for start, end in zip(starts, starts[1:], strict=False)]
+    return PackedBatch(
+        input_ids=torch.tensor([ids], dtype=torch.int64),
+        position_ids=torch.tensor([positions], dtype=torch.int64),
+        cu_seqlens=torch.tensor(starts, dtype=torch.int32),
+        max_seqlen=torch.tensor(max(lengths), dtype=torch.int32),
+        segments=torch.tensor(segments, dtype=torch.int32),
+        token_index=torch.tensor([index], dtype=torch.int32),
+        keys=_keys(jobs),
+        target_rows=rows,
+        targets=targets,
+        target_segments=target_segments,
+    )
+
+
+def pad(jobs: Sequence[JobTokens], padding: int = 0) -> PackedBatch:
+    """Lay each sequence into a line of its own, padded on the right to the longest.
+
+    At least two lines of two tokens; lines past the last segment belong to no job.
+    """
+    sequences = [sequence for job in jobs for sequence in job.sequences]
+    width = max([2, *map(len, sequences)])
+    lines = max(2, len(sequences))
+    ids = torch.full((lines, width), padding, dtype=torch.int64)
+    index = torch.zeros((lines, width), dtype=torch.int32)
+    segments = [0]
+    line = 0
+    for job in jobs:
+        token = job.offset
+        for sequence in job.sequences:
+            ids[line, : len(sequence)] = torch.tensor(sequence, dtype=torch.int64)
+            index[line, : len(sequence)] = torch.arange(token, token + len(sequence))
+            token += len(sequence)
+            line += 1
+        segments.append(line)
+    starts = [line * width for line in range(lines + 1)]
+    rows, targets, target_segments = _targets(jobs, starts, width)
+    return PackedBatch(
+        input_ids=ids,
+        position_ids=torch.arange(width).expand(lines, width).contiguous(),
+        cu_seqlens=torch.tensor(starts, dtype=torch.int32),
+        max_seqlen=torch.tensor(width, dtype=torch.int32),
+        segments=torch.tensor(segments, dtype=torch.int32),
+        token_index=index,
+        keys=_keys(jobs),
+        target_rows=rows,
+        targets=targets,
+        target_segments=target_segments,
+    )
+
+
+def _keys(jobs: Sequence[JobTokens]) -> Tensor:
+    return torch.tensor([[job.seed, job.step] for job in jobs], dtype=torch.int64).reshape(-1, 2)
+
+
+def _targets(
+    jobs: Sequence[JobTokens], starts: Sequence[int], width: int | None
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Positions whose next token is a target, that token, and each job's run of them."""
+    rows: list[int] = []
+    targets: list[int] = []
+    runs = [0]
+    sequence = 0
+    for job in jobs:
+        for labels in job.labels:
+            start = starts[sequence]
+            for position, label in enumerate(labels[1:]):
+                if label != IGNORED:
+                    rows.append(start + position)
+                    targets.append(label)
+            sequence += 1
+        runs.append(len(rows))
+    return (
+        torch.tensor(rows, dtype=torch.int64),
+        torch.tensor(targets, dtype=torch.int64),
+        torch.tensor(runs, dtype=torch.int32),
+    )

@@ -1,0 +1,203 @@
+"""Compile jobs: trace, run the passes, and hang the fused graph into a module."""
+
+from __future__ import annotations
+
+import importlib
+import logging
+import pkgutil
+from collections.abc import Hashable, Sequence
+from pathlib import Path
+
+import tlora_fx.ops  # noqa: F401  (registers the operators that graphs use)
+import tlora_fx.passes
+from tlora_fx.backbone import Backbone, load_backbone
+from tlora_fx.errors import (
+    AttentionNotPackable,
+    BaseNotTraceable,
+    BaseRefused,
+    CompileError,
+    JobsDiffer,
+    NotFoldable,
+    NotTokenParallel,
+)
+from tlora_fx.graph import AdapterSite, Form, GroupGraph, JobGraph
+from tlora_fx.job import Job
+from tlora_fx.jobfile import JobFile, load_job_file
+from tlora_fx.pipeline import Pipeline, parse_pipeline
+from tlora_fx.supermodel import SuperModel
+from tlora_fx.tracing.adapters import layer_signature, resolve_sites
+from tlora_fx.tracing.job_graph import trace_base, trace_job
+from tlora_fx.tracing.layers import layer_list
+from tlora_fx.tracing.rope import prepare_rope
+
+log = logging.getLogger(__name__)
+
+DEFAULT_PIPELINE = (
+    "drop-export-noise,tag-roles,fold-layers,check-token-parallel,fuse-backbone,lower-adapters,"
+    "key-dropouts,lower-loss"
+)
+Jobs = JobFile | Sequence[Job] | Job | str | Path
+
+
+def compile(jobs: Jobs, pipeline: str | Pipeline | None = None) -> SuperModel:
+    """Fuse jobs on one base into one Shared Super-Model, without weights.
+
+    jobs       a job file, its path, or jobs
+    pipeline   passes to run instead of the default
+    raises     TloraError, whose subclasses name the job, the node and the line of model code
+    """
+    given = as_jobs(jobs)
+    _demand_one_base(given)
+    passes = _pipeline(pipeline)
+    backbone = load_backbone(given[0].base)
+    _refuse_auxiliary_losses(backbone)
+    prepare_rope(backbone)
+    sites = [resolve_sites(job, backbone) for job in given]
+    group = _compile_forms(given, backbone, sites, passes)
+    return SuperModel(group, backbone, given)
+
+
+def trace(job: Job) -> JobGraph:
+    """One job's graph over one row, cleaned, tagged and folded."""
+    backbone = load_backbone(job.base)
+    prepare_rope(backbone)
+    sites = resolve_sites(job, backbone)
+    form: Form = "batch" if job.base.attention == "batch" else "packed"
+    graph = trace_job(job, backbone, sites, form)
+    _pipeline(None).run_job(graph)
+    return graph
+
+
+def as_jobs(jobs: Jobs) -> list[Job]:
+    """Jobs from whatever names them."""
+    if isinstance(jobs, (str, Path)):
+        jobs = load_job_file(jobs)
+    if isinstance(jobs, JobFile):
+        return list(jobs.jobs)
+    return [jobs] if isinstance(jobs, Job) else list(jobs)
+
+
+def _pipeline(given: str | Pipeline | None) -> Pipeline:
+    for module in pkgutil.iter_modules(tlora_fx.passes.__path__):
+        importlib.import_module(f"tlora_fx.passes.{module.name}")
+    return given if isinstance(given, Pipeline) else parse_pipeline(given or DEFAULT_PIPELINE)
+
+
+def _demand_one_base(jobs: Sequence[Job]) -> None:
+    if not jobs:
+        raise JobsDiffer("there is no job to compile", help="give at least one job")
+    first = jobs[0]
+    names = [job.name for job in jobs]
+    doubled = {name for name in names if names.count(name) > 1}
+    if doubled:
+        raise JobsDiffer("two jobs have one name", found=", ".join(doubled), help="rename one")
+    for job in jobs[1:]:
+        for field in ("base", "adapter_dtype", "adapter_compute"):
+            one, two = getattr(first, field), getattr(job, field)
+            if one != two:
+                raise JobsDiffer(
+                    f"jobs '{first.name}' and '{job.name}' cannot share a backbone",
+                    field=field,
+                    expected=f"{one} (job {first.name})",
+                    found=f"{two} (job {job.name})",
+                    help="load both jobs with one base and dtype, or put them into different groups",
+                )
+
+
+def _refuse_auxiliary_losses(backbone: Backbone) -> None:
+    if getattr(backbone.config, "output_router_logits", False):
+        raise BaseRefused(
+            "the base adds a loss of its own (router_aux_loss) to every job's loss",
+            found="output_router_logits: true in the base's config",
+            help="set output_router_logits to false in config.json",
+        )
+
+
+def _compile_forms(
+    jobs: Sequence[Job],
+    backbone: Backbone,
+    sites: list[dict[str, AdapterSite]],
+    passes: Pipeline,
+) -> GroupGraph:
+    """Packed form where the base allows it, else batch form with the reason in the report."""
+    asked = backbone.spec.attention
+    forms: tuple[Form, ...] = ("packed", "batch") if asked == "auto" else (asked,)
+    if backbone.config is None and asked == "auto":
+        forms = ("batch",)
+    refused: CompileError | None = None
+    for form in forms:
+        try:
+            group = _compile_folded(jobs, backbone, sites, passes, form)
+        except (AttentionNotPackable, NotTokenParallel, BaseNotTraceable) as error:
+            if refused is not None:
+                error.add_note(f"and before that, in packed form:\n{refused}")
+            if form == forms[-1]:
+                raise
+            refused = error
+        else:
+            if refused is not None:
+                group.notes.insert(0, ("trace", f"rows are padded, not packed: {refused.what}"))
+                group.notes.insert(1, ("trace", str(refused)))
+            return group
+    raise AssertionError("no form was tried")
+
+
+def _compile_folded(
+    jobs: Sequence[Job],
+    backbone: Backbone,
+    sites: list[dict[str, AdapterSite]],
+    passes: Pipeline,
+    form: Form,
+) -> GroupGraph:
+    """Fold as far as the model allows: equal structures, then equal numbers too, then nothing."""
+    plain = all(site.kind == "lora" for own in sites for site in own.values())
+    ladder = [(True, not plain), (True, True), (False, True)]
+    reasons: list[str] = []
+    for fold, exact in dict.fromkeys(ladder):
+        try:
+            group = _compile_once(jobs, backbone, sites, passes, form, fold, exact)
+        except NotFoldable as error:
+            log.info("not folded (fold=%s, exact=%s): %s", fold, exact, error)
+            reasons.append(error.render())
+            last = error
+        else:
+            group.notes.extend(("fold-layers", reason) for reason in reasons)
+            return group
+    raise last
+
+
+def _compile_once(
+    jobs: Sequence[Job],
+    backbone: Backbone,
+    sites: list[dict[str, AdapterSite]],
+    passes: Pipeline,
+    form: Form,
+    fold: bool,
+    exact: bool,
+) -> GroupGraph:
+    base = trace_base(backbone, form, fold)
+    passes.run_job(base)
+    known: dict[Hashable, JobGraph] = {}
+    graphs = []
+    for job, own in zip(jobs, sites, strict=True):
+        key = _structure(job, backbone, own, exact)
+        if key not in known:
+            known[key] = trace_job(job, backbone, own, form, fold, exact)
+            passes.run_job(known[key])
+            graphs.append(known[key])
+        else:
+            graphs.append(known[key].for_job(job.name, own))
+    group = GroupGraph(base, graphs, exact)
+    for graph in known.values():
+        group.notes.extend(graph.notes)
+    passes.run_group(group)
+    return group
+
+
+def _structure(
+    job: Job, backbone: Backbone, sites: dict[str, AdapterSite], exact: bool
+) -> Hashable:
+    """What two jobs must have in common to share one traced graph."""
+    bias = str(job.lora_config().bias)
+    parts = [layer_signature(sites, layer, bias, exact) for layer in layer_list(backbone.model)]
+    return (job.adapter_dtype, layer_signature(sites, "", bias, exact), *parts)

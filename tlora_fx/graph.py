@@ -1,0 +1,205 @@
+"""The graphs that passes read and write.
+
+A `JobGraph` is one job's model over one row, up to the logits. A `GroupGraph` holds the graphs of
+several jobs on one base and the fused graph that passes make of them. Both are plain
+`torch.fx.Graph`s: a root, and blocks that equal layers share.
+
+What passes know of a node stands in `node.meta`:
+
+path      module path in the base's own naming ("model.layers.0.self_attn.q_proj")
+tensor    `TensorRef`, on get_attr nodes: who owns the tensor, its name, shape and dtype
+val       fake tensor or symbolic int: shape and dtype
+source    the line of model code that the node comes from
+role      "backbone", "adapter", "shared", "table" or "loss"
+jobs      names of the jobs that the node serves
+site      on adapter nodes: path of the frozen module that the adapter sits on
+part      on plain LoRA nodes: "a", "b", "dropout", "scale" or "sum"
+made_by   name of the pass that made the node, where a pass did
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field, replace
+from typing import Any, Literal
+
+import torch
+from torch import fx
+
+Form = Literal["packed", "batch"]
+
+# What a row brings besides ids and positions; every graph takes them in this order (see batch.py).
+TABLES = ("cu_seqlens", "max_seqlen", "segments", "token_index", "keys")
+INPUTS = ("input_ids", "position_ids", *TABLES)
+
+
+@dataclass(frozen=True, slots=True)
+class TensorRef:
+    """A tensor that a graph reads.
+
+    owner   "base" (frozen, shared by all jobs), "job" (trained by one job), "constant" (a value
+            lifted out of model code), "buffer" (a table that a pass made)
+    name    canonical name in the base, PEFT's name in the job's model, or the constant's name;
+            relative to the layer inside a block
+    """
+
+    owner: Literal["base", "job", "constant", "buffer"]
+    name: str
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+
+
+@dataclass(slots=True)
+class Block:
+    """Code that equal layers share; each instance owns its tensors.
+
+    name        name of the block, a Python identifier
+    graph       placeholders are the layer's inputs, get_attr targets are relative to the layer
+    instances   module paths of the layers, in the order in which they run
+    """
+
+    name: str
+    graph: fx.Graph
+    instances: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class AdapterSite:
+    """One job's LoRA adapter on one frozen module.
+
+    path      module path in the base
+    rank      r of this site, after rank_pattern
+    scaling   what the branch is multiplied with, after alpha_pattern and use_rslora
+    dropout   rate, 0 where there is none
+    kind      "lora", or what makes it another structure: "dora", "embedding", "bias", ...
+    """
+
+    path: str
+    rank: int
+    scaling: float
+    dropout: float
+    kind: str = "lora"
+
+
+@dataclass(frozen=True, slots=True)
+class LayerPlan:
+    """Which layers of a model are equal, and which stand for them while tracing.
+
+    layers            all layer paths, in the order in which they run
+    representative    for each layer the traced layer that stands for it
+    """
+
+    layers: tuple[str, ...]
+    representative: dict[str, str]
+
+    def traced(self) -> list[str]:
+        """The layers that are built and traced, in order."""
+        kept = set(self.representative.values()) | set(self.twins())
+        return [layer for layer in self.layers if layer in kept]
+
+    def twins(self) -> dict[str, str]:
+        """A second traced layer of each structure that has one, to the first: both must agree."""
+        found: dict[str, str] = {}
+        for layer, first in self.representative.items():
+            if layer != first and first not in found.values():
+                found[layer] = first
+        return found
+
+
+@dataclass(slots=True)
+class JobGraph:
+    """One job's model, or the base's alone, over one row, up to the logits.
+
+    root        inputs INPUTS, output the logits [1, T, V] (batch form [B, S, V])
+    blocks      folded layers by block name; the root calls them by layer path
+    sites       the job's adapters by module path, for all layers, traced or not
+    constants   values lifted out of model code
+    notes       what passes want reported: (pass name, sentence)
+    """
+
+    name: str
+    root: fx.Graph
+    form: Form
+    plan: LayerPlan | None = None
+    blocks: dict[str, Block] = field(default_factory=dict)
+    sites: dict[str, AdapterSite] = field(default_factory=dict)
+    constants: dict[str, torch.Tensor] = field(default_factory=dict)
+    notes: list[tuple[str, str]] = field(default_factory=list)
+
+    def graphs(self) -> Iterator[fx.Graph]:
+        """The root and every block's graph."""
+        yield self.root
+        for block in self.blocks.values():
+            yield block.graph
+
+    def for_job(self, name: str, sites: dict[str, AdapterSite]) -> JobGraph:
+        """The same structure for another job whose sites differ in rank, scaling and rate only."""
+        return replace(self, name=name, sites=sites, notes=list(self.notes))
+
+
+@dataclass(slots=True)
+class GroupGraph:
+    """Jobs on one base, and the Shared Super-Model that group passes make of them.
+
+    root        inputs INPUTS, output the logits; after lower-loss each job's loss sum [J]
+    blocks      fused layers by name
+    constants   values lifted out of model code, by the name that get_attr nodes give
+    exact       branches carry each job's own numbers, so any of them may run as it is
+    """
+
+    base: JobGraph
+    jobs: list[JobGraph]
+    exact: bool = False
+    root: fx.Graph = field(default_factory=fx.Graph)
+    blocks: dict[str, Block] = field(default_factory=dict)
+    constants: dict[str, torch.Tensor] = field(default_factory=dict)
+    notes: list[tuple[str, str]] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        self.constants.update(self.base.constants)
+
+    @property
+    def form(self) -> Form:
+        """Packed rows, or padded batches."""
+        return self.base.form
+
+    @property
+    def job_names(self) -> list[str]:
+        """The jobs, in the order of every table."""
+        return [job.name for job in self.jobs]
+
+    def graphs(self) -> Iterator[fx.Graph]:
+        """The root and every block's graph."""
+        yield self.root
+        for block in self.blocks.values():
+            yield block.graph
+
+    def block_of(self, layer: str) -> Block:
+        """The block that the layer at this path runs."""
+        return next(block for block in self.blocks.values() if layer in block.instances)
+
+
+def placeholders(graph: fx.Graph) -> dict[str, fx.Node]:
+    """The inputs of a graph by name."""
+    return {str(node.target): node for node in graph.nodes if node.op == "placeholder"}
+
+
+def output_of(graph: fx.Graph) -> fx.Node:
+    """The output node of a graph."""
+    return next(node for node in reversed(graph.nodes) if node.op == "output")
+
+
+def is_call(node: fx.Node, *targets: Any) -> bool:
+    """Whether a node calls one of these operators."""
+    return node.op == "call_function" and node.target in targets
+
+
+def shape_of(node: fx.Node) -> tuple[Any, ...] | None:
+    """The (symbolic) shape of a node's value, None where it is no tensor."""
+    value = node.meta.get("val")
+    return tuple(value.shape) if isinstance(value, torch.Tensor) else None
+
+
+def under(path: str, parent: str) -> bool:
+    """Whether a module path is the parent or lies inside it."""
+    return path == parent or path.startswith(parent + ".")

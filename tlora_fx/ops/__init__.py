@@ -1,0 +1,32 @@
+"""The operators of fused graphs, as `torch.ops.tlora_fx.*`: importing this registers them."""
+
+from tlora_fx.ops import flops as _flops  # noqa: F401  (registers the formulas)
+from tlora_fx.ops.keyed_dropout import keyed_dropout
+from tlora_fx.ops.multi_lora_linear import multi_lora_linear, multi_lora_linear_backward
+from tlora_fx.ops.packed_attention import packed_attention, packed_attention_backward
+from tlora_fx.ops.philox import (
+    keep_mask,
+    keep_scale,
+    random_uniform,
+    site_id,
+    token_scale,
+    uniform_at,
+)
+from tlora_fx.ops.segments import segment_read, segment_switch, segment_write
+
+__all__ = [
+    "keep_mask",
+    "keep_scale",
+    "keyed_dropout",
+    "multi_lora_linear",
+    "multi_lora_linear_backward",
+    "packed_attention",
+    "packed_attention_backward",
+    "random_uniform",
+    "segment_read",
+    "segment_switch",
+    "segment_write",
+    "site_id",
+    "token_scale",
+    "uniform_at",
+]

@@ -1,0 +1,112 @@
+"""Read the tables of `multi_lora_linear`: who has which ranks, tokens, scale and mask."""
+
+import itertools
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from tlora_fx.errors import AdapterTableError
+from tlora_fx.ops.masks import JobMasks
+from tlora_fx.ops.tables import check_table
+
+
+@dataclass(frozen=True, slots=True)
+class Branch:
+    """One job's adapter on this layer, with the tokens and ranks that it owns."""
+
+    job: int
+    tokens: slice
+    ranks: slice
+    scale: float
+
+
+@dataclass(frozen=True, slots=True)
+class AdapterTables:
+    """The adapters of a row on one layer: only jobs with a rank and tokens."""
+
+    branches: tuple[Branch, ...]
+    masks: JobMasks
+
+    @classmethod
+    def read(
+        cls,
+        a: Tensor,
+        b: Tensor,
+        ranks: Tensor,
+        scales: Tensor,
+        rates: Tensor,
+        segments: Tensor,
+        keys: Tensor,
+        token_index: Tensor,
+        site: Tensor,
+        tokens: int,
+    ) -> "AdapterTables":
+        """Check all tables; raises AdapterTableError, SegmentError, MaskKeyError."""
+        masks = JobMasks.read(rates, segments, keys, token_index, site, tokens)
+        jobs = len(masks.rates)
+        rows = _rank_bounds(ranks, jobs, a.shape[0])
+        if scales.shape != (jobs,) or scales.device.type != "cpu":
+            raise AdapterTableError(
+                "scales must be one number a job, on the CPU",
+                expected=f"[{jobs}] on cpu",
+                found=f"{list(scales.shape)} on {scales.device}",
+            )
+        return cls(tuple(_branches(masks.bounds, rows, scales.tolist())), masks)
+
+    def draw(self, branch: Branch, columns: int) -> Tensor | None:
+        """The branch's keep mask, or None where it drops nothing."""
+        return self.masks.keep(branch.job, columns) if self.masks.drops(branch.job) else None
+
+
+def _branches(bounds: list[int], rows: list[int], scales: list[float]) -> Iterator[Branch]:
+    for job, scale in enumerate(scales):
+        tokens, ranks = slice(*bounds[job : job + 2]), slice(*rows[job : job + 2])
+        if tokens.start < tokens.stop and ranks.start < ranks.stop:
+            yield Branch(job, tokens, ranks, scale)
+
+
+def _rank_bounds(ranks: Tensor, jobs: int, total: int) -> list[int]:
+    check_table(ranks, "ranks")
+    rows: list[int] = ranks.tolist()
+    if len(rows) != jobs + 1 or rows[0] != 0 or rows[-1] != total:
+        raise AdapterTableError(
+            "rank offsets must lead from 0 to the rows of a and b, one step a job",
+            expected=f"{jobs + 1} offsets from 0 to {total}",
+            found=rows,
+        )
+    if any(first > second for first, second in itertools.pairwise(rows)):
+        raise AdapterTableError("rank offsets must rise", found=rows)
+    return rows
+
+
+def check_adapters(x: Tensor, weight: Tensor, bias: Tensor | None, a: Tensor, b: Tensor) -> None:
+    """Refuse shapes and types that do not fit the layer; raises AdapterTableError."""
+    if weight.dim() != 2 or a.dim() != 2 or b.dim() != 2 or x.dim() < 1:
+        raise AdapterTableError(
+            "weight, a and b must be matrices",
+            found=f"weight {list(weight.shape)}, a {list(a.shape)}, b {list(b.shape)}",
+        )
+    out_features, in_features = weight.shape
+    fits = x.shape[-1] == in_features == a.shape[1] and out_features == b.shape[1]
+    if not fits or a.shape[0] != b.shape[0]:
+        raise AdapterTableError(
+            "adapters must fit their layer",
+            expected=f"x [..., {in_features}], a [R, {in_features}], b [R, {out_features}]",
+            found=f"x {list(x.shape)}, a {list(a.shape)}, b {list(b.shape)}",
+        )
+    if bias is not None and bias.shape != (out_features,):
+        raise AdapterTableError(
+            "bias must fit its layer", expected=[out_features], found=list(bias.shape)
+        )
+    if x.dtype != weight.dtype or a.dtype != b.dtype or not a.dtype.is_floating_point:
+        raise AdapterTableError(
+            "x and weight need one dtype, a and b too",
+            found=f"x {x.dtype}, weight {weight.dtype}, a {a.dtype}, b {b.dtype}",
+        )
+
+
+def sum_dtype(left: torch.dtype, right: torch.dtype) -> torch.dtype:
+    """The type in which a layer's output and an adapter's meet."""
+    return torch.promote_types(left, right)

@@ -1,0 +1,158 @@
+"""Operators that take a row apart by jobs: read a job's part, write it, choose per job."""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from tlora_fx.errors import SegmentError
+from tlora_fx.ops.tables import token_bounds
+
+
+def _part(x: Tensor, segments: Tensor, job: int, dim: int) -> tuple[int, int]:
+    """Where the job's part of dimension `dim` begins and how long it is."""
+    bounds = token_bounds(segments, x.shape[dim])
+    if not 0 <= job < len(bounds) - 1:
+        raise SegmentError("no such job in the row", found=job, jobs=len(bounds) - 1)
+    return bounds[job], bounds[job + 1] - bounds[job]
+
+
+@torch.library.custom_op(
+    "tlora_fx::segment_read",
+    mutates_args=(),
+    schema="(Tensor x, Tensor segments, int job, int dim) -> Tensor",
+)
+def segment_read(x: Tensor, segments: Tensor, job: int, dim: int) -> Tensor:
+    """A copy of one job's part of a row.
+
+    x         any type, tokens or units along `dim`
+    segments  int32 [J + 1] on the CPU
+    returns   contiguous, `dim` as long as the job's part
+    raises    SegmentError
+    """
+    start, length = _part(x, segments, job, dim)
+    return x.narrow(dim, start, length).clone(memory_format=torch.contiguous_format)
+
+
+@segment_read.register_fake
+def _read_fake(x: Tensor, segments: Tensor, job: int, dim: int) -> Tensor:
+    shape: list[Any] = list(x.shape)
+    shape[dim] = torch.library.get_ctx().new_dynamic_size()
+    return x.new_empty(shape)
+
+
+def _read_setup(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+    x, segments, ctx.job, ctx.dim = inputs
+    ctx.shape = x.shape
+    ctx.save_for_backward(segments)
+
+
+def _read_backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+    (segments,) = ctx.saved_tensors
+    whole = grad.new_zeros(ctx.shape)
+    dx = torch.ops.tlora_fx.segment_write(whole, grad, segments, ctx.job, ctx.dim)
+    return dx, None, None, None
+
+
+segment_read.register_autograd(_read_backward, setup_context=_read_setup)
+
+
+@torch.library.custom_op(
+    "tlora_fx::segment_write",
+    mutates_args=(),
+    schema="(Tensor x, Tensor value, Tensor segments, int job, int dim) -> Tensor",
+)
+def segment_write(x: Tensor, value: Tensor, segments: Tensor, job: int, dim: int) -> Tensor:
+    """A copy of a row with one job's part replaced.
+
+    x         any type, tokens or units along `dim`
+    value     x's type, shaped as `segment_read` gives it
+    segments  int32 [J + 1] on the CPU
+    returns   like x, contiguous
+    raises    SegmentError
+    """
+    start, length = _part(x, segments, job, dim)
+    shape = list(x.shape)
+    shape[dim] = length
+    if list(value.shape) != shape or value.dtype != x.dtype:
+        raise SegmentError(
+            "the new part does not fit its job's segment",
+            expected=f"{x.dtype}{shape}",
+            found=f"{value.dtype}{list(value.shape)}",
+        )
+    out = x.clone(memory_format=torch.contiguous_format)
+    out.narrow(dim, start, length).copy_(value)
+    return out
+
+
+@segment_write.register_fake
+def _write_fake(x: Tensor, value: Tensor, segments: Tensor, job: int, dim: int) -> Tensor:
+    return torch.empty_like(x, memory_format=torch.contiguous_format)
+
+
+def _write_setup(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+    _, value, segments, ctx.job, ctx.dim = inputs
+    ctx.shape = value.shape
+    ctx.save_for_backward(segments)
+
+
+def _write_backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+    (segments,) = ctx.saved_tensors
+    dx = dvalue = None
+    if ctx.needs_input_grad[0]:
+        zeros = grad.new_zeros(ctx.shape)
+        dx = torch.ops.tlora_fx.segment_write(grad, zeros, segments, ctx.job, ctx.dim)
+    if ctx.needs_input_grad[1]:
+        dvalue = torch.ops.tlora_fx.segment_read(grad, segments, ctx.job, ctx.dim)
+    return dx, dvalue, None, None, None
+
+
+segment_write.register_autograd(_write_backward, setup_context=_write_setup)
+
+
+@torch.library.custom_op(
+    "tlora_fx::segment_switch",
+    mutates_args=(),
+    schema="(Tensor short, Tensor long, Tensor position_ids, Tensor segments, int threshold) "
+    "-> Tensor",
+)
+def segment_switch(
+    short: Tensor, long: Tensor, position_ids: Tensor, segments: Tensor, threshold: int
+) -> Tensor:
+    """Choose one of two tables for each job by the job's own longest sequence.
+
+    short, long   [1, T, ...] (batch form [B, S, ...]), one type and shape
+    position_ids  int64 [1, T] (batch form [B, S])
+    segments      int32 [J + 1] on the CPU
+    threshold     tokens; a job whose largest position + 1 exceeds it reads `long`
+    returns       like short, contiguous; has no gradient
+    raises        SegmentError
+    """
+    _check_switch(short, long, position_ids)
+    positions = position_ids.reshape(-1)
+    bounds = token_bounds(segments, positions.numel())
+    out = short.clone(memory_format=torch.contiguous_format)
+    rows, others = out.view(positions.numel(), -1), long.reshape(positions.numel(), -1)
+    for job in range(len(bounds) - 1):
+        own = slice(bounds[job], bounds[job + 1])
+        if own.start < own.stop:
+            longest = positions[own].amax() + 1
+            rows[own] = torch.where(longest > threshold, others[own], rows[own])
+    return out
+
+
+@segment_switch.register_fake
+def _switch_fake(
+    short: Tensor, long: Tensor, position_ids: Tensor, segments: Tensor, threshold: int
+) -> Tensor:
+    return torch.empty_like(short, memory_format=torch.contiguous_format)
+
+
+def _check_switch(short: Tensor, long: Tensor, position_ids: Tensor) -> None:
+    same = short.shape == long.shape and short.dtype == long.dtype
+    if not same or short.shape[:2] != position_ids.shape or position_ids.dim() != 2:
+        raise SegmentError(
+            "segment_switch needs two equal tables over the tokens of position_ids",
+            expected=f"[{', '.join(map(str, position_ids.shape))}, ...] twice, one type",
+            found=f"{short.dtype}{list(short.shape)} and {long.dtype}{list(long.shape)}",
+        )

@@ -1,0 +1,295 @@
+"""Checkpoints that a crash, a full disk or a flipped bit cannot take away.
+
+A checkpoint is a new folder, written under a temporary name, every file fsynced and listed with
+its SHA-256 in a manifest, then renamed; the file `latest` is replaced last:
+
+    checkpoints/latest                     names of the kept checkpoints, newest first
+    checkpoints/step-000123/manifest.json  format, and the SHA-256 of every other file
+                           /state.json     the run, and each job's counters, cursor and status
+                           /jobs/NAME/adapter_model.safetensors, optimizer.safetensors
+
+Only safetensors and JSON are read back, never a pickle.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import re
+import shutil
+import tempfile
+import warnings
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal
+
+import safetensors.torch
+from torch import Tensor
+
+from tlora_fx.errors import CheckpointError
+from tlora_fx.runtime.adapter_files import tensor_bytes
+from tlora_fx.runtime.durable import replace_file, sync_folder, write_synced
+
+FORMAT = 1
+KEPT = 2
+_NAME = re.compile(r"step-(\d{6,})(?:\.(\d+))?")
+_JOB_NAME = re.compile(r"(?!.*\.\.)[A-Za-z0-9][A-Za-z0-9._-]{0,99}")
+
+
+class CheckpointWarning(UserWarning):
+    """A damaged checkpoint was passed over, or one could not be tidied away."""
+
+
+@dataclass(frozen=True, slots=True)
+class JobState:
+    """All that one job needs to go on.
+
+    adapter            tensors under the names of PEFT's adapter_model.safetensors, unsharded
+    optimizer          `JobOptimizer.state_tensors()`
+    optimizer_values   `JobOptimizer.state_values()`, JSON-able
+    step, micro_step   optimizer steps done, and micro-batches done, in all
+    tokens             tokens seen in all
+    cursor             where the job's data goes on, JSON-able
+    status, reason     `failed` has a reason
+    """
+
+    adapter: Mapping[str, Tensor]
+    optimizer: Mapping[str, Tensor] = field(default_factory=dict)
+    optimizer_values: Mapping[str, Any] = field(default_factory=dict)
+    step: int = 0
+    micro_step: int = 0
+    tokens: int = 0
+    cursor: Mapping[str, Any] = field(default_factory=dict)
+    status: Literal["running", "done", "failed"] = "running"
+    reason: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Checkpoint:
+    """A checkpoint that was read back and proved whole."""
+
+    path: Path
+    step: int
+    jobs: dict[str, JobState]
+    run: dict[str, Any]
+
+
+class _Damaged(Exception):
+    """Why one checkpoint is not whole."""
+
+
+class CheckpointStore:
+    """The checkpoints of one run, below `folder`/checkpoints; one process writes them.
+
+    folder   the run's output folder; made when the first checkpoint is saved
+    """
+
+    def __init__(self, folder: Path | str) -> None:
+        self.folder = Path(folder) / "checkpoints"
+        self._damaged: set[str] = set()
+
+    def save(self, step: int, jobs: Mapping[str, JobState], run: Mapping[str, Any]) -> Path:
+        """Write a checkpoint and point to it; the newest two stay.
+
+        step      a label of six digits or more, for people; the order of saving is what counts
+        jobs      states by job name, which becomes a folder name
+        run       what belongs to the whole run, JSON-able
+        returns   the checkpoint's folder
+        raises    CheckpointError when the disk refuses; the checkpoints before stay pointed to
+        """
+        _check_names(jobs)
+        fresh = made = None
+        try:
+            self.folder.mkdir(parents=True, exist_ok=True)
+            before = [name for name in self._names() if name not in self._damaged]
+            self._tidy(before)
+            fresh = Path(tempfile.mkdtemp(prefix=f"step-{step:06d}.tmp-", dir=self.folder))
+            _write(fresh, step, jobs, run)
+            made = fresh.rename(self._free_name(step))
+            sync_folder(self.folder)
+            kept = [made.name, *before][:KEPT]
+            replace_file(self.folder / "latest", "".join(f"{n}\n" for n in kept).encode())
+        except BaseException as error:
+            for folder in filter(None, (fresh, made)):
+                if folder.name not in self._listed():
+                    shutil.rmtree(folder, ignore_errors=True)
+            if isinstance(error, OSError):
+                raise _refused(self.folder, step, error) from error
+            raise
+        self._tidy(kept)
+        return made
+
+    def load(self) -> Checkpoint | None:
+        """The newest whole checkpoint, or None where none was ever finished.
+
+        Warns of each damaged one that it passes over.
+
+        raises   CheckpointError when checkpoints exist and none is whole, or when one was written
+                 by a newer tlora-fx
+        """
+        names = self._names()
+        reasons: list[str] = []
+        for name in names:
+            try:
+                found = _read(self.folder / name)
+            except _Damaged as damage:
+                self._damaged.add(name)
+                reasons.append(f"{name}: {damage}")
+                continue
+            if reasons:
+                passed_over = "; ".join(reasons)
+                message = f"damaged checkpoint passed over ({passed_over}); going on from {name}"
+                warnings.warn(message, CheckpointWarning, stacklevel=2)
+            return found
+        if reasons:
+            raise CheckpointError(
+                "no checkpoint is whole",
+                folder=self.folder,
+                found="\n".join(reasons),
+                help="restore one from a backup, or train into a new folder",
+            )
+        return None
+
+    def _names(self) -> list[str]:
+        """Names to trust, newest first: what `latest` lists, or else every finished folder."""
+        if listed := self._listed():
+            return listed
+        found = [p.name for p in self.folder.glob("step-*") if _NAME.fullmatch(p.name)]
+        return sorted(found, key=_age, reverse=True)
+
+    def _listed(self) -> list[str]:
+        """What `latest` lists, or nothing when it is missing or is not a list of checkpoints."""
+        try:
+            names = (self.folder / "latest").read_text("utf-8").split()
+        except (FileNotFoundError, UnicodeDecodeError):
+            return []
+        return names if all(_NAME.fullmatch(name) for name in names) else []
+
+    def _free_name(self, step: int) -> Path:
+        """A folder name not in use: a resumed run may come to the same step again."""
+        path = self.folder / f"step-{step:06d}"
+        again = 1
+        while path.exists():
+            again += 1
+            path = self.folder / f"step-{step:06d}.{again}"
+        return path
+
+    def _tidy(self, kept: list[str]) -> None:
+        """Remove what killed processes left and what is no longer kept."""
+        for path in self.folder.glob("step-*"):
+            if path.name not in kept:
+                shutil.rmtree(path, ignore_errors=True)
+            if path.name not in kept and path.exists():
+                message = f"an old checkpoint could not be removed: {path}"
+                warnings.warn(message, CheckpointWarning, stacklevel=3)
+
+
+def _age(name: str) -> tuple[int, int]:
+    match = _NAME.fullmatch(name)
+    assert match is not None
+    return int(match[1]), int(match[2] or 1)
+
+
+def _check_names(jobs: Mapping[str, JobState]) -> None:
+    for name in jobs:
+        if not _JOB_NAME.fullmatch(name):
+            raise CheckpointError(
+                "a job's name cannot name a folder",
+                job=repr(name),
+                help="use letters, digits, '.', '_' and '-', at most 100, without '..'",
+            )
+
+
+def _refused(folder: Path, step: int, error: OSError) -> CheckpointError:
+    return CheckpointError(
+        f"the checkpoint of step {step} could not be written",
+        folder=folder,
+        reason=error,
+        help="the checkpoint before is whole; free space and go on with --resume",
+    )
+
+
+def _write(folder: Path, step: int, jobs: Mapping[str, JobState], run: Mapping[str, Any]) -> None:
+    """Fill and fsync a checkpoint folder, the manifest last."""
+    sums: dict[str, str] = {}
+
+    def put(name: str, data: bytes) -> None:
+        write_synced(folder / name, data)
+        sums[name] = hashlib.sha256(data).hexdigest()
+
+    (folder / "jobs").mkdir()
+    for name, job in jobs.items():
+        (folder / "jobs" / name).mkdir()
+        put(f"jobs/{name}/adapter_model.safetensors", tensor_bytes(job.adapter))
+        put(f"jobs/{name}/optimizer.safetensors", tensor_bytes(job.optimizer))
+        sync_folder(folder / "jobs" / name)
+    state = {
+        "step": step,
+        "jobs": {name: _counters(job) for name, job in jobs.items()},
+        "run": dict(run),
+    }
+    put("state.json", _json(state))
+    write_synced(folder / "manifest.json", _json({"format": FORMAT, "sha256": sums}))
+    sync_folder(folder / "jobs")
+    sync_folder(folder)
+
+
+def _counters(job: JobState) -> dict[str, Any]:
+    return {
+        "optimizer_values": dict(job.optimizer_values),
+        "step": job.step,
+        "micro_step": job.micro_step,
+        "tokens": job.tokens,
+        "cursor": dict(job.cursor),
+        "status": job.status,
+        "reason": job.reason,
+    }
+
+
+def _json(value: Any) -> bytes:
+    return json.dumps(value, indent=1, sort_keys=True).encode() + b"\n"
+
+
+def _read(folder: Path) -> Checkpoint:
+    """Read a checkpoint; raises _Damaged with the reason when it is not whole."""
+    files = _checked_files(folder)
+    try:
+        state = json.loads(files["state.json"])
+        jobs = {
+            name: JobState(
+                adapter=safetensors.torch.load(files[f"jobs/{name}/adapter_model.safetensors"]),
+                optimizer=safetensors.torch.load(files[f"jobs/{name}/optimizer.safetensors"]),
+                **counters,
+            )
+            for name, counters in state["jobs"].items()
+        }
+        return Checkpoint(folder, int(state["step"]), jobs, state["run"])
+    except (ValueError, KeyError, TypeError, safetensors.SafetensorError) as error:
+        raise _Damaged(f"unreadable content ({error})") from error
+
+
+def _checked_files(folder: Path) -> dict[str, bytes]:
+    """The content of every file of the manifest, each proved by its checksum."""
+    try:
+        manifest = json.loads((folder / "manifest.json").read_bytes())
+        written_by, sums = int(manifest["format"]), dict(manifest["sha256"])
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise _Damaged(f"its manifest cannot be read ({error})") from error
+    if written_by != FORMAT:
+        raise CheckpointError(
+            "the checkpoint has another format",
+            path=folder,
+            expected=FORMAT,
+            found=written_by,
+            help="resume with the version of tlora-fx that wrote it",
+        )
+    files: dict[str, bytes] = {}
+    for name, expected in sums.items():
+        try:
+            files[name] = (folder / name).read_bytes()
+        except OSError as error:
+            raise _Damaged(f"{name} cannot be read ({error})") from error
+        if hashlib.sha256(files[name]).hexdigest() != expected:
+            raise _Damaged(f"{name} does not match its checksum")
+    return files

@@ -1,0 +1,42 @@
+"""Files that survive a crash: written, fsynced, then renamed into place."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+
+def write_synced(path: Path, data: bytes) -> None:
+    """Write a new file and wait until the disk holds it.
+
+    raises   OSError, such as ENOSPC; the file may then hold a part
+    """
+    with path.open("wb") as file:
+        file.write(data)
+        file.flush()
+        os.fsync(file.fileno())
+
+
+def sync_folder(path: Path) -> None:
+    """Wait until the disk holds a folder's entries."""
+    handle = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)
+
+
+def replace_file(path: Path, data: bytes) -> None:
+    """Put new content under a name at once: a reader sees the old file or the new one.
+
+    raises   OSError; the old file then stays whole
+    """
+    # One name for all attempts: what a killed process left is overwritten, not gathered.
+    fresh = path.with_name(f".{path.name}.tmp")
+    try:
+        write_synced(fresh, data)
+        fresh.replace(path)
+    except BaseException:
+        fresh.unlink(missing_ok=True)
+        raise
+    sync_folder(path.parent)

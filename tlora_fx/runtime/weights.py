@@ -1,0 +1,94 @@
+"""The base's weights: loaded by transformers, drawn at random, or taken from a given module."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from tlora_fx.backbone import Backbone
+from tlora_fx.errors import BaseNotLoadable
+from tlora_fx.ops import site_id, uniform_at
+
+PIECE = 1 << 22
+
+
+def base_tensors(backbone: Backbone, device: torch.device | str = "cpu") -> dict[str, Tensor]:
+    """All tensors of a base by canonical name.
+
+    device    where random weights are drawn; what is loaded stays on the CPU
+    raises    BaseNotLoadable when the checkpoint cannot be read
+    """
+    spec = backbone.spec
+    if spec.module is not None:
+        return dict(backbone.values)
+    if spec.model is not None:
+        return {**backbone.values, **_loaded(backbone)}
+    return {**_drawn(backbone, device), **backbone.values}
+
+
+def _loaded(backbone: Backbone) -> dict[str, Tensor]:
+    from transformers import AutoModelForCausalLM
+
+    spec = backbone.spec
+    try:
+        model: Any = AutoModelForCausalLM.from_pretrained(
+            spec.model,
+            dtype=getattr(torch, spec.dtype),
+            use_safetensors=True,
+            trust_remote_code=spec.trust_remote_code,
+        )
+    except (OSError, ValueError, RuntimeError) as error:
+        raise BaseNotLoadable(
+            "the base's weights cannot be loaded",
+            base=spec.model,
+            found=error,
+            help="give a folder or hub id with *.safetensors; pickled weights are not read",
+        ) from error
+    canonical = canonical_names(backbone)
+    found = model.state_dict()
+    return {canonical[name]: tensor for name, tensor in found.items() if name in canonical}
+
+
+def canonical_names(backbone: Backbone) -> Mapping[str, str]:
+    """Every name of a base's parameters and buffers, ties included, to the canonical one."""
+    model = backbone.model
+    named = [
+        *model.named_parameters(remove_duplicate=False),
+        *model.named_buffers(remove_duplicate=False),
+    ]
+    return {name: backbone.names[id(tensor)] for name, tensor in named}
+
+
+def _drawn(backbone: Backbone, device: torch.device | str) -> dict[str, Tensor]:
+    """Random matrices, a function of seed, name and index only, so any sharding draws the same.
+
+    Uniform with the standard deviation of the config's initializer_range; vectors start as the
+    model's own code starts them.
+    """
+    deviation = getattr(backbone.config, "initializer_range", None) or 0.02
+    return {
+        name: draw(parameter, deviation, backbone.spec.seed, name, device)
+        for name, parameter in backbone.model.named_parameters()
+        if name not in backbone.values
+    }
+
+
+def draw(
+    like: Tensor, deviation: float, seed: int, name: str, device: torch.device | str = "cpu"
+) -> Tensor:
+    """Uniform random numbers of mean 0, equal on every device.
+
+    like         shape and dtype of the result
+    deviation    standard deviation
+    seed, name   key, in [0, 2**32), and what tells tensors of one key apart
+    """
+    flat = torch.empty(like.numel(), dtype=like.dtype, device=device)
+    width = 2 * math.sqrt(3) * deviation
+    for start in range(0, like.numel(), PIECE):
+        index = torch.arange(start, min(start + PIECE, like.numel()), device=device)
+        flat[start : start + PIECE] = (uniform_at(index, (seed, site_id(name))) - 0.5) * width
+    return flat.view(like.shape)

@@ -1,0 +1,242 @@
+"""From a module to an fx graph: torch.export over one row, without weights.
+
+The graph that comes back reads its tensors through `TensorRef`s, knows for each node the module
+path and the source line, and holds no submodules: regions that only switched gradients or autocast
+are inlined, with `detach` where gradients were off.
+"""
+
+from __future__ import annotations
+
+import inspect
+import operator
+import traceback
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, fx, nn
+
+from tlora_fx.errors import BaseNotTraceable, TloraError
+from tlora_fx.graph import INPUTS, TABLES, Form, TensorRef
+from tlora_fx.tracing.attention import row_of
+
+PEFT_PREFIX = "base_model.model."
+OWN_ROOTS = (str(Path(torch.__file__).parent), str(Path(__file__).parent.parent))
+
+# Sizes of the row that is traced: all different, so that no two dimensions are taken for one.
+TOKENS, LINES, WIDTH, SEQUENCES, JOBS = 29, 7, 11, 5, 3
+
+
+class Row(nn.Module):
+    """A model called with the inputs that every graph of ours takes."""
+
+    def __init__(self, model: nn.Module, form: Form) -> None:
+        super().__init__()
+        self.model = model
+        self.form = form
+        self.attention: list[str] = []
+
+    def forward(self, input_ids: Tensor, position_ids: Tensor, *tables: Tensor) -> Tensor:
+        """Logits [1, T, V], or [B, S, V] in batch form."""
+        with row_of(dict(zip(TABLES, tables, strict=True))) as self.attention:
+            if self.form == "packed":
+                out = self.model(input_ids=input_ids, position_ids=position_ids, use_cache=False)
+            elif getattr(self.model, "config", None) is not None:
+                out = self.model(input_ids=input_ids, use_cache=False)
+            else:
+                out = self.model(input_ids)
+        out = getattr(out, "logits", out)
+        return out[0] if isinstance(out, tuple) else out
+
+
+def accepts_positions(model: nn.Module) -> bool:
+    """Whether a model's forward takes position_ids, without which rows cannot be packed."""
+    return "position_ids" in inspect.signature(model.forward).parameters
+
+
+def export_row(row: Row, subject: str) -> fx.GraphModule:
+    """Trace a model over one row of dynamic size, on meta.
+
+    subject   whose model it is, for errors
+    raises    BaseNotTraceable with the operator and the line of model code
+    """
+    shape = (1, TOKENS) if row.form == "packed" else (LINES, WIDTH)
+    ids = torch.zeros(shape, dtype=torch.int64, device="meta")
+    small = {"dtype": torch.int32, "device": "meta"}
+    inputs = (
+        ids,
+        torch.zeros_like(ids),
+        torch.zeros(SEQUENCES + 1, **small),  # type: ignore[call-overload]
+        torch.zeros((), **small),  # type: ignore[call-overload]
+        torch.zeros(JOBS + 1, **small),  # type: ignore[call-overload]
+        torch.zeros(shape, **small),  # type: ignore[call-overload]
+        torch.zeros((JOBS, 2), dtype=torch.int64, device="meta"),
+    )
+    dynamic = torch.export.Dim.DYNAMIC
+    token = {1: dynamic} if row.form == "packed" else {0: dynamic, 1: dynamic}
+    tables = ({0: dynamic}, {}, {0: dynamic}, token, {0: dynamic})
+    try:
+        program = torch.export.export(
+            row, inputs, dynamic_shapes=(token, token, tables), strict=False
+        )
+    except TloraError:
+        raise
+    except Exception as error:
+        raise BaseNotTraceable(
+            f"the model of {subject} cannot be traced",
+            operator=_reason(error),
+            source=_model_line(error),
+            help="set base.attention: batch, or report the base with this operator",
+        ) from error
+    module = program.module()
+    assert isinstance(module, fx.GraphModule)
+    return module
+
+
+def _reason(error: BaseException) -> str:
+    lines = [line for line in str(error).splitlines() if line.strip()]
+    return f"{type(error).__name__}: {lines[0] if lines else ''}"[:300]
+
+
+def _model_line(error: BaseException) -> str | None:
+    """The last line of model code in a traceback: neither torch's nor ours."""
+    frames = [
+        frame
+        for frame in traceback.extract_tb(error.__traceback__)
+        if not frame.filename.startswith(OWN_ROOTS) and not frame.filename.startswith("<")
+    ]
+    return f"{frames[-1].filename}:{frames[-1].lineno}  {frames[-1].line}" if frames else None
+
+
+def import_graph(
+    module: fx.GraphModule, row: Row, base_names: dict[int, str]
+) -> tuple[fx.Graph, dict[str, Tensor]]:
+    """Copy an exported graph into one of ours.
+
+    base_names   id of each tensor of the base to its canonical name
+    returns      the graph, and the constants that export lifted out of model code
+    """
+    reader = _Importer(module, row, base_names)
+    result = reader.inline(module, None)
+    reader.graph.output(result[0] if isinstance(result, (tuple, list)) else result)
+    return reader.graph, reader.constants
+
+
+class _Importer:
+    """State of one import: the new graph, and what it has read so far."""
+
+    def __init__(self, module: fx.GraphModule, row: Row, base_names: dict[int, str]) -> None:
+        self.module, self.row, self.base_names = module, row, base_names
+        self.graph = fx.Graph()
+        self.constants: dict[str, Tensor] = {}
+        self.attributes: dict[str, fx.Node] = {}
+
+    def inline(self, module: fx.GraphModule, inputs: list[Any] | None) -> Any:
+        """Copy a module's nodes; returns what its output node returns."""
+        made: dict[fx.Node, Any] = {}
+        given = iter(inputs or ())
+        names = iter(INPUTS)
+
+        def value_of(node: fx.Node) -> Any:
+            return made[node]
+
+        for node in module.graph.nodes:
+            args = fx.map_arg(node.args, value_of) if node.op != "get_attr" else ()
+            if node.op == "placeholder":
+                made[node] = self._placeholder(node, next(names)) if inputs is None else next(given)
+            elif node.op == "get_attr":
+                attribute = getattr(module, node.target, None)
+                if isinstance(attribute, fx.GraphModule):
+                    made[node] = attribute
+                else:
+                    made[node] = self._attribute(module, node)
+            elif node.op == "output":
+                return args[0]
+            elif node.op == "call_function":
+                made[node] = self._call(node, args, fx.map_arg(node.kwargs, value_of))
+        raise AssertionError("a graph without output")
+
+    def _call(self, node: fx.Node, args: Any, kwargs: Any) -> Any:
+        name = getattr(node.target, "__name__", "")
+        if name == "wrap_with_set_grad_enabled":
+            enabled, submodule, *inputs = args
+            result = self.inline(submodule, inputs)
+            return result if enabled else [self._detached(item) for item in result]
+        if name == "wrap_with_autocast":
+            submodule, inputs = next(
+                (arg, args[place + 1 :])
+                for place, arg in enumerate(args)
+                if isinstance(arg, fx.GraphModule)
+            )
+            return self.inline(submodule, list(inputs))
+        if node.target is operator.getitem and isinstance(args[0], (list, tuple)):
+            return args[0][args[1]]
+        return self._add(self.graph.call_function(node.target, args, kwargs), node)
+
+    def _detached(self, value: Any) -> Any:
+        if not isinstance(value, fx.Node) or not value.meta["val"].is_floating_point():
+            return value
+        made = self.graph.call_function(torch.ops.aten.detach.default, (value,))
+        made.meta = dict(value.meta)
+        return made
+
+    def _placeholder(self, node: fx.Node, name: str) -> fx.Node:
+        made = self.graph.placeholder(name)
+        made.meta.update(val=node.meta["val"], path="", source="")
+        return made
+
+    def _attribute(self, module: fx.GraphModule, node: fx.Node) -> fx.Node:
+        target = str(node.target)
+        ref = self._reference(module, target)
+        key = f"{ref.owner}:{ref.name}"
+        if key not in self.attributes:
+            made = self.graph.create_node("get_attr", ref.name.removeprefix(PEFT_PREFIX))
+            made.meta.update(val=node.meta.get("val"), path="", source="", tensor=ref)
+            if made.meta["val"] is None:
+                made.meta["val"] = _get(module, target)
+            self.attributes[key] = made
+        return self.attributes[key]
+
+    def _reference(self, module: fx.GraphModule, target: str) -> TensorRef:
+        try:
+            tensor = _get(self.row, target)
+            name = target.removeprefix("model.")
+        except AttributeError:
+            tensor = _get(module, target)
+            name = f"constant_{len(self.constants)}"
+            self.constants[name] = tensor.detach()
+            return TensorRef("constant", name, tuple(tensor.shape), tensor.dtype)
+        canonical = self.base_names.get(id(tensor))
+        owner = "base" if canonical else "job"
+        return TensorRef(owner, canonical or name, tuple(tensor.shape), tensor.dtype)  # type: ignore[arg-type]
+
+    def _add(self, made: fx.Node, node: fx.Node) -> fx.Node:
+        stack = list((node.meta.get("nn_module_stack") or {}).values())
+        path = str(stack[-1][0]) if stack else ""
+        path = path.removeprefix("L['self'].").removeprefix("model")
+        made.meta.update(
+            val=node.meta.get("val"),
+            path=path.removeprefix(".").removeprefix(PEFT_PREFIX.rstrip(".")).removeprefix("."),
+            source=_source_line(node.meta.get("stack_trace")),
+        )
+        return made
+
+
+def _get(module: nn.Module, target: str) -> Tensor:
+    found: Any = module
+    for name in target.split("."):
+        found = getattr(found, name)
+    assert isinstance(found, Tensor)
+    return found
+
+
+def _source_line(stack_trace: str | None) -> str:
+    """The innermost model line of a node's stack trace: "file.py:12  code"."""
+    lines = (stack_trace or "").strip().splitlines()
+    if len(lines) < 2:
+        return ""
+    where, code = lines[-2].strip(), lines[-1].strip()
+    if not where.startswith("File "):
+        return ""
+    file, _, rest = where.removeprefix('File "').partition('", line ')
+    return f"{Path(file).name}:{rest.split(',')[0]}  {code}"

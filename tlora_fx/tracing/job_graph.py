@@ -1,0 +1,117 @@
+"""The graph of one job's model, or of the base alone."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Hashable
+
+import torch
+from torch import nn
+
+from tlora_fx.backbone import Backbone
+from tlora_fx.errors import BaseNotTraceable
+from tlora_fx.graph import AdapterSite, Form, JobGraph, LayerPlan
+from tlora_fx.job import Job
+from tlora_fx.tracing import attention
+from tlora_fx.tracing.adapters import check_wrapped, layer_signature
+from tlora_fx.tracing.export import Row, accepts_positions, export_row, import_graph
+from tlora_fx.tracing.layers import plan_layers, prune
+
+
+def trace_base(backbone: Backbone, form: Form, fold: bool = True) -> JobGraph:
+    """Trace the base without adapters.
+
+    fold      trace two layers of each structure instead of all
+    raises    BaseNotTraceable, AttentionNotPackable
+    """
+    plan = plan_layers(backbone, fold=fold)
+    return _trace(backbone, plan, form, "the base", None)
+
+
+def trace_job(
+    job: Job,
+    backbone: Backbone,
+    sites: dict[str, AdapterSite],
+    form: Form,
+    fold: bool = True,
+    exact: bool = False,
+) -> JobGraph:
+    """Trace one job's model: the base wrapped by PEFT.
+
+    sites     the job's adapters on all layers (resolve_sites)
+    exact     tell layers apart by rank, scaling and rate too
+    """
+    bias = str(job.lora_config().bias)
+
+    def signature(layer: str) -> Hashable:
+        return layer_signature(sites, layer, bias, exact)
+
+    plan = plan_layers(backbone, signature, fold)
+    graph = _trace(backbone, plan, form, f"job '{job.name}'", job, sites)
+    graph.sites = sites
+    return graph
+
+
+def _trace(
+    backbone: Backbone,
+    plan: LayerPlan,
+    form: Form,
+    subject: str,
+    job: Job | None,
+    sites: dict[str, AdapterSite] | None = None,
+) -> JobGraph:
+    model = backbone.copy_model()
+    index_read = prune(model, plan)
+    if form == "packed":
+        _use_packed_attention(model, subject)
+    if job is not None:
+        model = _wrap(model, job, backbone)
+        check_wrapped(model, sites or {}, job)
+    row = Row(model, form)
+    index_read.clear()
+    module = export_row(row, subject)
+    if index_read and set(plan.representative) != set(plan.representative.values()):
+        plan = LayerPlan(plan.layers, {layer: layer for layer in plan.layers})
+        graph = _trace(backbone, plan, form, subject, job, sites)
+        graph.notes.append(("trace", "layers are not folded: their forward reads their index"))
+        return graph
+    root, constants = import_graph(module, row, backbone.names)
+    name = job.name if job is not None else ""
+    return JobGraph(name, root, form, plan, constants=constants)
+
+
+def _use_packed_attention(model: nn.Module, subject: str) -> None:
+    attention.register()
+    if not accepts_positions(model):
+        raise BaseNotTraceable(
+            f"the model of {subject} takes no position_ids, so its rows cannot be packed",
+            found=f"{type(model).__name__}.forward",
+            help="set base.attention: batch",
+        )
+    for module in model.modules():
+        config = getattr(module, "config", None)
+        if config is not None and hasattr(config, "_attn_implementation"):
+            config._attn_implementation = attention.IMPLEMENTATION
+
+
+def _wrap(model: nn.Module, job: Job, backbone: Backbone) -> nn.Module:
+    """PEFT's own wrapping; what the job trains of the base itself becomes the job's own tensor."""
+    from peft import get_peft_model
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        wrapped = get_peft_model(
+            model,  # type: ignore[arg-type]
+            job.lora_config(),
+            autocast_adapter_dtype=job.adapter_dtype == "float32",
+        )
+    wrapped.train()
+    for module in wrapped.modules():
+        for name, parameter in list(module._parameters.items()):
+            if parameter is None or id(parameter) not in backbone.names:
+                continue
+            if parameter.requires_grad:
+                parameter.requires_grad_(False)
+                own = torch.empty_like(parameter, device="meta")
+                module._parameters[name] = nn.Parameter(own)
+    return wrapped

@@ -1,0 +1,158 @@
+"""Which layers of a model are equal, so that few of them need to be built and traced.
+
+Two layers are equal when their modules agree in class, plain attributes, shapes, dtypes and
+buffers. An attribute that holds the layer's own index is left out of the comparison, and armed:
+if the layer's forward reads it, the index is part of what the layer computes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable
+from typing import Any
+
+import torch
+from torch import nn
+
+from tlora_fx.backbone import Backbone
+from tlora_fx.graph import LayerPlan
+
+SMALLEST_LIST = 2
+_MODULE_STATE = frozenset(vars(nn.Module()))
+
+
+class LayerIndex(int):
+    """A layer's index that remembers whether anybody computed with it."""
+
+    read: list[int]
+
+
+def _armed(name: str) -> Callable[..., Any]:
+    plain = getattr(int, name)
+
+    def method(self: LayerIndex, *args: Any) -> Any:
+        self.read.append(1)
+        return plain(self, *args)
+
+    return method
+
+
+for _name in (
+    "__add__ __radd__ __sub__ __rsub__ __mul__ __rmul__ __truediv__ __rtruediv__ __floordiv__ "
+    "__rfloordiv__ __mod__ __rmod__ __pow__ __neg__ __abs__ __int__ __float__ __index__ __bool__ "
+    "__eq__ __ne__ __lt__ __le__ __gt__ __ge__ __and__ __or__ __xor__"
+).split():
+    setattr(LayerIndex, _name, _armed(_name))
+LayerIndex.__hash__ = int.__hash__  # type: ignore[method-assign]
+
+
+def layer_list(model: nn.Module) -> list[str]:
+    """Paths of the layers: the children of the longest outermost ModuleList, in order."""
+    lists: list[list[str]] = []
+    inside: tuple[str, ...] = ()
+    for path, module in model.named_modules():
+        if isinstance(module, nn.ModuleList) and not path.startswith(inside or ("\0",)):
+            inside = (*inside, path + ".")
+            lists.append([f"{path}.{name}" for name in module._modules])
+    longest = max(lists, key=len, default=[])
+    return longest if len(longest) >= SMALLEST_LIST else []
+
+
+def plan_layers(
+    backbone: Backbone, signature: Callable[[str], Hashable] = lambda layer: None, fold: bool = True
+) -> LayerPlan:
+    """Group a base's layers by structure and by what a job puts on them.
+
+    signature    what else tells layers apart, by layer path
+    fold         False: every layer stands for itself
+    """
+    layers = layer_list(backbone.model)
+    index_names = index_attributes(backbone.model, layers)
+    first: dict[Hashable, str] = {}
+    representative = {}
+    for layer in layers:
+        key = (structure_key(backbone, layer, index_names), signature(layer))
+        representative[layer] = first.setdefault(key, layer) if fold else layer
+    return LayerPlan(tuple(layers), representative)
+
+
+def index_attributes(model: nn.Module, layers: list[str]) -> set[tuple[str, str]]:
+    """Attributes (path inside the layer, name) that hold the layer's own index in every layer."""
+    if len(layers) < SMALLEST_LIST:
+        return set()
+    found: set[tuple[str, str]] | None = None
+    for index, layer in enumerate(layers):
+        here = {
+            (path, name)
+            for path, module in model.get_submodule(layer).named_modules()
+            for name, value in vars(module).items()
+            if type(value) in (int, LayerIndex) and int.__eq__(value, index)
+        }
+        found = here if found is None else found & here
+    return found or set()
+
+
+def structure_key(backbone: Backbone, layer: str, skipped: set[tuple[str, str]]) -> Hashable:
+    """What a layer computes, as far as its modules tell."""
+    rows: list[Hashable] = []
+    for path, module in backbone.model.get_submodule(layer).named_modules():
+        kind = type(module)
+        attributes = tuple(
+            (name, _plain(value))
+            for name, value in sorted(vars(module).items())
+            if name not in _MODULE_STATE and (path, name) not in skipped
+        )
+        parameters = tuple(
+            (name, tuple(p.shape), p.dtype) for name, p in module._parameters.items() if p is not None
+        )
+        buffers = tuple(
+            (name, _content(backbone, b)) for name, b in module._buffers.items() if b is not None
+        )
+        rows.append((path, kind.__module__, kind.__qualname__, attributes, parameters, buffers))
+    return tuple(rows)
+
+
+def _plain(value: Any) -> Hashable:
+    """A value as a key; what cannot be compared by value is compared by identity."""
+    if isinstance(value, (int, float, str, bool, type(None), torch.dtype)):
+        return (type(value).__name__, value)
+    if isinstance(value, (list, tuple)):
+        return tuple(_plain(item) for item in value)
+    if isinstance(value, dict):
+        return tuple((str(name), _plain(item)) for name, item in value.items())
+    return id(value)
+
+
+def _content(backbone: Backbone, buffer: torch.Tensor) -> Hashable:
+    value = backbone.values.get(backbone.names.get(id(buffer), ""))
+    if value is None:
+        return (tuple(buffer.shape), buffer.dtype)
+    content = value.cpu().contiguous().view(-1).view(torch.uint8).numpy().tobytes()
+    return (tuple(value.shape), value.dtype, content)
+
+
+def prune(model: nn.Module, plan: LayerPlan) -> list[int]:
+    """Leave only the plan's traced layers in a throw-away copy of a model, under their own names.
+
+    Lists of the config that run over the layers (layer_types) are cut alike. Returns the list
+    that grows when a forward computes with a layer's index.
+    """
+    read: list[int] = []
+    traced = plan.traced()
+    for path, name in index_attributes(model, list(plan.layers)):
+        for index, layer in enumerate(plan.layers):
+            armed = LayerIndex(index)
+            armed.read = read
+            setattr(model.get_submodule(f"{layer}.{path}" if path else layer), name, armed)
+    kept = [index for index, layer in enumerate(plan.layers) if layer in traced]
+    _cut_config(getattr(model, "config", None), len(plan.layers), kept)
+    for layer in plan.layers:
+        if layer not in traced:
+            parent, _, name = layer.rpartition(".")
+            del model.get_submodule(parent)._modules[name]
+    return read
+
+
+def _cut_config(config: Any, layers: int, kept: list[int]) -> None:
+    for name, value in list(vars(config).items()) if config is not None else []:
+        if isinstance(value, (list, tuple)) and len(value) == layers and len(kept) < layers:
+            setattr(config, name, [value[index] for index in kept])
