@@ -6,3 +6,6 @@ if __name__ != "tlora_fx.passes":
         "install the project (make venv) or take its folder passes/ off sys.path",
         name=__name__,
     )
+
+# After the guard: passes name our operators, which must be registered by then.
+import tlora_fx.ops  # noqa: F401

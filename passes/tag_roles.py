@@ -56,7 +56,7 @@ def _site_of(path: str, sites: dict[str, AdapterSite]) -> AdapterSite | None:
 
 
 def _is_adapter(path: str, site: AdapterSite) -> bool:
-    return site.kind == "saved" or not under(path, f"{site.path}.base_layer")
+    return site.rank == 0 or not under(path, f"{site.path}.base_layer")
 
 
 def _part(node: fx.Node, path: str, site: AdapterSite) -> str | None:

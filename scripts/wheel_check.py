@@ -19,17 +19,38 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[1]
 ROOMS = ("passes", "codegen", "planners")
 
-# Runs in the new environment. A module that fails to import shows its own traceback.
+# Runs in the new environment. Each module is imported by itself, in a fork that has the libraries
+# already: so a module that works only after another was imported is found, in seconds.
 IMPORT_ALL = """
-import importlib, importlib.metadata, sys
+import importlib, importlib.metadata, os, sys, traceback
 from pathlib import Path
+
+import peft, torch, transformers
+
+def check(module):
+    file = importlib.import_module(module).__file__
+    assert Path(file).is_relative_to(environment), f"{module} comes from {file}"
+
+def check_command():
+    (command,) = importlib.metadata.entry_points(group="console_scripts", name="tlora-fx")
+    assert callable(command.load())
+
+def passes(what, *args):
+    child = os.fork()
+    if child:
+        return os.waitpid(child, 0)[1] == 0
+    try:
+        what(*args)
+    except BaseException:
+        print(what.__name__, *args, file=sys.stderr)
+        traceback.print_exc()
+        os._exit(1)
+    os._exit(0)
+
 environment, root, *modules = sys.argv[1:]
-for module in modules:
-    loaded = importlib.import_module(module)
-    assert Path(loaded.__file__).is_relative_to(environment), f"{module} is {loaded.__file__}"
 assert not [path for path in sys.path if Path(path) == Path(root)], "the repository is on sys.path"
-(command,) = importlib.metadata.entry_points(group="console_scripts", name="tlora-fx")
-assert callable(command.load())
+results = [passes(check, module) for module in modules] + [passes(check_command)]
+sys.exit(not all(results))
 """
 
 

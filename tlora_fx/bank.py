@@ -64,6 +64,11 @@ class AdapterBank(nn.Module):
             leaf.grad = torch.zeros_like(leaf)
             setattr(self, name, leaf)
 
+    def serves(self, job: int) -> bool:
+        """Whether a job has an adapter here."""
+        start, stop = self.ranks[job : job + 2].tolist()
+        return bool(stop > start)
+
     def job_parameters(self, job: int) -> tuple[nn.Parameter, nn.Parameter]:
         """One job's A [r, in] and B [out, r] with their gradients, all views of the bank."""
         start, stop = self.ranks[job : job + 2].tolist()

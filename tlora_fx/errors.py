@@ -337,12 +337,6 @@ class OracleError(TloraError):
     code = "T0406"
 
 
-def nearest(name: str, choices: Iterable[str]) -> str | None:
-    """The choice that a user who wrote `name` most likely meant, or None."""
-    found = difflib.get_close_matches(name, list(choices), n=1, cutoff=0.5)
-    return found[0] if found else None
-
-
 class SegmentError(TloraError):
     """Job segments do not cover the tokens of a tensor; build them with `PackedBatch`."""
 
@@ -371,6 +365,12 @@ class FrozenGradientError(TloraError):
     """An operator has no gradient for this input; freeze it, or leave the layer unfused."""
 
     code = "T0505"
+
+
+def nearest(name: str, choices: Iterable[str]) -> str | None:
+    """The choice that a user who wrote `name` most likely meant, or None."""
+    found = difflib.get_close_matches(name, list(choices), n=1, cutoff=0.5)
+    return found[0] if found else None
 
 
 if __name__ == "__main__":

@@ -120,10 +120,9 @@ class SuperModel(nn.Module):
         them."""
         if job not in self._parameters_of:
             index = self.group.job_names.index(job)
-            sites = self.group.jobs[index].sites
             found = {name: _slot(*place) for name, place in self._own[job].items()}
             for path, bank in self._banks.items():
-                if path in sites:
+                if bank.serves(index):
                     a, b = bank.job_parameters(index)
                     found[f"{PEFT_PREFIX}{path}.lora_A.default.weight"] = a
                     found[f"{PEFT_PREFIX}{path}.lora_B.default.weight"] = b

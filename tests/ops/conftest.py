@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import pytest
 import torch
@@ -69,13 +70,15 @@ class Row:
 
     @property
     def tokens(self) -> int:
+        """All tokens of the row."""
         return sum(self.lengths) * self.tokens_per_unit
 
     def span(self, job: int) -> slice:
+        """The tokens of one job."""
         first, last = self.segments[job : job + 2].tolist()
         return slice(first * self.tokens_per_unit, last * self.tokens_per_unit)
 
-    def mask_tables(self) -> tuple[Tensor, ...]:
+    def mask_tables(self) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
         """rates, segments, keys, token_index, site: the tail of `keyed_dropout`."""
         return self.rate_table, self.segments, self.keys, self.token_index, self.site_tensor
 
@@ -114,7 +117,8 @@ class Lora:
         scales = torch.tensor(self.scales, dtype=torch.float64)
         return (*given.values(), offsets, scales, *self.row.mask_tables(), self.compute)
 
-    def leaves(self) -> tuple[Tensor, Tensor, Tensor]:
+    def leaves(self) -> tuple[Tensor, ...]:
+        """x, a and b, copied, asking for gradients."""
         return tuple(t.detach().clone().requires_grad_() for t in (self.x, self.a, self.b))
 
     def reference(self, x: Tensor, a: Tensor, b: Tensor, drop: Tensor | None = None) -> Tensor:
@@ -209,7 +213,8 @@ class Attention:
         rule = self.scale, self.causal, self.window, self.softcap, sinks, self.dropout
         return (q, k, v, cu_seqlens, longest, *tables, *rule)
 
-    def leaves(self) -> tuple[Tensor, Tensor, Tensor]:
+    def leaves(self) -> tuple[Tensor, ...]:
+        """q, k and v, copied, asking for gradients."""
         return tuple(t.detach().clone().requires_grad_() for t in (self.q, self.k, self.v))
 
     def reference(
@@ -262,7 +267,7 @@ def make_attention(
     dtype: torch.dtype = torch.float64,
     device: str = "cpu",
     sinks: bool = False,
-    **rule: float,
+    **rule: Any,
 ) -> Attention:
     """Random inputs; `jobs` holds the sequence lengths of each job."""
     row = Row(tuple(map(sum, jobs)), device=device)

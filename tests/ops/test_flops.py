@@ -8,6 +8,7 @@ from tlora_fx.ops import multi_lora_linear, packed_attention
 
 
 def count(run):
+    """The FLOPs of a call."""
     with FlopCounterMode(display=False) as counter:
         run()
     return counter.get_total_flops()

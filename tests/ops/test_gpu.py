@@ -39,14 +39,23 @@ WRITTEN_OUT = [
 ]
 
 
+def mask_of(made, columns):
+    """The keep mask of a row."""
+    rates, segments, keys, token_index, site = made.mask_tables()
+    return keep_mask(rates, segments, keys, token_index, site, columns)
+
+
 def assert_close(pairs, bound):
+    """Each result is finite and within the bound, relative to the reference's norm."""
     for found, expected in zip(*pairs, strict=True):
         assert found.isfinite().all()
-        norm = expected.double().norm().clamp(min=1e-30)
-        assert (found.double() - expected.double()).norm() / norm < bound
+        # dq and dk are zero where a token sees itself alone
+        norm = max(expected.double().norm().item(), 0.1 * expected.numel() ** 0.5)
+        assert (found.double() - expected.double()).norm().item() < bound * norm
 
 
 def attention_results(made):
+    """Output, statistics and gradients, and the reference's."""
     leaves = made.leaves()
     out, lse = packed_attention(*made.arguments(**dict(zip("qkv", leaves, strict=True))))
     expected, expected_lse = made.reference(*leaves)
@@ -107,7 +116,7 @@ def test_a_nan_stays_in_its_sequence(attention, where):
         if poison:
             leaves[where].detach()[70:130] = float("nan")
         out, lse = packed_attention(*made.arguments(**leaves))
-        grads = torch.autograd.grad(out, leaves.values(), torch.ones_like(out))
+        grads = torch.autograd.grad(out, tuple(leaves.values()), torch.ones_like(out))
         # dq is summed by atomics, in no fixed order: it is compared by value
         parts = [torch.cat([p[:70], p[130:]]) for p in (out, lse.t(), *grads)]
         return parts[:2] + parts[3:], parts[2]
@@ -119,10 +128,12 @@ def test_a_nan_stays_in_its_sequence(attention, where):
 
 @pytest.mark.parametrize("dtype", BOUNDS)
 def test_strided_heads_reach_flash(attention, dtype):
-    """q, k and v as views of one fused projection, as Phi-3 makes them."""
+    """q, k and v as views: of one fused projection, and with heads outermost."""
     made = attention(JOBS, (4, 4), 64, dtype=dtype, device="cuda")
-    fused = torch.cat([made.q, made.k, made.v], -1)
-    made.q, made.k, made.v = fused.split(64, -1)
+    fused = torch.cat([made.q, made.k], -1)
+    made.q, made.k = fused.split(64, -1)
+    made.v = made.v.transpose(0, 1).contiguous().transpose(0, 1)
+    assert packed_attention(*made.arguments())[0].is_contiguous()
 
     assert_close(attention_results(made), BOUNDS[dtype])
 
@@ -174,10 +185,10 @@ def test_dropout_draws_the_cpus_masks(row, dtype):
     """Masks, uniforms and dropped values on CUDA equal the CPU's bit for bit."""
     here, there = (row((300, 0, 211), (0.1, 0.5, 0.6), device=d) for d in ("cpu", "cuda"))
     x = torch.randn(511, 100, dtype=dtype)
-    mask = keep_mask(*there.mask_tables(), 1001)
+    mask = mask_of(there, 1001)
     dropped = keyed_dropout(x.cuda(), *there.mask_tables(), 1)
 
-    assert torch.equal(mask.cpu(), keep_mask(*here.mask_tables(), 1001))
+    assert torch.equal(mask.cpu(), mask_of(here, 1001))
     assert torch.equal(dropped.cpu(), keyed_dropout(x, *here.mask_tables(), 1))
     uniform = random_uniform((999,), (7, 8), 3 << 33, "cuda")
     assert torch.equal(uniform.cpu(), random_uniform((999,), (7, 8), 3 << 33))

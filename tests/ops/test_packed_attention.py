@@ -38,6 +38,7 @@ def results(made):
 
 
 def assert_equal(pairs, **bound):
+    """Results equal the reference's one by one."""
     for found, expected in zip(*pairs, strict=True):
         torch.testing.assert_close(found, expected, check_dtype=False, **bound)
 
@@ -101,7 +102,7 @@ def test_smaller_types_stay_close_to_float64(attention, path, dtype, rule):
     made = attention(((30, 1), (45,)), (4, 2), 16, dtype=dtype, **rule)
     (out, lse, *grads), (*wanted,) = results(made)
 
-    assert out.dtype == dtype and lse.dtype == torch.float32
+    assert (out.dtype, lse.dtype) == (dtype, torch.float32)
     for found, expected in zip((out, lse, *grads), wanted, strict=True):
         error = (found.double() - expected.double()).norm() / expected.double().norm()
         assert error < 4 * torch.finfo(dtype).eps
@@ -171,8 +172,8 @@ def test_strides_do_not_matter(attention, path):
     expected = made.reference(*views.values())[0]
 
     torch.testing.assert_close(out, expected)
-    found = torch.autograd.grad(out.sum(), views.values())
-    wanted = torch.autograd.grad(expected.sum(), views.values())
+    found = torch.autograd.grad(out.sum(), tuple(views.values()))
+    wanted = torch.autograd.grad(expected.sum(), tuple(views.values()))
     assert_equal((found, wanted), rtol=1e-11, atol=1e-11)
 
 
@@ -203,10 +204,12 @@ def test_the_backward_passes_opcheck(attention):
 
 
 def plain(*tensors):
+    """Causal attention, computed on."""
     return packed_attention(*tensors, 0.4, True, -1, 0.0, None, 0.0)[0] * 2
 
 
 def dropping(*tensors):
+    """The same with a window and dropout."""
     return packed_attention(*tensors, 0.4, True, 5, 0.0, None, 0.2)[0] * 2
 
 

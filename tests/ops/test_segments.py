@@ -12,6 +12,7 @@ LENGTHS = st.lists(st.integers(0, 5), min_size=1, max_size=4).filter(any)
 
 
 def bounds(*lengths):
+    """Segments of jobs of these lengths."""
     return torch.tensor([0, *lengths], dtype=torch.int32).cumsum(0, dtype=torch.int32)
 
 
@@ -43,7 +44,8 @@ def test_gradients_flow_through_the_part_alone():
     def read(x):
         return segment_read(x, segments, 0, 1)
 
-    assert torch.autograd.gradcheck(read, x) and torch.autograd.gradgradcheck(read, x)
+    assert torch.autograd.gradcheck(read, x)
+    assert torch.autograd.gradgradcheck(read, x)
     assert torch.autograd.gradcheck(write, (x, value))
     assert torch.autograd.gradgradcheck(write, (x, value))
 

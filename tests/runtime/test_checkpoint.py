@@ -43,10 +43,12 @@ def store(tmp_path: Path) -> CheckpointStore:
 
 
 def names(store: CheckpointStore) -> list[str]:
+    """What lies in the store's folder."""
     return sorted(path.name for path in store.folder.iterdir())
 
 
 def save(store: CheckpointStore, *steps: int) -> None:
+    """Save two jobs at each of these steps."""
     for step in steps:
         store.save(step, {"a-1": state_of(step), "b.2": state_of(step + 1)}, {"seed": step})
 

@@ -64,6 +64,7 @@ def params_of(bank: torch.Tensor) -> dict[str, nn.Parameter]:
 
 
 def start(dtype: torch.dtype = torch.float32) -> dict[str, nn.Parameter]:
+    """The same parameters on each call."""
     generator = torch.Generator().manual_seed(0)
     return params_of(torch.randn(8, 5, generator=generator, dtype=torch.float64).to(dtype))
 

@@ -46,7 +46,8 @@ def row_forward(
         *(0.0, rule.causal and rule.window < 0, False),
         **_windows(rule),
     )
-    return out, lse
+    # The kernel keeps q's strides, the operator promises contiguous results.
+    return out.contiguous(), lse.contiguous()
 
 
 def row_backward(
@@ -69,7 +70,7 @@ def row_backward(
         *(0.0, rule.causal and rule.window < 0, no_state, q.new_empty(0)),
         **_windows(rule),
     )
-    return dq, dk, dv
+    return dq.contiguous(), dk.contiguous(), dv.contiguous()
 
 
 def _longest(longest: int) -> int:

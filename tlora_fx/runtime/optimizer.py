@@ -18,6 +18,9 @@ from tlora_fx.errors import OptimizerError, OptimizerStateError
 if TYPE_CHECKING:
     from tlora_fx.job import Job
 
+# Counters that torch.optim keeps on the host, wherever the parameters are.
+HOST_SCALARS = frozenset({"step", "mu_product"})
+
 
 class JobOptimizer:
     """A job's torch.optim optimizer, its schedule, and clipping by the job's own norm.
@@ -88,8 +91,9 @@ class JobOptimizer:
         return {"state": values, "schedule": {key: schedule[key] for key in kept}}
 
     def load_state(self, tensors: Mapping[str, Tensor], values: Mapping[str, Any]) -> None:
-        """Put back what `state_tensors` and `state_values` returned; the next step is bitwise as if
-        there had been no stop.
+        """Put back what `state_tensors` and `state_values` returned.
+
+        The next step is then bitwise what it would have been without a stop.
 
         raises   OptimizerStateError when the state belongs to other parameters
         """
@@ -118,9 +122,10 @@ class JobOptimizer:
         if not isinstance(value, Tensor):
             return value
         param = self._params[name]
+        if kind in HOST_SCALARS:
+            return value.clone()
         if value.shape != param.shape:
-            # Step counters are scalars, which torch.optim keeps on the host.
-            return value.to("cpu" if value.dim() == 0 else param.device, copy=True)
+            return value.to(param.device, copy=True)
         # The memory layout that the optimizer itself would give it: kernels that read several
         # tensors at once choose their arithmetic by layout.
         return torch.empty_like(param, dtype=value.dtype).copy_(value).detach()

@@ -20,7 +20,12 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from tlora_fx.errors import OracleError
-from tlora_fx.runtime.oracle_masks import KeyedDropout, use_keyed_attention
+from tlora_fx.runtime.oracle_masks import (
+    EAGER,
+    KeyedDropout,
+    has_attention_dropout,
+    register_attention,
+)
 
 if TYPE_CHECKING:
     from peft import PeftModel
@@ -68,15 +73,14 @@ def train_alone(
     watch        called with (step, loss, gradients) after each backward, in place of keeping them
     raises       OracleError when `start` does not fit, or a dropout has no keyed masks
     """
-    model = _wrapped(job, _own_copy(base_model))
+    own = _own_copy(base_model)
+    if not masks:
+        _silence_dropout(own)
+    _choose_attention(own)
+    model = _wrapped(job, own, masks)
     _load_start(model, start)
     model.train()
-    drop: KeyedDropout | None = None
-    if masks:
-        use_keyed_attention(model)
-        drop = KeyedDropout(model, job.seed)
-    else:
-        _silence_dropout(model)
+    drop = KeyedDropout(model, job.seed) if masks else None
     params = [param for param in model.parameters() if param.requires_grad]
     optimizer, schedule = _optimizer(job, params, data.steps)
     run = SoloRun()
@@ -178,19 +182,31 @@ def _own_copy(base_model: nn.Module) -> nn.Module:
         for param in base_model.parameters()
         if param.dim() > 1
     }
-    model: Any = copy.deepcopy(base_model, memo)
-    if hasattr(model, "set_attn_implementation"):
-        # Eager attention rounds to float32; it stays where a class has nothing else.
-        plain = "sdpa" if getattr(model, "_supports_sdpa", False) else "eager"
-        model.set_attn_implementation(plain)
-    own: nn.Module = model
-    return own
+    return copy.deepcopy(base_model, memo)
 
 
-def _wrapped(job: Job, model: nn.Module) -> PeftModel:
+def _choose_attention(model: Any) -> None:
+    """Take PyTorch's attention, or eager attention where a class has no other.
+
+    Ours is eager too. It is taken where attention drops, and in float64: there transformers' eager
+    attention rounds to float32, in which a padded line that a window leaves empty becomes NaN.
+    """
+    if not hasattr(model, "set_attn_implementation"):
+        return
+    supported = getattr(model, "_supports_sdpa", False)
+    plain = "sdpa" if supported else "eager"
+    if has_attention_dropout(model) or (not supported and model.dtype == torch.float64):
+        register_attention()
+        plain = EAGER
+    model.set_attn_implementation(plain)
+
+
+def _wrapped(job: Job, model: nn.Module, dropout: bool) -> PeftModel:
     from peft import get_peft_model
 
     config = job.lora_config()
+    if not dropout:
+        config.lora_dropout = 0.0
     if "labels" not in inspect.signature(model.forward).parameters:
         config.task_type = None  # PEFT's class for language models hands on arguments it lacks.
     with torch.random.fork_rng(devices=[]), warnings.catch_warnings():
@@ -248,7 +264,7 @@ def _gradients(model: PeftModel) -> dict[str, Tensor]:
 
 
 def _silence_dropout(model: nn.Module) -> None:
-    """Set every dropout rate to zero: modules', attributes' and configs'."""
+    """Set every dropout rate of a base to zero: modules', attributes' and configs'."""
     for module in model.modules():
         if isinstance(module, DROPOUTS):
             module.p = 0.0

@@ -13,7 +13,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -23,10 +23,7 @@ from torch.overrides import TorchFunctionMode
 from tlora_fx.errors import OracleError
 from tlora_fx.ops.philox import keep_mask, keep_scale, site_id, sixteens, threshold_of
 
-if TYPE_CHECKING:
-    from peft import PeftModel
-
-ATTENTION = "tlora_oracle_eager"
+EAGER = "tlora_oracle_eager"
 PEFT_PREFIX = "base_model.model."
 
 _ACTIVE: ContextVar[KeyedDropout | None] = ContextVar("active", default=None)
@@ -160,6 +157,7 @@ class _CatchDropout(TorchFunctionMode):
 
 _UNKEYED = {
     F.scaled_dot_product_attention: ("dropout_p", 4, 0.0),
+    F.multi_head_attention_forward: ("dropout_p", 10, 0.0),
     F.alpha_dropout: ("p", 1, 0.5),
     F.feature_alpha_dropout: ("p", 1, 0.5),
     F.dropout1d: ("p", 1, 0.5),
@@ -176,23 +174,22 @@ def _rate_of(func: Any, args: tuple[Any, ...], named: dict[str, Any]) -> float:
     return float(rate) if training else 0.0
 
 
-def use_keyed_attention(model: PeftModel) -> None:
-    """Let a transformers model with attention dropout call `attend`; other models stay.
+def has_attention_dropout(model: nn.Module) -> bool:
+    """Whether a transformers model's config drops attention weights in training."""
+    config = getattr(model, "config", None)
+    return any(
+        isinstance(rate, float) and rate > 0 and "att" in name and "drop" in name
+        for name, rate in (vars(config) if config is not None else {}).items()
+    )
 
-    Its masks are those of transformers' eager attention.
-    """
-    base: Any = model.get_base_model()
-    config = getattr(base, "config", None)
-    if not hasattr(base, "set_attn_implementation") or config is None:
-        return
-    rates = {name: value for name, value in vars(config).items() if "att" in name}
-    if any(isinstance(rate, float) and "drop" in name and rate > 0 for name, rate in rates.items()):
-        from transformers import AttentionInterface, AttentionMaskInterface
-        from transformers.masking_utils import eager_mask
 
-        AttentionInterface.register(ATTENTION, attend)
-        AttentionMaskInterface.register(ATTENTION, eager_mask)
-        base.set_attn_implementation(ATTENTION)
+def register_attention() -> None:
+    """Make `attend` known to transformers as EAGER, with the masks of its own eager attention."""
+    from transformers import AttentionInterface, AttentionMaskInterface
+    from transformers.masking_utils import eager_mask
+
+    AttentionInterface.register(EAGER, attend)
+    AttentionMaskInterface.register(EAGER, eager_mask)
 
 
 def attend(

@@ -35,6 +35,8 @@ def resolve_sites(job: Job, backbone: Backbone) -> dict[str, AdapterSite]:
             sites[path] = AdapterSite(path, 0, 0.0, 0.0, kind="saved")
         elif path and check_target_module_exists(config, path):
             sites[path] = _site(path, module, config)
+        elif config.bias == "all" and getattr(module, "bias", None) is not None:
+            sites[path] = AdapterSite(path, 0, 0.0, 0.0, kind="bias")
     _refuse_unknown(job, config, modules, sites)
     return sites
 
@@ -70,6 +72,8 @@ def _site(path: str, module: nn.Module, config: Any) -> AdapterSite:
         kind = "dora"
     elif config.lora_bias:
         kind = "lora-bias"
+    elif config.bias != "none" and getattr(module, "bias", None) is not None:
+        kind = "lora, bias trained"
     return AdapterSite(path, int(r), float(scaling), float(config.lora_dropout), kind)
 
 
@@ -87,7 +91,7 @@ def _refuse_unknown(
                 nearest=nearest(name, names),
                 help="the base's linear modules are " + ", ".join(_linear_names(modules)),
             )
-    if not any(site.kind != "saved" for site in sites.values()):
+    if not any(site.rank for site in sites.values()):
         raise UnknownTarget(
             f"job '{job.name}' adapts no module of the base",
             job=job.name,
