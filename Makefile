@@ -3,8 +3,8 @@
 #   make demo    compile, inspect, train and verify examples/quickstart
 #   make test    all checks and all tests
 #
-# pip's own settings are honoured. On a machine without a GPU, torch's CPU build saves gigabytes:
-#   PIP_EXTRA_INDEX_URL=https://download.pytorch.org/whl/cpu make demo
+# pip's own settings are honoured; on a machine without a GPU an index with torch's CPU build saves
+# gigabytes.
 
 PYTHON ?= python3
 WORKERS ?= 2

@@ -13,6 +13,7 @@ from typing import Any, ClassVar
 import torch
 from torch import fx
 
+import tlora_fx.passes.token_rules_places  # noqa: F401  (registers its rules)
 from tlora_fx.errors import NotTokenParallel
 from tlora_fx.graph import Block, Form, GroupGraph, output_of, placeholders
 from tlora_fx.pipeline import GroupPass, register

@@ -2,7 +2,7 @@
 
 Reads   operators and values.
 Writes  nothing but the nodes it drops: metadata assertions, casts to the dtype that is there,
-        slices of a whole dimension, dead code.
+        slices of a whole dimension, dead code. Operators that work in place return new tensors.
 Keeps   every number. `detach` is never noise: it keeps gradients out of no-grad regions.
 """
 
@@ -14,8 +14,8 @@ from typing import ClassVar
 import torch
 from torch import fx
 
-from tlora_fx.errors import BaseNotTraceable
 from tlora_fx.graph import JobGraph, is_call
+from tlora_fx.passes.in_place import functionalise
 from tlora_fx.pipeline import JobPass, register
 
 aten = torch.ops.aten
@@ -36,8 +36,8 @@ class DropExportNoise(JobPass):
     name: ClassVar[str] = "drop-export-noise"
 
     def run(self, graph: JobGraph) -> None:
+        functionalise(graph.root, graph.name)
         for node in list(graph.root.nodes):
-            _refuse_mutation(node, graph.name)
             if is_call(node, *ASSERTIONS):
                 graph.root.erase_node(node)
                 continue
@@ -70,19 +70,6 @@ def _forget_device(node: fx.Node) -> None:
 def _same_type(node: fx.Node) -> bool:
     before, after = node.args[0].meta["val"], node.meta["val"]  # type: ignore[union-attr]
     return bool(before.dtype == after.dtype and before.layout == after.layout)
-
-
-def _refuse_mutation(node: fx.Node, job: str) -> None:
-    schema = getattr(node.target, "_schema", None)
-    if node.op == "call_function" and schema is not None and schema.is_mutable:
-        raise BaseNotTraceable(
-            "the model writes into a tensor in place, which a shared graph cannot repeat",
-            job=job or None,
-            operator=node.target,
-            source=node.meta.get("source"),
-            help="set base.attention: batch does not help here; write the model without in-place "
-            "operators",
-        )
 
 
 def _drop_dead(graph: fx.Graph) -> None:

@@ -17,7 +17,7 @@ from torch import fx
 from tlora_fx.errors import BaseRefused
 from tlora_fx.graph import GroupGraph, TensorRef, is_call, placeholders
 from tlora_fx.pipeline import GroupPass, register
-from tlora_fx.shapes import fake_like, fake_mode_of
+from tlora_fx.shapes import fake_like, fake_mode_of, segment_size
 
 aten = torch.ops.aten
 ops = torch.ops.tlora_fx
@@ -118,8 +118,10 @@ class _Keyed:
         """How many leading dimensions enumerate tokens."""
         value = x.meta["val"]
         if self.group.form == "packed":
-            place = next(d for d, size in enumerate(value.shape) if not isinstance(size, int))
-            return place + 1
+            own = {segment_size(job) for job in range(len(self.group.jobs))}
+            return 1 + next(
+                d for d, size in enumerate(value.shape) if not isinstance(size, int) or size in own
+            )
         width = placeholders(self.group.root)["input_ids"].meta["val"].shape[1]
         if value.dim() < 2 or str(value.shape[1]) != str(width):
             raise BaseRefused(

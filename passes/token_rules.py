@@ -60,7 +60,8 @@ def rank_of(value: Any) -> int:
     return len(value.meta["val"].shape)
 
 
-def _dim(value: int, ndim: int) -> int:
+def dim_of(value: int, ndim: int) -> int:
+    """A dimension counted from the front."""
     return value + ndim if value < 0 else value
 
 
@@ -136,10 +137,10 @@ def _embedding(node: fx.Node, axis_of: Callable[[Any], Axis]) -> Axis:
     return axis_of(node.args[1])
 
 
-@rule(aten.transpose)
+@rule(aten.transpose, aten.swapaxes)
 def _transpose(node: fx.Node, axis_of: Callable[[Any], Axis]) -> Axis:
     axis, ndim = axis_of(node.args[0]), rank_of(node)
-    one, two = (_dim(int(d), ndim) for d in node.args[1:3])  # type: ignore[arg-type]
+    one, two = (dim_of(int(d), ndim) for d in node.args[1:3])  # type: ignore[arg-type]
     return {one: two, two: one}.get(axis, axis)
 
 
@@ -149,17 +150,23 @@ def _t(node: fx.Node, axis_of: Callable[[Any], Axis]) -> Axis:
     return None if axis is None else rank_of(node) - 1 - axis
 
 
+@rule(aten.mT)
+def _mt(node: fx.Node, axis_of: Callable[[Any], Axis]) -> Axis:
+    axis, ndim = axis_of(node.args[0]), rank_of(node)
+    return {ndim - 1: ndim - 2, ndim - 2: ndim - 1}.get(axis, axis)
+
+
 @rule(aten.permute)
 def _permute(node: fx.Node, axis_of: Callable[[Any], Axis]) -> Axis:
     axis, ndim = axis_of(node.args[0]), rank_of(node)
-    order = [_dim(d, ndim) for d in node.args[1]]  # type: ignore[union-attr, arg-type]
+    order = [dim_of(d, ndim) for d in node.args[1]]  # type: ignore[union-attr, arg-type]
     return None if axis is None else order.index(axis)
 
 
 @rule(aten.unsqueeze)
 def _unsqueeze(node: fx.Node, axis_of: Callable[[Any], Axis]) -> Axis:
     axis = axis_of(node.args[0])
-    new = _dim(int(node.args[1]), rank_of(node))  # type: ignore[arg-type]
+    new = dim_of(int(node.args[1]), rank_of(node))  # type: ignore[arg-type]
     return axis if axis is None or axis < new else axis + 1
 
 
@@ -198,7 +205,7 @@ def _reduced(node: fx.Node, axis: Axis, dims: Any, keep: bool) -> Axis:
         return None
     ndim = rank_of(node.args[0])
     given = [dims] if isinstance(dims, int) else list(dims or range(ndim))
-    gone = {_dim(int(d), ndim) for d in given}
+    gone = {dim_of(int(d), ndim) for d in given}
     if axis in gone:
         raise MixesTokens("it reduces over the row")
     return axis if keep else axis - sum(d < axis for d in gone)
@@ -224,6 +231,14 @@ def _along(node: fx.Node, axis_of: Callable[[Any], Axis]) -> Axis:
     return (axis, axis) if isinstance(node.meta["val"], (tuple, list)) else axis
 
 
+@rule(aten.tril, aten.triu)
+def _triangle(node: fx.Node, axis_of: Callable[[Any], Axis]) -> Axis:
+    axis = axis_of(node.args[0])
+    if axis is not None and axis >= rank_of(node) - 2:
+        raise MixesTokens("it keeps places of the row by their number")
+    return axis
+
+
 @rule(aten.rms_norm, aten.layer_norm)
 def _normalise(node: fx.Node, axis_of: Callable[[Any], Axis]) -> Axis:
     axis = axis_of(node.args[0])
@@ -231,53 +246,6 @@ def _normalise(node: fx.Node, axis_of: Callable[[Any], Axis]) -> Axis:
     if axis is not None and axis >= rank_of(node.args[0]) - inner:
         raise MixesTokens("it normalises over the row")
     return axis
-
-
-@rule(aten.cat, aten.stack)
-def _cat(node: fx.Node, axis_of: Callable[[Any], Axis]) -> Axis:
-    parts: Any = node.args[0]
-    axes = {axis_of(part) for part in parts}
-    if axes == {None}:
-        return None
-    if len(axes) > 1:
-        raise MixesTokens("it joins values that hold the row with values that do not")
-    axis = axes.pop()
-    dim = _dim(int(node.args[1]) if len(node.args) > 1 else 0, rank_of(node))  # type: ignore[arg-type]
-    if "stack" in str(node.target):
-        return axis + (dim <= axis)
-    if dim == axis:
-        raise MixesTokens("it joins rows end to end")
-    return axis
-
-
-@rule(aten.slice, aten.narrow, aten.select, aten.index_select)
-def _slice(node: fx.Node, axis_of: Callable[[Any], Axis]) -> Axis:
-    axis = axis_of(node.args[0])
-    dim = _dim(int(node.args[1]) if len(node.args) > 1 else 0, rank_of(node.args[0]))  # type: ignore[arg-type]
-    if axis is not None and dim == axis:
-        raise MixesTokens("it takes some tokens of the row by their place")
-    if axis is not None and "select.int" in str(node.target):
-        return axis - (dim < axis)
-    return axis
-
-
-@rule(aten.split, aten.chunk, aten.split_with_sizes, aten.unbind)
-def _split(node: fx.Node, axis_of: Callable[[Any], Axis]) -> Axis:
-    axis = axis_of(node.args[0])
-    place = 1 if "unbind" in str(node.target) else 2
-    dim = node.args[place] if len(node.args) > place else node.kwargs.get("dim", 0)
-    dim = _dim(int(dim), rank_of(node.args[0]))  # type: ignore[arg-type]
-    if axis is not None and dim == axis:
-        raise MixesTokens("it splits the row")
-    if axis is not None and place == 1:
-        axis -= dim < axis
-    return (axis,) * len(node.meta["val"])
-
-
-@rule(operator.getitem)
-def _getitem(node: fx.Node, axis_of: Callable[[Any], Axis]) -> Axis:
-    axes = axis_of(node.args[0])
-    return axes[node.args[1]] if isinstance(axes, tuple) else axes
 
 
 @rule(aten.zeros, aten.ones, aten.full, aten.empty, aten.new_zeros, aten.new_ones, aten.new_full)
@@ -291,6 +259,33 @@ def _packed_attention(node: fx.Node, axis_of: Callable[[Any], Axis]) -> Axis:
     if any(axis_of(value) != 0 for value in node.args[:3]):
         raise MixesTokens("its query, key and value do not hold the row at dimension 0")
     return (0, 1)
+
+
+@rule(aten.scaled_dot_product_attention)
+def _attention(node: fx.Node, axis_of: Callable[[Any], Axis]) -> Axis:
+    """Lines by themselves; the tokens of a line see each other."""
+    masks: Any = node.args[3:4] or (node.kwargs.get("attn_mask"),)
+    ndim = rank_of(node)
+    held = [value for value in (*node.args[:3], *masks) if isinstance(value, fx.Node)]
+    axes = {axis_of(value) - rank_of(value) + ndim for value in held if axis_of(value) is not None}
+    if len(axes) > 1 or (axes and max(axes) >= ndim - 2):
+        raise MixesTokens("every token attends to every other, whoever it belongs to")
+    return axes.pop() if axes else None
+
+
+@rule(aten.einsum)
+def _einsum(node: fx.Node, axis_of: Callable[[Any], Axis]) -> Axis:
+    equation, operands = str(node.args[0]).replace(" ", ""), list(node.args[1])  # type: ignore[arg-type]
+    terms, arrow, result = equation.partition("->")
+    if "." in equation or not arrow:
+        raise MixesTokens("its equation leaves dimensions unnamed")
+    pairs = zip(terms.split(","), operands, strict=True)
+    letters = {term[axis_of(value)] for term, value in pairs if axis_of(value) is not None}
+    if len(letters) > 1:
+        raise MixesTokens("it multiplies every token with every other")
+    if letters and not letters <= set(result):
+        raise MixesTokens("it sums over the row")
+    return result.index(letters.pop()) if letters else None
 
 
 @rule(torch.ops.tlora_fx.segment_switch)

@@ -11,7 +11,7 @@ from __future__ import annotations
 import copy
 import hashlib
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -66,23 +66,34 @@ class Backbone:
         text = json.dumps([source, shapes, config], default=str, sort_keys=True)
         return hashlib.sha256(text.encode()).hexdigest()[:16]
 
-    def copy_model(self) -> nn.Module:
-        """A copy of the module tree that shares every parameter and buffer with the base."""
+    def copy_model(self, instead: Mapping[str, nn.Module] | None = None) -> nn.Module:
+        """A copy of the module tree that shares every parameter and buffer with the base.
+
+        instead   modules to put in place of copies, by path
+        """
         tensors = [*self.model.parameters(), *self.model.buffers()]
-        return copy.deepcopy(self.model, {id(t): t for t in tensors})
+        known: dict[int, Any] = {id(t): t for t in tensors}
+        for path, module in (instead or {}).items():
+            known[id(self.model.get_submodule(path))] = module
+        return copy.deepcopy(self.model, known)
 
 
-def load_backbone(spec: BaseSpec) -> Backbone:
+def load_backbone(spec: BaseSpec, *, dropout: bool = True) -> Backbone:
     """Build a base from its config alone, or take the module that the user gave.
 
+    dropout   False: the base's own dropout rates are 0
     raises    BaseNotLoadable when transformers cannot build it
     """
     if spec.module is not None:
         tensors = [*spec.module.parameters(), *spec.module.buffers()]
         model = copy.deepcopy(spec.module, {id(t): t for t in tensors})
     else:
-        model = build_skeleton(spec)
+        model = build_skeleton(spec, dropout=dropout)
     model.train()
+    if not dropout:
+        for module in model.modules():
+            if isinstance(module, nn.Dropout):
+                module.p = 0.0
     values = _move_to_meta(model)
     for parameter in model.parameters():
         parameter.requires_grad_(False)
@@ -92,8 +103,10 @@ def load_backbone(spec: BaseSpec) -> Backbone:
     return Backbone(spec, model, values, names)
 
 
-def load_config(spec: BaseSpec) -> Any:
+def load_config(spec: BaseSpec, *, dropout: bool = True) -> Any:
     """The transformers config of a base, with what training needs switched.
+
+    dropout   False: every dropout rate in it is 0
 
     raises    BaseNotLoadable
     """
@@ -111,14 +124,17 @@ def load_config(spec: BaseSpec) -> Any:
             "base.trust_remote_code: true",
         ) from error
     config.use_cache = False
+    for name, value in list(vars(config).items()) if not dropout else ():
+        if isinstance(value, float) and ("drop" in name or name.endswith("_pdrop")):
+            setattr(config, name, 0.0)
     return config
 
 
-def build_skeleton(spec: BaseSpec) -> nn.Module:
+def build_skeleton(spec: BaseSpec, *, dropout: bool = True) -> nn.Module:
     """The base's module with matrices on meta; vectors and buffers as its own code starts them."""
     from transformers import AutoModelForCausalLM
 
-    config = load_config(spec)
+    config = load_config(spec, dropout=dropout)
     try:
         with matrices_on_meta(), torch.random.fork_rng(devices=[]):
             torch.manual_seed(spec.seed)

@@ -7,6 +7,7 @@ import logging
 import pkgutil
 from collections.abc import Hashable, Sequence
 from pathlib import Path
+from typing import Literal
 
 import tlora_fx.ops  # noqa: F401  (registers the operators that graphs use)
 import tlora_fx.passes
@@ -36,20 +37,26 @@ DEFAULT_PIPELINE = (
     "drop-export-noise,tag-roles,fold-layers,check-token-parallel,fuse-backbone,lower-adapters,"
     "key-dropouts,lower-loss"
 )
+Fold = Literal["structures", "layers", "nothing"]
 Jobs = JobFile | Sequence[Job] | Job | str | Path
 
 
-def compile(jobs: Jobs, pipeline: str | Pipeline | None = None) -> SuperModel:
+def compile(
+    jobs: Jobs, pipeline: str | Pipeline | None = None, *, dropout: bool = True
+) -> SuperModel:
     """Fuse jobs on one base into one Shared Super-Model, without weights.
 
     jobs       a job file, its path, or jobs
     pipeline   passes to run instead of the default
+    dropout    False: every rate is 0, the base's too
     raises     TloraError, whose subclasses name the job, the node and the line of model code
     """
     given = as_jobs(jobs)
     _demand_one_base(given)
-    passes = _pipeline(pipeline)
-    backbone = load_backbone(given[0].base)
+    if not dropout:
+        given = [_without_dropout(job) for job in given]
+    passes = _pipeline(pipeline or default_pipeline(given[0]))
+    backbone = load_backbone(given[0].base, dropout=dropout)
     _refuse_auxiliary_losses(backbone)
     prepare_rope(backbone)
     sites = [resolve_sites(job, backbone) for job in given]
@@ -63,7 +70,7 @@ def trace(job: Job) -> JobGraph:
     prepare_rope(backbone)
     sites = resolve_sites(job, backbone)
     form: Form = "batch" if job.base.attention == "batch" else "packed"
-    graph = trace_job(job, backbone, sites, form)
+    graph = trace_job(job, backbone, sites, form, exact=True)
     _pipeline(None).run_job(graph)
     return graph
 
@@ -75,6 +82,18 @@ def as_jobs(jobs: Jobs) -> list[Job]:
     if isinstance(jobs, JobFile):
         return list(jobs.jobs)
     return [jobs] if isinstance(jobs, Job) else list(jobs)
+
+
+def default_pipeline(job: Job) -> str:
+    """The passes that run when none are named; adapters multiply as the job file says."""
+    if job.adapter_compute == "base":
+        return DEFAULT_PIPELINE
+    return DEFAULT_PIPELINE.replace("lower-adapters", "lower-adapters{compute=float32}")
+
+
+def _without_dropout(job: Job) -> Job:
+    fields = {**job.lora_fields, "lora_dropout": 0.0}
+    return job.model_copy(update={"lora": fields, "adapter": None})
 
 
 def _pipeline(given: str | Pipeline | None) -> Pipeline:
@@ -149,9 +168,14 @@ def _compile_folded(
     passes: Pipeline,
     form: Form,
 ) -> GroupGraph:
-    """Fold as far as the model allows: equal structures, then equal numbers too, then nothing."""
+    """Fold as far as the model allows.
+
+    Equal structures first, then equal numbers too, then each layer by itself, then no layers.
+    """
     plain = all(site.kind == "lora" for own in sites for site in own.values())
-    ladder = [(True, not plain), (True, True), (False, True)]
+    ladder: list[tuple[Fold, bool]] = [
+        ("structures", not plain), ("structures", True), ("layers", True), ("nothing", True)
+    ]  # fmt: skip
     reasons: list[str] = []
     for fold, exact in dict.fromkeys(ladder):
         try:
@@ -172,26 +196,32 @@ def _compile_once(
     sites: list[dict[str, AdapterSite]],
     passes: Pipeline,
     form: Form,
-    fold: bool,
+    fold: Fold,
     exact: bool,
 ) -> GroupGraph:
-    base = trace_base(backbone, form, fold)
-    passes.run_job(base)
+    base = trace_base(backbone, form, fold == "structures")
+    _run_job(passes, base, fold)
     known: dict[Hashable, JobGraph] = {}
     graphs = []
     for job, own in zip(jobs, sites, strict=True):
         key = _structure(job, backbone, own, exact)
         if key not in known:
-            known[key] = trace_job(job, backbone, own, form, fold, exact)
-            passes.run_job(known[key])
+            known[key] = trace_job(job, backbone, own, form, fold == "structures", exact)
+            _run_job(passes, known[key], fold)
             graphs.append(known[key])
         else:
             graphs.append(known[key].for_job(job.name, own))
     group = GroupGraph(base, graphs, exact)
-    for graph in known.values():
+    for graph in (base, *known.values()):
         group.notes.extend(graph.notes)
     passes.run_group(group)
     return group
+
+
+def _run_job(passes: Pipeline, graph: JobGraph, fold: Fold) -> None:
+    if fold == "nothing":
+        graph.plan = None
+    passes.run_job(graph)
 
 
 def _structure(

@@ -327,6 +327,42 @@ class AdapterFolderError(TloraError):
     code = "T0405"
 
 
+class RunFolderError(TloraError):
+    """The output folder is in use, by an earlier run or another process.
+
+    Go on with `--resume`, or choose another folder with `-o`.
+    """
+
+    code = "T0407"
+
+
+class ResumeMismatch(TloraError):
+    """A run cannot go on: its checkpoint, or its model, belongs to other jobs or another base."""
+
+    code = "T0408"
+
+
+class TokenizerNotLoadable(TloraError):
+    """The base's tokenizer cannot be loaded.
+
+    Set `base.tokenizer` to a hub id or a folder that holds one.
+    """
+
+    code = "T0409"
+
+
+class DataDoesNotFit(TloraError):
+    """A job's samples have tokens or lengths that the base cannot take."""
+
+    code = "T0410"
+
+
+class VerifyError(TloraError):
+    """A job trained fused differs from the same job trained alone by more than the bound."""
+
+    code = "T0411"
+
+
 class OracleError(TloraError):
     """A job cannot be trained alone for comparison.
 
@@ -365,6 +401,24 @@ class FrozenGradientError(TloraError):
     """An operator has no gradient for this input; freeze it, or leave the layer unfused."""
 
     code = "T0505"
+
+
+class DumpNotReadable(TloraError):
+    """A folder holds no compiled model, or one that another version wrote.
+
+    Write it with `tlora-fx compile jobs.yaml -o FOLDER`.
+    """
+
+    code = "T0601"
+
+
+class DumpNotWritable(TloraError):
+    """The folder for a compiled model cannot be written.
+
+    Choose another folder with `-o`, or make room on the disk.
+    """
+
+    code = "T0602"
 
 
 def nearest(name: str, choices: Iterable[str]) -> str | None:

@@ -9,6 +9,7 @@ What passes know of a node stands in `node.meta`:
 path      module path in the base's own naming ("model.layers.0.self_attn.q_proj")
 tensor    `TensorRef`, on get_attr nodes: who owns the tensor, its name, shape and dtype
 val       fake tensor or symbolic int: shape and dtype
+run       what the operator was given when it made `val` (shapes.py)
 source    the line of model code that the node comes from
 role      "backbone", "adapter", "shared", "table" or "loss"
 jobs      names of the jobs that the node serves

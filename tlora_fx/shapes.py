@@ -1,18 +1,52 @@
-"""Shape propagation: run a graph's operators on fake tensors and note what comes out."""
+"""Shape propagation: run a graph's operators on fake tensors and note what comes out.
+
+An operator runs again only when something that it was given is another value than last time. What
+it was given is kept beside what came out and compared with what reaches it now, so nothing rests
+on a pass saying what it changed.
+"""
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, fx
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
-from torch.fx.experimental.symbolic_shapes import DimDynamic, StatelessSymbolicContext
 
 from tlora_fx.errors import GraphInvalid
-from tlora_fx.graph import Block
+from tlora_fx.graph import Block, is_call
 
-FIRST_SEGMENT_SIZE = 1009
+# Segments have plain sizes, which fake tensors handle far faster than symbols. They are odd and
+# larger than any dimension of a model, so that none is taken for another or for a model's own.
+FIRST_SEGMENT_SIZE = 1_000_003
+RUN = "run"
+
+
+@dataclass(frozen=True, slots=True)
+class _Run:
+    """One run of an operator: everything that it was given, and what came out."""
+
+    mode: FakeTensorMode
+    target: Any
+    args: Any
+    kwargs: Any
+    value: Any
+
+    def gave(self, node: fx.Node, mode: FakeTensorMode, args: Any, kwargs: Any) -> bool:
+        """Whether the node's value is this run's, and a new run would be given the same."""
+        return (
+            self.mode is mode
+            and self.target is node.target
+            and self.value is node.meta.get("val")
+            and _same(self.args, args)
+            and _same(self.kwargs, kwargs)
+        )
+
+
+def segment_size(job: int) -> int:
+    """The size that stands for a job's segment in propagated shapes, another for each job."""
+    return FIRST_SEGMENT_SIZE + 2 * job
 
 
 def fake_mode_of(graph: fx.Graph) -> FakeTensorMode:
@@ -41,19 +75,16 @@ def propagate(graph: fx.Graph, blocks: dict[str, Block] | None = None) -> None:
     mode = fake_mode_of(graph)
     by_layer = {layer: block for block in (blocks or {}).values() for layer in block.instances}
     for node in graph.nodes:
-        if node.op not in ("call_function", "call_module"):
+        if node.op == "call_module" and node.target in by_layer:
+            node.meta["val"] = _layer_output(by_layer[str(node.target)])
+        if node.op != "call_function":
             continue
         args, kwargs = fx.map_arg((node.args, node.kwargs), lambda n: n.meta["val"])
+        known = node.meta.get(RUN)
+        if known is not None and known.gave(node, mode, args, kwargs):
+            continue
         try:
-            if node.op == "call_module" and node.target not in by_layer:
-                continue
-            if node.op == "call_module":
-                node.meta["val"] = _layer_output(by_layer[str(node.target)], mode)
-            elif node.target is torch.ops.tlora_fx.segment_read.default:
-                node.meta["val"] = _segment_value(mode, *args)
-            else:
-                with mode:
-                    node.meta["val"] = node.target(*args, **kwargs)
+            node.meta["val"] = _run(node, mode, args, kwargs)
         except Exception as error:
             raise GraphInvalid(
                 "an operator does not take the values that reach it",
@@ -62,28 +93,45 @@ def propagate(graph: fx.Graph, blocks: dict[str, Block] | None = None) -> None:
                 found=f"{type(error).__name__}: {error}",
                 help="the pass that made this node is at fault",
             ) from error
+        node.meta[RUN] = _Run(mode, node.target, args, kwargs, node.meta["val"])
 
 
-def _layer_output(block: Block, mode: FakeTensorMode) -> Any:
+def _run(node: fx.Node, mode: FakeTensorMode, args: Any, kwargs: Any) -> Any:
+    if is_call(node, torch.ops.tlora_fx.segment_read.default):
+        whole, _, job, dim = args
+        return fake_like(mode, _segment_shape(whole, job, dim), whole.dtype)
+    if is_call(node, torch.ops.tlora_fx.segment_write.default):
+        whole, value, _, job, dim = args
+        expected = _segment_shape(whole, job, dim)
+        if tuple(value.shape) != expected:
+            raise ValueError(f"a segment of {expected} is written from {tuple(value.shape)}")
+    with mode:
+        return node.target(*args, **kwargs)  # type: ignore[operator]
+
+
+def _segment_shape(whole: Tensor, job: int, dim: int) -> tuple[Any, ...]:
+    """The shape of one job's part of a tensor."""
+    shape = list(whole.shape)
+    shape[dim] = segment_size(job)
+    return tuple(shape)
+
+
+def _layer_output(block: Block) -> Any:
     """The value of a layer call: what the block's output node carries."""
     output = next(node for node in reversed(block.graph.nodes) if node.op == "output")
     return fx.map_arg(output.args[0], lambda n: n.meta["val"])
 
 
-def _segment_value(
-    mode: FakeTensorMode, whole: Tensor, segments: Tensor, job: int, dim: int
-) -> Tensor:
-    """One job's part of a tensor: the same shape with the job's own size at `dim`."""
-    hint = FIRST_SEGMENT_SIZE + 2 * job
-    shape = list(whole.shape)
-    sizes = [int(size) if isinstance(size, int) else 17 + place for place, size in enumerate(shape)]
-    sizes[dim] = hint
-    kinds = [DimDynamic.STATIC] * len(shape)
-    kinds[dim] = DimDynamic.DYNAMIC
-    for place, size in enumerate(shape):
-        if not isinstance(size, int) and place != dim:
-            kinds[place] = DimDynamic.DYNAMIC
-            sizes[place] = int(size.node.hint)
-    real = torch.empty(sizes, dtype=whole.dtype, device="meta")
-    context: StatelessSymbolicContext[Any, Any] = StatelessSymbolicContext(dynamic_sizes=kinds)
-    return mode.from_tensor(real, symbolic_context=context)
+def _same(one: Any, two: Any) -> bool:
+    """Whether two arguments are the same: values by identity, plain Python by content."""
+    if one is two:
+        return True
+    if type(one) is not type(two):
+        return False
+    if isinstance(one, (list, tuple)):
+        return len(one) == len(two) and all(_same(a, b) for a, b in zip(one, two, strict=True))
+    if isinstance(one, dict):
+        return list(one) == list(two) and all(_same(one[name], two[name]) for name in one)
+    if isinstance(one, slice):
+        return _same((one.start, one.stop, one.step), (two.start, two.stop, two.step))
+    return isinstance(one, (int, float, str)) and one == two

@@ -108,12 +108,12 @@ def _linear_names(modules: dict[str, nn.Module]) -> list[str]:
 def layer_signature(sites: dict[str, AdapterSite], layer: str, bias: str, exact: bool) -> Hashable:
     """What a job puts on one layer, as far as it changes the layer's code.
 
-    exact    True: rank, scaling and rate too, where branches run as they are
+    exact    True: rank, scaling and dropout rate too, where branches run as they are
     """
     rows = []
     for path, site in sites.items():
         if not layer or under(path, layer):
-            numbers = (site.rank, site.scaling, site.dropout) if exact else (site.dropout > 0,)
+            numbers = (site.rank, site.scaling, site.dropout) if exact else ()
             rows.append((path[len(layer) :], site.kind, numbers))
     return (bias, tuple(sorted(rows)))
 

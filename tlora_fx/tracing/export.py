@@ -19,6 +19,7 @@ from torch import Tensor, fx, nn
 from tlora_fx.errors import BaseNotTraceable, TloraError
 from tlora_fx.graph import INPUTS, TABLES, Form, TensorRef
 from tlora_fx.tracing.attention import row_of
+from tlora_fx.tracing.constants import RealConstants
 
 PEFT_PREFIX = "base_model.model."
 OWN_ROOTS = (str(Path(torch.__file__).parent), str(Path(__file__).parent.parent))
@@ -38,7 +39,8 @@ class Row(nn.Module):
 
     def forward(self, input_ids: Tensor, position_ids: Tensor, *tables: Tensor) -> Tensor:
         """Logits [1, T, V], or [B, S, V] in batch form."""
-        with row_of(dict(zip(TABLES, tables, strict=True))) as self.attention:
+        row = row_of(dict(zip(TABLES, tables, strict=True)))
+        with row as self.attention, RealConstants():
             if self.form == "packed":
                 out = self.model(input_ids=input_ids, position_ids=position_ids, use_cache=False)
             elif getattr(self.model, "config", None) is not None:
@@ -88,7 +90,7 @@ def export_row(row: Row, subject: str) -> fx.GraphModule:
             source=_model_line(error),
             help="set base.attention: batch, or report the base with this operator",
         ) from error
-    module = program.module()
+    module = program.module(check_guards=False)
     assert isinstance(module, fx.GraphModule)
     return module
 
@@ -187,7 +189,7 @@ class _Importer:
 
     def _attribute(self, module: fx.GraphModule, node: fx.Node) -> fx.Node:
         target = str(node.target)
-        ref = self._reference(module, target)
+        ref = self._reference(module, target, node)
         key = f"{ref.owner}:{ref.name}"
         if key not in self.attributes:
             made = self.graph.create_node("get_attr", ref.name.removeprefix(PEFT_PREFIX))
@@ -197,12 +199,14 @@ class _Importer:
             self.attributes[key] = made
         return self.attributes[key]
 
-    def _reference(self, module: fx.GraphModule, target: str) -> TensorRef:
+    def _reference(self, module: fx.GraphModule, target: str, node: fx.Node) -> TensorRef:
         try:
             tensor = _get(self.row, target)
             name = target.removeprefix("model.")
         except AttributeError:
             tensor = _get(module, target)
+            if tensor.is_meta:
+                raise _without_value(node) from None
             name = f"constant_{len(self.constants)}"
             self.constants[name] = tensor.detach()
             return TensorRef("constant", name, tuple(tensor.shape), tensor.dtype)
@@ -220,6 +224,16 @@ class _Importer:
             source=_source_line(node.meta.get("stack_trace")),
         )
         return made
+
+
+def _without_value(node: fx.Node) -> BaseNotTraceable:
+    user = next(iter(node.users), node)
+    return BaseNotTraceable(
+        "the model makes a tensor of numbers whose values are not known without weights",
+        operator=user.target,
+        source=_source_line(user.meta.get("stack_trace")) or None,
+        help="make it in the module's constructor, as a buffer",
+    )
 
 
 def _get(module: nn.Module, target: str) -> Tensor:

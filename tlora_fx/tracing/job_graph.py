@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Hashable
+from typing import TYPE_CHECKING
 
 import torch
 from torch import nn
@@ -15,7 +16,13 @@ from tlora_fx.job import Job
 from tlora_fx.tracing import attention
 from tlora_fx.tracing.adapters import check_wrapped, layer_signature
 from tlora_fx.tracing.export import Row, accepts_positions, export_row, import_graph
-from tlora_fx.tracing.layers import plan_layers, prune
+from tlora_fx.tracing.layers import plan_layers, pruned_copy
+
+if TYPE_CHECKING:
+    from peft import LoraConfig
+
+# A graph that serves every dropout rate is traced with one, so that it has the dropouts.
+SOME_RATE = 0.5
 
 
 def trace_base(backbone: Backbone, form: Form, fold: bool = True) -> JobGraph:
@@ -39,15 +46,18 @@ def trace_job(
     """Trace one job's model: the base wrapped by PEFT.
 
     sites     the job's adapters on all layers (resolve_sites)
-    exact     tell layers apart by rank, scaling and rate too
+    exact     the graph serves this job's ranks, scalings and rates only; False: any, and the
+              numbers in the graph are placeholders
     """
-    bias = str(job.lora_config().bias)
+    config = job.lora_config()
 
     def signature(layer: str) -> Hashable:
-        return layer_signature(sites, layer, bias, exact)
+        return layer_signature(sites, layer, str(config.bias), exact)
 
+    if not exact:
+        config.lora_dropout = SOME_RATE
     plan = plan_layers(backbone, signature, fold)
-    graph = _trace(backbone, plan, form, f"job '{job.name}'", job, sites)
+    graph = _trace(backbone, plan, form, f"job '{job.name}'", job, sites, config)
     graph.sites = sites
     return graph
 
@@ -59,20 +69,20 @@ def _trace(
     subject: str,
     job: Job | None,
     sites: dict[str, AdapterSite] | None = None,
+    config: LoraConfig | None = None,
 ) -> JobGraph:
-    model = backbone.copy_model()
-    index_read = prune(model, plan)
+    model, index_read = pruned_copy(backbone, plan)
     if form == "packed":
         _use_packed_attention(model, subject)
     if job is not None:
-        model = _wrap(model, job, backbone)
+        model = _wrap(model, job, config or job.lora_config(), backbone)
         check_wrapped(model, sites or {}, job)
     row = Row(model, form)
     index_read.clear()
     module = export_row(row, subject)
     if index_read and set(plan.representative) != set(plan.representative.values()):
         plan = LayerPlan(plan.layers, {layer: layer for layer in plan.layers})
-        graph = _trace(backbone, plan, form, subject, job, sites)
+        graph = _trace(backbone, plan, form, subject, job, sites, config)
         graph.notes.append(("trace", "layers are not folded: their forward reads their index"))
         return graph
     root, constants = import_graph(module, row, backbone.names)
@@ -94,7 +104,7 @@ def _use_packed_attention(model: nn.Module, subject: str) -> None:
             config._attn_implementation = attention.IMPLEMENTATION
 
 
-def _wrap(model: nn.Module, job: Job, backbone: Backbone) -> nn.Module:
+def _wrap(model: nn.Module, job: Job, config: LoraConfig, backbone: Backbone) -> nn.Module:
     """PEFT's own wrapping; what the job trains of the base itself becomes the job's own tensor."""
     from peft import get_peft_model
 
@@ -102,7 +112,7 @@ def _wrap(model: nn.Module, job: Job, backbone: Backbone) -> nn.Module:
         warnings.simplefilter("ignore")
         wrapped = get_peft_model(
             model,  # type: ignore[arg-type]
-            job.lora_config(),
+            config,
             autocast_adapter_dtype=job.adapter_dtype == "float32",
         )
     wrapped.train()

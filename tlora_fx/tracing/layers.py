@@ -7,6 +7,8 @@ if the layer's forward reads it, the index is part of what the layer computes.
 
 from __future__ import annotations
 
+import functools
+import types
 from collections.abc import Callable, Hashable
 from typing import Any
 
@@ -97,7 +99,7 @@ def structure_key(backbone: Backbone, layer: str, skipped: set[tuple[str, str]])
     for path, module in backbone.model.get_submodule(layer).named_modules():
         kind = type(module)
         attributes = tuple(
-            (name, _plain(value))
+            (name, _plain(value, module))
             for name, value in sorted(vars(module).items())
             if name not in _MODULE_STATE and (path, name) not in skipped
         )
@@ -111,14 +113,18 @@ def structure_key(backbone: Backbone, layer: str, skipped: set[tuple[str, str]])
     return tuple(rows)
 
 
-def _plain(value: Any) -> Hashable:
+def _plain(value: Any, owner: nn.Module) -> Hashable:
     """A value as a key; what cannot be compared by value is compared by identity."""
     if isinstance(value, (int, float, str, bool, type(None), torch.dtype)):
         return (type(value).__name__, value)
     if isinstance(value, (list, tuple)):
-        return tuple(_plain(item) for item in value)
+        return tuple(_plain(item, owner) for item in value)
     if isinstance(value, dict):
-        return tuple((str(name), _plain(item)) for name, item in value.items())
+        return tuple((str(name), _plain(item, owner)) for name, item in value.items())
+    if isinstance(value, functools.partial):
+        return ("partial", *(_plain(x, owner) for x in (value.func, value.args, value.keywords)))
+    if isinstance(value, types.MethodType) and value.__self__ is owner:
+        return ("method", id(value.__func__))
     return id(value)
 
 
@@ -130,26 +136,38 @@ def _content(backbone: Backbone, buffer: torch.Tensor) -> Hashable:
     return (tuple(value.shape), value.dtype, content)
 
 
-def prune(model: nn.Module, plan: LayerPlan) -> list[int]:
-    """Leave only the plan's traced layers in a throw-away copy of a model, under their own names.
+class _LeftOut(nn.Module):
+    """Stands for a layer that is not traced wherever the model still refers to it."""
 
-    Lists of the config that run over the layers (layer_types) are cut alike. Returns the list
-    that grows when a forward computes with a layer's index.
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        raise RuntimeError("the model calls a layer by another way than its list of layers")
+
+
+def pruned_copy(backbone: Backbone, plan: LayerPlan) -> tuple[nn.Module, list[int]]:
+    """A throw-away copy of a base with the plan's traced layers only, under their own names.
+
+    Lists of the config that run over the layers (layer_types) are cut alike. Returns the copy, and
+    the list that grows when its forward computes with a layer's index.
     """
+    traced = set(plan.traced())
+    left_out = [layer for layer in plan.layers if layer not in traced]
+    used = {id(backbone.model.get_submodule(layer)) for layer in traced}
+    model = backbone.copy_model(
+        {k: _LeftOut() for k in left_out if id(backbone.model.get_submodule(k)) not in used}
+    )
     read: list[int] = []
-    traced = plan.traced()
-    for path, name in index_attributes(model, list(plan.layers)):
+    for path, name in index_attributes(backbone.model, list(plan.layers)):
         for index, layer in enumerate(plan.layers):
-            armed = LayerIndex(index)
-            armed.read = read
-            setattr(model.get_submodule(f"{layer}.{path}" if path else layer), name, armed)
+            if layer in traced:
+                armed = LayerIndex(index)
+                armed.read = read
+                setattr(model.get_submodule(f"{layer}.{path}" if path else layer), name, armed)
     kept = [index for index, layer in enumerate(plan.layers) if layer in traced]
     _cut_config(getattr(model, "config", None), len(plan.layers), kept)
-    for layer in plan.layers:
-        if layer not in traced:
-            parent, _, name = layer.rpartition(".")
-            del model.get_submodule(parent)._modules[name]
-    return read
+    for layer in left_out:
+        parent, _, name = layer.rpartition(".")
+        del model.get_submodule(parent)._modules[name]
+    return model, read
 
 
 def _cut_config(config: Any, layers: int, kept: list[int]) -> None:

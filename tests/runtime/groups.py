@@ -1,0 +1,62 @@
+"""Small groups of jobs to train: a tiny Llama in float64, samples from a seed."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import transformers
+
+from tlora_fx.job import BaseSpec, Job
+from tlora_fx.runtime.data import DataReport, JobData, Sample
+
+VOCABULARY = 53
+
+
+def tiny_base(folder: Path, dtype: str = "float64", **changes: Any) -> BaseSpec:
+    """A Llama of two layers that is drawn from a seed."""
+    sizes: dict[str, Any] = {
+        "vocab_size": VOCABULARY,
+        "hidden_size": 32,
+        "intermediate_size": 48,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "max_position_embeddings": 64,
+    }
+    transformers.LlamaConfig(**(sizes | changes)).save_pretrained(folder)
+    return BaseSpec(config=folder, dtype=dtype, seed=7)
+
+
+def make_job(base: BaseSpec, name: str, **fields: Any) -> Job:
+    """A job with short steps; LoRA fields are given as `lora`."""
+    lora = {"r": 4, "target_modules": ["q_proj", "v_proj"]} | fields.pop("lora", {})
+    settled = {"per_device_train_batch_size": 2, "max_steps": 4, "learning_rate": 1e-2} | fields
+    return Job(name=name, base=base, lora=lora, data={"path": "unused.jsonl"}, **settled)
+
+
+def make_data(jobs: Sequence[Job], longest: int = 9, count: int = 11) -> dict[str, JobData]:
+    """Samples for each job, which depend on its name and seed alone."""
+    return {job.name: _data(job, longest, count) for job in jobs}
+
+
+def _data(job: Job, longest: int, count: int) -> JobData:
+    draw = random.Random(f"{job.name} {job.seed}")
+    samples = []
+    for _ in range(count):
+        ids = tuple(draw.randrange(1, VOCABULARY) for _ in range(draw.randint(2, longest)))
+        prompt = draw.randint(0, len(ids) - 2)
+        samples.append(Sample(ids, (-100,) * prompt + ids[prompt:]))
+    return JobData(job, samples, DataReport())
+
+
+def losses_of(folder: Path, jobs: Sequence[Job]) -> Mapping[str, list[float]]:
+    """Each job's losses as its metrics have them."""
+    from tlora_fx.runtime.metrics import read_metrics
+
+    return {
+        job.name: [row["loss"] for row in read_metrics(folder / job.name / "metrics.jsonl")]
+        for job in jobs
+    }

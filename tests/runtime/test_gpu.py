@@ -1,0 +1,79 @@
+"""On a GPU: the same promises, on the attention and GEMMs that run there."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from tests.runtime.groups import losses_of, make_data, make_job, tiny_base
+from tlora_fx.driver import compile
+from tlora_fx.runtime.trainer import Silent, Trainer
+from tlora_fx.runtime.verify import BOUNDS, verify
+
+pytestmark = pytest.mark.gpu
+
+
+def mixed_jobs(base):
+    lora = {"r": 8, "lora_dropout": 0.1, "target_modules": "all-linear"}
+    return [
+        make_job(base, "a", seed=1, lora=lora, max_steps=6, learning_rate=1e-3),
+        make_job(base, "b", seed=2, gradient_accumulation_steps=2, max_steps=4, learning_rate=1e-3),
+        make_job(base, "c", seed=3, lora={"r": 3, "use_dora": True}, learning_rate=1e-3),
+    ]
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
+def test_jobs_train_fused_as_alone(tmp_path, dtype):
+    """Every job stays within its dtype's bounds of plain PEFT, dropout off and on."""
+    base = tiny_base(tmp_path, dtype, hidden_size=128, num_attention_heads=2, num_key_value_heads=1)
+    jobs = mixed_jobs(base)
+
+    found = list(verify(jobs, steps=6, device="cuda", data=make_data(jobs, longest=40)))
+
+    assert len(found) == 6
+    assert all(row.within(BOUNDS[dtype]) for row in found), found
+
+
+def test_a_resumed_run_on_a_gpu_has_the_losses_of_an_uninterrupted_one(tmp_path):
+    """Checkpoints hold all that a step depends on, on a GPU too."""
+    base = tiny_base(tmp_path / "base", "float32")
+    data = make_data(mixed_jobs(base))
+
+    class Stop(Silent):
+        def stepped(self, report):
+            if report.step == 3:
+                raise RuntimeError("killed")
+
+    jobs = [job.model_copy(update={"save_steps": 2}) for job in mixed_jobs(base)]
+    whole = Trainer(compile(jobs), output=tmp_path / "whole", device="cuda", data=data)
+    whole.run()
+    with pytest.raises(RuntimeError, match="killed"):
+        Trainer(
+            compile(jobs), output=tmp_path / "cut", device="cuda", data=data, watch=Stop()
+        ).run()
+    Trainer(compile(jobs), output=tmp_path / "cut", device="cuda", data=data, resume=True).run()
+
+    one, two = losses_of(tmp_path / "whole", jobs), losses_of(tmp_path / "cut", jobs)
+    for job in jobs:
+        assert one[job.name] == pytest.approx(two[job.name], rel=1e-6)
+
+
+def test_a_nan_leaves_its_neighbours_losses_alone(tmp_path):
+    """The step in which one job turns NaN gives its neighbours the losses of a healthy run."""
+    base = tiny_base(tmp_path / "base", "bfloat16", hidden_size=128, num_attention_heads=2)
+    jobs = mixed_jobs(base)
+    trainer = Trainer(compile(jobs), output=tmp_path / "run", device="cuda", data=make_data(jobs))
+    trainer.prepare(make_data(jobs))
+    batches = {run.index: run.batches() for run in trainer.runs}
+    healthy = trainer.gradients(batches)
+    gradients = {n: p.grad.clone() for n, p in trainer.runs[1].parameters.items()}
+    for run in trainer.runs:
+        run.optimizer.zero_grad()
+    for parameter in trainer.runs[0].parameters.values():
+        parameter.data.fill_(float("nan"))
+    sick = trainer.gradients(batches)
+
+    assert sick[0] != sick[0]
+    assert [sick[1], sick[2]] == [healthy[1], healthy[2]]
+    for name, parameter in trainer.runs[1].parameters.items():
+        assert torch.equal(parameter.grad, gradients[name])

@@ -1,0 +1,74 @@
+"""The command line: one file a command, imported when it is called."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from importlib import import_module
+
+import typer
+
+from tlora_fx.errors import TloraError, nearest
+
+COMMANDS = {
+    "compile": "Fuse the jobs of a file into one model and write it down.",
+    "inspect": "Show a compiled model on one screen.",
+    "train": "Train all jobs of a file together, each to its own last step.",
+    "verify": "Show that each job trains as it would alone.",
+}
+INTERRUPTED = 130
+
+
+def main(arguments: list[str] | None = None) -> None:
+    """Run `tlora-fx`; exits with 1 on a mistake that it can explain, 2 on wrong usage."""
+    given = sys.argv[1:] if arguments is None else arguments
+    asked = next((word for word in given if not word.startswith("-")), None)
+    if asked is not None and asked not in COMMANDS:
+        close = nearest(asked, COMMANDS)
+        hint = f" Did you mean '{close}'?" if close else ""
+        _say(f"There is no command '{asked}'.{hint} See tlora-fx --help.")
+        sys.exit(2)
+    try:
+        _app(asked)(given, prog_name="tlora-fx")
+    except TloraError as error:
+        notes = "".join(f"\n  {note}" for note in getattr(error, "__notes__", ()))
+        _say(f"{error}{notes}")
+        sys.exit(1)
+    except KeyboardInterrupt as stop:
+        _say(f"interrupted: {stop}" if str(stop) else "interrupted")
+        sys.exit(INTERRUPTED)
+
+
+def _app(asked: str | None) -> typer.Typer:
+    """The application; only the command that is asked for is imported."""
+    app = typer.Typer(
+        help="Train many LoRA jobs as one fused graph, each as it would train alone.",
+        no_args_is_help=True,
+        add_completion=False,
+        rich_markup_mode=None,
+        pretty_exceptions_enable=False,
+    )
+    app.callback()(_version)
+    for name, told in COMMANDS.items():
+        run = import_module(f"tlora_fx.cli.{name}").run if name == asked else _named(name)
+        app.command(name, help=told if name != asked else None)(run)
+    return app
+
+
+def _version(version: bool = typer.Option(False, "--version", help="Say the version.")) -> None:
+    if version:
+        from tlora_fx import __version__
+
+        typer.echo(__version__)
+        raise typer.Exit
+
+
+def _named(name: str) -> Callable[[], None]:
+    def stand_in() -> None:
+        raise AssertionError(f"{name} is imported when it is called")
+
+    return stand_in
+
+
+def _say(text: str) -> None:
+    sys.stderr.write(text + "\n")

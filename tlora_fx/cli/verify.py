@@ -1,0 +1,62 @@
+"""`tlora-fx verify`: each job trained fused against the same job trained alone."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+from rich.console import Console
+from rich.table import Table
+
+from tlora_fx.errors import VerifyError
+
+if TYPE_CHECKING:
+    from tlora_fx.runtime.verify import Bounds, Difference
+
+
+def run(
+    jobs: Annotated[Path, typer.Argument(help="Job file (YAML).")],
+    steps: Annotated[int, typer.Option(min=1, help="Optimizer steps of each job.")] = 20,
+    device: Annotated[str | None, typer.Option(help="cpu, cuda, cuda:1, ...")] = None,
+) -> None:
+    """Train each job alone with plain transformers, PEFT and torch.optim, and all of them fused.
+
+    Prints each job's largest differences; exits with 1 where one is beyond its bound. Twice: with
+    dropout 0 against plain PEFT, and with dropout against PEFT that draws the job's keyed masks.
+    """
+    from tlora_fx.jobfile import load_job_file
+
+    console = Console(stderr=True)
+    given = load_job_file(jobs)
+    with console.status("compiling, training fused and alone") as status:
+        from tlora_fx.runtime.verify import BOUNDS, verify
+
+        bounds = BOUNDS[given.base.dtype]
+        found: list[Difference] = []
+        for difference in verify(given, steps, device=device):
+            found.append(difference)
+            status.update(f"compared {difference.job}: {difference.against}")
+    Console(soft_wrap=True).print(_table(found, bounds))
+    beyond = [row for row in found if not row.within(bounds)]
+    if beyond:
+        raise VerifyError(
+            "jobs trained fused differ from the same jobs trained alone",
+            jobs=", ".join(f"{row.job} ({row.against})" for row in beyond),
+            help="please report this with the job file",
+        )
+    Console().print(f"{len({row.job for row in found})} jobs train fused as they train alone")
+
+
+def _table(found: list[Difference], bounds: Bounds) -> Table:
+    table = Table(box=None, pad_edge=False, title_justify="left")
+    for title in ("job", "against", "steps", "loss", "gradient", "adapter", ""):
+        left = title in ("job", "against", "")
+        table.add_column(title, justify="left" if left else "right", no_wrap=True)
+    for row in found:
+        numbers = (f"{value:.1e}" for value in (row.loss, row.gradient, row.adapter))
+        verdict = "ok" if row.within(bounds) else "BEYOND"
+        table.add_row(row.job, row.against, str(row.steps), *numbers, verdict)
+    limits = (f"{value:.0e}" for value in (bounds.loss, bounds.gradient, bounds.adapter))
+    table.add_row("bound", "largest relative difference", "", *limits, "", style="dim")
+    return table

@@ -1,0 +1,144 @@
+"""One job while it trains: its data, optimizer, metrics and counters."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+
+from tlora_fx.job import Job
+from tlora_fx.runtime.adapter_files import write_adapter
+from tlora_fx.runtime.adapters import adapter_tensors, load_adapter
+from tlora_fx.runtime.checkpoint import JobState
+from tlora_fx.runtime.data import JobData
+from tlora_fx.runtime.metrics import MetricsLog
+from tlora_fx.runtime.optimizer import JobOptimizer
+from tlora_fx.runtime.rounds import MicroBatches, count_targets, count_tokens
+from tlora_fx.runtime.run_folder import RunFolder
+
+Status = Literal["running", "done", "failed"]
+
+
+@dataclass(frozen=True, slots=True)
+class StepReport:
+    """What one optimizer step of one job came to.
+
+    step           optimizer steps done, this one included
+    loss           mean over the step's target tokens
+    grad_norm      of the job's own gradients, before clipping
+    learning_rate  that the step used
+    tokens         of the job so far
+    seconds        wall time of the round
+    """
+
+    job: str
+    step: int
+    loss: float
+    grad_norm: float
+    learning_rate: float
+    tokens: int
+    seconds: float
+
+
+class JobRun:
+    """A job in a run; nothing in it reads anything of a neighbour."""
+
+    def __init__(
+        self,
+        index: int,
+        job: Job,
+        data: JobData,
+        parameters: Mapping[str, torch.nn.Parameter],
+        folder: RunFolder,
+    ) -> None:
+        self.index, self.job, self.data = index, job, data
+        self.parameters = dict(parameters)
+        self.folder = folder
+        self.optimizer = JobOptimizer(job, parameters, data.steps)
+        self.metrics = MetricsLog(folder.job(job.name) / "metrics.jsonl")
+        self.step = 0
+        self.tokens = 0
+        self.loss = math.nan
+        self.status: Status = "running"
+        self.reason = ""
+
+    def batches(self) -> MicroBatches:
+        """The micro-batches of the step that the job is at."""
+        return self.data.step(self.step)
+
+    def finish_step(self, loss: float, batches: MicroBatches, seconds: float) -> StepReport | None:
+        """Update the adapter from the gathered gradients.
+
+        loss      mean over the step's targets
+        returns   None when loss or gradients are not finite: the job has failed, and its adapter
+                  stays as the last good step left it
+        """
+        norm = self.optimizer.gradient_norm()
+        if not (math.isfinite(loss) and math.isfinite(norm)):
+            self._fail(loss, norm)
+            return None
+        rate = self.optimizer.learning_rate
+        self.optimizer.step(norm)
+        self.optimizer.zero_grad()
+        self.step += 1
+        self.tokens += count_tokens(batches)
+        self.loss = loss
+        report = StepReport(self.job.name, self.step, loss, norm, rate, self.tokens, seconds)
+        self.metrics.append(
+            step=self.step, loss=loss, grad_norm=norm, learning_rate=rate, tokens=self.tokens,
+            seconds=seconds,
+        )  # fmt: skip
+        if self.step >= self.data.steps:
+            self.status = "done"
+        return report
+
+    def targets(self, batches: MicroBatches) -> int:
+        """Target tokens of the step, which its loss is the mean over."""
+        return count_targets(batches)
+
+    def _fail(self, loss: float, norm: float) -> None:
+        self.status = "failed"
+        self.reason = (
+            f"step {self.step + 1}: loss {loss}, gradient norm {norm}; the adapter is kept as "
+            f"step {self.step} left it"
+        )
+        self.optimizer.zero_grad()
+
+    def state(self) -> JobState:
+        """All that the job needs to go on."""
+        return JobState(
+            adapter=adapter_tensors(self.parameters),
+            optimizer=self.optimizer.state_tensors(),
+            optimizer_values=self.optimizer.state_values(),
+            step=self.step,
+            micro_step=self.step * self.job.gradient_accumulation_steps,
+            tokens=self.tokens,
+            cursor={"step": self.step},
+            status=self.status,
+            reason=self.reason,
+        )
+
+    def restore(self, state: JobState, source: str) -> None:
+        """Go on from a checkpoint; metrics after it are dropped."""
+        load_adapter(self.parameters, state.adapter, source)
+        self.optimizer.load_state(state.optimizer, state.optimizer_values)
+        self.step, self.tokens = state.step, state.tokens
+        self.status, self.reason = state.status, state.reason
+        self.metrics.truncate_after(self.step)
+        if self.status == "done" and self.step < self.data.steps:
+            self.status = "running"
+
+    def write(self, base: str | None) -> None:
+        """Leave the job's PEFT adapter folder and its status."""
+        write_adapter(
+            self.folder.job(self.job.name),
+            adapter_tensors(self.parameters),
+            self.job.lora_config(),
+            base,
+        )
+        status = {"status": self.status, "step": self.step, "steps": self.data.steps}
+        status |= {"tokens": self.tokens} | ({"reason": self.reason} if self.reason else {})
+        self.folder.write_status(self.job.name, status)

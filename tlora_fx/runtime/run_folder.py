@@ -1,0 +1,78 @@
+"""A run's output folder: one process at a time, nothing of an earlier run overwritten."""
+
+from __future__ import annotations
+
+import fcntl
+import json
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from tlora_fx.errors import RunFolderError
+from tlora_fx.runtime.durable import replace_file
+
+RESERVED = {"checkpoints"}
+LOCK = ".lock"
+
+
+class RunFolder:
+    """Where a run writes: a folder for each job, and the checkpoints."""
+
+    def __init__(self, path: Path | str) -> None:
+        self.path = Path(path)
+
+    def job(self, name: str) -> Path:
+        """A job's own folder.
+
+        raises    RunFolderError for a name that the run needs itself
+        """
+        if name in RESERVED:
+            raise RunFolderError(
+                f"a job cannot be called '{name}' here",
+                folder=self.path,
+                help="rename the job: the run keeps its checkpoints under that name",
+            )
+        return self.path / name
+
+    @contextmanager
+    def held(self, resume: bool) -> Iterator[None]:
+        """Hold the folder for one process.
+
+        resume    go on with what is there; otherwise the folder must be new or empty
+        raises    RunFolderError when another process holds it, or it is in use already
+        """
+        try:
+            self.path.mkdir(parents=True, exist_ok=True)
+            lock = (self.path / LOCK).open("a")
+        except OSError as error:
+            raise RunFolderError(
+                "the output folder cannot be written",
+                folder=self.path,
+                found=error,
+                help="choose another folder with -o",
+            ) from error
+        with lock:
+            try:
+                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except OSError as error:
+                raise RunFolderError(
+                    "another process is running in the output folder",
+                    folder=self.path,
+                    help="wait for it, or choose another folder with -o",
+                ) from error
+            used = sorted(entry.name for entry in self.path.iterdir() if entry.name != LOCK)
+            if used and not resume:
+                raise RunFolderError(
+                    "the output folder is in use",
+                    folder=self.path,
+                    found=", ".join(used[:5]),
+                    help="go on with it by --resume, or choose another folder with -o",
+                )
+            yield
+
+    def write_status(self, job: str, status: dict[str, Any]) -> None:
+        """Say in the job's folder how it stands."""
+        folder = self.job(job)
+        folder.mkdir(parents=True, exist_ok=True)
+        replace_file(folder / "status.json", (json.dumps(status, indent=2) + "\n").encode())
