@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Hashable, Iterable
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch import Tensor, fx
@@ -140,7 +141,8 @@ def _key(node: fx.Node, stands: dict[fx.Node, fx.Node], side: Side) -> Hashable:
     if isinstance(ref, TensorRef):
         return (ref.owner, _content(side.constants[ref.name]) if ref.owner == "constant" else ref.name)
     path = ".".join(name for name in node.meta.get("path", "").split(".") if name != "base_layer")
-    args, kwargs = fx.map_arg((node.args, node.kwargs), lambda n: _Named(id(stands[n])))
+    named: Any = lambda n: _Named(id(stands[n]))  # noqa: E731  (fx types map_arg too narrowly)
+    args, kwargs = fx.map_arg((node.args, node.kwargs), named)
     return (node.op, str(node.target), path, str(args), str(kwargs))
 
 

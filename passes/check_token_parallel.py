@@ -15,10 +15,12 @@ from torch import fx
 
 import tlora_fx.passes.token_rules_places  # noqa: F401  (registers its rules)
 from tlora_fx.errors import NotTokenParallel
-from tlora_fx.graph import Block, Form, GroupGraph, output_of, placeholders
+from tlora_fx.graph import Block, Form, GroupGraph, is_call, output_of, placeholders
 from tlora_fx.pipeline import GroupPass, register
+from tlora_fx.passes.lower_loss import head_of
 from tlora_fx.passes.token_rules import MixesTokens, find_rule
 
+aten = torch.ops.aten
 TOKEN_INPUTS = {"input_ids", "position_ids", "token_index"}
 
 
@@ -49,6 +51,34 @@ class CheckTokenParallel(GroupPass):
                 found=f"dimension {axis}",
                 help="set base.attention: batch",
             )
+        if base.form == "batch":
+            _check_head(base.root)
+
+
+def _check_head(root: fx.Graph) -> None:
+    """The head runs on single tokens, so in batch form it must not mix the tokens of a line."""
+    hidden, members = head_of(root)
+    checker = _Checker("batch", str(hidden.meta["val"].shape[1]), {})
+    kept = {node: node.meta["axis"] for node in root.nodes if "axis" in node.meta}
+    for node in kept:
+        node.meta["axis"] = None
+    hidden.meta["axis"] = 1
+    for node in members:
+        checker.visit(node)
+    for node, axis in kept.items():
+        node.meta["axis"] = axis
+
+
+def is_random(node: fx.Node) -> bool:
+    """Whether an operator draws from torch's generator: dropout has keyed masks instead."""
+    if torch.Tag.nondeterministic_seeded not in getattr(node.target, "tags", ()):
+        return False
+    if is_call(node, aten.dropout.default):
+        return False
+    if is_call(node, aten.scaled_dot_product_attention.default):
+        rate = node.args[4] if len(node.args) > 4 else node.kwargs.get("dropout_p", 0.0)
+        return rate != 0.0
+    return True
 
 
 class _Checker:
@@ -62,17 +92,22 @@ class _Checker:
     def walk(self, graph: fx.Graph, start: dict[fx.Node, Any]) -> Any:
         """Carry the axis through a graph; returns the axis of its output."""
         for node in graph.nodes:
+            if node.op == "output":
+                return node.args[0].meta["axis"]
             if node.op == "placeholder":
                 node.meta["axis"] = start[node]
-            elif node.op == "get_attr":
-                node.meta["axis"] = None
-            elif node.op == "output":
-                return node.args[0].meta["axis"]
-            elif node.op == "call_module":
-                node.meta["axis"] = self._call(node)
             else:
-                node.meta["axis"] = self._carry(node)
+                self.visit(node)
         return None
+
+    def visit(self, node: fx.Node) -> None:
+        """Carry the axis through one node."""
+        if node.op == "get_attr":
+            node.meta["axis"] = None
+        elif node.op == "call_module":
+            node.meta["axis"] = self._call(node)
+        else:
+            node.meta["axis"] = self._carry(node)
 
     def _call(self, node: fx.Node) -> Any:
         block = self.by_layer[str(node.target)]
@@ -85,6 +120,10 @@ class _Checker:
 
     def _carry(self, node: fx.Node) -> Any:
         value = node.meta.get("val")
+        if is_random(node):
+            self._refuse(node, "it draws random numbers that belong to no job")
+        if self._computes_with_size(node):
+            self._refuse(node, "it computes with the size of the row")
         held = any(source.meta["axis"] is not None for source in node.all_input_nodes)
         if not isinstance(value, (torch.Tensor, tuple, list)):
             return self._number(node, held)
@@ -105,6 +144,14 @@ class _Checker:
         """Sizes are the same for all jobs; a number read out of the row's values is not."""
         if held and "sym_size" not in str(node.target):
             self._refuse(node, "it reads a number out of the row's values")
+
+    def _computes_with_size(self, node: fx.Node) -> bool:
+        """Whether the row's size is a number in the result, not only a shape."""
+        if torch.Tag.pointwise not in getattr(node.target, "tags", ()):
+            return False
+        numbers = (n.meta.get("val") for n in node.all_input_nodes)
+        sizes = [n for n in numbers if isinstance(n, (torch.SymInt, torch.SymFloat))]
+        return any(self.row in {str(s) for s in n.node.expr.free_symbols} for n in sizes)
 
     def _has_row(self, value: Any) -> bool:
         return self._by_shape(value) is not None

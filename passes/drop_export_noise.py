@@ -56,7 +56,7 @@ def _does_nothing(node: fx.Node) -> bool:
         start = node.args[2] if len(node.args) > 2 else None
         stop = node.args[3] if len(node.args) > 3 else None
         step = node.args[4] if len(node.args) > 4 else 1
-        return start in (0, None) and stop in (END, None) and step == 1
+        return bool(start in (0, None) and stop in (END, None) and step == 1)
     return is_call(node, aten.alias.default, aten.lift_fresh_copy.default)
 
 

@@ -17,7 +17,7 @@ from typing import Any, ClassVar
 import torch
 from torch import fx
 
-from tlora_fx.errors import NotFoldable
+from tlora_fx.errors import LayersNotChained, NotFoldable
 from tlora_fx.graph import Block, JobGraph, LayerPlan, TensorRef, under
 from tlora_fx.pipeline import JobPass, register
 from tlora_fx.tracing.export import PEFT_PREFIX
@@ -103,7 +103,7 @@ def _outline(layer: str, members: list[fx.Node]) -> _Body:
 
     def take(source: fx.Node) -> fx.Node:
         if source not in made:
-            made[source] = _size_inside(body, source, inputs, made)
+            made[source] = size_inside(body, source, inputs, made)
         return made[source]
 
     for node in members:
@@ -117,7 +117,7 @@ def _outline(layer: str, members: list[fx.Node]) -> _Body:
             made[node].meta["site"] = node.meta["site"][len(layer) + 1 :]
     results = [n for n in members if any(user not in inside for user in n.users)]
     if len(results) != 1:
-        raise NotFoldable(
+        raise LayersNotChained(
             "a layer hands on more than one value",
             layer=layer,
             found=", ".join(str(n) for n in results),
@@ -137,7 +137,7 @@ def _is_size(node: fx.Node) -> bool:
     return isinstance(node.meta.get("val"), (int, torch.SymInt))
 
 
-def _size_inside(
+def size_inside(
     body: fx.Graph, size: fx.Node, inputs: list[fx.Node], made: dict[fx.Node, fx.Node]
 ) -> fx.Node:
     """A size of the row, read from one of the layer's own inputs instead of being passed in."""
@@ -152,11 +152,11 @@ def _size_inside(
                 return made_size
     if size.op == "call_function" and size.all_input_nodes:
         copied = body.node_copy(
-            size, lambda n: made[n] if n in made else _size_inside(body, n, inputs, made)
+            size, lambda n: made[n] if n in made else size_inside(body, n, inputs, made)
         )
         copied.meta = {**size.meta, "path": ""}
         return copied
-    raise NotFoldable("a layer needs a size that none of its inputs has", found=size.format_node())
+    raise LayersNotChained("a layer needs a size that none of its inputs has", found=size.format_node())
 
 
 def _make_relative(node: fx.Node, layer: str) -> None:
@@ -217,13 +217,13 @@ def _carried_slots(bodies: dict[str, _Body], plan: LayerPlan) -> dict[str, int]:
         for slot, source in enumerate(body.inputs):
             if source in results and results[source] == before:
                 if carried.setdefault(first, slot) != slot:
-                    raise NotFoldable("layers take the running value at different places")
+                    raise LayersNotChained("layers take the running value at different places")
             elif source in everything or _depends_on(source, everything):
-                raise NotFoldable("a layer reads more than the layer before it", layer=layer)
+                raise LayersNotChained("a layer reads more than the layer before it", layer=layer)
         before = layer
     for layer in plan.traced()[1:]:
         if plan.representative[layer] not in carried:
-            raise NotFoldable("a layer does not read the layer before it", layer=layer)
+            raise LayersNotChained("a layer does not read the layer before it", layer=layer)
     _demand_same_context(bodies, plan, carried)
     return carried
 
@@ -260,7 +260,7 @@ def _call_layers(
     last = bodies[traced[-1]].result
     for layer in traced[:-1]:
         if any(user not in owner for user in bodies[layer].result.users):
-            raise NotFoldable("a value between layers is used after them", layer=layer)
+            raise LayersNotChained("a value between layers is used after them", layer=layer)
     new = fx.Graph()
     made: dict[fx.Node, fx.Node] = {}
     running: fx.Node | None = None

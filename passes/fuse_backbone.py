@@ -10,6 +10,7 @@ Keeps   every number that a job alone would compute: a branch reads the job's se
 from __future__ import annotations
 
 from collections.abc import Hashable
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -33,7 +34,9 @@ from tlora_fx.passes.fold_layers import block_name
 from tlora_fx.pipeline import GroupPass, register
 from tlora_fx.shapes import fake_like, fake_mode_of
 
+aten = torch.ops.aten
 ops = torch.ops.tlora_fx
+OWN_TABLES = ("cu_seqlens", "segments", "keys")
 
 
 @register
@@ -103,12 +106,13 @@ class _Structure:
     def _inputs(self, layer: str, mine: Block, theirs: Block) -> dict[fx.Node, fx.Node]:
         """Which input of the job's layer is which of the base's: by what the roots pass in."""
         own_call, base_call = _call_of(self.job, layer), _call_of(self.base, layer)
-        place = {arg: slot for slot, arg in enumerate(base_call.args)}
+        place: dict[Any, int] = {arg: slot for slot, arg in enumerate(base_call.args)}
+        stands: dict[Any, fx.Node] = dict(self.root.stands)
         base_inputs = list(placeholders(theirs.graph).values())
         return {
-            node: base_inputs[place[self.root.stands[arg]]]  # type: ignore[index]
+            node: base_inputs[place[stands[arg]]]
             for node, arg in zip(placeholders(mine.graph).values(), own_call.args, strict=True)
-            if self.root.stands.get(arg) in place  # type: ignore[call-overload]
+            if stands.get(arg) in place
         }
 
 
@@ -117,7 +121,8 @@ def _block_at(job: JobGraph, layer: str) -> Block:
 
 
 def _call_of(job: JobGraph, layer: str) -> fx.Node:
-    return next(n for n in job.root.nodes if n.op == "call_module" and n.target == layer)
+    calls: Iterator[fx.Node] = iter(job.root.nodes)
+    return next(node for node in calls if node.op == "call_module" and node.target == layer)
 
 
 def _in_layer(path: str, graph: JobGraph) -> bool:
@@ -259,12 +264,33 @@ class _Writer:
         base = stands if stands is not None else alignment.twins[source]
         value = self.after[base] if stands is not None else self.before[base]
         axis = base.meta.get("axis")
+        if base.op == "placeholder" and base.target in OWN_TABLES:
+            return self._own_table(index, job, str(base.target))
         if axis is None:
             return value
         args = (value, self.tables["segments"], index, axis)
         read = self.graph.call_function(ops.segment_read.default, args)
         self._tag(read, job, "", value.meta["val"])
         return read
+
+    def _own_table(self, index: int, job: JobGraph, name: str) -> fx.Node:
+        """A table of the row as it would be for the job's segment alone."""
+        segments = self.tables["segments"]
+
+        def call(target: Any, *args: Any) -> fx.Node:
+            made = self.graph.call_function(target, args)
+            made.meta.update(role="table", jobs=(job.name,), path="", source="")
+            made.meta["made_by"] = "fuse-backbone"
+            return made
+
+        if name == "keys":
+            return call(aten.slice.Tensor, self.tables[name], 0, index, index + 1)
+        start, stop = (call(aten.select.int, segments, 0, place) for place in (index, index + 1))
+        if name == "segments":
+            bounds = call(aten.slice.Tensor, segments, 0, index, index + 2)
+        else:
+            bounds = call(aten.clamp.Tensor, self.tables[name], start, stop)
+        return call(aten.sub.Tensor, bounds, start)
 
     def _segment_size(
         self, size: fx.Node, made: dict[fx.Node, fx.Node], alignment: Alignment, take: Any

@@ -20,6 +20,9 @@ from tlora_fx.graph import is_call
 
 aten = torch.ops.aten
 READ = torch.ops.tlora_fx.segment_read.default
+TRANSPOSES = (
+    aten.t.default, aten.numpy_T.default, aten.mT.default, aten.transpose.int, aten.permute.default,
+)  # fmt: skip
 WRITE = torch.ops.tlora_fx.segment_write.default
 
 
@@ -66,7 +69,18 @@ def match_frozen(anchor: fx.Node) -> Frozen:
         ):
             bias, flat, weight = inner.args
             return _frozen(flat.args[0], weight, bias, True)
+    product, bias = anchor, None
+    if is_call(anchor, aten.add.Tensor) and len(anchor.args) == 2:
+        product, bias = anchor.args
+    if is_call(product, aten.matmul.default) and _is_transposed(product.args[1]):
+        return _frozen(product.args[0], product.args[1].args[0], bias, False)
     raise NoMatch(f"its module is no linear ({anchor.target})")
+
+
+def _is_transposed(node: Any) -> bool:
+    """Whether a node is a stored matrix, transposed."""
+    stored = is_call(node, *TRANSPOSES) and node.args[0].op == "get_attr"
+    return bool(stored and node.meta["val"].dim() == 2)
 
 
 def _frozen(x: Any, weight: Any, bias: Any, transposed: bool) -> Frozen:

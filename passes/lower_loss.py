@@ -15,13 +15,21 @@ import torch
 from torch import fx
 
 from tlora_fx.errors import GraphInvalid
-from tlora_fx.graph import Block, GroupGraph, output_of, placeholders, shape_of
+from tlora_fx.graph import Block, GroupGraph, is_call, output_of, placeholders, shape_of
+from tlora_fx.passes.fold_layers import size_inside
 from tlora_fx.pipeline import GroupPass, register
 from tlora_fx.shapes import fake_like, fake_mode_of
 
 HEAD = "head"
 LOSS = "loss"
+ROW = ("input_ids", "position_ids")
 PER_ROW = ("segments", "token_index")
+PRODUCTS = (
+    *(getattr(torch.ops.aten, name).default for name in ("linear", "addmm", "mm", "matmul", "bmm")),
+    torch.ops.aten.baddbmm.default,
+    torch.ops.aten.einsum.default,
+    torch.ops.tlora_fx.multi_lora_linear.default,
+)
 TARGETS = ("target_rows", "targets", "target_segments")
 
 
@@ -35,7 +43,7 @@ class LowerLoss(GroupPass):
 
     def run(self, group: GroupGraph) -> None:
         root = group.root
-        hidden, members = _head_of(root)
+        hidden, members = head_of(root)
         group.blocks[HEAD] = Block(HEAD, _outline(hidden, members), (f"{LOSS}.{HEAD}",))
         result = output_of(root)
         first = next(node for node in root.nodes if node.op != "placeholder")
@@ -65,27 +73,50 @@ class LowerLoss(GroupPass):
             root.erase_node(node)
 
 
-def _head_of(root: fx.Graph) -> tuple[fx.Node, list[fx.Node]]:
-    """The last hidden state, and all nodes from there to the logits."""
+def head_of(root: fx.Graph) -> tuple[fx.Node, list[fx.Node]]:
+    """The last hidden state, and all nodes from there to the logits.
+
+    That is the last value [1, T, H] (batch form [B, S, H]) which every way from the row to the
+    logits takes and behind which a matrix product follows.
+
+    raises    GraphInvalid when there is none
+    """
     logits = output_of(root).args[0]
     assert isinstance(logits, fx.Node)
-    vocabulary = (shape_of(logits) or ())[-1]
-    ancestors = _ancestors(logits)
-    first = next(
-        node
-        for node in root.nodes
-        if node in ancestors
-        and node.op == "call_function"
-        and (shape_of(node) or (0,))[-1] == vocabulary
-        and len(shape_of(node) or ()) == 3
-    )
-    hidden = first.args[0]
-    assert isinstance(hidden, fx.Node)
-    after = _descendants(hidden)
-    used = [node for node in root.nodes if node in ancestors and node in after]
+    before = _ancestors(logits)
+    hidden = _narrowest(root, before)
+    if hidden is None:
+        raise GraphInvalid(
+            "the base computes its logits from several values, so its head cannot run in chunks",
+            node=logits.format_node(),
+            source=logits.meta.get("source"),
+            help="this base is not supported yet",
+        )
+    after = _descendants(hidden) & before
+    used = [node for node in root.nodes if node in after]
     loads = {n for node in used for n in node.all_input_nodes if n.op == "get_attr"}
     own = [node for node in root.nodes if node in loads and _used_only_by(node, set(used))]
     return hidden, own + used
+
+
+def _narrowest(root: fx.Graph, before: set[fx.Node]) -> fx.Node | None:
+    """The last node that alone carries the row on, with a matrix product behind it."""
+    inputs = placeholders(root)
+    from_row = _descendants(*(inputs[name] for name in ROW if name in inputs)) & before
+    order = {node: place for place, node in enumerate(root.nodes)}
+    carrying = [n for n in root.nodes if n in from_row and shape_of(n) is not None]
+    products = [order[node] for node in carrying if is_call(node, *PRODUCTS)]
+    row = str(list(inputs[ROW[0]].meta["val"].shape))
+    members = set(carrying)
+    found: fx.Node | None = None
+    last_use = -1
+    for node in [*(inputs[name] for name in ROW if name in inputs), *carrying]:
+        shape = list(shape_of(node) or ())
+        holds_row = len(shape) == 3 and str(shape[:2]) == row
+        if holds_row and last_use <= order[node] and products and products[-1] > order[node]:
+            found = node
+        last_use = max([last_use, *(order[user] for user in node.users if user in members)])
+    return found
 
 
 def _ancestors(node: fx.Node) -> set[fx.Node]:
@@ -99,9 +130,9 @@ def _ancestors(node: fx.Node) -> set[fx.Node]:
     return seen
 
 
-def _descendants(node: fx.Node) -> set[fx.Node]:
+def _descendants(*nodes: fx.Node) -> set[fx.Node]:
     seen: set[fx.Node] = set()
-    stack = [node]
+    stack = list(nodes)
     while stack:
         for user in stack.pop().users:
             if user not in seen and user.op != "output":
@@ -123,6 +154,9 @@ def _outline(hidden: fx.Node, members: list[fx.Node]) -> fx.Graph:
     sources = {s: None for n in members for s in n.all_input_nodes if s not in inside}
     for source in sources:
         if source is hidden:
+            continue
+        if isinstance(source.meta.get("val"), torch.SymInt):
+            made[source] = size_inside(head, source, [hidden], made)
             continue
         if source.op == "get_attr":
             made[source] = head.node_copy(source)

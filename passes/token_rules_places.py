@@ -81,3 +81,13 @@ def _index(node: fx.Node, axis_of: Callable[[Any], Axis]) -> Axis:
     if held or axis in places:
         raise MixesTokens("it takes some tokens of the row by their place")
     return axis if axis < places[0] else axis - len(places) + ndim
+
+
+@rule(aten.diff)
+def _diff(node: fx.Node, axis_of: Callable[[Any], Axis]) -> Axis:
+    source: Any = node.args[0]
+    axis = axis_of(source)
+    dim = node.args[2] if len(node.args) > 2 else node.kwargs.get("dim", -1)
+    if axis is not None and dim_of(int(dim), rank_of(source)) == axis:  # type: ignore[arg-type]
+        raise MixesTokens("it subtracts neighbours in the row")
+    return axis

@@ -190,9 +190,14 @@ def ready(jobs: Sequence[Job], seed: int = 1) -> SuperModel:
     """Compile, load the base, start the adapters and give every adapter of them random values."""
     model = compile(list(jobs))
     model.materialize(base_tensors(model.backbone), "cpu")
+    restart(model, seed)
+    return model
+
+
+def restart(model: SuperModel, seed: int = 1) -> None:
+    """The adapters that `ready` gives."""
     start_adapters(model)
     randomise(model, seed)
-    return model
 
 
 def randomise(model: SuperModel, seed: int) -> None:
@@ -323,8 +328,8 @@ def assert_same(found: Outcome, expected: Outcome, bound: float, what: str = "")
 
 def assert_close(found: Tensor, expected: Tensor, bound: float, what: str, floor: float = 0) -> None:
     """The norm of the difference is at most `bound` times what was expected."""
-    difference = (found - expected).norm()
-    limit = bound * max(float(expected.norm()), floor)
+    difference = (found - expected).detach().norm()
+    limit = bound * max(float(expected.detach().norm()), floor)
     assert torch.isfinite(difference), f"{what}: {difference}"
     assert difference <= limit, f"{what}: {difference} > {limit}"
 

@@ -134,11 +134,12 @@ def build_skeleton(spec: BaseSpec, *, dropout: bool = True) -> nn.Module:
     """The base's module with matrices on meta; vectors and buffers as its own code starts them."""
     from transformers import AutoModelForCausalLM
 
+    factory: Any = AutoModelForCausalLM
     config = load_config(spec, dropout=dropout)
     try:
         with matrices_on_meta(), torch.random.fork_rng(devices=[]):
             torch.manual_seed(spec.seed)
-            model = AutoModelForCausalLM.from_config(
+            model = factory.from_config(
                 config,
                 dtype=getattr(torch, spec.dtype),
                 attn_implementation="eager",
@@ -151,7 +152,8 @@ def build_skeleton(spec: BaseSpec, *, dropout: bool = True) -> nn.Module:
             found=f"{type(error).__name__}: {error}",
             help="check config.json, or hand the nn.Module over from Python",
         ) from error
-    return model  # type: ignore[no-any-return]
+    assert isinstance(model, nn.Module)
+    return model
 
 
 @contextmanager

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
+from itertools import pairwise
 
 import torch
 from torch import Tensor
@@ -74,8 +75,8 @@ class PackedBatch:
 def pack(jobs: Sequence[JobTokens]) -> PackedBatch:
     """Lay the jobs' sequences into one packed line.
 
-    A row has at least two tokens (an empty one gets padding that belongs to no job), so that no
-    dimension is specialised to one.
+    A row has at least two tokens, so that no dimension is specialised to one: a shorter one gets
+    padding, a sequence by itself without targets, which counts as the last job's.
     """
     ids: list[int] = []
     positions: list[int] = []
@@ -97,7 +98,8 @@ def pack(jobs: Sequence[JobTokens]) -> PackedBatch:
         positions.extend(range(padding))
         index.extend([0] * padding)
         starts.append(len(ids))
-    lengths = [end - start for start, end in zip(starts, starts[1:], strict=False)]
+        segments[-1] = len(ids)
+    lengths = [end - start for start, end in pairwise(starts)]
     return PackedBatch(
         input_ids=torch.tensor([ids], dtype=torch.int64),
         position_ids=torch.tensor([positions], dtype=torch.int64),
@@ -115,7 +117,7 @@ def pack(jobs: Sequence[JobTokens]) -> PackedBatch:
 def pad(jobs: Sequence[JobTokens], padding: int = 0) -> PackedBatch:
     """Lay each sequence into a line of its own, padded on the right to the longest.
 
-    At least two lines of two tokens; lines past the last segment belong to no job.
+    At least two lines of two tokens; lines added for that count as the last job's.
     """
     sequences = [sequence for job in jobs for sequence in job.sequences]
     width = max([2, *map(len, sequences)])
@@ -132,6 +134,7 @@ def pad(jobs: Sequence[JobTokens], padding: int = 0) -> PackedBatch:
             token += len(sequence)
             line += 1
         segments.append(line)
+    segments[-1] = lines
     starts = [line * width for line in range(lines + 1)]
     rows, targets, target_segments = _targets(jobs, starts, width)
     return PackedBatch(

@@ -9,7 +9,7 @@ from collections.abc import Hashable, Sequence
 from pathlib import Path
 from typing import Literal
 
-import tlora_fx.ops  # noqa: F401  (registers the operators that graphs use)
+import tlora_fx.ops
 import tlora_fx.passes
 from tlora_fx.backbone import Backbone, load_backbone
 from tlora_fx.errors import (
@@ -18,6 +18,7 @@ from tlora_fx.errors import (
     BaseRefused,
     CompileError,
     JobsDiffer,
+    LayersNotChained,
     NotFoldable,
     NotTokenParallel,
 )
@@ -172,17 +173,20 @@ def _compile_folded(
 
     Equal structures first, then equal numbers too, then each layer by itself, then no layers.
     """
-    plain = all(site.kind == "lora" for own in sites for site in own.values())
     ladder: list[tuple[Fold, bool]] = [
-        ("structures", not plain), ("structures", True), ("layers", True), ("nothing", True)
+        ("structures", False), ("structures", True), ("layers", True), ("nothing", True)
     ]  # fmt: skip
     reasons: list[str] = []
-    for fold, exact in dict.fromkeys(ladder):
+    chained = True
+    for fold, exact in ladder:
+        if not chained and fold != "nothing":
+            continue
         try:
             group = _compile_once(jobs, backbone, sites, passes, form, fold, exact)
         except NotFoldable as error:
             log.info("not folded (fold=%s, exact=%s): %s", fold, exact, error)
             reasons.append(error.render())
+            chained = not isinstance(error, LayersNotChained)
             last = error
         else:
             group.notes.extend(("fold-layers", reason) for reason in reasons)
@@ -199,14 +203,20 @@ def _compile_once(
     fold: Fold,
     exact: bool,
 ) -> GroupGraph:
+    """Trace and fuse at one step of the ladder.
+
+    exact    every branch carries its own numbers; False: only those of jobs that train more than
+             plain LoRA, whose branches run as they are
+    """
     base = trace_base(backbone, form, fold == "structures")
     _run_job(passes, base, fold)
     known: dict[Hashable, JobGraph] = {}
     graphs = []
     for job, own in zip(jobs, sites, strict=True):
-        key = _structure(job, backbone, own, exact)
+        as_it_is = exact or any(site.kind != "lora" for site in own.values())
+        key = _structure(job, backbone, own, as_it_is)
         if key not in known:
-            known[key] = trace_job(job, backbone, own, form, fold == "structures", exact)
+            known[key] = trace_job(job, backbone, own, form, fold == "structures", as_it_is)
             _run_job(passes, known[key], fold)
             graphs.append(known[key])
         else:
@@ -230,4 +240,4 @@ def _structure(
     """What two jobs must have in common to share one traced graph."""
     bias = str(job.lora_config().bias)
     parts = [layer_signature(sites, layer, bias, exact) for layer in layer_list(backbone.model)]
-    return (job.adapter_dtype, layer_signature(sites, "", bias, exact), *parts)
+    return (exact, job.adapter_dtype, layer_signature(sites, "", bias, exact), *parts)

@@ -244,6 +244,15 @@ class NotFoldable(CompileError):
     code = "T0209"
 
 
+class LayersNotChained(NotFoldable):
+    """Layers hand on more than one value, or not each to the next.
+
+    Raised and handled inside the compiler: such a model is compiled without layers.
+    """
+
+    code = "T0215"
+
+
 class FusionError(CompileError):
     """A job's graph does not line up with its base's graph."""
 

@@ -187,7 +187,8 @@ def placeholders(graph: fx.Graph) -> dict[str, fx.Node]:
 
 def output_of(graph: fx.Graph) -> fx.Node:
     """The output node of a graph."""
-    return next(node for node in reversed(graph.nodes) if node.op == "output")
+    found: fx.Node = next(node for node in reversed(graph.nodes) if node.op == "output")
+    return found
 
 
 def is_call(node: fx.Node, *targets: Any) -> bool:

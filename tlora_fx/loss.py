@@ -18,12 +18,16 @@ class ChunkedLoss(nn.Module):
     head         the graph from the last hidden state to the logits
     vocabulary   size of the logits' last dimension
     tables       names of the row tables that the head takes after the hidden state
+    lines        whether jobs own lines, as in batch form: each row is then a line of one token
     """
 
-    def __init__(self, head: nn.Module, vocabulary: int, tables: tuple[str, ...]) -> None:
+    def __init__(
+        self, head: nn.Module, vocabulary: int, tables: tuple[str, ...], *, lines: bool = False
+    ) -> None:
         super().__init__()
         self.head = head
         self.tables = tables
+        self.width_dim = 1 if lines else 0
         self.chunk_rows = max(64, CHUNK_BYTES // (4 * vocabulary))
 
     def forward(
@@ -53,7 +57,7 @@ class ChunkedLoss(nn.Module):
             losses.append(
                 checkpoint(
                     self._chunk,
-                    flat.index_select(0, rows).unsqueeze(0),
+                    flat.index_select(0, rows).unsqueeze(self.width_dim),
                     targets[start:stop],
                     self._tables_of(given, rows, target_segments, start, stop),
                     use_reentrant=False,
@@ -74,10 +78,11 @@ class ChunkedLoss(nn.Module):
         if "segments" in given:
             made["segments"] = (segments.clamp(start, stop) - start).to(torch.int32)
         if "token_index" in given:
-            made["token_index"] = given["token_index"].reshape(-1).index_select(0, rows)[None]
+            index = given["token_index"].reshape(-1).index_select(0, rows)
+            made["token_index"] = index.unsqueeze(self.width_dim)
         return tuple(made[name] for name in self.tables)
 
     def _chunk(self, hidden: Tensor, targets: Tensor, tables: tuple[Tensor, ...]) -> Tensor:
-        logits = self.head(hidden, *tables)[0]
+        logits = self.head(hidden, *tables).squeeze(self.width_dim)
         wide = torch.promote_types(torch.float32, logits.dtype)
         return F.cross_entropy(logits.to(wide), targets, reduction="none")

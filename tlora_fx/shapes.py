@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, fx
+from torch._dispatch.python import enable_python_dispatcher
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
 from tlora_fx.errors import GraphInvalid
@@ -105,7 +106,8 @@ def _run(node: fx.Node, mode: FakeTensorMode, args: Any, kwargs: Any) -> Any:
         expected = _segment_shape(whole, job, dim)
         if tuple(value.shape) != expected:
             raise ValueError(f"a segment of {expected} is written from {tuple(value.shape)}")
-    with mode:
+    # Composite operators (linear) take symbolic sizes only under Python's dispatcher.
+    with mode, enable_python_dispatcher():
         return node.target(*args, **kwargs)  # type: ignore[operator]
 
 

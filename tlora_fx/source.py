@@ -6,6 +6,7 @@ What is printed is what trains: the Shared Super-Model executes the very text of
 from __future__ import annotations
 
 import keyword
+import math
 import operator
 import re
 from collections.abc import Callable, Iterator
@@ -18,8 +19,9 @@ from tlora_fx.graph import Block, GroupGraph, is_call, placeholders
 
 HEADER = '''"""Shared Super-Model of {jobs} on {base}, written by tlora-fx.
 
-Each class is a graph: ROOT calls the layers, a layer class serves all layers of its structure.
+Each class is a graph: Root calls the layers, a layer class serves all layers of its structure.
 Modules own their tensors; `tlora_fx.compile` builds them and hangs them into these classes.
+T is the number of tokens in the row, T0 that of the first job's, and so on.
 """
 
 import torch
@@ -29,11 +31,21 @@ import tlora_fx.ops
 
 aten = torch.ops.aten
 tlora = torch.ops.tlora_fx
+END = 2**63 - 1
 '''
+# A statement may be this long with its comment; where it is not, its arguments fill WIDTH.
+LONGEST = 140
+WIDTH = 100
+INDENT = "    "
+BODY = 2 * INDENT
 SHORT = {
     "float32": "f32", "float64": "f64", "bfloat16": "bf16", "float16": "f16",
     "int64": "i64", "int32": "i32", "bool": "b8",
 }  # fmt: skip
+END = 2**63 - 1
+LINEAR = torch.ops.tlora_fx.multi_lora_linear.default
+# What changes how a table is stored, not what it holds.
+PASSED = (torch.ops.aten.to.dtype, torch.ops.aten._to_copy.default, torch.ops.aten.mul.Tensor)
 INFIX = {operator.mul: "*", operator.add: "+", operator.sub: "-", operator.floordiv: "//"}
 
 
@@ -45,23 +57,55 @@ def class_name(block: Block) -> str:
 def group_source(group: GroupGraph, base: str) -> str:
     """The whole fused model as one Python module with a class for each graph."""
     names = size_names(group)
-    parts = [HEADER.format(jobs=f"{len(group.jobs)} jobs", base=base)]
+    # The title is whatever a user called a folder: it must stay inside the docstring.
+    title = " ".join(base.replace("\\", "/").replace('"', "'").split())
+    parts = [HEADER.format(jobs=f"{len(group.jobs)} jobs", base=title)]
     for block in group.blocks.values():
         told = block.instances[0]
         if len(block.instances) > 1:
             told += f" to {block.instances[-1]}, {len(block.instances)} layers"
-        parts.append(class_source(class_name(block), told, block.graph, names))
+        inputs = _input_names(group.root, block)
+        parts.append(class_source(class_name(block), told, block.graph, names, inputs))
     parts.append(class_source("Root", "from token ids to each job's loss sum", group.root, names))
+    needed = [name for name in ("math", "operator") if re.search(rf"[( ]{name}\.", "".join(parts))]
+    imports = "".join(f"import {name}\n" for name in needed)
+    if imports:
+        parts[0] = parts[0].replace("import torch\n", f"{imports}\nimport torch\n", 1)
     return "\n\n".join(parts)
 
 
-def class_source(name: str, told: str, graph: fx.Graph, sizes: dict[str, str]) -> str:
-    """One graph as a class with a forward."""
-    printer = _Printer(graph, sizes)
-    inputs = ", ".join(["self", *(printer.names[n] for n in placeholders(graph).values())])
-    lines = [f"class {name}(nn.Module):", f'    """{told}"""', "", f"    def forward({inputs}):"]
-    lines.extend("        " + line for line in printer.lines())
+def class_source(
+    name: str,
+    told: str,
+    graph: fx.Graph,
+    sizes: dict[str, str],
+    inputs: dict[str, str] | None = None,
+) -> str:
+    """One graph as a class with a forward.
+
+    sizes    what the sizes of a row are called (see size_names)
+    inputs   what placeholders are called, where their own names say little
+    """
+    printer = _Printer(graph, sizes, inputs or {})
+    given = ["self", *(printer.names[n] for n in placeholders(graph).values())]
+    head = _filled(f"{INDENT}def forward(", given, "):")
+    lines = [f"class {name}(nn.Module):", f'{INDENT}"""{told}"""', "", *head]
+    lines.extend(BODY + line for line in printer.lines())
     return "\n".join(lines) + "\n"
+
+
+def _input_names(root: fx.Graph, block: Block) -> dict[str, str]:
+    """What a layer's inputs are in the root: its running value, cos, sin."""
+    calls = [n for n in root.nodes if n.op == "call_module" and n.target in block.instances]
+    wanted: dict[str, str] = {}
+    for slot, name in enumerate(placeholders(block.graph)):
+        sources = [call.args[slot] for call in calls if slot < len(call.args)]
+        carried = any(isinstance(n, fx.Node) and n.op == "call_module" for n in sources)
+        if carried:
+            wanted[name] = "hidden"
+        elif sources and isinstance(sources[0], fx.Node) and sources[0].op == "call_function":
+            wanted[name] = _operation(sources[0])
+    return wanted
 
 
 def size_names(group: GroupGraph) -> dict[str, str]:
@@ -77,7 +121,7 @@ def size_names(group: GroupGraph) -> dict[str, str]:
         for node in graph.nodes:
             if is_call(node, torch.ops.tlora_fx.segment_read.default):
                 size = node.meta["val"].shape[node.args[3]]
-                names[str(size)] = f"T{node.args[2]}" if group.form == "packed" else f"B{node.args[2]}"
+                names[str(size)] = f"{letters[0] or letters[1]}{node.args[2]}"
     return names
 
 
@@ -95,34 +139,47 @@ def describe(value: Any, sizes: dict[str, str]) -> str:
 class _Printer:
     """Names a graph's values and prints its statements."""
 
-    def __init__(self, graph: fx.Graph, sizes: dict[str, str]) -> None:
-        self.graph, self.sizes = graph, sizes
-        self.taken: set[str] = {"self", "torch", "nn", "aten", "tlora", "tlora_fx"}
+    def __init__(self, graph: fx.Graph, sizes: dict[str, str], inputs: dict[str, str]) -> None:
+        self.graph, self.sizes, self.inputs = graph, sizes, inputs
+        self.taken: set[str] = {"self", "torch", "nn", "aten", "tlora", "tlora_fx", "site", "END"}
         self.names = {node: self._name(node) for node in graph.nodes}
         first = next((n for n in graph.nodes if n.op == "placeholder"), None)
         self.device = f"{self.names[first]}.device" if first is not None else "self.device"
+        self.site = ""
 
     def lines(self) -> Iterator[str]:
         """The statements of forward, each with the shape of what it makes."""
-        module = ""
+        place = ""
         for node in self.graph.nodes:
             if node.op in ("placeholder", "get_attr"):
                 continue
             if node.op == "output":
                 yield f"return {self.show(node.args[0])}"
                 return
-            here = node.meta.get("path", "")
-            if here != module and node.op == "call_function":
-                module = here
-                yield f"# {here or 'root'}"
-            text = f"{self.names[node]} = {self._call(node)}"
-            shape = describe(node.meta.get("val"), self.sizes)
-            yield f"{text}  # {shape}" if shape else text
+            here = _place(node)
+            if here and here != place and node.op == "call_function":
+                place = here
+                yield f"# {here}"
+            self.site = _site_of(node)
+            if self.site:
+                yield f"site = self.{attribute(self.site)}"
+            yield from self._statement(node)
+
+    def _statement(self, node: fx.Node) -> list[str]:
+        """A node as an assignment, over several lines where it is long."""
+        shape = describe(node.meta.get("val"), self.sizes)
+        note = f"  # {shape}" if shape else ""
+        target, call = self.names[node], self._called(node)
+        if call is None:
+            return [f"{target} = {self._expression(node)}{note}"]
+        args = [self.show(arg) for arg in node.args]
+        args += [f"{name}={self.show(value)}" for name, value in node.kwargs.items()]
+        return _filled(f"{target} = {call}(", args, ")", note, len(BODY))
 
     def show(self, value: Any) -> str:
         """A value as an expression."""
         if isinstance(value, fx.Node):
-            return f"self.{attribute(str(value.target))}" if value.op == "get_attr" else self.names[value]
+            return self._tensor(str(value.target)) if value.op == "get_attr" else self.names[value]
         if isinstance(value, (list, tuple)):
             inner = ", ".join(self.show(item) for item in value)
             if isinstance(value, list):
@@ -130,33 +187,43 @@ class _Printer:
             return f"({inner},)" if len(value) == 1 else f"({inner})"
         if isinstance(value, torch.device):
             return self.device
-        if isinstance(value, float) and value != value:
+        if isinstance(value, float) and math.isnan(value):
             return "float('nan')"
         if isinstance(value, float) and value in (float("inf"), float("-inf")):
             return f"float('{value}')"
-        return repr(value)
+        return "END" if type(value) is int and value == END else repr(value)
 
-    def _call(self, node: fx.Node) -> str:
-        args = [self.show(arg) for arg in node.args]
+    def _tensor(self, path: str) -> str:
+        """A tensor of the module; inside a site's call relative to the site."""
+        if self.site and path.startswith(f"{self.site}."):
+            return f"site.{attribute(path[len(self.site) + 1 :])}"
+        return f"self.{attribute(path)}"
+
+    def _called(self, node: fx.Node) -> str | None:
+        """What a node calls, None for what Python has a sign for."""
         if node.op == "call_module":
-            return f"self.{attribute(str(node.target))}({', '.join(args)})"
+            return f"self.{attribute(str(node.target))}"
+        signs = (operator.getitem, torch.ops.aten.sym_size.int, *INFIX)
+        return None if node.target in signs else _operator(node.target)  # type: ignore[arg-type]
+
+    def _expression(self, node: fx.Node) -> str:
+        left, right = self.show(node.args[0]), self.show(node.args[1])
         if node.target is operator.getitem:
-            return f"{args[0]}[{args[1]}]"
-        if node.target in INFIX:
-            return f"{args[0]} {INFIX[node.target]} {args[1]}"
+            return f"{left}[{right}]"
         if is_call(node, torch.ops.aten.sym_size.int):
-            return f"{args[0]}.shape[{args[1]}]"
-        args += [f"{name}={self.show(value)}" for name, value in node.kwargs.items()]
-        return f"{_operator(node.target)}({', '.join(args)})"
+            return f"{left}.shape[{right}]"
+        return f"{left} {INFIX[node.target]} {right}"  # type: ignore[index]
 
     def _name(self, node: fx.Node) -> str:
         if node.op == "placeholder":
-            wanted = re.sub(r"_(default|tensor|int|dim|dtype)(_\d+)?$", r"\2", str(node.target))
+            plain = re.sub(r"_(default|tensor|int|dim|dtype)(_\d+)?$", r"\2", str(node.target))
+            wanted = self.inputs.get(str(node.target), plain)
         elif node.op == "call_module":
             wanted = "hidden" if not str(node.target).startswith("loss") else "losses"
         else:
-            module = str(node.meta.get("path", "")).rpartition(".")[2]
-            operation = getattr(node.target, "__name__", str(node.target)).partition(".")[0]
+            path = str(node.meta.get("path", "")).removesuffix(".default")
+            module = path.rpartition(".")[2]
+            operation = _operation(node)
             linear = "linear" in operation or operation in ("embedding", "addmm")
             wanted = module if linear and module and not module.isdigit() else operation
         wanted = re.sub(r"\W", "_", wanted).strip("_") or "value"
@@ -168,6 +235,55 @@ class _Printer:
             name = f"{wanted}_{number}"
         self.taken.add(name)
         return name
+
+
+def _operation(node: fx.Node) -> str:
+    """What a value is called by: its operator; a detached table by what it holds (cos, sin)."""
+    source: Any = node
+    if is_call(node, torch.ops.aten.detach.default):
+        source = node.args[0]
+        while is_call(source, *PASSED) and not isinstance(source.args[1], fx.Node):
+            source = source.args[0]
+    if source.op != "call_function":
+        source = node
+    return str(getattr(source.target, "__name__", source.target)).partition(".")[0]
+
+
+def _place(node: fx.Node) -> str:
+    """Where a node comes from: its module, or the site and the job that it serves alone."""
+    jobs = node.meta.get("jobs") or ()
+    if is_call(node, torch.ops.aten.sym_size.int):
+        return ""
+    if node.meta.get("role") != "adapter" or is_call(node, LINEAR) or not jobs:
+        return str(node.meta.get("path") or "between modules")
+    users = (user.meta.get("site") for user in node.users)
+    site = node.meta.get("site") or next(filter(None, users), "")
+    return f"{site}, job {jobs[0]} alone"
+
+
+def _site_of(node: fx.Node) -> str:
+    """The module whose adapters a node applies, "" for all else."""
+    if not is_call(node, LINEAR):
+        return ""
+    bank: Any = node.args[3]
+    return str(bank.target).removesuffix(".lora.a") if bank.op == "get_attr" else ""
+
+
+def _filled(head: str, given: list[str], tail: str, note: str = "", before: int = 0) -> list[str]:
+    """A call on one line where it fits, else its arguments on lines of their own.
+
+    before    columns that stand before every line
+    """
+    line = f"{head}{', '.join(given)}{tail}{note}"
+    if before + len(line) <= LONGEST:
+        return [line]
+    margin = " " * (len(head) - len(head.lstrip()))
+    lines = [margin + INDENT]
+    for word in given:
+        if lines[-1].strip() and before + len(lines[-1]) + len(word) + 1 > WIDTH:
+            lines.append(margin + INDENT)
+        lines[-1] += f"{word}, "
+    return [head + note, *(line.rstrip() for line in lines), margin + tail]
 
 
 def attribute(path: str) -> str:

@@ -6,6 +6,7 @@ adapters; from then on it trains. Its code is the text of `ssm.py`.
 
 from __future__ import annotations
 
+import itertools
 import linecache
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -18,7 +19,7 @@ from tlora_fx.backbone import Backbone
 from tlora_fx.bank import AdapterBank
 from tlora_fx.batch import PackedBatch
 from tlora_fx.errors import SuperModelMisuse
-from tlora_fx.graph import Block, GroupGraph, TensorRef, is_call, placeholders
+from tlora_fx.graph import Block, GroupGraph, TensorRef, is_call, output_of, placeholders
 from tlora_fx.job import Job
 from tlora_fx.loss import ChunkedLoss
 from tlora_fx.ops import site_id
@@ -116,8 +117,10 @@ class SuperModel(nn.Module):
         self._parameters_of.clear()
 
     def job_parameters(self, job: str) -> dict[str, nn.Parameter]:
-        """What a job trains, by PEFT's names; values and gradients are views where a bank holds
-        them."""
+        """What a job trains, by PEFT's names.
+
+        Where a bank holds it, value and gradient are views of the bank.
+        """
         if job not in self._parameters_of:
             index = self.group.job_names.index(job)
             found = {name: _slot(*place) for name, place in self._own[job].items()}
@@ -156,9 +159,10 @@ class SuperModel(nn.Module):
         return root
 
     def _loss(self, head: nn.Module, block: Block) -> ChunkedLoss:
-        logits = next(n for n in reversed(block.graph.nodes) if n.op == "output").args[0]
+        logits: Any = output_of(block.graph).args[0]
         tables = tuple(placeholders(block.graph))[1:]
-        return ChunkedLoss(head, int(logits.meta["val"].shape[-1]), tables)  # type: ignore[union-attr]
+        size = int(logits.meta["val"].shape[-1])
+        return ChunkedLoss(head, size, tables, lines=self.group.form == "batch")
 
     def _hang_tensors(self, module: nn.Module, graph: fx.Graph, layer: str) -> None:
         for node in graph.nodes:
@@ -243,14 +247,12 @@ def _place(root: nn.Module, path: str, module: nn.Module) -> None:
     owner.add_module(name, module)
 
 
-_SOURCES = 0
+_SOURCES = itertools.count(1)
 
 
 def _run_source(text: str) -> dict[str, Any]:
     """Execute generated source under a name of its own, so that tracebacks show its lines."""
-    global _SOURCES
-    _SOURCES += 1
-    file = f"<tlora_fx ssm {_SOURCES}>"
+    file = f"<tlora_fx ssm {next(_SOURCES)}>"
     linecache.cache[file] = (len(text), None, text.splitlines(keepends=True), file)
     namespace: dict[str, Any] = {"__name__": Path(file).stem}
     exec(compile(text, file, "exec"), namespace)  # noqa: S102  (our own printed graph)

@@ -225,7 +225,7 @@ def fill_the_disk(monkeypatch: pytest.MonkeyPatch, writes_before: int) -> None:
         path.write_bytes(data)
 
     monkeypatch.setattr(checkpoint, "write_synced", write)
-    monkeypatch.setattr("tlora_fx.runtime.durable.write_synced", write)
+    monkeypatch.setattr("tlora_fx.durable.write_synced", write)
 
 
 FULL = """

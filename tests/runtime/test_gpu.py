@@ -8,7 +8,7 @@ import torch
 from tests.runtime.groups import losses_of, make_data, make_job, tiny_base
 from tlora_fx.driver import compile
 from tlora_fx.runtime.trainer import Silent, Trainer
-from tlora_fx.runtime.verify import BOUNDS, verify
+from tlora_fx.runtime.verify import bounds_of, verify
 
 pytestmark = pytest.mark.gpu
 
@@ -31,7 +31,8 @@ def test_jobs_train_fused_as_alone(tmp_path, dtype):
     found = list(verify(jobs, steps=6, device="cuda", data=make_data(jobs, longest=40)))
 
     assert len(found) == 6
-    assert all(row.within(BOUNDS[dtype]) for row in found), found
+    beyond = [row for row in found if not row.within(bounds_of(dtype, "cuda"))]
+    assert not beyond, "\n".join(map(str, beyond))
 
 
 def test_a_resumed_run_on_a_gpu_has_the_losses_of_an_uninterrupted_one(tmp_path):

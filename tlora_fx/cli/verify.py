@@ -11,6 +11,8 @@ from rich.table import Table
 
 from tlora_fx.errors import VerifyError
 
+WIDE = 140
+
 if TYPE_CHECKING:
     from tlora_fx.runtime.verify import Bounds, Difference
 
@@ -30,14 +32,17 @@ def run(
     console = Console(stderr=True)
     given = load_job_file(jobs)
     with console.status("compiling, training fused and alone") as status:
-        from tlora_fx.runtime.verify import BOUNDS, verify
+        from tlora_fx.runtime.verify import bounds_of, verify
 
-        bounds = BOUNDS[given.base.dtype]
+        bounds = bounds_of(given.base.dtype, device)
         found: list[Difference] = []
         for difference in verify(given, steps, device=device):
             found.append(difference)
             status.update(f"compared {difference.job}: {difference.against}")
-    Console(soft_wrap=True).print(_table(found, bounds))
+    paper = Console()
+    if not paper.is_terminal:
+        paper = Console(width=WIDE)
+    paper.print(_table(found, bounds))
     beyond = [row for row in found if not row.within(bounds)]
     if beyond:
         raise VerifyError(
@@ -45,7 +50,7 @@ def run(
             jobs=", ".join(f"{row.job} ({row.against})" for row in beyond),
             help="please report this with the job file",
         )
-    Console().print(f"{len({row.job for row in found})} jobs train fused as they train alone")
+    paper.print(f"{len({row.job for row in found})} jobs train fused as they train alone")
 
 
 def _table(found: list[Difference], bounds: Bounds) -> Table:

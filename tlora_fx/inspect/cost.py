@@ -24,14 +24,16 @@ PER_ELEMENT = {
 }  # fmt: skip
 # Operator to the argument whose last dimension is summed over.
 PRODUCTS = {"linear": 0, "matmul": 0, "mm": 0, "bmm": 0, "mv": 0, "addmm": 1, "baddbmm": 1}
-MOVES = frozenset(
+# What moves data or makes it, without arithmetic.
+_MOVES = (
     "_to_copy alias arange argmax cat chunk clone contiguous copy detach dropout embedding empty "
     "expand expand_as eye flatten full full_like gather getitem index index_select lift_fresh_copy "
     "masked_fill movedim narrow new_ones new_zeros numpy_T numpy_t ones ones_like permute repeat "
     "repeat_interleave reshape roll scalar_tensor select segment_read segment_switch segment_write "
     "slice split split_with_sizes squeeze stack sym_size t tensor to topk transpose tril triu "
-    "type_as unbind unflatten unsqueeze view zeros zeros_like".split()
+    "type_as unbind unflatten unsqueeze view zeros zeros_like"
 )
+MOVES = frozenset(_MOVES.split())
 
 
 @dataclass(frozen=True, slots=True)

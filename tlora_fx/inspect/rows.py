@@ -116,7 +116,7 @@ def modules_of(nodes: Iterable[fx.Node]) -> list[ModuleNodes]:
             continue
         alone = is_branch(node)
         key = str(node.meta.get("site" if alone else "path", ""))
-        if alone and not key or node.meta.get("role") == "table":
+        if (alone and not key) or node.meta.get("role") == "table":
             continue
         module = found.pop(key, None) or ModuleNodes(key)
         if alone:

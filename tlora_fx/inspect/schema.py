@@ -13,14 +13,12 @@ import types
 import typing
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, cast
 
 from tlora_fx.errors import DumpNotReadable
 
 SCHEMA = 1
 FILE = "ssm.json"
-
-T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True)
@@ -233,7 +231,7 @@ class Listing:
         data = json.loads(text)
         if data["schema"] != SCHEMA:
             raise ValueError(f"schema {data['schema']}, expected {SCHEMA}")
-        return _build(cls, data)
+        return cast(Listing, _build(cls, data))
 
 
 def load_listing(folder: Path) -> Listing:
@@ -264,7 +262,14 @@ def _build(kind: Any, data: Any) -> Any:
     """A value of a type of this file from what json.loads made of it."""
     if dataclasses.is_dataclass(kind):
         hints = typing.get_type_hints(kind)
-        return kind(**{f.name: _build(hints[f.name], data[f.name]) for f in dataclasses.fields(kind)})  # type: ignore[operator]
+        # A field with a default is one that came later: an older file may lack it.
+        known = [
+            f
+            for f in dataclasses.fields(kind)
+            if f.name in data or f.default is dataclasses.MISSING
+        ]
+        make: Any = kind
+        return make(**{f.name: _build(hints[f.name], data[f.name]) for f in known})
     if typing.get_origin(kind) is list:
         (inner,) = typing.get_args(kind)
         return [_build(inner, item) for item in data]

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from tlora_fx.adapter_folder import CONFIG, WEIGHTS, read_adapter_config
 from tlora_fx.errors import AdapterFolderError
-from tlora_fx.runtime.durable import sync_folder, write_synced
+from tlora_fx.durable import sync_folder, write_synced
 
 if TYPE_CHECKING:
     from peft import LoraConfig

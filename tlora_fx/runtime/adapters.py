@@ -146,8 +146,15 @@ class _Starter:
         else:
             a = parameters[f"{stem}lora_A.default.weight"]
             b = parameters[f"{stem}lora_B.default.weight"]
-        product = b.to(a.dtype) @ a
         oriented = weight.to(a.dtype)
-        if oriented.shape != product.shape:
+        if self._stored_in_out(module_path):
             oriented = oriented.t()
-        return torch.linalg.norm(oriented + site.scaling * product, dim=1)
+        norms: Tensor = torch.linalg.norm(oriented + site.scaling * (b.to(a.dtype) @ a), dim=1)
+        return norms
+
+    def _stored_in_out(self, path: str) -> bool:
+        """Whether a module stores its weight [in, out], as Conv1D and embeddings do."""
+        from transformers.pytorch_utils import Conv1D
+
+        module = self.model.backbone.model.get_submodule(path)
+        return isinstance(module, (nn.Embedding, Conv1D))

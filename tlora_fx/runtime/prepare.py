@@ -45,7 +45,7 @@ def load_tokenizer(spec: BaseSpec) -> PreTrainedTokenizerBase:
             help="set base.tokenizer to a hub id or a folder with tokenizer.json, "
             "or give Trainer(data=...)",
         ) from error
-    return found  # type: ignore[no-any-return]
+    return found
 
 
 def check_fits(backbone: Backbone, data: Mapping[str, JobData]) -> None:

@@ -1,26 +1,30 @@
-"""Before training in batch form: does the model look ahead, or see padding?
+"""Probe a model in batch form: does it look ahead, or see padding?
 
-In batch form the model's own code runs on padded lines. That is right only where the logits of a
-token change neither with later tokens, nor with padding behind it, nor with other lines. The probe
-changes each of these and watches the loss of early tokens.
+In batch form the model's own code runs on padded lines. That is right only where the hidden state
+of a token, and so its logits, change neither with later tokens, nor with padding behind it, nor
+with other lines. The probe changes each of these and watches the last hidden states of early
+tokens.
 """
 
 from __future__ import annotations
 
 import random
 from collections.abc import Sequence
+from typing import Any
 
 import torch
+from torch import Tensor, nn
 
 from tlora_fx.batch import IGNORED, JobTokens, pad
 from tlora_fx.errors import BatchFormUnsafe
-from tlora_fx.passes.lower_loss import HEAD
 from tlora_fx.graph import output_of
+from tlora_fx.passes.lower_loss import HEAD, LOSS
 from tlora_fx.supermodel import SuperModel
 
 LENGTH, WATCHED, WIDE = 12, 6, 21
-TOLERANCE = {torch.float64: 1e-9, torch.float32: 1e-5}
-HALF_TOLERANCE = 2e-2
+# Other tokens in equal shapes change no bit of a causal model; float32 and wider get some room.
+# Other shapes round otherwise.
+SAME_SHAPE, OTHER_SHAPE, HALF = 64, 1024, 4
 
 
 def probe_batch_form(model: SuperModel) -> None:
@@ -28,39 +32,50 @@ def probe_batch_form(model: SuperModel) -> None:
 
     raises    BatchFormUnsafe, saying what early logits change with
     """
-    draw = random.Random(0)
-    vocabulary = int(output_of(model.group.blocks[HEAD].graph).args[0].meta["val"].shape[-1])  # type: ignore[union-attr]
+    draw = random.Random(0)  # noqa: S311  (tokens to try, no secrets)
+    logits: Any = output_of(model.group.blocks[HEAD].graph).args[0]
+    vocabulary = int(logits.meta["val"].shape[-1])
 
     def tokens(count: int) -> list[int]:
         return [draw.randrange(vocabulary) for _ in range(count)]
 
-    early = tokens(WATCHED)
-    late, other = tokens(LENGTH - WATCHED), tokens(LENGTH)
-    before = _loss(model, [early + late, other])
+    early, late, other = tokens(WATCHED), tokens(LENGTH - WATCHED), tokens(LENGTH)
+    before = _early_states(model, [early + late, other])
+    scale = float(before.abs().max())
     changes = {
-        "later tokens": [early + tokens(LENGTH - WATCHED), other],
-        "padding behind it": [early + late, tokens(WIDE)],
-        "other lines of the batch": [early + late, tokens(LENGTH)],
+        "later tokens": ([early + tokens(LENGTH - WATCHED), other], SAME_SHAPE, 0),
+        "other lines of the batch": ([early + late, tokens(LENGTH)], SAME_SHAPE, 0),
+        "padding behind it": ([early + late, tokens(WIDE)], OTHER_SHAPE, HALF),
     }
-    tolerance = TOLERANCE.get(model.backbone.dtype, HALF_TOLERANCE)
-    for what, lines in changes.items():
-        after = _loss(model, lines)
-        if not abs(after - before) <= tolerance * max(1.0, abs(before)):
+    for what, (lines, wide, half) in changes.items():
+        moved = float((_early_states(model, lines) - before).abs().max())
+        kind = model.backbone.dtype
+        allowed = (wide if kind.itemsize > 2 else half) * torch.finfo(kind).eps * scale
+        if not moved <= allowed:
             raise BatchFormUnsafe(
                 f"the base's logits for a token change with {what}",
                 base=model.backbone.title,
-                expected=f"loss {before:.9g} of the first {WATCHED} tokens",
-                found=f"{after:.9g}",
+                expected=f"the hidden states of the first {WATCHED} tokens within {allowed:.3g}",
+                found=f"{moved:.3g}",
                 help="only causal models that do not see padding can share padded batches",
             )
 
 
 @torch.no_grad()
-def _loss(model: SuperModel, lines: Sequence[list[int]]) -> float:
-    """Loss of the first tokens of the first line; all lines are the first job's."""
-    watched = lines[0][:WATCHED] + [IGNORED] * (len(lines[0]) - WATCHED)
-    labels = [watched, *([IGNORED] * len(line) for line in lines[1:])]
+def _early_states(model: SuperModel, lines: Sequence[list[int]]) -> Tensor:
+    """The last hidden states [WATCHED, H] of the first line; all lines are the first job's."""
+    labels = [[IGNORED] * len(line) for line in lines]
     first = JobTokens(list(lines), labels, model.jobs[0].seed)
     rest = [JobTokens((), (), job.seed) for job in model.jobs[1:]]
     device = next(model.parameters()).device
-    return float(model(pad([first, *rest]).to(device))[0])
+    seen: list[Tensor] = []
+
+    def watch(module: nn.Module, inputs: tuple[Tensor, ...]) -> None:
+        seen.append(inputs[0][0, :WATCHED])
+
+    handle = model.net.get_submodule(LOSS).register_forward_pre_hook(watch)
+    try:
+        model(pad([first, *rest]).to(device))
+    finally:
+        handle.remove()
+    return seen[0].to(torch.promote_types(seen[0].dtype, torch.float32))

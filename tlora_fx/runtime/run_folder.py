@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from tlora_fx.errors import RunFolderError
-from tlora_fx.runtime.durable import replace_file
+from tlora_fx.durable import replace_file
 
 RESERVED = {"checkpoints"}
 LOCK = ".lock"

@@ -90,7 +90,7 @@ class Trainer:
         _demand_same_jobs(model.jobs, self.jobs)
         stamp = datetime.now(UTC).strftime("%Y%m%d-%H%M%S")
         self.folder = RunFolder(output or Path("runs") / stamp)
-        self.device = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
+        self.device = torch.device(device or default_device())
         self.resume = resume
         self.max_row_tokens = max_row_tokens
         self.watch: Watcher = watch or Silent()
@@ -222,6 +222,11 @@ class Trainer:
     def _base_name(self) -> str | None:
         spec = self.model.backbone.spec
         return spec.model or (str(spec.config) if spec.config else None)
+
+
+def default_device() -> str:
+    """The GPU where there is one."""
+    return "cuda" if torch.cuda.is_available() else "cpu"
 
 
 def _demand_same_jobs(compiled: Sequence[Job], given: Sequence[Job]) -> None:

@@ -36,7 +36,7 @@ def _loaded(backbone: Backbone) -> dict[str, Tensor]:
     spec = backbone.spec
     try:
         model: Any = AutoModelForCausalLM.from_pretrained(
-            spec.model,
+            str(spec.model),
             dtype=getattr(torch, spec.dtype),
             use_safetensors=True,
             trust_remote_code=spec.trust_remote_code,

@@ -46,7 +46,7 @@ def _with_targets(job: Job, backbone: Backbone) -> Any:
     from peft.tuners.tuners_utils import _maybe_include_all_linear_layers
     from peft.utils.constants import TRANSFORMERS_MODELS_TO_LORA_TARGET_MODULES_MAPPING as KNOWN
 
-    config = copy.deepcopy(job.lora_config())
+    config: Any = copy.deepcopy(job.lora_config())
     if config.target_modules is None:
         family = getattr(backbone.config, "model_type", None)
         if family not in KNOWN:

@@ -45,6 +45,27 @@ def row_of(tables: dict[str, Tensor]) -> Iterator[list[str]]:
         _CALLS.reset(calls)
 
 
+@contextmanager
+def unpacked_lines() -> Iterator[None]:
+    """Within this, transformers takes each line of a padded batch for one sequence.
+
+    It looks for packed sequences in position_ids. In batch form there are none, which its own
+    check finds when it runs, but cannot find while it is traced.
+    """
+    from transformers import masking_utils
+
+    name = "find_packed_sequence_indices"
+    kept = getattr(masking_utils, name, None)
+    if kept is None:
+        yield
+        return
+    setattr(masking_utils, name, lambda position_ids: None)
+    try:
+        yield
+    finally:
+        setattr(masking_utils, name, kept)
+
+
 def attend(
     module: nn.Module,
     query: Tensor,

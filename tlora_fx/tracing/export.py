@@ -18,7 +18,8 @@ from torch import Tensor, fx, nn
 
 from tlora_fx.errors import BaseNotTraceable, TloraError
 from tlora_fx.graph import INPUTS, TABLES, Form, TensorRef
-from tlora_fx.tracing.attention import row_of
+from tlora_fx.shapes import fake_like, fake_mode_of
+from tlora_fx.tracing.attention import row_of, unpacked_lines
 from tlora_fx.tracing.constants import RealConstants
 
 PEFT_PREFIX = "base_model.model."
@@ -29,12 +30,16 @@ TOKENS, LINES, WIDTH, SEQUENCES, JOBS = 29, 7, 11, 5, 3
 
 
 class Row(nn.Module):
-    """A model called with the inputs that every graph of ours takes."""
+    """A model called with the inputs that every graph of ours takes.
 
-    def __init__(self, model: nn.Module, form: Form) -> None:
+    keywords   whether it takes them by transformers' names, or the ids alone
+    """
+
+    def __init__(self, model: nn.Module, form: Form, *, keywords: bool = True) -> None:
         super().__init__()
         self.model = model
         self.form = form
+        self.keywords = keywords
         self.attention: list[str] = []
 
     def forward(self, input_ids: Tensor, position_ids: Tensor, *tables: Tensor) -> Tensor:
@@ -43,8 +48,9 @@ class Row(nn.Module):
         with row as self.attention, RealConstants():
             if self.form == "packed":
                 out = self.model(input_ids=input_ids, position_ids=position_ids, use_cache=False)
-            elif getattr(self.model, "config", None) is not None:
-                out = self.model(input_ids=input_ids, use_cache=False)
+            elif self.keywords:
+                with unpacked_lines():
+                    out = self.model(input_ids=input_ids, use_cache=False)
             else:
                 out = self.model(input_ids)
         out = getattr(out, "logits", out)
@@ -194,7 +200,10 @@ class _Importer:
         if key not in self.attributes:
             made = self.graph.create_node("get_attr", ref.name.removeprefix(PEFT_PREFIX))
             made.meta.update(val=node.meta.get("val"), path="", source="", tensor=ref)
-            if made.meta["val"] is None:
+            if ref.owner == "constant":
+                mode = fake_mode_of(self.module.graph)
+                made.meta["val"] = fake_like(mode, ref.shape, ref.dtype)
+            elif made.meta["val"] is None:
                 made.meta["val"] = _get(module, target)
             self.attributes[key] = made
         return self.attributes[key]
@@ -207,12 +216,20 @@ class _Importer:
             tensor = _get(module, target)
             if tensor.is_meta:
                 raise _without_value(node) from None
-            name = f"constant_{len(self.constants)}"
-            self.constants[name] = tensor.detach()
+            name = self._constant(tensor.detach())
             return TensorRef("constant", name, tuple(tensor.shape), tensor.dtype)
         canonical = self.base_names.get(id(tensor))
         owner = "base" if canonical else "job"
         return TensorRef(owner, canonical or name, tuple(tensor.shape), tensor.dtype)  # type: ignore[arg-type]
+
+    def _constant(self, value: Tensor) -> str:
+        """The name of a lifted constant, the same for equal ones."""
+        for name, known in self.constants.items():
+            if known.dtype == value.dtype and torch.equal(known, value):
+                return name
+        name = f"constant_{len(self.constants)}"
+        self.constants[name] = value
+        return name
 
     def _add(self, made: fx.Node, node: fx.Node) -> fx.Node:
         stack = list((node.meta.get("nn_module_stack") or {}).values())

@@ -77,7 +77,7 @@ def _trace(
     if job is not None:
         model = _wrap(model, job, config or job.lora_config(), backbone)
         check_wrapped(model, sites or {}, job)
-    row = Row(model, form)
+    row = Row(model, form, keywords=backbone.config is not None)
     index_read.clear()
     module = export_row(row, subject)
     if index_read and set(plan.representative) != set(plan.representative.values()):
@@ -108,10 +108,12 @@ def _wrap(model: nn.Module, job: Job, config: LoraConfig, backbone: Backbone) ->
     """PEFT's own wrapping; what the job trains of the base itself becomes the job's own tensor."""
     from peft import get_peft_model
 
+    if not hasattr(model, "prepare_inputs_for_generation"):
+        config.task_type = None  # PEFT's class for language models wants to generate
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         wrapped = get_peft_model(
-            model,  # type: ignore[arg-type]
+            model,
             config,
             autocast_adapter_dtype=job.adapter_dtype == "float32",
         )

@@ -74,7 +74,7 @@ def _split(backbone: Backbone, path: str, module: nn.Module) -> None:
                 for s, t in zip(short, stretched, strict=True)
             )
 
-    module.forward = types.MethodType(forward, module)  # type: ignore[method-assign]
+    module.forward = types.MethodType(forward, module)
 
 
 def _original_length(config: Any) -> int:

@@ -1,0 +1,300 @@
+"""How long compiling takes, and how much memory: `python benchmarks/compile.py`.
+
+Each measurement is a fresh process on two cores that imports, compiles on the meta device and ends;
+a figure is the median of its runs. Runs of different cases alternate, so that a busy minute of the
+machine falls on all of them. Times are wall seconds; the processor seconds beside them say whether
+the machine was busy with something else. A run that was kept waiting is repeated a few times, and
+the least disturbed one counts.
+"""
+
+from __future__ import annotations
+
+import argparse
+import datetime
+import json
+import os
+import platform
+import resource
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.progress import track
+from rich.table import Table
+
+CORES = 2
+BUSY = 1.15  # wall seconds for each processor second from which a machine counts as busy
+ATTEMPTS = 4
+WIDTH = 110
+RESULTS = Path(__file__).parent / "results"
+PACKAGES = ("tlora-fx", "torch", "transformers", "peft")
+
+LLAMA_8B = {"hidden_size": 4096, "intermediate_size": 14336, "num_attention_heads": 32}
+LLAMA_70B = {"hidden_size": 8192, "intermediate_size": 28672, "num_attention_heads": 64}
+COMMON = {
+    "model_type": "llama",
+    "architectures": ["LlamaForCausalLM"],
+    "vocab_size": 128256,
+    "num_key_value_heads": 8,
+    "max_position_embeddings": 8192,
+    "rms_norm_eps": 1e-5,
+    "rope_theta": 500000.0,
+    "tie_word_embeddings": False,
+}
+
+RANKS = (2, 4, 8, 16, 32, 64, 128)
+RATES = (0.0, 0.05, 0.1)
+TARGETS: tuple[str | list[str], ...] = (
+    ["q_proj", "v_proj"],
+    ["q_proj", "k_proj", "v_proj", "o_proj"],
+    "all-linear",
+    ["gate_proj", "up_proj", "down_proj"],
+    ["o_proj", "down_proj"],
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Case:
+    """One group of jobs to compile."""
+
+    name: str
+    layers: int
+    jobs: int
+    sizes: dict[str, int]
+
+
+SMALL = Case("8B", 32, 32, LLAMA_8B)
+CROWDED = Case("8B, twice the jobs", 32, 64, LLAMA_8B)
+DEEP = Case("70B", 80, 32, LLAMA_70B)
+CASES = {case.name: case for case in (SMALL, CROWDED, DEEP)}
+
+
+@dataclass(frozen=True, slots=True)
+class Run:
+    """What one process measured; times in seconds."""
+
+    import_wall: float
+    import_cpu: float
+    compile_wall: float
+    compile_cpu: float
+    dump_wall: float
+    peak_gib: float
+    ssm_lines: int
+    structures: int
+
+    @property
+    def waiting(self) -> float:
+        """Wall seconds for each processor second: 1 on an idle machine."""
+        return self.compile_wall / self.compile_cpu
+
+
+@dataclass(frozen=True, slots=True)
+class Bound:
+    """One bound beside what was measured; `cpu` is the same from processor seconds."""
+
+    what: str
+    bound: float
+    measured: float
+    cpu: float | None
+    unit: str
+
+    @property
+    def holds(self) -> bool:
+        """Whether the measured figure keeps the bound."""
+        return self.measured <= self.bound
+
+
+def measure(case: Case) -> Run:
+    """Compile one case in this process, which must have imported nothing yet."""
+    started = _now()
+    import peft  # noqa: F401  (compiling would import it)
+    import transformers  # noqa: F401
+
+    from tlora_fx import BaseSpec, Job, compile
+    from tlora_fx.inspect.dump import dump
+
+    imported = _now()
+    with tempfile.TemporaryDirectory() as folder:
+        config = COMMON | case.sizes | {"num_hidden_layers": case.layers}
+        Path(folder, "config.json").write_text(json.dumps(config))
+        base = BaseSpec(config=folder, dtype="bfloat16")
+        jobs = [Job(name=f"job-{i}", base=base, **_job(i)) for i in range(case.jobs)]
+        before = _now()
+        model = compile(jobs)
+        compiled = _now()
+        dump(model, Path(folder, "build"))
+        dumped = _now()
+        lines = len(Path(folder, "build", "ssm.txt").read_text().splitlines())
+    return Run(
+        import_wall=imported[0] - started[0],
+        import_cpu=imported[1] - started[1],
+        compile_wall=compiled[0] - before[0],
+        compile_cpu=compiled[1] - before[1],
+        dump_wall=dumped[0] - compiled[0],
+        peak_gib=resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20,
+        ssm_lines=lines,
+        structures=len({id(graph.root) for graph in model.group.jobs}),
+    )
+
+
+def _job(place: int) -> dict[str, Any]:
+    """Target sets, ranks and rates in cycles of coprime lengths, so that all of them meet."""
+    rank = RANKS[place % len(RANKS)]
+    lora = {
+        "r": rank,
+        "lora_alpha": 2 * rank + place,
+        "lora_dropout": RATES[place % len(RATES)],
+        "target_modules": TARGETS[place % len(TARGETS)],
+    }
+    return {"lora": lora, "data": {"path": "none.jsonl"}, "max_steps": 1}
+
+
+def _now() -> tuple[float, float]:
+    """Wall seconds, and this process's processor seconds."""
+    return time.perf_counter(), time.process_time()
+
+
+def spawn(case: Case) -> Run:
+    """Measure one case in a fresh process, again while the machine is busy with other work."""
+    attempts: list[Run] = []
+    while len(attempts) < ATTEMPTS and not any(run.waiting <= BUSY for run in attempts):
+        command = [sys.executable, __file__, "--measure", case.name]
+        done = subprocess.run(command, capture_output=True, text=True, check=False)
+        if done.returncode:
+            raise SystemExit(f"measuring '{case.name}' failed:\n{done.stderr}")
+        attempts.append(Run(**json.loads(done.stdout.splitlines()[-1])))
+    return min(attempts, key=lambda run: run.waiting)
+
+
+def median(runs: Sequence[Run], field: str) -> float:
+    """The median of one figure over the runs of a case."""
+    return float(statistics.median(getattr(run, field) for run in runs))
+
+
+def bounds(runs: dict[str, list[Run]]) -> list[Bound]:
+    """What must hold of compiling, beside what was measured."""
+    import_wall, small_wall, further_wall, deeper_wall = _times(runs, "wall")
+    import_cpu, small_cpu, further_cpu, deeper_cpu = _times(runs, "cpu")
+    all_wall, all_cpu = import_wall + small_wall, import_cpu + small_cpu
+    kept = [runs[case.name] for case in (SMALL, DEEP)]
+    peak = max(median(own, "peak_gib") for own in kept)
+    lines = max(median(own, "ssm_lines") for own in kept)
+    return [
+        Bound("compile 32 jobs, imports not counted", 15, small_wall, small_cpu, "s"),
+        Bound("compile 32 jobs, imports counted", 15, all_wall, all_cpu, "s"),
+        Bound("each further job of a known structure", 0.1, further_wall, further_cpu, "s"),
+        Bound("80 layers (70B) against 32 (8B)", 1.3, deeper_wall, deeper_cpu, "times"),
+        Bound("peak memory of the process", 3, peak, None, "GiB"),
+        Bound("ssm.txt", 400, lines, None, "lines"),
+    ]
+
+
+def _times(runs: dict[str, list[Run]], clock: str) -> tuple[float, float, float, float]:
+    """By one clock: seconds of importing, of compiling, of each further job; ratio of deep."""
+    small, crowded, deep = (
+        median(runs[case.name], f"compile_{clock}") for case in (SMALL, CROWDED, DEEP)
+    )
+    further = (crowded - small) / (CROWDED.jobs - SMALL.jobs)
+    return median(runs[SMALL.name], f"import_{clock}"), small, further, deep / small
+
+
+def hardware() -> dict[str, Any]:
+    """The machine, as far as it matters here."""
+    info = Path("/proc/cpuinfo")
+    lines = info.read_text().splitlines() if info.exists() else []
+    models = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
+    memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30
+    return {
+        "cpu": models[0] if models else platform.processor(),
+        "cores": os.cpu_count(),
+        "cores_used": len(os.sched_getaffinity(0)),
+        "memory_gib": round(memory, 1),
+    }
+
+
+def report(runs: dict[str, list[Run]], count: int) -> dict[str, Any]:
+    """Everything that was measured, as JSON."""
+    return {
+        "benchmark": "compile",
+        "date": datetime.datetime.now(datetime.UTC).date().isoformat(),
+        "command": f"python benchmarks/compile.py --runs {count}",
+        "hardware": hardware(),
+        "versions": {"python": platform.python_version()} | {p: version(p) for p in PACKAGES},
+        "busy": busy(runs),
+        "bounds": [asdict(bound) | {"holds": bound.holds} for bound in bounds(runs)],
+        "cases": [
+            asdict(case) | {"runs": [asdict(run) for run in runs[case.name]]}
+            for case in CASES.values()
+        ],
+    }
+
+
+def busy(runs: dict[str, list[Run]]) -> bool:
+    """Whether other work took the processor from the measured processes."""
+    return any(statistics.median(run.waiting for run in own) > BUSY for own in runs.values())
+
+
+def show(runs: dict[str, list[Run]], console: Console) -> None:
+    """Two tables: the cases, and the bounds."""
+    cases = Table(
+        "case", "layers", "jobs", "structures", "import", "compile", "cpu", "dump", "peak"
+    )
+    for case in CASES.values():
+        own = runs[case.name]
+        seconds = [median(own, f"{what}_wall") for what in ("import", "compile")]
+        seconds += [median(own, "compile_cpu"), median(own, "dump_wall")]
+        cases.add_row(
+            case.name,
+            str(case.layers),
+            str(case.jobs),
+            f"{median(own, 'structures'):.0f}",
+            *(f"{value:.2f} s" for value in seconds),
+            f"{median(own, 'peak_gib'):.2f} GiB",
+        )
+    held = Table("bound", "at most", "measured", "from cpu seconds", "holds")
+    for bound in bounds(runs):
+        cpu = "" if bound.cpu is None else f"{bound.cpu:.3g}"
+        measured = f"{bound.measured:.3g} {bound.unit}"
+        held.add_row(bound.what, f"{bound.bound:g}", measured, cpu, "yes" if bound.holds else "NO")
+    console.print(cases, held)
+    if busy(runs):
+        console.print(
+            "The machine was busy, so wall times are too long: run it again on an idle one."
+        )
+
+
+def main() -> int:
+    """Measure all cases; exit status 1 when a bound does not hold."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--runs", type=int, default=3, help="processes a case (default 3)")
+    parser.add_argument("--output", type=Path, help="JSON file (default: in benchmarks/results)")
+    parser.add_argument("--measure", choices=CASES, help="measure one case in this process")
+    given = parser.parse_args()
+    if given.measure:
+        print(json.dumps(asdict(measure(CASES[given.measure]))))
+        return 0
+    os.sched_setaffinity(0, sorted(os.sched_getaffinity(0))[:CORES])
+    console = Console() if sys.stdout.isatty() else Console(width=WIDTH)
+    runs: dict[str, list[Run]] = {name: [] for name in CASES}
+    order = [case for _ in range(given.runs) for case in CASES.values()]
+    for case in track(order, "compiling", console=console):
+        runs[case.name].append(spawn(case))
+    show(runs, console)
+    found = report(runs, given.runs)
+    output = given.output or RESULTS / f"compile-{found['date']}.json"
+    output.parent.mkdir(parents=True, exist_ok=True)
+    output.write_text(json.dumps(found, indent=2) + "\n")
+    console.print(f"written to {output}")
+    return 0 if all(bound.holds for bound in bounds(runs)) else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

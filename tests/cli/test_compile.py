@@ -1,0 +1,90 @@
+"""`tlora-fx compile`."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.models import save_config
+from tlora_fx.cli import main
+from tlora_fx.inspect.schema import load_listing
+
+JOBS = """
+base: {config: llama, dtype: float32}
+jobs:
+  - {name: one, lora: {r: 4, target_modules: [q_proj, v_proj]}, data: {path: x.jsonl}}
+  - {name: two, lora: {r: 2, target_modules: [q_proj], use_dora: true}, data: {path: x.jsonl}}
+"""
+
+
+@pytest.fixture(scope="module")
+def jobs(tmp_path_factory):
+    """A job file beside its base's config."""
+    folder = tmp_path_factory.mktemp("jobs")
+    save_config(folder, "llama")
+    (folder / "jobs.yaml").write_text(JOBS)
+    (folder / "x.jsonl").write_text('{"text": "a"}\n')
+    return folder / "jobs.yaml"
+
+
+def run(*arguments: object) -> int | str | None:
+    """The exit code of the command line."""
+    with pytest.raises(SystemExit) as end:
+        main([str(word) for word in arguments])
+    return end.value.code
+
+
+def test_compile_writes_the_dump_and_sums_it_up(jobs, tmp_path, capsys):
+    """Four files; what is shared, the seconds, and where all of it lies."""
+    assert run("compile", jobs, "-o", tmp_path / "build") == 0
+
+    out = capsys.readouterr().out
+    assert {path.name for path in (tmp_path / "build").iterdir()} == {
+        "ssm.py", "ssm.txt", "ssm.json", "report.txt",
+    }  # fmt: skip
+    assert "2 jobs" in out
+    assert "6 of 9 in shared operators; 3 branches as they are: see report.txt" in out
+    assert "3 layers in 1 structure" in out
+    assert str(tmp_path / "build") in out
+    assert "\x1b" not in out
+
+
+def test_compile_takes_a_pipeline(jobs, tmp_path):
+    """In the text form of pipelines, with options."""
+    text = (
+        "drop-export-noise,tag-roles,fold-layers,check-token-parallel,"
+        "fuse-backbone{max-jobs=2},lower-adapters,key-dropouts,lower-loss"
+    )
+    assert run("compile", jobs, "-o", tmp_path, "--pipeline", text) == 0
+
+    assert load_listing(tmp_path).blocks[-1].name == "Head"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "code"),
+    [
+        (["--pipeline", "fuse-backbon"], "T0211"),
+        (["--pipeline", "drop-export-noise{x=1}"], "T0211"),
+    ],
+)
+def test_a_wrong_pipeline_exits_with_1(jobs, tmp_path, capsys, arguments, code):
+    """The error names the pass or the option, and nothing is written."""
+    assert run("compile", jobs, "-o", tmp_path / "build", *arguments) == 1
+
+    assert f"error[{code}]" in capsys.readouterr().err
+    assert not (tmp_path / "build").exists()
+
+
+def test_a_missing_job_file_exits_with_1(tmp_path, capsys):
+    """On stderr, as every error."""
+    assert run("compile", tmp_path / "none.yaml", "-o", tmp_path) == 1
+
+    captured = capsys.readouterr()
+    assert "error[T0104]" in captured.err
+    assert captured.out == ""
+
+
+def test_compile_without_an_output_is_wrong_usage(jobs, capsys):
+    """Exit code 2 and the option's name."""
+    assert run("compile", jobs) == 2
+
+    assert "--output" in capsys.readouterr().err

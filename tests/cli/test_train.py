@@ -1,0 +1,118 @@
+"""`tlora-fx train` and `verify` as a user meets them: whole processes on the quickstart."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import yaml
+
+QUICKSTART = Path(__file__).parents[2] / "examples" / "quickstart"
+
+
+@pytest.fixture(scope="module")
+def job_file(tmp_path_factory):
+    """The quickstart with short jobs that checkpoint often."""
+    folder = tmp_path_factory.mktemp("quickstart")
+    shutil.copytree(QUICKSTART, folder, dirs_exist_ok=True)
+    path = folder / "jobs.yaml"
+    content = yaml.safe_load(path.read_text())
+    for job, steps in zip(content["jobs"], (9, 7, 5), strict=True):
+        job |= {"max_steps": steps, "per_device_train_batch_size": 2}
+    content["defaults"]["save_steps"] = 2
+    path.write_text(yaml.safe_dump(content))
+    return path
+
+
+def command(*words):
+    return [sys.executable, "-m", "tlora_fx", *map(str, words)]
+
+
+def run(*words, **options):
+    return subprocess.run(command(*words), capture_output=True, text=True, **options)
+
+
+def losses(folder):
+    return {
+        path.parent.name: [json.loads(line)["loss"] for line in path.read_text().splitlines()]
+        for path in sorted(folder.glob("*/metrics.jsonl"))
+    }
+
+
+def test_a_killed_run_goes_on_with_the_losses_of_an_uninterrupted_one(job_file, tmp_path):
+    """kill -9 in the middle, --resume, and every loss is bitwise that of a run left alone."""
+    whole = run("train", job_file, "-o", tmp_path / "whole", "--device", "cpu")
+    assert whole.returncode == 0, whole.stderr
+    process = subprocess.Popen(
+        command("train", job_file, "-o", tmp_path / "cut", "--device", "cpu"),
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL,
+    )
+    pointer = tmp_path / "cut" / "checkpoints" / "latest"
+    deadline = time.monotonic() + 120
+    while not pointer.exists() and process.poll() is None and time.monotonic() < deadline:
+        time.sleep(0.01)
+    os.kill(process.pid, signal.SIGKILL)
+    process.wait()
+    assert not (tmp_path / "cut" / "word-problems" / "adapter_model.safetensors").exists()
+
+    resumed = run("train", job_file, "-o", tmp_path / "cut", "--resume", "--device", "cpu")
+
+    assert resumed.returncode == 0, resumed.stderr
+    assert losses(tmp_path / "cut") == losses(tmp_path / "whole")
+    assert {k: len(v) for k, v in losses(tmp_path / "cut").items()} == {
+        "word-problems": 9,
+        "small-talk": 7,
+        "records": 5,
+    }
+
+
+def test_an_output_folder_in_use_is_refused_with_a_way_out(job_file, tmp_path):
+    """Exit code 1, and the message says --resume."""
+    (tmp_path / "kept.txt").write_text("mine")
+
+    told = run("train", job_file, "-o", tmp_path)
+
+    assert told.returncode == 1
+    assert "in use" in told.stderr
+    assert "--resume" in told.stderr
+    assert (tmp_path / "kept.txt").read_text() == "mine"
+
+
+def test_a_wrong_key_is_told_with_file_line_and_job_before_anything_runs(job_file, tmp_path):
+    """`learning_rat` leads to `learning_rate`."""
+    wrong = job_file.with_name("wrong.yaml")
+    wrong.write_text(job_file.read_text().replace("learning_rate:", "learning_rat:", 1))
+
+    told = run("train", wrong, "-o", tmp_path / "run")
+
+    assert told.returncode == 1
+    assert "learning_rate" in told.stderr
+    assert "wrong.yaml:" in told.stderr
+    assert not (tmp_path / "run").exists()
+
+
+def test_an_unknown_command_gets_the_nearest_one():
+    """`tlora-fx trian` leads to `train`."""
+    told = run("trian")
+
+    assert told.returncode == 2
+    assert "'train'" in told.stderr
+
+
+def test_verify_prints_a_table_and_says_against_what(job_file):
+    """Both ways of dropout, each job, the bounds, exit code 0."""
+    told = run("verify", job_file, "--steps", "2", "--device", "cpu")
+
+    assert told.returncode == 0, told.stderr
+    assert told.stdout.count("small-talk") == 2
+    assert "plain PEFT" in told.stdout
+    assert "keyed masks" in told.stdout
+    assert "bound" in told.stdout

@@ -1,0 +1,98 @@
+"""`ssm.txt`: what a person reads of a fused model."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+
+from tlora_fx.inspect.text import WIDTH, listing_lines, render_text
+
+
+@pytest.mark.parametrize("name", ["quickstart", "odd", "many"])
+def test_the_listing_reads_as_accepted(name, request, golden):
+    """The whole text, as somebody looked at it."""
+    golden(f"inspect/{name}.txt", render_text(request.getfixturevalue(f"{name}_listing")))
+
+
+@pytest.mark.parametrize("name", ["quickstart", "odd", "many", "padded"])
+def test_no_line_is_wider_than_the_listing(name, request):
+    """Every line fits, whatever the jobs are."""
+    text = render_text(request.getfixturevalue(f"{name}_listing"))
+
+    assert max(map(len, text.splitlines())) <= WIDTH
+
+
+def test_thirty_two_jobs_on_an_8b_base_fit_400_lines(many_listing):
+    """Layers are folded and jobs grouped."""
+    assert len(render_text(many_listing).splitlines()) <= 400
+
+
+def test_sixty_four_jobs_of_different_targets_stay_readable(many_listing):
+    """Jobs without any in common have letters of their own, and no line overflows."""
+    first = many_listing.jobs[0]
+    jobs = [dataclasses.replace(first, name=f"{'x' * 90}-{n:02d}") for n in range(64)]
+    blocks = []
+    for block in many_listing.blocks:
+        rows = []
+        for place, row in enumerate(block.rows):
+            one = row.branches[:1]
+            mine = [job for n, job in enumerate(jobs) if (n >> (place % 6)) & 1]
+            branches = [dataclasses.replace(b, job=job.name) for b in one for job in mine]
+            rows.append(dataclasses.replace(row, branches=branches))
+        blocks.append(dataclasses.replace(block, rows=rows))
+    text = render_text(dataclasses.replace(many_listing, jobs=jobs, blocks=blocks))
+
+    assert max(map(len, text.splitlines())) <= WIDTH
+    assert len(text.splitlines()) <= 400
+
+
+def test_interleaved_layers_are_told_apart(odd_listing):
+    """Gemma 2's two kinds of layers have a headline each."""
+    text = render_text(odd_listing)
+
+    assert "layers.{0,2} ×2" in text
+    assert "soft cap" in text
+
+
+def test_a_branch_that_runs_as_it_is_says_so(odd_listing):
+    """The job's glyph stands beside the reason."""
+    line = next(
+        line for line in render_text(odd_listing).splitlines() if "(as it is: DoRA)" in line
+    )
+
+    assert "●dora (as it is: DoRA)" in line
+
+
+def test_layers_that_are_not_folded_but_alike_are_shown_once(quickstart_listing):
+    """A listing does not repeat itself where only the code is repeated."""
+    folded = next(block for block in quickstart_listing.blocks if block.layers)
+    alone = [
+        dataclasses.replace(folded, name="Root", layers=[layer], folded=False)
+        for layer in folded.layers
+    ]
+    before = [block for block in quickstart_listing.blocks if not block.layers]
+    blocks = [before[0], *alone, *before[1:]]
+    text = render_text(dataclasses.replace(quickstart_listing, blocks=blocks))
+
+    assert "layers.0-3 ×4   alike in this listing, but not folded" in text
+    assert text.count("mlp.down_proj") == 1
+
+
+@pytest.mark.parametrize("width", [72, 80, 100, 120])
+def test_a_narrow_listing_leaves_columns_out(odd_listing, width):
+    """What matters least goes, and every line fits."""
+    lines = ["".join(text for text, _ in line) for line in listing_lines(odd_listing, width)]
+
+    assert max(map(len, lines)) <= width
+    assert any("self_attn.q_proj" in line and "■" in line for line in lines)
+
+
+def test_an_unknown_cost_is_a_question_mark(quickstart_listing):
+    """No number is better than a wrong one."""
+    first = quickstart_listing.blocks[0]
+    rows = [dataclasses.replace(row, flop_per_token=None) for row in first.rows]
+    blocks = [dataclasses.replace(first, rows=rows), *quickstart_listing.blocks[1:]]
+    text = render_text(dataclasses.replace(quickstart_listing, blocks=blocks))
+
+    assert any("embed_tokens" in line and " ? " in line for line in text.splitlines())

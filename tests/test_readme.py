@@ -1,0 +1,67 @@
+"""What the README shows runs as it stands."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import yaml
+
+ROOT = Path(__file__).parents[1]
+README = (ROOT / "README.md").read_text(encoding="utf-8")
+
+
+def blocks(language):
+    return re.findall(rf"```{language}\n(.*?)```", README, flags=re.DOTALL)
+
+
+def test_the_python_example_trains_the_quickstart(tmp_path):
+    """The block runs in a fresh process and ends with three jobs done."""
+    (code,) = blocks("python")
+    (tmp_path / "examples").symlink_to(ROOT / "examples")
+
+    told = subprocess.run(
+        [sys.executable, "-c", code], cwd=tmp_path, capture_output=True, text=True, check=False
+    )
+
+    assert told.returncode == 0, told.stderr
+    assert told.stdout.count(" done ") == 3
+    assert (tmp_path / "runs" / "readme" / "records" / "adapter_model.safetensors").is_file()
+
+
+def test_the_job_file_example_is_a_job_file(tmp_path):
+    """Every key of the YAML block is one that job files have."""
+    from tlora_fx.jobfile import load_job_file
+
+    (text,) = blocks("yaml")
+    path = tmp_path / "jobs.yaml"
+    path.write_text(text)
+
+    assert [job.name for job in load_job_file(path).jobs] == ["math-r16", "chat-r4"]
+    assert set(yaml.safe_load(text)) == {"base", "jobs"}
+
+
+def test_the_pages_that_the_readme_links_to_exist():
+    """No link leads nowhere."""
+    links = re.findall(r"\]\(([^)#:]+)\)", README)
+
+    assert [link for link in links if not (ROOT / link).exists()] == []
+
+
+def test_the_error_page_is_up_to_date():
+    """docs/errors.md is what `python -m tlora_fx.errors` prints."""
+    from tlora_fx.error_page import page
+
+    assert (ROOT / "docs" / "errors.md").read_text(encoding="utf-8").strip() == page().strip()
+
+
+def test_the_job_file_page_names_every_key():
+    """docs/job-file.md has a row for each field of a job, its base and its data."""
+    from tlora_fx.job import BaseSpec, DataSpec, Job
+
+    page = (ROOT / "docs" / "job-file.md").read_text(encoding="utf-8")
+    fields = {*Job.model_fields, *BaseSpec.model_fields, *DataSpec.model_fields}
+
+    assert {name for name in fields if f"`{name}`" not in page and name != "module"} == set()

@@ -1,0 +1,74 @@
+"""`tlora-fx compile`: fuse the jobs of a file and write the model down."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+from rich.console import Console
+
+if TYPE_CHECKING:
+    from tlora_fx.inspect.schema import Listing
+
+
+def run(
+    jobs: Annotated[Path, typer.Argument(help="Job file (YAML).")],
+    output: Annotated[Path, typer.Option("-o", "--output", help="Folder for the dump.")],
+    pipeline: Annotated[str | None, typer.Option(help="Passes instead of the default.")] = None,
+) -> None:
+    """Fuse the jobs of a file into one model, from the base's config alone.
+
+    Writes ssm.py (the code), ssm.txt (a listing), ssm.json (its data) and report.txt (what is
+    shared, what not and why). What else lies in the folder stays.
+    """
+    from tlora_fx.jobfile import load_job_file
+
+    console = Console(stderr=True)
+    seconds: dict[str, float] = {}
+    with _phase(console, seconds, "read"):
+        given = load_job_file(jobs)
+    with _phase(console, seconds, "load libraries"):
+        import peft  # noqa: F401  (with transformers; compiling would import them anyway)
+
+        from tlora_fx.driver import compile
+        from tlora_fx.inspect.dump import dump
+    with _phase(console, seconds, f"fuse {len(given.jobs)} jobs", "fuse"):
+        model = compile(given, pipeline)
+    with _phase(console, seconds, "write"):
+        listing = dump(model, output)
+    for line in summary(listing, seconds, output):
+        typer.echo(line)
+
+
+def summary(listing: Listing, seconds: dict[str, float], folder: Path) -> list[str]:
+    """What came out, in a few lines."""
+    from tlora_fx.inspect.text import headline
+    from tlora_fx.inspect.wording import plural
+
+    totals = listing.totals
+    structures = sum(1 for block in listing.blocks if block.layers)
+    alone = totals.adapters - totals.lowered
+    kept = f"; {plural(alone, 'branch')} as they are: see report.txt" if alone else ""
+    layers = f"{plural(len(listing.base.layers), 'layer')} in {plural(structures, 'structure')}"
+    return [
+        headline(listing),
+        f"shared    {totals.shared_nodes} operators run once for all jobs, {layers}",
+        f"adapters  {totals.lowered} of {totals.adapters} in shared operators{kept}",
+        "seconds   " + ", ".join(f"{name} {spent:.1f}" for name, spent in seconds.items()),
+        f"written   {folder}: ssm.txt to read, ssm.py, ssm.json, report.txt",
+    ]
+
+
+@contextmanager
+def _phase(
+    console: Console, seconds: dict[str, float], doing: str, name: str | None = None
+) -> Iterator[None]:
+    """Say on the terminal what is being done, and note how long it took."""
+    start = time.perf_counter()
+    with console.status(doing):
+        yield
+    seconds[name or doing] = time.perf_counter() - start
