@@ -139,7 +139,10 @@ def _key(node: fx.Node, stands: dict[fx.Node, fx.Node], side: Side) -> Hashable:
         return (node.op, node.name)
     ref = node.meta.get("tensor")
     if isinstance(ref, TensorRef):
-        return (ref.owner, _content(side.constants[ref.name]) if ref.owner == "constant" else ref.name)
+        return (
+            ref.owner,
+            _content(side.constants[ref.name]) if ref.owner == "constant" else ref.name,
+        )
     path = ".".join(name for name in node.meta.get("path", "").split(".") if name != "base_layer")
     named: Any = lambda n: _Named(id(stands[n]))  # noqa: E731  (fx types map_arg too narrowly)
     args, kwargs = fx.map_arg((node.args, node.kwargs), named)
@@ -154,12 +157,14 @@ class _Named:
 
 
 def _content(value: Tensor) -> Hashable:
-    return (str(value.dtype), tuple(value.shape), bytes(value.contiguous().view(-1).view(torch.uint8)))
+    return (
+        str(value.dtype),
+        tuple(value.shape),
+        bytes(value.contiguous().view(-1).view(torch.uint8)),
+    )
 
 
-def _demand_same_result(
-    base: fx.Graph, job: fx.Graph, found: Alignment, subject: str
-) -> None:
+def _demand_same_result(base: fx.Graph, job: fx.Graph, found: Alignment, subject: str) -> None:
     result, expected = output_of(job).args[0], output_of(base).args[0]
     if isinstance(result, fx.Node) and found.stands.get(result) is expected:
         return

@@ -16,9 +16,9 @@ from torch import fx
 import tlora_fx.passes.token_rules_places  # noqa: F401  (registers its rules)
 from tlora_fx.errors import NotTokenParallel
 from tlora_fx.graph import Block, Form, GroupGraph, is_call, output_of, placeholders
-from tlora_fx.pipeline import GroupPass, register
 from tlora_fx.passes.lower_loss import head_of
 from tlora_fx.passes.token_rules import MixesTokens, find_rule
+from tlora_fx.pipeline import GroupPass, register
 
 aten = torch.ops.aten
 TOKEN_INPUTS = {"input_ids", "position_ids", "token_index"}
@@ -77,7 +77,7 @@ def is_random(node: fx.Node) -> bool:
         return False
     if is_call(node, aten.scaled_dot_product_attention.default):
         rate = node.args[4] if len(node.args) > 4 else node.kwargs.get("dropout_p", 0.0)
-        return rate != 0.0
+        return bool(rate != 0.0)
     return True
 
 
@@ -133,7 +133,7 @@ class _Checker:
                 self._refuse(node, "it makes values from places in the row")
             return None
         if found is None:
-            self._refuse(node, None)
+            return self._refuse(node, None)
         try:
             axis = found(node, lambda arg: arg.meta["axis"] if isinstance(arg, fx.Node) else None)
         except MixesTokens as reason:

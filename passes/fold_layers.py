@@ -156,7 +156,9 @@ def size_inside(
         )
         copied.meta = {**size.meta, "path": ""}
         return copied
-    raise LayersNotChained("a layer needs a size that none of its inputs has", found=size.format_node())
+    raise LayersNotChained(
+        "a layer needs a size that none of its inputs has", found=size.format_node()
+    )
 
 
 def _make_relative(node: fx.Node, layer: str) -> None:

@@ -9,8 +9,7 @@ Keeps   every number that a job alone would compute: a branch reads the job's se
 
 from __future__ import annotations
 
-from collections.abc import Hashable
-from collections.abc import Iterator
+from collections.abc import Hashable, Iterator
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -126,9 +125,7 @@ def _call_of(job: JobGraph, layer: str) -> fx.Node:
 
 
 def _in_layer(path: str, graph: JobGraph) -> bool:
-    return any(
-        under(path, layer) for block in graph.blocks.values() for layer in block.instances
-    )
+    return any(under(path, layer) for block in graph.blocks.values() for layer in block.instances)
 
 
 def _fuse_block(group: GroupGraph, aligned: list[_Structure], layers: tuple[str, ...]) -> Block:
@@ -175,9 +172,7 @@ class _Writer:
         self.branches: dict[fx.Node, list[tuple[int, JobGraph, Alignment, Branch]]] = {}
         self.sites: list[dict[str, AdapterSite]] = []
 
-    def add_job(
-        self, job: JobGraph, alignment: Alignment, sites: dict[str, AdapterSite]
-    ) -> None:
+    def add_job(self, job: JobGraph, alignment: Alignment, sites: dict[str, AdapterSite]) -> None:
         """Take a job's branches; they are written when the base reaches their anchors."""
         index = len(self.sites)
         self.sites.append(sites)
@@ -251,7 +246,13 @@ class _Writer:
             made[node].meta = {**node.meta, "role": "adapter", "jobs": (job.name,)}
             made[node].meta.update(site=branch.site, made_by="fuse-backbone")
             _set_numbers(made[node], site)
-        args = (self.after[branch.anchor], made[branch.result], self.tables["segments"], index, axis)
+        args = (
+            self.after[branch.anchor],
+            made[branch.result],
+            self.tables["segments"],
+            index,
+            axis,
+        )
         write = self.graph.call_function(ops.segment_write.default, args)
         self._tag(write, job, branch.site, self.after[branch.anchor].meta["val"])
         self.after[branch.anchor] = write
@@ -299,14 +300,16 @@ class _Writer:
         known = {**alignment.twins, **alignment.stands}
         for source, base in known.items():
             axis = base.meta.get("axis")
-            extent = source.meta.get("val")
-            if isinstance(axis, int) and isinstance(extent, torch.Tensor):
-                if str(extent.shape[axis]) == str(size.meta["val"]):
-                    args = (take(source), axis)
-                    result = self.graph.call_function(torch.ops.aten.sym_size.int, args)
-                    result.meta = {**size.meta, "role": "adapter", "made_by": "fuse-backbone"}
-                    return result
-        return take(size)
+            value = source.meta.get("val")
+            if not isinstance(axis, int) or not isinstance(value, torch.Tensor):
+                continue
+            if str(value.shape[axis]) == str(size.meta["val"]):
+                args = (take(source), axis)
+                result = self.graph.call_function(torch.ops.aten.sym_size.int, args)
+                result.meta = {**size.meta, "role": "adapter", "made_by": "fuse-backbone"}
+                return result
+        whole: fx.Node = take(size)
+        return whole
 
     def _job_tensor(
         self, index: int, job: JobGraph, node: fx.Node, site: AdapterSite | None
@@ -322,14 +325,24 @@ class _Writer:
         shape = _with_rank(ref, site)
         target = f"j{index}.{node.target}"
         made = self.graph.create_node("get_attr", target)
-        made.meta = {**node.meta, "role": "adapter", "jobs": (job.name,), "made_by": "fuse-backbone"}
+        made.meta = {
+            **node.meta,
+            "role": "adapter",
+            "jobs": (job.name,),
+            "made_by": "fuse-backbone",
+        }
         made.meta["tensor"] = TensorRef("job", ref.name, shape, ref.dtype)
         made.meta["val"] = fake_like(self.mode, shape, ref.dtype)
         return made
 
     def _tag(self, node: fx.Node, job: JobGraph, site: str, value: Any) -> None:
         node.meta.update(
-            role="adapter", jobs=(job.name,), site=site, path=site, source="", val=value,
+            role="adapter",
+            jobs=(job.name,),
+            site=site,
+            path=site,
+            source="",
+            val=value,
             made_by="fuse-backbone",
         )
 

@@ -16,6 +16,7 @@ from torch import fx
 
 from tlora_fx.errors import BaseRefused
 from tlora_fx.graph import GroupGraph, TensorRef, is_call, placeholders
+from tlora_fx.passes.check_token_parallel import is_random
 from tlora_fx.pipeline import GroupPass, register
 from tlora_fx.shapes import fake_like, fake_mode_of, segment_size
 
@@ -41,6 +42,14 @@ class KeyDropouts(GroupPass):
                 elif is_call(node, ops.packed_attention.default) and node.args[ATTENTION_RATE]:
                     maker = _Keyed(group, graph, node, _number(node, taken))
                     node.update_arg(ATTENTION_SITE, maker.buffer("site", (), torch.int64))
+                elif is_random(node):
+                    raise BaseRefused(
+                        "a job's own part of the model draws random numbers without keyed masks",
+                        operator=node.target,
+                        module=node.meta.get("path"),
+                        source=node.meta.get("source"),
+                        help="train no copy of this module",
+                    )
 
 
 def _number(node: fx.Node, taken: dict[str, int]) -> int:

@@ -54,7 +54,7 @@ class LoraBranch:
     dropout: float
 
 
-def match_frozen(anchor: fx.Node) -> Frozen:
+def match_frozen(anchor: Any) -> Frozen:
     """The frozen linear whose result a branch replaces.
 
     raises    NoMatch
@@ -64,8 +64,10 @@ def match_frozen(anchor: fx.Node) -> Frozen:
         return _frozen(x, weight, bias[0] if bias else None, False)
     if is_call(anchor, aten.view.default, aten.reshape.default):
         inner: Any = anchor.args[0]
-        if is_call(inner, aten.addmm.default) and is_call(
-            inner.args[1], aten.view.default, aten.reshape.default
+        if (
+            is_call(inner, aten.addmm.default)
+            and not inner.kwargs
+            and is_call(inner.args[1], aten.view.default, aten.reshape.default)
         ):
             bias, flat, weight = inner.args
             return _frozen(flat.args[0], weight, bias, True)
@@ -100,6 +102,7 @@ def match_branch(write: fx.Node, anchor: fx.Node, x: fx.Node) -> LoraBranch:
     job: Any = write.args[3]
     total = _uncast(write.args[1])
     _demand(is_call(total, aten.add.Tensor), f"its last operator is {_named(total)}, not add")
+    _demand(not total.kwargs, "its sum is scaled")
     frozen, scaled = (_uncast(arg) for arg in total.args[:2])
     _demand(_reads(frozen, anchor, job), "what it adds to is not the frozen linear's result")
     _demand(is_call(scaled, aten.mul.Tensor), f"its branch ends in {_named(scaled)}, not a scale")

@@ -68,9 +68,7 @@ class LowerAdapters(GroupPass):
         if found:
             self._replace(group, graph, anchor, frozen, site, found)
 
-    def _keep(
-        self, group: GroupGraph, where: str, site: str, write: fx.Node, reason: str
-    ) -> None:
+    def _keep(self, group: GroupGraph, where: str, site: str, write: fx.Node, reason: str) -> None:
         place = f"{where}.{site}" if where else site
         (job,) = write.meta["jobs"]
         if not group.exact and _is_plain(group, job, where, site):
@@ -113,7 +111,8 @@ class LowerAdapters(GroupPass):
                 node.meta = {**tag, "tensor": ref, "val": fake_like(mode, shape, ref.dtype)}
                 bank[name] = node
         lowered.args = (
-            frozen.x, weight, frozen.bias, *(bank[n] for n in ("a", "b", "ranks", "scales", "rates")),
+            frozen.x, weight, frozen.bias,
+            *(bank[name] for name in ("a", "b", "ranks", "scales", "rates")),
             tables["segments"], tables["keys"], tables["token_index"], bank["site"], compute,
         )  # fmt: skip
         lowered.meta = {**anchor.meta, **tag, "val": anchor.meta["val"]}

@@ -93,10 +93,23 @@ def head_of(root: fx.Graph) -> tuple[fx.Node, list[fx.Node]]:
             help="this base is not supported yet",
         )
     after = _descendants(hidden) & before
-    used = [node for node in root.nodes if node in after]
-    loads = {n for node in used for n in node.all_input_nodes if n.op == "get_attr"}
-    own = [node for node in root.nodes if node in loads and _used_only_by(node, set(used))]
-    return hidden, own + used
+    members = _with_weights(root, after)
+    return hidden, [node for node in root.nodes if node in members]
+
+
+def _with_weights(root: fx.Graph, members: set[fx.Node]) -> set[fx.Node]:
+    """Nodes, and what computes on weights for them alone, such as DoRA's norms."""
+    fixed: set[fx.Node] = set()
+    for node in root.nodes:
+        if node.op == "get_attr" or (
+            node.op == "call_function" and all(n in fixed for n in node.all_input_nodes)
+        ):
+            fixed.add(node)
+    found = set(members)
+    for node in reversed(root.nodes):
+        if node in fixed and node.users and all(user in found for user in node.users):
+            found.add(node)
+    return found
 
 
 def _narrowest(root: fx.Graph, before: set[fx.Node]) -> fx.Node | None:
@@ -139,10 +152,6 @@ def _descendants(*nodes: fx.Node) -> set[fx.Node]:
                 seen.add(user)
                 stack.append(user)
     return seen
-
-
-def _used_only_by(node: fx.Node, users: set[fx.Node]) -> bool:
-    return all(user in users for user in node.users)
 
 
 def _outline(hidden: fx.Node, members: list[fx.Node]) -> fx.Graph:

@@ -10,7 +10,6 @@ Pointwise operators need no rule. Another package teaches an operator with
 
 from __future__ import annotations
 
-import operator
 from collections.abc import Callable
 from typing import Any
 
@@ -180,7 +179,9 @@ def _reshape(node: fx.Node, axis_of: Callable[[Any], Axis]) -> Axis:
     before, after = source.meta["val"].shape, node.meta["val"].shape
     outside = _times(before[:axis])
     for place in range(len(after)):
-        if _same(_times(after[:place]), outside) and _symbols(before[axis]) & _symbols(after[place]):
+        if _same(_times(after[:place]), outside) and _symbols(before[axis]) & _symbols(
+            after[place]
+        ):
             return place
     raise MixesTokens("it folds the row into another dimension")
 

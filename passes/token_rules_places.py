@@ -58,7 +58,8 @@ def _split(node: fx.Node, axis_of: Callable[[Any], Axis]) -> Axis:
 @rule(operator.getitem)
 def _getitem(node: fx.Node, axis_of: Callable[[Any], Axis]) -> Axis:
     axes = axis_of(node.args[0])
-    return axes[node.args[1]] if isinstance(axes, tuple) else axes
+    place: Any = node.args[1]
+    return axes[place] if isinstance(axes, tuple) else axes
 
 
 @rule(aten.index)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import logging
 import random
 import warnings
 from collections.abc import Callable, Mapping, Sequence
@@ -21,6 +22,9 @@ from tlora_fx.job import BaseSpec, Job
 from tlora_fx.runtime.adapters import start_adapters
 from tlora_fx.runtime.weights import base_tensors, canonical_names
 from tlora_fx.supermodel import SuperModel
+
+# torch writes a record a traced tensor; pytest would keep them all.
+logging.getLogger("torch.__trace").propagate = False
 
 VOCABULARY = 61
 SIZES: dict[str, Any] = {
@@ -214,7 +218,9 @@ def _number(text: str) -> int:
     return random.Random(text).getrandbits(48)
 
 
-def tokens(lengths: Sequence[int], seed: int = 0, step: int = 0, key: int | None = None) -> JobTokens:
+def tokens(
+    lengths: Sequence[int], seed: int = 0, step: int = 0, key: int | None = None
+) -> JobTokens:
     """One job's part of a row: sequences of these lengths, every token a target."""
     source = random.Random(f"tokens {seed}")
     drawn = [[source.randrange(1, VOCABULARY) for _ in range(length)] for length in lengths]
@@ -326,7 +332,9 @@ def assert_same(found: Outcome, expected: Outcome, bound: float, what: str = "")
         assert_close(found.gradients[name], gradient, bound, f"{what} {name}", floor)
 
 
-def assert_close(found: Tensor, expected: Tensor, bound: float, what: str, floor: float = 0) -> None:
+def assert_close(
+    found: Tensor, expected: Tensor, bound: float, what: str, floor: float = 0
+) -> None:
     """The norm of the difference is at most `bound` times what was expected."""
     difference = (found - expected).detach().norm()
     limit = bound * max(float(expected.detach().norm()), floor)

@@ -1,4 +1,4 @@
-"""A job's result is its own: whoever shares the row, in whatever order, with dropout and without."""
+"""A job's result is its own, whoever shares the row, in whatever order, dropout included."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ ADAPTERS = 1e-7
 TARGETS = ("c_attn", "c_proj", "c_fc", "lm_head")
 NOTHING = tokens([])
 # GPT-2 as its config has it drops a tenth of embeddings, attention and residuals.
-DROPPING = {key: 0.1 for key in ("resid_pdrop", "embd_pdrop", "attn_pdrop")}
+DROPPING = dict.fromkeys(("resid_pdrop", "embd_pdrop", "attn_pdrop"), 0.1)
 KINDS = {
     "one": {"r": 1, "target_modules": ["c_attn"], "lora_dropout": 0.3},
     "wide": {"r": 64, "target_modules": ["c_fc", "c_proj", "lm_head"], "lora_alpha": 7},
@@ -37,7 +37,7 @@ KINDS = {
 }
 
 lengths = st.lists(st.integers(1, 9), max_size=3)
-mixes = st.fixed_dictionaries({name: lengths for name in KINDS})
+mixes = st.fixed_dictionaries(dict.fromkeys(KINDS, lengths))
 lora = st.fixed_dictionaries(
     {
         "r": st.integers(1, 64),
@@ -84,7 +84,7 @@ def outcome_of(model, mix, name: str) -> Outcome:
 @settings(max_examples=15, deadline=None)
 @given(mix=mixes)
 def test_neighbours_do_not_change_a_job(model_of, mix):
-    """Any segments, from none to several tokens: each job gets what it gets with the others gone."""
+    """Any segments, from none to several tokens: each job gets what it gets by itself."""
     model = model_of(*KINDS)
     together = run_fused(model, [part_of(name, mix[name]) for name in KINDS])
 

@@ -1,4 +1,4 @@
-"""The Shared Super-Model as a module: what it owns, how it is misused, how torch.compile sees it."""
+"""The Shared Super-Model as a module: what it owns, its misuse, and what torch.compile sees."""
 
 from __future__ import annotations
 
@@ -141,6 +141,7 @@ def mixed(base):
 
 
 @pytest.mark.parametrize("kind", ["model", "mixed"])
+@torch._dynamo.config.patch(capture_dynamic_output_shape_ops=True)
 def test_torch_compile_sees_one_layer_and_never_another_length(kind, request):
     """All folded layers compile once (the first, whose input needs no gradient, may once more)."""
     model = request.getfixturevalue(kind)
@@ -159,7 +160,7 @@ def test_torch_compile_sees_one_layer_and_never_another_length(kind, request):
     expected = [run_fused(model, parts) for parts in mixes]
     try:
         for layer in layers:
-            compiled.net.get_submodule(layer).compile(backend=backend, dynamic=True)
+            compiled.net.get_submodule(layer).compile(backend=backend, dynamic=True, fullgraph=True)
         found = [run_fused(compiled, mixes[0])]
         after_first = backend.compiled
         found += [run_fused(compiled, parts) for parts in mixes[1:]]

@@ -194,5 +194,5 @@ def _move_to_meta(model: nn.Module) -> dict[str, Tensor]:
                     moved[id(tensor)] = twin
                     if not tensor.is_meta:
                         values[f"{path}.{name}" if path else name] = tensor.detach()
-                store[name] = moved[id(tensor)]  # type: ignore[assignment]
+                store[name] = moved[id(tensor)]
     return values

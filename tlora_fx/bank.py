@@ -50,9 +50,7 @@ class AdapterBank(nn.Module):
         self.a = nn.Parameter(torch.empty(offsets[-1], shape[0], dtype=dtype, device="meta"))
         self.b = nn.Parameter(torch.empty(offsets[-1], shape[1], dtype=dtype, device="meta"))
         self.register_buffer("ranks", torch.tensor(offsets, dtype=torch.int32), persistent=False)
-        self.register_buffer(
-            "scales", torch.tensor(scales, dtype=torch.float64), persistent=False
-        )
+        self.register_buffer("scales", torch.tensor(scales, dtype=torch.float64), persistent=False)
         self.register_buffer("rates", torch.tensor(rates, dtype=torch.float64), persistent=False)
         self.register_buffer("site", torch.tensor(site_id, dtype=torch.int64), persistent=False)
 

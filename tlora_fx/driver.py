@@ -97,9 +97,14 @@ def _without_dropout(job: Job) -> Job:
     return job.model_copy(update={"lora": fields, "adapter": None})
 
 
-def _pipeline(given: str | Pipeline | None) -> Pipeline:
+def find_passes() -> None:
+    """Make all of our own passes known to pipelines by importing their files."""
     for module in pkgutil.iter_modules(tlora_fx.passes.__path__):
         importlib.import_module(f"tlora_fx.passes.{module.name}")
+
+
+def _pipeline(given: str | Pipeline | None) -> Pipeline:
+    find_passes()
     return given if isinstance(given, Pipeline) else parse_pipeline(given or DEFAULT_PIPELINE)
 
 
@@ -120,7 +125,7 @@ def _demand_one_base(jobs: Sequence[Job]) -> None:
                     field=field,
                     expected=f"{one} (job {first.name})",
                     found=f"{two} (job {job.name})",
-                    help="load both jobs with one base and dtype, or put them into different groups",
+                    help="load both with one base and dtype, or put them into different groups",
                 )
 
 

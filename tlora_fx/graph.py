@@ -88,10 +88,12 @@ class LayerPlan:
 
     layers            all layer paths, in the order in which they run
     representative    for each layer the traced layer that stands for it
+    whole             every layer is traced and compared, for code that nobody vouches for
     """
 
     layers: tuple[str, ...]
     representative: dict[str, str]
+    whole: bool = False
 
     def traced(self) -> list[str]:
         """The layers that are built and traced, in order."""
@@ -99,10 +101,13 @@ class LayerPlan:
         return [layer for layer in self.layers if layer in kept]
 
     def twins(self) -> dict[str, str]:
-        """A second traced layer of each structure that has one, to the first: both must agree."""
+        """Other traced layers to the first of their structure, with which they must agree.
+
+        One of each structure that has two layers; in a whole plan all.
+        """
         found: dict[str, str] = {}
         for layer, first in self.representative.items():
-            if layer != first and first not in found.values():
+            if layer != first and (self.whole or first not in found.values()):
                 found[layer] = first
         return found
 

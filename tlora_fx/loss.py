@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -68,7 +69,7 @@ class ChunkedLoss(nn.Module):
             wide = torch.promote_types(torch.float32, hidden.dtype)
             return flat[:0].sum().to(wide).expand(len(bounds) - 1)
         every = torch.cat(losses)
-        return torch.stack([every[a:b].sum() for a, b in zip(bounds, bounds[1:], strict=False)])
+        return torch.stack([every[a:b].sum() for a, b in pairwise(bounds)])
 
     def _tables_of(
         self, given: dict[str, Tensor], rows: Tensor, segments: Tensor, start: int, stop: int

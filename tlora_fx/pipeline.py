@@ -9,13 +9,14 @@ linted and their shapes propagated.
 from __future__ import annotations
 
 import dataclasses
+import json
 import re
 from abc import ABC, abstractmethod
 from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import Any, ClassVar, TypeVar
+from typing import Any, ClassVar, TypeVar, get_type_hints
 
-import yaml
+from pydantic import TypeAdapter, ValidationError
 
 from tlora_fx.errors import GraphInvalid, PipelineError, TloraError, nearest
 from tlora_fx.graph import GroupGraph, JobGraph
@@ -24,6 +25,8 @@ from tlora_fx.shapes import propagate
 REGISTRY: dict[str, type[Pass]] = {}
 _PASS_TEXT = re.compile(r"\s*([a-z0-9-]+)\s*(?:\{([^{}]*)\})?\s*(?:,|$)")
 
+_BARE = re.compile(r"[A-Za-z][A-Za-z0-9_.-]*")
+_SPLITS = re.compile(r"[\s{},=\x7f]")
 P = TypeVar("P", bound="type[Pass]")
 
 
@@ -168,12 +171,39 @@ def _make(name: str, options: str) -> Pass:
                 nearest=nearest(option, known),
                 help="its options: " + (", ".join(known) or "none"),
             )
-        values[known[option]] = yaml.safe_load(value)
+        values[known[option]] = _typed(cls, known[option], option, _read(value))
     return cls(**values)
 
 
+def _typed(cls: type[Pass], field: str, option: str, value: object) -> object:
+    hint = get_type_hints(cls)[field]
+    try:
+        return TypeAdapter(hint).validate_python(value, strict=True)
+    except ValidationError as error:
+        raise PipelineError(
+            f"wrong value of option '{option}' of pass '{cls.name}'",
+            expected=getattr(hint, "__name__", hint),
+            found=value,
+            help=error.errors()[0]["msg"],
+        ) from None
+
+
+def _read(text: str) -> object:
+    """An option's value: JSON, or a bare word."""
+    try:
+        return json.loads(text)
+    except json.JSONDecodeError:
+        return text
+
+
 def _show(value: object) -> str:
-    return yaml.safe_dump(value, default_flow_style=True).removesuffix("\n...\n").strip()
+    """A value as `_read` reads it, without blanks, braces or commas outside of escapes."""
+    if isinstance(value, str) and _BARE.fullmatch(value) and _read(value) == value:
+        return value
+    text = json.dumps(value, separators=(",", ":"))
+    if isinstance(value, str):
+        text = _SPLITS.sub(lambda found: f"\\u{ord(found[0]):04x}", text)
+    return text
 
 
 def _run_checked(item: Any, graphs: Any) -> None:

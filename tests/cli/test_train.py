@@ -36,7 +36,7 @@ def command(*words):
 
 
 def run(*words, **options):
-    return subprocess.run(command(*words), capture_output=True, text=True, **options)
+    return subprocess.run(command(*words), capture_output=True, text=True, check=False, **options)
 
 
 def losses(folder):

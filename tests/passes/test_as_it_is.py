@@ -56,24 +56,31 @@ def test_an_adapter_on_the_embedding(llama):
 
 def test_a_trained_copy_of_the_head(llama):
     """modules_to_save: lm_head. The neighbour keeps the base's."""
-    _, notes = checked(
-        llama, ROUNDED, r=3, target_modules=["q_proj"], modules_to_save=["lm_head"]
-    )
+    _, notes = checked(llama, ROUNDED, r=3, target_modules=["q_proj"], modules_to_save=["lm_head"])
 
     assert named(notes, "lm_head")
     assert any("does not use the base's lm_head" in note for note in notes)
 
 
-def test_a_trained_copy_of_the_head_over_padded_lines():
-    """In batch form the head runs on single tokens too, those of the copy's job only."""
+@pytest.mark.parametrize(
+    "lora",
+    [
+        {"target_modules": ["out"], "modules_to_save": ["head"]},
+        {"target_modules": ["out"], "modules_to_save": ["norm"]},
+        {"target_modules": ["qkv", "head"], "use_dora": True},
+        {"target_modules": ["embed", "qkv"]},
+        {"target_modules": ["qkv"], "bias": "all"},
+        {"target_modules": ["out"], "lora_bias": True},
+    ],
+    ids=str,
+)
+def test_other_kinds_over_padded_lines(lora):
+    """In batch form a job owns lines; the head runs on single tokens there too."""
     base = BaseSpec(module=plain(layers=2), dtype="float64")
-    model = ready(
-        [
-            job("plain", base, r=4, target_modules=["qkv"]),
-            job("other", base, r=2, target_modules=["out"], modules_to_save=["head"]),
-        ]
-    )
+    jobs = [job("plain", base, r=4, target_modules=["qkv"]), job("other", base, r=2, **lora)]
+    model = ready(jobs)
 
+    assert any("'other' runs as it is" in note for _, note in model.group.notes)
     assert_equals_peft(model, [tokens(n, seed=s) for s, n in enumerate(LENGTHS)], WIDE)
 
 

@@ -151,7 +151,11 @@ def test_a_nan_stops_its_job_and_leaves_the_neighbours_alone(base, tmp_path):
     healthy = train(jobs, tmp_path / "healthy")
     model = compile(jobs)
     trainer = Trainer(
-        model, output=tmp_path / "sick", device="cpu", data=make_data(jobs), watch=Poison(model, "a")
+        model,
+        output=tmp_path / "sick",
+        device="cpu",
+        data=make_data(jobs),
+        watch=Poison(model, "a"),
     )
     runs = {run.job.name: run for run in trainer.run()}
 
@@ -267,7 +271,9 @@ def test_a_first_adapter_does_not_depend_on_the_other_targets(base, tmp_path):
     """q_proj's A is the same for a job that also targets v_proj, and another for another seed."""
     jobs = [
         make_job(base, "a", seed=5, max_steps=1, learning_rate=0.0),
-        make_job(base, "b", seed=5, max_steps=1, learning_rate=0.0, lora={"target_modules": "all-linear"}),
+        make_job(
+            base, "b", seed=5, max_steps=1, learning_rate=0.0, lora={"target_modules": "all-linear"}
+        ),
         make_job(base, "c", seed=6, max_steps=1, learning_rate=0.0),
     ]
     model = train(jobs, Path(tmp_path) / "run")

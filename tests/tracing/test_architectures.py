@@ -90,7 +90,9 @@ def test_a_window_shorter_than_the_sequences_is_kept(fused):
     model = fused("mistral")
     parts = [tokens(lengths, seed=place) for place, lengths in enumerate(([20], [17], [30]))]
 
-    expected = [run_alone(peft_model(model, own.name), p) for own, p in zip(model.jobs, parts)]
+    expected = [
+        run_alone(peft_model(model, own.name), p) for own, p in zip(model.jobs, parts, strict=True)
+    ]
 
     for outcome, alone in zip(run_fused(model, parts).values(), expected, strict=True):
         assert_same(outcome, alone, ROUNDED)

@@ -349,6 +349,49 @@ def test_layerdrop_is_refused_by_name(tmp_path):
     assert "modeling_opt.py" in text
 
 
+class LastButOne(Plain):
+    """A model that treats one layer, the third of four, otherwise from outside."""
+
+    def forward(self, ids: Tensor) -> Tensor:
+        """Logits."""
+        hidden = self.embed(ids)
+        for place, layer in enumerate(self.layers):
+            hidden = layer(hidden * 3 if place == 2 else hidden)
+        return self.head(hidden)
+
+
+class Louder(PlainLayer):
+    """A layer whose loudness the model decides."""
+
+    def forward(self, hidden: Tensor, gain: float = 1.0) -> Tensor:
+        """Residual attention."""
+        return super().forward(hidden) * gain
+
+
+class OneLouder(Plain):
+    """A model that hands one layer another number."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(Louder(0, 0.0) for _ in range(4))
+
+    def forward(self, ids: Tensor) -> Tensor:
+        """Logits."""
+        hidden = self.embed(ids)
+        for place, layer in enumerate(self.layers):
+            hidden = layer(hidden, 3.0 if place == 2 else 1.0)
+        return self.head(hidden)
+
+
+@pytest.mark.parametrize("make", [lambda: LastButOne(layers=4), OneLouder])
+def test_a_layer_that_is_treated_otherwise_from_outside_is_not_folded_away(make):
+    """All layers of a hand-written model are traced, not only the first two."""
+    model = ready(hand_written(make()))
+
+    assert any("fold-layers" in name for name, _ in model.group.notes)
+    assert_equals_peft(model, [tokens([5, 3], seed=1)], WIDE)
+
+
 class ScaledHead(Plain):
     """A head that looks at the tokens beside each token."""
 

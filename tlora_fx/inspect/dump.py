@@ -40,4 +40,3 @@ def dump(model: SuperModel, folder: Path | str) -> Listing:
             help="choose another folder with -o, or make room on the disk",
         ) from error
     return listing
-

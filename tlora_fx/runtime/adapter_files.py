@@ -16,8 +16,8 @@ import torch
 from torch import Tensor
 
 from tlora_fx.adapter_folder import CONFIG, WEIGHTS, read_adapter_config
-from tlora_fx.errors import AdapterFolderError
 from tlora_fx.durable import sync_folder, write_synced
+from tlora_fx.errors import AdapterFolderError
 
 if TYPE_CHECKING:
     from peft import LoraConfig

@@ -133,9 +133,7 @@ class _Starter:
         drawn = torch.randn(like.shape, generator=generator, dtype=torch.float64) * deviation
         return drawn.to(like.device, like.dtype)
 
-    def _magnitude(
-        self, name: str, path: str, parameters: Mapping[str, nn.Parameter]
-    ) -> Tensor:
+    def _magnitude(self, name: str, path: str, parameters: Mapping[str, nn.Parameter]) -> Tensor:
         module_path = path.partition(".lora_magnitude_vector")[0]
         site: AdapterSite = self.sites[module_path]
         weight = self.model.base_tensor_or_value(self.canonical[f"{module_path}.weight"])

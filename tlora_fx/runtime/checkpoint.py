@@ -27,9 +27,9 @@ from typing import Any, Literal
 import safetensors.torch
 from torch import Tensor
 
+from tlora_fx.durable import replace_file, sync_folder, write_synced
 from tlora_fx.errors import CheckpointError
 from tlora_fx.runtime.adapter_files import tensor_bytes
-from tlora_fx.durable import replace_file, sync_folder, write_synced
 
 FORMAT = 1
 KEPT = 2

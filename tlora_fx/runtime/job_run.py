@@ -139,6 +139,10 @@ class JobRun:
             self.job.lora_config(),
             base,
         )
-        status: dict[str, object] = {"status": self.status, "step": self.step, "steps": self.data.steps}
+        status: dict[str, object] = {
+            "status": self.status,
+            "step": self.step,
+            "steps": self.data.steps,
+        }
         status |= {"tokens": self.tokens} | ({"reason": self.reason} if self.reason else {})
         self.folder.write_status(self.job.name, status)

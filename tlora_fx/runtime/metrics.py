@@ -7,8 +7,8 @@ import math
 from pathlib import Path
 from typing import IO, Any
 
-from tlora_fx.errors import MetricsError
 from tlora_fx.durable import replace_file
+from tlora_fx.errors import MetricsError
 
 FIELDS = ("step", "loss", "grad_norm", "learning_rate", "tokens", "seconds")
 

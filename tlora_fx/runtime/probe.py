@@ -1,4 +1,4 @@
-"""Probe a model in batch form: does it look ahead, or see padding?
+"""Probe a model in batch form: whether it looks ahead, or sees padding.
 
 In batch form the model's own code runs on padded lines. That is right only where the hidden state
 of a token, and so its logits, change neither with later tokens, nor with padding behind it, nor

@@ -9,8 +9,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from tlora_fx.errors import RunFolderError
 from tlora_fx.durable import replace_file
+from tlora_fx.errors import RunFolderError
 
 RESERVED = {"checkpoints"}
 LOCK = ".lock"

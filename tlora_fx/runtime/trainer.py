@@ -250,4 +250,3 @@ def _first_difference(one: object, two: object) -> tuple[object, object]:
             return f"{key}: {inner[0]}", f"{key}: {inner[1]}"
         one, two = inner
     return one, two
-

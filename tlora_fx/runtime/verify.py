@@ -158,9 +158,7 @@ class _Fused:
 
 def _train_fused(trainer: Trainer, steps: int) -> dict[str, _Fused]:
     told = {run.job.name: _Fused([], []) for run in trainer.runs}
-    while active := [
-        run for run in trainer.runs if run.status == "running" and run.step < steps
-    ]:
+    while active := [run for run in trainer.runs if run.status == "running" and run.step < steps]:
         batches = {run.index: run.batches() for run in active}
         losses = trainer.gradients(batches)
         for run in active:

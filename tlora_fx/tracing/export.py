@@ -11,7 +11,7 @@ import inspect
 import operator
 import traceback
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, fx, nn
@@ -53,8 +53,8 @@ class Row(nn.Module):
                     out = self.model(input_ids=input_ids, use_cache=False)
             else:
                 out = self.model(input_ids)
-        out = getattr(out, "logits", out)
-        return out[0] if isinstance(out, tuple) else out
+        logits: Any = getattr(out, "logits", out)
+        return cast(Tensor, logits[0] if isinstance(logits, tuple) else logits)
 
 
 def accepts_positions(model: nn.Module) -> bool:
@@ -82,7 +82,7 @@ def export_row(row: Row, subject: str) -> fx.GraphModule:
     )
     dynamic = torch.export.Dim.DYNAMIC
     token = {1: dynamic} if row.form == "packed" else {0: dynamic, 1: dynamic}
-    tables = ({0: dynamic}, {}, {0: dynamic}, token, {0: dynamic})
+    tables: Any = ({0: dynamic}, {}, {0: dynamic}, token, {0: dynamic})
     try:
         program = torch.export.export(
             row, inputs, dynamic_shapes=(token, token, tables), strict=False
@@ -149,7 +149,7 @@ class _Importer:
             return made[node]
 
         for node in module.graph.nodes:
-            args = fx.map_arg(node.args, value_of) if node.op != "get_attr" else ()
+            args: Any = fx.map_arg(node.args, value_of) if node.op != "get_attr" else ()
             if node.op == "placeholder":
                 made[node] = self._placeholder(node, next(names)) if inputs is None else next(given)
             elif node.op == "get_attr":
@@ -179,7 +179,8 @@ class _Importer:
             return self.inline(submodule, list(inputs))
         if node.target is operator.getitem and isinstance(args[0], (list, tuple)):
             return args[0][args[1]]
-        return self._add(self.graph.call_function(node.target, args, kwargs), node)
+        target: Any = node.target
+        return self._add(self.graph.call_function(target, args, kwargs), node)
 
     def _detached(self, value: Any) -> Any:
         if not isinstance(value, fx.Node) or not value.meta["val"].is_floating_point():

@@ -19,6 +19,7 @@ from tlora_fx.backbone import Backbone
 from tlora_fx.graph import LayerPlan
 
 SMALLEST_LIST = 2
+LIBRARY = "transformers.models."
 _MODULE_STATE = frozenset(vars(nn.Module()))
 
 
@@ -38,12 +39,10 @@ def _armed(name: str) -> Callable[..., Any]:
     return method
 
 
-for _name in (
-    "__add__ __radd__ __sub__ __rsub__ __mul__ __rmul__ __truediv__ __rtruediv__ __floordiv__ "
-    "__rfloordiv__ __mod__ __rmod__ __pow__ __neg__ __abs__ __int__ __float__ __index__ __bool__ "
-    "__eq__ __ne__ __lt__ __le__ __gt__ __ge__ __and__ __or__ __xor__"
-).split():
-    setattr(LayerIndex, _name, _armed(_name))
+_BINARY = ("add", "sub", "mul", "truediv", "floordiv", "mod", "pow", "and", "or", "xor")
+_READS = ("neg", "abs", "int", "float", "index", "bool", "eq", "ne", "lt", "le", "gt", "ge")
+for _name in (*_BINARY, *(f"r{name}" for name in _BINARY), *_READS):
+    setattr(LayerIndex, f"__{_name}__", _armed(f"__{_name}__"))
 LayerIndex.__hash__ = int.__hash__  # type: ignore[method-assign]
 
 
@@ -64,6 +63,9 @@ def plan_layers(
 ) -> LayerPlan:
     """Group a base's layers by structure and by what a job puts on them.
 
+    Two layers of each structure are traced where the model's code is transformers' own. Other code
+    may treat its fifth layer otherwise from outside, so there all are.
+
     signature    what else tells layers apart, by layer path
     fold         False: every layer stands for itself
     """
@@ -74,7 +76,8 @@ def plan_layers(
     for layer in layers:
         key = (structure_key(backbone, layer, index_names), signature(layer))
         representative[layer] = first.setdefault(key, layer) if fold else layer
-    return LayerPlan(tuple(layers), representative)
+    whole = not type(backbone.model).__module__.startswith(LIBRARY)
+    return LayerPlan(tuple(layers), representative, whole)
 
 
 def index_attributes(model: nn.Module, layers: list[str]) -> set[tuple[str, str]]:
@@ -104,7 +107,9 @@ def structure_key(backbone: Backbone, layer: str, skipped: set[tuple[str, str]])
             if name not in _MODULE_STATE and (path, name) not in skipped
         )
         parameters = tuple(
-            (name, tuple(p.shape), p.dtype) for name, p in module._parameters.items() if p is not None
+            (name, tuple(p.shape), p.dtype)
+            for name, p in module._parameters.items()
+            if p is not None
         )
         buffers = tuple(
             (name, _content(backbone, b)) for name, b in module._buffers.items() if b is not None

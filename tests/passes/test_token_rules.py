@@ -1,0 +1,210 @@
+"""The rule table: how operators carry the row's axis, held against what the operators do."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import fx
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv, StatelessSymbolicContext
+
+import tlora_fx.passes.token_rules_places  # noqa: F401  (registers its rules)
+from tlora_fx.passes.token_rules import RULES, MixesTokens, find_rule, rule
+
+aten = torch.ops.aten
+# Sizes that are all different; the row has seven tokens.
+T = 7
+X = (1, T, 4, 6)
+
+
+def axis_after(target, args, held, kwargs=None):
+    """Where the rule puts the row, and where it really lies.
+
+    args    example values; tensors of `held` (argument positions, or (position, place) in lists)
+            hold the row at the dimension given
+    """
+    graph = fx.Graph()
+    nodes = {}
+
+    def note(value, axis):
+        node = graph.placeholder("x")
+        node.meta["val"] = value
+        nodes[node] = axis
+        return node
+
+    symbolic = []
+    for place, arg in enumerate(args):
+        if isinstance(arg, torch.Tensor):
+            symbolic.append(note(arg, held.get(place)))
+        elif isinstance(arg, (list, tuple)) and any(isinstance(a, torch.Tensor) for a in arg):
+            symbolic.append(
+                [note(a, held.get((place, n))) if isinstance(a, torch.Tensor) else a
+                 for n, a in enumerate(arg)]
+            )  # fmt: skip
+        else:
+            symbolic.append(arg)
+    call = graph.call_function(target, tuple(symbolic), kwargs or {})
+    call.meta["val"] = target(*args, **(kwargs or {}))
+    found = find_rule(target)
+    assert found is not None
+    return found(call, lambda arg: nodes.get(arg) if isinstance(arg, fx.Node) else None)
+
+
+def really(target, args, place, dim, kwargs=None):
+    """The dimensions of the result that change when one token of the row changes."""
+    before = target(*args, **(kwargs or {}))
+    moved = [a.clone() if isinstance(a, torch.Tensor) else a for a in args]
+    part = moved[place].select(dim, 3)
+    part.copy_(torch.randn(part.shape, dtype=part.dtype))
+    after = target(*moved, **(kwargs or {}))
+    changed = (before != after).nonzero()
+    return [d for d in range(before.dim()) if set(changed[:, d].tolist()) == {3}
+            and before.shape[d] % T == 0]  # fmt: skip
+
+
+def drawn(*shape):
+    """Random numbers in float64."""
+    return torch.randn(shape, dtype=torch.float64)
+
+
+CARRIED = {
+    "linear": (aten.linear.default, (drawn(1, T, 6), drawn(4, 6)), 1),
+    "matmul": (aten.matmul.default, (drawn(1, T, 6), drawn(6, 4)), 1),
+    "transpose": (aten.transpose.int, (drawn(*X), 1, 2), 1),
+    "mT": (aten.mT.default, (drawn(1, 4, T, 6),), 2),
+    "permute": (aten.permute.default, (drawn(*X), [2, 0, 3, 1]), 1),
+    "unsqueeze": (aten.unsqueeze.default, (drawn(1, T, 6), 1), 1),
+    "mean": (aten.mean.dim, (drawn(*X), [2]), 1),
+    "mean kept": (aten.mean.dim, (drawn(*X), [-1], True), 1),
+    "softmax": (aten.softmax.int, (drawn(1, T, 6), -1), 1),
+    "layer_norm": (aten.layer_norm.default, (drawn(1, T, 6), [6]), 1),
+    "select": (aten.select.int, (drawn(1, T, 6), 0, 0), 1),
+    "slice": (aten.slice.Tensor, (drawn(1, T, 6), 2, 1, 4), 1),
+    "index": (aten.index.Tensor, (drawn(*X), [None, None, torch.tensor([1, 3])]), 1),
+    "diff": (aten.diff.default, (drawn(1, T, 6),), 1),
+    "tril": (aten.tril.default, (drawn(T, 6, 6),), 0),
+    "add": (aten.add.Tensor, (drawn(1, T, 6), drawn(6)), 1),
+    "cumsum": (aten.cumsum.default, (drawn(1, T, 6), 2), 1),
+    "vector_norm": (aten.linalg_vector_norm.default, (drawn(1, T, 6), 2, [-1], True), 1),
+    "einsum": (aten.einsum.default, ("bth,ho->bto", [drawn(1, T, 6), drawn(6, 4)]), None),
+    "sdpa": (aten.scaled_dot_product_attention.default, tuple(drawn(T, 2, 5, 6) for _ in "qkv"), 0),
+}
+
+
+@pytest.mark.parametrize("name", [name for name, case in CARRIED.items() if case[2] is not None])
+def test_a_rule_follows_the_row(name):
+    """Where the rule says that the row lies, and only there, a changed token shows."""
+    target, args, dim = CARRIED[name]
+
+    axis = axis_after(target, args, {0: dim})
+
+    assert axis in really(target, args, 0, dim)
+
+
+def test_an_einsum_follows_its_letter():
+    """The row's letter stands where the row goes."""
+    target, args, _ = CARRIED["einsum"]
+
+    assert axis_after(target, args, {(1, 0): 1}) == 1
+
+
+def reshaped(shape, dim, turn):
+    """Where the rule puts the row after a reshape; sizes equal to T are symbols."""
+    mode = FakeTensorMode(shape_env=ShapeEnv())
+    kinds = [DimDynamic.DYNAMIC if size == T else DimDynamic.STATIC for size in shape]
+    context = StatelessSymbolicContext(dynamic_sizes=kinds)
+    graph = fx.Graph()
+    x = graph.placeholder("x")
+    x.meta["val"] = mode.from_tensor(torch.empty(shape, device="meta"), symbolic_context=context)
+    target, args = turn(x.meta["val"].shape[dim])
+    call = graph.call_function(target, (x,))
+    with mode:
+        call.meta["val"] = target(x.meta["val"], *args)
+    found = find_rule(target)
+    assert found is not None
+    return found(call, lambda arg: dim)
+
+
+@pytest.mark.parametrize(
+    ("shape", "dim", "turn", "place"),
+    [
+        ((1, T, 6), 1, lambda t: (aten.squeeze.dim, (0,)), 0),
+        ((1, T, 24), 1, lambda t: (aten.view.default, ([1, t, 4, 6],)), 1),
+        ((1, T, 6), 1, lambda t: (aten.view.default, ([-1, 6],)), 0),
+        ((T, 4, 6), 0, lambda t: (aten.reshape.default, ([1, t * 4, 6],)), 1),
+        ((5, 4, T, 6), 2, lambda t: (aten.view.default, ([20, t, 6],)), 1),
+    ],
+)
+def test_a_reshape_keeps_the_row_in_order(shape, dim, turn, place):
+    """Dimensions inside or outside of the row may be folded; the row's is found again."""
+    assert reshaped(shape, dim, turn) == place
+
+
+@pytest.mark.parametrize(
+    ("shape", "dim", "turn"),
+    [
+        ((4, T, 6), 1, lambda t: (aten.view.default, ([4 * t, 6],))),
+        ((4, T, 6), 1, lambda t: (aten.view.default, ([t, 24],))),
+        ((4, T), 1, lambda t: (aten.reshape.default, ([-1],))),
+    ],
+)
+def test_a_reshape_across_the_row_is_refused(shape, dim, turn):
+    """The row behind another dimension cannot be cut into jobs."""
+    with pytest.raises(MixesTokens, match="folds the row"):
+        reshaped(shape, dim, turn)
+
+
+MIXED = {
+    "sum over the row": (aten.sum.dim_IntList, (drawn(1, T, 6), [1]), {0: 1}),
+    "softmax over the row": (aten.softmax.int, (drawn(1, T, 6), 1), {0: 1}),
+    "every with every": (aten.matmul.default, (drawn(1, T, 6), drawn(1, 6, T)), {0: 1, 1: 2}),
+    "weights over the row": (aten.matmul.default, (drawn(1, T, T), drawn(1, T, 6)), {0: 1, 1: 1}),
+    "a slice of the row": (aten.slice.Tensor, (drawn(1, T, 6), 1, 1, 4), {0: 1}),
+    "one token": (aten.select.int, (drawn(1, T, 6), 1, 0), {0: 1}),
+    "rows end to end": (aten.cat.default, ([drawn(1, T, 6), drawn(1, T, 6)], 1),
+                        {(0, 0): 1, (0, 1): 1}),
+    "places of the row": (aten.index.Tensor, (drawn(T, 6), [torch.tensor([1, 3])]), {0: 0}),
+    "a mask of the row": (aten.index.Tensor, (drawn(1, T, 6), [None, None, torch.ones(6) > 0]),
+                          {0: 1}),
+    "neighbours": (aten.diff.default, (drawn(1, T),), {0: 1}),
+    "a triangle": (aten.tril.default, (drawn(1, T, T),), {0: 1}),
+    "two dimensions": (aten.add.Tensor, (drawn(T, T), drawn(T)), {0: 0, 1: 0}),
+    "norm over the row": (aten.layer_norm.default, (drawn(1, T, 6), [T, 6]), {0: 1}),
+    "attention": (aten.scaled_dot_product_attention.default,
+                  tuple(drawn(2, T, 6) for _ in "qkv"), {0: 1, 1: 1, 2: 1}),
+    "an einsum": (aten.einsum.default, ("bth,bsh->bts", [drawn(1, T, 6), drawn(1, T, 6)]),
+                  {(1, 0): 1, (1, 1): 1}),
+    "a running sum": (aten.cumsum.default, (drawn(1, T, 6), 1), {0: 1}),
+    "a split of the row": (aten.split.Tensor, (drawn(1, T, 6), 2, 1), {0: 1}),
+    "a weight of the row": (aten.linear.default, (drawn(5, 6), drawn(T, 6)), {1: 0}),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", MIXED)
+def test_a_rule_refuses_what_mixes_tokens(name):
+    """Each says how."""
+    target, args, held = MIXED[name]
+
+    with pytest.raises(MixesTokens):
+        axis_after(target, args, held)
+
+
+def test_pointwise_operators_need_no_rule():
+    """They are tagged so by torch."""
+    assert axis_after(aten.tanh.default, (drawn(1, T, 6),), {0: 1}) == 1
+
+
+def test_an_operator_that_nobody_described_has_no_rule():
+    """It becomes an error of the pass."""
+    assert find_rule(aten.roll.default) is None
+
+
+def test_others_can_teach_an_operator(monkeypatch):
+    """The decorator that the error message names."""
+    monkeypatch.setattr("tlora_fx.passes.token_rules.RULES", dict(RULES))
+
+    @rule(aten.roll.default)
+    def roll(node, axis_of):
+        return axis_of(node.args[0])
+
+    assert find_rule(aten.roll.default) is roll
