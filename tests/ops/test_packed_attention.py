@@ -260,7 +260,18 @@ def test_the_log_sum_exp_has_no_gradient(attention):
         ({"sequences": (8, 7)}, AttentionShapeError),
         ({"sequences": (9, 7)}, SegmentError),
     ],
-    ids=str,
+    ids=[
+        "window 0",
+        "negative soft cap",
+        "scale nan",
+        "dropout 1",
+        "heads that do not divide",
+        "fewer keys",
+        "another dtype",
+        "four dimensions",
+        "sequences too short",
+        "sequences across jobs",
+    ],
 )
 def test_wrong_input_is_named(attention, change, error):
     """Numbers out of range, shapes that do not fit, and sequences across jobs are errors."""
