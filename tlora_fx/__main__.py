@@ -2,4 +2,5 @@
 
 from tlora_fx.cli import main
 
-main()
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,116 @@
+"""The mistakes that tlora-fx knows, each a class with a code.
+
+An error says what went wrong, where, what was expected, what was found, and what to do. The
+docstring of each class is its entry on the page `docs/errors.md`, which
+`python -m tlora_fx.errors` prints.
+"""
+
+from tlora_fx.errors.compiling import (
+    AdapterMismatch,
+    AttentionNotPackable,
+    BaseNotLoadable,
+    BaseNotTraceable,
+    BaseRefused,
+    BatchFormUnsafe,
+    CompileError,
+    FusionError,
+    GraphInvalid,
+    JobsDiffer,
+    LayersNotChained,
+    NotFoldable,
+    NotTokenParallel,
+    PipelineError,
+    SuperModelMisuse,
+    UnknownTarget,
+)
+from tlora_fx.errors.data import (
+    AmbiguousFormatError,
+    ChatTemplateError,
+    DataError,
+    DataFileError,
+    EmptyDataError,
+    MalformedRowError,
+    MissingColumnError,
+    MissingPackageError,
+    NoTargetsError,
+)
+from tlora_fx.errors.dumps import DumpNotReadable, DumpNotWritable
+from tlora_fx.errors.job_files import (
+    JobError,
+    JobFileError,
+    JobFileMissingError,
+    JobFileSyntaxError,
+)
+from tlora_fx.errors.operators import (
+    AdapterTableError,
+    AttentionShapeError,
+    FrozenGradientError,
+    MaskKeyError,
+    SegmentError,
+)
+from tlora_fx.errors.root import TloraError, nearest
+from tlora_fx.errors.runs import (
+    AdapterFolderError,
+    CheckpointError,
+    DataDoesNotFit,
+    MetricsError,
+    OptimizerError,
+    OptimizerStateError,
+    OracleError,
+    ResumeMismatch,
+    RunFolderError,
+    TokenizerNotLoadable,
+    VerifyError,
+)
+
+__all__ = [
+    "AdapterFolderError",
+    "AdapterMismatch",
+    "AdapterTableError",
+    "AmbiguousFormatError",
+    "AttentionNotPackable",
+    "AttentionShapeError",
+    "BaseNotLoadable",
+    "BaseNotTraceable",
+    "BaseRefused",
+    "BatchFormUnsafe",
+    "ChatTemplateError",
+    "CheckpointError",
+    "CompileError",
+    "DataDoesNotFit",
+    "DataError",
+    "DataFileError",
+    "DumpNotReadable",
+    "DumpNotWritable",
+    "EmptyDataError",
+    "FrozenGradientError",
+    "FusionError",
+    "GraphInvalid",
+    "JobError",
+    "JobFileError",
+    "JobFileMissingError",
+    "JobFileSyntaxError",
+    "JobsDiffer",
+    "LayersNotChained",
+    "MalformedRowError",
+    "MaskKeyError",
+    "MetricsError",
+    "MissingColumnError",
+    "MissingPackageError",
+    "NoTargetsError",
+    "NotFoldable",
+    "NotTokenParallel",
+    "OptimizerError",
+    "OptimizerStateError",
+    "OracleError",
+    "PipelineError",
+    "ResumeMismatch",
+    "RunFolderError",
+    "SegmentError",
+    "SuperModelMisuse",
+    "TloraError",
+    "TokenizerNotLoadable",
+    "UnknownTarget",
+    "VerifyError",
+    "nearest",
+]

@@ -1,0 +1,35 @@
+"""Operators were given tables or tensors that do not fit."""
+
+from __future__ import annotations
+
+from tlora_fx.errors.root import TloraError
+
+
+class SegmentError(TloraError):
+    """Job segments do not cover the tokens of a tensor; build them with `PackedBatch`."""
+
+    code = "T0501"
+
+
+class AdapterTableError(TloraError):
+    """Adapter tables do not fit each other or the layer; give one rank, scale and rate a job."""
+
+    code = "T0502"
+
+
+class MaskKeyError(TloraError):
+    """A dropout rate, key or token index is out of range; rates lie in [0, 1), keys in 32 bits."""
+
+    code = "T0503"
+
+
+class AttentionShapeError(TloraError):
+    """Packed attention got tensors or bounds that do not fit; give q, k, v as [T, heads, dim]."""
+
+    code = "T0504"
+
+
+class FrozenGradientError(TloraError):
+    """An operator has no gradient for this input; freeze it, or leave the layer unfused."""
+
+    code = "T0505"

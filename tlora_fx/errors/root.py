@@ -1,0 +1,44 @@
+"""The root of all errors, and the nearest right name."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterable
+from typing import ClassVar
+
+
+class TloraError(Exception):
+    """The root of all errors that tlora-fx raises on purpose."""
+
+    code: ClassVar[str] = "T0000"
+
+    def __init__(self, what: str, *, help: str = "", **facts: object) -> None:
+        """Make an error.
+
+        what    one line: the mistake
+        help    one line: what to do
+        facts   what is printed between, in order, such as file=, job=, expected=, found=
+        """
+        self.what = what
+        self.help = help
+        self.facts = {name: str(value) for name, value in facts.items() if value is not None}
+        super().__init__(self.render())
+
+    def render(self) -> str:
+        """The whole error as text of several lines."""
+        rows = dict(self.facts)
+        if self.help:
+            rows["help"] = self.help
+        width = max((len(name) for name in rows), default=0)
+        lines = [f"error[{self.code}] {self.what}"]
+        for name, value in rows.items():
+            first, *rest = value.splitlines() or [""]
+            lines.append(f"  {name:<{width}}  {first}")
+            lines.extend(f"  {'':<{width}}  {line}" for line in rest)
+        return "\n".join(lines)
+
+
+def nearest(name: str, choices: Iterable[str]) -> str | None:
+    """The choice that a user who wrote `name` most likely meant, or None."""
+    found = difflib.get_close_matches(name, list(choices), n=1, cutoff=0.5)
+    return found[0] if found else None
