@@ -81,7 +81,7 @@ def outcome_of(model, mix, name: str) -> Outcome:
     return run_fused(model, parts)[name]
 
 
-@settings(max_examples=15, deadline=None)
+@settings(max_examples=8, deadline=None)
 @given(mix=mixes)
 def test_neighbours_do_not_change_a_job(model_of, mix):
     """Any segments, from none to several tokens: each job gets what it gets by itself."""

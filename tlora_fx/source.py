@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import fx
 
+import tlora_fx.ops  # noqa: F401  (the operators that graphs name)
 from tlora_fx.graph import Block, GroupGraph, is_call, placeholders
 
 HEADER = '''"""Shared Super-Model of {jobs} on {base}, written by tlora-fx.
