@@ -21,6 +21,11 @@ from tlora_fx.passes.token_rules import MixesTokens, find_rule
 from tlora_fx.pipeline import GroupPass, register
 
 aten = torch.ops.aten
+# Without the row among their inputs these make the same value for every token.
+UNIFORM = {"zeros", "ones", "full", "empty", "new_zeros", "new_ones", "new_full", "new_empty"}
+UNIFORM |= {"expand", "broadcast_to", "expand_as"}
+# Where the arguments of makers begin that are values, not sizes.
+FILLED = {"full": 1, "new_full": 2, "full_like": 1, "scalar_tensor": 0, "fill": 1}
 TOKEN_INPUTS = {"input_ids", "position_ids", "token_index"}
 
 
@@ -81,6 +86,10 @@ def is_random(node: fx.Node) -> bool:
     return True
 
 
+def _name(target: Any) -> str:
+    return str(getattr(target, "overloadpacket", target)).removeprefix("aten.")
+
+
 class _Checker:
     """Walks graphs with the row's symbol in hand; each block is walked once for each input."""
 
@@ -132,6 +141,8 @@ class _Checker:
             if self._has_row(value):
                 self._refuse(node, "it makes values from places in the row")
             return None
+        if not held and _name(node.target) not in UNIFORM:
+            self._refuse(node, "it takes values by their place in the row")
         if found is None:
             return self._refuse(node, None)
         try:
@@ -147,9 +158,15 @@ class _Checker:
 
     def _computes_with_size(self, node: fx.Node) -> bool:
         """Whether the row's size is a number in the result, not only a shape."""
-        if torch.Tag.pointwise not in getattr(node.target, "tags", ()):
+        if torch.Tag.pointwise in getattr(node.target, "tags", ()):
+            given: Any = node.args
+        elif _name(node.target) in FILLED:
+            given = node.args[FILLED[_name(node.target)] :]
+        else:
             return False
-        numbers = (n.meta.get("val") for n in node.all_input_nodes)
+        nodes: list[fx.Node] = []
+        fx.map_arg(given, nodes.append)
+        numbers = (n.meta.get("val") for n in nodes)
         sizes = [n for n in numbers if isinstance(n, (torch.SymInt, torch.SymFloat))]
         return any(self.row in {str(s) for s in n.node.expr.free_symbols} for n in sizes)
 

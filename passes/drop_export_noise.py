@@ -43,6 +43,8 @@ class DropExportNoise(JobPass):
                 continue
             if is_call(node, aten.to.device):
                 _forget_device(node)
+            if is_call(node, aten.view.default, aten.reshape.default):
+                _spell_out(node)
             if _does_nothing(node):
                 node.replace_all_uses_with(node.args[0])
                 graph.root.erase_node(node)
@@ -58,6 +60,15 @@ def _does_nothing(node: fx.Node) -> bool:
         step = node.args[4] if len(node.args) > 4 else 1
         return bool(start in (0, None) and stop in (END, None) and step == 1)
     return is_call(node, aten.alias.default, aten.lift_fresh_copy.default)
+
+
+def _spell_out(node: fx.Node) -> None:
+    """Replace -1 in a shape by the size that it stands for: an empty segment cannot tell it."""
+    value, shape = node.meta["val"], list(node.args[1])  # type: ignore[arg-type]
+    for place, size in enumerate(shape):
+        if isinstance(size, int) and size == -1 and isinstance(value.shape[place], int):
+            shape[place] = value.shape[place]
+    node.update_arg(1, shape)
 
 
 def _forget_device(node: fx.Node) -> None:

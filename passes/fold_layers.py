@@ -285,10 +285,14 @@ def _emit_calls(
     carried: dict[str, int],
 ) -> fx.Node:
     running: fx.Node | None = None
+    results = {body.result for body in bodies.values()}
     for layer in plan.layers:
         first = plan.representative[layer]
         body = bodies[first]
         slot = carried.get(first)
+        for source in body.inputs:
+            if source not in made and source not in results:
+                raise LayersNotChained("a layer reads what is made between layers", layer=layer)
         args = [
             running if place == slot and running is not None else made[source]
             for place, source in enumerate(body.inputs)

@@ -8,6 +8,7 @@ Keeps   which element a job drops: it depends on the job's seed, step, site, tok
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -38,9 +39,9 @@ class KeyDropouts(GroupPass):
             taken: dict[str, int] = {}
             for node in list(graph.nodes):
                 if is_call(node, aten.dropout.default) and node.args[1] and node.args[2]:
-                    _Keyed(group, graph, node, _number(node, taken)).replace()
+                    _Keyed(group, graph, node, taken).replace()
                 elif is_call(node, ops.packed_attention.default) and node.args[ATTENTION_RATE]:
-                    maker = _Keyed(group, graph, node, _number(node, taken))
+                    maker = _Keyed(group, graph, node, taken)
                     node.update_arg(ATTENTION_SITE, maker.buffer("site", (), torch.int64))
                 elif is_random(node):
                     raise BaseRefused(
@@ -62,14 +63,16 @@ def _number(node: fx.Node, taken: dict[str, int]) -> int:
 class _Keyed:
     """Writes what one keyed dropout needs."""
 
-    def __init__(self, group: GroupGraph, graph: fx.Graph, node: fx.Node, number: int) -> None:
+    def __init__(
+        self, group: GroupGraph, graph: fx.Graph, node: fx.Node, taken: dict[str, int]
+    ) -> None:
         self.group, self.graph, self.node = group, graph, node
         self.tables = placeholders(graph)
-        path = node.meta["path"].removesuffix(".default") or "dropout"
-        self.site = path if number == 0 else f"{path}#{number}"
-        self.attribute = f"keyed.{path}_{number}" if number else f"keyed.{path}"
-        if node.meta["role"] == "adapter":
-            self.attribute += f".j{group.job_names.index(node.meta['jobs'][0])}"
+        self.number = _number(node, taken)
+        self.path = node.meta["path"].removesuffix(".default")
+        # Counted over the whole graph: no two dropouts share a table, whatever they are called.
+        place = sum(taken.values()) + len(taken) - 1
+        self.attribute = f"keyed.dropout_{place}_{re.sub('[^A-Za-z0-9]', '_', self.path)}"
 
     def replace(self) -> None:
         """Put keyed_dropout in place of dropout."""
@@ -97,7 +100,8 @@ class _Keyed:
         value = fake_like(fake_mode_of(self.graph), shape, dtype)
         made.meta.update(role="table", jobs=(), path=self.node.meta["path"], val=value)
         made.meta["tensor"] = TensorRef("buffer", target, shape, dtype)
-        made.meta["site_path"] = self.site
+        made.meta["site_path"] = self.path
+        made.meta["site_number"] = self.number
         return made
 
     def _tables(self) -> tuple[fx.Node, fx.Node, fx.Node]:

@@ -179,6 +179,14 @@ def job(name: str, base: BaseSpec, seed: int = 0, **lora: Any) -> Job:
     return Job(name=name, base=base, lora=lora, data={"path": "unused.jsonl"}, seed=seed)
 
 
+def hand_written(
+    module: nn.Module, attention: Any = "auto", targets: Sequence[str] = ("out",)
+) -> list[Job]:
+    """A job on a module given from Python."""
+    base = BaseSpec(module=module.double(), dtype="float64", attention=attention)
+    return [job("one", base, r=4, target_modules=list(targets))]
+
+
 def mixed_jobs(base: BaseSpec, targets: Sequence[str]) -> list[Job]:
     """Three plain LoRA jobs: all linears, a few, and other ranks by pattern with rslora."""
     pattern = {targets[0]: 3}

@@ -14,6 +14,7 @@ import json
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -62,7 +63,12 @@ class Backbone:
         """A hash of architecture, dtype and source of weights."""
         shapes = {n: [str(p.dtype), *p.shape] for n, p in self.model.named_parameters()}
         config = self.config.to_dict() if self.config is not None else {}
-        source = [self.spec.model, str(self.spec.config), self.spec.seed]
+        source: list[object] = [self.spec.model, str(self.spec.config), self.spec.seed]
+        if self.spec.module is not None:
+            source.extend(float(value.double().sum()) for value in self.values.values())
+        if self.spec.model is not None and Path(self.spec.model).is_dir():
+            files = sorted(Path(self.spec.model).glob("*.safetensors"))
+            source.extend((file.name, file.stat().st_size) for file in files)
         text = json.dumps([source, shapes, config], default=str, sort_keys=True)
         return hashlib.sha256(text.encode()).hexdigest()[:16]
 

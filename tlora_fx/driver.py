@@ -9,6 +9,8 @@ from collections.abc import Hashable, Sequence
 from pathlib import Path
 from typing import Literal
 
+import torch
+
 import tlora_fx.ops
 import tlora_fx.passes
 from tlora_fx.backbone import Backbone, load_backbone
@@ -59,6 +61,7 @@ def compile(
     passes = _pipeline(pipeline or default_pipeline(given[0]))
     backbone = load_backbone(given[0].base, dropout=dropout)
     _refuse_auxiliary_losses(backbone)
+    _refuse_adapter_dtype(given[0], backbone)
     prepare_rope(backbone)
     sites = [resolve_sites(job, backbone) for job in given]
     group = _compile_forms(given, backbone, sites, passes)
@@ -127,6 +130,16 @@ def _demand_one_base(jobs: Sequence[Job]) -> None:
                     found=f"{two} (job {job.name})",
                     help="load both with one base and dtype, or put them into different groups",
                 )
+
+
+def _refuse_adapter_dtype(job: Job, backbone: Backbone) -> None:
+    if job.adapter_dtype == "bfloat16" and backbone.dtype is not torch.bfloat16:
+        raise JobsDiffer(
+            "bfloat16 adapters need a bfloat16 base",
+            expected="adapter_dtype: float32",
+            found=f"adapter_dtype: bfloat16 on a base in {backbone.dtype}",
+            help="leave adapter_dtype out, or load the base in bfloat16",
+        )
 
 
 def _refuse_auxiliary_losses(backbone: Backbone) -> None:

@@ -213,8 +213,9 @@ class SuperModel(nn.Module):
         """A table that a pass asked for: dropout rates, or a dropout's site."""
         if str(node.target).endswith(".rates"):
             return torch.full(ref.shape, node.meta["rate"], dtype=ref.dtype)
-        path = str(node.meta["site_path"])
-        return torch.tensor(site_id(f"{layer}.{path}" if layer else path), dtype=ref.dtype)
+        inside, number = str(node.meta["site_path"]), int(node.meta["site_number"])
+        path = ".".join(part for part in (layer, inside) if part) + (f"#{number}" if number else "")
+        return torch.tensor(site_id(path), dtype=ref.dtype)
 
 
 def _slot(module: nn.Module, name: str) -> Tensor:

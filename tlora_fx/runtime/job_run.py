@@ -130,6 +130,8 @@ class JobRun:
         self.metrics.truncate_after(self.step)
         if self.status == "done" and self.step < self.data.steps:
             self.status = "running"
+        if self.status == "running" and self.step >= self.data.steps:
+            self.status = "done"
 
     def write(self, base: str | None) -> None:
         """Leave the job's PEFT adapter folder and its status."""

@@ -115,8 +115,16 @@ class JobOptimizer:
         # The schedule's functions come from the job file; only their counters are saved.
         schedule = {**values["schedule"], "lr_lambdas": [None] * len(groups)}
         self._schedule.load_state_dict(schedule)
-        for group, rate in zip(groups, values["schedule"]["_last_lr"], strict=True):
+        for group, rate in zip(groups, self._rates(values["schedule"]), strict=True):
             group["lr"] = rate
+
+    def _rates(self, saved: Mapping[str, Any]) -> list[float]:
+        """The rates to go on with: by the schedule as it is now, which may be longer than then."""
+        functions = getattr(self._schedule, "lr_lambdas", None)
+        if functions is None:
+            return list(saved["_last_lr"])
+        pairs = zip(saved["base_lrs"], functions, strict=True)
+        return [base * function(saved["last_epoch"]) for base, function in pairs]
 
     def _restored(self, name: str, kind: str, value: Any) -> Any:
         if not isinstance(value, Tensor):

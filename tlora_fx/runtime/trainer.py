@@ -194,6 +194,9 @@ class Trainer:
     def _restore(self) -> None:
         checkpoint = self.store.load()
         if checkpoint is None:
+            self.watch.warned("there is no checkpoint yet: every job starts anew")
+            for run in self.runs:
+                run.metrics.truncate_after(0)
             return
         mine = self._identity()
         for key, value in mine.items():
@@ -237,6 +240,27 @@ def _demand_same_jobs(compiled: Sequence[Job], given: Sequence[Job]) -> None:
             found=", ".join(job.name for job in given),
             help="compile the jobs that you train",
         )
+    for one, two in zip(compiled, given, strict=True):
+        mine, theirs = _what_is_compiled(one), _what_is_compiled(two)
+        if mine != theirs:
+            expected, found = _first_difference(mine, theirs)
+            raise ResumeMismatch(
+                f"the model was compiled for another job '{one.name}'",
+                job=one.name,
+                expected=expected,
+                found=found,
+                help="compile the jobs that you train",
+            )
+
+
+def _what_is_compiled(job: Job) -> dict[str, object]:
+    """What of a job is in the model."""
+    return {
+        "base": job.base.model_dump(),
+        "lora": job.lora_fields,
+        "adapter_dtype": job.adapter_dtype,
+        "adapter_compute": job.adapter_compute,
+    }
 
 
 def _first_difference(one: object, two: object) -> tuple[object, object]:

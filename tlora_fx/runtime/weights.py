@@ -35,8 +35,10 @@ def _loaded(backbone: Backbone) -> dict[str, Tensor]:
 
     spec = backbone.spec
     try:
-        model: Any = AutoModelForCausalLM.from_pretrained(
+        factory: Any = AutoModelForCausalLM
+        model, info = factory.from_pretrained(
             str(spec.model),
+            output_loading_info=True,
             dtype=getattr(torch, spec.dtype),
             use_safetensors=True,
             trust_remote_code=spec.trust_remote_code,
@@ -48,6 +50,14 @@ def _loaded(backbone: Backbone) -> dict[str, Tensor]:
             found=error,
             help="give a folder or hub id with *.safetensors; pickled weights are not read",
         ) from error
+    missing = sorted({*map(str, info["missing_keys"]), *map(str, info["mismatched_keys"])})
+    if missing:
+        raise BaseNotLoadable(
+            "the base's checkpoint lacks tensors, or has them in other shapes",
+            base=spec.model,
+            found=", ".join(missing[:5]) + (f" and {len(missing) - 5} more" if missing[5:] else ""),
+            help="give the checkpoint that belongs to the config; nothing is drawn in its place",
+        )
     canonical = canonical_names(backbone)
     found = model.state_dict()
     return {canonical[name]: tensor for name, tensor in found.items() if name in canonical}

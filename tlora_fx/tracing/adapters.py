@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import copy
 import math
+import re
 from collections.abc import Hashable
 from typing import Any
 
@@ -24,6 +25,19 @@ def resolve_sites(job: Job, backbone: Backbone) -> dict[str, AdapterSite]:
 
     raises    UnknownTarget when a name of target_modules or modules_to_save matches nothing
     """
+    try:
+        return _resolve(job, backbone)
+    except re.error as error:
+        raise UnknownTarget(
+            f"job '{job.name}' has a pattern that is no regular expression",
+            job=job.name,
+            found=f"{error.pattern!r}: {error.msg}",
+            help="target_modules and exclude_modules as text, and the keys of rank_pattern and "
+            "alpha_pattern, are regular expressions",
+        ) from error
+
+
+def _resolve(job: Job, backbone: Backbone) -> dict[str, AdapterSite]:
     from peft.tuners.tuners_utils import check_target_module_exists
 
     config = _with_targets(job, backbone)
@@ -81,9 +95,11 @@ def _refuse_unknown(
     job: Job, config: Any, modules: dict[str, nn.Module], sites: dict[str, AdapterSite]
 ) -> None:
     names = sorted({path.rpartition(".")[2] for path in modules if path} | set(modules) - {""})
+    saved = list(config.modules_to_save or [])
     asked = [] if isinstance(config.target_modules, str) else sorted(config.target_modules)
-    for name in [*asked, *(config.modules_to_save or [])]:
-        if not any(path == name or path.endswith(name) for path in modules):
+    for name in [*asked, *saved]:
+        tail = name if name in saved else f".{name}"
+        if not any(path == name or path.endswith(tail) for path in modules):
             raise UnknownTarget(
                 f"job '{job.name}' targets a module that the base does not have",
                 job=job.name,

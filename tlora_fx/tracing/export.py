@@ -220,6 +220,9 @@ class _Importer:
             name = self._constant(tensor.detach())
             return TensorRef("constant", name, tuple(tensor.shape), tensor.dtype)
         canonical = self.base_names.get(id(tensor))
+        if canonical is None and not isinstance(tensor, nn.Parameter) and not tensor.is_meta:
+            name = self._constant(tensor.detach())
+            return TensorRef("constant", name, tuple(tensor.shape), tensor.dtype)
         owner = "base" if canonical else "job"
         return TensorRef(owner, canonical or name, tuple(tensor.shape), tensor.dtype)  # type: ignore[arg-type]
 

@@ -1,0 +1,77 @@
+"""Writes in place: new tensors where nobody sees the old memory, refused elsewhere."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+
+from tests.models import Plain, assert_equals_peft, error_of, hand_written, ready, tokens
+from tlora_fx.driver import compile
+from tlora_fx.errors import BaseNotTraceable
+
+WIDE = 1e-9
+
+
+class InPlace(Plain):
+    """Writes into its activations."""
+
+    def __init__(self, write) -> None:
+        super().__init__(layers=2)
+        self.write = write
+
+    def forward(self, ids: Tensor) -> Tensor:
+        """Logits without attention."""
+        hidden = self.embed(ids)
+        for layer in self.layers:
+            hidden = self.write(hidden, layer.out(torch.tanh(hidden)))
+        return self.head(hidden)
+
+
+def fresh(x: Tensor, y: Tensor) -> Tensor:
+    """Writes into what nobody else sees."""
+    y += x
+    y.view(-1).mul_(0.5)
+    y *= 2
+    return y
+
+
+def aliased(x: Tensor, y: Tensor) -> Tensor:
+    """Writes into memory that a view shows later."""
+    view = y.view(y.shape[0], -1)
+    y += x
+    return y + view.view(y.shape)
+
+
+def part_of_it(x: Tensor, y: Tensor) -> Tensor:
+    """Writes into a slice."""
+    y[:, 0] = 0
+    return x + y
+
+
+def buffered(x: Tensor, y: Tensor) -> Tensor:
+    """Writes into the embedding's output, then reads what it was made of again."""
+    kept = x.transpose(0, 1)
+    x.mul_(2)
+    return x + y + kept.transpose(0, 1)
+
+
+def test_writes_that_nobody_else_sees_become_new_tensors():
+    """`y += x` on a fresh tensor trains as PEFT trains it."""
+
+    def once(x: Tensor, y: Tensor) -> Tensor:
+        y += x
+        y *= 2
+        return y
+
+    jobs = hand_written(InPlace(once))
+    assert_equals_peft(ready(jobs), [tokens([5, 3], seed=1)], WIDE)
+
+
+@pytest.mark.parametrize("write", [fresh, aliased, part_of_it, buffered])
+def test_writes_that_others_see_are_refused(write):
+    """A write through or behind a view names operator and line."""
+    text = error_of(lambda: compile(hand_written(InPlace(write))), BaseNotTraceable)
+
+    assert "in place" in text
+    assert "test_in_place.py" in text
