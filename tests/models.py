@@ -14,6 +14,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 import transformers
+from packaging.version import Version
 from torch import Tensor, nn
 
 from tlora_fx.batch import JobTokens, PackedBatch, pack, pad
@@ -27,6 +28,10 @@ from tlora_fx.supermodel import SuperModel
 logging.getLogger("torch.__trace").propagate = False
 
 VOCABULARY = 61
+# Older transformers draw random numbers in OPT and number lines in Bloom's masks, older torch
+# specialises an einsum: the compiler refuses them there by name.
+OLD_TRANSFORMERS = Version(transformers.__version__) < Version("5.20")
+OLD_TORCH = Version(torch.__version__) < Version("2.13")
 SIZES: dict[str, Any] = {
     "vocab_size": VOCABULARY,
     "hidden_size": 32,

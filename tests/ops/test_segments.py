@@ -97,9 +97,9 @@ def test_a_long_job_switches_only_itself():
     assert out[0, :, 0].tolist() == [0] * 5 + [1] * 5
 
 
-def test_other_segments_do_not_recompile(compiles, monkeypatch):
+@torch._dynamo.config.patch(capture_dynamic_output_shape_ops=True)
+def test_other_segments_do_not_recompile(compiles):
     """One compilation of read, compute, write serves other cuts and lengths."""
-    monkeypatch.setattr(torch._dynamo.config, "capture_dynamic_output_shape_ops", True)
 
     def run(x, segments):
         part = segment_read(x, segments, 1, 0)

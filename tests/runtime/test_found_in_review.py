@@ -8,7 +8,7 @@ import torch
 import transformers
 from torch import nn
 
-from tests.models import Plain, hand_written
+from tests.models import OLD_TRANSFORMERS, Plain, hand_written
 from tests.runtime.groups import losses_of, make_data, make_job, tiny_base
 from tlora_fx.driver import compile
 from tlora_fx.errors import BaseNotLoadable, JobsDiffer, ResumeMismatch, UnknownTarget
@@ -24,6 +24,7 @@ def train(jobs, folder, **options):
     return model
 
 
+@pytest.mark.skipif(OLD_TRANSFORMERS, reason="this OPT branches on random numbers")
 def test_functional_dropouts_of_a_layer_draw_the_masks_of_the_oracle(tmp_path):
     """OPT calls F.dropout several times in a layer's own forward."""
     transformers.OPTConfig(

@@ -8,6 +8,7 @@ import pytest
 
 from tests.models import (
     FAMILIES,
+    OLD_TRANSFORMERS,
     assert_equals_peft,
     assert_same,
     base_of,
@@ -47,6 +48,8 @@ def fused(tmp_path_factory):
 @pytest.mark.parametrize("family", PACKED)
 def test_packed_jobs_get_the_losses_and_gradients_of_peft(fused, family):
     """Three different jobs on one row get what each gets alone on a padded batch."""
+    if family == "opt" and OLD_TRANSFORMERS:
+        pytest.skip("this transformers' OPT branches on random numbers and is refused by name")
     model = fused(family)
     parts = [tokens(lengths, seed=place) for place, lengths in enumerate(LENGTHS)]
 

@@ -10,6 +10,8 @@ from transformers import MixtralConfig
 from tests.models import (
     FAMILIES,
     LONG_LIMIT,
+    OLD_TORCH,
+    OLD_TRANSFORMERS,
     VOCABULARY,
     Plain,
     PlainLayer,
@@ -42,6 +44,8 @@ def two_jobs(base, targets):
 @pytest.mark.parametrize("family", BYPASSING)
 def test_bases_that_bypass_the_packed_operator_run_padded_and_equal_peft(tmp_path, family):
     """Bloom and Falcon attend in their own code: `attention: auto` pads their rows."""
+    if family == "bloom" and OLD_TRANSFORMERS:
+        pytest.skip("this transformers' Bloom numbers the lines of a batch and is refused by name")
     layers = "n_layer" if family == "bloom" else "num_hidden_layers"
     base = base_of(tmp_path, family, **{layers: 2})
     model = ready(two_jobs(base, FAMILIES[family].targets))
@@ -123,6 +127,8 @@ MIXING = {
 @pytest.mark.parametrize("what", MIXING)
 def test_what_depends_on_the_row_is_not_shared(what):
     """Each way to see other tokens is an error that names the line."""
+    if "einsum" in what and OLD_TORCH:
+        pytest.skip("this torch specialises the einsum, which is refused without a line")
     jobs = hand_written(Mean(MIXING[what]), "packed")
 
     text = error_of(lambda: compile(jobs), CompileError)
