@@ -58,7 +58,7 @@ types: $(STAMP)
 	$(BIN)/mypy
 
 floors: $(STAMP)
-	$(BIN)/lint-imports --no-logo
+	$(BIN)/lint-imports --no-logo --no-cache
 
 unit: $(STAMP)
 	$(BIN)/python -m pytest -q -n $(WORKERS)

@@ -9,6 +9,8 @@ from __future__ import annotations
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
+from tlora_fx.version import __version__
+
 if TYPE_CHECKING:
     from tlora_fx.driver import compile, trace
     from tlora_fx.errors import TloraError
@@ -16,8 +18,6 @@ if TYPE_CHECKING:
     from tlora_fx.jobfile import JobFile, load_job_file
     from tlora_fx.runtime.trainer import Trainer
     from tlora_fx.supermodel import SuperModel
-
-__version__ = "0.1.0"
 
 __all__ = [
     "BaseSpec",
