@@ -24,7 +24,7 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from importlib.metadata import version
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from rich.console import Console
 from rich.progress import track
@@ -63,18 +63,23 @@ TARGETS: tuple[str | list[str], ...] = (
 
 @dataclass(frozen=True, slots=True)
 class Case:
-    """One group of jobs to compile."""
+    """One group of jobs to compile.
+
+    verify    what is checked after each pass
+    """
 
     name: str
     layers: int
     jobs: int
     sizes: dict[str, int]
+    verify: Literal["none", "structure"] = "structure"
 
 
 SMALL = Case("8B", 32, 32, LLAMA_8B)
 CROWDED = Case("8B, twice the jobs", 32, 64, LLAMA_8B)
 DEEP = Case("70B", 80, 32, LLAMA_70B)
-CASES = {case.name: case for case in (SMALL, CROWDED, DEEP)}
+UNCHECKED = Case("8B, passes unchecked", 32, 32, LLAMA_8B, "none")
+CASES = {case.name: case for case in (SMALL, UNCHECKED, CROWDED, DEEP)}
 
 
 @dataclass(frozen=True, slots=True)
@@ -128,7 +133,7 @@ def measure(case: Case) -> Run:
         base = BaseSpec(config=folder, dtype="bfloat16")
         jobs = [Job(name=f"job-{i}", base=base, **_job(i)) for i in range(case.jobs)]
         before = _now()
-        model = compile(jobs)
+        model = compile(jobs, verify=case.verify)
         compiled = _now()
         dump(model, Path(folder, "build"))
         dumped = _now()
@@ -192,9 +197,19 @@ def bounds(runs: dict[str, list[Run]]) -> list[Bound]:
         Bound("compile 32 jobs, imports counted", 15, all_wall, all_cpu, "s"),
         Bound("each further job of a known structure", 0.1, further_wall, further_cpu, "s"),
         Bound("80 layers (70B) against 32 (8B)", 1.3, deeper_wall, deeper_cpu, "times"),
+        Bound("checks after each pass, against shapes alone", 1.2, *_checked(runs), "times"),
         Bound("peak memory of the process", 3, peak, None, "GiB"),
         Bound("ssm.txt", 400, lines, None, "lines"),
     ]
+
+
+def _checked(runs: dict[str, list[Run]]) -> tuple[float, float]:
+    """Compiling with the checks that are on by default over compiling without, by both clocks."""
+    ratios = [
+        median(runs[SMALL.name], field) / median(runs[UNCHECKED.name], field)
+        for field in ("compile_wall", "compile_cpu")
+    ]
+    return ratios[0], ratios[1]
 
 
 def _times(runs: dict[str, list[Run]], clock: str) -> tuple[float, float, float, float]:

@@ -18,7 +18,7 @@ from tlora_fx.errors import NotTokenParallel
 from tlora_fx.graph import Block, Form, GroupGraph, is_call, output_of, placeholders
 from tlora_fx.passes.lower_loss import head_of
 from tlora_fx.passes.token_rules import MixesTokens, find_rule
-from tlora_fx.pipeline import GroupPass, register
+from tlora_fx.pipeline import GroupPass, Numerics, register
 
 aten = torch.ops.aten
 # Without the row among their inputs these make the same value for every token.
@@ -36,6 +36,7 @@ class CheckTokenParallel(GroupPass):
 
     name: ClassVar[str] = "check-token-parallel"
     provides: ClassVar[frozenset[str]] = frozenset({"token-parallel"})
+    preserves_numerics: ClassVar[Numerics] = "exact"
 
     def run(self, group: GroupGraph) -> None:
         base = group.base

@@ -16,7 +16,8 @@ from torch import fx
 
 from tlora_fx.graph import JobGraph, is_call
 from tlora_fx.passes.in_place import functionalise
-from tlora_fx.pipeline import JobPass, register
+from tlora_fx.pipeline import JobPass, Numerics, register
+from tlora_fx.rewriting import Rewriter
 
 aten = torch.ops.aten
 END = 2**63 - 1
@@ -34,9 +35,11 @@ class DropExportNoise(JobPass):
     """Drop metadata assertions, casts and slices that do nothing, and dead code."""
 
     name: ClassVar[str] = "drop-export-noise"
+    preserves_numerics: ClassVar[Numerics] = "exact"
 
     def run(self, graph: JobGraph) -> None:
         functionalise(graph.root, graph.name)
+        rewriter = Rewriter(graph.root)
         for node in list(graph.root.nodes):
             if is_call(node, *ASSERTIONS):
                 graph.root.erase_node(node)
@@ -46,9 +49,8 @@ class DropExportNoise(JobPass):
             if is_call(node, aten.view.default, aten.reshape.default):
                 _spell_out(node)
             if _does_nothing(node):
-                node.replace_all_uses_with(node.args[0])
-                graph.root.erase_node(node)
-        _drop_dead(graph.root)
+                rewriter.bypass(node, node.args[0])
+        rewriter.erase_dead()
 
 
 def _does_nothing(node: fx.Node) -> bool:
@@ -81,9 +83,3 @@ def _forget_device(node: fx.Node) -> None:
 def _same_type(node: fx.Node) -> bool:
     before, after = node.args[0].meta["val"], node.meta["val"]  # type: ignore[union-attr]
     return bool(before.dtype == after.dtype and before.layout == after.layout)
-
-
-def _drop_dead(graph: fx.Graph) -> None:
-    for node in reversed(list(graph.nodes)):
-        if not node.users and node.op not in ("placeholder", "output"):
-            graph.erase_node(node)

@@ -11,15 +11,15 @@ and layers must run one after another; otherwise the model is compiled layer by 
 from __future__ import annotations
 
 from collections.abc import Hashable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any, ClassVar
 
-import torch
 from torch import fx
 
-from tlora_fx.errors import LayersNotChained, NotFoldable
+from tlora_fx.errors import LayersNotChained, NotFoldable, NotOutlinable
 from tlora_fx.graph import Block, JobGraph, LayerPlan, TensorRef, under
-from tlora_fx.pipeline import JobPass, register
+from tlora_fx.pipeline import JobPass, Numerics, register
+from tlora_fx.rewriting import Piece, Rewriter, outline
 from tlora_fx.tracing.export import PEFT_PREFIX
 
 LORA_NUMBERS = {"dropout", "scale"}
@@ -32,6 +32,7 @@ class FoldLayers(JobPass):
 
     name: ClassVar[str] = "fold-layers"
     requires: ClassVar[frozenset[str]] = frozenset({"drop-export-noise", "tag-roles"})
+    preserves_numerics: ClassVar[Numerics] = "exact"
 
     def run(self, graph: JobGraph) -> None:
         if graph.plan is None or not graph.plan.layers:
@@ -39,7 +40,7 @@ class FoldLayers(JobPass):
         plan = graph.plan
         bodies = _outline_all(graph.root, plan)
         for layer, first in plan.twins().items():
-            _demand_equal(bodies[layer], bodies[first])
+            _demand_equal(bodies[layer], bodies[first], f"{layer}, {first}")
         carried = _carried_slots(bodies, plan)
         blocks: dict[str, Block] = {}
         for first in dict.fromkeys(plan.representative.values()):
@@ -48,17 +49,6 @@ class FoldLayers(JobPass):
             blocks[name] = Block(name, bodies[first].graph, instances)
         graph.root = _call_layers(graph.root, plan, bodies, carried)
         graph.blocks = blocks
-
-
-@dataclass(slots=True)
-class _Body:
-    """One traced layer, outlined: its own graph, and what the root passes to it."""
-
-    layer: str
-    graph: fx.Graph
-    inputs: list[fx.Node]
-    result: fx.Node
-    nodes: list[fx.Node]
 
 
 def block_name(layers: tuple[str, ...]) -> str:
@@ -71,7 +61,7 @@ def block_name(layers: tuple[str, ...]) -> str:
     return f"{parent}_{tail}"
 
 
-def _outline_all(root: fx.Graph, plan: LayerPlan) -> dict[str, _Body]:
+def _outline_all(root: fx.Graph, plan: LayerPlan) -> dict[str, Piece]:
     nodes: dict[str, list[fx.Node]] = {layer: [] for layer in plan.traced()}
     for node in root.nodes:
         layer = _layer_of(node, plan)
@@ -89,83 +79,18 @@ def _layer_of(node: fx.Node, plan: LayerPlan) -> str | None:
     return next((layer for layer in plan.traced() if under(path, layer)), None)
 
 
-def _outline(layer: str, members: list[fx.Node]) -> _Body:
-    inside = set(members)
-    body = fx.Graph()
-    made: dict[fx.Node, fx.Node] = {}
-    inputs: list[fx.Node] = []
-    for node in members:
-        for source in node.all_input_nodes:
-            if source not in inside and source not in made and not _is_size(source):
-                made[source] = body.placeholder(_input_name(source))
-                made[source].meta = dict(source.meta)
-                inputs.append(source)
-
-    def take(source: fx.Node) -> fx.Node:
-        if source not in made:
-            made[source] = size_inside(body, source, inputs, made)
-        return made[source]
-
-    for node in members:
-        made[node] = body.node_copy(node, take)
-        made[node].meta = dict(node.meta)
-        if node.op == "get_attr":
-            _make_relative(made[node], layer)
-        else:
-            made[node].meta["path"] = node.meta["path"][len(layer) + 1 :]
-        if "site" in node.meta:
-            made[node].meta["site"] = node.meta["site"][len(layer) + 1 :]
-    results = [n for n in members if any(user not in inside for user in n.users)]
-    if len(results) != 1:
+def _outline(layer: str, members: list[fx.Node]) -> Piece:
+    try:
+        piece = outline(members, layer)
+    except NotOutlinable as error:
+        raise LayersNotChained(error.what, layer=layer, found=error.facts.get("found")) from error
+    if len(piece.results) != 1:
         raise LayersNotChained(
             "a layer hands on more than one value",
             layer=layer,
-            found=", ".join(str(n) for n in results),
+            found=", ".join(str(n) for n in piece.results),
         )
-    body.output(made[results[0]])
-    return _Body(layer, body, inputs, results[0], members)
-
-
-def _input_name(source: fx.Node) -> str:
-    if source.op == "placeholder":
-        return str(source.target)
-    ref = source.meta.get("tensor")
-    return ref.name.replace(".", "_") if ref is not None else source.name
-
-
-def _is_size(node: fx.Node) -> bool:
-    return isinstance(node.meta.get("val"), (int, torch.SymInt))
-
-
-def size_inside(
-    body: fx.Graph, size: fx.Node, inputs: list[fx.Node], made: dict[fx.Node, fx.Node]
-) -> fx.Node:
-    """A size of the row, read from one of the layer's own inputs instead of being passed in."""
-    value = size.meta["val"]
-    for source in inputs:
-        tensor = source.meta.get("val")
-        for dim, extent in enumerate(tensor.shape if isinstance(tensor, torch.Tensor) else ()):
-            if not isinstance(extent, int) and str(extent) == str(value):
-                with body.inserting_after(made[inputs[-1]]):
-                    made_size = body.call_function(torch.ops.aten.sym_size.int, (made[source], dim))
-                made_size.meta = {**size.meta, "path": ""}
-                return made_size
-    if size.op == "call_function" and size.all_input_nodes:
-        copied = body.node_copy(
-            size, lambda n: made[n] if n in made else size_inside(body, n, inputs, made)
-        )
-        copied.meta = {**size.meta, "path": ""}
-        return copied
-    raise LayersNotChained(
-        "a layer needs a size that none of its inputs has", found=size.format_node()
-    )
-
-
-def _make_relative(node: fx.Node, layer: str) -> None:
-    ref: TensorRef = node.meta["tensor"]
-    node.target = str(node.target)[len(layer) + 1 :]
-    name = ref.name.removeprefix(PEFT_PREFIX)[len(layer) + 1 :]
-    node.meta["tensor"] = replace(ref, name=name)
+    return piece
 
 
 def canonical(graph: fx.Graph) -> list[Hashable]:
@@ -188,23 +113,23 @@ def canonical(graph: fx.Graph) -> list[Hashable]:
     return rows
 
 
-def _demand_equal(left: _Body, right: _Body) -> None:
+def _demand_equal(left: Piece, right: Piece, layers: str) -> None:
     one, two = canonical(left.graph), canonical(right.graph)
     for mine, theirs in zip(one, two, strict=False):
         if mine != theirs:
             raise NotFoldable(
                 "two layers of equal structure trace to different graphs",
-                layers=f"{left.layer}, {right.layer}",
+                layers=layers,
                 found=f"{mine}\n{theirs}",
             )
     if len(one) != len(two):
         raise NotFoldable(
             "two layers of equal structure trace to graphs of different length",
-            layers=f"{left.layer}, {right.layer}",
+            layers=layers,
         )
 
 
-def _carried_slots(bodies: dict[str, _Body], plan: LayerPlan) -> dict[str, int]:
+def _carried_slots(bodies: dict[str, Piece], plan: LayerPlan) -> dict[str, int]:
     """For each layer structure the input that is the layer before's result.
 
     raises    NotFoldable when layers do not form a chain
@@ -231,7 +156,7 @@ def _carried_slots(bodies: dict[str, _Body], plan: LayerPlan) -> dict[str, int]:
 
 
 def _demand_same_context(
-    bodies: dict[str, _Body], plan: LayerPlan, carried: dict[str, int]
+    bodies: dict[str, Piece], plan: LayerPlan, carried: dict[str, int]
 ) -> None:
     for layer, first in plan.twins().items():
         slot = carried.get(first)
@@ -254,7 +179,7 @@ def _depends_on(node: fx.Node, sources: set[fx.Node]) -> bool:
 
 
 def _call_layers(
-    root: fx.Graph, plan: LayerPlan, bodies: dict[str, _Body], carried: dict[str, int]
+    root: fx.Graph, plan: LayerPlan, bodies: dict[str, Piece], carried: dict[str, int]
 ) -> fx.Graph:
     """The root anew, each run of layer nodes replaced by calls of all layers."""
     owner = {node: layer for layer, body in bodies.items() for node in body.nodes}
@@ -273,7 +198,7 @@ def _call_layers(
         elif running is None and node.op == "call_function":
             running = _emit_calls(new, made, plan, bodies, carried)
             made[last] = running
-    _drop_unused_sizes(new)
+    Rewriter(new).erase_dead()
     return new
 
 
@@ -281,7 +206,7 @@ def _emit_calls(
     new: fx.Graph,
     made: dict[fx.Node, fx.Node],
     plan: LayerPlan,
-    bodies: dict[str, _Body],
+    bodies: dict[str, Piece],
     carried: dict[str, int],
 ) -> fx.Node:
     running: fx.Node | None = None
@@ -303,9 +228,3 @@ def _emit_calls(
         )
     assert running is not None
     return running
-
-
-def _drop_unused_sizes(graph: fx.Graph) -> None:
-    for node in reversed(list(graph.nodes)):
-        if not node.users and node.op in ("call_function", "get_attr"):
-            graph.erase_node(node)

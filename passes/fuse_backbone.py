@@ -30,7 +30,8 @@ from tlora_fx.graph import (
 )
 from tlora_fx.passes.alignment import Alignment, Branch, Side, align
 from tlora_fx.passes.fold_layers import block_name
-from tlora_fx.pipeline import GroupPass, register
+from tlora_fx.pipeline import GroupPass, Numerics, register
+from tlora_fx.provenance import derive
 from tlora_fx.shapes import fake_like, fake_mode_of
 
 aten = torch.ops.aten
@@ -41,10 +42,14 @@ OWN_TABLES = ("cu_seqlens", "segments", "keys")
 @register
 @dataclass(frozen=True, slots=True)
 class FuseBackbone(GroupPass):
-    """Merge backbone nodes into one Shared Super-Model."""
+    """Merge backbone nodes into one Shared Super-Model.
+
+    max_jobs   jobs that one model may hold
+    """
 
     name: ClassVar[str] = "fuse-backbone"
-    requires: ClassVar[frozenset[str]] = frozenset({"token-parallel"})
+    requires: ClassVar[frozenset[str]] = frozenset({"fold-layers", "token-parallel"})
+    preserves_numerics: ClassVar[Numerics] = "bound"
 
     max_jobs: int = 64
 
@@ -241,10 +246,11 @@ class _Writer:
                 continue
             sizes = [n for n in node.all_input_nodes if n not in made and _is_row_size(n)]
             for size in sizes:
-                made[size] = self._segment_size(size, made, alignment, take)
+                made[size] = self._segment_size(job, size, alignment, take)
             made[node] = self.graph.node_copy(node, take)
             made[node].meta = {**node.meta, "role": "adapter", "jobs": (job.name,)}
-            made[node].meta.update(site=branch.site, made_by="fuse-backbone")
+            made[node].meta["site"] = branch.site
+            derive(made[node], node)
             _set_numbers(made[node], site)
         args = (
             self.after[branch.anchor],
@@ -255,6 +261,7 @@ class _Writer:
         )
         write = self.graph.call_function(ops.segment_write.default, args)
         self._tag(write, job, branch.site, self.after[branch.anchor].meta["val"])
+        derive(write, branch.result, branch.anchor)
         self.after[branch.anchor] = write
 
     def _job_value(
@@ -272,7 +279,7 @@ class _Writer:
         args = (value, self.tables["segments"], index, axis)
         read = self.graph.call_function(ops.segment_read.default, args)
         self._tag(read, job, "", value.meta["val"])
-        return read
+        return derive(read, source)
 
     def _own_table(self, index: int, job: JobGraph, name: str) -> fx.Node:
         """A table of the row as it would be for the job's segment alone."""
@@ -281,7 +288,6 @@ class _Writer:
         def call(target: Any, *args: Any) -> fx.Node:
             made = self.graph.call_function(target, args)
             made.meta.update(role="table", jobs=(job.name,), path="", source="")
-            made.meta["made_by"] = "fuse-backbone"
             return made
 
         if name == "keys":
@@ -294,7 +300,7 @@ class _Writer:
         return call(aten.sub.Tensor, bounds, start)
 
     def _segment_size(
-        self, size: fx.Node, made: dict[fx.Node, fx.Node], alignment: Alignment, take: Any
+        self, job: JobGraph, size: fx.Node, alignment: Alignment, take: Any
     ) -> fx.Node:
         """The row's size inside a branch is the size of the job's segment."""
         known = {**alignment.twins, **alignment.stands}
@@ -306,8 +312,8 @@ class _Writer:
             if str(value.shape[axis]) == str(size.meta["val"]):
                 args = (take(source), axis)
                 result = self.graph.call_function(torch.ops.aten.sym_size.int, args)
-                result.meta = {**size.meta, "role": "adapter", "made_by": "fuse-backbone"}
-                return result
+                result.meta = {**size.meta, "role": "adapter", "jobs": (job.name,)}
+                return derive(result, size)
         whole: fx.Node = take(size)
         return whole
 
@@ -321,16 +327,12 @@ class _Writer:
             self.group.constants[name] = job.constants[ref.name]
             made = self.graph.create_node("get_attr", name)
             made.meta = {**node.meta, "tensor": TensorRef("constant", name, ref.shape, ref.dtype)}
-            return made
+            return derive(made, node)
         shape = _with_rank(ref, site)
         target = f"j{index}.{node.target}"
         made = self.graph.create_node("get_attr", target)
-        made.meta = {
-            **node.meta,
-            "role": "adapter",
-            "jobs": (job.name,),
-            "made_by": "fuse-backbone",
-        }
+        made.meta = {**node.meta, "role": "adapter", "jobs": (job.name,)}
+        derive(made, node)
         made.meta["tensor"] = TensorRef("job", ref.name, shape, ref.dtype)
         made.meta["val"] = fake_like(self.mode, shape, ref.dtype)
         return made
@@ -343,7 +345,6 @@ class _Writer:
             path=site,
             source="",
             val=value,
-            made_by="fuse-backbone",
         )
 
 

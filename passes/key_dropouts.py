@@ -18,8 +18,9 @@ from torch import fx
 from tlora_fx.errors import BaseRefused
 from tlora_fx.graph import GroupGraph, TensorRef, is_call, placeholders
 from tlora_fx.passes.check_token_parallel import is_random
-from tlora_fx.pipeline import GroupPass, register
-from tlora_fx.shapes import fake_like, fake_mode_of, segment_size
+from tlora_fx.pipeline import GroupPass, Numerics, register
+from tlora_fx.rewriting import Maker, Rewriter
+from tlora_fx.shapes import segment_size
 
 aten = torch.ops.aten
 ops = torch.ops.tlora_fx
@@ -33,6 +34,7 @@ class KeyDropouts(GroupPass):
 
     name: ClassVar[str] = "key-dropouts"
     requires: ClassVar[frozenset[str]] = frozenset({"lower-adapters"})
+    preserves_numerics: ClassVar[Numerics] = "exact"
 
     def run(self, group: GroupGraph) -> None:
         for graph in group.graphs():
@@ -41,8 +43,9 @@ class KeyDropouts(GroupPass):
                 if is_call(node, aten.dropout.default) and node.args[1] and node.args[2]:
                     _Keyed(group, graph, node, taken).replace()
                 elif is_call(node, ops.packed_attention.default) and node.args[ATTENTION_RATE]:
-                    maker = _Keyed(group, graph, node, taken)
-                    node.update_arg(ATTENTION_SITE, maker.buffer("site", (), torch.int64))
+                    make = Rewriter(graph).at(node)
+                    site = _Keyed(group, graph, node, taken).table(make, "site", (), torch.int64)
+                    node.update_arg(ATTENTION_SITE, site)
                 elif is_random(node):
                     raise BaseRefused(
                         "a job's own part of the model draws random numbers without keyed masks",
@@ -76,53 +79,42 @@ class _Keyed:
 
     def replace(self) -> None:
         """Put keyed_dropout in place of dropout."""
+        what = f"keyed_dropout at {self.node.meta['path']}"
+        Rewriter(self.graph).replace(self.node, self._keyed, what)
+
+    def _keyed(self, make: Maker) -> fx.Node:
         x: Any = self.node.args[0]
         names = self.group.job_names
         alone = self.node.meta.get("role") == "adapter"
         job = names.index(self.node.meta["jobs"][0]) if alone else 0
         jobs = 1 if alone else len(names)
-        rates = self.buffer("rates", (jobs,), torch.float64)
-        site = self.buffer("site", (), torch.int64)
-        rates.meta["rate"] = float(self.node.args[1])  # type: ignore[arg-type]
-        segments, keys, index = self._tables_of(job) if alone else self._tables()
-        args = (x, rates, segments, keys, index, site, self._token_dims(x))
-        with self.graph.inserting_before(self.node):
-            keyed = self.graph.call_function(ops.keyed_dropout.default, args)
-        keyed.meta = {**self.node.meta, "made_by": "key-dropouts"}
-        self.node.replace_all_uses_with(keyed)
-        self.graph.erase_node(self.node)
+        rate = float(self.node.args[1])  # type: ignore[arg-type]
+        rates = self.table(make, "rates", (jobs,), torch.float64, rate=rate)
+        site = self.table(make, "site", (), torch.int64)
+        segments, keys, index = self._tables_of(make, job) if alone else self._tables()
+        dims = self._token_dims(x)
+        return make(ops.keyed_dropout.default, x, rates, segments, keys, index, site, dims)
 
-    def buffer(self, name: str, shape: tuple[int, ...], dtype: torch.dtype) -> fx.Node:
+    def table(
+        self, make: Maker, name: str, shape: tuple[int, ...], dtype: torch.dtype, **meta: Any
+    ) -> fx.Node:
         """A table of this dropout, stored beside the module that it belongs to."""
-        target = f"{self.attribute}.{name}"
-        with self.graph.inserting_before(self.node):
-            made = self.graph.create_node("get_attr", target)
-        value = fake_like(fake_mode_of(self.graph), shape, dtype)
-        made.meta.update(role="table", jobs=(), path=self.node.meta["path"], val=value)
-        made.meta["tensor"] = TensorRef("buffer", target, shape, dtype)
-        made.meta["site_path"] = self.path
-        made.meta["site_number"] = self.number
-        return made
+        ref = TensorRef("buffer", f"{self.attribute}.{name}", shape, dtype)
+        place = {"site_path": self.path, "site_number": self.number}
+        return make.tagged(role="table", jobs=()).tensor(ref, **place, **meta)
 
     def _tables(self) -> tuple[fx.Node, fx.Node, fx.Node]:
         return self.tables["segments"], self.tables["keys"], self.tables["token_index"]
 
-    def _tables_of(self, job: int) -> tuple[fx.Node, fx.Node, fx.Node]:
+    def _tables_of(self, make: Maker, job: int) -> tuple[fx.Node, fx.Node, fx.Node]:
         """The row's tables as the job's segment alone has them."""
         segments, keys, index = self._tables()
         dim = 1 if self.group.form == "packed" else 0
-
-        def call(target: Any, *args: Any) -> fx.Node:
-            with self.graph.inserting_before(self.node):
-                made = self.graph.call_function(target, args)
-            made.meta.update(role="table", jobs=self.node.meta["jobs"], path="", source="")
-            return made
-
+        call = make.tagged(role="table", path="", source="")
         bounds = call(aten.slice.Tensor, segments, 0, job, job + 2)
         start = call(aten.slice.Tensor, segments, 0, job, job + 1)
-        own = call(aten.sub.Tensor, bounds, start)
         return (
-            own,
+            call(aten.sub.Tensor, bounds, start),
             call(aten.slice.Tensor, keys, 0, job, job + 1),
             call(ops.segment_read.default, index, segments, job, dim),
         )

@@ -1,4 +1,4 @@
-"""Recognise a plain LoRA branch in a fused graph, or say why a branch is none.
+"""The patterns of a frozen linear and of a plain LoRA branch in a fused graph.
 
 A branch stands between two segment operators: it reads the job's segment of the site's input and
 of the frozen linear's result, and writes the job's segment of that result:
@@ -10,24 +10,113 @@ The casts are PEFT's, which multiplies adapters in their own dtype.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import fx
 
-from tlora_fx.graph import is_call
+from tlora_fx.graph import shape_of
+from tlora_fx.rewriting import (
+    Match,
+    Miss,
+    Pattern,
+    add,
+    anything,
+    call,
+    constant,
+    either,
+    match,
+    mul,
+    nearest_match,
+    stored,
+    uncast,
+    where,
+)
 
 aten = torch.ops.aten
 READ = torch.ops.tlora_fx.segment_read.default
-TRANSPOSES = (
-    aten.t.default, aten.numpy_T.default, aten.mT.default, aten.transpose.int, aten.permute.default,
-)  # fmt: skip
+VIEWS = (aten.view.default, aten.reshape.default)
 WRITE = torch.ops.tlora_fx.segment_write.default
+LINEAR = aten.linear.default
+INPUT, RESULT = "frozen linear's input", "frozen linear's result"
+
+
+_WEIGHT = stored("weight")
+_SWAPPED = either(
+    call((aten.t.default, aten.numpy_T.default, aten.mT.default), _WEIGHT),
+    call(aten.transpose.int, _WEIGHT, either(0, -2), either(1, -1)),
+    call(aten.transpose.int, _WEIGHT, either(1, -1), either(0, -2)),
+    call(aten.permute.default, _WEIGHT, either([1, 0], [-1, -2])),
+)
+_PRODUCT = where(
+    "its weight is a matrix",
+    lambda found: len(shape_of(found["weight"]) or ()) == 2,
+    call(aten.matmul.default, anything("x"), _SWAPPED, name="product"),
+)
+# How models write y = x W^T + bias: torch's linear, GPT-2's Conv1D, a product by hand.
+FROZEN: Mapping[str, Pattern] = {
+    "linear": call(LINEAR, anything("x"), stored("weight"), either(None, stored("bias"))),
+    "Conv1D": call(
+        VIEWS,
+        call(
+            aten.addmm.default,
+            stored("bias"),
+            call(VIEWS, anything("x"), ..., name="flattened input"),
+            stored("weight"),
+            name="product",
+        ),
+        ...,
+    ),
+    "matmul": _PRODUCT,
+    "matmul with a bias": add(_PRODUCT, stored("bias")),
+}
+
+
+def _reads(whole: str, name: str) -> Pattern:
+    """A read of the job's segment of a value."""
+    return uncast(call(READ, anything(whole), anything(), anything("job"), anything(), name=name))
+
+
+_INPUT = _reads(INPUT, "input")
+_A = call(
+    LINEAR,
+    either(
+        _INPUT,
+        uncast(call(aten.dropout.default, _INPUT, constant("rate"), True, name="dropout")),
+    ),
+    stored("A's weight"),
+    name="A",
+)
+BRANCH: Pattern = call(
+    WRITE,
+    anything(),
+    uncast(
+        add(
+            _reads(RESULT, "first summand"),
+            uncast(
+                mul(
+                    uncast(call(LINEAR, uncast(_A), stored("B's weight"), name="B")),
+                    constant("scaling"),
+                    name="scaled branch",
+                )
+            ),
+            name="sum",
+        )
+    ),
+    anything(),
+    anything("job"),
+    anything(),
+)
 
 
 class NoMatch(Exception):
-    """Why a branch is no plain LoRA branch, for the report."""
+    """Why a branch is no plain LoRA branch, for the report; `miss` says it in full."""
+
+    def __init__(self, why: str, miss: Miss) -> None:
+        super().__init__(why)
+        self.miss = miss
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,36 +148,12 @@ def match_frozen(anchor: Any) -> Frozen:
 
     raises    NoMatch
     """
-    if is_call(anchor, aten.linear.default):
-        x, weight, *bias = anchor.args
-        return _frozen(x, weight, bias[0] if bias else None, False)
-    if is_call(anchor, aten.view.default, aten.reshape.default):
-        inner: Any = anchor.args[0]
-        if (
-            is_call(inner, aten.addmm.default)
-            and not inner.kwargs
-            and is_call(inner.args[1], aten.view.default, aten.reshape.default)
-        ):
-            bias, flat, weight = inner.args
-            return _frozen(flat.args[0], weight, bias, True)
-    product, bias = anchor, None
-    if is_call(anchor, aten.add.Tensor) and len(anchor.args) == 2:
-        product, bias = anchor.args
-    if is_call(product, aten.matmul.default) and _is_transposed(product.args[1]):
-        return _frozen(product.args[0], product.args[1].args[0], bias, False)
-    raise NoMatch(f"its module is no linear ({anchor.target})")
-
-
-def _is_transposed(node: Any) -> bool:
-    """Whether a node is a stored matrix, transposed."""
-    stored = is_call(node, *TRANSPOSES) and node.args[0].op == "get_attr"
-    return bool(stored and node.meta["val"].dim() == 2)
-
-
-def _frozen(x: Any, weight: Any, bias: Any, transposed: bool) -> Frozen:
-    if any(node is not None and node.op != "get_attr" for node in (weight, bias)):
-        raise NoMatch("the linear's weight is computed, not stored")
-    return Frozen(x, weight, bias, transposed)
+    found = nearest_match(list(FROZEN.values()), anchor)
+    if isinstance(found, Miss):
+        why = found.why if found.held else f"its module is no linear ({anchor.target})"
+        raise NoMatch(why, found)
+    transposed = found.pattern is FROZEN["Conv1D"]
+    return Frozen(found["x"], found["weight"], found.captures.get("bias"), transposed)
 
 
 def match_branch(write: fx.Node, anchor: fx.Node, x: fx.Node) -> LoraBranch:
@@ -99,45 +164,18 @@ def match_branch(write: fx.Node, anchor: fx.Node, x: fx.Node) -> LoraBranch:
     x         the frozen linear's input
     raises    NoMatch naming the first condition that fails
     """
-    job: Any = write.args[3]
-    total = _uncast(write.args[1])
-    _demand(is_call(total, aten.add.Tensor), f"its last operator is {_named(total)}, not add")
-    _demand(not total.kwargs, "its sum is scaled")
-    frozen, scaled = (_uncast(arg) for arg in total.args[:2])
-    _demand(_reads(frozen, anchor, job), "what it adds to is not the frozen linear's result")
-    _demand(is_call(scaled, aten.mul.Tensor), f"its branch ends in {_named(scaled)}, not a scale")
-    product, scaling = scaled.args[:2]
-    _demand(isinstance(scaling, (int, float)), "its scaling is computed")
-    up = _uncast(product)
-    _demand(is_call(up, aten.linear.default), f"B is applied by {_named(up)}, not linear")
-    _demand(len(up.args) == 2, "its B has a bias")
-    down = _uncast(up.args[0])
-    _demand(is_call(down, aten.linear.default), f"A is applied by {_named(down)}, not linear")
-    _demand(len(down.args) == 2, "its A has a bias")
-    source, rate = _uncast(down.args[0]), 0.0
-    if is_call(source, aten.dropout.default):
-        rate = float(source.args[1])
-        source = _uncast(source.args[0])
-    _demand(_reads(source, x, job), "it does not read the frozen linear's input")
-    a, b = down.args[1], up.args[1]
-    _demand(a.op == b.op == "get_attr", "its A or B is computed")
-    return LoraBranch(int(job), a, b, float(scaling), rate)
+    found = match_nodes(write, anchor, x)
+    if isinstance(found, Miss):
+        raise NoMatch(found.why, found)
+    return LoraBranch(
+        int(found["job"]),
+        found["A's weight"],
+        found["B's weight"],
+        float(found["scaling"]),
+        float(found.captures.get("rate", 0.0)),
+    )
 
 
-def _uncast(node: Any) -> Any:
-    while is_call(node, aten.to.dtype, aten._to_copy.default):
-        node = node.args[0]
-    return node
-
-
-def _reads(node: Any, whole: fx.Node, job: Any) -> bool:
-    return is_call(node, READ) and node.args[0] is whole and node.args[2] == job
-
-
-def _demand(holds: bool, why: str) -> None:
-    if not holds:
-        raise NoMatch(why)
-
-
-def _named(node: Any) -> str:
-    return str(getattr(node, "target", node))
+def match_nodes(write: fx.Node, anchor: fx.Node, x: fx.Node) -> Match | Miss:
+    """The pattern's match behind a segment write, or how near it came."""
+    return match(BRANCH, write, {RESULT: anchor, INPUT: x})

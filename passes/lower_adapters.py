@@ -10,7 +10,7 @@ Keeps   every number up to rounding; branches of other kinds (DoRA, embeddings, 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Literal
 
 import torch
 from torch import fx
@@ -25,29 +25,32 @@ from tlora_fx.passes.lora_pattern import (
     match_branch,
     match_frozen,
 )
-from tlora_fx.pipeline import GroupPass, register
-from tlora_fx.shapes import fake_like, fake_mode_of
+from tlora_fx.pipeline import GroupPass, Numerics, register
+from tlora_fx.rewriting import Maker, Rewriter
 
 aten = torch.ops.aten
 BANK = "lora"
-BANK_TENSORS = ("a", "b", "ranks", "scales", "rates", "site")
 
 
 @register
 @dataclass(frozen=True, slots=True)
 class LowerAdapters(GroupPass):
-    """Replace LoRA branches by tlora_fx::multi_lora_linear."""
+    """Replace LoRA branches by tlora_fx::multi_lora_linear.
+
+    compute   dtype in which adapters multiply: "base", "float32", or "job": as the job file says
+    """
 
     name: ClassVar[str] = "lower-adapters"
     requires: ClassVar[frozenset[str]] = frozenset({"fuse-backbone"})
+    preserves_numerics: ClassVar[Numerics] = "bound"
 
-    compute: str = "base"
+    compute: Literal["job", "base", "float32"] = "job"
 
     def run(self, group: GroupGraph) -> None:
         for where, graph in [("", group.root), *((b.name, b.graph) for b in group.blocks.values())]:
-            for anchor, writes in _chains(graph).items():
+            for anchor, writes in chains(graph).items():
                 self._lower(group, graph, where, anchor, writes)
-            _erase_dead(graph)
+            Rewriter(graph).erase_dead()
 
     def _lower(
         self, group: GroupGraph, graph: fx.Graph, where: str, anchor: fx.Node, writes: list[fx.Node]
@@ -65,8 +68,10 @@ class LowerAdapters(GroupPass):
                 found.append((write, match_branch(write, anchor, frozen.x)))
             except NoMatch as reason:
                 self._keep(group, where, site, write, str(reason))
-        if found:
-            self._replace(group, graph, anchor, frozen, site, found)
+        place = f"{where}.{site}".strip(".")
+        if found and not self._replace(group, graph, anchor, frozen, place, found):
+            for write, _ in found:
+                self._keep(group, where, site, write, "the rewrite is held back by a bisection")
 
     def _keep(self, group: GroupGraph, where: str, site: str, write: fx.Node, reason: str) -> None:
         place = f"{where}.{site}" if where else site
@@ -87,40 +92,48 @@ class LowerAdapters(GroupPass):
         graph: fx.Graph,
         anchor: fx.Node,
         frozen: Frozen,
-        site: str,
+        place: str,
         found: list[tuple[fx.Node, LoraBranch]],
-    ) -> None:
-        mode = fake_mode_of(graph)
-        jobs = tuple(write.meta["jobs"][0] for write, _ in found)
+    ) -> bool:
+        """Put one operator in place of the linear and its branches; False where held back."""
+        writes = [write for write, _ in found]
+        jobs = tuple(write.meta["jobs"][0] for write in writes)
+        site = str(writes[0].meta["site"])
         tables = placeholders(graph)
         dtype = found[0][1].a.meta["tensor"].dtype
-        compute = anchor.meta["val"].dtype if self.compute == "base" else dtype
-        tag = {"role": "adapter", "jobs": jobs, "site": site, "path": site, "made_by": self.name}
-        with graph.inserting_after(anchor):
-            lowered = graph.call_function(torch.ops.tlora_fx.multi_lora_linear.default)
-        with graph.inserting_before(lowered):
+        asked = group.compute if self.compute == "job" else self.compute
+        compute = anchor.meta["val"].dtype if asked == "base" else dtype
+
+        def build(make: Maker) -> fx.Node:
             weight = frozen.weight
             if frozen.transposed:
-                weight = graph.call_function(aten.t.default, (frozen.weight,))
-                weight.meta = {**frozen.weight.meta, "path": site}
-                weight.meta.pop("tensor", None)
-            bank = {}
-            for name, shape, kind in _bank_shapes(group, found, frozen):
-                node = graph.create_node("get_attr", f"{site}.{BANK}.{name}")
-                ref = TensorRef("buffer", f"{site}.{BANK}.{name}", shape, kind or dtype)
-                node.meta = {**tag, "tensor": ref, "val": fake_like(mode, shape, ref.dtype)}
-                bank[name] = node
-        lowered.args = (
-            frozen.x, weight, frozen.bias,
-            *(bank[name] for name in ("a", "b", "ranks", "scales", "rates")),
-            tables["segments"], tables["keys"], tables["token_index"], bank["site"], compute,
-        )  # fmt: skip
-        lowered.meta = {**anchor.meta, **tag, "val": anchor.meta["val"]}
+                tags = {tag: weight.meta[tag] for tag in ("role", "jobs")}
+                weight = make.tagged(**tags)(aten.t.default, weight)
+            bank = {
+                name: make.tensor(TensorRef("buffer", f"{site}.{BANK}.{name}", shape, kind))
+                for name, shape, kind in _bank_tensors(len(group.jobs), found, dtype)
+            }
+            return make(
+                torch.ops.tlora_fx.multi_lora_linear.default,
+                frozen.x, weight, frozen.bias,
+                *(bank[name] for name in ("a", "b", "ranks", "scales", "rates")),
+                tables["segments"], tables["keys"], tables["token_index"], bank["site"], compute,
+            )  # fmt: skip
+
+        lowered = Rewriter(graph).replace(
+            anchor,
+            build,
+            f"multi_lora_linear at {place}",
+            {"role": "adapter", "jobs": jobs, "site": site, "path": site},
+            _inside(anchor, writes),
+        )
+        if lowered is None:
+            return False
         lowered.meta["branches"] = {jobs[i]: branch for i, (_, branch) in enumerate(found)}
-        for write, _ in found:
+        for write in writes:
             write.replace_all_uses_with(write.args[0])  # type: ignore[arg-type]
             graph.erase_node(write)
-        anchor.replace_all_uses_with(lowered)
+        return True
 
 
 def _is_plain(group: GroupGraph, job: str, where: str, site: str) -> bool:
@@ -130,7 +143,7 @@ def _is_plain(group: GroupGraph, job: str, where: str, site: str) -> bool:
     return graph.sites[prefix + site].kind == "lora"
 
 
-def _chains(graph: fx.Graph) -> dict[fx.Node, list[fx.Node]]:
+def chains(graph: fx.Graph) -> dict[fx.Node, list[fx.Node]]:
     """For each replaced value the segment writes behind it, in order."""
     chains: dict[fx.Node, list[fx.Node]] = {}
     first: dict[fx.Node, fx.Node] = {}
@@ -143,15 +156,15 @@ def _chains(graph: fx.Graph) -> dict[fx.Node, list[fx.Node]]:
     return chains
 
 
-def _bank_shapes(
-    group: GroupGraph, found: list[tuple[fx.Node, LoraBranch]], frozen: Frozen
-) -> list[tuple[str, tuple[int, ...], torch.dtype | None]]:
+def _bank_tensors(
+    jobs: int, found: list[tuple[fx.Node, LoraBranch]], dtype: torch.dtype
+) -> list[tuple[str, tuple[int, ...], torch.dtype]]:
+    """Name, shape and dtype of what a site's AdapterBank holds."""
     rank = sum(branch.a.meta["tensor"].shape[0] for _, branch in found)
     a, b = found[0][1].a.meta["tensor"], found[0][1].b.meta["tensor"]
-    jobs = len(group.jobs)
     return [
-        ("a", (rank, a.shape[1]), None),
-        ("b", (rank, b.shape[0]), None),
+        ("a", (rank, a.shape[1]), dtype),
+        ("b", (rank, b.shape[0]), dtype),
         ("ranks", (jobs + 1,), torch.int32),
         ("scales", (jobs,), torch.float64),
         ("rates", (jobs,), torch.float64),
@@ -159,7 +172,13 @@ def _bank_shapes(
     ]
 
 
-def _erase_dead(graph: fx.Graph) -> None:
-    for node in reversed(list(graph.nodes)):
-        if not node.users and node.op not in ("placeholder", "output"):
-            graph.erase_node(node)
+def _inside(anchor: fx.Node, writes: list[fx.Node]) -> list[fx.Node]:
+    """The nodes of branches: those between their reads and their writes."""
+    found: dict[fx.Node, None] = {}
+    stack = [node for write in writes for node in (write, write.args[1])]
+    while stack:
+        node: Any = stack.pop()
+        if node is not anchor and node not in found and node.meta.get("role") == "adapter":
+            found[node] = None
+            stack.extend([] if node in writes else node.all_input_nodes)
+    return list(found)

@@ -16,8 +16,9 @@ from torch import fx
 
 from tlora_fx.errors import GraphInvalid
 from tlora_fx.graph import Block, GroupGraph, is_call, output_of, placeholders, shape_of
-from tlora_fx.passes.fold_layers import size_inside
-from tlora_fx.pipeline import GroupPass, register
+from tlora_fx.pipeline import GroupPass, Numerics, register, rewrite_allowed
+from tlora_fx.provenance import derive
+from tlora_fx.rewriting import outline
 from tlora_fx.shapes import fake_like, fake_mode_of
 
 HEAD = "head"
@@ -40,9 +41,14 @@ class LowerLoss(GroupPass):
 
     name: ClassVar[str] = "lower-loss"
     requires: ClassVar[frozenset[str]] = frozenset({"fuse-backbone", "key-dropouts"})
+    preserves_numerics: ClassVar[Numerics] = "bound"
 
     def run(self, group: GroupGraph) -> None:
         root = group.root
+        if HEAD in group.blocks:
+            return
+        if not rewrite_allowed("the loss in place of the logits"):
+            return
         hidden, members = head_of(root)
         group.blocks[HEAD] = Block(HEAD, _outline(hidden, members), (f"{LOSS}.{HEAD}",))
         result = output_of(root)
@@ -65,9 +71,13 @@ class LowerLoss(GroupPass):
             loss = root.call_module(LOSS, args)
         dtype = torch.promote_types(torch.float32, hidden.meta["val"].dtype)
         loss.meta.update(
-            val=fake_like(mode, (len(group.jobs),), dtype), role="loss", path=LOSS, source="",
-            jobs=tuple(group.job_names), made_by=self.name,
-        )  # fmt: skip
+            val=fake_like(mode, (len(group.jobs),), dtype),
+            role="loss",
+            path=LOSS,
+            source="",
+            jobs=tuple(group.job_names),
+        )
+        derive(loss, members[-1])
         result.args = (loss,)
         for node in reversed(members):
             root.erase_node(node)
@@ -156,31 +166,12 @@ def _descendants(*nodes: fx.Node) -> set[fx.Node]:
 
 def _outline(hidden: fx.Node, members: list[fx.Node]) -> fx.Graph:
     """The head as a graph of its own: hidden state and tables in, logits out."""
-    inside = set(members)
-    head = fx.Graph()
-    made = {hidden: head.placeholder("hidden_states")}
-    made[hidden].meta = dict(hidden.meta)
-    sources = {s: None for n in members for s in n.all_input_nodes if s not in inside}
-    for source in sources:
-        if source is hidden:
-            continue
-        if isinstance(source.meta.get("val"), torch.SymInt):
-            made[source] = size_inside(head, source, [hidden], made)
-            continue
-        if source.op == "get_attr":
-            made[source] = head.node_copy(source)
-            made[source].meta = dict(source.meta)
-            continue
+    piece = outline(members, first={hidden: "hidden_states"})
+    for source in piece.inputs[1:]:
         if source.op != "placeholder" or source.target not in (*PER_ROW, "keys"):
             raise GraphInvalid(
                 "the head reads more than the last hidden state",
                 node=source.format_node(),
                 help="the base computes its logits from several values; this is not supported yet",
             )
-        made[source] = head.placeholder(str(source.target))
-        made[source].meta = dict(source.meta)
-    for node in members:
-        made[node] = head.node_copy(node, lambda n: made[n])
-        made[node].meta = dict(node.meta)
-    head.output(made[members[-1]])
-    return head
+    return piece.graph

@@ -14,7 +14,7 @@ import torch
 from torch import fx
 
 from tlora_fx.graph import AdapterSite, JobGraph, TensorRef, is_call, under
-from tlora_fx.pipeline import JobPass, register
+from tlora_fx.pipeline import JobPass, Numerics, register
 
 aten = torch.ops.aten
 PARTS = {"lora_A.default": "a", "lora_B.default": "b", "lora_dropout.default": "dropout"}
@@ -27,6 +27,7 @@ class TagRoles(JobPass):
 
     name: ClassVar[str] = "tag-roles"
     requires: ClassVar[frozenset[str]] = frozenset({"drop-export-noise"})
+    preserves_numerics: ClassVar[Numerics] = "exact"
 
     def run(self, graph: JobGraph) -> None:
         for node in graph.root.nodes:

@@ -1,10 +1,9 @@
-"""What all tests share: no network, one thread, GPU tests skipped without a GPU, golden files."""
+"""What all tests share: no network, one thread, GPU tests skipped without a GPU, accepted texts."""
 
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator
-from pathlib import Path
+from collections.abc import Iterator
 
 # Read when the libraries are imported, so set before any test module is.
 os.environ["TOKENIZERS_PARALLELISM"] = "false"
@@ -12,13 +11,13 @@ os.environ["HF_HUB_OFFLINE"] = "1"
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 import pytest
+from hypothesis import settings
 
-GOLDEN = Path(__file__).parent / "golden"
+pytest_plugins = ["tests.traced", "tlora_fx.testing.plugin"]
 
-
-def pytest_addoption(parser: pytest.Parser) -> None:
-    """Add `--accept`, which makes what was produced the expected text."""
-    parser.addoption("--accept", action="store_true", help="rewrite golden files that differ")
+# Tests assert no times, and a machine may be busy.
+settings.register_profile("patient", deadline=None)
+settings.load_profile("patient")
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
@@ -42,23 +41,3 @@ def one_thread() -> Iterator[None]:
     torch.set_num_threads(1)
     yield
     torch.set_num_threads(before)
-
-
-@pytest.fixture
-def golden(request: pytest.FixtureRequest) -> Callable[[str, str], None]:
-    """Compare a text with an accepted file: `golden("fused.txt", text)`.
-
-    name    a path below tests/golden
-    text    what the code made; with `--accept` it becomes the file
-    """
-
-    def check(name: str, text: str) -> None:
-        path = GOLDEN / name
-        if request.config.getoption("--accept"):
-            path.parent.mkdir(parents=True, exist_ok=True)
-            path.write_text(text, encoding="utf-8")
-        if not path.is_file():
-            pytest.fail(f"tests/golden/{name} does not exist; look at the text, then --accept it")
-        assert text == path.read_text(encoding="utf-8"), f"tests/golden/{name}: see pytest --accept"
-
-    return check

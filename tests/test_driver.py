@@ -7,11 +7,14 @@ import torch
 from torch import Tensor, nn
 
 from tests.models import Plain, base_of, error_of, job
-from tlora_fx.driver import as_jobs, compile, trace
+from tlora_fx.driver import DEFAULT_PIPELINE, as_jobs, compile, run_passes, trace
 from tlora_fx.errors import (
     BaseNotLoadable,
     BaseNotTraceable,
     JobsDiffer,
+    PipelineError,
+    StoppedAfter,
+    SuperModelMisuse,
     UnknownTarget,
 )
 from tlora_fx.job import BaseSpec
@@ -151,13 +154,14 @@ def test_a_job_can_be_traced_by_itself(base):
     ]
 
 
+@pytest.mark.parametrize("pipeline", [None, DEFAULT_PIPELINE], ids=["default", "named"])
 @pytest.mark.parametrize(
     ("compute", "dtype"), [("base", torch.bfloat16), ("float32", torch.float32)]
 )
-def test_adapters_are_kept_in_float32_and_multiplied_as_asked(base, compute, dtype):
-    """On a bfloat16 base: in the base's dtype, or PEFT's way."""
+def test_adapters_are_kept_in_float32_and_multiplied_as_asked(base, compute, dtype, pipeline):
+    """On a bfloat16 base: in the base's dtype, or PEFT's way, also where passes are named."""
     half = base.model_copy(update={"dtype": "bfloat16"})
-    model = compile(queries("a", half, adapter_compute=compute))
+    model = compile(queries("a", half, adapter_compute=compute), pipeline)
 
     (bank, *_) = model.banks.values()
     (call, *_) = [
@@ -168,6 +172,49 @@ def test_adapters_are_kept_in_float32_and_multiplied_as_asked(base, compute, dty
     ]
     assert bank.a.dtype == torch.float32
     assert call.args[-1] == dtype
+
+
+def test_a_pattern_for_a_rank_that_fits_no_module_is_reported(base):
+    """PEFT passes over such a key; the report names it."""
+    fields = {"rank_pattern": {"q_proj": 2, "q_prj": 3}, "alpha_pattern": {"down_proj": 4}}
+    model = compile(job("a", base, r=4, target_modules=["q_proj"], **fields))
+
+    told = [text for by, text in model.group.notes if by == "trace"]
+    assert [text.split("'")[3] for text in told] == ["q_prj", "down_proj"]
+
+
+@pytest.mark.parametrize("passes", ["drop-export-noise,tag-roles", " "])
+def test_a_pipeline_that_never_fuses_builds_no_model(base, passes):
+    """It may be looked at, not trained."""
+    assert "never fuses" in error_of(lambda: compile(queries("a", base), passes), PipelineError)
+
+
+def test_a_pipeline_that_does_not_fold_is_refused(base):
+    """Only two layers of each structure are traced; folding adds the others."""
+    passes = DEFAULT_PIPELINE.replace("fold-layers,", "")
+
+    assert "fold-layers" in error_of(lambda: compile(queries("a", base), passes), PipelineError)
+
+
+def test_branches_that_nobody_lowers_carry_their_own_numbers(base):
+    """Layers of other scalings share no code then."""
+    fused = "drop-export-noise,tag-roles,fold-layers,check-token-parallel,fuse-backbone"
+    fields = {"alpha_pattern": {"layers.1.self_attn.q_proj": 400}}
+    model = compile(job("a", base, r=2, target_modules=["q_proj"], **fields), fused)
+
+    assert model.group.exact
+    assert len(model.group.blocks) == 2
+    assert "lower-loss" in error_of(model.compile, SuperModelMisuse)
+
+
+def test_a_run_of_passes_stops_where_it_is_asked_to(base, monkeypatch):
+    """From Python, and by the environment for a model that cannot be built then."""
+    one = job("a", base, r=4, target_modules=["q_proj"])
+
+    assert not run_passes(one, stop_after="fold-layers").fused
+    assert run_passes(one, stop_after="fuse-backbone").fused
+    monkeypatch.setenv("TLORA_FX_LOG", "stop-after=fuse-backbone")
+    assert "fuse-backbone" in error_of(lambda: compile(one), StoppedAfter)
 
 
 def test_dropout_can_be_switched_off_for_a_comparison(tmp_path):

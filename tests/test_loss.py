@@ -96,6 +96,54 @@ def test_a_head_with_adapters_gets_the_tables_of_its_chunk(head):
     loss(hidden, rows, targets, bounds, segments, index)
 
     assert recording.seen == [
-        ([0, 3, 3, 4], [100, 102, 103, 107]),
-        ([0, 0, 0, 3], [108, 112, 119]),
+        ([0, 3, 3, 3], [100, 102, 103]),
+        ([0, 0, 0, 4], [107, 108, 112, 119]),
     ]
+
+
+@pytest.mark.parametrize("lines", [False, True])
+@pytest.mark.parametrize("pieces", [1, 2, 3, 16])
+def test_a_fixed_number_of_pieces_gives_the_same_sums_and_gradients(head, lines, pieces):
+    """Code that knows nothing of the row, as programs are exported."""
+    loss = ChunkedLoss(head, WORDS, (), lines=lines)
+    hidden, *row = inputs(lines)
+    expected = loss(hidden, *row)
+    (wanted,) = torch.autograd.grad(expected.sum(), hidden)
+
+    loss.pieces = pieces
+    found = loss(hidden, *row)
+
+    torch.testing.assert_close(found, expected)
+    torch.testing.assert_close(torch.autograd.grad(found.sum(), hidden)[0], wanted)
+
+
+def test_pieces_are_filled_with_rows_of_the_last_job(head):
+    """Tables cover what fills a piece, so that operators of the head accept them."""
+    recording = Recording(head)
+    loss = ChunkedLoss(recording, WORDS, ("segments", "token_index"))
+    loss.pieces = 2
+    hidden, rows, targets, bounds = inputs(lines=False)
+    segments = torch.tensor([0, 5, 6, 20], dtype=torch.int32)
+    index = torch.arange(100, 120, dtype=torch.int32)[None]
+
+    loss(hidden, rows, targets, bounds, segments, index)
+
+    assert recording.seen == [
+        ([0, 3, 3, 5], [100, 102, 103, 107, 108]),
+        ([0, 0, 0, 5], [112, 119, 0, 0, 0]),
+    ]
+
+
+def test_what_fills_pieces_reads_no_jobs_hidden_state(head):
+    """A NaN in a row without a target reaches no gradient."""
+    loss = ChunkedLoss(head, WORDS, ())
+    loss.pieces = 2
+    hidden, *row = inputs(lines=False)
+    with torch.no_grad():
+        hidden[0, 1] = torch.nan
+
+    found = loss(hidden, *row)
+    found.sum().backward()
+
+    assert torch.isfinite(found).all()
+    assert torch.isfinite(hidden.grad).all()

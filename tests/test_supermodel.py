@@ -1,16 +1,12 @@
-"""The Shared Super-Model as a module: what it owns, its misuse, and what torch.compile sees."""
+"""The Shared Super-Model as a module: what it owns, and its misuse."""
 
 from __future__ import annotations
 
-import copy
-
 import pytest
 import torch
-from torch._dynamo.backends.registry import lookup_backend
 
 from tests.models import (
     FAMILIES,
-    assert_same,
     base_of,
     error_of,
     job,
@@ -116,61 +112,3 @@ def test_a_gradient_step_of_one_row_adds_to_the_next(model):
         for name, parameter in model.job_parameters(own.name).items():
             expected = 2 * once[own.name].gradients[name]
             torch.testing.assert_close(parameter.grad, expected)
-
-
-class Counting:
-    """A backend for torch.compile that counts what it is given."""
-
-    def __init__(self) -> None:
-        self.compiled = 0
-
-    def __call__(self, module, inputs):
-        """Compile ahead of time, run eagerly."""
-        self.compiled += 1
-        return lookup_backend("aot_eager")(module, inputs)
-
-
-@pytest.fixture(scope="module")
-def mixed(base):
-    """A plain job, one with DoRA that runs as it is, and one with dropout."""
-    kinds = [{}, {"use_dora": True}, {"lora_dropout": 0.5}]
-    targets = ["q_proj", "up_proj"]
-    return ready(
-        [job(f"j{n}", base, r=4, target_modules=targets, **kind) for n, kind in enumerate(kinds)]
-    )
-
-
-@pytest.mark.parametrize("kind", ["model", "mixed"])
-@torch._dynamo.config.patch(capture_dynamic_output_shape_ops=True)
-def test_torch_compile_sees_one_layer_and_never_another_length(kind, request):
-    """All folded layers compile once (the first, whose input needs no gradient, may once more)."""
-    model = request.getfixturevalue(kind)
-    torch._dynamo.reset()
-    backend = Counting()
-    compiled = copy.copy(model)
-    layers = next(b for b in model.group.blocks.values() if b.name != "head").instances
-    rows = [
-        ([5, 4], [6], [3, 9]),
-        ([2], [11, 7], [8]),
-        ([1], [1], [30]),
-        ([], [12], [4, 4, 4]),
-        ([7], [], []),
-    ]
-    mixes = [[tokens(n, seed=s) for s, n in enumerate(row)] for row in rows]
-    expected = [run_fused(model, parts) for parts in mixes]
-    try:
-        for layer in layers:
-            compiled.net.get_submodule(layer).compile(backend=backend, dynamic=True, fullgraph=True)
-        found = [run_fused(compiled, mixes[0])]
-        after_first = backend.compiled
-        found += [run_fused(compiled, parts) for parts in mixes[1:]]
-    finally:
-        for layer in layers:
-            compiled.net.get_submodule(layer)._compiled_call_impl = None
-        torch._dynamo.reset()
-
-    assert after_first <= 2
-    assert backend.compiled == after_first
-    for one, two in zip(found, expected, strict=True):
-        for own in model.jobs:
-            assert_same(one[own.name], two[own.name], 1e-9, own.name)

@@ -14,6 +14,7 @@ from tlora_fx.version import __version__
 if TYPE_CHECKING:
     from tlora_fx.driver import compile, trace
     from tlora_fx.errors import TloraError
+    from tlora_fx.explain import why_not
     from tlora_fx.job import BaseSpec, DataSpec, Job
     from tlora_fx.jobfile import JobFile, load_job_file
     from tlora_fx.runtime.trainer import Trainer
@@ -31,6 +32,7 @@ __all__ = [
     "compile",
     "load_job_file",
     "trace",
+    "why_not",
 ]
 
 # No name here may also be the name of a submodule: importing the submodule would replace it.
@@ -45,6 +47,7 @@ _HOMES = {
     "compile": "tlora_fx.driver",
     "load_job_file": "tlora_fx.jobfile",
     "trace": "tlora_fx.driver",
+    "why_not": "tlora_fx.explain",
 }
 
 

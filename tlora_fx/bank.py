@@ -17,7 +17,7 @@ from tlora_fx.graph import AdapterSite
 class AdapterBank(nn.Module):
     """The adapters of J jobs on one frozen linear.
 
-    a        [R, in], rows ranks[j]:ranks[j+1] are job j's A
+    a        [R, in], rows ranks[j]:ranks[j+1] are job j's A; rows behind the last belong to nobody
     b        [R, out], the same rows are job j's B transposed
     ranks    int32 [J + 1] on the CPU; a job without an adapter has no rows
     scales   float64 [J] on the CPU, what the job's branch is multiplied with
@@ -36,19 +36,23 @@ class AdapterBank(nn.Module):
         shape: tuple[int, int],
         dtype: torch.dtype,
         site_id: int,
+        rows: int | None = None,
     ) -> None:
         """Make an empty bank on the meta device.
 
         sites    each job's adapter here, None for jobs without one
         shape    (in, out) of the frozen linear
+        rows     R, at least the sum of all ranks, which is the default
         """
         super().__init__()
         sizes = [0 if site is None else site.rank for site in sites]
         offsets = [sum(sizes[:place]) for place in range(len(sizes) + 1)]
         scales = [0.0 if site is None else site.scaling for site in sites]
         rates = [0.0 if site is None else site.dropout for site in sites]
-        self.a = nn.Parameter(torch.empty(offsets[-1], shape[0], dtype=dtype, device="meta"))
-        self.b = nn.Parameter(torch.empty(offsets[-1], shape[1], dtype=dtype, device="meta"))
+        rows = offsets[-1] if rows is None else rows
+        assert rows >= offsets[-1]
+        self.a = nn.Parameter(torch.empty(rows, shape[0], dtype=dtype, device="meta"))
+        self.b = nn.Parameter(torch.empty(rows, shape[1], dtype=dtype, device="meta"))
         self.register_buffer("ranks", torch.tensor(offsets, dtype=torch.int32), persistent=False)
         self.register_buffer("scales", torch.tensor(scales, dtype=torch.float64), persistent=False)
         self.register_buffer("rates", torch.tensor(rates, dtype=torch.float64), persistent=False)

@@ -60,14 +60,16 @@ class PackedBatch:
     targets: Tensor
     target_segments: Tensor
 
+    def tensors(self) -> dict[str, Tensor]:
+        """The row's tensors by name, as an exported program takes them."""
+        return {f.name: getattr(self, f.name) for f in fields(self)}
+
     def to(self, device: torch.device | str) -> PackedBatch:
         """The same row with its token-sized tensors on a device; small tables stay on the CPU."""
         host = {"max_seqlen", "segments", "keys", "target_segments"}
         moved = {
-            f.name: getattr(self, f.name)
-            if f.name in host
-            else getattr(self, f.name).to(device, non_blocking=True)
-            for f in fields(self)
+            name: tensor if name in host else tensor.to(device, non_blocking=True)
+            for name, tensor in self.tensors().items()
         }
         return PackedBatch(**moved)
 

@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import importlib
-import logging
 import pkgutil
-from collections.abc import Hashable, Sequence
+from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
-from typing import Literal
 
 import torch
 
@@ -15,67 +14,156 @@ import tlora_fx.ops
 import tlora_fx.passes
 from tlora_fx.backbone import Backbone, load_backbone
 from tlora_fx.errors import (
-    AttentionNotPackable,
-    BaseNotTraceable,
     BaseRefused,
-    CompileError,
+    FusionError,
+    GraphInvalid,
     JobsDiffer,
-    LayersNotChained,
-    NotFoldable,
-    NotTokenParallel,
+    PipelineError,
+    StoppedAfter,
 )
-from tlora_fx.graph import AdapterSite, Form, GroupGraph, JobGraph
+from tlora_fx.graph import Form, GroupGraph, JobGraph
+from tlora_fx.instruments import LOG_VARIABLE, Watch, watch_from
 from tlora_fx.job import Job
 from tlora_fx.jobfile import JobFile, load_job_file
-from tlora_fx.pipeline import Pipeline, parse_pipeline
+from tlora_fx.ladder import Prepared, fuse
+from tlora_fx.numerics import Numerics, watch_numerics
+from tlora_fx.pipeline import Instrument, Pipeline, Runner, Verify, parse_pipeline
 from tlora_fx.supermodel import SuperModel
-from tlora_fx.tracing.adapters import layer_signature, resolve_sites
-from tlora_fx.tracing.job_graph import trace_base, trace_job
-from tlora_fx.tracing.layers import layer_list
+from tlora_fx.tracing.adapters import resolve_sites
+from tlora_fx.tracing.job_graph import trace_job
 from tlora_fx.tracing.rope import prepare_rope
-
-log = logging.getLogger(__name__)
 
 DEFAULT_PIPELINE = (
     "drop-export-noise,tag-roles,fold-layers,check-token-parallel,fuse-backbone,lower-adapters,"
     "key-dropouts,lower-loss"
 )
-Fold = Literal["structures", "layers", "nothing"]
 Jobs = JobFile | Sequence[Job] | Job | str | Path
 
 
 def compile(
-    jobs: Jobs, pipeline: str | Pipeline | None = None, *, dropout: bool = True
+    jobs: Jobs,
+    pipeline: str | Pipeline | None = None,
+    *,
+    dropout: bool = True,
+    verify: Verify | None = None,
+    instruments: Sequence[Instrument] = (),
+    replay: Path | None = None,
 ) -> SuperModel:
     """Fuse jobs on one base into one Shared Super-Model, without weights.
 
-    jobs       a job file, its path, or jobs
-    pipeline   passes to run instead of the default
-    dropout    False: every rate is 0, the base's too
-    raises     TloraError, whose subclasses name the job, the node and the line of model code
+    jobs          a job file, its path, or jobs
+    pipeline      passes to run instead of the default
+    dropout       False: every rate is 0, the base's too
+    verify        what is checked after each pass: "none", "structure" or "numerics"; by default
+                  what TLORA_FX_LOG says, else "structure"
+    instruments   what watches the passes, besides what TLORA_FX_LOG asks for
+    replay        folder that is written where a pass fails, for `tlora-fx replay`
+    raises        TloraError, whose subclasses name the job, the node and the line of model code
+    """
+    watch = watch_from()
+    passes = resolve_pipeline(pipeline)
+    _demand_fusing(passes)
+    given = _prepare_for(jobs, passes, dropout)
+    if watch.stop_after is not None:
+        passes = passes.until(watch.stop_after)
+    group = _fuse(given, _runner(passes, instruments, verify, watch), replay)
+    if watch.stop_after is not None:
+        raise StoppedAfter(
+            f"compiling stopped after pass '{watch.stop_after}'",
+            found=f"stop-after in {LOG_VARIABLE}",
+            help="leave it out to build the model, or use tlora_fx.driver.run_passes",
+        )
+    return SuperModel(group, given.backbone, given.jobs)
+
+
+def run_passes(
+    jobs: Jobs,
+    pipeline: str | Pipeline | None = None,
+    *,
+    stop_after: str | None = None,
+    verify: Verify | None = None,
+    instruments: Sequence[Instrument] = (),
+    replay: Path | None = None,
+) -> GroupGraph:
+    """Trace jobs and run passes, and hang no module: for those who look at graphs.
+
+    stop_after   name of the last pass to run; where that is a job pass, the group is not fused
+    returns      the group, whose base and jobs hold the graphs before fusing
+    raises       TloraError as `compile` does, PipelineError for a pass that is not there
+
+    verify, instruments, replay   as of `compile`
+    """
+    watch = watch_from()
+    passes = resolve_pipeline(pipeline)
+    given = _prepare_for(jobs, passes, dropout=True)
+    last = stop_after or watch.stop_after
+    if last is not None:
+        passes = passes.until(last)
+    return _fuse(given, _runner(passes, instruments, verify, watch), replay)
+
+
+def _prepare_for(jobs: Jobs, passes: Pipeline, dropout: bool) -> Prepared:
+    """Prepared jobs; where no pass lowers plain branches, each must carry its own numbers."""
+    given = prepare(jobs, dropout=dropout)
+    lowered = any(item.name == "lower-adapters" for item in passes.passes)
+    return replace(given, exact=not lowered)
+
+
+def _runner(
+    passes: Pipeline, instruments: Sequence[Instrument], verify: Verify | None, watch: Watch
+) -> Runner:
+    """A runner with all that watches; what is asked for here counts before the environment."""
+    asked = verify or watch.verify or "structure"
+    known = any(isinstance(item, Numerics) for item in instruments)
+    watch = replace(watch, verify=None if known else asked)
+    return Runner(passes, [*instruments, *watch.instruments()], asked)
+
+
+def _demand_fusing(passes: Pipeline) -> None:
+    """Only a fused graph can be hung into a model."""
+    if not any(item.name == "fuse-backbone" for item in passes.passes):
+        raise PipelineError(
+            "this pipeline builds no model: it never fuses the jobs",
+            found=str(passes) or "no pass",
+            help="add fuse-backbone, or look at the graphs with tlora_fx.driver.run_passes",
+        )
+
+
+def _fuse(given: Prepared, runner: Runner, replay: Path | None) -> GroupGraph:
+    """Fuse; where a pass is at fault, keep what is needed to run it again."""
+    watch_numerics(runner, given.backbone)
+    try:
+        return fuse(given, runner)
+    except (GraphInvalid, FusionError) as error:
+        if replay is not None:
+            from tlora_fx.replay import keep_replay
+
+            keep_replay(replay, given, runner, error)
+        raise
+
+
+def prepare(jobs: Jobs, *, dropout: bool = True) -> Prepared:
+    """Load the base of jobs and find their sites, before anything is traced.
+
+    raises    TloraError
     """
     given = as_jobs(jobs)
     _demand_one_base(given)
     if not dropout:
         given = [_without_dropout(job) for job in given]
-    passes = _pipeline(pipeline or default_pipeline(given[0]))
     backbone = load_backbone(given[0].base, dropout=dropout)
     _refuse_auxiliary_losses(backbone)
     _refuse_adapter_dtype(given[0], backbone)
     prepare_rope(backbone)
-    sites = [resolve_sites(job, backbone) for job in given]
-    group = _compile_forms(given, backbone, sites, passes)
-    return SuperModel(group, backbone, given)
+    return Prepared(given, backbone, [resolve_sites(job, backbone) for job in given])
 
 
 def trace(job: Job) -> JobGraph:
     """One job's graph over one row, cleaned, tagged and folded."""
-    backbone = load_backbone(job.base)
-    prepare_rope(backbone)
-    sites = resolve_sites(job, backbone)
+    given = prepare([job])
     form: Form = "batch" if job.base.attention == "batch" else "packed"
-    graph = trace_job(job, backbone, sites, form, exact=True)
-    _pipeline(None).run_job(graph)
+    graph = trace_job(given.jobs[0], given.backbone, given.sites[0], form, exact=True)
+    Runner(resolve_pipeline(None)).run_job(graph)
     return graph
 
 
@@ -86,13 +174,6 @@ def as_jobs(jobs: Jobs) -> list[Job]:
     if isinstance(jobs, JobFile):
         return list(jobs.jobs)
     return [jobs] if isinstance(jobs, Job) else list(jobs)
-
-
-def default_pipeline(job: Job) -> str:
-    """The passes that run when none are named; adapters multiply as the job file says."""
-    if job.adapter_compute == "base":
-        return DEFAULT_PIPELINE
-    return DEFAULT_PIPELINE.replace("lower-adapters", "lower-adapters{compute=float32}")
 
 
 def _without_dropout(job: Job) -> Job:
@@ -106,9 +187,18 @@ def find_passes() -> None:
         importlib.import_module(f"tlora_fx.passes.{module.name}")
 
 
-def _pipeline(given: str | Pipeline | None) -> Pipeline:
+def resolve_pipeline(given: str | Pipeline | None = None, added: Sequence[str] = ()) -> Pipeline:
+    """The pipeline that is meant: given, or the default; with passes added.
+
+    added     "my-pass@after:fuse-backbone"
+    raises    PipelineError, PluginBroken
+    """
     find_passes()
-    return given if isinstance(given, Pipeline) else parse_pipeline(given or DEFAULT_PIPELINE)
+    text = DEFAULT_PIPELINE if given is None else given
+    passes = text if isinstance(text, Pipeline) else parse_pipeline(text)
+    for text in added:
+        passes = passes.adding(text)
+    return passes
 
 
 def _demand_one_base(jobs: Sequence[Job]) -> None:
@@ -149,113 +239,3 @@ def _refuse_auxiliary_losses(backbone: Backbone) -> None:
             found="output_router_logits: true in the base's config",
             help="set output_router_logits to false in config.json",
         )
-
-
-def _compile_forms(
-    jobs: Sequence[Job],
-    backbone: Backbone,
-    sites: list[dict[str, AdapterSite]],
-    passes: Pipeline,
-) -> GroupGraph:
-    """Packed form where the base allows it, else batch form with the reason in the report."""
-    asked = backbone.spec.attention
-    forms: tuple[Form, ...] = ("packed", "batch") if asked == "auto" else (asked,)
-    if backbone.config is None and asked == "auto":
-        forms = ("batch",)
-    refused: CompileError | None = None
-    for form in forms:
-        try:
-            group = _compile_folded(jobs, backbone, sites, passes, form)
-        except (AttentionNotPackable, NotTokenParallel, BaseNotTraceable) as error:
-            if refused is not None:
-                error.add_note(f"and before that, in packed form:\n{refused}")
-            if form == forms[-1]:
-                raise
-            refused = error
-        else:
-            if refused is not None:
-                group.notes.insert(0, ("trace", f"rows are padded, not packed: {refused.what}"))
-                group.notes.insert(1, ("trace", str(refused)))
-            return group
-    raise AssertionError("no form was tried")
-
-
-def _compile_folded(
-    jobs: Sequence[Job],
-    backbone: Backbone,
-    sites: list[dict[str, AdapterSite]],
-    passes: Pipeline,
-    form: Form,
-) -> GroupGraph:
-    """Fold as far as the model allows.
-
-    Equal structures first, then equal numbers too, then each layer by itself, then no layers.
-    """
-    ladder: list[tuple[Fold, bool]] = [
-        ("structures", False), ("structures", True), ("layers", True), ("nothing", True)
-    ]  # fmt: skip
-    reasons: list[str] = []
-    chained = True
-    for fold, exact in ladder:
-        if not chained and fold != "nothing":
-            continue
-        try:
-            group = _compile_once(jobs, backbone, sites, passes, form, fold, exact)
-        except NotFoldable as error:
-            log.info("not folded (fold=%s, exact=%s): %s", fold, exact, error)
-            reasons.append(error.render())
-            chained = not isinstance(error, LayersNotChained)
-            last = error
-        else:
-            group.notes.extend(("fold-layers", reason) for reason in reasons)
-            return group
-    raise last
-
-
-def _compile_once(
-    jobs: Sequence[Job],
-    backbone: Backbone,
-    sites: list[dict[str, AdapterSite]],
-    passes: Pipeline,
-    form: Form,
-    fold: Fold,
-    exact: bool,
-) -> GroupGraph:
-    """Trace and fuse at one step of the ladder.
-
-    exact    every branch carries its own numbers; False: only those of jobs that train more than
-             plain LoRA, whose branches run as they are
-    """
-    base = trace_base(backbone, form, fold == "structures")
-    _run_job(passes, base, fold)
-    known: dict[Hashable, JobGraph] = {}
-    graphs = []
-    for job, own in zip(jobs, sites, strict=True):
-        as_it_is = exact or any(site.kind != "lora" for site in own.values())
-        key = _structure(job, backbone, own, as_it_is)
-        if key not in known:
-            known[key] = trace_job(job, backbone, own, form, fold == "structures", as_it_is)
-            _run_job(passes, known[key], fold)
-            graphs.append(known[key])
-        else:
-            graphs.append(known[key].for_job(job.name, own))
-    group = GroupGraph(base, graphs, exact)
-    for graph in (base, *known.values()):
-        group.notes.extend(graph.notes)
-    passes.run_group(group)
-    return group
-
-
-def _run_job(passes: Pipeline, graph: JobGraph, fold: Fold) -> None:
-    if fold == "nothing":
-        graph.plan = None
-    passes.run_job(graph)
-
-
-def _structure(
-    job: Job, backbone: Backbone, sites: dict[str, AdapterSite], exact: bool
-) -> Hashable:
-    """What two jobs must have in common to share one traced graph."""
-    bias = str(job.lora_config().bias)
-    parts = [layer_signature(sites, layer, bias, exact) for layer in layer_list(backbone.model)]
-    return (exact, job.adapter_dtype, layer_signature(sites, "", bias, exact), *parts)

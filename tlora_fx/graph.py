@@ -15,7 +15,7 @@ role      "backbone", "adapter", "shared", "table" or "loss"
 jobs      names of the jobs that the node serves
 site      on adapter nodes: path of the frozen module that the adapter sits on
 part      on plain LoRA nodes: "a", "b", "dropout", "scale" or "sum"
-made_by   name of the pass that made the node, where a pass did
+origin    `Origin`: which pass made the node, and from which nodes (provenance.py)
 """
 
 from __future__ import annotations
@@ -38,16 +38,21 @@ INPUTS = ("input_ids", "position_ids", *TABLES)
 class TensorRef:
     """A tensor that a graph reads.
 
-    owner   "base" (frozen, shared by all jobs), "job" (trained by one job), "constant" (a value
-            lifted out of model code), "buffer" (a table that a pass made)
-    name    canonical name in the base, PEFT's name in the job's model, or the constant's name;
-            relative to the layer inside a block
+    owner      "base" (frozen, shared by all jobs), "job" (trained by one job), "constant" (a value
+               lifted out of model code), "buffer" (a table that a pass made)
+    name       canonical name in the base, PEFT's name in the job's model, or the constant's name;
+               relative to the layer inside a block
+    form       for a frozen tensor that is stored in another form: the function that makes it of
+               the base's, "module:name" (stored.py)
+    original   that tensor as the base has it
     """
 
     owner: Literal["base", "job", "constant", "buffer"]
     name: str
     shape: tuple[int, ...]
     dtype: torch.dtype
+    form: str = ""
+    original: TensorRef | None = None
 
 
 @dataclass(slots=True)
@@ -151,11 +156,13 @@ class GroupGraph:
     blocks      fused layers by name
     constants   values lifted out of model code, by the name that get_attr nodes give
     exact       branches carry each job's own numbers, so any of them may run as it is
+    compute     dtype in which adapters multiply: "base", or "float32" as PEFT does
     """
 
     base: JobGraph
     jobs: list[JobGraph]
     exact: bool = False
+    compute: str = "base"
     root: fx.Graph = field(default_factory=fx.Graph)
     blocks: dict[str, Block] = field(default_factory=dict)
     constants: dict[str, torch.Tensor] = field(default_factory=dict)
@@ -170,9 +177,20 @@ class GroupGraph:
         return self.base.form
 
     @property
+    def fused(self) -> bool:
+        """Whether the jobs are one graph already; until then each has its own."""
+        return len(self.root.nodes) > 0
+
+    @property
     def job_names(self) -> list[str]:
         """The jobs, in the order of every table."""
         return [job.name for job in self.jobs]
+
+    @property
+    def vocabulary(self) -> int:
+        """How many token ids there are: the size of the base's logits."""
+        logits: Any = output_of(self.base.root).args[0]
+        return int(logits.meta["val"].shape[-1])
 
     def graphs(self) -> Iterator[fx.Graph]:
         """The root and every block's graph."""

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 from itertools import pairwise
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
+
+from tlora_fx.batch import IGNORED
+from tlora_fx.ops import segment_sum
 
 CHUNK_BYTES = 256 * 2**20
 
@@ -20,6 +23,9 @@ class ChunkedLoss(nn.Module):
     vocabulary   size of the logits' last dimension
     tables       names of the row tables that the head takes after the hidden state
     lines        whether jobs own lines, as in batch form: each row is then a line of one token
+
+    `pieces` is set while a program is exported: the number of chunks, whatever the row. Chunks of
+    such a program are not computed again in the backward.
     """
 
     def __init__(
@@ -28,6 +34,7 @@ class ChunkedLoss(nn.Module):
         super().__init__()
         self.head = head
         self.tables = tables
+        self.pieces: int | None = None
         self.width_dim = 1 if lines else 0
         self.chunk_rows = max(64, CHUNK_BYTES // (4 * vocabulary))
 
@@ -48,28 +55,95 @@ class ChunkedLoss(nn.Module):
         tables            the row's tables, as named by `tables`
         returns           [J], float32, or wider where the logits are
         """
+        if self.pieces is not None:
+            row = (hidden, target_rows, targets, target_segments)
+            return self._in_pieces(self.pieces, *row, *tables)
         given = dict(zip(self.tables, tables, strict=True))
         flat = hidden.reshape(-1, hidden.shape[-1])
-        bounds = target_segments.tolist()
-        losses = []
-        for start in range(0, bounds[-1], self.chunk_rows):
-            stop = min(start + self.chunk_rows, bounds[-1])
-            rows = target_rows[start:stop]
-            losses.append(
-                checkpoint(
-                    self._chunk,
-                    flat.index_select(0, rows).unsqueeze(self.width_dim),
-                    targets[start:stop],
-                    self._tables_of(given, rows, target_segments, start, stop),
-                    use_reentrant=False,
-                    preserve_rng_state=False,
-                )
-            )
-        if not losses:
+        if target_rows.shape[0] == 0:
             wide = torch.promote_types(torch.float32, hidden.dtype)
-            return flat[:0].sum().to(wide).expand(len(bounds) - 1)
-        every = torch.cat(losses)
-        return torch.stack([every[a:b].sum() for a, b in pairwise(bounds)])
+            return flat[:0].sum().to(wide).expand(target_segments.shape[0] - 1)
+        losses = [
+            self._losses(flat, target_rows, targets, target_segments, given, start, stop)
+            for start, stop in pairwise(self._cuts(target_rows.shape[0]))
+        ]
+        return cast(Tensor, segment_sum(torch.cat(losses), target_segments))
+
+    def pieces_for(self, rows: int) -> int:
+        """How many chunks so many target rows need."""
+        return max(1, -(-rows // self.chunk_rows))
+
+    def _cuts(self, rows: int) -> list[int]:
+        """Where chunks of target rows begin, and where the last one ends.
+
+        Chunks are of one size and their number is a power of two, so that compiled code is made
+        again only when the rows of targets double.
+        """
+        pieces = 1
+        while pieces * self.chunk_rows < rows:
+            pieces *= 2
+        return [rows * piece // pieces for piece in range(pieces + 1)]
+
+    def _losses(
+        self,
+        flat: Tensor,
+        target_rows: Tensor,
+        targets: Tensor,
+        target_segments: Tensor,
+        given: dict[str, Tensor],
+        start: int,
+        stop: int,
+    ) -> Tensor:
+        """The losses of one chunk's rows; its logits are computed again in the backward."""
+        rows = target_rows[start:stop]
+        args = (
+            flat.index_select(0, rows).unsqueeze(self.width_dim),
+            targets[start:stop],
+            *self._tables_of(given, rows, target_segments, start, stop),
+        )
+        losses = checkpoint(self.chunk, *args, use_reentrant=False, preserve_rng_state=False)
+        return cast(Tensor, losses)
+
+    def _in_pieces(
+        self,
+        pieces: int,
+        hidden: Tensor,
+        target_rows: Tensor,
+        targets: Tensor,
+        target_segments: Tensor,
+        *tables: Tensor,
+    ) -> Tensor:
+        """The same loss sums by code that is the same for every number of targets.
+
+        Rows of zeros, which no job's loss counts, fill each piece to one size of at least two.
+
+        pieces    how many chunks there are; all else as for `forward`
+        """
+        count = target_rows.shape[0]
+        size = count // pieces + 2
+        padding = pieces * size - count
+        flat = F.pad(hidden.reshape(-1, hidden.shape[-1])[target_rows], (0, 0, 0, padding))
+        wanted = F.pad(targets, (0, padding), value=IGNORED)
+        segments = torch.cat([target_segments[:-1], target_segments[-1:] + padding])
+        given = dict(zip(self.tables, tables, strict=True))
+        if "token_index" in given:
+            index = given["token_index"].reshape(-1)[target_rows]
+            given["token_index"] = F.pad(index, (0, padding))
+        every = torch.arange(pieces * size, device=flat.device)
+        losses = [
+            self.chunk(
+                flat[start : start + size].unsqueeze(self.width_dim),
+                wanted[start : start + size],
+                *self._tables_of(given, every[start : start + size], segments, start, start + size),
+            )
+            for start in (piece * size for piece in range(pieces))
+        ]
+        return cast(Tensor, segment_sum(torch.cat(losses)[:count], target_segments))
+
+    def chunk_sizes(self) -> list[tuple[int, ...]]:
+        """For each argument of `chunk` the dimensions of size n."""
+        rows = (1 - self.width_dim,)
+        return [rows, (0,), *(rows if name == "token_index" else () for name in self.tables)]
 
     def _tables_of(
         self, given: dict[str, Tensor], rows: Tensor, segments: Tensor, start: int, stop: int
@@ -83,7 +157,14 @@ class ChunkedLoss(nn.Module):
             made["token_index"] = index.unsqueeze(self.width_dim)
         return tuple(made[name] for name in self.tables)
 
-    def _chunk(self, hidden: Tensor, targets: Tensor, tables: tuple[Tensor, ...]) -> Tensor:
+    def chunk(self, hidden: Tensor, targets: Tensor, *tables: Tensor) -> Tensor:
+        """The loss of each of n rows.
+
+        hidden    [1, n, H], in batch form [n, 1, H]
+        targets   int64 [n]
+        tables    the row's tables for these rows
+        returns   [n]
+        """
         logits = self.head(hidden, *tables).squeeze(self.width_dim)
         wide = torch.promote_types(torch.float32, logits.dtype)
         return F.cross_entropy(logits.to(wide), targets, reduction="none")

@@ -16,7 +16,7 @@ import torch
 from torch import fx
 
 import tlora_fx.ops  # noqa: F401  (the operators that graphs name)
-from tlora_fx.graph import Block, GroupGraph, is_call, placeholders
+from tlora_fx.graph import Block, GroupGraph, JobGraph, is_call, placeholders
 
 HEADER = '''"""Shared Super-Model of {jobs} on {base}, written by tlora-fx.
 
@@ -57,22 +57,32 @@ def class_name(block: Block) -> str:
 
 def group_source(group: GroupGraph, base: str) -> str:
     """The whole fused model as one Python module with a class for each graph."""
-    names = size_names(group)
     # The title is whatever a user called a folder: it must stay inside the docstring.
     title = " ".join(base.replace("\\", "/").replace('"', "'").split())
     parts = [HEADER.format(jobs=f"{len(group.jobs)} jobs", base=title)]
-    for block in group.blocks.values():
-        told = block.instances[0]
-        if len(block.instances) > 1:
-            told += f" to {block.instances[-1]}, {len(block.instances)} layers"
-        inputs = _input_names(group.root, block)
-        parts.append(class_source(class_name(block), told, block.graph, names, inputs))
-    parts.append(class_source("Root", "from token ids to each job's loss sum", group.root, names))
+    parts.extend(_classes(group, "from token ids to each job's loss sum"))
     needed = [name for name in ("math", "operator") if re.search(rf"[( ]{name}\.", "".join(parts))]
     imports = "".join(f"import {name}\n" for name in needed)
     if imports:
         parts[0] = parts[0].replace("import torch\n", f"{imports}\nimport torch\n", 1)
     return "\n\n".join(parts)
+
+
+def graphs_source(graphs: JobGraph | GroupGraph) -> str:
+    """The graphs of one job, or of a fused group, as classes for people to read."""
+    whose = "all jobs" if isinstance(graphs, GroupGraph) else graphs.name or "the base"
+    return "\n\n".join(_classes(graphs, f"the root of {whose}"))
+
+
+def _classes(graphs: JobGraph | GroupGraph, told_root: str) -> Iterator[str]:
+    names = size_names(graphs)
+    for block in graphs.blocks.values():
+        told = block.instances[0]
+        if len(block.instances) > 1:
+            told += f" to {block.instances[-1]}, {len(block.instances)} layers"
+        inputs = input_names(graphs.root, block)
+        yield class_source(class_name(block), told, block.graph, names, inputs)
+    yield class_source("Root", told_root, graphs.root, names)
 
 
 def class_source(
@@ -95,7 +105,7 @@ def class_source(
     return "\n".join(lines) + "\n"
 
 
-def _input_names(root: fx.Graph, block: Block) -> dict[str, str]:
+def input_names(root: fx.Graph, block: Block) -> dict[str, str]:
     """What a layer's inputs are in the root: its running value, cos, sin."""
     calls = [n for n in root.nodes if n.op == "call_module" and n.target in block.instances]
     wanted: dict[str, str] = {}
@@ -109,7 +119,19 @@ def _input_names(root: fx.Graph, block: Block) -> dict[str, str]:
     return wanted
 
 
-def size_names(group: GroupGraph) -> dict[str, str]:
+def statements(
+    graph: fx.Graph, sizes: dict[str, str], inputs: dict[str, str] | None = None
+) -> dict[fx.Node, tuple[str, str]]:
+    """What each node is called in the code, and its statement; "" for inputs and tensors.
+
+    sizes    what the sizes of a row are called (see size_names)
+    inputs   what placeholders are called, where their own names say little (see input_names)
+    """
+    printer = _Printer(graph, sizes, inputs or {})
+    return {node: (printer.names[node], "\n".join(printer.code(node))) for node in graph.nodes}
+
+
+def size_names(group: JobGraph | GroupGraph) -> dict[str, str]:
     """What people call the symbols of a row: T tokens, or B lines of S tokens; one a job."""
     names: dict[str, str] = {}
     tables = placeholders(group.root)
@@ -152,19 +174,21 @@ class _Printer:
         """The statements of forward, each with the shape of what it makes."""
         place = ""
         for node in self.graph.nodes:
-            if node.op in ("placeholder", "get_attr"):
-                continue
-            if node.op == "output":
-                yield f"return {self.show(node.args[0])}"
-                return
             here = _place(node)
             if here and here != place and node.op == "call_function":
                 place = here
                 yield f"# {here}"
-            self.site = _site_of(node)
-            if self.site:
-                yield f"site = self.{attribute(self.site)}"
-            yield from self._statement(node)
+            yield from self.code(node)
+
+    def code(self, node: fx.Node) -> list[str]:
+        """A node's statement, none for inputs and tensors."""
+        if node.op in ("placeholder", "get_attr"):
+            return []
+        if node.op == "output":
+            return [f"return {self.show(node.args[0])}"]
+        self.site = _site_of(node)
+        site = [f"site = self.{attribute(self.site)}"] if self.site else []
+        return site + self._statement(node)
 
     def _statement(self, node: fx.Node) -> list[str]:
         """A node as an assignment, over several lines where it is long."""

@@ -12,19 +12,24 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, cast
 
+import networkx as nx
 import torch
 from torch import Tensor, fx, nn
+from torch.export import ExportedProgram
 
 from tlora_fx.backbone import Backbone
 from tlora_fx.bank import AdapterBank
 from tlora_fx.batch import PackedBatch
+from tlora_fx.compiled import compile_method, row_sizes
 from tlora_fx.errors import SuperModelMisuse
+from tlora_fx.exported import export_net
 from tlora_fx.graph import Block, GroupGraph, TensorRef, is_call, output_of, placeholders
 from tlora_fx.job import Job
 from tlora_fx.loss import ChunkedLoss
 from tlora_fx.ops import site_id
 from tlora_fx.passes.lower_loss import HEAD, LOSS
 from tlora_fx.source import class_name, group_source
+from tlora_fx.stored import stored_value
 from tlora_fx.tracing.export import PEFT_PREFIX
 
 
@@ -52,10 +57,12 @@ class SuperModel(nn.Module):
         self.source = group_source(group, backbone.title)
         self.ready = False
         self._base: dict[str, list[tuple[nn.Module, str]]] = {}
+        self._reformed: list[tuple[nn.Module, str, str, TensorRef]] = []
         self._unused: dict[str, Tensor] = {}
         self._own: dict[str, dict[str, tuple[nn.Module, str]]] = {job.name: {} for job in jobs}
         self._banks: dict[str, AdapterBank] = {}
         self._parameters_of: dict[str, dict[str, nn.Parameter]] = {}
+        self._inputs = tuple(placeholders(group.root))
         self.net = self._build()
 
     @property
@@ -64,19 +71,56 @@ class SuperModel(nn.Module):
         return self._banks
 
     def forward(self, row: PackedBatch) -> Tensor:
-        """Each job's sum of token losses over one row.
+        """Each job's sum of token losses over one row; without lower-loss, the logits.
 
         row       on the model's device
         returns   [J], float32 or the base's dtype where that is wider
         raises    SuperModelMisuse before `materialize`
         """
-        if not self.ready:
-            raise SuperModelMisuse(
-                "the model has no weights yet",
-                help="use tlora_fx.Trainer, or call materialize() first",
-            )
-        inputs = placeholders(self.group.root)
-        return cast(Tensor, self.net(*(getattr(row, name) for name in inputs)))
+        self._demand_weights()
+        return self._run(*(getattr(row, name) for name in self._inputs))
+
+    def _run(self, *inputs: Tensor) -> Tensor:
+        """The loss sums by the tensors of a row."""
+        return cast(Tensor, self.net(*inputs))
+
+    def compile(
+        self, *, fullgraph: bool = True, dynamic: bool | None = None, **options: Any
+    ) -> None:
+        """Compile layer by layer, in place: each structure of layers once, whatever their number.
+
+        The loss's chunks are compiled too; embeddings and the last norm run as they are. A model
+        that was compiled without layers is compiled as a whole. Rows of any size run the same
+        code. `torch.compile(model)` compiles everything as one graph instead.
+
+        fullgraph, dynamic, options   as of `torch.compile`; `dynamic=False` compiles anew for each
+                                      number of tokens
+        """
+        options = {"fullgraph": fullgraph, "dynamic": dynamic, **options}
+        layers = [block for block in self.group.blocks.values() if block.name != HEAD]
+        if not layers:
+            compile_method([self], "_run", list(row_sizes(self.group.root).values()), options)
+            return
+        for block in layers:
+            modules = [self.net.get_submodule(path) for path in block.instances]
+            compile_method(modules, "forward", list(row_sizes(block.graph).values()), options)
+        loss = self._loss()
+        compile_method([loss], "chunk", loss.chunk_sizes(), options)
+
+    def export(self, *, max_targets: int = 16384) -> ExportedProgram:
+        """The model as a `torch.export` program, to be saved by `torch.export.save`.
+
+        The program is flat: layers are inlined, and blocks, roles and provenance are gone. It takes
+        the tensors of a row by name, of any number of tokens, sequences and targets of these jobs,
+        and returns each job's loss sum [J], with gradients. To load it takes torch, and
+        `import tlora_fx.ops`, which registers the operators. It stays on the model's device.
+
+        max_targets   the loss runs in chunks whose size is right for so many targets in a row;
+                      rows with more are as right, in larger chunks
+        raises        SuperModelMisuse before `materialize`
+        """
+        self._demand_weights()
+        return export_net(self.net, self.group, self._loss(), max_targets)
 
     def materialize(self, base: Mapping[str, Tensor], device: torch.device | str) -> None:
         """Take the base's weights and make room for adapters, all zero.
@@ -100,6 +144,7 @@ class SuperModel(nn.Module):
             moved[name] = tensor.detach().to(device, expected.dtype)
             for module, slot in places:
                 _fill(module, slot, moved[name])
+        self._fill_other_forms(base, device)
         for own in self._own.values():
             for module, slot in own.values():
                 leaf = nn.Parameter(torch.zeros_like(_slot(module, slot), device=device))
@@ -111,7 +156,8 @@ class SuperModel(nn.Module):
             for module in self.net.modules():
                 if name in module._buffers:
                     module._buffers[name] = value.to(device)
-        unused = {name for name in base if name not in self._base}
+        reformed = {name for _, _, name, _ in self._reformed}
+        unused = {name for name in base if name not in self._base and name not in reformed}
         self._unused = {name: base[name].to(device) for name in unused}
         self.ready = True
         self._parameters_of.clear()
@@ -143,6 +189,46 @@ class SuperModel(nn.Module):
             raise SuperModelMisuse("the base has no such tensor", tensor=name, help="load it first")
         return self._unused[name]
 
+    def _loss(self) -> ChunkedLoss:
+        if HEAD not in self.group.blocks:
+            raise SuperModelMisuse(
+                "the model returns logits, not losses",
+                expected="a pipeline with lower-loss",
+                help="add lower-loss to the pipeline; it runs last",
+            )
+        return cast(ChunkedLoss, self.net.get_submodule(LOSS))
+
+    def to_networkx(self) -> nx.MultiDiGraph:
+        """The fused graph for networkx: root and blocks, each layer's code once.
+
+        Nodes carry everything that `program.json` says of them; see `inspect.networks`.
+        """
+        from tlora_fx.inspect.networks import to_networkx
+        from tlora_fx.inspect.node_entries import make_program
+
+        return to_networkx(make_program(self.group, "compiled", self.backbone.title))
+
+    def _fill_other_forms(self, base: Mapping[str, Tensor], device: torch.device) -> None:
+        """Store frozen tensors in the forms that passes asked for."""
+        for module, slot, name, ref in self._reformed:
+            tensor = base.get(name, self.backbone.values.get(name))
+            if tensor is None or ref.original is None or tensor.shape != ref.original.shape:
+                raise SuperModelMisuse(
+                    "a tensor of the base is missing or of another shape",
+                    tensor=name,
+                    expected=None if ref.original is None else ref.original.shape,
+                    found=None if tensor is None else tuple(tensor.shape),
+                    help="check that the checkpoint belongs to the base's config",
+                )
+            module._buffers[slot] = stored_value(ref, tensor.detach().to(device))
+
+    def _demand_weights(self) -> None:
+        if not self.ready:
+            raise SuperModelMisuse(
+                "the model has no weights yet",
+                help="use tlora_fx.Trainer, or call materialize() first",
+            )
+
     def _build(self) -> nn.Module:
         classes = _run_source(self.source)
         root = cast(nn.Module, classes["Root"]())
@@ -151,14 +237,14 @@ class SuperModel(nn.Module):
             for layer in block.instances:
                 module = cast(nn.Module, classes[class_name(block)]())
                 if block.name == HEAD:
-                    _place(root, LOSS, self._loss(module, block))
+                    _place(root, LOSS, self._chunked_loss(module, block))
                     self._hang_tensors(module, block.graph, "")
                 else:
                     _place(root, layer, module)
                     self._hang_tensors(module, block.graph, layer)
         return root
 
-    def _loss(self, head: nn.Module, block: Block) -> ChunkedLoss:
+    def _chunked_loss(self, head: nn.Module, block: Block) -> ChunkedLoss:
         logits: Any = output_of(block.graph).args[0]
         tables = tuple(placeholders(block.graph))[1:]
         size = int(logits.meta["val"].shape[-1])
@@ -181,9 +267,21 @@ class SuperModel(nn.Module):
         ]
         a, b = (node.args[place].meta["tensor"] for place in (3, 4))  # type: ignore[union-attr]
         shape = (a.shape[1], b.shape[1])
-        bank = AdapterBank(sites, shape, a.dtype, site_id(f"{path}.lora_dropout"))
+        key = site_id(f"{path}.lora_dropout")
+        bank = AdapterBank(sites, shape, a.dtype, key, self._bank_rows(node, layer))
         _place(module, f"{site}.lora", bank)
         self._banks[path] = bank
+
+    def _bank_rows(self, node: fx.Node, layer: str) -> int:
+        """How many rows a site's bank has: as many in every layer that shares code."""
+        layers = self.group.block_of(layer).instances if layer else ("",)
+        paths = [f"{path}.{node.meta['site']}".removeprefix(".") for path in layers]
+        adapters = [
+            [graph.sites[path] for graph in self.group.jobs
+             if graph.name in node.meta["branches"] and path in graph.sites]
+            for path in paths
+        ]  # fmt: skip
+        return max(sum(site.rank for site in sites) for sites in adapters)
 
     def _hang(self, module: nn.Module, node: fx.Node, layer: str) -> None:
         ref: TensorRef = node.meta["tensor"]
@@ -196,6 +294,10 @@ class SuperModel(nn.Module):
             name = f"{PEFT_PREFIX}{layer}.{ref.name}" if layer else ref.name
             owner._parameters[slot] = nn.Parameter(empty)
             self._own[node.meta["jobs"][0]][name] = (owner, slot)
+        elif ref.original is not None:
+            name = f"{layer}.{ref.name}" if layer else ref.name
+            owner.register_buffer(slot, empty, persistent=False)
+            self._reformed.append((owner, slot, name, ref))
         elif ref.owner == "base":
             name = f"{layer}.{ref.name}" if layer else ref.name
             floating = ref.dtype.is_floating_point
@@ -257,4 +359,6 @@ def _run_source(text: str) -> dict[str, Any]:
     linecache.cache[file] = (len(text), None, text.splitlines(keepends=True), file)
     namespace: dict[str, Any] = {"__name__": Path(file).stem}
     exec(compile(text, file, "exec"), namespace)  # noqa: S102  (our own printed graph)
+    # Nobody can import this module, and Dynamo imports what a function's globals are named after.
+    del namespace["__name__"]
     return namespace

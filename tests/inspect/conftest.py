@@ -9,6 +9,8 @@ import pytest
 from tests.models import base_of, job, plain
 from tlora_fx.driver import compile
 from tlora_fx.inspect.listing import make_listing
+from tlora_fx.inspect.program import Stage
+from tlora_fx.inspect.recorder import Recorder
 from tlora_fx.inspect.schema import Listing
 from tlora_fx.job import BaseSpec
 from tlora_fx.supermodel import SuperModel
@@ -36,11 +38,25 @@ RANKS = (2, 4, 8, 16, 32, 64, 128)
 
 
 @pytest.fixture(scope="session")
-def quickstart() -> SuperModel:
-    """The three jobs of the quickstart."""
+def quickstart_recorded() -> tuple[SuperModel, list[Stage]]:
+    """The three jobs of the quickstart, and what every pass left of them."""
+    recorder = Recorder()
     with pytest.MonkeyPatch.context() as patch:
         patch.chdir(ROOT)
-        return compile(ROOT / "examples/quickstart/jobs.yaml")
+        model = compile(ROOT / "examples/quickstart/jobs.yaml", instruments=[recorder])
+    return model, recorder.stages
+
+
+@pytest.fixture(scope="session")
+def quickstart(quickstart_recorded) -> SuperModel:
+    """The three jobs of the quickstart."""
+    return quickstart_recorded[0]
+
+
+@pytest.fixture(scope="session")
+def quickstart_stages(quickstart_recorded) -> list[Stage]:
+    """What every pass left of them."""
+    return quickstart_recorded[1]
 
 
 @pytest.fixture(scope="session")

@@ -9,8 +9,9 @@ import pytest
 
 from tlora_fx.errors import DumpNotWritable
 from tlora_fx.inspect.dump import dump
+from tlora_fx.inspect.program import load_program, load_stages
 
-FILES = {"ssm.py", "ssm.txt", "ssm.json", "report.txt"}
+FILES = {"ssm.py", "ssm.txt", "ssm.json", "program.json", "report.txt"}
 
 
 @pytest.fixture(scope="module")
@@ -24,7 +25,7 @@ def folder(quickstart, tmp_path_factory):
 
 
 def test_a_dump_leaves_other_files_alone(folder):
-    """Four files come, the user's stay, nothing else is left."""
+    """Five files come, the user's stay, nothing else is left."""
     assert {path.name for path in folder.iterdir()} == FILES | {"mine.txt"}
     assert (folder / "mine.txt").read_text() == "mine"
 
@@ -70,3 +71,40 @@ def test_a_file_in_the_way_is_a_clear_error(quickstart, tmp_path):
 
     with pytest.raises(DumpNotWritable):
         dump(quickstart, tmp_path / "build")
+
+
+def test_stages_are_written_in_their_order(quickstart, quickstart_stages, tmp_path):
+    """Numbered, each as data and to read; those of an earlier dump go."""
+    (tmp_path / "passes").mkdir()
+    (tmp_path / "passes/99-gone.json").write_text("old")
+    (tmp_path / "passes/mine.md").write_text("mine")
+    dump(quickstart, tmp_path, quickstart_stages)
+    names = sorted(path.name for path in (tmp_path / "passes").iterdir())
+
+    assert names[:2] == ["00-trace.json", "00-trace.txt"]
+    assert "05-fuse-backbone.json" in names
+    assert "99-gone.json" not in names
+    assert "mine.md" in names
+
+
+def test_a_dump_without_stages_shows_none_of_an_earlier_one(
+    quickstart, quickstart_stages, tmp_path
+):
+    """The views would show another compilation's; the user's files stay."""
+    dump(quickstart, tmp_path, quickstart_stages)
+    (tmp_path / "passes/mine.md").write_text("mine")
+
+    dump(quickstart, tmp_path)
+
+    assert load_stages(tmp_path) == []
+    assert [path.name for path in (tmp_path / "passes").iterdir()] == ["mine.md"]
+
+
+def test_written_stages_are_read_back(quickstart, quickstart_stages, quickstart_listing, tmp_path):
+    """As they were recorded, with what the job file calls the base."""
+    dump(quickstart, tmp_path, quickstart_stages)
+    found = load_stages(tmp_path)
+
+    assert [stage.text for stage in found] == [stage.text for stage in quickstart_stages]
+    assert found[5].program.graphs == quickstart_stages[5].program.graphs
+    assert {stage.program.base for stage in found} == {load_program(tmp_path).base}

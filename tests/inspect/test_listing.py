@@ -56,6 +56,17 @@ def test_the_forward_of_an_8b_base_costs_two_operations_a_weight(many_listing):
     assert found == pytest.approx(2 * weights, rel=0.02)
 
 
+def test_training_an_8b_base_costs_four_operations_a_weight(many_listing):
+    """4·P·T within 2%: forward 2·P·T, the gradient of the input 2·P·T; adapters 6 operations."""
+    listing = many_listing
+    adapters = listing.totals.adapter_parameters / len(listing.jobs)
+    weights = listing.totals.shared_parameters - 128256 * 4096
+
+    assert listing.totals.training_flop_per_token == pytest.approx(
+        4 * weights + 6 * adapters, rel=0.02
+    )
+
+
 def test_a_site_costs_its_weight_and_the_mean_of_its_branches(quickstart_listing):
     """A multiply-add counts two; jobs bring equal shares of the tokens."""
     (row,) = rows_of(quickstart_listing, "self_attn.q_proj")

@@ -10,7 +10,8 @@ from dataclasses import dataclass
 import pytest
 
 from tlora_fx.errors import DumpNotReadable
-from tlora_fx.inspect.schema import Listing, _build, load_listing
+from tlora_fx.inspect.read_back import build
+from tlora_fx.inspect.schema import Listing, load_listing
 
 
 @pytest.mark.parametrize("name", ["quickstart", "odd", "many", "padded"])
@@ -47,7 +48,7 @@ def test_a_field_that_came_later_has_its_default_in_an_older_file():
         old: int
         new: str = "default"
 
-    assert _build(Grown, {"old": 3}) == Grown(3)
+    assert build(Grown, {"old": 3}) == Grown(3)
 
 
 @pytest.mark.parametrize("text", ["", "[]", "{}", '{"schema": 2}', '{"schema": 1}', "null", "\0"])

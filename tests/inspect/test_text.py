@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 
 import pytest
 
+from tlora_fx.inspect.schema import Listing
 from tlora_fx.inspect.text import WIDTH, listing_lines, render_text
 
 
@@ -96,3 +98,13 @@ def test_an_unknown_cost_is_a_question_mark(quickstart_listing):
     text = render_text(dataclasses.replace(quickstart_listing, blocks=blocks))
 
     assert any("embed_tokens" in line and " ? " in line for line in text.splitlines())
+
+
+def test_a_listing_of_an_older_version_has_no_training_cost(quickstart_listing):
+    """It says so by a question mark."""
+    data = json.loads(quickstart_listing.to_json())
+    for name in ("training_flop_per_token", "training_flop_per_length"):
+        del data["totals"][name]
+    text = render_text(Listing.from_json(json.dumps(data)))
+
+    assert text.splitlines()[1].endswith("training ?")

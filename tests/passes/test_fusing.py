@@ -16,6 +16,7 @@ from tlora_fx.job import BaseSpec
 from tlora_fx.passes.alignment import Side, align
 from tlora_fx.passes.fold_layers import block_name, canonical
 from tlora_fx.passes.lower_adapters import LowerAdapters
+from tlora_fx.provenance import ancestry, origin_of
 
 CLEAN = "drop-export-noise,tag-roles"
 FOLD = f"{CLEAN},fold-layers"
@@ -177,7 +178,7 @@ def test_dora_keeps_its_own_operators(group_after, nodes_of):
     assert nodes_of(group, "eye")
     (write,) = nodes_of(group, "segment_write")
     assert write.meta["jobs"] == ("dora",)
-    assert "not a scale" in write.meta["as_it_is"]
+    assert write.meta["as_it_is"] == "its scaled branch is aten.add.Tensor, not aten.mul.Tensor"
 
 
 def test_a_plain_branch_that_cannot_be_lowered_asks_for_exact_numbers(group_after, nodes_of):
@@ -219,8 +220,14 @@ def test_the_loss_runs_from_the_last_hidden_state(group_after, nodes_of):
 def test_each_node_says_who_made_it(group_after, nodes_of):
     """What passes add carries the name of the pass."""
     group = group_after(ALL, "plain", "dora", "head")
-    made = {node.meta.get("made_by") for node in nodes_of(group)} - {None}
-    assert made == {"fuse-backbone", "lower-adapters", "lower-loss"}
+    origins = {node.name: origin_of(node) for node in nodes_of(group)}
+    made = {origin.made_by for origin in origins.values()}
+    assert made >= {"trace", "fuse-backbone", "lower-adapters", "lower-loss"}
+
+    (lowered,) = (n for n in nodes_of(group, "multi_lora_linear", site="mlp.down_proj"))
+    before = {item.target for item in ancestry(origin_of(lowered))}
+    assert {"aten.linear.default", "aten.dropout.default", "aten.mul.Tensor"} <= before
+    assert {item.made_by for item in ancestry(origin_of(lowered))} == {"trace", "fuse-backbone"}
 
 
 def test_dropout_of_attention_weights_over_padded_lines_is_refused_by_name(tmp_path):

@@ -11,8 +11,12 @@ import typer
 from tlora_fx.errors import TloraError, nearest
 
 COMMANDS = {
+    "bisect": "Find the pass, and the rewrite inside it, that breaks a check.",
     "compile": "Fuse the jobs of a file into one model and write it down.",
-    "inspect": "Show a compiled model on one screen.",
+    "explain": "Say why a module is lowered, shared and folded, or why not.",
+    "inspect": "Look into a compiled model, or into what each pass did.",
+    "passes": "List the passes and their options.",
+    "replay": "Run a pass that failed once more, alone.",
     "train": "Train all jobs of a file together, each to its own last step.",
     "verify": "Show that each job trains as it would alone.",
 }

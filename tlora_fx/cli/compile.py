@@ -11,6 +11,18 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 from rich.console import Console
 
+from tlora_fx.cli.pipeline_options import (
+    AddPass,
+    DumpChanged,
+    PipelineText,
+    PrintAfter,
+    StopAfter,
+    Time,
+    VerifyPasses,
+    asked,
+    watching,
+)
+
 if TYPE_CHECKING:
     from tlora_fx.inspect.schema import Listing
 
@@ -18,12 +30,22 @@ if TYPE_CHECKING:
 def run(
     jobs: Annotated[Path, typer.Argument(help="Job file (YAML).")],
     output: Annotated[Path, typer.Option("-o", "--output", help="Folder for the dump.")],
-    pipeline: Annotated[str | None, typer.Option(help="Passes instead of the default.")] = None,
+    pipeline: PipelineText = None,
+    add_pass: AddPass = None,
+    verify: VerifyPasses = None,
+    time: Time = False,
+    print_after: PrintAfter = None,
+    dump_changed: DumpChanged = None,
+    stop_after: StopAfter = None,
+    states: Annotated[
+        bool, typer.Option("--states", help="Write what every pass leaves, for `inspect --diff`.")
+    ] = False,
 ) -> None:
     """Fuse the jobs of a file into one model, from the base's config alone.
 
-    Writes ssm.py (the code), ssm.txt (a listing), ssm.json (its data) and report.txt (what is
-    shared, what not and why). What else lies in the folder stays.
+    Writes ssm.py (the code), ssm.txt (a listing), ssm.json (its data), program.json (the data of
+    every node) and report.txt (what is shared, what not and why). What else lies in the folder
+    stays. With --stop-after nothing is written but what --print-after and --dump-changed ask for.
     """
     from tlora_fx.jobfile import load_job_file
 
@@ -34,12 +56,29 @@ def run(
     with _phase(console, seconds, "load libraries"):
         import peft  # noqa: F401  (with transformers; compiling would import them anyway)
 
-        from tlora_fx.driver import compile
+        from tlora_fx.driver import compile, run_passes
         from tlora_fx.inspect.dump import dump
+        from tlora_fx.inspect.recorder import Recorder
+    passes = asked(pipeline, add_pass)
+    instruments = watching(time, print_after, dump_changed)
+    if stop_after is not None:
+        run_passes(
+            given,
+            passes,
+            stop_after=stop_after,
+            verify=verify,
+            instruments=instruments,
+            replay=output / "replay",
+        )
+        typer.echo(f"stopped after {stop_after}: no model is built")
+        return
+    recorder = Recorder()
+    instruments += [recorder] if states else []
     with _phase(console, seconds, f"fuse {len(given.jobs)} jobs", "fuse"):
-        model = compile(given, pipeline)
+        replay = output / "replay"
+        model = compile(given, passes, verify=verify, instruments=instruments, replay=replay)
     with _phase(console, seconds, "write"):
-        listing = dump(model, output)
+        listing = dump(model, output, recorder.stages if states else ())
     for line in summary(listing, seconds, output):
         typer.echo(line)
 
@@ -59,7 +98,7 @@ def summary(listing: Listing, seconds: dict[str, float], folder: Path) -> list[s
         f"shared    {totals.shared_nodes} operators run once for all jobs, {layers}",
         f"adapters  {totals.lowered} of {totals.adapters} in shared operators{kept}",
         "seconds   " + ", ".join(f"{name} {spent:.1f}" for name, spent in seconds.items()),
-        f"written   {folder}: ssm.txt to read, ssm.py, ssm.json, report.txt",
+        f"written   {folder}: ssm.txt to read, report.txt, ssm.py; ssm.json, program.json",
     ]
 
 

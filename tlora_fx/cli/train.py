@@ -38,7 +38,7 @@ def run(
         from tlora_fx.runtime.trainer import Trainer
 
         data = load_all_data(given.jobs)
-        model = compile(given, pipeline)
+        model = compile(given, pipeline, replay=Path("tlora-fx-replay"))
     for name, own in data.items():
         for line in own.report.lines():
             console.print(f"{name}: {line}", highlight=False, markup=False)

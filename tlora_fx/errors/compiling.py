@@ -121,6 +121,79 @@ class GraphInvalid(CompileError):
     code = "T0212"
 
 
+class PassFailed(GraphInvalid):
+    """A pass raised an error that is none of ours.
+
+    The message names the pass and the node that it was at. This is a defect of that pass; the
+    replay folder that the message names reproduces it alone: `tlora-fx replay DIR`.
+    """
+
+    code = "T0216"
+
+
+class PassMisreports(GraphInvalid):
+    """A pass said that it changed the graph and did not, or said that it did not and did.
+
+    Return what is true from the pass's `run`, or return nothing.
+    """
+
+    code = "T0217"
+
+
+class TagsBroken(GraphInvalid):
+    """A pass left a node whose role or jobs cannot be: see the rules in `tlora_fx/tags.py`.
+
+    New nodes take role and jobs from the nodes that they are made of; the helpers of
+    `tlora_fx.rewriting` do so.
+    """
+
+    code = "T0218"
+
+
+class NumericsBroken(GraphInvalid):
+    """Losses or gradients after a pass are not those before it, as far as the pass promises.
+
+    The message names the node where values first part. Mend the pass, or declare
+    `preserves_numerics = "no"` where other numbers are what it is for.
+    """
+
+    code = "T0219"
+
+
+class PatternWrong(GraphInvalid):
+    """A pattern describes an argument that its operator does not have.
+
+    Name arguments as the operator's schema does; the message lists them.
+    """
+
+    code = "T0233"
+
+
+class RewriteMismatch(GraphInvalid):
+    """What a rewrite puts in place of a value has another shape or dtype.
+
+    Whoever reads the value expects the old ones. Mend the rewrite.
+    """
+
+    code = "T0234"
+
+
+class NotOutlinable(GraphInvalid):
+    """A piece of a graph cannot become a block of its own.
+
+    A block takes what it reads as arguments and hands one value on; the sizes that it needs must be
+    those of its inputs.
+    """
+
+    code = "T0235"
+
+
+class UnknownNode(CompileError):
+    """`tlora-fx explain` was asked for a module or node that the base does not have."""
+
+    code = "T0236"
+
+
 class BatchFormUnsafe(CompileError):
     """In batch form, earlier logits of the model change with later tokens or with padding.
 
@@ -134,3 +207,49 @@ class SuperModelMisuse(CompileError):
     """A Shared Super-Model was used before it has weights, or rewritten after it was wrapped."""
 
     code = "T0214"
+
+
+class PluginBroken(CompileError):
+    """A pass or planner of another package cannot be imported, or is none.
+
+    `tlora-fx passes` lists it with the reason. Mend or uninstall that package.
+    """
+
+    code = "T0226"
+
+
+class BackendUnsupported(CompileError):
+    """With `strict`, the backend met a LoRA branch that it cannot lower.
+
+    The message says which and why. Without `strict` Inductor compiles such branches as they are.
+    `torch.compile` hands this error on inside its own BackendCompilerFailed.
+    """
+
+    code = "T0220"
+
+
+class BackendOptionError(CompileError):
+    """torch.compile was given a mode or option that neither the backend nor Inductor knows.
+
+    The backend's own options are `strict` and `compute`; all others are Inductor's.
+    """
+
+    code = "T0221"
+
+
+class StoredFormWrong(GraphInvalid):
+    """A pass stores a frozen tensor in a form that cannot be made.
+
+    The form is a function at the top of a module, which gives the same shape and dtype each time.
+    """
+
+    code = "T0238"
+
+
+class StoppedAfter(CompileError):
+    """Compiling stopped after a pass, because `stop-after` in TLORA_FX_LOG asks for it.
+
+    `tlora_fx.driver.run_passes` returns the graphs instead; without stop-after a model is built.
+    """
+
+    code = "T0237"

@@ -50,10 +50,11 @@ class Legend:
         self.parties = [Party(marks[place], place, jobs) for place, jobs in enumerate(groups)]
         self.party_of = {job.name: party for party in self.parties for job in party.jobs}
 
-    def who(self, row: Row, names: bool) -> Line:
+    def who(self, row: Row, names: bool, details: bool = True) -> Line:
         """Whom a row serves, in words.
 
-        names    jobs are named beside their glyphs
+        names      jobs are named beside their glyphs
+        details    what the row is, how many jobs, and why branches run as they are, is told too
         """
         line: Line = [(SHARED, "shared")]
         reasons: dict[str | None, dict[str, Party]] = {}
@@ -62,21 +63,25 @@ class Legend:
             party = self.party_of[branch.job]
             reasons.setdefault(why, {})[party.mark] = party
         for why in sorted(reasons, key=lambda reason: reason is not None):
-            line += self._parties(reasons[why].values(), names)
+            line += self._parties(reasons[why].values(), names, details)
             if why is not None:
-                line += [(word, "dim") for word in f"(as it is: {why})".split()]
-        return line + [(word, "dim") for word in row.detail.split()]
+                told = f"(as it is: {why})" if details else "(as it is)"
+                line += [(word, "dim") for word in told.split()]
+        return line + [(word, "dim") for word in row.detail.split() if details]
 
-    def _parties(self, parties: Iterable[Party], names: bool) -> Line:
+    def _parties(self, parties: Iterable[Party], names: bool, details: bool) -> Line:
         shown = list(parties)
         if not self.lettered:
             return [
                 (party.mark + (party.jobs[0].name if names else ""), party.style) for party in shown
             ]
+        marks = [(party.mark, party.style) for party in shown]
+        if not details:
+            return marks
         jobs = [job for party in shown for job in party.jobs]
         ranks = sorted({rank for job in jobs for rank in job.ranks})
         told = f"({plural(len(jobs), 'job')}, rank {listed(ranks)})"
-        return [(p.mark, p.style) for p in shown] + [(word, "dim") for word in told.split()]
+        return marks + [(word, "dim") for word in told.split()]
 
     def lines(self, width: int) -> list[Line]:
         """The legend as a table."""

@@ -61,7 +61,7 @@ class _Lister:
             blocks=blocks,
             attention=self._attention(),
             dropouts=self._dropouts(),
-            totals=totals_of(self.model, blocks),
+            totals=totals_of(self.model, blocks, self.rows.meter),
             notes=[Note(by, text) for by, text in self.group.notes],
         )
 

@@ -9,7 +9,8 @@ import torch
 from torch import fx
 
 from tlora_fx.graph import AdapterSite, Block, JobGraph, is_call, output_of
-from tlora_fx.inspect.cost import Meter, total
+from tlora_fx.inspect.cost import total
+from tlora_fx.inspect.meter import Meter
 from tlora_fx.inspect.rows import ModuleNodes, owner_of, tensor_bytes
 from tlora_fx.inspect.schema import Attention, Branch, Row
 from tlora_fx.passes.lower_loss import LOSS
@@ -73,7 +74,9 @@ class RowMaker:
             bank = self.model.banks[sites[0].path]
             widths = bank.a.shape[1] + bank.b.shape[1]
             numbers = widths * sum(site.rank for site in sites) / len(sites)
-            return Branch(job.name, _ranks(sites), "lora", True, None, numbers, 2 * numbers)
+            own = (self.meter.adapter(lowered, site.rank) for site in sites)
+            flop = total(own).times(1 / len(sites)).flop_per_token
+            return Branch(job.name, _ranks(sites), "lora", True, None, numbers, flop)
         if job.name not in module.branches:
             return None
         nodes = module.branches[job.name]
@@ -136,7 +139,7 @@ def attention_of(node: fx.Node, layers: list[str]) -> Attention:
 def _attention_detail(found: Attention) -> str:
     heads = f"{found.heads} heads of {found.head_dim}"
     if found.key_value_heads != found.heads:
-        heads += f", {found.key_value_heads} for keys and values"
+        heads += f", {found.key_value_heads} for K and V"
     parts = ["causal" if found.causal else "both ways", heads]
     parts += [f"window {found.window}"] if found.window >= 0 else []
     parts += [f"soft cap {found.softcap:g}"] if found.softcap else []

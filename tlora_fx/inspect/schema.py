@@ -7,16 +7,15 @@ what they do not know; a field that changes its meaning, or leaves, raises the n
 
 from __future__ import annotations
 
-import dataclasses
-import json
-import types
-import typing
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, cast
+from typing import TypeVar
 
 from tlora_fx.errors import DumpNotReadable
+from tlora_fx.inspect.read_back import from_json, to_json
 
+T = TypeVar("T")
 SCHEMA = 1
 FILE = "ssm.json"
 
@@ -181,6 +180,8 @@ class Totals:
     shared_nodes      operators that run once for all jobs, all layers counted
     branch_nodes      operators that run for one job only
     flop_per_token    forward, None where a part is unknown
+    training_...      forward and backward, products of matrices and attention only; None where a
+                      part is unknown, and in what versions before 0.2 wrote
     """
 
     shared_parameters: int
@@ -194,6 +195,8 @@ class Totals:
     branch_nodes: int
     flop_per_token: float | None
     flop_per_length: float
+    training_flop_per_token: float | None = None
+    training_flop_per_length: float | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -220,7 +223,7 @@ class Listing:
 
     def to_json(self) -> str:
         """The listing as text."""
-        return json.dumps(dataclasses.asdict(self), indent=1, ensure_ascii=False) + "\n"
+        return to_json(self)
 
     @classmethod
     def from_json(cls, text: str) -> Listing:
@@ -228,10 +231,7 @@ class Listing:
 
         raises    ValueError, KeyError or TypeError for what is no listing of this schema
         """
-        data = json.loads(text)
-        if data["schema"] != SCHEMA:
-            raise ValueError(f"schema {data['schema']}, expected {SCHEMA}")
-        return cast(Listing, _build(cls, data))
+        return from_json(cls, text, SCHEMA)
 
 
 def load_listing(folder: Path) -> Listing:
@@ -239,9 +239,16 @@ def load_listing(folder: Path) -> Listing:
 
     raises    DumpNotReadable
     """
-    path = folder / FILE if folder.is_dir() else folder
+    return read_dump(folder / FILE if folder.is_dir() else folder, Listing.from_json)
+
+
+def read_dump(path: Path, read: Callable[[str], T]) -> T:
+    """What a file of a dump holds.
+
+    raises    DumpNotReadable
+    """
     try:
-        return Listing.from_json(path.read_text(encoding="utf-8"))
+        return read(path.read_text(encoding="utf-8"))
     except OSError as error:
         raise DumpNotReadable(
             "there is no compiled model here",
@@ -256,24 +263,3 @@ def load_listing(folder: Path) -> Listing:
             found=f"{type(error).__name__}: {error}",
             help="write it anew with: tlora-fx compile jobs.yaml -o FOLDER",
         ) from error
-
-
-def _build(kind: Any, data: Any) -> Any:
-    """A value of a type of this file from what json.loads made of it."""
-    if dataclasses.is_dataclass(kind):
-        hints = typing.get_type_hints(kind)
-        # A field with a default is one that came later: an older file may lack it.
-        known = [
-            f
-            for f in dataclasses.fields(kind)
-            if f.name in data or f.default is dataclasses.MISSING
-        ]
-        make: Any = kind
-        return make(**{f.name: _build(hints[f.name], data[f.name]) for f in known})
-    if typing.get_origin(kind) is list:
-        (inner,) = typing.get_args(kind)
-        return [_build(inner, item) for item in data]
-    options = typing.get_args(kind) if isinstance(kind, types.UnionType) else (kind,)
-    if type(data) in options or (float in options and type(data) is int):
-        return data
-    raise TypeError(f"{data!r} is no {kind}")

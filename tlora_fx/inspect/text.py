@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
+from tlora_fx.inspect.columns import Columns
 from tlora_fx.inspect.legend import Legend, Line, Piece, wrapped
-from tlora_fx.inspect.schema import BlockEntry, Listing, Row
+from tlora_fx.inspect.schema import BlockEntry, Listing, Row, Totals
 from tlora_fx.inspect.wording import (
     SHORT_TYPES,
     counted,
@@ -17,18 +18,21 @@ from tlora_fx.inspect.wording import (
 )
 
 WIDTH = 160
-TITLES = ("", "operator", "shape", "FLOP/token", "bytes", "who")
+TITLES = ("", "operator", "shape", "FLOP/token", "bytes", "role", "jobs")
 NUMBERS = (3, 4)
-# On a narrow screen shape goes first, then bytes, then operator.
-DISPENSABLE = (2, 4, 1)
-GAP = 3
+# On a narrow screen role goes first, then operator, bytes, shape.
+DISPENSABLE = (5, 1, 4, 2)
+GAP = "   "
 WHO_WIDTH = 30
 MODULE_WIDTH = 44
-# Jobs are named beside their glyphs as long as no row takes more lines than this.
+# Jobs are named beside their glyphs as long as no row takes more lines than this; what a row is in
+# detail is told where it has room.
 NAMED_LINES = 1.8
 FOOT = (
-    "FLOP/token: forward, branches at equal shares of the tokens; L: tokens of the sequence; "
-    "once: for a whole row; bytes: weights and adapters that are read"
+    "FLOP/token: forward, two a multiply-add and one an element of other arithmetic, branches at "
+    "equal shares of the tokens; L: tokens of the sequence; once: for a whole row; ?: unknown; "
+    "training: forward and backward, products of matrices and attention only; "
+    "bytes: weights and adapters that are read"
 )
 
 
@@ -54,47 +58,33 @@ def listing_lines(listing: Listing, width: int = WIDTH) -> list[Line]:
     legend = Legend(listing)
     laid = [(head, [_Laid(_cells(row, block, listing), row) for row in block.rows])
             for head, block in _headed(listing)]  # fmt: skip
-    columns = _Columns.fitting([entry.cells for _, rows in laid for entry in rows], width)
-    whom = (legend.who(entry.row, names=True) for _, rows in laid for entry in rows)
-    names = all(_length(line) <= NAMED_LINES * (width - columns.end) for line in whom)
-    lines: list[Line] = [[(cut(headline(listing), width), "title")], []]
+    rows = [entry.row for _, entries in laid for entry in entries]
+    every = [TITLES[:-1], *(entry.cells for _, entries in laid for entry in entries)]
+    marks = max(_length(legend.who(row, names=False, details=False)) for row in rows)
+    columns = Columns.fitting(every, width, min(marks, WHO_WIDTH), NUMBERS, DISPENSABLE)
+    room = width - columns.end
+    details = room >= WHO_WIDTH
+    whom = (legend.who(row, names=True, details=details) for row in rows)
+    names = all(_length(line) <= NAMED_LINES * room for line in whom)
+    lines: list[Line] = [*_summary(listing, width), []]
     lines += [*legend.lines(width), [], [(columns.text(TITLES[:-1]) + TITLES[-1], "title")]]
-    for head, rows in laid:
+    for head, entries in laid:
         lines += [[(cut(head, width), "title")]] if head else []
-        for entry in rows:
-            first, *rest = wrapped(legend.who(entry.row, names), columns.end, width)
+        for entry in entries:
+            who = legend.who(entry.row, names, details)
+            first, *rest = wrapped(who, columns.end, width)
             lines += [[(columns.text(entry.cells), ""), *first], *rest]
     return [*lines, [], *wrapped([(word, "dim") for word in FOOT.split()], 0, width)]
 
 
-@dataclass(frozen=True, slots=True)
-class _Columns:
-    """Which columns are shown, and how wide: place to width."""
-
-    sizes: dict[int, int]
-
-    @classmethod
-    def fitting(cls, rows: list[tuple[str, ...]], width: int) -> _Columns:
-        """Columns that leave room for who; those that matter least go first."""
-        every = [TITLES[:-1], *rows]
-        sizes = {place: max(len(row[place]) for row in every) for place in range(len(TITLES) - 1)}
-        for place in DISPENSABLE:
-            if cls(sizes).end > width - WHO_WIDTH:
-                del sizes[place]
-        return cls(sizes)
-
-    @property
-    def end(self) -> int:
-        """Where the last column, who, begins."""
-        return sum(size + GAP for size in self.sizes.values())
-
-    def text(self, cells: tuple[str, ...]) -> str:
-        """The shown cells of a row, numbers to the right."""
-        return "".join(
-            (f"{cells[place]:>{size}}" if place in NUMBERS else f"{cells[place]:<{size}}")
-            + " " * GAP
-            for place, size in self.sizes.items()
-        )
+def _summary(listing: Listing, width: int) -> list[Line]:
+    """The model and its cost in a few lines."""
+    words: list[Line] = [[]]
+    for part in headline(listing).split(GAP):
+        if words[-1] and _length(words[-1]) + len(GAP) + len(part) > width:
+            words.append([])
+        words[-1].append((cut(GAP * bool(words[-1]) + part, width), "title"))
+    return [*words, [(cut(cost_line(listing.totals), width), "")]]
 
 
 def headline(listing: Listing) -> str:
@@ -108,7 +98,24 @@ def headline(listing: Listing) -> str:
         f"{counted(totals.shared_parameters)} shared + {own} in adapters",
         "packed rows" if listing.form == "packed" else "padded rows",
     ]
-    return "   ".join(parts)
+    return GAP.join(parts)
+
+
+def cost_line(totals: Totals) -> str:
+    """What a token costs, in one line."""
+    forward = flop_text(totals.flop_per_token, totals.flop_per_length)
+    training = flop_text(totals.training_flop_per_token, totals.training_flop_per_length or 0.0)
+    return f"FLOP/token  forward {forward}   training {training}"
+
+
+def flop_text(token: float | None, length: float, row: float = 0.0) -> str:
+    """A cost by how it grows: "37.5 k + 512·L + 3.00 M once", "–" for none, "?" for unknown."""
+    if token is None:
+        return "?"
+    parts = [scaled(token)] if token else []
+    parts += [f"{scaled(length)}·L"] if length else []
+    parts += [f"{scaled(row)} once"] if row else []
+    return " + ".join(parts) or "–"
 
 
 def _headed(listing: Listing) -> list[tuple[str, BlockEntry]]:
@@ -149,9 +156,15 @@ def _cells(row: Row, block: BlockEntry, listing: Listing) -> tuple[str, ...]:
         ("  " if inside else "") + cut(name, MODULE_WIDTH),
         row.operator,
         _shape(row, listing),
-        _flop(row),
+        flop_text(row.flop_per_token, row.flop_per_length, row.flop_per_row),
         scaled(row.weight_bytes + row.adapter_bytes, "B") if _reads(row) else "–",
+        _role(row),
     )
+
+
+def _role(row: Row) -> str:
+    """The roles of the nodes that a row stands for."""
+    return f"{row.role}+adapter" if row.branches else row.role
 
 
 def _reads(row: Row) -> bool:
@@ -160,18 +173,10 @@ def _reads(row: Row) -> bool:
 
 def _shape(row: Row, listing: Listing) -> str:
     if row.role == "loss":
-        return f"[{plural(len(listing.jobs), 'job')}]"
+        return f"[{plural(len(listing.jobs), 'job')}] {row.dtype}"
     packed = listing.form == "packed" and row.shape[:1] == [1]
-    return "[" + ", ".join(map(str, row.shape[1:] if packed else row.shape)) + "]"
-
-
-def _flop(row: Row) -> str:
-    if row.flop_per_token is None:
-        return "?"
-    parts = [scaled(row.flop_per_token)] if row.flop_per_token else []
-    parts += [f"{scaled(row.flop_per_length)}·L"] if row.flop_per_length else []
-    parts += [f"{scaled(row.flop_per_row)} once"] if row.flop_per_row else []
-    return " + ".join(parts) or "–"
+    shape = ", ".join(map(str, row.shape[1:] if packed else row.shape))
+    return f"[{shape}] {row.dtype}".rstrip()
 
 
 def _length(line: list[Piece]) -> int:

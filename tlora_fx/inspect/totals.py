@@ -8,8 +8,10 @@ import torch
 
 from tlora_fx.graph import GroupGraph, JobGraph
 from tlora_fx.inspect.cost import Cost, total
+from tlora_fx.inspect.meter import Meter
 from tlora_fx.inspect.rows import is_branch
 from tlora_fx.inspect.schema import BlockEntry, JobEntry, Totals
+from tlora_fx.inspect.training import training_cost
 from tlora_fx.supermodel import SuperModel
 
 
@@ -37,7 +39,7 @@ def job_entry(job: JobGraph, blocks: Iterable[BlockEntry]) -> JobEntry:
     )
 
 
-def totals_of(model: SuperModel, blocks: Sequence[BlockEntry]) -> Totals:
+def totals_of(model: SuperModel, blocks: Sequence[BlockEntry], meter: Meter) -> Totals:
     """Sums over all blocks, each as often as it runs."""
     shared, alone = _counted(model.group)
     parameters = list(model.backbone.model.parameters())
@@ -50,6 +52,7 @@ def totals_of(model: SuperModel, blocks: Sequence[BlockEntry]) -> Totals:
         else Cost(unknown=(row.module,))
         for times, row in rows
     )
+    training = training_cost(model.group, meter)
     return Totals(
         shared_parameters=sum(p.numel() for p in parameters),
         shared_bytes=sum(p.numel() * p.dtype.itemsize for p in parameters),
@@ -62,6 +65,8 @@ def totals_of(model: SuperModel, blocks: Sequence[BlockEntry]) -> Totals:
         branch_nodes=alone,
         flop_per_token=cost.flop_per_token,
         flop_per_length=cost.length,
+        training_flop_per_token=None if training.unknown else round(training.token, 3),
+        training_flop_per_length=None if training.unknown else round(training.length, 3),
     )
 
 

@@ -12,6 +12,7 @@ from tlora_fx.ops.philox import (
     token_scale,
     uniform_at,
 )
+from tlora_fx.ops.segment_sums import segment_spread, segment_sum
 from tlora_fx.ops.segments import segment_read, segment_switch, segment_write
 
 __all__ = [
@@ -24,6 +25,8 @@ __all__ = [
     "packed_attention_backward",
     "random_uniform",
     "segment_read",
+    "segment_spread",
+    "segment_sum",
     "segment_switch",
     "segment_write",
     "site_id",

@@ -70,10 +70,11 @@ def _branches(bounds: list[int], rows: list[int], scales: list[float]) -> Iterat
 def _rank_bounds(ranks: Tensor, jobs: int, total: int) -> list[int]:
     check_table(ranks, "ranks")
     rows: list[int] = ranks.tolist()
-    if len(rows) != jobs + 1 or rows[0] != 0 or rows[-1] != total:
+    # Rows behind the last job's belong to nobody: banks of equal layers have one size.
+    if len(rows) != jobs + 1 or rows[0] != 0 or rows[-1] > total:
         raise AdapterTableError(
-            "rank offsets must lead from 0 to the rows of a and b, one step a job",
-            expected=f"{jobs + 1} offsets from 0 to {total}",
+            "rank offsets must lead from 0 into the rows of a and b, one step a job",
+            expected=f"{jobs + 1} offsets from 0 to {total} at most",
             found=rows,
         )
     if any(first > second for first, second in itertools.pairwise(rows)):

@@ -21,16 +21,25 @@ ops = torch.ops.tlora_fx
 def _lengths(offsets: Tensor, total: int) -> list[float]:
     """The lengths between offsets, scaled so that they cover `total`."""
     count = max(1, offsets.shape[0] - 1)
-    if isinstance(offsets, FakeTensor | FunctionalTensor) or offsets.is_meta:
+    if _is_fake(offsets):
         return [total / count] * count
     scale = total / max(1, int(offsets[-1]))
     return [float(length) * scale for length in offsets.diff().tolist()]
 
 
+def _is_fake(table: Tensor) -> bool:
+    return isinstance(table, FakeTensor | FunctionalTensor) or table.is_meta
+
+
 def _rank_rows(x: Tensor, a: Tensor, ranks: Tensor, segments: Tensor) -> float:
     """Tokens times rank, summed over the jobs."""
-    tokens, rows = _lengths(segments, _tokens(x)), _lengths(ranks, a.shape[0])
+    tokens, rows = _lengths(segments, _tokens(x)), _lengths(ranks, _owned_rows(a, ranks))
     return sum(n * r for n, r in zip(tokens, rows, strict=True))
+
+
+def _owned_rows(a: Tensor, ranks: Tensor) -> int:
+    """Rows of a that belong to a job; all of them where nobody knows."""
+    return a.shape[0] if _is_fake(ranks) else int(ranks[-1])
 
 
 def _tokens(x: Tensor) -> int:

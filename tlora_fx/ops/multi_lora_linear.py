@@ -44,7 +44,8 @@ def multi_lora_linear(
     x              float [..., in]; all but the last dimension enumerate tokens
     weight, bias   [out, in] and [out] or None, in x's dtype, frozen
     a, b           [R, in] and [R, out]: all jobs' A, and all jobs' B transposed
-    ranks          int32 [J + 1] on the CPU, job j owns rows ranks[j]:ranks[j + 1] of a and b
+    ranks          int32 [J + 1] on the CPU, job j owns rows ranks[j]:ranks[j + 1] of a and b; rows
+                   from ranks[J] on belong to nobody
     scales, rates  float64 [J] on the CPU: lora_alpha / r or alike, and dropout rates
     segments       int32 [J + 1] on the CPU
     keys           int64 [J, 2] on the CPU, (seed, step)

@@ -40,7 +40,7 @@ def resolve_sites(job: Job, backbone: Backbone) -> dict[str, AdapterSite]:
 def _resolve(job: Job, backbone: Backbone) -> dict[str, AdapterSite]:
     from peft.tuners.tuners_utils import check_target_module_exists
 
-    config = _with_targets(job, backbone)
+    config = config_with_targets(job, backbone)
     modules = dict(backbone.model.named_modules())
     saved = list(config.modules_to_save or [])
     sites = {}
@@ -55,7 +55,7 @@ def _resolve(job: Job, backbone: Backbone) -> dict[str, AdapterSite]:
     return sites
 
 
-def _with_targets(job: Job, backbone: Backbone) -> Any:
+def config_with_targets(job: Job, backbone: Backbone) -> Any:
     """The job's LoraConfig with target_modules spelled out where PEFT derives them."""
     from peft.tuners.tuners_utils import _maybe_include_all_linear_layers
     from peft.utils.constants import TRANSFORMERS_MODELS_TO_LORA_TARGET_MODULES_MAPPING as KNOWN
@@ -72,6 +72,24 @@ def _with_targets(job: Job, backbone: Backbone) -> Any:
             )
         config.target_modules = set(KNOWN[family])
     return _maybe_include_all_linear_layers(config, backbone.model)
+
+
+def idle_patterns(job: Job, sites: dict[str, AdapterSite]) -> list[str]:
+    """What to tell of the keys of rank_pattern and alpha_pattern that fit no adapted module."""
+    from peft.utils.other import get_pattern_key
+
+    config: Any = job.lora_config()
+    adapted = [path for path, site in sites.items() if site.rank]
+    told = []
+    for field in ("rank_pattern", "alpha_pattern"):
+        keys = getattr(config, field)
+        used = {get_pattern_key(keys.keys(), path) for path in adapted}
+        told += [
+            f"job '{job.name}': '{key}' in {field} fits no adapted module, so it changes nothing"
+            for key in keys
+            if key not in used
+        ]
+    return told
 
 
 def _site(path: str, module: nn.Module, config: Any) -> AdapterSite:

@@ -1,0 +1,1 @@
+"""Two passes for tlora-fx, in a package of their own."""

@@ -1,0 +1,105 @@
+"""`tlora-fx passes`, and the options of commands that run passes."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.pipeline.conftest import strangers  # noqa: F401  (a fixture)
+from tlora_fx.cli import main
+from tlora_fx.driver import DEFAULT_PIPELINE
+
+
+def told(capsys, *words):
+    """What a command prints that ends well."""
+    with pytest.raises(SystemExit) as stop:
+        main(list(words))
+    assert stop.value.code == 0
+    return capsys.readouterr().out
+
+
+def refused(capsys, *words):
+    """What a command says when it ends with an error, and its exit status."""
+    with pytest.raises(SystemExit) as stop:
+        main(list(words))
+    return capsys.readouterr().err, stop.value.code
+
+
+def test_all_passes_are_listed(capsys, golden):
+    """In the order of the default pipeline, with options, defaults and docs."""
+    golden("cli/passes.txt", told(capsys, "passes"))
+
+
+def test_one_pass_is_shown(capsys, golden):
+    """What it reads, writes and keeps, what it requires, its options."""
+    golden("cli/passes-show.txt", told(capsys, "passes", "show", "fuse-backbone"))
+
+
+def test_passes_of_other_packages_are_listed(capsys, strangers):  # noqa: F811
+    """With their package; a broken one with its reason."""
+    text = told(capsys, "passes")
+
+    assert "Count nodes.  (strangers 1.2)" in text
+    assert "at-least=1  how many there must be" in text
+    assert "BROKEN (strangers 1.2)" in text
+    assert "No module named 'strangers_lost_module'" in text
+    assert "planners from other packages" in text
+
+
+def test_the_default_pipeline_can_be_printed(capsys):
+    """As text that --pipeline takes."""
+    assert told(capsys, "passes", "--pipeline").strip() == DEFAULT_PIPELINE
+
+
+@pytest.mark.parametrize(
+    ("words", "message", "status"),
+    [
+        (["show", "fuse-bakbone"], "nearest  fuse-backbone", 1),
+        (["show"], "tlora-fx passes show NAME", 2),
+        (["lst"], "tlora-fx passes show NAME", 2),
+    ],
+)
+def test_a_wrong_word_is_told(capsys, words, message, status):
+    """Unknown passes get the nearest name, unknown words the usage."""
+    assert refused(capsys, "passes", *words)[1] == status
+    assert message in refused(capsys, "passes", *words)[0]
+
+
+JOBS = "examples/quickstart/jobs.yaml"
+
+
+def test_compile_watches_its_passes(capsys, tmp_path):
+    """Times, prints and dumps go to stderr and a folder; nothing is built where it stops early."""
+    states = tmp_path / "states"
+    with pytest.raises(SystemExit):
+        main(
+        [
+            "compile", JOBS, "-o", str(tmp_path / "build"), "--time", "--print-after", "tag-roles",
+            "--dump-changed", str(states), "--stop-after", "fold-layers",
+        ]
+    )  # fmt: skip
+    captured = capsys.readouterr()
+
+    assert captured.out == "stopped after fold-layers: no model is built\n"
+    assert "fold-layers" in captured.err
+    assert "# after 2 tag-roles on base" in captured.err
+    assert not (tmp_path / "build").exists()
+    assert "03-fold-layers.base.py" in {path.name for path in states.iterdir()}
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["--add-pass", "tag-roles"], "@after:"),
+        (["--add-pass", "tag-rols@after:fold-layers"], "nearest  tag-roles"),
+        (["--stop-after", "fold-layer"], "nearest  fold-layers"),
+        (["--print-after", "fold-layer"], "nearest  fold-layers"),
+        (["--pipeline", "tag-roles{x=1}"], "has no option 'x'"),
+    ],
+)
+def test_wrong_options_are_told_before_anything_is_written(capsys, tmp_path, words, message):
+    """With the nearest right word."""
+    text, status = refused(capsys, "compile", JOBS, "-o", str(tmp_path / "build"), *words)
+
+    assert status == 1
+    assert message in text
+    assert not (tmp_path / "build").exists()

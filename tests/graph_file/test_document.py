@@ -1,0 +1,255 @@
+"""Graphs written and read back are the same, and further passes run on them as on the originals."""
+
+from __future__ import annotations
+
+from functools import cache
+
+import pytest
+import torch
+
+from tests.models import base_of, error_of, job
+from tests.pipeline.graphs import relu_of, small_graph
+from tests.traced import KINDS
+from tlora_fx.bisect import run_everywhere, trace_states
+from tlora_fx.driver import DEFAULT_PIPELINE, prepare, resolve_pipeline, run_passes
+from tlora_fx.errors import GraphFileNotReadable, GraphNotStorable
+from tlora_fx.fingerprint import fingerprint, named_graphs, owners
+from tlora_fx.graph_file import Document, from_document, to_document
+from tlora_fx.pipeline import Runner
+from tlora_fx.provenance import ancestry
+from tlora_fx.source import group_source
+
+PLACES = range(len(DEFAULT_PIPELINE.split(",")) + 1)
+
+
+@pytest.fixture(scope="module")
+def compiled(tmp_path_factory):
+    """States of jobs of all kinds in a form, and the source of the whole compilation."""
+
+    @cache
+    def make(form):
+        folder = tmp_path_factory.mktemp(form)
+        base = base_of(folder, "llama", "float32", num_hidden_layers=4, attention=form)
+        jobs = [job(kind, base, **spec) for kind, spec in KINDS.items()]
+        states = trace_states(prepare(jobs), resolve_pipeline())
+        return states, group_source(run_passes(jobs), "llama")
+
+    return make
+
+
+def form_of(value):
+    """What is to be kept of a node's value."""
+    if isinstance(value, torch.Tensor):
+        return str(value.shape), str(value.stride()), value.dtype, value.device.type
+    if isinstance(value, (tuple, list)):
+        return [form_of(item) for item in value]
+    return str(value)
+
+
+def assert_same_nodes(one, two):
+    """Names, arguments, values, tags and origins of all nodes."""
+    for mine, theirs in zip(owners(one), owners(two), strict=True):
+        for (left, graph), (right, other) in zip(
+            named_graphs(mine), named_graphs(theirs), strict=True
+        ):
+            assert left == right
+            for node, read in zip(graph.nodes, other.nodes, strict=True):
+                assert node.format_node() == read.format_node()
+                assert form_of(node.meta.get("val")) == form_of(read.meta.get("val"))
+                assert tags_of(node) == tags_of(read)
+                assert history(node) == history(read)
+
+
+def tags_of(node):
+    """Tags, but those that tests compare otherwise; nodes by their names."""
+    rest = {"val", "run", "origin"}
+    return {tag: str(value) for tag, value in node.meta.items() if tag not in rest}
+
+
+def history(node):
+    """Every origin behind a node."""
+    origin = node.meta["origin"]
+    return [(o.key, o.made_by, o.target) for o in (origin, *ancestry(origin))]
+
+
+@pytest.mark.parametrize("place", PLACES)
+@pytest.mark.parametrize("form", ["packed", "batch"])
+def test_a_state_is_read_as_it_was_and_compiles_to_the_same_model(compiled, form, place):
+    """After each pass: same fingerprint, same nodes, and the rest of the pipeline ends the same."""
+    states, source = compiled(form)
+    group = states.after(place).group
+
+    document = to_document(group)
+    read = from_document(document)
+
+    assert document.left_out == []
+    assert fingerprint(read) == fingerprint(group)
+    assert_same_nodes(group, read)
+    runner = Runner(states.pipeline)
+    for later in range(place + 1, len(PLACES)):
+        run_everywhere(runner, later, read)
+    assert group_source(read, "llama") == source
+
+
+def test_one_jobs_graph_is_kept_too(compiled):
+    """What job passes rewrite."""
+    states, _ = compiled("packed")
+    graph = states.after(2).group.jobs[0]
+
+    read = from_document(to_document(graph))
+
+    assert (read.name, read.form, read.sites, read.plan) == (
+        graph.name, graph.form, graph.sites, graph.plan,
+    )  # fmt: skip
+    assert_same_nodes(graph, read)
+
+
+def test_jobs_of_one_structure_share_graphs_after_reading(tmp_path):
+    """And have numbers of their own."""
+    base = base_of(tmp_path, "llama", "float32", num_hidden_layers=2)
+    ranks = {"a": 2, "b": 4}
+    jobs = [job(name, base, r=rank, target_modules=["q_proj"]) for name, rank in ranks.items()]
+    group = run_passes(jobs, stop_after="fold-layers")
+
+    one, two = from_document(to_document(group)).jobs
+
+    assert one.root is two.root
+    assert [site.rank for graph in (one, two) for site in graph.sites.values()] == [2, 2, 4, 4]
+
+
+def test_constants_keep_their_values(compiled):
+    """Numbers that model code writes into tensors."""
+    states, _ = compiled("packed")
+    group = states.after(len(PLACES) - 1).group
+    group.constants["table"] = torch.tensor([[1, -3]], dtype=torch.int32)
+
+    read = from_document(to_document(group))
+
+    assert torch.equal(read.constants["table"], group.constants["table"])
+
+
+def test_a_python_function_cannot_be_kept():
+    """The error names the node and what it calls."""
+    graph = small_graph()
+    relu_of(graph).target = torch.relu
+
+    text = error_of(lambda: to_document(graph), GraphNotStorable)
+
+    assert "relu" in text
+    assert "torch.ops" in text
+
+
+def test_an_object_among_arguments_cannot_be_kept():
+    """The error names its kind and the node."""
+    graph = small_graph()
+    relu_of(graph).kwargs = {"how": object()}
+
+    text = error_of(lambda: to_document(graph), GraphNotStorable)
+
+    assert "builtins.object" in text
+    assert "in the arguments of relu" in text
+
+
+def test_a_value_that_cannot_be_kept_names_its_node():
+    """A graph has thousands."""
+    graph = small_graph()
+    relu_of(graph).meta["val"] = object()
+
+    assert "in the value of relu" in error_of(lambda: to_document(graph), GraphNotStorable)
+
+
+def test_a_method_cannot_be_kept():
+    """It would be looked up by name on whatever comes when the file is read."""
+    graph = small_graph()
+    relu = relu_of(graph)
+    with graph.root.inserting_after(relu):
+        graph.root.call_method("tofile", (relu, "name"))
+
+    assert "call_method tofile" in error_of(lambda: to_document(graph), GraphNotStorable)
+
+
+def test_a_tag_that_cannot_be_kept_is_told():
+    """All else is kept."""
+    graph = small_graph()
+    relu_of(graph).meta["hint"] = object()
+
+    document = to_document(graph)
+
+    (told,) = document.left_out
+    assert told == "job 'one': relu_default: hint (builtins.object)"
+    assert "hint" not in relu_of(from_document(document)).meta
+
+
+def test_a_document_of_another_format_is_refused():
+    """With both numbers."""
+    document = to_document(small_graph())
+    document.data["format"] = 99
+
+    assert "99" in error_of(lambda: from_document(document), GraphFileNotReadable)
+
+
+@pytest.mark.parametrize(
+    ("damage", "said"),
+    [
+        (lambda nodes: nodes.pop(0), "damaged"),
+        (lambda nodes: nodes[1].update(args=[{"node": 7}]), "damaged"),
+        (lambda nodes: nodes[1].update(target="torch.ops.aten.sin.default"), "fingerprint"),
+        (lambda nodes: nodes[1].update(target="builtins.eval"), "builtins.eval"),
+        (lambda nodes: nodes[1].update(args=[{"spell": 7}]), "no known kind"),
+        (lambda nodes: nodes[1].update(op="call_method", target="tofile"), "call_method tofile"),
+        (lambda nodes: nodes[0].update(target="x=print()"), "placeholder x=print()"),
+        (lambda nodes: nodes[0].update(op="get_attr", target='x"]'), "get_attr x"),
+    ],
+    ids=[
+        "node-lost",
+        "argument-lost",
+        "operator-changed",
+        "function",
+        "unknown-kind",
+        "method",
+        "input-name",
+        "tensor-name",
+    ],
+)
+def test_a_damaged_document_is_refused(damage, said):
+    """Whatever is wrong with it, the error says that the file is."""
+    document = to_document(small_graph())
+    damage(document.data["structures"][0]["root"]["nodes"])
+
+    assert said in error_of(lambda: from_document(document), GraphFileNotReadable)
+
+
+def test_a_document_without_its_constants_is_refused():
+    """They lie in a file of their own."""
+    graph = small_graph()
+    graph.constants["c"] = torch.ones(2)
+    document = to_document(graph)
+
+    bare = Document(document.data, {})
+
+    assert "damaged" in error_of(lambda: from_document(bare), GraphFileNotReadable)
+
+
+@pytest.mark.parametrize(
+    ("damage", "said"),
+    [
+        (lambda data: data.pop("fingerprint"), "fingerprint"),
+        (lambda data: data.update(kind="spell"), "spell"),
+        (lambda data: data.pop("kind"), "kind"),
+    ],
+    ids=["no-fingerprint", "unknown-kind", "no-kind"],
+)
+def test_a_document_without_a_part_is_refused(damage, said):
+    """As damaged, not with an error of Python's."""
+    document = to_document(small_graph())
+    damage(document.data)
+
+    assert said in error_of(lambda: from_document(document), GraphFileNotReadable)
+
+
+@pytest.mark.parametrize("found", [None, 3, [3]], ids=["missing", "number", "of-numbers"])
+def test_tags_left_out_are_texts_or_the_document_is_refused(found):
+    """They are read without the graphs, too."""
+    bare = Document({} if found is None else {"left_out": found}, {})
+
+    assert "left_out" in error_of(lambda: bare.left_out, GraphFileNotReadable)

@@ -1,0 +1,77 @@
+"""What people call nodes."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.inspect.programs import lowered
+from tlora_fx.errors import NodeNotFound
+from tlora_fx.inspect.find import as_data, find
+
+ONE = "group/up_proj:multi_lora_linear"
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["model.layers.1.mlp.up_proj", "layers.0.mlp.up_proj", "mlp.up_proj", "up_proj",
+     "layers_0_1:up_proj", ONE],
+)  # fmt: skip
+def test_a_node_goes_by_many_names(name):
+    """A module's path with any layer or none, the node's own name, its key."""
+    (place,) = find(lowered(), name)
+
+    assert place.graph.name == "layers_0_1"
+    assert place.nodes[-1].key == ONE
+
+
+@pytest.mark.parametrize(
+    ("name", "told"),
+    [("layers.1.mlp.up_proj", "model.layers.1.mlp.up_proj"), ("mlp.up_proj", "mlp.up_proj"),
+     ("down", "layers_0_1:down")],
+)  # fmt: skip
+def test_a_place_says_which_layer_was_meant(name, told):
+    """The whole path where one layer was named."""
+    assert find(lowered(), name)[0].name == told
+
+
+def test_a_module_holds_what_jobs_have_there():
+    """The operator and its bank."""
+    (place,) = find(lowered(), "mlp.up_proj")
+
+    assert [node.kind for node in place.nodes] == ["tensor", "tensor", "call"]
+
+
+def test_a_module_without_nodes_of_its_own_holds_its_childrens():
+    """`mlp` computes nothing here, its linears do."""
+    (place,) = find(lowered(), "layers.0.mlp")
+
+    assert {node.module for node in place.nodes} == {"mlp.up_proj", "mlp.down_proj"}
+
+
+def test_a_tensor_is_found_by_its_name_in_the_base():
+    """With the layer's number, though layers share the code."""
+    (place,) = find(lowered(), "model.layers.1.norm.weight")
+
+    assert place.nodes[0].bytes == 32
+
+
+def test_a_name_in_several_graphs_gives_them_all():
+    """Root and layer both have a value called hidden."""
+    assert [place.name for place in find(lowered(), "hidden")] == [
+        "root:hidden", "layers_0_1:hidden"
+    ]  # fmt: skip
+
+
+def test_a_wrong_name_is_told_the_nearest():
+    """With the layer that was asked for first."""
+    with pytest.raises(NodeNotFound, match=r"nearest +model\.layers\.1\.mlp\.up_proj"):
+        find(lowered(), "model.layers.1.mlp.upproj")
+
+
+def test_data_of_a_place_holds_all_its_ancestors():
+    """Back to the trace, those that are gone too."""
+    program = lowered()
+    found = as_data(program, find(program, ONE)[0])
+
+    assert found.ancestry["base/up_proj:linear"].made_by == "trace"
+    assert len(found.ancestry) == len(program.history)

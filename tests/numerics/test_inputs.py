@@ -1,0 +1,92 @@
+"""Seeded weights and rows, and what they take."""
+
+from __future__ import annotations
+
+import torch
+
+from tests.models import error_of
+from tlora_fx.numerics.memory import bytes_needed
+from tlora_fx.numerics.rows import Rows
+from tlora_fx.numerics.state import copy_state, layers_to_run
+from tlora_fx.numerics.tensors import Seeded, Unchecked
+
+FOLDED = "drop-export-noise,tag-roles,fold-layers"
+
+
+def test_a_tensor_has_its_values_by_name_whatever_was_drawn_before():
+    """Other states read tensors in another order."""
+    one, two = Seeded(0, {}), Seeded(0, {})
+    two.base("other.weight", (3, 5), torch.float32)
+
+    first = one.base("a.weight", (7, 5), torch.float32)
+
+    assert torch.equal(first, two.base("a.weight", (7, 5), torch.float32))
+    assert not torch.equal(first, Seeded(1, {}).base("a.weight", (7, 5), torch.float32))
+
+
+def test_jobs_have_tensors_of_their_own():
+    """A job that takes another's A computes something else."""
+    tensors = Seeded(0, {})
+    drawn = [tensors.own(job, "q.lora_A", (2, 4), torch.float32) for job in ("a", "b")]
+
+    assert not torch.equal(*drawn)
+    assert all(leaf.requires_grad and leaf.count_nonzero() == 8 for leaf in drawn)
+
+
+def test_buffers_are_taken_as_they_are_and_unknown_integers_are_not_made_up():
+    """A mask of random integers would check nothing."""
+    tensors = Seeded(0, {"inv_freq": torch.tensor([1.0, 0.5])})
+
+    assert tensors.base("inv_freq", (2,), torch.float32).tolist() == [1.0, 0.5]
+    text = error_of(lambda: tensors.base("mask", (2,), torch.int64), Unchecked)
+    assert "mask holds integers" in text
+
+
+def test_a_job_has_the_same_tokens_alone_and_together():
+    """And neighbours have different numbers of them."""
+    rows = Rows(["a", "b", "c"], "packed", 0, None, 61)
+    together = rows.together()
+
+    lengths = [stop - start for start, stop in zip(rows.segments, rows.segments[1:], strict=False)]
+    assert len(set(lengths)) == 3
+    assert together.segments.tolist() == rows.segments
+    start, stop = rows.segments[1:3]
+    assert torch.equal(rows.alone("b").input_ids, together.input_ids[:, start:stop])
+    assert torch.equal(rows.alone("b").keys, together.keys[1:2])
+
+
+def test_a_copy_of_a_state_is_left_alone(group_after):
+    """What is done to the graphs afterwards does not reach it."""
+    group = group_after(FOLDED, "few", fresh=True)
+    copied = copy_state(group)
+    (block,) = group.base.blocks.values()
+    count = len(block.graph.nodes)
+
+    block.graph.erase_node(block.graph.call_function(torch.relu, (next(iter(block.graph.nodes)),)))
+    for node in block.graph.nodes:
+        node.meta.clear()
+
+    (kept,) = copied.base.blocks.values()
+    assert len(kept.graph.nodes) == count
+    assert all("origin" in node.meta for node in kept.graph.nodes)
+
+
+def test_more_tokens_and_more_layers_need_more_memory(group_after):
+    """Weights of the layers that run, and values of all tokens."""
+    graph = group_after(FOLDED, "few").jobs[0]
+    layers = layers_to_run(graph)
+    few, many = (Rows(["few"], "packed", 0, tokens, 61) for tokens in (8, 32))
+
+    assert len(layers) == 2
+    assert bytes_needed([graph], layers, few) < bytes_needed([graph], layers, many)
+    assert bytes_needed([graph], frozenset(), few) < bytes_needed([graph], layers, few)
+
+
+def test_the_bytes_of_weights_are_counted_once(group_after):
+    """Two states of one graph share them: only values count anew."""
+    graph = group_after(FOLDED, "few").jobs[0]
+    rows = Rows(["few"], "packed", 0, 8, 61)
+
+    once = bytes_needed([graph], frozenset(), rows)
+
+    assert bytes_needed([graph, copy_state(graph)], frozenset(), rows) == once

@@ -1,0 +1,36 @@
+"""The pages about passes say what the example package does."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+PAGE = (ROOT / "docs" / "writing-passes.md").read_text(encoding="utf-8")
+PACKAGE = ROOT / "examples" / "custom_pass"
+
+
+def blocks(language):
+    return re.findall(rf"```{language}\n(.*?)```", PAGE, flags=re.DOTALL)
+
+
+@pytest.mark.parametrize("language", ["python", "toml"])
+def test_what_the_page_shows_stands_in_the_package(language):
+    """Every block is a piece of a file of the example, to the letter."""
+    ending = {"python": "*.py", "toml": "*.toml"}[language]
+    files = [path.read_text(encoding="utf-8") for path in PACKAGE.rglob(ending)]
+
+    shown = blocks(language)
+    assert shown
+    assert [block for block in shown if not any(block in text for text in files)] == []
+
+
+@pytest.mark.parametrize("page", sorted((ROOT / "docs").rglob("*.md")), ids=lambda path: path.name)
+def test_links_between_pages_lead_somewhere(page):
+    """No link of a page is broken."""
+    prose = re.sub(r"```.*?```", "", page.read_text(encoding="utf-8"), flags=re.DOTALL)
+    links = re.findall(r"\]\(([^)#:]+)\)", prose)
+
+    assert [link for link in links if not (page.parent / link).exists()] == []

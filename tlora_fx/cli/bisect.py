@@ -1,0 +1,80 @@
+"""`tlora-fx bisect`: find the pass, and the rewrite inside it, that breaks a check."""
+
+from __future__ import annotations
+
+import tempfile
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from tlora_fx.cli.pipeline_options import AddPass, PipelineText, asked
+
+if TYPE_CHECKING:
+    from tlora_fx.bisect import Finding
+    from tlora_fx.pipeline import Pipeline
+
+NUMERICS = "numerics"
+
+
+def run(
+    jobs: Annotated[Path, typer.Argument(help="Job file (YAML).")],
+    check: Annotated[
+        str,
+        typer.Option(
+            help="Command that judges a state; {} stands for its folder. Or: numerics.",
+        ),
+    ],
+    pipeline: PipelineText = None,
+    add_pass: AddPass = None,
+    keep: Annotated[
+        Path | None, typer.Option(help="Folder in which the states that were judged stay.")
+    ] = None,
+    verbose: Annotated[
+        bool, typer.Option("-v", "--verbose", help="Show what the command prints.")
+    ] = False,
+) -> None:
+    """Find the pass, and the rewrite inside it, after which a check fails.
+
+    The command gets a folder: graph.json for tlora_fx.graph_file.load_graphs, program.py, the code,
+    and program.json, the data of every node. It exits with 0 where they are good, 1 to 124 where
+    they are bad, 125 where it cannot tell; 126 and above stop. The folder is in TLORA_FX_STATE too.
+    With --check numerics the losses and gradients of a state are compared with those of the traced
+    graphs. Exits with 0 where the pass is named, 1 where none can be.
+    """
+    passes = asked(pipeline, add_pass)
+    if keep is not None:
+        keep.mkdir(parents=True, exist_ok=True)
+        finding = _hunt(jobs, check, passes, keep, verbose)
+    else:
+        with tempfile.TemporaryDirectory(prefix="tlora-fx-bisect-") as folder:
+            finding = _hunt(jobs, check, passes, Path(folder), verbose)
+    for line in finding.lines:
+        typer.echo(line)
+    if not finding.place:
+        raise typer.Exit(1)
+
+
+def _hunt(jobs: Path, check: str, passes: Pipeline, folder: Path, verbose: bool) -> Finding:
+    from tlora_fx.bisect import CommandCheck, Hunt, NumericsCheck, trace_states
+    from tlora_fx.driver import prepare
+
+    def say(line: str, output: str) -> None:
+        typer.echo(line, err=True)
+        if verbose:
+            for printed in output.splitlines():
+                typer.echo(f"    | {printed}", err=True)
+
+    say("compiling once, to see in which form", "")
+    given = prepare(jobs)
+    states = trace_states(given, passes)
+    judge = NumericsCheck(given.backbone) if check == NUMERICS else CommandCheck(check)
+    hunt = Hunt(
+        states,
+        lambda place: trace_states(given, passes, limits={place: 0}),
+        judge,
+        folder,
+        given.backbone.title,
+        say,
+    )
+    return hunt.find()

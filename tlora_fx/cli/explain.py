@@ -1,0 +1,31 @@
+"""`tlora-fx explain`: why a module is lowered, shared and folded, or why not."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from tlora_fx.cli.pipeline_options import AddPass, PipelineText
+
+
+def run(
+    jobs: Annotated[Path, typer.Argument(help="Job file (YAML).")],
+    node: Annotated[
+        str, typer.Option(help="A module, such as layers.3.mlp.down_proj, or a node of ssm.py.")
+    ],
+    job: Annotated[str | None, typer.Option(help="One job only.")] = None,
+    pipeline: PipelineText = None,
+    add_pass: AddPass = None,
+) -> None:
+    """Say what became of a module: which jobs adapt it, which pattern came nearest and what failed.
+
+    Compiles the jobs from the base's config alone.
+    """
+    from tlora_fx.cli.pipeline_options import asked
+    from tlora_fx.explain import render, why_not
+    from tlora_fx.jobfile import load_job_file
+
+    given = load_job_file(jobs)
+    typer.echo(render(why_not(given, node, job, asked(pipeline, add_pass))), nl=False)

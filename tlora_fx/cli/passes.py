@@ -1,0 +1,132 @@
+"""`tlora-fx passes`: what passes there are, with their options."""
+
+from __future__ import annotations
+
+import inspect
+import textwrap
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+if TYPE_CHECKING:
+    from tlora_fx.pipeline import Pass
+
+WIDTH = 100
+
+
+def run(
+    action: Annotated[str, typer.Argument(help="list, or show with a NAME.")] = "list",
+    name: Annotated[str | None, typer.Argument(help="The pass to show.")] = None,
+    pipeline: Annotated[
+        bool, typer.Option("--pipeline", help="Print the default pipeline, nothing else.")
+    ] = False,
+) -> None:
+    """List all passes, in the order in which the default pipeline runs them, or show one.
+
+    Passes of other packages are listed with the package that they come from; one that cannot be
+    imported is listed as broken, with the reason.
+    """
+    if action not in ("list", "show") or (action == "show") != (name is not None):
+        raise typer.BadParameter("write `tlora-fx passes`, or `tlora-fx passes show NAME`")
+    from tlora_fx.driver import resolve_pipeline
+    from tlora_fx.pipeline import find_pass
+
+    default = resolve_pipeline()
+    if pipeline:
+        typer.echo(str(default))
+        return
+    if name is not None:
+        for line in page(find_pass(name)):
+            typer.echo(line)
+        return
+    for line in overview([item.name for item in default.passes]):
+        typer.echo(line)
+
+
+def overview(default: list[str]) -> Iterator[str]:
+    """All passes: ours in the order of the default pipeline, other packages' after them."""
+    from tlora_fx.pipeline import REGISTRY, plugin_passes, plugin_planners
+
+    yield "default pipeline"
+    for name in default:
+        yield from _entry(REGISTRY[name])
+    plugins = plugin_passes()
+    theirs = {plugin.found for plugin in plugins}
+    others = sorted(n for n, cls in REGISTRY.items() if n not in default and cls not in theirs)
+    if others:
+        yield "\nnot in the default pipeline"
+    for name in others:
+        yield from _entry(REGISTRY[name])
+    if plugins:
+        yield "\nfrom other packages"
+    for plugin in plugins:
+        if plugin.found is None:
+            yield f"  {plugin.name:<22} BROKEN ({plugin.package or plugin.target})"
+            yield f"  {'':<22} {plugin.broken}"
+        else:
+            yield from _entry(plugin.found, plugin.package)
+    planners = plugin_planners()
+    if planners:
+        yield "\nplanners from other packages"
+    for plugin in planners:
+        told = _first_line(plugin.found) if plugin.found else f"BROKEN: {plugin.broken}"
+        yield from _filled(f"  {plugin.name:<22} ", f"{told}  ({plugin.package or plugin.target})")
+    yield "\nThe default as text: tlora-fx passes --pipeline. One pass: tlora-fx passes show NAME."
+
+
+def _entry(cls: type[Pass], package: str = "") -> Iterator[str]:
+    from tlora_fx.pipeline import options_of
+
+    origin = f"  ({package})" if package else ""
+    yield from _filled(f"  {cls.name:<22} ", f"{_first_line(cls)}{origin}")
+    for option in options_of(cls):
+        given = f"={option.default}" if option.default else " (must be given)"
+        yield from _filled(f"  {'':<22} {option.name}{given}  ", option.told)
+
+
+def page(cls: type[Pass]) -> Iterator[str]:
+    """Everything about one pass."""
+    from tlora_fx.pipeline import GroupPass, options_of
+
+    yield f"{cls.name}: {_first_line(cls)}"
+    yield ""
+    module = inspect.getmodule(cls)
+    lines = (inspect.getdoc(module) or "").splitlines() if module else []
+    yield from lines[1:] if lines and not lines[0].strip() else lines
+    yield ""
+    facts = {
+        "works on": "the group" if issubclass(cls, GroupPass) else "each job's graph",
+        "requires": ", ".join(sorted(cls.requires)) or "nothing",
+        "provides": ", ".join(sorted({cls.name, *cls.provides})),
+        "numerics": NUMERICS[cls.preserves_numerics],
+        "class": f"{cls.__module__}.{cls.__qualname__}",
+    }
+    yield from (f"{title:<10}{text}" for title, text in facts.items())
+    options = options_of(cls)
+    if not options:
+        yield f"{'options':<10}none"
+        return
+    yield "options"
+    for option in options:
+        default = f"default {option.default}" if option.default else "must be given"
+        yield f"  {option.name:<14}{option.kind}, {default}"
+        if option.told:
+            yield from _filled(f"  {'':<14}", option.told)
+
+
+NUMERICS = {
+    "exact": "exact: losses and gradients keep their bits",
+    "bound": "bound: losses and gradients change by rounding only",
+    "no": "no: it computes other numbers",
+}
+
+
+def _filled(head: str, text: str) -> list[str]:
+    """A line, gone on with below its own beginning where it is too long."""
+    later = " " * len(head)
+    return textwrap.wrap(text, WIDTH, initial_indent=head, subsequent_indent=later) or [head]
+
+
+def _first_line(cls: type) -> str:
+    return (inspect.getdoc(cls) or "").partition("\n")[0]

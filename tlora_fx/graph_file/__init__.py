@@ -1,0 +1,19 @@
+"""Graphs in a folder: written as JSON and safetensors, and read back as they were.
+
+What is read back has the fingerprint of what was written, the same node names, tags and origins,
+and further passes run on it as on the original. Nothing in a file is executed: operators are
+looked up by name among those that graphs may call.
+"""
+
+from tlora_fx.graph_file.document import Document, from_document, to_document
+from tlora_fx.graph_file.folder import load_document, load_graphs, save_document, save_graphs
+
+__all__ = [
+    "Document",
+    "from_document",
+    "load_document",
+    "load_graphs",
+    "save_document",
+    "save_graphs",
+    "to_document",
+]

@@ -1,0 +1,113 @@
+"""How far losses and gradients lie apart, and what passes."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from tlora_fx.graph import GroupGraph, JobGraph
+from tlora_fx.numerics.evaluate import Outcome
+
+# The largest relative difference that passes, by the narrowest dtype in which graphs compute.
+# In float32 sums run in another order. In half precision PEFT multiplies adapters in float32 and a
+# lowered adapter in the base's dtype: each product is rounded to 2**-9 (bfloat16) or 2**-12.
+BOUNDS = {
+    torch.float64: 1e-10,
+    torch.float32: 2e-5,
+    torch.float16: 1e-2,
+    torch.bfloat16: 5e-2,
+}
+# A gradient far smaller than the job's largest one is noise: it counts as this part of that.
+FLOOR = 1e-3
+
+
+@dataclass(frozen=True, slots=True)
+class Difference:
+    """How far one number or tensor of a job lies from what it was.
+
+    what      "loss", or "gradient of NAME"
+    relative  norm of the difference over the norm before, infinite for NaN
+    """
+
+    job: str
+    what: str
+    relative: float
+
+
+def bound_of(*states: JobGraph | GroupGraph) -> float:
+    """What passes for these graphs."""
+    kinds = {kind for state in states for kind in _dtypes(state)}
+    return max((BOUNDS[kind] for kind in kinds if kind in BOUNDS), default=BOUNDS[torch.float32])
+
+
+def _dtypes(state: JobGraph | GroupGraph) -> Iterator[torch.dtype]:
+    parts = [state]
+    if isinstance(state, GroupGraph) and not state.fused:
+        parts = [*state.jobs]
+    for part in parts:
+        for graph in part.graphs():
+            for node in graph.nodes:
+                value = node.meta.get("val")
+                if node.op == "call_function" and isinstance(value, Tensor):
+                    yield value.dtype
+
+
+def finite(outcome: Outcome) -> bool:
+    """Whether all losses and gradients are numbers."""
+    values = [*outcome.losses.values(), *outcome.gradients.values()]
+    return all(bool(torch.isfinite(value).all()) for value in values)
+
+
+def identical(before: Outcome, after: Outcome) -> bool:
+    """Whether everything is the same to the bit."""
+    return all(_equal(one, two) for _, _, one, two in _pairs(before, after))
+
+
+def worst(before: Outcome, after: Outcome) -> Difference:
+    """The largest relative difference of any loss or gradient."""
+    largest = {
+        job: max((float(g.double().norm()) for (j, _), g in before.gradients.items() if j == job),
+                 default=0.0)
+        for job in before.losses
+    }  # fmt: skip
+    found = [
+        Difference(job, what, relative(one, two, FLOOR * largest.get(job, 0.0)))
+        for job, what, one, two in _pairs(before, after)
+    ]
+    return max(found, key=lambda difference: difference.relative)
+
+
+def relative(before: Tensor, after: Tensor, floor: float = 0.0) -> float:
+    """Norm of the difference over the norm before, which counts as `floor` at least."""
+    if before.shape != after.shape:
+        return math.inf
+    difference = float(torch.linalg.vector_norm(after.double() - before.double()))
+    size = max(float(torch.linalg.vector_norm(before.double())), floor)
+    if math.isnan(difference) or math.isnan(size):
+        return math.inf
+    return difference / size if size else (math.inf if difference else 0.0)
+
+
+def _pairs(before: Outcome, after: Outcome) -> Iterator[tuple[str, str, Tensor, Tensor]]:
+    """Job, what, before, after; a gradient that one side lacks is zero there."""
+    for job, loss in before.losses.items():
+        yield job, "loss", loss, after.losses[job]
+    for key in dict.fromkeys([*before.gradients, *after.gradients]):
+        one, two = before.gradients.get(key), after.gradients.get(key)
+        known = one if one is not None else two
+        assert known is not None
+        zero = torch.zeros_like(known)
+        yield (
+            key[0],
+            f"gradient of {key[1]}",
+            zero if one is None else one,
+            zero if two is None else two,
+        )
+
+
+def _equal(one: Tensor, two: Tensor) -> bool:
+    return one.dtype == two.dtype and torch.equal(one, two)

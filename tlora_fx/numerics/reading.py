@@ -1,0 +1,179 @@
+"""What get_attr nodes stand for, and the numbers of branches, at one place of a model.
+
+It follows the Shared Super-Model's own rules (supermodel.py), but takes nothing from passes: what
+a pass wrote into the graphs is what is checked.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+
+from tlora_fx.bank import AdapterBank
+from tlora_fx.graph import AdapterSite, GroupGraph, JobGraph, TensorRef, is_call
+from tlora_fx.numerics.tensors import Seeded, Unchecked
+from tlora_fx.ops import site_id
+from tlora_fx.stored import stored_value
+from tlora_fx.tracing.export import PEFT_PREFIX
+from tlora_fx.tracing.job_graph import SOME_RATE
+
+LOWERED = torch.ops.tlora_fx.multi_lora_linear.default
+BANK = ".lora."
+DOWN, UP, DROPOUT = ".lora_A.default.weight", ".lora_B.default.weight", ".lora_dropout"
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """Where a graph runs.
+
+    layer    path of the layer, "" for the root and the head
+    first    path of the first layer of its block, whose numbers the code carries
+    graph    the code
+    """
+
+    layer: str
+    first: str
+    graph: fx.Graph
+
+    def path(self, inside: str) -> str:
+        """A path of this place in the base's own naming."""
+        return f"{self.layer}.{inside}".strip(".")
+
+
+class Reader:
+    """Reads tensors and numbers for the graphs of one job, or of a fused group.
+
+    owner         whose graphs they are
+    traced_with   sites of the job that the graphs were traced for: their numbers stand in the code
+    leaves        what was read of jobs' own tensors, by job and name
+    vectors       the base's vectors that were read, as leaves: a base alone trains nothing else
+    """
+
+    def __init__(
+        self,
+        owner: JobGraph | GroupGraph,
+        tensors: Seeded,
+        traced_with: Mapping[str, AdapterSite],
+    ) -> None:
+        self.owner, self.tensors, self.traced_with = owner, tensors, traced_with
+        self.leaves: dict[tuple[str, str], Tensor] = {}
+        self.vectors: dict[str, Tensor] = {}
+        self._sites = {
+            job.name: job.sites
+            for job in (owner.jobs if isinstance(owner, GroupGraph) else [owner])
+        }
+
+    def tensor(self, node: fx.Node, place: Place) -> Tensor:
+        """What a get_attr node reads.
+
+        raises    Unchecked for a table that nobody knows how to fill
+        """
+        ref: TensorRef = node.meta["tensor"]
+        if ref.owner == "constant":
+            return self.owner.constants[ref.name]
+        if ref.owner == "buffer":
+            return self._buffer(node, ref, place)
+        if ref.owner == "job":
+            return self._own(self._job_of(node), ref, place)
+        original = ref.original or ref
+        found = self.tensors.base(place.path(ref.name), original.shape, original.dtype)
+        found = stored_value(ref, found)
+        if isinstance(self.owner, JobGraph) and not self.owner.name:
+            return self._vector(place.path(ref.name), found)
+        return found
+
+    def scaling(self, node: fx.Node, place: Place) -> Any:
+        """What a branch is multiplied with: the site's number where the code has the traced one."""
+        traced, own = self._numbers(node, str(node.meta.get("site", "")), place)
+        written = node.args[1]
+        return own.scaling if own and traced and written == traced.scaling else written
+
+    def rate(self, node: fx.Node, written: float, place: Place) -> float:
+        """The rate of a dropout, likewise; that of a branch may be a placeholder."""
+        path = str(node.meta.get("path", "")).removesuffix(".default")
+        if not path.endswith(DROPOUT):
+            return written
+        traced, own = self._numbers(node, path.removesuffix(DROPOUT), place)
+        if own and traced and written in (traced.dropout, SOME_RATE):
+            return own.dropout
+        return written
+
+    def _numbers(
+        self, node: fx.Node, site: str, place: Place
+    ) -> tuple[AdapterSite | None, AdapterSite | None]:
+        """The site that the code was written for, and the one that runs."""
+        sites = self._sites.get(self._job_of(node), {})
+        written_for = sites if isinstance(self.owner, GroupGraph) else self.traced_with
+        return written_for.get(f"{place.first}.{site}".strip(".")), sites.get(place.path(site))
+
+    def _job_of(self, node: fx.Node) -> str:
+        if isinstance(self.owner, JobGraph):
+            return self.owner.name
+        jobs = node.meta.get("jobs") or ("",)
+        return str(jobs[0])
+
+    def _own(self, job: str, ref: TensorRef, place: Place) -> Tensor:
+        name = place.path(ref.name.removeprefix(PEFT_PREFIX))
+        shape = ref.shape
+        for part, axis in ((DOWN, 0), (UP, 1)):
+            site = self._sites[job].get(name.removesuffix(part))
+            if name.endswith(part) and site is not None and site.rank and len(shape) > 1:
+                shape = tuple(site.rank if d == axis else size for d, size in enumerate(shape))
+        return self._leaf(job, name, shape, ref.dtype)
+
+    def _leaf(self, job: str, name: str, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+        found = self.tensors.own(job, name, shape, dtype)
+        self.leaves[job, name] = found
+        return found
+
+    def _vector(self, name: str, found: Tensor) -> Tensor:
+        if found.dim() > 1 or not found.is_floating_point() or name in self.tensors.buffers:
+            return found
+        if name not in self.vectors:
+            self.vectors[name] = found.detach().requires_grad_()
+        return self.vectors[name]
+
+    def _buffer(self, node: fx.Node, ref: TensorRef, place: Place) -> Tensor:
+        target = str(node.target)
+        site, found, name = target.rpartition(BANK)
+        if found:
+            return self._bank(site, name, ref, place)
+        if "rate" in node.meta:
+            return torch.full(ref.shape, node.meta["rate"], dtype=ref.dtype)
+        if "site_path" in node.meta:
+            number = int(node.meta["site_number"])
+            path = place.path(str(node.meta["site_path"])) + (f"#{number}" if number else "")
+            return torch.tensor(site_id(path), dtype=ref.dtype)
+        raise Unchecked(f"nobody knows the values of the table {target}")
+
+    def _bank(self, site: str, name: str, ref: TensorRef, place: Place) -> Tensor:
+        """A table of a site's AdapterBank, or all jobs' A or B as one tensor."""
+        assert isinstance(self.owner, GroupGraph)
+        lowered = _lowered_at(place.graph, site)
+        path = place.path(site)
+        sites = [job.sites.get(path) if job.name in lowered else None for job in self.owner.jobs]
+        if name not in ("a", "b"):
+            key = site_id(path + DROPOUT)
+            return AdapterBank(sites, (1, 1), torch.float32, key).get_buffer(name)
+        parts = []
+        for job, own in zip(self.owner.jobs, sites, strict=True):
+            if own is not None and name == "a":
+                shape = (own.rank, ref.shape[1])
+                parts.append(self._leaf(job.name, path + DOWN, shape, ref.dtype))
+            elif own is not None:
+                shape = (ref.shape[1], own.rank)
+                parts.append(self._leaf(job.name, path + UP, shape, ref.dtype).t())
+        return torch.cat(parts)
+
+
+def _lowered_at(graph: fx.Graph, site: str) -> Mapping[str, Any]:
+    """The branches that the lowered operator at a site serves, by job."""
+    for node in graph.nodes:
+        if is_call(node, LOWERED) and node.meta.get("site") == site:
+            found: Mapping[str, Any] = node.meta.get("branches") or {}
+            return found
+    raise Unchecked(f"no operator reads the adapters of {site}")

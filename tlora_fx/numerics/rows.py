@@ -1,0 +1,68 @@
+"""The small input that graphs run on: a few sequences of every job."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import accumulate
+from random import Random
+
+from tlora_fx.batch import IGNORED, JobTokens, PackedBatch, pack, pad
+from tlora_fx.graph import Form
+
+MANY_JOBS = 8
+TOKENS, TOKENS_OF_MANY = 12, 6
+# Each fifth token is no target, and no job begins at the start of its step.
+SKIPPED, OFFSET = 5, 3
+LARGEST_ID = 997
+
+
+class Rows:
+    """Rows of the same tokens: each job alone, and all jobs together.
+
+    names        the jobs, in the order of every table
+    tokens       of each job, more or less; None: fewer where there are many jobs
+    vocabulary   token ids are smaller
+    """
+
+    def __init__(
+        self, names: Sequence[str], form: Form, seed: int, tokens: int | None, vocabulary: int
+    ) -> None:
+        few = TOKENS if len(names) <= MANY_JOBS else TOKENS_OF_MANY
+        asked = max(4, few if tokens is None else tokens)
+        self.names = list(names)
+        self._form = form
+        self._parts = [
+            _part(Random(f"{seed} {name}"), place, asked, vocabulary)  # noqa: S311  (no secrets)
+            for place, name in enumerate(names)
+        ]
+        units = [_units(part, form) for part in self._parts]
+        self.segments = [0, *accumulate(units)]
+
+    def together(self) -> PackedBatch:
+        """One row of all jobs."""
+        return self._row(self._parts)
+
+    def alone(self, job: str) -> PackedBatch:
+        """One row of one job's tokens."""
+        return self._row([self._parts[self.names.index(job)]])
+
+    def _row(self, parts: Sequence[JobTokens]) -> PackedBatch:
+        return pack(parts) if self._form == "packed" else pad(parts)
+
+
+def _part(source: Random, place: int, tokens: int, vocabulary: int) -> JobTokens:
+    """Two sequences of a job, whose length differs from job to job."""
+    lengths = (tokens - tokens // 3 + place % 3, max(2, tokens // 3))
+    largest = min(vocabulary, LARGEST_ID) - 1
+    drawn = [[source.randint(min(1, largest), largest) for _ in range(n)] for n in lengths]
+    labels = [
+        [IGNORED if place % SKIPPED == SKIPPED - 1 else token for place, token in enumerate(ids)]
+        for ids in drawn
+    ]
+    seed, step = source.getrandbits(31), place + 1
+    return JobTokens(drawn, labels, seed=seed, step=step, offset=OFFSET + place)
+
+
+def _units(part: JobTokens, form: Form) -> int:
+    """How many units of a row a job owns: tokens, in batch form lines."""
+    return sum(map(len, part.sequences)) if form == "packed" else len(part.sequences)

@@ -1,0 +1,66 @@
+"""What watches a pipeline run: told before and after each pass on each graph."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+from tlora_fx.graph import GroupGraph, JobGraph
+from tlora_fx.pipeline.passes import Pass
+from tlora_fx.pipeline.text import Pipeline
+
+Change = Literal["code", "tags", ""]
+
+
+@dataclass(frozen=True, slots=True)
+class Event:
+    """A pass on one set of graphs.
+
+    place      of the pass in the pipeline, counted from 1
+    subject    "base", "job NAME" or "group"
+    graphs     what it rewrites in place: whoever keeps them, copies them
+    """
+
+    place: int
+    item: Pass
+    subject: str
+    graphs: JobGraph | GroupGraph
+
+    def __str__(self) -> str:
+        return f"{self.item.name} on {self.subject}"
+
+
+@dataclass(frozen=True, slots=True)
+class Done(Event):
+    """A pass that ran.
+
+    seconds          of the pass itself
+    check_seconds    of shapes and checks after it
+    changed          "code", "tags" where only tags changed, "" where nothing did
+    """
+
+    seconds: float
+    check_seconds: float
+    changed: Change
+
+
+class Instrument:
+    """Watches; every method may be left out."""
+
+    def started(self, pipeline: Pipeline) -> None:
+        """Compiling begins, or begins again in another form: forget what was seen."""
+
+    def traced(self, subject: str, graphs: JobGraph) -> None:
+        """A graph came from the tracer."""
+
+    def before(self, event: Event) -> None:
+        """A pass is about to run."""
+
+    def after(self, done: Done) -> None:
+        """A pass ran, and its graphs hold together; may raise a TloraError to refuse them."""
+
+    def failed(self, event: Event, error: Exception) -> None:
+        """A pass raised, or left graphs that do not hold together."""
+
+    def finished(self, group: GroupGraph) -> None:
+        """All passes ran."""

@@ -1,0 +1,167 @@
+"""What a pass is."""
+
+from __future__ import annotations
+
+import dataclasses
+import inspect
+import json
+import re
+from abc import ABC, abstractmethod
+from dataclasses import dataclass
+from typing import Any, ClassVar, Literal, get_args, get_origin, get_type_hints
+
+from pydantic_core import PydanticSerializationError, to_jsonable_python
+
+from tlora_fx.errors import PipelineError
+from tlora_fx.graph import GroupGraph, JobGraph
+
+Numerics = Literal["exact", "bound", "no"]
+_BARE = re.compile(r"[A-Za-z][A-Za-z0-9_.-]*")
+_SPLITS = re.compile(r"[\s{},=\x7f]")
+_QUOTED = re.compile(r'"(?:[^"\\]|\\.)*"')
+NAME = re.compile(r"[a-z0-9-]+")
+
+
+@dataclass(frozen=True, slots=True)
+class Pass(ABC):
+    """What all passes share: a name, what must have run before, and what they keep.
+
+    requires             names of passes, or of facts that passes provide
+    provides             facts that hold after it, besides its own name
+    preserves_numerics   losses and gradients after it: "exact", the same bits; "bound", the same up
+                         to the rounding of the graph's dtypes; "no", others
+    """
+
+    name: ClassVar[str]
+    requires: ClassVar[frozenset[str]] = frozenset()
+    provides: ClassVar[frozenset[str]] = frozenset()
+    preserves_numerics: ClassVar[Numerics] = "bound"
+
+    def __str__(self) -> str:
+        """The pass in the text form of pipelines, options at their default left out."""
+        options = [
+            f"{f.name.replace('_', '-')}={show_value(getattr(self, f.name))}"
+            for f in dataclasses.fields(self)
+            if getattr(self, f.name) != default_of(f)
+        ]
+        return self.name + ("{" + " ".join(options) + "}" if options else "")
+
+
+class JobPass(Pass):
+    """A pass over one job's graph, once for each structure."""
+
+    __slots__ = ()
+
+    @abstractmethod
+    def run(self, graph: JobGraph) -> bool | None:
+        """Rewrite the graph in place.
+
+        returns   whether the graph's code changed, or None to leave that to the pipeline; a claim
+                  that does not hold is an error
+        """
+
+
+class GroupPass(Pass):
+    """A pass over the graphs of all jobs, or over the Shared Super-Model."""
+
+    __slots__ = ()
+
+    @abstractmethod
+    def run(self, group: GroupGraph) -> bool | None:
+        """Rewrite the group in place; returns as `JobPass.run` does."""
+
+
+@dataclass(frozen=True, slots=True)
+class Option:
+    """An option of a pass, as the text form spells it.
+
+    kind       its type, such as "int"
+    default    as the text form shows it, "" where it must be given
+    told       what it does, from the class's docstring
+    """
+
+    name: str
+    kind: str
+    default: str
+    told: str
+
+
+def options_of(cls: type[Pass]) -> list[Option]:
+    """The options of a pass, in order, with what its docstring says of them."""
+    hints = get_type_hints(cls)
+    return [
+        Option(
+            field.name.replace("_", "-"),
+            _kind(hints[field.name]),
+            "" if (value := default_of(field)) is dataclasses.MISSING else show_value(value),
+            _told(cls, field.name),
+        )
+        for field in dataclasses.fields(cls)
+    ]
+
+
+def default_of(field: dataclasses.Field[Any]) -> Any:
+    """The default of an option, `dataclasses.MISSING` where it must be given."""
+    if field.default_factory is not dataclasses.MISSING:
+        return field.default_factory()
+    return field.default
+
+
+def show_value(value: object) -> str:
+    """An option's value as the text form has it: a bare word, or JSON without blanks and braces.
+
+    raises    PipelineError for a value that has no such form, such as a dict
+    """
+    if isinstance(value, str) and _BARE.fullmatch(value) and read_value(value) == value:
+        return value
+    try:
+        text = json.dumps(to_jsonable_python(value), separators=(",", ":"))
+    except (PydanticSerializationError, ValueError) as error:
+        raise _no_text(value, str(error)) from None
+    text = _QUOTED.sub(_escaped, text)
+    if "{" in text:
+        raise _no_text(value, "options of options cannot be written")
+    return text
+
+
+def _escaped(quoted: re.Match[str]) -> str:
+    """A JSON string whose characters do not split a pipeline's text."""
+    return _SPLITS.sub(lambda found: f"\\u{ord(found[0]):04x}", quoted[0])
+
+
+def _no_text(value: object, why: str) -> PipelineError:
+    return PipelineError(
+        "an option's value has no text form",
+        found=repr(value)[:100],
+        reason=why,
+        help="use numbers, texts, paths, and tuples or sets of them",
+    )
+
+
+def read_value(text: str) -> object:
+    """An option's value: JSON, or a bare word."""
+    try:
+        return json.loads(text)
+    except json.JSONDecodeError:
+        return text
+
+
+def _kind(hint: Any) -> str:
+    if get_origin(hint) is Literal:
+        return " | ".join(get_args(hint))
+    return hint.__name__ if isinstance(hint, type) else str(hint).replace("typing.", "")
+
+
+def _told(cls: type[Pass], field: str) -> str:
+    """What a docstring says of a field: "field   text", gone on with on deeper lines."""
+    lines = (inspect.getdoc(cls) or "").splitlines()
+    found: list[str] = []
+    for line in lines:
+        begun = re.match(rf"{field}\s{{2,}}(\S.*)", line)
+        if begun:
+            found = [begun[1]]
+        elif found and line.startswith(" "):
+            found.append(line.strip())
+        elif found:
+            break
+    return " ".join(found)

@@ -1,0 +1,154 @@
+"""The passes that are known by name: our own, and those of other packages.
+
+Other packages name theirs in the entry-point group `tlora_fx.passes`, planners in
+`tlora_fx.planners`. They are imported when they are asked for; one that cannot be imported is
+listed as broken with its reason, and breaks nothing else.
+"""
+
+from __future__ import annotations
+
+import inspect
+from dataclasses import dataclass, is_dataclass
+from importlib.metadata import EntryPoint, entry_points
+from typing import TypeVar, get_args
+
+from tlora_fx.errors import PipelineError, PluginBroken, nearest
+from tlora_fx.pipeline.passes import NAME, GroupPass, JobPass, Numerics, Pass, options_of
+
+PASSES = "tlora_fx.passes"
+PLANNERS = "tlora_fx.planners"
+
+# Our own, and what Python code registered.
+REGISTRY: dict[str, type[Pass]] = {}
+P = TypeVar("P", bound="type[Pass]")
+
+
+def register(cls: P) -> P:
+    """Class decorator: make a pass known by its name.
+
+    raises    PipelineError for a name that pipelines cannot spell, or that another pass has
+    """
+    if not NAME.fullmatch(cls.name):
+        raise PipelineError(
+            f"a pass cannot be called '{cls.name}'",
+            found=f"{cls.__module__}.{cls.__qualname__}",
+            help="names have small letters, digits and '-'",
+        )
+    known = REGISTRY.get(cls.name, cls)
+    if _place(known) != _place(cls):
+        raise PipelineError(
+            f"two passes are called '{cls.name}'",
+            expected=_place(known),
+            found=_place(cls),
+            help="give one of them another name",
+        )
+    REGISTRY[cls.name] = cls
+    return cls
+
+
+def _place(cls: type) -> str:
+    return f"{cls.__module__}.{cls.__qualname__}"
+
+
+@dataclass(frozen=True, slots=True)
+class Plugin:
+    """What another package offers under a name.
+
+    package    the distribution and its version, "" where it is not known
+    target     "module:attribute"
+    found      the class, None where it is broken
+    broken     why it cannot be used, "" for none
+    """
+
+    name: str
+    package: str
+    target: str
+    found: type | None
+    broken: str = ""
+
+
+def find_pass(name: str) -> type[Pass]:
+    """The pass of this name.
+
+    raises    PipelineError where there is none, PluginBroken where it cannot be imported
+    """
+    if name in REGISTRY:
+        return REGISTRY[name]
+    offered = [entry for entry in entry_points(group=PASSES) if entry.name == name]
+    if not offered:
+        known = pass_names()
+        raise PipelineError(
+            f"there is no pass '{name}'",
+            nearest=nearest(name, known),
+            help="known passes: " + ", ".join(known),
+        )
+    plugin = load_pass(offered[0])
+    if plugin.found is None:
+        raise PluginBroken(
+            f"pass '{name}' is broken",
+            package=plugin.package or None,
+            entry=plugin.target,
+            found=plugin.broken,
+            help="mend or uninstall that package",
+        )
+    return plugin.found
+
+
+def pass_names() -> list[str]:
+    """All names of passes, without importing anything."""
+    return sorted({*REGISTRY, *(entry.name for entry in entry_points(group=PASSES))})
+
+
+def plugin_passes() -> list[Plugin]:
+    """The passes of other packages, broken ones too, by name."""
+    offered = sorted(entry_points(group=PASSES), key=lambda entry: entry.name)
+    return [load_pass(entry) for entry in offered]
+
+
+def plugin_planners() -> list[Plugin]:
+    """The planners of other packages, broken ones too, by name."""
+    offered = sorted(entry_points(group=PLANNERS), key=lambda entry: entry.name)
+    return [load_plugin(entry) for entry in offered]
+
+
+def load_pass(entry: EntryPoint) -> Plugin:
+    """Import what an entry point names; never raises."""
+    plugin = load_plugin(entry)
+    cls = plugin.found
+    if cls is None:
+        return plugin
+    why = _why_no_pass(cls, entry)
+    return Plugin(plugin.name, plugin.package, plugin.target, None if why else cls, why)
+
+
+def _why_no_pass(cls: type, entry: EntryPoint) -> str:
+    """What keeps a class from being the pass that an entry point promises, "" for nothing."""
+    if not issubclass(cls, (JobPass, GroupPass)):
+        return f"{entry.value} is no JobPass or GroupPass"
+    if getattr(cls, "name", None) != entry.name:
+        return f"the class calls itself '{getattr(cls, 'name', None)}'"
+    if REGISTRY.get(entry.name, cls) is not cls:
+        return "the name is another pass's already"
+    if inspect.isabstract(cls) or not is_dataclass(cls):
+        return "it is no dataclass with a method run(graphs)"
+    if cls.preserves_numerics not in get_args(Numerics):
+        return f"preserves_numerics is {cls.preserves_numerics!r}, not exact, bound or no"
+    if not all(isinstance(facts, frozenset) for facts in (cls.requires, cls.provides)):
+        return "requires and provides must be frozensets of names"
+    try:
+        options_of(cls)
+    except (NameError, TypeError, PipelineError) as error:
+        return f"its options cannot be told: {type(error).__name__}: {error}"
+    return ""
+
+
+def load_plugin(entry: EntryPoint) -> Plugin:
+    """Import what any entry point names; never raises."""
+    package = f"{entry.dist.name} {entry.dist.version}" if entry.dist else ""
+    try:
+        found = entry.load()
+    except (Exception, SystemExit) as error:  # noqa: BLE001  (whatever a stranger's module raises)
+        return Plugin(entry.name, package, entry.value, None, f"{type(error).__name__}: {error}")
+    if not isinstance(found, type):
+        return Plugin(entry.name, package, entry.value, None, f"{entry.value} is no class")
+    return Plugin(entry.name, package, entry.value, found)

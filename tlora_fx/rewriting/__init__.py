@@ -1,0 +1,51 @@
+"""What pass authors need: match by pattern, and rewrite so that graphs stay whole.
+
+Patterns say why they do not fit (matching.py). Rewriting helpers keep shapes, tags and provenance,
+and count as rewrites that a bisection may hold back (rewriter.py, outlining.py).
+"""
+
+from tlora_fx.rewriting.matching import (
+    Match,
+    Miss,
+    add,
+    anything,
+    call,
+    constant,
+    either,
+    find,
+    match,
+    mul,
+    nearest_match,
+    stored,
+    uncast,
+    where,
+)
+from tlora_fx.rewriting.outlining import Piece, inline_block, outline, outline_block
+from tlora_fx.rewriting.patterns import Pattern
+from tlora_fx.rewriting.rewriter import Maker, Rewriter
+from tlora_fx.rewriting.schemas import arguments_of
+
+__all__ = [
+    "Maker",
+    "Match",
+    "Miss",
+    "Pattern",
+    "Piece",
+    "Rewriter",
+    "add",
+    "anything",
+    "arguments_of",
+    "call",
+    "constant",
+    "either",
+    "find",
+    "inline_block",
+    "match",
+    "mul",
+    "nearest_match",
+    "outline",
+    "outline_block",
+    "stored",
+    "uncast",
+    "where",
+]

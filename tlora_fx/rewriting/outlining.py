@@ -1,0 +1,247 @@
+"""Take a piece of a graph out into a block, and put one back.
+
+A block's graph takes what the piece reads as inputs. Sizes of the row are read from those inputs,
+never passed in. Tensors under the block's own path become its own, named relative to it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, replace
+
+import torch
+from torch import fx
+
+from tlora_fx.errors import NotOutlinable
+from tlora_fx.graph import Block, GroupGraph, JobGraph, TensorRef, output_of, placeholders, under
+from tlora_fx.pipeline import rewrite_allowed
+from tlora_fx.provenance import derive
+from tlora_fx.tracing.export import PEFT_PREFIX
+
+
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """A piece of a graph as a graph of its own; the graph that it comes from is as it was.
+
+    graph     inputs as placeholders, the results as its output
+    inputs    the outer nodes that the placeholders stand for, in order
+    results   the outer nodes that others read
+    nodes     the outer nodes of the piece
+    """
+
+    graph: fx.Graph
+    inputs: list[fx.Node]
+    results: list[fx.Node]
+    nodes: list[fx.Node]
+
+    @property
+    def result(self) -> fx.Node:
+        """The one result."""
+        (found,) = self.results
+        return found
+
+
+def outline(
+    nodes: Iterable[fx.Node], path: str = "", first: Mapping[fx.Node, str] | None = None
+) -> Piece:
+    """Copy a piece of a graph into a graph of its own.
+
+    nodes     in the graph's order
+    path      module path that tensors, paths and sites become relative to. "" leaves all names as
+              they are, and stored tensors from outside are read by the piece itself
+    first     outer nodes that are its first inputs, and what they are called
+    raises    NotOutlinable for a size that no input has
+    """
+    copier = _Copier(list(nodes), path)
+    for source, name in (first or {}).items():
+        copier.pass_in(source, name)
+    copier.pass_in_all()
+    for node in copier.nodes:
+        copier.copy(node)
+    results = [n for n in copier.nodes if any(user not in copier.inside for user in n.users)]
+    made = [copier.made[node] for node in results]
+    copier.body.output(made[0] if len(made) == 1 else tuple(made))
+    return Piece(copier.body, copier.inputs, results, copier.nodes)
+
+
+def outline_block(
+    graphs: JobGraph | GroupGraph, nodes: Iterable[fx.Node], name: str, path: str
+) -> Block | None:
+    """Replace a piece of the root by a call of a new block.
+
+    nodes     of the root, in its order; stored tensors outside `path` are passed in
+    name      of the block, an identifier that is free
+    path      module path of its one instance
+    returns   the block, None where the rewrite is held back
+    raises    NotOutlinable where the piece hands on more than one value
+    """
+    if not rewrite_allowed(f"outline {name}"):
+        return None
+    kept = [node for node in nodes if node.op != "get_attr" or under(_tensor_path(node), path)]
+    piece = outline(kept, path)
+    if len(piece.results) != 1 or name in graphs.blocks or not path:
+        raise NotOutlinable(
+            "a piece of a graph cannot become a block",
+            block=name,
+            found=f"results {', '.join(map(str, piece.results)) or 'none'}; path '{path}'",
+            expected="one result, a free name and a path",
+            help="leave out of the piece what others read",
+        )
+    (result,) = piece.results
+    with graphs.root.inserting_before(result):
+        call = graphs.root.call_module(path, tuple(piece.inputs))
+    call.meta.update({key: result.meta[key] for key in ("role", "jobs", "val", "axis")
+                      if key in result.meta}, path=path, source="")  # fmt: skip
+    derive(call, *(node for node in piece.nodes if node.op == "call_function"))
+    result.replace_all_uses_with(call)
+    for node in reversed(piece.nodes):
+        graphs.root.erase_node(node)
+    graphs.blocks[name] = Block(name, piece.graph, (path,))
+    return graphs.blocks[name]
+
+
+def inline_block(graphs: JobGraph | GroupGraph, call: fx.Node) -> list[fx.Node] | None:
+    """Replace a call of a block by the block's own nodes, named as the whole model names them.
+
+    call      a call_module node of the root
+    returns   the new nodes, None where the rewrite is held back
+    """
+    path = str(call.target)
+    name, block = next((n, b) for n, b in graphs.blocks.items() if path in b.instances)
+    if not rewrite_allowed(f"inline {path}"):
+        return None
+    made: dict[fx.Node, fx.Node] = dict(
+        zip(placeholders(block.graph).values(), call.args, strict=True)  # type: ignore[arg-type]
+    )
+    result = output_of(block.graph).args[0]
+    assert isinstance(result, fx.Node), "a block hands on one value"
+    new = []
+    for node in block.graph.nodes:
+        if node.op in ("placeholder", "output"):
+            continue
+        with graphs.root.inserting_before(call):
+            made[node] = graphs.root.node_copy(node, lambda n: made[n])
+        made[node].meta = dict(node.meta)
+        _make_absolute(made[node], path)
+        new.append(made[node])
+    call.replace_all_uses_with(made[result])
+    graphs.root.erase_node(call)
+    left = tuple(layer for layer in block.instances if layer != path)
+    if left:
+        graphs.blocks[name] = replace(block, instances=left)
+    else:
+        del graphs.blocks[name]
+    return new
+
+
+class _Copier:
+    """Copies nodes into a new graph."""
+
+    def __init__(self, nodes: list[fx.Node], path: str) -> None:
+        self.nodes, self.path = nodes, path
+        self.inside = set(nodes)
+        self.body = fx.Graph()
+        self.made: dict[fx.Node, fx.Node] = {}
+        self.inputs: list[fx.Node] = []
+
+    def pass_in(self, source: fx.Node, name: str) -> None:
+        """Make an outer node an input."""
+        self.made[source] = self.body.placeholder(name)
+        self.made[source].meta = dict(source.meta)
+        self.inputs.append(source)
+
+    def pass_in_all(self) -> None:
+        """Make everything that is read from outside an input, sizes aside."""
+        for node in self.nodes:
+            for source in node.all_input_nodes:
+                own = source.op == "get_attr" and not self.path
+                known = source in self.inside or source in self.made
+                if not known and not own and not _is_size(source):
+                    self.pass_in(source, _input_name(source))
+
+    def copy(self, node: fx.Node) -> fx.Node:
+        """Copy a node, and what it needs first."""
+        made = self.body.node_copy(node, self._take)
+        made.meta = dict(node.meta)
+        if self.path:
+            _make_relative(made, self.path)
+        self.made[node] = made
+        return made
+
+    def _take(self, source: fx.Node) -> fx.Node:
+        if source in self.made:
+            return self.made[source]
+        if source.op == "get_attr":
+            return self.copy(source)
+        return self._size(source)
+
+    def _size(self, size: fx.Node) -> fx.Node:
+        """A size of the row, read from an input or computed anew from those that are."""
+        value = size.meta["val"]
+        for source in self.inputs:
+            tensor = source.meta.get("val")
+            for dim, extent in enumerate(tensor.shape if isinstance(tensor, torch.Tensor) else ()):
+                if not isinstance(extent, int) and str(extent) == str(value):
+                    with self.body.inserting_after(self.made[self.inputs[-1]]):
+                        args = (self.made[source], dim)
+                        made = self.body.call_function(torch.ops.aten.sym_size.int, args)
+                    made.meta = {**size.meta, "path": ""}
+                    self.made[size] = made
+                    return made
+        if size.op != "call_function" or not size.all_input_nodes or not _is_size(size):
+            raise NotOutlinable(
+                "a piece of a graph needs a size that none of its inputs has",
+                found=size.format_node(),
+            )
+        made = self.body.node_copy(size, self._take)
+        made.meta = {**size.meta, "path": ""}
+        self.made[size] = made
+        return made
+
+
+def _input_name(source: fx.Node) -> str:
+    if source.op == "placeholder":
+        return str(source.target)
+    ref = source.meta.get("tensor")
+    return ref.name.replace(".", "_") if ref is not None else source.name
+
+
+def _is_size(node: fx.Node) -> bool:
+    return isinstance(node.meta.get("val"), (int, torch.SymInt))
+
+
+def _tensor_path(node: fx.Node) -> str:
+    """The name of a stored tensor as the base has it; constants belong to no module."""
+    ref: TensorRef = node.meta["tensor"]
+    return "" if ref.owner == "constant" else ref.name.removeprefix(PEFT_PREFIX)
+
+
+def _make_relative(node: fx.Node, path: str) -> None:
+    """Name a copied node's tensor, module and site relative to a path."""
+    if node.op == "get_attr":
+        ref: TensorRef = node.meta["tensor"]
+        # A fused graph puts the job before the path: "j0.model.layers.0...".
+        node.target = str(node.target).replace(f"{path}.", "", 1)
+        node.meta["tensor"] = replace(ref, name=_tensor_path(node)[len(path) + 1 :])
+    else:
+        node.meta["path"] = _inside(str(node.meta.get("path") or ""), path)
+    if "site" in node.meta:
+        node.meta["site"] = _inside(node.meta["site"], path)
+
+
+def _make_absolute(node: fx.Node, path: str) -> None:
+    """Name a copied node's tensor, module and site as the whole model does."""
+    if node.op == "get_attr":
+        ref: TensorRef = node.meta["tensor"]
+        prefix = "" if ref.owner == "constant" else f"{path}."
+        node.target = f"{prefix}{node.target}"
+        peft = PEFT_PREFIX if ref.owner == "job" else ""
+        node.meta["tensor"] = replace(ref, name=f"{peft if prefix else ''}{prefix}{ref.name}")
+    for key in ("path", "site", "site_path"):
+        if key in node.meta:
+            node.meta[key] = f"{path}.{node.meta[key]}".removesuffix(".")
+
+
+def _inside(name: str, path: str) -> str:
+    """A module path relative to another that it lies in; others stay."""
+    return name[len(path) + 1 :] if under(name, path) else name

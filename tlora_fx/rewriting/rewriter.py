@@ -1,0 +1,236 @@
+"""Rewrite one graph so that it stays whole.
+
+What a helper makes takes role, jobs, path and source line from what it replaces, says which nodes
+it was made from, and has its value at once. Each rewrite counts (`rewrite_allowed`): where a
+bisection holds it back, nothing is done and the helper returns None.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterator, Mapping
+from typing import Any
+
+import torch
+from torch import fx
+from torch.fx.experimental.symbolic_shapes import statically_known_true
+
+from tlora_fx.errors import RewriteMismatch
+from tlora_fx.graph import TensorRef
+from tlora_fx.pipeline import rewrite_allowed
+from tlora_fx.provenance import derive
+from tlora_fx.rewriting.matching import Match, find
+from tlora_fx.rewriting.patterns import Pattern
+from tlora_fx.shapes import fake_like, fake_mode_of, give_value
+
+# What new nodes take from the node that they stand for; "axis" only where the value is the same.
+TAGS = ("role", "jobs", "site", "path", "source")
+Tags = Mapping[str, Any]
+
+
+class Maker:
+    """Makes nodes at one place of a graph: `make(aten.mul.Tensor, x, 2.0)`."""
+
+    def __init__(
+        self, graph: fx.Graph, before: fx.Node, tags: Tags, sources: Collection[fx.Node]
+    ) -> None:
+        self.made: list[fx.Node] = []
+        self._graph, self._before = graph, before
+        self._tags, self._sources = tags, sources
+        self._mode = fake_mode_of(graph)
+
+    def __call__(self, target: Any, *args: Any, **kwargs: Any) -> fx.Node:
+        """Call an operator.
+
+        raises    GraphInvalid where it does not take what it is given
+        """
+        with self._graph.inserting_before(self._before):
+            made = self._graph.call_function(target, args, kwargs)
+        self._keep(made)
+        give_value(made, self._mode)
+        return made
+
+    def tensor(self, ref: TensorRef, target: str = "", **meta: Any) -> fx.Node:
+        """Read a stored tensor.
+
+        target   where the module has it; by its name where none is given
+        meta     what else is known of it, instead of what it takes from the node replaced
+        """
+        with self._graph.inserting_before(self._before):
+            made = self._graph.create_node("get_attr", target or ref.name)
+        self._keep(made)
+        made.meta.update(tensor=ref, val=fake_like(self._mode, ref.shape, ref.dtype), **meta)
+        return made
+
+    def tagged(self, **tags: Any) -> Maker:
+        """The same place, for nodes with other tags: `make.tagged(role="table")(op, x)`."""
+        other = Maker(self._graph, self._before, {**self._tags, **tags}, self._sources)
+        other.made = self.made
+        return other
+
+    def _keep(self, node: fx.Node) -> None:
+        node.meta.update(self._tags)
+        derive(node, *self._sources)
+        self.made.append(node)
+
+
+Build = Callable[[Maker], fx.Node]
+
+
+class Rewriter:
+    """The helpers, for one graph."""
+
+    def __init__(self, graph: fx.Graph) -> None:
+        self.graph = graph
+
+    def find(self, pattern: Pattern, given: Mapping[str, Any] | None = None) -> Iterator[Match]:
+        """All matches, in the graph's order; each may be replaced before the next is found."""
+        return find(self.graph, pattern, given)
+
+    def replace(
+        self,
+        found: Match | fx.Node,
+        build: Build,
+        what: str = "",
+        tags: Tags | None = None,
+        sources: Collection[fx.Node] = (),
+    ) -> fx.Node | None:
+        """Put another value in place of a node's, or of a match's.
+
+        build     makes the new value, just before the old one: `lambda make: make(op, x)`
+        what      the rewrite in words, for bisect
+        tags      instead of those of the node replaced
+        sources   what else it is made from, besides the match
+        returns   the new node; what was matched and nobody reads any more is erased
+        raises    RewriteMismatch where shape or dtype is another
+        """
+        node = found.node if isinstance(found, Match) else found
+        matched = found.nodes if isinstance(found, Match) else (node,)
+        if not rewrite_allowed(what or _told("replace", node)):
+            return None
+        maker = self._maker(node, node, tags, (*matched, *sources))
+        new = build(maker)
+        _take_over(maker, node, new)
+        for old in matched:
+            if not old._erased and not old.users and old.op != "placeholder":
+                self.graph.erase_node(old)
+        return new
+
+    def insert_after(
+        self, node: fx.Node, build: Build, what: str = "", tags: Tags | None = None
+    ) -> fx.Node | None:
+        """Let everyone who reads a node read what is made of it.
+
+        build, what, tags, returns, raises   as of `replace`
+        """
+        if not rewrite_allowed(what or _told("insert after", node)):
+            return None
+        maker = self._maker(node, _following(node), tags, (node,))
+        new = build(maker)
+        _take_over(maker, node, new)
+        return new
+
+    def insert_before(
+        self,
+        node: fx.Node,
+        argument: fx.Node,
+        build: Build,
+        what: str = "",
+        tags: Tags | None = None,
+    ) -> fx.Node | None:
+        """Let one node read what is made of one of its arguments; others read the argument itself.
+
+        build, what, tags, returns, raises   as of `replace`
+        """
+        if not rewrite_allowed(what or _told("insert before", node)):
+            return None
+        maker = self._maker(node, node, tags, (argument,))
+        new = build(maker)
+        _demand_type(argument, new)
+        node.replace_input_with(argument, new)
+        return new
+
+    def bypass(self, node: fx.Node, by: fx.Node, what: str = "") -> bool:
+        """Let everyone who reads a node read another one that is there; False where held back.
+
+        raises    RewriteMismatch where shape or dtype is another
+        """
+        if not rewrite_allowed(what or _told("drop", node)):
+            return False
+        _demand_type(node, by)
+        node.replace_all_uses_with(by)
+        self.graph.erase_node(node)
+        return True
+
+    def at(self, node: fx.Node, tags: Tags | None = None) -> Maker:
+        """Make nodes just before another: what is no rewrite by itself, such as a table."""
+        return self._maker(node, node, tags, (node,))
+
+    def erase_dead(self) -> int:
+        """Erase what nobody reads, inputs aside; returns how many nodes."""
+        dead = 0
+        for node in reversed(list(self.graph.nodes)):
+            if not node.users and node.op not in ("placeholder", "output"):
+                self.graph.erase_node(node)
+                dead += 1
+        return dead
+
+    def _maker(
+        self, like: fx.Node, before: fx.Node, tags: Tags | None, sources: Collection[fx.Node]
+    ) -> Maker:
+        own = {key: like.meta[key] for key in TAGS if key in like.meta}
+        # Inputs and stored tensors belong to no call: what is made of them runs for a reader.
+        place = like if like.meta.get("path") else next(iter(like.users), like)
+        near = {key: place.meta.get(key) or "" for key in ("path", "source")}
+        return Maker(self.graph, before, {**near, **own, **(tags or {})}, dict.fromkeys(sources))
+
+
+def _take_over(maker: Maker, node: fx.Node, new: fx.Node) -> None:
+    """Give the readers of a node the new one; what was made for it reads on."""
+    _demand_type(node, new)
+    if "axis" in node.meta:
+        new.meta.setdefault("axis", node.meta["axis"])
+    made = set(maker.made)
+    node.replace_all_uses_with(new, lambda user: user not in made)
+
+
+def _demand_type(old: fx.Node, new: fx.Node) -> None:
+    before, after = old.meta.get("val"), new.meta.get("val")
+    if _agree(before, after):
+        return
+    raise RewriteMismatch(
+        "a rewrite puts a value of another type in a value's place",
+        node=old.format_node(),
+        source=old.meta.get("source") or None,
+        expected=_type(before),
+        found=f"{_type(after)} of {new.format_node()}",
+        help="cast or reshape the new value",
+    )
+
+
+def _agree(one: Any, two: Any) -> bool:
+    """Whether two values are of one type, as far as symbols tell."""
+    if not isinstance(one, torch.Tensor) or not isinstance(two, torch.Tensor):
+        return type(one) is type(two)
+    if one.dtype != two.dtype or one.dim() != two.dim():
+        return False
+    pairs = zip(one.shape, two.shape, strict=True)
+    return not any(statically_known_true(here != there) for here, there in pairs)
+
+
+def _type(value: Any) -> str:
+    if isinstance(value, torch.Tensor):
+        return f"{list(value.shape)} {value.dtype}"
+    return type(value).__name__
+
+
+def _following(node: fx.Node) -> fx.Node:
+    """The node before which something stands right after a node; inputs stay together."""
+    after = node.next
+    while after.op == "placeholder":
+        after = after.next
+    return after
+
+
+def _told(verb: str, node: fx.Node) -> str:
+    place = node.meta.get("path") or "the root"
+    return f"{verb} {node.name} at {place}"

@@ -1,0 +1,37 @@
+"""For those who write passes: a small model, jobs, equivalence, accepted texts.
+
+    from tlora_fx.testing import around, assert_equivalent, small_base, small_job
+
+    def test_my_pass_keeps_numbers(tmp_path):
+        base = small_base(tmp_path)
+        before, after = around([small_job("a", base)], "my-pass@after:fuse-backbone")
+        assert_equivalent(before, after)
+
+The pytest fixture `golden` comes with `pytest_plugins = ["tlora_fx.testing.plugin"]`, and needs
+pytest: `pip install 'tlora-fx[testing]'`.
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from tlora_fx.testing.equivalence import around, assert_equivalent
+    from tlora_fx.testing.small import small_base, small_job
+
+__all__ = ["around", "assert_equivalent", "small_base", "small_job"]
+
+# Imported when used: a session of pytest that only takes the plugin does not wait for torch.
+_HOMES = {
+    "around": "equivalence",
+    "assert_equivalent": "equivalence",
+    "small_base": "small",
+    "small_job": "small",
+}
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOMES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}", name=name)
+    return getattr(import_module(f"{__name__}.{_HOMES[name]}"), name)

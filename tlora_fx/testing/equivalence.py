@@ -1,0 +1,62 @@
+"""Whether two states of graphs compute the same losses and gradients."""
+
+from __future__ import annotations
+
+from tlora_fx.driver import Jobs, resolve_pipeline, run_passes
+from tlora_fx.errors import PipelineError
+from tlora_fx.graph import GroupGraph
+from tlora_fx.numerics.compare import bound_of, identical, worst
+from tlora_fx.numerics.evaluate import evaluate
+from tlora_fx.numerics.rows import Rows
+from tlora_fx.numerics.state import layers_to_run
+from tlora_fx.numerics.tensors import Seeded
+from tlora_fx.pipeline import Pipeline
+
+
+def around(
+    jobs: Jobs, added: str, pipeline: str | Pipeline | None = None
+) -> tuple[GroupGraph, GroupGraph]:
+    """The graphs of jobs before and after a pass that is added to a pipeline.
+
+    added      "my-pass{option=3}@after:fuse-backbone", or @before:
+    pipeline   to which it is added, the default where none is given
+    returns    two groups that share nothing; where the pass is a job pass, they are not fused
+    raises     TloraError as compiling does
+    """
+    passes = resolve_pipeline(pipeline)
+    longer = passes.adding(added)
+    pairs = zip(longer.passes, (*passes.passes, None), strict=True)
+    place = next(place for place, (new, old) in enumerate(pairs) if new != old)
+    earlier = Pipeline(longer.passes[:place])
+    if not earlier.passes:
+        raise PipelineError(
+            "there are no graphs before the first pass to compare with",
+            found=added,
+            help="add it after a pass: @after:drop-export-noise",
+        )
+    return run_passes(jobs, earlier), run_passes(jobs, Pipeline(longer.passes[: place + 1]))
+
+
+def assert_equivalent(
+    before: GroupGraph, after: GroupGraph, *, exact: bool = False, seed: int = 0
+) -> None:
+    """Assert that two states of the same jobs give each job the same loss and gradients.
+
+    Both run forward and backward on a small seeded row with seeded weights: one layer of each
+    structure, each job alone where the jobs are not fused, dropout with each job's own masks.
+
+    exact    the same bits; else up to the rounding of the graphs' dtypes (`docs/numerics.md`)
+    raises   AssertionError, which names the job and the loss or gradient that differs most
+    """
+    layers = layers_to_run(before) | layers_to_run(after)
+    rows = Rows(before.job_names, before.form, seed, None, before.vocabulary)
+    tensors = Seeded(seed, {})
+    one, two = (evaluate(state, layers, rows, tensors) for state in (before, after))
+    if identical(one, two):
+        return
+    found, bound = worst(one, two), bound_of(before)
+    if exact or not found.relative <= bound:
+        limit = "the same bits" if exact else f"at most {bound:.0e}"
+        raise AssertionError(
+            f"{found.what} of job '{found.job}' differs by {found.relative:.1e}, expected {limit}"
+        )

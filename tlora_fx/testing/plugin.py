@@ -1,0 +1,47 @@
+"""A pytest plugin: texts that people read, compared with accepted files.
+
+Name it in a conftest.py at the root of the tests: `pytest_plugins = ["tlora_fx.testing.plugin"]`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+FOLDER = "golden"
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    """Add `--accept`, which makes what was produced the expected text."""
+    parser.addoption("--accept", action="store_true", help="rewrite golden files that differ")
+
+
+@pytest.fixture
+def golden(request: pytest.FixtureRequest) -> Callable[[str, str], None]:
+    """Compare a text with an accepted file: `golden("fused.txt", text)`.
+
+    name    a path below the folder "golden" of the tests: of the nearest folder, from the test's
+            file upwards, that has one; else beside the test's file
+    text    what the code made; with `--accept` it becomes the file
+    """
+    folder = golden_folder(request.path.parent, request.config.rootpath)
+
+    def check(name: str, text: str) -> None:
+        path = folder / name
+        if request.config.getoption("--accept"):
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.write_text(text, encoding="utf-8")
+        if not path.is_file():
+            pytest.fail(f"{path} does not exist; look at the text, then --accept it")
+        assert text == path.read_text(encoding="utf-8"), f"{path}: see pytest --accept"
+
+    return check
+
+
+def golden_folder(beside: Path, root: Path) -> Path:
+    """The folder of accepted texts for a test in a folder."""
+    above = [folder for folder in (beside, *beside.parents) if folder.is_relative_to(root)]
+    found = (folder / FOLDER for folder in above if (folder / FOLDER).is_dir())
+    return next(found, beside / FOLDER)
