@@ -11,11 +11,12 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar
 
+import networkx as nx
 import torch
 from torch import fx
 
-from tlora_fx.errors import GraphInvalid
-from tlora_fx.graph import Block, GroupGraph, is_call, output_of, placeholders, shape_of
+from tlora_fx.errors import BaseRefused
+from tlora_fx.graph import Block, GroupGraph, digraph, is_call, output_of, placeholders, shape_of
 from tlora_fx.pipeline import GroupPass, Numerics, register, rewrite_allowed
 from tlora_fx.provenance import derive
 from tlora_fx.rewriting import outline
@@ -89,20 +90,21 @@ def head_of(root: fx.Graph) -> tuple[fx.Node, list[fx.Node]]:
     That is the last value [1, T, H] (batch form [B, S, H]) which every way from the row to the
     logits takes and behind which a matrix product follows.
 
-    raises    GraphInvalid when there is none
+    raises    BaseRefused when there is none
     """
     logits = output_of(root).args[0]
     assert isinstance(logits, fx.Node)
-    before = _ancestors(logits)
-    hidden = _narrowest(root, before)
+    ways = digraph(root)
+    before = {logits, *nx.ancestors(ways, logits)}
+    hidden = _narrowest(root, ways, before)
     if hidden is None:
-        raise GraphInvalid(
+        raise BaseRefused(
             "the base computes its logits from several values, so its head cannot run in chunks",
             node=logits.format_node(),
             source=logits.meta.get("source"),
             help="this base is not supported yet",
         )
-    after = _descendants(hidden) & before
+    after = nx.descendants(ways, hidden) & before
     members = _with_weights(root, after)
     return hidden, [node for node in root.nodes if node in members]
 
@@ -122,10 +124,11 @@ def _with_weights(root: fx.Graph, members: set[fx.Node]) -> set[fx.Node]:
     return found
 
 
-def _narrowest(root: fx.Graph, before: set[fx.Node]) -> fx.Node | None:
+def _narrowest(root: fx.Graph, ways: nx.DiGraph, before: set[fx.Node]) -> fx.Node | None:
     """The last node that alone carries the row on, with a matrix product behind it."""
     inputs = placeholders(root)
-    from_row = _descendants(*(inputs[name] for name in ROW if name in inputs)) & before
+    given = [inputs[name] for name in ROW if name in inputs]
+    from_row = set().union(*(nx.descendants(ways, node) for node in given)) & before
     order = {node: place for place, node in enumerate(root.nodes)}
     carrying = [n for n in root.nodes if n in from_row and shape_of(n) is not None]
     products = [order[node] for node in carrying if is_call(node, *PRODUCTS)]
@@ -133,7 +136,7 @@ def _narrowest(root: fx.Graph, before: set[fx.Node]) -> fx.Node | None:
     members = set(carrying)
     found: fx.Node | None = None
     last_use = -1
-    for node in [*(inputs[name] for name in ROW if name in inputs), *carrying]:
+    for node in [*given, *carrying]:
         shape = list(shape_of(node) or ())
         holds_row = len(shape) == 3 and str(shape[:2]) == row
         if holds_row and last_use <= order[node] and products and products[-1] > order[node]:
@@ -142,34 +145,12 @@ def _narrowest(root: fx.Graph, before: set[fx.Node]) -> fx.Node | None:
     return found
 
 
-def _ancestors(node: fx.Node) -> set[fx.Node]:
-    seen = {node}
-    stack = [node]
-    while stack:
-        for source in stack.pop().all_input_nodes:
-            if source not in seen:
-                seen.add(source)
-                stack.append(source)
-    return seen
-
-
-def _descendants(*nodes: fx.Node) -> set[fx.Node]:
-    seen: set[fx.Node] = set()
-    stack = list(nodes)
-    while stack:
-        for user in stack.pop().users:
-            if user not in seen and user.op != "output":
-                seen.add(user)
-                stack.append(user)
-    return seen
-
-
 def _outline(hidden: fx.Node, members: list[fx.Node]) -> fx.Graph:
     """The head as a graph of its own: hidden state and tables in, logits out."""
     piece = outline(members, first={hidden: "hidden_states"})
     for source in piece.inputs[1:]:
         if source.op != "placeholder" or source.target not in (*PER_ROW, "keys"):
-            raise GraphInvalid(
+            raise BaseRefused(
                 "the head reads more than the last hidden state",
                 node=source.format_node(),
                 help="the base computes its logits from several values; this is not supported yet",

@@ -24,6 +24,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
+import networkx as nx
 import torch
 from torch import fx
 
@@ -217,6 +218,16 @@ def output_of(graph: fx.Graph) -> fx.Node:
 def is_call(node: fx.Node, *targets: Any) -> bool:
     """Whether a node calls one of these operators."""
     return node.op == "call_function" and node.target in targets
+
+
+def digraph(graph: fx.Graph) -> nx.DiGraph:
+    """Which node is read by which, for networkx; the output is left out."""
+    made = nx.DiGraph()
+    for node in graph.nodes:
+        if node.op != "output":
+            made.add_node(node)
+            made.add_edges_from((source, node) for source in node.all_input_nodes)
+    return made
 
 
 def shape_of(node: fx.Node) -> tuple[Any, ...] | None:
