@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from torch.utils.flop_counter import FlopCounterMode
 
-from tests.models import FAMILIES, base_of, job, mixed_jobs, ready, row_of, tokens
+from tests.models import FAMILIES, OLD_TRANSFORMERS, base_of, job, mixed_jobs, ready, row_of, tokens
 from tlora_fx.inspect.meter import Meter
 from tlora_fx.inspect.training import training_cost
 from tlora_fx.source import size_names
@@ -27,6 +27,8 @@ def odd_jobs(base):
 @pytest.mark.parametrize("family", ["llama", "gemma2", "gpt2", "falcon"])
 def test_training_costs_what_torch_counts(family, tmp_path):
     """To the operation: packed and padded rows, odd branches, layers below the first adapter."""
+    if family == "falcon" and OLD_TRANSFORMERS:
+        pytest.skip("this Falcon's rotary tables grow with lines and tokens, which is told as ?")
     base = base_of(tmp_path, family, dtype="float32")
     jobs = odd_jobs(base) if family == "gemma2" else mixed_jobs(base, FAMILIES[family].targets)
     model = ready(jobs)

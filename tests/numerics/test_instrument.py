@@ -5,7 +5,16 @@ from __future__ import annotations
 import pytest
 import torch
 
-from tests.models import FAMILIES, base_of, error_of, hand_written, job, mixed_jobs, plain
+from tests.models import (
+    FAMILIES,
+    OLD_TRANSFORMERS,
+    base_of,
+    error_of,
+    hand_written,
+    job,
+    mixed_jobs,
+    plain,
+)
 from tests.numerics.conftest import a_pass, nodes, put_behind
 from tests.traced import KINDS
 from tlora_fx.driver import compile
@@ -40,6 +49,8 @@ def test_every_pass_keeps_its_word_on_every_kind_of_job(tmp_path, verdicts, form
 @pytest.mark.parametrize("family", ["gemma2", "gpt2", "bloom"])
 def test_every_pass_keeps_its_word_on_other_architectures(tmp_path, verdicts, family):
     """Interleaved layers, frequencies by segment, Conv1D with dropout, alibi in padded rows."""
+    if family == "bloom" and OLD_TRANSFORMERS:
+        pytest.skip("this Bloom numbers lines in its masks, and is refused")
     rates = {"resid_pdrop": 0.1, "attn_pdrop": 0.1} if family == "gpt2" else {}
     base = base_of(tmp_path, family, "float64", **rates)
 
