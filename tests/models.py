@@ -23,27 +23,16 @@ from tlora_fx.job import BaseSpec, Job
 from tlora_fx.runtime.adapters import start_adapters
 from tlora_fx.runtime.weights import base_tensors, canonical_names
 from tlora_fx.supermodel import SuperModel
+from tlora_fx.testing.small import SIZES
 
 # torch writes a record a traced tensor; pytest would keep them all.
 logging.getLogger("torch.__trace").propagate = False
 
-VOCABULARY = 61
+VOCABULARY = SIZES["vocab_size"]
 # Older transformers draw random numbers in OPT and number lines in Bloom's masks, older torch
 # specialises an einsum: the compiler refuses them there by name.
 OLD_TRANSFORMERS = Version(transformers.__version__) < Version("5.20")
 OLD_TORCH = Version(torch.__version__) < Version("2.13")
-SIZES: dict[str, Any] = {
-    "vocab_size": VOCABULARY,
-    "hidden_size": 32,
-    "intermediate_size": 48,
-    "num_hidden_layers": 3,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "max_position_embeddings": 64,
-    "pad_token_id": 0,
-    "bos_token_id": 1,
-    "eos_token_id": 1,
-}
 FEW: dict[str, Any] = {key: SIZES[key] for key in SIZES if key != "num_key_value_heads"}
 GPT2: dict[str, Any] = {
     "vocab_size": VOCABULARY, "n_embd": 32, "n_layer": 3, "n_head": 4, "n_positions": 64,

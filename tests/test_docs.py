@@ -34,3 +34,14 @@ def test_links_between_pages_lead_somewhere(page):
     links = re.findall(r"\]\(([^)#:]+)\)", prose)
 
     assert [link for link in links if not (page.parent / link).exists()] == []
+
+
+def test_the_example_of_the_page_on_numerics_runs(capsys):
+    """It prints a verdict of every pass."""
+    page = (ROOT / "docs" / "numerics.md").read_text(encoding="utf-8")
+    (code,) = re.findall(r"```python\n(.*?)```", page, flags=re.DOTALL)
+    jobs = str(ROOT / "examples" / "quickstart" / "jobs.yaml")
+
+    exec(code.replace('"jobs.yaml"', repr(jobs)), {})
+
+    assert "numerics  lower-adapters on group: within bound" in capsys.readouterr().out

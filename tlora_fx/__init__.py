@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 from tlora_fx.version import __version__
 
 if TYPE_CHECKING:
-    from tlora_fx.driver import compile, trace
+    from tlora_fx.driver import compile, run_passes, trace
     from tlora_fx.errors import TloraError
     from tlora_fx.explain import why_not
     from tlora_fx.job import BaseSpec, DataSpec, Job
@@ -31,6 +31,7 @@ __all__ = [
     "__version__",
     "compile",
     "load_job_file",
+    "run_passes",
     "trace",
     "why_not",
 ]
@@ -46,6 +47,7 @@ _HOMES = {
     "Trainer": "tlora_fx.runtime.trainer",
     "compile": "tlora_fx.driver",
     "load_job_file": "tlora_fx.jobfile",
+    "run_passes": "tlora_fx.driver",
     "trace": "tlora_fx.driver",
     "why_not": "tlora_fx.explain",
 }

@@ -71,7 +71,7 @@ def compile(
         raise StoppedAfter(
             f"compiling stopped after pass '{watch.stop_after}'",
             found=f"stop-after in {LOG_VARIABLE}",
-            help="leave it out to build the model, or use tlora_fx.driver.run_passes",
+            help="leave it out to build the model, or use tlora_fx.run_passes",
         )
     return SuperModel(group, given.backbone, given.jobs)
 
@@ -125,7 +125,7 @@ def _demand_fusing(passes: Pipeline) -> None:
         raise PipelineError(
             "this pipeline builds no model: it never fuses the jobs",
             found=str(passes) or "no pass",
-            help="add fuse-backbone, or look at the graphs with tlora_fx.driver.run_passes",
+            help="add fuse-backbone, or look at the graphs with tlora_fx.run_passes",
         )
 
 

@@ -144,6 +144,12 @@ class JobGraph:
         for block in self.blocks.values():
             yield block.graph
 
+    @property
+    def vocabulary(self) -> int:
+        """How many token ids there are: the last dimension of the logits."""
+        logits: Any = output_of(self.root).args[0]
+        return int(logits.meta["val"].shape[-1])
+
     def for_job(self, name: str, sites: dict[str, AdapterSite]) -> JobGraph:
         """The same structure for another job whose sites differ in rank, scaling and rate only."""
         return replace(self, name=name, sites=sites, notes=list(self.notes))
@@ -189,9 +195,8 @@ class GroupGraph:
 
     @property
     def vocabulary(self) -> int:
-        """How many token ids there are: the size of the base's logits."""
-        logits: Any = output_of(self.base.root).args[0]
-        return int(logits.meta["val"].shape[-1])
+        """How many token ids there are."""
+        return self.base.vocabulary
 
     def graphs(self) -> Iterator[fx.Graph]:
         """The root and every block's graph."""

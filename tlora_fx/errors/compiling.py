@@ -249,7 +249,7 @@ class StoredFormWrong(GraphInvalid):
 class StoppedAfter(CompileError):
     """Compiling stopped after a pass, because `stop-after` in TLORA_FX_LOG asks for it.
 
-    `tlora_fx.driver.run_passes` returns the graphs instead; without stop-after a model is built.
+    `tlora_fx.run_passes` returns the graphs instead; without stop-after a model is built.
     """
 
     code = "T0237"

@@ -5,13 +5,13 @@ from __future__ import annotations
 import logging
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, TextIO
+from typing import TextIO
 
 from torch import Tensor
 
 from tlora_fx.backbone import Backbone
 from tlora_fx.errors import NumericsBroken
-from tlora_fx.graph import GroupGraph, output_of
+from tlora_fx.graph import GroupGraph
 from tlora_fx.numerics.compare import Difference, bound_of, finite, identical, worst
 from tlora_fx.numerics.evaluate import Outcome, State, evaluate
 from tlora_fx.numerics.interpreter import CannotRun
@@ -148,7 +148,7 @@ class Numerics(Instrument):
 
     def _rows(self, state: State) -> Rows:
         names = state.job_names if isinstance(state, GroupGraph) else [state.name]
-        return Rows(names, state.form, self.seed, self.tokens, _vocabulary(state))
+        return Rows(names, state.form, self.seed, self.tokens, state.vocabulary)
 
     def _demand_memory(self, states: list[State], layers: frozenset[str], rows: Rows) -> None:
         needed = bytes_needed(states, layers, rows)
@@ -204,17 +204,8 @@ class Numerics(Instrument):
         return find_parting(before, after, rows, held.form, done.item.name, bound)
 
 
-def _vocabulary(state: State) -> int:
-    """How many token ids there are: the last dimension of the logits."""
-    root = state.base.root if isinstance(state, GroupGraph) else state.root
-    logits: Any = output_of(root).args[0]
-    return int(logits.meta["val"].shape[-1])
-
-
 def watch_numerics(runner: Runner, backbone: Backbone) -> None:
-    """Let a runner's `Numerics` know the base; add one where the runner is to verify numbers."""
-    if runner.verify == "numerics" and not any(isinstance(i, Numerics) for i in runner.instruments):
-        runner.instruments.append(Numerics())
+    """Let a runner's `Numerics` know the base."""
     for instrument in runner.instruments:
         if isinstance(instrument, Numerics):
             instrument.know(backbone)
