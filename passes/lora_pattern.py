@@ -10,12 +10,13 @@ The casts are PEFT's, which multiplies adapters in their own dtype.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import fx
+from torch.fx.experimental.symbolic_shapes import statically_known_true
 
 from tlora_fx.graph import shape_of
 from tlora_fx.rewriting import (
@@ -133,6 +134,18 @@ class Frozen:
 
 
 @dataclass(frozen=True, slots=True)
+class Other:
+    """A frozen operator that is no linear; its plain branches can be added to what it gives.
+
+    x     the value that they read, None where no branch is plain
+    why   it is no linear
+    """
+
+    x: fx.Node | None
+    why: str
+
+
+@dataclass(frozen=True, slots=True)
 class LoraBranch:
     """A plain LoRA branch of one job: its captures."""
 
@@ -156,12 +169,37 @@ def match_frozen(anchor: Any) -> Frozen:
     return Frozen(found["x"], found["weight"], found.captures.get("bias"), transposed)
 
 
+def match_operator(anchor: Any, writes: Sequence[fx.Node]) -> Frozen | Other:
+    """What a site's branches stand behind.
+
+    anchor    its result
+    writes    the nodes that write jobs' segments of it
+    """
+    try:
+        return match_frozen(anchor)
+    except NoMatch as reason:
+        plain = (match(BRANCH, write, {RESULT: anchor}) for write in writes)
+        inputs = (found[INPUT] for found in plain if isinstance(found, Match))
+        return Other(next((x for x in inputs if _is_made_of(anchor, x)), None), str(reason))
+
+
+def _is_made_of(anchor: fx.Node, x: fx.Node) -> bool:
+    """Whether each token of x gave one of the anchor's, in x's dtype."""
+    result, given = anchor.meta["val"], x.meta["val"]
+    tokens, others = given.shape[:-1], result.shape[:-1]
+    return (
+        given.dtype == result.dtype
+        and len(tokens) == len(others)
+        and all(statically_known_true(n == m) for n, m in zip(tokens, others, strict=True))
+    )
+
+
 def match_branch(write: fx.Node, anchor: fx.Node, x: fx.Node) -> LoraBranch:
     """The plain LoRA branch behind a segment write.
 
     write     the node that writes the job's segment
-    anchor    the frozen linear's result
-    x         the frozen linear's input
+    anchor    the frozen operator's result
+    x         the frozen operator's input
     raises    NoMatch naming the first condition that fails
     """
     found = match_nodes(write, anchor, x)

@@ -1,8 +1,8 @@
 """Replace plain LoRA branches by one operator a site.
 
 Reads   the segment writes that fuse-backbone chained behind each frozen linear.
-Writes  one multi_lora_linear for the linear and all its plain branches; get_attr nodes of the
-        site's AdapterBank.
+Writes  one multi_lora_linear for the linear and all its plain branches, or one multi_lora_add for
+        the branches behind another operator; get_attr nodes of the site's AdapterBank.
 Keeps   every number up to rounding; branches of other kinds (DoRA, embeddings, trained copies)
         stay as they are, and the report says why.
 """
@@ -17,13 +17,15 @@ from torch import fx
 
 from tlora_fx.errors import NotFoldable
 from tlora_fx.graph import GroupGraph, TensorRef, placeholders
+from tlora_fx.lowered import ADD, ONE
 from tlora_fx.passes.lora_pattern import (
     WRITE,
     Frozen,
     LoraBranch,
     NoMatch,
+    Other,
     match_branch,
-    match_frozen,
+    match_operator,
 )
 from tlora_fx.pipeline import GroupPass, Numerics, register
 from tlora_fx.rewriting import Maker, Rewriter
@@ -35,7 +37,7 @@ BANK = "lora"
 @register
 @dataclass(frozen=True, slots=True)
 class LowerAdapters(GroupPass):
-    """Replace LoRA branches by tlora_fx::multi_lora_linear.
+    """Replace LoRA branches by tlora_fx::multi_lora_linear or multi_lora_add.
 
     compute   dtype in which adapters multiply: "base", "float32", or "job": as the job file says
     """
@@ -56,20 +58,15 @@ class LowerAdapters(GroupPass):
         self, group: GroupGraph, graph: fx.Graph, where: str, anchor: fx.Node, writes: list[fx.Node]
     ) -> None:
         site = str(writes[0].meta["site"])
-        try:
-            frozen = match_frozen(anchor)
-        except NoMatch as reason:
-            for write in writes:
-                self._keep(group, where, site, write, str(reason))
-            return
+        frozen = match_operator(anchor, writes)
         found: list[tuple[fx.Node, LoraBranch]] = []
         for write in writes:
             try:
-                found.append((write, match_branch(write, anchor, frozen.x)))
+                found.append((write, match_branch(write, anchor, _input_of(frozen))))
             except NoMatch as reason:
-                self._keep(group, where, site, write, str(reason))
-        place = f"{where}.{site}".strip(".")
-        if found and not self._replace(group, graph, anchor, frozen, place, found):
+                why = frozen.why if isinstance(frozen, Other) else str(reason)
+                self._keep(group, where, site, write, why)
+        if found and not self._replace(group, graph, anchor, frozen, where, found):
             for write, _ in found:
                 self._keep(group, where, site, write, "the rewrite is held back by a bisection")
 
@@ -91,11 +88,14 @@ class LowerAdapters(GroupPass):
         group: GroupGraph,
         graph: fx.Graph,
         anchor: fx.Node,
-        frozen: Frozen,
-        place: str,
+        frozen: Frozen | Other,
+        where: str,
         found: list[tuple[fx.Node, LoraBranch]],
     ) -> bool:
-        """Put one operator in place of the linear and its branches; False where held back."""
+        """Put one operator in place of the linear and its branches; False where held back.
+
+        Where the branches stand behind another operator, that one stays.
+        """
         writes = [write for write, _ in found]
         jobs = tuple(write.meta["jobs"][0] for write in writes)
         site = str(writes[0].meta["site"])
@@ -103,27 +103,25 @@ class LowerAdapters(GroupPass):
         dtype = found[0][1].a.meta["tensor"].dtype
         asked = group.compute if self.compute == "job" else self.compute
         compute = anchor.meta["val"].dtype if asked == "base" else dtype
+        capacity = _capacity(group, where, site, found)
+        operator = ADD if isinstance(frozen, Other) else ONE
 
         def build(make: Maker) -> fx.Node:
-            weight = frozen.weight
-            if frozen.transposed:
-                tags = {tag: weight.meta[tag] for tag in ("role", "jobs")}
-                weight = make.tagged(**tags)(aten.t.default, weight)
             bank = {
                 name: make.tensor(TensorRef("buffer", f"{site}.{BANK}.{name}", shape, kind))
                 for name, shape, kind in _bank_tensors(len(group.jobs), found, dtype)
             }
+            served = _served(make, frozen, writes[0])
             return make(
-                torch.ops.tlora_fx.multi_lora_linear.default,
-                frozen.x, weight, frozen.bias,
-                *(bank[name] for name in ("a", "b", "ranks", "scales", "rates")),
+                operator, *served, *(bank[name] for name in ("a", "b", "ranks", "scales", "rates")),
                 tables["segments"], tables["keys"], tables["token_index"], bank["site"], compute,
+                *capacity,
             )  # fmt: skip
 
         lowered = Rewriter(graph).replace(
-            anchor,
+            writes[0] if operator is ADD else anchor,
             build,
-            f"multi_lora_linear at {place}",
+            f"{operator.__name__.partition('.')[0]} at {f'{where}.{site}'.strip('.')}",
             {"role": "adapter", "jobs": jobs, "site": site, "path": site},
             _inside(anchor, writes),
         )
@@ -131,9 +129,39 @@ class LowerAdapters(GroupPass):
             return False
         lowered.meta["branches"] = {jobs[i]: branch for i, (_, branch) in enumerate(found)}
         for write in writes:
-            write.replace_all_uses_with(write.args[0])  # type: ignore[arg-type]
-            graph.erase_node(write)
+            if not write._erased:
+                write.replace_all_uses_with(write.args[0])  # type: ignore[arg-type]
+                graph.erase_node(write)
         return True
+
+
+def _input_of(frozen: Frozen | Other) -> fx.Node:
+    return frozen.x  # type: ignore[return-value]  # without one nothing matches
+
+
+def _served(make: Maker, frozen: Frozen | Other, write: fx.Node) -> tuple[Any, ...]:
+    """What the operator applies, or adds to."""
+    if isinstance(frozen, Other):
+        return write.args[0], frozen.x
+    weight = frozen.weight
+    if frozen.transposed:
+        tags = {tag: weight.meta[tag] for tag in ("role", "jobs")}
+        weight = make.tagged(**tags)(aten.t.default, weight)
+    return frozen.x, weight, frozen.bias
+
+
+def _capacity(
+    group: GroupGraph, where: str, site: str, found: list[tuple[fx.Node, LoraBranch]]
+) -> tuple[int, bool]:
+    """The largest rank of a job at a site, in any layer that shares its code; whether any drops."""
+    layers = group.blocks[where].instances if where else ("",)
+    paths = [f"{layer}.{site}".strip(".") for layer in layers]
+    lowered = [group.jobs[branch.job].sites for _, branch in found]
+    adapters = [own[path] for own in lowered for path in paths if path in own]
+    if not adapters:  # a graph that Dynamo recorded: what its branches say is all there is
+        ranks = [int(branch.a.meta["tensor"].shape[0]) for _, branch in found]
+        return max(ranks), any(branch.dropout > 0 for _, branch in found)
+    return max(own.rank for own in adapters), any(own.dropout > 0 for own in adapters)
 
 
 def _is_plain(group: GroupGraph, job: str, where: str, site: str) -> bool:

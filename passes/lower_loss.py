@@ -17,6 +17,7 @@ from torch import fx
 
 from tlora_fx.errors import BaseRefused
 from tlora_fx.graph import Block, GroupGraph, digraph, is_call, output_of, placeholders, shape_of
+from tlora_fx.lowered import lowered_site
 from tlora_fx.pipeline import GroupPass, Numerics, register, rewrite_allowed
 from tlora_fx.provenance import derive
 from tlora_fx.rewriting import outline
@@ -30,7 +31,6 @@ PRODUCTS = (
     *(getattr(torch.ops.aten, name).default for name in ("linear", "addmm", "mm", "matmul", "bmm")),
     torch.ops.aten.baddbmm.default,
     torch.ops.aten.einsum.default,
-    torch.ops.tlora_fx.multi_lora_linear.default,
 )
 TARGETS = ("target_rows", "targets", "target_segments")
 
@@ -130,8 +130,8 @@ def _narrowest(root: fx.Graph, ways: nx.DiGraph, before: set[fx.Node]) -> fx.Nod
     given = [inputs[name] for name in ROW if name in inputs]
     from_row = set().union(*(nx.descendants(ways, node) for node in given)) & before
     order = {node: place for place, node in enumerate(root.nodes)}
-    carrying = [n for n in root.nodes if n in from_row and shape_of(n) is not None]
-    products = [order[node] for node in carrying if is_call(node, *PRODUCTS)]
+    carrying = [n for n in root.nodes if n in from_row and _holds_tensors(n)]
+    products = [order[node] for node in carrying if _is_product(node)]
     row = str(list(inputs[ROW[0]].meta["val"].shape))
     members = set(carrying)
     found: fx.Node | None = None
@@ -156,3 +156,14 @@ def _outline(hidden: fx.Node, members: list[fx.Node]) -> fx.Graph:
                 help="the base computes its logits from several values; this is not supported yet",
             )
     return piece.graph
+
+
+def _is_product(node: fx.Node) -> bool:
+    return is_call(node, *PRODUCTS) or lowered_site(node) is not None
+
+
+def _holds_tensors(node: fx.Node) -> bool:
+    """Whether a node's value is a tensor, or several."""
+    value = node.meta.get("val")
+    several = isinstance(value, (list, tuple)) and bool(value)
+    return isinstance(value[0] if several else value, torch.Tensor)  # type: ignore[index]

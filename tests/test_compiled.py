@@ -169,6 +169,36 @@ def test_fixed_sizes_may_be_asked_for(base):
     assert counts[1] == 2 * counts[0]
 
 
+@pytest.mark.parametrize("first", ["materialize", "compile"])
+def test_frozen_weights_of_sites_get_room_for_adapters(tmp_path, monkeypatch, first):
+    """Where kernels serve; values, names and training stay, tied and other weights where they are.
+
+    A head with an adapter shares its weight with the embedding.
+    """
+    base = base_of(tmp_path, "llama", tie_word_embeddings=True, vocab_size=64, num_hidden_layers=1)
+    jobs = of_kinds(base, {}, {}, targets=["q_proj", "down_proj", "lm_head"])
+    as_they_are, model = ready(jobs), compile(jobs)
+    expected = dict(as_they_are.named_parameters())
+    rows = [(parts, run_fused(as_they_are, parts)) for parts in mixes(2)[:1]]
+
+    monkeypatch.setenv("TLORA_FX_KERNELS", "interpret")
+    if first == "compile":
+        model.compile(backend="aot_eager")
+    model.materialize(base_tensors(model.backbone), "cpu")
+    if first == "materialize":
+        model.compile(backend="aot_eager")
+    monkeypatch.delenv("TLORA_FX_KERNELS")
+    restart(model)
+
+    found = dict(model.named_parameters())
+    assert found.keys() == expected.keys()
+    assert all(torch.equal(found[name], value) for name, value in expected.items())
+    roomy = {name for name, value in found.items() if not value.is_contiguous()}
+    assert {name.rsplit(".", 2)[-2] for name in roomy} == {"q_proj", "down_proj"}
+    assert all(found[name].stride(0) == found[name].shape[1] + 64 for name in roomy)
+    assert_rows_equal(model, model, rows)
+
+
 def test_a_deep_copy_of_a_compiled_model_runs_its_own_layers(base):
     """Copies do not lead back to the tensors that they were copied from."""
     model = ready(of_kinds(base, {}))

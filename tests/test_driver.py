@@ -18,6 +18,7 @@ from tlora_fx.errors import (
     UnknownTarget,
 )
 from tlora_fx.job import BaseSpec
+from tlora_fx.lowered import lowered_sites
 
 
 @pytest.fixture(scope="module")
@@ -164,14 +165,9 @@ def test_adapters_are_kept_in_float32_and_multiplied_as_asked(base, compute, dty
     model = compile(queries("a", half, adapter_compute=compute), pipeline)
 
     (bank, *_) = model.banks.values()
-    (call, *_) = [
-        node
-        for block in model.group.blocks.values()
-        for node in block.graph.nodes
-        if "multi_lora_linear" in str(node.target)
-    ]
+    (site, *_) = [s for block in model.group.blocks.values() for s in lowered_sites(block.graph)]
     assert bank.a.dtype == torch.float32
-    assert call.args[-1] == dtype
+    assert site.arguments["compute_dtype"] == dtype
 
 
 def test_a_pattern_for_a_rank_that_fits_no_module_is_reported(base):

@@ -53,8 +53,17 @@ def test_a_job_alone_is_named_beside_its_branch(model):
 
 def test_adapters_are_read_from_their_site(model):
     """The bank of a site by a short name."""
-    assert "site = self.self_attn.q_proj\n" in model.source
+    assert "site = self.self_attn.o_proj\n" in model.source
     assert "site.lora.a, site.lora.b, site.lora.ranks" in model.source
+
+
+def test_sites_that_share_an_operator_are_named_one_by_one(model):
+    """The operator reads all their banks; each site's result has its module's name."""
+    assert "site = self.self_attn\n" in model.source
+    assert "[site.q_proj.lora.a, site.k_proj.lora.a, site.v_proj.lora.a]" in model.source
+    for place, name in enumerate(("q_proj", "k_proj", "v_proj")):
+        assert f"# self_attn.{name}\n" in model.source
+        assert f"{name} = self_attn_linears[{place}]  # [1, T, " in model.source
 
 
 def test_a_title_cannot_leave_the_docstring(model):

@@ -35,7 +35,7 @@ from tlora_fx.tracing.rope import prepare_rope
 
 DEFAULT_PIPELINE = (
     "drop-export-noise,tag-roles,fold-layers,check-token-parallel,fuse-backbone,lower-adapters,"
-    "key-dropouts,lower-loss"
+    "share-input,key-dropouts,lower-loss"
 )
 Jobs = JobFile | Sequence[Job] | Job | str | Path
 

@@ -15,8 +15,8 @@ from typing import Any
 import torch
 from torch import fx
 
-import tlora_fx.ops  # noqa: F401  (the operators that graphs name)
-from tlora_fx.graph import Block, GroupGraph, JobGraph, is_call, placeholders
+from tlora_fx.graph import Block, GroupGraph, JobGraph, is_call, placeholders, under
+from tlora_fx.lowered import ADD, ONE, is_lowered, lowered_arguments, lowered_site, serves_several
 
 HEADER = '''"""Shared Super-Model of {jobs} on {base}, written by tlora-fx.
 
@@ -44,7 +44,6 @@ SHORT = {
     "int64": "i64", "int32": "i32", "bool": "b8",
 }  # fmt: skip
 END = 2**63 - 1
-LINEAR = torch.ops.tlora_fx.multi_lora_linear.default
 # What changes how a table is stored, not what it holds.
 PASSED = (torch.ops.aten.to.dtype, torch.ops.aten._to_copy.default, torch.ops.aten.mul.Tensor)
 INFIX = {operator.mul: "*", operator.add: "+", operator.sub: "-", operator.floordiv: "//"}
@@ -192,7 +191,8 @@ class _Printer:
 
     def _statement(self, node: fx.Node) -> list[str]:
         """A node as an assignment, over several lines where it is long."""
-        shape = describe(node.meta.get("val"), self.sizes)
+        # What several sites share hands each its own result, which says its shape.
+        shape = "" if serves_several(node) else describe(node.meta.get("val"), self.sizes)
         note = f"  # {shape}" if shape else ""
         target, call = self.names[node], self._called(node)
         if call is None:
@@ -250,7 +250,9 @@ class _Printer:
             module = path.rpartition(".")[2]
             operation = _operation(node)
             linear = "linear" in operation or operation in ("embedding", "addmm")
+            linear = linear or lowered_site(node) is not None
             wanted = module if linear and module and not module.isdigit() else operation
+            wanted += "_linears" if wanted == module and serves_several(node) else ""
         wanted = re.sub(r"\W", "_", wanted).strip("_") or "value"
         if wanted[0].isdigit() or keyword.iskeyword(wanted):
             wanted = f"v_{wanted}"
@@ -279,7 +281,7 @@ def _place(node: fx.Node) -> str:
     jobs = node.meta.get("jobs") or ()
     if is_call(node, torch.ops.aten.sym_size.int):
         return ""
-    if node.meta.get("role") != "adapter" or is_call(node, LINEAR) or not jobs:
+    if node.meta.get("role") != "adapter" or is_lowered(node) or not jobs:
         return str(node.meta.get("path") or "between modules")
     users = (user.meta.get("site") for user in node.users)
     site = node.meta.get("site") or next(filter(None, users), "")
@@ -287,10 +289,14 @@ def _place(node: fx.Node) -> str:
 
 
 def _site_of(node: fx.Node) -> str:
-    """The module whose adapters a node applies, "" for all else."""
-    if not is_call(node, LINEAR):
+    """The module whose adapters a node applies, or that holds all of them; "" for all else."""
+    if serves_several(node):
+        place = str(node.meta.get("path") or "")
+        banks = lowered_arguments(node)["a"]
+        return place if place and all(under(str(bank.target), place) for bank in banks) else ""
+    if not is_call(node, ONE, ADD):
         return ""
-    bank: Any = node.args[3]
+    bank: Any = lowered_arguments(node)["a"]
     return str(bank.target).removesuffix(".lora.a") if bank.op == "get_attr" else ""
 
 

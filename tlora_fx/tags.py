@@ -1,27 +1,27 @@
 """What must hold of the tags of nodes after every pass.
 
 An adapter node belongs to exactly one job, and only that job's nodes read it; a lowered operator
-serves the jobs that it names. A shared node may serve all jobs, so it reads nothing of one job
-alone but through a segment write. There is one loss, and it is what the model returns.
+takes each job's rows by themselves, so it serves the jobs that it names. A shared node may serve
+all jobs, so it reads nothing of one job alone but through a segment write. There is one loss, and
+it is what the model returns.
 """
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Iterator
 
 import torch
 import torch.utils._pytree as pytree
 from torch import fx
 
-import tlora_fx.ops  # noqa: F401  (registers the operators that are named here)
 from tlora_fx.errors import TagsBroken
 from tlora_fx.fingerprint import named_graphs, owners
 from tlora_fx.graph import GroupGraph, JobGraph, is_call, output_of
+from tlora_fx.lowered import is_lowered, lowered_arguments, serves_several
 
 ROLES = ("backbone", "adapter", "shared", "table", "loss")
 WRITE = torch.ops.tlora_fx.segment_write.default
-# Operators that take the rows of each job by themselves, so that several jobs may share one.
-LOWERED = (torch.ops.tlora_fx.multi_lora_linear.default,)
 
 
 def check_tags(graphs: JobGraph | GroupGraph) -> None:
@@ -59,11 +59,22 @@ def _check_node(node: fx.Node, where: str, names: tuple[str, ...]) -> None:
         raise _broken(node, where, "an adapter node of exactly one job", _told(jobs))
     if role == "shared" and jobs != names:
         raise _broken(node, where, "a shared node that serves all jobs", _told(jobs))
+    if serves_several(node):
+        _check_results(node, where)
+
+
+def _check_results(node: fx.Node, where: str) -> None:
+    """Each site of an operator has one result, which carries the site's tags."""
+    sites = len(lowered_arguments(node)["weight"])
+    places = {user.args[1] for user in node.users if is_call(user, operator.getitem)}
+    if len(node.users) != sites or places != set(range(sites)):
+        found = ", ".join(user.format_node() or user.name for user in node.users) or "none"
+        raise _broken(node, where, f"a getitem for each of its {sites} sites", found)
 
 
 def _check_readers(node: fx.Node, where: str, jobs: tuple[str, ...]) -> None:
     """What one job's node computes reaches others through a segment write only."""
-    if is_call(node, WRITE, *LOWERED):
+    if is_call(node, WRITE) or is_lowered(node):
         return
     for user in node.users:
         theirs = tuple(user.meta.get("jobs") or ())
@@ -78,7 +89,7 @@ def _check_readers(node: fx.Node, where: str, jobs: tuple[str, ...]) -> None:
 
 def _serves_several(node: fx.Node) -> bool:
     """Whether a node is a lowered operator, or computes what only such operators read."""
-    if is_call(node, *LOWERED):
+    if is_lowered(node):
         return True
     return bool(node.users) and all(_serves_several(user) for user in node.users)
 

@@ -17,6 +17,7 @@ from tests.backend.models import (
     train,
 )
 from tests.models import OLD_TORCH
+from tlora_fx.lowered import lowered_arguments
 
 MULTI = torch.ops.tlora_fx.multi_lora_linear.default
 
@@ -31,6 +32,10 @@ def compare(model, x, bound=2e-6, **options):
 
 def calls(graph_module):
     return [n for n in graph_module.graph.nodes if n.op == "call_function" and n.target is MULTI]
+
+
+def arguments(backend):
+    return [lowered_arguments(call) for call in calls(backend.graphs[0])]
 
 
 @pytest.mark.parametrize("family", ["llama", "qwen3", "gpt2"])
@@ -49,14 +54,23 @@ def test_adapters_of_a_bfloat16_base_keep_their_float32():
     """The operator multiplies in the dtype that PEFT gives the adapters, unless told otherwise."""
     backend = compare(language_model("qwen3", torch.bfloat16), ids(2, 7), bound=3e-2)
 
-    assert {call.args[-1] for call in calls(backend.graphs[0])} == {torch.float32}
+    assert {given["compute_dtype"] for given in arguments(backend)} == {torch.float32}
 
 
 def test_adapters_multiply_in_the_bases_dtype_when_asked():
     """`compute: base` multiplies in bfloat16 on a bfloat16 base."""
     backend = compare(net(torch.bfloat16), torch.randn(2, 5, 12).bfloat16(), 5e-2, compute="base")
 
-    assert {call.args[-1] for call in calls(backend.graphs[0])} == {torch.bfloat16}
+    assert {given["compute_dtype"] for given in arguments(backend)} == {torch.bfloat16}
+
+
+def test_an_operator_knows_its_rank_and_whether_it_drops():
+    """So that shapes are known without a look at its tables."""
+    for rate, drops in ((0.0, False), (0.5, True)):
+        backend = Lowering()
+        backend.compile(net(r=4, lora_dropout=rate))(torch.randn(2, 5, 12))
+
+        assert [(g["max_rank"], g["drops"]) for g in arguments(backend)] == [(4, drops)] * 2
 
 
 def test_another_length_gives_the_same_as_eager():

@@ -180,8 +180,8 @@ class Rounded(nn.Linear):
         return F.linear(x, torch.round(self.weight * 4) / 4, self.bias)
 
 
-def test_a_computed_weight_is_named(golden):
-    """The module is a linear that no pattern of frozen linears fits."""
+def test_a_branch_behind_a_computed_weight_is_lowered(golden):
+    """No pattern of frozen linears fits the module, so its adapters are added to what it gives."""
     model = Plain(layers=2)
     for layer in model.layers:
         layer.out = Rounded(32, 32)

@@ -11,7 +11,7 @@ from tlora_fx.errors import DumpNotWritable
 from tlora_fx.inspect.dump import dump
 from tlora_fx.inspect.program import load_program, load_stages
 
-FILES = {"ssm.py", "ssm.txt", "ssm.json", "program.json", "report.txt"}
+FILES = {"ssm.py", "ssm.txt", "ssm.json", "program.json", "report.txt", "kernels"}
 
 
 @pytest.fixture(scope="module")
@@ -25,7 +25,7 @@ def folder(quickstart, tmp_path_factory):
 
 
 def test_a_dump_leaves_other_files_alone(folder):
-    """Five files come, the user's stay, nothing else is left."""
+    """Five files and the kernels come, the user's stay, nothing else is left."""
     assert {path.name for path in folder.iterdir()} == FILES | {"mine.txt"}
     assert (folder / "mine.txt").read_text() == "mine"
 
@@ -52,7 +52,7 @@ def test_the_code_of_a_dump_can_be_imported_alone(folder):
 
 def test_a_full_disk_leaves_the_old_files_whole(folder, quickstart, monkeypatch):
     """The error names the folder, and no half file lies there."""
-    before = {path.name: path.read_bytes() for path in folder.iterdir()}
+    before = _contents(folder)
 
     def full(handle):
         raise OSError(28, "No space left on device")
@@ -61,8 +61,12 @@ def test_a_full_disk_leaves_the_old_files_whole(folder, quickstart, monkeypatch)
     with pytest.raises(DumpNotWritable, match="No space left"):
         dump(quickstart, folder)
 
-    after = {p.name: p.read_bytes() for p in folder.iterdir() if "__pycache__" not in p.name}
-    assert after == {name: data for name, data in before.items() if "__pycache__" not in name}
+    assert _contents(folder) == before
+
+
+def _contents(folder):
+    files = (path for path in folder.rglob("*") if path.is_file())
+    return {path: path.read_bytes() for path in files if "__pycache__" not in path.parts}
 
 
 def test_a_file_in_the_way_is_a_clear_error(quickstart, tmp_path):

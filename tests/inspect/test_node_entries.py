@@ -92,6 +92,18 @@ def test_views_launch_nothing(program):
     assert launches["tlora_fx.multi_lora_linear.default"] == 1
 
 
+def test_sites_that_share_an_operator_launch_once_and_cost_apart(program):
+    """The operator is one launch and costs nothing itself; each site's result has its cost."""
+    (layer,) = (graph for graph in program.graphs if graph.layers and graph.name != "head")
+    shared = [n for n in layer.nodes if n.target == "tlora_fx.multi_lora_linears.default"]
+    results = [n for n in layer.nodes if n.site and n.kind == "call" and n.launches == 0]
+
+    assert [(node.launches, node.flop_per_token) for node in shared] == [(1, 0), (1, 0)]
+    assert [node.id for node in results] == ["q_proj", "k_proj", "v_proj", "gate_proj", "up_proj"]
+    assert all(node.flop_per_token > 0 for node in results)
+    assert [node.inputs for node in results[:3]] == [[shared[0].id]] * 3
+
+
 def test_a_branch_says_why_it_was_not_lowered(odd):
     """With the reason that lower-adapters gave."""
     found = make_program(odd.group, "compiled")

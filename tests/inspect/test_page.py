@@ -52,7 +52,7 @@ def test_the_python_example_runs(folder, monkeypatch, capsys):
     exec(compile(code, "inspecting.md", "exec"), {})
     out = capsys.readouterr().out
 
-    assert "8 lower-loss" in out
+    assert "9 lower-loss" in out
     assert "head:lm_head" in out
 
 

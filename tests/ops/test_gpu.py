@@ -211,6 +211,6 @@ def test_operators_pass_opcheck_on_cuda(lora, attention, dtype):
     """Schema, fake, autograd registration and AOT dispatch hold on CUDA tensors."""
     made = lora((2, 3), (2, 4), (0.0, 0.0), features=(16, 16), dtype=dtype, device="cuda")
     leaves = dict(zip(("x", "a", "b"), made.leaves(), strict=True))
-    torch.library.opcheck(multi_lora_linear, made.arguments(**leaves))
+    torch.library.opcheck(torch.ops.tlora_fx.multi_lora_linear.default, made.arguments(**leaves))
     attended = attention(((9, 2), (4,)), (2, 1), 64, dtype=dtype, device="cuda")
     torch.library.opcheck(packed_attention, attended.arguments())

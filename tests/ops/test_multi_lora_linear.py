@@ -6,8 +6,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tlora_fx.errors import AdapterTableError, FrozenGradientError, SegmentError
-from tlora_fx.ops import multi_lora_linear
+from tlora_fx.ops import multi_lora_linear, multi_lora_linears, site_id
 
+ops = torch.ops.tlora_fx
 JOB = st.tuples(st.integers(0, 9), st.integers(0, 64), st.sampled_from([0.0, 0.3]))
 
 
@@ -136,16 +137,92 @@ def test_multi_lora_linear_passes_opcheck(lora, gradient):
     leaves = dict(zip(("x", "a", "b"), made.leaves(), strict=True))
     given = {name: leaf.requires_grad_(name in gradient) for name, leaf in leaves.items()}
 
-    torch.library.opcheck(multi_lora_linear, made.arguments(**given))
+    torch.library.opcheck(ops.multi_lora_linear.default, made.arguments(**given))
 
 
 @pytest.mark.parametrize("need_dx", [True, False])
-def test_the_backward_passes_opcheck(lora, need_dx):
-    """The backward operator stands on its own."""
+def test_the_inner_operators_pass_opcheck(lora, need_dx):
+    """Forward and the two parts of the backward stand on their own, for several sites too."""
+    x, lists, row = sites(lora((2, 3), (2, 4), (0.4, 0.0)), lora((2, 3), (1, 0), (0.4, 0.0)))
+    weights, biases, tables = lists[0], lists[1], [*lists[2:7], *row, *lists[7:]]
+    tables += [torch.float64, 0, True]
+    x.requires_grad_(need_dx)
+    torch.library.opcheck(ops.multi_lora_forward.default, (x, weights, biases, *tables, 0))
+
+    x = x.detach()
+    dys, none = [torch.randn(1, 5, 5).double() for _ in weights], [x.new_empty(0)] * 2
+    arguments = (dys, weights, *tables, none, none, need_dx, 0)
+    torch.library.opcheck(ops.multi_lora_input_gradient.default, arguments)
+    _, *rest = ops.multi_lora_input_gradient(*arguments)
+    arguments = (dys, x, weights, *tables, none, none, rest[:2], rest[2:])
+    torch.library.opcheck(ops.multi_lora_adapter_gradients.default, arguments)
+
+
+def sites(*made):
+    """x, the arguments that are lists, those of the row: of linears that share the first's x."""
+    calls = [one.arguments(x=made[0].x) for one in made]
+    columns = [list(column) for column in zip(*calls, strict=True)]
+    return made[0].x.clone(), [*columns[1:8], columns[11]], [one[0] for one in columns[8:11]]
+
+
+@pytest.mark.parametrize("unread", [False, True])
+def test_several_linears_equal_each_alone(lora, unread):
+    """Outputs and all gradients, where one has no bias, and where nobody reads the last."""
+    made = [lora((2, 3), (2, 4), (0.4, 0.0), features=(6, width)) for width in (5, 7, 4)]
+    made[1].bias = None
+    x, lists, row = sites(*made)
+    leaves = [one.clone().requires_grad_() for one in (x, *lists[2], *lists[3])]
+    x, a, b = leaves[0], leaves[1:4], leaves[4:]
+    lists[2:4] = a, b
+    together = multi_lora_linears(x, *lists[:7], *row, lists[7], torch.float64)
+    alone = [
+        multi_lora_linear(x, *(one[k] for one in lists[:7]), *row, lists[7][k], torch.float64)
+        for k in range(3)
+    ]
+
+    def gradients(outputs):
+        total = sum(y.sin().sum() for y in outputs[: 2 if unread else 3])
+        return torch.autograd.grad(total, leaves, materialize_grads=True)
+
+    for one, other in zip(together, alone, strict=True):
+        assert torch.equal(one, other)
+    for one, other in zip(gradients(together), gradients(alone), strict=True):
+        torch.testing.assert_close(one, other)
+
+
+@pytest.mark.parametrize("largest", [3, 4])
+def test_a_rank_above_the_graphs_is_refused(lora, largest):
+    """max_rank says what shapes a compiled graph has room for."""
+    made = lora((2, 3), (2, 4))
+    if largest == 4:
+        expected = multi_lora_linear(*made.arguments())
+        assert torch.equal(multi_lora_linear(*made.arguments(), max_rank=4), expected)
+        return
+    with pytest.raises(AdapterTableError, match="rank"):
+        multi_lora_linear(*made.arguments(), max_rank=largest)
+
+
+def test_a_table_error_names_the_site(lora):
+    """By the module's path, where this process has made the number of it."""
     made = lora((2, 3), (2, 4), (0.4, 0.0))
-    x, weight, _, *rest = made.arguments()
-    op = torch.ops.tlora_fx.multi_lora_linear_backward.default
-    torch.library.opcheck(op, (torch.randn(1, 5, 5).double(), x, weight, *rest, need_dx))
+    made.row.site_tensor = torch.tensor(site_id("layers.7.up_proj"))
+
+    with pytest.raises(AdapterTableError, match=r"site +layers\.7\.up_proj"):
+        multi_lora_linear(*made.arguments(), drops=False)
+
+
+def test_export_keeps_the_operator_whole(lora):
+    """A program holds one node a site; decompositions are left to those who ask for them."""
+    made = lora((2, 3), (2, 4), (0.4, 0.0))
+
+    class Site(torch.nn.Module):
+        def forward(self, x):
+            return multi_lora_linear(*made.arguments(x=x))
+
+    program = torch.export.export(Site(), (made.x,), strict=False)
+    targets = [node.target for node in program.graph.nodes if "tlora_fx" in str(node.target)]
+    assert targets == [ops.multi_lora_linear.default]
+    torch.testing.assert_close(program.run_decompositions().module()(made.x), Site()(made.x))
 
 
 def test_other_rows_do_not_recompile(lora, compiles):

@@ -18,6 +18,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from tlora_fx.backend.sites import Region, Site, is_number, tensor_of, value_of
 from tlora_fx.backend.vocabulary import translate
 from tlora_fx.graph import GroupGraph, JobGraph, TensorRef, is_call, output_of
+from tlora_fx.lowered import ADD, lowered_site
 from tlora_fx.passes.lora_pattern import NoMatch, match_frozen, match_nodes
 from tlora_fx.passes.lower_adapters import LowerAdapters
 from tlora_fx.rewriting import Miss
@@ -236,26 +237,30 @@ class _Islands:
 
     def read_back(self, site: Site, result: fx.Node) -> Lowered | Left:
         """What the pass made of a site."""
-        if not is_call(result, ops.multi_lora_linear.default):
+        lowered = lowered_site(result)
+        if lowered is None:
             reason = str(result.meta.get("as_it_is", "no pattern fits it"))
             return Left(site.path, _FUNCTION.sub(r"\1", reason))
-        x, weight, bias, *_, compute = result.args
-        (branch,) = result.meta["branches"].values()
-        transposed = is_call(weight, aten.t.default)  # type: ignore[arg-type]
-        stored: Any = weight.args[0] if transposed else weight  # type: ignore[union-attr]
+        if lowered.operator is ADD:
+            reason = f"its module is no linear ({lowered.arguments['y'].target})"
+            return Left(site.path, _FUNCTION.sub(r"\1", reason))
+        weight, bias = (lowered.arguments[name] for name in ("weight", "bias"))
+        (branch,) = lowered.branches.values()
+        transposed = is_call(weight, aten.t.default)
+        stored: Any = weight.args[0] if transposed else weight
         numbers = self.numbers[site.path]
         return Lowered(
             site,
             site.results()[0],
-            self.stands[x],  # type: ignore[index]
+            self.stands[lowered.arguments["x"]],
             self.stands[stored],
-            None if bias is None else self.stands[bias],  # type: ignore[index]
+            None if bias is None else self.stands[bias],
             transposed,
             self.stands[branch.a],
             self.stands[branch.b],
             numbers.get("scaling", branch.scaling),
             numbers.get("dropout", branch.dropout),
-            compute,  # type: ignore[arg-type]
+            lowered.arguments["compute_dtype"],
         )
 
 

@@ -34,7 +34,7 @@ def stamp() -> str:
     found = hashlib.blake2b(digest_size=6)
     root = Path(ops.__file__).parents[1]
     for room in SOURCES:
-        for path in sorted((root / room).glob("*.py")):
+        for path in sorted((root / room).rglob("*.py")):
             found.update(path.name.encode() + path.read_bytes())
     return found.hexdigest()
 
@@ -69,7 +69,10 @@ class Splicer:
             weight = self._transposed(found.weight) if found.transposed else found.weight
             columns = self._transposed(found.b)
             tables = self._tables(found)
-            args = (found.x, weight, found.bias, found.a, columns, *tables, found.compute)
+            args = (
+                found.x, weight, found.bias, found.a, columns, *tables, found.compute,
+                *_rank_and_drops(found),
+            )  # fmt: skip
             lowered = self.graph.call_function(torch.ops.tlora_fx.multi_lora_linear.default, args)
         lowered.meta = dict(found.result.meta)
         found.result.replace_all_uses_with(lowered)
@@ -81,8 +84,7 @@ class Splicer:
     def _tables(self, found: Lowered) -> list[fx.Node]:
         """The operator's tables, from ranks to site, in the order in which it takes them."""
         small = torch.int32
-        rank = int(tensor_of(found.a).shape[0])
-        drops = isinstance(found.dropout, fx.Node) or found.dropout > 0
+        rank, drops = _rank_and_drops(found)
         site = site_id(found.site.path) if drops else 0
         return [
             self._table("ranks", torch.tensor([0, rank], dtype=small)),
@@ -171,3 +173,9 @@ class Splicer:
             made.meta["example_value"] = tensor_of(matrix).t()
             self.made[key] = made
         return self.made[key]
+
+
+def _rank_and_drops(found: Lowered) -> tuple[int, bool]:
+    """A site's rank, and whether it drops or may drop in some run."""
+    drops = isinstance(found.dropout, fx.Node) or found.dropout > 0
+    return int(tensor_of(found.a).shape[0]), drops

@@ -15,6 +15,7 @@ COMMANDS = {
     "compile": "Fuse the jobs of a file into one model and write it down.",
     "explain": "Say why a module is lowered, shared and folded, or why not.",
     "inspect": "Look into a compiled model, or into what each pass did.",
+    "kernels": "List, show, explain, check and tune the generated kernels.",
     "passes": "List the passes and their options.",
     "replay": "Run a pass that failed once more, alone.",
     "train": "Train all jobs of a file together, each to its own last step.",
@@ -54,8 +55,13 @@ def _app(asked: str | None) -> typer.Typer:
     )
     app.callback()(_version)
     for name, told in COMMANDS.items():
-        run = import_module(f"tlora_fx.cli.{name}").run if name == asked else _named(name)
-        app.command(name, help=told if name != asked else None)(run)
+        module = import_module(f"tlora_fx.cli.{name}") if name == asked else None
+        if module is None:
+            app.command(name, help=told)(_named(name))
+        elif hasattr(module, "group"):
+            app.add_typer(module.group, name=name)
+        else:
+            app.command(name)(module.run)
     return app
 
 

@@ -44,8 +44,9 @@ def run(
     """Fuse the jobs of a file into one model, from the base's config alone.
 
     Writes ssm.py (the code), ssm.txt (a listing), ssm.json (its data), program.json (the data of
-    every node) and report.txt (what is shared, what not and why). What else lies in the folder
-    stays. With --stop-after nothing is written but what --print-after and --dump-changed ask for.
+    every node), report.txt (what is shared, what not and why) and kernels/ (the generated kernels
+    of its sites). What else lies in the folder stays. With --stop-after nothing is written but what
+    --print-after and --dump-changed ask for.
     """
     from tlora_fx.jobfile import load_job_file
 

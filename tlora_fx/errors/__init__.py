@@ -66,12 +66,22 @@ from tlora_fx.errors.job_files import (
     JobFileMissingError,
     JobFileSyntaxError,
 )
+from tlora_fx.errors.kernels import (
+    KernelCacheError,
+    KernelNotCompilable,
+    KernelSpecError,
+    KernelToolMissing,
+    TooManyJobs,
+    UnknownKernel,
+)
 from tlora_fx.errors.operators import (
     AdapterTableError,
     AttentionShapeError,
     FrozenGradientError,
     MaskKeyError,
+    QuantizedLinearError,
     SegmentError,
+    TableNotOnDevice,
 )
 from tlora_fx.errors.root import TloraError, nearest
 from tlora_fx.errors.runs import (
@@ -122,6 +132,10 @@ __all__ = [
     "JobFileMissingError",
     "JobFileSyntaxError",
     "JobsDiffer",
+    "KernelCacheError",
+    "KernelNotCompilable",
+    "KernelSpecError",
+    "KernelToolMissing",
     "LayersNotChained",
     "MalformedRowError",
     "MaskKeyError",
@@ -142,6 +156,7 @@ __all__ = [
     "PatternWrong",
     "PipelineError",
     "PluginBroken",
+    "QuantizedLinearError",
     "ReplayNotReadable",
     "ResumeMismatch",
     "RewriteMismatch",
@@ -151,9 +166,12 @@ __all__ = [
     "StoppedAfter",
     "StoredFormWrong",
     "SuperModelMisuse",
+    "TableNotOnDevice",
     "TagsBroken",
     "TloraError",
     "TokenizerNotLoadable",
+    "TooManyJobs",
+    "UnknownKernel",
     "UnknownNode",
     "UnknownTarget",
     "VerifyError",

@@ -21,9 +21,9 @@ class DataFileError(DataError):
 
 
 class MissingPackageError(DataError):
-    """Reading this data needs a package that is not installed.
+    """Reading this data, or storing a base in this form, needs a package that is not installed.
 
-    Install it, or convert the data to JSONL.
+    Install it, convert the data to JSONL, or choose another form.
     """
 
     code = "T0302"

@@ -33,3 +33,21 @@ class FrozenGradientError(TloraError):
     """An operator has no gradient for this input; freeze it, or leave the layer unfused."""
 
     code = "T0505"
+
+
+class QuantizedLinearError(TloraError):
+    """A linear with a quantised matrix got tensors that do not fit its form.
+
+    The pass `quantize-base` stores matrices and knows which ones have a form.
+    """
+
+    code = "T0506"
+
+
+class TableNotOnDevice(TloraError):
+    """A CUDA graph is being captured, and a table has no copy on the device yet.
+
+    Run the step once with the same tables before you capture it.
+    """
+
+    code = "T0507"

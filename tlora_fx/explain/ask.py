@@ -21,11 +21,11 @@ from tlora_fx.graph import AdapterSite, GroupGraph, is_call, under
 from tlora_fx.inspect.wording import KINDS, plural
 from tlora_fx.job import Job
 from tlora_fx.ladder import Prepared, fuse
+from tlora_fx.lowered import lowered_site
 from tlora_fx.passes.key_dropouts import ATTENTION_RATE
 from tlora_fx.pipeline import Pipeline, Runner
 
 aten, ops = torch.ops.aten, torch.ops.tlora_fx
-LOWERED = ops.multi_lora_linear.default
 MANY = 12
 
 
@@ -149,7 +149,7 @@ class _Asker:
 
     def _is_lowered(self, path: str, job: str) -> bool:
         return any(
-            is_call(node, LOWERED) and job in node.meta["jobs"]
+            lowered_site(node) is not None and job in node.meta["jobs"]
             for node, at in self._nodes()
             if at == path
         )
@@ -192,7 +192,7 @@ class _Asker:
             node
             for node in self._here()
             if node.op == "call_function"
-            and (node.meta.get("role") == "shared" or is_call(node, LOWERED))
+            and (node.meta.get("role") == "shared" or lowered_site(node) is not None)
         ]
         if shared:
             yield f"{plural(len(shared), 'operator')} of the base, once for all jobs"

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor, fx
 
 from tlora_fx.inspect.flops import first_tensor
+from tlora_fx.lowered import lowered_site
 
 # Operations an element of the first input, for what is one operator here and several elsewhere.
 PER_ELEMENT = {
@@ -103,8 +104,12 @@ def arithmetic(
 
 
 def operator_name(node: fx.Node) -> str:
-    """The short name of what a node calls: "mul", "multi_lora_linear"."""
-    return short_name(node.target)
+    """The short name of what a node computes: "mul", "multi_lora_linear".
+
+    The latter also for a site's part of an operator that several sites share.
+    """
+    site = lowered_site(node)
+    return short_name(node.target if site is None else site.operator)
 
 
 def operand(node: fx.Node, place: int) -> Tensor | None:

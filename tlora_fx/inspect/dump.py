@@ -1,9 +1,9 @@
-"""Write a Shared Super-Model into a folder: code, listing, data and report."""
+"""Write a Shared Super-Model into a folder: code, listing, data, report and kernels."""
 
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Sequence, Set
 from pathlib import Path
 
 from tlora_fx.durable import replace_file
@@ -15,17 +15,22 @@ from tlora_fx.inspect.program import FILE as PROGRAM
 from tlora_fx.inspect.program import FOLDER, Stage, named
 from tlora_fx.inspect.report import render_report
 from tlora_fx.inspect.schema import FILE, Listing
+from tlora_fx.inspect.site_kernels import kernel_files
 from tlora_fx.inspect.text import render_text
 from tlora_fx.supermodel import SuperModel
 
 COMPILED = "compiled"
+KERNELS = "kernels"
 _STAGE = re.compile(r"\d{2,}-[a-z0-9-]+\.(json|txt)")
+_KERNEL = re.compile(r"[a-z_]+_\d+x\d+_\w+_sm\d+_[0-9a-f]{8}\.py")
 
 
 def dump(model: SuperModel, folder: Path | str, stages: Sequence[Stage] = ()) -> Listing:
-    """Write `ssm.py`, `ssm.txt`, `ssm.json`, `program.json` and `report.txt`.
+    """Write `ssm.py`, `ssm.txt`, `ssm.json`, `program.json`, `report.txt` and `kernels/`.
 
-    Each file is replaced at once, what else lies in the folder stays. The model needs no weights.
+    `kernels/` holds the generated kernels of the model's sites, to be read: what runs is made again
+    where it runs. Each file is replaced at once, what else lies in the folder stays. The model
+    needs no weights.
 
     stages    what every pass left (see `Recorder`): `passes/NN-NAME.json`, and `.txt` to read;
               those of an earlier dump go, with or without new ones
@@ -43,14 +48,16 @@ def dump(model: SuperModel, folder: Path | str, stages: Sequence[Stage] = ()) ->
         FILE: listing.to_json(),
         PROGRAM: program.to_json(),
         **_stage_files(stages, listing.base.title),
+        **{f"{KERNELS}/{name}": text for name, text in kernel_files(model.group).items()},
     }
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        _clear(folder / FOLDER)
-        if stages:
-            (folder / FOLDER).mkdir(exist_ok=True)
+        _clear(folder / FOLDER, _STAGE)
+        for inner in {str(Path(name).parent) for name in files}:
+            (folder / inner).mkdir(exist_ok=True)
         for name, text in files.items():
             replace_file(folder / name, text.encode())
+        _clear(folder / KERNELS, _KERNEL, {Path(name).name for name in files})
     except OSError as error:
         raise DumpNotWritable(
             "the folder for the compiled model cannot be written",
@@ -72,8 +79,8 @@ def _stage_files(stages: Sequence[Stage], base: str) -> dict[str, str]:
     return files
 
 
-def _clear(folder: Path) -> None:
-    """Remove the stages of an earlier dump; what else lies there stays."""
-    for file in folder.glob("[0-9]*"):
-        if _STAGE.fullmatch(file.name):
+def _clear(folder: Path, ours: re.Pattern[str], kept: Set[str] = frozenset()) -> None:
+    """Remove what an earlier dump wrote under such names; what else lies there stays."""
+    for file in folder.glob("*"):
+        if ours.fullmatch(file.name) and file.name not in kept:
             file.unlink()

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from tlora_fx.graph import Form, is_call
+from tlora_fx.graph import Form
 from tlora_fx.inspect.cost import (
     MOVES,
     PER_ELEMENT,
@@ -33,11 +33,19 @@ from tlora_fx.inspect.flops import (
     is_composite,
     trained_leaves,
 )
+from tlora_fx.lowered import ADD, ONE, lowered_site, serves_several
 
-LOWERED = torch.ops.tlora_fx.multi_lora_linear.default
 ATTENTION = torch.ops.tlora_fx.packed_attention.default
-# Places of tables that say how a row is divided: it is counted as one sequence of one job.
-DIVIDING = {LOWERED: (5, 6, 7, 8), ATTENTION: (3,)}
+# Places of tables that say how a row is divided, with their lengths for one sequence of one job,
+# as which it is counted.
+DIVIDING = {
+    ONE: {5: 2, 6: 1, 7: 1, 8: 2},
+    ADD: {4: 2, 5: 1, 6: 1, 7: 2},
+    ATTENTION: {3: 2},
+}
+# Places of a lowered site's A and B, and of the largest rank, where 0 is that of A.
+BANK = {ONE: (3, 4), ADD: (2, 3)}
+MAX_RANK = {ONE: 13, ADD: 12}
 # What sizes are counted as: a size that grows with tokens or lines, a line's length, any other.
 UNIT, LENGTH, OTHER = 104_729, 99_991, 99_989
 _PRIMES = {"T": UNIT, "B": UNIT, "S": LENGTH}
@@ -55,16 +63,19 @@ class Meter:
     _known: dict[object, Cost] = field(default_factory=dict)
 
     def node(self, node: fx.Node) -> Cost:
-        """The forward of one node; the adapters of a multi_lora_linear are not in it."""
+        """The forward of one node; the adapters of a lowered site are not in it.
+
+        What several sites share costs nothing itself: each site's result has the site's cost.
+        """
         name, value = operator_name(node), first_tensor(node.meta.get("val"))
-        if node.op != "call_function" or name in MOVES or value is None:
+        if not _computes(node, name) or value is None:
             return Cost()
-        if formula_of(node.target) is None and not _is_made_of_others(name, node.target):
+        if not _is_counted(node, name):
             return self._plain(node, name, value)
         return self._counted(node, forward_leaves, (), 0, self._whole)
 
     def adapter(self, node: fx.Node, rank: int) -> Cost:
-        """The forward of one job's adapter of this rank in a multi_lora_linear, a token of it."""
+        """The forward of one job's adapter of this rank at a lowered site, a token of it."""
         both = self._counted(node, forward_leaves, (), rank, self._whole)
         return both - self.node(node)
 
@@ -72,12 +83,12 @@ class Meter:
         """Forward and backward of one node, products of matrices and attention only.
 
         learning    what the node reads that needs a gradient
-        rank        of the adapters of a multi_lora_linear, summed over its jobs
+        rank        of the adapters of a lowered site, summed over its jobs
         """
         name, value = operator_name(node), first_tensor(node.meta.get("val"))
-        if node.op != "call_function" or name in MOVES or value is None:
+        if not _computes(node, name) or value is None:
             return Cost()
-        if formula_of(node.target) is None and not _is_made_of_others(name, node.target):
+        if not _is_counted(node, name):
             known = arithmetic(name, node.target, (), value, ()) is not None
             return Cost() if known else Cost(unknown=(name,))
         return self._counted(node, trained_leaves, learning, rank, self._products)
@@ -96,11 +107,11 @@ class Meter:
         price: Callable[[str, Leaf], Cost],
     ) -> Cost:
         """A node's cost as the sum over the operators that it comes down to."""
-        args, kwargs = self._given(node, learning, rank)
-        key = (node.target, leaves_of, repr((args, kwargs)))
+        target, args, kwargs = self._given(node, learning, rank)
+        key = (target, leaves_of, repr((args, kwargs)))
         if key not in self._known:
             try:
-                leaves = leaves_of(node.target, _made(args), _made(kwargs))
+                leaves = leaves_of(target, _made(args), _made(kwargs))
             except (RuntimeError, TypeError, ValueError):
                 # What refuses tensors without values cannot be counted, which is said, not hidden.
                 self._known[key] = Cost(unknown=(operator_name(node),))
@@ -108,19 +119,22 @@ class Meter:
                 self._known[key] = total(price(operator_name(node), leaf) for leaf in leaves)
         return self._known[key]
 
-    def _given(self, node: fx.Node, learning: Collection[fx.Node], rank: int) -> tuple[Any, Any]:
-        """A node's arguments, tensors as `_Spec`, sizes as numbers."""
+    def _given(
+        self, node: fx.Node, learning: Collection[fx.Node], rank: int
+    ) -> tuple[Any, Any, Any]:
+        """What a node calls, with its arguments, tensors as `_Spec`, sizes as numbers."""
+        target, args, kwargs = _call_of(node)
         mapped: Any = fx.map_arg(
-            (node.args, node.kwargs), lambda source: self._spec(source, source in learning)
+            (args, kwargs), lambda source: self._spec(source, source in learning)
         )
         given, kwargs = list(mapped[0]), dict(mapped[1])
-        target: Any = node.target
-        for place in DIVIDING.get(target, ()):
-            given[place] = _Spec((2,), given[place].dtype, False)
-        if is_call(node, LOWERED):
-            for place in (3, 4):
+        for place, length in DIVIDING.get(target, {}).items():
+            given[place] = _Spec((length,), given[place].dtype, False)
+        if target in BANK:
+            for place in BANK[target]:
                 given[place] = given[place].of_rank(rank)
-        return tuple(given), kwargs
+            given[MAX_RANK[target]] = 0
+        return target, tuple(given), kwargs
 
     def _spec(self, node: fx.Node, learning: bool) -> Any:
         value = node.meta.get("val")
@@ -209,8 +223,22 @@ class _Spec:
         return torch.empty(self.shape, dtype=self.dtype, device="meta", requires_grad=learning)
 
 
-def _is_made_of_others(name: str, target: Any) -> bool:
-    return name not in PER_ELEMENT and is_composite(target)
+def _call_of(node: fx.Node) -> tuple[Any, Any, Any]:
+    """Operator and arguments of a node; of a site that shares an operator, as if it had its own."""
+    site = lowered_site(node)
+    if site is None:
+        return node.target, node.args, node.kwargs
+    return site.operator, tuple(site.arguments.values()), {}
+
+
+def _computes(node: fx.Node, name: str) -> bool:
+    return node.op == "call_function" and name not in MOVES and not serves_several(node)
+
+
+def _is_counted(node: fx.Node, name: str) -> bool:
+    """Whether a node comes down to operators that the registry may know."""
+    target: Any = _call_of(node)[0]
+    return formula_of(target) is not None or (name not in PER_ELEMENT and is_composite(target))
 
 
 def _made(value: Any) -> Any:

@@ -10,12 +10,13 @@ import torch
 from torch import Tensor, fx
 
 from tlora_fx.fingerprint import owners
-from tlora_fx.graph import Block, GroupGraph, JobGraph, TensorRef, is_call, output_of, placeholders
-from tlora_fx.inspect.cost import Cost, operator_name, total
+from tlora_fx.graph import Block, GroupGraph, JobGraph, TensorRef, output_of, placeholders
+from tlora_fx.inspect.cost import Cost, short_name, total
 from tlora_fx.inspect.flops import first_tensor
-from tlora_fx.inspect.meter import LOWERED, Meter
+from tlora_fx.inspect.meter import Meter
 from tlora_fx.inspect.program import SCHEMA, Ancestor, GraphEntry, NodeEntry, Program
 from tlora_fx.inspect.rows import is_branch
+from tlora_fx.lowered import lowered_site
 from tlora_fx.passes.lower_loss import HEAD, LOSS
 from tlora_fx.provenance import Origin, ancestry, origin_of
 from tlora_fx.source import SHORT, input_names, size_names, statements
@@ -154,7 +155,7 @@ class _Maker:
         if node.op == "call_module":
             return self._loss() if node.target == LOSS else Cost()
         cost = self.meter.node(node)
-        if is_call(node, LOWERED):
+        if lowered_site(node) is not None:
             return cost + self._adapters(node, layers).share(self.share)
         return cost.share(self.share) if is_branch(node) else cost
 
@@ -231,7 +232,7 @@ def _launches(node: fx.Node) -> bool:
     """Whether an operator computes something, rather than look at what is there."""
     if node.op == "call_module":
         return node.target == LOSS
-    if node.op != "call_function" or operator_name(node) in NO_KERNEL:
+    if node.op != "call_function" or short_name(node.target) in NO_KERNEL:
         return False
     if not isinstance(first_tensor(node.meta.get("val")), Tensor):
         return False

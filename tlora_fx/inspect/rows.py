@@ -12,6 +12,7 @@ from torch import fx
 
 from tlora_fx.graph import TensorRef
 from tlora_fx.inspect.cost import MOVES, operator_name
+from tlora_fx.lowered import is_lowered, lowered_site, serves_several
 
 # What a module is called by, when it holds one of these; the first that it holds.
 PRINCIPAL = {
@@ -38,7 +39,7 @@ SHOWN_OPERATORS = 3
 class ModuleNodes:
     """The nodes of one module.
 
-    nodes       what runs for all jobs, the site's multi_lora_linear included
+    nodes       what runs for all jobs, the site's multi_lora_linear, or its part of one, included
     branches    what runs for one job alone, by job
     reasons     why it does, by job
     """
@@ -71,15 +72,15 @@ class ModuleNodes:
 
     @property
     def lowered(self) -> fx.Node | None:
-        """The operator that serves the adapters of all jobs here."""
-        return next((n for n in self.nodes if operator_name(n) == "multi_lora_linear"), None)
+        """The result of the operator that serves the adapters of all jobs here."""
+        return next((n for n in self.nodes if lowered_site(n) is not None), None)
 
     def reads(self, owner: str) -> set[fx.Node]:
         """The get_attr nodes of tensors of an owner ("base", "job") that the module reads."""
         return {
             source
             for node in (*self.nodes, *(n for own in self.branches.values() for n in own))
-            for source in node.all_input_nodes
+            for source in _read_by(node)
             if source.op == "get_attr" and owner_of(source) == owner
         }
 
@@ -94,6 +95,12 @@ class ModuleNodes:
         found = [(name, n) for name, n in names.items() if name not in MOVES] or list(names.items())
         shown = [f"{name} ×{n}" if n > 1 else name for name, n in found[:SHOWN_OPERATORS]]
         return ", ".join(shown) + (", …" if len(found) > SHOWN_OPERATORS else "")
+
+
+def _read_by(node: fx.Node) -> list[fx.Node]:
+    """What a node reads; of an operator that several sites share, its own site's part."""
+    site = lowered_site(node)
+    return node.all_input_nodes if site is None else site.inputs
 
 
 def owner_of(node: fx.Node) -> str | None:
@@ -114,6 +121,8 @@ def modules_of(nodes: Iterable[fx.Node]) -> list[ModuleNodes]:
     for node in nodes:
         if node.op != "call_function" or not _holds_tensors(node.meta.get("val")):
             continue
+        if serves_several(node):  # each of its sites has a result of its own
+            continue
         alone = is_branch(node)
         key = str(node.meta.get("site" if alone else "path", ""))
         if (alone and not key) or node.meta.get("role") == "table":
@@ -132,7 +141,7 @@ def modules_of(nodes: Iterable[fx.Node]) -> list[ModuleNodes]:
 
 def is_branch(node: fx.Node) -> bool:
     """Whether a node runs for one job alone."""
-    return node.meta.get("role") == "adapter" and operator_name(node) != "multi_lora_linear"
+    return node.meta.get("role") == "adapter" and not is_lowered(node)
 
 
 def _holds_tensors(value: Any) -> bool:

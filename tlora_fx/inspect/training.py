@@ -18,8 +18,9 @@ from torch import fx
 from tlora_fx.graph import GroupGraph, TensorRef, is_call, output_of, placeholders
 from tlora_fx.inspect.cost import Cost
 from tlora_fx.inspect.flops import first_tensor
-from tlora_fx.inspect.meter import LOWERED, Meter
+from tlora_fx.inspect.meter import Meter
 from tlora_fx.inspect.rows import is_branch
+from tlora_fx.lowered import lowered_site
 from tlora_fx.passes.lower_loss import HEAD, LOSS
 
 DETACH = torch.ops.aten.detach.default
@@ -83,7 +84,7 @@ class _Walker:
             else:
                 needs = _trains(node) or any(n in learning for n in node.all_input_nodes)
                 cost += self._node(node, learning if node in reached else set())
-            if is_call(node, LOWERED):
+            if lowered_site(node) is not None:
                 one = self.meter.trained(node, learning, rank=1)
                 slope = one - self.meter.trained(node, learning)
                 slopes.append((str(node.meta["site"]), tuple(node.meta["jobs"]), slope))

@@ -14,14 +14,14 @@ import torch
 from torch import Tensor, fx
 
 from tlora_fx.bank import AdapterBank
-from tlora_fx.graph import AdapterSite, GroupGraph, JobGraph, TensorRef, is_call
+from tlora_fx.graph import AdapterSite, GroupGraph, JobGraph, TensorRef
+from tlora_fx.lowered import lowered_sites
 from tlora_fx.numerics.tensors import Seeded, Unchecked
 from tlora_fx.ops import site_id
 from tlora_fx.stored import stored_value
 from tlora_fx.tracing.export import PEFT_PREFIX
 from tlora_fx.tracing.job_graph import SOME_RATE
 
-LOWERED = torch.ops.tlora_fx.multi_lora_linear.default
 BANK = ".lora."
 DOWN, UP, DROPOUT = ".lora_A.default.weight", ".lora_B.default.weight", ".lora_dropout"
 
@@ -172,8 +172,7 @@ class Reader:
 
 def _lowered_at(graph: fx.Graph, site: str) -> Mapping[str, Any]:
     """The branches that the lowered operator at a site serves, by job."""
-    for node in graph.nodes:
-        if is_call(node, LOWERED) and node.meta.get("site") == site:
-            found: Mapping[str, Any] = node.meta.get("branches") or {}
-            return found
+    for found in lowered_sites(graph):
+        if found.path == site:
+            return found.branches
     raise Unchecked(f"no operator reads the adapters of {site}")

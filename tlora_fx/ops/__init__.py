@@ -2,7 +2,8 @@
 
 from tlora_fx.ops import flops as _flops  # noqa: F401  (registers the formulas)
 from tlora_fx.ops.keyed_dropout import keyed_dropout
-from tlora_fx.ops.multi_lora_linear import multi_lora_linear, multi_lora_linear_backward
+from tlora_fx.ops.multi_lora_add import multi_lora_add
+from tlora_fx.ops.multi_lora_linear import multi_lora_linear, multi_lora_linears
 from tlora_fx.ops.packed_attention import packed_attention, packed_attention_backward
 from tlora_fx.ops.philox import (
     keep_mask,
@@ -12,6 +13,7 @@ from tlora_fx.ops.philox import (
     token_scale,
     uniform_at,
 )
+from tlora_fx.ops.quantized_linear import quantized_linear, quantized_linear_backward
 from tlora_fx.ops.segment_sums import segment_spread, segment_sum
 from tlora_fx.ops.segments import segment_read, segment_switch, segment_write
 
@@ -19,10 +21,13 @@ __all__ = [
     "keep_mask",
     "keep_scale",
     "keyed_dropout",
+    "multi_lora_add",
     "multi_lora_linear",
-    "multi_lora_linear_backward",
+    "multi_lora_linears",
     "packed_attention",
     "packed_attention_backward",
+    "quantized_linear",
+    "quantized_linear_backward",
     "random_uniform",
     "segment_read",
     "segment_spread",

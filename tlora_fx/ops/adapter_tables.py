@@ -9,6 +9,7 @@ from torch import Tensor
 
 from tlora_fx.errors import AdapterTableError
 from tlora_fx.ops.masks import JobMasks
+from tlora_fx.ops.philox import threshold_of
 from tlora_fx.ops.tables import check_table
 
 
@@ -46,14 +47,14 @@ class AdapterTables:
         """Check all tables; raises AdapterTableError, SegmentError, MaskKeyError."""
         masks = JobMasks.read(rates, segments, keys, token_index, site, tokens)
         jobs = len(masks.rates)
-        rows = _rank_bounds(ranks, jobs, a.shape[0])
-        if scales.shape != (jobs,) or scales.device.type != "cpu":
-            raise AdapterTableError(
-                "scales must be one number a job, on the CPU",
-                expected=f"[{jobs}] on cpu",
-                found=f"{list(scales.shape)} on {scales.device}",
-            )
-        return cls(tuple(_branches(masks.bounds, rows, scales.tolist())), masks)
+        rows = rank_bounds(ranks, jobs, a.shape[0])
+        factors = check_scales(scales, jobs)
+        return cls(tuple(_branches(masks.bounds, rows, factors)), masks)
+
+    def fit(self, max_rank: int, drops: bool) -> None:
+        """Refuse jobs that are more than the graph was made for; raises AdapterTableError."""
+        largest = max((one.ranks.stop - one.ranks.start for one in self.branches), default=0)
+        check_fit(largest, any(map(threshold_of, self.masks.rates)), max_rank, drops)
 
     def draw(self, branch: Branch, columns: int) -> Tensor | None:
         """The branch's keep mask, or None where it drops nothing."""
@@ -67,7 +68,8 @@ def _branches(bounds: list[int], rows: list[int], scales: list[float]) -> Iterat
             yield Branch(job, tokens, ranks, scale)
 
 
-def _rank_bounds(ranks: Tensor, jobs: int, total: int) -> list[int]:
+def rank_bounds(ranks: Tensor, jobs: int, total: int) -> list[int]:
+    """Where each job's rows of a and b begin, of `total`; raises AdapterTableError."""
     check_table(ranks, "ranks")
     rows: list[int] = ranks.tolist()
     # Rows behind the last job's belong to nobody: banks of equal layers have one size.
@@ -80,6 +82,38 @@ def _rank_bounds(ranks: Tensor, jobs: int, total: int) -> list[int]:
     if any(first > second for first, second in itertools.pairwise(rows)):
         raise AdapterTableError("rank offsets must rise", found=rows)
     return rows
+
+
+def check_scales(scales: Tensor, jobs: int) -> list[float]:
+    """What each of `jobs` jobs' branches is multiplied with; raises AdapterTableError."""
+    if scales.shape != (jobs,) or scales.device.type != "cpu":
+        raise AdapterTableError(
+            "scales must be one number a job, on the CPU",
+            expected=f"[{jobs}] on cpu",
+            found=f"{list(scales.shape)} on {scales.device}",
+        )
+    values: list[float] = scales.tolist()
+    return values
+
+
+def check_fit(largest: int, drop: bool, max_rank: int, drops: bool) -> None:
+    """Refuse jobs that are more than the graph was made for; raises AdapterTableError.
+
+    largest, drop     the jobs' largest rank, and whether any drops
+    max_rank, drops   what the graph says; max_rank 0: any rank
+    """
+    if max_rank and largest > max_rank:
+        raise AdapterTableError(
+            "a job's rank is above what the graph was compiled for",
+            expected=f"{max_rank} at most",
+            found=largest,
+            help="compile the jobs again, with this one among them",
+        )
+    if drop and not drops:
+        raise AdapterTableError(
+            "a job drops, but the graph was compiled for jobs that do not",
+            help="compile the jobs again, with this one among them",
+        )
 
 
 def check_adapters(x: Tensor, weight: Tensor, bias: Tensor | None, a: Tensor, b: Tensor) -> None:

@@ -12,8 +12,12 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch._subclasses.functional_tensor import FunctionalTensor
 from torch.utils.flop_counter import register_flop_formula
 
+import tlora_fx.ops.multi_lora_add
 import tlora_fx.ops.multi_lora_linear
-import tlora_fx.ops.packed_attention  # noqa: F401  (both define what is named below)
+import tlora_fx.ops.packed_attention
+import tlora_fx.ops.quantized_linear  # noqa: F401  (these define what is named below)
+from tlora_fx.ops.multi_lora_sites import served_by_kernels
+from tlora_fx.ops.site_group import SiteGroup
 
 ops = torch.ops.tlora_fx
 
@@ -46,6 +50,19 @@ def _tokens(x: Tensor) -> int:
     return x.numel() // x.shape[-1]
 
 
+def _low_rank(x: Tensor, group: SiteGroup) -> list[float]:
+    """Tokens times rank, summed over the jobs, of each site."""
+    pairs = zip(group.a, group.ranks, strict=True)
+    return [_rank_rows(x, a, ranks, group.segments) for a, ranks in pairs]
+
+
+def _forward(x: Tensor, group: SiteGroup) -> int:
+    frozen = 2 * _tokens(x) * sum(weight.numel() for weight in group.weights)
+    rows = _low_rank(x, group)
+    widths = [a.shape[1] + b.shape[1] for a, b in zip(group.a, group.b, strict=True)]
+    return frozen + sum(round(2 * n * width) for n, width in zip(rows, widths, strict=True))
+
+
 @register_flop_formula(ops.multi_lora_linear, get_raw=True)
 def multi_lora_linear_flops(
     x: Tensor,
@@ -57,37 +74,65 @@ def multi_lora_linear_flops(
     scales: Tensor,
     rates: Tensor,
     segments: Tensor,
+    keys: Tensor,
+    token_index: Tensor,
+    site: Tensor,
     *rest: Any,
     **out: Any,
 ) -> int:
     """The frozen product and each job's two low-rank products."""
-    low_rank = _rank_rows(x, a, ranks, segments) * (a.shape[1] + b.shape[1])
-    return 2 * _tokens(x) * weight.numel() + round(2 * low_rank)
+    lists = [a], [b], [ranks], [scales], [rates]
+    tables = (*lists, segments, keys, token_index, [site], a.dtype, 0, True)
+    return _forward(x, SiteGroup([weight], *tables))
 
 
-@register_flop_formula(ops.multi_lora_linear_backward, get_raw=True)
-def multi_lora_linear_backward_flops(
-    dy: Tensor,
-    x: Tensor,
-    weight: Tensor,
-    a: Tensor,
-    b: Tensor,
-    ranks: Tensor,
-    scales: Tensor,
-    rates: Tensor,
-    segments: Tensor,
-    keys: Tensor,
-    token_index: Tensor,
-    site: Tensor,
-    compute_dtype: torch.dtype,
-    need_dx: bool,
-    **out: Any,
+@register_flop_formula(ops.multi_lora_linears, get_raw=True)
+def multi_lora_linears_flops(
+    x: Tensor, weights: list[Tensor], biases: Any, *tables: Any, **out: Any
 ) -> int:
-    """dx through the frozen weight; dS, S again, dA, dB, and the branch's share of dx."""
-    rows, columns = _rank_rows(x, a, ranks, segments), 2 * (a.shape[1] + b.shape[1])
-    if not need_dx:
-        return round(2 * rows * columns)
-    return 2 * _tokens(x) * weight.numel() + round(2 * rows * (columns + a.shape[1]))
+    """`multi_lora_linear_flops`, summed over the linears."""
+    given: Any = (*tables[:9], x.dtype, 0, True)
+    return _forward(x, SiteGroup(weights, *given))
+
+
+@register_flop_formula(ops.multi_lora_forward, get_raw=True)
+def multi_lora_forward_flops(
+    x: Tensor, weights: list[Tensor], biases: Any, *rest: Any, **out: Any
+) -> int:
+    """The frozen products and each job's two low-rank products."""
+    return _forward(x, SiteGroup(weights, *rest[:-1]))
+
+
+@register_flop_formula(ops.multi_lora_input_gradient, get_raw=True)
+def multi_lora_input_gradient_flops(
+    dys: list[Tensor], weights: list[Tensor], *rest: Any, **out: Any
+) -> int:
+    """dS; where dx is wanted, its product with the frozen weight and its branch. dB as kernels do.
+
+    Kernels find dB in the pass over dy that finds dS; the loop over jobs finds it with dA.
+    """
+    *tables, s, _, need_dx, _ = rest
+    group, flop = SiteGroup(weights, *tables), 0
+    for dy, a, b, weight, rows in zip(
+        dys, group.a, group.b, weights, _low_rank(dys[0], group), strict=True
+    ):
+        columns = b.shape[1] * (1 + served_by_kernels(s)) + a.shape[1] * need_dx
+        flop += round(2 * rows * columns) + 2 * _tokens(dy) * weight.numel() * need_dx
+    return flop
+
+
+@register_flop_formula(ops.multi_lora_adapter_gradients, get_raw=True)
+def multi_lora_adapter_gradients_flops(
+    dys: list[Tensor], x: Tensor, weights: list[Tensor], *rest: Any, **out: Any
+) -> int:
+    """dA; where no kernel served, S again and dB."""
+    *tables, s, _, _, _ = rest
+    group = SiteGroup(weights, *tables)
+    again = 0 if served_by_kernels(s) else 1
+    sites = zip(group.a, group.b, _low_rank(x, group), strict=True)
+    return sum(
+        round(2 * rows * (a.shape[1] + again * (a.shape[1] + b.shape[1]))) for a, b, rows in sites
+    )
 
 
 def _attended(q: Tensor, cu_seqlens: Tensor) -> float:
@@ -116,3 +161,52 @@ def packed_attention_backward_flops(
 ) -> int:
     """Scores again, dq, dk; and the two products of the values."""
     return round(2 * _attended(q, cu_seqlens) * (3 * q.shape[2] + 2 * v.shape[2]))
+
+
+@register_flop_formula(ops.quantized_linear, get_raw=True)
+def quantized_linear_flops(
+    x: Tensor, stored: list[Tensor], bias: Tensor | None, form: str, shape: list[int], **out: Any
+) -> int:
+    """The product alone: restoring the matrix is none."""
+    return 2 * _tokens(x) * int(shape[0] * shape[1])
+
+
+@register_flop_formula(ops.quantized_linear_backward, get_raw=True)
+def quantized_linear_backward_flops(
+    dy: Tensor, stored: list[Tensor], form: str, shape: list[int], **out: Any
+) -> int:
+    """dx."""
+    return 2 * _tokens(dy) * int(shape[0] * shape[1])
+
+
+@register_flop_formula(ops.multi_lora_add, get_raw=True)
+def multi_lora_add_flops(
+    y: Tensor,
+    x: Tensor,
+    a: Tensor,
+    b: Tensor,
+    ranks: Tensor,
+    scales: Tensor,
+    rates: Tensor,
+    segments: Tensor,
+    *rest: Any,
+    **out: Any,
+) -> int:
+    """Each job's two low-rank products."""
+    return round(2 * _rank_rows(x, a, ranks, segments) * (a.shape[1] + b.shape[1]))
+
+
+@register_flop_formula(ops.multi_lora_add_forward, get_raw=True)
+def multi_lora_add_forward_flops(y: Tensor, x: Tensor, *tables: Any, **out: Any) -> int:
+    """Each job's two low-rank products."""
+    (a,), (b,), (ranks,), _, _, segments, *_ = tables
+    columns: int = a.shape[1] + b.shape[1]
+    return round(2 * _rank_rows(x, a, ranks, segments) * columns)
+
+
+@register_flop_formula(ops.multi_lora_add_input_gradient, get_raw=True)
+def multi_lora_add_input_gradient_flops(dy: Tensor, *rest: Any, **out: Any) -> int:
+    """dS; the branch's dx where it is wanted; dB as kernels do."""
+    (a,), (b,), (ranks,), _, _, segments, *_, s, _, need_dx = rest
+    columns: int = b.shape[1] * (1 + served_by_kernels(s)) + a.shape[1] * need_dx
+    return round(2 * _rank_rows(dy, a, ranks, segments) * columns)

@@ -1,29 +1,24 @@
-"""`tlora_fx::multi_lora_linear`: one frozen linear and the adapters of all jobs on it.
+"""`tlora_fx::multi_lora_linear`: frozen linears and the adapters of all jobs on them.
 
-Each job's branch runs on its own segment, never on masked rows of others: a NaN of one job has
-no way into another's sums.
+Graphs hold these operators, one output a site. They are made of the three in multi_lora_sites.py,
+which also hand on what a backward reads again: those are what autograd, AOT and a pipeline that
+runs dX and dA, dB apart see. Where a compiler traces them they are also given room (see room.py).
 """
 
+from __future__ import annotations
+
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from tlora_fx.errors import FrozenGradientError
-from tlora_fx.ops.adapter_tables import AdapterTables, check_adapters, sum_dtype
-from tlora_fx.ops.philox import keep_scale
+from tlora_fx.ops.multi_lora_sites import forward_of
 
-_TABLES = (
-    "Tensor ranks, Tensor scales, Tensor rates, Tensor segments, Tensor keys, "
-    "Tensor token_index, Tensor site, ScalarType compute_dtype"
-)
+_ROW = "Tensor segments, Tensor keys, Tensor token_index"
+_CAPACITY = "ScalarType compute_dtype, int max_rank=0, bool drops=True"
 
 
-@torch.library.custom_op(
-    "tlora_fx::multi_lora_linear",
-    mutates_args=(),
-    schema=f"(Tensor x, Tensor weight, Tensor? bias, Tensor a, Tensor b, {_TABLES}) -> Tensor",
-)
 def multi_lora_linear(
     x: Tensor,
     weight: Tensor,
@@ -38,6 +33,8 @@ def multi_lora_linear(
     token_index: Tensor,
     site: Tensor,
     compute_dtype: torch.dtype,
+    max_rank: int = 0,
+    drops: bool = True,
 ) -> Tensor:
     """Apply a frozen linear, and to each job's tokens its own adapter.
 
@@ -52,58 +49,68 @@ def multi_lora_linear(
     token_index    int32, one a token; read only when some job drops
     site           int64 scalar on the CPU, `site_id` of the layer
     compute_dtype  adapters are cast to it and multiplied in it
+    max_rank       the largest rank that a job may have here; 0: the rows of a
+    drops          whether a job may drop here; where False, rates must be 0
     returns        [..., out] in x's dtype; rows of job j hold
                    x Wᵀ + bias + scale_j * (drop_j(x) A_jᵀ) B_j
-    raises         AdapterTableError, SegmentError, MaskKeyError
+    raises         AdapterTableError, SegmentError, MaskKeyError, naming the site
     source         tLoRA, section 3.3
     """
-    check_adapters(x, weight, bias, a, b)
-    rows = x.reshape(-1, x.shape[-1])
-    tables = AdapterTables.read(
-        a, b, ranks, scales, rates, segments, keys, token_index, site, len(rows)
-    )
-    y = torch.nn.functional.linear(rows, weight, bias)
-    for branch in tables.branches:
-        keep = tables.draw(branch, x.shape[-1])
-        dropped = _drop(rows[branch.tokens].to(compute_dtype), keep, tables, branch.job)
-        hidden = dropped @ a[branch.ranks].to(compute_dtype).t()
-        _add_product(y[branch.tokens], hidden, b[branch.ranks].to(compute_dtype), branch.scale)
-    return y.view(*x.shape[:-1], weight.shape[0])
+    made: Tensor = torch.ops.tlora_fx.multi_lora_linear.default(
+        x, weight, bias, a, b, ranks, scales, rates, segments, keys, token_index, site,
+        compute_dtype, max_rank, drops,
+    )  # fmt: skip
+    return made
 
 
-@multi_lora_linear.register_fake
-def _fake(
-    x: Tensor, weight: Tensor, bias: Tensor | None, a: Tensor, b: Tensor, *tables: Any
-) -> Tensor:
-    check_adapters(x, weight, bias, a, b)
-    return x.new_empty(*x.shape[:-1], weight.shape[0])
+def multi_lora_linears(
+    x: Tensor,
+    weights: Sequence[Tensor],
+    biases: Sequence[Tensor | None],
+    a: Sequence[Tensor],
+    b: Sequence[Tensor],
+    ranks: Sequence[Tensor],
+    scales: Sequence[Tensor],
+    rates: Sequence[Tensor],
+    segments: Tensor,
+    keys: Tensor,
+    token_index: Tensor,
+    sites: Sequence[Tensor],
+    compute_dtype: torch.dtype,
+    max_rank: int = 0,
+    drops: bool = True,
+) -> list[Tensor]:
+    """`multi_lora_linear` of several linears that read the same x: q, k, v, or gate, up.
+
+    lists      an entry a linear
+    max_rank   the largest rank that a job may have at any of them
+    returns    what each linear gives
+    raises     as `multi_lora_linear`
+    """
+    made: list[Tensor] = torch.ops.tlora_fx.multi_lora_linears.default(
+        x, weights, biases, a, b, ranks, scales, rates, segments, keys, token_index, sites,
+        compute_dtype, max_rank, drops,
+    )  # fmt: skip
+    return made
 
 
-def _drop(part: Tensor, keep: Tensor | None, tables: AdapterTables, job: int) -> Tensor:
-    if keep is None:
-        return part
-    return torch.where(keep, part * keep_scale(tables.masks.rates[job]), 0)
-
-
-def _add_product(target: Tensor, left: Tensor, right: Tensor, scale: float) -> None:
-    """target += scale * (left @ right), in place, summed in the wider of the two types."""
-    if target.dtype == left.dtype:
-        target.addmm_(left, right, alpha=scale)
-        return
-    wide = sum_dtype(target.dtype, left.dtype)
-    target.copy_(target.to(wide) + (left @ right).to(wide) * scale)
-
-
-@torch.library.custom_op(
-    "tlora_fx::multi_lora_linear_backward",
-    mutates_args=(),
-    schema=f"(Tensor dy, Tensor x, Tensor weight, Tensor a, Tensor b, {_TABLES}, bool need_dx) "
-    "-> (Tensor, Tensor, Tensor)",
+torch.library.define(
+    "tlora_fx::multi_lora_linear",
+    "(Tensor x, Tensor weight, Tensor? bias, Tensor a, Tensor b, Tensor ranks, Tensor scales, "
+    f"Tensor rates, {_ROW}, Tensor site, {_CAPACITY}) -> Tensor",
 )
-def multi_lora_linear_backward(
-    dy: Tensor,
+torch.library.define(
+    "tlora_fx::multi_lora_linears",
+    "(Tensor x, Tensor[] weights, Tensor?[] biases, Tensor[] a, Tensor[] b, Tensor[] ranks, "
+    f"Tensor[] scales, Tensor[] rates, {_ROW}, Tensor[] sites, {_CAPACITY}) -> Tensor[]",
+)
+
+
+def _one(
+    keyset: Any,
     x: Tensor,
     weight: Tensor,
+    bias: Tensor | None,
     a: Tensor,
     b: Tensor,
     ranks: Tensor,
@@ -114,72 +121,43 @@ def multi_lora_linear_backward(
     token_index: Tensor,
     site: Tensor,
     compute_dtype: torch.dtype,
-    need_dx: bool,
-) -> tuple[Tensor, Tensor, Tensor]:
-    """The gradients of `multi_lora_linear`; masks and the low-rank rows are computed again.
+    max_rank: int = 0,
+    drops: bool = True,
+) -> Tensor:
+    made = forward_of(
+        keyset, x, [weight], [bias], [a], [b], [ranks], [scales], [rates], segments, keys,
+        token_index, [site], compute_dtype, max_rank, drops,
+    )  # fmt: skip
+    return made[0]
 
-    dy       [..., out]
-    returns  dx like x (empty [0] unless need_dx), da like a, db like b; rows of jobs without
-             tokens are zero
-    raises   as `multi_lora_linear`
-    """
-    check_adapters(x, weight, None, a, b)
-    rows, grads = x.reshape(-1, x.shape[-1]), dy.reshape(-1, dy.shape[-1])
-    tables = AdapterTables.read(
-        a, b, ranks, scales, rates, segments, keys, token_index, site, len(rows)
+
+def _several(
+    keyset: Any,
+    x: Tensor,
+    weights: list[Tensor],
+    biases: list[Tensor | None],
+    a: list[Tensor],
+    b: list[Tensor],
+    ranks: list[Tensor],
+    scales: list[Tensor],
+    rates: list[Tensor],
+    segments: Tensor,
+    keys: Tensor,
+    token_index: Tensor,
+    sites: list[Tensor],
+    compute_dtype: torch.dtype,
+    max_rank: int = 0,
+    drops: bool = True,
+) -> list[Tensor]:
+    made = forward_of(
+        keyset, x, weights, biases, a, b, ranks, scales, rates, segments, keys, token_index, sites,
+        compute_dtype, max_rank, drops,
+    )  # fmt: skip
+    return made[: len(weights)]
+
+
+_library = torch.library.Library("tlora_fx", "IMPL")  # type: ignore[no-untyped-call]
+for _name, _function in (("multi_lora_linear", _one), ("multi_lora_linears", _several)):
+    _library.impl(  # type: ignore[no-untyped-call]
+        _name, _function, "CompositeImplicitAutograd", with_keyset=True
     )
-    dx = grads @ weight if need_dx else x.new_empty(0)
-    da, db = _zeros(a), _zeros(b)
-    for branch in tables.branches:
-        own_a, own_b = a[branch.ranks].to(compute_dtype), b[branch.ranks].to(compute_dtype)
-        grad = grads[branch.tokens].to(compute_dtype)
-        keep = tables.draw(branch, x.shape[-1])
-        dropped = _drop(rows[branch.tokens].to(compute_dtype), keep, tables, branch.job)
-        inner = (grad @ own_b.t()).mul_(branch.scale)
-        da[branch.ranks] = inner.t() @ dropped
-        db[branch.ranks] = ((dropped @ own_a.t()).t() @ grad).mul_(branch.scale)
-        if not need_dx:
-            continue
-        if keep is None:
-            _add_product(dx[branch.tokens], inner, own_a, 1.0)
-        else:
-            _add(dx[branch.tokens], _drop(inner @ own_a, keep, tables, branch.job))
-    return dx.view(x.shape) if need_dx else dx, da, db
-
-
-@multi_lora_linear_backward.register_fake
-def _backward_fake(
-    dy: Tensor, x: Tensor, weight: Tensor, a: Tensor, b: Tensor, *tables: Any
-) -> tuple[Tensor, Tensor, Tensor]:
-    need_dx = tables[-1]
-    dx = x.new_empty(x.shape) if need_dx else x.new_empty(0)
-    return dx, a.new_empty(a.shape), b.new_empty(b.shape)
-
-
-def _zeros(like: Tensor) -> Tensor:
-    return torch.zeros_like(like, memory_format=torch.contiguous_format)
-
-
-def _add(target: Tensor, value: Tensor) -> None:
-    wide = sum_dtype(target.dtype, value.dtype)
-    target.copy_(target.to(wide) + value.to(wide))
-
-
-def _setup(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-    x, weight, _, a, b, *tables, ctx.compute_dtype = inputs
-    ctx.save_for_backward(x, weight, a, b, *tables)
-
-
-def _backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-    if ctx.needs_input_grad[1] or ctx.needs_input_grad[2]:
-        raise FrozenGradientError(
-            "multi_lora_linear gives no gradient for its weight and bias",
-            help="freeze them, or leave this layer to run as it is on its job's segment",
-        )
-    op = torch.ops.tlora_fx.multi_lora_linear_backward
-    need_dx = ctx.needs_input_grad[0]
-    dx, da, db = op(grad, *ctx.saved_tensors, ctx.compute_dtype, need_dx)
-    return (dx if need_dx else None, None, None, da, db, *[None] * 8)
-
-
-multi_lora_linear.register_autograd(_backward, setup_context=_setup)

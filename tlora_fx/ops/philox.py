@@ -25,10 +25,20 @@ _CPU_COUNTERS, _CUDA_COUNTERS = 1 << 14, 1 << 22
 _SIGNS = -0x7FFF7FFF7FFF8000  # flips the top bit of each 16-bit value of an int64
 
 
+_names: dict[int, str] = {}
+
+
 def site_id(path: str) -> int:
     """The 31-bit number of a module path, the third counter word of its masks."""
     digest = hashlib.blake2s(path.encode(), digest_size=4).digest()
-    return int.from_bytes(digest, "little") & 0x7FFFFFFF
+    number = int.from_bytes(digest, "little") & 0x7FFFFFFF
+    _names[number] = path
+    return number
+
+
+def site_name(number: int) -> str:
+    """The module path that a number was made of in this process, else the number."""
+    return _names.get(number, str(number))
 
 
 def philox(

@@ -1,0 +1,267 @@
+"""A whole training step of eight jobs, ours beside others': `python -m benchmarks.step`.
+
+Llama-3-8B's shape with random weights, which all arms share. Each arm does forward, backward and
+the optimizer for all eight jobs; the frozen model does forward and backward down to its embeddings.
+All arms take turns in rounds; a figure is the median wall time. Ours is `Trainer`'s whole round:
+packing on the host, gradient norms, metrics, and one optimizer a job; the others have their tokens
+on the GPU already, and one fused AdamW. PEFT's figure is the sum over its jobs.
+
+On a CPU nothing but the code is tried: `--device cpu --layers 2 --hidden 64 --vocabulary 512`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import statistics
+import tempfile
+import time
+import warnings
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from rich.console import Console
+from rich.table import Table
+
+from benchmarks.interleaved import Spread
+from benchmarks.kernel_times import busy, profiled, table
+from benchmarks.results_file import RESULTS, console, described, write
+from benchmarks.step_arms import ARMS, Arm, Made, Seconds
+from benchmarks.step_mixes import MIXES, Mix, Shape
+from benchmarks.step_profile import CLASSES, classes
+
+DEFAULT = "frozen,ours,ours-compiled,peft,stacked-compiled"
+PROFILED = ("ours", "ours-compiled", "stacked-compiled")
+WARM_UP = 3
+GIB = 2**30
+KEPT_KERNELS = 60
+
+
+@dataclass(slots=True)
+class Found:
+    """What is known of one arm on one mix.
+
+    steps   seconds by part, one entry a round
+    peak    bytes that a step takes above what all arms hold between steps
+    """
+
+    steps: list[Seconds] = field(default_factory=list)
+    peak: int = 0
+    classes: dict[str, float] = field(default_factory=dict)
+    kernels: list[dict[str, Any]] = field(default_factory=list)
+    busy_ms: float = 0.0
+
+    @property
+    def totals(self) -> list[float]:
+        """Milliseconds a step, one figure a round."""
+        return [sum(parts.values()) * 1e3 for parts in self.steps]
+
+    @property
+    def parts(self) -> dict[str, float]:
+        """Median milliseconds of each part."""
+        names = {name: None for parts in self.steps for name in parts}
+        return {
+            name: statistics.median(parts[name] * 1e3 for parts in self.steps) for name in names
+        }
+
+
+class Bench:
+    """Arms that stand ready beside each other.
+
+    failed   by arm, why it cannot run
+    """
+
+    def __init__(self, made: Made, names: Sequence[str], out: Console) -> None:
+        self.made, self.out = made, out
+        self.arms: dict[str, Arm] = {}
+        self.failed: dict[str, str] = {}
+        for name in names:
+            started = time.perf_counter()
+            try:
+                self.arms[name] = ARMS[name](made)
+            except Exception as error:  # noqa: BLE001  (an arm may fail in any way; others go on)
+                self._fail(name, error)
+            out.print(f"{name}: built in {time.perf_counter() - started:.1f} s", highlight=False)
+
+    def run(self, mix: Mix, rounds: int, profile: Sequence[str]) -> dict[str, Found]:
+        """Warm up, measure memory, then time in rounds."""
+        found = {name: Found() for name in self.arms}
+        for name in list(self.arms):
+            self._try(name, lambda name=name: self._prepare(name, mix, found[name]))
+        for number in range(rounds):
+            names = list(self.arms)
+            for name in names if number % 2 == 0 else reversed(names):
+                self._try(name, lambda name=name: found[name].steps.append(self.arms[name].step()))
+        for name in [name for name in profile if name in self.arms]:
+            self._try(name, lambda name=name: self._profile(name, found[name]))
+        return {name: one for name, one in found.items() if name in self.arms}
+
+    def _try(self, name: str, run: Any) -> None:
+        try:
+            run()
+        except Exception as error:  # noqa: BLE001  (as above)
+            self._fail(name, error)
+
+    def _fail(self, name: str, error: Exception) -> None:
+        lines = [line for line in str(error).splitlines() if line.strip()] or [""]
+        self.failed[name] = f"{type(error).__name__}: {lines[0][:300]}"
+        self.out.print(f"{name} cannot: {self.failed[name]}", highlight=False)
+        self.arms.pop(name, None)
+        _forget(self.made.device)
+
+    def _prepare(self, name: str, mix: Mix, found: Found) -> None:
+        started, arm = time.perf_counter(), self.arms[name]
+        arm.load(mix)
+        for _ in range(WARM_UP):
+            arm.step()
+        if self.made.device == "cuda":
+            before = torch.cuda.memory_allocated()
+            torch.cuda.reset_peak_memory_stats()
+            arm.step()
+            found.peak = torch.cuda.max_memory_allocated() - before
+        seconds = time.perf_counter() - started
+        self.out.print(f"{name}, {mix.name}: warm after {seconds:.1f} s", highlight=False)
+
+    def _profile(self, name: str, found: Found) -> None:
+        arm = self.arms[name]
+        kernels = profiled(arm.step)
+        wall = statistics.median(found.totals)
+        found.classes = classes(kernels, self.made.shape.vocabulary, wall)
+        found.busy_ms = busy(kernels) / 1e3
+        found.kernels = table(kernels, 1)[:KEPT_KERNELS]
+
+
+def _forget(device: str) -> None:
+    gc.collect()
+    if device == "cuda":
+        torch.cuda.empty_cache()
+
+
+def mix_json(mix: Mix, shape: Shape, found: Mapping[str, Found]) -> dict[str, Any]:
+    """A mix as a result file has it."""
+    return asdict(mix) | {
+        "tokens": mix.tokens,
+        "arms": {name: _arm_json(mix, shape, one) for name, one in found.items()},
+    }
+
+
+def _arm_json(mix: Mix, shape: Shape, found: Found) -> dict[str, Any]:
+    spread = Spread.of(found.totals)
+    made: dict[str, Any] = {
+        "milliseconds": asdict(spread),
+        "parts_ms": found.parts,
+        "frozen_tflops": _tflops(mix, shape, spread.median),
+        "tokens_per_second": round(mix.tokens / spread.median * 1e3),
+        "peak_gib_above_rest": round(found.peak / GIB, 2),
+    }
+    if found.classes:
+        made |= {"gpu_busy_ms": found.busy_ms, "classes_ms": found.classes}
+        made |= {"kernels": found.kernels}
+    return made
+
+
+def _tflops(mix: Mix, shape: Shape, milliseconds: float) -> float:
+    """Of the frozen products alone: two of two operations a parameter and token."""
+    return round(4 * shape.frozen_parameters() * mix.tokens / milliseconds / 1e9, 1)
+
+
+def show(mix: Mix, shape: Shape, found: Mapping[str, Found], out: Console) -> None:
+    """A line an arm, then the classes of what was profiled."""
+    made = _table(f"{mix.name}: {mix.tokens} tokens")
+    for head in ("arm", "ms", "least..most", "parts", "TFLOP/s", "tokens/s", "GiB above rest"):
+        made.add_column(head)
+    for name, one in found.items():
+        made.add_row(name, *_cells(mix, shape, one))
+    out.print(made)
+    taken = {name: one for name, one in found.items() if one.classes}
+    if taken:
+        parts = _table(f"{mix.name}: milliseconds on the GPU by class of kernel")
+        for head in ("class", *taken):
+            parts.add_column(head)
+        for kind in CLASSES:
+            parts.add_row(kind, *(f"{one.classes[kind]:.1f}" for one in taken.values()))
+        out.print(parts)
+
+
+def _cells(mix: Mix, shape: Shape, found: Found) -> Iterator[str]:
+    spread = Spread.of(found.totals)
+    yield f"{spread.median:.1f}"
+    yield f"{spread.least:.1f}..{spread.most:.1f}"
+    yield ", ".join(f"{name} {ms:.1f}" for name, ms in found.parts.items() if len(found.parts) > 1)
+    yield f"{_tflops(mix, shape, spread.median):g}"
+    yield f"{mix.tokens / spread.median * 1e3:.0f}"
+    yield f"{found.peak / GIB:.2f}"
+
+
+def _table(title: str) -> Table:
+    return Table(title=title, title_justify="left", box=None, pad_edge=False)
+
+
+def shape_of(given: argparse.Namespace) -> Shape:
+    """Llama-3-8B's shape, or one with the same proportions."""
+    whole = Shape(layers=given.layers, dtype=given.dtype, dropout=given.dropout)
+    if given.hidden == whole.hidden:
+        return replace(whole, vocabulary=given.vocabulary)
+    heads = max(2, given.hidden // 128)
+    return replace(
+        whole,
+        hidden=given.hidden,
+        intermediate=given.hidden * 7 // 2,
+        heads=heads,
+        key_value_heads=max(1, heads // 4),
+        vocabulary=given.vocabulary,
+    )
+
+
+def parsed(arguments: Sequence[str] | None = None) -> argparse.Namespace:
+    """The command line."""
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.step", description=__doc__)
+    parser.add_argument("--layers", type=int, default=32)
+    parser.add_argument("--hidden", type=int, default=4096)
+    parser.add_argument("--vocabulary", type=int, default=128256)
+    parser.add_argument("--length", type=int, default=160, help="tokens of a sequence")
+    parser.add_argument("--dtype", default="bfloat16")
+    parser.add_argument("--dropout", type=float, default=0.0, help="of ours and of PEFT's adapters")
+    parser.add_argument("--arms", default=DEFAULT, help=f"of {', '.join(ARMS)}, commas between")
+    parser.add_argument("--mixes", type=int, default=len(MIXES), help="1: the first alone")
+    parser.add_argument("--rounds", type=int, default=7)
+    parser.add_argument("--profile", action="store_true", help="time on the GPU by kernel class")
+    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
+    parser.add_argument("--out", type=Path, default=RESULTS, help="folder for the JSON")
+    return parser.parse_args(arguments)
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Measure; exit status 1 when an arm cannot run."""
+    given, out = parsed(arguments), console()
+    warnings.filterwarnings("ignore")
+    torch._dynamo.config.recompile_limit = 64
+    shape, names = shape_of(given), given.arms.split(",")
+    unknown = [name for name in names if name not in ARMS]
+    if unknown:
+        raise SystemExit(f"no arm is called {unknown[0]}; there are {', '.join(ARMS)}")
+    started = time.perf_counter()
+    found = described("step", given.device) | {"shape": asdict(shape), "rounds": given.rounds}
+    path = given.out / f"step-{found['date']}.json"
+    mixes: list[dict[str, Any]] = []
+    profile = PROFILED if given.profile and given.device == "cuda" else ()
+    with tempfile.TemporaryDirectory() as folder:
+        made = Made(shape, given.device, Path(folder))
+        out.print(f"weights: drawn in {time.perf_counter() - started:.1f} s", highlight=False)
+        bench = Bench(made, names, out)
+        for mix in MIXES[: given.mixes]:
+            own = replace(mix, length=given.length)
+            measured = bench.run(own, given.rounds, profile)
+            show(own, shape, measured, out)
+            mixes.append(mix_json(own, shape, measured))
+            found["seconds"] = round(time.perf_counter() - started, 1)
+            write(path, found | {"mixes": mixes, "cannot": bench.failed})
+    out.print(f"written to {path} after {found['seconds']} s")
+    return 1 if bench.failed else 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

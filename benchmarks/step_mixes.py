@@ -1,0 +1,94 @@
+"""What `step.py` trains: the shape of the base, eight jobs, and how many sequences each brings."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from itertools import accumulate
+from typing import Any
+
+import torch
+from torch import Tensor
+
+RANKS = (2, 4, 8, 16, 2, 4, 8, 16)
+ALPHA = 16
+SEED = 5
+
+
+@dataclass(frozen=True, slots=True)
+class Shape:
+    """A Llama with random weights; the defaults are Llama-3-8B's.
+
+    dropout   of every job's adapters
+    """
+
+    layers: int = 32
+    hidden: int = 4096
+    intermediate: int = 14336
+    heads: int = 32
+    key_value_heads: int = 8
+    vocabulary: int = 128256
+    dtype: str = "bfloat16"
+    dropout: float = 0.0
+
+    @property
+    def torch_dtype(self) -> torch.dtype:
+        """As torch has it."""
+        found: torch.dtype = getattr(torch, self.dtype)
+        return found
+
+    def config(self, **changes: Any) -> Any:
+        """The transformers config."""
+        import transformers
+
+        fields: dict[str, Any] = {
+            "vocab_size": self.vocabulary,
+            "hidden_size": self.hidden,
+            "intermediate_size": self.intermediate,
+            "num_hidden_layers": self.layers,
+            "num_attention_heads": self.heads,
+            "num_key_value_heads": self.key_value_heads,
+            "max_position_embeddings": 8192,
+            "rope_theta": 500000.0,
+            "rms_norm_eps": 1e-5,
+            "tie_word_embeddings": False,
+        }
+        return transformers.LlamaConfig(**(fields | changes))
+
+    def frozen_parameters(self) -> int:
+        """Elements of all matrices that a token is multiplied with; the embedding is read only."""
+        width = self.hidden // self.heads * self.key_value_heads
+        attention = 2 * self.hidden * (self.hidden + width)
+        layer = attention + 3 * self.hidden * self.intermediate
+        return self.layers * layer + self.hidden * self.vocabulary
+
+
+@dataclass(frozen=True, slots=True)
+class Mix:
+    """Sequences of each job in one step, all of one length."""
+
+    name: str
+    batches: tuple[int, ...]
+    length: int = 160
+
+    @property
+    def tokens(self) -> int:
+        """Of all jobs."""
+        return sum(self.batches) * self.length
+
+    def ids(self, shape: Shape, device: str) -> list[Tensor]:
+        """Random token ids, int64 [batch, length] for each job."""
+        generator = torch.Generator().manual_seed(SEED)
+        drawn = [
+            torch.randint(0, shape.vocabulary, (batch, self.length), generator=generator)
+            for batch in self.batches
+        ]
+        return [ids.to(device) for ids in drawn]
+
+    def starts(self) -> list[int]:
+        """Where each job's tokens begin in one line, and where the last one's end."""
+        return [0, *(self.length * count for count in accumulate(self.batches))]
+
+
+GSM8K = Mix("gsm8k 30x160", (1, 1, 2, 2, 4, 4, 8, 8))
+ONES = Mix("ones 8x160", (1,) * 8)
+MIXES = (GSM8K, ONES)

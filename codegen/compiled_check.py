@@ -1,0 +1,212 @@
+"""Compile a generated kernel for an architecture that need not be there, and read what came out.
+
+Triton compiles without a GPU, and its wheel brings NVIDIA's disassembler. So registers, spills,
+shared memory and the instructions that matter are known before a kernel ever runs.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import tempfile
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from tlora_fx.codegen.loading import GeneratedModule, load
+from tlora_fx.codegen.spec import KernelSpec
+from tlora_fx.errors import KernelNotCompilable, KernelToolMissing
+
+MOST_REGISTERS = 255
+#: Shared memory that one program may have, in bytes, by compute capability.
+SHARED_BYTES = {80: 163 << 10, 86: 99 << 10, 89: 99 << 10, 90: 227 << 10, 100: 227 << 10}
+SHARED_BYTES |= {103: 227 << 10, 120: 99 << 10}
+TENSOR_MEMORY_COLUMNS = 512
+
+_MULTIPLYING = {"shrink", "forward", "input_gradient", "output_pass", "input_pass", "expand"}
+_BULK_LOADING = {"forward", "input_gradient"}
+_WORD = re.compile(r"^\s*/\*[0-9a-f]{4,}\*/\s+(?:@!?U?P\w+\s+)?([A-Z][\w.]*)", re.MULTILINE)
+_USAGE = re.compile(r"REG:(\d+) STACK:(\d+)")
+_TENSOR_CORE = re.compile(r"(HMMA|HGMMA|QGMMA|IMMA|IGMMA|DMMA|OMMA|UTC\w*MMA)\b")
+
+
+@dataclass(frozen=True, slots=True)
+class Resources:
+    """What a compiled kernel needs.
+
+    registers      of a thread
+    stack_bytes    of a thread
+    shared_bytes   of a program
+    tensor_memory  columns of a program, where the architecture has such memory
+    instructions   by opcode with its modifiers, such as {"LDG.E.128": 4}, as they stand in the code
+    """
+
+    arch: int
+    registers: int
+    stack_bytes: int
+    shared_bytes: int
+    instructions: dict[str, int]
+    tensor_memory: int = 0
+
+    def count(self, pattern: str) -> int:
+        """How many instructions have an opcode that begins like the regular expression."""
+        found = re.compile(pattern)
+        return sum(n for opcode, n in self.instructions.items() if found.match(opcode))
+
+    @property
+    def total(self) -> int:
+        """All instructions."""
+        return sum(self.instructions.values())
+
+    @property
+    def spills(self) -> int:
+        """Loads from and stores to local memory."""
+        return self.count(r"(LDL|STL)\b")
+
+    @property
+    def tensor_core(self) -> int:
+        """Matrix instructions."""
+        return self.count(_TENSOR_CORE.pattern)
+
+    @property
+    def bulk_loads(self) -> int:
+        """Copies of whole tiles into shared memory by the tensor memory accelerator."""
+        return self.count(r"UTMALDG\b")
+
+    @property
+    def wide_loads(self) -> int:
+        """Loads of 16 bytes a thread from device memory, into registers or shared memory."""
+        return self.count(r"(LDG|LDGSTS)\b.*\.128\b")
+
+
+def resources(
+    spec: KernelSpec, arch: int | None = None, *, tokens_divisible: bool = True
+) -> Resources:
+    """Compile the kernel of a spec and say what it needs.
+
+    arch               instead of the spec's
+    tokens_divisible   integers that the kernel specialises on count as multiples of 16
+
+    raises   KernelNotCompilable, KernelToolMissing, and what `load` raises
+    """
+    if arch is not None:
+        spec = replace(spec, arch=arch)
+    if os.environ.get("TRITON_INTERPRET") == "1":
+        raise KernelToolMissing(
+            "Triton interprets kernels in this process, so it cannot compile them",
+            help="unset TRITON_INTERPRET",
+        )
+    compiled = _compiled(spec, load(spec), tokens_divisible)
+    listing = _disassembled(compiled.asm["cubin"])
+    usage = _USAGE.search(listing)
+    assert usage is not None, "the disassembler gives the resources of a kernel"
+    return Resources(
+        arch=spec.arch,
+        registers=int(usage[1]),
+        stack_bytes=int(usage[2]),
+        shared_bytes=int(compiled.metadata.shared),
+        instructions=dict(Counter(_WORD.findall(listing))),
+        # Where it does not suffice, Triton compiles the kernel to a trap and says nothing.
+        tensor_memory=int(getattr(compiled.metadata, "tmem_size", 0) or 0),
+    )
+
+
+def faults(spec: KernelSpec, found: Resources) -> list[str]:
+    """What is wrong with a compiled kernel, each as a line; empty where nothing is."""
+    limit = SHARED_BYTES.get(found.arch, 99 << 10)
+    half = spec.dtype in ("bfloat16", "float16")
+    bulk = spec.kind in _BULK_LOADING and found.arch >= 90
+    checks = {
+        f"{found.registers} registers of at most {MOST_REGISTERS}": (
+            found.registers > MOST_REGISTERS
+        ),
+        f"{found.spills} loads and stores of spilled registers": found.spills > 0,
+        f"{found.shared_bytes} bytes of shared memory of at most {limit}": (
+            found.shared_bytes > limit
+        ),
+        f"{found.tensor_memory} columns of tensor memory of at most {TENSOR_MEMORY_COLUMNS}": (
+            found.tensor_memory > TENSOR_MEMORY_COLUMNS
+        ),
+        "no tensor-core instructions": (
+            spec.kind in _MULTIPLYING and half and not found.tensor_core
+        ),
+        "no bulk loads (UTMALDG)": bulk and not found.bulk_loads,
+        "it lets the next kernel start and does not wait for the one before": (
+            found.count("PREEXIT") > 0 and not found.count("ACQBULK")
+        ),
+    }
+    return [fault for fault, wrong in checks.items() if wrong]
+
+
+def _compiled(spec: KernelSpec, module: GeneratedModule, tokens_divisible: bool) -> Any:
+    import triton
+    from triton.backends.compiler import GPUTarget
+    from triton.compiler import ASTSource
+    from triton.errors import TritonError
+
+    kernel = getattr(module.kernel, "function", module.kernel)
+    source = ASTSource(kernel, module.SIGNATURE, {}, _aligned(module, tokens_divisible))
+    try:
+        target = GPUTarget("cuda", spec.arch, 32)
+        return triton.compile(source, target=target, options=dict(module.META))
+    except (TritonError, RuntimeError) as error:
+        raise KernelNotCompilable(
+            f"Triton {triton.__version__} does not compile a {spec.kind} kernel for sm_{spec.arch}",
+            file=module.__file__,
+            spec=spec.text(),
+            found="\n".join(_told(error)),
+        ) from error
+
+
+def _told(error: BaseException | None) -> Iterator[str]:
+    """An error and what led to it: Triton says where first, and why in the cause."""
+    while error is not None:
+        yield str(error)
+        error = error.__cause__
+
+
+def _aligned(module: GeneratedModule, tokens_divisible: bool) -> dict[tuple[int], list[list[Any]]]:
+    """Which arguments are multiples of 16: pointers, and integers that are specialised on."""
+    aligned: dict[tuple[int], list[list[Any]]] = {}
+    kinds = module.SIGNATURE.values()
+    for number, (kind, told) in enumerate(zip(kinds, module.kernel.params, strict=True)):
+        known = not (told.do_not_specialize or told.do_not_specialize_on_alignment)
+        if known and (kind.startswith("*") or (kind.startswith("i") and tokens_divisible)):
+            aligned[number,] = [["tt.divisibility", 16]]
+    return aligned
+
+
+def _disassembled(cubin: bytes) -> str:
+    """Resource usage and instructions of a compiled kernel, as text."""
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "kernel.cubin"
+        path.write_bytes(cubin)
+        tool = _disassembler()
+        done = subprocess.run(  # noqa: S603  (Triton's own tool, on a file that we wrote)
+            [tool, "-sass", "-res-usage", str(path)], capture_output=True, text=True, check=False
+        )
+    if done.returncode:
+        raise KernelToolMissing(
+            "Triton's disassembler cannot read a compiled kernel",
+            tool=tool,
+            found=done.stderr.strip() or f"exit status {done.returncode}",
+        )
+    return done.stdout
+
+
+def _disassembler() -> str:
+    import triton
+
+    # Where Triton's wheel keeps the tool; TRITON_CUOBJDUMP_PATH, as Triton has it, goes first.
+    own = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
+    tool = os.environ.get("TRITON_CUOBJDUMP_PATH", str(own))
+    if not Path(tool).is_file():
+        raise KernelToolMissing(
+            "the disassembler that reads compiled kernels is missing",
+            expected=tool,
+            help="Triton's wheels for Linux bring cuobjdump; or set TRITON_CUOBJDUMP_PATH",
+        )
+    return tool

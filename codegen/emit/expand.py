@@ -1,0 +1,258 @@
+"""y = mask∘(S B) + bias, the adapters' part of an output, beside a library's GEMM.
+
+Serves both directions: y from S and B, and dx from dS and A with dropout's bits; the output's
+columns are `outer`, so the spec for dx has I there. With several sites it is the sum of their
+parts, as dx of linears that read one x is. A program takes one tile of rows of one segment and a
+slab of columns, and writes each element once: the pass moves y and little else.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from tlora_fx.codegen.source import accumulator, fill, module, overlaps, precision, short, size
+from tlora_fx.codegen.spec import KernelSpec, Tile
+from tlora_fx.errors import KernelSpecError
+
+# Rows, columns, slab and warps of a tile that tuning tries.
+_TRIED = (
+    (32, 256, 512, 4),
+    (64, 64, 512, 4),
+    (64, 128, 128, 4),
+    (64, 128, 1024, 4),
+    (64, 256, 256, 8),
+    (128, 128, 512, 8),
+)
+
+_BODY = '''
+@triton.jit(
+    do_not_specialize=["tokens", "jobs"],
+    do_not_specialize_on_alignment=[
+        "segments",
+        #* sites [
+        "slots_$k",
+        "thresholds_$k",  #? dropout
+        #]
+    ],
+)
+def kernel(
+    y,  # [tokens, OUTER]
+    y_stride,
+    tokens,
+    segments,  # [jobs + 1]
+    jobs,
+    bias,  # [OUTER]  #? bias
+    #* sites [
+    s_$k,  # [tokens, s_stride]
+    s_stride_$k,
+    b_$k,  # [P, OUTER]
+    slots_$k,  # [jobs + 1]
+    #? dropout [
+    thresholds_$k,  # [jobs]
+    bits_$k,  # [tokens, BYTES]
+    #]
+    #]
+):
+    start_next(OVERLAP)  #? overlap
+    job, place = segment_tile(tl.program_id(0), segments, jobs, ROWS, JOBS)
+    owned = job < jobs
+    # Rows behind the last segment count as a job without adapters.
+    start = tl.load(segments + job) + place * ROWS
+    end = tl.load(segments + job + 1, mask=owned, other=tokens)
+    #* sites [
+    first_$k = tl.load(slots_$k + job, mask=owned, other=0)
+    width_$k = tl.load(slots_$k + job + 1, mask=owned, other=0) - first_$k
+    threshold_$k = tl.load(thresholds_$k + job, mask=owned, other=0)  #? dropout
+    #]
+    await_previous(OVERLAP)  #? overlap
+    if start >= end:
+        return
+    #? accumulate and not bias [
+    if $empty:
+        return
+    #]
+    rows = start + tl.arange(0, ROWS)
+    inside = (rows < end)[:, None]
+    row = rows.to(tl.int64)[:, None]
+    ranks = tl.arange(0, RANK_BLOCK)
+    for step in range(0, SLAB, COLUMNS):
+        column = tl.program_id(1) * SLAB + step
+        columns = column + tl.arange(0, COLUMNS)
+        there = (columns < OUTER)[None, :]  #? ragged
+        total = tl.zeros((ROWS, COLUMNS), $wide)
+        #* sites [
+        part = tl.zeros((ROWS, COLUMNS), $wide)  #? several
+        for rank in tl.range(0, width_$k, RANK_BLOCK, num_stages=1):
+            s_tile = tl.load(
+                s_$k + row * s_stride_$k + (rank + ranks)[None, :], mask=inside, other=0.0
+            )
+            b_row = (first_$k + rank + ranks).to(tl.int64)[:, None] * OUTER
+            b_tile = tl.load(b_$k + b_row + columns[None, :])  #? not ragged
+            b_tile = tl.load(b_$k + b_row + columns[None, :], mask=there, other=0.0)  #? ragged
+            total = tl.dot(s_tile, b_tile, total$precision)  #? not several
+            part = tl.dot(s_tile, b_tile, part$precision)  #? several
+        #? dropout [
+        # Bits of jobs that drop nothing were not written.
+        byte = column // 8 + tl.arange(0, COLUMNS // 8)
+        drawn = inside & (threshold_$k > 0)  #? not ragged
+        drawn = inside & (byte < BYTES)[None, :] & (threshold_$k > 0)  #? ragged
+        bits = tl.load(bits_$k + row * BYTES + byte[None, :], mask=drawn, other=255)
+        kept = expand_bits(bits, ROWS, COLUMNS // 8)
+        total = tl.where(kept, total, 0.0)  #? not several
+        part = tl.where(kept, part, 0.0)  #? several
+        #]
+        total += part  #? several
+        #]
+        total += tl.load(bias + columns[None, :]).to($wide)  #? bias and not ragged
+        total += tl.load(bias + columns[None, :], mask=there).to($wide)  #? bias and ragged
+        to = y + row * y_stride + columns[None, :]
+        here = inside  #? not ragged
+        here = inside & there  #? ragged
+        total += tl.load(to, mask=here, other=0.0).to($wide)  #? accumulate
+        tl.store(to, total.to(tl.$dtype), mask=here)
+
+
+def launch(s, b_packed, bias, segments, slots, thresholds, bits, jobs, y):
+    """$does
+
+    s           $per_site[M, W] in $dtype, contiguous
+    b_packed    $per_site[P, $outer] in $dtype
+    bias        $bias_told
+    segments    int32 [jobs + 1]
+    slots       ${per_site}int32 [jobs + 1]
+    thresholds  ${per_site}int32 [jobs]$unread
+    bits        ${per_site}uint8 [M, $bytes]$unread
+    y           [M, $outer] in $dtype, elements of a row contiguous
+    """
+    tokens = y.shape[0]
+    grid = (triton.cdiv(tokens, $rows) + jobs, $slabs)
+    if tokens > 0:
+        kernel[grid](
+            y,
+            y.stride(0),
+            tokens,
+            segments,
+            jobs,
+            bias,  #? bias
+            #* sites [
+            #? several [
+            s[$k],
+            s[$k].shape[1],
+            b_packed[$k],
+            slots[$k],
+            thresholds[$k],  #? dropout
+            bits[$k],  #? dropout
+            #]
+            #? not several [
+            s,
+            s.shape[1],
+            b_packed,
+            slots,
+            thresholds,  #? dropout
+            bits,  #? dropout
+            #]
+            #]
+            **META,
+        )
+'''
+
+
+def default_tile(spec: KernelSpec) -> Tile:
+    """Thousands of small programs, of which an SM holds several: each waits for its few loads."""
+    several = spec.sites > 1
+    return Tile(rows=64, columns=64 if several else 128, depth=0, warps=4, stages=1, slab=512)
+
+
+def candidates(spec: KernelSpec) -> tuple[Tile, ...]:
+    """Taller and wider tiles, and more or less of a row in one program; sums stay the same."""
+    rule = default_tile(spec)
+    tiles = [rule]
+    for rows, columns, slab, warps in _TRIED:
+        tile = replace(rule, rows=rows, columns=columns, slab=slab, warps=warps)
+        tiles += [tile] if spec.sites == 1 or rows * columns <= 4096 else []
+    return tuple(dict.fromkeys(tiles))
+
+
+def source(spec: KernelSpec) -> str:
+    """The module's text; raises KernelSpecError for a tile that it cannot have."""
+    tile = spec.cut
+    if tile.slab < tile.columns or tile.slab % tile.columns or tile.columns % 8:
+        raise KernelSpecError(
+            "expand's slab is a whole number of its tiles, of eight columns and more",
+            expected="tile.slab a multiple of tile.columns",
+            found=tile,
+        )
+    constants = {
+        "OUTER": spec.outer,
+        "BYTES": -(-spec.outer // 8),
+        "ROWS": tile.rows,
+        "COLUMNS": tile.columns,
+        "SLAB": tile.slab,
+        "RANK_BLOCK": spec.rank_block,
+        "JOBS": spec.job_capacity,
+    }
+    pieces = ["segment_tile"] + ["expand_bits"] * spec.dropout
+    body = fill(_BODY, _values(spec))
+    return module(spec, constants=constants, signature=_signature(spec), pieces=pieces, body=body)
+
+
+def _values(spec: KernelSpec) -> dict[str, object]:
+    several = spec.sites > 1
+    sign = "+=" if spec.accumulate else "="
+    parts = "Σ mask∘(S B) of the sites" if several else "mask∘(S B)"
+    empty = " + ".join(f"width_{k}" for k in range(spec.sites))
+    return {
+        "dtype": spec.dtype,
+        "overlap": overlaps(spec),
+        "wide": accumulator(spec.dtype),
+        "precision": precision(spec.dtype),
+        "outer": spec.outer,
+        "rows": spec.cut.rows,
+        "slabs": -(-spec.outer // spec.cut.slab),
+        "bytes": -(-spec.outer // 8),
+        "sites": spec.sites,
+        "several": several,
+        "dropout": spec.dropout,
+        "bias": spec.bias,
+        "accumulate": spec.accumulate,
+        "ragged": spec.outer % spec.cut.slab,
+        "empty": f"{empty} == 0",
+        "does": f"y {sign} {parts if spec.dropout else parts.replace('mask∘', '')}"
+        + (" + bias" if spec.bias else "")
+        + ".",
+        "per_site": "per site " if several else "",
+        "bias_told": f"[{spec.outer}] in {spec.dtype}" if spec.bias else "not read",
+        "unread": "" if spec.dropout else "; not read",
+    }
+
+
+def _signature(spec: KernelSpec) -> dict[str, str]:
+    data = f"*{short(spec.dtype)}"
+    types = {"y": data, "y_stride": "i32", "tokens": "i32", "segments": "*i32", "jobs": "i32"}
+    types |= {"bias": data} if spec.bias else {}
+    site = {"s": data, "s_stride": "i32", "b": data, "slots": "*i32"}
+    site |= {"thresholds": "*i32", "bits": "*u8"} if spec.dropout else {}
+    for k in range(spec.sites):
+        types |= {f"{name}_{k}": kind for name, kind in site.items()}
+    return types
+
+
+def flops(spec: KernelSpec) -> str:
+    """Products only."""
+    return f"{2 * spec.sites} M O r"
+
+
+def bytes_moved(spec: KernelSpec) -> str:
+    """Writes y, and reads it where it adds; S and B are small and come from the cache."""
+    data, sites = size(spec.dtype), spec.sites
+    bits = f" + {sites} M O / 8".replace(" 1 M", " M") if spec.dropout else ""
+    return f"{data * (1 + spec.accumulate)} M O + {data * sites} (M W + P O){bits}"
+
+
+def cost(spec: KernelSpec, tokens: int, rank_rows: int) -> tuple[int, int]:
+    """FLOP and bytes, with S as wide as the mean rank."""
+    data, rank = size(spec.dtype), rank_rows // max(tokens, 1)
+    per_site = data * (rank_rows + rank * spec.outer)
+    per_site += tokens * -(-spec.outer // 8) * spec.dropout
+    moved = data * (1 + spec.accumulate) * tokens * spec.outer + spec.sites * per_site
+    return 2 * spec.sites * spec.outer * rank_rows, moved

@@ -1,0 +1,305 @@
+"""da = dSᵀ (mask of x) of every job, and of every site that reads x, in one read of x.
+
+A program takes one chunk of a segment's tokens and a strip of columns, and walks down the chunk in
+steps of rows. Without dropout each tile of x goes from device memory into shared memory and from
+there, lying, into the tensor cores, once a site, never through registers; with dropout it passes
+through registers, where `bits` decide what becomes 0. da of the strip stays in registers until the
+chunk ends, and leaves as the chunk's share. Chunks are counted from the segment's start, so what
+`sum_gradients` adds up depends on nothing but the job. Bits of jobs that drop nothing are ignored.
+
+Ranks above the rank block are programs of their own, side by side, so that they find x in the L2
+cache. The shares cost, for 2-byte types, 2 W sites / chunk of the bytes of x, whatever the strip's
+width; so strips are narrow (128 columns: 512 programs at 8192 x 4096 with chunks of 512), and
+the pipeline deep: each SM has three programs with three tiles of 16 KiB in flight.
+"""
+
+from __future__ import annotations
+
+from tlora_fx.codegen.compiled_check import SHARED_BYTES
+from tlora_fx.codegen.emit.output_pass import chunk_of, padded_rank_rows
+from tlora_fx.codegen.source import accumulator, fill, module, overlaps, precision, short, size
+from tlora_fx.codegen.spec import KernelSpec, Tile
+
+_BODY = '''
+@triton.jit(
+    do_not_specialize=["jobs"],
+    do_not_specialize_on_alignment=[
+        "segments",
+        #* sites [
+        "slots_$k",
+        "thresholds_$k",  #? dropout
+        #]
+    ],
+)
+def kernel(
+    x,  # [tokens, x_stride]
+    x_stride,
+    segments,  # [jobs + 1]
+    jobs,
+    #* sites [
+    ds_$k,  # [tokens, width]
+    width_$k,
+    slots_$k,  # [jobs + 1]
+    #? dropout [
+    thresholds_$k,  # [jobs]
+    bits_$k,  # [tokens, BYTES]
+    #]
+    da_parts_$k,  # [chunks, width, INNER]
+    #]
+):
+    start_next(OVERLAP)  #? overlap
+    block = tl.program_id(0)
+    strip = tl.program_id(1)
+    chunk = tl.program_id(2)
+    job, place = segment_tile(chunk, segments, jobs, CHUNK, JOBS)
+    there = job < jobs
+    start = tl.load(segments + job) + place * CHUNK
+    count = tl.minimum(tl.load(segments + job + 1, mask=there, other=0) - start, CHUNK)
+    rank = block * RANK_BLOCK
+    #* sites [
+    first_$k = tl.load(slots_$k + job)
+    owned_$k = rank < tl.load(slots_$k + job + 1, mask=there, other=0) - first_$k
+    # Jobs that drop nothing have no bits to read: all of theirs count as set.
+    threshold_$k = tl.load(thresholds_$k + job, mask=there, other=0)  #? dropout
+    every_$k = tl.where(threshold_$k > 0, 0, 255).to(tl.uint8)  #? dropout
+    #]
+    await_previous(OVERLAP)  #? overlap
+    if $nobody:
+        return
+    ranks = tl.arange(0, RANK_BLOCK)
+    columns = strip * COLUMNS + tl.arange(0, COLUMNS)
+    inside = columns < INNER  #? ragged
+    #? dropout [
+    bytes = strip * (COLUMNS // 8) + tl.arange(0, COLUMNS // 8)
+    byte_inside = bytes < BYTES  #? ragged
+    #]
+
+    # What follows counts rows from the chunk's start: 32 bits are enough.
+    x += start.to(tl.int64) * x_stride
+    #* sites [
+    ds_$k += start.to(tl.int64) * width_$k + rank
+    bits_$k += start.to(tl.int64) * BYTES  #? dropout
+    da_$k = tl.zeros((COLUMNS, RANK_BLOCK), $wide)
+    #]
+    for step in range(0, count, ROWS):
+        rows = step + tl.arange(0, ROWS)
+        own = (rows < count)[:, None]
+        here = own  #? not ragged
+        here = own & inside[None, :]  #? ragged
+        tile = tl.load(x + rows[:, None] * x_stride + columns[None, :], mask=here, other=0.0)
+        #* sites [
+        mine = own  #? not several
+        mine = own & owned_$k  #? several
+        low = tl.load(ds_$k + rows[:, None] * width_$k + ranks[None, :], mask=mine, other=0.0)
+        #? dropout [
+        read = own  #? not ragged
+        read = own & byte_inside[None, :]  #? ragged
+        bits = tl.load(bits_$k + rows[:, None] * BYTES + bytes[None, :], mask=read, other=0)
+        kept = tl.where(expand_bits(bits | every_$k, ROWS, COLUMNS // 8), tile, 0.0)
+        da_$k = tl.dot(tl.trans(kept), low, da_$k$precision)  # [COLUMNS, RANK_BLOCK]
+        #]
+        da_$k = tl.dot(tl.trans(tile), low, da_$k$precision)  #? not dropout
+        #]
+    #* sites [
+    to = (chunk.to(tl.int64) * width_$k + rank + ranks)[:, None] * INNER + columns[None, :]
+    stored = inside[None, :]  #? ragged
+    stored = owned_$k  #? not ragged
+    stored &= owned_$k  #? ragged and several
+    tl.store(da_parts_$k + to, tl.trans(da_$k), mask=stored)
+    #]
+
+
+def launch(x, ds, bits, segments, slots, thresholds, jobs, da_parts):
+    """Fill the shares of da of $count; what no job owns stays as it is.
+
+    x            [M, $inner] in $dtype, rows contiguous
+    ds           per site [M, W] in $dtype, contiguous
+    bits         per site uint8 [M, $bytes]$unread
+    segments     int32 [jobs + 1]
+    slots        per site int32 [jobs + 1]
+    thresholds   per site int32 [jobs]$unread
+    da_parts     per site $part [C, W, $inner], chunks of $chunk tokens; written where a job has a
+                 rank
+    """
+    tokens = x.shape[0]
+    chunks = (tokens + jobs * ($chunk - 1)) // $chunk
+    blocks = max(part.shape[1] for part in da_parts) // $rank_block
+    if tokens > 0:
+        kernel[blocks, $strips, chunks](
+            x,
+            x.stride(0),
+            segments,
+            jobs,
+            #* sites [
+            ds[$k],
+            ds[$k].shape[1],
+            slots[$k],
+            #? dropout [
+            thresholds[$k],
+            bits[$k],
+            #]
+            da_parts[$k],
+            #]
+            **META,
+        )
+'''
+
+
+def default_tile(spec: KernelSpec) -> Tile:
+    """Narrow strips and as many tiles in flight as fit thrice into an SM, twice, or once."""
+    chunk = chunk_of(spec)
+    if size(spec.dtype) > 2:  # Types of tests, which the tensor cores of a warp group do not take.
+        warps = 4 if spec.rank_block * spec.sites <= 32 else 8
+        return _tile(spec, rows=32, columns=64, warps=warps, stages=2, chunk=chunk)
+    # Masks of several sites at once take registers.
+    crowded = spec.rank_block * spec.sites > 64 or (spec.dropout and spec.sites > 1)
+    warps = 8 if crowded else 4
+    # Before Hopper tiles pass through registers, as masked tiles do everywhere.
+    narrow = (spec.arch < 90 and crowded) or (spec.dropout and spec.sites > 3)
+    columns = 64 if narrow else 128
+    columns = 32 if spec.arch < 90 and spec.rank_block * spec.sites > 128 else columns
+    most = SHARED_BYTES.get(spec.arch, min(SHARED_BYTES.values()))
+    if (
+        spec.arch == 90
+        and spec.dropout
+        and not crowded
+        and spec.rank_block <= 32
+        and spec.inner >= 1024
+    ):
+        # Masks of a wider strip cost less a column (H200, 8,192 x 4,096: 23.1 against 26.0 us).
+        return _tile(spec, rows=64, columns=256, warps=warps, stages=3, chunk=chunk)
+    for programs, depths in ((3, (4, 3)), (2, (4, 3)), (1, (4, 3, 2))):
+        for stages in depths:
+            tile = _tile(spec, rows=64, columns=columns, warps=warps, stages=stages, chunk=chunk)
+            if _shared(spec, tile) <= most // programs - 1024:
+                return tile
+    return _tile(spec, rows=32, columns=64, warps=warps, stages=2, chunk=chunk)
+
+
+def candidates(spec: KernelSpec) -> tuple[Tile, ...]:
+    """Other depths, strips and warps; the chunk is shared with `output_pass` and stays."""
+    usual = default_tile(spec)
+    if size(spec.dtype) > 2:
+        return (usual,)
+    most = SHARED_BYTES.get(spec.arch, min(SHARED_BYTES.values()))
+    tried = [
+        _tile(spec, rows=rows, columns=columns, warps=warps, stages=stages, chunk=usual.chunk)
+        for rows, columns, warps, stages in (
+            (64, 128, 4, 3),
+            (64, 128, 4, 4),
+            (64, 128, 8, 4),
+            (128, 128, 4, 3),
+            (64, 64, 4, 4),
+            (128, 64, 4, 4),
+            (64, 256, 4, 3),
+            (64, 256, 8, 3),
+        )
+    ]
+    fitting = (tile for tile in tried if _shared(spec, tile) <= most)
+    return tuple(dict.fromkeys([usual, *fitting]))
+
+
+def _tile(spec: KernelSpec, rows: int, columns: int, warps: int, stages: int, chunk: int) -> Tile:
+    """A tile whose strip is no wider than the matrix needs."""
+    columns = min(columns, max(16, 1 << (spec.inner - 1).bit_length()))
+    return Tile(rows=rows, columns=columns, depth=0, warps=warps, stages=stages, chunk=chunk)
+
+
+def _shared(spec: KernelSpec, tile: Tile) -> int:
+    """Bytes of shared memory: tiles of x, dS and bits in flight, and what moves in between."""
+    element = size(spec.dtype)
+    low = tile.stages * spec.sites * element * spec.rank_block
+    # A tile that passes through registers is free again before the next one is asked for.
+    tiles = (tile.stages - spec.dropout) * element * tile.columns
+    bits = spec.sites * (tile.stages - 1) * tile.columns // 8 if spec.dropout else 0
+    # Where Blackwell's tensor cores take masked tiles from, each site has its own.
+    quarters = 1 if spec.arch < 100 else 4 * spec.sites
+    masked = quarters * element * tile.columns // 4 if spec.dropout else 0
+    return tile.rows * (low + tiles + bits + masked)
+
+
+def source(spec: KernelSpec) -> str:
+    """The module's text."""
+    constants = {
+        "INNER": spec.inner,
+        "RANK_BLOCK": spec.rank_block,
+        "ROWS": spec.cut.rows,
+        "COLUMNS": spec.cut.columns,
+        "CHUNK": spec.cut.chunk,
+        "JOBS": spec.job_capacity,
+    }
+    constants |= {"BYTES": _bytes(spec)} if spec.dropout else {}
+    return module(
+        spec,
+        constants=constants,
+        signature=_signature(spec),
+        pieces=["segment_tile", *(["expand_bits"] if spec.dropout else [])],
+        body=fill(_BODY, _values(spec)),
+    )
+
+
+def _values(spec: KernelSpec) -> dict[str, object]:
+    sites = range(spec.sites)
+    ragged = spec.inner % spec.cut.columns != 0
+    several = spec.sites > 1
+    somebody = " | ".join(f"owned_{k}" for k in sites)
+    wide = accumulator(spec.dtype)
+    return {
+        "dtype": spec.dtype,
+        "overlap": overlaps(spec),
+        "wide": wide,
+        "part": wide.removeprefix("tl."),
+        "precision": precision(spec.dtype),
+        "inner": spec.inner,
+        "bytes": _bytes(spec),
+        "rank_block": spec.rank_block,
+        "chunk": spec.cut.chunk,
+        "strips": -(-spec.inner // spec.cut.columns),
+        "sites": spec.sites,
+        "several": several,
+        "count": f"{spec.sites} sites" if several else "one site",
+        "dropout": spec.dropout,
+        "unread": "" if spec.dropout else ", not read",
+        "ragged": ragged,
+        "nobody": f"not ({somebody})" if several else "not owned_0",
+    }
+
+
+def _bytes(spec: KernelSpec) -> int:
+    return -(-spec.inner // 8)
+
+
+def _signature(spec: KernelSpec) -> dict[str, str]:
+    own = f"*{short(spec.dtype)}"
+    part = "*fp64" if spec.dtype == "float64" else "*fp32"
+    types = {"x": own, "x_stride": "i32", "segments": "*i32", "jobs": "i32"}
+    for k in range(spec.sites):
+        types |= {f"ds_{k}": own, f"width_{k}": "i32", f"slots_{k}": "*i32"}
+        types |= {f"thresholds_{k}": "*i32", f"bits_{k}": "*u8"} if spec.dropout else {}
+        types |= {f"da_parts_{k}": part}
+    return types
+
+
+def flops(spec: KernelSpec) -> str:
+    """One product a site."""
+    return f"{2 * spec.sites} M I r"
+
+
+def bytes_moved(spec: KernelSpec) -> str:
+    """X once, bits once, shares of da once; dS comes from the L2 cache."""
+    part = 8 if spec.dtype == "float64" else 4
+    bits = f" + {spec.sites} M I / 8" if spec.dropout else ""
+    shares = f"{part * spec.sites} M r I / {spec.cut.chunk}"
+    return f"{size(spec.dtype)} M (I + {spec.sites} r){bits} + {shares}"
+
+
+def cost(spec: KernelSpec, tokens: int, rank_rows: int) -> tuple[int, int]:
+    """FLOP and bytes, with every job's ranks rounded up as their mean is; ranks of one site."""
+    part = 8 if spec.dtype == "float64" else 4
+    padded = spec.sites * padded_rank_rows(spec, tokens, rank_rows)
+    bits = spec.sites * tokens * _bytes(spec) if spec.dropout else 0
+    read = size(spec.dtype) * (tokens * spec.inner + padded) + bits
+    return (
+        2 * spec.sites * spec.inner * rank_rows,
+        read + part * padded * spec.inner // spec.cut.chunk,
+    )

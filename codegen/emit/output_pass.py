@@ -1,0 +1,317 @@
+"""Parts of dS = dy Bᵀ and of db = Sᵀ dy of every job in one read of dy.
+
+A program takes one chunk of a segment's tokens and one slab of columns. It walks down the chunk in
+steps of rows: each tile of dy goes from device memory into shared memory once and from there twice
+into the tensor cores, upright for dS and lying for db, never through registers. db of the slab
+stays in registers until the chunk ends; dS of each step leaves at once, as the slab's share.
+Chunks are counted from the segment's start and slabs have a fixed width, so what `sum_ds` and
+`sum_gradients` add up depends on nothing but the job. Ranks above the rank block are programs of
+their own, side by side, so that they find dy in the L2 cache.
+
+Shares cost memory: a token's row of dS is written once a slab, a column of db once a chunk, in
+float32. Against reading dy that is 2 W (1 / slab + 1 / chunk) for 2-byte types, while
+M O / (slab chunk) programs are what keeps all SMs reading. The rule takes slabs of 256 and chunks
+of 512 at 16 ranks (19%; 256 programs at 8192 x 4096, all resident at once), and chunks of 1024
+from 64 ranks on. Steps are of 64 rows, what a warp group multiplies, with as many in flight as
+leave room for two programs an SM, so that one loads tables while the other streams.
+
+With `extend` = "copy" dy also goes, row by row, to where concat-K wants it.
+"""
+
+from __future__ import annotations
+
+from tlora_fx.codegen.compiled_check import SHARED_BYTES
+from tlora_fx.codegen.source import accumulator, fill, module, overlaps, precision, short, size
+from tlora_fx.codegen.spec import KernelSpec, Tile
+
+# Widths for which a Hopper has programs enough with slabs of 512 (H200, 8,192 x 4,096: 23.1 against
+# 23.9 microseconds, and half the shares for `sum_ds`; 8,192 x 14,336 is faster with 256).
+_MIDDLE = range(4096, 8193)
+
+_BODY = '''
+@triton.jit(
+    do_not_specialize=["tokens", "jobs"],
+    do_not_specialize_on_alignment=["segments", "slots"],
+)
+def kernel(
+    dy,  # [tokens, dy_stride]
+    dy_stride,
+    tokens,
+    s,  # [tokens, width]
+    width,
+    b_packed,  # [P, OUTER]
+    segments,  # [jobs + 1]
+    slots,  # [jobs + 1]
+    jobs,
+    ds_parts,  # [SLABS, tokens, width]
+    db_parts,  # [chunks, width, OUTER]
+    #? copy [
+    extended,  # [tokens, extended_stride]
+    extended_stride,
+    #]
+):
+    start_next(OVERLAP)  #? overlap
+    block = tl.program_id(0)
+    slab = tl.program_id(1)
+    chunk = tl.program_id(2)
+    job, place = segment_tile(chunk, segments, jobs, CHUNK, JOBS)
+    there = job < jobs
+    start = tl.load(segments + job) + place * CHUNK
+    count = tl.minimum(tl.load(segments + job + 1, mask=there, other=0) - start, CHUNK)
+    slot = tl.load(slots + job) + block * RANK_BLOCK
+    owned = slot < tl.load(slots + job + 1, mask=there, other=0)
+    await_previous(OVERLAP)  #? overlap
+    #? not copy [
+    if not owned:
+        return
+    #]
+    #? copy [
+    # The first programs of a chunk copy, also for a job without an adapter.
+    if not (there & (owned | (block == 0))):
+        return
+    #]
+    ranks = tl.arange(0, RANK_BLOCK)
+    columns = slab * SLAB + tl.arange(0, SLAB)
+    inside = columns < OUTER  #? ragged
+    place_b = (slot + ranks).to(tl.int64)[:, None] * OUTER + columns[None, :]
+    b = tl.load(b_packed + place_b$b_mask)
+
+    # What follows counts rows from the chunk's start: 32 bits are enough.
+    dy += start.to(tl.int64) * dy_stride
+    s += start.to(tl.int64) * width + block * RANK_BLOCK
+    ds_parts += (slab.to(tl.int64) * tokens + start) * width + block * RANK_BLOCK
+    extended += start.to(tl.int64) * extended_stride  #? copy
+    db = tl.zeros((SLAB, RANK_BLOCK), $wide)
+    for step in range(0, count, ROWS):
+        rows = step + tl.arange(0, ROWS)
+        own = (rows < count)[:, None]
+        here = own  #? not ragged
+        here = own & inside[None, :]  #? ragged
+        tile = tl.load(dy + rows[:, None] * dy_stride + columns[None, :], mask=here, other=0.0)
+        low = tl.load(s + rows[:, None] * width + ranks[None, :], mask=own, other=0.0)
+        #? copy [
+        if block == 0:
+            to = extended + rows[:, None] * extended_stride + columns[None, :]
+            tl.store(to, tile, mask=here)
+        #]
+        db = tl.dot(tl.trans(tile), low, db$precision)  # [SLAB, RANK_BLOCK]
+        ds = tl.dot(tile, tl.trans(b)$precision)  # [ROWS, RANK_BLOCK]
+        stored = own  #? not copy
+        stored = own & owned  #? copy
+        #? halves [
+        # Each half leaves from the registers where the tensor cores put it: the whole would be
+        # put in order through shared memory, which costs a barrier a step, and room.
+        left, right = column_halves(ds, ROWS, RANK_BLOCK)
+        to = ds_parts + rows[:, None] * width + tl.arange(0, HALF)[None, :]
+        tl.store(to, left, mask=stored)
+        tl.store(to + HALF, right, mask=stored)
+        #]
+        #? not halves [
+        tl.store(ds_parts + rows[:, None] * width + ranks[None, :], ds, mask=stored)
+        #]
+    place_db = (chunk.to(tl.int64) * width + block * RANK_BLOCK + ranks)[:, None] * OUTER
+    tl.store(db_parts + place_db + columns[None, :], tl.trans(db)$db_mask)
+
+
+def launch(dy, s, b_packed, segments, slots, jobs, ds_parts, db_parts, extended=None):
+    """Fill the shares of dS and db$and_copy; what no job owns stays as it is.
+
+    dy         [M, $outer] in $dtype, rows contiguous
+    s          [M, W] in $dtype, contiguous
+    b_packed   [P, $outer] in $dtype
+    segments   int32 [jobs + 1]
+    slots      int32 [jobs + 1]
+    ds_parts   $part [$slabs, M, W], not yet scaled; written where a job has a rank
+    db_parts   $part [C, W, $outer], chunks of $chunk tokens; written where a job has a rank
+    extended   $extended_told
+    """
+    tokens, width = s.shape
+    chunks = (tokens + jobs * ($chunk - 1)) // $chunk
+    grid = (width // $rank_block, $slabs, chunks)
+    if tokens > 0:
+        kernel[grid](
+            dy,
+            dy.stride(0),
+            tokens,
+            s,
+            width,
+            b_packed,
+            segments,
+            slots,
+            jobs,
+            ds_parts,
+            db_parts,
+            #? copy [
+            extended,
+            extended.stride(0),
+            #]
+            **META,
+        )
+'''
+
+
+def default_tile(spec: KernelSpec) -> Tile:
+    """Two programs an SM with three steps in flight where they fit; see the module's docstring."""
+    chunk = chunk_of(spec)
+    if size(spec.dtype) > 2:  # Types of tests, which the tensor cores of a warp group do not take.
+        warps = 4 if spec.rank_block <= 32 else 8
+        return _tile(spec, rows=32, slab=64, warps=warps, stages=2, chunk=chunk)
+    warps = 4 if spec.rank_block <= 32 else 8
+    # Before Hopper tiles pass through registers, and a copied one stays there.
+    narrow = spec.arch < 90 and spec.extend == "copy" and spec.rank_block > 16
+    slab = 128 if narrow or spec.rank_block > 64 else 256
+    most = SHARED_BYTES.get(spec.arch, min(SHARED_BYTES.values()))
+    if spec.arch == 90 and spec.rank_block == 16 and not spec.extend and spec.outer in _MIDDLE:
+        return _tile(spec, rows=64, slab=512, warps=8, stages=3, chunk=chunk)
+    # A copied tile needs one stage more for as many in flight. 1 KiB of a program is the system's.
+    deep = (4, 3) if spec.extend == "copy" else (3, 2)
+    for room, depths in ((most // 2 - 1024, deep), (most, (*deep, 2))):
+        for stages in depths:
+            tile = _tile(spec, rows=64, slab=slab, warps=warps, stages=stages, chunk=chunk)
+            if _shared(spec, tile) <= room:
+                return tile
+    return _tile(spec, rows=32, slab=slab // 2, warps=warps, stages=2, chunk=chunk)
+
+
+def candidates(spec: KernelSpec) -> tuple[Tile, ...]:
+    """Other depths, slabs and warps; the chunk is shared with `input_pass` and stays.
+
+    `sum_ds` must be given the slab that wins.
+    """
+    usual = default_tile(spec)
+    if size(spec.dtype) > 2:
+        return (usual,)
+    most = SHARED_BYTES.get(spec.arch, min(SHARED_BYTES.values()))
+    tried = [
+        _tile(spec, rows=rows, slab=slab, warps=warps, stages=stages, chunk=usual.chunk)
+        for rows, slab, warps, stages in (
+            (64, 256, 4, 3),
+            (64, 256, 4, 2),
+            (64, 256, 8, 3),
+            (128, 256, 8, 2),
+            (64, 512, 8, 2),
+            (64, 512, 8, 3),
+            (128, 128, 4, 3),
+            (64, 128, 4, 3),
+            (64, 128, 4, 4),
+        )
+    ]
+    fitting = (tile for tile in tried if _shared(spec, tile) <= most)
+    return tuple(dict.fromkeys([usual, *fitting]))
+
+
+def chunk_of(spec: KernelSpec) -> int:
+    """Tokens of a chunk: one rule for the kernels that write and read shares of da and db."""
+    return 512 if spec.rank_block < 64 else 1024
+
+
+def slabs_of(spec: KernelSpec) -> int:
+    """How many slabs the settled spec of `output_pass` or `sum_ds` has."""
+    return -(-spec.outer // spec.cut.slab)
+
+
+def _tile(spec: KernelSpec, rows: int, slab: int, warps: int, stages: int, chunk: int) -> Tile:
+    """A tile whose slab is no wider than the matrix needs."""
+    slab = min(slab, max(16, 1 << (spec.outer - 1).bit_length()))
+    return Tile(
+        rows=rows, columns=slab, depth=0, warps=warps, stages=stages, chunk=chunk, slab=slab
+    )
+
+
+def _shared(spec: KernelSpec, tile: Tile) -> int:
+    """Bytes of shared memory: steps in flight, the slab of B, and dS on its way out."""
+    # A tile that is copied passes through registers, free again before the next one is asked for.
+    tiles = tile.stages - (spec.extend == "copy")
+    steps = tile.rows * (tiles * tile.slab + tile.stages * spec.rank_block)
+    leaving = 0 if _halves(spec) else 4 * tile.rows * spec.rank_block
+    return size(spec.dtype) * (steps + spec.rank_block * tile.slab) + leaving
+
+
+def _halves(spec: KernelSpec) -> bool:
+    return spec.rank_block == 16 and size(spec.dtype) == 2
+
+
+def source(spec: KernelSpec) -> str:
+    """The module's text."""
+    constants = {
+        "OUTER": spec.outer,
+        "RANK_BLOCK": spec.rank_block,
+        "ROWS": spec.cut.rows,
+        "SLAB": spec.cut.slab,
+        "CHUNK": spec.cut.chunk,
+        "JOBS": spec.job_capacity,
+    }
+    constants |= {"HALF": spec.rank_block // 2} if _halves(spec) else {}
+    return module(
+        spec,
+        constants=constants,
+        signature=_signature(spec),
+        pieces=["segment_tile", *(["column_halves"] if _halves(spec) else [])],
+        body=fill(_BODY, _values(spec)),
+    )
+
+
+def _values(spec: KernelSpec) -> dict[str, object]:
+    ragged = spec.outer % spec.cut.slab != 0
+    copy = spec.extend == "copy"
+    columns, owned = ["inside[None, :]"] * ragged, ["owned"] * copy
+    b_mask, db_mask = " & ".join([*columns, *owned]), " & ".join([*columns, *owned])
+    return {
+        "dtype": spec.dtype,
+        "overlap": overlaps(spec),
+        "wide": accumulator(spec.dtype),
+        "part": accumulator(spec.dtype).removeprefix("tl."),
+        "precision": precision(spec.dtype),
+        "outer": spec.outer,
+        "rank_block": spec.rank_block,
+        "chunk": spec.cut.chunk,
+        "slabs": slabs_of(spec),
+        "ragged": ragged,
+        "halves": _halves(spec),
+        "copy": copy,
+        "b_mask": f", mask={b_mask}, other=0.0" if b_mask else "",
+        "db_mask": f", mask={db_mask}" if db_mask else "",
+        "and_copy": ", and copy dy" if copy else "",
+        "extended_told": f"[M, {spec.outer} + T] in {spec.dtype}, gets dy in its first columns"
+        if copy
+        else "not read",
+    }
+
+
+def _signature(spec: KernelSpec) -> dict[str, str]:
+    own = f"*{short(spec.dtype)}"
+    part = "*fp64" if spec.dtype == "float64" else "*fp32"
+    types = {"dy": own, "dy_stride": "i32", "tokens": "i32", "s": own, "width": "i32"}
+    types |= {"b_packed": own, "segments": "*i32", "slots": "*i32", "jobs": "i32"}
+    types |= {"ds_parts": part, "db_parts": part}
+    copied = {"extended": own, "extended_stride": "i32"}
+    return types | (copied if spec.extend == "copy" else {})
+
+
+def flops(spec: KernelSpec) -> str:
+    """Two products."""
+    return "4 M O r"
+
+
+def bytes_moved(spec: KernelSpec) -> str:
+    """Dy once, shares of dS and db once; s and b come from the L2 cache."""
+    element, part = size(spec.dtype), 8 if spec.dtype == "float64" else 4
+    twice = f" + {element} M O" if spec.extend == "copy" else ""
+    shares = f"{part} M r ({slabs_of(spec)} + O / {spec.cut.chunk})"
+    return f"{element} M (O + r) + {shares} + {element} r O{twice}"
+
+
+def cost(spec: KernelSpec, tokens: int, rank_rows: int) -> tuple[int, int]:
+    """FLOP and bytes, with every job's ranks rounded up as their mean is."""
+    element, part = size(spec.dtype), 8 if spec.dtype == "float64" else 4
+    padded = padded_rank_rows(spec, tokens, rank_rows)
+    shares = part * padded * slabs_of(spec) + part * padded * spec.outer // spec.cut.chunk
+    copies = 2 if spec.extend == "copy" else 1
+    read = element * (copies * tokens * spec.outer + padded)
+    return 4 * spec.outer * rank_rows, read + shares
+
+
+def padded_rank_rows(spec: KernelSpec, tokens: int, rank_rows: int) -> int:
+    """rank_rows with the mean rank rounded up to the rank block."""
+    mean = -(-rank_rows // max(tokens, 1))
+    return tokens * (-(-mean // spec.rank_block) * spec.rank_block)

@@ -1,0 +1,246 @@
+"""All jobs' A and B, cast, padded job by job, non-finite values set aside.
+
+Each program takes one block of packed rows and one strip of columns of either A or B. A block
+belongs to one job, because each job's rows begin at a multiple of the rank block. What is not
+finite after the cast becomes 0, and the block's flag NaN: the kernels that read a job's rows add
+its flags to that job's results, so no tile that jobs share ever multiplies a NaN.
+
+With `extend` it also writes the tail of the weight of concat-K, where the rows of a and b stand in
+their own order, cleaned too: Bᵀ behind W's columns, A below W's rows.
+"""
+
+from __future__ import annotations
+
+from tlora_fx.codegen.source import accumulator, fill, module, overlaps, short, size
+from tlora_fx.codegen.spec import KernelSpec, Tile
+from tlora_fx.errors import KernelSpecError
+
+STRIP = 512  # columns that share a flag; the kernels that read flags rely on it
+_ELEMENTS = 8192  # of one step of a program: at 8 warps 32 a thread, moved 16 bytes at a time
+_WIDEST_TAIL_BLOCK = 64  # the tail's width is a multiple of it
+
+_BODY = '''
+@triton.jit
+def clean(source, first, count, columns, WIDTH: tl.constexpr):
+    """A tile of A or B in the compute type, with 0 for what is not finite there; and what is.
+
+    source   [rows, WIDTH], from whose row `first` the tile takes `count` rows at most
+    columns  indices of the tile's columns
+    """
+    rows = tl.arange(0, RANK_BLOCK)
+    inside = (rows < count)[:, None] & (columns < WIDTH)[None, :]
+    where = (first + rows).to(tl.int64)[:, None] * WIDTH + columns[None, :]
+    values = tl.load(source + where, mask=inside, other=0.0).to(tl.$dtype)
+    finite = tl.abs(values.to($wide)) < float("inf")
+    return tl.where(finite, values, 0.0).to(tl.$dtype), finite
+
+
+@triton.jit
+def pack_strip(source, target, flag, block, strip, first, count, WIDTH: tl.constexpr):
+    """One strip of columns of one packed block, and its flag."""
+    rows = (block * RANK_BLOCK + tl.arange(0, RANK_BLOCK)).to(tl.int64)
+    faults = 0
+    for step in range(0, STRIP, COLUMNS):
+        columns = strip * STRIP + step + tl.arange(0, COLUMNS)
+        values, finite = clean(source, first, count, columns, WIDTH)
+        faults += tl.sum(1 - finite.to(tl.int32))
+        where = rows[:, None] * WIDTH + columns[None, :]
+        tl.store(target + where, values, mask=(columns < WIDTH)[None, :])
+    tl.store(flag, tl.where(faults > 0, float("nan"), 0.0))
+
+
+#? extend [
+@triton.jit
+def extend_rows(source, tail, stride, first, count, strip, WIDTH: tl.constexpr):
+    """Rows `first` on of `source`, as rows that begin at `tail`."""
+    rows = tl.arange(0, RANK_BLOCK).to(tl.int64)
+    for step in range(0, STRIP, COLUMNS):
+        columns = strip * STRIP + step + tl.arange(0, COLUMNS)
+        values, _ = clean(source, first, count, columns, WIDTH)
+        where = rows[:, None] * stride + columns[None, :]
+        tl.store(tail + where, values, mask=(columns < WIDTH)[None, :])
+
+
+@triton.jit
+def extend_columns(source, tail, stride, first, count, strip, WIDTH: tl.constexpr):
+    """Rows `first` on of `source`, as columns that begin at `tail`."""
+    rows = tl.arange(0, RANK_BLOCK)
+    for step in range(0, STRIP, COLUMNS):
+        columns = strip * STRIP + step + tl.arange(0, COLUMNS)
+        values, _ = clean(source, first, count, columns, WIDTH)
+        where = rows[:, None] + columns.to(tl.int64)[None, :] * stride
+        tl.store(tail + where, values, mask=(columns < WIDTH)[None, :])
+
+
+#]
+@triton.jit(do_not_specialize=["jobs", "blocks"])
+def kernel(
+    a,  # [R, INNER]
+    b,  # [R, OUTER]
+    ranks,  # [jobs + 1], rows of a and b
+    slots,  # [jobs + 1], packed rows
+    jobs,
+    a_packed,  # [P, INNER]
+    b_packed,  # [P, OUTER]
+    flags,  # [P / RANK_BLOCK, A_STRIPS + B_STRIPS]
+    tail,  # $tail_shape  #? extend
+    stride,  # of its rows  #? extend
+    blocks,  # P / RANK_BLOCK  #? extend
+):
+    start_next(OVERLAP)  #? overlap
+    block = tl.program_id(0)
+    strip = tl.program_id(1)
+    # The job of this block's rows; blocks behind the last job's have none and become zeros.
+    job = job_of(block * RANK_BLOCK, slots, jobs, JOBS)
+    owned = job < jobs
+    done = block * RANK_BLOCK - tl.load(slots + job, mask=owned, other=0)
+    first = tl.load(ranks + job, mask=owned, other=0) + done
+    count = tl.load(ranks + job + 1, mask=owned, other=0) - first
+    all_ranks = tl.load(ranks + jobs)  #? extend
+    await_previous(OVERLAP)  #? overlap
+    #? extend [
+    if block >= blocks:
+        first = (block - blocks) * RANK_BLOCK
+        first_row = (first + $below_name).to(tl.int64)
+        left = all_ranks - first
+        if strip < A_STRIPS:
+            $extend_a
+        else:
+            $extend_b
+        return
+    #]
+    flag = flags + block * (A_STRIPS + B_STRIPS) + strip
+    if strip < A_STRIPS:
+        pack_strip(a, a_packed, flag, block, strip, first, count, INNER)
+    else:
+        pack_strip(b, b_packed, flag, block, strip - A_STRIPS, first, count, OUTER)
+
+
+def launch(a, b, ranks, slots, jobs, a_packed, b_packed, flags, tail=None):
+    """Fill packed adapters and flags$and_tail.
+
+    a, b                [R, $inner], [R, $outer] in $adapter_dtype
+    ranks, slots        int32 [jobs + 1]
+    a_packed, b_packed  [P, $inner], [P, $outer] in $dtype, P a multiple of $rank_block
+    flags               float32 [P / $rank_block, $strips]
+    tail                $tail_told
+    """
+    blocks = a_packed.shape[0] // $rank_block
+    tail_blocks = (tail.shape[0] - $below) // $rank_block  #? extend
+    grid = ($programs, $strips)
+    if grid[0] > 0:
+        kernel[grid](
+            a,
+            b,
+            ranks,
+            slots,
+            jobs,
+            a_packed,
+            b_packed,
+            flags,
+            tail,  #? extend
+            tail.stride(0),  #? extend
+            blocks,  #? extend
+            **META,
+        )
+'''
+
+
+def default_tile(spec: KernelSpec) -> Tile:
+    """Steps of a fixed number of elements: the pass is short and bound by latency."""
+    return Tile(
+        rows=spec.rank_block, columns=_ELEMENTS // spec.rank_block, depth=0, warps=8, stages=2
+    )
+
+
+def candidates(spec: KernelSpec) -> tuple[Tile, ...]:
+    """It takes microseconds; there is nothing to tune."""
+    return (default_tile(spec),)
+
+
+def source(spec: KernelSpec) -> str:
+    """The module's text."""
+    if spec.extend and spec.rank_block > _WIDEST_TAIL_BLOCK:
+        raise KernelSpecError(
+            "the tail of a weight is cut into blocks of 64 rows",
+            expected=f"rank_block up to {_WIDEST_TAIL_BLOCK}",
+            found=spec.rank_block,
+        )
+    strips = _strips(spec.inner), _strips(spec.outer)
+    constants = {
+        "INNER": spec.inner,
+        "OUTER": spec.outer,
+        "RANK_BLOCK": spec.rank_block,
+        "STRIP": STRIP,
+        "COLUMNS": spec.cut.columns,
+        "A_STRIPS": strips[0],
+        "B_STRIPS": strips[1],
+        "JOBS": spec.job_capacity,
+    }
+    return module(
+        spec,
+        constants=constants,
+        signature=_signature(spec),
+        pieces=["job_of"],
+        body=fill(_BODY, _values(spec)),
+    )
+
+
+def _values(spec: KernelSpec) -> dict[str, object]:
+    # W is stored [O, I] or [I, O]: what lies below it and what lies beside it change places.
+    upright = spec.weight_layout == "out_in"
+    below, beside = (spec.outer, spec.inner) if upright else (spec.inner, spec.outer)
+    as_rows = "extend_rows({0}, tail + first_row * stride, stride, first, left, {2}, {3})"
+    as_columns = "extend_columns({0}, tail + {1} + first, stride, first, left, {2}, {3})"
+    a_form, b_form = (as_rows, as_columns) if upright else (as_columns, as_rows)
+    return {
+        "dtype": spec.dtype,
+        "overlap": overlaps(spec),
+        "adapter_dtype": spec.adapter_dtype,
+        "wide": accumulator(spec.dtype),
+        "inner": spec.inner,
+        "outer": spec.outer,
+        "rank_block": spec.rank_block,
+        "strips": _strips(spec.inner) + _strips(spec.outer),
+        "below": below,
+        "below_name": "OUTER" if upright else "INNER",
+        "programs": "blocks + tail_blocks" if spec.extend else "blocks",
+        "extend": spec.extend,
+        "extend_a": a_form.format("a", "OUTER", "strip", "INNER"),
+        "extend_b": b_form.format("b", "INNER", "strip - A_STRIPS", "OUTER"),
+        "tail_shape": "[OUTER + T, INNER + T]" if upright else "[INNER + T, OUTER + T]",
+        "and_tail": ", and the tail of the weight" if spec.extend else "",
+        "tail_told": f"[{below} + T, {beside} + T], W at its top left"
+        if spec.extend
+        else "not read",
+    }
+
+
+def _signature(spec: KernelSpec) -> dict[str, str]:
+    adapters, packed = f"*{short(spec.adapter_dtype)}", f"*{short(spec.dtype)}"
+    types = {"a": adapters, "b": adapters, "ranks": "*i32", "slots": "*i32", "jobs": "i32"}
+    types |= {"a_packed": packed, "b_packed": packed, "flags": "*fp32"}
+    return types | ({"tail": packed, "stride": "i32", "blocks": "i32"} if spec.extend else {})
+
+
+def _strips(columns: int) -> int:
+    return -(-columns // STRIP)
+
+
+def flops(spec: KernelSpec) -> str:
+    """It only moves."""
+    return "0"
+
+
+def bytes_moved(spec: KernelSpec) -> str:
+    """Reads R rows of a and b; writes P packed rows, R rounded up a job to the rank block."""
+    tail = f" + {size(spec.dtype)} T (I + O)" if spec.extend else ""
+    return f"({size(spec.adapter_dtype)} R + {size(spec.dtype)} P) (I + O){tail}"
+
+
+def cost(spec: KernelSpec, tokens: int, rank_rows: int) -> tuple[int, int]:
+    """A call's work does not depend on tokens: that of one job whose rank is the mean."""
+    rank = rank_rows // max(tokens, 1)
+    packed = -(-rank // spec.rank_block) * spec.rank_block
+    row = spec.inner + spec.outer
+    return 0, (rank * size(spec.adapter_dtype) + packed * size(spec.dtype)) * row

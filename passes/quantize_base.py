@@ -1,0 +1,198 @@
+"""Store the frozen base in 4 or 8 bits, and multiply with it through the library of the form.
+
+Reads   linears with a frozen matrix, and lowered sites.
+Writes  a quantized_linear for each, of what is stored instead of the matrix; behind that of a
+        lowered site the multi_lora_add of its adapters.
+Keeps   shapes and dtypes, not numbers: the base is rounded, so losses are others. Adapters multiply
+        as before, and so does every matrix that stays: embeddings, the head, small matrices, and
+        those that something else reads too, such as a DoRA branch.
+
+It may stand before lower-adapters or anywhere behind it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import ClassVar, Literal
+
+import torch
+from torch import fx
+
+from tlora_fx.fingerprint import named_graphs
+from tlora_fx.graph import GroupGraph, TensorRef, is_call
+from tlora_fx.lowered import ADD, ONE, LoweredSite, lowered_site, serves_several
+from tlora_fx.ops.quantized_forms import demand_package, misfit
+from tlora_fx.ops.quantized_parts import stored_parts
+from tlora_fx.passes.lora_pattern import FROZEN
+from tlora_fx.pipeline import GroupPass, Numerics, register, rewrite_allowed
+from tlora_fx.rewriting import Maker, Match, Rewriter, nearest_match
+from tlora_fx.stored import stored_as
+
+QUANTIZED = torch.ops.tlora_fx.quantized_linear.default
+TURN = torch.ops.aten.t.default
+
+
+@register
+@dataclass(frozen=True, slots=True)
+class QuantizeBase(GroupPass):
+    """Store frozen matrices in 4 or 8 bits.
+
+    to         nf4 (bitsandbytes), int8 or float8 (torchao, weight-only)
+    at_least   numbers that a matrix must have; smaller ones stay as they are
+    """
+
+    name: ClassVar[str] = "quantize-base"
+    requires: ClassVar[frozenset[str]] = frozenset({"fuse-backbone"})
+    preserves_numerics: ClassVar[Numerics] = "no"
+
+    to: Literal["nf4", "int8", "float8"] = "nf4"
+    at_least: int = 4096
+
+    def run(self, group: GroupGraph) -> None:
+        demand_package(self.to)
+        for where, graph in named_graphs(group):
+            found = list(_products(graph))
+            inside = {node for product in found for node in product.nodes}
+            calls: dict[fx.Node, list[Product]] = {}
+            for product in found:
+                if self._fits(group, where, product, inside):
+                    calls.setdefault(product.call, []).append(product)
+            for call, products in calls.items():
+                told = ", ".join(f"{where}.{product.path}".strip(".") for product in products)
+                if rewrite_allowed(f"{self.to} at {told}"):
+                    self._rewrite(graph, call, products)
+            Rewriter(graph).erase_dead()
+
+    def _fits(self, group: GroupGraph, where: str, product: Product, inside: set[fx.Node]) -> bool:
+        """Whether a matrix is stored in the form; a reason that nobody would guess is noted."""
+        outer, inner = product.shape
+        if outer * inner < self.at_least or outer == group.vocabulary:
+            return False
+        others = [user.name for user in product.weight.users if user not in inside]
+        reason = misfit(self.to, (outer, inner), product.ref.dtype)
+        if others:
+            reason = f"{', '.join(others)} reads its matrix too"
+        if reason:
+            place = f"{where}.{product.path}".strip(".")
+            group.notes.append((self.name, f"{place} is not stored in {self.to}: {reason}"))
+        return not reason
+
+    def _rewrite(self, graph: fx.Graph, call: fx.Node, products: Sequence[Product]) -> None:
+        for product in products:
+            _replace(graph, product.result, partial(self._quantised, product))
+        # A site whose matrix stays gets an operator of its own, where it shared one.
+        for result in list(call.users) if serves_several(call) else ():
+            site = lowered_site(result)
+            if site is not None:
+                _replace(graph, result, partial(_alone, site))
+
+    def _quantised(self, product: Product, make: Maker) -> fx.Node:
+        """What stands in place of a product."""
+        weight = product.weight
+        shared = make.tagged(**{tag: weight.meta[tag] for tag in ("role", "jobs")}, site="")
+        parts = [
+            shared.tensor(stored_as(product.ref, form), f"{weight.target}_{self.to}_{name}")
+            for name, form in stored_parts(self.to, product.turned)
+        ]
+        maker = make if product.site is None else shared
+        made = maker(QUANTIZED, product.x, parts, product.bias, self.to, list(product.shape))
+        if product.site is None:
+            return made
+        if "axis" in product.result.meta:
+            made.meta["axis"] = product.result.meta["axis"]
+        given = dict(product.site.arguments)
+        for name in ("x", "weight", "bias"):
+            del given[name]
+        return make(ADD, made, product.x, *given.values())
+
+
+@dataclass(frozen=True, slots=True)
+class Product:
+    """x Wᵀ + bias with a frozen matrix, alone or with the adapters of a lowered site.
+
+    result   the node that holds it
+    call     the operator that computes it, which may compute others too
+    nodes    all that it is made of
+    turned   the matrix is stored [in, out], as GPT-2's Conv1D has it
+    """
+
+    result: fx.Node
+    call: fx.Node
+    nodes: frozenset[fx.Node]
+    x: fx.Node
+    weight: fx.Node
+    bias: fx.Node | None
+    turned: bool
+    site: LoweredSite | None = None
+
+    @property
+    def ref(self) -> TensorRef:
+        """The matrix as the base has it."""
+        found: TensorRef = self.weight.meta["tensor"]
+        return found
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        """[out, in]."""
+        first, second = self.ref.shape
+        return (second, first) if self.turned else (first, second)
+
+    @property
+    def path(self) -> str:
+        """The module that computes it."""
+        return str(self.result.meta.get("path") or "")
+
+
+def _products(graph: fx.Graph) -> Iterator[Product]:
+    """All products of a graph; one that is part of another, larger one is not told apart."""
+    inside: set[fx.Node] = set()
+    for node in reversed(graph.nodes):
+        if node.op != "call_function" or not node.users or node in inside:
+            continue
+        found = _lowered_product(node) or _plain_product(node)
+        if found is not None and _is_frozen(found):
+            inside |= found.nodes
+            yield found
+
+
+def _lowered_product(node: fx.Node) -> Product | None:
+    site = lowered_site(node)
+    if site is None or is_call(node, ADD):
+        return None
+    x, weight, bias = (site.arguments[name] for name in ("x", "weight", "bias"))
+    turned = is_call(weight, TURN)
+    whole = weight.args[0] if turned else weight
+    nodes = frozenset({node, site.call, weight})
+    return Product(node, site.call, nodes, x, whole, bias, turned, site)
+
+
+def _plain_product(node: fx.Node) -> Product | None:
+    found = nearest_match(list(FROZEN.values()), node)
+    if not isinstance(found, Match):
+        return None
+    turned = found.pattern is FROZEN["Conv1D"]
+    bias = found.captures.get("bias")
+    return Product(node, node, frozenset(found.nodes), found["x"], found["weight"], bias, turned)
+
+
+def _is_frozen(product: Product) -> bool:
+    """Whether matrix and bias are the base's, as it has them."""
+    refs = [node.meta.get("tensor") for node in (product.weight, product.bias) if node is not None]
+    return all(
+        isinstance(ref, TensorRef) and ref.owner == "base" and ref.original is None for ref in refs
+    )
+
+
+def _alone(site: LoweredSite, make: Maker) -> fx.Node:
+    return make(ONE, *site.arguments.values())
+
+
+def _replace(graph: fx.Graph, old: fx.Node, build: Callable[[Maker], fx.Node]) -> None:
+    new = build(Rewriter(graph).at(old))
+    for tag in ("axis", "branches"):
+        if tag in old.meta:
+            new.meta[tag] = old.meta[tag]
+    old.replace_all_uses_with(new)
+    graph.erase_node(old)

@@ -1,0 +1,70 @@
+"""The arms of `benchmarks.step` train the same model on the same tokens."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from benchmarks.step_arms import COMPUTE, OPTIMIZER, WHOLE, Made, Ours, PackedArm, Peft
+from benchmarks.step_mixes import Mix, Shape
+
+SHAPE = Shape(
+    layers=2, hidden=32, intermediate=48, heads=4, key_value_heads=2, vocabulary=97, dtype="float32"
+)
+MIX = Mix("tiny", (1, 1, 2, 1, 1, 1, 3, 1), length=9)
+
+
+@pytest.fixture(scope="module")
+def made(tmp_path_factory):
+    return Made(SHAPE, "cpu", tmp_path_factory.mktemp("step"))
+
+
+def test_all_arms_begin_with_one_loss_and_train(made):
+    """Adapters start at zero, so every arm's first loss is the frozen model's; then it falls."""
+    packed = PackedArm(made, stacked=True)
+    ours, theirs = Ours(made.base, made, made.folder / "ours"), Peft(made)
+    for arm in (packed, ours, theirs):
+        arm.load(MIX)
+
+    first = ours.trainer.gradients(ours.batches)
+    for run in ours.trainer.runs:
+        run.optimizer.zero_grad()
+    for index, ids in enumerate(MIX.ids(SHAPE, "cpu")):
+        alone = theirs.model(input_ids=ids, labels=ids).loss.item()
+        assert first[index] == pytest.approx(alone, rel=1e-5)
+    whole = sum(loss * batch for loss, batch in zip(first.values(), MIX.batches, strict=True))
+    assert packed_loss(packed) == pytest.approx(whole / sum(MIX.batches), rel=1e-5)
+
+    assert set(ours.step()) == {COMPUTE, OPTIMIZER}
+    assert set(packed.step()) == set(theirs.step()) == {WHOLE}
+    for _ in range(3):
+        packed.step()
+        ours.step()
+    assert packed_loss(packed) < whole / sum(MIX.batches)
+    later = ours.trainer.gradients(ours.batches)
+    assert all(later[index] < first[index] for index in first)
+
+
+def packed_loss(arm):
+    """The mean loss over all targets, as the arm computes it."""
+    packed = arm.packed
+    with torch.no_grad():
+        embedded = packed.model.model.embed_tokens(packed.ids[None])
+        hidden = packed.model.model(inputs_embeds=embedded, **packed.row)[0][0]
+        return packed.loss(hidden).item()
+
+
+def test_the_frozen_model_goes_down_to_its_embeddings(made):
+    """Its step needs no trained parameter."""
+    arm = PackedArm(made, stacked=False)
+    arm.load(MIX)
+
+    assert arm.packed.optimizer is None
+    assert set(arm.step()) == {WHOLE}
+
+
+def test_frozen_parameters_are_those_that_tokens_are_multiplied_with(made):
+    """All matrices but the embedding."""
+    matrices = [t for name, t in made.weights.items() if t.dim() == 2 and "embed" not in name]
+
+    assert SHAPE.frozen_parameters() == sum(t.numel() for t in matrices)

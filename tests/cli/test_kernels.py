@@ -1,0 +1,173 @@
+"""`tlora-fx kernels`: what a user sees of generated kernels."""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+
+from tlora_fx.cli import kernel_page, main
+from tlora_fx.codegen import compiled_check
+from tlora_fx.codegen.cache import stored
+from tlora_fx.codegen.compiled_check import Resources
+from tlora_fx.codegen.header import command
+from tlora_fx.codegen.source import build
+from tlora_fx.codegen.spec import KINDS, KernelSpec, Tile
+from tlora_fx.errors import KernelToolMissing
+from tlora_fx.ops.kernels import table
+
+PACK = ("pack", "--in", "4096", "--out", "14336")
+
+
+@pytest.fixture(autouse=True)
+def surroundings(tmp_path, monkeypatch):
+    """A cache of this test, and a terminal of one width."""
+    monkeypatch.setenv("TLORA_FX_CACHE", str(tmp_path))
+    monkeypatch.setenv("COLUMNS", "120")
+
+
+def said(capsys, *words):
+    """What `tlora-fx kernels` prints, says on stderr, and its exit status."""
+    with pytest.raises(SystemExit) as stop:
+        main(["kernels", *words])
+    captured = capsys.readouterr()
+    return captured.out, captured.err, stop.value.code
+
+
+@pytest.fixture
+def compiles(monkeypatch):
+    """Let compiling give these resources instead of asking Triton."""
+
+    def give(found):
+        def fake(spec, arch=None, **_):
+            if isinstance(found, Exception):
+                raise found
+            return found
+
+        monkeypatch.setattr(compiled_check, "resources", fake)
+        monkeypatch.setattr(kernel_page, "resources", fake)
+
+    return give
+
+
+def test_kinds_and_cached_files_are_listed(capsys):
+    """Each kind with what it does; each file with its size."""
+    path = stored(build(KernelSpec("pack", 64, 32)))
+    out, _, status = said(capsys, "list")
+
+    assert status == 0
+    assert all(f"\n{kind} " in f"\n{out}" for kind in KINDS)
+    assert "1 generated in" in out
+    assert path.name in out
+    assert f"{path.stat().st_size:,}" in out
+
+
+def test_a_kernel_is_shown(capsys):
+    """The text that would be cached, and nothing else."""
+    out, _, status = said(capsys, "show", *PACK, "--extend", "tail")
+
+    assert status == 0
+    assert out == build(KernelSpec("pack", 4096, 14336, extend="tail")).text
+
+
+def test_the_command_in_a_header_prints_the_same_text(capsys):
+    """Also with a tile, a type and flags that are not as by default."""
+    spec = KernelSpec("expand", 768, 2304, dtype="float16", dropout=True, accumulate=True, arch=80)
+    generated = build(spec)
+    out, _, _ = said(capsys, *command(generated.spec).split()[2:])
+
+    assert out == generated.text
+
+
+def test_a_kernel_is_explained(capsys, compiles):
+    """Spec, tile and its rule, cost at a number of tokens, and what it compiled to."""
+    compiles(Resources(90, 101, 0, 4096, {"LDG.E.128": 7}))
+    out, _, status = said(capsys, "explain", *PACK, "--ranks", "8,8", "--tokens", "1000")
+
+    assert status == 0
+    assert "KernelSpec(kind='pack', inner=4096, outer=14336" in out
+    assert "tile  by the rule, for nothing like it was measured on NVIDIA H200" in out
+    assert "1,000 tokens of 2 jobs" in out
+    assert "(4 R + 2 P) (I + O)" in out
+    assert "registers      101" in out
+
+
+def test_a_given_tile_is_explained_as_given(capsys, compiles):
+    """The rule has nothing to say about it."""
+    compiles(Resources(90, 101, 0, 4096, {}))
+    out, _, _ = said(capsys, "explain", *PACK, "--tile", "16,256,0,4,2")
+
+    assert "tile  given with --tile" in out
+
+
+def test_a_measured_tile_and_plan_are_explained(capsys, compiles, monkeypatch):
+    """They come from the table of the GPU that is named."""
+    compiles(Resources(90, 101, 0, 4096, {}))
+    tile = Tile(rows=64, columns=128, depth=64, warps=4, stages=4)
+
+    def plans(gpu, direction, site, tokens):
+        assert (gpu, direction, tokens) == ("My GPU", "forward", 8192)
+        return {"fused": table.Measured(7.0, tile, "a table")}
+
+    monkeypatch.setattr(table, "plan_times", plans)
+    monkeypatch.setattr(table, "tile", lambda gpu, *_: tile if gpu == "My GPU" else None)
+    words = ("explain", "forward", "--in", "4096", "--out", "14336", "--gpu", "My GPU")
+    out, _, status = said(capsys, *words)
+
+    assert status == 0
+    assert "tile  measured on My GPU" in out
+    assert re.search(r"^ +rows +64", out, re.MULTILINE)
+    assert "plan  fused, by a table" in out
+
+
+def test_without_triton_all_but_the_compiled_part_is_explained(capsys, compiles):
+    """And the reason stands in its place."""
+    compiles(KernelToolMissing("kernels need Triton, which is not installed"))
+    out, _, status = said(capsys, "explain", *PACK)
+
+    assert status == 0
+    assert "FLOP" in out
+    assert "error[T0705] kernels need Triton" in out
+
+
+def test_a_check_that_finds_a_fault_fails(capsys, compiles):
+    """Each spec and architecture is a line, with its faults."""
+    compiles(Resources(90, 101, 0, 4096, {"STL": 2}))
+    out, _, status = said(capsys, "check", "pack", "--arch", "90", "--extent", "few")
+
+    assert status == 1
+    assert "pack_4096x14336_bf16_r16 " in out
+    assert "2 loads and stores of spilled registers" in out
+    assert "2 specs, 2 faults" in out
+
+
+def test_a_check_without_faults_succeeds(capsys, compiles):
+    """For all architectures where none is named."""
+    compiles(Resources(90, 101, 0, 4096, {}))
+    out, _, status = said(capsys, "check", "pack", "--extent", "few")
+
+    assert status == 0
+    assert out.count(" ok\n") == 6
+
+
+@pytest.mark.parametrize(
+    ("words", "message", "status"),
+    [
+        (("show", "pak", "--in", "8", "--out", "8"), "nearest  pack", 1),
+        (("show", *PACK, "--rank-block", "24"), "a power of two from 16 on", 1),
+        (("show", *PACK, "--tile", "1,2"), "rows,columns,depth,warps", 1),
+        (("show", *PACK, "--dtype", "int8"), "bfloat16, float16", 1),
+        (("show", "pack", "--in", "8"), "--out", 2),
+        (("explain", *PACK, "--ranks", "a,b"), "--ranks are numbers", 2),
+        (("explain", *PACK, "--ranks", ""), "--ranks are numbers", 2),
+        (("explain", *PACK, "--tokens", "-3"), "--tokens", 2),
+        (("check", "pak"), "nearest  pack", 1),
+        (("tune", "4096"), "INxOUT", 2),
+    ],
+)
+def test_wrong_words_are_told(capsys, words, message, status):
+    """With what they may be."""
+    _, err, code = said(capsys, *words)
+
+    assert code == status
+    assert message in err

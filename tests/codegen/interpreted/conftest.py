@@ -1,0 +1,33 @@
+"""Tests of kernels under Triton's interpreter, which is chosen when Triton is imported.
+
+Workers of pytest run many files in one process and have often imported Triton already, so these
+files are collected only where TRITON_INTERPRET=1 is set from outside. tests/codegen/
+test_interpreted.py runs each of them in such a process; to run one by hand:
+
+    TRITON_INTERPRET=1 pytest -n 0 tests/codegen/interpreted/test_pack.py
+"""
+
+from __future__ import annotations
+
+import os
+
+import pytest
+
+from tests.codegen.problems import Problem
+
+collect_ignore_glob = [] if os.environ.get("TRITON_INTERPRET") == "1" else ["test_*.py"]
+
+
+@pytest.fixture
+def problem():
+    """Make a random site: `problem(lengths=(5, 0, 40), ranks=(4, 0, 16))`; see Problem."""
+    return Problem.make
+
+
+@pytest.fixture(autouse=True)
+def kernels_in(tmp_path_factory, monkeypatch):
+    """Generated files go to a folder of this test run."""
+    if os.environ.get("TRITON_INTERPRET") != "1":
+        pytest.fail("run this file with TRITON_INTERPRET=1 in the environment", pytrace=False)
+    folder = tmp_path_factory.getbasetemp() / "kernels"
+    monkeypatch.setenv("TLORA_FX_CACHE", str(folder))

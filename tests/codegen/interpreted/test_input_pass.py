@@ -1,0 +1,132 @@
+"""`input_pass`: shares of da of all sites that read x, in one read of it."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from tests.codegen.problems import BOUNDS, error, nans
+from tlora_fx.codegen.loading import load
+from tlora_fx.codegen.source import settled
+from tlora_fx.codegen.spec import KernelSpec, Tile
+
+CHUNK = 32
+SMALL = Tile(rows=16, columns=32, depth=0, warps=4, stages=2, chunk=CHUNK)
+DTYPES = (torch.float16, torch.float32, torch.float64)
+
+
+def passed(sites, x=None, bits=None, tile=SMALL):
+    """Shares of da of each site, poisoned before; the first site's x and row tables serve all."""
+    first = sites[0]
+    fields = {**first.spec_fields, "bias": False, "dropout": any(any(s.rates) for s in sites)}
+    module = load(KernelSpec("input_pass", **fields, sites=len(sites), tile=tile))
+    wide = torch.float64 if first.dtype == torch.float64 else torch.float32
+    chunks = -(-first.tokens // tile.chunk) + first.jobs
+    parts = [nans(chunks, site.width, site.inner, dtype=wide) for site in sites]
+    module.launch(
+        first.x if x is None else x,
+        [site.ds for site in sites],
+        bits or [site.bits for site in sites],
+        first.segments,
+        [site.slots for site in sites],
+        [site.thresholds for site in sites],
+        first.jobs,
+        parts,
+    )
+    return parts
+
+
+def summed(site, da, chunk=CHUNK):
+    """da [R, I] from the shares that are a job's."""
+    total = torch.zeros(len(site.a), site.inner, dtype=torch.float64)
+    first = 0
+    for _, own, ranks, _ in site.parts():
+        chunks = -(-(own.stop - own.start) // chunk)
+        rank = ranks.stop - ranks.start
+        if rank:
+            total[ranks] = da[first : first + chunks, :rank].double().sum(0)
+        first += chunks
+    return total
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("rate", [0.0, 0.3])
+def test_shares_sum_up_to_the_gradient(problem, dtype, rate):
+    """Segments of no, one and several chunks; a job without an adapter; ragged columns."""
+    rates = (rate, 0.0, rate, 0.0, 0.9 * rate)
+    site = problem(
+        lengths=(1, 0, 70, 32, 9), ranks=(4, 8, 16, 0, 3), rates=rates, inner=44, dtype=dtype
+    )
+    assert error(summed(site, *passed([site])), site.da64) < BOUNDS[dtype]
+
+
+def test_bits_of_jobs_that_drop_nothing_are_ignored(problem):
+    """The kernel that draws them need not write them."""
+    site = problem(lengths=(20, 33), ranks=(4, 5), rates=(0.5, 0.0), inner=32)
+    bits = site.bits.clone()
+    bits[20:] = 0
+
+    assert error(summed(site, *passed([site], bits=[bits])), site.da64) < BOUNDS[site.dtype]
+
+
+@pytest.mark.parametrize("rate", [0.0, 0.4])
+def test_sites_share_one_read_of_x(problem, rate):
+    """Each with its own ranks, masks, widths and jobs without an adapter; x has a stride."""
+    rates = (rate, 0.0, rate)
+    sites = [
+        problem(lengths=(9, 40, 3), ranks=ranks, rates=rates, inner=40, site=number)
+        for number, ranks in enumerate([(4, 0, 40), (16, 5, 0), (0, 0, 7)])
+    ]
+    for site in sites:
+        site.x = sites[0].x
+    wide = torch.cat([sites[0].x, nans(52, 24, dtype=torch.float16)], 1)
+
+    for site, da in zip(sites, passed(sites, x=wide[:, :40]), strict=True):
+        assert error(summed(site, da), site.da64) < BOUNDS[site.dtype]
+        if 0 in site.ranks_of[:1]:
+            assert da[0].isnan().all()
+
+
+@pytest.mark.parametrize("rank_block", [16, 64])
+def test_the_usual_tile_gives_the_same_gradient(problem, rank_block):
+    """The rule's tile, with dropout."""
+    site = problem(lengths=(70, 3), ranks=(16, 7), rates=(0.1, 0.1), rank_block=rank_block)
+    tile = settled(KernelSpec("input_pass", inner=32, outer=48, rank_block=rank_block)).cut
+    da = summed(site, *passed([site], tile=tile), chunk=tile.chunk)
+
+    assert error(da, site.da64) < BOUNDS[site.dtype]
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+def test_a_job_is_blind_to_its_neighbours(problem, value):
+    """What is not finite in one job's x leaves the others' bits as they were."""
+    site = problem(lengths=(7, 40, 11), ranks=(4, 8, 16), rates=(0.2, 0.2, 0.0))
+    before = summed(site, *passed([site]))
+    x = site.x.clone()
+    x[7:47] = value
+    after = summed(site, *passed([site], x=x))
+
+    for own in (slice(0, 4), slice(12, 28)):
+        assert torch.equal(before[own], after[own])
+    assert not after[4:12].isfinite().any()
+
+
+def test_what_dropout_drops_may_be_anything(problem):
+    """A dropped NaN is no NaN in the gradient: it is masked, not multiplied away."""
+    site = problem(lengths=(20,), ranks=(4,), rates=(0.5,))
+    poisoned = torch.where(site.keep, site.x, float("nan"))
+
+    assert torch.equal(*(summed(site, *passed([site], x=x)) for x in (site.x, poisoned)))
+
+
+def test_a_job_alone_has_the_bits_that_it_has_in_company(problem):
+    """Chunks and steps are counted from the segment's start."""
+    lengths, ranks = (7, 45, 11), (4, 8, 16)
+    site = problem(lengths=lengths, ranks=ranks)
+    together = summed(site, *passed([site]))
+    for job, own, rows, _ in site.parts():
+        alone = problem(lengths=(lengths[job],), ranks=(ranks[job],))
+        alone.x = site.x[own]
+        alone.__dict__["ds"] = site.ds[own]
+
+        assert torch.equal(summed(alone, *passed([alone])), together[rows])

@@ -1,0 +1,128 @@
+"""Every kernel compiles for every architecture without a GPU, and comes out as it should.
+
+Two specs a kind here; `tlora-fx kernels check` compiles all forms and shapes.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from dataclasses import replace
+
+import pytest
+
+pytest.importorskip("triton")
+if os.environ.get("TRITON_INTERPRET") == "1":
+    pytest.skip("kernels are interpreted in this process", allow_module_level=True)
+if sys.platform != "linux":
+    pytest.skip("Triton's compiler is built for Linux", allow_module_level=True)
+
+from tlora_fx.codegen import catalog, compiled_check
+from tlora_fx.codegen.compiled_check import Resources, faults, resources
+from tlora_fx.codegen.emit.shrink import tile_for
+from tlora_fx.codegen.source import stem
+from tlora_fx.codegen.spec import KernelSpec, Tile
+from tlora_fx.errors import KernelNotCompilable, KernelToolMissing
+
+SPECS = {stem(spec).removesuffix("_sm90"): spec for spec in catalog.few()}
+
+
+@pytest.fixture(autouse=True)
+def own_cache(tmp_path, monkeypatch):
+    """Generated files of this test only."""
+    monkeypatch.setenv("TLORA_FX_CACHE", str(tmp_path))
+
+
+@pytest.mark.parametrize("arch", [80, 90, 100])
+@pytest.mark.parametrize("spec", SPECS.values(), ids=SPECS)
+def test_a_kernel_fits_its_architecture(spec, arch):
+    """Registers, no spills, shared memory; tensor cores and bulk loads where they belong."""
+    found = resources(spec, arch)
+
+    assert faults(spec, found) == []
+    assert found.stack_bytes == 0
+    assert found.total > 100, "a kernel that cannot run is compiled to a trap"
+
+
+@pytest.mark.parametrize("tokens", [1024, 4096])
+def test_the_shrink_for_few_tokens_fits(tokens):
+    """Its tile leaves shares of S."""
+    spec = KernelSpec("shrink", 4096, 14336, dropout=True)
+    spec = replace(spec, tile=tile_for(spec, tokens, width=32))
+    found = resources(spec)
+
+    assert spec.cut.slab > 0
+    assert faults(spec, found) == []
+
+
+@pytest.mark.parametrize(("arch", "waits"), [(80, 0), (90, 1)])
+def test_a_kernel_lets_the_next_one_start_and_waits_for_the_one_before(arch, waits):
+    """Once each, from Hopper on."""
+    found = resources(SPECS["sum_ds_4096x14336_bf16_r16"], arch)
+
+    assert found.count("PREEXIT") == waits
+    assert found.count("ACQBULK") == waits
+
+
+def test_lengths_that_are_no_multiple_of_16_compile_too():
+    """Triton specialises on divisibility, so a step of odd length is another kernel."""
+    spec = SPECS["forward_4096x14336_bf16_r16"]
+
+    assert faults(spec, resources(spec, tokens_divisible=False)) == []
+
+
+def test_each_fault_is_named():
+    """Too many registers, spills, too much shared memory, and what is missing."""
+    found = Resources(90, 256, 8, 300_000, {"LDL.64": 3, "STL": 2, "PREEXIT": 1}, 768)
+
+    assert faults(KernelSpec("forward", 64, 64), found) == [
+        "256 registers of at most 255",
+        "5 loads and stores of spilled registers",
+        "300000 bytes of shared memory of at most 232448",
+        "768 columns of tensor memory of at most 512",
+        "no tensor-core instructions",
+        "no bulk loads (UTMALDG)",
+        "it lets the next kernel start and does not wait for the one before",
+    ]
+
+
+def test_instructions_are_counted_by_what_they_do():
+    """Opcodes as the disassembler writes them on three architectures."""
+    opcodes = {
+        "HGMMA.64x256x16.F32.BF16": 4,
+        "HMMA.16816.F32.BF16": 2,
+        "UTCHMMA": 1,
+        "UTMALDG.2D": 3,
+        "LDG.E.128": 5,
+        "LDGSTS.E.BYPASS.LTC128B.128": 6,
+        "LDG.E.LTC128B": 7,
+        "LDL": 1,
+        "STL.64": 1,
+    }
+    found = Resources(90, 32, 0, 0, opcodes)
+
+    assert found.tensor_core == 7
+    assert found.bulk_loads == 3
+    assert found.wide_loads == 11
+    assert found.spills == 2
+
+
+def test_what_triton_cannot_compile_is_told_with_the_kernel(tmp_path):
+    """The generated file, the spec, and Triton's own words."""
+    tile = Tile(rows=16, columns=100, depth=0, warps=8, stages=2)
+    with pytest.raises(KernelNotCompilable, match=r"(?s)pack kernel for sm_90.*power of 2"):
+        resources(KernelSpec("pack", 64, 64, tile=tile))
+
+
+def test_a_missing_disassembler_is_told(monkeypatch, tmp_path):
+    """With the place where it was looked for."""
+    monkeypatch.setenv("TRITON_CUOBJDUMP_PATH", str(tmp_path / "none"))
+    with pytest.raises(KernelToolMissing, match=r"(?s)missing.*none"):
+        compiled_check._disassembler()
+
+
+def test_an_interpreting_process_says_that_it_cannot_compile(monkeypatch):
+    """Instead of Triton's riddles."""
+    monkeypatch.setenv("TRITON_INTERPRET", "1")
+    with pytest.raises(KernelToolMissing, match="unset TRITON_INTERPRET"):
+        resources(KernelSpec("pack", 64, 64))

@@ -1,0 +1,41 @@
+"""What generated kernels read like: accepted files, one a kind at least."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from tests.interpreted import ROOT
+from tlora_fx.codegen.source import build, stem
+from tlora_fx.codegen.spec import KINDS, KernelSpec, Tile
+
+SPECS = [
+    KernelSpec("pack", 4096, 4096),
+    KernelSpec("pack", 4096, 4096, extend="tail"),
+    KernelSpec("shrink", 4096, 4096, dropout=True),
+    KernelSpec("shrink", 4096, 4096, sites=2),
+    KernelSpec("shrink", 4096, 4096, tile=Tile(32, 16, 128, 4, 5, slab=512)),
+    KernelSpec("forward", 4096, 14336),
+    KernelSpec("forward", 768, 2304, dtype="float16", bias=True, weight_layout="in_out"),
+    KernelSpec("input_gradient", 4096, 14336, dropout=True),
+    KernelSpec("output_pass", 4096, 4096),
+    KernelSpec("sum_ds", 4096, 4096),
+    KernelSpec("input_pass", 4096, 4096, dropout=True),
+    KernelSpec("sum_gradients", 4096, 4096),
+    KernelSpec("expand", 4096, 4096, dropout=True, accumulate=True),
+]
+
+
+@pytest.mark.parametrize("spec", SPECS, ids=stem)
+def test_a_generated_kernel_reads_as_accepted(spec, golden):
+    """Its file, without the hash of its name."""
+    golden(f"kernels/{stem(spec)}.py", build(spec).text)
+
+
+def test_every_kind_has_an_accepted_file_and_no_file_is_left_over():
+    """The folder holds the specs of this test, nothing else."""
+    files = {path.stem for path in (Path(ROOT) / "tests/golden/kernels").glob("*.py")}
+
+    assert files == {stem(spec) for spec in SPECS}
+    assert {spec.kind for spec in SPECS} == set(KINDS)

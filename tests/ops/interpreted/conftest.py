@@ -1,0 +1,30 @@
+"""Tests of the operators on kernels, under Triton's interpreter; see tests/codegen/interpreted."""
+
+from __future__ import annotations
+
+import os
+
+import pytest
+import torch
+
+collect_ignore_glob = [] if os.environ.get("TRITON_INTERPRET") == "1" else ["test_*.py"]
+
+
+@pytest.fixture(autouse=True)
+def on_kernels(tmp_path_factory, monkeypatch):
+    """CPU tensors go through kernels, whose files lie in a folder of this test run."""
+    folder = tmp_path_factory.getbasetemp() / "kernels"
+    monkeypatch.setenv("TLORA_FX_CACHE", str(folder))
+    monkeypatch.setenv("TLORA_FX_KERNELS", "interpret")
+
+
+@pytest.fixture(autouse=True)
+def poisoned(monkeypatch):
+    """What a kernel does not write is NaN, or all ones."""
+    from tlora_fx.ops.kernels import run
+
+    def empty(shape, *, dtype, device):
+        value = float("nan") if dtype.is_floating_point else 255
+        return torch.full(shape, value, dtype=dtype, device=device)
+
+    monkeypatch.setattr(run, "empty", empty)

@@ -1,0 +1,160 @@
+"""Room behind x and dy: S and dS stand there, and nothing is written anywhere else."""
+
+import pytest
+import torch
+
+from tlora_fx.ops import multi_lora_linear, multi_lora_linears, room
+from tlora_fx.ops.kernels import run, selector, with_room
+
+BOUND = 1e-5
+FEATURES = (32, 48)
+ops = torch.ops.tlora_fx
+
+
+def widen(value, columns):
+    """As `room.widen`, with NaN in the room."""
+    return torch.nn.functional.pad(value, (0, columns), value=float("nan"))
+
+
+@pytest.fixture
+def traced(monkeypatch):
+    """Everything runs as if a compiler traced it; tells whether x and dy were copied."""
+    copies = []
+
+    def watched(name):
+        plain = getattr(run.Run, name)
+
+        def call(self, *args, copies_=copies, **kwargs):
+            given = kwargs.get("copies", args[-1] if name == "output_pass" else None)
+            copies_.append((name, given))
+            return plain(self, *args, **kwargs)
+
+        monkeypatch.setattr(run.Run, name, call)
+
+    monkeypatch.setattr(room, "is_traced", lambda: True)
+    monkeypatch.setattr(room, "widen", lambda value, n: widen(value, n) if n else value)
+    watched("shrink")
+    watched("output_pass")
+    return copies
+
+
+def assert_close(found, expected):
+    """Each is within the bound of the reference's norm."""
+    for one, other in zip(found, expected, strict=True):
+        assert (one.double() - other).norm() <= BOUND * other.norm()
+
+
+def results(made, **other):
+    """Output and gradients of the operator, and of the reference."""
+    x, a, b = made.leaves()
+    y = multi_lora_linear(*made.arguments(x=x, a=a, b=b), **other)
+    expected = made.reference(x, a, b)
+    dy = torch.randn(expected.shape, generator=torch.Generator().manual_seed(1)).double()
+    found = torch.autograd.grad(y, (x, a, b), dy.to(y.dtype))
+    wanted = torch.autograd.grad(expected, (x, a, b), dy)
+    return (y.detach(), *found), (expected.detach(), *wanted)
+
+
+@pytest.mark.parametrize("rates", [(0.0, 0.0, 0.0), (0.3, 0.0, 0.2)], ids=["keep", "drop"])
+@pytest.mark.parametrize("plan", selector.PLANS)
+def test_every_plan_takes_rows_with_room(lora, traced, plan, rates):
+    """Numbers are the reference's, and where jobs drop nothing neither x nor dy is copied."""
+    made = lora((17, 0, 1), (3, 2, 18), rates, features=FEATURES, dtype=torch.float32)
+    made.weight = with_room(made.weight, 64)
+    with selector.force_plan(plan):
+        found, expected = results(made, max_rank=18, drops=any(rates))
+
+    assert_close(found, expected)
+    assert dict(traced) == {"shrink": False, "output_pass": any(rates)}
+
+
+@pytest.mark.parametrize("plan", selector.PLANS)
+def test_sites_that_share_x_share_its_room(lora, traced, plan):
+    """Three linears of other widths and ranks, on weights with room of their own."""
+    ranks = ((3, 5), (40, 30), (2, 1))
+    sites = [
+        lora((9, 4), own, features=(32, width), dtype=torch.float32)
+        for own, width in zip(ranks, (16, 48, 16), strict=True)
+    ]
+    calls = [site.arguments(x=sites[0].x) for site in sites]
+    lists = [list(column) for column in zip(*calls, strict=True)]
+    weights = [with_room(weight, 128) for weight in lists[1]]
+    x = sites[0].x.clone().requires_grad_()
+    leaves = [one.detach().clone().requires_grad_() for call in calls for one in call[3:5]]
+    with selector.force_plan(plan):
+        together = multi_lora_linears(
+            x, weights, lists[2], leaves[0::2], leaves[1::2], *lists[5:8],
+            *(column[0] for column in lists[8:11]), lists[11], calls[0][12], 70, False,
+        )  # fmt: skip
+        alone = [site.reference(x, *leaves[2 * k : 2 * k + 2]) for k, site in enumerate(sites)]
+        found = torch.autograd.grad(sum(y.sin().sum() for y in together), (x, *leaves))
+        wanted = torch.autograd.grad(sum(y.sin().sum() for y in alone), (x, *leaves))
+
+    assert_close((*together, *found), (*alone, *wanted))
+    assert not any(copied for _, copied in traced)
+
+
+def test_calls_that_are_started_again_use_their_own_room(lora, traced):
+    """The fourth call of a kind equals its reference, as the first does."""
+    made = lora((9, 4), (3, 5), features=FEATURES, dtype=torch.float32)
+    made.weight = with_room(made.weight, 64)
+    with selector.force_plan("concat"):
+        for _ in range(4):
+            made.x = torch.randn(made.x.shape)
+            assert_close(*results(made, max_rank=5, drops=False))
+
+    assert len(traced) < 2 * 4
+
+
+def given(made, x, columns):
+    """Arguments of the inner forward."""
+    _, weight, bias, a, b, ranks, scales, rates, *row, site, kind = made.arguments()
+    lists = [[one] for one in (weight, bias, a, b, ranks, scales, rates)]
+    return x, *lists, *row, [site], kind, 0, False, columns
+
+
+def forward(made, x, columns):
+    """y, by the inner operator."""
+    return ops.multi_lora_forward(*given(made, x, columns))[0]
+
+
+def test_without_room_nothing_is_written_behind_rows(lora):
+    """Whatever the strides of x say: columns behind it belong to somebody else."""
+    made = lora((4, 5), (3, 2), features=FEATURES, dtype=torch.float32)
+    whole = widen(made.x, 64)
+    with selector.force_plan("concat"):
+        found = forward(made, whole[..., :32], 0)
+
+    assert_close([found], [made.reference(made.x, made.a, made.b)])
+    assert whole[..., 32:].isnan().all()
+
+
+def test_room_ends_with_its_row(lora):
+    """Rows that follow the last, and columns behind the room, stay as they are."""
+    made = lora((4, 5), (3, 2), features=FEATURES, dtype=torch.float32)
+    expected = made.reference(made.x, made.a, made.b)
+    below = torch.cat([widen(made.x, 64), torch.full((1, 3, 96), float("nan"))], 1)
+    with selector.force_plan("concat"):
+        found = forward(made, below[:, :9], 64)
+
+    assert_close([found], [expected])
+    assert below[:, 9:].isnan().all()
+    assert below[:, :9].isfinite().all()
+
+    beside = widen(made.x, 64 + 32)
+    with selector.force_plan("concat"):
+        found = forward(made, beside[..., :96], 64)
+
+    assert_close([found], [expected])
+    assert beside[..., 96:].isnan().all()
+
+
+def test_too_little_room_is_not_used(lora):
+    """Adapters of 70 rows take 128 columns."""
+    made = lora((4, 5), (40, 30), features=FEATURES, dtype=torch.float32)
+    whole = widen(made.x, 64)
+    with selector.force_plan("concat"):
+        found = forward(made, whole, 64)
+
+    assert_close([found], [made.reference(made.x, made.a, made.b)])
+    assert whole[..., 32:].isnan().all()

@@ -1,0 +1,142 @@
+"""Under torch.compile whoever makes x or dy leaves room behind it, in the code it runs anyway."""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+import torch
+from torch._inductor.async_compile import AsyncCompile
+from torch._inductor.utils import run_and_get_code
+
+from tlora_fx.ops import multi_lora_linear, multi_lora_linears, room
+from tlora_fx.ops.kernels import loop, serving, strict, with_room
+
+WIDTH, HIDDEN, ROOM, TOKENS = 32, 48, 64, 11
+
+
+@pytest.fixture
+def seen(monkeypatch):
+    """Traced graphs are made as if kernels served; what x and dys the operators were given."""
+    torch._dynamo.reset()
+    given, forward, backward, sites = [], loop.forward, loop.input_gradient, room._sites
+
+    def note(kind, *values):
+        given.extend((kind, one.shape[-1], one.stride(-2) - one.shape[-1]) for one in values)
+
+    def noted_forward(x, biases, group):
+        note("x", x)
+        return forward(x, biases, group)
+
+    def noted_backward(dys, group, need_dx):
+        note("dy", *dys)
+        return backward(dys, group, need_dx)
+
+    def served_sites(like, group):
+        with monkeypatch.context() as patch:
+            patch.setattr(serving, "served", serving.Served.of)
+            return sites(like, group)
+
+    monkeypatch.setattr(room, "_sites", served_sites)
+    monkeypatch.setattr(loop, "forward", noted_forward)
+    monkeypatch.setattr(loop, "input_gradient", noted_backward)
+    yield given
+    torch._dynamo.reset()
+
+
+@pytest.fixture
+def block(lora):
+    """Makes a norm, two linears on it, their gated product, and one linear behind it."""
+
+    def make(roomy=True, drops=False):
+        sizes = ((WIDTH, HIDDEN), (WIDTH, HIDDEN), (HIDDEN, WIDTH))
+        rates = (0.3, 0.0) if drops else (0.0, 0.0)
+        made = [lora((6, 5), (3, 2), rates, features=own, dtype=torch.float32) for own in sizes]
+        for one in made if roomy else ():
+            one.weight = with_room(one.weight, ROOM)
+        *pair, last = [one.arguments() for one in made]
+        lists = [list(column) for column in zip(*pair, strict=True)]
+        row = [column[0] for column in lists[8:11]]
+
+        def run(h, *leaves):
+            x = torch.nn.functional.rms_norm(h, (WIDTH,))
+            one, other = multi_lora_linears(
+                x, lists[1], lists[2], list(leaves[0:2]), list(leaves[2:4]), *lists[5:8], *row,
+                lists[11], torch.float32, 3, drops,
+            )  # fmt: skip
+            inner = torch.nn.functional.silu(one) * other
+            return h + multi_lora_linear(inner, *last[1:3], *leaves[4:6], *last[5:], 3, drops)
+
+        up, gate, down = made
+        leaves = (up.x, up.a, gate.a, up.b, gate.b, down.a, down.b)
+        return run, [one.detach().clone().requires_grad_() for one in leaves]
+
+    return make
+
+
+def step(run, leaves):
+    """Output and gradients."""
+    y = run(*leaves)
+    return y.detach(), *torch.autograd.grad(y.sin().sum(), leaves)
+
+
+X = [("x", WIDTH, 2 * ROOM), ("x", HIDDEN, ROOM)]
+DY = [("dy", WIDTH, ROOM), ("dy", HIDDEN, ROOM), ("dy", HIDDEN, ROOM)]
+TIGHT = [(kind, columns, 0) for kind, columns, _ in (*X, *DY)]
+
+
+def test_producers_write_into_wider_buffers(seen, block, monkeypatch):
+    """Inductor's code makes x and dys in rows with room, and has no copy of them without it."""
+    # Compiling takes long, and where kernels write can be read.
+    monkeypatch.setattr(AsyncCompile, "cpp_pybinding", lambda *_: lambda *_: None)
+    run, leaves = block()
+    compiled = torch.compile(run, fullgraph=True)
+
+    with torch._inductor.config.patch(fx_graph_cache=False):
+        _, codes = run_and_get_code(lambda: step(compiled, leaves))
+
+    assert seen == [*X, *DY]
+    made = re.findall(rf"empty_strided_cpu\(\(1, {TOKENS}, (\d+)\)", "\n".join(codes))
+    assert {int(width) for width in made} == {1, WIDTH + 2 * ROOM, WIDTH + ROOM, HIDDEN + ROOM}
+
+
+@pytest.mark.parametrize(
+    ("given", "expected"),
+    [({}, [*X, *DY]), ({"drops": True}, [*X, *TIGHT[2:]]), ({"roomy": False}, TIGHT)],
+    ids=["plain", "dropout", "weights"],
+)
+def test_numbers_are_those_without_room(seen, block, given, expected):
+    """Room is left where concat-K can use it: not in dy under dropout, not at weights without."""
+    run, leaves = block(**given)
+    wanted = step(run, leaves)
+    assert seen == TIGHT
+    seen.clear()
+
+    found = step(torch.compile(run, fullgraph=True, backend="aot_eager"), leaves)
+
+    assert seen == expected
+    for one, other in zip(found, wanted, strict=True):
+        assert (one - other).norm() <= 1e-5 * other.norm()
+
+
+def test_strict_mode_leaves_no_room(seen, block):
+    """It runs the fused plan only."""
+    run, leaves = block()
+    with strict():
+        step(torch.compile(run, fullgraph=True, backend="aot_eager"), leaves)
+
+    assert seen == TIGHT
+
+
+def test_exported_programs_leave_no_room(seen, block):
+    """They run as they are, where room would be a copy."""
+    run, leaves = block()
+
+    class Module(torch.nn.Module):
+        forward = staticmethod(run)
+
+    program = torch.export.export(Module(), tuple(leaves)).run_decompositions()
+    seen.clear()
+    program.module()(*leaves)
+
+    assert seen == TIGHT[:2]

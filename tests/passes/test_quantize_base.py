@@ -1,0 +1,278 @@
+"""`quantize-base`: what is stored, what stays, and that jobs train on it as PEFT would."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+from torch import nn
+from transformers.pytorch_utils import Conv1D
+
+from tests.models import (
+    assert_same,
+    error_of,
+    hand_written,
+    peft_model,
+    restart,
+    run_alone,
+    run_fused,
+    tokens,
+)
+from tests.quantised import decoded
+from tlora_fx.batch import pack
+from tlora_fx.driver import prepare, resolve_pipeline, run_passes
+from tlora_fx.errors import MissingPackageError
+from tlora_fx.fingerprint import named_graphs
+from tlora_fx.lowered import lowered_sites
+from tlora_fx.numerics.state import copy_state
+from tlora_fx.ops import quantized_forms
+from tlora_fx.ops.quantized_forms import FORMS
+from tlora_fx.pipeline import Runner
+from tlora_fx.pipeline.instrument import Event
+from tlora_fx.runtime.weights import base_tensors
+from tlora_fx.supermodel import SuperModel
+from tlora_fx.testing import small_base, small_job
+
+LAYER = "layers_0_1"
+# The products of library and decoded matrix round differently; float32.
+ROUNDED = 2e-4
+# bfloat16 through two layers, of all gradients together.
+HALF = 5e-2
+
+
+def traced(jobs):
+    """Jobs fused, for `quantised` to go on with."""
+    group = run_passes(jobs, stop_after="fuse-backbone")
+    return SimpleNamespace(group=group, given=prepare(jobs), known={})
+
+
+@pytest.fixture(scope="module")
+def llama(tmp_path_factory):
+    """Two plain jobs, and one with DoRA on v_proj and an o_proj of its own."""
+    folder = tmp_path_factory.mktemp("base")
+    sizes = {"hidden_size": 64, "intermediate_size": 128, "num_key_value_heads": 4}
+    base = small_base(folder, num_hidden_layers=2, **sizes)
+    return traced(
+        [
+            small_job("plain", base),
+            small_job("all", base, r=2, target_modules="all-linear"),
+            small_job(
+                "dora",
+                base,
+                r=3,
+                target_modules=["v_proj"],
+                use_dora=True,
+                modules_to_save=["o_proj"],
+            ),
+        ]
+    )
+
+
+def quantised(fused, added):
+    """The group after all passes, one of them added."""
+    pipeline = resolve_pipeline(None, [added])
+    group, runner = copy_state(fused.group), Runner(pipeline)
+    for place, item in enumerate(pipeline.passes, 1):
+        if place > pipeline.place_of("fuse-backbone"):
+            runner.run_one(Event(place, item, "group", group))
+    return group
+
+
+def model_of(fused, added):
+    """The model, with its weights and random adapters; made once for each text."""
+    if added not in fused.known:
+        given = fused.given
+        model = SuperModel(quantised(fused, added), given.backbone, given.jobs)
+        model.materialize(base_tensors(given.backbone), "cpu")
+        fused.known[added] = model
+    restart(fused.known[added])
+    return fused.known[added]
+
+
+def stored_in(group, name):
+    """The modules of a layer for which an operator runs."""
+    graph = group.blocks[LAYER].graph
+    called = [node for node in graph.nodes if name in str(node.target)]
+    return {str(node.meta["path"]).rpartition(".")[2] for node in called}
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_matrices_of_layers_are_stored_and_others_stay(llama, form):
+    """What DoRA reads too, for which there is a note; small ones, embeddings, the head."""
+    group = quantised(llama, f"quantize-base{{to={form}}}@before:lower-adapters")
+    large = {"q_proj", "k_proj", "o_proj", "gate_proj", "up_proj", "down_proj"}
+
+    assert stored_in(group, "quantized_linear") == large
+    assert stored_in(group, "multi_lora_add") == large
+    (told,) = (note for name, note in group.notes if name == "quantize-base")
+    assert told.startswith(f"{LAYER}.self_attn.v_proj is not stored in {form}:")
+    assert not stored_in(group, "aten.linear") & large
+    small = quantised(llama, f"quantize-base{{to={form} at-least=5000}}@before:lower-adapters")
+    assert stored_in(small, "quantized_linear") == {"gate_proj", "up_proj", "down_proj"}
+    forms = {
+        node.meta["tensor"].form
+        for graph in group.graphs()
+        for node in graph.nodes
+        if node.op == "get_attr" and node.meta["tensor"].original is not None
+    }
+    assert forms == {f"tlora_fx.ops.quantized_parts:{form}_{p}" for p in FORMS[form].parts}
+
+
+def sites_of(group):
+    """What computes each lowered site, and for whom."""
+    return {
+        (where, site.path): (site.operator, site.jobs, tuple(site.branches))
+        for where, graph in named_graphs(group)
+        for site in lowered_sites(graph)
+    }
+
+
+@pytest.mark.parametrize("place", ["lower-adapters", "share-input", "lower-loss"])
+def test_it_may_stand_behind_lowering(llama, place):
+    """Lowered sites become what they would have become, those that shared an operator too.
+
+    Of q, k and v, which shared one, v stays, because DoRA reads its matrix.
+    """
+    early = quantised(llama, "quantize-base{to=int8}@before:lower-adapters")
+    late = quantised(llama, f"quantize-base{{to=int8}}@after:{place}")
+
+    assert len(sites_of(early)) == 7
+    assert sites_of(late) == sites_of(early)
+    assert stored_in(late, "quantized_linear") == stored_in(early, "quantized_linear")
+
+
+def restore(model, wrapped, form):
+    """Give PEFT's model the matrices that are stored, decoded."""
+    for path, module in model.net.named_modules():
+        stored = [module._buffers.get(f"weight_{form}_{part}") for part in FORMS[form].parts]
+        if stored[0] is None:
+            continue
+        linear = wrapped.get_base_model().get_submodule(path)
+        linear = getattr(linear, "original_module", getattr(linear, "base_layer", linear))
+        turned = isinstance(linear, Conv1D)
+        shape = linear.weight.shape[::-1] if turned else linear.weight.shape
+        found = decoded(form, stored, shape)
+        linear.weight.data.copy_(found.t() if turned else found)
+
+
+PARTS = [tokens([5, 7], seed=0), tokens([6], seed=1), tokens([4, 3], seed=2)]
+
+
+def assert_trains(model, form, bound):
+    """Two steps of gradient descent; each job's gradients are those of PEFT on what is stored."""
+    parts = PARTS[: len(model.jobs)]
+    for _ in range(2):
+        fused = run_fused(model, parts)
+        for own, part in zip(model.jobs, parts, strict=True):
+            wrapped = peft_model(model, own.name)
+            restore(model, wrapped, form)
+            assert_same(fused[own.name], run_alone(wrapped, part), bound, own.name)
+            for parameter in model.job_parameters(own.name).values():
+                parameter.data -= 0.1 * parameter.grad
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_jobs_train_as_on_the_restored_base(llama, form):
+    """Plain LoRA, on all or some linears, DoRA on one that stays, a trained copy of another."""
+    model = model_of(llama, f"quantize-base{{to={form}}}@before:lower-adapters")
+
+    assert_trains(model, form, ROUNDED)
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_a_nan_stays_in_its_job(llama, form):
+    """Adapters of NaN give their job NaN, and change no bit of the others' losses and gradients."""
+    model = model_of(llama, f"quantize-base{{to={form}}}@before:lower-adapters")
+    clean = run_fused(model, PARTS)
+    for parameter in model.job_parameters("all").values():
+        parameter.data.fill_(float("nan"))
+    beside = run_fused(model, PARTS)
+
+    assert beside["all"].loss.isnan()
+    for name in ("plain", "dora"):
+        assert torch.equal(clean[name].loss, beside[name].loss)
+        for key, gradient in clean[name].gradients.items():
+            assert torch.equal(gradient, beside[name].gradients[key])
+
+
+class Written(nn.Module):
+    """Matrices as GPT-2 has them, and a product by hand."""
+
+    def __init__(self):
+        super().__init__()
+        self.embed = nn.Embedding(61, 64)
+        self.widen = Conv1D(128, 64)
+        self.narrow = nn.Linear(128, 64)
+        self.odd = nn.Linear(64, 96)
+        self.back = nn.Linear(96, 64, bias=False)
+        self.head = nn.Linear(64, 61)
+
+    def forward(self, ids):
+        hidden = self.embed(ids)
+        hidden = hidden + self.narrow(torch.tanh(self.widen(hidden)))
+        return self.head(hidden + self.back(torch.tanh(self.odd(hidden))))
+
+
+@pytest.fixture(scope="module")
+def written():
+    """A job on that model, in padded rows."""
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(5)
+        (own,) = hand_written(Written(), "batch", ["widen", "odd", "back"])
+    spec = own.base.model_copy(update={"module": own.base.module.float(), "dtype": "float32"})
+    return traced([own.model_copy(update={"base": spec})])
+
+
+@pytest.mark.parametrize(
+    ("form", "wanted"),
+    [("nf4", {"widen", "narrow", "odd"}), ("int8", {"widen", "narrow", "odd", "back"})],
+)
+@pytest.mark.parametrize("place", ["before", "after"])
+def test_stored_turned_matrices_and_biases(written, form, wanted, place):
+    """GPT-2's [in, out], with biases; in nf4 a matrix of 96 columns stays, and the note says so."""
+    added = f"quantize-base{{to={form} at-least=1024}}@{place}:lower-adapters"
+    model = model_of(written, added)
+    names = [name for name, _ in model.net.named_buffers() if form in name]
+
+    assert {name.split(".")[0] for name in names} == wanted
+    told = [note for name, note in model.group.notes if name == "quantize-base"]
+    assert ("back" in wanted) == (not told)
+    assert all("back is not stored in nf4: in nf4 in_features must be" in note for note in told)
+    assert_trains(model, form, ROUNDED)
+
+
+def test_without_the_library_the_pass_says_so(llama, monkeypatch):
+    """Before anything is rewritten."""
+    monkeypatch.setattr(quantized_forms, "find_spec", lambda name: None)
+    told = error_of(
+        lambda: quantised(llama, "quantize-base@before:lower-adapters"), MissingPackageError
+    )
+
+    assert "tlora-fx[quant]" in told
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("form", FORMS)
+def test_jobs_train_on_cuda(tmp_path, form):
+    """In bfloat16, close to PEFT in float32 on what is stored."""
+    base = small_base(
+        tmp_path, dtype="bfloat16", hidden_size=128, intermediate_size=256, num_hidden_layers=2
+    )
+    jobs = [small_job("one", base), small_job("two", base, r=2, target_modules="all-linear")]
+    fused = traced(jobs)
+    added = f"quantize-base{{to={form}}}@before:lower-adapters"
+    model = SuperModel(quantised(fused, added), fused.given.backbone, fused.given.jobs)
+    model.materialize(base_tensors(fused.given.backbone), "cuda")
+    restart(model)
+
+    model(pack(PARTS[:2]).to("cuda")).sum().backward()
+
+    for own, part in zip(model.jobs, PARTS, strict=False):
+        wrapped = peft_model(model, own.name).float()
+        restore(model, wrapped, form)
+        expected = run_alone(wrapped, part).gradients
+        found = {n: p.grad.cpu() for n, p in model.job_parameters(own.name).items()}
+        error = sum(float((found[n] - g).norm() ** 2) for n, g in expected.items()) ** 0.5
+        size = sum(float(g.norm() ** 2) for g in expected.values()) ** 0.5
+        assert error <= HALF * size

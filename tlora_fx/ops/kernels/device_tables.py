@@ -1,0 +1,277 @@
+"""Copies of the small CPU tables on the device, made once and kept while the tables live.
+
+Rows and banks carry their tables on the CPU, where operators check them without waiting for the
+device. Kernels read these copies. A table has one copy for as long as it is used, in one place, so
+that a captured CUDA graph may be replayed with other jobs: change the table in place, `refresh`
+it, and replay.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from itertools import accumulate, pairwise
+from typing import Any, cast
+
+import torch
+from torch import Tensor
+
+from tlora_fx.errors import TableNotOnDevice, TloraError
+from tlora_fx.ops.adapter_tables import check_scales, rank_bounds
+from tlora_fx.ops.philox import keep_scale, threshold_of
+from tlora_fx.ops.tables import check_keys, check_rates, check_token_index, token_bounds
+
+# Triton compiles anew for a pointer that is not a multiple of 16 bytes.
+_ALIGNED = 4
+# A model has a few hundred sites; a step a few rows.
+_MOST = 4096
+
+
+@dataclass(slots=True)
+class Mirror:
+    """One device buffer made of some CPU tables.
+
+    sources   the tables, kept alive so that no other takes their address
+    stamps    what they held when they were copied
+    words     int32 on the device
+    """
+
+    sources: tuple[Tensor, ...]
+    stamps: tuple[object, ...]
+    words: Tensor
+    captured: bool = False
+
+
+@dataclass(slots=True)
+class RowTables(Mirror):
+    """Tables of a row.
+
+    segments   int32 [J + 1], token offsets
+    keys       int32 [J, 2], seed and step as bits
+    bounds     the segments on the host
+    keys_fit   whether keys were a pair for each job
+    """
+
+    segments: Tensor = field(init=False)
+    keys: Tensor = field(init=False)
+    bounds: list[int] = field(default_factory=list)
+    keyed: bool = False
+
+    @property
+    def jobs(self) -> int:
+        """J."""
+        return len(self.bounds) - 1
+
+
+@dataclass(slots=True)
+class SiteTables(Mirror):
+    """Tables of a site.
+
+    ranks, slots   int32 [J + 1], rows of a and b, and of the packed adapters
+    thresholds     int32 [J] of the 16-bit dropout values, 0 keeps all
+    scales         float32 [J], scale times one over the keep rate
+    site           id in dropout masks
+    max_rank       the largest rank of a job
+    drops          whether any job does
+    """
+
+    ranks: Tensor = field(init=False)
+    slots: Tensor = field(init=False)
+    thresholds: Tensor = field(init=False)
+    scales: Tensor = field(init=False)
+    site: int = 0
+    jobs: int = 0
+    max_rank: int = 0
+    drops: bool = False
+
+
+_rows: OrderedDict[tuple[object, ...], RowTables] = OrderedDict()
+_sites: OrderedDict[tuple[object, ...], SiteTables] = OrderedDict()
+
+
+def row_tables(
+    segments: Tensor, keys: Tensor, tokens: int, device: torch.device, capturing: bool
+) -> RowTables:
+    """The copies of a row's tables.
+
+    raises   SegmentError where they do not cover the tokens; TableNotOnDevice
+    """
+    key = (segments.data_ptr(), keys.data_ptr(), segments.shape[0], tokens, device)
+    stamps = stamp(segments), stamp(keys)
+    found = _rows.get(key)
+    if found is None or found.stamps != stamps:
+        found = _uploaded_row(found, segments, keys, tokens, device, stamps, capturing)
+        _keep(_rows, key, found)
+    found.captured |= capturing
+    return found
+
+
+def site_tables(
+    tables: Sequence[Tensor], rows: int, rank_block: int, device: torch.device, capturing: bool
+) -> SiteTables:
+    """The copies of a site's tables.
+
+    tables   ranks, scales, rates, site
+    rows     of a and b
+    raises   AdapterTableError, SegmentError, MaskKeyError, TableNotOnDevice
+    """
+    ranks, scales, rates, site = tables
+    key = (
+        ranks.data_ptr(), scales.data_ptr(), rates.data_ptr(), site.data_ptr(), ranks.shape[0],
+        rows, rank_block, device,
+    )  # fmt: skip
+    stamps = stamp(ranks), stamp(scales), stamp(rates), stamp(site)
+    found = _sites.get(key)
+    if found is None or found.stamps != stamps:
+        found = _uploaded_site(found, tables, rows, rank_block, device, stamps, capturing)
+        _keep(_sites, key, found)
+    found.captured |= capturing
+    return found
+
+
+def refresh(*tables: Tensor) -> None:
+    """Bring tables that were changed in place to the device copies that captured graphs read.
+
+    tables   CPU tables of rows (segments, keys) or of sites (ranks, scales, rates)
+    raises   as the operators do for tables that do not fit
+    """
+    changed = {table.data_ptr() for table in tables}
+    for key, row in list(_rows.items()):
+        if changed & {one.data_ptr() for one in row.sources}:
+            segments, keys = row.sources
+            stamps = tuple(map(stamp, row.sources))
+            tokens = cast("int", key[3])
+            _uploaded_row(row, segments, keys, tokens, row.words.device, stamps, False)
+    for key, site in list(_sites.items()):
+        if changed & {one.data_ptr() for one in site.sources}:
+            stamps = tuple(map(stamp, site.sources))
+            rows, block = cast("tuple[int, int]", key[-3:-1])
+            _uploaded_site(site, site.sources, rows, block, site.words.device, stamps, False)
+
+
+def forget() -> None:
+    """Drop all copies that no captured graph reads."""
+    caches: list[OrderedDict[Any, Any]] = [_rows, _sites]
+    for cache in caches:
+        for key in [key for key, mirror in cache.items() if not mirror.captured]:
+            del cache[key]
+
+
+def check_masks(row: RowTables, keys: Tensor, token_index: Tensor, tokens: int) -> None:
+    """Refuse keys and token indices that a site which drops cannot use; raises MaskKeyError."""
+    if not row.keyed:
+        check_keys(keys, row.jobs)
+    if token_index.numel() != tokens:
+        check_token_index(token_index, tokens)
+
+
+def stamp(table: Tensor) -> object:
+    """Equal for a table whose content is what it was; an inference tensor has no version."""
+    try:
+        return table._version
+    except RuntimeError:
+        return tuple(table.flatten().tolist())
+
+
+def _uploaded_row(
+    found: RowTables | None,
+    segments: Tensor,
+    keys: Tensor,
+    tokens: int,
+    device: torch.device,
+    stamps: tuple[object, ...],
+    capturing: bool,
+) -> RowTables:
+    bounds = token_bounds(segments, tokens)
+    jobs = len(bounds) - 1
+    pairs = [(0, 0)] * jobs
+    keyed = True
+    try:
+        pairs = check_keys(keys, jobs)
+    except TloraError:
+        # Rows whose jobs do not drop may come without keys: `check_masks` asks where they do.
+        keyed = False
+    signed = [word - (1 << 32) if word >> 31 else word for pair in pairs for word in pair]
+    words, starts = _laid_out([bounds, signed])
+    if found is None:
+        buffer = torch.empty(len(words), dtype=torch.int32, device=device)
+        found = RowTables((segments, keys), stamps, buffer)
+        found.segments, found.keys = _views(buffer, starts, (jobs + 1, 2 * jobs))
+        found.keys = found.keys.view(jobs, 2)
+    _upload(found, words, capturing)
+    found.stamps, found.bounds, found.keyed = stamps, bounds, keyed
+    return found
+
+
+def _uploaded_site(
+    found: SiteTables | None,
+    tables: Sequence[Tensor],
+    rows: int,
+    rank_block: int,
+    device: torch.device,
+    stamps: tuple[object, ...],
+    capturing: bool,
+) -> SiteTables:
+    ranks, scales, rates, site = tables
+    jobs = ranks.shape[0] - 1
+    offsets = rank_bounds(ranks, jobs, rows)
+    dropped = check_rates(rates, jobs)
+    factors = check_scales(scales, jobs)
+    padded = [-(-(stop - start) // rank_block) * rank_block for start, stop in pairwise(offsets)]
+    slots = [0, *accumulate(padded)]
+    thresholds = [threshold_of(rate) for rate in dropped]
+    exact = [factor * keep_scale(rate) for factor, rate in zip(factors, dropped, strict=True)]
+    bits = torch.tensor(exact, dtype=torch.float32).view(torch.int32).tolist()
+    words, starts = _laid_out([offsets, slots, thresholds, bits])
+    if found is None:
+        buffer = torch.empty(len(words), dtype=torch.int32, device=device)
+        found = SiteTables(tuple(tables), stamps, buffer)
+        sizes = (jobs + 1, jobs + 1, jobs, jobs)
+        found.ranks, found.slots, found.thresholds, found.scales = _views(buffer, starts, sizes)
+        found.scales = found.scales.view(torch.float32)
+    _upload(found, words, capturing)
+    found.stamps, found.site, found.jobs = stamps, int(site), jobs
+    found.drops = any(thresholds)
+    found.max_rank = max((stop - start for start, stop in pairwise(offsets)), default=0)
+    return found
+
+
+def _laid_out(tables: Iterable[Sequence[int]]) -> tuple[list[int], list[int]]:
+    """Tables behind each other, each at a multiple of 16 bytes, and where each begins."""
+    words: list[int] = []
+    starts = []
+    for table in tables:
+        starts.append(len(words))
+        words.extend(table)
+        words.extend([0] * (-len(words) % _ALIGNED))
+    return words, starts
+
+
+def _views(buffer: Tensor, starts: Sequence[int], sizes: Sequence[int]) -> list[Tensor]:
+    return [buffer[start : start + size] for start, size in zip(starts, sizes, strict=True)]
+
+
+def _upload(mirror: Mirror, words: list[int], capturing: bool) -> None:
+    """Copy without waiting; each copy has a staging buffer of its own, which torch frees late."""
+    if capturing:
+        raise TableNotOnDevice(
+            "a table reached the operator for the first time while a CUDA graph is captured",
+            found=f"{len(words)} numbers that are not on the device yet",
+            help="run the step once with the same tables before the capture, or refresh them",
+        )
+    pinned = mirror.words.is_cuda
+    staging = torch.tensor(words, dtype=torch.int32, pin_memory=pinned)
+    mirror.words.copy_(staging, non_blocking=pinned)
+
+
+def _keep(cache: OrderedDict[Any, Any], key: object, mirror: Mirror) -> None:
+    cache[key] = mirror
+    cache.move_to_end(key)
+    while len(cache) > _MOST and (old := _oldest(cache)) is not None:
+        del cache[old]
+
+
+def _oldest(cache: OrderedDict[Any, Any]) -> object | None:
+    """The first entry that no captured graph reads."""
+    return next((key for key, mirror in cache.items() if not mirror.captured), None)

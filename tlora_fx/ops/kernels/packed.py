@@ -1,0 +1,167 @@
+"""Adapters as kernels read them, and weights with room for them.
+
+`pack` runs in every forward: optimizers write through views of a bank, which no version counter
+sees. The backward of that step finds what the forward packed. Buffers belong to the pair (a, b)
+and go when a does.
+"""
+
+from __future__ import annotations
+
+import threading
+import weakref
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from tlora_fx.ops.kernels.device_tables import SiteTables
+from tlora_fx.ops.kernels.serving import Site
+
+Key = tuple[object, ...]
+
+
+@dataclass(slots=True)
+class Packed:
+    """The packed adapters of a site.
+
+    a, b     [P, in] and [P, out] in the compute dtype, a job's rows at its slots
+    flags    float32 [P / rank block, strips], NaN where a block was not finite
+    holds    what was packed: stamps of a and b, and of the tables
+    """
+
+    a: Tensor
+    b: Tensor
+    flags: Tensor
+    holds: object = None
+
+
+@dataclass(slots=True)
+class Room:
+    """A weight in a buffer with T more rows and columns, where adapters stand behind it.
+
+    shape     of the buffer, [O + T, I + T], or [I + T, O + T] for a weight stored by columns
+    copy      the buffer, where it is ours and not the weight's own
+    of        the weight that was copied, and its version
+    holds     the packed adapters that its tail holds, and of which time
+    """
+
+    shape: tuple[int, int]
+    copy: Tensor | None = None
+    of: tuple[weakref.ref[Tensor], object] | None = None
+    holds: object = None
+
+    def buffer(self, stored: Tensor) -> Tensor:
+        """The buffer that a weight, as it is stored, is the top left corner of."""
+        if self.copy is not None:
+            return self.copy
+        return stored.as_strided(self.shape, (self.shape[1], 1))
+
+    def around(self, stored: Tensor, tail: int) -> bool:
+        """Whether a weight lies in this room, and the room is as large as needed."""
+        rows, columns = self.shape
+        first, second = stored.shape
+        bytes_there = stored.untyped_storage().nbytes() // stored.element_size()
+        return (
+            (stored.stride(), stored.storage_offset()) == ((columns, 1), 0)
+            and bytes_there == rows * columns
+            and rows - first >= tail
+            and columns - second >= tail
+        )
+
+
+_packed: dict[Key, Packed] = {}
+_rooms: dict[Key, Room] = {}
+_lock = threading.Lock()
+
+
+def packed_for(a: Tensor, b: Tensor, site: Site, jobs: int) -> Packed:
+    """The buffers of a pair of adapters; what they hold is in `holds`."""
+    key = (a.data_ptr(), b.data_ptr(), a.device, site, jobs)
+    found = _packed.get(key)
+    if found is None:
+        rows, dtype = site.packed_rows(jobs), getattr(torch, site.dtype)
+        found = Packed(
+            a.new_empty(rows, site.inner, dtype=dtype),
+            b.new_empty(rows, site.outer, dtype=dtype),
+            a.new_empty(rows // site.rank_block, site.strips, dtype=torch.float32),
+        )
+        with _lock:
+            _packed[key] = found
+        weakref.finalize(a, _packed.pop, key, None)
+    return found
+
+
+def contents(a: Tensor, b: Tensor, tables: SiteTables) -> object:
+    """What the buffers hold after these adapters were packed."""
+    return stamp_of(a), stamp_of(b), tables.stamps, id(tables)
+
+
+def stamp_of(value: Tensor) -> object:
+    """The version of a tensor on a device; those of inference mode have none."""
+    try:
+        return value._version
+    except RuntimeError:
+        return None
+
+
+def with_room(weight: Tensor, rows: int) -> Tensor:
+    """The same weight inside a buffer that has room for `rows` rows of adapters.
+
+    weight    [out, in], stored by rows, or by columns as GPT-2's Conv1D is
+    returns   a view of shape and order of strides as before; what the buffer holds behind it
+              belongs to the kernels, so the plan concat-K needs no copy of this weight
+    """
+    turned = weight.stride(1) != 1
+    stored = weight.t() if turned else weight
+    first, second = stored.shape
+    buffer = stored.new_zeros(first + rows, second + rows)
+    buffer[:first, :second] = stored
+    with _lock:
+        _rooms[_place(buffer)] = Room((first + rows, second + rows))
+    view = buffer[:first, :second]
+    return view.t() if turned else view
+
+
+def room_of(weight: Tensor, site: Site, make: bool) -> Room | None:
+    """The buffer that a weight lies in, with room for the site's adapters.
+
+    make   where there is none, keep a copy of the weight in one
+    """
+    stored = stored_form(weight, site)
+    own = _rooms.get(_place(weight))
+    if own is not None and own.around(stored, site.tail):
+        return own
+    first, second = stored.shape
+    key = (*_place(weight), first, second, site.tail)
+    found = _rooms.get(key)
+    if found is not None and found.of is not None:
+        source, version = found.of
+        if source() is weight and version == stamp_of(weight):
+            return found
+    if not make:
+        return None
+    buffer = stored.new_zeros(first + site.tail, second + site.tail)
+    buffer[:first, :second] = stored
+    made = Room((first + site.tail, second + site.tail), buffer)
+    made.of = weakref.ref(weight), stamp_of(weight)
+    with _lock:
+        _rooms[key] = made
+    weakref.finalize(weight, _rooms.pop, key, None)
+    return made
+
+
+def stored_form(weight: Tensor, site: Site) -> Tensor:
+    """A weight with its rows contiguous: [O, I], or [I, O] where it is stored by columns."""
+    return weight if site.layout == "out_in" else weight.t()
+
+
+def _place(weight: Tensor) -> Key:
+    return weight.data_ptr(), weight.device, weight.dtype
+
+
+def forget() -> None:
+    """Drop all buffers; weights that `with_room` made keep theirs."""
+    with _lock:
+        _packed.clear()
+        for key in [key for key, room in _rooms.items() if room.copy is not None]:
+            del _rooms[key]

@@ -1,0 +1,289 @@
+"""Whether generated kernels serve a group of sites, and the shapes of what they hand on.
+
+Decided by metadata alone, so that fake tensors agree with real ones: devices, types, sizes,
+strides of weights. TLORA_FX_KERNELS says
+
+    on          the default: kernels on CUDA where Triton is installed
+    off         PyTorch everywhere
+    interpret   kernels on the CPU too, under Triton's interpreter (with TRITON_INTERPRET=1)
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import logging
+import os
+from dataclasses import astuple, dataclass, field
+from functools import cache, cached_property, lru_cache
+from typing import Any, cast
+
+import torch
+from torch import Tensor
+
+from tlora_fx.codegen.emit.output_pass import chunk_of
+from tlora_fx.codegen.emit.pack import STRIP
+from tlora_fx.codegen.spec import Dtype, KernelSpec, Layout
+from tlora_fx.errors import TooManyJobs
+from tlora_fx.ops.site_group import SiteGroup, tokens_of
+
+logger = logging.getLogger("tlora_fx.kernels")
+
+# Rows of every TMA box are multiples of 16 bytes, and so are those of every vector load.
+GRANULE = 16
+SMALL_RANK = 32
+_FEW_JOBS, _MOST_JOBS = 64, 1024
+_CUDA = (torch.bfloat16, torch.float16, torch.float32)
+# Under the interpreter bfloat16 is silently wrong.
+_INTERPRETED = (torch.float16, torch.float32, torch.float64)
+_OLDEST = 80
+
+
+@dataclass(frozen=True)
+class Site:
+    """One linear as kernels see it; hashable, a key of plans and tables."""
+
+    inner: int
+    outer: int
+    dtype: Dtype
+    adapter_dtype: Dtype
+    rank_block: int
+    width: int
+    rows: int
+    layout: Layout
+    drops: bool
+    job_capacity: int
+    arch: int
+
+    def __hash__(self) -> int:
+        return self._hash
+
+    @cached_property
+    def _hash(self) -> int:
+        """Of all fields, found once: every call of an operator asks for it several times."""
+        return hash(astuple(self))
+
+    def packed_rows(self, jobs: int) -> int:
+        """P: what the jobs' ranks come to at most when each is padded to the rank block."""
+        most = self.rows + jobs * (self.rank_block - 1)
+        return min(most // self.rank_block * self.rank_block, jobs * self.width)
+
+    @cached_property
+    def strips(self) -> int:
+        """Flags of a block of packed rows."""
+        return -(-self.inner // STRIP) - (-self.outer // STRIP)
+
+    @cached_property
+    def tail(self) -> int:
+        """T: rows of a and b, rounded up to what a GEMM likes."""
+        return tail_of(self.rows)
+
+    @cached_property
+    def chunk(self) -> int:
+        """Tokens of a chunk."""
+        return chunk_of(KernelSpec("output_pass", 16, 16, rank_block=self.rank_block))
+
+    def chunks(self, tokens: int, jobs: int) -> int:
+        """C: chunks of a row's segments, at most."""
+        return -(-tokens // self.chunk) + jobs
+
+
+@dataclass(frozen=True)
+class Served:
+    """A group that kernels serve.
+
+    sites     its linears
+    jobs      J of the row
+    recipes   what calls of its operators started; see replaying.py
+    """
+
+    sites: tuple[Site, ...]
+    jobs: int
+    recipes: dict[Any, Any] = field(default_factory=dict, compare=False, repr=False)
+
+    @classmethod
+    def of(cls, like: Tensor, group: SiteGroup) -> Served:
+        """The shapes of a group that is known to be served; `like` has its dtype and device."""
+        facts = _facts(like, group)
+        found = _known.get(facts) if facts else None
+        if found is None:
+            found = cls._made(like, group)
+            _know(facts, found)
+        return found
+
+    @classmethod
+    def _made(cls, like: Tensor, group: SiteGroup) -> Served:
+        arch, jobs = arch_of(like.device), group.jobs
+        capacity = job_capacity(jobs)
+        sites = []
+        for place, (a, b) in enumerate(zip(group.a, group.b, strict=True)):
+            most = group.capacity(place)
+            block = rank_block(most)
+            turned = bool(group.weights) and group.weights[place].stride(1) != 1
+            site = Site(
+                inner=group.inner,
+                outer=b.shape[1],
+                dtype=_name(like.dtype),
+                adapter_dtype=_name(a.dtype),
+                rank_block=block,
+                width=-(-most // block) * block,
+                rows=a.shape[0],
+                layout="in_out" if turned else "out_in",
+                drops=group.drops,
+                job_capacity=capacity,
+                arch=arch,
+            )
+            sites.append(site)
+        return cls(tuple(sites), jobs)
+
+    def low_rank_rows(self, like: Tensor) -> list[Tensor]:
+        """S or dS of each site, [tokens, width], not filled."""
+        tokens = tokens_of(like)
+        return [like.new_empty(tokens, site.width) for site in self.sites]
+
+    def gradient_parts(self, like: Tensor) -> list[Tensor]:
+        """What the pass over dy finds of dB, a part a chunk, [C, width, out], not filled."""
+        wide = torch.promote_types(torch.float32, like.dtype)
+        tokens = tokens_of(like)
+        return [
+            like.new_empty(site.chunks(tokens, self.jobs), site.width, site.outer, dtype=wide)
+            for site in self.sites
+        ]
+
+    def bits(self, like: Tensor) -> list[Tensor]:
+        """Dropout's bits of each site, uint8 [tokens, in / 8], not filled; [0] where none drops."""
+        shape = (tokens_of(like), -(-self.sites[0].inner // 8))
+        sizes = [shape if site.drops else (0,) for site in self.sites]
+        return [like.new_empty(size, dtype=torch.uint8) for size in sizes]
+
+
+def served(x: Tensor, group: SiteGroup) -> Served | None:
+    """The group as kernels see it, or None where PyTorch serves it."""
+    device = x.device.type
+    if device not in ("cuda", "cpu") or (device == "cpu" and mode() != "interpret"):
+        return None
+    facts = (*_facts(x, group), group.compute_dtype, mode())
+    if len(facts) > _ALONE and (found := _known.get(facts)) is not None:
+        return found
+    reason = why_not(x, group)
+    if reason:
+        if device == "cuda":
+            _say(reason, group.inner, tuple(b.shape[1] for b in group.b))
+        return None
+    made = Served.of(x, group)
+    if len(facts) > _ALONE:
+        _know(facts, made)
+    return made
+
+
+_known: dict[tuple[Any, ...], Served] = {}
+_MOST = 4096
+_ALONE = 2
+
+
+def _facts(like: Tensor, group: SiteGroup) -> tuple[Any, ...]:
+    """All that the shapes of a group follow from; () where sizes may be symbols."""
+    if type(like) not in _PLAIN:
+        return ()
+    facts: list[Any] = [
+        like.dtype, like.device, group.segments.shape[0], group.max_rank, group.drops,
+    ]  # fmt: skip
+    for a, b in zip(group.a, group.b, strict=True):
+        facts += (a.shape, a.dtype, b.shape)
+    for weight in group.weights:
+        facts += (weight.shape, weight.stride())
+    return tuple(facts)
+
+
+_PLAIN = (Tensor, torch.nn.Parameter)
+
+
+def _know(facts: tuple[Any, ...], served: Served) -> None:
+    if facts:
+        if len(_known) >= _MOST:
+            _known.clear()
+        _known[facts] = served
+
+
+def why_not(x: Tensor, group: SiteGroup) -> str:
+    """Why PyTorch serves a group on a device that has kernels, or ""."""
+    asked = mode()
+    if asked == "off":
+        return "TLORA_FX_KERNELS=off"
+    if not has_triton():
+        return "Triton is not installed"
+    if x.device.type == "cuda" and arch_of(x.device) < _OLDEST:
+        return "the GPU is older than compute capability 8.0"
+    dtypes = _INTERPRETED if asked == "interpret" else _CUDA
+    if x.dtype not in dtypes or any(a.dtype not in (*dtypes, torch.bfloat16) for a in group.a):
+        return f"no kernels for {x.dtype} with adapters in {group.a[0].dtype}"
+    if group.compute_dtype != x.dtype:
+        return f"adapters compute in {group.compute_dtype} on a base in {x.dtype}"
+    if group.inner % GRANULE or any(b.shape[1] % GRANULE for b in group.b):
+        return f"sizes are not multiples of {GRANULE}"
+    if any(not a.shape[0] for a in group.a):
+        return "no job has an adapter here"
+    if any(not _strides_fit(weight) for weight in group.weights):
+        return "the weight's strides are neither a row's nor a column's"
+    if group.jobs < 1:
+        return "no jobs"
+    return ""
+
+
+def mode() -> str:
+    """TLORA_FX_KERNELS: on, off or interpret."""
+    return os.environ.get("TLORA_FX_KERNELS", "on")
+
+
+@cache
+def has_triton() -> bool:
+    """Whether Triton can be imported."""
+    return importlib.util.find_spec("triton") is not None
+
+
+def tail_of(rows: int) -> int:
+    """T: what a site's adapters with so many rows take behind x or a weight."""
+    return -(-rows // 64) * 64
+
+
+def rank_block(most: int) -> int:
+    """What ranks up to `most` are padded to a multiple of."""
+    return 64 if most > SMALL_RANK else 16
+
+
+def job_capacity(jobs: int) -> int:
+    """The room for jobs that a kernel of a row with this many is generated with.
+
+    raises   TooManyJobs
+    """
+    if jobs > _MOST_JOBS:
+        raise TooManyJobs(
+            "a row holds more jobs than kernels' tables", expected=_MOST_JOBS, found=jobs
+        )
+    return max(_FEW_JOBS, 1 << (jobs - 1).bit_length())
+
+
+def _strides_fit(weight: Tensor) -> bool:
+    """Whether a weight [out, in] is stored by rows, or by columns as GPT-2's is."""
+    outer, inner = weight.shape
+    first, second = weight.stride()
+    upright, turned = second == 1 and first >= inner, first == 1 and second >= outer
+    return (upright and first % GRANULE == 0) or (turned and second % GRANULE == 0)
+
+
+@cache
+def arch_of(device: torch.device) -> int:
+    """Compute capability of the family whose instructions kernels use: 80, 90, 100."""
+    if device.type != "cuda" or not torch.cuda.is_available():
+        return 90
+    return torch.cuda.get_device_capability(device)[0] * 10
+
+
+def _name(dtype: torch.dtype) -> Dtype:
+    return cast("Dtype", str(dtype).removeprefix("torch."))
+
+
+@lru_cache(maxsize=1024)
+def _say(reason: str, inner: int, outers: tuple[int, ...]) -> None:
+    """Log once a shape."""
+    shapes = ", ".join(f"{inner}→{outer}" for outer in outers)
+    logger.info("PyTorch serves the adapters of %s: %s", shapes, reason)
