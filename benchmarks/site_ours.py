@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from importlib import import_module
 from itertools import accumulate
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -133,7 +134,9 @@ def choices() -> Iterator[dict[str, str]]:
 
     def noting(direction: str, site: Any, *rest: Any, **named: Any) -> Any:
         choice = choose(direction, site, *rest, **named)
-        found[f"{direction} {site.inner}→{site.outer}"] = f"{choice.plan} ({choice.source})"
+        found[f"{direction} {site.inner}→{site.outer}"] = (
+            f"{choice.plan} ({Path(choice.source).name})"
+        )
         return choice
 
     selector.choose = noting

@@ -3,7 +3,8 @@
 Decided by metadata alone, so that fake tensors agree with real ones: devices, types, sizes,
 strides of weights. TLORA_FX_KERNELS says
 
-    on          the default: kernels on CUDA where Triton is installed
+    auto        the default: kernels on CUDA where Triton is installed, for bases in 16 bits
+    on          for bases in float32 too
     off         PyTorch everywhere
     interpret   kernels on the CPU too, under Triton's interpreter (with TRITON_INTERPRET=1)
 """
@@ -32,9 +33,13 @@ logger = logging.getLogger("tlora_fx.kernels")
 GRANULE = 16
 SMALL_RANK = 32
 _FEW_JOBS, _MOST_JOBS = 64, 1024
-_CUDA = (torch.bfloat16, torch.float16, torch.float32)
-# Under the interpreter bfloat16 is silently wrong.
-_INTERPRETED = (torch.float16, torch.float32, torch.float64)
+_HALVES = (torch.bfloat16, torch.float16)
+# Exact float32 products use no tensor cores, so cuBLAS does them faster; under the interpreter
+# bfloat16 is silently wrong.
+_BASES = {
+    "on": (*_HALVES, torch.float32),
+    "interpret": (torch.float16, torch.float32, torch.float64),
+}
 _OLDEST = 80
 
 
@@ -213,8 +218,9 @@ def why_not(x: Tensor, group: SiteGroup) -> str:
         return "Triton is not installed"
     if x.device.type == "cuda" and arch_of(x.device) < _OLDEST:
         return "the GPU is older than compute capability 8.0"
-    dtypes = _INTERPRETED if asked == "interpret" else _CUDA
-    if x.dtype not in dtypes or any(a.dtype not in (*dtypes, torch.bfloat16) for a in group.a):
+    bases = _BASES.get(asked, _HALVES)
+    adapters = (*bases, torch.bfloat16, torch.float32)
+    if x.dtype not in bases or any(a.dtype not in adapters for a in group.a):
         return f"no kernels for {x.dtype} with adapters in {group.a[0].dtype}"
     if group.compute_dtype != x.dtype:
         return f"adapters compute in {group.compute_dtype} on a base in {x.dtype}"
@@ -230,8 +236,8 @@ def why_not(x: Tensor, group: SiteGroup) -> str:
 
 
 def mode() -> str:
-    """TLORA_FX_KERNELS: on, off or interpret."""
-    return os.environ.get("TLORA_FX_KERNELS", "on")
+    """TLORA_FX_KERNELS: auto, on, off or interpret."""
+    return os.environ.get("TLORA_FX_KERNELS", "auto")
 
 
 @cache
