@@ -61,7 +61,7 @@ floors: $(STAMP)
 	$(BIN)/lint-imports --no-logo --no-cache
 
 unit: $(STAMP)
-	$(BIN)/python -m pytest -q -n $(WORKERS)
+	$(BIN)/python -m pytest -q -n $(WORKERS) --dist loadfile --no-loadscope-reorder
 
 wheel-check: $(STAMP)
 	$(BIN)/python scripts/wheel_check.py

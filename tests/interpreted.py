@@ -5,12 +5,14 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 ROOT = Path(__file__).parents[1]
-NO_TESTS = 5
 
 
 def files(folder: Path) -> list[Path]:
@@ -18,10 +20,10 @@ def files(folder: Path) -> list[Path]:
     return sorted((folder / "interpreted").glob("test_*.py"))
 
 
-def run(file: Path) -> None:
-    """Run one file; what it says when it fails becomes the failure."""
+def run(*files: Path) -> None:
+    """Run some files in one process; what it says when they fail becomes the failure."""
     pytest.importorskip("triton")
-    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", str(file)]
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", *map(str, files)]
     environment = {
         name: value for name, value in os.environ.items() if not name.startswith("PYTEST_")
     }
@@ -35,6 +37,38 @@ def run(file: Path) -> None:
     )
     if done.returncode:
         pytest.fail(f"{done.stdout}\n{done.stderr}", pytrace=False)
+
+
+def patch_once_a_launch(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let Triton's interpreter prepare its language once a launch.
+
+    It does so again for every call of a device function, to no effect: a third of all its time.
+    """
+    from triton.runtime import interpreter
+
+    plain: Callable[[Any], Any] = getattr(interpreter, "_patch_lang", None)
+    prepared: set[int] = set()
+
+    class Scope:
+        """What the executor of a grid puts back when it has ended."""
+
+        def __init__(self, scope: Any = None) -> None:
+            self.scope = scope
+
+        def restore(self) -> None:
+            if self.scope is not None:
+                prepared.clear()
+                self.scope.restore()
+
+    def once(function: Any) -> Scope:
+        module = id(function.__globals__)
+        if module in prepared:
+            return Scope()
+        prepared.add(module)
+        return Scope(plain(function))
+
+    with suppress(AttributeError):
+        monkeypatch.setattr(interpreter, "_patch_lang", once)
 
 
 def _has_xdist() -> bool:

@@ -45,3 +45,16 @@ def test_the_example_of_the_page_on_numerics_runs(capsys):
     exec(code.replace('"jobs.yaml"', repr(jobs)), {})
 
     assert "numerics  lower-adapters on group: within bound" in capsys.readouterr().out
+
+
+def test_the_examples_of_the_page_on_nano_batches_run(capsys):
+    """The graph calls each layer twice, and the controller finds a count that pays."""
+    page = (ROOT / "docs" / "nano-batches.md").read_text(encoding="utf-8")
+    jobs = str(ROOT / "examples" / "quickstart" / "jobs.yaml")
+
+    for code in re.findall(r"```python\n(.*?)```", page, flags=re.DOTALL):
+        exec(code.replace('"jobs.yaml"', repr(jobs)), {})
+
+    layers, chosen = capsys.readouterr().out.splitlines()
+    assert layers in page
+    assert int(chosen.split()[0]) in (4, 6, 8)

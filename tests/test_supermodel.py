@@ -63,7 +63,7 @@ def test_missing_weights_are_named(empty):
 
 def test_weights_of_another_shape_are_named(empty):
     """A checkpoint of another size."""
-    held = base_tensors(empty.backbone)
+    held = dict(base_tensors(empty.backbone))
     held["model.embed_tokens.weight"] = torch.zeros(5, 5)
 
     text = error_of(lambda: empty.materialize(held, "cpu"), SuperModelMisuse)

@@ -13,6 +13,11 @@ from torch import Tensor, nn
 
 from tlora_fx.graph import AdapterSite
 
+Cut = tuple[int, int] | None
+# Columns that one draw of a mask decides, and the bits of a site's id.
+COLUMNS = 8
+MASK = (1 << 32) - 1
+
 
 class AdapterBank(nn.Module):
     """The adapters of J jobs on one frozen linear.
@@ -22,7 +27,9 @@ class AdapterBank(nn.Module):
     ranks    int32 [J + 1] on the CPU; a job without an adapter has no rows
     scales   float64 [J] on the CPU, what the job's branch is multiplied with
     rates    float64 [J] on the CPU, dropout
-    site     int64 [] on the CPU, the site's id in dropout masks
+    site     int64 [] on the CPU, the site's id in dropout masks; its upper 32 bits are the first
+             column block of x where x is a piece of the site's input
+    shards   (dimension, pieces) of a and of b where processes hold pieces of them
     """
 
     ranks: Tensor
@@ -37,14 +44,17 @@ class AdapterBank(nn.Module):
         dtype: torch.dtype,
         site_id: int,
         rows: int | None = None,
+        shards: tuple[Cut, Cut] = (None, None),
     ) -> None:
         """Make an empty bank on the meta device.
 
         sites    each job's adapter here, None for jobs without one
-        shape    (in, out) of the frozen linear
+        shape    (in, out) of the frozen linear, of this process's piece
         rows     R, at least the sum of all ranks, which is the default
+        shards   which of a and b are pieces
         """
         super().__init__()
+        self.shards = shards
         sizes = [0 if site is None else site.rank for site in sites]
         offsets = [sum(sizes[:place]) for place in range(len(sizes) + 1)]
         scales = [0.0 if site is None else site.scaling for site in sites]
@@ -65,6 +75,21 @@ class AdapterBank(nn.Module):
             leaf = nn.Parameter(torch.zeros_like(empty, device=device))
             leaf.grad = torch.zeros_like(leaf)
             setattr(self, name, leaf)
+
+    def rehome(self, grad_a: Tensor, grad_b: Tensor) -> None:
+        """Let gradients lie elsewhere, such as in one buffer for all banks; nothing is copied.
+
+        grad_a, grad_b   like a and b
+        """
+        self.a.grad, self.b.grad = grad_a, grad_b
+
+    def offset_columns(self, piece: int) -> None:
+        """Count dropout's columns from where this process's piece of x begins.
+
+        piece    its index; pieces are multiples of 8 columns, which are one block of a mask
+        """
+        first = piece * self.a.shape[1] // COLUMNS
+        self.site = (self.site & MASK) | (first << 32)
 
     def serves(self, job: int) -> bool:
         """Whether a job has an adapter here."""

@@ -16,6 +16,8 @@ import torch
 from torch import Tensor, fx, nn
 
 from tlora_fx.graph import placeholders
+from tlora_fx.ops.compile_caches import mark_compile_caches
+from tlora_fx.recompute import recomputed
 
 # Sizes below it are constants to torch: it would make code for each.
 SMALLEST_DYNAMIC = 2
@@ -65,8 +67,15 @@ def compile_method(
     dynamic   for each argument the dimensions whose size depends on the row
     options   of `torch.compile`; with `dynamic=False` no size is marked
     """
+    mark_compile_caches()
     plain = getattr(type(owners[0]), name)
-    code = torch.compile(plain, **options)
+    inner = getattr(plain, "inner", None)
+    # What is computed again is the compiled code as a whole.
+    code = (
+        torch.compile(plain, **options)
+        if inner is None
+        else recomputed(torch.compile(inner, **options))
+    )
     marked: Sizes = [()] * len(dynamic) if options.get("dynamic") is False else dynamic
     for owner in owners:
         # An instance's own attribute stands before its class's method.

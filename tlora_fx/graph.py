@@ -46,6 +46,7 @@ class TensorRef:
     form       for a frozen tensor that is stored in another form: the function that makes it of
                the base's, "module:name" (stored.py)
     original   that tensor as the base has it
+    shard      (dimension, pieces) where each process holds one piece; `shape` is then a piece's
     """
 
     owner: Literal["base", "job", "constant", "buffer"]
@@ -54,6 +55,7 @@ class TensorRef:
     dtype: torch.dtype
     form: str = ""
     original: TensorRef | None = None
+    shard: tuple[int, int] | None = None
 
 
 @dataclass(slots=True)
@@ -63,11 +65,13 @@ class Block:
     name        name of the block, a Python identifier
     graph       placeholders are the layer's inputs, get_attr targets are relative to the layer
     instances   module paths of the layers, in the order in which they run
+    recompute   inner values are computed again in the backward, not kept
     """
 
     name: str
     graph: fx.Graph
     instances: tuple[str, ...]
+    recompute: bool = False
 
 
 @dataclass(frozen=True, slots=True)

@@ -11,7 +11,8 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from tlora_fx.batch import IGNORED
-from tlora_fx.ops import segment_sum
+from tlora_fx.ops import segment_sum, tp_cross_entropy
+from tlora_fx.ops.tensor_groups import GROUP
 
 CHUNK_BYTES = 256 * 2**20
 
@@ -23,15 +24,24 @@ class ChunkedLoss(nn.Module):
     vocabulary   size of the logits' last dimension
     tables       names of the row tables that the head takes after the hidden state
     lines        whether jobs own lines, as in batch form: each row is then a line of one token
+    shards       processes that hold the logits of a piece of the vocabulary each; `vocabulary` is
+                 then a piece's size
 
     `pieces` is set while a program is exported: the number of chunks, whatever the row. Chunks of
     such a program are not computed again in the backward.
     """
 
     def __init__(
-        self, head: nn.Module, vocabulary: int, tables: tuple[str, ...], *, lines: bool = False
+        self,
+        head: nn.Module,
+        vocabulary: int,
+        tables: tuple[str, ...],
+        *,
+        lines: bool = False,
+        shards: int = 1,
     ) -> None:
         super().__init__()
+        self.shards = shards
         self.head = head
         self.tables = tables
         self.pieces: int | None = None
@@ -167,4 +177,6 @@ class ChunkedLoss(nn.Module):
         """
         logits = self.head(hidden, *tables).squeeze(self.width_dim)
         wide = torch.promote_types(torch.float32, logits.dtype)
+        if self.shards > 1:
+            return tp_cross_entropy(logits.to(wide), targets, GROUP)
         return F.cross_entropy(logits.to(wide), targets, reduction="none")

@@ -34,11 +34,13 @@ aten = torch.ops.aten
 tlora = torch.ops.tlora_fx
 END = 2**63 - 1
 '''
+OPS = "import tlora_fx.ops\n"
 # A statement may be this long with its comment; where it is not, its arguments fill WIDTH.
 LONGEST = 140
 WIDTH = 100
 INDENT = "    "
 BODY = 2 * INDENT
+FORWARD = f"{INDENT}def forward("
 SHORT = {
     "float32": "f32", "float64": "f64", "bfloat16": "bf16", "float16": "f16",
     "int64": "i64", "int32": "i32", "bool": "b8",
@@ -62,6 +64,8 @@ def group_source(group: GroupGraph, base: str) -> str:
     parts.extend(_classes(group, "from token ids to each job's loss sum"))
     needed = [name for name in ("math", "operator") if re.search(rf"[( ]{name}\.", "".join(parts))]
     imports = "".join(f"import {name}\n" for name in needed)
+    if any(block.recompute for block in group.blocks.values()):
+        parts[0] = parts[0].replace(OPS, f"{OPS}from tlora_fx.recompute import recomputed\n", 1)
     if imports:
         parts[0] = parts[0].replace("import torch\n", f"{imports}\nimport torch\n", 1)
     return "\n\n".join(parts)
@@ -80,7 +84,10 @@ def _classes(graphs: JobGraph | GroupGraph, told_root: str) -> Iterator[str]:
         if len(block.instances) > 1:
             told += f" to {block.instances[-1]}, {len(block.instances)} layers"
         inputs = input_names(graphs.root, block)
-        yield class_source(class_name(block), told, block.graph, names, inputs)
+        code = class_source(class_name(block), told, block.graph, names, inputs)
+        yield (
+            code.replace(FORWARD, f"{INDENT}@recomputed\n{FORWARD}", 1) if block.recompute else code
+        )
     yield class_source("Root", told_root, graphs.root, names)
 
 
@@ -98,7 +105,7 @@ def class_source(
     """
     printer = _Printer(graph, sizes, inputs or {})
     given = ["self", *(printer.names[n] for n in placeholders(graph).values())]
-    head = _filled(f"{INDENT}def forward(", given, "):")
+    head = _filled(FORWARD, given, "):")
     lines = [f"class {name}(nn.Module):", f'{INDENT}"""{told}"""', "", *head]
     lines.extend(BODY + line for line in printer.lines())
     return "\n".join(lines) + "\n"

@@ -6,16 +6,13 @@ adapters; from then on it trains. Its code is the text of `ssm.py`.
 
 from __future__ import annotations
 
-import itertools
-import linecache
 from collections import Counter
-from collections.abc import Mapping, Sequence
-from pathlib import Path
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, cast
 
 import networkx as nx
 import torch
-from torch import Tensor, fx, nn
+from torch import Tensor, nn
 from torch.export import ExportedProgram
 
 from tlora_fx.backbone import Backbone
@@ -24,22 +21,16 @@ from tlora_fx.batch import PackedBatch
 from tlora_fx.compiled import compile_method, row_sizes
 from tlora_fx.errors import SuperModelMisuse
 from tlora_fx.exported import export_net
-from tlora_fx.graph import Block, GroupGraph, TensorRef, output_of, placeholders
+from tlora_fx.graph import GroupGraph, placeholders
+from tlora_fx.hanging import Place, Reformed, hang
 from tlora_fx.job import Job
 from tlora_fx.loss import ChunkedLoss
-from tlora_fx.lowered import LoweredSite, lowered_sites
-from tlora_fx.ops import room, site_id
+from tlora_fx.ops import room
+from tlora_fx.part import Part, Shard
 from tlora_fx.passes.lower_loss import HEAD, LOSS
-from tlora_fx.source import class_name, group_source
+from tlora_fx.source import group_source
 from tlora_fx.stored import stored_value
 from tlora_fx.tracing.export import PEFT_PREFIX
-
-
-class Container(nn.Module):
-    """A module that only holds others; `container[0]` is its child named "0"."""
-
-    def __getitem__(self, place: int) -> nn.Module:
-        return cast(nn.Module, self._modules[str(place)])
 
 
 class SuperModel(nn.Module):
@@ -58,21 +49,23 @@ class SuperModel(nn.Module):
         self.jobs = list(jobs)
         self.source = group_source(group, backbone.title)
         self.ready = False
-        self._base: dict[str, list[tuple[nn.Module, str]]] = {}
-        self._reformed: list[tuple[nn.Module, str, str, TensorRef]] = []
+        self.part = Part()
         self._unused: dict[str, Tensor] = {}
-        self._own: dict[str, dict[str, tuple[nn.Module, str]]] = {job.name: {} for job in jobs}
-        self._banks: dict[str, AdapterBank] = {}
-        self._weights: list[tuple[nn.Module, str, AdapterBank]] = []
         self._roomy = False
         self._parameters_of: dict[str, dict[str, nn.Parameter]] = {}
         self._inputs = tuple(placeholders(group.root))
-        self.net = self._build()
+        self._hung = hang(group, self.source)
+        self.net = self._hung.net
 
     @property
     def banks(self) -> Mapping[str, AdapterBank]:
         """The adapter storage of every lowered site, by the site's path in the base."""
-        return self._banks
+        return self._hung.banks
+
+    @property
+    def is_compiled(self) -> bool:
+        """Whether `compile` was called."""
+        return self._roomy
 
     def forward(self, row: PackedBatch) -> Tensor:
         """Each job's sum of token losses over one row; without lower-loss, the logits.
@@ -133,70 +126,104 @@ class SuperModel(nn.Module):
         self._demand_weights()
         return export_net(self.net, self.group, self._loss(), max_targets)
 
-    def materialize(self, base: Mapping[str, Tensor], device: torch.device | str) -> None:
+    def materialize(
+        self,
+        base: Mapping[str, Tensor],
+        device: torch.device | str,
+        part: Part | None = None,
+        loaded: Callable[[str], None] | None = None,
+    ) -> None:
         """Take the base's weights and make room for adapters, all zero.
 
-        base     tensors by canonical name; moved to the device where they are not there
+        base     tensors by canonical name, whole; moved to the device where they are not there
+        part     what this process holds; the rest stays on the meta device
+        loaded   called with a layer's path when its tensors are there, before the next one's are
         raises   SuperModelMisuse when one is missing or has another shape
         """
-        device = torch.device(device)
-        moved: dict[str, Tensor] = {}
-        for name, places in self._base.items():
-            tensor = base.get(name, self.backbone.values.get(name))
-            expected = _slot(*places[0])
-            if tensor is None or tensor.shape != expected.shape:
-                raise SuperModelMisuse(
-                    "a tensor of the base is missing or of another shape",
-                    tensor=name,
-                    expected=tuple(expected.shape),
-                    found=None if tensor is None else tuple(tensor.shape),
-                    help="check that the checkpoint belongs to the base's config",
-                )
-            moved[name] = tensor.detach().to(device, expected.dtype)
-            for module, slot in places:
-                _fill(module, slot, moved[name])
-        self._fill_other_forms(base, device)
-        for own in self._own.values():
-            for module, slot in own.values():
-                leaf = nn.Parameter(torch.zeros_like(_slot(module, slot), device=device))
-                leaf.grad = torch.zeros_like(leaf)
-                module._parameters[slot] = leaf
-        for bank in self._banks.values():
-            bank.materialize(device)
+        self.part, device = part or Part(), torch.device(device)
+        held = self._held_by_layer()
+        places = Counter(name for own in held.values() for name, _ in own if isinstance(name, str))
+        tied: dict[object, Tensor] = {}
+        for layer, own in held.items():
+            for name, place in own:
+                if isinstance(name, Reformed):
+                    place.fill(self._reformed(name, base, device))
+                    continue
+                key = (name, place.cut)
+                tensor = tied[key] if key in tied else self._taken(name, place, base, device)
+                if places[name] > 1:
+                    tied[key] = tensor
+                place.fill(tensor)
+            if layer and loaded is not None:
+                loaded(layer)
+        self._make_room_for_training(device)
         for name, value in self.group.constants.items():
             for module in self.net.modules():
                 if name in module._buffers:
                     module._buffers[name] = value.to(device)
-        reformed = {name for _, _, name, _ in self._reformed} - self._copied()
-        unused = {name for name in base if name not in self._base and name not in reformed}
+        used = {entry.name for entry in self._hung.reformed} - self._copied()
+        unused = [name for name in base if name not in self._hung.base and name not in used]
         self._unused = {name: base[name].to(device) for name in unused}
         self.ready = True
-        self._parameters_of.clear()
+        self.forget_views()
         self._leave_room()
 
-    def job_parameters(self, job: str) -> dict[str, nn.Parameter]:
-        """What a job trains, by PEFT's names.
+    def layer_order(self) -> list[str]:
+        """The paths of the layers, in the order in which they run."""
+        layers = {path for block in self.group.blocks.values() for path in block.instances}
+        calls = (str(node.target) for node in self.group.root.nodes if node.op == "call_module")
+        return list(dict.fromkeys(path for path in calls if path in layers and path != LOSS))
 
-        Where a bank holds it, value and gradient are views of the bank.
+    def job_parameters(self, job: str) -> dict[str, nn.Parameter]:
+        """What a job trains in this process, by PEFT's names.
+
+        Where a bank holds it, value and gradient are views of the bank; where processes hold
+        pieces, these are this process's (see `shards`).
         """
         if job not in self._parameters_of:
             index = self.group.job_names.index(job)
-            found = {name: _slot(*place) for name, place in self._own[job].items()}
-            for path, bank in self._banks.items():
+            found: dict[str, Any] = {name: place.tensor for name, place in self._held_own(job)}
+            for path, bank in self._held_banks().items():
                 if bank.serves(index):
-                    a, b = bank.job_parameters(index)
-                    found[f"{PEFT_PREFIX}{path}.lora_A.default.weight"] = a
-                    found[f"{PEFT_PREFIX}{path}.lora_B.default.weight"] = b
-            self._parameters_of[job] = dict(sorted(found.items()))  # type: ignore[arg-type]
+                    found.update(zip(_names(path), bank.job_parameters(index), strict=True))
+            self._parameters_of[job] = dict(sorted(found.items()))
         return self._parameters_of[job]
+
+    def shards(self, job: str) -> dict[str, Shard | None]:
+        """Which piece of the whole each of a job's parameters is; None where it is the whole."""
+        found: dict[str, Shard | None] = {name: None for name, _ in self._held_own(job)}
+        index = self.group.job_names.index(job)
+        for path, bank in self._held_banks().items():
+            if bank.serves(index):
+                a, b = (self.part.shard(cut) for cut in bank.shards)
+                # B is the bank's b transposed.
+                turned = None if b is None else Shard(1 - b.dimension, b.index, b.count)
+                found.update(zip(_names(path), (a, turned), strict=True))
+        return dict(sorted(found.items()))
+
+    def partial_sums(self) -> list[nn.Parameter]:
+        """The halves of banks whose gradients are to be summed over all pieces.
+
+        Where one of a and b is cut into pieces, each process finds a part of the other's gradient.
+        """
+        return [
+            bank.b if bank.shards[0] is not None else bank.a
+            for bank in self._held_banks().values()
+            if (bank.shards[0] is None) != (bank.shards[1] is None)
+        ]
+
+    def forget_views(self) -> None:
+        """Let `job_parameters` make its views again, after banks have moved."""
+        self._parameters_of.clear()
 
     def base_tensor_or_value(self, name: str) -> Tensor:
         """A tensor of the base by canonical name; one that only jobs' copies use, as it started.
 
         raises    SuperModelMisuse before `materialize`, or for a tensor that nobody has
         """
-        if name in self._base:
-            return _slot(*self._base[name][0])
+        if name in self._hung.base:
+            tensor: Any = self._hung.base[name][0].tensor
+            return cast(Tensor, tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor)
         if name not in self._unused:
             raise SuperModelMisuse("the base has no such tensor", tensor=name, help="load it first")
         return self._unused[name]
@@ -220,34 +247,79 @@ class SuperModel(nn.Module):
 
         return to_networkx(make_program(self.group, "compiled", self.backbone.title))
 
-    def _fill_other_forms(self, base: Mapping[str, Tensor], device: torch.device) -> None:
-        """Store frozen tensors in the forms that passes asked for."""
-        for module, slot, name, ref in self._reformed:
-            tensor = base.get(name, self.backbone.values.get(name))
-            if tensor is None or ref.original is None or tensor.shape != ref.original.shape:
-                raise SuperModelMisuse(
-                    "a tensor of the base is missing or of another shape",
-                    tensor=name,
-                    expected=None if ref.original is None else ref.original.shape,
-                    found=None if tensor is None else tuple(tensor.shape),
-                    help="check that the checkpoint belongs to the base's config",
-                )
-            module._buffers[slot] = stored_value(ref, tensor.detach().to(device))
+    def _held_by_layer(self) -> dict[str, list[tuple[str | Reformed, Place]]]:
+        """What this process takes of the base, layer by layer, what is in none at the end."""
+        layers = self.layer_order()
+        found: dict[str, list[tuple[str | Reformed, Place]]] = {name: [] for name in (*layers, "")}
+        every: list[tuple[str | Reformed, Place]] = [
+            (name, place) for name, places in self._hung.base.items() for place in places
+        ]
+        every += [(entry, entry.place) for entry in self._hung.reformed]
+        known = set(layers)
+        for name, place in every:
+            if self.part.holds(place.path):
+                parts = place.path.split(".")
+                paths = (".".join(parts[:end]) for end in range(len(parts), 0, -1))
+                found[next((path for path in paths if path in known), "")].append((name, place))
+        return found
+
+    def _taken(
+        self, name: str, place: Place, base: Mapping[str, Tensor], device: torch.device
+    ) -> Tensor:
+        """A tensor of the base, or this process's piece of it, on the device."""
+        tensor = base.get(name, self.backbone.values.get(name))
+        shard, shape = self.part.shard(place.cut), tuple(place.tensor.shape)
+        expected = shape if shard is None else shard.full_shape(shape)
+        if tensor is None or tuple(tensor.shape) != expected:
+            raise _wrong(name, expected, tensor)
+        piece = tensor.detach() if shard is None else shard.of(tensor.detach()).contiguous()
+        return piece.to(device, place.tensor.dtype)
+
+    def _reformed(
+        self, entry: Reformed, base: Mapping[str, Tensor], device: torch.device
+    ) -> Tensor:
+        """A frozen tensor in the form that a pass asked for."""
+        tensor, original = base.get(entry.name, self.backbone.values.get(entry.name)), entry.ref
+        shape = None if original.original is None else original.original.shape
+        if tensor is None or tensor.shape != shape:
+            raise _wrong(entry.name, shape, tensor)
+        return stored_value(original, tensor.detach().to(device))
+
+    def _make_room_for_training(self, device: torch.device) -> None:
+        """Zeroed memory for what this process trains, and for its gradients."""
+        for job in self._hung.own:
+            for _, place in self._held_own(job):
+                leaf = nn.Parameter(torch.zeros_like(place.tensor, device=device))
+                leaf.grad = torch.zeros_like(leaf)
+                place.module._parameters[place.slot] = leaf
+        for bank in self._held_banks().values():
+            bank.materialize(device)
+            if bank.shards[0] is not None:
+                bank.offset_columns(self.part.tp_rank)
+
+    def _held_banks(self) -> dict[str, AdapterBank]:
+        banks, homes = self._hung.banks.items(), self._hung.homes
+        return {path: bank for path, bank in banks if self.part.holds(homes[path])}
+
+    def _held_own(self, job: str) -> list[tuple[str, Place]]:
+        own = self._hung.own[job].items()
+        return [(name, place) for name, place in own if self.part.holds(place.path)]
 
     def _copied(self) -> set[str]:
         """The tensors of the base of which a job trains a copy, which starts as they are."""
-        names = [name.removeprefix(PEFT_PREFIX) for own in self._own.values() for name in own]
+        names = [name.removeprefix(PEFT_PREFIX) for own in self._hung.own.values() for name in own]
         return {name.replace(".modules_to_save.default.", ".") for name in names}
 
     def _leave_room(self) -> None:
         """Give the weights of a compiled model's sites room for adapters."""
         if not (self.ready and self._roomy):
             return
-        slots = [_slot(*place) for places in self._base.values() for place in places]
+        every = [place for places in self._hung.base.values() for place in places]
+        slots = [place.tensor for place in every if self.part.holds(place.path)]
         owners = Counter(slot.data_ptr() for slot in slots)
-        for module, name, bank in self._weights:
-            weight = _slot(module, name)
-            if owners[weight.data_ptr()] == 1:
+        for place, bank in self._hung.weights:
+            weight = place.tensor
+            if self.part.holds(place.path) and owners[weight.data_ptr()] == 1:
                 weight.data = room.around(weight, len(bank.a))
 
     def _demand_weights(self) -> None:
@@ -257,144 +329,17 @@ class SuperModel(nn.Module):
                 help="use tlora_fx.Trainer, or call materialize() first",
             )
 
-    def _build(self) -> nn.Module:
-        classes = _run_source(self.source)
-        root = cast(nn.Module, classes["Root"]())
-        self._hang_tensors(root, self.group.root, "")
-        for block in self.group.blocks.values():
-            for layer in block.instances:
-                module = cast(nn.Module, classes[class_name(block)]())
-                if block.name == HEAD:
-                    _place(root, LOSS, self._chunked_loss(module, block))
-                    self._hang_tensors(module, block.graph, "")
-                else:
-                    _place(root, layer, module)
-                    self._hang_tensors(module, block.graph, layer)
-        return root
 
-    def _chunked_loss(self, head: nn.Module, block: Block) -> ChunkedLoss:
-        logits: Any = output_of(block.graph).args[0]
-        tables = tuple(placeholders(block.graph))[1:]
-        size = int(logits.meta["val"].shape[-1])
-        return ChunkedLoss(head, size, tables, lines=self.group.form == "batch")
-
-    def _hang_tensors(self, module: nn.Module, graph: fx.Graph, layer: str) -> None:
-        for site in lowered_sites(graph):
-            bank = self._hang_bank(module, site, layer)
-            weight = site.arguments.get("weight")
-            if isinstance(weight, fx.Node) and _is_of_base(weight):
-                self._weights.append((*_owner_of(module, str(weight.target)), bank))
-        for node in graph.nodes:
-            if node.op == "get_attr":
-                self._hang(module, node, layer)
-
-    def _hang_bank(self, module: nn.Module, site: LoweredSite, layer: str) -> AdapterBank:
-        path = f"{layer}.{site.path}" if layer else site.path
-        sites = [
-            graph.sites.get(path) if graph.name in site.branches else None
-            for graph in self.group.jobs
-        ]
-        a, b = (site.arguments[name].meta["tensor"] for name in ("a", "b"))
-        shape = (a.shape[1], b.shape[1])
-        key = site_id(f"{path}.lora_dropout")
-        bank = AdapterBank(sites, shape, a.dtype, key, self._bank_rows(site, layer))
-        _place(module, f"{site.path}.lora", bank)
-        self._banks[path] = bank
-        return bank
-
-    def _bank_rows(self, site: LoweredSite, layer: str) -> int:
-        """How many rows a site's bank has: as many in every layer that shares code."""
-        layers = self.group.block_of(layer).instances if layer else ("",)
-        paths = [f"{path}.{site.path}".removeprefix(".") for path in layers]
-        adapters = [
-            [graph.sites[path] for graph in self.group.jobs
-             if graph.name in site.branches and path in graph.sites]
-            for path in paths
-        ]  # fmt: skip
-        return max(sum(own.rank for own in sites) for sites in adapters)
-
-    def _hang(self, module: nn.Module, node: fx.Node, layer: str) -> None:
-        ref: TensorRef = node.meta["tensor"]
-        target = str(node.target)
-        owner, slot = _owner_of(module, target)
-        if slot in owner._parameters or slot in owner._buffers:
-            return
-        empty = torch.empty(ref.shape, dtype=ref.dtype, device="meta")
-        if ref.owner == "job":
-            name = f"{PEFT_PREFIX}{layer}.{ref.name}" if layer else ref.name
-            owner._parameters[slot] = nn.Parameter(empty)
-            self._own[node.meta["jobs"][0]][name] = (owner, slot)
-        elif ref.original is not None:
-            name = f"{layer}.{ref.name}" if layer else ref.name
-            owner.register_buffer(slot, empty, persistent=False)
-            self._reformed.append((owner, slot, name, ref))
-        elif ref.owner == "base":
-            name = f"{layer}.{ref.name}" if layer else ref.name
-            floating = ref.dtype.is_floating_point
-            owner._parameters[slot] = nn.Parameter(empty, requires_grad=False) if floating else None
-            if not floating:
-                del owner._parameters[slot]
-                owner.register_buffer(slot, empty, persistent=False)
-            self._base.setdefault(name, []).append((owner, slot))
-        elif ref.owner == "constant":
-            owner.register_buffer(slot, self.group.constants[ref.name], persistent=False)
-        else:
-            owner.register_buffer(slot, self._table(node, ref, layer), persistent=False)
-
-    def _table(self, node: fx.Node, ref: TensorRef, layer: str) -> Tensor:
-        """A table that a pass asked for: dropout rates, or a dropout's site."""
-        if str(node.target).endswith(".rates"):
-            return torch.full(ref.shape, node.meta["rate"], dtype=ref.dtype)
-        inside, number = str(node.meta["site_path"]), int(node.meta["site_number"])
-        path = ".".join(part for part in (layer, inside) if part) + (f"#{number}" if number else "")
-        return torch.tensor(site_id(path), dtype=ref.dtype)
+def _names(path: str) -> tuple[str, str]:
+    """PEFT's names of the A and B of a site."""
+    return tuple(f"{PEFT_PREFIX}{path}.lora_{half}.default.weight" for half in "AB")  # type: ignore[return-value]
 
 
-def _is_of_base(node: fx.Node) -> bool:
-    """Whether a node reads a tensor of the base as it is stored there."""
-    ref: TensorRef | None = node.meta.get("tensor") if node.op == "get_attr" else None
-    return ref is not None and ref.owner == "base" and ref.original is None
-
-
-def _slot(module: nn.Module, name: str) -> Tensor:
-    found = module._parameters.get(name)
-    return cast(Tensor, found if found is not None else module._buffers[name])
-
-
-def _fill(module: nn.Module, name: str, tensor: Tensor) -> None:
-    if name in module._parameters:
-        module._parameters[name] = nn.Parameter(tensor, requires_grad=False)
-    else:
-        module._buffers[name] = tensor
-
-
-def _owner_of(module: nn.Module, target: str) -> tuple[nn.Module, str]:
-    path, _, name = target.rpartition(".")
-    for part in path.split(".") if path else ():
-        if part not in module._modules:
-            module.add_module(part, Container())
-        module = cast(nn.Module, module._modules[part])
-    return module, name
-
-
-def _place(root: nn.Module, path: str, module: nn.Module) -> None:
-    """Hang a module at a path; what containers already hung there move into it."""
-    owner, name = _owner_of(root, path)
-    before = owner._modules.get(name)
-    for child, inner in (before._modules if before is not None else {}).items():
-        module.add_module(child, inner)
-    owner.add_module(name, module)
-
-
-_SOURCES = itertools.count(1)
-
-
-def _run_source(text: str) -> dict[str, Any]:
-    """Execute generated source under a name of its own, so that tracebacks show its lines."""
-    file = f"<tlora_fx ssm {next(_SOURCES)}>"
-    linecache.cache[file] = (len(text), None, text.splitlines(keepends=True), file)
-    namespace: dict[str, Any] = {"__name__": Path(file).stem}
-    exec(compile(text, file, "exec"), namespace)  # noqa: S102  (our own printed graph)
-    # Nobody can import this module, and Dynamo imports what a function's globals are named after.
-    del namespace["__name__"]
-    return namespace
+def _wrong(name: str, expected: object, found: Tensor | None) -> SuperModelMisuse:
+    return SuperModelMisuse(
+        "a tensor of the base is missing or of another shape",
+        tensor=name,
+        expected=expected,
+        found=None if found is None else tuple(found.shape),
+        help="check that the checkpoint belongs to the base's config",
+    )

@@ -219,7 +219,9 @@ def _signature(spec: KernelSpec) -> dict[str, str]:
     site |= {} if split else {"flags": "*fp32", "strips": "i32"}
     site |= {"slots": "*i32"} | ({} if split else {"scales": "*fp32"})
     site |= {"s": part if split else data, "s_stride": "i32"}
-    site |= {"thresholds": "*i32", "site": "i32", "bits": "*u8"} if spec.dropout else {}
+    site |= (
+        {"thresholds": "*i32", "site": "i32", "octet": "i32", "bits": "*u8"} if spec.dropout else {}
+    )
     tails, copy = spec.extend != "" and not split, spec.extend == "copy"
     site |= {"ranks": "*i32", "tail": "i32", "tail_width": "i32"} if tails else {}
     for k in range(spec.sites):

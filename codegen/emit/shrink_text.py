@@ -22,6 +22,7 @@ def project(
     #? dropout [
     threshold_$k,
     site_$k,
+    octet_$k,
     bits_$k,
     #]
     #]
@@ -59,7 +60,7 @@ def project(
         #? dropout [
         if DROPS:
             byte = column // 8 + tl.arange(0, DEPTH // 8)
-            counter = byte.to(tl.uint32)[None, :]
+            counter = (octet_$k + byte).to(tl.uint32)[None, :]
             bits = draw_bits(token[:, None], counter, site_$k, seed, step, threshold_$k)
             fresh = inside[:, None] & (begin == 0)  #? not ragged
             fresh = inside[:, None] & (byte < BYTES)[None, :] & (begin == 0)  #? ragged
@@ -104,6 +105,7 @@ def extend(target, stride, width, s, s_stride, row, inside, before, rank):
         "jobs",
         "strips_$k",  #* whole_sites
         "site_$k",  #* dropout_sites
+        "octet_$k",  #* dropout_sites
     ],
     do_not_specialize_on_alignment=[
         "segments",
@@ -135,6 +137,7 @@ def kernel(
     #? dropout [
     thresholds_$k,  # [jobs]
     site_$k,
+    octet_$k,  # where column 0 stands in the site's own input, in eights
     bits_$k,  # [tokens, BYTES]
     #]
     #? tails [
@@ -253,7 +256,8 @@ def launch(
     slots         per site int32 [jobs + 1]
     scales        per site float32 [jobs]$unscaled
     thresholds    per site int32 [jobs]$unread
-    sites         per site its number$unread
+    sites         per site its number; bits from 32 on count the eights of columns before x's first
+                  where x is a piece of the site's input$unread
     s             $s_told
     bits          $bits_told
     extended      $extended_told
@@ -281,7 +285,8 @@ def launch(
             s[$k].shape[-1],
             #? dropout [
             thresholds[$k],
-            sites[$k],
+            sites[$k] & 0x7FFFFFFF,
+            sites[$k] >> 32,
             bits[$k],
             #]
             #? tails [
@@ -323,6 +328,7 @@ for begin in range(0, $least, PANEL):
         #? dropout [
         threshold_$k,
         site_$k.to(tl.uint32),
+        octet_$k,
         bits_$k,
         #]
         #]

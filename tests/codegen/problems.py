@@ -79,14 +79,13 @@ class Problem:
         scales = [0.5 + 0.25 * job for job in range(len(lengths))]
         kept = [keep_scale(rate) for rate in rates]
         names = {d: str(d).removeprefix("torch.") for d in (dtype, adapter_dtype)}
+        given = {"inner": inner, "outer": outer, "rank_block": rank_block}
         return cls(
+            **given,
             lengths=lengths,
             ranks_of=ranks,
             rates=rates,
-            inner=inner,
-            outer=outer,
             dtype=dtype,
-            rank_block=rank_block,
             x=normal(tokens, inner).to(dtype),
             dy=normal(tokens, outer).to(dtype),
             weight=weight if weight_layout == "out_in" else weight.t().contiguous(),
@@ -105,12 +104,10 @@ class Problem:
             scales=torch.tensor([s * k for s, k in zip(scales, kept, strict=True)]).float(),
             thresholds=torch.tensor([threshold_of(r) for r in rates], dtype=torch.int32),
             site=site,
-            spec_fields={
-                "inner": inner,
-                "outer": outer,
+            spec_fields=given
+            | {
                 "dtype": names[dtype],
                 "adapter_dtype": names[adapter_dtype],
-                "rank_block": rank_block,
                 "dropout": any(rates),
                 "bias": bias,
                 "weight_layout": weight_layout,

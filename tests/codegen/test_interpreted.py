@@ -1,15 +1,12 @@
-"""Kernels give the right numbers: each file in interpreted/ in a process of its own."""
+"""Kernels give the right numbers: the files in interpreted/, in a process of their own."""
 
 from __future__ import annotations
 
 from pathlib import Path
 
-import pytest
-
 from tests import interpreted
 
 
-@pytest.mark.parametrize("file", interpreted.files(Path(__file__).parent), ids=lambda p: p.stem)
-def test_interpreted(file):
-    """All its tests pass under Triton's interpreter."""
-    interpreted.run(file)
+def test_interpreted():
+    """All tests pass under Triton's interpreter."""
+    interpreted.run(*interpreted.files(Path(__file__).parent))

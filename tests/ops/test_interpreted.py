@@ -1,4 +1,4 @@
-"""The operators on generated kernels: each file in interpreted/ in a process of its own."""
+"""The operators on generated kernels: the files in interpreted/, in processes of their own."""
 
 from __future__ import annotations
 
@@ -8,8 +8,10 @@ import pytest
 
 from tests import interpreted
 
+PROCESSES = 2
 
-@pytest.mark.parametrize("file", interpreted.files(Path(__file__).parent), ids=lambda p: p.stem)
-def test_interpreted(file):
-    """All its tests pass under Triton's interpreter."""
-    interpreted.run(file)
+
+@pytest.mark.parametrize("part", range(PROCESSES))
+def test_interpreted(part):
+    """All tests pass under Triton's interpreter."""
+    interpreted.run(*interpreted.files(Path(__file__).parent)[part::PROCESSES])

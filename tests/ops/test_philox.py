@@ -119,6 +119,21 @@ def test_seed_step_and_site_each_change_the_mask(row, other):
     assert 0.45 < (first == second).double().mean() < 0.55
 
 
+@pytest.mark.parametrize("count", [2, 3])
+def test_pieces_of_the_columns_join_to_the_whole_mask(row, count):
+    """A site's upper bits say where a piece of its columns begins."""
+    made = row((5, 4), (0.4, 0.2))
+    whole = mask_of(made, 48)
+    size = 48 // count
+    pieces = []
+    for index in range(count):
+        made.site_tensor = torch.tensor(made.site | (index * size // 8) << 32)
+        pieces.append(mask_of(made, size))
+
+    assert torch.equal(torch.cat(pieces, 1), whole)
+    assert not torch.equal(pieces[0], pieces[1])
+
+
 def test_pieces_do_not_show_in_a_mask(row, monkeypatch):
     """A mask drawn in many small pieces equals the one drawn at once."""
     made = row((40, 7), (0.3, 0.2))

@@ -16,6 +16,7 @@ from transformers import get_scheduler
 
 from tlora_fx.errors import OptimizerError, OptimizerStateError
 from tlora_fx.job import BaseSpec, DataSpec, Job
+from tlora_fx.runtime import optimizer as optimizers
 from tlora_fx.runtime.optimizer import JobOptimizer
 from tlora_fx.training_fields import OPTIMIZERS
 
@@ -32,6 +33,16 @@ VARIANTS: dict[str, dict[str, Any]] = {
         "lr_scheduler_kwargs": {"num_decay_steps": 3},
     },
 }
+FUSED = pytest.mark.parametrize(
+    "variant",
+    [
+        {"optim": "adamw"},
+        {"optim": "adamw", "optim_args": {"amsgrad": True, "maximize": True}},
+        {"optim": "adam"},
+        {"optim": "sgd", "optim_args": {"momentum": 0.9, "nesterov": True}},
+    ],
+    ids=lambda variant: "-".join([variant["optim"], *variant.get("optim_args", ())]),
+)
 
 
 def job_with(**fields: Any) -> Job:
@@ -52,7 +63,7 @@ def params_of(bank: torch.Tensor) -> dict[str, nn.Parameter]:
     views: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
         "a.lora_A.weight": lambda x: x[1:3],
         "a.lora_B.weight": lambda x: x[3:6].t(),
-        "a.lora_magnitude_vector": lambda x: x[6, 1:5],
+        "a.lora_magnitude_vector": lambda x: x[6, 1:5] if x.shape[1] < 8 else x[6, 8:],
         "a.never_used": lambda x: x[7],
     }
     params = {}
@@ -63,10 +74,13 @@ def params_of(bank: torch.Tensor) -> dict[str, nn.Parameter]:
     return params
 
 
-def start(dtype: torch.dtype = torch.float32) -> dict[str, nn.Parameter]:
-    """The same parameters on each call."""
+def start(
+    dtype: torch.dtype = torch.float32, device: str = "cpu", width: int = 5
+) -> dict[str, nn.Parameter]:
+    """The same parameters on each call; width of A's rows."""
     generator = torch.Generator().manual_seed(0)
-    return params_of(torch.randn(8, 5, generator=generator, dtype=torch.float64).to(dtype))
+    drawn = torch.randn(8, width, generator=generator, dtype=torch.float64)
+    return params_of(drawn.to(device, dtype))
 
 
 def train(
@@ -80,7 +94,7 @@ def train(
             if param.grad is not None:
                 generator = torch.Generator().manual_seed(1000 * step + index)
                 noise = torch.randn(param.shape, generator=generator, dtype=torch.float64)
-                param.grad.add_(noise.to(param.dtype) + param.detach())
+                param.grad.add_(noise.to(param) + param.detach())
         norms.append(optimizer.step())
     return norms
 
@@ -264,3 +278,82 @@ def test_arguments_that_exclude_each_other_are_our_error():
         JobOptimizer(job, start(), STEPS)
 
     assert "momentum" in str(caught.value)
+
+
+@pytest.fixture
+def plain(monkeypatch):
+    """Make an optimizer that updates parameters one by one, or by torch's default."""
+
+    def make(*args: Any) -> JobOptimizer:
+        with monkeypatch.context() as patch:
+            patch.setattr(optimizers, "FUSED", {})
+            return JobOptimizer(*args)
+
+    return make
+
+
+@pytest.mark.gpu
+@FUSED
+def test_one_kernel_updates_as_many_do(variant, plain):
+    """Norms and five steps on a GPU are the same to float32."""
+    job, one, other = (
+        job_with(**variant),
+        start(device="cuda", width=16),
+        start(device="cuda", width=16),
+    )
+    fused = JobOptimizer(job, one, STEPS)
+
+    norms = train(fused, one, 0, 5)
+
+    assert fused.is_fused
+    assert norms == pytest.approx(train(plain(job, other, STEPS), other, 0, 5), rel=1e-5)
+    for name, param in one.items():
+        torch.testing.assert_close(param, other[name], rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("first", ["fused", "plain", "cpu"])
+@FUSED
+def test_a_checkpoint_goes_on_in_another_kind_of_optimizer(variant, first, plain, tmp_path):
+    """Counters lie on the GPU for fused kernels and on the host for all others."""
+    job, params = job_with(**variant), start(device="cpu" if first == "cpu" else "cuda", width=16)
+    made = (plain if first == "plain" else JobOptimizer)(job, params, STEPS)
+    train(made, params, 0, 3)
+    tensors, values = through_files(made, tmp_path)
+    rest = {name: param.detach().cpu().clone() for name, param in params.items()}
+    train(made, params, 3, 6)
+
+    for make, device in ((JobOptimizer, "cuda"), (plain, "cuda"), (JobOptimizer, "cpu")):
+        again = start(device=device, width=16)
+        with torch.no_grad():
+            for name, param in again.items():
+                param.copy_(rest[name])
+        resumed = make(job, again, STEPS)
+        resumed.load_state(tensors, values)
+        train(resumed, again, 3, 6)
+        for name, param in again.items():
+            torch.testing.assert_close(param.cpu(), params[name].cpu(), rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@FUSED
+def test_where_a_view_begins_changes_no_bit_on_a_gpu(variant, dtype):
+    """The neighbours' ranks decide it; kernels read several numbers at once where they can."""
+    found = []
+    for first in range(0, 32, 8):
+        values, grads = torch.zeros(2, 1 << 17, device="cuda", dtype=dtype)
+        draw = torch.Generator().manual_seed(1)
+        params = {}
+        for name, size in (("a", 1 << 16), ("b", 4000), ("c", 336)):
+            drawn = torch.randn(size, generator=draw).to(values)
+            params[name] = nn.Parameter(values[first:].narrow(0, 0, size))
+            params[name].data.copy_(drawn)
+            params[name].grad = grads[first:].narrow(0, 0, size)
+            values, grads = values[first + size :], grads[first + size :]
+        optimizer = JobOptimizer(job_with(**variant), params, STEPS)
+        found.append((train(optimizer, params, 0, 5), *(p.detach() for p in params.values())))
+
+    for norms, *rest in found[1:]:
+        assert norms == found[0][0]
+        assert all(torch.equal(one, two) for one, two in zip(rest, found[0][1:], strict=True))

@@ -20,6 +20,7 @@ from tlora_fx.backend.options import Options, read_options
 from tlora_fx.backend.sites import Region, regions_of, running_layer, sites_of, strays, value_of
 from tlora_fx.backend.splice import Splicer, declare_tables
 from tlora_fx.errors import BackendUnsupported
+from tlora_fx.ops.compile_caches import mark_compile_caches
 
 __all__ = ["BackendWarning", "compile_graph", "lower_graph"]
 
@@ -51,6 +52,7 @@ def compile_graph(
     from torch._inductor.compile_fx import compile_fx
 
     wanted = read_options(mode, options)
+    mark_compile_caches()
     lower_graph(gm, wanted)
     inputs: Any = list(example_inputs)
     compiled: Any = compile_fx(gm, inputs, config_patches=wanted.inductor or None)

@@ -17,6 +17,8 @@ COMMANDS = {
     "inspect": "Look into a compiled model, or into what each pass did.",
     "kernels": "List, show, explain, check and tune the generated kernels.",
     "passes": "List the passes and their options.",
+    "plan": "Choose how a model is cut over GPUs, without any of them at hand.",
+    "profile": "Measure a model's layers on the device at hand.",
     "replay": "Run a pass that failed once more, alone.",
     "train": "Train all jobs of a file together, each to its own last step.",
     "verify": "Show that each job trains as it would alone.",

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -13,7 +15,12 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextC
 from rich.progress import TimeRemainingColumn as Remaining
 
 if TYPE_CHECKING:
+    from tlora_fx.planners.plan import Plan
+    from tlora_fx.runtime.controllers import NanoBatches
+    from tlora_fx.runtime.data import JobData
     from tlora_fx.runtime.job_run import JobRun, StepReport
+    from tlora_fx.runtime.launch import Launch
+    from tlora_fx.supermodel import SuperModel
 
 
 def run(
@@ -23,39 +30,131 @@ def run(
     device: Annotated[str | None, typer.Option(help="cpu, cuda, cuda:1, ...")] = None,
     pipeline: Annotated[str | None, typer.Option(help="Passes instead of the default.")] = None,
     max_row_tokens: Annotated[int, typer.Option(min=2, help="Tokens of one forward.")] = 16384,
+    plan: Annotated[
+        str | None, typer.Option(help="auto, fsdp, pipeline, tensor, ... or a plan file.")
+    ] = None,
+    mesh: Annotated[str | None, typer.Option(help="Processes, such as pp=2,dp=2.")] = None,
+    compiled: Annotated[
+        bool, typer.Option("--compile", help="Compile the layers; the first rounds take longer.")
+    ] = False,
+    nano_batches: Annotated[
+        int | None, typer.Option(min=1, help="Parts of a row that overlap, at first.")
+    ] = None,
+    controller: Annotated[
+        str | None, typer.Option(help="Changes their number: keep-best, aimd or fixed.")
+    ] = None,
+    collective_timeout: Annotated[
+        float, typer.Option(min=1, help="Seconds that processes wait for another, after a round.")
+    ] = 300,
 ) -> None:
     """Train all jobs of a file together, each to its own last step.
 
-    Leaves one PEFT adapter folder, metrics.jsonl and status.json a job, and checkpoints.
+    Leaves one PEFT adapter folder, metrics.jsonl and status.json a job, and checkpoints. Started by
+    torchrun, all processes train one model under a plan:
+    torchrun --nproc-per-node 4 -m tlora_fx train jobs.yaml -o runs/a --plan auto
     """
-    from tlora_fx.jobfile import load_job_file
+    from tlora_fx.runtime.launch import Launch, exits_at_once
 
-    console = Console(stderr=True)
-    given = load_job_file(jobs)
+    launch = Launch.found()
+    asked = _Asked(
+        jobs, output, resume or launch.again, device, pipeline, max_row_tokens,
+        plan or ("auto" if launch.size > 1 else "single"), mesh,
+        timedelta(seconds=collective_timeout), compiled, nano_batches, controller,
+    )  # fmt: skip
+    exits_at_once(lambda: _train(asked, launch), launch)
+
+
+@dataclass(frozen=True, slots=True)
+class _Asked:
+    """What the command line says."""
+
+    jobs: Path
+    output: Path
+    resume: bool
+    device: str | None
+    pipeline: str | None
+    max_row_tokens: int
+    plan: str
+    mesh: str | None
+    longest_wait: timedelta
+    compiled: bool = False
+    nano_batches: int | None = None
+    controller: str | None = None
+
+
+def _train(asked: _Asked, launch: Launch) -> None:
+    """What each process does."""
+    from tlora_fx.planners.mesh import open_mesh
+    from tlora_fx.runtime.launch import join, memory_bytes
+    from tlora_fx.runtime.ranks import Ranks
+
+    # One process speaks for all.
+    console = Console(stderr=True, quiet=launch.rank > 0)
+    device = launch.device(asked.device)
+    everyone = Ranks(join(launch, device))
+    memory = memory_bytes(device, everyone)
     with console.status("compiling and loading the data"):
-        from tlora_fx.driver import compile
-        from tlora_fx.runtime.prepare import load_all_data
-        from tlora_fx.runtime.trainer import Trainer
-
-        data = load_all_data(given.jobs)
-        model = compile(given, pipeline, replay=Path("tlora-fx-replay"))
+        data, model, plan = everyone.together(lambda: _prepared(asked, launch, memory))
     for name, own in data.items():
         for line in own.report.lines():
             console.print(f"{name}: {line}", highlight=False, markup=False)
+    if launch.size > 1:
+        console.print(f"plan: {plan.planner} on {plan.mesh}", highlight=False)
     with _Bars(console) as bars:
-        trainer = Trainer(
-            model,
-            output=output,
-            device=device,
-            resume=resume,
-            data=data,
-            max_row_tokens=max_row_tokens,
-            watch=bars,
+        from tlora_fx.runtime.trainer import Trainer
+
+        trainer = everyone.together(
+            lambda: Trainer(
+                model,
+                output=asked.output,
+                resume=asked.resume,
+                data=data,
+                max_row_tokens=asked.max_row_tokens,
+                watch=bars,
+                plan=plan,
+                mesh=open_mesh(plan.mesh, device),
+                longest_wait=asked.longest_wait,
+                compiled=asked.compiled,
+                nano_batches=_deciding(asked),
+            )
         )
         runs = trainer.run()
-    _tell(runs, output)
+    if launch.rank == 0:
+        _tell(runs, asked.output)
     if any(job.status == "failed" for job in runs):
         sys.exit(1)
+
+
+def _prepared(
+    asked: _Asked, launch: Launch, memory: int | None
+) -> tuple[Mapping[str, JobData], SuperModel, Plan]:
+    """The data, the compiled model and the plan; no weight is loaded yet."""
+    from tlora_fx.driver import compile
+    from tlora_fx.jobfile import load_job_file
+    from tlora_fx.planners.feasible import demand_fits
+    from tlora_fx.planners.plan import MeshShape
+    from tlora_fx.runtime.launch import choose_plan
+    from tlora_fx.runtime.prepare import load_all_data
+
+    shape = None if asked.mesh is None else MeshShape.parse(asked.mesh)
+    given = load_job_file(asked.jobs)
+    data = load_all_data(given.jobs)
+    model = compile(given, asked.pipeline, replay=Path("tlora-fx-replay"))
+    options = {"max_row_tokens": asked.max_row_tokens, "memory_bytes": memory}
+    plan = choose_plan(asked.plan, model, launch, shape, **options)
+    if asked.nano_batches is not None:
+        plan = plan.model_copy(update={"nano_batches": asked.nano_batches})
+    demand_fits(model, plan.mesh)
+    return data, model, plan
+
+
+def _deciding(asked: _Asked) -> NanoBatches | None:
+    """What chooses the number of nano-batches, where that was asked for."""
+    from tlora_fx.runtime.controllers import NanoBatches, find_controller
+
+    if asked.controller is None:
+        return None
+    return NanoBatches(find_controller(asked.controller))
 
 
 class _Bars:

@@ -15,7 +15,8 @@ from torch.utils.flop_counter import register_flop_formula
 import tlora_fx.ops.multi_lora_add
 import tlora_fx.ops.multi_lora_linear
 import tlora_fx.ops.packed_attention
-import tlora_fx.ops.quantized_linear  # noqa: F401  (these define what is named below)
+import tlora_fx.ops.quantized_linear
+import tlora_fx.ops.tensor_parallel  # noqa: F401  (these define what is named below)
 from tlora_fx.ops.multi_lora_sites import served_by_kernels
 from tlora_fx.ops.site_group import SiteGroup
 
@@ -210,3 +211,9 @@ def multi_lora_add_input_gradient_flops(dy: Tensor, *rest: Any, **out: Any) -> i
     (a,), (b,), (ranks,), _, _, segments, *_, s, _, need_dx = rest
     columns: int = b.shape[1] * (1 + served_by_kernels(s)) + a.shape[1] * need_dx
     return round(2 * _rank_rows(dy, a, ranks, segments) * columns)
+
+
+@register_flop_formula([ops.tp_copy, ops.tp_reduce, ops.tp_cross_entropy], get_raw=True)
+def no_products(*args: Any, **out: Any) -> int:
+    """Sums over processes multiply nothing."""
+    return 0

@@ -19,7 +19,7 @@ from torch import Tensor
 from tlora_fx.errors import AdapterTableError
 from tlora_fx.ops.adapter_tables import check_adapters
 from tlora_fx.ops.kernels import added, loop
-from tlora_fx.ops.kernels.serving import Served, mode, served
+from tlora_fx.ops.kernels.serving import Served, served
 from tlora_fx.ops.multi_lora_sites import served_by_kernels
 from tlora_fx.ops.site_group import SCHEMA, SiteGroup, tokens_of
 
@@ -88,12 +88,6 @@ def _one(
     return made[0]
 
 
-def _served(x: Tensor, group: SiteGroup) -> Served | None:
-    """What kernels need, where they serve; on CUDA only where they are asked for."""
-    # A whole model on them has not been seen to train on a GPU since launches are replayed.
-    return None if x.is_cuda and mode() == "auto" else served(x, group)
-
-
 def _check(y: Tensor, x: Tensor, group: SiteGroup) -> None:
     """Refuse what metadata alone shows to be wrong; raises AdapterTableError."""
     if y.shape[:-1] != x.shape[:-1] or y.dtype != x.dtype:
@@ -120,7 +114,7 @@ def multi_lora_add_forward(y: Tensor, x: Tensor, *tables: Any) -> list[Tensor]:
     group = SiteGroup([], *tables)
     _check(y, x, group)
     made = y.clone(memory_format=torch.contiguous_format)
-    known = _served(x, group)
+    known = served(x, group)
     if known is not None:
         return [made, *added.forward(made, x, group, known)]
     rows = x.reshape(-1, x.shape[-1])
@@ -133,7 +127,7 @@ def multi_lora_add_forward(y: Tensor, x: Tensor, *tables: Any) -> list[Tensor]:
 def _forward_fake(y: Tensor, x: Tensor, *tables: Any) -> list[Tensor]:
     group = SiteGroup([], *tables)
     _check(y, x, group)
-    known, made = _served(x, group), y.new_empty(y.shape)
+    known, made = served(x, group), y.new_empty(y.shape)
     if known is None:
         return [made, x.new_empty(0), x.new_empty(0)]
     return [made, *known.low_rank_rows(x), *known.bits(x)]

@@ -47,7 +47,8 @@ def multi_lora_linear(
     segments       int32 [J + 1] on the CPU
     keys           int64 [J, 2] on the CPU, (seed, step)
     token_index    int32, one a token; read only when some job drops
-    site           int64 scalar on the CPU, `site_id` of the layer
+    site           int64 scalar on the CPU, `site_id` of the layer; where x is a piece of its input,
+                   bits from 32 on are the piece's first column divided by 8
     compute_dtype  adapters are cast to it and multiplied in it
     max_rank       the largest rank that a job may have here; 0: the rows of a
     drops          whether a job may drop here; where False, rates must be 0

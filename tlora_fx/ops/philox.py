@@ -38,6 +38,7 @@ def site_id(path: str) -> int:
 
 def site_name(number: int) -> str:
     """The module path that a number was made of in this process, else the number."""
+    number &= MASK
     return _names.get(number, str(number))
 
 
@@ -121,12 +122,14 @@ def keep_rows(
     """The mask of one job's tokens.
 
     token_index  int64 [n]
+    site         `site_id`; where these columns are a piece of the site's, its bits from 32 on are
+                 the piece's first column divided by 8
     returns      bool [n, columns], True where a value reaches the threshold (0..65535)
     """
-    blocks = (columns + 7) // 8
+    blocks, first = (columns + 7) // 8, site >> 32
     keep = torch.empty(len(token_index), blocks * 8, dtype=torch.bool, device=token_index.device)
-    block = torch.arange(blocks, device=token_index.device)
-    third, zero = block.new_full((), site), block.new_zeros(())
+    block = torch.arange(first, first + blocks, device=token_index.device)
+    third, zero = block.new_full((), site & MASK), block.new_zeros(())
     for start, stop in _pieces(len(token_index), blocks, token_index.is_cuda):
         rows = token_index[start:stop, None]
         values = sixteens(rows, block, third, zero, key).flatten(1)
@@ -154,6 +157,7 @@ def keep_mask(
     segments     int32 [J + 1] on the CPU
     keys         int64 [J, 2] on the CPU, (seed, step)
     token_index  int32 with n elements, decides the device
+    site         as of `keep_rows`
     returns      bool [n, columns], all True for jobs of rate 0
     raises       SegmentError, MaskKeyError
     """

@@ -12,6 +12,7 @@ from tlora_fx.errors import AdapterFolderError, nearest
 from tlora_fx.graph import AdapterSite
 from tlora_fx.job import Job
 from tlora_fx.ops import site_id
+from tlora_fx.part import Shard
 from tlora_fx.runtime.adapter_files import read_adapter
 from tlora_fx.runtime.weights import canonical_names, draw
 from tlora_fx.supermodel import SuperModel
@@ -23,20 +24,23 @@ def start_adapters(model: SuperModel) -> None:
 
     A draw is a function of the job's seed and the site, whatever else the job targets. Copies of
     the base's own tensors start as the base has them; DoRA's magnitudes as the norms of the
-    weights that they scale.
+    weights that they scale. Where a process holds a piece of a tensor, it is that piece of what
+    one process would have.
 
     raises    AdapterFolderError when a folder does not fit the job's sites
     """
     for job in model.jobs:
-        parameters = model.job_parameters(job.name)
+        parameters, shards = model.job_parameters(job.name), model.shards(job.name)
         if job.adapter is not None:
-            load_adapter(parameters, read_adapter(job.adapter).tensors, str(job.adapter))
+            tensors, whole = read_adapter(job.adapter).tensors, model.part.held is None
+            load_adapter(parameters, tensors, str(job.adapter), shards, whole=whole)
             continue
         starter = _Starter(model, job)
         # Magnitudes read A and B, so they come last.
         for name in sorted(parameters, key=lambda name: "magnitude" in name):
+            value = starter.value(name, parameters, shards[name])
             with torch.no_grad():
-                parameters[name].copy_(starter.value(name, parameters))
+                parameters[name].copy_(value)
 
 
 def saved_name(name: str) -> str:
@@ -55,28 +59,45 @@ def adapter_tensors(parameters: Mapping[str, nn.Parameter]) -> dict[str, Tensor]
 
 
 def load_adapter(
-    parameters: Mapping[str, nn.Parameter], tensors: Mapping[str, Tensor], source: str
+    parameters: Mapping[str, nn.Parameter],
+    tensors: Mapping[str, Tensor],
+    source: str,
+    shards: Mapping[str, Shard | None] | None = None,
+    *,
+    whole: bool = True,
 ) -> None:
     """Copy an adapter file's tensors into a job's parameters.
 
+    shards    by the parameters' names, which piece of the file's tensor each is
+    whole     whether the parameters are all that the job trains, and none is in another process
     raises    AdapterFolderError for tensors that are missing, unknown or of another shape
     """
-    wanted = {saved_name(name): parameter for name, parameter in parameters.items()}
-    for name in [*wanted, *tensors]:
-        mine, theirs = wanted.get(name), tensors.get(name)
-        if mine is None or theirs is None or mine.shape != theirs.shape:
+    shards = shards or {}
+    wanted = {
+        saved_name(name): (parameter, shards.get(name)) for name, parameter in parameters.items()
+    }
+    for name in [*wanted, *(tensors if whole else ())]:
+        mine = _whole_shape(*wanted[name]) if name in wanted else None
+        theirs = tuple(tensors[name].shape) if name in tensors else None
+        if mine is None or mine != theirs:
             raise AdapterFolderError(
                 "an adapter does not fit the job's sites",
                 folder=source,
                 tensor=name,
-                expected=None if mine is None else tuple(mine.shape),
-                found=None if theirs is None else tuple(theirs.shape),
+                expected=mine,
+                found=theirs,
                 nearest=nearest(name, wanted if mine is None else tensors),
                 help="continue an adapter only on the base that it was trained on",
             )
     with torch.no_grad():
-        for name, parameter in wanted.items():
-            parameter.copy_(tensors[name])
+        for name, (parameter, shard) in wanted.items():
+            parameter.copy_(tensors[name] if shard is None else shard.of(tensors[name]))
+
+
+def _whole_shape(parameter: Tensor, shard: Shard | None) -> tuple[int, ...]:
+    """The shape of the tensor that a parameter is, or is a piece of."""
+    shape = tuple(parameter.shape)
+    return shape if shard is None else shard.full_shape(shape)
 
 
 class _Starter:
@@ -89,9 +110,19 @@ class _Starter:
         self.canonical = canonical_names(model.backbone)
         self.init = job.lora_config().init_lora_weights
 
-    def value(self, name: str, parameters: Mapping[str, nn.Parameter]) -> Tensor:
-        """What the tensor of this PEFT name starts as."""
-        parameter = parameters[name]
+    def value(
+        self, name: str, parameters: Mapping[str, nn.Parameter], shard: Shard | None
+    ) -> Tensor:
+        """What the tensor of this PEFT name starts as, or a piece of it."""
+        parameter: Tensor = parameters[name]
+        if shard is not None:
+            parameter = parameter.new_empty(_whole_shape(parameter, shard))
+        whole = self._whole(name, parameter, parameters)
+        return whole if shard is None else shard.of(whole)
+
+    def _whole(
+        self, name: str, parameter: Tensor, parameters: Mapping[str, nn.Parameter]
+    ) -> Tensor:
         path = name.removeprefix(PEFT_PREFIX)
         if "lora_magnitude_vector" in name:
             return self._magnitude(name, path, parameters)

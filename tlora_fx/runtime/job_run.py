@@ -8,13 +8,13 @@ from dataclasses import dataclass
 from typing import Literal
 
 import torch
+from torch import Tensor
 
 from tlora_fx.job import Job
 from tlora_fx.runtime.adapter_files import write_adapter
 from tlora_fx.runtime.adapters import adapter_tensors, load_adapter
 from tlora_fx.runtime.checkpoint import JobState
 from tlora_fx.runtime.data import JobData
-from tlora_fx.runtime.metrics import MetricsLog
 from tlora_fx.runtime.optimizer import JobOptimizer
 from tlora_fx.runtime.rounds import MicroBatches, count_targets, count_tokens
 from tlora_fx.runtime.run_folder import RunFolder
@@ -57,8 +57,10 @@ class JobRun:
         self.index, self.job, self.data = index, job, data
         self.parameters = dict(parameters)
         self.folder = folder
-        self.optimizer = JobOptimizer(job, parameters, data.steps)
-        self.metrics = MetricsLog(folder.job(job.name) / "metrics.jsonl")
+        # A stage of a pipeline may hold nothing of a job; its schedule counts all the same.
+        nothing = {"": torch.nn.Parameter(torch.zeros(()))}
+        self.optimizer = JobOptimizer(job, parameters or nothing, data.steps)
+        self.metrics = folder.metrics(job.name)
         self.step = 0
         self.tokens = 0
         self.loss = math.nan
@@ -69,14 +71,18 @@ class JobRun:
         """The micro-batches of the step that the job is at."""
         return self.data.step(self.step)
 
-    def finish_step(self, loss: float, batches: MicroBatches, seconds: float) -> StepReport | None:
+    def finish_step(
+        self, loss: float, batches: MicroBatches, seconds: float, norm: float | None = None
+    ) -> StepReport | None:
         """Update the adapter from the gathered gradients.
 
         loss      mean over the step's targets
+        norm      of the job's gradients, measured when left out
         returns   None when loss or gradients are not finite: the job has failed, and its adapter
                   stays as the last good step left it
         """
-        norm = self.optimizer.gradient_norm()
+        if norm is None:
+            norm = self.optimizer.gradient_norm()
         if not (math.isfinite(loss) and math.isfinite(norm)):
             self._fail(loss, norm)
             return None
@@ -133,14 +139,14 @@ class JobRun:
         if self.status == "running" and self.step >= self.data.steps:
             self.status = "done"
 
-    def write(self, base: str | None) -> None:
-        """Leave the job's PEFT adapter folder and its status."""
-        write_adapter(
-            self.folder.job(self.job.name),
-            adapter_tensors(self.parameters),
-            self.job.lora_config(),
-            base,
-        )
+    def write(self, adapter: Mapping[str, Tensor], base: str | None) -> None:
+        """Leave the job's PEFT adapter folder and its status.
+
+        adapter   whole tensors by the names of PEFT's files
+        """
+        if not self.folder.writes:
+            return
+        write_adapter(self.folder.job(self.job.name), adapter, self.job.lora_config(), base)
         status: dict[str, object] = {
             "status": self.status,
             "step": self.step,

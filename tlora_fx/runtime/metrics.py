@@ -83,6 +83,16 @@ class MetricsLog:
         )
 
 
+class NoMetrics(MetricsLog):
+    """A log that keeps nothing, for processes that leave writing to another."""
+
+    def append(self, **values: float) -> None:
+        """Keep nothing."""
+
+    def truncate_after(self, step: int) -> None:
+        """There is nothing to drop."""
+
+
 def read_metrics(path: Path | str) -> list[dict[str, Any]]:
     """The whole lines of a metrics file, in order; a torn last line is left out."""
     lines = Path(path).read_bytes().splitlines(keepends=True)

@@ -3,11 +3,15 @@
 Each job of a group has its own, and none of them reads anything of a neighbour. Parameters may be
 views of storage that many jobs share, so nothing here replaces `.data` or `.grad`: gradients are
 zeroed in place and updated in place.
+
+A job has hundreds of small parameters, and on a GPU a launch for each costs more than its
+arithmetic. So they are zeroed, measured and updated together.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -20,6 +24,16 @@ if TYPE_CHECKING:
 
 # Counters that torch.optim keeps on the host, wherever the parameters are.
 HOST_SCALARS = frozenset({"step", "mu_product"})
+# Kernels that update all parameters at once, by the class that has them.
+FUSED = {
+    "Adam": "aten::_fused_adam_",
+    "AdamW": "aten::_fused_adamw_",
+    "SGD": "aten::_fused_sgd_",
+}
+# CUDA's reductions read so many numbers at once where their address allows it.
+_VECTOR = 4
+# Rows of so many numbers begin where vectors may, whatever stands before them in a bank.
+_ROW = 8
 
 
 class JobOptimizer:
@@ -42,9 +56,16 @@ class JobOptimizer:
         """The rate that the next step uses."""
         return float(self._optimizer.param_groups[0]["lr"])
 
+    @property
+    def is_fused(self) -> bool:
+        """Whether one kernel updates all parameters; it keeps its counters on the GPU."""
+        return bool(self._optimizer.param_groups[0].get("fused"))
+
+    @torch.no_grad()
     def zero_grad(self) -> None:
         """Fill every gradient with zeros, in place."""
-        self._optimizer.zero_grad(set_to_none=False)
+        if gradients := self._gradients():
+            torch._foreach_zero_(gradients)
 
     @torch.no_grad()
     def gradient_norm(self) -> float:
@@ -93,7 +114,8 @@ class JobOptimizer:
     def load_state(self, tensors: Mapping[str, Tensor], values: Mapping[str, Any]) -> None:
         """Put back what `state_tensors` and `state_values` returned.
 
-        The next step is then bitwise what it would have been without a stop.
+        The next step is then bitwise what it would have been without a stop, on the same kind of
+        device.
 
         raises   OptimizerStateError when the state belongs to other parameters
         """
@@ -131,16 +153,25 @@ class JobOptimizer:
             return value
         param = self._params[name]
         if kind in HOST_SCALARS:
-            return value.clone()
+            return value.to(param.device if self.is_fused else "cpu", copy=True)
         if value.shape != param.shape:
             return value.to(param.device, copy=True)
         # The memory layout that the optimizer itself would give it: kernels that read several
         # tensors at once choose their arithmetic by layout.
         return torch.empty_like(param, dtype=value.dtype).copy_(value).detach()
 
+    def _gradients(self) -> list[Tensor]:
+        return [p.grad for p in self._params.values() if p.grad is not None]
+
     def _wide_gradients(self) -> list[Tensor]:
-        gradients = (p.grad for p in self._params.values() if p.grad is not None)
-        return [_wide(gradient) for gradient in gradients]
+        """The gradients in float32 at least, each where a vector may begin; copied together."""
+        gradients = self._gradients()
+        wide = [_place_for(gradient) for gradient in gradients]
+        copied = [pair for pair in zip(wide, gradients, strict=True) if pair[0] is not pair[1]]
+        if copied:
+            places, sources = zip(*copied, strict=True)
+            torch._foreach_copy_(list(places), list(sources))
+        return wide
 
     def _clip(self, norm: float) -> None:
         params = [p for p in self._params.values() if p.grad is not None]
@@ -153,19 +184,25 @@ class JobOptimizer:
         torch.nn.utils.clip_grads_with_norm_(params, self._max_norm, total)
 
 
-def _wide(gradient: Tensor) -> Tensor:
-    """The gradient in float32 at least, on a 16-byte boundary.
+def _place_for(gradient: Tensor) -> Tensor:
+    """Where a gradient is measured: itself, or an empty tensor that it is to be copied to.
 
     Where a job's view begins depends on its neighbours' ranks, and CUDA's reductions sum in
     another order on another alignment.
     """
-    wide = gradient.to(torch.promote_types(gradient.dtype, torch.float32))
-    return wide if wide.data_ptr() % 16 == 0 else wide.clone()
+    wide = torch.promote_types(gradient.dtype, torch.float32)
+    if gradient.dtype == wide and gradient.data_ptr() % (_VECTOR * wide.itemsize) == 0:
+        return gradient
+    return torch.empty_like(gradient, dtype=wide)
 
 
 def _make_optimizer(job: Job, params: list[torch.nn.Parameter]) -> torch.optim.Optimizer:
-    arguments = job.optimizer_arguments()
-    make: Callable[..., torch.optim.Optimizer] = getattr(torch.optim, job.optimizer_class())
+    arguments, name = job.optimizer_arguments(), job.optimizer_class()
+    make: Callable[..., torch.optim.Optimizer] = getattr(torch.optim, name)
+    if _has_fused(name, params):
+        # What it refuses, the plain class takes, or says what is wrong.
+        with suppress(TypeError, ValueError, RuntimeError):
+            return make(params, **arguments, fused=True)
     try:
         return make(params, **arguments)
     except (TypeError, ValueError) as error:
@@ -176,6 +213,27 @@ def _make_optimizer(job: Job, params: list[torch.nn.Parameter]) -> torch.optim.O
             reason=error,
             help="mend optim_args in the job file",
         ) from error
+
+
+def _has_fused(name: str, params: list[torch.nn.Parameter]) -> bool:
+    """Whether this torch has a kernel for all of these parameters; never on the CPU.
+
+    The kernels' arithmetic depends on whether a view begins on a vector's boundary, which
+    neighbours' ranks decide where rows are no multiple of vectors.
+    """
+    kernel = FUSED.get(name)
+    return (
+        kernel is not None
+        and torch._C._dispatch_has_kernel_for_dispatch_key(kernel, "CUDA")
+        and all(param.is_cuda and param.is_floating_point() for param in params)
+        and all(_row_of(param) % _ROW == 0 for param in params)
+    )
+
+
+def _row_of(param: Tensor) -> int:
+    """How many numbers of a parameter lie in a run that is never parted."""
+    runs = [n for n, step in zip(param.shape, param.stride(), strict=True) if step == 1]
+    return max(runs, default=1)
 
 
 def _make_schedule(

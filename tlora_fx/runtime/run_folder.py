@@ -4,20 +4,26 @@ from __future__ import annotations
 
 import fcntl
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 from tlora_fx.durable import replace_file
 from tlora_fx.errors import RunFolderError
+from tlora_fx.runtime.metrics import MetricsLog, NoMetrics
 
 RESERVED = {"checkpoints"}
 LOCK = ".lock"
 
 
 class RunFolder:
-    """Where a run writes: a folder for each job, and the checkpoints."""
+    """Where a run writes: a folder for each job, and the checkpoints.
+
+    writes   whether anything is written here
+    """
+
+    writes = True
 
     def __init__(self, path: Path | str) -> None:
         self.path = Path(path)
@@ -71,8 +77,39 @@ class RunFolder:
                 )
             yield
 
+    def metrics(self, job: str) -> MetricsLog:
+        """A job's metrics file."""
+        return MetricsLog(self.job(job) / "metrics.jsonl")
+
     def write_status(self, job: str, status: dict[str, Any]) -> None:
         """Say in the job's folder how it stands."""
         folder = self.job(job)
         folder.mkdir(parents=True, exist_ok=True)
         replace_file(folder / "status.json", (json.dumps(status, indent=2) + "\n").encode())
+
+    def write_decisions(self, decisions: Sequence[dict[str, Any]]) -> None:
+        """Add lines to decisions.jsonl: what a controller of nano-batches chose."""
+        if decisions:
+            with (self.path / "decisions.jsonl").open("a") as file:
+                file.writelines(json.dumps(decision) + "\n" for decision in decisions)
+
+
+class NoFolder(RunFolder):
+    """The folder of a process that leaves writing to another."""
+
+    writes = False
+
+    @contextmanager
+    def held(self, resume: bool) -> Iterator[None]:
+        """Nothing is held."""
+        yield
+
+    def metrics(self, job: str) -> MetricsLog:
+        """A log that keeps nothing."""
+        return NoMetrics(self.job(job))
+
+    def write_status(self, job: str, status: dict[str, Any]) -> None:
+        """Write nothing."""
+
+    def write_decisions(self, decisions: Sequence[dict[str, Any]]) -> None:
+        """Write nothing."""

@@ -4,26 +4,36 @@ from __future__ import annotations
 
 import time
 from collections.abc import Mapping, Sequence
-from datetime import UTC, datetime
+from contextlib import ExitStack
+from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from typing import Protocol
 
 import torch
-from torch import Tensor
 
-from tlora_fx.batch import pack, pad
+from tlora_fx.batch import PackedBatch, pack, pad
 from tlora_fx.driver import Jobs, as_jobs
 from tlora_fx.errors import CheckpointError, ResumeMismatch
 from tlora_fx.job import Job
-from tlora_fx.runtime.adapters import start_adapters
-from tlora_fx.runtime.checkpoint import CheckpointStore
+from tlora_fx.planners.apply import ReducingRunner, RowRunner, apply, demand_shardable, load
+from tlora_fx.planners.feasible import demand_fits
+from tlora_fx.planners.mesh import FIRST_STEP, Mesh, limit_waits
+from tlora_fx.planners.plan import Plan
+from tlora_fx.planners.prepared import prepared
+from tlora_fx.planners.rows import Cutting, cut_round
+from tlora_fx.runtime.adapters import adapter_tensors, start_adapters
+from tlora_fx.runtime.checkpoint import Checkpoint, CheckpointStore
+from tlora_fx.runtime.controllers import NanoBatches
 from tlora_fx.runtime.data import JobData
-from tlora_fx.runtime.interrupt import Interrupts
+from tlora_fx.runtime.gathering import Gathering
+from tlora_fx.runtime.interrupt import GRACE_SECONDS, Interrupts
 from tlora_fx.runtime.job_run import JobRun, StepReport
+from tlora_fx.runtime.norms import gradient_norms
 from tlora_fx.runtime.prepare import check_fits, load_all_data
 from tlora_fx.runtime.probe import probe_batch_form
+from tlora_fx.runtime.ranks import Agreed, Note, Ranks, demand_elementwise, table_hash
 from tlora_fx.runtime.rounds import MicroBatches, rows_of_round
-from tlora_fx.runtime.run_folder import RunFolder
+from tlora_fx.runtime.run_folder import NoFolder, RunFolder
 from tlora_fx.runtime.weights import base_tensors
 from tlora_fx.supermodel import SuperModel
 
@@ -70,7 +80,13 @@ class Trainer:
     resume           go on from the newest checkpoint in `output`
     data             samples by job name, instead of what the jobs' `data` names
     max_row_tokens   rows are closed before they grow beyond this
-    watch            hears of every step
+    watch            hears of every step, on the leader
+    plan             how the model runs on a mesh; by default on one device
+    mesh             the processes, where there are several: each makes a trainer of its own, with
+                     the same arguments, and the leader writes for all
+    longest_wait     after the first round no process waits longer for another
+    compiled         layers are compiled by torch.compile; the first rounds take longer
+    nano_batches     chooses into how many nano-batches rows are cut, round after round
     """
 
     def __init__(
@@ -84,20 +100,40 @@ class Trainer:
         data: Mapping[str, JobData] | None = None,
         max_row_tokens: int = 16384,
         watch: Watcher | None = None,
+        plan: Plan | None = None,
+        mesh: Mesh | None = None,
+        longest_wait: timedelta = FIRST_STEP,
+        nano_batches: NanoBatches | None = None,
+        compiled: bool = False,
     ) -> None:
-        self.model = model
+        self.plan = plan or Plan(planner="single")
+        self.mesh = mesh or Mesh.alone(device or default_device())
+        self.model = prepared(model, self.plan)
         self.jobs = list(model.jobs) if jobs is None else as_jobs(jobs)
         _demand_same_jobs(model.jobs, self.jobs)
         stamp = datetime.now(UTC).strftime("%Y%m%d-%H%M%S")
-        self.folder = RunFolder(output or Path("runs") / stamp)
-        self.device = torch.device(device or default_device())
+        # Without a path every process would name another folder; only the leader's is used.
+        folder = RunFolder if self.mesh.leader else NoFolder
+        self.folder = folder(output or Path("runs") / stamp)
+        self.device = self.mesh.device
         self.resume = resume
         self.max_row_tokens = max_row_tokens
-        self.watch: Watcher = watch or Silent()
+        self.watch: Watcher = watch if watch is not None and self.mesh.leader else Silent()
+        self.longest_wait = longest_wait
+        self.ranks = Ranks(self.mesh)
+        self.gathering = Gathering(self.model, self.mesh)
         self.store = CheckpointStore(self.folder.path)
         self.runs: list[JobRun] = []
         self.rounds = 0
         self._data = data
+        self._runner: RowRunner | ReducingRunner | None = None
+        self._compiled = compiled
+        self._nano = nano_batches
+        self._choice = self.plan.nano_batches if nano_batches is None else nano_batches.count
+        self._cutting = Cutting.of(self.model, max_row_tokens)
+        self._seconds = 0.0
+        self._limited = False
+        self._tokens = 0
 
     def run(self) -> list[JobRun]:
         """Train until every job is done, has failed, or the user interrupts.
@@ -106,25 +142,42 @@ class Trainer:
         raises    TloraError before training for what is wrong with data, base or folder;
                   KeyboardInterrupt after a checkpoint when the user stopped the run
         """
-        data = self._data or load_all_data(self.jobs)
-        check_fits(self.model.backbone, data)
-        with self.folder.held(self.resume), Interrupts() as interrupts:
+        with ExitStack() as stack:
+            data = self.ranks.together(lambda: self._checked(stack))
+            interrupts = stack.enter_context(
+                Interrupts(GRACE_SECONDS if self.mesh.size > 1 else None)
+            )
             self.prepare(data)
             self.watch.started(self.runs)
-            while self._active() and not interrupts.asked:
-                self._round()
+            stopped = False
+            while self._active() and not stopped:
+                stopped = not self._round(interrupts)
             self._save(last=True)
-        if interrupts.asked:
+        if stopped or interrupts.asked:
             raise KeyboardInterrupt(f"stopped after a checkpoint in {self.store.folder}")
         return self.runs
+
+    def _checked(self, stack: ExitStack) -> Mapping[str, JobData]:
+        """The data, after all checks that need no weights; the folder is then held."""
+        data = self._data or load_all_data(self.jobs)
+        check_fits(self.model.backbone, data)
+        demand_fits(self.model, self.plan.mesh)
+        demand_shardable(self.model, self.plan)
+        demand_elementwise(self.jobs, self.mesh)
+        stack.enter_context(self.folder.held(self.resume))
+        return data
 
     def prepare(self, data: Mapping[str, JobData]) -> None:
         """Load the base, start or restore the adapters, and make each job's optimizer."""
         if not self.model.ready:
-            self.model.materialize(base_tensors(self.model.backbone, self.device), self.device)
+            base = base_tensors(self.model.backbone, self.device)
+            load(self.model, self.plan, self.mesh, base)
         start_adapters(self.model)
         if self.model.group.form == "batch":
             probe_batch_form(self.model)
+        if self._compiled:
+            self.model.compile()
+        self._runner = apply(self.model, self.plan, self.mesh)
         self.runs = [
             JobRun(i, job, data[job.name], self.model.job_parameters(job.name), self.folder)
             for i, job in enumerate(self.jobs)
@@ -140,49 +193,100 @@ class Trainer:
         batches   by job index
         returns   each job's mean loss over its targets of the whole optimizer step
         """
+        return self._run_rows(self._rows(batches), batches)
+
+    def _rows(self, batches: Mapping[int, MicroBatches]) -> list[PackedBatch]:
+        """The rows of a round, the same on every process."""
+        steps = {index: self.runs[index].step for index in batches}
+        rows = rows_of_round(self.jobs, batches, steps, self.max_row_tokens)
+        form = pack if self.model.group.form == "packed" else pad
+        return [form(tokens) for tokens in cut_round(rows, self.plan.parts, self._cutting)]
+
+    def _run_rows(
+        self, rows: Sequence[PackedBatch], batches: Mapping[int, MicroBatches]
+    ) -> dict[int, float]:
+        assert self._runner is not None
         counts = torch.zeros(len(self.jobs), dtype=torch.float64)
         for index, micro_batches in batches.items():
             counts[index] = self.runs[index].targets(micro_batches)
         weights = torch.where(counts > 0, 1 / counts.clamp(min=1), 0).to(self.device)
-        steps = {index: self.runs[index].step for index in batches}
-        total: Tensor | None = None
-        form = pack if self.model.group.form == "packed" else pad
-        for tokens in rows_of_round(self.jobs, batches, steps, self.max_row_tokens):
-            losses = self.model(form(tokens).to(self.device)) * weights
-            losses.sum().backward()
-            total = losses.detach() if total is None else total + losses.detach()
-        told = total.tolist() if total is not None else []
+        told = self._runner.run(rows, weights).tolist() if batches else []
         return {index: told[index] for index in batches}
 
     def _active(self) -> list[JobRun]:
         return [run for run in self.runs if run.status == "running"]
 
-    def _round(self) -> None:
-        """Every running job does one optimizer step."""
+    def _round(self, interrupts: Interrupts) -> bool:
+        """Every running job does one optimizer step; False when somebody asked to stop instead."""
         started = time.perf_counter()
         active = self._active()
         batches = {run.index: run.batches() for run in active}
-        losses = self.gradients(batches)
+        rows = self._rows(batches)
+        table = table_hash(rows) if self.mesh.size > 1 else 0
+        micros = int(self._seconds * 1e6)
+        agreed = self.ranks.agree(Note(table, int(interrupts.asked), self._choice, micros))
+        if agreed.asked:
+            interrupts.settle()
+            return False
+        self._choose(agreed, rows)
+        losses = self._run_rows(rows, batches)
+        norms = gradient_norms(active, self.model, self.mesh)
         self.rounds += 1
+        self._finish(active, batches, losses, norms, started)
+        if not self._limited:
+            limit_waits(self.mesh, self.longest_wait)
+            self._limited = True
+        return True
+
+    def _choose(self, agreed: Agreed, rows: Sequence[PackedBatch]) -> None:
+        """Cut this round's rows as the leader said; it says what the next round's shall be."""
+        if self._nano is None or self._runner is None:
+            return
+        self._runner.nano_batches = agreed.choice
+        if agreed.step_micros and self.mesh.leader:
+            self._choice = self._nano.decide(agreed.step_micros / 1e6, self._tokens)
+            self.folder.write_decisions(self._nano.records())
+        self._tokens = sum(row.input_ids.numel() for row in rows)
+
+    def _finish(
+        self,
+        active: Sequence[JobRun],
+        batches: Mapping[int, MicroBatches],
+        losses: Mapping[int, float],
+        norms: Mapping[int, float],
+        started: float,
+    ) -> None:
         due = False
         for run in active:
-            seconds = time.perf_counter() - started
-            report = run.finish_step(losses[run.index], batches[run.index], seconds)
+            index = run.index
+            self._seconds = time.perf_counter() - started
+            report = run.finish_step(losses[index], batches[index], self._seconds, norms[index])
             if report is not None:
                 self.watch.stepped(report)
             if run.status != "running":
-                run.write(self._base_name())
+                self._write(run)
                 self.watch.ended(run)
             due = due or run.status != "running" or run.step % run.job.save_steps == 0
         if due and self._active():
             self._save(last=False)
+
+    def _write(self, run: JobRun) -> None:
+        """Leave a job's adapter folder, put together from all processes."""
+        adapter = self.gathering.whole_adapter(run.job.name, adapter_tensors(run.parameters))
+        run.write(adapter, self._base_name())
 
     def _save(self, *, last: bool) -> None:
         """Write a checkpoint; while training goes on, a full disk only costs this one.
 
         raises    CheckpointError at the end of a run
         """
-        states = {run.job.name: run.state() for run in self.runs}
+        names = [run.job.name for run in self.runs]
+        states = {
+            name: self.gathering.whole(name, run.state())
+            for name, run in zip(names, self.runs, strict=True)
+        }
+        if not self.mesh.leader:
+            return
         described = {"rounds": self.rounds, **self._identity()}
         try:
             self.store.save(self.rounds, states, described)
@@ -192,14 +296,29 @@ class Trainer:
             self.watch.warned(str(error))
 
     def _restore(self) -> None:
-        checkpoint = self.store.load()
+        checkpoint = self.ranks.together(self._read_checkpoint)
+        checkpoint = self.ranks.from_leader(checkpoint)
         if checkpoint is None:
             self.watch.warned("there is no checkpoint yet: every job starts anew")
             for run in self.runs:
                 run.metrics.truncate_after(0)
             return
-        mine = self._identity()
-        for key, value in mine.items():
+        self.rounds = int(checkpoint.run["rounds"])
+        for run in self.runs:
+            state = self.gathering.own(run.job.name, checkpoint.jobs[run.job.name])
+            run.restore(state, str(checkpoint.path))
+            if run.status != "running":
+                self._write(run)
+
+    def _read_checkpoint(self) -> Checkpoint | None:
+        """The newest checkpoint, on the leader.
+
+        raises    ResumeMismatch when it is not this run's
+        """
+        checkpoint = self.store.load() if self.mesh.leader else None
+        if checkpoint is None:
+            return None
+        for key, value in self._identity().items():
             if checkpoint.run.get(key) != value:
                 raise ResumeMismatch(
                     "the checkpoint belongs to other jobs or another base",
@@ -210,11 +329,7 @@ class Trainer:
                     help="resume with the job file that the run was started with; "
                     "only max_steps and save_steps may change",
                 )
-        self.rounds = int(checkpoint.run["rounds"])
-        for run in self.runs:
-            run.restore(checkpoint.jobs[run.job.name], str(checkpoint.path))
-            if run.status != "running":
-                run.write(self._base_name())
+        return checkpoint
 
     def _identity(self) -> dict[str, object]:
         """What must be equal for a run to go on."""

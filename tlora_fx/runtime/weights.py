@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
@@ -16,8 +16,8 @@ from tlora_fx.ops import site_id, uniform_at
 PIECE = 1 << 22
 
 
-def base_tensors(backbone: Backbone, device: torch.device | str = "cpu") -> dict[str, Tensor]:
-    """All tensors of a base by canonical name.
+def base_tensors(backbone: Backbone, device: torch.device | str = "cpu") -> Mapping[str, Tensor]:
+    """All tensors of a base by canonical name; random ones are drawn when they are asked for.
 
     device    where random weights are drawn; what is loaded stays on the CPU
     raises    BaseNotLoadable when the checkpoint cannot be read
@@ -27,7 +27,7 @@ def base_tensors(backbone: Backbone, device: torch.device | str = "cpu") -> dict
         return dict(backbone.values)
     if spec.model is not None:
         return {**backbone.values, **_loaded(backbone)}
-    return {**_drawn(backbone, device), **backbone.values}
+    return _Drawn(backbone, device)
 
 
 def _loaded(backbone: Backbone) -> dict[str, Tensor]:
@@ -73,18 +73,30 @@ def canonical_names(backbone: Backbone) -> Mapping[str, str]:
     return {name: backbone.names[id(tensor)] for name, tensor in named}
 
 
-def _drawn(backbone: Backbone, device: torch.device | str) -> dict[str, Tensor]:
+class _Drawn(Mapping[str, Tensor]):
     """Random matrices, a function of seed, name and index only, so any sharding draws the same.
 
     Uniform with the standard deviation of the config's initializer_range; vectors start as the
-    model's own code starts them.
+    model's own code starts them. A matrix is drawn when it is asked for, each time anew.
     """
-    deviation = getattr(backbone.config, "initializer_range", None) or 0.02
-    return {
-        name: draw(parameter, deviation, backbone.spec.seed, name, device)
-        for name, parameter in backbone.model.named_parameters()
-        if name not in backbone.values
-    }
+
+    def __init__(self, backbone: Backbone, device: torch.device | str) -> None:
+        self._parameters = dict(backbone.model.named_parameters())
+        self._values, self._device = backbone.values, device
+        self._seed = backbone.spec.seed
+        self._deviation = getattr(backbone.config, "initializer_range", None) or 0.02
+
+    def __getitem__(self, name: str) -> Tensor:
+        if name in self._values:
+            return self._values[name]
+        like = self._parameters[name]
+        return draw(like, self._deviation, self._seed, name, self._device)
+
+    def __iter__(self) -> Iterator[str]:
+        return iter({**dict.fromkeys(self._parameters), **dict.fromkeys(self._values)})
+
+    def __len__(self) -> int:
+        return len({*self._parameters, *self._values})
 
 
 def draw(

@@ -2,7 +2,7 @@
 
 Workers of pytest run many files in one process and have often imported Triton already, so these
 files are collected only where TRITON_INTERPRET=1 is set from outside. tests/codegen/
-test_interpreted.py runs each of them in such a process; to run one by hand:
+test_interpreted.py runs them in such a process; to run one by hand:
 
     TRITON_INTERPRET=1 pytest -n 0 tests/codegen/interpreted/test_pack.py
 """
@@ -14,8 +14,17 @@ import os
 import pytest
 
 from tests.codegen.problems import Problem
+from tests.interpreted import patch_once_a_launch
 
 collect_ignore_glob = [] if os.environ.get("TRITON_INTERPRET") == "1" else ["test_*.py"]
+
+
+@pytest.fixture(autouse=True, scope="session")
+def prepared_once():
+    """Launches take less time."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch_once_a_launch(patch)
+        yield
 
 
 @pytest.fixture

@@ -92,6 +92,19 @@ def test_keys_use_all_32_bits(problem):
     assert torch.equal(bits, expected)
 
 
+def test_a_piece_of_the_columns_draws_its_part_of_the_masks(problem):
+    """The number of a site says in its upper bits with which eight columns x begins."""
+    lengths, ranks, rates = (20, 5, 9), (4, 16, 3), (0.25, 0.0, 0.05)
+    whole = problem(lengths, ranks, rates, inner=96)
+    piece = problem(lengths, ranks, rates, inner=48, site=whole.site | 6 << 32)
+
+    (s,), (bits,) = shrunk(spec_of(piece), [piece])
+
+    for job in (0, 2):
+        assert torch.equal(bits[rows_of(piece, job)], whole.bits[rows_of(piece, job)][:, 6:])
+    assert error(s, piece.s64) < BOUNDS[piece.dtype]
+
+
 def keep_bits(site, key):
     keep = keep_rows(site.token_index.long(), 32, int(site.thresholds[0]), key, site.site)
     return (keep.view(-1, 4, 8).int() << torch.arange(8)).sum(-1).to(torch.uint8)

@@ -8,7 +8,7 @@
 # bytes      2 M I + 2 (M W + P I) + M I / 8
 # again      tlora-fx kernels show shrink --in 4096 --out 4096 --dropout --tile 32,32,64,4,6,0,0
 #
-# sha256 of what follows: 0b7dd1e9156a96a7d7474258147d34db98b32dc23df089d76131ff685916fe14
+# sha256 of what follows: b51b01ebb6812567e22fc974ca61fb6ba09059e482e0e078b2ce1306abf5cb2d
 
 import triton
 import triton.language as tl
@@ -37,6 +37,7 @@ SIGNATURE = {
     "s_stride_0": "i32",
     "thresholds_0": "*i32",
     "site_0": "i32",
+    "octet_0": "i32",
     "bits_0": "*u8",
     "keys": "*i32",
     "token_index": "*i32",
@@ -190,6 +191,7 @@ def project(
     s_stride_0,
     threshold_0,
     site_0,
+    octet_0,
     bits_0,
     token,  # uint32 [ROWS]
     seed,
@@ -209,7 +211,7 @@ def project(
         kept = tile
         if DROPS:
             byte = column // 8 + tl.arange(0, DEPTH // 8)
-            counter = byte.to(tl.uint32)[None, :]
+            counter = (octet_0 + byte).to(tl.uint32)[None, :]
             bits = draw_bits(token[:, None], counter, site_0, seed, step, threshold_0)
             fresh = inside[:, None] & (begin == 0)
             to = bits_0 + row[:, None] * BYTES + byte[None, :]
@@ -229,6 +231,7 @@ def project(
         "jobs",
         "strips_0",
         "site_0",
+        "octet_0",
     ],
     do_not_specialize_on_alignment=[
         "segments",
@@ -254,6 +257,7 @@ def shrink(
     s_stride_0,
     thresholds_0,  # [jobs]
     site_0,
+    octet_0,  # where column 0 stands in the site's own input, in eights
     bits_0,  # [tokens, BYTES]
     keys,  # [jobs, 2]
     token_index,  # [tokens]
@@ -299,6 +303,7 @@ def shrink(
                     s_stride_0,
                     threshold_0,
                     site_0.to(tl.uint32),
+                    octet_0,
                     bits_0,
                     token,
                     seed,
@@ -344,7 +349,8 @@ def launch(
     slots         per site int32 [jobs + 1]
     scales        per site float32 [jobs]
     thresholds    per site int32 [jobs]
-    sites         per site its number
+    sites         per site its number; bits from 32 on count the eights of columns before x's first
+                  where x is a piece of the site's input
     s             per site [M, W] in bfloat16, contiguous, written whole
     bits          per site uint8 [M, 512]; undefined where a job has no adapter or no dropout
     extended      not written
@@ -370,7 +376,8 @@ def launch(
             s[0],
             s[0].shape[-1],
             thresholds[0],
-            sites[0],
+            sites[0] & 0x7FFFFFFF,
+            sites[0] >> 32,
             bits[0],
             keys,
             token_index,

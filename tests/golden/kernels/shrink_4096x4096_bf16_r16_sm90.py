@@ -8,7 +8,7 @@
 # bytes      2 M I + 2 (M W + P I)
 # again      tlora-fx kernels show shrink --in 4096 --out 4096 --tile 32,16,128,4,5,0,512
 #
-# sha256 of what follows: 560e78baaa1f831c1e9fc28d9b99eca4278121244cb61c4b0c91328802954573
+# sha256 of what follows: 66855607c11327ece9ceab83ae298c2687147f7252fab4b768032a92ea2a56fb
 
 import triton
 import triton.language as tl
@@ -197,7 +197,8 @@ def launch(
     slots         per site int32 [jobs + 1]
     scales        per site float32 [jobs]; not read
     thresholds    per site int32 [jobs]; not read
-    sites         per site its number; not read
+    sites         per site its number; bits from 32 on count the eights of columns before x's first
+                  where x is a piece of the site's input; not read
     s             per site float32 [8, M, W], shares of S, not yet scaled; written where a job
                   has a rank
     bits          not written

@@ -8,7 +8,7 @@
 # bytes      2 M I + 4 (M W + P I)
 # again      tlora-fx kernels show shrink --in 4096 --out 4096 --sites 2 --tile 64,32,64,4,4,0,0
 #
-# sha256 of what follows: 625063b2882072603a6682035b54e99de282b213dfb18caeb8920cd7d34fc455
+# sha256 of what follows: ca7bb315c7aa304845f661d39fde2a178db8a9574732c8f5e01151cc683182ba
 
 import triton
 import triton.language as tl
@@ -278,7 +278,8 @@ def launch(
     slots         per site int32 [jobs + 1]
     scales        per site float32 [jobs]
     thresholds    per site int32 [jobs]; not read
-    sites         per site its number; not read
+    sites         per site its number; bits from 32 on count the eights of columns before x's first
+                  where x is a piece of the site's input; not read
     s             per site [M, W] in bfloat16, contiguous, written whole
     bits          not written
     extended      not written

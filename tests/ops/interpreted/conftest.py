@@ -7,7 +7,17 @@ import os
 import pytest
 import torch
 
+from tests.interpreted import patch_once_a_launch
+
 collect_ignore_glob = [] if os.environ.get("TRITON_INTERPRET") == "1" else ["test_*.py"]
+
+
+@pytest.fixture(autouse=True, scope="session")
+def prepared_once():
+    """Launches take less time."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch_once_a_launch(patch)
+        yield
 
 
 @pytest.fixture(autouse=True)

@@ -28,7 +28,7 @@ _ALIGNED = 4
 _MOST = 4096
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, eq=False, weakref_slot=True)
 class Mirror:
     """One device buffer made of some CPU tables.
 
@@ -43,7 +43,7 @@ class Mirror:
     captured: bool = False
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, eq=False)
 class RowTables(Mirror):
     """Tables of a row.
 
@@ -64,14 +64,14 @@ class RowTables(Mirror):
         return len(self.bounds) - 1
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, eq=False)
 class SiteTables(Mirror):
     """Tables of a site.
 
     ranks, slots   int32 [J + 1], rows of a and b, and of the packed adapters
     thresholds     int32 [J] of the 16-bit dropout values, 0 keeps all
     scales         float32 [J], scale times one over the keep rate
-    site           id in dropout masks
+    site           id in dropout masks, and from bit 32 on where x begins (see philox.keep_rows)
     max_rank       the largest rank of a job
     drops          whether any job does
     """

@@ -2,7 +2,7 @@
 
 `pack` runs in every forward: optimizers write through views of a bank, which no version counter
 sees. The backward of that step finds what the forward packed. Buffers belong to the pair (a, b)
-and go when a does.
+and go when one of them does.
 """
 
 from __future__ import annotations
@@ -20,13 +20,13 @@ from tlora_fx.ops.kernels.serving import Site
 Key = tuple[object, ...]
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, eq=False, weakref_slot=True)
 class Packed:
     """The packed adapters of a site.
 
     a, b     [P, in] and [P, out] in the compute dtype, a job's rows at its slots
     flags    float32 [P / rank block, strips], NaN where a block was not finite
-    holds    what was packed: stamps of a and b, and of the tables
+    holds    what was packed; see `contents`
     """
 
     a: Tensor
@@ -42,7 +42,7 @@ class Room:
     shape     of the buffer, [O + T, I + T], or [I + T, O + T] for a weight stored by columns
     copy      the buffer, where it is ours and not the weight's own
     of        the weight that was copied, and its version
-    holds     the packed adapters that its tail holds, and of which time
+    holds     the packed adapters that its tail holds; see `contents`
     """
 
     shape: tuple[int, int]
@@ -87,13 +87,19 @@ def packed_for(a: Tensor, b: Tensor, site: Site, jobs: int) -> Packed:
         )
         with _lock:
             _packed[key] = found
-        weakref.finalize(a, _packed.pop, key, None)
+        for one in (a, b):
+            weakref.finalize(one, _packed.pop, key, None)
     return found
 
 
-def contents(a: Tensor, b: Tensor, tables: SiteTables) -> object:
-    """What the buffers hold after these adapters were packed."""
-    return stamp_of(a), stamp_of(b), tables.stamps, id(tables)
+def contents(held: Packed, a: Tensor, b: Tensor, tables: SiteTables) -> object:
+    """What buffers hold after these adapters were packed: equal for the same, at the same time.
+
+    Buffers and tables are told apart by references that do not keep them: numbers, such as their
+    addresses, may be given to others once they are gone.
+    """
+    made = weakref.ref(held), weakref.ref(tables)
+    return stamp_of(a), stamp_of(b), tables.stamps, *made
 
 
 def stamp_of(value: Tensor) -> object:

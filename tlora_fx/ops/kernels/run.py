@@ -158,15 +158,15 @@ class Run:
     def note_packed(self, place: int, room: Room | None) -> None:
         """Note that buffers, and a room, hold the adapters as they are now."""
         held = self.held(place)
-        held.holds = contents(self.group.a[place], self.group.b[place], self.tables[place])
+        held.holds = contents(held, self.group.a[place], self.group.b[place], self.tables[place])
         if room is not None:
-            room.holds = (id(held), held.holds)
+            room.holds = held.holds
 
     def is_packed(self, place: int, room: Room | None) -> bool:
         """Whether a site's adapters, and its weight's room, hold what is to be packed."""
         held = self.held(place)
-        now = contents(self.group.a[place], self.group.b[place], self.tables[place])
-        return held.holds == now and (room is None or room.holds == (id(held), now))
+        now = contents(held, self.group.a[place], self.group.b[place], self.tables[place])
+        return held.holds == now and (room is None or room.holds == now)
 
     def packed(self, place: int, room: Room | None = None) -> Packed:
         """What the forward packed, packed again where something has changed since."""

@@ -218,12 +218,8 @@ def why_not(x: Tensor, group: SiteGroup) -> str:
         return "Triton is not installed"
     if x.device.type == "cuda" and arch_of(x.device) < _OLDEST:
         return "the GPU is older than compute capability 8.0"
-    bases = _BASES.get(asked, _HALVES)
-    adapters = (*bases, torch.bfloat16, torch.float32)
-    if x.dtype not in bases or any(a.dtype not in adapters for a in group.a):
-        return f"no kernels for {x.dtype} with adapters in {group.a[0].dtype}"
-    if group.compute_dtype != x.dtype:
-        return f"adapters compute in {group.compute_dtype} on a base in {x.dtype}"
+    if reason := _other_types(x, group, asked):
+        return reason
     if group.inner % GRANULE or any(b.shape[1] % GRANULE for b in group.b):
         return f"sizes are not multiples of {GRANULE}"
     if any(not a.shape[0] for a in group.a):
@@ -232,6 +228,19 @@ def why_not(x: Tensor, group: SiteGroup) -> str:
         return "the weight's strides are neither a row's nor a column's"
     if group.jobs < 1:
         return "no jobs"
+    return ""
+
+
+def _other_types(x: Tensor, group: SiteGroup, asked: str) -> str:
+    """Which types of a group have no kernels, or ""."""
+    bases = _BASES.get(asked, _HALVES)
+    adapters = (*bases, torch.bfloat16, torch.float32)
+    if asked == "auto" and x.dtype == torch.float32:
+        return "PyTorch is faster on a base in torch.float32; TLORA_FX_KERNELS=on takes kernels"
+    if x.dtype not in bases or any(a.dtype not in adapters for a in group.a):
+        return f"no kernels for {x.dtype} with adapters in {group.a[0].dtype}"
+    if group.compute_dtype != x.dtype:
+        return f"adapters compute in {group.compute_dtype} on a base in {x.dtype}"
     return ""
 
 

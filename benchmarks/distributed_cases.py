@@ -1,0 +1,232 @@
+"""The cases of `distributed.py`."""
+
+from __future__ import annotations
+
+import statistics
+import tempfile
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+import tlora_fx
+from benchmarks.distributed_models import (
+    Planned,
+    captured,
+    jobs_of,
+    mesh_of,
+    planned,
+    rows_of,
+    slowest,
+    smaller,
+    weights_of,
+)
+from benchmarks.interleaved import Spread, ratios
+from benchmarks.step_mixes import Shape
+from tlora_fx.planners.plan import MeshShape, Plan
+from tlora_fx.planners.protocol import find_planner
+
+Work = Callable[[], object]
+GIB = 2**30
+WARM_UP = 3
+CLOCKED = 3
+FSDP_BOUNDS = {16384: 0.97, 4800: 0.90, 1280: 0.75}
+TENSOR_BOUND, TENSOR_GPUS = 2.2, 4
+
+
+def timed(arms: Mapping[str, Work], rounds: int) -> dict[str, list[float]]:
+    """Milliseconds of each arm, a figure a round: that of the slowest process."""
+    found: dict[str, list[float]] = {name: [] for name in arms}
+    for number in range(rounds):
+        names = list(arms) if number % 2 == 0 else list(reversed(list(arms)))
+        for name in names:
+            found[name].append(once(arms[name]))
+    return found
+
+
+def once(work: Work) -> float:
+    """Milliseconds of one call, from when all processes begin to when the last one ends."""
+    _wait()
+    started = time.perf_counter()
+    work()
+    _synchronize()
+    return slowest((time.perf_counter() - started) * 1e3)
+
+
+def fsdp(shape: Shape, given: Any) -> dict[str, Any]:
+    """A base that is sharded, resharded after forward and backward, over a replicated one."""
+    world = dist.get_world_size()
+    mesh = MeshShape(dp=world)
+    plans = {
+        "replicated": Plan(planner="replicated", mesh=mesh),
+        "fsdp": Plan(planner="fsdp", mesh=mesh, shard_base=True),
+        "fsdp, kept": Plan(planner="fsdp", mesh=mesh, shard_base=True, keep_gathered=True),
+    }
+    made = {name: _planned(shape, plan, given) for name, plan in plans.items()}
+    found: dict[str, Any] = {"rows": []}
+    base = shape.frozen_parameters() + shape.vocabulary * shape.hidden
+    found["base_gib"] = base * shape.torch_dtype.itemsize / GIB
+    found["held_gib"] = {name: one.memory / GIB for name, one in made.items()}
+    for tokens in (int(part) for part in given.tokens.split(",")):
+        rows = rows_of(shape, tokens, given.length, world)
+        weights = weights_of(rows, made["fsdp"].mesh.device)
+        arms = {name: _step(one, rows, weights) for name, one in made.items()}
+        peaks = {name: _warm(work, WARM_UP) / GIB for name, work in arms.items()}
+        times = timed(arms, given.rounds)
+        for name in ("fsdp", "fsdp, kept"):
+            speed = ratios(times["replicated"], times[name])
+            found["rows"].append({
+                "tokens_per_gpu": tokens, "arm": name, "over replicated": speed.json(),
+                "bound": FSDP_BOUNDS.get(tokens) if name == "fsdp" else None,
+                "ms": Spread.of(times[name]).json(),
+                "replicated_ms": Spread.of(times["replicated"]).json(),
+                "peak_gib_above_held": peaks[name],
+                "tokens_per_second": tokens * world / statistics.median(times[name]) * 1e3,
+            })  # fmt: skip
+    return found
+
+
+def tensor(shape: Shape, given: Any) -> dict[str, Any]:
+    """One row over all GPUs beside the same row on one: eager, captured, and nano-batched."""
+    world, tokens = dist.get_world_size(), min(int(part) for part in given.tokens.split(","))
+    plans = {"one": Plan(planner="single")}
+    for count in (1, 2):
+        name = "tensor" if count == 1 else f"tensor, {count} nano-batches"
+        plans[name] = Plan(planner="tensor", mesh=MeshShape(tp=world), nano_batches=count)
+    rows = rows_of(shape, tokens, given.length, 1)
+    eager: dict[str, Work] = {}
+    graphs: dict[str, Work] = {}
+    failed: dict[str, str] = {}
+    for name, plan in plans.items():
+        try:
+            made = _planned(shape, plan, given)
+            weights = weights_of(rows, made.mesh.device)
+            eager[name] = _step(made, rows, weights)
+            _warm(eager[name], WARM_UP)
+            if given.device == "cuda":
+                graphs[name] = captured(made, rows[0], weights)
+        except Exception as error:  # noqa: BLE001  (an arm may fail; the others are told)
+            failed[name] = f"{type(error).__name__}: {str(error)[:400]}"
+    found: dict[str, Any] = {"tokens": tokens, "rows": [], "failed": failed}
+    for mode, arms in (("eager", eager), ("graph", graphs)):
+        if "one" not in arms:
+            continue
+        times = timed(arms, given.rounds)
+        for name in arms:
+            found["rows"].append({
+                "mode": mode, "arm": name, "ms": Spread.of(times[name]).json(),
+                "faster than one GPU": ratios(times["one"], times[name]).json(),
+                "bound": TENSOR_BOUND if world == TENSOR_GPUS and mode == "graph" else None,
+            })  # fmt: skip
+    return found
+
+
+def pipeline(shape: Shape, given: Any) -> dict[str, Any]:
+    """A schedule's time over an event simulation with the times of its own stages."""
+    from tlora_fx.planners.event_simulation import Times, bubble_formula, schedule_order, simulate
+
+    world = dist.get_world_size()
+    micro_batches = 4 * world
+    found: dict[str, Any] = {"rows": []}
+    with tempfile.TemporaryDirectory() as folder:
+        model = tlora_fx.compile(jobs_of(shape, Path(folder), 8))
+    mesh = MeshShape(pp=world)
+    plan = find_planner("pipeline").plan(model, mesh, micro_batches=micro_batches)
+    made = _planned(shape, plan, given)
+    found["cuts"] = plan.cuts
+    for name, equal in (("mixed", False), ("equal", True)):
+        sizes = [1280 if equal else 960 + 80 * (place % 9) for place in range(micro_batches)]
+        rows = [rows_of(shape, size, given.length, 1)[0] for size in sizes]
+        weights = weights_of(rows, made.mesh.device)
+        work = _step(made, rows, weights)
+        _warm(work, WARM_UP)
+        times = timed({name: work}, given.rounds)[name]
+        measured = _clocked(made, rows, weights)
+        simulated = simulate(
+            schedule_order(plan.schedule, world, world, micro_batches),
+            Times.measured(measured, world, micro_batches),
+            world,
+        )
+        found["rows"].append({
+            "micro-batches": name, "ms": Spread.of(times).json(),
+            "simulated_ms": simulated.makespan_seconds * 1e3, "bubble": simulated.bubble,
+            "formula": bubble_formula(world, micro_batches) if equal else None,
+            "over simulation": statistics.median(times) / simulated.makespan_seconds / 1e3,
+            "bound": 1.05,
+        })  # fmt: skip
+    return found
+
+
+def grid(shape: Shape, given: Any) -> dict[str, Any]:
+    """Predicted step times and memory beside measured ones."""
+    from benchmarks.distributed_grid import compared
+
+    return compared(shape, given, _planned, once)
+
+
+def large(shape: Shape, given: Any) -> dict[str, Any]:
+    """A base of 70B's shape with 16 jobs, sharded over all GPUs."""
+    world = dist.get_world_size()
+    big = replace(shape, layers=80, hidden=8192, intermediate=28672, heads=64, key_value_heads=8)
+    plan = Plan(planner="fsdp", mesh=MeshShape(dp=world), shard_base=True, recompute=True)
+    made = planned(big, plan, mesh_of(plan), jobs=16, compiled=not given.eager)
+    rows = rows_of(big, 4800, given.length, world, jobs=16)
+    weights = weights_of(rows, made.mesh.device)
+    work = _step(made, rows, weights)
+    peak = _warm(work, 2)
+    times = timed({"large": work}, given.rounds)["large"]
+    return {
+        "held_gib": made.memory / GIB,
+        "peak_gib_above_held": peak / GIB,
+        "ms": Spread.of(times).json(),
+        "tokens_per_second": 4800 * world / statistics.median(times) * 1e3,
+    }
+
+
+def _planned(shape: Shape, plan: Plan, given: Any) -> Planned:
+    return planned(smaller(shape, shape.layers), plan, mesh_of(plan), compiled=not given.eager)
+
+
+def _clocked(made: Planned, rows: Any, weights: Any) -> dict[Any, float]:
+    """Median seconds of every stage's work on every micro-batch, of all processes."""
+    runner: Any = getattr(made.runner, "inner", made.runner)
+    rounds = [runner.measured(rows, weights) for _ in range(CLOCKED)]
+    return {action: statistics.median(one[action] for one in rounds) for action in rounds[0]}
+
+
+def _step(made: Planned, rows: Any, weights: Any) -> Work:
+    return lambda: made.step(rows, weights)
+
+
+def _warm(work: Work, times: int) -> int:
+    """Run a few times; the most bytes that the last run took above what was held before it."""
+    for _ in range(times - 1):
+        work()
+    if not torch.cuda.is_available():
+        work()
+        return 0
+    _synchronize()
+    before = torch.cuda.memory_allocated()
+    torch.cuda.reset_peak_memory_stats()
+    work()
+    _synchronize()
+    return torch.cuda.max_memory_allocated() - before
+
+
+def _synchronize() -> None:
+    if torch.cuda.is_available():
+        torch.cuda.synchronize()
+
+
+def _wait() -> None:
+    _synchronize()
+    dist.barrier()
+
+
+CASES: dict[str, Callable[[Shape, Any], dict[str, Any]]] = {
+    "fsdp": fsdp, "tensor": tensor, "pipeline": pipeline, "grid": grid, "large": large,
+}  # fmt: skip

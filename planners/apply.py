@@ -1,0 +1,169 @@
+"""Make a model ready to run under a plan: the one way that all planners share."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from tlora_fx.batch import PackedBatch
+from tlora_fx.errors import PlanNotRunnable
+from tlora_fx.ops import use_group
+from tlora_fx.ops.tensor_groups import GROUP
+from tlora_fx.part import Part
+from tlora_fx.passes.lower_loss import HEAD
+from tlora_fx.planners.first_step import FirstStep
+from tlora_fx.planners.mesh import Mesh
+from tlora_fx.planners.nano_model import NanoModel
+from tlora_fx.planners.plan import Plan
+from tlora_fx.planners.protocol import StepRunner
+from tlora_fx.planners.reduction import GradientBuckets
+from tlora_fx.planners.sharding import shard_base, shard_layer
+from tlora_fx.supermodel import SuperModel
+
+Forward = Callable[[PackedBatch], Tensor]
+
+
+def part_of(model: SuperModel, plan: Plan, mesh: Mesh) -> Part:
+    """What of a prepared model this process holds."""
+    held: frozenset[str] | None = None
+    if plan.mesh.pp > 1:
+        from tlora_fx.planners.stages import held_by
+
+        held = held_by(model, plan, mesh.pp_rank)
+    return Part(held, mesh.tp_rank, plan.mesh.tp)
+
+
+def load(model: SuperModel, plan: Plan, mesh: Mesh, base: Mapping[str, Tensor]) -> None:
+    """Give a prepared model this process's part of the base's weights.
+
+    base     tensors by canonical name; one that this process does not hold is not asked for
+    """
+    demand_shardable(model, plan)
+    loaded = partial(shard_layer, model, plan, mesh) if shards(plan) else None
+    model.materialize(base, mesh.device, part_of(model, plan, mesh), loaded)
+
+
+def apply(model: SuperModel, plan: Plan, mesh: Mesh) -> RowRunner | ReducingRunner:
+    """Make a model with its weights ready to run.
+
+    model    prepared for the plan and loaded; its parameters' gradients move, so that
+             `job_parameters` is to be asked for afterwards
+    raises   PlanNotRunnable
+    """
+    assert plan.mesh == mesh.shape, (plan.mesh, mesh.shape)
+    if plan.mesh.tp > 1:
+        use_group(GROUP, mesh.tp)
+    demand_shardable(model, plan)
+    if shards(plan):
+        shard_base(model, plan, mesh)
+    if plan.mesh.pp > 1:
+        from tlora_fx.planners.pipeline_runner import PipelineRunner
+
+        return ReducingRunner(model, mesh, PipelineRunner(model, plan, mesh))
+    runner = RowRunner(model, mesh, inside=shards(plan))
+    runner.nano_batches = plan.nano_batches
+    return runner if mesh.size == 1 else ReducingRunner(model, mesh, runner)
+
+
+def shards(plan: Plan) -> bool:
+    """Whether the base is sharded over replicas."""
+    return plan.shard_base and plan.mesh.dp > 1
+
+
+def demand_shardable(model: SuperModel, plan: Plan) -> None:
+    """Refuse to shard what cannot be sharded layer by layer; other plans pass.
+
+    raises    PlanNotRunnable
+    """
+    if not shards(plan):
+        return
+    why = ""
+    if not model.layer_order():
+        why = "the model was compiled without layers"
+    if HEAD not in model.group.blocks:
+        why = "the model was compiled without lower-loss"
+    if plan.mesh.pp > 1:
+        why = "stages of a pipeline hold their layers whole"
+    if why:
+        raise PlanNotRunnable(
+            "the base cannot be sharded over replicas",
+            plan=f"{plan.planner} on {plan.mesh}",
+            reason=why,
+            help="use a plan with shard_base: false",
+        )
+
+
+class RowRunner:
+    """Runs whole rows, one after the other, as a single process does.
+
+    inside   nano-batches run inside each layer's call, where weights are gathered for one
+    nano     set when rows are first cut into nano-batches; its number may change between rounds
+    """
+
+    def __init__(self, model: SuperModel, mesh: Mesh, *, inside: bool = False) -> None:
+        self.model, self.mesh, self.inside = model, mesh, inside
+        self.nano: NanoModel | None = None
+
+    @property
+    def nano_batches(self) -> int:
+        """Into how many parts each row is cut whose communication and compute overlap."""
+        return 1 if self.nano is None else self.nano.count
+
+    @nano_batches.setter
+    def nano_batches(self, count: int) -> None:
+        if self.nano is None and count > 1:
+            self.nano = NanoModel(self.model, inside=self.inside)
+            if self.model.is_compiled:
+                self.nano.compile()
+        if self.nano is not None:
+            self.nano.count = count
+
+    def run(self, rows: Sequence[PackedBatch], weights: Tensor) -> Tensor:
+        """Forward and backward of this replica's rows; see `StepRunner`."""
+        total: Tensor | None = None
+        for row in rows[self.mesh.dp_rank :: self.mesh.shape.dp]:
+            losses = self.model(self._moved(row)) * weights
+            losses.sum().backward()
+            total = losses.detach() if total is None else total + losses.detach()
+        return torch.zeros_like(weights) if total is None else total
+
+    def _moved(self, row: PackedBatch) -> PackedBatch:
+        device = self.mesh.device
+        return row.to(device) if self.nano is None else self.nano.moved(row, device)
+
+
+class ReducingRunner:
+    """Sums gradients and losses of all replicas behind another runner."""
+
+    def __init__(self, model: SuperModel, mesh: Mesh, inner: StepRunner) -> None:
+        self.model, self.mesh, self.inner = model, mesh, inner
+        self.buckets = GradientBuckets(model, mesh)
+        self._first: FirstStep | None = FirstStep(model, mesh)
+
+    @property
+    def nano_batches(self) -> int:
+        """See `RowRunner`; always 1 behind a runner that has none."""
+        return int(getattr(self.inner, "nano_batches", 1))
+
+    @nano_batches.setter
+    def nano_batches(self, count: int) -> None:
+        if isinstance(self.inner, RowRunner):
+            self.inner.nano_batches = count
+
+    def run(self, rows: Sequence[PackedBatch], weights: Tensor) -> Tensor:
+        """One round; see `StepRunner`.
+
+        raises    NoGradient after the first round
+        """
+        total = self.inner.run(rows, weights)
+        if self._first is not None:
+            self._first.demand(rows)
+            self._first = None
+        self.buckets.reduce()
+        if self.mesh.dp is not None:
+            dist.all_reduce(total, group=self.mesh.dp)
+        return total

@@ -1,0 +1,301 @@
+"""Choose a plan: all ways to cut a model over so many GPUs, costed by a profile.
+
+Only what `apply` runs is offered. What cannot run, or does not fit into memory, is kept with its
+reason, so that a user sees why it was not chosen.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, ClassVar
+
+import torch
+
+from tlora_fx.errors import NoPlanFits, TloraError
+from tlora_fx.planners.apply import demand_shardable
+from tlora_fx.planners.cost import GPUS_PER_NODE, Cluster, CostModel
+from tlora_fx.planners.cuts import cut_layers
+from tlora_fx.planners.facts import facts_of
+from tlora_fx.planners.feasible import demand_fits as demand_mesh_fits
+from tlora_fx.planners.feasible import obstacles
+from tlora_fx.planners.hardware import GIB
+from tlora_fx.planners.known_profiles import profile_for
+from tlora_fx.planners.load import Round, round_of_jobs
+from tlora_fx.planners.memory import Memory, demand_fits, fits, memory_of, usable_bytes
+from tlora_fx.planners.plan import Estimate, MeshShape, Plan, Schedule, model_fingerprint
+from tlora_fx.planners.profile import Profile
+from tlora_fx.planners.protocol import Planner
+from tlora_fx.planners.stages import legal_cuts
+from tlora_fx.planners.step_time import SQUARE, StepTime, backward_ms, forward_ms, step_time
+from tlora_fx.supermodel import SuperModel
+
+#: Micro-batches of a replica, times the stages of its pipeline.
+MICRO_BATCHES = (1, 2, 4, 8)
+#: GPipe takes as long as 1F1B and more memory; zero-bubble does not run compiled layers.
+SCHEDULES: tuple[Schedule, ...] = ("1f1b", "interleaved")
+INTERLEAVED_STAGES = 2
+
+
+@dataclass(frozen=True, slots=True)
+class Candidate:
+    """One plan that was looked at.
+
+    time, memory   None where it cannot run
+    reason         why it was dropped, "" where it was not
+    """
+
+    plan: Plan
+    time: StepTime | None = None
+    memory: Memory | None = None
+    reason: str = ""
+
+    @property
+    def runs(self) -> bool:
+        """Whether it can be chosen."""
+        return not self.reason
+
+
+@dataclass(frozen=True, slots=True)
+class Search:
+    """What came of looking at all plans.
+
+    candidates   those that run, best first, then those that do not
+    tokens       of a round
+    """
+
+    candidates: tuple[Candidate, ...]
+    tokens: int
+    cost: CostModel
+
+    @property
+    def running(self) -> list[Candidate]:
+        """Those that run, best first."""
+        return [one for one in self.candidates if one.runs]
+
+    @property
+    def dropped(self) -> list[Candidate]:
+        """Those that do not."""
+        return [one for one in self.candidates if not one.runs]
+
+    def best(self) -> Plan:
+        """The plan with the shortest step, with its estimate.
+
+        raises    NoPlanFits
+        """
+        if not self.running:
+            reasons = dict.fromkeys(f"{one.plan.mesh}: {one.reason}" for one in self.dropped)
+            raise NoPlanFits(
+                "no plan for this model and these GPUs can run",
+                base=self.cost.facts.title,
+                found="\n".join(list(reasons)[:12]),
+                help="use more GPUs, shorter samples or smaller batches",
+            )
+        return self.running[0].plan
+
+
+class Auto(Planner):
+    """The fastest plan that fits, by measured times of layers."""
+
+    name: ClassVar[str] = "auto"
+
+    def plan(
+        self,
+        model: SuperModel,
+        shape: MeshShape | None = None,
+        profile: Any | None = None,
+        **options: Any,
+    ) -> Plan:
+        """The best plan of `processes` GPUs, or of a mesh.
+
+        profile   a Profile, or what `profile_for` takes; None: that of the device at hand
+        options   `processes`; `gpus_per_node`; `round`, a `load.Round`, by default what the jobs'
+                  fields say; `max_row_tokens`; `allow_estimated`, False by default
+        raises    ProfileMissing, MeshDoesNotFit, JobTooLong, NoPlanFits
+        """
+        if shape is not None:
+            demand_mesh_fits(model, shape)
+        known = profile
+        if not isinstance(known, Profile):
+            allowed = bool(options.get("allow_estimated", False))
+            known = profile_for(facts_of(model), known or device_name(), allow_estimated=allowed)
+        work = options.get("round") or round_of_jobs(
+            model.jobs, **{k: v for k, v in options.items() if k == "max_row_tokens"}
+        )
+        meshes = [shape] if shape else None
+        processes = shape.size if shape else int(options.get("processes", 1))
+        cluster = Cluster(int(options.get("gpus_per_node", GPUS_PER_NODE)))
+        found = search(model, known, work, processes, cluster, meshes)
+        demand_memory(found, work)
+        return found.best()
+
+
+def device_name() -> str:
+    """The GPU at hand, as the driver names it."""
+    return torch.cuda.get_device_name() if torch.cuda.is_available() else "cpu"
+
+
+def search(
+    model: SuperModel,
+    profile: Profile,
+    work: Round,
+    processes: int,
+    cluster: Cluster | None = None,
+    meshes: Sequence[MeshShape] | None = None,
+) -> Search:
+    """Look at all plans of so many processes.
+
+    meshes   those to look at; None: all of that size
+    """
+    cluster = cluster or Cluster()
+    cost = CostModel(facts_of(model), profile, cluster)
+    print_of, legal = model_fingerprint(model), _legal(model)
+    found: list[Candidate] = []
+    for mesh in meshes or list(every_mesh(processes)):
+        reason = _obstacle(model, mesh, cluster)
+        if reason:
+            nothing = Plan(planner=Auto.name).model_copy(update={"mesh": mesh})
+            found.append(Candidate(nothing, reason=reason))
+            continue
+        for plan in variants(cost, mesh, work, legal):
+            one = _judged(model, cost, plan.model_copy(update={"model": print_of}), work)
+            found.append(one)
+            if one.memory is not None and not one.runs:
+                again = recomputing(cost, one.plan, work, legal)
+                found.append(_judged(model, cost, again, work))
+    ordered = sorted(found, key=_order)
+    return Search(tuple(_estimated(one, cost) for one in ordered), work.load.total, cost)
+
+
+def every_mesh(processes: int) -> Iterator[MeshShape]:
+    """All meshes of so many processes."""
+    sizes = [size for size in range(1, processes + 1) if processes % size == 0]
+    for pp in sizes:
+        for tp in sizes:
+            if processes % (pp * tp) == 0:
+                yield MeshShape(pp=pp, dp=processes // (pp * tp), tp=tp)
+
+
+def variants(cost: CostModel, mesh: MeshShape, work: Round, legal: Sequence[int]) -> Iterator[Plan]:
+    """All plans on one mesh that differ in time or memory, none of them recomputing.
+
+    legal   layers where a stage may begin
+    """
+    for factor in MICRO_BATCHES:
+        parts = factor * mesh.pp * mesh.dp
+        if factor > 1 and parts > work.load.sequences:
+            return
+        first = Plan(
+            planner=Auto.name,
+            mesh=MeshShape(dp=mesh.dp, tp=mesh.tp),
+            micro_batches=factor * mesh.pp,
+        )
+        yield from _staged(cost, first, mesh, work, legal) if mesh.pp > 1 else _sharded(first)
+
+
+def recomputing(cost: CostModel, plan: Plan, work: Round, legal: Sequence[int]) -> Plan:
+    """The same plan with layers computed again in the backward, which moves its cuts."""
+    again = plan.model_copy(update={"recompute": True})
+    if plan.mesh.pp == 1:
+        return again
+    whole = again.model_copy(update={"mesh": MeshShape(dp=plan.mesh.dp, tp=plan.mesh.tp)})
+    cuts = balanced_stages(cost, whole, plan.mesh.pp, plan.stages, work, legal)
+    return again.model_copy(update={"cuts": cuts})
+
+
+def _sharded(first: Plan) -> Iterator[Plan]:
+    """A plan without stages, and the same with its base sharded over replicas."""
+    yield first
+    if first.mesh.dp > 1:
+        for kept in (False, True):
+            yield first.model_copy(update={"shard_base": True, "keep_gathered": kept})
+
+
+def _staged(
+    cost: CostModel, first: Plan, mesh: MeshShape, work: Round, legal: Sequence[int]
+) -> Iterator[Plan]:
+    """The same plan as a pipeline, under every schedule that is offered."""
+    for schedule in SCHEDULES:
+        stages = mesh.pp * (INTERLEAVED_STAGES if schedule == "interleaved" else 1)
+        if stages <= len(legal) + 1:
+            cuts = balanced_stages(cost, first, mesh.pp, stages, work, legal)
+            yield first.model_copy(update={"mesh": mesh, "cuts": cuts, "schedule": schedule})
+
+
+def balanced_stages(
+    cost: CostModel, plan: Plan, pp: int, stages: int, work: Round, legal: Sequence[int]
+) -> tuple[int, ...]:
+    """Cuts whose dearest stage is as cheap as can be, embedding and loss counted at the ends.
+
+    plan   without stages, on the replicas and parts of each process of a stage
+    """
+    loads = work.parts(plan.mesh.dp * pp, SQUARE * cost.facts.hidden)
+    load = max(loads, key=lambda one: one.total)
+    kinds = set(cost.kinds)
+    each = {p: forward_ms(cost, plan, p, load) + backward_ms(cost, plan, p, load) for p in kinds}
+    costs = [each[kind] for kind in cost.kinds]
+    costs[0] += cost.root_ms(load)
+    costs[-1] += sum(cost.loss_ms(load, plan.mesh))
+    return tuple(cut_layers(costs, stages, legal))
+
+
+def demand_memory(found: Search, work: Round) -> None:
+    """Name the job that is too long, where every plan that could run lacks memory.
+
+    raises    JobTooLong
+    """
+    if found.running:
+        return
+    short = [one for one in found.dropped if one.memory is not None]
+    if short:
+        nearest = min(short, key=lambda one: one.memory.total if one.memory else 0.0)
+        demand_fits(found.cost, nearest.plan, work)
+
+
+def _legal(model: SuperModel) -> list[int]:
+    """Layers where a stage may begin; none where a model cannot be cut at all."""
+    try:
+        return sorted(legal_cuts(model))
+    except TloraError:
+        return []
+
+
+def _obstacle(model: SuperModel, mesh: MeshShape, cluster: Cluster) -> str:
+    if mesh.tp > cluster.gpus_per_node or cluster.gpus_per_node % mesh.tp:
+        return f"tp={mesh.tp} does not stay inside a node of {cluster.gpus_per_node}"
+    return "; ".join(obstacles(model, mesh))
+
+
+def _judged(model: SuperModel, cost: CostModel, plan: Plan, work: Round) -> Candidate:
+    """Time and memory of a plan, or why it cannot run."""
+    try:
+        if plan.shard_base:
+            demand_shardable(model, plan)
+        time, memory = step_time(cost, plan, work), memory_of(cost, plan, work)
+    except TloraError as error:
+        return Candidate(plan, reason=error.facts.get("reason") or error.what)
+    if fits(cost, memory):
+        return Candidate(plan, time, memory)
+    needs, has = memory.total / GIB, usable_bytes(cost) / GIB
+    return Candidate(plan, time, memory, f"needs {needs:.1f} GiB of {has:.1f}")
+
+
+def _order(one: Candidate) -> tuple[bool, float, int, str]:
+    """Best first; of equal ones the simplest; what does not run last."""
+    seconds = one.time.seconds if one.time and one.runs else 0.0
+    mesh = one.plan.mesh
+    kinds = sum(size > 1 for size in (mesh.pp, mesh.dp, mesh.tp)) + one.plan.shard_base
+    return not one.runs, seconds, kinds, str(one.plan)
+
+
+def _estimated(one: Candidate, cost: CostModel) -> Candidate:
+    """The candidate with its estimate in its plan."""
+    if one.time is None or one.memory is None:
+        return one
+    estimate = Estimate(
+        step_seconds=one.time.seconds,
+        memory_bytes=round(one.memory.total),
+        profile=cost.profile.name,
+        estimated=cost.estimated or cost.collectives.estimated,
+    )
+    return replace(one, plan=one.plan.model_copy(update={"estimate": estimate}))

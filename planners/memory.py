@@ -1,0 +1,176 @@
+"""The most memory that a process holds at once under a plan.
+
+What stands between steps is counted exactly; what a layer leaves until its backward, and what it
+takes while it runs, is what a profile measured.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from tlora_fx.errors import JobTooLong
+from tlora_fx.planners.cost import CostModel, trained_in
+from tlora_fx.planners.hardware import GIB
+from tlora_fx.planners.load import Load, Round
+from tlora_fx.planners.plan import Plan
+from tlora_fx.planners.step_time import SQUARE, stage_layers
+
+#: What the driver, libraries and the allocator's gaps take.
+RESERVED_GIB, GAPS = 1.5, 0.04
+#: Layers whose gathered weights stand at once: one that computes, the next, one not yet freed.
+GATHERED = 3
+
+
+@dataclass(frozen=True, slots=True)
+class Memory:
+    """Bytes of the fullest process.
+
+    base          its part of the frozen base, and the room behind adapted weights
+    gathered      weights that are gathered at once
+    adapters      parameters, gradients and the optimizers' states
+    activations   what forwards leave until their backwards
+    transient     the most that a layer or the loss takes beyond that
+    """
+
+    base: float
+    gathered: float
+    adapters: float
+    activations: float
+    transient: float
+
+    @property
+    def total(self) -> float:
+        """What the allocator gives out at most."""
+        return self.base + self.gathered + self.adapters + self.activations + self.transient
+
+
+def memory_of(cost: CostModel, plan: Plan, work: Round) -> Memory:
+    """The memory of the fullest process of a plan."""
+    parts = work.parts(plan.parts, SQUARE * cost.facts.hidden)
+    largest = max(parts, key=lambda load: load.total + load.squares / (SQUARE * cost.facts.hidden))
+    stages = stage_layers(plan, len(cost.facts.layers))
+    count = len(parts) // plan.mesh.dp
+    found = [
+        _process(cost, plan, stages, process, largest, count) for process in range(plan.mesh.pp)
+    ]
+    return max(found, key=lambda one: one.total)
+
+
+def usable_bytes(cost: CostModel) -> float:
+    """What the allocator may give out on the profile's hardware; endless where it does not say."""
+    size = cost.profile.hardware.memory_gib
+    return max(0.0, size - RESERVED_GIB) * GIB * (1 - GAPS) if size else float("inf")
+
+
+def fits(cost: CostModel, memory: Memory) -> bool:
+    """Whether a process has room for it."""
+    return memory.total <= usable_bytes(cost)
+
+
+def demand_fits(cost: CostModel, plan: Plan, work: Round) -> None:
+    """Refuse a round that a plan has no memory for, because of the longest job.
+
+    raises    JobTooLong, with the largest length that fits
+    """
+    memory = memory_of(cost, plan, work)
+    if fits(cost, memory):
+        return
+    job, length = work.longest()
+    largest = largest_length(cost, plan, work, job)
+    raise JobTooLong(
+        f"job '{cost.facts.jobs[job]}' is too long for the memory of a GPU",
+        job=cost.facts.jobs[job],
+        plan=f"{plan.planner} on {plan.mesh}",
+        expected=f"at most {usable_bytes(cost) / GIB:.1f} GiB",
+        found=f"{memory.total / GIB:.1f} GiB with samples of {length} tokens",
+        help=f"set its max_length to {largest} or less"
+        if largest
+        else "even its shortest samples do not fit: use more GPUs, or a plan with shard_base",
+    )
+
+
+def largest_length(cost: CostModel, plan: Plan, work: Round, job: int) -> int:
+    """The longest samples of a job that fit, all else as it is; 0 where none do."""
+    low, high = 0, work.longest()[1]
+    while low < high:
+        middle = (low + high + 1) // 2
+        if fits(cost, memory_of(cost, plan, work.shortened(job, middle))):
+            low = middle
+        else:
+            high = middle - 1
+    return low
+
+
+def _process(
+    cost: CostModel,
+    plan: Plan,
+    stages: Sequence[range],
+    process: int,
+    load: Load,
+    micro_batches: int,
+) -> Memory:
+    facts, mesh = cost.facts, plan.mesh
+    own = [place for stage in stages[process :: mesh.pp] for place in stage]
+    first, last = process == 0, process == (len(stages) - 1) % mesh.pp
+    tied = facts.head_bytes == 0
+    whole = sum(facts.layers[place].weight_bytes for place in own) / mesh.tp
+    ends = facts.root_bytes * (first or (last and tied)) + facts.head_bytes / mesh.tp * last
+    sharded = plan.shard_base and mesh.dp > 1
+    room = 0 if sharded else sum(facts.layers[place].room_bytes for place in own) / mesh.tp
+    trained = trained_in(facts, plan, range(len(facts.layers))) if mesh.pp == 1 else [
+        sum(facts.layers[place].trained[job] for place in own) for job in range(len(facts.jobs))
+    ]  # fmt: skip
+    return Memory(
+        base=(whole + ends) / (mesh.dp if sharded else 1) + room,
+        gathered=_gathered(cost, plan, own) if sharded else 0.0,
+        adapters=sum(
+            numbers * facts.trained_bytes * (2 + states)
+            for numbers, states in zip(trained, facts.states, strict=True)
+        ),
+        activations=_kept(cost, plan, own, load, first) * in_flight(plan, process, micro_batches),
+        transient=_transient(cost, plan, own, load, last),
+    )
+
+
+def in_flight(plan: Plan, process: int, micro_batches: int) -> float:
+    """Micro-batches whose activations a process holds at once, in units of all its stages."""
+    pp = plan.mesh.pp
+    if pp == 1:
+        return 1.0
+    if plan.schedule == "gpipe":
+        return float(micro_batches)
+    if plan.schedule == "interleaved":
+        own = plan.stages // pp
+        warm = (own - 1) * pp + 2 * (pp - process - 1) + 1
+        return min(float(micro_batches), warm / own)
+    return float(min(micro_batches, pp - process))
+
+
+def _kept(cost: CostModel, plan: Plan, own: Sequence[int], load: Load, first: bool) -> float:
+    """What one micro-batch leaves in a process."""
+    facts = cost.facts
+    if plan.recompute:
+        result = load.total * facts.hidden * facts.itemsize
+        kept = float(sum(place >= facts.lowest for place in own) * result)
+    else:
+        kept = cost.summed(own, lambda place: cost.layer(place, load, plan.mesh.tp).saved)
+    return kept + (cost.root_bytes(load) if first else 0.0)
+
+
+def _gathered(cost: CostModel, plan: Plan, own: Sequence[int]) -> float:
+    """Whole weights beside the shards: of some layers or of all, of root and head."""
+    facts, tp = cost.facts, plan.mesh.tp
+    sizes = sorted((facts.layers[place].weight_bytes / tp for place in own), reverse=True)
+    layers = sizes if plan.keep_gathered else sizes[:GATHERED]
+    return sum(layers) + facts.root_bytes + facts.head_bytes / tp
+
+
+def _transient(cost: CostModel, plan: Plan, own: Sequence[int], load: Load, last: bool) -> float:
+    """The most that is taken beside what is kept: by the loss, or by a layer."""
+    kinds = {cost.kinds[place] for place in own}
+    costs = [cost.layer(place, load, plan.mesh.tp) for place in kinds]
+    backward = [one.backward_peak + (one.forward_peak if plan.recompute else 0.0) for one in costs]
+    forward = [max(0.0, one.forward_peak - one.saved) for one in costs]
+    loss = cost.loss_bytes(load, plan.mesh.tp) if last else 0.0
+    return max([loss, *backward, *forward])

@@ -1,0 +1,194 @@
+"""What a planner decides: how a Shared Super-Model is cut over processes.
+
+A plan is data. It names no machine and no process, so one file serves every run of the same jobs
+on as many processes.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from pathlib import Path
+from typing import Literal, Self
+
+from pydantic import BaseModel, ConfigDict, PositiveInt, ValidationError, model_validator
+
+from tlora_fx.durable import replace_file
+from tlora_fx.errors import PlanFileError, PlanNotForModel
+from tlora_fx.supermodel import SuperModel
+
+Schedule = Literal["gpipe", "1f1b", "interleaved", "zero-bubble"]
+DIMENSIONS = ("pp", "dp", "tp")
+
+
+class MeshShape(BaseModel):
+    """How many processes stand along each dimension.
+
+    pp   stages of a pipeline
+    dp   replicas, each with rows of its own
+    tp   parts of every matrix
+    """
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    pp: PositiveInt = 1
+    dp: PositiveInt = 1
+    tp: PositiveInt = 1
+
+    @property
+    def size(self) -> int:
+        """How many processes there are in all."""
+        return self.pp * self.dp * self.tp
+
+    def __str__(self) -> str:
+        return ",".join(f"{name}={getattr(self, name)}" for name in DIMENSIONS)
+
+    @classmethod
+    def parse(cls, text: str) -> Self:
+        """The shape that a text names: "pp=2,dp=2"; what it leaves out is 1.
+
+        raises    PlanFileError
+        """
+        entries = [entry.strip().partition("=") for entry in text.split(",") if entry.strip()]
+        known = all(name in DIMENSIONS and value.isdigit() for name, _, value in entries)
+        sizes = {name: int(value) for name, _, value in entries if value.isdigit()}
+        if not known or len(sizes) < len(entries) or 0 in sizes.values():
+            raise PlanFileError(
+                "this is no mesh",
+                expected="such as pp=2,dp=4,tp=1",
+                found=text,
+                help="name each of pp, dp and tp at most once, with a number of processes",
+            )
+        return cls(**sizes)
+
+
+class Estimate(BaseModel):
+    """What a planner expects of a plan.
+
+    step_seconds   one round of the jobs' own sizes
+    memory_bytes   peak of the fullest process
+    profile        name of the profile that it was computed from
+    estimated      the profile was scaled from another GPU's, or is a roofline
+    """
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    step_seconds: float
+    memory_bytes: int
+    profile: str
+    estimated: bool = False
+
+
+class Plan(BaseModel):
+    """How a model runs on a mesh.
+
+    planner         name of the planner that made it
+    mesh            how many processes stand along each dimension
+    model           fingerprint of the base and of every job's sites (see model_fingerprint)
+    cuts            where a new stage begins, as places in `SuperModel.layer_order()`; n stages have
+                    n - 1 cuts, and stage s runs on pipeline rank s % pp
+    schedule        the order in which stages work
+    micro_batches   forwards of one replica in a round, at least
+    shard_base      the frozen base is sharded over dp and gathered layer by layer
+    keep_gathered   gathered weights are kept from a layer's forward to its backward
+    recompute       layers keep their inputs only, and are computed again in the backward
+    nano_batches    parts of a micro-batch whose communication and compute overlap
+    estimate        what the planner expects of it
+    """
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    planner: str
+    mesh: MeshShape = MeshShape()
+    model: str = ""
+    cuts: tuple[int, ...] = ()
+    schedule: Schedule = "1f1b"
+    micro_batches: PositiveInt = 1
+    shard_base: bool = False
+    keep_gathered: bool = False
+    recompute: bool = False
+    nano_batches: PositiveInt = 1
+    estimate: Estimate | None = None
+
+    @model_validator(mode="after")
+    def _holds_together(self) -> Self:
+        if list(self.cuts) != sorted(set(self.cuts)) or (self.cuts and self.cuts[0] < 1):
+            raise ValueError("cuts must grow, and begin behind the first layer")
+        if self.stages % self.mesh.pp:
+            raise ValueError(f"{self.stages} stages do not divide over pp={self.mesh.pp}")
+        if self.mesh.pp == 1 and self.stages > 1:
+            raise ValueError(f"{self.stages} stages need pp > 1")
+        if self.schedule != "interleaved" and self.stages != self.mesh.pp:
+            raise ValueError("only the interleaved schedule has several stages a process")
+        return self
+
+    @property
+    def stages(self) -> int:
+        """How many stages the layers are cut into."""
+        return len(self.cuts) + 1
+
+    @property
+    def parts(self) -> int:
+        """How many rows each micro-batch of the jobs is cut into, at least."""
+        return self.mesh.dp * self.micro_batches
+
+    def save(self, path: Path | str) -> None:
+        """Write the plan as JSON.
+
+        raises    PlanFileError
+        """
+        try:
+            replace_file(Path(path), (self.model_dump_json(indent=2) + "\n").encode())
+        except OSError as error:
+            raise PlanFileError(
+                "a plan cannot be written", file=path, found=error, help="choose another path"
+            ) from error
+
+    @classmethod
+    def load(cls, path: Path | str) -> Self:
+        """Read what `save` wrote.
+
+        raises    PlanFileError
+        """
+        try:
+            return cls.model_validate_json(Path(path).read_bytes())
+        except (OSError, ValidationError) as error:
+            raise PlanFileError(
+                "this file is no plan",
+                file=path,
+                found=_told(error),
+                help="write one with `tlora-fx plan`, or from Python with Plan.save",
+            ) from error
+
+    def demand_for(self, model: SuperModel) -> None:
+        """Refuse a model that the plan was not made for.
+
+        raises    PlanNotForModel
+        """
+        found = model_fingerprint(model)
+        if self.model and self.model != found:
+            raise PlanNotForModel(
+                "the plan was made for another model",
+                plan=f"{self.planner} on {self.mesh}",
+                expected=self.model,
+                found=found,
+                help="the base, or a job's sites and ranks, have changed: make the plan again",
+            )
+
+
+def model_fingerprint(model: SuperModel) -> str:
+    """A hash of the base and of every job's sites: what a plan's cuts and costs rest on."""
+    group = model.group
+    sites = [
+        [[s.path, s.rank, s.scaling, s.dropout, s.kind] for _, s in sorted(job.sites.items())]
+        for job in group.jobs
+    ]
+    text = json.dumps([model.backbone.fingerprint(), group.form, group.compute, sites])
+    return hashlib.sha256(text.encode()).hexdigest()[:16]
+
+
+def _told(error: OSError | ValidationError) -> str:
+    if isinstance(error, OSError):
+        return str(error)
+    rows = [f"{'.'.join(map(str, one['loc'])) or 'plan'}: {one['msg']}" for one in error.errors()]
+    return "\n".join(rows)

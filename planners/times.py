@@ -1,0 +1,153 @@
+"""Functions of a load, fitted to the points of a profile.
+
+A layer's time is a line of straight pieces in the tokens, whose knots are the measured ones, plus
+terms for attention (sum of squared lengths), for each site with adapters, for each adapter on it,
+and for tokens times width and times rank there. No coefficient is negative, so more work never
+costs less, and the measured points come out again but for their noise.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import NamedTuple
+
+import numpy as np
+
+from tlora_fx.planners.nonnegative import Array, fit
+from tlora_fx.planners.profile import LayerPoint, LayerProfile
+
+
+class Work(NamedTuple):
+    """What a layer has to do, as a profile's points say it (see LayerPoint)."""
+
+    tokens: float
+    squares: float = 0.0
+    sites: float = 0.0
+    job_sites: float = 0.0
+    site_tokens: float = 0.0
+    rank_tokens: float = 0.0
+
+    @classmethod
+    def of_point(cls, point: LayerPoint) -> Work:
+        """The work of a measured point."""
+        return cls(*(float(getattr(point, name)) for name in cls._fields))
+
+
+@dataclass(frozen=True, slots=True)
+class Curve:
+    """Straight pieces that never fall.
+
+    knots    ascending; behind the last one the last piece goes on. Before the first one the first
+             piece goes on, but never below the line to zero
+    values   at the knots
+    """
+
+    knots: tuple[float, ...]
+    values: tuple[float, ...]
+
+    @classmethod
+    def through(cls, points: Sequence[tuple[float, float]]) -> Curve:
+        """Through points; one that lies below an earlier one is lifted to it."""
+        ordered = sorted(points)
+        values = np.maximum.accumulate([value for _, value in ordered])
+        return cls(tuple(x for x, _ in ordered), tuple(map(float, values)))
+
+    def __call__(self, x: float) -> float:
+        """The value at x; 0 where x is."""
+        if x <= 0 or not self.knots:
+            return 0.0
+        proportional = self.values[0] * x / self.knots[0]
+        if len(self.knots) == 1:
+            return proportional
+        if x < self.knots[0]:
+            return max(self._line(0, x), proportional)
+        if x > self.knots[-1]:
+            return self._line(len(self.knots) - 2, x)
+        return float(np.interp(x, self.knots, self.values))
+
+    def _line(self, piece: int, x: float) -> float:
+        x0, x1 = self.knots[piece : piece + 2]
+        y0, y1 = self.values[piece : piece + 2]
+        return y0 + (y1 - y0) * (x - x0) / (x1 - x0)
+
+
+@dataclass(frozen=True, slots=True)
+class Term:
+    """One quantity of a layer: a curve in the tokens, and so much for each unit of other work."""
+
+    curve: Curve
+    slopes: Work
+
+    def __call__(self, work: Work) -> float:
+        """The quantity for some work; none where there are no tokens."""
+        if work.tokens <= 0:
+            return 0.0
+        other = sum(a * b for a, b in zip(work[1:], self.slopes[1:], strict=True))
+        return self.curve(work.tokens) + other
+
+    @classmethod
+    def fitted(cls, points: Sequence[tuple[Work, float]]) -> Term:
+        """The term closest to measured values, each weighted by its own size."""
+        knots = sorted({work.tokens for work, _ in points})
+        rows = [[*_ramps(work.tokens, knots), *work[1:]] for work, _ in points]
+        values = np.array([value for _, value in points])
+        weights = 1 / np.maximum(values, max(float(values.max(initial=0)) * 1e-3, 1e-12))
+        features: Array = np.array(rows) * weights[:, None]
+        found = fit(features, values * weights)
+        heights = np.cumsum(found[: len(knots)])
+        curve = Curve(tuple(knots), tuple(map(float, heights)))
+        return cls(curve, Work(0.0, *map(float, found[len(knots) :])))
+
+
+def _ramps(tokens: float, knots: Sequence[float]) -> list[float]:
+    """How much of each piece lies below a number of tokens: a curve as a sum of rises."""
+    pieces = [1.0]
+    for low, high in pairwise(knots):
+        pieces.append(min(max((tokens - low) / (high - low), 0.0), 1.0))
+    return pieces
+
+
+@dataclass(frozen=True, slots=True)
+class LayerTimes:
+    """Milliseconds and bytes of one kind of layer.
+
+    first     the backward where the layer's input needs no gradient
+    frozen    the forward where nothing needs a gradient
+    """
+
+    forward: Term
+    backward: Term
+    first: Term
+    frozen: Term
+    saved: Term
+    forward_peak: Term
+    backward_peak: Term
+
+    @classmethod
+    def of(cls, profile: LayerProfile) -> LayerTimes:
+        """Fitted to a profile's points; what was not measured is taken from what is like it."""
+
+        def term(get: Callable[[LayerPoint], float | None]) -> Term | None:
+            known = [(Work.of_point(one), get(one)) for one in profile.points]
+            found = [(work, value) for work, value in known if value is not None]
+            return Term.fitted(found) if found else None
+
+        forward = term(lambda one: one.forward_ms)
+        backward = term(lambda one: one.backward_ms)
+        saved = term(lambda one: one.saved_bytes)
+        assert forward is not None
+        assert backward is not None
+        assert saved is not None
+        forward_peak = term(lambda one: one.forward_peak_bytes)
+        backward_peak = term(lambda one: one.backward_peak_bytes)
+        return cls(
+            forward=forward,
+            backward=backward,
+            first=term(lambda one: one.first_ms) or backward,
+            frozen=term(lambda one: one.frozen_ms) or forward,
+            saved=saved,
+            forward_peak=forward_peak or saved,
+            backward_peak=backward_peak or saved,
+        )

@@ -1,0 +1,142 @@
+"""`tlora-fx train` under torchrun, as a user meets it: processes that train, and that die."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import safetensors.torch
+import yaml
+
+QUICKSTART = Path(__file__).parents[2] / "examples" / "quickstart"
+STEPS = {"word-problems": 6, "small-talk": 5, "records": 4}
+
+
+@pytest.fixture(scope="module")
+def job_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The quickstart with short jobs that checkpoint at every step."""
+    folder = tmp_path_factory.mktemp("quickstart")
+    shutil.copytree(QUICKSTART, folder, dirs_exist_ok=True)
+    return write_jobs(folder / "jobs.yaml", folder / "jobs.yaml", STEPS)
+
+
+def write_jobs(source: Path, path: Path, steps: dict[str, int]) -> Path:
+    content = yaml.safe_load(source.read_text())
+    for job in content["jobs"]:
+        job |= {"max_steps": steps[job["name"]], "per_device_train_batch_size": 2}
+        job |= {"lr_scheduler_type": "constant", "warmup_steps": 0, "warmup_ratio": 0.0}
+    content["defaults"]["save_steps"] = 1
+    path.write_text(yaml.safe_dump(content))
+    return path
+
+
+def command(processes: int, *words: Any, restarts: int = 0) -> list[str]:
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
+    torchrun += ["--nproc-per-node", str(processes), "--max-restarts", str(restarts)]
+    return [*torchrun, "-m", "tlora_fx", *map(str, words)]
+
+
+def environment() -> dict[str, str]:
+    return {**os.environ, "OMP_NUM_THREADS": "1"}
+
+
+def run(processes: int, *words: Any) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        command(processes, *words), capture_output=True, text=True, check=False, timeout=600,
+        env=environment(),
+    )  # fmt: skip
+
+
+def statuses(folder: Path) -> dict[str, tuple[str, int]]:
+    found = {name: json.loads((folder / name / "status.json").read_text()) for name in STEPS}
+    return {name: (status["status"], status["step"]) for name, status in found.items()}
+
+
+def test_processes_train_that_die_and_start_again(job_file: Path, tmp_path: Path) -> None:
+    """A killed process ends the run, or has torchrun start all again, which go on by themselves."""
+    output = tmp_path / "run"
+    many = write_jobs(job_file, job_file.parent / "many.yaml", dict.fromkeys(STEPS, 400))
+    words = ("train", many, "-o", output, "--device", "cpu", "--plan", "fsdp")
+    started = subprocess.Popen(
+        command(2, *words, restarts=1), stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
+        text=True, env=environment(),
+    )  # fmt: skip
+    killed = kill_worker(started.pid, output)
+    # Started again, the processes go on from the checkpoint; this time torchrun gives up.
+    again = kill_worker(started.pid, output, but=killed)
+    told, _ = started.communicate(timeout=120)
+
+    assert started.returncode == 1, told
+    assert "SIGKILL" in told
+    assert killed.isdisjoint(again)
+    # Both times had done some steps: the second did not begin at the first step.
+    short = write_jobs(job_file, job_file.parent / "short.yaml", dict.fromkeys(STEPS, 1))
+    ended = run(1, "train", short, "-o", output, "--device", "cpu", "--resume")
+
+    assert ended.returncode == 0, ended.stderr
+    assert {status for status, _ in statuses(output).values()} == {"done"}
+    assert min(step for _, step in statuses(output).values()) >= 2
+
+
+def kill_worker(parent: int, output: Path, but: frozenset[int] = frozenset()) -> frozenset[int]:
+    """Kill one worker after a checkpoint of theirs; all workers."""
+    seen: set[str] = set()
+    end = time.monotonic() + 300
+    while time.monotonic() < end:
+        workers = frozenset(children(parent)) - but
+        folder = output / "checkpoints"
+        now = {path.name for path in folder.glob("step-*")} if folder.is_dir() else set()
+        fresh = {name for name in now if re.fullmatch(r"step-\d+(\.\d+)?", name)}
+        if len(workers) == 2 and seen and fresh - seen:
+            os.kill(max(workers), signal.SIGKILL)
+            return workers
+        if len(workers) == 2:
+            seen |= fresh or {""}
+        time.sleep(0.2)
+    raise AssertionError("no checkpoint in time")
+
+
+def children(parent: int) -> list[int]:
+    text = Path(f"/proc/{parent}/task/{parent}/children").read_text()
+    return [int(word) for word in text.split()]
+
+
+def test_processes_leave_what_one_process_leaves(job_file: Path, tmp_path: Path) -> None:
+    """The same folders, metrics and adapters, and one table of what came out."""
+    two = run(
+        2, "train", job_file, "-o", tmp_path / "two", "--device", "cpu", "--plan", "replicated"
+    )
+    one = subprocess.run(
+        [sys.executable, "-m", "tlora_fx", "train", str(job_file), "-o", str(tmp_path / "one"),
+         "--device", "cpu"],
+        capture_output=True, text=True, check=False, env=environment(),
+    )  # fmt: skip
+
+    assert two.returncode == one.returncode == 0, two.stderr
+    assert two.stdout.count("last loss") == 1
+    assert statuses(tmp_path / "two") == {name: ("done", steps) for name, steps in STEPS.items()}
+    for name in STEPS:
+        files = [tmp_path / run / name / "adapter_model.safetensors" for run in ("one", "two")]
+        mine, theirs = map(safetensors.torch.load_file, files)
+        for key, tensor in mine.items():
+            assert (tensor - theirs[key]).norm() <= 1e-3 * tensor.norm()
+
+
+def test_a_mesh_that_does_not_fit_is_told_once(job_file: Path, tmp_path: Path) -> None:
+    """Rank 0 tells, both exit with 1, and nothing is written."""
+    words = ("train", job_file, "-o", tmp_path / "run", "--device", "cpu")
+    told = run(2, *words, "--plan", "fsdp", "--mesh", "dp=4")
+
+    assert told.returncode == 1
+    assert told.stderr.count("error[T0805]") == 1
+    assert "torchrun --nproc-per-node 4 -m tlora_fx train" in told.stderr
+    assert not (tmp_path / "run").exists()

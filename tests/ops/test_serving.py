@@ -1,0 +1,74 @@
+"""What kernels leave to PyTorch, and how the log says why."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch._subclasses import FakeTensorMode
+
+from tlora_fx.ops import multi_lora_add
+from tlora_fx.ops.kernels import serving
+from tlora_fx.ops.site_group import SiteGroup
+
+
+@pytest.fixture
+def group(lora):
+    """A site's x and tables, by the type of its base."""
+
+    def make(dtype, **other):
+        made = lora((3, 4), (2, 8), features=(32, 48), dtype=dtype, **other)
+        x, weight, _, a, b, ranks, scales, rates, *row, site, compute = made.arguments()
+        tables = [weight], [a], [b], [ranks], [scales], [rates], *row, [site], compute, 8, False
+        return x, SiteGroup(*tables)
+
+    return make
+
+
+@pytest.fixture(autouse=True)
+def with_triton(monkeypatch):
+    """Whether it is installed is no matter here."""
+    monkeypatch.setattr(serving, "has_triton", lambda: True)
+    monkeypatch.delenv("TLORA_FX_KERNELS", raising=False)
+
+
+def test_bases_in_float32_are_pytorchs_until_asked_for(group, monkeypatch):
+    """The reason says how to ask."""
+    site = group(torch.float32)
+    assert "TLORA_FX_KERNELS=on" in serving.why_not(*site)
+
+    monkeypatch.setenv("TLORA_FX_KERNELS", "on")
+    assert serving.why_not(*site) == ""
+
+
+@pytest.mark.parametrize(
+    ("other", "reason"),
+    [
+        ({"dtype": torch.float64}, "no kernels for torch.float64"),
+        ({"dtype": torch.bfloat16, "compute": torch.float32}, "compute in torch.float32"),
+        ({"dtype": torch.bfloat16}, ""),
+    ],
+    ids=["float64", "compute", "bfloat16"],
+)
+def test_types_decide_who_serves(group, other, reason):
+    """In the default mode."""
+    found = serving.why_not(*group(**other))
+
+    assert reason in found
+    assert bool(found) == bool(reason)
+
+
+def test_branches_behind_another_operator_say_it_too(lora, monkeypatch):
+    """The log names shape and reason, once a shape."""
+    said = []
+    monkeypatch.setattr(serving.logger, "info", lambda text, *parts: said.append(text % parts))
+    made = lora((3, 4), (2, 8), features=(32, 49), dtype=torch.bfloat16)
+    x, _, _, a, b, *tables = made.arguments()
+    with FakeTensorMode(allow_non_fake_inputs=True):
+        y, x, a, b = (
+            torch.empty(one, device="cuda", dtype=x.dtype)
+            for one in ((1, 7, 49), x.shape, a.shape, b.shape)
+        )
+        for _ in range(2):
+            multi_lora_add(y, x, a, b, *tables)
+
+    assert said == ["PyTorch serves the adapters of 32→49: sizes are not multiples of 16"]

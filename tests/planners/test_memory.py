@@ -1,0 +1,113 @@
+"""The memory of a process under a plan."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from tests.planners.facts import small_cost, small_model, small_round
+from tlora_fx.errors import JobTooLong
+from tlora_fx.planners.hardware import GIB
+from tlora_fx.planners.load import Round
+from tlora_fx.planners.memory import (
+    demand_fits,
+    fits,
+    in_flight,
+    largest_length,
+    memory_of,
+    usable_bytes,
+)
+from tlora_fx.planners.plan import MeshShape, Plan
+
+FEW = settings(max_examples=25, suppress_health_check=[HealthCheck.function_scoped_fixture])
+
+
+def plan(**fields):
+    mesh = MeshShape(**{key: fields.pop(key) for key in ("pp", "dp", "tp") if key in fields})
+    return Plan(planner="test", mesh=mesh, **fields)
+
+
+@pytest.fixture(scope="module")
+def cost(tmp_path_factory):
+    return small_cost(small_model(tmp_path_factory.mktemp("base")))
+
+
+def with_memory(cost, bytes_of):
+    """The same model on a GPU with so much memory, all of which it may use."""
+    profile = cost.profile
+    hardware = profile.hardware.model_copy(update={"memory_gib": bytes_of / 0.96 / GIB + 1.5})
+    made = type(cost)(cost.facts, profile.model_copy(update={"hardware": hardware}))
+    assert usable_bytes(made) == pytest.approx(bytes_of, rel=1e-3)
+    return made
+
+
+def test_what_stands_between_steps_is_counted_exactly(cost):
+    """The base, and sixteen bytes for each number that AdamW trains in float32."""
+    found = memory_of(cost, plan(), small_round())
+    rooms = sum(layer.room_bytes for layer in cost.facts.layers)
+
+    assert found.base == cost.facts.base_bytes + rooms
+    assert found.adapters == 16 * sum(cost.facts.trained)
+    assert found.gathered == 0
+
+
+def test_shards_are_parts_and_gathered_layers_come_on_top(cost):
+    """A quarter of the base on four replicas; kept, all of it is there as well."""
+    facts, work = cost.facts, small_round()
+    sharded = memory_of(cost, plan(dp=4, shard_base=True), work)
+    kept = memory_of(cost, plan(dp=4, shard_base=True, keep_gathered=True), work)
+
+    assert sharded.base == facts.base_bytes / 4
+    assert sharded.gathered < kept.gathered == facts.base_bytes
+
+
+@FEW
+@given(length=st.integers(2, 4000), more=st.integers(0, 4000))
+def test_longer_samples_never_take_less(cost, length, more):
+    """Under any plan."""
+    for one in (plan(), plan(recompute=True), plan(pp=2, cuts=(2,), micro_batches=2)):
+        short = memory_of(cost, one, small_round(4, length)).total
+        assert short <= memory_of(cost, one, small_round(4, length + more)).total
+
+
+def test_recomputing_keeps_less(cost):
+    """One value a layer."""
+    work = small_round(length=1024)
+
+    plain, again = memory_of(cost, plan(), work), memory_of(cost, plan(recompute=True), work)
+    assert again.activations < 0.3 * plain.activations
+
+
+def test_micro_batches_in_flight_follow_the_schedule():
+    """1F1B holds as many as stages follow, GPipe all of them."""
+    staged = plan(pp=4, cuts=(1, 2, 3), micro_batches=8)
+
+    assert [in_flight(staged, stage, 8) for stage in range(4)] == [4, 3, 2, 1]
+    piped = staged.model_copy(update={"schedule": "gpipe"})
+    assert in_flight(piped, 3, 8) == 8
+    twice = plan(pp=2, cuts=(1, 2, 3), micro_batches=8, schedule="interleaved")
+    assert in_flight(twice, 0, 8) > in_flight(twice, 1, 8) > 1
+
+
+def test_a_job_too_long_is_named_with_what_fits(cost):
+    """And with that length it fits."""
+    work = Round((((64,) * 4, (512,) * 4),))
+    wanted = memory_of(cost, plan(), work).total
+    small = with_memory(cost, 0.8 * wanted)
+
+    with pytest.raises(JobTooLong) as error:
+        demand_fits(small, plan(), work)
+    length = largest_length(small, plan(), work, 1)
+    assert "job 'two'" in error.value.what
+    assert f"max_length to {length} or less" in error.value.help
+    assert fits(small, memory_of(small, plan(), work.shortened(1, length)))
+    assert not fits(small, memory_of(small, plan(), work.shortened(1, length + 1)))
+
+
+def test_a_model_too_large_says_so(cost):
+    """No length helps."""
+    small = with_memory(cost, 0.5 * cost.facts.base_bytes)
+
+    with pytest.raises(JobTooLong, match="even its shortest samples do not fit"):
+        demand_fits(small, plan(), small_round())

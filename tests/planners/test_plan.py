@@ -1,0 +1,267 @@
+"""Plans, meshes, and what is refused before anything runs."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from tests.runtime.groups import make_job, tiny_base
+from tlora_fx import compile
+from tlora_fx.batch import JobTokens
+from tlora_fx.errors import (
+    LaunchError,
+    MeshDoesNotFit,
+    NoGradient,
+    NotElementwise,
+    PlanFileError,
+    PlanNotForModel,
+    PlanNotRunnable,
+    RanksParted,
+    UnknownPlanner,
+)
+from tlora_fx.planners.feasible import demand_fits, fitting_meshes
+from tlora_fx.planners.first_step import FirstStep
+from tlora_fx.planners.memory_choice import activation_bytes, base_bytes, choose
+from tlora_fx.planners.mesh import Mesh
+from tlora_fx.planners.plan import MeshShape, Plan, model_fingerprint
+from tlora_fx.planners.prepared import planned_passes, prepared
+from tlora_fx.planners.protocol import find_planner, planner_names
+from tlora_fx.planners.reduction import GradientBuckets
+from tlora_fx.planners.rows import Cutting, balanced_cuts, cut_round
+from tlora_fx.runtime.launch import Launch, choose_plan
+from tlora_fx.runtime.ranks import _demand_one_table, demand_elementwise
+from tlora_fx.runtime.weights import base_tensors
+from tlora_fx.supermodel import SuperModel
+
+
+@pytest.fixture(scope="module")
+def base(tmp_path_factory: pytest.TempPathFactory) -> Any:
+    return tiny_base(tmp_path_factory.mktemp("base"))
+
+
+@pytest.fixture
+def model(base: Any) -> SuperModel:
+    return compile([make_job(base, "a"), make_job(base, "b", lora={"r": 2})])
+
+
+def test_a_plan_is_read_back_as_it_was_written(tmp_path: Path) -> None:
+    """A plan's file holds all of it."""
+    plan = Plan(planner="pipeline", mesh=MeshShape(pp=2, dp=3), cuts=(4,), micro_batches=8)
+
+    plan.save(tmp_path / "plan.json")
+
+    assert Plan.load(tmp_path / "plan.json") == plan
+
+
+@pytest.mark.parametrize(
+    ("text", "told"),
+    [
+        ('{"planner": "x", "gpus": 4}', "gpus"),
+        ('{"planner": "x", "mesh": {"pp": 2}}', "1 stages do not divide over pp=2"),
+        ('{"planner": "x", "mesh": {"pp": 2}, "cuts": [4, 2, 6]}', "cuts must grow"),
+        ("no json", "Invalid JSON"),
+    ],
+)
+def test_a_file_that_is_no_plan_is_refused(tmp_path: Path, text: str, told: str) -> None:
+    """The error says what is wrong with it."""
+    (tmp_path / "plan.json").write_text(text)
+
+    with pytest.raises(PlanFileError, match=told):
+        Plan.load(tmp_path / "plan.json")
+
+
+def test_a_mesh_is_named_by_its_dimensions() -> None:
+    """What is left out is 1; anything else is refused."""
+    assert MeshShape.parse("pp=2, tp=4") == MeshShape(pp=2, tp=4)
+    assert str(MeshShape(dp=3)) == "pp=1,dp=3,tp=1"
+    for text in ("dp=0", "ep=2", "dp=two", "dp=2,dp=4"):
+        with pytest.raises(PlanFileError, match="no mesh"):
+            MeshShape.parse(text)
+
+
+def test_a_plan_for_another_model_is_refused(base: Any, model: SuperModel) -> None:
+    """A job's rank is part of what a plan was made for."""
+    other = compile([make_job(base, "a"), make_job(base, "b", lora={"r": 8})])
+    plan = find_planner("single").plan(other)
+
+    assert plan.model == model_fingerprint(other)
+    with pytest.raises(PlanNotForModel):
+        prepared(model, plan)
+
+
+def test_a_mesh_that_does_not_fit_names_those_that_do(model: SuperModel) -> None:
+    """Four heads with two of keys and two layers: tp=4 and pp=4 cannot run, tp=2 can."""
+    with pytest.raises(MeshDoesNotFit) as error:
+        demand_fits(model, MeshShape(tp=4))
+
+    assert "2 key-value heads do not divide by tp=4" in str(error.value)
+    assert "(pp=1,dp=2,tp=2)" in str(error.value)
+    assert MeshShape(pp=4) not in fitting_meshes(model, 4)
+    assert MeshShape(pp=2, tp=2) in fitting_meshes(model, 4)
+
+
+def test_an_unknown_planner_is_told_with_the_nearest() -> None:
+    """Planners are found by their names."""
+    assert {"single", "replicated", "fsdp"} <= set(planner_names())
+    with pytest.raises(UnknownPlanner, match="replicated"):
+        find_planner("replicate")
+
+
+def test_planners_of_replicas_refuse_other_dimensions(model: SuperModel) -> None:
+    """Single is for one process, fsdp for replicas."""
+    with pytest.raises(PlanNotRunnable, match="one process"):
+        find_planner("single").plan(model, MeshShape(dp=2))
+    with pytest.raises(PlanNotRunnable, match="replicas only"):
+        find_planner("fsdp").plan(model, MeshShape(tp=2))
+
+
+def test_a_plan_that_recomputes_marks_the_layers(model: SuperModel) -> None:
+    """The pass runs once, on a model without weights; the loss stays as it is."""
+    plan = find_planner("single").plan(model, recompute=True)
+
+    made = prepared(model, plan)
+
+    assert planned_passes(plan) == ["recompute-layers"]
+    assert made.source.count("@recomputed") == 1
+    with pytest.raises(PlanNotRunnable, match="compile the jobs again"):
+        prepared(made, plan)
+
+
+def test_memory_decides_what_is_kept(model: SuperModel) -> None:
+    """With room for all, weights stay gathered; with little, layers are computed again."""
+    needed = base_bytes(model) + activation_bytes(model, 4096)
+
+    assert choose(model, 4, None, 4096) == (False, False)
+    assert choose(model, 4, 3 * needed, 4096) == (True, False)
+    assert choose(model, 4, needed // 2, 4096) == (False, True)
+
+
+def test_a_plan_needs_its_processes(model: SuperModel) -> None:
+    """Without torchrun the error prints the command."""
+    with pytest.raises(LaunchError, match="torchrun --nproc-per-node 2 -m tlora_fx"):
+        choose_plan("fsdp", model, Launch(), MeshShape(dp=2))
+    with pytest.raises(LaunchError, match="MASTER_ADDR"):
+        Launch.found({"RANK": "0", "WORLD_SIZE": "2"})
+    assert Launch.found({}) == Launch()
+
+
+def test_optimizers_that_read_matrices_are_refused_under_tp(base: Any) -> None:
+    """Adafactor's rows and columns are not a piece's."""
+    jobs = [make_job(base, "a", optim="adafactor")]
+    mesh = Mesh(MeshShape(tp=2), torch.device("cpu"))
+
+    demand_elementwise(jobs, Mesh.alone("cpu"))
+    with pytest.raises(NotElementwise, match="job 'a'"):
+        demand_elementwise(jobs, mesh)
+
+
+def test_a_lost_gradient_stops_the_run(model: SuperModel) -> None:
+    """A first step whose backward reached no adapter is refused, by site and job."""
+    model.materialize(base_tensors(model.backbone), "cpu")
+    row = Cutting.of(model, 64)
+    first = FirstStep(model, Mesh.alone("cpu"))
+
+    with pytest.raises(NoGradient, match="q_proj: a, b"):
+        first.demand([_packed(model, row)])
+
+
+def _packed(model: SuperModel, cutting: Cutting) -> Any:
+    from tlora_fx.batch import pack
+
+    tokens = [JobTokens([(1, 2, 3)], [(1, 2, 3)]) for _ in model.jobs]
+    return pack(cut_round([tokens], 1, cutting)[0])
+
+
+def test_gradients_move_into_one_buffer() -> None:
+    """Every gradient is a view that begins on a boundary of 256 bytes."""
+    net = torch.nn.Linear(3, 5)
+
+    class Model:
+        def __init__(self) -> None:
+            self.net = net
+
+        def partial_sums(self) -> list[Any]:
+            return []
+
+        def forget_views(self) -> None:
+            pass
+
+    group: Any = object()
+    mesh = Mesh(MeshShape(dp=2), torch.device("cpu"), dp=group, dp_tp=group)
+    ((_, flat),) = GradientBuckets(Model(), mesh).buckets  # type: ignore[arg-type]
+
+    net(torch.ones(2, 3)).sum().backward()
+
+    assert flat.numel() == 128
+    assert net.weight.grad is not None
+    assert float(flat.sum()) == float(net.weight.grad.sum() + net.bias.grad.sum())
+
+
+def test_ranks_that_part_are_named() -> None:
+    """The rows of most count as right."""
+    _demand_one_table([7, 7, 7])
+    with pytest.raises(RanksParted, match="others on rank 1"):
+        _demand_one_table([7, 8, 7])
+
+
+JOBS = st.lists(st.lists(st.integers(1, 12), max_size=6), min_size=1, max_size=4)
+
+
+@settings(max_examples=60, deadline=None)
+@given(JOBS, st.integers(1, 6), st.integers(4, 30), st.booleans())
+def test_cut_rows_hold_what_the_rows_held(
+    lengths: list[list[int]], unit: int, longest: int, whole: bool
+) -> None:
+    """Every token keeps its index in the step, and no sequence is cut."""
+    row = [
+        JobTokens([tuple(range(n)) for n in own], [tuple(range(n)) for n in own], job, 3)
+        for job, own in enumerate(lengths)
+    ]
+
+    parts = cut_round([row], unit, Cutting(whole, 100.0, longest))
+
+    assert len(parts) % unit == 0
+    for job, own in enumerate(row):
+        pieces = [part[job] for part in parts if part[job].sequences]
+        assert [ids for piece in pieces for ids in piece.sequences] == list(own.sequences)
+        before = 0
+        for piece in pieces:
+            assert piece.offset == before
+            before += sum(map(len, piece.sequences))
+        if whole:
+            assert len(pieces) <= 1
+    if not whole and unit > 1:
+        _demand_short(parts, longest)
+
+
+def _demand_short(parts: Sequence[list[JobTokens]], longest: int) -> None:
+    for part in parts:
+        sequences = [ids for job in part for ids in job.sequences]
+        assert sum(map(len, sequences)) <= longest or len(sequences) == 1
+
+
+@settings(max_examples=100, deadline=None)
+@given(st.lists(st.integers(1, 50), max_size=12), st.integers(1, 5))
+def test_cuts_are_as_even_as_a_line_allows(costs: list[int], parts: int) -> None:
+    """No other cut of the line has a cheaper dearest part."""
+    cuts = balanced_cuts(costs, parts)
+
+    assert len(cuts) == parts + 1
+    assert (cuts[0], cuts[-1]) == (0, len(costs))
+    dearest = max(sum(costs[a:b]) for a, b in pairwise(cuts))
+    assert dearest == _least(tuple(costs), parts)
+
+
+def _least(costs: tuple[int, ...], parts: int) -> int:
+    if parts == 1 or not costs:
+        return sum(costs)
+    return min(
+        max(sum(costs[:cut]), _least(costs[cut:], parts - 1)) for cut in range(len(costs) + 1)
+    )

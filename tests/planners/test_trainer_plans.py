@@ -1,0 +1,128 @@
+"""Training over several processes comes to what one process comes to."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.planners.processes import run_processes
+from tests.planners.training import mixed_jobs, parting, train_all, write_base
+
+SHORT = {"max_steps": 2, "save_steps": 1}
+ON_TWO: dict[str, dict[str, Any]] = {
+    "replicated": {"planner": "replicated", "mesh": "dp=2"},
+    "sharded": {"planner": "fsdp", "mesh": "dp=2"},
+    "recomputed": {
+        "planner": "fsdp", "mesh": "dp=2", "options": {"recompute": True, "keep_gathered": True},
+    },
+    "compiled": {"planner": "fsdp", "mesh": "dp=2", "compiled": True},
+    "begun-by-replicas": {"planner": "replicated", "mesh": "dp=2", "fields": SHORT},
+    "ended-sharded": {
+        "planner": "fsdp", "mesh": "dp=2", "resume": True, "folder": "begun-by-replicas",
+    },
+    "begun-alone": {"planner": "fsdp", "mesh": "dp=2", "resume": True},
+    "begun-sharded": {"planner": "fsdp", "mesh": "dp=2", "fields": SHORT},
+    "staged": {"planner": "pipeline", "mesh": "pp=2", "options": {"micro_batches": 4}},
+    "cut": {"planner": "tensor", "mesh": "tp=2"},
+    "nano-batches": {
+        "planner": "tensor", "mesh": "tp=2", "options": {"nano_batches": 2}, "controller": "aimd",
+    },
+    "begun-cut": {"planner": "tensor", "mesh": "tp=2", "fields": SHORT},
+    "ended-staged": {
+        "planner": "pipeline", "mesh": "pp=2", "resume": True, "folder": "begun-cut",
+    },
+    "parted": {"planner": "replicated", "mesh": "dp=2", "other_data": True},
+}  # fmt: skip
+ON_FOUR: dict[str, dict[str, Any]] = {
+    "four-replicas": {"planner": "replicated", "mesh": "dp=4"},
+    "four-shards": {"planner": "fsdp", "mesh": "dp=4"},
+    "cut-replicas": {"planner": "tensor", "mesh": "dp=2,tp=2"},
+    "staged-replicas": {"planner": "pipeline", "mesh": "pp=2,dp=2"},
+    "staged-cuts": {"planner": "pipeline", "mesh": "pp=2,tp=2"},
+}
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    made = tmp_path_factory.mktemp("plans")
+    write_base(made)
+    cases = {"alone": {"planner": "single"}, "begun-alone": {"planner": "single", "fields": SHORT}}
+    train_all(made, cases)
+    return made
+
+
+@pytest.fixture(scope="module")
+def two(folder: Path) -> list[dict[str, Any]]:
+    return run_processes(2, train_all, folder, ON_TWO)
+
+
+@pytest.fixture(scope="module")
+def four(folder: Path) -> list[dict[str, Any]]:
+    return run_processes(4, train_all, folder, ON_FOUR)
+
+
+def apart(folder: Path, name: str) -> tuple[float, float]:
+    return parting(folder, "alone", name, mixed_jobs(folder))
+
+
+@pytest.mark.parametrize(
+    "name", ["replicated", "sharded", "recomputed", "compiled", "staged", "cut", "nano-batches"]
+)
+def test_two_processes_train_what_one_trains(folder: Path, two: list[Any], name: str) -> None:
+    """Losses and adapters of two processes are those of one, whatever the plan."""
+    losses, adapters = apart(folder, name)
+
+    assert losses <= 1e-9, two[0][name]
+    assert adapters <= 1e-7
+
+
+@pytest.mark.parametrize("name", list(ON_FOUR))
+def test_four_processes_train_what_one_trains(folder: Path, four: list[Any], name: str) -> None:
+    """So are those of four."""
+    losses, adapters = apart(folder, name)
+
+    assert losses <= 1e-9, four[0][name]
+    assert adapters <= 1e-7
+
+
+def test_all_processes_end_with_the_same_numbers(two: list[Any], four: list[Any]) -> None:
+    """Losses are bitwise the same on every process, and adapters on every replica."""
+    for told, cases in ((two, ON_TWO), (four, ON_FOUR)):
+        for name, case in cases.items():
+            first = told[0][name]
+            for other in (each[name] for each in told[1:]):
+                replicas = case["mesh"].startswith("dp") and "tp" not in case["mesh"]
+                assert _losses(other) == _losses(first), name
+                assert other == first or not replicas, name
+
+
+def _losses(told: list[tuple[str, float]] | str) -> list[str]:
+    if isinstance(told, str):
+        return [told]
+    return [loss for loss, _ in told]
+
+
+@pytest.mark.parametrize("name", ["begun-by-replicas", "begun-alone", "begun-cut"])
+def test_a_checkpoint_moves_to_another_plan(folder: Path, two: list[Any], name: str) -> None:
+    """What one plan has begun another ends, as if one had done it all."""
+    losses, adapters = apart(folder, name)
+
+    assert losses <= 1e-9, two[0]
+    assert adapters <= 1e-7
+
+
+def test_a_checkpoint_moves_back_to_one_process(folder: Path, two: list[Any]) -> None:
+    """What a sharded plan has begun one process ends."""
+    case = {"planner": "single", "resume": True, "folder": "begun-sharded"}
+
+    assert not isinstance(train_all(folder, {"ended": case})["ended"], str)
+    assert max(apart(folder, "begun-sharded")) <= 1e-7
+
+
+def test_processes_with_other_rows_stop(two: list[Any]) -> None:
+    """A process that would train on other rows stops all, by name."""
+    for told in two:
+        assert "RanksParted" in told["parted"]
+        assert "rank" in told["parted"]

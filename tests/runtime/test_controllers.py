@@ -1,0 +1,163 @@
+"""Controllers of nano-batches on simulated steps: T = max(C, M) + min(C, M) / N + o N."""
+
+from __future__ import annotations
+
+import random
+from itertools import pairwise
+from statistics import mean
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from tlora_fx.errors import ControllerWrong
+from tlora_fx.planners.nano_model import COUNTS
+from tlora_fx.runtime.controllers import (
+    Aimd,
+    Fixed,
+    KeepBest,
+    NanoBatches,
+    find_controller,
+)
+
+# Communication over compute, and what each further nano-batch costs.
+RATIOS = {0.2: 0.01, 1.0: 0.02, 2.5: 0.03}
+STEPS = 1500
+
+
+def curve(ratio, cost):
+    """Seconds of a step by N, with one second of compute."""
+    return lambda count: max(1, ratio) + min(1, ratio) / count + cost * count
+
+
+def run(controller, seconds_of, steps=STEPS, noise=0.02, seed=0):
+    """Run a controller; what steps really took on average, and the counts that ran."""
+    draw = random.Random(seed)
+    glue = NanoBatches(controller)
+    took, ran = [], []
+    for step in range(steps):
+        seconds = seconds_of(step)(glue.count)
+        took.append(seconds)
+        ran.append(glue.count)
+        glue.decide(seconds * (1 + noise * draw.gauss(0, 1)))
+    return mean(took), ran
+
+
+@pytest.mark.parametrize("ratio", RATIOS)
+def test_the_default_comes_within_four_percent_of_the_best_count(ratio):
+    """Looking around and noise included, for every ratio of communication to compute."""
+    seconds = curve(ratio, RATIOS[ratio])
+    best = min(map(seconds, COUNTS))
+
+    found = [run(KeepBest(), lambda _: seconds, seed=seed)[0] / best for seed in range(5)]
+
+    assert max(found) <= 1.04
+
+
+@pytest.mark.parametrize("ratio", RATIOS)
+def test_the_paper_s_rule_is_no_better_than_the_default(ratio):
+    """AIMD backs off wherever a further nano-batch does not help."""
+    seconds = curve(ratio, RATIOS[ratio])
+
+    assert run(Aimd(), lambda _: seconds)[0] >= run(KeepBest(), lambda _: seconds)[0]
+
+
+def test_aimd_is_the_paper_s_rule():
+    """Add 4 after a faster horizon, else halve and round down, never below 1; equal is slower."""
+    controller = Aimd(tau_seconds=0.5, horizon=1)
+    seen = []
+    for seconds in (10, 9, 8.6, 8, 7, 6, 6, 6, 6, 6, 5):
+        controller.observe(seconds)
+        seen.append(controller.next())
+
+    assert seen == [5, 9, 4, 8, 12, 16, 8, 4, 2, 1, 5]
+
+
+def test_a_changed_load_is_followed():
+    """Where communication becomes free, the default goes back to one nano-batch."""
+    slow, free = curve(1.0, 0.02), curve(0.0, 0.05)
+
+    _, ran = run(KeepBest(), lambda step: slow if step < STEPS else free, steps=2 * STEPS)
+
+    assert mean(ran[STEPS // 2 : STEPS]) > 5
+    assert mean(ran[-STEPS // 2 :]) < 2
+
+
+def test_a_load_that_changes_a_little_is_followed_after_a_rest():
+    """A change within the noise of a rest is found when the default looks again."""
+    before, after = (lambda count: 1 + 0.1 / count), (lambda count: 1 + 0.012 * count)
+
+    _, ran = run(KeepBest(), lambda s: before if s < STEPS else after, 6 * STEPS, noise=0.002)
+
+    assert min(ran[STEPS // 2 : STEPS]) >= 3
+    assert mean(ran[-STEPS:]) <= 2.5
+
+
+@given(st.integers(0, 50))
+def test_a_flat_curve_ends_in_rests(seed):
+    """Where N makes no difference, most steps run at a count that stays."""
+    _, ran = run(KeepBest(), lambda _: lambda count: 1.0, noise=0.01, seed=seed)
+
+    changes = sum(one != two for one, two in pairwise(ran[STEPS // 2 :]))
+    assert changes <= STEPS // 2 / 50
+
+
+@given(
+    st.lists(st.floats(1e-3, 1e3), min_size=1, max_size=300),
+    st.sampled_from(["keep-best", "aimd", "fixed"]),
+)
+def test_whatever_steps_take_the_count_is_one_that_can_run(seconds, name):
+    """N stays within the counts that are compiled, and the paper's own N never falls below 1."""
+    glue = NanoBatches(find_controller(name, horizon=2), counts=(1, 2, 4))
+    for took in seconds:
+        assert glue.decide(took) in (1, 2, 4)
+        assert glue.controller.next() >= 1
+
+
+def test_every_horizon_is_told_once():
+    """Records hold the horizon, N, the median and the reason."""
+    glue = NanoBatches(Fixed(3, horizon=2))
+    for seconds in (1.0, 3.0, 4.0, 4.0, 9.0):
+        glue.decide(seconds)
+
+    first, second = glue.records()
+    assert first == {
+        "controller": "fixed", "horizon": 1, "count": 3, "median_seconds": 2.0, "why": "fixed"
+    }  # fmt: skip
+    assert second["median_seconds"] == 4.0
+    assert glue.records() == []
+
+
+def test_rounds_of_other_sizes_are_compared_a_token():
+    """A round of twice the tokens that takes twice as long is no slower."""
+    glue = NanoBatches(KeepBest(settle=0))
+    draw = random.Random(3)
+    for _ in range(600):
+        tokens = draw.choice([1000, 2000, 4000])
+        glue.decide(tokens * (1 + 0.1 / glue.count), tokens)
+
+    assert glue.count >= 6
+
+
+def test_a_count_that_cannot_run_becomes_the_next_smaller_one():
+    """AIMD's 5 and 9 run as 4 and 8."""
+    glue = NanoBatches(Aimd(horizon=1))
+
+    assert [glue.decide(seconds) for seconds in (3.0, 2.0, 1.0)] == [4, 8, 8]
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda: find_controller("best"),
+        lambda: find_controller("aimd", gamma=1),
+        lambda: Aimd(beta=1.5),
+        lambda: KeepBest(counts=(2, 1)),
+        lambda: NanoBatches(Fixed(), counts=(2, 4)),
+    ],
+    ids=["name", "option", "beta", "falling", "without-one"],
+)
+def test_numbers_that_make_no_sense_are_refused(make):
+    """With an error that names them."""
+    with pytest.raises(ControllerWrong):
+        make()

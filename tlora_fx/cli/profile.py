@@ -1,0 +1,111 @@
+"""`tlora-fx profile`: measure a model's layers on the device at hand."""
+
+from __future__ import annotations
+
+import shlex
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+from rich.console import Console
+from rich.table import Table
+
+if TYPE_CHECKING:
+    from tlora_fx.planners.profile import Profile
+
+QUICK_TOKENS, QUICK_ROUNDS = "512,4096", 2
+
+
+def run(
+    jobs: Annotated[Path, typer.Argument(help="Job file (YAML); its adapters are measured too.")],
+    output: Annotated[
+        Path | None, typer.Option("-o", "--output", help="File; else in your cache folder.")
+    ] = None,
+    device: Annotated[str | None, typer.Option(help="cpu, cuda, cuda:1, ...")] = None,
+    tokens: Annotated[
+        str, typer.Option(help="Tokens of the rows.")
+    ] = "512,1280,2560,4800,8192,16384",
+    lengths: Annotated[str, typer.Option(help="Tokens of their sequences.")] = "160,1024",
+    tp: Annotated[str, typer.Option(help="Sizes of tensor parallelism.")] = "1",
+    rounds: Annotated[int, typer.Option(min=1, help="In which all pieces take turns.")] = 5,
+    quick: Annotated[bool, typer.Option("--quick", help="Two sizes of rows, two rounds.")] = False,
+    eager: Annotated[bool, typer.Option("--eager", help="Do not compile the layers.")] = False,
+    add: Annotated[
+        bool, typer.Option("--add", help="Add layers and collectives to what the file holds.")
+    ] = False,
+) -> None:
+    """Measure forward, backward and memory of each kind of layer, and write them down.
+
+    Weights are random and only a few layers are made, so one GPU is enough for any model whose
+    layer fits. Under torchrun, all processes measure their collectives too. `tlora-fx plan` and
+    `train --plan auto` find what was written.
+    """
+    from tlora_fx.jobfile import load_job_file
+    from tlora_fx.runtime.profiling_options import Wanted, profile_file
+
+    wanted = Wanted(
+        tokens=_numbers(QUICK_TOKENS if quick else tokens, "--tokens"),
+        lengths=_numbers(lengths, "--lengths"),
+        tp=_numbers(tp, "--tp"),
+        rounds=QUICK_ROUNDS if quick else rounds,
+        compiled=not eager,
+        device=device,
+        command=shlex.join(["tlora-fx", *sys.argv[1:]]),
+    )
+    console = Console(stderr=True)
+    with console.status("measuring"):
+        found, path = profile_file(load_job_file(jobs).jobs, wanted, output, add=add)
+    if found is None:
+        return
+    out = Console(highlight=False, soft_wrap=True)
+    for part in page(found):
+        out.print(part)
+    out.print(f"written   {path}", markup=False)
+
+
+def page(profile: Profile) -> list[Table | str]:
+    """What was measured, a table for each part."""
+    made = Table("layer", "tp", "tokens", "length", "adapters", box=None, pad_edge=False)
+    for name in ("forward ms", "backward ms", "first ms", "frozen ms", "saved MiB", "noise"):
+        made.add_column(name, justify="right")
+    for layer in profile.layers:
+        for one in layer.points:
+            made.add_row(
+                layer.structure if one is layer.points[0] else "",
+                str(layer.tp),
+                str(one.tokens),
+                f"{one.squares / one.tokens:.0f}",
+                str(one.job_sites) if one.sites else "bare",
+                f"{one.forward_ms:.3f}",
+                f"{one.backward_ms:.3f}",
+                "" if one.first_ms is None else f"{one.first_ms:.3f}",
+                "" if one.frozen_ms is None else f"{one.frozen_ms:.3f}",
+                f"{one.saved_bytes / 2**20:.1f}",
+                f"{one.noise:.1%}",
+            )
+    ends = Table("part", "size", "ms", box=None, pad_edge=False)
+    for root in profile.root:
+        both = root.forward_ms + root.backward_ms
+        ends.add_row("embedding and last norm", f"{root.tokens} tokens", f"{both:.3f}")
+    for loss in profile.loss:
+        both = loss.forward_ms + loss.backward_ms
+        ends.add_row("head and loss", f"{loss.targets} targets", f"{both:.3f}")
+    for step in profile.optimizer:
+        ends.add_row("optimizer of a job", f"{step.tensors} tensors", f"{step.ms:.3f}")
+    for talk in profile.collectives:
+        size = f"{talk.payload_bytes / 2**20:.1f} MiB over {talk.processes}"
+        ends.add_row(f"{talk.operation}, {talk.tier}", size, f"{talk.ms:.3f}")
+    shape = profile.shape
+    head = (
+        f"{profile.name}: hidden {shape.hidden}, {shape.layers} layers, {profile.hardware.gpu}, "
+        f"{'compiled' if profile.compiled else 'eager'}"
+    )
+    return [head, "", made, "", ends, ""]
+
+
+def _numbers(text: str, option: str) -> tuple[int, ...]:
+    words = [word.strip() for word in text.split(",") if word.strip()]
+    if not words or not all(word.isdecimal() and int(word) > 0 for word in words):
+        raise typer.BadParameter(f"{option} are numbers, such as 512,4096; not {text!r}")
+    return tuple(sorted({int(word) for word in words}))

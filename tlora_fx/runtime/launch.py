@@ -1,0 +1,217 @@
+"""Processes that torchrun has started: joining them, and choosing a plan for all."""
+
+from __future__ import annotations
+
+import os
+import shlex
+import sys
+import time
+import traceback
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed.distributed_c10d import PrefixStore
+from torch.distributed.rendezvous import rendezvous
+
+from tlora_fx import __version__
+from tlora_fx.errors import LaunchError, RanksDiffer, TloraError
+from tlora_fx.planners.mesh import FIRST_STEP, Mesh
+from tlora_fx.planners.plan import MeshShape, Plan
+from tlora_fx.planners.protocol import find_planner
+from tlora_fx.runtime.ranks import Ranks
+from tlora_fx.supermodel import SuperModel
+
+VARIABLES = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+# torchrun counts how often it has started the processes again.
+RESTARTS = "TORCHELASTIC_RESTART_COUNT"
+FIRST_TELLS_SECONDS = 2.0
+
+
+@dataclass(frozen=True, slots=True)
+class Launch:
+    """Where this process stands among those that were started together.
+
+    rank, size    among all
+    local_rank    among those of one machine
+    per_machine   how many run on this machine
+    restarts      how often torchrun has started the processes again after one had died
+    """
+
+    rank: int = 0
+    size: int = 1
+    local_rank: int = 0
+    per_machine: int = 1
+    restarts: int = 0
+
+    @property
+    def again(self) -> bool:
+        """Whether the processes go on with what earlier ones have begun."""
+        return self.restarts > 0
+
+    @staticmethod
+    def found(environment: Mapping[str, str] = os.environ) -> Launch:
+        """What torchrun says; a single process where there is no torchrun.
+
+        raises    LaunchError where it says only a part
+        """
+        there = [name for name in VARIABLES if name in environment]
+        if "RANK" not in there and "WORLD_SIZE" not in there:
+            return Launch()
+        try:
+            rank, local, size = (int(environment[name]) for name in VARIABLES[:3])
+        except (KeyError, ValueError) as error:
+            raise LaunchError(
+                "the environment names some of torchrun's variables only",
+                expected=", ".join(VARIABLES),
+                found=", ".join(there) or "none",
+                reason=error,
+                help="start with torchrun, or unset RANK and WORLD_SIZE",
+            ) from error
+        per_machine = int(environment.get("LOCAL_WORLD_SIZE", size))
+        return Launch(rank, size, local, per_machine, int(environment.get(RESTARTS, "0")))
+
+    def device(self, asked: str | None) -> torch.device:
+        """This process's device: of GPUs, each process of a machine has its own."""
+        kind = asked or ("cuda" if torch.cuda.is_available() else "cpu")
+        device = torch.device(kind)
+        if device.type == "cuda" and self.size > 1:
+            device = torch.device("cuda", self.local_rank)
+        if device.type == "cuda":
+            torch.cuda.set_device(device)
+        return device
+
+
+def join(launch: Launch, device: torch.device) -> Mesh:
+    """Join the other processes; for one process nothing is opened.
+
+    returns   all processes as replicas, to talk before there is a plan
+    raises    RanksDiffer, on every process, where versions differ
+    """
+    if launch.size == 1:
+        return Mesh.alone(device)
+    backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
+    store, rank, size = next(iter(rendezvous("env://", timeout=FIRST_STEP)))
+    # torchrun's store outlives the processes: addresses of dead ones must not be found in it.
+    if os.environ.get("GROUP_WORLD_SIZE", "1") == "1":
+        store = PrefixStore(f"start{launch.restarts}", store)
+    dist.init_process_group(backend, store=store, rank=rank, world_size=size, timeout=FIRST_STEP)
+    mesh = Mesh(
+        MeshShape(dp=launch.size), device, launch.rank, dp_rank=launch.rank, world=dist.group.WORLD
+    )
+    _demand_same_versions(Ranks(mesh))
+    return mesh
+
+
+def leave() -> None:
+    """Part from the other processes, when all is done."""
+    if dist.is_initialized():
+        dist.destroy_process_group()
+
+
+def choose_plan(
+    asked: str, model: SuperModel, launch: Launch, shape: MeshShape | None, **options: Any
+) -> Plan:
+    """The plan that a name or a file means, for the processes that there are.
+
+    raises    UnknownPlanner, PlanFileError, PlanNotForModel, LaunchError
+    """
+    if shape is not None:
+        _demand_size(shape, launch, asked)
+    if Path(asked).suffix == ".json" or Path(asked).is_file():
+        plan = Plan.load(asked)
+    else:
+        planner = find_planner(asked)
+        options |= {"processes": launch.size, "gpus_per_node": launch.per_machine}
+        plan = planner.plan(model, shape, None, **options)
+    plan.demand_for(model)
+    _demand_size(plan.mesh, launch, asked)
+    return plan
+
+
+def _demand_size(shape: MeshShape, launch: Launch, asked: str) -> None:
+    if shape.size == launch.size:
+        return
+    given = [word for word in sys.argv[1:] if word]
+    command = shlex.join(
+        ["torchrun", "--nproc-per-node", str(shape.size), "-m", "tlora_fx", *given]
+    )
+    raise LaunchError(
+        f"the plan '{asked}' needs {shape.size} processes",
+        expected=f"{shape.size} ({shape})",
+        found=f"{launch.size}",
+        help=command,
+    )
+
+
+def _demand_same_versions(ranks: Ranks) -> None:
+    mine = {"torch": str(torch.__version__), "tlora-fx": __version__}
+    told = ranks.tell_all(mine)
+    for name in mine:
+        versions = [versions[name] for versions in told]
+        apart = next((rank for rank, one in enumerate(versions) if one != versions[0]), None)
+        if apart is not None:
+            raise RanksDiffer(
+                f"processes have different versions of {name}",
+                expected=f"{versions[0]} (rank 0)",
+                found=f"{versions[apart]} (rank {apart})",
+                help="start all processes from the same installation",
+            )
+
+
+def memory_bytes(device: torch.device, ranks: Ranks) -> int | None:
+    """Memory of the smallest device, None where that does not limit."""
+    own = torch.cuda.mem_get_info(device)[1] if device.type == "cuda" else 0
+    return min(ranks.tell_all(own)) or None
+
+
+def exits_at_once(action: Callable[[], None], launch: Launch) -> None:
+    """Run what all processes run; where it fails on one, that process ends at once.
+
+    A process that waits for others while the interpreter closes would keep torchrun from ending
+    them. What all processes have met is told by the first alone.
+    """
+    if launch.size == 1:
+        action()
+        return
+    try:
+        action()
+        leave()
+    except BaseException as error:  # noqa: BLE001  (whatever it is, the others must not wait)
+        code = _tell(error, launch.rank)
+        sys.stdout.flush()
+        sys.stderr.flush()
+        if launch.rank > 0 and (is_shared(error) or isinstance(error, SystemExit)):
+            # torchrun ends all others when one ends: the first shall have told by then.
+            time.sleep(FIRST_TELLS_SECONDS)
+        os._exit(code)
+
+
+def is_shared(error: BaseException) -> bool:
+    """Whether every process of the run has met this error."""
+    return bool(getattr(error, "shared", False))
+
+
+def _tell(error: BaseException, rank: int) -> int:
+    """Print an error where it is to be told; the process's exit code."""
+    if isinstance(error, SystemExit):
+        return error.code if isinstance(error.code, int) else 1
+    if isinstance(error, KeyboardInterrupt):
+        if rank == 0:
+            sys.stderr.write(f"interrupted: {error}\n" if str(error) else "interrupted\n")
+        return 130
+    if isinstance(error, TloraError):
+        if rank == 0 or not is_shared(error):
+            notes = "".join(f"\n  {note}" for note in getattr(error, "__notes__", ()))
+            whose = "" if rank == 0 else f"rank {rank}: "
+            sys.stderr.write(f"{whose}{error}{notes}\n")
+        return 1
+    if isinstance(error, dist.DistError) or "gloo" in str(error):
+        first = str(error).partition("\n")[0]
+        sys.stderr.write(f"rank {rank}: lost the connection to another process ({first})\n")
+        return 1
+    sys.stderr.write(f"rank {rank}: {''.join(traceback.format_exception(error))}")
+    return 1

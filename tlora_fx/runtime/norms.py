@@ -1,0 +1,35 @@
+"""Each job's gradient norm, where processes hold parts of a job's parameters."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+import torch
+import torch.distributed as dist
+
+from tlora_fx.planners.mesh import Mesh
+from tlora_fx.runtime.job_run import JobRun
+from tlora_fx.supermodel import SuperModel
+
+
+@torch.no_grad()
+def gradient_norms(runs: Sequence[JobRun], model: SuperModel, mesh: Mesh) -> dict[int, float]:
+    """The 2-norm over all gradients of each job, by job index; the same on every process.
+
+    What is cut over tp counts on each process of it, what is whole there once; stages hold
+    different parameters, and replicas the same. One all-reduce serves all jobs.
+    """
+    if mesh.shape.tp == 1 and mesh.shape.pp == 1:
+        return {run.index: run.optimizer.gradient_norm() for run in runs}
+    squares = torch.zeros(len(model.jobs), dtype=torch.float64, device=mesh.device)
+    for run in runs if mesh.dp_rank == 0 else ():
+        shards = model.shards(run.job.name)
+        for name, parameter in run.parameters.items():
+            counted = shards[name] is not None or mesh.tp_rank == 0
+            if counted and parameter.grad is not None:
+                wide = parameter.grad.to(torch.promote_types(parameter.dtype, torch.float32))
+                squares[run.index] += torch.linalg.vector_norm(wide).double() ** 2
+    dist.all_reduce(squares, group=mesh.world)
+    told = squares.tolist()
+    return {run.index: math.sqrt(told[run.index]) for run in runs}

@@ -1,0 +1,167 @@
+"""Time pieces of work in turns, and see what they leave in memory.
+
+In each round every piece has its turn, so that clocks, temperatures and neighbours fall on all
+alike; a figure is the median over the rounds. On CUDA times come from events, so that what is seen
+is what training has: the device while it is busy, the host where it cannot keep ahead.
+"""
+
+from __future__ import annotations
+
+import math
+import statistics
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+BLOCK_MS = 8.0
+MOST_CALLS = 8
+
+
+@dataclass(slots=True)
+class Piece:
+    """One forward, and its backward where it has one.
+
+    forward    what is timed; gives what `backward` takes
+    backward   None: the forward alone is timed
+    times      milliseconds of forward and backward, one pair a round
+    """
+
+    forward: Callable[[], Any]
+    backward: Callable[[Any], object] | None = None
+    times: list[tuple[float, float]] = field(default_factory=list)
+    calls: int = 1
+
+    @property
+    def forward_ms(self) -> float:
+        """The median over the rounds."""
+        return statistics.median(there for there, _ in self.times)
+
+    @property
+    def backward_ms(self) -> float:
+        """The median over the rounds."""
+        return statistics.median(back for _, back in self.times)
+
+    @property
+    def noise(self) -> float:
+        """The larger median deviation of both, over its median."""
+        pairs = list(zip(*self.times, strict=True))
+        return max(_noise(values) for values in pairs if any(values))
+
+
+def measure(pieces: Sequence[Piece], device: torch.device, rounds: int) -> None:
+    """Warm every piece up, then time all of them in turns."""
+    for piece in pieces:
+        _block(piece, device, 1)
+        once = sum(_block(piece, device, 1))
+        piece.calls = max(1, min(math.ceil(BLOCK_MS / max(once, 1e-3)), MOST_CALLS))
+    for number in range(rounds):
+        for piece in pieces if number % 2 == 0 else reversed(pieces):
+            piece.times.append(_block(piece, device, piece.calls))
+
+
+def _block(piece: Piece, device: torch.device, calls: int) -> tuple[float, float]:
+    """Milliseconds a call of forward and backward; one forward before them does not count."""
+    stamp = _stamps(device)
+    piece.forward()
+    stamps = [stamp()]
+    made = [piece.forward() for _ in range(calls)]
+    stamps.append(stamp())
+    if piece.backward is not None:
+        for place in range(calls):
+            piece.backward(made[place])
+            made[place] = None
+        stamps.append(stamp())
+    first, second, *third = [when() for when in stamps]
+    back = (third[0] - second) / calls if third else 0.0
+    return (second - first) / calls, back
+
+
+def _stamps(device: torch.device) -> Callable[[], Callable[[], float]]:
+    """What takes a stamp on the device; the stamp then says its milliseconds."""
+    if device.type != "cuda":
+        return _host_stamp
+    event: Any = torch.cuda.Event
+    zero = event(enable_timing=True)
+    torch.cuda.synchronize(device)
+    zero.record()
+
+    def stamp() -> Callable[[], float]:
+        taken = event(enable_timing=True)
+        taken.record()
+
+        def when() -> float:
+            taken.synchronize()
+            return float(zero.elapsed_time(taken))
+
+        return when
+
+    return stamp
+
+
+def _host_stamp() -> Callable[[], float]:
+    now = time.perf_counter() * 1e3
+    return lambda: now
+
+
+def _noise(values: Sequence[float]) -> float:
+    middle = statistics.median(values)
+    return statistics.median(abs(value - middle) for value in values) / middle if middle else 0.0
+
+
+@dataclass(slots=True)
+class Bytes:
+    """What a forward leaves until the backward, and the most that each took meanwhile."""
+
+    saved: float = 0.0
+    forward_peak: float = 0.0
+    backward_peak: float = 0.0
+
+
+def bytes_of(piece: Piece, device: torch.device, shared: Sequence[Tensor]) -> Bytes:
+    """See one forward and backward in memory.
+
+    shared   tensors that stand before the forward and are not counted where no allocator counts
+    """
+    piece_backward = piece.backward or (lambda made: None)
+    if device.type != "cuda":
+        known = {tensor.untyped_storage().data_ptr() for tensor in shared}
+        with _kept_storages(known) as kept:
+            made = piece.forward()
+        for result in made if isinstance(made, (tuple, list)) else (made,):
+            if isinstance(result, Tensor):
+                kept[result.untyped_storage().data_ptr()] = result.untyped_storage().nbytes()
+        saved = float(sum(kept.values()))
+        piece_backward(made)
+        return Bytes(saved, saved, 0.5 * saved)
+    before = torch.cuda.memory_allocated(device)
+    torch.cuda.reset_peak_memory_stats(device)
+    made = piece.forward()
+    saved = torch.cuda.memory_allocated(device) - before
+    forward_peak = torch.cuda.max_memory_allocated(device) - before
+    torch.cuda.reset_peak_memory_stats(device)
+    standing = torch.cuda.memory_allocated(device)
+    piece_backward(made)
+    backward_peak = torch.cuda.max_memory_allocated(device) - standing
+    return Bytes(float(saved), float(forward_peak), float(backward_peak))
+
+
+@contextmanager
+def _kept_storages(known: set[int]) -> Iterator[dict[int, int]]:
+    """Sizes of the storages that autograd keeps meanwhile, but for known ones."""
+    kept: dict[int, int] = {}
+    held: list[Tensor] = []
+
+    def pack(tensor: Tensor) -> Tensor:
+        storage = tensor.untyped_storage()
+        if storage.data_ptr() not in known and storage.data_ptr():
+            kept[storage.data_ptr()] = storage.nbytes()
+            held.append(tensor)
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        yield kept
