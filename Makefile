@@ -18,10 +18,10 @@ DEMO_BUILD := build/quickstart
 DEMO_RUN := runs/quickstart
 
 .DELETE_ON_ERROR:
-.PHONY: help venv demo test check format-check lint types floors unit wheel-check coverage format assets clean
+.PHONY: help venv demo test check format-check lint types floors unit slow wheel-check coverage format assets clean
 
 help:
-	@echo "make demo | test | check | unit | wheel-check | coverage | format | assets | clean"
+	@echo "make demo | test | check | unit | slow | wheel-check | coverage | format | assets | clean"
 
 venv: $(STAMP)
 
@@ -61,7 +61,10 @@ floors: $(STAMP)
 	$(BIN)/lint-imports --no-logo --no-cache
 
 unit: $(STAMP)
-	$(BIN)/python -m pytest -q -n $(WORKERS) --dist loadfile --no-loadscope-reorder
+	$(BIN)/python -m pytest -q -n $(WORKERS) --dist loadfile --no-loadscope-reorder -m "not slow"
+
+slow: $(STAMP)
+	$(BIN)/python -m pytest -q -n $(WORKERS) --dist loadfile -m slow
 
 wheel-check: $(STAMP)
 	$(BIN)/python scripts/wheel_check.py

@@ -74,7 +74,11 @@ def history(node):
 
 @pytest.mark.parametrize(
     ("form", "place"),
-    [*(("packed", place) for place in PLACES), *(("batch", place) for place in PLACES[::4])],
+    [
+        *(("packed", place) for place in PLACES),
+        ("batch", PLACES[-1]),
+        *(pytest.param("batch", place, marks=pytest.mark.slow) for place in PLACES[::4]),
+    ],
 )
 def test_a_state_is_read_as_it_was_and_compiles_to_the_same_model(compiled, form, place):
     """After each pass: same fingerprint, same nodes, and the rest of the pipeline ends the same."""

@@ -61,6 +61,7 @@ def test_two_processes_compute_what_one_does(tmp_path):
     assert run_processes(2, biased, str(tmp_path)) == [[], []]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("case", [families, beside_others])
 def test_other_bases_and_jobs_compute_what_one_process_does(tmp_path, case):
     """The same bound."""

@@ -33,7 +33,7 @@ def mixed_jobs(folder: Path, dtype: Any = "float64", **fields: Any) -> list[Job]
     """Jobs that differ in tokens, rank, dropout, accumulation and length; one ends early."""
     base = BaseSpec(config=folder / "base", dtype=dtype, seed=7)
     common: dict[str, Any] = {"lr_scheduler_type": "constant", "max_grad_norm": 0.05} | fields
-    steps = common.get("max_steps", 4)
+    steps = common.setdefault("max_steps", 3)
     upper = {"layers_to_transform": [2, 3]}
     return [
         make_job(

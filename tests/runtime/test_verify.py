@@ -63,6 +63,7 @@ def test_a_wrong_scaling_is_found(tmp_path, monkeypatch):
     assert beyond == {"a", "b"}, "DoRA's branch does not read the bank's scaling"
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not GSM8K.is_file(), reason="GSM8K is not beside the repository")
 def test_gsm8k_jobs_train_fused_as_alone():
     """Two steps of the eight jobs of examples/gsm8k on real data."""

@@ -25,11 +25,14 @@ def gradient_norms(runs: Sequence[JobRun], model: SuperModel, mesh: Mesh) -> dic
     squares = torch.zeros(len(model.jobs), dtype=torch.float64, device=mesh.device)
     for run in runs if mesh.dp_rank == 0 else ():
         shards = model.shards(run.job.name)
-        for name, parameter in run.parameters.items():
-            counted = shards[name] is not None or mesh.tp_rank == 0
-            if counted and parameter.grad is not None:
-                wide = parameter.grad.to(torch.promote_types(parameter.dtype, torch.float32))
-                squares[run.index] += torch.linalg.vector_norm(wide).double() ** 2
+        counted = [
+            parameter.grad.to(torch.promote_types(parameter.dtype, torch.float32))
+            for name, parameter in run.parameters.items()
+            if parameter.grad is not None and (shards[name] is not None or mesh.tp_rank == 0)
+        ]
+        if counted:
+            norms = torch.stack(list(torch._foreach_norm(counted)))
+            squares[run.index] = norms.double().square().sum()
     dist.all_reduce(squares, group=mesh.world)
     told = squares.tolist()
     return {run.index: math.sqrt(told[run.index]) for run in runs}
