@@ -58,6 +58,7 @@ def apply(model: SuperModel, plan: Plan, mesh: Mesh) -> RowRunner | ReducingRunn
     if plan.mesh.tp > 1:
         use_group(GROUP, mesh.tp)
     demand_shardable(model, plan)
+    demand_nano(plan, plan.nano_batches > 1)
     if shards(plan):
         shard_base(model, plan, mesh)
     if plan.mesh.pp > 1:
@@ -72,6 +73,21 @@ def apply(model: SuperModel, plan: Plan, mesh: Mesh) -> RowRunner | ReducingRunn
 def shards(plan: Plan) -> bool:
     """Whether the base is sharded over replicas."""
     return plan.shard_base and plan.mesh.dp > 1
+
+
+def demand_nano(plan: Plan, wanted: bool) -> None:
+    """Refuse nano-batches where nothing would cut rows into them.
+
+    wanted    whether the plan, or a controller, asks for any
+    raises    PlanNotRunnable
+    """
+    if wanted and plan.mesh.pp > 1:
+        raise PlanNotRunnable(
+            "stages of a pipeline take whole micro-batches",
+            plan=f"{plan.planner} on {plan.mesh}",
+            found="nano-batches",
+            help="plan more micro-batches instead, or use pp=1",
+        )
 
 
 def demand_shardable(model: SuperModel, plan: Plan) -> None:

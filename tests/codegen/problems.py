@@ -78,7 +78,6 @@ class Problem:
         padded = [-(-rank // rank_block) * rank_block for rank in ranks]
         scales = [0.5 + 0.25 * job for job in range(len(lengths))]
         kept = [keep_scale(rate) for rate in rates]
-        names = {d: str(d).removeprefix("torch.") for d in (dtype, adapter_dtype)}
         given = {"inner": inner, "outer": outer, "rank_block": rank_block}
         return cls(
             **given,
@@ -105,13 +104,8 @@ class Problem:
             thresholds=torch.tensor([threshold_of(r) for r in rates], dtype=torch.int32),
             site=site,
             spec_fields=given
-            | {
-                "dtype": names[dtype],
-                "adapter_dtype": names[adapter_dtype],
-                "dropout": any(rates),
-                "bias": bias,
-                "weight_layout": weight_layout,
-            },
+            | _spec_fields(dtype, adapter_dtype)
+            | {"dropout": any(rates), "bias": bias, "weight_layout": weight_layout},
         )
 
     @property
@@ -253,6 +247,13 @@ class Problem:
     def db64(self) -> Tensor:
         """db [R, O] from the rounded S."""
         return self.gradient(self.s, self.dy)
+
+
+def _spec_fields(dtype: torch.dtype, adapter_dtype: torch.dtype) -> dict[str, Any]:
+    return {
+        "dtype": str(dtype).removeprefix("torch."),
+        "adapter_dtype": str(adapter_dtype).removeprefix("torch."),
+    }
 
 
 def _offsets(sizes: Any) -> Tensor:

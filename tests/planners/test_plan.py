@@ -35,8 +35,10 @@ from tlora_fx.planners.prepared import planned_passes, prepared
 from tlora_fx.planners.protocol import find_planner, planner_names
 from tlora_fx.planners.reduction import GradientBuckets
 from tlora_fx.planners.rows import Cutting, balanced_cuts, cut_round
+from tlora_fx.runtime.controllers import NanoBatches, find_controller
 from tlora_fx.runtime.launch import Launch, choose_plan
 from tlora_fx.runtime.ranks import _demand_one_table, demand_elementwise
+from tlora_fx.runtime.trainer import Trainer
 from tlora_fx.runtime.weights import base_tensors
 from tlora_fx.supermodel import SuperModel
 
@@ -265,3 +267,17 @@ def _least(costs: tuple[int, ...], parts: int) -> int:
     return min(
         max(sum(costs[:cut]), _least(costs[cut:], parts - 1)) for cut in range(len(costs) + 1)
     )
+
+
+@pytest.mark.parametrize("controlled", [False, True])
+def test_nano_batches_within_a_pipeline_are_refused(
+    model: SuperModel, tmp_path: Path, controlled: bool
+) -> None:
+    """A stage takes whole micro-batches; nobody would cut them."""
+    plan = Plan(
+        planner="pipeline", mesh=MeshShape(pp=2), cuts=(1,), nano_batches=1 if controlled else 2
+    )
+    deciding = NanoBatches(find_controller("fixed")) if controlled else None
+
+    with pytest.raises(PlanNotRunnable, match="whole micro-batches"):
+        Trainer(model, output=tmp_path, device="cpu", plan=plan, nano_batches=deciding)

@@ -73,11 +73,7 @@ def run(
     demand_memory(found, work)
     best = found.best()
     console = Console(highlight=False, soft_wrap=True)
-    for line in head(given, work, found, gpus, per_node):
-        console.print(line, markup=False)
-    console.print(table(found, show))
-    for line in dropped(found):
-        console.print(line, markup=False)
+    _print(console, head(given, work, found, gpus, per_node), found, show)
     if export is not None:
         length = length or max(job.max_length for job in given.jobs)
         for path in exported(found, export, folder, length, gpus, per_node):
@@ -85,6 +81,14 @@ def run(
     if output is not None:
         best.save(output)
         console.print(f"written   {output}: tlora-fx train {jobs} --plan {output}", markup=False)
+
+
+def _print(console: Console, lines: list[str], found: Search, show: int) -> None:
+    for line in lines:
+        console.print(line, markup=False)
+    console.print(table(found, show))
+    for line in dropped(found):
+        console.print(line, markup=False)
 
 
 def exported(

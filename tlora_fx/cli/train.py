@@ -38,7 +38,8 @@ def run(
         bool, typer.Option("--compile", help="Compile the layers; the first rounds take longer.")
     ] = False,
     nano_batches: Annotated[
-        int | None, typer.Option(min=1, help="Parts of a row that overlap, at first.")
+        int | None,
+        typer.Option(min=1, help="Parts of a row that overlap, unless a controller chooses."),
     ] = None,
     controller: Annotated[
         str | None, typer.Option(help="Changes their number: keep-best, aimd or fixed.")
@@ -154,7 +155,8 @@ def _deciding(asked: _Asked) -> NanoBatches | None:
 
     if asked.controller is None:
         return None
-    return NanoBatches(find_controller(asked.controller))
+    options = {"count": asked.nano_batches or 1} if asked.controller == "fixed" else {}
+    return NanoBatches(find_controller(asked.controller, **options))
 
 
 class _Bars:

@@ -15,7 +15,14 @@ from tlora_fx.batch import PackedBatch, pack, pad
 from tlora_fx.driver import Jobs, as_jobs
 from tlora_fx.errors import CheckpointError, ResumeMismatch
 from tlora_fx.job import Job
-from tlora_fx.planners.apply import ReducingRunner, RowRunner, apply, demand_shardable, load
+from tlora_fx.planners.apply import (
+    ReducingRunner,
+    RowRunner,
+    apply,
+    demand_nano,
+    demand_shardable,
+    load,
+)
 from tlora_fx.planners.feasible import demand_fits
 from tlora_fx.planners.mesh import FIRST_STEP, Mesh, limit_waits
 from tlora_fx.planners.plan import Plan
@@ -108,6 +115,7 @@ class Trainer:
     ) -> None:
         self.plan = plan or Plan(planner="single")
         self.mesh = mesh or Mesh.alone(device or default_device())
+        demand_nano(self.plan, nano_batches is not None or self.plan.nano_batches > 1)
         self.model = prepared(model, self.plan)
         self.jobs = list(model.jobs) if jobs is None else as_jobs(jobs)
         _demand_same_jobs(model.jobs, self.jobs)
