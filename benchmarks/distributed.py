@@ -6,6 +6,7 @@
 `tensor`    one step over all GPUs beside one GPU, eager and as CUDA graphs, with nano-batches
 `pipeline`  a schedule beside an event simulation with the measured times of its own stages
 `grid`      predicted times and memory beside measured ones, over models, tokens and meshes
+`controllers`  nano-batches chosen at run time beside the best fixed count
 `large`     a base of 70B's shape
 
 Arms of one case take turns in rounds; a figure is the median over rounds of the slowest process. On
@@ -107,6 +108,8 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--dtype", default="bfloat16")
     parser.add_argument("--device", default="cuda")
     parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--arms", default="", help="of fsdp, between semicolons; all by default")
+    parser.add_argument("--steps", type=int, default=80, help="of each controller")
     parser.add_argument("--eager", action="store_true", help="layers are not compiled")
     parser.add_argument("--profile", default="", help="file to predict from, or a GPU's name")
     parser.add_argument("--out", default=str(RESULTS), help="folder for the JSON")

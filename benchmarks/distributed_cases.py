@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import statistics
 import tempfile
 import time
@@ -27,6 +28,7 @@ from benchmarks.distributed_models import (
 )
 from benchmarks.interleaved import Spread, ratios
 from benchmarks.step_mixes import Shape
+from tlora_fx.planners.peer_copies import VARIABLE
 from tlora_fx.planners.plan import MeshShape, Plan
 from tlora_fx.planners.protocol import find_planner
 
@@ -66,7 +68,13 @@ def fsdp(shape: Shape, given: Any) -> dict[str, Any]:
         "fsdp": Plan(planner="fsdp", mesh=mesh, shard_base=True),
         "fsdp, kept": Plan(planner="fsdp", mesh=mesh, shard_base=True, keep_gathered=True),
     }
-    made = {name: _planned(shape, plan, given) for name, plan in plans.items()}
+    plans["fsdp, by collectives"] = plans["fsdp"]
+    made: dict[str, Planned] = {}
+    for name, plan in plans.items():
+        if not given.arms or name in given.arms.split(";"):
+            # The variable is read when weights are sharded.
+            os.environ[VARIABLE] = "off" if name == "fsdp, by collectives" else "on"
+            made[name] = _planned(shape, plan, given)
     found: dict[str, Any] = {"rows": []}
     base = shape.frozen_parameters() + shape.vocabulary * shape.hidden
     found["base_gib"] = base * shape.torch_dtype.itemsize / GIB
@@ -77,7 +85,7 @@ def fsdp(shape: Shape, given: Any) -> dict[str, Any]:
         arms = {name: _step(one, rows, weights) for name, one in made.items()}
         peaks = {name: _warm(work, WARM_UP) / GIB for name, work in arms.items()}
         times = timed(arms, given.rounds)
-        for name in ("fsdp", "fsdp, kept"):
+        for name in [name for name in made if name != "replicated"]:
             speed = ratios(times["replicated"], times[name])
             found["rows"].append({
                 "tokens_per_gpu": tokens, "arm": name, "over replicated": speed.json(),
@@ -168,6 +176,13 @@ def grid(shape: Shape, given: Any) -> dict[str, Any]:
     return compared(shape, given, _planned, once)
 
 
+def controllers(shape: Shape, given: Any) -> dict[str, Any]:
+    """Controllers of nano-batches beside the best fixed count."""
+    from benchmarks.distributed_controllers import controllers
+
+    return controllers(shape, given, _planned, timed)
+
+
 def large(shape: Shape, given: Any) -> dict[str, Any]:
     """A base of 70B's shape with 16 jobs, sharded over all GPUs."""
     world = dist.get_world_size()
@@ -229,4 +244,5 @@ def _wait() -> None:
 
 CASES: dict[str, Callable[[Shape, Any], dict[str, Any]]] = {
     "fsdp": fsdp, "tensor": tensor, "pipeline": pipeline, "grid": grid, "large": large,
+    "controllers": controllers,
 }  # fmt: skip

@@ -57,6 +57,7 @@ def compared(
 
 def _plans(model: SuperModel, world: int) -> Iterator[tuple[str, Plan]]:
     replicas = MeshShape(dp=world)
+    yield "single", Plan(planner="single")
     yield "replicated", Plan(planner="replicated", mesh=replicas)
     yield "fsdp", Plan(planner="fsdp", mesh=replicas, shard_base=True)
     yield "fsdp, kept", Plan(planner="fsdp", mesh=replicas, shard_base=True, keep_gathered=True)
@@ -110,11 +111,17 @@ def _predicted(cost: CostModel, plan: Plan, tokens: int, length: int) -> dict[st
 
 def _summary(rows: list[dict[str, Any]]) -> dict[str, Any]:
     errors = [abs(row["predicted_ms"] / row["ms"] - 1) for row in rows]
+    chosen: dict[str, float] = {}
+    for tokens in {row["tokens_per_gpu"] for row in rows}:
+        own = [row for row in rows if row["tokens_per_gpu"] == tokens and row["plan"] != "single"]
+        best = min(own, key=lambda row: row["predicted_ms"])
+        chosen[f"{tokens} tokens: {best['plan']}"] = best["ms"] / min(row["ms"] for row in own)
     memory = [row["predicted_bytes"] / row["peak_bytes"] - 1 for row in rows if row["peak_bytes"]]
     return {
         "configurations": len(rows),
         "mean error": statistics.mean(errors),
         "worst error": max(errors),
         "bounds": [MEAN_BOUND, WORST_BOUND],
+        "choice over the best measured": chosen,
         "memory over measured": [min(memory), max(memory)] if memory else None,
     }

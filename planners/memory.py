@@ -18,8 +18,11 @@ from tlora_fx.planners.step_time import SQUARE, stage_layers
 
 #: What the driver, libraries and the allocator's gaps take.
 RESERVED_GIB, GAPS = 1.5, 0.04
-#: Layers whose gathered weights stand at once: one that computes, the next, one not yet freed.
-GATHERED = 3
+#: Layers whose gathered weights stand at once: one that computes, and the next.
+GATHERED = 2
+#: Hidden states of a layer that are kept as pieces where rows are cut along their tokens: before
+#: each of its two norms. What norms give is gathered, and kept whole for adapters.
+RESIDUALS = 2
 
 
 @dataclass(frozen=True, slots=True)
@@ -121,16 +124,21 @@ def _process(
     trained = trained_in(facts, plan, range(len(facts.layers))) if mesh.pp == 1 else [
         sum(facts.layers[place].trained[job] for place in own) for job in range(len(facts.jobs))
     ]  # fmt: skip
-    return Memory(
-        base=(whole + ends) / (mesh.dp if sharded else 1) + room,
-        gathered=_gathered(cost, plan, own) if sharded else 0.0,
-        adapters=sum(
-            numbers * facts.trained_bytes * (2 + states)
-            for numbers, states in zip(trained, facts.states, strict=True)
-        ),
-        activations=_kept(cost, plan, own, load, first) * in_flight(plan, process, micro_batches),
-        transient=_transient(cost, plan, own, load, last),
+    adapters = sum(
+        numbers * facts.trained_bytes * (2 + states)
+        for numbers, states in zip(trained, facts.states, strict=True)
     )
+    base = (whole + ends) / (mesh.dp if sharded else 1) + room
+    kept = _kept(cost, plan, own, load, first) * in_flight(plan, process, micro_batches)
+    moments = [
+        (_gathered(cost, plan, own) if sharded else 0.0, kept, _layers(cost, plan, own, load))
+    ]
+    if last:
+        moments.append(_loss_moment(cost, plan, own, load, kept))
+    if sharded and first:
+        moments.append((2 * facts.root_bytes + _gathered(cost, plan, own[:1]), 0.0, 0.0))
+    gathered, activations, transient = max(moments, key=sum)
+    return Memory(base, gathered, adapters, activations, transient)
 
 
 def in_flight(plan: Plan, process: int, micro_batches: int) -> float:
@@ -149,28 +157,51 @@ def in_flight(plan: Plan, process: int, micro_batches: int) -> float:
 
 def _kept(cost: CostModel, plan: Plan, own: Sequence[int], load: Load, first: bool) -> float:
     """What one micro-batch leaves in a process."""
-    facts = cost.facts
+    facts, tp = cost.facts, plan.mesh.tp
+    result = load.total * facts.hidden * facts.itemsize
+    spared = result * (1 - 1 / tp) if plan.sequence_parallel else 0.0
     if plan.recompute:
-        result = load.total * facts.hidden * facts.itemsize
-        kept = float(sum(place >= facts.lowest for place in own) * result)
+        kept = float(sum(place >= facts.lowest for place in own) * (result - spared))
     else:
-        kept = cost.summed(own, lambda place: cost.layer(place, load, plan.mesh.tp).saved)
+        kept = cost.summed(own, lambda place: _saved(cost, place, load, tp, RESIDUALS * spared))
     return kept + (cost.root_bytes(load) if first else 0.0)
 
 
+def _saved(cost: CostModel, place: int, load: Load, tp: int, spared: float) -> float:
+    """What a layer leaves; never less than if all of it were cut along tokens."""
+    saved = cost.layer(place, load, tp).saved
+    return max(saved - spared, saved / tp)
+
+
 def _gathered(cost: CostModel, plan: Plan, own: Sequence[int]) -> float:
-    """Whole weights beside the shards: of some layers or of all, of root and head."""
-    facts, tp = cost.facts, plan.mesh.tp
-    sizes = sorted((facts.layers[place].weight_bytes / tp for place in own), reverse=True)
-    layers = sizes if plan.keep_gathered else sizes[:GATHERED]
-    return sum(layers) + facts.root_bytes + facts.head_bytes / tp
+    """Layers whose whole weights stand beside the shards while layers run."""
+    sizes = (cost.facts.layers[place].weight_bytes / plan.mesh.tp for place in own)
+    return sum(sorted(sizes, reverse=True)[: None if plan.keep_gathered else GATHERED])
 
 
-def _transient(cost: CostModel, plan: Plan, own: Sequence[int], load: Load, last: bool) -> float:
-    """The most that is taken beside what is kept: by the loss, or by a layer."""
+def _loss_moment(
+    cost: CostModel, plan: Plan, own: Sequence[int], load: Load, kept: float
+) -> tuple[float, float, float]:
+    """Gathered weights, activations and the rest while head and loss run."""
+    transient = cost.loss_bytes(load, plan.mesh.tp) + _talk(cost, plan, load)
+    if not plan.shard_base or plan.mesh.dp == 1:
+        return 0.0, kept, transient
+    head = (cost.facts.head_bytes or cost.facts.root_bytes) / plan.mesh.tp
+    # What was gathered is unpacked into the weights; then the last layer's come for its backward.
+    beside = _gathered(cost, plan, own if plan.keep_gathered else own[-1:])
+    return head + beside, kept, max(head, transient)
+
+
+def _layers(cost: CostModel, plan: Plan, own: Sequence[int], load: Load) -> float:
+    """The most that a layer takes beside what is kept."""
     kinds = {cost.kinds[place] for place in own}
     costs = [cost.layer(place, load, plan.mesh.tp) for place in kinds]
     backward = [one.backward_peak + (one.forward_peak if plan.recompute else 0.0) for one in costs]
     forward = [max(0.0, one.forward_peak - one.saved) for one in costs]
-    loss = cost.loss_bytes(load, plan.mesh.tp) if last else 0.0
-    return max([loss, *backward, *forward])
+    return max([*backward, *forward], default=0.0) + _talk(cost, plan, load)
+
+
+def _talk(cost: CostModel, plan: Plan, load: Load) -> float:
+    """Under tp a sum of hidden states stands beside what it is made of, and the next one's."""
+    payload = load.total * cost.facts.hidden * cost.facts.itemsize
+    return 2.0 * payload if plan.mesh.tp > 1 else 0.0

@@ -17,6 +17,7 @@ from torch.distributed.fsdp import FSDPModule, fully_shard
 from tlora_fx.graph import under
 from tlora_fx.passes.lower_loss import LOSS
 from tlora_fx.planners.mesh import Mesh
+from tlora_fx.planners.peer_copies import copy_from_peers
 from tlora_fx.planners.plan import Plan
 from tlora_fx.supermodel import SuperModel
 
@@ -43,6 +44,7 @@ def shard_base(model: SuperModel, plan: Plan, mesh: Mesh) -> None:
     for module in tables:
         _shard(module, mesh, reshard_after_forward=True)
     _shard(model, mesh, reshard_after_forward=False, only=())
+    copy_from_peers([model.net.get_submodule(path) for path in (*layers, LOSS)] + tables, mesh)
     _prefetch(model, [*layers, LOSS])
     _gather_around(model, tables, first)
 

@@ -39,8 +39,9 @@ class Work(NamedTuple):
 class Curve:
     """Straight pieces that never fall.
 
-    knots    ascending; behind the last one the last piece goes on. Before the first one the first
-             piece goes on, but never below the line to zero
+    knots    ascending; behind the last one values grow as x does, since a rise that was measured
+             where launches took longer than the work would promise too much. Before the first one
+             the first piece goes on, but never below the line to zero
     values   at the knots
     """
 
@@ -64,7 +65,7 @@ class Curve:
         if x < self.knots[0]:
             return max(self._line(0, x), proportional)
         if x > self.knots[-1]:
-            return self._line(len(self.knots) - 2, x)
+            return self.values[-1] * x / self.knots[-1]
         return float(np.interp(x, self.knots, self.values))
 
     def _line(self, piece: int, x: float) -> float:

@@ -272,8 +272,13 @@ class SuperModel(nn.Module):
         expected = shape if shard is None else shard.full_shape(shape)
         if tensor is None or tuple(tensor.shape) != expected:
             raise _wrong(name, expected, tensor)
-        piece = tensor.detach() if shard is None else shard.of(tensor.detach()).contiguous()
-        return piece.to(device, place.tensor.dtype)
+        if shard is None:
+            return tensor.detach().to(device, place.tensor.dtype)
+        # A view would keep the whole tensor in memory.
+        piece = shard.of(tensor.detach())
+        return piece.to(
+            device, place.tensor.dtype, copy=True, memory_format=torch.contiguous_format
+        )
 
     def _reformed(
         self, entry: Reformed, base: Mapping[str, Tensor], device: torch.device

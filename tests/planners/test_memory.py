@@ -59,7 +59,8 @@ def test_shards_are_parts_and_gathered_layers_come_on_top(cost):
     kept = memory_of(cost, plan(dp=4, shard_base=True, keep_gathered=True), work)
 
     assert sharded.base == facts.base_bytes / 4
-    assert sharded.gathered < kept.gathered == facts.base_bytes
+    # While the loss runs, embeddings are not gathered.
+    assert sharded.gathered < kept.gathered == facts.base_bytes - facts.root_bytes
 
 
 @FEW
