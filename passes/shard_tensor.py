@@ -10,7 +10,7 @@ Keeps   losses and gradients, summed over the group; alone no process computes t
 
 What cannot be cut stays whole, the same in every process, and is noted with the reason: branches
 that run as they are, dropout of the base on pieces, matrices that hold q, k and v one after the
-other. Values between layers are whole: there is no sequence parallelism of norms.
+other. Values between layers are whole; shard-sequence cuts them along tokens.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ class ShardTensor(GroupPass):
             )
         if self.size == 1:
             return
-        learning = _learning(group)
+        learned = learning(group)
         for where, graph in named_graphs(group):
             if where == HEAD and not self.head:
                 continue
@@ -69,7 +69,7 @@ class ShardTensor(GroupPass):
             group.notes.extend((self.name, told) for told in _told_whole(where, cuts))
             if cuts.by_columns and rewrite_allowed(f"pieces in {where or 'the root'}"):
                 _cut(graph, cuts, self.size)
-                _join(group, graph, cuts, learning, open_end=where == HEAD)
+                _join(group, graph, cuts, learned, open_end=where == HEAD)
                 if where == HEAD:
                     _copy_hidden(group)
 
@@ -185,7 +185,7 @@ def _keep_axis(made: fx.Node, like: fx.Node) -> None:
         made.meta["axis"] = like.meta["axis"]
 
 
-def _learning(group: GroupGraph) -> set[fx.Node]:
+def learning(group: GroupGraph) -> set[fx.Node]:
     """The values of all graphs that depend on what jobs train."""
     found = set(_reached(group.root, set()))
     for block in group.blocks.values():

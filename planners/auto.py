@@ -159,10 +159,10 @@ def search(
             continue
         for plan in variants(cost, mesh, work, legal):
             one = _judged(model, cost, plan.model_copy(update={"model": print_of}), work)
-            found.append(one)
+            found += [one, *_with_cut_tokens(model, cost, one, work)]
             if one.memory is not None and not one.runs:
-                again = recomputing(cost, one.plan, work, legal)
-                found.append(_judged(model, cost, again, work))
+                again = _judged(model, cost, recomputing(cost, one.plan, work, legal), work)
+                found += [again, *_with_cut_tokens(model, cost, again, work)]
     ordered = sorted(found, key=_order)
     return Search(tuple(_estimated(one, cost) for one in ordered), work.load.total, cost)
 
@@ -280,11 +280,25 @@ def _judged(model: SuperModel, cost: CostModel, plan: Plan, work: Round) -> Cand
     return Candidate(plan, time, memory, f"needs {needs:.1f} GiB of {has:.1f}")
 
 
+def _with_cut_tokens(
+    model: SuperModel, cost: CostModel, one: Candidate, work: Round
+) -> Iterator[Candidate]:
+    """The same plan with rows cut along tokens, where it is faster or alone fits into memory."""
+    mesh = one.plan.mesh
+    if mesh.tp == 1 or one.time is None or model.group.form != "packed":
+        return
+    other = _judged(model, cost, one.plan.model_copy(update={"sequence_parallel": True}), work)
+    faster = other.time is not None and other.time.seconds < one.time.seconds
+    if other.runs and (faster or not one.runs):
+        yield other
+
+
 def _order(one: Candidate) -> tuple[bool, float, int, str]:
     """Best first; of equal ones the simplest; what does not run last."""
     seconds = one.time.seconds if one.time and one.runs else 0.0
     mesh = one.plan.mesh
     kinds = sum(size > 1 for size in (mesh.pp, mesh.dp, mesh.tp)) + one.plan.shard_base
+    kinds += one.plan.sequence_parallel
     return not one.runs, seconds, kinds, str(one.plan)
 
 
@@ -296,6 +310,6 @@ def _estimated(one: Candidate, cost: CostModel) -> Candidate:
         step_seconds=one.time.seconds,
         memory_bytes=round(one.memory.total),
         profile=cost.profile.name,
-        estimated=cost.estimated or cost.collectives.estimated,
+        estimated=cost.estimated or cost.collectives.estimated or one.plan.sequence_parallel,
     )
     return replace(one, plan=one.plan.model_copy(update={"estimate": estimate}))

@@ -10,9 +10,9 @@ from typing import NamedTuple
 import numpy as np
 
 from tlora_fx.planners.collective_times import CollectiveTimes
-from tlora_fx.planners.facts import LayerFacts, ModelFacts
 from tlora_fx.planners.hardware import Tier, gpu_of_device
 from tlora_fx.planners.load import Load
+from tlora_fx.planners.model_facts import LayerFacts, ModelFacts
 from tlora_fx.planners.nonnegative import fit
 from tlora_fx.planners.plan import MeshShape, Plan
 from tlora_fx.planners.profile import Profile

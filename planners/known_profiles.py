@@ -7,8 +7,8 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from tlora_fx.errors import ProfileFileError, ProfileMissing
-from tlora_fx.planners.facts import ModelFacts
 from tlora_fx.planners.hardware import find_gpu, gpu_of_device
+from tlora_fx.planners.model_facts import ModelFacts
 from tlora_fx.planners.profile import Profile, name_of
 from tlora_fx.planners.roofline import roofline_profile
 from tlora_fx.planners.scaling import scaled

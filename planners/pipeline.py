@@ -10,6 +10,7 @@ from tlora_fx.planners.cuts import balanced_cuts
 from tlora_fx.planners.event_simulation import demand_schedule
 from tlora_fx.planners.feasible import demand_fits
 from tlora_fx.planners.plan import MeshShape, Plan, Schedule, model_fingerprint
+from tlora_fx.planners.prepared import demand_sequence
 from tlora_fx.planners.protocol import Planner
 from tlora_fx.planners.stages import cut_stages
 from tlora_fx.supermodel import SuperModel
@@ -37,7 +38,8 @@ class Pipeline(Planner):
         options   `schedule`: "gpipe", "1f1b" (default), "interleaved" or "zero-bubble";
                   `stages_per_process`: of an interleaved schedule, 2 by default;
                   `micro_batches`: forwards of a replica a round; `cuts`: where stages begin;
-                  `costs`: of each layer, forward and backward, in any unit; `recompute`
+                  `costs`: of each layer, forward and backward, in any unit; `recompute`;
+                  `sequence_parallel`: over tp, stages hand on pieces of rows
         raises    MeshDoesNotFit, NoStage, ScheduleRefused, PlanNotRunnable
         """
         shape = shape or MeshShape(pp=int(options.get("processes", 1)))
@@ -59,7 +61,7 @@ class Pipeline(Planner):
         cut_stages(model, cuts)
         micro_batches = int(options.get("micro_batches", 0)) or _micro_batches(model, shape)
         demand_schedule(schedule, len(cuts) + 1, shape.pp, micro_batches)
-        return Plan(
+        made = Plan(
             planner=self.name,
             mesh=shape,
             model=model_fingerprint(model),
@@ -67,7 +69,10 @@ class Pipeline(Planner):
             schedule=schedule,
             micro_batches=micro_batches,
             recompute=recompute,
+            sequence_parallel=bool(options.get("sequence_parallel", False)) and shape.tp > 1,
         )
+        demand_sequence(model, made)
+        return made
 
 
 def _micro_batches(model: SuperModel, shape: MeshShape) -> int:

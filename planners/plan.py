@@ -15,51 +15,12 @@ from pydantic import BaseModel, ConfigDict, PositiveInt, ValidationError, model_
 
 from tlora_fx.durable import replace_file
 from tlora_fx.errors import PlanFileError, PlanNotForModel
+from tlora_fx.planners.mesh_shape import DIMENSIONS, MeshShape
 from tlora_fx.supermodel import SuperModel
 
+__all__ = ["DIMENSIONS", "Estimate", "MeshShape", "Plan", "Schedule", "model_fingerprint"]
+
 Schedule = Literal["gpipe", "1f1b", "interleaved", "zero-bubble"]
-DIMENSIONS = ("pp", "dp", "tp")
-
-
-class MeshShape(BaseModel):
-    """How many processes stand along each dimension.
-
-    pp   stages of a pipeline
-    dp   replicas, each with rows of its own
-    tp   parts of every matrix
-    """
-
-    model_config = ConfigDict(frozen=True, extra="forbid")
-
-    pp: PositiveInt = 1
-    dp: PositiveInt = 1
-    tp: PositiveInt = 1
-
-    @property
-    def size(self) -> int:
-        """How many processes there are in all."""
-        return self.pp * self.dp * self.tp
-
-    def __str__(self) -> str:
-        return ",".join(f"{name}={getattr(self, name)}" for name in DIMENSIONS)
-
-    @classmethod
-    def parse(cls, text: str) -> Self:
-        """The shape that a text names: "pp=2,dp=2"; what it leaves out is 1.
-
-        raises    PlanFileError
-        """
-        entries = [entry.strip().partition("=") for entry in text.split(",") if entry.strip()]
-        known = all(name in DIMENSIONS and value.isdigit() for name, _, value in entries)
-        sizes = {name: int(value) for name, _, value in entries if value.isdigit()}
-        if not known or len(sizes) < len(entries) or 0 in sizes.values():
-            raise PlanFileError(
-                "this is no mesh",
-                expected="such as pp=2,dp=4,tp=1",
-                found=text,
-                help="name each of pp, dp and tp at most once, with a number of processes",
-            )
-        return cls(**sizes)
 
 
 class Estimate(BaseModel):
@@ -82,18 +43,20 @@ class Estimate(BaseModel):
 class Plan(BaseModel):
     """How a model runs on a mesh.
 
-    planner         name of the planner that made it
-    mesh            how many processes stand along each dimension
-    model           fingerprint of the base and of every job's sites (see model_fingerprint)
-    cuts            where a new stage begins, as places in `SuperModel.layer_order()`; n stages have
-                    n - 1 cuts, and stage s runs on pipeline rank s % pp
-    schedule        the order in which stages work
-    micro_batches   forwards of one replica in a round, at least
-    shard_base      the frozen base is sharded over dp and gathered layer by layer
-    keep_gathered   gathered weights are kept from a layer's forward to its backward
-    recompute       layers keep their inputs only, and are computed again in the backward
-    nano_batches    parts of a micro-batch whose communication and compute overlap
-    estimate        what the planner expects of it
+    planner             name of the planner that made it
+    mesh                how many processes stand along each dimension
+    model               fingerprint of the base and of every job's sites (see model_fingerprint)
+    cuts                where a new stage begins, as places in `SuperModel.layer_order()`; n stages
+                        have n - 1 cuts, and stage s runs on pipeline rank s % pp
+    schedule            the order in which stages work
+    micro_batches       forwards of one replica in a round, at least
+    shard_base          the frozen base is sharded over dp and gathered layer by layer
+    keep_gathered       gathered weights are kept from a layer's forward to its backward
+    recompute           layers keep their inputs only, and are computed again in the backward
+    sequence_parallel   over tp, hidden states are cut along the row's tokens wherever matrices are
+                        not cut
+    nano_batches        parts of a micro-batch whose communication and compute overlap
+    estimate            what the planner expects of it
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid")
@@ -107,6 +70,7 @@ class Plan(BaseModel):
     shard_base: bool = False
     keep_gathered: bool = False
     recompute: bool = False
+    sequence_parallel: bool = False
     nano_batches: PositiveInt = 1
     estimate: Estimate | None = None
 

@@ -21,6 +21,8 @@ def planned_passes(plan: Plan) -> list[str]:
     texts = []
     if plan.mesh.tp > 1:
         texts.append(f"shard-tensor{{size={plan.mesh.tp}}}")
+        if plan.sequence_parallel:
+            texts.append(f"shard-sequence{{size={plan.mesh.tp}}}")
     if plan.recompute:
         texts.append("recompute-layers")
     return texts
@@ -34,6 +36,7 @@ def prepared(model: SuperModel, plan: Plan, *, verify: Verify = "structure") -> 
     raises    PlanNotForModel, PlanNotRunnable; TloraError of a pass
     """
     plan.demand_for(model)
+    demand_sequence(model, plan)
     texts = planned_passes(plan)
     if not texts:
         return model
@@ -50,3 +53,24 @@ def prepared(model: SuperModel, plan: Plan, *, verify: Verify = "structure") -> 
         runner.run_one(Event(place, parse_pass(text), "group", model.group))
     model.group.notes.append((NOTED_BY, f"prepared for {plan.planner} on {plan.mesh}"))
     return SuperModel(model.group, model.backbone, model.jobs)
+
+
+def demand_sequence(model: SuperModel, plan: Plan) -> None:
+    """Refuse to cut rows along their tokens where nothing would run such rows.
+
+    raises    PlanNotRunnable
+    """
+    if not plan.sequence_parallel or plan.mesh.tp == 1:
+        return
+    why = ""
+    if model.group.form != "packed":
+        why = "the base runs padded batches, not packed rows"
+    if plan.nano_batches > 1:
+        why = "nano-batches are runs of whole sequences"
+    if why:
+        raise PlanNotRunnable(
+            "hidden states cannot be cut along the row's tokens",
+            plan=f"{plan.planner} on {plan.mesh}",
+            reason=why,
+            help="use a plan with sequence_parallel: false",
+        )

@@ -11,10 +11,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-import torch
-
-from tlora_fx.planners.facts import LayerFacts, ModelFacts
 from tlora_fx.planners.hardware import GIB, Gpu
+from tlora_fx.planners.model_facts import ITEM_BYTES, LayerFacts, ModelFacts
 from tlora_fx.planners.profile import (
     Hardware,
     HostPoint,
@@ -53,7 +51,7 @@ class Size:
     @property
     def itemsize(self) -> int:
         """Bytes of a number."""
-        return int(getattr(torch, self.dtype).itemsize)
+        return ITEM_BYTES[self.dtype]
 
 
 def layer_ms(gpu: Gpu, size: Size, point: LayerPoint, direction: Direction) -> float:

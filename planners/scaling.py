@@ -9,8 +9,8 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-from tlora_fx.planners.facts import LayerFacts, ModelFacts
 from tlora_fx.planners.hardware import GPUS, Gpu, gpu_of_device
+from tlora_fx.planners.model_facts import LayerFacts, ModelFacts
 from tlora_fx.planners.profile import Hardware, LayerPoint, LayerProfile, LossPoint, Profile
 from tlora_fx.planners.roofline import Size, layer_ms, roofline_profile, scaled_point, shape_of
 

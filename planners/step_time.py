@@ -2,7 +2,10 @@
 
 Replicas run their parts of a round one after the other, or as a pipeline, whose schedule is
 simulated event by event. Sharded weights are gathered while the layer before computes; what tensor
-parallelism says is not hidden but for nano-batches. Then gradients are summed and optimizers step.
+parallelism says is not hidden but for nano-batches. Where rows are cut along their tokens between
+matrices, each sum is a sum of pieces and a gather, and norms and residual additions take a part of
+their time, which is reckoned from the memory's bandwidth: profiles measure layers as a whole. Then
+gradients are summed and optimizers step.
 """
 
 from __future__ import annotations
@@ -19,6 +22,8 @@ from tlora_fx.planners.plan import Plan, Schedule
 
 #: Hidden columns times this many: where attention costs as much as all else (see rows.Cutting).
 SQUARE = 12.0
+#: Hidden states that two norms and two residual additions read or write in one direction.
+POINTWISE = 10.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,7 +116,7 @@ def backward_ms(cost: CostModel, plan: Plan, place: int, load: Load) -> float:
 
 
 def _with_talk(cost: CostModel, plan: Plan, place: int, load: Load, direction: str) -> float:
-    """Compute and two all-reduces of the hidden state; nano-batches hide the shorter of both.
+    """Compute and two sums of the hidden state; nano-batches hide the shorter of both.
 
     source   field notes on nano-batching: T = max(C, M) + min(C, M) / N, C of N smaller rows
     """
@@ -122,6 +127,11 @@ def _with_talk(cost: CostModel, plan: Plan, place: int, load: Load, direction: s
     payload = load.total * cost.facts.hidden * cost.facts.itemsize
     part = _split(load, count)
     compute = count * float(getattr(cost.layer(place, part, tp), direction))
+    if plan.sequence_parallel:
+        # A sum of pieces sends and takes as much as a gather.
+        talk = 4 * cost.collectives.ms("all-gather", tier, tp, payload)
+        spared = cost.copy_ms(POINTWISE / 2 * payload) * (1 - 1 / tp)
+        return max(compute - spared, compute / tp) + talk
     talk = 2 * count * cost.collectives.ms("all-reduce", tier, tp, payload / count)
     if count == 1:
         return compute + talk
@@ -189,7 +199,8 @@ def stage_times(cost: CostModel, plan: Plan, loads: Sequence[Load]) -> Times:
         forward.append([there * 1e-3 for there, _ in both])
         backward.append([back * 1e-3 for _, back in both])
     largest = max(load.total for load in loads)
-    payload = largest * cost.facts.hidden * cost.facts.itemsize
+    pieces = plan.mesh.tp if plan.sequence_parallel else 1
+    payload = largest * cost.facts.hidden * cost.facts.itemsize / pieces
     transfer = cost.collectives.ms("send", cost.cluster.tier(plan.mesh, "pp"), 2, payload)
     return Times(forward, backward, transfer=transfer * 1e-3)
 

@@ -8,7 +8,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tlora_fx.batch import IGNORED, JobTokens, pack, pad
+from tlora_fx.batch import IGNORED, JobTokens, pack, pad, repeating_length
 
 TOKEN = st.integers(1, 50)
 SEQUENCE = st.lists(st.tuples(TOKEN, st.booleans()), min_size=1, max_size=6)
@@ -53,6 +53,35 @@ def test_both_forms_predict_the_same_targets(drawn):
     jobs = jobs_of(drawn)
 
     assert found_targets(pack(jobs)) == expected_targets(jobs) == found_targets(pad(jobs))
+
+
+@given(ROW, st.integers(0, 9))
+def test_padding_adds_tokens_and_nothing_else(drawn, more):
+    """It stands behind all sequences, is of the last job that has any, and has no target."""
+    jobs = jobs_of(drawn)
+    plain = pack(jobs)
+    tokens = plain.input_ids.shape[1]
+    row = pack(jobs, tokens + more)
+
+    assert row.input_ids.shape[1] == tokens + more == row.segments[-1] == row.cu_seqlens[-1]
+    assert torch.equal(row.input_ids[:, :tokens], plain.input_ids)
+    assert torch.equal(row.token_index[:, :tokens], plain.token_index)
+    assert torch.equal(row.target_rows, plain.target_rows)
+    assert torch.equal(row.target_segments, plain.target_segments)
+    if any(job.sequences for job in jobs):
+        grown = row.segments.diff() - plain.segments.diff()
+        owner = max(place for place, job in enumerate(jobs) if job.sequences)
+        assert grown.nonzero().flatten().tolist() == ([owner] if more else [])
+        assert int(row.max_seqlen) == int(plain.max_seqlen)
+
+
+@given(st.integers(1, 200_000))
+def test_lengths_that_repeat_are_few_and_near(tokens):
+    """At most a thirty-second above, or 15 tokens, and the next of what they give themselves."""
+    found = repeating_length(tokens)
+
+    assert tokens <= found <= tokens + max(15, tokens // 32)
+    assert repeating_length(found) == found
 
 
 @given(ROW)

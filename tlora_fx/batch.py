@@ -14,6 +14,8 @@ import torch
 from torch import Tensor
 
 IGNORED = -100
+# Tokens of a row, so that no dimension is specialised to one.
+SMALLEST = 2
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,11 +76,22 @@ class PackedBatch:
         return PackedBatch(**moved)
 
 
-def pack(jobs: Sequence[JobTokens]) -> PackedBatch:
+def repeating_length(tokens: int) -> int:
+    """The next of few lengths, at most a thirty-second above: what is kept by length comes again.
+
+    source   32 lengths between powers of two, 16 tokens apart at least
+    """
+    step = max(16, (1 << tokens.bit_length() - 1) // 32) if tokens else 16
+    return -(-tokens // step) * step
+
+
+def pack(jobs: Sequence[JobTokens], length: int = SMALLEST) -> PackedBatch:
     """Lay the jobs' sequences into one packed line.
 
-    A row has at least two tokens, so that no dimension is specialised to one: a shorter one gets
-    padding, a sequence by itself without targets, which counts as the last job's.
+    length   tokens that the row has at least; two at least, so that no dimension is specialised to
+             one. What is missing is padding: sequences by themselves without targets, no longer
+             than those before them, which count as of the last job that has any (of the last one
+             where none has)
     """
     ids: list[int] = []
     positions: list[int] = []
@@ -94,13 +107,16 @@ def pack(jobs: Sequence[JobTokens]) -> PackedBatch:
         index.extend(range(job.offset, job.offset + len(ids) - first))
         segments.append(len(ids))
     rows, targets, target_segments = _targets(jobs, starts, width=None)
-    if len(ids) < 2:
-        padding = 2 - len(ids)
-        ids.extend([0] * padding)
-        positions.extend(range(padding))
-        index.extend([0] * padding)
-        starts.append(len(ids))
-        segments[-1] = len(ids)
+    if len(ids) < length:
+        owner = max((j for j, job in enumerate(jobs) if job.sequences), default=len(jobs) - 1)
+        longest = max((len(one) for one in jobs[owner].sequences), default=length)
+        segments[owner + 1 :] = [length] * (len(jobs) - owner)
+        while (missing := length - len(ids)) > 0:
+            piece = min(missing, longest)
+            ids.extend([0] * piece)
+            positions.extend(range(piece))
+            index.extend([0] * piece)
+            starts.append(len(ids))
     lengths = [end - start for start, end in pairwise(starts)]
     return PackedBatch(
         input_ids=torch.tensor([ids], dtype=torch.int64),

@@ -152,6 +152,30 @@ class DataSpec(Spec):
         return loss_on
 
 
+class ScheduleSpec(Spec):
+    """What a job asks of a scheduler; training by itself takes no notice of it.
+
+    gpus          what it would have alone
+    max_slowdown  in a group it is at most this much slower than alone
+    deadline      seconds after its submission; None: none
+    lends         the slowdown it consents to where other jobs gain by it, for credit; None: none
+    """
+
+    gpus: StrictInt = Field(default=1, ge=1)
+    max_slowdown: StrictFloat = Field(default=1.5, ge=1)
+    deadline: StrictFloat | None = Field(default=None, gt=0)
+    lends: StrictFloat | None = Field(default=None, ge=1)
+
+    @field_validator("lends")
+    @classmethod
+    def _more_than_it_must(cls, lends: float | None, info: ValidationInfo) -> float | None:
+        most = info.data.get("max_slowdown")
+        if lends is not None and most is not None and lends < most:
+            help = f"give {most:g} or more, or a smaller 'max_slowdown'"
+            raise refuse("'lends' is below 'max_slowdown', which holds anyway", help=help)
+        return lends
+
+
 def _epochs_by_default(data: dict[str, Any]) -> float | None:
     return 1.0 if data.get("max_steps") is None else None
 
@@ -166,6 +190,7 @@ class Job(Spec):
     num_train_epochs  None when `max_steps` counts
     warmup_ratio      part of all optimizer steps
     max_grad_norm     of this job alone; None or 0: no clipping
+    schedule          for `tlora-fx run`: GPUs, and how long it may take
     """
 
     inner: ClassVar[Mapping[str, type[Spec]]] = {"lora": LoraSpec}
@@ -197,6 +222,7 @@ class Job(Spec):
     warmup_ratio: StrictFloat = Field(default=0.0, ge=0, le=1)
     max_grad_norm: StrictFloat | None = Field(default=1.0, ge=0)
     save_steps: StrictInt = Field(default=100, ge=1)
+    schedule: ScheduleSpec = Field(default_factory=ScheduleSpec)
 
     @field_validator("name")
     @classmethod

@@ -50,6 +50,18 @@ def test_the_best_comes_first_and_reasons_are_kept(model, profile):
     assert "stages need a layer each" in reasons["pp=8,dp=1,tp=1"]
 
 
+def test_rows_are_cut_along_tokens_only_where_that_pays(model, profile):
+    """On long rows it is offered beside the plan without it, and is faster; it is an estimate."""
+    only = [MeshShape(tp=2)]
+    long = search(model, profile, small_round(16, 16_384), 2, meshes=only)
+    short = search(model, profile, small_round(2, 16), 2, meshes=only)
+
+    assert long.best().sequence_parallel
+    assert long.best().estimate is not None
+    assert long.best().estimate.estimated
+    assert not any(one.plan.sequence_parallel for one in short.running)
+
+
 def test_a_plan_carries_its_estimate(model, profile):
     """What was expected, by which profile, and that nobody measured it."""
     plan = search(model, profile, small_round(), 2).best()

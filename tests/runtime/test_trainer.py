@@ -86,6 +86,19 @@ def test_python_and_rows_of_any_size_give_the_same_adapters(base, tmp_path):
         assert_close(trained(one, job.name), trained(two, job.name), 1e-7)
 
 
+def test_rows_lengthened_by_padding_give_the_same_adapters(base, tmp_path):
+    """With dropout, a branch that runs as it is, and a last job that ends before the others."""
+    jobs = [*three_jobs(base), make_job(base, "dora", lora={"use_dora": True}, max_steps=2)]
+    plain = train(jobs, tmp_path / "plain")
+    trainer = Trainer(compile(jobs), output=tmp_path / "long", device="cpu", data=make_data(jobs))
+    trainer.rows.lengthened = True
+    trainer.run()
+
+    assert trainer.rows.padding > 0
+    for job in jobs:
+        assert_close(trained(plain, job.name), trained(trainer.model, job.name), 1e-7)
+
+
 JOB = st.fixed_dictionaries(
     {
         "r": st.sampled_from([1, 3, 16, 64]),

@@ -165,6 +165,7 @@ def _cells(one: Candidate, tokens: int) -> list[str]:
     words += ["shard-base"] if plan.shard_base else []
     words += ["keep-gathered"] if plan.keep_gathered else []
     words += ["recompute"] if plan.recompute else []
+    words += ["sequence-parallel"] if plan.sequence_parallel else []
     return [
         str(plan.mesh.pp),
         str(plan.mesh.dp),

@@ -44,6 +44,10 @@ def run(
     controller: Annotated[
         str | None, typer.Option(help="Changes their number: keep-best, aimd or fixed.")
     ] = None,
+    sequence_parallel: Annotated[
+        bool,
+        typer.Option("--sequence-parallel", help="tensor, pipeline: cut rows too, along tokens."),
+    ] = False,
     collective_timeout: Annotated[
         float, typer.Option(min=1, help="Seconds that processes wait for another, after a round.")
     ] = 300,
@@ -61,6 +65,7 @@ def run(
         jobs, output, resume or launch.again, device, pipeline, max_row_tokens,
         plan or ("auto" if launch.size > 1 else "single"), mesh,
         timedelta(seconds=collective_timeout), compiled, nano_batches, controller,
+        sequence_parallel,
     )  # fmt: skip
     exits_at_once(lambda: _train(asked, launch), launch)
 
@@ -81,6 +86,7 @@ class _Asked:
     compiled: bool = False
     nano_batches: int | None = None
     controller: str | None = None
+    sequence_parallel: bool = False
 
 
 def _train(asked: _Asked, launch: Launch) -> None:
@@ -122,6 +128,10 @@ def _train(asked: _Asked, launch: Launch) -> None:
         runs = trainer.run()
     if launch.rank == 0:
         _tell(runs, asked.output)
+        if trainer.rows.padding:
+            part = trainer.rows.padding / (trainer.rows.padding + trainer.rows.tokens)
+            told = f"rows: {part:.1%} padding, so that their lengths come again"
+            console.print(told, highlight=False)
     if any(job.status == "failed" for job in runs):
         sys.exit(1)
 
@@ -141,7 +151,11 @@ def _prepared(
     given = load_job_file(asked.jobs)
     data = load_all_data(given.jobs)
     model = compile(given, asked.pipeline, replay=Path("tlora-fx-replay"))
-    options = {"max_row_tokens": asked.max_row_tokens, "memory_bytes": memory}
+    options = {
+        "max_row_tokens": asked.max_row_tokens,
+        "memory_bytes": memory,
+        "sequence_parallel": asked.sequence_parallel,
+    }
     plan = choose_plan(asked.plan, model, launch, shape, **options)
     if asked.nano_batches is not None:
         plan = plan.model_copy(update={"nano_batches": asked.nano_batches})
@@ -201,6 +215,9 @@ class _Bars:
             self.warned(f"job '{run.job.name}' failed at {run.reason}")
         elif not self.console.is_terminal:
             self.console.print(f"{run.job.name}: done after {run.step} steps, loss {run.loss:.4f}")
+
+    def saved(self, path: Path, runs: Sequence[JobRun]) -> None:
+        """Say nothing: checkpoints are no news."""
 
     def warned(self, text: str) -> None:
         """Print a warning above the bars."""

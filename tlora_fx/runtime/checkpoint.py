@@ -120,11 +120,12 @@ class CheckpointStore:
         self._tidy(kept)
         return made
 
-    def load(self) -> Checkpoint | None:
+    def load(self, only: frozenset[str] | None = None) -> Checkpoint | None:
         """The newest whole checkpoint, or None where none was ever finished.
 
         Warns of each damaged one that it passes over.
 
+        only     names of jobs: the files of others are neither read nor checked
         raises   CheckpointError when checkpoints exist and none is whole, or when one was written
                  by a newer tlora-fx
         """
@@ -132,7 +133,7 @@ class CheckpointStore:
         reasons: list[str] = []
         for name in names:
             try:
-                found = _read(self.folder / name)
+                found = _read(self.folder / name, only)
             except _Damaged as damage:
                 self._damaged.add(name)
                 reasons.append(f"{name}: {damage}")
@@ -150,6 +151,19 @@ class CheckpointStore:
                 help="restore one from a backup, or train into a new folder",
             )
         return None
+
+    def counters(self) -> dict[str, dict[str, Any]]:
+        """Steps, status and all else but tensors of each job, in the newest checkpoint.
+
+        Its tensors are not read, so that this is quick; nothing where no checkpoint is readable.
+        """
+        for name in self._names():
+            try:
+                files = _checked_files(self.folder / name, frozenset())
+                return dict(json.loads(files["state.json"])["jobs"])
+            except (_Damaged, ValueError, KeyError):
+                continue
+        return {}
 
     def _names(self) -> list[str]:
         """Names to trust, newest first: what `latest` lists, or else every finished folder."""
@@ -251,9 +265,9 @@ def _json(value: Any) -> bytes:
     return json.dumps(value, indent=1, sort_keys=True).encode() + b"\n"
 
 
-def _read(folder: Path) -> Checkpoint:
+def _read(folder: Path, only: frozenset[str] | None) -> Checkpoint:
     """Read a checkpoint; raises _Damaged with the reason when it is not whole."""
-    files = _checked_files(folder)
+    files = _checked_files(folder, only)
     try:
         state = json.loads(files["state.json"])
         jobs = {
@@ -263,14 +277,15 @@ def _read(folder: Path) -> Checkpoint:
                 **counters,
             )
             for name, counters in state["jobs"].items()
+            if only is None or name in only
         }
         return Checkpoint(folder, int(state["step"]), jobs, state["run"])
     except (ValueError, KeyError, TypeError, safetensors.SafetensorError) as error:
         raise _Damaged(f"unreadable content ({error})") from error
 
 
-def _checked_files(folder: Path) -> dict[str, bytes]:
-    """The content of every file of the manifest, each proved by its checksum."""
+def _checked_files(folder: Path, only: frozenset[str] | None) -> dict[str, bytes]:
+    """The content of the manifest's files, of some jobs or of all, each proved by its checksum."""
     try:
         manifest = json.loads((folder / "manifest.json").read_bytes())
         written_by, sums = int(manifest["format"]), dict(manifest["sha256"])
@@ -286,6 +301,9 @@ def _checked_files(folder: Path) -> dict[str, bytes]:
         )
     files: dict[str, bytes] = {}
     for name, expected in sums.items():
+        folder_name, _, rest = name.partition("/")
+        if only is not None and folder_name == "jobs" and rest.partition("/")[0] not in only:
+            continue
         try:
             files[name] = (folder / name).read_bytes()
         except OSError as error:

@@ -25,7 +25,8 @@ from tlora_fx.job import Job
 from tlora_fx.ops.tensor_groups import GROUP, use_group
 from tlora_fx.part import Part
 from tlora_fx.planners.cost import work_of
-from tlora_fx.planners.facts import ModelFacts, facts_of
+from tlora_fx.planners.facts import facts_of
+from tlora_fx.planners.model_facts import ModelFacts
 from tlora_fx.planners.plan import MeshShape, Plan
 from tlora_fx.planners.prepared import prepared
 from tlora_fx.planners.profile import Hardware, LayerPoint, LayerProfile, Profile, name_of

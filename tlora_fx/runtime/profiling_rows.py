@@ -15,8 +15,8 @@ from torch import Tensor, fx, nn
 from tlora_fx.batch import JobTokens, PackedBatch, pack, pad
 from tlora_fx.errors import NotProfilable
 from tlora_fx.passes.lower_loss import LOSS
-from tlora_fx.planners.facts import ModelFacts
 from tlora_fx.planners.load import Load
+from tlora_fx.planners.model_facts import ModelFacts
 from tlora_fx.supermodel import SuperModel
 
 #: The share of a row's tokens that each job has.

@@ -30,12 +30,14 @@ class Note(NamedTuple):
     asked         the process was asked to stop
     choice        a number that the leader decides for all, such as nano-batches
     step_micros   wall time of the process's last round
+    due           a checkpoint is due on this process
     """
 
     table: int
     asked: int = 0
     choice: int = 1
     step_micros: int = 0
+    due: int = 0
 
 
 class Agreed(NamedTuple):
@@ -44,11 +46,13 @@ class Agreed(NamedTuple):
     asked         some process was asked to stop
     choice        the leader's
     step_micros   of the slowest process
+    due           a checkpoint is due on the leader
     """
 
     asked: bool
     choice: int
     step_micros: int
+    due: bool = False
 
 
 class Ranks:
@@ -63,7 +67,7 @@ class Ranks:
         raises    RanksParted, on every process, where one has other rows
         """
         if self.mesh.world is None:
-            return Agreed(bool(note.asked), note.choice, note.step_micros)
+            return Agreed(bool(note.asked), note.choice, note.step_micros, bool(note.due))
         mine = torch.tensor(note, dtype=torch.int64)
         told = [torch.empty_like(mine) for _ in range(self.mesh.size)]
         dist.all_gather(told, mine, group=self.mesh.world)
@@ -73,6 +77,7 @@ class Ranks:
             any(each.asked for each in notes),
             notes[0].choice,
             max(each.step_micros for each in notes),
+            bool(notes[0].due),
         )
 
     def together(self, action: Callable[[], T]) -> T:

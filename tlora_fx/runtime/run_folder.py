@@ -20,13 +20,16 @@ LOCK = ".lock"
 class RunFolder:
     """Where a run writes: a folder for each job, and the checkpoints.
 
+    path     of the run
+    jobs     where the jobs' own folders are, if not in `path`
     writes   whether anything is written here
     """
 
     writes = True
 
-    def __init__(self, path: Path | str) -> None:
+    def __init__(self, path: Path | str, jobs: Path | str | None = None) -> None:
         self.path = Path(path)
+        self.jobs = self.path if jobs is None else Path(jobs)
 
     def job(self, name: str) -> Path:
         """A job's own folder.
@@ -39,7 +42,7 @@ class RunFolder:
                 folder=self.path,
                 help="rename the job: the run keeps its checkpoints under that name",
             )
-        return self.path / name
+        return self.jobs / name
 
     @contextmanager
     def held(self, resume: bool) -> Iterator[None]:

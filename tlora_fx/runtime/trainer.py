@@ -11,10 +11,10 @@ from typing import Protocol
 
 import torch
 
-from tlora_fx.batch import PackedBatch, pack, pad
+from tlora_fx.batch import PackedBatch
 from tlora_fx.driver import Jobs, as_jobs
-from tlora_fx.errors import CheckpointError, ResumeMismatch
-from tlora_fx.job import Job
+from tlora_fx.errors import CheckpointError
+from tlora_fx.ops.kernels.selector import is_strict
 from tlora_fx.planners.apply import (
     ReducingRunner,
     RowRunner,
@@ -29,12 +29,15 @@ from tlora_fx.planners.plan import Plan
 from tlora_fx.planners.prepared import prepared
 from tlora_fx.planners.rows import Cutting, cut_round
 from tlora_fx.runtime.adapters import adapter_tensors, start_adapters
-from tlora_fx.runtime.checkpoint import Checkpoint, CheckpointStore
+from tlora_fx.runtime.carrying import Carried
+from tlora_fx.runtime.checkpoint import Checkpoint, CheckpointStore, JobState
 from tlora_fx.runtime.controllers import NanoBatches
 from tlora_fx.runtime.data import JobData
 from tlora_fx.runtime.gathering import Gathering
+from tlora_fx.runtime.identity import demand_same_jobs, demand_same_run, identity
 from tlora_fx.runtime.interrupt import GRACE_SECONDS, Interrupts
 from tlora_fx.runtime.job_run import JobRun, StepReport
+from tlora_fx.runtime.lengthening import Rows
 from tlora_fx.runtime.norms import gradient_norms
 from tlora_fx.runtime.prepare import check_fits, load_all_data
 from tlora_fx.runtime.probe import probe_batch_form
@@ -57,6 +60,9 @@ class Watcher(Protocol):
     def ended(self, run: JobRun) -> None:
         """A job is done, or has failed."""
 
+    def saved(self, path: Path, runs: Sequence[JobRun]) -> None:
+        """A checkpoint holds all that the jobs did."""
+
     def warned(self, text: str) -> None:
         """Something went wrong that does not stop the run."""
 
@@ -71,6 +77,9 @@ class Silent:
         """Say nothing."""
 
     def ended(self, run: JobRun) -> None:
+        """Say nothing."""
+
+    def saved(self, path: Path, runs: Sequence[JobRun]) -> None:
         """Say nothing."""
 
     def warned(self, text: str) -> None:
@@ -94,6 +103,7 @@ class Trainer:
     longest_wait     after the first round no process waits longer for another
     compiled         layers are compiled by torch.compile; the first rounds take longer
     nano_batches     chooses into how many nano-batches rows are cut, round after round
+    carried          the run is a piece of a longer one: where its jobs come from and write to
     """
 
     def __init__(
@@ -112,19 +122,21 @@ class Trainer:
         longest_wait: timedelta = FIRST_STEP,
         nano_batches: NanoBatches | None = None,
         compiled: bool = False,
+        carried: Carried | None = None,
     ) -> None:
         self.plan = plan or Plan(planner="single")
         self.mesh = mesh or Mesh.alone(device or default_device())
         demand_nano(self.plan, nano_batches is not None or self.plan.nano_batches > 1)
         self.model = prepared(model, self.plan)
         self.jobs = list(model.jobs) if jobs is None else as_jobs(jobs)
-        _demand_same_jobs(model.jobs, self.jobs)
+        demand_same_jobs(model.jobs, self.jobs)
         stamp = datetime.now(UTC).strftime("%Y%m%d-%H%M%S")
         # Without a path every process would name another folder; only the leader's is used.
         folder = RunFolder if self.mesh.leader else NoFolder
-        self.folder = folder(output or Path("runs") / stamp)
+        self.folder = folder(output or Path("runs") / stamp, carried.jobs if carried else None)
         self.device = self.mesh.device
         self.resume = resume
+        self.carried = carried
         self.max_row_tokens = max_row_tokens
         self.watch: Watcher = watch if watch is not None and self.mesh.leader else Silent()
         self.longest_wait = longest_wait
@@ -133,6 +145,9 @@ class Trainer:
         self.store = CheckpointStore(self.folder.path)
         self.runs: list[JobRun] = []
         self.rounds = 0
+        # Numbers of strict mode follow from the lengths that users give.
+        lengthened = self.device.type == "cuda" and not is_strict()
+        self.rows = Rows(model.group.form == "packed", lengthened)
         self._data = data
         self._runner: RowRunner | ReducingRunner | None = None
         self._compiled = compiled
@@ -142,6 +157,7 @@ class Trainer:
         self._seconds = 0.0
         self._limited = False
         self._tokens = 0
+        self._saved_at = time.monotonic()
 
     def run(self) -> list[JobRun]:
         """Train until every job is done, has failed, or the user interrupts.
@@ -192,8 +208,11 @@ class Trainer:
         ]
         for run in self.runs:
             run.optimizer.zero_grad()
+        if self.carried is not None:
+            self._carry(self.carried)
         if self.resume:
             self._restore()
+        self._saved_at = time.monotonic()
 
     def gradients(self, batches: Mapping[int, MicroBatches]) -> dict[int, float]:
         """One forward and backward of all rows of a round; gradients add up in the parameters.
@@ -207,8 +226,7 @@ class Trainer:
         """The rows of a round, the same on every process."""
         steps = {index: self.runs[index].step for index in batches}
         rows = rows_of_round(self.jobs, batches, steps, self.max_row_tokens)
-        form = pack if self.model.group.form == "packed" else pad
-        return [form(tokens) for tokens in cut_round(rows, self.plan.parts, self._cutting)]
+        return self.rows.made(cut_round(rows, self.plan.parts, self._cutting))
 
     def _run_rows(
         self, rows: Sequence[PackedBatch], batches: Mapping[int, MicroBatches]
@@ -232,7 +250,8 @@ class Trainer:
         rows = self._rows(batches)
         table = table_hash(rows) if self.mesh.size > 1 else 0
         micros = int(self._seconds * 1e6)
-        agreed = self.ranks.agree(Note(table, int(interrupts.asked), self._choice, micros))
+        note = Note(table, int(interrupts.asked), self._choice, micros, int(self._save_due()))
+        agreed = self.ranks.agree(note)
         if agreed.asked:
             interrupts.settle()
             return False
@@ -240,7 +259,7 @@ class Trainer:
         losses = self._run_rows(rows, batches)
         norms = gradient_norms(active, self.model, self.mesh)
         self.rounds += 1
-        self._finish(active, batches, losses, norms, started)
+        self._finish(active, batches, losses, norms, started, due=agreed.due)
         if not self._limited:
             limit_waits(self.mesh, self.longest_wait)
             self._limited = True
@@ -263,8 +282,9 @@ class Trainer:
         losses: Mapping[int, float],
         norms: Mapping[int, float],
         started: float,
+        *,
+        due: bool,
     ) -> None:
-        due = False
         for run in active:
             index = run.index
             self._seconds = time.perf_counter() - started
@@ -283,6 +303,11 @@ class Trainer:
         adapter = self.gathering.whole_adapter(run.job.name, adapter_tensors(run.parameters))
         run.write(adapter, self._base_name())
 
+    def _save_due(self) -> bool:
+        """Whether the last checkpoint is too long ago for a piece of a longer run."""
+        longest = float("inf") if self.carried is None else self.carried.save_seconds
+        return time.monotonic() - self._saved_at >= longest
+
     def _save(self, *, last: bool) -> None:
         """Write a checkpoint; while training goes on, a full disk only costs this one.
 
@@ -293,15 +318,32 @@ class Trainer:
             name: self.gathering.whole(name, run.state())
             for name, run in zip(names, self.runs, strict=True)
         }
+        self._saved_at = time.monotonic()
         if not self.mesh.leader:
             return
-        described = {"rounds": self.rounds, **self._identity()}
+        described = {"rounds": self.rounds, **identity(self.model, self.jobs)}
         try:
-            self.store.save(self.rounds, states, described)
+            path = self.store.save(self.rounds, states, described)
         except CheckpointError as error:
             if last:
                 raise
             self.watch.warned(str(error))
+        else:
+            self.watch.saved(path, self.runs)
+
+    def _carry(self, carried: Carried) -> None:
+        """Take jobs over from the runs that they come from."""
+        own = self.ranks.together(carried.states if self.mesh.leader else dict[str, JobState])
+        states = self.ranks.from_leader(own)
+        for run in self.runs:
+            name = run.job.name
+            if name in states:
+                source = str(carried.sources[name])
+                run.restore(self.gathering.own(name, states[name]), source)
+            else:
+                run.metrics.truncate_after(0)
+            if run.status != "running":
+                self._write(run)
 
     def _restore(self) -> None:
         checkpoint = self.ranks.together(self._read_checkpoint)
@@ -326,24 +368,8 @@ class Trainer:
         checkpoint = self.store.load() if self.mesh.leader else None
         if checkpoint is None:
             return None
-        for key, value in self._identity().items():
-            if checkpoint.run.get(key) != value:
-                raise ResumeMismatch(
-                    "the checkpoint belongs to other jobs or another base",
-                    folder=checkpoint.path,
-                    field=key,
-                    expected=_first_difference(checkpoint.run.get(key), value)[0],
-                    found=_first_difference(checkpoint.run.get(key), value)[1],
-                    help="resume with the job file that the run was started with; "
-                    "only max_steps and save_steps may change",
-                )
+        demand_same_run(checkpoint, identity(self.model, self.jobs))
         return checkpoint
-
-    def _identity(self) -> dict[str, object]:
-        """What must be equal for a run to go on."""
-        free = {"max_steps", "num_train_epochs", "save_steps", "base"}
-        jobs = {job.name: job.model_dump(mode="json", exclude=free) for job in self.jobs}
-        return {"jobs": jobs, "base": self.model.backbone.fingerprint()}
 
     def _base_name(self) -> str | None:
         spec = self.model.backbone.spec
@@ -353,47 +379,3 @@ class Trainer:
 def default_device() -> str:
     """The GPU where there is one."""
     return "cuda" if torch.cuda.is_available() else "cpu"
-
-
-def _demand_same_jobs(compiled: Sequence[Job], given: Sequence[Job]) -> None:
-    if [job.name for job in compiled] != [job.name for job in given]:
-        raise ResumeMismatch(
-            "the model was compiled for other jobs",
-            expected=", ".join(job.name for job in compiled),
-            found=", ".join(job.name for job in given),
-            help="compile the jobs that you train",
-        )
-    for one, two in zip(compiled, given, strict=True):
-        mine, theirs = _what_is_compiled(one), _what_is_compiled(two)
-        if mine != theirs:
-            expected, found = _first_difference(mine, theirs)
-            raise ResumeMismatch(
-                f"the model was compiled for another job '{one.name}'",
-                job=one.name,
-                expected=expected,
-                found=found,
-                help="compile the jobs that you train",
-            )
-
-
-def _what_is_compiled(job: Job) -> dict[str, object]:
-    """What of a job is in the model."""
-    return {
-        "base": job.base.model_dump(),
-        "lora": job.lora_fields,
-        "adapter_dtype": job.adapter_dtype,
-        "adapter_compute": job.adapter_compute,
-    }
-
-
-def _first_difference(one: object, two: object) -> tuple[object, object]:
-    """Where two nested mappings part."""
-    while isinstance(one, dict) and isinstance(two, dict):
-        key = next((k for k in {**one, **two} if one.get(k) != two.get(k)), None)
-        if key is None:
-            break
-        inner = one.get(key), two.get(key)
-        if not all(isinstance(value, dict) for value in inner):
-            return f"{key}: {inner[0]}", f"{key}: {inner[1]}"
-        one, two = inner
-    return one, two

@@ -1,0 +1,336 @@
+"""Is the simulator right? The same jobs on this machine, and on the simulated clock.
+
+    python -m benchmarks.validation --model tiny --slots 2                    # a CPU, minutes
+    python -m benchmarks.validation --model 8b --layers 4 --device cuda       # one GPU
+
+One command does all: it profiles the base's layers here, launches and drains a group twice to learn
+what a switch costs, lets the local executor run twelve jobs as they arrive under each policy, and
+replays the same jobs, with the times at which they came, by the simulator. What the simulator is
+told was measured before the run that it predicts.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from statistics import fmean
+from typing import Any
+
+from rich.table import Table
+
+from benchmarks.results_file import RESULTS, console, described, write
+from benchmarks.validation_workload import Planned, base_of, workload, write_file
+from tlora_fx.job import Job
+from tlora_fx.jobfile import load_job_file
+from tlora_fx.scheduler.demand import Demand
+from tlora_fx.scheduler.executor import Drained, Event, Failed, Progress
+from tlora_fx.scheduler.group import Group
+from tlora_fx.scheduler.ledger_rows import EpochRecord, JobRecord
+from tlora_fx.scheduler.local.executor import LocalOptions, cpu_threads
+from tlora_fx.scheduler.local.told import Listener
+from tlora_fx.scheduler.loop_watch import NoWatch
+from tlora_fx.scheduler.policies import find_policy
+from tlora_fx.scheduler.running import Running, RunOptions, opened
+from tlora_fx.scheduler.running_estimates import Estimates, machine
+from tlora_fx.scheduler.running_files import Found
+from tlora_fx.simulator.replay import replay
+
+WARM_UPS = 3
+WARM_UP_JOBS = 3
+TURN_SECONDS = 0.02
+#: What differs by model, unless it is asked for.
+PRESETS: dict[str, dict[str, Any]] = {
+    "tiny": {"lone_seconds": 12.0, "over_seconds": 40.0, "longest": 64, "tokens": "64,256,1024",
+             "lengths": "32,64", "vocabulary": 512},
+    "8b": {"lone_seconds": 12.0, "over_seconds": 50.0, "longest": 512,
+           "tokens": "128,512,1280,2560,4800", "lengths": "160,512", "vocabulary": 8192},
+}  # fmt: skip
+LIMIT_SECONDS = 1200.0
+
+
+class Quiet(NoWatch):
+    """Says what is wrong, and nothing else."""
+
+    def went_on(self, jobs: int, done: int) -> None:
+        """Nothing."""
+
+    def took(self, found: Found) -> None:
+        """A file of ours should hold no mistake."""
+        if found.mistake:
+            print(found.mistake, file=sys.stderr)
+
+
+@dataclass(slots=True)
+class Bench:
+    """All that the parts of the benchmark share."""
+
+    asked: argparse.Namespace
+    folder: Path
+    base: dict[str, Any]
+    planned: list[Planned]
+    estimates: Estimates
+    device: str
+
+    def job(self, one: Planned, steps: int) -> Job:
+        """A job of the workload as its file says it."""
+        path = self.folder / "parsed" / f"{one.name}.yaml"
+        fields = one.fields | {"max_steps": steps}
+        return load_job_file(write_file(path, self.base, [fields])).jobs[0]
+
+    def steps(self, one: Planned) -> int:
+        """As many as take its time alone, by what is expected of a step."""
+        request = self.estimates.request(self.job(one, 1), 0.0)
+        solo = self.estimates.estimator.solo(request.base, request.demand, request.gpus)
+        return max(2, round(one.lone_seconds / solo))
+
+    def options(self, switch_seconds: float) -> RunOptions:
+        """Of every run; nothing is learnt while it runs."""
+        local = LocalOptions(self.device, save_seconds=self.asked.save_seconds,
+                             compiled=self.asked.compile)  # fmt: skip
+        return RunOptions(
+            horizon=self.asked.horizon, switch_seconds=switch_seconds, linger=0.0, learns=False,
+            layout_of=self.estimates.layout_of, local=local,
+        )  # fmt: skip
+
+    def opened(self, name: str, policy: str, switch_seconds: float) -> Any:
+        """A run in a folder of its own."""
+        jobs = self.folder / name / "jobs"
+        jobs.mkdir(parents=True)
+        return opened(
+            jobs, self.folder / name / "run", self.estimates.cluster, find_policy(policy),
+            self.estimates.estimator, self.estimates, Quiet(), self.options(switch_seconds),
+        )  # fmt: skip
+
+
+def main() -> None:
+    """Profile, warm up, run, simulate, compare, write."""
+    asked = _arguments()
+    with tempfile.TemporaryDirectory(prefix="validation-") as name:
+        folder = Path(name)
+        bench = _bench(asked, folder)
+        switches = warm_up(bench)
+        switch_seconds = fmean(one["launch_seconds"] + one["drain_seconds"] for one in switches)
+        print(f"a switch takes {switch_seconds:.2f} s", flush=True)
+        found = described("validation", bench.device) | {
+            "options": {k: str(v) for k, v in vars(asked).items()},
+            "warm_ups": switches,
+            "switch_seconds": switch_seconds,
+            "policies": {
+                policy: compare(bench, policy, switch_seconds)
+                for policy in asked.policies.split(",")
+            },
+        }
+    write(asked.output, found)
+    show(found)
+
+
+def warm_up(bench: Bench) -> list[dict[str, float]]:
+    """Launch a group of some of the jobs and drain it, some times over."""
+    jobs = [bench.job(one, 1_000_000) for one in bench.planned[:WARM_UP_JOBS]]
+    measured = []
+    with bench.opened("warm-up", "megatron", 0.0) as running:
+        _ready(running)
+        executor = running.executor
+        for job in jobs:
+            running.specs[job.name] = job.model_dump(mode="json")
+        requests = [bench.estimates.request(job, 0.0) for job in jobs]
+        total = Demand.total(request.demand for request in requests)
+        step = bench.estimates.estimator.solo(requests[0].base, total, 1)
+        group = Group(tuple(job.name for job in jobs), 1, (0,))
+        for epoch in range(1, WARM_UPS + 1):
+            begun = executor.now()
+            executor.reserve(group, epoch)
+            executor.launch(group, epoch, requests, {})
+            # The first step compiles kernels: what it takes beyond a step belongs to the switch.
+            first = _until(running, Progress, epoch)
+            time.sleep(2.0)
+            asked = executor.now()
+            executor.drain(group, epoch)
+            drained = _until(running, Drained, epoch)
+            executor.release(group, epoch)
+            launch = first - begun - step
+            measured.append({"launch_seconds": launch, "drain_seconds": drained - asked})
+    return measured
+
+
+def _until(running: Running, kind: type[Event], epoch: int) -> float:
+    end = time.monotonic() + LIMIT_SECONDS
+    while time.monotonic() < end:
+        for event in running.executor.events():
+            if isinstance(event, Failed):
+                raise RuntimeError(event.reason)
+            if isinstance(event, kind) and getattr(event, "epoch", None) == epoch:
+                return event.time
+        time.sleep(TURN_SECONDS)
+    raise TimeoutError(f"no {kind.__name__} of formation {epoch}")
+
+
+def _ready(running: Running) -> None:
+    """Wait until workers can be forked: that is no switch."""
+    while not running.executor.ready:
+        time.sleep(TURN_SECONDS)
+
+
+def compare(bench: Bench, policy: str, switch_seconds: float) -> dict[str, Any]:
+    """One policy, run and simulated."""
+    print(f"running {policy}", flush=True)
+    records, epochs = run_here(bench, policy, switch_seconds)
+    requests = [record.request for record in records]
+    told = replay(
+        requests, find_policy(policy), bench.estimates.estimator, bench.estimates.cluster,
+        horizon=bench.asked.horizon, switch_seconds=switch_seconds,
+    )  # fmt: skip
+    jobs: list[dict[str, Any]] = []
+    for record in records:
+        row = told.jobs.index[record.name]
+        submitted = record.request.submitted
+        real = (record.ended or float("nan")) - submitted
+        simulated = float(told.jobs.ended[row]) - submitted
+        jobs.append({
+            "job": record.name, "status": record.status, "submitted": submitted,
+            "real_seconds": real, "simulated_seconds": simulated,
+            "real_queued_seconds": (record.first_started or float("nan")) - submitted,
+            "simulated_queued_seconds": float(told.jobs.started[row]) - submitted,
+            "error": simulated / real - 1,
+        })  # fmt: skip
+    errors = [abs(job["error"]) for job in jobs]
+    groups = [group_of(bench.folder / policy / "run", epoch) for epoch in epochs]
+    return {
+        "mean_error": fmean(errors),
+        "worst_error": max(errors),
+        "real_groups": len(epochs),
+        "simulated_groups": told.summary.formations,
+        "groups": groups,
+        "mean_completion_real": fmean(job["real_seconds"] for job in jobs),
+        "mean_completion_simulated": fmean(job["simulated_seconds"] for job in jobs),
+        "jobs": jobs,
+    }
+
+
+def group_of(run: Path, epoch: EpochRecord) -> dict[str, Any]:
+    """What a formation took to launch, and its steps before one of its jobs ended."""
+    lines = Listener(run / "groups" / f"{epoch.epoch:06d}" / "told.jsonl").lines()
+    ended = next((at for at, line in enumerate(lines) if line.get("ended")), len(lines))
+    told = [line for line in lines[:ended] if line["kind"] == "progress"]
+    # The first step compiles kernels.
+    measured = None
+    if len(told) > 2:
+        first, last = told[1], told[-1]
+        done = max(last["steps"][job] - first["steps"][job] for job in epoch.jobs)
+        measured = (last["time"] - first["time"]) / done if done else None
+    return {
+        "jobs": list(epoch.jobs),
+        "gpus": len(epoch.place),
+        "launch_seconds": None if epoch.started is None else epoch.started - epoch.launched,
+        "predicted_step_seconds": epoch.seconds,
+        "measured_step_seconds": measured,
+    }
+
+
+def run_here(
+    bench: Bench, policy: str, switch_seconds: float
+) -> tuple[list[JobRecord], list[EpochRecord]]:
+    """The workload by the local executor; its jobs and its groups."""
+    waiting = [(one, one.fields | {"max_steps": bench.steps(one)}) for one in bench.planned]
+    with bench.opened(policy, policy, switch_seconds) as running:
+        _ready(running)
+        begun = time.monotonic()
+        folder = bench.folder / policy / "jobs"
+        while time.monotonic() - begun < LIMIT_SECONDS:
+            while waiting and time.monotonic() - begun >= waiting[0][0].arrives:
+                one, fields = waiting.pop(0)
+                write_file(folder / f"{one.name}.yaml", bench.base, [fields])
+            over = not running.turn()
+            if over and not waiting and len(running.ledger.jobs()) == len(bench.planned):
+                break
+            time.sleep(TURN_SECONDS)
+        return running.ledger.jobs(), running.ledger.epochs()
+
+
+def show(found: dict[str, Any]) -> None:
+    """What was predicted of steps, and a table of errors."""
+    steps = Table("policy", "group", "launch s", "step ms", "predicted ms", box=None)
+    for policy, told in found["policies"].items():
+        for one in told["groups"]:
+            launch, measured = one["launch_seconds"], one["measured_step_seconds"]
+            steps.add_row(
+                policy, " ".join(one["jobs"]), "" if launch is None else f"{launch:.1f}",
+                "" if measured is None else f"{measured * 1e3:.1f}",
+                f"{one['predicted_step_seconds'] * 1e3:.1f}",
+            )  # fmt: skip
+    console().print(steps)
+    table = Table("policy", "job", "real s", "simulated s", "error", box=None)
+    for policy, told in found["policies"].items():
+        for job in told["jobs"]:
+            table.add_row(policy, job["job"], f"{job['real_seconds']:.1f}",
+                          f"{job['simulated_seconds']:.1f}", f"{job['error']:+.1%}")  # fmt: skip
+        table.add_row(policy, "mean, worst", "", "",
+                      f"{told['mean_error']:.1%}, {told['worst_error']:.1%}")  # fmt: skip
+    console().print(table)
+
+
+def _bench(asked: argparse.Namespace, folder: Path) -> Bench:
+    base = base_of(asked.model, asked.layers, asked.vocabulary, folder / "base")
+    planned = workload(asked.jobs, asked.lone_seconds, asked.over_seconds, asked.longest,
+                       asked.seed, folder / "data")  # fmt: skip
+    cluster, device = machine(asked.device, asked.slots)
+    profile = folder / "profile.json"
+    _profile(asked, base, planned, device, cluster.gpus, folder, profile)
+    return Bench(asked, folder, base, planned, Estimates(cluster, (profile,)), device)
+
+
+def _profile(
+    asked: argparse.Namespace, base: dict[str, Any], planned: Sequence[Planned], device: str,
+    slots: int, folder: Path, output: Path,
+) -> None:  # fmt: skip
+    """Measure the base's layers, in a process of its own, on as many cores as a slot has."""
+    fields = [one.fields | {"max_steps": 1} for one in planned[: asked.profile_jobs]]
+    jobs = write_file(folder / "profile.yaml", base, fields)
+    environment = os.environ | (cpu_threads(slots) if device == "cpu" else {})
+    command = [sys.executable, "-m", "tlora_fx", "profile", str(jobs), "-o", str(output),
+               "--device", device, "--tokens", asked.tokens, "--lengths", asked.lengths,
+               "--rounds", str(asked.rounds), *([] if asked.compile else ["--eager"])]  # fmt: skip
+    begun = time.monotonic()
+    subprocess.run(command, check=True, env=environment, stdout=subprocess.DEVNULL)
+    print(f"profiled in {time.monotonic() - begun:.0f} s", flush=True)
+
+
+def _arguments() -> argparse.Namespace:
+    made = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawTextHelpFormatter
+    )
+    made.add_argument("--model", choices=("tiny", "8b"), default="tiny")
+    made.add_argument("--layers", type=int, default=4)
+    made.add_argument("--device", choices=("cpu", "cuda"), default=None)
+    made.add_argument("--slots", type=int, default=None, help="GPUs, or parts of the CPU")
+    made.add_argument("--jobs", type=int, default=12)
+    made.add_argument("--policies", default="tlora,mlora-fifo")
+    made.add_argument("--lone-seconds", type=float, help="of a job alone, on average")
+    made.add_argument("--over-seconds", type=float, help="within which jobs come")
+    made.add_argument("--longest", type=int, help="tokens of the longest samples")
+    made.add_argument("--tokens", help="rows that are profiled")
+    made.add_argument("--lengths", help="sequences that are profiled")
+    made.add_argument("--vocabulary", type=int, help="of the base")
+    made.add_argument("--horizon", type=float, default=20.0)
+    made.add_argument("--save-seconds", type=float, default=60.0)
+    made.add_argument("--rounds", type=int, default=5)
+    made.add_argument("--profile-jobs", type=int, default=8, help="whose adapters are profiled")
+    made.add_argument("--compile", action="store_true", help="compile the layers")
+    made.add_argument("--seed", type=int, default=0)
+    made.add_argument("-o", "--output", type=Path, default=RESULTS / "validation.json")
+    asked = made.parse_args()
+    for name, value in PRESETS[asked.model].items():
+        if getattr(asked, name) is None:
+            setattr(asked, name, value)
+    return asked
+
+
+if __name__ == "__main__":
+    main()

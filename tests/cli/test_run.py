@@ -1,0 +1,161 @@
+"""`tlora-fx run` and `tlora-fx schedule`, as a user meets them."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import yaml
+
+from tests.scheduler.fork_here import ForkHere
+from tlora_fx.cli import main
+from tlora_fx.planners.known_profiles import SHIPPED
+from tlora_fx.scheduler import running
+
+ROOT = Path(__file__).parents[2]
+QUICKSTART = ROOT / "examples" / "quickstart"
+PROFILE = ROOT / "tests" / "scheduler" / "quickstart-cpu.json"
+STEPS = {"a": 3, "b": 4}
+
+
+def write_jobs(folder: Path, **steps: int) -> Path:
+    """One file with two jobs on the quickstart's base."""
+    folder.mkdir()
+    entry = {"lora": {"r": 4}, "per_device_train_batch_size": 2, "max_length": 32}
+    entry["data"] = {"path": str(QUICKSTART / "data" / "records.jsonl")}
+    content = {
+        "base": {"config": str(QUICKSTART / "base"), "dtype": "float32"},
+        "defaults": entry,
+        "jobs": [
+            {"name": name, "max_steps": count, "schedule": {"max_slowdown": 8.0}}
+            for name, count in steps.items()
+        ],
+    }
+    (folder / "jobs.yaml").write_text(yaml.safe_dump(content))
+    return folder
+
+
+def words(jobs: Path, output: Path, *more: str) -> list[str]:
+    given = ["run", str(jobs), "-o", str(output), "--device", "cpu", "--profile", str(PROFILE)]
+    return [*given, "--horizon", "2s", "--until-empty", *more]
+
+
+def call(*given: str) -> int | str | None:
+    """Run a command; its exit code."""
+    with pytest.raises(SystemExit) as stop:
+        main(list(given))
+    return stop.value.code
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory):
+    """A folder of jobs and the run that trained them."""
+    folder = tmp_path_factory.mktemp("run")
+    jobs = write_jobs(folder / "jobs", **STEPS)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(running, "ForkServer", ForkHere)
+        assert call(*words(jobs, folder / "run")) == 0
+    return jobs, folder / "run"
+
+
+def test_every_job_leaves_what_train_leaves(trained):
+    """An adapter folder, metrics and status a job."""
+    _, output = trained
+    for name, steps in STEPS.items():
+        status = json.loads((output / name / "status.json").read_text())
+        assert (status["status"], status["step"]) == ("done", steps)
+        assert (output / name / "adapter_model.safetensors").is_file()
+        assert len((output / name / "metrics.jsonl").read_text().splitlines()) == steps
+
+
+def test_a_run_that_has_ended_ends_at_once(trained, monkeypatch, capsys):
+    """Started again it says what there is, and trains nothing."""
+    monkeypatch.setattr(running, "ForkServer", ForkHere)
+    assert call(*words(*trained)) == 0
+
+    told = capsys.readouterr()
+    assert "going on with 2 jobs, of which 2 have ended" in told.err
+    assert "group" not in told.err
+    assert told.out.count("done") == 2
+
+
+def test_a_decision_of_a_run_can_be_asked(trained, tmp_path, capsys):
+    """Its state is saved, and explained from the file as from the folder."""
+    _, output = trained
+    call("schedule", "state", str(output), "-o", str(tmp_path / "state.json"))
+    capsys.readouterr()
+    saved = json.loads((tmp_path / "state.json").read_text())
+    name = saved["state"]["jobs"][0]["request"]["name"]
+    told = []
+    for source in (output, tmp_path / "state.json"):
+        assert call("schedule", "explain", str(source), "--job", name) == 0
+        told.append(capsys.readouterr().out)
+
+    assert told[0] == told[1]
+    assert told[0].startswith(f"{name}: ")
+    assert "as decided" in told[0]
+
+
+def test_a_job_that_is_not_there_cannot_be_asked(trained, capsys):
+    """The nearest name is told."""
+    assert call("schedule", "explain", str(trained[1]), "--job", "aa") == 1
+    assert "T0903" in capsys.readouterr().err
+
+
+def test_a_folder_without_a_state_is_told(tmp_path, capsys):
+    """So is a file that is none."""
+    (tmp_path / "no.json").write_text("{}")
+    for source in (tmp_path, tmp_path / "no.json"):
+        assert call("schedule", "explain", str(source), "--job", "a") == 1
+        assert "T0955" in capsys.readouterr().err
+
+
+def test_a_profile_of_other_hardware_is_refused(tmp_path, capsys):
+    """Before anything is written."""
+    jobs = write_jobs(tmp_path / "jobs", **STEPS)
+    profile = next(SHIPPED.glob("*.json"))
+    given = ("run", str(jobs), "-o", str(tmp_path / "run"), "--device", "cpu")
+
+    assert call(*given, "--profile", str(profile)) == 1
+    assert "T0922" in capsys.readouterr().err
+    assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize(
+    "more", [("--horizon", "soon"), ("--horizon", "0s"), ("--slots", "0")], ids=" ".join
+)
+def test_options_that_say_nothing_are_refused(tmp_path, more):
+    """As wrong usage."""
+    assert call(*words(tmp_path, tmp_path / "run", *more)) == 2
+
+
+def test_more_slots_than_cores_are_refused(tmp_path, capsys):
+    """With how many there are."""
+    assert call(*words(tmp_path, tmp_path / "run", "--slots", "100000")) == 1
+    assert "T0953" in capsys.readouterr().err
+
+
+@pytest.mark.slow
+def test_the_command_is_killed_and_goes_on(tmp_path):
+    """As processes: killed twice, interrupted once, and every job is trained once."""
+    steps = {"a": 40, "b": 60}
+    jobs = write_jobs(tmp_path / "jobs", **steps)
+    command = [sys.executable, "-m", "tlora_fx", *words(jobs, tmp_path / "run", "--slots", "2")]
+    for number in (signal.SIGKILL, signal.SIGKILL, signal.SIGINT):
+        started = subprocess.Popen(command, stderr=subprocess.PIPE, stdout=subprocess.PIPE)
+        time.sleep(35)
+        started.send_signal(number)
+        started.communicate(timeout=120)
+    ended = subprocess.run(command, capture_output=True, text=True, check=False, timeout=300)
+
+    assert ended.returncode == 0, ended.stderr
+    for name, count in steps.items():
+        lines = (tmp_path / "run" / name / "metrics.jsonl").read_text().splitlines()
+        assert [json.loads(line)["step"] for line in lines] == list(range(1, count + 1))
+    shutil.rmtree(tmp_path / "run")

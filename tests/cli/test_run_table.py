@@ -1,0 +1,55 @@
+"""The live table of `tlora-fx run`: what it says of jobs that train, wait and have ended."""
+
+from __future__ import annotations
+
+import io
+
+from rich.console import Console
+
+from tests.scheduler.run_folder import run, write_job
+from tlora_fx.cli.run_table import Page, summary, table
+
+
+def printed(renderable) -> str:
+    console = Console(file=io.StringIO(), width=160)
+    console.print(renderable)
+    return console.file.getvalue()
+
+
+def test_the_table_says_where_each_job_is(tmp_path):
+    """Its group, steps and slowdown while it trains; its state before and after."""
+    for name, steps in (("quick", 5), ("long", 400), ("also-long", 400), ("groups", 5)):
+        write_job(tmp_path / "jobs", name, steps)
+    seen = []
+
+    def look(running):
+        states = {record.name: record.status for record in running.ledger.jobs()}
+        if states.get("quick") == "done" and running.loop.runs:
+            seen.append(printed(table(running.ledger.jobs(), running.loop)))
+            seen.append(printed(summary(running.ledger.jobs(), tmp_path / "run")))
+        return bool(seen)
+
+    run(tmp_path / "jobs", tmp_path / "run", until=look)
+
+    rows = {line.split()[0]: line.split()[1:] for line in seen[0].splitlines()}
+    assert rows["quick"] == ["done", "5", "5"]
+    assert rows["groups"][0] == "refused"
+    assert rows["long"][0] in ("trains", "starts", "stopping", "queued")
+    training = [row for row in rows.values() if row[0] == "trains"]
+    assert all(row[2] == "on" and float(row[-1]) > 0 for row in training)
+    assert str(tmp_path / "run" / "quick") in seen[1]
+
+
+def test_a_terminal_shows_the_table_and_keeps_the_lines(tmp_path):
+    """The table goes at the end; what happened stays."""
+    write_job(tmp_path / "jobs", "a", 30)
+    console = Console(file=io.StringIO(), width=100, force_terminal=True)
+    page = Page(console)
+    with page:
+        run(tmp_path / "jobs", tmp_path / "run", page,
+            lambda running: page.show(running.loop, running.ledger))  # fmt: skip
+
+    told = console.file.getvalue()
+    assert "group 1 on" in told
+    assert "a done after 30 steps" in told
+    assert "slowdown" in told

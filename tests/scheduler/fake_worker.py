@@ -1,0 +1,140 @@
+"""A worker that trains nothing and takes no time to import: its adapter is a number.
+
+It keeps the worker's side of the protocol: it reads an order, tells lines, saves checkpoints in
+the real format (without tensors), and stops at SIGTERM with a last one. What it does is written to
+audit.jsonl of the run: who began where, which step was done, what was committed.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import signal
+import time
+from pathlib import Path
+
+from tlora_fx.scheduler.local.order import Order
+from tlora_fx.scheduler.local.told import Teller
+
+
+def warm() -> None:
+    """There is nothing to import."""
+
+
+def main(path: Path) -> bool:
+    order = Order.read(path)
+    mark = path.with_name("anew")
+    if order.options.get("anew") and not mark.exists():
+        mark.touch()
+        return False
+    _Fake(order).run()
+    return True
+
+
+def adapter_of(name: str, steps: int, value: int = 0, done: int = 0) -> int:
+    """What a job's adapter is after some steps: each depends on all before."""
+    for step in range(done, steps):
+        digest = hashlib.sha256(f"{name} {step} {value}".encode()).digest()
+        value = int.from_bytes(digest[:6], "little")
+    return value
+
+
+class _Fake:
+    def __init__(self, order: Order) -> None:
+        self.order = order
+        self.specs = {job["name"]: job for job in order.jobs}
+        self.output = Path(order.output)
+        self.root = Path(order.job_folders)
+        self.teller = Teller(order.told, every_seconds=0.01)
+        self.stopping = False
+        self.rounds = 0
+        self.jobs = {name: self.restored(name) for name in self.specs}
+
+    def restored(self, name: str) -> dict:
+        fresh = {"step": 0, "value": 0, "status": "running", "reason": ""}
+        if name not in self.order.sources:
+            return fresh
+        folder = Path(self.order.sources[name]) / "checkpoints"
+        newest = (folder / "latest").read_text().split()[0]
+        state = json.loads((folder / newest / "state.json").read_text())
+        return state["jobs"][name]
+
+    def audit(self, what: str, name: str, step: int) -> None:
+        line = json.dumps([time.time(), self.order.epoch, what, name, step]) + "\n"
+        handle = os.open(self.root / "audit.jsonl", os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+        os.write(handle, line.encode())
+        os.close(handle)
+
+    def run(self) -> None:
+        signal.signal(signal.SIGTERM, self.stop)
+        time.sleep(self.order.options.get("launch_seconds", 0.0))
+        steps = {name: job["step"] for name, job in self.jobs.items()}
+        for name, step in steps.items():
+            self.audit("begin", name, step)
+        self.teller.tell("started", steps=steps)
+        saved = time.monotonic()
+        while not self.stopping and self.running():
+            due = self.round() or time.monotonic() - saved >= self.order.save_seconds
+            if due and self.running():
+                self.save()
+                saved = time.monotonic()
+        self.save()
+        self.teller.tell("ended")
+
+    def stop(self, number: int, frame: object) -> None:
+        self.stopping = True
+
+    def running(self) -> list[str]:
+        return [name for name, job in self.jobs.items() if job["status"] == "running"]
+
+    def round(self) -> bool:
+        """A step of each job; whether one ended."""
+        active = self.running()
+        time.sleep(self.order.options.get("step_seconds", 0.01))
+        self.rounds += 1
+        for name in active:
+            self.step(name)
+        self.teller.progress({name: job["step"] for name, job in self.jobs.items()})
+        return len(self.running()) < len(active)
+
+    def step(self, name: str) -> None:
+        job, spec = self.jobs[name], self.specs[name]
+        if job["step"] == spec.get("crash_at"):
+            os.kill(os.getpid(), signal.SIGKILL)
+        if job["step"] == spec.get("fail_at"):
+            job["status"], job["reason"] = "failed", "loss nan"
+            return
+        job["value"] = adapter_of(name, job["step"] + 1, job["value"], job["step"])
+        job["step"] += 1
+        self.audit("step", name, job["step"])
+        if job["step"] >= spec.get("steps", spec.get("max_steps")):
+            job["status"] = "done"
+            self.write(name)
+
+    def write(self, name: str) -> None:
+        folder = self.root / name
+        folder.mkdir(exist_ok=True)
+        job = self.jobs[name]
+        (folder / "adapter.json").write_text(json.dumps(job["value"]))
+        (folder / "status.json").write_text(json.dumps({"status": "done", "step": job["step"]}))
+
+    def save(self) -> None:
+        folder = self.output / "checkpoints"
+        fresh = folder / f"step-{self.rounds:06d}"
+        while fresh.exists():
+            fresh = fresh.with_name(f"{fresh.name.partition('.')[0]}.{time.monotonic_ns()}")
+        fresh.mkdir(parents=True)
+        state = json.dumps({"step": self.rounds, "run": {}, "jobs": self.jobs}).encode()
+        (fresh / "state.json").write_bytes(state)
+        sums = {"state.json": hashlib.sha256(state).hexdigest()}
+        (fresh / "manifest.json").write_text(json.dumps({"format": 1, "sha256": sums}))
+        temporary = folder / ".latest.tmp"
+        temporary.write_text(fresh.name + "\n")
+        temporary.replace(folder / "latest")
+        ended = {
+            n: [j["status"], j["reason"]] for n, j in self.jobs.items() if n not in self.running()
+        }
+        for name, job in self.jobs.items():
+            self.audit("commit", name, job["step"])
+        self.teller.tell("saved", steps={n: j["step"] for n, j in self.jobs.items()}, ended=ended)

@@ -1,0 +1,55 @@
+"""A fork server without a server: workers are forked from the test's own process."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+from tlora_fx.scheduler.local import forkserver, worker
+
+
+class ForkHere:
+    """As `ForkServer`; torch is imported already, so nobody waits ten seconds."""
+
+    def __init__(self, log, *, module=None, held=None, environment=None):
+        self.environment = dict(environment or {})
+        self.pids = {}
+        self.codes = {}
+        self.lifeline, self.mine = os.pipe()
+
+    ready = True
+
+    def begin(self):
+        """There is nothing to begin."""
+
+    def start(self, order: Path, log: Path, environment) -> int:
+        """Fork a worker."""
+        both = {**self.environment, **environment}
+        asked = {"order": str(order), "log": str(log), "environment": both}
+        pid = os.fork()
+        if pid == 0:
+            os.close(self.mine)
+            forkserver._become_worker(worker, self.lifeline, asked)
+        self.pids[pid] = pid
+        return pid
+
+    def signal(self, number: int, signum: int) -> None:
+        """Signal a worker that is there."""
+        if self.code(number) is None:
+            os.kill(number, signum)
+
+    def code(self, number: int):
+        """Its exit code, None while it runs."""
+        if number not in self.codes:
+            pid, status = os.waitpid(number, os.WNOHANG)
+            if pid:
+                self.codes[number] = os.waitstatus_to_exitcode(status)
+        return self.codes.get(number)
+
+    def close(self) -> None:
+        """Let go of the lifeline, and wait for all."""
+        os.close(self.mine)
+        os.close(self.lifeline)
+        for number in self.pids:
+            if self.code(number) is None:
+                self.codes[number] = os.waitstatus_to_exitcode(os.waitpid(number, 0)[1])

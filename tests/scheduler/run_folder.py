@@ -1,0 +1,146 @@
+"""A run of job files with workers that train nothing, in a process that may be killed."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import signal
+import sys
+import time
+import traceback
+from contextlib import suppress
+from pathlib import Path
+
+import yaml
+
+from tests.scheduler.toy import Roofline
+from tlora_fx.scheduler.cluster import Cluster
+from tlora_fx.scheduler.demand import Demand
+from tlora_fx.scheduler.ledger import Ledger
+from tlora_fx.scheduler.local.executor import LocalOptions
+from tlora_fx.scheduler.loop_watch import NoWatch
+from tlora_fx.scheduler.policies import find_policy
+from tlora_fx.scheduler.request import JobRequest
+from tlora_fx.scheduler.running import RunOptions, opened
+
+QUICKSTART = Path(__file__).parents[2] / "examples" / "quickstart"
+FAKE = "tests.scheduler.fake_worker"
+
+
+class Heard(NoWatch):
+    """What a run said."""
+
+    def __init__(self):
+        self.said = []
+
+    def went_on(self, jobs, done):
+        self.said.append(("went on", jobs, done))
+
+    def took(self, found):
+        self.said.append(("took", found.path.name, [job.name for job in found.jobs], found.mistake))
+
+    def refused(self, time, request, reason):
+        self.said.append(("refused", request.name, reason))
+
+    def gave_up(self, time, job, reason):
+        self.said.append(("gave up", job.name, reason))
+
+
+def write_job(folder: Path, name: str, steps: int, **fields) -> Path:
+    """A job file with one job, written as an editor does: beside, then renamed."""
+    entry = {"name": name, "lora": {"r": 4}, "max_steps": steps} | fields
+    entry["data"] = {"path": str(QUICKSTART / "data" / "records.jsonl")}
+    content = {"base": {"config": str(QUICKSTART / "base")}, "jobs": [entry]}
+    folder.mkdir(exist_ok=True)
+    hidden = folder / f".{name}.tmp"
+    hidden.write_text(yaml.safe_dump(content))
+    return hidden.rename(folder / f"{name}.yaml")
+
+
+class Prepared:
+    """Requests of jobs that nobody has to compile."""
+
+    def learn(self, job):
+        pass
+
+    def request(self, job, now):
+        return request(job, now)
+
+
+def request(job, now):
+    tokens = 400.0 + 40 * len(job.name)
+    demand = Demand(
+        1, 2, tokens, tokens * 200, tokens, 7, 1e5, tokens * 8e4, tokens * 3e5, 448, 1e7
+    )
+    return JobRequest(job.name, "base", demand, 1, job.max_steps or 10, submitted=now)
+
+
+def options(**changed):
+    local = LocalOptions(
+        save_seconds=0.05, more={"step_seconds": changed.pop("step_seconds", 0.01)}
+    )
+    fixed = {"horizon": 0.4, "switch_seconds": 0.1, "linger": 0.0, "worker": FAKE, "local": local}
+    return RunOptions(**(fixed | changed))
+
+
+def run(jobs: Path, output: Path, heard=None, until=lambda running: False, **changed):
+    """Run until all is done, or something is true."""
+    policy = find_policy(changed.pop("policy", "tlora"))
+    listen = heard or Heard()
+    cluster = Cluster(2, 2, 1, "cpu")
+    with opened(
+        jobs, output, cluster, policy, Roofline(), Prepared(), listen, options(**changed)
+    ) as running:
+        while running.turn() and not until(running):
+            time.sleep(0.01)
+    return listen
+
+
+def forked(jobs: Path, output: Path, **changed) -> int:
+    """The same in a process of its own; its number."""
+    pid = os.fork()
+    if pid:
+        return pid
+    code = 1
+    try:
+        run(jobs, output, **changed)
+        code = 0
+    except BaseException:  # noqa: BLE001
+        traceback.print_exc()
+        sys.stderr.flush()
+    finally:
+        os._exit(code)
+
+
+def kill(pid: int, *, workers: bool = False) -> bool:
+    """Kill -9, with all that it has started or without; whether it was still running."""
+    ended, _ = os.waitpid(pid, os.WNOHANG)
+    if ended:
+        return False
+    servers = Path(f"/proc/{pid}/task/{pid}/children").read_text().split() if workers else []
+    os.kill(pid, signal.SIGKILL)
+    for server in servers:
+        # A fork server leads a session of its own, with its workers.
+        with suppress(ProcessLookupError):
+            os.killpg(int(server), signal.SIGKILL)
+    os.waitpid(pid, 0)
+    return True
+
+
+def audit(output: Path) -> list[list]:
+    """What the workers did: time, epoch, what, job, step."""
+    return [json.loads(line) for line in (output / "audit.jsonl").read_text().splitlines()]
+
+
+def records(output: Path) -> dict:
+    """The ledger's jobs by name, read from a copy so that nobody is disturbed."""
+    copy = output.with_name(f"{output.name}.ledger")
+    shutil.rmtree(copy, ignore_errors=True)
+    copy.mkdir()
+    for path in output.glob("ledger.sqlite*"):
+        shutil.copy(path, copy)
+    ledger = Ledger(copy / "ledger.sqlite")
+    found = {record.name: record for record in ledger.jobs()}
+    ledger.close()
+    return found

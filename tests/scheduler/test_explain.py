@@ -1,0 +1,109 @@
+"""Why a job is grouped as it is."""
+
+from __future__ import annotations
+
+import io
+import json
+
+import pytest
+from rich.console import Console
+
+from tests.scheduler.toy import Roofline, drawn, state
+from tlora_fx.errors import JobNotInState, StateFileError
+from tlora_fx.scheduler.explain import explain
+from tlora_fx.scheduler.policies import find_policy
+from tlora_fx.scheduler.state_file import state_from_json, state_to_json
+
+
+@pytest.fixture
+def asked():
+    moment = state(drawn(12, seed=4), 64)
+    return moment, find_policy("tlora").decide(moment, explain=True)
+
+
+def test_every_job_is_told_its_group_and_its_alternatives(asked):
+    """The first row is what was decided, the others are weighed against it."""
+    moment, decision = asked
+    for group in decision.groups:
+        for name in group.jobs:
+            told = explain(moment, decision, name)
+            first, *others = told.alternatives
+
+            assert set(first.jobs) == set(group.jobs)
+            assert first.seconds == pytest.approx(group.seconds)
+            assert all(other.gain is not None or other.why_not for other in others)
+
+
+def test_what_breaks_a_bound_says_whose(asked):
+    """An alternative that slows a job down too much names the job and what it bears."""
+    moment, decision = asked
+    told = [explain(moment, decision, name) for name in moment.jobs]
+    broken = [one for each in told for one in each.alternatives if "bears" in one.why_not]
+
+    assert broken
+    for one in broken:
+        name = one.why_not.split()[0]
+        limit = moment.jobs[name].request.max_slowdown
+        assert one.slowdowns[one.jobs.index(name)] > limit
+
+
+def test_a_waiting_job_hears_its_place_in_the_queue():
+    """Where nothing is free, that is why not."""
+    moment = state(drawn(20, seed=4), 8)
+    decision = find_policy("megatron").decide(moment, explain=True)
+    told = explain(moment, decision, decision.waiting[0])
+
+    assert told.standing == f"waits, number 1 of {len(decision.waiting)}"
+    assert any("GPUs free" in one.why_not for one in told.alternatives)
+    assert any(reason.verdict == "waits" for reason in told.reasons)
+
+
+def test_it_prints_as_text_and_as_a_table(asked):
+    """Both show the same rows."""
+    moment, decision = asked
+    told = explain(moment, decision, "j0003")
+    out = io.StringIO()
+    Console(file=out, width=400).print(told.table())
+
+    for row in told.rows():
+        assert row[0] in str(told)
+        assert row[0] in out.getvalue()
+
+
+def test_a_job_that_is_not_active_is_an_error(asked):
+    """With the nearest name."""
+    moment, decision = asked
+    with pytest.raises(JobNotInState, match="did you mean 'j0003'"):
+        explain(moment, decision, "j003")
+
+
+def test_a_state_comes_back_from_its_file(asked):
+    """Jobs, groups and cluster; the estimator by its name."""
+    moment, decision = asked
+    moment.groups = decision.groups
+    names = []
+
+    found = state_from_json(
+        state_to_json(moment, "h200.json"), lambda name: names.append(name) or Roofline()
+    )
+
+    assert names == ["h200.json"]
+    assert found.groups == moment.groups
+    assert found.jobs == moment.jobs
+    assert found.cluster == moment.cluster
+
+
+@pytest.mark.parametrize("text", ["", "[]", "{}", '{"format": "tlora-fx state 1"}'])
+def test_what_is_no_state_is_refused(text):
+    """By name, before anything is computed from it."""
+    with pytest.raises(StateFileError):
+        state_from_json(text, lambda name: Roofline())
+
+
+def test_a_state_with_a_strange_field_is_refused(asked):
+    """A cluster of another version is not guessed at."""
+    found = json.loads(state_to_json(asked[0], "x"))
+    found["cluster"]["spine"] = 1
+
+    with pytest.raises(StateFileError, match="not whole"):
+        state_from_json(json.dumps(found), lambda name: Roofline())

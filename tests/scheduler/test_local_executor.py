@@ -1,0 +1,241 @@
+"""The local executor with workers that train nothing: processes, events, commits, ends."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import time
+from contextlib import closing
+
+import pytest
+
+from tests.scheduler.fake_worker import adapter_of
+from tlora_fx.errors import PlaceTaken
+from tlora_fx.scheduler.cluster import Cluster
+from tlora_fx.scheduler.demand import Demand
+from tlora_fx.scheduler.executor import Committed, Drained, Failed, Finished, Progress, Started
+from tlora_fx.scheduler.group import Group
+from tlora_fx.scheduler.local.executor import LocalExecutor, LocalOptions
+from tlora_fx.scheduler.local.processes import ForkServer
+from tlora_fx.scheduler.request import JobRequest
+
+FAKE = "tests.scheduler.fake_worker"
+
+
+class Bench:
+    """An executor, and what it has told."""
+
+    def __init__(self, folder, **specs):
+        self.folder = folder
+        self.specs = {name: {"name": name, **spec} for name, spec in specs.items()}
+        self.server = ForkServer(folder / "server.log", module=FAKE)
+        self.executor = LocalExecutor(
+            folder, Cluster(2, 2, 1, "cpu"), self.specs, self.server,
+            options=LocalOptions(save_seconds=0.1),
+        )  # fmt: skip
+        self.told = []
+
+    def launch(self, epoch, *jobs, gpu=0):
+        group = Group(jobs, 1, (gpu,))
+        self.executor.reserve(group, epoch)
+        requests = [JobRequest(name, "base", Demand(), 1, 1) for name in jobs]
+        self.executor.launch(group, epoch, requests, {})
+        return group
+
+    def until(self, kind, limit=30.0, **fields):
+        end = time.monotonic() + limit
+        while time.monotonic() < end:
+            for event in self.executor.events():
+                self.told.append(event)
+            for event in self.told:
+                if isinstance(event, kind) and all(
+                    getattr(event, k) == v for k, v in fields.items()
+                ):
+                    return event
+            time.sleep(0.01)
+        raise AssertionError(f"no {kind.__name__} {fields}: {self.told}")
+
+    def of(self, *kinds):
+        return [event for event in self.told if isinstance(event, kinds)]
+
+    def close(self):
+        self.executor.close()
+
+
+@pytest.fixture
+def bench(tmp_path):
+    """Made when called, closed at the end."""
+    made = []
+
+    def make(**specs):
+        made.append(Bench(tmp_path, **specs))
+        return made[-1]
+
+    yield make
+    for one in made:
+        one.close()
+
+
+def test_a_group_trains_to_its_end(bench):
+    """Started, progress, commits, a finish for each job, and an end that nobody asked for."""
+    here = bench(a={"steps": 5}, b={"steps": 9})
+    here.launch(1, "a", "b")
+    here.until(Drained)
+
+    assert [type(event) for event in here.of(Started, Finished, Drained)] == [
+        Started, Finished, Finished, Drained,
+    ]  # fmt: skip
+    assert {event.job: event.steps for event in here.of(Finished)} == {"a": 5, "b": 9}
+    assert here.of(Progress)
+    assert json.loads((here.folder / "b" / "adapter.json").read_text()) == adapter_of("b", 9)
+
+
+def test_a_drained_group_goes_on_elsewhere_in_other_company(bench):
+    """Each job goes on from what it had committed; no step is done twice."""
+    here = bench(a={"steps": 40}, b={"steps": 30}, c={"steps": 5})
+    first = here.launch(1, "a", "b")
+    here.until(Committed)
+    here.executor.drain(first, 1)
+    left = here.until(Drained, epoch=1).steps
+    here.executor.release(first, 1)
+    here.launch(2, "b", "c", gpu=1)
+    here.launch(3, "a")
+    here.until(Drained, epoch=2)
+    here.until(Drained, epoch=3)
+
+    assert 0 < left["a"] < 40
+    audit = [json.loads(line) for line in (here.folder / "audit.jsonl").read_text().splitlines()]
+    for name, steps in (("a", 40), ("b", 30), ("c", 5)):
+        assert [step for *_, what, job, step in audit if (what, job) == ("step", name)] == list(
+            range(1, steps + 1)
+        )
+        assert json.loads((here.folder / name / "adapter.json").read_text()) == adapter_of(
+            name, steps
+        )
+
+
+def test_a_job_that_fails_leaves_its_neighbour_alone(bench):
+    """It is named with its reason; the other finishes in the same group."""
+    here = bench(a={"steps": 20}, b={"steps": 20, "fail_at": 3})
+    here.launch(1, "a", "b")
+    here.until(Drained)
+
+    [failed] = here.of(Failed)
+    assert (failed.job, failed.reason) == ("b", "loss nan")
+    assert [event.job for event in here.of(Finished)] == ["a"]
+
+
+def test_a_worker_that_dies_sends_its_jobs_back(bench):
+    """To their last commit, with how it died."""
+    here = bench(a={"steps": 500}, b={"steps": 60, "crash_at": 50})
+    here.launch(1, "a", "b")
+    failed = here.until(Failed)
+
+    assert failed.job is None
+    assert "SIGKILL" in failed.reason
+    assert failed.steps == here.of(Committed)[-1].steps
+    assert 0 < failed.steps["a"] <= 50
+
+
+def test_a_killed_group_tells_nothing_more_and_keeps_its_commits(bench):
+    """The next group goes on from the newest checkpoint on disk."""
+    here = bench(a={"steps": 300})
+    group = here.launch(1, "a")
+    here.until(Committed)
+    here.executor.kill(group, 1)
+    here.executor.release(group, 1)
+    told = len(here.told)
+    here.told += here.executor.events()
+
+    assert len(here.told) == told
+    here.launch(2, "a")
+    here.until(Started, epoch=2)
+    begins = [
+        json.loads(line)[1:] for line in (here.folder / "audit.jsonl").read_text().splitlines()
+    ]
+    commits = [step for _, what, _, step in begins if what == "commit"]
+    begin = next(step for epoch, what, _, step in begins if (epoch, what) == (2, "begin"))
+    assert begin in commits
+
+
+def test_verbs_may_be_repeated(bench):
+    """Idempotent on the epoch: one worker, one drain, one end."""
+    here = bench(a={"steps": 1000})
+    group = here.launch(1, "a")
+    here.launch(1, "a")
+    here.until(Started)
+    for _ in range(3):
+        here.executor.drain(group, 1)
+    here.until(Drained)
+    for _ in range(2):
+        here.executor.release(group, 1)
+        here.executor.drain(group, 1)
+
+    assert len(here.of(Started)) == len(here.of(Drained)) == 1
+
+
+def test_a_place_is_held_once(bench):
+    """Two groups cannot have one GPU; a GPU that is not there is nobody's."""
+    here = bench(a={"steps": 1})
+    here.executor.reserve(Group(("a",), 1, (0,)), 1)
+
+    with pytest.raises(PlaceTaken):
+        here.executor.reserve(Group(("b",), 2, (0, 1)), 2)
+    with pytest.raises(PlaceTaken):
+        here.executor.reserve(Group(("b",), 1, (7,)), 2)
+    with pytest.raises(PlaceTaken):
+        here.executor.launch(Group(("b",), 1, (1,)), 2, [], {})
+
+
+def test_old_checkpoints_are_removed_once_no_job_needs_them(bench):
+    """A finished group leaves its words, not its states."""
+    here = bench(a={"steps": 3})
+    group = here.launch(1, "a")
+    here.until(Drained)
+    here.executor.release(group, 1)
+
+    folder = here.folder / "groups" / "000001"
+    assert not (folder / "train").exists()
+    assert (folder / "told.jsonl").exists()
+
+
+def test_workers_end_with_their_parent(bench):
+    """With a checkpoint, as if they had been asked to."""
+    here = bench(a={"steps": 100000})
+    here.launch(1, "a")
+    here.until(Started)
+    with closing(here.server):
+        pass
+
+    audit = [json.loads(line) for line in (here.folder / "audit.jsonl").read_text().splitlines()]
+    assert audit[-1][2] == "commit"
+    assert audit[-1][4] == max(line[4] for line in audit)
+
+
+def test_a_worker_that_cannot_do_with_a_fork_gets_a_process_of_its_own(bench):
+    """It can be drained like any other."""
+    here = bench(a={"steps": 100000})
+    here.executor.options = LocalOptions(save_seconds=0.1, more={"anew": True})
+    group = here.launch(1, "a")
+    here.until(Committed)
+    here.executor.drain(group, 1)
+
+    assert here.until(Drained).steps["a"] > 0
+    assert (here.folder / "groups" / "000001" / "anew").exists()
+
+
+def test_a_dead_fork_server_takes_its_workers_with_it_and_is_replaced(bench):
+    """The group has failed; the next one runs."""
+    here = bench(a={"steps": 100}, b={"steps": 3})
+    group = here.launch(1, "a")
+    here.until(Started)
+    os.kill(here.server._server.pid, signal.SIGKILL)
+    assert here.until(Failed).job is None
+    here.executor.release(group, 1)
+    here.launch(2, "b")
+
+    assert here.until(Finished).job == "b"
+    found = subprocess.run(["pgrep", "-f", FAKE], capture_output=True, text=True, check=False)
+    assert len(found.stdout.split()) >= 1

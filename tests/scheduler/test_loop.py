@@ -1,0 +1,230 @@
+"""The online loop over a simulated executor: what is decided when, and what becomes of jobs."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.scheduler.loop_rig import Counting, Scripted, rig, together
+from tests.scheduler.looping import Plain, request
+from tlora_fx.errors import ClockBackwards, DecisionWrong, ReplayOptionWrong, SubmittedTwice
+from tlora_fx.scheduler.group import Group
+from tlora_fx.scheduler.ledger import Ledger
+from tlora_fx.simulator.clock import Clock
+
+
+def test_a_job_runs_at_once_where_gpus_are_free():
+    """A job that arrives between two horizons does not wait for the next one."""
+    made = rig(horizon=1000.0)
+    made.loop.submit(request("a"))
+    made.go(10.0)
+    made.loop.submit(request("b", submitted=10.0))
+    made.go(10.0)
+
+    assert [group.jobs for group in made.loop.groups.values()] == [("a",), ("b",)]
+
+
+@pytest.mark.parametrize(("at_once", "begins"), [("never", 200.0), ("end", 150.0)])
+def test_the_end_of_a_job_lets_the_next_one_begin(at_once, begins):
+    """GPUs that come free are given to those who wait, unless only horizons count."""
+    made = rig(gpus=1, horizon=200.0, at_once=at_once)
+    for name in "ab":
+        made.loop.submit(request(name))
+    made.go(begins - 0.1)
+    assert "b" not in {name for run in made.loop.runs.values() for name in run.jobs}
+
+    made.go(begins)
+    assert [run.time for run in made.loop.runs.values()] == [begins]
+
+
+@pytest.mark.parametrize("at_once", ["never", "end"])
+def test_without_at_once_a_job_waits_for_the_horizon(at_once):
+    """Unless arrivals prompt a decision, they wait for the next one."""
+    made = rig(horizon=1000.0, at_once=at_once)
+    made.loop.submit(request("a", steps=10_000))
+    made.go(10.0)
+    made.loop.submit(request("b", submitted=10.0))
+    made.go(999.0)
+    assert len(made.loop.groups) == 1
+
+    made.go(1000.0)
+    assert len(made.loop.groups) == 2
+
+
+def test_a_job_ends_when_its_steps_do():
+    """A job of 100 steps of 1.5 s alone is done after 150 s, and its GPUs are free."""
+    made = rig()
+    made.loop.submit(request("a"))
+    made.go(149.9)
+    assert not made.loop.idle
+
+    made.go(150.0)
+    assert made.loop.idle
+    assert made.loop.ended["a"] == "done"
+
+
+def test_forming_a_group_costs_the_switch():
+    """Progress begins `switch_seconds` after the launch."""
+    made = rig(switch_seconds=20.0)
+    made.loop.submit(request("a"))
+    made.go(20.0)
+    assert made.loop.state(20.0).jobs["a"].steps_done == 0
+
+    made.go(35.0)
+    assert made.loop.state(35.0).jobs["a"].steps_done == pytest.approx(10)
+
+
+def test_a_group_goes_on_when_one_of_its_jobs_ends():
+    """Nothing is launched anew, and the one that is left runs at its own speed."""
+    watch = Counting()
+    made = rig(Scripted(together("a", "b")), switch_seconds=20.0, watch=watch)
+    made.loop.submit(request("a", steps=10))
+    made.loop.submit(request("b", steps=20))
+    made.go(1000.0)
+
+    # 10 steps of 0.5 + 2000 tokens / 2 GPUs, then 10 of 0.5 + 1000 / 2.
+    assert made.loop.idle
+    assert watch.ends == [pytest.approx(20 + 10 * 1.5), pytest.approx(20 + 10 * 1.5 + 10 * 1.0)]
+    assert watch.launches == 1
+
+
+def test_groups_that_stay_are_left_alone():
+    """A decision that says the same again stops and starts nothing."""
+    policy = Scripted(lambda state: [Group(("a",), 1, (3,))])
+    made = rig(policy, refresh=1)
+    made.loop.submit(request("a", steps=1000))
+    made.loop.submit(request("b", steps=1000))
+    made.go(600.0)
+
+    assert len(policy.seen) > 5
+    assert list(made.loop.groups) == [1]
+
+
+def test_a_group_waits_for_the_gpus_of_one_that_drains():
+    """A group on another's place is launched once that one has stopped, from where it stopped."""
+    say = lambda state: [  # noqa: E731
+        Group(("a",), 1, (0,)) if state.now < 60 else Group(("b",), 1, (0,))
+    ]
+    made = rig(Scripted(say))
+    made.loop.submit(request("a"))
+    made.go(30.0)
+    made.loop.submit(request("b", submitted=30.0))
+    made.go(90.0)
+
+    assert [group.jobs for group in made.loop.groups.values()] == [("b",)]
+    assert made.loop.active["a"].steps_done == pytest.approx(40)
+
+
+@pytest.mark.parametrize(
+    ("changes", "reason"),
+    [
+        ({"gpus": 9}, "it asks for 9 GPUs and the cluster has 8"),
+        ({"gpus": 0}, "it asks for 0 GPUs"),
+        ({"steps": 0}, "it has 0 steps"),
+        ({"tokens": 3000.0}, "no layout fits into the memory of 1 GPUs; 2 would do"),
+        ({"tokens": 1e6}, "no layout fits into memory, on 1 GPUs or on all 8"),
+    ],
+)
+def test_a_job_that_can_never_run_is_refused_with_a_reason(changes, reason):
+    """It is told at submission, and never stays pending."""
+    made = rig(estimator=Plain(fits=2000.0), ledger=Ledger())
+
+    assert made.loop.submit(request("a", **changes)) == reason
+    assert made.loop.idle
+    assert made.loop.ledger is not None
+    assert [(row.status, row.reason) for row in made.loop.ledger.jobs()] == [("refused", reason)]
+
+
+def test_a_name_is_submitted_once():
+    """A second job of that name is an error, even when the first is done."""
+    made = rig()
+    made.loop.submit(request("a"))
+    with pytest.raises(SubmittedTwice, match="job 'a' was submitted before"):
+        made.loop.submit(request("a"))
+
+
+def test_the_window_holds_the_oldest_jobs():
+    """A policy sees at most `runnable` jobs, in order of submission, whoever came first."""
+    policy = Scripted()
+    made = rig(policy, runnable=3)
+    for place in (5, 1, 4, 2, 3):
+        made.loop.submit(request(f"j{place}", submitted=-float(place)))
+    made.go(0.0)
+
+    assert list(policy.seen[-1].jobs) == ["j5", "j4", "j1"]
+    assert [job.name for job in made.loop.waiting] == ["j5", "j4", "j1", "j3", "j2"]
+
+
+@pytest.mark.parametrize(
+    ("groups", "found"),
+    [
+        ([Group(("a",), 1, (0,)), Group(("b",), 1, (0,))], "GPU 0 is also of"),
+        ([Group(("a",), 1, (8,))], "GPU 8 is not there"),
+        ([Group(("a",), 1, (0,)), Group(("a", "b"), 1, (1,))], "job 'a' is also in"),
+        ([Group(("nobody",), 1, (0,))], "job 'nobody' is not active"),
+        ([Group(("a", "c"), 1, (0,))], "bases one, two in one group"),
+        ([Group(("a",), 2, (0,))], "1 jobs on 1 GPUs"),
+    ],
+)
+def test_a_decision_that_cannot_be_run_is_refused(groups, found):
+    """A policy may be anybody's; what it says is looked at before it is done."""
+    made = rig(Scripted(lambda state: groups))
+    for name in "ab":
+        made.loop.submit(request(name))
+    made.loop.submit(request("c", base="two"))
+
+    with pytest.raises(DecisionWrong, match=found):
+        made.loop.advance(0.0)
+
+
+def test_told_to_stop_it_drains_and_starts_nothing():
+    """After `drain_all` the loop becomes quiet, with every job's steps known."""
+    made = rig()
+    made.loop.submit(request("a"))
+    made.go(30.0)
+    made.loop.drain_all(30.0)
+    made.go(90.0)
+
+    assert made.loop.quiet
+    assert made.loop.active["a"].steps_done == pytest.approx(20)
+    assert made.loop.next_due(90.0) is None
+
+
+def test_a_loop_over_an_old_ledger_uses_new_epochs():
+    """After a restart no formation gets a number that an old one had."""
+    ledger = Ledger()
+    first = rig(ledger=ledger)
+    first.loop.submit(request("a"))
+    first.go(30.0)
+    second = rig(ledger=ledger)
+    second.loop.submit(request("a"), steps_done=10.0)
+    second.go(30.0)
+
+    assert list(second.loop.groups) == [2]
+    assert second.loop.state(30.0).jobs["a"].steps_done == pytest.approx(30)
+
+
+def test_it_is_asked_again_though_nothing_happens():
+    """Jobs grow late by waiting: after `refresh` horizons the policy may think again."""
+    policy = Scripted(together("a"))
+    made = rig(policy, horizon=10.0, refresh=5)
+    for name in "ab":
+        made.loop.submit(request(name, steps=10_000))
+    made.go(101.0)
+
+    assert [state.now for state in policy.seen] == [0.0, 50.0, 100.0]
+
+
+@pytest.mark.parametrize(
+    "options", [{"horizon": 0.0}, {"runnable": 0}, {"refresh": -1}, {"tries": 0}]
+)
+def test_options_that_make_no_sense_are_refused(options):
+    """They are named with what they may be."""
+    with pytest.raises(ReplayOptionWrong, match="horizon > 0"):
+        rig(**options)
+
+
+def test_the_clock_does_not_go_back():
+    """Simulated time only passes."""
+    clock = Clock(5.0)
+    with pytest.raises(ClockBackwards):
+        clock.go_to(4.0)

@@ -1,0 +1,108 @@
+"""Failed groups, lost nodes, jobs at fault, and the account of what is lent meanwhile."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.scheduler.loop_rig import Scripted, rig, together
+from tests.scheduler.looping import Plain, request
+from tlora_fx.scheduler.ledger import Ledger
+from tlora_fx.simulator.noise import Disturbances
+
+
+def test_after_a_lost_node_jobs_go_on_from_their_commits_elsewhere():
+    """A lost node's groups are formed again on what is left, from the last commit."""
+    made = rig(gpus=16, disturbances=Disturbances(commit_seconds=30.0))
+    made.loop.submit(request("a", gpus=8, steps=1000))
+    made.go(70.0)
+    place = made.loop.runs[1].launched.place
+    made.executor.lose_node(made.loop.cluster.node(place[0]))
+    made.loop.advance(70.0)
+
+    [run] = made.loop.runs.values()
+    assert not set(run.launched.place) & set(place)
+    assert run.jobs["a"].steps_done == pytest.approx(60 / (0.5 + 1 / 8))
+
+
+def test_a_job_that_fails_alone_again_and_again_is_given_up():
+    """Three failures without progress between, and it is done with, for a reason."""
+    ledger = Ledger()
+    made = rig(ledger=ledger)
+    made.loop.submit(request("a"))
+    for _ in range(3):
+        made.loop.advance(made.clock.now)
+        assert not made.loop.idle
+        made.executor.fail_group(max(made.loop.groups), "out of memory")
+        made.go(made.clock.now)
+        made.go(made.clock.now + 60.0)
+
+    assert made.loop.idle
+    assert "failed 3 times alone: out of memory" in made.loop.ended["a"]
+    assert [row.status for row in ledger.jobs()] == ["failed"]
+
+
+def test_failures_with_progress_between_are_forgiven():
+    """A job that gets further each time is not given up."""
+    made = rig(disturbances=Disturbances(commit_seconds=10.0))
+    made.loop.submit(request("a", steps=1000))
+    for _ in range(6):
+        made.go(made.clock.now + 60.0)
+        made.executor.fail_group(max(made.loop.groups), "lost its disk")
+        made.loop.advance(made.clock.now)
+    made.go(10_000.0)
+
+    assert made.loop.ended["a"] == "done"
+
+
+@pytest.mark.parametrize(("policy", "gpus"), [("tlora", 1), ("mlora-fifo", 8)])
+def test_jobs_of_a_failed_group_run_alone(policy, gpus):
+    """Nobody knows who was at fault, so each is tried by itself, under any policy."""
+    made = rig(policy, gpus=gpus, estimator=Plain(fixed=1.0, each=1e-5))
+    for name in "ab":
+        made.loop.submit(request(name, steps=1000))
+    made.go(120.0)
+    [(epoch, group)] = made.loop.groups.items()
+    assert len(group.jobs) == 2
+    made.executor.fail_group(epoch)
+    made.loop.advance(120.0)
+    made.go(130.0)
+
+    assert all(len(group.jobs) == 1 for group in made.loop.groups.values())
+    made.go(10_000.0)
+    assert made.loop.idle
+
+
+def test_a_job_at_fault_ends_and_its_neighbours_go_on():
+    """Its group is not formed anew."""
+    made = rig(Scripted(together("a", "b")))
+    for name in "ab":
+        made.loop.submit(request(name))
+    made.go(50.0)
+    made.executor.fail_job(1, "a", "its data is gone")
+    made.loop.advance(50.0)
+
+    assert made.loop.ended["a"] == "failed: its data is gone"
+    assert list(made.loop.groups) == [1]
+    assert made.loop.groups[1].jobs == ("b",)
+
+
+def test_a_job_that_lends_is_credited_while_its_group_runs():
+    """What it gives past its bound stands in its credit, and its neighbour owes it."""
+    made = rig(Scripted(together("a", "b")))
+    made.loop.submit(request("a", steps=1000, max_slowdown=1.0, lends=3.0, gpus=2))
+    made.loop.submit(request("b", steps=1000, max_slowdown=3.0))
+    made.go(100.0)
+    jobs = made.loop.state(100.0).jobs
+
+    # a alone on its two GPUs takes 1 s a step, both together 1.5 s.
+    assert jobs["a"].credit == pytest.approx(100.0 * 2 * (1 - 1 / 1.5))
+    assert jobs["b"].credit == pytest.approx(-jobs["a"].credit)
+
+
+def test_a_job_taken_up_again_keeps_its_credit():
+    """As the ledger of a run that died had it."""
+    made = rig()
+    made.loop.submit(request("a"), steps_done=50.0, credit=12.0)
+
+    assert made.loop.active["a"].credit == 12.0
+    assert made.loop.credits.ledger.balance("a") == 12.0

@@ -1,0 +1,88 @@
+"""Moments of a run as files: read back they are decided upon as they were."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from tests.scheduler.toy import Roofline
+from tlora_fx.errors import StateFileError
+from tlora_fx.planners.profile import Profile
+from tlora_fx.scheduler.bases import demand_of, find_base
+from tlora_fx.scheduler.cluster import Cluster
+from tlora_fx.scheduler.estimator import ProfileEstimator
+from tlora_fx.scheduler.moment_file import Moment, load_moment, save_moment
+from tlora_fx.scheduler.policies import POLICIES, find_policy
+from tlora_fx.scheduler.request import JobRequest
+from tlora_fx.scheduler.state import ActiveJob, State
+from tlora_fx.scheduler.synthetic import SyntheticEstimator
+
+BASE = "llama-3-8b"
+PROFILE = Path(__file__).parents[2] / "planners" / "profiles" / "llama-3-8b-nvidia-h200.json"
+
+
+def state(estimator, cluster) -> State:
+    jobs = {}
+    for number, (rank, batch, length) in enumerate([(2, 1, 256), (16, 4, 512), (8, 2, 1024)]):
+        demand = demand_of(BASE, rank, batch, length)
+        made = JobRequest(f"job-{number}", BASE, demand, 1, 100, submitted=float(number))
+        solo = estimator.solo(BASE, demand, 1)
+        jobs[made.name] = ActiveJob(made, solo, steps_done=number * 10.0, credit=-number)
+    return State(60.0, cluster, estimator, jobs, (), horizon=30.0, switch_seconds=5.0)
+
+
+def by_profile(cluster):
+    shapes = {BASE: find_base(BASE).facts()}
+    return ProfileEstimator({BASE: Profile.load(PROFILE)}, cluster, shapes)
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+@pytest.mark.parametrize("kind", ["profile", "synthetic"])
+def test_a_moment_is_decided_as_it_was(tmp_path, kind, policy):
+    """The same groups, by the same policy, from the same expectations."""
+    cluster = Cluster(4, 4, 1, "h200")
+    estimator = by_profile(cluster) if kind == "profile" else SyntheticEstimator(cluster=cluster)
+    before = Moment(state(estimator, cluster), find_policy(policy))
+    save_moment(tmp_path / "state.json", before)
+    after = load_moment(tmp_path / "state.json")
+
+    assert after.policy == before.policy
+    assert after.state.jobs == before.state.jobs
+    assert after.state.cluster == cluster
+    assert after.policy.decide(after.state) == before.policy.decide(before.state)
+
+
+def test_an_estimator_without_a_file_form_is_refused(tmp_path):
+    """Nothing is written."""
+    cluster = Cluster(2, 2)
+    moment = Moment(State(0.0, cluster, Roofline(), {}), find_policy("tlora"))
+    with pytest.raises(StateFileError, match="cannot be written"):
+        save_moment(tmp_path / "state.json", moment)
+
+    assert not (tmp_path / "state.json").exists()
+
+
+@pytest.mark.parametrize("content", ["", "[]", "{}", '{"format": "tlora-fx moment 9"}'])
+def test_a_file_that_is_no_moment_is_refused(tmp_path, content):
+    """Whatever is in it."""
+    path = tmp_path / "state.json"
+    path.write_text(content)
+
+    with pytest.raises(StateFileError):
+        load_moment(path)
+
+
+def test_a_moment_that_is_cut_is_refused(tmp_path):
+    """A field that is missing is named."""
+    cluster = Cluster(2, 2)
+    moment = Moment(state(SyntheticEstimator(cluster=cluster), cluster), find_policy("tlora"))
+    path = tmp_path / "state.json"
+    save_moment(path, moment)
+    written = json.loads(path.read_text())
+    del written["state"]["jobs"]
+    path.write_text(json.dumps(written))
+
+    with pytest.raises(StateFileError, match="jobs"):
+        load_moment(path)

@@ -1,0 +1,246 @@
+"""Policies, each by what is its own."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from math import log2
+
+import pytest
+
+from tests.scheduler.toy import checked, demand, drawn, state
+from tlora_fx.errors import PolicyOptionWrong, UnknownPolicy
+from tlora_fx.scheduler.bounds import keeps
+from tlora_fx.scheduler.gains import powers
+from tlora_fx.scheduler.group import Group
+from tlora_fx.scheduler.oracle import best_grouping
+from tlora_fx.scheduler.policies import POLICIES, find_policy
+from tlora_fx.scheduler.request import JobRequest
+
+
+def weighted(moment, decision) -> float:
+    jobs = moment.jobs
+    return sum(
+        jobs[name].solo_seconds / one.seconds for one in decision.groups for name in one.jobs
+    )
+
+
+def small(name: str, **more) -> JobRequest:
+    return JobRequest(name, "base", demand(1, 128, 2), 1, 1000, **more)
+
+
+@pytest.mark.parametrize("name", POLICIES)
+def test_every_policy_is_found_by_its_name(name):
+    """And says whether it stands for fused kernels."""
+    policy = find_policy(name)
+
+    assert policy.name == name
+    assert isinstance(policy.fused, bool)
+    assert policy.decide(state([])).groups == ()
+
+
+def test_an_unknown_policy_gets_the_nearest_name():
+    """With all names that there are."""
+    with pytest.raises(UnknownPolicy, match="did you mean 'mlora-fifo'"):
+        find_policy("mlora_fifo")
+
+
+@pytest.mark.parametrize(
+    ("name", "options", "told"),
+    [
+        ("tlora", {"horizn": 3}, "no option 'horizn'"),
+        ("tlora", {"payback": 0}, "payback > 0"),
+        ("tlora", {"objective": "fast"}, "weighted"),
+        ("mlora-fifo", {"cap": 0}, "at least 1"),
+        ("mlora-memory", {"gpus": "all"}, "pooled"),
+    ],
+)
+def test_a_wrong_option_is_named(name, options, told):
+    """An option that is not there, and a value that cannot be."""
+    with pytest.raises(PolicyOptionWrong, match=told):
+        find_policy(name, **options)
+
+
+def test_megatron_gives_each_job_what_it_asked_for():
+    """Alone, first come first served, nobody overtaking."""
+    moment = state(drawn(40, seed=2), 32)
+    decision = find_policy("megatron").decide(moment)
+
+    assert all(len(one.jobs) == 1 for one in decision.groups)
+    started = [one.jobs[0] for one in decision.groups]
+    assert started == list(moment.jobs)[: len(started)]
+    assert len(find_policy("megatron", backfill=True).decide(moment).groups) >= len(started)
+
+
+def test_mlora_fills_groups_of_four_in_order_of_arrival():
+    """Jobs of one base, whatever their slowdown."""
+    moment = state([small(f"s{index}", submitted=index) for index in range(10)], 16)
+    decision = find_policy("mlora-fifo").decide(moment)
+
+    assert [len(one.jobs) for one in decision.groups] == [4, 4, 2]
+    assert decision.groups[0].jobs == ("s0", "s1", "s2", "s3")
+    assert [one.gpus for one in decision.groups] == [4, 4, 2]
+
+
+def test_mlora_by_memory_stops_where_memory_does():
+    """The widest job's GPUs hold as many jobs as fit."""
+    big = demand(8, 512, 2)
+    jobs = [JobRequest(f"b{index}", "base", big, 1, 100, index) for index in range(12)]
+    moment = state(jobs, 16)
+    decision = find_policy("mlora-memory", gpus="widest").decide(moment)
+
+    assert len(decision.groups) > 1
+    assert max(len(one.jobs) for one in decision.groups) > 1
+    assert all(one.gpus == 1 for one in decision.groups)
+
+
+def test_the_ablations_are_the_same_policies_told_of_other_kernels():
+    """Without our kernels it groups as tlora does, without our scheduler as mLoRA does."""
+    moment = state(drawn(20, seed=3), 64)
+
+    def groups(name):
+        return {one.jobs for one in find_policy(name).decide(moment).groups}
+
+    assert groups("no-kernel-fuser") == groups("tlora")
+    assert groups("no-scheduler") == groups("mlora-fifo")
+    assert not find_policy("no-kernel-fuser").fused
+    assert find_policy("no-scheduler").fused
+
+
+@pytest.mark.parametrize("objective", ["weighted", "throughput"])
+def test_tlora_comes_near_the_exact_optimum(objective):
+    """On instances that the exact policy can solve; `benchmarks/optimality.py` has two hundred."""
+    parts = []
+    for seed in range(8):
+        moment = state(drawn(10, seed), 128)
+        decision = find_policy("tlora", objective=objective).decide(moment)
+        jobs = moment.jobs
+        worth = sum(
+            (
+                jobs[name].solo_seconds
+                if objective == "weighted"
+                else jobs[name].request.demand.samples
+            )
+            / one.seconds
+            for one in decision.groups
+            for name in one.jobs
+        )
+        parts.append(worth / best_grouping(moment, objective).worth)
+
+    assert min(parts) > 0.85
+    assert sum(parts) / len(parts) > 0.96
+
+
+@pytest.mark.parametrize("count", [1, 2, 3, 16, 64, 128])
+@pytest.mark.parametrize("warm", [True, False])
+def test_the_paper_policy_evaluates_few_groups(count, warm):
+    """At most 2 K log2 K in a round."""
+    moment = state(drawn(count, seed=count), 512)
+    before = moment.estimator.evaluations
+    find_policy("tlora-paper", warm=warm).decide(moment)
+
+    assert moment.estimator.evaluations - before <= 2 * count * log2(count)
+
+
+def test_grouping_is_never_worse_than_training_apart():
+    """Where there is room for all."""
+    for seed in range(5):
+        moment = state(drawn(12, seed), 128)
+        apart = weighted(moment, find_policy("megatron").decide(moment))
+        assert weighted(moment, find_policy("tlora").decide(moment)) >= apart - 1e-9
+        assert weighted(moment, find_policy("tlora-paper").decide(moment)) >= apart - 1e-9
+
+
+def test_jobs_that_wait_start_by_sharing():
+    """On a full cluster more jobs run than each alone would leave room for, within bounds."""
+    moment = state(drawn(60, seed=6), 32)
+    apart = find_policy("megatron", backfill=True).decide(moment)
+    shared = find_policy("tlora").decide(moment)
+
+    checked(moment, shared)
+    assert len(shared.waiting) < len(apart.waiting)
+    for one in shared.groups:
+        if len(one.jobs) > 1:
+            assert keeps([moment.jobs[name] for name in one.jobs], one.seconds, 0.0)
+
+
+def test_gpus_beyond_the_knee_are_given_back():
+    """Where any step will do, one sample does not hold eight GPUs."""
+    tiny = JobRequest("tiny", "base", demand(1, 128, 2), 8, 100)
+    moment = state([tiny], 8)
+    [group] = find_policy("tlora", knee=10.0).decide(moment).groups
+
+    assert group.gpus < 8
+
+
+def test_a_running_group_is_left_alone_where_the_switch_costs_more():
+    """A newcomer that would gain joins a group only if switching is cheap."""
+    first = [small("a")]
+    groups = find_policy("tlora").decide(state(first, 8)).groups
+    both = [*first, small("b", submitted=999.0)]
+    later = {"now": 1000.0, "groups": groups, "horizon": 60.0}
+    dear = state(both, 8, switch_seconds=1e6, **later)
+    cheap = state(both, 8, switch_seconds=0.0, **later)
+
+    kept = find_policy("tlora", dwell_seconds=0.0).decide(dear)
+    merged = find_policy("tlora", dwell_seconds=0.0).decide(cheap)
+
+    assert set(groups) <= set(kept.groups)
+    assert not set(groups) <= set(merged.groups)
+
+
+def test_a_new_group_is_left_alone_for_a_while():
+    """Within its dwell nothing joins it, however cheap."""
+    first = [small("a"), small("b")]
+    groups = find_policy("tlora").decide(state(first, 8)).groups
+    moment = state([*first, small("c")], 8, now=30.0, groups=groups, switch_seconds=0.0)
+
+    assert set(groups) <= set(find_policy("tlora", dwell_seconds=60.0).decide(moment).groups)
+
+
+def test_a_broken_bound_parts_a_group_within_its_dwell():
+    """A deadline that has come near takes a job out at once."""
+    jobs = [small("a"), replace(small("b"), deadline=140.0)]
+    moment = state(jobs, 8)
+    group = Group(("a", "b"), 1, (0,), 0.13, 0.0)
+    moment.groups = (group,)
+    assert moment.jobs["b"].solo_seconds * 1000 < 140.0 - 1.0
+    moment.now = 1.0
+    group = replace(group, seconds=moment.jobs["b"].solo_seconds * 1.9)
+    moment.groups = (group,)
+
+    decision = find_policy("tlora", dwell_seconds=1e9).decide(moment)
+
+    assert group not in decision.groups
+    checked(moment, decision)
+
+
+@pytest.mark.parametrize("name", ["tlora", "tlora-paper"])
+def test_a_wide_job_is_not_overtaken_for_ever(name):
+    """Nodes are set aside for a job that has waited too long, though small ones would fit."""
+    wide = JobRequest("wide", "base", demand(8, 512, 16), 16, 10, 0.0)
+    long = JobRequest("long", "other", demand(8, 512, 16), 8, 100_000, 0.0)
+    policy = find_policy(name)
+    moment = state([long], 16)
+    groups = policy.decide(moment).groups
+    late = [
+        JobRequest(f"s{index}", "third", demand(8, 512, 16), 1, 10**7, 1e4) for index in range(8)
+    ]
+    moment = state([wide, long, *late], 16, now=1e4, groups=groups)
+
+    decision = find_policy(name, **({"lending": False} if name == "tlora" else {})).decide(moment)
+
+    running = {job for one in decision.groups for job in one.jobs}
+    assert "wide" in running or not running & {one.name for one in late}
+
+
+def test_powers_end_with_what_was_asked_for():
+    """Three GPUs are tried as 1, 2 and 3; nothing above is."""
+    import numpy as np
+
+    assert powers(np.array([3.0, 1.0, 8.0])).tolist() == [
+        [1.0, 0.0, 1.0],
+        [2.0, 0.0, 2.0],
+        [0.0, 0.0, 4.0],
+        [0.0, 0.0, 0.0],
+        [3.0, 1.0, 8.0],
+    ]

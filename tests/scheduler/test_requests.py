@@ -1,0 +1,164 @@
+"""Job files as the scheduler sees them."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from tests.models import base_of as base_in
+from tests.models import job
+from tlora_fx.errors import BaseUnknown, JobError, StepsUnknown
+from tlora_fx.jobfile import load_job_file
+from tlora_fx.scheduler.bases import BASES, demand_of, find_base
+from tlora_fx.scheduler.requests import (
+    base_of,
+    demand_of_facts,
+    facts_of_job,
+    lengths_of,
+    request_of,
+    shape_of,
+    steps_of,
+)
+
+SHAPES = Path(__file__).parents[2] / "benchmarks" / "shapes"
+QUICKSTART = Path(__file__).parents[2] / "examples" / "quickstart" / "jobs.yaml"
+LINEARS = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
+
+
+@pytest.fixture(scope="module")
+def base(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("base")
+    return base_in(folder, "llama", dtype="bfloat16", num_hidden_layers=2)
+
+
+def test_a_request_is_what_the_job_says(base):
+    """Batch, accumulation, lengths and what it asks of the scheduler."""
+    asked = {"gpus": 2, "max_slowdown": 2.0, "deadline": 60.0, "lends": 3.0}
+    one = job("one", base, target_modules=LINEARS).model_copy(
+        update={
+            "per_device_train_batch_size": 4,
+            "gradient_accumulation_steps": 2,
+            "max_steps": 7,
+            "schedule": job("x", base).schedule.model_copy(update=asked),
+        }
+    )
+    found = request_of(one, lengths=[10, 20, 5000], submitted=5.0)
+
+    assert (found.name, found.gpus, found.steps, found.max_slowdown) == ("one", 2, 7, 2.0)
+    assert (found.submitted, found.deadline, found.lends) == (5.0, 65.0, 3.0)
+    assert found.longest == one.max_length
+    assert found.demand.samples == 8
+    assert found.demand.tokens == pytest.approx(8 * (30 + one.max_length) / 3)
+
+
+def test_a_job_is_compiled_once_for_all_ranks(base, monkeypatch):
+    """What it trains is proportional to its rank, as compiling says too."""
+    small, large = (job("one", base, r=rank, target_modules=LINEARS) for rank in (4, 12))
+    facts_of_job(small)
+    monkeypatch.setattr("tlora_fx.driver.compile", None)
+
+    found = facts_of_job(large)
+    assert found.trained[0] == 3 * facts_of_job(small).trained[0]
+    assert {site.ranks for layer in found.layers for site in layer.sites} == {(12,)}
+
+
+def test_ranks_that_differ_by_module_are_compiled(base):
+    """A pattern of ranks leaves nothing proportional."""
+    mixed = job("one", base, r=4, target_modules=["q_proj", "v_proj"], rank_pattern={"v_proj": 8})
+
+    facts = facts_of_job(mixed)
+    assert [site.ranks for site in facts.layers[0].sites] == [(4,), (8,)]
+    found = demand_of_facts(facts, 1, [16])
+    assert found.adapters == 2
+    assert found.parameters == facts.trained[0]
+
+
+def test_a_base_tells_which_jobs_may_share_a_group(base, tmp_path):
+    """Names, ranks and data do not count; dtype and adapter arithmetic do."""
+    one, other = job("one", base, r=4), job("other", base, r=8)
+    widened = one.model_copy(update={"adapter_compute": "float32"})
+    halved = one.model_copy(update={"adapter_dtype": "bfloat16"})
+
+    assert base_of(one) == base_of(other)
+    assert len({base_of(one), base_of(widened), base_of(halved)}) == 3
+
+
+def test_a_shape_knows_no_jobs(base):
+    """It is what an estimator takes of a base that has no name."""
+    found = shape_of(job("one", base, target_modules=LINEARS))
+
+    assert found.jobs == ()
+    assert not any(layer.sites for layer in found.layers)
+    assert found.base_bytes > 0
+
+
+def test_epochs_need_the_number_of_samples(base):
+    """Which the lengths of the samples tell."""
+    one = job("one", base, target_modules=LINEARS).model_copy(
+        update={"max_steps": None, "num_train_epochs": 2.0, "per_device_train_batch_size": 4,
+                "gradient_accumulation_steps": 1}
+    )  # fmt: skip
+
+    assert steps_of(one, 9) == 6
+    with pytest.raises(StepsUnknown, match="num_train_epochs"):
+        request_of(one)
+
+
+def test_lengths_are_those_of_the_data():
+    """Read and tokenised as training does, and steps are counted as training does."""
+    from tlora_fx.runtime.prepare import load_all_data
+
+    jobs = load_job_file(QUICKSTART).jobs
+    data = load_all_data(jobs)
+    for one in jobs:
+        lengths = lengths_of(one)
+        assert lengths == [len(sample.input_ids) for sample in data[one.name].samples]
+        assert steps_of(one, len(lengths)) == data[one.name].steps
+
+
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        ({"gpus": 0}, "1 <= n"),
+        ({"gpu": 1}, "did you mean 'gpus'"),
+        ({"lends": 1.2}, "below 'max_slowdown'"),
+        ({"max_slowdown": 0.5}, "1 <= n"),
+        ({"deadline": -1.0}, "0 < n"),
+    ],
+)
+def test_what_a_job_cannot_ask_of_a_scheduler_is_told(base, given, said):
+    """With what it could."""
+    with pytest.raises(JobError, match=said):
+        job("one", base).__class__.model_validate(
+            {**job("one", base).model_dump(exclude={"schedule"}), "schedule": given}
+        )
+
+
+def test_an_unknown_base_is_told_with_the_nearest():
+    """Those that are known by name are few."""
+    with pytest.raises(BaseUnknown, match=r"llama-3-8b"):
+        find_base("llama-3-8")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("base", BASES)
+def test_a_job_on_a_known_base_asks_for_what_its_name_says(base):
+    """By compiling, and by the shape alone."""
+    one = load_job_file(SHAPES / base / "jobs.yaml").jobs[3]
+    found = request_of(one.model_copy(update={"max_steps": 5})).demand
+
+    assert found == pytest.approx(demand_of(base, 16, 4, 1024))
+
+
+def test_a_job_of_a_small_base_asks_for_what_its_model_has(base):
+    """Adapters, columns and parameters of all linears, by its graph."""
+    one = job("one", base, r=4, target_modules=LINEARS)
+    facts = facts_of_job(one)
+    found = demand_of_facts(facts, 2, [10, 30])
+
+    assert found.adapters == len(LINEARS)
+    assert found.parameters == facts.trained[0]
+    assert found.tensors == facts.tensors[0]
+    assert found.site_tokens == found.tokens * sum(site.width for site in facts.layers[0].sites)
+    assert found.rank_tokens == 4 * found.site_tokens

@@ -1,0 +1,132 @@
+"""The simulated executor by itself: verbs that may be repeated, places, commits, disturbances."""
+
+from __future__ import annotations
+
+from itertools import islice
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from tests.scheduler.looping import Plain, request
+from tlora_fx.errors import PlaceTaken
+from tlora_fx.scheduler.cluster import Cluster
+from tlora_fx.scheduler.executor import Drained, Failed, Finished, NodeBack, NodeLost, Started
+from tlora_fx.scheduler.group import Group
+from tlora_fx.scheduler.loop_times import StepTimes
+from tlora_fx.simulator.clock import Clock
+from tlora_fx.simulator.noise import Disturbances
+from tlora_fx.simulator.simulated import SimulatedExecutor
+
+GROUP = Group(("a",), 1, (0,))
+
+
+def executor(**disturbances: float) -> SimulatedExecutor:
+    """Eight GPUs in two nodes; a switch takes 20 s."""
+    return SimulatedExecutor(
+        Cluster(8, 4),
+        StepTimes(Plain()),
+        Clock(),
+        disturbances=Disturbances(**disturbances),  # type: ignore[arg-type]
+    )
+
+
+def launched(made: SimulatedExecutor, steps: int = 100, times: int = 1) -> SimulatedExecutor:
+    """With one job of 1.5 s a step, asked for so many times."""
+    for _ in range(times):
+        made.reserve(GROUP, 1)
+        made.launch(GROUP, 1, [request("a", steps=steps)], {"a": 0.0})
+    return made
+
+
+def at(made: SimulatedExecutor, time: float) -> list[object]:
+    """What has happened until then."""
+    made.clock.go_to(time)
+    return list(made.events())
+
+
+@pytest.mark.parametrize("times", [1, 3])
+def test_verbs_may_be_repeated(times):
+    """Asked twice, each does what it did, and nothing more."""
+    made = launched(executor(), times=times)
+    made.clock.go_to(50.0)
+    for _ in range(times):
+        made.drain(GROUP, 1)
+    assert at(made, 50.0) == [Drained(50.0, 1, {"a": 20.0})]
+
+    for _ in range(times):
+        made.release(GROUP, 1)
+    made.reserve(GROUP, 2)
+
+
+def test_a_place_has_one_owner():
+    """It is taken until it is released."""
+    made = launched(executor())
+    with pytest.raises(PlaceTaken, match="formation 1 holds it"):
+        made.reserve(Group(("b",), 2, (1, 0)), 2)
+
+    made.kill(GROUP, 1)
+    with pytest.raises(PlaceTaken):
+        made.reserve(Group(("b",), 2, (1, 0)), 2)
+
+
+def test_nothing_is_launched_without_a_place():
+    """A launch follows a reservation."""
+    with pytest.raises(PlaceTaken, match="nothing is reserved"):
+        executor().launch(GROUP, 1, [request("a")], {})
+
+
+def test_a_job_starts_and_ends_at_its_times():
+    """Whenever somebody asks, events have the time at which they happened."""
+    made = launched(executor())
+
+    assert made.next_time() == 170.0
+    assert at(made, 169.0) == []
+    assert at(made, 500.0) == [Started(20.0, 1), Finished(170.0, 1, "a", 100.0)]
+
+
+def test_a_killed_group_tells_nothing():
+    """And nothing of it happens any more."""
+    made = launched(executor())
+    made.kill(GROUP, 1)
+
+    assert at(made, 500.0) == []
+    assert made.next_time() == float("inf")
+
+
+def test_a_lost_node_takes_its_groups_and_its_gpus():
+    """They fail with their last commits, and nobody gets a place there until it is back."""
+    made = launched(executor(commit_seconds=30.0))
+    made.clock.go_to(90.0)
+    made.lose_node(0)
+
+    assert at(made, 90.0) == [
+        NodeLost(90.0, 0),
+        Failed(90.0, 1, None, "node 0 was lost", {"a": 40.0}),
+    ]
+    assert made.steps_lost == pytest.approx(70 / 1.5 - 40)
+    made.release(GROUP, 1)
+    with pytest.raises(PlaceTaken, match="it is not there"):
+        made.reserve(GROUP, 2)
+    made.return_node(0)
+    assert at(made, 90.0) == [NodeBack(90.0, 0)]
+    made.reserve(GROUP, 2)
+
+
+@given(seed=st.integers(0, 1000), node=st.integers(0, 20))
+def test_a_node_is_lost_only_when_it_is_there(seed, node):
+    """Losses and returns take turns."""
+    chaos = Disturbances(seed=seed, node_failure_seconds=100.0, repair_seconds=50.0)
+    times = [time for pair in islice(chaos.node_losses(node), 20) for time in pair]
+
+    assert times == sorted(times)
+
+
+@given(seed=st.integers(0, 1000))
+def test_noise_has_mean_one(seed):
+    """Some formations are slower, some faster, and none is more than that."""
+    chaos = Disturbances(seed=seed, noise=0.1)
+    factors = [chaos.factor(epoch, 1) for epoch in range(400)]
+
+    assert sum(factors) / len(factors) == pytest.approx(1.0, abs=0.03)
+    assert min(factors) > 0

@@ -1,0 +1,1 @@
+"""Which jobs train together, on which GPUs, and for how long: decided anew at each horizon."""

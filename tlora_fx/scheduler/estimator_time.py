@@ -1,0 +1,195 @@
+"""Milliseconds of one step of each pair of a group and a layout, term by term.
+
+The terms are those of planners/step_time.py, summed over layers before and not after they are
+asked for: all are straight in the sums that a `Demand` holds, but for the curves of a row's tokens.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from tlora_fx.scheduler.demand import Array
+from tlora_fx.scheduler.estimator_fit import UNFUSED_MS, BaseFit
+from tlora_fx.scheduler.estimator_layouts import Layouts
+from tlora_fx.scheduler.estimator_rows import Groups, Pairs
+
+#: All-reduces of a layer in one direction under tensor parallelism.
+TALKS = 2
+Terms = dict[str, Array]
+
+
+@dataclass(frozen=True, slots=True)
+class StepClock:
+    """Tells times of pairs.
+
+    fused          adapters run in shared kernels; otherwise one after the other
+    nano_batches   numbers of them to choose from, where tp talks
+    """
+
+    fit: BaseFit
+    layouts: Layouts
+    fused: bool = True
+    nano_batches: Sequence[int] = (1,)
+
+    def terms(self, groups: Groups, pairs: Pairs) -> Terms:
+        """Milliseconds of a step by name [m]; they add up, an overlap being negative."""
+        fit, rows, share = self.fit, pairs.rows, pairs.share
+        base = rows * (self._curve("forward", pairs) + self._curve("backward", pairs))
+        attention, adapters = self._beside(groups, pairs)
+        targets = groups.column("targets")[pairs.group] * share
+        talk, loss_talk = self._talk(pairs, targets)
+        found = fit.loss.find(targets / rows)
+        loss = rows * (fit.loss.at(0, found) + fit.loss.at(1, found))
+        terms = {
+            "host": fit.host.at(0, fit.host.find(groups.column("tokens")))[pairs.group],
+            "base": base,
+            "attention": attention,
+            "adapters": adapters,
+            "root": rows * self._curve("root", pairs),
+            "loss": loss / self.layouts.tp[pairs.layout] + loss_talk,
+            "tensor-parallel": talk,
+        }
+        if max(self.nano_batches) > 1:
+            terms["overlap"] = self._overlap(groups, pairs)
+        self._staged(pairs, terms)
+        return terms | self._end(groups, pairs)
+
+    def gathers(self, groups: Groups, pairs: Pairs) -> Array:
+        """What a sharded base adds [m]: waiting for weights, unpacking them, slower compute.
+
+        source   planners/step_time.py, `_overlapped`, with layers that are all alike
+        """
+        fit, facts, rows = self.fit, self.fit.facts, pairs.rows
+        layers, slower = len(facts.layers), fit.profile.slowdown - 1
+        tp = self.layouts.tp[pairs.layout]
+        start, per_byte = pairs.links(self.layouts.gather)
+        weights = sum(one.weight_bytes for one in facts.layers) / layers / tp
+        sizes = (np.full_like(tp, facts.root_bytes), weights, facts.head_bytes / tp)
+        root, layer, head = (np.where(size > 0, start + per_byte * size, 0.0) for size in sizes)
+        unpack_root, unpack, unpack_head = (size * self.layouts.copy_per_byte for size in sizes)
+        targets = groups.column("targets")[pairs.group] * pairs.share
+        found, talk = fit.loss.find(targets / rows), self._talk(pairs, targets)
+        loss_there = fit.loss.at(0, found) / tp
+        loss_back = fit.loss.at(1, found) / tp + talk[1] / rows
+        ends = self._curve("root", pairs)
+        there, back = (one / layers for one in self._directions(groups, pairs, talk[0]))
+
+        def beside(compute: Array, copied: Array, following: Array) -> Array:
+            busy = compute + copied + slower * np.minimum(compute, following)
+            return np.asarray(np.maximum(busy, following))
+
+        forward = root + beside(ends, unpack_root, layer) + beside(there, unpack, head)
+        forward += (layers - 1) * beside(there, unpack, layer) + loss_there + unpack_head
+        backward = head + beside(loss_back, unpack_head, layer) + back + unpack
+        backward += (layers - 1) * beside(back, unpack, layer)
+        plain = ends + layers * (there + back) + loss_there + loss_back
+        return np.asarray(rows * (forward + backward - plain))
+
+    def _curve(self, name: str, pairs: Pairs) -> Array:
+        return self.fit.row.at(self.fit.curve(name) + pairs.size, pairs.found)
+
+    def _beside(self, groups: Groups, pairs: Pairs) -> tuple[Array, Array]:
+        """Attention, and adapters, of the busiest replica in both directions."""
+        fit = self.fit
+        slopes = fit.forward + fit.backward
+        attention = groups.squares * slopes[:, 0]
+        if self.fused:
+            work = groups.work(slopes) - attention
+            each = groups.each_row(slopes, fit.sites)
+        else:
+            work = np.zeros_like(attention)
+            each = groups.adapters * (UNFUSED_MS * len(fit.facts.layers)) + 0 * slopes[:, 0]
+        adapters = pairs.rows * pairs.table(each) + pairs.share * pairs.table(work)
+        return pairs.share * pairs.table(attention), adapters
+
+    def _talk(self, pairs: Pairs, targets: Array) -> tuple[Array, Array]:
+        """All-reduces of hidden states in layers, and of the gradient of the head's input."""
+        facts = self.fit.facts
+        start, per_byte = pairs.links(self.layouts.talk)
+        per_token = per_byte * (facts.hidden * facts.itemsize)
+        mine = pairs.tokens * pairs.rows
+        each = 2 * TALKS * len(facts.layers)
+        return each * (start * pairs.rows + per_token * mine), (
+            start * pairs.rows + per_token * targets
+        )
+
+    def _staged(self, pairs: Pairs, terms: Terms) -> None:
+        """Share out compute over stages; what they wait for each other is a term."""
+        pp = self.layouts.pp[pairs.layout]
+        if (pp == 1).all():
+            return
+        work = sum((terms[name] for name in terms if name != "host"), np.zeros_like(pp))
+        for name in terms.keys() - {"host"}:
+            terms[name] = terms[name] / pp
+        facts = self.fit.facts
+        start, per_byte = pairs.links(self.layouts.send)
+        sent = start + per_byte * pairs.tokens * (facts.hidden * facts.itemsize)
+        terms["bubble"] = (pp - 1) / pairs.rows * work / pp + 2 * (pp - 1) * sent
+
+    def _end(self, groups: Groups, pairs: Pairs) -> Terms:
+        """Sums of gradients, and optimizers, of the part that a process trains."""
+        facts, pp = self.fit.facts, self.layouts.pp[pairs.layout]
+        part = trained_part(self.layouts.tp[pairs.layout]) / pp
+        numbers = groups.column("parameters")[pairs.group] * part
+        start, per_byte = pairs.links(self.layouts.reduce)
+        job, tensor, number = self.fit.optimizer
+        steps = groups.column("jobs") * job
+        return {
+            "reduce": np.where(numbers > 0, start, 0.0) + per_byte * numbers * facts.trained_bytes,
+            "optimizer": steps[pairs.group]
+            + tensor * groups.column("tensors")[pairs.group] / pp
+            + number * numbers,
+        }
+
+    def _directions(self, groups: Groups, pairs: Pairs, talk: Array) -> tuple[Array, Array]:
+        """Milliseconds of all layers on one row, forward and backward, talk included."""
+        both = []
+        for name, slopes in (("forward", self.fit.forward), ("backward", self.fit.backward)):
+            beside = self._part(groups, pairs, slopes)
+            both.append(self._curve(name, pairs) + (beside + talk / 2) / pairs.rows)
+        return both[0], both[1]
+
+    def _part(self, groups: Groups, pairs: Pairs, slopes: Array) -> Array:
+        """One direction of what `_beside` says: a round's milliseconds, rows' own included."""
+        if self.fused:
+            each = groups.each_row(slopes, self.fit.sites)
+            work = groups.work(slopes)
+        else:
+            unfused = UNFUSED_MS / 2 * len(self.fit.facts.layers)
+            each = groups.adapters * unfused + 0 * slopes[:, 0]
+            work = groups.squares * slopes[:, 0]
+        return pairs.rows * pairs.table(each) + pairs.share * pairs.table(work)
+
+    def _overlap(self, groups: Groups, pairs: Pairs) -> Array:
+        """What the best number of nano-batches takes less than one, never positive.
+
+        source   field notes on nano-batching: T = max(C, M) + min(C, M) / N, where C is N rows of
+                 an N-th of the tokens, so that what a row costs at least is paid N times
+        """
+        start, per_byte = pairs.links(self.layouts.talk)
+        facts, best = self.fit.facts, np.zeros_like(pairs.tokens)
+        layers = TALKS * len(facts.layers)
+        bytes_ = pairs.tokens * (facts.hidden * facts.itemsize)
+        for count in self.nano_batches:
+            saved = np.zeros_like(best)
+            found = self.fit.row.find(pairs.tokens / count)
+            talk = layers * (count * start + per_byte * bytes_)
+            once = layers * (start + per_byte * bytes_)
+            for name, slopes in (("forward", self.fit.forward), ("backward", self.fit.backward)):
+                beside = self._part(groups, pairs, slopes) / pairs.rows
+                each = pairs.table(groups.each_row(slopes, self.fit.sites)) if self.fused else 0.0
+                whole = self._curve(name, pairs) + beside
+                cut = count * self.fit.row.at(self.fit.curve(name) + pairs.size, found)
+                cut = cut + beside + (count - 1) * each
+                overlapped = np.maximum(cut, talk) + np.minimum(cut, talk) / count
+                saved += overlapped - (whole + once) if count > 1 else 0.0
+            best = np.minimum(best, np.where(start > 0, saved, 0.0))
+        return np.asarray(best * pairs.rows)
+
+
+def trained_part(tp: Array) -> Array:
+    """Of an adapter's halves the one that tp cuts is a part, the other one whole."""
+    return np.where(tp > 1, 0.5 + 0.5 / tp, 1.0)

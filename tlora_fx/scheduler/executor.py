@@ -1,0 +1,167 @@
+"""What the loop asks of the thing that runs groups, and what that thing tells.
+
+The simulated executor and the local one keep this; the loop knows no other. Every verb is
+idempotent on (group.jobs, epoch): asked twice, it does what it did, and nothing more. An epoch is a
+number that no other formation of a group has had and that grows with each; what an executor tells
+of an epoch that is over may come late and is to be ignored.
+
+    reserve → launch → Started, Progress, Committed, Finished … → drain → Drained → release
+                                                              or → kill  →           release
+                                                              or → Failed            release
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Protocol
+
+from tlora_fx.scheduler.cluster import Cluster
+from tlora_fx.scheduler.estimating import Layout
+from tlora_fx.scheduler.group import Group
+from tlora_fx.scheduler.request import JobRequest
+
+
+@dataclass(frozen=True, slots=True)
+class Event:
+    """Something that happened.
+
+    time   seconds, on the clock of the executor
+    """
+
+    time: float
+
+
+@dataclass(frozen=True, slots=True)
+class GroupEvent(Event):
+    """Something that happened to a group.
+
+    epoch   the formation of the group
+    """
+
+    epoch: int
+
+
+@dataclass(frozen=True, slots=True)
+class Started(GroupEvent):
+    """The group begins its first step; time since `launch` was the cost of the switch."""
+
+
+@dataclass(frozen=True, slots=True)
+class Progress(GroupEvent):
+    """Steps that are done, not yet safe.
+
+    steps   optimizer steps done in all, by job; may be fractions in simulation
+    """
+
+    steps: Mapping[str, float]
+
+
+@dataclass(frozen=True, slots=True)
+class Committed(GroupEvent):
+    """Steps that a crash cannot take away any more.
+
+    steps   optimizer steps done in all, by job
+    path    where the committed states lie; empty in simulation
+    """
+
+    steps: Mapping[str, float]
+    path: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Finished(GroupEvent):
+    """A job did its last step, and that is committed; its group goes on without it.
+
+    steps   of the job, in all
+    """
+
+    job: str
+    steps: float
+
+
+@dataclass(frozen=True, slots=True)
+class Failed(GroupEvent):
+    """A job is at fault and ends, or a whole group ended and its jobs return to the queue.
+
+    Where the job at fault took its group with it, one `Failed` of each kind is told.
+
+    job      the job at fault, which will not be run again; None: the group ended
+    reason   for its user
+    steps    where its jobs go on from, by job: their last commits. A job that is missing there goes
+             on from its last commit before this epoch
+    """
+
+    job: str | None
+    reason: str
+    steps: Mapping[str, float] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class Drained(GroupEvent):
+    """The group has stopped; all that it did is committed.
+
+    It was asked to, or its last job has finished: such a group ends by itself.
+
+    steps   optimizer steps done in all, by job
+    """
+
+    steps: Mapping[str, float]
+
+
+@dataclass(frozen=True, slots=True)
+class NodeLost(Event):
+    """A node went away; of each group that stood on it a `Failed` follows."""
+
+    node: int
+
+
+@dataclass(frozen=True, slots=True)
+class NodeBack(Event):
+    """A node is there again."""
+
+    node: int
+
+
+class Executor(Protocol):
+    """Runs groups."""
+
+    def inventory(self) -> Cluster:
+        """The GPUs, and which nodes are lost now."""
+
+    def reserve(self, group: Group, epoch: int) -> None:
+        """Hold the group's place for it.
+
+        raises   PlaceTaken where one of its GPUs is another epoch's or is not there
+        """
+
+    def launch(
+        self,
+        group: Group,
+        epoch: int,
+        jobs: Sequence[JobRequest],
+        steps_done: Mapping[str, float],
+        layout: Layout | None = None,
+    ) -> None:
+        """Start a group on the place that it has reserved.
+
+        jobs         in the order of group.jobs
+        steps_done   where each goes on from
+        layout       how it is spread over its GPUs; None: as the executor finds best
+        raises       PlaceTaken where nothing is reserved for this epoch
+        """
+
+    def events(self) -> list[Event]:
+        """What happened since the last call, in order of time."""
+
+    def drain(self, group: Group, epoch: int) -> None:
+        """Ask the group to commit and to stop; a `Drained` tells when it has.
+
+        Nothing follows for a group that has ended already.
+        """
+
+    def kill(self, group: Group, epoch: int) -> None:
+        """Stop the group at once; what it has not committed is lost, and nothing is told."""
+
+    def release(self, group: Group, epoch: int) -> None:
+        """Give the group's place back; a group that still runs is killed."""

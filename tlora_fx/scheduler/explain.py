@@ -1,0 +1,248 @@
+"""Why a job is grouped as it is, and what each alternative would have cost."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from math import inf, isfinite
+
+from rich.table import Table
+from rich.text import Text
+
+from tlora_fx.errors import JobNotInState, nearest
+from tlora_fx.scheduler.bounds import ROUNDING, limit_seconds, slowdown
+from tlora_fx.scheduler.demand import Demand
+from tlora_fx.scheduler.group import Group
+from tlora_fx.scheduler.placing import Placer, tier_for
+from tlora_fx.scheduler.state import ActiveJob, Decision, Reason, State
+
+MOST_ROWS = 24
+
+
+@dataclass(frozen=True, slots=True)
+class Alternative:
+    """One way in which the job could run.
+
+    what           "as decided", "alone", "with ...", "without ..."
+    jobs           its group then, the job first
+    gpus           of the group
+    seconds        of one step; infinite where nothing fits
+    memory_bytes   of the fullest GPU
+    slowdowns      of each job of the group, over the job alone
+    gain           of weighted speed-up against what was decided; None for that itself
+    why_not        what forbids it, or ""
+    """
+
+    what: str
+    jobs: tuple[str, ...]
+    gpus: int
+    seconds: float
+    memory_bytes: float
+    slowdowns: tuple[float, ...]
+    gain: float | None
+    why_not: str
+
+
+@dataclass(frozen=True, slots=True)
+class Explanation:
+    """All that can be said of one job in one moment.
+
+    standing       in a sentence
+    alternatives   what was decided first, then the others by their gain
+    left_out       alternatives that are not shown
+    reasons        what the policy recorded
+    """
+
+    job: str
+    standing: str
+    alternatives: tuple[Alternative, ...]
+    left_out: int
+    reasons: tuple[Reason, ...]
+
+    def table(self) -> Table:
+        """As a table for a terminal."""
+        table = Table(title=f"{self.job}: {self.standing}", title_justify="left")
+        for column in HEAD:
+            table.add_column(column, justify="left" if column in LEFT else "right")
+        for row in self.rows():
+            table.add_row(*(Text(cell) for cell in row))
+        return table
+
+    def rows(self) -> list[tuple[str, ...]]:
+        """The cells of the table."""
+        return [_cells(alternative) for alternative in self.alternatives]
+
+    def __str__(self) -> str:
+        return "\n".join(self._lines())
+
+    def _lines(self) -> Iterator[str]:
+        yield f"{self.job}: {self.standing}"
+        rows = [HEAD, *self.rows()]
+        widths = [max(len(row[column]) for row in rows) for column in range(len(HEAD))]
+        for row in rows:
+            cells = [
+                cell.ljust(width) if name in LEFT else cell.rjust(width)
+                for name, cell, width in zip(HEAD, row, widths, strict=True)
+            ]
+            yield ("  " + "  ".join(cells)).rstrip()
+        if self.left_out:
+            yield f"  and {self.left_out} more that gain less"
+        for reason in self.reasons:
+            yield f"  {_told(reason)}"
+
+
+HEAD = ("alternative", "GPUs", "step", "memory", "slowdown", "worst", "gain", "why not")
+LEFT = frozenset({"alternative", "why not"})
+
+
+def explain(state: State, decision: Decision, job: str) -> Explanation:
+    """Why a job runs as it does, or waits, by fresh evaluations and the policy's reasons.
+
+    decision   of this state; with reasons where the policy was asked to record them
+    raises     JobNotInState
+    """
+    if job not in state.jobs:
+        near = nearest(job, state.jobs)
+        raise JobNotInState(
+            f"job '{job}' is not active",
+            expected=", ".join(list(state.jobs)[:12]),
+            help=f"did you mean '{near}'?" if near else "name an active job",
+        )
+    own = next((group for group in decision.groups if job in group.jobs), None)
+    weigher = _Weigher(state, decision, job, own)
+    reasons = tuple(reason for reason in decision.reasons if reason.job == job)
+    ranked = sorted(weigher.others(), key=lambda one: (bool(one.why_not), -(one.gain or 0.0)))
+    shown = ranked[:MOST_ROWS]
+    first = (weigher.decided(own),) if own else ()
+    left_out = len(ranked) - len(shown)
+    return Explanation(job, _standing(decision, job, own), (*first, *shown), left_out, reasons)
+
+
+def _standing(decision: Decision, job: str, own: Group | None) -> str:
+    if own is None:
+        waiting = list(decision.waiting)
+        place = f", number {waiting.index(job) + 1} of {len(waiting)}" if job in waiting else ""
+        return f"waits{place}"
+    others = [name for name in own.jobs if name != job]
+    gpus = f"{own.gpus} GPU{'s' if own.gpus > 1 else ''}"
+    return f"on {gpus} with {', '.join(others)}" if others else f"alone on {gpus}"
+
+
+class _Weigher:
+    """Evaluates the alternatives of one job."""
+
+    def __init__(self, state: State, decision: Decision, job: str, own: Group | None) -> None:
+        self.state, self.decision, self.job, self.own = state, decision, job, own
+        self._base = state.jobs[job].request.base
+        self._free: Placer | None = None
+
+    def decided(self, own: Group) -> Alternative:
+        """What was decided."""
+        rest = tuple(name for name in own.jobs if name != self.job)
+        return self._weigh("as decided", (self.job, *rest), own.gpus, None)
+
+    def others(self) -> Iterator[Alternative]:
+        """All groups that the job could be in instead, and what its group is without each."""
+        request = self.state.jobs[self.job].request
+        rest = tuple(name for name in self.own.jobs if name != self.job) if self.own else ()
+        before = self._worth(self.own) if self.own else 0.0
+        self._free = self._room(self.own)
+        left = self._alone_worth(rest)
+        if rest or self.own is None:
+            yield self._weigh("alone", (self.job,), request.gpus, before - left)
+        for group in self.decision.groups:
+            if group is not self.own and self._shares(group.jobs[0]):
+                jobs, gpus = (self.job, *group.jobs), group.gpus + request.gpus
+                base = before - left + self._worth(group)
+                self._free = self._room(self.own, group)
+                yield self._weigh(f"with {', '.join(group.jobs)}", jobs, gpus, base)
+        self._free = self._room(self.own)
+        for name in self.decision.waiting:
+            if name != self.job and self._shares(name):
+                jobs = (self.job, *rest, name)
+                yield self._weigh(f"and {name}, which waits", jobs, self._asked(jobs), before)
+        for name in rest if len(rest) > 1 else ():
+            jobs = (self.job, *(other for other in rest if other != name))
+            base = before - self._alone_worth((name,))
+            yield self._weigh(f"without {name}", jobs, self._asked(jobs), base)
+
+    def _room(self, *leaving: Group | None) -> Placer:
+        """The GPUs that are free once some groups have left theirs."""
+        placer = Placer(self.state.cluster)
+        for group in self.decision.groups:
+            if group not in leaving:
+                placer.take(group.place)
+        return placer
+
+    def _shares(self, other: str) -> bool:
+        return self.state.jobs[other].request.base == self._base
+
+    def _asked(self, jobs: Sequence[str]) -> int:
+        return sum(self.state.jobs[name].request.gpus for name in jobs)
+
+    def _worth(self, group: Group) -> float:
+        total = sum(self.state.jobs[name].solo_seconds for name in group.jobs)
+        return total / group.seconds if group.seconds > 0 else 0.0
+
+    def _alone_worth(self, jobs: Sequence[str]) -> float:
+        """Of some jobs as a group of their own, on all GPUs that they asked for."""
+        if not jobs:
+            return 0.0
+        found = self._weigh("", tuple(jobs), self._asked(jobs), None)
+        total = sum(self.state.jobs[name].solo_seconds for name in jobs)
+        return total / found.seconds if isfinite(found.seconds) else 0.0
+
+    def _weigh(
+        self, what: str, jobs: tuple[str, ...], gpus: int, before: float | None
+    ) -> Alternative:
+        """One alternative; `before` is what its jobs are worth as it was decided."""
+        members = [self.state.jobs[name] for name in jobs]
+        demand = Demand.total(job.request.demand for job in members)
+        tier = tier_for(self.state.cluster, gpus)
+        found = self.state.estimator.explain(members[0].request.base, demand, gpus, tier)
+        fits = found.layout is not None and isfinite(found.seconds)
+        seconds = found.seconds if fits else inf
+        gain = None
+        if before is not None and fits:
+            gain = sum(job.solo_seconds for job in members) / seconds - before
+        why_not = self._why_not(members, gpus, seconds, found.why_not)
+        slow = tuple(slowdown(job, seconds) for job in members)
+        return Alternative(what, jobs, gpus, seconds, found.memory_bytes, slow, gain, why_not)
+
+    def _why_not(
+        self, members: Sequence[ActiveJob], gpus: int, seconds: float, why_not: str
+    ) -> str:
+        capacity = self.state.cluster.capacity()
+        if gpus > capacity:
+            return f"there are {capacity} GPUs"
+        if not isfinite(seconds):
+            return why_not or "nothing fits into memory"
+        for job in members if len(members) > 1 else ():
+            limit = limit_seconds(job, self.state.now, lending=True)
+            if seconds > limit * (1 + ROUNDING):
+                return f"{job.name} bears {limit / job.solo_seconds:.2f} times"
+        if self._free is not None and self._free.find(gpus) is None:
+            return "no place has so many GPUs free"
+        return ""
+
+
+def _cells(one: Alternative) -> tuple[str, ...]:
+    fits = isfinite(one.seconds)
+    worst = max(range(len(one.jobs)), key=lambda index: one.slowdowns[index])
+    return (
+        one.what,
+        str(one.gpus),
+        f"{one.seconds * 1e3:.1f} ms" if fits else "-",
+        f"{one.memory_bytes / 2**30:.1f} GiB" if fits else "-",
+        f"{one.slowdowns[0]:.2f}" if fits else "-",
+        f"{one.slowdowns[worst]:.2f} {one.jobs[worst]}" if fits and len(one.jobs) > 1 else "-",
+        "-" if one.gain is None else f"{one.gain:+.3f}",
+        one.why_not,
+    )
+
+
+def _told(reason: Reason) -> str:
+    others = f" with {', '.join(reason.others)}" if reason.others else ""
+    gain = "" if reason.gain is None else f", gain {reason.gain:+.3f}"
+    detail = f" ({reason.detail})" if reason.detail else ""
+    return f"{reason.verdict}{others}{gain}{detail}"

@@ -1,0 +1,1 @@
+"""Groups as processes of this machine: real trainers, real checkpoints between groups."""

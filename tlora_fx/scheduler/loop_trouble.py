@@ -1,0 +1,100 @@
+"""Jobs whose groups fail: run alone to find who is at fault, and given up at last.
+
+A group that fails without naming a job says nothing of who it was. Its jobs are under suspicion and
+run alone, until one of them has got further than it was; a job that was suspected too often stays
+alone for good. A job that fails alone `tries` times without getting further is given up.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, replace
+
+from tlora_fx.scheduler.group import Group
+from tlora_fx.scheduler.state import ActiveJob
+
+#: A bound that no group of two or more can keep.
+ALONE = 1e-9
+
+
+@dataclass(slots=True)
+class Record:
+    """How often a job's groups failed.
+
+    shared   groups of two or more
+    alone    groups of itself, since it last got further
+    steps    that it had at the last failure
+    """
+
+    shared: int = 0
+    alone: int = 0
+    steps: float = 0.0
+    suspect: bool = True
+
+
+class Trouble:
+    """The jobs whose groups failed.
+
+    tries   failures alone, without progress between, after which a job is given up
+    """
+
+    def __init__(self, tries: int) -> None:
+        self.tries = tries
+        self._records: dict[str, Record] = {}
+
+    def failed(self, jobs: Iterable[ActiveJob]) -> list[ActiveJob]:
+        """A group failed; its jobs' steps are settled. Returns those to give up."""
+        members = list(jobs)
+        lost = []
+        for job in members:
+            record = self._records.setdefault(job.name, Record(steps=job.steps_done))
+            if job.steps_done > record.steps:
+                record.alone = 0
+            record.steps = job.steps_done
+            record.suspect = True
+            if len(members) > 1:
+                record.shared += 1
+            else:
+                record.alone += 1
+            if record.alone >= self.tries:
+                lost.append(job)
+        return lost
+
+    def committed(self, steps: Mapping[str, float]) -> None:
+        """Jobs got further: suspicion ends, unless it was raised too often."""
+        for name, done in steps.items() if self._records else ():
+            record = self._records.get(name)
+            if record is not None and done > record.steps:
+                record.suspect = record.shared >= self.tries
+                record.alone = 0
+
+    def forget(self, name: str) -> None:
+        """A job ended."""
+        self._records.pop(name, None)
+
+    def suspects(self, name: str) -> bool:
+        """Whether a job must run alone."""
+        record = self._records.get(name)
+        return record is not None and record.suspect
+
+    def shown(self, jobs: Mapping[str, ActiveJob]) -> dict[str, ActiveJob]:
+        """Jobs as a policy shall see them: suspects bear no neighbour."""
+        seen = dict(jobs)
+        for name in self._records:
+            if name in seen and self.suspects(name):
+                job = seen[name]
+                request = replace(job.request, max_slowdown=ALONE, lends=0.0)
+                seen[name] = ActiveJob(request, job.solo_seconds, job.steps_done, job.credit)
+        return seen
+
+    def parted(self, group: Group) -> Group:
+        """A group of a policy that looks at no bounds, without its suspects.
+
+        Where all are suspects, the first runs.
+        """
+        if not self._records or len(group.jobs) < 2:
+            return group
+        rest = tuple(name for name in group.jobs if not self.suspects(name))
+        if len(rest) == len(group.jobs):
+            return group
+        return replace(group, jobs=rest or group.jobs[:1])

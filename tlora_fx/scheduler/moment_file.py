@@ -1,0 +1,133 @@
+"""A moment of a run as a file: a state, the policy that decides, and what it expects of times.
+
+The profiles lie in it too, so that a decision can be asked about on another machine, and later.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass, fields, is_dataclass
+from pathlib import Path
+from typing import Any
+
+from pydantic import TypeAdapter, ValidationError
+
+from tlora_fx.durable import replace_file
+from tlora_fx.errors import StateFileError
+from tlora_fx.planners.model_facts import ModelFacts
+from tlora_fx.planners.profile import Profile
+from tlora_fx.scheduler.cluster import Cluster
+from tlora_fx.scheduler.estimating import Estimator
+from tlora_fx.scheduler.estimator import ProfileEstimator
+from tlora_fx.scheduler.policies import find_policy
+from tlora_fx.scheduler.state import Policy, State
+from tlora_fx.scheduler.state_file import state_from_json, state_to_json
+from tlora_fx.scheduler.synthetic import SyntheticEstimator
+
+FORMAT = "tlora-fx moment 1"
+_FACTS = TypeAdapter(ModelFacts)
+
+
+@dataclass(frozen=True, slots=True)
+class Moment:
+    """A state, and the policy that decides upon it."""
+
+    state: State
+    policy: Policy
+
+
+def save_moment(path: Path, moment: Moment) -> None:
+    """Write a moment.
+
+    raises   StateFileError for an estimator that has no file form
+    """
+    kind, estimator = _estimator_fields(moment.state.estimator)
+    written = {
+        "format": FORMAT,
+        "policy": {"name": moment.policy.name, "options": policy_options(moment.policy)},
+        "estimator": estimator,
+        "state": json.loads(state_to_json(moment.state, kind)),
+    }
+    path.parent.mkdir(parents=True, exist_ok=True)
+    replace_file(path, json.dumps(written, indent=1).encode() + b"\n")
+
+
+def load_moment(path: Path) -> Moment:
+    """Read a moment back.
+
+    raises   StateFileError; UnknownPolicy where another package's policy is missing
+    """
+    try:
+        written = json.loads(path.read_bytes())
+        if written["format"] != FORMAT:
+            raise StateFileError(
+                "the file has another format",
+                file=path,
+                expected=FORMAT,
+                found=written["format"],
+                help="read it with the version of tlora-fx that wrote it",
+            )
+        cluster = written["state"]["cluster"]
+        cluster = Cluster(**(cluster | {"lost": frozenset(cluster["lost"])}))
+        state = state_from_json(
+            json.dumps(written["state"]),
+            lambda kind: _estimator(kind, written["estimator"], cluster),
+        )
+        policy = find_policy(written["policy"]["name"], **written["policy"]["options"])
+    except (OSError, ValueError, KeyError, TypeError, ValidationError) as error:
+        raise StateFileError(
+            "this is no saved state of the scheduler",
+            file=path,
+            reason=f"{type(error).__name__}: {error}",
+            help="`tlora-fx schedule state RUN -o STATE.json` writes one",
+        ) from error
+    return Moment(state, policy)
+
+
+def policy_options(policy: Policy) -> dict[str, Any]:
+    """The options of a policy that a file can hold: numbers, words, flags."""
+    if not is_dataclass(policy):
+        return {}
+    values = {one.name: getattr(policy, one.name) for one in fields(policy) if one.init}
+    plain = bool | int | float | str
+    return {name: value for name, value in values.items() if isinstance(value, plain)}
+
+
+def _estimator_fields(estimator: Estimator) -> tuple[str, dict[str, Any]]:
+    if isinstance(estimator, ProfileEstimator):
+        return "profile", {
+            "profiles": {name: p.model_dump(mode="json") for name, p in estimator.profiles.items()},
+            "shapes": {
+                name: _FACTS.dump_python(facts, mode="json")
+                for name, facts in estimator.shapes.items()
+            },
+            "options": _options(estimator, {"profiles", "cluster", "shapes", "evaluations"}),
+        }
+    if isinstance(estimator, SyntheticEstimator):
+        return "synthetic", {"options": _options(estimator, {"cluster", "evaluations"})}
+    raise StateFileError(
+        "this estimator cannot be written into a file",
+        found=type(estimator).__name__,
+        expected="ProfileEstimator or SyntheticEstimator",
+    )
+
+
+def _options(estimator: ProfileEstimator | SyntheticEstimator, but: set[str]) -> dict[str, Any]:
+    names = {one.name for one in fields(estimator) if one.init} - but
+    return {name: getattr(estimator, name) for name in sorted(names)}
+
+
+def _estimator(kind: str, written: Mapping[str, Any], cluster: Cluster) -> Estimator:
+    given = written["options"].items()
+    options: dict[str, Any] = {
+        name: tuple(one) if isinstance(one, list) else one for name, one in given
+    }
+    if kind == "synthetic":
+        return SyntheticEstimator(cluster=cluster, **options)
+    return ProfileEstimator(
+        {name: Profile.model_validate(one) for name, one in written["profiles"].items()},
+        cluster,
+        {name: _FACTS.validate_python(one) for name, one in written["shapes"].items()},
+        **options,
+    )

@@ -1,0 +1,121 @@
+"""The best grouping there is, by looking at every subset of the jobs.
+
+It stands for the uncontended problem: each group has all GPUs that its jobs asked for. Jobs of
+different bases never share, so every base is a problem of its own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from tlora_fx.errors import TooManyForOracle
+from tlora_fx.scheduler.bounds import ROUNDING, limit_seconds
+from tlora_fx.scheduler.demand import Array
+from tlora_fx.scheduler.gains import Objective
+from tlora_fx.scheduler.placing import tier_for
+from tlora_fx.scheduler.state import ActiveJob, State
+from tlora_fx.scheduler.urgency import arrival
+
+MOST_JOBS = 12
+
+
+@dataclass(frozen=True, slots=True)
+class Grouping:
+    """Groups of jobs, by name, and what they are worth together."""
+
+    groups: tuple[tuple[str, ...], ...]
+    worth: float
+
+
+@dataclass(frozen=True, slots=True)
+class Subsets:
+    """All subsets of some jobs; bit i of a subset's index stands for job i.
+
+    worth     [2^n] -inf where a bound or memory forbids it
+    seconds   [2^n] of one step on all their GPUs
+    gpus      [2^n] that its jobs asked for together
+    """
+
+    worth: Array
+    seconds: Array
+    gpus: Array
+
+
+def best_grouping(state: State, objective: Objective = "weighted") -> Grouping:
+    """The grouping of the largest worth, each group on all its jobs' GPUs.
+
+    raises   TooManyForOracle
+    """
+    groups: list[tuple[str, ...]] = []
+    worth = 0.0
+    for jobs in by_base(state.jobs).values():
+        if len(jobs) > MOST_JOBS:
+            raise TooManyForOracle(
+                f"{len(jobs)} jobs of one base are too many for the exact policy",
+                expected=f"at most {MOST_JOBS}",
+                help="choose the policy 'tlora'",
+            )
+        table = subsets(state, jobs, objective)
+        masks, value = _partition(table.worth, len(jobs))
+        worth += value
+        groups += [tuple(jobs[i].name for i in range(len(jobs)) if m >> i & 1) for m in masks]
+    return Grouping(tuple(groups), worth)
+
+
+def by_base(jobs: Mapping[str, ActiveJob]) -> dict[str, list[ActiveJob]]:
+    """Jobs that may share, in order of their arrival."""
+    found: dict[str, list[ActiveJob]] = {}
+    for job in sorted(jobs.values(), key=arrival):
+        found.setdefault(job.request.base, []).append(job)
+    return found
+
+
+def subsets(state: State, jobs: Sequence[ActiveJob], objective: Objective) -> Subsets:
+    """What every subset of jobs of one base is worth."""
+    count = 1 << len(jobs)
+    bits = (np.arange(count)[:, None] >> np.arange(len(jobs)) & 1).astype(np.float64)
+    demand = bits @ np.array([job.request.demand for job in jobs], dtype=np.float64)
+    gpus = bits @ np.array([float(job.request.gpus) for job in jobs])
+    limits = np.array([limit_seconds(job, state.now) for job in jobs])
+    limit = np.where(bits > 0, limits, np.inf).min(axis=1)
+    mass = bits @ np.array([_mass(job, objective) for job in jobs])
+    tiers = [tier_for(state.cluster, int(number)) for number in gpus[1:]]
+    seconds = np.full(count, np.inf)
+    seconds[1:] = state.estimator.seconds(jobs[0].request.base, demand[1:], gpus[1:], tiers)
+    seconds[gpus > state.cluster.capacity()] = np.inf
+    fits = np.isfinite(seconds) & ((seconds <= limit * (1 + ROUNDING)) | (bits.sum(axis=1) == 1))
+    worth = np.full(count, -np.inf)
+    worth[fits] = mass[fits] / seconds[fits]
+    return Subsets(worth, seconds, gpus)
+
+
+def _mass(job: ActiveJob, objective: Objective) -> float:
+    return job.solo_seconds if objective == "weighted" else job.request.demand.samples
+
+
+def _partition(worth: Array, count: int) -> tuple[list[int], float]:
+    """The best partition of all jobs into allowed subsets."""
+    value = worth.tolist()
+    best, cut = [0.0] * (1 << count), [0] * (1 << count)
+    for mask in range(1, 1 << count):
+        rest = mask & (mask - 1)
+        low = mask ^ rest
+        most, chosen = -np.inf, low
+        part = rest
+        while True:
+            own = part | low
+            found = value[own] + best[mask ^ own]
+            if found > most:
+                most, chosen = found, own
+            if not part:
+                break
+            part = (part - 1) & rest
+        best[mask], cut[mask] = most, chosen
+    masks, mask = [], (1 << count) - 1
+    while mask:
+        masks.append(cut[mask])
+        mask ^= cut[mask]
+    return masks, best[-1]

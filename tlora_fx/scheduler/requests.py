@@ -1,0 +1,199 @@
+"""Requests to the scheduler, made of job files.
+
+What a step of a job asks for is read from the job alone, compiled without weights; that is kept by
+base and targets, so that jobs that differ in rank, batch or data cost nothing more. torch is loaded
+when the first base is compiled.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+
+from tlora_fx.errors import StepsUnknown
+from tlora_fx.job import BaseSpec, Job
+from tlora_fx.planners.model_facts import LayerFacts, ModelFacts
+from tlora_fx.scheduler.demand import Demand
+from tlora_fx.scheduler.request import JobRequest
+
+#: LoRA fields that change no shape, or only scale all of them with the rank.
+_SCALING = frozenset({"r", "lora_alpha", "alpha_pattern", "lora_dropout", "use_rslora",
+                      "init_lora_weights"})  # fmt: skip
+#: Fields with which a rank does not scale everything.
+_WITHOUT_RANK = ("rank_pattern", "use_dora", "bias", "lora_bias", "modules_to_save")
+DEFAULT_RANK = 8
+_compiled: dict[str, ModelFacts] = {}
+
+
+def base_of(job: Job) -> str:
+    """What jobs must have in common to share a group: base, dtype and adapter arithmetic."""
+    base = job.base
+    source = base.model or (str(base.config) if base.config else type(base.module).__name__)
+    words = [_short(source), base.dtype]
+    if job.adapter_dtype != "float32":
+        words.append(f"adapters-{job.adapter_dtype}")
+    if job.adapter_compute != "base":
+        words.append(f"compute-{job.adapter_compute}")
+    return "-".join((*words, _digest(_base_fields(base))))
+
+
+def request_of(
+    job: Job,
+    *,
+    lengths: Sequence[int] | None = None,
+    submitted: float = 0.0,
+    facts: ModelFacts | None = None,
+) -> JobRequest:
+    """What the scheduler is told of a job.
+
+    lengths     tokens of each of its samples; None: all are as long as `max_length` allows
+    submitted   seconds
+    facts       of the job compiled alone; None: it is compiled, or was
+    raises      StepsUnknown where the job counts epochs and `lengths` are not given, and what
+                compiling raises
+    """
+    known = facts or facts_of_job(job)
+    each = np.minimum(np.asarray(lengths or [job.max_length]), job.max_length)
+    spec = job.schedule
+    return JobRequest(
+        name=job.name,
+        base=base_of(job),
+        demand=demand_of_facts(known, _samples(job), each.tolist()),
+        gpus=spec.gpus,
+        steps=steps_of(job, len(lengths) if lengths else None),
+        submitted=submitted,
+        max_slowdown=spec.max_slowdown,
+        deadline=None if spec.deadline is None else submitted + spec.deadline,
+        lends=spec.lends or 0.0,
+        longest=int(each.max()),
+    )
+
+
+def lengths_of(job: Job) -> list[int]:
+    """Tokens of each sample of a job, read and tokenised.
+
+    raises    DataError, TokenizerNotLoadable
+    """
+    from tlora_fx.runtime.data import load_job_data
+    from tlora_fx.runtime.prepare import load_tokenizer
+
+    data = load_job_data(job, load_tokenizer(job.base))
+    return [len(sample.input_ids) for sample in data.samples]
+
+
+def steps_of(job: Job, samples: int | None) -> int:
+    """Optimizer steps of a job, as its data counts them.
+
+    samples   how many there are; None where nobody knows
+    raises    StepsUnknown
+    """
+    if job.max_steps is not None:
+        return job.max_steps
+    if samples is None:
+        raise StepsUnknown(
+            "a job counts epochs, and the number of its samples is not known",
+            job=job.name,
+            found=f"num_train_epochs={job.num_train_epochs}",
+            help="set max_steps, or give the lengths of its samples",
+        )
+    micro_batches = math.ceil(samples / job.per_device_train_batch_size)
+    epoch = math.ceil(micro_batches / job.gradient_accumulation_steps)
+    return math.ceil((job.num_train_epochs or 1.0) * epoch)
+
+
+def demand_of_facts(facts: ModelFacts, samples: int, lengths: Sequence[int]) -> Demand:
+    """What one step of a job asks for.
+
+    facts     of the job compiled alone
+    samples   of a step
+    lengths   of all its samples; a step has as many as the mean says
+    """
+    each = np.asarray(lengths, dtype=np.float64)
+    tokens = samples * float(each.mean())
+    sites = [site for layer in facts.layers for site in layer.sites if site.ranks[0]]
+    layers = max(len(facts.layers), 1)
+    columns = sum(site.width for site in sites) / layers
+    rank = sum(site.width * site.ranks[0] for site in sites) / layers
+    return Demand(
+        jobs=1.0,
+        samples=float(samples),
+        tokens=tokens,
+        squares=samples * float((each * each).mean()),
+        targets=samples * float(np.maximum(each - 1, 0).mean()),
+        adapters=len(sites) / layers,
+        rank=rank,
+        site_tokens=tokens * columns,
+        rank_tokens=tokens * rank,
+        tensors=float(facts.tensors[0]),
+        parameters=float(facts.trained[0]),
+    )
+
+
+def facts_of_job(job: Job) -> ModelFacts:
+    """The facts of a job compiled alone, without weights.
+
+    raises    what compiling raises: the base cannot be loaded, its targets are unknown, ...
+    """
+    fields = job.lora_fields
+    rank = int(fields.get("r", DEFAULT_RANK))
+    scales = not any(fields.get(name) not in (None, False, "none", {}) for name in _WITHOUT_RANK)
+    shape = {name: value for name, value in fields.items() if name not in _SCALING or not scales}
+    key = _digest({"base": _base_fields(job.base), "lora": shape, "bf16": job.adapter_dtype})
+    if key not in _compiled:
+        from tlora_fx.driver import compile
+        from tlora_fx.planners.facts import facts_of
+
+        _compiled[key] = facts_of(compile([job]))
+    return _ranked(_compiled[key], job.name, rank) if scales else _compiled[key]
+
+
+def shape_of(job: Job) -> ModelFacts:
+    """The facts of a job's base, as estimators take them: no jobs, and all linears free."""
+    facts = facts_of_job(job)
+    layers = tuple(
+        replace(layer, sites=(), trained=(), room_bytes=0) for layer in facts.layers
+    )  # fmt: skip
+    return replace(facts, layers=layers, jobs=(), root_trained=(), tensors=(), states=())
+
+
+def _ranked(facts: ModelFacts, name: str, rank: int) -> ModelFacts:
+    """The facts of the same job with another rank: whatever it trains is proportional to it."""
+    before = max((site.ranks[0] for layer in facts.layers for site in layer.sites), default=rank)
+
+    def layer(one: LayerFacts) -> LayerFacts:
+        sites = tuple(replace(site, ranks=(rank,) if site.ranks[0] else (0,)) for site in one.sites)
+        return replace(one, sites=sites, trained=(one.trained[0] * rank // before,))
+
+    return replace(
+        facts,
+        jobs=(name,),
+        layers=tuple(map(layer, facts.layers)),
+        root_trained=(facts.root_trained[0] * rank // before,),
+    )
+
+
+def _samples(job: Job) -> int:
+    return job.per_device_train_batch_size * job.gradient_accumulation_steps
+
+
+def _base_fields(base: BaseSpec) -> Mapping[str, object]:
+    """What tells two bases apart."""
+    found: dict[str, object] = base.model_dump(mode="json", exclude={"tokenizer"})
+    return found if base.module is None else {**found, "module": id(base.module)}
+
+
+def _digest(fields: Mapping[str, object]) -> str:
+    text = json.dumps(fields, sort_keys=True, default=str)
+    return hashlib.sha256(text.encode()).hexdigest()[:8]
+
+
+def _short(source: str) -> str:
+    """The last part of a hub id or a path that says something."""
+    path = Path(source).resolve() if source.startswith((".", "/", "~")) else Path(source)
+    return (path.parent if path.suffix == ".json" else path).name.lower() or "base"

@@ -1,0 +1,1 @@
+"""The scheduler over a simulated clock: traces, replay, metrics and reports."""

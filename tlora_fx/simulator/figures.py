@@ -1,0 +1,238 @@
+"""Small figures as inline SVG, each with the numbers that it shows.
+
+No script is needed; colours and text come from the page's style sheet (classes `s0`, `s1`, ... for
+series), so that a figure reads in light and in dark. Error bars span the seeds.
+"""
+
+from __future__ import annotations
+
+import csv
+import io
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from html import escape
+
+from tlora_fx.simulator.figures_axes import Axis, axis_of, shown
+
+WIDTH, HEIGHT = 560, 300
+LEFT, RIGHT, TOP, BOTTOM = 64, 12, 14, 58
+#: So many has the style sheet; they are used in turn.
+COLOURS = 9
+Number = float | int | str | None
+
+
+@dataclass(frozen=True, slots=True)
+class Series:
+    """Values of one thing, such as a policy.
+
+    values   y of each x, or of each group of bars; None where there is none
+    low      least over the seeds, where there are several
+    high     most
+    x        of each value; lines alone have them
+    colour   which of the style sheet's
+    """
+
+    name: str
+    values: Sequence[float | None]
+    low: Sequence[float | None] = ()
+    high: Sequence[float | None] = ()
+    x: Sequence[float] = ()
+    colour: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Figure:
+    """A figure and its numbers.
+
+    name      of its CSV file
+    shows     what it shows, in words
+    columns   of the table
+    rows      of the table
+    paper     caption of the figure that it redraws
+    """
+
+    name: str
+    title: str
+    shows: str
+    svg: str
+    columns: tuple[str, ...]
+    rows: tuple[tuple[Number, ...], ...]
+    paper: str = ""
+
+    def csv(self) -> str:
+        """The table as CSV."""
+        out = io.StringIO(newline="")
+        writer = csv.writer(out, lineterminator="\n")
+        writer.writerow(self.columns)
+        writer.writerows(self.rows)
+        return out.getvalue()
+
+
+def lines(
+    title: str,
+    x_label: str,
+    y_label: str,
+    series: Sequence[Series],
+    *,
+    log_x: bool = False,
+    log_y: bool = False,
+    top: float | None = None,
+    marks: bool = True,
+) -> str:
+    """Lines over numbers, with error bars where the seeds differ.
+
+    top     where the vertical axis ends; None: at the highest value
+    marks   whether each value is a dot
+    """
+    all_x = [x for one in series for x in one.x]
+    across = axis_of(all_x, LEFT, WIDTH - RIGHT, log=log_x, zero=False)
+    up = _upright(series, top, log=log_y)
+    body = [_frame(across, up, x_label, y_label)]
+    for one in series:
+        points = [
+            (across.at(x), up.at(y))
+            for x, y in zip(one.x, one.values, strict=True)
+            if y is not None
+        ]
+        path = " ".join(f"{x:.1f},{y:.1f}" for x, y in points)
+        body.append(f'<polyline class="line s{one.colour % COLOURS}" points="{path}"/>')
+        if marks:
+            body += [
+                f'<circle class="dot s{one.colour % COLOURS}" cx="{x:.1f}" cy="{y:.1f}" r="3"/>'
+                for x, y in points
+            ]
+        body += [_whisker(across.at(x), up, low, high) for x, low, high in _spread(one, one.x)]
+    return _svg(title, series, body)
+
+
+def bars(
+    title: str,
+    y_label: str,
+    groups: Sequence[str],
+    series: Sequence[Series],
+    *,
+    colours: Sequence[int] = (),
+    top: float | None = None,
+    log: bool = False,
+) -> str:
+    """Bars in groups, one of each series in each, with error bars over the seeds.
+
+    colours    of each group, where they rather than the series are told apart
+    top        where the vertical axis ends; None: above the highest value
+    log        powers of ten on the vertical axis, which then does not begin at 0
+    """
+    highest = max((v for one in series for v in (*one.values, *one.high) if v), default=1.0)
+    up = _upright(series, top or highest * (1.5 if log else 1.06), log=log)
+    room = (WIDTH - LEFT - RIGHT) / max(1, len(groups))
+    wide = room * 0.8 / max(1, len(series))
+    body = [_frame(None, up, "", f"{y_label}, log" if log else y_label)]
+    for place, group in enumerate(groups):
+        start = LEFT + room * (place + 0.1)
+        middle = LEFT + room * (place + 0.5)
+        body.append(_group_label(middle, group, room))
+        for which, one in enumerate(series):
+            value = one.values[place]
+            if value is None:
+                continue
+            x, y = start + wide * which, up.at(value)
+            shade = (colours[place] if colours else one.colour) % COLOURS
+            body.append(
+                f'<rect class="bar s{shade}" x="{x:.1f}" y="{y:.1f}" '
+                f'width="{max(1.0, wide - 1.5):.1f}" height="{up.start - y:.1f}">'
+                f"<title>{escape(one.name)}, {escape(group)}: {shown(value)}</title></rect>"
+            )
+            middle = x + wide / 2 - 0.75
+            end = value
+            if one.low and one.high:
+                body.append(_whisker(middle, up, one.low[place], one.high[place]))
+                end = one.high[place] or value
+            if len(series) * len(groups) <= 12:
+                body.append(_text(middle, up.at(end) - 5, shown(value), "value"))
+    return _svg(title, series if len(series) > 1 else (), body)
+
+
+def _upright(series: Sequence[Series], top: float | None, *, log: bool = False) -> Axis:
+    values = [
+        value
+        for one in series
+        for row in (one.values, one.high)
+        for value in row
+        if value is not None
+    ]
+    return axis_of([*values, *([top] if top else [])], HEIGHT - BOTTOM, TOP, log=log)
+
+
+def _spread(one: Series, x: Sequence[float]) -> list[tuple[float, float | None, float | None]]:
+    if not one.low or not one.high:
+        return []
+    return list(zip(x, one.low, one.high, strict=True))
+
+
+def _whisker(x: float, up: Axis, low: float | None, high: float | None) -> str:
+    if low is None or high is None or high <= low:
+        return ""
+    a, b = up.at(low), up.at(high)
+    ends = f"M{x - 3:.1f} {a:.1f}h6M{x - 3:.1f} {b:.1f}h6"
+    return f'<path class="whisker" d="M{x:.1f} {a:.1f}V{b:.1f}{ends}"/>'
+
+
+def _frame(across: Axis | None, up: Axis, x_label: str, y_label: str) -> str:
+    parts = []
+    for tick in up.ticks():
+        y = up.at(tick)
+        parts.append(f'<path class="grid" d="M{LEFT} {y:.1f}H{WIDTH - RIGHT}"/>')
+        parts.append(_text(LEFT - 6, y + 4, shown(tick), "end"))
+    base = HEIGHT - BOTTOM
+    if across is not None:
+        for tick in across.ticks():
+            x = across.at(tick)
+            parts.append(f'<path class="tick" d="M{x:.1f} {base}v4"/>')
+            parts.append(_text(x, base + 17, shown(tick), "middle"))
+        parts.append(_text((LEFT + WIDTH - RIGHT) / 2, base + 36, x_label, "middle"))
+    parts.append(f'<path class="axis" d="M{LEFT} {TOP}V{base}H{WIDTH - RIGHT}"/>')
+    middle = (TOP + base) / 2
+    parts.append(
+        f'<text class="middle" transform="translate(14 {middle:.0f}) rotate(-90)">'
+        f"{escape(y_label)}</text>"
+    )
+    return "".join(parts)
+
+
+def _group_label(x: float, text: str, room: float) -> str:
+    base = HEIGHT - BOTTOM + 17
+    lines = _broken(text) if len(text) * 6.5 > room else [text]
+    return "".join(_text(x, base + 14 * row, line, "middle") for row, line in enumerate(lines))
+
+
+def _broken(text: str) -> list[str]:
+    """A name in lines that end behind its marks."""
+    return [part for part in re.split(r"(?<=[-:=])", text) if part]
+
+
+def _text(x: float, y: float, text: str, kind: str) -> str:
+    return f'<text class="{kind}" x="{x:.1f}" y="{y:.1f}">{escape(text)}</text>'
+
+
+def _svg(title: str, series: Sequence[Series], body: Sequence[str]) -> str:
+    legend, height = _legend(series)
+    told = "; ".join(one.name for one in series)
+    return (
+        f'<svg viewBox="0 0 {WIDTH} {HEIGHT + height}" role="img" '
+        f'aria-label="{escape(title, quote=True)}">'
+        f"<title>{escape(title)}</title><desc>{escape(told)}</desc>{''.join(body)}{legend}</svg>"
+    )
+
+
+def _legend(series: Sequence[Series]) -> tuple[str, int]:
+    """The names of the series below the figure, and the height that they take."""
+    parts, x, y = [], float(LEFT), HEIGHT - 2
+    for one in series:
+        wide = 26 + 7.2 * len(one.name)
+        if x + wide > WIDTH - RIGHT and x > LEFT:
+            x, y = float(LEFT), y + 18
+        place = f'x="{x:.1f}" y="{y - 9}" width="12" height="10"'
+        parts.append(f'<rect class="bar s{one.colour % COLOURS}" {place}/>')
+        parts.append(_text(x + 17, y, one.name, "start"))
+        x += wide
+    return "".join(parts), (y - HEIGHT + 10 if series else 0)
