@@ -204,7 +204,11 @@ def work_of(layer: LayerFacts, load: Load, hidden: int, tp: int = 1) -> Work:
         tokens=load.total,
         squares=squares,
         sites=len(sites),
-        job_sites=sum(rank > 0 for site in sites for rank in site.ranks),
+        job_sites=sum(
+            rank > 0 and n > 0
+            for site in sites
+            for n, rank in zip(load.tokens, site.ranks, strict=True)
+        ),
         site_tokens=load.total * sum(widths),
         rank_tokens=sum(n * rank for n, rank in zip(load.tokens, per_rank, strict=True)),
     )

@@ -10,6 +10,7 @@ from numpy.typing import NDArray
 
 Array = NDArray[np.float64]
 TOLERANCE = 1e-12
+SMALLEST = 1e-200
 
 
 def fit(features: Array, values: Array) -> Array:
@@ -21,8 +22,10 @@ def fit(features: Array, values: Array) -> Array:
     source     Lawson and Hanson, Solving Least Squares Problems, 1974, chapter 23
     """
     scale = np.abs(features).max(axis=0)
-    scale[scale == 0] = 1
-    scaled = features / scale
+    # Columns that are nothing get no coefficient: it could be larger than any number.
+    nothing = scale < SMALLEST
+    scale[nothing] = 1
+    scaled = np.where(nothing, 0.0, features / scale)
     columns = scaled.shape[1]
     found = np.zeros(columns)
     passive = np.zeros(columns, dtype=bool)

@@ -58,7 +58,7 @@ class LayerPoint(_Part):
     tokens             of the row
     squares            sum of squared lengths of its sequences
     sites              linears with adapters; 0: a bare layer
-    job_sites          adapters on them
+    job_sites          adapters on them, of jobs that have tokens in the row
     site_tokens        tokens times (in + out), summed over the sites
     rank_tokens        tokens times rank times (in + out), summed over the adapters
     forward_ms         as in training
