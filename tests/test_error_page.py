@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pickle
 import subprocess
 import sys
 
@@ -11,15 +12,27 @@ from tlora_fx import error_page, errors
 def classes(root: type[errors.TloraError] = errors.TloraError) -> list[type[errors.TloraError]]:
     """All classes below `root` that tlora-fx itself has."""
     below = [kind for child in root.__subclasses__() for kind in (child, *classes(child))]
-    return [kind for kind in below if kind.__module__ == errors.__name__]
+    return [kind for kind in below if kind.__module__.startswith(f"{errors.__name__}.")]
 
 
 def test_each_error_has_a_code_of_its_own() -> None:
     """No two mistakes share a code, and each class says what it means."""
     codes = [kind.code for kind in classes()]
 
+    assert errors.DataFileError.code in codes
     assert len(codes) == len(set(codes))
     assert all(kind.__doc__ for kind in classes())
+
+
+def test_errors_travel_between_processes() -> None:
+    """Each comes out with its facts, its help and its notes, told once."""
+    for kind in classes():
+        error = kind("what went wrong", file="a.csv", found=3, help="do this")
+        error.add_note("in pass four")
+        other = pickle.loads(pickle.dumps(error))
+
+        assert (type(other), str(other), other.facts) == (kind, str(error), error.facts)
+        assert other.__notes__ == ["in pass four"]
 
 
 def test_the_page_has_every_error() -> None:

@@ -91,6 +91,8 @@ class _Fake:
     def round(self) -> bool:
         """A step of each job; whether one ended."""
         active = self.running()
+        if self.rounds == self.order.options.get("warn_at"):
+            self.teller.tell("warned", text="the disk is full")
         time.sleep(self.order.options.get("step_seconds", 0.01))
         self.rounds += 1
         for name in active:

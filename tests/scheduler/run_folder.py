@@ -43,6 +43,9 @@ class Heard(NoWatch):
     def refused(self, time, request, reason):
         self.said.append(("refused", request.name, reason))
 
+    def warned(self, time, run, text):
+        self.said.append(("warned", run.group.jobs, text))
+
     def gave_up(self, time, job, reason):
         self.said.append(("gave up", job.name, reason))
 
@@ -77,9 +80,8 @@ def request(job, now):
 
 
 def options(**changed):
-    local = LocalOptions(
-        save_seconds=0.05, more={"step_seconds": changed.pop("step_seconds", 0.01)}
-    )
+    more = {name: changed.pop(name) for name in ("step_seconds", "warn_at") if name in changed}
+    local = LocalOptions(save_seconds=0.05, more={"step_seconds": 0.01} | more)
     fixed = {"horizon": 0.4, "switch_seconds": 0.1, "linger": 0.0, "worker": FAKE, "local": local}
     return RunOptions(**(fixed | changed))
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json
+from dataclasses import replace
 
 import pytest
 from rich.console import Console
@@ -11,7 +12,9 @@ from rich.console import Console
 from tests.scheduler.toy import Roofline, drawn, state
 from tlora_fx.errors import JobNotInState, StateFileError
 from tlora_fx.scheduler.explain import explain
+from tlora_fx.scheduler.group import Group
 from tlora_fx.scheduler.policies import find_policy
+from tlora_fx.scheduler.state import Decision
 from tlora_fx.scheduler.state_file import state_from_json, state_to_json
 
 
@@ -56,6 +59,43 @@ def test_a_waiting_job_hears_its_place_in_the_queue():
     assert told.standing == f"waits, number 1 of {len(decision.waiting)}"
     assert any("GPUs free" in one.why_not for one in told.alternatives)
     assert any(reason.verdict == "waits" for reason in told.reasons)
+
+
+@pytest.mark.parametrize("gpus", [8, 16, 64])
+def test_what_nothing_forbids_could_be_done(gpus):
+    """An alternative that says no "why not" has places, for those that it leaves behind too."""
+    moment = state(drawn(14, seed=3), gpus)
+    decision = find_policy("tlora").decide(moment, explain=True)
+    for name in moment.jobs:
+        for one in explain(moment, decision, name).alternatives[:-1]:
+            if one.why_not or one.what == "as decided":
+                continue
+            groups = [set(group.jobs) for group in decision.groups]
+            touched = [g for g in decision.groups if set(g.jobs) & set(one.jobs)]
+            assert groups.count(set(one.jobs)) == 0
+            behind = {job for g in touched for job in g.jobs} - set(one.jobs)
+            held = sum(group.gpus for group in decision.groups if group not in touched)
+            assert held + one.gpus + bool(behind) <= gpus
+
+
+def test_jobs_that_share_few_gpus_are_not_told_that_each_could_have_its_own():
+    """Three jobs on the only GPU: none of them can leave while the others go on."""
+    moment = state([replace(one, gpus=1, max_slowdown=9.0) for one in drawn(3, seed=2)], 1)
+    one = Group(tuple(moment.jobs), 1, (0,), 0.5, 0.0)
+    told = explain(moment, Decision((one,)), one.jobs[0])
+
+    assert [each.what for each in told.alternatives[1:]]
+    assert all(each.why_not.startswith("no place is left for") for each in told.alternatives[1:])
+    assert all(each.gpus == 1 for each in told.alternatives)
+
+
+def test_a_job_waits_with_others_and_not_with_itself():
+    """The reasons name its company."""
+    moment = state(drawn(12, seed=4), 8)
+    decision = find_policy("tlora").decide(moment, explain=True)
+
+    assert decision.waiting
+    assert all(reason.job not in reason.others for reason in decision.reasons)
 
 
 def test_it_prints_as_text_and_as_a_table(asked):

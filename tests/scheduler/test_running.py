@@ -130,6 +130,17 @@ def test_a_job_that_cannot_run_is_refused_at_once(tmp_path):
     assert records(tmp_path / "run")["groups"].status == "refused"
 
 
+def test_what_goes_wrong_in_a_group_is_told(tmp_path):
+    """Once, though the group goes on and its job is trained."""
+    write_job(tmp_path / "jobs", "a", 8)
+    heard = run(tmp_path / "jobs", tmp_path / "run", warn_at=3)
+
+    assert [said for said in heard.said if said[0] == "warned"] == [
+        ("warned", ("a",), "the disk is full")
+    ]
+    assert records(tmp_path / "run")["a"].status == "done"
+
+
 def test_a_folder_that_is_not_there_is_refused(tmp_path):
     """Before anything is written."""
     with pytest.raises(JobFolderError):
@@ -141,6 +152,19 @@ def test_a_folder_has_one_run_at_a_time(tmp_path):
     write_job(tmp_path / "jobs", "a", 5)
     with held(tmp_path / "run"), pytest.raises(RunFolderError, match="another process"):
         run(tmp_path / "jobs", tmp_path / "run")
+
+
+def test_a_lock_that_a_killed_run_leaves_for_a_moment_is_waited_for(tmp_path):
+    """What it was just forking holds its files until it executes."""
+    with held(tmp_path):
+        pid = os.fork()
+        if pid == 0:
+            time.sleep(0.5)
+            os._exit(0)
+    begun = time.monotonic()
+    with held(tmp_path):
+        assert time.monotonic() - begun >= 0.2
+    os.waitpid(pid, 0)
 
 
 def test_a_stopped_run_goes_on(tmp_path):

@@ -7,8 +7,9 @@ import pickle
 import pytest
 
 from tests.simulator.replayed import base
-from tlora_fx.errors import ProfileMismatch, UnknownPolicy
+from tlora_fx.errors import PolicyOptionWrong, ProfileMismatch, UnknownPolicy
 from tlora_fx.scheduler.cluster import Cluster
+from tlora_fx.scheduler.policies import policy_of
 from tlora_fx.simulator.choices import Choices
 from tlora_fx.simulator.report import Report, page
 from tlora_fx.simulator.sweep import (
@@ -21,7 +22,6 @@ from tlora_fx.simulator.sweep import (
     run,
     run_all,
 )
-from tlora_fx.simulator.sweep_run import policy_of
 
 FEW = Scenario("megatron", source=Source(jobs=12), cluster=Cluster(64))
 
@@ -83,6 +83,25 @@ def test_a_policy_s_options_stand_behind_its_name():
     assert policy_of("mlora-fifo:cap=2").cap == 2
     with pytest.raises(UnknownPolicy):
         policy_of("nothing:at=all")
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("tlora:payback", "a number"),
+        ("tlora:payback=much", "a number"),
+        ("tlora:payback=.nan", "a number"),
+        ("tlora:breadth=2.5", "a whole number"),
+        ("megatron:backfill=1", "true or false"),
+        ("mlora-fifo:cap=true", "a number"),
+        ("mlora-fifo:cap=0", "at least 1"),
+        ("tlora:objective=[", "NAME:OPTION=VALUE"),
+    ],
+)
+def test_an_option_of_another_kind_is_refused(text, said):
+    """With the kind that it has."""
+    with pytest.raises(PolicyOptionWrong, match=said):
+        policy_of(text)
 
 
 def test_alone_on_a_large_cluster_jobs_last_as_long_as_in_the_trace():

@@ -31,7 +31,7 @@ def run(
         Path | None, typer.Option("-o", "--output", help="Folder for what comes out.")
     ] = None,
     policy: Annotated[
-        str, typer.Option(help="Who trains together: tlora, megatron, ...")
+        str, typer.Option(help="Who trains together: tlora, megatron:backfill=true, ...")
     ] = "tlora",
     horizon: Annotated[str, typer.Option(help="Between decisions, such as 60s or 5m.")] = "60s",
     slots: Annotated[
@@ -60,12 +60,12 @@ def run(
     """
     from tlora_fx.cli.run_table import Page
     from tlora_fx.scheduler.local.executor import LocalOptions
-    from tlora_fx.scheduler.policies import find_policy
+    from tlora_fx.scheduler.policies import policy_of
     from tlora_fx.scheduler.running import RunOptions, opened
     from tlora_fx.scheduler.running_estimates import Estimates, machine
 
     seconds = _seconds(horizon, "--horizon")
-    chosen = find_policy(policy)
+    chosen = policy_of(policy)
     cluster, kind = machine(device, slots)
     estimates = Estimates(cluster, tuple(profile or ()))
     options = RunOptions(

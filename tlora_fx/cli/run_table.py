@@ -68,6 +68,10 @@ class Page(NoWatch):
         jobs = ", ".join(run.group.jobs)
         self.say(f"{time:8.1f} s  group {run.epoch} on {_place(run)}: {jobs}")
 
+    def warned(self, time: float, run: Run, text: str) -> None:
+        """Something went wrong in a group, and it goes on."""
+        self.say(f"{time:8.1f} s  group {run.epoch} goes on, but: {text}", "yellow")
+
     def left(self, time: float, run: Run, job: ActiveJob, reason: str) -> None:
         """A job ended."""
         how = f"failed: {reason}" if reason else f"done after {job.request.steps} steps"

@@ -26,12 +26,17 @@ def state(
     run: Annotated[Path, typer.Argument(help="Folder of `tlora-fx run`, also while it runs.")],
     output: Annotated[Path, typer.Option("-o", "--output", help="File for the state.")],
 ) -> None:
-    """Save what the policy of a run saw at its last decision."""
+    """Save what the policy of a run saw at its last decision, and what became of all jobs."""
     from tlora_fx.durable import replace_file
+    from tlora_fx.scheduler.history import rows_of_run
+    from tlora_fx.scheduler.moment_file import add_history
 
     found = _newest(run)
+    rows = rows_of_run(run)
     output.parent.mkdir(parents=True, exist_ok=True)
     replace_file(output, found.read_bytes())
+    if rows is not None:
+        add_history(output, rows)
     typer.echo(f"written   {output}")
 
 
@@ -39,26 +44,43 @@ def state(
 def explain(
     saved: Annotated[Path, typer.Argument(help="A saved state, or the folder of a run.")],
     job: Annotated[str, typer.Option("--job", help="Name of the job.")],
+    terms: Annotated[
+        bool, typer.Option("--terms", help="Also what time and memory of a step are made of.")
+    ] = False,
 ) -> None:
     """Say why a job is grouped as it is, with whom it was compared, and what else would have cost.
 
-    The policy decides upon the state once more, as it did then, and writes down its reasons.
+    The policy decides upon the state once more, and writes down its reasons. Of a job that has
+    ended the last decision about it is told, of one that was refused the reason.
     """
-    from tlora_fx.scheduler.explain import explain as told
-    from tlora_fx.scheduler.moment_file import load_moment
+    from tlora_fx.scheduler.explain_past import explained
+    from tlora_fx.scheduler.history import History
+    from tlora_fx.scheduler.moment_file import load_history, load_moment
 
-    moment = load_moment(_newest(saved) if saved.is_dir() else saved)
-    decision = moment.policy.decide(moment.state, explain=True)
-    text = told(moment.state, decision, job)
-    Console(soft_wrap=True, highlight=False).print(str(text), markup=False)
+    if saved.is_dir():
+        history = History.of_run(saved)
+        undecided = history is not None and not history.decisions
+        moment = None if undecided else load_moment(_newest(saved))
+    else:
+        moment, history = load_moment(saved), load_history(saved)
+    text = explained(moment, history, job, terms=terms)
+    Console(soft_wrap=True, highlight=False).print(text, markup=False)
 
 
 def _newest(run: Path) -> Path:
+    from tlora_fx.scheduler.history import LEDGER
+
     found = run / NEWEST
-    if not found.is_file():
+    if found.is_file():
+        return found
+    if (run / LEDGER).is_file():
         raise StateFileError(
-            "there is no saved state",
+            "the run has decided nothing yet",
             folder=run,
-            help="a run writes one at each decision; name the folder that it was given by -o",
+            help="a job can be asked about all the same: `tlora-fx schedule explain RUN --job x`",
         )
-    return found
+    raise StateFileError(
+        "there is no saved state",
+        folder=run,
+        help="a run writes one at each decision; name the folder that it was given by -o",
+    )

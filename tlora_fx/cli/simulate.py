@@ -204,9 +204,8 @@ def plan_for(base: Scenario, given: Mapping[str, Any]) -> Plan:
 
     raises    UnknownPolicy, and all that reading the trace does
     """
-    from tlora_fx.scheduler.policies import POLICIES
+    from tlora_fx.scheduler.policies import POLICIES, policy_of
     from tlora_fx.simulator.sweep import SWEEPS, load, plan_of
-    from tlora_fx.simulator.sweep_run import policy_of
 
     policies = words(given["policies"]) or [
         *(name for name in POLICIES if name != "oracle"),
@@ -218,13 +217,16 @@ def plan_for(base: Scenario, given: Mapping[str, Any]) -> Plan:
     sweeps = list(SWEEPS) if asked == "all" else [] if asked == "none" else words(asked)
     for name in sweeps:
         _one_of({"sweeps": name}, "sweeps", SWEEPS)
+    sizes = numbers(given["cluster_sizes"], "--cluster-sizes")
+    if min(sizes, default=0) < 1:
+        raise typer.BadParameter(f"--cluster-sizes are above 0; not {given['cluster_sizes']!r}")
     return plan_of(
         base,
         policies,
         given["seeds"],
         sweeps,
         sweep_seeds=given["sweep_seeds"],
-        sizes=numbers(given["cluster_sizes"], "--cluster-sizes"),
+        sizes=sizes,
         months=load(base.source, base.seed).months if sweeps else 1,
     )
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import difflib
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Mapping
 from typing import ClassVar
 
 
@@ -24,6 +24,10 @@ class TloraError(Exception):
         self.facts = {name: str(value) for name, value in facts.items() if value is not None}
         super().__init__(self.render())
 
+    def __reduce__(self) -> tuple[Callable[..., TloraError], tuple[object, ...], dict[str, object]]:
+        """What another process makes of it: the same error, with its notes."""
+        return _again, (type(self), self.what, self.help, self.facts), self.__dict__
+
     def render(self) -> str:
         """The whole error as text of several lines."""
         rows = dict(self.facts)
@@ -36,6 +40,10 @@ class TloraError(Exception):
             lines.append(f"  {name:<{width}}  {first}")
             lines.extend(f"  {'':<{width}}  {line}" for line in rest)
         return "\n".join(lines)
+
+
+def _again(kind: type[TloraError], what: str, help: str, facts: Mapping[str, str]) -> TloraError:
+    return kind(what, help=help, **facts)
 
 
 def nearest(name: str, choices: Iterable[str]) -> str | None:

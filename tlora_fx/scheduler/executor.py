@@ -110,6 +110,16 @@ class Drained(GroupEvent):
 
 
 @dataclass(frozen=True, slots=True)
+class Warned(GroupEvent):
+    """Something went wrong in a group, such as a checkpoint on a full disk, and it goes on.
+
+    text   for its user
+    """
+
+    text: str
+
+
+@dataclass(frozen=True, slots=True)
 class NodeLost(Event):
     """A node went away; of each group that stood on it a `Failed` follows."""
 

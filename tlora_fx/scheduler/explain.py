@@ -143,28 +143,52 @@ class _Weigher:
 
     def others(self) -> Iterator[Alternative]:
         """All groups that the job could be in instead, and what its group is without each."""
-        request = self.state.jobs[self.job].request
-        rest = tuple(name for name in self.own.jobs if name != self.job) if self.own else ()
-        before = self._worth(self.own) if self.own else 0.0
-        self._free = self._room(self.own)
-        left = self._alone_worth(rest)
-        if rest or self.own is None:
-            yield self._weigh("alone", (self.job,), request.gpus, before - left)
+        request, own = self.state.jobs[self.job].request, self.own
+        rest = tuple(name for name in own.jobs if name != self.job) if own else ()
+        before = self._worth(own) if own else 0.0
+        # What is left of its group goes on with no more GPUs than there are for it now.
+        kept = min(self._asked(rest), own.gpus) if own else 0
+        left = self._apart_worth(rest, kept)
+        self._free = self._room(own)
+        if rest or own is None:
+            yield self._weigh("alone", (self.job,), request.gpus, before - left, rest, kept)
         for group in self.decision.groups:
-            if group is not self.own and self._shares(group.jobs[0]):
-                jobs, gpus = (self.job, *group.jobs), group.gpus + request.gpus
-                base = before - left + self._worth(group)
-                self._free = self._room(self.own, group)
-                yield self._weigh(f"with {', '.join(group.jobs)}", jobs, gpus, base)
-        self._free = self._room(self.own)
+            if group is not own and self._shares(group.jobs[0]):
+                jobs, base = (self.job, *group.jobs), before - left + self._worth(group)
+                self._free = self._room(own, group)
+                gpus = self._fitting(group.gpus + request.gpus, group.gpus, kept)
+                yield self._weigh(f"with {', '.join(group.jobs)}", jobs, gpus, base, rest, kept)
+        self._free = self._room(own)
         for name in self.decision.waiting:
             if name != self.job and self._shares(name):
-                jobs = (self.job, *rest, name)
-                yield self._weigh(f"and {name}, which waits", jobs, self._asked(jobs), before)
-        for name in rest if len(rest) > 1 else ():
-            jobs = (self.job, *(other for other in rest if other != name))
-            base = before - self._alone_worth((name,))
-            yield self._weigh(f"without {name}", jobs, self._asked(jobs), base)
+                jobs, more = (self.job, *rest, name), self._asked((name,))
+                least = own.gpus if own else request.gpus
+                gpus = self._fitting(least + more, least, 0)
+                yield self._weigh(f"and {name}, which waits", jobs, gpus, before)
+        for name in rest if own and len(rest) > 1 else ():
+            jobs, more = (
+                (self.job, *(other for other in rest if other != name)),
+                self._asked((name,)),
+            )
+            base = before - self._apart_worth((name,), more)
+            gpus = min(self._asked(jobs), own.gpus if own else 0)
+            yield self._weigh(f"without {name}", jobs, gpus, base, (name,), more)
+
+    def _fitting(self, wanted: int, least: int, beside: int) -> int:
+        """The GPUs of a larger group: all that its jobs asked for, or those that one had before."""
+        return wanted if self._finds(wanted, beside) or not self._finds(least, beside) else least
+
+    def _finds(self, gpus: int, beside: int) -> bool:
+        """Whether there are places for a group and for what it leaves behind."""
+        if self._free is None:
+            return True
+        place = self._free.find(gpus)
+        if place is None:
+            return False
+        self._free.take(place)
+        found = not beside or self._free.find(beside) is not None
+        self._free.give(place)
+        return found
 
     def _room(self, *leaving: Group | None) -> Placer:
         """The GPUs that are free once some groups have left theirs."""
@@ -184,18 +208,29 @@ class _Weigher:
         total = sum(self.state.jobs[name].solo_seconds for name in group.jobs)
         return total / group.seconds if group.seconds > 0 else 0.0
 
-    def _alone_worth(self, jobs: Sequence[str]) -> float:
-        """Of some jobs as a group of their own, on all GPUs that they asked for."""
+    def _apart_worth(self, jobs: Sequence[str], gpus: int) -> float:
+        """Of some jobs as a group of their own."""
         if not jobs:
             return 0.0
-        found = self._weigh("", tuple(jobs), self._asked(jobs), None)
+        found = self._weigh("", tuple(jobs), gpus, None)
         total = sum(self.state.jobs[name].solo_seconds for name in jobs)
         return total / found.seconds if isfinite(found.seconds) else 0.0
 
     def _weigh(
-        self, what: str, jobs: tuple[str, ...], gpus: int, before: float | None
+        self,
+        what: str,
+        jobs: tuple[str, ...],
+        gpus: int,
+        before: float | None,
+        leaves: Sequence[str] = (),
+        beside: int = 0,
     ) -> Alternative:
-        """One alternative; `before` is what its jobs are worth as it was decided."""
+        """One alternative.
+
+        before   what its jobs are worth as it was decided
+        leaves   jobs that would go on apart from it
+        beside   GPUs of those
+        """
         members = [self.state.jobs[name] for name in jobs]
         demand = Demand.total(job.request.demand for job in members)
         tier = tier_for(self.state.cluster, gpus)
@@ -206,6 +241,8 @@ class _Weigher:
         if before is not None and fits:
             gain = sum(job.solo_seconds for job in members) / seconds - before
         why_not = self._why_not(members, gpus, seconds, found.why_not)
+        if not why_not and leaves and not self._finds(gpus, beside):
+            why_not = f"no place is left for {', '.join(leaves)}"
         slow = tuple(slowdown(job, seconds) for job in members)
         return Alternative(what, jobs, gpus, seconds, found.memory_bytes, slow, gain, why_not)
 
@@ -214,7 +251,7 @@ class _Weigher:
     ) -> str:
         capacity = self.state.cluster.capacity()
         if gpus > capacity:
-            return f"there are {capacity} GPUs"
+            return f"there {'is' if capacity == 1 else 'are'} {capacity} GPU{'s'[capacity == 1 :]}"
         if not isfinite(seconds):
             return why_not or "nothing fits into memory"
         for job in members if len(members) > 1 else ():
@@ -233,7 +270,7 @@ def _cells(one: Alternative) -> tuple[str, ...]:
         one.what,
         str(one.gpus),
         f"{one.seconds * 1e3:.1f} ms" if fits else "-",
-        f"{one.memory_bytes / 2**30:.1f} GiB" if fits else "-",
+        _bytes(one.memory_bytes) if fits else "-",
         f"{one.slowdowns[0]:.2f}" if fits else "-",
         f"{one.slowdowns[worst]:.2f} {one.jobs[worst]}" if fits and len(one.jobs) > 1 else "-",
         "-" if one.gain is None else f"{one.gain:+.3f}",
@@ -246,3 +283,7 @@ def _told(reason: Reason) -> str:
     gain = "" if reason.gain is None else f", gain {reason.gain:+.3f}"
     detail = f" ({reason.detail})" if reason.detail else ""
     return f"{reason.verdict}{others}{gain}{detail}"
+
+
+def _bytes(count: float) -> str:
+    return f"{count / 2**30:.1f} GiB" if count >= 2**29 else f"{count / 2**20:.1f} MiB"

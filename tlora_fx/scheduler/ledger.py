@@ -19,7 +19,12 @@ from tlora_fx.errors import LedgerError
 from tlora_fx.scheduler.estimating import Layout
 from tlora_fx.scheduler.executor import Committed, Drained, Event, Failed, Finished, Started
 from tlora_fx.scheduler.group import Group
-from tlora_fx.scheduler.ledger_rows import EpochRecord, JobRecord, request_json
+from tlora_fx.scheduler.ledger_rows import (
+    EpochRecord,
+    JobRecord,
+    decision_of_json,
+    request_json,
+)
 from tlora_fx.scheduler.request import JobRequest
 from tlora_fx.scheduler.state import Decision
 
@@ -195,7 +200,7 @@ class Ledger:
     def decisions(self) -> list[tuple[float, Decision]]:
         """What was decided when; without reasons."""
         rows = self._base.execute("SELECT time, groups, waiting FROM decisions ORDER BY number")
-        return [(time, _decision(groups, waiting)) for time, groups, waiting in rows]
+        return [(time, decision_of_json(groups, waiting)) for time, groups, waiting in rows]
 
     def note_file(self, path: str, sha256: str, told: str) -> None:
         """Remember what was said of a job file."""
@@ -255,11 +260,3 @@ def _end(base: sqlite3.Connection, epoch: int, how: str, time: float) -> None:
         "UPDATE jobs SET status = 'queued' WHERE name = ? AND status = 'running'",
         [(name,) for name in json.loads(jobs)],
     )
-
-
-def _decision(groups: str, waiting: str) -> Decision:
-    made = [
-        Group(**{**group, "jobs": tuple(group["jobs"]), "place": tuple(group["place"])})
-        for group in json.loads(groups)
-    ]
-    return Decision(tuple(made), tuple(json.loads(waiting)))

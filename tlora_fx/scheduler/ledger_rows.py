@@ -8,7 +8,9 @@ from dataclasses import asdict, dataclass
 from typing import Any, ClassVar, Literal, Self
 
 from tlora_fx.scheduler.demand import Demand
+from tlora_fx.scheduler.group import Group
 from tlora_fx.scheduler.request import JobRequest
+from tlora_fx.scheduler.state import Decision
 
 Status = Literal["queued", "running", "done", "failed", "refused"]
 
@@ -86,6 +88,15 @@ class EpochRecord:
         """From a row with these columns."""
         epoch, jobs, place, *others = row
         return cls(epoch, tuple(json.loads(jobs)), tuple(json.loads(place)), *others)
+
+
+def decision_of_json(groups: str, waiting: str) -> Decision:
+    """The decision that two texts are of, without its reasons."""
+    made = [
+        Group(**{**group, "jobs": tuple(group["jobs"]), "place": tuple(group["place"])})
+        for group in json.loads(groups)
+    ]
+    return Decision(tuple(made), tuple(json.loads(waiting)))
 
 
 def request_json(request: JobRequest) -> str:

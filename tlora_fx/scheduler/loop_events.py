@@ -16,6 +16,7 @@ from tlora_fx.scheduler.executor import (
     NodeLost,
     Progress,
     Started,
+    Warned,
 )
 from tlora_fx.scheduler.loop_runs import Run
 
@@ -73,13 +74,10 @@ class Events:
                 self._committed(event.steps, run)
             case Started():
                 run.started = event.time
+            case Warned():
+                self.loop.watch.warned(event.time, run, event.text)
             case Drained():
-                self.loop.credits.settle(run, event.time)
-                self._committed(event.steps, run)
-                for name, steps in event.steps.items():
-                    if name in run.jobs:
-                        run.jobs[name].steps_done = steps
-                self.loop.formations.end(run, "drained", event.time)
+                self._drained(event, run)
             case Failed(job=None):
                 self._failed(event, run)
             case Failed():
@@ -89,6 +87,14 @@ class Events:
         run.committed.update({name: done for name, done in steps.items() if name in run.jobs})
         run.advanced(steps)
         self.loop.trouble.committed(steps)
+
+    def _drained(self, event: Drained, run: Run) -> None:
+        self.loop.credits.settle(run, event.time)
+        self._committed(event.steps, run)
+        for name, steps in event.steps.items():
+            if name in run.jobs:
+                run.jobs[name].steps_done = steps
+        self.loop.formations.end(run, "drained", event.time)
 
     def _finished(self, event: Finished, run: Run) -> None:
         job = run.jobs.get(event.job)

@@ -26,6 +26,9 @@ class Watch(Protocol):
     def launched(self, time: float, run: Run) -> None:
         """A group was formed."""
 
+    def warned(self, time: float, run: Run, text: str) -> None:
+        """Something went wrong in a group, and it goes on."""
+
     def left(self, time: float, run: Run, job: ActiveJob, reason: str) -> None:
         """A job ended, done ("") or failed for a reason; its group still has it in `run.jobs`."""
 
@@ -54,6 +57,9 @@ class NoWatch:
         """Nothing."""
 
     def launched(self, time: float, run: Run) -> None:
+        """Nothing."""
+
+    def warned(self, time: float, run: Run, text: str) -> None:
         """Nothing."""
 
     def left(self, time: float, run: Run, job: ActiveJob, reason: str) -> None:

@@ -20,6 +20,7 @@ from tlora_fx.planners.profile import Profile
 from tlora_fx.scheduler.cluster import Cluster
 from tlora_fx.scheduler.estimating import Estimator
 from tlora_fx.scheduler.estimator import ProfileEstimator
+from tlora_fx.scheduler.history import History
 from tlora_fx.scheduler.policies import find_policy
 from tlora_fx.scheduler.state import Policy, State
 from tlora_fx.scheduler.state_file import state_from_json, state_to_json
@@ -53,6 +54,29 @@ def save_moment(path: Path, moment: Moment) -> None:
     replace_file(path, json.dumps(written, indent=1).encode() + b"\n")
 
 
+def add_history(path: Path, rows: Mapping[str, Any]) -> None:
+    """Put the past of a run into a moment's file.
+
+    rows     of `rows_of_run`
+    raises   StateFileError
+    """
+    load_moment(path)
+    written = json.loads(path.read_bytes()) | {"history": rows}
+    replace_file(path, json.dumps(written, indent=1).encode() + b"\n")
+
+
+def load_history(path: Path) -> History | None:
+    """The past that was put into a moment's file; None: none was.
+
+    raises   StateFileError
+    """
+    try:
+        rows = json.loads(path.read_bytes()).get("history")
+        return None if rows is None else History.of_rows(rows)
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        raise _no_state(path, error) from error
+
+
 def load_moment(path: Path) -> Moment:
     """Read a moment back.
 
@@ -76,13 +100,18 @@ def load_moment(path: Path) -> Moment:
         )
         policy = find_policy(written["policy"]["name"], **written["policy"]["options"])
     except (OSError, ValueError, KeyError, TypeError, ValidationError) as error:
-        raise StateFileError(
-            "this is no saved state of the scheduler",
-            file=path,
-            reason=f"{type(error).__name__}: {error}",
-            help="`tlora-fx schedule state RUN -o STATE.json` writes one",
-        ) from error
+        raise _no_state(path, error) from error
     return Moment(state, policy)
+
+
+def _no_state(path: Path, error: Exception) -> StateFileError:
+    missing = isinstance(error, FileNotFoundError)
+    return StateFileError(
+        "there is no such file" if missing else "this is no saved state of the scheduler",
+        file=path,
+        reason=None if missing else f"{type(error).__name__}: {error}",
+        help="`tlora-fx schedule state RUN -o STATE.json` writes one; or name a run's folder",
+    )
 
 
 def policy_options(policy: Policy) -> dict[str, Any]:

@@ -8,8 +8,10 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 
 import numpy as np
+from numpy.typing import NDArray
 
 from tlora_fx.errors import TooManyForOracle
 from tlora_fx.scheduler.bounds import ROUNDING, limit_seconds
@@ -19,7 +21,10 @@ from tlora_fx.scheduler.placing import tier_for
 from tlora_fx.scheduler.state import ActiveJob, State
 from tlora_fx.scheduler.urgency import arrival
 
-MOST_JOBS = 12
+MOST_JOBS = 16
+#: Jobs whose sets are parted in all ways by one call.
+_SMALL = 6
+Indices = NDArray[np.int64]
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,7 +61,7 @@ def best_grouping(state: State, objective: Objective = "weighted") -> Grouping:
             raise TooManyForOracle(
                 f"{len(jobs)} jobs of one base are too many for the exact policy",
                 expected=f"at most {MOST_JOBS}",
-                help="choose the policy 'tlora'",
+                help="choose the policy 'tlora', or let a replay show it fewer jobs (--runnable)",
             )
         table = subsets(state, jobs, objective)
         masks, value = _partition(table.worth, len(jobs))
@@ -97,25 +102,58 @@ def _mass(job: ActiveJob, objective: Objective) -> float:
 
 
 def _partition(worth: Array, count: int) -> tuple[list[int], float]:
-    """The best partition of all jobs into allowed subsets."""
-    value = worth.tolist()
-    best, cut = [0.0] * (1 << count), [0] * (1 << count)
-    for mask in range(1, 1 << count):
-        rest = mask & (mask - 1)
-        low = mask ^ rest
-        most, chosen = -np.inf, low
-        part = rest
-        while True:
-            own = part | low
-            found = value[own] + best[mask ^ own]
-            if found > most:
-                most, chosen = found, own
-            if not part:
-                break
-            part = (part - 1) & rest
-        best[mask], cut[mask] = most, chosen
+    """The best partition of all jobs into allowed subsets.
+
+    The subset of the lowest job, and the best partition of what is left of the others: a maximum
+    over subsets for each mask, which `_convolved` takes for all masks at once.
+    """
+    best = np.full(1 << count, -np.inf)
+    best[0] = 0.0
+    for low in reversed(range(count)):
+        # Bits above the lowest one, as a number of their own.
+        step = 1 << (low + 1)
+        own, others = worth[1 << low :: step], best[::step]
+        best[1 << low :: step] = _convolved(own, others)
     masks, mask = [], (1 << count) - 1
     while mask:
-        masks.append(cut[mask])
-        mask ^= cut[mask]
-    return masks, best[-1]
+        low = mask & -mask
+        parts = _subsets_of(mask ^ low)
+        found = worth[parts | low] + best[mask ^ low ^ parts]
+        masks.append(int(parts[np.argmax(found)]) | low)
+        mask ^= masks[-1]
+    return masks, float(best[-1])
+
+
+def _convolved(first: Array, second: Array) -> Array:
+    """For each set the largest first[part] + second[rest] over all ways to part it.
+
+    first, second   [2^n] by set
+    """
+    size = len(first)
+    if size <= 1 << _SMALL:
+        parts, wholes, starts = _ways(size)
+        found: Array = np.maximum.reduceat(first[parts] + second[wholes ^ parts], starts)
+        return found
+    half = size // 2
+    left = _convolved(first[:half], second[:half])
+    right = np.maximum(
+        _convolved(first[half:], second[:half]), _convolved(first[:half], second[half:])
+    )
+    return np.concatenate((left, right))
+
+
+@lru_cache
+def _ways(size: int) -> tuple[Indices, Indices, Indices]:
+    """Of all sets below a size, each part and its whole, by wholes, and where each whole begins."""
+    pairs = [(part, whole) for whole in range(size) for part in _subsets_of(whole).tolist()]
+    parts, wholes = np.array(pairs).T
+    return parts, wholes, np.searchsorted(wholes, np.arange(size))
+
+
+def _subsets_of(mask: int) -> Indices:
+    """All subsets of a set, the empty one first."""
+    found = np.zeros(1, np.int64)
+    while mask:
+        low = mask & -mask
+        found, mask = np.concatenate((found, found | low)), mask ^ low
+    return found

@@ -20,6 +20,7 @@ from tlora_fx.errors import StepsUnknown
 from tlora_fx.job import BaseSpec, Job
 from tlora_fx.planners.model_facts import LayerFacts, ModelFacts
 from tlora_fx.scheduler.demand import Demand
+from tlora_fx.scheduler.quiet_import import quiet_import
 from tlora_fx.scheduler.request import JobRequest
 
 #: LoRA fields that change no shape, or only scale all of them with the rank.
@@ -146,6 +147,7 @@ def facts_of_job(job: Job) -> ModelFacts:
     shape = {name: value for name, value in fields.items() if name not in _SCALING or not scales}
     key = _digest({"base": _base_fields(job.base), "lora": shape, "bf16": job.adapter_dtype})
     if key not in _compiled:
+        quiet_import("peft")
         from tlora_fx.driver import compile
         from tlora_fx.planners.facts import facts_of
 

@@ -29,7 +29,7 @@ from tlora_fx.scheduler.loop_formations import LayoutOf
 from tlora_fx.scheduler.loop_watch import Watch
 from tlora_fx.scheduler.moment_file import Moment, save_moment
 from tlora_fx.scheduler.request import JobRequest
-from tlora_fx.scheduler.running_files import Found, JobFolder
+from tlora_fx.scheduler.running_files import Found, JobFolder, demand_folder
 from tlora_fx.scheduler.state import Decision, Policy, State
 
 LOOK_SECONDS = 1.0
@@ -97,6 +97,7 @@ def opened(
     output    folder of the run
     raises    RunFolderError, WorkerLost, LedgerError, JobFolderError
     """
+    demand_folder(jobs)
     with held(output) as lock:
         ledger = Ledger(output / "ledger.sqlite")
         started = float(ledger.fact("started", repr(time.time())))

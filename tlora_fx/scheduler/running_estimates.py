@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from tlora_fx.backbone import Backbone, load_backbone
-from tlora_fx.errors import RunRefused
+from tlora_fx.errors import ProfileMismatch, RunRefused, UnknownGpu
 from tlora_fx.job import Job
 from tlora_fx.planners.known_profiles import covers
 from tlora_fx.planners.model_facts import ModelFacts
@@ -121,10 +121,20 @@ class Estimates:
 
     def _profile(self, base: str, shape: ModelFacts) -> Profile:
         given = [profile for profile in self._given if covers(profile, shape)]
-        found = profiles_for(
-            [base],
-            self.cluster.gpu,
-            shapes={base: shape},
-            given={base: given[0]} if given else None,
-        )
+        try:
+            found = profiles_for(
+                [base],
+                self.cluster.gpu,
+                shapes={base: shape},
+                given={base: given[0]} if given else None,
+            )
+        except UnknownGpu:
+            # Nothing can be scaled to hardware without a data sheet, such as a CPU.
+            others = ", ".join(profile.name for profile in self._given)
+            raise ProfileMismatch(
+                f"base '{base}' was not measured on this machine's {self.cluster.gpu}",
+                found=f"profiles of other bases: {others}" if others else "no profile",
+                help="measure it with `tlora-fx profile JOBS.yaml --eager`, then start anew with "
+                "--profile FILE",
+            ) from None
         return found[base]

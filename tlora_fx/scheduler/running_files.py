@@ -50,12 +50,7 @@ class JobFolder:
     _read: dict[Path, tuple[int, int]] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        if not self.path.exists():
-            raise JobFolderError(
-                "there is no folder of job files",
-                folder=self.path,
-                help="make it, and put job files into it at any time",
-            )
+        demand_folder(self.path)
 
     def look(self) -> Iterator[Found]:
         """What is new since the last look; a file is read when the one before it was dealt with."""
@@ -113,6 +108,19 @@ class JobFolder:
                 job=", ".join(others),
                 help="give it another name: what was submitted stays as it was",
             )
+        )
+
+
+def demand_folder(path: Path) -> None:
+    """Refuse a folder that is not there.
+
+    raises   JobFolderError
+    """
+    if not path.exists():
+        raise JobFolderError(
+            "there is no folder of job files",
+            folder=path,
+            help="make it, and put job files into it at any time",
         )
 
 

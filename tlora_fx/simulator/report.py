@@ -27,7 +27,7 @@ from tlora_fx.simulator.report_reasons import (
     reasons,
 )
 from tlora_fx.simulator.report_sweeps import figures_of
-from tlora_fx.simulator.sweep import Outcome, Plan, Scenario
+from tlora_fx.simulator.sweep import SEEDS, Outcome, Plan, Scenario, Source
 from tlora_fx.version import __version__
 
 PAGE = "index.html"
@@ -88,13 +88,28 @@ class Report:
 
 
 def chosen(plan: Plan) -> list[tuple[str, str, str]]:
-    """Option, value and meaning of all that was chosen."""
+    """Option, value and meaning of all that was chosen; where that is not the default, that too."""
     base = plan.main[0]
-    seeds = sorted({one.seed for one in plan.main})
+    given = _told(base, sorted({one.seed for one in plan.main}))
+    source = Source(trace=base.source.trace)
+    usual = _told(Scenario("", source=source), list(range(SEEDS)))
     return [
-        *base.choices.told(),
+        (name, value, meaning if value == other else f"{meaning}; by default {other}")
+        for (name, value, meaning), (_, other, _) in zip(given, usual, strict=True)
+    ]
+
+
+def _told(base: Scenario, seeds: Sequence[int]) -> list[tuple[str, str, str]]:
+    """Option, value and meaning."""
+    jobs, *choices = base.choices.told()
+    if base.source.synthetic:
+        jobs = ("jobs", f"{base.source.jobs:,}", "that are drawn")
+    return [
+        jobs,
+        *choices,
         ("month", "all" if base.month is None else f"{base.month}", "of the trace"),
-        ("gpus", f"{base.cluster.gpus}", f"{base.cluster.gpu}, of the cluster"),
+        ("gpus", f"{base.cluster.gpus}", "of the cluster"),
+        ("gpu", base.cluster.gpu, "their kind"),
         ("gpus-per-node", f"{base.cluster.gpus_per_node}", "in one node"),
         ("nodes-per-rack", f"{base.cluster.nodes_per_rack}", "in one rack"),
         ("runnable", f"{base.runnable}", "jobs that a policy sees at once"),

@@ -24,6 +24,8 @@ from tlora_fx.simulator.trace_files import read_trace
 from tlora_fx.simulator.traces import Trace, described
 
 SYNTHETIC = "synthetic"
+#: Of the main comparison, unless another number is asked for.
+SEEDS = 5
 SCALES = (0.5, 1.0, 2.0, 5.0)
 CLUSTER_SIZES = (32, 64, 128, 256)
 NANO_BATCHES = (1, 2, 4, 8)
@@ -68,7 +70,7 @@ class Scenario:
     horizon          seconds between decisions
     switch_seconds   what forming a group costs it
     runnable         jobs that the policy sees
-    profiles         folder or file of profiles; None: the shipped ones
+    allow_estimated  profiles that were scaled from other hardware
     """
 
     policy: str

@@ -7,13 +7,10 @@ from dataclasses import replace
 from functools import lru_cache
 from typing import Any
 
-import yaml
-
 from tlora_fx.planners.profile import Profile
 from tlora_fx.scheduler.estimator import ProfileEstimator
 from tlora_fx.scheduler.estimator_profiles import profiles_for
-from tlora_fx.scheduler.policies import find_policy
-from tlora_fx.scheduler.state import Policy
+from tlora_fx.scheduler.policies import policy_of
 from tlora_fx.simulator.metrics import Summary
 from tlora_fx.simulator.replay import replay
 from tlora_fx.simulator.sweep import Scenario
@@ -43,16 +40,6 @@ def replayed(scenario: Scenario, trace: Trace, **options: Any) -> tuple[Summary,
         **options,
     )
     return found.summary, workload
-
-
-def policy_of(text: str) -> Policy:
-    """A policy as the command line names it: `megatron`, or `megatron:backfill=true`.
-
-    raises    UnknownPolicy, PolicyOptionWrong
-    """
-    name, _, options = text.partition(":")
-    pairs = [pair.partition("=") for pair in options.split(":") if pair]
-    return find_policy(name, **{key: yaml.safe_load(value) for key, _, value in pairs})
 
 
 def workload_in(scenario: Scenario, trace: Trace) -> Workload:

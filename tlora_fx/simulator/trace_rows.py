@@ -104,7 +104,7 @@ def demand_columns(path: Path, header: Iterable[str], needed: Iterable[str], for
     missing = [name for name in needed if name not in there]
     if missing:
         raise TraceColumnMissing(
-            f"a {format} trace without {', '.join(missing)}",
+            f"a trace of format {format} without {', '.join(missing)}",
             file=path,
             expected=", ".join(needed),
             found=", ".join(header),

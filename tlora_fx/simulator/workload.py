@@ -65,11 +65,18 @@ def workload_of(
             "no job of the trace can be replayed",
             trace=trace.source,
             found="\n".join(dropped.lines()),
-            help=f"the cluster has {most} GPUs; --gpus asks for more",
+            help=_what_would_do(dropped, most),
         )
     start = made[0][1].submitted if choices.rebase else 0.0
     requests = tuple(at_time(one, (one.submitted - start) / choices.scale) for _, one in made)
     return Workload(requests, {job.name: job for job, _ in made}, dropped)
+
+
+def _what_would_do(dropped: Dropped, most: int) -> str:
+    """What to do where every job was left out."""
+    if any("larger than the cluster" in line for line in dropped.lines()):
+        return f"the cluster has {most} GPUs; --gpus asks for more"
+    return "choose other --states or --types, or mend the rows that are left out"
 
 
 def at_time(request: JobRequest, submitted: float) -> JobRequest:

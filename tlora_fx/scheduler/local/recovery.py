@@ -20,6 +20,7 @@ from tlora_fx.scheduler.ledger import Ledger
 from tlora_fx.scheduler.local.executor import Source
 
 WAIT_SECONDS = 120.0
+GRACE_SECONDS = 3.0
 KILLED = "the run was killed"
 #: What a run keeps beside the folders of its jobs, which therefore cannot have these names.
 RESERVED = frozenset(
@@ -44,21 +45,19 @@ def held(folder: Path, wait_seconds: float = WAIT_SECONDS) -> Iterator[int]:
               killed one do not end
     """
     with _opened(folder, ".lock") as mine, _opened(folder, ".workers.lock") as theirs:
-        if not _locked(mine):
+        # A run that is killed while it starts its server leaves the lock to that until its exec.
+        if not _locked(mine, GRACE_SECONDS):
             raise RunFolderError(
                 "another process is running in the output folder",
                 folder=folder,
                 help="wait for it, or choose another folder with -o",
             )
-        end = time.monotonic() + wait_seconds
-        while not _locked(theirs):
-            if time.monotonic() > end:
-                raise WorkerLost(
-                    f"a process of the killed run still trains after {wait_seconds:g} seconds",
-                    folder=folder,
-                    help=f"see who holds it with: fuser {folder / '.workers.lock'}",
-                )
-            time.sleep(0.1)
+        if not _locked(theirs, wait_seconds):
+            raise WorkerLost(
+                f"a process of the killed run still trains after {wait_seconds:g} seconds",
+                folder=folder,
+                help=f"see who holds it with: fuser {folder / '.workers.lock'}",
+            )
         yield theirs.fileno()
 
 
@@ -75,11 +74,16 @@ def _opened(folder: Path, name: str) -> IO[str]:
         ) from error
 
 
-def _locked(file: IO[str]) -> bool:
-    with suppress(BlockingIOError):
-        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        return True
-    return False
+def _locked(file: IO[str], seconds: float) -> bool:
+    """Whether a lock is had within some seconds."""
+    end = time.monotonic() + seconds
+    while True:
+        with suppress(BlockingIOError):
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            return True
+        if time.monotonic() > end:
+            return False
+        time.sleep(0.05)
 
 
 def recover(ledger: Ledger, folder: Path, now: float) -> list[int]:

@@ -18,6 +18,7 @@ from tlora_fx.scheduler.executor import (
     GroupEvent,
     Progress,
     Started,
+    Warned,
 )
 from tlora_fx.scheduler.local.processes import ForkServer
 from tlora_fx.scheduler.local.told import Listener
@@ -102,6 +103,8 @@ class RunningGroup:
                 self.committed |= line["steps"]
                 yield Committed(time, self.epoch, line["steps"], str(self.output))
                 yield from self._settled(time, line)
+            case "warned":
+                yield Warned(time, self.epoch, line["text"])
             case "failed":
                 self.reason = line["reason"]
                 # A job alone is at fault for whatever its trainer refuses.

@@ -30,6 +30,7 @@ from tlora_fx.runtime.ranks import Ranks
 from tlora_fx.runtime.trainer import Silent, Trainer
 from tlora_fx.scheduler.local.order import Order
 from tlora_fx.scheduler.local.told import Teller
+from tlora_fx.scheduler.quiet_import import quiet_import
 
 if TYPE_CHECKING:
     from tlora_fx.runtime.job_run import JobRun, StepReport
@@ -38,8 +39,7 @@ if TYPE_CHECKING:
 
 def warm() -> None:
     """Import what training will import."""
-    for name in ("peft", "transformers", "transformers.models.llama.modeling_llama"):
-        import_module(name)
+    quiet_import("peft", "transformers", "transformers.models.llama.modeling_llama")
     find_passes()
     for module in pkgutil.iter_modules(tlora_fx.planners.__path__):
         import_module(f"tlora_fx.planners.{module.name}")

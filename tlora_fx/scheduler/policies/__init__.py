@@ -7,9 +7,12 @@ A policy is a dataclass: its options are its fields, its `name` is what the comm
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Mapping
 from importlib import import_module
 from importlib.metadata import entry_points
 from typing import Any, cast
+
+import yaml
 
 from tlora_fx.errors import PolicyOptionWrong, UnknownPolicy, nearest
 from tlora_fx.scheduler.state import Policy
@@ -23,6 +26,13 @@ _OURS = {
     "no-scheduler": "no_scheduler:NoScheduler",
     "no-kernel-fuser": "no_kernel_fuser:NoKernelFuser",
     "oracle": "oracle:Oracle",
+}
+
+#: What an option may be, by its annotation.
+_KINDS: dict[str, tuple[str, type | tuple[type, ...]]] = {
+    "bool": ("true or false", bool),
+    "int": ("a whole number", int),
+    "float": ("a number", (int, float)),
 }
 
 #: Names of our policies; the default first.
@@ -45,6 +55,7 @@ def find_policy(name: str, **options: Any) -> Policy:
                 expected=", ".join(fields) or "no options",
                 help=f"did you mean '{near}'?" if near else "leave it out",
             )
+    _demand_kinds(name, {name: field.type for name, field in fields.items()}, options)
     try:
         return cast(Policy, kind(**options))
     except (TypeError, ValueError) as error:
@@ -53,6 +64,42 @@ def find_policy(name: str, **options: Any) -> Policy:
             found=", ".join(f"{key}={value!r}" for key, value in options.items()),
             expected=error,
         ) from None
+
+
+def policy_of(text: str) -> Policy:
+    """A policy as the command line names it: `megatron`, or `megatron:backfill=true`.
+
+    raises    UnknownPolicy, PolicyOptionWrong
+    """
+    name, _, options = text.partition(":")
+    pairs = [pair.partition("=") for pair in options.split(":") if pair]
+    try:
+        values = {key.strip(): yaml.safe_load(value) for key, _, value in pairs}
+    except yaml.YAMLError:
+        raise PolicyOptionWrong(
+            f"the options of policy '{name}' cannot be read",
+            expected="NAME:OPTION=VALUE, such as megatron:backfill=true",
+            found=text,
+        ) from None
+    return find_policy(name, **values)
+
+
+def _demand_kinds(name: str, kinds: Mapping[str, object], options: Mapping[str, Any]) -> None:
+    """Refuse values of another kind than their options have.
+
+    kinds    of the policy's options, as their dataclass annotates them
+    raises   PolicyOptionWrong
+    """
+    for option, value in options.items():
+        kind = getattr(kinds[option], "__name__", str(kinds[option]))
+        words, allowed = _KINDS.get(kind, ("", object))
+        number = isinstance(value, bool) and kind != "bool"
+        if words and (number or not isinstance(value, allowed) or value != value):  # noqa: PLR0124
+            raise PolicyOptionWrong(
+                f"option '{option}' of policy '{name}' cannot have this value",
+                expected=words,
+                found=repr(value),
+            )
 
 
 def _find(name: str) -> Any:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 from tlora_fx.scheduler.gains_units import Round, by_jobs
 from tlora_fx.scheduler.placing_units import Placed
 from tlora_fx.scheduler.policies.tlora_search import Found
@@ -33,10 +35,18 @@ def reasons_of(state: State, found: Round, result: Found, placed: Placed) -> tup
             others = tuple(other for other in unit.jobs if other != name)
             detail = f"{unit.gpus} of the {unit.asked} GPUs that its jobs asked for"
             reasons.append(Reason(name, f"released {less} GPUs", others, detail=detail))
+    reasons += _waiting(placed)
+    order = {name: index for index, name in enumerate(state.jobs)}
+    return tuple(sorted(reasons, key=lambda reason: order[reason.job]))
+
+
+def _waiting(placed: Placed) -> Iterator[Reason]:
+    """Why jobs wait, and with whom."""
     aside = len(placed.reserved)
     for unit in placed.waiting:
-        detail = f"needs {unit.gpus} free GPUs of one place"
+        detail = f"needs {unit.gpus} free GPU{'s' * (unit.gpus > 1)} of one place"
         if aside:
             detail += f"; {aside} nodes are set aside for the first that waits"
-        reasons += [Reason(name, "waits", unit.jobs, detail=detail) for name in unit.jobs]
-    return tuple(sorted(reasons, key=lambda reason: list(state.jobs).index(reason.job)))
+        for name in unit.jobs:
+            others = tuple(other for other in unit.jobs if other != name)
+            yield Reason(name, "waits", others, detail=detail)
