@@ -4,7 +4,8 @@
 
 `fsdp`      a sharded base over a replicated one, at several numbers of tokens a GPU
 `tensor`    one step over all GPUs beside one GPU, eager and as CUDA graphs, with nano-batches
-`pipeline`  a schedule beside an event simulation with the measured times of its own stages
+`pipeline`  a schedule beside an event simulation with the measured times of its own stages, and
+            stages cut by cost beside equal layers
 `grid`      predicted times and memory beside measured ones, over models, tokens and meshes
 `controllers`  nano-batches chosen at run time beside the best fixed count
 `large`     a base of 70B's shape
@@ -100,6 +101,7 @@ def _arguments() -> argparse.Namespace:
     )
     parser.add_argument("--cases", default="fsdp,tensor,pipeline,grid")
     parser.add_argument("--tokens", default="16384,4800,1280", help="tokens a GPU")
+    parser.add_argument("--micro-tokens", default="1280,4096", help="of pipelines' micro-batches")
     parser.add_argument("--length", type=int, default=160, help="tokens of a sequence")
     parser.add_argument("--layers", type=int, default=32)
     parser.add_argument("--hidden", type=int, default=4096)
@@ -108,7 +110,9 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--dtype", default="bfloat16")
     parser.add_argument("--device", default="cuda")
     parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--arms", default="", help="of fsdp, between semicolons; all by default")
+    parser.add_argument(
+        "--arms", default="", help="of fsdp and tensor, between semicolons; all by default"
+    )
     parser.add_argument("--steps", type=int, default=80, help="of each controller")
     parser.add_argument("--eager", action="store_true", help="layers are not compiled")
     parser.add_argument("--profile", default="", help="file to predict from, or a GPU's name")

@@ -4,38 +4,31 @@ from __future__ import annotations
 
 import os
 import statistics
-import tempfile
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
-import tlora_fx
 from benchmarks.distributed_models import (
     Planned,
     captured,
-    jobs_of,
     mesh_of,
     planned,
     rows_of,
     slowest,
-    smaller,
     weights_of,
 )
 from benchmarks.interleaved import Spread, ratios
 from benchmarks.step_mixes import Shape
 from tlora_fx.planners.peer_copies import VARIABLE
 from tlora_fx.planners.plan import MeshShape, Plan
-from tlora_fx.planners.protocol import find_planner
 
 Work = Callable[[], object]
 GIB = 2**30
 WARM_UP = 3
-CLOCKED = 3
 FSDP_BOUNDS = {16384: 0.97, 4800: 0.90, 1280: 0.75}
 TENSOR_BOUND, TENSOR_GPUS = 2.2, 4
 
@@ -110,6 +103,8 @@ def tensor(shape: Shape, given: Any) -> dict[str, Any]:
     graphs: dict[str, Work] = {}
     failed: dict[str, str] = {}
     for name, plan in plans.items():
+        if given.arms and name not in given.arms.split(";"):
+            continue
         try:
             made = _planned(shape, plan, given)
             weights = weights_of(rows, made.mesh.device)
@@ -134,39 +129,10 @@ def tensor(shape: Shape, given: Any) -> dict[str, Any]:
 
 
 def pipeline(shape: Shape, given: Any) -> dict[str, Any]:
-    """A schedule's time over an event simulation with the times of its own stages."""
-    from tlora_fx.planners.event_simulation import Times, bubble_formula, schedule_order, simulate
+    """A schedule's time over an event simulation, and cuts by cost over equal layers."""
+    from benchmarks.distributed_pipeline import pipeline
 
-    world = dist.get_world_size()
-    micro_batches = 4 * world
-    found: dict[str, Any] = {"rows": []}
-    with tempfile.TemporaryDirectory() as folder:
-        model = tlora_fx.compile(jobs_of(shape, Path(folder), 8))
-    mesh = MeshShape(pp=world)
-    plan = find_planner("pipeline").plan(model, mesh, micro_batches=micro_batches)
-    made = _planned(shape, plan, given)
-    found["cuts"] = plan.cuts
-    for name, equal in (("mixed", False), ("equal", True)):
-        sizes = [1280 if equal else 960 + 80 * (place % 9) for place in range(micro_batches)]
-        rows = [rows_of(shape, size, given.length, 1)[0] for size in sizes]
-        weights = weights_of(rows, made.mesh.device)
-        work = _step(made, rows, weights)
-        _warm(work, WARM_UP)
-        times = timed({name: work}, given.rounds)[name]
-        measured = _clocked(made, rows, weights)
-        simulated = simulate(
-            schedule_order(plan.schedule, world, world, micro_batches),
-            Times.measured(measured, world, micro_batches),
-            world,
-        )
-        found["rows"].append({
-            "micro-batches": name, "ms": Spread.of(times).json(),
-            "simulated_ms": simulated.makespan_seconds * 1e3, "bubble": simulated.bubble,
-            "formula": bubble_formula(world, micro_batches) if equal else None,
-            "over simulation": statistics.median(times) / simulated.makespan_seconds / 1e3,
-            "bound": 1.05,
-        })  # fmt: skip
-    return found
+    return pipeline(shape, given, _planned, timed)
 
 
 def grid(shape: Shape, given: Any) -> dict[str, Any]:
@@ -202,15 +168,8 @@ def large(shape: Shape, given: Any) -> dict[str, Any]:
     }
 
 
-def _planned(shape: Shape, plan: Plan, given: Any) -> Planned:
-    return planned(smaller(shape, shape.layers), plan, mesh_of(plan), compiled=not given.eager)
-
-
-def _clocked(made: Planned, rows: Any, weights: Any) -> dict[Any, float]:
-    """Median seconds of every stage's work on every micro-batch, of all processes."""
-    runner: Any = getattr(made.runner, "inner", made.runner)
-    rounds = [runner.measured(rows, weights) for _ in range(CLOCKED)]
-    return {action: statistics.median(one[action] for one in rounds) for action in rounds[0]}
+def _planned(shape: Shape, plan: Plan, given: Any, targets: Any = "all-linear") -> Planned:
+    return planned(shape, plan, mesh_of(plan), compiled=not given.eager, targets=targets)
 
 
 def _step(made: Planned, rows: Any, weights: Any) -> Work:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import tempfile
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -31,14 +31,15 @@ RATE = 1e-4
 class Planned:
     """A model that runs under a plan, with one fused AdamW over all adapters.
 
-    memory   bytes allocated on this device for it, before any step
+    optimizer   None in a stage without adapters
+    memory      bytes allocated on this device for it, before any step
     """
 
     model: SuperModel
     plan: Plan
     mesh: Mesh
     runner: StepRunner
-    optimizer: torch.optim.Optimizer
+    optimizer: torch.optim.Optimizer | None
     leaves: list[torch.nn.Parameter]
     memory: int
 
@@ -50,8 +51,9 @@ class Planned:
 
     def update(self) -> None:
         """The optimizers' part."""
-        self.optimizer.step()
-        torch._foreach_zero_([leaf.grad for leaf in self.leaves if leaf.grad is not None])
+        if self.optimizer is not None:
+            self.optimizer.step()
+            torch._foreach_zero_([leaf.grad for leaf in self.leaves if leaf.grad is not None])
 
 
 def jobs_of(shape: Shape, folder: Path, count: int, targets: Any = "all-linear") -> list[Any]:
@@ -85,7 +87,8 @@ def planned(
         model.compile()
     runner = apply(model, plan, mesh)
     leaves = [leaf for leaf in model.parameters() if leaf.requires_grad and not leaf.is_meta]
-    optimizer = torch.optim.AdamW(leaves, lr=RATE, fused=mesh.device.type == "cuda")
+    fused = mesh.device.type == "cuda"
+    optimizer = torch.optim.AdamW(leaves, lr=RATE, fused=fused) if leaves else None
     memory = _allocated(mesh.device) - before
     return Planned(model, plan, mesh, runner, optimizer, leaves, memory)
 
@@ -134,7 +137,8 @@ def captured(made: Planned, row: PackedBatch, weights: Tensor) -> Callable[[], o
 
     def replay() -> PackedBatch:
         graph.replay()
-        made.optimizer.step()
+        if made.optimizer is not None:
+            made.optimizer.step()
         # The graph reads the row's tensors, and knows nothing of their owner.
         return row
 
@@ -146,11 +150,6 @@ def mesh_of(plan: Plan) -> Mesh:
     place = torch.cuda.current_device() if torch.cuda.is_available() else None
     device = torch.device("cuda", place) if place is not None else torch.device("cpu")
     return Mesh.alone(device) if plan.mesh.size == 1 else open_mesh(plan.mesh, device)
-
-
-def smaller(shape: Shape, layers: int) -> Shape:
-    """The same with fewer layers."""
-    return replace(shape, layers=layers)
 
 
 def slowest(milliseconds: float) -> float:

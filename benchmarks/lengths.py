@@ -3,7 +3,8 @@
     python -m benchmarks.lengths
 
 What a row of one length needed is kept for the next of that length: an exact length hardly ever
-comes again. One model, forward and backward of each row. Both arms see half of the rows twice;
+comes again. The third arm runs padded rows as CUDA graphs where their form comes again, as training
+does on a GPU. One model, forward and backward of each row. All arms see a part of the rows twice;
 measured are the others, arms in turn, and a figure is the median over them.
 """
 
@@ -11,7 +12,6 @@ from __future__ import annotations
 
 import argparse
 import random
-import statistics
 import time
 from pathlib import Path
 from typing import Any
@@ -19,12 +19,14 @@ from typing import Any
 import torch
 
 from benchmarks.distributed_models import Planned, planned, weights_of
-from benchmarks.interleaved import ratios
+from benchmarks.interleaved import Spread, ratios
 from benchmarks.results_file import RESULTS, console, described, write
 from benchmarks.step_mixes import SEED, Shape
 from tlora_fx.batch import JobTokens, PackedBatch, pack, repeating_length
+from tlora_fx.planners.apply import apply
 from tlora_fx.planners.mesh import Mesh
 from tlora_fx.planners.plan import Plan
+from tlora_fx.planners.protocol import StepRunner
 
 JOBS = 8
 
@@ -42,36 +44,50 @@ def main() -> None:
     out = console()
     for tokens in (int(part) for part in given.tokens.split(",")):
         drawn = _rows(shape, tokens, given.rows)
-        arms = {
-            "exact": [pack(row) for row in drawn],
-            "repeating": [pack(row, repeating_length(_tokens(row))) for row in drawn],
-        }
-        half = given.rows // 2
-        for row in (row for _ in range(2) for rows in arms.values() for row in rows[:half]):
-            _milliseconds(made, row)
+        exact = [pack(row) for row in drawn]
+        padded = [pack(row, repeating_length(_tokens(row))) for row in drawn]
+        arms: dict[str, tuple[StepRunner, list[PackedBatch]]] = {
+            "exact": (made.runner, exact), "repeating": (made.runner, padded),
+        }  # fmt: skip
+        largest = max(row.input_ids.numel() for row in padded)
+        graphs: Any = apply(made.model, made.plan, made.mesh, largest_row=largest)
+        if cuda:
+            arms["graphs"] = graphs, padded
+        warm = given.rows * 2 // 3
+        for runner, rows in arms.values():
+            for row in (*rows[:warm], *rows[:warm]):
+                _milliseconds(made, runner, row)
         times: dict[str, list[float]] = {name: [] for name in arms}
-        for place in range(half, given.rows):
-            for name, rows in arms.items():
-                times[name].append(_milliseconds(made, rows[place]))
-        lengths = {name: {row.input_ids.numel() for row in rows} for name, rows in arms.items()}
-        added = sum(row.input_ids.numel() for row in arms["repeating"])
-        exact = sum(row.input_ids.numel() for row in arms["exact"])
+        for place in range(warm, given.rows):
+            for name, (runner, rows) in arms.items():
+                times[name].append(_milliseconds(made, runner, rows[place]))
         found["rows"].append({
-            "tokens": tokens, "padding": added / exact - 1,
-            "lengths": {name: len(own) for name, own in lengths.items()},
-            "ms": {name: statistics.median(ms) for name, ms in times.items()},
-            "exact over repeating": ratios(times["exact"], times["repeating"]).json(),
+            "tokens": tokens, "padding": _sum(padded) / _sum(exact) - 1,
+            "lengths": {
+                name: len({row.input_ids.numel() for row in rows})
+                for name, (_, rows) in arms.items()
+            },
+            "ms": {name: Spread.of(ms).json() for name, ms in times.items()},
+            "exact over it": {
+                name: ratios(times["exact"], ms).json() for name, ms in times.items()
+            },
+            "forms captured": len(graphs.graphs.forms) if cuda else 0,
+            "refused": graphs.graphs.refused if cuda else "",
         })  # fmt: skip
         out.print(found["rows"][-1], soft_wrap=True)
     write(Path(given.out) / f"lengths-{found['date']}.json", found)
 
 
-def _milliseconds(made: Planned, row: PackedBatch) -> float:
+def _sum(rows: list[PackedBatch]) -> int:
+    return sum(row.input_ids.numel() for row in rows)
+
+
+def _milliseconds(made: Planned, runner: StepRunner, row: PackedBatch) -> float:
     """Of forward and backward of one row."""
     weights = weights_of([row], made.mesh.device)
     _synchronize()
     started = time.perf_counter()
-    made.runner.run([row], weights)
+    runner.run([row], weights)
     _synchronize()
     return (time.perf_counter() - started) * 1e3
 

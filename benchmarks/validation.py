@@ -49,8 +49,8 @@ TURN_SECONDS = 0.02
 PRESETS: dict[str, dict[str, Any]] = {
     "tiny": {"lone_seconds": 12.0, "over_seconds": 40.0, "longest": 64, "tokens": "64,256,1024",
              "lengths": "32,64", "vocabulary": 512},
-    "8b": {"lone_seconds": 12.0, "over_seconds": 50.0, "longest": 512,
-           "tokens": "128,512,1280,2560,4800", "lengths": "160,512", "vocabulary": 8192},
+    "8b": {"lone_seconds": 12.0, "over_seconds": 50.0, "longest": 2048,
+           "tokens": "512,1280,2560,4800,8192,16384", "lengths": "256,1024", "vocabulary": 8192},
 }  # fmt: skip
 LIMIT_SECONDS = 1200.0
 

@@ -1,0 +1,133 @@
+"""Pipelines beside an event simulation with their own times, and their cuts beside equal layers.
+
+The case `pipeline` of `distributed.py`. Rounds that are timed and rounds in which stages are
+clocked take turns, so that both are of the same moments.
+"""
+
+from __future__ import annotations
+
+import statistics
+import tempfile
+from collections.abc import Callable, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch.distributed as dist
+
+import tlora_fx
+from benchmarks.distributed_models import Planned, jobs_of, rows_of, weights_of
+from benchmarks.interleaved import Spread, ratios
+from benchmarks.step_mixes import Shape
+from tlora_fx.batch import PackedBatch
+from tlora_fx.planners.event_simulation import (
+    Times,
+    bubble_formula,
+    schedule_order,
+    simulate,
+)
+from tlora_fx.planners.plan import MeshShape
+from tlora_fx.planners.protocol import find_planner
+
+BOUND = 1.05
+MICRO_BATCHES_A_STAGE = 4
+# The first rounds compile, and note what each length starts.
+WARM_UP = 5
+# Tokens of micro-batches, over their mean: jobs that differ, packed to about the same cost; and
+# whatever comes.
+FORMS = {
+    "equal": [1.0],
+    "mixed, balanced": [0.97, 1.03, 1.0, 0.95, 1.05],
+    "mixed, as they come": [0.6, 1.4, 0.8, 1.1, 1.3, 0.7, 0.9, 1.2],
+}
+
+
+def pipeline(
+    shape: Shape, given: Any, planned: Callable[..., Planned], timed: Callable[..., Any]
+) -> dict[str, Any]:
+    """Each form of micro-batches at each number of tokens, then the cuts."""
+    world = dist.get_world_size()
+    count = MICRO_BATCHES_A_STAGE * world
+    found: dict[str, Any] = {"rows": [], "bound": BOUND, "micro_batches": count}
+    plan = _plan(shape, "all-linear", world, count)
+    made = planned(shape, plan, given)
+    found["cuts"] = plan.cuts
+    for tokens in (int(part) for part in given.micro_tokens.split(",")):
+        for name, parts in FORMS.items():
+            sizes, sequences = _sizes(tokens, parts, count), max(1, tokens // given.length)
+            rows = [rows_of(shape, size, size // sequences, 1)[0] for size in sizes]
+            told = _beside_simulation(made, rows, given.rounds, timed)
+            told["formula"] = bubble_formula(world, count) if name == "equal" else None
+            found["rows"].append({"tokens": tokens, "micro-batches": name} | told)
+    del made
+    found["upper half"] = _cuts(shape, given, planned, timed)
+    return found
+
+
+def _sizes(tokens: int, parts: Sequence[float], count: int) -> list[int]:
+    return [round(tokens * parts[place % len(parts)]) for place in range(count)]
+
+
+def _plan(shape: Shape, targets: Any, world: int, count: int, **options: Any) -> Any:
+    with tempfile.TemporaryDirectory() as folder:
+        model = tlora_fx.compile(jobs_of(shape, Path(folder), 8, targets))
+    planner = find_planner("pipeline")
+    return planner.plan(model, MeshShape(pp=world), micro_batches=count, **options)
+
+
+def _beside_simulation(
+    made: Planned, rows: Sequence[PackedBatch], rounds: int, timed: Callable[..., Any]
+) -> dict[str, Any]:
+    """Rounds that are timed, each beside the simulation of one that is clocked after it."""
+    weights = weights_of(rows, made.mesh.device)
+    runner: Any = getattr(made.runner, "inner", made.runner)
+    processes = made.plan.mesh.pp
+    order = schedule_order(made.plan.schedule, processes, processes, len(rows))
+    work = partial(made.step, rows, weights)
+    for _ in range(WARM_UP):
+        work()
+    measured: list[float] = []
+    foretold: list[float] = []
+    bubbles: list[float] = []
+    for _ in range(rounds):
+        measured += timed({"it": work}, 1)["it"]
+        clocked = runner.measured(rows, weights)
+        simulated = simulate(order, Times.measured(clocked, processes, len(rows)), processes)
+        foretold.append(simulated.makespan_seconds * 1e3)
+        bubbles.append(simulated.bubble)
+    return {
+        "ms": Spread.of(measured).json(),
+        "simulated_ms": Spread.of(foretold).json(),
+        "over simulation": ratios(measured, foretold).json(),
+        "bubble": statistics.median(bubbles),
+    }
+
+
+def _cuts(
+    shape: Shape, given: Any, planned: Callable[..., Planned], timed: Callable[..., Any]
+) -> dict[str, Any]:
+    """Stages cut by cost and into equal layers, with adapters in the upper half alone."""
+    world, layers = dist.get_world_size(), shape.layers
+    count = MICRO_BATCHES_A_STAGE * world
+    upper = "|".join(str(layer) for layer in range(layers // 2, layers))
+    targets = rf".*\.layers\.({upper})\..*_proj"
+    equal = tuple(round(layers * stage / world) for stage in range(1, world))
+    plans = {
+        "by cost": _plan(shape, targets, world, count),
+        "equal layers": _plan(shape, targets, world, count, cuts=equal),
+    }
+    tokens = max(int(part) for part in given.micro_tokens.split(","))
+    rows = [rows_of(shape, tokens, given.length, 1)[0] for _ in range(count)]
+    arms: dict[str, Callable[[], object]] = {}
+    for name, plan in plans.items():
+        made = planned(shape, plan, given, targets)
+        arms[name] = partial(made.step, rows, weights_of(rows, made.mesh.device))
+        for _ in range(WARM_UP - 1):
+            arms[name]()
+    times = timed(arms, given.rounds)
+    return {
+        "tokens": tokens,
+        "cuts": {name: plan.cuts for name, plan in plans.items()},
+        "ms": {name: Spread.of(own).json() for name, own in times.items()},
+        "faster by cost": ratios(times["equal layers"], times["by cost"]).json(),
+    }
