@@ -51,7 +51,8 @@ class LowerLoss(GroupPass):
         if not rewrite_allowed("the loss in place of the logits"):
             return
         hidden, members = head_of(root)
-        group.blocks[HEAD] = Block(HEAD, _outline(hidden, members), (f"{LOSS}.{HEAD}",))
+        head = _outline(hidden, members, group.job_names)
+        group.blocks[HEAD] = Block(HEAD, head, (f"{LOSS}.{HEAD}",))
         result = output_of(root)
         first = next(node for node in root.nodes if node.op != "placeholder")
         mode = fake_mode_of(root)
@@ -145,9 +146,9 @@ def _narrowest(root: fx.Graph, ways: nx.DiGraph, before: set[fx.Node]) -> fx.Nod
     return found
 
 
-def _outline(hidden: fx.Node, members: list[fx.Node]) -> fx.Graph:
+def _outline(hidden: fx.Node, members: list[fx.Node], jobs: list[str]) -> fx.Graph:
     """The head as a graph of its own: hidden state and tables in, logits out."""
-    piece = outline(members, first={hidden: "hidden_states"})
+    piece = outline(members, first={hidden: "hidden_states"}, jobs=jobs)
     for source in piece.inputs[1:]:
         if source.op != "placeholder" or source.target not in (*PER_ROW, "keys"):
             raise BaseRefused(

@@ -2,12 +2,13 @@
 
 By columns each process computes a piece of the result: of an adapter A stays whole and B is cut. By
 rows each process reads a piece of the input and computes a part of a sum: A is cut, B stays whole.
+A matrix that holds several, such as q, k and v, is cut by columns run by run.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -15,6 +16,7 @@ from torch import fx
 
 from tlora_fx.graph import is_call
 from tlora_fx.lowered import LISTED, ONE, SEVERAL, lowered_arguments
+from tlora_fx.passes.shard_rules import Cut, Runs
 from tlora_fx.rewriting import arguments_of
 
 aten = torch.ops.aten
@@ -32,6 +34,7 @@ class Matrix:
     outer     the dimension of the stored tensor along which results lie
     bias      the node that the bias comes from, None without one
     a, b      the nodes of the bank, None without adapters
+    runs      sizes of what lies one after the other along results, each cut by itself; () for one
     """
 
     stored: fx.Node | None
@@ -39,21 +42,30 @@ class Matrix:
     bias: Any
     a: fx.Node | None = None
     b: fx.Node | None = None
+    runs: tuple[int, ...] = ()
 
     def size(self, dim: int) -> int:
         """How many columns results have (dim 0), or inputs (1)."""
         assert self.stored is not None
         return int(self.stored.meta["val"].shape[dim if self.outer == 0 else 1 - dim])
 
-    def cuts(self, dim: int) -> Iterator[tuple[fx.Node, int]]:
-        """Which stored tensors are cut, and along which dimension, by columns (0) or rows (1)."""
+    def cut(self, place: int) -> Cut:
+        """The cut of a value that has results along a dimension."""
+        return Runs(place, self.runs) if self.runs else place
+
+    def cuts(self, dim: int) -> Iterator[tuple[fx.Node, Cut]]:
+        """Which stored tensors are cut, and how, by columns (0) or rows (1)."""
         assert self.stored is not None
-        yield self.stored, dim if self.outer == 0 else 1 - dim
-        if dim == 0 and self.bias is not None:
-            yield self.bias, 0
-        half = self.b if dim == 0 else self.a
-        if half is not None:
-            yield half, 1
+        if dim == 1:
+            yield self.stored, 1 - self.outer
+            if self.a is not None:
+                yield self.a, 1
+            return
+        yield self.stored, self.cut(self.outer)
+        if self.bias is not None:
+            yield self.bias, self.cut(0)
+        if self.b is not None:
+            yield self.b, self.cut(1)
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,6 +87,11 @@ class Linears:
         named = users if is_call(self.node, SEVERAL) else [self.node.meta.get("site")]
         own = [str(name) for name in named if name]
         return ", ".join(own) or str(self.node.meta.get("path")) or self.node.name
+
+    def in_runs(self, runs: Mapping[int, tuple[int, ...]]) -> Linears:
+        """The same, with the runs of matrices by their place."""
+        own = (replace(one, runs=runs.get(place, ())) for place, one in enumerate(self.matrices))
+        return replace(self, matrices=tuple(own))
 
     def misfit(self, dim: int, pieces: int) -> str:
         """Why it cannot be cut by columns (0) or rows (1); "" where it can."""
@@ -160,7 +177,6 @@ def _told(node: fx.Node) -> str:
 
 
 def _divides(matrix: Matrix, dim: int, pieces: int) -> str:
-    wide = matrix.size(dim)
-    return f"its {wide} {('outputs', 'inputs')[dim]} do not divide by {pieces}" * bool(
-        wide % pieces
-    )
+    sizes = (dim == 0 and matrix.runs) or (matrix.size(dim),)
+    told = f"{', '.join(map(str, sizes))} {('outputs', 'inputs')[dim]}"
+    return f"its {told} do not divide by {pieces}" * any(size % pieces for size in sizes)

@@ -1,8 +1,7 @@
-"""How operators that move, part, join and reduce dimensions carry pieces (see shard_rules.py)."""
+"""How operators that move, join and reduce dimensions carry pieces (see shard_rules.py)."""
 
 from __future__ import annotations
 
-import operator
 from math import prod
 from typing import Any
 
@@ -16,7 +15,7 @@ aten = torch.ops.aten
 tlora = torch.ops.tlora_fx
 
 
-@rule(aten.view, aten.reshape, aten._unsafe_view)
+@rule(aten.view, aten.reshape, aten._unsafe_view, runs="kept")
 def _reshape(call: Operands) -> Cut:
     """What lies outside the pieces must stay as it was; then they stay in order."""
     source: Any = call.node.args[0]
@@ -35,13 +34,13 @@ def _reshape(call: Operands) -> Cut:
     return found[0]
 
 
-@rule(aten.expand)
+@rule(aten.expand, runs="kept")
 def _expand(call: Operands) -> Cut:
     source: Any = call.node.args[0]
     return call.cut(source) + rank_of(call.node) - rank_of(source)
 
 
-@rule(aten.flatten)
+@rule(aten.flatten, runs="kept")
 def _flatten(call: Operands) -> Cut:
     source: Any = call.node.args[0]
     first = dim_of(int(call.given("start_dim", 0)), rank_of(source))
@@ -52,27 +51,27 @@ def _flatten(call: Operands) -> Cut:
     return cut if cut <= first else cut - (last - first)
 
 
-@rule(aten.transpose, aten.swapaxes)
+@rule(aten.transpose, aten.swapaxes, runs="kept")
 def _transpose(call: Operands) -> Cut:
     cut, ndim = call.cut(call.node.args[0]), rank_of(call.node)
     one, two = (dim_of(int(d), ndim) for d in call.node.args[1:3])  # type: ignore[arg-type]
     return {one: two, two: one}.get(cut, cut)
 
 
-@rule(aten.permute)
+@rule(aten.permute, runs="kept")
 def _permute(call: Operands) -> Cut:
     order: Any = call.node.args[1]
     return [dim_of(d, rank_of(call.node)) for d in order].index(call.cut(call.node.args[0]))
 
 
-@rule(aten.unsqueeze)
+@rule(aten.unsqueeze, runs="kept")
 def _unsqueeze(call: Operands) -> Cut:
     cut = call.cut(call.node.args[0])
     new = dim_of(int(call.given("dim")), rank_of(call.node))
     return cut if cut < new else cut + 1
 
 
-@rule(aten.squeeze)
+@rule(aten.squeeze, runs="kept")
 def _squeeze(call: Operands) -> Cut:
     source: Any = call.node.args[0]
     cut, dims = call.cut(source), call.given("dim")
@@ -85,31 +84,13 @@ def _squeeze(call: Operands) -> Cut:
     return cut - sum(dim < cut for dim in gone)
 
 
-@rule(aten.slice)
-def _slice(call: Operands) -> Cut:
-    source: Any = call.node.args[0]
-    cut = call.cut(source)
-    if dim_of(int(call.given("dim", 0)), rank_of(source)) == cut:
-        raise CannotCarry("it takes a part of what is cut")
-    return cut
-
-
-@rule(aten.select)
+@rule(aten.select, runs="kept")
 def _select(call: Operands) -> Cut:
     source: Any = call.node.args[0]
     cut, dim = call.cut(source), dim_of(int(call.given("dim")), rank_of(source))
     if dim == cut:
         raise CannotCarry("it takes a part of what is cut")
     return cut - (dim < cut)
-
-
-@rule(aten.split, aten.split_with_sizes, aten.chunk)
-def _split(call: Operands) -> Cut:
-    source: Any = call.node.args[0]
-    cut = call.cut(source)
-    if dim_of(int(call.given("dim", 0)), rank_of(source)) == cut:
-        raise CannotCarry("it parts what is cut: q, k and v, or gate and up, lie in one matrix")
-    return (cut,) * len(call.node.meta["val"])
 
 
 @rule(aten.unbind)
@@ -121,7 +102,7 @@ def _unbind(call: Operands) -> Cut:
     return (cut - (dim < cut),) * len(call.node.meta["val"])
 
 
-@rule(aten.cat)
+@rule(aten.cat, runs="kept")
 def _cat(call: Operands) -> Cut:
     parts: Any = call.node.args[0]
     cuts = {call.cut(part) for part in parts}
@@ -133,13 +114,7 @@ def _cat(call: Operands) -> Cut:
     return cut
 
 
-@rule(operator.getitem)
-def _getitem(call: Operands) -> Cut:
-    source, place = call.node.args
-    return call.cut(source)[place]
-
-
-@rule(aten.sym_size)
+@rule(aten.sym_size, runs="known")
 def _size(call: Operands) -> Cut:
     source: Any = call.node.args[0]
     if dim_of(int(call.given("dim")), rank_of(source)) == call.cut(source):
@@ -147,7 +122,7 @@ def _size(call: Operands) -> Cut:
     return None
 
 
-@rule(aten.mean, aten.sum, aten.amax, aten.amin, aten.var, aten.std)
+@rule(aten.mean, aten.sum, aten.amax, aten.amin, aten.var, aten.std, runs="kept")
 def _reduce(call: Operands) -> Cut:
     source: Any = call.node.args[0]
     cut, dims = call.cut(source), call.given("dim")
@@ -159,7 +134,7 @@ def _reduce(call: Operands) -> Cut:
     return cut if keep else cut - sum(d < cut for d in gone)
 
 
-@rule(aten.softmax, aten._softmax, aten.log_softmax)
+@rule(aten.softmax, aten._softmax, aten.log_softmax, runs="kept")
 def _along(call: Operands) -> Cut:
     cut = call.cut(call.node.args[0])
     if dim_of(int(call.given("dim")), rank_of(call.node)) == cut:
@@ -167,7 +142,7 @@ def _along(call: Operands) -> Cut:
     return cut
 
 
-@rule(aten.rms_norm, aten.layer_norm)
+@rule(aten.rms_norm, aten.layer_norm, runs="kept")
 def _normalise(call: Operands) -> Cut:
     cut, inner = call.cut(call.node.args[0]), len(call.given("normalized_shape"))
     if cut is None or cut >= rank_of(call.node) - inner:

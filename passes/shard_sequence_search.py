@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import fx
 
+import tlora_fx.passes.shard_rules_parts
 import tlora_fx.passes.shard_rules_places  # noqa: F401  (registers its rules)
 from tlora_fx.graph import is_call
 from tlora_fx.passes.shard_rules import SIZES, CannotCarry, Cut, Operands, carried

@@ -8,9 +8,10 @@ Keeps   losses and gradients, summed over the group; alone no process computes t
         of one process's graph are others. A replicated half of an adapter has a part of its
         gradient in each process (`SuperModel.partial_sums`).
 
-What cannot be cut stays whole, the same in every process, and is noted with the reason: branches
-that run as they are, dropout of the base on pieces, matrices that hold q, k and v one after the
-other. Values between layers are whole; shard-sequence cuts them along tokens.
+Where a matrix holds several, one after the other, such as q, k and v, a process's piece has its
+heads of each. What cannot be cut stays whole, the same in every process, and is noted with the
+reason: branches that run as they are, dropout of the base on pieces. Values between layers are
+whole; shard-sequence cuts them along tokens.
 """
 
 from __future__ import annotations
@@ -28,7 +29,8 @@ from tlora_fx.graph import GroupGraph, is_call, placeholders
 from tlora_fx.ops.tensor_groups import GROUP
 from tlora_fx.passes.lower_loss import HEAD, LOSS
 from tlora_fx.passes.shard_linears import Linears
-from tlora_fx.passes.shard_rules import resized
+from tlora_fx.passes.shard_rules import Runs, dim_of_cut, resized
+from tlora_fx.passes.shard_rules_parts import resize_parts
 from tlora_fx.passes.shard_search import COLUMNS, ROWS, Cuts, search
 from tlora_fx.pipeline import GroupPass, Numerics, register, rewrite_allowed
 from tlora_fx.rewriting import Maker, Rewriter, arguments_of
@@ -99,14 +101,16 @@ def _cut(graph: fx.Graph, cuts: Cuts, pieces: int) -> None:
         for matrix in found.matrices:
             stored.update(matrix.cuts(way))
     mode = fake_mode_of(graph)
-    for node, dim in stored.items():
-        ref = node.meta["tensor"]
+    for node, cut in stored.items():
+        ref, dim = node.meta["tensor"], dim_of_cut(cut)
+        runs = cut.sizes if isinstance(cut, Runs) else ()
         shape = tuple(n // pieces if place == dim else n for place, n in enumerate(ref.shape))
-        node.meta["tensor"] = replace(ref, shape=shape, shard=(dim, pieces))
+        node.meta["tensor"] = replace(ref, shape=shape, shard=(dim, pieces, runs))
         node.meta["val"] = fake_like(mode, shape, ref.dtype)
     for node, cut in cuts.values.items():
-        if isinstance(cut, int):
+        if isinstance(cut, (int, Runs)):
             resized(node, cut, pieces)
+        resize_parts(node, cuts.values, pieces)
     propagate(graph)
 
 

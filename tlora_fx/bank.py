@@ -11,9 +11,9 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor, nn
 
-from tlora_fx.graph import AdapterSite
+from tlora_fx.graph import AdapterSite, Pieces
 
-Cut = tuple[int, int] | None
+Cut = Pieces | None
 # Columns that one draw of a mask decides, and the bits of a site's id.
 COLUMNS = 8
 MASK = (1 << 32) - 1
@@ -29,7 +29,7 @@ class AdapterBank(nn.Module):
     rates    float64 [J] on the CPU, dropout
     site     int64 [] on the CPU, the site's id in dropout masks; its upper 32 bits are the first
              column block of x where x is a piece of the site's input
-    shards   (dimension, pieces) of a and of b where processes hold pieces of them
+    shards   how a and b are cut where processes hold pieces of them
     """
 
     ranks: Tensor

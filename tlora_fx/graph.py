@@ -34,6 +34,11 @@ Form = Literal["packed", "batch"]
 TABLES = ("cu_seqlens", "max_seqlen", "segments", "token_index", "keys")
 INPUTS = ("input_ids", "position_ids", *TABLES)
 
+# How a tensor is cut: the dimension, the number of pieces, and the sizes, in the whole tensor, of
+# the parts that lie one after the other along it and are cut each by itself, such as q, k and v;
+# () where a piece is a single run.
+Pieces = tuple[int, int, tuple[int, ...]]
+
 
 @dataclass(frozen=True, slots=True)
 class TensorRef:
@@ -46,7 +51,7 @@ class TensorRef:
     form       for a frozen tensor that is stored in another form: the function that makes it of
                the base's, "module:name" (stored.py)
     original   that tensor as the base has it
-    shard      (dimension, pieces) where each process holds one piece; `shape` is then a piece's
+    shard      how it is cut where each process holds one piece; `shape` is then a piece's
     """
 
     owner: Literal["base", "job", "constant", "buffer"]
@@ -55,7 +60,7 @@ class TensorRef:
     dtype: torch.dtype
     form: str = ""
     original: TensorRef | None = None
-    shard: tuple[int, int] | None = None
+    shard: Pieces | None = None
 
 
 @dataclass(slots=True)

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, fx, nn
 
 from tlora_fx.bank import AdapterBank
-from tlora_fx.graph import Block, GroupGraph, TensorRef, output_of, placeholders
+from tlora_fx.graph import Block, GroupGraph, Pieces, TensorRef, output_of, placeholders
 from tlora_fx.loss import ChunkedLoss
 from tlora_fx.lowered import LoweredSite, lowered_sites
 from tlora_fx.ops import site_id
@@ -32,13 +32,13 @@ class Place(NamedTuple):
     """Where a tensor hangs.
 
     path    of the tensor in the whole net
-    cut     (dimension, pieces) where processes hold pieces
+    cut     how it is cut where processes hold pieces
     """
 
     module: nn.Module
     slot: str
     path: str
-    cut: tuple[int, int] | None = None
+    cut: Pieces | None = None
 
     @property
     def tensor(self) -> Tensor:

@@ -2,23 +2,40 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
+import torch
 from torch import Tensor
+
+from tlora_fx.graph import Pieces
 
 
 @dataclass(frozen=True, slots=True)
 class Shard:
-    """One of `count` equal pieces of a tensor along a dimension."""
+    """One of `count` equal pieces of a tensor along a dimension.
+
+    runs   sizes in the whole tensor of what lies one after the other along the dimension and is cut
+           each by itself: a piece has a part of every run, in their order; () for a single run
+    """
 
     dimension: int
     index: int
     count: int
+    runs: tuple[int, ...] = ()
 
     def of(self, full: Tensor) -> Tensor:
-        """The piece, a view."""
-        size = full.shape[self.dimension] // self.count
-        return full.narrow(self.dimension, self.index * size, size)
+        """The piece: a view of a single run, a new tensor of parts of several."""
+        sizes = list(self.runs) or full.shape[self.dimension]
+        runs = torch.split(full, sizes, self.dimension)
+        parts = [run.tensor_split(self.count, self.dimension)[self.index] for run in runs]
+        return parts[0] if len(parts) == 1 else torch.cat(parts, self.dimension)
+
+    def joined(self, pieces: Sequence[Tensor]) -> Tensor:
+        """The whole tensor of all pieces, by their index."""
+        sizes = [size // self.count for size in self.runs] or pieces[0].shape[self.dimension]
+        parts = [torch.split(piece, sizes, self.dimension) for piece in pieces]
+        return torch.cat([part for run in zip(*parts, strict=True) for part in run], self.dimension)
 
     def full_shape(self, shape: tuple[int, ...]) -> tuple[int, ...]:
         """The shape of the whole tensor, from a piece's."""
@@ -48,6 +65,9 @@ class Part:
         parts = path.split(".")
         return any(".".join(parts[:end]) in self.held for end in range(1, len(parts) + 1))
 
-    def shard(self, cut: tuple[int, int] | None) -> Shard | None:
+    def shard(self, cut: Pieces | None) -> Shard | None:
         """This process's piece of a tensor that a graph says is cut so."""
-        return None if cut is None else Shard(cut[0], self.tp_rank, cut[1])
+        if cut is None:
+            return None
+        dimension, count, runs = cut
+        return Shard(dimension, self.tp_rank, count, runs)

@@ -59,24 +59,30 @@ def sharded(graph):
     return {ref.name: ref.shard[0] for ref in refs if ref.shard is not None}
 
 
+def shards(graph):
+    """Stored tensors that are cut, with how they are."""
+    refs = [node.meta["tensor"] for node in graph.nodes if node.op == "get_attr"]
+    return {ref.name: ref.shard for ref in refs if ref.shard is not None}
+
+
 def reasons(group, site):
     """What notes say of a site."""
     told = [text for name, text in group.notes if name == ShardTensor.name]
     return [text for text in told if site in text.partition(" stays whole")[0]]
 
 
-SUMS = {"llama": 2, "qwen3": 2, "gemma2": 2, "gpt2": 1, "gpt-neox": 2, "phi3": 0}
+SUMS = {"llama": 2, "qwen3": 2, "gemma2": 2, "gpt2": 2, "gpt-neox": 2, "phi3": 2}
 
 
 @pytest.mark.parametrize(("family", "sums"), SUMS.items())
 def test_each_cut_region_begins_with_one_copy_and_ends_with_one_sum(fused, family, sums):
-    """Attention and MLP are a region each; one that parts a matrix into q, k, v stays whole."""
+    """Attention and MLP are a region each, also where q, k and v lie in one matrix."""
     one = {"n_layer": 1} if family == "gpt2" else {"num_hidden_layers": 1}
     graph = layer(cut(fused(family, **({} if family == "llama" else one)), size=2, head=False))
 
     assert len(calls(graph, ops.tp_copy.default)) == sums
     assert len(calls(graph, ops.tp_reduce.default)) == sums
-    assert bool(sharded(graph)) == bool(sums)
+    assert sharded(graph)
 
 
 def test_columns_cut_b_and_rows_cut_a(fused):
@@ -98,6 +104,48 @@ def test_a_conv1d_is_cut_along_its_other_dimension(fused):
 
     assert (found["mlp.c_fc.weight"], found["mlp.c_proj.weight"]) == (1, 0)
     assert (found["mlp.c_fc.lora.b"], found["mlp.c_proj.lora.a"]) == (1, 1)
+
+
+def test_a_matrix_of_several_is_cut_run_by_run(fused):
+    """Weight, bias and B alike, along their own dimensions; what names sizes names a piece's."""
+    gpt2 = layer(cut(fused("gpt2"), size=2))
+    found = shards(gpt2)
+    thirds = (32, 32, 32)
+
+    assert found["attn.c_attn.weight"] == (1, 2, thirds)
+    assert found["attn.c_attn.bias"] == (0, 2, thirds)
+    assert found["attn.c_attn.lora.b"] == (1, 2, thirds)
+    assert found["attn.c_proj.weight"] == (0, 2, ())
+    phi3 = shards(layer(cut(fused("phi3"), size=2)))
+    assert phi3["self_attn.qkv_proj.weight"] == (0, 2, (32, 16, 16))
+    assert phi3["self_attn.qkv_proj.lora.b"] == (1, 2, (32, 16, 16))
+    assert phi3["mlp.gate_up_proj.weight"] == (0, 2, (48, 48))
+    assert phi3["mlp.down_proj.lora.a"] == (1, 2, ())
+    assert not any(name.endswith(("qkv_proj.lora.a", "down_proj.lora.b")) for name in phi3)
+
+
+@pytest.mark.parametrize(("changes", "site", "reason"), [
+    ({"num_attention_heads": 8, "hidden_size": 48, "intermediate_size": 64}, "qkv_proj",
+     "its 2 do not divide by 4"),
+    ({"num_attention_heads": 4, "num_key_value_heads": 4, "intermediate_size": 50},
+     "gate_up_proj", "its 50, 50 outputs do not divide by 4"),
+])  # fmt: skip
+def test_parts_that_do_not_divide_stay_whole_together(fused, changes, site, reason):
+    """Two key heads, or halves of 50 columns, over four processes; the other region is cut."""
+    group = cut(fused("phi3", num_hidden_layers=1, **changes), size=4)
+
+    assert any(reason in told for told in reasons(group, site))
+    assert shards(layer(group))
+    assert not any(site in name for name in shards(layer(group)))
+
+
+def test_attention_dropout_keeps_a_joined_matrix_whole(fused):
+    """Its masks are drawn by the head's number in the whole."""
+    group = cut(fused("gpt2", n_layer=1, attn_pdrop=0.1), size=2)
+
+    assert any("number of the head" in told for told in reasons(group, "attn.c_attn"))
+    assert all("mlp" in name for name in sharded(layer(group)))
+    assert sharded(layer(group))
 
 
 def test_a_bias_is_added_once_behind_the_sum(fused):
@@ -198,3 +246,14 @@ def test_a_model_of_pieces_says_which_ones_jobs_hold(fused, tmp_path):
     assert found[".q_proj.lora_B.default.weight"] == Shard(0, 1, 2)
     assert found[".o_proj.lora_A.default.weight"] == Shard(1, 1, 2)
     assert found[".o_proj.lora_B.default.weight"] is None
+
+
+def test_a_model_of_runs_says_so_of_jobs_pieces(fused, tmp_path):
+    """B is the bank's b turned."""
+    base = base_of(tmp_path, "gpt2")
+    jobs = dropping_jobs(base)
+    model = SuperModel(cut(fused("gpt2"), size=2), prepare(jobs).backbone, jobs)
+    model.part = Part(None, 1, 2)
+
+    name = "base_model.model.transformer.h.0.attn.c_attn.lora_B.default.weight"
+    assert model.shards("keeps")[name] == Shard(0, 1, 2, (32, 32, 32))

@@ -14,7 +14,7 @@ from tests import models
 from tlora_fx.batch import JobTokens
 from tlora_fx.job import BaseSpec, Job
 from tlora_fx.ops import use_group
-from tlora_fx.part import Part
+from tlora_fx.part import Part, Shard
 from tlora_fx.passes.shard_sequence import ShardSequence
 from tlora_fx.passes.shard_tensor import ShardTensor
 from tlora_fx.pipeline import Pipeline, Runner
@@ -97,7 +97,7 @@ def joined(model: SuperModel, outcomes: dict[str, models.Outcome]) -> dict[str, 
         for name, gradient in gradients.items():
             shard, other = shards[name], shards.get(_other_half(name))
             if shard is not None:
-                gradients[name] = _side_by_side(gradient, shard.dimension, shard.count)
+                gradients[name] = _side_by_side(gradient, shard)
             elif other is not None:
                 dist.all_reduce(gradient)
             else:
@@ -117,10 +117,10 @@ def _other_half(name: str) -> str:
     return next((name.replace(a, b) for a, b in pairs.items() if a in name), "")
 
 
-def _side_by_side(piece: Tensor, dimension: int, count: int) -> Tensor:
-    pieces = [torch.empty_like(piece.contiguous()) for _ in range(count)]
+def _side_by_side(piece: Tensor, shard: Shard) -> Tensor:
+    pieces = [torch.empty_like(piece.contiguous()) for _ in range(shard.count)]
     dist.all_gather(pieces, piece.contiguous())
-    return torch.cat(pieces, dimension)
+    return shard.joined(pieces)
 
 
 def equal_to_one_process(

@@ -145,7 +145,7 @@ def _joined(pieces: Mapping[int, Tensor], shard: Shard | None) -> Tensor:
     if shard is None:
         return pieces[0]
     assert sorted(pieces) == list(range(shard.count)), sorted(pieces)
-    return torch.cat([pieces[index] for index in range(shard.count)], shard.dimension)
+    return shard.joined([pieces[index] for index in range(shard.count)])
 
 
 def _cut(tensors: Mapping[str, Tensor], shards: Shards) -> dict[str, Tensor]:
