@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -14,8 +13,8 @@ import torch
 from torch import nn
 from transformers import get_scheduler
 
+from tests.runtime.parameters import job_with, params_of, start
 from tlora_fx.errors import OptimizerError, OptimizerStateError
-from tlora_fx.job import BaseSpec, DataSpec, Job
 from tlora_fx.runtime import optimizer as optimizers
 from tlora_fx.runtime.optimizer import JobOptimizer
 from tlora_fx.training_fields import OPTIMIZERS
@@ -43,44 +42,6 @@ FUSED = pytest.mark.parametrize(
     ],
     ids=lambda variant: "-".join([variant["optim"], *variant.get("optim_args", ())]),
 )
-
-
-def job_with(**fields: Any) -> Job:
-    """A job whose learning rate is high enough for every step to change much."""
-    given: dict[str, Any] = {"learning_rate": 0.05, "weight_decay": 0.01, "max_grad_norm": 0.7}
-    return Job(
-        name="job",
-        base=BaseSpec(model="base"),
-        lora={"r": 2, "target_modules": ["q"]},
-        data=DataSpec(path="data.jsonl"),
-        **given | fields,
-    )
-
-
-def params_of(bank: torch.Tensor) -> dict[str, nn.Parameter]:
-    """Three parameters as the super-model makes them: views of one storage, gradients too."""
-    grads = torch.zeros_like(bank)
-    views: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
-        "a.lora_A.weight": lambda x: x[1:3],
-        "a.lora_B.weight": lambda x: x[3:6].t(),
-        "a.lora_magnitude_vector": lambda x: x[6, 1:5] if x.shape[1] < 8 else x[6, 8:],
-        "a.never_used": lambda x: x[7],
-    }
-    params = {}
-    for name, view in views.items():
-        params[name] = nn.Parameter(view(bank))
-        if name != "a.never_used":
-            params[name].grad = view(grads)
-    return params
-
-
-def start(
-    dtype: torch.dtype = torch.float32, device: str = "cpu", width: int = 5
-) -> dict[str, nn.Parameter]:
-    """The same parameters on each call; width of A's rows."""
-    generator = torch.Generator().manual_seed(0)
-    drawn = torch.randn(8, width, generator=generator, dtype=torch.float64)
-    return params_of(drawn.to(device, dtype))
 
 
 def train(

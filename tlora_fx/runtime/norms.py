@@ -1,4 +1,4 @@
-"""Each job's gradient norm, where processes hold parts of a job's parameters."""
+"""Each job's gradient norm, where processes hold whole jobs or parts of their parameters."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def gradient_norms(runs: Sequence[JobRun], model: SuperModel, mesh: Mesh) -> dic
     different parameters, and replicas the same. One all-reduce serves all jobs.
     """
     if mesh.shape.tp == 1 and mesh.shape.pp == 1:
-        return {run.index: run.optimizer.gradient_norm() for run in runs}
+        return _whole_norms(runs, mesh.device)
     squares = torch.zeros(len(model.jobs), dtype=torch.float64, device=mesh.device)
     for run in runs if mesh.dp_rank == 0 else ():
         shards = model.shards(run.job.name)
@@ -36,3 +36,12 @@ def gradient_norms(runs: Sequence[JobRun], model: SuperModel, mesh: Mesh) -> dic
     dist.all_reduce(squares, group=mesh.world)
     told = squares.tolist()
     return {run.index: math.sqrt(told[run.index]) for run in runs}
+
+
+def _whole_norms(runs: Sequence[JobRun], device: torch.device) -> dict[int, float]:
+    """All norms with one wait for the device; float64 holds each as it is."""
+    if not runs:
+        return {}
+    norms = [run.optimizer.measured_norm().to(device, torch.float64) for run in runs]
+    told = torch.stack(norms).tolist()
+    return {run.index: norm for run, norm in zip(runs, told, strict=True)}

@@ -5,7 +5,8 @@ views of storage that many jobs share, so nothing here replaces `.data` or `.gra
 zeroed in place and updated in place.
 
 A job has hundreds of small parameters, and on a GPU a launch for each costs more than its
-arithmetic. So they are zeroed, measured and updated together.
+arithmetic. So they are zeroed, measured and updated together, by lists of them that are made once
+(`gradients`, `fused_adam`); every other optimizer does its own step.
 """
 
 from __future__ import annotations
@@ -18,6 +19,8 @@ import torch
 from torch import Tensor
 
 from tlora_fx.errors import OptimizerError, OptimizerStateError
+from tlora_fx.runtime.fused_adam import FusedAdam, fused_adam
+from tlora_fx.runtime.gradients import Gradients
 
 if TYPE_CHECKING:
     from tlora_fx.job import Job
@@ -30,8 +33,6 @@ FUSED = {
     "AdamW": "aten::_fused_adamw_",
     "SGD": "aten::_fused_sgd_",
 }
-# CUDA's reductions read so many numbers at once where their address allows it.
-_VECTOR = 4
 # Rows of so many numbers begin where vectors may, whatever stands before them in a bank.
 _ROW = 8
 
@@ -50,6 +51,8 @@ class JobOptimizer:
         self._max_norm = job.max_grad_norm or 0.0
         self._optimizer = _make_optimizer(job, list(self._params.values()))
         self._schedule = _make_schedule(job, self._optimizer, steps)
+        self._gradients = Gradients(self._params.values())
+        self._fused: FusedAdam | None = None
 
     @property
     def learning_rate(self) -> float:
@@ -61,19 +64,20 @@ class JobOptimizer:
         """Whether one kernel updates all parameters; it keeps its counters on the GPU."""
         return bool(self._optimizer.param_groups[0].get("fused"))
 
-    @torch.no_grad()
     def zero_grad(self) -> None:
         """Fill every gradient with zeros, in place."""
-        if gradients := self._gradients():
-            torch._foreach_zero_(gradients)
+        self._held_gradients().zero()
 
-    @torch.no_grad()
     def gradient_norm(self) -> float:
         """The 2-norm over all gradients of the job, in float32 or the widest gradient's dtype.
 
         It may be NaN or infinite: whoever calls decides what becomes of the job.
         """
-        return float(torch.nn.utils.get_total_norm(self._wide_gradients()))
+        return float(self.measured_norm())
+
+    def measured_norm(self) -> Tensor:
+        """What `gradient_norm` returns, on the device: many jobs' need only one wait for it."""
+        return self._held_gradients().norm()
 
     @torch.no_grad()
     def step(self, norm: float | None = None) -> float:
@@ -84,9 +88,11 @@ class JobOptimizer:
         """
         if norm is None:
             norm = self.gradient_norm()
+        gradients = self._held_gradients()
         if self._max_norm > 0:
-            self._clip(norm)
-        self._optimizer.step()
+            gradients.clip(norm, self._max_norm)
+        self._fused = self._fused or fused_adam(self._optimizer, gradients)
+        (self._fused or self._optimizer).step()
         self._schedule.step()
         return norm
 
@@ -133,6 +139,7 @@ class JobOptimizer:
             states.setdefault(name, {})[kind] = self._restored(name, kind, value)
         for name, state in states.items():
             self._optimizer.state[self._params[name]] = state
+        self._fused = None
         groups = self._optimizer.param_groups
         # The schedule's functions come from the job file; only their counters are saved.
         schedule = {**values["schedule"], "lr_lambdas": [None] * len(groups)}
@@ -160,40 +167,11 @@ class JobOptimizer:
         # tensors at once choose their arithmetic by layout.
         return torch.empty_like(param, dtype=value.dtype).copy_(value).detach()
 
-    def _gradients(self) -> list[Tensor]:
-        return [p.grad for p in self._params.values() if p.grad is not None]
-
-    def _wide_gradients(self) -> list[Tensor]:
-        """The gradients in float32 at least, each where a vector may begin; copied together."""
-        gradients = self._gradients()
-        wide = [_place_for(gradient) for gradient in gradients]
-        copied = [pair for pair in zip(wide, gradients, strict=True) if pair[0] is not pair[1]]
-        if copied:
-            places, sources = zip(*copied, strict=True)
-            torch._foreach_copy_(list(places), list(sources))
-        return wide
-
-    def _clip(self, norm: float) -> None:
-        params = [p for p in self._params.values() if p.grad is not None]
-        if not params:
-            return
-        dtype = torch.float32
-        for param in params:
-            dtype = torch.promote_types(dtype, param.dtype)
-        total = torch.tensor(norm, dtype=dtype, device=params[0].device)
-        torch.nn.utils.clip_grads_with_norm_(params, self._max_norm, total)
-
-
-def _place_for(gradient: Tensor) -> Tensor:
-    """Where a gradient is measured: itself, or an empty tensor that it is to be copied to.
-
-    Where a job's view begins depends on its neighbours' ranks, and CUDA's reductions sum in
-    another order on another alignment.
-    """
-    wide = torch.promote_types(gradient.dtype, torch.float32)
-    if gradient.dtype == wide and gradient.data_ptr() % (_VECTOR * wide.itemsize) == 0:
-        return gradient
-    return torch.empty_like(gradient, dtype=wide)
+    def _held_gradients(self) -> Gradients:
+        """The gradients as they are; lists of tensors that somebody replaced are made anew."""
+        if not self._gradients.holds():
+            self._gradients, self._fused = Gradients(self._params.values()), None
+        return self._gradients
 
 
 def _make_optimizer(job: Job, params: list[torch.nn.Parameter]) -> torch.optim.Optimizer:

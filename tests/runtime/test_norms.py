@@ -1,0 +1,74 @@
+"""The norms of all jobs of a round."""
+
+from __future__ import annotations
+
+import math
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from tests.runtime.parameters import job_with, start
+from tlora_fx.planners.mesh import Mesh
+from tlora_fx.runtime.norms import gradient_norms
+from tlora_fx.runtime.optimizer import JobOptimizer
+
+
+def runs_of(*sizes: float, dtype: torch.dtype = torch.float32) -> list[Any]:
+    """A run for each size, which all of its gradients have; indices 0, 2, 4."""
+    made = []
+    for place, size in enumerate(sizes):
+        params = start(dtype)
+        for param in params.values():
+            if param.grad is not None:
+                param.grad.fill_(size)
+        made.append(SimpleNamespace(index=2 * place, optimizer=JobOptimizer(job_with(), params, 9)))
+    return made
+
+
+class Waits(TorchDispatchMode):
+    """Counts how often a number is asked for."""
+
+    count = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.count += func is torch.ops.aten._local_scalar_dense.default
+        return func(*args, **(kwargs or {}))
+
+
+def norms(runs: list[Any]) -> dict[int, float]:
+    """The norms on one device, where no model is asked."""
+    model: Any = None
+    return gradient_norms(runs, model, Mesh.alone("cpu"))
+
+
+def test_each_job_has_the_norm_that_it_has_alone():
+    """Also where jobs' dtypes differ, and where a neighbour's is no number."""
+    runs = [*runs_of(0.1, math.nan, math.inf), *runs_of(1e200, 0.3, dtype=torch.float64)]
+    for place, run in enumerate(runs):
+        run.index = place
+
+    found = norms(runs)
+
+    alone = [run.optimizer.gradient_norm() for run in runs]
+    assert math.isnan(found[1])
+    assert math.isnan(alone[1])
+    assert found[2] == math.inf
+    assert [found[place] for place in (0, 2, 3, 4)] == [alone[place] for place in (0, 2, 3, 4)]
+
+
+def test_the_device_is_not_waited_for_once_a_job():
+    """No job's norm is asked for on its own."""
+    runs = runs_of(1.0, 2.0, 3.0)
+
+    with Waits() as waits:
+        found = norms(runs)
+
+    assert list(found) == [0, 2, 4]
+    assert waits.count == 0
+
+
+def test_no_jobs_have_no_norms():
+    """A round in which nobody trains."""
+    assert norms([]) == {}
