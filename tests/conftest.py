@@ -3,17 +3,25 @@
 from __future__ import annotations
 
 import os
+import sys
 from collections.abc import Iterator
+from pathlib import Path
 
 # Read when the libraries are imported, so set before any test module is.
 os.environ["TOKENIZERS_PARALLELISM"] = "false"
 os.environ["HF_HUB_OFFLINE"] = "1"
 os.environ.setdefault("OMP_NUM_THREADS", "1")
+if not Path("/dev/nvidiactl").exists():
+    # Inductor's processes compile Triton's kernels; without a GPU they only import torch.
+    os.environ.setdefault("TORCH_WARM_POOL", "0")
+    os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")
 
 import pytest
 from hypothesis import settings
 
-pytest_plugins = ["tests.traced", "tlora_fx.testing.plugin"]
+# Tests under Triton's interpreter (tests/interpreted.py) compile no models.
+_MODELS = [] if os.environ.get("TRITON_INTERPRET") == "1" else ["tests.traced"]
+pytest_plugins = [*_MODELS, "tlora_fx.testing.plugin"]
 
 # Tests assert no times, and a machine may be busy.
 settings.register_profile("patient", deadline=None)
@@ -41,3 +49,14 @@ def one_thread() -> Iterator[None]:
     torch.set_num_threads(1)
     yield
     torch.set_num_threads(before)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def traced_once(request: pytest.FixtureRequest) -> None:
+    """Trace equal models once, but where tracing is what is tested."""
+    if "tlora_fx.ladder" not in sys.modules:
+        return  # these tests compile nothing
+    from tests import traced_once
+
+    tested = (Path(__file__).parent / "tracing").resolve() in request.path.resolve().parents
+    (traced_once.uninstall if tested else traced_once.install)()

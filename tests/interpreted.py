@@ -20,10 +20,14 @@ def files(folder: Path) -> list[Path]:
     return sorted((folder / "interpreted").glob("test_*.py"))
 
 
-def run(*files: Path) -> None:
-    """Run some files in one process; what it says when they fail becomes the failure."""
+def run(*files: Path, marked: str = "not slow") -> None:
+    """Run some files in one process; what it says when they fail becomes the failure.
+
+    marked   which of their tests, as `pytest -m` has it
+    """
     pytest.importorskip("triton")
-    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", *map(str, files)]
+    words = ["-q", "-p", "no:cacheprovider", "-m", marked]
+    command = [sys.executable, "-m", "pytest", *words, *map(str, files)]
     environment = {
         name: value for name, value in os.environ.items() if not name.startswith("PYTEST_")
     }

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import copy
 import re
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -15,6 +13,7 @@ from torch._dynamo.testing import CompileCounterWithBackend
 from torch._functorch.aot_autograd import make_boxed_func
 from torch._functorch.partitioners import min_cut_rematerialization_partition
 
+from tests import fresh
 from tests.models import (
     FAMILIES,
     assert_same,
@@ -303,9 +302,7 @@ def test_the_pages_example_trains_compiled(tmp_path):
     (code,) = re.findall(r"```python\n(.*?)```", section, flags=re.DOTALL)
     (tmp_path / "examples").symlink_to(ROOT / "examples")
 
-    told = subprocess.run(
-        [sys.executable, "-c", code], cwd=tmp_path, capture_output=True, text=True, check=False
-    )
+    told = fresh.run("-c", code, cwd=tmp_path)
 
     assert told.returncode == 0, told.stderr
     assert told.stdout.count(" done ") == 3

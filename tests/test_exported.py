@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from tests import fresh
 from tests.models import (
     base_of,
     error_of,
@@ -159,9 +160,7 @@ def test_the_pages_example_exports_and_loads(tmp_path):
     (tmp_path / "examples").symlink_to(ROOT / "examples")
     printed = []
     for code in re.findall(r"```python\n(.*?)```", section, flags=re.DOTALL):
-        told = subprocess.run(
-            [sys.executable, "-c", code], cwd=tmp_path, capture_output=True, text=True, check=False
-        )
+        told = fresh.run("-c", code, cwd=tmp_path)
         assert told.returncode == 0, told.stderr
         printed.append(json.loads(told.stdout.splitlines()[-1]))
 

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import re
-import subprocess
-import sys
 from pathlib import Path
 
 import yaml
+
+from tests import fresh
 
 ROOT = Path(__file__).parents[1]
 README = (ROOT / "README.md").read_text(encoding="utf-8")
@@ -22,9 +22,7 @@ def test_the_python_example_trains_the_quickstart(tmp_path):
     (code,) = blocks("python")
     (tmp_path / "examples").symlink_to(ROOT / "examples")
 
-    told = subprocess.run(
-        [sys.executable, "-c", code], cwd=tmp_path, capture_output=True, text=True, check=False
-    )
+    told = fresh.run("-c", code, cwd=tmp_path)
 
     assert told.returncode == 0, told.stderr
     assert told.stdout.count(" done ") == 3

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import re
-import subprocess
-import sys
 from pathlib import Path
+
+from tests import fresh
 
 PAGE = Path(__file__).parents[2] / "docs" / "torch-compile.md"
 
@@ -16,9 +16,7 @@ def test_the_pages_example_trains(tmp_path):
     section = page.partition("\n## The backend, for a PEFT model of one job\n")[2]
     (code,) = re.findall(r"```python\n(.*?)```", section.partition("\n## ")[0], flags=re.DOTALL)
 
-    told = subprocess.run(
-        [sys.executable, "-c", code], cwd=tmp_path, capture_output=True, text=True, check=False
-    )
+    told = fresh.run("-c", code, cwd=tmp_path)
 
     assert told.returncode == 0, told.stderr
     assert "BackendWarning" not in told.stderr

@@ -6,13 +6,13 @@ import json
 import os
 import shutil
 import signal
-import subprocess
-import sys
 import time
 from pathlib import Path
 
 import pytest
 import yaml
+
+from tests import fresh
 
 QUICKSTART = Path(__file__).parents[2] / "examples" / "quickstart"
 
@@ -31,12 +31,8 @@ def job_file(tmp_path_factory):
     return path
 
 
-def command(*words):
-    return [sys.executable, "-m", "tlora_fx", *map(str, words)]
-
-
-def run(*words, **options):
-    return subprocess.run(command(*words), capture_output=True, text=True, check=False, **options)
+def run(*words):
+    return fresh.run("-m", "tlora_fx", *words)
 
 
 def losses(folder):
@@ -50,10 +46,8 @@ def test_a_killed_run_goes_on_with_the_losses_of_an_uninterrupted_one(job_file, 
     """kill -9 in the middle, --resume, and every loss is bitwise that of a run left alone."""
     whole = run("train", job_file, "-o", tmp_path / "whole", "--device", "cpu")
     assert whole.returncode == 0, whole.stderr
-    process = subprocess.Popen(
-        command("train", job_file, "-o", tmp_path / "cut", "--device", "cpu"),
-        stdout=subprocess.DEVNULL,
-        stderr=subprocess.DEVNULL,
+    process = fresh.Program(
+        "-m", "tlora_fx", "train", job_file, "-o", tmp_path / "cut", "--device", "cpu"
     )
     pointer = tmp_path / "cut" / "checkpoints" / "latest"
     deadline = time.monotonic() + 120
@@ -96,6 +90,16 @@ def test_a_wrong_key_is_told_with_file_line_and_job_before_anything_runs(job_fil
     assert told.returncode == 1
     assert "learning_rate" in told.stderr
     assert "wrong.yaml:" in told.stderr
+    assert not (tmp_path / "run").exists()
+
+
+def test_a_sharded_base_needs_a_plan_that_shards_it(job_file, tmp_path):
+    """Another plan is not chosen without a word, and nothing runs."""
+    told = run("train", job_file, "-o", tmp_path / "run", "--device", "cpu", "--shard-base")
+
+    assert told.returncode == 1
+    assert "--shard-base" in told.stderr
+    assert "pipeline with a mesh that has dp" in told.stderr
     assert not (tmp_path / "run").exists()
 
 

@@ -8,7 +8,6 @@ import re
 import shutil
 import signal
 import subprocess
-import sys
 import time
 from pathlib import Path
 from typing import Any
@@ -16,6 +15,8 @@ from typing import Any
 import pytest
 import safetensors.torch
 import yaml
+
+from tests import fresh
 
 QUICKSTART = Path(__file__).parents[2] / "examples" / "quickstart"
 STEPS = {"word-problems": 6, "small-talk": 5, "records": 4}
@@ -40,7 +41,7 @@ def write_jobs(source: Path, path: Path, steps: dict[str, int]) -> Path:
 
 
 def command(processes: int, *words: Any, restarts: int = 0) -> list[str]:
-    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
+    torchrun = ["-m", "torch.distributed.run", "--standalone"]
     torchrun += ["--nproc-per-node", str(processes), "--max-restarts", str(restarts)]
     return [*torchrun, "-m", "tlora_fx", *map(str, words)]
 
@@ -50,10 +51,7 @@ def environment() -> dict[str, str]:
 
 
 def run(processes: int, *words: Any) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        command(processes, *words), capture_output=True, text=True, check=False, timeout=600,
-        env=environment(),
-    )  # fmt: skip
+    return fresh.run(*command(processes, *words), env=environment())
 
 
 def statuses(folder: Path) -> dict[str, tuple[str, int]]:
@@ -66,17 +64,14 @@ def test_processes_train_that_die_and_start_again(job_file: Path, tmp_path: Path
     output = tmp_path / "run"
     many = write_jobs(job_file, job_file.parent / "many.yaml", dict.fromkeys(STEPS, 400))
     words = ("train", many, "-o", output, "--device", "cpu", "--plan", "fsdp")
-    started = subprocess.Popen(
-        command(2, *words, restarts=1), stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
-        text=True, env=environment(),
-    )  # fmt: skip
+    started = fresh.Program(*command(2, *words, restarts=1), env=environment())
     killed = kill_worker(started.pid, output)
     # Started again, the processes go on from the checkpoint; this time torchrun gives up.
     again = kill_worker(started.pid, output, but=killed)
-    told, _ = started.communicate(timeout=120)
+    told = started.wait(timeout=120)
 
-    assert started.returncode == 1, told
-    assert "SIGKILL" in told
+    assert told.returncode == 1, told.stderr
+    assert "SIGKILL" in told.stdout + told.stderr
     assert killed.isdisjoint(again)
     # Both times had done some steps: the second did not begin at the first step.
     short = write_jobs(job_file, job_file.parent / "short.yaml", dict.fromkeys(STEPS, 1))
@@ -115,11 +110,7 @@ def test_processes_leave_what_one_process_leaves(job_file: Path, tmp_path: Path)
     two = run(
         2, "train", job_file, "-o", tmp_path / "two", "--device", "cpu", "--plan", "replicated"
     )
-    one = subprocess.run(
-        [sys.executable, "-m", "tlora_fx", "train", str(job_file), "-o", str(tmp_path / "one"),
-         "--device", "cpu"],
-        capture_output=True, text=True, check=False, env=environment(),
-    )  # fmt: skip
+    one = fresh.run("-m", "tlora_fx", "train", job_file, "-o", tmp_path / "one", "--device", "cpu")
 
     assert two.returncode == one.returncode == 0, two.stderr
     assert two.stdout.count("last loss") == 1

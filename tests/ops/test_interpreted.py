@@ -1,4 +1,4 @@
-"""The operators on generated kernels: the files in interpreted/, in processes of their own."""
+"""The operators on generated kernels: the files in interpreted/, in a process of their own."""
 
 from __future__ import annotations
 
@@ -8,10 +8,17 @@ import pytest
 
 from tests import interpreted
 
-PROCESSES = 2
+HERE = Path(__file__).parent
 
 
-@pytest.mark.parametrize("part", range(PROCESSES))
-def test_interpreted(part):
-    """All tests pass under Triton's interpreter."""
-    interpreted.run(*interpreted.files(Path(__file__).parent)[part::PROCESSES])
+def test_interpreted():
+    """All tests but slow ones pass under Triton's interpreter."""
+    interpreted.run(*interpreted.files(HERE))
+
+
+@pytest.mark.slow
+def test_slow_ones_interpreted():
+    """Every plan with and without dropout, where the quick tests take one of both."""
+    files = [path for path in interpreted.files(HERE) if "SLOW" in path.read_text()]
+
+    interpreted.run(*files, marked="slow")

@@ -1,9 +1,13 @@
-"""Run a function in several processes that form one gloo group."""
+"""Run a function in several processes that form one gloo group.
+
+They are forked from a server that has imported everything (warm.py): importing takes longer than
+most of what they do.
+"""
 
 from __future__ import annotations
 
 import os
-import socket
+import time
 import traceback
 from collections.abc import Callable
 from datetime import timedelta
@@ -12,7 +16,11 @@ from typing import Any
 import torch
 from torch import multiprocessing
 
+from tests import traced_once
+
 TIMEOUT = timedelta(seconds=120)
+# What the server imports before it forks.
+SERVED = ["tests.planners.warm"]
 
 
 def run_processes(
@@ -25,16 +33,26 @@ def run_processes(
     returns    what each process returned, by rank; whatever can be pickled
     raises     RuntimeError with the traceback of the first rank that failed
     """
-    context = multiprocessing.get_context("spawn")
+    # CUDA does not survive a fork, so processes with GPUs import for themselves.
+    context: Any = multiprocessing.get_context("spawn" if gpus else "forkserver")
+    context.set_forkserver_preload(SERVED)
     results = context.SimpleQueue()
-    port = _free_port()
-    given = (count, port, function, arguments, results, gpus)
+    # The store is this process's, as under torchrun: rank 0 may end while others still begin.
+    store: Any = torch.distributed.TCPStore(  # type: ignore[attr-defined]
+        "127.0.0.1", 0, is_master=True, wait_for_workers=False
+    )
+    given = (count, store.port, dict(os.environ), function, arguments, results, gpus)
     processes = [context.Process(target=_run, args=(rank, *given)) for rank in range(count)]
     for process in processes:
         process.start()
     found: dict[int, Any] = {}
     failed: list[str] = []
     for _ in processes:
+        while results.empty() and not any(process.exitcode for process in processes):
+            time.sleep(0.01)
+        if results.empty():
+            failed.append("a process ended without a word; see what it printed")
+            break
         rank, value, error = results.get()
         found[rank] = value
         if error:
@@ -53,16 +71,21 @@ def _run(
     rank: int,
     count: int,
     port: int,
+    environment: dict[str, str],
     function: Callable[..., Any],
     arguments: tuple[Any, ...],
     results: Any,
     gpus: bool,
 ) -> None:
-    os.environ |= {
+    # The server has the variables of the time when it began.
+    os.environ.clear()
+    os.environ |= environment | {
         "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "RANK": str(rank),
         "WORLD_SIZE": str(count), "LOCAL_RANK": str(rank), "LOCAL_WORLD_SIZE": str(count),
+        "TORCHELASTIC_USE_AGENT_STORE": "True",
     }  # fmt: skip
     torch.set_num_threads(1)
+    traced_once.install()
     try:
         if gpus:
             torch.cuda.set_device(rank)
@@ -74,9 +97,3 @@ def _run(
         os._exit(1)
     results.put((rank, value, ""))
     torch.distributed.destroy_process_group()
-
-
-def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])

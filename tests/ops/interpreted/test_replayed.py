@@ -10,6 +10,8 @@ from tlora_fx.ops.kernels import run as launches
 
 SHAPE, LENGTHS, RANKS = (32, 48), (4, 0, 3), (3, 2, 5)
 OUTERS = (48, 16)
+SLOW = [pytest.mark.slow]
+QUICK = {("fused", "drop"), ("sidecar", "keep"), ("concat", "drop")}
 
 
 @pytest.fixture
@@ -49,8 +51,14 @@ def others(made, seed):
     return {"x": normal(made.x), "a": normal(made.a), "b": normal(made.b), "dy": normal(dy)}
 
 
-@pytest.mark.parametrize("rates", [(0.0,) * 3, (0.3, 0.2, 0.0)], ids=["keep", "drop"])
-@pytest.mark.parametrize("plan", selector.PLANS)
+@pytest.mark.parametrize(
+    ("plan", "rates"),
+    [
+        pytest.param(plan, rates, id=f"{plan}-{name}", marks=SLOW * ((plan, name) not in QUICK))
+        for plan in selector.PLANS
+        for name, rates in {"keep": (0.0,) * 3, "drop": (0.3, 0.2, 0.0)}.items()
+    ],
+)
 def test_calls_with_other_tensors_get_their_own_numbers(lora, plan, rates, served, direct):
     """Every plan; other adapters, other seeds, other weights."""
     made = lora(LENGTHS, RANKS, rates, dtype=torch.float16, features=SHAPE)

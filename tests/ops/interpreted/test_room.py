@@ -8,6 +8,9 @@ from tlora_fx.ops.kernels import run, selector, with_room
 
 BOUND = 1e-5
 FEATURES = (32, 48)
+SLOW = [pytest.mark.slow]
+# "concat" stands in the room, so it is run with dropout and without; the others once.
+QUICK = {("fused", "drop"), ("sidecar", "keep"), ("concat", "drop"), ("concat", "keep")}
 ops = torch.ops.tlora_fx
 
 
@@ -55,8 +58,14 @@ def results(made, **other):
     return (y.detach(), *found), (expected.detach(), *wanted)
 
 
-@pytest.mark.parametrize("rates", [(0.0, 0.0, 0.0), (0.3, 0.0, 0.2)], ids=["keep", "drop"])
-@pytest.mark.parametrize("plan", selector.PLANS)
+@pytest.mark.parametrize(
+    ("plan", "rates"),
+    [
+        pytest.param(plan, rates, id=f"{plan}-{name}", marks=SLOW * ((plan, name) not in QUICK))
+        for plan in selector.PLANS
+        for name, rates in {"keep": (0.0,) * 3, "drop": (0.3, 0.0, 0.2)}.items()
+    ],
+)
 def test_every_plan_takes_rows_with_room(lora, traced, plan, rates):
     """Numbers are the reference's, and where jobs drop nothing neither x nor dy is copied."""
     made = lora((17, 0, 1), (3, 2, 18), rates, features=FEATURES, dtype=torch.float32)
