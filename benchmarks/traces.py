@@ -87,7 +87,7 @@ def table(reports: dict[str, Report]) -> Table:
     for head in ("trace", "load", "against", "throughput", "completion"):
         made.add_column(head)
     for name, report in reports.items():
-        load = offered_load(report.first)
+        load = offered_load(next(iter(report.policies["tlora"])))
         for one in report.ratios:
             ratios = (ratio_text(one.throughput), ratio_text(one.completion))
             made.add_row(name, f"{load:.2f}", one.baseline, *ratios)

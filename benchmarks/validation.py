@@ -17,8 +17,9 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from math import isnan
 from pathlib import Path
 from statistics import fmean
 from typing import Any
@@ -200,7 +201,7 @@ def compare(bench: Bench, policy: str, switch_seconds: float) -> dict[str, Any]:
             "simulated_queued_seconds": float(told.jobs.started[row]) - submitted,
             "error": simulated / real - 1,
         })  # fmt: skip
-    errors = [abs(job["error"]) for job in jobs]
+    errors = [abs(job["error"]) for job in jobs if job["status"] == "done"] or [float("nan")]
     groups = [group_of(bench.folder / policy / "run", epoch) for epoch in epochs]
     return {
         "mean_error": fmean(errors),
@@ -208,10 +209,17 @@ def compare(bench: Bench, policy: str, switch_seconds: float) -> dict[str, Any]:
         "real_groups": len(epochs),
         "simulated_groups": told.summary.formations,
         "groups": groups,
-        "mean_completion_real": fmean(job["real_seconds"] for job in jobs),
-        "mean_completion_simulated": fmean(job["simulated_seconds"] for job in jobs),
+        "jobs_done": sum(job["status"] == "done" for job in jobs),
+        "mean_completion_real": _mean(job["real_seconds"] for job in jobs),
+        "mean_completion_simulated": _mean(job["simulated_seconds"] for job in jobs),
         "jobs": jobs,
     }
+
+
+def _mean(values: Iterable[float]) -> float | None:
+    """Of those that are known."""
+    known = [value for value in values if not isnan(value)]
+    return fmean(known) if known else None
 
 
 def group_of(run: Path, epoch: EpochRecord) -> dict[str, Any]:
@@ -243,7 +251,7 @@ def run_here(
         _ready(running)
         begun = time.monotonic()
         folder = bench.folder / policy / "jobs"
-        while time.monotonic() - begun < LIMIT_SECONDS:
+        while time.monotonic() - begun < bench.asked.limit_seconds:
             while waiting and time.monotonic() - begun >= waiting[0][0].arrives:
                 one, fields = waiting.pop(0)
                 write_file(folder / f"{one.name}.yaml", bench.base, [fields])
@@ -322,6 +330,12 @@ def _arguments() -> argparse.Namespace:
     made.add_argument("--save-seconds", type=float, default=60.0)
     made.add_argument("--rounds", type=int, default=5)
     made.add_argument("--profile-jobs", type=int, default=8, help="whose adapters are profiled")
+    made.add_argument(
+        "--limit-seconds",
+        type=float,
+        default=LIMIT_SECONDS,
+        help="of each run; jobs that are not done then do not count",
+    )
     made.add_argument("--compile", action="store_true", help="compile the layers")
     made.add_argument("--seed", type=int, default=0)
     made.add_argument("-o", "--output", type=Path, default=RESULTS / "validation.json")

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from functools import partial
 
 import torch
 import torch.distributed as dist
@@ -21,6 +20,7 @@ from tlora_fx.planners.nano_model import NanoModel
 from tlora_fx.planners.plan import Plan
 from tlora_fx.planners.protocol import StepRunner
 from tlora_fx.planners.reduction import GradientBuckets
+from tlora_fx.planners.row_graphs import RowGraphs
 from tlora_fx.planners.sharding import shard_base, shard_layer
 from tlora_fx.supermodel import SuperModel
 
@@ -43,29 +43,41 @@ def load(model: SuperModel, plan: Plan, mesh: Mesh, base: Mapping[str, Tensor]) 
     base     tensors by canonical name; one that this process does not hold is not asked for
     """
     demand_shardable(model, plan)
-    loaded = partial(shard_layer, model, plan, mesh) if shards(plan) else None
-    model.materialize(base, mesh.device, part_of(model, plan, mesh), loaded)
+    part = part_of(model, plan, mesh)
+
+    def shard(path: str) -> None:
+        if part.holds(path):
+            shard_layer(model, plan, mesh, path)
+
+    model.materialize(base, mesh.device, part, shard if shards(plan) else None)
 
 
-def apply(model: SuperModel, plan: Plan, mesh: Mesh) -> RowRunner | ReducingRunner:
+def apply(
+    model: SuperModel, plan: Plan, mesh: Mesh, *, largest_row: int = 0
+) -> RowRunner | ReducingRunner:
     """Make a model with its weights ready to run.
 
-    model    prepared for the plan and loaded; its parameters' gradients move, so that
-             `job_parameters` is to be asked for afterwards
-    raises   PlanNotRunnable
+    model         prepared for the plan and loaded; its parameters' gradients move, so that
+                  `job_parameters` is to be asked for afterwards
+    largest_row   tokens of the largest row that may come: where it is given, on a GPU, small rows
+                  in packed form run as CUDA graphs under plans that can (see `row_graphs`)
+    raises        PlanNotRunnable
     """
     assert plan.mesh == mesh.shape, (plan.mesh, mesh.shape)
     if plan.mesh.tp > 1:
         use_group(GROUP, mesh.tp)
     demand_shardable(model, plan)
     demand_nano(plan, plan.nano_batches > 1)
-    if shards(plan):
+    if shards(plan) and plan.mesh.pp == 1:
         shard_base(model, plan, mesh)
     if plan.mesh.pp > 1:
         from tlora_fx.planners.pipeline_runner import PipelineRunner
 
         return ReducingRunner(model, mesh, PipelineRunner(model, plan, mesh))
     runner = RowRunner(model, mesh, inside=shards(plan))
+    packed = model.group.form == "packed"
+    if largest_row and packed and mesh.device.type == "cuda" and plan.captures:
+        runner.graphs = RowGraphs(model, mesh.device, largest_row)
     runner.nano_batches = plan.nano_batches
     return runner if mesh.size == 1 else ReducingRunner(model, mesh, runner)
 
@@ -109,8 +121,8 @@ def demand_shardable(model: SuperModel, plan: Plan) -> None:
         why = "the model was compiled without layers"
     if HEAD not in model.group.blocks:
         why = "the model was compiled without lower-loss"
-    if plan.mesh.pp > 1:
-        why = "stages of a pipeline hold their layers whole"
+    if plan.mesh.pp > 1 and plan.schedule == "zero-bubble":
+        why = "a zero-bubble schedule runs each backward in halves, a layer's weights in both"
     if why:
         raise PlanNotRunnable(
             "the base cannot be sharded over replicas",
@@ -125,11 +137,13 @@ class RowRunner:
 
     inside   nano-batches run inside each layer's call, where weights are gathered for one
     nano     set when rows are first cut into nano-batches; its number may change between rounds
+    graphs   of rows that come again, where rows may run so
     """
 
     def __init__(self, model: SuperModel, mesh: Mesh, *, inside: bool = False) -> None:
         self.model, self.mesh, self.inside = model, mesh, inside
         self.nano: NanoModel | None = None
+        self.graphs: RowGraphs | None = None
 
     @property
     def nano_batches(self) -> int:
@@ -140,8 +154,6 @@ class RowRunner:
     def nano_batches(self, count: int) -> None:
         if self.nano is None and count > 1:
             self.nano = NanoModel(self.model, inside=self.inside)
-            if self.model.is_compiled:
-                self.nano.compile()
         if self.nano is not None:
             self.nano.count = count
 
@@ -149,10 +161,22 @@ class RowRunner:
         """Forward and backward of this replica's rows; see `StepRunner`."""
         total: Tensor | None = None
         for row in rows[self.mesh.dp_rank :: self.mesh.shape.dp]:
-            losses = self.model(self._moved(row)) * weights
-            losses.sum().backward()
-            total = losses.detach() if total is None else total + losses.detach()
+            losses = self._captured(row, weights)
+            if losses is None:
+                losses = self._run(row, weights)
+            total = losses if total is None else total + losses
         return torch.zeros_like(weights) if total is None else total
+
+    def _run(self, row: PackedBatch, weights: Tensor) -> Tensor:
+        losses: Tensor = self.model(self._moved(row)) * weights
+        losses.sum().backward()  # type: ignore[no-untyped-call]
+        return losses.detach()
+
+    def _captured(self, row: PackedBatch, weights: Tensor) -> Tensor | None:
+        """Run a row as a CUDA graph, if it can be; nano-batches are cut anew for each row."""
+        if self.graphs is None or self.nano is not None:
+            return None
+        return self.graphs.run(row, weights)
 
     def _moved(self, row: PackedBatch) -> PackedBatch:
         device = self.mesh.device

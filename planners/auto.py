@@ -24,6 +24,7 @@ from tlora_fx.planners.known_profiles import profile_for
 from tlora_fx.planners.load import Round, round_of_jobs
 from tlora_fx.planners.memory import Memory, demand_fits, fits, memory_of, usable_bytes
 from tlora_fx.planners.plan import Estimate, MeshShape, Plan, Schedule, model_fingerprint
+from tlora_fx.planners.prepared import any_with_tp, demand_sequence
 from tlora_fx.planners.profile import Profile
 from tlora_fx.planners.protocol import Planner
 from tlora_fx.planners.stages import legal_cuts
@@ -110,8 +111,9 @@ class Auto(Planner):
 
         profile   a Profile, or what `profile_for` takes; None: that of the device at hand
         options   `processes`; `gpus_per_node`; `round`, a `load.Round`, by default what the jobs'
-                  fields say; `max_row_tokens`; `allow_estimated`, False by default
-        raises    ProfileMissing, MeshDoesNotFit, JobTooLong, NoPlanFits
+                  fields say; `max_row_tokens`; `allow_estimated`, False by default;
+                  `sequence_parallel`: only plans that cut rows along their tokens
+        raises    ProfileMissing, MeshDoesNotFit, JobTooLong, NoPlanFits, PlanNotRunnable
         """
         if shape is not None:
             demand_mesh_fits(model, shape)
@@ -125,7 +127,8 @@ class Auto(Planner):
         meshes = [shape] if shape else None
         processes = shape.size if shape else int(options.get("processes", 1))
         cluster = Cluster(int(options.get("gpus_per_node", GPUS_PER_NODE)))
-        found = search(model, known, work, processes, cluster, meshes)
+        cut = bool(options.get("sequence_parallel", False))
+        found = search(model, known, work, processes, cluster, meshes, sequence_parallel=cut)
         demand_memory(found, work)
         return found.best()
 
@@ -142,29 +145,43 @@ def search(
     processes: int,
     cluster: Cluster | None = None,
     meshes: Sequence[MeshShape] | None = None,
+    *,
+    sequence_parallel: bool = False,
 ) -> Search:
     """Look at all plans of so many processes.
 
-    meshes   those to look at; None: all of that size
+    meshes              those to look at; None: all of that size
+    sequence_parallel   look only at plans that cut rows along their tokens
+    raises              PlanNotRunnable where that cannot be
     """
+    if sequence_parallel:
+        asked = meshes[0] if meshes else any_with_tp(model, processes)
+        demand_sequence(model, _first(asked).model_copy(update={"sequence_parallel": True}))
     cluster = cluster or Cluster()
     cost = CostModel(facts_of(model), profile, cluster)
     print_of, legal = model_fingerprint(model), _legal(model)
     found: list[Candidate] = []
     for mesh in meshes or list(every_mesh(processes)):
         reason = _obstacle(model, mesh, cluster)
+        if sequence_parallel and mesh.tp == 1:
+            reason = "rows are not cut along their tokens"
         if reason:
-            nothing = Plan(planner=Auto.name).model_copy(update={"mesh": mesh})
-            found.append(Candidate(nothing, reason=reason))
+            found.append(Candidate(_first(mesh), reason=reason))
             continue
         for plan in variants(cost, mesh, work, legal):
-            one = _judged(model, cost, plan.model_copy(update={"model": print_of}), work)
+            told = {"model": print_of, "sequence_parallel": sequence_parallel}
+            one = _judged(model, cost, plan.model_copy(update=told), work)
             found += [one, *_with_cut_tokens(model, cost, one, work)]
             if one.memory is not None and not one.runs:
                 again = _judged(model, cost, recomputing(cost, one.plan, work, legal), work)
                 found += [again, *_with_cut_tokens(model, cost, again, work)]
     ordered = sorted(found, key=_order)
     return Search(tuple(_estimated(one, cost) for one in ordered), work.load.total, cost)
+
+
+def _first(mesh: MeshShape) -> Plan:
+    """A mesh as a plan, of which nothing else is known."""
+    return Plan(planner=Auto.name).model_copy(update={"mesh": mesh})
 
 
 def every_mesh(processes: int) -> Iterator[MeshShape]:
@@ -204,7 +221,7 @@ def recomputing(cost: CostModel, plan: Plan, work: Round, legal: Sequence[int]) 
 
 
 def _sharded(first: Plan) -> Iterator[Plan]:
-    """A plan without stages, and the same with its base sharded over replicas."""
+    """A plan, and the same with its base sharded over replicas."""
     yield first
     if first.mesh.dp > 1:
         for kept in (False, True):
@@ -214,12 +231,13 @@ def _sharded(first: Plan) -> Iterator[Plan]:
 def _staged(
     cost: CostModel, first: Plan, mesh: MeshShape, work: Round, legal: Sequence[int]
 ) -> Iterator[Plan]:
-    """The same plan as a pipeline, under every schedule that is offered."""
+    """The same plan as a pipeline, under every schedule that is offered, sharded or not."""
     for schedule in SCHEDULES:
         stages = mesh.pp * (INTERLEAVED_STAGES if schedule == "interleaved" else 1)
         if stages <= len(legal) + 1:
             cuts = balanced_stages(cost, first, mesh.pp, stages, work, legal)
-            yield first.model_copy(update={"mesh": mesh, "cuts": cuts, "schedule": schedule})
+            staged = {"mesh": mesh, "cuts": cuts, "schedule": schedule}
+            yield from _sharded(first.model_copy(update=staged))
 
 
 def balanced_stages(
@@ -285,7 +303,8 @@ def _with_cut_tokens(
 ) -> Iterator[Candidate]:
     """The same plan with rows cut along tokens, where it is faster or alone fits into memory."""
     mesh = one.plan.mesh
-    if mesh.tp == 1 or one.time is None or model.group.form != "packed":
+    whole = mesh.tp == 1 or model.group.form != "packed" or one.plan.sequence_parallel
+    if whole or one.time is None:
         return
     other = _judged(model, cost, one.plan.model_copy(update={"sequence_parallel": True}), work)
     faster = other.time is not None and other.time.seconds < one.time.seconds
@@ -310,6 +329,9 @@ def _estimated(one: Candidate, cost: CostModel) -> Candidate:
         step_seconds=one.time.seconds,
         memory_bytes=round(one.memory.total),
         profile=cost.profile.name,
-        estimated=cost.estimated or cost.collectives.estimated or one.plan.sequence_parallel,
+        estimated=cost.estimated
+        or cost.collectives.estimated
+        or one.plan.sequence_parallel
+        or (one.plan.captures and cost.captured.estimated and one.plan.mesh.tp > 1),
     )
     return replace(one, plan=one.plan.model_copy(update={"estimate": estimate}))

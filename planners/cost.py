@@ -68,6 +68,7 @@ class CostModel:
     _times: dict[tuple[str, int], LayerTimes] = field(init=False, default_factory=dict)
     _costs: dict[tuple[int, Load, int], LayerCost] = field(init=False, default_factory=dict)
     _curves: dict[str, Curve] = field(init=False, default_factory=dict)
+    _captured: CostModel | None = field(init=False, default=None)
 
     def __post_init__(self) -> None:
         self.collectives = CollectiveTimes(self.profile)
@@ -76,6 +77,13 @@ class CostModel:
         layers = enumerate(self.facts.layers)
         alike = [(one.structure, one.sites, self._role(place)) for place, one in layers]
         self.kinds = tuple(first.setdefault(key, place) for place, key in enumerate(alike))
+
+    @property
+    def captured(self) -> CostModel:
+        """The costs where rows run as CUDA graphs; collectives are the same."""
+        if self._captured is None:
+            self._captured = CostModel(self.facts, self.profile.as_captured(), self.cluster)
+        return self._captured
 
     def layer(self, place: int, load: Load, tp: int = 1) -> LayerCost:
         """One layer on one row, without what processes say to each other.

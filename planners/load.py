@@ -161,18 +161,29 @@ def round_of_jobs(
     if tokens is not None:
         asked = sum(n * c * s for n, c, s in zip(lengths, counts, steps, strict=True))
         counts = [max(1, round(c * tokens / asked)) for c in counts]
+    batches = [[(n,) * c] * s for n, c, s in zip(lengths, counts, steps, strict=True)]
+    return round_of_batches(batches, max_row_tokens)
+
+
+def round_of_batches(
+    batches: Sequence[Sequence[tuple[int, ...]]], max_row_tokens: int = MAX_ROW_TOKENS
+) -> Round:
+    """The round of these micro-batches.
+
+    batches          for each job, for each of its micro-batches, the lengths of its sequences
+    max_row_tokens   a row is closed before it grows beyond this
+    """
     rows: list[Row] = []
-    for place in range(max(steps)):
-        row: list[tuple[int, ...]] = [()] * len(jobs)
+    for place in range(max(map(len, batches))):
+        row: list[tuple[int, ...]] = [()] * len(batches)
         size = 0
-        for job, own in enumerate(lengths):
-            if place >= steps[job]:
+        for job, own in enumerate(batches):
+            if place >= len(own):
                 continue
-            batch = (own,) * counts[job]
-            if size and size + sum(batch) > max_row_tokens:
+            if size and size + sum(own[place]) > max_row_tokens:
                 rows.append(tuple(row))
-                row, size = [()] * len(jobs), 0
-            row[job] = batch
-            size += sum(batch)
+                row, size = [()] * len(batches), 0
+            row[job] = own[place]
+            size += sum(own[place])
         rows.append(tuple(row))
     return Round(tuple(rows), max_row_tokens)

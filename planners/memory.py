@@ -129,14 +129,15 @@ def _process(
         for numbers, states in zip(trained, facts.states, strict=True)
     )
     base = (whole + ends) / (mesh.dp if sharded else 1) + room
-    kept = _kept(cost, plan, own, load, first) * in_flight(plan, process, micro_batches)
-    moments = [
-        (_gathered(cost, plan, own) if sharded else 0.0, kept, _layers(cost, plan, own, load))
-    ]
+    one, flying = _kept(cost, plan, own, load, first), in_flight(plan, process, micro_batches)
+    weights = _gathered(cost, plan, own) if sharded else 0.0
+    if sharded and last and _keeps_for_a_round(plan):
+        weights += _head(cost, plan)
+    moments = [(weights, one * flying, _layers(cost, plan, own, load))]
     if last:
-        moments.append(_loss_moment(cost, plan, own, load, kept))
+        moments.append(_loss_moment(cost, plan, own, load, one * flying))
     if sharded and first:
-        moments.append((2 * facts.root_bytes + _gathered(cost, plan, own[:1]), 0.0, 0.0))
+        moments.append(_root_moment(cost, plan, own, one * max(flying - 1, 0.0)))
     gathered, activations, transient = max(moments, key=sum)
     return Memory(base, gathered, adapters, activations, transient)
 
@@ -186,10 +187,32 @@ def _loss_moment(
     transient = cost.loss_bytes(load, plan.mesh.tp) + _talk(cost, plan, load)
     if not plan.shard_base or plan.mesh.dp == 1:
         return 0.0, kept, transient
-    head = (cost.facts.head_bytes or cost.facts.root_bytes) / plan.mesh.tp
+    head = _head(cost, plan)
     # What was gathered is unpacked into the weights; then the last layer's come for its backward.
     beside = _gathered(cost, plan, own if plan.keep_gathered else own[-1:])
     return head + beside, kept, max(head, transient)
+
+
+def _root_moment(
+    cost: CostModel, plan: Plan, own: Sequence[int], before: float
+) -> tuple[float, float, float]:
+    """Gathered weights, activations and the rest while embeddings are looked up.
+
+    before   what micro-batches left that are in flight
+    """
+    # What was gathered is unpacked into the weights; the first layer's come while it is.
+    beside = _gathered(cost, plan, own if _keeps_for_a_round(plan) else own[:1])
+    return 2 * cost.facts.root_bytes + beside, before, 0.0
+
+
+def _keeps_for_a_round(plan: Plan) -> bool:
+    """Whether weights stay gathered from micro-batch to micro-batch, not for one row alone."""
+    return plan.keep_gathered and plan.mesh.pp > 1
+
+
+def _head(cost: CostModel, plan: Plan) -> float:
+    """The whole head, of which shards are held."""
+    return (cost.facts.head_bytes or cost.facts.root_bytes) / plan.mesh.tp
 
 
 def _layers(cost: CostModel, plan: Plan, own: Sequence[int], load: Load) -> float:

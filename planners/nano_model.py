@@ -1,7 +1,7 @@
 """Let the layers of a Shared Super-Model run on nano-batches, a number that may change any time.
 
 Each number is a variant: another root over the same layers, tensors and adapters. A variant is
-made, and compiled, when it is first asked for, and kept.
+made, and compiled as the model is, when it is first asked for, and kept.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from tlora_fx.planners.nano_regions import (
     nano_batched,
     outline_regions,
 )
-from tlora_fx.planners.overlap_graph import inductor_options
+from tlora_fx.planners.overlap_graph import region_options
 from tlora_fx.source import group_source
 from tlora_fx.supermodel import SuperModel
 
@@ -60,30 +60,23 @@ class NanoModel:
         self.count = 1
         self.sources: dict[int, str] = {}
         self._variants: dict[int, nn.Module] = {}
-        self._options: dict[str, Any] | None = None
+        self._limit_bytes: int | None = None
+        self._compiled_with: Mapping[str, Any] | None = None
         self._starts = list(placeholders(model.group.root)).index("cu_seqlens")
         # An instance's own attribute stands before its class's method.
         model.__dict__["_run"] = self._run
 
-    def compile(
-        self, *, limit_bytes: int | None = None, backend: Any = None, **options: Any
-    ) -> None:
+    def compile(self, *, limit_bytes: int | None = None, **options: Any) -> None:
         """Compile the model, and each variant when it is first run.
 
+        A model that was compiled by itself, before or since, needs this only for a limit.
+
         limit_bytes   of values within a region (see overlap.py)
-        backend       instead of Inductor under the overlap schedule
-        options       as of `SuperModel.compile`
+        options       as of `SuperModel.compile`; variants are compiled with the same, and by
+                      Inductor under the overlap schedule
         """
-        given = {"fullgraph": True, "dynamic": None, **options}
-        if backend is not None:
-            self.model.compile(backend=backend, **options)
-            given["backend"] = backend
-        else:
-            self.model.compile(**options)
-            own = given.pop("options", None) or {}
-            given["options"] = {**own, **inductor_options(limit_bytes)}
-        self._options = given
-        self._variants.clear()
+        self._limit_bytes = limit_bytes
+        self.model.compile(**options)
 
     def __call__(self, row: PackedBatch) -> Tensor:
         """Each job's sum of token losses over one row; see `SuperModel.forward`."""
@@ -120,6 +113,9 @@ class NanoModel:
         return cast(Tensor, root(*inputs))
 
     def _variant(self, count: int) -> nn.Module:
+        if self.model.compiled_with is not self._compiled_with:
+            self._compiled_with = self.model.compiled_with
+            self._variants.clear()
         if count not in self._variants:
             group = nano_batched(self.model.group, count, inside=self.inside)
             make = self._cloned_inside if self.inside else self._cloned_calls
@@ -134,8 +130,9 @@ class NanoModel:
             for place, path in enumerate(region.layers):
                 inner.add_module(str(place), self.model.net.get_submodule(path))
             root.get_submodule(region.path).add_module(LAYERS, inner)
-        if self._options is not None:
-            _compile_regions(root, group, regions, self._options)
+        if self._compiled_with is not None:
+            options = region_options(self._compiled_with, self._limit_bytes)
+            _compile_regions(root, group, regions, options)
         return root
 
     def _cloned_inside(self, group: GroupGraph, count: int) -> nn.Module:
@@ -145,12 +142,13 @@ class NanoModel:
         clones = {path: hung.get_submodule(path) for path in own}
         for path, layer in own.items():
             _share(clones[path], layer)
-        if self._options is not None:
+        if self._compiled_with is not None:
+            options = region_options(self._compiled_with, self._limit_bytes)
             for block in group.blocks.values():
                 owners = [clones[path] for path in block.instances if path in clones]
                 sizes = list(row_sizes(block.graph).values())
                 if owners:
-                    compile_method(owners, "forward", sizes, dict(self._options))
+                    compile_method(owners, "forward", sizes, dict(options))
         for path, layer in own.items():
             known = layer.__dict__.get("forward")
             if not isinstance(known, _ByInputs):

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import operator
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -18,12 +18,15 @@ from torch import Tensor, fx
 from torch._dynamo.backends.common import aot_autograd
 from torch._functorch._aot_autograd.utils import make_boxed_func
 from torch._functorch.partitioners import min_cut_rematerialization_partition
+from torch._inductor import list_mode_options
 from torch._inductor.custom_graph_pass import CustomGraphPass
 
 from tlora_fx.planners import overlap
 from tlora_fx.planners.overlap import Kind, Task, list_schedule
 
 WAIT = "_c10d_functional::wait_tensor"
+INDUCTOR = "inductor"
+POST_GRAD = "post_grad_custom_post_pass"
 # What a size counts as where nobody knows it.
 UNKNOWN_SIZE = 4096
 
@@ -170,28 +173,64 @@ class OverlapPass(CustomGraphPass):
     """The schedule as a pass of Inductor, for the forward and for the backward graph.
 
     limit_bytes   as of `schedule_graph`
+    first         a pass of the user's own, which runs before it
     """
 
-    def __init__(self, limit_bytes: int | None = None) -> None:
-        self.limit_bytes = limit_bytes
+    def __init__(
+        self, limit_bytes: int | None = None, first: CustomGraphPass | None = None
+    ) -> None:
+        self.limit_bytes, self.first = limit_bytes, first
 
     def __call__(self, graph: fx.Graph) -> None:
         """Reorder a graph."""
+        if self.first is not None:
+            self.first(graph)
         schedule_graph(graph, self.limit_bytes)
 
     def uuid(self) -> Any:
-        """What code that was compiled with this pass is known by."""
+        """What code that was compiled with this pass is known by; None: it may not be kept."""
         code = b"".join(Path(str(file)).read_bytes() for file in (__file__, overlap.__file__))
-        return hashlib.sha256(code + str(self.limit_bytes).encode()).hexdigest()
+        known = str(self.limit_bytes)
+        if self.first is not None:
+            theirs = self.first.uuid()
+            if theirs is None:
+                return None
+            known += f" {theirs}"
+        return hashlib.sha256(code + known.encode()).hexdigest()
 
 
-def inductor_options(limit_bytes: int | None = None) -> dict[str, Any]:
-    """`options` of `torch.compile` under which Inductor takes the schedule and leaves it so."""
+def inductor_options(
+    limit_bytes: int | None = None, first: CustomGraphPass | None = None
+) -> dict[str, Any]:
+    """`options` of `torch.compile` under which Inductor takes the schedule and leaves it so.
+
+    first   a pass of the user's own, which runs before it
+    """
     return {
-        "post_grad_custom_post_pass": OverlapPass(limit_bytes),
+        POST_GRAD: OverlapPass(limit_bytes, first),
         "reorder_for_compute_comm_overlap": False,
         "reorder_for_peak_memory": False,
     }
+
+
+def region_options(given: Mapping[str, Any], limit_bytes: int | None = None) -> dict[str, Any]:
+    """How to compile regions of a model that was compiled in a certain way.
+
+    Another backend than Inductor compiles them as it is. Inductor takes the schedule too, beside
+    all that it was asked for; what was asked for stands before what keeps the schedule as it is.
+
+    given         what `torch.compile` was given for the model
+    limit_bytes   as of `schedule_graph`
+    returns       the same for its regions
+    """
+    made = {name: value for name, value in given.items() if value is not None}
+    if made.get("backend", INDUCTOR) != INDUCTOR:
+        return made
+    # torch takes a mode or options, and a mode is nothing but options.
+    asked = dict(list_mode_options(made.pop("mode", "default"), made.get("dynamic")))
+    asked |= {name.replace("-", "_"): value for name, value in made.pop("options", {}).items()}
+    first = asked.pop(POST_GRAD, None)
+    return {**made, "options": {**inductor_options(limit_bytes, first), **asked}}
 
 
 def eager_backend(

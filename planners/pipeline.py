@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from typing import Any, ClassVar, get_args
 
 from tlora_fx.errors import PlanNotRunnable, nearest
+from tlora_fx.planners.apply import demand_shardable
 from tlora_fx.planners.cuts import balanced_cuts
 from tlora_fx.planners.event_simulation import demand_schedule
 from tlora_fx.planners.feasible import demand_fits
@@ -39,7 +40,9 @@ class Pipeline(Planner):
                   `stages_per_process`: of an interleaved schedule, 2 by default;
                   `micro_batches`: forwards of a replica a round; `cuts`: where stages begin;
                   `costs`: of each layer, forward and backward, in any unit; `recompute`;
-                  `sequence_parallel`: over tp, stages hand on pieces of rows
+                  `sequence_parallel`: over tp, stages hand on pieces of rows;
+                  `shard_base`: each stage's layers are sharded over its replicas;
+                  `keep_gathered`: until the end of a round, not for one use
         raises    MeshDoesNotFit, NoStage, ScheduleRefused, PlanNotRunnable
         """
         shape = shape or MeshShape(pp=int(options.get("processes", 1)))
@@ -61,6 +64,9 @@ class Pipeline(Planner):
         cut_stages(model, cuts)
         micro_batches = int(options.get("micro_batches", 0)) or _micro_batches(model, shape)
         demand_schedule(schedule, len(cuts) + 1, shape.pp, micro_batches)
+        shard = bool(options.get("shard_base", False))
+        if shard:
+            _demand_replicas(shape)
         made = Plan(
             planner=self.name,
             mesh=shape,
@@ -68,11 +74,24 @@ class Pipeline(Planner):
             cuts=tuple(cuts),
             schedule=schedule,
             micro_batches=micro_batches,
+            shard_base=shard,
+            keep_gathered=shard and bool(options.get("keep_gathered", False)),
             recompute=recompute,
-            sequence_parallel=bool(options.get("sequence_parallel", False)) and shape.tp > 1,
+            sequence_parallel=bool(options.get("sequence_parallel", False)),
         )
         demand_sequence(model, made)
+        demand_shardable(model, made)
         return made
+
+
+def _demand_replicas(shape: MeshShape) -> None:
+    if shape.dp == 1:
+        raise PlanNotRunnable(
+            "the base cannot be sharded over replicas",
+            plan=f"{Pipeline.name} on {shape}",
+            reason="shards lie on the replicas of a stage, and the mesh has dp=1",
+            help="give a mesh with dp of 2 or more, or leave shard_base out",
+        )
 
 
 def _micro_batches(model: SuperModel, shape: MeshShape) -> int:

@@ -7,7 +7,7 @@ rows, so each knows what it will be sent.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from functools import reduce
+from functools import partial, reduce
 from typing import Any
 
 import torch
@@ -27,8 +27,9 @@ from tlora_fx.errors import TloraError
 from tlora_fx.planners.event_simulation import Action, demand_schedule
 from tlora_fx.planners.mesh import Mesh
 from tlora_fx.planners.plan import Plan
-from tlora_fx.planners.row_stage import RowStage
+from tlora_fx.planners.row_stage import RowStage, StageCall
 from tlora_fx.planners.stage_clock import StageClock, Timed
+from tlora_fx.planners.stage_sharding import ShardedStages
 from tlora_fx.planners.stages import Stage, cut_stages
 from tlora_fx.supermodel import SuperModel
 
@@ -43,7 +44,8 @@ SCHEDULES: Mapping[str, Any] = {
 class PipelineRunner:
     """Forward and backward of a round over the pipeline of one replica.
 
-    stages   those of this process; layers, loss and tensors are the model's own
+    stages    those of this process; layers, loss and tensors are the model's own
+    sharded   the same as one module, where the base is sharded over replicas
     """
 
     def __init__(self, model: SuperModel, plan: Plan, mesh: Mesh) -> None:
@@ -58,6 +60,9 @@ class PipelineRunner:
         self.stages = [
             Stage(model, graph) for graph in graphs if graph.index % mesh.shape.pp == mesh.pp_rank
         ]
+        self.sharded: ShardedStages | None = None
+        if plan.shard_base and mesh.shape.dp > 1:
+            self.sharded = ShardedStages(model, self.stages, plan, mesh)
         self._schedules: dict[int, tuple[Any, list[RowStage]]] = {}
         self._weights = torch.empty(0)
         self._losses: list[Tensor] = []
@@ -92,6 +97,8 @@ class PipelineRunner:
         finally:
             for stage in stages:
                 stage.rows_module.rows = ()
+        if self.sharded is not None:
+            self.sharded.end_round()
         return self._summed(weights)
 
     def measured(self, rows: Sequence[PackedBatch], weights: Tensor) -> dict[Action, float]:
@@ -129,7 +136,10 @@ class PipelineRunner:
         if micro_batches not in self._schedules:
             processes, kind = self.mesh.shape.pp, self.plan.schedule
             demand_schedule(kind, self.count, processes, micro_batches)
-            stages = [RowStage(stage, self.mesh.device, self.group) for stage in self.stages]
+            stages = [
+                RowStage(stage, self.mesh.device, self.group, self._call(place))
+                for place, stage in enumerate(self.stages)
+            ]
             made = SCHEDULES[kind]
             multi = issubclass(made, PipelineScheduleMulti)
             # By default torch divides gradients by the number of micro-batches.
@@ -141,6 +151,10 @@ class PipelineRunner:
             )
             self._schedules[micro_batches] = (schedule, stages)
         return self._schedules[micro_batches]
+
+    def _call(self, place: int) -> StageCall | None:
+        """How the stage at a place is run, where not by itself."""
+        return None if self.sharded is None else partial(self.sharded, place)
 
     def _weighted(self, losses: Tensor, number: Tensor) -> Tensor:
         """The value whose gradient is wanted, of one micro-batch in the last stage."""

@@ -20,6 +20,9 @@ from tlora_fx.supermodel import SuperModel
 
 __all__ = ["DIMENSIONS", "Estimate", "MeshShape", "Plan", "Schedule", "model_fingerprint"]
 
+# Larger rows are bound by the GPU anyway, and a graph keeps its memory.
+CAPTURED_TOKENS = 4096
+
 Schedule = Literal["gpipe", "1f1b", "interleaved", "zero-bubble"]
 
 
@@ -51,7 +54,8 @@ class Plan(BaseModel):
     schedule            the order in which stages work
     micro_batches       forwards of one replica in a round, at least
     shard_base          the frozen base is sharded over dp and gathered layer by layer
-    keep_gathered       gathered weights are kept from a layer's forward to its backward
+    keep_gathered       gathered weights are kept from a layer's forward to its backward, in a
+                        pipeline to the end of a round
     recompute           layers keep their inputs only, and are computed again in the backward
     sequence_parallel   over tp, hidden states are cut along the row's tokens wherever matrices are
                         not cut
@@ -95,6 +99,16 @@ class Plan(BaseModel):
     def parts(self) -> int:
         """How many rows each micro-batch of the jobs is cut into, at least."""
         return self.mesh.dp * self.micro_batches
+
+    @property
+    def captures(self) -> bool:
+        """Whether rows of up to CAPTURED_TOKENS may run as CUDA graphs (see `row_graphs`).
+
+        Gathering of sharded weights, schedules of stages and cuts into nano-batches are decided
+        by Python in every round.
+        """
+        whole = self.mesh.pp == 1 and not (self.shard_base and self.mesh.dp > 1)
+        return whole and self.nano_batches == 1
 
     def save(self, path: Path | str) -> None:
         """Write the plan as JSON.

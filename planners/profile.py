@@ -52,7 +52,51 @@ class ModelShape(_Part):
     dtype: str = "bfloat16"
 
 
-class LayerPoint(_Part):
+class Captured(_Part):
+    """Times of the same work as CUDA graphs: what the device takes where no host is in its way."""
+
+    forward_ms: NonNegativeFloat
+    backward_ms: NonNegativeFloat = 0
+    first_ms: NonNegativeFloat | None = None
+    frozen_ms: NonNegativeFloat | None = None
+
+
+class _Timed(_Part):
+    """What was measured once.
+
+    captured   None where rows of this size do not run as graphs, or could not be captured
+    """
+
+    forward_ms: NonNegativeFloat
+    backward_ms: NonNegativeFloat = 0
+    noise: NonNegativeFloat = 0
+    captured: Captured | None = None
+
+    def scaled(self, forward: float, backward: float) -> Self:
+        """With times that are so many times as long."""
+        ratios = {
+            "forward_ms": forward, "frozen_ms": forward,
+            "backward_ms": backward, "first_ms": backward,
+        }  # fmt: skip
+
+        def longer(times: BaseModel) -> dict[str, float]:
+            known = {name: getattr(times, name, None) for name in ratios}
+            return {name: ms * ratios[name] for name, ms in known.items() if ms is not None}
+
+        captured = self.captured
+        update: dict[str, object] = dict(longer(self))
+        if captured is not None:
+            update["captured"] = captured.model_copy(update=longer(captured))
+        return self.model_copy(update=update)
+
+    def as_captured(self) -> Self:
+        """With the times of a graph, where there are any."""
+        if self.captured is None:
+            return self
+        return self.model_copy(update=self.captured.model_dump(exclude_none=True))
+
+
+class LayerPoint(_Timed):
     """One layer on one row.
 
     tokens             of the row
@@ -76,14 +120,11 @@ class LayerPoint(_Part):
     job_sites: int = 0
     site_tokens: NonNegativeFloat = 0
     rank_tokens: NonNegativeFloat = 0
-    forward_ms: NonNegativeFloat
-    backward_ms: NonNegativeFloat
     first_ms: NonNegativeFloat | None = None
     frozen_ms: NonNegativeFloat | None = None
     saved_bytes: NonNegativeFloat = 0
     forward_peak_bytes: NonNegativeFloat = 0
     backward_peak_bytes: NonNegativeFloat = 0
-    noise: NonNegativeFloat = 0
 
 
 class LayerProfile(_Part):
@@ -103,26 +144,25 @@ class LayerProfile(_Part):
     hidden: PositiveInt
     points: list[LayerPoint]
 
+    @property
+    def captured(self) -> bool:
+        """Whether any of its rows was measured as a CUDA graph."""
+        return any(point.captured for point in self.points)
 
-class RootPoint(_Part):
+
+class RootPoint(_Timed):
     """All of the root but layers and loss: embedding, positions, last norm."""
 
     tokens: PositiveInt
-    forward_ms: NonNegativeFloat
-    backward_ms: NonNegativeFloat = 0
     saved_bytes: NonNegativeFloat = 0
-    noise: NonNegativeFloat = 0
 
 
-class LossPoint(_Part):
+class LossPoint(_Timed):
     """Head and loss on so many rows with a target."""
 
     targets: PositiveInt
-    forward_ms: NonNegativeFloat
-    backward_ms: NonNegativeFloat
     saved_bytes: NonNegativeFloat = 0
     peak_bytes: NonNegativeFloat = 0
-    noise: NonNegativeFloat = 0
 
 
 class OptimizerPoint(_Part):
@@ -196,6 +236,21 @@ class Profile(_Part):
         """What is known of layers of a structure at one size of tensor parallelism."""
         found = (one for one in self.layers if (one.structure, one.tp) == (structure, tp))
         return next(found, None)
+
+    def as_captured(self) -> Self:
+        """The same where rows run as CUDA graphs (see `row_graphs`).
+
+        Where layers were measured so at some sizes of tp, those of other sizes are left out: what
+        their launches take says less of them than what can be scaled.
+        """
+        known = {one.structure for one in self.layers if one.captured}
+        layers = [
+            one.model_copy(update={"points": [point.as_captured() for point in one.points]})
+            for one in self.layers
+            if one.captured or one.structure not in known
+        ]
+        root, loss = ([one.as_captured() for one in own] for own in (self.root, self.loss))
+        return self.model_copy(update={"layers": layers, "root": root, "loss": loss})
 
     def save(self, path: Path | str) -> None:
         """Write the profile as JSON.

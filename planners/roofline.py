@@ -75,22 +75,6 @@ def layer_ms(gpu: Gpu, size: Size, point: LayerPoint, direction: Direction) -> f
     )
 
 
-def scaled_point(point: LayerPoint, ratio_forward: float, ratio_backward: float) -> LayerPoint:
-    """A point whose times are multiplied."""
-
-    def times(value: float | None, ratio: float) -> float | None:
-        return None if value is None else value * ratio
-
-    return point.model_copy(
-        update={
-            "forward_ms": point.forward_ms * ratio_forward,
-            "backward_ms": point.backward_ms * ratio_backward,
-            "first_ms": times(point.first_ms, ratio_backward),
-            "frozen_ms": times(point.frozen_ms, ratio_forward),
-        }
-    )
-
-
 def roofline_profile(gpu: Gpu, facts: ModelFacts) -> Profile:
     """A profile of a model on a GPU, from the data sheet alone."""
     known: dict[str, LayerFacts] = {}

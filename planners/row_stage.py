@@ -8,7 +8,7 @@ meaning in torch 2.11 and 2.13.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
@@ -23,17 +23,24 @@ from tlora_fx.planners.split_backward import backward_of_input, backward_of_weig
 from tlora_fx.planners.stage_clock import StageClock
 from tlora_fx.planners.stages import Hidden, Stage, StageGraph
 
+StageCall = Callable[[Tensor | None, PackedBatch], Tensor]
+
 
 class RowModule(nn.Module):
     """What torch runs of a stage: it finds a micro-batch's row by its number.
 
     torch cuts every tensor that it is given into equal micro-batches, tables of a row too; a tensor
-    of numbers is all that it may cut.
+    of numbers is all that it may cut. Nor is it shown the stage's modules: it would forget the
+    gradients of all that it sees below one of FSDP2's.
+
+    call    runs the stage
+    first   whether the stage is the first
     """
 
-    def __init__(self, stage: Stage) -> None:
+    def __init__(self, call: StageCall, first: bool) -> None:
         super().__init__()
-        self.stage = stage
+        assert not isinstance(call, nn.Module)
+        self.call, self.first = call, first
         self.rows: Sequence[PackedBatch] = ()
 
     def forward(self, given: Tensor, *, number: Tensor) -> Tensor:
@@ -43,20 +50,26 @@ class RowModule(nn.Module):
         number    int64 [1] on the CPU
         returns   as of the stage
         """
-        hidden = None if self.stage.graph.first else given
-        out: Tensor = self.stage(hidden, self.rows[int(number[0])])
-        return out.contiguous()
+        hidden = None if self.first else given
+        return self.call(hidden, self.rows[int(number[0])]).contiguous()
 
 
 class RowStage(PipelineStage):
     """A stage for one number of micro-batches.
 
+    call     runs the stage, where something has to be done around it
     clock    while it is set, times are kept there
     """
 
-    def __init__(self, stage: Stage, device: torch.device, group: dist.ProcessGroup) -> None:
+    def __init__(
+        self,
+        stage: Stage,
+        device: torch.device,
+        group: dist.ProcessGroup,
+        call: StageCall | None = None,
+    ) -> None:
         self.graph: StageGraph = stage.graph
-        self.rows_module = RowModule(stage)
+        self.rows_module = RowModule(call or stage.__call__, stage.graph.first)
         self.clock: StageClock | None = None
         self._losses: dict[int, Tensor | None] = {}
         super().__init__(

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from tlora_fx.planners.hardware import GPUS, Gpu, gpu_of_device
 from tlora_fx.planners.model_facts import LayerFacts, ModelFacts
 from tlora_fx.planners.profile import Hardware, LayerPoint, LayerProfile, LossPoint, Profile
-from tlora_fx.planners.roofline import Size, layer_ms, roofline_profile, scaled_point, shape_of
+from tlora_fx.planners.roofline import Size, layer_ms, roofline_profile, shape_of
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,12 +46,8 @@ def scaled(profile: Profile, gpu: Gpu, facts: ModelFacts) -> Profile:
             "shape": shape_of(facts),
             "layers": list(layers.values()),
             "root": [
-                one.model_copy(
-                    update={
-                        "forward_ms": one.forward_ms * memory * width,
-                        "backward_ms": one.backward_ms * memory * width,
-                        "saved_bytes": one.saved_bytes * width,
-                    }
+                one.scaled(memory * width, memory * width).model_copy(
+                    update={"saved_bytes": one.saved_bytes * width}
                 )
                 for one in profile.root
             ],
@@ -118,7 +114,7 @@ def _point(
     bytes_ratio = new.hidden / old.hidden * (0.25 + 0.75 / narrower) * new.itemsize / old.itemsize
     sizes = ("saved_bytes", "forward_peak_bytes", "backward_peak_bytes")
     grown = {name: getattr(point, name) * bytes_ratio for name in sizes}
-    return scaled_point(resized, *ratios).model_copy(update=grown)
+    return resized.scaled(*ratios).model_copy(update=grown)
 
 
 def _loss(point: LossPoint, profile: Profile, facts: ModelFacts, gpu: Gpu) -> LossPoint:
@@ -127,10 +123,8 @@ def _loss(point: LossPoint, profile: Profile, facts: ModelFacts, gpu: Gpu) -> Lo
     product = facts.hidden * facts.vocabulary / (shape.hidden * shape.vocabulary)
     ratio = product * before.peak_tflops(shape.dtype) / gpu.peak_tflops(facts.dtype)
     logits = facts.vocabulary / shape.vocabulary
-    return point.model_copy(
+    return point.scaled(ratio, ratio).model_copy(
         update={
-            "forward_ms": point.forward_ms * ratio,
-            "backward_ms": point.backward_ms * ratio,
             "saved_bytes": point.saved_bytes * facts.hidden / shape.hidden,
             "peak_bytes": point.peak_bytes * logits,
         }

@@ -6,12 +6,14 @@ so nothing is reduced here.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from itertools import pairwise
+from dataclasses import dataclass
+from itertools import chain, pairwise
 from typing import Any
 
-from torch import Tensor, nn
+from torch import Tensor, fx, nn
 from torch.distributed.fsdp import FSDPModule, fully_shard
 
 from tlora_fx.graph import under
@@ -22,11 +24,27 @@ from tlora_fx.planners.plan import Plan
 from tlora_fx.supermodel import SuperModel
 
 
+@dataclass(frozen=True, slots=True)
+class Stretch:
+    """Layers that one call runs, one after the other.
+
+    caller   the module that is called: the model, or a stage of a pipeline
+    nodes    what the call computes, in order
+    paths    of its layers, and at the end of the loss where the call computes it
+    lowest   place in `paths` of the first that has a backward; None where none has
+    """
+
+    caller: nn.Module
+    nodes: Sequence[fx.Node]
+    paths: Sequence[str]
+    lowest: int | None
+
+
 def shard_layer(model: SuperModel, plan: Plan, mesh: Mesh, path: str) -> None:
     """Shard one layer, or the loss; to be called as soon as its weights are there."""
     module = model.net.get_submodule(path)
-    # The head's backward comes right after its forward.
-    keep = plan.keep_gathered or path == LOSS
+    # The head's backward comes right after its forward, but where all forwards come first.
+    keep = plan.keep_gathered or (path == LOSS and plan.schedule != "gpipe")
     if not isinstance(module, FSDPModule):
         _shard(module, mesh, reshard_after_forward=not keep)
 
@@ -36,17 +54,42 @@ def shard_base(model: SuperModel, plan: Plan, mesh: Mesh) -> None:
 
     To be called when all weights are there and the graph has its last form.
     """
-    layers = model.layer_order()
-    for path in (*layers, LOSS):
-        shard_layer(model, plan, mesh, path)
-    first, *_ = (model.net.get_submodule(path) for path in layers)
-    tables = [module for module in _tables_before(model, layers[0]) if _frozen(module)]
-    for module in tables:
-        _shard(module, mesh, reshard_after_forward=True)
-    _shard(model, mesh, reshard_after_forward=False, only=())
-    copy_from_peers([model.net.get_submodule(path) for path in (*layers, LOSS)] + tables, mesh)
-    _prefetch(model, [*layers, LOSS])
-    _gather_around(model, tables, first)
+    paths = [*model.layer_order(), LOSS]
+    every = Stretch(model, list(model.group.root.nodes), paths, first_trained(model, paths))
+    shard_stretches(model, model, [every], plan, mesh)
+
+
+def shard_stretches(
+    model: SuperModel, root: nn.Module, stretches: Sequence[Stretch], plan: Plan, mesh: Mesh
+) -> list[list[str]]:
+    """Shard the layers and embeddings of a process, each to be gathered around its use.
+
+    root        through whose call all layers of the process run
+    stretches   those of the process; the same on every process of dp
+    returns     for each stretch the paths of its embeddings
+    """
+    for stretch in stretches:
+        for path in stretch.paths:
+            shard_layer(model, plan, mesh, path)
+    tables = _tables(model, stretches)
+    for path in chain(*tables):
+        _shard(model.net.get_submodule(path), mesh, reshard_after_forward=True)
+    _shard(root, mesh, reshard_after_forward=False, only=())
+    paths = [*chain(*(stretch.paths for stretch in stretches)), *chain(*tables)]
+    copy_from_peers([model.net.get_submodule(path) for path in paths], mesh)
+    for stretch, own in zip(stretches, tables, strict=True):
+        layers = [model.net.get_submodule(path) for path in stretch.paths]
+        _prefetch(layers, stretch.lowest, root)
+        _gather_around(stretch.caller, [model.net.get_submodule(path) for path in own], layers[0])
+    return tables
+
+
+def first_trained(model: SuperModel, paths: Sequence[str]) -> int:
+    """The first layer that trains anything: what is below has no backward."""
+    for place, path in enumerate(paths):
+        if any(leaf.requires_grad for leaf in model.net.get_submodule(path).parameters()):
+            return place
+    return len(paths) - 1
 
 
 def _shard(
@@ -86,44 +129,55 @@ def _without_buffers(module: nn.Module) -> Iterator[None]:
             inner._buffers = buffers
 
 
-def _tables_before(model: SuperModel, first: str) -> list[nn.Module]:
-    """Modules whose tensors the root reads before its first layer and never after: embeddings."""
-    nodes = list(model.group.root.nodes)
-    order = {node: place for place, node in enumerate(nodes)}
-    begin = next(order[n] for n in nodes if n.op == "call_module" and n.target == first)
+def _tables(model: SuperModel, stretches: Sequence[Stretch]) -> list[list[str]]:
+    """Modules whose tensors one stretch reads before its first layer and never after: embeddings.
+
+    What another stretch of the process reads too is no table: it stays whole.
+    """
+    read = [_read_directly(stretch) for stretch in stretches]
+    readers = Counter(chain(*read))
+    called = [*model.layer_order(), LOSS]
+
+    def is_table(path: str) -> bool:
+        if not path or readers[path] > 1 or any(under(one, path) for one in called):
+            return False
+        module = model.net.get_submodule(path)
+        return not isinstance(module, FSDPModule) and bool(_frozen(module))
+
+    return [[path for path, early in own.items() if early and is_table(path)] for own in read]
+
+
+def _read_directly(stretch: Stretch) -> dict[str, bool]:
+    """The modules whose tensors a call reads itself, and whether only before its first layer."""
+    order = {node: place for place, node in enumerate(stretch.nodes)}
+    first = stretch.paths[0]
+    begin = next(order[n] for n in order if n.op == "call_module" and n.target == first)
     found: dict[str, bool] = {}
-    for node in nodes:
+    for node in order:
         if node.op == "get_attr":
             path = str(node.target).rpartition(".")[0]
-            early = all(order[user] < begin for user in node.users)
+            early = all(order[user] < begin for user in node.users if user in order)
             found[path] = found.get(path, True) and early
-    inner = [path for path, early in found.items() if path and early and not under(first, path)]
-    modules = [model.net.get_submodule(path) for path in inner]
-    return [module for module in modules if not isinstance(module, FSDPModule)]
+    return found
 
 
-def _prefetch(model: SuperModel, paths: Sequence[str]) -> None:
-    """Gather each layer while the one before it runs, forwards and backwards."""
-    modules: list[Any] = [model.net.get_submodule(path) for path in paths]
+def _prefetch(modules: Sequence[Any], lowest: int | None, nothing: nn.Module) -> None:
+    """Gather each layer while the one before it runs, forwards and backwards.
+
+    nothing   a module without shards: FSDP2 would guess what comes before the lowest
+    """
     for module, following in pairwise(modules):
         module.set_modules_to_forward_prefetch([following])
-    lowest = _lowest_with_backward(model, paths)
-    for place in range(lowest + 1, len(modules)):
-        modules[place].set_modules_to_backward_prefetch([modules[place - 1]])
+    if lowest is None:
+        return
+    modules[lowest].set_modules_to_backward_prefetch([nothing])
+    for before, module in pairwise(modules[lowest:]):
+        module.set_modules_to_backward_prefetch([before])
 
 
-def _lowest_with_backward(model: SuperModel, paths: Sequence[str]) -> int:
-    """The first layer that trains anything: what is below has no backward."""
-    for place, path in enumerate(paths):
-        if any(leaf.requires_grad for leaf in model.net.get_submodule(path).parameters()):
-            return place
-    return len(paths) - 1
-
-
-def _gather_around(model: SuperModel, tables: Sequence[nn.Module], first: nn.Module) -> None:
-    """Gather embeddings when the model is called, and let go of them before its first layer."""
+def _gather_around(caller: nn.Module, tables: Sequence[nn.Module], first: nn.Module) -> None:
+    """Gather embeddings when a stretch is called, and let go of them before its first layer."""
     gathered: list[Any] = list(tables)
-
     following: Any = first
 
     def gather(*_: object) -> None:
@@ -136,5 +190,5 @@ def _gather_around(model: SuperModel, tables: Sequence[nn.Module], first: nn.Mod
         for module in gathered:
             module.reshard()
 
-    model.register_forward_pre_hook(gather)
+    caller.register_forward_pre_hook(gather)
     first.register_forward_pre_hook(let_go)

@@ -1,10 +1,11 @@
 """How long one round takes under a plan.
 
 Replicas run their parts of a round one after the other, or as a pipeline, whose schedule is
-simulated event by event. Sharded weights are gathered while the layer before computes; what tensor
-parallelism says is not hidden but for nano-batches. Where rows are cut along their tokens between
-matrices, each sum is a sum of pieces and a gather, and norms and residual additions take a part of
-their time, which is reckoned from the memory's bandwidth: profiles measure layers as a whole. Then
+simulated event by event. Sharded weights are gathered while the layer before computes, in a
+pipeline by each micro-batch anew unless they are kept for the round; what tensor parallelism says
+is not hidden but for nano-batches. Where rows are cut along their tokens between matrices, each sum
+is a sum of pieces and a gather, and norms and residual additions take a part of their time, which
+is reckoned from the memory's bandwidth: profiles measure layers as a whole. Then
 gradients are summed and optimizers step.
 """
 
@@ -22,6 +23,11 @@ from tlora_fx.planners.plan import Plan, Schedule
 
 #: Hidden columns times this many: where attention costs as much as all else (see rows.Cutting).
 SQUARE = 12.0
+#: What Python does for one gather, on the hosts of two and of four H200: a layer of Llama-3-8B's
+#: shape took 1.9 ms more than a whole one, forward and backward, where both waited for the host.
+GATHER_HOST_MS = 0.95
+#: Rows so small that a layer's time is the host's, where layers are not captured.
+HOST_BOUND_TOKENS = 512
 #: Hidden states that two norms and two residual additions read or write in one direction.
 POINTWISE = 10.0
 
@@ -77,20 +83,62 @@ def row_ms(cost: CostModel, plan: Plan, load: Load) -> float:
     """Forward and backward of one row by a process that runs all layers."""
     if load.total == 0:
         return 0.0
+    if plan.captures:
+        cost = cost.captured
     loss_forward, loss_backward = cost.loss_ms(load, plan.mesh)
     if not plan.shard_base or plan.mesh.dp == 1:
         return _layers_ms(cost, plan, load) + cost.root_ms(load) + loss_forward + loss_backward
-    each = {p: forward_ms(cost, plan, p, load) for p in set(cost.kinds)}
-    home = {p: backward_ms(cost, plan, p, load) for p in set(cost.kinds)}
-    forward = [cost.root_ms(load), *(each[kind] for kind in cost.kinds), loss_forward]
-    backward = [0.0, *(home[kind] for kind in cost.kinds), loss_backward]
-    gathers = _gathers(cost, plan)
-    there = _overlapped(forward, gathers, cost.profile.slowdown)
+    return sum(_gathered_ms(cost, plan, range(len(cost.kinds)), load, first=True, last=True))
+
+
+def _gathered_ms(
+    cost: CostModel,
+    plan: Plan,
+    layers: range,
+    load: Load,
+    *,
+    first: bool,
+    last: bool,
+    kept: bool = False,
+) -> tuple[float, float]:
+    """A run of layers whose weights are gathered, on one row: forward, backward.
+
+    first, last   whether embeddings, and the loss, belong to it
+    kept          what was gathered for a row before is still there; embeddings never are
+    """
+    kinds = {cost.kinds[place] for place in layers}
+    each = {kind: forward_ms(cost, plan, kind, load) for kind in kinds}
+    home = {kind: backward_ms(cost, plan, kind, load) for kind in kinds}
+    loss_forward, loss_backward = cost.loss_ms(load, plan.mesh) if last else (0.0, 0.0)
+    own = [cost.kinds[place] for place in layers]
+    forward = [cost.root_ms(load) if first else 0.0, *(each[kind] for kind in own), loss_forward]
+    backward = [0.0, *(home[kind] for kind in own), loss_backward]
+    root, *every, head = _gathers(cost, plan)
+    nothing = (0.0, 0.0)
+    weights = [*(every[place] for place in layers), head if last else nothing]
+    ahead = [root if first else nothing, *([nothing] * len(weights) if kept else weights)]
+    there = _overlapped(forward, ahead, cost.profile.slowdown)
+    host = _host_ms(cost, plan, own, load)
+    there = max(there, host[0] + (0.0 if kept else GATHER_HOST_MS * len(own)))
     if plan.keep_gathered:
-        return there + sum(backward)
-    used = [(ms, gather) for ms, gather in zip(backward[1:], gathers[1:], strict=True) if ms > 0]
+        return there, max(sum(backward), host[1])
+    used = [(ms, gather) for ms, gather in zip(backward[1:], weights, strict=True) if ms > 0]
     back = [list(one) for one in zip(*reversed(used), strict=True)] or [[], []]
-    return there + _overlapped(back[0], back[1], cost.profile.slowdown)
+    learning = sum(home[kind] > 0 for kind in own)
+    return there, max(
+        _overlapped(back[0], back[1], cost.profile.slowdown),
+        host[1] + GATHER_HOST_MS * learning,
+    )
+
+
+def _host_ms(cost: CostModel, plan: Plan, kinds: Sequence[int], load: Load) -> tuple[float, float]:
+    """What the host takes to launch layers, forward and backward: their time on a small row."""
+    small = _split(load, max(1, load.total // HOST_BOUND_TOKENS))
+    each = {kind: cost.layer(kind, small, plan.mesh.tp) for kind in set(kinds)}
+    forward = sum(each[kind].forward for kind in kinds)
+    backward = sum(each[kind].backward for kind in kinds)
+    again = sum(each[kind].again for kind in kinds if each[kind].backward) if plan.recompute else 0
+    return forward, backward + again
 
 
 def _layers_ms(cost: CostModel, plan: Plan, load: Load) -> float:
@@ -196,6 +244,9 @@ def stage_times(cost: CostModel, plan: Plan, loads: Sequence[Load]) -> Times:
         first, last = stage == 0, stage == len(stages) - 1
         each = {load: _stage_ms(cost, plan, layers, load, first, last) for load in set(loads)}
         both = [each[load] for load in loads]
+        if plan.shard_base and plan.mesh.dp > 1 and plan.keep_gathered:
+            # The first micro-batch gathers for the whole round.
+            both[0] = _gathered_ms(cost, plan, layers, loads[0], first=first, last=last)
         forward.append([there * 1e-3 for there, _ in both])
         backward.append([back * 1e-3 for _, back in both])
     largest = max(load.total for load in loads)
@@ -208,7 +259,11 @@ def stage_times(cost: CostModel, plan: Plan, loads: Sequence[Load]) -> Times:
 def _stage_ms(
     cost: CostModel, plan: Plan, layers: range, load: Load, first: bool, last: bool
 ) -> tuple[float, float]:
-    """One stage on one row: forward, backward."""
+    """One stage on one row: forward, backward; what is kept for a round is there."""
+    if plan.shard_base and plan.mesh.dp > 1:
+        return _gathered_ms(
+            cost, plan, layers, load, first=first, last=last, kept=plan.keep_gathered
+        )
     there = cost.summed(layers, lambda place: forward_ms(cost, plan, place, load))
     back = cost.summed(layers, lambda place: backward_ms(cost, plan, place, load))
     loss = cost.loss_ms(load, plan.mesh) if last else (0.0, 0.0)

@@ -36,8 +36,8 @@ class Tensor(Planner):
                   a row whose sums and products overlap; `sequence_parallel`: norms and what else
                   lies between cut matrices runs on a part of the row
         raises    MeshDoesNotFit where heads or widths do not divide; PlanNotRunnable where no
-                  matrix can be cut, for a mesh with stages, and for `sequence_parallel` with
-                  nano-batches or padded rows
+                  matrix can be cut, for a mesh with stages, and for `sequence_parallel` without
+                  tp, with nano-batches or padded rows
         """
         shape = shape or MeshShape(tp=int(options.get("processes", 1)))
         if shape.pp > 1:
@@ -61,7 +61,7 @@ class Tensor(Planner):
             mesh=shape,
             model=model_fingerprint(model),
             recompute=bool(options.get("recompute", False)),
-            sequence_parallel=bool(options.get("sequence_parallel", False)) and shape.tp > 1,
+            sequence_parallel=bool(options.get("sequence_parallel", False)),
             nano_batches=int(options.get("nano_batches", 1)),
         )
         demand_sequence(model, made)

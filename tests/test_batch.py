@@ -8,7 +8,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tlora_fx.batch import IGNORED, JobTokens, pack, pad, repeating_length
+from tlora_fx.batch import IGNORED, JobTokens, pack, pad, repeating_form, repeating_length
 
 TOKEN = st.integers(1, 50)
 SEQUENCE = st.lists(st.tuples(TOKEN, st.booleans()), min_size=1, max_size=6)
@@ -143,3 +143,27 @@ def test_small_tables_stay_on_the_cpu():
     assert not row.keys.is_meta
     assert not row.max_seqlen.is_meta
     assert not row.target_segments.is_meta
+
+
+@given(ROW)
+def test_a_repeating_form_has_the_same_tokens_and_targets(drawn):
+    """Sizes rise to one of few; what rises holds no token and no label, and rises no further."""
+    jobs = jobs_of(drawn)
+    plain = pack(jobs)
+    if not len(plain.target_rows):
+        return
+    row = repeating_form(plain)
+
+    assert torch.equal(row.input_ids, plain.input_ids)
+    sequences, count = len(plain.cu_seqlens), len(plain.target_rows)
+    assert torch.equal(row.cu_seqlens[:sequences], plain.cu_seqlens)
+    assert (row.cu_seqlens[sequences:] == plain.input_ids.numel()).all()
+    assert (len(row.cu_seqlens) - 1).bit_count() == int(row.max_seqlen).bit_count() == 1
+    assert int(plain.max_seqlen) <= int(row.max_seqlen) < 2 * int(plain.max_seqlen)
+    assert torch.equal(row.targets[:count], plain.targets)
+    assert (row.targets[count:] == IGNORED).all()
+    assert row.target_segments[-1] == len(row.target_rows) == len(row.targets)
+    assert torch.equal(row.target_segments[:-1], plain.target_segments[:-1])
+    assert len(row.target_rows) - count < max(2, plain.input_ids.numel() // 8)
+    again = repeating_form(row)
+    assert all(torch.equal(one, again.tensors()[name]) for name, one in row.tensors().items())

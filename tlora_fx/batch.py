@@ -7,10 +7,11 @@ all tokens in one line; batch form pads each sequence to the longest, a sequence
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from itertools import pairwise
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 IGNORED = -100
@@ -83,6 +84,36 @@ def repeating_length(tokens: int) -> int:
     """
     step = max(16, (1 << tokens.bit_length() - 1) // 32) if tokens else 16
     return -(-tokens // step) * step
+
+
+def repeating_form(row: PackedBatch) -> PackedBatch:
+    """A packed row of the same tokens and losses whose every size is one of few.
+
+    The number of sequences rises to a power of two by sequences of no tokens, `max_seqlen` to a
+    power of two, and the number of target rows to a multiple of an eighth of the tokens, by rows
+    without a label that count as the last job's.
+
+    row      on the CPU, in packed form, with a target at least
+    """
+    tokens, sequences = row.input_ids.numel(), len(row.cu_seqlens) - 1
+    eighth = max(SMALLEST, tokens // 8)
+    count = len(row.target_rows)
+    missing = -count % eighth
+    segments = row.target_segments.clone()
+    segments[-1] += missing
+    more = _power_of_two(sequences) - sequences
+    return replace(
+        row,
+        cu_seqlens=F.pad(row.cu_seqlens, (0, more), value=tokens),
+        max_seqlen=torch.tensor(_power_of_two(int(row.max_seqlen)), dtype=torch.int32),
+        target_rows=F.pad(row.target_rows, (0, missing)),
+        targets=F.pad(row.targets, (0, missing), value=IGNORED),
+        target_segments=segments,
+    )
+
+
+def _power_of_two(count: int) -> int:
+    return 1 << max(count - 1, 0).bit_length()
 
 
 def pack(jobs: Sequence[JobTokens], length: int = SMALLEST) -> PackedBatch:

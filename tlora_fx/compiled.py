@@ -68,6 +68,8 @@ def compile_method(
     options   of `torch.compile`; with `dynamic=False` no size is marked
     """
     mark_compile_caches()
+    # torch.compile takes some of its inner options out of the mapping that it is given.
+    options = {k: dict(v) if isinstance(v, dict) else v for k, v in options.items()}
     plain = getattr(type(owners[0]), name)
     inner = getattr(plain, "inner", None)
     # What is computed again is the compiled code as a whole.

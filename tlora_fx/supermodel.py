@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any, cast
 
 import networkx as nx
@@ -52,6 +53,7 @@ class SuperModel(nn.Module):
         self.part = Part()
         self._unused: dict[str, Tensor] = {}
         self._roomy = False
+        self._compiled_with: Mapping[str, Any] | None = None
         self._parameters_of: dict[str, dict[str, nn.Parameter]] = {}
         self._inputs = tuple(placeholders(group.root))
         self._hung = hang(group, self.source)
@@ -66,6 +68,14 @@ class SuperModel(nn.Module):
     def is_compiled(self) -> bool:
         """Whether `compile` was called."""
         return self._roomy
+
+    @property
+    def compiled_with(self) -> Mapping[str, Any] | None:
+        """What the last `compile` was given, another mapping each time; None where there was none.
+
+        Who hangs other code over the model's layers compiles it alike.
+        """
+        return self._compiled_with
 
     def forward(self, row: PackedBatch) -> Tensor:
         """Each job's sum of token losses over one row; without lower-loss, the logits.
@@ -99,6 +109,7 @@ class SuperModel(nn.Module):
                                       number of tokens
         """
         options = {"fullgraph": fullgraph, "dynamic": dynamic, **options}
+        self._compiled_with = options
         self._roomy = True
         self._leave_room()
         layers = [block for block in self.group.blocks.values() if block.name != HEAD]
@@ -197,7 +208,7 @@ class SuperModel(nn.Module):
             if bank.serves(index):
                 a, b = (self.part.shard(cut) for cut in bank.shards)
                 # B is the bank's b transposed.
-                turned = None if b is None else Shard(1 - b.dimension, b.index, b.count)
+                turned = None if b is None else replace(b, dimension=1 - b.dimension)
                 found.update(zip(_names(path), (a, turned), strict=True))
         return dict(sorted(found.items()))
 

@@ -49,6 +49,11 @@ def check_tags(graphs: JobGraph | GroupGraph) -> None:
             _check_loss(owner)
 
 
+def hands_to_all(node: fx.Node) -> bool:
+    """Whether an adapter's node holds rows of all jobs, of which it changed some jobs' parts."""
+    return is_call(node, WRITE) or is_lowered(node)
+
+
 def _check_node(node: fx.Node, where: str, names: tuple[str, ...]) -> None:
     role, jobs = node.meta.get("role"), tuple(node.meta.get("jobs") or ())
     if role not in ROLES:
@@ -74,7 +79,7 @@ def _check_results(node: fx.Node, where: str) -> None:
 
 def _check_readers(node: fx.Node, where: str, jobs: tuple[str, ...]) -> None:
     """What one job's node computes reaches others through a segment write only."""
-    if is_call(node, WRITE) or is_lowered(node):
+    if hands_to_all(node):
         return
     for user in node.users:
         theirs = tuple(user.meta.get("jobs") or ())

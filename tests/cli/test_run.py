@@ -60,7 +60,7 @@ def trained(tmp_path_factory):
     jobs = write_jobs(folder / "jobs", **STEPS)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(running, "ForkServer", ForkHere)
-        assert call(*words(jobs, folder / "run")) == 0
+        assert call(*words(jobs, folder / "run", "--policy", "tlora:payback=2")) == 0
     return jobs, folder / "run"
 
 
@@ -100,6 +100,84 @@ def test_a_decision_of_a_run_can_be_asked(trained, tmp_path, capsys):
     assert told[0] == told[1]
     assert told[0].startswith(f"{name}: ")
     assert "as decided" in told[0]
+
+
+def test_a_policy_s_options_stand_behind_its_name(trained):
+    """As for `simulate`."""
+    saved = json.loads((trained[1] / "state.json").read_text())
+
+    assert saved["policy"]["name"] == "tlora"
+    assert saved["policy"]["options"]["payback"] == 2
+
+
+def test_jobs_that_have_ended_can_be_asked(trained, tmp_path, capsys):
+    """Of a run's folder as of a saved state: how they ended, where they ran, what was decided."""
+    _, output = trained
+    call("schedule", "state", str(output), "-o", str(tmp_path / "state.json"))
+    for name, steps in STEPS.items():
+        capsys.readouterr()
+        assert call("schedule", "explain", str(output), "--job", name) == 0
+        told = capsys.readouterr().out
+        assert call("schedule", "explain", str(tmp_path / "state.json"), "--job", name) == 0
+
+        assert capsys.readouterr().out == told
+        assert told.startswith(f"{name}: done after {steps} steps\n")
+        assert "as decided" in told
+        assert "first in a group at" in told
+
+
+def test_a_run_that_refused_all_can_be_asked(tmp_path, monkeypatch, capsys):
+    """Nothing was decided, and the ledger has the reason; a state there is none."""
+    monkeypatch.setattr(running, "ForkServer", ForkHere)
+    jobs = write_jobs(tmp_path / "jobs", wide=3)
+    file = jobs / "jobs.yaml"
+    file.write_text(file.read_text().replace("max_slowdown: 8.0", "gpus: 7"))
+    assert call(*words(jobs, tmp_path / "run")) == 1
+    capsys.readouterr()
+
+    assert call("schedule", "explain", str(tmp_path / "run"), "--job", "wide") == 0
+    told = capsys.readouterr().out
+    assert told.startswith("wide: refused: it asks for 7 GPUs and the cluster has 1")
+    assert call("schedule", "state", str(tmp_path / "run"), "-o", str(tmp_path / "s.json")) == 1
+    assert "the run has decided nothing yet" in capsys.readouterr().err
+
+
+def test_a_base_that_was_not_measured_is_refused_with_what_to_do(tmp_path, monkeypatch, capsys):
+    """A CPU has no data sheet, and nobody asked for one."""
+    monkeypatch.setattr(running, "ForkServer", ForkHere)
+    monkeypatch.setenv("TLORA_FX_PROFILES", str(tmp_path / "none"))
+    jobs = write_jobs(tmp_path / "jobs", a=3)
+    given = ("run", str(jobs), "-o", str(tmp_path / "run"), "--device", "cpu", "--until-empty")
+
+    assert call(*given) == 1
+    told = capsys.readouterr().err
+    assert "T0922" in told
+    assert "was not measured on this machine's cpu" in told
+    assert "tlora-fx profile" in told
+
+
+def test_a_folder_of_jobs_that_is_not_there_leaves_nothing_behind(tmp_path, capsys):
+    """It is found out before anything is written."""
+    assert call(*words(tmp_path / "nowhere", tmp_path / "run")) == 1
+    assert "T0954" in capsys.readouterr().err
+    assert not (tmp_path / "run").exists()
+
+
+def test_what_a_library_misses_is_not_told(tmp_path):
+    """The first job imports PEFT, which looks for libraries; only the run speaks."""
+    script = (
+        "from tlora_fx.scheduler.quiet_import import quiet_import\n"
+        "import logging\n"
+        "quiet_import('tests.scheduler.noisy')\n"
+        "logging.getLogger('later').warning('heard')\n"
+    )
+    ran = subprocess.run(
+        [sys.executable, "-c", script], capture_output=True, text=True, check=True, cwd=ROOT
+    )
+
+    assert "I miss a part" not in ran.stderr
+    assert "I am broken" in ran.stderr
+    assert "heard" in ran.stderr
 
 
 def test_a_job_that_is_not_there_cannot_be_asked(trained, capsys):

@@ -54,6 +54,22 @@ def test_a_synthetic_trace_is_replayed_and_reported(capsys, tmp_path):
     assert (tmp_path / "report" / "index.html").exists()
 
 
+def test_every_choice_stands_there_with_its_default(capsys):
+    """Its value, and what it would be if nobody had said anything."""
+    words = ("--policies", "megatron", "--horizon", "30", "--ranks", "4", "--max-slowdown", "2")
+    lines = told(capsys, *FEW, *words).splitlines()
+    rows = {line.split()[0]: line for line in lines if line.startswith("  ")}
+
+    assert rows["horizon"].split()[1:3] == ["30", "s"]
+    assert rows["horizon"].endswith("by default 60 s")
+    assert rows["ranks"].endswith("by default 2, 4, 8, 16")
+    assert rows["max-slowdown"].endswith("by default 1.5")
+    assert rows["jobs"].split()[1] == "15"
+    assert rows["jobs"].endswith("by default 1,000")
+    assert rows["seeds"].endswith("by default 0, 1, 2, 3, 4")
+    assert "default" not in rows["switch-seconds"]
+
+
 def test_what_is_left_out_of_a_file_is_said(capsys, kalos):
     """By reason, with the count."""
     out = told(
@@ -88,6 +104,33 @@ def test_a_saved_trace_gives_the_same_replay(capsys, tmp_path):
     assert "SYNTHETIC" in again
 
 
+def test_a_mistake_that_another_process_finds_is_told_once(capsys):
+    """As it would be by one process, with what was found and what to do."""
+    words = ("simulate", "--jobs", "9", "--gpus", "32", "--seeds", "1", "--policies", "megatron")
+    wrong = ("--bases", "gpt-9")
+    one, _ = refused(capsys, *words, *wrong, "--processes", "1")
+    many, status = refused(capsys, *words, "--seeds", "2", *wrong, "--processes", "2")
+
+    assert status == 1
+    assert many[many.index("error[") :] == one[one.index("error[") :]
+    assert many.count("error[") == 1
+
+
+def test_states_that_nobody_has_are_no_matter_of_the_cluster(capsys, tmp_path):
+    """The help is about what left the jobs out."""
+    path = tmp_path / "acme.csv"
+    path.write_text(
+        "job_id,gpu_num,type,state,submit_time,duration\n"
+        "a,8,SFT,COMPLETED,2023-03-01 00:00:00,3600\n",
+        encoding="utf-8",
+    )
+    text, status = refused(capsys, *FEW, "--trace", str(path), "--states", "NOPE")
+
+    assert status == 1
+    assert "a state that is not asked for: COMPLETED" in text
+    assert "choose other --states" in text
+
+
 @pytest.mark.parametrize(
     ("words", "said"),
     [
@@ -96,6 +139,8 @@ def test_a_saved_trace_gives_the_same_replay(capsys, tmp_path):
         (("--scale", "0"), "error[T0935]"),
         (("--ranks", "two"), "--ranks are whole numbers"),
         (("--bad-rows", "keep"), "--bad-rows is drop or refuse"),
+        (("--policies", "tlora:objective=["), "error[T0901]"),
+        (("--sweeps", "cluster", "--cluster-sizes", "0,8"), "--cluster-sizes are above 0"),
         (("--sweeps", "colour"), "--sweeps is scale or cluster or months or nano"),
         (("--gpu", "abacus"), "error[T0850]"),
         (("--trace", "synthetic", "--month", "9"), "error[T0933]"),

@@ -40,6 +40,7 @@ class Case:
     tp         cuts the model's graphs: no case on the same model runs after it
     upper      the first layer with adapters
     compiled   layers are compiled
+    sharded    the base is, over replicas; "kept": gathered weights are, to the end of a round
     """
 
     pp: int
@@ -51,10 +52,18 @@ class Case:
     upper: int = 0
     tied: bool = False
     compiled: bool = False
+    sharded: str = ""
 
     @property
-    def shape(self) -> dict[str, int]:
-        return {"pp": self.pp, "dp": self.dp, "tp": self.tp}
+    def plan(self) -> Plan:
+        return Plan(
+            planner="pipeline",
+            mesh=MeshShape(pp=self.pp, dp=self.dp, tp=self.tp),
+            cuts=self.cuts,
+            schedule=self.schedule,
+            shard_base=bool(self.sharded),
+            keep_gathered=self.sharded == "kept",
+        )
 
     def rounds(self) -> list[list[PackedBatch]]:
         """One round; under 1F1B also one of more micro-batches."""
@@ -164,12 +173,11 @@ def alone(
 
 def differences(folder: Path, case: Case) -> Differences:
     """How far rounds under a plan are from one process, by this rank."""
-    shape = MeshShape(**case.shape)
-    mesh = open_mesh(shape, "cpu")
-    plan = Plan(planner="pipeline", mesh=shape, cuts=case.cuts, schedule=case.schedule)
+    plan = case.plan
+    mesh = open_mesh(plan.mesh, "cpu")
     folder /= str(mesh.rank)
     made = compiled_once(folder, case.layers, case.upper, case.tied)
-    alone(folder, case.layers, case.upper, case.tied, len(LENGTHS))
+    alone(folder, case.layers, case.upper, case.tied, len(LENGTHS) * case.dp)
     own = prepared(SuperModel(made.group, made.backbone, made.jobs), plan)
     load(own, part_of(own, plan, mesh))
     if case.compiled:

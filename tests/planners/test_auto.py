@@ -4,8 +4,16 @@ from __future__ import annotations
 
 import pytest
 
+from tests import models
 from tests.planners.facts import small_model, small_round
-from tlora_fx.errors import JobTooLong, MeshDoesNotFit, NoPlanFits, ProfileMissing
+from tlora_fx.driver import compile
+from tlora_fx.errors import (
+    JobTooLong,
+    MeshDoesNotFit,
+    NoPlanFits,
+    PlanNotRunnable,
+    ProfileMissing,
+)
 from tlora_fx.planners import known_profiles
 from tlora_fx.planners.auto import Auto, every_mesh, search
 from tlora_fx.planners.cost import Cluster
@@ -62,6 +70,30 @@ def test_rows_are_cut_along_tokens_only_where_that_pays(model, profile):
     assert not any(one.plan.sequence_parallel for one in short.running)
 
 
+def test_only_plans_that_cut_rows_are_looked_at_where_that_is_asked_for(model, profile):
+    """However slow they are: short rows too, on meshes with tp alone."""
+    found = search(model, profile, small_round(2, 16), 4, sequence_parallel=True)
+
+    assert {one.plan.mesh.tp for one in found.running} == {2}
+    assert all(one.plan.sequence_parallel for one in found.running)
+    others = [one for one in found.dropped if one.plan.mesh.tp == 1]
+    assert {one.reason for one in others} == {"rows are not cut along their tokens"}
+    asked = {"profile": profile, "round": small_round(2, 16), "sequence_parallel": True}
+    assert Auto().plan(model, processes=4, **asked) == found.best()
+
+
+def test_rows_that_cannot_be_cut_are_refused(model, profile, tmp_path):
+    """On a mesh without tp, on one GPU, and where rows are padded."""
+    asked = {"profile": profile, "round": small_round(), "sequence_parallel": True}
+    with pytest.raises(PlanNotRunnable, match=r"or use a mesh of \(pp=1,dp=1,tp=2\)"):
+        Auto().plan(model, MeshShape(dp=2), **asked)
+    with pytest.raises(PlanNotRunnable, match="no mesh of 1 processes with tp"):
+        Auto().plan(model, **asked)
+    padded = compile([models.job("one", models.base_of(tmp_path, "llama", attention="batch"))])
+    with pytest.raises(PlanNotRunnable, match="padded"):
+        search(padded, profile, small_round(), 2, sequence_parallel=True)
+
+
 def test_a_plan_carries_its_estimate(model, profile):
     """What was expected, by which profile, and that nobody measured it."""
     plan = search(model, profile, small_round(), 2).best()
@@ -92,6 +124,21 @@ def test_short_memory_makes_it_recompute_or_shard(model, profile):
 
     assert all(one.plan.recompute for one in found.dropped if "GiB" not in one.reason)
     assert any("GiB" in one.reason for one in found.dropped)
+
+
+def test_stages_are_sharded_where_they_do_not_fit_whole(model, profile):
+    """A pipeline over replicas is offered with a sharded base; with little memory it runs alone."""
+    facts, work, mesh = facts_of(model), small_round(8, 2), MeshShape(pp=2, dp=4)
+    plenty = search(model, profile, work, 8, meshes=[mesh])
+    gib = (0.35 * facts.base_bytes + 16 * sum(facts.trained)) / 0.96 / 2**30 + 1.5
+    hardware = profile.hardware.model_copy(update={"memory_gib": gib})
+    short = search(model, profile.model_copy(update={"hardware": hardware}), work, 8, meshes=[mesh])
+
+    found = {(one.plan.shard_base, one.plan.keep_gathered) for one in plenty.running}
+    assert found == {(False, False), (True, False), (True, True)}
+    assert not plenty.best().shard_base
+    assert short.running
+    assert all(one.plan.shard_base for one in short.running)
 
 
 def test_what_never_fits_is_an_error(model, profile):

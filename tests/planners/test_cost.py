@@ -135,6 +135,48 @@ def test_gathering_is_hidden_behind_compute(cost):
     assert row_ms(cost, sharded, large) < 1.05 * row_ms(cost, plan(dp=4), large)
 
 
+def test_stages_wait_for_the_weights_of_each_micro_batch(cost):
+    """Or once a round where they are kept; a stage with a single layer can hide nothing."""
+    fields = {"pp": 2, "dp": 4, "cuts": (3,), "micro_batches": 4}
+    loads = [load(64)] * 4
+    plain, used, kept = (
+        stage_times(cost, plan(**fields, **more), loads)
+        for more in ({}, {"shard_base": True}, {"shard_base": True, "keep_gathered": True})
+    )
+
+    for stage in (0, 1):
+        first, *others = kept.forward[stage]
+        assert min(used.forward[stage]) > max(plain.forward[stage])
+        assert min(used.backward[stage]) > max(plain.backward[stage])
+        assert first == used.forward[stage][0]
+        assert max(others) < first
+        assert kept.backward[stage] == pytest.approx(plain.backward[stage])
+    # Only embeddings are gathered again.
+    assert kept.forward[1][1:] == pytest.approx(plain.forward[1][1:])
+
+
+def test_a_sharded_pipeline_gathers_what_replicas_gather(cost):
+    """One after the other, stages do the work of one process, but for what they hide at cuts."""
+    one, row = plan(dp=4, shard_base=True), load(64)
+    staged = plan(pp=2, dp=4, cuts=(2,), micro_batches=2, shard_base=True)
+    times = stage_times(cost, staged, [row] * 2)
+    whole = sum(column[0] for column in (*times.forward, *times.backward)) * 1e3
+
+    assert row_ms(cost, one, row) <= whole < 1.5 * row_ms(cost, one, row)
+
+
+@FEW
+@given(tokens=st.integers(2, 20_000), cut=st.integers(1, 3), kept=st.booleans())
+def test_sharding_a_pipeline_never_makes_it_faster(cost, tokens, cut, kept):
+    """And large rounds hide most of it."""
+    fields = {"pp": 2, "dp": 4, "cuts": (cut,), "micro_batches": 2}
+    work = Round((((tokens,) * 8, (tokens,) * 8),))
+    plain = step_time(cost, plan(**fields), work)
+    sharded = step_time(cost, plan(**fields, shard_base=True, keep_gathered=kept), work)
+
+    assert sharded.seconds >= plain.seconds
+
+
 def test_nano_batches_hide_the_shorter_part(cost):
     """On a large row two are faster than one; on a tiny one their launches cost more."""
     one, two = plan(tp=2), plan(tp=2, nano_batches=2)

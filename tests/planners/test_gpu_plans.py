@@ -31,6 +31,16 @@ ON_TWO: dict[str, dict[str, Any]] = {
 ON_FOUR: dict[str, dict[str, Any]] = {
     "tensor, replicated": {"planner": "tensor", "mesh": "dp=2,tp=2"},
     "pipeline, replicated": {"planner": "pipeline", "mesh": "pp=2,dp=2"},
+    "pipeline, sharded": {
+        "planner": "pipeline",
+        "mesh": "pp=2,dp=2",
+        "options": {"shard_base": True},
+    },
+    "pipeline, kept": {
+        "planner": "pipeline",
+        "mesh": "pp=2,dp=2",
+        "options": {"shard_base": True, "keep_gathered": True, "recompute": True},
+    },
     "pipeline, tensor": {"planner": "pipeline", "mesh": "pp=2,tp=2"},
 }
 HALF: dict[str, dict[str, Any]] = {

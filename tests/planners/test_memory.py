@@ -63,6 +63,43 @@ def test_shards_are_parts_and_gathered_layers_come_on_top(cost):
     assert sharded.gathered < kept.gathered == facts.base_bytes - facts.root_bytes
 
 
+def test_stages_hold_their_shards_and_the_layers_that_are_gathered(cost):
+    """A fourth of the stage with the head; two of its layers, or what is kept for the round."""
+    facts, work = cost.facts, small_round()
+    layer = facts.layers[0].weight_bytes
+    fields = {"pp": 2, "dp": 4, "cuts": (3,), "micro_batches": 2}
+    whole = memory_of(cost, plan(**fields), work)
+    sharded = memory_of(cost, plan(**fields, shard_base=True), work)
+    kept = memory_of(cost, plan(**fields, shard_base=True, keep_gathered=True), work)
+
+    # The stage of three layers and the embedding is the fuller one.
+    assert sharded.base == (3 * layer + facts.root_bytes) / 4
+    assert whole.base == 3 * layer + facts.root_bytes + 3 * facts.layers[0].room_bytes
+    assert (whole.adapters, whole.activations) == (sharded.adapters, sharded.activations)
+    assert (whole.gathered, sharded.gathered) == (0, 2 * layer)
+    assert kept.gathered == 3 * layer
+    # While the loss runs, the head, and the last layer for its backward; or all that is kept.
+    fields["cuts"] = (1,)
+    last = memory_of(cost, plan(**fields, shard_base=True), work)
+    assert last.gathered == facts.head_bytes + layer
+    last = memory_of(cost, plan(**fields, shard_base=True, keep_gathered=True), work)
+    assert last.gathered == facts.head_bytes + 3 * layer
+
+
+@FEW
+@given(length=st.integers(2, 2000), cut=st.integers(1, 3))
+def test_stages_that_keep_what_is_gathered_hold_more(cost, length, cut):
+    """Than those that let go of it, but never more than all of it beside the shards."""
+    work, facts = small_round(16, length), cost.facts
+    fields = {"pp": 2, "dp": 4, "cuts": (cut,), "micro_batches": 2, "shard_base": True}
+    used = memory_of(cost, plan(**fields), work)
+    kept = memory_of(cost, plan(**fields, keep_gathered=True), work)
+
+    assert used.total <= kept.total
+    assert kept.total - used.total <= facts.base_bytes
+    assert kept.gathered <= facts.base_bytes + facts.root_bytes
+
+
 @FEW
 @given(length=st.integers(2, 2000), more=st.integers(0, 2000))
 def test_longer_samples_never_take_less(cost, length, more):

@@ -43,6 +43,10 @@ FOUR = {
     "zero-bubble": Case(4, (2, 4, 6), "zero-bubble", **EVERY_LAYER),
     "1f1b, two replicas": Case(2, (4,), "1f1b", 2, **EVERY_LAYER),
     "zero-bubble, two replicas": Case(2, (4,), "zero-bubble", 2, **EVERY_LAYER),
+    "1f1b, sharded": Case(2, (4,), "1f1b", 2, **EVERY_LAYER, sharded="resharded"),
+    "interleaved, sharded": Case(2, (2, 4, 6), "interleaved", 2, **EVERY_LAYER, sharded="kept"),
+    "gpipe, sharded": Case(2, (2,), "gpipe", 2, **UPPER_HALF, sharded="resharded"),
+    "compiled, sharded": Case(2, (3,), "1f1b", 2, **UPPER_HALF, compiled=True, sharded="kept"),
     "1f1b, matrices in two pieces": Case(2, (4,), "1f1b", tp=2, **EVERY_LAYER),
 }
 

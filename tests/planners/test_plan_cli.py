@@ -60,6 +60,17 @@ def test_plans_are_listed_best_first(jobs, tmp_path, capsys, golden):
     assert plan.estimate.estimated
 
 
+def test_only_plans_that_cut_rows_are_listed_where_that_is_asked_for(jobs, tmp_path, capsys):
+    """The best of them is written; one GPU has none."""
+    path = tmp_path / "plan.json"
+    text = told(capsys, "plan", jobs, *ESTIMATED, "--sequence-parallel", "-o", path)
+
+    assert Plan.load(path).sequence_parallel
+    assert "rows are not cut along their tokens: (pp=1,dp=2,tp=1)" in text
+    alone = ["--gpus", 1, *ESTIMATED[2:], "--sequence-parallel"]
+    assert "error[T0810]" in told(capsys, "plan", jobs, *alone, status=1)
+
+
 def test_an_estimate_must_be_asked_for(jobs, capsys):
     """The error says how."""
     text = told(capsys, "plan", jobs, "--gpus", 2, "--gpu", "roofline:h100", status=1)

@@ -97,10 +97,11 @@ def test_a_tensor_plan_refuses_stages_and_heads_that_do_not_divide(model):
 
 
 def test_a_tensor_plan_refuses_a_model_of_which_nothing_can_be_cut(tmp_path):
-    """Phi-3's q, k and v are one matrix, and so are gate and up; the reasons are told."""
-    base = cases.base_of(tmp_path, "phi3", vocab_size=61, num_hidden_layers=1)
-    whole = compile([models.job("one", base, r=4, target_modules="all-linear")])
+    """Attention draws masks, and DoRA's branch reads both of the MLP's; the reasons are told."""
+    base = cases.base_of(tmp_path, "gpt2", vocab_size=61, n_layer=1, attn_pdrop=0.1)
+    own = {"r": 4, "use_dora": True, "target_modules": ["c_fc"]}
+    whole = compile([models.job("one", base, **own)])
 
-    with pytest.raises(PlanNotRunnable, match="qkv_proj") as refused:
+    with pytest.raises(PlanNotRunnable, match="c_attn stays whole") as refused:
         find_planner("tensor").plan(whole, processes=2)
-    assert "takes a part of what is cut" in str(refused.value)
+    assert "draws masks by the number of the head" in str(refused.value)

@@ -44,12 +44,29 @@ ON_FOUR: dict[str, dict[str, Any]] = {
         "options": {"sequence_parallel": True, "recompute": True},
     },
     "staged-replicas": {"planner": "pipeline", "mesh": "pp=2,dp=2"},
+    "staged-shards": {
+        "planner": "pipeline",
+        "mesh": "pp=2,dp=2",
+        "options": {"shard_base": True},
+    },
+    "staged-shards-kept": {
+        "planner": "pipeline",
+        "mesh": "pp=2,dp=2",
+        "options": {
+            "shard_base": True, "keep_gathered": True, "recompute": True, "schedule": "gpipe",
+        },
+        "compiled": True,
+    },
     "staged-cuts": {"planner": "pipeline", "mesh": "pp=2,tp=2"},
     "staged-cut-tokens": {
         "planner": "pipeline",
         "mesh": "pp=2,tp=2",
         "options": {"sequence_parallel": True},
     },
+}  # fmt: skip
+MOVED: dict[str, dict[str, Any]] = {
+    "begun-for-four": ON_FOUR["staged-shards"] | {"resume": True},
+    "begun-in-shards": ON_FOUR["staged-shards-kept"] | {"fields": SHORT},
 }
 
 
@@ -69,7 +86,8 @@ def two(folder: Path) -> list[dict[str, Any]]:
 
 @pytest.fixture(scope="module")
 def four(folder: Path) -> list[dict[str, Any]]:
-    return run_processes(4, train_all, folder, ON_FOUR)
+    train_all(folder, {"begun-for-four": {"planner": "single", "fields": SHORT}})
+    return run_processes(4, train_all, folder, ON_FOUR | MOVED)
 
 
 def apart(folder: Path, name: str) -> tuple[float, float]:
@@ -139,6 +157,16 @@ def test_a_checkpoint_moves_back_to_one_process(folder: Path, two: list[Any]) ->
 
     assert not isinstance(train_all(folder, {"ended": case})["ended"], str)
     assert max(apart(folder, "begun-sharded")) <= 1e-7
+
+
+@pytest.mark.slow
+def test_a_checkpoint_moves_into_sharded_stages_and_out(folder: Path, four: list[Any]) -> None:
+    """What one process has begun they end, and the other way round."""
+    case = {"planner": "single", "resume": True, "folder": "begun-in-shards"}
+
+    assert max(apart(folder, "begun-for-four")) <= 1e-7, four[0]["begun-for-four"]
+    assert not isinstance(train_all(folder, {"ended": case})["ended"], str)
+    assert max(apart(folder, "begun-in-shards")) <= 1e-7
 
 
 def test_processes_with_other_rows_stop(two: list[Any]) -> None:

@@ -30,7 +30,7 @@ def write_base(folder: Path) -> None:
 
 
 def mixed_jobs(folder: Path, dtype: Any = "float64", **fields: Any) -> list[Job]:
-    """Jobs that differ in tokens, rank, dropout, accumulation and length; one ends early."""
+    """Jobs that differ in tokens, rank, dropout, accumulation, length and kind; one ends early."""
     base = BaseSpec(config=folder / "base", dtype=dtype, seed=7)
     common: dict[str, Any] = {"lr_scheduler_type": "constant", "max_grad_norm": 0.05} | fields
     steps = common.setdefault("max_steps", 3)
@@ -44,7 +44,10 @@ def mixed_jobs(folder: Path, dtype: Any = "float64", **fields: Any) -> list[Job]
             base, "slow", per_device_train_batch_size=1, gradient_accumulation_steps=3,
             lora={"r": 2, "target_modules": ["q_proj", "down_proj"], **upper}, **common,
         ),
-        make_job(base, "short", lora={"r": 3}, **{**common, "max_steps": min(2, steps)}),
+        make_job(
+            base, "short", lora={"r": 3, "modules_to_save": ["norm"]},
+            **{**common, "max_steps": min(2, steps)},
+        ),
         make_job(base, "norms", lora={"r": 2, "use_dora": True, **upper}, **common),
     ]  # fmt: skip
 
@@ -52,10 +55,12 @@ def mixed_jobs(folder: Path, dtype: Any = "float64", **fields: Any) -> list[Job]
 def train(folder: Path, name: str, case: Case) -> list[tuple[str, float]]:
     """Train in this process, as one of its group.
 
-    case      planner, mesh, options of the planner, fields of the jobs, resume, row_tokens
+    case      planner, mesh, options of the planner, fields of the jobs, resume, row_tokens; jobs,
+              a function that makes others than `mixed_jobs`
     returns   each job's last loss as text, and a sum over the parameters that this process holds
     """
-    jobs = mixed_jobs(folder, case.get("dtype", "float64"), **case.get("fields", {}))
+    make = case.get("jobs", mixed_jobs)
+    jobs = make(folder, case.get("dtype", "float64"), **case.get("fields", {}))
     data = make_data(jobs)
     if case.get("other_data") and dist.get_rank() == dist.get_world_size() - 1:
         data = make_data(jobs, longest=7)

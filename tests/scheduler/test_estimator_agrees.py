@@ -15,6 +15,7 @@ from tlora_fx.jobfile import load_job_file
 from tlora_fx.ops import room
 from tlora_fx.planners import cost as planners_cost
 from tlora_fx.planners import load, memory
+from tlora_fx.planners import step_time as planners_step_time
 from tlora_fx.planners.cost import CostModel
 from tlora_fx.planners.facts import facts_of
 from tlora_fx.planners.load import Round
@@ -27,6 +28,7 @@ from tlora_fx.scheduler import (
     estimator_layouts,
     estimator_memory,
     estimator_rows,
+    estimator_time,
 )
 from tlora_fx.scheduler.bases import BASES, demand_of
 from tlora_fx.scheduler.cluster import Cluster
@@ -37,7 +39,7 @@ SHAPES = Path(__file__).parents[2] / "benchmarks" / "shapes"
 RANKS = (2, 4, 8, 16, 2, 4, 8, 16)
 #: The part by which time and memory may differ: rows of unlike size, and rounding.
 WITHIN, PIPELINES_WITHIN = 0.01, 0.08
-ROWS_WITHIN = 0.25
+ROWS_WITHIN, FEW_WITHIN = 0.25, 0.05
 ROOM_WITHIN, PIPELINES_ROOM_WITHIN = 0.003, 0.12
 MESHES = st.sampled_from(
     [MeshShape(dp=dp, tp=tp) for dp in (1, 2, 4, 8, 16) for tp in (1, 2, 4, 8) if dp * tp <= 32]
@@ -91,7 +93,8 @@ def test_times_and_memory_are_those_of_the_planners(base, mesh, sharded, length,
     """Of replicas, tensor parallelism and sharded bases: within a hundredth.
 
     But where a replica has several rows: planners know which samples are in each. Here rows are
-    equal, and for the memory of a process alone as long as they may be.
+    equal, and for the memory of a process alone as long as they may be. And where a replica has
+    no sample of some jobs: planners leave these jobs' adapters out.
     """
     batches = (batch,) * 8
     if mesh.dp > sum(batches) or 8 * batch % mesh.dp:
@@ -101,7 +104,8 @@ def test_times_and_memory_are_those_of_the_planners(base, mesh, sharded, length,
     mine, theirs = both(base, facts, plan, length, batches)
 
     several = 8 * batch * length > load.MAX_ROW_TOKENS * mesh.dp
-    assert mine[0] == pytest.approx(theirs[0], rel=ROWS_WITHIN if several else WITHIN)
+    within = WITHIN if batch >= mesh.dp else FEW_WITHIN
+    assert mine[0] == pytest.approx(theirs[0], rel=ROWS_WITHIN if several else within)
     if several and mesh.dp == 1:
         assert theirs[1] <= mine[1] * (1 + ROOM_WITHIN) < 2 * theirs[1]
     else:
@@ -131,6 +135,8 @@ def test_what_planners_assume_is_assumed_here():
     assert (estimator_fit.RESERVED_GIB, estimator_fit.GAPS) == (memory.RESERVED_GIB, memory.GAPS)
     assert estimator_rows.MAX_ROW_TOKENS == load.MAX_ROW_TOKENS
     assert estimator_layouts.COPY == planners_cost.COPY
+    assert estimator_time.GATHER_HOST_MS == planners_step_time.GATHER_HOST_MS
+    assert estimator_time.HOST_BOUND_TOKENS == planners_step_time.HOST_BOUND_TOKENS
     assert bases.WIDEST_TAIL == room.WIDEST_TAIL
     assert [bases.tail_of(n) for n in range(200)] == [room.tail_of(n) for n in range(200)]
 

@@ -42,6 +42,10 @@ def run(
     allow_estimated: Annotated[
         bool, typer.Option("--allow-estimated", help="Plan by a scaled profile or a roofline.")
     ] = False,
+    sequence_parallel: Annotated[
+        bool,
+        typer.Option("--sequence-parallel", help="Only plans that cut rows too, along tokens."),
+    ] = False,
     export: Annotated[
         str | None, typer.Option(help="Write the profile for galvatron, metis or sailor.")
     ] = None,
@@ -69,7 +73,8 @@ def run(
     profile = profile_for(facts_of(model), gpu or device_name(), allow_estimated=allow_estimated)
     work = round_of_jobs(given.jobs, length=length, tokens=tokens, max_row_tokens=max_row_tokens)
     per_node = -(-gpus // nodes) if nodes else min(gpus, GPUS_PER_NODE)
-    found = search(model, profile, work, gpus, Cluster(per_node))
+    cluster = Cluster(per_node)
+    found = search(model, profile, work, gpus, cluster, sequence_parallel=sequence_parallel)
     demand_memory(found, work)
     best = found.best()
     console = Console(highlight=False, soft_wrap=True)

@@ -67,7 +67,9 @@ def run(
 def page(profile: Profile) -> list[Table | str]:
     """What was measured, a table for each part."""
     made = Table("layer", "tp", "tokens", "length", "adapters", box=None, pad_edge=False)
-    for name in ("forward ms", "backward ms", "first ms", "frozen ms", "saved MiB", "noise"):
+    for name in (
+        "forward ms", "backward ms", "as graphs", "first ms", "frozen ms", "saved MiB", "noise",
+    ):  # fmt: skip
         made.add_column(name, justify="right")
     for layer in profile.layers:
         for one in layer.points:
@@ -79,11 +81,13 @@ def page(profile: Profile) -> list[Table | str]:
                 str(one.job_sites) if one.sites else "bare",
                 f"{one.forward_ms:.3f}",
                 f"{one.backward_ms:.3f}",
+                "" if one.captured is None
+                else f"{one.captured.forward_ms:.3f} + {one.captured.backward_ms:.3f}",
                 "" if one.first_ms is None else f"{one.first_ms:.3f}",
                 "" if one.frozen_ms is None else f"{one.frozen_ms:.3f}",
                 f"{one.saved_bytes / 2**20:.1f}",
                 f"{one.noise:.1%}",
-            )
+            )  # fmt: skip
     ends = Table("part", "size", "ms", box=None, pad_edge=False)
     for root in profile.root:
         both = root.forward_ms + root.backward_ms

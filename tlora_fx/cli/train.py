@@ -46,8 +46,14 @@ def run(
     ] = None,
     sequence_parallel: Annotated[
         bool,
-        typer.Option("--sequence-parallel", help="tensor, pipeline: cut rows too, along tokens."),
+        typer.Option("--sequence-parallel", help="Where tp > 1, cut rows too, along tokens."),
     ] = False,
+    shard_base: Annotated[
+        bool, typer.Option("--shard-base", help="pipeline: shard each stage over its replicas.")
+    ] = False,
+    cuda_graphs: Annotated[
+        bool, typer.Option(help="On a GPU, run small rows of sizes that come again as CUDA graphs.")
+    ] = True,
     collective_timeout: Annotated[
         float, typer.Option(min=1, help="Seconds that processes wait for another, after a round.")
     ] = 300,
@@ -65,7 +71,7 @@ def run(
         jobs, output, resume or launch.again, device, pipeline, max_row_tokens,
         plan or ("auto" if launch.size > 1 else "single"), mesh,
         timedelta(seconds=collective_timeout), compiled, nano_batches, controller,
-        sequence_parallel,
+        sequence_parallel, shard_base, cuda_graphs,
     )  # fmt: skip
     exits_at_once(lambda: _train(asked, launch), launch)
 
@@ -87,6 +93,8 @@ class _Asked:
     nano_batches: int | None = None
     controller: str | None = None
     sequence_parallel: bool = False
+    shard_base: bool = False
+    cuda_graphs: bool = True
 
 
 def _train(asked: _Asked, launch: Launch) -> None:
@@ -122,6 +130,7 @@ def _train(asked: _Asked, launch: Launch) -> None:
                 mesh=open_mesh(plan.mesh, device),
                 longest_wait=asked.longest_wait,
                 compiled=asked.compiled,
+                cuda_graphs=asked.cuda_graphs,
                 nano_batches=_deciding(asked),
             )
         )
@@ -132,6 +141,10 @@ def _train(asked: _Asked, launch: Launch) -> None:
             part = trainer.rows.padding / (trainer.rows.padding + trainer.rows.tokens)
             told = f"rows: {part:.1%} padding, so that their lengths come again"
             console.print(told, highlight=False)
+        graphs = trainer.graphs
+        if graphs is not None and graphs.refused:
+            told = f"rows did not run as CUDA graphs: {graphs.refused.splitlines()[0]}"
+            console.print(told, highlight=False, markup=False)
     if any(job.status == "failed" for job in runs):
         sys.exit(1)
 
@@ -141,11 +154,13 @@ def _prepared(
 ) -> tuple[Mapping[str, JobData], SuperModel, Plan]:
     """The data, the compiled model and the plan; no weight is loaded yet."""
     from tlora_fx.driver import compile
+    from tlora_fx.errors import PlanNotRunnable
     from tlora_fx.jobfile import load_job_file
     from tlora_fx.planners.feasible import demand_fits
     from tlora_fx.planners.plan import MeshShape
     from tlora_fx.runtime.launch import choose_plan
     from tlora_fx.runtime.prepare import load_all_data
+    from tlora_fx.runtime.room import demand_room
 
     shape = None if asked.mesh is None else MeshShape.parse(asked.mesh)
     given = load_job_file(asked.jobs)
@@ -155,11 +170,20 @@ def _prepared(
         "max_row_tokens": asked.max_row_tokens,
         "memory_bytes": memory,
         "sequence_parallel": asked.sequence_parallel,
+        "shard_base": asked.shard_base,
     }
     plan = choose_plan(asked.plan, model, launch, shape, **options)
     if asked.nano_batches is not None:
         plan = plan.model_copy(update={"nano_batches": asked.nano_batches})
     demand_fits(model, plan.mesh)
+    if asked.shard_base and not plan.shard_base:
+        raise PlanNotRunnable(
+            "this plan holds the base whole on every replica",
+            plan=f"{plan.planner} on {plan.mesh}",
+            found="--shard-base",
+            help="choose fsdp, or pipeline with a mesh that has dp, or leave --shard-base out",
+        )
+    demand_room(model, plan, data, asked.max_row_tokens)
     return data, model, plan
 
 

@@ -45,9 +45,11 @@ class QuantizedLinearError(TloraError):
 
 
 class TableNotOnDevice(TloraError):
-    """A CUDA graph is being captured, and a table has no copy on the device yet.
+    """A CUDA graph is being captured, and a table is not where the graph could read it.
 
-    Run the step once with the same tables before you capture it.
+    Either it has no copy on the device yet: run the step once with the same tables before you
+    capture it. Or the operator reads it on the host, and the graph would keep what it says now:
+    run such a model without CUDA graphs.
     """
 
     code = "T0507"

@@ -45,7 +45,7 @@ class UnknownPlanner(TloraError):
 
 
 class LaunchError(TloraError):
-    """The number of processes does not fit the plan, or torchrun's variables are incomplete.
+    """Processes or mesh do not fit the plan, or torchrun's variables are incomplete.
 
     The error prints the command that starts as many processes as the plan needs.
     """

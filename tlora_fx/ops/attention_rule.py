@@ -91,10 +91,11 @@ class Sequences:
         """
         if site is None and threshold_of(dropout):
             raise MaskKeyError("attention dropout needs the site of its masks", found=None)
-        spans = _spans(cu_seqlens.tolist(), tokens)
         rates = torch.full((segments.numel() - 1,), dropout, dtype=torch.float64)
         number = 0 if site is None else site
         masks = JobMasks.read(rates, segments, keys, token_index, number, tokens)
+        # After the tables of the host, which tell whether a graph is being captured.
+        spans = _spans(cu_seqlens.tolist(), tokens)
         for start, stop in spans:
             if stop > masks.bounds[bisect_right(masks.bounds, start)]:
                 raise SegmentError(

@@ -1,6 +1,7 @@
 """`tlora_fx::segment_sum` and `tlora_fx::segment_spread`: from values a row to a number a job.
 
-A job's sum reads the job's run alone, in one order, so a neighbour cannot change its bits.
+A job's sum reads the job's run alone, in one order, so a neighbour cannot change its bits. On CUDA
+offsets are read on the device: a captured graph may be replayed with other ones.
 """
 
 from itertools import pairwise
@@ -9,20 +10,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tlora_fx.errors import SegmentError
-from tlora_fx.ops.tables import token_bounds
-
-
-def _bounds(segments: Tensor, rows: int) -> list[int]:
-    """Where each job's rows begin; unlike tokens of a unit, every row counts for itself."""
-    bounds = token_bounds(segments, rows)
-    if bounds[-1] != rows or segments[-1] != rows:
-        raise SegmentError(
-            f"segments do not cover the {rows} rows that they are summed over",
-            expected=f"a last offset of {rows}",
-            found=segments.tolist(),
-        )
-    return bounds
+from tlora_fx.ops.kernels.device_tables import offsets_on
+from tlora_fx.ops.tables import covering
 
 
 @torch.library.custom_op(
@@ -36,7 +25,10 @@ def segment_sum(values: Tensor, segments: Tensor) -> Tensor:
     returns   [J] in the values' type; 0 for a job without values
     raises    SegmentError
     """
-    bounds = _bounds(segments, values.shape[0])
+    if values.is_cuda:
+        starts = offsets_on(segments, values.shape[0], values.device)
+        return torch.segment_reduce(values, "sum", offsets=starts, unsafe=True, initial=0)
+    bounds = covering(segments, values.shape[0])
     return torch.stack([values[start:stop].sum() for start, stop in pairwise(bounds)])
 
 
@@ -58,8 +50,12 @@ def segment_spread(sums: Tensor, segments: Tensor, rows: int) -> Tensor:
     returns   [rows] in the sums' type
     raises    SegmentError
     """
+    if sums.is_cuda:
+        ends = offsets_on(segments, rows, sums.device)[1:]
+        places = torch.arange(rows, dtype=torch.int32, device=sums.device)
+        return sums[torch.bucketize(places, ends, right=True)]
     out = sums.new_empty(rows)
-    for job, (start, stop) in enumerate(pairwise(_bounds(segments, rows))):
+    for job, (start, stop) in enumerate(pairwise(covering(segments, rows))):
         out[start:stop] = sums[job]
     return out
 

@@ -9,9 +9,10 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from tlora_fx.errors import MaskKeyError, SegmentError
+from tlora_fx.errors import MaskKeyError, SegmentError, TableNotOnDevice
 
 INTEGERS = (torch.int32, torch.int64)
+CAPTURES: bool = torch.backends.cuda.is_built()  # type: ignore[no-untyped-call]
 
 
 def token_bounds(segments: Tensor, tokens: int) -> list[int]:
@@ -44,8 +45,32 @@ def token_bounds(segments: Tensor, tokens: int) -> list[int]:
     return [bound * (tokens // units) for bound in bounds]
 
 
+def covering(segments: Tensor, rows: int) -> list[int]:
+    """Where each job's rows begin; unlike tokens of a unit, every row counts for itself.
+
+    raises    SegmentError where the last offset is not the number of rows
+    """
+    bounds = token_bounds(segments, rows)
+    if segments[-1] != rows:
+        raise SegmentError(
+            f"segments do not cover the {rows} rows that they are summed over",
+            expected=f"a last offset of {rows}",
+            found=segments.tolist(),
+        )
+    return bounds
+
+
 def check_table(table: Tensor, name: str) -> None:
-    """Refuse what cannot be a table of offsets: wrong rank, type, or device."""
+    """Refuse what cannot be a table of offsets: wrong rank, type, or device.
+
+    Whoever checks a table goes on to read it on the host. While a CUDA graph is captured that is
+    an error: the graph would keep what the table says now.
+    """
+    if CAPTURES and torch.cuda.is_current_stream_capturing():
+        raise TableNotOnDevice(
+            f"an operator reads {name} on the host while a CUDA graph is captured",
+            help="run this model without CUDA graphs",
+        )
     if table.dim() != 1 or table.numel() < 1 or table.dtype not in INTEGERS:
         raise SegmentError(
             f"{name} must be integers of shape [J + 1]",

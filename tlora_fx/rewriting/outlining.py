@@ -1,12 +1,13 @@
 """Take a piece of a graph out into a block, and put one back.
 
 A block's graph takes what the piece reads as inputs. Sizes of the row are read from those inputs,
-never passed in. Tensors under the block's own path become its own, named relative to it.
+never passed in. Tensors under the block's own path become its own, named relative to it. Of a fused
+group, an input is every job's where it holds whole rows, whichever job wrote into it last.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -16,7 +17,11 @@ from tlora_fx.errors import NotOutlinable
 from tlora_fx.graph import Block, GroupGraph, JobGraph, TensorRef, output_of, placeholders, under
 from tlora_fx.pipeline import rewrite_allowed
 from tlora_fx.provenance import derive
+from tlora_fx.tags import hands_to_all
 from tlora_fx.tracing.export import PEFT_PREFIX
+
+# Tags that say what a node does at a site; its value as an input does nothing there.
+OF_A_SITE = ("site", "branches", "as_it_is")
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,7 +47,10 @@ class Piece:
 
 
 def outline(
-    nodes: Iterable[fx.Node], path: str = "", first: Mapping[fx.Node, str] | None = None
+    nodes: Iterable[fx.Node],
+    path: str = "",
+    first: Mapping[fx.Node, str] | None = None,
+    jobs: Sequence[str] = (),
 ) -> Piece:
     """Copy a piece of a graph into a graph of its own.
 
@@ -50,9 +58,10 @@ def outline(
     path      module path that tensors, paths and sites become relative to. "" leaves all names as
               they are, and stored tensors from outside are read by the piece itself
     first     outer nodes that are its first inputs, and what they are called
+    jobs      all jobs of a fused group; none where the graph is one job's
     raises    NotOutlinable for a size that no input has
     """
-    copier = _Copier(list(nodes), path)
+    copier = _Copier(list(nodes), path, tuple(jobs))
     for source, name in (first or {}).items():
         copier.pass_in(source, name)
     copier.pass_in_all()
@@ -78,7 +87,7 @@ def outline_block(
     if not rewrite_allowed(f"outline {name}"):
         return None
     kept = [node for node in nodes if node.op != "get_attr" or under(_tensor_path(node), path)]
-    piece = outline(kept, path)
+    piece = outline(kept, path, jobs=graphs.job_names if isinstance(graphs, GroupGraph) else ())
     if len(piece.results) != 1 or name in graphs.blocks or not path:
         raise NotOutlinable(
             "a piece of a graph cannot become a block",
@@ -137,8 +146,8 @@ def inline_block(graphs: JobGraph | GroupGraph, call: fx.Node) -> list[fx.Node] 
 class _Copier:
     """Copies nodes into a new graph."""
 
-    def __init__(self, nodes: list[fx.Node], path: str) -> None:
-        self.nodes, self.path = nodes, path
+    def __init__(self, nodes: list[fx.Node], path: str, jobs: tuple[str, ...] = ()) -> None:
+        self.nodes, self.path, self.jobs = nodes, path, jobs
         self.inside = set(nodes)
         self.body = fx.Graph()
         self.made: dict[fx.Node, fx.Node] = {}
@@ -146,8 +155,11 @@ class _Copier:
 
     def pass_in(self, source: fx.Node, name: str) -> None:
         """Make an outer node an input."""
-        self.made[source] = self.body.placeholder(name)
-        self.made[source].meta = dict(source.meta)
+        self.made[source] = made = self.body.placeholder(name)
+        made.meta = dict(source.meta)
+        if self.jobs and hands_to_all(source):
+            made.meta = {tag: value for tag, value in made.meta.items() if tag not in OF_A_SITE}
+            made.meta.update(role="shared", jobs=self.jobs)
         self.inputs.append(source)
 
     def pass_in_all(self) -> None:

@@ -27,12 +27,19 @@ from tlora_fx.part import Part
 from tlora_fx.planners.cost import work_of
 from tlora_fx.planners.facts import facts_of
 from tlora_fx.planners.model_facts import ModelFacts
-from tlora_fx.planners.plan import MeshShape, Plan
+from tlora_fx.planners.plan import CAPTURED_TOKENS, MeshShape, Plan
 from tlora_fx.planners.prepared import prepared
-from tlora_fx.planners.profile import Hardware, LayerPoint, LayerProfile, Profile, name_of
+from tlora_fx.planners.profile import (
+    Captured,
+    Hardware,
+    LayerPoint,
+    LayerProfile,
+    Profile,
+    name_of,
+)
 from tlora_fx.planners.roofline import shape_of
 from tlora_fx.runtime.adapters import start_adapters
-from tlora_fx.runtime.profiling_clock import Piece, bytes_of, measure
+from tlora_fx.runtime.profiling_clock import Piece, bytes_of, measure, measure_captured
 from tlora_fx.runtime.profiling_ends import host_points, loss_points, optimizer_points, root_points
 from tlora_fx.runtime.profiling_rows import Called, calls_of, mixes_of, row_of
 from tlora_fx.runtime.weights import base_tensors
@@ -186,14 +193,19 @@ class _Timed:
     first: Piece | None = None
     frozen: Piece | None = None
 
+    def pieces(self) -> list[Piece]:
+        """Those that there are."""
+        return [piece for piece in (self.above, self.first, self.frozen) if piece is not None]
+
 
 def _layer_profiles(models: Sequence[Made], asked: Asked) -> list[LayerProfile]:
     """Time the layers of some models in turns with each other."""
     timed = [one for made in models for one in _pieces(made, asked)]
-    pieces = [
-        piece for one in timed for piece in (one.above, one.first, one.frozen) if piece is not None
-    ]
+    pieces = [piece for one in timed for piece in one.pieces()]
     measure(pieces, asked.device, asked.rounds)
+    small = [one for one in timed if one.point.tokens <= CAPTURED_TOKENS]
+    graphs = [piece for one in small for piece in one.pieces()]
+    measure_captured(graphs, asked.device, asked.rounds)
     first = models[0]
     found: dict[str, LayerProfile] = {}
     for place in first.layers:
@@ -212,15 +224,29 @@ def _layer_profiles(models: Sequence[Made], asked: Asked) -> list[LayerProfile]:
 
 def _point(timed: _Timed) -> LayerPoint:
     first, frozen = timed.first, timed.frozen
-    pieces = [piece for piece in (timed.above, first, frozen) if piece is not None]
     return timed.point.model_copy(
         update={
             "forward_ms": timed.above.forward_ms,
             "backward_ms": timed.above.backward_ms,
             "first_ms": first.backward_ms if first else None,
             "frozen_ms": frozen.forward_ms if frozen else None,
-            "noise": max(piece.noise for piece in pieces),
+            "captured": _captured(timed),
+            "noise": max(piece.noise for piece in timed.pieces()),
         }
+    )
+
+
+def _captured(timed: _Timed) -> Captured | None:
+    above = timed.above.captured_ms
+    first = timed.first.captured_ms if timed.first else None
+    frozen = timed.frozen.captured_ms if timed.frozen else None
+    if above is None:
+        return None
+    return Captured(
+        forward_ms=above[0],
+        backward_ms=above[1],
+        first_ms=first and first[1],
+        frozen_ms=frozen and frozen[0],
     )
 
 

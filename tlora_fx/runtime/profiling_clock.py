@@ -7,6 +7,7 @@ is what training has: the device while it is busy, the host where it cannot keep
 
 from __future__ import annotations
 
+import logging
 import math
 import statistics
 import time
@@ -18,6 +19,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from tlora_fx.errors import TloraError
+from tlora_fx.planners.row_graphs import forget_capture
+
+logger = logging.getLogger("tlora_fx.runtime")
 BLOCK_MS = 8.0
 MOST_CALLS = 8
 
@@ -29,11 +34,13 @@ class Piece:
     forward    what is timed; gives what `backward` takes
     backward   None: the forward alone is timed
     times      milliseconds of forward and backward, one pair a round
+    captured   the same as CUDA graphs; empty where that was not asked for, or does not go
     """
 
     forward: Callable[[], Any]
     backward: Callable[[Any], object] | None = None
     times: list[tuple[float, float]] = field(default_factory=list)
+    captured: list[tuple[float, float]] = field(default_factory=list)
     calls: int = 1
 
     @property
@@ -45,6 +52,14 @@ class Piece:
     def backward_ms(self) -> float:
         """The median over the rounds."""
         return statistics.median(back for _, back in self.times)
+
+    @property
+    def captured_ms(self) -> tuple[float, float] | None:
+        """The medians of forward and backward as CUDA graphs, if there are any."""
+        if not self.captured:
+            return None
+        there, back = zip(*self.captured, strict=True)
+        return statistics.median(there), statistics.median(back)
 
     @property
     def noise(self) -> float:
@@ -79,6 +94,53 @@ def _block(piece: Piece, device: torch.device, calls: int) -> tuple[float, float
     first, second, *third = [when() for when in stamps]
     back = (third[0] - second) / calls if third else 0.0
     return (second - first) / calls, back
+
+
+def measure_captured(pieces: Sequence[Piece], device: torch.device, rounds: int) -> None:
+    """Time pieces that `measure` has timed as CUDA graphs too, one after the other.
+
+    What reads tables of jobs on the host cannot be captured, and is left out.
+    """
+    if device.type != "cuda":
+        return
+    for piece in pieces:
+        try:
+            graphs, kept = _graphs(piece)
+        except (RuntimeError, TloraError) as error:
+            logger.info("not timed as a CUDA graph: %s", error)
+            forget_capture(device)
+            return
+        for _ in range(rounds + 1):
+            piece.captured.append(_replayed(graphs, device, piece.calls))
+        # The first replay of a graph loads it.
+        del piece.captured[0], graphs, kept
+
+
+def _graphs(piece: Piece) -> tuple[list[torch.cuda.CUDAGraph], object]:
+    """The forward, and the backward where there is one; and what lies in their memory."""
+    pool = torch.cuda.graph_pool_handle()
+    graphs = [torch.cuda.CUDAGraph() for _ in range(1 if piece.backward is None else 2)]
+    with torch.cuda.graph(graphs[0], pool=pool):
+        made = piece.forward()
+    if piece.backward is not None:
+        with torch.cuda.graph(graphs[1], pool=pool):
+            piece.backward(made)
+    return graphs, made
+
+
+def _replayed(
+    graphs: Sequence[torch.cuda.CUDAGraph], device: torch.device, calls: int
+) -> tuple[float, float]:
+    """Milliseconds a replay of the first and of the second graph."""
+    stamp = _stamps(device)
+    graphs[0].replay()
+    stamps = [stamp()]
+    for graph in graphs:
+        for _ in range(calls):
+            graph.replay()
+        stamps.append(stamp())
+    first, second, *third = [when() for when in stamps]
+    return (second - first) / calls, (third[0] - second) / calls if third else 0.0
 
 
 def _stamps(device: torch.device) -> Callable[[], Callable[[], float]]:

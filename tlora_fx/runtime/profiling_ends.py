@@ -13,9 +13,10 @@ from torch import Tensor, nn
 from tlora_fx.batch import pack, pad
 from tlora_fx.job import Job
 from tlora_fx.passes.lower_loss import LOSS
-from tlora_fx.planners.profile import HostPoint, LossPoint, OptimizerPoint, RootPoint
+from tlora_fx.planners.plan import CAPTURED_TOKENS
+from tlora_fx.planners.profile import Captured, HostPoint, LossPoint, OptimizerPoint, RootPoint
 from tlora_fx.runtime.optimizer import JobOptimizer
-from tlora_fx.runtime.profiling_clock import Piece, bytes_of, measure
+from tlora_fx.runtime.profiling_clock import Piece, bytes_of, measure, measure_captured
 from tlora_fx.runtime.profiling_rows import Called, Mix, handing_on, tokens_of
 from tlora_fx.supermodel import SuperModel
 
@@ -40,17 +41,37 @@ def root_points(
             return leaf if path == last else args[place]
 
         pieces.append(_root_piece(model, called, leaf, instead))
-    measure(pieces, device, rounds)
+    _measure(rows, pieces, device, rounds)
     return [
         RootPoint(
             tokens=called.load.total,
             forward_ms=piece.forward_ms,
             backward_ms=piece.backward_ms,
+            captured=captured_of(piece),
             saved_bytes=bytes_of(piece, device, ()).saved,
             noise=piece.noise,
         )
         for called, piece in zip(rows, pieces, strict=True)
     ]
+
+
+def captured_of(piece: Piece) -> Captured | None:
+    """A piece's times as CUDA graphs."""
+    times = piece.captured_ms
+    return None if times is None else Captured(forward_ms=times[0], backward_ms=times[1])
+
+
+def _measure(
+    rows: Sequence[Called], pieces: Sequence[Piece], device: torch.device, rounds: int
+) -> None:
+    """Time what each row needs, for rows that may run as CUDA graphs also so."""
+    measure(pieces, device, rounds)
+    small = [
+        piece
+        for called, piece in zip(rows, pieces, strict=True)
+        if called.load.total <= CAPTURED_TOKENS
+    ]
+    measure_captured(small, device, rounds)
 
 
 def _root_piece(model: SuperModel, called: Called, leaf: Tensor, instead: Any) -> Piece:
@@ -83,13 +104,14 @@ def loss_points(
             return made
 
         pieces.append(Piece(forward, torch.autograd.backward))
-    measure(pieces, device, rounds)
+    _measure(rows, pieces, device, rounds)
     seen = [bytes_of(piece, device, list(loss.parameters())) for piece in pieces]
     return [
         LossPoint(
             targets=called.load.targets,
             forward_ms=piece.forward_ms,
             backward_ms=piece.backward_ms,
+            captured=captured_of(piece),
             saved_bytes=one.saved,
             peak_bytes=max(one.forward_peak - one.saved, one.backward_peak),
             noise=piece.noise,

@@ -27,6 +27,7 @@ from tlora_fx.planners.feasible import demand_fits
 from tlora_fx.planners.mesh import FIRST_STEP, Mesh, limit_waits
 from tlora_fx.planners.plan import Plan
 from tlora_fx.planners.prepared import prepared
+from tlora_fx.planners.row_graphs import RowGraphs
 from tlora_fx.planners.rows import Cutting, cut_round
 from tlora_fx.runtime.adapters import adapter_tensors, start_adapters
 from tlora_fx.runtime.carrying import Carried
@@ -102,6 +103,8 @@ class Trainer:
                      the same arguments, and the leader writes for all
     longest_wait     after the first round no process waits longer for another
     compiled         layers are compiled by torch.compile; the first rounds take longer
+    cuda_graphs      on a GPU small rows run as CUDA graphs where that is possible (see
+                     `planners.row_graphs`); never in strict mode
     nano_batches     chooses into how many nano-batches rows are cut, round after round
     carried          the run is a piece of a longer one: where its jobs come from and write to
     """
@@ -122,6 +125,7 @@ class Trainer:
         longest_wait: timedelta = FIRST_STEP,
         nano_batches: NanoBatches | None = None,
         compiled: bool = False,
+        cuda_graphs: bool = True,
         carried: Carried | None = None,
     ) -> None:
         self.plan = plan or Plan(planner="single")
@@ -151,6 +155,7 @@ class Trainer:
         self._data = data
         self._runner: RowRunner | ReducingRunner | None = None
         self._compiled = compiled
+        self._cuda_graphs = cuda_graphs and lengthened
         self._nano = nano_batches
         self._choice = self.plan.nano_batches if nano_batches is None else nano_batches.count
         self._cutting = Cutting.of(self.model, max_row_tokens)
@@ -191,6 +196,12 @@ class Trainer:
         stack.enter_context(self.folder.held(self.resume))
         return data
 
+    @property
+    def graphs(self) -> RowGraphs | None:
+        """Rows as CUDA graphs, where they may run so; None before training."""
+        runner = getattr(self._runner, "inner", self._runner)
+        return getattr(runner, "graphs", None)
+
     def prepare(self, data: Mapping[str, JobData]) -> None:
         """Load the base, start or restore the adapters, and make each job's optimizer."""
         if not self.model.ready:
@@ -199,9 +210,10 @@ class Trainer:
         start_adapters(self.model)
         if self.model.group.form == "batch":
             probe_batch_form(self.model)
-        if self._compiled:
+        if self._compiled and not self.model.is_compiled:
             self.model.compile()
-        self._runner = apply(self.model, self.plan, self.mesh)
+        largest = self.max_row_tokens if self._cuda_graphs else 0
+        self._runner = apply(self.model, self.plan, self.mesh, largest_row=largest)
         self.runs = [
             JobRun(i, job, data[job.name], self.model.job_parameters(job.name), self.folder)
             for i, job in enumerate(self.jobs)

@@ -172,7 +172,8 @@ class ProfileEstimator:
             demand_profile(name, self.profiles[name], self.cluster.gpu, allow_estimated=True)
             facts = self.shapes[name] if name in self.shapes else find_base(name).facts()
             fit = BaseFit.of(facts, self.profiles[name], self.tp or measured(self.profiles[name]))
-            layouts = Layouts(fit, self.cluster, self.spine)
+            # Adapters one after the other read their tables on the host.
+            layouts = Layouts(fit, self.cluster, self.spine, captured=self.fused)
             clock = StepClock(fit, layouts, self.fused, tuple(self.nano_batches))
             known = self._bases[name] = Base(fit, layouts, clock, Room(fit, layouts))
         return known

@@ -20,7 +20,7 @@ from tlora_fx.planners.profile import Profile
 from tlora_fx.planners.scaling import carried
 from tlora_fx.planners.times import Curve, LayerTimes, Term, Work
 from tlora_fx.scheduler.demand import Array
-from tlora_fx.scheduler.estimator_curves import Pieces, highest, summed
+from tlora_fx.scheduler.estimator_curves import Pieces, Places, highest, summed
 
 TP = (1, 2, 4, 8)
 #: As planners/memory.py has them: what is not given out, and the part lost in gaps.
@@ -38,7 +38,10 @@ SLOPES = ("squares", "sites", "job_sites", "site_tokens", "rank_tokens")
 
 @dataclass(frozen=True, slots=True)
 class BaseFit:
-    """Tables of one base on one kind of GPU; those by tp have a row for each of `tp`.
+    """Tables of one base on one kind of GPU.
+
+    Those by tp have a row for each of `tp` where small rows run as CUDA graphs, and then one for
+    each of `tp` where they do not (see Plan.captures).
 
     row, loss, host     curves: of a row's tokens, of its targets, of a round's tokens
     forward, backward   [tp, 5] milliseconds by SLOPES of all layers
@@ -72,33 +75,38 @@ class BaseFit:
 
     @classmethod
     def of(cls, facts: ModelFacts, profile: Profile, tp: Sequence[int] = TP) -> BaseFit:
-        """Fitted to a profile's points as the planners fit them.
+        """Fitted to a profile's points as the planners fit them, small rows as CUDA graphs.
 
         tp   sizes of tensor parallelism that may be chosen; what cannot be cut is left out
         """
         sizes = tuple(size for size in tp if divides(facts, size))
-        every = [_LayersAt.of(facts, profile, size) for size in sizes]
-        root, loss = _root(profile), _loss(profile)
-        curves = [[one.curves[name] if name in one.curves else root[name] for one in every]
+        profiles = (profile.as_captured(), profile)
+        graphs, plain = ([_LayersAt.of(facts, one, size) for size in sizes] for one in profiles)
+        every = [graph.with_bytes_of(one) for graph, one in zip(graphs, plain, strict=True)]
+        every += plain
+        root = [_root(one) for one in profiles for _ in sizes]
+        loss = [_loss(one) for one in profiles]
+        curves = [[one.curves[name] if name in one.curves else beside[name]
+                   for one, beside in zip(every, root, strict=True)]
                   for name in ROW_CURVES]  # fmt: skip
         host = Curve.through([(float(one.tokens), one.ms) for one in profile.host])
         shapes = _adapted(facts)
         columns = float(sum(inner + outer for inner, outer in shapes))
         cut = [sum(narrow(inner + outer, facts.hidden, size) for inner, outer in shapes)
-               for size in sizes]  # fmt: skip
+               for _ in profiles for size in sizes]  # fmt: skip
         return cls(
             facts=facts,
             profile=profile,
             tp=sizes,
             row=Pieces.of([curve for own in curves for curve in own]),
-            loss=Pieces.of([loss[name] for name in LOSS_CURVES]),
+            loss=Pieces.of([one[name] for one in loss for name in LOSS_CURVES]),
             host=Pieces.of([host]),
             forward=_table(every, "forward"),
             backward=_table(every, "backward"),
             saved=_table(every, "saved"),
             forward_peak=_table(every, "forward peak"),
             backward_peak=_table(every, "backward peak"),
-            narrower=np.array(cut) / columns if columns else np.ones(len(sizes)),
+            narrower=np.array(cut) / columns if columns else np.ones(len(cut)),
             optimizer=_optimizer(profile),
             sites=len(shapes),
             columns=columns,
@@ -108,7 +116,12 @@ class BaseFit:
 
     def curve(self, name: str) -> int:
         """The number of a row's curve at the first tp; the others follow."""
-        return ROW_CURVES.index(name) * len(self.tp)
+        return ROW_CURVES.index(name) * 2 * len(self.tp)
+
+    def loss_curve(self, name: str, size: Places) -> Places:
+        """The numbers of a loss's curve for places in tables by tp."""
+        launched = size >= len(self.tp)
+        return np.asarray(LOSS_CURVES.index(name) + len(LOSS_CURVES) * launched)
 
     @property
     def usable_bytes(self) -> float:
@@ -179,6 +192,13 @@ class _LayersAt:
             curves[name] = highest([term.curve for term in largest])
             slopes[name] = np.max([_slopes(term.slopes) for term in largest], axis=0)
         return cls(curves, slopes, all(one.exact for one in found.values()))
+
+    def with_bytes_of(self, other: _LayersAt) -> _LayersAt:
+        """Times of these and memory of others, which may have been measured at more sizes."""
+        times = ("forward", "backward")
+        curves = other.curves | {name: self.curves[name] for name in times}
+        slopes = other.slopes | {name: self.slopes[name] for name in times}
+        return _LayersAt(curves, slopes, self.exact)
 
 
 def _slopes(work: Work) -> Array:

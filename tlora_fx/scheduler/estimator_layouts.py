@@ -57,13 +57,15 @@ class Layouts:
     """All layouts of a base on a cluster, those with fewest GPUs first, as columns.
 
     used, tp, dp, pp   [l] processes
-    size               [l] the place of tp among the sizes of the fit
+    captured           small rows run as CUDA graphs where they can: in stages they cannot
+    size               [l] the place of tp in tables
     before             [l] the replicas of the next smaller layout that is otherwise the same; 0
     """
 
     fit: BaseFit
     cluster: Cluster
     spine: float = SPINE
+    captured: bool = True
     meshes: list[MeshShape] = field(init=False)
     estimated: bool = field(init=False, default=False)
 
@@ -76,7 +78,8 @@ class Layouts:
             np.array([float(getattr(mesh, name)) for mesh in self.meshes])
             for name in ("tp", "dp", "pp")
         )
-        self.size = np.array([sizes[mesh.tp] for mesh in self.meshes])
+        launched = [len(self.fit.tp) * (mesh.pp > 1 or not self.captured) for mesh in self.meshes]
+        self.size = np.array([sizes[mesh.tp] for mesh in self.meshes]) + np.array(launched, int)
         self.before = np.array([float(_before(mesh)) for mesh in self.meshes])
 
     def count(self, gpus: Array) -> NDArray[np.intp]:

@@ -122,6 +122,10 @@ class Pairs:
             (self.found[0][chosen], self.found[1][chosen]),
         )  # fmt: skip
 
+    def launched(self, sizes: int) -> Pairs:
+        """The same where no row runs as a CUDA graph; `sizes` of tp there are."""
+        return replace(self, size=np.where(self.size < sizes, self.size + sizes, self.size))
+
     def fullest(self, layouts: Layouts) -> Pairs:
         """The same with rows as long as they may be, where one process closes them job by job."""
         alone = (layouts.dp[self.layout] == 1) & (layouts.pp[self.layout] == 1) & (self.rows > 1)

@@ -14,10 +14,12 @@ import numpy as np
 from tlora_fx.scheduler.demand import Array
 from tlora_fx.scheduler.estimator_fit import UNFUSED_MS, BaseFit
 from tlora_fx.scheduler.estimator_layouts import Layouts
-from tlora_fx.scheduler.estimator_rows import Groups, Pairs
+from tlora_fx.scheduler.estimator_rows import Groups, Pairs, Places
 
 #: All-reduces of a layer in one direction under tensor parallelism.
 TALKS = 2
+#: As planners/step_time.py has them.
+GATHER_HOST_MS, HOST_BOUND_TOKENS = 0.95, 512
 Terms = dict[str, Array]
 
 
@@ -42,7 +44,7 @@ class StepClock:
         targets = groups.column("targets")[pairs.group] * share
         talk, loss_talk = self._talk(pairs, targets)
         found = fit.loss.find(targets / rows)
-        loss = rows * (fit.loss.at(0, found) + fit.loss.at(1, found))
+        loss = rows * (self._loss("forward", pairs, found) + self._loss("backward", pairs, found))
         terms = {
             "host": fit.host.at(0, fit.host.find(groups.column("tokens")))[pairs.group],
             "base": base,
@@ -60,8 +62,10 @@ class StepClock:
     def gathers(self, groups: Groups, pairs: Pairs) -> Array:
         """What a sharded base adds [m]: waiting for weights, unpacking them, slower compute.
 
-        source   planners/step_time.py, `_overlapped`, with layers that are all alike
+        source   planners/step_time.py, `_gathered_ms`, with layers that are all alike
         """
+        whole = pairs.rows * self._row(groups, pairs)
+        pairs = pairs.launched(len(self.fit.tp))
         fit, facts, rows = self.fit, self.fit.facts, pairs.rows
         layers, slower = len(facts.layers), fit.profile.slowdown - 1
         tp = self.layouts.tp[pairs.layout]
@@ -72,8 +76,8 @@ class StepClock:
         unpack_root, unpack, unpack_head = (size * self.layouts.copy_per_byte for size in sizes)
         targets = groups.column("targets")[pairs.group] * pairs.share
         found, talk = fit.loss.find(targets / rows), self._talk(pairs, targets)
-        loss_there = fit.loss.at(0, found) / tp
-        loss_back = fit.loss.at(1, found) / tp + talk[1] / rows
+        loss_there = self._loss("forward", pairs, found) / tp
+        loss_back = self._loss("backward", pairs, found) / tp + talk[1] / rows
         ends = self._curve("root", pairs)
         there, back = (one / layers for one in self._directions(groups, pairs, talk[0]))
 
@@ -85,8 +89,35 @@ class StepClock:
         forward += (layers - 1) * beside(there, unpack, layer) + loss_there + unpack_head
         backward = head + beside(loss_back, unpack_head, layer) + back + unpack
         backward += (layers - 1) * beside(back, unpack, layer)
-        plain = ends + layers * (there + back) + loss_there + loss_back
-        return np.asarray(rows * (forward + backward - plain))
+        host = self._host(groups, pairs)
+        forward = np.maximum(forward, host[0] + GATHER_HOST_MS * layers)
+        backward = np.maximum(backward, host[1] + GATHER_HOST_MS * layers)
+        return np.asarray(rows * (forward + backward) - whole)
+
+    def _row(self, groups: Groups, pairs: Pairs) -> Array:
+        """What `terms` has for one row of a base that is not sharded."""
+        tp, targets = self.layouts.tp[pairs.layout], groups.column("targets")[pairs.group]
+        targets = targets * pairs.share
+        found, talk = self.fit.loss.find(targets / pairs.rows), self._talk(pairs, targets)
+        loss = self._loss("forward", pairs, found) + self._loss("backward", pairs, found)
+        there, back = self._directions(groups, pairs, talk[0])
+        row = self._curve("root", pairs) + there + back + loss / tp + talk[1] / pairs.rows
+        return np.asarray(row)
+
+    def _host(self, groups: Groups, pairs: Pairs) -> tuple[Array, Array]:
+        """What the host takes to launch all layers of a row: their time on a small one."""
+        count = np.maximum(1.0, pairs.tokens // HOST_BOUND_TOKENS)
+        found = self.fit.row.find(pairs.tokens / count)
+        both = []
+        for name, slopes in (("forward", self.fit.forward), ("backward", self.fit.backward)):
+            each, work = self._adapted(groups, slopes)
+            part = pairs.share * pairs.table(work) / (pairs.rows * count)
+            curve = self.fit.row.at(self.fit.curve(name) + pairs.size, found)
+            both.append(curve + pairs.table(each) + part)
+        return both[0], both[1]
+
+    def _loss(self, name: str, pairs: Pairs, found: tuple[Places, Array]) -> Array:
+        return self.fit.loss.at(self.fit.loss_curve(name, pairs.size), found)
 
     def _curve(self, name: str, pairs: Pairs) -> Array:
         return self.fit.row.at(self.fit.curve(name) + pairs.size, pairs.found)
@@ -154,14 +185,15 @@ class StepClock:
 
     def _part(self, groups: Groups, pairs: Pairs, slopes: Array) -> Array:
         """One direction of what `_beside` says: a round's milliseconds, rows' own included."""
-        if self.fused:
-            each = groups.each_row(slopes, self.fit.sites)
-            work = groups.work(slopes)
-        else:
-            unfused = UNFUSED_MS / 2 * len(self.fit.facts.layers)
-            each = groups.adapters * unfused + 0 * slopes[:, 0]
-            work = groups.squares * slopes[:, 0]
+        each, work = self._adapted(groups, slopes)
         return pairs.rows * pairs.table(each) + pairs.share * pairs.table(work)
+
+    def _adapted(self, groups: Groups, slopes: Array) -> tuple[Array, Array]:
+        """[n, tp] of each row however long it is, and of a round's tokens; one direction."""
+        if self.fused:
+            return groups.each_row(slopes, self.fit.sites), groups.work(slopes)
+        unfused = UNFUSED_MS / 2 * len(self.fit.facts.layers)
+        return groups.adapters * unfused + 0 * slopes[:, 0], groups.squares * slopes[:, 0]
 
     def _overlap(self, groups: Groups, pairs: Pairs) -> Array:
         """What the best number of nano-batches takes less than one, never positive.

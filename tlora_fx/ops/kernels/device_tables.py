@@ -20,7 +20,13 @@ from torch import Tensor
 from tlora_fx.errors import TableNotOnDevice, TloraError
 from tlora_fx.ops.adapter_tables import check_scales, rank_bounds
 from tlora_fx.ops.philox import keep_scale, threshold_of
-from tlora_fx.ops.tables import check_keys, check_rates, check_token_index, token_bounds
+from tlora_fx.ops.tables import (
+    check_keys,
+    check_rates,
+    check_token_index,
+    covering,
+    token_bounds,
+)
 
 # Triton compiles anew for a pointer that is not a multiple of 16 bytes.
 _ALIGNED = 4
@@ -87,6 +93,7 @@ class SiteTables(Mirror):
 
 
 _rows: OrderedDict[tuple[object, ...], RowTables] = OrderedDict()
+_offsets: OrderedDict[tuple[object, ...], Mirror] = OrderedDict()
 _sites: OrderedDict[tuple[object, ...], SiteTables] = OrderedDict()
 
 
@@ -130,10 +137,26 @@ def site_tables(
     return found
 
 
+def offsets_on(table: Tensor, rows: int, device: torch.device) -> Tensor:
+    """The copy of a table of offsets into so many rows: int32 [J + 1].
+
+    raises   SegmentError where it does not cover the rows; TableNotOnDevice
+    """
+    capturing = torch.cuda.is_current_stream_capturing()
+    key = (table.data_ptr(), table.shape[0], rows, device)
+    stamps = (stamp(table),)
+    found = _offsets.get(key)
+    if found is None or found.stamps != stamps:
+        found = _uploaded_offsets(found, table, rows, device, capturing)
+        _keep(_offsets, key, found)
+    found.captured |= capturing
+    return found.words
+
+
 def refresh(*tables: Tensor) -> None:
     """Bring tables that were changed in place to the device copies that captured graphs read.
 
-    tables   CPU tables of rows (segments, keys) or of sites (ranks, scales, rates)
+    tables   CPU tables of rows (segments, keys, target_segments) or of sites (ranks, scales, rates)
     raises   as the operators do for tables that do not fit
     """
     changed = {table.data_ptr() for table in tables}
@@ -143,6 +166,10 @@ def refresh(*tables: Tensor) -> None:
             stamps = tuple(map(stamp, row.sources))
             tokens = cast("int", key[3])
             _uploaded_row(row, segments, keys, tokens, row.words.device, stamps, False)
+    for key, mirror in list(_offsets.items()):
+        (table,) = mirror.sources
+        if table.data_ptr() in changed:
+            _uploaded_offsets(mirror, table, cast("int", key[2]), mirror.words.device, False)
     for key, site in list(_sites.items()):
         if changed & {one.data_ptr() for one in site.sources}:
             stamps = tuple(map(stamp, site.sources))
@@ -152,7 +179,7 @@ def refresh(*tables: Tensor) -> None:
 
 def forget() -> None:
     """Drop all copies that no captured graph reads."""
-    caches: list[OrderedDict[Any, Any]] = [_rows, _sites]
+    caches: list[OrderedDict[Any, Any]] = [_rows, _offsets, _sites]
     for cache in caches:
         for key in [key for key, mirror in cache.items() if not mirror.captured]:
             del cache[key]
@@ -201,6 +228,19 @@ def _uploaded_row(
         found.keys = found.keys.view(jobs, 2)
     _upload(found, words, capturing)
     found.stamps, found.bounds, found.keyed = stamps, bounds, keyed
+    return found
+
+
+def _uploaded_offsets(
+    found: Mirror | None, table: Tensor, rows: int, device: torch.device, capturing: bool
+) -> Mirror:
+    stamps = (stamp(table),)
+    words = covering(table, rows) if not capturing else [0] * len(table)
+    if found is None:
+        buffer = torch.empty(len(words), dtype=torch.int32, device=device)
+        found = Mirror((table,), stamps, buffer)
+    _upload(found, words, capturing)
+    found.stamps = stamps
     return found
 
 

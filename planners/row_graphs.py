@@ -1,0 +1,190 @@
+"""Forward and backward of rows as CUDA graphs: one start in place of thousands.
+
+A small row takes the host longer to launch than the GPU to compute. A graph holds what one row of
+a form launched, with the sizes and addresses of then, so each form has its own tensors, which are
+overwritten, and a graph. Forms are few (see `repeating_form`); a form is captured when it comes for
+the second time. Weights and gradients stay where they are, so optimizers know nothing of it.
+
+An operator that reads a table of jobs on the host refuses to be captured; such a model, and rows
+that are large enough to keep the GPU busy, run as they are.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections import Counter, OrderedDict
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from tlora_fx.batch import PackedBatch, repeating_form
+from tlora_fx.errors import TloraError
+from tlora_fx.ops.kernels import refresh
+from tlora_fx.planners.plan import CAPTURED_TOKENS
+from tlora_fx.supermodel import SuperModel
+
+logger = logging.getLogger("tlora_fx.planners")
+MOST_GRAPHS = 48
+# Rows of a form before it is captured: lengths that never come again are many.
+BEFORE = 1
+# What a row needs beyond the activations that its forward keeps.
+SPARE, ROOM = 1.3, 2**28
+
+
+class Form(NamedTuple):
+    """What a graph is made for: the sizes of a row, and the longest sequence that it may hold."""
+
+    tokens: int
+    sequences: int
+    longest: int
+    targets: int
+
+    @classmethod
+    def of(cls, row: PackedBatch) -> Form:
+        """The form of a row."""
+        sizes = row.input_ids.numel(), len(row.cu_seqlens) - 1
+        return cls(*sizes, int(row.max_seqlen), len(row.target_rows))
+
+
+class RowGraphs:
+    """The graphs of a model in one process.
+
+    largest_row   tokens of the largest row that may come: its memory stays free
+    refused       why no row is captured, or ""
+    """
+
+    def __init__(self, model: SuperModel, device: torch.device, largest_row: int) -> None:
+        self.model, self.device, self.largest_row = model, device, largest_row
+        self.refused = ""
+        self._graphs: OrderedDict[Form, RowGraph] = OrderedDict()
+        self._seen: Counter[Form] = Counter()
+        self._pool = torch.cuda.graph_pool_handle()
+
+    @property
+    def forms(self) -> list[Form]:
+        """Those that have a graph."""
+        return list(self._graphs)
+
+    def run(self, row: PackedBatch, weights: Tensor) -> Tensor | None:
+        """Forward and backward of a row, as a graph or on the way to one.
+
+        row       on the CPU
+        weights   [J] on the device
+        returns   [J] weighted loss sums; None where the row is to be run as it is
+        """
+        if self.refused or row.input_ids.numel() > CAPTURED_TOKENS or not len(row.target_rows):
+            return None
+        row = repeating_form(row)
+        form = Form.of(row)
+        graph = self._graphs.get(form)
+        if graph is not None:
+            self._graphs.move_to_end(form)
+            graph.load(row, weights)
+            return graph.replay()
+        self._seen[form] += 1
+        return self._first(form, row, weights) if self._seen[form] > BEFORE else None
+
+    def _first(self, form: Form, row: PackedBatch, weights: Tensor) -> Tensor:
+        """Run a row as it is, on the tensors of its graph to be, and capture it for the next."""
+        graph = RowGraph(self.model, row, weights, self.device)
+        losses, kept = graph.run()
+        if self._has_room(kept, form.tokens):
+            self._capture(form, graph)
+        else:
+            self._seen[form] = 0
+            logger.info("no memory for a CUDA graph of %s", form)
+        return losses
+
+    def _capture(self, form: Form, graph: RowGraph) -> None:
+        try:
+            graph.capture(self._pool)
+        except (RuntimeError, TloraError) as error:
+            # Nothing was run: whatever the model does, it goes on as without graphs.
+            self.refused = f"{type(error).__name__}: {error}"
+            self._graphs.clear()
+            forget_capture(self.device)
+            logger.warning("rows are not run as CUDA graphs: %s", self.refused)
+            return
+        self._graphs[form] = graph
+        while len(self._graphs) > MOST_GRAPHS:
+            gone, _ = self._graphs.popitem(last=False)
+            self._seen[gone] = 0
+        logger.debug("captured rows of %s", form)
+
+    def _has_room(self, kept: int, tokens: int) -> bool:
+        """Whether a row's activations fit twice, and those of the largest row beside them."""
+        unused = torch.cuda.memory_reserved(self.device) - torch.cuda.memory_allocated(self.device)
+        free = torch.cuda.mem_get_info(self.device)[0] + unused
+        return SPARE * kept * (1 + self.largest_row / tokens) + ROOM < free
+
+
+class RowGraph:
+    """One form's tensors, and what a row of it launches.
+
+    row       a row of the form on the device, its tables on the CPU; overwritten by the next
+    weights   [J] likewise
+    """
+
+    def __init__(
+        self, model: SuperModel, row: PackedBatch, weights: Tensor, device: torch.device
+    ) -> None:
+        self.model = model
+        self.row = _copied(row).to(device)
+        self.weights = weights.clone()
+        self._graph: torch.cuda.CUDAGraph | None = None
+        self._losses = torch.empty(0)
+
+    def load(self, row: PackedBatch, weights: Tensor) -> None:
+        """Overwrite the row by another one of its form."""
+        own = self.row
+        for name, tensor in row.tensors().items():
+            getattr(own, name).copy_(tensor, non_blocking=True)
+        self.weights.copy_(weights, non_blocking=True)
+        refresh(own.segments, own.keys, own.target_segments)
+
+    def run(self) -> tuple[Tensor, int]:
+        """Run forward and backward as they are.
+
+        returns   [J] weighted loss sums, free of what computed them: a capture must find no
+                  gradient's accumulator of another stream alive; and the bytes that the forward
+                  kept for the backward
+        """
+        device = self.weights.device
+        before = torch.cuda.memory_allocated(device)
+        losses = self.model(self.row) * self.weights
+        kept = torch.cuda.memory_allocated(device) - before
+        losses.sum().backward()
+        return losses.detach(), max(0, kept)
+
+    def capture(self, pool: Any) -> None:
+        """Note what forward and backward launch; nothing is run.
+
+        raises    RuntimeError or TloraError where the model does what no graph can hold
+        """
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph, pool=pool):
+            losses = self.model(self.row) * self.weights
+            losses.sum().backward()
+        self._graph, self._losses = graph, losses.detach()
+
+    def replay(self) -> Tensor:
+        """Run the row as it was loaded; [J], a copy."""
+        assert self._graph is not None, "captured before"
+        self._graph.replay()
+        return self._losses.clone()
+
+
+def _copied(row: PackedBatch) -> PackedBatch:
+    return PackedBatch(**{name: tensor.clone() for name, tensor in row.tensors().items()})
+
+
+def forget_capture(device: torch.device) -> None:
+    """Let the device's random numbers go on after a capture that failed.
+
+    torch tells its generator of a capture's end only where it ends well.
+    """
+    generator: Any = torch.cuda.default_generators[device.index or 0]
+    fresh: Any = torch.Generator(device)
+    fresh.manual_seed(generator.initial_seed())
+    generator.graphsafe_set_state(fresh)

@@ -1,0 +1,77 @@
+"""Rows as CUDA graphs: what can be known of them without a GPU."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from tests.runtime.groups import VOCABULARY, make_job, tiny_base
+from tlora_fx.batch import IGNORED, JobTokens, pack, repeating_form
+from tlora_fx.driver import compile
+from tlora_fx.errors import TableNotOnDevice
+from tlora_fx.ops import segment_read, segment_sum, tables
+from tlora_fx.planners.apply import apply, load
+from tlora_fx.planners.mesh import Mesh
+from tlora_fx.planners.plan import Plan
+from tlora_fx.runtime.adapters import start_adapters
+from tlora_fx.runtime.weights import base_tensors
+
+
+def row_of(seed, counts=(2, 0, 3)):
+    """A row of a few sequences for each job; a part of the tokens are targets."""
+    generator = torch.Generator().manual_seed(seed)
+    jobs = []
+    for place, count in enumerate(counts):
+        lengths = torch.randint(2, 9, (count,), generator=generator).tolist()
+        ids = [torch.randint(1, VOCABULARY, (n,), generator=generator).tolist() for n in lengths]
+        labels = [[IGNORED, *one[1:]] for one in ids]
+        jobs.append(JobTokens(ids, labels, seed=place, step=seed))
+    return pack(jobs)
+
+
+@pytest.mark.parametrize("dora", [False, True])
+def test_a_repeating_form_has_the_losses_and_gradients_of_its_row(tmp_path, dora):
+    """With dropout, a job without tokens, and branches that nothing lowers."""
+    lora = {"r": 4, "lora_dropout": 0.2, "target_modules": "all-linear", "use_dora": dora}
+    base = tiny_base(tmp_path)
+    jobs = [make_job(base, name, seed=place, lora=lora) for place, name in enumerate("abc")]
+    model, plan, mesh = compile(jobs), Plan(planner="single"), Mesh.alone("cpu")
+    load(model, plan, mesh, base_tensors(model.backbone, mesh.device))
+    start_adapters(model)
+    runner = apply(model, plan, mesh)
+    leaves = [leaf for leaf in model.parameters() if leaf.requires_grad]
+    weights = torch.tensor([0.5, 2.0, 1.0], dtype=torch.float64)
+
+    found = []
+    for row in (row_of(3), repeating_form(row_of(3))):
+        losses = runner.run([row], weights)
+        found.append([losses, *(leaf.grad.clone() for leaf in leaves)])
+        for leaf in leaves:
+            leaf.grad.zero_()
+
+    for one, two in zip(*found, strict=True):
+        torch.testing.assert_close(one, two, rtol=1e-12, atol=1e-14)
+    assert any(one.abs().sum() > 0 for one in found[0][1:])
+
+
+def test_tables_are_not_read_on_the_host_while_a_graph_is_captured(monkeypatch):
+    """A graph would keep for all rows what one row's tables say."""
+    segments = torch.tensor([0, 2, 5], dtype=torch.int32)
+    monkeypatch.setattr(tables, "CAPTURES", True)
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
+
+    for read in (
+        lambda: segment_read(torch.zeros(5), segments, 0, 0),
+        lambda: segment_sum(torch.zeros(5), segments),
+    ):
+        with pytest.raises(TableNotOnDevice, match="while a CUDA graph is captured"):
+            read()
+
+
+def test_without_a_gpu_nothing_is_captured(tmp_path):
+    """The trainer asks for graphs wherever it runs."""
+    model, mesh = compile([make_job(tiny_base(tmp_path), "a")]), Mesh.alone("cpu")
+    plan = Plan(planner="single")
+    load(model, plan, mesh, base_tensors(model.backbone, mesh.device))
+
+    assert apply(model, plan, mesh, largest_row=4096).graphs is None

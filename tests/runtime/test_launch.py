@@ -1,0 +1,74 @@
+"""Processes that would not train the same model together part before they begin."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+import torch.distributed as dist
+
+from tests.planners.processes import run_processes
+from tlora_fx.errors import DataError, RankFailed, RanksDiffer, TloraError
+from tlora_fx.planners.mesh import Mesh
+from tlora_fx.planners.plan import MeshShape
+from tlora_fx.runtime import launch
+from tlora_fx.runtime.ranks import Ranks
+
+
+def everyone() -> Ranks:
+    """The processes of the group, as replicas."""
+    rank, size = dist.get_rank(), dist.get_world_size()
+    mesh = Mesh(MeshShape(dp=size), torch.device("cpu"), rank, dp_rank=rank, world=dist.group.WORLD)
+    return Ranks(mesh)
+
+
+def told(action: Callable[[], object]) -> tuple[str, bool, str]:
+    """The error that an action raises: its class, whether all have it, and its text."""
+    try:
+        action()
+    except TloraError as error:
+        return type(error).__name__, launch.is_shared(error), str(error)
+    return "", False, ""
+
+
+def other_versions() -> list[tuple[str, bool, str]]:
+    """Rank 1 runs another torch, then another tlora-fx."""
+    found = [told(lambda: launch._demand_same_versions(everyone()))]
+    own = torch.__version__, launch.__version__
+    for module, old in ((torch, own[0]), (launch, own[1])):
+        if dist.get_rank() == 1:
+            module.__version__ = "0.0.1"
+        found.append(told(lambda: launch._demand_same_versions(everyone())))
+        module.__version__ = old
+    return found
+
+
+def one_fails() -> tuple[str, bool, str]:
+    """Rank 1 cannot read its data."""
+
+    def read() -> int:
+        if dist.get_rank() == 1:
+            raise DataError("the file is gone", file="x.jsonl")
+        return 7
+
+    return told(lambda: everyone().together(read))
+
+
+def test_processes_of_other_versions_all_stop():
+    """Each raises what names the version and the rank; equal ones go on."""
+    for found in run_processes(2, other_versions):
+        assert found[0] == ("", False, "")
+        for (kind, shared, text), name in zip(found[1:], ("torch", "tlora-fx"), strict=True):
+            assert (kind, shared) == (RanksDiffer.__name__, True)
+            assert f"different versions of {name}" in text
+            assert "0.0.1 (rank 1)" in text
+
+
+def test_what_stops_one_process_stops_all():
+    """The others say who it was, and why."""
+    first, second = run_processes(2, one_fails)
+
+    assert first[:2] == (RankFailed.__name__, True)
+    assert "process 1 cannot go on" in first[2]
+    assert "the file is gone" in first[2]
+    assert second[:2] == (DataError.__name__, True)

@@ -1,0 +1,112 @@
+"""Jobs whose samples have no room are refused by name, whatever the plan."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.runtime.groups import make_data, make_job, tiny_base
+from tlora_fx.cli import train
+from tlora_fx.driver import compile
+from tlora_fx.errors import JobTooLong
+from tlora_fx.planners import known_profiles
+from tlora_fx.planners.cost import CostModel
+from tlora_fx.planners.facts import facts_of
+from tlora_fx.planners.hardware import GPUS
+from tlora_fx.planners.load import round_of_batches
+from tlora_fx.planners.memory import memory_of
+from tlora_fx.planners.plan import Plan
+from tlora_fx.planners.roofline import roofline_profile
+from tlora_fx.runtime.launch import Launch
+from tlora_fx.runtime.room import demand_room, longest_round
+
+PLAN = Plan(planner="single")
+
+
+@pytest.fixture(scope="module")
+def jobs(tmp_path_factory):
+    """Two jobs, the second with samples of up to 60 tokens, and room for more by its file."""
+    base = tiny_base(tmp_path_factory.mktemp("base"), dtype="float32")
+    few = {"per_device_train_batch_size": 3, "gradient_accumulation_steps": 2}
+    return [make_job(base, "short"), make_job(base, "long", max_length=4096, **few)]
+
+
+@pytest.fixture(scope="module")
+def data(jobs):
+    """Eleven samples each."""
+    return make_data(jobs[:1]) | make_data(jobs[1:], longest=60)
+
+
+@pytest.fixture(scope="module")
+def model(jobs):
+    """Their model."""
+    return compile(jobs)
+
+
+def profile_with(model, gib):
+    """A data sheet's profile of a GPU with so much memory."""
+    made = roofline_profile(GPUS["h100"], facts_of(model))
+    hardware = made.hardware.model_copy(update={"memory_gib": gib})
+    return made.model_copy(update={"hardware": hardware})
+
+
+def gib_for(model, work):
+    """Memory of a GPU in which a round just fits."""
+    cost = CostModel(facts_of(model), profile_with(model, 80))
+    return memory_of(cost, PLAN, work).total / 2**30 / 0.96 + 1.5
+
+
+def test_the_longest_round_is_made_of_samples_that_there_are(jobs, data):
+    """Not of max_length: batches of the longest, in order, as many as a step has."""
+    found = longest_round(jobs, data, 100)
+
+    lengths = sorted((len(one.input_ids) for one in data["long"].samples), reverse=True)
+    assert [row[1] for row in found.rows if row[1]] == [tuple(lengths[:3]), tuple(lengths[3:6])]
+    assert [len(row[0]) for row in found.rows if row[0]] == [2]
+    assert found.longest() == (1, lengths[0])
+
+
+def test_a_job_too_long_is_named_before_weights(jobs, data, model):
+    """With a length that has room; where all has room nothing is said."""
+    work = longest_round(jobs, data, 16384)
+    enough, short = gib_for(model, work), gib_for(model, work.shortened(1, 20))
+    demand_room(model, PLAN, data, 16384, profile_with(model, enough * 1.0001))
+
+    with pytest.raises(JobTooLong) as error:
+        demand_room(model, PLAN, data, 16384, profile_with(model, (short + enough) / 2))
+
+    assert "job 'long'" in str(error.value)
+    assert "set its max_length to" in str(error.value)
+
+
+def test_without_a_measurement_nothing_is_refused(data, model, monkeypatch, tmp_path):
+    """Estimates are no reason to refuse a run that its user asked for."""
+    monkeypatch.setenv(known_profiles.FOLDER_VARIABLE, str(tmp_path))
+
+    demand_room(model, PLAN, data, 16384)
+
+
+def test_every_plan_of_the_command_line_is_looked_at(monkeypatch, tmp_path):
+    """Before the trainer is made."""
+    seen = []
+    monkeypatch.setattr("tlora_fx.runtime.room.demand_room", lambda *given: seen.append(given))
+    monkeypatch.setattr("tlora_fx.runtime.prepare.load_all_data", make_data)
+    base = tiny_base(tmp_path / "base")
+    path = tmp_path / "jobs.yaml"
+    path.write_text(
+        f"base: {{config: {base.config}, dtype: float64}}\n"
+        "jobs: [{name: a, lora: {r: 2, target_modules: [q_proj]}, data: {path: x.jsonl}}]\n"
+    )
+    (tmp_path / "x.jsonl").write_text('{"text": "a"}\n')
+    asked = train._Asked(path, tmp_path, False, "cpu", None, 64, "single", None, None)
+
+    _, model, plan = train._prepared(asked, Launch(), None)
+
+    ((given, chosen, _, tokens),) = seen
+    assert (given, chosen, tokens) == (model, plan, 64)
+
+
+def test_rows_close_before_they_grow_too_long():
+    """As rounds of the jobs' own batches do."""
+    made = round_of_batches([[(4, 4)], [(3,), (2, 2)]], 10)
+
+    assert made.rows == (((4, 4), ()), ((), (3,)), ((), (2, 2)))

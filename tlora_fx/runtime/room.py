@@ -1,0 +1,53 @@
+"""Whether the jobs' longest samples have room on the GPU at hand, by what was measured there."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+from tlora_fx.errors import JobTooLong, TloraError
+from tlora_fx.job import Job
+from tlora_fx.planners.auto import device_name
+from tlora_fx.planners.cost import CostModel
+from tlora_fx.planners.facts import facts_of
+from tlora_fx.planners.known_profiles import profile_for
+from tlora_fx.planners.load import Round, round_of_batches
+from tlora_fx.planners.memory import demand_fits
+from tlora_fx.planners.plan import Plan
+from tlora_fx.planners.profile import Profile
+from tlora_fx.runtime.data import JobData
+from tlora_fx.supermodel import SuperModel
+
+
+def demand_room(
+    model: SuperModel,
+    plan: Plan,
+    data: Mapping[str, JobData],
+    max_row_tokens: int,
+    profile: Profile | None = None,
+) -> None:
+    """Refuse jobs whose longest samples a plan has no memory for, before any weight is loaded.
+
+    Only what was measured on such a GPU is believed: without a profile nothing is refused.
+
+    profile   of the device; None: what is known of the one at hand
+    raises    JobTooLong, naming the job and the largest length that fits
+    """
+    try:
+        facts = facts_of(model)
+        known = profile or profile_for(facts, device_name(), allow_estimated=False)
+        demand_fits(CostModel(facts, known), plan, longest_round(model.jobs, data, max_row_tokens))
+    except JobTooLong:
+        raise
+    except TloraError:
+        return  # not measured, or not a model that a profile describes
+
+
+def longest_round(jobs: Sequence[Job], data: Mapping[str, JobData], max_row_tokens: int) -> Round:
+    """A round in which every job brings its longest samples."""
+    batches = []
+    for job in jobs:
+        lengths = sorted((len(one.input_ids) for one in data[job.name].samples), reverse=True)
+        size = job.per_device_train_batch_size
+        count = min(job.gradient_accumulation_steps, -(-len(lengths) // size))
+        batches.append([tuple(lengths[n * size : (n + 1) * size]) for n in range(count)])
+    return round_of_batches(batches, max_row_tokens)
