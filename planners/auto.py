@@ -329,9 +329,6 @@ def _estimated(one: Candidate, cost: CostModel) -> Candidate:
         step_seconds=one.time.seconds,
         memory_bytes=round(one.memory.total),
         profile=cost.profile.name,
-        estimated=cost.estimated
-        or cost.collectives.estimated
-        or one.plan.sequence_parallel
-        or (one.plan.captures and cost.captured.estimated and one.plan.mesh.tp > 1),
+        estimated=cost.estimated or cost.collectives.estimated or one.plan.sequence_parallel,
     )
     return replace(one, plan=one.plan.model_copy(update={"estimate": estimate}))

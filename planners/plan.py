@@ -105,10 +105,11 @@ class Plan(BaseModel):
         """Whether rows of up to CAPTURED_TOKENS may run as CUDA graphs (see `row_graphs`).
 
         Gathering of sharded weights, schedules of stages and cuts into nano-batches are decided
-        by Python in every round.
+        by Python in every round. Sums over tp can be captured, but training so has not been seen
+        on GPUs yet.
         """
         whole = self.mesh.pp == 1 and not (self.shard_base and self.mesh.dp > 1)
-        return whole and self.nano_batches == 1
+        return whole and self.mesh.tp == 1 and self.nano_batches == 1
 
     def save(self, path: Path | str) -> None:
         """Write the plan as JSON.

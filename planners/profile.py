@@ -144,11 +144,6 @@ class LayerProfile(_Part):
     hidden: PositiveInt
     points: list[LayerPoint]
 
-    @property
-    def captured(self) -> bool:
-        """Whether any of its rows was measured as a CUDA graph."""
-        return any(point.captured for point in self.points)
-
 
 class RootPoint(_Timed):
     """All of the root but layers and loss: embedding, positions, last norm."""
@@ -238,16 +233,10 @@ class Profile(_Part):
         return next(found, None)
 
     def as_captured(self) -> Self:
-        """The same where rows run as CUDA graphs (see `row_graphs`).
-
-        Where layers were measured so at some sizes of tp, those of other sizes are left out: what
-        their launches take says less of them than what can be scaled.
-        """
-        known = {one.structure for one in self.layers if one.captured}
+        """The same where rows run as CUDA graphs (see `row_graphs`)."""
         layers = [
             one.model_copy(update={"points": [point.as_captured() for point in one.points]})
             for one in self.layers
-            if one.captured or one.structure not in known
         ]
         root, loss = ([one.as_captured() for one in own] for own in (self.root, self.loss))
         return self.model_copy(update={"layers": layers, "root": root, "loss": loss})

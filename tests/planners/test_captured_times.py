@@ -95,7 +95,8 @@ def test_scaling_scales_both(profile, facts):
         ({}, True),
         ({"mesh": MeshShape(dp=2)}, True),
         ({"mesh": MeshShape(dp=2), "shard_base": True}, False),
-        ({"mesh": MeshShape(tp=2), "nano_batches": 2}, False),
+        ({"mesh": MeshShape(tp=2)}, False),
+        ({"nano_batches": 2}, False),
     ],
 )
 def test_only_plans_that_capture_expect_it(profile, plain, facts, fields, captured):

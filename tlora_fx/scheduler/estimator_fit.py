@@ -81,9 +81,7 @@ class BaseFit:
         """
         sizes = tuple(size for size in tp if divides(facts, size))
         profiles = (profile.as_captured(), profile)
-        graphs, plain = ([_LayersAt.of(facts, one, size) for size in sizes] for one in profiles)
-        every = [graph.with_bytes_of(one) for graph, one in zip(graphs, plain, strict=True)]
-        every += plain
+        every = [_LayersAt.of(facts, one, size) for one in profiles for size in sizes]
         root = [_root(one) for one in profiles for _ in sizes]
         loss = [_loss(one) for one in profiles]
         curves = [[one.curves[name] if name in one.curves else beside[name]
@@ -192,13 +190,6 @@ class _LayersAt:
             curves[name] = highest([term.curve for term in largest])
             slopes[name] = np.max([_slopes(term.slopes) for term in largest], axis=0)
         return cls(curves, slopes, all(one.exact for one in found.values()))
-
-    def with_bytes_of(self, other: _LayersAt) -> _LayersAt:
-        """Times of these and memory of others, which may have been measured at more sizes."""
-        times = ("forward", "backward")
-        curves = other.curves | {name: self.curves[name] for name in times}
-        slopes = other.slopes | {name: self.slopes[name] for name in times}
-        return _LayersAt(curves, slopes, self.exact)
 
 
 def _slopes(work: Work) -> Array:

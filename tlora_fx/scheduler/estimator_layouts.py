@@ -57,7 +57,7 @@ class Layouts:
     """All layouts of a base on a cluster, those with fewest GPUs first, as columns.
 
     used, tp, dp, pp   [l] processes
-    captured           small rows run as CUDA graphs where they can: in stages they cannot
+    captured           small rows run as CUDA graphs where they can (see Plan.captures)
     size               [l] the place of tp in tables
     before             [l] the replicas of the next smaller layout that is otherwise the same; 0
     """
@@ -78,8 +78,9 @@ class Layouts:
             np.array([float(getattr(mesh, name)) for mesh in self.meshes])
             for name in ("tp", "dp", "pp")
         )
-        launched = [len(self.fit.tp) * (mesh.pp > 1 or not self.captured) for mesh in self.meshes]
-        self.size = np.array([sizes[mesh.tp] for mesh in self.meshes]) + np.array(launched, int)
+        whole = [self.captured and mesh.pp == mesh.tp == 1 for mesh in self.meshes]
+        self.size = np.array([sizes[mesh.tp] for mesh in self.meshes])
+        self.size = np.where(whole, self.size, self.size + len(self.fit.tp))
         self.before = np.array([float(_before(mesh)) for mesh in self.meshes])
 
     def count(self, gpus: Array) -> NDArray[np.intp]:
