@@ -20,7 +20,7 @@ from torch import Tensor
 
 from tlora_fx.batch import PackedBatch, repeating_form
 from tlora_fx.errors import TloraError
-from tlora_fx.ops.kernels import refresh
+from tlora_fx.ops.kernels import refresh, release
 from tlora_fx.planners.plan import CAPTURED_TOKENS
 from tlora_fx.supermodel import SuperModel
 
@@ -77,13 +77,30 @@ class RowGraphs:
             return None
         row = repeating_form(row)
         form = Form.of(row)
+        self._seen[form] += 1
         graph = self._graphs.get(form)
         if graph is not None:
             self._graphs.move_to_end(form)
             graph.load(row, weights)
             return graph.replay()
-        self._seen[form] += 1
-        return self._first(form, row, weights) if self._seen[form] > BEFORE else None
+        if self._seen[form] <= BEFORE or not self._is_worth(form):
+            return None
+        return self._first(form, row, weights)
+
+    def clear(self) -> None:
+        """Let go of all graphs and of their memory."""
+        while self._graphs:
+            self._evict()
+
+    def _is_worth(self, form: Form) -> bool:
+        """Whether there is a place for a graph, or one that is taken by a much rarer form."""
+        if len(self._graphs) < MOST_GRAPHS:
+            return True
+        return self._seen[form] > 2 * self._seen[next(iter(self._graphs))]
+
+    def _evict(self) -> None:
+        _, graph = self._graphs.popitem(last=False)
+        graph.release()
 
     def _first(self, form: Form, row: PackedBatch, weights: Tensor) -> Tensor:
         """Run a row as it is, on the tensors of its graph to be, and capture it for the next."""
@@ -92,24 +109,34 @@ class RowGraphs:
         if self._has_room(kept, form.tokens):
             self._capture(form, graph)
         else:
-            self._seen[form] = 0
-            logger.info("no memory for a CUDA graph of %s", form)
+            self._refuse(form, graph)
         return losses
 
+    def _refuse(self, form: Form, graph: RowGraph) -> None:
+        """Leave a form for now: there is no memory for its graph."""
+        self._seen[form] = 0
+        graph.release()
+        logger.info("no memory for a CUDA graph of %s", form)
+
     def _capture(self, form: Form, graph: RowGraph) -> None:
+        stream = torch.cuda.current_stream(self.device)
         try:
             graph.capture(self._pool)
+        except torch.cuda.OutOfMemoryError:
+            forget_capture(self.device, stream)
+            self._refuse(form, graph)
+            return
         except (RuntimeError, TloraError) as error:
             # Nothing was run: whatever the model does, it goes on as without graphs.
             self.refused = f"{type(error).__name__}: {error}"
-            self._graphs.clear()
-            forget_capture(self.device)
+            forget_capture(self.device, stream)
+            graph.release()
+            self.clear()
             logger.warning("rows are not run as CUDA graphs: %s", self.refused)
             return
         self._graphs[form] = graph
-        while len(self._graphs) > MOST_GRAPHS:
-            gone, _ = self._graphs.popitem(last=False)
-            self._seen[gone] = 0
+        if len(self._graphs) > MOST_GRAPHS:
+            self._evict()
         logger.debug("captured rows of %s", form)
 
     def _has_room(self, kept: int, tokens: int) -> bool:
@@ -168,6 +195,11 @@ class RowGraph:
             losses.sum().backward()
         self._graph, self._losses = graph, losses.detach()
 
+    def release(self) -> None:
+        """Let go of what the graph read on the device; it is not replayed any more."""
+        self._graph = None
+        release(self.row.segments, self.row.keys, self.row.target_segments)
+
     def replay(self) -> Tensor:
         """Run the row as it was loaded; [J], a copy."""
         assert self._graph is not None, "captured before"
@@ -179,11 +211,15 @@ def _copied(row: PackedBatch) -> PackedBatch:
     return PackedBatch(**{name: tensor.clone() for name, tensor in row.tensors().items()})
 
 
-def forget_capture(device: torch.device) -> None:
-    """Let the device's random numbers go on after a capture that failed.
+def forget_capture(device: torch.device, stream: torch.cuda.Stream) -> None:
+    """Let streams and random numbers go on after a capture that failed.
 
-    torch tells its generator of a capture's end only where it ends well.
+    torch leaves the stream of a capture, and tells its generator of the end, only where it ends
+    well.
+
+    stream   which was the current one before the capture
     """
+    torch.cuda.set_stream(stream)
     generator: Any = torch.cuda.default_generators[device.index or 0]
     fresh: Any = torch.Generator(device)
     fresh.manual_seed(generator.initial_seed())

@@ -90,8 +90,8 @@ def repeating_form(row: PackedBatch) -> PackedBatch:
     """A packed row of the same tokens and losses whose every size is one of few.
 
     The number of sequences rises to a power of two by sequences of no tokens, `max_seqlen` to a
-    power of two, and the number of target rows to a multiple of an eighth of the tokens, by rows
-    without a label that count as the last job's.
+    power of two, and the number of target rows to a multiple of an eighth of the tokens, by the
+    last target's row without its label, which counts as that row's job's.
 
     row      on the CPU, in packed form, with a target at least
     """
@@ -100,13 +100,14 @@ def repeating_form(row: PackedBatch) -> PackedBatch:
     count = len(row.target_rows)
     missing = -count % eighth
     segments = row.target_segments.clone()
-    segments[-1] += missing
+    # All jobs behind the last one that has targets end where it ends.
+    segments[row.target_segments == count] += missing
     more = _power_of_two(sequences) - sequences
     return replace(
         row,
         cu_seqlens=F.pad(row.cu_seqlens, (0, more), value=tokens),
         max_seqlen=torch.tensor(_power_of_two(int(row.max_seqlen)), dtype=torch.int32),
-        target_rows=F.pad(row.target_rows, (0, missing)),
+        target_rows=torch.cat([row.target_rows, row.target_rows[-1:].expand(missing)]),
         targets=F.pad(row.targets, (0, missing), value=IGNORED),
         target_segments=segments,
     )

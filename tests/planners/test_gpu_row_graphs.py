@@ -151,5 +151,6 @@ def test_random_numbers_go_on_after_a_capture_that_failed(tmp_path, monkeypatch)
     found = [runner.run([row_of(1)], weights) for _ in range(4)]
 
     assert runner.graphs.refused
+    assert torch.cuda.current_stream() == torch.cuda.default_stream()
     assert torch.equal(found[0], found[3])
     assert torch.randn(3, device="cuda").isfinite().all()

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import ClassVar
+
 import pytest
 import torch
 
@@ -10,9 +12,11 @@ from tlora_fx.batch import IGNORED, JobTokens, pack, repeating_form
 from tlora_fx.driver import compile
 from tlora_fx.errors import TableNotOnDevice
 from tlora_fx.ops import segment_read, segment_sum, tables
+from tlora_fx.planners import row_graphs
 from tlora_fx.planners.apply import apply, load
 from tlora_fx.planners.mesh import Mesh
 from tlora_fx.planners.plan import Plan
+from tlora_fx.planners.row_graphs import RowGraphs
 from tlora_fx.runtime.adapters import start_adapters
 from tlora_fx.runtime.weights import base_tensors
 
@@ -75,3 +79,101 @@ def test_without_a_gpu_nothing_is_captured(tmp_path):
     load(model, plan, mesh, base_tensors(model.backbone, mesh.device))
 
     assert apply(model, plan, mesh, largest_row=4096).graphs is None
+
+
+class Pretended:
+    """Stands for a graph: notes what it is asked for."""
+
+    made: ClassVar[list[Pretended]] = []
+    fails: ClassVar[Exception | None] = None
+
+    def __init__(self, model, row, weights, device):
+        self.replays, self.loaded, self.released = 0, [row], False
+        self.made.append(self)
+
+    def run(self):
+        return torch.ones(3), 8
+
+    def capture(self, pool):
+        if self.fails is not None:
+            raise self.fails
+
+    def load(self, row, weights):
+        self.loaded.append(row)
+
+    def replay(self):
+        self.replays += 1
+        return torch.zeros(3)
+
+    def release(self):
+        self.released = True
+
+
+@pytest.fixture
+def graphs(monkeypatch):
+    """Graphs of no model, without a GPU."""
+    monkeypatch.setattr(row_graphs, "RowGraph", Pretended)
+    monkeypatch.setattr(row_graphs, "forget_capture", lambda device, stream: None)
+    monkeypatch.setattr(torch.cuda, "graph_pool_handle", lambda: (0, 0))
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: None)
+    monkeypatch.setattr(RowGraphs, "_has_room", lambda self, kept, tokens: True)
+    monkeypatch.setattr(row_graphs, "MOST_GRAPHS", 2)
+    monkeypatch.setattr(Pretended, "made", [])
+    monkeypatch.setattr(Pretended, "fails", None)
+    return RowGraphs(None, torch.device("cpu"), 4096)
+
+
+def rows_of_lengths(*lengths):
+    ids = [[[1] * length] for length in lengths]
+    return [pack([JobTokens(one, one)] * 3) for one in ids]
+
+
+def test_a_form_is_captured_the_second_time_and_replayed_then(graphs):
+    """The first row runs as it is, and rows of another form too."""
+    one, other = rows_of_lengths(16, 300)
+    told = [graphs.run(row, torch.ones(3)) for row in (one, other, one, one)]
+
+    assert [None if one is None else one.tolist() for one in told] == [
+        None, None, [1, 1, 1], [0, 0, 0],
+    ]  # fmt: skip
+    (made,) = Pretended.made
+    assert made.replays == 1
+    assert len(made.loaded) == 2
+
+
+def test_a_rare_form_takes_no_place_from_a_frequent_one(graphs):
+    """Capturing costs more than launching: a place goes to a form that comes far more often."""
+    rows = rows_of_lengths(16, 100, 300)
+    for row in (*rows[:2], *rows[:2], rows[1]):
+        graphs.run(row, torch.ones(3))
+    first = graphs.forms
+
+    for _ in range(4):
+        graphs.run(rows[2], torch.ones(3))
+    assert graphs.forms == first
+    graphs.run(rows[2], torch.ones(3))
+
+    assert len(graphs.forms) == 2
+    assert graphs.forms != first
+    assert [one.released for one in Pretended.made] == [True, False, False]
+
+
+def test_no_memory_leaves_one_form_and_a_refusal_all(graphs, monkeypatch):
+    """A model that cannot be captured is not tried again; what was captured is let go of."""
+    small, large, other = rows_of_lengths(16, 100, 300)
+    for row in (small, small):
+        graphs.run(row, torch.ones(3))
+    monkeypatch.setattr(Pretended, "fails", torch.cuda.OutOfMemoryError("no memory"))
+    for row in (large, large):
+        graphs.run(row, torch.ones(3))
+    assert graphs.refused == ""
+    assert len(graphs.forms) == 1
+
+    monkeypatch.setattr(Pretended, "fails", TableNotOnDevice("reads a table"))
+    for row in (other, other):
+        graphs.run(row, torch.ones(3))
+
+    assert "reads a table" in graphs.refused
+    assert graphs.forms == []
+    assert all(one.released for one in Pretended.made)
+    assert graphs.run(small, torch.ones(3)) is None

@@ -103,13 +103,14 @@ def measure_captured(pieces: Sequence[Piece], device: torch.device, rounds: int)
     """
     if device.type != "cuda":
         return
+    stream = torch.cuda.current_stream(device)
     for piece in pieces:
         try:
             graphs, kept = _graphs(piece)
         except (RuntimeError, TloraError) as error:
             logger.info("not timed as a CUDA graph: %s", error)
-            forget_capture(device)
-            return
+            forget_capture(device, stream)
+            continue
         for _ in range(rounds + 1):
             piece.captured.append(_replayed(graphs, device, piece.calls))
         # The first replay of a graph loads it.

@@ -51,3 +51,9 @@ def longest_round(jobs: Sequence[Job], data: Mapping[str, JobData], max_row_toke
         count = min(job.gradient_accumulation_steps, -(-len(lengths) // size))
         batches.append([tuple(lengths[n * size : (n + 1) * size]) for n in range(count)])
     return round_of_batches(batches, max_row_tokens)
+
+
+def longest_row(jobs: Sequence[Job], data: Mapping[str, JobData], max_row_tokens: int) -> int:
+    """Tokens of the largest row that the jobs' samples can make."""
+    rows = longest_round(jobs, data, max_row_tokens).rows
+    return max((sum(map(sum, row)) for row in rows), default=0)

@@ -43,6 +43,7 @@ from tlora_fx.runtime.norms import gradient_norms
 from tlora_fx.runtime.prepare import check_fits, load_all_data
 from tlora_fx.runtime.probe import probe_batch_form
 from tlora_fx.runtime.ranks import Agreed, Note, Ranks, demand_elementwise, table_hash
+from tlora_fx.runtime.room import longest_row
 from tlora_fx.runtime.rounds import MicroBatches, rows_of_round
 from tlora_fx.runtime.run_folder import NoFolder, RunFolder
 from tlora_fx.runtime.weights import base_tensors
@@ -212,7 +213,7 @@ class Trainer:
             probe_batch_form(self.model)
         if self._compiled and not self.model.is_compiled:
             self.model.compile()
-        largest = self.max_row_tokens if self._cuda_graphs else 0
+        largest = longest_row(self.jobs, data, self.max_row_tokens) if self._cuda_graphs else 0
         self._runner = apply(self.model, self.plan, self.mesh, largest_row=largest)
         self.runs = [
             JobRun(i, job, data[job.name], self.model.job_parameters(job.name), self.folder)

@@ -92,9 +92,13 @@ class SiteTables(Mirror):
     drops: bool = False
 
 
-_rows: OrderedDict[tuple[object, ...], RowTables] = OrderedDict()
-_offsets: OrderedDict[tuple[object, ...], Mirror] = OrderedDict()
-_sites: OrderedDict[tuple[object, ...], SiteTables] = OrderedDict()
+Key = tuple[object, ...]
+Cache = OrderedDict[Key, Any]
+_rows: OrderedDict[Key, RowTables] = OrderedDict()
+_offsets: OrderedDict[Key, Mirror] = OrderedDict()
+_sites: OrderedDict[Key, SiteTables] = OrderedDict()
+# By a table's address: the caches and keys of its copies.
+_holders: dict[int, dict[tuple[int, Key], Cache]] = {}
 
 
 def row_tables(
@@ -159,30 +163,34 @@ def refresh(*tables: Tensor) -> None:
     tables   CPU tables of rows (segments, keys, target_segments) or of sites (ranks, scales, rates)
     raises   as the operators do for tables that do not fit
     """
-    changed = {table.data_ptr() for table in tables}
-    for key, row in list(_rows.items()):
-        if changed & {one.data_ptr() for one in row.sources}:
-            segments, keys = row.sources
-            stamps = tuple(map(stamp, row.sources))
+    for key, cache in _held(tables):
+        mirror = cache[key]
+        stamps = tuple(map(stamp, mirror.sources))
+        if cache is _rows:
+            segments, keys = mirror.sources
             tokens = cast("int", key[3])
-            _uploaded_row(row, segments, keys, tokens, row.words.device, stamps, False)
-    for key, mirror in list(_offsets.items()):
-        (table,) = mirror.sources
-        if table.data_ptr() in changed:
+            _uploaded_row(mirror, segments, keys, tokens, mirror.words.device, stamps, False)
+        elif cache is _offsets:
+            (table,) = mirror.sources
             _uploaded_offsets(mirror, table, cast("int", key[2]), mirror.words.device, False)
-    for key, site in list(_sites.items()):
-        if changed & {one.data_ptr() for one in site.sources}:
-            stamps = tuple(map(stamp, site.sources))
+        else:
             rows, block = cast("tuple[int, int]", key[-3:-1])
-            _uploaded_site(site, site.sources, rows, block, site.words.device, stamps, False)
+            device = mirror.words.device
+            _uploaded_site(mirror, mirror.sources, rows, block, device, stamps, False)
+
+
+def release(*tables: Tensor) -> None:
+    """Drop the device copies of tables that a captured graph read which is gone."""
+    for key, cache in _held(tables):
+        _drop(cache, key)
 
 
 def forget() -> None:
     """Drop all copies that no captured graph reads."""
-    caches: list[OrderedDict[Any, Any]] = [_rows, _offsets, _sites]
-    for cache in caches:
-        for key in [key for key, mirror in cache.items() if not mirror.captured]:
-            del cache[key]
+    for cache in (_rows, _offsets, _sites):
+        own: Cache = cast("Cache", cache)
+        for key in [key for key, mirror in own.items() if not mirror.captured]:
+            _drop(own, key)
 
 
 def check_masks(row: RowTables, keys: Tensor, token_index: Tensor, tokens: int) -> None:
@@ -305,13 +313,31 @@ def _upload(mirror: Mirror, words: list[int], capturing: bool) -> None:
     mirror.words.copy_(staging, non_blocking=pinned)
 
 
-def _keep(cache: OrderedDict[Any, Any], key: object, mirror: Mirror) -> None:
+def _held(tables: Iterable[Tensor]) -> list[tuple[Key, Cache]]:
+    """Where the copies of some tables are kept, each once."""
+    found: dict[tuple[int, Key], Cache] = {}
+    for table in tables:
+        found |= _holders.get(table.data_ptr(), {})
+    return [(key, cache) for (_, key), cache in found.items()]
+
+
+def _keep(cache: Any, key: Key, mirror: Mirror) -> None:
     cache[key] = mirror
     cache.move_to_end(key)
+    for table in mirror.sources:
+        _holders.setdefault(table.data_ptr(), {})[id(cache), key] = cache
     while len(cache) > _MOST and (old := _oldest(cache)) is not None:
-        del cache[old]
+        _drop(cache, old)
 
 
-def _oldest(cache: OrderedDict[Any, Any]) -> object | None:
+def _drop(cache: Cache, key: Key) -> None:
+    for table in cache.pop(key).sources:
+        holders = _holders.get(table.data_ptr(), {})
+        holders.pop((id(cache), key), None)
+        if not holders:
+            _holders.pop(table.data_ptr(), None)
+
+
+def _oldest(cache: Cache) -> Key | None:
     """The first entry that no captured graph reads."""
     return next((key for key, mirror in cache.items() if not mirror.captured), None)
