@@ -52,11 +52,13 @@ class RowGraphs:
 
     largest_row   tokens of the largest row that may come: its memory stays free
     refused       why no row is captured, or ""
+    roomless      how often there was no memory for a graph
     """
 
     def __init__(self, model: SuperModel, device: torch.device, largest_row: int) -> None:
         self.model, self.device, self.largest_row = model, device, largest_row
         self.refused = ""
+        self.roomless = 0
         self._graphs: OrderedDict[Form, RowGraph] = OrderedDict()
         self._seen: Counter[Form] = Counter()
         self._pool = torch.cuda.graph_pool_handle()
@@ -115,6 +117,7 @@ class RowGraphs:
     def _refuse(self, form: Form, graph: RowGraph) -> None:
         """Leave a form for now: there is no memory for its graph."""
         self._seen[form] = 0
+        self.roomless += 1
         graph.release()
         logger.info("no memory for a CUDA graph of %s", form)
 

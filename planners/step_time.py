@@ -24,7 +24,7 @@ from tlora_fx.planners.plan import Plan, Schedule
 #: Hidden columns times this many: where attention costs as much as all else (see rows.Cutting).
 SQUARE = 12.0
 #: What Python does for one gather, on the hosts of two and of four H200: a layer of Llama-3-8B's
-#: shape took 1.9 ms more than a whole one, forward and backward, where both waited for the host.
+#: shape took 1.8 and 2.0 ms more than a whole one, forward and backward, where the host was slower.
 GATHER_HOST_MS = 0.95
 #: Rows so small that a layer's time is the host's, where layers are not captured.
 HOST_BOUND_TOKENS = 512

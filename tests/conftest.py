@@ -60,3 +60,13 @@ def traced_once(request: pytest.FixtureRequest) -> None:
 
     tested = (Path(__file__).parent / "tracing").resolve() in request.path.resolve().parents
     (traced_once.uninstall if tested else traced_once.install)()
+
+
+@pytest.fixture
+def fresh_dynamo():
+    """No compiled code is left from the test before, and none for the test after."""
+    import torch
+
+    torch._dynamo.reset()
+    yield
+    torch._dynamo.reset()

@@ -47,13 +47,7 @@ ROWS = [
 ROOT = Path(__file__).parents[1]
 KINDS = ({}, {"use_dora": True}, {"lora_dropout": 0.5})
 
-
-@pytest.fixture(autouse=True)
-def _fresh():
-    """No compiled code is left from the test before, and none for the test after."""
-    torch._dynamo.reset()
-    yield
-    torch._dynamo.reset()
+pytestmark = pytest.mark.usefixtures("fresh_dynamo")
 
 
 @pytest.fixture(scope="module")

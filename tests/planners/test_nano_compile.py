@@ -19,13 +19,7 @@ from tlora_fx.planners.prepared import prepared
 
 LENGTHS = ([5, 3], [4, 6])
 
-
-@pytest.fixture(autouse=True)
-def _fresh():
-    """No compiled code is left from the test before, and none for the test after."""
-    torch._dynamo.reset()
-    yield
-    torch._dynamo.reset()
+pytestmark = pytest.mark.usefixtures("fresh_dynamo")
 
 
 @pytest.fixture(scope="module")

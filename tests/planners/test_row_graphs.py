@@ -167,6 +167,7 @@ def test_no_memory_leaves_one_form_and_a_refusal_all(graphs, monkeypatch):
     for row in (large, large):
         graphs.run(row, torch.ones(3))
     assert graphs.refused == ""
+    assert graphs.roomless == 1
     assert len(graphs.forms) == 1
 
     monkeypatch.setattr(Pretended, "fails", TableNotOnDevice("reads a table"))

@@ -74,8 +74,8 @@ def test_more_gpus_are_never_slower(known, group, gpus, more):
 def test_on_one_gpu_a_job_more_never_takes_less_time(known, group, job):
     """Nor do two together take longer than one after the other.
 
-    But for a few hundredths: curves of few measured rows are not straight, and where a row more is
-    opened each is shorter.
+    But for six hundredths: a layer on 16,384 tokens was measured 5.7 % above two on 8,192, so a
+    job more may open a second, cheaper row, or close two rows to a dearer one.
     """
     both = seconds(known, group.plus(job), 1)
     each = seconds(known, group, 1), seconds(known, job, 1)

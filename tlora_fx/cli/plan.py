@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -23,8 +24,7 @@ def run(
     jobs: Annotated[Path, typer.Argument(help="Job file (YAML).")],
     gpus: Annotated[int, typer.Option(min=1, help="How many GPUs there are.")],
     gpu: Annotated[
-        str | None,
-        typer.Option(help="h200, a profile's file, roofline:h200; this one."),
+        str | None, typer.Option(help="h200, a profile's file, roofline:h200; this one.")
     ] = None,
     nodes: Annotated[
         int | None, typer.Option(min=1, help="Over how many nodes; 8 GPUs a node by default.")
@@ -43,8 +43,7 @@ def run(
         bool, typer.Option("--allow-estimated", help="Plan by a scaled profile or a roofline.")
     ] = False,
     sequence_parallel: Annotated[
-        bool,
-        typer.Option("--sequence-parallel", help="Only plans that cut rows too, along tokens."),
+        bool, typer.Option("--sequence-parallel", help="Only plans that cut rows along tokens too.")
     ] = False,
     export: Annotated[
         str | None, typer.Option(help="Write the profile for galvatron, metis or sailor.")
@@ -73,19 +72,23 @@ def run(
     profile = profile_for(facts_of(model), gpu or device_name(), allow_estimated=allow_estimated)
     work = round_of_jobs(given.jobs, length=length, tokens=tokens, max_row_tokens=max_row_tokens)
     per_node = -(-gpus // nodes) if nodes else min(gpus, GPUS_PER_NODE)
-    cluster = Cluster(per_node)
-    found = search(model, profile, work, gpus, cluster, sequence_parallel=sequence_parallel)
+    found = search(
+        model, profile, work, gpus, Cluster(per_node), sequence_parallel=sequence_parallel
+    )
     demand_memory(found, work)
-    best = found.best()
     console = Console(highlight=False, soft_wrap=True)
     _print(console, head(given, work, found, gpus, per_node), found, show)
     if export is not None:
         length = length or max(job.max_length for job in given.jobs)
-        for path in exported(found, export, folder, length, gpus, per_node):
-            console.print(f"written   {path}", markup=False)
+        _written(console, exported(found, export, folder, length, gpus, per_node))
     if output is not None:
-        best.save(output)
-        console.print(f"written   {output}: tlora-fx train {jobs} --plan {output}", markup=False)
+        found.best().save(output)
+        _written(console, [f"{output}: tlora-fx train {jobs} --plan {output}"])
+
+
+def _written(console: Console, files: Iterable[object]) -> None:
+    for file in files:
+        console.print(f"written   {file}", markup=False)
 
 
 def _print(console: Console, lines: list[str], found: Search, show: int) -> None:

@@ -102,7 +102,10 @@ def run(
     _say(console, before(base, plan))
     if save_trace is not None:
         _say(console, [saved(plan.main[0], save_trace)])
-    report = replayed(plan, processes or os.cpu_count() or 1)
+    _told(console, replayed(plan, processes or os.cpu_count() or 1), output)
+
+
+def _told(console: Console, report: Report, output: Path | None) -> None:
     _say(console, after(report))
     Console(highlight=False, width=max(console.width, WIDE)).print(table(report))
     _say(console, compared(report))

@@ -145,6 +145,9 @@ def _train(asked: _Asked, launch: Launch) -> None:
         if graphs is not None and graphs.refused:
             told = f"rows did not run as CUDA graphs: {graphs.refused.splitlines()[0]}"
             console.print(told, highlight=False, markup=False)
+        elif graphs is not None and graphs.roomless:
+            told = f"rows: {graphs.roomless} times there was no memory for a CUDA graph"
+            console.print(told, highlight=False)
     if any(job.status == "failed" for job in runs):
         sys.exit(1)
 
