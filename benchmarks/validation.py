@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import argparse
 import os
+import shutil
 import subprocess
 import sys
 import tempfile
@@ -128,8 +129,23 @@ def main() -> None:
                 for policy in asked.policies.split(",")
             },
         }
+        if asked.keep:
+            keep(folder, asked.keep, asked.policies.split(","))
     write(asked.output, found)
     show(found)
+
+
+def keep(folder: Path, kept: Path, policies: Sequence[str]) -> None:
+    """Copy the profile and what the runs noted, without weights: all that a replay needs."""
+    kept.mkdir(parents=True, exist_ok=True)
+    shutil.copy(folder / "profile.json", kept)
+    for policy in policies:
+        shutil.copytree(folder / policy / "jobs", kept / policy / "jobs", dirs_exist_ok=True)
+        run = folder / policy / "run"
+        for path in [*run.glob("*.*"), *run.glob("groups/*/told.jsonl")]:
+            copied = kept / policy / "run" / path.relative_to(run)
+            copied.parent.mkdir(parents=True, exist_ok=True)
+            shutil.copy(path, copied)
 
 
 def warm_up(bench: Bench) -> list[dict[str, float]]:
@@ -336,6 +352,7 @@ def _arguments() -> argparse.Namespace:
         default=LIMIT_SECONDS,
         help="of each run; jobs that are not done then do not count",
     )
+    made.add_argument("--keep", type=Path, help="folder for the profile and what the runs noted")
     made.add_argument("--compile", action="store_true", help="compile the layers")
     made.add_argument("--seed", type=int, default=0)
     made.add_argument("-o", "--output", type=Path, default=RESULTS / "validation.json")

@@ -14,6 +14,7 @@ from tlora_fx.ops import use_group
 from tlora_fx.ops.tensor_groups import GROUP
 from tlora_fx.part import Part
 from tlora_fx.passes.lower_loss import HEAD
+from tlora_fx.planners.facts import why_launched
 from tlora_fx.planners.first_step import FirstStep
 from tlora_fx.planners.mesh import Mesh
 from tlora_fx.planners.nano_model import NanoModel
@@ -21,7 +22,7 @@ from tlora_fx.planners.plan import Plan
 from tlora_fx.planners.protocol import StepRunner
 from tlora_fx.planners.reduction import GradientBuckets
 from tlora_fx.planners.row_graphs import RowGraphs
-from tlora_fx.planners.sharding import shard_base, shard_layer
+from tlora_fx.planners.sharding import Sharded, shard_base, shard_layer
 from tlora_fx.supermodel import SuperModel
 
 Forward = Callable[[PackedBatch], Tensor]
@@ -68,18 +69,27 @@ def apply(
         use_group(GROUP, mesh.tp)
     demand_shardable(model, plan)
     demand_nano(plan, plan.nano_batches > 1)
-    if shards(plan) and plan.mesh.pp == 1:
-        shard_base(model, plan, mesh)
+    sharded = shard_base(model, plan, mesh) if shards(plan) and plan.mesh.pp == 1 else None
     if plan.mesh.pp > 1:
         from tlora_fx.planners.pipeline_runner import PipelineRunner
 
         return ReducingRunner(model, mesh, PipelineRunner(model, plan, mesh))
     runner = RowRunner(model, mesh, inside=shards(plan))
-    packed = model.group.form == "packed"
-    if largest_row and packed and mesh.device.type == "cuda" and plan.captures:
-        runner.graphs = RowGraphs(model, mesh.device, largest_row)
+    if largest_row and mesh.device.type == "cuda" and plan.captures:
+        runner.graphs = _graphs(model, mesh, largest_row, sharded)
     runner.nano_batches = plan.nano_batches
     return runner if mesh.size == 1 else ReducingRunner(model, mesh, runner)
+
+
+def _graphs(model: SuperModel, mesh: Mesh, largest_row: int, sharded: Sharded | None) -> RowGraphs:
+    """What runs small rows as CUDA graphs, or knows why none can be captured."""
+    gathering = None if sharded is None else sharded.gathering
+    made = RowGraphs(model, mesh.device, largest_row, group=mesh.tp, gathering=gathering)
+    if reasons := why_launched(model.group):
+        made.refused = f"tables of jobs are read on the host by {', '.join(reasons)}"
+    elif sharded is not None and gathering is None:
+        made.refused = "the sharded base is gathered by a collective"
+    return made
 
 
 def shards(plan: Plan) -> bool:
@@ -154,6 +164,8 @@ class RowRunner:
     def nano_batches(self, count: int) -> None:
         if self.nano is None and count > 1:
             self.nano = NanoModel(self.model, inside=self.inside)
+            if self.graphs is not None:
+                self.graphs.clear()
         if self.nano is not None:
             self.nano.count = count
 

@@ -9,12 +9,14 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable
 from math import prod
+from typing import Any
 
 import torch
 from torch import fx
 
 from tlora_fx.graph import GroupGraph, TensorRef, is_call, placeholders
 from tlora_fx.lowered import lowered_sites
+from tlora_fx.ops.host_tables import reads_on_host
 from tlora_fx.ops.room import tail_of
 from tlora_fx.passes.lower_loss import HEAD
 from tlora_fx.planners.model_facts import Attention, LayerFacts, ModelFacts, SiteFacts
@@ -50,7 +52,43 @@ def facts_of(model: SuperModel) -> ModelFacts:
         tensors=tuple(2 * len(job.sites) for job in group.jobs),
         trained_bytes=2 if any(job.adapter_dtype == "bfloat16" for job in model.jobs) else 4,
         states=tuple(STATES.get(job.optim, ADAM_STATES) for job in model.jobs),
+        launched=why_launched(group),
     )
+
+
+def why_launched(group: GroupGraph) -> tuple[str, ...]:
+    """Why no row of a model runs as a CUDA graph; empty where rows may."""
+    found = set() if group.form == "packed" else {"batch form"}
+    for graph in group.graphs():
+        found |= {_name_of(node) for node in graph.nodes if _reads_on_host(node)}
+    if HEAD in group.blocks:
+        # Each chunk of the loss has segments of its own, made while it runs: no graph can be
+        # replayed with others.
+        segments = placeholders(group.blocks[HEAD].graph).get("segments")
+        found |= {_name_of(node) for node in segments.users} if segments is not None else set()
+    return tuple(sorted(found))
+
+
+def _reads_on_host(node: fx.Node) -> bool:
+    """Whether a node calls an operator of ours that there reads a table of jobs on the host."""
+    target = node.target
+    if not isinstance(target, torch._ops.OpOverload) or target.namespace != "tlora_fx":
+        return False
+    given = fx.map_arg(_arguments(node, target), lambda one: one.meta.get("val"))
+    return reads_on_host(_name_of(node), given)
+
+
+def _name_of(node: fx.Node) -> str:
+    """An operator's name without its namespace and overload."""
+    return str(node.target).removeprefix("tlora_fx.").removesuffix(".default")
+
+
+def _arguments(node: fx.Node, target: torch._ops.OpOverload) -> dict[str, Any]:
+    """What an operator is given, by the names of its schema, defaults too."""
+    schema = target._schema.arguments
+    found = {one.name: one.default_value for one in schema if one.has_default_value()}
+    found |= {one.name: value for one, value in zip(schema, node.args, strict=False)}
+    return found | node.kwargs
 
 
 def _layer(group: GroupGraph, path: str) -> LayerFacts:

@@ -8,6 +8,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+#: Rows of up to so many tokens run as CUDA graphs: larger ones are bound by the GPU anyway, and a
+#: graph keeps its memory.
+CAPTURED_TOKENS = 6144
 #: Bytes of a number, by its dtype's name.
 ITEM_BYTES = {"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2}
 
@@ -92,6 +95,8 @@ class ModelFacts:
     tensors          trained tensors of each job
     trained_bytes    of one number of an adapter
     states           tensors of a parameter's size that each job's optimizer keeps, in float32
+    launched         why no row runs as a CUDA graph: names of operators that read tables of jobs on
+                     the host, "batch form"; empty where rows may (see `row_graphs`)
     """
 
     title: str
@@ -106,6 +111,12 @@ class ModelFacts:
     tensors: tuple[int, ...]
     trained_bytes: int
     states: tuple[int, ...]
+    launched: tuple[str, ...] = ()
+
+    @property
+    def captures(self) -> bool:
+        """Whether rows may run as CUDA graphs, under plans that can."""
+        return not self.launched
 
     @property
     def itemsize(self) -> int:

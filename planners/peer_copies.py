@@ -23,15 +23,42 @@ from tlora_fx.planners.mesh import Mesh
 VARIABLE = "TLORA_FX_PEER_COPIES"
 
 
-def copy_from_peers(modules: Sequence[nn.Module], mesh: Mesh) -> bool:
+class SideStreams:
+    """Streams on which copies run beside what computes."""
+
+    def __init__(self) -> None:
+        self._seen: dict[int, torch.cuda.Stream] = {}
+
+    def note(self, device: torch.device) -> None:
+        """Remember the current stream of a device, where it has streams."""
+        if device.type != "cuda":
+            return
+        stream = torch.cuda.current_stream(device)
+        self._seen[stream.cuda_stream] = stream
+
+    def join(self) -> None:
+        """Let the current stream, which is captured, wait for all that are captured with it."""
+        own = torch.cuda.current_stream()
+        for stream in self._seen.values():
+            if stream != own and _is_capturing(stream):
+                own.wait_stream(stream)
+
+
+def _is_capturing(stream: torch.cuda.Stream) -> bool:
+    with torch.cuda.stream(stream):
+        return torch.cuda.is_current_stream_capturing()
+
+
+def copy_from_peers(modules: Sequence[nn.Module], mesh: Mesh) -> SideStreams | None:
     """Let sharded modules gather by copies; every process of dp calls it with the same modules.
 
-    returns   whether they do; not where a device is out of reach, or the variable says "off"
+    returns   the streams on which they will; None where they do not: a device is out of reach, or
+              the variable says "off"
     """
     assert mesh.dp is not None
     shards = [_shards(module) for module in modules]
     if mesh.device.type != "cuda" or os.environ.get(VARIABLE) == "off":
-        return False
+        return None
     told: list[Any] = [None] * dist.get_world_size(mesh.dp)
     # Shards were written on streams of their own processes.
     torch.cuda.synchronize(mesh.device)
@@ -40,28 +67,31 @@ def copy_from_peers(modules: Sequence[nn.Module], mesh: Mesh) -> bool:
     agreed: list[Any] = [None] * len(told)
     dist.all_gather_object(agreed, opened is not None, group=mesh.dp)
     if opened is None or not all(agreed):
-        return False
+        return None
+    streams = SideStreams()
     for place, module in enumerate(modules):
         peers = [shards[place] if own is None else own[place] for own in opened]
         assert isinstance(module, FSDPModule)
-        gather: Any = PeerGather(peers, dist.get_rank(mesh.dp))
+        gather: Any = PeerGather(peers, dist.get_rank(mesh.dp), streams)
         module.set_custom_all_gather(gather)
-    return True
+    return streams
 
 
 class PeerGather:
     """What FSDP2 asks for in place of an all-gather.
 
-    peers   for each process the bytes of its shards of one module, parameter by parameter
-    rank    this process among them
+    peers     for each process the bytes of its shards of one module, parameter by parameter
+    rank      this process among them
+    streams   where it notes on which it works
     """
 
-    def __init__(self, peers: Sequence[Sequence[Tensor]], rank: int) -> None:
-        self.peers, self.rank = peers, rank
+    def __init__(self, peers: Sequence[Sequence[Tensor]], rank: int, streams: SideStreams) -> None:
+        self.peers, self.rank, self.streams = peers, rank, streams
         self._checked = False
 
     def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> Tensor:
         """Memory of any kind will do."""
+        self.streams.note(device)
         return torch.empty(*size, dtype=dtype, device=device)
 
     def __call__(
@@ -72,6 +102,7 @@ class PeerGather:
         async_op: bool = False,
     ) -> None:
         """Fill every process's part of the output on the current stream; our own is there."""
+        self.streams.note(output_tensor.device)
         count = len(self.peers)
         parts = output_tensor.view(torch.uint8).view(count, -1)
         if not self._checked:

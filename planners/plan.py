@@ -20,9 +20,6 @@ from tlora_fx.supermodel import SuperModel
 
 __all__ = ["DIMENSIONS", "Estimate", "MeshShape", "Plan", "Schedule", "model_fingerprint"]
 
-# Larger rows are bound by the GPU anyway, and a graph keeps its memory.
-CAPTURED_TOKENS = 4096
-
 Schedule = Literal["gpipe", "1f1b", "interleaved", "zero-bubble"]
 
 
@@ -104,12 +101,10 @@ class Plan(BaseModel):
     def captures(self) -> bool:
         """Whether rows of up to CAPTURED_TOKENS may run as CUDA graphs (see `row_graphs`).
 
-        Gathering of sharded weights, schedules of stages and cuts into nano-batches are decided
-        by Python in every round. Sums over tp can be captured, but training so has not been seen
-        on GPUs yet.
+        Schedules of stages and cuts into nano-batches are decided by Python in every round. A
+        sharded base runs so where its weights are copied from peers.
         """
-        whole = self.mesh.pp == 1 and not (self.shard_base and self.mesh.dp > 1)
-        return whole and self.mesh.tp == 1 and self.nano_batches == 1
+        return self.mesh.pp == 1 and self.nano_batches == 1
 
     def save(self, path: Path | str) -> None:
         """Write the plan as JSON.

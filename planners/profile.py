@@ -232,6 +232,11 @@ class Profile(_Part):
         found = (one for one in self.layers if (one.structure, one.tp) == (structure, tp))
         return next(found, None)
 
+    @property
+    def knows_graphs(self) -> bool:
+        """Whether any layer was timed as a CUDA graph."""
+        return any(point.captured for layer in self.layers for point in layer.points)
+
     def as_captured(self) -> Self:
         """The same where rows run as CUDA graphs (see `row_graphs`)."""
         layers = [
@@ -264,6 +269,12 @@ class Profile(_Part):
         """
         try:
             found = cls.model_validate_json(Path(path).read_bytes())
+        except FileNotFoundError as error:
+            raise ProfileFileError(
+                "there is no such profile",
+                file=path,
+                help="name a file that is there, or write one with `tlora-fx profile`",
+            ) from error
         except (OSError, ValidationError) as error:
             raise ProfileFileError(
                 "this file is no profile",

@@ -7,21 +7,27 @@ the second time. Weights and gradients stay where they are, so optimizers know n
 
 An operator that reads a table of jobs on the host refuses to be captured; such a model, and rows
 that are large enough to keep the GPU busy, run as they are.
+
+Copies that gather a sharded base become part of a graph, and so do sums over processes: those make
+their graphs together.
 """
 
 from __future__ import annotations
 
 import logging
 from collections import Counter, OrderedDict
+from contextlib import suppress
 from typing import Any, NamedTuple
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from tlora_fx.batch import PackedBatch, repeating_form
-from tlora_fx.errors import TloraError
+from tlora_fx.errors import PlanNotRunnable, TloraError
 from tlora_fx.ops.kernels import refresh, release
-from tlora_fx.planners.plan import CAPTURED_TOKENS
+from tlora_fx.planners.model_facts import CAPTURED_TOKENS
+from tlora_fx.planners.peer_copies import SideStreams
 from tlora_fx.supermodel import SuperModel
 
 logger = logging.getLogger("tlora_fx.planners")
@@ -51,17 +57,31 @@ class RowGraphs:
     """The graphs of a model in one process.
 
     largest_row   tokens of the largest row that may come: its memory stays free
+    group         processes that run each row together, with sums over them in between
+    gathering     streams on which a sharded base is gathered
     refused       why no row is captured, or ""
     roomless      how often there was no memory for a graph
+    captured      how many graphs were made
     """
 
-    def __init__(self, model: SuperModel, device: torch.device, largest_row: int) -> None:
+    def __init__(
+        self,
+        model: SuperModel,
+        device: torch.device,
+        largest_row: int,
+        *,
+        group: dist.ProcessGroup | None = None,
+        gathering: SideStreams | None = None,
+    ) -> None:
         self.model, self.device, self.largest_row = model, device, largest_row
+        self.group, self.gathering = group, gathering
         self.refused = ""
         self.roomless = 0
+        self.captured = 0
         self._graphs: OrderedDict[Form, RowGraph] = OrderedDict()
         self._seen: Counter[Form] = Counter()
         self._pool = torch.cuda.graph_pool_handle()
+        self._stream: torch.cuda.Stream | None = None
 
     @property
     def forms(self) -> list[Form]:
@@ -122,31 +142,55 @@ class RowGraphs:
         logger.info("no memory for a CUDA graph of %s", form)
 
     def _capture(self, form: Form, graph: RowGraph) -> None:
-        stream = torch.cuda.current_stream(self.device)
+        """Make a graph, or know from now on that there can be none.
+
+        raises    PlanNotRunnable where a capture that fails leaves other processes waiting, or
+                  FSDP2 in the middle of a gather
+        """
+        outer = torch.cuda.current_stream(self.device)
         try:
-            graph.capture(self._pool)
-        except torch.cuda.OutOfMemoryError:
-            forget_capture(self.device, stream)
-            self._refuse(form, graph)
-            return
+            self._make(graph)
         except (RuntimeError, TloraError) as error:
+            if self.group is not None or self.gathering is not None:
+                raise _broken(error) from error
             # Nothing was run: whatever the model does, it goes on as without graphs.
-            self.refused = f"{type(error).__name__}: {error}"
-            forget_capture(self.device, stream)
-            graph.release()
-            self.clear()
-            logger.warning("rows are not run as CUDA graphs: %s", self.refused)
+            forget_capture(self.device, outer, self._pool)
+            self._fail(form, graph, error)
             return
         self._graphs[form] = graph
+        self.captured += 1
         if len(self._graphs) > MOST_GRAPHS:
             self._evict()
         logger.debug("captured rows of %s", form)
 
+    def _make(self, graph: RowGraph) -> None:
+        with torch.cuda.device(self.device):
+            # Memory is used again by graphs that were captured on the same stream.
+            self._stream = self._stream or torch.cuda.Stream()  # type: ignore[no-untyped-call]
+            graph.capture(self._pool, self._stream, self.gathering)
+
+    def _fail(self, form: Form, graph: RowGraph, error: Exception) -> None:
+        if isinstance(error, torch.cuda.OutOfMemoryError) or "out of memory" in str(error):
+            self._refuse(form, graph)
+            return
+        self.refused = f"{type(error).__name__}: {error}"
+        graph.release()
+        self.clear()
+        logger.warning("rows are not run as CUDA graphs: %s", self.refused)
+
     def _has_room(self, kept: int, tokens: int) -> bool:
-        """Whether a row's activations fit twice, and those of the largest row beside them."""
+        """Whether a row's activations fit twice, and those of the largest row beside them.
+
+        Processes that run rows together all have it, or none.
+        """
         unused = torch.cuda.memory_reserved(self.device) - torch.cuda.memory_allocated(self.device)
         free = torch.cuda.mem_get_info(self.device)[0] + unused
-        return SPARE * kept * (1 + self.largest_row / tokens) + ROOM < free
+        fits = SPARE * kept * (1 + self.largest_row / tokens) + ROOM < free
+        if self.group is None:
+            return fits
+        agreed = torch.tensor(int(fits), device=self.device)
+        dist.all_reduce(agreed, dist.ReduceOp.MIN, group=self.group)
+        return bool(agreed.item())
 
 
 class RowGraph:
@@ -187,15 +231,20 @@ class RowGraph:
         losses.sum().backward()
         return losses.detach(), max(0, kept)
 
-    def capture(self, pool: Any) -> None:
+    def capture(self, pool: Any, stream: torch.cuda.Stream, gathering: SideStreams | None) -> None:
         """Note what forward and backward launch; nothing is run.
 
-        raises    RuntimeError or TloraError where the model does what no graph can hold
+        pool        of memory, shared by graphs that never run at once
+        stream      of the model's device, which is current
+        gathering   streams that the model uses beside it
+        raises      RuntimeError or TloraError where the model does what no graph can hold
         """
         graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, pool=pool):
+        with torch.cuda.graph(graph, pool=pool, stream=stream):
             losses = self.model(self.row) * self.weights
             losses.sum().backward()
+            if gathering is not None:
+                gathering.join()
         self._graph, self._losses = graph, losses.detach()
 
     def release(self) -> None:
@@ -214,16 +263,31 @@ def _copied(row: PackedBatch) -> PackedBatch:
     return PackedBatch(**{name: tensor.clone() for name, tensor in row.tensors().items()})
 
 
-def forget_capture(device: torch.device, stream: torch.cuda.Stream) -> None:
-    """Let streams and random numbers go on after a capture that failed.
+def _broken(error: Exception) -> PlanNotRunnable:
+    return PlanNotRunnable(
+        "a row could not be captured as a CUDA graph",
+        found=f"{type(error).__name__}: {error}",
+        reason="its gathers or its sums over processes were interrupted",
+        help="train without graphs: --no-cuda-graphs, or Trainer(cuda_graphs=False)",
+    )
 
-    torch leaves the stream of a capture, and tells its generator of the end, only where it ends
-    well.
+
+def forget_capture(device: torch.device, stream: torch.cuda.Stream, pool: Any) -> None:
+    """Let streams, memory and random numbers go on after a capture that failed.
+
+    torch leaves the stream of a capture, and tells its allocator and its generator of the end, only
+    where it ends well.
 
     stream   which was the current one before the capture
+    pool     in which the capture allocated
     """
-    torch.cuda.set_stream(stream)
-    generator: Any = torch.cuda.default_generators[device.index or 0]
+    index = torch.cuda.current_device() if device.index is None else device.index
+    with torch.cuda.device(index):
+        torch.cuda.set_stream(stream)
+    with suppress(RuntimeError):  # where the allocator was told
+        torch._C._cuda_endAllocateToPool(index, pool)
+        torch._C._cuda_releasePool(index, pool)
+    generator: Any = torch.cuda.default_generators[index]
     fresh: Any = torch.Generator(device)
     fresh.manual_seed(generator.initial_seed())
     generator.graphsafe_set_state(fresh)

@@ -19,7 +19,7 @@ from torch.distributed.fsdp import FSDPModule, fully_shard
 from tlora_fx.graph import under
 from tlora_fx.passes.lower_loss import LOSS
 from tlora_fx.planners.mesh import Mesh
-from tlora_fx.planners.peer_copies import copy_from_peers
+from tlora_fx.planners.peer_copies import SideStreams, copy_from_peers
 from tlora_fx.planners.plan import Plan
 from tlora_fx.supermodel import SuperModel
 
@@ -49,24 +49,35 @@ def shard_layer(model: SuperModel, plan: Plan, mesh: Mesh, path: str) -> None:
         _shard(module, mesh, reshard_after_forward=not keep)
 
 
-def shard_base(model: SuperModel, plan: Plan, mesh: Mesh) -> None:
+@dataclass(frozen=True, slots=True)
+class Sharded:
+    """What came of sharding.
+
+    tables      for each stretch the paths of its embeddings
+    gathering   streams on which weights are copied from peers; None where a collective gathers
+    """
+
+    tables: list[list[str]]
+    gathering: SideStreams | None
+
+
+def shard_base(model: SuperModel, plan: Plan, mesh: Mesh) -> Sharded:
     """Shard what is not yet sharded, and say what is gathered while what runs.
 
     To be called when all weights are there and the graph has its last form.
     """
     paths = [*model.layer_order(), LOSS]
     every = Stretch(model, list(model.group.root.nodes), paths, first_trained(model, paths))
-    shard_stretches(model, model, [every], plan, mesh)
+    return shard_stretches(model, model, [every], plan, mesh)
 
 
 def shard_stretches(
     model: SuperModel, root: nn.Module, stretches: Sequence[Stretch], plan: Plan, mesh: Mesh
-) -> list[list[str]]:
+) -> Sharded:
     """Shard the layers and embeddings of a process, each to be gathered around its use.
 
     root        through whose call all layers of the process run
     stretches   those of the process; the same on every process of dp
-    returns     for each stretch the paths of its embeddings
     """
     for stretch in stretches:
         for path in stretch.paths:
@@ -76,12 +87,12 @@ def shard_stretches(
         _shard(model.net.get_submodule(path), mesh, reshard_after_forward=True)
     _shard(root, mesh, reshard_after_forward=False, only=())
     paths = [*chain(*(stretch.paths for stretch in stretches)), *chain(*tables)]
-    copy_from_peers([model.net.get_submodule(path) for path in paths], mesh)
+    gathering = copy_from_peers([model.net.get_submodule(path) for path in paths], mesh)
     for stretch, own in zip(stretches, tables, strict=True):
         layers = [model.net.get_submodule(path) for path in stretch.paths]
         _prefetch(layers, stretch.lowest, root)
         _gather_around(stretch.caller, [model.net.get_submodule(path) for path in own], layers[0])
-    return tables
+    return Sharded(tables, gathering)
 
 
 def first_trained(model: SuperModel, paths: Sequence[str]) -> int:

@@ -34,7 +34,7 @@ class ShardedStages(nn.Module):
         self.keeps = plan.keep_gathered
         self.learns = any(stage.graph.learns for stage in stages)
         stretches = [_stretch(model, stage) for stage in stages]
-        tables = shard_stretches(model, self, stretches, plan, mesh)
+        tables = shard_stretches(model, self, stretches, plan, mesh).tables
         for stage, own in zip(stages, tables, strict=True):
             for path in own:
                 # The stage's code has tensors of its own, which FSDP2 would not exchange.

@@ -19,6 +19,7 @@ from itertools import pairwise
 from tlora_fx.planners.cost import CostModel, trained_in
 from tlora_fx.planners.event_simulation import Order, Times, schedule_order, simulate
 from tlora_fx.planners.load import Load, Round
+from tlora_fx.planners.model_facts import CAPTURED_TOKENS
 from tlora_fx.planners.plan import Plan, Schedule
 
 #: Hidden columns times this many: where attention costs as much as all else (see rows.Cutting).
@@ -80,15 +81,20 @@ def step_time(cost: CostModel, plan: Plan, work: Round) -> StepTime:
 
 
 def row_ms(cost: CostModel, plan: Plan, load: Load) -> float:
-    """Forward and backward of one row by a process that runs all layers."""
+    """Forward and backward of one row by a process that runs all layers.
+
+    As a CUDA graph where both the plan and the model let rows run so.
+    """
     if load.total == 0:
         return 0.0
-    if plan.captures:
-        cost = cost.captured
-    loss_forward, loss_backward = cost.loss_ms(load, plan.mesh)
-    if not plan.shard_base or plan.mesh.dp == 1:
-        return _layers_ms(cost, plan, load) + cost.root_ms(load) + loss_forward + loss_backward
-    return sum(_gathered_ms(cost, plan, range(len(cost.kinds)), load, first=True, last=True))
+    captured = plan.captures and cost.facts.captures
+    times = cost.captured if captured else cost
+    if plan.shard_base and plan.mesh.dp > 1:
+        host = None if captured and load.total <= CAPTURED_TOKENS else cost
+        layers = range(len(cost.kinds))
+        return sum(_gathered_ms(times, plan, layers, load, host, first=True, last=True))
+    loss_forward, loss_backward = times.loss_ms(load, plan.mesh)
+    return _layers_ms(times, plan, load) + times.root_ms(load) + loss_forward + loss_backward
 
 
 def _gathered_ms(
@@ -96,6 +102,7 @@ def _gathered_ms(
     plan: Plan,
     layers: range,
     load: Load,
+    launched: CostModel | None,
     *,
     first: bool,
     last: bool,
@@ -103,6 +110,7 @@ def _gathered_ms(
 ) -> tuple[float, float]:
     """A run of layers whose weights are gathered, on one row: forward, backward.
 
+    launched      has the times of layers that the host launches; None where it launches none
     first, last   whether embeddings, and the loss, belong to it
     kept          what was gathered for a row before is still there; embeddings never are
     """
@@ -118,8 +126,9 @@ def _gathered_ms(
     weights = [*(every[place] for place in layers), head if last else nothing]
     ahead = [root if first else nothing, *([nothing] * len(weights) if kept else weights)]
     there = _overlapped(forward, ahead, cost.profile.slowdown)
-    host = _host_ms(cost, plan, own, load)
-    there = max(there, host[0] + (0.0 if kept else GATHER_HOST_MS * len(own)))
+    host = (0.0, 0.0) if launched is None else _host_ms(launched, plan, own, load)
+    hooks = 0.0 if launched is None else GATHER_HOST_MS
+    there = max(there, host[0] + (0.0 if kept else hooks * len(own)))
     if plan.keep_gathered:
         return there, max(sum(backward), host[1])
     used = [(ms, gather) for ms, gather in zip(backward[1:], weights, strict=True) if ms > 0]
@@ -127,7 +136,7 @@ def _gathered_ms(
     learning = sum(home[kind] > 0 for kind in own)
     return there, max(
         _overlapped(back[0], back[1], cost.profile.slowdown),
-        host[1] + GATHER_HOST_MS * learning,
+        host[1] + hooks * learning,
     )
 
 
@@ -246,7 +255,7 @@ def stage_times(cost: CostModel, plan: Plan, loads: Sequence[Load]) -> Times:
         both = [each[load] for load in loads]
         if plan.shard_base and plan.mesh.dp > 1 and plan.keep_gathered:
             # The first micro-batch gathers for the whole round.
-            both[0] = _gathered_ms(cost, plan, layers, loads[0], first=first, last=last)
+            both[0] = _gathered_ms(cost, plan, layers, loads[0], cost, first=first, last=last)
         forward.append([there * 1e-3 for there, _ in both])
         backward.append([back * 1e-3 for _, back in both])
     largest = max(load.total for load in loads)
@@ -262,7 +271,7 @@ def _stage_ms(
     """One stage on one row: forward, backward; what is kept for a round is there."""
     if plan.shard_base and plan.mesh.dp > 1:
         return _gathered_ms(
-            cost, plan, layers, load, first=first, last=last, kept=plan.keep_gathered
+            cost, plan, layers, load, cost, first=first, last=last, kept=plan.keep_gathered
         )
     there = cost.summed(layers, lambda place: forward_ms(cost, plan, place, load))
     back = cost.summed(layers, lambda place: backward_ms(cost, plan, place, load))

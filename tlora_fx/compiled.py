@@ -17,6 +17,7 @@ from torch import Tensor, fx, nn
 
 from tlora_fx.graph import placeholders
 from tlora_fx.ops.compile_caches import mark_compile_caches
+from tlora_fx.ops.empty_grids import allow_empty_grids
 from tlora_fx.recompute import recomputed
 
 # Sizes below it are constants to torch: it would make code for each.
@@ -68,6 +69,7 @@ def compile_method(
     options   of `torch.compile`; with `dynamic=False` no size is marked
     """
     mark_compile_caches()
+    allow_empty_grids()
     # torch.compile takes some of its inner options out of the mapping that it is given.
     options = {k: dict(v) if isinstance(v, dict) else v for k, v in options.items()}
     plain = getattr(type(owners[0]), name)

@@ -94,6 +94,18 @@ def test_rows_that_cannot_be_cut_are_refused(model, profile, tmp_path):
         search(padded, profile, small_round(), 2, sequence_parallel=True)
 
 
+def test_a_cpu_without_a_profile_is_no_gpu_without_a_data_sheet(model, monkeypatch, tmp_path):
+    """What helps is another plan, or measuring."""
+    monkeypatch.setenv(known_profiles.FOLDER_VARIABLE, str(tmp_path))
+    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
+
+    for allowed in (False, True):
+        with pytest.raises(ProfileMissing, match="on this CPU") as raised:
+            Auto().plan(model, processes=2, allow_estimated=allowed)
+        assert "--plan replicated, tensor, fsdp or pipeline" in str(raised.value)
+        assert "tlora-fx profile" in str(raised.value)
+
+
 def test_a_plan_carries_its_estimate(model, profile):
     """What was expected, by which profile, and that nobody measured it."""
     plan = search(model, profile, small_round(), 2).best()

@@ -11,6 +11,7 @@ from tlora_fx.planners.cost import work_of
 from tlora_fx.planners.event_simulation import schedule_order, simulate
 from tlora_fx.planners.facts import facts_of
 from tlora_fx.planners.load import Load, Round, round_of_jobs
+from tlora_fx.planners.model_facts import CAPTURED_TOKENS
 from tlora_fx.planners.plan import MeshShape, Plan
 from tlora_fx.planners.step_time import SQUARE, row_ms, stage_times, step_time
 
@@ -156,8 +157,11 @@ def test_stages_wait_for_the_weights_of_each_micro_batch(cost):
 
 
 def test_a_sharded_pipeline_gathers_what_replicas_gather(cost):
-    """One after the other, stages do the work of one process, but for what they hide at cuts."""
-    one, row = plan(dp=4, shard_base=True), load(64)
+    """One after the other, stages do the work of one process, but for what they hide at cuts.
+
+    On rows that neither runs as a graph.
+    """
+    one, row = plan(dp=4, shard_base=True), load(2 * CAPTURED_TOKENS)
     staged = plan(pp=2, dp=4, cuts=(2,), micro_batches=2, shard_base=True)
     times = stage_times(cost, staged, [row] * 2)
     whole = sum(column[0] for column in (*times.forward, *times.backward)) * 1e3

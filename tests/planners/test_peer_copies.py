@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import nn
 
-from tlora_fx.planners.peer_copies import PeerGather, _shards
+from tlora_fx.planners.peer_copies import PeerGather, SideStreams, _shards
 
 SIZES = (3, 8, 5)
 
@@ -23,7 +23,7 @@ def _bytes(rank: int) -> list[torch.Tensor]:
 def test_a_gather_fills_every_neighbours_part(rank: int) -> None:
     """As the all-gather that it stands for, whose own part the caller has filled."""
     peers = [_bytes(each) for each in range(3)]
-    gather = PeerGather(peers, rank)
+    gather = PeerGather(peers, rank, SideStreams())
     total = sum(SIZES)
     output = gather.allocate((3 * total,), dtype=torch.uint8, device=torch.device("cpu"))
     output.view(3, -1)[rank] = torch.cat(peers[rank])
@@ -37,7 +37,7 @@ def test_a_gather_fills_every_neighbours_part(rank: int) -> None:
 def test_an_order_that_is_not_the_callers_is_noticed() -> None:
     """Parameters that lie otherwise than they were offered are an error, not wrong weights."""
     peers = [_bytes(0), _bytes(1)]
-    gather = PeerGather(peers, 0)
+    gather = PeerGather(peers, 0, SideStreams())
     output = torch.zeros(2 * sum(SIZES), dtype=torch.uint8)
     group: Any = None
 

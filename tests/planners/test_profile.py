@@ -71,6 +71,19 @@ def test_what_is_measured_has_every_part(measured):
     assert not measured.estimated
 
 
+def test_only_pieces_may_be_measured(tmp_path):
+    """Head and loss are those of a whole model: a piece of the head knows a part of the targets."""
+    base = tiny_base(tmp_path, "float32", vocab_size=64)
+    asked = Asked(
+        torch.device("cpu"), tokens=(64,), lengths=(16,), tp=(2,), rounds=1, compiled=False
+    )
+
+    found = profile_jobs([make_job(base, "one")], asked)
+
+    assert {layer.tp for layer in found.layers} == {2}
+    assert all(one.forward_ms > 0 for one in (*found.loss, *found.root))
+
+
 def test_pieces_of_matrices_do_less(measured):
     """Half of the columns are half of the numbers."""
     whole, half = measured.layers

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from typing import ClassVar
 
 import pytest
@@ -10,11 +11,12 @@ import torch
 from tests.runtime.groups import VOCABULARY, make_job, tiny_base
 from tlora_fx.batch import IGNORED, JobTokens, pack, repeating_form
 from tlora_fx.driver import compile
-from tlora_fx.errors import TableNotOnDevice
+from tlora_fx.errors import PlanNotRunnable, TableNotOnDevice
 from tlora_fx.ops import segment_read, segment_sum, tables
 from tlora_fx.planners import row_graphs
 from tlora_fx.planners.apply import apply, load
 from tlora_fx.planners.mesh import Mesh
+from tlora_fx.planners.peer_copies import SideStreams
 from tlora_fx.planners.plan import Plan
 from tlora_fx.planners.row_graphs import RowGraphs
 from tlora_fx.runtime.adapters import start_adapters
@@ -61,7 +63,7 @@ def test_a_repeating_form_has_the_losses_and_gradients_of_its_row(tmp_path, dora
 def test_tables_are_not_read_on_the_host_while_a_graph_is_captured(monkeypatch):
     """A graph would keep for all rows what one row's tables say."""
     segments = torch.tensor([0, 2, 5], dtype=torch.int32)
-    monkeypatch.setattr(tables, "CAPTURES", True)
+    monkeypatch.setattr(tables, "_is_initialized", lambda: True)
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
 
     for read in (
@@ -94,7 +96,7 @@ class Pretended:
     def run(self):
         return torch.ones(3), 8
 
-    def capture(self, pool):
+    def capture(self, pool, stream, gathering):
         if self.fails is not None:
             raise self.fails
 
@@ -113,9 +115,11 @@ class Pretended:
 def graphs(monkeypatch):
     """Graphs of no model, without a GPU."""
     monkeypatch.setattr(row_graphs, "RowGraph", Pretended)
-    monkeypatch.setattr(row_graphs, "forget_capture", lambda device, stream: None)
+    monkeypatch.setattr(row_graphs, "forget_capture", lambda device, stream, pool: None)
     monkeypatch.setattr(torch.cuda, "graph_pool_handle", lambda: (0, 0))
     monkeypatch.setattr(torch.cuda, "current_stream", lambda device: None)
+    monkeypatch.setattr(torch.cuda, "device", lambda device: nullcontext())
+    monkeypatch.setattr(torch.cuda, "Stream", object)
     monkeypatch.setattr(RowGraphs, "_has_room", lambda self, kept, tokens: True)
     monkeypatch.setattr(row_graphs, "MOST_GRAPHS", 2)
     monkeypatch.setattr(Pretended, "made", [])
@@ -178,3 +182,14 @@ def test_no_memory_leaves_one_form_and_a_refusal_all(graphs, monkeypatch):
     assert graphs.forms == []
     assert all(one.released for one in Pretended.made)
     assert graphs.run(small, torch.ones(3)) is None
+
+
+def test_a_capture_that_fails_among_processes_ends_the_run(graphs, monkeypatch):
+    """Others wait for its sums, or FSDP2 stands in the middle of a gather: nothing can go on."""
+    (row,) = rows_of_lengths(16)
+    graphs.gathering = SideStreams()
+    graphs.run(row, torch.ones(3))
+    monkeypatch.setattr(Pretended, "fails", RuntimeError("operation not permitted"))
+
+    with pytest.raises(PlanNotRunnable, match="--no-cuda-graphs"):
+        graphs.run(row, torch.ones(3))

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from tests.runtime.groups import make_data, make_job, tiny_base
+from tlora_fx.batch import repeating_length
 from tlora_fx.cli import train
 from tlora_fx.driver import compile
 from tlora_fx.errors import JobTooLong
@@ -16,8 +19,11 @@ from tlora_fx.planners.load import round_of_batches
 from tlora_fx.planners.memory import memory_of
 from tlora_fx.planners.plan import Plan
 from tlora_fx.planners.roofline import roofline_profile
+from tlora_fx.planners.rows import Cutting, cut_round
+from tlora_fx.runtime.data import DataReport, JobData, Sample
 from tlora_fx.runtime.launch import Launch
-from tlora_fx.runtime.room import demand_room, longest_round
+from tlora_fx.runtime.room import demand_room, longest_round, longest_row
+from tlora_fx.runtime.rounds import rows_of_round
 
 PLAN = Plan(planner="single")
 
@@ -110,3 +116,51 @@ def test_rows_close_before_they_grow_too_long():
     made = round_of_batches([[(4, 4)], [(3,), (2, 2)]], 10)
 
     assert made.rows == (((4, 4), ()), ((), (3,)), ((), (2, 2)))
+
+
+@given(
+    lengths=st.lists(st.lists(st.integers(2, 90), min_size=1, max_size=12), min_size=1, max_size=3),
+    sizes=st.tuples(*[st.integers(1, 3)] * 3),
+    steps=st.tuples(*[st.integers(1, 4)] * 3),
+    most=st.integers(16, 200),
+    parts=st.sampled_from([1, 2, 4]),
+    chance=st.randoms(use_true_random=False),
+)
+def test_no_row_exceeds_the_longest(jobs, lengths, sizes, steps, most, parts, chance):
+    """However samples and jobs meet in a round, and however it is cut; and it is no wild guess."""
+    own = [
+        jobs[0].model_copy(update={
+            "name": f"job-{place}", "per_device_train_batch_size": sizes[place],
+            "gradient_accumulation_steps": steps[place],
+        })
+        for place in range(len(lengths))
+    ]  # fmt: skip
+    data = {
+        job.name: JobData(job, [Sample((1,) * n, (1,) * n) for n in each], DataReport())
+        for job, each in zip(own, lengths, strict=True)
+    }
+    bound = longest_row(own, data, most, parts)
+    for _ in range(5):
+        taking = [place for place in range(len(own)) if chance.random() < 0.7] or [0]
+        batches = {place: _batches(own[place], data, chance) for place in taking}
+        rows = list(rows_of_round(own, batches, dict.fromkeys(batches, 0), most))
+        for row in cut_round(rows, parts, Cutting(False, 12.0 * 32, most)):
+            assert sum(len(ids) for job in row for ids in job.sequences) <= bound
+    assert bound <= repeating_length(max(most, *map(sum, _largest(own, lengths))))
+
+
+def _largest(own, lengths):
+    """Each job's longest samples, as many as a micro-batch has."""
+    return [
+        sorted(each, reverse=True)[: job.per_device_train_batch_size]
+        for job, each in zip(own, lengths, strict=True)
+    ]
+
+
+def _batches(job, data, chance):
+    """The micro-batches of a step: samples in any order."""
+    samples = list(data[job.name].samples)
+    chance.shuffle(samples)
+    size = job.per_device_train_batch_size
+    count = min(job.gradient_accumulation_steps, -(-len(samples) // size))
+    return [samples[n * size : (n + 1) * size] for n in range(count)]

@@ -7,6 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tests.planners.graph_times import without_graphs
 from tests.scheduler.estimators import BASE, estimator, seconds, shipped, some
 from tlora_fx.errors import BaseUnknown, EstimatorOption, ProfileMismatch, TargetUnknown
 from tlora_fx.scheduler.bases import BASES, demand_of
@@ -60,6 +61,38 @@ def test_an_explanation_is_right_where_memory_is_short(small, group, gpus):
 
     assert told.seconds == pytest.approx(seconds(small, group, gpus), rel=1e-12)
     assert (told.layout is None) == (told.seconds == np.inf) == bool(told.why_not)
+
+
+@given(st.lists(JOBS, min_size=1, max_size=6), GPUS, st.sampled_from(TIERS))
+@QUICK
+def test_one_job_that_cannot_run_in_a_graph_keeps_its_group_from_it(known, jobs, gpus, tier):
+    """The group takes as long as by a profile that knows of no graphs, and never less."""
+    plain = ProfileEstimator({BASE: without_graphs(shipped())}, known.cluster)
+    first, *others = jobs
+    group = Demand.total([first._replace(launched=1.0), *others])
+    asked = group.row()[None], np.array([gpus]), [tier]
+
+    assert group.launched == 1
+    assert known.seconds(BASE, *asked) == pytest.approx(plain.seconds(BASE, *asked), rel=1e-12)
+    before = known.explain(BASE, Demand.total(jobs), gpus, tier)
+    told = known.explain(BASE, group, gpus, tier)
+    assert told.seconds >= before.seconds
+    assert told.memory_bytes == before.memory_bytes or told.layout != before.layout
+
+
+def test_it_is_told_where_a_step_is_explained(known):
+    """Only where it makes a difference: not where nothing is known of graphs, or none is run."""
+    group = Demand.total([some()._replace(launched=1.0), some(), some()._replace(launched=1.0)])
+    plain = ProfileEstimator({BASE: without_graphs(shipped())}, known.cluster)
+    told = known.explain(BASE, group, 1, "gpu")
+
+    assert told.launched == 2
+    assert "no CUDA graphs: 2 of its jobs cannot run in one" in table_of(told)
+    assert known.explain(BASE, some(), 1, "gpu").launched == 0
+    assert plain.explain(BASE, group, 1, "gpu").launched == 0
+    slow = estimator(fused=False)
+    assert slow.explain(BASE, group, 1, "gpu").launched == 0
+    assert seconds(slow, group, 1) == seconds(slow, group._replace(launched=0.0), 1)
 
 
 @given(GROUPS, GPUS, st.integers(1, 128))

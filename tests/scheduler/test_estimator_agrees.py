@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -58,11 +59,15 @@ def rounded(length, batches):
     return Round((*rows, tuple(row)))
 
 
-def both(base, facts, plan, length, batches):
-    """(seconds, bytes) of the estimator, and of planners."""
+def both(base, facts, plan, length, batches, launched=0):
+    """(seconds, bytes) of the estimator, and of planners.
+
+    launched   of the jobs, how many cannot run as CUDA graphs
+    """
     of = estimator(base, cluster=Cluster(64, nodes_per_rack=8), tp=(1, 2, 4, 8))
     known, mesh = of.base(base), plan.mesh
     group = Demand.total(demand_of(base, r, b, length) for r, b in zip(RANKS, batches, strict=True))
+    group = group._replace(launched=float(launched))
     tier = of.cluster.least_tier(mesh.size)
     reach = known.layouts.reach(np.array([mesh.size]), [tier])
     groups = Groups.of(known.fit, group.row()[None], reach)
@@ -110,6 +115,34 @@ def test_times_and_memory_are_those_of_the_planners(base, mesh, sharded, length,
         assert theirs[1] <= mine[1] * (1 + ROOM_WITHIN) < 2 * theirs[1]
     else:
         assert mine[1] == pytest.approx(theirs[1], rel=0.2 if several else ROOM_WITHIN)
+
+
+@pytest.mark.parametrize("mesh", [MeshShape(), MeshShape(dp=4), MeshShape(tp=2)])
+@pytest.mark.parametrize("sharded", [False, True])
+def test_neither_expects_graphs_of_jobs_that_cannot_run_so(mesh, sharded):
+    """One of eight reads tables on the host, and small rows are launched."""
+    base, batches = "llama-3-8b", (1, 1, 2, 2, 1, 1, 2, 2)
+    facts = BASES[base].facts({f"job-{place}": rank for place, rank in enumerate(RANKS)})
+    plan = Plan(planner="auto", mesh=mesh, shard_base=sharded and mesh.dp > 1)
+    before = both(base, facts, plan, 130, batches)
+    mine, theirs = both(
+        base, replace(facts, launched=("segment_read",)), plan, 130, batches, launched=1
+    )
+
+    assert mine[0] == pytest.approx(theirs[0], rel=FEW_WITHIN)
+    assert mine[1] == before[0][1]
+    slower = mine[0] / before[0][0]
+    assert (slower > 1.5) is (mesh.tp == 1)
+    assert slower == pytest.approx(theirs[0] / before[1][0], rel=FEW_WITHIN)
+
+
+def test_layouts_run_as_graphs_where_plans_do():
+    """The rule is written twice, since plans are behind torch."""
+    layouts = estimator(cluster=Cluster(64), tp=(1, 2, 4, 8)).base("llama-3-8b").layouts
+    count = BASES["llama-3-8b"].layers
+    for mesh, size in zip(layouts.meshes, layouts.size, strict=True):
+        cuts = tuple(count * place // mesh.pp for place in range(1, mesh.pp))
+        assert Plan(planner="auto", mesh=mesh, cuts=cuts).captures is bool(size < 4)
 
 
 @pytest.mark.parametrize("pp", [2, 4])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import sqlite3
@@ -18,6 +19,7 @@ from tlora_fx.scheduler.demand import Demand
 from tlora_fx.scheduler.executor import Committed, Drained, Failed, Finished, Started
 from tlora_fx.scheduler.group import Group
 from tlora_fx.scheduler.ledger import Ledger
+from tlora_fx.scheduler.ledger_rows import request_json, request_of_json
 from tlora_fx.scheduler.request import JobRequest
 from tlora_fx.scheduler.state import Decision
 
@@ -50,6 +52,14 @@ def test_a_job_is_read_back_as_it_was_submitted():
         {"lora": {"r": 4}},
         "queued",
     )
+
+
+def test_a_request_of_before_graphs_is_read():
+    """A run's ledger from then says nothing of them."""
+    fields = json.loads(request_json(request("a")))
+    del fields["demand"]["launched"]
+
+    assert request_of_json(json.dumps(fields)) == request("a")
 
 
 def test_submitting_twice_changes_nothing(ledger):

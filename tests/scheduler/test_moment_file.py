@@ -54,6 +54,21 @@ def test_a_moment_is_decided_as_it_was(tmp_path, kind, policy):
     assert after.policy.decide(after.state) == before.policy.decide(before.state)
 
 
+def test_a_moment_of_before_graphs_is_read(tmp_path):
+    """Neither facts nor demands said then whether rows run as graphs."""
+    cluster = Cluster(4, 4, 1, "h200")
+    before = Moment(state(by_profile(cluster), cluster), find_policy("tlora"))
+    file = tmp_path / "state.json"
+    save_moment(file, before)
+    written = json.loads(file.read_bytes())
+    del written["estimator"]["shapes"][BASE]["launched"]
+    for one in written["state"]["jobs"]:
+        del one["request"]["demand"]["launched"]
+    file.write_text(json.dumps(written))
+
+    assert load_moment(file).state.jobs == before.state.jobs
+
+
 def test_an_estimator_without_a_file_form_is_refused(tmp_path):
     """Nothing is written."""
     cluster = Cluster(2, 2)
@@ -72,6 +87,21 @@ def test_a_file_that_is_no_moment_is_refused(tmp_path, content):
 
     with pytest.raises(StateFileError):
         load_moment(path)
+
+
+def test_another_file_is_told_from_a_state(tmp_path):
+    """By what it should hold and what it holds, not by how reading it failed; a missing one too."""
+    path = tmp_path / "profile.json"
+    path.write_text('{"name": "a profile", "hardware": {}}')
+    with pytest.raises(StateFileError) as caught:
+        load_moment(path)
+    told = str(caught.value)
+    assert "'tlora-fx moment 1'" in told
+    assert "an object with name, hardware" in told
+    assert "KeyError" not in told
+
+    with pytest.raises(StateFileError, match="there is no such file"):
+        load_moment(tmp_path / "nowhere.json")
 
 
 def test_a_moment_that_is_cut_is_refused(tmp_path):

@@ -93,6 +93,18 @@ def test_a_shape_knows_no_jobs(base):
     assert found.base_bytes > 0
 
 
+def test_a_request_says_whether_its_rows_run_as_graphs(base):
+    """By its own operators; a base's shape leaves that to its jobs."""
+    plain = job("one", base, target_modules=LINEARS).model_copy(update={"max_steps": 3})
+    dora = job("one", base, target_modules=LINEARS, use_dora=True)
+    wide = plain.model_copy(update={"adapter_compute": "float32"})
+
+    assert [facts_of_job(one).captures for one in (plain, dora, wide)] == [True, False, False]
+    assert request_of(plain).demand.launched == 0
+    assert request_of(dora.model_copy(update={"max_steps": 3})).demand.launched == 1
+    assert shape_of(dora).captures
+
+
 def test_epochs_need_the_number_of_samples(base):
     """Which the lengths of the samples tell."""
     one = job("one", base, target_modules=LINEARS).model_copy(

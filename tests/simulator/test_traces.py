@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+import json
 from pathlib import Path
 
 import pytest
@@ -14,6 +15,7 @@ from tlora_fx.scheduler.demand import Demand
 from tlora_fx.scheduler.request import JobRequest
 from tlora_fx.simulator.own_trace import write_own
 from tlora_fx.simulator.trace_files import read_trace
+from tlora_fx.simulator.traces import Trace, TraceJob
 
 DATA = Path(__file__).parents[3] / "shared" / "data"
 ACME = (
@@ -202,6 +204,26 @@ def test_our_own_trace_comes_back_as_it_was_written(tmp_path_factory, name, jobs
     assert any("synthetic, seed 0" in rule for rule in trace.rules)
 
 
+@pytest.mark.parametrize("name", ["own.jsonl", "own.csv"])
+def test_our_own_trace_of_before_graphs_is_read(tmp_path, name):
+    """It has no column that says whether a job's rows run so."""
+    demand = Demand(*range(1, len(Demand._fields)))
+    job = JobRequest("one", "llama-3-8b", demand, 1, 5)
+    path = tmp_path / name
+    write_own(path, [job], {}, "synthetic, seed 0")
+    if name == "own.csv":
+        header, row = (line.split(",") for line in path.read_text().splitlines())
+        place = header.index("demand.launched")
+        del header[place], row[place]
+        path.write_text(",".join(header) + "\n" + ",".join(row) + "\n")
+    else:
+        fields = json.loads(path.read_text())
+        del fields["demand.launched"]
+        path.write_text(json.dumps(fields) + "\n")
+
+    assert read_trace(path).requests == {"one": job}
+
+
 @settings(max_examples=50, deadline=None)
 @given(table=st.lists(st.lists(st.text(max_size=8), min_size=13, max_size=13), max_size=4))
 def test_no_row_breaks_the_reader(tmp_path_factory, table):
@@ -216,3 +238,19 @@ def test_no_row_breaks_the_reader(tmp_path_factory, table):
     trace = read_trace(path)
     assert len(trace.jobs) >= 1
     assert len(trace.jobs) + trace.dropped.total <= len(table) + 1
+
+
+@given(months=st.sets(st.integers(1, 12), min_size=1), asked=st.integers(1, 14))
+def test_a_month_without_jobs_is_refused_with_those_that_have_some(months, asked):
+    """Spans that, read back, are the months."""
+    jobs = tuple(TraceJob(f"j{one}", 0.0, 1.0, 1, month=one - 1) for one in sorted(months))
+    trace = Trace(jobs, "a file", "acme")
+    if asked in months:
+        assert [job.name for job in trace.month(asked).jobs] == [f"j{asked}"]
+        return
+    with pytest.raises(TraceEmpty) as caught:
+        trace.month(asked)
+
+    spans = caught.value.facts["found"].removeprefix("jobs in month").removeprefix("s").split(",")
+    ends = [[int(word) for word in span.split(" to ")] for span in spans]
+    assert {one for span in ends for one in range(span[0], span[-1] + 1)} == months

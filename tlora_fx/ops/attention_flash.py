@@ -10,10 +10,15 @@ _HALVES = (torch.float16, torch.bfloat16)
 
 def flash_fits_row(q: Tensor, v: Tensor, sinks: Tensor | None, rule: AttentionRule) -> bool:
     """Whether the varlen kernel on CUDA can do the whole row."""
+    return q.is_cuda and has_row_kernel(q, v, sinks, rule)
+
+
+def has_row_kernel(q: Tensor, v: Tensor, sinks: Tensor | None, rule: AttentionRule) -> bool:
+    """The same of tensors on any device: whether on CUDA it could."""
     bare = rule.softcap == 0 and not rule.drops and sinks is None
     width = q.shape[2]
     fits = width == v.shape[2] and width % 8 == 0 and width <= 256
-    return q.is_cuda and q.dtype in _HALVES and bare and fits
+    return q.dtype in _HALVES and bare and fits
 
 
 def flash_fits_sequence(

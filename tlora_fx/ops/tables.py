@@ -4,7 +4,7 @@ Every operator reads its tables here first, so that a wrong table is an error be
 """
 
 import itertools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
@@ -12,7 +12,8 @@ from torch import Tensor
 from tlora_fx.errors import MaskKeyError, SegmentError, TableNotOnDevice
 
 INTEGERS = (torch.int32, torch.int64)
-CAPTURES: bool = torch.backends.cuda.is_built()  # type: ignore[no-untyped-call]
+
+_is_initialized: Callable[[], bool] = torch.cuda.is_initialized
 
 
 def token_bounds(segments: Tensor, tokens: int) -> list[int]:
@@ -66,7 +67,8 @@ def check_table(table: Tensor, name: str) -> None:
     Whoever checks a table goes on to read it on the host. While a CUDA graph is captured that is
     an error: the graph would keep what the table says now.
     """
-    if CAPTURES and torch.cuda.is_current_stream_capturing():
+    # Without a driver, a build with CUDA raises where it is asked for its stream.
+    if _is_initialized() and torch.cuda.is_current_stream_capturing():
         raise TableNotOnDevice(
             f"an operator reads {name} on the host while a CUDA graph is captured",
             help="run this model without CUDA graphs",

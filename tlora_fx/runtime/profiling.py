@@ -26,8 +26,8 @@ from tlora_fx.ops.tensor_groups import GROUP, use_group
 from tlora_fx.part import Part
 from tlora_fx.planners.cost import work_of
 from tlora_fx.planners.facts import facts_of
-from tlora_fx.planners.model_facts import ModelFacts
-from tlora_fx.planners.plan import CAPTURED_TOKENS, MeshShape, Plan
+from tlora_fx.planners.model_facts import CAPTURED_TOKENS, ModelFacts
+from tlora_fx.planners.plan import MeshShape, Plan
 from tlora_fx.planners.prepared import prepared
 from tlora_fx.planners.profile import (
     Captured,
@@ -102,7 +102,8 @@ def profile_jobs(jobs: Sequence[Job], asked: Asked, command: str = "") -> Profil
     for tp, own in made.items():
         bare = _bare_model(own.model, jobs[0], asked) if tp == 1 else None
         layers.extend(_layer_profiles([own, *([bare] if bare else [])], asked))
-    whole = made[min(asked.tp)]
+    # A head that is cut knows only its part of the targets.
+    whole = made[1] if 1 in made else _made(compile(list(jobs)), asked, 1, _adapted(facts))
     mix = mixes_of(facts)[0]
     rows = [
         calls_of(whole.model, row_of(whole.model, mix, n, asked.lengths[0]), asked.device)

@@ -105,11 +105,13 @@ def measure_captured(pieces: Sequence[Piece], device: torch.device, rounds: int)
         return
     stream = torch.cuda.current_stream(device)
     for piece in pieces:
+        pool = torch.cuda.graph_pool_handle()
         try:
-            graphs, kept = _graphs(piece)
+            with torch.cuda.device(device):
+                graphs, kept = _graphs(piece, pool)
         except (RuntimeError, TloraError) as error:
             logger.info("not timed as a CUDA graph: %s", error)
-            forget_capture(device, stream)
+            forget_capture(device, stream, pool)
             continue
         for _ in range(rounds + 1):
             piece.captured.append(_replayed(graphs, device, piece.calls))
@@ -117,14 +119,14 @@ def measure_captured(pieces: Sequence[Piece], device: torch.device, rounds: int)
         del piece.captured[0], graphs, kept
 
 
-def _graphs(piece: Piece) -> tuple[list[torch.cuda.CUDAGraph], object]:
+def _graphs(piece: Piece, pool: Any) -> tuple[list[torch.cuda.CUDAGraph], object]:
     """The forward, and the backward where there is one; and what lies in their memory."""
-    pool = torch.cuda.graph_pool_handle()
     graphs = [torch.cuda.CUDAGraph() for _ in range(1 if piece.backward is None else 2)]
-    with torch.cuda.graph(graphs[0], pool=pool):
+    stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
+    with torch.cuda.graph(graphs[0], pool=pool, stream=stream):
         made = piece.forward()
     if piece.backward is not None:
-        with torch.cuda.graph(graphs[1], pool=pool):
+        with torch.cuda.graph(graphs[1], pool=pool, stream=stream):
             piece.backward(made)
     return graphs, made
 

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from tlora_fx.batch import pack, pad
 from tlora_fx.job import Job
 from tlora_fx.passes.lower_loss import LOSS
-from tlora_fx.planners.plan import CAPTURED_TOKENS
+from tlora_fx.planners.model_facts import CAPTURED_TOKENS
 from tlora_fx.planners.profile import Captured, HostPoint, LossPoint, OptimizerPoint, RootPoint
 from tlora_fx.runtime.optimizer import JobOptimizer
 from tlora_fx.runtime.profiling_clock import Piece, bytes_of, measure, measure_captured

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
+from tlora_fx.batch import repeating_length
 from tlora_fx.errors import JobTooLong, TloraError
 from tlora_fx.job import Job
 from tlora_fx.planners.auto import device_name
@@ -53,7 +54,26 @@ def longest_round(jobs: Sequence[Job], data: Mapping[str, JobData], max_row_toke
     return round_of_batches(batches, max_row_tokens)
 
 
-def longest_row(jobs: Sequence[Job], data: Mapping[str, JobData], max_row_tokens: int) -> int:
-    """Tokens of the largest row that the jobs' samples can make."""
-    rows = longest_round(jobs, data, max_row_tokens).rows
-    return max((sum(map(sum, row)) for row in rows), default=0)
+def longest_row(
+    jobs: Sequence[Job], data: Mapping[str, JobData], max_row_tokens: int, parts: int
+) -> int:
+    """Tokens that no row of the jobs exceeds, however their samples meet.
+
+    parts   into how many a round is cut at least, which joins micro-batches first
+    """
+    each = [_largest_batches(job, data[job.name]) for job in jobs]
+    single = [sizes[0] for sizes in each if sizes]
+    bound = max(max(single, default=0), min(max_row_tokens, sum(single)))
+    if parts > 1:
+        longest = (len(one.input_ids) for own in data.values() for one in own.samples)
+        whole = sum(map(sum, each))
+        bound = max(bound, min(max(max_row_tokens, max(longest, default=0)), whole))
+    return repeating_length(bound)
+
+
+def _largest_batches(job: Job, data: JobData) -> list[int]:
+    """Tokens of a step's micro-batches if a job's longest samples meet, the largest first."""
+    lengths = sorted((len(one.input_ids) for one in data.samples), reverse=True)
+    size = job.per_device_train_batch_size
+    count = min(job.gradient_accumulation_steps, -(-len(lengths) // size))
+    return [sum(lengths[n * size : (n + 1) * size]) for n in range(count)]

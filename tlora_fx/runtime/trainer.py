@@ -177,6 +177,7 @@ class Trainer:
             interrupts = stack.enter_context(
                 Interrupts(GRACE_SECONDS if self.mesh.size > 1 else None)
             )
+            stack.callback(self._let_go)
             self.prepare(data)
             self.watch.started(self.runs)
             stopped = False
@@ -186,6 +187,11 @@ class Trainer:
         if stopped or interrupts.asked:
             raise KeyboardInterrupt(f"stopped after a checkpoint in {self.store.folder}")
         return self.runs
+
+    def _let_go(self) -> None:
+        """Graphs keep memory, and what processes share, which part after training."""
+        if self.graphs is not None:
+            self.graphs.clear()
 
     def _checked(self, stack: ExitStack) -> Mapping[str, JobData]:
         """The data, after all checks that need no weights; the folder is then held."""
@@ -213,8 +219,9 @@ class Trainer:
             probe_batch_form(self.model)
         if self._compiled and not self.model.is_compiled:
             self.model.compile()
-        largest = longest_row(self.jobs, data, self.max_row_tokens) if self._cuda_graphs else 0
-        self._runner = apply(self.model, self.plan, self.mesh, largest_row=largest)
+        largest = longest_row(self.jobs, data, self.max_row_tokens, self.plan.parts)
+        room = largest if self._cuda_graphs else 0
+        self._runner = apply(self.model, self.plan, self.mesh, largest_row=room)
         self.runs = [
             JobRun(i, job, data[job.name], self.model.job_parameters(job.name), self.folder)
             for i, job in enumerate(self.jobs)

@@ -30,6 +30,8 @@ class Demand(NamedTuple):
     rank_tokens   tokens times rank times (in + out) columns, summed over a layer's adapters
     tensors       trained tensors of all layers
     parameters    trained numbers of all layers
+    launched      jobs whose operators no CUDA graph can hold: 1, or 0; one of them keeps a group's
+                  rows from running as graphs
     """
 
     jobs: float = 0.0
@@ -43,13 +45,14 @@ class Demand(NamedTuple):
     rank_tokens: float = 0.0
     tensors: float = 0.0
     parameters: float = 0.0
+    launched: float = 0.0
 
     def plus(self, other: Demand) -> Demand:
         """Both together."""
         return Demand(*(a + b for a, b in zip(self, other, strict=True)))
 
     def row(self) -> Array:
-        """As a row of a matrix of demands [11]."""
+        """As a row of a matrix of demands [12]."""
         return np.array(self, dtype=np.float64)
 
     @classmethod

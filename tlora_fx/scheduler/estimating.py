@@ -37,6 +37,7 @@ class Prediction:
     memory         bytes by name; they add up to `memory_bytes`
     busy           part of the GPUs' time that computes at the roofline
     estimated      whether anything was not measured
+    launched       jobs that keep rows from running as CUDA graphs, where otherwise small rows would
     why_not        what stood against every layout, where none fits
     """
 
@@ -47,6 +48,7 @@ class Prediction:
     memory: Mapping[str, float]
     busy: float = 0.0
     estimated: bool = False
+    launched: int = 0
     why_not: str = ""
 
 
@@ -61,7 +63,7 @@ class Estimator(Protocol):
     def seconds(self, base: str, demands: Array, gpus: Array, tiers: list[Tier]) -> Array:
         """Seconds of one step of each of n groups under its best layout; inf where none fits.
 
-        demands   [n, 11] rows of `Demand`
+        demands   [n, 12] rows of `Demand`
         gpus      [n] GPUs of each; a layout may use fewer
         tiers     [n] how far apart they stand
         """

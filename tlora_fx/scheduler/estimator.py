@@ -82,7 +82,7 @@ class ProfileEstimator:
     def seconds(self, base: str, demands: Array, gpus: Array, tiers: list[Tier]) -> Array:
         """Seconds of one step of each of n groups under its best layout; inf where none fits.
 
-        demands   [n, 11]
+        demands   [n, 12]
         gpus      [n], at least 1
         tiers     [n]
         raises    BaseUnknown

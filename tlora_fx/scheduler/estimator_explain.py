@@ -37,7 +37,10 @@ def explained(known: Base, groups: Groups, pairs: Pairs) -> Prediction:
 
 @dataclass(frozen=True, slots=True)
 class Option:
-    """All layouts of one group, with a whole base or a sharded one."""
+    """All layouts of one group, with a whole base or a sharded one.
+
+    launched   jobs of the group that cannot run as CUDA graphs
+    """
 
     known: Base
     pairs: Pairs
@@ -45,6 +48,7 @@ class Option:
     memory: Terms
     busy: float
     sharded: bool
+    launched: int
 
     @classmethod
     def of(cls, known: Base, groups: Groups, pairs: Pairs, *, sharded: bool) -> Option:
@@ -55,8 +59,9 @@ class Option:
         if sharded:
             terms["gathers"] = known.clock.gathers(groups, pairs)
         needed = float(operations(known.fit.facts, groups.demands)[0])
-        return cls(known, pairs, terms, known.room.terms(groups, pairs, sharded=sharded),
-                   needed, sharded)  # fmt: skip
+        room = known.room.terms(groups, pairs, sharded=sharded)
+        launched = int(groups.column("launched")[0])
+        return cls(known, pairs, terms, room, needed, sharded, launched)
 
     def ms(self) -> Array:
         """Milliseconds of each layout, infinite where it does not fit."""
@@ -86,7 +91,14 @@ class Option:
             memory={name: one for name, one in memory.items() if one},
             busy=min(1.0, self.busy / (total * peak)) if peak else 0.0,
             estimated=self.known.fit.profile.estimated or not exact or not measured,
+            launched=self._without_graphs(place),
         )
+
+    def _without_graphs(self, place: int) -> int:
+        """Jobs that keep a layout's rows from running as CUDA graphs; 0 where others would not."""
+        fit, layout = self.known.fit, self.pairs.layout[place]
+        captures = self.known.layouts.size[layout] < len(fit.tp) and not self.sharded
+        return self.launched if captures and fit.profile.knows_graphs else 0
 
     def needs(self) -> list[tuple[float, str]]:
         """Bytes of each layout, and its name."""
@@ -113,6 +125,8 @@ def table_of(prediction: Prediction) -> str:
     rows.append(f"{'memory':<32}{prediction.memory_bytes / GIB:>12.2f} GiB")
     rows += [f"  {name:<30}{value / GIB:>12.2f} GiB" for name, value in prediction.memory.items()]
     rows.append(f"{'of the peak':<32}{prediction.busy * 100:>12.1f} %")
+    if prediction.launched:
+        rows.append(f"no CUDA graphs: {prediction.launched} of its jobs cannot run in one")
     if prediction.estimated:
         rows.append("some of it was computed and not measured")
     return "\n".join(rows)

@@ -58,7 +58,7 @@ class Layouts:
 
     used, tp, dp, pp   [l] processes
     captured           small rows run as CUDA graphs where they can (see Plan.captures)
-    size               [l] the place of tp in tables
+    size               [l] the place of tp in tables: of those of graphs, where rows run so
     before             [l] the replicas of the next smaller layout that is otherwise the same; 0
     """
 
@@ -78,9 +78,9 @@ class Layouts:
             np.array([float(getattr(mesh, name)) for mesh in self.meshes])
             for name in ("tp", "dp", "pp")
         )
-        whole = [self.captured and mesh.pp == mesh.tp == 1 for mesh in self.meshes]
+        graphs = [self.captured and mesh.pp == 1 for mesh in self.meshes]
         self.size = np.array([sizes[mesh.tp] for mesh in self.meshes])
-        self.size = np.where(whole, self.size, self.size + len(self.fit.tp))
+        self.size = np.where(graphs, self.size, self.size + len(self.fit.tp))
         self.before = np.array([float(_before(mesh)) for mesh in self.meshes])
 
     def count(self, gpus: Array) -> NDArray[np.intp]:

@@ -30,7 +30,7 @@ class Bound:
     """Bytes that no layout without stages needs more than, straight in a demand.
 
     least   whatever is asked for
-    each    [11] by the columns of a demand
+    each    [12] by the columns of a demand
     token   of the longest row
     """
 

@@ -77,7 +77,8 @@ class Pairs:
     """m pairs of a group and a layout.
 
     group, layout   [m] places
-    size, reach     [m] of the layout's tp in tables; of the group
+    size, reach     [m] of the layout's tp in tables, where any of the group's jobs is launched by
+                    those without CUDA graphs; of the group
     share           [m] the part of the round that the busiest replica has
     rows            [m] forwards of a replica
     tokens          [m] of one row
@@ -110,9 +111,10 @@ class Pairs:
         rows = np.maximum(rows, 1.0)
         tokens = mine / rows
         found = layouts.fit.row.find(tokens)
-        return cls(
-            group, layout, layouts.size[layout], groups.reach[group], share, rows, tokens, found
-        )
+        size, sizes = layouts.size[layout], len(layouts.fit.tp)
+        launched = (groups.column("launched")[group] > 0) & (size < sizes)
+        size = np.where(launched, size + sizes, size)
+        return cls(group, layout, size, groups.reach[group], share, rows, tokens, found)
 
     def only(self, chosen: NDArray[np.bool_] | Places) -> Pairs:
         """Some of them."""

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from tlora_fx.planners.model_facts import CAPTURED_TOKENS
 from tlora_fx.scheduler.demand import Array
 from tlora_fx.scheduler.estimator_fit import UNFUSED_MS, BaseFit
 from tlora_fx.scheduler.estimator_layouts import Layouts
@@ -65,7 +66,6 @@ class StepClock:
         source   planners/step_time.py, `_gathered_ms`, with layers that are all alike
         """
         whole = pairs.rows * self._row(groups, pairs)
-        pairs = pairs.launched(len(self.fit.tp))
         fit, facts, rows = self.fit, self.fit.facts, pairs.rows
         layers, slower = len(facts.layers), fit.profile.slowdown - 1
         tp = self.layouts.tp[pairs.layout]
@@ -89,9 +89,12 @@ class StepClock:
         forward += (layers - 1) * beside(there, unpack, layer) + loss_there + unpack_head
         backward = head + beside(loss_back, unpack_head, layer) + back + unpack
         backward += (layers - 1) * beside(back, unpack, layer)
-        host = self._host(groups, pairs)
-        forward = np.maximum(forward, host[0] + GATHER_HOST_MS * layers)
-        backward = np.maximum(backward, host[1] + GATHER_HOST_MS * layers)
+        host = self._host(groups, pairs.launched(len(self.fit.tp)))
+        graphs = (pairs.size < len(self.fit.tp)) & (pairs.tokens <= CAPTURED_TOKENS)
+        forward = np.where(graphs, forward, np.maximum(forward, host[0] + GATHER_HOST_MS * layers))
+        backward = np.where(
+            graphs, backward, np.maximum(backward, host[1] + GATHER_HOST_MS * layers)
+        )
         return np.asarray(rows * (forward + backward) - whole)
 
     def _row(self, groups: Groups, pairs: Pairs) -> Array:
@@ -199,8 +202,10 @@ class StepClock:
         """What the best number of nano-batches takes less than one, never positive.
 
         source   field notes on nano-batching: T = max(C, M) + min(C, M) / N, where C is N rows of
-                 an N-th of the tokens, so that what a row costs at least is paid N times
+                 an N-th of the tokens, so that what a row costs at least is paid N times; nothing
+                 of it is a CUDA graph
         """
+        late = pairs.launched(len(self.fit.tp))
         start, per_byte = pairs.links(self.layouts.talk)
         facts, best = self.fit.facts, np.zeros_like(pairs.tokens)
         layers = TALKS * len(facts.layers)
@@ -211,11 +216,10 @@ class StepClock:
             talk = layers * (count * start + per_byte * bytes_)
             once = layers * (start + per_byte * bytes_)
             for name, slopes in (("forward", self.fit.forward), ("backward", self.fit.backward)):
-                beside = self._part(groups, pairs, slopes) / pairs.rows
-                each = pairs.table(groups.each_row(slopes, self.fit.sites)) if self.fused else 0.0
-                whole = self._curve(name, pairs) + beside
-                cut = count * self.fit.row.at(self.fit.curve(name) + pairs.size, found)
-                cut = cut + beside + (count - 1) * each
+                whole = self._curve(name, pairs) + self._part(groups, pairs, slopes) / pairs.rows
+                each = late.table(groups.each_row(slopes, self.fit.sites)) if self.fused else 0.0
+                cut = count * self.fit.row.at(self.fit.curve(name) + late.size, found)
+                cut += self._part(groups, late, slopes) / late.rows + (count - 1) * each
                 overlapped = np.maximum(cut, talk) + np.minimum(cut, talk) / count
                 saved += overlapped - (whole + once) if count > 1 else 0.0
             best = np.minimum(best, np.where(start > 0, saved, 0.0))

@@ -38,7 +38,7 @@ MOST_KNOWN, MOST_LOOKED_UP = 150_000, 2048
 class Unit:
     """Jobs that run as one group, or would, with the sums that its worth needs.
 
-    demand     [11] sum over its jobs
+    demand     [12] sum over its jobs
     asked      GPUs that its jobs asked for together
     solo       sum of T_solo, seconds
     gpu_solo   sum of GPUs times T_solo, GPU-seconds
@@ -87,7 +87,7 @@ class Many:
     """n candidate groups, as arrays.
 
     bases    [n] index into `Pricer.bases`
-    demand   [n, 11]
+    demand   [n, 12]
     asked    [n] most GPUs that each may hold
     mass     [n] what its seconds divide
     limit    [n] the longest step that it may have, in seconds
@@ -249,7 +249,7 @@ def powers(asked: Array) -> Array:
 def seconds_of(state: State, base: str, demand: Array, gpus: int) -> float:
     """Of a step of one group on so many GPUs; infinite where nothing fits.
 
-    demand   [11]
+    demand   [12]
     """
     tiers = [tier_for(state.cluster, gpus)]
     found = state.estimator.seconds(base, demand[None], np.array([float(gpus)]), tiers)

@@ -133,6 +133,7 @@ def demand_of_facts(facts: ModelFacts, samples: int, lengths: Sequence[int]) -> 
         rank_tokens=tokens * rank,
         tensors=float(facts.tensors[0]),
         parameters=float(facts.trained[0]),
+        launched=float(not facts.captures),
     )
 
 
@@ -145,7 +146,8 @@ def facts_of_job(job: Job) -> ModelFacts:
     rank = int(fields.get("r", DEFAULT_RANK))
     scales = not any(fields.get(name) not in (None, False, "none", {}) for name in _WITHOUT_RANK)
     shape = {name: value for name, value in fields.items() if name not in _SCALING or not scales}
-    key = _digest({"base": _base_fields(job.base), "lora": shape, "bf16": job.adapter_dtype})
+    dtypes = [job.adapter_dtype, job.adapter_compute]
+    key = _digest({"base": _base_fields(job.base), "lora": shape, "dtypes": dtypes})
     if key not in _compiled:
         quiet_import("peft")
         from tlora_fx.driver import compile
@@ -156,12 +158,17 @@ def facts_of_job(job: Job) -> ModelFacts:
 
 
 def shape_of(job: Job) -> ModelFacts:
-    """The facts of a job's base, as estimators take them: no jobs, and all linears free."""
+    """The facts of a job's base, as estimators take them: no jobs, and all linears free.
+
+    What keeps rows from running as CUDA graphs each job's demand says, whosoever it is.
+    """
     facts = facts_of_job(job)
     layers = tuple(
         replace(layer, sites=(), trained=(), room_bytes=0) for layer in facts.layers
     )  # fmt: skip
-    return replace(facts, layers=layers, jobs=(), root_trained=(), tensors=(), states=())
+    return replace(
+        facts, layers=layers, jobs=(), root_trained=(), tensors=(), states=(), launched=()
+    )
 
 
 def _ranked(facts: ModelFacts, name: str, rank: int) -> ModelFacts:

@@ -24,7 +24,7 @@ def residuals(
     """Idle GPUs' worth of roofline of each of n groups; none of one that does not fit.
 
     bases     of each
-    demands   [n, 11] rows of `Demand`
+    demands   [n, 12] rows of `Demand`
     gpus      [n] GPUs of each
     seconds   [n] of one step
     """

@@ -68,7 +68,7 @@ class SyntheticEstimator:
     def seconds(self, base: str, demands: Array, gpus: Array, tiers: list[Tier]) -> Array:
         """Seconds of one step of each of n groups; inf where none fits.
 
-        demands   [n, 11]; `samples`, `tokens`, `jobs` and `parameters` count
+        demands   [n, 12]; `samples`, `tokens`, `jobs` and `parameters` count
         gpus      [n], all of which are used
         tiers     [n]
         """

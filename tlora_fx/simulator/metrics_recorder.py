@@ -46,10 +46,15 @@ class Recorder(NoWatch):
     """The metrics of a replay in the making."""
 
     def __init__(
-        self, table: JobTable, times: StepTimes, cluster: Cluster, switch_seconds: float
+        self,
+        table: JobTable,
+        times: StepTimes,
+        cluster: Cluster,
+        switch_seconds: float,
+        join_seconds: float = 0.0,
     ) -> None:
         self.table, self.times, self.cluster = table, times, cluster
-        self.switch_seconds = switch_seconds
+        self.switch_seconds, self.join_seconds = switch_seconds, join_seconds
         self.begin = float(table.submitted[0]) if len(table.names) else 0.0
         self.series = Series(self.begin)
         self.totals: dict[str, float] = {field.name: 0.0 for field in fields(Span)}
@@ -181,7 +186,8 @@ class Recorder(NoWatch):
         if account is None:
             return {}
         seconds = time - account.time
-        begin = max(account.time, min(time, run.time + self.switch_seconds))
+        switch = self.switch_seconds + self.join_seconds * (len(run.launched.jobs) - 1)
+        begin = max(account.time, min(time, run.time + switch))
         self._count_jobs(account, seconds, time - begin)
         pairs = list(zip(account.jobs, account.steps, strict=True))
         advanced = [job.steps_done - before for (_, job), before in pairs]

@@ -20,8 +20,21 @@ from tlora_fx.simulator.trace_rows import Row, WrongRow, duration, number, whole
 from tlora_fx.simulator.traces import TraceJob
 
 DEMAND = tuple(f"demand.{name}" for name in Demand._fields)
-NEEDED = ("name", "base", "gpus", "steps", "submitted", *DEMAND)
-OPTIONAL = ("max_slowdown", "deadline", "lends", "longest", "type", "duration_seconds", "origin")
+# Older files have no such columns.
+LATER = ("demand.launched",)
+NEEDED = (
+    "name", "base", "gpus", "steps", "submitted", *(one for one in DEMAND if one not in LATER),
+)  # fmt: skip
+OPTIONAL = (
+    *LATER,
+    "max_slowdown",
+    "deadline",
+    "lends",
+    "longest",
+    "type",
+    "duration_seconds",
+    "origin",
+)
 RULES = ("jobs are replayed as they are written: no other choice applies",)
 
 
@@ -52,7 +65,9 @@ def _request(row: Row) -> JobRequest:
     return JobRequest(
         name=str(row["name"]),
         base=str(row["base"]),
-        demand=Demand(*(duration(row, name) for name in DEMAND)),
+        demand=Demand(
+            *(duration(row, one) if one in NEEDED or row.get(one) else 0.0 for one in DEMAND)
+        ),
         gpus=_some(whole(row, "gpus")),
         steps=steps,
         submitted=number(row, "submitted"),

@@ -64,6 +64,7 @@ def replay(
     *,
     horizon: float = HORIZON_SECONDS,
     switch_seconds: float = SWITCH_SECONDS,
+    join_seconds: float = 0.0,
     runnable: int = RUNNABLE,
     at_once: AtOnce = "end",
     refresh: int = REFRESH,
@@ -74,6 +75,9 @@ def replay(
     """Replay jobs to the end of the last one.
 
     requests         any order; they are taken by submission
+    switch_seconds   from the launch of a job alone to its first step; policies reckon with it for
+                     every group
+    join_seconds     that each further job of a group adds to it
     at_once, refresh as of `Loop`; an arrival between horizons waits for the next one by default
     seed             of disturbances, where none are given
     progress         called every thousand jobs that ended
@@ -84,7 +88,7 @@ def replay(
         policy,
         estimator,
         cluster,
-        switch_seconds,
+        (switch_seconds, join_seconds),
         disturbances or Disturbances(seed=seed),
         {"horizon": horizon, "runnable": runnable, "at_once": at_once, "refresh": refresh},
     )
@@ -101,7 +105,7 @@ class _Engine:
         policy: Policy,
         estimator: Estimator,
         cluster: Cluster,
-        switch_seconds: float,
+        switch: tuple[float, float],
         disturbances: Disturbances,
         options: dict[str, Any],
     ) -> None:
@@ -109,13 +113,15 @@ class _Engine:
         self.requests, self.options = requests, options
         self.table = JobTable.of(requests)
         self.times = StepTimes(estimator)
-        self.recorder = Recorder(self.table, self.times, cluster, switch_seconds)
+        switch_seconds, join_seconds = switch
+        self.recorder = Recorder(self.table, self.times, cluster, switch_seconds, join_seconds)
         self.clock = Clock(min(0.0, self.recorder.begin))
         self.executor = SimulatedExecutor(
             cluster,
             self.times,
             self.clock,
             switch_seconds=switch_seconds,
+            join_seconds=join_seconds,
             disturbances=disturbances,
         )
         self.loop = Loop(

@@ -43,7 +43,8 @@ class SimulatedExecutor:
     cluster          at the begin
     times            predicts steps
     clock            what time it is
-    switch_seconds   from a launch to the first step
+    switch_seconds   from a launch to the first step of a job alone
+    join_seconds     that each further job of a group adds to it
     disturbances     None: predictions come true
     steps_lost       by failures, summed over jobs: done and not committed
     """
@@ -55,9 +56,11 @@ class SimulatedExecutor:
         clock: Clock,
         *,
         switch_seconds: float = 20.0,
+        join_seconds: float = 0.0,
         disturbances: Disturbances | None = None,
     ) -> None:
-        self.times, self.clock, self.switch_seconds = times, clock, switch_seconds
+        self.times, self.clock = times, clock
+        self.switch_seconds, self.join_seconds = switch_seconds, join_seconds
         self.disturbances = disturbances or Disturbances()
         self._cluster = cluster
         self._groups: dict[int, SimulatedGroup] = {}
@@ -111,7 +114,8 @@ class SimulatedExecutor:
             raise PlaceTaken("nothing is reserved for this group", group=", ".join(group.jobs))
         now = self.clock.now
         seconds = self._seconds(jobs, group.place, epoch)
-        made = SimulatedGroup(group, epoch, jobs, steps_done, now + self.switch_seconds, seconds)
+        begin = now + self.switch_seconds + self.join_seconds * (len(jobs) - 1)
+        made = SimulatedGroup(group, epoch, jobs, steps_done, begin, seconds)
         self._groups[epoch] = made
         self._fails[epoch] = now + self.disturbances.group_fails_after(epoch, group.gpus)
         self._plan(made)

@@ -326,7 +326,7 @@ def _keep(cache: Any, key: Key, mirror: Mirror) -> None:
     cache.move_to_end(key)
     for table in mirror.sources:
         _holders.setdefault(table.data_ptr(), {})[id(cache), key] = cache
-    while len(cache) > _MOST and (old := _oldest(cache)) is not None:
+    while len(cache) > _MOST and (old := _oldest(cache, key)) is not None:
         _drop(cache, old)
 
 
@@ -338,6 +338,7 @@ def _drop(cache: Cache, key: Key) -> None:
             _holders.pop(table.data_ptr(), None)
 
 
-def _oldest(cache: Cache) -> Key | None:
-    """The first entry that no captured graph reads."""
-    return next((key for key, mirror in cache.items() if not mirror.captured), None)
+def _oldest(cache: Cache, newest: Key) -> Key | None:
+    """The first entry but the newest that no captured graph reads."""
+    held = (key for key, mirror in cache.items() if not mirror.captured and key != newest)
+    return next(held, None)

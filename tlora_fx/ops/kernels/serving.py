@@ -218,6 +218,11 @@ def why_not(x: Tensor, group: SiteGroup) -> str:
         return "Triton is not installed"
     if x.device.type == "cuda" and arch_of(x.device) < _OLDEST:
         return "the GPU is older than compute capability 8.0"
+    return why_no_kernel(x, group, asked)
+
+
+def why_no_kernel(x: Tensor, group: SiteGroup, asked: str) -> str:
+    """Why no GPU has kernels for a group under a mode, or ""; its tensors may be anywhere."""
     if reason := _other_types(x, group, asked):
         return reason
     if group.inner % GRANULE or any(b.shape[1] % GRANULE for b in group.b):

@@ -1,0 +1,97 @@
+"""Which calls of our operators read tables of jobs on the host of a GPU.
+
+A CUDA graph would keep for all rows what a table says while it is captured, so `check_table`
+refuses to be captured, and a model with one such call runs no row as a graph. This says so of a
+call that nobody runs: for what is predicted, and before anything is captured. Every operator whose
+code can come to `check_table` stands here; a test compares this with the code.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from tlora_fx.ops import attention_flash
+from tlora_fx.ops.attention_rule import AttentionRule
+from tlora_fx.ops.kernels import serving
+from tlora_fx.ops.site_group import SiteGroup
+
+#: What a group of sites has an item of for each, by the singular name.
+LISTS = {"weight": "weights", "site": "sites"} | {
+    name: name for name in ("a", "b", "ranks", "scales", "rates")
+}
+SHARED = ("segments", "keys", "token_index", "compute_dtype", "max_rank", "drops")
+#: Whether a call reads a table, of its arguments by the schema's names; tensors may be fake.
+Rule = Callable[[Mapping[str, Any]], bool]
+
+
+def reads_on_host(name: str, arguments: Mapping[str, Any]) -> bool:
+    """Whether a call of `tlora_fx::name` on a GPU reads a table of jobs on the host.
+
+    arguments   by the schema's names; a tensor may be fake and on any device, for its dtype,
+                sizes and strides are all that counts
+    """
+    rule = RULES.get(name)
+    return name in MAKERS or (rule is not None and rule(arguments))
+
+
+def _always(_: Mapping[str, Any]) -> bool:
+    """What takes a row apart by jobs needs sizes."""
+    return True
+
+
+def _never(_: Mapping[str, Any]) -> bool:
+    """On CUDA it reads its offsets on the device."""
+    return False
+
+
+def _written_out(given: Mapping[str, Any]) -> bool:
+    """Attention without a kernel for whole rows goes from sequence to sequence."""
+    rule = AttentionRule(
+        given["scale"], given["causal"], given["window"], given["softcap"], given["dropout"]
+    )
+    return not attention_flash.has_row_kernel(given["q"], given["v"], given["sinks"], rule)
+
+
+def _one_by_one(given: Mapping[str, Any]) -> bool:
+    """Adapters without kernels run job by job."""
+    asked = serving.mode()
+    if asked == "off":
+        return True
+    fields: dict[str, Any] = {name: _list(given, one) for one, name in LISTS.items()}
+    group = SiteGroup(**fields, **{name: given[name] for name in SHARED})
+    return bool(serving.why_no_kernel(given["x"], group, "on" if asked == "on" else "auto"))
+
+
+def _list(given: Mapping[str, Any], name: str) -> list[Any]:
+    """An item a site, whether the operator serves one, several, or one without its weight."""
+    found = given.get(name, given.get(f"{name}s", []))
+    return list(found) if isinstance(found, list | tuple) else [found]
+
+
+RULES: Mapping[str, Rule] = {
+    "segment_read": _always,
+    "segment_write": _always,
+    "segment_switch": _always,
+    "keyed_dropout": _always,
+    "nano_tables": _always,
+    "packed_attention": _written_out,
+    "multi_lora_linear": _one_by_one,
+    "multi_lora_linears": _one_by_one,
+    "multi_lora_add": _one_by_one,
+    "segment_sum": _never,
+    "segment_spread": _never,
+}
+#: They make tables of a row on the host, which would be those of the captured row for ever.
+MAKERS = frozenset({"tp_segments"})
+#: What some of these are made of and differentiated by; no model's graph holds a call of them.
+PARTS = frozenset(
+    {
+        "multi_lora_forward",
+        "multi_lora_input_gradient",
+        "multi_lora_adapter_gradients",
+        "multi_lora_add_forward",
+        "multi_lora_add_input_gradient",
+        "packed_attention_backward",
+    }
+)
