@@ -6,19 +6,20 @@
 `tensor`    one step over all GPUs beside one GPU, eager and as CUDA graphs, with nano-batches
 `pipeline`  a schedule beside an event simulation with the measured times of its own stages, and
             stages cut by cost beside equal layers
-`grid`      predicted times and memory beside measured ones, over models, tokens and meshes
-`controllers`  nano-batches chosen at run time beside the best fixed count
+`grid`      predicted times and memory beside measured ones, over plans, tokens and meshes
+`controllers`  nano-batches chosen at run time beside the best fixed count (`--counts`)
 `large`     a base of 70B's shape
 
-Arms of one case take turns in rounds; a figure is the median over rounds of the slowest process. On
-CPUs nothing but the code is tried: `--device cpu --layers 4 --hidden 64 --vocabulary 512`.
+Arms of one case take turns in rounds; a figure is the median over rounds of the slowest process.
+`grid` and `controllers` print each row as it comes and write the file as they go; `--limit-seconds`
+leaves out what would not end in time. On CPUs nothing but the code is tried: `--device cpu --layers
+4 --hidden 64 --vocabulary 512`.
 """
 
 from __future__ import annotations
 
 import argparse
 import os
-import time
 from collections.abc import Callable, Mapping
 from datetime import timedelta
 from pathlib import Path
@@ -28,7 +29,8 @@ import torch
 import torch.distributed as dist
 
 from benchmarks.distributed_cases import CASES
-from benchmarks.results_file import RESULTS, console, described, write
+from benchmarks.distributed_progress import Progress
+from benchmarks.results_file import RESULTS, console, described
 from benchmarks.step_mixes import Shape
 
 PATIENCE = timedelta(minutes=5)
@@ -51,13 +53,14 @@ def main() -> None:
     found = described("distributed", given.device)
     found |= {"processes": dist.get_world_size(), "rounds": given.rounds, "cases": {}}
     path = Path(given.out) / f"distributed-{found['date']}.json"
+    given.progress = Progress(
+        path, found, leader=rank == 0, limit_seconds=given.limit_seconds
+    )  # fmt: skip
     for name in given.cases.split(","):
-        started = time.perf_counter()
-        found["cases"][name] = _tried(CASES[name], shape, given)
-        found["cases"][name]["seconds"] = round(time.perf_counter() - started, 1)
+        given.progress.begin(name)
+        given.progress.keep(_tried(CASES[name], shape, given))
         if out is not None:
-            _show(name, found["cases"][name], out)
-            write(path, found)
+            _show(name, found["cases"][name], out, told=given.progress.rows > 0)
     dist.destroy_process_group()
 
 
@@ -72,9 +75,12 @@ def _tried(case: Callable[..., dict[str, Any]], shape: Shape, given: Any) -> dic
             torch.cuda.empty_cache()
 
 
-def _show(name: str, found: Mapping[str, Any], out: Any) -> None:
+def _show(name: str, found: Mapping[str, Any], out: Any, *, told: bool) -> None:
+    """All figures of a case, but for rows that were told as they came."""
     out.rule(name, align="left")
     for key, value in found.items():
+        if key == "rows" and told:
+            continue
         rows = value if isinstance(value, list) else [value]
         for row in rows:
             out.print(f"{key}: {row}", highlight=False, soft_wrap=True, markup=False)
@@ -113,6 +119,13 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument(
         "--arms", default="", help="of fsdp and tensor, between semicolons; all by default"
     )
+    parser.add_argument("--plans", default="", help="of grid, between semicolons; default: all")
+    parser.add_argument("--limit-seconds", type=float, default=0.0, help="of grid, controllers")
+    parser.add_argument("--counts", default="1,2,4", help="of nano-batches, for controllers")
+    parser.add_argument(
+        "--region-layers", type=int, default=0,
+        help="of controllers: consecutive layers compiled as one graph; default: as in training",
+    )  # fmt: skip
     parser.add_argument("--steps", type=int, default=80, help="of each controller")
     parser.add_argument("--eager", action="store_true", help="layers are not compiled")
     parser.add_argument("--profile", default="", help="file to predict from, or a GPU's name")

@@ -23,6 +23,7 @@ from benchmarks.distributed_models import (
 )
 from benchmarks.interleaved import Spread, ratios
 from benchmarks.step_mixes import Shape
+from tlora_fx.planners.model_facts import CAPTURED_TOKENS
 from tlora_fx.planners.peer_copies import VARIABLE
 from tlora_fx.planners.plan import MeshShape, Plan
 
@@ -31,6 +32,7 @@ GIB = 2**30
 WARM_UP = 3
 FSDP_BOUNDS = {16384: 0.97, 4800: 0.90, 1280: 0.75}
 TENSOR_BOUND, TENSOR_GPUS = 2.2, 4
+AS_GRAPHS = ", as graphs"
 
 
 def timed(arms: Mapping[str, Work], rounds: int) -> dict[str, list[float]]:
@@ -53,7 +55,10 @@ def once(work: Work) -> float:
 
 
 def fsdp(shape: Shape, given: Any) -> dict[str, Any]:
-    """A base that is sharded, resharded after forward and backward, over a replicated one."""
+    """A base that is sharded, resharded after forward and backward, over a replicated one.
+
+    Both launched, and where rows are small both as CUDA graphs.
+    """
     world = dist.get_world_size()
     mesh = MeshShape(dp=world)
     plans = {
@@ -67,7 +72,8 @@ def fsdp(shape: Shape, given: Any) -> dict[str, Any]:
         if not given.arms or name in given.arms.split(";"):
             # The variable is read when weights are sharded.
             os.environ[VARIABLE] = "off" if name == "fsdp, by collectives" else "on"
-            made[name] = _planned(shape, plan, given)
+            made[name] = _planned(shape, plan, given, largest_row=CAPTURED_TOKENS)
+    graphs = {name: _take_graphs(one) for name, one in made.items()}
     found: dict[str, Any] = {"rows": []}
     base = shape.frozen_parameters() + shape.vocabulary * shape.hidden
     found["base_gib"] = base * shape.torch_dtype.itemsize / GIB
@@ -76,19 +82,55 @@ def fsdp(shape: Shape, given: Any) -> dict[str, Any]:
         rows = rows_of(shape, tokens, given.length, world)
         weights = weights_of(rows, made["fsdp"].mesh.device)
         arms = {name: _step(one, rows, weights) for name, one in made.items()}
+        if tokens <= CAPTURED_TOKENS:
+            arms |= {
+                f"{name}{AS_GRAPHS}": _replaying(made[name], own, tokens, rows, weights)
+                for name, own in graphs.items()
+                if own is not None and not own.refused
+            }
         peaks = {name: _warm(work, WARM_UP) / GIB for name, work in arms.items()}
         times = timed(arms, given.rounds)
-        for name in [name for name in made if name != "replicated"]:
-            speed = ratios(times["replicated"], times[name])
+        for name in arms:
+            base_arm = f"replicated{AS_GRAPHS}" if name.endswith(AS_GRAPHS) else "replicated"
+            if name == base_arm:
+                continue
+            bound = name.removesuffix(AS_GRAPHS) == "fsdp"
             found["rows"].append({
-                "tokens_per_gpu": tokens, "arm": name, "over replicated": speed.json(),
-                "bound": FSDP_BOUNDS.get(tokens) if name == "fsdp" else None,
+                "tokens_per_gpu": tokens, "arm": name,
+                "over replicated": ratios(times[base_arm], times[name]).json(),
+                "bound": FSDP_BOUNDS.get(tokens) if bound else None,
                 "ms": Spread.of(times[name]).json(),
-                "replicated_ms": Spread.of(times["replicated"]).json(),
+                "replicated_ms": Spread.of(times[base_arm]).json(),
                 "peak_gib_above_held": peaks[name],
                 "tokens_per_second": tokens * world / statistics.median(times[name]) * 1e3,
             })  # fmt: skip
+            given.progress.row(found["rows"][-1])
+        for own in graphs.values():
+            if own is not None:
+                own.clear()
+        given.progress.keep(found)
     return found
+
+
+def _take_graphs(made: Planned) -> Any:
+    """The graphs of a model's rows, which it runs without until it is given them again."""
+    inner: Any = getattr(made.runner, "inner", made.runner)
+    graphs, inner.graphs = inner.graphs, None
+    return graphs
+
+
+def _replaying(made: Planned, graphs: Any, tokens: int, rows: Any, weights: Any) -> Work:
+    """A step whose rows run as graphs, where all are of so many tokens."""
+    inner: Any = getattr(made.runner, "inner", made.runner)
+
+    def step() -> None:
+        graphs.largest_row, inner.graphs = tokens, graphs
+        try:
+            made.step(rows, weights)
+        finally:
+            inner.graphs = None
+
+    return step
 
 
 def tensor(shape: Shape, given: Any) -> dict[str, Any]:
@@ -139,7 +181,7 @@ def grid(shape: Shape, given: Any) -> dict[str, Any]:
     """Predicted step times and memory beside measured ones."""
     from benchmarks.distributed_grid import compared
 
-    return compared(shape, given, _planned, once)
+    return compared(shape, given, once)
 
 
 def controllers(shape: Shape, given: Any) -> dict[str, Any]:
@@ -168,8 +210,13 @@ def large(shape: Shape, given: Any) -> dict[str, Any]:
     }
 
 
-def _planned(shape: Shape, plan: Plan, given: Any, targets: Any = "all-linear") -> Planned:
-    return planned(shape, plan, mesh_of(plan), compiled=not given.eager, targets=targets)
+def _planned(
+    shape: Shape, plan: Plan, given: Any, targets: Any = "all-linear", largest_row: int = 0
+) -> Planned:
+    return planned(
+        shape, plan, mesh_of(plan), compiled=not given.eager, targets=targets,
+        largest_row=largest_row,
+    )  # fmt: skip
 
 
 def _step(made: Planned, rows: Any, weights: Any) -> Work:

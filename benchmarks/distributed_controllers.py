@@ -2,27 +2,38 @@
 
 Each number of tokens is another ratio of communication to compute; NCCL_MAX_NCHANNELS=1 throttles
 the links. Fixed counts take turns in one run, then each controller runs by itself and hears the
-slowest process's time of every step, as in training.
+slowest process's time of every step, as in training. A step packs its row, runs it forward and
+backward, sums gradients, updates the adapters and reads the losses.
+
+Every count is code of its own, and twice the count is reckoned to compile twice as long. Under
+`--limit-seconds` the two smallest are always compiled; another one, or a number of tokens, is left
+out where it would not end in time. `--region-layers 1` compiles smaller graphs, and hides less than
+training does.
 """
 
 from __future__ import annotations
 
 import statistics
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
+from time import perf_counter
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
-from benchmarks.distributed_models import Planned, rows_of, slowest, weights_of
+from benchmarks.distributed_models import Planned, slowest, tokens_of, weights_of
 from benchmarks.step_mixes import Shape
+from tlora_fx.batch import pack
+from tlora_fx.planners.nano_model import NanoModel
 from tlora_fx.planners.plan import MeshShape, Plan
 from tlora_fx.runtime.controllers import Aimd, KeepBest, NanoBatches
 
-COUNTS = (1, 2, 4)
 HORIZON = 4
 BOUND = 1.04
+WARM_UP = 3
+
+Step = Callable[[int], None]
 
 
 def controllers(
@@ -30,56 +41,107 @@ def controllers(
 ) -> dict[str, Any]:
     """Mean step of each controller over the best fixed count's median, after its first half."""
     world = dist.get_world_size()
-    plan = Plan(planner="tensor", mesh=MeshShape(tp=world), nano_batches=2)
-    made = planned(shape, plan, given)
-    found: dict[str, Any] = {"rows": [], "bound": BOUND}
-    for tokens in (int(part) for part in given.tokens.split(",")):
-        rows = rows_of(shape, tokens, given.length, 1)
-        weights = weights_of(rows, made.mesh.device)
+    made = planned(shape, Plan(planner="tensor", mesh=MeshShape(tp=world)), given)
+    if given.region_layers:
         runner: Any = getattr(made.runner, "inner", made.runner)
-
-        def step(
-            count: int, rows: Any = rows, weights: Any = weights, runner: Any = runner
-        ) -> None:
-            runner.nano_batches = count
-            made.step(rows, weights)
-
-        arms = {str(count): partial(step, count) for count in COUNTS}
-        for work in arms.values():
-            for _ in range(3):
-                work()
-        fixed = {name: statistics.median(ms) for name, ms in timed(arms, given.rounds).items()}
-        best = min(fixed.values())
-        talk = _talk_ms(shape, tokens, made)
-        found["rows"].append({
-            "tokens": tokens, "fixed_ms": fixed, "all_reduces_ms": talk,
-            "ratio": talk / max(fixed["1"] - talk, 1e-9),
-            "over the best fixed": {
-                name: _run(controller, step, timed, given.steps) / best
-                for name, controller in _controllers().items()
-            },
-        })  # fmt: skip
+        runner.nano = NanoModel(made.model, layers=given.region_layers)
+    tokens = [int(part) for part in given.tokens.split(",")]
+    steps = {each: _step(shape, given, made, each) for each in tokens}
+    found: dict[str, Any] = {"bound": BOUND, "first_step_s": {}, "left out": [], "rows": []}
+    wanted = [int(part) for part in given.counts.split(",")]
+    counts = _ready(steps[min(tokens)], wanted, given, found)
+    longest = 0.0
+    for each, step in steps.items():
+        if not given.progress.has_time_for(longest):
+            found["left out"].append(f"{each} tokens")
+            continue
+        began = perf_counter()
+        row: dict[str, Any] = {"tokens": each} | _fixed(
+            shape, given, made, each, step, counts, timed
+        )
+        best = min(row["fixed_ms"].values())
+        row["over the best fixed"] = {}
+        found["rows"].append(row)
+        for name, controller in _controllers(counts).items():
+            mean, chosen = _run(controller, step, timed, given.steps)
+            row["over the best fixed"][name] = mean / best
+            row[f"counts of {name}"] = chosen
+        longest = max(longest, perf_counter() - began)
+        given.progress.row(row)
+        given.progress.keep(found)
     return found
 
 
-def _controllers() -> dict[str, NanoBatches]:
-    keep = KeepBest(counts=COUNTS, horizon=HORIZON, settle=1)
+def _step(shape: Shape, given: Any, made: Planned, tokens: int) -> Step:
+    """One training step over a row of so many tokens, cut into so many nano-batches."""
+    (own,) = tokens_of(shape, tokens, given.length, 1)
+    weights = weights_of([pack(own)], made.mesh.device)
+
+    def step(count: int) -> None:
+        runner: Any = made.runner
+        runner.nano_batches = count
+        made.step([pack(own)], weights).tolist()
+
+    return step
+
+
+def _ready(step: Step, wanted: Sequence[int], given: Any, found: dict[str, Any]) -> list[int]:
+    """Compile each count by a first step; those that are ready."""
+    ready: list[int] = []
+    last = 0.0
+    for count in sorted({1, *wanted}):
+        expected = last * count / ready[-1] if ready else 0.0
+        # What is left of the time is for the steps themselves.
+        late = not given.progress.has_time_for(expected + given.limit_seconds / 2)
+        if len(ready) > 1 and late:
+            found["left out"].append(f"{count} nano-batches")
+            continue
+        began = perf_counter()
+        step(count)
+        last = slowest(perf_counter() - began)
+        ready.append(count)
+        found["first_step_s"][str(count)] = round(last, 1)
+        given.progress.row({"nano-batches": count, "first_step_s": last})
+        given.progress.keep(found)
+    return ready
+
+
+def _fixed(
+    shape: Shape, given: Any, made: Planned, tokens: int, step: Step, counts: Sequence[int],
+    timed: Callable[..., Any],
+) -> dict[str, Any]:  # fmt: skip
+    """Each count by itself, in turns, and what the sums of a step take."""
+    arms = {str(count): partial(step, count) for count in counts}
+    for work in arms.values():
+        for _ in range(WARM_UP):
+            work()
+    fixed = {name: statistics.median(ms) for name, ms in timed(arms, given.rounds).items()}
+    talk = _talk_ms(shape, tokens, made)
+    ratio = talk / max(fixed["1"] - talk, 1e-9)
+    return {"fixed_ms": fixed, "all_reduces_ms": talk, "ratio": ratio}
+
+
+def _controllers(counts: Sequence[int]) -> dict[str, NanoBatches]:
+    keep = KeepBest(counts=counts, horizon=HORIZON, settle=1)
     return {
-        "keep-best": NanoBatches(keep, COUNTS),
-        "aimd": NanoBatches(Aimd(horizon=HORIZON), COUNTS),
+        "keep-best": NanoBatches(keep, counts),
+        "aimd": NanoBatches(Aimd(horizon=HORIZON), counts),
     }
 
 
 def _run(
-    controller: NanoBatches, step: Callable[[int], None], timed: Callable[..., Any], steps: int
-) -> float:
-    """The mean milliseconds of the second half of its steps."""
+    controller: NanoBatches, step: Step, timed: Callable[..., Any], steps: int
+) -> tuple[float, dict[int, int]]:
+    """The mean milliseconds of the second half of its steps, and how often it chose each count."""
     every: list[float] = []
+    chosen: dict[int, int] = dict.fromkeys(controller.counts, 0)
     for _ in range(steps):
-        (ms,) = timed({"it": partial(step, controller.count)}, 1)["it"]
+        count = controller.count
+        (ms,) = timed({"it": partial(step, count)}, 1)["it"]
         controller.decide(ms * 1e-3)
         every.append(ms)
-    return statistics.mean(every[steps // 2 :])
+        chosen[count] += 1
+    return statistics.mean(every[steps // 2 :]), chosen
 
 
 def _talk_ms(shape: Shape, tokens: int, made: Planned) -> float:

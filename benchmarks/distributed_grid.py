@@ -1,127 +1,210 @@
-"""Predicted step times and memory beside measured ones: the case `grid` of `distributed.py`."""
+"""Predicted step times and memory beside measured ones: the case `grid` of `distributed.py`.
+
+Plans that want the same weights run one after the other over one model; everything else is built
+anew, by code that `torch.compile` finds in its caches where another plan has made it.
+"""
 
 from __future__ import annotations
 
 import gc
 import statistics
-import tempfile
-from collections.abc import Callable, Iterator
-from pathlib import Path
+from collections.abc import Callable, Mapping
+from time import perf_counter
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
-import tlora_fx
-from benchmarks.distributed_models import jobs_of, rows_of, slowest, weights_of
+from benchmarks.distributed_models import (
+    Planned,
+    held_bytes,
+    let_go,
+    mesh_of,
+    planned,
+    replanned,
+    rows_of,
+    slowest,
+    traced_model,
+    wants_same_weights,
+    weights_of,
+)
+from benchmarks.distributed_plans import plans_of
 from benchmarks.step_mixes import Shape
 from tlora_fx.planners.cost import CostModel
 from tlora_fx.planners.facts import facts_of
 from tlora_fx.planners.known_profiles import profile_for
 from tlora_fx.planners.load import Round
-from tlora_fx.planners.memory import memory_of
-from tlora_fx.planners.plan import MeshShape, Plan
-from tlora_fx.planners.protocol import find_planner
+from tlora_fx.planners.memory import fits, memory_of
+from tlora_fx.planners.plan import Plan
 from tlora_fx.planners.step_time import step_time
 from tlora_fx.supermodel import SuperModel
 
 JOBS = 8
 MEAN_BOUND, WORST_BOUND = 0.08, 0.15
+#: Of a trainer: what graphs of small rows leave free (see `row_graphs`).
+LARGEST_ROW = 16384
+#: A form of rows is captured when it comes for the second time.
+WARM_UP = 3
+RECOMPILES = 64
+
+Once = Callable[..., float]
+Row = dict[str, Any]
 
 
-def compared(
-    shape: Shape, given: Any, planned: Callable[..., Any], once: Callable[..., float]
-) -> dict[str, Any]:
+def compared(shape: Shape, given: Any, once: Once) -> dict[str, Any]:
     """Every plan on every number of tokens: forward, backward and the sum of gradients.
 
     The optimizers are left out on both sides; `step.py` measures them.
     """
-    with tempfile.TemporaryDirectory() as folder:
-        model = tlora_fx.compile(jobs_of(shape, Path(folder), JOBS))
+    # The loss is one piece of code for all models, compiled anew for some.
+    torch._dynamo.config.recompile_limit = RECOMPILES
+    model = traced_model(shape, JOBS)
     gpu = torch.cuda.get_device_name() if given.device == "cuda" else "roofline:h200"
     facts = facts_of(model)
     profile = profile_for(facts, given.profile or gpu, allow_estimated=given.device != "cuda")
     cost = CostModel(facts, profile)
-    rows: list[dict[str, Any]] = []
-    for name, plan in _plans(model, dist.get_world_size()):
-        made = planned(shape, plan, given)
-        for tokens in (int(part) for part in given.tokens.split(",")):
-            rows.append({"plan": name, "tokens_per_gpu": tokens})
-            rows[-1] |= _measured(made, shape, given, tokens, once)
-            rows[-1] |= _predicted(cost, plan, tokens, given.length)
-        del made
-        gc.collect()
+    tokens = [int(part) for part in given.tokens.split(",")]
+    work = round_of(dist.get_world_size(), tokens[0], given.length)
+    plans = _wanted(plans_of(model, cost, work, dist.get_world_size()), given.plans)
+    found: dict[str, Any] = {"profile": profile.name, "rows": [], "left out": [], "ready_s": {},
+                             "held_bytes": {}}  # fmt: skip
+    made: Planned | None = None
+    longest = 0.0
+    for name, plan in plans.items():
+        if not given.progress.has_time_for(longest):
+            found["left out"].append(name)
+            continue
+        began = perf_counter()
+        if made is not None and not wants_same_weights(made.plan, plan):
+            let_go(made)
+            made = None
+            _collect()
+        made = _made(made, shape, plan, given, model)
+        found["ready_s"][name] = round(perf_counter() - began, 1)
+        found["held_bytes"][name] = held_bytes()
+        for count in tokens:
+            row = _row(made, name, shape, given, count, cost, once)
+            found["rows"].append(row)
+            given.progress.row(row)
+        longest = max(longest, perf_counter() - began)
+        given.progress.keep(found | summary(found["rows"]))
+    return found | summary(found["rows"])
+
+
+def _collect() -> None:
+    """Free what nobody names any more."""
+    gc.collect()
+    if torch.cuda.is_available():
         torch.cuda.empty_cache()
-    return {"profile": profile.name, "rows": rows} | _summary(rows)
 
 
-def _plans(model: SuperModel, world: int) -> Iterator[tuple[str, Plan]]:
-    replicas = MeshShape(dp=world)
-    yield "single", Plan(planner="single")
-    yield "replicated", Plan(planner="replicated", mesh=replicas)
-    yield "fsdp", Plan(planner="fsdp", mesh=replicas, shard_base=True)
-    yield "fsdp, kept", Plan(planner="fsdp", mesh=replicas, shard_base=True, keep_gathered=True)
-    again = Plan(planner="fsdp", mesh=replicas, shard_base=True, recompute=True)
-    yield "fsdp, recomputed", again
-    yield "tensor", Plan(planner="tensor", mesh=MeshShape(tp=world))
-    for count in (2 * world, 4 * world):
-        plan = find_planner("pipeline").plan(model, MeshShape(pp=world), micro_batches=count)
-        yield f"pipeline, {count} micro-batches", plan
+def _wanted(plans: Mapping[str, Plan], names: str) -> dict[str, Plan]:
+    """The plans that were asked for, in the order in which they were asked for; all by default."""
+    asked = [name.strip() for name in names.split(";")] if names else list(plans)
+    unknown = [name for name in asked if name not in plans]
+    if unknown:
+        raise ValueError(f"no plans are called {unknown}; there are {'; '.join(plans)}")
+    return {name: plans[name] for name in asked}
 
 
-def _parts(plan: Plan, tokens: int, length: int) -> tuple[int, int]:
-    """How many rows a round has, and tokens of each: as many a GPU under every plan."""
-    parts = plan.mesh.dp * plan.micro_batches
-    each = tokens * plan.mesh.size // parts
-    return parts, max(length, each)
+def _made(
+    before: Planned | None, shape: Shape, plan: Plan, given: Any, model: SuperModel
+) -> Planned:
+    """A model under a plan, over the weights of the plan before where there is one left."""
+    if before is not None:
+        return replanned(before, plan, largest_row=LARGEST_ROW)
+    return planned(
+        shape, plan, mesh_of(plan), jobs=JOBS, compiled=not given.eager,
+        largest_row=LARGEST_ROW, traced=model,
+    )  # fmt: skip
 
 
-def _measured(
-    made: Any, shape: Shape, given: Any, tokens: int, once: Callable[..., float]
-) -> dict[str, Any]:
-    parts, each = _parts(made.plan, tokens, given.length)
+def _row(
+    made: Planned, name: str, shape: Shape, given: Any, tokens: int, cost: CostModel, once: Once
+) -> Row:
+    """What was predicted, and what was measured where that has room."""
+    parts, each = parts_of(made.plan, tokens, given.length)
+    work = round_of(parts, each, given.length)
+    memory, time = memory_of(cost, made.plan, work), step_time(cost, made.plan, work)
+    row: Row = {
+        "plan": name,
+        "tokens_per_gpu": tokens,
+        "predicted_ms": time.compute + time.bubble + time.reduce,
+        "predicted_bytes": memory.total,
+    }
+    if not fits(cost, memory):
+        return row | {"ms": None, "peak_bytes": 0.0, "left out": "no memory"}
     rows = rows_of(shape, each, given.length, parts, JOBS)
     weights = weights_of(rows, made.mesh.device)
-    for _ in range(2):
-        made.runner.run(rows, weights)
-    peak = 0.0
-    if given.device == "cuda":
-        torch.cuda.reset_peak_memory_stats()
-    times = [once(lambda: made.runner.run(rows, weights)) for _ in range(given.rounds)]
-    if given.device == "cuda":
-        peak = slowest(float(torch.cuda.max_memory_allocated()))
-    return {"ms": statistics.median(times), "peak_bytes": peak}
+    if made.graphs is not None:
+        # No larger row comes while these are measured.
+        made.graphs.largest_row = each
+    row |= _measured(made, lambda: made.runner.run(rows, weights), given, once)
+    if made.graphs is not None:
+        row |= {"graphs": len(made.graphs.forms), "refused": made.graphs.refused}
+    return row | {"error": row["predicted_ms"] / row["ms"] - 1}
 
 
-def _predicted(cost: CostModel, plan: Plan, tokens: int, length: int) -> dict[str, Any]:
-    parts, each = _parts(plan, tokens, length)
+def _measured(made: Planned, work: Callable[[], object], given: Any, once: Once) -> Row:
+    """Milliseconds of a round, and the most bytes since its second: replays allocate nothing."""
+    # Predictions of memory count the optimizers' states.
+    made.update()
+    began = perf_counter()
+    for number in range(WARM_UP):
+        if number == 1 and given.device == "cuda":
+            torch.cuda.reset_peak_memory_stats()
+        work()
+    warm = round(perf_counter() - began, 1)
+    times = [once(work) for _ in range(given.rounds)]
+    peak = slowest(float(torch.cuda.max_memory_allocated())) if given.device == "cuda" else 0.0
+    return {"ms": statistics.median(times), "peak_bytes": peak, "warm_up_s": warm}
+
+
+def parts_of(plan: Plan, tokens: int, length: int) -> tuple[int, int]:
+    """How many rows a round has, and tokens of each: as many a GPU under every plan."""
+    parts = plan.parts
+    return parts, max(length, tokens * plan.mesh.size // parts)
+
+
+def round_of(parts: int, each: int, length: int) -> Round:
+    """So many rows of `each` tokens as `rows_of` makes them."""
     rows = []
     for part in range(parts):
         own: list[tuple[int, ...]] = [()] * JOBS
         for place in range(max(1, each // length)):
             own[(place + part) % JOBS] += (length,)
         rows.append(tuple(own))
-    work = Round(tuple(rows), max_row_tokens=max(each, 16384))
-    found = step_time(cost, plan, work)
-    return {
-        "predicted_ms": found.compute + found.bubble + found.reduce,
-        "predicted_bytes": memory_of(cost, plan, work).total,
-    }
+    return Round(tuple(rows), max_row_tokens=max(each, LARGEST_ROW))
 
 
-def _summary(rows: list[dict[str, Any]]) -> dict[str, Any]:
+def summary(every: list[Row]) -> dict[str, Any]:
+    """How far predictions were off, and how much slower the plan is that they would choose."""
+    rows = [row for row in every if row["ms"] is not None]
+    if not rows:
+        return {"configurations": 0}
     errors = [abs(row["predicted_ms"] / row["ms"] - 1) for row in rows]
-    chosen: dict[str, float] = {}
-    for tokens in {row["tokens_per_gpu"] for row in rows}:
-        own = [row for row in rows if row["tokens_per_gpu"] == tokens and row["plan"] != "single"]
-        best = min(own, key=lambda row: row["predicted_ms"])
-        chosen[f"{tokens} tokens: {best['plan']}"] = best["ms"] / min(row["ms"] for row in own)
     memory = [row["predicted_bytes"] / row["peak_bytes"] - 1 for row in rows if row["peak_bytes"]]
     return {
         "configurations": len(rows),
         "mean error": statistics.mean(errors),
         "worst error": max(errors),
         "bounds": [MEAN_BOUND, WORST_BOUND],
-        "choice over the best measured": chosen,
+        "choice over the best measured": choices(rows),
         "memory over measured": [min(memory), max(memory)] if memory else None,
     }
+
+
+def choices(rows: list[Row]) -> dict[str, float]:
+    """The time of the plan that is predicted to be fastest, over that of the fastest.
+
+    `auto` chooses so among all plans that fit; here among those that were measured. A single
+    process does a part of the work only, so it is no choice.
+    """
+    found: dict[str, float] = {}
+    for tokens in dict.fromkeys(row["tokens_per_gpu"] for row in rows):
+        own = [row for row in rows if row["tokens_per_gpu"] == tokens and row["plan"] != "single"]
+        if own:
+            best = min(own, key=lambda row: row["predicted_ms"])
+            key = f"{tokens} tokens: {best['plan']}"
+            found[key] = best["ms"] / min(row["ms"] for row in own)
+    return found

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import tempfile
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -15,10 +16,10 @@ from torch import Tensor
 import tlora_fx
 from benchmarks.step_mixes import ALPHA, RANKS, SEED, Shape
 from tlora_fx.batch import JobTokens, PackedBatch, pack
-from tlora_fx.planners.apply import apply, load
+from tlora_fx.planners.apply import apply, load, shards
 from tlora_fx.planners.mesh import Mesh, open_mesh
-from tlora_fx.planners.plan import Plan
-from tlora_fx.planners.prepared import prepared
+from tlora_fx.planners.plan import MeshShape, Plan
+from tlora_fx.planners.prepared import planned_passes, prepared
 from tlora_fx.planners.protocol import StepRunner
 from tlora_fx.runtime.adapters import start_adapters
 from tlora_fx.runtime.weights import base_tensors
@@ -55,6 +56,11 @@ class Planned:
             self.optimizer.step()
             torch._foreach_zero_([leaf.grad for leaf in self.leaves if leaf.grad is not None])
 
+    @property
+    def graphs(self) -> Any:
+        """Rows as CUDA graphs; None where none runs so."""
+        return getattr(getattr(self.runner, "inner", self.runner), "graphs", None)
+
 
 def jobs_of(shape: Shape, folder: Path, count: int, targets: Any = "all-linear") -> list[Any]:
     """Jobs on a base of a shape, with the ranks of `step.py` in turn."""
@@ -73,11 +79,17 @@ def jobs_of(shape: Shape, folder: Path, count: int, targets: Any = "all-linear")
 
 def planned(
     shape: Shape, plan: Plan, mesh: Mesh, *, jobs: int = 8, compiled: bool = True,
-    targets: Any = "all-linear",
+    targets: Any = "all-linear", largest_row: int = 0, traced: SuperModel | None = None,
 ) -> Planned:  # fmt: skip
-    """Compile, prepare, load and apply; the processes of the mesh do it together."""
-    with tempfile.TemporaryDirectory() as folder:
-        model = tlora_fx.compile(jobs_of(shape, Path(folder), jobs, targets))
+    """Compile, prepare, load and apply; the processes of the mesh do it together.
+
+    largest_row   tokens; where it is given, small rows run as CUDA graphs under plans that can
+    traced        the same jobs as compiled; a plan that rewrites no graph runs over its graphs
+    """
+    if traced is None or planned_passes(plan):
+        model = traced_model(shape, jobs, targets)
+    else:
+        model = SuperModel(traced.group, traced.backbone, traced.jobs)
     plan = plan.model_copy(update={"model": ""})
     model = prepared(model, plan)
     before = _allocated(mesh.device)
@@ -85,7 +97,7 @@ def planned(
     start_adapters(model)
     if compiled:
         model.compile()
-    runner = apply(model, plan, mesh)
+    runner = apply(model, plan, mesh, largest_row=largest_row)
     leaves = [leaf for leaf in model.parameters() if leaf.requires_grad and not leaf.is_meta]
     fused = mesh.device.type == "cuda"
     optimizer = torch.optim.AdamW(leaves, lr=RATE, fused=fused) if leaves else None
@@ -93,8 +105,64 @@ def planned(
     return Planned(model, plan, mesh, runner, optimizer, leaves, memory)
 
 
+def traced_model(shape: Shape, jobs: int = 8, targets: Any = "all-linear") -> SuperModel:
+    """The jobs compiled, without weights."""
+    with tempfile.TemporaryDirectory() as folder:
+        return tlora_fx.compile(jobs_of(shape, Path(folder), jobs, targets))
+
+
+def replanned(made: Planned, plan: Plan, *, largest_row: int = 0) -> Planned:
+    """The same model with its weights under another plan that wants them so.
+
+    made   not to be used any more
+    plan   see `wants_same_weights`
+    """
+    let_go(made)
+    plan = plan.model_copy(update={"model": ""})
+    if shards(plan):
+        for path in made.model.layer_order():
+            layer: Any = made.model.net.get_submodule(path)
+            layer.set_reshard_after_forward(not plan.keep_gathered, recurse=False)
+        return replace(made, plan=plan)
+    mesh = mesh_of(plan)
+    runner = apply(made.model, plan, mesh, largest_row=largest_row)
+    return replace(made, plan=plan, mesh=mesh, runner=runner)
+
+
+def wants_same_weights(plan: Plan, other: Plan) -> bool:
+    """Whether a model that was loaded and compiled for one plan can run under another as it is."""
+    if plan.mesh.pp > 1 and shards(plan):
+        return False
+    free = {"planner": "", "micro_batches": 1, "keep_gathered": False, "estimate": None}
+    alike = []
+    for one in (plan, other):
+        mesh = one.mesh if shards(one) else one.mesh.model_copy(update={"dp": 1})
+        alike.append(one.model_copy(update=free | {"mesh": mesh}))
+    return alike[0] == alike[1]
+
+
+def let_go(made: Planned) -> None:
+    """Free what graphs of rows hold."""
+    if made.graphs is not None:
+        made.graphs.clear()
+    if torch.cuda.is_available():
+        torch.cuda.empty_cache()
+
+
+def held_bytes() -> int:
+    """Allocated on this process's device now; 0 on a CPU."""
+    return torch.cuda.memory_allocated() if torch.cuda.is_available() else 0
+
+
 def rows_of(shape: Shape, tokens: int, length: int, parts: int, jobs: int = 8) -> list[PackedBatch]:
     """Rows of random tokens: `tokens` a row in sequences of one length, dealt to jobs in turn."""
+    return [pack(row) for row in tokens_of(shape, tokens, length, parts, jobs)]
+
+
+def tokens_of(
+    shape: Shape, tokens: int, length: int, parts: int, jobs: int = 8
+) -> list[list[JobTokens]]:
+    """The same, before they are packed."""
     generator = torch.Generator().manual_seed(SEED)
     made = []
     for part in range(parts):
@@ -102,8 +170,7 @@ def rows_of(shape: Shape, tokens: int, length: int, parts: int, jobs: int = 8) -
         for place in range(max(1, tokens // length)):
             ids = torch.randint(0, shape.vocabulary, (length,), generator=generator).tolist()
             own[(place + part) % jobs].append(ids)
-        given = [JobTokens(ids, ids, seed, 0) for seed, ids in enumerate(own)]
-        made.append(pack(given))
+        made.append([JobTokens(ids, ids, seed, 0) for seed, ids in enumerate(own)])
     return made
 
 
@@ -149,7 +216,13 @@ def mesh_of(plan: Plan) -> Mesh:
     """The mesh of a plan over all processes; plans for one process run in each alone."""
     place = torch.cuda.current_device() if torch.cuda.is_available() else None
     device = torch.device("cuda", place) if place is not None else torch.device("cpu")
-    return Mesh.alone(device) if plan.mesh.size == 1 else open_mesh(plan.mesh, device)
+    return _opened(plan.mesh, device)
+
+
+@cache
+def _opened(shape: MeshShape, device: torch.device) -> Mesh:
+    """One mesh for all plans on it: its groups are not made again."""
+    return Mesh.alone(device) if shape.size == 1 else open_mesh(shape, device)
 
 
 def slowest(milliseconds: float) -> float:

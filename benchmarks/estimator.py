@@ -28,7 +28,7 @@ RANKS, BATCHES, LENGTH, MOST_JOBS = (2, 4, 8, 16), (1, 2, 4, 8), 130, 6
 
 
 def groups(count: int, random: np.random.Generator) -> Array:
-    """Demands of random groups [count, 11]."""
+    """Demands of random groups [count, 12]."""
     jobs = np.array([demand_of(BASE, r, b, LENGTH).row() for r in RANKS for b in BATCHES])
     sizes = random.integers(1, MOST_JOBS + 1, count)
     found = np.zeros((count, len(Demand._fields)))

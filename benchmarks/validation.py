@@ -3,10 +3,10 @@
     python -m benchmarks.validation --model tiny --slots 2                    # a CPU, minutes
     python -m benchmarks.validation --model 8b --layers 4 --device cuda       # one GPU
 
-One command does all: it profiles the base's layers here, launches and drains a group twice to learn
-what a switch costs, lets the local executor run twelve jobs as they arrive under each policy, and
-replays the same jobs, with the times at which they came, by the simulator. What the simulator is
-told was measured before the run that it predicts.
+One command does all: it profiles the base's layers here, launches and drains groups of one and of
+three jobs to learn what a switch costs, lets the local executor run twelve jobs as they come under
+each policy, and replays the same jobs, with the times at which they came, by the simulator. What
+the simulator is told was measured before the run that it predicts.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from math import isnan
 from pathlib import Path
@@ -44,8 +44,8 @@ from tlora_fx.scheduler.running_estimates import Estimates, machine
 from tlora_fx.scheduler.running_files import Found
 from tlora_fx.simulator.replay import replay
 
-WARM_UPS = 3
-WARM_UP_JOBS = 3
+#: Jobs of each group that is formed to learn what a switch takes.
+WARM_UPS = (1, 3, 1, 3)
 TURN_SECONDS = 0.02
 #: What differs by model, unless it is asked for.
 PRESETS: dict[str, dict[str, Any]] = {
@@ -118,15 +118,15 @@ def main() -> None:
         folder = Path(name)
         bench = _bench(asked, folder)
         switches = warm_up(bench)
-        switch_seconds = fmean(one["launch_seconds"] + one["drain_seconds"] for one in switches)
-        print(f"a switch takes {switch_seconds:.2f} s", flush=True)
+        switch = switch_of(switches)
+        print("a switch takes {:.2f} s, and {:.2f} s more for each further job".format(*switch))
         found = described("validation", bench.device) | {
             "options": {k: str(v) for k, v in vars(asked).items()},
             "warm_ups": switches,
-            "switch_seconds": switch_seconds,
+            "switch_seconds": switch[0],
+            "join_seconds": switch[1],
             "policies": {
-                policy: compare(bench, policy, switch_seconds)
-                for policy in asked.policies.split(",")
+                policy: compare(bench, policy, *switch) for policy in asked.policies.split(",")
             },
         }
         if asked.keep:
@@ -149,8 +149,8 @@ def keep(folder: Path, kept: Path, policies: Sequence[str]) -> None:
 
 
 def warm_up(bench: Bench) -> list[dict[str, float]]:
-    """Launch a group of some of the jobs and drain it, some times over."""
-    jobs = [bench.job(one, 1_000_000) for one in bench.planned[:WARM_UP_JOBS]]
+    """Launch groups of some of the jobs and drain them."""
+    jobs = [bench.job(one, 1_000_000) for one in bench.planned[: max(WARM_UPS)]]
     measured = []
     with bench.opened("warm-up", "megatron", 0.0) as running:
         _ready(running)
@@ -158,13 +158,14 @@ def warm_up(bench: Bench) -> list[dict[str, float]]:
         for job in jobs:
             running.specs[job.name] = job.model_dump(mode="json")
         requests = [bench.estimates.request(job, 0.0) for job in jobs]
-        total = Demand.total(request.demand for request in requests)
-        step = bench.estimates.estimator.solo(requests[0].base, total, 1)
-        group = Group(tuple(job.name for job in jobs), 1, (0,))
-        for epoch in range(1, WARM_UPS + 1):
+        for epoch, count in enumerate(WARM_UPS, 1):
+            own = requests[:count]
+            total = Demand.total(request.demand for request in own)
+            step = bench.estimates.estimator.solo(own[0].base, total, 1)
+            group = Group(tuple(job.name for job in jobs[:count]), 1, (0,))
             begun = executor.now()
             executor.reserve(group, epoch)
-            executor.launch(group, epoch, requests, {})
+            executor.launch(group, epoch, own, {})
             # The first step compiles kernels: what it takes beyond a step belongs to the switch.
             first = _until(running, Progress, epoch)
             time.sleep(2.0)
@@ -173,8 +174,20 @@ def warm_up(bench: Bench) -> list[dict[str, float]]:
             drained = _until(running, Drained, epoch)
             executor.release(group, epoch)
             launch = first - begun - step
-            measured.append({"launch_seconds": launch, "drain_seconds": drained - asked})
+            measured.append(
+                {"jobs": count, "launch_seconds": launch, "drain_seconds": drained - asked}
+            )
     return measured
+
+
+def switch_of(measured: Sequence[Mapping[str, float]]) -> tuple[float, float]:
+    """Seconds that a job alone takes to launch and to drain, and that each further job adds.
+
+    measured   the last of each size counts: the first one compiles kernels
+    """
+    last = {int(one["jobs"]): one["launch_seconds"] + one["drain_seconds"] for one in measured}
+    few, many = min(last), max(last)
+    return last[few], max(0.0, (last[many] - last[few]) / (many - few))
 
 
 def _until(running: Running, kind: type[Event], epoch: int) -> float:
@@ -195,14 +208,16 @@ def _ready(running: Running) -> None:
         time.sleep(TURN_SECONDS)
 
 
-def compare(bench: Bench, policy: str, switch_seconds: float) -> dict[str, Any]:
+def compare(
+    bench: Bench, policy: str, switch_seconds: float, join_seconds: float
+) -> dict[str, Any]:
     """One policy, run and simulated."""
     print(f"running {policy}", flush=True)
     records, epochs = run_here(bench, policy, switch_seconds)
     requests = [record.request for record in records]
     told = replay(
         requests, find_policy(policy), bench.estimates.estimator, bench.estimates.cluster,
-        horizon=bench.asked.horizon, switch_seconds=switch_seconds,
+        horizon=bench.asked.horizon, switch_seconds=switch_seconds, join_seconds=join_seconds,
     )  # fmt: skip
     jobs: list[dict[str, Any]] = []
     for record in records:
@@ -306,7 +321,10 @@ def _bench(asked: argparse.Namespace, folder: Path) -> Bench:
                        asked.seed, folder / "data")  # fmt: skip
     cluster, device = machine(asked.device, asked.slots)
     profile = folder / "profile.json"
-    _profile(asked, base, planned, device, cluster.gpus, folder, profile)
+    if asked.profile:
+        shutil.copy(asked.profile, profile)
+    else:
+        _profile(asked, base, planned, device, cluster.gpus, folder, profile)
     return Bench(asked, folder, base, planned, Estimates(cluster, (profile,)), device)
 
 
@@ -352,6 +370,7 @@ def _arguments() -> argparse.Namespace:
         default=LIMIT_SECONDS,
         help="of each run; jobs that are not done then do not count",
     )
+    made.add_argument("--profile", type=Path, help="of this base, measured here before")
     made.add_argument("--keep", type=Path, help="folder for the profile and what the runs noted")
     made.add_argument("--compile", action="store_true", help="compile the layers")
     made.add_argument("--seed", type=int, default=0)
