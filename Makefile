@@ -30,6 +30,7 @@ $(STAMP): pyproject.toml constraints.txt
 	  { echo "tlora-fx needs Python 3.11 or newer; name one: make PYTHON=python3.12 $(MAKECMDGOALS)"; exit 1; }
 	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV) || \
 	  { rm -rf $(VENV); echo "no venv; on Debian and Ubuntu: apt install python3-venv"; exit 1; }
+	@echo "installing torch and others into $(VENV): some minutes"
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev]'
 	@touch $@
 
@@ -44,7 +45,10 @@ demo: $(STAMP)
 	@find $(DEMO_RUN) -maxdepth 3 -name adapter_config.json -printf '  %h\n' | sort
 	@echo "The fused graph: $(DEMO_BUILD)/ssm.txt"
 
-test: check unit wheel-check
+# mypy and the wheel's check take a core each; the tests take two.
+test: $(STAMP)
+	@$(MAKE) --no-print-directory -j 2 --output-sync=target check wheel-check
+	@$(MAKE) --no-print-directory unit
 
 check: format-check lint types floors
 

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import gc
 import os
+import shutil
 import sys
+import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -23,13 +26,35 @@ from hypothesis import settings
 _MODELS = [] if os.environ.get("TRITON_INTERPRET") == "1" else ["tests.traced"]
 pytest_plugins = [*_MODELS, "tlora_fx.testing.plugin"]
 
+# Files that take half a minute or more. They begin first, that no worker is left with one alone.
+LONG = (
+    "backend/test_inductor.py",
+    "backend/test_lowering.py",
+    "cli/test_train_processes.py",
+    "codegen/test_interpreted.py",
+    "examples/test_custom_pass.py",
+    "graph_file/test_document.py",
+    "ops/test_interpreted.py",
+    "planners/test_pipeline.py",
+    "planners/test_trainer_plans.py",
+    "test_compiled.py",
+    "test_exported.py",
+)
+
+# Where processes of one test run leave each other what they traced (tests/traced_once.py).
+_OWN_TRACES = "" if "TLORA_FX_TEST_TRACES" in os.environ else tempfile.mkdtemp(prefix="traces-")
+if _OWN_TRACES:
+    os.environ["TLORA_FX_TEST_TRACES"] = _OWN_TRACES
+
 # Tests assert no times, and a machine may be busy.
 settings.register_profile("patient", deadline=None)
 settings.load_profile("patient")
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Skip tests marked `gpu` where torch sees no CUDA device."""
+    """Long files first; tests marked `gpu` are skipped where torch sees no CUDA device."""
+    long = {Path(__file__).parent / name for name in LONG}
+    items.sort(key=lambda item: item.path not in long)  # stable: the others keep their order
     marked = [item for item in items if item.get_closest_marker("gpu")]
     if not marked:
         return
@@ -38,6 +63,19 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     if not torch.cuda.is_available():
         for item in marked:
             item.add_marker(pytest.mark.skip(reason="needs a CUDA device"))
+
+
+def pytest_collection_finish() -> None:
+    """Look for garbage less often, and never among what imports made: a million objects."""
+    gc.collect()
+    gc.freeze()
+    gc.set_threshold(50_000, 20, 100)
+
+
+def pytest_unconfigure() -> None:
+    """Remove what was traced."""
+    if _OWN_TRACES:
+        shutil.rmtree(_OWN_TRACES, ignore_errors=True)
 
 
 @pytest.fixture(scope="session", autouse=True)

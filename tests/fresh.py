@@ -17,6 +17,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from tests import traced_once
 from tests.planners.processes import SERVED
 
 
@@ -78,6 +79,7 @@ def _become(words: tuple[str, ...], folder: str, env: dict[str, str], files: lis
     os.chdir(folder)
     os.environ.clear()
     os.environ.update(env)
+    traced_once.install(reads=True)
     kind, what, *more = words
     sys.path[0] = folder
     sys.argv = [what if kind == "-m" else "-c", *more]

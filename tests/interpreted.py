@@ -7,6 +7,7 @@ import subprocess
 import sys
 from collections.abc import Callable
 from contextlib import suppress
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -43,14 +44,28 @@ def run(*files: Path, marked: str = "not slow") -> None:
         pytest.fail(f"{done.stdout}\n{done.stderr}", pytrace=False)
 
 
-def patch_once_a_launch(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Let Triton's interpreter prepare its language once a launch.
+def patch_interpreter(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Spare Triton's interpreter work to no effect: half of all its time.
 
-    It does so again for every call of a device function, to no effect: a third of all its time.
+    It prepares its language for every call of a device function, computes for every sum of
+    integers whether it overflows (to throw that away, for it asserts only with `debug`), and makes
+    the table of number types each time that it looks one up.
     """
     from triton.runtime import interpreter
 
-    plain: Callable[[Any], Any] = getattr(interpreter, "_patch_lang", None)
+    with suppress(AttributeError):
+        monkeypatch.setattr(interpreter, "_patch_lang", _prepared_once(interpreter._patch_lang))
+    with suppress(AttributeError):
+        types = _known_types(interpreter._get_np_dtype)
+        monkeypatch.setattr(interpreter, "_get_np_dtype", types)
+    builder = interpreter.interpreter_builder
+    with suppress(AttributeError, TypeError):
+        options = replace(builder.options, sanitize_overflow=builder.options.debug)
+        monkeypatch.setattr(builder, "options", options)
+
+
+def _prepared_once(plain: Callable[[Any], Any]) -> Callable[[Any], Any]:
+    """Prepare the language for a module once a launch."""
     prepared: set[int] = set()
 
     class Scope:
@@ -71,8 +86,20 @@ def patch_once_a_launch(monkeypatch: pytest.MonkeyPatch) -> None:
         prepared.add(module)
         return Scope(plain(function))
 
-    with suppress(AttributeError):
-        monkeypatch.setattr(interpreter, "_patch_lang", once)
+    return once
+
+
+def _known_types(plain: Callable[[Any], Any]) -> Callable[[Any], Any]:
+    """numpy's type of a type of Triton, by the name of its scalar."""
+    known: dict[str, Any] = {}
+
+    def np_dtype(its: Any) -> Any:
+        scalar = its.scalar
+        if scalar.name not in known:
+            known[scalar.name] = plain(scalar)
+        return known[scalar.name]
+
+    return np_dtype
 
 
 def _has_xdist() -> bool:

@@ -3,12 +3,21 @@
 A compilation gets a copy of the graph that an earlier one traced, if all that decides it is equal:
 the base's config, modules and code, and the job's adapters. Tests of tracing (tests/tracing) trace
 each time.
+
+Processes that tests fork read what any process of the test run has traced (`install(reads=True)`),
+if the model's code is a library's. The graphs lie in the folder that TRACES names.
 """
 
 from __future__ import annotations
 
+import fcntl
+import hashlib
+import os
+import pickle
 from collections.abc import Callable, Hashable
+from contextlib import suppress
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -16,17 +25,33 @@ from peft.tuners.lora.layer import LoraLayer
 
 from tlora_fx import ladder as _ladder
 from tlora_fx.backbone import Backbone
+from tlora_fx.errors import GraphNotStorable
 from tlora_fx.graph import AdapterSite, Form, JobGraph
+from tlora_fx.graph_file import Document, from_document, to_document
 from tlora_fx.job import Job
 from tlora_fx.numerics.state import copy_state
+from tlora_fx.tracing import attention
+
+with suppress(ImportError):
+    # PEFT imports it when it first wraps a model, and keys name all kinds of layers.
+    import peft.tuners.lora.bnb  # noqa: F401
 
 Trace = Callable[..., JobGraph]
 ladder: Any = _ladder
 _known: dict[Hashable, JobGraph] = {}
+TRACES = "TLORA_FX_TEST_TRACES"
+LIBRARIES = ("torch", "transformers", "peft")
+INSTALLED = str(Path(torch.__file__).parents[1])
+_reads = False
 
 
-def install() -> None:
-    """Let the driver ask for a known graph before it traces."""
+def install(reads: bool = False) -> None:
+    """Let the driver ask for a known graph before it traces.
+
+    reads   those too that other processes traced
+    """
+    global _reads  # noqa: PLW0603  (of a process, as what it patches is)
+    _reads = reads
     if not hasattr(ladder.trace_job, "plain"):
         ladder.trace_base = _base(ladder.trace_base)
         ladder.trace_job = _job(ladder.trace_job)
@@ -71,10 +96,60 @@ def _once(backbone: Backbone, how: Hashable, trace: Callable[[], JobGraph]) -> J
         return trace()
     key = (_model(backbone), how)
     if key not in _known:
-        _known[key] = trace()
+        _known[key] = _kept(_words(key), trace)
     copied = copy_state(_known[key])
     assert isinstance(copied, JobGraph)
     return replace(copied, notes=list(copied.notes))
+
+
+def _kept(words: str | None, trace: Callable[[], JobGraph]) -> JobGraph:
+    """The graph of the folder, or a traced one, which is put there."""
+    folder = os.environ.get(TRACES)
+    if not folder or words is None:
+        return trace()
+    path = Path(folder) / hashlib.sha256(words.encode()).hexdigest()
+    if not _reads:
+        graph = trace()
+        if not path.exists():
+            _write(path, graph)
+        return graph
+    with path.with_suffix(".lock").open("w") as lock:
+        # Processes of one group want the same at once: one traces, the others wait.
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        if not path.exists():
+            graph = trace()
+            _write(path, graph)
+            return graph
+    attention.register()
+    read = from_document(pickle.loads(path.read_bytes()))
+    assert isinstance(read, JobGraph)
+    return read
+
+
+def _write(path: Path, graph: JobGraph) -> None:
+    try:
+        document: Document = to_document(graph)
+    except GraphNotStorable:
+        return
+    if not document.left_out:
+        written = path.with_suffix(f".{os.getpid()}")
+        written.write_bytes(pickle.dumps(document))
+        written.rename(path)
+
+
+def _words(key: Any) -> str | None:
+    """A key as another process would write it; None where it holds code that is no library's."""
+    if isinstance(key, tuple):
+        words = [_words(item) for item in key]
+        return None if None in words else repr(words)
+    if not callable(key):
+        return repr(key)
+    code = getattr(key, "__code__", None)
+    if not str(key.__module__).startswith(LIBRARIES) or (
+        code is not None and not code.co_filename.startswith(INSTALLED)
+    ):
+        return None
+    return f"{key.__module__}.{key.__qualname__}"
 
 
 def _model(backbone: Backbone) -> Hashable:

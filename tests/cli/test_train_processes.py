@@ -16,9 +16,11 @@ import pytest
 import safetensors.torch
 import yaml
 
+import tlora_fx.__main__
 from tests import fresh
 
 QUICKSTART = Path(__file__).parents[2] / "examples" / "quickstart"
+MAIN = tlora_fx.__main__.__file__
 STEPS = {"word-problems": 6, "small-talk": 5, "records": 4}
 
 
@@ -40,18 +42,20 @@ def write_jobs(source: Path, path: Path, steps: dict[str, int]) -> Path:
     return path
 
 
-def command(processes: int, *words: Any, restarts: int = 0) -> list[str]:
+def command(processes: int, *words: Any, restarts: int = 0, forked: bool = True) -> list[str]:
+    """What stands after `python`; forked: torchrun forks its processes, so they import nothing."""
     torchrun = ["-m", "torch.distributed.run", "--standalone"]
     torchrun += ["--nproc-per-node", str(processes), "--max-restarts", str(restarts)]
-    return [*torchrun, "-m", "tlora_fx", *map(str, words)]
+    program = ["--run-path", "--start-method", "fork", MAIN] if forked else ["-m", "tlora_fx"]
+    return [*torchrun, *program, *map(str, words)]
 
 
 def environment() -> dict[str, str]:
     return {**os.environ, "OMP_NUM_THREADS": "1"}
 
 
-def run(processes: int, *words: Any) -> subprocess.CompletedProcess[str]:
-    return fresh.run(*command(processes, *words), env=environment())
+def run(processes: int, *words: Any, forked: bool = True) -> subprocess.CompletedProcess[str]:
+    return fresh.run(*command(processes, *words, forked=forked), env=environment())
 
 
 def statuses(folder: Path) -> dict[str, tuple[str, int]]:
@@ -72,6 +76,8 @@ def test_processes_train_that_die_and_start_again(job_file: Path, tmp_path: Path
 
     assert told.returncode == 1, told.stderr
     assert "SIGKILL" in told.stdout + told.stderr
+    assert "error[T0812] lost the connection to another process" in told.stderr
+    assert "start again with --resume: the last checkpoint is step-" in told.stderr
     assert killed.isdisjoint(again)
     # Both times had done some steps: the second did not begin at the first step.
     short = write_jobs(job_file, job_file.parent / "short.yaml", dict.fromkeys(STEPS, 1))
@@ -107,10 +113,9 @@ def children(parent: int) -> list[int]:
 
 def test_processes_leave_what_one_process_leaves(job_file: Path, tmp_path: Path) -> None:
     """The same folders, metrics and adapters, and one table of what came out."""
-    two = run(
-        2, "train", job_file, "-o", tmp_path / "two", "--device", "cpu", "--plan", "replicated"
-    )
-    one = fresh.run("-m", "tlora_fx", "train", job_file, "-o", tmp_path / "one", "--device", "cpu")
+    words = ("train", job_file, "--device", "cpu")
+    two = run(2, *words, "-o", tmp_path / "two", "--plan", "replicated", forked=False)
+    one = fresh.run("-m", "tlora_fx", *words, "-o", tmp_path / "one")
 
     assert two.returncode == one.returncode == 0, two.stderr
     assert two.stdout.count("last loss") == 1

@@ -14,7 +14,7 @@ import os
 import pytest
 
 from tests.codegen.problems import Problem
-from tests.interpreted import patch_once_a_launch
+from tests.interpreted import patch_interpreter
 
 collect_ignore_glob = [] if os.environ.get("TRITON_INTERPRET") == "1" else ["test_*.py"]
 
@@ -23,7 +23,7 @@ collect_ignore_glob = [] if os.environ.get("TRITON_INTERPRET") == "1" else ["tes
 def prepared_once():
     """Launches take less time."""
     with pytest.MonkeyPatch.context() as patch:
-        patch_once_a_launch(patch)
+        patch_interpreter(patch)
         yield
 
 
