@@ -18,12 +18,14 @@ from typing import Any
 
 from tlora_fx.codegen.loading import GeneratedModule, load
 from tlora_fx.codegen.spec import KernelSpec
-from tlora_fx.errors import KernelNotCompilable, KernelToolMissing
+from tlora_fx.errors import KernelNotCompilable, KernelSpecError, KernelToolMissing
 
 MOST_REGISTERS = 255
 #: Shared memory that one program may have, in bytes, by compute capability.
 SHARED_BYTES = {80: 163 << 10, 86: 99 << 10, 89: 99 << 10, 90: 227 << 10, 100: 227 << 10}
 SHARED_BYTES |= {103: 227 << 10, 120: 99 << 10}
+#: Compute capabilities that there are, as far back as Triton compiles for.
+ARCHITECTURES = (75, 80, 86, 87, 88, 89, 90, 100, 101, 103, 110, 120, 121)
 TENSOR_MEMORY_COLUMNS = 512
 
 _MULTIPLYING = {"shrink", "forward", "input_gradient", "output_pass", "input_pass", "expand"}
@@ -31,6 +33,20 @@ _BULK_LOADING = {"forward", "input_gradient"}
 _WORD = re.compile(r"^\s*/\*[0-9a-f]{4,}\*/\s+(?:@!?U?P\w+\s+)?([A-Z][\w.]*)", re.MULTILINE)
 _USAGE = re.compile(r"REG:(\d+) STACK:(\d+)")
 _TENSOR_CORE = re.compile(r"(HMMA|HGMMA|QGMMA|IMMA|IGMMA|DMMA|OMMA|UTC\w*MMA)\b")
+
+
+def demand_architecture(arch: int) -> None:
+    """Refuse a compute capability that no GPU has, before a compiler fails on it.
+
+    raises    KernelSpecError
+    """
+    if arch not in ARCHITECTURES:
+        raise KernelSpecError(
+            f"no GPU has compute capability {arch}",
+            expected=", ".join(map(str, ARCHITECTURES)),
+            found=arch,
+            help="say --arch 80 for an A100, 90 for an H100 or H200, 100 for a B200",
+        )
 
 
 @dataclass(frozen=True, slots=True)

@@ -22,7 +22,7 @@ from tlora_fx.planners.plan import Plan
 from tlora_fx.planners.protocol import StepRunner
 from tlora_fx.planners.reduction import GradientBuckets
 from tlora_fx.planners.row_graphs import RowGraphs
-from tlora_fx.planners.sharding import Sharded, shard_base, shard_layer
+from tlora_fx.planners.sharding import Sharded, gathered_bytes, shard_base, shard_layer
 from tlora_fx.supermodel import SuperModel
 
 Forward = Callable[[PackedBatch], Tensor]
@@ -84,7 +84,10 @@ def apply(
 def _graphs(model: SuperModel, mesh: Mesh, largest_row: int, sharded: Sharded | None) -> RowGraphs:
     """What runs small rows as CUDA graphs, or knows why none can be captured."""
     gathering = None if sharded is None else sharded.gathering
-    made = RowGraphs(model, mesh.device, largest_row, group=mesh.tp, gathering=gathering)
+    gathered = 0 if sharded is None else gathered_bytes(model)
+    made = RowGraphs(
+        model, mesh.device, largest_row, group=mesh.tp, gathering=gathering, gathered=gathered
+    )
     if reasons := why_launched(model.group):
         made.refused = f"tables of jobs are read on the host by {', '.join(reasons)}"
     elif sharded is not None and gathering is None:

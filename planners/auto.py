@@ -12,7 +12,7 @@ from typing import Any, ClassVar
 
 import torch
 
-from tlora_fx.errors import NoPlanFits, TloraError
+from tlora_fx.errors import NoPlanFits, ProfileMissing, TloraError, UnknownGpu
 from tlora_fx.planners.apply import demand_shardable
 from tlora_fx.planners.cost import GPUS_PER_NODE, Cluster, CostModel
 from tlora_fx.planners.cuts import cut_layers
@@ -23,6 +23,7 @@ from tlora_fx.planners.hardware import GIB
 from tlora_fx.planners.known_profiles import profile_for
 from tlora_fx.planners.load import Round, round_of_jobs
 from tlora_fx.planners.memory import Memory, demand_fits, fits, memory_of, usable_bytes
+from tlora_fx.planners.model_facts import ModelFacts
 from tlora_fx.planners.plan import Estimate, MeshShape, Plan, Schedule, model_fingerprint
 from tlora_fx.planners.prepared import any_with_tp, demand_sequence
 from tlora_fx.planners.profile import Profile
@@ -36,6 +37,7 @@ MICRO_BATCHES = (1, 2, 4, 8)
 #: GPipe takes as long as 1F1B and more memory; zero-bubble does not run compiled layers.
 SCHEDULES: tuple[Schedule, ...] = ("1f1b", "interleaved")
 INTERLEAVED_STAGES = 2
+CPU = "cpu"
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,11 +65,13 @@ class Search:
 
     candidates   those that run, best first, then those that do not
     tokens       of a round
+    sequences    of a round
     """
 
     candidates: tuple[Candidate, ...]
     tokens: int
     cost: CostModel
+    sequences: int
 
     @property
     def running(self) -> list[Candidate]:
@@ -120,7 +124,12 @@ class Auto(Planner):
         known = profile
         if not isinstance(known, Profile):
             allowed = bool(options.get("allow_estimated", False))
-            known = profile_for(facts_of(model), known or device_name(), allow_estimated=allowed)
+            facts = facts_of(model)
+            known = (
+                profile_for(facts, known, allow_estimated=allowed)
+                if known
+                else profile_here(facts, allow_estimated=allowed)
+            )
         work = options.get("round") or round_of_jobs(
             model.jobs, **{k: v for k, v in options.items() if k == "max_row_tokens"}
         )
@@ -135,7 +144,26 @@ class Auto(Planner):
 
 def device_name() -> str:
     """The GPU at hand, as the driver names it."""
-    return torch.cuda.get_device_name() if torch.cuda.is_available() else "cpu"
+    return torch.cuda.get_device_name() if torch.cuda.is_available() else CPU
+
+
+def profile_here(facts: ModelFacts, *, allow_estimated: bool) -> Profile:
+    """The profile to plan with on the device at hand; a CPU has no data sheet.
+
+    raises    ProfileMissing, UnknownGpu
+    """
+    name = device_name()
+    try:
+        return profile_for(facts, name, allow_estimated=allow_estimated)
+    except UnknownGpu as error:
+        if name != CPU:
+            raise
+        raise ProfileMissing(
+            "there is no measured profile of this model on this CPU",
+            base=facts.title,
+            help="name a plan: --plan replicated, tensor, fsdp or pipeline; or measure one with "
+            "`tlora-fx profile jobs.yaml`",
+        ) from error
 
 
 def search(
@@ -176,7 +204,8 @@ def search(
                 again = _judged(model, cost, recomputing(cost, one.plan, work, legal), work)
                 found += [again, *_with_cut_tokens(model, cost, again, work)]
     ordered = sorted(found, key=_order)
-    return Search(tuple(_estimated(one, cost) for one in ordered), work.load.total, cost)
+    judged = tuple(_estimated(one, cost) for one in ordered)
+    return Search(judged, work.load.total, cost, work.load.sequences)
 
 
 def _first(mesh: MeshShape) -> Plan:
@@ -321,14 +350,27 @@ def _order(one: Candidate) -> tuple[bool, float, int, str]:
     return not one.runs, seconds, kinds, str(one.plan)
 
 
+def is_estimated(cost: CostModel, plan: Plan) -> bool:
+    """Whether a plan rests on layers that were not measured as it cuts them.
+
+    Links by a data sheet alone do not count; the plan's estimate names them beside the profile.
+    """
+    profile, tp = cost.profile, plan.mesh.tp
+    if profile.estimated or plan.sequence_parallel:
+        return True
+    return any(profile.layer(one.structure, tp) is None for one in cost.facts.layers)
+
+
 def _estimated(one: Candidate, cost: CostModel) -> Candidate:
     """The candidate with its estimate in its plan."""
     if one.time is None or one.memory is None:
         return one
+    estimated = is_estimated(cost, one.plan)
+    by_sheet = cost.collectives.estimated and one.plan.mesh.size > 1 and not estimated
     estimate = Estimate(
         step_seconds=one.time.seconds,
         memory_bytes=round(one.memory.total),
-        profile=cost.profile.name,
-        estimated=cost.estimated or cost.collectives.estimated or one.plan.sequence_parallel,
+        profile=cost.profile.name + ("; links by data sheet" if by_sheet else ""),
+        estimated=estimated,
     )
     return replace(one, plan=one.plan.model_copy(update={"estimate": estimate}))

@@ -60,7 +60,7 @@ def profile_for(facts: ModelFacts, gpu: str, *, allow_estimated: bool) -> Profil
             base=facts.title,
             found=found.name,
             help="measure one with `tlora-fx profile jobs.yaml` on that GPU, or plan with "
-            "--allow-estimated; training asks for what was measured",
+            "--allow-estimated; `train --plan auto` asks for what was measured",
         )
     return found
 

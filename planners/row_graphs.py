@@ -59,6 +59,7 @@ class RowGraphs:
     largest_row   tokens of the largest row that may come: its memory stays free
     group         processes that run each row together, with sums over them in between
     gathering     streams on which a sharded base is gathered
+    gathered      bytes that gathered weights take at once
     refused       why no row is captured, or ""
     roomless      how often there was no memory for a graph
     captured      how many graphs were made
@@ -72,9 +73,10 @@ class RowGraphs:
         *,
         group: dist.ProcessGroup | None = None,
         gathering: SideStreams | None = None,
+        gathered: int = 0,
     ) -> None:
         self.model, self.device, self.largest_row = model, device, largest_row
-        self.group, self.gathering = group, gathering
+        self.group, self.gathering, self.gathered = group, gathering, gathered
         self.refused = ""
         self.roomless = 0
         self.captured = 0
@@ -185,7 +187,8 @@ class RowGraphs:
         """
         unused = torch.cuda.memory_reserved(self.device) - torch.cuda.memory_allocated(self.device)
         free = torch.cuda.mem_get_info(self.device)[0] + unused
-        fits = SPARE * kept * (1 + self.largest_row / tokens) + ROOM < free
+        rows = SPARE * kept * (1 + self.largest_row / tokens)
+        fits = rows + 2 * self.gathered + ROOM < free
         if self.group is None:
             return fits
         agreed = torch.tensor(int(fits), device=self.device)

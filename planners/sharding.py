@@ -95,6 +95,16 @@ def shard_stretches(
     return Sharded(tables, gathering)
 
 
+def gathered_bytes(model: SuperModel) -> int:
+    """What gathered weights take at once, at most.
+
+    One layer's in use and the next one's, each where it was gathered and where it is read.
+    """
+    layers = [model.net.get_submodule(path) for path in (*model.layer_order(), LOSS)]
+    sizes = [sum(leaf.numel() * leaf.element_size() for leaf in _frozen(one)) for one in layers]
+    return 4 * max(sizes)
+
+
 def first_trained(model: SuperModel, paths: Sequence[str]) -> int:
     """The first layer that trains anything: what is below has no backward."""
     for place, path in enumerate(paths):

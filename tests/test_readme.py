@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import re
+import tomllib
 from pathlib import Path
 
+import pytest
 import yaml
 
 from tests import fresh
+from tlora_fx.cli import main
 
 ROOT = Path(__file__).parents[1]
 README = (ROOT / "README.md").read_text(encoding="utf-8")
@@ -46,6 +49,50 @@ def test_the_pages_that_the_readme_links_to_exist():
     links = re.findall(r"\]\(([^)#:]+)\)", README)
 
     assert [link for link in links if not (ROOT / link).exists()] == []
+
+
+def test_every_page_is_linked_from_the_readme():
+    """Nobody has to look into the folder to find one."""
+    pages = sorted(path.name for path in (ROOT / "docs").glob("*.md"))
+
+    assert [name for name in pages if f"(docs/{name}" not in README] == []
+
+
+def test_the_plan_that_the_readme_shows_needs_no_gpu(tmp_path, monkeypatch, capsys):
+    """The command runs on the quickstart, with no profile but those that are shipped."""
+    monkeypatch.setenv("TLORA_FX_PROFILES", str(tmp_path))
+    (line,) = re.findall(r"^tlora-fx (plan .*?)  +#", README, flags=re.MULTILINE)
+    words = line.replace("jobs.yaml", str(ROOT / "examples/quickstart/jobs.yaml")).split()
+
+    with pytest.raises(SystemExit) as end:
+        main(words)
+
+    told = capsys.readouterr()
+    assert not end.value.code, told.err
+    assert "ESTIMATED" in told.out
+
+
+def test_the_floors_stand_on_one_page():
+    """CONTRIBUTING links the table, which names each room of the contract."""
+    contributing = (ROOT / "CONTRIBUTING.md").read_text(encoding="utf-8")
+    page = (ROOT / "docs" / "architecture.md").read_text(encoding="utf-8")
+    (contract,) = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["importlinter"][
+        "contracts"
+    ]
+    rooms = [name for line in contract["layers"][2:10] for name in re.findall(r"\w+", line)]
+
+    assert "docs/architecture.md#rooms" in contributing
+    assert "| floor |" not in contributing
+    assert [name for name in rooms if f"`{name}/`" not in page and f"`{name}.py`" not in page] == []
+
+
+def test_tables_of_the_benchmarks_are_whole():
+    """No blank line parts a row from its table."""
+    text = (ROOT / "benchmarks" / "README.md").read_text(encoding="utf-8")
+    rows = [block.splitlines() for block in text.split("\n\n") if block.startswith("|")]
+
+    assert rows
+    assert [block[0] for block in rows if not block[1:] or set(block[1]) - set("| -:")] == []
 
 
 def test_the_error_page_is_up_to_date():

@@ -171,3 +171,33 @@ def test_wrong_words_are_told(capsys, words, message, status):
 
     assert code == status
     assert message in err
+
+
+def test_an_architecture_that_nobody_has_is_refused_at_once(capsys, monkeypatch):
+    """Before any kernel is compiled for it."""
+    monkeypatch.setattr(compiled_check, "resources", None)
+    for words in (("check", "forward", "--arch", "90", "--arch", "999"),
+                  ("explain", *PACK, "--arch", "999")):  # fmt: skip
+        out, err, status = said(capsys, *words)
+        assert status == 1
+        assert "error[T0702] no GPU has compute capability 999" in err
+        assert "90 for an H100" in err
+        assert out == ""
+
+
+@pytest.mark.parametrize(
+    ("kind", "more", "barred"),
+    [
+        ("input_gradient", ("--dropout",), ", but not with dropout"),
+        ("input_gradient", (), ", where weight and input have room; not here"),
+        ("forward", ("--dropout",), ", where weight and input have room; not here"),
+    ],
+)
+def test_a_plan_that_cannot_be_taken_says_why(capsys, compiles, kind, more, barred):
+    """However cheap it would be; those that can be taken say nothing."""
+    compiles(Resources(90, 101, 0, 4096, {}))
+    out, _, _ = said(capsys, "explain", kind, "--in", "4096", "--out", "4096", *more)
+    rows = {line.split()[0]: line for line in out.splitlines() if " estimated at " in line}
+
+    assert rows["concat"].endswith(barred)
+    assert all(rows[plan].endswith("frozen product") for plan in ("fused", "sidecar"))

@@ -146,14 +146,17 @@ def test_a_base_that_was_not_measured_is_refused_with_what_to_do(tmp_path, monke
     """A CPU has no data sheet, and nobody asked for one."""
     monkeypatch.setattr(running, "ForkServer", ForkHere)
     monkeypatch.setenv("TLORA_FX_PROFILES", str(tmp_path / "none"))
-    jobs = write_jobs(tmp_path / "jobs", a=3)
+    jobs = write_jobs(tmp_path / "jobs", a=3, b=3, c=3)
     given = ("run", str(jobs), "-o", str(tmp_path / "run"), "--device", "cpu", "--until-empty")
 
     assert call(*given) == 1
     told = capsys.readouterr().err
-    assert "T0922" in told
+    assert told.count("T0922") == 3
     assert "was not measured on this machine's cpu" in told
-    assert "tlora-fx profile" in told
+    # Whole for the first job of the base, in one line for the others.
+    assert told.count("tlora-fx profile JOBS.yaml --eager --tokens 64,256,1024 --lengths 32") == 1
+    assert [told.count(f"{name} cannot run") for name in "abc"] == [1, 1, 1]
+    assert told.count("as told of 'a'") == 2
 
 
 def test_a_folder_of_jobs_that_is_not_there_leaves_nothing_behind(tmp_path, capsys):

@@ -7,6 +7,7 @@ import json
 import pytest
 
 from tlora_fx.cli import main
+from tlora_fx.simulator import sweep
 
 FEW = ("simulate", "--jobs", "15", "--gpus", "32", "--seeds", "1", "--processes", "1")
 
@@ -88,7 +89,8 @@ def test_wrong_rows_are_refused_on_request(capsys, kalos):
 
     assert status == 1
     assert "error[T0932]" in text
-    assert "negative num_iteration" in text
+    assert "1 wrong: negative num_iteration (first: line 4)" in text
+    assert "left out:" not in text
 
 
 def test_a_saved_trace_gives_the_same_replay(capsys, tmp_path):
@@ -104,12 +106,18 @@ def test_a_saved_trace_gives_the_same_replay(capsys, tmp_path):
     assert "SYNTHETIC" in again
 
 
-def test_a_mistake_that_another_process_finds_is_told_once(capsys):
+def test_a_mistake_that_another_process_finds_is_told_once(capsys, tmp_path):
     """As it would be by one process, with what was found and what to do."""
-    words = ("simulate", "--jobs", "9", "--gpus", "32", "--seeds", "1", "--policies", "megatron")
-    wrong = ("--bases", "gpt-9")
+    path = tmp_path / "acme.csv"
+    path.write_text(
+        "job_id,gpu_num,type,state,submit_time,duration\n"
+        "a,8,SFT,COMPLETED,2023-03-01 00:00:00,60\n",
+        encoding="utf-8",
+    )
+    words = ("simulate", "--trace", str(path), "--gpus", "32", "--seeds", "1")
+    wrong = ("--policies", "megatron", "--sweeps", "cluster", "--cluster-sizes", "4")
     one, _ = refused(capsys, *words, *wrong, "--processes", "1")
-    many, status = refused(capsys, *words, "--seeds", "2", *wrong, "--processes", "2")
+    many, status = refused(capsys, *words, *wrong, "--processes", "2")
 
     assert status == 1
     assert many[many.index("error[") :] == one[one.index("error[") :]
@@ -143,12 +151,83 @@ def test_states_that_nobody_has_are_no_matter_of_the_cluster(capsys, tmp_path):
         (("--sweeps", "cluster", "--cluster-sizes", "0,8"), "--cluster-sizes are above 0"),
         (("--sweeps", "colour"), "--sweeps is scale or cluster or months or nano"),
         (("--gpu", "abacus"), "error[T0850]"),
-        (("--trace", "synthetic", "--month", "9"), "error[T0933]"),
+        (("--trace", "synthetic", "--month", "9"), "jobs in month 1"),
+        (("--bases", "gpt-9"), "error[T0920]"),
+        (("--gpu", "h100"), "take scaled ones with --allow-estimated"),
+        (("--horizon", "0"), "--horizon is a time, such as 60s or 5m"),
+        (("--horizon", "soon"), "--horizon is a time, such as 60s or 5m"),
+        (("--switch-seconds", "-1"), "error[T0935] --switch-seconds makes no sense"),
+        (("--policies", ""), "--policies names none"),
+        (("--policies", "oracle", "--jobs", "60"), "add --runnable 16"),
+        (("-o", "/proc/nowhere"), "error[T0936]"),
+        (("--trace", "nowhere.csv"), "there is no such trace"),
+        (("--marginals", "nowhere.json"), "there is no such file of marginals"),
     ],
 )
-def test_mistakes_are_explained(capsys, words, said):
-    """Each with what to do."""
-    text, status = refused(capsys, *FEW, *words)
+def test_mistakes_are_explained_before_anything_is_said(capsys, monkeypatch, words, said):
+    """Each with what to do, and nothing is replayed for it."""
+    monkeypatch.setattr(sweep, "run", None)
+    with pytest.raises(SystemExit) as stop:
+        main([*FEW, *words])
+    told = capsys.readouterr()
 
-    assert status in {1, 2}
-    assert said in text
+    assert stop.value.code in {1, 2}
+    assert said in told.err
+    assert told.out == ""
+
+
+def test_a_folder_that_cannot_be_written_is_known_before_the_replay(capsys, monkeypatch, tmp_path):
+    """A file stands in its place; the folder of a good report is there at once, and empty."""
+    begun = []
+    monkeypatch.setattr(sweep, "run", lambda scenario: begun.append(list(tmp_path.iterdir())))
+    (tmp_path / "taken").write_text("")
+    text, _ = refused(capsys, *FEW, "-o", str(tmp_path / "taken"))
+    assert "error[T0936]" in text
+    assert begun == []
+
+    with pytest.raises(AttributeError):
+        main([*FEW, "--policies", "megatron", "-o", str(tmp_path / "good")])
+    assert sorted(path.name for path in begun[0]) == ["good", "taken"]
+    assert list((tmp_path / "good").iterdir()) == []
+
+
+@pytest.mark.parametrize(
+    ("horizon", "shown"), [("60s", "60"), ("90", "90"), ("5m", "300"), ("0.5h", "1800")]
+)
+def test_times_are_written_as_run_takes_them(capsys, horizon, shown):
+    """With a unit or without."""
+    words = ("--policies", "megatron", "--horizon", horizon)
+    lines = told(capsys, *FEW, *words).splitlines()
+
+    assert [line.split()[1] for line in lines if line.startswith("  horizon ")] == [shown]
+
+
+def test_the_exact_policy_runs_where_it_sees_few_jobs(capsys):
+    """By a small window, or because there are few."""
+    many = ("simulate", "--jobs", "40", "--gpus", "32", "--seeds", "1", "--processes", "1")
+    assert "oracle" in told(capsys, *many, "--policies", "oracle", "--runnable", "8")
+    assert "oracle" in told(capsys, *FEW, "--policies", "oracle")
+
+
+def test_a_trace_that_ends_before_anything_is_trained_says_so(capsys, tmp_path):
+    """Its jobs come within two seconds; numbers of that time are dashes, with the reason."""
+    path = tmp_path / "kalos.csv"
+    path.write_text(
+        "job_id,arrival_time,num_iteration,iteration_computing_time,gpu_workers,gpu_per_worker\n"
+        "0,0.0,200,0.5,1,8.0\n"
+        "1,2.0,100,0.5,1,2.0\n",
+        encoding="utf-8",
+    )
+    out = told(
+        capsys, "simulate", "--trace", str(path), "--gpus", "32", "--policies", "megatron",
+        "--seeds", "1", "--processes", "1", "-o", str(tmp_path / "report"),
+    )  # fmt: skip
+    [row] = [line.split() for line in out.splitlines() if line.startswith("megatron")]
+    [note] = [line for line in out.splitlines() if line.startswith("–  megatron")]
+    [one] = json.loads((tmp_path / "report" / "results.json").read_text())["replays"]
+    whole = one["summary"]["whole"]["samples_per_second"]
+
+    assert (row[1], row[2], row[-1]) == ("–", "–", "2")
+    assert "no sample was trained in the 2 s in which jobs arrive" in note
+    assert float(note.split()[-2]) == pytest.approx(whole, rel=0.01)
+    assert "no sample was trained" in (tmp_path / "report" / "index.html").read_text()

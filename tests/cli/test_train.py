@@ -35,6 +35,10 @@ def run(*words):
     return fresh.run("-m", "tlora_fx", *words)
 
 
+def statuses(folder):
+    return [json.loads(path.read_text()) for path in folder.glob("*/status.json")]
+
+
 def losses(folder):
     return {
         path.parent.name: [json.loads(line)["loss"] for line in path.read_text().splitlines()]
@@ -78,6 +82,48 @@ def test_an_output_folder_in_use_is_refused_with_a_way_out(job_file, tmp_path):
     assert "in use" in told.stderr
     assert "--resume" in told.stderr
     assert (tmp_path / "kept.txt").read_text() == "mine"
+
+
+def test_an_output_folder_in_use_is_refused_before_anything_is_read(job_file, tmp_path):
+    """The data is not even there."""
+    gone = job_file.with_name("gone.yaml")
+    content = yaml.safe_load(job_file.read_text())
+    content["jobs"][0]["data"]["path"] = "gone.jsonl"
+    gone.write_text(yaml.safe_dump(content))
+    (tmp_path / "used").mkdir()
+    (tmp_path / "used" / "kept.txt").write_text("mine")
+    (tmp_path / "file").write_text("mine")
+
+    used, file, new = (
+        run("train", gone, "-o", tmp_path / name, "--device", "cpu")
+        for name in ("used", "file", "new")
+    )
+
+    assert "error[T0407] the output folder is in use" in used.stderr
+    assert "error[T0407] the output folder cannot be written" in file.stderr
+    assert "gone.jsonl" in new.stderr
+    assert "compiling" not in used.stderr + file.stderr
+    assert not (tmp_path / "new").exists()
+
+
+def test_a_plan_of_estimated_times_is_trained_by_with_a_warning(job_file, tmp_path):
+    """One line, and every job is done; `auto` wants what was measured."""
+    path = tmp_path / "plan.json"
+    words = ["--gpus", "1", "--gpu", "roofline:h100", "--allow-estimated", "-o", path]
+    assert run("plan", job_file, *words).returncode == 0
+    words = ["train", job_file, "--device", "cpu", "--nano-batches", "2"]
+    told = run(*words, "-o", tmp_path / "run", "--plan", path)
+    empty = {**os.environ, "TLORA_FX_PROFILES": str(tmp_path)}
+    auto = fresh.run("-m", "tlora_fx", *words, "-o", tmp_path / "a", "--plan", "auto", env=empty)
+
+    warned = [line for line in told.stderr.splitlines() if line.startswith("warning: ")]
+    assert "the plan rests on estimated times (roofline:NVIDIA H100" in warned[0]
+    assert "nothing overlaps between nano-batches without --compile" in warned[1]
+    assert len(warned) == 2
+    assert told.returncode == 0, told.stderr
+    assert {status["status"] for status in statuses(tmp_path / "run")} == {"done"}
+    assert auto.returncode == 1
+    assert "no measured profile of this model on this CPU" in auto.stderr
 
 
 def test_a_wrong_key_is_told_with_file_line_and_job_before_anything_runs(job_file, tmp_path):

@@ -142,6 +142,17 @@ def test_a_wrong_name_gets_the_nearest(asked, node, nearest):
     assert nearest in error_of(lambda: asked(node), UnknownNode)
 
 
+def test_a_name_that_is_near_nothing_gets_what_there_is(asked):
+    """Modules that can be asked about."""
+    with pytest.raises(UnknownNode) as caught:
+        asked("zzz")
+
+    assert "nearest" not in caught.value.facts
+    named = caught.value.facts["modules"].partition(" and ")[0].split(", ")
+    assert "model.layers.0.self_attn.q_proj" in named
+    assert [asked(name).module for name in named] == named
+
+
 def test_a_wrong_job_gets_the_nearest(asked):
     """And the list of all."""
     text = error_of(lambda: asked("lm_head", "plane"), UnknownNode)

@@ -68,6 +68,17 @@ def test_a_wrong_name_is_told_the_nearest():
         find(lowered(), "model.layers.1.mlp.upproj")
 
 
+def test_a_name_that_is_near_nothing_is_told_what_there_is():
+    """Modules of the model, each of which would have been found."""
+    with pytest.raises(NodeNotFound) as caught:
+        find(lowered(), "foo")
+
+    assert "nearest" not in caught.value.facts
+    named = caught.value.facts["modules"].partition(" and ")[0].split(", ")
+    assert "model.layers.0.mlp.up_proj" in named
+    assert all(find(lowered(), name) for name in named)
+
+
 def test_data_of_a_place_holds_all_its_ancestors():
     """Back to the trace, those that are gone too."""
     program = lowered()

@@ -2,13 +2,28 @@
 
 from __future__ import annotations
 
+import re
+
 import pytest
+import typer
+from hypothesis import given
+from hypothesis import strategies as st
 
 from tests.models import save_config
+from tests.planners.graph_times import with_graphs
 from tlora_fx.cli import main
+from tlora_fx.cli.plan import per_node_of
+from tlora_fx.cli.profile import noisy
+from tlora_fx.driver import compile
+from tlora_fx.jobfile import load_job_file
+from tlora_fx.planners.auto import search
+from tlora_fx.planners.facts import facts_of
+from tlora_fx.planners.hardware import GPUS
 from tlora_fx.planners.known_profiles import FOLDER_VARIABLE
+from tlora_fx.planners.load import round_of_jobs
 from tlora_fx.planners.plan import MeshShape, Plan
 from tlora_fx.planners.profile import Profile
+from tlora_fx.planners.roofline import roofline_profile
 
 JOBS = """
 base: {config: llama, dtype: float32}
@@ -60,6 +75,57 @@ def test_plans_are_listed_best_first(jobs, tmp_path, capsys, golden):
     assert plan.estimate.estimated
 
 
+def test_a_written_plan_is_told_with_the_command_that_trains_by_it(jobs, tmp_path, capsys):
+    """It starts as many processes as the plan has, and names a folder for what comes out."""
+    path = tmp_path / "plan.json"
+    rest = f"train {jobs} -o runs/jobs --plan {path}"
+    told_of = {
+        gpus: told(capsys, "plan", jobs, "--gpus", gpus, *ESTIMATED[2:], "-o", path, *more)
+        for gpus, *more in ((1,), (2,), (4, "--nodes", 2, "--max-row-tokens", 4096))
+    }
+
+    last = {gpus: text.splitlines()[-1].partition(": ")[2] for gpus, text in told_of.items()}
+    assert last[1] == f"tlora-fx {rest}"
+    assert last[2] == f"torchrun --nproc-per-node 2 -m tlora_fx {rest}"
+    assert last[4].startswith("torchrun --nproc-per-node 2 --nnodes 2 --rdzv-backend c10d ")
+    assert last[4].endswith(f" -m tlora_fx {rest} --max-row-tokens 4096")
+
+
+@given(st.integers(1, 96), st.none() | st.integers(1, 12))
+def test_every_node_has_as_many_gpus(gpus, nodes):
+    """Or the numbers are refused with those that would do."""
+    try:
+        per_node = per_node_of(gpus, nodes)
+    except typer.BadParameter as refused:
+        wanted = nodes or 8
+        assert gpus % wanted != 0
+        fitting = [int(word) for word in re.findall(r"\d+", str(refused).partition("may be")[2])]
+        assert fitting == [n for n in range(1, gpus + 1) if gpus / n == gpus // n]
+    else:
+        assert gpus % per_node == 0
+        assert per_node * nodes == gpus if nodes else per_node == min(gpus, 8)
+
+
+def test_replicas_without_sequences_are_told(jobs, capsys):
+    """16 sequences a round: on 32 GPUs some have none, on two none of that is said."""
+    many = told(capsys, "plan", jobs, "--gpus", 32, *ESTIMATED[2:], "--show", 1)
+    few = told(capsys, "plan", jobs, *ESTIMATED)
+
+    row = next(line.split() for line in many.splitlines() if line.endswith(" plain"))
+    pp, dp, tp = map(int, row[:3])
+    assert f"16 sequences for the {dp} replicas" in many
+    assert f"{(dp - 16) * pp * tp} of 32 GPUs have nothing to do" in many
+    assert "nothing to do" not in few
+
+
+def test_tables_are_whole_in_narrow_consoles(jobs, capsys, monkeypatch):
+    """40 columns lose nothing of 120."""
+    wide = told(capsys, "plan", jobs, *ESTIMATED)
+    monkeypatch.setenv("COLUMNS", "40")
+
+    assert told(capsys, "plan", jobs, *ESTIMATED) == wide
+
+
 def test_only_plans_that_cut_rows_are_listed_where_that_is_asked_for(jobs, tmp_path, capsys):
     """The best of them is written; one GPU has none."""
     path = tmp_path / "plan.json"
@@ -93,6 +159,94 @@ def test_a_profile_is_measured_and_planned_with(jobs, tmp_path, capsys):
     assert Plan.load(tmp_path / "plan.json").mesh == MeshShape()
 
 
+def test_plans_by_a_measured_profile_say_what_else_they_rest_on(jobs, tmp_path, capsys):
+    """Links of a data sheet are named; layers that were not measured make it an estimate."""
+    words = [
+        "profile",
+        jobs,
+        "--device",
+        "cpu",
+        "--eager",
+        "--rounds",
+        1,
+        "-o",
+        tmp_path / "p.json",
+    ]
+    told(capsys, *words, "--tokens", "16", "--lengths", "8,16")
+    parsed, profile = load_job_file(jobs), Profile.load(tmp_path / "p.json")
+    model = compile(parsed)
+    found = search(model, profile, round_of_jobs(parsed.jobs), 2).running
+    by_tp = {one.plan.mesh.tp: one.plan.estimate for one in found}
+
+    assert not by_tp[1].estimated
+    assert by_tp[1].profile == f"{profile.name}; links by data sheet"
+    assert by_tp[2].estimated
+    alone = search(model, profile, round_of_jobs(parsed.jobs), 1).best().estimate
+    assert (alone.estimated, alone.profile) == (False, profile.name)
+
+
+def test_noise_is_told(jobs):
+    """Above a fifth, with how many rows have it; a quiet profile gets no note."""
+    profile = roofline_profile(GPUS["h100"], facts_of(compile(load_job_file(jobs))))
+    first, *others = profile.layers[0].points
+    loud = first.model_copy(update={"noise": 0.4})
+    layer = profile.layers[0].model_copy(update={"points": [loud, *others]})
+    noisy_one = profile.model_copy(update={"layers": [layer]})
+
+    assert noisy(profile) == []
+    (note,) = noisy(noisy_one)
+    assert f"above 20% in 1 of {len(others) + 1} rows, 40% at most" in note
+    assert "idle machine" in note
+
+
+@pytest.mark.parametrize("content", [None, "{}"])
+def test_a_wrong_profile_is_refused_before_anything_is_compiled(
+    jobs, tmp_path, capsys, monkeypatch, content
+):
+    """A file that is not there is not called a wrong one."""
+    path = tmp_path / "nope.json"
+    if content is not None:
+        path.write_text(content)
+
+    def never(*_: object, **__: object) -> None:
+        raise AssertionError("compiled before the profile was read")
+
+    monkeypatch.setattr("tlora_fx.driver.compile", never)
+    text = told(capsys, "plan", jobs, "--gpus", 2, "--gpu", path, status=1)
+
+    assert "error[T0851]" in text
+    assert ("there is no such profile" in text) == (content is None)
+
+
+def test_a_machine_without_gpus_is_told_to_name_one(jobs, capsys, monkeypatch):
+    """Estimates of a CPU are not made either."""
+    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
+    for words in ([], ["--allow-estimated"]):
+        text = told(capsys, "plan", jobs, "--gpus", 8, *words, status=1)
+
+        assert "there is no GPU on this machine" in text
+        assert "--gpu: a100, l40s, h100, h200, b200" in text
+
+
+def test_a_model_without_graphs_is_told_where_the_profile_knows_of_them(jobs, tmp_path, capsys):
+    """A base in float32 has no kernels: its operators read tables on the host."""
+    facts = facts_of(compile(load_job_file(jobs)))
+    plain = roofline_profile(GPUS["h100"], facts)
+    text = {}
+    for name, profile in (("plain", plain), ("graphs", with_graphs(plain))):
+        profile.save(tmp_path / f"{name}.json")
+        text[name] = told(
+            capsys, "plan", jobs, "--gpus", 1, "--gpu", tmp_path / f"{name}.json",
+            "--allow-estimated",
+        )  # fmt: skip
+
+    assert f"graphs    none, because of {', '.join(facts.launched)}" in text["graphs"]
+    assert "packed_attention" in text["graphs"]
+    assert "graphs    " not in text["plain"]
+    rows = [one.splitlines()[-3:] for one in text.values()]
+    assert rows[0] == rows[1]
+
+
 def test_the_profile_can_be_written_for_others(jobs, tmp_path, capsys):
     """In each format."""
     for format in ("galvatron", "metis", "sailor"):
@@ -109,6 +263,7 @@ def test_the_profile_can_be_written_for_others(jobs, tmp_path, capsys):
     [
         (["--gpus", 2, "--gpu", "h1000", "--allow-estimated"], "nearest  h100", 1),
         (["--gpus", 0], "--gpus", 2),
+        (["--gpus", 10, "--nodes", 3], "--nodes may be 1, 2, 5, 10", 2),
         (
             ["--gpus", 2, "--gpu", "roofline:h100", "--allow-estimated", "--export", "x"],
             "sailor",

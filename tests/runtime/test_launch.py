@@ -4,15 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+import pytest
 import torch
 import torch.distributed as dist
 
 from tests.planners.processes import run_processes
-from tlora_fx.errors import DataError, RankFailed, RanksDiffer, TloraError
+from tlora_fx.errors import DataError, PlanFileError, RankFailed, RanksDiffer, TloraError
 from tlora_fx.planners.mesh import Mesh
 from tlora_fx.planners.plan import MeshShape
 from tlora_fx.runtime import launch
 from tlora_fx.runtime.ranks import Ranks
+from tlora_fx.runtime.run_folder import how_to_go_on
 
 
 def everyone() -> Ranks:
@@ -62,6 +64,32 @@ def test_processes_of_other_versions_all_stop():
             assert (kind, shared) == (RanksDiffer.__name__, True)
             assert f"different versions of {name}" in text
             assert "0.0.1 (rank 1)" in text
+
+
+def test_a_process_that_is_gone_is_an_error_with_a_way_out(tmp_path):
+    """In words, without a place in a library's sources, and with the last checkpoint."""
+    (tmp_path / "checkpoints").mkdir()
+    (tmp_path / "checkpoints" / "latest").write_text("step-000012\nstep-000010\n")
+    gloo = RuntimeError(
+        "[/x/gloo/transport/tcp/pair.cc:537] Connection closed by peer [::1]:80. Good luck"
+    )
+
+    assert launch.is_loss(gloo)
+    lost = launch._lost(gloo, lambda: how_to_go_on(tmp_path))
+    text = str(lost)
+    assert text.startswith("error[T0812] lost the connection to another process")
+    assert "found  Connection closed by peer [::1]:80\n" in text
+    assert "start again with --resume: the last checkpoint is step-000012" in text
+    assert "no checkpoint yet" in str(launch._lost(gloo, lambda: how_to_go_on(tmp_path / "new")))
+    assert not launch.is_loss(RuntimeError("out of memory"))
+    assert not launch.is_loss(DataError("no file gloo.jsonl"))
+
+
+def test_a_plan_that_is_not_there_is_not_called_a_wrong_one(tmp_path):
+    """Names of planners are no files."""
+    launch.demand_plan_file("replicated")
+    with pytest.raises(PlanFileError, match="there is no such plan"):
+        launch.demand_plan_file(str(tmp_path / "plan.json"))
 
 
 def test_what_stops_one_process_stops_all():

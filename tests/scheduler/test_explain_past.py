@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import sqlite3
+from dataclasses import replace
 
 import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
 
 from tests.scheduler.toy import drawn
 from tlora_fx.errors import JobNotInState, LedgerError, StateFileError
@@ -92,6 +95,58 @@ def test_its_alternatives_are_those_of_that_moment(run):
 
     told = asked(folder, done).splitlines()
     assert told[2 : 1 + len(then)] == then[1:]
+
+
+def moved(moment, cluster):
+    """The same moment on another cluster."""
+    estimator = replace(moment.state.estimator, cluster=cluster)
+    return Moment(replace(moment.state, cluster=cluster, estimator=estimator), moment.policy)
+
+
+@settings(
+    max_examples=25, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
+)
+@given(
+    gpus=st.integers(1, GPUS).filter(lambda count: count != 8),
+    lost=st.frozensets(st.integers(0, GPUS // 8 - 1)),
+)
+def test_a_past_decision_is_told_although_its_gpus_have_gone(run, gpus, lost):
+    """With all GPUs that it used, what is told is what was told before they went."""
+    folder, (done, failed), decision = run
+    moment, history = load_moment(folder / "state.json"), History.of_run(folder)
+    used = max(gpu for group in decision.groups for gpu in group.place) + 1
+    whole = moved(moment, Cluster(max(gpus, used)))
+    there = Cluster(gpus, lost=frozenset(node for node in lost if node < -(-gpus // 8)))
+    places = {gpu for group in decision.groups for gpu in group.place}
+
+    for job in (done, failed):
+        told = explained(moved(moment, there), history, job, terms=True).splitlines()
+        said = [line for line in told if " left now: " in line]
+        rest = [line for line in told if line not in said]
+        assert bool(said) is not (places <= set(there.present()))
+        if said:
+            assert rest == explained(whole, history, job, terms=True).splitlines()
+            assert f"of which {there.capacity()} " in said[0]
+
+
+def test_a_machine_that_has_fewer_slots_now_was_one_node_then(run):
+    """What was decided on four slots is told as of four in one node."""
+    folder, (done, _), _ = run
+    moment, history = load_moment(folder / "state.json"), History.of_run(folder)
+    place = (2, 3)
+    decided = history.decisions[0]
+    only = replace(decided, decision=Decision((Group((done,), 2, place, 1.0, 60.0),), ()))
+    past = History({done: history.jobs[done]}, (), (only,))
+    two = moved(moment, Cluster(2, 2, 1))
+    four = moved(moment, Cluster(4, 4, 1))
+
+    told = explained(two, past, done, terms=True).splitlines()
+    assert [line for line in told if " left now: " not in line] == explained(
+        four, past, done, terms=True
+    ).splitlines()
+    assert (
+        "  on 4 GPUs, of which 2 are left now: what else there was is told for all of them" in told
+    )
 
 
 def test_a_job_that_was_refused_or_not_seen_yet_has_an_answer(run):

@@ -8,6 +8,7 @@ from importlib import import_module
 
 import typer
 
+from tlora_fx.cli.foreign_notices import without_foreign_notices
 from tlora_fx.errors import TloraError, nearest
 
 COMMANDS = {
@@ -39,7 +40,8 @@ def main(arguments: list[str] | None = None) -> None:
         _say(f"There is no command '{asked}'.{hint} See tlora-fx --help.")
         sys.exit(2)
     try:
-        _app(asked)(given, prog_name="tlora-fx")
+        with without_foreign_notices():
+            _app(asked)(given, prog_name="tlora-fx")
     except TloraError as error:
         notes = "".join(f"\n  {note}" for note in getattr(error, "__notes__", ()))
         _say(f"{error}{notes}")
@@ -58,7 +60,7 @@ def _app(asked: str | None) -> typer.Typer:
         rich_markup_mode=None,
         pretty_exceptions_enable=False,
     )
-    app.callback()(_version)
+    app.callback()(_options)
     for name, told in COMMANDS.items():
         module = import_module(f"tlora_fx.cli.{name}") if name == asked else None
         if module is None:
@@ -70,12 +72,20 @@ def _app(asked: str | None) -> typer.Typer:
     return app
 
 
-def _version(version: bool = typer.Option(False, "--version", help="Say the version.")) -> None:
-    if version:
+def _version(asked: bool) -> None:
+    if asked:
         from tlora_fx import __version__
 
         typer.echo(__version__)
         raise typer.Exit
+
+
+def _options(
+    version: bool = typer.Option(
+        False, "--version", is_eager=True, callback=_version, help="Say the version."
+    ),
+) -> None:
+    """Options of `tlora-fx` itself."""
 
 
 def _named(name: str) -> Callable[[], None]:

@@ -88,8 +88,13 @@ def _plan(spec: KernelSpec, site: Site, tokens: int, gpu: str) -> Iterator[str]:
     direction: selector.Direction = "forward" if spec.kind == "forward" else "input_gradient"
     choice = selector.choose(direction, site, tokens, room=False, gpu=gpu)
     yield f"plan  {choice.plan}, by {'the rule' if choice.source == 'rule' else choice.source}"
+    with_room = selector.able_plans(direction, site, room=True)
+    without = selector.able_plans(direction, site, room=False)
     for plan, seconds in selector.estimates(direction, site, tokens).items():
-        yield f"      {plan:<8} estimated at {seconds * 1e6:,.0f} µs with the frozen product"
+        bar = "" if plan in without else ", where weight and input have room; not here"
+        if plan not in with_room:
+            bar = ", but not with dropout"
+        yield f"      {plan:<8} estimated at {seconds * 1e6:,.0f} µs with the frozen product{bar}"
 
 
 def _tile_table(spec: KernelSpec) -> Table:

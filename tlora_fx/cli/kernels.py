@@ -84,7 +84,9 @@ def explain(
     if not all(word.strip().isdecimal() for word in words) or not any(map(int, words)):
         raise typer.BadParameter(f"--ranks are numbers, such as 4,8,16; not {ranks!r}")
     from tlora_fx.cli.kernel_page import page
+    from tlora_fx.codegen.compiled_check import demand_architecture
 
+    demand_architecture(spec.arch)
     console = Console(highlight=False, markup=False)
     for part in page(spec, tokens, [int(word) for word in words], gpu):
         console.print(part, soft_wrap=isinstance(part, str))
@@ -104,7 +106,10 @@ def check(
     Exits with 1 where a kernel has a fault.
     """
     from tlora_fx.codegen import catalog
+    from tlora_fx.codegen.compiled_check import demand_architecture
 
+    for one in arch or ():
+        demand_architecture(one)
     if wrong := [kind for kind in kinds or () if kind not in KINDS]:
         raise UnknownKernel(
             f"there is no kernel kind {wrong[0]!r}",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 from collections.abc import Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -10,14 +11,24 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
+from tlora_fx.cli.whole_tables import print_whole
+from tlora_fx.cli.working import Working
+
 if TYPE_CHECKING:
     from tlora_fx.jobfile import JobFile
     from tlora_fx.planners.auto import Candidate, Search
     from tlora_fx.planners.load import Round
+    from tlora_fx.planners.plan import Plan
+    from tlora_fx.planners.profile import Profile
+    from tlora_fx.supermodel import SuperModel
 
 GIB = 2**30
 #: What the milliseconds of a plan are made of.
 PARTS = ("compute", "bubble", "reduce", "rest")
+FORMATS = ("galvatron", "metis", "sailor")
+MAX_ROW_TOKENS = 16384
+#: What the node default of `Cluster` is, which takes torch to import.
+NODE = 8
 
 
 def run(
@@ -38,7 +49,9 @@ def run(
     length: Annotated[
         int | None, typer.Option(min=2, help="Tokens of a sequence; else each job's max_length.")
     ] = None,
-    max_row_tokens: Annotated[int, typer.Option(min=2, help="Tokens of one forward.")] = 16384,
+    max_row_tokens: Annotated[
+        int, typer.Option(min=2, help="Tokens of one forward.")
+    ] = MAX_ROW_TOKENS,
     allow_estimated: Annotated[
         bool, typer.Option("--allow-estimated", help="Plan by a scaled profile or a roofline.")
     ] = False,
@@ -59,19 +72,20 @@ def run(
     """
     from tlora_fx.jobfile import load_job_file
 
+    per_node = per_node_of(gpus, nodes)
+    if export is not None and export not in FORMATS:
+        raise typer.BadParameter(f"--export is galvatron, metis or sailor; not {export!r}")
     given = load_job_file(jobs)
-    with Console(stderr=True).status("compiling the jobs"):
+    _demand_file(gpu)
+    with Working(Console(stderr=True), "compiling the jobs"):
         from tlora_fx.driver import compile
-        from tlora_fx.planners.auto import demand_memory, device_name, search
-        from tlora_fx.planners.cost import GPUS_PER_NODE, Cluster
-        from tlora_fx.planners.facts import facts_of
-        from tlora_fx.planners.known_profiles import profile_for
+        from tlora_fx.planners.auto import demand_memory, search
+        from tlora_fx.planners.cost import Cluster
         from tlora_fx.planners.load import round_of_jobs
 
         model = compile(given)
-    profile = profile_for(facts_of(model), gpu or device_name(), allow_estimated=allow_estimated)
+    profile = _profile(model, gpu, allow_estimated)
     work = round_of_jobs(given.jobs, length=length, tokens=tokens, max_row_tokens=max_row_tokens)
-    per_node = -(-gpus // nodes) if nodes else min(gpus, GPUS_PER_NODE)
     found = search(
         model, profile, work, gpus, Cluster(per_node), sequence_parallel=sequence_parallel
     )
@@ -82,8 +96,78 @@ def run(
         length = length or max(job.max_length for job in given.jobs)
         _written(console, exported(found, export, folder, length, gpus, per_node))
     if output is not None:
-        found.best().save(output)
-        _written(console, [f"{output}: tlora-fx train {jobs} --plan {output}"])
+        best = found.best()
+        best.save(output)
+        rows = [] if max_row_tokens == MAX_ROW_TOKENS else ["--max-row-tokens", str(max_row_tokens)]
+        _written(console, [f"{output}: {command(best, jobs, output, per_node, rows)}"])
+
+
+def per_node_of(gpus: int, nodes: int | None) -> int:
+    """GPUs of each node; all nodes have as many.
+
+    raises    typer.BadParameter where they cannot
+    """
+    if nodes is None and gpus <= NODE:
+        return gpus
+    if nodes is None and gpus % NODE == 0:
+        return NODE
+    count = nodes or -(-gpus // NODE)
+    if gpus % count == 0 and nodes is not None:
+        return gpus // count
+    fitting = [n for n in range(1, gpus + 1) if gpus % n == 0]
+    told = f"over {nodes} nodes" if nodes else f"over nodes of {NODE}"
+    raise typer.BadParameter(
+        f"{gpus} GPUs cannot be spread evenly {told}: a plan wants as many on each. "
+        f"--nodes may be {', '.join(map(str, fitting))}"
+    )
+
+
+def command(plan: Plan, jobs: Path, output: Path, per_node: int, options: list[str]) -> str:
+    """What trains by a plan's file, as it is typed."""
+    size = plan.mesh.size
+    train = ["train", str(jobs), "-o", f"runs/{jobs.stem}", "--plan", str(output), *options]
+    if size == 1:
+        return shlex.join(["tlora-fx", *train])
+    started = ["torchrun", "--nproc-per-node", str(min(size, per_node))]
+    if size > per_node:
+        started += ["--nnodes", str(size // per_node)]
+        started += ["--rdzv-backend", "c10d", "--rdzv-endpoint", "FIRST-NODE:29500"]
+    return shlex.join([*started, "-m", "tlora_fx", *train])
+
+
+def _demand_file(gpu: str | None) -> None:
+    """A profile's file must be one before anything is compiled for it."""
+    if gpu is not None and gpu.endswith(".json"):
+        from tlora_fx.planners.profile import Profile
+
+        Profile.load(gpu)
+
+
+def _profile(model: SuperModel, gpu: str | None, allow_estimated: bool) -> Profile:
+    """The profile of a GPU that was named, or of the one at hand.
+
+    raises    ProfileMissing, UnknownGpu, ProfileFileError
+    """
+    from tlora_fx.errors import ProfileMissing
+    from tlora_fx.planners.auto import CPU, device_name, profile_here
+    from tlora_fx.planners.facts import facts_of
+    from tlora_fx.planners.hardware import GPUS
+    from tlora_fx.planners.known_profiles import profile_for
+
+    facts = facts_of(model)
+    if gpu is not None:
+        return profile_for(facts, gpu, allow_estimated=allow_estimated)
+    try:
+        return profile_here(facts, allow_estimated=allow_estimated)
+    except ProfileMissing as error:
+        if device_name() != CPU:
+            raise
+        raise ProfileMissing(
+            "there is no GPU on this machine to plan for",
+            base=error.facts.get("base"),
+            expected="--gpu with the GPU that will train",
+            help=f"name one with --gpu: {', '.join(GPUS)}, or a profile's file",
+        ) from error
 
 
 def _written(console: Console, files: Iterable[object]) -> None:
@@ -94,8 +178,8 @@ def _written(console: Console, files: Iterable[object]) -> None:
 def _print(console: Console, lines: list[str], found: Search, show: int) -> None:
     for line in lines:
         console.print(line, markup=False)
-    console.print(table(found, show))
-    for line in dropped(found):
+    print_whole(console, table(found, show))
+    for line in [*dropped(found), *idle(found)]:
         console.print(line, markup=False)
 
 
@@ -114,9 +198,8 @@ def exported(
         )
     if format == "metis":
         return write_metis(found.cost, folder, length=length, nodes=nodes, gpus_per_node=per_node)
-    if format == "sailor":
-        return write_sailor(found.cost, folder, length=length)
-    raise typer.BadParameter(f"--export is galvatron, metis or sailor; not {format!r}")
+    assert format in FORMATS
+    return write_sailor(found.cost, folder, length=length)
 
 
 def head(given: JobFile, work: Round, found: Search, gpus: int, per_node: int) -> list[str]:
@@ -132,10 +215,12 @@ def head(given: JobFile, work: Round, found: Search, gpus: int, per_node: int) -
     if talk.estimated and not profile.estimated:
         source += "; links by data sheet"
     a_round = f"{load.total:,} tokens in {load.sequences:,} sequences a round"
+    launched = found.cost.facts.launched if profile.knows_graphs else ()
     return [
         f"jobs      {len(given.jobs)}, {a_round}",
         f"mesh      {gpus} GPUs, {per_node} a node, {profile.hardware.gpu}",
         f"profile   {profile.name} ({source})",
+        *([f"graphs    none, because of {', '.join(launched)}"] if launched else []),
         "",
     ]
 
@@ -163,6 +248,23 @@ def dropped(found: Search) -> list[str]:
         more = f" and {len(named) - 4} more" if len(named) > 4 else ""
         lines.append(f"  {reason}: {' '.join(named[:4])}{more}")
     return lines
+
+
+def idle(found: Search) -> list[str]:
+    """A note where the best plan has replicas for which a round has no sequence."""
+    if not found.running:
+        return []
+    mesh = found.running[0].plan.mesh
+    without = mesh.dp - found.sequences
+    if without <= 0:
+        return []
+    count = without * mesh.tp * mesh.pp
+    told = (
+        f"note: a round has {found.sequences} sequences for the {mesh.dp} replicas of the first "
+        f"plan, so {count} of {mesh.size} GPUs have nothing to do: larger batches would use them, "
+        "or fewer GPUs do"
+    )
+    return [told]
 
 
 def _cells(one: Candidate, tokens: int) -> list[str]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import shlex
 import sys
 from pathlib import Path
@@ -11,10 +12,15 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
+from tlora_fx.cli.whole_tables import print_whole
+from tlora_fx.cli.working import Working
+
 if TYPE_CHECKING:
     from tlora_fx.planners.profile import Profile
 
 QUICK_TOKENS, QUICK_ROUNDS = "512,4096", 2
+#: Beyond this part of themselves, times say more of the machine than of the layers.
+MUCH_NOISE = 0.2
 
 
 def run(
@@ -53,14 +59,20 @@ def run(
         device=device,
         command=shlex.join(["tlora-fx", *sys.argv[1:]]),
     )
-    console = Console(stderr=True)
-    with console.status("measuring"):
+    # One process speaks for all of a torchrun.
+    console = Console(stderr=True, quiet=os.environ.get("RANK", "0") != "0")
+    with Working(console, "measuring"):
         found, path = profile_file(load_job_file(jobs).jobs, wanted, output, add=add)
     if found is None:
         return
     out = Console(highlight=False, soft_wrap=True)
     for part in page(found):
-        out.print(part)
+        if isinstance(part, Table):
+            print_whole(out, part)
+        else:
+            out.print(part)
+    for line in noisy(found):
+        out.print(line, markup=False)
     out.print(f"written   {path}", markup=False)
 
 
@@ -106,6 +118,19 @@ def page(profile: Profile) -> list[Table | str]:
         f"{'compiled' if profile.compiled else 'eager'}"
     )
     return [head, "", made, "", ends, ""]
+
+
+def noisy(profile: Profile) -> list[str]:
+    """A note where times of layers spread so much that plans should not rest on them."""
+    if profile.noise <= MUCH_NOISE:
+        return []
+    points = [one for layer in profile.layers for one in layer.points]
+    count = sum(one.noise > MUCH_NOISE for one in points)
+    told = (
+        f"note: noise is above {MUCH_NOISE:.0%} in {count} of {len(points)} rows, "
+        f"{profile.noise:.0%} at most: measure again on an idle machine, or with more --rounds"
+    )
+    return [told]
 
 
 def _numbers(text: str, option: str) -> tuple[int, ...]:

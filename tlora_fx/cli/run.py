@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 import signal
 import sys
 import time
@@ -14,6 +13,8 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 from rich.console import Console
 
+from tlora_fx.cli import durations
+
 if TYPE_CHECKING:
     from tlora_fx.cli.run_table import Page
     from tlora_fx.scheduler.ledger_rows import JobRecord
@@ -21,14 +22,13 @@ if TYPE_CHECKING:
 
 TURN_SECONDS = 0.05
 SHOW_SECONDS = 0.5
-_DURATION = re.compile(r"(\d+(?:\.\d+)?)\s*(s|m|h|)")
-_UNIT = {"": 1.0, "s": 1.0, "m": 60.0, "h": 3600.0}
 
 
 def run(
     jobs: Annotated[Path, typer.Argument(help="Folder of job files (YAML), or one file.")],
     output: Annotated[
-        Path | None, typer.Option("-o", "--output", help="Folder for what comes out.")
+        Path | None,
+        typer.Option("-o", "--output", help="Folder for what comes out; else runs/DATE-TIME."),
     ] = None,
     policy: Annotated[
         str, typer.Option(help="Who trains together: tlora, megatron:backfill=true, ...")
@@ -64,7 +64,8 @@ def run(
     from tlora_fx.scheduler.running import RunOptions, opened
     from tlora_fx.scheduler.running_estimates import Estimates, machine
 
-    seconds = _seconds(horizon, "--horizon")
+    seconds = durations.seconds(horizon, "--horizon")
+    saving = durations.seconds(save_every, "--save-every")
     chosen = policy_of(policy)
     cluster, kind = machine(device, slots)
     estimates = Estimates(cluster, tuple(profile or ()))
@@ -72,7 +73,7 @@ def run(
         horizon=seconds,
         linger=None if forever else 0.0 if until_empty else seconds,
         layout_of=estimates.layout_of,
-        local=LocalOptions(kind, _seconds(save_every, "--save-every"), max_row_tokens, compiled),
+        local=LocalOptions(kind, saving, max_row_tokens, compiled),
     )
     output = output or Path("runs") / datetime.now(UTC).strftime("%Y%m%d-%H%M%S")
     page = Page(Console(stderr=True))
@@ -130,10 +131,3 @@ def _end(records: list[JobRecord], output: Path, *, stopped: bool) -> None:
         raise KeyboardInterrupt(f"every group is safe; go on with -o {output}")
     if any(record.status in ("failed", "refused") for record in records):
         sys.exit(1)
-
-
-def _seconds(text: str, option: str) -> float:
-    match = _DURATION.fullmatch(text.strip())
-    if match is None or float(match[1]) <= 0:
-        raise typer.BadParameter(f"{option} is a time, such as 60s or 5m; not {text!r}")
-    return float(match[1]) * _UNIT[match[2]]

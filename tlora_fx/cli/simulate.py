@@ -13,6 +13,7 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
+from tlora_fx.cli import durations
 from tlora_fx.cli import simulate_options as option
 
 if TYPE_CHECKING:
@@ -80,7 +81,7 @@ def run(
     nodes_per_rack: option.NodesPerRack = 4,
     allow_estimated: option.AllowEstimated = False,
     runnable: option.Runnable = 128,
-    horizon: option.Horizon = 60.0,
+    horizon: option.Horizon = "60s",
     switch_seconds: option.SwitchSeconds = 20.0,
     seed: option.Seed = 0,
     sweeps: option.Sweeps = "none",
@@ -99,15 +100,27 @@ def run(
     console = Console(highlight=False, soft_wrap=True)
     base = scenario_of(given)
     plan = plan_for(base, given)
+    _ready(plan, output)
     _say(console, before(base, plan))
     if save_trace is not None:
         _say(console, [saved(plan.main[0], save_trace)])
     _told(console, replayed(plan, processes or os.cpu_count() or 1), output)
 
 
+def _ready(plan: Plan, output: Path | None) -> None:
+    """Find mistakes before anything is said or replayed."""
+    from tlora_fx.simulator.ready import demand_ready
+    from tlora_fx.simulator.report import demand_folder
+
+    demand_ready(plan)
+    if output is not None:
+        demand_folder(output)
+
+
 def _told(console: Console, report: Report, output: Path | None) -> None:
     _say(console, after(report))
     Console(highlight=False, width=max(console.width, WIDE)).print(table(report))
+    _say(console, (f"–  {note}" for note in report.notes()))
     _say(console, compared(report))
     if output is not None:
         from tlora_fx.simulator.report import write_report
@@ -151,7 +164,7 @@ def scenario_of(given: Mapping[str, Any]) -> Scenario:
             given["gpus"], given["gpus_per_node"], given["nodes_per_rack"], given["gpu"]
         ),
         month=given["month"],
-        horizon=given["horizon"],
+        horizon=durations.seconds(given["horizon"], "--horizon"),
         switch_seconds=given["switch_seconds"],
         runnable=given["runnable"],
         allow_estimated=given["allow_estimated"],
@@ -210,6 +223,8 @@ def plan_for(base: Scenario, given: Mapping[str, Any]) -> Plan:
     from tlora_fx.scheduler.policies import POLICIES, policy_of
     from tlora_fx.simulator.sweep import SWEEPS, load, plan_of
 
+    if not given["policies"].strip(", "):
+        raise typer.BadParameter("--policies names none; say all, or leave it out, for all of them")
     policies = words(given["policies"]) or [
         *(name for name in POLICIES if name != "oracle"),
         BACKFILL,

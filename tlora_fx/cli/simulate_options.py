@@ -48,7 +48,7 @@ Policies = Annotated[str, Option(help="all, or names, such as tlora,megatron:bac
 Seeds = Annotated[int, Option(min=1, help="How many.")]
 Seed = Annotated[int, Option(min=0, help="The first one.")]
 Runnable = Annotated[int, Option(min=1, help="Jobs that a policy sees.")]
-Horizon = Annotated[float, Option(help="Seconds between decisions.")]
+Horizon = Annotated[str, Option(help="Between decisions, such as 60s or 5m.")]
 SwitchSeconds = Annotated[float, Option(help="What forming a group costs it.")]
 Sweeps = Annotated[str, Option(help="all, none, or some of scale, cluster, months, nano.")]
 SweepSeeds = Annotated[int, Option(min=1, help="Of each point of a sweep.")]

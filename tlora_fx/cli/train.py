@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
@@ -11,14 +11,16 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn
-from rich.progress import TimeRemainingColumn as Remaining
+
+from tlora_fx.cli.bars import Bars
+from tlora_fx.cli.whole_tables import print_whole
+from tlora_fx.cli.working import Working
 
 if TYPE_CHECKING:
     from tlora_fx.planners.plan import Plan
     from tlora_fx.runtime.controllers import NanoBatches
     from tlora_fx.runtime.data import JobData
-    from tlora_fx.runtime.job_run import JobRun, StepReport
+    from tlora_fx.runtime.job_run import JobRun
     from tlora_fx.runtime.launch import Launch
     from tlora_fx.supermodel import SuperModel
 
@@ -64,16 +66,20 @@ def run(
     torchrun, all processes train one model under a plan:
     torchrun --nproc-per-node 4 -m tlora_fx train jobs.yaml -o runs/a --plan auto
     """
-    from tlora_fx.runtime.launch import Launch, exits_at_once
+    from tlora_fx.runtime.launch import Launch, demand_plan_file, exits_at_once
+    from tlora_fx.runtime.run_folder import demand_new, how_to_go_on
 
     launch = Launch.found()
+    if launch.rank == 0 and not resume and not launch.again:
+        demand_new(output)
     asked = _Asked(
         jobs, output, resume or launch.again, device, pipeline, max_row_tokens,
         plan or ("auto" if launch.size > 1 else "single"), mesh,
         timedelta(seconds=collective_timeout), compiled, nano_batches, controller,
         sequence_parallel, shard_base, cuda_graphs,
     )  # fmt: skip
-    exits_at_once(lambda: _train(asked, launch), launch)
+    demand_plan_file(asked.plan)
+    exits_at_once(lambda: _train(asked, launch), launch, lambda: how_to_go_on(output))
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,14 +114,16 @@ def _train(asked: _Asked, launch: Launch) -> None:
     device = launch.device(asked.device)
     everyone = Ranks(join(launch, device))
     memory = memory_bytes(device, everyone)
-    with console.status("compiling and loading the data"):
+    with Working(console, "compiling and loading the data"):
         data, model, plan = everyone.together(lambda: _prepared(asked, launch, memory))
     for name, own in data.items():
         for line in own.report.lines():
             console.print(f"{name}: {line}", highlight=False, markup=False)
     if launch.size > 1:
         console.print(f"plan: {plan.planner} on {plan.mesh}", highlight=False)
-    with _Bars(console) as bars:
+    with Bars(console) as bars:
+        for text in _warnings(asked, plan):
+            bars.warned(text)
         from tlora_fx.runtime.trainer import Trainer
 
         trainer = everyone.together(
@@ -190,6 +198,18 @@ def _prepared(
     return data, model, plan
 
 
+def _warnings(asked: _Asked, plan: Plan) -> Iterator[str]:
+    """What a user should know of a plan before it runs."""
+    estimate = plan.estimate
+    if estimate is not None and estimate.estimated:
+        yield (
+            f"the plan rests on estimated times ({estimate.profile}): `tlora-fx profile` measures "
+            "them, then plan again"
+        )
+    if not asked.compiled and (asked.controller is not None or plan.nano_batches > 1):
+        yield "nothing overlaps between nano-batches without --compile"
+
+
 def _deciding(asked: _Asked) -> NanoBatches | None:
     """What chooses the number of nano-batches, where that was asked for."""
     from tlora_fx.runtime.controllers import NanoBatches, find_controller
@@ -198,57 +218,6 @@ def _deciding(asked: _Asked) -> NanoBatches | None:
         return None
     options = {"count": asked.nano_batches or 1} if asked.controller == "fixed" else {}
     return NanoBatches(find_controller(asked.controller, **options))
-
-
-class _Bars:
-    """A progress bar a job, on a terminal; a line a job at its end where there is none."""
-
-    def __init__(self, console: Console) -> None:
-        self.console = console
-        self.tasks: dict[str, TaskID] = {}
-        self.progress = Progress(
-            TextColumn("{task.description}"),
-            BarColumn(bar_width=30),
-            MofNCompleteColumn(),
-            TextColumn("loss {task.fields[loss]:>8}"),
-            Remaining(compact=True),
-            console=console,
-            disable=not console.is_terminal,
-        )
-
-    def __enter__(self) -> _Bars:
-        self.progress.start()
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        self.progress.stop()
-
-    def started(self, runs: Sequence[JobRun]) -> None:
-        """One bar a job, from where it goes on."""
-        for job in runs:
-            self.tasks[job.job.name] = self.progress.add_task(
-                job.job.name, total=job.data.steps, completed=job.step, loss="–"
-            )
-
-    def stepped(self, report: StepReport) -> None:
-        """Move the job's bar."""
-        self.progress.update(
-            self.tasks[report.job], completed=report.step, loss=f"{report.loss:.4f}"
-        )
-
-    def ended(self, run: JobRun) -> None:
-        """Say how a job ended."""
-        if run.status == "failed":
-            self.warned(f"job '{run.job.name}' failed at {run.reason}")
-        elif not self.console.is_terminal:
-            self.console.print(f"{run.job.name}: done after {run.step} steps, loss {run.loss:.4f}")
-
-    def saved(self, path: Path, runs: Sequence[JobRun]) -> None:
-        """Say nothing: checkpoints are no news."""
-
-    def warned(self, text: str) -> None:
-        """Print a warning above the bars."""
-        self.progress.console.print(f"warning: {text}", style="yellow", markup=False)
 
 
 def _tell(runs: Sequence[JobRun], output: Path) -> None:
@@ -267,4 +236,4 @@ def _tell(runs: Sequence[JobRun], output: Path) -> None:
             f"{job.loss:.4f}",
             str(output / job.job.name),
         )
-    Console(soft_wrap=True).print(table)
+    print_whole(Console(), table)

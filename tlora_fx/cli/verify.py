@@ -9,9 +9,9 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
+from tlora_fx.cli.whole_tables import print_whole
+from tlora_fx.cli.working import Working
 from tlora_fx.errors import VerifyError
-
-WIDE = 140
 
 if TYPE_CHECKING:
     from tlora_fx.runtime.verify import Bounds, Difference
@@ -31,18 +31,16 @@ def run(
 
     console = Console(stderr=True)
     given = load_job_file(jobs)
-    with console.status("compiling, training fused and alone") as status:
+    with Working(console, "compiling, training fused and alone") as working:
         from tlora_fx.runtime.verify import bounds_of, verify
 
         bounds = bounds_of(given.base.dtype, device)
         found: list[Difference] = []
         for difference in verify(given, steps, device=device):
             found.append(difference)
-            status.update(f"compared {difference.job}: {difference.against}")
+            working.now(f"compared {difference.job}: {difference.against}")
     paper = Console()
-    if not paper.is_terminal:
-        paper = Console(width=WIDE)
-    paper.print(_table(found, bounds))
+    print_whole(paper, _table(found, bounds))
     beyond = [row for row in found if not row.within(bounds)]
     if beyond:
         raise VerifyError(

@@ -106,3 +106,13 @@ class RankFailed(TloraError):
     """
 
     code = "T0811"
+
+
+class ProcessLost(TloraError):
+    """Another process of the run has gone: it was killed, ran out of memory, or lost the network.
+
+    Its own output says why, where it could. `--resume` goes on from the last checkpoint, as
+    torchrun's `--max-restarts` does by itself.
+    """
+
+    code = "T0812"

@@ -28,7 +28,8 @@ class ProfileMissing(TloraError):
     """There is no measured profile of this model's layers on this GPU.
 
     Measure one with `tlora-fx profile`. Planning by a scaled profile or a roofline is allowed
-    with `--allow-estimated`; training asks for what was measured.
+    with `--allow-estimated`; `train --plan auto` asks for what was measured. A plan's file that
+    rests on estimates is trained by, with a warning.
     """
 
     code = "T0852"

@@ -14,6 +14,8 @@ from tlora_fx.graph import GroupGraph, under
 from tlora_fx.provenance import origin_of
 from tlora_fx.tracing.export import PEFT_PREFIX
 
+#: Modules that are named where nothing comes near.
+SOME = 8
 _TAIL = re.compile(r"\.(?:base_layer|lora_\w+|weight|bias)(?:\..*)?$")
 
 
@@ -90,9 +92,23 @@ def _unknown(
     close = nearest(path, [name for name in modules if name])
     if close is None and path.rpartition(".")[2] not in parts:
         close = nearest(path.rpartition(".")[2], parts - {""})
+    close = close or nearest(asked, [node.name for _, node in _nodes(group)])
     return UnknownNode(
         "the base has no such module, and the fused graph no such node",
         found=asked,
-        nearest=close or nearest(asked, [node.name for _, node in _nodes(group)]),
+        nearest=close,
+        modules=None if close else _some(modules),
         help="name a module, such as layers.0.self_attn.q_proj, or a node of ssm.py",
     )
+
+
+def _some(modules: Mapping[str, object]) -> str:
+    """The first modules that end differently: what a layer is made of."""
+    ends: dict[str, str] = {}
+    for name in modules:
+        end = name.rpartition(".")[2]
+        if end and not end.isdecimal():
+            ends.setdefault(end, name)
+    names = list(ends.values())
+    more = f" and {len(names) - SOME} more" if len(names) > SOME else ""
+    return ", ".join(names[:SOME]) + more

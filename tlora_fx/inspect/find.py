@@ -11,6 +11,8 @@ from tlora_fx.errors import NodeNotFound
 from tlora_fx.inspect.program import Ancestor, GraphEntry, NodeEntry, Program
 
 SHOWN = 3
+#: Modules that are named where nothing comes near.
+SOME = 8
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,9 +81,24 @@ def find(program: Program, wanted: str) -> list[Place]:
             node=wanted,
             state=program.state,
             nearest=", ".join(close) or None,
+            modules=None if close else _some_modules(program),
             help="name a module such as layers.0.mlp.up_proj, or a node as the code names it",
         )
     return found
+
+
+def _some_modules(program: Program) -> str:
+    """The first modules with weights that end differently, those of layers before the others."""
+    ends: dict[str, str] = {}
+    for graph in sorted(program.graphs, key=lambda graph: not numbered(graph)):
+        layer = next(iter(numbered(graph)), "")
+        for node in graph.nodes:
+            end = node.module.rpartition(".")[2]
+            if end and node.kind == "tensor" and not end.isdecimal():
+                ends.setdefault(end, ".".join(filter(None, (layer, node.module))))
+    names = list(ends.values())
+    more = f" and {len(names) - SOME} more" if len(names) > SOME else ""
+    return ", ".join(names[:SOME]) + more
 
 
 def _single(program: Program, wanted: str, by: Literal["key", "id"]) -> list[Place]:

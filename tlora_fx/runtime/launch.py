@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import shlex
 import sys
 import time
@@ -18,7 +19,7 @@ from torch.distributed.distributed_c10d import PrefixStore
 from torch.distributed.rendezvous import rendezvous
 
 from tlora_fx import __version__
-from tlora_fx.errors import LaunchError, RanksDiffer, TloraError
+from tlora_fx.errors import LaunchError, PlanFileError, ProcessLost, RanksDiffer, TloraError
 from tlora_fx.planners.mesh import FIRST_STEP, Mesh
 from tlora_fx.planners.plan import MeshShape, Plan
 from tlora_fx.planners.prepared import demand_sequence, refuse_sequence
@@ -113,6 +114,19 @@ def leave() -> None:
         dist.destroy_process_group()
 
 
+def demand_plan_file(asked: str) -> None:
+    """Refuse the name of a plan's file where there is none.
+
+    raises    PlanFileError
+    """
+    if Path(asked).suffix == ".json" and not Path(asked).exists():
+        raise PlanFileError(
+            "there is no such plan",
+            file=asked,
+            help="name a file that is there, or write one with `tlora-fx plan -o`",
+        )
+
+
 def choose_plan(
     asked: str, model: SuperModel, launch: Launch, shape: MeshShape | None, **options: Any
 ) -> Plan:
@@ -125,6 +139,7 @@ def choose_plan(
     cut = bool(options.get("sequence_parallel", False))
     if shape is not None:
         _demand_size(shape, launch, asked)
+    demand_plan_file(asked)
     if Path(asked).suffix == ".json" or Path(asked).is_file():
         plan = _demand_mesh(Plan.load(asked), shape, asked)
         if cut and not plan.sequence_parallel:
@@ -188,11 +203,15 @@ def memory_bytes(device: torch.device, ranks: Ranks) -> int | None:
     return min(ranks.tell_all(own)) or None
 
 
-def exits_at_once(action: Callable[[], None], launch: Launch) -> None:
+def exits_at_once(
+    action: Callable[[], None], launch: Launch, going_on: Callable[[], str] | None = None
+) -> None:
     """Run what all processes run; where it fails on one, that process ends at once.
 
     A process that waits for others while the interpreter closes would keep torchrun from ending
     them. What all processes have met is told by the first alone.
+
+    going_on   what helps where another process was lost
     """
     if launch.size == 1:
         action()
@@ -201,11 +220,16 @@ def exits_at_once(action: Callable[[], None], launch: Launch) -> None:
         action()
         leave()
     except BaseException as error:  # noqa: BLE001  (whatever it is, the others must not wait)
+        if is_loss(error):
+            error = _lost(error, going_on)
         code = _tell(error, launch.rank)
         sys.stdout.flush()
         sys.stderr.flush()
         if launch.rank > 0 and (is_shared(error) or isinstance(error, SystemExit)):
             # torchrun ends all others when one ends: the first shall have told by then.
+            time.sleep(FIRST_TELLS_SECONDS)
+        elif isinstance(error, ProcessLost):
+            # It names the process that was killed only where it has not seen another end before.
             time.sleep(FIRST_TELLS_SECONDS)
         os._exit(code)
 
@@ -213,6 +237,23 @@ def exits_at_once(action: Callable[[], None], launch: Launch) -> None:
 def is_shared(error: BaseException) -> bool:
     """Whether every process of the run has met this error."""
     return bool(getattr(error, "shared", False))
+
+
+def is_loss(error: BaseException) -> bool:
+    """Whether this is what a process meets when another one has gone."""
+    return isinstance(error, dist.DistError) or (
+        isinstance(error, RuntimeError) and "gloo" in str(error)
+    )
+
+
+def _lost(error: BaseException, going_on: Callable[[], str] | None) -> ProcessLost:
+    """The same in words; the place in the library's sources says nothing to a user."""
+    first = str(error).partition("\n")[0]
+    return ProcessLost(
+        "lost the connection to another process",
+        found=re.sub(r"^\[\S+:\d+\]\s*", "", first).partition(". ")[0],
+        help=going_on() if going_on is not None else "look for what ended it, then start again",
+    )
 
 
 def _tell(error: BaseException, rank: int) -> int:
@@ -228,10 +269,6 @@ def _tell(error: BaseException, rank: int) -> int:
             notes = "".join(f"\n  {note}" for note in getattr(error, "__notes__", ()))
             whose = "" if rank == 0 else f"rank {rank}: "
             sys.stderr.write(f"{whose}{error}{notes}\n")
-        return 1
-    if isinstance(error, dist.DistError) or "gloo" in str(error):
-        first = str(error).partition("\n")[0]
-        sys.stderr.write(f"rank {rank}: lost the connection to another process ({first})\n")
         return 1
     sys.stderr.write(f"rank {rank}: {''.join(traceback.format_exception(error))}")
     return 1

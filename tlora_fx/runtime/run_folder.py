@@ -70,14 +70,8 @@ class RunFolder:
                     folder=self.path,
                     help="wait for it, or choose another folder with -o",
                 ) from error
-            used = sorted(entry.name for entry in self.path.iterdir() if entry.name != LOCK)
-            if used and not resume:
-                raise RunFolderError(
-                    "the output folder is in use",
-                    folder=self.path,
-                    found=", ".join(used[:5]),
-                    help="go on with it by --resume, or choose another folder with -o",
-                )
+            if not resume:
+                demand_new(self.path)
             yield
 
     def metrics(self, job: str) -> MetricsLog:
@@ -95,6 +89,40 @@ class RunFolder:
         if decisions:
             with (self.path / "decisions.jsonl").open("a") as file:
                 file.writelines(json.dumps(decision) + "\n" for decision in decisions)
+
+
+def demand_new(path: Path) -> None:
+    """Refuse a folder that has something in it; one that is not there is left so.
+
+    raises    RunFolderError
+    """
+    if path.exists() and not path.is_dir():
+        raise RunFolderError(
+            "the output folder cannot be written",
+            folder=path,
+            found="a file of that name",
+            help="choose another folder with -o",
+        )
+    there = path.iterdir() if path.is_dir() else ()
+    used = sorted(entry.name for entry in there if entry.name != LOCK)
+    if used:
+        raise RunFolderError(
+            "the output folder is in use",
+            folder=path,
+            found=", ".join(used[:5]),
+            help="go on with it by --resume, or choose another folder with -o",
+        )
+
+
+def how_to_go_on(path: Path) -> str:
+    """What to do when processes of a run have been lost, and from where it goes on then."""
+    try:
+        names = (path / "checkpoints" / "latest").read_text("utf-8").split()
+    except (OSError, UnicodeDecodeError):
+        names = []
+    if names:
+        return f"start again with --resume: the last checkpoint is {names[0]}"
+    return "start again with --resume; there is no checkpoint yet, so every job starts anew"
 
 
 class NoFolder(RunFolder):

@@ -122,11 +122,18 @@ def table_of(prediction: Prediction) -> str:
         return f"nothing fits: {prediction.why_not}"
     rows = [f"{prediction.layout!s:<32}{prediction.seconds * 1e3:>12.2f} ms"]
     rows += [f"  {name:<30}{value * 1e3:>12.2f} ms" for name, value in prediction.terms.items()]
-    rows.append(f"{'memory':<32}{prediction.memory_bytes / GIB:>12.2f} GiB")
-    rows += [f"  {name:<30}{value / GIB:>12.2f} GiB" for name, value in prediction.memory.items()]
+    rows.append(f"{'memory':<32}{_size(prediction.memory_bytes):>16}")
+    rows += [f"  {name:<30}{_size(value):>16}" for name, value in prediction.memory.items()]
     rows.append(f"{'of the peak':<32}{prediction.busy * 100:>12.1f} %")
     if prediction.launched:
         rows.append(f"no CUDA graphs: {prediction.launched} of its jobs cannot run in one")
     if prediction.estimated:
         rows.append("some of it was computed and not measured")
     return "\n".join(rows)
+
+
+def _size(count: float) -> str:
+    for unit, size in (("GiB", GIB), ("MiB", GIB / 2**10)):
+        if count >= size / 2:
+            return f"{count / size:.2f} {unit}"
+    return f"{count * 2**20 / GIB:.2f} KiB"

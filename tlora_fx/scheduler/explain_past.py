@@ -10,7 +10,9 @@ from collections.abc import Iterator
 from dataclasses import replace
 
 from tlora_fx.errors import BaseUnknown, JobNotInState, nearest
+from tlora_fx.scheduler.cluster import Cluster
 from tlora_fx.scheduler.demand import Demand
+from tlora_fx.scheduler.estimator import ProfileEstimator
 from tlora_fx.scheduler.estimator_explain import table_of
 from tlora_fx.scheduler.explain import explain
 from tlora_fx.scheduler.group import Group
@@ -19,6 +21,7 @@ from tlora_fx.scheduler.ledger_rows import EpochRecord, JobRecord
 from tlora_fx.scheduler.moment_file import Moment
 from tlora_fx.scheduler.placing import tier_for
 from tlora_fx.scheduler.state import ActiveJob, Decision, State
+from tlora_fx.scheduler.synthetic import SyntheticEstimator
 
 
 def explained(
@@ -125,6 +128,13 @@ def _before(
         return
     first, *rows = told.splitlines()
     yield f"  decided at {last.time:.1f} s: {first.removeprefix(f'{job}: ')}"
+    if state.cluster != moment.state.cluster:
+        left = moment.state.cluster.capacity()
+        verb = "is" if left == 1 else "are"
+        yield (
+            f"  on {_gpus(state.cluster)}, of which {left} {verb} left now: what else "
+            "there was is told for all of them"
+        )
     yield from rows
     if terms:
         yield from _terms(state, last.decision, job)
@@ -133,16 +143,38 @@ def _before(
 def _as_it_was(state: State, history: History, decided: Decided) -> State:
     """The moment of an earlier decision.
 
-    How far jobs were then is not known, so their deadlines are left out of it.
+    How far jobs were then is not known, so their deadlines are left out of it. Nor is the cluster:
+    where GPUs of the decision have gone since, all that it used are taken to have been there.
 
     raises   BaseUnknown
     """
+    state = _with_room(state, decided.decision)
     jobs = {}
     for name in decided.jobs:
         request = replace(history.jobs[name].request, deadline=None)
         solo = state.estimator.solo(request.base, request.demand, request.gpus)
         jobs[name] = ActiveJob(request, solo)
     return replace(state, now=decided.time, jobs=jobs, groups=())
+
+
+def _with_room(state: State, decision: Decision) -> State:
+    """A state whose cluster has all GPUs of a decision; its own where those are there."""
+    cluster = state.cluster
+    used = {gpu for group in decision.groups for gpu in group.place}
+    if used <= set(cluster.present()):
+        return state
+    gpus = max(cluster.gpus, *(gpu + 1 for gpu in used))
+    # The slots of a run are one node, however many it is given.
+    node = gpus if cluster.gpus == cluster.gpus_per_node else cluster.gpus_per_node
+    wider = replace(cluster, gpus=gpus, gpus_per_node=node, lost=frozenset())
+    estimator = state.estimator
+    if isinstance(estimator, ProfileEstimator | SyntheticEstimator):
+        estimator = replace(estimator, cluster=wider)
+    return replace(state, cluster=wider, estimator=estimator)
+
+
+def _gpus(cluster: Cluster) -> str:
+    return f"{cluster.gpus} GPU{'s' * (cluster.gpus > 1)}"
 
 
 def _told(record: JobRecord, formations: list[EpochRecord]) -> Iterator[str]:

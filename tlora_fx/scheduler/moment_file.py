@@ -27,6 +27,10 @@ from tlora_fx.scheduler.state_file import state_from_json, state_to_json
 from tlora_fx.scheduler.synthetic import SyntheticEstimator
 
 FORMAT = "tlora-fx moment 1"
+NO_STATE = "this is no saved state of the scheduler"
+HOW_TO_SAVE = "`tlora-fx schedule state RUN -o STATE.json` writes one; or name a run's folder"
+#: Of a file that is none, so many names of fields are told.
+FIELDS = 8
 _FACTS = TypeAdapter(ModelFacts)
 
 
@@ -84,14 +88,7 @@ def load_moment(path: Path) -> Moment:
     """
     try:
         written = json.loads(path.read_bytes())
-        if written["format"] != FORMAT:
-            raise StateFileError(
-                "the file has another format",
-                file=path,
-                expected=FORMAT,
-                found=written["format"],
-                help="read it with the version of tlora-fx that wrote it",
-            )
+        _demand_format(path, written)
         cluster = written["state"]["cluster"]
         cluster = Cluster(**(cluster | {"lost": frozenset(cluster["lost"])}))
         state = state_from_json(
@@ -104,14 +101,35 @@ def load_moment(path: Path) -> Moment:
     return Moment(state, policy)
 
 
+def _demand_format(path: Path, written: object) -> None:
+    """Refuse what is no state at all, and a state of another version.
+
+    raises   StateFileError
+    """
+    fields = list(written) if isinstance(written, dict) else []
+    if not isinstance(written, dict) or "format" not in written:
+        raise StateFileError(
+            NO_STATE,
+            file=path,
+            expected=f"a JSON object whose format is '{FORMAT}'",
+            found=f"an object with {', '.join(fields[:FIELDS])}" if fields else "nothing of it",
+            help=HOW_TO_SAVE,
+        )
+    if written["format"] != FORMAT:
+        raise StateFileError(
+            "the file has another format",
+            file=path,
+            expected=FORMAT,
+            found=written["format"],
+            help="read it with the version of tlora-fx that wrote it",
+        )
+
+
 def _no_state(path: Path, error: Exception) -> StateFileError:
-    missing = isinstance(error, FileNotFoundError)
-    return StateFileError(
-        "there is no such file" if missing else "this is no saved state of the scheduler",
-        file=path,
-        reason=None if missing else f"{type(error).__name__}: {error}",
-        help="`tlora-fx schedule state RUN -o STATE.json` writes one; or name a run's folder",
-    )
+    if isinstance(error, FileNotFoundError):
+        return StateFileError("there is no such file", file=path, help=HOW_TO_SAVE)
+    lacks = f"it has no {error.args[0]!r}" if isinstance(error, KeyError) else error
+    return StateFileError(NO_STATE, file=path, reason=lacks, help=HOW_TO_SAVE)
 
 
 def policy_options(policy: Policy) -> dict[str, Any]:

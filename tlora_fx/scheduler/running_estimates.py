@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from tlora_fx.backbone import Backbone, load_backbone
-from tlora_fx.errors import ProfileMismatch, RunRefused, UnknownGpu
+from tlora_fx.errors import ProfileMismatch, ProfileMissing, RunRefused, UnknownGpu
 from tlora_fx.job import Job
 from tlora_fx.planners.known_profiles import covers
 from tlora_fx.planners.model_facts import ModelFacts
@@ -69,6 +69,7 @@ class Estimates:
     estimator: ProfileEstimator = field(init=False)
     _given: list[Profile] = field(init=False)
     _backbones: dict[str, Backbone] = field(default_factory=dict)
+    _told: dict[str, str] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         self._given = [Profile.load(path) for path in self.files]
@@ -96,7 +97,12 @@ class Estimates:
         base = base_of(job)
         if base not in self._backbones:
             shape = shape_of(job)
-            self.estimator.add(base, self._profile(base, shape), shape)
+            try:
+                profile = self._profile(base, shape)
+            except ProfileMismatch:
+                self._told.setdefault(base, job.name)
+                raise
+            self.estimator.add(base, profile, shape)
             self._backbones[base] = load_backbone(job.base)
 
     def layout_of(self, group: Group, requests: Sequence[JobRequest]) -> Layout | None:
@@ -128,13 +134,28 @@ class Estimates:
                 shapes={base: shape},
                 given={base: given[0]} if given else None,
             )
-        except UnknownGpu:
-            # Nothing can be scaled to hardware without a data sheet, such as a CPU.
-            others = ", ".join(profile.name for profile in self._given)
-            raise ProfileMismatch(
-                f"base '{base}' was not measured on this machine's {self.cluster.gpu}",
-                found=f"profiles of other bases: {others}" if others else "no profile",
-                help="measure it with `tlora-fx profile JOBS.yaml --eager`, then start anew with "
-                "--profile FILE",
-            ) from None
+        except (UnknownGpu, ProfileMissing, ProfileMismatch) as error:
+            # Nothing can be scaled to hardware without a data sheet, such as a CPU; and what was
+            # scaled is no ground to refuse or slow down somebody's job.
+            raise self._unmeasured(base, error.facts.get("found")) from None
         return found[base]
+
+    def _unmeasured(self, base: str, nearest: str | None) -> ProfileMismatch:
+        """The whole mistake for the first job of a base, a line for the others.
+
+        nearest   what is there instead, if anything
+        """
+        where = f"on this machine's {self.cluster.gpu}"
+        if base in self._told:
+            return ProfileMismatch(
+                f"base '{base}' was not measured {where}, as told of '{self._told[base]}'"
+            )
+        others = ", ".join(profile.name for profile in self._given)
+        there = f"profiles of other bases: {others}" if others else nearest or "no profile"
+        shorter = " --tokens 64,256,1024 --lengths 32" if self.cluster.gpu == "cpu" else ""
+        return ProfileMismatch(
+            f"base '{base}' was not measured {where}",
+            found=there,
+            help=f"measure it with `tlora-fx profile JOBS.yaml --eager{shorter}`, then start anew "
+            "with --profile FILE",
+        )

@@ -109,7 +109,13 @@ def _loaded(path: Path) -> dict[str, Any]:
     try:
         given = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
-        raise MarginalsFileError("the marginals cannot be read", file=path, found=error) from None
+        missing = isinstance(error, FileNotFoundError)
+        raise MarginalsFileError(
+            "there is no such file of marginals" if missing else "the marginals cannot be read",
+            file=path,
+            found=None if missing else error,
+            help="name a file of marginals, or leave --marginals out for the shipped fit",
+        ) from None
     if not isinstance(given, dict):
         raise MarginalsFileError("the marginals are no JSON object", file=path)
     return given

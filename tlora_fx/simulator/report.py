@@ -16,7 +16,17 @@ from tlora_fx.durable import replace_file
 from tlora_fx.errors import ReportNotWritable
 from tlora_fx.simulator.figures import Figure
 from tlora_fx.simulator.figures_axes import shown
-from tlora_fx.simulator.report_metrics import METRICS, Metric, Outcomes, Ratio, by_policy, ratios
+from tlora_fx.simulator.report_metrics import (
+    METRICS,
+    TRAINED,
+    WHOLE,
+    Metric,
+    Outcomes,
+    Ratio,
+    by_policy,
+    ratios,
+    trained_while_loaded,
+)
 from tlora_fx.simulator.report_metrics import spread as spread_of
 from tlora_fx.simulator.report_reasons import (
     BASELINES,
@@ -86,6 +96,16 @@ class Report:
             (metric, [_cell(metric, row) for row in self.policies.values()]) for metric in METRICS
         ]
 
+    def notes(self) -> list[str]:
+        """Why cells of the metrics are empty."""
+        return [
+            f"{name}: no sample was trained in the {shown(rows[0].summary.loaded.seconds)} s in "
+            "which jobs arrive, so nothing is told of that time; to the end of the last job it is "
+            f"{_cell(WHOLE, rows)} samples/s"
+            for name, rows in self.policies.items()
+            if not trained_while_loaded(rows)
+        ]
+
 
 def chosen(plan: Plan) -> list[tuple[str, str, str]]:
     """Option, value and meaning of all that was chosen; where that is not the default, that too."""
@@ -127,11 +147,34 @@ def _told(base: Scenario, seeds: Sequence[int]) -> list[tuple[str, str, str]]:
 
 def _cell(metric: Metric, outcomes: Sequence[Outcome]) -> str:
     found = spread_of(metric, outcomes)
-    if found is None:
+    if found is None or (metric in TRAINED and not trained_while_loaded(outcomes)):
         return "–"
     if found.count == 1 or shown(found.low) == shown(found.high):
         return shown(found.mean)
     return f"{shown(found.mean)} ({shown(found.low)}–{shown(found.high)})"
+
+
+def demand_folder(folder: Path) -> None:
+    """Make the folder of a report, and write into it once.
+
+    raises    ReportNotWritable
+    """
+    trial = folder / ".trial.tmp"
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        trial.write_bytes(b"")
+        trial.unlink()
+    except OSError as error:
+        raise _not_writable(folder, error) from error
+
+
+def _not_writable(folder: Path, error: OSError) -> ReportNotWritable:
+    return ReportNotWritable(
+        "the report cannot be written",
+        folder=folder,
+        found=error.strerror or error,
+        help="name another folder with -o",
+    )
 
 
 def write_report(report: Report, folder: Path) -> Path:
@@ -147,12 +190,7 @@ def write_report(report: Report, folder: Path) -> Path:
         replace_file(folder / NUMBERS, numbers(report).encode())
         replace_file(folder / PAGE, page(report).encode())
     except OSError as error:
-        raise ReportNotWritable(
-            "the report cannot be written",
-            folder=folder,
-            found=error,
-            help="name another folder with -o",
-        ) from error
+        raise _not_writable(folder, error) from error
     return folder / PAGE
 
 

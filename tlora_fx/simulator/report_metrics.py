@@ -46,13 +46,21 @@ QUEUE = _metric("queue_mean_seconds", "of it queue, mean (s)", "queue_seconds.me
 RUN = _metric("run_mean_seconds", "of it run, mean (s)", "run_seconds.mean", "less")
 SLOWDOWN = _metric("slowdown_mean", "slowdown of a step, mean", "slowdown.mean", "less")
 
+WHOLE = _metric(
+    "whole_samples_per_second", "samples/s to the end", "whole.samples_per_second", "more"
+)
+WEIGHTED = _metric(
+    "weighted_speedup", "weighted speed-up while jobs arrive", "loaded.weighted_speedup", "more"
+)
+LONE_WORK = _metric("lone_work_share", "lone work per GPU-second", "loaded.lone_work_share", "more")
+#: Of what was trained while jobs arrive: they say nothing where that is nothing.
+TRAINED = (THROUGHPUT, WEIGHTED, LONE_WORK, BUSY)
+
 METRICS: tuple[Metric, ...] = (
     THROUGHPUT,
-    _metric("whole_samples_per_second", "samples/s to the end", "whole.samples_per_second", "more"),
-    _metric(
-        "weighted_speedup", "weighted speed-up while jobs arrive", "loaded.weighted_speedup", "more"
-    ),
-    _metric("lone_work_share", "lone work per GPU-second", "loaded.lone_work_share", "more"),
+    WHOLE,
+    WEIGHTED,
+    LONE_WORK,
     COMPLETION,
     _metric("completion_p50_seconds", "completion, p50 (s)", "completion_seconds.p50", "less"),
     _metric("completion_p95_seconds", "completion, p95 (s)", "completion_seconds.p95", "less"),
@@ -110,6 +118,11 @@ class Spread:
 def spread(metric: Metric, outcomes: Sequence[Outcome]) -> Spread | None:
     """A metric over the seeds of one policy."""
     return Spread.of(metric.of(outcome.summary) for outcome in outcomes)
+
+
+def trained_while_loaded(outcomes: Sequence[Outcome]) -> bool:
+    """Whether any sample was trained before the last job came."""
+    return any(outcome.summary.loaded.samples > 0 for outcome in outcomes)
 
 
 def by_policy(scenarios: Iterable[Scenario], outcomes: Outcomes) -> dict[str, list[Outcome]]:

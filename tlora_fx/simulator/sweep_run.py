@@ -7,6 +7,7 @@ from dataclasses import replace
 from functools import lru_cache
 from typing import Any
 
+from tlora_fx.errors import ProfileMismatch
 from tlora_fx.planners.profile import Profile
 from tlora_fx.scheduler.estimator import ProfileEstimator
 from tlora_fx.scheduler.estimator_profiles import profiles_for
@@ -69,4 +70,8 @@ def estimator_of(scenario: Scenario, bases: Iterable[str], *, fused: bool) -> Pr
 
 @lru_cache(maxsize=64)
 def _profiles(bases: tuple[str, ...], gpu: str, allow_estimated: bool) -> dict[str, Profile]:
-    return profiles_for(bases, gpu, allow_estimated=allow_estimated)
+    try:
+        return profiles_for(bases, gpu, allow_estimated=allow_estimated)
+    except ProfileMismatch as error:
+        help = "take scaled ones with --allow-estimated, or measure it with `tlora-fx profile`"
+        raise ProfileMismatch(error.what, help=help, **error.facts) from None

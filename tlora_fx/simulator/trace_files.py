@@ -45,7 +45,7 @@ def read_trace(
         raise TraceRowsWrong(
             f"{dropped.wrong.total():,} rows of the trace are wrong",
             file=path,
-            found="\n".join(Dropped(wrong=dropped.wrong, first=dropped.first).lines()),
+            found="\n".join(Dropped(wrong=dropped.wrong, first=dropped.first).lines("wrong")),
             help="mend them, or leave them out with --bad-rows drop",
         )
     if not trace.jobs:

@@ -135,8 +135,19 @@ def opened(path: Path) -> IO[str]:
     """The file as text; a byte-order mark is skipped."""
     try:
         return path.open(encoding="utf-8-sig", newline="")
+    except FileNotFoundError:
+        raise TraceFileError(
+            "there is no such trace",
+            file=path,
+            help="name a file, or leave --trace out for a synthetic trace",
+        ) from None
     except OSError as error:
-        raise TraceFileError("the trace cannot be read", file=path, found=error) from None
+        raise TraceFileError(
+            "the trace cannot be read",
+            file=path,
+            found=error.strerror or error,
+            help="name a file that you may read",
+        ) from None
 
 
 def _object(text: str, line: int, path: Path) -> dict[str, Any]:

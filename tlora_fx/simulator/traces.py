@@ -8,6 +8,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
+from tlora_fx.errors import TraceEmpty
 from tlora_fx.scheduler.request import JobRequest
 
 MONTH_SECONDS = 30 * 86400.0
@@ -69,12 +70,15 @@ class Dropped:
         found += [("rule", *pair) for pair in self.by_rule.most_common()]
         return [(kind, reason, count, self.first[reason]) for kind, reason, count in found]
 
-    def lines(self) -> list[str]:
-        """For people; one line where nothing was left out."""
+    def lines(self, verdict: str = "left out") -> list[str]:
+        """For people; one line where nothing was left out.
+
+        verdict    upon what is counted
+        """
         if not self.total:
             return ["nothing was left out"]
         return [
-            f"{count:,} left out: {reason} (first: {where})"
+            f"{count:,} {verdict}: {reason} (first: {where})"
             for _, reason, count, where in self.rows()
         ]
 
@@ -99,8 +103,18 @@ class Trace:
     requests: Mapping[str, JobRequest] | None = None
 
     def month(self, number: int) -> Trace:
-        """The jobs of one month, counted from 1."""
+        """The jobs of one month, counted from 1.
+
+        raises    TraceEmpty, which names the months that have jobs
+        """
         kept = tuple(job for job in self.jobs if job.month == number - 1)
+        if not kept:
+            raise TraceEmpty(
+                f"the trace has no job in month {number}",
+                trace=self.source,
+                found=f"jobs in {_months({job.month + 1 for job in self.jobs})}",
+                help="name one of these with --month, or none for all jobs",
+            )
         return replace(self, jobs=kept, source=f"{self.source}, month {number}")
 
     def first(self, count: int) -> Trace:
@@ -111,6 +125,17 @@ class Trace:
     def months(self) -> int:
         """How many months it spans."""
         return max((job.month for job in self.jobs), default=-1) + 1
+
+
+def _months(numbers: set[int]) -> str:
+    """Months that follow each other as a span: "months 1 to 6, 8"."""
+    if not numbers:
+        return "no month"
+    ordered = sorted(numbers)
+    starts = [number for number in ordered if number - 1 not in numbers]
+    ends = [number for number in ordered if number + 1 not in numbers]
+    spans = [str(a) if a == b else f"{a} to {b}" for a, b in zip(starts, ends, strict=True)]
+    return f"month{'s' * (len(ordered) > 1)} {', '.join(spans)}"
 
 
 def in_order(jobs: Iterable[TraceJob]) -> tuple[tuple[TraceJob, ...], int]:

@@ -7,6 +7,7 @@ from dataclasses import replace
 import pytest
 
 from tests.inspect.pages import stages
+from tlora_fx.inspect.program import Stage
 
 EVIL = "<img src=x onerror=document.title='run'>"
 TWO_FRAMES = "() => new Promise(done => requestAnimationFrame(() => requestAnimationFrame(done)))"
@@ -271,6 +272,30 @@ def test_colours_are_explained(opened, mode, mark):
     found.page.select_option("#colour", mode)
 
     assert mark in found.page.locator("#legend li").all_inner_texts()
+
+
+@pytest.mark.parametrize("mode", ["role", "job", "stage", "cost"])
+def test_no_two_categories_look_alike(opened, mode):
+    """Neither by mark nor by colour, as long as there are colours."""
+    found = opened()
+    found.page.select_option("#colour", mode)
+    chips = found.page.locator("#legend .chip")
+
+    marks = chips.all_text_contents()
+    colours = chips.evaluate_all("all => all.map(one => getComputedStyle(one).backgroundColor)")
+    assert len(marks) > 1
+    assert len(set(marks)) == len(set(colours)) == len(marks)
+
+
+def test_a_compiled_model_alone_says_how_to_see_the_passes(opened):
+    """A dump without states has one stage, which no pass is told of."""
+    last = stages()[-1]
+    alone = Stage(0, "compiled", False, 0.0, replace(last.program, state="compiled"))
+    found = opened([alone])
+
+    assert "the compiled model alone" in found.page.text_content("#stage-facts")
+    assert "--states" in found.page.text_content("#stage-facts")
+    assert "traced" not in found.page.text_content("#stage-facts")
 
 
 def test_rows_are_coloured_by_job(opened):

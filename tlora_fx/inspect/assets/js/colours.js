@@ -8,7 +8,7 @@ const Colours = (() => {
   const PALETTE = 7;
   const calm = { mark: "■", name: "all jobs: the base", colour: "calm" };
   const ROLES = {
-    backbone: { mark: "■", name: "backbone", colour: "calm" },
+    backbone: { mark: "□", name: "backbone", colour: "job-1" },
     shared: { mark: "■", name: "shared", colour: "calm" },
     adapter: { mark: "◆", name: "adapter", colour: "job-0" },
     table: { mark: "▤", name: "table", colour: "job-4" },

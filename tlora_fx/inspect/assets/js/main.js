@@ -60,6 +60,9 @@ const Page = (() => {
   }
 
   function factsOf(stage) {
+    if (stage.state === "compiled") {
+      return "the compiled model alone; to see every pass, compile with --states or inspect the job file";
+    }
     if (stage.place === 0) return "what was traced";
     return `${stage.changed ? "changed the graphs" : "changed nothing"}, ${Words.seconds(stage.seconds)}`;
   }

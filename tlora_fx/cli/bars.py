@@ -1,0 +1,98 @@
+"""How far the jobs of a run are, on a terminal and without one."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn
+from rich.progress import TimeRemainingColumn as Remaining
+
+from tlora_fx.cli.working import EVERY_SECONDS
+
+if TYPE_CHECKING:
+    from tlora_fx.runtime.job_run import JobRun, StepReport
+
+
+class Bars:
+    """A progress bar a job, on a terminal.
+
+    Where there is none: a line every `every_seconds`, and one at each job's end.
+    """
+
+    def __init__(self, console: Console, every_seconds: float = EVERY_SECONDS) -> None:
+        self.console = console
+        self._every_seconds = every_seconds
+        self._steps: dict[str, tuple[int, int]] = {}
+        self._told: tuple[float, dict[str, int]] = (time.monotonic(), {})
+        self.tasks: dict[str, TaskID] = {}
+        self.progress = Progress(
+            TextColumn("{task.description}"),
+            BarColumn(bar_width=30),
+            MofNCompleteColumn(),
+            TextColumn("loss {task.fields[loss]:>8}"),
+            Remaining(compact=True),
+            console=console,
+            disable=not console.is_terminal,
+        )
+
+    def __enter__(self) -> Bars:
+        self.progress.start()
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.progress.stop()
+
+    def started(self, runs: Sequence[JobRun]) -> None:
+        """One bar a job, from where it goes on."""
+        for job in runs:
+            if job.status == "running":
+                self._steps[job.job.name] = (job.step, job.data.steps)
+            self.tasks[job.job.name] = self.progress.add_task(
+                job.job.name, total=job.data.steps, completed=job.step, loss="–"
+            )
+        self._told = (time.monotonic(), {name: step for name, (step, _) in self._steps.items()})
+
+    def stepped(self, report: StepReport) -> None:
+        """Move the job's bar; from time to time a line where there are none."""
+        self.progress.update(
+            self.tasks[report.job], completed=report.step, loss=f"{report.loss:.4f}"
+        )
+        _, last = self._steps.get(report.job, (0, report.step))
+        self._steps[report.job] = (report.step, last)
+        if not self.console.is_terminal:
+            self._tell()
+
+    def ended(self, run: JobRun) -> None:
+        """Say how a job ended."""
+        self._steps.pop(run.job.name, None)
+        if run.status == "failed":
+            self.warned(f"job '{run.job.name}' failed at {run.reason}")
+        elif not self.console.is_terminal:
+            self.console.print(f"{run.job.name}: done after {run.step} steps, loss {run.loss:.4f}")
+
+    def saved(self, path: Path, runs: Sequence[JobRun]) -> None:
+        """Say nothing: checkpoints are no news."""
+
+    def warned(self, text: str) -> None:
+        """Print a warning above the bars."""
+        self.progress.console.print(f"warning: {text}", style="yellow", markup=False)
+
+    def _tell(self) -> None:
+        """Where the job stands that has most before it, every few seconds."""
+        now, (before, steps) = time.monotonic(), self._told
+        if now - before < self._every_seconds:
+            return
+        name, (step, last) = max(self._steps.items(), key=lambda one: one[1][1] - one[1][0])
+        done = step - steps.get(name, 0)
+        if done <= 0:
+            return
+        others = len(self._steps) - 1
+        more = f" and {others} more" if others else ""
+        pace = (now - before) / done
+        told = f"{name}{more}: step {step} of {last}, {pace:.2g} s a step"
+        self.console.print(told, highlight=False, markup=False, soft_wrap=True)
+        self._told = (now, {name: step for name, (step, _) in self._steps.items()})

@@ -1,0 +1,60 @@
+"""What a command is at: a spinner on a terminal, else a line at first and one every ten seconds."""
+
+from __future__ import annotations
+
+import threading
+import time
+from types import TracebackType
+
+from rich.console import Console
+from rich.status import Status
+
+EVERY_SECONDS = 10.0
+
+
+class Working:
+    """Says on a console that something takes its time: `with Working(console, "measuring"):`."""
+
+    def __init__(self, console: Console, text: str, every_seconds: float = EVERY_SECONDS) -> None:
+        self.console = console
+        self.text = text
+        self._every_seconds = every_seconds
+        self._ended = threading.Event()
+        self._spinner: Status | None = None
+        self._teller: threading.Thread | None = None
+
+    def __enter__(self) -> Working:
+        if self.console.is_terminal:
+            self._spinner = self.console.status(self.text)
+            self._spinner.start()
+        else:
+            self._say(self.text)
+            self._teller = threading.Thread(target=self._tell, daemon=True)
+            self._teller.start()
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self._ended.set()
+        if self._spinner is not None:
+            self._spinner.stop()
+        if self._teller is not None:
+            self._teller.join()
+
+    def now(self, text: str) -> None:
+        """Something else is being done."""
+        self.text = text
+        if self._spinner is not None:
+            self._spinner.update(text)
+
+    def _tell(self) -> None:
+        started = time.monotonic()
+        while not self._ended.wait(self._every_seconds):
+            self._say(f"{self.text}: {time.monotonic() - started:.0f} s so far")
+
+    def _say(self, text: str) -> None:
+        self.console.print(text, highlight=False, markup=False, soft_wrap=True)
