@@ -83,13 +83,16 @@ def step_time(cost: CostModel, plan: Plan, work: Round) -> StepTime:
 def row_ms(cost: CostModel, plan: Plan, load: Load) -> float:
     """Forward and backward of one row by a process that runs all layers.
 
-    As a CUDA graph where both the plan and the model let rows run so.
+    As a CUDA graph where both the plan and the model let rows run so, and a sharded base lies in
+    one node, where processes reach each other's memory.
     """
     if load.total == 0:
         return 0.0
-    captured = plan.captures and cost.facts.captures
+    sharded = plan.shard_base and plan.mesh.dp > 1
+    near = not sharded or cost.cluster.tier(plan.mesh, "dp") == "node"
+    captured = plan.captures and cost.facts.captures and near
     times = cost.captured if captured else cost
-    if plan.shard_base and plan.mesh.dp > 1:
+    if sharded:
         host = None if captured and load.total <= CAPTURED_TOKENS else cost
         layers = range(len(cost.kinds))
         return sum(_gathered_ms(times, plan, layers, load, host, first=True, last=True))

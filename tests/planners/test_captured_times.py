@@ -6,7 +6,7 @@ import pytest
 
 from tests.planners.facts import load, small_model
 from tests.planners.graph_times import SHARE, with_graphs
-from tlora_fx.planners.cost import CostModel
+from tlora_fx.planners.cost import Cluster, CostModel
 from tlora_fx.planners.facts import facts_of
 from tlora_fx.planners.hardware import GPUS
 from tlora_fx.planners.model_facts import CAPTURED_TOKENS
@@ -92,6 +92,17 @@ def test_only_plans_that_capture_expect_it(profile, plain, facts, fields, captur
         assert small < large < 1.05
     else:
         assert (small, large) == pytest.approx((1, 1))
+
+
+def test_a_base_that_is_sharded_over_nodes_is_launched(profile, plain, facts):
+    """A collective gathers it, which no graph holds."""
+    plan = Plan(planner="test", mesh=MeshShape(dp=2), shard_base=True)
+    near, far, without = (
+        row_ms(CostModel(facts, one, Cluster(per_node)), plan, load(SMALL))
+        for one, per_node in ((profile, 2), (profile, 1), (plain, 1))
+    )
+
+    assert near < far == without
 
 
 def test_the_scheduler_expects_it_too(profile, plain, facts):

@@ -116,6 +116,15 @@ class Layouts:
         return self._table(lambda mesh, reach: self._line("all-gather", mesh, "dp", reach))
 
     @cached_property
+    def near(self) -> NDArray[np.bool_]:
+        """Whether all replicas stand in one node [l, reach]."""
+        reaches = range(REACHES)
+        rows = [
+            [self.link(mesh, "dp", reach) == "node" for reach in reaches] for mesh in self.meshes
+        ]
+        return np.array(rows)
+
+    @cached_property
     def send(self) -> tuple[Array, Array]:
         """From one stage to the next [l, reach]."""
         return self._table(lambda mesh, reach: self._line("send", mesh, "pp", reach))

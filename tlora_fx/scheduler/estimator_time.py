@@ -7,7 +7,7 @@ asked for: all are straight in the sums that a `Demand` holds, but for the curve
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
@@ -66,6 +66,10 @@ class StepClock:
         source   planners/step_time.py, `_gathered_ms`, with layers that are all alike
         """
         whole = pairs.rows * self._row(groups, pairs)
+        tables = len(self.fit.tp)
+        # Weights are copied from neighbours in a node, and no graph holds a collective's gathers.
+        near = self.layouts.near[pairs.layout, pairs.reach]
+        pairs = replace(pairs, size=np.where(near, pairs.size, pairs.launched(tables).size))
         fit, facts, rows = self.fit, self.fit.facts, pairs.rows
         layers, slower = len(facts.layers), fit.profile.slowdown - 1
         tp = self.layouts.tp[pairs.layout]
@@ -89,8 +93,8 @@ class StepClock:
         forward += (layers - 1) * beside(there, unpack, layer) + loss_there + unpack_head
         backward = head + beside(loss_back, unpack_head, layer) + back + unpack
         backward += (layers - 1) * beside(back, unpack, layer)
-        host = self._host(groups, pairs.launched(len(self.fit.tp)))
-        graphs = (pairs.size < len(self.fit.tp)) & (pairs.tokens <= CAPTURED_TOKENS)
+        host = self._host(groups, pairs.launched(tables))
+        graphs = (pairs.size < tables) & (pairs.tokens <= CAPTURED_TOKENS)
         forward = np.where(graphs, forward, np.maximum(forward, host[0] + GATHER_HOST_MS * layers))
         backward = np.where(
             graphs, backward, np.maximum(backward, host[1] + GATHER_HOST_MS * layers)
