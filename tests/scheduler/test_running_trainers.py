@@ -150,7 +150,7 @@ def until(executor, kind):
 def test_trainers_survive_kills(tmp_path):
     """The run is killed at random points; adapters, metrics and status are those of no kill."""
     chance = random.Random(3)
-    steps = {"a": 300, "b": 400, "c": 200}
+    steps = {"a": 900, "b": 1200, "c": 600}
     folder = write(tmp_path / "jobs", **steps)
     hits = 0
     for _ in range(4):
