@@ -258,6 +258,7 @@ def test_inductor_compiles_layer_by_layer(base):
     assert_rows_equal(model, model, rows)
 
 
+@pytest.mark.slow
 def test_inductor_compiles_the_whole_model(base):
     """By Inductor's C++ backend as one graph."""
     model = ready(of_kinds(base, *KINDS, targets=["c_attn"]))

@@ -34,6 +34,7 @@ def run(environment, folder, *words):
     return done.returncode, done.stdout + done.stderr
 
 
+@pytest.mark.slow
 def test_its_own_tests_pass(environment, tmp_path):
     """Equivalence, golden text, int8 values: with what `tlora_fx.testing` offers."""
     options = ["-q", "-p", "no:cacheprovider", "-c", os.devnull, "--rootdir", str(PACKAGE)]
