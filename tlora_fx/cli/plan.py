@@ -70,25 +70,17 @@ def run(
     there is none for this model on this GPU, --allow-estimated takes the nearest one, scaled, or
     the GPU's data sheet; the table then says so.
     """
-    from tlora_fx.jobfile import load_job_file
-
     per_node = per_node_of(gpus, nodes)
-    if export is not None and export not in FORMATS:
-        raise typer.BadParameter(f"--export is galvatron, metis or sailor; not {export!r}")
-    given = load_job_file(jobs)
-    _demand_file(gpu)
-    with Working(Console(stderr=True), "compiling the jobs"):
-        from tlora_fx.driver import compile
-        from tlora_fx.planners.auto import demand_memory, search
-        from tlora_fx.planners.cost import Cluster
-        from tlora_fx.planners.load import round_of_jobs
+    _demand_format(export)
+    given, model = _compiled(jobs, gpu)
+    from tlora_fx.planners.auto import demand_memory, search
+    from tlora_fx.planners.cost import Cluster
+    from tlora_fx.planners.load import round_of_jobs
 
-        model = compile(given)
     profile = _profile(model, gpu, allow_estimated)
     work = round_of_jobs(given.jobs, length=length, tokens=tokens, max_row_tokens=max_row_tokens)
-    found = search(
-        model, profile, work, gpus, Cluster(per_node), sequence_parallel=sequence_parallel
-    )
+    cluster = Cluster(per_node)
+    found = search(model, profile, work, gpus, cluster, sequence_parallel=sequence_parallel)
     demand_memory(found, work)
     console = Console(highlight=False, soft_wrap=True)
     _print(console, head(given, work, found, gpus, per_node), found, show)
@@ -96,10 +88,7 @@ def run(
         length = length or max(job.max_length for job in given.jobs)
         _written(console, exported(found, export, folder, length, gpus, per_node))
     if output is not None:
-        best = found.best()
-        best.save(output)
-        rows = [] if max_row_tokens == MAX_ROW_TOKENS else ["--max-row-tokens", str(max_row_tokens)]
-        _written(console, [f"{output}: {command(best, jobs, output, per_node, rows)}"])
+        _save(console, found.best(), jobs, output, per_node, max_row_tokens)
 
 
 def per_node_of(gpus: int, nodes: int | None) -> int:
@@ -133,6 +122,32 @@ def command(plan: Plan, jobs: Path, output: Path, per_node: int, options: list[s
         started += ["--nnodes", str(size // per_node)]
         started += ["--rdzv-backend", "c10d", "--rdzv-endpoint", "FIRST-NODE:29500"]
     return shlex.join([*started, "-m", "tlora_fx", *train])
+
+
+def _compiled(jobs: Path, gpu: str | None) -> tuple[JobFile, SuperModel]:
+    """The jobs of a file, and their model; nothing is compiled for a profile that is none."""
+    from tlora_fx.jobfile import load_job_file
+
+    given = load_job_file(jobs)
+    _demand_file(gpu)
+    with Working(Console(stderr=True), "compiling the jobs"):
+        from tlora_fx.driver import compile
+
+        return given, compile(given)
+
+
+def _save(
+    console: Console, best: Plan, jobs: Path, output: Path, per_node: int, max_row_tokens: int
+) -> None:
+    """Write the best plan, and say what trains by it."""
+    best.save(output)
+    rows = [] if max_row_tokens == MAX_ROW_TOKENS else ["--max-row-tokens", str(max_row_tokens)]
+    _written(console, [f"{output}: {command(best, jobs, output, per_node, rows)}"])
+
+
+def _demand_format(export: str | None) -> None:
+    if export is not None and export not in FORMATS:
+        raise typer.BadParameter(f"--export is galvatron, metis or sailor; not {export!r}")
 
 
 def _demand_file(gpu: str | None) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import signal
 import sys
 import time
+from collections.abc import Iterable
 from datetime import UTC, datetime
 from pathlib import Path
 from types import FrameType
@@ -64,8 +65,7 @@ def run(
     from tlora_fx.scheduler.running import RunOptions, opened
     from tlora_fx.scheduler.running_estimates import Estimates, machine
 
-    seconds = durations.seconds(horizon, "--horizon")
-    saving = durations.seconds(save_every, "--save-every")
+    seconds, saving = _seconds(horizon, save_every)
     chosen = policy_of(policy)
     cluster, kind = machine(device, slots)
     estimates = Estimates(cluster, tuple(profile or ()))
@@ -75,17 +75,30 @@ def run(
         layout_of=estimates.layout_of,
         local=LocalOptions(kind, saving, max_row_tokens, compiled),
     )
-    output = output or Path("runs") / datetime.now(UTC).strftime("%Y%m%d-%H%M%S")
+    output = output or _by_date()
     page = Page(Console(stderr=True))
     page.say(f"{output}: {cluster.gpus} × {cluster.gpu}, policy {chosen.name}")
-    for text in estimates.threads():
-        page.say(f"warning: {text}", "yellow")
+    _warn(page, estimates.threads())
     with opened(
         jobs, output, cluster, chosen, estimates.estimator, estimates, page, options
     ) as running:
         stopped = _until_over(running, page)
         records = running.ledger.jobs()
     _end(records, output, stopped=stopped)
+
+
+def _seconds(horizon: str, save_every: str) -> tuple[float, float]:
+    return durations.seconds(horizon, "--horizon"), durations.seconds(save_every, "--save-every")
+
+
+def _warn(page: Page, texts: Iterable[str]) -> None:
+    for text in texts:
+        page.say(f"warning: {text}", "yellow")
+
+
+def _by_date() -> Path:
+    """A new run's folder where none is named."""
+    return Path("runs") / datetime.now(UTC).strftime("%Y%m%d-%H%M%S")
 
 
 def _until_over(running: Running, page: Page) -> bool:

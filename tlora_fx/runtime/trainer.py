@@ -174,9 +174,8 @@ class Trainer:
         """
         with ExitStack() as stack:
             data = self.ranks.together(lambda: self._checked(stack))
-            interrupts = stack.enter_context(
-                Interrupts(GRACE_SECONDS if self.mesh.size > 1 else None)
-            )
+            grace = GRACE_SECONDS if self.mesh.size > 1 else None
+            interrupts = stack.enter_context(Interrupts(grace))
             stack.callback(self._let_go)
             self.prepare(data)
             self.watch.started(self.runs)
