@@ -20,7 +20,7 @@ from tlora_fx.planners.scaling import carried
 from tlora_fx.planners.times import Curve, LayerTimes, Work
 
 GPUS_PER_NODE = 8
-#: Reached part of a memory's bandwidth where FSDP copies what it has gathered.
+#: Reached part of a memory's bandwidth in copies.
 COPY = 0.8
 
 
@@ -149,10 +149,14 @@ class CostModel:
         pairs = zip(tensors, parameters, strict=True)
         return float(sum(start + t * tensor + p * number for t, p in pairs if p))
 
-    def copy_ms(self, gathered_bytes: float) -> float:
-        """What unpacking gathered weights takes, one read and one write."""
+    def gathers_by_copies(self, mesh: MeshShape) -> bool:
+        """Whether weights are copied from peers to where layers read them (`peer_copies`)."""
+        return self.cluster.tier(mesh, "dp") == "node"
+
+    def copy_ms(self, size: float) -> float:
+        """What copying so many bytes within a device takes, one read and one write."""
         gpu = gpu_of_device(self.profile.hardware.gpu)
-        return 2 * gathered_bytes / (gpu.memory_gbps * 1e6 * COPY) if gpu else 0.0
+        return 2 * size / (gpu.memory_gbps * 1e6 * COPY) if gpu else 0.0
 
     def _layer(self, layer: LayerFacts, role: str, load: Load, tp: int) -> LayerCost:
         times = self._times_of(layer, tp)

@@ -188,9 +188,11 @@ def _loss_moment(
     if not plan.shard_base or plan.mesh.dp == 1:
         return 0.0, kept, transient
     head = _head(cost, plan)
-    # What was gathered is unpacked into the weights; then the last layer's come for its backward.
+    # What a collective gathered is unpacked into the weights; then the last layer's come for its
+    # backward.
     beside = _gathered(cost, plan, own if plan.keep_gathered else own[-1:])
-    return head + beside, kept, max(head, transient)
+    packed = 0.0 if cost.gathers_by_copies(plan.mesh) else head
+    return head + beside, kept, max(packed, transient)
 
 
 def _root_moment(
@@ -200,9 +202,10 @@ def _root_moment(
 
     before   what micro-batches left that are in flight
     """
-    # What was gathered is unpacked into the weights; the first layer's come while it is.
+    # What a collective gathered is unpacked into the weights; the first layer's come while it is.
     beside = _gathered(cost, plan, own if _keeps_for_a_round(plan) else own[:1])
-    return 2 * cost.facts.root_bytes + beside, before, 0.0
+    times = 1 if cost.gathers_by_copies(plan.mesh) else 2
+    return times * cost.facts.root_bytes + beside, before, 0.0
 
 
 def _keeps_for_a_round(plan: Plan) -> bool:

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from itertools import chain, pairwise
 from typing import Any
 
+import torch
 from torch import Tensor, fx, nn
 from torch.distributed.fsdp import FSDPModule, fully_shard
 
@@ -88,6 +89,9 @@ def shard_stretches(
     _shard(root, mesh, reshard_after_forward=False, only=())
     paths = [*chain(*(stretch.paths for stretch in stretches)), *chain(*tables)]
     gathering = copy_from_peers([model.net.get_submodule(path) for path in paths], mesh)
+    if gathering is not None:
+        for stretch in stretches:
+            _tell(stretch.caller, gathering, mesh.device)
     for stretch, own in zip(stretches, tables, strict=True):
         layers = [model.net.get_submodule(path) for path in stretch.paths]
         _prefetch(layers, stretch.lowest, root)
@@ -96,13 +100,13 @@ def shard_stretches(
 
 
 def gathered_bytes(model: SuperModel) -> int:
-    """What gathered weights take at once, at most.
+    """What weights take at once, at most, that are copied from peers.
 
-    One layer's in use and the next one's, each where it was gathered and where it is read.
+    One layer's in use and the next one's.
     """
     layers = [model.net.get_submodule(path) for path in (*model.layer_order(), LOSS)]
     sizes = [sum(leaf.numel() * leaf.element_size() for leaf in _frozen(one)) for one in layers]
-    return 4 * max(sizes)
+    return 2 * max(sizes)
 
 
 def first_trained(model: SuperModel, paths: Sequence[str]) -> int:
@@ -194,6 +198,15 @@ def _prefetch(modules: Sequence[Any], lowest: int | None, nothing: nn.Module) ->
     modules[lowest].set_modules_to_backward_prefetch([nothing])
     for before, module in pairwise(modules[lowest:]):
         module.set_modules_to_backward_prefetch([before])
+
+
+def _tell(caller: nn.Module, gathering: SideStreams, device: torch.device) -> None:
+    """Let gathers know the stream on which a stretch computes, forwards and backwards."""
+
+    def begin(*_: object) -> None:
+        gathering.begin(device)
+
+    caller.register_forward_pre_hook(begin)
 
 
 def _gather_around(caller: nn.Module, tables: Sequence[nn.Module], first: nn.Module) -> None:

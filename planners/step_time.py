@@ -89,7 +89,7 @@ def row_ms(cost: CostModel, plan: Plan, load: Load) -> float:
     if load.total == 0:
         return 0.0
     sharded = plan.shard_base and plan.mesh.dp > 1
-    near = not sharded or cost.cluster.tier(plan.mesh, "dp") == "node"
+    near = not sharded or cost.gathers_by_copies(plan.mesh)
     captured = plan.captures and cost.facts.captures and near
     times = cost.captured if captured else cost
     if sharded:
@@ -209,13 +209,20 @@ def _split(load: Load, count: int) -> Load:
 
 
 def _gathers(cost: CostModel, plan: Plan) -> list[tuple[float, float]]:
-    """For the root, each layer and the loss: gathering its weights, and unpacking them."""
+    """For the root, each layer and the loss: gathering its weights, and unpacking them.
+
+    Weights that are copied from peers arrive where they are read.
+    """
     facts, mesh = cost.facts, plan.mesh
     tier = cost.cluster.tier(mesh, "dp")
     sizes = [facts.root_bytes, *(one.weight_bytes / mesh.tp for one in facts.layers)]
     sizes.append(facts.head_bytes / mesh.tp)
+    copied = cost.gathers_by_copies(mesh)
     return [
-        (cost.collectives.ms("all-gather", tier, mesh.dp, size), cost.copy_ms(size))
+        (
+            cost.collectives.ms("all-gather", tier, mesh.dp, size),
+            0.0 if copied else cost.copy_ms(size),
+        )
         for size in sizes
     ]
 

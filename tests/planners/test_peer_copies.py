@@ -2,49 +2,142 @@
 
 from __future__ import annotations
 
+import os
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from torch import nn
 
-from tlora_fx.planners.peer_copies import PeerGather, SideStreams, _shards
+from tests.planners.processes import run_processes
+from tests.planners.training import write_base
+from tests.runtime.groups import make_job
+from tlora_fx import compile
+from tlora_fx.batch import JobTokens, pack
+from tlora_fx.job import BaseSpec
+from tlora_fx.planners import peer_copies
+from tlora_fx.planners.apply import apply, load
+from tlora_fx.planners.mesh import open_mesh
+from tlora_fx.planners.peer_copies import VARIABLE, SideStreams, _sharded_leaves
+from tlora_fx.planners.plan import MeshShape
+from tlora_fx.planners.prepared import prepared
+from tlora_fx.planners.protocol import find_planner
+from tlora_fx.runtime.adapters import start_adapters
+from tlora_fx.runtime.weights import base_tensors
 
-SIZES = (3, 8, 5)
-
-
-def _bytes(rank: int) -> list[torch.Tensor]:
-    """A process's shards of three parameters."""
-    generator = torch.Generator().manual_seed(rank)
-    return [torch.randint(0, 256, (n,), dtype=torch.uint8, generator=generator) for n in SIZES]
-
-
-@pytest.mark.parametrize("rank", range(3))
-def test_a_gather_fills_every_neighbours_part(rank: int) -> None:
-    """As the all-gather that it stands for, whose own part the caller has filled."""
-    peers = [_bytes(each) for each in range(3)]
-    gather = PeerGather(peers, rank, SideStreams())
-    total = sum(SIZES)
-    output = gather.allocate((3 * total,), dtype=torch.uint8, device=torch.device("cpu"))
-    output.view(3, -1)[rank] = torch.cat(peers[rank])
-    group: Any = None
-
-    gather(output, output.view(3, -1)[rank], group)
-
-    assert torch.equal(output, torch.cat([torch.cat(own) for own in peers]))
+PROCESSES = 3  # which divide neither the widths nor the vocabulary
+PLANS: dict[str, dict[str, Any]] = {
+    "resharded": {},
+    "kept": {"keep_gathered": True},
+    "computed again": {"recompute": True},
+}
 
 
-def test_an_order_that_is_not_the_callers_is_noticed() -> None:
-    """Parameters that lie otherwise than they were offered are an error, not wrong weights."""
-    peers = [_bytes(0), _bytes(1)]
-    gather = PeerGather(peers, 0, SideStreams())
-    output = torch.zeros(2 * sum(SIZES), dtype=torch.uint8)
+def share_on_cpus() -> None:
+    """Let processes copy out of each other's shared memory, as GPUs of one node do."""
+    kind: Any = torch.UntypedStorage
+
+    def opened(handle: Any, _: torch.device) -> torch.Tensor:
+        storage = kind._new_shared_filename_cpu(*handle)
+        return torch.empty(0, dtype=torch.uint8).set_(storage)
+
+    seams: Any = peer_copies
+    seams._may_reach = lambda device: True
+    seams._identity = lambda device: str(os.getpid())
+    seams._handle = lambda one: one.untyped_storage()._share_filename_cpu_()
+    seams._open = opened
+
+
+def run_rounds(folder: Path, options: dict[str, Any]) -> dict[str, Any]:
+    """Losses and gradients of two rounds, and the modules that gathered by copies."""
+    jobs = [
+        make_job(
+            BaseSpec(config=folder / "base", dtype="float64", seed=7), name,
+            lora={"r": 2, "layers_to_transform": [1, 2, 3], "init_lora_weights": False},
+        )
+        for name in ("a", "b")
+    ]  # fmt: skip
+    model = compile(jobs)
+    plan = find_planner("fsdp").plan(model, MeshShape(dp=PROCESSES), **options)
+    model = prepared(model, plan)
+    mesh = open_mesh(plan.mesh, "cpu")
+    load(model, plan, mesh, base_tensors(model.backbone))
+    start_adapters(model)
+    runner = apply(model, plan, mesh)
+    rows = [
+        pack([JobTokens([tuple(range(n))], [tuple(range(n))]) for n in (size, size + 2)])
+        for size in (3, 5, 4)
+    ]
+    losses = [runner.run(rows, torch.ones(2, dtype=torch.float64)) for _ in range(2)]
+    leaves = [leaf for leaf in model.parameters() if leaf.requires_grad]
+    return {
+        "losses": torch.stack(losses).tolist(),
+        "gradients": [leaf.grad.flatten().tolist() for leaf in leaves if leaf.grad is not None],
+        "held": sum(_held(model.net.get_submodule(path)) for path in model.layer_order()),
+    }  # fmt: skip
+
+
+def _held(layer: nn.Module) -> int:
+    """Bytes of whole matrices that a layer's gathers have not let go of."""
+    wholes = [leaf._local_tensor.fsdp_post_all_gather for leaf in _sharded_leaves(layer)
+              if hasattr(leaf._local_tensor, "fsdp_post_all_gather")]  # fmt: skip
+    return sum(whole.__self__._flat.untyped_storage().size() for whole in wholes)
+
+
+def run_both(folder: Path) -> dict[str, list[dict[str, Any]]]:
+    """Every plan by collectives, then by copies; how many modules gathered by copies."""
+    os.environ[VARIABLE] = "off"
+    collectives = [run_rounds(folder, options) for options in PLANS.values()]
+    os.environ[VARIABLE] = "on"
+    share_on_cpus()
+    made: list[int] = []
+    once = peer_copies.PeerGather.__init__
+
+    def counted(self: Any, *given: Any) -> None:
+        made.append(1)
+        once(self, *given)
+
+    peer_copies.PeerGather.__init__ = counted  # type: ignore[method-assign]
+    copies = [run_rounds(folder, options) for options in PLANS.values()]
+    return {"collectives": collectives, "copies": copies, "gathers": [{"made": len(made)}]}
+
+
+@pytest.fixture(scope="module")
+def told(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, list[dict[str, Any]]]]:
+    folder = tmp_path_factory.mktemp("copies")
+    write_base(folder)
+    return run_processes(PROCESSES, run_both, folder)
+
+
+@pytest.mark.parametrize("place", range(len(PLANS)), ids=list(PLANS))
+def test_copies_train_what_collectives_train(told: Any, place: int) -> None:
+    """Bit for bit, with shards of unequal sizes, in rounds whose weights are gathered anew."""
+    for process in told:
+        by_copies, by_collectives = process["copies"][place], process["collectives"][place]
+
+        assert by_copies["losses"] == by_collectives["losses"]
+        assert len(by_copies["gradients"]) > 0
+        assert by_copies["gradients"] == by_collectives["gradients"]
+
+
+def test_whole_weights_are_let_go_of(told: Any) -> None:
+    """After a round no layer holds what it gathered, and every module has gathered by copies."""
+    for process in told:
+        assert all(found["held"] == 0 for found in process["copies"])
+        # Four layers, the loss and the embedding.
+        assert process["gathers"] == [{"made": 6 * len(PLANS)}]
+
+
+def test_exchanged_shards_are_noticed() -> None:
+    """Shards that do not bring along their whole are an error, not weights of before."""
+    gather = peer_copies.PeerGather([], [[], []], 0, SideStreams())
     group: Any = None
 
     with pytest.raises(AssertionError):
-        gather(output, output[: sum(SIZES)], group)
+        gather(torch.zeros(6), torch.zeros(3), group)
 
 
 def test_a_module_without_shards_offers_none() -> None:
     """Plain parameters are no shards."""
-    assert _shards(nn.Linear(2, 2)) == []
+    assert _sharded_leaves(nn.Linear(2, 2)) == []
