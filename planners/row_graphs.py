@@ -82,7 +82,7 @@ class RowGraphs:
         self.captured = 0
         self._graphs: OrderedDict[Form, RowGraph] = OrderedDict()
         self._seen: Counter[Form] = Counter()
-        self._pool = torch.cuda.graph_pool_handle()
+        self._pool: Any = None
         self._stream: torch.cuda.Stream | None = None
 
     @property
@@ -166,6 +166,9 @@ class RowGraphs:
         logger.debug("captured rows of %s", form)
 
     def _make(self, graph: RowGraph) -> None:
+        if not self._graphs:
+            # torch forgets a pool of which no graph is left, and takes it for none that it knows.
+            self._pool = torch.cuda.graph_pool_handle()
         with torch.cuda.device(self.device):
             # Memory is used again by graphs that were captured on the same stream.
             self._stream = self._stream or torch.cuda.Stream()  # type: ignore[no-untyped-call]

@@ -249,6 +249,19 @@ def logits_in(nodes):
     return [shape[-2] for shape in shapes if shape[-1:] == (61,) and shape not in [(32, 61), (61,)]]
 
 
+def test_inductor_compiles_branches_on_every_linear(tmp_path):
+    """Linears of one layer read the same jobs' parts: one length a job, not one a linear."""
+    base = base_of(tmp_path, "llama", num_hidden_layers=1)
+    kinds = ({"use_dora": True}, {"lora_bias": True}, {"use_dora": True, "lora_dropout": 0.5})
+    model = ready(of_kinds(base, *kinds, targets=["q_proj", "o_proj", "down_proj"]))
+    rows = [(parts, run_fused(model, parts)) for parts in mixes()[:5]]
+    model.compile()
+
+    # Its norms compute in float32.
+    assert_rows_equal(model, model, rows, bound=1e-6)
+
+
+@pytest.mark.slow
 def test_inductor_compiles_layer_by_layer(base):
     """By Inductor's C++ backend, jobs as they are and empty segments included."""
     model = ready(of_kinds(base, *KINDS, targets=["c_attn"]))

@@ -138,6 +138,20 @@ def test_a_trainer_replays_rows(tmp_path):
         assert graphs is None or graphs.forms == []
 
 
+def test_rows_are_captured_again_after_all_graphs_were_let_go_of(tmp_path):
+    """Their pool of memory is gone with them."""
+    model, mesh = loaded(tiny_base(tmp_path, "bfloat16", **WIDE), False)
+    graphs, weights = RowGraphs(model, mesh.device, 256), torch.ones(3, device="cuda")
+
+    for _ in range(2):
+        for _ in range(3):
+            graphs.run(row_of(1), weights)
+        assert len(graphs.forms) == 1
+        graphs.clear()
+
+    assert (graphs.captured, graphs.refused) == (2, "")
+
+
 def test_random_numbers_go_on_after_a_capture_that_failed(tmp_path, monkeypatch):
     """What waits for the device ends a capture; the run goes on without graphs."""
     model, mesh = loaded(tiny_base(tmp_path, "bfloat16", **WIDE), False)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from contextlib import nullcontext
 from typing import ClassVar
 
@@ -97,6 +98,7 @@ class Pretended:
         return torch.ones(3), 8
 
     def capture(self, pool, stream, gathering):
+        self.pool = pool
         if self.fails is not None:
             raise self.fails
 
@@ -116,7 +118,8 @@ def graphs(monkeypatch):
     """Graphs of no model, without a GPU."""
     monkeypatch.setattr(row_graphs, "RowGraph", Pretended)
     monkeypatch.setattr(row_graphs, "forget_capture", lambda device, stream, pool: None)
-    monkeypatch.setattr(torch.cuda, "graph_pool_handle", lambda: (0, 0))
+    pools = itertools.count()
+    monkeypatch.setattr(torch.cuda, "graph_pool_handle", lambda: next(pools))
     monkeypatch.setattr(torch.cuda, "current_stream", lambda device: None)
     monkeypatch.setattr(torch.cuda, "device", lambda device: nullcontext())
     monkeypatch.setattr(torch.cuda, "Stream", object)
@@ -125,6 +128,20 @@ def graphs(monkeypatch):
     monkeypatch.setattr(Pretended, "made", [])
     monkeypatch.setattr(Pretended, "fails", None)
     return RowGraphs(None, torch.device("cpu"), 4096)
+
+
+def test_graphs_share_a_pool_while_one_of_them_lives(graphs):
+    """A pool of which no graph is left is gone: torch refuses to allocate in it."""
+
+    def captured(*lengths):
+        for row in rows_of_lengths(*lengths):
+            for _ in range(2):
+                graphs.run(row, torch.ones(3))
+        return Pretended.made[-1].pool
+
+    assert captured(16) == captured(300) == 0
+    graphs.clear()
+    assert captured(16) == captured(300) == 1
 
 
 def rows_of_lengths(*lengths):

@@ -4,6 +4,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.fx.experimental.symbolic_shapes import guard_or_false
 
 from tlora_fx.errors import SegmentError
 from tlora_fx.ops.tables import token_bounds
@@ -37,8 +38,26 @@ def segment_read(x: Tensor, segments: Tensor, job: int, dim: int) -> Tensor:
 @segment_read.register_fake
 def _read_fake(x: Tensor, segments: Tensor, job: int, dim: int) -> Tensor:
     shape: list[Any] = list(x.shape)
-    shape[dim] = torch.library.get_ctx().new_dynamic_size()
+    shape[dim] = _length(segments, job, x.shape[dim])
     return x.new_empty(shape)
+
+
+def _length(segments: Any, job: int, tokens: Any) -> Any:
+    """How long a job's part is while code is traced: one number wherever the same is meant.
+
+    Kept as torch keeps the sizes of its own operators (`FakeTensor.nonzero_memo`): beside the
+    table, until it is traced anew.
+    """
+    epoch = segments.fake_mode.epoch
+    known = getattr(segments, "_lengths", None)
+    if known is None or known[0] != epoch:
+        known = segments._lengths = (epoch, [])
+    for one, whole, length in known[1]:
+        if one == job and guard_or_false(whole == tokens):
+            return length
+    length = torch.library.get_ctx().new_dynamic_size()
+    known[1].append((job, tokens, length))
+    return length
 
 
 def _read_setup(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
