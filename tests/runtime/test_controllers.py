@@ -93,6 +93,31 @@ def test_a_load_that_changes_a_little_is_followed_after_a_rest():
     assert mean(ran[-STEPS:]) <= 2.5
 
 
+def test_a_count_that_is_much_slower_is_left_at_once():
+    """Each look costs a step that is not measured and two that are, not a whole horizon."""
+    for slower in (1.3, 1.7, 3.0):
+        took, ran = run(KeepBest(counts=(1, 2)), lambda _, s=slower: lambda n: 1 if n == 1 else s)
+        looks = sum(one == 1 and two == 2 for one, two in pairwise(ran))
+        assert 1 <= looks <= 10
+        assert ran.count(2) == 3 * looks
+        assert took <= 1 + 3 * looks * (slower - 1) / STEPS + 1e-9
+
+
+@pytest.mark.parametrize("horizon", [4, 8])
+def test_hiccups_are_no_reason_to_look_again(horizon):
+    """Now and then steps are slower for a while, whatever the count."""
+    draw, left = random.Random(1), 0
+
+    def seconds_of(_):
+        nonlocal left
+        left = left - 1 if left > 0 else (3 * horizon // 4 if draw.random() < 0.01 else 0)
+        return lambda count: (1.3 if left else 1.0) * (1 if count == 1 else 1.7)
+
+    _, ran = run(KeepBest(counts=(1, 2), horizon=horizon), seconds_of)
+
+    assert ran.count(2) <= 0.02 * STEPS
+
+
 @given(st.integers(0, 50))
 def test_a_flat_curve_ends_in_rests(seed):
     """Where N makes no difference, most steps run at a count that stays."""

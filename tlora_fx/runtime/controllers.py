@@ -16,6 +16,10 @@ from tlora_fx.errors import ControllerWrong
 from tlora_fx.planners.nano_model import COUNTS
 
 
+#: Steps with a count before it can be left as hopeless: one alone may be a hiccup.
+SOONEST = 2
+
+
 @dataclass(frozen=True, slots=True)
 class Decision:
     """What a controller chose at the end of a horizon.
@@ -134,9 +138,10 @@ class KeepBest:
     """Hill climbing that keeps the best count seen, and looks again from time to time.
 
     Beside the best count it tries others of `counts`, `reach` places above and below, nearer ones
-    after each round that found nothing, and moves only to one that is faster by `margin`. Then it
-    rests at the best. A rest ends early where steps get slower or faster by `shift`, and each rest
-    is twice as long as the one before where looking again changed nothing.
+    after each round that found nothing, and moves only to one that is faster by `margin`. One whose
+    first steps are all slower by `hopeless` is left at once. Then it rests at the best. A rest ends
+    early where steps get slower or faster by `shift`, for two horizons in a row, and each rest is
+    twice as long as the one before where looking again changed nothing.
 
     counts    that may be chosen, rising
     horizon   steps of a horizon, whose median is compared
@@ -146,6 +151,7 @@ class KeepBest:
     rest      horizons of the first rest
     longest   horizons of the longest rest
     shift     a fraction of the best count's time
+    hopeless  likewise
     """
 
     name: ClassVar[str] = "keep-best"
@@ -158,6 +164,7 @@ class KeepBest:
     rest: int = 16
     longest: int = 256
     shift: float = 0.12
+    hopeless: float = 0.15
     decisions: list[Decision] = field(default_factory=list, init=False)
     _best: int = field(default=0, init=False)
     _best_seconds: float = field(default=float("inf"), init=False)
@@ -167,6 +174,7 @@ class KeepBest:
     _resting: int = field(default=0, init=False)
     _rest: int = field(default=0, init=False)
     _moved: bool = field(default=False, init=False)
+    _shifted: bool = field(default=False, init=False)
     _unmeasured: int = field(default=0, init=False)
     _seconds: list[float] = field(default_factory=list, init=False)
 
@@ -186,7 +194,7 @@ class KeepBest:
             self._unmeasured -= 1
             return
         self._seconds.append(step_seconds)
-        if len(self._seconds) < self.horizon:
+        if len(self._seconds) < self.horizon and not self._is_hopeless():
             return
         took = median(self._seconds)
         self._seconds.clear()
@@ -195,6 +203,12 @@ class KeepBest:
         if self._now != before:
             self._unmeasured = self.settle
         _decide(self.decisions, self.next(), took, why)
+
+    def _is_hopeless(self) -> bool:
+        """Whether every step so far with another count was much slower than the best one."""
+        if self._now == self._best or len(self._seconds) < SOONEST:
+            return False
+        return min(self._seconds) > self._best_seconds * (1 + self.hopeless)
 
     def _judge(self, took: float) -> str:
         """Learn from a horizon at the count that ran, and choose the next."""
@@ -228,10 +242,11 @@ class KeepBest:
     def _rest_on(self, took: float) -> str:
         """A horizon of a rest at the best count."""
         changed = abs(took - self._best_seconds) > self.shift * self._best_seconds
+        again, self._shifted = changed and self._shifted, changed
         self._resting -= 1
-        if not changed and self._resting:
-            return "resting"
-        self._resting, self._moved = 0, False
+        if not again and self._resting:
+            return "steps took another time once" if changed else "resting"
+        self._resting, self._moved, self._shifted = 0, False, False
         self._step = self.reach
         if changed:
             self._rest = self.rest
