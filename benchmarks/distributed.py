@@ -126,7 +126,7 @@ def _arguments() -> argparse.Namespace:
         "--region-layers", type=int, default=0,
         help="of controllers: consecutive layers compiled as one graph; default: as in training",
     )  # fmt: skip
-    parser.add_argument("--steps", type=int, default=80, help="of each controller")
+    parser.add_argument("--steps", type=int, default=120, help="of each controller")
     parser.add_argument("--eager", action="store_true", help="layers are not compiled")
     parser.add_argument("--profile", default="", help="file to predict from, or a GPU's name")
     parser.add_argument("--out", default=str(RESULTS), help="folder for the JSON")

@@ -1,9 +1,9 @@
 """Controllers of nano-batches beside the best fixed count: the case `controllers`.
 
 Each number of tokens is another ratio of communication to compute; NCCL_MAX_NCHANNELS=1 throttles
-the links. Fixed counts take turns in one run, then each controller runs by itself and hears the
-slowest process's time of every step, as in training. A step packs its row, runs it forward and
-backward, sums gradients, updates the adapters and reads the losses.
+the links. Fixed counts and controllers take turns, a step each; a controller hears the slowest
+process's time of its steps, as in training. A step packs its row, runs it forward and backward,
+sums gradients, updates the adapters and reads the losses.
 
 Every count is code of its own, and twice the count is reckoned to compile twice as long. Under
 `--limit-seconds` the two smallest are always compiled; another one, or a number of tokens, is left
@@ -29,7 +29,6 @@ from tlora_fx.planners.nano_model import NanoModel
 from tlora_fx.planners.plan import MeshShape, Plan
 from tlora_fx.runtime.controllers import Aimd, KeepBest, NanoBatches
 
-HORIZON = 4
 BOUND = 1.04
 WARM_UP = 3
 
@@ -39,7 +38,10 @@ Step = Callable[[int], None]
 def controllers(
     shape: Shape, given: Any, planned: Callable[..., Planned], timed: Callable[..., Any]
 ) -> dict[str, Any]:
-    """Mean step of each controller over the best fixed count's median, after its first half."""
+    """Mean step of each controller over that of the best fixed count, all in turns.
+
+    Means are of the second half of the steps, when controllers have looked around.
+    """
     world = dist.get_world_size()
     made = planned(shape, Plan(planner="tensor", mesh=MeshShape(tp=world)), given)
     if given.region_layers:
@@ -56,16 +58,14 @@ def controllers(
             found["left out"].append(f"{each} tokens")
             continue
         began = perf_counter()
-        row: dict[str, Any] = {"tokens": each} | _fixed(
-            shape, given, made, each, step, counts, timed
-        )
-        best = min(row["fixed_ms"].values())
-        row["over the best fixed"] = {}
+        for count in counts:
+            for _ in range(WARM_UP):
+                step(count)
+        talk = _talk_ms(shape, each, made)
+        row: dict[str, Any] = {"tokens": each, "all_reduces_ms": talk}
+        row |= _raced(step, counts, timed, given.steps)
+        row["ratio"] = talk / max(row["fixed_ms"]["1"] - talk, 1e-9)
         found["rows"].append(row)
-        for name, controller in _controllers(counts).items():
-            mean, chosen = _run(controller, step, timed, given.steps)
-            row["over the best fixed"][name] = mean / best
-            row[f"counts of {name}"] = chosen
         longest = max(longest, perf_counter() - began)
         given.progress.row(row)
         given.progress.keep(found)
@@ -106,42 +106,35 @@ def _ready(step: Step, wanted: Sequence[int], given: Any, found: dict[str, Any])
     return ready
 
 
-def _fixed(
-    shape: Shape, given: Any, made: Planned, tokens: int, step: Step, counts: Sequence[int],
-    timed: Callable[..., Any],
-) -> dict[str, Any]:  # fmt: skip
-    """Each count by itself, in turns, and what the sums of a step take."""
-    arms = {str(count): partial(step, count) for count in counts}
-    for work in arms.values():
-        for _ in range(WARM_UP):
-            work()
-    fixed = {name: statistics.median(ms) for name, ms in timed(arms, given.rounds).items()}
-    talk = _talk_ms(shape, tokens, made)
-    ratio = talk / max(fixed["1"] - talk, 1e-9)
-    return {"fixed_ms": fixed, "all_reduces_ms": talk, "ratio": ratio}
-
-
 def _controllers(counts: Sequence[int]) -> dict[str, NanoBatches]:
-    keep = KeepBest(counts=counts, horizon=HORIZON, settle=1)
     return {
-        "keep-best": NanoBatches(keep, counts),
-        "aimd": NanoBatches(Aimd(horizon=HORIZON), counts),
+        "keep-best": NanoBatches(KeepBest(counts=counts), counts),
+        "aimd": NanoBatches(Aimd(), counts),
     }
 
 
-def _run(
-    controller: NanoBatches, step: Step, timed: Callable[..., Any], steps: int
-) -> tuple[float, dict[int, int]]:
-    """The mean milliseconds of the second half of its steps, and how often it chose each count."""
-    every: list[float] = []
-    chosen: dict[int, int] = dict.fromkeys(controller.counts, 0)
-    for _ in range(steps):
-        count = controller.count
-        (ms,) = timed({"it": partial(step, count)}, 1)["it"]
-        controller.decide(ms * 1e-3)
-        every.append(ms)
-        chosen[count] += 1
-    return statistics.mean(every[steps // 2 :]), chosen
+def _raced(
+    step: Step, counts: Sequence[int], timed: Callable[..., Any], steps: int
+) -> dict[str, Any]:
+    """Steps of each fixed count and of each controller, in turns."""
+    chosen = {name: dict.fromkeys(counts, 0) for name in _controllers(counts)}
+    deciding = _controllers(counts)
+    names = [*(str(count) for count in counts), *deciding]
+    every: dict[str, list[float]] = {name: [] for name in names}
+    for number in range(steps):
+        for name in names if number % 2 == 0 else reversed(names):
+            count = deciding[name].count if name in deciding else int(name)
+            (ms,) = timed({name: partial(step, count)}, 1)[name]
+            every[name].append(ms)
+            if name in deciding:
+                deciding[name].decide(ms * 1e-3)
+                chosen[name][count] += 1
+    means = {name: statistics.mean(own[steps // 2 :]) for name, own in every.items()}
+    fixed = {name: ms for name, ms in means.items() if name not in deciding}
+    best = min(fixed.values())
+    found: dict[str, Any] = {"fixed_ms": fixed}
+    found["over the best fixed"] = {name: means[name] / best for name in deciding}
+    return found | {f"counts of {name}": own for name, own in chosen.items()}
 
 
 def _talk_ms(shape: Shape, tokens: int, made: Planned) -> float:

@@ -11,7 +11,7 @@ from __future__ import annotations
 import os
 import socket
 from collections.abc import Iterator, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from inspect import Parameter, Signature
 from typing import Any
 
@@ -24,6 +24,8 @@ from torch.distributed.tensor import DTensor
 from tlora_fx.planners.mesh import Mesh
 
 VARIABLE = "TLORA_FX_PEER_COPIES"
+# Copies under way at once, each on a copy engine of its own, and the bytes of one at most.
+LANES, PIECE = 3, 2**25
 # FSDP2 asks for the signature of what a shard brings along at every gather.
 _OF_ONE = Signature([Parameter("mesh", Parameter.POSITIONAL_OR_KEYWORD)])
 
@@ -34,6 +36,7 @@ class SideStreams:
     def __init__(self) -> None:
         self._seen: dict[int, torch.cuda.Stream] = {}
         self._main: torch.cuda.Stream | None = None
+        self._lanes: list[torch.cuda.Stream] = []
 
     def begin(self, device: torch.device) -> None:
         """Remember the current stream as the one that computes, where a device has streams."""
@@ -58,6 +61,24 @@ class SideStreams:
         if own != self._main:
             own.wait_stream(self._main)
         return torch.cuda.stream(self._main)
+
+    @contextmanager
+    def lanes(self, device: torch.device) -> Iterator[list[AbstractContextManager[Any]]]:
+        """Streams that work side by side on what the current one has come to, which waits for them.
+
+        One on a device without streams.
+        """
+        if device.type != "cuda":
+            yield [nullcontext()]
+            return
+        own = torch.cuda.current_stream(device)
+        while len(self._lanes) < LANES - 1:
+            self._lanes.append(torch.cuda.Stream(device))  # type: ignore[no-untyped-call]
+        for lane in self._lanes:
+            lane.wait_stream(own)
+        yield [torch.cuda.stream(lane) for lane in (own, *self._lanes)]
+        for lane in self._lanes:
+            own.wait_stream(lane)
 
     def join(self) -> None:
         """Let the current stream, which is captured, wait for all that are captured with it."""
@@ -123,9 +144,18 @@ class PeerGather:
         rank: int,
         streams: SideStreams,
     ) -> None:
-        self.peers, self.rank, self.streams = peers, rank, streams
+        self.streams = streams
         sizes = [[own[place].numel() for own in peers] for place in range(len(leaves))]
         self._wholes = [Whole(leaf, own) for leaf, own in zip(leaves, sizes, strict=True)]
+        # Each process begins with another neighbour, so that no link has to serve all at once.
+        order = [(rank + step) % len(peers) for step in range(len(peers))]
+        copies = [
+            pair
+            for peer in order
+            for whole, shard in zip(self._wholes, peers[peer], strict=True)
+            for pair in zip(whole.parts[peer], torch.split(shard, PIECE), strict=True)
+        ]
+        self._copies = sorted(copies, key=lambda pair: -pair[1].numel())
 
     def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> Tensor:
         """For a byte of each shard."""
@@ -146,12 +176,11 @@ class PeerGather:
         with self.streams.allocating():
             for whole in self._wholes:
                 whole.take()
-        # Each process begins with another neighbour, so that no link has to serve all at once.
-        count = len(self.peers)
-        for step in range(count):
-            peer = (self.rank + step) % count
-            for whole, shard in zip(self._wholes, self.peers[peer], strict=True):
-                whole.parts[peer].copy_(shard, non_blocking=True)
+        with self.streams.lanes(output_tensor.device) as lanes:
+            for place, lane in enumerate(lanes):
+                with lane:
+                    for part, shard in self._copies[place :: len(lanes)]:
+                        part.copy_(shard, non_blocking=True)
 
 
 class Whole:
@@ -159,7 +188,7 @@ class Whole:
 
     leaf    this process's shard; it brings this along from now on
     sizes   bytes of each process's shard, with padding
-    parts   for each process the bytes of its shard within the whole
+    parts   for each process the bytes of its shard within the whole, in pieces
     """
 
     def __init__(self, leaf: DTensor, sizes: Sequence[int]) -> None:
@@ -170,7 +199,8 @@ class Whole:
         )
         # Of the same memory, and not of the same version: autograd keeps the whole for a backward.
         every = torch.empty(0, dtype=torch.uint8, device=local.device)
-        self.parts = every.set_(self._flat.untyped_storage()).split(list(sizes))
+        every.set_(self._flat.untyped_storage())
+        self.parts = [torch.split(part, PIECE) for part in torch.split(every, list(sizes))]
         self._flat.untyped_storage().resize_(0)
         self._token = torch.zeros(1, dtype=torch.uint8, device=local.device)
         local.fsdp_pre_all_gather, local.fsdp_post_all_gather = self._before(), self._after

@@ -112,9 +112,10 @@ class RowGraphs:
         return self._first(form, row, weights)
 
     def clear(self) -> None:
-        """Let go of all graphs and of their memory."""
+        """Let go of all graphs and of their memory, and forget which rows came."""
         while self._graphs:
             self._evict()
+        self._seen.clear()
 
     def _is_worth(self, form: Form) -> bool:
         """Whether there is a place for a graph, or one that is taken by a much rarer form."""
