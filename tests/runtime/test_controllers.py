@@ -118,6 +118,21 @@ def test_hiccups_are_no_reason_to_look_again(horizon):
     assert ran.count(2) <= 0.02 * STEPS
 
 
+@pytest.mark.parametrize("seed", range(5))
+def test_an_unsteady_host_is_not_looked_after_for_ever(seed):
+    """Where steps are now fast, now slow, for dozens of steps each, N = 1 stays the best."""
+    draw, pace = random.Random(seed), [1.0]
+
+    def seconds_of(step):
+        if step % 24 == 0:
+            pace[0] = draw.choice([1.0, 1.3, 1.6])
+        return lambda count: pace[0] * (1 if count == 1 else 1.7)
+
+    _, ran = run(KeepBest(counts=(1, 2)), seconds_of)
+
+    assert ran[STEPS // 2 :].count(2) <= 0.02 * STEPS / 2
+
+
 @given(st.integers(0, 50))
 def test_a_flat_curve_ends_in_rests(seed):
     """Where N makes no difference, most steps run at a count that stays."""

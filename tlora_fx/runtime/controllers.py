@@ -17,6 +17,8 @@ from tlora_fx.planners.nano_model import COUNTS
 
 #: Steps with a count before it can be left as hopeless: one alone may be a hiccup.
 SOONEST = 2
+#: The largest shift that it can take to end a rest.
+LOUDEST = 0.5
 
 
 @dataclass(frozen=True, slots=True)
@@ -139,8 +141,9 @@ class KeepBest:
     Beside the best count it tries others of `counts`, `reach` places above and below, nearer ones
     after each round that found nothing, and moves only to one that is faster by `margin`. One whose
     first steps are all slower by `hopeless` is left at once. Then it rests at the best. A rest ends
-    early where steps get slower or faster by `shift`, for two horizons in a row, and each rest is
-    twice as long as the one before where looking again changed nothing.
+    early where steps get slower or faster by `shift`, for two horizons in a row. Where looking
+    again changed nothing, the next rest is twice as long, or, where a shift had ended this one, it
+    takes twice the shift to end the next.
 
     counts    that may be chosen, rising
     horizon   steps of a horizon, whose median is compared
@@ -174,6 +177,7 @@ class KeepBest:
     _rest: int = field(default=0, init=False)
     _moved: bool = field(default=False, init=False)
     _shifted: bool = field(default=False, init=False)
+    _alarm: float = field(default=0.0, init=False)
     _unmeasured: int = field(default=0, init=False)
     _seconds: list[float] = field(default_factory=list, init=False)
 
@@ -182,6 +186,7 @@ class KeepBest:
         _demand(rising and self.counts[0] >= 1 and min(self.horizon, self.reach) >= 1, self)
         _demand(0 <= self.margin < 1 and self.settle >= 0 and 1 <= self.rest <= self.longest, self)
         self._step, self._rest, self._unmeasured = self.reach, self.rest, self.settle
+        self._alarm = self.shift
 
     def next(self) -> int:
         """N of the next step."""
@@ -235,22 +240,23 @@ class KeepBest:
             return f"{why}; trying {self.counts[self._now]}"
         self._now = self._best
         self._rest = self.rest if self._moved else min(2 * self._rest, self.longest)
+        self._alarm = self.shift if self._moved else self._alarm
         self._resting = self._rest
         return f"{why}; resting at {self.counts[self._best]}"
 
     def _rest_on(self, took: float) -> str:
         """A horizon of a rest at the best count."""
-        changed = abs(took - self._best_seconds) > self.shift * self._best_seconds
+        changed = abs(took - self._best_seconds) > self._alarm * self._best_seconds
         again, self._shifted = changed and self._shifted, changed
         self._resting -= 1
         if not again and self._resting:
             return "steps took another time once" if changed else "resting"
         self._resting, self._moved, self._shifted = 0, False, False
         self._step = self.reach
-        if changed:
-            self._rest = self.rest
+        if again:
+            self._rest, self._alarm = self.rest, min(2 * self._alarm, max(LOUDEST, self.shift))
         self._best_seconds = took
-        return self._try_next("steps take another time" if changed else "looking again")
+        return self._try_next("steps take another time" if again else "looking again")
 
     def _places(self, away: int) -> list[int]:
         place = self._best + away
