@@ -81,7 +81,7 @@ def compared(shape: Shape, given: Any, once: Once) -> dict[str, Any]:
             _collect()
         made = _made(made, shape, plan, given, model)
         found["ready_s"][name] = round(perf_counter() - began, 1)
-        found["held_bytes"][name] = held_bytes()
+        found["held_bytes"][name] = slowest(float(held_bytes()))
         for count in tokens:
             row = _row(made, name, shape, given, count, cost, once)
             found["rows"].append(row)
@@ -124,15 +124,9 @@ def _row(
 ) -> Row:
     """What was predicted, and what was measured where that has room."""
     parts, each = parts_of(made.plan, tokens, given.length)
-    work = round_of(parts, each, given.length)
-    memory, time = memory_of(cost, made.plan, work), step_time(cost, made.plan, work)
-    row: Row = {
-        "plan": name,
-        "tokens_per_gpu": tokens,
-        "predicted_ms": time.compute + time.bubble + time.reduce,
-        "predicted_bytes": memory.total,
-    }
-    if not fits(cost, memory):
+    row: Row = {"plan": name, "tokens_per_gpu": tokens}
+    row |= predicted(cost, made.plan, tokens, given.length)
+    if not fits(cost, memory_of(cost, made.plan, round_of(parts, each, given.length))):
         return row | {"ms": None, "peak_bytes": 0.0, "left out": "no memory"}
     rows = rows_of(shape, each, given.length, parts, JOBS)
     weights = weights_of(rows, made.mesh.device)
@@ -143,6 +137,16 @@ def _row(
     if made.graphs is not None:
         row |= {"graphs": len(made.graphs.forms), "refused": made.graphs.refused}
     return row | {"error": row["predicted_ms"] / row["ms"] - 1}
+
+
+def predicted(cost: CostModel, plan: Plan, tokens: int, length: int) -> Row:
+    """Milliseconds of a round without the optimizers, and the memory of the fullest process."""
+    work = round_of(*parts_of(plan, tokens, length), length)
+    time = step_time(cost, plan, work)
+    return {
+        "predicted_ms": time.compute + time.bubble + time.reduce,
+        "predicted_bytes": memory_of(cost, plan, work).total,
+    }
 
 
 def _measured(made: Planned, work: Callable[[], object], given: Any, once: Once) -> Row:

@@ -24,8 +24,8 @@ from torch.distributed.tensor import DTensor
 from tlora_fx.planners.mesh import Mesh
 
 VARIABLE = "TLORA_FX_PEER_COPIES"
-# Copies under way at once, each on a copy engine of its own, and the bytes of one at most.
-LANES, PIECE = 3, 2**25
+# Copies under way at once (two H200: two are faster than one, more are not), and bytes of one.
+LANES, PIECE = 2, 2**25
 # FSDP2 asks for the signature of what a shard brings along at every gather.
 _OF_ONE = Signature([Parameter("mesh", Parameter.POSITIONAL_OR_KEYWORD)])
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from argparse import Namespace
 from itertools import pairwise
 
 import pytest
@@ -21,6 +22,7 @@ from benchmarks.distributed_models import (
     weights_of,
 )
 from benchmarks.distributed_plans import plans_of
+from benchmarks.grid_again import again
 from benchmarks.step_mixes import Shape
 from tests.planners.processes import run_processes
 from tlora_fx.planners.cost import CostModel
@@ -211,3 +213,22 @@ def test_a_model_under_another_plan_trains_as_one_that_was_built_for_it():
         assert found[name][1] == pytest.approx(found["expected"][1], rel=1e-4), name
     assert found["expected"][1] > 0
     assert found["gathered"] == [False, True, False]
+
+
+def test_a_measured_grid_is_predicted_again():
+    """By today's profile of the GPU that the file names; what was measured stays."""
+    measured = {"ms": 20.0, "peak_bytes": 1e10, "predicted_ms": 1.0, "predicted_bytes": 1.0}
+    names = ("single", "fsdp", "tensor")
+    rows = [{"plan": name, "tokens_per_gpu": 1280} | measured for name in names]
+    left = {"plan": "fsdp, kept", "tokens_per_gpu": 1280, "ms": None}
+    file = {
+        "hardware": {"gpu": "NVIDIA H200"}, "processes": 2,
+        "cases": {"grid": {"rows": [*rows, left]}, "controllers": {"rows": [{"tokens": 1280}]}},
+    }  # fmt: skip
+
+    found = again(file, Namespace(layers=4, length=160))
+
+    assert [row["plan"] for row in found] == list(names)
+    assert all((row["ms"], row["then"]) == (20.0, 1.0) for row in found)
+    assert all(5 < row["predicted_ms"] < 60 and row["predicted_bytes"] > 2e9 for row in found)
+    assert found[0]["predicted_ms"] < found[1]["predicted_ms"]
