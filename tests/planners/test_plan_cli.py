@@ -78,7 +78,7 @@ def test_plans_are_listed_best_first(jobs, tmp_path, capsys, golden):
 def test_a_written_plan_is_told_with_the_command_that_trains_by_it(jobs, tmp_path, capsys):
     """It starts as many processes as the plan has, and names a folder for what comes out."""
     path = tmp_path / "plan.json"
-    rest = f"train {jobs} -o runs/jobs --plan {path}"
+    rest = f"train {jobs} -o runs/jobs --plan {path} --compile"
     told_of = {
         gpus: told(capsys, "plan", jobs, "--gpus", gpus, *ESTIMATED[2:], "-o", path, *more)
         for gpus, *more in ((1,), (2,), (4, "--nodes", 2, "--max-row-tokens", 4096))

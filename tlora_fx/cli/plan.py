@@ -88,7 +88,8 @@ def run(
         length = length or max(job.max_length for job in given.jobs)
         _written(console, exported(found, export, folder, length, gpus, per_node))
     if output is not None:
-        _save(console, found.best(), jobs, output, per_node, max_row_tokens)
+        options = _as_predicted(profile, max_row_tokens)
+        _save(console, found.best(), jobs, output, per_node, options)
 
 
 def per_node_of(gpus: int, nodes: int | None) -> int:
@@ -137,12 +138,18 @@ def _compiled(jobs: Path, gpu: str | None) -> tuple[JobFile, SuperModel]:
 
 
 def _save(
-    console: Console, best: Plan, jobs: Path, output: Path, per_node: int, max_row_tokens: int
+    console: Console, best: Plan, jobs: Path, output: Path, per_node: int, options: list[str]
 ) -> None:
     """Write the best plan, and say what trains by it."""
     best.save(output)
-    rows = [] if max_row_tokens == MAX_ROW_TOKENS else ["--max-row-tokens", str(max_row_tokens)]
-    _written(console, [f"{output}: {command(best, jobs, output, per_node, rows)}"])
+    _written(console, [f"{output}: {command(best, jobs, output, per_node, options)}"])
+
+
+def _as_predicted(profile: Profile, max_row_tokens: int) -> list[str]:
+    """Options of `train` with which it runs what was predicted."""
+    compiled = ["--compile"] if profile.compiled else []
+    other = max_row_tokens != MAX_ROW_TOKENS
+    return compiled + (["--max-row-tokens", str(max_row_tokens)] if other else [])
 
 
 def _demand_format(export: str | None) -> None:
