@@ -23,8 +23,8 @@ from benchmarks.distributed_models import (
 )
 from benchmarks.interleaved import Spread, ratios
 from benchmarks.step_mixes import Shape
+from tlora_fx.planners.hardware import PEER_COPIES
 from tlora_fx.planners.model_facts import CAPTURED_TOKENS
-from tlora_fx.planners.peer_copies import VARIABLE
 from tlora_fx.planners.plan import MeshShape, Plan
 
 Work = Callable[[], object]
@@ -73,7 +73,7 @@ def fsdp(shape: Shape, given: Any) -> dict[str, Any]:
     for name, plan in plans.items():
         if not given.arms or name in given.arms.split(";"):
             # The variable is read when weights are sharded.
-            os.environ[VARIABLE] = "off" if name == "fsdp, by collectives" else "on"
+            os.environ[PEER_COPIES] = "off" if name == "fsdp, by collectives" else "on"
             made[name] = _planned(shape, plan, given, largest_row=CAPTURED_TOKENS)
     graphs = {name: _take_graphs(one) for name, one in made.items()}
     found: dict[str, Any] = {"rows": []}

@@ -10,7 +10,7 @@ from typing import NamedTuple
 import numpy as np
 
 from tlora_fx.planners.collective_times import CollectiveTimes
-from tlora_fx.planners.hardware import Tier, gpu_of_device
+from tlora_fx.planners.hardware import Tier, gpu_of_device, wants_peer_copies
 from tlora_fx.planners.load import Load
 from tlora_fx.planners.model_facts import LayerFacts, ModelFacts
 from tlora_fx.planners.nonnegative import fit
@@ -150,8 +150,11 @@ class CostModel:
         return float(sum(start + t * tensor + p * number for t, p in pairs if p))
 
     def gathers_by_copies(self, mesh: MeshShape) -> bool:
-        """Whether weights are copied from peers to where layers read them (`peer_copies`)."""
-        return self.cluster.tier(mesh, "dp") == "node"
+        """Whether weights are copied from peers to where layers read them (`peer_copies`).
+
+        GPUs of one node are taken to reach each other's memory.
+        """
+        return wants_peer_copies() and self.cluster.tier(mesh, "dp") == "node"
 
     def copy_ms(self, size: float) -> float:
         """What copying so many bytes within a device takes, one read and one write."""

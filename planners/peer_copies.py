@@ -8,7 +8,6 @@ whose devices reach each other do so; elsewhere FSDP2 gathers by its own collect
 
 from __future__ import annotations
 
-import os
 import socket
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -21,9 +20,9 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
+from tlora_fx.planners.hardware import wants_peer_copies
 from tlora_fx.planners.mesh import Mesh
 
-VARIABLE = "TLORA_FX_PEER_COPIES"
 # Copies under way at once (two H200: two are faster than one, more are not), and bytes of one.
 LANES, PIECE = 2, 2**25
 # FSDP2 asks for the signature of what a shard brings along at every gather.
@@ -101,7 +100,7 @@ def copy_from_peers(modules: Sequence[nn.Module], mesh: Mesh) -> SideStreams | N
     """
     assert mesh.dp is not None
     leaves = [_sharded_leaves(module) for module in modules]
-    if not _may_reach(mesh.device) or os.environ.get(VARIABLE) == "off":
+    if not _may_reach(mesh.device) or not wants_peer_copies():
         return None
     told: list[Any] = [None] * dist.get_world_size(mesh.dp)
     shards = [[_bytes(leaf) for leaf in own] for own in leaves]
@@ -115,6 +114,7 @@ def copy_from_peers(modules: Sequence[nn.Module], mesh: Mesh) -> SideStreams | N
     if opened is None or not all(agreed):
         return None
     streams = SideStreams()
+    streams.begin(mesh.device)
     rank = dist.get_rank(mesh.dp)
     for place, module in enumerate(modules):
         peers = [shards[place] if own is None else own[place] for own in opened]
@@ -147,8 +147,9 @@ class PeerGather:
         self.streams = streams
         sizes = [[own[place].numel() for own in peers] for place in range(len(leaves))]
         self._wholes = [Whole(leaf, own) for leaf, own in zip(leaves, sizes, strict=True)]
-        # Each process begins with another neighbour, so that no link has to serve all at once.
-        order = [(rank + step) % len(peers) for step in range(len(peers))]
+        # Each process begins with another neighbour, so that no link has to serve all at once; its
+        # own shards come last.
+        order = [(rank + step + 1) % len(peers) for step in range(len(peers))]
         copies = [
             pair
             for peer in order

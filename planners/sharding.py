@@ -225,4 +225,5 @@ def _gather_around(caller: nn.Module, tables: Sequence[nn.Module], first: nn.Mod
             module.reshard()
 
     caller.register_forward_pre_hook(gather)
-    first.register_forward_pre_hook(let_go)
+    # Before FSDP2's own hook, which takes memory for the layer behind the first.
+    first.register_forward_pre_hook(let_go, prepend=True)

@@ -25,10 +25,12 @@ class Deferred:
     leaves   what is trained
     grads    for each operator at which their gradient leaves the way to the stage's input: the
              gradients of its results
+    graph    of the outputs: operators written in Python do not keep it alive
     """
 
     leaves: list[Tensor]
     grads: dict[Node, Grads] = field(default_factory=dict)
+    graph: Sequence[GradientEdge] = ()
 
 
 def backward_of_input(
@@ -41,10 +43,12 @@ def backward_of_input(
     given     the stage's input, a leaf that requires a gradient
     returns   its gradient, and what is left to do
     """
-    roots = [get_gradient_edge(output).node for output in outputs]
-    parents = _parents(roots)
+    graph = [get_gradient_edge(output) for output in outputs]
+    parents = _parents([edge.node for edge in graph])
     way = _above(get_gradient_edge(given).node, parents)
     deferred = _grouped(parents, way, given)
+    for group in deferred:
+        group.graph = graph
     handles = [
         node.register_prehook(_keeping(group, node))
         for group in deferred

@@ -229,8 +229,8 @@ def _overlapped(
 ) -> float:
     """Modules in a row, each of which needs its weights gathered.
 
-    A module's weights are gathered while the one before computes; what unpacks them runs with the
-    compute. Compute beside a collective is slower.
+    A module's weights are gathered while the one before computes; what that takes of compute comes
+    before their own. Compute beside a collective is slower.
 
     slowdown   of compute while a collective runs
     """

@@ -133,6 +133,71 @@ def test_an_unsteady_host_is_not_looked_after_for_ever(seed):
     assert ran[STEPS // 2 :].count(2) <= 0.02 * STEPS / 2
 
 
+def resting(horizon=4, rest=4, **options):
+    """A controller of two counts that rests at the first: 1 second a step."""
+    controller = KeepBest(counts=(1, 2), horizon=horizon, rest=rest, settle=0, **options)
+    hear(controller, 1.0, horizon)
+    hear(controller, 1.5, 2)
+    assert controller.next() == 1
+    return controller
+
+
+def hear(controller, seconds, steps):
+    """So many steps that took as long; why the last horizon went on as it did."""
+    for _ in range(steps):
+        controller.observe(seconds)
+    return controller.decisions[-1].why
+
+
+def test_one_slow_horizon_does_not_end_a_rest_and_two_do():
+    """Nor does one that comes last become what others are compared with."""
+    controller = resting()
+    assert hear(controller, 1.3, 4) == "steps took another time once"
+    assert hear(controller, 1.0, 4) == "resting"
+    assert hear(controller, 1.3, 4) == "steps took another time once"
+    assert "steps take another time" in hear(controller, 1.3, 4)
+    assert controller.next() == 2
+
+    controller = resting()
+    for _ in range(7):  # a first rest that found nothing is twice as long
+        assert hear(controller, 1.0, 4) == "resting"
+    assert hear(controller, 1.3, 4) == "steps took another time once"
+    assert hear(controller, 1.0, 4).startswith("looking again")
+    hear(controller, 1.2, 2)
+    assert controller.next() == 1
+
+
+def test_a_count_is_left_only_where_all_its_steps_are_slow():
+    """One fast step, and the whole horizon is heard."""
+    controller = KeepBest(counts=(1, 2), horizon=4, settle=0)
+    hear(controller, 1.0, 4)
+    hear(controller, 1.5, 1)
+    hear(controller, 0.9, 2)
+    assert controller.next() == 2
+    hear(controller, 0.9, 1)
+    assert controller.next() == 2
+    assert "2 is the best" in controller.decisions[-1].why
+
+
+def test_false_alarms_grow_rarer_until_something_is_found():
+    """Each takes twice the shift, half of a step's time at most, and a better count resets it."""
+    controller = resting(rest=64)
+    seconds = 1.0
+    for shift in (0.12, 0.24, 0.48, 0.5, 0.5):
+        hear(controller, seconds * (1 + 0.95 * shift), 8)
+        assert controller.next() == 1
+        hear(controller, seconds * (1 + 1.05 * shift), 8)
+        assert controller.next() == 2, shift
+        seconds *= 1 + 1.05 * shift
+        hear(controller, 2 * seconds, 2)
+        assert controller.next() == 1
+    hear(controller, 1.6 * seconds, 8)
+    hear(controller, 0.5 * seconds, 8)
+    assert controller.next() == 2
+    hear(controller, 0.5 * seconds * 1.15, 8)
+    assert controller.next() == 1
+
+
 @given(st.integers(0, 50))
 def test_a_flat_curve_ends_in_rests(seed):
     """Where N makes no difference, most steps run at a count that stays."""

@@ -49,7 +49,7 @@ def _length(segments: Any, job: int, tokens: Any) -> Any:
     table, until it is traced anew.
     """
     epoch = segments.fake_mode.epoch
-    known = getattr(segments, "_lengths", None)
+    known: tuple[int, list[Any]] | None = getattr(segments, "_lengths", None)
     if known is None or known[0] != epoch:
         known = segments._lengths = (epoch, [])
     for one, whole, length in known[1]:

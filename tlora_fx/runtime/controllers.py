@@ -142,7 +142,7 @@ class KeepBest:
     after each round that found nothing, and moves only to one that is faster by `margin`. One whose
     first steps are all slower by `hopeless` is left at once. Then it rests at the best. A rest ends
     early where steps get slower or faster by `shift`, for two horizons in a row. Where looking
-    again changed nothing, the next rest is twice as long, or, where a shift had ended this one, it
+    again changed nothing, the next rest is longer, and, where a shift had ended the last one, it
     takes twice the shift to end the next.
 
     counts    that may be chosen, rising
@@ -249,6 +249,9 @@ class KeepBest:
         changed = abs(took - self._best_seconds) > self._alarm * self._best_seconds
         again, self._shifted = changed and self._shifted, changed
         self._resting -= 1
+        if changed and not again:
+            # What may be a hiccup is nothing to compare with.
+            self._resting = max(1, self._resting)
         if not again and self._resting:
             return "steps took another time once" if changed else "resting"
         self._resting, self._moved, self._shifted = 0, False, False
