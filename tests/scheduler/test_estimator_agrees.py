@@ -132,7 +132,7 @@ def test_neither_expects_graphs_of_jobs_that_cannot_run_so(mesh, sharded):
     assert mine[0] == pytest.approx(theirs[0], rel=FEW_WITHIN)
     assert mine[1] == before[0][1]
     slower = mine[0] / before[0][0]
-    assert (slower > 1.5) is (mesh.tp == 1)
+    assert slower > 1.5
     assert slower == pytest.approx(theirs[0] / before[1][0], rel=FEW_WITHIN)
 
 

@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 import numpy as np
 from numpy.typing import NDArray
 
+from tlora_fx.planners.hardware import wants_peer_copies
 from tlora_fx.scheduler.bases import ADAM_STATES, TAIL, WIDEST_TAIL
 from tlora_fx.scheduler.demand import COLUMN, Array
 from tlora_fx.scheduler.estimator_curves import Pieces
@@ -115,18 +116,20 @@ class Room:
     def _sharded(self, groups: Groups, pairs: Pairs) -> tuple[Array, Array, Array]:
         """Gathered weights, activations and the rest, when they are most in all.
 
-        While layers run, while head and loss do, or when the root is unpacked.
+        While layers run, while head and loss do, or when the root is read. What a collective has
+        gathered is unpacked; what replicas of one node copy from each other is not.
         """
         facts, tp = self.fit.facts, self.layouts.tp[pairs.layout]
         layer = sum(one.weight_bytes for one in facts.layers) / len(facts.layers) / tp
         head = (facts.head_bytes or facts.root_bytes) / tp
         kept, nothing = self._kept(groups, pairs), np.zeros_like(tp)
         layers, loss = self._transient(groups, pairs)
+        copied = self.layouts.near[pairs.layout, pairs.reach] & wants_peer_copies()
         moments = np.array(
             [
                 [GATHERED * layer, kept, layers],
-                [head + layer, kept, np.maximum(head, loss)],
-                [2.0 * facts.root_bytes + layer, nothing, nothing],
+                [head + layer, kept, np.maximum(np.where(copied, 0.0, head), loss)],
+                [np.where(copied, 1.0, 2.0) * facts.root_bytes + layer, nothing, nothing],
             ]
         )
         most = moments.sum(axis=1).argmax(axis=0)
