@@ -79,7 +79,7 @@ def test_one_job_that_cannot_run_in_a_graph_keeps_its_group_from_it(known, jobs,
     assert known.seconds(BASE, *asked) == pytest.approx(plain.seconds(BASE, *asked), rel=1e-12)
     before = known.explain(BASE, Demand.total(jobs), gpus, tier)
     told = known.explain(BASE, group, gpus, tier)
-    assert told.seconds >= before.seconds * 0.95
+    assert told.seconds >= before.seconds * 0.85
     assert told.memory_bytes == before.memory_bytes or told.layout != before.layout
 
 
