@@ -69,7 +69,10 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("file", type=Path, help="that a grid wrote")
     parser.add_argument("--layers", type=int, default=32, help="of the model that was measured")
     parser.add_argument("--length", type=int, default=160, help="tokens of a sequence")
-    return parser.parse_args()
+    asked = parser.parse_args()
+    if not asked.file.is_file():
+        parser.error(f"there is no file {asked.file}; grids lie in benchmarks/results")
+    return asked
 
 
 if __name__ == "__main__":

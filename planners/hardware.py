@@ -1,5 +1,7 @@
 """What public data sheets say of GPUs: the ceilings under which a roofline is drawn.
 
+And whether GPUs of one node may read each other's memory, which is the user's to say.
+
 Peaks are of dense products without sparsity. A link's bandwidth is what one GPU can send while
 it receives as much; the network's is the usual one adapter a GPU. Sources: NVIDIA's data sheets of
 A100 (2021), L40S (2023), H100 (2023), H200 (2024), HGX B200 (2024), and of DGX A100, H100 and B200

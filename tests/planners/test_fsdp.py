@@ -10,18 +10,8 @@ import torch
 from torch import nn
 
 from tests.planners.processes import run_processes
-from tests.planners.training import write_base
-from tests.runtime.groups import make_job
-from tlora_fx import compile
+from tests.planners.training import sharded, write_base
 from tlora_fx.batch import JobTokens, pack
-from tlora_fx.job import BaseSpec
-from tlora_fx.planners.apply import apply, load
-from tlora_fx.planners.mesh import open_mesh
-from tlora_fx.planners.plan import MeshShape
-from tlora_fx.planners.prepared import prepared
-from tlora_fx.planners.protocol import find_planner
-from tlora_fx.runtime.adapters import start_adapters
-from tlora_fx.runtime.weights import base_tensors
 from tlora_fx.supermodel import SuperModel
 
 EMBEDDING = "model.embed_tokens"
@@ -29,20 +19,7 @@ EMBEDDING = "model.embed_tokens"
 
 def run_sharded(folder: Path, options: dict[str, Any]) -> dict[str, Any]:
     """Two rounds under fsdp, and what was gathered when."""
-    jobs = [
-        make_job(
-            BaseSpec(config=folder / "base", dtype="float64", seed=7), name,
-            lora={"r": 2, "layers_to_transform": [1, 2, 3], "init_lora_weights": False},
-        )
-        for name in ("a", "b")
-    ]  # fmt: skip
-    model = compile(jobs)
-    plan = find_planner("fsdp").plan(model, MeshShape(dp=2), **options)
-    model = prepared(model, plan)
-    mesh = open_mesh(plan.mesh, "cpu")
-    load(model, plan, mesh, base_tensors(model.backbone))
-    start_adapters(model)
-    runner = apply(model, plan, mesh)
+    model, runner = sharded(folder, 2, options)
     graphs: list[Any] = []
 
     def counted(graph: Any, _: Any) -> Any:

@@ -12,21 +12,11 @@ import torch
 from torch import nn
 
 from tests.planners.processes import run_processes
-from tests.planners.training import write_base
-from tests.runtime.groups import make_job
-from tlora_fx import compile
+from tests.planners.training import sharded, write_base
 from tlora_fx.batch import JobTokens, pack
-from tlora_fx.job import BaseSpec
 from tlora_fx.planners import peer_copies
-from tlora_fx.planners.apply import apply, load
 from tlora_fx.planners.hardware import PEER_COPIES
-from tlora_fx.planners.mesh import open_mesh
 from tlora_fx.planners.peer_copies import SideStreams, _sharded_leaves
-from tlora_fx.planners.plan import MeshShape
-from tlora_fx.planners.prepared import prepared
-from tlora_fx.planners.protocol import find_planner
-from tlora_fx.runtime.adapters import start_adapters
-from tlora_fx.runtime.weights import base_tensors
 
 PROCESSES = 3  # which divide neither the widths nor the vocabulary
 PLANS: dict[str, dict[str, Any]] = {
@@ -58,20 +48,7 @@ def share_on_cpus() -> None:
 
 def run_rounds(folder: Path, options: dict[str, Any]) -> dict[str, Any]:
     """Losses and gradients of two rounds, and what gathers have not let go of."""
-    jobs = [
-        make_job(
-            BaseSpec(config=folder / "base", dtype="float64", seed=7), name,
-            lora={"r": 2, "layers_to_transform": [1, 2, 3], "init_lora_weights": False},
-        )
-        for name in ("a", "b")
-    ]  # fmt: skip
-    model = compile(jobs)
-    plan = find_planner("fsdp").plan(model, MeshShape(dp=PROCESSES), **options)
-    model = prepared(model, plan)
-    mesh = open_mesh(plan.mesh, "cpu")
-    load(model, plan, mesh, base_tensors(model.backbone))
-    start_adapters(model)
-    runner = apply(model, plan, mesh)
+    model, runner = sharded(folder, PROCESSES, options)
     rows = [
         pack([JobTokens([tuple(range(n))], [tuple(range(n))]) for n in (size, size + 2)])
         for size in (3, 5, 4)

@@ -14,11 +14,16 @@ from tests.runtime.groups import losses_of, make_data, make_job, tiny_base
 from tlora_fx import compile
 from tlora_fx.errors import TloraError
 from tlora_fx.job import BaseSpec, Job
+from tlora_fx.planners.apply import apply, load
 from tlora_fx.planners.mesh import open_mesh
 from tlora_fx.planners.plan import MeshShape
-from tlora_fx.planners.protocol import find_planner
+from tlora_fx.planners.prepared import prepared
+from tlora_fx.planners.protocol import StepRunner, find_planner
+from tlora_fx.runtime.adapters import start_adapters
 from tlora_fx.runtime.controllers import NanoBatches, find_controller
 from tlora_fx.runtime.trainer import Trainer
+from tlora_fx.runtime.weights import base_tensors
+from tlora_fx.supermodel import SuperModel
 
 EVERYWHERE = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
 Case = Mapping[str, Any]
@@ -50,6 +55,23 @@ def mixed_jobs(folder: Path, dtype: Any = "float64", **fields: Any) -> list[Job]
         ),
         make_job(base, "norms", lora={"r": 2, "use_dora": True, **upper}, **common),
     ]  # fmt: skip
+
+
+def sharded(
+    folder: Path, processes: int, options: Mapping[str, Any]
+) -> tuple[SuperModel, StepRunner]:
+    """Two jobs on a base that is sharded over so many processes, of which this is one.
+
+    options   of the planner `fsdp`
+    """
+    base = BaseSpec(config=folder / "base", dtype="float64", seed=7)
+    lora = {"r": 2, "layers_to_transform": [1, 2, 3], "init_lora_weights": False}
+    model = compile([make_job(base, name, lora=lora) for name in ("a", "b")])
+    plan = find_planner("fsdp").plan(model, MeshShape(dp=processes), **options)
+    model, mesh = prepared(model, plan), open_mesh(plan.mesh, "cpu")
+    load(model, plan, mesh, base_tensors(model.backbone))
+    start_adapters(model)
+    return model, apply(model, plan, mesh)
 
 
 def train(folder: Path, name: str, case: Case) -> list[tuple[str, float]]:
