@@ -23,9 +23,15 @@ class FirstStep:
 
     def __init__(self, model: SuperModel, mesh: Mesh) -> None:
         self.model, self.mesh = model, mesh
-        self._reached: set[int] = set()
+        reached: set[int] = set()
+
+        def reach(leaf: nn.Parameter) -> None:
+            # No more than this is kept by the leaves, of a model that never runs too.
+            reached.add(id(leaf))
+
+        self._reached = reached
         self._handles: list[RemovableHandle] = [
-            leaf.register_post_accumulate_grad_hook(self._reach)  # type: ignore[no-untyped-call]
+            leaf.register_post_accumulate_grad_hook(reach)  # type: ignore[no-untyped-call]
             for leaf in trained_leaves(model)
         ]
 
@@ -52,9 +58,6 @@ class FirstStep:
                     found="\n".join(missed[:5]) + more,
                     help="please report this, with the job file and the plan",
                 )
-
-    def _reach(self, leaf: nn.Parameter) -> None:
-        self._reached.add(id(leaf))
 
     def _missed(self, jobs: set[int]) -> list[str]:
         """Sites, with their jobs, that no gradient reached."""

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+import weakref
 from collections.abc import Sequence
 from itertools import pairwise
 from pathlib import Path
@@ -172,6 +174,19 @@ def test_a_lost_gradient_stops_the_run(model: SuperModel) -> None:
 
     with pytest.raises(NoGradient, match="q_proj: a, b"):
         first.demand([_packed(model, row)])
+
+
+def test_a_model_that_never_ran_is_given_back(base: Any) -> None:
+    """What watches its first step does not keep it."""
+    model = compile([make_job(base, "a")])
+    model.materialize(base_tensors(model.backbone), "cpu")
+    first = FirstStep(model, Mesh.alone("cpu"))
+    known = weakref.ref(model)
+
+    del model, first
+    gc.collect()
+
+    assert known() is None
 
 
 def _packed(model: SuperModel, cutting: Cutting) -> Any:
