@@ -8,8 +8,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-#: Rows of up to so many tokens run as CUDA graphs: larger ones are bound by the GPU anyway, and a
-#: graph keeps its memory.
+#: Rows of up to so many tokens a process of tp run as CUDA graphs: larger ones are bound by the GPU
+#: anyway, and a graph keeps its memory.
 CAPTURED_TOKENS = 6144
 #: Bytes of a number, by its dtype's name.
 ITEM_BYTES = {"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2}

@@ -61,6 +61,8 @@ class RowGraphs:
     gathering     streams on which a sharded base is gathered
     gathered      bytes that gathered weights take at once
     refused       why no row is captured, or ""
+    most          tokens of the largest row that is captured: processes that cut its work among
+                  them have less to do each, and as much to launch
     roomless      how often there was no memory for a graph
     captured      how many graphs were made
     """
@@ -78,6 +80,7 @@ class RowGraphs:
         self.model, self.device, self.largest_row = model, device, largest_row
         self.group, self.gathering, self.gathered = group, gathering, gathered
         self.refused = ""
+        self.most = CAPTURED_TOKENS * (1 if group is None else dist.get_world_size(group))
         self.roomless = 0
         self.captured = 0
         self._graphs: OrderedDict[Form, RowGraph] = OrderedDict()
@@ -97,7 +100,7 @@ class RowGraphs:
         weights   [J] on the device
         returns   [J] weighted loss sums; None where the row is to be run as it is
         """
-        if self.refused or row.input_ids.numel() > CAPTURED_TOKENS or not len(row.target_rows):
+        if self.refused or row.input_ids.numel() > self.most or not len(row.target_rows):
             return None
         row = repeating_form(row)
         form = Form.of(row)

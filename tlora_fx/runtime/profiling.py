@@ -204,7 +204,8 @@ def _layer_profiles(models: Sequence[Made], asked: Asked) -> list[LayerProfile]:
     timed = [one for made in models for one in _pieces(made, asked)]
     pieces = [piece for one in timed for piece in one.pieces()]
     measure(pieces, asked.device, asked.rounds)
-    small = [one for one in timed if one.point.tokens <= CAPTURED_TOKENS]
+    most = CAPTURED_TOKENS * models[0].tp
+    small = [one for one in timed if one.point.tokens <= most]
     graphs = [piece for one in small for piece in one.pieces()]
     measure_captured(graphs, asked.device, asked.rounds)
     first = models[0]
@@ -295,7 +296,7 @@ def _piece(module: nn.Module, called: Called, path: str, *, needs: bool) -> Piec
         hidden = args[place].detach().requires_grad_(needs)
         return _first(module(*args[:place], hidden, *args[place + 1 :]))
 
-    return Piece(forward, lambda made: torch.autograd.backward(made, slope))
+    return Piece(forward, lambda made: torch.autograd.backward(made, [slope] * len(made)))
 
 
 def _frozen_piece(module: nn.Module, called: Called, path: str) -> Piece:
@@ -312,7 +313,7 @@ def _run(piece: Piece) -> None:
     """Once before anything counts: compilers and allocators do their first work."""
     made = piece.forward()
     if piece.backward is not None:
-        piece.backward(made)
+        piece.backward([made])
 
 
 def _first(made: Any) -> Tensor:
