@@ -33,6 +33,7 @@ class Planned:
     """A model that runs under a plan, with one fused AdamW over all adapters.
 
     optimizer   None in a stage without adapters
+    before      bytes that were allocated on this device before it was made
     memory      bytes allocated on this device for it, before any step
     """
 
@@ -42,6 +43,7 @@ class Planned:
     runner: StepRunner
     optimizer: torch.optim.Optimizer | None
     leaves: list[torch.nn.Parameter]
+    before: int
     memory: int
 
     def step(self, rows: Sequence[PackedBatch], weights: Tensor) -> Tensor:
@@ -102,7 +104,7 @@ def planned(
     fused = mesh.device.type == "cuda"
     optimizer = torch.optim.AdamW(leaves, lr=RATE, fused=fused) if leaves else None
     memory = _allocated(mesh.device) - before
-    return Planned(model, plan, mesh, runner, optimizer, leaves, memory)
+    return Planned(model, plan, mesh, runner, optimizer, leaves, before, memory)
 
 
 def traced_model(shape: Shape, jobs: int = 8, targets: Any = "all-linear") -> SuperModel:

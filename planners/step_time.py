@@ -83,17 +83,18 @@ def step_time(cost: CostModel, plan: Plan, work: Round) -> StepTime:
 def row_ms(cost: CostModel, plan: Plan, load: Load) -> float:
     """Forward and backward of one row by a process that runs all layers.
 
-    As a CUDA graph where both the plan and the model let rows run so, and a sharded base lies in
-    one node, where processes reach each other's memory.
+    As a CUDA graph where it is small, both the plan and the model let rows run so, and a sharded
+    base lies in one node, where processes reach each other's memory.
     """
     if load.total == 0:
         return 0.0
     sharded = plan.shard_base and plan.mesh.dp > 1
     near = not sharded or cost.gathers_by_copies(plan.mesh)
-    captured = plan.captures and cost.facts.captures and near
+    small = load.total <= CAPTURED_TOKENS * plan.mesh.tp
+    captured = small and plan.captures and cost.facts.captures and near
     times = cost.captured if captured else cost
     if sharded:
-        host = None if captured and load.total <= CAPTURED_TOKENS else cost
+        host = None if captured else cost
         layers = range(len(cost.kinds))
         return sum(_gathered_ms(times, plan, layers, load, host, first=True, last=True))
     loss_forward, loss_backward = times.loss_ms(load, plan.mesh)

@@ -4,6 +4,10 @@ A layer's time is a line of straight pieces in the tokens, whose knots are the m
 terms for attention (sum of squared lengths), for each site with adapters, for each adapter on it,
 and for tokens times width and times rank there. No coefficient is negative, so more work never
 costs less, and the measured points come out again but for their noise.
+
+Where the host launches what a layer does, that takes as long as the slower of the two: the device,
+whose times on small rows are those of CUDA graphs, or the host, which takes as long for few tokens
+as for many.
 """
 
 from __future__ import annotations
@@ -11,12 +15,15 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import NamedTuple
+from typing import NamedTuple, Self
 
 import numpy as np
 
 from tlora_fx.planners.nonnegative import Array, fit
 from tlora_fx.planners.profile import LayerPoint, LayerProfile
+
+#: A point's time over that of its graph, from which on the host is taken to be what it waits for.
+HOST_BOUND = 1.3
 
 
 class Work(NamedTuple):
@@ -110,6 +117,57 @@ def _ramps(tokens: float, knots: Sequence[float]) -> list[float]:
     return pieces
 
 
+class Launches(NamedTuple):
+    """Milliseconds of the host for one layer: so many, and for each site and adapter on it."""
+
+    start: float = 0.0
+    site: float = 0.0
+    job_site: float = 0.0
+
+    def __call__(self, work: Work) -> float:
+        """The time for some work, however many tokens it has."""
+        if work.tokens <= 0:
+            return 0.0
+        return self.start + self.site * work.sites + self.job_site * work.job_sites
+
+    @classmethod
+    def fitted(cls, points: Sequence[tuple[Work, float]]) -> Self:
+        """Closest to what was measured where the host was slower, each weighted by its size."""
+        if not points:
+            return cls()
+        values = np.array([value for _, value in points])
+        rows = np.array([[1.0, work.sites, work.job_sites] for work, _ in points])
+        weights = 1 / np.maximum(values, 1e-12)
+        return cls(*map(float, fit(rows * weights[:, None], values * weights)))
+
+
+@dataclass(frozen=True, slots=True)
+class Timed:
+    """What one direction of a layer takes: as long as the slower of both.
+
+    host   nothing where a row runs as a graph, or where no time of a graph is known
+    """
+
+    device: Term
+    host: Launches
+
+    def __call__(self, work: Work) -> float:
+        """Milliseconds for some work."""
+        return max(self.device(work), self.host(work))
+
+    @classmethod
+    def of(cls, points: Sequence[LayerPoint], name: str) -> Self | None:
+        """Fitted to the times of one name; None where there are none."""
+        known = [one for one in points if getattr(one, name) is not None]
+        if not known:
+            return None
+        both = [(Work.of_point(one), getattr(one, name), getattr(one.as_captured(), name))
+                for one in known]  # fmt: skip
+        device = Term.fitted([(work, graph) for work, _, graph in both])
+        bound = [(work, ms) for work, ms, graph in both if ms > HOST_BOUND * graph]
+        return cls(device, Launches.fitted(bound))
+
+
 @dataclass(frozen=True, slots=True)
 class LayerTimes:
     """Milliseconds and bytes of one kind of layer.
@@ -118,10 +176,10 @@ class LayerTimes:
     frozen    the forward where nothing needs a gradient
     """
 
-    forward: Term
-    backward: Term
-    first: Term
-    frozen: Term
+    forward: Timed
+    backward: Timed
+    first: Timed
+    frozen: Timed
     saved: Term
     forward_peak: Term
     backward_peak: Term
@@ -131,12 +189,12 @@ class LayerTimes:
         """Fitted to a profile's points; what was not measured is taken from what is like it."""
 
         def term(get: Callable[[LayerPoint], float | None]) -> Term | None:
-            known = [(Work.of_point(one), get(one)) for one in profile.points]
+            known = [(Work.of_point(one), get(one)) for one in points]
             found = [(work, value) for work, value in known if value is not None]
             return Term.fitted(found) if found else None
 
-        forward = term(lambda one: one.forward_ms)
-        backward = term(lambda one: one.backward_ms)
+        points = profile.points
+        forward, backward = (Timed.of(points, name) for name in ("forward_ms", "backward_ms"))
         saved = term(lambda one: one.saved_bytes)
         assert forward is not None
         assert backward is not None
@@ -146,8 +204,8 @@ class LayerTimes:
         return cls(
             forward=forward,
             backward=backward,
-            first=term(lambda one: one.first_ms) or backward,
-            frozen=term(lambda one: one.frozen_ms) or forward,
+            first=Timed.of(points, "first_ms") or backward,
+            frozen=Timed.of(points, "frozen_ms") or forward,
             saved=saved,
             forward_peak=forward_peak or saved,
             backward_peak=backward_peak or saved,

@@ -143,10 +143,11 @@ def test_plans_share_weights_where_each_process_holds_the_same(plan, other, same
     assert wants_same_weights(other, plan) is same
 
 
-def rows(measured):
+def rows(measured, share=1.0):
+    """Rows of a grid; the device works for `share` of what was predicted."""
     return [
-        {"plan": plan, "tokens_per_gpu": tokens, "predicted_ms": told, "ms": ms,
-         "predicted_bytes": 3.0, "peak_bytes": 2.0}
+        {"plan": plan, "tokens_per_gpu": tokens, "predicted_ms": told, "device_ms": share * told,
+         "ms": ms, "predicted_bytes": 3.0, "peak_bytes": 2.0}
         for plan, tokens, told, ms in measured
     ]  # fmt: skip
 
@@ -165,6 +166,20 @@ def test_a_choice_is_compared_with_the_fastest_that_was_measured():
     assert told["worst error"] == pytest.approx(2 / 3)
     assert told["memory over measured"] == [0.5, 0.5]
     assert choices(rows([("single", 9, 1.0, 1.0)])) == {}
+
+
+def test_rows_that_wait_for_the_host_are_told_apart():
+    """What a host takes differs from machine to machine."""
+    found = rows([("tensor", 9, 1.1, 1.0)]) + rows([("pipeline", 9, 3.0, 2.0)], share=0.5)
+
+    told = summary(found)
+
+    assert told["configurations"] == 2
+    assert told["worst error"] == pytest.approx(0.5)
+    assert told["all others"]["worst error"] == pytest.approx(0.1)
+    assert told["those that wait for the host"] == {
+        "configurations": 1, "mean error": 0.5, "worst error": 0.5,
+    }  # fmt: skip
 
 
 def losses_of(made):

@@ -1,4 +1,4 @@
-"""Profiles whose small rows were timed as CUDA graphs too, without a GPU."""
+"""Profiles of layers that a slow host launches, and of the same as CUDA graphs, without a GPU."""
 
 from __future__ import annotations
 
@@ -8,13 +8,13 @@ from typing import Any
 from tlora_fx.planners.model_facts import CAPTURED_TOKENS
 from tlora_fx.planners.profile import Captured, Profile
 
-#: A graph's time over what launching takes.
-SHARE = 0.25
+#: What the host takes, over what the device takes for the largest small row of short sequences.
+HOST = 2.0
 NAMES = ("forward_ms", "backward_ms", "first_ms", "frozen_ms")
 
 
 def with_graphs(plain: Profile) -> Profile:
-    """Small rows take a quarter of their time as graphs."""
+    """Small rows take as long as before in graphs, and longer where a slow host launches them."""
     layers = [
         one.model_copy(update={"points": _timed(one.points, "tokens")}) for one in plain.layers
     ]
@@ -34,13 +34,19 @@ def without_graphs(profile: Profile) -> Profile:
 
 
 def _timed(points: Sequence[Any], size: str) -> list[Any]:
-    small = [getattr(one, size) <= CAPTURED_TOKENS for one in points]
-    return [
-        one.model_copy(update={"captured": _share(one)}) if fits else one
-        for one, fits in zip(points, small, strict=True)
-    ]
+    """A launched row takes what the host takes, however small it is."""
+    small = [one for one in points if getattr(one, size) <= CAPTURED_TOKENS]
+    largest = [one for one in small if getattr(one, size) == max(getattr(o, size) for o in small)]
+    return [_slower(one, largest) if one in small else one for one in points]
 
 
-def _share(point: Any) -> Captured:
-    times = {name: getattr(point, name, None) for name in NAMES}
-    return Captured(**{name: ms * SHARE for name, ms in times.items() if ms is not None})
+def _slower(point: Any, largest: Sequence[Any]) -> Any:
+    alike = [one for one in largest if _launched(one) == _launched(point)]
+    known = {name: getattr(point, name) for name in NAMES if getattr(point, name, None) is not None}
+    host = {name: HOST * min(getattr(one, name) for one in alike) for name in known}
+    launched = {name: max(ms, host[name]) for name, ms in known.items()}
+    return point.model_copy(update=launched | {"captured": Captured(**known)})
+
+
+def _launched(point: Any) -> tuple[int, int]:
+    return getattr(point, "sites", 0), getattr(point, "job_sites", 0)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from tests.planners.facts import load, small_model
-from tests.planners.graph_times import SHARE, with_graphs
+from tests.planners.graph_times import with_graphs
 from tlora_fx.planners.cost import Cluster, CostModel
 from tlora_fx.planners.facts import facts_of
 from tlora_fx.planners.hardware import GPUS
@@ -15,6 +15,7 @@ from tlora_fx.planners.profile import Profile
 from tlora_fx.planners.roofline import roofline_profile
 from tlora_fx.planners.scaling import scaled
 from tlora_fx.planners.step_time import row_ms
+from tlora_fx.planners.times import Launches, LayerTimes, Work
 from tlora_fx.scheduler.estimator_fit import BaseFit
 
 SMALL, LARGE = CAPTURED_TOKENS // 2, 16384
@@ -27,7 +28,21 @@ def facts(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def plain(facts):
-    return roofline_profile(GPUS["h200"], facts).model_copy(update={"source": "measured"})
+    """Layers so large that the device's time grows as the tokens do."""
+    found = roofline_profile(GPUS["h200"], facts).model_copy(update={"source": "measured"})
+    layers = [
+        layer.model_copy(update={"points": [_large(point) for point in layer.points]})
+        for layer in found.layers
+    ]
+    return found.model_copy(update={"layers": layers})
+
+
+def _large(point):
+    ms = (1 + point.sites / 10) * point.tokens * 1e-3
+    first = None if point.first_ms is None else 1.5 * ms
+    frozen = None if point.frozen_ms is None else ms
+    times = {"forward_ms": ms, "backward_ms": 2 * ms, "first_ms": first, "frozen_ms": frozen}
+    return point.model_copy(update=times)
 
 
 @pytest.fixture(scope="module")
@@ -47,23 +62,34 @@ def test_graphs_replace_times_where_there_are_any(profile, plain):
     """And nothing else: bytes, noise, and rows that are too large stay."""
     for before, after in zip(plain.layers, profile.as_captured().layers, strict=True):
         for one, two in zip(before.points, after.points, strict=True):
-            share = SHARE if one.tokens <= CAPTURED_TOKENS else 1
-            assert two.forward_ms == pytest.approx(one.forward_ms * share)
-            assert two.backward_ms == pytest.approx(one.backward_ms * share)
+            assert (two.forward_ms, two.backward_ms) == (one.forward_ms, one.backward_ms)
             assert two.saved_bytes == one.saved_bytes
     assert plain.as_captured() == plain
 
 
-def test_scaling_scales_both(profile, facts):
+def test_scaling_scales_both(profile, plain, facts):
     """To a GPU of another speed, times of graphs change as the others do."""
     found = scaled(profile, GPUS["a100"], facts)
+    graphs = scaled(plain, GPUS["a100"], facts)
 
-    for layer in found.layers:
-        for point in layer.points:
+    for layer, own in zip(found.layers, graphs.layers, strict=True):
+        for point, graph in zip(layer.points, own.points, strict=True):
             if point.captured is not None:
-                assert point.captured.forward_ms == pytest.approx(point.forward_ms * SHARE)
-                assert point.captured.backward_ms == pytest.approx(point.backward_ms * SHARE)
+                assert point.captured.forward_ms == pytest.approx(graph.forward_ms)
+                assert point.captured.backward_ms == pytest.approx(graph.backward_ms)
     assert any(point.captured for layer in found.layers for point in layer.points)
+
+
+def test_a_launched_layer_takes_as_long_as_the_slower_of_host_and_device(profile, plain):
+    """The host as long for few tokens as for many; the device what graphs take."""
+    for layer, alone in zip(profile.layers, plain.layers, strict=True):
+        times, device = LayerTimes.of(layer), LayerTimes.of(alone)
+        for point in layer.points:
+            work = Work.of_point(point)
+            assert times.forward(work) == pytest.approx(point.forward_ms, rel=0.05)
+            assert times.forward.device(work) == device.forward(work)
+        assert times.forward.host(work) == times.forward.host(work._replace(tokens=1.0)) > 0
+        assert device.forward.host == Launches()
 
 
 @pytest.mark.parametrize(
@@ -78,39 +104,53 @@ def test_scaling_scales_both(profile, facts):
     ],
 )
 def test_only_plans_that_capture_expect_it(profile, plain, facts, fields, captured):
-    """Small rows of a plan that runs them as graphs; under other plans rows cost as before."""
+    """Small rows of a plan that runs them as graphs; under other plans the host launches them."""
     plan = Plan(planner="test", **fields)
-    with_graphs, without = CostModel(facts, profile), CostModel(facts, plain)
+    whole, device = CostModel(facts, profile), CostModel(facts, plain)
 
     assert plan.captures is captured
     small, large = (
-        row_ms(with_graphs, plan, load(n)) / row_ms(without, plan, load(n)) for n in (SMALL, LARGE)
+        row_ms(whole, plan, load(n)) / row_ms(device, plan, load(n)) for n in (SMALL, LARGE)
     )
-    if captured:
-        # Slopes are fitted to rows of all sizes, so large rows are not quite as before.
-        assert small < 0.9
-        assert small < large < 1.05
-    else:
-        assert (small, large) == pytest.approx((1, 1))
+    assert large == pytest.approx(1)
+    assert small == pytest.approx(1) if captured else small > 1.5
+
+
+def test_a_row_that_processes_cut_among_them_may_be_larger(profile, facts):
+    """Each has less to do of it, and as much to launch."""
+
+    def slower(point):
+        times = {"forward_ms": 100 * point.forward_ms, "backward_ms": 100 * point.backward_ms}
+        return point.model_copy(update=times if point.captured else {})
+
+    layers = [
+        layer.model_copy(update={"points": [slower(point) for point in layer.points]})
+        for layer in profile.layers
+    ]
+    cost = CostModel(facts, profile.model_copy(update={"layers": layers}))
+    row = load(2 * CAPTURED_TOKENS)
+    alone, cut = (row_ms(cost, Plan(planner="test", mesh=MeshShape(tp=tp)), row) for tp in (1, 2))
+
+    assert cut < 0.1 * alone
 
 
 def test_a_base_that_is_sharded_over_nodes_is_launched(profile, plain, facts):
     """A collective gathers it, which no graph holds."""
     plan = Plan(planner="test", mesh=MeshShape(dp=2), shard_base=True)
-    near, far, without = (
+    near, far, device = (
         row_ms(CostModel(facts, one, Cluster(per_node)), plan, load(SMALL))
         for one, per_node in ((profile, 2), (profile, 1), (plain, 1))
     )
 
-    assert near < far == without
+    assert near < device < far
 
 
 def test_the_scheduler_expects_it_too(profile, plain, facts):
-    """Its tables have the times of graphs, and behind them those without."""
-    both, graphs, without = (
-        BaseFit.of(facts, one, (1,)).forward for one in (profile, profile.as_captured(), plain)
-    )
+    """Its tables have the device's times, and what the host takes where it launches."""
+    found, device = BaseFit.of(facts, profile, (1,)), BaseFit.of(facts, plain, (1,))
 
-    assert (both[0] == graphs[0]).all()
-    assert (both[1] == without[1]).all()
-    assert (both[0] != both[1]).any()
+    assert (found.forward[0] == found.forward[1]).all()
+    assert (found.forward == device.forward).all()
+    assert not found.forward_host[0].any()
+    assert found.forward_host[1].any()
+    assert not device.backward_host.any()

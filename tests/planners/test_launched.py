@@ -92,5 +92,5 @@ def test_rows_of_such_a_model_cost_what_launching_them_costs(tmp_path):
 
     assert plan.captures
     before = row_ms(CostModel(facts, plain), plan, row)
-    assert row_ms(CostModel(facts, profile), plan, row) < 0.9 * before
-    assert row_ms(CostModel(launched, profile), plan, row) == before
+    assert row_ms(CostModel(facts, profile), plan, row) == pytest.approx(before)
+    assert row_ms(CostModel(launched, profile), plan, row) > 2 * before

@@ -66,20 +66,17 @@ def test_an_explanation_is_right_where_memory_is_short(small, group, gpus):
 @given(st.lists(JOBS, min_size=1, max_size=6), GPUS, st.sampled_from(TIERS))
 @QUICK
 def test_one_job_that_cannot_run_in_a_graph_keeps_its_group_from_it(known, jobs, gpus, tier):
-    """The group takes as long as by a profile that knows of no graphs.
-
-    And never less than with graphs, but for slopes, which large rows have from small ones too.
-    """
-    plain = ProfileEstimator({BASE: without_graphs(shipped())}, known.cluster)
+    """The group takes as long as one in which no job can, and never less than with graphs."""
     first, *others = jobs
     group = Demand.total([first._replace(launched=1.0), *others])
+    every = Demand.total([one._replace(launched=1.0) for one in jobs])
     asked = group.row()[None], np.array([gpus]), [tier]
 
     assert group.launched == 1
-    assert known.seconds(BASE, *asked) == pytest.approx(plain.seconds(BASE, *asked), rel=1e-12)
+    assert known.seconds(BASE, *asked) == known.seconds(BASE, every.row()[None], *asked[1:])
     before = known.explain(BASE, Demand.total(jobs), gpus, tier)
     told = known.explain(BASE, group, gpus, tier)
-    assert told.seconds >= before.seconds * 0.85
+    assert told.seconds >= before.seconds
     assert told.memory_bytes == before.memory_bytes or told.layout != before.layout
 
 

@@ -23,7 +23,8 @@ from tlora_fx.errors import TloraError
 from tlora_fx.planners.row_graphs import forget_capture
 
 logger = logging.getLogger("tlora_fx.runtime")
-BLOCK_MS = 8.0
+# Of one piece in a turn: a host that launches few layers has not come to its pace.
+BLOCK_MS = 50.0
 MOST_CALLS = 8
 
 
@@ -32,13 +33,14 @@ class Piece:
     """One forward, and its backward where it has one.
 
     forward    what is timed; gives what `backward` takes
-    backward   None: the forward alone is timed
+    backward   of several forwards at once, as one backward runs through all layers of a model;
+               None: the forward alone is timed
     times      milliseconds of forward and backward, one pair a round
     captured   the same as CUDA graphs; empty where that was not asked for, or does not go
     """
 
     forward: Callable[[], Any]
-    backward: Callable[[Any], object] | None = None
+    backward: Callable[[Sequence[Any]], object] | None = None
     times: list[tuple[float, float]] = field(default_factory=list)
     captured: list[tuple[float, float]] = field(default_factory=list)
     calls: int = 1
@@ -87,9 +89,7 @@ def _block(piece: Piece, device: torch.device, calls: int) -> tuple[float, float
     made = [piece.forward() for _ in range(calls)]
     stamps.append(stamp())
     if piece.backward is not None:
-        for place in range(calls):
-            piece.backward(made[place])
-            made[place] = None
+        piece.backward(made)
         stamps.append(stamp())
     first, second, *third = [when() for when in stamps]
     back = (third[0] - second) / calls if third else 0.0
@@ -127,7 +127,7 @@ def _graphs(piece: Piece, pool: Any) -> tuple[list[torch.cuda.CUDAGraph], object
         made = piece.forward()
     if piece.backward is not None:
         with torch.cuda.graph(graphs[1], pool=pool, stream=stream):
-            piece.backward(made)
+            piece.backward([made])
     return graphs, made
 
 
@@ -201,7 +201,7 @@ def bytes_of(piece: Piece, device: torch.device, shared: Sequence[Tensor]) -> By
             if isinstance(result, Tensor):
                 kept[result.untyped_storage().data_ptr()] = result.untyped_storage().nbytes()
         saved = float(sum(kept.values()))
-        piece_backward(made)
+        piece_backward([made])
         return Bytes(saved, saved, 0.5 * saved)
     before = torch.cuda.memory_allocated(device)
     torch.cuda.reset_peak_memory_stats(device)
@@ -210,7 +210,7 @@ def bytes_of(piece: Piece, device: torch.device, shared: Sequence[Tensor]) -> By
     forward_peak = torch.cuda.max_memory_allocated(device) - before
     torch.cuda.reset_peak_memory_stats(device)
     standing = torch.cuda.memory_allocated(device)
-    piece_backward(made)
+    piece_backward([made])
     backward_peak = torch.cuda.max_memory_allocated(device) - standing
     return Bytes(float(saved), float(forward_peak), float(backward_peak))
 

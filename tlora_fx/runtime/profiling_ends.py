@@ -82,10 +82,11 @@ def _root_piece(model: SuperModel, called: Called, leaf: Tensor, instead: Any) -
             made: Tensor = model(called.row)
             return made
 
-    def backward(made: Tensor) -> None:
+    def backward(made: Sequence[Tensor]) -> None:
         leaf.grad = None
-        if made.requires_grad:
-            torch.autograd.backward(made, slope)
+        learning = [one for one in made if one.requires_grad]
+        if learning:
+            torch.autograd.backward(learning, [slope] * len(learning))
 
     return Piece(forward, backward)
 

@@ -18,7 +18,7 @@ from tlora_fx.planners.model_facts import LayerFacts, ModelFacts
 from tlora_fx.planners.nonnegative import fit
 from tlora_fx.planners.profile import Profile
 from tlora_fx.planners.scaling import carried
-from tlora_fx.planners.times import Curve, LayerTimes, Term, Work
+from tlora_fx.planners.times import Curve, Launches, LayerTimes, Term, Timed, Work
 from tlora_fx.scheduler.demand import Array
 from tlora_fx.scheduler.estimator_curves import Pieces, Places, highest, summed
 
@@ -45,6 +45,8 @@ class BaseFit:
 
     row, loss, host     curves: of a row's tokens, of its targets, of a round's tokens
     forward, backward   [tp, 5] milliseconds by SLOPES of all layers
+    forward_host, backward_host   [tp, 6] of the host, however many tokens: of a row, by SLOPES;
+                        nothing where rows run as CUDA graphs
     saved               [tp, 5] bytes by SLOPES of all layers
     forward_peak, backward_peak   [tp, 5] bytes by SLOPES of the dearest layer
     narrower            [tp] an adapter's columns in one process, over all of them
@@ -63,6 +65,8 @@ class BaseFit:
     host: Pieces
     forward: Array
     backward: Array
+    forward_host: Array
+    backward_host: Array
     saved: Array
     forward_peak: Array
     backward_peak: Array
@@ -101,6 +105,8 @@ class BaseFit:
             host=Pieces.of([host]),
             forward=_table(every, "forward"),
             backward=_table(every, "backward"),
+            forward_host=np.array([one.host["forward"] for one in every]),
+            backward_host=np.array([one.host["backward"] for one in every]),
             saved=_table(every, "saved"),
             forward_peak=_table(every, "forward peak"),
             backward_peak=_table(every, "backward peak"),
@@ -155,10 +161,12 @@ class _LayersAt:
 
     curves   by name, of a row's tokens
     slopes   by the same names [5]
+    host     by direction [6] what the host takes (see BaseFit)
     """
 
     curves: dict[str, Curve]
     slopes: dict[str, Array]
+    host: dict[str, Array]
     exact: bool
 
     @classmethod
@@ -173,12 +181,15 @@ class _LayersAt:
         rest = Counter(counts)
         rest[lowest] -= 1
         each = [(float(counts[name]), one) for name, one in times.items()]
-        terms: dict[str, list[tuple[float, Term]]] = {
+        timed: dict[str, list[tuple[float, Timed]]] = {
             "forward": [(n, one.forward) for n, one in each],
             "backward": [(float(rest[name]), one.backward) for name, one in times.items()]
             + [(1.0, times[lowest].first)],
-            "saved": [(n, one.saved) for n, one in each],
         }
+        terms: dict[str, list[tuple[float, Term]]] = {
+            name: [(n, one.device) for n, one in own] for name, own in timed.items()
+        }
+        terms["saved"] = [(n, one.saved) for n, one in each]
         curves = {name: summed([(n, term.curve) for n, term in own]) for name, own in terms.items()}
         slopes = {name: np.sum([n * _slopes(term.slopes) for n, term in own], axis=0)
                   for name, own in terms.items()}  # fmt: skip
@@ -189,11 +200,17 @@ class _LayersAt:
         for name, largest in peaks.items():
             curves[name] = highest([term.curve for term in largest])
             slopes[name] = np.max([_slopes(term.slopes) for term in largest], axis=0)
-        return cls(curves, slopes, all(one.exact for one in found.values()))
+        host = {name: np.sum([n * _launches(one.host) for n, one in own], axis=0)
+                for name, own in timed.items()}  # fmt: skip
+        return cls(curves, slopes, host, all(one.exact for one in found.values()))
 
 
 def _slopes(work: Work) -> Array:
     return np.array([getattr(work, name) for name in SLOPES])
+
+
+def _launches(host: Launches) -> Array:
+    return np.array([host.start, 0.0, host.site, host.job_site, 0.0, 0.0])
 
 
 def _table(every: Sequence[_LayersAt], name: str) -> Array:

@@ -12,6 +12,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 from numpy.typing import NDArray
 
+from tlora_fx.planners.model_facts import CAPTURED_TOKENS
 from tlora_fx.scheduler.demand import COLUMN, Array
 from tlora_fx.scheduler.estimator_fit import BaseFit
 from tlora_fx.scheduler.estimator_layouts import Layouts
@@ -77,8 +78,8 @@ class Pairs:
     """m pairs of a group and a layout.
 
     group, layout   [m] places
-    size, reach     [m] of the layout's tp in tables, where any of the group's jobs is launched by
-                    those without CUDA graphs; of the group
+    size, reach     [m] of the layout's tp in tables, by those without CUDA graphs where any of the
+                    group's jobs or a row of this size runs without; of the group
     share           [m] the part of the round that the busiest replica has
     rows            [m] forwards of a replica
     tokens          [m] of one row
@@ -112,7 +113,10 @@ class Pairs:
         tokens = mine / rows
         found = layouts.fit.row.find(tokens)
         size, sizes = layouts.size[layout], len(layouts.fit.tp)
-        launched = (groups.column("launched")[group] > 0) & (size < sizes)
+        launched = (groups.column("launched")[group] > 0) | (
+            tokens > CAPTURED_TOKENS * layouts.tp[layout]
+        )
+        launched &= size < sizes
         size = np.where(launched, size + sizes, size)
         return cls(group, layout, size, groups.reach[group], share, rows, tokens, found)
 

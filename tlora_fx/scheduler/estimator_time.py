@@ -11,7 +11,6 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from tlora_fx.planners.model_facts import CAPTURED_TOKENS
 from tlora_fx.scheduler.demand import Array
 from tlora_fx.scheduler.estimator_fit import UNFUSED_MS, BaseFit
 from tlora_fx.scheduler.estimator_layouts import Layouts
@@ -21,6 +20,8 @@ from tlora_fx.scheduler.estimator_rows import Groups, Pairs, Places
 TALKS = 2
 #: As planners/step_time.py has them.
 GATHER_HOST_MS, HOST_BOUND_TOKENS = 0.95, 512
+#: As `BaseFit` names curves and slopes of layers.
+DIRECTIONS = ("forward", "backward")
 Terms = dict[str, Array]
 
 
@@ -51,6 +52,7 @@ class StepClock:
             "base": base,
             "attention": attention,
             "adapters": adapters,
+            "launching": self._launching(groups, pairs),
             "root": rows * self._curve("root", pairs),
             "loss": loss / self.layouts.tp[pairs.layout] + loss_talk,
             "tensor-parallel": talk,
@@ -94,7 +96,7 @@ class StepClock:
         backward = head + beside(loss_back, unpack_head, layer) + back + unpack
         backward += (layers - 1) * beside(back, unpack, layer)
         host = self._host(groups, pairs.launched(tables))
-        graphs = (pairs.size < tables) & (pairs.tokens <= CAPTURED_TOKENS)
+        graphs = pairs.size < tables
         forward = np.where(graphs, forward, np.maximum(forward, host[0] + GATHER_HOST_MS * layers))
         backward = np.where(
             graphs, backward, np.maximum(backward, host[1] + GATHER_HOST_MS * layers)
@@ -116,11 +118,12 @@ class StepClock:
         count = np.maximum(1.0, pairs.tokens // HOST_BOUND_TOKENS)
         found = self.fit.row.find(pairs.tokens / count)
         both = []
-        for name, slopes in (("forward", self.fit.forward), ("backward", self.fit.backward)):
+        floors = zip(DIRECTIONS, self._slopes(), self._floors(groups, pairs), strict=True)
+        for name, slopes, floor in floors:
             each, work = self._adapted(groups, slopes)
             part = pairs.share * pairs.table(work) / (pairs.rows * count)
             curve = self.fit.row.at(self.fit.curve(name) + pairs.size, found)
-            both.append(curve + pairs.table(each) + part)
+            both.append(np.maximum(curve + pairs.table(each) + part, floor))
         return both[0], both[1]
 
     def _loss(self, name: str, pairs: Pairs, found: tuple[Places, Array]) -> Array:
@@ -184,11 +187,38 @@ class StepClock:
 
     def _directions(self, groups: Groups, pairs: Pairs, talk: Array) -> tuple[Array, Array]:
         """Milliseconds of all layers on one row, forward and backward, talk included."""
+        talk = talk / 2 / pairs.rows
+        each = zip(self._computed(groups, pairs), self._floors(groups, pairs), strict=True)
+        there, back = (np.maximum(device, host) + talk for device, host in each)
+        return there, back
+
+    def _launching(self, groups: Groups, pairs: Pairs) -> Array:
+        """What a round's layers wait for the host, which launches them."""
+        if (pairs.size < len(self.fit.tp)).all():
+            return np.zeros_like(pairs.tokens)
+        each = zip(self._computed(groups, pairs), self._floors(groups, pairs), strict=True)
+        waits = sum(np.maximum(host - device, 0.0) for device, host in each)
+        return np.asarray(pairs.rows * waits)
+
+    def _computed(self, groups: Groups, pairs: Pairs) -> list[Array]:
+        """The device's milliseconds of all layers on one row, forward and backward."""
+        return [
+            self._curve(name, pairs) + self._part(groups, pairs, slopes) / pairs.rows
+            for name, slopes in zip(DIRECTIONS, self._slopes(), strict=True)
+        ]
+
+    def _floors(self, groups: Groups, pairs: Pairs) -> list[Array]:
+        """The host's; nothing where rows run as CUDA graphs."""
         both = []
-        for name, slopes in (("forward", self.fit.forward), ("backward", self.fit.backward)):
-            beside = self._part(groups, pairs, slopes)
-            both.append(self._curve(name, pairs) + (beside + talk / 2) / pairs.rows)
-        return both[0], both[1]
+        for host in (self.fit.forward_host, self.fit.backward_host):
+            each, _ = self._adapted(groups, host[:, 1:])
+            # Bare layers are measured whole, and cutting them spares the host nothing.
+            start = host[:, 0] if self.fused else host[len(self.fit.tp), 0]
+            both.append(pairs.table(start + each))
+        return both
+
+    def _slopes(self) -> tuple[Array, Array]:
+        return self.fit.forward, self.fit.backward
 
     def _part(self, groups: Groups, pairs: Pairs, slopes: Array) -> Array:
         """One direction of what `_beside` says: a round's milliseconds, rows' own included."""
@@ -210,6 +240,9 @@ class StepClock:
                  of it is a CUDA graph
         """
         late = pairs.launched(len(self.fit.tp))
+        both = zip(self._computed(groups, pairs), self._floors(groups, pairs), strict=True)
+        wholes = [np.maximum(device, host) for device, host in both]
+        floors = self._floors(groups, late)
         start, per_byte = pairs.links(self.layouts.talk)
         facts, best = self.fit.facts, np.zeros_like(pairs.tokens)
         layers = TALKS * len(facts.layers)
@@ -219,11 +252,12 @@ class StepClock:
             found = self.fit.row.find(pairs.tokens / count)
             talk = layers * (count * start + per_byte * bytes_)
             once = layers * (start + per_byte * bytes_)
-            for name, slopes in (("forward", self.fit.forward), ("backward", self.fit.backward)):
-                whole = self._curve(name, pairs) + self._part(groups, pairs, slopes) / pairs.rows
+            for place, name in enumerate(DIRECTIONS):
+                slopes, whole = self._slopes()[place], wholes[place]
                 each = late.table(groups.each_row(slopes, self.fit.sites)) if self.fused else 0.0
                 cut = count * self.fit.row.at(self.fit.curve(name) + late.size, found)
                 cut += self._part(groups, late, slopes) / late.rows + (count - 1) * each
+                cut = np.maximum(cut, count * floors[place])
                 overlapped = np.maximum(cut, talk) + np.minimum(cut, talk) / count
                 saved += overlapped - (whole + once) if count > 1 else 0.0
             best = np.minimum(best, np.where(start > 0, saved, 0.0))
