@@ -94,7 +94,8 @@ def compared(shape: Shape, given: Any, once: Once) -> dict[str, Any]:
 def _collect() -> None:
     """Free what nobody names any more.
 
-    Shards that neighbours could copy from may stay: a plan's memory is counted from `before` on.
+    Neighbours must have let go of what they could copy from; shards may stay even so: a plan's
+    memory is counted from `before` on.
     """
     gc.collect()
     if torch.cuda.is_available():
@@ -147,7 +148,8 @@ def _row(
 def predicted(cost: CostModel, plan: Plan, tokens: int, length: int) -> Row:
     """Milliseconds of a round without the optimizers, and the memory of the fullest process.
 
-    device_ms   what it would take if no row had to wait for the host, which launches it
+    device_ms   what it would take if no layer had to wait for the host, which launches it; hooks of
+                a sharded base are counted all the same
     """
     work = round_of(*parts_of(plan, tokens, length), length)
     times = [step_time(one, plan, work) for one in (cost, cost.captured)]

@@ -182,7 +182,9 @@ class CostModel:
         if key not in self._times:
             found = carried(self.profile, layer, self.facts, tp)
             self.estimated = self.estimated or not found.exact
-            self._times[key] = LayerTimes.of(found.profile)
+            self._times[key] = LayerTimes.of(
+                found.profile, carried(self.profile, layer, self.facts, 1).profile
+            )
         return self._times[key]
 
     def _curve(self, name: str) -> Curve:

@@ -99,7 +99,7 @@ class Plan(BaseModel):
 
     @property
     def captures(self) -> bool:
-        """Whether rows of up to CAPTURED_TOKENS may run as CUDA graphs (see `row_graphs`).
+        """Whether rows of up to CAPTURED_TOKENS times tp may run as CUDA graphs (`row_graphs`).
 
         Schedules of stages and cuts into nano-batches are decided by Python in every round. A
         sharded base runs so where its weights are copied from peers.

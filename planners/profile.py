@@ -52,6 +52,10 @@ class ModelShape(_Part):
     dtype: str = "bfloat16"
 
 
+#: A time over that of its graph, from which on the host is taken to be what the device waits for.
+HOST_BOUND = 1.3
+
+
 class Captured(_Part):
     """Times of the same work as CUDA graphs: what the device takes where no host is in its way."""
 
@@ -73,7 +77,7 @@ class _Timed(_Part):
     captured: Captured | None = None
 
     def scaled(self, forward: float, backward: float) -> Self:
-        """With times that are so many times as long."""
+        """With times that are so many times as long; what the host took, it takes again."""
         ratios = {
             "forward_ms": forward, "frozen_ms": forward,
             "backward_ms": backward, "first_ms": backward,
@@ -83,11 +87,18 @@ class _Timed(_Part):
             known = {name: getattr(times, name, None) for name in ratios}
             return {name: ms * ratios[name] for name, ms in known.items() if ms is not None}
 
-        captured = self.captured
         update: dict[str, object] = dict(longer(self))
-        if captured is not None:
-            update["captured"] = captured.model_copy(update=longer(captured))
+        if self.captured is not None:
+            device = longer(self.captured)
+            waited = {name: max(getattr(self, name), ms) for name, ms in device.items()
+                      if self.waits(name)}  # fmt: skip
+            update |= waited | {"captured": self.captured.model_copy(update=device)}
         return self.model_copy(update=update)
+
+    def waits(self, name: str) -> bool:
+        """Whether the device waited for the host, by the time of one name."""
+        graph = getattr(self.captured, name, None)
+        return graph is not None and getattr(self, name) > HOST_BOUND * graph
 
     def as_captured(self) -> Self:
         """With the times of a graph, where there are any."""

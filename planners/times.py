@@ -3,7 +3,7 @@
 A layer's time is a line of straight pieces in the tokens, whose knots are the measured ones, plus
 terms for attention (sum of squared lengths), for each site with adapters, for each adapter on it,
 and for tokens times width and times rank there. No coefficient is negative, so more work never
-costs less, and the measured points come out again but for their noise.
+costs less, and what the device took comes out again but for its noise.
 
 Where the host launches what a layer does, that takes as long as the slower of the two: the device,
 whose times on small rows are those of CUDA graphs, or the host, which takes as long for few tokens
@@ -21,9 +21,6 @@ import numpy as np
 
 from tlora_fx.planners.nonnegative import Array, fit
 from tlora_fx.planners.profile import LayerPoint, LayerProfile
-
-#: A point's time over that of its graph, from which on the host is taken to be what it waits for.
-HOST_BOUND = 1.3
 
 
 class Work(NamedTuple):
@@ -156,16 +153,17 @@ class Timed:
         return max(self.device(work), self.host(work))
 
     @classmethod
-    def of(cls, points: Sequence[LayerPoint], name: str) -> Self | None:
-        """Fitted to the times of one name; None where there are none."""
+    def of(cls, name: str, points: Sequence[LayerPoint], host: Sequence[LayerPoint]) -> Self | None:
+        """Fitted to the times of one name; None where there are none.
+
+        host   points of which those that waited for the host tell what it takes
+        """
         known = [one for one in points if getattr(one, name) is not None]
         if not known:
             return None
-        both = [(Work.of_point(one), getattr(one, name), getattr(one.as_captured(), name))
-                for one in known]  # fmt: skip
-        device = Term.fitted([(work, graph) for work, _, graph in both])
-        bound = [(work, ms) for work, ms, graph in both if ms > HOST_BOUND * graph]
-        return cls(device, Launches.fitted(bound))
+        device = [(Work.of_point(one), getattr(one.as_captured(), name)) for one in known]
+        waited = [(Work.of_point(one), getattr(one, name)) for one in host if one.waits(name)]
+        return cls(Term.fitted(device), Launches.fitted(waited))
 
 
 @dataclass(frozen=True, slots=True)
@@ -185,27 +183,33 @@ class LayerTimes:
     backward_peak: Term
 
     @classmethod
-    def of(cls, profile: LayerProfile) -> LayerTimes:
-        """Fitted to a profile's points; what was not measured is taken from what is like it."""
+    def of(cls, profile: LayerProfile, whole: LayerProfile | None = None) -> LayerTimes:
+        """Fitted to a profile's points; what was not measured is taken from what is like it.
+
+        whole   the same layer where tp does not cut it, if that is another one: cutting spares the
+                host nothing, and bare layers, which tell launches of sites from others, are
+                measured whole
+        """
 
         def term(get: Callable[[LayerPoint], float | None]) -> Term | None:
             known = [(Work.of_point(one), get(one)) for one in points]
             found = [(work, value) for work, value in known if value is not None]
             return Term.fitted(found) if found else None
 
-        points = profile.points
-        forward, backward = (Timed.of(points, name) for name in ("forward_ms", "backward_ms"))
+        points, host = profile.points, (whole or profile).points
+        forward, backward = (Timed.of(name, points, host) for name in ("forward_ms", "backward_ms"))
         saved = term(lambda one: one.saved_bytes)
         assert forward is not None
         assert backward is not None
         assert saved is not None
+        first = Timed.of("first_ms", points, ())
         forward_peak = term(lambda one: one.forward_peak_bytes)
         backward_peak = term(lambda one: one.backward_peak_bytes)
         return cls(
             forward=forward,
             backward=backward,
-            first=Timed.of(points, "first_ms") or backward,
-            frozen=Timed.of(points, "frozen_ms") or forward,
+            first=Timed(first.device, backward.host) if first else backward,
+            frozen=Timed.of("frozen_ms", points, host) or forward,
             saved=saved,
             forward_peak=forward_peak or saved,
             backward_peak=backward_peak or saved,

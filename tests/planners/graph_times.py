@@ -16,7 +16,8 @@ NAMES = ("forward_ms", "backward_ms", "first_ms", "frozen_ms")
 def with_graphs(plain: Profile) -> Profile:
     """Small rows take as long as before in graphs, and longer where a slow host launches them."""
     layers = [
-        one.model_copy(update={"points": _timed(one.points, "tokens")}) for one in plain.layers
+        one.model_copy(update={"points": _timed(one.points, "tokens", one.tp)})
+        for one in plain.layers
     ]
     root, loss = _timed(plain.root, "tokens"), _timed(plain.loss, "targets")
     return plain.model_copy(update={"layers": layers, "root": root, "loss": loss})
@@ -33,9 +34,9 @@ def without_graphs(profile: Profile) -> Profile:
     return profile.model_copy(update={"layers": layers, "root": root, "loss": loss})
 
 
-def _timed(points: Sequence[Any], size: str) -> list[Any]:
+def _timed(points: Sequence[Any], size: str, tp: int = 1) -> list[Any]:
     """A launched row takes what the host takes, however small it is."""
-    small = [one for one in points if getattr(one, size) <= CAPTURED_TOKENS]
+    small = [one for one in points if getattr(one, size) <= CAPTURED_TOKENS * tp]
     largest = [one for one in small if getattr(one, size) == max(getattr(o, size) for o in small)]
     return [_slower(one, largest) if one in small else one for one in points]
 

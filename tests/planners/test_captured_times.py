@@ -6,6 +6,7 @@ import pytest
 
 from tests.planners.facts import load, small_model
 from tests.planners.graph_times import with_graphs
+from tests.scheduler.estimators import shipped
 from tlora_fx.planners.cost import Cluster, CostModel
 from tlora_fx.planners.facts import facts_of
 from tlora_fx.planners.hardware import GPUS
@@ -16,6 +17,7 @@ from tlora_fx.planners.roofline import roofline_profile
 from tlora_fx.planners.scaling import scaled
 from tlora_fx.planners.step_time import row_ms
 from tlora_fx.planners.times import Launches, LayerTimes, Work
+from tlora_fx.scheduler.bases import BASES
 from tlora_fx.scheduler.estimator_fit import BaseFit
 
 SMALL, LARGE = CAPTURED_TOKENS // 2, 16384
@@ -67,17 +69,24 @@ def test_graphs_replace_times_where_there_are_any(profile, plain):
     assert plain.as_captured() == plain
 
 
-def test_scaling_scales_both(profile, plain, facts):
-    """To a GPU of another speed, times of graphs change as the others do."""
-    found = scaled(profile, GPUS["a100"], facts)
-    graphs = scaled(plain, GPUS["a100"], facts)
+@pytest.mark.parametrize("gpu", ["a100", "b200"])
+def test_scaling_scales_what_the_device_takes(profile, plain, facts, gpu):
+    """To a GPU of another speed; the host takes what it took, or the device longer."""
+    found, graphs = (scaled(one, GPUS[gpu], facts) for one in (profile, plain))
+    points = [
+        (before, after, graph)
+        for one, two, three in zip(profile.layers, found.layers, graphs.layers, strict=True)
+        for before, after, graph in zip(one.points, two.points, three.points, strict=True)
+        if after.captured is not None
+    ]
 
-    for layer, own in zip(found.layers, graphs.layers, strict=True):
-        for point, graph in zip(layer.points, own.points, strict=True):
-            if point.captured is not None:
-                assert point.captured.forward_ms == pytest.approx(graph.forward_ms)
-                assert point.captured.backward_ms == pytest.approx(graph.backward_ms)
-    assert any(point.captured for layer in found.layers for point in layer.points)
+    assert points
+    for before, after, graph in points:
+        assert after.captured.forward_ms == pytest.approx(graph.forward_ms)
+        assert after.captured.backward_ms == pytest.approx(graph.backward_ms)
+        if before.waits("forward_ms"):
+            assert after.forward_ms == max(before.forward_ms, after.captured.forward_ms)
+    assert any(before.waits("forward_ms") for before, _, _ in points)
 
 
 def test_a_launched_layer_takes_as_long_as_the_slower_of_host_and_device(profile, plain):
@@ -90,6 +99,20 @@ def test_a_launched_layer_takes_as_long_as_the_slower_of_host_and_device(profile
             assert times.forward.device(work) == device.forward(work)
         assert times.forward.host(work) == times.forward.host(work._replace(tokens=1.0)) > 0
         assert device.forward.host == Launches()
+
+
+def test_the_host_takes_as_long_for_a_layer_that_is_cut():
+    """Of sites and of all else apart, which only bare layers tell: they are measured whole."""
+    facts = BASES["llama-3-8b"].facts({"job": 8})
+    cost = CostModel(facts, shipped("llama-3-8b"))
+    row = load(512, jobs=1)
+    whole, cut = (cost.layer(1, row, tp) for tp in (1, 2))
+    found = cost._times_of(facts.layers[1], 2)
+
+    assert cost.captured.layer(1, row, 2).forward < 0.7 * cost.captured.layer(1, row, 1).forward
+    assert (cut.forward, cut.backward) == (whole.forward, whole.backward)
+    assert found.forward.host.start > 0 < found.forward.host.site
+    assert found.backward.host.start > 0 < found.backward.host.site
 
 
 @pytest.mark.parametrize(

@@ -61,6 +61,18 @@ def test_a_repeating_form_has_the_losses_and_gradients_of_its_row(tmp_path, dora
     assert any(one.abs().sum() > 0 for one in found[0][1:])
 
 
+@pytest.mark.parametrize(("processes", "known"), [(1, 0), (2, 1)])
+def test_rows_may_be_larger_where_processes_share_their_work(monkeypatch, processes, known):
+    """Each has less to compute and as much to launch."""
+    row = row_of(3)
+    monkeypatch.setattr(row_graphs, "CAPTURED_TOKENS", row.input_ids.numel() - 1)
+    monkeypatch.setattr(row_graphs.dist, "get_world_size", lambda group: processes)
+    graphs = RowGraphs(None, torch.device("cpu"), 0, group="tp" if processes > 1 else None)
+
+    assert graphs.run(row, torch.ones(3)) is None
+    assert len(graphs._seen) == known
+
+
 def test_tables_are_not_read_on_the_host_while_a_graph_is_captured(monkeypatch):
     """A graph would keep for all rows what one row's tables say."""
     segments = torch.tensor([0, 2, 5], dtype=torch.int32)

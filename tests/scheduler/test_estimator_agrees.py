@@ -59,12 +59,13 @@ def rounded(length, batches):
     return Round((*rows, tuple(row)))
 
 
-def both(base, facts, plan, length, batches, launched=0):
+def both(base, facts, plan, length, batches, launched=0, nano_batches=(1,)):
     """(seconds, bytes) of the estimator, and of planners.
 
     launched   of the jobs, how many cannot run as CUDA graphs
     """
-    of = estimator(base, cluster=Cluster(64, nodes_per_rack=8), tp=(1, 2, 4, 8))
+    cluster = Cluster(64, nodes_per_rack=8)
+    of = estimator(base, cluster=cluster, tp=(1, 2, 4, 8), nano_batches=nano_batches)
     known, mesh = of.base(base), plan.mesh
     group = Demand.total(demand_of(base, r, b, length) for r, b in zip(RANKS, batches, strict=True))
     group = group._replace(launched=float(launched))
@@ -82,8 +83,9 @@ def both(base, facts, plan, length, batches, launched=0):
         plan = plan.model_copy(update={"micro_batches": int(pairs.rows[0])})
     work = rounded(length, batches)
     mine = sum(float(one[0]) for one in terms.values()), float(sum(room_terms.values())[0])
-    theirs = step_time(model, plan, work).seconds * 1e3, memory.memory_of(model, plan, work).total
-    return mine, theirs
+    plans = [plan.model_copy(update={"nano_batches": count}) for count in nano_batches]
+    times = [step_time(model, one, work).seconds * 1e3 for one in plans]
+    return mine, (min(times), memory.memory_of(model, plan, work).total)
 
 
 @pytest.mark.parametrize("base", BASES)
@@ -134,6 +136,22 @@ def test_neither_expects_graphs_of_jobs_that_cannot_run_so(mesh, sharded):
     slower = mine[0] / before[0][0]
     assert slower > 1.5
     assert slower == pytest.approx(theirs[0] / before[1][0], rel=FEW_WITHIN)
+
+
+@pytest.mark.parametrize("length", [160, 1024])
+def test_nano_batches_of_rows_that_are_launched_take_what_planners_say(length):
+    """Each is launched anew, which takes the host as long as the whole row does."""
+    base, batches = "llama-3-8b", (2,) * 8
+    facts = BASES[base].facts({f"job-{place}": rank for place, rank in enumerate(RANKS)})
+    facts = replace(facts, launched=("segment_read",))
+    plan = Plan(planner="auto", mesh=MeshShape(tp=2))
+    whole, mine, theirs = (
+        both(base, facts, plan, length, batches, launched=1, nano_batches=counts)[place][0]
+        for counts, place in (((1,), 0), ((1, 2), 0), ((1, 2), 1))
+    )
+
+    assert mine == pytest.approx(theirs, rel=WITHIN)
+    assert (mine < 0.995 * whole) == (length == 1024)
 
 
 def test_layouts_run_as_graphs_where_plans_do():

@@ -31,16 +31,16 @@ def root_points(
     last = model.layer_order()[-1]
     pieces = []
     for called in rows:
-        leaf = called.loss[0].detach().clone().requires_grad_()
+        leaf = called.loss[0].detach().clone()
 
         def instead(
             path: str, args: tuple[Any, ...], leaf: Tensor = leaf, place: int = called.hidden
         ) -> Tensor:
             if path == LOSS:
                 return args[0]  # type: ignore[no-any-return]
-            return leaf if path == last else args[place]
+            return leaf.detach().requires_grad_() if path == last else args[place]
 
-        pieces.append(_root_piece(model, called, leaf, instead))
+        pieces.append(_root_piece(model, called, instead))
     _measure(rows, pieces, device, rounds)
     return [
         RootPoint(
@@ -74,7 +74,7 @@ def _measure(
     measure_captured(small, device, rounds)
 
 
-def _root_piece(model: SuperModel, called: Called, leaf: Tensor, instead: Any) -> Piece:
+def _root_piece(model: SuperModel, called: Called, instead: Any) -> Piece:
     slope = torch.ones_like(called.loss[0])
 
     def forward() -> Tensor:
@@ -83,7 +83,6 @@ def _root_piece(model: SuperModel, called: Called, leaf: Tensor, instead: Any) -
             return made
 
     def backward(made: Sequence[Tensor]) -> None:
-        leaf.grad = None
         learning = [one for one in made if one.requires_grad]
         if learning:
             torch.autograd.backward(learning, [slope] * len(learning))

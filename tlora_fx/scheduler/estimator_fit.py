@@ -176,7 +176,10 @@ class _LayersAt:
             kinds.setdefault(layer.structure, layer)
         counts = Counter(layer.structure for layer in facts.layers)
         found = {name: carried(profile, layer, facts, tp) for name, layer in kinds.items()}
-        times = {name: LayerTimes.of(one.profile) for name, one in found.items()}
+        whole = {name: carried(profile, layer, facts, 1) for name, layer in kinds.items()}
+        times = {
+            name: LayerTimes.of(one.profile, whole[name].profile) for name, one in found.items()
+        }
         lowest = facts.layers[0].structure
         rest = Counter(counts)
         rest[lowest] -= 1

@@ -212,9 +212,7 @@ class StepClock:
         both = []
         for host in (self.fit.forward_host, self.fit.backward_host):
             each, _ = self._adapted(groups, host[:, 1:])
-            # Bare layers are measured whole, and cutting them spares the host nothing.
-            start = host[:, 0] if self.fused else host[len(self.fit.tp), 0]
-            both.append(pairs.table(start + each))
+            both.append(pairs.table(host[:, 0] + each))
         return both
 
     def _slopes(self) -> tuple[Array, Array]:
@@ -254,7 +252,7 @@ class StepClock:
             once = layers * (start + per_byte * bytes_)
             for place, name in enumerate(DIRECTIONS):
                 slopes, whole = self._slopes()[place], wholes[place]
-                each = late.table(groups.each_row(slopes, self.fit.sites)) if self.fused else 0.0
+                each = late.table(self._adapted(groups, slopes)[0])
                 cut = count * self.fit.row.at(self.fit.curve(name) + late.size, found)
                 cut += self._part(groups, late, slopes) / late.rows + (count - 1) * each
                 cut = np.maximum(cut, count * floors[place])
