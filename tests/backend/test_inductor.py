@@ -61,11 +61,13 @@ def models(folder):
     return found
 
 
+@pytest.mark.slow
 def test_a_second_process_hits_the_cache(models):
     """AOTAutograd's cache serves the lowered graph to a process with another hash seed."""
     assert [(one["hits"], one["misses"]) for one in models[:2]] == [(0, 1), (1, 0)]
 
 
+@pytest.mark.slow
 def test_a_cached_graph_serves_another_scaling(models):
     """The scaling is a table of the graph, not part of its code: a hit, and right numbers."""
     assert models[2]["hits"] == 1

@@ -92,6 +92,8 @@ def test_it_is_told_where_a_step_is_explained(known):
     assert plain.explain(BASE, group, 1, "gpu").launched == 0
     slow = estimator(fused=False)
     assert slow.explain(BASE, group, 1, "gpu").launched == 0
+    long = some(batch=8, length=1024)._replace(launched=1.0)
+    assert known.explain(BASE, long, 1, "gpu").launched == 0
     assert seconds(slow, group, 1) == seconds(slow, group._replace(launched=0.0), 1)
 
 

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from tlora_fx.planners.hardware import GIB
+from tlora_fx.planners.model_facts import CAPTURED_TOKENS
 from tlora_fx.scheduler.demand import Array
 from tlora_fx.scheduler.estimating import Layout, Prediction
 from tlora_fx.scheduler.estimator_base import Base, added, operations
@@ -96,8 +97,11 @@ class Option:
 
     def _without_graphs(self, place: int) -> int:
         """Jobs that keep a layout's rows from running as CUDA graphs; 0 where others would not."""
-        fit, layout = self.known.fit, self.pairs.layout[place]
-        captures = self.known.layouts.size[layout] < len(fit.tp) and not self.sharded
+        fit, layouts, pairs = self.known.fit, self.known.layouts, self.pairs
+        layout = pairs.layout[place]
+        small = pairs.tokens[place] <= CAPTURED_TOKENS * layouts.tp[layout]
+        near = not self.sharded or layouts.near[layout, pairs.reach[place]]
+        captures = layouts.size[layout] < len(fit.tp) and small and near
         return self.launched if captures and fit.profile.knows_graphs else 0
 
     def needs(self) -> list[tuple[float, str]]:
