@@ -53,7 +53,7 @@ def test_the_examples_of_the_page_on_nano_batches_run(capsys):
     jobs = str(ROOT / "examples" / "quickstart" / "jobs.yaml")
 
     for code in re.findall(r"```python\n(.*?)```", page, flags=re.DOTALL):
-        exec(code.replace('"jobs.yaml"', repr(jobs)), {})
+        exec(code.replace('"examples/quickstart/jobs.yaml"', repr(jobs)), {})
 
     layers, chosen = capsys.readouterr().out.splitlines()
     assert layers in page

@@ -88,6 +88,15 @@ class VerifyError(TloraError):
     code = "T0411"
 
 
+class DeviceUnknown(TloraError):
+    """There is no device of the name that was given.
+
+    Training and profiles run on the CPU or on CUDA devices of this machine.
+    """
+
+    code = "T0412"
+
+
 class OracleError(TloraError):
     """A job cannot be trained alone for comparison.
 

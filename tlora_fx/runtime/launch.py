@@ -24,6 +24,7 @@ from tlora_fx.planners.mesh import FIRST_STEP, Mesh
 from tlora_fx.planners.plan import MeshShape, Plan
 from tlora_fx.planners.prepared import demand_sequence, refuse_sequence
 from tlora_fx.planners.protocol import find_planner
+from tlora_fx.runtime.devices import device_named
 from tlora_fx.runtime.ranks import Ranks
 from tlora_fx.supermodel import SuperModel
 
@@ -77,9 +78,11 @@ class Launch:
         return Launch(rank, size, local, per_machine, int(environment.get(RESTARTS, "0")))
 
     def device(self, asked: str | None) -> torch.device:
-        """This process's device: of GPUs, each process of a machine has its own."""
-        kind = asked or ("cuda" if torch.cuda.is_available() else "cpu")
-        device = torch.device(kind)
+        """This process's device: of GPUs, each process of a machine has its own.
+
+        raises    DeviceUnknown
+        """
+        device = device_named(asked)
         if device.type == "cuda" and self.size > 1:
             device = torch.device("cuda", self.local_rank)
         if device.type == "cuda":

@@ -14,6 +14,7 @@ from tlora_fx.errors import ProfileFileError
 from tlora_fx.job import Job
 from tlora_fx.planners.known_profiles import own_file
 from tlora_fx.planners.profile import Profile
+from tlora_fx.runtime.devices import device_named
 from tlora_fx.runtime.profiling import Asked, profile_jobs
 from tlora_fx.runtime.profiling_collectives import collective_points
 
@@ -98,7 +99,7 @@ def joined(old: Profile, new: Profile, path: Path) -> Profile:
 
 def _device(name: str | None) -> torch.device:
     if name is not None:
-        return torch.device(name)
+        return device_named(name)
     if not torch.cuda.is_available():
         return torch.device("cpu")
     return torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))

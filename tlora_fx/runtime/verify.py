@@ -25,9 +25,10 @@ from tlora_fx.job import Job
 from tlora_fx.runtime.adapter_files import read_adapter
 from tlora_fx.runtime.adapters import adapter_tensors, load_adapter, saved_name
 from tlora_fx.runtime.data import JobData
+from tlora_fx.runtime.devices import device_named
 from tlora_fx.runtime.oracle import train_alone
 from tlora_fx.runtime.prepare import check_fits, load_all_data
-from tlora_fx.runtime.trainer import Trainer, default_device
+from tlora_fx.runtime.trainer import Trainer
 from tlora_fx.runtime.weights import base_tensors, canonical_names
 
 PLAIN = "plain PEFT, dropout 0"
@@ -55,7 +56,8 @@ def bounds_of(dtype: str, device: torch.device | str | None = None) -> Bounds:
     """What passes for a base of this dtype on this device (default: where training would run)."""
     if dtype in _HALF:
         return _HALF[dtype]
-    gpu = torch.device(device or default_device()).type == "cuda"
+    known = device if isinstance(device, torch.device) else device_named(device)
+    gpu = known.type == "cuda"
     return _ON_GPU if gpu and dtype == "float32" else _WIDE
 
 

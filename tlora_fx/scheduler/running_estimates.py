@@ -40,7 +40,7 @@ def machine(device: str | None, slots: int | None) -> tuple[Cluster, str]:
             "groups run on the CPU or on CUDA devices",
             expected="cpu or cuda",
             found=kind,
-            help="say how many GPUs to use with --slots",
+            help="leave --device out, and say how many GPUs to use with --slots",
         )
     there = torch.cuda.device_count() if kind == "cuda" else len(os.sched_getaffinity(0))
     wanted = slots or (there if kind == "cuda" else 1)
