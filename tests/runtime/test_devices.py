@@ -8,6 +8,7 @@ import torch
 from tlora_fx.errors import DeviceUnknown
 from tlora_fx.runtime.devices import device_named
 from tlora_fx.runtime.launch import Launch
+from tlora_fx.runtime.profiling_options import _device
 
 
 @pytest.fixture
@@ -37,6 +38,14 @@ def test_each_process_of_a_machine_has_its_own(gpus):
 
     assert launch.device("cuda") == torch.device("cuda:1")
     assert gpus == [torch.device("cuda:1")]
+
+
+def test_each_process_that_measures_has_its_own(gpus, monkeypatch):
+    """`torchrun ... profile` too, whether or not a device is named."""
+    monkeypatch.setenv("LOCAL_RANK", "1")
+
+    assert _device(None) == _device("cuda") == torch.device("cuda:1")
+    assert _device("cpu") == torch.device("cpu")
 
 
 @pytest.mark.parametrize("name", ["tpu", "cuda:2", "cuda:x", "cuda:-1", "CPU"])

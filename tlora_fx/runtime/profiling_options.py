@@ -98,11 +98,9 @@ def joined(old: Profile, new: Profile, path: Path) -> Profile:
 
 
 def _device(name: str | None) -> torch.device:
-    if name is not None:
-        return device_named(name)
-    if not torch.cuda.is_available():
-        return torch.device("cpu")
-    return torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
+    """The named one; of GPUs, each process of a machine has its own."""
+    device, place = device_named(name), os.environ.get("LOCAL_RANK")
+    return torch.device("cuda", int(place)) if place and device.type == "cuda" else device
 
 
 def _join(device: torch.device) -> None:
