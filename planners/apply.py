@@ -134,8 +134,6 @@ def demand_shardable(model: SuperModel, plan: Plan) -> None:
         why = "the model was compiled without layers"
     if HEAD not in model.group.blocks:
         why = "the model was compiled without lower-loss"
-    if plan.mesh.pp > 1 and plan.schedule == "zero-bubble":
-        why = "a zero-bubble schedule runs each backward in halves, a layer's weights in both"
     if why:
         raise PlanNotRunnable(
             "the base cannot be sharded over replicas",

@@ -34,7 +34,7 @@ from tlora_fx.supermodel import SuperModel
 
 #: Micro-batches of a replica, times the stages of its pipeline.
 MICRO_BATCHES = (1, 2, 4, 8)
-#: GPipe takes as long as 1F1B and more memory; zero-bubble does not run compiled layers.
+#: GPipe takes as long as 1F1B and more memory.
 SCHEDULES: tuple[Schedule, ...] = ("1f1b", "interleaved")
 INTERLEAVED_STAGES = 2
 CPU = "cpu"

@@ -6,27 +6,23 @@ free and what it needs has arrived. Orders are those that torch's schedules run.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from types import SimpleNamespace
 from typing import Any, Literal, NamedTuple
 
-from torch.distributed.pipelining.schedules import (
-    ScheduleInterleaved1F1B,
-    ScheduleInterleavedZeroBubble,
-)
+from torch.distributed.pipelining.schedules import ScheduleInterleaved1F1B
 
 from tlora_fx.errors import ScheduleRefused
 from tlora_fx.planners.plan import Schedule
 
-Kind = Literal["F", "B", "I", "W"]
+Kind = Literal["F", "B"]
 
 
 class Action(NamedTuple):
     """One piece of work.
 
-    kind   F forward, B backward; zero-bubble splits B into I, the gradient of the stage's input,
-           and W, those of its adapters
+    kind   F forward, B backward
     """
 
     stage: int
@@ -41,39 +37,31 @@ Order = list[list[Action]]
 class Times:
     """Seconds of each stage for each micro-batch, as `times[stage][micro_batch]`.
 
-    backward   whole, zeros where a stage has none
-    weight     the part of backward that zero-bubble puts off; nothing by default
+    backward   zeros where a stage has none
     transfer   from one process to another, hidden value or gradient
     """
 
     forward: Sequence[Sequence[float]]
     backward: Sequence[Sequence[float]]
-    weight: Sequence[Sequence[float]] | None = None
     transfer: float = 0.0
 
     @staticmethod
     def measured(timed: Mapping[Action, float], stages: int, micro_batches: int) -> Times:
         """The times of a round that was measured; what was not run takes no time."""
 
-        def table(*kinds: Kind) -> list[list[float]]:
+        def table(kind: Kind) -> list[list[float]]:
             return [
-                [sum(timed.get(Action(s, kind, m), 0.0) for kind in kinds)
-                 for m in range(micro_batches)]
+                [timed.get(Action(s, kind, m), 0.0) for m in range(micro_batches)]
                 for s in range(stages)
-            ]  # fmt: skip
+            ]
 
-        return Times(table("F"), table("B", "I", "W"), table("W"))
+        return Times(table("F"), table("B"))
 
     def of(self, action: Action) -> float:
         """How long a piece of work takes."""
         stage, kind, micro_batch = action
-        if kind == "F":
-            return self.forward[stage][micro_batch]
-        weight = 0.0 if self.weight is None else self.weight[stage][micro_batch]
-        if kind == "W":
-            return weight
-        whole = self.backward[stage][micro_batch]
-        return whole - weight if kind == "I" else whole
+        seconds = self.forward if kind == "F" else self.backward
+        return seconds[stage][micro_batch]
 
 
 @dataclass(frozen=True, slots=True)
@@ -139,7 +127,7 @@ def schedule_order(schedule: Schedule, stages: int, processes: int, micro_batche
         return [_gpipe(stage, micro_batches) for stage in range(stages)]
     if schedule == "1f1b":
         return [_one_forward_one_backward(s, stages, micro_batches) for s in range(stages)]
-    return _torch_order(schedule, stages, processes, micro_batches)
+    return _interleaved(stages, processes, micro_batches)
 
 
 def demand_schedule(schedule: Schedule, stages: int, processes: int, micro_batches: int) -> None:
@@ -162,9 +150,9 @@ def demand_schedule(schedule: Schedule, stages: int, processes: int, micro_batch
             help=f"plan at least {stages} micro-batches, or take gpipe",
         )  # fmt: skip
     rounds = max(1, micro_batches // processes)
-    if schedule in ("interleaved", "zero-bubble") and micro_batches % rounds:
+    if schedule == "interleaved" and micro_batches % rounds:
         raise ScheduleRefused(
-            f"{schedule} needs micro-batches in equal rounds", **told,
+            "interleaved needs micro-batches in equal rounds", **told,
             help=f"plan a multiple of {processes} micro-batches",
         )  # fmt: skip
 
@@ -185,21 +173,17 @@ def _one_forward_one_backward(stage: int, stages: int, micro_batches: int) -> li
 
 
 _FORWARD_BACKWARD: tuple[Kind, Kind] = ("F", "B")
-_CLASSES: Mapping[str, Callable[..., Any]] = {
-    "interleaved": ScheduleInterleaved1F1B,
-    "zero-bubble": ScheduleInterleavedZeroBubble,
-}
 
 
-def _torch_order(schedule: str, stages: int, processes: int, micro_batches: int) -> Order:
-    """The order that a schedule of torch has made for all processes."""
-    own = [
+def _interleaved(stages: int, processes: int, micro_batches: int) -> Order:
+    """The order that torch's schedule has made for all processes."""
+    own: list[Any] = [
         SimpleNamespace(
             stage_index=index, num_stages=stages, group_size=processes, group_rank=0, submod=None
         )
         for index in range(0, stages, processes)
     ]
-    made = _CLASSES[schedule](own, micro_batches, scale_grads=False)
+    made = ScheduleInterleaved1F1B(own, micro_batches, scale_grads=False)
     return [
         [
             Action(one.stage_index, one.computation_type.value, one.microbatch_index)
@@ -215,11 +199,5 @@ def _needs(action: Action, stages: int, known: Mapping[Action, int]) -> list[Act
     stage, kind, micro_batch = action
     if kind == "F":
         return [Action(stage - 1, "F", micro_batch)] if stage else []
-    if kind == "W":
-        return [Action(stage, "I", micro_batch)]
-    above = [Action(stage + 1, back, micro_batch) for back in _BACK] if stage + 1 < stages else []
-    forward = Action(stage, "F", micro_batch)
-    return [forward, *(one for one in above if one in known)]
-
-
-_BACK: tuple[Kind, Kind] = ("B", "I")
+    forward, above = Action(stage, "F", micro_batch), Action(stage + 1, "B", micro_batch)
+    return [forward, above] if stage + 1 < stages and above in known else [forward]

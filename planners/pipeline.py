@@ -10,7 +10,7 @@ from tlora_fx.planners.apply import demand_shardable
 from tlora_fx.planners.cuts import balanced_cuts
 from tlora_fx.planners.event_simulation import demand_schedule
 from tlora_fx.planners.feasible import demand_fits
-from tlora_fx.planners.plan import MeshShape, Plan, Schedule, model_fingerprint
+from tlora_fx.planners.plan import TAKEN_OUT, MeshShape, Plan, Schedule, model_fingerprint
 from tlora_fx.planners.prepared import demand_sequence
 from tlora_fx.planners.protocol import Planner
 from tlora_fx.planners.stages import cut_stages
@@ -36,7 +36,7 @@ class Pipeline(Planner):
     ) -> Plan:
         """The plan of `processes` stages, or of a mesh with pp, and whatever else it has.
 
-        options   `schedule`: "gpipe", "1f1b" (default), "interleaved" or "zero-bubble";
+        options   `schedule`: "gpipe", "1f1b" (default) or "interleaved";
                   `stages_per_process`: of an interleaved schedule, 2 by default;
                   `micro_batches`: forwards of a replica a round; `cuts`: where stages begin;
                   `costs`: of each layer, forward and backward, in any unit; `recompute`;
@@ -109,6 +109,7 @@ def _schedule(name: str) -> Schedule:
             return found
     raise PlanNotRunnable(
         f"there is no schedule '{name}'",
+        reason=TAKEN_OUT.get(name),
         nearest=nearest(name, known),
         help="known schedules: " + ", ".join(known),
     )

@@ -12,17 +12,15 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import Tensor
 from torch.distributed.pipelining.schedules import (
     PipelineScheduleMulti,
     Schedule1F1B,
     ScheduleGPipe,
     ScheduleInterleaved1F1B,
-    ScheduleInterleavedZeroBubble,
 )
 
 from tlora_fx.batch import PackedBatch
-from tlora_fx.compiled import CompiledMethod
 from tlora_fx.errors import TloraError
 from tlora_fx.planners.event_simulation import Action, demand_schedule
 from tlora_fx.planners.mesh import Mesh
@@ -37,7 +35,6 @@ SCHEDULES: Mapping[str, Any] = {
     "gpipe": ScheduleGPipe,
     "1f1b": Schedule1F1B,
     "interleaved": ScheduleInterleaved1F1B,
-    "zero-bubble": ScheduleInterleavedZeroBubble,
 }
 
 
@@ -66,8 +63,6 @@ class PipelineRunner:
         self._schedules: dict[int, tuple[Any, list[RowStage]]] = {}
         self._weights = torch.empty(0)
         self._losses: list[Tensor] = []
-        if plan.schedule == "zero-bubble":
-            self.run_eagerly()
 
     def run(self, rows: Sequence[PackedBatch], weights: Tensor) -> Tensor:
         """One round of this replica: forward and backward of its rows.
@@ -122,15 +117,6 @@ class PipelineRunner:
         dist.all_gather_object(told, clock.read(), group=self.group)
         return {one.action: one.seconds for own in told for one in own}
 
-    def run_eagerly(self) -> None:
-        """Run layers and loss of this process as they are, where they were compiled.
-
-        Zero-bubble runs a backward in halves, which compiled code cannot.
-        """
-        for stage in self.stages:
-            for module in stage.modules():
-                _drop_compiled(module)
-
     def _schedule(self, micro_batches: int) -> tuple[Any, list[RowStage]]:
         """The schedule for so many micro-batches; torch fixes their number when it is made."""
         if micro_batches not in self._schedules:
@@ -179,9 +165,3 @@ def _ours(error: RuntimeError) -> TloraError | None:
     while found is not None and not isinstance(found, TloraError):
         found = found.__cause__
     return found
-
-
-def _drop_compiled(module: nn.Module) -> None:
-    compiled = [name for name, value in vars(module).items() if isinstance(value, CompiledMethod)]
-    for name in compiled:
-        del module.__dict__[name]

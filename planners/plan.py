@@ -9,7 +9,7 @@ from __future__ import annotations
 import hashlib
 import json
 from pathlib import Path
-from typing import Literal, Self
+from typing import Any, Literal, Self
 
 from pydantic import BaseModel, ConfigDict, PositiveInt, ValidationError, model_validator
 
@@ -20,7 +20,12 @@ from tlora_fx.supermodel import SuperModel
 
 __all__ = ["DIMENSIONS", "Estimate", "MeshShape", "Plan", "Schedule", "model_fingerprint"]
 
-Schedule = Literal["gpipe", "1f1b", "interleaved", "zero-bubble"]
+Schedule = Literal["gpipe", "1f1b", "interleaved"]
+#: What plans could ask for before, and why it was taken out.
+TAKEN_OUT = {
+    "zero-bubble": "zero-bubble schedules were taken out: they were never measured on GPUs, and "
+    "ran layers uncompiled",
+}
 
 
 class Estimate(BaseModel):
@@ -74,6 +79,13 @@ class Plan(BaseModel):
     sequence_parallel: bool = False
     nano_batches: PositiveInt = 1
     estimate: Estimate | None = None
+
+    @model_validator(mode="before")
+    @classmethod
+    def _without_what_was_taken_out(cls, given: Any) -> Any:
+        if isinstance(given, dict) and given.get("schedule") in TAKEN_OUT:
+            raise ValueError(TAKEN_OUT[given["schedule"]])
+        return given
 
     @model_validator(mode="after")
     def _holds_together(self) -> Self:

@@ -19,7 +19,6 @@ from torch.distributed.pipelining import PipelineStage
 
 from tlora_fx.batch import PackedBatch
 from tlora_fx.planners.event_simulation import Action, Kind
-from tlora_fx.planners.split_backward import backward_of_input, backward_of_weights
 from tlora_fx.planners.stage_clock import StageClock
 from tlora_fx.planners.stages import Hidden, Stage, StageGraph
 
@@ -71,7 +70,6 @@ class RowStage(PipelineStage):
         self.graph: StageGraph = stage.graph
         self.rows_module = RowModule(call or stage.__call__, stage.graph.first)
         self.clock: StageClock | None = None
-        self._losses: dict[int, Tensor | None] = {}
         super().__init__(
             self.rows_module,
             self.graph.index,
@@ -146,50 +144,17 @@ class RowStage(PipelineStage):
         full_backward: bool = True,
         last_backward: bool = False,
     ) -> None:
-        """Run a micro-batch's backward, where the stage has one.
-
-        A backward in halves finds adapters from the stage's input on. Where nobody waits for
-        that input's gradient, all of it is done in the second half instead.
-        """
-        if not self.graph.learns or not (full_backward or self.sends_grad):
-            self._losses[bwd_chunk_id] = loss
+        """Run a micro-batch's backward, where the stage has one."""
+        if not self.graph.learns:
             self.bwd_cache[bwd_chunk_id] = (None,)
-            if not self.graph.learns:
-                self.fwd_cache.pop(bwd_chunk_id)
+            self.fwd_cache.pop(bwd_chunk_id)
             return
-        with self._timed("B" if full_backward else "I", bwd_chunk_id):
+        with self._timed("B", bwd_chunk_id):
             super().backward_one_chunk(bwd_chunk_id, loss, full_backward, last_backward)
-
-    def backward_weight_one_chunk(self, bwd_chunk_id: int, last_backward: bool = False) -> None:
-        """Run what a backward in halves left."""
-        if bwd_chunk_id not in self._losses:
-            with self._timed("W", bwd_chunk_id):
-                super().backward_weight_one_chunk(bwd_chunk_id, last_backward)
-            return
-        loss = self._losses.pop(bwd_chunk_id)
-        if self.graph.learns:
-            with self._timed("W", bwd_chunk_id):
-                super().backward_one_chunk(bwd_chunk_id, loss, True, last_backward)
-            self.bwd_cache.pop(bwd_chunk_id)
-
-    def backward_maybe_with_nosync(
-        self, backward_type: str, bwd_kwargs: dict[str, Any], last_backward: bool = False
-    ) -> tuple[tuple[Tensor | None, ...], list[Any] | None]:
-        """Run a backward, whole or one of its halves."""
-        if backward_type == "input":
-            given, *rest = bwd_kwargs["input_values"]
-            outputs = bwd_kwargs["stage_output"]
-            grad, left = backward_of_input(outputs, bwd_kwargs["output_grads"], given)
-            return (grad, *(None for _ in rest)), left
-        if backward_type == "weight":
-            backward_of_weights(bwd_kwargs["param_groups"])
-            return (), None
-        return super().backward_maybe_with_nosync(backward_type, bwd_kwargs, last_backward)
 
     def clear_runtime_states(self) -> None:
         """Forget the round before."""
         super().clear_runtime_states()
-        self._losses.clear()
         self.bwd_cache.clear()
 
     def _retrieve_recv_activations(self, fwd_chunk_id: int) -> tuple[Tensor, ...]:

@@ -15,7 +15,7 @@ from tlora_fx.planners.event_simulation import (
     simulate,
 )
 
-SCHEDULES = ("gpipe", "1f1b", "interleaved", "zero-bubble")
+SCHEDULES = ("gpipe", "1f1b", "interleaved")
 SECONDS = st.floats(0.0, 10.0)
 
 
@@ -30,11 +30,7 @@ def rounds(draw):
     def table():
         return [[draw(SECONDS) for _ in range(micro_batches)] for _ in range(stages)]
 
-    weight, rest, forward = table(), table(), table()
-    backward = [
-        [a + b for a, b in zip(*both, strict=True)] for both in zip(weight, rest, strict=True)
-    ]
-    times = Times(forward, backward, weight, draw(st.floats(0, 1)))
+    times = Times(table(), table(), draw(st.floats(0, 1)))
     return schedule, stages, processes, micro_batches, times
 
 
@@ -42,11 +38,11 @@ def run(schedule, stages, processes, micro_batches, times):
     return simulate(schedule_order(schedule, stages, processes, micro_batches), times, stages)
 
 
-def equal(stages, micro_batches, forward=1.0, backward=2.0, weight=0.0):
+def equal(stages, micro_batches, forward=1.0, backward=2.0):
     def table(seconds):
         return [[seconds] * micro_batches for _ in range(stages)]
 
-    return Times(table(forward), table(backward), table(weight))
+    return Times(table(forward), table(backward))
 
 
 @given(
@@ -84,10 +80,9 @@ def test_every_piece_of_work_is_done_once(given_round):
     order = schedule_order(schedule, stages, processes, micro_batches)
     done = [action for own in order for action in own]
 
-    kinds = "FIW" if schedule == "zero-bubble" else "FB"
     expected = {
         Action(stage, kind, m)
-        for stage in range(stages) for kind in kinds for m in range(micro_batches)
+        for stage in range(stages) for kind in "FB" for m in range(micro_batches)
     }  # fmt: skip
     assert len(done) == len(set(done))
     assert set(done) == expected
@@ -102,40 +97,33 @@ def test_more_work_never_makes_a_round_shorter(given_round, data):
     m = data.draw(st.integers(0, sizes[3] - 1))
     longer = [list(row) for row in times.forward]
     longer[stage][m] += data.draw(SECONDS)
-    slower = Times(longer, times.backward, times.weight, times.transfer)
+    slower = Times(longer, times.backward, times.transfer)
 
     before, after = run(*sizes, times), run(*sizes, slower)
     assert all(after.ends[action] >= end - 1e-9 for action, end in before.ends.items())
 
 
-def test_interleaving_and_splitting_the_backward_shorten_the_bubble():
+def test_interleaving_shortens_the_bubble():
     """Equal times, four processes, eight micro-batches."""
     plain = run("1f1b", 4, 4, 8, equal(4, 8))
-    split = run("zero-bubble", 4, 4, 8, equal(4, 8, weight=1.0))
     halves = run("interleaved", 8, 4, 8, equal(8, 8, 0.5, 1.0))
 
-    assert split.makespan_seconds < plain.makespan_seconds
     assert halves.makespan_seconds < plain.makespan_seconds
 
 
 def test_measured_work_becomes_times():
-    """The halves of a backward count as one; what did not run takes no time."""
-    timed = {Action(0, "F", 0): 1.0, Action(0, "I", 0): 2.0, Action(0, "W", 0): 0.5}
+    """What did not run takes no time."""
+    timed = {Action(0, "F", 0): 1.0, Action(0, "B", 0): 2.5}
     times = Times.measured(timed, stages=2, micro_batches=1)
 
     assert times.of(Action(0, "B", 0)) == 2.5
-    assert times.of(Action(0, "I", 0)) == 2.0
     assert times.of(Action(1, "F", 0)) == 0.0
 
 
-@given(
-    schedule=st.sampled_from(["interleaved", "zero-bubble"]),
-    processes=st.integers(2, 5),
-    micro_batches=st.integers(1, 30),
-)
-def test_uneven_rounds_are_refused_as_torch_does(schedule, processes, micro_batches):
+@given(processes=st.integers(2, 5), micro_batches=st.integers(1, 30))
+def test_uneven_rounds_are_refused_as_torch_does(processes, micro_batches):
     """With how many micro-batches would do."""
     assume(micro_batches % max(1, micro_batches // processes))
 
     with pytest.raises(ScheduleRefused, match=f"multiple of {processes}"):
-        schedule_order(schedule, processes, processes, micro_batches)
+        schedule_order("interleaved", processes, processes, micro_batches)

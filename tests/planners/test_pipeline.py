@@ -17,7 +17,7 @@ from tests.planners.pipelines import (
     rows_of,
 )
 from tests.planners.processes import run_processes
-from tlora_fx.errors import PlanNotRunnable, ScheduleRefused
+from tlora_fx.errors import PlanFileError, PlanNotRunnable, ScheduleRefused
 from tlora_fx.planners.apply import part_of
 from tlora_fx.planners.event_simulation import Action
 from tlora_fx.planners.mesh import open_mesh
@@ -31,18 +31,14 @@ TWO = {
     "gpipe": Case(2, (2,), "gpipe", **UPPER_HALF),
     "1f1b": Case(2, (3,), "1f1b", **UPPER_HALF),
     "interleaved": Case(2, (1, 2, 3), "interleaved", **UPPER_HALF),
-    "zero-bubble": Case(2, (3,), "zero-bubble", **UPPER_HALF),
     "compiled": Case(2, (3,), "1f1b", **UPPER_HALF, compiled=True),
-    "compiled zero-bubble": Case(2, (2,), "zero-bubble", **UPPER_HALF, compiled=True),
 }
 EVERY_LAYER = {"layers": 8}
 FOUR = {
     "gpipe": Case(4, (2, 4, 6), "gpipe", **EVERY_LAYER),
     "1f1b": Case(4, (4, 5, 7), "1f1b", **EVERY_LAYER),
     "interleaved": Case(4, tuple(range(1, 8)), "interleaved", **EVERY_LAYER),
-    "zero-bubble": Case(4, (2, 4, 6), "zero-bubble", **EVERY_LAYER),
     "1f1b, two replicas": Case(2, (4,), "1f1b", 2, **EVERY_LAYER),
-    "zero-bubble, two replicas": Case(2, (4,), "zero-bubble", 2, **EVERY_LAYER),
     "1f1b, sharded": Case(2, (4,), "1f1b", 2, **EVERY_LAYER, sharded="resharded"),
     "interleaved, sharded": Case(2, (2, 4, 6), "interleaved", 2, **EVERY_LAYER, sharded="kept"),
     "gpipe, sharded": Case(2, (2,), "gpipe", 2, **UPPER_HALF, sharded="resharded"),
@@ -136,6 +132,16 @@ def test_a_plan_that_is_no_pipeline_is_refused(model, options):
     """One stage, or a schedule that does not exist."""
     with pytest.raises(PlanNotRunnable):
         find_planner("pipeline").plan(model, **options)
+
+
+def test_a_schedule_that_was_taken_out_is_refused_with_the_reason(model, tmp_path: Path):
+    """By the planner, and where a plan's file says so."""
+    (tmp_path / "plan.json").write_text('{"planner": "pipeline", "schedule": "zero-bubble"}')
+
+    with pytest.raises(PlanNotRunnable, match="never measured on GPUs"):
+        find_planner("pipeline").plan(model, MeshShape(pp=2), schedule="zero-bubble")
+    with pytest.raises(PlanFileError, match="never measured on GPUs"):
+        Plan.load(tmp_path / "plan.json")
 
 
 def test_a_plan_goes_through_a_file(model, tmp_path: Path):

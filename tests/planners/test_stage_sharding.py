@@ -20,7 +20,7 @@ from tlora_fx import compile
 from tlora_fx.batch import JobTokens, pack
 from tlora_fx.errors import PlanNotRunnable
 from tlora_fx.job import BaseSpec
-from tlora_fx.planners.apply import apply, demand_shardable, load, part_of
+from tlora_fx.planners.apply import apply, load, part_of
 from tlora_fx.planners.mesh import open_mesh
 from tlora_fx.planners.plan import MeshShape
 from tlora_fx.planners.protocol import find_planner
@@ -185,17 +185,6 @@ def test_each_process_holds_its_share_of_its_stage(told: list[dict[str, Any]]) -
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> SuperModel:
     return compile(jobs_of(tiny_base(tmp_path_factory.mktemp("base"), num_hidden_layers=4)))
-
-
-def test_zero_bubble_with_shards_is_refused(model: SuperModel) -> None:
-    """By the planner, and where a plan's file says so."""
-    planner = find_planner("pipeline")
-    staged = planner.plan(model, MESH, schedule="zero-bubble")
-
-    with pytest.raises(PlanNotRunnable, match="backward in halves"):
-        planner.plan(model, MESH, schedule="zero-bubble", shard_base=True)
-    with pytest.raises(PlanNotRunnable, match="backward in halves"):
-        demand_shardable(model, staged.model_copy(update={"shard_base": True}))
 
 
 def test_shards_need_replicas(model: SuperModel) -> None:

@@ -29,7 +29,7 @@ class ScheduleRefused(TloraError):
     """A pipeline schedule does not run with this number of micro-batches or stages.
 
     1F1B and GPipe take one stage a process; 1F1B needs at least as many micro-batches as stages;
-    interleaved and zero-bubble schedules need a multiple of the processes.
+    an interleaved schedule needs a multiple of the processes.
     """
 
     code = "T0842"
