@@ -7,6 +7,8 @@ from pathlib import Path
 
 import pytest
 
+from tests import fresh
+
 ROOT = Path(__file__).parents[1]
 PAGE = (ROOT / "docs" / "writing-passes.md").read_text(encoding="utf-8")
 PACKAGE = ROOT / "examples" / "custom_pass"
@@ -34,6 +36,31 @@ def test_links_between_pages_lead_somewhere(page):
     links = re.findall(r"\]\(([^)#:]+)\)", prose)
 
     assert [link for link in links if not (page.parent / link).exists()] == []
+
+
+def test_the_tutorial_works_word_by_word(tmp_path):
+    """Its blocks and commands run one after another, and the adapter answers with a number."""
+    page = (ROOT / "docs" / "tutorial.md").read_text(encoding="utf-8")
+    (tmp_path / "examples").symlink_to(ROOT / "examples")
+    said = ""
+    for language, block in re.findall(r"```(\w*)\n(.*?)```", page, flags=re.DOTALL):
+        if language == "yaml":
+            (tmp_path / "tutorial/jobs.yaml").write_text(block, encoding="utf-8")
+        elif language == "python":
+            said = ran(tmp_path, "-c", block)
+        elif block.startswith("tlora-fx "):
+            said += ran(tmp_path, "-m", "tlora_fx", *block.split()[1:])
+        else:
+            assert [line for line in block.splitlines() if line not in said] == []
+
+    assert re.search(r"3 \+ 4 = \d", said)
+
+
+def ran(folder, *words):
+    """What a program printed that ended well."""
+    ended = fresh.run(*words, cwd=folder)
+    assert ended.returncode == 0, ended.stderr
+    return ended.stdout
 
 
 def test_the_example_of_the_page_on_numerics_runs(capsys):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 import tomllib
 from pathlib import Path
@@ -51,11 +52,23 @@ def test_the_pages_that_the_readme_links_to_exist():
     assert [link for link in links if not (ROOT / link).exists()] == []
 
 
-def test_every_page_is_linked_from_the_readme():
+def test_every_page_is_linked_from_the_index():
     """Nobody has to look into the folder to find one."""
-    pages = sorted(path.name for path in (ROOT / "docs").glob("*.md"))
+    index = (ROOT / "docs" / "index.md").read_text(encoding="utf-8")
+    pages = {path.name for path in (ROOT / "docs").glob("*.md")} - {"index.md"}
 
-    assert [name for name in pages if f"(docs/{name}" not in README] == []
+    assert "docs/index.md" in README
+    assert sorted(name for name in pages if f"({name}" not in index) == []
+
+
+def test_the_chart_shows_the_result_that_the_readme_names():
+    """docs/assets/site.svg is what benchmarks/site_chart.py draws of that result."""
+    from benchmarks.site_chart import chart
+
+    result = json.loads((ROOT / "benchmarks/results/site-2026-11-22.json").read_text())
+
+    assert "benchmarks/results/site-2026-11-22.json" in README
+    assert (ROOT / "docs/assets/site.svg").read_text(encoding="utf-8") == chart(result)
 
 
 def test_the_plan_that_the_readme_shows_needs_no_gpu(tmp_path, monkeypatch, capsys):
