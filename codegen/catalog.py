@@ -21,9 +21,9 @@ _FORMS: dict[Kind, tuple[dict[str, object], ...]] = {
         {"weight_layout": "in_out"},
         {"dropout": True, "accumulate": True},
     ),
-    "output_pass": ({"rank_block": 64}, {"extend": "copy"}),
+    "lora_b_backward": ({"rank_block": 64}, {"extend": "copy"}),
     "sum_ds": ({"rank_block": 64}, {"extend": "tail"}),
-    "input_pass": ({"dropout": True}, {"rank_block": 64}, {"sites": 3, "dropout": True}),
+    "lora_a_backward": ({"dropout": True}, {"rank_block": 64}, {"sites": 3, "dropout": True}),
     "sum_gradients": ({"rank_block": 64}, {"adapter_dtype": "bfloat16"}),
     "expand": (
         {"dropout": True, "accumulate": True},

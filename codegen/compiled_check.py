@@ -28,7 +28,14 @@ SHARED_BYTES |= {103: 227 << 10, 120: 99 << 10}
 ARCHITECTURES = (75, 80, 86, 87, 88, 89, 90, 100, 101, 103, 110, 120, 121)
 TENSOR_MEMORY_COLUMNS = 512
 
-_MULTIPLYING = {"shrink", "forward", "input_gradient", "output_pass", "input_pass", "expand"}
+_MULTIPLYING = {
+    "shrink",
+    "forward",
+    "input_gradient",
+    "lora_b_backward",
+    "lora_a_backward",
+    "expand",
+}
 _BULK_LOADING = {"forward", "input_gradient"}
 _WORD = re.compile(r"^\s*/\*[0-9a-f]{4,}\*/\s+(?:@!?U?P\w+\s+)?([A-Z][\w.]*)", re.MULTILINE)
 _USAGE = re.compile(r"REG:(\d+) STACK:(\d+)")

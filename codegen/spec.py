@@ -15,9 +15,9 @@ Kind = Literal[
     "shrink",
     "forward",
     "input_gradient",
-    "output_pass",
+    "lora_b_backward",
     "sum_ds",
-    "input_pass",
+    "lora_a_backward",
     "sum_gradients",
     "expand",
 ]

@@ -1,4 +1,4 @@
-"""dS out of the shares that `output_pass` left: summed, scaled and rounded.
+"""dS out of the shares that `lora_b_backward` left: summed, scaled and rounded.
 
 A program takes some rows of a segment and one rank block of columns, adds the slabs' shares in
 their order, and multiplies by the job's scale. Flags of adapters that are not finite turn the whole
@@ -16,8 +16,8 @@ It also finishes S where `shrink` leaves shares of it: the spec's `outer` is x's
 
 from __future__ import annotations
 
-from tlora_fx.codegen.emit import output_pass
-from tlora_fx.codegen.emit.output_pass import padded_rank_rows, slabs_of
+from tlora_fx.codegen.emit import lora_b_backward
+from tlora_fx.codegen.emit.lora_b_backward import padded_rank_rows, slabs_of
 from tlora_fx.codegen.emit.pack import STRIP
 from tlora_fx.codegen.source import accumulator, fill, module, overlaps, short, size
 from tlora_fx.codegen.spec import KernelSpec, Tile
@@ -136,14 +136,14 @@ def launch(ds_parts, flags, segments, slots, scales, jobs, ds, ranks=None, exten
 
 
 def default_tile(spec: KernelSpec) -> Tile:
-    """A few rows, and the slabs of `output_pass` with its rule."""
-    slab = output_pass.default_tile(spec).slab
+    """A few rows, and the slabs of `lora_b_backward` with its rule."""
+    slab = lora_b_backward.default_tile(spec).slab
     return _tile(spec, slab, _ELEMENTS)
 
 
 def candidates(spec: KernelSpec) -> tuple[Tile, ...]:
-    """More rows a program; the slab is the one that `output_pass` was given."""
-    slab = spec.tile.slab if spec.tile else output_pass.default_tile(spec).slab
+    """More rows a program; the slab is the one that `lora_b_backward` was given."""
+    slab = spec.tile.slab if spec.tile else lora_b_backward.default_tile(spec).slab
     return tuple(_tile(spec, slab, elements) for elements in (_ELEMENTS, 2 * _ELEMENTS))
 
 

@@ -1,13 +1,13 @@
-"""da and db out of the shares that `input_pass` and `output_pass` left, in the order of tokens.
+"""da and db out of the shares that `lora_a_backward` and `lora_b_backward` left, in the order of tokens.
 
 A program takes one row of da or db and a strip of its columns, and adds the shares of its job's
 chunks from the first to the last. Rows of jobs without tokens, and rows behind the last job's,
 are zero; no share is read for them. The job's own chunks decide the sum, so neighbours do not.
-"""
+"""  # noqa: E501  (its first line is the first of generated files)
 
 from __future__ import annotations
 
-from tlora_fx.codegen.emit.output_pass import chunk_of, padded_rank_rows
+from tlora_fx.codegen.emit.lora_b_backward import chunk_of, padded_rank_rows
 from tlora_fx.codegen.source import accumulator, fill, module, overlaps, short, size
 from tlora_fx.codegen.spec import KernelSpec, Tile
 

@@ -213,7 +213,7 @@ class Problem:
 
     @cached_property
     def s(self) -> Tensor:
-        """S in the compute type: what `forward`, `expand` and `output_pass` are given."""
+        """S in the compute type: what `forward`, `expand` and `lora_b_backward` are given."""
         return self.s64.to(self.dtype)
 
     @cached_property
@@ -223,7 +223,7 @@ class Problem:
 
     @cached_property
     def ds(self) -> Tensor:
-        """dS in the compute type: what `input_gradient` and `input_pass` are given."""
+        """dS in the compute type: what `input_gradient` and `lora_a_backward` are given."""
         return self.ds64.to(self.dtype)
 
     @cached_property

@@ -19,9 +19,9 @@ SPECS = [
     KernelSpec("forward", 4096, 14336),
     KernelSpec("forward", 768, 2304, dtype="float16", bias=True, weight_layout="in_out"),
     KernelSpec("input_gradient", 4096, 14336, dropout=True),
-    KernelSpec("output_pass", 4096, 4096),
+    KernelSpec("lora_b_backward", 4096, 4096),
     KernelSpec("sum_ds", 4096, 4096),
-    KernelSpec("input_pass", 4096, 4096, dropout=True),
+    KernelSpec("lora_a_backward", 4096, 4096, dropout=True),
     KernelSpec("sum_gradients", 4096, 4096),
     KernelSpec("expand", 4096, 4096, dropout=True, accumulate=True),
 ]

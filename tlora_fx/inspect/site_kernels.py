@@ -67,7 +67,7 @@ def _specs(sites: list[LoweredSite], jobs: int, arch: int) -> Iterator[KernelSpe
             count, first = len(alike[start : start + MOST_SITES]), alike[start]
             read = replace(first.plain, sites=count, dropout=first.dropout)
             yield replace(read, kind="shrink")
-            yield replace(read, kind="input_pass")
+            yield replace(read, kind="lora_a_backward")
             # An expand has one width, that of what it writes.
             yield replace(read, kind="expand", outer=read.inner, accumulate=start > 0)
     for place, site in enumerate(served):
@@ -81,7 +81,7 @@ def _own(site: _Served, later: bool) -> Iterator[KernelSpec]:
     biased = replace(plain, bias=site.bias, weight_layout=site.layout)
     back = replace(plain, dropout=site.dropout, accumulate=later)
     yield replace(stored, kind="pack")
-    yield replace(plain, kind="output_pass")
+    yield replace(plain, kind="lora_b_backward")
     yield replace(plain, kind="sum_ds")
     yield replace(stored, kind="sum_gradients")
     if site.frozen:

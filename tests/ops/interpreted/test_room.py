@@ -28,7 +28,7 @@ def traced(monkeypatch):
         plain = getattr(run.Run, name)
 
         def call(self, *args, copies_=copies, **kwargs):
-            given = kwargs.get("copies", args[-1] if name == "output_pass" else None)
+            given = kwargs.get("copies", args[-1] if name == "lora_b_backward" else None)
             copies_.append((name, given))
             return plain(self, *args, **kwargs)
 
@@ -37,7 +37,7 @@ def traced(monkeypatch):
     monkeypatch.setattr(room, "is_traced", lambda: True)
     monkeypatch.setattr(room, "widen", lambda value, n: widen(value, n) if n else value)
     watched("shrink")
-    watched("output_pass")
+    watched("lora_b_backward")
     return copies
 
 
@@ -74,7 +74,7 @@ def test_every_plan_takes_rows_with_room(lora, traced, plan, rates):
         found, expected = results(made, max_rank=18, drops=any(rates))
 
     assert_close(found, expected)
-    assert dict(traced) == {"shrink": False, "output_pass": any(rates)}
+    assert dict(traced) == {"shrink": False, "lora_b_backward": any(rates)}
 
 
 @pytest.mark.parametrize("plan", selector.PLANS)

@@ -55,7 +55,7 @@ def _input_gradient(
     run: Run, rows: Tensor, s: Tensor, bits: Tensor, dx: Tensor | None, ds: Tensor, parts: Tensor
 ) -> None:
     packed = run.packed(0)
-    run.output_pass(0, rows, s, packed, parts, ds, None)
+    run.lora_b_backward(0, rows, s, packed, parts, ds, None)
     if dx is not None:
         mask = [bits] if run.served.sites[0].drops else None
         run.expand([0], [ds], [packed.a], None, dx, accumulate=False, bits=mask)

@@ -100,7 +100,7 @@ class Case:
         return lambda: plans.input_gradient(dys, self.group, self.s, self.bits, True, tail)
 
     def kernel(self, kind: Kind) -> Call:
-        """One kernel alone: shrink and input_pass of all sites, expand and output_pass of one."""
+        """One kernel alone: of all sites where it serves several at once, else of the first."""
         run = Run.open(self.served, self.group, len(self.x), self.x.device)
         helds, site = [run.packed(place) for place in range(len(self.s))], self.site
         held = helds[0]
@@ -111,13 +111,13 @@ class Case:
         if kind == "expand":
             y = torch.empty_like(self.dy)
             return lambda: run.expand([0], self.s, [held.b], None, y, accumulate=False)
-        if kind == "output_pass":
+        if kind == "lora_b_backward":
             parts = run.empty(chunks, site.width, site.outer, dtype=wide)
             ds = torch.empty_like(self.s[0])
-            return lambda: run.output_pass(0, self.dy, self.s[0], held, parts, ds, None)
-        assert kind == "input_pass"
+            return lambda: run.lora_b_backward(0, self.dy, self.s[0], held, parts, ds, None)
+        assert kind == "lora_a_backward"
         sums = [run.empty(chunks, site.width, site.inner, dtype=wide) for _ in self.s]
-        return lambda: run.input_pass(self.x, self.s, self.bits, sums)
+        return lambda: run.lora_a_backward(self.x, self.s, self.bits, sums)
 
 
 def _widened(rows: Tensor, columns: int) -> Tensor:

@@ -163,7 +163,7 @@ def _input_gradient(
             columns = site.outer + site.tail
             left = whole if behind else run.empty(len(dy), columns, dtype=dy.dtype)
             extended[place] = left[:, :columns], _extended_weight(run, place, own)[:, : site.inner]
-        run.output_pass(place, dy, s[place], held, parts[place], ds[place], left, not behind)
+        run.lora_b_backward(place, dy, s[place], held, parts[place], ds[place], left, not behind)
         rows.append(dy)
         choices.append(choice)
         packed.append(held)
@@ -248,7 +248,7 @@ def _adapter_gradients(
         run.empty(site.chunks(run.tokens, run.row.jobs), site.width, site.inner, dtype=total)
         for site in run.served.sites
     ]
-    run.input_pass(rows, ds, bits, parts)
+    run.lora_a_backward(rows, ds, bits, parts)
     for place in range(len(parts)):
         run.sum_gradients(place, parts[place], db_parts[place], da[place], db[place])
 

@@ -288,7 +288,7 @@ class Run:
             self.row.jobs, dx,
         )  # fmt: skip
 
-    def output_pass(
+    def lora_b_backward(
         self, place: int, dy: Tensor, s: Tensor, packed: Packed, db_parts: Tensor, ds: Tensor,
         extended: Tensor | None, copies: bool = True,
     ) -> None:  # fmt: skip
@@ -297,14 +297,14 @@ class Run:
         copies   whether dy is not there yet
         """
         site, tables = self.served.sites[place], self.tables[place]
-        tile = self.tile("output_pass", site) or emitter("output_pass").default_tile(
-            bare_spec("output_pass", site)
+        tile = self.tile("lora_b_backward", site) or emitter("lora_b_backward").default_tile(
+            bare_spec("lora_b_backward", site)
         )
         slabs = -(-site.outer // tile.slab)
         parts = self.empty(slabs, self.tokens, site.width, dtype=db_parts.dtype)
         copied = extended if copies else None
         copy = {} if copied is None else {"extend": "copy"}
-        kernel("output_pass", site, tile, **copy)(
+        kernel("lora_b_backward", site, tile, **copy)(
             dy, s, packed.b, self.row.segments, tables.slots, self.row.jobs, parts, db_parts,
             copied,
         )  # fmt: skip
@@ -316,14 +316,16 @@ class Run:
             ds, **tail,
         )  # fmt: skip
 
-    def input_pass(
+    def lora_a_backward(
         self, rows: Tensor, ds: Sequence[Tensor], bits: Sequence[Tensor], parts: Sequence[Tensor]
     ) -> None:
         """dA's parts of all sites by one read of x."""
         for places in self.together():
             first = self.served.sites[places[0]]
             fields = {"dropout": first.drops, "sites": len(places)}
-            kernel("input_pass", first, self.tile("input_pass", first, len(places)), **fields)(
+            kernel(
+                "lora_a_backward", first, self.tile("lora_a_backward", first, len(places)), **fields
+            )(
                 rows,
                 [ds[place] for place in places],
                 [bits[place] for place in places],

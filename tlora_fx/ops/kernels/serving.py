@@ -21,7 +21,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
-from tlora_fx.codegen.emit.output_pass import chunk_of
+from tlora_fx.codegen.emit.lora_b_backward import chunk_of
 from tlora_fx.codegen.emit.pack import STRIP
 from tlora_fx.codegen.spec import Dtype, KernelSpec, Layout
 from tlora_fx.errors import TooManyJobs
@@ -85,7 +85,7 @@ class Site:
     @cached_property
     def chunk(self) -> int:
         """Tokens of a chunk."""
-        return chunk_of(KernelSpec("output_pass", 16, 16, rank_block=self.rank_block))
+        return chunk_of(KernelSpec("lora_b_backward", 16, 16, rank_block=self.rank_block))
 
     def chunks(self, tokens: int, jobs: int) -> int:
         """C: chunks of a row's segments, at most."""

@@ -23,7 +23,7 @@ from tlora_fx.codegen.spec import Tile
 from tlora_fx.ops.kernels.serving import Site
 
 logger = logging.getLogger("tlora_fx.kernels")
-FORMAT = 1
+FORMAT = 2
 SHIPPED = Path(__file__).parent / "tables"
 
 

@@ -38,8 +38,8 @@ TOKENS = (8192, 1024, 4096, 2048)
 MIXES = ((2, 4, 8, 16) * 2, (2, 4, 8, 16) * 8, (16, 32, 64, 128))
 #: q, k, v and gate, up of such a layer: outputs that share an x.
 GROUPS = ((4096, 4096, 1024, 1024), (4096, 14336, 14336))
-GROUPED: tuple[Kind, ...] = ("shrink", "input_pass")
-SHARED: tuple[Kind, ...] = ("shrink", "expand", "output_pass", "input_pass")
+GROUPED: tuple[Kind, ...] = ("shrink", "lora_a_backward")
+SHARED: tuple[Kind, ...] = ("shrink", "expand", "lora_b_backward", "lora_a_backward")
 DIRECTIONS: tuple[selector.Direction, ...] = ("forward", "input_gradient")
 # Of the time: what compiling may take before the first measurement.
 _COMPILING = 0.4
@@ -262,7 +262,7 @@ def _candidates(
 
 def _spec(kind: Kind, site: Site, sites: int = 1) -> KernelSpec:
     """The spec whose tiles are tried: of the site, masks included where it drops."""
-    drops = site.drops and kind not in ("forward", "output_pass", "expand")
+    drops = site.drops and kind not in ("forward", "lora_b_backward", "expand")
     shape = (site.outer, site.outer) if kind == "expand" else (site.inner, site.outer)
     return KernelSpec(
         kind, *shape, site.dtype, rank_block=site.rank_block, dropout=drops,

@@ -1,4 +1,4 @@
-"""`output_pass`: shares of dS and db in one read of dy, by chunk of tokens and slab of columns."""
+"""`lora_b_backward`: shares of dS and db in one read of dy, by chunk of tokens and slab."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def passed(site, dy=None, extended=None, tile=SMALL):
     """Shares of dS and of db of a site, poisoned before."""
     fields = {**site.spec_fields, "dropout": False, "bias": False}
     extend = "" if extended is None else "copy"
-    module = load(KernelSpec("output_pass", **fields, extend=extend, tile=tile))
+    module = load(KernelSpec("lora_b_backward", **fields, extend=extend, tile=tile))
     wide = torch.float64 if site.dtype == torch.float64 else torch.float32
     slabs = -(-site.outer // tile.slab)
     chunks = -(-site.tokens // tile.chunk) + site.jobs
@@ -79,7 +79,7 @@ def test_ranks_beyond_a_block_are_passed_too(problem):
 def test_the_usual_tile_gives_the_same_products(problem, rank_block):
     """The rule's tile: dS leaves in halves at 16 ranks and whole at 64."""
     site = problem(lengths=(70, 3), ranks=(16, 7), outer=80, rank_block=rank_block)
-    tile = settled(KernelSpec("output_pass", inner=32, outer=80, rank_block=rank_block)).cut
+    tile = settled(KernelSpec("lora_b_backward", inner=32, outer=80, rank_block=rank_block)).cut
     low, high = summed(site, *passed(site, tile=tile), chunk=tile.chunk)
 
     assert error(low, unscaled(site)) < BOUNDS[site.dtype]

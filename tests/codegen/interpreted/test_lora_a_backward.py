@@ -1,4 +1,4 @@
-"""`input_pass`: shares of da of all sites that read x, in one read of it."""
+"""`lora_a_backward`: shares of da of all sites that read x, in one read of it."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def passed(sites, x=None, bits=None, tile=SMALL):
     """Shares of da of each site, poisoned before; the first site's x and row tables serve all."""
     first = sites[0]
     fields = {**first.spec_fields, "bias": False, "dropout": any(any(s.rates) for s in sites)}
-    module = load(KernelSpec("input_pass", **fields, sites=len(sites), tile=tile))
+    module = load(KernelSpec("lora_a_backward", **fields, sites=len(sites), tile=tile))
     wide = torch.float64 if first.dtype == torch.float64 else torch.float32
     chunks = -(-first.tokens // tile.chunk) + first.jobs
     parts = [nans(chunks, site.width, site.inner, dtype=wide) for site in sites]
@@ -91,7 +91,7 @@ def test_sites_share_one_read_of_x(problem, rate):
 def test_the_usual_tile_gives_the_same_gradient(problem, rank_block):
     """The rule's tile, with dropout."""
     site = problem(lengths=(70, 3), ranks=(16, 7), rates=(0.1, 0.1), rank_block=rank_block)
-    tile = settled(KernelSpec("input_pass", inner=32, outer=48, rank_block=rank_block)).cut
+    tile = settled(KernelSpec("lora_a_backward", inner=32, outer=48, rank_block=rank_block)).cut
     da = summed(site, *passed([site], tile=tile), chunk=tile.chunk)
 
     assert error(da, site.da64) < BOUNDS[site.dtype]

@@ -16,7 +16,7 @@ the pipeline deep: each SM has three programs with three tiles of 16 KiB in flig
 from __future__ import annotations
 
 from tlora_fx.codegen.compiled_check import SHARED_BYTES
-from tlora_fx.codegen.emit.output_pass import chunk_of, padded_rank_rows
+from tlora_fx.codegen.emit.lora_b_backward import chunk_of, padded_rank_rows
 from tlora_fx.codegen.source import accumulator, fill, module, overlaps, precision, short, size
 from tlora_fx.codegen.spec import KernelSpec, Tile
 
@@ -177,7 +177,7 @@ def default_tile(spec: KernelSpec) -> Tile:
 
 
 def candidates(spec: KernelSpec) -> tuple[Tile, ...]:
-    """Other depths, strips and warps; the chunk is shared with `output_pass` and stays."""
+    """Other depths, strips and warps; the chunk is shared with `lora_b_backward` and stays."""
     usual = default_tile(spec)
     if size(spec.dtype) > 2:
         return (usual,)

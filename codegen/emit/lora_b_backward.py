@@ -174,7 +174,7 @@ def default_tile(spec: KernelSpec) -> Tile:
 
 
 def candidates(spec: KernelSpec) -> tuple[Tile, ...]:
-    """Other depths, slabs and warps; the chunk is shared with `input_pass` and stays.
+    """Other depths, slabs and warps; the chunk is shared with `lora_a_backward` and stays.
 
     `sum_ds` must be given the slab that wins.
     """
@@ -206,7 +206,7 @@ def chunk_of(spec: KernelSpec) -> int:
 
 
 def slabs_of(spec: KernelSpec) -> int:
-    """How many slabs the settled spec of `output_pass` or `sum_ds` has."""
+    """How many slabs the settled spec of `lora_b_backward` or `sum_ds` has."""
     return -(-spec.outer // spec.cut.slab)
 
 
