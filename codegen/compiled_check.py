@@ -1,7 +1,8 @@
 """Compile a generated kernel for an architecture that need not be there, and read what came out.
 
 Triton compiles without a GPU, and its wheel brings NVIDIA's disassembler. So registers, spills,
-shared memory and the instructions that matter are known before a kernel ever runs.
+shared memory and the instructions that matter are known before a kernel ever runs. `few`, `forms`
+and `everything` are the specs that stand for all: what CI compiles for every architecture.
 """
 
 from __future__ import annotations
@@ -17,13 +18,10 @@ from pathlib import Path
 from typing import Any
 
 from tlora_fx.codegen.loading import GeneratedModule, load
-from tlora_fx.codegen.spec import KernelSpec
+from tlora_fx.codegen.spec import KINDS, SHARED_BYTES, KernelSpec, Kind
 from tlora_fx.errors import KernelNotCompilable, KernelSpecError, KernelToolMissing
 
 MOST_REGISTERS = 255
-#: Shared memory that one program may have, in bytes, by compute capability.
-SHARED_BYTES = {80: 163 << 10, 86: 99 << 10, 89: 99 << 10, 90: 227 << 10, 100: 227 << 10}
-SHARED_BYTES |= {103: 227 << 10, 120: 99 << 10}
 #: Compute capabilities that there are, as far back as Triton compiles for.
 ARCHITECTURES = (75, 80, 86, 87, 88, 89, 90, 100, 101, 103, 110, 120, 121)
 TENSOR_MEMORY_COLUMNS = 512
@@ -41,8 +39,66 @@ _WORD = re.compile(r"^\s*/\*[0-9a-f]{4,}\*/\s+(?:@!?U?P\w+\s+)?([A-Z][\w.]*)", r
 _USAGE = re.compile(r"REG:(\d+) STACK:(\d+)")
 _TENSOR_CORE = re.compile(r"(HMMA|HGMMA|QGMMA|IMMA|IGMMA|DMMA|OMMA|UTC\w*MMA)\b")
 
+#: Shapes of the linears of a Llama-3-8B layer: square, widening, narrowing, keys and values.
+SHAPES = ((4096, 4096), (4096, 14336), (14336, 4096), (4096, 1024))
 
-def demand_architecture(arch: int) -> None:
+#: By kind, what else a spec may be besides plain: each entry is one spec.
+_FORMS: dict[Kind, tuple[dict[str, object], ...]] = {
+    "pack": ({"extend": "tail"}, {"rank_block": 64}),
+    "shrink": ({"dropout": True}, {"rank_block": 64}, {"sites": 3, "dropout": True}),
+    "forward": ({"bias": True}, {"rank_block": 64}, {"weight_layout": "in_out"}),
+    "input_gradient": (
+        {"dropout": True},
+        {"dropout": True, "rank_block": 64},
+        {"weight_layout": "in_out"},
+        {"dropout": True, "accumulate": True},
+    ),
+    "lora_b_backward": ({"rank_block": 64}, {"extend": "copy"}),
+    "sum_ds": ({"rank_block": 64}, {"extend": "tail"}),
+    "lora_a_backward": ({"dropout": True}, {"rank_block": 64}, {"sites": 3, "dropout": True}),
+    "sum_gradients": ({"rank_block": 64}, {"adapter_dtype": "bfloat16"}),
+    "expand": (
+        {"dropout": True, "accumulate": True},
+        {"rank_block": 64},
+        {"bias": True},
+        {"sites": 3, "dropout": True},
+    ),
+}
+
+
+def forms(kind: Kind) -> Iterator[KernelSpec]:
+    """The plain spec of a kind for a widening linear, then its other forms."""
+    plain = KernelSpec(kind, 4096, 14336)
+    yield plain
+    for form in _FORMS[kind]:
+        yield replace(plain, **form)  # type: ignore[arg-type]
+
+
+def everything(kind: Kind) -> Iterator[KernelSpec]:
+    """All forms of a kind for all shapes, in bf16 and fp16."""
+    for spec in forms(kind):
+        for inner, outer in SHAPES:
+            for dtype in ("bfloat16", "float16"):
+                yield replace(spec, inner=inner, outer=outer, dtype=dtype)
+
+
+def few() -> Iterator[KernelSpec]:
+    """Two specs a kind: the plain one and the first other form."""
+    for kind in KINDS:
+        plain, form, *_ = forms(kind)
+        yield plain
+        yield form
+
+
+def specs_of(extent: str) -> list[KernelSpec]:
+    """`few`, all `forms`, or `everything`, of all kinds."""
+    if extent == "few":
+        return list(few())
+    each = forms if extent == "forms" else everything
+    return [spec for kind in KINDS for spec in each(kind)]
+
+
+def require_architecture(arch: int) -> None:
     """Refuse a compute capability that no GPU has, before a compiler fails on it.
 
     raises    KernelSpecError
@@ -76,8 +132,8 @@ class Resources:
 
     def count(self, pattern: str) -> int:
         """How many instructions have an opcode that begins like the regular expression."""
-        found = re.compile(pattern)
-        return sum(n for opcode, n in self.instructions.items() if found.match(opcode))
+        begins = re.compile(pattern)
+        return sum(n for opcode, n in self.instructions.items() if begins.match(opcode))
 
     @property
     def total(self) -> int:
@@ -137,28 +193,28 @@ def resources(
     )
 
 
-def faults(spec: KernelSpec, found: Resources) -> list[str]:
+def faults(spec: KernelSpec, needs: Resources) -> list[str]:
     """What is wrong with a compiled kernel, each as a line; empty where nothing is."""
-    limit = SHARED_BYTES.get(found.arch, 99 << 10)
+    limit = SHARED_BYTES.get(needs.arch, 99 << 10)
     half = spec.dtype in ("bfloat16", "float16")
-    bulk = spec.kind in _BULK_LOADING and found.arch >= 90
+    bulk = spec.kind in _BULK_LOADING and needs.arch >= 90
     checks = {
-        f"{found.registers} registers of at most {MOST_REGISTERS}": (
-            found.registers > MOST_REGISTERS
+        f"{needs.registers} registers of at most {MOST_REGISTERS}": (
+            needs.registers > MOST_REGISTERS
         ),
-        f"{found.spills} loads and stores of spilled registers": found.spills > 0,
-        f"{found.shared_bytes} bytes of shared memory of at most {limit}": (
-            found.shared_bytes > limit
+        f"{needs.spills} loads and stores of spilled registers": needs.spills > 0,
+        f"{needs.shared_bytes} bytes of shared memory of at most {limit}": (
+            needs.shared_bytes > limit
         ),
-        f"{found.tensor_memory} columns of tensor memory of at most {TENSOR_MEMORY_COLUMNS}": (
-            found.tensor_memory > TENSOR_MEMORY_COLUMNS
+        f"{needs.tensor_memory} columns of tensor memory of at most {TENSOR_MEMORY_COLUMNS}": (
+            needs.tensor_memory > TENSOR_MEMORY_COLUMNS
         ),
         "no tensor-core instructions": (
-            spec.kind in _MULTIPLYING and half and not found.tensor_core
+            spec.kind in _MULTIPLYING and half and not needs.tensor_core
         ),
-        "no bulk loads (UTMALDG)": bulk and not found.bulk_loads,
+        "no bulk loads (UTMALDG)": bulk and not needs.bulk_loads,
         "it lets the next kernel start and does not wait for the one before": (
-            found.count("PREEXIT") > 0 and not found.count("ACQBULK")
+            needs.count("PREEXIT") > 0 and not needs.count("ACQBULK")
         ),
     }
     return [fault for fault, wrong in checks.items() if wrong]
@@ -180,11 +236,11 @@ def _compiled(spec: KernelSpec, module: GeneratedModule, tokens_divisible: bool)
             f"Triton {triton.__version__} does not compile a {spec.kind} kernel for sm_{spec.arch}",
             file=module.__file__,
             spec=spec.text(),
-            found="\n".join(_told(error)),
+            found="\n".join(_messages(error)),
         ) from error
 
 
-def _told(error: BaseException | None) -> Iterator[str]:
+def _messages(error: BaseException | None) -> Iterator[str]:
     """An error and what led to it: Triton says where first, and why in the cause."""
     while error is not None:
         yield str(error)
@@ -195,8 +251,8 @@ def _aligned(module: GeneratedModule, tokens_divisible: bool) -> dict[tuple[int]
     """Which arguments are multiples of 16: pointers, and integers that are specialised on."""
     aligned: dict[tuple[int], list[list[Any]]] = {}
     kinds = module.SIGNATURE.values()
-    for number, (kind, told) in enumerate(zip(kinds, module.kernel.params, strict=True)):
-        known = not (told.do_not_specialize or told.do_not_specialize_on_alignment)
+    for number, (kind, parameter) in enumerate(zip(kinds, module.kernel.params, strict=True)):
+        known = not (parameter.do_not_specialize or parameter.do_not_specialize_on_alignment)
         if known and (kind.startswith("*") or (kind.startswith("i") and tokens_divisible)):
             aligned[number,] = [["tt.divisibility", 16]]
     return aligned

@@ -95,12 +95,12 @@ class Launcher:
     def _facts(self, arguments: tuple[Any, ...]) -> list[int]:
         """What Triton compiles an argument's form for: 0 to 3 for integers, 4 or 5 for tensors."""
         facts = []
-        for place in self._integers:
-            value = arguments[place]
+        for index in self._integers:
+            value = arguments[index]
             if type(value) is int:
                 facts.append((value == 1) + 2 * (value % 16 == 0) + 6 * (abs(value) >= _INT32))
-        for place in self._addresses:
-            address = getattr(arguments[place], "data_ptr", None)
+        for index in self._addresses:
+            address = getattr(arguments[index], "data_ptr", None)
             if address is not None:
                 facts.append(4 + (address() % 16 == 0))
         return facts

@@ -1,4 +1,7 @@
-"""From a spec to the module that launches its kernel.
+"""From a spec to the module that launches its kernel: its file, its module, its launcher.
+
+Triton reads a kernel's source from its file, so every kernel that runs is a file first. Files are
+never changed in place: their names hold a hash of what they were generated from.
 
 From Hopper on a kernel starts while the one before it ends (programmatic dependent launch); with
 TLORA_FX_PDL=0 in the environment when a module is loaded it does not.
@@ -9,19 +12,91 @@ from __future__ import annotations
 import importlib.util
 import os
 import sys
+import tempfile
 import threading
+import warnings
+from functools import cache
 from pathlib import Path
 from typing import Any, Protocol, cast
 
-from tlora_fx.codegen.cache import stored
+from tlora_fx.codegen.kernels import Generated, build, intact
 from tlora_fx.codegen.launching import Interpreted, Launcher
-from tlora_fx.codegen.source import build
 from tlora_fx.codegen.spec import KernelSpec
-from tlora_fx.errors import KernelToolMissing
+from tlora_fx.errors import KernelCacheError, KernelToolMissing
 
 _PACKAGE = "tlora_fx_kernels"
 _lock = threading.Lock()
 _loaded: dict[KernelSpec, GeneratedModule] = {}
+
+
+class KernelCacheWarning(UserWarning):
+    """A cached kernel was altered, or the cache folder cannot be written."""
+
+
+def cache_folder() -> Path:
+    """$TLORA_FX_CACHE/kernels, or tlora-fx/kernels in $XDG_CACHE_HOME or ~/.cache."""
+    if own := os.environ.get("TLORA_FX_CACHE"):
+        return Path(own).expanduser() / "kernels"
+    base = os.environ.get("XDG_CACHE_HOME")
+    return (Path(base) if base else Path.home() / ".cache") / "tlora-fx" / "kernels"
+
+
+def stored(generated: Generated) -> Path:
+    """The file of a generated kernel, written unless it is there already.
+
+    raises   KernelCacheError when neither the cache nor a temporary folder can be written
+    """
+    try:
+        return _stored(generated, cache_folder())
+    except OSError as error:
+        try:
+            return _stored(generated, _instead(str(cache_folder()), str(error)))
+        except OSError as second:
+            raise KernelCacheError(
+                "generated kernels cannot be written anywhere",
+                file=cache_folder(),
+                found=f"{error}; then {second}",
+                help="point TLORA_FX_CACHE to a folder that can be written",
+            ) from second
+
+
+def _stored(generated: Generated, folder: Path) -> Path:
+    path = folder / f"{generated.name}.py"
+    if path.is_file():
+        text = path.read_text("utf-8", errors="replace")
+        if text == generated.text:
+            return path
+        if not intact(text):
+            warnings.warn(
+                f"{path} was altered by hand and is generated anew; "
+                "to change a kernel, change its emitter in codegen/kernels",
+                KernelCacheWarning,
+                stacklevel=2,
+            )
+    folder.mkdir(parents=True, exist_ok=True)
+    # Several processes may write the same kernel at once: each its own file, the last rename wins.
+    handle, fresh = tempfile.mkstemp(dir=folder, prefix=f".{generated.name}.", suffix=".tmp")
+    try:
+        with os.fdopen(handle, "w", encoding="utf-8") as file:
+            file.write(generated.text)
+        Path(fresh).replace(path)
+    except BaseException:
+        Path(fresh).unlink(missing_ok=True)
+        raise
+    return path
+
+
+@cache
+def _instead(folder: str, reason: str) -> Path:
+    """A folder of this process, where the cache cannot be written; says so once."""
+    path = Path(tempfile.mkdtemp(prefix="tlora-fx-kernels-"))
+    warnings.warn(
+        f"kernels cannot be kept in {folder} ({reason}); this process writes them to {path}. "
+        "Set TLORA_FX_CACHE to a folder that can be written",
+        KernelCacheWarning,
+        stacklevel=3,
+    )
+    return path
 
 
 class GeneratedModule(Protocol):
@@ -42,8 +117,8 @@ def load(spec: KernelSpec) -> GeneratedModule:
 
     raises   KernelSpecError, KernelCacheError, KernelToolMissing where Triton is not there
     """
-    if found := _loaded.get(spec):
-        return found
+    if module := _loaded.get(spec):
+        return module
     with _lock:
         if spec not in _loaded:
             _loaded[spec] = _imported(stored(build(spec)))
@@ -74,11 +149,14 @@ def _imported(path: Path) -> GeneratedModule:
     except BaseException:
         del sys.modules[name]
         raise
-    made = cast(GeneratedModule, module)
-    if not (_may_overlap() and _is_compiled(made.kernel)):
-        _keep_apart(made)
-    made.kernel = _started_fast(made.kernel)
-    return made
+    generated = cast(GeneratedModule, module)
+    compiled = _is_compiled(generated.kernel)
+    if not (_may_overlap() and compiled):
+        _keep_apart(generated)
+    # What `launch` starts is a stand-in for the kernel.
+    kernel = generated.kernel
+    generated.kernel = Launcher(kernel) if compiled else Interpreted(kernel)
+    return generated
 
 
 def _keep_apart(module: GeneratedModule) -> None:
@@ -96,8 +174,3 @@ def _may_overlap() -> bool:
 def _is_compiled(kernel: Any) -> bool:
     """Whether Triton compiles a kernel; an interpreted one knows no launch options."""
     return hasattr(kernel, "device_caches")
-
-
-def _started_fast(kernel: Any) -> Any:
-    """What `launch` starts: a stand-in for the kernel, which can start it again."""
-    return Launcher(kernel) if _is_compiled(kernel) else Interpreted(kernel)

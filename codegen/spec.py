@@ -28,6 +28,9 @@ Extend = Literal["", "tail", "copy"]
 KINDS: tuple[Kind, ...] = get_args(Kind)
 DTYPES: tuple[Dtype, ...] = get_args(Dtype)
 MOST_SITES = 4
+#: Shared memory that one program may have, in bytes, by compute capability.
+SHARED_BYTES = {80: 163 << 10, 86: 99 << 10, 89: 99 << 10, 90: 227 << 10, 100: 227 << 10}
+SHARED_BYTES |= {103: 227 << 10, 120: 99 << 10}
 
 
 @dataclass(frozen=True, slots=True)

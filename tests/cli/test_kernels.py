@@ -8,10 +8,9 @@ import pytest
 
 from tlora_fx.cli import kernel_page, main
 from tlora_fx.codegen import compiled_check
-from tlora_fx.codegen.cache import stored
 from tlora_fx.codegen.compiled_check import Resources
-from tlora_fx.codegen.header import command
-from tlora_fx.codegen.source import build
+from tlora_fx.codegen.kernels import build, command
+from tlora_fx.codegen.loading import stored
 from tlora_fx.codegen.spec import KINDS, KernelSpec, Tile
 from tlora_fx.errors import KernelToolMissing
 from tlora_fx.ops.kernels import table

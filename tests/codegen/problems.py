@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tlora_fx.codegen.emit.pack import STRIP
+from tlora_fx.codegen.kernels.pack import STRIP
 from tlora_fx.ops.philox import keep_rows, keep_scale, threshold_of
 
 

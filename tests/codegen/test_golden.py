@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from tests.interpreted import ROOT
-from tlora_fx.codegen.source import build, stem
+from tlora_fx.codegen.kernels import build, stem
 from tlora_fx.codegen.spec import KINDS, KernelSpec, Tile
 
 SPECS = [

@@ -6,7 +6,7 @@ import re
 
 import pytest
 
-from tlora_fx.codegen.header import intact
+from tlora_fx.codegen.kernels import intact
 from tlora_fx.codegen.spec import KINDS
 from tlora_fx.inspect.dump import dump
 from tlora_fx.inspect.site_kernels import kernel_files

@@ -9,8 +9,7 @@ from typing import TYPE_CHECKING, get_args
 from rich.table import Table
 
 from tlora_fx.codegen.compiled_check import Resources, faults, resources
-from tlora_fx.codegen.emit import emitter
-from tlora_fx.codegen.source import build
+from tlora_fx.codegen.kernels import build, emitter
 from tlora_fx.codegen.spec import KernelSpec, Tile
 from tlora_fx.errors import KernelNotCompilable, KernelToolMissing
 

@@ -33,9 +33,8 @@ group = typer.Typer(
 @group.command("list")
 def list_kinds() -> None:
     """List the kinds of kernels, and the generated files in the cache."""
-    from tlora_fx.codegen.cache import cache_folder
-    from tlora_fx.codegen.emit import emitter
-    from tlora_fx.codegen.header import first_line
+    from tlora_fx.codegen.kernels import emitter, first_line
+    from tlora_fx.codegen.loading import cache_folder
 
     table = Table("kind", "what it does", box=None, pad_edge=False)
     for kind in KINDS:
@@ -63,7 +62,7 @@ def _cached(files: list[Path]) -> Table:
 @takes_kernel
 def show(spec: KernelSpec) -> None:
     """Print the source of one kernel."""
-    from tlora_fx.codegen.source import build
+    from tlora_fx.codegen.kernels import build
 
     typer.echo(build(spec).text, nl=False)
 
@@ -84,9 +83,9 @@ def explain(
     if not all(word.strip().isdecimal() for word in words) or not any(map(int, words)):
         raise typer.BadParameter(f"--ranks are numbers, such as 4,8,16; not {ranks!r}")
     from tlora_fx.cli.kernel_page import page
-    from tlora_fx.codegen.compiled_check import demand_architecture
+    from tlora_fx.codegen.compiled_check import require_architecture
 
-    demand_architecture(spec.arch)
+    require_architecture(spec.arch)
     console = Console(highlight=False, markup=False)
     for part in page(spec, tokens, [int(word) for word in words], gpu):
         console.print(part, soft_wrap=isinstance(part, str))
@@ -105,18 +104,17 @@ def check(
 
     Exits with 1 where a kernel has a fault.
     """
-    from tlora_fx.codegen import catalog
-    from tlora_fx.codegen.compiled_check import demand_architecture
+    from tlora_fx.codegen.compiled_check import require_architecture, specs_of
 
     for one in arch or ():
-        demand_architecture(one)
+        require_architecture(one)
     if wrong := [kind for kind in kinds or () if kind not in KINDS]:
         raise UnknownKernel(
             f"there is no kernel kind {wrong[0]!r}",
             nearest=nearest(wrong[0], KINDS),
             help="`tlora-fx kernels list` lists them",
         )
-    specs = [spec for spec in catalog.of(extent) if not kinds or spec.kind in kinds]
+    specs = [spec for spec in specs_of(extent) if not kinds or spec.kind in kinds]
     broken = 0
     console = Console()
     for spec in specs:
@@ -131,7 +129,7 @@ def check(
 
 def _checked(spec: KernelSpec, arch: int) -> tuple[str, bool]:
     from tlora_fx.codegen.compiled_check import faults, resources
-    from tlora_fx.codegen.source import stem
+    from tlora_fx.codegen.kernels import stem
 
     name = stem(spec).removesuffix(f"_sm{spec.arch}")
     head = f"{name:<48} sm_{arch:<4}"

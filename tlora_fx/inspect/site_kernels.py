@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from tlora_fx.codegen.source import build
+from tlora_fx.codegen.kernels import build
 from tlora_fx.codegen.spec import DTYPES, MOST_SITES, KernelSpec
 from tlora_fx.errors import KernelSpecError
 from tlora_fx.graph import GroupGraph

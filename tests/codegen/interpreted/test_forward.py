@@ -8,9 +8,8 @@ import pytest
 import torch
 
 from tests.codegen.problems import BOUNDS, error, nans
-from tlora_fx.codegen.emit import emitter
+from tlora_fx.codegen.kernels import build, emitter
 from tlora_fx.codegen.loading import load
-from tlora_fx.codegen.source import build
 from tlora_fx.codegen.spec import KernelSpec, Tile
 from tlora_fx.errors import KernelSpecError
 

@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from tests.codegen.problems import BOUNDS, error, nans
+from tlora_fx.codegen.kernels import settled
 from tlora_fx.codegen.loading import load
-from tlora_fx.codegen.source import settled
 from tlora_fx.codegen.spec import KernelSpec, Tile
 
 CHUNK = 32

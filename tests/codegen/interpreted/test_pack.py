@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from tests.codegen.problems import nans
-from tlora_fx.codegen.emit.pack import STRIP
+from tlora_fx.codegen.kernels.pack import STRIP
 from tlora_fx.codegen.loading import load
 from tlora_fx.codegen.spec import KernelSpec
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from tests.codegen.problems import BOUNDS, error, nans
-from tlora_fx.codegen.emit import shrink
+from tlora_fx.codegen.kernels import shrink
 from tlora_fx.codegen.loading import load
 from tlora_fx.codegen.spec import KernelSpec, Tile
 from tlora_fx.ops.philox import keep_rows

@@ -5,7 +5,7 @@ import json
 import pytest
 import torch
 
-from tlora_fx.codegen import emit
+from tlora_fx.codegen.kernels import emitter
 from tlora_fx.codegen.spec import Tile
 from tlora_fx.ops.kernels import selector, table, tuning
 from tlora_fx.ops.kernels.serving import Site
@@ -18,7 +18,7 @@ def few_tiles(monkeypatch):
     """Two tiles a kernel: the rule's, and one that cannot run."""
     broken = Tile(rows=0, columns=0, depth=0, warps=4, stages=2, chunk=1, slab=1)
     for kind in (*tuning.SHARED, *tuning.DIRECTIONS):
-        monkeypatch.setattr(emit.emitter(kind), "candidates", lambda spec: (broken,))
+        monkeypatch.setattr(emitter(kind), "candidates", lambda spec: (broken,))
 
 
 def test_a_table_is_written_and_read(few_tiles, tmp_path, monkeypatch, capsys):

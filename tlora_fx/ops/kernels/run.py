@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tlora_fx.codegen.emit import emitter, shrink
+from tlora_fx.codegen.kernels import emitter, shrink
 from tlora_fx.codegen.spec import MOST_SITES, KernelSpec, Kind, Tile
 from tlora_fx.errors import AdapterTableError
 from tlora_fx.ops.adapter_tables import check_fit

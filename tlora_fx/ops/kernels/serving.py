@@ -21,8 +21,8 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
-from tlora_fx.codegen.emit.lora_b_backward import chunk_of
-from tlora_fx.codegen.emit.pack import STRIP
+from tlora_fx.codegen.kernels.lora_b_backward import chunk_of
+from tlora_fx.codegen.kernels.pack import STRIP
 from tlora_fx.codegen.spec import Dtype, KernelSpec, Layout
 from tlora_fx.errors import TooManyJobs
 from tlora_fx.ops.site_group import SiteGroup, tokens_of

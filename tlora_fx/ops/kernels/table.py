@@ -18,7 +18,7 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
-from tlora_fx.codegen.cache import cache_folder
+from tlora_fx.codegen.loading import cache_folder
 from tlora_fx.codegen.spec import Tile
 from tlora_fx.ops.kernels.serving import Site
 

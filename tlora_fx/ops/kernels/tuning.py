@@ -21,7 +21,7 @@ from typing import Any
 import torch
 from rich.console import Console
 
-from tlora_fx.codegen.emit import emitter, shrink
+from tlora_fx.codegen.kernels import emitter, shrink
 from tlora_fx.codegen.spec import Dtype, KernelSpec, Kind, Tile
 from tlora_fx.errors import KernelToolMissing
 from tlora_fx.ops.kernels import packed, selector, serving, table

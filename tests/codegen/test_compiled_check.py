@@ -17,14 +17,14 @@ if os.environ.get("TRITON_INTERPRET") == "1":
 if sys.platform != "linux":
     pytest.skip("Triton's compiler is built for Linux", allow_module_level=True)
 
-from tlora_fx.codegen import catalog, compiled_check
-from tlora_fx.codegen.compiled_check import Resources, faults, resources
-from tlora_fx.codegen.emit.shrink import tile_for
-from tlora_fx.codegen.source import stem
+from tlora_fx.codegen import compiled_check
+from tlora_fx.codegen.compiled_check import Resources, faults, few, resources
+from tlora_fx.codegen.kernels import stem
+from tlora_fx.codegen.kernels.shrink import tile_for
 from tlora_fx.codegen.spec import KernelSpec, Tile
 from tlora_fx.errors import KernelNotCompilable, KernelToolMissing
 
-SPECS = {stem(spec).removesuffix("_sm90"): spec for spec in catalog.few()}
+SPECS = {stem(spec).removesuffix("_sm90"): spec for spec in few()}
 
 
 @pytest.fixture(autouse=True)

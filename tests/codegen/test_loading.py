@@ -9,10 +9,9 @@ import warnings
 
 import pytest
 
-from tlora_fx.codegen import cache
-from tlora_fx.codegen.cache import KernelCacheWarning, cache_folder, stored
-from tlora_fx.codegen.loading import load, load_count
-from tlora_fx.codegen.source import build
+from tlora_fx.codegen import loading
+from tlora_fx.codegen.kernels import build
+from tlora_fx.codegen.loading import KernelCacheWarning, cache_folder, load, load_count, stored
 from tlora_fx.codegen.spec import KernelSpec
 from tlora_fx.errors import KernelCacheError
 
@@ -64,9 +63,9 @@ def unwritable(tmp_path, monkeypatch):
     """A cache folder that cannot be made: a file lies in its way."""
     (tmp_path / "file").write_text("")
     monkeypatch.setenv("TLORA_FX_CACHE", str(tmp_path / "file"))
-    cache._instead.cache_clear()
+    loading._instead.cache_clear()
     yield tmp_path
-    cache._instead.cache_clear()
+    loading._instead.cache_clear()
 
 
 def test_without_a_writable_cache_a_temporary_folder_serves(unwritable):
@@ -123,9 +122,9 @@ def test_loading_needs_no_triton_until_a_kernel_is_asked_for():
     """The package can be imported and text generated where Triton is not installed."""
     code = (
         "import sys; sys.modules['triton'] = None\n"
-        "from tlora_fx.codegen import cache, catalog, compiled_check, loading, source\n"
+        "from tlora_fx.codegen import compiled_check, kernels, loading\n"
         "from tlora_fx.codegen.spec import KernelSpec\n"
-        "source.build(KernelSpec('pack', 64, 32))\n"
+        "kernels.build(KernelSpec('pack', 64, 32))\n"
         "assert 'torch' not in sys.modules\n"
         "try:\n"
         "    loading.load(KernelSpec('pack', 64, 32))\n"

@@ -1,4 +1,4 @@
-"""From a spec to text: templates, pieces, headers, names."""
+"""From a spec to the text of its kernel: headers, names, costs."""
 
 from __future__ import annotations
 
@@ -11,68 +11,11 @@ from dataclasses import replace
 import pytest
 
 from tests.interpreted import ROOT
-from tlora_fx.codegen import catalog
-from tlora_fx.codegen.emit import emitter
-from tlora_fx.codegen.header import command, intact
-from tlora_fx.codegen.source import build, fill, module, piece, stem
+from tlora_fx.codegen.compiled_check import forms
+from tlora_fx.codegen.kernels import build, command, emitter, intact, stem
 from tlora_fx.codegen.spec import KINDS, KernelSpec, Tile
 
-FORMS = [spec for kind in KINDS for spec in catalog.forms(kind)]
-
-
-def test_marked_lines_stay_where_their_flag_is_true():
-    """`#?` takes a flag, its negation, and several of them."""
-    text = "a  #? yes\nb  #? no\nc  #? not no\nd  #? yes and not no\ne  #? yes and no\nf"
-
-    assert fill(text, {"yes": True, "no": False}) == "a\nc\nd\nf\n"
-
-
-def test_blocks_are_kept_or_dropped_whole():
-    """`#? flag [` to `#]`, one inside another."""
-    text = "#? outer [\na\n#? inner [\nb\n#]\nc\n#]\nd"
-
-    assert fill(text, {"outer": True, "inner": False}) == "a\nc\nd\n"
-    assert fill(text, {"outer": False, "inner": True}) == "d\n"
-
-
-def test_lines_and_blocks_are_repeated_with_their_number():
-    """`#* name` counts $k from 0 to below the value."""
-    text = "x$k,  #* sites\n#* sites [\na${k}_\n    b  #? deep\n#]"
-
-    assert fill(text, {"sites": 2, "deep": True}) == "x0,\nx1,\na0_\n    b\na1_\n    b\n"
-
-
-def test_names_are_put_in():
-    """$name and ${name}; an unknown one is our own mistake."""
-    assert fill("tl.$dtype, ${dtype}s", {"dtype": "float16"}) == "tl.float16, float16s\n"
-    with pytest.raises(KeyError):
-        fill("$nothing", {})
-
-
-def test_a_block_without_an_end_is_our_own_mistake():
-    """It would swallow the rest of the kernel."""
-    with pytest.raises(AssertionError, match="no #]"):
-        fill("#? a [\nb", {"a": True})
-
-
-def test_a_piece_brings_the_pieces_that_it_calls():
-    """Callees come first, each once."""
-    spec = KernelSpec("pack", 8, 8, arch=80, tile=Tile(1, 1, 1, 1, 1))
-    text = module(
-        spec, constants={}, signature={}, pieces=["draw_bits", "philox_words"], body="pass"
-    )
-    names = [node.name for node in ast.parse(text).body if isinstance(node, ast.FunctionDef)]
-
-    assert names == ["philox_multiply", "philox_words", "draw_bits"]
-
-
-def test_a_piece_is_copied_with_its_decorator():
-    """From @triton.jit to the last line of its function."""
-    lines = piece("job_of").splitlines()
-
-    assert lines[0] == "@triton.jit"
-    assert lines[1].startswith("def job_of(")
-    assert lines[-1].startswith("    return ")
+FORMS = [spec for kind in KINDS for spec in forms(kind)]
 
 
 @pytest.mark.parametrize("spec", FORMS, ids=stem)

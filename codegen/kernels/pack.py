@@ -11,8 +11,8 @@ their own order, cleaned too: Bᵀ behind W's columns, A below W's rows.
 
 from __future__ import annotations
 
-from tlora_fx.codegen.source import accumulator, fill, module, overlaps, short, size
 from tlora_fx.codegen.spec import KernelSpec, Tile
+from tlora_fx.codegen.template import accumulator, fill, module, overlaps, short, size
 from tlora_fx.errors import KernelSpecError
 
 STRIP = 512  # columns that share a flag; the kernels that read flags rely on it
@@ -123,7 +123,7 @@ def launch(a, b, ranks, slots, jobs, a_packed, b_packed, flags, tail=None):
     ranks, slots        int32 [jobs + 1]
     a_packed, b_packed  [P, $inner], [P, $outer] in $dtype, P a multiple of $rank_block
     flags               float32 [P / $rank_block, $strips]
-    tail                $tail_told
+    tail                $tail_doc
     """
     blocks = a_packed.shape[0] // $rank_block
     tail_blocks = (tail.shape[0] - $below) // $rank_block  #? extend
@@ -181,7 +181,7 @@ def source(spec: KernelSpec) -> str:
         spec,
         constants=constants,
         signature=_signature(spec),
-        pieces=["job_of"],
+        functions=["job_of"],
         body=fill(_BODY, _values(spec)),
     )
 
@@ -210,7 +210,7 @@ def _values(spec: KernelSpec) -> dict[str, object]:
         "extend_b": b_form.format("b", "INNER", "strip - A_STRIPS", "OUTER"),
         "tail_shape": "[OUTER + T, INNER + T]" if upright else "[INNER + T, OUTER + T]",
         "and_tail": ", and the tail of the weight" if spec.extend else "",
-        "tail_told": f"[{below} + T, {beside} + T], W at its top left"
+        "tail_doc": f"[{below} + T, {beside} + T], W at its top left"
         if spec.extend
         else "not read",
     }

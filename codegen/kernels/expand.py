@@ -10,8 +10,8 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from tlora_fx.codegen.source import accumulator, fill, module, overlaps, precision, short, size
 from tlora_fx.codegen.spec import KernelSpec, Tile
+from tlora_fx.codegen.template import accumulator, fill, module, overlaps, precision, short, size
 from tlora_fx.errors import KernelSpecError
 
 # Rows, columns, slab and warps of a tile that tuning tries.
@@ -117,7 +117,7 @@ def launch(s, b_packed, bias, segments, slots, thresholds, bits, jobs, y):
 
     s           $per_site[M, W] in $dtype, contiguous
     b_packed    $per_site[P, $outer] in $dtype
-    bias        $bias_told
+    bias        $bias_doc
     segments    int32 [jobs + 1]
     slots       ${per_site}int32 [jobs + 1]
     thresholds  ${per_site}int32 [jobs]$unread
@@ -191,9 +191,11 @@ def source(spec: KernelSpec) -> str:
         "RANK_BLOCK": spec.rank_block,
         "JOBS": spec.job_capacity,
     }
-    pieces = ["segment_tile"] + ["expand_bits"] * spec.dropout
+    shared = ["segment_tile"] + ["expand_bits"] * spec.dropout
     body = fill(_BODY, _values(spec))
-    return module(spec, constants=constants, signature=_signature(spec), pieces=pieces, body=body)
+    return module(
+        spec, constants=constants, signature=_signature(spec), functions=shared, body=body
+    )
 
 
 def _values(spec: KernelSpec) -> dict[str, object]:
@@ -221,7 +223,7 @@ def _values(spec: KernelSpec) -> dict[str, object]:
         + (" + bias" if spec.bias else "")
         + ".",
         "per_site": "per site " if several else "",
-        "bias_told": f"[{spec.outer}] in {spec.dtype}" if spec.bias else "not read",
+        "bias_doc": f"[{spec.outer}] in {spec.dtype}" if spec.bias else "not read",
         "unread": "" if spec.dropout else "; not read",
     }
 

@@ -1,22 +1,19 @@
-"""From a spec to the text of its module: the emitter's source below a header.
+"""From a kernel's template to the text of a module for one spec.
 
-An emitter writes its kernel as text that reads like the kernel. `fill` turns that text into the
-code of one spec, so a generated file holds only the branches that its spec needs.
+A template reads like the kernel. `fill` turns it into the code of one spec, so a generated file
+holds only the branches that its spec needs; `module` puts imports, constants and the functions of
+the device library above it.
 """
 
 from __future__ import annotations
 
 import ast
-import hashlib
 import json
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
 from functools import cache
 from importlib.resources import files
 
-from tlora_fx.codegen.emit import emitter
-from tlora_fx.codegen.header import header
 from tlora_fx.codegen.spec import Dtype, KernelSpec
 
 _SHORT = {"bfloat16": "bf16", "float16": "fp16", "float32": "fp32", "float64": "fp64"}
@@ -25,65 +22,24 @@ _DESCRIPTOR = ["from triton.tools.tensor_descriptor import TensorDescriptor"]
 _NAME = re.compile(r"\$(?:(\w+)|\{(\w+)\})")
 
 
-@dataclass(frozen=True, slots=True)
-class Generated:
-    """A kernel's module: its spec with the tile filled in, its file name, its text."""
-
-    spec: KernelSpec
-    name: str
-    text: str
-
-
-def build(spec: KernelSpec) -> Generated:
-    """Generate the module of a spec; raises KernelSpecError where its kind cannot do it."""
-    spec = settled(spec)
-    # Blocks that are left out leave their blank lines behind.
-    body = re.sub(r"\n{4,}", "\n\n\n", emitter(spec.kind).source(spec).strip("\n")) + "\n"
-    digest = hashlib.sha256(f"{spec.text()}\n{body}".encode()).hexdigest()
-    name = f"{stem(spec)}_{digest[:8]}"
-    return Generated(spec, name, f"{header(spec, body)}\n{body}")
-
-
-def settled(spec: KernelSpec) -> KernelSpec:
-    """The spec with the tile that its kind's rule gives, where it has none of its own."""
-    if spec.tile is not None:
-        return spec
-    return replace(spec, tile=emitter(spec.kind).default_tile(spec))
-
-
-def stem(spec: KernelSpec) -> str:
-    """The readable part of a kernel's file name."""
-    parts = [spec.kind, f"{spec.inner}x{spec.outer}", short(spec.dtype)]
-    parts += [f"a{short(spec.adapter_dtype)}"] if spec.adapter_dtype != "float32" else []
-    parts += [f"r{spec.rank_block}"]
-    parts += ["drop"] if spec.dropout else []
-    parts += ["bias"] if spec.bias else []
-    parts += ["conv1d"] if spec.weight_layout == "in_out" else []
-    parts += ["add"] if spec.accumulate else []
-    parts += [f"x{spec.sites}"] if spec.sites > 1 else []
-    parts += [spec.extend] if spec.extend else []
-    parts += [f"j{spec.job_capacity}"] if spec.job_capacity != 64 else []
-    return "_".join([*parts, f"sm{spec.arch}"])
-
-
 def module(
     spec: KernelSpec,
     *,
     constants: Mapping[str, object],
     signature: Mapping[str, str],
     body: str,
-    pieces: Sequence[str] = (),
+    functions: Sequence[str] = (),
 ) -> str:
-    """A module's text: imports, constants, named pieces, then the kernel and its launch.
+    """A module's text: imports, constants, shared functions, then the kernel and its launch.
 
     constants  become `NAME = tl.constexpr(value)`, the only globals that a kernel may read
     signature  type of each argument of the kernel, in order, as Triton writes it
     body       as `fill` returns it
-    pieces     names in codegen/pieces; pieces that these use come along
+    functions  names in the device library; functions that these call come along
     """
     meta: dict[str, object] = {"num_warps": spec.cut.warps, "num_stages": spec.cut.stages}
     if overlaps(spec):
-        pieces = ["start_next", "await_previous", *pieces]
+        functions = ["start_next", "await_previous", *functions]
         constants = {**constants, "OVERLAP": True}
         meta["launch_pdl"] = True
     imports = ["import triton", "import triton.language as tl"]
@@ -95,7 +51,7 @@ def module(
     # Profilers show the function's name; `launch` starts what stands in `kernel`.
     body = body.strip("\n").replace("\ndef kernel(", f"\ndef {spec.kind}(")
     body = body.replace("\n\n\ndef launch(", f"\n\n\nkernel = {spec.kind}\n\n\ndef launch(")
-    parts = [*(piece(name) for name in _with_used(pieces)), body]
+    parts = [*(_library()[name] for name in _with_called(functions)), body]
     return "\n".join([*imports, "", *lines]) + "\n\n\n" + "\n\n\n".join(parts) + "\n"
 
 
@@ -105,34 +61,36 @@ def overlaps(spec: KernelSpec) -> bool:
 
 
 @cache
-def piece(name: str) -> str:
-    """The text of the function `name` in codegen/pieces/<name>.py, decorators included."""
-    text = (files("tlora_fx.codegen.pieces") / f"{name}.py").read_text("utf-8")
-    for node in ast.parse(text).body:
-        if isinstance(node, ast.FunctionDef) and node.name == name:
-            first = min(node.lineno, *(mark.lineno for mark in node.decorator_list))
-            return "\n".join(text.splitlines()[first - 1 : node.end_lineno])
-    raise AssertionError(f"codegen/pieces/{name}.py holds no function {name}")
+def _library() -> dict[str, str]:
+    """The text of each function of the device library by its name, decorators included."""
+    text = (files("tlora_fx.codegen") / "device_library.py").read_text("utf-8")
+    lines = text.splitlines()
+    return {
+        node.name: "\n".join(lines[node.decorator_list[0].lineno - 1 : node.end_lineno])
+        for node in ast.parse(text).body
+        if isinstance(node, ast.FunctionDef)
+    }
 
 
-def _with_used(names: Iterable[str]) -> list[str]:
-    """Pieces with those that they call, each once, callees first."""
+def _with_called(names: Iterable[str]) -> list[str]:
+    """Functions of the device library with those that they call, each once, callees first."""
     ordered: dict[str, None] = {}
     for name in names:
-        ordered.update(dict.fromkeys([*_with_used(sorted(_called(name))), name]))
+        ordered.update(dict.fromkeys([*_with_called(_called(name)), name]))
     return list(ordered)
 
 
 @cache
-def _called(name: str) -> frozenset[str]:
-    folder = files("tlora_fx.codegen.pieces")
-    calls = (node for node in ast.walk(ast.parse(piece(name))) if isinstance(node, ast.Call))
-    called = {call.func.id for call in calls if isinstance(call.func, ast.Name)}
-    return frozenset(other for other in called - {name} if (folder / f"{other}.py").is_file())
+def _called(name: str) -> list[str]:
+    calls = (
+        node.func for node in ast.walk(ast.parse(_library()[name])) if isinstance(node, ast.Call)
+    )
+    called = {function.id for function in calls if isinstance(function, ast.Name)}
+    return sorted(called & _library().keys())
 
 
 def fill(text: str, values: Mapping[str, object]) -> str:
-    """The code of one spec out of an emitter's text.
+    """The code of one spec out of a template.
 
     $name  ${name}        the value of that name
     line  #? dropout      stays where the value is true; also `not dropout`, `dropout and bias`
@@ -146,16 +104,16 @@ def fill(text: str, values: Mapping[str, object]) -> str:
 
 def _chosen(lines: Sequence[str], values: Mapping[str, object]) -> Iterator[str]:
     """The lines that stay, repeated as their marks say; marks are gone."""
-    at = 0
-    while at < len(lines):
-        line, at = lines[at], at + 1
+    index = 0
+    while index < len(lines):
+        line, index = lines[index], index + 1
         if not (mark := _MARK.search(line)):
             yield line
             continue
         inner = [line[: mark.start()]]
         if mark["opens"]:
-            close = _closing(lines, at)
-            inner, at = list(lines[at:close]), close + 1
+            close = _closing(lines, index)
+            inner, index = list(lines[index:close]), close + 1
         if mark["kind"] == "?":
             holds = all(_true(term, values) for term in mark["what"].split(" and "))
             yield from _chosen(inner, values) if holds else ()
@@ -167,12 +125,12 @@ def _chosen(lines: Sequence[str], values: Mapping[str, object]) -> Iterator[str]
 
 def _closing(lines: Sequence[str], start: int) -> int:
     depth = 1
-    for at in range(start, len(lines)):
-        mark = _MARK.search(lines[at])
-        depth += bool(mark and mark["opens"]) - (lines[at].strip() == "#]")
+    for index in range(start, len(lines)):
+        mark = _MARK.search(lines[index])
+        depth += bool(mark and mark["opens"]) - (lines[index].strip() == "#]")
         if depth == 0:
-            return at
-    raise AssertionError("a block of an emitter's text has no #]")
+            return index
+    raise AssertionError("a block of a template has no #]")
 
 
 def _true(term: str, values: Mapping[str, object]) -> bool:
@@ -181,7 +139,7 @@ def _true(term: str, values: Mapping[str, object]) -> bool:
 
 
 def _named(line: str, values: Mapping[str, object]) -> str:
-    return _NAME.sub(lambda found: str(values[found[1] or found[2]]), line)
+    return _NAME.sub(lambda name: str(values[name[1] or name[2]]), line)
 
 
 def short(dtype: Dtype) -> str:

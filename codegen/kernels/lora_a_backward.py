@@ -15,10 +15,9 @@ the pipeline deep: each SM has three programs with three tiles of 16 KiB in flig
 
 from __future__ import annotations
 
-from tlora_fx.codegen.compiled_check import SHARED_BYTES
-from tlora_fx.codegen.emit.lora_b_backward import chunk_of, padded_rank_rows
-from tlora_fx.codegen.source import accumulator, fill, module, overlaps, precision, short, size
-from tlora_fx.codegen.spec import KernelSpec, Tile
+from tlora_fx.codegen.kernels.lora_b_backward import chunk_of, padded_rank_rows
+from tlora_fx.codegen.spec import SHARED_BYTES, KernelSpec, Tile
+from tlora_fx.codegen.template import accumulator, fill, module, overlaps, precision, short, size
 
 _BODY = '''
 @triton.jit(
@@ -233,7 +232,7 @@ def source(spec: KernelSpec) -> str:
         spec,
         constants=constants,
         signature=_signature(spec),
-        pieces=["segment_tile", *(["expand_bits"] if spec.dropout else [])],
+        functions=["segment_tile", *(["expand_bits"] if spec.dropout else [])],
         body=fill(_BODY, _values(spec)),
     )
 

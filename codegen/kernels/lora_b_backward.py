@@ -20,9 +20,8 @@ With `extend` = "copy" dy also goes, row by row, to where concat-K wants it.
 
 from __future__ import annotations
 
-from tlora_fx.codegen.compiled_check import SHARED_BYTES
-from tlora_fx.codegen.source import accumulator, fill, module, overlaps, precision, short, size
-from tlora_fx.codegen.spec import KernelSpec, Tile
+from tlora_fx.codegen.spec import SHARED_BYTES, KernelSpec, Tile
+from tlora_fx.codegen.template import accumulator, fill, module, overlaps, precision, short, size
 
 # Widths for which a Hopper has programs enough with slabs of 512 (H200, 8,192 x 4,096: 23.1 against
 # 23.9 microseconds, and half the shares for `sum_ds`; 8,192 x 14,336 is faster with 256).
@@ -123,7 +122,7 @@ def launch(dy, s, b_packed, segments, slots, jobs, ds_parts, db_parts, extended=
     slots      int32 [jobs + 1]
     ds_parts   $part [$slabs, M, W], not yet scaled; written where a job has a rank
     db_parts   $part [C, W, $outer], chunks of $chunk tokens; written where a job has a rank
-    extended   $extended_told
+    extended   $extended_doc
     """
     tokens, width = s.shape
     chunks = (tokens + jobs * ($chunk - 1)) // $chunk
@@ -246,7 +245,7 @@ def source(spec: KernelSpec) -> str:
         spec,
         constants=constants,
         signature=_signature(spec),
-        pieces=["segment_tile", *(["column_halves"] if _halves(spec) else [])],
+        functions=["segment_tile", *(["column_halves"] if _halves(spec) else [])],
         body=fill(_BODY, _values(spec)),
     )
 
@@ -272,7 +271,7 @@ def _values(spec: KernelSpec) -> dict[str, object]:
         "b_mask": f", mask={b_mask}, other=0.0" if b_mask else "",
         "db_mask": f", mask={db_mask}" if db_mask else "",
         "and_copy": ", and copy dy" if copy else "",
-        "extended_told": f"[M, {spec.outer} + T] in {spec.dtype}, gets dy in its first columns"
+        "extended_doc": f"[M, {spec.outer} + T] in {spec.dtype}, gets dy in its first columns"
         if copy
         else "not read",
     }

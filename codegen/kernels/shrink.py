@@ -1,0 +1,602 @@
+"""S = scale * drop(x) Aᵀ of every job in one read of x, and dropout's bits.
+
+A program takes one tile of rows of one segment and all columns of x, in a fixed order, so a
+token's row of S depends on nothing but its job. For few tokens those are few programs that each
+wait long: with `tile.slab` a program takes so many columns of x and leaves a share of S, which the
+`sum_ds` of `finish` adds up, scales and rounds. Tiles are counted from the segment's start; jobs
+without adapters only write zeros. Ranks up to `tile.columns` share one read of x, each further
+`tile.columns` read it again.
+
+Decisions are drawn here once for every (token, eight columns), applied to x in registers and
+stored as one bit each. Bits of jobs that drop nothing are not written, and readers branch on the
+threshold as this kernel does.
+
+Several sites share one read of x, each with its own adapters, masks and S. With `extend` the rows
+of S also go behind x, job j's columns at ranks[j], for the GEMM of concat-K.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from textwrap import indent
+
+from tlora_fx.codegen.kernels import sums
+from tlora_fx.codegen.spec import KernelSpec, Tile
+from tlora_fx.codegen.template import accumulator, fill, module, overlaps, precision, short, size
+from tlora_fx.errors import KernelSpecError
+
+_FEW = 4096  # tokens up to which tiles of all columns are too few for an H200
+# Rows, warps and stages of a tile that tuning tries.
+_TRIED = ((16, 4, 4), (16, 4, 6), (32, 4, 4), (32, 4, 6), (32, 8, 4), (64, 4, 3), (64, 8, 3))
+
+
+_BODY = '''
+@triton.jit
+def project(
+    x,
+    x_stride,
+    row,  # int64 [ROWS]
+    inside,  # [ROWS], of the job's rows
+    begin,  # first rank of this panel
+    share,  # first column of x  #? split
+    #* sites [
+    a_$k,
+    first_$k,
+    width_$k,
+    scale_$k,  #? not split
+    faults_$k,  #? not split
+    s_$k,
+    s_stride_$k,
+    #? dropout [
+    threshold_$k,
+    site_$k,
+    octet_$k,
+    bits_$k,
+    #]
+    #]
+    #? dropout [
+    token,  # uint32 [ROWS]
+    seed,
+    step,
+    #]
+    #? copy [
+    extended,
+    extended_stride,
+    #]
+    DROPS: tl.constexpr,  #? dropout
+):
+    """Ranks begin:begin + PANEL of S for one tile of rows."""
+    ranks = begin + tl.arange(0, PANEL)
+    sum_$k = tl.zeros((ROWS, PANEL), $wide)  #* sites
+    for column in range(0, INNER, DEPTH):  #? not split
+    for place in range(0, SLAB, DEPTH):  #? split
+        column = share + place  #? split
+        columns = column + tl.arange(0, DEPTH)
+        here = inside[:, None]  #? not ragged
+        here = inside[:, None] & (columns < INNER)[None, :]  #? ragged
+        tile = tl.load(x + row[:, None] * x_stride + columns[None, :], mask=here, other=0.0)
+        #? copy [
+        to = extended + row[:, None] * extended_stride + columns[None, :]
+        tl.store(to, tile, mask=here & (begin == 0))
+        #]
+        #* sites [
+        where = (first_$k + ranks).to(tl.int64)[:, None] * INNER + columns[None, :]
+        owned = (ranks < width_$k)[:, None]  #? not ragged
+        owned = (ranks < width_$k)[:, None] & (columns < INNER)[None, :]  #? ragged
+        a_tile = tl.load(a_$k + where, mask=owned, other=0.0)
+        kept = tile
+        #? dropout [
+        if DROPS:
+            byte = column // 8 + tl.arange(0, DEPTH // 8)
+            counter = (octet_$k + byte).to(tl.uint32)[None, :]
+            bits = draw_bits(token[:, None], counter, site_$k, seed, step, threshold_$k)
+            fresh = inside[:, None] & (begin == 0)  #? not ragged
+            fresh = inside[:, None] & (byte < BYTES)[None, :] & (begin == 0)  #? ragged
+            to = bits_$k + row[:, None] * BYTES + byte[None, :]
+            tl.store(to, bits.to(tl.uint8), mask=fresh)
+            kept = tl.where(spread_bits(bits, ROWS, DEPTH // 8), tile, 0.0)
+        #]
+        sum_$k = tl.dot(kept, tl.trans(a_tile), sum_$k$precision)
+        #]
+    #* sites [
+    #? split [
+    written = inside[:, None] & (ranks < width_$k)[None, :]
+    tl.store(s_$k + row[:, None] * s_stride_$k + ranks[None, :], sum_$k, mask=written)
+    #]
+    #? not split [
+    # Ranks that this job has not are zero, whatever its neighbours hold.
+    value = tl.where((ranks < width_$k)[None, :], sum_$k * scale_$k + tl.sum(faults_$k), 0.0)
+    value = value.to(tl.$dtype)
+    written = inside[:, None] & (ranks < s_stride_$k)[None, :]
+    tl.store(s_$k + row[:, None] * s_stride_$k + ranks[None, :], value, mask=written)
+    #]
+    #]
+
+
+#? tails [
+@triton.jit
+def extend(target, stride, width, s, s_stride, row, inside, before, rank):
+    """The tile's rows of S as columns before:before + rank of a tail of `width`, zeros beside."""
+    for column in range(0, width, 32):
+        columns = column + tl.arange(0, 32)
+        own = columns - before
+        mine = inside[:, None] & ((own >= 0) & (own < rank))[None, :]
+        value = tl.load(s + row[:, None] * s_stride + own[None, :], mask=mine, other=0.0)
+        within = inside[:, None] & (columns < width)[None, :]
+        tl.store(target + row[:, None] * stride + columns[None, :], value, mask=within)
+
+
+#]
+@triton.jit(
+    do_not_specialize=[
+        "tokens",
+        "jobs",
+        "strips_$k",  #* whole_sites
+        "site_$k",  #* dropout_sites
+        "octet_$k",  #* dropout_sites
+    ],
+    do_not_specialize_on_alignment=[
+        "segments",
+        #* sites [
+        "slots_$k",
+        "scales_$k",  #? not split
+        "thresholds_$k",  #? dropout
+        "ranks_$k",  #? tails
+        #]
+        "keys",  #? dropout
+        "token_index",  #? dropout
+    ],
+)
+def kernel(
+    x,  # [tokens, INNER]
+    x_stride,
+    tokens,
+    segments,  # [jobs + 1]
+    jobs,
+    #* sites [
+    a_$k,  # [P, INNER]
+    flags_$k,  # [P / RANK_BLOCK, strips]  #? not split
+    strips_$k,  #? not split
+    slots_$k,  # [jobs + 1]
+    scales_$k,  # [jobs]  #? not split
+    s_$k,  # [tokens, s_stride]  #? not split
+    s_$k,  # [shares, tokens, s_stride]  #? split
+    s_stride_$k,
+    #? dropout [
+    thresholds_$k,  # [jobs]
+    site_$k,
+    octet_$k,  # where column 0 stands in the site's own input, in eights
+    bits_$k,  # [tokens, BYTES]
+    #]
+    #? tails [
+    ranks_$k,  # [jobs + 1]
+    tail_$k,  # first column of this site's tail in `extended`
+    tail_width_$k,
+    #]
+    #]
+    #? dropout [
+    keys,  # [jobs, 2]
+    token_index,  # [tokens]
+    #]
+    #? extended [
+    extended,  # [tokens, extended_stride]
+    extended_stride,
+    #]
+):
+    start_next(OVERLAP)  #? overlap
+    job, place = segment_tile(tl.program_id(0), segments, jobs, ROWS, JOBS)
+    owned = job < jobs
+    # Rows behind the last segment count as a job without adapters.
+    start = tl.load(segments + job) + place * ROWS
+    end = tl.load(segments + job + 1, mask=owned, other=tokens)
+    #* sites [
+    first_$k = tl.load(slots_$k + job, mask=owned, other=0)
+    width_$k = tl.load(slots_$k + job + 1, mask=owned, other=0) - first_$k
+    scale_$k = tl.load(scales_$k + job, mask=owned, other=0.0)  #? not split
+    #? dropout [
+    threshold_$k = tl.load(thresholds_$k + job, mask=owned, other=0)
+    #]
+    #? tails [
+    before_$k = tl.load(ranks_$k + job, mask=owned, other=0)
+    rank_$k = tl.load(ranks_$k + job + 1, mask=owned, other=0) - before_$k
+    #]
+    #]
+    #? dropout [
+    seed = tl.load(keys + 2 * job, mask=owned, other=0).to(tl.uint32)
+    step = tl.load(keys + 2 * job + 1, mask=owned, other=0).to(tl.uint32)
+    #]
+    await_previous(OVERLAP)  #? overlap
+    if start >= end:
+        return
+    rows = start + tl.arange(0, ROWS)
+    inside = rows < end
+    row = rows.to(tl.int64)
+    #? split [
+    share = tl.program_id(1)
+    s_$k += share.to(tl.int64) * tokens * s_stride_$k  #* sites
+    share *= SLAB
+    #]
+    #* whole_sites [
+    faults_$k = fault_flags(flags_$k, first_$k, first_$k + width_$k, strips_$k, RANK_BLOCK)
+    #]
+    #? dropout [
+    drops = $some_drop
+    token = tl.load(token_index + rows, mask=inside, other=0).to(tl.uint32)
+    #]
+    widest = $widest
+$dispatch
+    #? not split [
+    done = tl.cdiv($least, PANEL) * PANEL
+    #* sites [
+    for column in range(done, s_stride_$k, RANK_BLOCK):
+        to = s_$k + row[:, None] * s_stride_$k + column + tl.arange(0, RANK_BLOCK)[None, :]
+        tl.store(to, tl.zeros((ROWS, RANK_BLOCK), tl.$dtype), mask=inside[:, None])
+    #]
+    #]
+    #? tails [
+    # S is read back by other threads than wrote it: a job's first column may lie anywhere, and a
+    # 16-byte store may not.
+    tl.debug_barrier()
+    #* sites [
+    target_$k = extended + tail_$k
+    extend(
+        target_$k,
+        extended_stride,
+        tail_width_$k,
+        s_$k,
+        s_stride_$k,
+        row,
+        inside,
+        before_$k,
+        rank_$k,
+    )
+    #]
+    #]
+
+
+def launch(
+    x,
+    a_packed,
+    flags,
+    segments,
+    keys,
+    token_index,
+    slots,
+    scales,
+    thresholds,
+    sites,
+    jobs,
+    s,
+    bits,
+    extended=None,
+    ranks=None,
+    tail_offsets=None,
+    tail_widths=None,
+):
+    """Fill $s_name$and_bits$and_tail of $count.
+
+    x             [M, $inner] in $dtype, elements of a row contiguous
+    a_packed      per site [P, $inner] in $dtype
+    flags         $flags_doc
+    segments      int32 [jobs + 1]
+    keys          int32 [jobs, 2]$unread
+    token_index   int32 [M]$unread
+    slots         per site int32 [jobs + 1]
+    scales        per site float32 [jobs]$unscaled
+    thresholds    per site int32 [jobs]$unread
+    sites         per site its number; bits from 32 on count the eights of columns before x's first
+                  where x is a piece of the site's input$unread
+    s             $s_doc
+    bits          $bits_doc
+    extended      $extended_doc
+    ranks         per site int32 [jobs + 1]$untailed
+    tail_offsets  per site its tail's first column, counted from column $inner; multiples of 16
+                  spare a compilation$untailed
+    tail_widths   per site its tail's columns, written whole; alike$untailed
+    """
+    tokens = x.shape[0]
+    grid = (triton.cdiv(tokens, $rows) + jobs, $slabs)
+    if tokens > 0:
+        kernel[grid](
+            x,
+            x.stride(0),
+            tokens,
+            segments,
+            jobs,
+            #* sites [
+            a_packed[$k],
+            flags[$k],  #? not split
+            flags[$k].shape[1],  #? not split
+            slots[$k],
+            scales[$k],  #? not split
+            s[$k],
+            s[$k].shape[-1],
+            #? dropout [
+            thresholds[$k],
+            sites[$k] & 0x7FFFFFFF,
+            sites[$k] >> 32,
+            bits[$k],
+            #]
+            #? tails [
+            ranks[$k],
+            $inner + tail_offsets[$k],
+            tail_widths[$k],
+            #]
+            #]
+            #? dropout [
+            keys,
+            token_index,
+            #]
+            #? extended [
+            extended,
+            extended.stride(0),
+            #]
+            **META,
+        )
+'''
+
+# Runs for the dropout of the tile's job, or without any.
+_CALL = """
+for begin in range(0, $least, PANEL):
+    project(
+        x,
+        x_stride,
+        row,
+        inside,
+        begin,
+        share,  #? split
+        #* sites [
+        a_$k,
+        first_$k,
+        width_$k,
+        scale_$k,  #? not split
+        faults_$k,  #? not split
+        s_$k,
+        s_stride_$k,
+        #? dropout [
+        threshold_$k,
+        site_$k.to(tl.uint32),
+        octet_$k,
+        bits_$k,
+        #]
+        #]
+        #? dropout [
+        token,
+        seed,
+        step,
+        #]
+        #? copy [
+        extended,
+        extended_stride,
+        #]
+        drawn,  #? dropout
+    )
+"""
+
+
+def default_tile(spec: KernelSpec) -> Tile:
+    """Tiles of 64 rows: one or two programs an SM at 8,192 tokens, and whole warp groups.
+
+    Who draws masks for one site waits less in tiles of 32 (H200: 41 against 46 microseconds).
+
+    A panel (`columns`) of two rank blocks lets most jobs' ranks share one read of x. What keeps
+    more values at once gets more warps or fewer rows, so that all stays in registers: masks, sums
+    of several sites, wide panels, the copy of x.
+    """
+    wide, several, copy = spec.rank_block > 16, spec.sites > 1, spec.extend == "copy"
+    crowded = (wide, several, spec.dropout, copy).count(True)
+    single = wide and spec.sites > 2 and (spec.dropout or copy)
+    heavy = several and spec.dropout and (spec.sites > 2 or spec.extend != "")
+    heavy = heavy or (single and copy)
+    alone = spec.dropout and crowded == 1
+    short = copy or alone or (wide and several and spec.dropout) or (several and spec.arch < 90)
+    # Four wide sites fit into Hopper's registers only; newer ones take them without masks too.
+    low = wide and spec.sites > 3 and (spec.arch < 90 or (spec.dropout and spec.arch > 90))
+    # Compiled for sm_100, four warps that draw masks spill, if only two registers.
+    eight = (crowded > 1 and (wide or several)) or (spec.dropout and spec.arch >= 100)
+    return Tile(
+        rows=16 if low else 32 if short and not heavy else 64,
+        columns=spec.rank_block * (1 if single else 2),
+        depth=32 if heavy else 64 if crowded else 128,
+        warps=8 if eight else 4,
+        stages=6 if heavy or alone else 3 if wide and several else 4,
+    )
+
+
+def tile_for(spec: KernelSpec, tokens: int, width: int) -> Tile:
+    """The rule for a row of so many tokens whose S has so many columns; the slab may be set."""
+    rule = default_tile(spec)
+    columns = spec.rank_block if width <= spec.rank_block else rule.columns
+    if tokens > _FEW or size(spec.dtype) > 2:
+        return replace(rule, columns=columns)
+    slab = 512 if tokens <= 1024 else 1024
+    return _split(spec, replace(rule, columns=columns), min(rule.rows, 32), slab)
+
+
+def _split(spec: KernelSpec, rule: Tile, rows: int, slab: int) -> Tile:
+    """A tile of shares, with as many loads in flight as a share has, up to seven."""
+    most = 4 if spec.rank_block > 16 or spec.sites > 1 else 8
+    return replace(rule, rows=rows, slab=slab, stages=min(slab // rule.depth + 1, most))
+
+
+def split_candidates(spec: KernelSpec) -> tuple[Tile, ...]:
+    """What tuning tries for few tokens; the caller gives room for shares and starts `finish`."""
+    if size(spec.dtype) > 2:
+        return ()
+    rule = default_tile(spec)
+    tiles = (
+        _split(spec, replace(rule, columns=columns), rows, slab)
+        for rows in (16, 32, 64)
+        for slab in (512, 1024, 2048)
+        for columns in (spec.rank_block, rule.columns)
+        if slab < spec.inner and rows <= rule.rows
+    )
+    return tuple(dict.fromkeys(tiles))
+
+
+def candidates(spec: KernelSpec) -> tuple[Tile, ...]:
+    """Fewer rows for fewer tokens, more loads in flight; `depth` stays, it orders the sums."""
+    rule = default_tile(spec)
+    tiles = [rule]
+    for rows, warps, stages in _TRIED:
+        more = rows * spec.sites * rule.columns > 128 * 32 * warps
+        tile = replace(rule, rows=rows, warps=warps, stages=stages)
+        tiles += [tile] if tile not in tiles and not more else []
+    # Where no job has more ranks than one block, its narrower panel leaves room.
+    tiles += [replace(tile, columns=spec.rank_block) for tile in tiles]
+    return tuple(dict.fromkeys(tiles))
+
+
+def source(spec: KernelSpec) -> str:
+    """The module's text; raises KernelSpecError for a tile that it cannot have."""
+    tile = spec.cut
+    if tile.columns % spec.rank_block or tile.depth < 16 or tile.slab % tile.depth:
+        raise KernelSpecError(
+            "shrink takes whole rank blocks at a time, and 16 columns of x or more",
+            expected=f"tile.columns a multiple of {spec.rank_block}, tile.depth >= 16, tile.slab a "
+            "multiple of tile.depth",
+            found=tile,
+        )
+    constants = {
+        "INNER": spec.inner,
+        "BYTES": _bytes(spec),
+        "ROWS": tile.rows,
+        "DEPTH": tile.depth,
+        "RANK_BLOCK": spec.rank_block,
+        "PANEL": tile.columns,
+        "JOBS": spec.job_capacity,
+    }
+    shared = ["segment_tile"] + ["fault_flags"] * (not tile.slab)
+    shared += ["draw_bits", "spread_bits"] * spec.dropout
+    values = _values(spec)
+    constants |= {"SLAB": tile.slab} if tile.slab else {}
+    body = fill(_BODY, values | {"dispatch": _dispatch(spec, fill(_CALL, values))})
+    return module(
+        spec, constants=constants, signature=_signature(spec), functions=shared, body=body
+    )
+
+
+def _values(spec: KernelSpec) -> dict[str, object]:
+    sites, copy, split = range(spec.sites), spec.extend == "copy", bool(spec.cut.slab)
+    tails = spec.extend != "" and not split
+    flags = "per site float32 [P / {}, strips]; sites may differ in their outputs"
+    whole = f"per site [M, W] in {spec.dtype}, contiguous, written whole"
+    shares = (
+        f"per site {{}} [{slabs_of(spec)}, M, W], shares of S, not yet scaled; written where a "
+    )
+    shares += "job\n                  has a rank"
+    wide = accumulator(spec.dtype)
+    drops = [f"(threshold_{k} > 0)" for k in sites]
+    bits = f"per site uint8 [M, {_bytes(spec)}]; undefined where a job has no adapter or no dropout"
+    extended = f"[M, {spec.inner} + T or wider]: "
+    gets = " and ".join(["x"] * copy + ["S"] * tails) if copy else "x is its view; S"
+    return {
+        "dtype": spec.dtype,
+        "overlap": overlaps(spec),
+        "wide": wide,
+        "precision": precision(spec.dtype),
+        "inner": spec.inner,
+        "rows": spec.cut.rows,
+        "rank_block": spec.rank_block,
+        "sites": spec.sites,
+        "dropout": spec.dropout,
+        "dropout_sites": spec.sites * spec.dropout,
+        "split": split,
+        "slabs": slabs_of(spec),
+        "whole_sites": spec.sites * (not split),
+        "s_name": "the shares of s" if split else "s",
+        "s_doc": shares.format(wide.removeprefix("tl.")) if split else whole,
+        "flags_doc": "not read" if split else flags.format(spec.rank_block),
+        "unscaled": "; not read" if split else "",
+        "tails": tails,
+        "extended": copy or tails,
+        "copy": copy,
+        "ragged": spec.inner % (spec.cut.slab or spec.cut.depth),
+        "some_drop": " | ".join(drops) if len(drops) > 1 else drops[0][1:-1],
+        "widest": _largest([f"width_{k}" for k in sites]),
+        # Rows of jobs without adapters are copied too.
+        "least": "tl.maximum(widest, 1)" if copy else "widest",
+        "count": "one site" if spec.sites == 1 else f"{spec.sites} sites that read x",
+        "and_bits": " and bits" if spec.dropout else "",
+        "and_tail": ", and the rows of `extended`," if copy or tails else "",
+        "bits_doc": bits if spec.dropout else "not written",
+        "extended_doc": extended + gets if copy or tails else "not written",
+        "unread": "" if spec.dropout else "; not read",
+        "untailed": "" if tails else "; not read",
+    }
+
+
+def slabs_of(spec: KernelSpec) -> int:
+    """Into how many shares of x's columns a settled spec cuts the sum; 1: it writes S itself."""
+    return -(-spec.inner // spec.cut.slab) if spec.cut.slab else 1
+
+
+def finish(spec: KernelSpec) -> KernelSpec:
+    """The `sum_ds` that makes S out of a site's shares: its `outer` is x's width."""
+    plain = replace(
+        spec, kind="sum_ds", inner=spec.outer, outer=spec.inner, dropout=False, sites=1, tile=None,
+        extend="tail" if spec.extend else "",
+    )  # fmt: skip
+    return replace(plain, tile=replace(sums.sum_ds.default_tile(plain), slab=spec.cut.slab))
+
+
+def _dispatch(spec: KernelSpec, call: str) -> str:
+    """The loop over panels, once; with dropout in two forms, of which the tile's job runs one."""
+    if not spec.dropout:
+        return indent(call, "    ").rstrip()
+    comment = "# A job that drops nothing draws nothing: both forms stand in the code, one runs."
+    forms = f"{comment}\nfor drawn in tl.static_range(2):\n    if drops == drawn:\n"
+    return indent(forms + indent(call, " " * 8), "    ").rstrip()
+
+
+def _largest(names: list[str]) -> str:
+    largest = names[0]
+    for name in names[1:]:
+        largest = f"tl.maximum({largest}, {name})"
+    return largest
+
+
+def _signature(spec: KernelSpec) -> dict[str, str]:
+    data = f"*{short(spec.dtype)}"
+    types = {"x": data, "x_stride": "i32", "tokens": "i32", "segments": "*i32", "jobs": "i32"}
+    split, part = bool(spec.cut.slab), "*fp64" if spec.dtype == "float64" else "*fp32"
+    site = {"a": data}
+    site |= {} if split else {"flags": "*fp32", "strips": "i32"}
+    site |= {"slots": "*i32"} | ({} if split else {"scales": "*fp32"})
+    site |= {"s": part if split else data, "s_stride": "i32"}
+    site |= (
+        {"thresholds": "*i32", "site": "i32", "octet": "i32", "bits": "*u8"} if spec.dropout else {}
+    )
+    tails, copy = spec.extend != "" and not split, spec.extend == "copy"
+    site |= {"ranks": "*i32", "tail": "i32", "tail_width": "i32"} if tails else {}
+    for k in range(spec.sites):
+        types |= {f"{name}_{k}": kind for name, kind in site.items()}
+    types |= {"keys": "*i32", "token_index": "*i32"} if spec.dropout else {}
+    return types | ({"extended": data, "extended_stride": "i32"} if copy or tails else {})
+
+
+def _bytes(spec: KernelSpec) -> int:
+    return -(-spec.inner // 8)
+
+
+def flops(spec: KernelSpec) -> str:
+    """Only products; a counter of Philox costs about 60 integer instructions."""
+    return f"{2 * spec.sites} M I r"
+
+
+def bytes_moved(spec: KernelSpec) -> str:
+    """Reads x once, A from the cache; writes S, bits, and what `extend` asks for."""
+    data, sites = size(spec.dtype), spec.sites
+    bits = f" + {sites} M I / 8".replace(" 1 M", " M") if spec.dropout else ""
+    tail = f" + {data} M T" if spec.extend else ""
+    copy = f" + {data} M I" if spec.extend == "copy" else ""
+    return f"{data} M I + {data * sites} (M W + P I){bits}{tail}{copy}"
+
+
+def cost(spec: KernelSpec, tokens: int, rank_rows: int) -> tuple[int, int]:
+    """FLOP and bytes, with S as wide as the mean rank."""
+    data, rank = size(spec.dtype), rank_rows // max(tokens, 1)
+    per_site = data * (rank_rows + rank * spec.inner) + tokens * _bytes(spec) * spec.dropout
+    copied = data * (tokens * spec.inner * (spec.extend == "copy") + rank_rows * bool(spec.extend))
+    moved = data * tokens * spec.inner + spec.sites * per_site + copied
+    return 2 * spec.sites * spec.inner * rank_rows, moved

@@ -1,0 +1,57 @@
+"""From a template to text: marks, names, and functions of the device library."""
+
+from __future__ import annotations
+
+import ast
+
+import pytest
+
+from tlora_fx.codegen.spec import KernelSpec, Tile
+from tlora_fx.codegen.template import fill, module
+
+
+def test_marked_lines_stay_where_their_flag_is_true():
+    """`#?` takes a flag, its negation, and several of them."""
+    text = "a  #? yes\nb  #? no\nc  #? not no\nd  #? yes and not no\ne  #? yes and no\nf"
+
+    assert fill(text, {"yes": True, "no": False}) == "a\nc\nd\nf\n"
+
+
+def test_blocks_are_kept_or_dropped_whole():
+    """`#? flag [` to `#]`, one inside another."""
+    text = "#? outer [\na\n#? inner [\nb\n#]\nc\n#]\nd"
+
+    assert fill(text, {"outer": True, "inner": False}) == "a\nc\nd\n"
+    assert fill(text, {"outer": False, "inner": True}) == "d\n"
+
+
+def test_lines_and_blocks_are_repeated_with_their_number():
+    """`#* name` counts $k from 0 to below the value."""
+    text = "x$k,  #* sites\n#* sites [\na${k}_\n    b  #? deep\n#]"
+
+    assert fill(text, {"sites": 2, "deep": True}) == "x0,\nx1,\na0_\n    b\na1_\n    b\n"
+
+
+def test_names_are_put_in():
+    """$name and ${name}; an unknown one is our own mistake."""
+    assert fill("tl.$dtype, ${dtype}s", {"dtype": "float16"}) == "tl.float16, float16s\n"
+    with pytest.raises(KeyError):
+        fill("$nothing", {})
+
+
+def test_a_block_without_an_end_is_our_own_mistake():
+    """It would swallow the rest of the kernel."""
+    with pytest.raises(AssertionError, match="no #]"):
+        fill("#? a [\nb", {"a": True})
+
+
+def test_a_shared_function_brings_the_functions_that_it_calls():
+    """Callees come first, each once, from @triton.jit to the last line."""
+    spec = KernelSpec("pack", 8, 8, arch=80, tile=Tile(1, 1, 1, 1, 1))
+    used = ["draw_bits", "philox_words"]
+    text = module(spec, constants={}, signature={}, functions=used, body="pass")
+    functions = [node for node in ast.parse(text).body if isinstance(node, ast.FunctionDef)]
+
+    assert [node.name for node in functions] == ["philox_multiply", "philox_words", "draw_bits"]
+    assert all(ast.unparse(node.decorator_list[0]) == "triton.jit" for node in functions)
+    assert text.count("\n    return ") == 3
