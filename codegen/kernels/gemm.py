@@ -319,23 +319,11 @@ class _Gemm:
         depth is a function of the type alone: a job's numbers do not change with the rest of a
         tile.
         """
-        return self.candidates(spec)[0]
+        return _tiles(spec, narrow=self.roles(spec).width <= 1024)[0]
 
     def candidates(self, spec: KernelSpec) -> tuple[Tile, ...]:
         """Tiles that fit, by falling size; for narrow outputs those of 128 columns come first."""
-        depth = max(16, 128 // size(spec.dtype))
-        shapes = _SHAPES if size(spec.dtype) == 2 else _SHAPES_OF_WIDE_TYPES
-        tiles = [Tile(r, c, depth, warps, stages) for r, c, warps, stages in shapes]
-        tiles = [tile for tile in tiles if _shared(spec, tile, 4) <= _limit(spec.arch)]
-        if spec.arch != BULK:
-            # Operands of older tensor cores are in registers too; newer ones sum in 512 columns.
-            tiles = [tile for tile in tiles if max(tile.rows, tile.columns) <= 128]
-        if spec.arch < BULK:
-            tiles = [tile for tile in tiles if tile.rows * tile.columns <= tile.warps << 11]
-        narrow = self.roles(spec).width <= 1024
-        return tuple(
-            sorted(tiles, key=lambda tile: narrow and tile.rows * tile.columns > 128 * 128)
-        )
+        return _tiles(spec, narrow=self.roles(spec).width <= 1024)
 
     def source(self, spec: KernelSpec) -> str:
         """The module's text; raises KernelSpecError where rows are no multiple of 16 bytes."""
@@ -416,6 +404,19 @@ class _InputGradient(_Gemm):
 
 forward = _Forward()
 input_gradient = _InputGradient()
+
+
+def _tiles(spec: KernelSpec, *, narrow: bool) -> tuple[Tile, ...]:
+    depth = max(16, 128 // size(spec.dtype))
+    shapes = _SHAPES if size(spec.dtype) == 2 else _SHAPES_OF_WIDE_TYPES
+    tiles = [Tile(r, c, depth, warps, stages) for r, c, warps, stages in shapes]
+    tiles = [tile for tile in tiles if _shared(spec, tile, 4) <= _limit(spec.arch)]
+    if spec.arch != BULK:
+        # Operands of older tensor cores are in registers too; newer ones sum in 512 columns.
+        tiles = [tile for tile in tiles if max(tile.rows, tile.columns) <= 128]
+    if spec.arch < BULK:
+        tiles = [tile for tile in tiles if tile.rows * tile.columns <= tile.warps << 11]
+    return tuple(sorted(tiles, key=lambda tile: narrow and tile.rows * tile.columns > 128 * 128))
 
 
 def _gather(spec: KernelSpec, tile: Tile) -> int:
