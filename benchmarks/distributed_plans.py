@@ -37,9 +37,7 @@ def plans_of(model: SuperModel, cost: CostModel, work: Round, world: int) -> dic
     fsdp = Plan(planner="fsdp", mesh=replicas, shard_base=True)
     found["fsdp"] = fsdp
     found["fsdp, kept"] = fsdp.model_copy(update={"keep_gathered": True})
-    tensor = Plan(planner="tensor", mesh=pieces)
-    found["tensor"] = tensor
-    found["tensor, sequence_parallel"] = tensor.model_copy(update={"sequence_parallel": True})
+    found["tensor"] = Plan(planner="tensor", mesh=pieces)
     pipeline = MeshShape(pp=world)
     for count in (2 * world, 4 * world):
         found[f"pipeline, {count} micro-batches"] = staged(pipeline, count)

@@ -44,7 +44,10 @@ def main() -> None:
 
 
 def again(found: dict[str, Any], asked: argparse.Namespace) -> list[Row]:
-    """The measured rows of a file with what is predicted now; `then` is what was."""
+    """The measured rows of a file with what is predicted now; `then` is what was.
+
+    Rows of plans that there are no more are left out.
+    """
     model = traced_model(Shape(layers=asked.layers), JOBS)
     facts = facts_of(model)
     cost = CostModel(facts, profile_for(facts, found["hardware"]["gpu"], allow_estimated=False))
@@ -58,6 +61,7 @@ def again(found: dict[str, Any], asked: argparse.Namespace) -> list[Row]:
         | {"then": row["predicted_ms"]}
         | predicted(cost, plans[row["plan"]], row["tokens_per_gpu"], asked.length)
         for row in rows
+        if row["plan"] in plans
     ]
 
 

@@ -11,7 +11,7 @@ Keeps   losses and gradients, summed over the group; alone no process computes t
 Where a matrix holds several, one after the other, such as q, k and v, a process's piece has its
 heads of each. What cannot be cut stays whole, the same in every process, and is noted with the
 reason: branches that run as they are, dropout of the base on pieces. Values between layers are
-whole; shard-sequence cuts them along tokens.
+whole.
 """
 
 from __future__ import annotations

@@ -113,13 +113,6 @@ def demand_nano(plan: Plan, wanted: bool) -> None:
             found="nano-batches",
             help="plan more micro-batches instead, or use pp=1",
         )
-    if wanted and plan.sequence_parallel and plan.mesh.tp > 1:
-        raise PlanNotRunnable(
-            "rows that are cut along their tokens are not cut into nano-batches",
-            plan=f"{plan.planner} on {plan.mesh}",
-            found="nano-batches",
-            help="use a plan with sequence_parallel: false, or no nano-batches",
-        )
 
 
 def demand_shardable(model: SuperModel, plan: Plan) -> None:

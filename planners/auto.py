@@ -25,7 +25,6 @@ from tlora_fx.planners.load import Round, round_of_jobs
 from tlora_fx.planners.memory import Memory, demand_fits, fits, memory_of, usable_bytes
 from tlora_fx.planners.model_facts import ModelFacts
 from tlora_fx.planners.plan import Estimate, MeshShape, Plan, Schedule, model_fingerprint
-from tlora_fx.planners.prepared import any_with_tp, demand_sequence
 from tlora_fx.planners.profile import Profile
 from tlora_fx.planners.protocol import Planner
 from tlora_fx.planners.stages import legal_cuts
@@ -115,9 +114,8 @@ class Auto(Planner):
 
         profile   a Profile, or what `profile_for` takes; None: that of the device at hand
         options   `processes`; `gpus_per_node`; `round`, a `load.Round`, by default what the jobs'
-                  fields say; `max_row_tokens`; `allow_estimated`, False by default;
-                  `sequence_parallel`: only plans that cut rows along their tokens
-        raises    ProfileMissing, MeshDoesNotFit, JobTooLong, NoPlanFits, PlanNotRunnable
+                  fields say; `max_row_tokens`; `allow_estimated`, False by default
+        raises    ProfileMissing, MeshDoesNotFit, JobTooLong, NoPlanFits
         """
         if shape is not None:
             demand_mesh_fits(model, shape)
@@ -136,8 +134,7 @@ class Auto(Planner):
         meshes = [shape] if shape else None
         processes = shape.size if shape else int(options.get("processes", 1))
         cluster = Cluster(int(options.get("gpus_per_node", GPUS_PER_NODE)))
-        cut = bool(options.get("sequence_parallel", False))
-        found = search(model, known, work, processes, cluster, meshes, sequence_parallel=cut)
+        found = search(model, known, work, processes, cluster, meshes)
         demand_memory(found, work)
         return found.best()
 
@@ -173,36 +170,25 @@ def search(
     processes: int,
     cluster: Cluster | None = None,
     meshes: Sequence[MeshShape] | None = None,
-    *,
-    sequence_parallel: bool = False,
 ) -> Search:
     """Look at all plans of so many processes.
 
-    meshes              those to look at; None: all of that size
-    sequence_parallel   look only at plans that cut rows along their tokens
-    raises              PlanNotRunnable where that cannot be
+    meshes   those to look at; None: all of that size
     """
-    if sequence_parallel:
-        asked = meshes[0] if meshes else any_with_tp(model, processes)
-        demand_sequence(model, _first(asked).model_copy(update={"sequence_parallel": True}))
     cluster = cluster or Cluster()
     cost = CostModel(facts_of(model), profile, cluster)
     print_of, legal = model_fingerprint(model), _legal(model)
     found: list[Candidate] = []
     for mesh in meshes or list(every_mesh(processes)):
         reason = _obstacle(model, mesh, cluster)
-        if sequence_parallel and mesh.tp == 1:
-            reason = "rows are not cut along their tokens"
         if reason:
             found.append(Candidate(_first(mesh), reason=reason))
             continue
         for plan in variants(cost, mesh, work, legal):
-            told = {"model": print_of, "sequence_parallel": sequence_parallel}
-            one = _judged(model, cost, plan.model_copy(update=told), work)
-            found += [one, *_with_cut_tokens(model, cost, one, work)]
+            one = _judged(model, cost, plan.model_copy(update={"model": print_of}), work)
+            found.append(one)
             if one.memory is not None and not one.runs:
-                again = _judged(model, cost, recomputing(cost, one.plan, work, legal), work)
-                found += [again, *_with_cut_tokens(model, cost, again, work)]
+                found.append(_judged(model, cost, recomputing(cost, one.plan, work, legal), work))
     ordered = sorted(found, key=_order)
     judged = tuple(_estimated(one, cost) for one in ordered)
     return Search(judged, work.load.total, cost, work.load.sequences)
@@ -327,26 +313,11 @@ def _judged(model: SuperModel, cost: CostModel, plan: Plan, work: Round) -> Cand
     return Candidate(plan, time, memory, f"needs {needs:.1f} GiB of {has:.1f}")
 
 
-def _with_cut_tokens(
-    model: SuperModel, cost: CostModel, one: Candidate, work: Round
-) -> Iterator[Candidate]:
-    """The same plan with rows cut along tokens, where it is faster or alone fits into memory."""
-    mesh = one.plan.mesh
-    whole = mesh.tp == 1 or model.group.form != "packed" or one.plan.sequence_parallel
-    if whole or one.time is None:
-        return
-    other = _judged(model, cost, one.plan.model_copy(update={"sequence_parallel": True}), work)
-    faster = other.time is not None and other.time.seconds < one.time.seconds
-    if other.runs and (faster or not one.runs):
-        yield other
-
-
 def _order(one: Candidate) -> tuple[bool, float, int, str]:
     """Best first; of equal ones the simplest; what does not run last."""
     seconds = one.time.seconds if one.time and one.runs else 0.0
     mesh = one.plan.mesh
     kinds = sum(size > 1 for size in (mesh.pp, mesh.dp, mesh.tp)) + one.plan.shard_base
-    kinds += one.plan.sequence_parallel
     return not one.runs, seconds, kinds, str(one.plan)
 
 
@@ -356,9 +327,9 @@ def is_estimated(cost: CostModel, plan: Plan) -> bool:
     Links by a data sheet alone do not count; the plan's estimate names them beside the profile.
     """
     profile, tp = cost.profile, plan.mesh.tp
-    if profile.estimated or plan.sequence_parallel:
-        return True
-    return any(profile.layer(one.structure, tp) is None for one in cost.facts.layers)
+    return profile.estimated or any(
+        profile.layer(one.structure, tp) is None for one in cost.facts.layers
+    )
 
 
 def _estimated(one: Candidate, cost: CostModel) -> Candidate:

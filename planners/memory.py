@@ -20,9 +20,6 @@ from tlora_fx.planners.step_time import SQUARE, stage_layers
 RESERVED_GIB, GAPS = 1.5, 0.04
 #: Layers whose gathered weights stand at once: one that computes, and the next.
 GATHERED = 2
-#: Hidden states of a layer that are kept as pieces where rows are cut along their tokens: before
-#: each of its two norms. What norms give is gathered, and kept whole for adapters.
-RESIDUALS = 2
 
 
 @dataclass(frozen=True, slots=True)
@@ -159,19 +156,12 @@ def in_flight(plan: Plan, process: int, micro_batches: int) -> float:
 def _kept(cost: CostModel, plan: Plan, own: Sequence[int], load: Load, first: bool) -> float:
     """What one micro-batch leaves in a process."""
     facts, tp = cost.facts, plan.mesh.tp
-    result = load.total * facts.hidden * facts.itemsize
-    spared = result * (1 - 1 / tp) if plan.sequence_parallel else 0.0
     if plan.recompute:
-        kept = float(sum(place >= facts.lowest for place in own) * (result - spared))
+        result = load.total * facts.hidden * facts.itemsize
+        kept = float(sum(place >= facts.lowest for place in own) * result)
     else:
-        kept = cost.summed(own, lambda place: _saved(cost, place, load, tp, RESIDUALS * spared))
+        kept = cost.summed(own, lambda place: cost.layer(place, load, tp).saved)
     return kept + (cost.root_bytes(load) if first else 0.0)
-
-
-def _saved(cost: CostModel, place: int, load: Load, tp: int, spared: float) -> float:
-    """What a layer leaves; never less than if all of it were cut along tokens."""
-    saved = cost.layer(place, load, tp).saved
-    return max(saved - spared, saved / tp)
 
 
 def _gathered(cost: CostModel, plan: Plan, own: Sequence[int]) -> float:

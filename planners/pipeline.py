@@ -11,7 +11,6 @@ from tlora_fx.planners.cuts import balanced_cuts
 from tlora_fx.planners.event_simulation import demand_schedule
 from tlora_fx.planners.feasible import demand_fits
 from tlora_fx.planners.plan import TAKEN_OUT, MeshShape, Plan, Schedule, model_fingerprint
-from tlora_fx.planners.prepared import demand_sequence
 from tlora_fx.planners.protocol import Planner
 from tlora_fx.planners.stages import cut_stages
 from tlora_fx.supermodel import SuperModel
@@ -40,7 +39,6 @@ class Pipeline(Planner):
                   `stages_per_process`: of an interleaved schedule, 2 by default;
                   `micro_batches`: forwards of a replica a round; `cuts`: where stages begin;
                   `costs`: of each layer, forward and backward, in any unit; `recompute`;
-                  `sequence_parallel`: over tp, stages hand on pieces of rows;
                   `shard_base`: each stage's layers are sharded over its replicas;
                   `keep_gathered`: until the end of a round, not for one use
         raises    MeshDoesNotFit, NoStage, ScheduleRefused, PlanNotRunnable
@@ -77,9 +75,7 @@ class Pipeline(Planner):
             shard_base=shard,
             keep_gathered=shard and bool(options.get("keep_gathered", False)),
             recompute=recompute,
-            sequence_parallel=bool(options.get("sequence_parallel", False)),
         )
-        demand_sequence(model, made)
         demand_shardable(model, made)
         return made
 

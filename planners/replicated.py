@@ -6,7 +6,6 @@ from typing import Any, ClassVar
 
 from tlora_fx.errors import PlanNotRunnable
 from tlora_fx.planners.plan import MeshShape, Plan, model_fingerprint
-from tlora_fx.planners.prepared import refuse_sequence
 from tlora_fx.planners.protocol import Planner
 from tlora_fx.supermodel import SuperModel
 
@@ -26,7 +25,7 @@ class Replicated(Planner):
         """The plan of `processes` replicas, or of a mesh with dp alone.
 
         options   `recompute`: layers are computed again in the backward
-        raises    PlanNotRunnable for another mesh, or for `sequence_parallel`
+        raises    PlanNotRunnable for another mesh
         """
         shape = replicas(self.name, shape, options)
         recompute = bool(options.get("recompute", False))
@@ -38,9 +37,8 @@ class Replicated(Planner):
 def replicas(name: str, shape: MeshShape | None, options: dict[str, Any]) -> MeshShape:
     """The mesh of a plan that has replicas only.
 
-    raises    PlanNotRunnable for another mesh, or for `sequence_parallel`
+    raises    PlanNotRunnable for another mesh
     """
-    refuse_sequence(name, options)
     shape = shape or MeshShape(dp=int(options.get("processes", 1)))
     if shape.pp > 1 or shape.tp > 1:
         raise PlanNotRunnable(

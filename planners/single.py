@@ -6,7 +6,6 @@ from typing import Any, ClassVar
 
 from tlora_fx.errors import PlanNotRunnable
 from tlora_fx.planners.plan import MeshShape, Plan, model_fingerprint
-from tlora_fx.planners.prepared import refuse_sequence
 from tlora_fx.planners.protocol import Planner
 from tlora_fx.supermodel import SuperModel
 
@@ -26,9 +25,8 @@ class Single(Planner):
         """The plan of one process.
 
         options   `recompute`: layers are computed again in the backward
-        raises    PlanNotRunnable for a mesh of several processes, or for `sequence_parallel`
+        raises    PlanNotRunnable for a mesh of several processes
         """
-        refuse_sequence(self.name, options)
         if shape is not None and shape.size > 1:
             raise PlanNotRunnable(
                 "the plan 'single' is for one process",

@@ -15,24 +15,19 @@ from torch import Tensor, fx, nn
 
 from tlora_fx.batch import PackedBatch
 from tlora_fx.errors import NoStage, PipelineBroken, TokensMismatch
-from tlora_fx.graph import is_call, output_of, placeholders
-from tlora_fx.ops.sequence_parallel import piece_size
+from tlora_fx.graph import output_of, placeholders
 from tlora_fx.planners.plan import Plan
-from tlora_fx.rewriting import arguments_of
 from tlora_fx.supermodel import SuperModel
 
-SPLIT = torch.ops.tlora_fx.tp_split.default
-GATHER = torch.ops.tlora_fx.tp_gather.default
 HIDDEN = "hidden"
 IDS = "input_ids"
 
 
 @dataclass(frozen=True, slots=True)
 class RowSize:
-    """A size that a row tells: that of this dimension of its ids, or of one of equal pieces."""
+    """A size that a row tells: that of this dimension of its ids."""
 
     dimension: int
-    pieces: int = 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,8 +41,7 @@ class Hidden:
         """Its shape for one row."""
         ids = row.input_ids.shape
         return tuple(
-            piece_size(ids[size.dimension], size.pieces) if isinstance(size, RowSize) else size
-            for size in self.sizes
+            ids[size.dimension] if isinstance(size, RowSize) else size for size in self.sizes
         )
 
 
@@ -170,9 +164,6 @@ class _Root:
     def __init__(self, model: SuperModel) -> None:
         self.model, self.graph = model, model.group.root
         self.layers = model.layer_order()
-        # Into how many pieces rows may be cut along their tokens: a whole row, or as over tp.
-        cut = (n for n in self.graph.nodes if is_call(n, SPLIT, GATHER))
-        self.pieces = sorted({1, *(int(arguments_of(node)["pieces"]) for node in cut)})
         self.nodes = list(self.graph.nodes)
         self.place = {node: place for place, node in enumerate(self.nodes)}
         self.begins = {
@@ -274,10 +265,7 @@ class _Root:
             return None
         ids: Any = placeholders(self.graph)[IDS].meta["val"].shape
         names = {
-            str(piece_size(size, pieces)): RowSize(place, pieces)
-            for place, size in enumerate(ids)
-            for pieces in self.pieces
-            if not isinstance(size, int)
+            str(size): RowSize(place) for place, size in enumerate(ids) if not isinstance(size, int)
         }
         sizes = [size if isinstance(size, int) else names.get(str(size)) for size in value.shape]
         return None if None in sizes else tuple(size for size in sizes if size is not None)

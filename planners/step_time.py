@@ -3,10 +3,7 @@
 Replicas run their parts of a round one after the other, or as a pipeline, whose schedule is
 simulated event by event. Sharded weights are gathered while the layer before computes, in a
 pipeline by each micro-batch anew unless they are kept for the round; what tensor parallelism says
-is not hidden but for nano-batches. Where rows are cut along their tokens between matrices, each sum
-is a sum of pieces and a gather, and norms and residual additions take a part of their time, which
-is reckoned from the memory's bandwidth: profiles measure layers as a whole. Then
-gradients are summed and optimizers step.
+is not hidden but for nano-batches. Then gradients are summed and optimizers step.
 """
 
 from __future__ import annotations
@@ -29,8 +26,6 @@ SQUARE = 12.0
 GATHER_HOST_MS = 0.95
 #: Rows so small that a layer's time is the host's, where layers are not captured.
 HOST_BOUND_TOKENS = 512
-#: Hidden states that two norms and two residual additions read or write in one direction.
-POINTWISE = 10.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -188,11 +183,6 @@ def _with_talk(cost: CostModel, plan: Plan, place: int, load: Load, direction: s
     payload = load.total * cost.facts.hidden * cost.facts.itemsize
     part = _split(load, count)
     compute = count * float(getattr(cost.layer(place, part, tp), direction))
-    if plan.sequence_parallel:
-        # A sum of pieces sends and takes as much as a gather.
-        talk = 4 * cost.collectives.ms("all-gather", tier, tp, payload)
-        spared = cost.copy_ms(POINTWISE / 2 * payload) * (1 - 1 / tp)
-        return max(compute - spared, compute / tp) + talk
     talk = 2 * count * cost.collectives.ms("all-reduce", tier, tp, payload / count)
     if count == 1:
         return compute + talk
@@ -267,8 +257,7 @@ def stage_times(cost: CostModel, plan: Plan, loads: Sequence[Load]) -> Times:
         forward.append([there * 1e-3 for there, _ in both])
         backward.append([back * 1e-3 for _, back in both])
     largest = max(load.total for load in loads)
-    pieces = plan.mesh.tp if plan.sequence_parallel else 1
-    payload = largest * cost.facts.hidden * cost.facts.itemsize / pieces
+    payload = largest * cost.facts.hidden * cost.facts.itemsize
     transfer = cost.collectives.ms("send", cost.cluster.tier(plan.mesh, "pp"), 2, payload)
     return Times(forward, backward, transfer=transfer * 1e-3)
 

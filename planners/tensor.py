@@ -8,7 +8,6 @@ from tlora_fx.errors import PlanNotRunnable
 from tlora_fx.passes.shard_tensor import nothing_cut
 from tlora_fx.planners.feasible import demand_fits
 from tlora_fx.planners.plan import MeshShape, Plan, model_fingerprint
-from tlora_fx.planners.prepared import demand_sequence
 from tlora_fx.planners.protocol import Planner
 from tlora_fx.supermodel import SuperModel
 
@@ -18,7 +17,6 @@ class Tensor(Planner):
 
     For small rounds on processes that lie close together: two sums a layer in the forward, two in
     the backward. The graph pass `shard-tensor` does the cutting; its notes say what stays whole.
-    `shard-sequence` cuts rows along their tokens between matrices, where that is asked for.
     """
 
     name: ClassVar[str] = "tensor"
@@ -33,11 +31,9 @@ class Tensor(Planner):
         """The plan of `processes` pieces, or of a mesh with tp, and replicas beside it.
 
         options   `recompute`: layers are computed again in the backward; `nano_batches`: parts of
-                  a row whose sums and products overlap; `sequence_parallel`: norms and what else
-                  lies between cut matrices runs on a part of the row
+                  a row whose sums and products overlap
         raises    MeshDoesNotFit where heads or widths do not divide; PlanNotRunnable where no
-                  matrix can be cut, for a mesh with stages, and for `sequence_parallel` without
-                  tp, with nano-batches or padded rows
+                  matrix can be cut, and for a mesh with stages
         """
         shape = shape or MeshShape(tp=int(options.get("processes", 1)))
         if shape.pp > 1:
@@ -56,13 +52,10 @@ class Tensor(Planner):
                 found="\n".join(reasons),
                 help="choose replicated, fsdp or pipeline",
             )
-        made = Plan(
+        return Plan(
             planner=self.name,
             mesh=shape,
             model=model_fingerprint(model),
             recompute=bool(options.get("recompute", False)),
-            sequence_parallel=bool(options.get("sequence_parallel", False)),
             nano_batches=int(options.get("nano_batches", 1)),
         )
-        demand_sequence(model, made)
-        return made

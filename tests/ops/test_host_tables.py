@@ -13,7 +13,7 @@ import torch
 import tlora_fx.ops
 from tests.ops.calls import calls
 from tlora_fx.errors import TableNotOnDevice
-from tlora_fx.ops import host_tables, tables, use_group
+from tlora_fx.ops import host_tables, tables
 
 FOLDER = Path(tlora_fx.ops.__file__).parent
 READS = "tlora_fx.ops.tables.check_table"
@@ -112,18 +112,6 @@ def test_what_is_declared_to_read_always_refuses_to_be_captured(monkeypatch, nam
 
     with pytest.raises(TableNotOnDevice, match="while a CUDA graph is captured"):
         getattr(torch.ops.tlora_fx, name)(*given[name])
-
-
-def test_who_makes_tables_is_declared():
-    """A table that is made for each row is another each time; a graph knows the first alone."""
-    use_group("host-tables", None)
-    segments = torch.tensor([0, 2, 5], dtype=torch.int32)
-    made = [torch.ops.tlora_fx.tp_segments(segments, 5, 1, "host-tables") for _ in range(2)]
-
-    assert made[0].data_ptr() != made[1].data_ptr()
-    assert {one.device.type for one in made} == {"cpu"}
-    assert host_tables.reads_on_host("tp_segments", {})
-    assert not host_tables.MAKERS & (host_tables.RULES.keys() | host_tables.PARTS)
 
 
 def attention(dtype=torch.bfloat16, width=64, out=64, **fields):

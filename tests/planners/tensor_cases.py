@@ -15,7 +15,6 @@ from tlora_fx.batch import JobTokens
 from tlora_fx.job import BaseSpec, Job
 from tlora_fx.ops import use_group
 from tlora_fx.part import Part, Shard
-from tlora_fx.passes.shard_sequence import ShardSequence
 from tlora_fx.passes.shard_tensor import ShardTensor
 from tlora_fx.pipeline import Pipeline, Runner
 from tlora_fx.pipeline.instrument import Event
@@ -66,15 +65,10 @@ def whole_model(jobs: Sequence[Job]) -> SuperModel:
     return models.ready(jobs)
 
 
-def cut_model(whole: SuperModel, rank: int, size: int, *, tokens: bool = False) -> SuperModel:
-    """A process's part of the same model; it shares graphs with the whole one, which has run.
-
-    tokens   hidden states are cut along tokens too
-    """
+def cut_model(whole: SuperModel, rank: int, size: int) -> SuperModel:
+    """A process's part of the same model; it shares graphs with the whole one, which has run."""
     group = whole.group
     Runner(Pipeline(())).run_one(Event(1, ShardTensor(size), "group", group))
-    if tokens:
-        Runner(Pipeline(())).run_one(Event(2, ShardSequence(size), "group", group))
     model = SuperModel(group, whole.backbone, whole.jobs)
     model.materialize(base_tensors(whole.backbone), "cpu", Part(None, rank, size))
     return model
@@ -123,19 +117,16 @@ def _side_by_side(piece: Tensor, shard: Shard) -> Tensor:
     return shard.joined(pieces)
 
 
-def equal_to_one_process(
-    jobs: Sequence[Job], *, traced: bool = False, tokens: bool = False
-) -> list[str]:
+def equal_to_one_process(jobs: Sequence[Job], *, traced: bool = False) -> list[str]:
     """Run a row whole and cut, assert that losses and gradients agree; returns the passes' notes.
 
     traced   run it once more with layers as torch.compile traces them, forward and backward
-    tokens   hidden states are cut along tokens too
     """
     rank, size = dist.get_rank(), dist.get_world_size()
     use_group("tp", dist.group.WORLD)
     whole, parts = whole_model(jobs), parts_of(jobs)
     expected = models.run_fused(whole, parts)
-    model = cut_model(whole, rank, size, tokens=tokens)
+    model = cut_model(whole, rank, size)
     take_adapters(model, whole)
     for compiled in (False, True)[: 1 + traced]:
         if compiled:
@@ -145,8 +136,7 @@ def equal_to_one_process(
             assert_same_everywhere(found[job.name].loss, f"{job.name} loss")
             models.assert_same(found[job.name], expected[job.name], 1e-9, job.name)
     assert_starts_as_one_process(whole, model)
-    noted = (ShardSequence.name,) if tokens else (ShardTensor.name,)
-    return [told for name, told in model.group.notes if name in noted]
+    return [told for name, told in model.group.notes if name == ShardTensor.name]
 
 
 def assert_starts_as_one_process(whole: SuperModel, model: SuperModel) -> None:

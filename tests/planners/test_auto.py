@@ -4,14 +4,11 @@ from __future__ import annotations
 
 import pytest
 
-from tests import models
 from tests.planners.facts import small_model, small_round
-from tlora_fx.driver import compile
 from tlora_fx.errors import (
     JobTooLong,
     MeshDoesNotFit,
     NoPlanFits,
-    PlanNotRunnable,
     ProfileMissing,
 )
 from tlora_fx.planners import known_profiles
@@ -56,42 +53,6 @@ def test_the_best_comes_first_and_reasons_are_kept(model, profile):
     assert "node of 4" in reasons["pp=1,dp=1,tp=8"]
     assert "key-value heads" in reasons["pp=1,dp=2,tp=4"]
     assert "stages need a layer each" in reasons["pp=8,dp=1,tp=1"]
-
-
-def test_rows_are_cut_along_tokens_only_where_that_pays(model, profile):
-    """On long rows it is offered beside the plan without it, and is faster; it is an estimate."""
-    only = [MeshShape(tp=2)]
-    long = search(model, profile, small_round(16, 16_384), 2, meshes=only)
-    short = search(model, profile, small_round(2, 16), 2, meshes=only)
-
-    assert long.best().sequence_parallel
-    assert long.best().estimate is not None
-    assert long.best().estimate.estimated
-    assert not any(one.plan.sequence_parallel for one in short.running)
-
-
-def test_only_plans_that_cut_rows_are_looked_at_where_that_is_asked_for(model, profile):
-    """However slow they are: short rows too, on meshes with tp alone."""
-    found = search(model, profile, small_round(2, 16), 4, sequence_parallel=True)
-
-    assert {one.plan.mesh.tp for one in found.running} == {2}
-    assert all(one.plan.sequence_parallel for one in found.running)
-    others = [one for one in found.dropped if one.plan.mesh.tp == 1]
-    assert {one.reason for one in others} == {"rows are not cut along their tokens"}
-    asked = {"profile": profile, "round": small_round(2, 16), "sequence_parallel": True}
-    assert Auto().plan(model, processes=4, **asked) == found.best()
-
-
-def test_rows_that_cannot_be_cut_are_refused(model, profile, tmp_path):
-    """On a mesh without tp, on one GPU, and where rows are padded."""
-    asked = {"profile": profile, "round": small_round(), "sequence_parallel": True}
-    with pytest.raises(PlanNotRunnable, match=r"or use a mesh of \(pp=1,dp=1,tp=2\)"):
-        Auto().plan(model, MeshShape(dp=2), **asked)
-    with pytest.raises(PlanNotRunnable, match="no mesh of 1 processes with tp"):
-        Auto().plan(model, **asked)
-    padded = compile([models.job("one", models.base_of(tmp_path, "llama", attention="batch"))])
-    with pytest.raises(PlanNotRunnable, match="padded"):
-        search(padded, profile, small_round(), 2, sequence_parallel=True)
 
 
 def test_a_cpu_without_a_profile_is_no_gpu_without_a_data_sheet(model, monkeypatch, tmp_path):

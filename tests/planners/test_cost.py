@@ -196,15 +196,6 @@ def test_tensor_parallelism_between_nodes_costs_more(model):
     assert row_ms(near, plan(tp=4), load(4096)) < row_ms(far, plan(tp=4), load(4096))
 
 
-def test_rows_cut_along_tokens_gain_on_large_rows_and_lose_on_small_ones(cost):
-    """Norms take a part of their time; two collectives stand for one, each with a start."""
-    plain, cut = plan(tp=2), plan(tp=2, sequence_parallel=True)
-
-    assert row_ms(cost, cut, load(400_000)) < row_ms(cost, plain, load(400_000))
-    assert row_ms(cost, cut, load(64)) > row_ms(cost, plain, load(64))
-    assert row_ms(cost, cut, load(400_000)) > row_ms(cost, plain, load(400_000)) / 2
-
-
 def test_a_round_is_cut_as_it_will_be(model):
     """Between sequences, into a multiple of what a plan needs, nothing lost."""
     work = Round((((10, 20, 30), (40, 5)), ((7,), ())))

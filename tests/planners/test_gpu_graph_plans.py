@@ -22,9 +22,8 @@ ON_TWO: dict[str, dict[str, Any]] = {
     "recomputed": {"planner": "fsdp", "mesh": "dp=2", "options": {"recompute": True}},
     "tensor": {"planner": "tensor", "mesh": "tp=2"},
     "compiled tensor": {"planner": "tensor", "mesh": "tp=2", "compiled": True},
-    "cut tokens": {"planner": "tensor", "mesh": "tp=2", "options": {"sequence_parallel": True}},
 }
-TRAINED = ["sharded", "kept", "tensor", "cut tokens"]
+TRAINED = ["sharded", "kept", "tensor"]
 
 
 def _needs(count: int) -> None:

@@ -20,11 +20,6 @@ ON_TWO: dict[str, dict[str, Any]] = {
     "sharded": {"planner": "fsdp", "mesh": "dp=2"},
     "recomputed": {"planner": "fsdp", "mesh": "dp=2", "options": {"recompute": True}},
     "tensor": {"planner": "tensor", "mesh": "tp=2"},
-    "tensor, cut tokens": {
-        "planner": "tensor",
-        "mesh": "tp=2",
-        "options": {"sequence_parallel": True},
-    },
     "pipeline": PIPES,
     "gpipe": PIPES | {"options": {"schedule": "gpipe"}},
 }
@@ -49,7 +44,7 @@ HALF: dict[str, dict[str, Any]] = {
         ("half", ON_TWO["replicated"], ""),
         ("half, compiled shards", ON_TWO["sharded"], "inductor"),
         ("half, tensor", ON_TWO["tensor"], ""),
-        ("half, compiled cut tokens", ON_TWO["tensor, cut tokens"], "inductor"),
+        ("half, compiled tensor", ON_TWO["tensor"], "inductor"),
         ("half, pipeline", PIPES, ""),
     )
 }

@@ -149,18 +149,3 @@ def test_a_model_too_large_says_so(cost):
 
     with pytest.raises(JobTooLong, match="even its shortest samples do not fit"):
         demand_fits(small, plan(), small_round())
-
-
-def test_rows_cut_along_tokens_keep_less(cost):
-    """Two residuals of each layer, one where layers are computed again; nothing else changes."""
-    work = small_round(length=1024)
-    residual = work.load.total * cost.facts.hidden * cost.facts.itemsize
-
-    for again, count in ((False, 2), (True, 1)):
-        whole, cut = (
-            memory_of(cost, plan(tp=2, recompute=again, sequence_parallel=one), work)
-            for one in (False, True)
-        )
-        spared = whole.activations - cut.activations
-        assert spared == pytest.approx(count * len(cost.facts.layers) * residual / 2, rel=0.2)
-        assert (whole.base, whole.adapters) == (cut.base, cut.adapters)

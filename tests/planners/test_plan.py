@@ -70,6 +70,8 @@ def test_a_plan_is_read_back_as_it_was_written(tmp_path: Path) -> None:
         ('{"planner": "x", "gpus": 4}', "gpus"),
         ('{"planner": "x", "mesh": {"pp": 2}}', "1 stages do not divide over pp=2"),
         ('{"planner": "x", "mesh": {"pp": 2}, "cuts": [4, 2, 6]}', "cuts must grow"),
+        ('{"planner": "x", "schedule": "zero-bubble"}', "never measured on GPUs"),
+        ('{"planner": "x", "sequence_parallel": true}', "slower than whole rows at every size"),
         ("no json", "Invalid JSON"),
     ],
 )
@@ -79,6 +81,13 @@ def test_a_file_that_is_no_plan_is_refused(tmp_path: Path, text: str, told: str)
 
     with pytest.raises(PlanFileError, match=told):
         Plan.load(tmp_path / "plan.json")
+
+
+def test_a_plan_written_before_rows_were_no_longer_cut_is_read(tmp_path: Path) -> None:
+    """Its file says that they are not."""
+    (tmp_path / "plan.json").write_text('{"planner": "x", "sequence_parallel": false}')
+
+    assert Plan.load(tmp_path / "plan.json") == Plan(planner="x")
 
 
 def test_a_mesh_is_named_by_its_dimensions() -> None:
@@ -147,10 +156,13 @@ def test_memory_decides_what_is_kept(model: SuperModel) -> None:
     assert choose(model, 4, needed // 2, 4096) == (False, True)
 
 
-def test_a_plan_needs_its_processes(model: SuperModel) -> None:
+def test_a_plan_needs_its_processes(model: SuperModel, tmp_path: Path) -> None:
     """Without torchrun the error prints the command."""
     with pytest.raises(LaunchError, match="torchrun --nproc-per-node 2 -m tlora_fx"):
         choose_plan("fsdp", model, Launch(), MeshShape(dp=2))
+    with pytest.raises(LaunchError, match="another mesh"):
+        Plan(planner="x", mesh=MeshShape(tp=2)).save(tmp_path / "plan.json")
+        choose_plan(str(tmp_path / "plan.json"), model, Launch(size=2), MeshShape(dp=2))
     with pytest.raises(LaunchError, match="MASTER_ADDR"):
         Launch.found({"RANK": "0", "WORLD_SIZE": "2"})
     assert Launch.found({}) == Launch()

@@ -126,15 +126,13 @@ def test_tables_are_whole_in_narrow_consoles(jobs, capsys, monkeypatch):
     assert told(capsys, "plan", jobs, *ESTIMATED) == wide
 
 
-def test_only_plans_that_cut_rows_are_listed_where_that_is_asked_for(jobs, tmp_path, capsys):
-    """The best of them is written; one GPU has none."""
-    path = tmp_path / "plan.json"
-    text = told(capsys, "plan", jobs, *ESTIMATED, "--sequence-parallel", "-o", path)
+@pytest.mark.parametrize("command", ["plan", "train"])
+def test_an_option_that_was_taken_out_is_refused_with_the_reason(jobs, capsys, command):
+    """By its name."""
+    text = told(capsys, command, jobs, "--sequence-parallel", status=2)
 
-    assert Plan.load(path).sequence_parallel
-    assert "rows are not cut along their tokens: (pp=1,dp=2,tp=1)" in text
-    alone = ["--gpus", 1, *ESTIMATED[2:], "--sequence-parallel"]
-    assert "error[T0810]" in told(capsys, "plan", jobs, *alone, status=1)
+    assert "no option '--sequence-parallel'" in text
+    assert "slower than whole rows at every size" in text
 
 
 def test_an_estimate_must_be_asked_for(jobs, capsys):

@@ -25,10 +25,7 @@ ON_TWO: dict[str, dict[str, Any]] = {
     "nano-batches": {
         "planner": "tensor", "mesh": "tp=2", "options": {"nano_batches": 2}, "controller": "aimd",
     },
-    "cut-tokens": {
-        "planner": "tensor", "mesh": "tp=2", "options": {"sequence_parallel": True},
-        "compiled": True,
-    },
+    "cut-compiled": {"planner": "tensor", "mesh": "tp=2", "compiled": True},
     "begun-cut": {"planner": "tensor", "mesh": "tp=2", "fields": SHORT},
     "ended-staged": {
         "planner": "pipeline", "mesh": "pp=2", "resume": True, "folder": "begun-cut",
@@ -38,10 +35,8 @@ ON_TWO: dict[str, dict[str, Any]] = {
 ON_FOUR: dict[str, dict[str, Any]] = {
     "four-shards": {"planner": "fsdp", "mesh": "dp=4"},
     "cut-replicas": {"planner": "tensor", "mesh": "dp=2,tp=2"},
-    "cut-tokens-shards": {
-        "planner": "tensor",
-        "mesh": "dp=2,tp=2",
-        "options": {"sequence_parallel": True, "recompute": True},
+    "cut-recomputed": {
+        "planner": "tensor", "mesh": "dp=2,tp=2", "options": {"recompute": True},
     },
     "staged-replicas": {"planner": "pipeline", "mesh": "pp=2,dp=2"},
     "staged-shards": {
@@ -58,11 +53,6 @@ ON_FOUR: dict[str, dict[str, Any]] = {
         "compiled": True,
     },
     "staged-cuts": {"planner": "pipeline", "mesh": "pp=2,tp=2"},
-    "staged-cut-tokens": {
-        "planner": "pipeline",
-        "mesh": "pp=2,tp=2",
-        "options": {"sequence_parallel": True},
-    },
 }  # fmt: skip
 MOVED: dict[str, dict[str, Any]] = {
     "begun-for-four": ON_FOUR["staged-shards"] | {"resume": True},
@@ -96,7 +86,7 @@ def apart(folder: Path, name: str) -> tuple[float, float]:
 
 @pytest.mark.parametrize(
     "name",
-    ["replicated", "sharded", "recomputed", "staged", "cut", "cut-tokens", "nano-batches"],
+    ["replicated", "sharded", "recomputed", "staged", "cut", "cut-compiled", "nano-batches"],
 )
 def test_two_processes_train_what_one_trains(folder: Path, two: list[Any], name: str) -> None:
     """Losses and adapters of two processes are those of one, whatever the plan."""

@@ -28,6 +28,8 @@ COMMANDS = {
     "verify": "Show that each job trains as it would alone.",
 }
 INTERRUPTED = 130
+#: Options that were taken out, by the names that plans had for them.
+TAKEN_OUT = {"--sequence-parallel": "sequence_parallel"}
 
 
 def main(arguments: list[str] | None = None) -> None:
@@ -38,6 +40,12 @@ def main(arguments: list[str] | None = None) -> None:
         close = nearest(asked, COMMANDS)
         hint = f" Did you mean '{close}'?" if close else ""
         _say(f"There is no command '{asked}'.{hint} See tlora-fx --help.")
+        sys.exit(2)
+    gone = next((word for word in given if word in TAKEN_OUT), None)
+    if gone is not None:
+        from tlora_fx.planners.plan import TAKEN_OUT as REASONS
+
+        _say(f"There is no option '{gone}': {REASONS[TAKEN_OUT[gone]]}.")
         sys.exit(2)
     try:
         with without_foreign_notices():

@@ -55,9 +55,6 @@ def run(
     allow_estimated: Annotated[
         bool, typer.Option("--allow-estimated", help="Plan by a scaled profile or a roofline.")
     ] = False,
-    sequence_parallel: Annotated[
-        bool, typer.Option("--sequence-parallel", help="Only plans that cut rows along tokens too.")
-    ] = False,
     export: Annotated[
         str | None, typer.Option(help="Write the profile for galvatron, metis or sailor.")
     ] = None,
@@ -80,7 +77,7 @@ def run(
     profile = _profile(model, gpu, allow_estimated)
     work = round_of_jobs(given.jobs, length=length, tokens=tokens, max_row_tokens=max_row_tokens)
     cluster = Cluster(per_node)
-    found = search(model, profile, work, gpus, cluster, sequence_parallel=sequence_parallel)
+    found = search(model, profile, work, gpus, cluster)
     demand_memory(found, work)
     console = Console(highlight=False, soft_wrap=True)
     _print(console, head(given, work, found, gpus, per_node), found, show)
@@ -297,7 +294,6 @@ def _cells(one: Candidate, tokens: int) -> list[str]:
     words += ["shard-base"] if plan.shard_base else []
     words += ["keep-gathered"] if plan.keep_gathered else []
     words += ["recompute"] if plan.recompute else []
-    words += ["sequence-parallel"] if plan.sequence_parallel else []
     return [
         str(plan.mesh.pp),
         str(plan.mesh.dp),

@@ -46,10 +46,6 @@ def run(
     controller: Annotated[
         str | None, typer.Option(help="Changes their number: keep-best, aimd or fixed.")
     ] = None,
-    sequence_parallel: Annotated[
-        bool,
-        typer.Option("--sequence-parallel", help="Where tp > 1, cut rows too, along tokens."),
-    ] = False,
     shard_base: Annotated[
         bool, typer.Option("--shard-base", help="pipeline: shard each stage over its replicas.")
     ] = False,
@@ -76,7 +72,7 @@ def run(
         jobs, output, resume or launch.again, device, pipeline, max_row_tokens,
         plan or ("auto" if launch.size > 1 else "single"), mesh,
         timedelta(seconds=collective_timeout), compiled, nano_batches, controller,
-        sequence_parallel, shard_base, cuda_graphs,
+        shard_base, cuda_graphs,
     )  # fmt: skip
     demand_plan_file(asked.plan)
     exits_at_once(lambda: _train(asked, launch), launch, lambda: how_to_go_on(output))
@@ -98,7 +94,6 @@ class _Asked:
     compiled: bool = False
     nano_batches: int | None = None
     controller: str | None = None
-    sequence_parallel: bool = False
     shard_base: bool = False
     cuda_graphs: bool = True
 
@@ -180,7 +175,6 @@ def _prepared(
     options = {
         "max_row_tokens": asked.max_row_tokens,
         "memory_bytes": memory,
-        "sequence_parallel": asked.sequence_parallel,
         "shard_base": asked.shard_base,
     }
     plan = choose_plan(asked.plan, model, launch, shape, **options)

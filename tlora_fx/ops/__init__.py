@@ -18,7 +18,6 @@ from tlora_fx.ops.philox import (
 from tlora_fx.ops.quantized_linear import quantized_linear, quantized_linear_backward
 from tlora_fx.ops.segment_sums import segment_spread, segment_sum
 from tlora_fx.ops.segments import segment_read, segment_switch, segment_write
-from tlora_fx.ops.sequence_parallel import tp_gather, tp_scatter, tp_segments, tp_split
 from tlora_fx.ops.tensor_groups import forget_groups, use_group
 from tlora_fx.ops.tensor_parallel import tp_copy, tp_cross_entropy, tp_reduce
 
@@ -47,11 +46,7 @@ __all__ = [
     "token_scale",
     "tp_copy",
     "tp_cross_entropy",
-    "tp_gather",
     "tp_reduce",
-    "tp_scatter",
-    "tp_segments",
-    "tp_split",
     "uniform_at",
     "use_group",
 ]

@@ -16,7 +16,6 @@ import tlora_fx.ops.multi_lora_add
 import tlora_fx.ops.multi_lora_linear
 import tlora_fx.ops.packed_attention
 import tlora_fx.ops.quantized_linear
-import tlora_fx.ops.sequence_parallel
 import tlora_fx.ops.tensor_parallel  # noqa: F401  (these define what is named below)
 from tlora_fx.ops.multi_lora_sites import served_by_kernels
 from tlora_fx.ops.site_group import SiteGroup
@@ -215,15 +214,7 @@ def multi_lora_add_input_gradient_flops(dy: Tensor, *rest: Any, **out: Any) -> i
 
 
 @register_flop_formula(
-    [
-        ops.tp_copy,
-        ops.tp_reduce,
-        ops.tp_cross_entropy,
-        ops.tp_gather,
-        ops.tp_scatter,
-        ops.tp_segments,
-        ops.tp_split,
-    ],
+    [ops.tp_copy, ops.tp_reduce, ops.tp_cross_entropy],
     get_raw=True,
 )
 def no_products(*args: Any, **out: Any) -> int:

@@ -32,7 +32,7 @@ def reads_on_host(name: str, arguments: Mapping[str, Any]) -> bool:
                 sizes and strides are all that counts
     """
     rule = RULES.get(name)
-    return name in MAKERS or (rule is not None and rule(arguments))
+    return rule is not None and rule(arguments)
 
 
 def _always(_: Mapping[str, Any]) -> bool:
@@ -82,8 +82,6 @@ RULES: Mapping[str, Rule] = {
     "segment_sum": _never,
     "segment_spread": _never,
 }
-#: They make tables of a row on the host, which would be those of the captured row for ever.
-MAKERS = frozenset({"tp_segments"})
 #: What some of these are made of and differentiated by; no model's graph holds a call of them.
 PARTS = frozenset(
     {

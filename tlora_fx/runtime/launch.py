@@ -22,7 +22,6 @@ from tlora_fx import __version__
 from tlora_fx.errors import LaunchError, PlanFileError, ProcessLost, RanksDiffer, TloraError
 from tlora_fx.planners.mesh import FIRST_STEP, Mesh
 from tlora_fx.planners.plan import MeshShape, Plan
-from tlora_fx.planners.prepared import demand_sequence, refuse_sequence
 from tlora_fx.planners.protocol import find_planner
 from tlora_fx.runtime.devices import device_named
 from tlora_fx.runtime.ranks import Ranks
@@ -136,26 +135,20 @@ def choose_plan(
     """The plan that a name or a file means, for the processes that there are.
 
     shape     the mesh; of a file it must be the file's own
-    options   of the planner; `sequence_parallel` is asked of a file's plan too
+    options   of the planner
     raises    UnknownPlanner, PlanFileError, PlanNotForModel, LaunchError, PlanNotRunnable
     """
-    cut = bool(options.get("sequence_parallel", False))
     if shape is not None:
         _demand_size(shape, launch, asked)
     demand_plan_file(asked)
     if Path(asked).suffix == ".json" or Path(asked).is_file():
         plan = _demand_mesh(Plan.load(asked), shape, asked)
-        if cut and not plan.sequence_parallel:
-            plan = plan.model_copy(update={"sequence_parallel": True, "estimate": None})
-            demand_sequence(model, plan)
     else:
         planner = find_planner(asked)
         options |= {"processes": launch.size, "gpus_per_node": launch.per_machine}
         plan = planner.plan(model, shape, None, **options)
     plan.demand_for(model)
     _demand_size(plan.mesh, launch, asked)
-    if cut and not plan.sequence_parallel:
-        refuse_sequence(asked, options)
     return plan
 
 
