@@ -160,8 +160,8 @@ def test_a_plan_needs_its_processes(model: SuperModel, tmp_path: Path) -> None:
     """Without torchrun the error prints the command."""
     with pytest.raises(LaunchError, match="torchrun --nproc-per-node 2 -m tlora_fx"):
         choose_plan("fsdp", model, Launch(), MeshShape(dp=2))
+    Plan(planner="x", mesh=MeshShape(tp=2)).save(tmp_path / "plan.json")
     with pytest.raises(LaunchError, match="another mesh"):
-        Plan(planner="x", mesh=MeshShape(tp=2)).save(tmp_path / "plan.json")
         choose_plan(str(tmp_path / "plan.json"), model, Launch(size=2), MeshShape(dp=2))
     with pytest.raises(LaunchError, match="MASTER_ADDR"):
         Launch.found({"RANK": "0", "WORLD_SIZE": "2"})
