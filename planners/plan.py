@@ -23,9 +23,9 @@ __all__ = ["DIMENSIONS", "Estimate", "MeshShape", "Plan", "Schedule", "model_fin
 Schedule = Literal["gpipe", "1f1b", "interleaved"]
 #: What plans could ask for before, and why it was taken out.
 TAKEN_OUT = {
-    "sequence_parallel": "rows are not cut along their tokens any more: that was slower than whole "
-    "rows at every size measured on two H200",
-    "zero-bubble": "zero-bubble schedules were taken out: they were never measured on GPUs, and "
+    "sequence_parallel": "sequence parallelism was taken out, as it was slower than whole rows at "
+    "every size measured on two H200",
+    "zero-bubble": "zero-bubble schedules were taken out, as they were never measured on GPUs and "
     "ran layers uncompiled",
 }
 
