@@ -183,7 +183,7 @@ def _interleaved(stages: int, processes: int, micro_batches: int) -> Order:
         )
         for index in range(0, stages, processes)
     ]
-    made = ScheduleInterleaved1F1B(own, micro_batches, scale_grads=False)
+    made: Any = ScheduleInterleaved1F1B(own, micro_batches, scale_grads=False)
     return [
         [
             Action(one.stage_index, one.computation_type.value, one.microbatch_index)
