@@ -21,10 +21,10 @@ from typing import Any
 from rich.table import Table
 
 from benchmarks.results_file import RESULTS, console, described, write
+from tlora_fx.cost.cluster import Cluster
+from tlora_fx.cost.estimator import ProfileEstimator
 from tlora_fx.scheduler.bases import demand_of
-from tlora_fx.scheduler.cluster import Cluster
 from tlora_fx.scheduler.estimating import Estimator
-from tlora_fx.scheduler.estimator import ProfileEstimator
 from tlora_fx.scheduler.estimator_profiles import profiles_for
 from tlora_fx.scheduler.policies import find_policy
 from tlora_fx.scheduler.request import JobRequest

@@ -24,9 +24,9 @@ import torch.distributed as dist
 
 from benchmarks.distributed_models import Planned, slowest, tokens_of, weights_of
 from benchmarks.step_mixes import Shape
-from tlora_fx.batch import pack
-from tlora_fx.planners.nano_model import NanoModel
-from tlora_fx.planners.plan import MeshShape, Plan
+from tlora_fx.cost.plan import MeshShape, Plan
+from tlora_fx.model.batch import pack
+from tlora_fx.parallel.nano_batches import NanoModel
 from tlora_fx.runtime.controllers import Aimd, KeepBest, NanoBatches
 
 BOUND = 1.04

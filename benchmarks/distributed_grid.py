@@ -30,14 +30,14 @@ from benchmarks.distributed_models import (
 )
 from benchmarks.distributed_plans import plans_of
 from benchmarks.step_mixes import Shape
+from tlora_fx.cost.facts import facts_of
+from tlora_fx.cost.load import Round
+from tlora_fx.cost.memory import fits, memory_of
+from tlora_fx.cost.plan import Plan
+from tlora_fx.cost.profile_sources import profile_for
+from tlora_fx.cost.step_time import step_time
+from tlora_fx.model.supermodel import SuperModel
 from tlora_fx.planners.cost import CostModel
-from tlora_fx.planners.facts import facts_of
-from tlora_fx.planners.known_profiles import profile_for
-from tlora_fx.planners.load import Round
-from tlora_fx.planners.memory import fits, memory_of
-from tlora_fx.planners.plan import Plan
-from tlora_fx.planners.step_time import step_time
-from tlora_fx.supermodel import SuperModel
 
 JOBS = 8
 MEAN_BOUND, WORST_BOUND = 0.08, 0.15

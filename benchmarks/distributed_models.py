@@ -15,15 +15,15 @@ from torch import Tensor
 
 import tlora_fx
 from benchmarks.step_mixes import ALPHA, RANKS, SEED, Shape
-from tlora_fx.batch import JobTokens, PackedBatch, pack
-from tlora_fx.planners.apply import apply, load, shards
-from tlora_fx.planners.mesh import Mesh, open_mesh
-from tlora_fx.planners.plan import MeshShape, Plan
-from tlora_fx.planners.prepared import planned_passes, prepared
+from tlora_fx.cost.plan import MeshShape, Plan
+from tlora_fx.model.batch import JobTokens, PackedBatch, pack
+from tlora_fx.model.supermodel import SuperModel
+from tlora_fx.parallel.apply import apply, load, shards
+from tlora_fx.parallel.mesh import Mesh, open_mesh
+from tlora_fx.parallel.prepare import planned_passes, prepared
 from tlora_fx.planners.protocol import StepRunner
 from tlora_fx.runtime.adapters import start_adapters
 from tlora_fx.runtime.weights import base_tensors
-from tlora_fx.supermodel import SuperModel
 
 RATE = 1e-4
 

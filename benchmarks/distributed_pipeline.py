@@ -19,14 +19,9 @@ import tlora_fx
 from benchmarks.distributed_models import Planned, jobs_of, rows_of, weights_of
 from benchmarks.interleaved import Spread, ratios
 from benchmarks.step_mixes import Shape
-from tlora_fx.batch import PackedBatch
-from tlora_fx.planners.event_simulation import (
-    Times,
-    bubble_formula,
-    schedule_order,
-    simulate,
-)
-from tlora_fx.planners.plan import MeshShape
+from tlora_fx.cost.pipeline_simulation import Times, bubble_formula, schedule_order, simulate
+from tlora_fx.cost.plan import MeshShape
+from tlora_fx.model.batch import PackedBatch
 from tlora_fx.planners.protocol import find_planner
 
 BOUND = 1.05

@@ -14,12 +14,12 @@ import time
 import numpy as np
 
 from benchmarks.results_file import RESULTS, described, write
-from tlora_fx.planners.known_profiles import SHIPPED
-from tlora_fx.planners.profile import Profile
+from tlora_fx.cost.cluster import Cluster
+from tlora_fx.cost.demand import Array, Demand
+from tlora_fx.cost.estimator import ProfileEstimator
+from tlora_fx.cost.profile import Profile
+from tlora_fx.cost.profile_sources import SHIPPED
 from tlora_fx.scheduler.bases import demand_of
-from tlora_fx.scheduler.cluster import Cluster
-from tlora_fx.scheduler.demand import Array, Demand
-from tlora_fx.scheduler.estimator import ProfileEstimator
 
 BASE = "llama-3-8b"
 GPUS = ((1,), (2,), (4,), (8,), (16,), (1, 2, 4, 8), (1, 2, 3, 5, 9, 12, 16, 24))

@@ -20,9 +20,9 @@ from benchmarks.distributed_models import traced_model
 from benchmarks.distributed_plans import plans_of
 from benchmarks.results_file import console
 from benchmarks.step_mixes import Shape
+from tlora_fx.cost.facts import facts_of
+from tlora_fx.cost.profile_sources import profile_for
 from tlora_fx.planners.cost import CostModel
-from tlora_fx.planners.facts import facts_of
-from tlora_fx.planners.known_profiles import profile_for
 
 
 def main() -> None:

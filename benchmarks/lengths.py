@@ -22,10 +22,10 @@ from benchmarks.distributed_models import Planned, planned, weights_of
 from benchmarks.interleaved import Spread, ratios
 from benchmarks.results_file import RESULTS, console, described, write
 from benchmarks.step_mixes import SEED, Shape
-from tlora_fx.batch import JobTokens, PackedBatch, pack, repeating_length
-from tlora_fx.planners.apply import apply
-from tlora_fx.planners.mesh import Mesh
-from tlora_fx.planners.plan import Plan
+from tlora_fx.cost.plan import Plan
+from tlora_fx.model.batch import JobTokens, PackedBatch, pack, repeating_length
+from tlora_fx.parallel.apply import apply
+from tlora_fx.parallel.mesh import Mesh
 from tlora_fx.planners.protocol import StepRunner
 
 JOBS = 8

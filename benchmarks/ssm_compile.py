@@ -63,7 +63,7 @@ def measure(layers: int) -> Run:
     import transformers
 
     from tlora_fx import BaseSpec, Job, compile
-    from tlora_fx.batch import JobTokens, pack
+    from tlora_fx.model.batch import JobTokens, pack
     from tlora_fx.runtime.adapters import start_adapters
     from tlora_fx.runtime.weights import base_tensors
 

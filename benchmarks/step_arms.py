@@ -173,7 +173,7 @@ class Made:
     """The base's weights, made once and shared by all arms."""
 
     def __init__(self, shape: Shape, device: str, folder: Path) -> None:
-        from tlora_fx.backbone import load_backbone
+        from tlora_fx.model.backbone import load_backbone
         from tlora_fx.runtime.weights import base_tensors
 
         self.shape, self.device, self.folder = shape, device, folder

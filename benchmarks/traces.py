@@ -20,7 +20,7 @@ from typing import Any
 from rich.table import Table
 
 from benchmarks.results_file import RESULTS, console, described, write
-from tlora_fx.scheduler.cluster import Cluster
+from tlora_fx.cost.cluster import Cluster
 from tlora_fx.simulator.report import Report
 from tlora_fx.simulator.report_metrics import METRICS, spread
 from tlora_fx.simulator.report_reasons import (

@@ -29,9 +29,9 @@ from rich.table import Table
 
 from benchmarks.results_file import RESULTS, console, described, write
 from benchmarks.validation_workload import Planned, base_of, workload, write_file
-from tlora_fx.job import Job
-from tlora_fx.jobfile import load_job_file
-from tlora_fx.scheduler.demand import Demand
+from tlora_fx.config.job import Job
+from tlora_fx.config.job_file import load_job_file
+from tlora_fx.cost.demand import Demand
 from tlora_fx.scheduler.executor import Drained, Event, Failed, Progress
 from tlora_fx.scheduler.group import Group
 from tlora_fx.scheduler.ledger_rows import EpochRecord, JobRecord
@@ -39,9 +39,9 @@ from tlora_fx.scheduler.local.executor import LocalOptions, cpu_threads
 from tlora_fx.scheduler.local.told import Listener
 from tlora_fx.scheduler.loop_watch import NoWatch
 from tlora_fx.scheduler.policies import find_policy
-from tlora_fx.scheduler.running import Running, RunOptions, opened
 from tlora_fx.scheduler.running_estimates import Estimates, machine
 from tlora_fx.scheduler.running_files import Found
+from tlora_fx.scheduler.service import Running, RunOptions, opened
 from tlora_fx.simulator.replay import replay
 
 #: Jobs of each group that is formed to learn what a switch takes.

@@ -21,8 +21,8 @@ from rich.table import Table
 from benchmarks.results_file import RESULTS, console
 from benchmarks.validation import Bench
 from benchmarks.validation_workload import base_of, workload
-from tlora_fx.planners.profile import Profile
-from tlora_fx.scheduler.cluster import Cluster
+from tlora_fx.cost.cluster import Cluster
+from tlora_fx.cost.profile import Profile
 from tlora_fx.scheduler.policies import find_policy
 from tlora_fx.scheduler.running_estimates import Estimates
 from tlora_fx.simulator.replay import replay

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, fx
 
 from tlora_fx.errors import FusionError
-from tlora_fx.graph import TensorRef, output_of, under
+from tlora_fx.ir.graph import TensorRef, output_of, under
 
 
 @dataclass(slots=True)

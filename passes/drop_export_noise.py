@@ -14,7 +14,7 @@ from typing import ClassVar
 import torch
 from torch import fx
 
-from tlora_fx.graph import JobGraph, is_call
+from tlora_fx.ir.graph import JobGraph, is_call
 from tlora_fx.passes.in_place import functionalise
 from tlora_fx.pipeline import JobPass, Numerics, register
 from tlora_fx.rewriting import Rewriter

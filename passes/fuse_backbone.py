@@ -17,7 +17,7 @@ import torch
 from torch import fx
 
 from tlora_fx.errors import JobsDiffer
-from tlora_fx.graph import (
+from tlora_fx.ir.graph import (
     INPUTS,
     TABLES,
     AdapterSite,
@@ -28,11 +28,11 @@ from tlora_fx.graph import (
     placeholders,
     under,
 )
+from tlora_fx.ir.shapes import fake_like, fake_mode_of
 from tlora_fx.passes.alignment import Alignment, Branch, Side, align
 from tlora_fx.passes.fold_layers import block_name
 from tlora_fx.pipeline import GroupPass, Numerics, register
 from tlora_fx.provenance import derive
-from tlora_fx.shapes import fake_like, fake_mode_of
 
 aten = torch.ops.aten
 ops = torch.ops.tlora_fx

@@ -13,7 +13,7 @@ import torch
 from torch import fx
 
 from tlora_fx.errors import BaseNotTraceable
-from tlora_fx.graph import is_call
+from tlora_fx.ir.graph import is_call
 
 aten = torch.ops.aten
 

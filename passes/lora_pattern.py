@@ -18,7 +18,7 @@ import torch
 from torch import fx
 from torch.fx.experimental.symbolic_shapes import statically_known_true
 
-from tlora_fx.graph import shape_of
+from tlora_fx.ir.graph import shape_of
 from tlora_fx.rewriting import (
     Match,
     Miss,

@@ -16,8 +16,8 @@ import torch
 from torch import fx
 
 from tlora_fx.errors import NotFoldable
-from tlora_fx.graph import GroupGraph, TensorRef, placeholders
-from tlora_fx.lowered import ADD, ONE
+from tlora_fx.ir.graph import GroupGraph, TensorRef, placeholders
+from tlora_fx.ir.lora_sites import ADD, ONE
 from tlora_fx.passes.lora_pattern import (
     WRITE,
     Frozen,

@@ -21,12 +21,12 @@ import torch
 from torch import fx
 
 from tlora_fx.errors import NotNanoBatchable
-from tlora_fx.graph import Block, GroupGraph, output_of, placeholders, shape_of
+from tlora_fx.ir.graph import Block, GroupGraph, output_of, placeholders, shape_of
+from tlora_fx.ir.shapes import fake_like, fake_mode_of
 from tlora_fx.passes.lower_loss import LOSS
 from tlora_fx.pipeline import GroupPass, Numerics, register, rewrite_allowed
 from tlora_fx.provenance import derive
 from tlora_fx.rewriting import Maker, Rewriter
-from tlora_fx.shapes import fake_like, fake_mode_of
 
 ops = torch.ops.tlora_fx
 # The tables of a nano-batch, in the order in which nano_tables gives them.

@@ -21,14 +21,14 @@ import torch
 from torch import fx
 
 from tlora_fx.fingerprint import named_graphs
-from tlora_fx.graph import GroupGraph, TensorRef, is_call
-from tlora_fx.lowered import ADD, ONE, LoweredSite, lowered_site, serves_several
+from tlora_fx.ir.graph import GroupGraph, TensorRef, is_call
+from tlora_fx.ir.lora_sites import ADD, ONE, LoweredSite, lowered_site, serves_several
+from tlora_fx.ir.storage import stored_as
 from tlora_fx.ops.quantized_forms import demand_package, misfit
 from tlora_fx.ops.quantized_parts import stored_parts
 from tlora_fx.passes.lora_pattern import FROZEN
 from tlora_fx.pipeline import GroupPass, Numerics, register, rewrite_allowed
 from tlora_fx.rewriting import Maker, Match, Rewriter, nearest_match
-from tlora_fx.stored import stored_as
 
 QUANTIZED = torch.ops.tlora_fx.quantized_linear.default
 TURN = torch.ops.aten.t.default

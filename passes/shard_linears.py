@@ -14,9 +14,9 @@ from typing import Any
 import torch
 from torch import fx
 
-from tlora_fx.graph import is_call
-from tlora_fx.lowered import LISTED, ONE, SEVERAL, lowered_arguments
-from tlora_fx.passes.shard_rules import Cut, Runs
+from tlora_fx.ir.graph import is_call
+from tlora_fx.ir.lora_sites import LISTED, ONE, SEVERAL, lowered_arguments
+from tlora_fx.passes.tensor_parallel.rules import Cut, Runs
 from tlora_fx.rewriting import arguments_of
 
 aten = torch.ops.aten

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from tlora_fx.passes.shard_rules import (
+from tlora_fx.passes.tensor_parallel.rules import (
     CannotCarry,
     Cut,
     NeedsRuns,
@@ -23,7 +23,7 @@ from tlora_fx.passes.shard_rules import (
     ends_of,
     rule,
 )
-from tlora_fx.passes.token_rules import dim_of, rank_of
+from tlora_fx.passes.token_parallel.rules import dim_of, rank_of
 from tlora_fx.rewriting import arguments_of
 
 aten = torch.ops.aten

@@ -8,8 +8,8 @@ from typing import Any
 import torch
 from torch import fx
 
-from tlora_fx.passes.shard_rules import CannotCarry, Cut, Operands, rule
-from tlora_fx.passes.token_rules import dim_of, rank_of
+from tlora_fx.passes.tensor_parallel.rules import CannotCarry, Cut, Operands, rule
+from tlora_fx.passes.token_parallel.rules import dim_of, rank_of
 
 aten = torch.ops.aten
 tlora = torch.ops.tlora_fx

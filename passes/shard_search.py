@@ -18,9 +18,9 @@ from torch import fx
 
 import tlora_fx.passes.shard_rules_parts
 import tlora_fx.passes.shard_rules_places  # noqa: F401  (registers its rules)
-from tlora_fx.graph import is_call, output_of
+from tlora_fx.ir.graph import is_call, output_of
 from tlora_fx.passes.shard_linears import Linears, linears
-from tlora_fx.passes.shard_rules import (
+from tlora_fx.passes.tensor_parallel.rules import (
     CannotCarry,
     Cut,
     NeedsRuns,

@@ -13,7 +13,7 @@ from typing import ClassVar
 import torch
 from torch import fx
 
-from tlora_fx.graph import AdapterSite, JobGraph, TensorRef, is_call, under
+from tlora_fx.ir.graph import AdapterSite, JobGraph, TensorRef, is_call, under
 from tlora_fx.pipeline import JobPass, Numerics, register
 
 aten = torch.ops.aten

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from tlora_fx.passes.token_rules import Axis, MixesTokens, dim_of, rank_of, rule
+from tlora_fx.passes.token_parallel.rules import Axis, MixesTokens, dim_of, rank_of, rule
 
 aten = torch.ops.aten
 

@@ -12,9 +12,9 @@ import math
 
 import numpy as np
 
-from tlora_fx.planners.hardware import GPUS, Tier, gpu_of_device
+from tlora_fx.cost.hardware import GPUS, Tier, gpu_of_device
+from tlora_fx.cost.profile import Operation, Profile
 from tlora_fx.planners.nonnegative import Array, fit
-from tlora_fx.planners.profile import Operation, Profile
 
 #: Milliseconds to start, and the part of a link's bandwidth that is reached, without measurements.
 START_MS = {"node": 0.012, "network": 0.030}

@@ -9,15 +9,15 @@ from typing import NamedTuple
 
 import numpy as np
 
+from tlora_fx.cost.fit import Curve, LayerTimes, Work
+from tlora_fx.cost.hardware import Tier, gpu_of_device, wants_peer_copies
+from tlora_fx.cost.load import Load
+from tlora_fx.cost.model_facts import LayerFacts, ModelFacts
+from tlora_fx.cost.plan import MeshShape, Plan
+from tlora_fx.cost.profile import Profile
 from tlora_fx.planners.collective_times import CollectiveTimes
-from tlora_fx.planners.hardware import Tier, gpu_of_device, wants_peer_copies
-from tlora_fx.planners.load import Load
-from tlora_fx.planners.model_facts import LayerFacts, ModelFacts
 from tlora_fx.planners.nonnegative import fit
-from tlora_fx.planners.plan import MeshShape, Plan
-from tlora_fx.planners.profile import Profile
 from tlora_fx.planners.scaling import carried
-from tlora_fx.planners.times import Curve, LayerTimes, Work
 
 GPUS_PER_NODE = 8
 #: Reached part of a memory's bandwidth in copies.

@@ -13,9 +13,9 @@ from math import inf
 from torch import nn
 
 from tlora_fx.errors import NoStage
+from tlora_fx.model.supermodel import SuperModel
 from tlora_fx.passes.lower_loss import HEAD, LOSS
 from tlora_fx.planners.stages import legal_cuts
-from tlora_fx.supermodel import SuperModel
 
 # Sums of the same costs in another order differ by rounding.
 ROUNDING = 1 + 1e-9

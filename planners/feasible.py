@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
+from tlora_fx.cost.plan import MeshShape
 from tlora_fx.errors import MeshDoesNotFit
-from tlora_fx.planners.plan import MeshShape
-from tlora_fx.supermodel import SuperModel
+from tlora_fx.model.supermodel import SuperModel
 
 
 def obstacles(model: SuperModel, shape: MeshShape) -> list[str]:

@@ -8,11 +8,11 @@ import torch.distributed as dist
 from torch import nn
 from torch.utils.hooks import RemovableHandle
 
-from tlora_fx.batch import PackedBatch
 from tlora_fx.errors import NoGradient
-from tlora_fx.planners.mesh import Mesh
+from tlora_fx.model.batch import PackedBatch
+from tlora_fx.model.supermodel import SuperModel
+from tlora_fx.parallel.mesh import Mesh
 from tlora_fx.planners.reduction import trained_leaves
-from tlora_fx.supermodel import SuperModel
 
 
 class FirstStep:

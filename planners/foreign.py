@@ -13,10 +13,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from tlora_fx.cost.load import Load
 from tlora_fx.durable import replace_file
 from tlora_fx.errors import ProfileFileError
 from tlora_fx.planners.cost import CostModel
-from tlora_fx.planners.load import Load
 
 MIB = 2**20
 #: Said wherever a plan of theirs is used.

@@ -8,9 +8,9 @@ from __future__ import annotations
 
 import torch
 
-from tlora_fx.graph import Block
+from tlora_fx.ir.graph import Block
+from tlora_fx.model.supermodel import SuperModel
 from tlora_fx.passes.lower_loss import HEAD
-from tlora_fx.supermodel import SuperModel
 
 # What the allocator, libraries and what is not counted here may take.
 USABLE = 0.85

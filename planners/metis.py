@@ -14,9 +14,9 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from tlora_fx.cost.hardware import gpu_of_device
 from tlora_fx.planners.cost import CostModel
 from tlora_fx.planners.foreign import MIB, TRAINED, layer_rows, powers_of_two, write_json
-from tlora_fx.planners.hardware import gpu_of_device
 
 
 def write_metis(

@@ -13,7 +13,7 @@ from typing import Any
 
 from torch import fx
 
-from tlora_fx.graph import Block, GroupGraph
+from tlora_fx.ir.graph import Block, GroupGraph
 from tlora_fx.passes.nano_batch import NanoBatch
 from tlora_fx.pipeline import Pipeline, Runner
 from tlora_fx.pipeline.instrument import Event

@@ -16,12 +16,12 @@ from typing import Any, ClassVar, Protocol
 
 from torch import Tensor
 
-from tlora_fx.batch import PackedBatch
+from tlora_fx.cost.plan import MeshShape, Plan
 from tlora_fx.errors import PluginBroken, UnknownPlanner, nearest
+from tlora_fx.model.batch import PackedBatch
+from tlora_fx.model.supermodel import SuperModel
+from tlora_fx.parallel.mesh import Mesh
 from tlora_fx.pipeline.registry import PLANNERS, load_plugin
-from tlora_fx.planners.mesh import Mesh
-from tlora_fx.planners.plan import MeshShape, Plan
-from tlora_fx.supermodel import SuperModel
 
 PACKAGE = "tlora_fx.planners"
 
@@ -68,7 +68,7 @@ class Planner(ABC):
 
     def apply(self, model: SuperModel, plan: Plan, mesh: Mesh) -> StepRunner:
         """Make a model ready to run under a plan; all planners share one way."""
-        from tlora_fx.planners.apply import apply
+        from tlora_fx.parallel.apply import apply
 
         return apply(model, plan, mesh)
 

@@ -11,8 +11,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from tlora_fx.planners.mesh import Mesh
-from tlora_fx.supermodel import SuperModel
+from tlora_fx.model.supermodel import SuperModel
+from tlora_fx.parallel.mesh import Mesh
 
 # Kernels and reductions choose their arithmetic by alignment: every gradient begins on a boundary.
 BOUNDARY_BYTES = 256

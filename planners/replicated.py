@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from typing import Any, ClassVar
 
+from tlora_fx.cost.plan import MeshShape, Plan, model_fingerprint
 from tlora_fx.errors import PlanNotRunnable
-from tlora_fx.planners.plan import MeshShape, Plan, model_fingerprint
+from tlora_fx.model.supermodel import SuperModel
 from tlora_fx.planners.protocol import Planner
-from tlora_fx.supermodel import SuperModel
 
 
 class Replicated(Planner):

@@ -11,9 +11,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-from tlora_fx.planners.hardware import GIB, Gpu
-from tlora_fx.planners.model_facts import ITEM_BYTES, LayerFacts, ModelFacts
-from tlora_fx.planners.profile import (
+from tlora_fx.cost.hardware import GIB, Gpu
+from tlora_fx.cost.model_facts import ITEM_BYTES, LayerFacts, ModelFacts
+from tlora_fx.cost.profile import (
     Hardware,
     HostPoint,
     LayerPoint,

@@ -17,8 +17,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.pipelining import PipelineStage
 
-from tlora_fx.batch import PackedBatch
-from tlora_fx.planners.event_simulation import Action, Kind
+from tlora_fx.cost.pipeline_simulation import Action, Kind
+from tlora_fx.model.batch import PackedBatch
 from tlora_fx.planners.stage_clock import StageClock
 from tlora_fx.planners.stages import Hidden, Stage, StageGraph
 

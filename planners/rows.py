@@ -14,8 +14,8 @@ from itertools import accumulate, pairwise
 
 import torch
 
-from tlora_fx.batch import JobTokens
-from tlora_fx.supermodel import SuperModel
+from tlora_fx.model.batch import JobTokens
+from tlora_fx.model.supermodel import SuperModel
 
 Row = list[JobTokens]
 

@@ -9,9 +9,9 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-from tlora_fx.planners.hardware import GPUS, Gpu, gpu_of_device
-from tlora_fx.planners.model_facts import LayerFacts, ModelFacts
-from tlora_fx.planners.profile import Hardware, LayerPoint, LayerProfile, LossPoint, Profile
+from tlora_fx.cost.hardware import GPUS, Gpu, gpu_of_device
+from tlora_fx.cost.model_facts import LayerFacts, ModelFacts
+from tlora_fx.cost.profile import Hardware, LayerPoint, LayerProfile, LossPoint, Profile
 from tlora_fx.planners.roofline import Size, layer_ms, roofline_profile, shape_of
 
 

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from tlora_fx.planners.event_simulation import Action
+from tlora_fx.cost.pipeline_simulation import Action
 
 
 class Timed(NamedTuple):

@@ -12,13 +12,13 @@ from typing import Any, cast
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 
-from tlora_fx.batch import PackedBatch
+from tlora_fx.cost.plan import Plan
+from tlora_fx.model.batch import PackedBatch
+from tlora_fx.model.supermodel import SuperModel
+from tlora_fx.parallel.fsdp import Stretch, first_trained, shard_stretches
+from tlora_fx.parallel.mesh import Mesh
 from tlora_fx.passes.lower_loss import LOSS
-from tlora_fx.planners.mesh import Mesh
-from tlora_fx.planners.plan import Plan
-from tlora_fx.planners.sharding import Stretch, first_trained, shard_stretches
 from tlora_fx.planners.stages import Stage
-from tlora_fx.supermodel import SuperModel
 
 
 class ShardedStages(nn.Module):

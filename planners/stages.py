@@ -13,11 +13,11 @@ from typing import Any, cast
 import torch
 from torch import Tensor, fx, nn
 
-from tlora_fx.batch import PackedBatch
+from tlora_fx.cost.plan import Plan
 from tlora_fx.errors import NoStage, PipelineBroken, TokensMismatch
-from tlora_fx.graph import output_of, placeholders
-from tlora_fx.planners.plan import Plan
-from tlora_fx.supermodel import SuperModel
+from tlora_fx.ir.graph import output_of, placeholders
+from tlora_fx.model.batch import PackedBatch
+from tlora_fx.model.supermodel import SuperModel
 
 HIDDEN = "hidden"
 IDS = "input_ids"

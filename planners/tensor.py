@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from typing import Any, ClassVar
 
+from tlora_fx.cost.plan import MeshShape, Plan, model_fingerprint
 from tlora_fx.errors import PlanNotRunnable
-from tlora_fx.passes.shard_tensor import nothing_cut
+from tlora_fx.model.supermodel import SuperModel
+from tlora_fx.passes.tensor_parallel.shard import nothing_cut
 from tlora_fx.planners.feasible import demand_fits
-from tlora_fx.planners.plan import MeshShape, Plan, model_fingerprint
 from tlora_fx.planners.protocol import Planner
-from tlora_fx.supermodel import SuperModel
 
 
 class Tensor(Planner):

@@ -1,6 +1,6 @@
 """Python programs as a user runs them, in processes that need not import torch and transformers.
 
-They are forked from the server of tests/planners/processes.py, so what a program finds imported is
+They are forked from the server of tests/parallel/processes.py, so what a program finds imported is
 no subject of such a test, nor is its hash seed; where they are, a test starts an interpreter.
 """
 
@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from tests import traced_once
-from tests.planners.processes import SERVED
+from tests.parallel.processes import SERVED
 
 
 class Program:

@@ -32,7 +32,7 @@ def test_every_public_name_is_found_where_it_lives(name):
 def test_public_functions_survive_the_import_of_submodules():
     """No submodule takes the name of a public function when it is imported."""
     result = python(
-        "import tlora_fx, tlora_fx.tracing.export, tlora_fx.driver\n"
+        "import tlora_fx, tlora_fx.tracing.export, tlora_fx.compiler\n"
         "assert callable(tlora_fx.trace) and callable(tlora_fx.compile)"
     )
 

@@ -35,7 +35,7 @@ def test_the_python_example_trains_the_quickstart(tmp_path):
 
 def test_the_job_file_example_is_a_job_file(tmp_path):
     """Every key of the YAML block is one that job files have."""
-    from tlora_fx.jobfile import load_job_file
+    from tlora_fx.config.job_file import load_job_file
 
     (text,) = blocks("yaml")
     path = tmp_path / "jobs.yaml"
@@ -117,7 +117,7 @@ def test_the_error_page_is_up_to_date():
 
 def test_the_job_file_page_names_every_key():
     """docs/job-file.md has a row for each field of a job, its base and its data."""
-    from tlora_fx.job import BaseSpec, DataSpec, Job
+    from tlora_fx.config.job import BaseSpec, DataSpec, Job
 
     page = (ROOT / "docs" / "job-file.md").read_text(encoding="utf-8")
     fields = {*Job.model_fields, *BaseSpec.model_fields, *DataSpec.model_fields}

@@ -7,7 +7,7 @@ import torch
 
 from tests import traced_once
 from tests.models import base_of, job
-from tlora_fx.driver import compile
+from tlora_fx.compiler import compile
 from tlora_fx.fingerprint import fingerprint
 
 KINDS = {

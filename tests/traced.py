@@ -7,9 +7,9 @@ from functools import cache
 import pytest
 
 from tests.models import base_of, job
-from tlora_fx.backbone import load_backbone
-from tlora_fx.driver import find_passes
-from tlora_fx.graph import GroupGraph
+from tlora_fx.compiler import find_passes
+from tlora_fx.ir.graph import GroupGraph
+from tlora_fx.model.backbone import load_backbone
 from tlora_fx.pipeline import Runner, parse_pipeline
 from tlora_fx.tracing.adapters import resolve_sites
 from tlora_fx.tracing.job_graph import trace_base, trace_job

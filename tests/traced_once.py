@@ -24,11 +24,11 @@ import torch
 from peft.tuners.lora.layer import LoraLayer
 
 from tlora_fx import ladder as _ladder
-from tlora_fx.backbone import Backbone
+from tlora_fx.config.job import Job
 from tlora_fx.errors import GraphNotStorable
-from tlora_fx.graph import AdapterSite, Form, JobGraph
 from tlora_fx.graph_file import Document, from_document, to_document
-from tlora_fx.job import Job
+from tlora_fx.ir.graph import AdapterSite, Form, JobGraph
+from tlora_fx.model.backbone import Backbone
 from tlora_fx.numerics.state import copy_state
 from tlora_fx.tracing import attention
 

@@ -12,13 +12,13 @@ from typing import TYPE_CHECKING, Any
 from tlora_fx.version import __version__
 
 if TYPE_CHECKING:
-    from tlora_fx.driver import compile, run_passes, trace
+    from tlora_fx.compiler import compile, run_passes, trace
+    from tlora_fx.config.job import BaseSpec, DataSpec, Job
+    from tlora_fx.config.job_file import JobFile, load_job_file
     from tlora_fx.errors import TloraError
     from tlora_fx.explain import why_not
-    from tlora_fx.job import BaseSpec, DataSpec, Job
-    from tlora_fx.jobfile import JobFile, load_job_file
+    from tlora_fx.model.supermodel import SuperModel
     from tlora_fx.runtime.trainer import Trainer
-    from tlora_fx.supermodel import SuperModel
 
 __all__ = [
     "BaseSpec",
@@ -38,17 +38,17 @@ __all__ = [
 
 # No name here may also be the name of a submodule: importing the submodule would replace it.
 _HOMES = {
-    "BaseSpec": "tlora_fx.job",
-    "DataSpec": "tlora_fx.job",
-    "Job": "tlora_fx.job",
-    "JobFile": "tlora_fx.jobfile",
-    "SuperModel": "tlora_fx.supermodel",
+    "BaseSpec": "tlora_fx.config.job",
+    "DataSpec": "tlora_fx.config.job",
+    "Job": "tlora_fx.config.job",
+    "JobFile": "tlora_fx.config.job_file",
+    "SuperModel": "tlora_fx.model.supermodel",
     "TloraError": "tlora_fx.errors",
     "Trainer": "tlora_fx.runtime.trainer",
-    "compile": "tlora_fx.driver",
-    "load_job_file": "tlora_fx.jobfile",
-    "run_passes": "tlora_fx.driver",
-    "trace": "tlora_fx.driver",
+    "compile": "tlora_fx.compiler",
+    "load_job_file": "tlora_fx.config.job_file",
+    "run_passes": "tlora_fx.compiler",
+    "trace": "tlora_fx.compiler",
     "why_not": "tlora_fx.explain",
 }
 

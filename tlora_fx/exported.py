@@ -9,10 +9,10 @@ from __future__ import annotations
 from torch import nn
 from torch.export import Dim, ExportedProgram, export
 
-from tlora_fx.batch import JobTokens, PackedBatch, pack, pad
-from tlora_fx.compiled import row_sizes
-from tlora_fx.graph import GroupGraph
-from tlora_fx.loss import ChunkedLoss
+from tlora_fx.ir.graph import GroupGraph
+from tlora_fx.model.batch import JobTokens, PackedBatch, pack, pad
+from tlora_fx.model.compiled import row_sizes
+from tlora_fx.model.loss import ChunkedLoss
 
 
 def export_net(

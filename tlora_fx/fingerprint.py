@@ -10,7 +10,7 @@ from typing import Any, Literal
 import torch
 from torch import fx
 
-from tlora_fx.graph import GroupGraph, JobGraph
+from tlora_fx.ir.graph import GroupGraph, JobGraph
 
 # What decides the values of tables that passes make.
 NUMBERS = ("rate", "site_path", "site_number")

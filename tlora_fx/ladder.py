@@ -7,7 +7,7 @@ from collections.abc import Hashable
 from dataclasses import dataclass
 from typing import Literal
 
-from tlora_fx.backbone import Backbone
+from tlora_fx.config.job import Job
 from tlora_fx.errors import (
     AttentionNotPackable,
     BaseNotTraceable,
@@ -16,8 +16,8 @@ from tlora_fx.errors import (
     NotFoldable,
     NotTokenParallel,
 )
-from tlora_fx.graph import AdapterSite, Form, GroupGraph, JobGraph
-from tlora_fx.job import Job
+from tlora_fx.ir.graph import AdapterSite, Form, GroupGraph, JobGraph
+from tlora_fx.model.backbone import Backbone
 from tlora_fx.pipeline import Runner
 from tlora_fx.tracing.adapters import idle_patterns, layer_signature
 from tlora_fx.tracing.job_graph import trace_base, trace_job

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from tlora_fx.graph import Pieces
+from tlora_fx.ir.graph import Pieces
 
 
 @dataclass(frozen=True, slots=True)

@@ -11,8 +11,8 @@ from typing import Any, Literal
 
 from pydantic_core import PydanticCustomError
 
+from tlora_fx.config.validation import refuse
 from tlora_fx.errors import nearest
-from tlora_fx.mistakes import refuse
 
 OptimizerName = Literal[
     "adamw", "adam", "sgd", "rmsprop", "adagrad", "nadam", "radam", "adamax", "adafactor"

@@ -17,7 +17,7 @@ from tests.backend.models import (
     train,
 )
 from tests.models import OLD_TORCH
-from tlora_fx.lowered import lowered_arguments
+from tlora_fx.ir.lora_sites import lowered_arguments
 
 MULTI = torch.ops.tlora_fx.multi_lora_linear.default
 

@@ -24,12 +24,12 @@ from benchmarks.distributed_models import (
 from benchmarks.distributed_plans import plans_of
 from benchmarks.grid_again import again
 from benchmarks.step_mixes import Shape
-from tests.planners.processes import run_processes
+from tests.parallel.processes import run_processes
+from tlora_fx.cost.facts import facts_of
+from tlora_fx.cost.load import Load
+from tlora_fx.cost.plan import MeshShape, Plan
+from tlora_fx.cost.profile_sources import profile_for
 from tlora_fx.planners.cost import CostModel
-from tlora_fx.planners.facts import facts_of
-from tlora_fx.planners.known_profiles import profile_for
-from tlora_fx.planners.load import Load
-from tlora_fx.planners.plan import MeshShape, Plan
 from tlora_fx.planners.stages import legal_cuts
 
 SHAPE = Shape(

@@ -6,7 +6,7 @@ import pytest
 
 from tests.pipeline.conftest import strangers  # noqa: F401  (a fixture)
 from tlora_fx.cli import main
-from tlora_fx.driver import DEFAULT_PIPELINE
+from tlora_fx.compiler import DEFAULT_PIPELINE
 
 
 def told(capsys, *words):

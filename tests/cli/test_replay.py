@@ -9,8 +9,8 @@ import pytest
 
 from tests.cli.test_compile import run
 from tests.models import base_of, job
-from tests.replay.test_replay import faulty, raises, wrong_tag
-from tlora_fx.driver import compile, find_passes
+from tests.tools.test_replay import faulty, raises, wrong_tag
+from tlora_fx.compiler import compile, find_passes
 from tlora_fx.errors import PassFailed
 from tlora_fx.pipeline import REGISTRY
 

@@ -15,8 +15,8 @@ import yaml
 
 from tests.scheduler.fork_here import ForkHere
 from tlora_fx.cli import main
-from tlora_fx.planners.known_profiles import SHIPPED
-from tlora_fx.scheduler import running
+from tlora_fx.cost.profile_sources import SHIPPED
+from tlora_fx.scheduler import service
 
 ROOT = Path(__file__).parents[2]
 QUICKSTART = ROOT / "examples" / "quickstart"
@@ -59,7 +59,7 @@ def trained(tmp_path_factory):
     folder = tmp_path_factory.mktemp("run")
     jobs = write_jobs(folder / "jobs", **STEPS)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(running, "ForkServer", ForkHere)
+        patch.setattr(service, "ForkServer", ForkHere)
         assert call(*words(jobs, folder / "run", "--policy", "tlora:payback=2")) == 0
     return jobs, folder / "run"
 
@@ -76,7 +76,7 @@ def test_every_job_leaves_what_train_leaves(trained):
 
 def test_a_run_that_has_ended_ends_at_once(trained, monkeypatch, capsys):
     """Started again it says what there is, and trains nothing."""
-    monkeypatch.setattr(running, "ForkServer", ForkHere)
+    monkeypatch.setattr(service, "ForkServer", ForkHere)
     assert call(*words(*trained)) == 0
 
     told = capsys.readouterr()
@@ -128,7 +128,7 @@ def test_jobs_that_have_ended_can_be_asked(trained, tmp_path, capsys):
 
 def test_a_run_that_refused_all_can_be_asked(tmp_path, monkeypatch, capsys):
     """Nothing was decided, and the ledger has the reason; a state there is none."""
-    monkeypatch.setattr(running, "ForkServer", ForkHere)
+    monkeypatch.setattr(service, "ForkServer", ForkHere)
     jobs = write_jobs(tmp_path / "jobs", wide=3)
     file = jobs / "jobs.yaml"
     file.write_text(file.read_text().replace("max_slowdown: 8.0", "gpus: 7"))
@@ -144,7 +144,7 @@ def test_a_run_that_refused_all_can_be_asked(tmp_path, monkeypatch, capsys):
 
 def test_a_base_that_was_not_measured_is_refused_with_what_to_do(tmp_path, monkeypatch, capsys):
     """A CPU has no data sheet, and nobody asked for one."""
-    monkeypatch.setattr(running, "ForkServer", ForkHere)
+    monkeypatch.setattr(service, "ForkServer", ForkHere)
     monkeypatch.setenv("TLORA_FX_PROFILES", str(tmp_path / "none"))
     jobs = write_jobs(tmp_path / "jobs", a=3, b=3, c=3)
     given = ("run", str(jobs), "-o", str(tmp_path / "run"), "--device", "cpu", "--until-empty")
@@ -171,7 +171,7 @@ def test_what_a_library_misses_is_not_told(tmp_path):
     script = (
         "from tlora_fx.scheduler.quiet_import import quiet_import\n"
         "import logging\n"
-        "quiet_import('tests.scheduler.noisy')\n"
+        "quiet_import('tests.cost.noisy')\n"
         "logging.getLogger('later').warning('heard')\n"
     )
     ran = subprocess.run(

@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 from torch import fx
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
-from tlora_fx.graph import AdapterSite, TensorRef
 from tlora_fx.graph_file.codec import Decoder, Encoder
+from tlora_fx.ir.graph import AdapterSite, TensorRef
 from tlora_fx.passes.lora_pattern import LoraBranch
 
 LEAVES = st.one_of(

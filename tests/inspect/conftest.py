@@ -7,13 +7,13 @@ from pathlib import Path
 import pytest
 
 from tests.models import base_of, job, plain
-from tlora_fx.driver import compile
+from tlora_fx.compiler import compile
+from tlora_fx.config.job import BaseSpec
 from tlora_fx.inspect.listing import make_listing
 from tlora_fx.inspect.program import Stage
 from tlora_fx.inspect.recorder import Recorder
 from tlora_fx.inspect.schema import Listing
-from tlora_fx.job import BaseSpec
-from tlora_fx.supermodel import SuperModel
+from tlora_fx.model.supermodel import SuperModel
 
 ROOT = Path(__file__).parents[2]
 LLAMA_8B = {

@@ -18,11 +18,11 @@ import pytest
 
 from tests.inspect.pages import JOBS, stages
 from tlora_fx.errors import DumpNotWritable
-from tlora_fx.graph import TABLES
 from tlora_fx.inspect import html_data
 from tlora_fx.inspect.html import SCRIPTS, STYLES, render_html, write_html
 from tlora_fx.inspect.html_data import LISTS, NUMBERS, TEXTS, page_data
 from tlora_fx.inspect.html_parties import parties
+from tlora_fx.ir.graph import TABLES
 
 ASSETS = Path(__file__).parents[2] / "tlora_fx/inspect/assets"
 EVIL = "</script><img src=x onerror=alert(1)>"

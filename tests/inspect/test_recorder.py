@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from tests.models import base_of, hand_written, job, plain
-from tlora_fx.driver import DEFAULT_PIPELINE, compile
+from tlora_fx.compiler import DEFAULT_PIPELINE, compile
 from tlora_fx.inspect.node_entries import make_program
 from tlora_fx.inspect.recorder import Recorder
 

@@ -8,7 +8,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from tests.models import FAMILIES, OLD_TRANSFORMERS, base_of, job, mixed_jobs, ready, row_of, tokens
 from tlora_fx.inspect.meter import Meter
 from tlora_fx.inspect.training import training_cost
-from tlora_fx.source import size_names
+from tlora_fx.model.source import size_names
 
 LENGTH = 12
 

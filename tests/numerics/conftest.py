@@ -8,7 +8,7 @@ from typing import ClassVar
 import pytest
 from torch import fx
 
-from tlora_fx.driver import run_passes
+from tlora_fx.compiler import run_passes
 from tlora_fx.numerics import Numerics
 from tlora_fx.numerics.state import copy_state
 from tlora_fx.pipeline import Event, GroupPass, Pass, Pipeline, Runner

@@ -17,7 +17,7 @@ from tests.models import (
 )
 from tests.numerics.conftest import a_pass, nodes, put_behind
 from tests.traced import KINDS
-from tlora_fx.driver import compile
+from tlora_fx.compiler import compile
 from tlora_fx.errors import NumericsBroken
 from tlora_fx.numerics import Numerics, instrument
 from tlora_fx.numerics.compare import BOUNDS

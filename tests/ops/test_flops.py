@@ -4,7 +4,8 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils.flop_counter import FlopCounterMode
 
-from tlora_fx.ops import multi_lora_linear, packed_attention
+from tlora_fx.ops import attention as packed_attention
+from tlora_fx.ops import multi_lora_linear
 
 
 def count(run):

@@ -3,12 +3,12 @@
 import pytest
 import torch
 
+from tlora_fx.ops import attention as packed_attention
 from tlora_fx.ops import (
     attention_flash,
     keep_mask,
     keyed_dropout,
     multi_lora_linear,
-    packed_attention,
     random_uniform,
     segment_read,
     segment_switch,

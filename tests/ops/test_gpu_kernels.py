@@ -6,8 +6,8 @@ import torch
 from tests.ops.batches import batch, jobs_of, run, split
 from tlora_fx.codegen import loading
 from tlora_fx.ops import keep_mask, multi_lora_linear, multi_lora_linears, token_scale
-from tlora_fx.ops.kernels import force_plan, refresh, replaying, selector, strict, with_room
-from tlora_fx.ops.kernels import run as launches
+from tlora_fx.ops.kernels import dispatch as launches
+from tlora_fx.ops.kernels import force_plan, refresh, replaying, select, strict, with_room
 
 pytestmark = [
     pytest.mark.gpu,
@@ -81,7 +81,7 @@ def launched():
 
 
 @pytest.mark.parametrize("rates", [(0.0,) * 5, RATES], ids=["keep", "drop"])
-@pytest.mark.parametrize("plan", selector.PLANS)
+@pytest.mark.parametrize("plan", select.PLANS)
 def test_every_plan_is_as_exact_as_pytorch(site, monkeypatch, plan, rates):
     """Unequal, single-token and empty jobs."""
     made = site(rates=rates)
@@ -156,7 +156,7 @@ def test_sites_that_share_x_are_as_exact_as_pytorch(site, monkeypatch, plan, rat
 
 
 @pytest.mark.parametrize("rates", [(0.0,) * 5, RATES], ids=["keep", "drop"])
-@pytest.mark.parametrize("plan", selector.PLANS)
+@pytest.mark.parametrize("plan", select.PLANS)
 def test_later_calls_get_their_own_numbers(site, monkeypatch, plan, rates):
     """What the second call started serves the others, with their tensors: see replaying.py."""
     made, counts = site(rates=rates), [0]
@@ -228,7 +228,7 @@ def test_a_job_is_bitwise_the_same_alone_beside_others_and_reordered(site):
                 assert torch.equal(one, three)
 
 
-@pytest.mark.parametrize("plan", selector.PLANS)
+@pytest.mark.parametrize("plan", select.PLANS)
 def test_ten_repeats_are_bitwise_equal(site, plan):
     """Nothing is added up in the order of arrival."""
     made = site(rates=(0.0,) * 5)
@@ -239,7 +239,7 @@ def test_ten_repeats_are_bitwise_equal(site, plan):
         assert all(torch.equal(one, other) for one, other in zip(first, again, strict=True))
 
 
-@pytest.mark.parametrize("plan", selector.PLANS)
+@pytest.mark.parametrize("plan", select.PLANS)
 def test_a_captured_graph_replays_with_other_jobs(site, plan):
     """Jobs leave, bring no tokens, change scale, rank and seed: the tables are refreshed."""
     made = site((300, 200, 500), (8, 16, 4), (0.0,) * 3)

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from tlora_fx.ops.kernels import device_tables, packed
-from tlora_fx.ops.kernels.serving import Site
+from tlora_fx.ops.kernels.support import Site
 
 
 @pytest.fixture

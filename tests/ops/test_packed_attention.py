@@ -10,7 +10,8 @@ from tlora_fx.errors import (
     MaskKeyError,
     SegmentError,
 )
-from tlora_fx.ops import attention_flash, attention_math, packed_attention
+from tlora_fx.ops import attention as packed_attention
+from tlora_fx.ops import attention_flash, attention_math
 
 RULES = [
     {},

@@ -10,7 +10,7 @@ from torch._inductor.async_compile import AsyncCompile
 from torch._inductor.utils import run_and_get_code
 
 from tlora_fx.ops import multi_lora_linear, multi_lora_linears, room
-from tlora_fx.ops.kernels import loop, serving, strict, with_room
+from tlora_fx.ops.kernels import loop, strict, support, with_room
 
 WIDTH, HIDDEN, ROOM, TOKENS = 32, 48, 64, 11
 
@@ -34,7 +34,7 @@ def seen(monkeypatch):
 
     def served_sites(like, group):
         with monkeypatch.context() as patch:
-            patch.setattr(serving, "served", serving.Served.of)
+            patch.setattr(support, "served", support.Served.of)
             return sites(like, group)
 
     monkeypatch.setattr(room, "_sites", served_sites)

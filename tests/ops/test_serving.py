@@ -7,7 +7,7 @@ import torch
 from torch._subclasses import FakeTensorMode
 
 from tlora_fx.ops import multi_lora_add
-from tlora_fx.ops.kernels import serving
+from tlora_fx.ops.kernels import support
 from tlora_fx.ops.site_group import SiteGroup
 
 
@@ -27,17 +27,17 @@ def group(lora):
 @pytest.fixture(autouse=True)
 def with_triton(monkeypatch):
     """Whether it is installed is no matter here."""
-    monkeypatch.setattr(serving, "has_triton", lambda: True)
+    monkeypatch.setattr(support, "has_triton", lambda: True)
     monkeypatch.delenv("TLORA_FX_KERNELS", raising=False)
 
 
 def test_bases_in_float32_are_pytorchs_until_asked_for(group, monkeypatch):
     """The reason says how to ask."""
     site = group(torch.float32)
-    assert "TLORA_FX_KERNELS=on" in serving.why_not(*site)
+    assert "TLORA_FX_KERNELS=on" in support.why_not(*site)
 
     monkeypatch.setenv("TLORA_FX_KERNELS", "on")
-    assert serving.why_not(*site) == ""
+    assert support.why_not(*site) == ""
 
 
 @pytest.mark.parametrize(
@@ -51,7 +51,7 @@ def test_bases_in_float32_are_pytorchs_until_asked_for(group, monkeypatch):
 )
 def test_types_decide_who_serves(group, other, reason):
     """In the default mode."""
-    found = serving.why_not(*group(**other))
+    found = support.why_not(*group(**other))
 
     assert reason in found
     assert bool(found) == bool(reason)
@@ -60,7 +60,7 @@ def test_types_decide_who_serves(group, other, reason):
 def test_branches_behind_another_operator_say_it_too(lora, monkeypatch):
     """The log names shape and reason, once a shape."""
     said = []
-    monkeypatch.setattr(serving.logger, "info", lambda text, *parts: said.append(text % parts))
+    monkeypatch.setattr(support.logger, "info", lambda text, *parts: said.append(text % parts))
     made = lora((3, 4), (2, 8), features=(32, 49), dtype=torch.bfloat16)
     x, _, _, a, b, *tables = made.arguments()
     with FakeTensorMode(allow_non_fake_inputs=True):

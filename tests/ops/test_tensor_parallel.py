@@ -7,7 +7,7 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 
-from tests.planners.processes import run_processes
+from tests.parallel.processes import run_processes
 from tlora_fx.errors import TensorGroupMissing
 from tlora_fx.ops import forget_groups, tp_copy, tp_cross_entropy, tp_reduce, use_group
 from tlora_fx.ops.compile_caches import mark_compile_caches

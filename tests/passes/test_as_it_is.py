@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from tests.models import assert_equals_peft, base_of, job, plain, ready, tokens
-from tlora_fx.job import BaseSpec
+from tlora_fx.config.job import BaseSpec
 
 ROUNDED, WIDE = 3e-6, 1e-9
 LENGTHS = ([5, 7], [6])

@@ -9,9 +9,9 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from tests.models import error_of
 from tlora_fx.errors import BaseNotTraceable
-from tlora_fx.graph import JobGraph
+from tlora_fx.ir.graph import JobGraph
+from tlora_fx.ir.shapes import fake_like, propagate
 from tlora_fx.passes.drop_export_noise import END, DropExportNoise
-from tlora_fx.shapes import fake_like, propagate
 
 aten = torch.ops.aten
 

@@ -9,10 +9,10 @@ import torch
 from torch import Tensor, nn
 
 from tests.models import VOCABULARY, Plain, base_of, error_of, job
-from tlora_fx.driver import compile
+from tlora_fx.compiler import compile
+from tlora_fx.config.job import BaseSpec
 from tlora_fx.errors import BaseRefused, CompileError, FusionError, JobsDiffer, NotFoldable
-from tlora_fx.graph import is_call, output_of, placeholders
-from tlora_fx.job import BaseSpec
+from tlora_fx.ir.graph import is_call, output_of, placeholders
 from tlora_fx.passes.alignment import Side, align
 from tlora_fx.passes.fold_layers import block_name, canonical
 from tlora_fx.passes.lower_adapters import LowerAdapters

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from tests.models import Plain, assert_equals_peft, error_of, hand_written, ready, tokens
-from tlora_fx.driver import compile
+from tlora_fx.compiler import compile
 from tlora_fx.errors import BaseNotTraceable
 
 WIDE = 1e-9

@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from tests.models import assert_equals_peft, hand_written, job, ready, tokens
-from tlora_fx.lowered import ADD, lowered_sites
+from tlora_fx.ir.lora_sites import ADD, lowered_sites
 
 
 class Scaled(nn.Linear):

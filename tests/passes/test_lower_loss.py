@@ -7,8 +7,8 @@ import torch
 
 from tests.models import assert_equals_peft, assert_same, base_of, job, ready, run_fused, tokens
 from tests.runtime.groups import losses_of, make_data, make_job, tiny_base
-from tlora_fx.driver import compile
-from tlora_fx.graph import placeholders
+from tlora_fx.compiler import compile
+from tlora_fx.ir.graph import placeholders
 from tlora_fx.runtime.trainer import Trainer
 
 ROUNDED, EXACT = 3e-6, 1e-9

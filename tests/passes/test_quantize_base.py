@@ -20,18 +20,18 @@ from tests.models import (
     tokens,
 )
 from tests.quantised import decoded
-from tlora_fx.batch import pack
-from tlora_fx.driver import prepare, resolve_pipeline, run_passes
+from tlora_fx.compiler import prepare, resolve_pipeline, run_passes
 from tlora_fx.errors import MissingPackageError
 from tlora_fx.fingerprint import named_graphs
-from tlora_fx.lowered import lowered_sites
+from tlora_fx.ir.lora_sites import lowered_sites
+from tlora_fx.model.batch import pack
+from tlora_fx.model.supermodel import SuperModel
 from tlora_fx.numerics.state import copy_state
 from tlora_fx.ops import quantized_forms
 from tlora_fx.ops.quantized_forms import FORMS
 from tlora_fx.pipeline import Runner
 from tlora_fx.pipeline.instrument import Event
 from tlora_fx.runtime.weights import base_tensors
-from tlora_fx.supermodel import SuperModel
 from tlora_fx.testing import small_base, small_job
 
 LAYER = "layers_0_1"

@@ -9,8 +9,9 @@ import torch
 from torch import fx
 
 import tlora_fx.passes.shard_rules_places  # noqa: F401  (registers its rules)
-from tlora_fx.graph import TensorRef
-from tlora_fx.passes.shard_rules import (
+from tlora_fx.ir.graph import TensorRef
+from tlora_fx.passes.shard_rules_parts import resize_parts
+from tlora_fx.passes.tensor_parallel.rules import (
     RULES,
     CannotCarry,
     NeedsRuns,
@@ -20,7 +21,6 @@ from tlora_fx.passes.shard_rules import (
     resized,
     rule,
 )
-from tlora_fx.passes.shard_rules_parts import resize_parts
 
 aten = torch.ops.aten
 PIECES = 2

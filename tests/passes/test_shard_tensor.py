@@ -8,17 +8,17 @@ import pytest
 import torch
 
 from tests import models
-from tests.planners.tensor_cases import base_of, dropping_jobs
-from tlora_fx.driver import prepare, run_passes
+from tests.parallel.tensor_cases import base_of, dropping_jobs
+from tlora_fx.compiler import prepare, run_passes
 from tlora_fx.errors import PipelineError
 from tlora_fx.fingerprint import fingerprint
-from tlora_fx.graph import is_call, output_of
+from tlora_fx.ir.graph import is_call, output_of
+from tlora_fx.model.supermodel import SuperModel
 from tlora_fx.numerics.state import copy_state
 from tlora_fx.part import Part, Shard
-from tlora_fx.passes.shard_tensor import ShardTensor
+from tlora_fx.passes.tensor_parallel.shard import ShardTensor
 from tlora_fx.pipeline import Pipeline, Runner, parse_pass
 from tlora_fx.pipeline.instrument import Event
-from tlora_fx.supermodel import SuperModel
 
 ops = torch.ops.tlora_fx
 HALF_A, HALF_B = ".lora.a", ".lora.b"

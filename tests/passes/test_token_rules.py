@@ -9,7 +9,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv, StatelessSymbolicContext
 
 import tlora_fx.passes.token_rules_places  # noqa: F401  (registers its rules)
-from tlora_fx.passes.token_rules import RULES, MixesTokens, find_rule, rule
+from tlora_fx.passes.token_parallel.rules import RULES, MixesTokens, find_rule, rule
 
 aten = torch.ops.aten
 # Sizes that are all different; the row has seven tokens.
@@ -201,7 +201,7 @@ def test_an_operator_that_nobody_described_has_no_rule():
 
 def test_others_can_teach_an_operator(monkeypatch):
     """The decorator that the error message names."""
-    monkeypatch.setattr("tlora_fx.passes.token_rules.RULES", dict(RULES))
+    monkeypatch.setattr("tlora_fx.passes.token_parallel.rules.RULES", dict(RULES))
 
     @rule(aten.roll.default)
     def roll(node, axis_of):

@@ -10,9 +10,9 @@ import torch
 from torch import fx
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from tlora_fx.graph import JobGraph
+from tlora_fx.ir.graph import JobGraph
+from tlora_fx.ir.shapes import fake_like
 from tlora_fx.pipeline import JobPass, Numerics
-from tlora_fx.shapes import fake_like
 
 aten = torch.ops.aten
 

@@ -12,9 +12,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.models import error_of
-from tlora_fx.driver import DEFAULT_PIPELINE, find_passes
+from tlora_fx.compiler import DEFAULT_PIPELINE, find_passes
 from tlora_fx.errors import PipelineError
-from tlora_fx.graph import JobGraph
+from tlora_fx.ir.graph import JobGraph
 from tlora_fx.passes.drop_export_noise import DropExportNoise
 from tlora_fx.passes.fuse_backbone import FuseBackbone
 from tlora_fx.passes.lower_adapters import LowerAdapters

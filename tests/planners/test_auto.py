@@ -4,19 +4,19 @@ from __future__ import annotations
 
 import pytest
 
-from tests.planners.facts import small_model, small_round
+from tests.cost.facts import small_model, small_round
+from tlora_fx.cost import profile_sources
+from tlora_fx.cost.facts import facts_of
+from tlora_fx.cost.hardware import GPUS
+from tlora_fx.cost.plan import MeshShape, Plan, model_fingerprint
 from tlora_fx.errors import (
     JobTooLong,
     MeshDoesNotFit,
     NoPlanFits,
     ProfileMissing,
 )
-from tlora_fx.planners import known_profiles
 from tlora_fx.planners.auto import Auto, every_mesh, search
 from tlora_fx.planners.cost import Cluster
-from tlora_fx.planners.facts import facts_of
-from tlora_fx.planners.hardware import GPUS
-from tlora_fx.planners.plan import MeshShape, Plan, model_fingerprint
 from tlora_fx.planners.protocol import find_planner
 from tlora_fx.planners.roofline import roofline_profile
 
@@ -57,7 +57,7 @@ def test_the_best_comes_first_and_reasons_are_kept(model, profile):
 
 def test_a_cpu_without_a_profile_is_no_gpu_without_a_data_sheet(model, monkeypatch, tmp_path):
     """What helps is another plan, or measuring."""
-    monkeypatch.setenv(known_profiles.FOLDER_VARIABLE, str(tmp_path))
+    monkeypatch.setenv(profile_sources.FOLDER_VARIABLE, str(tmp_path))
     monkeypatch.setattr("torch.cuda.is_available", lambda: False)
 
     for allowed in (False, True):
@@ -133,8 +133,8 @@ def test_a_mesh_that_does_not_fit_is_refused(model, profile):
 
 def test_training_asks_for_measurements(model, monkeypatch, tmp_path):
     """Without a profile of the device at hand there is no plan."""
-    monkeypatch.setenv(known_profiles.FOLDER_VARIABLE, str(tmp_path))
-    monkeypatch.setattr(known_profiles, "SHIPPED", tmp_path)
+    monkeypatch.setenv(profile_sources.FOLDER_VARIABLE, str(tmp_path))
+    monkeypatch.setattr(profile_sources, "SHIPPED", tmp_path)
 
     with pytest.raises(ProfileMissing, match="tlora-fx profile"):
         Auto().plan(model, profile="h200", processes=2)

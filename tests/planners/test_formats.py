@@ -7,12 +7,12 @@ import re
 
 import pytest
 
-from tests.planners.facts import small_cost, small_model
+from tests.cost.facts import small_cost, small_model
+from tlora_fx.cost.plan import MeshShape
 from tlora_fx.errors import ForeignPlanError, PlanNotRunnable
+from tlora_fx.planners.export import Galvatron, read_galvatron, write_galvatron
 from tlora_fx.planners.foreign import TRAINED
-from tlora_fx.planners.galvatron import Galvatron, read_galvatron, write_galvatron
 from tlora_fx.planners.metis import write_metis
-from tlora_fx.planners.plan import MeshShape
 from tlora_fx.planners.sailor import write_sailor
 
 LAYERS = 4

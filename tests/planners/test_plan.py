@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 
 from tests.runtime.groups import make_job, tiny_base
 from tlora_fx import compile
-from tlora_fx.batch import JobTokens
+from tlora_fx.cost.plan import MeshShape, Plan, model_fingerprint
 from tlora_fx.errors import (
     LaunchError,
     MeshDoesNotFit,
@@ -28,21 +28,21 @@ from tlora_fx.errors import (
     RanksParted,
     UnknownPlanner,
 )
+from tlora_fx.model.batch import JobTokens
+from tlora_fx.model.supermodel import SuperModel
+from tlora_fx.parallel.mesh import Mesh
+from tlora_fx.parallel.prepare import planned_passes, prepared
 from tlora_fx.planners.feasible import demand_fits, fitting_meshes
 from tlora_fx.planners.first_step import FirstStep
 from tlora_fx.planners.memory_choice import activation_bytes, base_bytes, choose
-from tlora_fx.planners.mesh import Mesh
-from tlora_fx.planners.plan import MeshShape, Plan, model_fingerprint
-from tlora_fx.planners.prepared import planned_passes, prepared
 from tlora_fx.planners.protocol import find_planner, planner_names
 from tlora_fx.planners.reduction import GradientBuckets
 from tlora_fx.planners.rows import Cutting, balanced_cuts, cut_round
 from tlora_fx.runtime.controllers import NanoBatches, find_controller
+from tlora_fx.runtime.distributed import _demand_one_table, demand_elementwise
 from tlora_fx.runtime.launch import Launch, choose_plan
-from tlora_fx.runtime.ranks import _demand_one_table, demand_elementwise
 from tlora_fx.runtime.trainer import Trainer
 from tlora_fx.runtime.weights import base_tensors
-from tlora_fx.supermodel import SuperModel
 
 
 @pytest.fixture(scope="module")
@@ -202,7 +202,7 @@ def test_a_model_that_never_ran_is_given_back(base: Any) -> None:
 
 
 def _packed(model: SuperModel, cutting: Cutting) -> Any:
-    from tlora_fx.batch import pack
+    from tlora_fx.model.batch import pack
 
     tokens = [JobTokens([(1, 2, 3)], [(1, 2, 3)]) for _ in model.jobs]
     return pack(cut_round([tokens], 1, cutting)[0])

@@ -10,19 +10,19 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.models import save_config
-from tests.planners.graph_times import with_graphs
+from tests.parallel.graph_times import with_graphs
 from tlora_fx.cli import main
 from tlora_fx.cli.plan import per_node_of
 from tlora_fx.cli.profile import noisy
-from tlora_fx.driver import compile
-from tlora_fx.jobfile import load_job_file
+from tlora_fx.compiler import compile
+from tlora_fx.config.job_file import load_job_file
+from tlora_fx.cost.facts import facts_of
+from tlora_fx.cost.hardware import GPUS
+from tlora_fx.cost.load import round_of_jobs
+from tlora_fx.cost.plan import MeshShape, Plan
+from tlora_fx.cost.profile import Profile
+from tlora_fx.cost.profile_sources import FOLDER_VARIABLE
 from tlora_fx.planners.auto import search
-from tlora_fx.planners.facts import facts_of
-from tlora_fx.planners.hardware import GPUS
-from tlora_fx.planners.known_profiles import FOLDER_VARIABLE
-from tlora_fx.planners.load import round_of_jobs
-from tlora_fx.planners.plan import MeshShape, Plan
-from tlora_fx.planners.profile import Profile
 from tlora_fx.planners.roofline import roofline_profile
 
 JOBS = """
@@ -209,7 +209,7 @@ def test_a_wrong_profile_is_refused_before_anything_is_compiled(
     def never(*_: object, **__: object) -> None:
         raise AssertionError("compiled before the profile was read")
 
-    monkeypatch.setattr("tlora_fx.driver.compile", never)
+    monkeypatch.setattr("tlora_fx.compiler.compile", never)
     text = told(capsys, "plan", jobs, "--gpus", 2, "--gpu", path, status=1)
 
     assert "error[T0851]" in text

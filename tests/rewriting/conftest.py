@@ -11,9 +11,9 @@ from torch import fx
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
-from tlora_fx.graph import TensorRef
+from tlora_fx.ir.graph import TensorRef
+from tlora_fx.ir.shapes import fake_like, propagate
 from tlora_fx.provenance import record
-from tlora_fx.shapes import fake_like, propagate
 
 aten = torch.ops.aten
 

@@ -8,12 +8,12 @@ from typing import ClassVar
 import pytest
 
 from tests.models import base_of, error_of, job
-from tlora_fx.driver import run_passes
+from tlora_fx.compiler import run_passes
 from tlora_fx.errors import NotOutlinable
-from tlora_fx.graph import JobGraph, output_of, placeholders
+from tlora_fx.ir.graph import JobGraph, output_of, placeholders
+from tlora_fx.ir.shapes import propagate
 from tlora_fx.pipeline import JobPass, Pipeline, Runner
 from tlora_fx.rewriting import inline_block, outline, outline_block
-from tlora_fx.shapes import propagate
 
 PIECE = ("mlp_up", "mlp_a", "frozen", "cast", "down", "scaled", "total")
 

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from tlora_fx.job import BaseSpec, DataSpec, Job
+from tlora_fx.config.job import BaseSpec, DataSpec, Job
 
 
 def job_with(**fields: Any) -> Job:

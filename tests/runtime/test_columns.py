@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 
+from tlora_fx.config.job import DataSpec
 from tlora_fx.errors import AmbiguousFormatError, MissingColumnError
-from tlora_fx.job import DataSpec
 from tlora_fx.runtime.columns import Layout, find_layout
 
 

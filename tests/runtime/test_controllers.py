@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tlora_fx.errors import ControllerWrong
-from tlora_fx.planners.nano_model import COUNTS
+from tlora_fx.parallel.nano_batches import COUNTS
 from tlora_fx.runtime.controllers import (
     Aimd,
     Fixed,

@@ -10,9 +10,9 @@ from torch import nn
 
 from tests.models import OLD_TRANSFORMERS, Plain, hand_written
 from tests.runtime.groups import losses_of, make_data, make_job, tiny_base
-from tlora_fx.driver import compile
+from tlora_fx.compiler import compile
+from tlora_fx.config.job import BaseSpec
 from tlora_fx.errors import BaseNotLoadable, JobsDiffer, ResumeMismatch, UnknownTarget
-from tlora_fx.job import BaseSpec
 from tlora_fx.runtime.trainer import Silent, Trainer
 from tlora_fx.runtime.verify import bounds_of, verify
 from tlora_fx.runtime.weights import base_tensors

@@ -16,7 +16,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import get_scheduler
 
 from tests.runtime.parameters import job_with, start
-from tlora_fx.job import Job
+from tlora_fx.config.job import Job
 from tlora_fx.runtime import fused_adam, optimizer
 from tlora_fx.runtime.optimizer import JobOptimizer
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from tests.runtime.groups import losses_of, make_data, make_job, tiny_base
-from tlora_fx.driver import compile
+from tlora_fx.compiler import compile
 from tlora_fx.runtime.trainer import Silent, Trainer
 from tlora_fx.runtime.verify import bounds_of, verify
 

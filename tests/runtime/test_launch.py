@@ -8,12 +8,12 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from tests.planners.processes import run_processes
+from tests.parallel.processes import run_processes
+from tlora_fx.cost.plan import MeshShape
 from tlora_fx.errors import DataError, PlanFileError, RankFailed, RanksDiffer, TloraError
-from tlora_fx.planners.mesh import Mesh
-from tlora_fx.planners.plan import MeshShape
+from tlora_fx.parallel.mesh import Mesh
 from tlora_fx.runtime import launch
-from tlora_fx.runtime.ranks import Ranks
+from tlora_fx.runtime.distributed import Ranks
 from tlora_fx.runtime.run_folder import how_to_go_on
 
 

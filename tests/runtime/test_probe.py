@@ -16,8 +16,8 @@ from tests.models import (
     ready,
     tokens,
 )
+from tlora_fx.config.job import BaseSpec
 from tlora_fx.errors import BatchFormUnsafe
-from tlora_fx.job import BaseSpec
 from tlora_fx.runtime.probe import probe_batch_form
 
 DTYPES = {"float64": torch.float64, "float32": torch.float32, "bfloat16": torch.bfloat16}

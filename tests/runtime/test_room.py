@@ -7,23 +7,23 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.runtime.groups import make_data, make_job, tiny_base
-from tlora_fx.batch import repeating_length
 from tlora_fx.cli import train
-from tlora_fx.driver import compile
+from tlora_fx.compiler import compile
+from tlora_fx.cost import profile_sources
+from tlora_fx.cost.facts import facts_of
+from tlora_fx.cost.hardware import GPUS
+from tlora_fx.cost.load import round_of_batches
+from tlora_fx.cost.memory import memory_of
+from tlora_fx.cost.plan import Plan
 from tlora_fx.errors import JobTooLong
-from tlora_fx.planners import known_profiles
+from tlora_fx.model.batch import repeating_length
 from tlora_fx.planners.cost import CostModel
-from tlora_fx.planners.facts import facts_of
-from tlora_fx.planners.hardware import GPUS
-from tlora_fx.planners.load import round_of_batches
-from tlora_fx.planners.memory import memory_of
-from tlora_fx.planners.plan import Plan
 from tlora_fx.planners.roofline import roofline_profile
 from tlora_fx.planners.rows import Cutting, cut_round
+from tlora_fx.runtime.batching import rows_of_round
 from tlora_fx.runtime.data import DataReport, JobData, Sample
 from tlora_fx.runtime.launch import Launch
 from tlora_fx.runtime.room import demand_room, longest_round, longest_row
-from tlora_fx.runtime.rounds import rows_of_round
 
 PLAN = Plan(planner="single")
 
@@ -86,7 +86,7 @@ def test_a_job_too_long_is_named_before_weights(jobs, data, model):
 
 def test_without_a_measurement_nothing_is_refused(data, model, monkeypatch, tmp_path):
     """Estimates are no reason to refuse a run that its user asked for."""
-    monkeypatch.setenv(known_profiles.FOLDER_VARIABLE, str(tmp_path))
+    monkeypatch.setenv(profile_sources.FOLDER_VARIABLE, str(tmp_path))
 
     demand_room(model, PLAN, data, 16384)
 
@@ -95,7 +95,7 @@ def test_every_plan_of_the_command_line_is_looked_at(monkeypatch, tmp_path):
     """Before the trainer is made."""
     seen = []
     monkeypatch.setattr("tlora_fx.runtime.room.demand_room", lambda *given: seen.append(given))
-    monkeypatch.setattr("tlora_fx.runtime.prepare.load_all_data", make_data)
+    monkeypatch.setattr("tlora_fx.runtime.checks.load_all_data", make_data)
     base = tiny_base(tmp_path / "base")
     path = tmp_path / "jobs.yaml"
     path.write_text(

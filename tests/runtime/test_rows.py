@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
+from tlora_fx.config.job import DataSpec
 from tlora_fx.errors import DataFileError, MissingPackageError
-from tlora_fx.job import DataSpec
 from tlora_fx.runtime.rows import Row, read_rows
 
 ROWS = [{"text": "a"}, {"text": "é"}]

@@ -12,7 +12,7 @@ from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
 
 from tests.runtime.groups import losses_of, make_data, make_job, tiny_base
-from tlora_fx.driver import compile
+from tlora_fx.compiler import compile
 from tlora_fx.errors import CheckpointError, ResumeMismatch, RunFolderError
 from tlora_fx.runtime.adapters import adapter_tensors
 from tlora_fx.runtime.checkpoint import CheckpointStore

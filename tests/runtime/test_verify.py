@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from tests.runtime.groups import make_data, make_job, tiny_base
-from tlora_fx.bank import AdapterBank
+from tlora_fx.model.adapter_bank import AdapterBank
 from tlora_fx.runtime.verify import MASKED, PLAIN, bounds_of, verify
 
 GSM8K = Path(__file__).parents[3] / "shared" / "data" / "gsm8k" / "train.jsonl"
@@ -67,7 +67,7 @@ def test_a_wrong_scaling_is_found(tmp_path, monkeypatch):
 @pytest.mark.skipif(not GSM8K.is_file(), reason="GSM8K is not beside the repository")
 def test_gsm8k_jobs_train_fused_as_alone():
     """Two steps of the eight jobs of examples/gsm8k on real data."""
-    from tlora_fx.jobfile import load_job_file
+    from tlora_fx.config.job_file import load_job_file
 
     jobs = load_job_file(Path(__file__).parents[2] / "examples" / "gsm8k" / "jobs.yaml")
 

@@ -6,14 +6,14 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from tests.scheduler.looping import Plain
-from tlora_fx.scheduler.cluster import Cluster
+from tlora_fx.cost.cluster import Cluster
 from tlora_fx.scheduler.group import Group
-from tlora_fx.scheduler.ledger import Ledger
 from tlora_fx.scheduler.loop import Loop
 from tlora_fx.scheduler.loop_times import StepTimes
 from tlora_fx.scheduler.loop_watch import NoWatch
 from tlora_fx.scheduler.policies import find_policy
 from tlora_fx.scheduler.state import Decision, Policy, State
+from tlora_fx.scheduler.store import Ledger
 from tlora_fx.simulator.clock import Clock
 from tlora_fx.simulator.noise import Disturbances
 from tlora_fx.simulator.simulated import SimulatedExecutor

@@ -7,8 +7,8 @@ from typing import Any
 
 import numpy as np
 
-from tlora_fx.scheduler.cluster import Tier
-from tlora_fx.scheduler.demand import COLUMN, Array, Demand
+from tlora_fx.cost.cluster import Tier
+from tlora_fx.cost.demand import COLUMN, Array, Demand
 from tlora_fx.scheduler.estimating import Layout, Prediction
 from tlora_fx.scheduler.request import JobRequest
 

@@ -10,14 +10,13 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from tests.scheduler.toy import drawn
+from tlora_fx.cost.cluster import Cluster
 from tlora_fx.errors import JobNotInState, LedgerError, StateFileError
-from tlora_fx.scheduler.cluster import Cluster
 from tlora_fx.scheduler.executor import Committed, Drained, Failed, Finished
 from tlora_fx.scheduler.explain import explain
 from tlora_fx.scheduler.explain_past import explained
 from tlora_fx.scheduler.group import Group
 from tlora_fx.scheduler.history import History, rows_of_run
-from tlora_fx.scheduler.ledger import Ledger
 from tlora_fx.scheduler.moment_file import (
     Moment,
     add_history,
@@ -28,6 +27,7 @@ from tlora_fx.scheduler.moment_file import (
 from tlora_fx.scheduler.policies import find_policy
 from tlora_fx.scheduler.request import JobRequest
 from tlora_fx.scheduler.state import ActiveJob, Decision, State
+from tlora_fx.scheduler.store import Ledger
 from tlora_fx.scheduler.synthetic import SyntheticEstimator
 
 GPUS = 64

@@ -12,9 +12,9 @@ from contextlib import closing
 import pytest
 
 from tests.scheduler.fake_worker import adapter_of
+from tlora_fx.cost.cluster import Cluster
+from tlora_fx.cost.demand import Demand
 from tlora_fx.errors import PlaceTaken
-from tlora_fx.scheduler.cluster import Cluster
-from tlora_fx.scheduler.demand import Demand
 from tlora_fx.scheduler.executor import Committed, Drained, Failed, Finished, Progress, Started
 from tlora_fx.scheduler.group import Group
 from tlora_fx.scheduler.local.executor import LocalExecutor, LocalOptions

@@ -8,7 +8,7 @@ from tests.scheduler.loop_rig import Counting, Scripted, rig, together
 from tests.scheduler.looping import Plain, request
 from tlora_fx.errors import ClockBackwards, DecisionWrong, ReplayOptionWrong, SubmittedTwice
 from tlora_fx.scheduler.group import Group
-from tlora_fx.scheduler.ledger import Ledger
+from tlora_fx.scheduler.store import Ledger
 from tlora_fx.simulator.clock import Clock
 
 

@@ -6,7 +6,7 @@ import pytest
 
 from tests.scheduler.loop_rig import Scripted, rig, together
 from tests.scheduler.looping import Plain, request
-from tlora_fx.scheduler.ledger import Ledger
+from tlora_fx.scheduler.store import Ledger
 from tlora_fx.simulator.noise import Disturbances
 
 

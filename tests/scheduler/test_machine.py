@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from tests.scheduler.looping import Plain, request
+from tlora_fx.cost.cluster import Cluster
 from tlora_fx.scheduler.bounds import broken
-from tlora_fx.scheduler.cluster import Cluster
 from tlora_fx.scheduler.loop import Loop
 from tlora_fx.scheduler.loop_runs import membership
 from tlora_fx.scheduler.loop_times import StepTimes

@@ -8,11 +8,11 @@ from pathlib import Path
 import pytest
 
 from tests.scheduler.toy import Roofline
+from tlora_fx.cost.cluster import Cluster
+from tlora_fx.cost.estimator import ProfileEstimator
+from tlora_fx.cost.profile import Profile
 from tlora_fx.errors import StateFileError
-from tlora_fx.planners.profile import Profile
 from tlora_fx.scheduler.bases import demand_of, find_base
-from tlora_fx.scheduler.cluster import Cluster
-from tlora_fx.scheduler.estimator import ProfileEstimator
 from tlora_fx.scheduler.moment_file import Moment, load_moment, save_moment
 from tlora_fx.scheduler.policies import POLICIES, find_policy
 from tlora_fx.scheduler.request import JobRequest

@@ -10,8 +10,8 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from tests.scheduler.toy import Roofline, active, checked, request
+from tlora_fx.cost.cluster import Cluster
 from tlora_fx.scheduler.bounds import keeps
-from tlora_fx.scheduler.cluster import Cluster
 from tlora_fx.scheduler.group import Group
 from tlora_fx.scheduler.policies import POLICIES, find_policy
 from tlora_fx.scheduler.request import JobRequest

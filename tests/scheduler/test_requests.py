@@ -8,8 +8,8 @@ import pytest
 
 from tests.models import base_of as base_in
 from tests.models import job
+from tlora_fx.config.job_file import load_job_file
 from tlora_fx.errors import BaseUnknown, JobError, StepsUnknown
-from tlora_fx.jobfile import load_job_file
 from tlora_fx.scheduler.bases import BASES, demand_of, find_base
 from tlora_fx.scheduler.requests import (
     base_of,
@@ -56,7 +56,7 @@ def test_a_job_is_compiled_once_for_all_ranks(base, monkeypatch):
     """What it trains is proportional to its rank, as compiling says too."""
     small, large = (job("one", base, r=rank, target_modules=LINEARS) for rank in (4, 12))
     facts_of_job(small)
-    monkeypatch.setattr("tlora_fx.driver.compile", None)
+    monkeypatch.setattr("tlora_fx.compiler.compile", None)
 
     found = facts_of_job(large)
     assert found.trained[0] == 3 * facts_of_job(small).trained[0]
@@ -119,7 +119,7 @@ def test_epochs_need_the_number_of_samples(base):
 
 def test_lengths_are_those_of_the_data():
     """Read and tokenised as training does, and steps are counted as training does."""
-    from tlora_fx.runtime.prepare import load_all_data
+    from tlora_fx.runtime.checks import load_all_data
 
     jobs = load_job_file(QUICKSTART).jobs
     data = load_all_data(jobs)

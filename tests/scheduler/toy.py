@@ -7,9 +7,9 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from tlora_fx.planners.plan import MeshShape
-from tlora_fx.scheduler.cluster import Cluster, Tier
-from tlora_fx.scheduler.demand import COLUMN, Array, Demand
+from tlora_fx.cost.cluster import Cluster, Tier
+from tlora_fx.cost.demand import COLUMN, Array, Demand
+from tlora_fx.cost.plan import MeshShape
 from tlora_fx.scheduler.estimating import Layout, Prediction
 from tlora_fx.scheduler.group import Group
 from tlora_fx.scheduler.request import JobRequest

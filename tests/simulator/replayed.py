@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from tlora_fx.scheduler.cluster import Cluster
+from tlora_fx.cost.cluster import Cluster
 from tlora_fx.simulator.metrics import Distribution, Point, SizeClass, Span, Summary
 from tlora_fx.simulator.sweep import Outcome, Scenario, Source
 

@@ -9,8 +9,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.scheduler.looping import Plain, request
+from tlora_fx.cost.cluster import Cluster
 from tlora_fx.errors import PlaceTaken
-from tlora_fx.scheduler.cluster import Cluster
 from tlora_fx.scheduler.executor import Drained, Failed, Finished, NodeBack, NodeLost, Started
 from tlora_fx.scheduler.group import Group
 from tlora_fx.scheduler.loop_times import StepTimes

@@ -7,8 +7,8 @@ import pickle
 import pytest
 
 from tests.simulator.replayed import base
+from tlora_fx.cost.cluster import Cluster
 from tlora_fx.errors import PolicyOptionWrong, ProfileMismatch, UnknownPolicy
-from tlora_fx.scheduler.cluster import Cluster
 from tlora_fx.scheduler.policies import policy_of
 from tlora_fx.simulator.choices import Choices
 from tlora_fx.simulator.report import Report, page

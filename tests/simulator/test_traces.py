@@ -10,8 +10,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tlora_fx.cost.demand import Demand
 from tlora_fx.errors import TraceColumnMissing, TraceEmpty, TraceFileError, TraceRowsWrong
-from tlora_fx.scheduler.demand import Demand
 from tlora_fx.scheduler.request import JobRequest
 from tlora_fx.simulator.own_trace import write_own
 from tlora_fx.simulator.trace_files import read_trace

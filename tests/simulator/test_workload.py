@@ -9,12 +9,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tlora_fx.cost.cluster import Cluster
 from tlora_fx.errors import ReplayChoiceWrong, TraceEmpty
-from tlora_fx.scheduler.cluster import Cluster
 from tlora_fx.scheduler.request import JobRequest
 from tlora_fx.simulator.choices import Choices
-from tlora_fx.simulator.generator import Draw, generate
 from tlora_fx.simulator.generator_fit import shipped_fit
+from tlora_fx.simulator.synthetic import Draw, generate
 from tlora_fx.simulator.traces import Trace, TraceJob
 from tlora_fx.simulator.workload import batch_by_gpus, known_demand, workload_of
 

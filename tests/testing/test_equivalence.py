@@ -7,9 +7,9 @@ import torch
 
 from tests.models import error_of
 from tests.pipeline.graphs import Does
-from tlora_fx.driver import run_passes
+from tlora_fx.compiler import run_passes
 from tlora_fx.errors import PipelineError
-from tlora_fx.graph import is_call
+from tlora_fx.ir.graph import is_call
 from tlora_fx.pipeline import REGISTRY
 from tlora_fx.testing import around, assert_equivalent, small_base, small_job
 

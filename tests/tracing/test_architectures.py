@@ -21,7 +21,7 @@ from tests.models import (
     run_fused,
     tokens,
 )
-from tlora_fx.job import BaseSpec
+from tlora_fx.config.job import BaseSpec
 
 # transformers' norms, rotary tables and eager softmax run in float32 in every model dtype, so a
 # float64 model agrees to float32's rounding only; where nothing does, to float64's.

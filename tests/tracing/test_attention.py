@@ -7,9 +7,9 @@ import torch
 from torch import nn
 
 from tests.models import error_of, tokens
-from tlora_fx.batch import pack
 from tlora_fx.errors import AttentionNotPackable
-from tlora_fx.graph import TABLES
+from tlora_fx.ir.graph import TABLES
+from tlora_fx.model.batch import pack
 from tlora_fx.tracing.attention import attend, row_of
 
 

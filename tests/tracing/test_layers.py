@@ -9,8 +9,8 @@ import torch
 from torch import nn
 
 from tests.models import base_of
-from tlora_fx.backbone import load_backbone
-from tlora_fx.job import BaseSpec
+from tlora_fx.config.job import BaseSpec
+from tlora_fx.model.backbone import load_backbone
 from tlora_fx.tracing.layers import layer_list, plan_layers
 
 

@@ -25,9 +25,9 @@ from tests.models import (
     run_fused,
     tokens,
 )
-from tlora_fx.driver import compile
+from tlora_fx.compiler import compile
+from tlora_fx.config.job import BaseSpec
 from tlora_fx.errors import BaseRefused, CompileError, NotTokenParallel
-from tlora_fx.job import BaseSpec
 
 ROUNDED, WIDE = 3e-6, 1e-9
 BYPASSING = ("bloom", "falcon", "falcon-alibi")
@@ -83,7 +83,7 @@ def test_attention_over_the_whole_row_is_caught_by_the_token_check():
     assert "it multiplies every token with every other" in text
     assert "models.py" in text
     assert "scores = q @ k.transpose(1, 2)" in text
-    assert "tlora_fx.passes.token_rules.rule" in text
+    assert "tlora_fx.passes.token_parallel.rules.rule" in text
 
 
 class Mean(Plain):

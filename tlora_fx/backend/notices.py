@@ -10,7 +10,7 @@ from weakref import WeakSet
 from torch import fx, nn
 from torch._dynamo.utils import counters
 
-from tlora_fx.backend.islands import Left
+from tlora_fx.backend.lora_regions import Left
 from tlora_fx.backend.sites import running_modules
 
 SHOWN = 3

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import fx, nn
 
-from tlora_fx.graph import under
+from tlora_fx.ir.graph import under
 
 PEFT_PREFIX = "base_model.model."
 _START = re.compile(r"^L\['\w+'\]")

@@ -5,11 +5,11 @@ numbers.py judge one, folder.py writes it down for a command, touched.py tells w
 and hunt.py puts them together.
 """
 
-from tlora_fx.bisect.check import Check, CommandCheck, Judged
 from tlora_fx.bisect.hunt import Finding, Hunt
 from tlora_fx.bisect.numbers import NumericsCheck
 from tlora_fx.bisect.search import Bracket, Verdict, first_bad
 from tlora_fx.bisect.states import State, States, run_everywhere, trace_states
+from tlora_fx.tools.bisect import Check, CommandCheck, Judged
 
 __all__ = [
     "Bracket",

@@ -6,10 +6,10 @@ from pathlib import Path
 
 from tlora_fx.bisect.states import State
 from tlora_fx.graph_file import save_graphs
+from tlora_fx.inspect.instruments import state_source
 from tlora_fx.inspect.node_entries import make_program
 from tlora_fx.inspect.program import FILE
-from tlora_fx.instruments import state_source
-from tlora_fx.source import group_source
+from tlora_fx.model.source import group_source
 
 PROGRAM = "program.py"
 

@@ -7,13 +7,13 @@ from dataclasses import dataclass, field
 from math import ceil, log2
 from pathlib import Path
 
-from tlora_fx.bisect.check import Check, Judged
 from tlora_fx.bisect.folder import write_state
 from tlora_fx.bisect.search import Bracket, Verdict, first_bad
 from tlora_fx.bisect.states import State, States
 from tlora_fx.bisect.touched import lines, touched
 from tlora_fx.errors import BisectFails, NotFoldable, TloraError
 from tlora_fx.inspect.wording import plural
+from tlora_fx.tools.bisect import Check, Judged
 
 WORDS = {"good": "good", "bad": "BAD", "skip": "cannot tell"}
 

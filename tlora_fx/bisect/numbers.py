@@ -5,18 +5,18 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
-from tlora_fx.backbone import Backbone
-from tlora_fx.bisect.check import Check, Judged
 from tlora_fx.bisect.search import Verdict
 from tlora_fx.bisect.states import State
-from tlora_fx.graph import GroupGraph
 from tlora_fx.graph_file import Document, from_document
+from tlora_fx.ir.graph import GroupGraph
+from tlora_fx.model.backbone import Backbone
 from tlora_fx.numerics.compare import bound_of, finite, worst
 from tlora_fx.numerics.evaluate import Outcome, evaluate
 from tlora_fx.numerics.interpreter import CannotRun
 from tlora_fx.numerics.memory import bytes_needed
 from tlora_fx.numerics.rows import Rows
 from tlora_fx.numerics.tensors import Seeded, Unchecked, buffers_of
+from tlora_fx.tools.bisect import Check, Judged
 
 GIB = 2**30
 

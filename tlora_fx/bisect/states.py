@@ -9,8 +9,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from tlora_fx.graph import GroupGraph, JobGraph
 from tlora_fx.graph_file import Document, from_document, to_document
+from tlora_fx.ir.graph import GroupGraph, JobGraph
 from tlora_fx.ladder import Prepared, fuse
 from tlora_fx.pipeline import (
     Event,

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from torch import fx
 
 from tlora_fx.fingerprint import named_graphs, owners
-from tlora_fx.graph import GroupGraph
+from tlora_fx.ir.graph import GroupGraph
 from tlora_fx.provenance import origin_of
 
 SHOWN = 8

@@ -43,7 +43,7 @@ def main(arguments: list[str] | None = None) -> None:
         sys.exit(2)
     gone = next((word for word in given if word in TAKEN_OUT), None)
     if gone is not None:
-        from tlora_fx.planners.plan import TAKEN_OUT as REASONS
+        from tlora_fx.cost.plan import TAKEN_OUT as REASONS
 
         _say(f"There is no option '{gone}': {REASONS[TAKEN_OUT[gone]]}.")
         sys.exit(2)

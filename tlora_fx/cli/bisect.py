@@ -57,7 +57,7 @@ def run(
 
 def _hunt(jobs: Path, check: str, passes: Pipeline, folder: Path, verbose: bool) -> Finding:
     from tlora_fx.bisect import CommandCheck, Hunt, NumericsCheck, trace_states
-    from tlora_fx.driver import prepare
+    from tlora_fx.compiler import prepare
 
     def say(line: str, output: str) -> None:
         typer.echo(line, err=True)

@@ -48,7 +48,7 @@ def run(
     of its sites). What else lies in the folder stays. With --stop-after nothing is written but what
     --print-after and --dump-changed ask for.
     """
-    from tlora_fx.jobfile import load_job_file
+    from tlora_fx.config.job_file import load_job_file
 
     console = Console(stderr=True)
     seconds: dict[str, float] = {}
@@ -57,7 +57,7 @@ def run(
     with _phase(console, seconds, "load libraries"):
         import peft  # noqa: F401  (with transformers; compiling would import them anyway)
 
-        from tlora_fx.driver import compile, run_passes
+        from tlora_fx.compiler import compile, run_passes
         from tlora_fx.inspect.dump import dump
         from tlora_fx.inspect.recorder import Recorder
     passes = asked(pipeline, add_pass)

@@ -24,8 +24,8 @@ def run(
     Compiles the jobs from the base's config alone.
     """
     from tlora_fx.cli.pipeline_options import asked
+    from tlora_fx.config.job_file import load_job_file
     from tlora_fx.explain import render, why_not
-    from tlora_fx.jobfile import load_job_file
 
     given = load_job_file(jobs)
     typer.echo(render(why_not(given, node, job, asked(pipeline, add_pass))), nl=False)

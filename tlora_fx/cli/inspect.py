@@ -12,7 +12,7 @@ from tlora_fx.cli.pipeline_options import AddPass, PipelineText
 if TYPE_CHECKING:
     from tlora_fx.inspect.legend import Line
     from tlora_fx.inspect.program import Program
-    from tlora_fx.inspect.subject import Subject
+    from tlora_fx.tools.subject import Subject
 
 
 def run(
@@ -92,7 +92,7 @@ def _check(
 
 def _subject(what: Path, pipeline: str | None, add_pass: list[str] | None) -> Subject:
     from tlora_fx.cli.pipeline_options import asked
-    from tlora_fx.inspect.subject import subject_of
+    from tlora_fx.tools.subject import subject_of
 
     if pipeline is None and not add_pass:
         return subject_of(what)

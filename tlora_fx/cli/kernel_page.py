@@ -14,7 +14,7 @@ from tlora_fx.codegen.spec import KernelSpec, Tile
 from tlora_fx.errors import KernelNotCompilable, KernelToolMissing
 
 if TYPE_CHECKING:
-    from tlora_fx.ops.kernels.serving import Site
+    from tlora_fx.ops.kernels.support import Site
 
 # Measured on an H200: a copy, and a bf16 matrix product.
 H200_BYTES_PER_SECOND, H200_FLOP_PER_SECOND = 4.27e12, 752e12
@@ -49,7 +49,7 @@ def page(spec: KernelSpec, tokens: int, ranks: list[int], gpu: str) -> Iterator[
 
 def _site(spec: KernelSpec, ranks: list[int]) -> Site:
     """The linear as the plans' selector sees it."""
-    from tlora_fx.ops.kernels.serving import Site, rank_block
+    from tlora_fx.ops.kernels.support import Site, rank_block
 
     block = max(spec.rank_block, rank_block(max(ranks)))
     return Site(
@@ -68,7 +68,7 @@ def _site(spec: KernelSpec, ranks: list[int]) -> Site:
 
 
 def _tile(spec: KernelSpec, site: Site, tokens: int, gpu: str) -> tuple[Tile | None, str]:
-    from tlora_fx.ops.kernels import selector
+    from tlora_fx.ops.kernels import select as selector
 
     if spec.tile is not None:
         return spec.tile, "given with --tile"
@@ -80,7 +80,7 @@ def _tile(spec: KernelSpec, site: Site, tokens: int, gpu: str) -> tuple[Tile | N
 
 def _plan(spec: KernelSpec, site: Site, tokens: int, gpu: str) -> Iterator[str]:
     """The plan that a site with this kernel takes, and where that comes from."""
-    from tlora_fx.ops.kernels import selector
+    from tlora_fx.ops.kernels import select as selector
 
     if spec.kind not in get_args(selector.Direction):
         return

@@ -162,7 +162,7 @@ def tune(
 ) -> None:
     """Time plans and tiles on this machine's GPU and keep the best in a table."""
     given = [_shape(text) for text in shapes] if shapes else None
-    from tlora_fx.ops.kernels import tuning
+    from tlora_fx.ops.kernels import tune as tuning
 
     tuning.tune(
         given,

@@ -29,7 +29,7 @@ def run(
     """
     if action not in ("list", "show") or (action == "show") != (name is not None):
         raise typer.BadParameter("write `tlora-fx passes`, or `tlora-fx passes show NAME`")
-    from tlora_fx.driver import resolve_pipeline
+    from tlora_fx.compiler import resolve_pipeline
     from tlora_fx.pipeline import find_pass
 
     default = resolve_pipeline()

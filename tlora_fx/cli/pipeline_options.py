@@ -40,7 +40,7 @@ def asked(pipeline: str | None, added: list[str] | None) -> Pipeline:
 
     raises    PipelineError, PluginBroken
     """
-    from tlora_fx.driver import resolve_pipeline
+    from tlora_fx.compiler import resolve_pipeline
 
     return resolve_pipeline(pipeline, added or ())
 
@@ -49,6 +49,6 @@ def watching(
     time: bool, print_after: list[str] | None, dump_changed: Path | None
 ) -> list[Instrument]:
     """What does the watching that the options ask for, on stderr."""
-    from tlora_fx.instruments import Watch
+    from tlora_fx.inspect.instruments import Watch
 
     return Watch(time, tuple(print_after or ()), dump_changed).instruments()

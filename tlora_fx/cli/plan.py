@@ -15,12 +15,12 @@ from tlora_fx.cli.whole_tables import print_whole
 from tlora_fx.cli.working import Working
 
 if TYPE_CHECKING:
-    from tlora_fx.jobfile import JobFile
+    from tlora_fx.config.job_file import JobFile
+    from tlora_fx.cost.load import Round
+    from tlora_fx.cost.plan import Plan
+    from tlora_fx.cost.profile import Profile
+    from tlora_fx.model.supermodel import SuperModel
     from tlora_fx.planners.auto import Candidate, Search
-    from tlora_fx.planners.load import Round
-    from tlora_fx.planners.plan import Plan
-    from tlora_fx.planners.profile import Profile
-    from tlora_fx.supermodel import SuperModel
 
 GIB = 2**30
 #: What the milliseconds of a plan are made of.
@@ -70,9 +70,9 @@ def run(
     per_node = per_node_of(gpus, nodes)
     _demand_format(export)
     given, model = _compiled(jobs, gpu)
+    from tlora_fx.cost.load import round_of_jobs
     from tlora_fx.planners.auto import demand_memory, search
     from tlora_fx.planners.cost import Cluster
-    from tlora_fx.planners.load import round_of_jobs
 
     profile = _profile(model, gpu, allow_estimated)
     work = round_of_jobs(given.jobs, length=length, tokens=tokens, max_row_tokens=max_row_tokens)
@@ -124,12 +124,12 @@ def command(plan: Plan, jobs: Path, output: Path, per_node: int, options: list[s
 
 def _compiled(jobs: Path, gpu: str | None) -> tuple[JobFile, SuperModel]:
     """The jobs of a file, and their model; nothing is compiled for a profile that is none."""
-    from tlora_fx.jobfile import load_job_file
+    from tlora_fx.config.job_file import load_job_file
 
     given = load_job_file(jobs)
     _demand_file(gpu)
     with Working(Console(stderr=True), "compiling the jobs"):
-        from tlora_fx.driver import compile
+        from tlora_fx.compiler import compile
 
         return given, compile(given)
 
@@ -157,7 +157,7 @@ def _demand_format(export: str | None) -> None:
 def _demand_file(gpu: str | None) -> None:
     """A profile's file must be one before anything is compiled for it."""
     if gpu is not None and gpu.endswith(".json"):
-        from tlora_fx.planners.profile import Profile
+        from tlora_fx.cost.profile import Profile
 
         Profile.load(gpu)
 
@@ -167,11 +167,11 @@ def _profile(model: SuperModel, gpu: str | None, allow_estimated: bool) -> Profi
 
     raises    ProfileMissing, UnknownGpu, ProfileFileError
     """
+    from tlora_fx.cost.facts import facts_of
+    from tlora_fx.cost.hardware import GPUS
+    from tlora_fx.cost.profile_sources import profile_for
     from tlora_fx.errors import ProfileMissing
     from tlora_fx.planners.auto import CPU, device_name, profile_here
-    from tlora_fx.planners.facts import facts_of
-    from tlora_fx.planners.hardware import GPUS
-    from tlora_fx.planners.known_profiles import profile_for
 
     facts = facts_of(model)
     if gpu is not None:
@@ -206,7 +206,7 @@ def exported(
     found: Search, format: str, folder: Path, length: int, gpus: int, per_node: int
 ) -> list[Path]:
     """Write the profile in another planner's format, for sequences of one length."""
-    from tlora_fx.planners.galvatron import write_galvatron
+    from tlora_fx.planners.export import write_galvatron
     from tlora_fx.planners.metis import write_metis
     from tlora_fx.planners.sailor import write_sailor
 

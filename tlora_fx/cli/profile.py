@@ -16,7 +16,7 @@ from tlora_fx.cli.whole_tables import print_whole
 from tlora_fx.cli.working import Working
 
 if TYPE_CHECKING:
-    from tlora_fx.planners.profile import Profile
+    from tlora_fx.cost.profile import Profile
 
 QUICK_TOKENS, QUICK_ROUNDS = "512,4096", 2
 #: Beyond this part of themselves, times say more of the machine than of the layers.
@@ -47,7 +47,7 @@ def run(
     layer fits. Under torchrun, all processes measure their collectives too. `tlora-fx plan` and
     `train --plan auto` find what was written.
     """
-    from tlora_fx.jobfile import load_job_file
+    from tlora_fx.config.job_file import load_job_file
     from tlora_fx.runtime.profiling_options import Wanted, profile_file
 
     wanted = Wanted(

@@ -19,7 +19,7 @@ from tlora_fx.cli import durations
 if TYPE_CHECKING:
     from tlora_fx.cli.run_table import Page
     from tlora_fx.scheduler.ledger_rows import JobRecord
-    from tlora_fx.scheduler.running import Running
+    from tlora_fx.scheduler.service import Running
 
 TURN_SECONDS = 0.05
 SHOW_SECONDS = 0.5
@@ -62,8 +62,8 @@ def run(
     from tlora_fx.cli.run_table import Page
     from tlora_fx.scheduler.local.executor import LocalOptions
     from tlora_fx.scheduler.policies import policy_of
-    from tlora_fx.scheduler.running import RunOptions, opened
     from tlora_fx.scheduler.running_estimates import Estimates, machine
+    from tlora_fx.scheduler.service import RunOptions, opened
 
     seconds, saving = _seconds(horizon, save_every)
     chosen = policy_of(policy)

@@ -9,7 +9,6 @@ from rich.console import Console
 from rich.live import Live
 from rich.table import Table
 
-from tlora_fx.scheduler.ledger import Ledger
 from tlora_fx.scheduler.ledger_rows import JobRecord
 from tlora_fx.scheduler.loop import Loop
 from tlora_fx.scheduler.loop_runs import Run
@@ -17,6 +16,7 @@ from tlora_fx.scheduler.loop_watch import NoWatch
 from tlora_fx.scheduler.request import JobRequest
 from tlora_fx.scheduler.running_files import Found
 from tlora_fx.scheduler.state import ActiveJob
+from tlora_fx.scheduler.store import Ledger
 
 #: Jobs that are shown at most; the others are counted.
 SHOWN = 30

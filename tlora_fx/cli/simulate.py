@@ -138,7 +138,7 @@ def scenario_of(given: Mapping[str, Any]) -> Scenario:
 
     raises    ReplayChoiceWrong
     """
-    from tlora_fx.scheduler.cluster import Cluster
+    from tlora_fx.cost.cluster import Cluster
     from tlora_fx.simulator.choices import demand_choices
     from tlora_fx.simulator.sweep import SYNTHETIC, Scenario, Source
 

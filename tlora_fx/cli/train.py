@@ -17,12 +17,12 @@ from tlora_fx.cli.whole_tables import print_whole
 from tlora_fx.cli.working import Working
 
 if TYPE_CHECKING:
-    from tlora_fx.planners.plan import Plan
+    from tlora_fx.cost.plan import Plan
+    from tlora_fx.model.supermodel import SuperModel
     from tlora_fx.runtime.controllers import NanoBatches
     from tlora_fx.runtime.data import JobData
     from tlora_fx.runtime.job_run import JobRun
     from tlora_fx.runtime.launch import Launch
-    from tlora_fx.supermodel import SuperModel
 
 
 def run(
@@ -100,9 +100,9 @@ class _Asked:
 
 def _train(asked: _Asked, launch: Launch) -> None:
     """What each process does."""
-    from tlora_fx.planners.mesh import open_mesh
+    from tlora_fx.parallel.mesh import open_mesh
+    from tlora_fx.runtime.distributed import Ranks
     from tlora_fx.runtime.launch import join, memory_bytes
-    from tlora_fx.runtime.ranks import Ranks
 
     # One process speaks for all.
     console = Console(stderr=True, quiet=launch.rank > 0)
@@ -159,13 +159,13 @@ def _prepared(
     asked: _Asked, launch: Launch, memory: int | None
 ) -> tuple[Mapping[str, JobData], SuperModel, Plan]:
     """The data, the compiled model and the plan; no weight is loaded yet."""
-    from tlora_fx.driver import compile
+    from tlora_fx.compiler import compile
+    from tlora_fx.config.job_file import load_job_file
+    from tlora_fx.cost.plan import MeshShape
     from tlora_fx.errors import PlanNotRunnable
-    from tlora_fx.jobfile import load_job_file
     from tlora_fx.planners.feasible import demand_fits
-    from tlora_fx.planners.plan import MeshShape
+    from tlora_fx.runtime.checks import load_all_data
     from tlora_fx.runtime.launch import choose_plan
-    from tlora_fx.runtime.prepare import load_all_data
     from tlora_fx.runtime.room import demand_room
 
     shape = None if asked.mesh is None else MeshShape.parse(asked.mesh)

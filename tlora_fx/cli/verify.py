@@ -27,7 +27,7 @@ def run(
     Prints each job's largest differences; exits with 1 where one is beyond its bound. Twice: with
     dropout 0 against plain PEFT, and with dropout against PEFT that draws the job's keyed masks.
     """
-    from tlora_fx.jobfile import load_job_file
+    from tlora_fx.config.job_file import load_job_file
 
     console = Console(stderr=True)
     given = load_job_file(jobs)

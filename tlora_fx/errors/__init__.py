@@ -36,6 +36,7 @@ from tlora_fx.errors.compiling import (
     UnknownNode,
     UnknownTarget,
 )
+from tlora_fx.errors.config import JobError, JobFileError, JobFileMissingError, JobFileSyntaxError
 from tlora_fx.errors.data import (
     AmbiguousFormatError,
     ChatTemplateError,
@@ -74,12 +75,6 @@ from tlora_fx.errors.graph_files import (
     GraphFileNotReadable,
     GraphNotStorable,
     ReplayNotReadable,
-)
-from tlora_fx.errors.job_files import (
-    JobError,
-    JobFileError,
-    JobFileMissingError,
-    JobFileSyntaxError,
 )
 from tlora_fx.errors.kernels import (
     KernelCacheError,
@@ -131,7 +126,7 @@ from tlora_fx.errors.replaying import (
     SubmittedTwice,
 )
 from tlora_fx.errors.root import TloraError, nearest
-from tlora_fx.errors.runs import (
+from tlora_fx.errors.running import (
     AdapterFolderError,
     CheckpointError,
     DataDoesNotFit,

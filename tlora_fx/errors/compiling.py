@@ -61,7 +61,7 @@ class NotTokenParallel(CompileError):
     """An operator mixes the tokens of a row, so jobs that share it would see each other.
 
     Set base.attention: batch, or register a rule where the operator is known to be safe:
-    `tlora_fx.passes.token_rules.rule(operator)`.
+    `tlora_fx.passes.token_parallel.rules.rule(operator)`.
     """
 
     code = "T0206"
@@ -141,7 +141,7 @@ class PassMisreports(GraphInvalid):
 
 
 class TagsBroken(GraphInvalid):
-    """A pass left a node whose role or jobs cannot be: see the rules in `tlora_fx/tags.py`.
+    """A pass left a node whose role or jobs cannot be: see the rules in `tlora_fx/ir/verifier.py`.
 
     New nodes take role and jobs from the nodes that they are made of; the helpers of
     `tlora_fx.rewriting` do so.

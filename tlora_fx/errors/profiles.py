@@ -18,7 +18,7 @@ class ProfileFileError(TloraError):
     """A profile cannot be read or written, or says what no profile can say.
 
     `tlora-fx profile` writes profiles; each is JSON with the fields of
-    `tlora_fx.planners.profile.Profile`.
+    `tlora_fx.cost.profile.Profile`.
     """
 
     code = "T0851"

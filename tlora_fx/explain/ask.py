@@ -9,21 +9,21 @@ from typing import Any
 import torch
 from torch import fx
 
-from tlora_fx.driver import Jobs, prepare, resolve_pipeline
+from tlora_fx.compiler import Jobs, prepare, resolve_pipeline
+from tlora_fx.config.job import Job
 from tlora_fx.errors import UnknownNode, nearest
-from tlora_fx.explain.answer import Explanation, JobAnswer
 from tlora_fx.explain.layers import about_layers
 from tlora_fx.explain.names import find_name
 from tlora_fx.explain.record import Branch, Record, node_text
 from tlora_fx.explain.targeting import copied_around, why_not_targeted
 from tlora_fx.fingerprint import named_graphs
-from tlora_fx.graph import AdapterSite, GroupGraph, is_call, under
 from tlora_fx.inspect.wording import KINDS, plural
-from tlora_fx.job import Job
+from tlora_fx.ir.graph import AdapterSite, GroupGraph, is_call, under
+from tlora_fx.ir.lora_sites import lowered_site
 from tlora_fx.ladder import Prepared, fuse
-from tlora_fx.lowered import lowered_site
 from tlora_fx.passes.key_dropouts import ATTENTION_RATE
 from tlora_fx.pipeline import Pipeline, Runner
+from tlora_fx.tools.explain import Explanation, JobAnswer
 
 aten, ops = torch.ops.aten, torch.ops.tlora_fx
 MANY = 12

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from tlora_fx.graph import AdapterSite, Block, GroupGraph, JobGraph, under
 from tlora_fx.inspect.wording import layers_label
+from tlora_fx.ir.graph import AdapterSite, Block, GroupGraph, JobGraph, under
 
 
 def about_layers(group: GroupGraph, module: str) -> tuple[str, ...]:

@@ -10,7 +10,7 @@ from torch import fx
 
 from tlora_fx.errors import UnknownNode, nearest
 from tlora_fx.fingerprint import named_graphs
-from tlora_fx.graph import GroupGraph, under
+from tlora_fx.ir.graph import GroupGraph, under
 from tlora_fx.provenance import origin_of
 from tlora_fx.tracing.export import PEFT_PREFIX
 

@@ -7,13 +7,13 @@ from typing import Any
 
 from torch import fx
 
-from tlora_fx.explain.answer import Attempt
 from tlora_fx.fingerprint import named_graphs
-from tlora_fx.graph import GroupGraph
+from tlora_fx.ir.graph import GroupGraph
 from tlora_fx.passes.lora_pattern import FROZEN, match_nodes
 from tlora_fx.passes.lower_adapters import LowerAdapters, chains
 from tlora_fx.pipeline import Event, Instrument, Pipeline
 from tlora_fx.rewriting import Match, Miss, nearest_match
+from tlora_fx.tools.explain import Attempt
 
 
 @dataclass(frozen=True, slots=True)

@@ -6,9 +6,9 @@ import copy
 from collections.abc import Iterable
 from typing import Any
 
-from tlora_fx.backbone import Backbone
-from tlora_fx.graph import AdapterSite, under
-from tlora_fx.job import Job
+from tlora_fx.config.job import Job
+from tlora_fx.ir.graph import AdapterSite, under
+from tlora_fx.model.backbone import Backbone
 from tlora_fx.tracing.adapters import config_with_targets
 
 

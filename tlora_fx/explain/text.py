@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from tlora_fx.explain.answer import Attempt, Explanation, JobAnswer
+from tlora_fx.tools.explain import Attempt, Explanation, JobAnswer
 
 STATES = {
     "lowered": "lowered",

@@ -13,8 +13,8 @@ from torch import fx
 from torch._subclasses.fake_tensor import FakeTensor
 
 from tlora_fx.errors import GraphFileNotReadable, GraphNotStorable
-from tlora_fx.graph import AdapterSite, LayerPlan, TensorRef
 from tlora_fx.graph_file.symbols import ModesIn, ModesOut
+from tlora_fx.ir.graph import AdapterSite, LayerPlan, TensorRef
 from tlora_fx.provenance import Origin
 
 # Names of torch's constants: {"dtype": "float32"}.

@@ -12,8 +12,8 @@ from safetensors import SafetensorError
 
 from tlora_fx.durable import replace_file
 from tlora_fx.errors import GraphFileNotReadable, GraphNotStorable
-from tlora_fx.graph import GroupGraph, JobGraph
 from tlora_fx.graph_file.document import Document, from_document, to_document
+from tlora_fx.ir.graph import GroupGraph, JobGraph
 from tlora_fx.version import __version__
 
 GRAPH = "graph.json"

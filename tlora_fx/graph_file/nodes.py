@@ -10,7 +10,7 @@ from torch import fx
 from tlora_fx.errors import GraphFileNotReadable, GraphNotStorable
 from tlora_fx.graph_file.codec import Decoder, Encoder
 from tlora_fx.graph_file.targets import target_of, target_text
-from tlora_fx.shapes import RUN, remember_runs
+from tlora_fx.ir.shapes import RUN, remember_runs
 
 VALUE = "val"
 # Methods would be looked up by name on whatever comes; traced graphs have none.

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, fx
 
 from tlora_fx.inspect.flops import first_tensor
-from tlora_fx.lowered import lowered_site
+from tlora_fx.ir.lora_sites import lowered_site
 
 # Operations an element of the first input, for what is one operator here and several elsewhere.
 PER_ELEMENT = {

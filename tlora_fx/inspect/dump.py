@@ -17,7 +17,7 @@ from tlora_fx.inspect.report import render_report
 from tlora_fx.inspect.schema import FILE, Listing
 from tlora_fx.inspect.site_kernels import kernel_files
 from tlora_fx.inspect.text import render_text
-from tlora_fx.supermodel import SuperModel
+from tlora_fx.model.supermodel import SuperModel
 
 COMPILED = "compiled"
 KERNELS = "kernels"

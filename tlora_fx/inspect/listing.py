@@ -11,7 +11,6 @@ from typing import Any
 import torch
 from torch import fx
 
-from tlora_fx.graph import Block, JobGraph, is_call, under
 from tlora_fx.inspect.row_maker import RowMaker, attention_of
 from tlora_fx.inspect.rows import is_branch, modules_of
 from tlora_fx.inspect.schema import (
@@ -26,9 +25,10 @@ from tlora_fx.inspect.schema import (
 )
 from tlora_fx.inspect.totals import job_entry, totals_of
 from tlora_fx.inspect.wording import layers_label
+from tlora_fx.ir.graph import Block, JobGraph, is_call, under
+from tlora_fx.model.source import class_name
+from tlora_fx.model.supermodel import SuperModel
 from tlora_fx.passes.lower_loss import HEAD
-from tlora_fx.source import class_name
-from tlora_fx.supermodel import SuperModel
 from tlora_fx.tracing.layers import layer_list
 from tlora_fx.version import __version__
 

@@ -14,7 +14,6 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from tlora_fx.graph import Form
 from tlora_fx.inspect.cost import (
     MOVES,
     PER_ELEMENT,
@@ -33,7 +32,8 @@ from tlora_fx.inspect.flops import (
     is_composite,
     trained_leaves,
 )
-from tlora_fx.lowered import ADD, ONE, lowered_site, serves_several
+from tlora_fx.ir.graph import Form
+from tlora_fx.ir.lora_sites import ADD, ONE, lowered_site, serves_several
 
 ATTENTION = torch.ops.tlora_fx.packed_attention.default
 # Places of tables that say how a row is divided, with their lengths for one sequence of one job,

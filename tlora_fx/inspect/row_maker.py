@@ -8,14 +8,14 @@ from typing import Any
 import torch
 from torch import fx
 
-from tlora_fx.graph import AdapterSite, Block, JobGraph, is_call, output_of
 from tlora_fx.inspect.cost import total
 from tlora_fx.inspect.meter import Meter
 from tlora_fx.inspect.rows import ModuleNodes, owner_of, tensor_bytes
 from tlora_fx.inspect.schema import Attention, Branch, Row
+from tlora_fx.ir.graph import AdapterSite, Block, JobGraph, is_call, output_of
+from tlora_fx.model.source import SHORT, size_names
+from tlora_fx.model.supermodel import SuperModel
 from tlora_fx.passes.lower_loss import LOSS
-from tlora_fx.source import SHORT, size_names
-from tlora_fx.supermodel import SuperModel
 
 ops = torch.ops.tlora_fx
 # Operations a logit: the largest, the difference, the exponential and the sum.

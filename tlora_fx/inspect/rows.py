@@ -10,9 +10,9 @@ from typing import Any
 import torch
 from torch import fx
 
-from tlora_fx.graph import TensorRef
 from tlora_fx.inspect.cost import MOVES, operator_name
-from tlora_fx.lowered import is_lowered, lowered_site, serves_several
+from tlora_fx.ir.graph import TensorRef
+from tlora_fx.ir.lora_sites import is_lowered, lowered_site, serves_several
 
 # What a module is called by, when it holds one of these; the first that it holds.
 PRINCIPAL = {

@@ -17,9 +17,9 @@ import torch
 from tlora_fx.codegen.kernels import build
 from tlora_fx.codegen.spec import DTYPES, MOST_SITES, KernelSpec
 from tlora_fx.errors import KernelSpecError
-from tlora_fx.graph import GroupGraph
-from tlora_fx.lowered import LoweredSite, lowered_sites
-from tlora_fx.ops.kernels.serving import job_capacity, rank_block
+from tlora_fx.ir.graph import GroupGraph
+from tlora_fx.ir.lora_sites import LoweredSite, lowered_sites
+from tlora_fx.ops.kernels.support import job_capacity, rank_block
 
 GRANULE = 16
 ARCHITECTURE = 90

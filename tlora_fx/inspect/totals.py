@@ -6,13 +6,13 @@ from collections.abc import Iterable, Sequence
 
 import torch
 
-from tlora_fx.graph import GroupGraph, JobGraph
 from tlora_fx.inspect.cost import Cost, total
 from tlora_fx.inspect.meter import Meter
 from tlora_fx.inspect.rows import is_branch
 from tlora_fx.inspect.schema import BlockEntry, JobEntry, Totals
 from tlora_fx.inspect.training import training_cost
-from tlora_fx.supermodel import SuperModel
+from tlora_fx.ir.graph import GroupGraph, JobGraph
+from tlora_fx.model.supermodel import SuperModel
 
 
 def job_entry(job: JobGraph, blocks: Iterable[BlockEntry]) -> JobEntry:

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from tlora_fx.graph import GroupGraph, JobGraph
+from tlora_fx.ir.graph import GroupGraph, JobGraph
 from tlora_fx.numerics.evaluate import Outcome
 
 # The largest relative difference that passes, by the narrowest dtype in which graphs compute.

@@ -11,11 +11,11 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from tlora_fx.batch import PackedBatch
-from tlora_fx.graph import Form, is_call
+from tlora_fx.ir.graph import Form, is_call
+from tlora_fx.ir.shapes import FIRST_SEGMENT_SIZE
+from tlora_fx.model.batch import PackedBatch
 from tlora_fx.numerics.reading import Place, Reader
 from tlora_fx.ops import site_id
-from tlora_fx.shapes import FIRST_SEGMENT_SIZE
 
 ATTENTION = torch.ops.tlora_fx.packed_attention.default
 ATTENTION_SITE, ATTENTION_RATE = 8, 14

@@ -10,8 +10,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from tlora_fx.batch import PackedBatch
-from tlora_fx.graph import AdapterSite, GroupGraph, JobGraph
+from tlora_fx.ir.graph import AdapterSite, GroupGraph, JobGraph
+from tlora_fx.model.batch import PackedBatch
 from tlora_fx.numerics.interpreter import Interpreter, Setting, Watch
 from tlora_fx.numerics.rows import Rows
 from tlora_fx.numerics.tensors import Seeded

@@ -9,14 +9,14 @@ from typing import TextIO
 
 from torch import Tensor
 
-from tlora_fx.backbone import Backbone
 from tlora_fx.errors import NumericsBroken
-from tlora_fx.graph import GroupGraph
+from tlora_fx.ir.graph import GroupGraph
+from tlora_fx.model.backbone import Backbone
 from tlora_fx.numerics.compare import Difference, bound_of, finite, identical, worst
 from tlora_fx.numerics.evaluate import Outcome, State, evaluate
+from tlora_fx.numerics.first_divergence import Parting, find_parting
 from tlora_fx.numerics.interpreter import CannotRun
 from tlora_fx.numerics.memory import bytes_needed
-from tlora_fx.numerics.parting import Parting, find_parting
 from tlora_fx.numerics.rows import Rows
 from tlora_fx.numerics.state import copy_state, layer_calls, layers_to_run
 from tlora_fx.numerics.tensors import Seeded, Unchecked, buffers_of

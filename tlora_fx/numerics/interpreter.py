@@ -10,9 +10,8 @@ import torch
 from torch import Tensor, fx, nn
 from torch.fx.node import map_aggregate
 
-from tlora_fx.batch import PackedBatch
 from tlora_fx.errors import TloraError
-from tlora_fx.graph import (
+from tlora_fx.ir.graph import (
     AdapterSite,
     Block,
     GroupGraph,
@@ -21,7 +20,8 @@ from tlora_fx.graph import (
     output_of,
     placeholders,
 )
-from tlora_fx.loss import ChunkedLoss
+from tlora_fx.model.batch import PackedBatch
+from tlora_fx.model.loss import ChunkedLoss
 from tlora_fx.numerics.dropouts import ATTENTION, Dropouts, is_dropout
 from tlora_fx.numerics.reading import Place, Reader
 from tlora_fx.numerics.tensors import Seeded, Unchecked

@@ -6,8 +6,8 @@ from collections.abc import Sequence
 from itertools import accumulate
 from random import Random
 
-from tlora_fx.batch import IGNORED, JobTokens, PackedBatch, pack, pad
-from tlora_fx.graph import Form
+from tlora_fx.ir.graph import Form
+from tlora_fx.model.batch import IGNORED, JobTokens, PackedBatch, pack, pad
 
 MANY_JOBS = 8
 TOKENS, TOKENS_OF_MANY = 12, 6

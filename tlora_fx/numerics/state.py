@@ -7,7 +7,7 @@ from dataclasses import replace
 
 from torch import fx
 
-from tlora_fx.graph import Block, GroupGraph, JobGraph
+from tlora_fx.ir.graph import Block, GroupGraph, JobGraph
 from tlora_fx.passes.lower_loss import HEAD, LOSS
 
 

@@ -8,7 +8,7 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
-from tlora_fx.backbone import Backbone
+from tlora_fx.model.backbone import Backbone
 from tlora_fx.ops import site_id
 
 # A tensor repeats this many random numbers; a prime, so that no two near rows are equal.

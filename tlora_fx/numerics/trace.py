@@ -8,7 +8,7 @@ from typing import Any
 
 from torch import Tensor, fx
 
-from tlora_fx.graph import JobGraph
+from tlora_fx.ir.graph import JobGraph
 from tlora_fx.numerics.evaluate import State
 from tlora_fx.numerics.interpreter import Watch
 from tlora_fx.numerics.reading import Place

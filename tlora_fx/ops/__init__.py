@@ -2,11 +2,11 @@
 
 from tlora_fx.ops import compile_caches as _compile_caches
 from tlora_fx.ops import flops as _flops  # noqa: F401  (registers the formulas)
+from tlora_fx.ops.attention import packed_attention, packed_attention_backward
 from tlora_fx.ops.keyed_dropout import keyed_dropout
 from tlora_fx.ops.multi_lora_add import multi_lora_add
 from tlora_fx.ops.multi_lora_linear import multi_lora_linear, multi_lora_linears
 from tlora_fx.ops.nano_batches import nano_join, nano_split, nano_tables
-from tlora_fx.ops.packed_attention import packed_attention, packed_attention_backward
 from tlora_fx.ops.philox import (
     keep_mask,
     keep_scale,
@@ -15,7 +15,7 @@ from tlora_fx.ops.philox import (
     token_scale,
     uniform_at,
 )
-from tlora_fx.ops.quantized_linear import quantized_linear, quantized_linear_backward
+from tlora_fx.ops.quantized import quantized_linear, quantized_linear_backward
 from tlora_fx.ops.segment_sums import segment_spread, segment_sum
 from tlora_fx.ops.segments import segment_read, segment_switch, segment_write
 from tlora_fx.ops.tensor_groups import forget_groups, use_group

@@ -16,7 +16,7 @@ from hashlib import sha256
 import torch
 import torch.compiler.config as settings
 
-from tlora_fx.ops.kernels.serving import mode
+from tlora_fx.ops.kernels.support import mode
 from tlora_fx.ops.tensor_groups import facts as groups
 from tlora_fx.version import __version__
 

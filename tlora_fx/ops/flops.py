@@ -12,10 +12,10 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch._subclasses.functional_tensor import FunctionalTensor
 from torch.utils.flop_counter import register_flop_formula
 
+import tlora_fx.ops.attention
 import tlora_fx.ops.multi_lora_add
 import tlora_fx.ops.multi_lora_linear
-import tlora_fx.ops.packed_attention
-import tlora_fx.ops.quantized_linear
+import tlora_fx.ops.quantized
 import tlora_fx.ops.tensor_parallel  # noqa: F401  (these define what is named below)
 from tlora_fx.ops.multi_lora_sites import served_by_kernels
 from tlora_fx.ops.site_group import SiteGroup

@@ -13,7 +13,7 @@ from typing import Any
 
 from tlora_fx.ops import attention_flash
 from tlora_fx.ops.attention_rule import AttentionRule
-from tlora_fx.ops.kernels import serving
+from tlora_fx.ops.kernels import support
 from tlora_fx.ops.site_group import SiteGroup
 
 #: What a group of sites has an item of for each, by the singular name.
@@ -55,12 +55,12 @@ def _written_out(given: Mapping[str, Any]) -> bool:
 
 def _one_by_one(given: Mapping[str, Any]) -> bool:
     """Adapters without kernels run job by job."""
-    asked = serving.mode()
+    asked = support.mode()
     if asked == "off":
         return True
     fields: dict[str, Any] = {name: _list(given, one) for one, name in LISTS.items()}
     group = SiteGroup(**fields, **{name: given[name] for name in SHARED})
-    return bool(serving.why_no_kernel(given["x"], group, "on" if asked == "on" else "auto"))
+    return bool(support.why_no_kernel(given["x"], group, "on" if asked == "on" else "auto"))
 
 
 def _list(given: Mapping[str, Any], name: str) -> list[Any]:

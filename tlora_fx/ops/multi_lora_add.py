@@ -19,7 +19,7 @@ from torch import Tensor
 from tlora_fx.errors import AdapterTableError
 from tlora_fx.ops.adapter_tables import check_adapters
 from tlora_fx.ops.kernels import added, loop
-from tlora_fx.ops.kernels.serving import Served, served
+from tlora_fx.ops.kernels.support import Served, served
 from tlora_fx.ops.multi_lora_sites import served_by_kernels
 from tlora_fx.ops.site_group import SCHEMA, SiteGroup, tokens_of
 

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from tlora_fx.errors import FrozenGradientError
 from tlora_fx.ops import room as rooms
-from tlora_fx.ops.kernels import loop, plans, serving
+from tlora_fx.ops.kernels import loop, plans, support
 from tlora_fx.ops.site_group import SCHEMA, SiteGroup, tokens_of
 
 _TAGS = torch.Tag.pt2_compliant_tag
@@ -56,7 +56,7 @@ def multi_lora_forward(
     *tables, room = rest
     group, own = SiteGroup(weights, *tables), rooms.narrow(x, room)
     group.check(own, biases)
-    served = serving.served(own, group)
+    served = support.served(own, group)
     if served is None:
         return [*loop.forward(own, biases, group), *_nothing(x, 2 * len(weights))]
     return plans.forward(x, biases, group, served, room)
@@ -73,7 +73,7 @@ def _forward_fake(
     group, own = SiteGroup(weights, *tables), rooms.narrow(x, room)
     group.check(own, biases)
     made = [x.new_empty(*x.shape[:-1], weight.shape[0]) for weight in weights]
-    served = serving.served(own, group)
+    served = support.served(own, group)
     if served is None:
         return [*made, *_nothing(x, 2 * len(weights))]
     return [*made, *served.low_rank_rows(x), *served.bits(x)]
@@ -106,7 +106,7 @@ def _input_gradient_fake(dys: list[Tensor], weights: list[Tensor], *rest: Any) -
     first = dys[0]
     dx = first.new_empty(*first.shape[:-1], group.inner) if need_dx else first.new_empty(0)
     if served_by_kernels(s):
-        made = serving.Served.of(first, group)
+        made = support.Served.of(first, group)
         return [dx, *(torch.empty_like(one) for one in s), *made.gradient_parts(first)]
     tokens = tokens_of(first)
     ds = [

@@ -15,8 +15,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from tlora_fx.ops.kernels import packed, selector, serving
-from tlora_fx.ops.kernels.serving import Site
+from tlora_fx.ops.kernels import packed, select, support
+from tlora_fx.ops.kernels.support import Site
 from tlora_fx.ops.site_group import SiteGroup
 
 # Wider tails cost more multiplications than the other plans cost writes.
@@ -25,7 +25,7 @@ WIDEST_TAIL = 128
 
 def tail_of(rows: int) -> int:
     """Columns behind x for adapters of so many rows; 0 where there are too many of them."""
-    tail = serving.tail_of(rows)
+    tail = support.tail_of(rows)
     return tail if tail <= WIDEST_TAIL else 0
 
 
@@ -36,10 +36,10 @@ def around(weight: Tensor, adapter_rows: int) -> Tensor:
     returns   a view of a buffer of its own with the same numbers, or the weight itself
     """
     tail = tail_of(adapter_rows)
-    served = weight.device.type == "cuda" or serving.mode() == "interpret"
+    served = weight.device.type == "cuda" or support.mode() == "interpret"
     rows, columns = weight.shape
-    fits = weight.stride() == (columns, 1) and not (rows | columns) % serving.GRANULE
-    if not tail or not served or not fits or selector.is_strict():
+    fits = weight.stride() == (columns, 1) and not (rows | columns) % support.GRANULE
+    if not tail or not served or not fits or select.is_strict():
         return weight
     return packed.with_room(weight, tail)
 
@@ -74,9 +74,9 @@ def is_traced() -> bool:
 
 def _sites(like: Tensor, group: SiteGroup) -> tuple[Site, ...]:
     """The sites of a group whose weights all have room, () where concat-K is not to be had."""
-    if not is_traced() or selector.is_strict():
+    if not is_traced() or select.is_strict():
         return ()
-    known = serving.served(like, group)
+    known = support.served(like, group)
     if known is None:
         return ()
     for site, weight in zip(known.sites, group.weights, strict=True):
@@ -88,4 +88,4 @@ def _sites(like: Tensor, group: SiteGroup) -> tuple[Site, ...]:
 def _is_roomy(weight: Tensor, site: Site) -> bool:
     """Whether a weight's strides tell that adapters can stand behind it."""
     stored = packed.stored_form(weight, site)
-    return selector.may_copy_weights() or stored.stride(0) - stored.shape[1] >= site.tail
+    return select.may_copy_weights() or stored.stride(0) - stored.shape[1] >= site.tail

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-from tlora_fx.graph import GroupGraph, JobGraph
+from tlora_fx.ir.graph import GroupGraph, JobGraph
 from tlora_fx.pipeline.passes import Pass
 from tlora_fx.pipeline.text import Pipeline
 

@@ -13,7 +13,7 @@ from typing import Any, ClassVar, Literal, get_args, get_origin, get_type_hints
 from pydantic_core import PydanticSerializationError, to_jsonable_python
 
 from tlora_fx.errors import PipelineError
-from tlora_fx.graph import GroupGraph, JobGraph
+from tlora_fx.ir.graph import GroupGraph, JobGraph
 
 Numerics = Literal["exact", "bound", "no"]
 _BARE = re.compile(r"[A-Za-z][A-Za-z0-9_.-]*")

@@ -9,9 +9,9 @@ inputs.json      what the graphs take: shapes, types, and sizes while tracing
 error.txt        the error with its traceback
 """
 
-from tlora_fx.replay.record import ForeignPass, Replay, load_replay
 from tlora_fx.replay.run import run_replay
 from tlora_fx.replay.write import keep_replay, write_replay
+from tlora_fx.tools.replay import ForeignPass, Replay, load_replay
 
 __all__ = [
     "ForeignPass",

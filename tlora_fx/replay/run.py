@@ -9,14 +9,14 @@ from pathlib import Path
 import safetensors.torch
 from safetensors import SafetensorError
 
-from tlora_fx.driver import find_passes, resolve_pipeline
+from tlora_fx.compiler import find_passes, resolve_pipeline
 from tlora_fx.errors import ReplayNotReadable, TloraError
-from tlora_fx.graph import GroupGraph, JobGraph
 from tlora_fx.graph_file import from_document, load_document
 from tlora_fx.inspect.wording import plural
+from tlora_fx.ir.graph import GroupGraph, JobGraph
 from tlora_fx.numerics import Numerics
 from tlora_fx.pipeline import Event, GroupPass, Instrument, JobPass, Pipeline, Runner, pass_names
-from tlora_fx.replay.record import BUFFERS, GRAPHS, RECORD, ForeignPass, Replay, load_replay
+from tlora_fx.tools.replay import BUFFERS, GRAPHS, RECORD, ForeignPass, Replay, load_replay
 
 
 def run_replay(folder: Path) -> TloraError | None:

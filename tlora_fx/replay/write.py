@@ -16,13 +16,13 @@ import safetensors.torch
 
 from tlora_fx.errors import TloraError
 from tlora_fx.graph_file import Document, save_document, to_document
-from tlora_fx.instruments import state_source
+from tlora_fx.inspect.instruments import state_source
 from tlora_fx.ladder import Prepared, fuse
 from tlora_fx.numerics import Numerics
 from tlora_fx.numerics.tensors import buffers_of
 from tlora_fx.pipeline import Event, Halted, Pipeline, Runner
 from tlora_fx.pipeline.registry import PASSES
-from tlora_fx.replay.record import BUFFERS, GRAPHS, RECORD, ForeignPass, Replay, versions
+from tlora_fx.tools.replay import BUFFERS, GRAPHS, RECORD, ForeignPass, Replay, versions
 
 OURS = "tlora_fx."
 NUMERICS = ("memory_bytes", "tokens", "seed")

@@ -9,7 +9,7 @@ from typing import Any, ClassVar
 import torch
 from torch import fx
 
-from tlora_fx.graph import is_call
+from tlora_fx.ir.graph import is_call
 from tlora_fx.rewriting.patterns import Anything, Pattern, inside, walk_all
 from tlora_fx.rewriting.search import Place, Search, State
 

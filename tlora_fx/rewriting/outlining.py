@@ -14,10 +14,10 @@ import torch
 from torch import fx
 
 from tlora_fx.errors import NotOutlinable
-from tlora_fx.graph import Block, GroupGraph, JobGraph, TensorRef, output_of, placeholders, under
+from tlora_fx.ir.graph import Block, GroupGraph, JobGraph, TensorRef, output_of, placeholders, under
+from tlora_fx.ir.verifier import hands_to_all
 from tlora_fx.pipeline import rewrite_allowed
 from tlora_fx.provenance import derive
-from tlora_fx.tags import hands_to_all
 from tlora_fx.tracing.export import PEFT_PREFIX
 
 # Tags that say what a node does at a site; its value as an input does nothing there.

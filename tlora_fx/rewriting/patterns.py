@@ -16,7 +16,7 @@ from typing import Any, ClassVar
 import torch
 from torch import fx
 
-from tlora_fx.graph import TensorRef
+from tlora_fx.ir.graph import TensorRef
 from tlora_fx.rewriting.search import Place, Search, State
 
 

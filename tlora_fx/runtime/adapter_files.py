@@ -15,7 +15,7 @@ import safetensors.torch
 import torch
 from torch import Tensor
 
-from tlora_fx.adapter_folder import CONFIG, WEIGHTS, read_adapter_config
+from tlora_fx.config.adapter_folder import CONFIG, WEIGHTS, read_adapter_config
 from tlora_fx.durable import sync_folder, write_synced
 from tlora_fx.errors import AdapterFolderError
 

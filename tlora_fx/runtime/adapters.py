@@ -8,14 +8,14 @@ from collections.abc import Callable, Mapping
 import torch
 from torch import Tensor, nn
 
+from tlora_fx.config.job import Job
 from tlora_fx.errors import AdapterFolderError, nearest
-from tlora_fx.graph import AdapterSite
-from tlora_fx.job import Job
+from tlora_fx.ir.graph import AdapterSite
+from tlora_fx.model.supermodel import SuperModel
 from tlora_fx.ops import site_id
 from tlora_fx.part import Shard
 from tlora_fx.runtime.adapter_files import read_adapter
 from tlora_fx.runtime.weights import canonical_names, draw
-from tlora_fx.supermodel import SuperModel
 from tlora_fx.tracing.export import PEFT_PREFIX
 
 

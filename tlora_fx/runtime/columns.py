@@ -6,8 +6,8 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Literal
 
+from tlora_fx.config.job import COLUMNS_OF, DataSpec
 from tlora_fx.errors import AmbiguousFormatError, MissingColumnError, nearest
-from tlora_fx.job import COLUMNS_OF, DataSpec
 
 Format = Literal["prompt-completion", "messages", "text"]
 

@@ -13,7 +13,7 @@ from statistics import median
 from typing import Any, ClassVar, Protocol
 
 from tlora_fx.errors import ControllerWrong
-from tlora_fx.planners.nano_model import COUNTS
+from tlora_fx.parallel.nano_batches import COUNTS
 
 #: Steps with a count before it can be left as hopeless: one alone may be a hiccup.
 SOONEST = 2

@@ -14,8 +14,8 @@ from typing import TYPE_CHECKING, overload
 
 import numpy as np
 
+from tlora_fx.config.job import Job
 from tlora_fx.errors import ChatTemplateError, EmptyDataError, NoTargetsError
-from tlora_fx.job import Job
 from tlora_fx.runtime.columns import find_layout
 from tlora_fx.runtime.encode import BadRowError, Encoded, Encoder, PrefixError, template_of
 from tlora_fx.runtime.rows import BadRows, Row, read_rows

@@ -14,11 +14,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from tlora_fx.model.supermodel import SuperModel
+from tlora_fx.parallel.mesh import Mesh
 from tlora_fx.part import Shard
-from tlora_fx.planners.mesh import Mesh
 from tlora_fx.runtime.adapters import saved_name
 from tlora_fx.runtime.checkpoint import JobState
-from tlora_fx.supermodel import SuperModel
 
 Shards = Mapping[str, Shard | None]
 

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from tlora_fx.config.job import Job
 from tlora_fx.errors import ResumeMismatch
-from tlora_fx.job import Job
+from tlora_fx.model.supermodel import SuperModel
 from tlora_fx.runtime.checkpoint import Checkpoint
-from tlora_fx.supermodel import SuperModel
 
 #: What may change of a job between a run and its resuming; the base counts by its fingerprint.
 FREE = frozenset({"max_steps", "num_train_epochs", "save_steps", "base", "schedule"})

@@ -19,13 +19,13 @@ from torch.distributed.distributed_c10d import PrefixStore
 from torch.distributed.rendezvous import rendezvous
 
 from tlora_fx import __version__
+from tlora_fx.cost.plan import MeshShape, Plan
 from tlora_fx.errors import LaunchError, PlanFileError, ProcessLost, RanksDiffer, TloraError
-from tlora_fx.planners.mesh import FIRST_STEP, Mesh
-from tlora_fx.planners.plan import MeshShape, Plan
+from tlora_fx.model.supermodel import SuperModel
+from tlora_fx.parallel.mesh import FIRST_STEP, Mesh
 from tlora_fx.planners.protocol import find_planner
 from tlora_fx.runtime.devices import device_named
-from tlora_fx.runtime.ranks import Ranks
-from tlora_fx.supermodel import SuperModel
+from tlora_fx.runtime.distributed import Ranks
 
 VARIABLES = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 # torchrun counts how often it has started the processes again.

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from tlora_fx.batch import SMALLEST, JobTokens, PackedBatch, pack, pad, repeating_length
+from tlora_fx.model.batch import SMALLEST, JobTokens, PackedBatch, pack, pad, repeating_length
 
 
 @dataclass(slots=True)

@@ -8,9 +8,9 @@ from collections.abc import Sequence
 import torch
 import torch.distributed as dist
 
-from tlora_fx.planners.mesh import Mesh
+from tlora_fx.model.supermodel import SuperModel
+from tlora_fx.parallel.mesh import Mesh
 from tlora_fx.runtime.job_run import JobRun
-from tlora_fx.supermodel import SuperModel
 
 
 @torch.no_grad()

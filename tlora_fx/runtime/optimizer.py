@@ -23,7 +23,7 @@ from tlora_fx.runtime.fused_adam import FusedAdam, fused_adam
 from tlora_fx.runtime.gradients import Gradients
 
 if TYPE_CHECKING:
-    from tlora_fx.job import Job
+    from tlora_fx.config.job import Job
 
 # Counters that torch.optim keeps on the host, wherever the parameters are.
 HOST_SCALARS = frozenset({"step", "mu_product"})

@@ -30,7 +30,7 @@ from tlora_fx.runtime.oracle_masks import (
 if TYPE_CHECKING:
     from peft import PeftModel
 
-    from tlora_fx.job import Job
+    from tlora_fx.config.job import Job
     from tlora_fx.runtime.data import JobData, Sample
 
 NO_TARGET = -100

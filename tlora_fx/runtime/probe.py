@@ -15,11 +15,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from tlora_fx.batch import IGNORED, JobTokens, pad
 from tlora_fx.errors import BatchFormUnsafe
-from tlora_fx.graph import output_of
+from tlora_fx.ir.graph import output_of
+from tlora_fx.model.batch import IGNORED, JobTokens, pad
+from tlora_fx.model.supermodel import SuperModel
 from tlora_fx.passes.lower_loss import HEAD, LOSS
-from tlora_fx.supermodel import SuperModel
 
 LENGTH, WATCHED, WIDE = 12, 6, 21
 # Other tokens in equal shapes change no bit of a causal model; float32 and wider get some room.

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from tlora_fx.errors import TloraError
-from tlora_fx.planners.row_graphs import forget_capture
+from tlora_fx.parallel.cuda_graphs import forget_capture
 
 logger = logging.getLogger("tlora_fx.runtime")
 # Of one piece in a turn: a host that launches few layers has not come to its pace.

@@ -10,8 +10,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from tlora_fx.planners.hardware import Tier
-from tlora_fx.planners.profile import CollectivePoint, Operation
+from tlora_fx.cost.hardware import Tier
+from tlora_fx.cost.profile import CollectivePoint, Operation
 
 SIZES = (2**16, 2**20, 2**23, 2**26, 2**28)
 ON_CPU = SIZES[:3]

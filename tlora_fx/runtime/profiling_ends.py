@@ -10,15 +10,15 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from tlora_fx.batch import pack, pad
-from tlora_fx.job import Job
+from tlora_fx.config.job import Job
+from tlora_fx.cost.model_facts import CAPTURED_TOKENS
+from tlora_fx.cost.profile import Captured, HostPoint, LossPoint, OptimizerPoint, RootPoint
+from tlora_fx.model.batch import pack, pad
+from tlora_fx.model.supermodel import SuperModel
 from tlora_fx.passes.lower_loss import LOSS
-from tlora_fx.planners.model_facts import CAPTURED_TOKENS
-from tlora_fx.planners.profile import Captured, HostPoint, LossPoint, OptimizerPoint, RootPoint
 from tlora_fx.runtime.optimizer import JobOptimizer
 from tlora_fx.runtime.profiling_clock import Piece, bytes_of, measure, measure_captured
 from tlora_fx.runtime.profiling_rows import Called, Mix, handing_on, tokens_of
-from tlora_fx.supermodel import SuperModel
 
 #: Tensors of a job whose step is timed: of a few layers, of a model of 8 billion parameters.
 TENSORS = (14, 112, 448)

@@ -10,12 +10,12 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
+from tlora_fx.config.job import Job
+from tlora_fx.cost.profile import Profile
+from tlora_fx.cost.profile_sources import own_file
 from tlora_fx.errors import ProfileFileError
-from tlora_fx.job import Job
-from tlora_fx.planners.known_profiles import own_file
-from tlora_fx.planners.profile import Profile
 from tlora_fx.runtime.devices import device_named
-from tlora_fx.runtime.profiling import Asked, profile_jobs
+from tlora_fx.runtime.profiler import Asked, profile_jobs
 from tlora_fx.runtime.profiling_collectives import collective_points
 
 

@@ -12,12 +12,12 @@ from typing import Any
 import torch
 from torch import Tensor, fx, nn
 
-from tlora_fx.batch import JobTokens, PackedBatch, pack, pad
+from tlora_fx.cost.load import Load
+from tlora_fx.cost.model_facts import ModelFacts
 from tlora_fx.errors import NotProfilable
+from tlora_fx.model.batch import JobTokens, PackedBatch, pack, pad
+from tlora_fx.model.supermodel import SuperModel
 from tlora_fx.passes.lower_loss import LOSS
-from tlora_fx.planners.load import Load
-from tlora_fx.planners.model_facts import ModelFacts
-from tlora_fx.supermodel import SuperModel
 
 #: The share of a row's tokens that each job has.
 Mix = tuple[float, ...]

@@ -4,19 +4,19 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-from tlora_fx.batch import repeating_length
+from tlora_fx.config.job import Job
+from tlora_fx.cost.facts import facts_of
+from tlora_fx.cost.load import Round, round_of_batches
+from tlora_fx.cost.memory import demand_fits
+from tlora_fx.cost.plan import Plan
+from tlora_fx.cost.profile import Profile
+from tlora_fx.cost.profile_sources import profile_for
 from tlora_fx.errors import JobTooLong, TloraError
-from tlora_fx.job import Job
+from tlora_fx.model.batch import repeating_length
+from tlora_fx.model.supermodel import SuperModel
 from tlora_fx.planners.auto import device_name
 from tlora_fx.planners.cost import CostModel
-from tlora_fx.planners.facts import facts_of
-from tlora_fx.planners.known_profiles import profile_for
-from tlora_fx.planners.load import Round, round_of_batches
-from tlora_fx.planners.memory import demand_fits
-from tlora_fx.planners.plan import Plan
-from tlora_fx.planners.profile import Profile
 from tlora_fx.runtime.data import JobData
-from tlora_fx.supermodel import SuperModel
 
 
 def demand_room(

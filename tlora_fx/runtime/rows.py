@@ -12,8 +12,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from tlora_fx.config.job import DataSpec, is_written_as_path
 from tlora_fx.errors import DataFileError, MalformedRowError, MissingPackageError
-from tlora_fx.job import DataSpec, is_written_as_path
 
 SUFFIXES = (".jsonl", ".json", ".parquet")
 _OTHER_SUFFIXES = (".csv", ".tsv", ".txt", ".gz", ".zst", ".zip", ".arrow", ".jsonlines", ".ndjson")

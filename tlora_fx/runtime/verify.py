@@ -19,15 +19,15 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from tlora_fx.backbone import Backbone, load_config
-from tlora_fx.driver import Jobs, as_jobs, compile
-from tlora_fx.job import Job
+from tlora_fx.compiler import Jobs, as_jobs, compile
+from tlora_fx.config.job import Job
+from tlora_fx.model.backbone import Backbone, load_config
 from tlora_fx.runtime.adapter_files import read_adapter
 from tlora_fx.runtime.adapters import adapter_tensors, load_adapter, saved_name
+from tlora_fx.runtime.checks import check_fits, load_all_data
 from tlora_fx.runtime.data import JobData
 from tlora_fx.runtime.devices import device_named
 from tlora_fx.runtime.oracle import train_alone
-from tlora_fx.runtime.prepare import check_fits, load_all_data
 from tlora_fx.runtime.trainer import Trainer
 from tlora_fx.runtime.weights import base_tensors, canonical_names
 

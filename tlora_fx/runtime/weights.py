@@ -9,8 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tlora_fx.backbone import Backbone
 from tlora_fx.errors import BaseNotLoadable
+from tlora_fx.model.backbone import Backbone
 from tlora_fx.ops import site_id, uniform_at
 
 PIECE = 1 << 22

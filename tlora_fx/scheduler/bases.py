@@ -12,15 +12,9 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from tlora_fx.cost.demand import Demand
+from tlora_fx.cost.model_facts import ITEM_BYTES, Attention, LayerFacts, ModelFacts, SiteFacts
 from tlora_fx.errors import BaseUnknown, TargetUnknown, nearest
-from tlora_fx.planners.model_facts import (
-    ITEM_BYTES,
-    Attention,
-    LayerFacts,
-    ModelFacts,
-    SiteFacts,
-)
-from tlora_fx.scheduler.demand import Demand
 
 ALL_LINEAR = "all-linear"
 #: Adapters and their gradients in float32, and two states of AdamW.

@@ -6,9 +6,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Protocol
 
+from tlora_fx.cost.cluster import Tier
+from tlora_fx.cost.demand import Array, Demand
 from tlora_fx.planners.mesh_shape import MeshShape
-from tlora_fx.scheduler.cluster import Tier
-from tlora_fx.scheduler.demand import Array, Demand
 
 
 @dataclass(frozen=True, slots=True)

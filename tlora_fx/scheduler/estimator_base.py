@@ -6,11 +6,11 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from tlora_fx.planners.model_facts import ModelFacts
-from tlora_fx.planners.profile import Profile
-from tlora_fx.scheduler.demand import COLUMN, Array
+from tlora_fx.cost.demand import COLUMN, Array
+from tlora_fx.cost.layouts import Layouts
+from tlora_fx.cost.model_facts import ModelFacts
+from tlora_fx.cost.profile import Profile
 from tlora_fx.scheduler.estimator_fit import TP, BaseFit
-from tlora_fx.scheduler.estimator_layouts import Layouts
 from tlora_fx.scheduler.estimator_memory import Room
 from tlora_fx.scheduler.estimator_rows import Groups, Pairs
 from tlora_fx.scheduler.estimator_time import StepClock, Terms

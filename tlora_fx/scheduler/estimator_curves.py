@@ -1,6 +1,6 @@
 """Many functions of one number at once, for arrays.
 
-`planners/times.py` makes curves of straight pieces, one number at a time. Here all curves of a base
+`tlora_fx/cost/fit.py` makes curves of straight pieces, one number at a time. Here all curves of a base
 stand on one grid, so that one search finds the piece of each.
 """
 
@@ -12,8 +12,8 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from tlora_fx.planners.times import Curve
-from tlora_fx.scheduler.demand import Array
+from tlora_fx.cost.demand import Array
+from tlora_fx.cost.fit import Curve
 
 Places = NDArray[np.intp]
 #: Where a curve's last piece ends, and how close to zero its first one begins.

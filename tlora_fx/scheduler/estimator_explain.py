@@ -7,9 +7,9 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from tlora_fx.planners.hardware import GIB
-from tlora_fx.planners.model_facts import CAPTURED_TOKENS
-from tlora_fx.scheduler.demand import Array
+from tlora_fx.cost.demand import Array
+from tlora_fx.cost.hardware import GIB
+from tlora_fx.cost.model_facts import CAPTURED_TOKENS
 from tlora_fx.scheduler.estimating import Layout, Prediction
 from tlora_fx.scheduler.estimator_base import Base, added, operations
 from tlora_fx.scheduler.estimator_rows import Groups, Pairs

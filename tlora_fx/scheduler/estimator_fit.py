@@ -13,17 +13,17 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from tlora_fx.planners.hardware import GIB, gpu_of_device
-from tlora_fx.planners.model_facts import LayerFacts, ModelFacts
+from tlora_fx.cost.demand import Array
+from tlora_fx.cost.fit import Curve, Launches, LayerTimes, Term, Timed, Work
+from tlora_fx.cost.hardware import GIB, gpu_of_device
+from tlora_fx.cost.model_facts import LayerFacts, ModelFacts
+from tlora_fx.cost.profile import Profile
 from tlora_fx.planners.nonnegative import fit
-from tlora_fx.planners.profile import Profile
 from tlora_fx.planners.scaling import carried
-from tlora_fx.planners.times import Curve, Launches, LayerTimes, Term, Timed, Work
-from tlora_fx.scheduler.demand import Array
 from tlora_fx.scheduler.estimator_curves import Pieces, Places, highest, summed
 
 TP = (1, 2, 4, 8)
-#: As planners/memory.py has them: what is not given out, and the part lost in gaps.
+#: As tlora_fx/cost/memory.py has them: what is not given out, and the part lost in gaps.
 RESERVED_GIB, GAPS = 1.5, 0.04
 #: Milliseconds that one adapter adds to one linear, forward and backward, where no kernel is
 #: fused: each adapter is two small products in turn. Measured: benchmarks/results/

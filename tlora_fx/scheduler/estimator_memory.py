@@ -1,6 +1,6 @@
 """Bytes of the fullest process of each pair of a group and a layout, term by term.
 
-As planners/memory.py: what stands between steps is counted, what a row leaves is measured.
+As tlora_fx/cost/memory.py: what stands between steps is counted, what a row leaves is measured.
 """
 
 from __future__ import annotations
@@ -11,12 +11,12 @@ from dataclasses import dataclass, field
 import numpy as np
 from numpy.typing import NDArray
 
-from tlora_fx.planners.hardware import wants_peer_copies
+from tlora_fx.cost.demand import COLUMN, Array
+from tlora_fx.cost.hardware import wants_peer_copies
+from tlora_fx.cost.layouts import Layouts
 from tlora_fx.scheduler.bases import ADAM_STATES, TAIL, WIDEST_TAIL
-from tlora_fx.scheduler.demand import COLUMN, Array
 from tlora_fx.scheduler.estimator_curves import Pieces
 from tlora_fx.scheduler.estimator_fit import BaseFit
-from tlora_fx.scheduler.estimator_layouts import Layouts
 from tlora_fx.scheduler.estimator_rows import MAX_ROW_TOKENS, Groups, Pairs
 from tlora_fx.scheduler.estimator_time import Terms, trained_part
 
@@ -152,7 +152,7 @@ class Room:
         facts = self.fit.facts
         tp, pp = (one[pairs.layout] for one in (self.layouts.tp, self.layouts.pp))
         numbers = groups.column("parameters")[pairs.group] / pp
-        # As planners/memory.py counts it: a stage's adapters whole, also those that tp cuts.
+        # As tlora_fx/cost/memory.py counts it: a stage's adapters whole, also those that tp cuts.
         part = np.where(pp > 1, 1.0, trained_part(tp))
         return np.asarray(numbers * part * (facts.trained_bytes * (2 + ADAM_STATES)))
 

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 
+from tlora_fx.cost.hardware import gpu_of_device
+from tlora_fx.cost.model_facts import ModelFacts
+from tlora_fx.cost.profile import Profile
+from tlora_fx.cost.profile_sources import profile_for
 from tlora_fx.errors import ProfileMismatch
-from tlora_fx.planners.hardware import gpu_of_device
-from tlora_fx.planners.known_profiles import profile_for
-from tlora_fx.planners.model_facts import ModelFacts
-from tlora_fx.planners.profile import Profile
 from tlora_fx.scheduler.bases import find_base
 
 

@@ -12,13 +12,13 @@ from dataclasses import dataclass, replace
 import numpy as np
 from numpy.typing import NDArray
 
-from tlora_fx.planners.model_facts import CAPTURED_TOKENS
-from tlora_fx.scheduler.demand import COLUMN, Array
+from tlora_fx.cost.demand import COLUMN, Array
+from tlora_fx.cost.layouts import Layouts
+from tlora_fx.cost.model_facts import CAPTURED_TOKENS
 from tlora_fx.scheduler.estimator_fit import BaseFit
-from tlora_fx.scheduler.estimator_layouts import Layouts
 
 Places = NDArray[np.intp]
-#: As planners/load.py: tokens of one forward, at most.
+#: As tlora_fx/cost/load.py: tokens of one forward, at most.
 MAX_ROW_TOKENS = 16384
 #: Micro-batches of a pipeline, times its stages, where there are samples enough.
 MICRO_BATCHES = 4

@@ -1,6 +1,6 @@
 """Milliseconds of one step of each pair of a group and a layout, term by term.
 
-The terms are those of planners/step_time.py, summed over layers before and not after they are
+The terms are those of tlora_fx/cost/step_time.py, summed over layers before and not after they are
 asked for: all are straight in the sums that a `Demand` holds, but for the curves of a row's tokens.
 """
 
@@ -11,14 +11,14 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from tlora_fx.scheduler.demand import Array
+from tlora_fx.cost.demand import Array
+from tlora_fx.cost.layouts import Layouts
 from tlora_fx.scheduler.estimator_fit import UNFUSED_MS, BaseFit
-from tlora_fx.scheduler.estimator_layouts import Layouts
 from tlora_fx.scheduler.estimator_rows import Groups, Pairs, Places
 
 #: All-reduces of a layer in one direction under tensor parallelism.
 TALKS = 2
-#: As planners/step_time.py has them.
+#: As tlora_fx/cost/step_time.py has them.
 GATHER_HOST_MS, HOST_BOUND_TOKENS = 0.95, 512
 #: As `BaseFit` names curves and slopes of layers.
 DIRECTIONS = ("forward", "backward")
@@ -65,7 +65,7 @@ class StepClock:
     def gathers(self, groups: Groups, pairs: Pairs) -> Array:
         """What a sharded base adds [m]: waiting for weights, unpacking them, slower compute.
 
-        source   planners/step_time.py, `_gathered_ms`, with layers that are all alike
+        source   tlora_fx/cost/step_time.py, `_gathered_ms`, with layers that are all alike
         """
         whole = pairs.rows * self._row(groups, pairs)
         tables = len(self.fit.tp)

@@ -9,11 +9,11 @@ from math import inf, isfinite
 from rich.table import Table
 from rich.text import Text
 
+from tlora_fx.cost.demand import Demand
 from tlora_fx.errors import JobNotInState, nearest
 from tlora_fx.scheduler.bounds import ROUNDING, limit_seconds, slowdown
-from tlora_fx.scheduler.demand import Demand
 from tlora_fx.scheduler.group import Group
-from tlora_fx.scheduler.placing import Placer, tier_for
+from tlora_fx.scheduler.placement import Placer, tier_for
 from tlora_fx.scheduler.state import ActiveJob, Decision, Reason, State
 
 MOST_ROWS = 24

@@ -9,17 +9,17 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import replace
 
+from tlora_fx.cost.cluster import Cluster
+from tlora_fx.cost.demand import Demand
+from tlora_fx.cost.estimator import ProfileEstimator
 from tlora_fx.errors import BaseUnknown, JobNotInState, nearest
-from tlora_fx.scheduler.cluster import Cluster
-from tlora_fx.scheduler.demand import Demand
-from tlora_fx.scheduler.estimator import ProfileEstimator
 from tlora_fx.scheduler.estimator_explain import table_of
 from tlora_fx.scheduler.explain import explain
 from tlora_fx.scheduler.group import Group
 from tlora_fx.scheduler.history import Decided, History
 from tlora_fx.scheduler.ledger_rows import EpochRecord, JobRecord
 from tlora_fx.scheduler.moment_file import Moment
-from tlora_fx.scheduler.placing import tier_for
+from tlora_fx.scheduler.placement import tier_for
 from tlora_fx.scheduler.state import ActiveJob, Decision, State
 from tlora_fx.scheduler.synthetic import SyntheticEstimator
 

@@ -12,9 +12,9 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from tlora_fx.scheduler.demand import Array
-from tlora_fx.scheduler.gains import Ints, Many, Pricer, Unit
+from tlora_fx.cost.demand import Array
 from tlora_fx.scheduler.residual import residuals
+from tlora_fx.scheduler.search.objective import Ints, Many, Pricer, Unit
 
 LEAST_GAIN = 1e-9
 

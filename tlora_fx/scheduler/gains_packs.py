@@ -13,9 +13,9 @@ from collections.abc import Sequence
 import numpy as np
 from numpy.typing import NDArray
 
-from tlora_fx.scheduler.demand import Array
-from tlora_fx.scheduler.gains import Ints, Many, Pricer, Unit
+from tlora_fx.cost.demand import Array
 from tlora_fx.scheduler.gains_merge import LEAST_GAIN
+from tlora_fx.scheduler.search.objective import Ints, Many, Pricer, Unit
 
 #: Units in one merge at most.
 WIDTH = 6

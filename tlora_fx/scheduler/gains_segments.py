@@ -11,8 +11,8 @@ from collections.abc import Callable, Sequence
 
 import numpy as np
 
-from tlora_fx.scheduler.demand import Array
-from tlora_fx.scheduler.gains import Ints, Many, Pricer, Unit, powers
+from tlora_fx.cost.demand import Array
+from tlora_fx.scheduler.search.objective import Ints, Many, Pricer, Unit, powers
 
 Key = Callable[[Unit], float]
 

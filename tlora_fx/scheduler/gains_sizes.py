@@ -7,8 +7,8 @@ from dataclasses import replace
 
 import numpy as np
 
-from tlora_fx.scheduler.gains import Pricer, Unit, powers
 from tlora_fx.scheduler.gains_units import Gathering, Round
+from tlora_fx.scheduler.search.objective import Pricer, Unit, powers
 
 
 def sized(pricer: Pricer, gathering: Gathering, found: Round, *, pooled: bool = False) -> None:

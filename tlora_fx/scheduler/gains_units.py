@@ -12,8 +12,8 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from tlora_fx.scheduler.bounds import ROUNDING, broken, limit_seconds
-from tlora_fx.scheduler.gains import Unit
 from tlora_fx.scheduler.group import Group
+from tlora_fx.scheduler.search.objective import Unit
 from tlora_fx.scheduler.state import ActiveJob, State
 from tlora_fx.scheduler.urgency import arrival
 

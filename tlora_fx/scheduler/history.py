@@ -13,9 +13,9 @@ from pathlib import Path
 from typing import Any
 
 from tlora_fx.errors import LedgerError
-from tlora_fx.scheduler.ledger import FORMAT
 from tlora_fx.scheduler.ledger_rows import EpochRecord, JobRecord, decision_of_json
 from tlora_fx.scheduler.state import Decision
+from tlora_fx.scheduler.store import FORMAT
 
 LEDGER = "ledger.sqlite"
 #: What came with a job is for whoever runs it, and is not carried along.

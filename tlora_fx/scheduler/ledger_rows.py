@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any, ClassVar, Literal, Self
 
-from tlora_fx.scheduler.demand import Demand
+from tlora_fx.cost.demand import Demand
 from tlora_fx.scheduler.group import Group
 from tlora_fx.scheduler.request import JobRequest
 from tlora_fx.scheduler.state import Decision

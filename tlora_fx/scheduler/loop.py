@@ -19,21 +19,21 @@ from typing import TYPE_CHECKING, Literal
 from tlora_fx.errors import ReplayOptionWrong, SubmittedTwice
 from tlora_fx.scheduler.estimating import Estimator
 from tlora_fx.scheduler.executor import Executor
+from tlora_fx.scheduler.failures import Trouble
+from tlora_fx.scheduler.formations import Formations, LayoutOf
 from tlora_fx.scheduler.group import Group
 from tlora_fx.scheduler.loop_check import check, solo_or_reason
 from tlora_fx.scheduler.loop_credits import Credits
 from tlora_fx.scheduler.loop_events import Events
-from tlora_fx.scheduler.loop_formations import Formations, LayoutOf
 from tlora_fx.scheduler.loop_runs import Run
 from tlora_fx.scheduler.loop_times import StepTimes
-from tlora_fx.scheduler.loop_trouble import Trouble
 from tlora_fx.scheduler.loop_watch import NoWatch, Watch
 from tlora_fx.scheduler.queue_window import Window
 from tlora_fx.scheduler.request import JobRequest
 from tlora_fx.scheduler.state import ActiveJob, Decision, Policy, State
 
 if TYPE_CHECKING:
-    from tlora_fx.scheduler.ledger import Ledger
+    from tlora_fx.scheduler.store import Ledger
 
 HORIZON_SECONDS = 60.0
 SWITCH_SECONDS = 20.0

@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from tlora_fx.scheduler.cluster import Cluster
+from tlora_fx.cost.cluster import Cluster
 from tlora_fx.scheduler.estimating import Estimator
 from tlora_fx.scheduler.request import JobRequest
 

@@ -13,13 +13,13 @@ from typing import Any
 
 from pydantic import TypeAdapter, ValidationError
 
+from tlora_fx.cost.cluster import Cluster
+from tlora_fx.cost.estimator import ProfileEstimator
+from tlora_fx.cost.model_facts import ModelFacts
+from tlora_fx.cost.profile import Profile
 from tlora_fx.durable import replace_file
 from tlora_fx.errors import StateFileError
-from tlora_fx.planners.model_facts import ModelFacts
-from tlora_fx.planners.profile import Profile
-from tlora_fx.scheduler.cluster import Cluster
 from tlora_fx.scheduler.estimating import Estimator
-from tlora_fx.scheduler.estimator import ProfileEstimator
 from tlora_fx.scheduler.history import History
 from tlora_fx.scheduler.policies import find_policy
 from tlora_fx.scheduler.state import Policy, State

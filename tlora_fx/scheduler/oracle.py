@@ -13,11 +13,11 @@ from functools import lru_cache
 import numpy as np
 from numpy.typing import NDArray
 
+from tlora_fx.cost.demand import Array
 from tlora_fx.errors import TooManyForOracle
 from tlora_fx.scheduler.bounds import ROUNDING, limit_seconds
-from tlora_fx.scheduler.demand import Array
-from tlora_fx.scheduler.gains import Objective
-from tlora_fx.scheduler.placing import tier_for
+from tlora_fx.scheduler.placement import tier_for
+from tlora_fx.scheduler.search.objective import Objective
 from tlora_fx.scheduler.state import ActiveJob, State
 from tlora_fx.scheduler.urgency import arrival
 

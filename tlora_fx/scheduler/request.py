@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from tlora_fx.scheduler.demand import Demand
+from tlora_fx.cost.demand import Demand
 
 MAX_SLOWDOWN = 1.5
 

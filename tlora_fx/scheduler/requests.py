@@ -16,10 +16,10 @@ from pathlib import Path
 
 import numpy as np
 
+from tlora_fx.config.job import BaseSpec, Job
+from tlora_fx.cost.demand import Demand
+from tlora_fx.cost.model_facts import LayerFacts, ModelFacts
 from tlora_fx.errors import StepsUnknown
-from tlora_fx.job import BaseSpec, Job
-from tlora_fx.planners.model_facts import LayerFacts, ModelFacts
-from tlora_fx.scheduler.demand import Demand
 from tlora_fx.scheduler.quiet_import import quiet_import
 from tlora_fx.scheduler.request import JobRequest
 
@@ -81,8 +81,8 @@ def lengths_of(job: Job) -> list[int]:
 
     raises    DataError, TokenizerNotLoadable
     """
+    from tlora_fx.runtime.checks import load_tokenizer
     from tlora_fx.runtime.data import load_job_data
-    from tlora_fx.runtime.prepare import load_tokenizer
 
     data = load_job_data(job, load_tokenizer(job.base))
     return [len(sample.input_ids) for sample in data.samples]
@@ -150,8 +150,8 @@ def facts_of_job(job: Job) -> ModelFacts:
     key = _digest({"base": _base_fields(job.base), "lora": shape, "dtypes": dtypes})
     if key not in _compiled:
         quiet_import("peft")
-        from tlora_fx.driver import compile
-        from tlora_fx.planners.facts import facts_of
+        from tlora_fx.compiler import compile
+        from tlora_fx.cost.facts import facts_of
 
         _compiled[key] = facts_of(compile([job]))
     return _ranked(_compiled[key], job.name, rank) if scales else _compiled[key]

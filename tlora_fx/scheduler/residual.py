@@ -14,7 +14,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from tlora_fx.scheduler.demand import Array
+from tlora_fx.cost.demand import Array
 from tlora_fx.scheduler.estimating import Estimator
 
 

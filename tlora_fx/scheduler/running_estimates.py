@@ -7,18 +7,18 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from tlora_fx.backbone import Backbone, load_backbone
+from tlora_fx.config.job import Job
+from tlora_fx.cost.cluster import Cluster
+from tlora_fx.cost.demand import Demand
+from tlora_fx.cost.estimator import ProfileEstimator
+from tlora_fx.cost.model_facts import ModelFacts
+from tlora_fx.cost.profile import Profile
+from tlora_fx.cost.profile_sources import covers
 from tlora_fx.errors import ProfileMismatch, ProfileMissing, RunRefused, UnknownGpu
-from tlora_fx.job import Job
-from tlora_fx.planners.known_profiles import covers
-from tlora_fx.planners.model_facts import ModelFacts
-from tlora_fx.planners.profile import Profile
+from tlora_fx.model.backbone import Backbone, load_backbone
+from tlora_fx.runtime.checks import check_fits, load_tokenizer
 from tlora_fx.runtime.data import load_job_data
-from tlora_fx.runtime.prepare import check_fits, load_tokenizer
-from tlora_fx.scheduler.cluster import Cluster
-from tlora_fx.scheduler.demand import Demand
 from tlora_fx.scheduler.estimating import Layout
-from tlora_fx.scheduler.estimator import ProfileEstimator
 from tlora_fx.scheduler.estimator_profiles import demand_profile, profiles_for
 from tlora_fx.scheduler.group import Group
 from tlora_fx.scheduler.request import JobRequest

@@ -8,10 +8,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from tlora_fx.config.job import Job
+from tlora_fx.config.job_file import load_job_file
 from tlora_fx.errors import JobFolderError, TloraError
-from tlora_fx.job import Job
-from tlora_fx.jobfile import load_job_file
-from tlora_fx.scheduler.ledger import Ledger
+from tlora_fx.scheduler.store import Ledger
 
 SUFFIXES = (".yaml", ".yml")
 TAKEN = "taken"

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Protocol
 
-from tlora_fx.scheduler.cluster import Cluster
+from tlora_fx.cost.cluster import Cluster
 from tlora_fx.scheduler.estimating import Estimator
 from tlora_fx.scheduler.group import Group
 from tlora_fx.scheduler.request import JobRequest

@@ -10,9 +10,9 @@ import json
 from collections.abc import Callable, Mapping
 from typing import Any
 
+from tlora_fx.cost.cluster import Cluster
+from tlora_fx.cost.demand import Demand
 from tlora_fx.errors import StateFileError
-from tlora_fx.scheduler.cluster import Cluster
-from tlora_fx.scheduler.demand import Demand
 from tlora_fx.scheduler.estimating import Estimator
 from tlora_fx.scheduler.group import Group
 from tlora_fx.scheduler.request import JobRequest

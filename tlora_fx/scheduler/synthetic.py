@@ -13,9 +13,9 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
+from tlora_fx.cost.cluster import Cluster, Tier
+from tlora_fx.cost.demand import COLUMN, Array, Demand
 from tlora_fx.planners.mesh_shape import MeshShape
-from tlora_fx.scheduler.cluster import Cluster, Tier
-from tlora_fx.scheduler.demand import COLUMN, Array, Demand
 from tlora_fx.scheduler.estimating import Layout, Prediction
 
 #: Bytes of a trained number with its gradient and the optimizer's states; of one gradient.

@@ -14,8 +14,8 @@ from dataclasses import dataclass, fields
 
 import numpy as np
 
+from tlora_fx.cost.cluster import Cluster
 from tlora_fx.scheduler.bounds import ROUNDING
-from tlora_fx.scheduler.cluster import Cluster
 from tlora_fx.scheduler.loop_runs import Run
 from tlora_fx.scheduler.loop_times import StepTimes
 from tlora_fx.scheduler.loop_watch import NoWatch

@@ -13,8 +13,8 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from tlora_fx.cost.demand import Demand
 from tlora_fx.errors import TraceFileError
-from tlora_fx.scheduler.demand import Demand
 from tlora_fx.scheduler.request import MAX_SLOWDOWN, JobRequest
 from tlora_fx.simulator.trace_rows import Row, WrongRow, duration, number, whole
 from tlora_fx.simulator.traces import TraceJob

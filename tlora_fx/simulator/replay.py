@@ -16,8 +16,8 @@ from typing import Any
 
 import numpy as np
 
+from tlora_fx.cost.cluster import Cluster
 from tlora_fx.errors import ReplayStalled
-from tlora_fx.scheduler.cluster import Cluster
 from tlora_fx.scheduler.estimating import Estimator
 from tlora_fx.scheduler.loop import (
     HORIZON_SECONDS,

@@ -212,8 +212,8 @@ def _kernels(policies: Policies) -> Iterator[str]:
     """What fused kernels are worth by the estimator, for one job and for eight."""
     if "no-kernel-fuser" not in policies:
         return
+    from tlora_fx.cost.demand import Demand
     from tlora_fx.scheduler.bases import demand_of
-    from tlora_fx.scheduler.demand import Demand
     from tlora_fx.simulator.sweep_run import estimator_of
 
     scenario = policies[OURS][0].scenario

@@ -13,8 +13,8 @@ from dataclasses import replace
 from heapq import heappop, heappush
 from math import inf
 
+from tlora_fx.cost.cluster import Cluster
 from tlora_fx.errors import PlaceTaken
-from tlora_fx.scheduler.cluster import Cluster
 from tlora_fx.scheduler.estimating import Layout
 from tlora_fx.scheduler.executor import (
     Drained,

@@ -15,11 +15,11 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
-from tlora_fx.scheduler.cluster import Cluster
+from tlora_fx.cost.cluster import Cluster
 from tlora_fx.simulator.choices import Choices
-from tlora_fx.simulator.generator import Draw, generate
 from tlora_fx.simulator.generator_fit import fit_of_file, shipped_fit
 from tlora_fx.simulator.metrics import Summary
+from tlora_fx.simulator.synthetic import Draw, generate
 from tlora_fx.simulator.trace_files import read_trace
 from tlora_fx.simulator.traces import Trace, described
 

@@ -7,9 +7,9 @@ from dataclasses import replace
 from functools import lru_cache
 from typing import Any
 
+from tlora_fx.cost.estimator import ProfileEstimator
+from tlora_fx.cost.profile import Profile
 from tlora_fx.errors import ProfileMismatch
-from tlora_fx.planners.profile import Profile
-from tlora_fx.scheduler.estimator import ProfileEstimator
 from tlora_fx.scheduler.estimator_profiles import profiles_for
 from tlora_fx.scheduler.policies import policy_of
 from tlora_fx.simulator.metrics import Summary

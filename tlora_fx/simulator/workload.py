@@ -11,9 +11,9 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from tlora_fx.cost.cluster import Cluster
+from tlora_fx.cost.demand import Demand
 from tlora_fx.errors import TraceEmpty
-from tlora_fx.scheduler.cluster import Cluster
-from tlora_fx.scheduler.demand import Demand
 from tlora_fx.scheduler.estimating import Estimator
 from tlora_fx.scheduler.request import JobRequest
 from tlora_fx.simulator.choices import Choices, demand_choices

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from tlora_fx.driver import Jobs, resolve_pipeline, run_passes
+from tlora_fx.compiler import Jobs, resolve_pipeline, run_passes
 from tlora_fx.errors import PipelineError
-from tlora_fx.graph import GroupGraph
+from tlora_fx.ir.graph import GroupGraph
 from tlora_fx.numerics.compare import bound_of, identical, worst
 from tlora_fx.numerics.evaluate import evaluate
 from tlora_fx.numerics.rows import Rows

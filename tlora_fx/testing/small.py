@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from tlora_fx.job import BaseSpec, DtypeName, Job
+from tlora_fx.config.job import BaseSpec, DtypeName, Job
 
 SIZES: dict[str, Any] = {
     "vocab_size": 61,

@@ -14,10 +14,10 @@ from typing import Any
 
 from torch import nn
 
-from tlora_fx.backbone import Backbone
+from tlora_fx.config.job import Job
 from tlora_fx.errors import AdapterMismatch, UnknownTarget, nearest
-from tlora_fx.graph import AdapterSite, under
-from tlora_fx.job import Job
+from tlora_fx.ir.graph import AdapterSite, under
+from tlora_fx.model.backbone import Backbone
 
 
 def resolve_sites(job: Job, backbone: Backbone) -> dict[str, AdapterSite]:

@@ -17,8 +17,8 @@ import torch
 from torch import Tensor, fx, nn
 
 from tlora_fx.errors import BaseNotTraceable, TloraError
-from tlora_fx.graph import INPUTS, TABLES, Form, TensorRef
-from tlora_fx.shapes import fake_like, fake_mode_of
+from tlora_fx.ir.graph import INPUTS, TABLES, Form, TensorRef
+from tlora_fx.ir.shapes import fake_like, fake_mode_of
 from tlora_fx.tracing.attention import row_of, unpacked_lines
 from tlora_fx.tracing.constants import RealConstants
 

@@ -9,10 +9,10 @@ from typing import TYPE_CHECKING
 import torch
 from torch import nn
 
-from tlora_fx.backbone import Backbone
+from tlora_fx.config.job import Job
 from tlora_fx.errors import BaseNotTraceable
-from tlora_fx.graph import AdapterSite, Form, JobGraph, LayerPlan
-from tlora_fx.job import Job
+from tlora_fx.ir.graph import AdapterSite, Form, JobGraph, LayerPlan
+from tlora_fx.model.backbone import Backbone
 from tlora_fx.tracing import attention
 from tlora_fx.tracing.adapters import check_wrapped, layer_signature
 from tlora_fx.tracing.export import Row, accepts_positions, export_row, import_graph

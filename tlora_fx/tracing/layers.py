@@ -15,8 +15,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from tlora_fx.backbone import Backbone
-from tlora_fx.graph import LayerPlan
+from tlora_fx.ir.graph import LayerPlan
+from tlora_fx.model.backbone import Backbone
 
 SMALLEST_LIST = 2
 LIBRARY = "transformers.models."

@@ -14,8 +14,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from tlora_fx.backbone import Backbone
 from tlora_fx.errors import BaseRefused
+from tlora_fx.model.backbone import Backbone
 from tlora_fx.tracing.attention import current_row
 
 LONG = "tlora_long_inv_freq"

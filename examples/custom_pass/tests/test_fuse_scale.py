@@ -1,7 +1,7 @@
 """`fuse-scale`: what it rewrites, what it leaves alone, and that numbers stay."""
 
 import tlora_fx
-from tlora_fx.driver import resolve_pipeline
+from tlora_fx.compiler import resolve_pipeline
 from tlora_fx.inspect.listing import make_listing
 from tlora_fx.inspect.text import render_text
 from tlora_fx.testing import around, assert_equivalent

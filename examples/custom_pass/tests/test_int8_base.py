@@ -5,8 +5,8 @@ import torch
 from tlora_fx_custom_pass.int8_base import int8_scales, int8_values
 
 import tlora_fx
-from tlora_fx.batch import JobTokens, pack
-from tlora_fx.driver import resolve_pipeline
+from tlora_fx.compiler import resolve_pipeline
+from tlora_fx.model.batch import JobTokens, pack
 from tlora_fx.pipeline import find_pass
 from tlora_fx.runtime.adapters import start_adapters
 from tlora_fx.runtime.weights import base_tensors

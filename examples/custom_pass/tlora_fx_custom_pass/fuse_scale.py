@@ -20,7 +20,7 @@ import torch
 from torch import fx
 
 from tlora_fx.errors import NotFoldable
-from tlora_fx.graph import GroupGraph
+from tlora_fx.ir.graph import GroupGraph
 from tlora_fx.pipeline import GroupPass, Numerics, register
 from tlora_fx.rewriting import (
     Maker,

@@ -17,10 +17,10 @@ from typing import ClassVar
 import torch
 from torch import Tensor, fx
 
-from tlora_fx.graph import GroupGraph, is_call
+from tlora_fx.ir.graph import GroupGraph, is_call
+from tlora_fx.ir.storage import stored_as
 from tlora_fx.pipeline import GroupPass, Numerics, register
 from tlora_fx.rewriting import Maker, Rewriter
-from tlora_fx.stored import stored_as
 
 aten = torch.ops.aten
 WEIGHT_AT_1 = (aten.linear.default, torch.ops.tlora_fx.multi_lora_linear.default)

@@ -16,7 +16,7 @@ import pytest
 
 from tests.inspect.pages import stages
 from tests.models import base_of, job
-from tlora_fx.driver import compile
+from tlora_fx.compiler import compile
 from tlora_fx.inspect.html import write_html
 from tlora_fx.inspect.program import Stage
 from tlora_fx.inspect.recorder import Recorder

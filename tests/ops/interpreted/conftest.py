@@ -31,7 +31,7 @@ def on_kernels(tmp_path_factory, monkeypatch):
 @pytest.fixture(autouse=True)
 def poisoned(monkeypatch):
     """What a kernel does not write is NaN, or all ones."""
-    from tlora_fx.ops.kernels import run
+    from tlora_fx.ops.kernels import dispatch as run
 
     def empty(shape, *, dtype, device):
         value = float("nan") if dtype.is_floating_point else 255

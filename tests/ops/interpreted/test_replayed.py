@@ -5,8 +5,8 @@ import torch
 
 from tests.ops.batches import run
 from tlora_fx.ops import multi_lora_linear, multi_lora_linears
-from tlora_fx.ops.kernels import force_plan, refresh, replaying, selector
-from tlora_fx.ops.kernels import run as launches
+from tlora_fx.ops.kernels import dispatch as launches
+from tlora_fx.ops.kernels import force_plan, refresh, replaying, select
 
 SHAPE, LENGTHS, RANKS = (32, 48), (4, 0, 3), (3, 2, 5)
 OUTERS = (48, 16)
@@ -55,7 +55,7 @@ def others(made, seed):
     ("plan", "rates"),
     [
         pytest.param(plan, rates, id=f"{plan}-{name}", marks=SLOW * ((plan, name) not in QUICK))
-        for plan in selector.PLANS
+        for plan in select.PLANS
         for name, rates in {"keep": (0.0,) * 3, "drop": (0.3, 0.2, 0.0)}.items()
     ],
 )

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from tlora_fx.ops import multi_lora_linear, multi_lora_linears, room
-from tlora_fx.ops.kernels import run, selector, with_room
+from tlora_fx.ops.kernels import dispatch, select, with_room
 
 BOUND = 1e-5
 FEATURES = (32, 48)
@@ -25,14 +25,14 @@ def traced(monkeypatch):
     copies = []
 
     def watched(name):
-        plain = getattr(run.Run, name)
+        plain = getattr(dispatch.Run, name)
 
         def call(self, *args, copies_=copies, **kwargs):
             given = kwargs.get("copies", args[-1] if name == "lora_b_backward" else None)
             copies_.append((name, given))
             return plain(self, *args, **kwargs)
 
-        monkeypatch.setattr(run.Run, name, call)
+        monkeypatch.setattr(dispatch.Run, name, call)
 
     monkeypatch.setattr(room, "is_traced", lambda: True)
     monkeypatch.setattr(room, "widen", lambda value, n: widen(value, n) if n else value)
@@ -62,7 +62,7 @@ def results(made, **other):
     ("plan", "rates"),
     [
         pytest.param(plan, rates, id=f"{plan}-{name}", marks=SLOW * ((plan, name) not in QUICK))
-        for plan in selector.PLANS
+        for plan in select.PLANS
         for name, rates in {"keep": (0.0,) * 3, "drop": (0.3, 0.0, 0.2)}.items()
     ],
 )
@@ -70,14 +70,14 @@ def test_every_plan_takes_rows_with_room(lora, traced, plan, rates):
     """Numbers are the reference's, and where jobs drop nothing neither x nor dy is copied."""
     made = lora((17, 0, 1), (3, 2, 18), rates, features=FEATURES, dtype=torch.float32)
     made.weight = with_room(made.weight, 64)
-    with selector.force_plan(plan):
+    with select.force_plan(plan):
         found, expected = results(made, max_rank=18, drops=any(rates))
 
     assert_close(found, expected)
     assert dict(traced) == {"shrink": False, "lora_b_backward": any(rates)}
 
 
-@pytest.mark.parametrize("plan", selector.PLANS)
+@pytest.mark.parametrize("plan", select.PLANS)
 def test_sites_that_share_x_share_its_room(lora, traced, plan):
     """Three linears of other widths and ranks, on weights with room of their own."""
     ranks = ((3, 5), (40, 30), (2, 1))
@@ -90,7 +90,7 @@ def test_sites_that_share_x_share_its_room(lora, traced, plan):
     weights = [with_room(weight, 128) for weight in lists[1]]
     x = sites[0].x.clone().requires_grad_()
     leaves = [one.detach().clone().requires_grad_() for call in calls for one in call[3:5]]
-    with selector.force_plan(plan):
+    with select.force_plan(plan):
         together = multi_lora_linears(
             x, weights, lists[2], leaves[0::2], leaves[1::2], *lists[5:8],
             *(column[0] for column in lists[8:11]), lists[11], calls[0][12], 70, False,
@@ -107,7 +107,7 @@ def test_calls_that_are_started_again_use_their_own_room(lora, traced):
     """The fourth call of a kind equals its reference, as the first does."""
     made = lora((9, 4), (3, 5), features=FEATURES, dtype=torch.float32)
     made.weight = with_room(made.weight, 64)
-    with selector.force_plan("concat"):
+    with select.force_plan("concat"):
         for _ in range(4):
             made.x = torch.randn(made.x.shape)
             assert_close(*results(made, max_rank=5, drops=False))
@@ -131,7 +131,7 @@ def test_without_room_nothing_is_written_behind_rows(lora):
     """Whatever the strides of x say: columns behind it belong to somebody else."""
     made = lora((4, 5), (3, 2), features=FEATURES, dtype=torch.float32)
     whole = widen(made.x, 64)
-    with selector.force_plan("concat"):
+    with select.force_plan("concat"):
         found = forward(made, whole[..., :32], 0)
 
     assert_close([found], [made.reference(made.x, made.a, made.b)])
@@ -143,7 +143,7 @@ def test_room_ends_with_its_row(lora):
     made = lora((4, 5), (3, 2), features=FEATURES, dtype=torch.float32)
     expected = made.reference(made.x, made.a, made.b)
     below = torch.cat([widen(made.x, 64), torch.full((1, 3, 96), float("nan"))], 1)
-    with selector.force_plan("concat"):
+    with select.force_plan("concat"):
         found = forward(made, below[:, :9], 64)
 
     assert_close([found], [expected])
@@ -151,7 +151,7 @@ def test_room_ends_with_its_row(lora):
     assert below[:, :9].isfinite().all()
 
     beside = widen(made.x, 64 + 32)
-    with selector.force_plan("concat"):
+    with select.force_plan("concat"):
         found = forward(made, beside[..., :96], 64)
 
     assert_close([found], [expected])
@@ -162,7 +162,7 @@ def test_too_little_room_is_not_used(lora):
     """Adapters of 70 rows take 128 columns."""
     made = lora((4, 5), (40, 30), features=FEATURES, dtype=torch.float32)
     whole = widen(made.x, 64)
-    with selector.force_plan("concat"):
+    with select.force_plan("concat"):
         found = forward(made, whole, 64)
 
     assert_close([found], [made.reference(made.x, made.a, made.b)])

@@ -6,7 +6,7 @@ import torch
 from tests.ops.batches import batch, jobs_of, run, split
 from tlora_fx.errors import AdapterTableError, SegmentError, TooManyJobs
 from tlora_fx.ops import multi_lora_linear, site_id
-from tlora_fx.ops.kernels import packed, refresh, selector, with_room
+from tlora_fx.ops.kernels import packed, refresh, select, with_room
 
 SHAPE = (32, 48)
 
@@ -14,7 +14,7 @@ SHAPE = (32, 48)
 @pytest.fixture(autouse=True)
 def strict():
     """One plan for every number of tokens."""
-    with selector.strict():
+    with select.strict():
         yield
 
 
@@ -98,7 +98,7 @@ def test_a_weight_with_room_is_used_as_it_lies(lora):
     made.weight = with_room(made.weight, 64)
     before = made.weight.clone()
     packed.forget()
-    with selector.strict(False), selector.force_plan("concat"):
+    with select.strict(False), select.force_plan("concat"):
         y = multi_lora_linear(*made.arguments())
 
     torch.testing.assert_close(y.double(), expected, rtol=1e-5, atol=1e-5)

@@ -6,7 +6,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from tlora_fx.ops import multi_lora_linear, multi_lora_linears
-from tlora_fx.ops.kernels import selector
+from tlora_fx.ops.kernels import select
 
 BOUNDS = {torch.float16: 2e-3, torch.float32: 1e-5, torch.float64: 1e-7}
 JOB = st.tuples(st.integers(0, 20), st.integers(0, 9), st.sampled_from([0.0, 0.3]))
@@ -31,11 +31,11 @@ def assert_close(found, expected, bound):
 
 
 @pytest.mark.parametrize("rates", [(0.0, 0.0, 0.0), (0.3, 0.0, 0.2)], ids=["keep", "drop"])
-@pytest.mark.parametrize("plan", selector.PLANS)
+@pytest.mark.parametrize("plan", select.PLANS)
 def test_every_plan_equals_the_reference(lora, plan, rates):
     """Forward and backward, with a bias, a job without tokens, one with a single token."""
     made = lora((17, 0, 1), (3, 2, 18), rates, features=(32, 48), dtype=torch.float32)
-    with selector.force_plan(plan):
+    with select.force_plan(plan):
         assert_close(*results(made, max_rank=18, drops=any(rates)), BOUNDS[torch.float32])
 
 
@@ -43,7 +43,7 @@ def test_every_plan_equals_the_reference(lora, plan, rates):
 def test_other_types_equal_the_reference(lora, dtype):
     """float16 within rounding, float64 up to scales, which are float32."""
     made = lora((17, 4), (3, 5), (0.3, 0.0), features=(16, 32), dtype=dtype, bias=False)
-    with selector.force_plan("fused"):
+    with select.force_plan("fused"):
         assert_close(*results(made), BOUNDS[dtype])
 
 
@@ -55,7 +55,7 @@ def test_any_mix_of_jobs_equals_each_alone(lora, jobs):
     if not sum(lengths) or not sum(ranks):
         return
     made = lora(lengths, ranks, rates, features=(16, 16), dtype=torch.float32)
-    with selector.force_plan("fused"):
+    with select.force_plan("fused"):
         assert_close(*results(made, max_rank=9), BOUNDS[torch.float32])
 
 
@@ -66,7 +66,7 @@ def test_gradients_pass_gradcheck(lora):
     def run(x, a, b):
         return multi_lora_linear(*made.arguments(x=x, a=a, b=b))
 
-    with selector.force_plan("fused"):
+    with select.force_plan("fused"):
         assert torch.autograd.gradcheck(run, made.leaves(), fast_mode=True, atol=1e-4)
 
 
@@ -83,7 +83,7 @@ def test_sites_that_share_x_give_what_each_gives_alone(lora, plan):
     x = sites[0].x.clone().requires_grad_()
     leaves = [one.detach().clone().requires_grad_() for call in calls for one in call[3:5]]
     lists = [list(column) for column in zip(*calls, strict=True)]
-    with selector.force_plan(plan):
+    with select.force_plan(plan):
         together = multi_lora_linears(
             x, lists[1], lists[2], leaves[0::2], leaves[1::2], *lists[5:8],
             *(column[0] for column in lists[8:11]), lists[11], calls[0][12], 5,
@@ -100,10 +100,10 @@ def test_sites_that_share_x_give_what_each_gives_alone(lora, plan):
     assert all(torch.equal(one, other) for one, other in zip(found[1:], wanted[1:], strict=True))
 
 
-@pytest.mark.parametrize("plan", selector.PLANS)
+@pytest.mark.parametrize("plan", select.PLANS)
 def test_weights_stored_by_columns_are_served(lora, plan):
     """GPT-2's Conv1D holds [in, out]."""
     made = lora((9, 4), (3, 5), features=(32, 48), dtype=torch.float32)
     made.weight = made.weight.t().contiguous().t()
-    with selector.force_plan(plan):
+    with select.force_plan(plan):
         assert_close(*results(made, drops=False), BOUNDS[torch.float32])

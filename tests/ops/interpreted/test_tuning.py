@@ -7,8 +7,8 @@ import torch
 
 from tlora_fx.codegen.kernels import emitter
 from tlora_fx.codegen.spec import Tile
-from tlora_fx.ops.kernels import selector, table, tuning
-from tlora_fx.ops.kernels.serving import Site
+from tlora_fx.ops.kernels import select, table, tune
+from tlora_fx.ops.kernels.support import Site
 
 CPU = torch.device("cpu")
 
@@ -17,34 +17,34 @@ CPU = torch.device("cpu")
 def few_tiles(monkeypatch):
     """Two tiles a kernel: the rule's, and one that cannot run."""
     broken = Tile(rows=0, columns=0, depth=0, warps=4, stages=2, chunk=1, slab=1)
-    for kind in (*tuning.SHARED, *tuning.DIRECTIONS):
+    for kind in (*tune.SHARED, *tune.DIRECTIONS):
         monkeypatch.setattr(emitter(kind), "candidates", lambda spec: (broken,))
 
 
 def test_a_table_is_written_and_read(few_tiles, tmp_path, monkeypatch, capsys):
     """The fastest plan of the table is chosen; a broken tile is noted, not fatal."""
     path = tmp_path / "own.json"
-    tuning.tune([(16, 32)], [9], [2, 3], "float32", path, device=CPU, groups=[(16, 32, 16)])
+    tune.tune([(16, 32)], [9], [2, 3], "float32", path, device=CPU, groups=[(16, 32, 16)])
     document = json.loads(path.read_text())
     site = Site(16, 32, "float32", "float32", 16, 16, 5, "out_in", False, 64, 90)
     monkeypatch.setattr(table, "own_table", lambda gpu: path)
-    selector.forget()
+    select.forget()
 
     assert "16→32, 9 tokens, 2 jobs of rank 2 to 3" in capsys.readouterr().out
     assert document["left_out"]
-    for direction in tuning.DIRECTIONS:
+    for direction in tune.DIRECTIONS:
         times = table.plan_times("some GPU", direction, site, 128)
-        chosen = selector.choose(direction, site, 20, True, "some GPU", behind=True)
+        chosen = select.choose(direction, site, 20, True, "some GPU", behind=True)
         assert chosen.plan == min(times, key=lambda plan: times[plan].microseconds)
         assert chosen.source == str(path)
     for sites in (1, 2):
-        assert isinstance(selector.tile_for("shrink", site, 20, "some GPU", sites), Tile)
-    assert selector.tile_for("shrink", site, 20, "some GPU", 3) is None
+        assert isinstance(select.tile_for("shrink", site, 20, "some GPU", sites), Tile)
+    assert select.tile_for("shrink", site, 20, "some GPU", 3) is None
 
 
 def test_no_site_is_begun_when_the_time_is_up(tmp_path):
     """What was measured until then is kept."""
     path = tmp_path / "own.json"
-    tuning.tune([(16, 32)], [9], [2, 3], "float32", path, budget_seconds=-1, device=CPU)
+    tune.tune([(16, 32)], [9], [2, 3], "float32", path, budget_seconds=-1, device=CPU)
 
     assert not path.exists()

@@ -2,6 +2,6 @@
 
 from tlora_fx.ops.kernels.device_tables import refresh, release
 from tlora_fx.ops.kernels.packed import with_room
-from tlora_fx.ops.kernels.selector import force_plan, strict, weight_copies
+from tlora_fx.ops.kernels.select import force_plan, strict, weight_copies
 
 __all__ = ["force_plan", "refresh", "release", "strict", "weight_copies", "with_room"]

@@ -13,8 +13,8 @@ from torch import Tensor
 
 from tlora_fx.codegen.spec import Kind
 from tlora_fx.ops.kernels import plans
-from tlora_fx.ops.kernels.run import Run
-from tlora_fx.ops.kernels.serving import Served, Site
+from tlora_fx.ops.kernels.dispatch import Run
+from tlora_fx.ops.kernels.support import Served, Site
 from tlora_fx.ops.site_group import SiteGroup
 
 _RATE = 0.05

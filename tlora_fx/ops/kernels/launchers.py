@@ -8,7 +8,7 @@ from typing import Any
 
 from tlora_fx.codegen.loading import load
 from tlora_fx.codegen.spec import KernelSpec, Kind, Tile
-from tlora_fx.ops.kernels.serving import Site
+from tlora_fx.ops.kernels.support import Site
 
 
 @lru_cache(maxsize=4096)

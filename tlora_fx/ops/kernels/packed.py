@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from tlora_fx.ops.kernels.device_tables import SiteTables
-from tlora_fx.ops.kernels.serving import Site
+from tlora_fx.ops.kernels.support import Site
 
 Key = tuple[object, ...]
 

@@ -17,10 +17,10 @@ import torch
 from torch import Tensor
 
 from tlora_fx.codegen.spec import MOST_SITES
+from tlora_fx.ops.kernels.dispatch import Run
 from tlora_fx.ops.kernels.packed import Packed, Room, stored_form
-from tlora_fx.ops.kernels.run import Run
-from tlora_fx.ops.kernels.selector import Choice, Plan
-from tlora_fx.ops.kernels.serving import Served
+from tlora_fx.ops.kernels.select import Choice, Plan
+from tlora_fx.ops.kernels.support import Served
 from tlora_fx.ops.site_group import SiteGroup
 
 _BYTES = 16

@@ -17,7 +17,7 @@ from multiprocessing import get_context
 import torch
 
 from tlora_fx.codegen.spec import Dtype, Kind, Tile
-from tlora_fx.ops.kernels import selector
+from tlora_fx.ops.kernels import select
 from tlora_fx.ops.kernels.bench_case import Case
 
 logger = logging.getLogger("tlora_fx.kernels")
@@ -69,7 +69,7 @@ def _run(task: Task) -> None:
     case = _case(task.shape, task.ranks, task.drops, task.dtype, task.beside)
     directed = task.kind in ("forward", "input_gradient")
     call = case.direction(task.kind) if directed else case.kernel(task.kind)
-    with selector.force_tiles({task.kind: task.tile}), selector.force_plan("fused"):
+    with select.force_tiles({task.kind: task.tile}), select.force_plan("fused"):
         call()
     torch.cuda.synchronize()
 
@@ -80,5 +80,5 @@ def _case(
     beside: tuple[int, ...],
 ) -> Case:  # fmt: skip
     device = torch.device("cuda", torch.cuda.current_device())
-    with selector.force_plan("fused"):
+    with select.force_plan("fused"):
         return Case.make(shape, _TOKENS, ranks, getattr(torch, dtype), drops, device, beside)

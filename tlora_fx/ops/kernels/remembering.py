@@ -14,12 +14,12 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from tlora_fx.ops.kernels import selector
+from tlora_fx.ops.kernels import select
 from tlora_fx.ops.kernels.packed import Room, room_of
 from tlora_fx.ops.kernels.replaying import NotTold, Recipe, Recording
 
 if TYPE_CHECKING:
-    from tlora_fx.ops.kernels.run import Run
+    from tlora_fx.ops.kernels.dispatch import Run
 
 logger = logging.getLogger("tlora_fx.kernels")
 _MOST = 2048
@@ -54,7 +54,7 @@ def _described(run: Run, function: object, args: Sequence[Any]) -> tuple[list[Te
     """
     group, tables = run.group, run.tables
     tensors = [run.token_index]
-    plain: list[object] = [function, selector.facts(), run.device.index, run.row.jobs]
+    plain: list[object] = [function, select.facts(), run.device.index, run.row.jobs]
     for one in args:
         if isinstance(one, Tensor):
             tensors.append(one)

@@ -20,7 +20,7 @@ from typing import Any
 
 from tlora_fx.codegen.loading import cache_folder
 from tlora_fx.codegen.spec import Tile
-from tlora_fx.ops.kernels.serving import Site
+from tlora_fx.ops.kernels.support import Site
 
 logger = logging.getLogger("tlora_fx.kernels")
 FORMAT = 2

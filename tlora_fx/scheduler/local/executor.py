@@ -22,8 +22,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from tlora_fx.cost.cluster import Cluster
 from tlora_fx.errors import PlaceTaken
-from tlora_fx.scheduler.cluster import Cluster
 from tlora_fx.scheduler.estimating import Layout
 from tlora_fx.scheduler.executor import Committed, Event, Failed, Finished
 from tlora_fx.scheduler.group import Group

@@ -16,8 +16,8 @@ from typing import IO
 from tlora_fx.errors import RunFolderError, WorkerLost
 from tlora_fx.runtime.checkpoint import CheckpointStore
 from tlora_fx.scheduler.executor import Committed, Failed, Finished
-from tlora_fx.scheduler.ledger import Ledger
 from tlora_fx.scheduler.local.executor import Source
+from tlora_fx.scheduler.store import Ledger
 
 WAIT_SECONDS = 120.0
 GRACE_SECONDS = 3.0

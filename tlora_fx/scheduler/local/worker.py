@@ -17,24 +17,24 @@ import torch
 
 import tlora_fx.passes
 import tlora_fx.planners
-from tlora_fx.driver import compile, find_passes
+from tlora_fx.compiler import compile, find_passes
+from tlora_fx.config.job import Job
+from tlora_fx.cost.plan import MeshShape, Plan
 from tlora_fx.errors import TloraError
-from tlora_fx.job import Job
-from tlora_fx.planners.mesh import open_mesh
-from tlora_fx.planners.plan import MeshShape, Plan
+from tlora_fx.parallel.mesh import open_mesh
 from tlora_fx.planners.protocol import find_planner
 from tlora_fx.runtime.carrying import Carried
+from tlora_fx.runtime.checks import load_all_data
+from tlora_fx.runtime.distributed import Ranks
 from tlora_fx.runtime.launch import Launch, exits_at_once, join
-from tlora_fx.runtime.prepare import load_all_data
-from tlora_fx.runtime.ranks import Ranks
 from tlora_fx.runtime.trainer import Silent, Trainer
 from tlora_fx.scheduler.local.order import Order
 from tlora_fx.scheduler.local.told import Teller
 from tlora_fx.scheduler.quiet_import import quiet_import
 
 if TYPE_CHECKING:
+    from tlora_fx.model.supermodel import SuperModel
     from tlora_fx.runtime.job_run import JobRun, StepReport
-    from tlora_fx.supermodel import SuperModel
 
 
 def warm() -> None:

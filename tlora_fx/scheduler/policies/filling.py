@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from tlora_fx.scheduler.demand import Demand
-from tlora_fx.scheduler.gains import seconds_of
+from tlora_fx.cost.demand import Demand
 from tlora_fx.scheduler.group import Group
-from tlora_fx.scheduler.placing import Placer
+from tlora_fx.scheduler.placement import Placer
+from tlora_fx.scheduler.search.objective import seconds_of
 from tlora_fx.scheduler.state import Decision, Reason, State
 
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar
 
-from tlora_fx.scheduler.policies.standing import Standing, names_of
+from tlora_fx.scheduler.policies.baselines import Standing, names_of
 from tlora_fx.scheduler.state import ActiveJob, Decision, Reason, State
 
 

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from math import isfinite
 from typing import ClassVar, Literal
 
-from tlora_fx.scheduler.policies.standing import Seat, Standing, names_of
+from tlora_fx.scheduler.policies.baselines import Seat, Standing, names_of
 from tlora_fx.scheduler.state import ActiveJob, Decision, Reason, State
 
 Share = Literal["pooled", "widest"]

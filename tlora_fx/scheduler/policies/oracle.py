@@ -8,9 +8,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar
 
-from tlora_fx.scheduler.gains import OBJECTIVES, Objective
 from tlora_fx.scheduler.oracle import best_grouping
 from tlora_fx.scheduler.policies.filling import fill
+from tlora_fx.scheduler.search.objective import OBJECTIVES, Objective
 from tlora_fx.scheduler.state import Decision, Reason, State
 from tlora_fx.scheduler.urgency import pressed_first
 

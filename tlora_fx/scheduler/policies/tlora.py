@@ -14,14 +14,14 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import ClassVar
 
-from tlora_fx.scheduler.gains import OBJECTIVES, Known, Objective, Pricer
 from tlora_fx.scheduler.gains_sizes import released, sized
 from tlora_fx.scheduler.gains_units import Gathering, Memory, Round
 from tlora_fx.scheduler.group import Group
-from tlora_fx.scheduler.placing_units import Placed, arrange
 from tlora_fx.scheduler.policies.tlora_reasons import reasons_of
 from tlora_fx.scheduler.policies.tlora_search import Depth, Found, search
 from tlora_fx.scheduler.policies.unchanged import Unchanged
+from tlora_fx.scheduler.search.objective import OBJECTIVES, Known, Objective, Pricer
+from tlora_fx.scheduler.search.placement import Placed, arrange
 from tlora_fx.scheduler.state import Decision, State
 
 

@@ -8,8 +8,8 @@ from math import inf, isfinite
 import numpy as np
 
 from tlora_fx.scheduler.bounds import ROUNDING
-from tlora_fx.scheduler.gains import Pricer, Unit
 from tlora_fx.scheduler.gains_merge import LEAST_GAIN
+from tlora_fx.scheduler.search.objective import Pricer, Unit
 from tlora_fx.scheduler.state import Reason
 
 MOST_KNOWN = 200_000

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from tlora_fx.scheduler.gains_units import Round, by_jobs
-from tlora_fx.scheduler.placing_units import Placed
 from tlora_fx.scheduler.policies.tlora_search import Found
+from tlora_fx.scheduler.search.placement import Placed
 from tlora_fx.scheduler.state import Reason, State
 
 

@@ -7,13 +7,13 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from tlora_fx.scheduler.gains import Pricer, Unit
 from tlora_fx.scheduler.gains_merge import Merger
-from tlora_fx.scheduler.gains_moves import Move, Mover
 from tlora_fx.scheduler.gains_packs import Packer
 from tlora_fx.scheduler.gains_segments import KEYS, segmented
 from tlora_fx.scheduler.gains_sizes import resized
 from tlora_fx.scheduler.gains_units import Gathering, Round
+from tlora_fx.scheduler.search.moves import Move, Mover
+from tlora_fx.scheduler.search.objective import Pricer, Unit
 
 HOSTS = 12
 #: What the calls of one search take, in evaluations.

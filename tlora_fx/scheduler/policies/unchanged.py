@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from tlora_fx.cost.cluster import Cluster
 from tlora_fx.scheduler.bounds import broken
-from tlora_fx.scheduler.cluster import Cluster
 from tlora_fx.scheduler.group import Group
 from tlora_fx.scheduler.state import Decision, State
 

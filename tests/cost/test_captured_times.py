@@ -1,0 +1,179 @@
+"""Times of rows that run as CUDA graphs: in profiles, and in what planners expect."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.cost.estimators import shipped
+from tests.cost.facts import load, small_model
+from tests.parallel.graph_times import with_graphs
+from tlora_fx.cost.facts import facts_of
+from tlora_fx.cost.fit import Launches, LayerTimes, Work
+from tlora_fx.cost.hardware import GPUS
+from tlora_fx.cost.model_facts import CAPTURED_TOKENS
+from tlora_fx.cost.plan import MeshShape, Plan
+from tlora_fx.cost.profile import Profile
+from tlora_fx.cost.step_time import row_ms
+from tlora_fx.planners.cost import Cluster, CostModel
+from tlora_fx.planners.roofline import roofline_profile
+from tlora_fx.planners.scaling import scaled
+from tlora_fx.scheduler.bases import BASES
+from tlora_fx.scheduler.estimator_fit import BaseFit
+
+SMALL, LARGE = CAPTURED_TOKENS // 2, 16384
+
+
+@pytest.fixture(scope="module")
+def facts(tmp_path_factory):
+    return facts_of(small_model(tmp_path_factory.mktemp("base")))
+
+
+@pytest.fixture(scope="module")
+def plain(facts):
+    """Layers so large that the device's time grows as the tokens do."""
+    found = roofline_profile(GPUS["h200"], facts).model_copy(update={"source": "measured"})
+    layers = [
+        layer.model_copy(update={"points": [_large(point) for point in layer.points]})
+        for layer in found.layers
+    ]
+    return found.model_copy(update={"layers": layers})
+
+
+def _large(point):
+    ms = (1 + point.sites / 10) * point.tokens * 1e-3
+    first = None if point.first_ms is None else 1.5 * ms
+    frozen = None if point.frozen_ms is None else ms
+    times = {"forward_ms": ms, "backward_ms": 2 * ms, "first_ms": first, "frozen_ms": frozen}
+    return point.model_copy(update=times)
+
+
+@pytest.fixture(scope="module")
+def profile(plain):
+    return with_graphs(plain)
+
+
+def test_it_survives_its_file(profile, tmp_path):
+    """A profile without graphs, as older ones are, is read too."""
+    profile.save(tmp_path / "profile.json")
+
+    assert Profile.load(tmp_path / "profile.json") == profile
+    assert '"captured"' in (tmp_path / "profile.json").read_text()
+
+
+def test_graphs_replace_times_where_there_are_any(profile, plain):
+    """And nothing else: bytes, noise, and rows that are too large stay."""
+    for before, after in zip(plain.layers, profile.as_captured().layers, strict=True):
+        for one, two in zip(before.points, after.points, strict=True):
+            assert (two.forward_ms, two.backward_ms) == (one.forward_ms, one.backward_ms)
+            assert two.saved_bytes == one.saved_bytes
+    assert plain.as_captured() == plain
+
+
+@pytest.mark.parametrize("gpu", ["a100", "b200"])
+def test_scaling_scales_what_the_device_takes(profile, plain, facts, gpu):
+    """To a GPU of another speed; the host takes what it took, or the device longer."""
+    found, graphs = (scaled(one, GPUS[gpu], facts) for one in (profile, plain))
+    points = [
+        (before, after, graph)
+        for one, two, three in zip(profile.layers, found.layers, graphs.layers, strict=True)
+        for before, after, graph in zip(one.points, two.points, three.points, strict=True)
+        if after.captured is not None
+    ]
+
+    assert points
+    for before, after, graph in points:
+        assert after.captured.forward_ms == pytest.approx(graph.forward_ms)
+        assert after.captured.backward_ms == pytest.approx(graph.backward_ms)
+        if before.waits("forward_ms"):
+            assert after.forward_ms == max(before.forward_ms, after.captured.forward_ms)
+    assert any(before.waits("forward_ms") for before, _, _ in points)
+
+
+def test_a_launched_layer_takes_as_long_as_the_slower_of_host_and_device(profile, plain):
+    """The host as long for few tokens as for many; the device what graphs take."""
+    for layer, alone in zip(profile.layers, plain.layers, strict=True):
+        times, device = LayerTimes.of(layer), LayerTimes.of(alone)
+        for point in layer.points:
+            work = Work.of_point(point)
+            assert times.forward(work) == pytest.approx(point.forward_ms, rel=0.05)
+            assert times.forward.device(work) == device.forward(work)
+        assert times.forward.host(work) == times.forward.host(work._replace(tokens=1.0)) > 0
+        assert device.forward.host == Launches()
+
+
+def test_the_host_takes_as_long_for_a_layer_that_is_cut():
+    """Of sites and of all else apart, which only bare layers tell: they are measured whole."""
+    facts = BASES["llama-3-8b"].facts({"job": 8})
+    cost = CostModel(facts, shipped("llama-3-8b"))
+    row = load(512, jobs=1)
+    whole, cut = (cost.layer(1, row, tp) for tp in (1, 2))
+    found = cost._times_of(facts.layers[1], 2)
+
+    assert cost.captured.layer(1, row, 2).forward < 0.7 * cost.captured.layer(1, row, 1).forward
+    assert (cut.forward, cut.backward) == (whole.forward, whole.backward)
+    assert found.forward.host.start > 0 < found.forward.host.site
+    assert found.backward.host.start > 0 < found.backward.host.site
+
+
+@pytest.mark.parametrize(
+    ("fields", "captured"),
+    [
+        ({}, True),
+        ({"mesh": MeshShape(dp=2)}, True),
+        ({"mesh": MeshShape(tp=2)}, True),
+        ({"mesh": MeshShape(dp=2), "shard_base": True}, True),
+        ({"mesh": MeshShape(pp=2), "cuts": (1,)}, False),
+        ({"nano_batches": 2}, False),
+    ],
+)
+def test_only_plans_that_capture_expect_it(profile, plain, facts, fields, captured):
+    """Small rows of a plan that runs them as graphs; under other plans the host launches them."""
+    plan = Plan(planner="test", **fields)
+    whole, device = CostModel(facts, profile), CostModel(facts, plain)
+
+    assert plan.captures is captured
+    small, large = (
+        row_ms(whole, plan, load(n)) / row_ms(device, plan, load(n)) for n in (SMALL, LARGE)
+    )
+    assert large == pytest.approx(1)
+    assert small == pytest.approx(1) if captured else small > 1.5
+
+
+def test_a_row_that_processes_cut_among_them_may_be_larger(profile, facts):
+    """Each has less to do of it, and as much to launch."""
+
+    def slower(point):
+        times = {"forward_ms": 100 * point.forward_ms, "backward_ms": 100 * point.backward_ms}
+        return point.model_copy(update=times if point.captured else {})
+
+    layers = [
+        layer.model_copy(update={"points": [slower(point) for point in layer.points]})
+        for layer in profile.layers
+    ]
+    cost = CostModel(facts, profile.model_copy(update={"layers": layers}))
+    row = load(2 * CAPTURED_TOKENS)
+    alone, cut = (row_ms(cost, Plan(planner="test", mesh=MeshShape(tp=tp)), row) for tp in (1, 2))
+
+    assert cut < 0.1 * alone
+
+
+def test_a_base_that_is_sharded_over_nodes_is_launched(profile, plain, facts):
+    """A collective gathers it, which no graph holds."""
+    plan = Plan(planner="test", mesh=MeshShape(dp=2), shard_base=True)
+    near, far, device = (
+        row_ms(CostModel(facts, one, Cluster(per_node)), plan, load(SMALL))
+        for one, per_node in ((profile, 2), (profile, 1), (plain, 1))
+    )
+
+    assert near < device < far
+
+
+def test_the_scheduler_expects_it_too(profile, plain, facts):
+    """Its tables have the device's times, and what the host takes where it launches."""
+    found, device = BaseFit.of(facts, profile, (1,)), BaseFit.of(facts, plain, (1,))
+
+    assert (found.forward[0] == found.forward[1]).all()
+    assert (found.forward == device.forward).all()
+    assert not found.forward_host[0].any()
+    assert found.forward_host[1].any()
+    assert not device.backward_host.any()

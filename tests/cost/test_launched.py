@@ -1,0 +1,96 @@
+"""Models whose operators no CUDA graph can hold, and what is predicted of them."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from tests.cost.facts import LINEARS, load
+from tests.models import FAMILIES, base_of, job
+from tests.parallel.graph_times import with_graphs
+from tlora_fx.compiler import compile
+from tlora_fx.cost.facts import facts_of
+from tlora_fx.cost.hardware import GPUS
+from tlora_fx.cost.plan import Plan
+from tlora_fx.cost.step_time import row_ms
+from tlora_fx.planners.cost import CostModel
+from tlora_fx.planners.roofline import roofline_profile
+
+BRANCHES = ("segment_read", "segment_write")
+MODELS = {
+    "plain": ({}, {}, ()),
+    "dropout": ({}, {"lora_dropout": 0.1}, ()),
+    "dora": ({}, {"use_dora": True}, BRANCHES),
+    "bias of its own": ({}, {"lora_bias": True}, BRANCHES),
+    "module of its own": ({}, {"modules_to_save": ["lm_head"]}, BRANCHES),
+    "head": ({"vocab_size": 64}, {"target_modules": ["lm_head"]}, ("multi_lora_linear",)),
+    "attention dropout": ({"attention_dropout": 0.1}, {}, ("packed_attention",)),
+    "width without kernels": ({"intermediate_size": 40}, {"target_modules": ["up_proj"]},
+                              ("multi_lora_linear",)),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_a_model_says_what_no_graph_can_hold(tmp_path, name):
+    """By the operators that jobs' own parts are made of."""
+    sizes, lora, expected = MODELS[name]
+    base = base_of(tmp_path, "llama", dtype="bfloat16", num_hidden_layers=2, **sizes)
+    given = {"target_modules": ["q_proj", "down_proj"]} | lora
+
+    found = facts_of(compile([job("one", base, **given)]))
+
+    assert found.launched == expected
+    assert found.captures is (not expected)
+
+
+@pytest.mark.parametrize(
+    ("family", "expected"),
+    [
+        ("qwen3", ()),
+        ("gpt2", ()),
+        ("gemma2", ("packed_attention",)),
+        ("phi3-longrope", ("segment_switch",)),
+        ("bloom", ("batch form",)),
+    ],
+)
+def test_a_base_may_keep_all_its_jobs_from_it(tmp_path, family, expected):
+    """Capped scores, tables chosen by length, padded batches."""
+    base = base_of(tmp_path, family, dtype="bfloat16")
+    targets = list(FAMILIES[family].targets)
+
+    assert facts_of(compile([job("one", base, target_modules=targets)])).launched == expected
+
+
+def test_one_job_keeps_its_group_from_it(tmp_path):
+    """As one graph for all of them would hold the branch too."""
+    base = base_of(tmp_path, "llama", dtype="bfloat16", num_hidden_layers=2)
+    plain, dora = (
+        job(name, base, target_modules=LINEARS, use_dora=name == "dora")
+        for name in ("plain", "dora")
+    )
+
+    assert facts_of(compile([plain])).captures
+    assert facts_of(compile([plain, dora])).launched == BRANCHES
+
+
+def test_adapters_that_compute_in_float32_have_no_kernels(tmp_path):
+    """Nor have those on a base in float32."""
+    one = job("one", base_of(tmp_path, "llama", dtype="bfloat16"), target_modules=["q_proj"])
+    wide = one.model_copy(update={"adapter_compute": "float32"})
+
+    assert facts_of(compile([wide])).launched == ("multi_lora_linear",)
+
+
+def test_rows_of_such_a_model_cost_what_launching_them_costs(tmp_path):
+    """Whatever the plan and the profile know of graphs."""
+    base = base_of(tmp_path, "llama", dtype="bfloat16", num_hidden_layers=2)
+    facts = facts_of(compile([job("one", base, target_modules=LINEARS)]))
+    plain = roofline_profile(GPUS["h200"], facts).model_copy(update={"source": "measured"})
+    profile, plan, row = with_graphs(plain), Plan(planner="test"), load(512, jobs=1)
+    launched = replace(facts, launched=("segment_read",))
+
+    assert plan.captures
+    before = row_ms(CostModel(facts, plain), plan, row)
+    assert row_ms(CostModel(facts, profile), plan, row) == pytest.approx(before)
+    assert row_ms(CostModel(launched, profile), plan, row) > 2 * before

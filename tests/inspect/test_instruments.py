@@ -1,0 +1,89 @@
+"""Times, prints and numbered dumps of a pipeline run."""
+
+from __future__ import annotations
+
+import io
+
+import pytest
+
+from tests.models import error_of
+from tests.pipeline.graphs import Does, add_relu, small_graph
+from tlora_fx.errors import PipelineError
+from tlora_fx.inspect.instruments import HEADER, DumpChanged, PrintAfter, Timing, Watch, watch_from
+from tlora_fx.pipeline import Pipeline, Runner
+
+
+def keep(graph):
+    """Change nothing."""
+
+
+def watched(*instruments, passes=(add_relu, keep)):
+    """Run two passes under instruments: one that changes the graph, one that does not."""
+    runner = Runner(Pipeline(tuple(Does(item) for item in passes)), instruments)
+    runner.start()
+    runner.run_job(small_graph(with_ids=True))
+
+
+def test_times_are_a_line_a_pass():
+    """Pass, graphs, seconds, and how many graphs changed."""
+    timing = Timing(io.StringIO())
+
+    watched(timing)
+
+    title, changed, kept, total = timing.lines()
+    assert title.split() == ["pass", "graphs", "seconds", "checks", "changed"]
+    assert changed.split()[0] == kept.split()[0] == "does"
+    assert changed.endswith("1 of 1")
+    assert kept.endswith("0 of 1")
+    assert total.split()[:2] == ["all", "2"]
+
+
+@pytest.mark.parametrize(("wanted", "times"), [("changed", 1), ("all", 2), ("does", 2)])
+def test_graphs_are_printed_after_a_pass(wanted, times):
+    """Those of one pass, of all, or of those that changed the code."""
+    out = io.StringIO()
+
+    watched(PrintAfter(wanted, out))
+
+    assert out.getvalue().count("# after") == times
+    assert "aten.relu.default(relu)" in out.getvalue()
+
+
+def test_a_pass_that_does_not_run_cannot_be_printed():
+    """A name that the pipeline does not have is a mistake, told before anything runs."""
+    assert "nearest  does" in error_of(lambda: watched(PrintAfter("dose")), PipelineError)
+
+
+def test_dumps_are_numbered_and_old_ones_go(tmp_path):
+    """What was traced, and what each pass left that changed something."""
+    (tmp_path / "07-lower-loss.group.py").write_text(HEADER + ", from before")
+    (tmp_path / "08-mine.group.py").write_text("print('mine')")
+    (tmp_path / "notes.txt").write_text("mine")
+
+    watched(DumpChanged(tmp_path))
+
+    assert sorted(path.name for path in tmp_path.iterdir()) == [
+        "00-trace.job-one.py",
+        "01-does.job-one.py",
+        "08-mine.group.py",
+        "notes.txt",
+    ]
+
+
+def test_the_environment_asks_for_the_same(tmp_path):
+    """`TLORA_FX_LOG` has the words of the command line."""
+    text = f"time, print-after=changed,print-after=fold-layers,dump-changed={tmp_path}"
+
+    assert watch_from({"TLORA_FX_LOG": text}) == Watch(
+        time=True, print_after=("changed", "fold-layers"), dump_changed=tmp_path
+    )
+    assert watch_from({"TLORA_FX_LOG": "verify=none,stop-after=x"}) == Watch(
+        verify="none", stop_after="x"
+    )
+    assert watch_from({}) == Watch()
+
+
+@pytest.mark.parametrize("word", ["tim", "verify=numbers", "stop-after", "time=3", "print-after="])
+def test_an_unknown_word_is_refused(word):
+    """It says what it takes."""
+    assert "print-after=NAME" in error_of(lambda: watch_from({"TLORA_FX_LOG": word}), PipelineError)

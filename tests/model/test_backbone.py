@@ -1,0 +1,91 @@
+"""The frozen base: on meta, with the values that no checkpoint holds."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from tests.models import base_of, plain, save_config
+from tlora_fx.config.job import BaseSpec
+from tlora_fx.model.backbone import load_backbone
+from tlora_fx.runtime.weights import base_tensors
+
+
+@pytest.fixture(scope="module")
+def backbone(tmp_path_factory):
+    """A Gemma 2 on meta."""
+    return load_backbone(base_of(tmp_path_factory.mktemp("gemma2"), "gemma2", "float32"))
+
+
+def test_every_tensor_of_the_module_lies_on_meta(backbone):
+    """Parameters and buffers; none needs a gradient."""
+    tensors = [*backbone.model.parameters(), *backbone.model.buffers()]
+
+    assert all(tensor.is_meta and not tensor.requires_grad for tensor in tensors)
+
+
+def test_what_no_checkpoint_holds_is_known(backbone):
+    """Rotary frequencies and embedding scales have values, matrices have none."""
+    missing = set(dict(backbone.model.named_buffers())) - backbone.persistent_names()
+
+    assert missing
+    assert missing <= set(backbone.values)
+    assert not any(value.dim() > 1 for value in backbone.values.values())
+
+
+def test_tied_weights_have_one_name(backbone):
+    """Gemma's head is its embedding."""
+    head = backbone.model.lm_head.weight
+
+    assert backbone.names[id(head)] == "model.embed_tokens.weight"
+
+
+def test_a_copy_shares_every_tensor(backbone):
+    """What is traced is a copy of modules, not of weights."""
+    copied = backbone.copy_model()
+
+    assert copied is not backbone.model
+    assert {id(t) for t in copied.parameters()} == {id(t) for t in backbone.model.parameters()}
+
+
+def test_a_given_module_is_not_changed():
+    """Its tensors keep their values, on their device, with their gradients."""
+    module = plain(layers=2)
+    before = {name: p.clone() for name, p in module.named_parameters()}
+
+    backbone = load_backbone(BaseSpec(module=module, dtype="float64"))
+
+    for name, parameter in module.named_parameters():
+        assert parameter.requires_grad
+        assert torch.equal(parameter, before[name])
+        assert torch.equal(backbone.values[name], parameter)
+    assert backbone.config is None
+
+
+def test_random_weights_are_a_function_of_seed_and_name(tmp_path):
+    """The same config and seed give the same base, another seed another."""
+    config = save_config(tmp_path, "llama", num_hidden_layers=2)
+
+    def drawn(seed):
+        return base_tensors(load_backbone(BaseSpec(config=config, seed=seed, dtype="float32")))
+
+    one, two, other = drawn(0), drawn(0), drawn(1)
+    name = "model.layers.1.mlp.up_proj.weight"
+    assert all(torch.equal(one[key], two[key]) for key in one)
+    assert not torch.equal(one[name], other[name])
+    assert not torch.equal(one[name], one["model.layers.0.mlp.up_proj.weight"])
+
+
+def test_a_fingerprint_changes_with_what_the_base_is(tmp_path):
+    """Config, dtype and seed; not with where it is called from."""
+    config = save_config(tmp_path, "llama", num_hidden_layers=2)
+    specs = [
+        BaseSpec(config=config, dtype="float32"),
+        BaseSpec(config=config, dtype="float64"),
+        BaseSpec(config=config, dtype="float32", seed=1),
+    ]
+
+    prints = {load_backbone(spec).fingerprint() for spec in specs}
+
+    assert len(prints) == 3
+    assert load_backbone(specs[0]).fingerprint() in prints

@@ -1,0 +1,88 @@
+"""The text of `ssm.py`: people read it, the interpreter runs it."""
+
+from __future__ import annotations
+
+import ast
+import re
+
+import pytest
+import torch
+from torch import fx
+
+from tests.models import assert_equals_peft, base_of, job, ready, tokens
+from tlora_fx.model.source import LONGEST, class_source, group_source
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory):
+    """A plain job, one with DoRA, and one with an embedding and a head of its own, on Llama."""
+    base = base_of(tmp_path_factory.mktemp("source"), "llama", dtype="float64")
+    return ready(
+        [
+            job("plain", base, r=8, target_modules="all-linear"),
+            job("dora", base, r=3, target_modules=["q_proj"], use_dora=True),
+            job("extras", base, r=2, target_modules=["v_proj", "embed_tokens"],
+                modules_to_save=["lm_head"]),
+        ]
+    )  # fmt: skip
+
+
+def test_the_text_trains_as_each_job_alone(model):
+    """What is printed is what runs: losses and gradients equal those of PEFT."""
+    parts = [tokens([5, 3], 1), tokens([4], 2), tokens([6], 3)]
+
+    assert_equals_peft(model, parts, 2e-6)
+
+
+def test_no_line_is_longer_than_a_page(model):
+    """Long calls are spread over lines, with their shapes beside the first."""
+    assert max(map(len, model.source.splitlines())) <= LONGEST
+    assert re.search(r"multi_lora_linear\.default\(  # \[1, T, 32\] f64\n", model.source)
+
+
+def test_layers_name_their_inputs_by_what_they_hold(model):
+    """The running value, and the tables of the rotary embedding."""
+    assert "def forward(self, hidden, cos, sin, cu_seqlens" in model.source
+
+
+def test_a_job_alone_is_named_beside_its_branch(model):
+    """Whose code it is stands above it."""
+    assert "# self_attn.q_proj, job dora alone" in model.source
+    assert "# model.embed_tokens, job extras alone" in model.source
+
+
+def test_adapters_are_read_from_their_site(model):
+    """The bank of a site by a short name."""
+    assert "site = self.self_attn.o_proj\n" in model.source
+    assert "site.lora.a, site.lora.b, site.lora.ranks" in model.source
+
+
+def test_sites_that_share_an_operator_are_named_one_by_one(model):
+    """The operator reads all their banks; each site's result has its module's name."""
+    assert "site = self.self_attn\n" in model.source
+    assert "[site.q_proj.lora.a, site.k_proj.lora.a, site.v_proj.lora.a]" in model.source
+    for place, name in enumerate(("q_proj", "k_proj", "v_proj")):
+        assert f"# self_attn.{name}\n" in model.source
+        assert f"{name} = self_attn_linears[{place}]  # [1, T, " in model.source
+
+
+def test_a_title_cannot_leave_the_docstring(model):
+    """A folder may be called anything; the text stays one docstring, and runs nothing."""
+    text = group_source(model.group, 'x"""\nraise SystemExit\n"""\\')
+    first = ast.parse(text).body[0]
+
+    assert isinstance(first, ast.Expr)
+    assert "raise SystemExit" in ast.literal_eval(first.value)
+    assert not any(isinstance(node, ast.Raise) for node in ast.walk(ast.parse(text)))
+
+
+def test_text_arguments_with_blanks_stay_whole():
+    """A line is broken between arguments only."""
+    graph = fx.Graph()
+    inputs = [graph.placeholder(f"a_rather_long_name_for_an_input_{n}") for n in range(3)]
+    equation = "i j k, j k l, " * 8 + "k l -> i l"
+    graph.output(graph.call_function(torch.ops.aten.einsum.default, (equation, inputs)))
+    text = class_source("Long", "a long call", graph, {})
+
+    assert repr(equation) in text
+    ast.parse(text)

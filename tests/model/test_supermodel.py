@@ -1,0 +1,114 @@
+"""The Shared Super-Model as a module: what it owns, and its misuse."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from tests.models import (
+    FAMILIES,
+    base_of,
+    error_of,
+    job,
+    mixed_jobs,
+    ready,
+    row_of,
+    run_fused,
+    tokens,
+)
+from tlora_fx.compiler import compile
+from tlora_fx.errors import SuperModelMisuse
+from tlora_fx.runtime.weights import base_tensors
+
+
+@pytest.fixture(scope="module")
+def base(tmp_path_factory):
+    """A Llama of four layers."""
+    return base_of(tmp_path_factory.mktemp("llama"), "llama", num_hidden_layers=4)
+
+
+@pytest.fixture(scope="module")
+def model(base):
+    """Three plain jobs, ready to train."""
+    return ready(mixed_jobs(base, FAMILIES["llama"].targets))
+
+
+@pytest.fixture(scope="module")
+def empty(base):
+    """One job without weights."""
+    return compile([job("one", base, r=2, target_modules=["q_proj"])])
+
+
+def test_compiling_needs_no_weights(empty):
+    """Every matrix stays on meta until somebody trains."""
+    assert all(p.is_meta for p in empty.parameters() if p.dim() > 1)
+
+
+def test_a_model_without_weights_does_not_run(empty):
+    """The error says what to call."""
+    row = row_of(empty, [tokens([4])])
+
+    assert "materialize()" in error_of(lambda: empty(row), SuperModelMisuse)
+
+
+def test_missing_weights_are_named(empty):
+    """A tensor that neither the checkpoint nor the model's code has."""
+    held = base_tensors(empty.backbone)
+    lacking = {name: value for name, value in held.items() if "down_proj" not in name}
+
+    text = error_of(lambda: empty.materialize(lacking, "cpu"), SuperModelMisuse)
+
+    assert "down_proj" in text
+
+
+def test_weights_of_another_shape_are_named(empty):
+    """A checkpoint of another size."""
+    held = dict(base_tensors(empty.backbone))
+    held["model.embed_tokens.weight"] = torch.zeros(5, 5)
+
+    text = error_of(lambda: empty.materialize(held, "cpu"), SuperModelMisuse)
+
+    assert "(5, 5)" in text
+
+
+def test_the_base_is_frozen_and_adapters_are_trained(model):
+    """Exactly the banks need gradients, and each job sees them as PEFT's parameters."""
+    trained = {name for name, p in model.named_parameters() if p.requires_grad}
+
+    assert all(name.endswith(("lora.a", "lora.b")) for name in trained)
+    own = model.job_parameters("few")
+    assert set(own) == {
+        f"base_model.model.model.layers.{layer}.self_attn.{name}.lora_{part}.default.weight"
+        for layer in range(4) for name in ("q_proj", "v_proj") for part in "AB"
+    }  # fmt: skip
+
+
+def test_job_parameters_are_views_of_the_bank(model):
+    """An optimizer's step on a job's parameter is a step in the bank, gradients too."""
+    name = "base_model.model.model.layers.2.self_attn.q_proj.lora_B.default.weight"
+    bank = model.banks["model.layers.2.self_attn.q_proj"]
+    start, stop = bank.ranks[1:3].tolist()
+    parameter = model.job_parameters("few")[name]
+
+    assert parameter.shape == (32, 4)
+    assert parameter.data_ptr() == bank.b.data[start:stop].data_ptr()
+    assert parameter.grad.data_ptr() == bank.b.grad[start:stop].data_ptr()
+
+
+def test_base_tensors_keep_their_names(model):
+    """Inside `net` a base tensor has the base's own name."""
+    names = {name for name, p in model.net.named_parameters() if not p.requires_grad}
+
+    assert {"model.embed_tokens.weight", "model.layers.3.mlp.down_proj.weight"} <= names
+
+
+def test_a_gradient_step_of_one_row_adds_to_the_next(model):
+    """Two rows without zeroing between them give the sum of their gradients."""
+    parts = [tokens([5], seed=s) for s in range(3)]
+    once = run_fused(model, parts)
+    model(row_of(model, parts)).sum().backward()
+
+    for own in model.jobs:
+        for name, parameter in model.job_parameters(own.name).items():
+            expected = 2 * once[own.name].gradients[name]
+            torch.testing.assert_close(parameter.grad, expected)

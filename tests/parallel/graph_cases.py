@@ -1,0 +1,136 @@
+"""Rows as CUDA graphs under plans over several GPUs, in every process of a group."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from tests.parallel.test_row_graphs import row_of
+from tests.runtime.groups import make_data, make_job, tiny_base
+from tlora_fx import compile
+from tlora_fx.config.job import Job
+from tlora_fx.cost.plan import MeshShape
+from tlora_fx.model.batch import repeating_form
+from tlora_fx.parallel.apply import RowRunner, apply, load
+from tlora_fx.parallel.mesh import open_mesh
+from tlora_fx.parallel.prepare import prepared
+from tlora_fx.planners.protocol import find_planner
+from tlora_fx.runtime.adapters import start_adapters
+from tlora_fx.runtime.trainer import Trainer
+from tlora_fx.runtime.weights import base_tensors
+
+WIDE = {"hidden_size": 128, "intermediate_size": 256, "num_attention_heads": 4}
+SPLITS = [(2, 0, 3), (1, 3, 1), (0, 4, 1), (3, 1, 1), (2, 2, 1)]
+Case = dict[str, Any]
+
+
+def half_jobs(folder: Path, **fields: Any) -> list[Job]:
+    """Three jobs in bfloat16 with dropout, all of whose operators can be captured."""
+    base = tiny_base(folder / "half-base", "bfloat16", **WIDE)
+    lora = {"r": 8, "lora_dropout": 0.1, "target_modules": "all-linear"}
+    common = {"learning_rate": 1e-3} | fields
+    return [make_job(base, name, seed=n, lora=lora, **common) for n, name in enumerate("abc")]
+
+
+def replay_rounds(folder: Path, case: Case) -> dict[str, Any]:
+    """Rounds as graphs beside the same rounds launched, with updates of weights in between.
+
+    case      planner, mesh, options of the planner, compiled
+    returns   what was refused, forms that were captured, rounds in which every row was replayed,
+              and the largest differences of losses, and of gradients relative to their norm
+    """
+    model, runner, mesh = _loaded(folder, case)
+    inner: Any = getattr(runner, "inner", runner)
+    assert isinstance(inner, RowRunner)
+    graphs = inner.graphs
+    assert graphs is not None
+    leaves = [leaf for leaf in model.parameters() if leaf.requires_grad and not leaf.is_meta]
+    weights = torch.tensor([0.5, 2.0, 1.0], device=mesh.device)
+    replayed, losses, gradients = 0, 0.0, 0.0
+    for seed, counts in zip(range(case.get("rounds", 30)), itertools.cycle(SPLITS)):
+        rows = [row_of(seed % 4 + place, counts) for place in range(mesh.shape.dp)]
+        known = len(graphs.forms)
+        inner.graphs = graphs
+        found = _round(runner, rows, weights, leaves)
+        inner.graphs = None
+        expected = _round(runner, [repeating_form(row) for row in rows], weights, leaves)
+        replayed += len(graphs.forms) == known > 0
+        losses = max(losses, float((found[0] - expected[0]).abs().max()))
+        for one, two in zip(found[1:], expected[1:], strict=True):
+            gradients = max(gradients, float((one - two).norm() / (two.norm() + 1e-6)))
+        generator = torch.Generator(mesh.device).manual_seed(seed)
+        with torch.no_grad():
+            for leaf in leaves:
+                step = torch.randn(leaf.shape, device=leaf.device, generator=generator)
+                leaf.add_(step, alpha=0.02)
+    told = {
+        "refused": graphs.refused, "forms": len(graphs.forms), "replayed": replayed,
+        "losses": losses, "gradients": gradients,
+    }  # fmt: skip
+    graphs.clear()
+    return told
+
+
+def train_all_graphs(folder: Path, cases: Mapping[str, Case]) -> dict[str, dict[str, Any]]:
+    """Case after case, in one group of processes."""
+    return {name: train_graphs(folder, case | {"name": name}) for name, case in cases.items()}
+
+
+def train_graphs(folder: Path, case: Mapping[str, Any]) -> dict[str, Any]:
+    """A trainer's last losses with graphs and without, and how many forms were captured."""
+    found: dict[str, Any] = {}
+    for wanted in (True, False):
+        jobs = half_jobs(folder, max_steps=16)
+        model = compile(jobs)
+        plan = _plan(model, case)
+        trainer = Trainer(
+            model, output=folder / f"{case['name']} {wanted}", data=make_data(jobs, longest=6),
+            plan=plan, mesh=open_mesh(plan.mesh, _device()), cuda_graphs=wanted,
+        )  # fmt: skip
+        runs = trainer.run()
+        found["graphs" if wanted else "launched"] = [run.loss for run in runs]
+        if trainer.graphs is not None:
+            found["forms"] = trainer.graphs.captured
+    return found
+
+
+def _loaded(folder: Path, case: Case) -> tuple[Any, Any, Any]:
+    model = compile(half_jobs(folder))
+    plan = _plan(model, case)
+    mesh = open_mesh(plan.mesh, _device())
+    model = prepared(model, plan)
+    load(model, plan, mesh, base_tensors(model.backbone, mesh.device))
+    start_adapters(model)
+    _shake(model)
+    if case.get("compiled"):
+        model.compile()
+    return model, apply(model, plan, mesh, largest_row=256), mesh
+
+
+def _shake(model: Any) -> None:
+    """Make both halves of adapters other than zero; alike on all processes for alike shapes."""
+    generator = torch.Generator().manual_seed(5)
+    for leaf in model.parameters():
+        if leaf.requires_grad and not leaf.is_meta:
+            leaf.data.add_(torch.randn(leaf.shape, generator=generator).to(leaf.data) * 0.05)
+
+
+def _plan(model: Any, case: Case) -> Any:
+    shape = MeshShape.parse(case["mesh"])
+    return find_planner(case["planner"]).plan(model, shape, **case.get("options", {}))
+
+
+def _round(runner: Any, rows: Any, weights: Any, leaves: Any) -> list[Any]:
+    told = [runner.run(rows, weights), *(leaf.grad.clone() for leaf in leaves)]
+    torch._foreach_zero_([leaf.grad for leaf in leaves])
+    return told
+
+
+def _device() -> str:
+    assert dist.is_initialized()
+    return f"cuda:{torch.cuda.current_device()}"

@@ -1,0 +1,122 @@
+"""Models that run in nano-batches in the processes of a group, beside the same models at once."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import fx
+
+from tests import models
+from tests.parallel.tensor_cases import (
+    base_of,
+    cut_model,
+    dropping_jobs,
+    take_adapters,
+    whole_model,
+)
+from tlora_fx.compiler import compile
+from tlora_fx.cost.plan import MeshShape
+from tlora_fx.model.batch import JobTokens
+from tlora_fx.model.supermodel import SuperModel
+from tlora_fx.ops import use_group
+from tlora_fx.parallel.apply import apply, load
+from tlora_fx.parallel.mesh import open_mesh
+from tlora_fx.parallel.nano_batches import NanoModel
+from tlora_fx.parallel.prepare import prepared
+from tlora_fx.planners.overlap_graph import eager_backend, kind_of
+from tlora_fx.planners.protocol import find_planner
+from tlora_fx.runtime.weights import base_tensors
+
+# What takes long: products and attention, forward and backward.
+HEAVY = ("multi_lora", "packed_attention", "linear", "mm")
+
+
+def errors(
+    nano: NanoModel, count: int, parts: list[JobTokens], expected: dict[str, models.Outcome]
+) -> float:
+    """How far losses and gradients are from those of the whole row, relative to the largest."""
+    nano.count = count
+    found = models.run_fused(nano.model, parts)
+    pairs = [
+        pair
+        for name, own in expected.items()
+        for pair in (
+            (own.loss, found[name].loss),
+            *((value, found[name].gradients[key]) for key, value in own.gradients.items()),
+        )
+    ]
+    return max(float((a - b).abs().max() / a.abs().max().clamp(min=1e-12)) for a, b in pairs)
+
+
+def sequences() -> list[JobTokens]:
+    """Three jobs, the last without tokens, seven sequences."""
+    lengths = ((5, 3, 4), (7, 2, 6, 3), ())
+    return [models.tokens(own, seed=place, step=2) for place, own in enumerate(lengths)]
+
+
+def told(graph: fx.Graph) -> str:
+    """A graph as letters: s starts a collective, w waits, c is heavy computation."""
+    return "".join(
+        kind_of(node)[0]
+        for node in graph.nodes
+        if kind_of(node) != "compute" or any(name in str(node.target) for name in HEAVY)
+    )
+
+
+def cut_in_nano_batches(folder: Path) -> dict[str, Any]:
+    """Run a model cut over the group with N = 1, then in nano-batches, eager and compiled."""
+    use_group("tp", dist.group.WORLD)
+    jobs = dropping_jobs(base_of(folder / str(dist.get_rank()), "llama"))
+    whole, parts = whole_model(jobs), sequences()
+    models.run_fused(whole, parts)
+    model: SuperModel = cut_model(whole, dist.get_rank(), dist.get_world_size())
+    take_adapters(model, whole)
+    expected = models.run_fused(model, parts)
+    found: dict[str, Any] = {}
+    nano = NanoModel(model)
+    found["eager"] = [errors(nano, count, parts, expected) for count in (2, 3, 8)]
+    graphs: list[fx.Graph] = []
+    nano.compile(backend=eager_backend(seen=graphs))
+    nano.count = 1
+    nano(models.row_of(model, parts))
+    graphs.clear()
+    found["compiled"] = [errors(nano, 2, parts, expected)]
+    found["orders"] = [told(graph) for graph in graphs]
+    return found
+
+
+def sharded_inside(folder: Path) -> dict[str, Any]:
+    """A base sharded over replicas, in whole rows and in nano-batches inside of layers."""
+    jobs = dropping_jobs(base_of(folder / str(dist.get_rank()), "llama"))
+    model = compile(list(jobs))
+    plan = find_planner("fsdp").plan(model, MeshShape(dp=dist.get_world_size()))
+    model = prepared(model, plan)
+    mesh = open_mesh(plan.mesh, "cpu")
+    load(model, plan, mesh, base_tensors(model.backbone))
+    models.restart(model)
+    runner = apply(model, plan, mesh)
+    calls: list[str] = []
+    for path in model.layer_order():
+        layer = model.net.get_submodule(path)
+        layer.register_forward_pre_hook(lambda *_, path=path: calls.append(path))  # type: ignore[misc]
+    rows = [models.row_of(model, sequences()) for _ in range(dist.get_world_size())]
+    weights = torch.ones(len(jobs), dtype=torch.float64)
+    nano = NanoModel(model, inside=True)
+    outcomes, called = [], []
+    for count in (1, 3):
+        nano.count = count
+        for job in jobs:
+            for parameter in model.job_parameters(job.name).values():
+                parameter.grad.zero_()  # type: ignore[union-attr]
+        calls.clear()
+        values = [runner.run(rows, weights)]
+        for job in jobs:
+            values += [p.grad.clone() for p in model.job_parameters(job.name).values()]  # type: ignore[union-attr]
+        outcomes.append(values)
+        called.append(list(calls))
+    pairs = zip(*outcomes, strict=True)
+    error = max(float((a - b).abs().max() / a.abs().max().clamp(min=1e-12)) for a, b in pairs)
+    return {"error": error, "called": called}

@@ -1,0 +1,104 @@
+"""Plans over GPUs: in float64 they train what one GPU trains."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tests.parallel.processes import run_processes
+from tests.parallel.training import mixed_jobs, parting, train_all, write_base
+
+pytestmark = pytest.mark.gpu
+
+PIPES: dict[str, Any] = {"planner": "pipeline", "mesh": "pp=2"}
+ON_TWO: dict[str, dict[str, Any]] = {
+    "replicated": {"planner": "replicated", "mesh": "dp=2"},
+    "sharded": {"planner": "fsdp", "mesh": "dp=2"},
+    "recomputed": {"planner": "fsdp", "mesh": "dp=2", "options": {"recompute": True}},
+    "tensor": {"planner": "tensor", "mesh": "tp=2"},
+    "pipeline": PIPES,
+    "gpipe": PIPES | {"options": {"schedule": "gpipe"}},
+}
+ON_FOUR: dict[str, dict[str, Any]] = {
+    "tensor, replicated": {"planner": "tensor", "mesh": "dp=2,tp=2"},
+    "pipeline, replicated": {"planner": "pipeline", "mesh": "pp=2,dp=2"},
+    "pipeline, sharded": {
+        "planner": "pipeline",
+        "mesh": "pp=2,dp=2",
+        "options": {"shard_base": True},
+    },
+    "pipeline, kept": {
+        "planner": "pipeline",
+        "mesh": "pp=2,dp=2",
+        "options": {"shard_base": True, "keep_gathered": True, "recompute": True},
+    },
+    "pipeline, tensor": {"planner": "pipeline", "mesh": "pp=2,tp=2"},
+}
+HALF: dict[str, dict[str, Any]] = {
+    name: case | {"dtype": "bfloat16", "compiled": compiled}
+    for name, case, compiled in (
+        ("half", ON_TWO["replicated"], ""),
+        ("half, compiled shards", ON_TWO["sharded"], "inductor"),
+        ("half, tensor", ON_TWO["tensor"], ""),
+        ("half, compiled tensor", ON_TWO["tensor"], "inductor"),
+        ("half, pipeline", PIPES, ""),
+    )
+}
+
+
+def _needs(count: int) -> None:
+    if torch.cuda.device_count() < count:
+        pytest.skip(f"needs {count} CUDA devices")
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    made = tmp_path_factory.mktemp("plans")
+    write_base(made)
+    run_processes(1, train_all, made, {"alone": {"planner": "single"}}, gpus=True)
+    return made
+
+
+@pytest.mark.parametrize("name", list(ON_TWO))
+def test_two_gpus_train_what_one_trains(folder: Path, name: str) -> None:
+    """With dropout, accumulation, an early end, and a branch that runs as it is."""
+    _trains(folder, 2, name, ON_TWO[name])
+
+
+@pytest.mark.parametrize("name", list(ON_FOUR))
+def test_four_gpus_train_what_one_trains(folder: Path, name: str) -> None:
+    """Two dimensions of a mesh at once."""
+    _trains(folder, 4, name, ON_FOUR[name])
+
+
+def _trains(folder: Path, count: int, name: str, case: Any) -> None:
+    _needs(count)
+    found = run_processes(count, train_all, folder, {name: case}, gpus=True)
+    assert not isinstance(found[0][name], str), found[0][name]
+    losses, adapters = parting(folder, "alone", name, mixed_jobs(folder))
+    assert losses <= 1e-9
+    assert adapters <= 1e-7
+
+
+@pytest.fixture(scope="module")
+def half(folder: Path) -> Any:
+    """Losses and norms of two replicas in bfloat16, on generated kernels."""
+    _needs(2)
+    return _told(folder, "half")
+
+
+@pytest.mark.parametrize("name", [name for name in HALF if name != "half"])
+def test_kernels_and_compiled_layers_train_under_plans(folder: Path, half: Any, name: str) -> None:
+    """In bfloat16, on generated kernels, losses stay near those of two replicas."""
+    for (loss, _), (other, _) in zip(_told(folder, name), half, strict=True):
+        assert math.isclose(loss, other, rel_tol=2e-2)
+
+
+def _told(folder: Path, name: str) -> Any:
+    (found,) = run_processes(2, train_all, folder, {name: HALF[name]}, gpus=True)[0].values()
+    assert not isinstance(found, str), found
+    return found

@@ -1,0 +1,180 @@
+"""On a GPU: rows that run as CUDA graphs train as rows that do not."""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+import torch
+
+from tests.parallel.test_row_graphs import row_of
+from tests.runtime.groups import make_data, make_job, tiny_base
+from tlora_fx.compiler import compile
+from tlora_fx.cost.plan import Plan
+from tlora_fx.model.batch import repeating_form
+from tlora_fx.parallel.apply import apply, load
+from tlora_fx.parallel.cuda_graphs import RowGraphs
+from tlora_fx.parallel.mesh import Mesh
+from tlora_fx.runtime.adapters import start_adapters
+from tlora_fx.runtime.trainer import Trainer
+from tlora_fx.runtime.verify import bounds_of, verify
+from tlora_fx.runtime.weights import base_tensors
+
+pytestmark = pytest.mark.gpu
+WIDE = {"hidden_size": 128, "num_attention_heads": 2, "num_key_value_heads": 1}
+PLAN = Plan(planner="single")
+
+
+def jobs_on(base, **lora):
+    lora = {"r": 8, "lora_dropout": 0.1, "target_modules": "all-linear"} | lora
+    return [
+        make_job(base, name, seed=n, lora=lora, learning_rate=1e-3) for n, name in enumerate("abc")
+    ]
+
+
+def loaded(base, compiled, **lora):
+    """A model with its weights on the GPU; adapters of which both halves are other than zero."""
+    model, mesh = compile(jobs_on(base, **lora)), Mesh.alone("cuda")
+    load(model, PLAN, mesh, base_tensors(model.backbone, mesh.device))
+    start_adapters(model)
+    torch.manual_seed(5)
+    for leaf in model.parameters():
+        if leaf.requires_grad:
+            leaf.data.add_(torch.randn_like(leaf) * 0.05)
+    if compiled:
+        model.compile()
+    return model, mesh
+
+
+def leaves_of(model):
+    return [leaf for leaf in model.parameters() if leaf.requires_grad]
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+@pytest.mark.parametrize("compiled", [False, True])
+def test_graphs_give_the_losses_and_gradients_of_their_rows(tmp_path, dtype, compiled):
+    """Over rows whose jobs have other tokens each time, with updates of weights in between."""
+    model, mesh = loaded(tiny_base(tmp_path, dtype, **WIDE), compiled)
+    runner, plain = apply(model, PLAN, mesh, largest_row=256), apply(model, PLAN, mesh)
+    leaves, weights = leaves_of(model), torch.tensor([0.5, 2.0, 1.0], device="cuda")
+    splits = [(2, 0, 3), (1, 3, 1), (0, 4, 1), (3, 1, 1), (2, 2, 1)]
+    replayed = 0
+    for seed, counts in zip(range(40), itertools.cycle(splits), strict=False):
+        row = row_of(seed % 4, counts)
+        known = len(runner.graphs.forms)
+        found, expected = [], []
+        for one, told, given in (
+            (runner, found, row),
+            (plain, expected, repeating_form(row)),
+        ):
+            told.append(one.run([given], weights))
+            told += [leaf.grad.clone() for leaf in leaves]
+            torch._foreach_zero_([leaf.grad for leaf in leaves])
+        replayed += len(runner.graphs.forms) == known > 0
+        torch.testing.assert_close(found[0], expected[0], rtol=2e-3, atol=1e-3)
+        for one, two in zip(found[1:], expected[1:], strict=True):
+            assert (one - two).norm() <= 2e-2 * two.norm() + 1e-6
+        with torch.no_grad():
+            for leaf in leaves:
+                leaf.add_(torch.randn_like(leaf) * 0.02)
+
+    assert runner.graphs.refused == ""
+    assert runner.graphs.forms
+    assert replayed > 10
+
+
+def test_a_replay_has_the_bits_of_its_row(tmp_path):
+    """The forward starts the same kernels on the same numbers."""
+    model, mesh = loaded(tiny_base(tmp_path, "bfloat16", **WIDE), False)
+    runner, plain = apply(model, PLAN, mesh, largest_row=256), apply(model, PLAN, mesh)
+    weights = torch.ones(3, device="cuda")
+    row = row_of(1)
+
+    expected = plain.run([repeating_form(row)], weights)
+    found = [runner.run([row], weights) for _ in range(5)]
+
+    assert len(runner.graphs.forms) == 1
+    assert all(torch.equal(one, expected) for one in found[1:])
+
+
+def test_a_model_that_reads_tables_on_the_host_runs_without(tmp_path):
+    """DoRA's branches take a job's tokens apart: no graph, the same losses, and it is told why."""
+    model, mesh = loaded(tiny_base(tmp_path, "bfloat16", **WIDE), False, use_dora=True)
+    runner, plain = apply(model, PLAN, mesh, largest_row=256), apply(model, PLAN, mesh)
+    weights = torch.ones(3, device="cuda")
+
+    found = [runner.run([row_of(1)], weights) for _ in range(4)]
+
+    assert "tables of jobs are read on the host" in runner.graphs.refused
+    assert all(torch.equal(one, plain.run([row_of(1)], weights)) for one in (found[0], found[3]))
+
+
+def test_jobs_train_in_graphs_as_alone(tmp_path):
+    """Every job stays within its dtype's bounds of plain PEFT while rows are replayed."""
+    jobs = jobs_on(tiny_base(tmp_path, "bfloat16", **WIDE))
+
+    found = list(verify(jobs, steps=12, device="cuda", data=make_data(jobs, longest=40)))
+
+    assert len(found) == 6
+    beyond = [row for row in found if not row.within(bounds_of("bfloat16", "cuda"))]
+    assert not beyond, "\n".join(map(str, beyond))
+
+
+def test_a_trainer_replays_rows(tmp_path):
+    """What `train` runs: rows that come again are captured, unless that is not wanted."""
+    jobs = [
+        job.model_copy(update={"max_steps": 20})
+        for job in jobs_on(tiny_base(tmp_path, "bfloat16", **WIDE))
+    ]
+    for wanted in (True, False):
+        model, data = compile(jobs), make_data(jobs, longest=6)
+        trainer = Trainer(
+            model, output=tmp_path / str(wanted), device="cuda", data=data, cuda_graphs=wanted
+        )
+        trainer.run()
+        assert all(run.status == "done" for run in trainer.runs)
+        graphs = trainer.graphs
+        assert (graphs is not None and graphs.captured > 0) is wanted
+        assert graphs is None or graphs.forms == []
+
+
+def test_rows_are_captured_again_after_all_graphs_were_let_go_of(tmp_path):
+    """Their pool of memory is gone with them."""
+    model, mesh = loaded(tiny_base(tmp_path, "bfloat16", **WIDE), False)
+    graphs, weights = RowGraphs(model, mesh.device, 256), torch.ones(3, device="cuda")
+
+    for _ in range(2):
+        for _ in range(3):
+            graphs.run(row_of(1), weights)
+        assert len(graphs.forms) == 1
+        graphs.clear()
+
+    assert (graphs.captured, graphs.refused) == (2, "")
+
+
+def test_random_numbers_go_on_after_a_capture_that_failed(tmp_path, monkeypatch):
+    """What waits for the device ends a capture; the run goes on without graphs."""
+    model, mesh = loaded(tiny_base(tmp_path, "bfloat16", **WIDE), False)
+    runner, weights = apply(model, PLAN, mesh, largest_row=256), torch.ones(3, device="cuda")
+    forward = type(model).forward
+
+    def waiting(self, row):
+        losses = forward(self, row)
+        losses.sum().item()
+        return losses
+
+    monkeypatch.setattr(type(model), "forward", waiting)
+    found = [runner.run([row_of(1)], weights) for _ in range(4)]
+
+    assert runner.graphs.refused
+    assert torch.cuda.current_stream() == torch.cuda.default_stream()
+    assert torch.equal(found[0], found[3])
+    assert torch.randn(3, device="cuda").isfinite().all()
+    # The allocator was told as well, and another model may be captured.
+    torch.cuda.empty_cache()
+    monkeypatch.setattr(type(model), "forward", forward)
+    runner.graphs = RowGraphs(model, mesh.device, 256)
+    again = [runner.run([row_of(1)], weights) for _ in range(4)]
+    assert runner.graphs.refused == ""
+    assert len(runner.graphs.forms) == 1
+    torch.testing.assert_close(again[3], found[0], rtol=1e-2, atol=1e-3)

@@ -1,0 +1,45 @@
+"""Nano-batches over several processes: numbers, and what lies between a start and its wait."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.parallel.nano_cases import cut_in_nano_batches, sharded_inside
+from tests.parallel.processes import run_processes
+
+
+@pytest.fixture(scope="module")
+def cut(tmp_path_factory):
+    """What two processes found that hold pieces of each matrix."""
+    return run_processes(2, cut_in_nano_batches, tmp_path_factory.mktemp("cut"))
+
+
+def test_losses_and_gradients_are_those_of_one_nano_batch(cut):
+    """In float64, for 2, 3 and more nano-batches than sequences, eager and compiled."""
+    assert max(error for found in cut for error in (*found["eager"], *found["compiled"])) <= 1e-12
+
+
+def test_all_processes_have_one_schedule(cut):
+    """Collectives of one group must start in one order."""
+    assert cut[0]["orders"] == cut[1]["orders"]
+
+
+@pytest.mark.parametrize("graph", [0, 1], ids=["forward", "backward"])
+def test_collectives_run_behind_the_other_nano_batch_s_computation(cut, graph):
+    """Something heavy stands between each start and its wait, but where the region's layers end."""
+    order = cut[0]["orders"][graph]
+    starts = [place for place, letter in enumerate(order) if letter == "s"]
+    waits = [place for place, letter in enumerate(order) if letter == "w"]
+
+    hidden = ["c" in order[a:b] for a, b in zip(starts, waits, strict=True)]
+    assert len(starts) == (8 if graph == 0 else 6)
+    assert all(hidden[:-1])
+    assert hidden[-1] == (graph == 1)
+
+
+def test_sharded_layers_are_gathered_once_however_many_nano_batches(tmp_path):
+    """Inside of layers clones are one call, and the numbers stay."""
+    for found in run_processes(2, sharded_inside, tmp_path):
+        once, cloned = found["called"]
+        assert once == cloned
+        assert found["error"] <= 1e-12

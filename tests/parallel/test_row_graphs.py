@@ -1,0 +1,224 @@
+"""Rows as CUDA graphs: what can be known of them without a GPU."""
+
+from __future__ import annotations
+
+import itertools
+from contextlib import nullcontext
+from typing import ClassVar
+
+import pytest
+import torch
+
+from tests.runtime.groups import VOCABULARY, make_job, tiny_base
+from tlora_fx.compiler import compile
+from tlora_fx.cost.plan import Plan
+from tlora_fx.errors import PlanNotRunnable, TableNotOnDevice
+from tlora_fx.model.batch import IGNORED, JobTokens, pack, repeating_form
+from tlora_fx.ops import segment_read, segment_sum, tables
+from tlora_fx.parallel import cuda_graphs
+from tlora_fx.parallel.apply import apply, load
+from tlora_fx.parallel.cuda_graphs import RowGraphs
+from tlora_fx.parallel.mesh import Mesh
+from tlora_fx.parallel.peer_copies import SideStreams
+from tlora_fx.runtime.adapters import start_adapters
+from tlora_fx.runtime.weights import base_tensors
+
+
+def row_of(seed, counts=(2, 0, 3)):
+    """A row of a few sequences for each job; a part of the tokens are targets."""
+    generator = torch.Generator().manual_seed(seed)
+    jobs = []
+    for place, count in enumerate(counts):
+        lengths = torch.randint(2, 9, (count,), generator=generator).tolist()
+        ids = [torch.randint(1, VOCABULARY, (n,), generator=generator).tolist() for n in lengths]
+        labels = [[IGNORED, *one[1:]] for one in ids]
+        jobs.append(JobTokens(ids, labels, seed=place, step=seed))
+    return pack(jobs)
+
+
+@pytest.mark.parametrize("dora", [False, True])
+def test_a_repeating_form_has_the_losses_and_gradients_of_its_row(tmp_path, dora):
+    """With dropout, a job without tokens, and branches that nothing lowers."""
+    lora = {"r": 4, "lora_dropout": 0.2, "target_modules": "all-linear", "use_dora": dora}
+    base = tiny_base(tmp_path)
+    jobs = [make_job(base, name, seed=place, lora=lora) for place, name in enumerate("abc")]
+    model, plan, mesh = compile(jobs), Plan(planner="single"), Mesh.alone("cpu")
+    load(model, plan, mesh, base_tensors(model.backbone, mesh.device))
+    start_adapters(model)
+    runner = apply(model, plan, mesh)
+    leaves = [leaf for leaf in model.parameters() if leaf.requires_grad]
+    weights = torch.tensor([0.5, 2.0, 1.0], dtype=torch.float64)
+
+    found = []
+    for row in (row_of(3), repeating_form(row_of(3))):
+        losses = runner.run([row], weights)
+        found.append([losses, *(leaf.grad.clone() for leaf in leaves)])
+        for leaf in leaves:
+            leaf.grad.zero_()
+
+    for one, two in zip(*found, strict=True):
+        torch.testing.assert_close(one, two, rtol=1e-12, atol=1e-14)
+    assert any(one.abs().sum() > 0 for one in found[0][1:])
+
+
+@pytest.mark.parametrize(("processes", "known"), [(1, 0), (2, 1)])
+def test_rows_may_be_larger_where_processes_share_their_work(monkeypatch, processes, known):
+    """Each has less to compute and as much to launch."""
+    row = row_of(3)
+    monkeypatch.setattr(cuda_graphs, "CAPTURED_TOKENS", row.input_ids.numel() - 1)
+    monkeypatch.setattr(cuda_graphs.dist, "get_world_size", lambda group: processes)
+    graphs = RowGraphs(None, torch.device("cpu"), 0, group="tp" if processes > 1 else None)
+
+    assert graphs.run(row, torch.ones(3)) is None
+    assert len(graphs._seen) == known
+
+
+def test_tables_are_not_read_on_the_host_while_a_graph_is_captured(monkeypatch):
+    """A graph would keep for all rows what one row's tables say."""
+    segments = torch.tensor([0, 2, 5], dtype=torch.int32)
+    monkeypatch.setattr(tables, "_is_initialized", lambda: True)
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
+
+    for read in (
+        lambda: segment_read(torch.zeros(5), segments, 0, 0),
+        lambda: segment_sum(torch.zeros(5), segments),
+    ):
+        with pytest.raises(TableNotOnDevice, match="while a CUDA graph is captured"):
+            read()
+
+
+def test_without_a_gpu_nothing_is_captured(tmp_path):
+    """The trainer asks for graphs wherever it runs."""
+    model, mesh = compile([make_job(tiny_base(tmp_path), "a")]), Mesh.alone("cpu")
+    plan = Plan(planner="single")
+    load(model, plan, mesh, base_tensors(model.backbone, mesh.device))
+
+    assert apply(model, plan, mesh, largest_row=4096).graphs is None
+
+
+class Pretended:
+    """Stands for a graph: notes what it is asked for."""
+
+    made: ClassVar[list[Pretended]] = []
+    fails: ClassVar[Exception | None] = None
+
+    def __init__(self, model, row, weights, device):
+        self.replays, self.loaded, self.released = 0, [row], False
+        self.made.append(self)
+
+    def run(self):
+        return torch.ones(3), 8
+
+    def capture(self, pool, stream, gathering):
+        self.pool = pool
+        if self.fails is not None:
+            raise self.fails
+
+    def load(self, row, weights):
+        self.loaded.append(row)
+
+    def replay(self):
+        self.replays += 1
+        return torch.zeros(3)
+
+    def release(self):
+        self.released = True
+
+
+@pytest.fixture
+def graphs(monkeypatch):
+    """Graphs of no model, without a GPU."""
+    monkeypatch.setattr(cuda_graphs, "RowGraph", Pretended)
+    monkeypatch.setattr(cuda_graphs, "forget_capture", lambda device, stream, pool: None)
+    pools = itertools.count()
+    monkeypatch.setattr(torch.cuda, "graph_pool_handle", lambda: next(pools))
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: None)
+    monkeypatch.setattr(torch.cuda, "device", lambda device: nullcontext())
+    monkeypatch.setattr(torch.cuda, "Stream", object)
+    monkeypatch.setattr(RowGraphs, "_has_room", lambda self, kept, tokens: True)
+    monkeypatch.setattr(cuda_graphs, "MOST_GRAPHS", 2)
+    monkeypatch.setattr(Pretended, "made", [])
+    monkeypatch.setattr(Pretended, "fails", None)
+    return RowGraphs(None, torch.device("cpu"), 4096)
+
+
+def test_graphs_share_a_pool_while_one_of_them_lives(graphs):
+    """A pool of which no graph is left is gone: torch refuses to allocate in it."""
+
+    def captured(*lengths):
+        for row in rows_of_lengths(*lengths):
+            for _ in range(2):
+                graphs.run(row, torch.ones(3))
+        return Pretended.made[-1].pool
+
+    assert captured(16) == captured(300) == 0
+    graphs.clear()
+    assert captured(16) == captured(300) == 1
+
+
+def rows_of_lengths(*lengths):
+    ids = [[[1] * length] for length in lengths]
+    return [pack([JobTokens(one, one)] * 3) for one in ids]
+
+
+def test_a_form_is_captured_the_second_time_and_replayed_then(graphs):
+    """The first row runs as it is, and rows of another form too."""
+    one, other = rows_of_lengths(16, 300)
+    told = [graphs.run(row, torch.ones(3)) for row in (one, other, one, one)]
+
+    assert [None if one is None else one.tolist() for one in told] == [
+        None, None, [1, 1, 1], [0, 0, 0],
+    ]  # fmt: skip
+    (made,) = Pretended.made
+    assert made.replays == 1
+    assert len(made.loaded) == 2
+
+
+def test_a_rare_form_takes_no_place_from_a_frequent_one(graphs):
+    """Capturing costs more than launching: a place goes to a form that comes far more often."""
+    rows = rows_of_lengths(16, 100, 300)
+    for row in (*rows[:2], *rows[:2], rows[1]):
+        graphs.run(row, torch.ones(3))
+    first = graphs.forms
+
+    for _ in range(4):
+        graphs.run(rows[2], torch.ones(3))
+    assert graphs.forms == first
+    graphs.run(rows[2], torch.ones(3))
+
+    assert len(graphs.forms) == 2
+    assert graphs.forms != first
+    assert [one.released for one in Pretended.made] == [True, False, False]
+
+
+def test_no_memory_leaves_one_form_and_a_refusal_all(graphs, monkeypatch):
+    """A model that cannot be captured is not tried again; what was captured is let go of."""
+    small, large, other = rows_of_lengths(16, 100, 300)
+    for row in (small, small):
+        graphs.run(row, torch.ones(3))
+    monkeypatch.setattr(Pretended, "fails", torch.cuda.OutOfMemoryError("no memory"))
+    for row in (large, large):
+        graphs.run(row, torch.ones(3))
+    assert graphs.refused == ""
+    assert graphs.roomless == 1
+    assert len(graphs.forms) == 1
+
+    monkeypatch.setattr(Pretended, "fails", TableNotOnDevice("reads a table"))
+    for row in (other, other):
+        graphs.run(row, torch.ones(3))
+
+    assert "reads a table" in graphs.refused
+    assert graphs.forms == []
+    assert all(one.released for one in Pretended.made)
+    assert graphs.run(small, torch.ones(3)) is None
+
+
+def test_a_capture_that_fails_among_processes_ends_the_run(graphs, monkeypatch):
+    """Others wait for its sums, or FSDP2 stands in the middle of a gather: nothing can go on."""
+    (row,) = rows_of_lengths(16)
+    graphs.gathering = SideStreams()
+    graphs.run(row, torch.ones(3))
+    monkeypatch.setattr(Pretended, "fails", RuntimeError("operation not permitted"))
+
+    with pytest.raises(PlanNotRunnable, match="--no-cuda-graphs"):
+        graphs.run(row, torch.ones(3))

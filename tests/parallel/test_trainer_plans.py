@@ -1,0 +1,166 @@
+"""Training over several processes comes to what one process comes to."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.parallel.processes import run_processes
+from tests.parallel.training import mixed_jobs, parting, train_all, write_base
+
+SHORT = {"max_steps": 2, "save_steps": 1}
+ON_TWO: dict[str, dict[str, Any]] = {
+    "replicated": {"planner": "replicated", "mesh": "dp=2"},
+    "sharded": {"planner": "fsdp", "mesh": "dp=2"},
+    "recomputed": {
+        "planner": "fsdp", "mesh": "dp=2", "options": {"recompute": True, "keep_gathered": True},
+        "compiled": True,
+    },
+    "begun-alone": {"planner": "fsdp", "mesh": "dp=2", "resume": True},
+    "begun-sharded": {"planner": "fsdp", "mesh": "dp=2", "fields": SHORT},
+    "staged": {"planner": "pipeline", "mesh": "pp=2", "options": {"micro_batches": 4}},
+    "cut": {"planner": "tensor", "mesh": "tp=2"},
+    "nano-batches": {
+        "planner": "tensor", "mesh": "tp=2", "options": {"nano_batches": 2}, "controller": "aimd",
+    },
+    "cut-compiled": {"planner": "tensor", "mesh": "tp=2", "compiled": True},
+    "begun-cut": {"planner": "tensor", "mesh": "tp=2", "fields": SHORT},
+    "ended-staged": {
+        "planner": "pipeline", "mesh": "pp=2", "resume": True, "folder": "begun-cut",
+    },
+    "parted": {"planner": "replicated", "mesh": "dp=2", "other_data": True},
+}  # fmt: skip
+ON_FOUR: dict[str, dict[str, Any]] = {
+    "four-shards": {"planner": "fsdp", "mesh": "dp=4"},
+    "cut-replicas": {"planner": "tensor", "mesh": "dp=2,tp=2"},
+    "cut-recomputed": {
+        "planner": "tensor", "mesh": "dp=2,tp=2", "options": {"recompute": True},
+    },
+    "staged-replicas": {"planner": "pipeline", "mesh": "pp=2,dp=2"},
+    "staged-shards": {
+        "planner": "pipeline",
+        "mesh": "pp=2,dp=2",
+        "options": {"shard_base": True},
+    },
+    "staged-shards-kept": {
+        "planner": "pipeline",
+        "mesh": "pp=2,dp=2",
+        "options": {
+            "shard_base": True, "keep_gathered": True, "recompute": True, "schedule": "gpipe",
+        },
+        "compiled": True,
+    },
+    "staged-cuts": {"planner": "pipeline", "mesh": "pp=2,tp=2"},
+}  # fmt: skip
+MOVED: dict[str, dict[str, Any]] = {
+    "begun-for-four": ON_FOUR["staged-shards"] | {"resume": True},
+    "begun-in-shards": ON_FOUR["staged-shards-kept"] | {"fields": SHORT},
+}
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    made = tmp_path_factory.mktemp("plans")
+    write_base(made)
+    cases = {"alone": {"planner": "single"}, "begun-alone": {"planner": "single", "fields": SHORT}}
+    train_all(made, cases)
+    return made
+
+
+@pytest.fixture(scope="module")
+def two(folder: Path) -> list[dict[str, Any]]:
+    return run_processes(2, train_all, folder, ON_TWO)
+
+
+@pytest.fixture(scope="module")
+def four(folder: Path) -> list[dict[str, Any]]:
+    train_all(folder, {"begun-for-four": {"planner": "single", "fields": SHORT}})
+    return run_processes(4, train_all, folder, ON_FOUR | MOVED)
+
+
+def apart(folder: Path, name: str) -> tuple[float, float]:
+    return parting(folder, "alone", name, mixed_jobs(folder))
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["replicated", "sharded", "recomputed", "staged", "cut", "cut-compiled", "nano-batches"],
+)
+def test_two_processes_train_what_one_trains(folder: Path, two: list[Any], name: str) -> None:
+    """Losses and adapters of two processes are those of one, whatever the plan."""
+    losses, adapters = apart(folder, name)
+
+    assert losses <= 1e-9, two[0][name]
+    assert adapters <= 1e-7
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", list(ON_FOUR))
+def test_four_processes_train_what_one_trains(folder: Path, four: list[Any], name: str) -> None:
+    """So are those of four."""
+    losses, adapters = apart(folder, name)
+
+    assert losses <= 1e-9, four[0][name]
+    assert adapters <= 1e-7
+
+
+def test_two_processes_end_with_the_same_numbers(two: list[Any]) -> None:
+    """Losses are bitwise the same on every process, and adapters on every replica."""
+    _same_everywhere(two, ON_TWO)
+
+
+@pytest.mark.slow
+def test_four_processes_end_with_the_same_numbers(four: list[Any]) -> None:
+    """Of four too."""
+    _same_everywhere(four, ON_FOUR)
+
+
+def _same_everywhere(told: list[Any], cases: dict[str, dict[str, Any]]) -> None:
+    for name, case in cases.items():
+        first = told[0][name]
+        for other in (each[name] for each in told[1:]):
+            replicas = case["mesh"].startswith("dp") and "tp" not in case["mesh"]
+            assert _losses(other) == _losses(first), name
+            assert other == first or not replicas, name
+
+
+def _losses(told: list[tuple[str, float]] | str) -> list[str]:
+    if isinstance(told, str):
+        return [told]
+    return [loss for loss, _ in told]
+
+
+@pytest.mark.parametrize("name", ["begun-alone", "begun-cut"])
+def test_a_checkpoint_moves_to_another_plan(folder: Path, two: list[Any], name: str) -> None:
+    """What one plan has begun another ends, as if one had done it all."""
+    losses, adapters = apart(folder, name)
+
+    assert losses <= 1e-9, two[0]
+    assert adapters <= 1e-7
+
+
+def test_a_checkpoint_moves_back_to_one_process(folder: Path, two: list[Any]) -> None:
+    """What a sharded plan has begun one process ends."""
+    case = {"planner": "single", "resume": True, "folder": "begun-sharded"}
+
+    assert not isinstance(train_all(folder, {"ended": case})["ended"], str)
+    assert max(apart(folder, "begun-sharded")) <= 1e-7
+
+
+@pytest.mark.slow
+def test_a_checkpoint_moves_into_sharded_stages_and_out(folder: Path, four: list[Any]) -> None:
+    """What one process has begun they end, and the other way round."""
+    case = {"planner": "single", "resume": True, "folder": "begun-in-shards"}
+
+    assert max(apart(folder, "begun-for-four")) <= 1e-7, four[0]["begun-for-four"]
+    assert not isinstance(train_all(folder, {"ended": case})["ended"], str)
+    assert max(apart(folder, "begun-in-shards")) <= 1e-7
+
+
+def test_processes_with_other_rows_stop(two: list[Any]) -> None:
+    """A process that would train on other rows stops all, by name."""
+    for told in two:
+        assert "RanksParted" in told["parted"]
+        assert "rank" in told["parted"]

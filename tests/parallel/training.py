@@ -1,0 +1,146 @@
+"""Train small jobs under a plan, in every process of a group; what comes out lies in a folder."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import safetensors.torch
+import torch
+import torch.distributed as dist
+
+from tests.runtime.groups import losses_of, make_data, make_job, tiny_base
+from tlora_fx import compile
+from tlora_fx.config.job import BaseSpec, Job
+from tlora_fx.cost.plan import MeshShape
+from tlora_fx.errors import TloraError
+from tlora_fx.model.supermodel import SuperModel
+from tlora_fx.parallel.apply import apply, load
+from tlora_fx.parallel.mesh import open_mesh
+from tlora_fx.parallel.prepare import prepared
+from tlora_fx.planners.protocol import StepRunner, find_planner
+from tlora_fx.runtime.adapters import start_adapters
+from tlora_fx.runtime.controllers import NanoBatches, find_controller
+from tlora_fx.runtime.trainer import Trainer
+from tlora_fx.runtime.weights import base_tensors
+
+EVERYWHERE = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
+Case = Mapping[str, Any]
+
+
+def write_base(folder: Path) -> None:
+    """A base of four layers, in float64."""
+    tiny_base(folder / "base", num_hidden_layers=4)
+
+
+def mixed_jobs(folder: Path, dtype: Any = "float64", **fields: Any) -> list[Job]:
+    """Jobs that differ in tokens, rank, dropout, accumulation, length and kind; one ends early."""
+    base = BaseSpec(config=folder / "base", dtype=dtype, seed=7)
+    common: dict[str, Any] = {"lr_scheduler_type": "constant", "max_grad_norm": 0.05} | fields
+    steps = common.setdefault("max_steps", 3)
+    upper = {"layers_to_transform": [2, 3]}
+    return [
+        make_job(
+            base, "wide", per_device_train_batch_size=5, seed=1,
+            lora={"r": 4, "lora_dropout": 0.2, "target_modules": EVERYWHERE}, **common,
+        ),
+        make_job(
+            base, "slow", per_device_train_batch_size=1, gradient_accumulation_steps=3,
+            lora={"r": 2, "target_modules": ["q_proj", "down_proj"], **upper}, **common,
+        ),
+        make_job(
+            base, "short", lora={"r": 3, "modules_to_save": ["norm"]},
+            **{**common, "max_steps": min(2, steps)},
+        ),
+        make_job(base, "norms", lora={"r": 2, "use_dora": True, **upper}, **common),
+    ]  # fmt: skip
+
+
+def sharded(
+    folder: Path, processes: int, options: Mapping[str, Any]
+) -> tuple[SuperModel, StepRunner]:
+    """Two jobs on a base that is sharded over so many processes, of which this is one.
+
+    options   of the planner `fsdp`
+    """
+    base = BaseSpec(config=folder / "base", dtype="float64", seed=7)
+    lora = {"r": 2, "layers_to_transform": [1, 2, 3], "init_lora_weights": False}
+    model = compile([make_job(base, name, lora=lora) for name in ("a", "b")])
+    plan = find_planner("fsdp").plan(model, MeshShape(dp=processes), **options)
+    model, mesh = prepared(model, plan), open_mesh(plan.mesh, "cpu")
+    load(model, plan, mesh, base_tensors(model.backbone))
+    start_adapters(model)
+    return model, apply(model, plan, mesh)
+
+
+def train(folder: Path, name: str, case: Case) -> list[tuple[str, float]]:
+    """Train in this process, as one of its group.
+
+    case      planner, mesh, options of the planner, fields of the jobs, resume, row_tokens; jobs,
+              a function that makes others than `mixed_jobs`
+    returns   each job's last loss as text, and a sum over the parameters that this process holds
+    """
+    make = case.get("jobs", mixed_jobs)
+    jobs = make(folder, case.get("dtype", "float64"), **case.get("fields", {}))
+    data = make_data(jobs)
+    if case.get("other_data") and dist.get_rank() == dist.get_world_size() - 1:
+        data = make_data(jobs, longest=7)
+    model = compile(jobs)
+    shape = MeshShape.parse(case.get("mesh", ""))
+    plan = find_planner(case["planner"]).plan(model, shape, **case.get("options", {}))
+    trainer = Trainer(
+        model, output=folder / name, data=data, plan=plan, mesh=open_mesh(plan.mesh, _device()),
+        resume=case.get("resume", False), max_row_tokens=case.get("row_tokens", 60),
+        nano_batches=_deciding(case.get("controller")),
+    )  # fmt: skip
+    if case.get("compiled"):
+        # True: as Dynamo sees it, without compiling.
+        backend = "eager" if case["compiled"] is True else case["compiled"]
+        trainer.model.compile(backend=backend)
+    runs = trainer.run()
+    return [
+        (repr(run.loss), sum(float(p.detach().sum()) for p in run.parameters.values()))
+        for run in runs
+    ]
+
+
+def train_all(folder: Path, cases: Mapping[str, Case]) -> dict[str, Any]:
+    """Train case after case; an error of ours is what comes out of its case."""
+    found: dict[str, Any] = {}
+    for name, case in cases.items():
+        try:
+            found[name] = train(folder, case.get("folder", name), case)
+        except TloraError as error:
+            found[name] = f"{type(error).__name__}: {error}"
+    return found
+
+
+def parting(folder: Path, one: str, two: str, jobs: Sequence[Job]) -> tuple[float, float]:
+    """How far losses, and adapters relative to their norm, of two runs lie apart."""
+    losses, adapters = 0.0, 0.0
+    first, second = losses_of(folder / one, jobs), losses_of(folder / two, jobs)
+    for job in jobs:
+        mine, theirs = first[job.name], second[job.name]
+        assert len(mine) == len(theirs) > 0, (job.name, len(mine), len(theirs))
+        losses = max(losses, *(abs(a - b) for a, b in zip(mine, theirs, strict=True)))
+        a, b = (_adapter(folder / run / job.name) for run in (one, two))
+        assert a.keys() == b.keys()
+        for name, tensor in a.items():
+            apart = torch.linalg.norm(tensor - b[name]) / torch.linalg.norm(tensor)
+            adapters = max(adapters, float(apart))
+    return losses, adapters
+
+
+def _deciding(controller: str | None) -> NanoBatches | None:
+    return NanoBatches(find_controller(controller)) if controller else None
+
+
+def _device() -> str:
+    """The GPU that this process of a group took, where groups are made on GPUs."""
+    backend = str(dist.get_backend()) if dist.is_initialized() else ""
+    return f"cuda:{torch.cuda.current_device()}" if "nccl" in backend else "cpu"
+
+
+def _adapter(folder: Path) -> dict[str, torch.Tensor]:
+    return safetensors.torch.load_file(folder / "adapter_model.safetensors")

@@ -1,0 +1,214 @@
+"""Runs of job folders with workers that train nothing: arrivals, mistakes, kills."""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import time
+
+import pytest
+
+from tests.scheduler.fake_worker import adapter_of
+from tests.scheduler.run_folder import Heard, audit, forked, kill, records, run, write_job
+from tlora_fx.errors import JobFolderError, RunFolderError
+from tlora_fx.scheduler import service
+from tlora_fx.scheduler.local.recovery import held
+
+
+@pytest.fixture(autouse=True)
+def looks_often(monkeypatch):
+    """Nobody waits a second for a file."""
+    monkeypatch.setattr(service, "LOOK_SECONDS", 0.2)
+
+
+def demand_trained_once(output, steps):
+    """Every job is done, was trained from its last commit on each time, and has its adapter."""
+    done = {name: (record.status, record.steps) for name, record in records(output).items()}
+    assert done == {name: ("done", count) for name, count in steps.items()}
+    for name, count in steps.items():
+        assert json.loads((output / name / "adapter.json").read_text()) == adapter_of(name, count)
+        demand_no_step_past_a_commit_twice(output, name)
+
+
+def demand_no_step_past_a_commit_twice(output, name):
+    committed = at = 0
+    for _, _, what, job, step in audit(output):
+        if job != name:
+            continue
+        if what == "begin":
+            assert committed <= step <= at
+            at = step
+        elif what == "step":
+            assert step == at + 1
+            at = step
+        else:
+            committed = max(committed, step)
+
+
+def test_every_job_of_a_folder_is_trained_once(tmp_path):
+    """Whatever groups they were in."""
+    steps = {"a": 30, "b": 50, "c": 10, "d": 20}
+    for name, count in steps.items():
+        write_job(tmp_path / "jobs", name, count)
+    run(tmp_path / "jobs", tmp_path / "run")
+
+    demand_trained_once(tmp_path / "run", steps)
+
+
+def test_jobs_are_taken_as_they_appear(tmp_path):
+    """Also while others train."""
+    write_job(tmp_path / "jobs", "a", 150)
+    late = []
+
+    def then(it):
+        if not late and it.loop.runs:
+            late.append(write_job(tmp_path / "jobs", "b", 5))
+
+    run(tmp_path / "jobs", tmp_path / "run", until=then)
+
+    demand_trained_once(tmp_path / "run", {"a": 150, "b": 5})
+
+
+def test_a_bad_file_is_told_once_and_left(tmp_path):
+    """Its neighbours run; mended, it is taken."""
+    write_job(tmp_path / "jobs", "a", 300)
+    bad = write_job(tmp_path / "jobs", "b", 5, learning_rat=1.0)
+    heard = Heard()
+    mended = []
+
+    def mend(it):
+        if not mended and any(said[3] for said in heard.said if said[0] == "took"):
+            mended.append(write_job(tmp_path / "jobs", "b", 5))
+
+    run(tmp_path / "jobs", tmp_path / "run", heard, until=mend)
+
+    mistakes = [said[3] for said in heard.said if said[0] == "took" and said[3]]
+    assert len(mistakes) == 1
+    assert "learning_rate" in mistakes[0]
+    assert bad.exists()
+    demand_trained_once(tmp_path / "run", {"a": 300, "b": 5})
+
+
+def test_a_file_that_is_being_written_waits(tmp_path):
+    """A torn file is not read, however valid its first half is."""
+    path = write_job(tmp_path / "jobs", "a", 5)
+    whole = path.read_text()
+    path.write_text(whole[:40])
+    grown = []
+
+    def write_on(it):
+        if len(grown) < 3:
+            grown.append(path.write_text(whole[: 60 + 20 * len(grown)]))
+            time.sleep(0.4)
+        elif len(grown) == 3:
+            grown.append(path.write_text(whole))
+
+    heard = run(tmp_path / "jobs", tmp_path / "run", until=write_on)
+
+    assert [said for said in heard.said if said[0] == "took"] == [("took", "a.yaml", ["a"], "")]
+
+
+def test_another_job_of_the_same_name_is_told_and_left_out(tmp_path):
+    """What was submitted stays as it was."""
+    write_job(tmp_path / "jobs", "a", 5)
+    write_job(tmp_path / "jobs", "a", 9).rename(tmp_path / "jobs" / "z.yaml")
+    write_job(tmp_path / "jobs", "a", 5)
+    heard = run(tmp_path / "jobs", tmp_path / "run")
+
+    assert "submitted before" in next(said[3] for said in heard.said if said[1] == "z.yaml")
+    demand_trained_once(tmp_path / "run", {"a": 5})
+
+
+def test_a_job_that_cannot_run_is_refused_at_once(tmp_path):
+    """With its reason; it is never left pending."""
+    write_job(tmp_path / "jobs", "groups", 5)
+    write_job(tmp_path / "jobs", "a", 5)
+    heard = run(tmp_path / "jobs", tmp_path / "run")
+
+    assert [said[1] for said in heard.said if said[0] == "refused"] == ["groups"]
+    assert records(tmp_path / "run")["groups"].status == "refused"
+
+
+def test_what_goes_wrong_in_a_group_is_told(tmp_path):
+    """Once, though the group goes on and its job is trained."""
+    write_job(tmp_path / "jobs", "a", 8)
+    heard = run(tmp_path / "jobs", tmp_path / "run", warn_at=3)
+
+    assert [said for said in heard.said if said[0] == "warned"] == [
+        ("warned", ("a",), "the disk is full")
+    ]
+    assert records(tmp_path / "run")["a"].status == "done"
+
+
+def test_a_folder_that_is_not_there_is_refused(tmp_path):
+    """Before anything is written."""
+    with pytest.raises(JobFolderError):
+        run(tmp_path / "jobs", tmp_path / "run")
+
+
+def test_a_folder_has_one_run_at_a_time(tmp_path):
+    """The second is told."""
+    write_job(tmp_path / "jobs", "a", 5)
+    with held(tmp_path / "run"), pytest.raises(RunFolderError, match="another process"):
+        run(tmp_path / "jobs", tmp_path / "run")
+
+
+def test_a_lock_that_a_killed_run_leaves_for_a_moment_is_waited_for(tmp_path):
+    """What it was just forking holds its files until it executes."""
+    with held(tmp_path):
+        pid = os.fork()
+        if pid == 0:
+            time.sleep(0.5)
+            os._exit(0)
+    begun = time.monotonic()
+    with held(tmp_path):
+        assert time.monotonic() - begun >= 0.2
+    os.waitpid(pid, 0)
+
+
+def test_a_stopped_run_goes_on(tmp_path):
+    """Every group is drained; the next process forms them anew."""
+    for name in "ab":
+        write_job(tmp_path / "jobs", name, 60)
+    run(tmp_path / "jobs", tmp_path / "run", until=lambda it: it.loop.runs and it.stop())
+    before = records(tmp_path / "run")
+    heard = run(tmp_path / "jobs", tmp_path / "run")
+
+    assert {record.status for record in before.values()} == {"queued"}
+    assert ("went on", 2, 0) in heard.said
+    assert not [said for said in heard.said if said[0] == "took"]
+    demand_trained_once(tmp_path / "run", {"a": 60, "b": 60})
+
+
+def killed_at_random(tmp_path, points, seed):
+    """A run that is killed so often before its end; sometimes with all its workers."""
+    chance = random.Random(seed)
+    steps = {f"job-{n}": points * chance.randint(100, 200) for n in range(6)}
+    jobs, output = tmp_path / "jobs", tmp_path / "run"
+    for name in list(steps)[:3]:
+        write_job(jobs, name, steps[name])
+    for point in range(points):
+        if point == 1:
+            for name in list(steps)[3:]:
+                write_job(jobs, name, steps[name])
+        pid = forked(jobs, output, step_seconds=0.005)
+        time.sleep(chance.uniform(0.05, 2.0))
+        assert kill(pid, workers=chance.random() < 0.3)
+    pid = forked(jobs, output, step_seconds=0.005)
+    _, status = os.waitpid(pid, 0)
+
+    assert status == 0
+    demand_trained_once(output, steps)
+
+
+def test_a_run_survives_kills(tmp_path):
+    """No job is lost, and none is trained twice past its last commit."""
+    killed_at_random(tmp_path, 3, seed=5)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("seed", range(4))
+def test_a_run_survives_kills_at_twenty_points(tmp_path, seed):
+    """The same at twenty random points."""
+    killed_at_random(tmp_path, 20, seed)

@@ -1,0 +1,165 @@
+"""Runs with real trainers: each job ends as it would have ended alone, whatever happened."""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import shutil
+import time
+
+import pytest
+import safetensors.torch
+
+from tests.scheduler import run_folder
+from tests.scheduler.fork_here import ForkHere
+from tests.scheduler.run_folder import QUICKSTART, Heard, kill, records
+from tlora_fx.compiler import compile
+from tlora_fx.config.job_file import load_job_file
+from tlora_fx.cost.cluster import Cluster
+from tlora_fx.cost.demand import Demand
+from tlora_fx.cost.plan import MeshShape
+from tlora_fx.runtime.metrics import read_metrics
+from tlora_fx.runtime.trainer import Trainer
+from tlora_fx.scheduler import service
+from tlora_fx.scheduler.estimating import Layout
+from tlora_fx.scheduler.executor import Drained, Failed, Progress
+from tlora_fx.scheduler.group import Group
+from tlora_fx.scheduler.local.executor import LocalExecutor, LocalOptions
+from tlora_fx.scheduler.request import JobRequest
+
+#: As `tlora-fx verify` bounds a job fused with others against the same job alone in float32.
+BOUND = 1e-4
+JOBS = """
+base: {{config: {base}, dtype: float32}}
+defaults: {{lora: {{r: 4, lora_dropout: 0.1}}, per_device_train_batch_size: 2, max_length: 32}}
+jobs:
+{jobs}
+"""
+JOB = "  - {{name: {name}, max_steps: {steps}, seed: {seed}, data: {{path: {data}}}}}\n"
+
+
+@pytest.fixture(autouse=True)
+def forked_here(monkeypatch):
+    """Workers that need not import anything, and a folder that is looked at often."""
+    monkeypatch.setattr(service, "ForkServer", ForkHere)
+    monkeypatch.setattr(service, "LOOK_SECONDS", 0.1)
+
+
+def write(folder, **steps):
+    """Job files with one job each, on the quickstart's base with a single layer."""
+    folder.mkdir()
+    base = shutil.copytree(QUICKSTART / "base", folder.parent / "base")
+    config = json.loads((base / "config.json").read_text()) | {"num_hidden_layers": 1}
+    (base / "config.json").write_text(json.dumps(config))
+    data = QUICKSTART / "data" / "records.jsonl"
+    for seed, (name, count) in enumerate(steps.items()):
+        entry = JOB.format(name=name, steps=count, seed=seed, data=data)
+        (folder / f"{name}.yaml").write_text(JOBS.format(base=base, jobs=entry))
+    return folder
+
+
+def options(**changed):
+    local = LocalOptions(save_seconds=changed.pop("save_seconds", 0.5))
+    return {"worker": "", "local": local, "horizon": 2.0, **changed}
+
+
+def alone(folder, name, output):
+    """What `train` leaves of a job alone."""
+    job_file = load_job_file(folder / f"{name}.yaml")
+    Trainer(compile(job_file), output=output / name, device="cpu").run()
+    return output / name / name
+
+
+def demand_as_alone(folder, output, names, tmp_path):
+    for name in names:
+        solo, mine = alone(folder, name, tmp_path / "alone"), output / name
+        expected = safetensors.torch.load_file(solo / "adapter_model.safetensors")
+        found = safetensors.torch.load_file(mine / "adapter_model.safetensors")
+        assert expected.keys() == found.keys()
+        for key, tensor in expected.items():
+            assert (found[key] - tensor).norm() <= BOUND * tensor.norm().clamp(min=1e-6)
+        steps = [
+            [line["step"] for line in read_metrics(at / "metrics.jsonl")] for at in (solo, mine)
+        ]
+        assert steps[0] == steps[1]
+        for file in ("adapter_config.json", "status.json"):
+            assert json.loads((solo / file).read_text()) == json.loads((mine / file).read_text())
+
+
+def test_jobs_that_change_company_end_as_they_would_alone(tmp_path):
+    """Drained in the middle and taken up again, in one group and then in another."""
+    folder = write(tmp_path / "jobs", a=12, b=9)
+    stopped = []
+
+    def stop(it):
+        if not stopped and any(run.started is not None for run in it.loop.runs.values()):
+            stopped.append(it.stop())
+
+    for policy in ("mlora-fifo", "megatron"):
+        run_folder.run(folder, tmp_path / "run", Heard(), stop, policy=policy, **options())
+
+    assert {name: one.status for name, one in records(tmp_path / "run").items()} == {
+        "a": "done",
+        "b": "done",
+    }
+    demand_as_alone(folder, tmp_path / "run", "ab", tmp_path)
+
+
+@pytest.mark.slow
+def test_a_group_of_two_processes_trains_what_one_trains(tmp_path):
+    """A layout of two replicas; the group goes on from what one process had committed."""
+    folder = write(tmp_path / "jobs", a=12, b=9)
+    jobs = [load_job_file(folder / f"{name}.yaml").jobs[0] for name in "ab"]
+    executor = LocalExecutor(
+        tmp_path / "run",
+        Cluster(2, 2, 1, "cpu"),
+        {job.name: job.model_dump(mode="json") for job in jobs},
+        ForkHere(tmp_path / "log"),
+    )
+    group, wide = Group(("a", "b"), 1, (0,)), Group(("b", "a"), 2, (0, 1))
+    requests = [JobRequest(job.name, "base", Demand(), 1, 1) for job in jobs]
+    executor.reserve(group, 1)
+    executor.launch(group, 1, requests, {})
+    until(executor, Progress)
+    executor.drain(group, 1)
+    until(executor, Drained)
+    executor.release(group, 1)
+    executor.reserve(wide, 2)
+    executor.launch(wide, 2, requests[::-1], {}, Layout(MeshShape(dp=2)))
+    told = until(executor, Drained)
+    executor.close()
+
+    assert told.steps == {"a": 12, "b": 9}
+    demand_as_alone(folder, tmp_path / "run", "ab", tmp_path)
+
+
+def until(executor, kind):
+    """Wait for an event."""
+    end = time.monotonic() + 200
+    while time.monotonic() < end:
+        for event in executor.events():
+            assert not isinstance(event, Failed), event.reason
+            if isinstance(event, kind):
+                return event
+        time.sleep(0.02)
+    raise AssertionError(kind)
+
+
+@pytest.mark.slow
+def test_trainers_survive_kills(tmp_path):
+    """The run is killed at random points; adapters, metrics and status are those of no kill."""
+    chance = random.Random(3)
+    steps = {"a": 900, "b": 1200, "c": 600}
+    folder = write(tmp_path / "jobs", **steps)
+    hits = 0
+    for _ in range(4):
+        pid = run_folder.forked(folder, tmp_path / "run", **options())
+        time.sleep(chance.uniform(3.0, 7.0))
+        hits += kill(pid)
+    _, status = os.waitpid(run_folder.forked(folder, tmp_path / "run", **options()), 0)
+
+    assert status == 0
+    assert hits > 1
+    assert {one.status for one in records(tmp_path / "run").values()} == {"done"}
+    demand_as_alone(folder, tmp_path / "run", steps, tmp_path)

@@ -1,0 +1,206 @@
+"""The ledger of a run: nothing that it confirmed is lost, and commits only go forward."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import sqlite3
+import subprocess
+import sys
+import textwrap
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from tlora_fx.cost.demand import Demand
+from tlora_fx.errors import LedgerError
+from tlora_fx.scheduler.executor import Committed, Drained, Failed, Finished, Started
+from tlora_fx.scheduler.group import Group
+from tlora_fx.scheduler.ledger_rows import request_json, request_of_json
+from tlora_fx.scheduler.request import JobRequest
+from tlora_fx.scheduler.state import Decision
+from tlora_fx.scheduler.store import Ledger
+
+
+def request(name: str, steps: int = 10) -> JobRequest:
+    return JobRequest(name, "base", Demand(jobs=1, samples=4, tokens=99.5), 1, steps, deadline=9.0)
+
+
+@pytest.fixture
+def ledger() -> Ledger:
+    made = Ledger()
+    for name in ("a", "b"):
+        made.submit(request(name), {"seed": 1})
+    made.launch(Group(("a", "b"), 1, (0,)), 1, None, 5.0)
+    return made
+
+
+def by_name(ledger: Ledger):
+    return {record.name: record for record in ledger.jobs()}
+
+
+def test_a_job_is_read_back_as_it_was_submitted():
+    """Request, demand and what came with it."""
+    ledger = Ledger()
+    ledger.submit(request("a"), {"lora": {"r": 4}})
+
+    [record] = ledger.jobs()
+    assert (record.request, record.spec, record.status) == (
+        request("a"),
+        {"lora": {"r": 4}},
+        "queued",
+    )
+
+
+def test_a_request_of_before_graphs_is_read():
+    """A run's ledger from then says nothing of them."""
+    fields = json.loads(request_json(request("a")))
+    del fields["demand"]["launched"]
+
+    assert request_of_json(json.dumps(fields)) == request("a")
+
+
+def test_submitting_twice_changes_nothing(ledger):
+    """A run that goes on submits what it finds in its folder."""
+    ledger.tell(Committed(6.0, 1, {"a": 4.0}, "here"))
+    ledger.submit(request("a", steps=99))
+
+    record = by_name(ledger)["a"]
+    assert (record.request.steps, record.steps, record.path) == (10, 4.0, "here")
+
+
+def test_jobs_of_a_failed_group_are_queued_at_their_last_commits(ledger):
+    """What was not committed is done again, and nothing else."""
+    ledger.tell(Committed(6.0, 1, {"a": 4.0, "b": 3.0}, "here"))
+    ledger.tell(Failed(7.0, 1, None, "killed"))
+
+    assert {r.name: (r.status, r.steps) for r in ledger.jobs()} == {
+        "a": ("queued", 4.0),
+        "b": ("queued", 3.0),
+    }
+    assert ledger.epochs()[0].how == "failed: killed"
+
+
+def test_a_job_that_is_done_stays_done(ledger):
+    """Its group may fail afterwards, or tell of it again."""
+    ledger.tell(Finished(6.0, 1, "a", 10.0))
+    ledger.tell(Failed(7.0, 1, "a", "late"))
+    ledger.tell(Failed(7.0, 1, None, "killed"))
+    ledger.launch(Group(("a", "b"), 1, (0,)), 2, None, 8.0)
+
+    record = by_name(ledger)["a"]
+    assert (record.status, record.steps, record.ended) == ("done", 10.0, 6.0)
+
+
+def test_a_job_at_fault_ends_and_its_neighbour_goes_on(ledger):
+    """Its reason is kept for its user."""
+    ledger.tell(Failed(6.0, 1, "b", "loss nan"))
+
+    jobs = by_name(ledger)
+    assert (jobs["a"].status, jobs["b"].status) == ("running", "failed")
+    assert jobs["b"].reason == "loss nan"
+
+
+def test_a_drained_group_is_over(ledger):
+    """Its jobs wait, and its times are known."""
+    ledger.tell(Started(5.5, 1))
+    ledger.tell(Drained(9.0, 1, {"a": 7.0}))
+
+    [epoch] = ledger.epochs()
+    assert (epoch.launched, epoch.started, epoch.ended, epoch.how) == (5.0, 5.5, 9.0, "drained")
+    assert by_name(ledger)["a"].status == "queued"
+
+
+def test_a_refused_job_is_remembered_with_its_reason():
+    """It is not submitted again when the run goes on."""
+    ledger = Ledger()
+    ledger.refuse(request("a"), "needs 9 GPUs")
+    ledger.submit(request("a"))
+
+    [record] = ledger.jobs()
+    assert (record.status, record.reason) == ("refused", "needs 9 GPUs")
+
+
+def test_decisions_are_read_back(ledger):
+    """With their groups and those that wait; and the credit that they left."""
+    decision = Decision((Group(("a",), 1, (0,), 0.5, 2.0),), ("b",))
+    ledger.decide(3.0, decision, {"a": -4.5})
+
+    assert ledger.decisions() == [(3.0, decision)]
+    assert by_name(ledger)["a"].credit == -4.5
+
+
+@given(
+    st.lists(
+        st.tuples(st.integers(1, 4), st.floats(0, 10, allow_nan=False)), min_size=1, max_size=20
+    )
+)
+def test_commits_only_go_forward(told):
+    """Whatever comes late, of whatever epoch, steps and epochs never fall."""
+    ledger = Ledger()
+    ledger.submit(request("a"))
+    before = (0.0, 0)
+    for epoch, steps in told:
+        ledger.tell(Committed(0.0, epoch, {"a": steps}, f"epoch-{epoch}"))
+        [record] = ledger.jobs()
+        now = (record.steps, record.epoch or 0)
+
+        assert now[0] >= before[0]
+        assert now[1] >= before[1]
+        assert not record.path or record.path == f"epoch-{now[1]}"
+        before = now
+
+
+def test_what_was_confirmed_is_there_after_a_kill(tmp_path):
+    """A process that is killed while it writes leaves all that it had printed."""
+    script = textwrap.dedent("""
+        import sys
+        from tlora_fx.cost.demand import Demand
+        from tlora_fx.scheduler.store import Ledger
+        from tlora_fx.scheduler.request import JobRequest
+        ledger = Ledger(sys.argv[1])
+        for number in range(100000):
+            ledger.submit(JobRequest(f"job-{number}", "base", Demand(), 1, 1))
+            print(number, flush=True)
+    """)
+    command = [sys.executable, "-c", script, str(tmp_path / "ledger.sqlite")]
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
+    confirmed = [process.stdout.readline() for _ in range(20)][-1]
+    os.kill(process.pid, signal.SIGKILL)
+    rest = process.communicate()[0].splitlines()
+    last = int((rest or [confirmed])[-1])
+
+    names = {record.name for record in Ledger(tmp_path / "ledger.sqlite").jobs()}
+    assert {f"job-{number}" for number in range(last + 1)} <= names
+
+
+def test_the_disk_holds_each_transition(tmp_path):
+    """WAL, and synchronous=FULL."""
+    ledger = Ledger(tmp_path / "ledger.sqlite")
+
+    modes = [
+        ledger._base.execute(f"PRAGMA {of}").fetchone()[0] for of in ("journal_mode", "synchronous")
+    ]
+    assert modes == ["wal", 2]
+
+
+def test_a_ledger_of_another_format_is_refused(tmp_path):
+    """Nothing is guessed about what a later version wrote."""
+    path = tmp_path / "ledger.sqlite"
+    Ledger(path).close()
+    with sqlite3.connect(path) as base:
+        base.execute("UPDATE facts SET value = '2' WHERE name = 'format'")
+
+    with pytest.raises(LedgerError, match="another format"):
+        Ledger(path)
+
+
+def test_a_file_that_is_no_ledger_is_refused(tmp_path):
+    """With its path."""
+    path = tmp_path / "ledger.sqlite"
+    path.write_bytes(b"no database at all, but long enough to be looked at" * 100)
+
+    with pytest.raises(LedgerError, match="cannot be opened"):
+        Ledger(path)

@@ -1,0 +1,286 @@
+"""Dynamo's LoRA layers as a group of one job, on which lower-adapters works as on any other.
+
+Each LoRA layer becomes an island: the frozen linear, and the branch between segment reads and a
+segment write, in the vocabulary of tracing. All else of Dynamo's graph stays out of it, so what
+this room does not know is never rewritten. The job owns every token: its segment is the whole.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+from torch._subclasses.fake_tensor import FakeTensor
+
+from tlora_fx.backend.dynamo_ops import translate
+from tlora_fx.backend.sites import Region, Site, is_number, tensor_of, value_of
+from tlora_fx.ir.graph import GroupGraph, JobGraph, TensorRef, is_call, output_of
+from tlora_fx.ir.lora_sites import ADD, lowered_site
+from tlora_fx.ir.shapes import fake_like
+from tlora_fx.passes.lora_pattern import NoMatch, match_frozen, match_nodes
+from tlora_fx.passes.lower_adapters import LowerAdapters
+from tlora_fx.rewriting import Miss
+
+ops = torch.ops.tlora_fx
+aten = torch.ops.aten
+THE_JOB = "the model"
+# What a number that is known only at run time looks like to the pattern: a rate and a scaling.
+STAND_IN = 0.5
+# A function of torch as Python prints it, with its address.
+_FUNCTION = re.compile(r"<(?:built-in )?(?:function|method) (\w+)[^>]*>")
+PRODUCTS = (aten.linear.default, aten.addmm.default, aten.matmul.default)
+TABLES = {
+    "segments": ((2,), torch.int32),
+    "keys": ((1, 2), torch.int64),
+    "token_index": ((0,), torch.int32),
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Lowered:
+    """A site that becomes one operator; nodes are Dynamo's.
+
+    result       what the layer hands on
+    x            its input, [..., in]
+    weight       the frozen weight, [out, in], or [in, out] where `transposed`
+    bias         the frozen bias, or None
+    a, b         [r, in] and [out, r], as PEFT stores them
+    scaling      a number, or the `item` that reads it where Dynamo made it an input
+    dropout      rate, likewise
+    compute      dtype in which the adapter is multiplied
+    """
+
+    site: Site
+    result: fx.Node
+    x: fx.Node
+    weight: fx.Node
+    bias: fx.Node | None
+    transposed: bool
+    a: fx.Node
+    b: fx.Node
+    scaling: float | fx.Node
+    dropout: float | fx.Node
+    compute: torch.dtype
+
+
+@dataclass(frozen=True, slots=True)
+class Left:
+    """A site that stays as it is, and why."""
+
+    path: str
+    reason: str
+
+
+class NotAnIsland(Exception):
+    """Why a LoRA layer has no frozen result or result of its own."""
+
+
+def lower_sites(region: Region, sites: list[Site], compute: str) -> list[Lowered | Left]:
+    """Run lower-adapters on the LoRA layers of one region.
+
+    compute   its option: "float32" or "base"
+    returns   what became of each site, in order
+    """
+    if not sites:
+        return []
+    islands = _Islands(region)
+    found: list[Lowered | Left] = []
+    writes: dict[int, fx.Node] = {}
+    for place, site in enumerate(sites):
+        try:
+            writes[place] = islands.add(site)
+            found.append(Left(site.path, ""))
+        except NotAnIsland as reason:
+            found.append(Left(site.path, str(reason)))
+    if not writes:
+        return found
+    islands.graph.output(tuple(writes.values()))
+    _run_pass(islands.graph, compute)
+    results: Any = output_of(islands.graph).args[0]
+    for place, result in zip(writes, results, strict=True):
+        found[place] = islands.read_back(sites[place], result)
+    return found
+
+
+def _run_pass(graph: fx.Graph, compute: Any) -> None:
+    model = JobGraph(THE_JOB, fx.Graph(), "batch")
+    LowerAdapters(compute=compute).run(GroupGraph(model, [model], exact=True, root=graph))
+    graph.lint()
+
+
+def _ends(site: Site) -> tuple[fx.Node, fx.Node]:
+    """The results of a LoRA layer and of its frozen module."""
+    results, anchors = site.results(), site.anchors()
+    if len(site.adapters) > 1:
+        raise NotAnIsland(f"{len(site.adapters)} adapters are active on it")
+    if len(results) != 1:
+        raise NotAnIsland(f"it hands on {len(results)} values; it may run more than once")
+    if len(anchors) != 1 or not isinstance(value_of(anchors[0]), Tensor):
+        raise NotAnIsland(f"its frozen module hands on {len(anchors)} values")
+    return results[0], anchors[0]
+
+
+class _Islands:
+    """The islands of one region while they are made.
+
+    graph    inputs are the tables and what sites read, the output is all sites' results
+    stands   node of `graph` to Dynamo's
+    numbers  scaling and rate of a site, by its path, where they are inputs of Dynamo's graph
+    """
+
+    def __init__(self, region: Region) -> None:
+        self.region = region
+        self.graph = fx.Graph()
+        self.stands: dict[fx.Node, fx.Node] = {}
+        self.outer: dict[fx.Node, fx.Node] = {}
+        self.numbers: dict[str, dict[str, fx.Node]] = {}
+        self.tables = {name: self.graph.placeholder(name) for name in TABLES}
+        mode = next(
+            value.fake_mode
+            for value in map(value_of, region.module.graph.nodes)
+            if isinstance(value, FakeTensor)
+        )
+        for name, (shape, dtype) in TABLES.items():
+            value = fake_like(mode, shape, dtype)
+            self.tables[name].meta.update(val=value, role="table", jobs=(), path="")
+
+    def add(self, site: Site) -> fx.Node:
+        """Copy one site; returns the node that writes its result."""
+        result, anchor = _ends(site)
+        _refuse(site, self.region)
+        for node in site.nodes:
+            for source in node.all_input_nodes:
+                if source not in site.nodes and source not in self.outer and not is_number(source):
+                    self.outer[source] = self._outside(source)
+        made: dict[fx.Node, Any] = {}
+        for node in site.nodes:
+            if not is_number(node):
+                self._copy(site, node, made, anchor)
+        args = (made[anchor], made[result], self.tables["segments"], 0, 0)
+        write = self.graph.call_function(ops.segment_write.default, args)
+        self._tag(write, site, result)
+        self.numbers[site.path] = self._numbers(write, made[anchor])
+        return write
+
+    def _numbers(self, write: fx.Node, anchor: fx.Node) -> dict[str, fx.Node]:
+        """Scaling and rate of a site's branch that only the run knows; Dynamo's nodes."""
+        try:
+            found = match_nodes(write, anchor, match_frozen(anchor).x)
+        except NoMatch:
+            return {}
+        if isinstance(found, Miss):
+            return {}
+        calls = {"scaling": found["scaled branch"], "dropout": found.captures.get("dropout")}
+        return {
+            name: source
+            for name, call in calls.items()
+            if call is not None
+            for source in self.stands[call].all_input_nodes
+            if is_number(source)
+        }
+
+    def _outside(self, source: fx.Node) -> fx.Node:
+        """What a site reads from the rest: a stored tensor, or a value."""
+        value = value_of(source)
+        if source in self.region.stored and isinstance(value, Tensor):
+            made = self.graph.create_node("get_attr", source.name)
+            owner: Any = "job" if value.requires_grad else "base"
+            ref = TensorRef(owner, source.name, tuple(value.shape), value.dtype)
+            made.meta["tensor"] = ref
+        else:
+            made = self.graph.placeholder(source.name)
+        made.meta.update(val=value, path="", role="shared", jobs=(THE_JOB,))
+        self.stands[made] = source
+        return made
+
+    def _copy(self, site: Site, node: fx.Node, made: dict[fx.Node, Any], anchor: fx.Node) -> None:
+        """Copy one call in the vocabulary of tracing."""
+        branch = node not in site.frozen
+
+        def take(source: fx.Node) -> Any:
+            if is_number(source):
+                return STAND_IN
+            value: fx.Node = made[source] if source in made else self.outer[source]
+            stored = source in self.region.stored
+            shared = source is anchor or source not in made
+            if branch and shared and not stored and isinstance(value_of(source), Tensor):
+                return self._read(site, value, source)
+            return value
+
+        call = translate(node)
+        if call is None:
+            args, kwargs = fx.map_arg((node.args, node.kwargs), take)
+            copy = self.graph.create_node(node.op, node.target, args, kwargs)
+        elif call.target is None:
+            made[node] = fx.map_arg(call.args, take)[0]
+            return
+        else:
+            copy = self.graph.call_function(call.target, fx.map_arg(call.args, take))
+        self._tag(copy, site, node)
+        made[node] = copy
+
+    def _read(self, site: Site, value: fx.Node, source: fx.Node) -> fx.Node:
+        """The job's segment of a value, which is all of it."""
+        args = (value, self.tables["segments"], 0, 0)
+        read = self.graph.call_function(ops.segment_read.default, args)
+        self._tag(read, site, source)
+        return read
+
+    def _tag(self, made: fx.Node, site: Site, node: fx.Node) -> None:
+        self.stands[made] = node
+        made.meta.update(
+            val=value_of(node), path=site.path, site=site.path, jobs=(THE_JOB,), role="adapter"
+        )
+
+    def read_back(self, site: Site, result: fx.Node) -> Lowered | Left:
+        """What the pass made of a site."""
+        lowered = lowered_site(result)
+        if lowered is None:
+            reason = str(result.meta.get("as_it_is", "no pattern fits it"))
+            return Left(site.path, _FUNCTION.sub(r"\1", reason))
+        if lowered.operator is ADD:
+            reason = f"its module is no linear ({lowered.arguments['y'].target})"
+            return Left(site.path, _FUNCTION.sub(r"\1", reason))
+        weight, bias = (lowered.arguments[name] for name in ("weight", "bias"))
+        (branch,) = lowered.branches.values()
+        transposed = is_call(weight, aten.t.default)
+        stored: Any = weight.args[0] if transposed else weight
+        numbers = self.numbers[site.path]
+        return Lowered(
+            site,
+            site.results()[0],
+            self.stands[lowered.arguments["x"]],
+            self.stands[stored],
+            None if bias is None else self.stands[bias],
+            transposed,
+            self.stands[branch.a],
+            self.stands[branch.b],
+            numbers.get("scaling", branch.scaling),
+            numbers.get("dropout", branch.dropout),
+            lowered.arguments["compute_dtype"],
+        )
+
+
+def _refuse(site: Site, region: Region) -> None:
+    """Refuse what the pattern fits and the operator does not compute.
+
+    raises    NotAnIsland
+    """
+    frozen = {source for node in site.frozen for source in node.all_input_nodes}
+    stored = [tensor_of(source) for source in frozen & region.stored]
+    if torch.is_grad_enabled() and any(value.requires_grad for value in stored):
+        raise NotAnIsland("its frozen linear is trained")
+    if any(_mixes(node) for node in site.nodes):
+        raise NotAnIsland("its products compute in another dtype than their operands', as autocast")
+
+
+def _mixes(node: fx.Node) -> bool:
+    """Whether a product has operands or a result of several dtypes."""
+    call = translate(node)
+    if call is None or call.target not in PRODUCTS:
+        return False
+    read = [value_of(source) for source in (node, *node.all_input_nodes)]
+    return len({value.dtype for value in read if isinstance(value, Tensor)}) > 1

@@ -1,0 +1,181 @@
+"""Put a lowered site back into Dynamo's graph, with the tables that the operator reads.
+
+Tables are buffers of the graph module, or inputs where Dynamo made a scaling or rate one, so that a
+compiled graph serves every scaling and rate. Their names carry a hash of the operators' sources, so
+that no cache hands out what an older version compiled. Segments of one unit cover any number of
+tokens.
+"""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import operator
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+
+from tlora_fx import ops
+from tlora_fx.backend.lora_regions import Lowered
+from tlora_fx.backend.sites import tensor_of
+from tlora_fx.ops import site_id
+
+aten = torch.ops.aten
+SOURCES = ("ops", "codegen")
+WORDS = 2**32
+PREFIX = "tlora_fx_"
+
+
+@functools.cache
+def stamp() -> str:
+    """A hash of the sources of all operators."""
+    found = hashlib.blake2b(digest_size=6)
+    root = Path(ops.__file__).parents[1]
+    for room in SOURCES:
+        for path in sorted((root / room).rglob("*.py")):
+            found.update(path.name.encode() + path.read_bytes())
+    return found.hexdigest()
+
+
+def declare_tables(root: fx.GraphModule) -> None:
+    """Tell torch where the tables of a graph and of its regions come from: from us.
+
+    AOTAutograd wants a source for every tensor that a graph of Dynamo holds, to find tensors that
+    come in twice.
+    """
+    known: dict[str, Any] | None = getattr(root, "_param_name_to_source", None)
+    if known is None:
+        return
+    from torch._dynamo.source import ConstantSource
+
+    for name, _ in root.named_buffers():
+        if name.rpartition(".")[2].startswith(PREFIX):
+            known.setdefault(name, ConstantSource(name))
+
+
+class Splicer:
+    """Lowers sites of one graph module, in the order in which they run."""
+
+    def __init__(self, module: fx.GraphModule) -> None:
+        self.module = module
+        self.graph = module.graph
+        self.made: dict[Any, fx.Node] = {}
+
+    def splice(self, found: Lowered) -> None:
+        """Replace a site's calls by one operator."""
+        with self.graph.inserting_before(found.result):
+            weight = self._transposed(found.weight) if found.transposed else found.weight
+            columns = self._transposed(found.b)
+            tables = self._tables(found)
+            args = (
+                found.x, weight, found.bias, found.a, columns, *tables, found.compute,
+                *_rank_and_drops(found),
+            )  # fmt: skip
+            lowered = self.graph.call_function(torch.ops.tlora_fx.multi_lora_linear.default, args)
+        lowered.meta = dict(found.result.meta)
+        found.result.replace_all_uses_with(lowered)
+        numbers = [n for n in (found.scaling, found.dropout) if isinstance(n, fx.Node)]
+        for node in dict.fromkeys([*reversed(found.site.nodes), *numbers]):
+            if not node.users:
+                self.graph.erase_node(node)
+
+    def _tables(self, found: Lowered) -> list[fx.Node]:
+        """The operator's tables, from ranks to site, in the order in which it takes them."""
+        small = torch.int32
+        rank, drops = _rank_and_drops(found)
+        site = site_id(found.site.path) if drops else 0
+        return [
+            self._table("ranks", torch.tensor([0, rank], dtype=small)),
+            self._number("scales", found.scaling),
+            self._number("rates", found.dropout),
+            self._table("segments", torch.tensor([0, 1], dtype=small)),
+            self._keys() if drops else self._table("keys", torch.zeros(1, 2, dtype=torch.int64)),
+            self._token_index(tensor_of(found.x), found.x)
+            if drops
+            else self._table("token_index", torch.zeros(0, dtype=small)),
+            self._table("site", torch.tensor(site, dtype=torch.int64)),
+        ]
+
+    def _number(self, name: str, number: float | fx.Node) -> fx.Node:
+        """A table of one number, float64 [1]: a buffer, or an input of Dynamo's graph."""
+        if not isinstance(number, fx.Node):
+            return self._table(name, torch.tensor([number], dtype=torch.float64))
+        source: Any = number.args[0]
+        made = self.graph.call_function(torch.reshape, (source, (1,)))
+        made.meta["example_value"] = tensor_of(source).reshape(1)
+        return made
+
+    def _table(self, name: str, value: Tensor) -> fx.Node:
+        """A buffer that holds a table; equal tables are one."""
+        key = (name, tuple(value.flatten().tolist()))
+        if key not in self.made:
+            attribute = f"{PREFIX}{stamp()}_{name}_{len(self.made)}"
+            # Persistent, because AOTAutograd's cache key holds the set of names that are not, whose
+            # order differs in every process.
+            self.module.register_buffer(attribute, value, persistent=True)
+            with self.graph.inserting_before(self._first_call()):
+                made = self.graph.get_attr(attribute)
+            made.meta["example_value"] = value
+            self.made[key] = made
+        return self.made[key]
+
+    def _first_call(self) -> fx.Node:
+        found: fx.Node = next(node for node in self.graph.nodes if node.op != "placeholder")
+        return found
+
+    def _keys(self) -> fx.Node:
+        """One draw of torch's generator a forward, from which all masks follow."""
+        if "keys" not in self.made:
+            made = self.graph.call_function(torch.randint, (0, WORDS, (1, 2)))
+            made.meta["example_value"] = torch.empty(1, 2, dtype=torch.int64, device="meta")
+            self.made["keys"] = made
+        return self.made["keys"]
+
+    def _token_index(self, value: Tensor, x: fx.Node) -> fx.Node:
+        """The number of each token, int32 [tokens]."""
+        leading = value.shape[:-1]
+        key = ("token_index", str(leading), value.device)
+        if key not in self.made:
+            count: Any = 1
+            for place, size in enumerate(leading):
+                known = size if isinstance(size, int) else self._size(x, place, size)
+                count = self._product(count, known)
+            made = self.graph.call_function(
+                torch.arange, (count,), {"dtype": torch.int32, "device": value.device}
+            )
+            made.meta["example_value"] = value.new_empty(leading.numel(), dtype=torch.int32)
+            self.made[key] = made
+        return self.made[key]
+
+    def _size(self, x: fx.Node, place: int, size: Any) -> fx.Node:
+        made = self.graph.call_method("size", (x, place))
+        made.meta["example_value"] = size
+        return made
+
+    def _product(self, one: Any, two: Any) -> Any:
+        if not isinstance(one, fx.Node) and not isinstance(two, fx.Node):
+            return one * two
+        if not isinstance(one, fx.Node) and one == 1:
+            return two
+        made = self.graph.call_function(operator.mul, (one, two))
+        one_value, two_value = (
+            item.meta["example_value"] if isinstance(item, fx.Node) else item for item in (one, two)
+        )
+        made.meta["example_value"] = one_value * two_value
+        return made
+
+    def _transposed(self, matrix: fx.Node) -> fx.Node:
+        key = ("t", matrix)
+        if key not in self.made:
+            made = self.graph.call_function(aten.t.default, (matrix,))
+            made.meta["example_value"] = tensor_of(matrix).t()
+            self.made[key] = made
+        return self.made[key]
+
+
+def _rank_and_drops(found: Lowered) -> tuple[int, bool]:
+    """A site's rank, and whether it drops or may drop in some run."""
+    drops = isinstance(found.dropout, fx.Node) or found.dropout > 0
+    return int(tensor_of(found.a).shape[0]), drops

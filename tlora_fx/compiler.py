@@ -1,0 +1,241 @@
+"""Compile jobs: trace, run the passes, and hang the fused graph into a module."""
+
+from __future__ import annotations
+
+import importlib
+import pkgutil
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+
+import torch
+
+import tlora_fx.ops
+import tlora_fx.passes
+from tlora_fx.config.job import Job
+from tlora_fx.config.job_file import JobFile, load_job_file
+from tlora_fx.errors import (
+    BaseRefused,
+    FusionError,
+    GraphInvalid,
+    JobsDiffer,
+    PipelineError,
+    StoppedAfter,
+)
+from tlora_fx.inspect.instruments import LOG_VARIABLE, Watch, watch_from
+from tlora_fx.ir.graph import Form, GroupGraph, JobGraph
+from tlora_fx.ladder import Prepared, fuse
+from tlora_fx.model.backbone import Backbone, load_backbone
+from tlora_fx.model.supermodel import SuperModel
+from tlora_fx.numerics import Numerics, watch_numerics
+from tlora_fx.pipeline import Instrument, Pipeline, Runner, Verify, parse_pipeline
+from tlora_fx.tracing.adapters import resolve_sites
+from tlora_fx.tracing.job_graph import trace_job
+from tlora_fx.tracing.rope import prepare_rope
+
+DEFAULT_PIPELINE = (
+    "drop-export-noise,tag-roles,fold-layers,check-token-parallel,fuse-backbone,lower-adapters,"
+    "share-input,key-dropouts,lower-loss"
+)
+Jobs = JobFile | Sequence[Job] | Job | str | Path
+
+
+def compile(
+    jobs: Jobs,
+    pipeline: str | Pipeline | None = None,
+    *,
+    dropout: bool = True,
+    verify: Verify | None = None,
+    instruments: Sequence[Instrument] = (),
+    replay: Path | None = None,
+) -> SuperModel:
+    """Fuse jobs on one base into one Shared Super-Model, without weights.
+
+    jobs          a job file, its path, or jobs
+    pipeline      passes to run instead of the default
+    dropout       False: every rate is 0, the base's too
+    verify        what is checked after each pass: "none", "structure" or "numerics"; by default
+                  what TLORA_FX_LOG says, else "structure"
+    instruments   what watches the passes, besides what TLORA_FX_LOG asks for
+    replay        folder that is written where a pass fails, for `tlora-fx replay`
+    raises        TloraError, whose subclasses name the job, the node and the line of model code
+    """
+    watch = watch_from()
+    passes = resolve_pipeline(pipeline)
+    _demand_fusing(passes)
+    given = _prepare_for(jobs, passes, dropout)
+    if watch.stop_after is not None:
+        passes = passes.until(watch.stop_after)
+    group = _fuse(given, _runner(passes, instruments, verify, watch), replay)
+    if watch.stop_after is not None:
+        raise StoppedAfter(
+            f"compiling stopped after pass '{watch.stop_after}'",
+            found=f"stop-after in {LOG_VARIABLE}",
+            help="leave it out to build the model, or use tlora_fx.run_passes",
+        )
+    return SuperModel(group, given.backbone, given.jobs)
+
+
+def run_passes(
+    jobs: Jobs,
+    pipeline: str | Pipeline | None = None,
+    *,
+    stop_after: str | None = None,
+    verify: Verify | None = None,
+    instruments: Sequence[Instrument] = (),
+    replay: Path | None = None,
+) -> GroupGraph:
+    """Trace jobs and run passes, and hang no module: for those who look at graphs.
+
+    stop_after   name of the last pass to run; where that is a job pass, the group is not fused
+    returns      the group, whose base and jobs hold the graphs before fusing
+    raises       TloraError as `compile` does, PipelineError for a pass that is not there
+
+    verify, instruments, replay   as of `compile`
+    """
+    watch = watch_from()
+    passes = resolve_pipeline(pipeline)
+    given = _prepare_for(jobs, passes, dropout=True)
+    last = stop_after or watch.stop_after
+    if last is not None:
+        passes = passes.until(last)
+    return _fuse(given, _runner(passes, instruments, verify, watch), replay)
+
+
+def _prepare_for(jobs: Jobs, passes: Pipeline, dropout: bool) -> Prepared:
+    """Prepared jobs; where no pass lowers plain branches, each must carry its own numbers."""
+    given = prepare(jobs, dropout=dropout)
+    lowered = any(item.name == "lower-adapters" for item in passes.passes)
+    return replace(given, exact=not lowered)
+
+
+def _runner(
+    passes: Pipeline, instruments: Sequence[Instrument], verify: Verify | None, watch: Watch
+) -> Runner:
+    """A runner with all that watches; what is asked for here counts before the environment."""
+    asked = verify or watch.verify or "structure"
+    known = any(isinstance(item, Numerics) for item in instruments)
+    watch = replace(watch, verify=None if known else asked)
+    return Runner(passes, [*instruments, *watch.instruments()], asked)
+
+
+def _demand_fusing(passes: Pipeline) -> None:
+    """Only a fused graph can be hung into a model."""
+    if not any(item.name == "fuse-backbone" for item in passes.passes):
+        raise PipelineError(
+            "this pipeline builds no model: it never fuses the jobs",
+            found=str(passes) or "no pass",
+            help="add fuse-backbone, or look at the graphs with tlora_fx.run_passes",
+        )
+
+
+def _fuse(given: Prepared, runner: Runner, replay: Path | None) -> GroupGraph:
+    """Fuse; where a pass is at fault, keep what is needed to run it again."""
+    watch_numerics(runner, given.backbone)
+    try:
+        return fuse(given, runner)
+    except (GraphInvalid, FusionError) as error:
+        if replay is not None:
+            from tlora_fx.replay import keep_replay
+
+            keep_replay(replay, given, runner, error)
+        raise
+
+
+def prepare(jobs: Jobs, *, dropout: bool = True) -> Prepared:
+    """Load the base of jobs and find their sites, before anything is traced.
+
+    raises    TloraError
+    """
+    given = as_jobs(jobs)
+    _demand_one_base(given)
+    if not dropout:
+        given = [_without_dropout(job) for job in given]
+    backbone = load_backbone(given[0].base, dropout=dropout)
+    _refuse_auxiliary_losses(backbone)
+    _refuse_adapter_dtype(given[0], backbone)
+    prepare_rope(backbone)
+    return Prepared(given, backbone, [resolve_sites(job, backbone) for job in given])
+
+
+def trace(job: Job) -> JobGraph:
+    """One job's graph over one row, cleaned, tagged and folded."""
+    given = prepare([job])
+    form: Form = "batch" if job.base.attention == "batch" else "packed"
+    graph = trace_job(given.jobs[0], given.backbone, given.sites[0], form, exact=True)
+    Runner(resolve_pipeline(None)).run_job(graph)
+    return graph
+
+
+def as_jobs(jobs: Jobs) -> list[Job]:
+    """Jobs from whatever names them."""
+    if isinstance(jobs, (str, Path)):
+        jobs = load_job_file(jobs)
+    if isinstance(jobs, JobFile):
+        return list(jobs.jobs)
+    return [jobs] if isinstance(jobs, Job) else list(jobs)
+
+
+def _without_dropout(job: Job) -> Job:
+    fields = {**job.lora_fields, "lora_dropout": 0.0}
+    return job.model_copy(update={"lora": fields, "adapter": None})
+
+
+def find_passes() -> None:
+    """Make all of our own passes known to pipelines by importing their files."""
+    for module in pkgutil.iter_modules(tlora_fx.passes.__path__):
+        importlib.import_module(f"tlora_fx.passes.{module.name}")
+
+
+def resolve_pipeline(given: str | Pipeline | None = None, added: Sequence[str] = ()) -> Pipeline:
+    """The pipeline that is meant: given, or the default; with passes added.
+
+    added     "my-pass@after:fuse-backbone"
+    raises    PipelineError, PluginBroken
+    """
+    find_passes()
+    text = DEFAULT_PIPELINE if given is None else given
+    passes = text if isinstance(text, Pipeline) else parse_pipeline(text)
+    for text in added:
+        passes = passes.adding(text)
+    return passes
+
+
+def _demand_one_base(jobs: Sequence[Job]) -> None:
+    if not jobs:
+        raise JobsDiffer("there is no job to compile", help="give at least one job")
+    first = jobs[0]
+    names = [job.name for job in jobs]
+    doubled = {name for name in names if names.count(name) > 1}
+    if doubled:
+        raise JobsDiffer("two jobs have one name", found=", ".join(doubled), help="rename one")
+    for job in jobs[1:]:
+        for field in ("base", "adapter_dtype", "adapter_compute"):
+            one, two = getattr(first, field), getattr(job, field)
+            if one != two:
+                raise JobsDiffer(
+                    f"jobs '{first.name}' and '{job.name}' cannot share a backbone",
+                    field=field,
+                    expected=f"{one} (job {first.name})",
+                    found=f"{two} (job {job.name})",
+                    help="load both with one base and dtype, or put them into different groups",
+                )
+
+
+def _refuse_adapter_dtype(job: Job, backbone: Backbone) -> None:
+    if job.adapter_dtype == "bfloat16" and backbone.dtype is not torch.bfloat16:
+        raise JobsDiffer(
+            "bfloat16 adapters need a bfloat16 base",
+            expected="adapter_dtype: float32",
+            found=f"adapter_dtype: bfloat16 on a base in {backbone.dtype}",
+            help="leave adapter_dtype out, or load the base in bfloat16",
+        )
+
+
+def _refuse_auxiliary_losses(backbone: Backbone) -> None:
+    if getattr(backbone.config, "output_router_logits", False):
+        raise BaseRefused(
+            "the base adds a loss of its own (router_aux_loss) to every job's loss",
+            found="output_router_logits: true in the base's config",
+            help="set output_router_logits to false in config.json",
+        )

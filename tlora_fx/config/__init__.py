@@ -1,0 +1,1 @@
+"""Jobs as their users write them: what a job says, job files, adapter folders."""

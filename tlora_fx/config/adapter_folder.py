@@ -1,0 +1,69 @@
+"""Read the configuration of a PEFT adapter folder that a job continues.
+
+A folder is somebody else's file: its configuration is read as JSON and held against the same
+table as a job's own `lora`, and its weights count only as safetensors, never as a pickle.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+from pydantic import ValidationError
+
+from tlora_fx.config.fields import IDENTITY, LoraSpec, lora_mapping
+from tlora_fx.config.validation import collecting, mistakes_in
+from tlora_fx.errors import AdapterFolderError
+
+CONFIG = "adapter_config.json"
+WEIGHTS = "adapter_model.safetensors"
+PICKLE = "adapter_model.bin"
+
+
+def read_adapter_config(folder: Path) -> dict[str, Any]:
+    """The LoRA fields of an adapter folder, validated as a job's `lora` is.
+
+    raises  AdapterFolderError when a file is missing, unreadable, no LoRA, or has refused fields
+    """
+    _check_files(folder)
+    path = folder / CONFIG
+    try:
+        config = json.loads(path.read_bytes())
+    except (OSError, ValueError, RecursionError) as error:
+        what = f"{CONFIG} cannot be read"
+        raise AdapterFolderError(what, folder=folder, found=error) from None
+    if not isinstance(config, dict):
+        raise AdapterFolderError(f"{CONFIG} is no JSON object", folder=folder)
+    for key, expected in (("peft_type", "LORA"), ("task_type", "CAUSAL_LM")):
+        if config.get(key) not in (None, expected):
+            raise AdapterFolderError(
+                f"the adapter's {key} is not {expected}", folder=folder, found=config[key]
+            )
+    fields = {key: value for key, value in config.items() if key not in IDENTITY}
+    with collecting():
+        try:
+            return lora_mapping(fields)
+        except ValidationError as error:
+            lines = [mistake.line() for mistake in mistakes_in(error, LoraSpec)]
+    raise AdapterFolderError(
+        f"{CONFIG} has fields that tlora-fx refuses", folder=folder, found="\n".join(lines)
+    )
+
+
+def _check_files(folder: Path) -> None:
+    if not folder.is_dir():
+        raise AdapterFolderError("the adapter folder does not exist", folder=folder)
+    if not (folder / CONFIG).is_file():
+        what = f"the adapter folder has no {CONFIG}"
+        raise AdapterFolderError(what, folder=folder, help="name a folder that PEFT saved")
+    if (folder / WEIGHTS).is_file():
+        return
+    if (folder / PICKLE).is_file():
+        raise AdapterFolderError(
+            f"the adapter folder has only {PICKLE}, a pickle, which can run code when it is read",
+            folder=folder,
+            expected=WEIGHTS,
+            help="load it with PEFT where you trust it, and save it with safe_serialization=True",
+        )
+    raise AdapterFolderError(f"the adapter folder has no {WEIGHTS}", folder=folder)

@@ -1,0 +1,226 @@
+"""Which fields of PEFT's LoraConfig a job may use, and why the others are refused.
+
+The tables are static, so that a job file with a mistake is refused without importing PEFT; a test
+holds them against the dataclass fields of the PEFT that is installed.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from typing import Annotated, Any, Literal, NamedTuple, Self, TypeAlias
+
+from pydantic import (
+    AfterValidator,
+    Field,
+    StrictBool,
+    StrictFloat,
+    StrictInt,
+    ValidationInfo,
+    model_validator,
+)
+
+from tlora_fx.config.validation import Mistake, Spec, refuse
+from tlora_fx.errors import nearest
+
+
+class Refused(NamedTuple):
+    """A field that is refused unless it has its default value."""
+
+    default: object
+    reason: str
+
+
+_CHANGES_BASE = "it changes the base weights, which all jobs share"
+_NOT_YET = "not supported yet"
+
+REFUSED: Mapping[str, Refused] = {
+    "megatron_config": Refused(None, "Megatron layers are not traced"),
+    "megatron_core": Refused("megatron.core", "Megatron layers are not traced"),
+    "trainable_token_indices": Refused(None, f"training single token rows is {_NOT_YET}"),
+    "loftq_config": Refused({}, f"LoftQ: {_CHANGES_BASE}"),
+    "eva_config": Refused(None, "EVA draws its start from the job's data, " + _NOT_YET),
+    "corda_config": Refused(None, f"CorDA: {_CHANGES_BASE}"),
+    "lora_ga_config": Refused(None, f"LoRA-GA: {_CHANGES_BASE}"),
+    "velora_config": Refused(None, f"VeLoRA compresses saved activations, {_NOT_YET}"),
+    "alora_invocation_tokens": Refused(None, "aLoRA acts on a part of a sequence, " + _NOT_YET),
+    "use_qalora": Refused(False, "QALoRA needs a quantised base, " + _NOT_YET),
+    "qalora_group_size": Refused(16, "QALoRA needs a quantised base, " + _NOT_YET),
+    "monteclora_config": Refused(None, "MonteCLoRA samples its own weights, " + _NOT_YET),
+    "layer_replication": Refused(None, "it changes the layers of the base, which all jobs share"),
+    "runtime_config": Refused(None, "tlora-fx places weights itself"),
+    "target_parameters": Refused(None, f"adapters on bare parameters are {_NOT_YET}"),
+    "use_bdlora": Refused(None, f"block-diagonal adapters are {_NOT_YET}"),
+    "arrow_config": Refused(None, "Arrow routes between finished adapters and trains none"),
+    "kasa_config": Refused(None, f"KaSA: {_CHANGES_BASE}"),
+    "ensure_weight_tying": Refused(False, f"tied copies of trained modules are {_NOT_YET}"),
+}
+
+#: Fields that say what a configuration belongs to. An adapter folder always has them.
+IDENTITY: Mapping[str, str] = {
+    "task_type": "tlora-fx trains causal language models: leave it out or write CAUSAL_LM",
+    "peft_type": "tlora-fx trains LoRA: leave it out or write LORA",
+    "auto_mapping": "PEFT writes it itself",
+    "peft_version": "PEFT writes it itself",
+    "base_model_name_or_path": "the base is named under 'base:'",
+    "revision": "the base is named under 'base:'",
+    "inference_mode": "a job trains its adapter",
+}
+
+_IDENTITY_VALUES: Mapping[str, object] = {"task_type": "CAUSAL_LM", "peft_type": "LORA"}
+
+INITS = ("true", "false", "gaussian")
+_INIT_REASONS: Mapping[str, str] = {
+    "pissa": f"PiSSA: {_CHANGES_BASE}",
+    "olora": f"OLoRA: {_CHANGES_BASE}",
+    "loftq": REFUSED["loftq_config"].reason,
+    "corda": REFUSED["corda_config"].reason,
+    "lora_ga": REFUSED["lora_ga_config"].reason,
+    "eva": REFUSED["eva_config"].reason,
+    "orthogonal": f"orthogonal starts are {_NOT_YET}",
+    "mica": f"MiCA freezes one half of the adapter, {_NOT_YET}",
+}
+
+
+def _init(value: object) -> bool | str:
+    if isinstance(value, bool):
+        return value
+    value = str(value)
+    if value == "gaussian":
+        return value
+    reason = next((why for name, why in _INIT_REASONS.items() if value.startswith(name)), "")
+    near = nearest(value, INITS)
+    what = f"init_lora_weights '{value}' is refused" + (f": {reason}" if reason else "")
+    help = f"did you mean '{near}'?" if near else "start from true, PEFT's default"
+    raise refuse(what, help=help, expected="true, false or gaussian")
+
+
+def _names(value: object, info: ValidationInfo) -> object:
+    """Accept text or a list of distinct texts that are not empty."""
+    if isinstance(value, set | frozenset):
+        value = sorted(value)
+    items = [value] if isinstance(value, str) else value
+    if value is None:
+        return None
+    if not isinstance(items, list | tuple) or not all(isinstance(x, str) and x for x in items):
+        raise refuse(f"wrong value of '{info.field_name}'", expected="text or a list of texts")
+    if not items:
+        raise refuse(f"'{info.field_name}' is empty", help="name at least one, or leave it out")
+    return value if isinstance(value, str) else list(items)
+
+
+def _name_list(value: object, info: ValidationInfo) -> object:
+    if isinstance(value, str):
+        raise refuse(f"wrong value of '{info.field_name}'", expected="a list of texts")
+    return _names(value, info)
+
+
+def _layers(value: object) -> object:
+    items = value if isinstance(value, list | tuple) else [value]
+    if value is None:
+        return None
+    if not items or not all(type(item) is int and item >= 0 for item in items):
+        what = "wrong value of 'layers_to_transform'"
+        raise refuse(what, expected="a layer number from 0, or a list of them")
+    return value if isinstance(value, int) else list(items)
+
+
+Names: TypeAlias = Annotated[Any, AfterValidator(_names)]
+Rank: TypeAlias = Annotated[StrictInt, Field(ge=1)]
+Alpha: TypeAlias = Annotated[StrictFloat, Field(gt=0)]
+
+
+class LoraSpec(Spec):
+    """The LoraConfig fields that a job may use, with PEFT's names and defaults."""
+
+    r: Rank = 8
+    lora_alpha: Alpha = 8
+    lora_dropout: StrictFloat = Field(default=0.0, ge=0, lt=1)
+    target_modules: Names = None
+    exclude_modules: Names = None
+    rank_pattern: dict[str, Rank] = Field(default={})
+    alpha_pattern: dict[str, Alpha] = Field(default={})
+    use_rslora: StrictBool = False
+    use_dora: StrictBool = False
+    bias: Literal["none", "all", "lora_only"] = "none"
+    lora_bias: StrictBool = False
+    modules_to_save: Annotated[Any, AfterValidator(_name_list)] = None
+    layers_to_transform: Annotated[Any, AfterValidator(_layers)] = None
+    layers_pattern: Names = None
+    fan_in_fan_out: StrictBool = False
+    init_lora_weights: Annotated[Any, AfterValidator(_init)] = True
+
+    @model_validator(mode="before")
+    @classmethod
+    def _drop_defaults(cls, data: Any) -> Any:
+        if not isinstance(data, Mapping):
+            return data
+        return {key: value for key, value in data.items() if not is_default(str(key), value)}
+
+    @model_validator(mode="after")
+    def _fits_together(self) -> Self:
+        for name in ("layers_to_transform", "layers_pattern"):
+            if isinstance(self.target_modules, str) and getattr(self, name) is not None:
+                what = f"'{name}' needs 'target_modules' as a list"
+                raise refuse(what, help="list the target modules by name")
+        if self.layers_pattern is not None and self.layers_to_transform is None:
+            raise refuse("'layers_pattern' needs 'layers_to_transform'")
+        if self.lora_bias and self.use_dora:
+            raise refuse("'lora_bias' and 'use_dora' exclude each other")
+        if self.lora_bias and not isinstance(self.init_lora_weights, bool):
+            raise refuse("'lora_bias' needs init_lora_weights true or false")
+        return self
+
+    @classmethod
+    def unknown_key(cls, key: str, value: object) -> Mistake:
+        """What to say of a LoRA field that is refused, or of a key that PEFT does not know."""
+        if key in IDENTITY:
+            return Mistake((key,), f"'{key}' is refused", help=IDENTITY[key])
+        if key in REFUSED:
+            return Mistake((key,), f"'{key}' is refused: {REFUSED[key].reason}")
+        if key in peft_defaults():
+            what = f"'{key}' is refused: this version of tlora-fx does not know the field"
+            return Mistake((key,), what)
+        near = nearest(key, [*cls.model_fields, *REFUSED])
+        help = f"did you mean '{near}'?" if near else f"known keys: {', '.join(cls.model_fields)}"
+        return Mistake((key,), f"unknown key '{key}' in 'lora'", help=help)
+
+
+def is_default(key: str, value: object) -> bool:
+    """Whether a field that no job may set has the value that means nothing."""
+    if key in LoraSpec.model_fields:
+        return False
+    if key in IDENTITY:
+        return value in (None, False) or value == _IDENTITY_VALUES.get(key)
+    if key in REFUSED:
+        return value in (None, REFUSED[key].default)
+    return key in peft_defaults() and value == peft_defaults()[key]
+
+
+def peft_defaults() -> Mapping[str, object]:
+    """The fields of the installed LoraConfig and their defaults. Imports PEFT."""
+    import peft
+
+    def default(field: dataclasses.Field[Any]) -> object:
+        if field.default is not dataclasses.MISSING:
+            return field.default
+        made = field.default_factory
+        return made() if made is not dataclasses.MISSING else None
+
+    return {field.name: default(field) for field in dataclasses.fields(peft.LoraConfig)}
+
+
+def lora_mapping(value: object) -> dict[str, Any]:
+    """Validate the `lora` mapping of a job: only honoured fields, only those that were given."""
+    spec = LoraSpec.model_validate(value)
+    given = {name: getattr(spec, name) for name in sorted(spec.model_fields_set)}
+    if "lora_alpha" in given:
+        given["lora_alpha"] = _whole(spec.lora_alpha)
+    if "alpha_pattern" in given:
+        given["alpha_pattern"] = {key: _whole(x) for key, x in spec.alpha_pattern.items()}
+    return given
+
+
+def _whole(number: float) -> int | float:
+    # PEFT writes what it is given into adapter_config.json, where alpha is a whole number.
+    return int(number) if number == int(number) else number

@@ -1,0 +1,330 @@
+"""One LoRA fine-tuning job as its user writes it.
+
+Names are those of PEFT and of transformers' TrainingArguments. All specs are frozen; a mistake
+raises `JobError` with everything that is wrong.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
+
+from pydantic import (
+    BeforeValidator,
+    Field,
+    StrictBool,
+    StrictFloat,
+    StrictInt,
+    StrictStr,
+    ValidationInfo,
+    field_validator,
+)
+
+from tlora_fx.config.adapter_folder import read_adapter_config
+from tlora_fx.config.fields import LoraSpec, lora_mapping
+from tlora_fx.config.validation import Spec, refuse
+from tlora_fx.errors import AdapterFolderError, JobError
+from tlora_fx.training_fields import (
+    ADAM_LIKE,
+    OPTIMIZERS,
+    OptimizerName,
+    ScheduleName,
+    check_optimizer_arguments,
+    check_schedule_arguments,
+)
+
+if TYPE_CHECKING:
+    import peft
+
+DtypeName = Literal["float32", "float64", "bfloat16", "float16"]
+FormatName = Literal["auto", "prompt-completion", "messages", "text"]
+ColumnName = Literal["prompt", "completion", "messages", "text"]
+
+SEED_LIMIT = 2**32
+_JOB_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}")
+COLUMNS_OF: Mapping[str, frozenset[str]] = {
+    "prompt-completion": frozenset({"prompt", "completion"}),
+    "messages": frozenset({"messages"}),
+    "text": frozenset({"text"}),
+}
+
+
+def _text_of_path(value: object) -> object:
+    return str(value) if isinstance(value, Path) else value
+
+
+def _path_of_text(value: object) -> object:
+    return Path(value) if isinstance(value, str) and value else value
+
+
+def is_written_as_path(value: str) -> bool:
+    """Whether text that may be a hub id or a path can only be a path."""
+    return value.startswith((".", "/", "~"))
+
+
+PathOrId = Annotated[StrictStr, BeforeValidator(_text_of_path), Field(min_length=1)]
+LocalPath = Annotated[Path, BeforeValidator(_path_of_text)]
+
+
+class BaseSpec(Spec):
+    """The frozen base model that the jobs of a file share.
+
+    model      hub id or local folder with weights
+    config     a config.json or a folder with one; weights are drawn from `seed`
+    module     an nn.Module, from Python only
+    tokenizer  hub id or folder; by default that of the model or config
+    """
+
+    model: PathOrId | None = None
+    config: LocalPath | None = None
+    seed: StrictInt = Field(default=0, ge=0, lt=SEED_LIMIT)
+    tokenizer: PathOrId | None = None
+    dtype: DtypeName = "bfloat16"
+    attention: Literal["auto", "packed", "batch"] = "auto"
+    trust_remote_code: StrictBool = False
+    module: Any = Field(default=None, exclude=True, repr=False, validate_default=True)
+
+    @field_validator("model", "tokenizer")
+    @classmethod
+    def _folder_exists(cls, value: str | None) -> str | None:
+        if value is None or not is_written_as_path(value) or Path(value).exists():
+            return value
+        raise refuse(f"'{value}' does not exist", help="give a folder, or a hub id without './'")
+
+    @field_validator("config")
+    @classmethod
+    def _config_exists(cls, path: Path | None) -> Path | None:
+        if path is None or path.is_file() or (path / "config.json").is_file():
+            return path
+        what = f"no config.json in '{path}'" if path.is_dir() else f"'{path}' does not exist"
+        raise refuse(what, help="name a config.json or a folder that holds one")
+
+    @field_validator("module")
+    @classmethod
+    def _one_source(cls, module: Any, info: ValidationInfo) -> Any:
+        if module is not None and not callable(getattr(module, "named_parameters", None)):
+            raise refuse("'module' is no torch.nn.Module", help="give 'model' or 'config'")
+        if not {"model", "config"} <= set(info.data):
+            return module
+        sources = {"model": info.data["model"], "config": info.data["config"], "module": module}
+        given = [f"'{name}'" for name, source in sources.items() if source is not None]
+        if not given:
+            raise refuse("the base has no source", help="give 'model' or 'config'")
+        if len(given) > 1:
+            raise refuse(f"{' and '.join(given)} exclude each other in 'base'", help="keep one")
+        return module
+
+
+class DataSpec(Spec):
+    """Where a job's samples come from and which of their tokens are trained.
+
+    path     a .jsonl, .json or .parquet file, or a hub id
+    columns  our column names mapped to those of the file
+    """
+
+    path: PathOrId
+    split: StrictStr = Field(default="train", min_length=1)
+    columns: dict[ColumnName, StrictStr] = Field(default={})
+    format: FormatName = Field(default="auto", validate_default=True)
+    loss_on: Literal["auto", "completion", "all"] = "auto"
+    skip_bad_rows: StrictBool = False
+
+    @field_validator("format")
+    @classmethod
+    def _columns_fit(cls, format: str, info: ValidationInfo) -> str:
+        given = set(info.data.get("columns", {}))
+        wanted = COLUMNS_OF.get(format, frozenset())
+        if format == "auto" and not any(given <= names for names in COLUMNS_OF.values()):
+            raise refuse(f"'columns' maps {' and '.join(sorted(given))}", help="name one format")
+        if format != "auto" and given - wanted:
+            help = f"map only {', '.join(sorted(wanted))}, or name another format"
+            raise refuse(f"the format '{format}' has no column '{min(given - wanted)}'", help=help)
+        return format
+
+    @field_validator("loss_on")
+    @classmethod
+    def _has_completion(cls, loss_on: str, info: ValidationInfo) -> str:
+        if loss_on == "completion" and info.data.get("format") == "text":
+            raise refuse("the format 'text' has no completion to train on", help="loss_on: all")
+        return loss_on
+
+
+class ScheduleSpec(Spec):
+    """What a job asks of a scheduler; training by itself takes no notice of it.
+
+    gpus          what it would have alone
+    max_slowdown  in a group it is at most this much slower than alone
+    deadline      seconds after its submission; None: none
+    lends         the slowdown it consents to where other jobs gain by it, for credit; None: none
+    """
+
+    gpus: StrictInt = Field(default=1, ge=1)
+    max_slowdown: StrictFloat = Field(default=1.5, ge=1)
+    deadline: StrictFloat | None = Field(default=None, gt=0)
+    lends: StrictFloat | None = Field(default=None, ge=1)
+
+    @field_validator("lends")
+    @classmethod
+    def _more_than_it_must(cls, lends: float | None, info: ValidationInfo) -> float | None:
+        most = info.data.get("max_slowdown")
+        if lends is not None and most is not None and lends < most:
+            help = f"give {most:g} or more, or a smaller 'max_slowdown'"
+            raise refuse("'lends' is below 'max_slowdown', which holds anyway", help=help)
+        return lends
+
+
+def _epochs_by_default(data: dict[str, Any]) -> float | None:
+    return 1.0 if data.get("max_steps") is None else None
+
+
+class Job(Spec):
+    """One LoRA fine-tuning job: adapter, data, batch, optimizer, schedule.
+
+    lora              the LoraConfig fields that were given, or None when `adapter` is
+    adapter           a PEFT folder to continue, instead of `lora`
+    max_length        tokens of a sample
+    max_steps         optimizer steps; None: by epochs
+    num_train_epochs  None when `max_steps` counts
+    warmup_ratio      part of all optimizer steps
+    max_grad_norm     of this job alone; None or 0: no clipping
+    schedule          for `tlora-fx run`: GPUs, and how long it may take
+    """
+
+    inner: ClassVar[Mapping[str, type[Spec]]] = {"lora": LoraSpec}
+
+    name: StrictStr
+    base: BaseSpec
+    adapter_dtype: Literal["float32", "bfloat16"] = "float32"
+    adapter_compute: Literal["base", "float32"] = "base"
+    lora: dict[str, Any] | None = None
+    adapter: LocalPath | None = Field(default=None, validate_default=True)
+    data: DataSpec
+    per_device_train_batch_size: StrictInt = Field(default=8, ge=1)
+    gradient_accumulation_steps: StrictInt = Field(default=1, ge=1)
+    max_length: StrictInt = Field(default=1024, ge=2)
+    max_steps: StrictInt | None = Field(default=None, ge=1)
+    num_train_epochs: StrictFloat | None = Field(default_factory=_epochs_by_default, gt=0)
+    seed: StrictInt = Field(default=0, ge=0, lt=SEED_LIMIT)
+    shuffle: StrictBool = True
+    optim: OptimizerName = "adamw"
+    optim_args: dict[str, Any] = Field(default={})
+    learning_rate: StrictFloat = Field(default=2e-4, ge=0)
+    adam_beta1: StrictFloat = Field(default=0.9, ge=0, lt=1)
+    adam_beta2: StrictFloat = Field(default=0.999, ge=0, lt=1)
+    adam_epsilon: StrictFloat = Field(default=1e-8, ge=0)
+    weight_decay: StrictFloat = Field(default=0.0, ge=0)
+    lr_scheduler_type: ScheduleName = "linear"
+    lr_scheduler_kwargs: dict[str, Any] = Field(default={}, validate_default=True)
+    warmup_steps: StrictInt = Field(default=0, ge=0)
+    warmup_ratio: StrictFloat = Field(default=0.0, ge=0, le=1)
+    max_grad_norm: StrictFloat | None = Field(default=1.0, ge=0)
+    save_steps: StrictInt = Field(default=100, ge=1)
+    schedule: ScheduleSpec = Field(default_factory=ScheduleSpec)
+
+    @field_validator("name")
+    @classmethod
+    def _names_a_folder(cls, name: str) -> str:
+        if _JOB_NAME.fullmatch(name) and ".." not in name:
+            return name
+        raise refuse(
+            "wrong value of 'name'",
+            expected="1 to 100 of A-Z a-z 0-9 . _ - from a letter or digit on, without '..'",
+            help="the name becomes a folder",
+        )
+
+    @field_validator("lora", mode="before")
+    @classmethod
+    def _honoured_fields(cls, value: object) -> object:
+        return None if value is None else lora_mapping(value)
+
+    @field_validator("adapter")
+    @classmethod
+    def _instead_of_lora(cls, folder: Path | None, info: ValidationInfo) -> Path | None:
+        if folder is None:
+            if info.data.get("lora", {}) is None:
+                raise refuse(
+                    "the job has no 'lora'", help="give 'lora' or an 'adapter' to continue"
+                )
+            return None
+        if info.data.get("lora") is not None:
+            raise refuse("'lora' and 'adapter' exclude each other", help="keep one of them")
+        try:
+            read_adapter_config(folder)
+        except AdapterFolderError as error:
+            found = error.facts.get("found", "").replace("\n", "; ")
+            what = f"'{folder}': {error.what}" + (f" ({found})" if found else "")
+            raise refuse(what, help=error.help) from None
+        return folder
+
+    @field_validator("num_train_epochs")
+    @classmethod
+    def _instead_of_steps(cls, epochs: float | None, info: ValidationInfo) -> float | None:
+        if info.data.get("max_steps") is not None and epochs is not None:
+            raise refuse("'max_steps' and 'num_train_epochs' exclude each other", help="keep one")
+        if epochs is None and info.data.get("max_steps", 0) is None:
+            return 1.0
+        return epochs
+
+    @field_validator("optim_args")
+    @classmethod
+    def _optimizer_takes(cls, given: dict[str, Any], info: ValidationInfo) -> dict[str, Any]:
+        mistake = "optim" in info.data and check_optimizer_arguments(info.data["optim"], given)
+        if mistake:
+            raise mistake
+        return given
+
+    @field_validator("lr_scheduler_kwargs")
+    @classmethod
+    def _schedule_takes(cls, given: dict[str, Any], info: ValidationInfo) -> dict[str, Any]:
+        name = info.data.get("lr_scheduler_type")
+        mistake = name is not None and check_schedule_arguments(name, given)
+        if mistake:
+            raise mistake
+        return given
+
+    @field_validator("warmup_ratio")
+    @classmethod
+    def _instead_of_warmup_steps(cls, ratio: float, info: ValidationInfo) -> float:
+        if ratio and info.data.get("warmup_steps"):
+            raise refuse("'warmup_steps' and 'warmup_ratio' exclude each other", help="keep one")
+        return ratio
+
+    @property
+    def lora_fields(self) -> Mapping[str, Any]:
+        """The LoraConfig fields of this job, read from the adapter folder where it has one.
+
+        raises  AdapterFolderError
+        """
+        if self.adapter is not None:
+            return read_adapter_config(self.adapter)
+        return self.lora or {}
+
+    def lora_config(self) -> peft.LoraConfig:
+        """A new LoraConfig of this job. Imports PEFT.
+
+        raises  JobError when PEFT refuses the fields, AdapterFolderError
+        """
+        import peft
+
+        try:
+            return peft.LoraConfig(task_type=peft.TaskType.CAUSAL_LM, **self.lora_fields)
+        except (ValueError, TypeError) as error:
+            raise JobError("PEFT refuses the LoRA fields", job=self.name, found=error) from error
+
+    def optimizer_arguments(self) -> dict[str, Any]:
+        """What the job's class in torch.optim (`OPTIMIZERS[job.optim]`) is made with."""
+        arguments: dict[str, Any] = {"lr": self.learning_rate, "weight_decay": self.weight_decay}
+        if self.optim in ADAM_LIKE:
+            arguments |= {"betas": (self.adam_beta1, self.adam_beta2), "eps": self.adam_epsilon}
+        return arguments | self.optim_args
+
+    def optimizer_class(self) -> str:
+        """The name of the job's optimizer class in torch.optim."""
+        return OPTIMIZERS[self.optim][0]
+
+    def warmup(self, steps: int) -> int:
+        """How many of `steps` optimizer steps are warmup, rounded up as transformers does."""
+        return self.warmup_steps or math.ceil(self.warmup_ratio * steps)

@@ -1,0 +1,218 @@
+"""Turn what pydantic found wrong with a job into lines that a user can act on.
+
+A wrong key gets the nearest right one, a wrong value the range that is allowed. The specs of
+`tlora_fx.config.job` use `Spec` as their root, which raises `JobError` where pydantic would raise its own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from contextvars import ContextVar
+from dataclasses import dataclass
+from typing import Annotated, Any, ClassVar, Literal, get_args, get_origin
+
+import annotated_types
+from pydantic import (
+    BaseModel,
+    ConfigDict,
+    ModelWrapValidatorHandler,
+    ValidationError,
+    model_validator,
+)
+from pydantic.fields import FieldInfo
+from pydantic_core import ErrorDetails, PydanticCustomError
+
+from tlora_fx.errors import JobError, nearest
+
+_collecting: ContextVar[bool] = ContextVar("collecting", default=False)
+
+_KINDS = {
+    "int": "a whole number",
+    "float": "a number",
+    "bool": "true or false",
+    "string": "text (quote it if YAML reads it as something else)",
+    "mapping": "a mapping (key: value)",
+    "dict": "a mapping (key: value)",
+    "model": "a mapping (key: value)",
+    "list": "a list",
+    "finite": "a finite number",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Mistake:
+    """One thing that is wrong with a job.
+
+    loc       the keys that lead to it, such as ("data", "format")
+    what      one line: the mistake
+    expected  what is allowed there, or ""
+    found     what stood there, or ""
+    help      what to do, or ""
+    """
+
+    loc: tuple[str | int, ...]
+    what: str
+    expected: str = ""
+    found: str = ""
+    help: str = ""
+
+    def line(self) -> str:
+        """All of it as one line."""
+        parts = [self.what]
+        if self.expected:
+            parts.append(f"expected {self.expected}")
+        if self.found:
+            parts.append(f"found {self.found}")
+        return ", ".join(parts) + (f"; {self.help}" if self.help else "")
+
+
+def refuse(what: str, *, help: str = "", expected: str = "") -> PydanticCustomError:
+    """A mistake for a validator to raise, in our words instead of pydantic's."""
+    context = {"what": what, "help": help, "expected": expected}
+    return PydanticCustomError("tlora", "{what}", context)
+
+
+class Spec(BaseModel):
+    """A frozen part of a job that refuses unknown keys.
+
+    raises  JobError, with all mistakes at once, wherever it is built on its own
+    """
+
+    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
+
+    #: Specs that validate a field which is typed as a plain mapping.
+    inner: ClassVar[Mapping[str, type[Spec]]] = {}
+
+    @model_validator(mode="wrap")
+    @classmethod
+    def _raise_job_error(cls, data: Any, handler: ModelWrapValidatorHandler[Spec]) -> Spec:
+        if _collecting.get():
+            return handler(data)
+        name = data.get("name") if isinstance(data, Mapping) else None
+        with collecting():
+            try:
+                return handler(data)
+            except ValidationError as error:
+                raise job_error(mistakes_in(error, cls), job=name) from None
+
+    @classmethod
+    def unknown_key(cls, key: str, value: object) -> Mistake:
+        """What to say of a key that is no field."""
+        near = nearest(key, cls.model_fields)
+        known = ", ".join(cls.model_fields)
+        help = f"did you mean '{near}'?" if near else f"known keys: {known}"
+        return Mistake((key,), f"unknown key '{key}'", help=help)
+
+
+@contextmanager
+def collecting() -> Iterator[None]:
+    """Inside, specs raise pydantic's ValidationError, for a caller who reports it itself."""
+    token = _collecting.set(True)
+    try:
+        yield
+    finally:
+        _collecting.reset(token)
+
+
+def mistakes_in(error: ValidationError, spec: type[Spec]) -> list[Mistake]:
+    """All that pydantic found wrong with a `spec`, in the order of its fields."""
+    return [
+        _mistake(details, spec)
+        for details in error.errors(include_url=False)
+        # A default that depends on other fields waits until these are right.
+        if details["type"] != "default_factory_not_called"
+    ]
+
+
+def job_error(mistakes: list[Mistake], *, job: object) -> JobError:
+    """The error for the mistakes of a job that was written in Python."""
+    if len(mistakes) == 1:
+        [one] = mistakes
+        found, expected = one.found or None, one.expected or None
+        return JobError(one.what, help=one.help, job=job, expected=expected, found=found)
+    rows = {str(index): mistake.line() for index, mistake in enumerate(mistakes, 1)}
+    return JobError(f"{len(mistakes)} mistakes in a job", help="", job=job, **rows)
+
+
+def _mistake(details: ErrorDetails, spec: type[Spec]) -> Mistake:
+    loc, kind, found = details["loc"], details["type"], _short(details.get("input"))
+    context = details.get("ctx", {})
+    if kind == "tlora":
+        expected = context["expected"]
+        return Mistake(loc, context["what"], expected, found if expected else "", context["help"])
+    owner, field = _owner(spec, loc)
+    key = str(loc[-1]) if loc else "the job"
+    if kind == "extra_forbidden":
+        unknown = owner.unknown_key(key, details.get("input"))
+        return Mistake(loc, unknown.what, unknown.expected, unknown.found, unknown.help)
+    if kind == "missing":
+        return Mistake(loc, f"'{key}' is missing")
+    if key == "[key]":
+        loc = loc[:-1]
+    path = ".".join(str(part) for part in loc) or "the job"
+    expected = _allowed(field) or _KINDS.get(kind.split("_")[0], "")
+    expected = expected or details["msg"].removeprefix("Input should be ")
+    near = nearest(str(details.get("input")), _choices(field))
+    return Mistake(
+        loc, f"wrong value of '{path}'", expected, found, f"did you mean '{near}'?" if near else ""
+    )
+
+
+def _owner(spec: type[Spec], loc: tuple[str | int, ...]) -> tuple[type[Spec], FieldInfo | None]:
+    """The spec that holds the last key of `loc`, and that key's field."""
+    for part in loc[:-1]:
+        field = spec.model_fields.get(str(part))
+        inside = spec.inner.get(str(part)) or (field.annotation if field else None)
+        if not (isinstance(inside, type) and issubclass(inside, Spec)):
+            return spec, field
+        spec = inside
+    return spec, spec.model_fields.get(str(loc[-1])) if loc else None
+
+
+def _choices(field: FieldInfo | None) -> list[str]:
+    if field is None:
+        return []
+    hints = [field.annotation, *get_args(field.annotation)]
+    return [
+        str(choice) for hint in hints if get_origin(hint) is Literal for choice in get_args(hint)
+    ]
+
+
+def _allowed(field: FieldInfo | None) -> str:
+    """The values that a field allows, as a user would write the range."""
+    if field is None:
+        return ""
+    if choices := _choices(field):
+        return "one of " + ", ".join(choices)
+    low, high = "", ""
+    for bound in field.metadata:
+        match bound:
+            case annotated_types.Ge(ge=number):
+                low = f"{number} <= "
+            case annotated_types.Gt(gt=number):
+                low = f"{number} < "
+            case annotated_types.Le(le=number):
+                high = f" <= {number}"
+            case annotated_types.Lt(lt=number):
+                high = f" < {number}"
+            case _:
+                pass
+    if not low and not high:
+        return ""
+    kinds = _plain_types(field.annotation)
+    unit = "a whole number" if int in kinds else "a number"
+    null = " or null" if type(None) in kinds else ""
+    return f"{unit} n with {low}n{high}{null}"
+
+
+def _plain_types(hint: Any) -> set[Any]:
+    """The types that a hint joins, without what Annotated adds to them."""
+    if get_origin(hint) is Annotated:
+        return _plain_types(get_args(hint)[0])
+    return {hint}.union(*(_plain_types(arg) for arg in get_args(hint)))
+
+
+def _short(value: object) -> str:
+    text = repr(value)
+    return text if len(text) <= 60 else text[:57] + "..."

@@ -1,0 +1,1 @@
+"""One model of a step's time and memory, which planners and the scheduler ask."""

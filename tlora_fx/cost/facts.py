@@ -1,0 +1,203 @@
+"""What planning needs to know of a model: its layers, their weights, sites and attention.
+
+All of it comes from the graphs, so no weights and no hardware are needed. Sizes are those of the
+whole model, also where a pass has cut its tensors.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable
+from math import prod
+from typing import Any
+
+import torch
+from torch import fx
+
+from tlora_fx.cost.model_facts import Attention, LayerFacts, ModelFacts, SiteFacts
+from tlora_fx.ir.graph import GroupGraph, TensorRef, is_call, placeholders
+from tlora_fx.ir.lora_sites import lowered_sites
+from tlora_fx.model.supermodel import SuperModel
+from tlora_fx.ops.host_tables import reads_on_host
+from tlora_fx.ops.room import tail_of
+from tlora_fx.passes.lower_loss import HEAD
+
+ATTENTION = torch.ops.tlora_fx.packed_attention.default
+# Place of the window among the operator's arguments.
+WINDOW = 11
+ADAM_STATES = 2
+#: Tensors of a parameter's size that an optimizer keeps; all others keep two.
+STATES = {"sgd": 0, "adagrad": 1, "rmsprop": 1, "adafactor": 0}
+
+
+def facts_of(model: SuperModel) -> ModelFacts:
+    """The facts of a compiled model, materialized or not."""
+    group = model.group
+    layers = tuple(_layer(group, path) for path in model.layer_order())
+    root = _base_tensors(group.root)
+    head = _base_tensors(group.blocks[HEAD].graph) if HEAD in group.blocks else {}
+    outside = [_trained(group.root, group, "", ())]
+    if HEAD in group.blocks:
+        outside.append(_trained(group.blocks[HEAD].graph, group, "", ()))
+    return ModelFacts(
+        title=model.backbone.title,
+        dtype=str(model.backbone.dtype).removeprefix("torch."),
+        hidden=_hidden(model),
+        vocabulary=group.vocabulary,
+        layers=layers,
+        jobs=tuple(group.job_names),
+        root_bytes=sum(map(_bytes, root.values())),
+        head_bytes=sum(_bytes(ref) for name, ref in head.items() if name not in root),
+        root_trained=tuple(map(sum, zip(*outside, strict=True))),
+        tensors=tuple(2 * len(job.sites) for job in group.jobs),
+        trained_bytes=2 if any(job.adapter_dtype == "bfloat16" for job in model.jobs) else 4,
+        states=tuple(STATES.get(job.optim, ADAM_STATES) for job in model.jobs),
+        launched=why_launched(group),
+    )
+
+
+def why_launched(group: GroupGraph) -> tuple[str, ...]:
+    """Why no row of a model runs as a CUDA graph; empty where rows may."""
+    found = set() if group.form == "packed" else {"batch form"}
+    for graph in group.graphs():
+        found |= {_name_of(node) for node in graph.nodes if _reads_on_host(node)}
+    if HEAD in group.blocks:
+        # Each chunk of the loss has segments of its own, made while it runs: no graph can be
+        # replayed with others.
+        segments = placeholders(group.blocks[HEAD].graph).get("segments")
+        found |= {_name_of(node) for node in segments.users} if segments is not None else set()
+    return tuple(sorted(found))
+
+
+def _reads_on_host(node: fx.Node) -> bool:
+    """Whether a node calls an operator of ours that there reads a table of jobs on the host."""
+    target = node.target
+    if not isinstance(target, torch._ops.OpOverload) or target.namespace != "tlora_fx":
+        return False
+    given = fx.map_arg(_arguments(node, target), lambda one: one.meta.get("val"))
+    return reads_on_host(_name_of(node), given)
+
+
+def _name_of(node: fx.Node) -> str:
+    """An operator's name without its namespace and overload."""
+    return str(node.target).removeprefix("tlora_fx.").removesuffix(".default")
+
+
+def _arguments(node: fx.Node, target: torch._ops.OpOverload) -> dict[str, Any]:
+    """What an operator is given, by the names of its schema, defaults too."""
+    schema = target._schema.arguments
+    found = {one.name: one.default_value for one in schema if one.has_default_value()}
+    found |= {one.name: value for one, value in zip(schema, node.args, strict=False)}
+    return found | node.kwargs
+
+
+def _layer(group: GroupGraph, path: str) -> LayerFacts:
+    graph = group.block_of(path).graph
+    sites = tuple(_sites(graph, group, path))
+    base = next((b.graph for b in group.base.blocks.values() if path in b.instances), graph)
+    matrices, attention = _matrices(base), _attention(base)
+    return LayerFacts(
+        path=path,
+        structure=_structure(matrices, attention),
+        weight_bytes=sum(map(_bytes, _base_tensors(graph).values())),
+        room_bytes=sum(_room(site, _itemsize(graph)) for site in sites),
+        matrices=matrices,
+        attention=attention,
+        sites=sites,
+        trained=_trained(graph, group, path, sites),
+    )
+
+
+def _base_tensors(graph: fx.Graph) -> dict[str, TensorRef]:
+    """Frozen tensors that a graph reads, by name."""
+    refs = (node.meta["tensor"] for node in graph.nodes if node.op == "get_attr")
+    return {ref.name: ref for ref in refs if ref.owner == "base"}
+
+
+def _full(ref: TensorRef) -> tuple[int, ...]:
+    """The shape of the whole tensor, where processes hold pieces."""
+    cut = ref.shard
+    if cut is None:
+        return ref.shape
+    return tuple(n * cut[1] if place == cut[0] else n for place, n in enumerate(ref.shape))
+
+
+def _bytes(ref: TensorRef) -> int:
+    return prod(_full(ref)) * ref.dtype.itemsize
+
+
+def _itemsize(graph: fx.Graph) -> int:
+    sizes = [ref.dtype.itemsize for ref in _base_tensors(graph).values() if len(ref.shape) == 2]
+    return max(sizes, default=1)
+
+
+def _matrices(graph: fx.Graph) -> tuple[tuple[int, int], ...]:
+    shapes = [_full(ref.original or ref) for ref in _base_tensors(graph).values()]
+    return tuple(sorted((shape[1], shape[0]) for shape in shapes if len(shape) == 2))
+
+
+def _attention(graph: fx.Graph) -> tuple[Attention, ...]:
+    found = []
+    for node in graph.nodes:
+        if is_call(node, ATTENTION):
+            q, k = (node.args[place].meta["val"].shape for place in (0, 1))
+            heads, groups, width = int(q[1]), int(k[1]), int(q[2])
+            found.append(Attention(heads, groups, width, int(node.args[WINDOW])))
+    return tuple(found)
+
+
+def _structure(matrices: Iterable[tuple[int, int]], attention: Iterable[Attention]) -> str:
+    """A text that layers of one structure share, whatever the base is called."""
+    counted = Counter(matrices)
+    words = [f"{inner}x{outer}*{times}" for (inner, outer), times in sorted(counted.items())]
+    for one in attention:
+        window = "" if one.window < 0 else f"w{one.window}"
+        words.append(f"attention{one.heads}/{one.key_value_heads}x{one.head_dim}{window}")
+    return " ".join(words)
+
+
+def _sites(graph: fx.Graph, group: GroupGraph, layer: str) -> Iterable[SiteFacts]:
+    for site in lowered_sites(graph):
+        path = f"{layer}.{site.path}"
+        a, b = (site.arguments[name].meta["tensor"] for name in ("a", "b"))
+        ranks = tuple(
+            job.sites[path].rank if job.name in site.branches and path in job.sites else 0
+            for job in group.jobs
+        )
+        yield SiteFacts(_full(a)[1], _full(b)[1], ranks)
+
+
+def _room(site: SiteFacts, itemsize: int) -> int:
+    """What a buffer around an adapted weight has more than the weight (see ops/room.py)."""
+    tail = tail_of(sum(site.ranks))
+    return itemsize * tail * (site.width + tail)
+
+
+def _trained(
+    graph: fx.Graph, group: GroupGraph, layer: str, sites: Iterable[SiteFacts]
+) -> tuple[int, ...]:
+    """Numbers that each job trains in a graph, in shared operators or in branches of its own."""
+    found = Counter[str]()
+    for site in sites:
+        for job, rank in zip(group.job_names, site.ranks, strict=True):
+            found[job] += rank * site.width
+    seen = set()
+    for node in graph.nodes:
+        ref = node.meta.get("tensor") if node.op == "get_attr" else None
+        if ref is not None and ref.owner == "job" and str(node.target) not in seen:
+            seen.add(str(node.target))
+            found[node.meta["jobs"][0]] += prod(_full(ref))
+    return tuple(found[job] for job in group.job_names)
+
+
+def _hidden(model: SuperModel) -> int:
+    """Columns between layers: of what the last of them gives, or of the head's input."""
+    order = model.layer_order()
+    if order:
+        called = (n for n in model.group.root.nodes if n.op == "call_module")
+        last = next(node for node in called if str(node.target) == order[-1])
+        return int(last.meta["val"].shape[-1])
+    if HEAD in model.group.blocks:
+        first = next(iter(placeholders(model.group.blocks[HEAD].graph).values()))
+        return int(first.meta["val"].shape[-1])
+    return 0

@@ -1,0 +1,184 @@
+"""What a planner decides: how a Shared Super-Model is cut over processes.
+
+A plan is data. It names no machine and no process, so one file serves every run of the same jobs
+on as many processes.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from pathlib import Path
+from typing import Any, Literal, Self
+
+from pydantic import BaseModel, ConfigDict, PositiveInt, ValidationError, model_validator
+
+from tlora_fx.durable import replace_file
+from tlora_fx.errors import PlanFileError, PlanNotForModel
+from tlora_fx.model.supermodel import SuperModel
+from tlora_fx.planners.mesh_shape import DIMENSIONS, MeshShape
+
+__all__ = ["DIMENSIONS", "Estimate", "MeshShape", "Plan", "Schedule", "model_fingerprint"]
+
+Schedule = Literal["gpipe", "1f1b", "interleaved"]
+#: What plans could ask for before, and why it was taken out.
+TAKEN_OUT = {
+    "sequence_parallel": "sequence parallelism was taken out, as it was slower than whole rows at "
+    "every size measured on two H200",
+    "zero-bubble": "zero-bubble schedules were taken out, as they were never measured on GPUs and "
+    "ran layers uncompiled",
+}
+
+
+class Estimate(BaseModel):
+    """What a planner expects of a plan.
+
+    step_seconds   one round of the jobs' own sizes
+    memory_bytes   peak of the fullest process
+    profile        name of the profile that it was computed from
+    estimated      the profile was scaled from another GPU's, or is a roofline
+    """
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    step_seconds: float
+    memory_bytes: int
+    profile: str
+    estimated: bool = False
+
+
+class Plan(BaseModel):
+    """How a model runs on a mesh.
+
+    planner             name of the planner that made it
+    mesh                how many processes stand along each dimension
+    model               fingerprint of the base and of every job's sites (see model_fingerprint)
+    cuts                where a new stage begins, as places in `SuperModel.layer_order()`; n stages
+                        have n - 1 cuts, and stage s runs on pipeline rank s % pp
+    schedule            the order in which stages work
+    micro_batches       forwards of one replica in a round, at least
+    shard_base          the frozen base is sharded over dp and gathered layer by layer
+    keep_gathered       gathered weights are kept from a layer's forward to its backward, in a
+                        pipeline to the end of a round
+    recompute           layers keep their inputs only, and are computed again in the backward
+    nano_batches        parts of a micro-batch whose communication and compute overlap
+    estimate            what the planner expects of it
+    """
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    planner: str
+    mesh: MeshShape = MeshShape()
+    model: str = ""
+    cuts: tuple[int, ...] = ()
+    schedule: Schedule = "1f1b"
+    micro_batches: PositiveInt = 1
+    shard_base: bool = False
+    keep_gathered: bool = False
+    recompute: bool = False
+    nano_batches: PositiveInt = 1
+    estimate: Estimate | None = None
+
+    @model_validator(mode="before")
+    @classmethod
+    def _without_what_was_taken_out(cls, given: Any) -> Any:
+        if not isinstance(given, dict):
+            return given
+        if given.get("schedule") in TAKEN_OUT:
+            raise ValueError(TAKEN_OUT[given["schedule"]])
+        # Plans written before say `false`.
+        if given.get("sequence_parallel"):
+            raise ValueError(TAKEN_OUT["sequence_parallel"])
+        return {name: value for name, value in given.items() if name != "sequence_parallel"}
+
+    @model_validator(mode="after")
+    def _holds_together(self) -> Self:
+        if list(self.cuts) != sorted(set(self.cuts)) or (self.cuts and self.cuts[0] < 1):
+            raise ValueError("cuts must grow, and begin behind the first layer")
+        if self.stages % self.mesh.pp:
+            raise ValueError(f"{self.stages} stages do not divide over pp={self.mesh.pp}")
+        if self.mesh.pp == 1 and self.stages > 1:
+            raise ValueError(f"{self.stages} stages need pp > 1")
+        if self.schedule != "interleaved" and self.stages != self.mesh.pp:
+            raise ValueError("only the interleaved schedule has several stages a process")
+        return self
+
+    @property
+    def stages(self) -> int:
+        """How many stages the layers are cut into."""
+        return len(self.cuts) + 1
+
+    @property
+    def parts(self) -> int:
+        """How many rows each micro-batch of the jobs is cut into, at least."""
+        return self.mesh.dp * self.micro_batches
+
+    @property
+    def captures(self) -> bool:
+        """Whether rows of up to CAPTURED_TOKENS times tp may run as CUDA graphs (`row_graphs`).
+
+        Schedules of stages and cuts into nano-batches are decided by Python in every round. A
+        sharded base runs so where its weights are copied from peers.
+        """
+        return self.mesh.pp == 1 and self.nano_batches == 1
+
+    def save(self, path: Path | str) -> None:
+        """Write the plan as JSON.
+
+        raises    PlanFileError
+        """
+        try:
+            replace_file(Path(path), (self.model_dump_json(indent=2) + "\n").encode())
+        except OSError as error:
+            raise PlanFileError(
+                "a plan cannot be written", file=path, found=error, help="choose another path"
+            ) from error
+
+    @classmethod
+    def load(cls, path: Path | str) -> Self:
+        """Read what `save` wrote.
+
+        raises    PlanFileError
+        """
+        try:
+            return cls.model_validate_json(Path(path).read_bytes())
+        except (OSError, ValidationError) as error:
+            raise PlanFileError(
+                "this file is no plan",
+                file=path,
+                found=_told(error),
+                help="write one with `tlora-fx plan`, or from Python with Plan.save",
+            ) from error
+
+    def demand_for(self, model: SuperModel) -> None:
+        """Refuse a model that the plan was not made for.
+
+        raises    PlanNotForModel
+        """
+        found = model_fingerprint(model)
+        if self.model and self.model != found:
+            raise PlanNotForModel(
+                "the plan was made for another model",
+                plan=f"{self.planner} on {self.mesh}",
+                expected=self.model,
+                found=found,
+                help="the base, or a job's sites and ranks, have changed: make the plan again",
+            )
+
+
+def model_fingerprint(model: SuperModel) -> str:
+    """A hash of the base and of every job's sites: what a plan's cuts and costs rest on."""
+    group = model.group
+    sites = [
+        [[s.path, s.rank, s.scaling, s.dropout, s.kind] for _, s in sorted(job.sites.items())]
+        for job in group.jobs
+    ]
+    text = json.dumps([model.backbone.fingerprint(), group.form, group.compute, sites])
+    return hashlib.sha256(text.encode()).hexdigest()[:16]
+
+
+def _told(error: OSError | ValidationError) -> str:
+    if isinstance(error, OSError):
+        return str(error)
+    rows = [f"{'.'.join(map(str, one['loc'])) or 'plan'}: {one['msg']}" for one in error.errors()]
+    return "\n".join(rows)

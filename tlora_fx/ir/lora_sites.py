@@ -1,0 +1,109 @@
+"""The lowered sites of a graph, whether each has an operator of its own or shares one.
+
+`multi_lora_linear` serves one site, and its node is the site's result. `multi_lora_linears` serves
+sites that read one input, and each site's result is an `operator.getitem` of it. `multi_lora_add`
+serves one site whose frozen operator is a node of its own. Each result carries the site's tags:
+role, jobs, site, path, branches. Who looks for sites asks here, so that all forms look alike.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import fx
+
+import tlora_fx.ops  # noqa: F401  (registers the operators that are named here)
+from tlora_fx.ir.graph import is_call
+
+ONE = torch.ops.tlora_fx.multi_lora_linear.default
+SEVERAL = torch.ops.tlora_fx.multi_lora_linears.default
+ADD = torch.ops.tlora_fx.multi_lora_add.default
+# What multi_lora_linears takes as lists, an item a site, and what it calls some of them.
+LISTED = ("weight", "bias", "a", "b", "ranks", "scales", "rates", "site")
+SINGULAR = {"weights": "weight", "biases": "bias", "sites": "site"}
+
+
+@dataclass(frozen=True, slots=True)
+class LoweredSite:
+    """One frozen operator with the adapters of its jobs.
+
+    result       the node that holds the site's result
+    call         the operator that computes it
+    arguments    what multi_lora_linear takes for this site, by name and in its order; of
+                 multi_lora_add `y` instead of a weight and a bias
+    """
+
+    result: fx.Node
+    call: fx.Node
+    arguments: Mapping[str, Any]
+
+    @property
+    def operator(self) -> Any:
+        """What computes a site like this alone: multi_lora_linear, or multi_lora_add."""
+        return ADD if is_call(self.call, ADD) else ONE
+
+    @property
+    def path(self) -> str:
+        """Path of the frozen module; inside a block relative to the layer."""
+        return str(self.result.meta["site"])
+
+    @property
+    def jobs(self) -> tuple[str, ...]:
+        """The jobs that have an adapter here."""
+        return tuple(self.result.meta["jobs"])
+
+    @property
+    def inputs(self) -> list[fx.Node]:
+        """The nodes that the operator reads for this site."""
+        return [given for given in self.arguments.values() if isinstance(given, fx.Node)]
+
+    @property
+    def branches(self) -> Mapping[str, Any]:
+        """The branches that the operator stands for, by job."""
+        found: Mapping[str, Any] = self.result.meta.get("branches") or {}
+        return found
+
+
+def lowered_sites(graph: fx.Graph) -> Iterator[LoweredSite]:
+    """The lowered sites of a graph, in the order of their results."""
+    return (site for node in graph.nodes if (site := lowered_site(node)) is not None)
+
+
+def lowered_site(node: fx.Node) -> LoweredSite | None:
+    """The site whose result a node holds, None where it holds none."""
+    if is_call(node, ONE, ADD):
+        return LoweredSite(node, node, lowered_arguments(node))
+    if not is_call(node, operator.getitem):
+        return None
+    call, place = node.args
+    if not isinstance(call, fx.Node) or not serves_several(call):
+        return None
+    given = lowered_arguments(call)
+    own = {name: value[place] if name in LISTED else value for name, value in given.items()}
+    return LoweredSite(node, call, own)
+
+
+def serves_several(node: fx.Node) -> bool:
+    """Whether a node is the operator that several sites share."""
+    return is_call(node, SEVERAL)
+
+
+def is_lowered(node: fx.Node) -> bool:
+    """Whether a node is an operator of lowered sites, or holds the result of one."""
+    return serves_several(node) or lowered_site(node) is not None
+
+
+def lowered_arguments(call: fx.Node) -> dict[str, Any]:
+    """What an operator of lowered sites is given, by multi_lora_linear's names, defaults too."""
+    target: Any = call.target
+    found: dict[str, Any] = {}
+    for place, argument in enumerate(target._schema.arguments):
+        name = SINGULAR.get(argument.name, argument.name)
+        default = argument.default_value if argument.has_default_value() else None
+        given = call.args[place] if place < len(call.args) else None
+        found[name] = call.kwargs.get(argument.name, default) if given is None else given
+    return found

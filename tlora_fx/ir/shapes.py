@@ -1,0 +1,213 @@
+"""Shape propagation: run a graph's operators on fake tensors and note what comes out.
+
+An operator runs again only when something that it was given differs from last time, in shape,
+strides or type, or in plain content. What it was given is kept beside what came out and compared
+with what reaches it now, so nothing rests on a pass saying what it changed.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+from torch._dispatch.python import enable_python_dispatcher
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+
+from tlora_fx.errors import GraphInvalid
+from tlora_fx.ir.graph import Block, is_call
+
+# Segments have plain sizes, which fake tensors handle far faster than symbols. They are odd and
+# larger than any dimension of a model, so that none is taken for another or for a model's own.
+FIRST_SEGMENT_SIZE = 1_000_003
+RUN = "run"
+
+
+@dataclass(frozen=True, slots=True)
+class _Run:
+    """One run of an operator: everything that it was given, and what came out."""
+
+    mode: FakeTensorMode
+    target: Any
+    args: Any
+    kwargs: Any
+    value: Any
+
+    def gave(self, node: fx.Node, mode: FakeTensorMode, args: Any, kwargs: Any) -> bool:
+        """Whether the node's value is this run's, and a new run would be given the same."""
+        return (
+            self.mode is mode
+            and self.target is node.target
+            and self.value is node.meta.get("val")
+            and _same(self.args, args)
+            and _same(self.kwargs, kwargs)
+        )
+
+
+def _form(tensor: Tensor) -> tuple[Any, ...]:
+    """All of a fake tensor that decides what operators make of it."""
+    sizes = (*tensor.shape, *tensor.stride(), tensor.storage_offset())
+    plain = tuple(size.node.expr if isinstance(size, torch.SymInt) else size for size in sizes)
+    return tensor.dtype, tensor.device, plain
+
+
+def segment_size(job: int) -> int:
+    """The size that stands for a job's segment in propagated shapes, another for each job."""
+    return FIRST_SEGMENT_SIZE + 2 * job
+
+
+def fake_mode_of(graph: fx.Graph) -> FakeTensorMode:
+    """The mode that the graph's own values belong to."""
+    for node in graph.nodes:
+        value = node.meta.get("val")
+        if isinstance(value, FakeTensor):
+            return value.fake_mode
+    raise AssertionError("a graph without values")
+
+
+def fake_like(mode: FakeTensorMode, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+    """A fake tensor of fixed shape in a mode."""
+    with mode:
+        return torch.empty(shape, dtype=dtype, device="meta")
+
+
+def propagate(graph: fx.Graph, blocks: dict[str, Block] | None = None) -> None:
+    """Give every operator's node its value anew.
+
+    Placeholders and get_attr nodes keep theirs. What a job's segment holds gets a size of its
+    own, one for each job.
+
+    raises    GraphInvalid, naming the node at which the operators disagree
+    """
+    mode = fake_mode_of(graph)
+    by_layer = {layer: block for block in (blocks or {}).values() for layer in block.instances}
+    for node in graph.nodes:
+        if node.op == "call_module" and node.target in by_layer:
+            block = by_layer[str(node.target)]
+            _check_layer_inputs(node, block)
+            node.meta["val"] = _layer_output(block)
+        if node.op == "call_function":
+            give_value(node, mode)
+
+
+def give_value(node: fx.Node, mode: FakeTensorMode) -> None:
+    """Give an operator's node its value, where it is given other values than when it last ran.
+
+    raises    GraphInvalid, where the operator does not take them
+    """
+    args, kwargs = fx.map_arg((node.args, node.kwargs), lambda n: n.meta["val"])
+    known = node.meta.get(RUN)
+    if known is not None and known.gave(node, mode, args, kwargs):
+        return
+    try:
+        value = _run(node, mode, args, kwargs)
+    except Exception as error:
+        raise GraphInvalid(
+            "an operator does not take the values that reach it",
+            node=f"{node.format_node()}",
+            source=node.meta.get("source"),
+            found=f"{type(error).__name__}: {error}",
+            help="the pass that made this node is at fault",
+        ) from error
+    if "val" not in node.meta or not _same(node.meta["val"], value):
+        node.meta["val"] = value
+    node.meta[RUN] = _Run(mode, node.target, args, kwargs, node.meta["val"])
+
+
+def _run(node: fx.Node, mode: FakeTensorMode, args: Any, kwargs: Any) -> Any:
+    if is_call(node, torch.ops.tlora_fx.segment_read.default):
+        whole, _, job, dim = args
+        return fake_like(mode, _segment_shape(whole, job, dim), whole.dtype)
+    if is_call(node, torch.ops.tlora_fx.segment_write.default):
+        whole, value, _, job, dim = args
+        expected = _segment_shape(whole, job, dim)
+        if tuple(value.shape) != expected:
+            raise ValueError(f"a segment of {expected} is written from {tuple(value.shape)}")
+    # Composite operators (linear) take symbolic sizes only under Python's dispatcher.
+    with mode, enable_python_dispatcher():
+        return node.target(*args, **kwargs)  # type: ignore[operator]
+
+
+def _segment_shape(whole: Tensor, job: int, dim: int) -> tuple[Any, ...]:
+    """The shape of one job's part of a tensor."""
+    shape = list(whole.shape)
+    shape[dim] = segment_size(job)
+    return tuple(shape)
+
+
+def _layer_output(block: Block) -> Any:
+    """The value of a layer call: what the block's output node carries."""
+    output = next(node for node in reversed(block.graph.nodes) if node.op == "output")
+    return fx.map_arg(output.args[0], lambda n: n.meta["val"])
+
+
+def remember_runs(graph: fx.Graph) -> None:
+    """Take the values that a graph came with for those of its operators, so that none runs again.
+
+    Only for graphs whose values were made by running them: what the tracer hands over.
+    """
+    mode = fake_mode_of(graph)
+    for node in graph.nodes:
+        if node.op == "call_function" and all(
+            "val" in n.meta for n in (node, *node.all_input_nodes)
+        ):
+            args, kwargs = fx.map_arg((node.args, node.kwargs), lambda n: n.meta["val"])
+            node.meta[RUN] = _Run(mode, node.target, args, kwargs, node.meta["val"])
+
+
+def _check_layer_inputs(call: fx.Node, block: Block) -> None:
+    """A layer is given what its code was written for: as many values, of the same types."""
+    wanted = [node for node in block.graph.nodes if node.op == "placeholder"]
+    given = call.args
+    pairs = list(zip(wanted, given, strict=False))
+    wrong = next((pair for pair in pairs if not _fits(*pair)), None)
+    if len(wanted) == len(given) and wrong is None:
+        return
+    expected, found = f"{len(wanted)} inputs", f"{len(given)} inputs"
+    if wrong is not None:
+        expected, found = (_told(node) for node in wrong)
+    raise GraphInvalid(
+        "a layer is called with other values than its code takes",
+        node=call.format_node(),
+        expected=expected,
+        found=found,
+        help="the pass that changed the call, or the layer, is at fault",
+    )
+
+
+def _fits(wanted: fx.Node, given: Any) -> bool:
+    """Whether a value may stand for a layer's input; symbols are taken on trust."""
+    one = wanted.meta.get("val")
+    two = given.meta.get("val") if isinstance(given, fx.Node) else given
+    if not isinstance(one, Tensor) or not isinstance(two, Tensor):
+        return isinstance(one, Tensor) == isinstance(two, Tensor)
+    if one.dtype != two.dtype or one.dim() != two.dim():
+        return False
+    sizes = zip(one.shape, two.shape, strict=True)
+    return not any(isinstance(a, int) and isinstance(b, int) and a != b for a, b in sizes)
+
+
+def _told(given: Any) -> str:
+    value = given.meta.get("val") if isinstance(given, fx.Node) else given
+    kind = f"{list(value.shape)} {value.dtype}" if isinstance(value, Tensor) else type(value)
+    return f"{kind} ({given})"
+
+
+def _same(one: Any, two: Any) -> bool:
+    """Whether two arguments are the same to a fake run: shape, strides and type; else content."""
+    if one is two:
+        return True
+    if type(one) is not type(two):
+        return False
+    if isinstance(one, FakeTensor):
+        return _form(one) == _form(two)
+    if isinstance(one, torch.SymInt):
+        return bool(one.node.expr == two.node.expr)
+    if isinstance(one, (list, tuple)):
+        return len(one) == len(two) and all(_same(a, b) for a, b in zip(one, two, strict=True))
+    if isinstance(one, dict):
+        return list(one) == list(two) and all(_same(one[name], two[name]) for name in one)
+    if isinstance(one, slice):
+        return _same((one.start, one.stop, one.step), (two.start, two.stop, two.step))
+    return isinstance(one, (int, float, str)) and one == two

@@ -1,0 +1,135 @@
+"""What must hold of the tags of nodes after every pass.
+
+An adapter node belongs to exactly one job, and only that job's nodes read it; a lowered operator
+takes each job's rows by themselves, so it serves the jobs that it names. A shared node may serve
+all jobs, so it reads nothing of one job alone but through a segment write. There is one loss, and
+it is what the model returns.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Iterator
+
+import torch
+import torch.utils._pytree as pytree
+from torch import fx
+
+from tlora_fx.errors import TagsBroken
+from tlora_fx.fingerprint import named_graphs, owners
+from tlora_fx.ir.graph import GroupGraph, JobGraph, is_call, output_of
+from tlora_fx.ir.lora_sites import is_lowered, lowered_arguments, serves_several
+
+ROLES = ("backbone", "adapter", "shared", "table", "loss")
+WRITE = torch.ops.tlora_fx.segment_write.default
+
+
+def check_tags(graphs: JobGraph | GroupGraph) -> None:
+    """Check all graphs that are tagged.
+
+    raises    TagsBroken, naming the node
+    """
+    for owner in owners(graphs):
+        if not any("role" in node.meta for node in owner.root.nodes):
+            continue
+        fused = isinstance(owner, GroupGraph)
+        names = tuple(owner.job_names) if isinstance(owner, GroupGraph) else (owner.name,)
+        nodes = [
+            (where, node)
+            for where, graph in named_graphs(owner)
+            for node in graph.nodes
+            if node.op != "output"
+        ]
+        for where, node in nodes:
+            _check_node(node, where, names)
+        for where, node in nodes if fused else ():
+            if node.meta["role"] == "adapter":
+                _check_readers(node, where, tuple(node.meta["jobs"]))
+        if isinstance(owner, GroupGraph):
+            _check_loss(owner)
+
+
+def hands_to_all(node: fx.Node) -> bool:
+    """Whether an adapter's node holds rows of all jobs, of which it changed some jobs' parts."""
+    return is_call(node, WRITE) or is_lowered(node)
+
+
+def _check_node(node: fx.Node, where: str, names: tuple[str, ...]) -> None:
+    role, jobs = node.meta.get("role"), tuple(node.meta.get("jobs") or ())
+    if role not in ROLES:
+        raise _broken(node, where, f"one of {', '.join(ROLES)}", f"role {role!r}")
+    if not set(jobs) <= set(names):
+        raise _broken(node, where, f"jobs among {', '.join(names)}", ", ".join(jobs))
+    if role == "adapter" and len(jobs) != 1 and not _serves_several(node):
+        raise _broken(node, where, "an adapter node of exactly one job", _told(jobs))
+    if role == "shared" and jobs != names:
+        raise _broken(node, where, "a shared node that serves all jobs", _told(jobs))
+    if serves_several(node):
+        _check_results(node, where)
+
+
+def _check_results(node: fx.Node, where: str) -> None:
+    """Each site of an operator has one result, which carries the site's tags."""
+    sites = len(lowered_arguments(node)["weight"])
+    places = {user.args[1] for user in node.users if is_call(user, operator.getitem)}
+    if len(node.users) != sites or places != set(range(sites)):
+        found = ", ".join(user.format_node() or user.name for user in node.users) or "none"
+        raise _broken(node, where, f"a getitem for each of its {sites} sites", found)
+
+
+def _check_readers(node: fx.Node, where: str, jobs: tuple[str, ...]) -> None:
+    """What one job's node computes reaches others through a segment write only."""
+    if hands_to_all(node):
+        return
+    for user in node.users:
+        theirs = tuple(user.meta.get("jobs") or ())
+        if (
+            user.op == "output"
+            or user.meta.get("role") != "adapter"
+            or not set(jobs) <= set(theirs)
+        ):
+            found = f"{user.name}, {user.meta.get('role')} of {_told(theirs)}, reads it"
+            raise _broken(node, where, f"read by nodes of {_told(jobs)} only", found)
+
+
+def _serves_several(node: fx.Node) -> bool:
+    """Whether a node is a lowered operator, or computes what only such operators read."""
+    if is_lowered(node):
+        return True
+    return bool(node.users) and all(_serves_several(user) for user in node.users)
+
+
+def _check_loss(group: GroupGraph) -> None:
+    losses = [node for graph in group.graphs() for node in graph.nodes if _is_loss(node)]
+    if not losses:
+        return
+    returned = list(_nodes(output_of(group.root).args))
+    if len(losses) != 1 or returned != losses:
+        found = ", ".join(node.name for node in losses)
+        raise _broken(losses[-1], "", "one loss, which the model returns", found)
+    shape = tuple(losses[0].meta["val"].shape)
+    if shape != (len(group.jobs),):
+        raise _broken(losses[0], "", f"a loss for each of {len(group.jobs)} jobs", str(shape))
+
+
+def _is_loss(node: fx.Node) -> bool:
+    return node.meta.get("role") == "loss"
+
+
+def _nodes(value: object) -> Iterator[fx.Node]:
+    return (item for item in pytree.tree_leaves(value) if isinstance(item, fx.Node))
+
+
+def _told(jobs: tuple[str, ...]) -> str:
+    return ", ".join(jobs) or "no job"
+
+
+def _broken(node: fx.Node, where: str, expected: str, found: str) -> TagsBroken:
+    return TagsBroken(
+        "a node's tags do not hold",
+        node=f"{where}.{node.name}" if where else node.name,
+        target=node.target,
+        expected=expected,
+        found=found,
+        help="new nodes take role and jobs from the nodes that they are made of",
+    )

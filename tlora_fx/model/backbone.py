@@ -1,0 +1,204 @@
+"""The frozen base: its architecture without its weights.
+
+Compiling needs no weights. A `Backbone` holds the base's own, unmodified module with every
+parameter on the meta device, and beside it the few values that no checkpoint holds: buffers that
+model code computes (rotary frequencies, embedding scales) and the starts of one-dimensional
+parameters.
+"""
+
+from __future__ import annotations
+
+import copy
+import hashlib
+import json
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from tlora_fx.config.job import BaseSpec
+from tlora_fx.errors import BaseNotLoadable
+
+
+@dataclass
+class Backbone:
+    """A frozen base on the meta device.
+
+    spec      where it comes from
+    model     the unmodified module; parameters and buffers on meta
+    values    real tensors by canonical name, as far as they are known without a checkpoint
+    names     id of each parameter and buffer to its canonical name (the first of tied names)
+    """
+
+    spec: BaseSpec
+    model: nn.Module
+    values: dict[str, Tensor]
+    names: dict[int, str] = field(default_factory=dict)
+
+    @property
+    def config(self) -> Any:
+        """The transformers config, None for a plain module."""
+        return getattr(self.model, "config", None)
+
+    @property
+    def title(self) -> str:
+        """What people call this base."""
+        spec = self.spec
+        return spec.model or (str(spec.config) if spec.config else type(self.model).__name__)
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """The dtype of the base's floating-point parameters."""
+        return next(p.dtype for p in self.model.parameters() if p.is_floating_point())
+
+    def persistent_names(self) -> set[str]:
+        """Canonical names of what a checkpoint of the base holds."""
+        return {self.names[id(t)] for t in self.model.state_dict(keep_vars=True).values()}
+
+    def fingerprint(self) -> str:
+        """A hash of architecture, dtype and source of weights."""
+        shapes = {n: [str(p.dtype), *p.shape] for n, p in self.model.named_parameters()}
+        config = self.config.to_dict() if self.config is not None else {}
+        source: list[object] = [self.spec.model, str(self.spec.config), self.spec.seed]
+        if self.spec.module is not None:
+            source.extend(float(value.double().sum()) for value in self.values.values())
+        if self.spec.model is not None and Path(self.spec.model).is_dir():
+            files = sorted(Path(self.spec.model).glob("*.safetensors"))
+            source.extend((file.name, file.stat().st_size) for file in files)
+        text = json.dumps([source, shapes, config], default=str, sort_keys=True)
+        return hashlib.sha256(text.encode()).hexdigest()[:16]
+
+    def copy_model(self, instead: Mapping[str, nn.Module] | None = None) -> nn.Module:
+        """A copy of the module tree that shares every parameter and buffer with the base.
+
+        instead   modules to put in place of copies, by path
+        """
+        tensors = [*self.model.parameters(), *self.model.buffers()]
+        known: dict[int, Any] = {id(t): t for t in tensors}
+        for path, module in (instead or {}).items():
+            known[id(self.model.get_submodule(path))] = module
+        return copy.deepcopy(self.model, known)
+
+
+def load_backbone(spec: BaseSpec, *, dropout: bool = True) -> Backbone:
+    """Build a base from its config alone, or take the module that the user gave.
+
+    dropout   False: the base's own dropout rates are 0
+    raises    BaseNotLoadable when transformers cannot build it
+    """
+    if spec.module is not None:
+        tensors = [*spec.module.parameters(), *spec.module.buffers()]
+        model = copy.deepcopy(spec.module, {id(t): t for t in tensors})
+    else:
+        model = build_skeleton(spec, dropout=dropout)
+    model.train()
+    if not dropout:
+        for module in model.modules():
+            if isinstance(module, nn.Dropout):
+                module.p = 0.0
+    values = _move_to_meta(model)
+    for parameter in model.parameters():
+        parameter.requires_grad_(False)
+    names: dict[int, str] = {}
+    for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
+        names.setdefault(id(tensor), name)
+    return Backbone(spec, model, values, names)
+
+
+def load_config(spec: BaseSpec, *, dropout: bool = True) -> Any:
+    """The transformers config of a base, with what training needs switched.
+
+    dropout   False: every dropout rate in it is 0
+
+    raises    BaseNotLoadable
+    """
+    from transformers import AutoConfig
+
+    source = spec.model or str(spec.config)
+    try:
+        config = AutoConfig.from_pretrained(source, trust_remote_code=spec.trust_remote_code)
+    except (OSError, ValueError, KeyError) as error:
+        raise BaseNotLoadable(
+            "the base's config cannot be read",
+            base=source,
+            found=error,
+            help="give a hub id, or a folder with config.json; remote code needs "
+            "base.trust_remote_code: true",
+        ) from error
+    config.use_cache = False
+    for name, value in list(vars(config).items()) if not dropout else ():
+        if isinstance(value, float) and ("drop" in name or name.endswith("_pdrop")):
+            setattr(config, name, 0.0)
+    return config
+
+
+def build_skeleton(spec: BaseSpec, *, dropout: bool = True) -> nn.Module:
+    """The base's module with matrices on meta; vectors and buffers as its own code starts them."""
+    from transformers import AutoModelForCausalLM
+
+    factory: Any = AutoModelForCausalLM
+    config = load_config(spec, dropout=dropout)
+    try:
+        with matrices_on_meta(), torch.random.fork_rng(devices=[]):
+            torch.manual_seed(spec.seed)
+            model = factory.from_config(
+                config,
+                dtype=getattr(torch, spec.dtype),
+                attn_implementation="eager",
+                trust_remote_code=spec.trust_remote_code,
+            )
+    except (ValueError, ImportError, AttributeError, KeyError, TypeError) as error:
+        raise BaseNotLoadable(
+            "transformers cannot build this base as a causal language model",
+            base=spec.model or spec.config,
+            found=f"{type(error).__name__}: {error}",
+            help="check config.json, or hand the nn.Module over from Python",
+        ) from error
+    assert isinstance(model, nn.Module)
+    return model
+
+
+@contextmanager
+def matrices_on_meta() -> Iterator[None]:
+    """Within this, every parameter of two or more dimensions is registered on meta.
+
+    Vectors and buffers stay real: they are small, and no checkpoint may hold them.
+    """
+    original = nn.Module.register_parameter
+
+    def register(module: nn.Module, name: str, param: nn.Parameter | None) -> None:
+        if param is not None and param.dim() > 1 and not param.is_meta:
+            param = nn.Parameter(param.to("meta"), requires_grad=param.requires_grad)
+        original(module, name, param)
+
+    nn.Module.register_parameter = register  # type: ignore[method-assign, assignment]
+    try:
+        yield
+    finally:
+        nn.Module.register_parameter = original  # type: ignore[method-assign]
+
+
+def _move_to_meta(model: nn.Module) -> dict[str, Tensor]:
+    """Replace each tensor by one on meta, ties kept; return the real ones by canonical name."""
+    values: dict[str, Tensor] = {}
+    moved: dict[int, Tensor] = {}
+    keep: list[Tensor] = []  # ids stay unique while the originals live
+    for path, module in model.named_modules():
+        for store in (module._parameters, module._buffers):
+            for name, tensor in store.items():
+                if tensor is None:
+                    continue
+                keep.append(tensor)
+                if id(tensor) not in moved:
+                    twin: Tensor = tensor.detach().to("meta")
+                    if isinstance(tensor, nn.Parameter):
+                        twin = nn.Parameter(twin, requires_grad=False)
+                    moved[id(tensor)] = twin
+                    if not tensor.is_meta:
+                        values[f"{path}.{name}" if path else name] = tensor.detach()
+                store[name] = moved[id(tensor)]
+    return values

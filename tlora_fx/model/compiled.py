@@ -1,0 +1,100 @@
+"""Compile a Shared Super-Model layer by layer: one compilation serves all layers of a structure.
+
+A whole model as one graph takes longer to compile the deeper it is. Here `torch.compile` sees one
+layer's code, once for each structure, and once more for a first layer whose input needs no
+gradient. Sizes that depend on the row are marked as dynamic before every call, by what tracing
+knows of them, so that no row gives rise to another compilation: neither its number of tokens, nor
+a size that happens to equal another one, nor a job without tokens.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, fx, nn
+
+from tlora_fx.ir.graph import placeholders
+from tlora_fx.ops.compile_caches import mark_compile_caches
+from tlora_fx.ops.empty_grids import allow_empty_grids
+from tlora_fx.recompute import recomputed
+
+# Sizes below it are constants to torch: it would make code for each.
+SMALLEST_DYNAMIC = 2
+# Tables of one size for all rows, and those as long as the row has targets (see batch.py).
+PER_JOB = ("segments", "keys", "target_segments")
+PER_TARGET = ("target_rows", "targets")
+
+Sizes = Sequence[Sequence[int]]
+
+
+class CompiledMethod:
+    """What an instance runs in place of a method that all instances of its class share.
+
+    plain     the method as the class has it
+    code      the same, compiled
+    owner     the instance
+    dynamic   for each argument the dimensions whose size depends on the row
+    """
+
+    def __init__(
+        self, plain: Callable[..., Any], code: Callable[..., Any], owner: nn.Module, dynamic: Sizes
+    ) -> None:
+        self.plain, self.code, self.owner, self.dynamic = plain, code, owner, dynamic
+
+    def __call__(self, *args: Tensor) -> Any:
+        """Run compiled; inside another compilation, and where a size is 0 or 1, run as it is."""
+        if torch.compiler.is_compiling() or self._is_small(args):
+            return self.plain(self.owner, *args)
+        for value, dimensions in zip(args, self.dynamic, strict=True):
+            for dimension in dimensions:
+                torch._dynamo.mark_dynamic(value, dimension)
+        return self.code(self.owner, *args)
+
+    def _is_small(self, args: Sequence[Tensor]) -> bool:
+        return any(
+            value.shape[dimension] < SMALLEST_DYNAMIC
+            for value, dimensions in zip(args, self.dynamic, strict=True)
+            for dimension in dimensions
+        )
+
+
+def compile_method(
+    owners: Sequence[nn.Module], name: str, dynamic: Sizes, options: dict[str, Any]
+) -> None:
+    """Compile a method of one class once, and let these instances run it.
+
+    dynamic   for each argument the dimensions whose size depends on the row
+    options   of `torch.compile`; with `dynamic=False` no size is marked
+    """
+    mark_compile_caches()
+    allow_empty_grids()
+    # torch.compile takes some of its inner options out of the mapping that it is given.
+    options = {k: dict(v) if isinstance(v, dict) else v for k, v in options.items()}
+    plain = getattr(type(owners[0]), name)
+    inner = getattr(plain, "inner", None)
+    # What is computed again is the compiled code as a whole.
+    code = (
+        torch.compile(plain, **options)
+        if inner is None
+        else recomputed(torch.compile(inner, **options))
+    )
+    marked: Sizes = [()] * len(dynamic) if options.get("dynamic") is False else dynamic
+    for owner in owners:
+        # An instance's own attribute stands before its class's method.
+        owner.__dict__[name] = CompiledMethod(plain, code, owner, marked)
+
+
+def row_sizes(graph: fx.Graph) -> dict[str, tuple[int, ...]]:
+    """For each input of a graph the dimensions whose size depends on the row."""
+    return {name: _sizes(name, node.meta["val"]) for name, node in placeholders(graph).items()}
+
+
+def _sizes(name: str, value: Tensor) -> tuple[int, ...]:
+    if name in PER_JOB:
+        return ()
+    if name in PER_TARGET:
+        return (0,)
+    sizes = enumerate(value.shape)
+    return tuple(place for place, size in sizes if isinstance(size, torch.SymInt))

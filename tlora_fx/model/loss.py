@@ -1,0 +1,182 @@
+"""Each job's loss, from the last hidden state to a sum, without the logits of the whole row."""
+
+from __future__ import annotations
+
+from itertools import pairwise
+from typing import Any, cast
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from tlora_fx.model.batch import IGNORED
+from tlora_fx.ops import segment_sum, tp_cross_entropy
+from tlora_fx.ops.tensor_groups import GROUP
+
+CHUNK_BYTES = 256 * 2**20
+
+
+class ChunkedLoss(nn.Module):
+    """Sums of token losses, a job each.
+
+    head         the graph from the last hidden state to the logits
+    vocabulary   size of the logits' last dimension
+    tables       names of the row tables that the head takes after the hidden state
+    lines        whether jobs own lines, as in batch form: each row is then a line of one token
+    shards       processes that hold the logits of a piece of the vocabulary each; `vocabulary` is
+                 then a piece's size
+
+    `pieces` is set while a program is exported: the number of chunks, whatever the row. Chunks of
+    such a program are not computed again in the backward.
+    """
+
+    def __init__(
+        self,
+        head: nn.Module,
+        vocabulary: int,
+        tables: tuple[str, ...],
+        *,
+        lines: bool = False,
+        shards: int = 1,
+    ) -> None:
+        super().__init__()
+        self.shards = shards
+        self.head = head
+        self.tables = tables
+        self.pieces: int | None = None
+        self.width_dim = 1 if lines else 0
+        self.chunk_rows = max(64, CHUNK_BYTES // (4 * vocabulary))
+
+    def forward(
+        self,
+        hidden: Tensor,
+        target_rows: Tensor,
+        targets: Tensor,
+        target_segments: Tensor,
+        *tables: Tensor,
+    ) -> Tensor:
+        """The loss sum of each job.
+
+        hidden            [1, T, H], in batch form [B, S, H]
+        target_rows       int64 [N], flat positions with a target
+        targets           int64 [N]
+        target_segments   int32 [J + 1] on the CPU
+        tables            the row's tables, as named by `tables`
+        returns           [J], float32, or wider where the logits are
+        """
+        if self.pieces is not None:
+            row = (hidden, target_rows, targets, target_segments)
+            return self._in_pieces(self.pieces, *row, *tables)
+        given = dict(zip(self.tables, tables, strict=True))
+        flat = hidden.reshape(-1, hidden.shape[-1])
+        if target_rows.shape[0] == 0:
+            wide = torch.promote_types(torch.float32, hidden.dtype)
+            return flat[:0].sum().to(wide).expand(target_segments.shape[0] - 1)
+        losses = [
+            self._losses(flat, target_rows, targets, target_segments, given, start, stop)
+            for start, stop in pairwise(self._cuts(target_rows.shape[0]))
+        ]
+        return cast(Tensor, segment_sum(torch.cat(losses), target_segments))
+
+    def pieces_for(self, rows: int) -> int:
+        """How many chunks so many target rows need."""
+        return max(1, -(-rows // self.chunk_rows))
+
+    def _cuts(self, rows: int) -> list[int]:
+        """Where chunks of target rows begin, and where the last one ends.
+
+        Chunks are of one size and their number is a power of two, so that compiled code is made
+        again only when the rows of targets double.
+        """
+        pieces = 1
+        while pieces * self.chunk_rows < rows:
+            pieces *= 2
+        return [rows * piece // pieces for piece in range(pieces + 1)]
+
+    def _losses(
+        self,
+        flat: Tensor,
+        target_rows: Tensor,
+        targets: Tensor,
+        target_segments: Tensor,
+        given: dict[str, Tensor],
+        start: int,
+        stop: int,
+    ) -> Tensor:
+        """The losses of one chunk's rows; its logits are computed again in the backward."""
+        rows = target_rows[start:stop]
+        args = (
+            flat.index_select(0, rows).unsqueeze(self.width_dim),
+            targets[start:stop],
+            *self._tables_of(given, rows, target_segments, start, stop),
+        )
+        losses = checkpoint(self.chunk, *args, use_reentrant=False, preserve_rng_state=False)
+        return cast(Tensor, losses)
+
+    def _in_pieces(
+        self,
+        pieces: int,
+        hidden: Tensor,
+        target_rows: Tensor,
+        targets: Tensor,
+        target_segments: Tensor,
+        *tables: Tensor,
+    ) -> Tensor:
+        """The same loss sums by code that is the same for every number of targets.
+
+        Rows of zeros, which no job's loss counts, fill each piece to one size of at least two.
+
+        pieces    how many chunks there are; all else as for `forward`
+        """
+        count = target_rows.shape[0]
+        size = count // pieces + 2
+        padding = pieces * size - count
+        flat = F.pad(hidden.reshape(-1, hidden.shape[-1])[target_rows], (0, 0, 0, padding))
+        wanted = F.pad(targets, (0, padding), value=IGNORED)
+        segments = torch.cat([target_segments[:-1], target_segments[-1:] + padding])
+        given = dict(zip(self.tables, tables, strict=True))
+        if "token_index" in given:
+            index = given["token_index"].reshape(-1)[target_rows]
+            given["token_index"] = F.pad(index, (0, padding))
+        every = torch.arange(pieces * size, device=flat.device)
+        losses = [
+            self.chunk(
+                flat[start : start + size].unsqueeze(self.width_dim),
+                wanted[start : start + size],
+                *self._tables_of(given, every[start : start + size], segments, start, start + size),
+            )
+            for start in (piece * size for piece in range(pieces))
+        ]
+        return cast(Tensor, segment_sum(torch.cat(losses)[:count], target_segments))
+
+    def chunk_sizes(self) -> list[tuple[int, ...]]:
+        """For each argument of `chunk` the dimensions of size n."""
+        rows = (1 - self.width_dim,)
+        return [rows, (0,), *(rows if name == "token_index" else () for name in self.tables)]
+
+    def _tables_of(
+        self, given: dict[str, Tensor], rows: Tensor, segments: Tensor, start: int, stop: int
+    ) -> tuple[Tensor, ...]:
+        """The row's tables for the rows of one chunk."""
+        made: dict[str, Any] = dict(given)
+        if "segments" in given:
+            made["segments"] = (segments.clamp(start, stop) - start).to(torch.int32)
+        if "token_index" in given:
+            index = given["token_index"].reshape(-1).index_select(0, rows)
+            made["token_index"] = index.unsqueeze(self.width_dim)
+        return tuple(made[name] for name in self.tables)
+
+    def chunk(self, hidden: Tensor, targets: Tensor, *tables: Tensor) -> Tensor:
+        """The loss of each of n rows.
+
+        hidden    [1, n, H], in batch form [n, 1, H]
+        targets   int64 [n]
+        tables    the row's tables for these rows
+        returns   [n]
+        """
+        logits = self.head(hidden, *tables).squeeze(self.width_dim)
+        wide = torch.promote_types(torch.float32, logits.dtype)
+        if self.shards > 1:
+            return tp_cross_entropy(logits.to(wide), targets, GROUP)
+        return F.cross_entropy(logits.to(wide), targets, reduction="none")

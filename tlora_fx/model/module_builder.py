@@ -1,0 +1,248 @@
+"""Hang a fused graph's tensors and adapter banks, empty, into the modules that run it."""
+
+from __future__ import annotations
+
+import itertools
+import linecache
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, NamedTuple, cast
+
+import torch
+from torch import Tensor, fx, nn
+
+from tlora_fx.ir.graph import Block, GroupGraph, Pieces, TensorRef, output_of, placeholders
+from tlora_fx.ir.lora_sites import LoweredSite, lowered_sites
+from tlora_fx.model.adapter_bank import AdapterBank
+from tlora_fx.model.loss import ChunkedLoss
+from tlora_fx.model.source import class_name
+from tlora_fx.ops import site_id
+from tlora_fx.passes.lower_loss import HEAD, LOSS
+from tlora_fx.tracing.export import PEFT_PREFIX
+
+
+class Container(nn.Module):
+    """A module that only holds others; `container[0]` is its child named "0"."""
+
+    def __getitem__(self, place: int) -> nn.Module:
+        return cast(nn.Module, self._modules[str(place)])
+
+
+class Place(NamedTuple):
+    """Where a tensor hangs.
+
+    path    of the tensor in the whole net
+    cut     how it is cut where processes hold pieces
+    """
+
+    module: nn.Module
+    slot: str
+    path: str
+    cut: Pieces | None = None
+
+    @property
+    def tensor(self) -> Tensor:
+        """What hangs there."""
+        found = self.module._parameters.get(self.slot)
+        return cast(Tensor, found if found is not None else self.module._buffers[self.slot])
+
+    def fill(self, tensor: Tensor) -> None:
+        """Hang a frozen tensor there."""
+        if self.slot in self.module._parameters:
+            self.module._parameters[self.slot] = nn.Parameter(tensor, requires_grad=False)
+        else:
+            self.module._buffers[self.slot] = tensor
+
+
+class Reformed(NamedTuple):
+    """A frozen tensor of the base, by name, that is stored in another form."""
+
+    place: Place
+    name: str
+    ref: TensorRef
+
+
+class Weight(NamedTuple):
+    """The frozen weight of a site, and its adapters."""
+
+    place: Place
+    bank: AdapterBank
+
+
+@dataclass(slots=True)
+class Hung:
+    """The modules of a fused graph, and where everything hangs.
+
+    base       frozen tensors by the base's names
+    reformed   frozen tensors in other forms
+    own        what one job trains outside of banks: by job, by PEFT's name
+    banks      adapters of every lowered site, by its path in the base
+    homes      where each bank's site hangs in the net, by the same path
+    weights    frozen weights of sites
+    """
+
+    net: nn.Module
+    base: dict[str, list[Place]] = field(default_factory=dict)
+    reformed: list[Reformed] = field(default_factory=list)
+    own: dict[str, dict[str, Place]] = field(default_factory=dict)
+    banks: dict[str, AdapterBank] = field(default_factory=dict)
+    homes: dict[str, str] = field(default_factory=dict)
+    weights: list[Weight] = field(default_factory=list)
+
+
+def hang(group: GroupGraph, source: str) -> Hung:
+    """Modules of the classes in `source`, with all tensors of the group's graphs on meta."""
+    classes = _run_source(source)
+    root = cast(nn.Module, classes["Root"]())
+    hanging = _Hanging(group, Hung(root, own={name: {} for name in group.job_names}))
+    hanging.tensors(root, group.root, "")
+    for block in group.blocks.values():
+        for layer in block.instances:
+            module = cast(nn.Module, classes[class_name(block)]())
+            if block.name == HEAD:
+                _hang_module(root, LOSS, _chunked_loss(group, module, block))
+                hanging.tensors(module, block.graph, "", f"{LOSS}.head")
+            else:
+                _hang_module(root, layer, module)
+                hanging.tensors(module, block.graph, layer, layer)
+    return hanging.hung
+
+
+class _Hanging:
+    """Hangs the tensors of one graph after the other."""
+
+    def __init__(self, group: GroupGraph, hung: Hung) -> None:
+        self.group, self.hung = group, hung
+
+    def tensors(self, module: nn.Module, graph: fx.Graph, layer: str, within: str = "") -> None:
+        """Hang what a graph reads.
+
+        layer    path of the layer in the base, "" for the root and the head
+        within   path of `module` in the net
+        """
+        for site in lowered_sites(graph):
+            bank = self.hung.banks.get(_joined(layer, site.path)) or self._bank(module, site, layer)
+            self.hung.homes[_joined(layer, site.path)] = _joined(within, site.path)
+            weight = site.arguments.get("weight")
+            if isinstance(weight, fx.Node) and _is_of_base(weight):
+                self.hung.weights.append(Weight(_place(module, weight, within), bank))
+        for node in graph.nodes:
+            if node.op == "get_attr":
+                self._tensor(_place(module, node, within), node, layer)
+
+    def _bank(self, module: nn.Module, site: LoweredSite, layer: str) -> AdapterBank:
+        path = _joined(layer, site.path)
+        sites = [
+            graph.sites.get(path) if graph.name in site.branches else None
+            for graph in self.group.jobs
+        ]
+        a, b = (site.arguments[name].meta["tensor"] for name in ("a", "b"))
+        shape = (a.shape[1], b.shape[1])
+        key = site_id(f"{path}.lora_dropout")
+        rows, cuts = self._bank_rows(site, layer), (a.shard, b.shard)
+        bank = AdapterBank(sites, shape, a.dtype, key, rows, cuts)
+        _hang_module(module, f"{site.path}.lora", bank)
+        self.hung.banks[path] = bank
+        return bank
+
+    def _bank_rows(self, site: LoweredSite, layer: str) -> int:
+        """How many rows a site's bank has: as many in every layer that shares code."""
+        layers = self.group.block_of(layer).instances if layer else ("",)
+        paths = [_joined(path, site.path) for path in layers]
+        adapters = [
+            [graph.sites[path] for graph in self.group.jobs
+             if graph.name in site.branches and path in graph.sites]
+            for path in paths
+        ]  # fmt: skip
+        return max(sum(own.rank for own in sites) for sites in adapters)
+
+    def _tensor(self, place: Place, node: fx.Node, layer: str) -> None:
+        ref: TensorRef = node.meta["tensor"]
+        owner, slot = place.module, place.slot
+        if slot in owner._parameters or slot in owner._buffers:
+            return
+        empty = torch.empty(ref.shape, dtype=ref.dtype, device="meta")
+        name = _joined(layer, ref.name)
+        if ref.owner == "job":
+            owner._parameters[slot] = nn.Parameter(empty)
+            peft = f"{PEFT_PREFIX}{name}" if layer else ref.name
+            self.hung.own[node.meta["jobs"][0]][peft] = place
+        elif ref.original is not None:
+            owner.register_buffer(slot, empty, persistent=False)
+            self.hung.reformed.append(Reformed(place, name, ref))
+        elif ref.owner == "base":
+            if ref.dtype.is_floating_point:
+                owner._parameters[slot] = nn.Parameter(empty, requires_grad=False)
+            else:
+                owner.register_buffer(slot, empty, persistent=False)
+            self.hung.base.setdefault(name, []).append(place)
+        elif ref.owner == "constant":
+            owner.register_buffer(slot, self.group.constants[ref.name], persistent=False)
+        else:
+            owner.register_buffer(slot, _table(node, ref, layer), persistent=False)
+
+
+def _table(node: fx.Node, ref: TensorRef, layer: str) -> Tensor:
+    """A table that a pass asked for: dropout rates, or a dropout's site."""
+    if str(node.target).endswith(".rates"):
+        return torch.full(ref.shape, node.meta["rate"], dtype=ref.dtype)
+    inside, number = str(node.meta["site_path"]), int(node.meta["site_number"])
+    path = _joined(layer, inside) + (f"#{number}" if number else "")
+    return torch.tensor(site_id(path), dtype=ref.dtype)
+
+
+def _chunked_loss(group: GroupGraph, head: nn.Module, block: Block) -> ChunkedLoss:
+    logits: Any = output_of(block.graph).args[0]
+    tables = tuple(placeholders(block.graph))[1:]
+    size = int(logits.meta["val"].shape[-1])
+    shards, lines = group.vocabulary // size, group.form == "batch"
+    return ChunkedLoss(head, size, tables, lines=lines, shards=shards)
+
+
+def _is_of_base(node: fx.Node) -> bool:
+    """Whether a node reads a tensor of the base as it is stored there."""
+    ref: TensorRef | None = node.meta.get("tensor") if node.op == "get_attr" else None
+    return ref is not None and ref.owner == "base" and ref.original is None
+
+
+def _joined(*parts: str) -> str:
+    return ".".join(part for part in parts if part)
+
+
+def _place(module: nn.Module, node: fx.Node, within: str) -> Place:
+    """Where a get_attr node's tensor hangs."""
+    target = str(node.target)
+    owner, slot = _owner_of(module, target)
+    return Place(owner, slot, _joined(within, target), node.meta["tensor"].shard)
+
+
+def _owner_of(module: nn.Module, target: str) -> tuple[nn.Module, str]:
+    path, _, name = target.rpartition(".")
+    for part in path.split(".") if path else ():
+        if part not in module._modules:
+            module.add_module(part, Container())
+        module = cast(nn.Module, module._modules[part])
+    return module, name
+
+
+def _hang_module(root: nn.Module, path: str, module: nn.Module) -> None:
+    """Hang a module at a path; what containers already hung there move into it."""
+    owner, name = _owner_of(root, path)
+    before = owner._modules.get(name)
+    for child, inner in (before._modules if before is not None else {}).items():
+        module.add_module(child, inner)
+    owner.add_module(name, module)
+
+
+_SOURCES = itertools.count(1)
+
+
+def _run_source(text: str) -> dict[str, Any]:
+    """Execute generated source under a name of its own, so that tracebacks show its lines."""
+    file = f"<tlora_fx ssm {next(_SOURCES)}>"
+    linecache.cache[file] = (len(text), None, text.splitlines(keepends=True), file)
+    namespace: dict[str, Any] = {"__name__": Path(file).stem}
+    exec(compile(text, file, "exec"), namespace)  # noqa: S102  (our own printed graph)
+    # Nobody can import this module, and Dynamo imports what a function's globals are named after.
+    del namespace["__name__"]
+    return namespace

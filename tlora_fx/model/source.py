@@ -1,0 +1,348 @@
+"""Print graphs as Python that people read and the interpreter runs.
+
+What is printed is what trains: the Shared Super-Model executes the very text of `ssm.py`.
+"""
+
+from __future__ import annotations
+
+import keyword
+import math
+import operator
+import re
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch import fx
+
+from tlora_fx.ir.graph import Block, GroupGraph, JobGraph, is_call, placeholders, under
+from tlora_fx.ir.lora_sites import (
+    ADD,
+    ONE,
+    is_lowered,
+    lowered_arguments,
+    lowered_site,
+    serves_several,
+)
+
+HEADER = '''"""Shared Super-Model of {jobs} on {base}, written by tlora-fx.
+
+Each class is a graph: Root calls the layers, a layer class serves all layers of its structure.
+Modules own their tensors; `tlora_fx.compile` builds them and hangs them into these classes.
+T is the number of tokens in the row, T0 that of the first job's, and so on.
+"""
+
+import torch
+from torch import nn
+
+import tlora_fx.ops
+
+aten = torch.ops.aten
+tlora = torch.ops.tlora_fx
+END = 2**63 - 1
+'''
+OPS = "import tlora_fx.ops\n"
+# A statement may be this long with its comment; where it is not, its arguments fill WIDTH.
+LONGEST = 140
+WIDTH = 100
+INDENT = "    "
+BODY = 2 * INDENT
+FORWARD = f"{INDENT}def forward("
+SHORT = {
+    "float32": "f32", "float64": "f64", "bfloat16": "bf16", "float16": "f16",
+    "int64": "i64", "int32": "i32", "bool": "b8",
+}  # fmt: skip
+END = 2**63 - 1
+# What changes how a table is stored, not what it holds.
+PASSED = (torch.ops.aten.to.dtype, torch.ops.aten._to_copy.default, torch.ops.aten.mul.Tensor)
+INFIX = {operator.mul: "*", operator.add: "+", operator.sub: "-", operator.floordiv: "//"}
+
+
+def class_name(block: Block) -> str:
+    """The class of a block: "layers_0_31" is Layers_0_31."""
+    return block.name[0].upper() + block.name[1:]
+
+
+def group_source(group: GroupGraph, base: str) -> str:
+    """The whole fused model as one Python module with a class for each graph."""
+    # The title is whatever a user called a folder: it must stay inside the docstring.
+    title = " ".join(base.replace("\\", "/").replace('"', "'").split())
+    parts = [HEADER.format(jobs=f"{len(group.jobs)} jobs", base=title)]
+    parts.extend(_classes(group, "from token ids to each job's loss sum"))
+    needed = [name for name in ("math", "operator") if re.search(rf"[( ]{name}\.", "".join(parts))]
+    imports = "".join(f"import {name}\n" for name in needed)
+    if any(block.recompute for block in group.blocks.values()):
+        parts[0] = parts[0].replace(OPS, f"{OPS}from tlora_fx.recompute import recomputed\n", 1)
+    if imports:
+        parts[0] = parts[0].replace("import torch\n", f"{imports}\nimport torch\n", 1)
+    return "\n\n".join(parts)
+
+
+def graphs_source(graphs: JobGraph | GroupGraph) -> str:
+    """The graphs of one job, or of a fused group, as classes for people to read."""
+    whose = "all jobs" if isinstance(graphs, GroupGraph) else graphs.name or "the base"
+    return "\n\n".join(_classes(graphs, f"the root of {whose}"))
+
+
+def _classes(graphs: JobGraph | GroupGraph, told_root: str) -> Iterator[str]:
+    names = size_names(graphs)
+    for block in graphs.blocks.values():
+        told = block.instances[0]
+        if len(block.instances) > 1:
+            told += f" to {block.instances[-1]}, {len(block.instances)} layers"
+        inputs = input_names(graphs.root, block)
+        code = class_source(class_name(block), told, block.graph, names, inputs)
+        yield (
+            code.replace(FORWARD, f"{INDENT}@recomputed\n{FORWARD}", 1) if block.recompute else code
+        )
+    yield class_source("Root", told_root, graphs.root, names)
+
+
+def class_source(
+    name: str,
+    told: str,
+    graph: fx.Graph,
+    sizes: dict[str, str],
+    inputs: dict[str, str] | None = None,
+) -> str:
+    """One graph as a class with a forward.
+
+    sizes    what the sizes of a row are called (see size_names)
+    inputs   what placeholders are called, where their own names say little
+    """
+    printer = _Printer(graph, sizes, inputs or {})
+    given = ["self", *(printer.names[n] for n in placeholders(graph).values())]
+    head = _filled(FORWARD, given, "):")
+    lines = [f"class {name}(nn.Module):", f'{INDENT}"""{told}"""', "", *head]
+    lines.extend(BODY + line for line in printer.lines())
+    return "\n".join(lines) + "\n"
+
+
+def input_names(root: fx.Graph, block: Block) -> dict[str, str]:
+    """What a layer's inputs are in the root: its running value, cos, sin."""
+    calls = [n for n in root.nodes if n.op == "call_module" and n.target in block.instances]
+    wanted: dict[str, str] = {}
+    for slot, name in enumerate(placeholders(block.graph)):
+        sources = [call.args[slot] for call in calls if slot < len(call.args)]
+        carried = any(isinstance(n, fx.Node) and n.op == "call_module" for n in sources)
+        if carried:
+            wanted[name] = "hidden"
+        elif sources and isinstance(sources[0], fx.Node) and sources[0].op == "call_function":
+            wanted[name] = _operation(sources[0])
+    return wanted
+
+
+def statements(
+    graph: fx.Graph, sizes: dict[str, str], inputs: dict[str, str] | None = None
+) -> dict[fx.Node, tuple[str, str]]:
+    """What each node is called in the code, and its statement; "" for inputs and tensors.
+
+    sizes    what the sizes of a row are called (see size_names)
+    inputs   what placeholders are called, where their own names say little (see input_names)
+    """
+    printer = _Printer(graph, sizes, inputs or {})
+    return {node: (printer.names[node], "\n".join(printer.code(node))) for node in graph.nodes}
+
+
+def size_names(group: JobGraph | GroupGraph) -> dict[str, str]:
+    """What people call the symbols of a row: T tokens, or B lines of S tokens; one a job."""
+    names: dict[str, str] = {}
+    tables = placeholders(group.root)
+    shape = tables["input_ids"].meta["val"].shape
+    letters = ("", "T") if group.form == "packed" else ("B", "S")
+    for size, letter in zip(shape, letters, strict=True):
+        if letter:
+            names[str(size)] = letter
+    for graph in group.graphs():
+        for node in graph.nodes:
+            if is_call(node, torch.ops.tlora_fx.segment_read.default):
+                size = node.meta["val"].shape[node.args[3]]
+                names[str(size)] = f"{letters[0] or letters[1]}{node.args[2]}"
+    return names
+
+
+def describe(value: Any, sizes: dict[str, str]) -> str:
+    """Shape and dtype of a value: "[1, T, 4096] bf16"."""
+    if isinstance(value, torch.Tensor):
+        shape = ", ".join(sizes.get(str(size), str(size)) for size in value.shape)
+        kind = str(value.dtype).removeprefix("torch.")
+        return f"[{shape}] {SHORT.get(kind, kind)}"
+    if isinstance(value, (tuple, list)):
+        return ", ".join(describe(item, sizes) for item in value)
+    return ""
+
+
+class _Printer:
+    """Names a graph's values and prints its statements."""
+
+    def __init__(self, graph: fx.Graph, sizes: dict[str, str], inputs: dict[str, str]) -> None:
+        self.graph, self.sizes, self.inputs = graph, sizes, inputs
+        self.taken: set[str] = {"self", "torch", "nn", "aten", "tlora", "tlora_fx", "site", "END"}
+        self.names = {node: self._name(node) for node in graph.nodes}
+        first = next((n for n in graph.nodes if n.op == "placeholder"), None)
+        self.device = f"{self.names[first]}.device" if first is not None else "self.device"
+        self.site = ""
+
+    def lines(self) -> Iterator[str]:
+        """The statements of forward, each with the shape of what it makes."""
+        place = ""
+        for node in self.graph.nodes:
+            here = _place(node)
+            if here and here != place and node.op == "call_function":
+                place = here
+                yield f"# {here}"
+            yield from self.code(node)
+
+    def code(self, node: fx.Node) -> list[str]:
+        """A node's statement, none for inputs and tensors."""
+        if node.op in ("placeholder", "get_attr"):
+            return []
+        if node.op == "output":
+            return [f"return {self.show(node.args[0])}"]
+        self.site = _site_of(node)
+        site = [f"site = self.{attribute(self.site)}"] if self.site else []
+        return site + self._statement(node)
+
+    def _statement(self, node: fx.Node) -> list[str]:
+        """A node as an assignment, over several lines where it is long."""
+        # What several sites share hands each its own result, which says its shape.
+        shape = "" if serves_several(node) else describe(node.meta.get("val"), self.sizes)
+        note = f"  # {shape}" if shape else ""
+        target, call = self.names[node], self._called(node)
+        if call is None:
+            return [f"{target} = {self._expression(node)}{note}"]
+        args = [self.show(arg) for arg in node.args]
+        args += [f"{name}={self.show(value)}" for name, value in node.kwargs.items()]
+        return _filled(f"{target} = {call}(", args, ")", note, len(BODY))
+
+    def show(self, value: Any) -> str:
+        """A value as an expression."""
+        if isinstance(value, fx.Node):
+            return self._tensor(str(value.target)) if value.op == "get_attr" else self.names[value]
+        if isinstance(value, (list, tuple)):
+            inner = ", ".join(self.show(item) for item in value)
+            if isinstance(value, list):
+                return f"[{inner}]"
+            return f"({inner},)" if len(value) == 1 else f"({inner})"
+        if isinstance(value, torch.device):
+            return self.device
+        if isinstance(value, float) and math.isnan(value):
+            return "float('nan')"
+        if isinstance(value, float) and value in (float("inf"), float("-inf")):
+            return f"float('{value}')"
+        return "END" if type(value) is int and value == END else repr(value)
+
+    def _tensor(self, path: str) -> str:
+        """A tensor of the module; inside a site's call relative to the site."""
+        if self.site and path.startswith(f"{self.site}."):
+            return f"site.{attribute(path[len(self.site) + 1 :])}"
+        return f"self.{attribute(path)}"
+
+    def _called(self, node: fx.Node) -> str | None:
+        """What a node calls, None for what Python has a sign for."""
+        if node.op == "call_module":
+            return f"self.{attribute(str(node.target))}"
+        signs = (operator.getitem, torch.ops.aten.sym_size.int, *INFIX)
+        return None if node.target in signs else _operator(node.target)  # type: ignore[arg-type]
+
+    def _expression(self, node: fx.Node) -> str:
+        left, right = self.show(node.args[0]), self.show(node.args[1])
+        if node.target is operator.getitem:
+            return f"{left}[{right}]"
+        if is_call(node, torch.ops.aten.sym_size.int):
+            return f"{left}.shape[{right}]"
+        return f"{left} {INFIX[node.target]} {right}"  # type: ignore[index]
+
+    def _name(self, node: fx.Node) -> str:
+        if node.op == "placeholder":
+            plain = re.sub(r"_(default|tensor|int|dim|dtype)(_\d+)?$", r"\2", str(node.target))
+            wanted = self.inputs.get(str(node.target), plain)
+        elif node.op == "call_module":
+            wanted = "hidden" if not str(node.target).startswith("loss") else "losses"
+        else:
+            path = str(node.meta.get("path", "")).removesuffix(".default")
+            module = path.rpartition(".")[2]
+            operation = _operation(node)
+            linear = "linear" in operation or operation in ("embedding", "addmm")
+            linear = linear or lowered_site(node) is not None
+            wanted = module if linear and module and not module.isdigit() else operation
+            wanted += "_linears" if wanted == module and serves_several(node) else ""
+        wanted = re.sub(r"\W", "_", wanted).strip("_") or "value"
+        if wanted[0].isdigit() or keyword.iskeyword(wanted):
+            wanted = f"v_{wanted}"
+        name, number = wanted, 1
+        while name in self.taken:
+            number += 1
+            name = f"{wanted}_{number}"
+        self.taken.add(name)
+        return name
+
+
+def _operation(node: fx.Node) -> str:
+    """What a value is called by: its operator; a detached table by what it holds (cos, sin)."""
+    source: Any = node
+    if is_call(node, torch.ops.aten.detach.default):
+        source = node.args[0]
+        while is_call(source, *PASSED) and not isinstance(source.args[1], fx.Node):
+            source = source.args[0]
+    if source.op != "call_function":
+        source = node
+    return str(getattr(source.target, "__name__", source.target)).partition(".")[0]
+
+
+def _place(node: fx.Node) -> str:
+    """Where a node comes from: its module, or the site and the job that it serves alone."""
+    jobs = node.meta.get("jobs") or ()
+    if is_call(node, torch.ops.aten.sym_size.int):
+        return ""
+    if node.meta.get("role") != "adapter" or is_lowered(node) or not jobs:
+        return str(node.meta.get("path") or "between modules")
+    users = (user.meta.get("site") for user in node.users)
+    site = node.meta.get("site") or next(filter(None, users), "")
+    return f"{site}, job {jobs[0]} alone"
+
+
+def _site_of(node: fx.Node) -> str:
+    """The module whose adapters a node applies, or that holds all of them; "" for all else."""
+    if serves_several(node):
+        place = str(node.meta.get("path") or "")
+        banks = lowered_arguments(node)["a"]
+        return place if place and all(under(str(bank.target), place) for bank in banks) else ""
+    if not is_call(node, ONE, ADD):
+        return ""
+    bank: Any = lowered_arguments(node)["a"]
+    return str(bank.target).removesuffix(".lora.a") if bank.op == "get_attr" else ""
+
+
+def _filled(head: str, given: list[str], tail: str, note: str = "", before: int = 0) -> list[str]:
+    """A call on one line where it fits, else its arguments on lines of their own.
+
+    before    columns that stand before every line
+    """
+    line = f"{head}{', '.join(given)}{tail}{note}"
+    if before + len(line) <= LONGEST:
+        return [line]
+    margin = " " * (len(head) - len(head.lstrip()))
+    lines = [margin + INDENT]
+    for word in given:
+        if lines[-1].strip() and before + len(lines[-1]) + len(word) + 1 > WIDTH:
+            lines.append(margin + INDENT)
+        lines[-1] += f"{word}, "
+    return [head + note, *(line.rstrip() for line in lines), margin + tail]
+
+
+def attribute(path: str) -> str:
+    """A module or tensor path as Python: `model.layers.0` is `model.layers[0]`."""
+    return re.sub(r"\.(\d+)(?=\.|$)", r"[\1]", path)
+
+
+def _operator(target: Callable[..., Any]) -> str:
+    name = str(target)
+    if name.startswith("aten."):
+        return name
+    if name.startswith("tlora_fx."):
+        return "tlora." + name.removeprefix("tlora_fx.")
+    module = getattr(target, "__module__", "")
+    if isinstance(target, torch._ops.OpOverload):
+        return f"torch.ops.{name}"
+    return f"{module.removeprefix('_')}.{getattr(target, '__name__', name)}"

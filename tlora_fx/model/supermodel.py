@@ -1,0 +1,361 @@
+"""The Shared Super-Model: a fused graph as an nn.Module that owns its tensors.
+
+It is built on the meta device. `materialize` gives it the base's weights and makes room for the
+adapters; from then on it trains. Its code is the text of `ssm.py`.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from typing import Any, cast
+
+import networkx as nx
+import torch
+from torch import Tensor, nn
+from torch.export import ExportedProgram
+
+from tlora_fx.config.job import Job
+from tlora_fx.errors import SuperModelMisuse
+from tlora_fx.exported import export_net
+from tlora_fx.ir.graph import GroupGraph, placeholders
+from tlora_fx.ir.storage import stored_value
+from tlora_fx.model.adapter_bank import AdapterBank
+from tlora_fx.model.backbone import Backbone
+from tlora_fx.model.batch import PackedBatch
+from tlora_fx.model.compiled import compile_method, row_sizes
+from tlora_fx.model.loss import ChunkedLoss
+from tlora_fx.model.module_builder import Place, Reformed, hang
+from tlora_fx.model.source import group_source
+from tlora_fx.ops import room
+from tlora_fx.part import Part, Shard
+from tlora_fx.passes.lower_loss import HEAD, LOSS
+from tlora_fx.tracing.export import PEFT_PREFIX
+
+
+class SuperModel(nn.Module):
+    """Many LoRA jobs on one frozen base, as one model.
+
+    group      the fused graph and the graphs that it was made of
+    backbone   the frozen base
+    jobs       in the order of every table
+    net        the modules that run; base tensors keep the base's own names inside it
+    """
+
+    def __init__(self, group: GroupGraph, backbone: Backbone, jobs: Sequence[Job]) -> None:
+        super().__init__()
+        self.group = group
+        self.backbone = backbone
+        self.jobs = list(jobs)
+        self.source = group_source(group, backbone.title)
+        self.ready = False
+        self.part = Part()
+        self._unused: dict[str, Tensor] = {}
+        self._roomy = False
+        self._compiled_with: Mapping[str, Any] | None = None
+        self._parameters_of: dict[str, dict[str, nn.Parameter]] = {}
+        self._inputs = tuple(placeholders(group.root))
+        self._hung = hang(group, self.source)
+        self.net = self._hung.net
+
+    @property
+    def banks(self) -> Mapping[str, AdapterBank]:
+        """The adapter storage of every lowered site, by the site's path in the base."""
+        return self._hung.banks
+
+    @property
+    def is_compiled(self) -> bool:
+        """Whether `compile` was called."""
+        return self._roomy
+
+    @property
+    def compiled_with(self) -> Mapping[str, Any] | None:
+        """What the last `compile` was given, another mapping each time; None where there was none.
+
+        Who hangs other code over the model's layers compiles it alike.
+        """
+        return self._compiled_with
+
+    def forward(self, row: PackedBatch) -> Tensor:
+        """Each job's sum of token losses over one row; without lower-loss, the logits.
+
+        row       on the model's device
+        returns   [J], float32 or the base's dtype where that is wider
+        raises    SuperModelMisuse before `materialize`
+        """
+        self._demand_weights()
+        return self._run(*(getattr(row, name) for name in self._inputs))
+
+    def _run(self, *inputs: Tensor) -> Tensor:
+        """The loss sums by the tensors of a row."""
+        return cast(Tensor, self.net(*inputs))
+
+    def compile(
+        self, *, fullgraph: bool = True, dynamic: bool | None = None, **options: Any
+    ) -> None:
+        """Compile layer by layer, in place: each structure of layers once, whatever their number.
+
+        The loss's chunks are compiled too; embeddings and the last norm run as they are. A model
+        that was compiled without layers is compiled as a whole. Rows of any size run the same
+        code. `torch.compile(model)` compiles everything as one graph instead.
+
+        On CUDA the frozen weights of sites with adapters move into buffers with 64 or 128 rows and
+        columns more, where adapters can stand behind them (see ops/room.py); a weight that two
+        modules share stays where it is, as all do where a site's adapters need more. Values, names
+        and shapes stay; the buffers of a weight [4096, 4096] are 3 % larger, or 6 %.
+
+        fullgraph, dynamic, options   as of `torch.compile`; `dynamic=False` compiles anew for each
+                                      number of tokens
+        """
+        options = {"fullgraph": fullgraph, "dynamic": dynamic, **options}
+        self._compiled_with = options
+        self._roomy = True
+        self._leave_room()
+        layers = [block for block in self.group.blocks.values() if block.name != HEAD]
+        if not layers:
+            compile_method([self], "_run", list(row_sizes(self.group.root).values()), options)
+            return
+        for block in layers:
+            modules = [self.net.get_submodule(path) for path in block.instances]
+            compile_method(modules, "forward", list(row_sizes(block.graph).values()), options)
+        loss = self._loss()
+        compile_method([loss], "chunk", loss.chunk_sizes(), options)
+
+    def export(self, *, max_targets: int = 16384) -> ExportedProgram:
+        """The model as a `torch.export` program, to be saved by `torch.export.save`.
+
+        The program is flat: layers are inlined, and blocks, roles and provenance are gone. It takes
+        the tensors of a row by name, of any number of tokens, sequences and targets of these jobs,
+        and returns each job's loss sum [J], with gradients. To load it takes torch, and
+        `import tlora_fx.ops`, which registers the operators. It stays on the model's device.
+
+        max_targets   the loss runs in chunks whose size is right for so many targets in a row;
+                      rows with more are as right, in larger chunks
+        raises        SuperModelMisuse before `materialize`
+        """
+        self._demand_weights()
+        return export_net(self.net, self.group, self._loss(), max_targets)
+
+    def materialize(
+        self,
+        base: Mapping[str, Tensor],
+        device: torch.device | str,
+        part: Part | None = None,
+        loaded: Callable[[str], None] | None = None,
+    ) -> None:
+        """Take the base's weights and make room for adapters, all zero.
+
+        base     tensors by canonical name, whole; moved to the device where they are not there
+        part     what this process holds; the rest stays on the meta device
+        loaded   called with a layer's path when its tensors are there, before the next one's are
+        raises   SuperModelMisuse when one is missing or has another shape
+        """
+        self.part, device = part or Part(), torch.device(device)
+        held = self._held_by_layer()
+        places = Counter(name for own in held.values() for name, _ in own if isinstance(name, str))
+        tied: dict[object, Tensor] = {}
+        for layer, own in held.items():
+            for name, place in own:
+                if isinstance(name, Reformed):
+                    place.fill(self._reformed(name, base, device))
+                    continue
+                key = (name, place.cut)
+                tensor = tied[key] if key in tied else self._taken(name, place, base, device)
+                if places[name] > 1:
+                    tied[key] = tensor
+                place.fill(tensor)
+            if layer and loaded is not None:
+                loaded(layer)
+        self._make_room_for_training(device)
+        for name, value in self.group.constants.items():
+            for module in self.net.modules():
+                if name in module._buffers:
+                    module._buffers[name] = value.to(device)
+        used = {entry.name for entry in self._hung.reformed} - self._copied()
+        unused = [name for name in base if name not in self._hung.base and name not in used]
+        self._unused = {name: base[name].to(device) for name in unused}
+        self.ready = True
+        self.forget_views()
+        self._leave_room()
+
+    def layer_order(self) -> list[str]:
+        """The paths of the layers, in the order in which they run."""
+        layers = {path for block in self.group.blocks.values() for path in block.instances}
+        calls = (str(node.target) for node in self.group.root.nodes if node.op == "call_module")
+        return list(dict.fromkeys(path for path in calls if path in layers and path != LOSS))
+
+    def job_parameters(self, job: str) -> dict[str, nn.Parameter]:
+        """What a job trains in this process, by PEFT's names.
+
+        Where a bank holds it, value and gradient are views of the bank; where processes hold
+        pieces, these are this process's (see `shards`).
+        """
+        if job not in self._parameters_of:
+            index = self.group.job_names.index(job)
+            found: dict[str, Any] = {name: place.tensor for name, place in self._held_own(job)}
+            for path, bank in self._held_banks().items():
+                if bank.serves(index):
+                    found.update(zip(_names(path), bank.job_parameters(index), strict=True))
+            self._parameters_of[job] = dict(sorted(found.items()))
+        return self._parameters_of[job]
+
+    def shards(self, job: str) -> dict[str, Shard | None]:
+        """Which piece of the whole each of a job's parameters is; None where it is the whole."""
+        found: dict[str, Shard | None] = {name: None for name, _ in self._held_own(job)}
+        index = self.group.job_names.index(job)
+        for path, bank in self._held_banks().items():
+            if bank.serves(index):
+                a, b = (self.part.shard(cut) for cut in bank.shards)
+                # B is the bank's b transposed.
+                turned = None if b is None else replace(b, dimension=1 - b.dimension)
+                found.update(zip(_names(path), (a, turned), strict=True))
+        return dict(sorted(found.items()))
+
+    def partial_sums(self) -> list[nn.Parameter]:
+        """The halves of banks whose gradients are to be summed over all pieces.
+
+        Where one of a and b is cut into pieces, each process finds a part of the other's gradient.
+        """
+        return [
+            bank.b if bank.shards[0] is not None else bank.a
+            for bank in self._held_banks().values()
+            if (bank.shards[0] is None) != (bank.shards[1] is None)
+        ]
+
+    def forget_views(self) -> None:
+        """Let `job_parameters` make its views again, after banks have moved."""
+        self._parameters_of.clear()
+
+    def base_tensor_or_value(self, name: str) -> Tensor:
+        """A tensor of the base by canonical name; one that only jobs' copies use, as it started.
+
+        raises    SuperModelMisuse before `materialize`, or for a tensor that nobody has
+        """
+        if name in self._hung.base:
+            tensor: Any = self._hung.base[name][0].tensor
+            return cast(Tensor, tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor)
+        if name not in self._unused:
+            raise SuperModelMisuse("the base has no such tensor", tensor=name, help="load it first")
+        return self._unused[name]
+
+    def _loss(self) -> ChunkedLoss:
+        if HEAD not in self.group.blocks:
+            raise SuperModelMisuse(
+                "the model returns logits, not losses",
+                expected="a pipeline with lower-loss",
+                help="add lower-loss to the pipeline; it runs last",
+            )
+        return cast(ChunkedLoss, self.net.get_submodule(LOSS))
+
+    def to_networkx(self) -> nx.MultiDiGraph:
+        """The fused graph for networkx: root and blocks, each layer's code once.
+
+        Nodes carry everything that `program.json` says of them; see `inspect.networks`.
+        """
+        from tlora_fx.inspect.networks import to_networkx
+        from tlora_fx.inspect.node_entries import make_program
+
+        return to_networkx(make_program(self.group, "compiled", self.backbone.title))
+
+    def _held_by_layer(self) -> dict[str, list[tuple[str | Reformed, Place]]]:
+        """What this process takes of the base, layer by layer, what is in none at the end."""
+        layers = self.layer_order()
+        found: dict[str, list[tuple[str | Reformed, Place]]] = {name: [] for name in (*layers, "")}
+        every: list[tuple[str | Reformed, Place]] = [
+            (name, place) for name, places in self._hung.base.items() for place in places
+        ]
+        every += [(entry, entry.place) for entry in self._hung.reformed]
+        known = set(layers)
+        for name, place in every:
+            if self.part.holds(place.path):
+                parts = place.path.split(".")
+                paths = (".".join(parts[:end]) for end in range(len(parts), 0, -1))
+                found[next((path for path in paths if path in known), "")].append((name, place))
+        return found
+
+    def _taken(
+        self, name: str, place: Place, base: Mapping[str, Tensor], device: torch.device
+    ) -> Tensor:
+        """A tensor of the base, or this process's piece of it, on the device."""
+        tensor = base.get(name, self.backbone.values.get(name))
+        shard, shape = self.part.shard(place.cut), tuple(place.tensor.shape)
+        expected = shape if shard is None else shard.full_shape(shape)
+        if tensor is None or tuple(tensor.shape) != expected:
+            raise _wrong(name, expected, tensor)
+        if shard is None:
+            return tensor.detach().to(device, place.tensor.dtype)
+        # A view would keep the whole tensor in memory.
+        piece = shard.of(tensor.detach())
+        return piece.to(
+            device, place.tensor.dtype, copy=True, memory_format=torch.contiguous_format
+        )
+
+    def _reformed(
+        self, entry: Reformed, base: Mapping[str, Tensor], device: torch.device
+    ) -> Tensor:
+        """A frozen tensor in the form that a pass asked for."""
+        tensor, original = base.get(entry.name, self.backbone.values.get(entry.name)), entry.ref
+        shape = None if original.original is None else original.original.shape
+        if tensor is None or tensor.shape != shape:
+            raise _wrong(entry.name, shape, tensor)
+        return stored_value(original, tensor.detach().to(device))
+
+    def _make_room_for_training(self, device: torch.device) -> None:
+        """Zeroed memory for what this process trains, and for its gradients."""
+        for job in self._hung.own:
+            for _, place in self._held_own(job):
+                leaf = nn.Parameter(torch.zeros_like(place.tensor, device=device))
+                leaf.grad = torch.zeros_like(leaf)
+                place.module._parameters[place.slot] = leaf
+        for bank in self._held_banks().values():
+            bank.materialize(device)
+            if bank.shards[0] is not None:
+                bank.offset_columns(self.part.tp_rank)
+
+    def _held_banks(self) -> dict[str, AdapterBank]:
+        banks, homes = self._hung.banks.items(), self._hung.homes
+        return {path: bank for path, bank in banks if self.part.holds(homes[path])}
+
+    def _held_own(self, job: str) -> list[tuple[str, Place]]:
+        own = self._hung.own[job].items()
+        return [(name, place) for name, place in own if self.part.holds(place.path)]
+
+    def _copied(self) -> set[str]:
+        """The tensors of the base of which a job trains a copy, which starts as they are."""
+        names = [name.removeprefix(PEFT_PREFIX) for own in self._hung.own.values() for name in own]
+        return {name.replace(".modules_to_save.default.", ".") for name in names}
+
+    def _leave_room(self) -> None:
+        """Give the weights of a compiled model's sites room for adapters."""
+        if not (self.ready and self._roomy):
+            return
+        every = [place for places in self._hung.base.values() for place in places]
+        slots = [place.tensor for place in every if self.part.holds(place.path)]
+        owners = Counter(slot.data_ptr() for slot in slots)
+        for place, bank in self._hung.weights:
+            weight = place.tensor
+            if self.part.holds(place.path) and owners[weight.data_ptr()] == 1:
+                weight.data = room.around(weight, len(bank.a))
+
+    def _demand_weights(self) -> None:
+        if not self.ready:
+            raise SuperModelMisuse(
+                "the model has no weights yet",
+                help="use tlora_fx.Trainer, or call materialize() first",
+            )
+
+
+def _names(path: str) -> tuple[str, str]:
+    """PEFT's names of the A and B of a site."""
+    return tuple(f"{PEFT_PREFIX}{path}.lora_{half}.default.weight" for half in "AB")  # type: ignore[return-value]
+
+
+def _wrong(name: str, expected: object, found: Tensor | None) -> SuperModelMisuse:
+    return SuperModelMisuse(
+        "a tensor of the base is missing or of another shape",
+        tensor=name,
+        expected=expected,
+        found=None if found is None else tuple(found.shape),
+        help="check that the checkpoint belongs to the base's config",
+    )

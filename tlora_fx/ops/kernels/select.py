@@ -1,0 +1,240 @@
+"""Which plan serves a site at run time, by token count.
+
+Chosen by what was measured on this GPU for this shape (`tlora-fx kernels tune` writes it), else by
+an estimate of what each plan moves. Strict mode always takes the fused plan with one tile, so that
+a job's numbers do not depend on how many tokens its neighbours bring.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from functools import lru_cache
+from typing import Literal, get_args
+
+from tlora_fx.codegen.spec import Kind, Tile
+from tlora_fx.errors import AdapterTableError
+from tlora_fx.ops.kernels import table
+from tlora_fx.ops.kernels.support import Site
+
+logger = logging.getLogger("tlora_fx.kernels")
+
+Plan = Literal["fused", "sidecar", "concat"]
+Direction = Literal["forward", "input_gradient"]
+PLANS: tuple[Plan, ...] = get_args(Plan)
+
+# Of an H200, where nothing was measured: FLOP/s of a large GEMM, bytes/s of a write.
+_FLOPS, _WRITE = 700e12, 3.0e12
+# What a generated GEMM with a rank block takes over cuBLAS: large, and where tiles are few.
+_FUSED, _FUSED_SMALL = 1.06, 1.25
+_MANY_TILES = 512
+_FUSED_WIDE = 20.0  # float32 is multiplied exactly, without tensor cores
+
+
+@dataclass(frozen=True, slots=True)
+class Choice:
+    """A plan, the tile of its GEMM (None: the rule's), and where both come from."""
+
+    plan: Plan
+    tile: Tile | None = None
+    source: str = "rule"
+
+
+@dataclass(slots=True)
+class _Settings:
+    forced: Plan | None = None
+    strict: bool = False
+    copies: bool = False
+    tiles: dict[Kind, Tile] = field(default_factory=dict)
+    read: int = 0
+    """How often tables were read anew."""
+    facts: tuple[object, ...] = ()
+
+    def settle(self) -> None:
+        """Note in one value what choices follow from."""
+        tiles = tuple(self.tiles.items())
+        self.facts = (self.forced, self.strict, self.copies, tiles, self.read)
+
+
+# Of the process, not of a context: autograd runs backwards in threads of its own.
+_settings = _Settings(strict=os.environ.get("TLORA_FX_STRICT") == "1")
+_settings.settle()
+
+
+@contextmanager
+def force_plan(plan: Plan | None) -> Iterator[None]:
+    """Let every site take one plan, where it can; None: as measured."""
+    if plan is not None and plan not in PLANS:
+        raise AdapterTableError("no such plan", expected=", ".join(PLANS), found=plan)
+    with _set(forced=plan):
+        yield
+
+
+@contextmanager
+def force_tiles(tiles: dict[Kind, Tile]) -> Iterator[None]:
+    """Let kernels of these kinds cut their work so."""
+    with _set(tiles=tiles):
+        yield
+
+
+@contextmanager
+def strict(on: bool = True) -> Iterator[None]:
+    """Whether numbers of a job may not depend on neighbours; TLORA_FX_STRICT=1 is the default."""
+    with _set(strict=on):
+        yield
+
+
+@contextmanager
+def weight_copies(on: bool = True) -> Iterator[None]:
+    """Whether concat-K may keep a second copy of weights that have no room (see `with_room`)."""
+    with _set(copies=on):
+        yield
+
+
+def may_copy_weights() -> bool:
+    """Whether a plan may make a copy of a weight."""
+    return _settings.copies or _settings.forced == "concat"
+
+
+def facts() -> tuple[object, ...]:
+    """What all choices follow from, beside the site and the row."""
+    return _settings.facts
+
+
+def is_strict() -> bool:
+    """Whether strict mode is on."""
+    return _settings.strict
+
+
+@contextmanager
+def _set(**values: object) -> Iterator[None]:
+    before = {name: getattr(_settings, name) for name in values}
+    for name, value in values.items():
+        setattr(_settings, name, value)
+    _settings.settle()
+    try:
+        yield
+    finally:
+        for name, value in before.items():
+            setattr(_settings, name, value)
+        _settings.settle()
+
+
+def choose(
+    direction: Direction,
+    site: Site,
+    tokens: int,
+    room: bool,
+    gpu: str,
+    sharing: int = 1,
+    behind: bool = False,
+) -> Choice:
+    """The plan of a site.
+
+    room      whether concat-K can be had: a weight with room
+    behind    whether x or dy has room too: without it concat-K would copy them, which never paid
+    gpu       the device's name, "" for the CPU
+    sharing   sites on this x, whose branches one kernel adds up in dx
+    """
+    settings = _settings
+    if settings.strict:
+        return Choice("fused", settings.tiles.get(direction), "strict")
+    if settings.forced in able_plans(direction, site, room):
+        tile = tile_for(direction, site, tokens, gpu) if settings.forced == "fused" else None
+        return Choice(settings.forced, tile, "forced")
+    able = able_plans(direction, site, room and behind)
+    return _chosen(direction, site, bucket(tokens), able, gpu, sharing)
+
+
+def able_plans(direction: Direction, site: Site, room: bool) -> tuple[Plan, ...]:
+    """The plans that can serve; cuBLAS and bias make no difference to that."""
+    concat = room and not (direction == "input_gradient" and site.drops)
+    return ("fused", "sidecar", "concat") if concat else ("fused", "sidecar")
+
+
+@lru_cache(maxsize=4096)
+def _chosen(
+    direction: Direction,
+    site: Site,
+    tokens: int,
+    able: tuple[Plan, ...],
+    gpu: str,
+    sharing: int,
+) -> Choice:
+    times = table.plan_times(gpu, direction, site, tokens)
+    known = [plan for plan in able if plan in times]
+    if known:
+        # What was measured is one site alone; of several each pays for its part of a write.
+        saved = 1e6 * _write_seconds(direction, site, tokens) * (1 - 1 / sharing)
+        less: dict[Plan, float] = {"sidecar": saved if direction == "input_gradient" else 0.0}
+        plan = min(known, key=lambda one: times[one].microseconds - less.get(one, 0.0))
+        return Choice(plan, times[plan].tile, times[plan].source)
+    _say(gpu, direction, site.inner, site.outer)
+    costs = estimates(direction, site, tokens, sharing)
+    return Choice(min(able, key=lambda one: costs[one]))
+
+
+def _write_seconds(direction: Direction, site: Site, tokens: int) -> float:
+    written = site.outer if direction == "forward" else site.inner
+    return 2 * tokens * written / _WRITE
+
+
+def estimates(direction: Direction, site: Site, tokens: int, sharing: int = 1) -> dict[Plan, float]:
+    """Seconds that each plan is expected to take, frozen product included."""
+    summed, written = site.inner, site.outer
+    if direction == "input_gradient":
+        summed, written = written, summed
+    beside = _write_seconds(direction, site, tokens)
+    beside /= sharing if direction == "input_gradient" else 1
+    frozen = 2 * tokens * summed * written / _FLOPS
+    tiles = -(-tokens // 128) * -(-written // 256)
+    fused = _FUSED if tiles >= _MANY_TILES else _FUSED_SMALL
+    if site.dtype not in ("bfloat16", "float16"):
+        fused = _FUSED_WIDE
+    ranks = 2 * tokens * site.width * written / _FLOPS
+    return {
+        "fused": frozen * fused + ranks,
+        "sidecar": frozen * 1.01 + beside,
+        "concat": frozen * (1 + site.tail / summed),
+    }
+
+
+def tile_for(kind: Kind, site: Site, tokens: int, gpu: str, sites: int = 1) -> Tile | None:
+    """The measured tile of a kernel, or None: the kind's rule; in strict mode the rule.
+
+    sites   that the kernel serves at once
+    """
+    if kind in _settings.tiles:
+        return _settings.tiles[kind]
+    if _settings.strict:
+        return None
+    return table.tile(gpu, kind, site, bucket(tokens), sites)
+
+
+def bucket(tokens: int) -> int:
+    """The next power of two, from 128 to 65,536: what tables tell token counts apart by."""
+    return min(max(1 << (max(tokens, 1) - 1).bit_length(), 128), 65536)
+
+
+@lru_cache(maxsize=1024)
+def _say(gpu: str, direction: str, inner: int, outer: int) -> None:
+    """Log once a shape that nothing was measured."""
+    logger.info(
+        "no measurement for the %s of %d→%d on %s: rules choose the plan; "
+        "`tlora-fx kernels tune` measures",
+        direction,
+        inner,
+        outer,
+        gpu or "the CPU",
+    )
+
+
+def forget() -> None:
+    """Read tables and settings anew."""
+    _chosen.cache_clear()
+    table.forget()
+    _settings.read += 1
+    _settings.settle()

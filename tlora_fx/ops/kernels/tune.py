@@ -1,0 +1,321 @@
+"""Time plans and tiles on this machine's GPU, and write the table that the selector reads.
+
+For each site: first the tiles of the kernels that all plans share, then each plan, the fused one
+with every tile of its GEMM. Of sites that share an x the kernels that serve them at once. What does
+not compile or does not fit is left out and noted. The table is written after every entry, so that
+a run that is cut short is worth what it measured.
+"""
+
+from __future__ import annotations
+
+import datetime
+import logging
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass, field
+from itertools import product
+from pathlib import Path
+from typing import Any
+
+import torch
+from rich.console import Console
+
+from tlora_fx.codegen.kernels import emitter, shrink
+from tlora_fx.codegen.spec import Dtype, KernelSpec, Kind, Tile
+from tlora_fx.errors import KernelToolMissing
+from tlora_fx.ops.kernels import packed, select, support, table
+from tlora_fx.ops.kernels.bench_case import Call, Case, microseconds
+from tlora_fx.ops.kernels.dispatch import gpu_name
+from tlora_fx.ops.kernels.precompile import Task, precompile
+from tlora_fx.ops.kernels.support import Site
+
+logger = logging.getLogger("tlora_fx.kernels")
+
+#: A Llama-3-8B layer; the rows of a step; jobs as they come: few and small, many, large.
+SHAPES = ((4096, 4096), (4096, 14336), (14336, 4096), (4096, 1024))
+TOKENS = (8192, 1024, 4096, 2048)
+MIXES = ((2, 4, 8, 16) * 2, (2, 4, 8, 16) * 8, (16, 32, 64, 128))
+#: q, k, v and gate, up of such a layer: outputs that share an x.
+GROUPS = ((4096, 4096, 1024, 1024), (4096, 14336, 14336))
+GROUPED: tuple[Kind, ...] = ("shrink", "lora_a_backward")
+SHARED: tuple[Kind, ...] = ("shrink", "expand", "lora_b_backward", "lora_a_backward")
+DIRECTIONS: tuple[select.Direction, ...] = ("forward", "input_gradient")
+# Of the time: what compiling may take before the first measurement.
+_COMPILING = 0.4
+# Up to so many tokens `shrink` may leave shares of S.
+FEW_TOKENS = 4096
+
+
+@dataclass(frozen=True, slots=True)
+class Point:
+    """What one site is measured at; `beside` are the outputs of others on its x."""
+
+    shape: tuple[int, int]
+    tokens: int
+    ranks: tuple[int, ...]
+    drops: bool
+    beside: tuple[int, ...] = ()
+
+    def __str__(self) -> str:
+        jobs = f"{len(self.ranks)} jobs of rank {min(self.ranks)} to {max(self.ranks)}"
+        inner, *outers = *self.shape, *self.beside
+        shape = f"{inner}→{' '.join(map(str, outers))}"
+        return f"{shape}, {self.tokens} tokens, {jobs}{', dropout' * self.drops}"
+
+    @property
+    def kinds(self) -> tuple[Kind, ...]:
+        """The kernels with tiles of their own to be found here."""
+        return GROUPED if self.beside else (*SHARED, *DIRECTIONS)
+
+
+@dataclass(slots=True)
+class _Log:
+    path: Path
+    gpu: str
+    until: float
+    entries: list[dict[str, Any]] = field(default_factory=list)
+    failures: dict[str, str] = field(default_factory=dict)
+
+    @property
+    def is_over(self) -> bool:
+        """Whether the time is up."""
+        return time.monotonic() > self.until
+
+
+def tune(
+    shapes: Sequence[tuple[int, int]] | None = None,
+    tokens: Sequence[int] | None = None,
+    ranks: Sequence[int] | Sequence[Sequence[int]] | None = None,
+    dtype: Dtype = "bfloat16",
+    out_path: Path | None = None,
+    budget_seconds: float = 540,
+    device: torch.device | None = None,
+    groups: Sequence[tuple[int, ...]] | None = None,
+    ship: bool = False,
+) -> Path:
+    """Measure and write a table; prints what won.
+
+    shapes           (in, out) of linears; None: those of a Llama-3-8B layer
+    tokens           of a row
+    ranks            of the jobs of a row, or several such mixes
+    out_path         None: the user's own table, which comes before ours
+    budget_seconds   nothing is begun later; it holds for the whole call
+    groups           (in, out, out, ...) of linears that share an x; None: those of such a layer,
+                     unless shapes are given
+    ship             write into this package by default, not into the cache folder
+    raises           KernelToolMissing where there is no GPU
+    """
+    device = device or _gpu()
+    until = time.monotonic() + budget_seconds
+    gpu = gpu_name(device) or "cpu"
+    path = out_path or (table.SHIPPED / table.file_name(gpu) if ship else table.own_table(gpu))
+    console, log = Console(highlight=False), _Log(path, gpu, until)
+    if groups is None:
+        groups = () if shapes else GROUPS
+    points = list(_points(shapes or SHAPES, groups, tokens or TOKENS, _mixes(ranks)))
+    if device.type == "cuda":
+        tasks = list(_tasks(points, dtype, device))
+        console.print(f"{len(points)} sites; compiling up to {len(tasks)} kernels")
+        precompile(tasks, _COMPILING * budget_seconds)
+    for number, point in enumerate(points):
+        if log.is_over:
+            console.print(f"the time is up: {len(points) - number} of {len(points)} left out")
+            break
+        left = until - time.monotonic()
+        console.print(f"[bold]{point}[/bold]  ({number + 1} of {len(points)}, {left:.0f} s left)")
+        _measure(point, dtype, device, log, console)
+    select.forget()
+    console.print(f"{len(log.entries)} entries, {len(log.failures)} tiles left out: {path}")
+    return path
+
+
+def _gpu() -> torch.device:
+    if not torch.cuda.is_available():
+        raise KernelToolMissing(
+            "tuning needs a CUDA device", help="run it on the machine that will train"
+        )
+    return torch.device("cuda", torch.cuda.current_device())
+
+
+def _mixes(ranks: Sequence[int] | Sequence[Sequence[int]] | None) -> list[tuple[int, ...]]:
+    if not ranks:
+        return list(MIXES)
+    if isinstance(ranks[0], int):
+        return [tuple(ranks)]  # type: ignore[arg-type]
+    return [tuple(mix) for mix in ranks]  # type: ignore[arg-type]
+
+
+def _points(
+    shapes: Sequence[tuple[int, int]],
+    groups: Sequence[tuple[int, ...]],
+    tokens: Sequence[int],
+    mixes: Sequence[tuple[int, ...]],
+) -> Iterator[Point]:
+    """What matters most comes first: the first mix everywhere, without dropout."""
+    for mix, drops, count in product(mixes, (False, True), tokens):
+        for shape in shapes:
+            yield Point(shape, count, mix, drops)
+        for inner, outer, *beside in groups:
+            yield Point((inner, outer), count, mix, drops, tuple(beside))
+
+
+def _measure(point: Point, dtype: Dtype, device: torch.device, log: _Log, console: Console) -> None:
+    """All that is to be known of one site."""
+    with select.force_plan("fused"):
+        case = Case.make(
+            point.shape, point.tokens, point.ranks, getattr(torch, dtype), point.drops, device,
+            point.beside,
+        )  # fmt: skip
+    tiles: dict[Kind, Tile] = {}
+    for kind in point.kinds:
+        if log.is_over:
+            break
+        if kind in DIRECTIONS:
+            times = _plans(kind, case, tiles, log)
+            if times:
+                _enter(log, kind, case, point, {"plans": times})
+                console.print(f"  {kind:<15} " + "  ".join(map(_told, times.items())))
+        elif (best := _best_tile(kind, case, tiles, log)) is not None:
+            tiles[kind], micro = best
+            found = {"tile": table.tile_fields(tiles[kind]), "us": round(micro, 2)}
+            _enter(log, kind, case, point, found)
+            console.print(f"  {kind:<15} {micro:8.1f} µs  {_short(tiles[kind])}")
+    packed.forget()
+
+
+def _best_tile(
+    kind: Kind, case: Case, tiles: dict[Kind, Tile], log: _Log
+) -> tuple[Tile, float] | None:
+    able: list[tuple[Tile, Call]] = []
+    kernel, name = case.kernel(kind), table.family(kind, case.site, len(case.s))
+    for tile in _candidates(kind, case.site, len(case.s), len(case.x)):
+        call = _forced(kernel, tiles | {kind: tile}, None)
+        if _runs(call, f"{name} {_short(tile)}", log):
+            able.append((tile, call))
+    if not able:
+        return None
+    times = microseconds([call for _, call in able], case.x.device)
+    best = min(range(len(able)), key=times.__getitem__)
+    return able[best][0], times[best]
+
+
+def _plans(
+    direction: select.Direction, case: Case, tiles: dict[Kind, Tile], log: _Log
+) -> dict[str, dict[str, Any]]:
+    """The time of every plan that can serve, the fused one with its best tile."""
+    tried: list[tuple[select.Plan, Tile | None, Call]] = []
+    for plan in select.able_plans(direction, case.site, room=True):
+        cuts: Sequence[Tile | None] = (
+            _candidates(direction, case.site) if plan == "fused" else [None]
+        )
+        for cut in cuts:
+            own = tiles | ({direction: cut} if cut else {})
+            call = _forced(case.direction(direction, room=plan == "concat"), own, plan)
+            name = f"{table.family(direction, case.site)} {plan} {_short(cut)}"
+            if _runs(call, name, log):
+                tried.append((plan, cut, call))
+    times = microseconds([call for *_, call in tried], case.x.device)
+    best: dict[str, dict[str, Any]] = {}
+    for (plan, cut, _), micro in zip(tried, times, strict=True):
+        if plan not in best or micro < best[plan]["us"]:
+            best[plan] = {"us": round(micro, 2), "tile": table.tile_fields(cut)}
+    return best
+
+
+def _forced(call: Call, tiles: dict[Kind, Tile], plan: select.Plan | None) -> Call:
+    """The call with these tiles and this plan."""
+
+    def run() -> object:
+        with ExitStack() as stack:
+            stack.enter_context(select.force_tiles(tiles))
+            stack.enter_context(select.force_plan(plan))
+            return call()
+
+    return run
+
+
+def _runs(call: Call, name: str, log: _Log) -> bool:
+    """Whether a call works at all; why not goes into the table."""
+    if name in log.failures:
+        return False
+    try:
+        call()
+        if torch.cuda.is_available():
+            torch.cuda.synchronize()
+    except Exception as error:  # noqa: BLE001  # compilers and drivers raise what they like
+        log.failures[name] = f"{type(error).__name__}: {str(error).splitlines()[0][:120]}"
+        logger.info("left out: %s: %s", name, log.failures[name])
+        return False
+    return True
+
+
+def _candidates(
+    kind: Kind, site: Site, sites: int = 1, tokens: int = FEW_TOKENS
+) -> tuple[Tile, ...]:
+    spec = _spec(kind, site, sites)
+    tiles = [emitter(kind).default_tile(spec), *emitter(kind).candidates(spec)]
+    if kind == "shrink" and tokens <= FEW_TOKENS:
+        tiles += shrink.split_candidates(spec)
+    return tuple(dict.fromkeys(tiles))
+
+
+def _spec(kind: Kind, site: Site, sites: int = 1) -> KernelSpec:
+    """The spec whose tiles are tried: of the site, masks included where it drops."""
+    drops = site.drops and kind not in ("forward", "lora_b_backward", "expand")
+    shape = (site.outer, site.outer) if kind == "expand" else (site.inner, site.outer)
+    return KernelSpec(
+        kind, *shape, site.dtype, rank_block=site.rank_block, dropout=drops,
+        weight_layout=site.layout, arch=site.arch, sites=sites,
+    )  # fmt: skip
+
+
+def _tasks(points: Sequence[Point], dtype: Dtype, device: torch.device) -> Iterator[Task]:
+    """Every kernel that will be tried, each once, in the order of need."""
+    arch, found = support.arch_of(device), set()
+    for point, kind in ((one, kind) for one in points for kind in one.kinds):
+        most = max(point.ranks)
+        block = support.rank_block(most)
+        site = Site(
+            *point.shape, dtype, "float32", block, -(-most // block) * block, sum(point.ranks),
+            "out_in", point.drops, 64, arch,
+        )  # fmt: skip
+        sites = 1 + len(point.beside)
+        for tile in _candidates(kind, site, sites, point.tokens):
+            task = Task(kind, point.shape, point.ranks, point.drops, dtype, tile, point.beside)
+            if (name := (_spec(kind, site, sites), tile)) not in found:
+                found.add(name)
+                yield task
+
+
+def _enter(log: _Log, kind: str, case: Case, point: Point, found: dict[str, Any]) -> None:
+    """Add an entry, and write all."""
+    site, sites = case.site, len(case.s)
+    at = [select.bucket(point.tokens), site.width, max(site.tail, 1)]
+    log.entries.append({"family": table.family(kind, site, sites), "at": at, **found})
+    table.write(log.path, log.gpu, _facts(log), log.entries)
+
+
+def _facts(log: _Log) -> dict[str, Any]:
+    import triton
+
+    now = datetime.datetime.now(datetime.UTC)
+    return {
+        "torch": torch.__version__,
+        "triton": triton.__version__,
+        "date": now.strftime("%Y-%m-%d"),
+        "left_out": log.failures,
+    }
+
+
+def _told(plan: tuple[str, dict[str, Any]]) -> str:
+    name, found = plan
+    cut = "" if found["tile"] is None else f" ({_short(Tile(**found['tile']))})"
+    return f"{name} {found['us']:.1f} µs{cut}"
+
+
+def _short(tile: Tile | None) -> str:
+    if tile is None:
+        return ""
+    parts = f"{tile.rows}x{tile.columns}x{tile.depth} w{tile.warps} s{tile.stages}"
+    return parts + (f" slab {tile.slab}" if tile.slab else "")

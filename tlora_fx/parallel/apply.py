@@ -1,0 +1,222 @@
+"""Make a model ready to run under a plan: the one way that all planners share."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from tlora_fx.cost.facts import why_launched
+from tlora_fx.cost.plan import Plan
+from tlora_fx.errors import PlanNotRunnable
+from tlora_fx.model.batch import PackedBatch
+from tlora_fx.model.supermodel import SuperModel
+from tlora_fx.ops import use_group
+from tlora_fx.ops.tensor_groups import GROUP
+from tlora_fx.parallel.cuda_graphs import RowGraphs
+from tlora_fx.parallel.fsdp import Sharded, gathered_bytes, shard_base, shard_layer
+from tlora_fx.parallel.mesh import Mesh
+from tlora_fx.parallel.nano_batches import NanoModel
+from tlora_fx.part import Part
+from tlora_fx.passes.lower_loss import HEAD
+from tlora_fx.planners.first_step import FirstStep
+from tlora_fx.planners.protocol import StepRunner
+from tlora_fx.planners.reduction import GradientBuckets
+
+Forward = Callable[[PackedBatch], Tensor]
+
+
+def part_of(model: SuperModel, plan: Plan, mesh: Mesh) -> Part:
+    """What of a prepared model this process holds."""
+    held: frozenset[str] | None = None
+    if plan.mesh.pp > 1:
+        from tlora_fx.planners.stages import held_by
+
+        held = held_by(model, plan, mesh.pp_rank)
+    return Part(held, mesh.tp_rank, plan.mesh.tp)
+
+
+def load(model: SuperModel, plan: Plan, mesh: Mesh, base: Mapping[str, Tensor]) -> None:
+    """Give a prepared model this process's part of the base's weights.
+
+    base     tensors by canonical name; one that this process does not hold is not asked for
+    """
+    demand_shardable(model, plan)
+    part = part_of(model, plan, mesh)
+
+    def shard(path: str) -> None:
+        if part.holds(path):
+            shard_layer(model, plan, mesh, path)
+
+    model.materialize(base, mesh.device, part, shard if shards(plan) else None)
+
+
+def apply(
+    model: SuperModel, plan: Plan, mesh: Mesh, *, largest_row: int = 0
+) -> RowRunner | ReducingRunner:
+    """Make a model with its weights ready to run.
+
+    model         prepared for the plan and loaded; its parameters' gradients move, so that
+                  `job_parameters` is to be asked for afterwards
+    largest_row   tokens of the largest row that may come: where it is given, on a GPU, small rows
+                  in packed form run as CUDA graphs under plans that can (see `row_graphs`)
+    raises        PlanNotRunnable
+    """
+    assert plan.mesh == mesh.shape, (plan.mesh, mesh.shape)
+    if plan.mesh.tp > 1:
+        use_group(GROUP, mesh.tp)
+    demand_shardable(model, plan)
+    demand_nano(plan, plan.nano_batches > 1)
+    sharded = shard_base(model, plan, mesh) if shards(plan) and plan.mesh.pp == 1 else None
+    if plan.mesh.pp > 1:
+        from tlora_fx.parallel.pipeline import PipelineRunner
+
+        return ReducingRunner(model, mesh, PipelineRunner(model, plan, mesh))
+    runner = RowRunner(model, mesh, inside=shards(plan))
+    if largest_row and mesh.device.type == "cuda" and plan.captures:
+        runner.graphs = _graphs(model, mesh, largest_row, sharded)
+    runner.nano_batches = plan.nano_batches
+    return runner if mesh.size == 1 else ReducingRunner(model, mesh, runner)
+
+
+def _graphs(model: SuperModel, mesh: Mesh, largest_row: int, sharded: Sharded | None) -> RowGraphs:
+    """What runs small rows as CUDA graphs, or knows why none can be captured."""
+    gathering = None if sharded is None else sharded.gathering
+    gathered = 0 if sharded is None else gathered_bytes(model)
+    made = RowGraphs(
+        model, mesh.device, largest_row, group=mesh.tp, gathering=gathering, gathered=gathered
+    )
+    if reasons := why_launched(model.group):
+        made.refused = f"tables of jobs are read on the host by {', '.join(reasons)}"
+    elif sharded is not None and gathering is None:
+        made.refused = "the sharded base is gathered by a collective"
+    return made
+
+
+def shards(plan: Plan) -> bool:
+    """Whether the base is sharded over replicas."""
+    return plan.shard_base and plan.mesh.dp > 1
+
+
+def demand_nano(plan: Plan, wanted: bool) -> None:
+    """Refuse nano-batches where nothing would cut rows into them.
+
+    wanted    whether the plan, or a controller, asks for any
+    raises    PlanNotRunnable
+    """
+    if wanted and plan.mesh.pp > 1:
+        raise PlanNotRunnable(
+            "stages of a pipeline take whole micro-batches",
+            plan=f"{plan.planner} on {plan.mesh}",
+            found="nano-batches",
+            help="plan more micro-batches instead, or use pp=1",
+        )
+
+
+def demand_shardable(model: SuperModel, plan: Plan) -> None:
+    """Refuse to shard what cannot be sharded layer by layer; other plans pass.
+
+    raises    PlanNotRunnable
+    """
+    if not shards(plan):
+        return
+    why = ""
+    if not model.layer_order():
+        why = "the model was compiled without layers"
+    if HEAD not in model.group.blocks:
+        why = "the model was compiled without lower-loss"
+    if why:
+        raise PlanNotRunnable(
+            "the base cannot be sharded over replicas",
+            plan=f"{plan.planner} on {plan.mesh}",
+            reason=why,
+            help="use a plan with shard_base: false",
+        )
+
+
+class RowRunner:
+    """Runs whole rows, one after the other, as a single process does.
+
+    inside   nano-batches run inside each layer's call, where weights are gathered for one
+    nano     set when rows are first cut into nano-batches; its number may change between rounds
+    graphs   of rows that come again, where rows may run so
+    """
+
+    def __init__(self, model: SuperModel, mesh: Mesh, *, inside: bool = False) -> None:
+        self.model, self.mesh, self.inside = model, mesh, inside
+        self.nano: NanoModel | None = None
+        self.graphs: RowGraphs | None = None
+
+    @property
+    def nano_batches(self) -> int:
+        """Into how many parts each row is cut whose communication and compute overlap."""
+        return 1 if self.nano is None else self.nano.count
+
+    @nano_batches.setter
+    def nano_batches(self, count: int) -> None:
+        if self.nano is None and count > 1:
+            self.nano = NanoModel(self.model, inside=self.inside)
+            if self.graphs is not None:
+                self.graphs.clear()
+        if self.nano is not None:
+            self.nano.count = count
+
+    def run(self, rows: Sequence[PackedBatch], weights: Tensor) -> Tensor:
+        """Forward and backward of this replica's rows; see `StepRunner`."""
+        total: Tensor | None = None
+        for row in rows[self.mesh.dp_rank :: self.mesh.shape.dp]:
+            losses = self._captured(row, weights)
+            if losses is None:
+                losses = self._run(row, weights)
+            total = losses if total is None else total + losses
+        return torch.zeros_like(weights) if total is None else total
+
+    def _run(self, row: PackedBatch, weights: Tensor) -> Tensor:
+        losses: Tensor = self.model(self._moved(row)) * weights
+        losses.sum().backward()  # type: ignore[no-untyped-call]
+        return losses.detach()
+
+    def _captured(self, row: PackedBatch, weights: Tensor) -> Tensor | None:
+        """Run a row as a CUDA graph, if it can be; nano-batches are cut anew for each row."""
+        if self.graphs is None or self.nano is not None:
+            return None
+        return self.graphs.run(row, weights)
+
+    def _moved(self, row: PackedBatch) -> PackedBatch:
+        device = self.mesh.device
+        return row.to(device) if self.nano is None else self.nano.moved(row, device)
+
+
+class ReducingRunner:
+    """Sums gradients and losses of all replicas behind another runner."""
+
+    def __init__(self, model: SuperModel, mesh: Mesh, inner: StepRunner) -> None:
+        self.model, self.mesh, self.inner = model, mesh, inner
+        self.buckets = GradientBuckets(model, mesh)
+        self._first: FirstStep | None = FirstStep(model, mesh)
+
+    @property
+    def nano_batches(self) -> int:
+        """See `RowRunner`; always 1 behind a runner that has none."""
+        return int(getattr(self.inner, "nano_batches", 1))
+
+    @nano_batches.setter
+    def nano_batches(self, count: int) -> None:
+        if isinstance(self.inner, RowRunner):
+            self.inner.nano_batches = count
+
+    def run(self, rows: Sequence[PackedBatch], weights: Tensor) -> Tensor:
+        """One round; see `StepRunner`.
+
+        raises    NoGradient after the first round
+        """
+        total = self.inner.run(rows, weights)
+        if self._first is not None:
+            self._first.demand(rows)
+            self._first = None
+        self.buckets.reduce()
+        if self.mesh.dp is not None:
+            dist.all_reduce(total, group=self.mesh.dp)
+        return total

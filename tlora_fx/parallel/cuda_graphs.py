@@ -1,0 +1,303 @@
+"""Forward and backward of rows as CUDA graphs: one start in place of thousands.
+
+A small row takes the host longer to launch than the GPU to compute. A graph holds what one row of
+a form launched, with the sizes and addresses of then, so each form has its own tensors, which are
+overwritten, and a graph. Forms are few (see `repeating_form`); a form is captured when it comes for
+the second time. Weights and gradients stay where they are, so optimizers know nothing of it.
+
+An operator that reads a table of jobs on the host refuses to be captured; such a model, and rows
+that are large enough to keep the GPU busy, run as they are.
+
+Copies that gather a sharded base become part of a graph, and so do sums over processes: those make
+their graphs together.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections import Counter, OrderedDict
+from contextlib import suppress
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from tlora_fx.cost.model_facts import CAPTURED_TOKENS
+from tlora_fx.errors import PlanNotRunnable, TloraError
+from tlora_fx.model.batch import PackedBatch, repeating_form
+from tlora_fx.model.supermodel import SuperModel
+from tlora_fx.ops.kernels import refresh, release
+from tlora_fx.parallel.peer_copies import SideStreams
+
+logger = logging.getLogger("tlora_fx.planners")
+MOST_GRAPHS = 48
+# Rows of a form before it is captured: lengths that never come again are many.
+BEFORE = 1
+# What a row needs beyond the activations that its forward keeps.
+SPARE, ROOM = 1.3, 2**28
+
+
+class Form(NamedTuple):
+    """What a graph is made for: the sizes of a row, and the longest sequence that it may hold."""
+
+    tokens: int
+    sequences: int
+    longest: int
+    targets: int
+
+    @classmethod
+    def of(cls, row: PackedBatch) -> Form:
+        """The form of a row."""
+        sizes = row.input_ids.numel(), len(row.cu_seqlens) - 1
+        return cls(*sizes, int(row.max_seqlen), len(row.target_rows))
+
+
+class RowGraphs:
+    """The graphs of a model in one process.
+
+    largest_row   tokens of the largest row that may come: its memory stays free
+    group         processes that run each row together, with sums over them in between
+    gathering     streams on which a sharded base is gathered
+    gathered      bytes that gathered weights take at once
+    refused       why no row is captured, or ""
+    most          tokens of the largest row that is captured: processes that cut its work among
+                  them have less to do each, and as much to launch
+    roomless      how often there was no memory for a graph
+    captured      how many graphs were made
+    """
+
+    def __init__(
+        self,
+        model: SuperModel,
+        device: torch.device,
+        largest_row: int,
+        *,
+        group: dist.ProcessGroup | None = None,
+        gathering: SideStreams | None = None,
+        gathered: int = 0,
+    ) -> None:
+        self.model, self.device, self.largest_row = model, device, largest_row
+        self.group, self.gathering, self.gathered = group, gathering, gathered
+        self.refused = ""
+        self.most = CAPTURED_TOKENS * (1 if group is None else dist.get_world_size(group))
+        self.roomless = 0
+        self.captured = 0
+        self._graphs: OrderedDict[Form, RowGraph] = OrderedDict()
+        self._seen: Counter[Form] = Counter()
+        self._pool: Any = None
+        self._stream: torch.cuda.Stream | None = None
+
+    @property
+    def forms(self) -> list[Form]:
+        """Those that have a graph."""
+        return list(self._graphs)
+
+    def run(self, row: PackedBatch, weights: Tensor) -> Tensor | None:
+        """Forward and backward of a row, as a graph or on the way to one.
+
+        row       on the CPU
+        weights   [J] on the device
+        returns   [J] weighted loss sums; None where the row is to be run as it is
+        """
+        if self.refused or row.input_ids.numel() > self.most or not len(row.target_rows):
+            return None
+        row = repeating_form(row)
+        form = Form.of(row)
+        self._seen[form] += 1
+        graph = self._graphs.get(form)
+        if graph is not None:
+            self._graphs.move_to_end(form)
+            graph.load(row, weights)
+            return graph.replay()
+        if self._seen[form] <= BEFORE or not self._is_worth(form):
+            return None
+        return self._first(form, row, weights)
+
+    def clear(self) -> None:
+        """Let go of all graphs and of their memory, and forget which rows came."""
+        while self._graphs:
+            self._evict()
+        self._seen.clear()
+
+    def _is_worth(self, form: Form) -> bool:
+        """Whether there is a place for a graph, or one that is taken by a much rarer form."""
+        if len(self._graphs) < MOST_GRAPHS:
+            return True
+        return self._seen[form] > 2 * self._seen[next(iter(self._graphs))]
+
+    def _evict(self) -> None:
+        _, graph = self._graphs.popitem(last=False)
+        graph.release()
+
+    def _first(self, form: Form, row: PackedBatch, weights: Tensor) -> Tensor:
+        """Run a row as it is, on the tensors of its graph to be, and capture it for the next."""
+        graph = RowGraph(self.model, row, weights, self.device)
+        losses, kept = graph.run()
+        if self._has_room(kept, form.tokens):
+            self._capture(form, graph)
+        else:
+            self._refuse(form, graph)
+        return losses
+
+    def _refuse(self, form: Form, graph: RowGraph) -> None:
+        """Leave a form for now: there is no memory for its graph."""
+        self._seen[form] = 0
+        self.roomless += 1
+        graph.release()
+        logger.info("no memory for a CUDA graph of %s", form)
+
+    def _capture(self, form: Form, graph: RowGraph) -> None:
+        """Make a graph, or know from now on that there can be none.
+
+        raises    PlanNotRunnable where a capture that fails leaves other processes waiting, or
+                  FSDP2 in the middle of a gather
+        """
+        outer = torch.cuda.current_stream(self.device)
+        try:
+            self._make(graph)
+        except (RuntimeError, TloraError) as error:
+            if self.group is not None or self.gathering is not None:
+                raise _broken(error) from error
+            # Nothing was run: whatever the model does, it goes on as without graphs.
+            forget_capture(self.device, outer, self._pool)
+            self._fail(form, graph, error)
+            return
+        self._graphs[form] = graph
+        self.captured += 1
+        if len(self._graphs) > MOST_GRAPHS:
+            self._evict()
+        logger.debug("captured rows of %s", form)
+
+    def _make(self, graph: RowGraph) -> None:
+        if not self._graphs:
+            # torch forgets a pool of which no graph is left, and takes it for none that it knows.
+            self._pool = torch.cuda.graph_pool_handle()
+        with torch.cuda.device(self.device):
+            # Memory is used again by graphs that were captured on the same stream.
+            self._stream = self._stream or torch.cuda.Stream()  # type: ignore[no-untyped-call]
+            graph.capture(self._pool, self._stream, self.gathering)
+
+    def _fail(self, form: Form, graph: RowGraph, error: Exception) -> None:
+        if isinstance(error, torch.cuda.OutOfMemoryError) or "out of memory" in str(error):
+            self._refuse(form, graph)
+            return
+        self.refused = f"{type(error).__name__}: {error}"
+        graph.release()
+        self.clear()
+        logger.warning("rows are not run as CUDA graphs: %s", self.refused)
+
+    def _has_room(self, kept: int, tokens: int) -> bool:
+        """Whether a row's activations fit twice, and those of the largest row beside them.
+
+        Processes that run rows together all have it, or none.
+        """
+        unused = torch.cuda.memory_reserved(self.device) - torch.cuda.memory_allocated(self.device)
+        free = torch.cuda.mem_get_info(self.device)[0] + unused
+        rows = SPARE * kept * (1 + self.largest_row / tokens)
+        fits = rows + 2 * self.gathered + ROOM < free
+        if self.group is None:
+            return fits
+        agreed = torch.tensor(int(fits), device=self.device)
+        dist.all_reduce(agreed, dist.ReduceOp.MIN, group=self.group)
+        return bool(agreed.item())
+
+
+class RowGraph:
+    """One form's tensors, and what a row of it launches.
+
+    row       a row of the form on the device, its tables on the CPU; overwritten by the next
+    weights   [J] likewise
+    """
+
+    def __init__(
+        self, model: SuperModel, row: PackedBatch, weights: Tensor, device: torch.device
+    ) -> None:
+        self.model = model
+        self.row = _copied(row).to(device)
+        self.weights = weights.clone()
+        self._graph: torch.cuda.CUDAGraph | None = None
+        self._losses = torch.empty(0)
+
+    def load(self, row: PackedBatch, weights: Tensor) -> None:
+        """Overwrite the row by another one of its form."""
+        own = self.row
+        for name, tensor in row.tensors().items():
+            getattr(own, name).copy_(tensor, non_blocking=True)
+        self.weights.copy_(weights, non_blocking=True)
+        refresh(own.segments, own.keys, own.target_segments)
+
+    def run(self) -> tuple[Tensor, int]:
+        """Run forward and backward as they are.
+
+        returns   [J] weighted loss sums, free of what computed them: a capture must find no
+                  gradient's accumulator of another stream alive; and the bytes that the forward
+                  kept for the backward
+        """
+        device = self.weights.device
+        before = torch.cuda.memory_allocated(device)
+        losses = self.model(self.row) * self.weights
+        kept = torch.cuda.memory_allocated(device) - before
+        losses.sum().backward()
+        return losses.detach(), max(0, kept)
+
+    def capture(self, pool: Any, stream: torch.cuda.Stream, gathering: SideStreams | None) -> None:
+        """Note what forward and backward launch; nothing is run.
+
+        pool        of memory, shared by graphs that never run at once
+        stream      of the model's device, which is current
+        gathering   streams that the model uses beside it
+        raises      RuntimeError or TloraError where the model does what no graph can hold
+        """
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph, pool=pool, stream=stream):
+            losses = self.model(self.row) * self.weights
+            losses.sum().backward()
+            if gathering is not None:
+                gathering.join()
+        self._graph, self._losses = graph, losses.detach()
+
+    def release(self) -> None:
+        """Let go of what the graph read on the device; it is not replayed any more."""
+        self._graph = None
+        release(self.row.segments, self.row.keys, self.row.target_segments)
+
+    def replay(self) -> Tensor:
+        """Run the row as it was loaded; [J], a copy."""
+        assert self._graph is not None, "captured before"
+        self._graph.replay()
+        return self._losses.clone()
+
+
+def _copied(row: PackedBatch) -> PackedBatch:
+    return PackedBatch(**{name: tensor.clone() for name, tensor in row.tensors().items()})
+
+
+def _broken(error: Exception) -> PlanNotRunnable:
+    return PlanNotRunnable(
+        "a row could not be captured as a CUDA graph",
+        found=f"{type(error).__name__}: {error}",
+        reason="its gathers or its sums over processes were interrupted",
+        help="train without graphs: --no-cuda-graphs, or Trainer(cuda_graphs=False)",
+    )
+
+
+def forget_capture(device: torch.device, stream: torch.cuda.Stream, pool: Any) -> None:
+    """Let streams, memory and random numbers go on after a capture that failed.
+
+    torch leaves the stream of a capture, and tells its allocator and its generator of the end, only
+    where it ends well.
+
+    stream   which was the current one before the capture
+    pool     in which the capture allocated
+    """
+    index = torch.cuda.current_device() if device.index is None else device.index
+    with torch.cuda.device(index):
+        torch.cuda.set_stream(stream)
+    with suppress(RuntimeError):  # where the allocator was told
+        torch._C._cuda_endAllocateToPool(index, pool)
+        torch._C._cuda_releasePool(index, pool)
+    generator: Any = torch.cuda.default_generators[index]
+    fresh: Any = torch.Generator(device)
+    fresh.manual_seed(generator.initial_seed())
+    generator.graphsafe_set_state(fresh)

@@ -1,0 +1,201 @@
+"""Algorithm 1 of the paper, as its text describes it and put right where it is broken as printed.
+
+Groups are formed for all jobs first, then placed, then run together for one horizon. Within a
+node, then a rack, then the cluster: sort by urgency, then residual; take the first as seed; find by
+a binary cut how long a suffix of the others (the idlest) it should merge with; put the merged
+group back; a seed that merges with none is lifted to the next tier. A merge must gain on weighted
+speed-up, and none may break a bound. At most 2 K log2 K groups are evaluated in a round.
+
+What was grouped in the last round stays together, running or not; only what is new is a seed.
+
+source   tLoRA, section 3.4; field notes, "Reading Algorithm 1"
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from math import log2
+from typing import ClassVar
+
+import numpy as np
+
+from tlora_fx.cost.cluster import Cluster
+from tlora_fx.scheduler.gains_sizes import sized
+from tlora_fx.scheduler.gains_units import Gathering, Memory
+from tlora_fx.scheduler.placement import Placer
+from tlora_fx.scheduler.policies.tlora_paper_cut import Cutter
+from tlora_fx.scheduler.policies.unchanged import Unchanged
+from tlora_fx.scheduler.residual import residuals
+from tlora_fx.scheduler.search.objective import OBJECTIVES, Objective, Pricer, Unit
+from tlora_fx.scheduler.search.placement import arrange
+from tlora_fx.scheduler.state import Decision, Reason, State
+from tlora_fx.scheduler.urgency import arrival, urgency
+
+
+@dataclass(slots=True)
+class TloraPaper:
+    """Hierarchical incremental grouping.
+
+    objective   "weighted" speed-up, or "throughput" in samples a second
+    warm        groups of the last round stay together; else all jobs are grouped anew each time
+
+    evaluations   groups that the last round evaluated
+    """
+
+    name: ClassVar[str] = "tlora-paper"
+    fused: ClassVar[bool] = True
+
+    objective: Objective = "weighted"
+    warm: bool = True
+    evaluations: int = field(default=0, init=False)
+    _unchanged: Unchanged = field(default_factory=Unchanged, init=False, repr=False)
+    _memory: Memory = field(default_factory=Memory, init=False, repr=False)
+    _known: dict[int, float] = field(default_factory=dict, init=False, repr=False)
+
+    def __post_init__(self) -> None:
+        if self.objective not in OBJECTIVES:
+            raise ValueError(f"objective: one of {', '.join(OBJECTIVES)}")
+
+    def decide(self, state: State, *, explain: bool = False) -> Decision:
+        """The groups from now to the next decision."""
+        if not state.jobs:
+            self._memory = Memory()
+            return Decision(())
+        if not explain and (last := self._unchanged.answer(state)) is not None:
+            return last
+        memory = self._memory if self.warm else Memory()
+        gathering = Gathering(state, memory, lending=False)
+        found = gathering.round(0.0)
+        pricer = Pricer(state, self.objective)
+        sized(pricer, gathering, found, pooled=True)
+        units, fresh = found.units, found.fresh
+        if not self.warm:
+            units = [gathering.alone(job) for job in state.jobs.values()]
+            fresh = [True] * len(units)
+        old = frozenset(id(unit) for unit, new in zip(units, fresh, strict=True) if not new)
+        cutter = Cutter(pricer, budget(len(state.jobs)), self._known)
+        places = _places(state, units)
+        for unit_of in _tiers(state.cluster):
+            units = _tier(state, cutter, units, places, unit_of, old)
+        self.evaluations = cutter.evaluations
+        if not self.warm:
+            units = [_home(state, unit) for unit in units]
+        placed = arrange(state, gathering, units, reserve=True)
+        waiting = tuple(name for unit in placed.waiting for name in unit.jobs)
+        reasons = tuple(cutter.reasons) if explain else ()
+        reasons += tuple(Reason(name, "waits") for name in waiting) if explain else ()
+        groups = placed.groups(state.now)
+        running = zip(groups, placed.running, strict=True)
+        kept = {(group.jobs, group.place): unit for group, unit in running}
+        self._memory = Memory(kept, placed.waiting)
+        answer = Decision(groups, waiting, reasons)
+        self._unchanged.keep(state, answer)
+        return answer
+
+
+def _tier(
+    state: State,
+    cutter: Cutter,
+    units: list[Unit],
+    places: dict[str, frozenset[int]],
+    unit_of: Callable[[int], int],
+    old: frozenset[int],
+) -> list[Unit]:
+    """Group within each node, rack or the cluster; what spans several passes through.
+
+    old   units that are no seeds, by id
+    """
+    rooms: dict[tuple[int, str], list[Unit]] = {}
+    done: list[Unit] = []
+    for unit in units:
+        inside = {unit_of(node) for name in unit.jobs for node in places[name]}
+        if len(inside) == 1:
+            rooms.setdefault((inside.pop(), unit.base), []).append(unit)
+        else:
+            done.append(unit)
+    for _, queue in sorted(rooms.items()):
+        if len(queue) == 1 or all(id(unit) in old for unit in queue):
+            done += queue
+        else:
+            done += _incremental(state, cutter, queue, old)
+    return done
+
+
+def _incremental(
+    state: State, cutter: Cutter, queue: list[Unit], old: frozenset[int]
+) -> list[Unit]:
+    """Pack and put back until no seed merges."""
+    done: list[Unit] = []
+    keys = _keys(state, queue)
+    while queue:
+        queue.sort(key=lambda unit: keys[id(unit)])
+        seed = next((unit for unit in queue if id(unit) not in old), None)
+        if seed is None:
+            return done + queue
+        queue.remove(seed)
+        taken = cutter.cut(seed, queue)
+        if not taken:
+            done.append(seed)
+            continue
+        merged = cutter.merged(seed, queue[len(queue) - taken :])
+        queue = [*queue[: len(queue) - taken], merged]
+        keys |= _keys(state, [merged])
+    return done
+
+
+def budget(jobs: int) -> int:
+    """Groups that one round may evaluate: 2 K log2 K."""
+    return int(2 * jobs * log2(jobs)) if jobs > 1 else 0
+
+
+def _keys(state: State, units: list[Unit]) -> dict[int, tuple[int, float, float, str]]:
+    """What units are sorted by: urgency descending, residual ascending, then arrival."""
+    left = residuals(
+        state.estimator,
+        [unit.base for unit in units],
+        np.stack([unit.demand for unit in units]),
+        np.array([float(unit.gpus) for unit in units]),
+        np.array([unit.seconds for unit in units]),
+    )
+    found = {}
+    for unit, free in zip(units, left, strict=True):
+        jobs = [state.jobs[name] for name in unit.jobs]
+        pressed = max(urgency(job, state.now, unit.seconds) for job in jobs)
+        found[id(unit)] = (-int(pressed), float(free), *min(arrival(job) for job in jobs))
+    return found
+
+
+def _tiers(cluster: Cluster) -> tuple[Callable[[int], int], ...]:
+    """Node, rack and cluster of a node. Within one GPU there is nothing to pool."""
+    return (lambda node: node, lambda node: node // cluster.nodes_per_rack, lambda node: 0)
+
+
+def _places(state: State, units: list[Unit]) -> dict[str, frozenset[int]]:
+    """The nodes where each job stands, or would if there were room for all alone."""
+    cluster = state.cluster
+    more = sum(-(-job.request.gpus // cluster.gpus_per_node) for job in state.jobs.values())
+    size = (cluster.nodes + more) * cluster.gpus_per_node
+    roomy = Cluster(size, cluster.gpus_per_node, cluster.nodes_per_rack, lost=cluster.lost)
+    placer = Placer(roomy)
+    running = {name: group.place for group in state.groups for name in group.jobs}
+    for group in state.groups:
+        if placer.has(group.place):
+            placer.take(group.place)
+    found = {}
+    for unit in units:
+        for name in unit.jobs:
+            place = running.get(name)
+            if place is None:
+                place = placer.find(state.jobs[name].request.gpus) or ()
+                placer.take(place)
+            found[name] = frozenset(cluster.node(gpu) for gpu in place)
+    return found
+
+
+def _home(state: State, unit: Unit) -> Unit:
+    """Put a group that was formed anew where the same jobs already run."""
+    for group in state.groups:
+        if set(group.jobs) == set(unit.jobs) and group.gpus == unit.gpus:
+            unit.homes, unit.settled = (group,), True
+    return unit

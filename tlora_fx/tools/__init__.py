@@ -1,0 +1,1 @@
+"""What people look at passes and graphs with."""
