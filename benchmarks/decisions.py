@@ -22,13 +22,11 @@ from rich.table import Table
 
 from benchmarks.results_file import RESULTS, console, described, write
 from tlora_fx.cost.cluster import Cluster
-from tlora_fx.cost.estimator import ProfileEstimator
-from tlora_fx.scheduler.bases import demand_of
-from tlora_fx.scheduler.estimating import Estimator
-from tlora_fx.scheduler.estimator_profiles import profiles_for
+from tlora_fx.cost.estimator import Estimator, ProfileEstimator
+from tlora_fx.cost.model_facts import demand_of
+from tlora_fx.cost.profile_sources import profiles_for
 from tlora_fx.scheduler.policies import find_policy
-from tlora_fx.scheduler.request import JobRequest
-from tlora_fx.scheduler.state import ActiveJob, Policy, State
+from tlora_fx.scheduler.state import ActiveJob, JobRequest, Policy, State
 
 BASES = ("llama-3-8b", "qwen3-8b")
 POLICIES = ("tlora", "tlora-paper", "mlora-fifo", "megatron")

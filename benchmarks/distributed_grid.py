@@ -35,9 +35,8 @@ from tlora_fx.cost.load import Round
 from tlora_fx.cost.memory import fits, memory_of
 from tlora_fx.cost.plan import Plan
 from tlora_fx.cost.profile_sources import profile_for
-from tlora_fx.cost.step_time import step_time
+from tlora_fx.cost.step_time import CostModel, step_time
 from tlora_fx.model.supermodel import SuperModel
-from tlora_fx.planners.cost import CostModel
 
 JOBS = 8
 MEAN_BOUND, WORST_BOUND = 0.08, 0.15

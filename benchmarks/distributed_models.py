@@ -21,9 +21,8 @@ from tlora_fx.model.supermodel import SuperModel
 from tlora_fx.parallel.apply import apply, load, shards
 from tlora_fx.parallel.mesh import Mesh, open_mesh
 from tlora_fx.parallel.prepare import planned_passes, prepared
-from tlora_fx.planners.protocol import StepRunner
-from tlora_fx.runtime.adapters import start_adapters
-from tlora_fx.runtime.weights import base_tensors
+from tlora_fx.parallel.runner import StepRunner
+from tlora_fx.runtime.adapters import base_tensors, start_adapters
 
 RATE = 1e-4
 

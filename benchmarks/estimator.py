@@ -17,9 +17,9 @@ from benchmarks.results_file import RESULTS, described, write
 from tlora_fx.cost.cluster import Cluster
 from tlora_fx.cost.demand import Array, Demand
 from tlora_fx.cost.estimator import ProfileEstimator
+from tlora_fx.cost.model_facts import demand_of
 from tlora_fx.cost.profile import Profile
 from tlora_fx.cost.profile_sources import SHIPPED
-from tlora_fx.scheduler.bases import demand_of
 
 BASE = "llama-3-8b"
 GPUS = ((1,), (2,), (4,), (8,), (16,), (1, 2, 4, 8), (1, 2, 3, 5, 9, 12, 16, 24))

@@ -22,7 +22,7 @@ from benchmarks.results_file import console
 from benchmarks.step_mixes import Shape
 from tlora_fx.cost.facts import facts_of
 from tlora_fx.cost.profile_sources import profile_for
-from tlora_fx.planners.cost import CostModel
+from tlora_fx.cost.step_time import CostModel
 
 
 def main() -> None:

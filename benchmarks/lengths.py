@@ -26,7 +26,7 @@ from tlora_fx.cost.plan import Plan
 from tlora_fx.model.batch import JobTokens, PackedBatch, pack, repeating_length
 from tlora_fx.parallel.apply import apply
 from tlora_fx.parallel.mesh import Mesh
-from tlora_fx.planners.protocol import StepRunner
+from tlora_fx.parallel.runner import StepRunner
 
 JOBS = 8
 

@@ -21,17 +21,13 @@ from rich.table import Table
 
 from benchmarks.results_file import RESULTS, console, described, write
 from tlora_fx.cost.cluster import Cluster
-from tlora_fx.cost.estimator import ProfileEstimator
-from tlora_fx.scheduler.bases import demand_of
-from tlora_fx.scheduler.bounds import ROUNDING, limit_seconds
-from tlora_fx.scheduler.estimating import Estimator
-from tlora_fx.scheduler.estimator_profiles import profiles_for
-from tlora_fx.scheduler.oracle import best_grouping
+from tlora_fx.cost.estimator import Estimator, ProfileEstimator, SyntheticEstimator
+from tlora_fx.cost.model_facts import demand_of
+from tlora_fx.cost.profile_sources import profiles_for
 from tlora_fx.scheduler.policies import find_policy
-from tlora_fx.scheduler.request import JobRequest
+from tlora_fx.scheduler.policies.oracle import best_grouping
 from tlora_fx.scheduler.search.objective import Objective, seconds_of
-from tlora_fx.scheduler.state import ActiveJob, State
-from tlora_fx.scheduler.synthetic import SyntheticEstimator
+from tlora_fx.scheduler.state import ROUNDING, ActiveJob, JobRequest, State, limit_seconds
 
 BASE = "llama-3-8b"
 CLUSTER = Cluster(256)

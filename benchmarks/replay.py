@@ -23,16 +23,12 @@ from rich.table import Table
 
 from benchmarks.results_file import RESULTS, console, described, write
 from tlora_fx.cost.cluster import Cluster
-from tlora_fx.cost.estimator import ProfileEstimator
-from tlora_fx.scheduler.estimating import Estimator
-from tlora_fx.scheduler.estimator_profiles import profiles_for
+from tlora_fx.cost.estimator import Estimator, ProfileEstimator, SyntheticEstimator
+from tlora_fx.cost.profile_sources import profiles_for
 from tlora_fx.scheduler.policies import find_policy
-from tlora_fx.scheduler.synthetic import SyntheticEstimator
-from tlora_fx.simulator.choices import Choices
-from tlora_fx.simulator.generator_fit import shipped_fit
 from tlora_fx.simulator.replay import replay
-from tlora_fx.simulator.synthetic import Draw, generate
-from tlora_fx.simulator.workload import workload_of
+from tlora_fx.simulator.sweep import Choices, workload_of
+from tlora_fx.simulator.synthetic import Draw, generate, shipped_fit
 
 WHOLE = 450_590
 BOUNDS = {"minutes": 15.0, "gib": 4.0}

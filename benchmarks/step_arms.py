@@ -174,7 +174,7 @@ class Made:
 
     def __init__(self, shape: Shape, device: str, folder: Path) -> None:
         from tlora_fx.model.backbone import load_backbone
-        from tlora_fx.runtime.weights import base_tensors
+        from tlora_fx.runtime.adapters import base_tensors
 
         self.shape, self.device, self.folder = shape, device, folder
         shape.config(architectures=["LlamaForCausalLM"]).save_pretrained(folder / "base")

@@ -21,15 +21,16 @@ from rich.table import Table
 
 from benchmarks.results_file import RESULTS, console, described, write
 from tlora_fx.cost.cluster import Cluster
-from tlora_fx.simulator.report import Report
-from tlora_fx.simulator.report_metrics import METRICS, spread
-from tlora_fx.simulator.report_reasons import (
+from tlora_fx.simulator.report import (
     BASELINES,
+    METRICS,
     PAPER_COMPLETION,
     PAPER_THROUGHPUT,
+    Report,
     offered_load,
     ratio_text,
     reasons,
+    spread,
 )
 from tlora_fx.simulator.sweep import Outcome, Plan, Scenario, Source, plan_of, run_all
 

@@ -33,15 +33,13 @@ from tlora_fx.config.job import Job
 from tlora_fx.config.job_file import load_job_file
 from tlora_fx.cost.demand import Demand
 from tlora_fx.scheduler.executor import Drained, Event, Failed, Progress
-from tlora_fx.scheduler.group import Group
-from tlora_fx.scheduler.ledger_rows import EpochRecord, JobRecord
+from tlora_fx.scheduler.formations import NoWatch
 from tlora_fx.scheduler.local.executor import LocalOptions, cpu_threads
-from tlora_fx.scheduler.local.told import Listener
-from tlora_fx.scheduler.loop_watch import NoWatch
+from tlora_fx.scheduler.local.worker import Listener
 from tlora_fx.scheduler.policies import find_policy
-from tlora_fx.scheduler.running_estimates import Estimates, machine
-from tlora_fx.scheduler.running_files import Found
-from tlora_fx.scheduler.service import Running, RunOptions, opened
+from tlora_fx.scheduler.service import Estimates, Found, Running, RunOptions, machine, opened
+from tlora_fx.scheduler.state import Group
+from tlora_fx.scheduler.store import EpochRecord, JobRecord
 from tlora_fx.simulator.replay import replay
 
 #: Jobs of each group that is formed to learn what a switch takes.

@@ -24,7 +24,7 @@ from benchmarks.validation_workload import base_of, workload
 from tlora_fx.cost.cluster import Cluster
 from tlora_fx.cost.profile import Profile
 from tlora_fx.scheduler.policies import find_policy
-from tlora_fx.scheduler.running_estimates import Estimates
+from tlora_fx.scheduler.service import Estimates
 from tlora_fx.simulator.replay import replay
 
 RUN = "validation-2026-11-22"

@@ -17,10 +17,9 @@ from typing import Any, ClassVar
 from torch import fx
 
 from tlora_fx.errors import LayersNotChained, NotFoldable, NotOutlinable
-from tlora_fx.ir.graph import Block, JobGraph, LayerPlan, TensorRef, under
+from tlora_fx.ir.graph import PEFT_PREFIX, Block, JobGraph, LayerPlan, TensorRef, under
 from tlora_fx.pipeline import JobPass, Numerics, register
 from tlora_fx.rewriting import Piece, Rewriter, outline
-from tlora_fx.tracing.export import PEFT_PREFIX
 
 LORA_NUMBERS = {"dropout", "scale"}
 

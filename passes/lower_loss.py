@@ -16,15 +16,23 @@ import torch
 from torch import fx
 
 from tlora_fx.errors import BaseRefused
-from tlora_fx.ir.graph import Block, GroupGraph, digraph, is_call, output_of, placeholders, shape_of
+from tlora_fx.ir.graph import (
+    HEAD,
+    LOSS,
+    Block,
+    GroupGraph,
+    derive,
+    digraph,
+    is_call,
+    output_of,
+    placeholders,
+    shape_of,
+)
 from tlora_fx.ir.lora_sites import lowered_site
 from tlora_fx.ir.shapes import fake_like, fake_mode_of
 from tlora_fx.pipeline import GroupPass, Numerics, register, rewrite_allowed
-from tlora_fx.provenance import derive
 from tlora_fx.rewriting import outline
 
-HEAD = "head"
-LOSS = "loss"
 ROW = ("input_ids", "position_ids")
 PER_ROW = ("segments", "token_index")
 PRODUCTS = (

@@ -7,7 +7,7 @@ Keeps   each token's numbers: nothing in a layer looks beyond a sequence but tab
         with it. Sums over tokens, which gradients of adapters are, add up in another order.
 
 Layers share tensors between clones, and gradients add up. Nothing overlaps by this pass alone; the
-schedule of the compiled layers does that (planners/overlap.py).
+schedule of the compiled layers does that (tlora_fx/parallel/nano_batches.py).
 """
 
 from __future__ import annotations
@@ -21,11 +21,9 @@ import torch
 from torch import fx
 
 from tlora_fx.errors import NotNanoBatchable
-from tlora_fx.ir.graph import Block, GroupGraph, output_of, placeholders, shape_of
+from tlora_fx.ir.graph import LOSS, Block, GroupGraph, derive, output_of, placeholders, shape_of
 from tlora_fx.ir.shapes import fake_like, fake_mode_of
-from tlora_fx.passes.lower_loss import LOSS
 from tlora_fx.pipeline import GroupPass, Numerics, register, rewrite_allowed
-from tlora_fx.provenance import derive
 from tlora_fx.rewriting import Maker, Rewriter
 
 ops = torch.ops.tlora_fx

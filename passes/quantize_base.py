@@ -20,13 +20,12 @@ from typing import ClassVar, Literal
 import torch
 from torch import fx
 
-from tlora_fx.fingerprint import named_graphs
 from tlora_fx.ir.graph import GroupGraph, TensorRef, is_call
 from tlora_fx.ir.lora_sites import ADD, ONE, LoweredSite, lowered_site, serves_several
 from tlora_fx.ir.storage import stored_as
-from tlora_fx.ops.quantized_forms import demand_package, misfit
-from tlora_fx.ops.quantized_parts import stored_parts
-from tlora_fx.passes.lora_pattern import FROZEN
+from tlora_fx.ir.verifier import named_graphs
+from tlora_fx.ops.quantized import demand_package, misfit, stored_parts
+from tlora_fx.passes.lower_adapters import FROZEN
 from tlora_fx.pipeline import GroupPass, Numerics, register, rewrite_allowed
 from tlora_fx.rewriting import Maker, Match, Rewriter, nearest_match
 

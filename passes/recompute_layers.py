@@ -10,8 +10,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar
 
-from tlora_fx.ir.graph import GroupGraph
-from tlora_fx.passes.lower_loss import HEAD
+from tlora_fx.ir.graph import HEAD, GroupGraph
 from tlora_fx.pipeline import GroupPass, Numerics, register, rewrite_allowed
 
 

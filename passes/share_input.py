@@ -16,12 +16,11 @@ from typing import Any, ClassVar
 
 from torch import fx
 
-from tlora_fx.fingerprint import named_graphs
-from tlora_fx.ir.graph import GroupGraph, is_call
+from tlora_fx.ir.graph import MADE_FROM, ORIGIN, GroupGraph, derive, is_call
 from tlora_fx.ir.lora_sites import LISTED, ONE, SEVERAL, LoweredSite, lowered_site, lowered_sites
 from tlora_fx.ir.shapes import RUN
+from tlora_fx.ir.verifier import named_graphs
 from tlora_fx.pipeline import GroupPass, Numerics, register, rewrite_allowed
-from tlora_fx.provenance import MADE_FROM, ORIGIN, derive
 from tlora_fx.rewriting import Maker, Rewriter
 
 # Generated kernels unroll over the sites of one operator.

@@ -20,16 +20,24 @@ from tlora_fx.cost.model_facts import ModelFacts
 from tlora_fx.cost.plan import Estimate, MeshShape, Plan, Schedule, model_fingerprint
 from tlora_fx.cost.profile import Profile
 from tlora_fx.cost.profile_sources import profile_for
-from tlora_fx.cost.step_time import SQUARE, StepTime, backward_ms, forward_ms, step_time
+from tlora_fx.cost.step_time import (
+    GPUS_PER_NODE,
+    SQUARE,
+    Cluster,
+    CostModel,
+    StepTime,
+    backward_ms,
+    forward_ms,
+    step_time,
+)
 from tlora_fx.errors import NoPlanFits, ProfileMissing, TloraError, UnknownGpu
 from tlora_fx.model.supermodel import SuperModel
 from tlora_fx.parallel.apply import demand_shardable
-from tlora_fx.planners.cost import GPUS_PER_NODE, Cluster, CostModel
-from tlora_fx.planners.cuts import cut_layers
-from tlora_fx.planners.feasible import demand_fits as demand_mesh_fits
-from tlora_fx.planners.feasible import obstacles
+from tlora_fx.parallel.pipeline import legal_cuts
+from tlora_fx.parallel.prepare import demand_fits as demand_mesh_fits
+from tlora_fx.parallel.prepare import obstacles
+from tlora_fx.planners.pipeline_parallel import cut_layers
 from tlora_fx.planners.protocol import Planner
-from tlora_fx.planners.stages import legal_cuts
 
 #: Micro-batches of a replica, times the stages of its pipeline.
 MICRO_BATCHES = (1, 2, 4, 8)

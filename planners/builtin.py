@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from typing import Any, ClassVar
 
-from tlora_fx.cost.plan import MeshShape, Plan, model_fingerprint
+from tlora_fx.cost.plan import MeshShape, Plan, choose, model_fingerprint
 from tlora_fx.errors import PlanNotRunnable
 from tlora_fx.model.supermodel import SuperModel
+from tlora_fx.parallel.prepare import demand_fits
+from tlora_fx.passes.tensor_parallel.shard import nothing_cut
 from tlora_fx.planners.protocol import Planner
 
 
@@ -35,3 +37,137 @@ class Single(Planner):
             )
         recompute = bool(options.get("recompute", False))
         return Plan(planner=self.name, model=model_fingerprint(model), recompute=recompute)
+
+
+# Every process holds the whole model and runs rows of its own.
+
+
+class Replicated(Planner):
+    """Data parallelism: adapters' gradients are summed once a round, and nothing else is sent."""
+
+    name: ClassVar[str] = "replicated"
+
+    def plan(
+        self,
+        model: SuperModel,
+        shape: MeshShape | None = None,
+        profile: Any | None = None,
+        **options: Any,
+    ) -> Plan:
+        """The plan of `processes` replicas, or of a mesh with dp alone.
+
+        options   `recompute`: layers are computed again in the backward
+        raises    PlanNotRunnable for another mesh
+        """
+        shape = replicas(self.name, shape, options)
+        recompute = bool(options.get("recompute", False))
+        return Plan(
+            planner=self.name, mesh=shape, model=model_fingerprint(model), recompute=recompute
+        )
+
+
+def replicas(name: str, shape: MeshShape | None, options: dict[str, Any]) -> MeshShape:
+    """The mesh of a plan that has replicas only.
+
+    raises    PlanNotRunnable for another mesh
+    """
+    shape = shape or MeshShape(dp=int(options.get("processes", 1)))
+    if shape.pp > 1 or shape.tp > 1:
+        raise PlanNotRunnable(
+            f"the plan '{name}' has replicas only",
+            expected=f"a mesh of {MeshShape(dp=shape.size)}",
+            found=f"a mesh of {shape}",
+            help="choose pipeline, tensor or auto for the other dimensions",
+        )
+    return shape
+
+
+# Replicas that share one copy of the frozen base: each layer is gathered while it is needed.
+
+
+class Fsdp(Planner):
+    """FSDP2 over the frozen base; adapters and their optimizers stay whole on each replica."""
+
+    name: ClassVar[str] = "fsdp"
+
+    def plan(
+        self,
+        model: SuperModel,
+        shape: MeshShape | None = None,
+        profile: Any | None = None,
+        **options: Any,
+    ) -> Plan:
+        """The plan of `processes` replicas, or of a mesh with dp alone.
+
+        options   `keep_gathered`, `recompute`: chosen by the memory where they are left out;
+                  `memory_bytes`: of one device, without which weights are gathered twice and
+                  nothing is recomputed; `max_row_tokens`: of the longest row
+        """
+        shape = replicas(self.name, shape, options)
+        kept, again = choose(
+            model, shape.dp, options.get("memory_bytes"), int(options.get("max_row_tokens", 16384))
+        )
+        return Plan(
+            planner=self.name,
+            mesh=shape,
+            model=model_fingerprint(model),
+            shard_base=True,
+            keep_gathered=_given(options.get("keep_gathered"), kept),
+            recompute=_given(options.get("recompute"), again),
+        )
+
+
+def _given(option: bool | None, chosen: bool) -> bool:
+    return chosen if option is None else bool(option)
+
+
+# Every matrix is cut over processes, which compute each layer together.
+
+
+class Tensor(Planner):
+    """Tensor parallelism: a process holds a piece of every matrix and of every adapter.
+
+    For small rounds on processes that lie close together: two sums a layer in the forward, two in
+    the backward. The graph pass `shard-tensor` does the cutting; its notes say what stays whole.
+    """
+
+    name: ClassVar[str] = "tensor"
+
+    def plan(
+        self,
+        model: SuperModel,
+        shape: MeshShape | None = None,
+        profile: Any | None = None,
+        **options: Any,
+    ) -> Plan:
+        """The plan of `processes` pieces, or of a mesh with tp, and replicas beside it.
+
+        options   `recompute`: layers are computed again in the backward; `nano_batches`: parts of
+                  a row whose sums and products overlap
+        raises    MeshDoesNotFit where heads or widths do not divide; PlanNotRunnable where no
+                  matrix can be cut, and for a mesh with stages
+        """
+        shape = shape or MeshShape(tp=int(options.get("processes", 1)))
+        if shape.pp > 1:
+            raise PlanNotRunnable(
+                f"the plan '{self.name}' has pieces and replicas only",
+                expected=f"a mesh of {MeshShape(tp=shape.tp, dp=shape.dp * shape.pp)}",
+                found=f"a mesh of {shape}",
+                help="choose pipeline or auto for stages",
+            )
+        demand_fits(model, shape)
+        reasons = nothing_cut(model.group, shape.tp) if shape.tp > 1 else []
+        if reasons:
+            raise PlanNotRunnable(
+                f"no layer of the base can be cut over tp={shape.tp} processes",
+                base=model.backbone.title,
+                found="\n".join(reasons),
+                help="choose replicated, fsdp or pipeline",
+            )
+        return Plan(
+            planner=self.name,
+            mesh=shape,
+            model=model_fingerprint(model),
+            recompute=bool(options.get("recompute", False)),
+            nano_batches=int(options.get("nano_batches", 1)),
+        )

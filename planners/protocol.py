@@ -1,7 +1,7 @@
-"""What every planner offers, and what every plan runs as.
+"""What every planner offers.
 
-A planner is a class with a name; its file has the same name. Other packages offer theirs in the
-entry-point group `tlora_fx.planners`.
+A planner is a class with a name. Other packages offer theirs in the entry-point group
+`tlora_fx.planners`.
 """
 
 from __future__ import annotations
@@ -9,40 +9,18 @@ from __future__ import annotations
 import inspect
 import pkgutil
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
 from importlib import import_module
 from importlib.metadata import entry_points
-from typing import Any, ClassVar, Protocol
-
-from torch import Tensor
+from typing import Any, ClassVar
 
 from tlora_fx.cost.plan import MeshShape, Plan
 from tlora_fx.errors import PluginBroken, UnknownPlanner, nearest
-from tlora_fx.model.batch import PackedBatch
 from tlora_fx.model.supermodel import SuperModel
 from tlora_fx.parallel.mesh import Mesh
+from tlora_fx.parallel.runner import StepRunner
 from tlora_fx.pipeline.registry import PLANNERS, load_plugin
 
 PACKAGE = "tlora_fx.planners"
-
-
-class StepRunner(Protocol):
-    """Runs forward and backward of whole rounds under one plan.
-
-    Runners of whole rows also have `nano_batches`, a number that may change between rounds.
-    """
-
-    def run(self, rows: Sequence[PackedBatch], weights: Tensor) -> Tensor:
-        """One round: forward, backward, and each job's loss.
-
-        Afterwards the gradients of this process's parameters hold the whole round's: summed over
-        replicas, and over tp where a replicated half of an adapter needs it.
-
-        rows      the whole round's rows on the CPU, the same on every process; their number is a
-                  multiple of dp * micro_batches. Replica d runs rows d, d + dp, d + 2 dp, ...
-        weights   [J] on the process's device: what a job's loss sum is multiplied with
-        returns   [J] each job's weighted loss sum over the round, the same on every process
-        """
 
 
 class Planner(ABC):
@@ -78,8 +56,7 @@ def find_planner(name: str) -> Planner:
 
     raises    UnknownPlanner where there is none, PluginBroken where it cannot be imported
     """
-    modules = [entry.name for entry in pkgutil.iter_modules(import_module(PACKAGE).__path__)]
-    if name.replace("-", "_") in modules and (own := _planner_in(name.replace("-", "_"))):
+    if own := _own_planners().get(name):
         return own()
     offered = [entry for entry in entry_points(group=PLANNERS) if entry.name == name]
     if not offered:
@@ -111,17 +88,17 @@ def planner_names() -> list[str]:
 
 
 def _own_planners() -> dict[str, type[Planner]]:
-    """The planners of this package."""
+    """The planners of this package, by name."""
     modules = pkgutil.iter_modules(import_module(PACKAGE).__path__)
-    found = filter(None, (_planner_in(entry.name) for entry in modules))
-    return {planner.name: planner for planner in found}
+    own = [kind for entry in modules for kind in _planners_in(f"{PACKAGE}.{entry.name}")]
+    return {kind.name: kind for kind in own}
 
 
-def _planner_in(file: str) -> type[Planner] | None:
-    """The planner whose file has this name, None where the file holds something else."""
-    module = import_module(f"{PACKAGE}.{file}")
-    for value in vars(module).values():
-        own = inspect.isclass(value) and value.__module__ == module.__name__
-        if own and issubclass(value, Planner) and not inspect.isabstract(value):
-            return value if value.name.replace("-", "_") == file else None
-    return None
+def _planners_in(module: str) -> list[type[Planner]]:
+    """The planners that a module defines."""
+    classes = [value for value in vars(import_module(module)).values() if inspect.isclass(value)]
+    return [
+        kind
+        for kind in classes
+        if kind.__module__ == module and issubclass(kind, Planner) and not inspect.isabstract(kind)
+    ]

@@ -92,7 +92,7 @@ def one_thread() -> Iterator[None]:
 @pytest.fixture(scope="module", autouse=True)
 def traced_once(request: pytest.FixtureRequest) -> None:
     """Trace equal models once, but where tracing is what is tested."""
-    if "tlora_fx.ladder" not in sys.modules:
+    if "tlora_fx.compiler" not in sys.modules:
         return  # these tests compile nothing
     from tests import traced_once
 

@@ -110,7 +110,7 @@ def test_tables_of_the_benchmarks_are_whole():
 
 def test_the_error_page_is_up_to_date():
     """docs/errors.md is what `python -m tlora_fx.errors` prints."""
-    from tlora_fx.error_page import page
+    from tlora_fx.errors.__main__ import page
 
     assert (ROOT / "docs" / "errors.md").read_text(encoding="utf-8").strip() == page().strip()
 

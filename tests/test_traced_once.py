@@ -8,7 +8,7 @@ import torch
 from tests import traced_once
 from tests.models import base_of, job
 from tlora_fx.compiler import compile
-from tlora_fx.fingerprint import fingerprint
+from tlora_fx.ir.verifier import fingerprint
 
 KINDS = {
     "plain": {"r": 4, "target_modules": "all-linear", "lora_dropout": 0.1},

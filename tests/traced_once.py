@@ -23,7 +23,7 @@ from typing import Any
 import torch
 from peft.tuners.lora.layer import LoraLayer
 
-from tlora_fx import ladder as _ladder
+from tlora_fx import compiler as _ladder
 from tlora_fx.config.job import Job
 from tlora_fx.errors import GraphNotStorable
 from tlora_fx.graph_file import Document, from_document, to_document

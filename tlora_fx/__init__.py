@@ -16,9 +16,9 @@ if TYPE_CHECKING:
     from tlora_fx.config.job import BaseSpec, DataSpec, Job
     from tlora_fx.config.job_file import JobFile, load_job_file
     from tlora_fx.errors import TloraError
-    from tlora_fx.explain import why_not
     from tlora_fx.model.supermodel import SuperModel
     from tlora_fx.runtime.trainer import Trainer
+    from tlora_fx.tools.explain import why_not
 
 __all__ = [
     "BaseSpec",
@@ -49,7 +49,7 @@ _HOMES = {
     "load_job_file": "tlora_fx.config.job_file",
     "run_passes": "tlora_fx.compiler",
     "trace": "tlora_fx.compiler",
-    "why_not": "tlora_fx.explain",
+    "why_not": "tlora_fx.tools.explain",
 }
 
 

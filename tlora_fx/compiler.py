@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import importlib
+import logging
 import pkgutil
-from collections.abc import Sequence
-from dataclasses import replace
+from collections.abc import Hashable, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Literal
 
 import torch
 
@@ -15,29 +17,162 @@ import tlora_fx.passes
 from tlora_fx.config.job import Job
 from tlora_fx.config.job_file import JobFile, load_job_file
 from tlora_fx.errors import (
+    AttentionNotPackable,
+    BaseNotTraceable,
     BaseRefused,
+    CompileError,
     FusionError,
     GraphInvalid,
     JobsDiffer,
+    LayersNotChained,
+    NotFoldable,
+    NotTokenParallel,
     PipelineError,
     StoppedAfter,
 )
 from tlora_fx.inspect.instruments import LOG_VARIABLE, Watch, watch_from
-from tlora_fx.ir.graph import Form, GroupGraph, JobGraph
-from tlora_fx.ladder import Prepared, fuse
+from tlora_fx.ir.graph import AdapterSite, Form, GroupGraph, JobGraph
 from tlora_fx.model.backbone import Backbone, load_backbone
 from tlora_fx.model.supermodel import SuperModel
 from tlora_fx.numerics import Numerics, watch_numerics
 from tlora_fx.pipeline import Instrument, Pipeline, Runner, Verify, parse_pipeline
-from tlora_fx.tracing.adapters import resolve_sites
-from tlora_fx.tracing.job_graph import trace_job
+from tlora_fx.tracing.adapters import idle_patterns, layer_signature, resolve_sites
+from tlora_fx.tracing.job_graph import trace_base, trace_job
+from tlora_fx.tracing.layers import layer_list
 from tlora_fx.tracing.rope import prepare_rope
+
+# Trace and fuse as the models allow: packed rows or padded ones, layers folded or not.
+
+
+log = logging.getLogger(__name__)
+
+Fold = Literal["structures", "layers", "nothing"]
+Sites = list[dict[str, AdapterSite]]
+
+
+@dataclass(frozen=True, slots=True)
+class Prepared:
+    """Jobs that may share a base, ready to be traced.
+
+    sites    each job's adapters by module path
+    exact    every branch must carry its own numbers, because no pass lowers the plain ones
+    """
+
+    jobs: list[Job]
+    backbone: Backbone
+    sites: Sites
+    exact: bool = False
+
+
+def fuse(given: Prepared, runner: Runner) -> GroupGraph:
+    """Run a pipeline over the jobs: packed where the base allows it, else padded.
+
+    raises    CompileError
+    """
+    asked = given.backbone.spec.attention
+    forms: tuple[Form, ...] = ("packed", "batch") if asked == "auto" else (asked,)
+    if given.backbone.config is None and asked == "auto":
+        forms = ("batch",)
+    refused: CompileError | None = None
+    for form in forms:
+        try:
+            group = _fuse_folded(given, runner, form)
+        except (AttentionNotPackable, NotTokenParallel, BaseNotTraceable) as error:
+            if refused is not None:
+                error.add_note(f"and before that, in packed form:\n{refused}")
+            if form == forms[-1]:
+                raise
+            refused = error
+        else:
+            if refused is not None:
+                group.notes.insert(0, ("trace", f"rows are padded, not packed: {refused.what}"))
+                group.notes.insert(1, ("trace", str(refused)))
+            for job, sites in zip(given.jobs, given.sites, strict=True):
+                group.notes.extend(("trace", told) for told in idle_patterns(job, sites))
+            return group
+    raise AssertionError("no form was tried")
+
+
+def _fuse_folded(given: Prepared, runner: Runner, form: Form) -> GroupGraph:
+    """Fold as far as the model allows.
+
+    Equal structures first, then equal numbers too, then each layer by itself, then no layers.
+    """
+    ladder: list[tuple[Fold, bool]] = [
+        ("structures", False), ("structures", True), ("layers", True), ("nothing", True)
+    ]  # fmt: skip
+    reasons: list[str] = []
+    chained = True
+    for fold, exact in ladder:
+        if given.exact and not exact:
+            continue
+        if not chained and fold != "nothing":
+            continue
+        try:
+            group = _fuse_once(given, runner, form, fold, exact)
+        except NotFoldable as error:
+            log.info("not folded (fold=%s, exact=%s): %s", fold, exact, error)
+            reasons.append(error.render())
+            chained = not isinstance(error, LayersNotChained)
+            last = error
+        else:
+            group.notes.extend(("fold-layers", reason) for reason in reasons)
+            return group
+    raise last
+
+
+def _fuse_once(given: Prepared, runner: Runner, form: Form, fold: Fold, exact: bool) -> GroupGraph:
+    """Trace and fuse at one step of the ladder.
+
+    exact    every branch carries its own numbers; False: only those of jobs that train more than
+             plain LoRA, whose branches run as they are
+    """
+    backbone = given.backbone
+    runner.start()
+    base = trace_base(backbone, form, fold == "structures")
+    _run_job(runner, base, fold)
+    known: dict[Hashable, JobGraph] = {}
+    graphs = []
+    for job, own in zip(given.jobs, given.sites, strict=True):
+        as_it_is = exact or any(site.kind != "lora" for site in own.values())
+        key = _structure(job, backbone, own, as_it_is)
+        if key not in known:
+            known[key] = trace_job(job, backbone, own, form, fold == "structures", as_it_is)
+            _run_job(runner, known[key], fold)
+            graphs.append(known[key])
+        else:
+            graphs.append(known[key].for_job(job.name, own))
+    group = GroupGraph(base, graphs, exact, given.jobs[0].adapter_compute)
+    for graph in (base, *known.values()):
+        group.notes.extend(graph.notes)
+    runner.run_group(group)
+    return group
+
+
+def _run_job(runner: Runner, graph: JobGraph, fold: Fold) -> None:
+    if fold == "nothing":
+        graph.plan = None
+    runner.run_job(graph)
+
+
+def _structure(
+    job: Job, backbone: Backbone, sites: dict[str, AdapterSite], exact: bool
+) -> Hashable:
+    """What two jobs must have in common to share one traced graph."""
+    bias = str(job.lora_config().bias)
+    parts = [layer_signature(sites, layer, bias, exact) for layer in layer_list(backbone.model)]
+    return (exact, job.adapter_dtype, layer_signature(sites, "", bias, exact), *parts)
+
 
 DEFAULT_PIPELINE = (
     "drop-export-noise,tag-roles,fold-layers,check-token-parallel,fuse-backbone,lower-adapters,"
     "share-input,key-dropouts,lower-loss"
 )
 Jobs = JobFile | Sequence[Job] | Job | str | Path
+
+
+#: Called with what was being fused, the runner that met the error, and the error.
+OnFailure = Callable[[Prepared, Runner, TloraError], None]
 
 
 def compile(
@@ -47,7 +182,7 @@ def compile(
     dropout: bool = True,
     verify: Verify | None = None,
     instruments: Sequence[Instrument] = (),
-    replay: Path | None = None,
+    on_failure: OnFailure | None = None,
 ) -> SuperModel:
     """Fuse jobs on one base into one Shared Super-Model, without weights.
 
@@ -57,7 +192,7 @@ def compile(
     verify        what is checked after each pass: "none", "structure" or "numerics"; by default
                   what TLORA_FX_LOG says, else "structure"
     instruments   what watches the passes, besides what TLORA_FX_LOG asks for
-    replay        folder that is written where a pass fails, for `tlora-fx replay`
+    on_failure    told where a pass fails, such as `partial(tools.replay.keep_replay, folder)`
     raises        TloraError, whose subclasses name the job, the node and the line of model code
     """
     watch = watch_from()
@@ -66,7 +201,7 @@ def compile(
     given = _prepare_for(jobs, passes, dropout)
     if watch.stop_after is not None:
         passes = passes.until(watch.stop_after)
-    group = _fuse(given, _runner(passes, instruments, verify, watch), replay)
+    group = _fuse(given, _runner(passes, instruments, verify, watch), on_failure)
     if watch.stop_after is not None:
         raise StoppedAfter(
             f"compiling stopped after pass '{watch.stop_after}'",
@@ -83,7 +218,7 @@ def run_passes(
     stop_after: str | None = None,
     verify: Verify | None = None,
     instruments: Sequence[Instrument] = (),
-    replay: Path | None = None,
+    on_failure: OnFailure | None = None,
 ) -> GroupGraph:
     """Trace jobs and run passes, and hang no module: for those who look at graphs.
 
@@ -91,7 +226,7 @@ def run_passes(
     returns      the group, whose base and jobs hold the graphs before fusing
     raises       TloraError as `compile` does, PipelineError for a pass that is not there
 
-    verify, instruments, replay   as of `compile`
+    verify, instruments, on_failure   as of `compile`
     """
     watch = watch_from()
     passes = resolve_pipeline(pipeline)
@@ -99,7 +234,7 @@ def run_passes(
     last = stop_after or watch.stop_after
     if last is not None:
         passes = passes.until(last)
-    return _fuse(given, _runner(passes, instruments, verify, watch), replay)
+    return _fuse(given, _runner(passes, instruments, verify, watch), on_failure)
 
 
 def _prepare_for(jobs: Jobs, passes: Pipeline, dropout: bool) -> Prepared:
@@ -129,16 +264,14 @@ def _demand_fusing(passes: Pipeline) -> None:
         )
 
 
-def _fuse(given: Prepared, runner: Runner, replay: Path | None) -> GroupGraph:
-    """Fuse; where a pass is at fault, keep what is needed to run it again."""
+def _fuse(given: Prepared, runner: Runner, on_failure: OnFailure | None) -> GroupGraph:
+    """Fuse; where a pass is at fault, tell who asked to know."""
     watch_numerics(runner, given.backbone)
     try:
         return fuse(given, runner)
     except (GraphInvalid, FusionError) as error:
-        if replay is not None:
-            from tlora_fx.replay import keep_replay
-
-            keep_replay(replay, given, runner, error)
+        if on_failure is not None:
+            on_failure(given, runner, error)
         raise
 
 
@@ -183,8 +316,8 @@ def _without_dropout(job: Job) -> Job:
 
 def find_passes() -> None:
     """Make all of our own passes known to pipelines by importing their files."""
-    for module in pkgutil.iter_modules(tlora_fx.passes.__path__):
-        importlib.import_module(f"tlora_fx.passes.{module.name}")
+    for module in pkgutil.walk_packages(tlora_fx.passes.__path__, "tlora_fx.passes."):
+        importlib.import_module(module.name)
 
 
 def resolve_pipeline(given: str | Pipeline | None = None, added: Sequence[str] = ()) -> Pipeline:

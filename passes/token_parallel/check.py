@@ -13,7 +13,7 @@ from typing import Any, ClassVar
 import torch
 from torch import fx
 
-import tlora_fx.passes.token_rules_places  # noqa: F401  (registers its rules)
+import tlora_fx.passes.token_parallel.rules  # noqa: F401  (registers its rules)
 from tlora_fx.errors import NotTokenParallel
 from tlora_fx.ir.graph import Block, Form, GroupGraph, is_call, output_of, placeholders
 from tlora_fx.passes.lower_loss import head_of

@@ -9,7 +9,7 @@ import pytest
 from benchmarks.rounds import EXACT, FEW, LONGEST, SHORTEST, arms_of, measured
 from benchmarks.step_mixes import Shape
 from tlora_fx.model.batch import repeating_length
-from tlora_fx.runtime.metrics import read_metrics
+from tlora_fx.runtime.run_folder import read_metrics
 
 SHAPE = Shape(
     layers=2, hidden=32, intermediate=48, heads=4, key_value_heads=2, vocabulary=97, dtype="float32"

@@ -6,14 +6,14 @@ import re
 
 import pytest
 
-from tlora_fx.cli import kernel_page, main
+from tlora_fx.cli import kernels, main
 from tlora_fx.codegen import compiled_check
 from tlora_fx.codegen.compiled_check import Resources
 from tlora_fx.codegen.kernels import build, command
 from tlora_fx.codegen.loading import stored
 from tlora_fx.codegen.spec import KINDS, KernelSpec, Tile
 from tlora_fx.errors import KernelToolMissing
-from tlora_fx.ops.kernels import table
+from tlora_fx.ops.kernels import select
 
 PACK = ("pack", "--in", "4096", "--out", "14336")
 
@@ -44,7 +44,7 @@ def compiles(monkeypatch):
             return found
 
         monkeypatch.setattr(compiled_check, "resources", fake)
-        monkeypatch.setattr(kernel_page, "resources", fake)
+        monkeypatch.setattr(kernels, "resources", fake)
 
     return give
 
@@ -106,10 +106,10 @@ def test_a_measured_tile_and_plan_are_explained(capsys, compiles, monkeypatch):
 
     def plans(gpu, direction, site, tokens):
         assert (gpu, direction, tokens) == ("My GPU", "forward", 8192)
-        return {"fused": table.Measured(7.0, tile, "a table")}
+        return {"fused": select.Measured(7.0, tile, "a table")}
 
-    monkeypatch.setattr(table, "plan_times", plans)
-    monkeypatch.setattr(table, "tile", lambda gpu, *_: tile if gpu == "My GPU" else None)
+    monkeypatch.setattr(select, "plan_times", plans)
+    monkeypatch.setattr(select, "tile", lambda gpu, *_: tile if gpu == "My GPU" else None)
     words = ("explain", "forward", "--in", "4096", "--out", "14336", "--gpu", "My GPU")
     out, _, status = said(capsys, *words)
 

@@ -24,7 +24,10 @@ def folder(tmp_path_factory):
     with pytest.MonkeyPatch.context() as patch:
         patch.setitem(REGISTRY, "tag-roles", faulty("tag-roles", raises))
         with pytest.raises(PassFailed):
-            compile([job("a", base, r=2, target_modules=["q_proj"])], replay=path / "replay")
+            compile(
+                [job("a", base, r=2, target_modules=["q_proj"])],
+                on_failure=partial(keep_replay, path / "replay"),
+            )
     return path / "replay"
 
 

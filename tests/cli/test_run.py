@@ -169,7 +169,7 @@ def test_a_folder_of_jobs_that_is_not_there_leaves_nothing_behind(tmp_path, caps
 def test_what_a_library_misses_is_not_told(tmp_path):
     """The first job imports PEFT, which looks for libraries; only the run speaks."""
     script = (
-        "from tlora_fx.scheduler.quiet_import import quiet_import\n"
+        "from tlora_fx.scheduler.requests import quiet_import\n"
         "import logging\n"
         "quiet_import('tests.cost.noisy')\n"
         "logging.getLogger('later').warning('heard')\n"

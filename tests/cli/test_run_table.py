@@ -7,7 +7,7 @@ import io
 from rich.console import Console
 
 from tests.scheduler.run_folder import run, write_job
-from tlora_fx.cli.run_table import Page, summary, table
+from tlora_fx.cli.run import Page, summary, table
 
 
 def printed(renderable) -> str:

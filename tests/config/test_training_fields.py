@@ -10,7 +10,7 @@ import torch
 from transformers.optimization import TYPE_TO_SCHEDULER_FUNCTION
 from transformers.trainer_utils import SchedulerType
 
-from tlora_fx.training_fields import ADAM_LIKE, OPTIMIZERS, SCHEDULE_ARGUMENTS, ScheduleName
+from tlora_fx.config.fields import ADAM_LIKE, OPTIMIZERS, SCHEDULE_ARGUMENTS, ScheduleName
 
 #: Arguments that a job has fields for, and those that the trainer chooses.
 OWN = {"params", "lr", "weight_decay"}

@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
+from tlora_fx.config.job_file import Located, read_yaml
 from tlora_fx.errors import JobFileMissingError, JobFileSyntaxError
-from tlora_fx.yaml_lines import Located, read_yaml
 
 
 def read(folder: Path, text: str) -> Located:

@@ -9,9 +9,9 @@ import numpy as np
 from tlora_fx.cost.cluster import Cluster
 from tlora_fx.cost.demand import Demand
 from tlora_fx.cost.estimator import ProfileEstimator
+from tlora_fx.cost.model_facts import demand_of
 from tlora_fx.cost.profile import Profile
 from tlora_fx.cost.profile_sources import SHIPPED
-from tlora_fx.scheduler.bases import demand_of
 
 BASE = "llama-3-8b"
 

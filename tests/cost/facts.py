@@ -10,9 +10,9 @@ from tlora_fx.compiler import compile
 from tlora_fx.cost.facts import facts_of
 from tlora_fx.cost.hardware import GPUS
 from tlora_fx.cost.load import Load, Round
+from tlora_fx.cost.profile_sources import roofline_profile
+from tlora_fx.cost.step_time import Cluster, CostModel
 from tlora_fx.model.supermodel import SuperModel
-from tlora_fx.planners.cost import Cluster, CostModel
-from tlora_fx.planners.roofline import roofline_profile
 
 LINEARS = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
 

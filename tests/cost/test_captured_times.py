@@ -8,17 +8,13 @@ from tests.cost.estimators import shipped
 from tests.cost.facts import load, small_model
 from tests.parallel.graph_times import with_graphs
 from tlora_fx.cost.facts import facts_of
-from tlora_fx.cost.fit import Launches, LayerTimes, Work
+from tlora_fx.cost.fit import BaseFit, Launches, LayerTimes, Work
 from tlora_fx.cost.hardware import GPUS
-from tlora_fx.cost.model_facts import CAPTURED_TOKENS
+from tlora_fx.cost.model_facts import BASES, CAPTURED_TOKENS
 from tlora_fx.cost.plan import MeshShape, Plan
 from tlora_fx.cost.profile import Profile
-from tlora_fx.cost.step_time import row_ms
-from tlora_fx.planners.cost import Cluster, CostModel
-from tlora_fx.planners.roofline import roofline_profile
-from tlora_fx.planners.scaling import scaled
-from tlora_fx.scheduler.bases import BASES
-from tlora_fx.scheduler.estimator_fit import BaseFit
+from tlora_fx.cost.profile_sources import roofline_profile, scaled
+from tlora_fx.cost.step_time import Cluster, CostModel, row_ms
 
 SMALL, LARGE = CAPTURED_TOKENS // 2, 16384
 

@@ -12,8 +12,7 @@ from tlora_fx.cost.load import Load, Round, round_of_jobs
 from tlora_fx.cost.model_facts import CAPTURED_TOKENS
 from tlora_fx.cost.pipeline_simulation import schedule_order, simulate
 from tlora_fx.cost.plan import MeshShape, Plan
-from tlora_fx.cost.step_time import SQUARE, row_ms, stage_times, step_time
-from tlora_fx.planners.cost import work_of
+from tlora_fx.cost.step_time import SQUARE, row_ms, stage_times, step_time, work_of
 
 FEW = settings(max_examples=25, suppress_health_check=[HealthCheck.function_scoped_fixture])
 ALONE = Plan(planner="test")

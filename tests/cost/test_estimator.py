@@ -11,12 +11,11 @@ from tests.cost.estimators import BASE, estimator, seconds, shipped, some
 from tests.parallel.graph_times import without_graphs
 from tlora_fx.cost.cluster import TIERS, Cluster
 from tlora_fx.cost.demand import Demand
-from tlora_fx.cost.estimator import ProfileEstimator
+from tlora_fx.cost.estimator import ProfileEstimator, table_of
+from tlora_fx.cost.layouts import Groups
+from tlora_fx.cost.model_facts import BASES, demand_of
+from tlora_fx.cost.profile_sources import profiles_for
 from tlora_fx.errors import BaseUnknown, EstimatorOption, ProfileMismatch, TargetUnknown
-from tlora_fx.scheduler.bases import BASES, demand_of
-from tlora_fx.scheduler.estimator_explain import table_of
-from tlora_fx.scheduler.estimator_profiles import profiles_for
-from tlora_fx.scheduler.estimator_rows import Groups
 
 JOBS = st.builds(
     some,

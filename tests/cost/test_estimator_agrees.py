@@ -13,28 +13,22 @@ from hypothesis import strategies as st
 from tests.cost.estimators import estimator, shipped
 from tlora_fx.compiler import compile
 from tlora_fx.config.job_file import load_job_file
+from tlora_fx.cost import fit, load, memory, model_facts
 from tlora_fx.cost import layouts as estimator_layouts
-from tlora_fx.cost import load, memory
+from tlora_fx.cost import layouts as estimator_rows
+from tlora_fx.cost import memory as estimator_memory
+from tlora_fx.cost import step_time as estimator_time
+from tlora_fx.cost import step_time as planners_cost
 from tlora_fx.cost import step_time as planners_step_time
 from tlora_fx.cost.cluster import Cluster
 from tlora_fx.cost.demand import Demand
 from tlora_fx.cost.facts import facts_of
+from tlora_fx.cost.layouts import Groups, Pairs
 from tlora_fx.cost.load import Round
-from tlora_fx.cost.plan import Plan
-from tlora_fx.cost.step_time import step_time
+from tlora_fx.cost.model_facts import BASES, demand_of
+from tlora_fx.cost.plan import MeshShape, Plan
+from tlora_fx.cost.step_time import CostModel, step_time
 from tlora_fx.ops import room
-from tlora_fx.planners import cost as planners_cost
-from tlora_fx.planners.cost import CostModel
-from tlora_fx.planners.mesh_shape import MeshShape
-from tlora_fx.scheduler import (
-    bases,
-    estimator_fit,
-    estimator_memory,
-    estimator_rows,
-    estimator_time,
-)
-from tlora_fx.scheduler.bases import BASES, demand_of
-from tlora_fx.scheduler.estimator_rows import Groups, Pairs
 
 SHAPES = Path(__file__).parents[2] / "benchmarks" / "shapes"
 RANKS = (2, 4, 8, 16, 2, 4, 8, 16)
@@ -183,13 +177,13 @@ def test_pipelines_are_close_to_those_of_the_planners(pp, tp):
 def test_what_planners_assume_is_assumed_here():
     """The constants are written twice, since those of planners are behind torch."""
     assert estimator_memory.GATHERED == memory.GATHERED
-    assert (estimator_fit.RESERVED_GIB, estimator_fit.GAPS) == (memory.RESERVED_GIB, memory.GAPS)
+    assert (fit.RESERVED_GIB, fit.GAPS) == (memory.RESERVED_GIB, memory.GAPS)
     assert estimator_rows.MAX_ROW_TOKENS == load.MAX_ROW_TOKENS
     assert estimator_layouts.COPY == planners_cost.COPY
-    assert estimator_time.GATHER_HOST_MS == planners_step_time.GATHER_HOST_MS
-    assert estimator_time.HOST_BOUND_TOKENS == planners_step_time.HOST_BOUND_TOKENS
-    assert bases.WIDEST_TAIL == room.WIDEST_TAIL
-    assert [bases.tail_of(n) for n in range(200)] == [room.tail_of(n) for n in range(200)]
+    assert estimator_time.GATHER_HOST_MS_estimator_time == planners_step_time.GATHER_HOST_MS
+    assert estimator_time.HOST_BOUND_TOKENS_estimator_time == planners_step_time.HOST_BOUND_TOKENS
+    assert model_facts.WIDEST_TAIL == room.WIDEST_TAIL
+    assert [model_facts.tail_of(n) for n in range(200)] == [room.tail_of(n) for n in range(200)]
 
 
 @pytest.mark.slow

@@ -13,9 +13,8 @@ from tlora_fx.compiler import compile
 from tlora_fx.cost.facts import facts_of
 from tlora_fx.cost.hardware import GPUS
 from tlora_fx.cost.plan import Plan
-from tlora_fx.cost.step_time import row_ms
-from tlora_fx.planners.cost import CostModel
-from tlora_fx.planners.roofline import roofline_profile
+from tlora_fx.cost.profile_sources import roofline_profile
+from tlora_fx.cost.step_time import CostModel, row_ms
 
 BRANCHES = ("segment_read", "segment_write")
 MODELS = {

@@ -16,18 +16,12 @@ from tests.parallel.processes import run_processes
 from tests.runtime.groups import make_job, tiny_base
 from tlora_fx.cost import profile_sources
 from tlora_fx.cost.facts import facts_of
-from tlora_fx.cost.fit import Curve, LayerTimes, Term, Work
+from tlora_fx.cost.fit import CollectiveTimes, Curve, LayerTimes, Term, Work, fit
 from tlora_fx.cost.hardware import GPUS, find_gpu
 from tlora_fx.cost.profile import CollectivePoint, LayerPoint, LayerProfile, Profile
-from tlora_fx.cost.profile_sources import covers, profile_for
+from tlora_fx.cost.profile_sources import covers, profile_for, roofline_profile, scaled
 from tlora_fx.errors import ProfileFileError, ProfileMissing, UnknownGpu
-from tlora_fx.planners.collective_times import CollectiveTimes
-from tlora_fx.planners.nonnegative import fit
-from tlora_fx.planners.roofline import roofline_profile
-from tlora_fx.planners.scaling import scaled
-from tlora_fx.runtime.profiler import Asked, profile_jobs
-from tlora_fx.runtime.profiling_collectives import collective_points
-from tlora_fx.runtime.profiling_options import joined
+from tlora_fx.runtime.profiler import Asked, collective_points, joined, profile_jobs
 
 AMOUNTS = st.floats(0, 1e6, allow_nan=False)
 WORKS = st.builds(Work, st.floats(1, 1e5), *[AMOUNTS] * 5)

@@ -6,7 +6,8 @@ import pickle
 import subprocess
 import sys
 
-from tlora_fx import error_page, errors
+from tlora_fx import errors
+from tlora_fx.errors import __main__
 
 
 def classes(root: type[errors.TloraError] = errors.TloraError) -> list[type[errors.TloraError]]:
@@ -37,7 +38,7 @@ def test_errors_travel_between_processes() -> None:
 
 def test_the_page_has_every_error() -> None:
     """Each class has its heading, in the order of codes."""
-    page = error_page.page()
+    page = __main__.page()
     headings = [f"## {kind.code} {kind.__name__}" for kind in classes()]
 
     assert all(heading in page for heading in headings)

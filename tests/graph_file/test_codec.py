@@ -13,7 +13,7 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
 from tlora_fx.graph_file.codec import Decoder, Encoder
 from tlora_fx.ir.graph import AdapterSite, TensorRef
-from tlora_fx.passes.lora_pattern import LoraBranch
+from tlora_fx.passes.lower_adapters import LoraBranch
 
 LEAVES = st.one_of(
     st.none(),

@@ -10,14 +10,14 @@ import torch
 from tests.models import base_of, error_of, job
 from tests.pipeline.graphs import relu_of, small_graph
 from tests.traced import KINDS
-from tlora_fx.bisect import run_everywhere, trace_states
 from tlora_fx.compiler import DEFAULT_PIPELINE, prepare, resolve_pipeline, run_passes
 from tlora_fx.errors import GraphFileNotReadable, GraphNotStorable
-from tlora_fx.fingerprint import fingerprint, named_graphs, owners
 from tlora_fx.graph_file import Document, from_document, to_document
+from tlora_fx.ir.graph import ancestry
+from tlora_fx.ir.verifier import fingerprint, named_graphs, owners
 from tlora_fx.model.source import group_source
 from tlora_fx.pipeline import Runner
-from tlora_fx.provenance import ancestry
+from tlora_fx.tools.bisect import run_everywhere, trace_states
 
 PLACES = range(len(DEFAULT_PIPELINE.split(",")) + 1)
 

@@ -9,8 +9,8 @@ import pytest
 from tests.models import error_of
 from tests.pipeline.graphs import small_graph
 from tlora_fx.errors import GraphFileNotReadable
-from tlora_fx.fingerprint import fingerprint
 from tlora_fx.graph_file import load_graphs, save_graphs
+from tlora_fx.ir.verifier import fingerprint
 
 
 def test_graphs_are_saved_and_loaded(tmp_path):

@@ -6,8 +6,7 @@ import pytest
 
 from tests.models import randomise
 from tlora_fx.inspect.schema import Listing
-from tlora_fx.runtime.adapters import start_adapters
-from tlora_fx.runtime.weights import base_tensors
+from tlora_fx.runtime.adapters import base_tensors, start_adapters
 
 
 def rows_of(listing: Listing, module: str):

@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from tests.pipeline.graphs import add_relu, aten, relu_of, small_graph
-from tlora_fx.fingerprint import fingerprint
 from tlora_fx.ir.graph import AdapterSite
+from tlora_fx.ir.verifier import fingerprint
 
 
 def _other_operator(graph):

@@ -6,7 +6,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tlora_fx.part import Part, Shard
+from tlora_fx.ir.storage import Part, Shard
 
 COUNTS = st.integers(1, 4)
 PARTS = st.lists(st.integers(1, 5), min_size=1, max_size=4)

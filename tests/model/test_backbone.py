@@ -8,7 +8,7 @@ import torch
 from tests.models import base_of, plain, save_config
 from tlora_fx.config.job import BaseSpec
 from tlora_fx.model.backbone import load_backbone
-from tlora_fx.runtime.weights import base_tensors
+from tlora_fx.runtime.adapters import base_tensors
 
 
 @pytest.fixture(scope="module")

@@ -30,8 +30,8 @@ from tests.models import (
 )
 from tests.runtime.groups import losses_of, make_data, make_job, tiny_base
 from tlora_fx.compiler import compile
+from tlora_fx.runtime.adapters import base_tensors
 from tlora_fx.runtime.trainer import Trainer
-from tlora_fx.runtime.weights import base_tensors
 
 # Sequence lengths of three jobs. The first row decides what is compiled, and has every
 # coincidence: 32 tokens are as many as hidden features, three sequences as many as jobs.

@@ -3,9 +3,9 @@
 import pytest
 import torch
 
+from tlora_fx.ops import attention as attention_flash
 from tlora_fx.ops import attention as packed_attention
 from tlora_fx.ops import (
-    attention_flash,
     keep_mask,
     keyed_dropout,
     multi_lora_linear,
@@ -14,7 +14,7 @@ from tlora_fx.ops import (
     segment_switch,
     segment_write,
 )
-from tlora_fx.ops.attention_rule import AttentionRule
+from tlora_fx.ops.attention import AttentionRule
 
 pytestmark = [
     pytest.mark.gpu,

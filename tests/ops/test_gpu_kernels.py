@@ -6,8 +6,8 @@ import torch
 from tests.ops.batches import batch, jobs_of, run, split
 from tlora_fx.codegen import loading
 from tlora_fx.ops import keep_mask, multi_lora_linear, multi_lora_linears, token_scale
+from tlora_fx.ops.kernels import dispatch, force_plan, refresh, select, strict, with_room
 from tlora_fx.ops.kernels import dispatch as launches
-from tlora_fx.ops.kernels import force_plan, refresh, replaying, select, strict, with_room
 
 pytestmark = [
     pytest.mark.gpu,
@@ -160,13 +160,13 @@ def test_sites_that_share_x_are_as_exact_as_pytorch(site, monkeypatch, plan, rat
 def test_later_calls_get_their_own_numbers(site, monkeypatch, plan, rates):
     """What the second call started serves the others, with their tensors: see replaying.py."""
     made, counts = site(rates=rates), [0]
-    serve = replaying.Recipe.serve
+    serve = dispatch.Recipe.serve
 
     def counted(*args):
         counts[0] += 1
         return serve(*args)
 
-    monkeypatch.setattr(replaying.Recipe, "serve", counted)
+    monkeypatch.setattr(dispatch.Recipe, "serve", counted)
     rounds = []
     for _ in range(4):
         values = {name: torch.randn_like(getattr(made, name)) for name in "xab"}

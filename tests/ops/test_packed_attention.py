@@ -10,8 +10,9 @@ from tlora_fx.errors import (
     MaskKeyError,
     SegmentError,
 )
+from tlora_fx.ops import attention as attention_flash
+from tlora_fx.ops import attention as attention_math
 from tlora_fx.ops import attention as packed_attention
-from tlora_fx.ops import attention_flash, attention_math
 
 RULES = [
     {},

@@ -8,9 +8,9 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from tests.quantised import decoded
 from tlora_fx.errors import FrozenGradientError, MissingPackageError, QuantizedLinearError
-from tlora_fx.ops import quantized, quantized_forms
-from tlora_fx.ops.quantized_forms import FORMS
-from tlora_fx.ops.quantized_parts import quantised
+from tlora_fx.ops import quantized
+from tlora_fx.ops import quantized as quantized_forms
+from tlora_fx.ops.quantized import FORMS, quantised
 
 SHAPE = [12, 128]
 # How far a number may move, of the largest of its block or row; half of the widest gap.

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from tlora_fx.codegen.launching import Started, tape
-from tlora_fx.ops.kernels.replaying import NotTold, Recording
+from tlora_fx.ops.kernels.dispatch import NotTold, Recording
 
 
 @dataclass

@@ -20,9 +20,8 @@ from tlora_fx.parallel.apply import RowRunner, apply, load
 from tlora_fx.parallel.mesh import open_mesh
 from tlora_fx.parallel.prepare import prepared
 from tlora_fx.planners.protocol import find_planner
-from tlora_fx.runtime.adapters import start_adapters
+from tlora_fx.runtime.adapters import base_tensors, start_adapters
 from tlora_fx.runtime.trainer import Trainer
-from tlora_fx.runtime.weights import base_tensors
 
 WIDE = {"hidden_size": 128, "intermediate_size": 256, "num_attention_heads": 4}
 SPLITS = [(2, 0, 3), (1, 3, 1), (0, 4, 1), (3, 1, 1), (2, 2, 1)]

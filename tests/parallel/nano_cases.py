@@ -24,11 +24,10 @@ from tlora_fx.model.supermodel import SuperModel
 from tlora_fx.ops import use_group
 from tlora_fx.parallel.apply import apply, load
 from tlora_fx.parallel.mesh import open_mesh
-from tlora_fx.parallel.nano_batches import NanoModel
+from tlora_fx.parallel.nano_batches import NanoModel, eager_backend, kind_of
 from tlora_fx.parallel.prepare import prepared
-from tlora_fx.planners.overlap_graph import eager_backend, kind_of
 from tlora_fx.planners.protocol import find_planner
-from tlora_fx.runtime.weights import base_tensors
+from tlora_fx.runtime.adapters import base_tensors
 
 # What takes long: products and attention, forward and backward.
 HEAVY = ("multi_lora", "packed_attention", "linear", "mm")

@@ -13,13 +13,13 @@ import torch
 from tests.runtime.groups import VOCABULARY, make_job, tiny_base
 from tlora_fx.compiler import compile
 from tlora_fx.cost.plan import MeshShape, Plan
+from tlora_fx.ir.storage import Part
 from tlora_fx.model.batch import JobTokens, PackedBatch, pack
 from tlora_fx.model.supermodel import SuperModel
 from tlora_fx.parallel.apply import apply, part_of
 from tlora_fx.parallel.mesh import open_mesh
 from tlora_fx.parallel.prepare import prepared
-from tlora_fx.part import Part
-from tlora_fx.runtime.weights import base_tensors
+from tlora_fx.runtime.adapters import base_tensors
 
 WEIGHTS = torch.tensor([0.1, 0.07, 0.02], dtype=torch.float64)
 EVERY = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]

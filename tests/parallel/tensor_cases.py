@@ -12,15 +12,14 @@ from torch import Tensor
 
 from tests import models
 from tlora_fx.config.job import BaseSpec, Job
+from tlora_fx.ir.storage import Part, Shard
 from tlora_fx.model.batch import JobTokens
 from tlora_fx.model.supermodel import SuperModel
 from tlora_fx.ops import use_group
-from tlora_fx.part import Part, Shard
 from tlora_fx.passes.tensor_parallel.shard import ShardTensor
 from tlora_fx.pipeline import Pipeline, Runner
 from tlora_fx.pipeline.instrument import Event
-from tlora_fx.runtime.adapters import start_adapters
-from tlora_fx.runtime.weights import base_tensors
+from tlora_fx.runtime.adapters import base_tensors, start_adapters
 
 SMALL = {"vocab_size": 64, "num_hidden_layers": 2}
 # By family: what its config says instead, and its linears.

@@ -15,10 +15,9 @@ from tlora_fx.model.batch import repeating_form
 from tlora_fx.parallel.apply import apply, load
 from tlora_fx.parallel.cuda_graphs import RowGraphs
 from tlora_fx.parallel.mesh import Mesh
-from tlora_fx.runtime.adapters import start_adapters
+from tlora_fx.runtime.adapters import base_tensors, start_adapters
 from tlora_fx.runtime.trainer import Trainer
 from tlora_fx.runtime.verify import bounds_of, verify
-from tlora_fx.runtime.weights import base_tensors
 
 pytestmark = pytest.mark.gpu
 WIDE = {"hidden_size": 128, "num_attention_heads": 2, "num_key_value_heads": 1}

@@ -13,9 +13,8 @@ from tests import models
 from tlora_fx.cost.plan import Plan
 from tlora_fx.parallel.apply import RowRunner
 from tlora_fx.parallel.mesh import Mesh
-from tlora_fx.parallel.nano_batches import NanoModel
+from tlora_fx.parallel.nano_batches import NanoModel, OverlapPass, inductor_options, region_options
 from tlora_fx.parallel.prepare import prepared
-from tlora_fx.planners.overlap_graph import OverlapPass, inductor_options, region_options
 
 LENGTHS = ([5, 3], [4, 6])
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tlora_fx.planners.overlap import Task, list_schedule, peak_bytes
+from tlora_fx.parallel.nano_batches import Task, list_schedule, peak_bytes
 
 
 @st.composite

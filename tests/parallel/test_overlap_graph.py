@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch import fx
 from torch._inductor.utils import run_and_get_code
 
-from tlora_fx.planners.overlap_graph import (
+from tlora_fx.parallel.nano_batches import (
     eager_backend,
     graph_tasks,
     inductor_options,

@@ -5,10 +5,10 @@ from __future__ import annotations
 from tests.parallel import tensor_cases as cases
 from tlora_fx.compiler import compile
 from tlora_fx.cost.plan import MeshShape
+from tlora_fx.ir.storage import Part
 from tlora_fx.parallel.prepare import prepared
-from tlora_fx.part import Part
 from tlora_fx.planners.protocol import find_planner
-from tlora_fx.runtime.weights import base_tensors
+from tlora_fx.runtime.adapters import base_tensors
 
 
 def test_a_piece_keeps_no_whole_matrix_in_memory(tmp_path):

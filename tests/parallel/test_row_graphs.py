@@ -20,8 +20,7 @@ from tlora_fx.parallel.apply import apply, load
 from tlora_fx.parallel.cuda_graphs import RowGraphs
 from tlora_fx.parallel.mesh import Mesh
 from tlora_fx.parallel.peer_copies import SideStreams
-from tlora_fx.runtime.adapters import start_adapters
-from tlora_fx.runtime.weights import base_tensors
+from tlora_fx.runtime.adapters import base_tensors, start_adapters
 
 
 def row_of(seed, counts=(2, 0, 3)):

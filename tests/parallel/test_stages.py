@@ -13,10 +13,10 @@ from tests.parallel.pipelines import compiled, load, rows_of
 from tlora_fx.cost.plan import MeshShape, Plan
 from tlora_fx.errors import NoStage, PipelineBroken, TokensMismatch
 from tlora_fx.ir.graph import placeholders
+from tlora_fx.ir.storage import Part
 from tlora_fx.model.supermodel import SuperModel
-from tlora_fx.part import Part
-from tlora_fx.planners.cuts import balanced_cuts, cut_layers, layer_products
-from tlora_fx.planners.stages import Stage, cut_stages, held_by, legal_cuts
+from tlora_fx.parallel.pipeline import Stage, cut_stages, held_by, legal_cuts
+from tlora_fx.planners.pipeline_parallel import balanced_cuts, cut_layers, layer_products
 
 
 @pytest.fixture(scope="module")

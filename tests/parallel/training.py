@@ -19,11 +19,11 @@ from tlora_fx.model.supermodel import SuperModel
 from tlora_fx.parallel.apply import apply, load
 from tlora_fx.parallel.mesh import open_mesh
 from tlora_fx.parallel.prepare import prepared
-from tlora_fx.planners.protocol import StepRunner, find_planner
-from tlora_fx.runtime.adapters import start_adapters
+from tlora_fx.parallel.runner import StepRunner
+from tlora_fx.planners.protocol import find_planner
+from tlora_fx.runtime.adapters import base_tensors, start_adapters
 from tlora_fx.runtime.controllers import NanoBatches, find_controller
 from tlora_fx.runtime.trainer import Trainer
-from tlora_fx.runtime.weights import base_tensors
 
 EVERYWHERE = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
 Case = Mapping[str, Any]

@@ -12,11 +12,10 @@ from tests.models import VOCABULARY, Plain, base_of, error_of, job
 from tlora_fx.compiler import compile
 from tlora_fx.config.job import BaseSpec
 from tlora_fx.errors import BaseRefused, CompileError, FusionError, JobsDiffer, NotFoldable
-from tlora_fx.ir.graph import is_call, output_of, placeholders
-from tlora_fx.passes.alignment import Side, align
+from tlora_fx.ir.graph import ancestry, is_call, origin_of, output_of, placeholders
 from tlora_fx.passes.fold_layers import block_name, canonical
+from tlora_fx.passes.fuse_backbone import Side, align
 from tlora_fx.passes.lower_adapters import LowerAdapters
-from tlora_fx.provenance import ancestry, origin_of
 
 CLEAN = "drop-export-noise,tag-roles"
 FOLD = f"{CLEAN},fold-layers"

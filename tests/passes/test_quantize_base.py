@@ -22,16 +22,16 @@ from tests.models import (
 from tests.quantised import decoded
 from tlora_fx.compiler import prepare, resolve_pipeline, run_passes
 from tlora_fx.errors import MissingPackageError
-from tlora_fx.fingerprint import named_graphs
 from tlora_fx.ir.lora_sites import lowered_sites
+from tlora_fx.ir.verifier import named_graphs
 from tlora_fx.model.batch import pack
 from tlora_fx.model.supermodel import SuperModel
 from tlora_fx.numerics.state import copy_state
-from tlora_fx.ops import quantized_forms
-from tlora_fx.ops.quantized_forms import FORMS
+from tlora_fx.ops import quantized
+from tlora_fx.ops.quantized import FORMS
 from tlora_fx.pipeline import Runner
 from tlora_fx.pipeline.instrument import Event
-from tlora_fx.runtime.weights import base_tensors
+from tlora_fx.runtime.adapters import base_tensors
 from tlora_fx.testing import small_base, small_job
 
 LAYER = "layers_0_1"
@@ -116,7 +116,7 @@ def test_matrices_of_layers_are_stored_and_others_stay(llama, form):
         for node in graph.nodes
         if node.op == "get_attr" and node.meta["tensor"].original is not None
     }
-    assert forms == {f"tlora_fx.ops.quantized_parts:{form}_{p}" for p in FORMS[form].parts}
+    assert forms == {f"tlora_fx.ops.quantized:{form}_{p}" for p in FORMS[form].parts}
 
 
 def sites_of(group):
@@ -244,7 +244,7 @@ def test_stored_turned_matrices_and_biases(written, form, wanted, place):
 
 def test_without_the_library_the_pass_says_so(llama, monkeypatch):
     """Before anything is rewritten."""
-    monkeypatch.setattr(quantized_forms, "find_spec", lambda name: None)
+    monkeypatch.setattr(quantized, "find_spec", lambda name: None)
     told = error_of(
         lambda: quantised(llama, "quantize-base@before:lower-adapters"), MissingPackageError
     )

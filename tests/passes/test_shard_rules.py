@@ -8,9 +8,8 @@ import pytest
 import torch
 from torch import fx
 
-import tlora_fx.passes.shard_rules_places  # noqa: F401  (registers its rules)
+import tlora_fx.passes.tensor_parallel.rules  # noqa: F401  (registers its rules)
 from tlora_fx.ir.graph import TensorRef
-from tlora_fx.passes.shard_rules_parts import resize_parts
 from tlora_fx.passes.tensor_parallel.rules import (
     RULES,
     CannotCarry,
@@ -18,6 +17,7 @@ from tlora_fx.passes.tensor_parallel.rules import (
     Operands,
     Runs,
     carried,
+    resize_parts,
     resized,
     rule,
 )

@@ -11,11 +11,11 @@ from tests import models
 from tests.parallel.tensor_cases import base_of, dropping_jobs
 from tlora_fx.compiler import prepare, run_passes
 from tlora_fx.errors import PipelineError
-from tlora_fx.fingerprint import fingerprint
 from tlora_fx.ir.graph import is_call, output_of
+from tlora_fx.ir.storage import Part, Shard
+from tlora_fx.ir.verifier import fingerprint
 from tlora_fx.model.supermodel import SuperModel
 from tlora_fx.numerics.state import copy_state
-from tlora_fx.part import Part, Shard
 from tlora_fx.passes.tensor_parallel.shard import ShardTensor
 from tlora_fx.pipeline import Pipeline, Runner, parse_pass
 from tlora_fx.pipeline.instrument import Event

@@ -10,14 +10,13 @@ import torch
 from tests.models import base_of, error_of, job
 from tlora_fx.compiler import run_passes
 from tlora_fx.errors import TagsBroken
-from tlora_fx.ir.graph import is_call
+from tlora_fx.ir.graph import ancestry, is_call, origin_of
 from tlora_fx.ir.lora_sites import lowered_site, lowered_sites, serves_several
 from tlora_fx.ir.verifier import check_tags
 from tlora_fx.numerics.state import copy_state
 from tlora_fx.passes.share_input import ShareInput
 from tlora_fx.pipeline import Event, Pipeline, Runner
 from tlora_fx.pipeline.rewrites import Rewrites, counting
-from tlora_fx.provenance import ancestry, origin_of
 
 LOWER = "drop-export-noise,tag-roles,fold-layers,check-token-parallel,fuse-backbone,lower-adapters"
 # "plain" adapts q_proj and down_proj, "few" q_proj, "head" v_proj.

@@ -8,7 +8,7 @@ from torch import fx
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv, StatelessSymbolicContext
 
-import tlora_fx.passes.token_rules_places  # noqa: F401  (registers its rules)
+import tlora_fx.passes.token_parallel.rules  # noqa: F401  (registers its rules)
 from tlora_fx.passes.token_parallel.rules import RULES, MixesTokens, find_rule, rule
 
 aten = torch.ops.aten

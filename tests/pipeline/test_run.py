@@ -8,6 +8,7 @@ import torch
 from tests.models import error_of
 from tests.pipeline.graphs import Does, add_relu, aten, relu_of, small_graph
 from tlora_fx.errors import GraphInvalid, PassFailed, PassMisreports
+from tlora_fx.ir.graph import ancestry, derive, origin_of
 from tlora_fx.ir.shapes import propagate
 from tlora_fx.pipeline import (
     Halted,
@@ -16,7 +17,6 @@ from tlora_fx.pipeline import (
     Runner,
     rewrite_allowed,
 )
-from tlora_fx.provenance import ancestry, derive, origin_of
 
 
 def run(*what, **options):

@@ -9,6 +9,8 @@ from tlora_fx.cost import profile_sources
 from tlora_fx.cost.facts import facts_of
 from tlora_fx.cost.hardware import GPUS
 from tlora_fx.cost.plan import MeshShape, Plan, model_fingerprint
+from tlora_fx.cost.profile_sources import roofline_profile
+from tlora_fx.cost.step_time import Cluster
 from tlora_fx.errors import (
     JobTooLong,
     MeshDoesNotFit,
@@ -16,9 +18,7 @@ from tlora_fx.errors import (
     ProfileMissing,
 )
 from tlora_fx.planners.auto import Auto, every_mesh, search
-from tlora_fx.planners.cost import Cluster
 from tlora_fx.planners.protocol import find_planner
-from tlora_fx.planners.roofline import roofline_profile
 
 
 @pytest.fixture(scope="module")

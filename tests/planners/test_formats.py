@@ -10,10 +10,14 @@ import pytest
 from tests.cost.facts import small_cost, small_model
 from tlora_fx.cost.plan import MeshShape
 from tlora_fx.errors import ForeignPlanError, PlanNotRunnable
-from tlora_fx.planners.export import Galvatron, read_galvatron, write_galvatron
-from tlora_fx.planners.foreign import TRAINED
-from tlora_fx.planners.metis import write_metis
-from tlora_fx.planners.sailor import write_sailor
+from tlora_fx.planners.export import (
+    TRAINED,
+    Galvatron,
+    read_galvatron,
+    write_galvatron,
+    write_metis,
+    write_sailor,
+)
 
 LAYERS = 4
 #: A plan as its search engine writes it.

@@ -16,7 +16,15 @@ from hypothesis import strategies as st
 
 from tests.runtime.groups import make_job, tiny_base
 from tlora_fx import compile
-from tlora_fx.cost.plan import MeshShape, Plan, model_fingerprint
+from tlora_fx.cost.load import Cutting, balanced_cuts, cut_round
+from tlora_fx.cost.plan import (
+    MeshShape,
+    Plan,
+    activation_bytes,
+    base_bytes,
+    choose,
+    model_fingerprint,
+)
 from tlora_fx.errors import (
     LaunchError,
     MeshDoesNotFit,
@@ -30,19 +38,15 @@ from tlora_fx.errors import (
 )
 from tlora_fx.model.batch import JobTokens
 from tlora_fx.model.supermodel import SuperModel
+from tlora_fx.parallel.apply import FirstStep, GradientBuckets
 from tlora_fx.parallel.mesh import Mesh
-from tlora_fx.parallel.prepare import planned_passes, prepared
-from tlora_fx.planners.feasible import demand_fits, fitting_meshes
-from tlora_fx.planners.first_step import FirstStep
-from tlora_fx.planners.memory_choice import activation_bytes, base_bytes, choose
+from tlora_fx.parallel.prepare import demand_fits, fitting_meshes, planned_passes, prepared
 from tlora_fx.planners.protocol import find_planner, planner_names
-from tlora_fx.planners.reduction import GradientBuckets
-from tlora_fx.planners.rows import Cutting, balanced_cuts, cut_round
+from tlora_fx.runtime.adapters import base_tensors
 from tlora_fx.runtime.controllers import NanoBatches, find_controller
 from tlora_fx.runtime.distributed import _demand_one_table, demand_elementwise
 from tlora_fx.runtime.launch import Launch, choose_plan
 from tlora_fx.runtime.trainer import Trainer
-from tlora_fx.runtime.weights import base_tensors
 
 
 @pytest.fixture(scope="module")

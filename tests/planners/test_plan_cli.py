@@ -21,9 +21,8 @@ from tlora_fx.cost.hardware import GPUS
 from tlora_fx.cost.load import round_of_jobs
 from tlora_fx.cost.plan import MeshShape, Plan
 from tlora_fx.cost.profile import Profile
-from tlora_fx.cost.profile_sources import FOLDER_VARIABLE
+from tlora_fx.cost.profile_sources import FOLDER_VARIABLE, roofline_profile
 from tlora_fx.planners.auto import search
-from tlora_fx.planners.roofline import roofline_profile
 
 JOBS = """
 base: {config: llama, dtype: float32}

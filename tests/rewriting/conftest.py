@@ -11,9 +11,8 @@ from torch import fx
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
-from tlora_fx.ir.graph import TensorRef
+from tlora_fx.ir.graph import TensorRef, record
 from tlora_fx.ir.shapes import fake_like, propagate
-from tlora_fx.provenance import record
 
 aten = torch.ops.aten
 

@@ -7,9 +7,8 @@ import torch
 
 from tests.models import error_of
 from tlora_fx.errors import GraphInvalid, RewriteMismatch
-from tlora_fx.ir.graph import TensorRef
+from tlora_fx.ir.graph import TensorRef, ancestry, origin_of, record
 from tlora_fx.pipeline import Rewrites, counting
-from tlora_fx.provenance import ancestry, origin_of, record
 from tlora_fx.rewriting import Rewriter, anything, call, mul, stored
 
 aten = torch.ops.aten

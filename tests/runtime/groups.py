@@ -54,7 +54,7 @@ def _data(job: Job, longest: int, count: int) -> JobData:
 
 def losses_of(folder: Path, jobs: Sequence[Job]) -> Mapping[str, list[float]]:
     """Each job's losses as its metrics have them."""
-    from tlora_fx.runtime.metrics import read_metrics
+    from tlora_fx.runtime.run_folder import read_metrics
 
     return {
         job.name: [row["loss"] for row in read_metrics(folder / job.name / "metrics.jsonl")]

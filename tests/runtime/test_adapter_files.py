@@ -12,8 +12,8 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from tlora_fx.errors import AdapterFolderError
-from tlora_fx.runtime import adapter_files
-from tlora_fx.runtime.adapter_files import read_adapter, write_adapter
+from tlora_fx.runtime import adapters
+from tlora_fx.runtime.adapters import read_adapter, write_adapter
 
 VARIANTS = {
     "plain": {"target_modules": ["q_proj", "v_proj"]},
@@ -159,7 +159,7 @@ def test_a_full_disk_leaves_the_adapter_before(tmp_path, monkeypatch):
     def full(path: object, data: bytes) -> None:
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
-    monkeypatch.setattr(adapter_files, "write_synced", full)
+    monkeypatch.setattr(adapters, "write_synced", full)
     with pytest.raises(AdapterFolderError, match="No space left"):
         write_adapter(tmp_path, {"x": torch.zeros(2)}, peft.LoraConfig(r=2))
 

@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from tlora_fx.errors import AdapterFolderError
-from tlora_fx.part import Shard
+from tlora_fx.ir.storage import Shard
 from tlora_fx.runtime.adapters import load_adapter
 
 STEM = "base_model.model.q_proj.lora_"

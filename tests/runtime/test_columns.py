@@ -8,7 +8,7 @@ import pytest
 
 from tlora_fx.config.job import DataSpec
 from tlora_fx.errors import AmbiguousFormatError, MissingColumnError
-from tlora_fx.runtime.columns import Layout, find_layout
+from tlora_fx.runtime.data import Layout, find_layout
 
 
 def layout(present: list[str], **fields: Any) -> Layout:

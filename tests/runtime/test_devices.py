@@ -6,9 +6,9 @@ import pytest
 import torch
 
 from tlora_fx.errors import DeviceUnknown
-from tlora_fx.runtime.devices import device_named
+from tlora_fx.runtime.distributed import device_named
 from tlora_fx.runtime.launch import Launch
-from tlora_fx.runtime.profiling_options import _device
+from tlora_fx.runtime.profiler import _device
 
 
 @pytest.fixture

@@ -7,8 +7,7 @@ from typing import Any
 import pytest
 from transformers import PreTrainedTokenizerFast
 
-from tlora_fx.runtime.columns import Format, Layout
-from tlora_fx.runtime.encode import BadRowError, Encoded, Encoder, PrefixError
+from tlora_fx.runtime.data import BadRowError, Encoded, Encoder, Format, Layout, PrefixError
 
 CHAT = [
     {"role": "user", "content": "hi"},

@@ -17,7 +17,8 @@ from transformers import get_scheduler
 
 from tests.runtime.parameters import job_with, start
 from tlora_fx.config.job import Job
-from tlora_fx.runtime import fused_adam, optimizer
+from tlora_fx.runtime import optimizer
+from tlora_fx.runtime import optimizer as fused_adam
 from tlora_fx.runtime.optimizer import JobOptimizer
 
 STEPS = 6

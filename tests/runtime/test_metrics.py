@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from tlora_fx.errors import MetricsError
-from tlora_fx.runtime.metrics import MetricsLog, read_metrics
+from tlora_fx.runtime.run_folder import MetricsLog, read_metrics
 
 
 def filled(path: Path, steps: int) -> MetricsLog:

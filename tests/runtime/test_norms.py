@@ -11,7 +11,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from tests.runtime.parameters import job_with, start
 from tlora_fx.parallel.mesh import Mesh
-from tlora_fx.runtime.norms import gradient_norms
+from tlora_fx.runtime.distributed import gradient_norms
 from tlora_fx.runtime.optimizer import JobOptimizer
 
 

@@ -14,10 +14,10 @@ from torch import nn
 from transformers import get_scheduler
 
 from tests.runtime.parameters import job_with, params_of, start
+from tlora_fx.config.fields import OPTIMIZERS
 from tlora_fx.errors import OptimizerError, OptimizerStateError
 from tlora_fx.runtime import optimizer as optimizers
 from tlora_fx.runtime.optimizer import JobOptimizer
-from tlora_fx.training_fields import OPTIMIZERS
 
 STEPS = 9
 VARIANTS: dict[str, dict[str, Any]] = {

@@ -18,7 +18,7 @@ from tests.models import (
 )
 from tlora_fx.config.job import BaseSpec
 from tlora_fx.errors import BatchFormUnsafe
-from tlora_fx.runtime.probe import probe_batch_form
+from tlora_fx.runtime.checks import probe_batch_form
 
 DTYPES = {"float64": torch.float64, "float32": torch.float32, "bfloat16": torch.bfloat16}
 

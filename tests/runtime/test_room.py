@@ -12,18 +12,17 @@ from tlora_fx.compiler import compile
 from tlora_fx.cost import profile_sources
 from tlora_fx.cost.facts import facts_of
 from tlora_fx.cost.hardware import GPUS
-from tlora_fx.cost.load import round_of_batches
+from tlora_fx.cost.load import Cutting, cut_round, round_of_batches
 from tlora_fx.cost.memory import memory_of
 from tlora_fx.cost.plan import Plan
+from tlora_fx.cost.profile_sources import roofline_profile
+from tlora_fx.cost.step_time import CostModel
 from tlora_fx.errors import JobTooLong
 from tlora_fx.model.batch import repeating_length
-from tlora_fx.planners.cost import CostModel
-from tlora_fx.planners.roofline import roofline_profile
-from tlora_fx.planners.rows import Cutting, cut_round
 from tlora_fx.runtime.batching import rows_of_round
+from tlora_fx.runtime.checks import demand_room, longest_round, longest_row
 from tlora_fx.runtime.data import DataReport, JobData, Sample
 from tlora_fx.runtime.launch import Launch
-from tlora_fx.runtime.room import demand_room, longest_round, longest_row
 
 PLAN = Plan(planner="single")
 
@@ -94,7 +93,7 @@ def test_without_a_measurement_nothing_is_refused(data, model, monkeypatch, tmp_
 def test_every_plan_of_the_command_line_is_looked_at(monkeypatch, tmp_path):
     """Before the trainer is made."""
     seen = []
-    monkeypatch.setattr("tlora_fx.runtime.room.demand_room", lambda *given: seen.append(given))
+    monkeypatch.setattr("tlora_fx.runtime.checks.demand_room", lambda *given: seen.append(given))
     monkeypatch.setattr("tlora_fx.runtime.checks.load_all_data", make_data)
     base = tiny_base(tmp_path / "base")
     path = tmp_path / "jobs.yaml"

@@ -11,7 +11,7 @@ import pytest
 
 from tlora_fx.config.job import DataSpec
 from tlora_fx.errors import DataFileError, MissingPackageError
-from tlora_fx.runtime.rows import Row, read_rows
+from tlora_fx.runtime.data import Row, read_rows
 
 ROWS = [{"text": "a"}, {"text": "é"}]
 

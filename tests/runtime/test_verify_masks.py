@@ -14,7 +14,7 @@ from transformers import Gemma2Config, Gemma2ForCausalLM, MistralConfig, Mistral
 from tlora_fx import ops
 from tlora_fx.errors import OracleError
 from tlora_fx.ops.philox import philox, site_id
-from tlora_fx.runtime.oracle_masks import (
+from tlora_fx.runtime.verify import (
     EAGER,
     KeyedDropout,
     attend,

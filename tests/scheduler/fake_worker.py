@@ -14,8 +14,7 @@ import signal
 import time
 from pathlib import Path
 
-from tlora_fx.scheduler.local.order import Order
-from tlora_fx.scheduler.local.told import Teller
+from tlora_fx.scheduler.local.worker import Order, Teller
 
 
 def warm() -> None:

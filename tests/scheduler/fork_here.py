@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
-from tlora_fx.scheduler.local import forkserver, worker
+from tlora_fx.scheduler.local import processes, worker
 
 
 class ForkHere:
@@ -29,7 +29,7 @@ class ForkHere:
         pid = os.fork()
         if pid == 0:
             os.close(self.mine)
-            forkserver._become_worker(worker, self.lifeline, asked)
+            processes._become_worker(worker, self.lifeline, asked)
         self.pids[pid] = pid
         return pid
 

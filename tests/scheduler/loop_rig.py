@@ -7,16 +7,12 @@ from dataclasses import dataclass, field
 
 from tests.scheduler.looping import Plain
 from tlora_fx.cost.cluster import Cluster
-from tlora_fx.scheduler.group import Group
+from tlora_fx.scheduler.formations import NoWatch, StepTimes
 from tlora_fx.scheduler.loop import Loop
-from tlora_fx.scheduler.loop_times import StepTimes
-from tlora_fx.scheduler.loop_watch import NoWatch
 from tlora_fx.scheduler.policies import find_policy
-from tlora_fx.scheduler.state import Decision, Policy, State
+from tlora_fx.scheduler.state import Decision, Group, Policy, State
 from tlora_fx.scheduler.store import Ledger
-from tlora_fx.simulator.clock import Clock
-from tlora_fx.simulator.noise import Disturbances
-from tlora_fx.simulator.simulated import SimulatedExecutor
+from tlora_fx.simulator.replay import Clock, Disturbances, SimulatedExecutor
 
 
 @dataclass

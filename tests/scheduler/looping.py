@@ -9,8 +9,8 @@ import numpy as np
 
 from tlora_fx.cost.cluster import Tier
 from tlora_fx.cost.demand import COLUMN, Array, Demand
-from tlora_fx.scheduler.estimating import Layout, Prediction
-from tlora_fx.scheduler.request import JobRequest
+from tlora_fx.cost.estimator import Layout, Prediction
+from tlora_fx.scheduler.state import JobRequest
 
 TOKENS = COLUMN["tokens"]
 

@@ -17,11 +17,11 @@ import yaml
 from tests.scheduler.toy import Roofline
 from tlora_fx.cost.cluster import Cluster
 from tlora_fx.cost.demand import Demand
+from tlora_fx.scheduler.formations import NoWatch
 from tlora_fx.scheduler.local.executor import LocalOptions
-from tlora_fx.scheduler.loop_watch import NoWatch
 from tlora_fx.scheduler.policies import find_policy
-from tlora_fx.scheduler.request import JobRequest
 from tlora_fx.scheduler.service import RunOptions, opened
+from tlora_fx.scheduler.state import JobRequest
 from tlora_fx.scheduler.store import Ledger
 
 QUICKSTART = Path(__file__).parents[2] / "examples" / "quickstart"

@@ -9,8 +9,7 @@ from hypothesis import strategies as st
 from tests.scheduler.toy import demand
 from tlora_fx.errors import CreditRefused
 from tlora_fx.scheduler.credits import CreditLedger
-from tlora_fx.scheduler.request import JobRequest
-from tlora_fx.scheduler.state import ActiveJob
+from tlora_fx.scheduler.state import ActiveJob, JobRequest
 
 
 def job(name: str, *, gpus: int = 1, lends: float = 0.0, solo: float = 1.0) -> ActiveJob:

@@ -12,10 +12,9 @@ from rich.console import Console
 from tests.scheduler.toy import Roofline, drawn, state
 from tlora_fx.errors import JobNotInState, StateFileError
 from tlora_fx.scheduler.explain import explain
-from tlora_fx.scheduler.group import Group
 from tlora_fx.scheduler.policies import find_policy
-from tlora_fx.scheduler.state import Decision
-from tlora_fx.scheduler.state_file import state_from_json, state_to_json
+from tlora_fx.scheduler.state import Decision, Group
+from tlora_fx.scheduler.store import state_from_json, state_to_json
 
 
 @pytest.fixture

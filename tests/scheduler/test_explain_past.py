@@ -11,24 +11,22 @@ from hypothesis import strategies as st
 
 from tests.scheduler.toy import drawn
 from tlora_fx.cost.cluster import Cluster
+from tlora_fx.cost.estimator import SyntheticEstimator
 from tlora_fx.errors import JobNotInState, LedgerError, StateFileError
 from tlora_fx.scheduler.executor import Committed, Drained, Failed, Finished
-from tlora_fx.scheduler.explain import explain
-from tlora_fx.scheduler.explain_past import explained
-from tlora_fx.scheduler.group import Group
-from tlora_fx.scheduler.history import History, rows_of_run
-from tlora_fx.scheduler.moment_file import (
+from tlora_fx.scheduler.explain import explain, explained
+from tlora_fx.scheduler.policies import find_policy
+from tlora_fx.scheduler.state import ActiveJob, Decision, Group, JobRequest, State
+from tlora_fx.scheduler.store import (
+    History,
+    Ledger,
     Moment,
     add_history,
     load_history,
     load_moment,
+    rows_of_run,
     save_moment,
 )
-from tlora_fx.scheduler.policies import find_policy
-from tlora_fx.scheduler.request import JobRequest
-from tlora_fx.scheduler.state import ActiveJob, Decision, State
-from tlora_fx.scheduler.store import Ledger
-from tlora_fx.scheduler.synthetic import SyntheticEstimator
 
 GPUS = 64
 

@@ -16,10 +16,9 @@ from tlora_fx.cost.cluster import Cluster
 from tlora_fx.cost.demand import Demand
 from tlora_fx.errors import PlaceTaken
 from tlora_fx.scheduler.executor import Committed, Drained, Failed, Finished, Progress, Started
-from tlora_fx.scheduler.group import Group
 from tlora_fx.scheduler.local.executor import LocalExecutor, LocalOptions
 from tlora_fx.scheduler.local.processes import ForkServer
-from tlora_fx.scheduler.request import JobRequest
+from tlora_fx.scheduler.state import Group, JobRequest
 
 FAKE = "tests.scheduler.fake_worker"
 

@@ -7,9 +7,9 @@ import pytest
 from tests.scheduler.loop_rig import Counting, Scripted, rig, together
 from tests.scheduler.looping import Plain, request
 from tlora_fx.errors import ClockBackwards, DecisionWrong, ReplayOptionWrong, SubmittedTwice
-from tlora_fx.scheduler.group import Group
+from tlora_fx.scheduler.state import Group
 from tlora_fx.scheduler.store import Ledger
-from tlora_fx.simulator.clock import Clock
+from tlora_fx.simulator.replay import Clock
 
 
 def test_a_job_runs_at_once_where_gpus_are_free():

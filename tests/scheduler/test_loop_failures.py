@@ -7,7 +7,7 @@ import pytest
 from tests.scheduler.loop_rig import Scripted, rig, together
 from tests.scheduler.looping import Plain, request
 from tlora_fx.scheduler.store import Ledger
-from tlora_fx.simulator.noise import Disturbances
+from tlora_fx.simulator.replay import Disturbances
 
 
 def test_after_a_lost_node_jobs_go_on_from_their_commits_elsewhere():

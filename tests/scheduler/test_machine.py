@@ -12,15 +12,11 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 
 from tests.scheduler.looping import Plain, request
 from tlora_fx.cost.cluster import Cluster
-from tlora_fx.scheduler.bounds import broken
+from tlora_fx.scheduler.formations import NoWatch, StepTimes, membership
 from tlora_fx.scheduler.loop import Loop
-from tlora_fx.scheduler.loop_runs import membership
-from tlora_fx.scheduler.loop_times import StepTimes
-from tlora_fx.scheduler.loop_watch import NoWatch
 from tlora_fx.scheduler.policies import find_policy
-from tlora_fx.simulator.clock import Clock
-from tlora_fx.simulator.noise import Disturbances
-from tlora_fx.simulator.simulated import SimulatedExecutor
+from tlora_fx.scheduler.state import broken
+from tlora_fx.simulator.replay import Clock, Disturbances, SimulatedExecutor
 
 NODES = 4
 SWITCH, COMMIT = 5.0, 20.0

@@ -9,15 +9,13 @@ import pytest
 
 from tests.scheduler.toy import Roofline
 from tlora_fx.cost.cluster import Cluster
-from tlora_fx.cost.estimator import ProfileEstimator
+from tlora_fx.cost.estimator import ProfileEstimator, SyntheticEstimator
+from tlora_fx.cost.model_facts import demand_of, find_base
 from tlora_fx.cost.profile import Profile
 from tlora_fx.errors import StateFileError
-from tlora_fx.scheduler.bases import demand_of, find_base
-from tlora_fx.scheduler.moment_file import Moment, load_moment, save_moment
 from tlora_fx.scheduler.policies import POLICIES, find_policy
-from tlora_fx.scheduler.request import JobRequest
-from tlora_fx.scheduler.state import ActiveJob, State
-from tlora_fx.scheduler.synthetic import SyntheticEstimator
+from tlora_fx.scheduler.state import ActiveJob, JobRequest, State
+from tlora_fx.scheduler.store import Moment, load_moment, save_moment
 
 BASE = "llama-3-8b"
 PROFILE = Path(__file__).parents[2] / "planners" / "profiles" / "llama-3-8b-nvidia-h200.json"

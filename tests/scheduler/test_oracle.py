@@ -13,8 +13,8 @@ from hypothesis import strategies as st
 
 from tests.scheduler.toy import drawn, state
 from tlora_fx.errors import TooManyForOracle
-from tlora_fx.scheduler.oracle import _partition, best_grouping, subsets
 from tlora_fx.scheduler.policies import find_policy
+from tlora_fx.scheduler.policies.oracle import _partition, best_grouping, subsets
 
 
 def partitions(items: list[int]) -> Iterator[list[list[int]]]:

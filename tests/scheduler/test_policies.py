@@ -9,12 +9,10 @@ import pytest
 
 from tests.scheduler.toy import checked, demand, drawn, state
 from tlora_fx.errors import PolicyOptionWrong, UnknownPolicy
-from tlora_fx.scheduler.bounds import keeps
-from tlora_fx.scheduler.group import Group
-from tlora_fx.scheduler.oracle import best_grouping
 from tlora_fx.scheduler.policies import POLICIES, find_policy
-from tlora_fx.scheduler.request import JobRequest
+from tlora_fx.scheduler.policies.oracle import best_grouping
 from tlora_fx.scheduler.search.objective import powers
+from tlora_fx.scheduler.state import Group, JobRequest, keeps
 
 
 def weighted(moment, decision) -> float:

@@ -11,11 +11,8 @@ from hypothesis import strategies as st
 
 from tests.scheduler.toy import Roofline, active, checked, request
 from tlora_fx.cost.cluster import Cluster
-from tlora_fx.scheduler.bounds import keeps
-from tlora_fx.scheduler.group import Group
 from tlora_fx.scheduler.policies import POLICIES, find_policy
-from tlora_fx.scheduler.request import JobRequest
-from tlora_fx.scheduler.state import Decision, State
+from tlora_fx.scheduler.state import Decision, Group, JobRequest, State, keeps
 
 BOUNDED = ("tlora", "tlora-paper", "no-kernel-fuser", "oracle")
 GROUPING = ("tlora", "tlora-paper", "oracle")

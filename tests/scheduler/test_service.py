@@ -13,7 +13,7 @@ from tests.scheduler.fake_worker import adapter_of
 from tests.scheduler.run_folder import Heard, audit, forked, kill, records, run, write_job
 from tlora_fx.errors import JobFolderError, RunFolderError
 from tlora_fx.scheduler import service
-from tlora_fx.scheduler.local.recovery import held
+from tlora_fx.scheduler.local.executor import held
 
 
 @pytest.fixture(autouse=True)

@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 
 from tlora_fx.cost.cluster import Cluster
+from tlora_fx.cost.model_facts import find_base
 from tlora_fx.errors import ProfileMismatch
-from tlora_fx.scheduler.bases import find_base
-from tlora_fx.scheduler.running_estimates import Estimates
+from tlora_fx.scheduler.service import Estimates
 
 
 @pytest.mark.parametrize(

@@ -18,15 +18,14 @@ from tlora_fx.compiler import compile
 from tlora_fx.config.job_file import load_job_file
 from tlora_fx.cost.cluster import Cluster
 from tlora_fx.cost.demand import Demand
+from tlora_fx.cost.estimator import Layout
 from tlora_fx.cost.plan import MeshShape
-from tlora_fx.runtime.metrics import read_metrics
+from tlora_fx.runtime.run_folder import read_metrics
 from tlora_fx.runtime.trainer import Trainer
 from tlora_fx.scheduler import service
-from tlora_fx.scheduler.estimating import Layout
 from tlora_fx.scheduler.executor import Drained, Failed, Progress
-from tlora_fx.scheduler.group import Group
 from tlora_fx.scheduler.local.executor import LocalExecutor, LocalOptions
-from tlora_fx.scheduler.request import JobRequest
+from tlora_fx.scheduler.state import Group, JobRequest
 
 #: As `tlora-fx verify` bounds a job fused with others against the same job alone in float32.
 BOUND = 1e-4

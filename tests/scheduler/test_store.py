@@ -17,11 +17,8 @@ from hypothesis import strategies as st
 from tlora_fx.cost.demand import Demand
 from tlora_fx.errors import LedgerError
 from tlora_fx.scheduler.executor import Committed, Drained, Failed, Finished, Started
-from tlora_fx.scheduler.group import Group
-from tlora_fx.scheduler.ledger_rows import request_json, request_of_json
-from tlora_fx.scheduler.request import JobRequest
-from tlora_fx.scheduler.state import Decision
-from tlora_fx.scheduler.store import Ledger
+from tlora_fx.scheduler.state import Decision, Group, JobRequest
+from tlora_fx.scheduler.store import Ledger, request_json, request_of_json
 
 
 def request(name: str, steps: int = 10) -> JobRequest:
@@ -159,7 +156,7 @@ def test_what_was_confirmed_is_there_after_a_kill(tmp_path):
         import sys
         from tlora_fx.cost.demand import Demand
         from tlora_fx.scheduler.store import Ledger
-        from tlora_fx.scheduler.request import JobRequest
+        from tlora_fx.scheduler.state import JobRequest
         ledger = Ledger(sys.argv[1])
         for number in range(100000):
             ledger.submit(JobRequest(f"job-{number}", "base", Demand(), 1, 1))

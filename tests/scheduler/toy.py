@@ -9,11 +9,9 @@ import numpy as np
 
 from tlora_fx.cost.cluster import Cluster, Tier
 from tlora_fx.cost.demand import COLUMN, Array, Demand
+from tlora_fx.cost.estimator import Layout, Prediction
 from tlora_fx.cost.plan import MeshShape
-from tlora_fx.scheduler.estimating import Layout, Prediction
-from tlora_fx.scheduler.group import Group
-from tlora_fx.scheduler.request import JobRequest
-from tlora_fx.scheduler.state import ActiveJob, Decision, State
+from tlora_fx.scheduler.state import ActiveJob, Decision, Group, JobRequest, State
 
 PARAMETERS = 8.03e9
 FLOP = 312e12 * 0.55

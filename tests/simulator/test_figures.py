@@ -11,8 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tlora_fx.simulator.figures import Figure, Series, bars, lines
-from tlora_fx.simulator.figures_axes import axis_of, round_step, shown
+from tlora_fx.simulator.figures import Figure, Series, axis_of, bars, lines, round_step, shown
 
 values = st.floats(0, 1e12, allow_nan=False)
 rows = st.lists(st.none() | values, min_size=3, max_size=3)

@@ -12,8 +12,7 @@ from hypothesis import strategies as st
 from tests.scheduler.looping import Plain, request
 from tlora_fx.cost.cluster import Cluster
 from tlora_fx.scheduler.policies import find_policy
-from tlora_fx.simulator.metrics import Distribution, thirds
-from tlora_fx.simulator.metrics_series import COLUMNS, Series
+from tlora_fx.simulator.metrics import COLUMNS, Distribution, Series, thirds
 from tlora_fx.simulator.replay import replay
 
 

@@ -15,9 +15,8 @@ from tlora_fx.cost.cluster import Cluster
 from tlora_fx.errors import ReplayOptionWrong, ReplayStalled, SubmittedTwice
 from tlora_fx.scheduler.policies import find_policy
 from tlora_fx.scheduler.state import Decision
-from tlora_fx.simulator.metrics_jobs import DONE, FAILED
-from tlora_fx.simulator.noise import Disturbances
-from tlora_fx.simulator.replay import replay
+from tlora_fx.simulator.metrics import DONE, FAILED
+from tlora_fx.simulator.replay import Disturbances, replay
 
 CLUSTER = Cluster(16, 4, 2)
 POLICIES = ("tlora", "megatron", "mlora-fifo")

@@ -12,11 +12,9 @@ from tests.scheduler.looping import Plain, request
 from tlora_fx.cost.cluster import Cluster
 from tlora_fx.errors import PlaceTaken
 from tlora_fx.scheduler.executor import Drained, Failed, Finished, NodeBack, NodeLost, Started
-from tlora_fx.scheduler.group import Group
-from tlora_fx.scheduler.loop_times import StepTimes
-from tlora_fx.simulator.clock import Clock
-from tlora_fx.simulator.noise import Disturbances
-from tlora_fx.simulator.simulated import SimulatedExecutor
+from tlora_fx.scheduler.formations import StepTimes
+from tlora_fx.scheduler.state import Group
+from tlora_fx.simulator.replay import Clock, Disturbances, SimulatedExecutor
 
 GROUP = Group(("a",), 1, (0,))
 

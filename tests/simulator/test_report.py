@@ -11,8 +11,7 @@ import pytest
 
 from tests.simulator.replayed import base, outcome
 from tlora_fx.errors import ReportNotWritable
-from tlora_fx.simulator.report import Report, page, write_report
-from tlora_fx.simulator.report_reasons import place, reasons
+from tlora_fx.simulator.report import Report, page, place, reasons, write_report
 from tlora_fx.simulator.sweep import SWEEPS, plan_of
 
 POLICIES = ("tlora", "mlora-fifo", "megatron", "no-scheduler", "no-kernel-fuser")

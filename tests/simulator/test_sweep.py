@@ -10,12 +10,12 @@ from tests.simulator.replayed import base
 from tlora_fx.cost.cluster import Cluster
 from tlora_fx.errors import PolicyOptionWrong, ProfileMismatch, UnknownPolicy
 from tlora_fx.scheduler.policies import policy_of
-from tlora_fx.simulator.choices import Choices
 from tlora_fx.simulator.report import Report, page
 from tlora_fx.simulator.sweep import (
     CLUSTER_SIZES,
     SCALES,
     SWEEPS,
+    Choices,
     Scenario,
     Source,
     plan_of,

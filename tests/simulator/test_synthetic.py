@@ -10,8 +10,15 @@ import numpy as np
 import pytest
 
 from tlora_fx.errors import MarginalsFileError, ReplayChoiceWrong
-from tlora_fx.simulator.generator_fit import SHIPPED, fit_of_file, gpu_table, rounder, shipped_fit
-from tlora_fx.simulator.synthetic import Draw, generate
+from tlora_fx.simulator.synthetic import (
+    SHIPPED,
+    Draw,
+    fit_of_file,
+    generate,
+    gpu_table,
+    rounder,
+    shipped_fit,
+)
 
 MARGINALS = Path(__file__).parents[3] / "shared" / "data" / "acme" / "acme_marginals_exact.json"
 #: The 99.9th percentile of chi-square for 5, 21 and 23 degrees of freedom.

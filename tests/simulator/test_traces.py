@@ -12,10 +12,8 @@ from hypothesis import strategies as st
 
 from tlora_fx.cost.demand import Demand
 from tlora_fx.errors import TraceColumnMissing, TraceEmpty, TraceFileError, TraceRowsWrong
-from tlora_fx.scheduler.request import JobRequest
-from tlora_fx.simulator.own_trace import write_own
-from tlora_fx.simulator.trace_files import read_trace
-from tlora_fx.simulator.traces import Trace, TraceJob
+from tlora_fx.scheduler.state import JobRequest
+from tlora_fx.simulator.traces import Trace, TraceJob, read_trace, write_own
 
 DATA = Path(__file__).parents[3] / "shared" / "data"
 ACME = (

@@ -11,12 +11,10 @@ from hypothesis import strategies as st
 
 from tlora_fx.cost.cluster import Cluster
 from tlora_fx.errors import ReplayChoiceWrong, TraceEmpty
-from tlora_fx.scheduler.request import JobRequest
-from tlora_fx.simulator.choices import Choices
-from tlora_fx.simulator.generator_fit import shipped_fit
-from tlora_fx.simulator.synthetic import Draw, generate
+from tlora_fx.scheduler.state import JobRequest
+from tlora_fx.simulator.sweep import Choices, batch_by_gpus, known_demand, workload_of
+from tlora_fx.simulator.synthetic import Draw, generate, shipped_fit
 from tlora_fx.simulator.traces import Trace, TraceJob
-from tlora_fx.simulator.workload import batch_by_gpus, known_demand, workload_of
 
 
 class Quarter:

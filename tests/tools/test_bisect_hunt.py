@@ -9,11 +9,11 @@ import pytest
 
 from tests.models import error_of
 from tests.pipeline.graphs import aten, relu_of, small_graph
-from tlora_fx.bisect import Check, CommandCheck, Hunt, Judged, States
 from tlora_fx.errors import BisectFails
 from tlora_fx.graph_file import to_document
 from tlora_fx.ir.graph import GroupGraph
 from tlora_fx.pipeline import JobPass, Pipeline, rewrite_allowed
+from tlora_fx.tools.bisect import Check, CommandCheck, Hunt, Judged, States
 
 REWRITES = 3
 

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tlora_fx.bisect import first_bad
+from tlora_fx.tools.bisect import first_bad
 
 
 @pytest.mark.parametrize("states", range(1, 41))

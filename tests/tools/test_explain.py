@@ -10,14 +10,11 @@ import torch.nn.functional as F
 from torch import nn
 
 from tests.models import Plain, base_of, error_of, job
-from tlora_fx.compiler import prepare, resolve_pipeline
+from tlora_fx.compiler import fuse, prepare, resolve_pipeline
 from tlora_fx.config.job import BaseSpec
 from tlora_fx.errors import UnknownNode
-from tlora_fx.explain import render, why_not
-from tlora_fx.explain.ask import explain_group
-from tlora_fx.explain.record import Record
-from tlora_fx.ladder import fuse
 from tlora_fx.pipeline import Runner
+from tlora_fx.tools.explain import Record, explain_group, render, why_not
 
 
 @pytest.fixture(scope="module")

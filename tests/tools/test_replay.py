@@ -13,12 +13,12 @@ import pytest
 import torch
 
 from tests.models import base_of, error_of, job, save_config
-from tlora_fx.bisect import trace_states
 from tlora_fx.compiler import DEFAULT_PIPELINE, compile, prepare, resolve_pipeline
 from tlora_fx.errors import GraphInvalid, PassFailed, PipelineError, ReplayNotReadable, TagsBroken
-from tlora_fx.fingerprint import owners
+from tlora_fx.ir.verifier import owners
 from tlora_fx.pipeline import REGISTRY, Event, JobPass, Runner
-from tlora_fx.replay import load_replay, run_replay, write_replay
+from tlora_fx.tools.bisect import trace_states
+from tlora_fx.tools.replay import load_replay, run_replay, write_replay
 
 aten = torch.ops.aten
 PASSES = DEFAULT_PIPELINE.split(",")
@@ -127,7 +127,7 @@ def test_a_failing_compilation_leaves_a_folder(jobs, tmp_path, monkeypatch, name
     folder = tmp_path / "replay"
 
     with pytest.raises(PassFailed) as failed:
-        compile(jobs, replay=folder)
+        compile(jobs, on_failure=partial(keep_replay, folder))
 
     assert f"tlora-fx replay {folder}" in failed.value.__notes__[-1]
     assert load_replay(folder).name == name
@@ -215,7 +215,7 @@ def test_a_folder_that_cannot_be_written_does_not_hide_the_error(jobs, tmp_path,
     (tmp_path / "file").write_text("in the way")
 
     with pytest.raises(PassFailed) as failed:
-        compile(jobs, replay=tmp_path / "file" / "replay")
+        compile(jobs, on_failure=partial(keep_replay, tmp_path / "file" / "replay"))
 
     assert "no replay folder could be written" in failed.value.__notes__[-1]
 
@@ -227,7 +227,7 @@ def test_what_lies_in_the_way_is_left_alone(jobs, tmp_path, monkeypatch):
     (tmp_path / "replay" / "mine.txt").write_text("keep")
 
     with pytest.raises(PassFailed):
-        compile(jobs, replay=tmp_path / "replay")
+        compile(jobs, on_failure=partial(keep_replay, tmp_path / "replay"))
 
     assert [path.name for path in (tmp_path / "replay").iterdir()] == ["mine.txt"]
     assert load_replay(tmp_path / "replay-2").name == "tag-roles"

@@ -13,10 +13,9 @@ from typing import Any, cast
 import torch
 from torch import fx
 
-from tlora_fx.backend import notices
+from tlora_fx.backend import options as notices
 from tlora_fx.backend.lora_regions import Left, Lowered, lower_sites
-from tlora_fx.backend.notices import BackendWarning
-from tlora_fx.backend.options import Options, read_options
+from tlora_fx.backend.options import BackendWarning, Options, read_options
 from tlora_fx.backend.rewrite import Splicer, declare_tables
 from tlora_fx.backend.sites import Region, regions_of, running_layer, sites_of, strays, value_of
 from tlora_fx.errors import BackendUnsupported

@@ -20,8 +20,7 @@ from tlora_fx.backend.sites import Region, Site, is_number, tensor_of, value_of
 from tlora_fx.ir.graph import GroupGraph, JobGraph, TensorRef, is_call, output_of
 from tlora_fx.ir.lora_sites import ADD, lowered_site
 from tlora_fx.ir.shapes import fake_like
-from tlora_fx.passes.lora_pattern import NoMatch, match_frozen, match_nodes
-from tlora_fx.passes.lower_adapters import LowerAdapters
+from tlora_fx.passes.lower_adapters import LowerAdapters, NoMatch, match_frozen, match_nodes
 from tlora_fx.rewriting import Miss
 
 ops = torch.ops.tlora_fx

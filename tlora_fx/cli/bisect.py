@@ -11,8 +11,8 @@ import typer
 from tlora_fx.cli.pipeline_options import AddPass, PipelineText, asked
 
 if TYPE_CHECKING:
-    from tlora_fx.bisect import Finding
     from tlora_fx.pipeline import Pipeline
+    from tlora_fx.tools.bisect import Finding
 
 NUMERICS = "numerics"
 
@@ -56,8 +56,8 @@ def run(
 
 
 def _hunt(jobs: Path, check: str, passes: Pipeline, folder: Path, verbose: bool) -> Finding:
-    from tlora_fx.bisect import CommandCheck, Hunt, NumericsCheck, trace_states
     from tlora_fx.compiler import prepare
+    from tlora_fx.tools.bisect import CommandCheck, Hunt, NumericsCheck, trace_states
 
     def say(line: str, output: str) -> None:
         typer.echo(line, err=True)

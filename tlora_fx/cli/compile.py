@@ -69,7 +69,7 @@ def run(
             stop_after=stop_after,
             verify=verify,
             instruments=instruments,
-            replay=output / "replay",
+            on_failure=partial(keep_replay, output / "replay"),
         )
         typer.echo(f"stopped after {stop_after}: no model is built")
         return
@@ -77,7 +77,9 @@ def run(
     instruments += [recorder] if states else []
     with _phase(console, seconds, f"fuse {len(given.jobs)} jobs", "fuse"):
         replay = output / "replay"
-        model = compile(given, passes, verify=verify, instruments=instruments, replay=replay)
+        model = compile(
+            given, passes, verify=verify, instruments=instruments, on_failure=on_failure
+        )
     with _phase(console, seconds, "write"):
         listing = dump(model, output, recorder.stages if states else ())
     for line in summary(listing, seconds, output):

@@ -25,7 +25,7 @@ def run(
     """
     from tlora_fx.cli.pipeline_options import asked
     from tlora_fx.config.job_file import load_job_file
-    from tlora_fx.explain import render, why_not
+    from tlora_fx.tools.explain import render, why_not
 
     given = load_job_file(jobs)
     typer.echo(render(why_not(given, node, job, asked(pipeline, add_pass))), nl=False)

@@ -3,21 +3,117 @@
 from __future__ import annotations
 
 import datetime
+import inspect
+from collections.abc import Callable, Iterator
+from dataclasses import fields, replace
+from functools import wraps
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal, get_args, get_type_hints
 
 import typer
 from rich.console import Console
 from rich.table import Table
 
-from tlora_fx.cli.kernel_options import takes_kernel
-from tlora_fx.codegen.spec import KINDS, KernelSpec
+from tlora_fx.codegen.compiled_check import Resources, faults, resources
+from tlora_fx.codegen.kernels import build, emitter
+from tlora_fx.codegen.spec import KINDS, KernelSpec, Tile
 from tlora_fx.errors import (
+    KernelNotCompilable,
+    KernelSpecError,
     KernelToolMissing,
     TloraError,
     UnknownKernel,
     nearest,
 )
+
+if TYPE_CHECKING:
+    from tlora_fx.ops.kernels.support import Site
+
+
+# The options that name one kernel, for the commands of `tlora-fx kernels` that take them.
+
+
+_SHORT = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32", "fp64": "float64"}
+
+
+def asked(
+    kind: Annotated[str, typer.Argument(help="One of `tlora-fx kernels list`.")],
+    inner: Annotated[int, typer.Option("--in", help="Inputs of the frozen linear.")],
+    outer: Annotated[int, typer.Option("--out", help="Its outputs.")],
+    dtype: Annotated[str, typer.Option(help="bf16, fp16, fp32 or fp64.")] = "bf16",
+    adapter_dtype: Annotated[str, typer.Option(help="Of the stored adapters.")] = "fp32",
+    rank_block: Annotated[int, typer.Option(help="Ranks are padded to a multiple.")] = 16,
+    dropout: Annotated[bool, typer.Option("--dropout", help="Some job drops.")] = False,
+    bias: Annotated[bool, typer.Option("--bias", help="The linear has a bias.")] = False,
+    weight_layout: Annotated[str, typer.Option(help="out_in, or in_out as in Conv1D.")] = "out_in",
+    accumulate: Annotated[
+        bool, typer.Option("--accumulate", help="Add to what the output holds.")
+    ] = False,
+    sites: Annotated[int, typer.Option(help="Linears that share the input.")] = 1,
+    extend: Annotated[str, typer.Option(help="For concat-K: tail or copy.")] = "",
+    job_capacity: Annotated[int, typer.Option(help="Most jobs of a row.")] = 64,
+    arch: Annotated[int, typer.Option(help="Compute capability: 80, 90, 100.")] = 90,
+    tile: Annotated[
+        str | None,
+        typer.Option(help="rows,columns,depth,warps,stages,chunk,slab instead of the rule's."),
+    ] = None,
+) -> KernelSpec:
+    """The spec that options name; raises UnknownKernel, KernelSpecError."""
+    return KernelSpec(
+        kind,  # type: ignore[arg-type]  # the spec checks every word
+        inner,
+        outer,
+        dtype=_SHORT.get(dtype, dtype),  # type: ignore[arg-type]
+        adapter_dtype=_SHORT.get(adapter_dtype, adapter_dtype),  # type: ignore[arg-type]
+        rank_block=rank_block,
+        dropout=dropout,
+        bias=bias,
+        weight_layout=weight_layout,  # type: ignore[arg-type]
+        accumulate=accumulate,
+        sites=sites,
+        extend=extend,  # type: ignore[arg-type]
+        job_capacity=job_capacity,
+        arch=arch,
+        tile=_tile(tile),
+    )
+
+
+def _tile(text: str | None) -> Tile | None:
+    if text is None:
+        return None
+    names = [field.name for field in fields(Tile)]
+    words = text.split(",")
+    if not 5 <= len(words) <= len(names) or not all(word.strip().isdecimal() for word in words):
+        raise KernelSpecError(
+            "a tile is five to seven numbers",
+            expected=",".join(names),
+            found=text,
+        )
+    return Tile(*(int(word) for word in words))
+
+
+def takes_kernel(run: Callable[..., None]) -> Callable[..., None]:
+    """Give a command, whose first argument is a KernelSpec, the options of `asked` in its place."""
+    naming = inspect.signature(asked).parameters
+    _, *own = inspect.signature(run).parameters.values()
+
+    @wraps(run)
+    def command(**given: Any) -> None:
+        spec = asked(**{name: given.pop(name) for name in naming})
+        run(spec, **given)
+
+    hints = get_type_hints(asked, include_extras=True) | get_type_hints(run, include_extras=True)
+    command.__signature__ = inspect.Signature(  # type: ignore[attr-defined]
+        [
+            told.replace(kind=inspect.Parameter.KEYWORD_ONLY, annotation=hints[told.name])
+            for told in (*naming.values(), *own)
+        ]
+    )
+    # What `wraps` copied speaks of the spec, which typer cannot ask for.
+    command.__annotations__ = hints
+    del command.__wrapped__
+    return command
+
 
 CHECKED_ARCHITECTURES = (80, 90, 100)
 
@@ -82,7 +178,6 @@ def explain(
     words = ranks.split(",")
     if not all(word.strip().isdecimal() for word in words) or not any(map(int, words)):
         raise typer.BadParameter(f"--ranks are numbers, such as 4,8,16; not {ranks!r}")
-    from tlora_fx.cli.kernel_page import page
     from tlora_fx.codegen.compiled_check import require_architecture
 
     require_architecture(spec.arch)
@@ -180,3 +275,122 @@ def _shape(text: str) -> tuple[int, int]:
     if not cross or not inner.isdecimal() or not outer.isdecimal():
         raise typer.BadParameter(f"a shape is written INxOUT, such as 4096x14336; not {text!r}")
     return int(inner), int(outer)
+
+
+# What `tlora-fx kernels explain` says of one kernel.
+
+
+# Measured on an H200: a copy, and a bf16 matrix product.
+H200_BYTES_PER_SECOND, H200_FLOP_PER_SECOND = 4.27e12, 752e12
+
+
+def page(spec: KernelSpec, tokens: int, ranks: list[int], gpu: str) -> Iterator[str | Table]:
+    """Spec, tile and why, plan, costs, and what it compiles to.
+
+    tokens, ranks   of the call that is priced; its jobs have equal lengths
+    gpu             whose measurements are looked up
+    """
+    site = _site(spec, ranks)
+    tile, why = _tile_kernel_page(spec, site, tokens, gpu)
+    generated = build(replace(spec, tile=tile))
+    yield generated.spec.text()
+    yield f"file  {generated.name}.py\n"
+    yield f"tile  {why}"
+    yield _tile_table(generated.spec)
+    yield from _plan(spec, site, tokens, gpu)
+    yield f"\na call with {tokens:,} tokens of {len(ranks)} jobs, equally long"
+    yield _cost_table(generated.spec, tokens, ranks)
+    yield ""
+    try:
+        found = resources(generated.spec)
+    except (KernelToolMissing, KernelNotCompilable) as error:
+        yield str(error)
+        return
+    yield _resource_table(found)
+    for fault in faults(generated.spec, found):
+        yield f"fault          {fault}"
+
+
+def _site(spec: KernelSpec, ranks: list[int]) -> Site:
+    """The linear as the plans' selector sees it."""
+    from tlora_fx.ops.kernels.support import Site, rank_block
+
+    block = max(spec.rank_block, rank_block(max(ranks)))
+    return Site(
+        inner=spec.inner,
+        outer=spec.outer,
+        dtype=spec.dtype,
+        adapter_dtype=spec.adapter_dtype,
+        rank_block=block,
+        width=-(-max(ranks) // block) * block,
+        rows=sum(ranks),
+        layout=spec.weight_layout,
+        drops=spec.dropout,
+        job_capacity=spec.job_capacity,
+        arch=spec.arch,
+    )
+
+
+def _tile_kernel_page(
+    spec: KernelSpec, site: Site, tokens: int, gpu: str
+) -> tuple[Tile | None, str]:
+    from tlora_fx.ops.kernels import select as selector
+
+    if spec.tile is not None:
+        return spec.tile, "given with --tile"
+    if measured := selector.tile_for(spec.kind, site, tokens, gpu):
+        return measured, f"measured on {gpu}"
+    rule = " ".join((emitter(spec.kind).default_tile.__doc__ or "").split())
+    return None, f"by the rule, for nothing like it was measured on {gpu}: {rule}"
+
+
+def _plan(spec: KernelSpec, site: Site, tokens: int, gpu: str) -> Iterator[str]:
+    """The plan that a site with this kernel takes, and where that comes from."""
+    from tlora_fx.ops.kernels import select as selector
+
+    if spec.kind not in get_args(selector.Direction):
+        return
+    direction: selector.Direction = "forward" if spec.kind == "forward" else "input_gradient"
+    choice = selector.choose(direction, site, tokens, room=False, gpu=gpu)
+    yield f"plan  {choice.plan}, by {'the rule' if choice.source == 'rule' else choice.source}"
+    with_room = selector.able_plans(direction, site, room=True)
+    without = selector.able_plans(direction, site, room=False)
+    for plan, seconds in selector.estimates(direction, site, tokens).items():
+        bar = "" if plan in without else ", where weight and input have room; not here"
+        if plan not in with_room:
+            bar = ", but not with dropout"
+        yield f"      {plan:<8} estimated at {seconds * 1e6:,.0f} µs with the frozen product{bar}"
+
+
+def _tile_table(spec: KernelSpec) -> Table:
+    table = Table("tile", "", box=None, pad_edge=False, show_header=False)
+    for field in fields(spec.cut):
+        if value := getattr(spec.cut, field.name):
+            table.add_row(f"      {field.name}", str(value))
+    return table
+
+
+def _cost_table(spec: KernelSpec, tokens: int, ranks: list[int]) -> Table:
+    kind = emitter(spec.kind)
+    flop, moved = kind.cost(spec, tokens, tokens * sum(ranks) // len(ranks))
+    seconds = (flop / H200_FLOP_PER_SECOND, moved / H200_BYTES_PER_SECOND)
+    table = Table("", "number", "at least, on an H200", "formula", box=None, pad_edge=False)
+    table.add_row("FLOP", f"{flop:,}", f"{seconds[0] * 1e6:.1f} µs", kind.flops(spec))
+    table.add_row("bytes", f"{moved:,}", f"{seconds[1] * 1e6:.1f} µs", kind.bytes_moved(spec))
+    return table
+
+
+def _resource_table(found: Resources) -> Table:
+    table = Table("compiled", f"for sm_{found.arch}", box=None, pad_edge=False)
+    rows = {
+        "registers": found.registers,
+        "spills": found.spills,
+        "shared bytes": found.shared_bytes,
+        "instructions": found.total,
+        "tensor core": found.tensor_core,
+        "bulk loads": found.bulk_loads,
+        "16-byte loads": found.wide_loads,
+    }
+    for name, value in rows.items():
+        table.add_row(name, f"{value:,}")
+    return table

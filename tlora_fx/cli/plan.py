@@ -71,8 +71,8 @@ def run(
     _demand_format(export)
     given, model = _compiled(jobs, gpu)
     from tlora_fx.cost.load import round_of_jobs
+    from tlora_fx.cost.step_time import Cluster
     from tlora_fx.planners.auto import demand_memory, search
-    from tlora_fx.planners.cost import Cluster
 
     profile = _profile(model, gpu, allow_estimated)
     work = round_of_jobs(given.jobs, length=length, tokens=tokens, max_row_tokens=max_row_tokens)
@@ -206,9 +206,7 @@ def exported(
     found: Search, format: str, folder: Path, length: int, gpus: int, per_node: int
 ) -> list[Path]:
     """Write the profile in another planner's format, for sequences of one length."""
-    from tlora_fx.planners.export import write_galvatron
-    from tlora_fx.planners.metis import write_metis
-    from tlora_fx.planners.sailor import write_sailor
+    from tlora_fx.planners.export import write_galvatron, write_metis, write_sailor
 
     nodes = -(-gpus // per_node)
     if format == "galvatron":

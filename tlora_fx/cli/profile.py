@@ -48,7 +48,7 @@ def run(
     `train --plan auto` find what was written.
     """
     from tlora_fx.config.job_file import load_job_file
-    from tlora_fx.runtime.profiling_options import Wanted, profile_file
+    from tlora_fx.runtime.profiler import Wanted, profile_file
 
     wanted = Wanted(
         tokens=_numbers(QUICK_TOKENS if quick else tokens, "--tokens"),

@@ -19,14 +19,14 @@ def run(
 
     Prints the same error and exits with 1, or says that it no longer fails and exits with 0.
     """
-    from tlora_fx.replay import load_replay
+    from tlora_fx.tools.replay import load_replay
 
     replay = load_replay(folder)
     typer.echo(f"{replay}, alone, with verify={replay.verify}", err=True)
     for other in replay.other_versions():
         typer.echo(f"warning: another version: {other}", err=True)
 
-    from tlora_fx.replay.run import left_out, run_replay
+    from tlora_fx.tools.replay import left_out, run_replay
 
     for tag in left_out(folder):
         typer.echo(f"warning: a graph file cannot keep this tag: {tag}", err=True)

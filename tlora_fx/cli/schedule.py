@@ -28,8 +28,7 @@ def state(
 ) -> None:
     """Save what the policy of a run saw at its last decision, and what became of all jobs."""
     from tlora_fx.durable import replace_file
-    from tlora_fx.scheduler.history import rows_of_run
-    from tlora_fx.scheduler.moment_file import add_history
+    from tlora_fx.scheduler.store import add_history, rows_of_run
 
     found = _newest(run)
     rows = rows_of_run(run)
@@ -53,9 +52,8 @@ def explain(
     The policy decides upon the state once more, and writes down its reasons. Of a job that has
     ended the last decision about it is told, of one that was refused the reason.
     """
-    from tlora_fx.scheduler.explain_past import explained
-    from tlora_fx.scheduler.history import History
-    from tlora_fx.scheduler.moment_file import load_history, load_moment
+    from tlora_fx.scheduler.explain import explained
+    from tlora_fx.scheduler.store import History, load_history, load_moment
 
     if saved.is_dir():
         history = History.of_run(saved)
@@ -68,7 +66,7 @@ def explain(
 
 
 def _newest(run: Path) -> Path:
-    from tlora_fx.scheduler.history import LEDGER
+    from tlora_fx.scheduler.store import LEDGER
 
     found = run / NEWEST
     if found.is_file():

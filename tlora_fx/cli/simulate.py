@@ -7,19 +7,76 @@ import shlex
 import sys
 from collections.abc import Iterable, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from rich.console import Console
 from rich.table import Table
 
 from tlora_fx.cli import durations
-from tlora_fx.cli import simulate_options as option
 
 if TYPE_CHECKING:
-    from tlora_fx.simulator.choices import Choices
     from tlora_fx.simulator.report import Report
-    from tlora_fx.simulator.sweep import Outcome, Plan, Scenario
+    from tlora_fx.simulator.sweep import Choices, Outcome, Plan, Scenario
+
+
+# The options of `tlora-fx simulate`; what each chooses is told in `Choices` and `Scenario`.
+
+
+Option = typer.Option
+
+Trace = Annotated[str, Option(help="File, or 'synthetic'.")]
+Format = Annotated[str | None, Option(help="acme, pollux, kalos, own; by its columns.")]
+BadRows = Annotated[str, Option(help="drop: leave wrong rows out and count them; refuse.")]
+Jobs = Annotated[
+    int | None,
+    Option(min=1, help="The first so many jobs; 1,000 if synthetic, else all."),
+]
+Month = Annotated[int | None, Option("--month", "--months", min=1, help="One month.")]
+Intensity = Annotated[float, Option(help="Synthetic arrivals, times the trace's rate.")]
+Burstiness = Annotated[float, Option(help="Variation of synthetic arrivals; 1: Poisson.")]
+Marginals = Annotated[Path | None, Option(help="Fit the synthetic trace to this file.")]
+
+Scale = Annotated[float, Option(help="Arrivals so many times sooner.")]
+Rebase = Annotated[bool, Option(help="The first job comes at second 0.")]
+States = Annotated[str, Option(help="Such as COMPLETED; all.")]
+Types = Annotated[str, Option(help="Such as SFT,Eval; all.")]
+CpuJobs = Annotated[str, Option(help="Jobs without GPUs: drop, one-gpu.")]
+TooLarge = Annotated[str, Option(help="Jobs larger than the cluster: drop, clip.")]
+Steps = Annotated[int | None, Option(min=1, help="Of every job; else duration / T_solo.")]
+Bases = Annotated[str, Option(help="Drawn uniformly.")]
+Ranks = Annotated[str, Option(help="Drawn uniformly.")]
+Batches = Annotated[str, Option(help="Sequences of a step.")]
+BatchRule = Annotated[str, Option(help="independent, or gpus: by the job's GPUs.")]
+MeanTokens = Annotated[float, Option(help="Of a sample.")]
+Spread = Annotated[float, Option(help="Of the logarithm of a sample's tokens.")]
+MostTokens = Annotated[int, Option(min=2, help="Of a sample.")]
+Lengths = Annotated[str, Option(help="typical: alike for jobs of a batch; drawn.")]
+MaxSlowdown = Annotated[float, Option(help="Of every job, in a group.")]
+
+Gpus = Annotated[int, Option(min=1, help="How many there are.")]
+Gpu = Annotated[str, Option(help="Their kind.")]
+GpusPerNode = Annotated[int, Option(min=1, help="In one node.")]
+NodesPerRack = Annotated[int, Option(min=1, help="In one rack.")]
+AllowEstimated = Annotated[bool, Option("--allow-estimated", help="Take scaled profiles.")]
+
+Policies = Annotated[str, Option(help="all, or names, such as tlora,megatron:backfill=true.")]
+Seeds = Annotated[int, Option(min=1, help="How many.")]
+Seed = Annotated[int, Option(min=0, help="The first one.")]
+Runnable = Annotated[int, Option(min=1, help="Jobs that a policy sees.")]
+Horizon = Annotated[str, Option(help="Between decisions, such as 60s or 5m.")]
+SwitchSeconds = Annotated[float, Option(help="What forming a group costs it.")]
+Sweeps = Annotated[str, Option(help="all, none, or some of scale, cluster, months, nano.")]
+SweepSeeds = Annotated[int, Option(min=1, help="Of each point of a sweep.")]
+ClusterSizes = Annotated[str, Option(help="Of the sweep over them.")]
+Processes = Annotated[int | None, Option(min=1, help="At once; else one a core.")]
+
+Output = Annotated[Path | None, Option("-o", "--output", help="Folder of the report.")]
+SaveTrace = Annotated[
+    Path | None,
+    Option(help="Write the first seed's jobs: JSON lines, or .csv."),
+]
+
 
 SYNTHETIC_JOBS = 1000
 #: Megatron's baseline with a queue that a wide job at its head does not block.
@@ -48,47 +105,47 @@ WIDE = 190
 
 
 def run(
-    trace: option.Trace = "synthetic",
-    gpus: option.Gpus = 128,
-    policies: option.Policies = "all",
-    seeds: option.Seeds = 5,
-    output: option.Output = None,
-    jobs: option.Jobs = None,
-    month: option.Month = None,
-    format: option.Format = None,
-    bad_rows: option.BadRows = "drop",
-    intensity: option.Intensity = 1.0,
-    burstiness: option.Burstiness = 1.0,
-    marginals: option.Marginals = None,
-    scale: option.Scale = 1.0,
-    rebase: option.Rebase = True,
-    states: option.States = "",
-    types: option.Types = "",
-    cpu_jobs: option.CpuJobs = "drop",
-    too_large: option.TooLarge = "drop",
-    steps: option.Steps = None,
-    bases: option.Bases = "llama-3-8b,qwen3-8b",
-    ranks: option.Ranks = "2,4,8,16",
-    batches: option.Batches = "1,2,4,8",
-    batch_rule: option.BatchRule = "independent",
-    mean_tokens: option.MeanTokens = 130.0,
-    spread: option.Spread = 0.387,
-    most_tokens: option.MostTokens = 422,
-    lengths: option.Lengths = "typical",
-    max_slowdown: option.MaxSlowdown = 1.5,
-    gpu: option.Gpu = "h200",
-    gpus_per_node: option.GpusPerNode = 8,
-    nodes_per_rack: option.NodesPerRack = 4,
-    allow_estimated: option.AllowEstimated = False,
-    runnable: option.Runnable = 128,
-    horizon: option.Horizon = "60s",
-    switch_seconds: option.SwitchSeconds = 20.0,
-    seed: option.Seed = 0,
-    sweeps: option.Sweeps = "none",
-    sweep_seeds: option.SweepSeeds = 1,
-    cluster_sizes: option.ClusterSizes = "32,64,128,256",
-    processes: option.Processes = None,
-    save_trace: option.SaveTrace = None,
+    trace: Trace = "synthetic",
+    gpus: Gpus = 128,
+    policies: Policies = "all",
+    seeds: Seeds = 5,
+    output: Output = None,
+    jobs: Jobs = None,
+    month: Month = None,
+    format: Format = None,
+    bad_rows: BadRows = "drop",
+    intensity: Intensity = 1.0,
+    burstiness: Burstiness = 1.0,
+    marginals: Marginals = None,
+    scale: Scale = 1.0,
+    rebase: Rebase = True,
+    states: States = "",
+    types: Types = "",
+    cpu_jobs: CpuJobs = "drop",
+    too_large: TooLarge = "drop",
+    steps: Steps = None,
+    bases: Bases = "llama-3-8b,qwen3-8b",
+    ranks: Ranks = "2,4,8,16",
+    batches: Batches = "1,2,4,8",
+    batch_rule: BatchRule = "independent",
+    mean_tokens: MeanTokens = 130.0,
+    spread: Spread = 0.387,
+    most_tokens: MostTokens = 422,
+    lengths: Lengths = "typical",
+    max_slowdown: MaxSlowdown = 1.5,
+    gpu: Gpu = "h200",
+    gpus_per_node: GpusPerNode = 8,
+    nodes_per_rack: NodesPerRack = 4,
+    allow_estimated: AllowEstimated = False,
+    runnable: Runnable = 128,
+    horizon: Horizon = "60s",
+    switch_seconds: SwitchSeconds = 20.0,
+    seed: Seed = 0,
+    sweeps: Sweeps = "none",
+    sweep_seeds: SweepSeeds = 1,
+    cluster_sizes: ClusterSizes = "32,64,128,256",
+    processes: Processes = None,
+    save_trace: SaveTrace = None,
 ) -> None:
     """Replay a trace under each policy, and compare what came of it.
 
@@ -109,8 +166,8 @@ def run(
 
 def _ready(plan: Plan, output: Path | None) -> None:
     """Find mistakes before anything is said or replayed."""
-    from tlora_fx.simulator.ready import demand_ready
     from tlora_fx.simulator.report import demand_folder
+    from tlora_fx.simulator.sweep import demand_ready
 
     demand_ready(plan)
     if output is not None:
@@ -139,8 +196,7 @@ def scenario_of(given: Mapping[str, Any]) -> Scenario:
     raises    ReplayChoiceWrong
     """
     from tlora_fx.cost.cluster import Cluster
-    from tlora_fx.simulator.choices import demand_choices
-    from tlora_fx.simulator.sweep import SYNTHETIC, Scenario, Source
+    from tlora_fx.simulator.sweep import SYNTHETIC, Scenario, Source, demand_choices
 
     synthetic = given["trace"] == SYNTHETIC
     marginals = given["marginals"]
@@ -172,7 +228,7 @@ def scenario_of(given: Mapping[str, Any]) -> Scenario:
 
 
 def _choices(given: Mapping[str, Any], jobs: int | None) -> Choices:
-    from tlora_fx.simulator.choices import Choices
+    from tlora_fx.simulator.sweep import Choices
 
     same = {
         name: given[name]
@@ -272,9 +328,8 @@ def before(base: Scenario, plan: Plan) -> list[str]:
 
 def saved(scenario: Scenario, path: Path) -> str:
     """Write the jobs of a scenario as a trace of our own."""
-    from tlora_fx.simulator.own_trace import write_own
-    from tlora_fx.simulator.sweep import load
-    from tlora_fx.simulator.sweep_run import workload_in
+    from tlora_fx.simulator.sweep import load, workload_in
+    from tlora_fx.simulator.traces import write_own
 
     trace = load(scenario.source, scenario.seed)
     if scenario.month is not None:
@@ -334,7 +389,7 @@ def table(report: Report) -> Table:
 
 def compared(report: Report) -> list[str]:
     """Ratios beside the paper's, and why they are so."""
-    from tlora_fx.simulator.report_reasons import reasons
+    from tlora_fx.simulator.report import reasons
 
     told = reasons(report.policies, report.ratios)
     return ["", *(f"- {text}" for text in told)] if told else []

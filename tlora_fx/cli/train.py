@@ -163,15 +163,14 @@ def _prepared(
     from tlora_fx.config.job_file import load_job_file
     from tlora_fx.cost.plan import MeshShape
     from tlora_fx.errors import PlanNotRunnable
-    from tlora_fx.planners.feasible import demand_fits
-    from tlora_fx.runtime.checks import load_all_data
+    from tlora_fx.parallel.prepare import demand_fits
+    from tlora_fx.runtime.checks import demand_room, load_all_data
     from tlora_fx.runtime.launch import choose_plan
-    from tlora_fx.runtime.room import demand_room
 
     shape = None if asked.mesh is None else MeshShape.parse(asked.mesh)
     given = load_job_file(asked.jobs)
     data = load_all_data(given.jobs)
-    model = compile(given, asked.pipeline, replay=Path("tlora-fx-replay"))
+    model = compile(given, asked.pipeline, on_failure=partial(keep_replay, Path("tlora-fx-replay")))
     options = {
         "max_row_tokens": asked.max_row_tokens,
         "memory_bytes": memory,

@@ -24,17 +24,18 @@ from pydantic import (
 )
 
 from tlora_fx.config.adapter_folder import read_adapter_config
-from tlora_fx.config.fields import LoraSpec, lora_mapping
-from tlora_fx.config.validation import Spec, refuse
-from tlora_fx.errors import AdapterFolderError, JobError
-from tlora_fx.training_fields import (
+from tlora_fx.config.fields import (
     ADAM_LIKE,
     OPTIMIZERS,
+    LoraSpec,
     OptimizerName,
     ScheduleName,
     check_optimizer_arguments,
     check_schedule_arguments,
+    lora_mapping,
 )
+from tlora_fx.config.validation import Spec, refuse
+from tlora_fx.errors import AdapterFolderError, JobError
 
 if TYPE_CHECKING:
     import peft

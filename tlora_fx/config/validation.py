@@ -1,7 +1,8 @@
 """Turn what pydantic found wrong with a job into lines that a user can act on.
 
 A wrong key gets the nearest right one, a wrong value the range that is allowed. The specs of
-`tlora_fx.config.job` use `Spec` as their root, which raises `JobError` where pydantic would raise its own.
+`tlora_fx.config.job` use `Spec` as their root, which raises `JobError`
+where pydantic would raise its own.
 """
 
 from __future__ import annotations

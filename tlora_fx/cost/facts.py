@@ -15,12 +15,11 @@ import torch
 from torch import fx
 
 from tlora_fx.cost.model_facts import Attention, LayerFacts, ModelFacts, SiteFacts
-from tlora_fx.ir.graph import GroupGraph, TensorRef, is_call, placeholders
+from tlora_fx.ir.graph import HEAD, GroupGraph, TensorRef, is_call, placeholders
 from tlora_fx.ir.lora_sites import lowered_sites
 from tlora_fx.model.supermodel import SuperModel
 from tlora_fx.ops.host_tables import reads_on_host
 from tlora_fx.ops.room import tail_of
-from tlora_fx.passes.lower_loss import HEAD
 
 ATTENTION = torch.ops.tlora_fx.packed_attention.default
 # Place of the window among the operator's arguments.

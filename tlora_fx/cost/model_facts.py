@@ -6,7 +6,14 @@ quickly. Sizes are those of the whole model, also where a pass has cut its tenso
 
 from __future__ import annotations
 
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+
+import numpy as np
+
+from tlora_fx.cost.demand import Demand
+from tlora_fx.errors import BaseUnknown, TargetUnknown, nearest
 
 #: Rows of up to so many tokens a process of tp run as CUDA graphs: larger ones are bound by the GPU
 #: anyway, and a graph keeps its memory.
@@ -140,3 +147,186 @@ class ModelFacts:
     def base_bytes(self) -> int:
         """All frozen tensors."""
         return self.root_bytes + self.head_bytes + sum(one.weight_bytes for one in self.layers)
+
+
+# Bases that are known by name, so that a job on them can be described without loading anything.
+#
+# Traces name no files: of their jobs only the base's name, a rank, a batch and lengths are known.
+# A known base also gives the `ModelFacts` that a profile is carried to.
+
+
+ALL_LINEAR = "all-linear"
+#: Adapters and their gradients in float32, and two states of AdamW.
+ADAPTER_BYTES, ADAM_STATES = 4, 2
+#: Behind an adapted weight stands room for this many ranks, or a multiple (see ops/room.py).
+TAIL, WIDEST_TAIL = 64, 128
+
+
+@dataclass(frozen=True, slots=True)
+class BaseShape:
+    """The sizes of a base whose layers are all alike, in the way of Llama.
+
+    name     short, as traces and tables say it
+    norms    numbers of a layer's norms
+    tied     the head is the embedding
+    """
+
+    name: str
+    hidden: int
+    intermediate: int
+    heads: int
+    key_value_heads: int
+    head_dim: int
+    layers: int
+    vocabulary: int
+    norms: int
+    dtype: str = "bfloat16"
+    tied: bool = False
+
+    @property
+    def linears(self) -> Mapping[str, tuple[int, int]]:
+        """(in, out) of each linear of a layer, by the end of its name."""
+        q, kv = self.heads * self.head_dim, self.key_value_heads * self.head_dim
+        return {
+            "q_proj": (self.hidden, q),
+            "k_proj": (self.hidden, kv),
+            "v_proj": (self.hidden, kv),
+            "o_proj": (q, self.hidden),
+            "gate_proj": (self.hidden, self.intermediate),
+            "up_proj": (self.hidden, self.intermediate),
+            "down_proj": (self.intermediate, self.hidden),
+        }
+
+    def facts(self, ranks: Mapping[str, int] | None = None) -> ModelFacts:
+        """The base as planners know it.
+
+        ranks   of jobs with adapters on all linears, by name; None: no jobs
+        """
+        jobs = dict(ranks or {})
+        item = ITEM_BYTES[self.dtype]
+        sites = tuple(
+            SiteFacts(inner, outer, tuple(jobs.values())) for inner, outer in self.linears.values()
+        )
+        layer = self._layer(sites)
+        embedding = self.vocabulary * self.hidden * item
+        return ModelFacts(
+            title=self.name,
+            dtype=self.dtype,
+            hidden=self.hidden,
+            vocabulary=self.vocabulary,
+            layers=(layer,) * self.layers,
+            jobs=tuple(jobs),
+            root_bytes=embedding + self.hidden * item,
+            head_bytes=0 if self.tied else embedding,
+            root_trained=(0,) * len(jobs),
+            tensors=(2 * len(sites) * self.layers,) * len(jobs),
+            trained_bytes=ADAPTER_BYTES,
+            states=(ADAM_STATES,) * len(jobs),
+        )
+
+    def _layer(self, sites: tuple[SiteFacts, ...]) -> LayerFacts:
+        matrices = tuple(sorted(self.linears.values()))
+        attention = Attention(self.heads, self.key_value_heads, self.head_dim)
+        counted = sorted(Counter(matrices).items())
+        words = [f"{inner}x{outer}*{times}" for (inner, outer), times in counted]
+        words.append(f"attention{self.heads}/{self.key_value_heads}x{self.head_dim}")
+        item = ITEM_BYTES[self.dtype]
+        width = sum(site.width for site in sites)
+        trained = tuple(width * rank for rank in (sites[0].ranks if sites else ()))
+        return LayerFacts(
+            path="layers",
+            structure=" ".join(words),
+            weight_bytes=item * (sum(a * b for a, b in matrices) + self.norms),
+            room_bytes=sum(item * tail * (site.width + tail) for site in sites
+                           if (tail := tail_of(sum(site.ranks)))),
+            matrices=matrices,
+            attention=(attention,),
+            sites=sites,
+            trained=trained,
+        )  # fmt: skip
+
+
+def tail_of(ranks: int) -> int:
+    """Columns that compiled layers leave behind a weight for so many ranks."""
+    tail = -(-ranks // TAIL) * TAIL
+    return tail if tail <= WIDEST_TAIL else 0
+
+
+#: Known bases by short name: the shapes of their published configs.
+BASES: Mapping[str, BaseShape] = {
+    "llama-3-8b": BaseShape(
+        "llama-3-8b", 4096, 14336, 32, 8, 128, layers=32, vocabulary=128256, norms=2 * 4096
+    ),
+    "qwen3-8b": BaseShape(
+        "qwen3-8b", 4096, 12288, 32, 8, 128, layers=36, vocabulary=151936, norms=2 * (4096 + 128)
+    ),
+}
+
+
+def find_base(name: str) -> BaseShape:
+    """The known base of a short name.
+
+    raises    BaseUnknown
+    """
+    if name in BASES:
+        return BASES[name]
+    raise BaseUnknown(
+        f"the sizes of base '{name}' are not known",
+        nearest=nearest(name, BASES),
+        help=f"known by name: {', '.join(BASES)}; others are read from a job file",
+    )
+
+
+def demand_of(
+    base: BaseShape | str,
+    rank: int,
+    batch: int,
+    lengths: float | Sequence[int],
+    targets: str | Iterable[str] = ALL_LINEAR,
+    accumulation: int = 1,
+) -> Demand:
+    """What one step of a job on a known base asks for.
+
+    lengths        tokens of each sample, or the lengths of all samples, of which the mean counts
+    targets        "all-linear", or ends of the linears' names
+    accumulation   micro-batches of a step
+    raises         BaseUnknown, TargetUnknown
+    """
+    shape = find_base(base) if isinstance(base, str) else base
+    samples = batch * accumulation
+    each = np.atleast_1d(np.asarray(lengths, dtype=np.float64))
+    tokens = samples * float(each.mean())
+    widths = [sum(shape.linears[name]) for name in _targets(shape, targets)]
+    columns = float(sum(widths))
+    return Demand(
+        jobs=1.0,
+        samples=float(samples),
+        tokens=tokens,
+        squares=samples * float((each * each).mean()),
+        targets=samples * float(np.maximum(each - 1, 0).mean()),
+        adapters=float(len(widths)),
+        rank=rank * columns,
+        site_tokens=tokens * columns,
+        rank_tokens=tokens * rank * columns,
+        tensors=2.0 * len(widths) * shape.layers,
+        parameters=rank * columns * shape.layers,
+    )
+
+
+def _targets(shape: BaseShape, targets: str | Iterable[str]) -> list[str]:
+    """Names of linears, each once.
+
+    raises    TargetUnknown
+    """
+    known = list(shape.linears)
+    if targets == ALL_LINEAR:
+        return known
+    wanted = [targets] if isinstance(targets, str) else list(targets)
+    for name in wanted:
+        if name not in known:
+            raise TargetUnknown(
+                f"base '{shape.name}' has no linear '{name}'",
+                nearest=nearest(name, known),
+                help=f"name some of {', '.join(known)}, or {ALL_LINEAR}",
+            )
+    return sorted(set(wanted), key=known.index)

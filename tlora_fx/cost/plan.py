@@ -11,12 +11,122 @@ import json
 from pathlib import Path
 from typing import Any, Literal, Self
 
+import torch
 from pydantic import BaseModel, ConfigDict, PositiveInt, ValidationError, model_validator
 
 from tlora_fx.durable import replace_file
 from tlora_fx.errors import PlanFileError, PlanNotForModel
+from tlora_fx.ir.graph import HEAD, Block
 from tlora_fx.model.supermodel import SuperModel
-from tlora_fx.planners.mesh_shape import DIMENSIONS, MeshShape
+
+# What fits into a device's memory: keep gathered weights, keep activations, or neither.
+#
+# A bound by counting, without a measurement: all values of a layer's graph with a token dimension
+# are taken as kept.
+
+
+# What the allocator, libraries and what is not counted here may take.
+USABLE = 0.85
+
+
+def choose(
+    model: SuperModel, replicas: int, memory_bytes: int | None, row_tokens: int
+) -> tuple[bool, bool]:
+    """Whether gathered weights are kept, and whether layers are computed again.
+
+    memory_bytes   of one device; None for unknown
+    row_tokens     of the longest row
+    """
+    if memory_bytes is None:
+        return False, False
+    usable = USABLE * memory_bytes - trained_bytes(model)
+    base, activations = base_bytes(model), activation_bytes(model, row_tokens)
+    if base + activations <= usable:
+        return True, False
+    return False, base / replicas + activations > usable
+
+
+def base_bytes(model: SuperModel) -> int:
+    """The frozen base, as it is stored."""
+    parameters = model.net.parameters()
+    return sum(p.numel() * p.element_size() for p in parameters if not p.requires_grad)
+
+
+def trained_bytes(model: SuperModel) -> int:
+    """Adapters with gradients and two moments of AdamW."""
+    trained = [p for p in model.net.parameters() if p.requires_grad]
+    return sum(4 * p.numel() * p.element_size() for p in trained)
+
+
+def activation_bytes(model: SuperModel, row_tokens: int) -> int:
+    """What all layers together keep of one row, at most."""
+    blocks = [block for block in model.group.blocks.values() if block.name != HEAD]
+    return sum(len(block.instances) * _kept_bytes(block, row_tokens) for block in blocks)
+
+
+def _kept_bytes(block: Block, row_tokens: int) -> int:
+    values = [node.meta.get("val") for node in block.graph.nodes if node.op == "call_function"]
+    kept = 0
+    for value in values:
+        if isinstance(value, torch.Tensor) and any(_is_token(size) for size in value.shape):
+            sizes = (row_tokens if _is_token(size) else int(size) for size in value.shape)
+            numel = 1
+            for size in sizes:
+                numel *= size
+            kept += numel * value.element_size()
+    return kept
+
+
+def _is_token(size: object) -> bool:
+    return isinstance(size, torch.SymInt)
+
+
+# How many processes stand along each dimension of a mesh.
+
+
+DIMENSIONS = ("pp", "dp", "tp")
+
+
+class MeshShape(BaseModel):
+    """How many processes stand along each dimension.
+
+    pp   stages of a pipeline
+    dp   replicas, each with rows of its own
+    tp   parts of every matrix
+    """
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    pp: PositiveInt = 1
+    dp: PositiveInt = 1
+    tp: PositiveInt = 1
+
+    @property
+    def size(self) -> int:
+        """How many processes there are in all."""
+        return self.pp * self.dp * self.tp
+
+    def __str__(self) -> str:
+        return ",".join(f"{name}={getattr(self, name)}" for name in DIMENSIONS)
+
+    @classmethod
+    def parse(cls, text: str) -> Self:
+        """The shape that a text names: "pp=2,dp=2"; what it leaves out is 1.
+
+        raises    PlanFileError
+        """
+        entries = [entry.strip().partition("=") for entry in text.split(",") if entry.strip()]
+        known = all(name in DIMENSIONS and value.isdigit() for name, _, value in entries)
+        sizes = {name: int(value) for name, _, value in entries if value.isdigit()}
+        if not known or len(sizes) < len(entries) or 0 in sizes.values():
+            raise PlanFileError(
+                "this is no mesh",
+                expected="such as pp=2,dp=4,tp=1",
+                found=text,
+                help="name each of pp, dp and tp at most once, with a number of processes",
+            )
+        return cls(**sizes)
+
 
 __all__ = ["DIMENSIONS", "Estimate", "MeshShape", "Plan", "Schedule", "model_fingerprint"]
 

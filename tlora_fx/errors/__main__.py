@@ -1,6 +1,73 @@
 """`python -m tlora_fx.errors` prints docs/errors.md."""
 
-from tlora_fx.error_page import page
+from __future__ import annotations
+
+import inspect
+from collections.abc import Iterator, Mapping
+
+from tlora_fx.errors import TloraError
+
+# Render the page of all error classes, `docs/errors.md`, from their docstrings.
+
+
+_HEAD = """# Errors
+
+Every error that tlora-fx raises on purpose has a code and a class below `TloraError`. This page
+is made from the classes by `python -m tlora_fx.errors`.
+"""
+
+#: By code, the arguments of an error that is worth showing.
+_EXAMPLES: Mapping[str, Mapping[str, str]] = {
+    "T0101": {
+        "what": "wrong value of 'seed'",
+        "job": "math-r16",
+        "expected": "a whole number n with 0 <= n < 4294967296",
+        "found": "-1",
+    },
+    "T0102": {
+        "what": "unknown key 'lerning_rate'",
+        "file": "jobs.yaml:12",
+        "job": "math-r16",
+        "help": "did you mean 'learning_rate'?",
+    },
+    "T0303": {
+        "what": "a row of the data cannot be used",
+        "file": "train.jsonl:3",
+        "job": "math-r16",
+        "found": "no JSON: Expecting value at column 12",
+        "help": "mend the row, or set skip_bad_rows: true in the job's data",
+    },
+    "T0304": {
+        "what": "the data has no prompt and completion, no messages, and no text",
+        "file": "train.jsonl:1",
+        "job": "math-r16",
+        "found": "columns answer, question",
+        "help": "perhaps columns: {prompt: question, completion: answer}",
+    },
+}
+
+
+def page() -> str:
+    """The page as Markdown, in the order of the codes."""
+    return "\n".join([_HEAD, *(_entry(kind) for kind in sorted(_kinds(), key=_code))])
+
+
+def _kinds(root: type[TloraError] = TloraError) -> Iterator[type[TloraError]]:
+    for kind in root.__subclasses__():
+        yield kind
+        yield from _kinds(kind)
+
+
+def _code(kind: type[TloraError]) -> str:
+    return kind.code
+
+
+def _entry(kind: type[TloraError]) -> str:
+    text = f"## {kind.code} {kind.__name__}\n\n{inspect.cleandoc(kind.__doc__ or '')}\n"
+    if kind.code not in _EXAMPLES:
+        return text
+    return f"{text}\n```\n{kind(**_EXAMPLES[kind.code]).render()}\n```\n"
+
 
 if __name__ == "__main__":
     print(page(), end="")

@@ -253,3 +253,181 @@ class StoppedAfter(CompileError):
     """
 
     code = "T0237"
+
+
+# Folders that `tlora-fx compile` writes, and looking into them.
+
+
+class DumpNotReadable(TloraError):
+    """A folder holds no compiled model, or one that another version wrote.
+
+    Write it with `tlora-fx compile jobs.yaml -o FOLDER`.
+    """
+
+    code = "T0601"
+
+
+class DumpNotWritable(TloraError):
+    """The folder for a compiled model cannot be written.
+
+    Choose another folder with `-o`, or make room on the disk.
+    """
+
+    code = "T0602"
+
+
+class NodeNotFound(TloraError):
+    """`tlora-fx inspect --node` was given a name that no node has.
+
+    Name a module by its path in the base (`model.layers.17.mlp.up_proj`, or its last parts), a node
+    as the code names it (`--code` shows it), or a provenance key.
+    """
+
+    code = "T0603"
+
+
+class StateNotFound(TloraError):
+    """A view asks for what a pass left, and there is no such pass, or it was not written down.
+
+    Compile with `--states` to keep what every pass leaves, or inspect the job file itself.
+    """
+
+    code = "T0604"
+
+
+class InspectMisuse(TloraError):
+    """Options of `tlora-fx inspect` that do not go together, or one that lacks what it needs.
+
+    Ask for one view at a time.
+    """
+
+    code = "T0605"
+
+
+# Graph files, replay folders and bisections.
+
+
+class GraphNotStorable(CompileError):
+    """A graph holds something that a graph file cannot keep: a Python function, or an object.
+
+    Call operators of torch.ops, and hold numbers, text, tuples and nodes in arguments and tags.
+    """
+
+    code = "T0227"
+
+
+class GraphFileNotReadable(CompileError):
+    """A folder holds no graphs, or the file is damaged, or another version wrote it.
+
+    Operators that another package registers are known once that package is imported.
+    """
+
+    code = "T0228"
+
+
+class ReplayNotReadable(CompileError):
+    """A folder is no replay folder, or its files are damaged.
+
+    tlora-fx writes one when a pass fails; the error's last lines name it.
+    """
+
+    code = "T0229"
+
+
+class BisectFails(CompileError):
+    """A bisection cannot go on: its check cannot be run, or gives another verdict when run again.
+
+    The command exits with 0 where the graphs are good, 1 to 124 where they are bad, 125 where it
+    cannot tell; 126 and above stop the bisection.
+    """
+
+    code = "T0230"
+
+
+# Stages of a pipeline, and what runs them.
+
+
+class NoStage(TloraError):
+    """A model cannot be cut into stages, or not where a plan cuts it.
+
+    Between two stages one hidden value travels. A base whose layers hand more than that to later
+    layers has cuts only where a single value crosses; a base without folded layers has none. The
+    error names the values that cross, and where a cut is possible.
+    """
+
+    code = "T0840"
+
+
+class TokensMismatch(TloraError):
+    """A stage was given hidden values of other tokens than its micro-batch has.
+
+    All processes must hold the same table of micro-batches in every round.
+    """
+
+    code = "T0841"
+
+
+class ScheduleRefused(TloraError):
+    """A pipeline schedule does not run with this number of micro-batches or stages.
+
+    1F1B and GPipe take one stage a process; 1F1B needs at least as many micro-batches as stages;
+    an interleaved schedule needs a multiple of the processes.
+    """
+
+    code = "T0842"
+
+
+class PipelineBroken(TloraError):
+    """A stage computed something else than its graph says.
+
+    Whether a value needs a gradient, and its shape, are known from the graph before a stage runs.
+    This is a mistake of tlora-fx, or of a pass.
+    """
+
+    code = "T0843"
+
+
+# The loop, the simulated clock and the replay of traces.
+
+
+class SubmittedTwice(TloraError):
+    """A job was submitted under a name that the loop knows already.
+
+    Names are what jobs are told apart by; give each its own.
+    """
+
+    code = "T0970"
+
+
+class DecisionWrong(TloraError):
+    """A policy decided what cannot be run.
+
+    Each job may be in one group at most, groups may not share a GPU, GPUs must be there, and all
+    jobs of a group need one base. This is a mistake of the policy.
+    """
+
+    code = "T0971"
+
+
+class ReplayStalled(TloraError):
+    """Jobs wait in a replay, nothing runs, and the policy starts none of them.
+
+    This is a mistake of the policy: every job that is let in can run alone on the cluster.
+    """
+
+    code = "T0972"
+
+
+class ReplayOptionWrong(TloraError):
+    """An option of a replay cannot have this value, such as a horizon of no seconds."""
+
+    code = "T0973"
+
+
+class ClockBackwards(TloraError):
+    """A simulated clock was asked to go back.
+
+    This is a mistake of whoever turns it.
+    """
+
+    code = "T0974"

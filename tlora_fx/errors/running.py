@@ -105,3 +105,159 @@ class OracleError(TloraError):
     """
 
     code = "T0406"
+
+
+# Running groups: executors, the ledger, and `tlora-fx run`.
+
+
+class PlaceTaken(TloraError):
+    """A group cannot have its GPUs: another group holds one of them, or it is not there.
+
+    This is a mistake of whoever asks; a loop keeps account of what is free.
+    """
+
+    code = "T0950"
+
+
+class LedgerError(TloraError):
+    """The ledger of a run cannot be opened, read or written.
+
+    All that it confirmed before is safe. Free space or mend the disk, then start `tlora-fx run`
+    again with the same `-o`.
+    """
+
+    code = "T0951"
+
+
+class WorkerLost(TloraError):
+    """A process that trains a group is still there after the run that began it was killed.
+
+    It ends by itself once its step and its checkpoint are done; wait, or end it by its number.
+    """
+
+    code = "T0952"
+
+
+class RunRefused(TloraError):
+    """`tlora-fx run` cannot begin, or cannot go on, with what it was given."""
+
+    code = "T0953"
+
+
+class JobFolderError(TloraError):
+    """A folder of job files cannot be read, or two of its files name the same job."""
+
+    code = "T0954"
+
+
+class StateFileError(TloraError):
+    """A saved state of the scheduler cannot be read.
+
+    `tlora-fx schedule state RUN -o STATE.json` writes them.
+    """
+
+    code = "T0955"
+
+
+# Policies, their options, and the moments of a cluster that they are asked about.
+
+
+class UnknownPolicy(TloraError):
+    """A scheduling policy that does not exist.
+
+    The message lists the policies that do. Other people's are found by the entry point group
+    `tlora_fx.policies`.
+    """
+
+    code = "T0900"
+
+
+class PolicyOptionWrong(TloraError):
+    """A policy has no such option, or the option cannot have this value."""
+
+    code = "T0901"
+
+
+class TooManyForOracle(TloraError):
+    """The exact policy was asked about more jobs than it can search.
+
+    It looks at every subset of the jobs. Choose `tlora`, or fewer jobs.
+    """
+
+    code = "T0902"
+
+
+class JobNotInState(TloraError):
+    """The job that was asked about is not active in this state of the cluster."""
+
+    code = "T0903"
+
+
+class CreditRefused(TloraError):
+    """A job would be slowed down past what it consented to lend.
+
+    A defect, unless you call the ledger of credits yourself.
+    """
+
+    code = "T0904"
+
+
+# Traces of clusters, and the choices that make jobs of them.
+
+
+class TraceFileError(TloraError):
+    """A trace cannot be read or written, or is in no format that tlora-fx knows.
+
+    The formats are AcmeTrace's CSV, Pollux's workload CSV, the converted Kalos CSV, and our own
+    (`tlora-fx simulate --save-trace`); `docs/simulating.md` has the columns of each.
+    """
+
+    code = "T0930"
+
+
+class TraceColumnMissing(TloraError):
+    """A trace lacks a column that its jobs cannot do without."""
+
+    code = "T0931"
+
+
+class TraceRowsWrong(TloraError):
+    """A trace has rows that say what no job can be, and `--bad-rows refuse` was asked for.
+
+    Wrong are numbers that are none (NaN, empty, words), negative durations, clocks that run
+    backwards (a start before its submission, an end before its start) and names that stand twice.
+    By default (`--bad-rows drop`) such rows are left out and counted, by reason.
+    """
+
+    code = "T0932"
+
+
+class TraceEmpty(TloraError):
+    """Nothing is left of a trace after what cannot be replayed was left out.
+
+    The message counts what was left out, by reason. Where jobs are larger than the cluster, ask for
+    more GPUs.
+    """
+
+    code = "T0933"
+
+
+class MarginalsFileError(TloraError):
+    """A file of marginals cannot be read, or its counts are not those of a distribution.
+
+    Counts of "at most x" rise with x, and the last one is the number of jobs.
+    """
+
+    code = "T0934"
+
+
+class ReplayChoiceWrong(TloraError):
+    """A choice about how a trace becomes jobs makes no sense, or does not go with the trace."""
+
+    code = "T0935"
+
+
+class ReportNotWritable(TloraError):
+    """The folder of a report cannot be written."""
+
+    code = "T0936"

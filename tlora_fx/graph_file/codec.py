@@ -6,16 +6,189 @@ import dataclasses
 import importlib
 import math
 from collections.abc import Callable
+from dataclasses import dataclass, field
 from typing import Any
 
+import sympy
 import torch
+import torch.utils._sympy.functions as sizes
 from torch import fx
-from torch._subclasses.fake_tensor import FakeTensor
+from torch._dynamo.source import ConstantSource
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv, StrictMinMaxConstraint
+from torch.utils._sympy.numbers import int_oo
+from torch.utils._sympy.value_ranges import ValueRanges
 
 from tlora_fx.errors import GraphFileNotReadable, GraphNotStorable
-from tlora_fx.graph_file.symbols import ModesIn, ModesOut
-from tlora_fx.ir.graph import AdapterSite, LayerPlan, TensorRef
-from tlora_fx.provenance import Origin
+from tlora_fx.ir.graph import AdapterSite, LayerPlan, Origin, TensorRef
+
+# Sizes of a row as data: symbols with their ranges, expressions over them, and back.
+#
+# Every trace has its own symbols, in a fake mode of its own. A file keeps which values belong to
+# which, and what a symbol's size was while tracing: torch decides by it what no range decides.
+
+
+FUNCTIONS: dict[str, Any] = {
+    **{name: getattr(sympy, name) for name in ("Add", "Mul", "Pow", "Rational")},
+    **{
+        name: getattr(sizes, name)
+        for name in ("FloorDiv", "CleanDiv", "CeilDiv", "Mod", "PythonMod", "ModularIndexing",
+                     "Max", "Min")
+        if hasattr(sizes, name)
+    },
+}  # fmt: skip
+
+
+@dataclass(slots=True)
+class ModesOut:
+    """The fake modes that values belong to, as they are met."""
+
+    met: list[Any] = field(default_factory=list)
+    symbols: list[dict[str, dict[str, int | None]]] = field(default_factory=list)
+
+    def value(self, value: torch.Tensor | torch.SymInt) -> dict[str, Any]:
+        """A tensor's shape and type, or a size, as data."""
+        if isinstance(value, torch.SymInt):
+            place = self._place(value.node.shape_env)
+            return {"size": self._expression(value, place), "mode": place}
+        fake = value.fake_mode if isinstance(value, FakeTensor) else None
+        mode = self._place(fake.shape_env or fake) if fake is not None else None
+        return {
+            "shape": [self._expression(size, mode) for size in value.shape],
+            "stride": [self._expression(size, mode) for size in value.stride()],
+            "dtype": str(value.dtype).removeprefix("torch."),
+            "device": str(value.device),
+            "requires_grad": value.requires_grad,
+            "mode": mode,
+        }
+
+    def _place(self, owner: ShapeEnv | FakeTensorMode) -> int:
+        """The number of what owns a value's symbols; a mode without symbols owns itself."""
+        for place, known in enumerate(self.met):
+            if known is owner:
+                return place
+        self.met.append(owner)
+        self.symbols.append({})
+        return len(self.met) - 1
+
+    def _expression(self, size: int | torch.SymInt, mode: int | None) -> Any:
+        if isinstance(size, int):
+            return size
+        assert mode is not None
+        return self._tree(size.node.expr, mode)
+
+    def _tree(self, expr: sympy.Basic, mode: int) -> Any:
+        if isinstance(expr, sympy.Symbol):
+            self._note(expr, mode)
+            return expr.name
+        if isinstance(expr, sympy.Integer):
+            return int(expr)
+        name = type(expr).__name__
+        if isinstance(expr, sympy.Rational):
+            return ["Rational", int(expr.p), int(expr.q)]
+        if name not in FUNCTIONS:
+            raise GraphNotStorable(
+                "a size is computed in a way that a graph file cannot keep",
+                found=expr,
+                help="please report it, with the model",
+            )
+        return [name, *(self._tree(part, mode) for part in expr.args)]
+
+    def _note(self, symbol: sympy.Symbol, mode: int) -> None:
+        if symbol.name in self.symbols[mode]:
+            return
+        env = self.met[mode]
+        hint = _hints(env).get(symbol)
+        if hint is None:
+            raise GraphNotStorable(
+                "a size depends on values, which a graph file cannot keep",
+                found=symbol,
+                help="please report it, with the model",
+            )
+        span = env.var_to_range[symbol]
+        upper = None if span.upper == int_oo else int(span.upper)
+        self.symbols[mode][symbol.name] = {
+            "hint": int(hint), "lower": int(span.lower), "upper": upper
+        }  # fmt: skip
+
+
+class ModesIn:
+    """Fake modes made anew, with symbols of the same names.
+
+    symbols    of each mode: name to hint, lower and upper bound
+    """
+
+    def __init__(self, symbols: list[dict[str, dict[str, Any]]]) -> None:
+        self.modes: list[FakeTensorMode] = []
+        self.known: list[dict[str, Any]] = []
+        for wanted in symbols:
+            env = _NamedSizes()
+            made = {name: _symbol(env, name, **told) for name, told in wanted.items()}
+            self.modes.append(
+                FakeTensorMode(shape_env=env, allow_non_fake_inputs=True, export=True)
+            )
+            self.known.append(made)
+
+    def value(self, data: dict[str, Any]) -> torch.Tensor | torch.SymInt | int:
+        """The value of its data."""
+        mode = data["mode"]
+        if "size" in data:
+            return self._size(data["size"], mode)
+        shape, stride = (
+            tuple(self._size(size, mode) for size in data[name]) for name in ("shape", "stride")
+        )
+        options = {"dtype": getattr(torch, data["dtype"]), "device": data["device"]}
+        if mode is None:
+            made = torch.empty_strided(shape, stride, **options)
+        else:
+            with self.modes[mode]:
+                made = torch.empty_strided(shape, stride, **options)
+        return made.requires_grad_(data["requires_grad"])
+
+    def _size(self, tree: Any, mode: int | None) -> int | torch.SymInt:
+        if isinstance(tree, int):
+            return tree
+        assert mode is not None
+        env = self.modes[mode].shape_env
+        assert env is not None
+        return env.create_symintnode(self._expr(tree, self.known[mode]), hint=None)
+
+    def _expr(self, tree: Any, known: dict[str, Any]) -> Any:
+        if isinstance(tree, int):
+            return sympy.Integer(tree)
+        if isinstance(tree, str):
+            return known[tree]
+        name, *parts = tree
+        return FUNCTIONS[name](*(self._expr(part, known) for part in parts))
+
+
+class _NamedSizes(ShapeEnv):
+    """Symbols get the numbers that they are asked for: torch derives its own from a hash."""
+
+    number = 0
+
+    def _generate_unique_id(self, source_name: str) -> int:
+        self.unique_ids.add(self.number)
+        return self.number
+
+
+def _symbol(env: _NamedSizes, name: str, hint: int, lower: int, upper: int | None) -> Any:
+    env.number = int(name[1:])
+    span = ValueRanges(lower, int_oo if upper is None else upper)
+    return env.create_symbol(
+        hint,
+        ConstantSource(f"row_{name}"),
+        dynamic_dim=DimDynamic.DYNAMIC,
+        constraint_dim=StrictMinMaxConstraint(vr=span, warn_only=False),
+        do_not_specialize_zero_one=True,
+    )
+
+
+def _hints(env: ShapeEnv) -> dict[sympy.Symbol, Any]:
+    """What the symbols were while tracing; torch renamed the table in 2.13."""
+    found = getattr(env, "backed_var_to_val", None)
+    return found if found is not None else env.var_to_val
+
 
 # Names of torch's constants: {"dtype": "float32"}.
 CONSTANTS = {

@@ -13,10 +13,10 @@ from typing import Any
 import torch
 
 from tlora_fx.errors import GraphFileNotReadable, GraphInvalid
-from tlora_fx.fingerprint import fingerprint
 from tlora_fx.graph_file.codec import Decoder, Encoder
 from tlora_fx.graph_file.nodes import graph_data, graph_of
 from tlora_fx.ir.graph import AdapterSite, Block, GroupGraph, JobGraph
+from tlora_fx.ir.verifier import fingerprint
 
 FORMAT = 1
 

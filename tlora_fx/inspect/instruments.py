@@ -17,8 +17,8 @@ from pathlib import Path
 from typing import TextIO, cast, get_args
 
 from tlora_fx.errors import PipelineError, nearest
-from tlora_fx.fingerprint import owners
 from tlora_fx.ir.graph import GroupGraph, JobGraph
+from tlora_fx.ir.verifier import owners
 from tlora_fx.model.source import graphs_source
 from tlora_fx.numerics import Numerics
 from tlora_fx.pipeline import Done, Instrument, Pipeline, Verify

@@ -25,10 +25,9 @@ from tlora_fx.inspect.schema import (
 )
 from tlora_fx.inspect.totals import job_entry, totals_of
 from tlora_fx.inspect.wording import layers_label
-from tlora_fx.ir.graph import Block, JobGraph, is_call, under
+from tlora_fx.ir.graph import HEAD, Block, JobGraph, is_call, under
 from tlora_fx.model.source import class_name
 from tlora_fx.model.supermodel import SuperModel
-from tlora_fx.passes.lower_loss import HEAD
 from tlora_fx.tracing.layers import layer_list
 from tlora_fx.version import __version__
 

@@ -9,17 +9,27 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from tlora_fx.fingerprint import owners
 from tlora_fx.inspect.cost import Cost, short_name, total
 from tlora_fx.inspect.flops import first_tensor
 from tlora_fx.inspect.meter import Meter
 from tlora_fx.inspect.program import SCHEMA, Ancestor, GraphEntry, NodeEntry, Program
 from tlora_fx.inspect.rows import is_branch
-from tlora_fx.ir.graph import Block, GroupGraph, JobGraph, TensorRef, output_of, placeholders
+from tlora_fx.ir.graph import (
+    HEAD,
+    LOSS,
+    Block,
+    GroupGraph,
+    JobGraph,
+    Origin,
+    TensorRef,
+    ancestry,
+    origin_of,
+    output_of,
+    placeholders,
+)
 from tlora_fx.ir.lora_sites import lowered_site
+from tlora_fx.ir.verifier import owners
 from tlora_fx.model.source import SHORT, input_names, size_names, statements
-from tlora_fx.passes.lower_loss import HEAD, LOSS
-from tlora_fx.provenance import Origin, ancestry, origin_of
 from tlora_fx.version import __version__
 
 KINDS = {

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from tlora_fx.fingerprint import owners
 from tlora_fx.inspect.node_entries import Known, Part, join, make_part, whose
 from tlora_fx.inspect.program import Stage
-from tlora_fx.ir.graph import GroupGraph, JobGraph
+from tlora_fx.ir.graph import TRACE, GroupGraph, JobGraph
+from tlora_fx.ir.verifier import owners
 from tlora_fx.pipeline import Done, Instrument, Pipeline
-from tlora_fx.provenance import TRACE
 
 
 @dataclass(slots=True)

@@ -12,10 +12,9 @@ from tlora_fx.inspect.cost import total
 from tlora_fx.inspect.meter import Meter
 from tlora_fx.inspect.rows import ModuleNodes, owner_of, tensor_bytes
 from tlora_fx.inspect.schema import Attention, Branch, Row
-from tlora_fx.ir.graph import AdapterSite, Block, JobGraph, is_call, output_of
+from tlora_fx.ir.graph import LOSS, AdapterSite, Block, JobGraph, is_call, output_of
 from tlora_fx.model.source import SHORT, size_names
 from tlora_fx.model.supermodel import SuperModel
-from tlora_fx.passes.lower_loss import LOSS
 
 ops = torch.ops.tlora_fx
 # Operations a logit: the largest, the difference, the exponential and the sum.

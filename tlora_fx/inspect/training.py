@@ -19,9 +19,8 @@ from tlora_fx.inspect.cost import Cost
 from tlora_fx.inspect.flops import first_tensor
 from tlora_fx.inspect.meter import Meter
 from tlora_fx.inspect.rows import is_branch
-from tlora_fx.ir.graph import GroupGraph, TensorRef, is_call, output_of, placeholders
+from tlora_fx.ir.graph import HEAD, LOSS, GroupGraph, TensorRef, is_call, output_of, placeholders
 from tlora_fx.ir.lora_sites import lowered_site
-from tlora_fx.passes.lower_loss import HEAD, LOSS
 
 DETACH = torch.ops.aten.detach.default
 BANK = (".lora.a", ".lora.b")

@@ -10,15 +10,43 @@ a size that happens to equal another one, nor a job without tokens.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import wraps
 from typing import Any
 
 import torch
 from torch import Tensor, fx, nn
+from torch.export import Dim, ExportedProgram, export
+from torch.utils.checkpoint import checkpoint
 
-from tlora_fx.ir.graph import placeholders
+from tlora_fx.ir.graph import GroupGraph, placeholders
+from tlora_fx.model.batch import JobTokens, PackedBatch, pack, pad
+from tlora_fx.model.loss import ChunkedLoss
 from tlora_fx.ops.compile_caches import mark_compile_caches
 from tlora_fx.ops.empty_grids import allow_empty_grids
-from tlora_fx.recompute import recomputed
+
+# Layers whose inner values are computed again in the backward instead of being kept.
+#
+# Dropout masks are keyed, so what is computed again is the same, bit for bit.
+
+
+Forward = Callable[..., Any]
+
+
+def recomputed(forward: Forward) -> Forward:
+    """Decorate a layer's forward: only its inputs are kept for the backward.
+
+    forward   `forward(self, *tensors)`; what it is decorated of stays at `.inner`
+    """
+
+    @wraps(forward)
+    def run(*args: Any) -> Any:
+        if not torch.is_grad_enabled():
+            return forward(*args)
+        return checkpoint(forward, *args, use_reentrant=False, preserve_rng_state=False)
+
+    run.inner = forward  # type: ignore[attr-defined]
+    return run
+
 
 # Sizes below it are constants to torch: it would make code for each.
 SMALLEST_DYNAMIC = 2
@@ -98,3 +126,37 @@ def _sizes(name: str, value: Tensor) -> tuple[int, ...]:
         return (0,)
     sizes = enumerate(value.shape)
     return tuple(place for place, size in sizes if isinstance(size, torch.SymInt))
+
+
+# Export a Shared Super-Model as one flat `torch.export` program.
+#
+# The program runs where torch and `tlora_fx.ops` are, without transformers, PEFT and the graphs
+# that it was made of.
+
+
+def export_net(
+    net: nn.Module, group: GroupGraph, loss: ChunkedLoss, max_targets: int
+) -> ExportedProgram:
+    """Trace a net over one row that stands for all others.
+
+    net           the modules that run the group's root
+    loss          the net's loss
+    max_targets   the loss runs in as many chunks as so many targets need
+    """
+    device = next(net.parameters()).device
+    row = _example(group).to(device)
+    sizes = row_sizes(group.root)
+    inputs = {name: getattr(row, name) for name in sizes}
+    dynamic = {name: dict.fromkeys(places, Dim.DYNAMIC) for name, places in sizes.items()}
+    loss.pieces = loss.pieces_for(max_targets)
+    try:
+        return export(net, (), inputs, dynamic_shapes=dynamic, strict=False)
+    finally:
+        loss.pieces = None
+
+
+def _example(group: GroupGraph) -> PackedBatch:
+    """A row in the group's form, in which no size is 0 or 1: torch makes constants of those."""
+    sequences = [[0, 0, 0], [0, 0, 0]]
+    tokens = [JobTokens(sequences, sequences) for _ in group.jobs]
+    return pack(tokens) if group.form == "packed" else pad(tokens)

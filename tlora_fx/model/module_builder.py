@@ -11,14 +11,22 @@ from typing import Any, NamedTuple, cast
 import torch
 from torch import Tensor, fx, nn
 
-from tlora_fx.ir.graph import Block, GroupGraph, Pieces, TensorRef, output_of, placeholders
+from tlora_fx.ir.graph import (
+    HEAD,
+    LOSS,
+    PEFT_PREFIX,
+    Block,
+    GroupGraph,
+    Pieces,
+    TensorRef,
+    output_of,
+    placeholders,
+)
 from tlora_fx.ir.lora_sites import LoweredSite, lowered_sites
 from tlora_fx.model.adapter_bank import AdapterBank
 from tlora_fx.model.loss import ChunkedLoss
 from tlora_fx.model.source import class_name
 from tlora_fx.ops import site_id
-from tlora_fx.passes.lower_loss import HEAD, LOSS
-from tlora_fx.tracing.export import PEFT_PREFIX
 
 
 class Container(nn.Module):

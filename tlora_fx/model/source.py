@@ -72,7 +72,9 @@ def group_source(group: GroupGraph, base: str) -> str:
     needed = [name for name in ("math", "operator") if re.search(rf"[( ]{name}\.", "".join(parts))]
     imports = "".join(f"import {name}\n" for name in needed)
     if any(block.recompute for block in group.blocks.values()):
-        parts[0] = parts[0].replace(OPS, f"{OPS}from tlora_fx.recompute import recomputed\n", 1)
+        parts[0] = parts[0].replace(
+            OPS, f"{OPS}from tlora_fx.model.compiled import recomputed\n", 1
+        )
     if imports:
         parts[0] = parts[0].replace("import torch\n", f"{imports}\nimport torch\n", 1)
     return "\n\n".join(parts)

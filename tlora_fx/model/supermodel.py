@@ -11,27 +11,22 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, cast
 
-import networkx as nx
 import torch
 from torch import Tensor, nn
 from torch.export import ExportedProgram
 
 from tlora_fx.config.job import Job
 from tlora_fx.errors import SuperModelMisuse
-from tlora_fx.exported import export_net
-from tlora_fx.ir.graph import GroupGraph, placeholders
-from tlora_fx.ir.storage import stored_value
+from tlora_fx.ir.graph import HEAD, LOSS, PEFT_PREFIX, GroupGraph, placeholders
+from tlora_fx.ir.storage import Part, Shard, stored_value
 from tlora_fx.model.adapter_bank import AdapterBank
 from tlora_fx.model.backbone import Backbone
 from tlora_fx.model.batch import PackedBatch
-from tlora_fx.model.compiled import compile_method, row_sizes
+from tlora_fx.model.compiled import compile_method, export_net, row_sizes
 from tlora_fx.model.loss import ChunkedLoss
 from tlora_fx.model.module_builder import Place, Reformed, hang
 from tlora_fx.model.source import group_source
 from tlora_fx.ops import room
-from tlora_fx.part import Part, Shard
-from tlora_fx.passes.lower_loss import HEAD, LOSS
-from tlora_fx.tracing.export import PEFT_PREFIX
 
 
 class SuperModel(nn.Module):
@@ -247,16 +242,6 @@ class SuperModel(nn.Module):
                 help="add lower-loss to the pipeline; it runs last",
             )
         return cast(ChunkedLoss, self.net.get_submodule(LOSS))
-
-    def to_networkx(self) -> nx.MultiDiGraph:
-        """The fused graph for networkx: root and blocks, each layer's code once.
-
-        Nodes carry everything that `program.json` says of them; see `inspect.networks`.
-        """
-        from tlora_fx.inspect.networks import to_networkx
-        from tlora_fx.inspect.node_entries import make_program
-
-        return to_networkx(make_program(self.group, "compiled", self.backbone.title))
 
     def _held_by_layer(self) -> dict[str, list[tuple[str | Reformed, Place]]]:
         """What this process takes of the base, layer by layer, what is in none at the end."""

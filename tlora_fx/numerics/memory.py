@@ -9,12 +9,11 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from tlora_fx.ir.graph import GroupGraph, JobGraph, TensorRef, placeholders
+from tlora_fx.ir.graph import HEAD, GroupGraph, JobGraph, TensorRef, placeholders
 from tlora_fx.ir.shapes import FIRST_SEGMENT_SIZE
 from tlora_fx.model.batch import PackedBatch
 from tlora_fx.numerics.evaluate import State
 from tlora_fx.numerics.rows import Rows
-from tlora_fx.passes.lower_loss import HEAD
 
 # A trained tensor and its gradients of both sides; a value, and its gradient in the backward.
 COPIES_OF_TRAINED, COPIES_OF_VALUES = 3, 2

@@ -13,13 +13,12 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from tlora_fx.ir.graph import AdapterSite, GroupGraph, JobGraph, TensorRef
+from tlora_fx.ir.graph import PEFT_PREFIX, AdapterSite, GroupGraph, JobGraph, TensorRef
 from tlora_fx.ir.lora_sites import lowered_sites
 from tlora_fx.ir.storage import stored_value
 from tlora_fx.model.adapter_bank import AdapterBank
 from tlora_fx.numerics.tensors import Seeded, Unchecked
 from tlora_fx.ops import site_id
-from tlora_fx.tracing.export import PEFT_PREFIX
 from tlora_fx.tracing.job_graph import SOME_RATE
 
 BANK = ".lora."

@@ -7,8 +7,7 @@ from dataclasses import replace
 
 from torch import fx
 
-from tlora_fx.ir.graph import Block, GroupGraph, JobGraph
-from tlora_fx.passes.lower_loss import HEAD, LOSS
+from tlora_fx.ir.graph import HEAD, LOSS, Block, GroupGraph, JobGraph
 
 
 def copy_state(graphs: JobGraph | GroupGraph) -> JobGraph | GroupGraph:

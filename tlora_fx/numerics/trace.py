@@ -8,12 +8,10 @@ from typing import Any
 
 from torch import Tensor, fx
 
-from tlora_fx.ir.graph import JobGraph
+from tlora_fx.ir.graph import HEAD, JobGraph, Origin, origin_of
 from tlora_fx.numerics.evaluate import State
 from tlora_fx.numerics.interpreter import Watch
 from tlora_fx.numerics.reading import Place
-from tlora_fx.passes.lower_loss import HEAD
-from tlora_fx.provenance import Origin, origin_of
 
 
 @dataclass(slots=True, eq=False)

@@ -1,13 +1,440 @@
 """`tlora_fx::packed_attention`: attention inside each sequence of a packed row."""
 
+import itertools
+import math
+from bisect import bisect_right
+from collections.abc import Iterator
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from tlora_fx.ops import attention_flash as flash
-from tlora_fx.ops.attention_math import SequenceMath, wide_dtype
-from tlora_fx.ops.attention_rule import AttentionRule, Sequences, check_attention
+from tlora_fx.errors import AttentionShapeError, MaskKeyError, SegmentError
+from tlora_fx.ops.masks import JobMasks
+from tlora_fx.ops.philox import keep_scale, sixteens, threshold_of
+from tlora_fx.ops.tables import INTEGERS, check_rate
+
+# What packed attention computes: which keys a query sees, and how scores become weights.
+
+
+@dataclass(frozen=True, slots=True)
+class AttentionRule:
+    """The numbers of one attention; `window` -1 and `softcap` 0 mean none."""
+
+    scale: float
+    causal: bool
+    window: int
+    softcap: float
+    dropout: float
+
+    def check(self) -> None:
+        """Refuse numbers out of range; raises AttentionShapeError, MaskKeyError."""
+        check_rate(self.dropout)
+        if self.window != -1 and self.window < 1:
+            raise AttentionShapeError(
+                "a sliding window needs at least one token, or -1 for none", found=self.window
+            )
+        if self.softcap < 0 or not math.isfinite(self.scale):
+            raise AttentionShapeError(
+                "scale must be finite and softcap at least 0",
+                found=f"scale {self.scale}, softcap {self.softcap}",
+            )
+
+    @property
+    def drops(self) -> bool:
+        """Whether any weight may be dropped."""
+        return threshold_of(self.dropout) > 0
+
+    def is_plain(self, length: int) -> bool:
+        """Whether a sequence this long needs nothing but scaling and the causal mask."""
+        windowed = 0 < self.window < length
+        return not windowed and self.softcap == 0 and not self.drops
+
+    def visible(self, start: int, stop: int, length: int) -> tuple[int, int]:
+        """The run of keys that queries start:stop see between them."""
+        first = max(0, start - self.window + 1) if self.window > 0 else 0
+        return first, stop if self.causal else length
+
+    def hidden(self, queries: range, keys: range, device: torch.device) -> Tensor | None:
+        """Which of these keys each query does not see, bool [queries, keys]; None: it sees all."""
+        distance = (
+            torch.arange(queries.start, queries.stop, device=device)[:, None]
+            - torch.arange(keys.start, keys.stop, device=device)
+        )  # fmt: skip
+        hidden = None
+        if self.causal:
+            hidden = distance < 0
+        if 0 < self.window <= queries.stop - 1 - keys.start:
+            far = distance >= self.window
+            hidden = far if hidden is None else hidden | far
+        return hidden
+
+
+@dataclass(frozen=True, slots=True)
+class Sequences:
+    """Where the sequences of a row lie, and the masks of each sequence's job."""
+
+    spans: tuple[tuple[int, int], ...]  # without empty ones
+    masks: JobMasks
+
+    @classmethod
+    def read(
+        cls,
+        cu_seqlens: Tensor,
+        segments: Tensor,
+        keys: Tensor,
+        token_index: Tensor,
+        site: Tensor | None,
+        dropout: float,
+        tokens: int,
+    ) -> "Sequences":
+        """Check the tables of a row.
+
+        raises  AttentionShapeError, SegmentError, MaskKeyError
+        """
+        if site is None and threshold_of(dropout):
+            raise MaskKeyError("attention dropout needs the site of its masks", found=None)
+        rates = torch.full((segments.numel() - 1,), dropout, dtype=torch.float64)
+        number = 0 if site is None else site
+        masks = JobMasks.read(rates, segments, keys, token_index, number, tokens)
+        # After the tables of the host, which tell whether a graph is being captured.
+        spans = _spans(cu_seqlens.tolist(), tokens)
+        for start, stop in spans:
+            if stop > masks.bounds[bisect_right(masks.bounds, start)]:
+                raise SegmentError(
+                    "a sequence reaches from one job into the next",
+                    found=f"tokens {start}:{stop}, jobs at {masks.bounds}",
+                )
+        return cls(spans, masks)
+
+    def keep(self, queries: slice, keys: slice, heads: int) -> Tensor:
+        """Which attention weights stay, bool [heads, queries, keys]; slices are of the row."""
+        masks = self.masks
+        assert masks.token_index is not None
+        job = bisect_right(masks.bounds, queries.start) - 1
+        index = masks.token_index[keys]
+        blocks, which = torch.unique(index >> 3, return_inverse=True)
+        values = sixteens(
+            masks.token_index[queries][:, None],
+            blocks,
+            blocks.new_full((), masks.site),
+            torch.arange(1, heads + 1, device=index.device)[:, None, None],
+            masks.keys[job],
+        )
+        keep = values.flatten(2) >= threshold_of(masks.rates[job]) - 32768
+        return keep.index_select(2, which * 8 + (index & 7))
+
+    @property
+    def keep_scale(self) -> float:
+        """What kept weights are multiplied by."""
+        return keep_scale(self.masks.rates[0])
+
+
+def _spans(bounds: list[int], tokens: int) -> tuple[tuple[int, int], ...]:
+    pairs = tuple(itertools.pairwise(bounds))
+    if bounds[0] != 0 or bounds[-1] != tokens or any(first > last for first, last in pairs):
+        raise AttentionShapeError(
+            "cu_seqlens must rise from 0 to the number of tokens",
+            expected=f"0 ... {tokens}",
+            found=bounds,
+        )
+    return tuple((first, last) for first, last in pairs if first < last)
+
+
+def check_attention(q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor) -> None:
+    """Refuse shapes and types that do not fit each other; raises AttentionShapeError."""
+    if not (q.dim() == k.dim() == v.dim() == 3):
+        raise AttentionShapeError(
+            "q, k and v must be [T, heads, dim]",
+            found=f"{q.dim()}, {k.dim()} and {v.dim()} dimensions",
+        )
+    fits = q.shape[0] == k.shape[0] == v.shape[0] and k.shape[1] == v.shape[1]
+    if not fits or q.shape[2] != k.shape[2] or q.shape[1] % k.shape[1]:
+        raise AttentionShapeError(
+            "q, k and v must share tokens, and q's heads be a multiple of k's",
+            expected="q [T, H, D], k [T, Hkv, D], v [T, Hkv, Dv]",
+            found=f"q {list(q.shape)}, k {list(k.shape)}, v {list(v.shape)}",
+        )
+    if not (q.dtype == k.dtype == v.dtype) or not q.dtype.is_floating_point:
+        raise AttentionShapeError(
+            "q, k and v need one floating type", found=f"{q.dtype}, {k.dtype}, {v.dtype}"
+        )
+    if cu_seqlens.dim() != 1 or cu_seqlens.shape[0] < 1 or cu_seqlens.dtype not in INTEGERS:
+        raise AttentionShapeError(
+            "cu_seqlens must be int32 [sequences + 1]",
+            found=f"{cu_seqlens.dtype}{list(cu_seqlens.shape)}",
+        )
+
+
+# Packed attention through flash kernels that torch ships, for the cases that they can do.
+
+
+_HALVES = (torch.float16, torch.bfloat16)
+
+
+def flash_fits_row(q: Tensor, v: Tensor, sinks: Tensor | None, rule: AttentionRule) -> bool:
+    """Whether the varlen kernel on CUDA can do the whole row."""
+    return q.is_cuda and has_row_kernel(q, v, sinks, rule)
+
+
+def has_row_kernel(q: Tensor, v: Tensor, sinks: Tensor | None, rule: AttentionRule) -> bool:
+    """The same of tensors on any device: whether on CUDA it could."""
+    bare = rule.softcap == 0 and not rule.drops and sinks is None
+    width = q.shape[2]
+    fits = width == v.shape[2] and width % 8 == 0 and width <= 256
+    return q.dtype in _HALVES and bare and fits
+
+
+def flash_fits_sequence(
+    q: Tensor, v: Tensor, sinks: Tensor | None, rule: AttentionRule, length: int
+) -> bool:
+    """Whether the CPU kernel can do one sequence of this length."""
+    plain = rule.is_plain(length) and sinks is None
+    return plain and q.device.type == "cpu" and q.shape[2] == v.shape[2]
+
+
+def _windows(rule: AttentionRule) -> dict[str, int | float]:
+    left = rule.window - 1 if rule.window > 0 else -1
+    right = 0 if rule.causal else -1
+    return {"scale": rule.scale, "window_size_left": left, "window_size_right": right}
+
+
+def _near(x: Tensor) -> Tensor:
+    """The kernels read rows of heads whose last dimension is dense."""
+    return x if x.stride(-1) == 1 else x.contiguous()
+
+
+def row_forward(
+    q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor, longest: int, rule: AttentionRule
+) -> tuple[Tensor, Tensor]:
+    """All sequences of a row on CUDA: out [T, H, D] and lse float32 [H, T]."""
+    cu_seqlens, longest = cu_seqlens.to(torch.int32), _longest(longest)
+    out, lse, *_ = torch.ops.aten._flash_attention_forward(
+        *(_near(q), _near(k), _near(v)),
+        *(cu_seqlens, cu_seqlens, longest, longest),
+        *(0.0, rule.causal and rule.window < 0, False),
+        **_windows(rule),
+    )
+    # The kernel keeps q's strides, the operator promises contiguous results.
+    return out.contiguous(), lse.contiguous()
+
+
+def row_backward(
+    dout: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    cu_seqlens: Tensor,
+    longest: int,
+    rule: AttentionRule,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """The gradients of `row_forward`: dq, dk, dv."""
+    cu_seqlens, longest = cu_seqlens.to(torch.int32), _longest(longest)
+    no_state = torch.zeros(2, dtype=torch.uint64, device=q.device)
+    dq, dk, dv = torch.ops.aten._flash_attention_backward(
+        *(dout.contiguous(), _near(q), _near(k), _near(v), out, lse.contiguous()),
+        *(cu_seqlens, cu_seqlens, longest, longest),
+        *(0.0, rule.causal and rule.window < 0, no_state, q.new_empty(0)),
+        **_windows(rule),
+    )
+    return dq.contiguous(), dk.contiguous(), dv.contiguous()
+
+
+def _longest(longest: int) -> int:
+    # At 1 the kernel folds query heads into tokens and lays out lse by another order.
+    return max(longest, 2)
+
+
+def sequence_forward(q: Tensor, k: Tensor, v: Tensor, rule: AttentionRule) -> tuple[Tensor, Tensor]:
+    """One sequence q [L, H, D] on the CPU: out [L, H, D] and lse [H, L], wide."""
+    out, lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
+        *_grouped(q, k, v), 0.0, rule.causal, scale=rule.scale
+    )
+    return _rowwise(out), lse.flatten(0, 1)
+
+
+def sequence_backward(
+    dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, rule: AttentionRule
+) -> tuple[Tensor, Tensor, Tensor]:
+    """The gradients of `sequence_forward`: dq [L, H, D], dk and dv [L, Hkv, D]."""
+    groups, share = k.shape[1], q.shape[1] // k.shape[1]
+    heads = (groups, share)
+    # The kernel gives lse with the heads innermost, and reads it so.
+    lse = torch.unflatten(lse.t().contiguous().t(), 0, heads)
+    dq, dk, dv = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(
+        *(_heads_first(dout, heads), *_grouped(q, k, v), _heads_first(out, heads), lse),
+        *(0.0, rule.causal),
+        scale=rule.scale,
+    )
+    return _rowwise(dq), _summed(dk), _summed(dv)
+
+
+def _heads_first(x: Tensor, heads: tuple[int, int]) -> Tensor:
+    return torch.unflatten(_near(x), 1, heads).permute(1, 2, 0, 3)
+
+
+def _grouped(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """q, k, v as [Hkv, G, L, D]; keys repeat by a stride of 0, without a copy."""
+    groups, share = k.shape[1], q.shape[1] // k.shape[1]
+    keys = _heads_first(k, (groups, 1)).expand(-1, share, -1, -1)
+    values = _heads_first(v, (groups, 1)).expand(-1, share, -1, -1)
+    return _heads_first(q, (groups, share)), keys, values
+
+
+def _rowwise(x: Tensor) -> Tensor:
+    return x.flatten(0, 1).transpose(0, 1)
+
+
+def _summed(x: Tensor) -> Tensor:
+    return x.sum(1).transpose(0, 1) if x.shape[1] > 1 else x.squeeze(1).transpose(0, 1)
+
+
+# Packed attention written out: every rule, every device, one sequence after the other.
+#
+# Scores are taken in float32 at least, block of queries by block, so that they never exist whole.
+# Block sizes depend on the sequence alone: a neighbour cannot change a job's rounding.
+
+
+# Scores of one block: they stay in a CPU's cache, or within 256 MiB on a GPU.
+_CPU_SCORES, _CUDA_SCORES = 1 << 20, 1 << 26
+
+
+def wide_dtype(dtype: torch.dtype) -> torch.dtype:
+    """The type of scores and log-sum-exp: float64 for float64, else float32."""
+    return torch.float64 if dtype == torch.float64 else torch.float32
+
+
+@dataclass(frozen=True, slots=True)
+class _Block:
+    """Some queries of one sequence, and the weights that they give to the keys they see."""
+
+    queries: slice  # within the sequence
+    keys: slice
+    weights: Tensor  # [Hkv, G * queries, keys], before dropout
+    slope: Tensor | None  # derivative of the soft cap
+    keep: Tensor | None  # of dropout
+
+
+@dataclass(frozen=True, slots=True)
+class SequenceMath:
+    """One sequence's queries and keys, heads first, in the wide type.
+
+    q [Hkv, G, L, D], k [Hkv, L, D], v [Hkv, L, Dv]; G query heads share a key head.
+    """
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    rule: AttentionRule
+    sequences: Sequences
+    start: int
+
+    @classmethod
+    def take(
+        cls, q: Tensor, k: Tensor, v: Tensor, span: slice, rule: AttentionRule, rows: Sequences
+    ) -> "SequenceMath":
+        """Cut one sequence out of a row of q [T, H, D], k [T, Hkv, D], v [T, Hkv, Dv]."""
+        wide, groups = wide_dtype(q.dtype), k.shape[1]
+        heads = torch.unflatten(q[span].to(wide), 1, (groups, q.shape[1] // groups))
+        return cls(
+            heads.permute(1, 2, 0, 3).contiguous(),
+            k[span].to(wide).transpose(0, 1).contiguous(),
+            v[span].to(wide).transpose(0, 1).contiguous(),
+            rule,
+            rows,
+            span.start,
+        )
+
+    def forward(self, sinks: Tensor | None) -> tuple[Tensor, Tensor]:
+        """The attention of the sequence: out [L, H, Dv] and lse [H, L], wide."""
+        groups, share, length, _ = self.q.shape
+        out = self.v.new_empty(groups, share, length, self.v.shape[2])
+        lse = self.q.new_empty(groups, share, length)
+        for queries, keys in self._pieces():
+            scores, _ = self._scores(queries, keys)
+            total = torch.logsumexp(scores, -1)
+            if sinks is not None:
+                total = torch.logaddexp(total, sinks.to(total.dtype).view(groups, share, 1))
+            block = self._block(queries, keys, scores, total, None)
+            lse[:, :, queries] = total
+            product = self._dropped(block.weights, block.keep) @ self.v[:, keys]
+            out[:, :, queries] = torch.unflatten(product, 1, (share, -1))
+        return out.flatten(0, 1).transpose(0, 1), lse.flatten(0, 1)
+
+    def backward(self, dout: Tensor, lse: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """The gradients dq [L, H, D], dk [L, Hkv, D], dv [L, Hkv, Dv], wide.
+
+        dout [L, H, Dv], lse [H, L] as `forward` gave it
+        """
+        groups, share, _, _ = self.q.shape
+        dout = torch.unflatten(dout.to(self.q.dtype), 1, (groups, share)).permute(1, 2, 0, 3)
+        lse = torch.unflatten(lse, 0, (groups, share))
+        dq, dk, dv = torch.empty_like(self.q), torch.zeros_like(self.k), torch.zeros_like(self.v)
+        for queries, keys in self._pieces():
+            scores, slope = self._scores(queries, keys)
+            block = self._block(queries, keys, scores, lse[:, :, queries], slope)
+            grad = dout[:, :, queries].flatten(1, 2)
+            dv[:, keys] += self._dropped(block.weights, block.keep).mT @ grad
+            dscores = self._score_gradient(block, grad)
+            dq[:, :, queries] = torch.unflatten(dscores @ self.k[:, keys], 1, (share, -1))
+            dk[:, keys] += dscores.mT @ self.q[:, :, queries].flatten(1, 2)
+        return dq.flatten(0, 1).transpose(0, 1), dk.transpose(0, 1), dv.transpose(0, 1)
+
+    def _pieces(self) -> Iterator[tuple[slice, slice]]:
+        groups, share, length, _ = self.q.shape
+        budget = _CUDA_SCORES if self.q.is_cuda else _CPU_SCORES
+        step = max(16, budget // (groups * share * length))
+        for start in range(0, length, step):
+            stop = min(start + step, length)
+            yield slice(start, stop), slice(*self.rule.visible(start, stop, length))
+
+    def _scores(self, queries: slice, keys: slice) -> tuple[Tensor, Tensor | None]:
+        """Scores [Hkv, G, queries, keys], -inf where hidden, and the soft cap's derivative."""
+        rule, slope = self.rule, None
+        q = self.q[:, :, queries]
+        product = q.flatten(1, 2) @ self.k[:, keys].mT
+        scores = torch.unflatten(product.mul_(rule.scale), 1, (q.shape[1], -1))
+        if rule.softcap:
+            bent = scores.div_(rule.softcap).tanh_()
+            slope = 1 - bent.square()
+            scores = bent.mul_(rule.softcap)
+        rows, columns = range(queries.start, queries.stop), range(keys.start, keys.stop)
+        hidden = rule.hidden(rows, columns, scores.device)
+        return (scores if hidden is None else scores.masked_fill_(hidden, -torch.inf)), slope
+
+    def _block(
+        self, queries: slice, keys: slice, scores: Tensor, lse: Tensor, slope: Tensor | None
+    ) -> _Block:
+        """Turn scores into weights, in place."""
+        weights = scores.sub_(lse.unsqueeze(-1)).exp_().flatten(1, 2)
+        keep = None
+        if self.rule.drops:
+            heads, rows = scores.shape[0] * scores.shape[1], self.start
+            keep = self.sequences.keep(_shift(queries, rows), _shift(keys, rows), heads)
+            keep = keep.reshape(weights.shape)
+        return _Block(queries, keys, weights, slope, keep)
+
+    def _dropped(self, values: Tensor, keep: Tensor | None) -> Tensor:
+        if keep is None:
+            return values
+        return torch.where(keep, values * self.sequences.keep_scale, 0)
+
+    def _score_gradient(self, block: _Block, grad: Tensor) -> Tensor:
+        """The gradient of the unscaled products q kᵀ, [Hkv, G * queries, keys]."""
+        dweights = self._dropped(grad @ self.v[:, block.keys].mT, block.keep)
+        mean = (block.weights * dweights).sum(-1, keepdim=True)
+        dscores = dweights.sub_(mean).mul_(block.weights)
+        if block.slope is not None:
+            dscores.mul_(block.slope.flatten(1, 2))
+        return dscores.mul_(self.rule.scale)
+
+
+def _shift(part: slice, offset: int) -> slice:
+    return slice(part.start + offset, part.stop + offset)
+
 
 _TABLES = (
     "Tensor cu_seqlens, Tensor max_seqlen, Tensor segments, Tensor keys, Tensor token_index, "
@@ -60,14 +487,14 @@ def packed_attention(
     rule = AttentionRule(scale, causal, window, softcap, dropout)
     check_attention(q, k, v, cu_seqlens)
     rule.check()
-    if len(q) and flash.flash_fits_row(q, v, sinks, rule):
-        return flash.row_forward(q, k, v, cu_seqlens, int(max_seqlen), rule)
+    if len(q) and flash_fits_row(q, v, sinks, rule):
+        return row_forward(q, k, v, cu_seqlens, int(max_seqlen), rule)
     rows = Sequences.read(cu_seqlens, segments, keys, token_index, site, dropout, len(q))
     out, lse = _outputs(q, v)
     for start, stop in rows.spans:
         span = slice(start, stop)
-        if flash.flash_fits_sequence(q, v, sinks, rule, stop - start):
-            part = flash.sequence_forward(q[span], k[span], v[span], rule)
+        if flash_fits_sequence(q, v, sinks, rule, stop - start):
+            part = sequence_forward(q[span], k[span], v[span], rule)
         else:
             part = SequenceMath.take(q, k, v, span, rule, rows).forward(sinks)
         out[span], lse[:, span] = part
@@ -123,16 +550,16 @@ def packed_attention_backward(
     rule = AttentionRule(scale, causal, window, softcap, dropout)
     check_attention(q, k, v, cu_seqlens)
     rule.check()
-    if len(q) and flash.flash_fits_row(q, v, sinks, rule):
+    if len(q) and flash_fits_row(q, v, sinks, rule):
         longest = int(max_seqlen)
-        return flash.row_backward(dout, q, k, v, out, lse, cu_seqlens, longest, rule)
+        return row_backward(dout, q, k, v, out, lse, cu_seqlens, longest, rule)
     rows = Sequences.read(cu_seqlens, segments, keys, token_index, site, dropout, len(q))
     grads = _like(q), _like(k), _like(v)
     for start, stop in rows.spans:
         span = slice(start, stop)
-        if flash.flash_fits_sequence(q, v, sinks, rule, stop - start):
+        if flash_fits_sequence(q, v, sinks, rule, stop - start):
             own = dout[span], q[span], k[span], v[span], out[span], lse[:, span]
-            parts = flash.sequence_backward(*own, rule)
+            parts = sequence_backward(*own, rule)
         else:
             sequence = SequenceMath.take(q, k, v, span, rule, rows)
             parts = sequence.backward(dout[span], lse[:, span])

@@ -11,8 +11,8 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from tlora_fx.ops import attention_flash
-from tlora_fx.ops.attention_rule import AttentionRule
+from tlora_fx.ops import attention
+from tlora_fx.ops.attention import AttentionRule
 from tlora_fx.ops.kernels import support
 from tlora_fx.ops.site_group import SiteGroup
 
@@ -50,7 +50,7 @@ def _written_out(given: Mapping[str, Any]) -> bool:
     rule = AttentionRule(
         given["scale"], given["causal"], given["window"], given["softcap"], given["dropout"]
     )
-    return not attention_flash.has_row_kernel(given["q"], given["v"], given["sinks"], rule)
+    return not attention.has_row_kernel(given["q"], given["v"], given["sinks"], rule)
 
 
 def _one_by_one(given: Mapping[str, Any]) -> bool:

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from tlora_fx.errors import FrozenGradientError
 from tlora_fx.ops import room as rooms
-from tlora_fx.ops.kernels import loop, plans, support
+from tlora_fx.ops.kernels import dispatch, loop, support
 from tlora_fx.ops.site_group import SCHEMA, SiteGroup, tokens_of
 
 _TAGS = torch.Tag.pt2_compliant_tag
@@ -59,7 +59,7 @@ def multi_lora_forward(
     served = support.served(own, group)
     if served is None:
         return [*loop.forward(own, biases, group), *_nothing(x, 2 * len(weights))]
-    return plans.forward(x, biases, group, served, room)
+    return dispatch.forward(x, biases, group, served, room)
 
 
 torch.library.impl("tlora_fx::multi_lora_forward", _DEVICES, multi_lora_forward)
@@ -91,7 +91,7 @@ def multi_lora_input_gradient(dys: list[Tensor], weights: list[Tensor], *rest: A
     *tables, s, bits, need_dx, room = rest
     group = SiteGroup(weights, *tables)
     if served_by_kernels(s):
-        return plans.input_gradient(dys, group, s, bits, need_dx, room)
+        return dispatch.input_gradient(dys, group, s, bits, need_dx, room)
     dx, ds = loop.input_gradient([rooms.narrow(dy, room) for dy in dys], group, need_dx)
     return [dx, *ds, *_nothing(dx, len(dys))]
 
@@ -128,7 +128,7 @@ def multi_lora_adapter_gradients(
     *tables, s, bits, ds, db_parts = rest
     group = SiteGroup(weights, *tables)
     if served_by_kernels(s):
-        return plans.adapter_gradients(x, group, bits, ds, db_parts)
+        return dispatch.adapter_gradients(x, group, bits, ds, db_parts)
     return loop.adapter_gradients(dys, x, group, ds)
 
 

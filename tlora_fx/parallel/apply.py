@@ -6,11 +6,14 @@ from collections.abc import Callable, Mapping, Sequence
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
 
 from tlora_fx.cost.facts import why_launched
 from tlora_fx.cost.plan import Plan
-from tlora_fx.errors import PlanNotRunnable
+from tlora_fx.errors import NoGradient, PlanNotRunnable
+from tlora_fx.ir.graph import HEAD
+from tlora_fx.ir.storage import Part
 from tlora_fx.model.batch import PackedBatch
 from tlora_fx.model.supermodel import SuperModel
 from tlora_fx.ops import use_group
@@ -19,11 +22,132 @@ from tlora_fx.parallel.cuda_graphs import RowGraphs
 from tlora_fx.parallel.fsdp import Sharded, gathered_bytes, shard_base, shard_layer
 from tlora_fx.parallel.mesh import Mesh
 from tlora_fx.parallel.nano_batches import NanoModel
-from tlora_fx.part import Part
-from tlora_fx.passes.lower_loss import HEAD
-from tlora_fx.planners.first_step import FirstStep
-from tlora_fx.planners.protocol import StepRunner
-from tlora_fx.planners.reduction import GradientBuckets
+from tlora_fx.parallel.runner import StepRunner
+
+# Gradients of all adapters in a few flat buffers, each summed by one all-reduce.
+#
+# Gradients of banks become views of the buffers, so nothing is copied before or after.
+
+
+# Kernels and reductions choose their arithmetic by alignment: every gradient begins on a boundary.
+BOUNDARY_BYTES = 256
+
+
+class GradientBuckets:
+    """The gradients of what a process trains, by dtype and by who has to agree on them.
+
+    The half of an adapter that is whole while the other is cut over tp has a partial gradient on
+    each process of tp; all else only over dp.
+    """
+
+    def __init__(self, model: SuperModel, mesh: Mesh) -> None:
+        partial = {id(leaf) for leaf in model.partial_sums()}
+        sorted_leaves: dict[tuple[dist.ProcessGroup, torch.dtype], list[nn.Parameter]] = {}
+        for leaf in trained_leaves(model):
+            group = mesh.dp_tp if id(leaf) in partial else mesh.dp
+            if group is not None:
+                sorted_leaves.setdefault((group, leaf.dtype), []).append(leaf)
+        self.buckets = [
+            (group, _move_gradients(leaves)) for (group, _), leaves in sorted_leaves.items()
+        ]
+        model.forget_views()
+
+    @torch.no_grad()
+    def reduce(self) -> None:
+        """Sum every gradient over the processes that hold parts of it."""
+        for group, flat in self.buckets:
+            dist.all_reduce(flat, group=group)
+
+
+def trained_leaves(model: SuperModel) -> list[nn.Parameter]:
+    """Every leaf that this process trains: halves of banks, and what jobs train outside of them."""
+    leaves = model.net.parameters()
+    return [leaf for leaf in leaves if leaf.requires_grad and not leaf.is_meta]
+
+
+def _move_gradients(leaves: Sequence[nn.Parameter]) -> Tensor:
+    """A flat buffer of zeros whose pieces are the gradients of these leaves."""
+    size = leaves[0].element_size()
+    step = max(1, BOUNDARY_BYTES // size)
+    places = [0]
+    for leaf in leaves:
+        places.append(places[-1] + -(-leaf.numel() // step) * step)
+    flat = torch.zeros(places[-1], dtype=leaves[0].dtype, device=leaves[0].device)
+    for leaf, place in zip(leaves, places, strict=False):
+        leaf.grad = flat[place : place + leaf.numel()].view(leaf.shape)
+    return flat
+
+
+# Whether gradients reached every adapter that had something to learn from, in the first step.
+
+
+class FirstStep:
+    """Watches the first step of a run over several processes.
+
+    A schedule or a pass that loses a gradient would otherwise train on without a word.
+    """
+
+    def __init__(self, model: SuperModel, mesh: Mesh) -> None:
+        self.model, self.mesh = model, mesh
+        reached: set[int] = set()
+
+        def reach(leaf: nn.Parameter) -> None:
+            # No more than this is kept by the leaves, of a model that never runs too.
+            reached.add(id(leaf))
+
+        self._reached = reached
+        self._handles: list[RemovableHandle] = [
+            leaf.register_post_accumulate_grad_hook(reach)  # type: ignore[no-untyped-call]
+            for leaf in trained_leaves(model)
+        ]
+
+    def demand(self, rows: Sequence[PackedBatch]) -> None:
+        """Refuse a step in which an adapter got no gradient; called after its backward.
+
+        rows     of the whole round
+        raises   NoGradient, on every process
+        """
+        for handle in self._handles:
+            handle.remove()
+        mine = self._missed(_jobs_with_targets(rows))
+        told: list[list[str]] = [[] for _ in range(self.mesh.size)]
+        if self.mesh.world is not None:
+            dist.all_gather_object(told, mine, group=self.mesh.world)
+        else:
+            told = [mine]
+        for rank, missed in enumerate(told):
+            if missed:
+                more = f"\nand {len(missed) - 5} more" if missed[5:] else ""
+                raise NoGradient(
+                    "no gradient reached an adapter in the first step",
+                    rank=rank,
+                    found="\n".join(missed[:5]) + more,
+                    help="please report this, with the job file and the plan",
+                )
+
+    def _missed(self, jobs: set[int]) -> list[str]:
+        """Sites, with their jobs, that no gradient reached."""
+        names = self.model.group.job_names
+        missed: list[str] = []
+        late = {id(leaf) for leaf in trained_leaves(self.model)} - self._reached
+        for path, bank in self.model.banks.items():
+            own = [names[job] for job in sorted(jobs) if bank.serves(job)]
+            if own and late & {id(bank.a), id(bank.b)}:
+                missed.append(f"{path}: {', '.join(own)}")
+        for job in sorted(jobs):
+            for name, parameter in self.model.job_parameters(names[job]).items():
+                if id(parameter) in late:
+                    missed.append(f"{name}: {names[job]}")
+        return missed
+
+
+def _jobs_with_targets(rows: Sequence[PackedBatch]) -> set[int]:
+    found: set[int] = set()
+    for row in rows:
+        ends = row.target_segments.tolist()
+        found |= {job for job in range(len(ends) - 1) if ends[job + 1] > ends[job]}
+    return found
+
 
 Forward = Callable[[PackedBatch], Tensor]
 
@@ -32,7 +156,7 @@ def part_of(model: SuperModel, plan: Plan, mesh: Mesh) -> Part:
     """What of a prepared model this process holds."""
     held: frozenset[str] | None = None
     if plan.mesh.pp > 1:
-        from tlora_fx.planners.stages import held_by
+        from tlora_fx.parallel.pipeline import held_by
 
         held = held_by(model, plan, mesh.pp_rank)
     return Part(held, mesh.tp_rank, plan.mesh.tp)

@@ -18,11 +18,10 @@ from torch import Tensor, fx, nn
 from torch.distributed.fsdp import FSDPModule, fully_shard
 
 from tlora_fx.cost.plan import Plan
-from tlora_fx.ir.graph import under
+from tlora_fx.ir.graph import LOSS, under
 from tlora_fx.model.supermodel import SuperModel
 from tlora_fx.parallel.mesh import Mesh
 from tlora_fx.parallel.peer_copies import SideStreams, copy_from_peers
-from tlora_fx.passes.lower_loss import LOSS
 
 
 @dataclass(frozen=True, slots=True)

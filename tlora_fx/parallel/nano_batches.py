@@ -6,28 +6,566 @@ made, and compiled as the model is, when it is first asked for, and kept.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any, cast
+import hashlib
+import operator
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any, Literal, cast
 
 import torch
-from torch import Tensor, nn
+import torch.utils._pytree as pytree
+from torch import Tensor, fx, nn
+from torch._dynamo.backends.common import aot_autograd
+from torch._functorch._aot_autograd.utils import make_boxed_func
+from torch._functorch.partitioners import min_cut_rematerialization_partition
+from torch._inductor import list_mode_options
+from torch._inductor.custom_graph_pass import CustomGraphPass
 
 from tlora_fx.errors import NanoBatchesWrong
-from tlora_fx.ir.graph import GroupGraph, placeholders
+from tlora_fx.ir.graph import Block, GroupGraph, placeholders
 from tlora_fx.model.batch import PackedBatch
 from tlora_fx.model.compiled import compile_method, row_sizes
 from tlora_fx.model.module_builder import Container, hang
 from tlora_fx.model.source import group_source
 from tlora_fx.model.supermodel import SuperModel
 from tlora_fx.ops.nano_batches import remember_starts
-from tlora_fx.planners.nano_regions import (
-    LAYERS,
-    REGIONS,
-    Region,
-    nano_batched,
-    outline_regions,
-)
-from tlora_fx.planners.overlap_graph import region_options
+from tlora_fx.passes.nano_batch import NanoBatch
+from tlora_fx.pipeline import Pipeline, Runner
+from tlora_fx.pipeline.instrument import Event
+
+# Regions of a nano-batched model: consecutive layers of all nano-batches, compiled as one graph.
+#
+# A collective at the end of a layer hides behind another nano-batch's next layer only where both
+# lie in one graph. Equal regions share code, as equal layers do.
+
+
+REGIONS = "regions"
+LAYERS = "layers"
+
+
+@dataclass(frozen=True, slots=True)
+class Region:
+    """Where a region hangs, the layers that it runs, and what each input is to a layer.
+
+    inputs   for each input (a layer's path, the name that the layer's code has for it)
+    """
+
+    path: str
+    layers: tuple[str, ...]
+    inputs: tuple[tuple[str, str], ...]
+
+
+def nano_batched(group: GroupGraph, count: int, *, inside: bool = False) -> GroupGraph:
+    """A copy of a fused group that runs layers on nano-batches; graphs that stay are shared.
+
+    inside    as of the pass nano-batch
+    raises    NotNanoBatchable
+    """
+    root = fx.Graph()
+    made: dict[fx.Node, fx.Node] = {}
+    for node in group.root.nodes:
+        made[node] = root.node_copy(node, made.__getitem__)
+        made[node].meta = dict(node.meta)
+    blocks = {name: replace(block) for name, block in group.blocks.items()}
+    copy = replace(group, root=root, blocks=blocks, notes=list(group.notes))
+    Runner(Pipeline(())).run_one(Event(1, NanoBatch(count, inside), "group", copy))
+    return copy
+
+
+def outline_regions(group: GroupGraph, count: int, layers: int) -> list[Region]:
+    """Replace the calls of so many consecutive layers by the call of a region, all along the root.
+
+    group     as `nano_batched` made it
+    returns   the regions in order; their code is among the group's blocks
+    """
+    known: dict[Hashable, str] = {}
+    regions = []
+    for place, calls in enumerate(list(_runs(group, count, layers))):
+        piece = _Piece(group, calls, count)
+        path = f"{REGIONS}.{place}"
+        name = known.setdefault(piece.key, f"region_{len(known)}")
+        instances = group.blocks[name].instances if name in group.blocks else ()
+        group.blocks[name] = Block(name, piece.graph, (*instances, path))
+        piece.call(path)
+        regions.append(Region(path, piece.layers, tuple(piece.names)))
+    return regions
+
+
+def _runs(group: GroupGraph, count: int, layers: int) -> Iterator[list[fx.Node]]:
+    """The calls of each region: `layers` layers of `count` nano-batches, the last one of fewer."""
+    paths = {path for block in group.blocks.values() for path in block.instances}
+    loss = {path for path in paths if path.startswith("loss")}
+    nodes = group.root.nodes
+    calls = [n for n in nodes if n.op == "call_module" and n.target in paths - loss]
+    for start in range(0, len(calls), layers * count):
+        yield calls[start : start + layers * count]
+
+
+class _Piece:
+    """One region as a graph of its own.
+
+    key      equal for regions that may share code
+    names    what each input is to a layer
+    """
+
+    def __init__(self, group: GroupGraph, calls: Sequence[fx.Node], count: int) -> None:
+        self.group, self.calls, self.count = group, calls, count
+        self.layers = tuple(dict.fromkeys(str(call.target) for call in calls))
+        self.graph = fx.Graph()
+        self.made: dict[fx.Node, fx.Node] = {}
+        self.inputs: list[fx.Node] = []
+        self.names: list[tuple[str, str]] = []
+        self._take_inputs()
+        rows: list[Hashable] = []
+        order = {node: place for place, node in enumerate((*self.inputs, *calls))}
+        for call in calls:
+            args = tuple(self.made[arg] for arg in call.all_input_nodes)
+            inner = f"{LAYERS}.{self.layers.index(str(call.target))}"
+            self.made[call] = self.graph.call_module(inner, args)
+            self.made[call].meta = dict(call.meta)
+            block = group.block_of(str(call.target)).name
+            rows.append((block, inner, tuple(order[arg] for arg in call.all_input_nodes)))
+        self.results = list(calls[-count:])
+        self.graph.output(tuple(self.made[call] for call in self.results))
+        self.key = tuple(rows)
+
+    def _take_inputs(self) -> None:
+        for call in self.calls:
+            graph = self.group.block_of(str(call.target)).graph
+            slots = [node for node in graph.nodes if node.op == "placeholder"]
+            for source, slot in zip(call.all_input_nodes, slots, strict=True):
+                if source not in self.made and source not in self.calls:
+                    name = f"{slot.target}_{len(self.inputs)}"
+                    self.made[source] = self.graph.placeholder(name)
+                    self.made[source].meta = dict(slot.meta)
+                    self.inputs.append(source)
+                    self.names.append((str(call.target), str(slot.target)))
+
+    def call(self, path: str) -> None:
+        """Call the region in place of the layers."""
+        root, first = self.group.root, self.calls[0]
+        values: Any = tuple(call.meta["val"] for call in self.results)
+        tags: dict[str, Any] = {
+            key: first.meta[key] for key in ("role", "jobs") if key in first.meta
+        }
+        with root.inserting_before(first):
+            made = root.call_module(path, tuple(self.inputs))
+            made.meta.update(tags, val=values, path=path, source="")
+            for place, call in enumerate(self.results):
+                item = root.call_function(operator.getitem, (made, place))
+                item.meta.update(tags, val=values[place], path=path, source="")
+                call.replace_all_uses_with(item)
+        for call in reversed(self.calls):
+            root.erase_node(call)
+
+
+# Order what a process does so that it computes while its collectives run.
+#
+# A list schedule: a collective starts as soon as what it sends is there; then comes any
+# computation whose inputs are there, first what leads to further collectives; only where nothing
+# else is left does the process wait, for the collective that started first. Within a limit of
+# memory: what would go beyond it comes later, and where that is not enough the schedule looks less
+# far ahead, down to the order that the tasks came in.
+
+
+Kind = Literal["compute", "start", "wait"]
+
+
+@dataclass(frozen=True, slots=True)
+class Task:
+    """One step of a process.
+
+    kind      a computation, the start of a collective, or the wait for one
+    needs     places of earlier tasks that must have run
+    bytes     of the memory that it takes
+    reads     places of the tasks whose memory it reads, itself left out
+    kept      its memory is a result, and stays
+    """
+
+    kind: Kind
+    needs: frozenset[int] = frozenset()
+    bytes: int = 0
+    reads: frozenset[int] = frozenset()
+    kept: bool = False
+
+
+def list_schedule(tasks: Sequence[Task], limit_bytes: int | None = None) -> list[int]:
+    """The order in which tasks hide their communication best.
+
+    tasks         in an order in which they may run
+    limit_bytes   of memory at any time; by default none. Where the given order needs more, no
+                  schedule needs more than that order
+    returns       places of the tasks, each after what it needs
+    """
+    allowed = None
+    if limit_bytes is not None:
+        allowed = max(limit_bytes, peak_bytes(tasks, range(len(tasks))))
+    window = len(tasks)
+    while window > 1:
+        order = _Schedule(tasks, allowed, window).run()
+        if allowed is None or peak_bytes(tasks, order) <= allowed:
+            return order
+        window //= 2
+    return list(range(len(tasks)))
+
+
+def peak_bytes(tasks: Sequence[Task], order: Sequence[int]) -> int:
+    """The most memory that tasks take at once in an order."""
+    memory = _Memory(tasks)
+    return max((memory.run(place) for place in order), default=0)
+
+
+class _Memory:
+    """What lies in memory while tasks run."""
+
+    def __init__(self, tasks: Sequence[Task]) -> None:
+        self.tasks = tasks
+        self.live = 0
+        self.readers = [0] * len(tasks)
+        for task in tasks:
+            for place in task.reads:
+                self.readers[place] += 1
+
+    def during(self, place: int) -> int:
+        """How much there is while a task runs: its inputs and its own."""
+        return self.live + self.tasks[place].bytes
+
+    def run(self, place: int) -> int:
+        """Run a task; returns how much there was while it ran."""
+        peak = self.live = self.during(place)
+        for read in self.tasks[place].reads:
+            self.readers[read] -= 1
+            self._free(read)
+        self._free(place)
+        return peak
+
+    def _free(self, place: int) -> None:
+        if not self.readers[place] and not self.tasks[place].kept:
+            self.live -= self.tasks[place].bytes
+
+
+@dataclass(slots=True)
+class _Schedule:
+    """One run of the list scheduler.
+
+    limit    of memory, None where there is none
+    window   how many tasks behind the first one left are looked at
+    """
+
+    tasks: Sequence[Task]
+    limit: int | None
+    window: int
+    memory: _Memory = field(init=False)
+    missing: list[int] = field(init=False)
+    users: list[list[int]] = field(init=False)
+    urgent: list[bool] = field(init=False)
+    started: list[int] = field(init=False)
+
+    def __post_init__(self) -> None:
+        count = len(self.tasks)
+        self.memory = _Memory(self.tasks)
+        self.missing = [len(task.needs) for task in self.tasks]
+        self.users = [[] for _ in range(count)]
+        for place, task in enumerate(self.tasks):
+            for need in task.needs:
+                self.users[need].append(place)
+        self.urgent = _leads_to_start(self.tasks)
+        self.started = [0] * count
+
+    def run(self) -> list[int]:
+        """The order."""
+        order: list[int] = []
+        ready = {place for place, count in enumerate(self.missing) if not count}
+        left = 0
+        done = [False] * len(self.tasks)
+        while ready:
+            while done[left]:
+                left += 1
+            near = [place for place in ready if place < left + self.window]
+            place = self._choose(near)
+            self.memory.run(place)
+            done[place] = True
+            order.append(place)
+            ready.remove(place)
+            ready.update(self._released(place, len(order)))
+        assert len(order) == len(self.tasks), "tasks need each other"
+        return order
+
+    def _choose(self, ready: list[int]) -> int:
+        fitting = [place for place in ready if self._fits(place)]
+        return min(fitting, key=self._rank) if fitting else min(ready)
+
+    def _fits(self, place: int) -> bool:
+        return self.limit is None or self.memory.during(place) <= self.limit
+
+    def _rank(self, place: int) -> tuple[int, int]:
+        """Starts, then what leads to starts, then other work, then waits in order of starts."""
+        kind = self.tasks[place].kind
+        if kind == "wait":
+            return 3, self.started[place]
+        if kind == "start":
+            return 0, place
+        return (1 if self.urgent[place] else 2), place
+
+    def _released(self, place: int, when: int) -> Iterator[int]:
+        """What may run now that a task has."""
+        for user in self.users[place]:
+            if self.tasks[place].kind == "start" and self.tasks[user].kind == "wait":
+                self.started[user] = when
+            self.missing[user] -= 1
+            if not self.missing[user]:
+                yield user
+
+
+def _leads_to_start(tasks: Sequence[Task]) -> list[bool]:
+    """For each task whether a start needs it."""
+    found = [task.kind == "start" for task in tasks]
+    for place in reversed(range(len(tasks))):
+        if found[place]:
+            for need in tasks[place].needs:
+                found[need] = True
+    return found
+
+
+# The overlap schedule of an fx graph, forward or backward, and where the compiler takes it.
+#
+# Works on the graphs that AOT autograd makes, where a collective is two nodes: one of
+# `_c10d_functional` that starts it, and `wait_tensor`.
+
+
+WAIT = "_c10d_functional::wait_tensor"
+INDUCTOR = "inductor"
+POST_GRAD = "post_grad_custom_post_pass"
+# What a size counts as where nobody knows it.
+UNKNOWN_SIZE = 4096
+
+
+def schedule_graph(graph: fx.Graph, limit_bytes: int | None = None) -> None:
+    """Reorder a graph in place; results, names and arguments stay.
+
+    limit_bytes   of values at any time, inputs that the caller keeps left out (see list_schedule)
+    """
+    tasks, nodes = graph_tasks(graph)
+    order = list_schedule(tasks, limit_bytes)
+    if order == list(range(len(tasks))) or not any(task.kind == "start" for task in tasks):
+        return
+    output = next(node for node in reversed(graph.nodes) if node.op == "output")
+    for place in order:
+        if nodes[place].op != "placeholder":
+            output.prepend(nodes[place])
+    graph.lint()
+
+
+def graph_tasks(graph: fx.Graph) -> tuple[list[Task], list[fx.Node]]:
+    """The nodes of a graph as tasks, the output left out, and the nodes in the same order."""
+    nodes = [node for node in graph.nodes if node.op != "output"]
+    places = {node: place for place, node in enumerate(nodes)}
+    homes = _homes(nodes)
+    extra = _order_of_effects(nodes, homes)
+    results = {homes[node] for node in graph.output_node().all_input_nodes}
+    tasks = []
+    for node in nodes:
+        own = homes[node] is node
+        reads = {places[homes[source]] for source in node.all_input_nodes} - {places[node]}
+        needs = {places[source] for source in (*node.all_input_nodes, *extra[node])}
+        size = _bytes(node.meta.get("val")) if own and _is_counted(node) else 0
+        kept = node in results or not _is_counted(node)
+        tasks.append(Task(kind_of(node), frozenset(needs), size, frozenset(reads), kept))
+    return tasks, nodes
+
+
+def kind_of(node: fx.Node) -> Kind:
+    """Whether a node starts a collective, waits for one, or computes."""
+    name = _schema_name(node)
+    if name == WAIT:
+        return "wait"
+    return "start" if name.startswith("_c10d_functional::") else "compute"
+
+
+def _schema_name(node: fx.Node) -> str:
+    schema = getattr(node.target, "_schema", None) if node.op == "call_function" else None
+    return "" if schema is None else str(schema.name)
+
+
+def _is_counted(node: fx.Node) -> bool:
+    """Whether a node's memory goes when nobody reads it; parameters and a caller's inputs stay."""
+    if node.op == "get_attr":
+        return False
+    return node.op != "placeholder" or not str(node.target).startswith(("primals", "arg"))
+
+
+def _homes(nodes: Sequence[fx.Node]) -> dict[fx.Node, fx.Node]:
+    """For each node the one whose memory its value lies in: itself, or what it is a view of."""
+    homes: dict[fx.Node, fx.Node] = {}
+    for node in nodes:
+        source = _viewed(node)
+        homes[node] = node if source is None else homes[source]
+    return homes
+
+
+def _viewed(node: fx.Node) -> fx.Node | None:
+    if node.op != "call_function":
+        return None
+    first = next((arg for arg in node.args if isinstance(arg, fx.Node)), None)
+    if node.target is operator.getitem or _schema_name(node) == WAIT:
+        return first
+    schema = getattr(node.target, "_schema", None)
+    if schema is None or not any(result.alias_info is not None for result in schema.returns):
+        return None
+    for place, argument in enumerate(schema.arguments):
+        given = node.args[place] if place < len(node.args) else node.kwargs.get(argument.name)
+        if argument.alias_info is not None and isinstance(given, fx.Node):
+            return given
+    return None
+
+
+def _order_of_effects(
+    nodes: Sequence[fx.Node], homes: dict[fx.Node, fx.Node]
+) -> dict[fx.Node, list[fx.Node]]:
+    """What each node must come after besides its inputs.
+
+    Random draws and what has effects keep their order; what writes into a value comes after all
+    that read it before, and before all that read it later.
+    """
+    after: dict[fx.Node, list[fx.Node]] = {node: [] for node in nodes}
+    last_effect: fx.Node | None = None
+    written: dict[fx.Node, fx.Node] = {}
+    touched: dict[fx.Node, list[fx.Node]] = {}
+    for node in nodes:
+        if _has_effect(node):
+            after[node] += [last_effect] if last_effect is not None else []
+            last_effect = node
+        for source in node.all_input_nodes:
+            home = homes[source]
+            if home in written:
+                after[node].append(written[home])
+            if _writes(node):
+                after[node] += touched.get(home, [])
+                written[home] = node
+            touched.setdefault(home, []).append(node)
+        after[node] = [other for other in after[node] if other is not node]
+    return after
+
+
+def _has_effect(node: fx.Node) -> bool:
+    if node.op != "call_function":
+        return node.op == "call_module"
+    return torch.Tag.nondeterministic_seeded in getattr(node.target, "tags", ()) or (
+        not isinstance(node.target, torch._ops.OpOverload) and node.is_impure()
+    )
+
+
+def _writes(node: fx.Node) -> bool:
+    schema = getattr(node.target, "_schema", None) if node.op == "call_function" else None
+    return schema is not None and bool(schema.is_mutable)
+
+
+def _bytes(value: Any) -> int:
+    return sum(
+        _size(item.numel()) * item.element_size()
+        for item in pytree.tree_leaves(value)
+        if isinstance(item, Tensor)
+    )
+
+
+def _size(size: int | torch.SymInt) -> int:
+    if isinstance(size, int):
+        return size
+    try:
+        hint = size.node.hint
+    except Exception:  # noqa: BLE001  (torch raises what it likes for sizes that nobody knows)
+        hint = None
+    return UNKNOWN_SIZE if hint is None else int(hint)
+
+
+class OverlapPass(CustomGraphPass):
+    """The schedule as a pass of Inductor, for the forward and for the backward graph.
+
+    limit_bytes   as of `schedule_graph`
+    first         a pass of the user's own, which runs before it
+    """
+
+    def __init__(
+        self, limit_bytes: int | None = None, first: CustomGraphPass | None = None
+    ) -> None:
+        self.limit_bytes, self.first = limit_bytes, first
+
+    def __call__(self, graph: fx.Graph) -> None:
+        """Reorder a graph."""
+        if self.first is not None:
+            self.first(graph)
+        schedule_graph(graph, self.limit_bytes)
+
+    def uuid(self) -> Any:
+        """What code that was compiled with this pass is known by; None: it may not be kept."""
+        code = Path(__file__).read_bytes()
+        known = str(self.limit_bytes)
+        if self.first is not None:
+            theirs = self.first.uuid()
+            if theirs is None:
+                return None
+            known += f" {theirs}"
+        return hashlib.sha256(code + known.encode()).hexdigest()
+
+
+def inductor_options(
+    limit_bytes: int | None = None, first: CustomGraphPass | None = None
+) -> dict[str, Any]:
+    """`options` of `torch.compile` under which Inductor takes the schedule and leaves it so.
+
+    first   a pass of the user's own, which runs before it
+    """
+    return {
+        POST_GRAD: OverlapPass(limit_bytes, first),
+        "reorder_for_compute_comm_overlap": False,
+        "reorder_for_peak_memory": False,
+    }
+
+
+def region_options(given: Mapping[str, Any], limit_bytes: int | None = None) -> dict[str, Any]:
+    """How to compile regions of a model that was compiled in a certain way.
+
+    Another backend than Inductor compiles them as it is. Inductor takes the schedule too, beside
+    all that it was asked for; what was asked for stands before what keeps the schedule as it is.
+
+    given         what `torch.compile` was given for the model
+    limit_bytes   as of `schedule_graph`
+    returns       the same for its regions
+    """
+    made = {name: value for name, value in given.items() if value is not None}
+    if made.get("backend", INDUCTOR) != INDUCTOR:
+        return made
+    # torch takes a mode or options, and a mode is nothing but options.
+    asked = dict(list_mode_options(made.pop("mode", "default"), made.get("dynamic")))
+    asked |= {name.replace("-", "_"): value for name, value in made.pop("options", {}).items()}
+    first = asked.pop(POST_GRAD, None)
+    return {**made, "options": {**inductor_options(limit_bytes, first), **asked}}
+
+
+def eager_backend(
+    limit_bytes: int | None = None, seen: list[fx.Graph] | None = None
+) -> Callable[..., Any]:
+    """A backend of `torch.compile` that runs the scheduled graphs operator by operator.
+
+    seen   takes every scheduled graph, forward and backward
+    """
+
+    def compile_graph(module: fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
+        schedule_graph(module.graph, limit_bytes)
+        module.recompile()
+        if seen is not None:
+            seen.append(module.graph)
+        return make_boxed_func(module.forward)
+
+    backend: Callable[..., Any] = aot_autograd(
+        fw_compiler=compile_graph,
+        bw_compiler=compile_graph,
+        # As Inductor does; the default computes matrix products again whose sum is kept.
+        partition_fn=min_cut_rematerialization_partition,
+    )
+    return backend
+
 
 # Each count is compiled once, so a run never meets more variants than these.
 COUNTS = (1, 2, 3, 4, 6, 8)

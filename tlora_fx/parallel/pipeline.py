@@ -6,13 +6,18 @@ rows, so each knows what it will be sent.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass, field
 from functools import partial, reduce
-from typing import Any
+from time import perf_counter
+from typing import Any, NamedTuple, cast
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, fx, nn
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.pipelining import PipelineStage
 from torch.distributed.pipelining.schedules import (
     PipelineScheduleMulti,
     Schedule1F1B,
@@ -20,16 +25,615 @@ from torch.distributed.pipelining.schedules import (
     ScheduleInterleaved1F1B,
 )
 
-from tlora_fx.cost.pipeline_simulation import Action, demand_schedule
+from tlora_fx.cost.pipeline_simulation import Action, Kind, demand_schedule
 from tlora_fx.cost.plan import Plan
-from tlora_fx.errors import TloraError
+from tlora_fx.errors import NoStage, PipelineBroken, TloraError, TokensMismatch
+from tlora_fx.ir.graph import LOSS, output_of, placeholders
 from tlora_fx.model.batch import PackedBatch
 from tlora_fx.model.supermodel import SuperModel
+from tlora_fx.parallel.fsdp import Stretch, first_trained, shard_stretches
 from tlora_fx.parallel.mesh import Mesh
-from tlora_fx.planners.row_stage import RowStage, StageCall
-from tlora_fx.planners.stage_clock import StageClock, Timed
-from tlora_fx.planners.stage_sharding import ShardedStages
-from tlora_fx.planners.stages import Stage, cut_stages
+
+# How long each stage takes for each micro-batch: the measured counterpart of a simulation.
+
+
+class Timed(NamedTuple):
+    """One piece of work and how long it took."""
+
+    action: Action
+    seconds: float
+
+
+@dataclass(slots=True)
+class StageClock:
+    """Measures the work of the stages that one process runs, without waiting for the device.
+
+    device   events of the current stream on CUDA, wall clock elsewhere
+    """
+
+    device: torch.device
+    _marks: list[tuple[Action, Any, Any]] = field(default_factory=list)
+
+    @contextmanager
+    def time(self, action: Action) -> Iterator[None]:
+        """Measure what runs inside."""
+        start = self._mark()
+        yield
+        self._marks.append((action, start, self._mark()))
+
+    def read(self) -> list[Timed]:
+        """All that was measured since the last call, in the order in which it ran."""
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
+        found = [Timed(action, self._seconds(start, end)) for action, start, end in self._marks]
+        self._marks.clear()
+        return found
+
+    def _mark(self) -> Any:
+        if self.device.type != "cuda":
+            return perf_counter()
+        event: Any = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
+        event.record(torch.cuda.current_stream(self.device))
+        return event
+
+    def _seconds(self, start: Any, end: Any) -> float:
+        if self.device.type != "cuda":
+            return float(end - start)
+        return float(start.elapsed_time(end)) / 1000
+
+
+# Cut the root of a Shared Super-Model into the stages of a pipeline.
+#
+# Between two stages one hidden value travels. Whatever else later layers read (rotary tables,
+# masks) depends on the row and on frozen tensors alone, and is computed in each stage again.
+
+
+HIDDEN = "hidden"
+IDS = "input_ids"
+
+
+@dataclass(frozen=True, slots=True)
+class RowSize:
+    """A size that a row tells: that of this dimension of its ids."""
+
+    dimension: int
+
+
+@dataclass(frozen=True, slots=True)
+class Hidden:
+    """The value that travels from one stage to the next."""
+
+    sizes: tuple[int | RowSize, ...]
+    dtype: torch.dtype
+
+    def shape(self, row: PackedBatch) -> tuple[int, ...]:
+        """Its shape for one row."""
+        ids = row.input_ids.shape
+        return tuple(
+            ids[size.dimension] if isinstance(size, RowSize) else size for size in self.sizes
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class StageGraph:
+    """One stage: a piece of the root.
+
+    index        place among all stages
+    count        how many stages there are
+    layers       paths of its layers
+    nodes        what it computes, in order, inputs and tensors included
+    given        the node of the root whose value it is given; None in the first stage
+    result       the node whose value it hands on; in the last stage each job's loss sum
+    takes        what travels in, None in the first stage
+    hands        what travels out, None in the last stage
+    held         paths of the modules and tensors that it reads
+    needs_grad   whether what it is given needs a gradient
+    learns       whether anything in it, or below it, is trained: it then has a backward
+    """
+
+    index: int
+    count: int
+    layers: tuple[str, ...]
+    nodes: tuple[fx.Node, ...]
+    given: fx.Node | None
+    result: fx.Node
+    takes: Hidden | None
+    hands: Hidden | None
+    held: frozenset[str]
+    needs_grad: bool
+    learns: bool
+
+    @property
+    def first(self) -> bool:
+        """Whether it begins with the token ids."""
+        return self.given is None
+
+    @property
+    def last(self) -> bool:
+        """Whether it ends with the losses."""
+        return self.hands is None
+
+
+class Stage(nn.Module):
+    """A stage as a module; its layers are those of the model's own net.
+
+    It is built once the model has its tensors, and again after they were loaded anew.
+    """
+
+    def __init__(self, model: SuperModel, graph: StageGraph) -> None:
+        super().__init__()
+        self.graph = graph
+        made = _graph_of(graph)
+        self.inputs = tuple(name for name in placeholders(made) if name != HIDDEN)
+        self.code = fx.GraphModule(model.net, made, f"Stage{graph.index}")
+
+    def forward(self, hidden: Tensor | None, row: PackedBatch) -> Tensor:
+        """Run one micro-batch.
+
+        hidden    what the stage below computed; None in the first stage
+        row       on the stage's device
+        returns   what the stage above takes; in the last stage each job's loss sum [J]
+        raises    TokensMismatch when hidden is not of this row, PipelineBroken
+        """
+        takes, hands = self.graph.takes, self.graph.hands
+        if takes is not None and (hidden is None or tuple(hidden.shape) != takes.shape(row)):
+            raise TokensMismatch(
+                f"stage {self.graph.index} was given hidden values of another micro-batch",
+                expected=list(takes.shape(row)),
+                found=None if hidden is None else list(hidden.shape),
+                help="all processes must hold the same table of micro-batches",
+            )
+        values = [getattr(row, name) for name in self.inputs]
+        out = self.code(*values) if takes is None else self.code(hidden, *values)
+        if hands is not None and tuple(out.shape) != hands.shape(row):
+            raise self._broken("shape", list(hands.shape(row)), list(out.shape))
+        if torch.is_grad_enabled() and out.requires_grad != self.graph.learns:
+            raise self._broken("need of a gradient", self.graph.learns, out.requires_grad)
+        return cast(Tensor, out)
+
+    def _broken(self, what: str, expected: object, found: object) -> PipelineBroken:
+        return PipelineBroken(
+            f"stage {self.graph.index} computes a value of another {what} than its graph says",
+            layers=_told(self.graph.layers),
+            value=self.graph.result.name,
+            expected=expected,
+            found=found,
+            help="report it with the job file; plans without a pipeline are not concerned",
+        )
+
+
+def legal_cuts(model: SuperModel) -> tuple[int, ...]:
+    """Where a stage may begin, as places in `model.layer_order()`."""
+    return _Root(model).legal()
+
+
+def cut_stages(model: SuperModel, cuts: Sequence[int]) -> list[StageGraph]:
+    """The stages that begin at these layers, and at the first.
+
+    cuts      places in `model.layer_order()`, growing
+    raises    NoStage where more than one value crosses a cut
+    """
+    return _Root(model).stages(cuts)
+
+
+def held_by(model: SuperModel, plan: Plan, pp_rank: int) -> frozenset[str]:
+    """The modules and tensors that one process of a pipeline reads; weights are not needed.
+
+    returns   paths in `model.net`, for `Part.held`
+    raises    NoStage
+    """
+    stages = cut_stages(model, plan.cuts)
+    mine = [stage.held for stage in stages if stage.index % plan.mesh.pp == pp_rank]
+    return frozenset().union(*mine)
+
+
+class _Root:
+    """What is known of every node of the root: what it rests on, and where it stands."""
+
+    def __init__(self, model: SuperModel) -> None:
+        self.model, self.graph = model, model.group.root
+        self.layers = model.layer_order()
+        self.nodes = list(self.graph.nodes)
+        self.place = {node: place for place, node in enumerate(self.nodes)}
+        self.begins = {
+            str(node.target): place
+            for place, node in enumerate(self.nodes)
+            if node.op == "call_module" and node.target in set(self.layers)
+        }
+        self.running: set[fx.Node] = set()
+        for node in self.nodes:
+            if self._runs(node) or any(n in self.running for n in node.all_input_nodes):
+                self.running.add(node)
+
+    def legal(self) -> tuple[int, ...]:
+        return tuple(cut for cut in range(1, len(self.layers)) if self._hidden(cut) is not None)
+
+    def stages(self, cuts: Sequence[int]) -> list[StageGraph]:
+        crossing = [self._crossing(cut) for cut in cuts]
+        ends = [*crossing, cast(fx.Node, output_of(self.graph).args[0])]
+        starts = [None, *crossing]
+        bounds = [0, *cuts, len(self.layers)]
+        found: list[StageGraph] = []
+        learns = False
+        for index, (given, result) in enumerate(zip(starts, ends, strict=True)):
+            nodes = self._slice(result, given)
+            needs_grad, learns = learns, learns or any(map(self._trained, nodes))
+            last = index == len(cuts)
+            stage = StageGraph(
+                index=index,
+                count=len(cuts) + 1,
+                layers=tuple(self.layers[bounds[index] : bounds[index + 1]]),
+                nodes=nodes,
+                given=given,
+                result=result,
+                takes=None if given is None else self._value(given),
+                hands=None if last else self._value(result),
+                held=frozenset(str(n.target) for n in nodes if n.op in ("get_attr", "call_module")),
+                needs_grad=needs_grad,
+                learns=learns,
+            )
+            found.append(stage)
+        return found
+
+    def _runs(self, node: fx.Node) -> bool:
+        """Whether a value cannot be computed anywhere else: it has a layer or a trained tensor."""
+        if node.op == "call_module":
+            return True
+        return node.op == "get_attr" and self._trained(node)
+
+    def _trained(self, node: fx.Node) -> bool:
+        """Whether a node reads what is trained."""
+        return any(tensor.requires_grad for tensor in self._tensors(node))
+
+    def _tensors(self, node: fx.Node) -> Iterator[Tensor]:
+        net, path = self.model.net, str(node.target)
+        if node.op == "call_module":
+            yield from net.get_submodule(path).parameters()
+        elif node.op == "get_attr":
+            owner, _, name = path.rpartition(".")
+            yield getattr(net.get_submodule(owner), name)
+
+    def _crossings(self, cut: int) -> list[fx.Node]:
+        """The values that only the stages below a cut can compute, and those above it read."""
+        begin = self.begins[self.layers[cut]]
+
+        def crosses(node: fx.Node) -> bool:
+            sides = {self.place[user] >= begin for user in node.users}
+            return sides == {True, False} if node.op == "get_attr" else True in sides
+
+        below = (node for node in self.nodes[:begin] if node in self.running)
+        return [node for node in below if crosses(node)]
+
+    def _hidden(self, cut: int) -> fx.Node | None:
+        """The one value that crosses a cut, None where a stage cannot begin there."""
+        if self.layers[cut] not in self.begins:
+            return None
+        found = self._crossings(cut)
+        return found[0] if len(found) == 1 and self._sizes(found[0]) is not None else None
+
+    def _crossing(self, cut: int) -> fx.Node:
+        legal = self.legal()
+        found = self._hidden(cut) if cut in legal else None
+        if found is None:
+            many = self._crossings(cut) if 0 < cut < len(self.layers) else []
+            raise NoStage(
+                f"no stage can begin at layer {cut}",
+                layer=self.layers[cut] if 0 <= cut < len(self.layers) else None,
+                expected="one hidden value that crosses",
+                found=", ".join(node.name for node in many) or f"{len(self.layers)} layers",
+                help=f"cut at one of {', '.join(map(str, legal))}"
+                if legal
+                else "use a plan without a pipeline for this base",
+            )
+        return found
+
+    def _sizes(self, node: fx.Node) -> tuple[int | RowSize, ...] | None:
+        """The dimensions of a value that may travel; None where a row does not tell them."""
+        value = node.meta.get("val")
+        if not isinstance(value, Tensor) or not value.dtype.is_floating_point:
+            return None
+        ids: Any = placeholders(self.graph)[IDS].meta["val"].shape
+        names = {
+            str(size): RowSize(place) for place, size in enumerate(ids) if not isinstance(size, int)
+        }
+        sizes = [size if isinstance(size, int) else names.get(str(size)) for size in value.shape]
+        return None if None in sizes else tuple(size for size in sizes if size is not None)
+
+    def _value(self, node: fx.Node) -> Hidden:
+        sizes = self._sizes(node)
+        assert sizes is not None, node
+        return Hidden(sizes, node.meta["val"].dtype)
+
+    def _slice(self, result: fx.Node, given: fx.Node | None) -> tuple[fx.Node, ...]:
+        """All that a value is computed from, up to what the stage is given."""
+        needed = {result}
+        for node in reversed(self.nodes):
+            if node in needed and node is not given:
+                needed.update(node.all_input_nodes)
+        return tuple(node for node in self.nodes if node in needed and node is not given)
+
+
+def _graph_of(stage: StageGraph) -> fx.Graph:
+    """A stage as a graph of its own: the hidden value first, then tables of the row by name."""
+    graph = fx.Graph()
+    copies: dict[fx.Node, fx.Node] = {}
+    if stage.given is not None:
+        copies[stage.given] = graph.placeholder(HIDDEN)
+    inputs = [node for node in stage.nodes if node.op == "placeholder"]
+    for node in inputs:
+        copies[node] = graph.placeholder(str(node.target))
+    # Constants of the traced graph lie on no device: they follow the first input.
+    device = graph.call_function(getattr, (next(iter(copies.values())), "device"))
+    for node in stage.nodes:
+        if node.op != "placeholder":
+            copy = graph.node_copy(node, lambda one: copies[one])
+            copy.args = _on_device(copy.args, device)
+            copy.kwargs = _on_device(copy.kwargs, device)
+            copies[node] = copy
+    graph.output(copies[stage.result])
+    if not device.users:
+        graph.erase_node(device)
+    graph.lint()
+    return graph
+
+
+def _on_device(value: Any, device: fx.Node) -> Any:
+    """Arguments of a node, with the row's device in place of the traced one."""
+    if isinstance(value, torch.device):
+        return device
+    if isinstance(value, (tuple, list)):
+        return type(value)(_on_device(item, device) for item in value)
+    if isinstance(value, dict):
+        return {name: _on_device(item, device) for name, item in value.items()}
+    return value
+
+
+def _told(layers: Sequence[str]) -> str:
+    return layers[0] if len(layers) == 1 else f"{layers[0]} to {layers[-1]}"
+
+
+# A stage of torch's pipelining whose micro-batches are rows of any number of tokens.
+#
+# torch takes the size of every buffer from the first micro-batch. Here each buffer is made when it
+# is needed, as long as the micro-batch's own row, and let go when it was read; where no adapter
+# stands below a boundary, no gradient travels over it. What is overridden has the same names and
+# meaning in torch 2.11 and 2.13.
+
+
+StageCall = Callable[[Tensor | None, PackedBatch], Tensor]
+
+
+class RowModule(nn.Module):
+    """What torch runs of a stage: it finds a micro-batch's row by its number.
+
+    torch cuts every tensor that it is given into equal micro-batches, tables of a row too; a tensor
+    of numbers is all that it may cut. Nor is it shown the stage's modules: it would forget the
+    gradients of all that it sees below one of FSDP2's.
+
+    call    runs the stage
+    first   whether the stage is the first
+    """
+
+    def __init__(self, call: StageCall, first: bool) -> None:
+        super().__init__()
+        assert not isinstance(call, nn.Module)
+        self.call, self.first = call, first
+        self.rows: Sequence[PackedBatch] = ()
+
+    def forward(self, given: Tensor, *, number: Tensor) -> Tensor:
+        """Run one micro-batch.
+
+        given     the hidden value; in the first stage nothing of use
+        number    int64 [1] on the CPU
+        returns   as of the stage
+        """
+        hidden = None if self.first else given
+        return self.call(hidden, self.rows[int(number[0])]).contiguous()
+
+
+class RowStage(PipelineStage):
+    """A stage for one number of micro-batches.
+
+    call     runs the stage, where something has to be done around it
+    clock    while it is set, times are kept there
+    """
+
+    def __init__(
+        self,
+        stage: Stage,
+        device: torch.device,
+        group: dist.ProcessGroup,
+        call: StageCall | None = None,
+    ) -> None:
+        self.graph: StageGraph = stage.graph
+        self.rows_module = RowModule(call or stage.__call__, stage.graph.first)
+        self.clock: StageClock | None = None
+        super().__init__(
+            self.rows_module,
+            self.graph.index,
+            self.graph.count,
+            device,
+            input_args=(_example(self.graph.takes, device, self.graph.needs_grad),),
+            output_args=(_example(self.graph.hands, device, self.graph.learns),),
+            group=group,
+        )
+        self._nothing = torch.empty(0, device=device)
+
+    @property
+    def sends_grad(self) -> bool:
+        """Whether the stage below waits for a gradient."""
+        return self.graph.needs_grad
+
+    @property
+    def gets_grad(self) -> bool:
+        """Whether the stage above sends a gradient."""
+        return self.graph.learns and not self.graph.last
+
+    def get_fwd_recv_ops(self, fwd_chunk_id: int) -> list[dist.P2POp]:
+        """Receive a hidden value as long as its row."""
+        if self.graph.takes is not None:
+            self._make_room(self.args_recv_info[fwd_chunk_id], self.graph.takes, fwd_chunk_id)
+        return super().get_fwd_recv_ops(fwd_chunk_id)
+
+    def get_bwd_recv_ops(self, bwd_chunk_id: int) -> list[dist.P2POp]:
+        """Receive a gradient as long as its row."""
+        if not self.gets_grad:
+            return []
+        assert self.graph.hands is not None
+        self._make_room(self.grad_recv_info[bwd_chunk_id], self.graph.hands, bwd_chunk_id)
+        return super().get_bwd_recv_ops(bwd_chunk_id)
+
+    def get_bwd_send_ops(self, bwd_chunk_id: int) -> list[dist.P2POp]:
+        """Send the hidden value's gradient, where the stage below has a backward."""
+        grads = self.bwd_cache.pop(bwd_chunk_id, ())
+        if not self.sends_grad:
+            return []
+        self.bwd_cache[bwd_chunk_id] = tuple(g if g is None else g.contiguous() for g in grads)
+        return super().get_bwd_send_ops(bwd_chunk_id)
+
+    def set_local_fwd_input(self, prev_stage_outputs: Any, mb_index: int) -> None:
+        """Take the hidden value of the stage below in this process."""
+        (info,) = self.args_recv_info[mb_index]
+        info.buffer = prev_stage_outputs.detach()
+
+    def set_local_bwd_input(
+        self, next_stage_bwd_outputs: tuple[Tensor | None, ...], mb_index: int
+    ) -> None:
+        """Take the gradient of the stage above in this process."""
+        if self.gets_grad:
+            (info,) = self.grad_recv_info[mb_index]
+            info.buffer = next_stage_bwd_outputs[0]
+
+    def forward_one_chunk(
+        self,
+        fwd_chunk_id: int,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any] | None = None,
+        save_forward_output: bool = True,
+    ) -> Any:
+        """Run a micro-batch's forward."""
+        with self._timed("F", fwd_chunk_id):
+            return super().forward_one_chunk(fwd_chunk_id, args, kwargs, save_forward_output)
+
+    def backward_one_chunk(
+        self,
+        bwd_chunk_id: int,
+        loss: Tensor | None = None,
+        full_backward: bool = True,
+        last_backward: bool = False,
+    ) -> None:
+        """Run a micro-batch's backward, where the stage has one."""
+        if not self.graph.learns:
+            self.bwd_cache[bwd_chunk_id] = (None,)
+            self.fwd_cache.pop(bwd_chunk_id)
+            return
+        with self._timed("B", bwd_chunk_id):
+            super().backward_one_chunk(bwd_chunk_id, loss, full_backward, last_backward)
+
+    def clear_runtime_states(self) -> None:
+        """Forget the round before."""
+        super().clear_runtime_states()
+        self.bwd_cache.clear()
+
+    def _retrieve_recv_activations(self, fwd_chunk_id: int) -> tuple[Tensor, ...]:
+        (info,) = self.args_recv_info[fwd_chunk_id]
+        return (self._taken(info).requires_grad_(self.sends_grad and torch.is_grad_enabled()),)
+
+    def _retrieve_recv_grads(self, bwd_chunk_id: int) -> tuple[Tensor, ...]:
+        (info,) = self.grad_recv_info[bwd_chunk_id]
+        return (self._taken(info),)
+
+    # Shapes are checked by the stage itself, against each micro-batch's own row.
+
+    def _validate_fwd_input(self, args: Any, kwargs: Any) -> None:
+        pass
+
+    def _validate_fwd_outputs(self, outputs: Any) -> None:
+        pass
+
+    def _validate_stage_tensors(self, desc: str, expected: Any, actual: Any) -> None:
+        pass
+
+    def _make_room(self, infos: Sequence[Any], value: Hidden, micro_batch: int) -> None:
+        (info,) = infos
+        shape = value.shape(self.rows_module.rows[micro_batch])
+        info.buffer = torch.empty(shape, dtype=value.dtype, device=self.device)
+
+    def _taken(self, info: Any) -> Tensor:
+        """What was received; its memory lives on only where it is needed."""
+        tensor: Tensor = info.buffer
+        info.buffer = self._nothing
+        return tensor
+
+    def _timed(self, kind: Kind, micro_batch: int) -> AbstractContextManager[None]:
+        if self.clock is None:
+            return nullcontext()
+        return self.clock.time(Action(self.graph.index, kind, micro_batch))
+
+
+def _example(value: Hidden | None, device: torch.device, needs_grad: bool) -> Tensor:
+    """Stands for what travels: torch asks it for dtype and for whether gradients travel."""
+    if value is None:
+        return torch.empty(1, device=device, requires_grad=needs_grad)
+    # One token: torch makes a buffer of this size for every micro-batch, which is never used.
+    sizes = [size if isinstance(size, int) else 1 for size in value.sizes]
+    return torch.empty(sizes, dtype=value.dtype, device=device, requires_grad=needs_grad)
+
+
+# Shard the stages of a pipeline over its replicas: a stage's layers are gathered one by one.
+#
+# Every micro-batch gathers them anew, or, where a plan keeps what is gathered, the first of a
+# round gathers and all are let go of at its end.
+
+
+class ShardedStages(nn.Module):
+    """The stages of one process as one module: FSDP2 shares buffers and streams below one root."""
+
+    def __init__(self, model: SuperModel, stages: Sequence[Stage], plan: Plan, mesh: Mesh) -> None:
+        """Shard stages whose model has its tensors, or those of this process.
+
+        To be called on every process of dp, before a stage runs.
+        """
+        super().__init__()
+        self.stages = nn.ModuleList(stages)
+        self.keeps = plan.keep_gathered
+        self.learns = any(stage.graph.learns for stage in stages)
+        stretches = [_stretch(model, stage) for stage in stages]
+        tables = shard_stretches(model, self, stretches, plan, mesh).tables
+        for stage, own in zip(stages, tables, strict=True):
+            for path in own:
+                # The stage's code has tensors of its own, which FSDP2 would not exchange.
+                stage.code.set_submodule(path, model.net.get_submodule(path))
+        if self.keeps:
+            _sharded(self).set_reshard_after_backward(False)
+
+    def forward(self, place: int, hidden: Tensor | None, row: PackedBatch) -> Tensor:
+        """Run one micro-batch through the stage at this place; see `Stage`."""
+        return cast(Tensor, self.stages[place](hidden, row))
+
+    def end_round(self) -> None:
+        """Let go of what was kept; to be called after the last micro-batch of a round."""
+        if self.keeps:
+            for module in self.modules():
+                if isinstance(module, FSDPModule):
+                    module.reshard()
+        if not self.learns:
+            # FSDP2 notes every forward until a backward has ended, which never comes here.
+            _sharded(self)._get_fsdp_state()._root_post_backward_final_callback()
+
+
+def _stretch(model: SuperModel, stage: Stage) -> Stretch:
+    graph = stage.graph
+    paths = [*graph.layers, LOSS] if graph.last else list(graph.layers)
+    lowest = 0 if graph.needs_grad else first_trained(model, paths)
+    return Stretch(stage, graph.nodes, paths, lowest if graph.learns else None)
+
+
+def _sharded(module: nn.Module) -> Any:
+    """A module that `fully_shard` has given FSDP2's methods."""
+    assert isinstance(module, FSDPModule)
+    return module
+
 
 SCHEDULES: Mapping[str, Any] = {
     "gpipe": ScheduleGPipe,

@@ -16,15 +16,13 @@ import torch
 from torch import fx
 
 from tlora_fx.errors import GraphInvalid, PassFailed, PassMisreports, TloraError
-from tlora_fx.fingerprint import Fingerprint, fingerprint, named_graphs, owners
-from tlora_fx.ir.graph import GroupGraph, JobGraph
+from tlora_fx.ir.graph import TRACE, GroupGraph, JobGraph, record
 from tlora_fx.ir.shapes import propagate, remember_runs
-from tlora_fx.ir.verifier import check_tags
+from tlora_fx.ir.verifier import Fingerprint, check_tags, fingerprint, named_graphs, owners
 from tlora_fx.pipeline.instrument import Change, Done, Event, Instrument
 from tlora_fx.pipeline.passes import GroupPass, JobPass
 from tlora_fx.pipeline.rewrites import Rewrites, counting
 from tlora_fx.pipeline.text import Pipeline, checked
-from tlora_fx.provenance import TRACE, record
 
 Verify = Literal["none", "structure", "numerics"]
 Values = dict[fx.Node, torch.Tensor]

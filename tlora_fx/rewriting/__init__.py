@@ -4,11 +4,14 @@ Patterns say why they do not fit (matching.py). Rewriting helpers keep shapes, t
 and count as rewrites that a bisection may hold back (rewriter.py, outlining.py).
 """
 
-from tlora_fx.rewriting.matching import (
+from tlora_fx.rewriting.outlining import Piece, inline_block, outline, outline_block
+from tlora_fx.rewriting.patterns import (
     Match,
     Miss,
+    Pattern,
     add,
     anything,
+    arguments_of,
     call,
     constant,
     either,
@@ -20,10 +23,7 @@ from tlora_fx.rewriting.matching import (
     uncast,
     where,
 )
-from tlora_fx.rewriting.outlining import Piece, inline_block, outline, outline_block
-from tlora_fx.rewriting.patterns import Pattern
 from tlora_fx.rewriting.rewriter import Maker, Rewriter
-from tlora_fx.rewriting.schemas import arguments_of
 
 __all__ = [
     "Maker",

@@ -14,11 +14,19 @@ import torch
 from torch import fx
 
 from tlora_fx.errors import NotOutlinable
-from tlora_fx.ir.graph import Block, GroupGraph, JobGraph, TensorRef, output_of, placeholders, under
+from tlora_fx.ir.graph import (
+    PEFT_PREFIX,
+    Block,
+    GroupGraph,
+    JobGraph,
+    TensorRef,
+    derive,
+    output_of,
+    placeholders,
+    under,
+)
 from tlora_fx.ir.verifier import hands_to_all
 from tlora_fx.pipeline import rewrite_allowed
-from tlora_fx.provenance import derive
-from tlora_fx.tracing.export import PEFT_PREFIX
 
 # Tags that say what a node does at a site; its value as an input does nothing there.
 OF_A_SITE = ("site", "branches", "as_it_is")

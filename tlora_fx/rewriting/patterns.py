@@ -9,15 +9,128 @@ returns; that is several times as fast.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, ClassVar
+from functools import cache
+from typing import Any, ClassVar, NamedTuple
+from typing import Literal as Literal_imported
 
 import torch
 from torch import fx
 
-from tlora_fx.ir.graph import TensorRef
-from tlora_fx.rewriting.search import Place, Search, State
+from tlora_fx.errors import PatternWrong, nearest
+from tlora_fx.ir.graph import TensorRef, is_call
+
+# The arguments of a call by name, as its operator's schema has them.
+
+
+# Stands for the default of an argument that must be given.
+REQUIRED: Any = object()
+
+
+@cache
+def parameters_of(target: Any) -> dict[str, Any] | None:
+    """Names and defaults of an operator's arguments, None for a callable without a schema."""
+    schema = getattr(target, "_schema", None)
+    if schema is None:
+        return None
+    return {
+        argument.name: argument.default_value if argument.has_default_value() else REQUIRED
+        for argument in schema.arguments
+    }
+
+
+def arguments_of(node: fx.Node) -> dict[str, Any]:
+    """What a call is given, by name, defaults too; "0", "1", … where there is no schema.
+
+    `linear(x, w)`, `linear(x, w, None)` and `linear(x, weight=w)` are alike.
+    """
+    known = parameters_of(node.target)
+    if known is None:
+        return {**{str(place): arg for place, arg in enumerate(node.args)}, **node.kwargs}
+    return {**known, **dict(zip(known, node.args, strict=False)), **node.kwargs}
+
+
+# The state of a search for a pattern: captures, conditions that held, the nearest failure.
+
+
+class Place(NamedTuple):
+    """Where a value stands: an argument of a call that a pattern describes."""
+
+    call: Pattern
+    argument: str
+
+
+class Condition(NamedTuple):
+    """One condition, on one value. Told only when somebody asks: most are never read."""
+
+    pattern: Pattern
+    value: Any
+    place: Place | None
+
+    def holds(self) -> str:
+        """The condition as a sentence."""
+        return f"{subject(self.pattern, self.place)} {self.pattern.is_what()}"
+
+    def fails(self) -> str:
+        """What is there instead, as a sentence."""
+        return self.pattern.is_not(subject(self.pattern, self.place), self.value)
+
+
+class State(NamedTuple):
+    """How far a search came: never changed, so that the search can go back.
+
+    reached   conditions that held
+    last      the last of them, behind it those before
+    nodes     the calls and stored tensors that the pattern describes, the last first
+    """
+
+    captures: Mapping[str, Any]
+    reached: int = 0
+    last: tuple[tuple[Pattern, Any, Place | None], Any] | None = None
+    nodes: tuple[fx.Node, Any] | None = None
+
+    def through(self, node: fx.Node) -> State:
+        """The same, with one more node that the pattern describes."""
+        captures, reached, last, nodes = self
+        return State(captures, reached, last, (node, nodes))
+
+    def conditions(self) -> tuple[Condition, ...]:
+        """Those that held, in order."""
+        return tuple(Condition(*found) for found in _linked(self.last))[::-1]
+
+    def described(self) -> tuple[fx.Node, ...]:
+        """The nodes that the pattern describes, in order, each once."""
+        return tuple(dict.fromkeys(list(_linked(self.nodes))[::-1]))
+
+
+@dataclass(slots=True)
+class Search:
+    """The failure that came after the most conditions; of equals the first."""
+
+    failed: Condition | None = None
+    state: State = field(default_factory=lambda: State({}, -1))
+
+    def fail(self, state: State, pattern: Pattern, value: Any, place: Place | None) -> None:
+        """A condition did not hold."""
+        if state.reached > self.state.reached:
+            self.failed, self.state = Condition(pattern, value, place), state
+
+
+def subject(pattern: Pattern, place: Place | None) -> str:
+    """What a sentence calls a value."""
+    if pattern.name:
+        return f"its {pattern.name}"
+    if place is None:
+        return "it"
+    owner = f"its {place.call.name}" if place.call.name else "it"
+    return f"the {place.argument} of {owner}"
+
+
+def _linked(last: tuple[Any, Any] | None) -> Iterator[Any]:
+    while last is not None:
+        found, last = last
+        yield found
 
 
 @dataclass(slots=True, eq=False)
@@ -274,3 +387,469 @@ def told(value: Any) -> str:
     if isinstance(value, fx.Node):
         return f"the input {value.target}" if value.op == "placeholder" else str(value.target)
     return "nothing" if value is None else repr(value)
+
+
+# The pattern of a call, whose arguments are described by patterns.
+
+
+class _Slot(NamedTuple):
+    """An argument that has a condition: its place among the positional ones, and its default."""
+
+    place: Place
+    position: int
+    default: Any
+    pattern: Pattern
+
+
+@dataclass(slots=True, eq=False)
+class Call(Pattern):
+    """A call of one of several operators.
+
+    operators   the operators
+    given       patterns of arguments, by position
+    named       patterns of arguments, by name
+    opened      arguments that are not described may be anything; else they are at their default
+    commutes    the first two arguments may stand in either order
+    slots       for each operator the arguments that have a condition
+    """
+
+    branching: ClassVar[bool] = True
+
+    operators: tuple[Any, ...] = ()
+    given: tuple[Pattern, ...] = ()
+    named: tuple[tuple[str, Pattern], ...] = ()
+    opened: bool = False
+    commutes: bool = False
+    slots: dict[Any, list[_Slot]] = field(default_factory=dict, init=False)
+
+    def __post_init__(self) -> None:
+        """Look up the arguments of every operator.
+
+        raises    PatternWrong for an argument that an operator does not have
+        """
+        self.slots.update({target: self._slots_of(target) for target in self.operators})
+
+    def walk(
+        self, value: Any, state: State, search: Search, place: Place | None
+    ) -> Iterator[State]:
+        """The operator, then argument by argument."""
+        found = self.step(value, state, search, place)
+        if found is None:
+            return
+        found = found.through(value)
+        args, kwargs = value.args, value.kwargs
+        pairs = []
+        for at, position, default, pattern in self.slots[value.target]:
+            if position < len(args):
+                pairs.append((pattern, args[position], at))
+            else:
+                pairs.append((pattern, kwargs.get(at.argument, default), at))
+        yield from walk_all(pairs, found, search)
+        if self.commutes:
+            (one, left, here), (two, right, there), *rest = pairs
+            yield from walk_all([(one, right, there), (two, left, here), *rest], found, search)
+
+    def fits(self, value: Any) -> bool:
+        """Whether it calls one of the operators."""
+        return (
+            isinstance(value, fx.Node)
+            and value.op == "call_function"
+            and value.target in self.slots
+        )
+
+    def is_what(self) -> str:
+        """The condition."""
+        return f"is {' or '.join(map(str, self.operators))}"
+
+    def is_not(self, subject: str, value: Any) -> str:
+        """Another operator."""
+        return f"{subject} is {told(value)}, not {' or '.join(map(str, self.operators))}"
+
+    def targets(self) -> frozenset[Any] | None:
+        """Its operators."""
+        return frozenset(self.operators)
+
+    def _slots_of(self, target: Any) -> list[_Slot]:
+        known = parameters_of(target)
+        if known is None:
+            known = {str(place): REQUIRED for place in range(len(self.given))}
+        wanted = {**dict(zip(known, self.given, strict=False)), **dict(self.named)}
+        self._demand_known(target, wanted, known)
+        found = []
+        for position, (argument, default) in enumerate(known.items()):
+            pattern = wanted.get(argument)
+            if pattern is None and not self.opened:
+                pattern = Default(default, argument)
+            keeps = self.commutes and position < 2
+            if pattern is not None and (keeps or type(pattern) is not Anything or pattern.name):
+                found.append(_Slot(Place(self, argument), position, default, pattern))
+        return found
+
+    def _demand_known(self, target: Any, wanted: dict[str, Pattern], known: dict[str, Any]) -> None:
+        unknown = [name for name in wanted if name not in known]
+        if not unknown and len(self.given) <= len(known):
+            return
+        raise PatternWrong(
+            "a pattern describes an argument that its operator does not have",
+            operator=target,
+            found=unknown[0] if unknown else f"{len(self.given)} arguments",
+            nearest=nearest(unknown[0], known) if unknown else None,
+            expected=", ".join(known),
+            help="name the arguments as the operator's schema does",
+        )
+
+    def parts(self) -> tuple[Pattern, ...]:
+        """The patterns of its arguments."""
+        return (*self.given, *(pattern for _, pattern in self.named))
+
+    def shown(self) -> str:
+        """As a call."""
+        shown = [*map(inside, self.given), *(f"{key}={inside(item)}" for key, item in self.named)]
+        called = "|".join(dict.fromkeys(_short(target) for target in self.operators))
+        return f"{called}({', '.join([*shown, *(['…'] if self.opened else [])])})"
+
+
+def _short(target: Any) -> str:
+    return str(getattr(target, "__name__", target)).partition(".")[0]
+
+
+# Patterns made of others: lists, choices, what stands behind casts, and further conditions.
+
+
+aten = torch.ops.aten
+CASTS = (aten.to.dtype, aten._to_copy.default)
+Captures = Mapping[str, Any]
+
+
+@dataclass(slots=True, eq=False)
+class Sequenced(Pattern):
+    """A list of patterns, for operators that take lists."""
+
+    branching: ClassVar[bool] = True
+
+    items: tuple[Pattern, ...] = ()
+
+    def walk(
+        self, value: Any, state: State, search: Search, place: Place | None
+    ) -> Iterator[State]:
+        """As many values, each by its own pattern."""
+        if not isinstance(value, (list, tuple)) or len(value) != len(self.items):
+            search.fail(state, self, value, place)
+            return
+        pairs = [(item, part, place) for item, part in zip(self.items, value, strict=True)]
+        yield from walk_all(pairs, state, search)
+
+    def is_what(self) -> str:
+        """The condition."""
+        return f"is a list of {len(self.items)}"
+
+    def parts(self) -> tuple[Pattern, ...]:
+        """Its items."""
+        return self.items
+
+    def shown(self) -> str:
+        """As a list."""
+        return f"[{', '.join(map(inside, self.items))}]"
+
+
+@dataclass(slots=True, eq=False)
+class Cast(Pattern):
+    """What stands behind any number of casts."""
+
+    branching: ClassVar[bool] = True
+
+    inner: Pattern = field(default_factory=Anything)
+
+    def walk(
+        self, value: Any, state: State, search: Search, place: Place | None
+    ) -> Iterator[State]:
+        """See through to what is cast."""
+        while isinstance(value, fx.Node) and is_call(value, *CASTS):
+            state = state.through(value)
+            value = value.args[0]
+        return self.inner.walk(value, state, search, place)
+
+    def parts(self) -> tuple[Pattern, ...]:
+        """What is behind the casts."""
+        return (self.inner,)
+
+    def shown(self) -> str:
+        """With the sign of casts."""
+        return f"cast*({inside(self.inner)})"
+
+
+@dataclass(slots=True, eq=False)
+class Either(Pattern):
+    """One of several patterns; where none fits, the one that came nearest is told."""
+
+    branching: ClassVar[bool] = True
+
+    choices: tuple[Pattern, ...] = ()
+
+    def walk(
+        self, value: Any, state: State, search: Search, place: Place | None
+    ) -> Iterator[State]:
+        """Each in turn."""
+        for choice in self.choices:
+            yield from choice.walk(value, state, search, place)
+
+    def targets(self) -> frozenset[Any] | None:
+        """Those of any choice."""
+        found = [choice.targets() for choice in self.choices]
+        known = [targets for targets in found if targets is not None]
+        return frozenset().union(*known) if len(known) == len(found) else None
+
+    def parts(self) -> tuple[Pattern, ...]:
+        """Its choices."""
+        return self.choices
+
+    def shown(self) -> str:
+        """All choices."""
+        return f"({' | '.join(map(inside, self.choices))})"
+
+
+@dataclass(slots=True, eq=False)
+class Where(Pattern):
+    """A pattern of which something more must hold.
+
+    says    the condition as a sentence
+    test    whether it holds, of what is captured by then
+    """
+
+    branching: ClassVar[bool] = True
+
+    inner: Pattern = field(default_factory=Anything)
+    says: str = ""
+    test: Callable[[Captures], bool] = bool
+
+    def walk(
+        self, value: Any, state: State, search: Search, place: Place | None
+    ) -> Iterator[State]:
+        """The pattern's ways for which the condition holds."""
+        for found in self.inner.walk(value, state, search, place):
+            captures, count, last, nodes = found
+            if self.test(captures):
+                yield State(captures, count + 1, ((self, value, None), last), nodes)
+            else:
+                search.fail(found, self, value, None)
+
+    def is_what(self) -> str:
+        """The condition."""
+        return f"is one where {self.says}"
+
+    def is_not(self, subject: str, value: Any) -> str:
+        """The condition fails."""
+        return f"it does not hold that {self.says}"
+
+    def targets(self) -> frozenset[Any] | None:
+        """Those of the pattern."""
+        return self.inner.targets()
+
+    def parts(self) -> tuple[Pattern, ...]:
+        """What it adds a condition to."""
+        return (self.inner,)
+
+    def shown(self) -> str:
+        """With its condition."""
+        return f"{inside(self.inner)} where {self.says}"
+
+
+# Match patterns: what fits, with its captures, or what came nearest and why it does not fit.
+
+
+@dataclass(frozen=True, slots=True)
+class Match:
+    """A pattern that fits.
+
+    pattern      what fits
+    node         the node at its root
+    captures     values by name, those that were given too
+    nodes        the calls and stored tensors that the pattern describes, the root first
+    conditions   what held, in order
+    """
+
+    pattern: Pattern
+    node: fx.Node
+    captures: Mapping[str, Any]
+    nodes: tuple[fx.Node, ...]
+    conditions: tuple[Condition, ...]
+
+    @property
+    def held(self) -> tuple[str, ...]:
+        """The conditions in words."""
+        return tuple(condition.holds() for condition in self.conditions)
+
+    def __bool__(self) -> Literal_imported[True]:
+        return True
+
+    def __getitem__(self, name: str) -> Any:
+        return self.captures[name]
+
+
+@dataclass(frozen=True, slots=True)
+class Miss:
+    """A pattern that does not fit, and how near it came.
+
+    conditions   what held, in order
+    failure      the condition that did not
+    node         where: the node that it is about, or the last one before it
+    """
+
+    pattern: Pattern
+    conditions: tuple[Condition, ...]
+    failure: Condition
+    node: fx.Node | None
+
+    @property
+    def held(self) -> tuple[str, ...]:
+        """The conditions that held, in words."""
+        return tuple(condition.holds() for condition in self.conditions)
+
+    @property
+    def failed(self) -> str:
+        """The condition that did not hold, in words."""
+        return self.failure.holds()
+
+    @property
+    def why(self) -> str:
+        """What is there instead, as one sentence."""
+        return self.failure.fails()
+
+    def __bool__(self) -> Literal_imported[False]:
+        return False
+
+
+def match(pattern: Pattern, node: Any, given: Mapping[str, Any] | None = None) -> Match | Miss:
+    """Match a pattern at a node.
+
+    given     captures that are known before, such as the value that a call must read
+    returns   a Match, which is true, or a Miss, which is false
+    """
+    search, start = Search(), State(dict(given or {}))
+    for state in pattern.walk(node, start, search, None):
+        return _found(pattern, node, state)
+    return _missed(pattern, search)
+
+
+def nearest_match(
+    choices: Sequence[Pattern], node: Any, given: Mapping[str, Any] | None = None
+) -> Match | Miss:
+    """The first of several patterns that fits, or the Miss that came nearest."""
+    misses = []
+    for pattern in choices:
+        found = match(pattern, node, given)
+        if isinstance(found, Match):
+            return found
+        misses.append(found)
+    return max(misses, key=lambda miss: len(miss.conditions))
+
+
+def find(
+    graph: fx.Graph, pattern: Pattern, given: Mapping[str, Any] | None = None
+) -> Iterator[Match]:
+    """All matches in a graph, in its order; the graph may be rewritten while they are found.
+
+    A node that an earlier match's rewrite has erased, or one that has no readers, is passed over.
+    """
+    targets = pattern.targets()
+    for node in list(graph.nodes):
+        if targets is not None and (node.op != "call_function" or node.target not in targets):
+            continue
+        if node._erased or not node.users:
+            continue
+        found = match(pattern, node, given)
+        if isinstance(found, Match):
+            yield found
+
+
+def call(
+    operators: Any,
+    *given: Any,
+    name: str = "",
+    commutes: bool = False,
+    **named: Any,
+) -> Pattern:
+    """A call of an operator, or of one of a tuple of them.
+
+    given, named   patterns or plain values, by the schema's positions and names; `...` as the
+                   last one leaves the others open, without it they are at their default
+    commutes       the first two arguments may stand in either order
+    raises         PatternWrong for an argument that an operator does not have
+    """
+    wanted = tuple(operators) if isinstance(operators, tuple) else (operators,)
+    opened = bool(given) and given[-1] is ...
+    return Call(
+        wanted,
+        tuple(_pattern(item) for item in given[: len(given) - opened]),
+        tuple((key, _pattern(item)) for key, item in named.items()),
+        opened,
+        commutes,
+        name=name,
+    )
+
+
+def add(one: Any, two: Any, name: str = "") -> Pattern:
+    """A sum in either order, unscaled."""
+    return call(aten.add.Tensor, one, two, name=name, commutes=True)
+
+
+def mul(one: Any, two: Any, name: str = "") -> Pattern:
+    """A product in either order, element by element."""
+    return call(aten.mul.Tensor, one, two, name=name, commutes=True)
+
+
+def anything(name: str = "") -> Pattern:
+    """Any value; a name that stands twice must be the same value."""
+    return Anything(name=name)
+
+
+def stored(name: str = "", owner: str = "") -> Pattern:
+    """A tensor that the graph reads by name; of an owner ("base", "job", …) where one is given."""
+    return Stored(owner, name=name)
+
+
+def constant(name: str = "", *kinds: type, test: Callable[[Any], bool] | None = None) -> Pattern:
+    """A plain value in the graph: a number, where no types are given."""
+    return Constant(kinds or (int, float), test, name=name)
+
+
+def either(*choices: Any) -> Pattern:
+    """One of several patterns or values; the first that fits counts."""
+    return Either(tuple(_pattern(choice) for choice in choices))
+
+
+def uncast(inner: Any) -> Pattern:
+    """What stands behind any number of casts."""
+    return Cast(_pattern(inner))
+
+
+def where(says: str, test: Callable[[Mapping[str, Any]], bool], inner: Any) -> Pattern:
+    """A pattern of which something more holds.
+
+    says    the condition as a sentence: "its rank is 8 or more"
+    test    whether it holds, of the captures so far
+    """
+    return Where(_pattern(inner), says, test)
+
+
+def _pattern(item: Any) -> Pattern:
+    if isinstance(item, Pattern):
+        return item
+    if isinstance(item, (list, tuple)):
+        return Sequenced(tuple(_pattern(inner) for inner in item))
+    return Literal(item)
+
+
+def _found(pattern: Pattern, node: fx.Node, state: State) -> Match:
+    nodes, conditions = state.described(), state.conditions()
+    return Match(pattern, node, state.captures, nodes, conditions)
+
+
+def _missed(pattern: Pattern, search: Search) -> Miss:
+    failed = search.failed
+    assert failed is not None
+    before = search.state.described()
+    at = failed.value if isinstance(failed.value, fx.Node) else None
+    if at is None and before:
+        at = before[-1]
+    return Miss(pattern, search.state.conditions(), failed, at)

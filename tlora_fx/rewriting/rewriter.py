@@ -15,12 +15,10 @@ from torch import fx
 from torch.fx.experimental.symbolic_shapes import statically_known_true
 
 from tlora_fx.errors import RewriteMismatch
-from tlora_fx.ir.graph import TensorRef
+from tlora_fx.ir.graph import TensorRef, derive
 from tlora_fx.ir.shapes import fake_like, fake_mode_of, give_value
 from tlora_fx.pipeline import rewrite_allowed
-from tlora_fx.provenance import derive
-from tlora_fx.rewriting.matching import Match, find
-from tlora_fx.rewriting.patterns import Pattern
+from tlora_fx.rewriting.patterns import Match, Pattern, find
 
 # What new nodes take from the node that they stand for; "axis" only where the value is the same.
 TAGS = ("role", "jobs", "site", "path", "source")

@@ -2,21 +2,232 @@
 
 from __future__ import annotations
 
+import copy
 import math
-from collections.abc import Callable, Mapping
+import shutil
+import tempfile
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
+import safetensors
+import safetensors.torch
 import torch
 from torch import Tensor, nn
 
+from tlora_fx.config.adapter_folder import CONFIG, WEIGHTS, read_adapter_config
 from tlora_fx.config.job import Job
-from tlora_fx.errors import AdapterFolderError, nearest
-from tlora_fx.ir.graph import AdapterSite
+from tlora_fx.durable import sync_folder, write_synced
+from tlora_fx.errors import AdapterFolderError, BaseNotLoadable, nearest
+from tlora_fx.ir.graph import PEFT_PREFIX, AdapterSite
+from tlora_fx.ir.storage import Shard
+from tlora_fx.model.backbone import Backbone
 from tlora_fx.model.supermodel import SuperModel
-from tlora_fx.ops import site_id
-from tlora_fx.part import Shard
-from tlora_fx.runtime.adapter_files import read_adapter
-from tlora_fx.runtime.weights import canonical_names, draw
-from tlora_fx.tracing.export import PEFT_PREFIX
+from tlora_fx.ops import site_id, uniform_at
+
+if TYPE_CHECKING:
+    from peft import LoraConfig
+
+
+# PEFT adapter folders: written so that `PeftModel.from_pretrained` loads them, read safely.
+
+
+@dataclass(frozen=True, slots=True)
+class AdapterFolder:
+    """What a PEFT adapter folder holds.
+
+    fields    its LoraConfig fields, validated as a job's `lora` is
+    tensors   under the names of its safetensors file
+    """
+
+    fields: dict[str, Any]
+    tensors: dict[str, Tensor]
+
+
+def write_adapter(
+    folder: Path | str,
+    tensors: Mapping[str, Tensor],
+    config: LoraConfig,
+    base_name: str | None = None,
+) -> None:
+    """Write or replace a PEFT adapter folder; other files in it stay.
+
+    tensors     by the names of PEFT's `get_peft_model_state_dict`; views are copied
+    config      written by PEFT's own code, with inference mode on, as PEFT does
+    base_name   hub id or folder of the base, kept when None
+    raises      AdapterFolderError when the disk refuses; an adapter written before stays whole
+    """
+    target = Path(folder)
+    fresh: Path | None = None
+    try:
+        target.mkdir(parents=True, exist_ok=True)
+        fresh = Path(tempfile.mkdtemp(prefix=".adapter.tmp-", dir=target))
+        _saved_config(config, base_name).save_pretrained(str(fresh))
+        write_synced(fresh / CONFIG, (fresh / CONFIG).read_bytes())
+        write_synced(fresh / WEIGHTS, tensor_bytes(tensors))
+        # The weights come last: a folder that has them is complete.
+        for name in (CONFIG, WEIGHTS):
+            (fresh / name).replace(target / name)
+        sync_folder(target)
+    except OSError as error:
+        raise AdapterFolderError(
+            "an adapter could not be written",
+            folder=target,
+            reason=error,
+            help="free space or mend the permissions, then go on with --resume",
+        ) from error
+    finally:
+        if fresh is not None:
+            shutil.rmtree(fresh, ignore_errors=True)
+
+
+def read_adapter(folder: Path | str) -> AdapterFolder:
+    """Read a PEFT adapter folder, from safetensors only.
+
+    raises   AdapterFolderError when a file is missing or damaged, the weights are only a pickle,
+             or the adapter is none that tlora-fx trains
+    """
+    source = Path(folder)
+    fields = read_adapter_config(source)
+    try:
+        tensors = safetensors.torch.load_file(source / WEIGHTS)
+    except (OSError, safetensors.SafetensorError) as error:
+        raise AdapterFolderError(
+            f"{WEIGHTS} cannot be read",
+            folder=source,
+            found=error,
+            help="save the adapter again with PEFT's save_pretrained",
+        ) from error
+    return AdapterFolder(fields, tensors)
+
+
+def _saved_config(config: LoraConfig, base_name: str | None) -> LoraConfig:
+    saved = copy.deepcopy(config)
+    saved.inference_mode = True
+    if base_name is not None:
+        saved.base_model_name_or_path = base_name
+    # Sets come out in an order that changes from run to run.
+    for name in ("target_modules", "exclude_modules"):
+        if isinstance(getattr(saved, name), set):
+            setattr(saved, name, sorted(getattr(saved, name)))
+    return saved
+
+
+def tensor_bytes(tensors: Mapping[str, Tensor]) -> bytes:
+    """The content of a safetensors file; tensors may be views of one storage, on any device."""
+    # safetensors refuses tensors that share storage, so each is copied.
+    whole = {
+        name: tensor.detach().to("cpu", copy=True, memory_format=torch.contiguous_format)
+        for name, tensor in tensors.items()
+    }
+    return safetensors.torch.save(whole, metadata={"format": "pt"})
+
+
+# The base's weights: loaded by transformers, drawn at random, or taken from a given module.
+
+
+PIECE = 1 << 22
+
+
+def base_tensors(backbone: Backbone, device: torch.device | str = "cpu") -> Mapping[str, Tensor]:
+    """All tensors of a base by canonical name; random ones are drawn when they are asked for.
+
+    device    where random weights are drawn; what is loaded stays on the CPU
+    raises    BaseNotLoadable when the checkpoint cannot be read
+    """
+    spec = backbone.spec
+    if spec.module is not None:
+        return dict(backbone.values)
+    if spec.model is not None:
+        return {**backbone.values, **_loaded(backbone)}
+    return _Drawn(backbone, device)
+
+
+def _loaded(backbone: Backbone) -> dict[str, Tensor]:
+    from transformers import AutoModelForCausalLM
+
+    spec = backbone.spec
+    try:
+        factory: Any = AutoModelForCausalLM
+        model, info = factory.from_pretrained(
+            str(spec.model),
+            output_loading_info=True,
+            dtype=getattr(torch, spec.dtype),
+            use_safetensors=True,
+            trust_remote_code=spec.trust_remote_code,
+        )
+    except (OSError, ValueError, RuntimeError) as error:
+        raise BaseNotLoadable(
+            "the base's weights cannot be loaded",
+            base=spec.model,
+            found=error,
+            help="give a folder or hub id with *.safetensors; pickled weights are not read",
+        ) from error
+    missing = sorted({*map(str, info["missing_keys"]), *map(str, info["mismatched_keys"])})
+    if missing:
+        raise BaseNotLoadable(
+            "the base's checkpoint lacks tensors, or has them in other shapes",
+            base=spec.model,
+            found=", ".join(missing[:5]) + (f" and {len(missing) - 5} more" if missing[5:] else ""),
+            help="give the checkpoint that belongs to the config; nothing is drawn in its place",
+        )
+    canonical = canonical_names(backbone)
+    found = model.state_dict()
+    return {canonical[name]: tensor for name, tensor in found.items() if name in canonical}
+
+
+def canonical_names(backbone: Backbone) -> Mapping[str, str]:
+    """Every name of a base's parameters and buffers, ties included, to the canonical one."""
+    model = backbone.model
+    named = [
+        *model.named_parameters(remove_duplicate=False),
+        *model.named_buffers(remove_duplicate=False),
+    ]
+    return {name: backbone.names[id(tensor)] for name, tensor in named}
+
+
+class _Drawn(Mapping[str, Tensor]):
+    """Random matrices, a function of seed, name and index only, so any sharding draws the same.
+
+    Uniform with the standard deviation of the config's initializer_range; vectors start as the
+    model's own code starts them. A matrix is drawn when it is asked for, each time anew.
+    """
+
+    def __init__(self, backbone: Backbone, device: torch.device | str) -> None:
+        self._parameters = dict(backbone.model.named_parameters())
+        self._values, self._device = backbone.values, device
+        self._seed = backbone.spec.seed
+        self._deviation = getattr(backbone.config, "initializer_range", None) or 0.02
+
+    def __getitem__(self, name: str) -> Tensor:
+        if name in self._values:
+            return self._values[name]
+        like = self._parameters[name]
+        return draw(like, self._deviation, self._seed, name, self._device)
+
+    def __iter__(self) -> Iterator[str]:
+        return iter({**dict.fromkeys(self._parameters), **dict.fromkeys(self._values)})
+
+    def __len__(self) -> int:
+        return len({*self._parameters, *self._values})
+
+
+def draw(
+    like: Tensor, deviation: float, seed: int, name: str, device: torch.device | str = "cpu"
+) -> Tensor:
+    """Uniform random numbers of mean 0, equal on every device.
+
+    like         shape and dtype of the result
+    deviation    standard deviation
+    seed, name   key, in [0, 2**32), and what tells tensors of one key apart
+    """
+    flat = torch.empty(like.numel(), dtype=like.dtype, device=device)
+    width = 2 * math.sqrt(3) * deviation
+    for start in range(0, like.numel(), PIECE):
+        index = torch.arange(start, min(start + PIECE, like.numel()), device=device)
+        flat[start : start + PIECE] = (uniform_at(index, (seed, site_id(name))) - 0.5) * width
+    return flat.view(like.shape)
 
 
 def start_adapters(model: SuperModel) -> None:

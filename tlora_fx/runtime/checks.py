@@ -2,12 +2,35 @@
 
 from __future__ import annotations
 
+import random
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
+import torch
+from torch import Tensor, nn
+
 from tlora_fx.config.job import BaseSpec, Job
-from tlora_fx.errors import DataDoesNotFit, TokenizerNotLoadable
+from tlora_fx.cost.facts import facts_of
+from tlora_fx.cost.load import Round, round_of_batches
+from tlora_fx.cost.memory import demand_fits
+from tlora_fx.cost.plan import Plan
+from tlora_fx.cost.profile import Profile
+from tlora_fx.cost.profile_sources import profile_for
+from tlora_fx.cost.step_time import CostModel
+from tlora_fx.errors import (
+    BatchFormUnsafe,
+    DataDoesNotFit,
+    JobTooLong,
+    ResumeMismatch,
+    TloraError,
+    TokenizerNotLoadable,
+)
+from tlora_fx.ir.graph import HEAD, LOSS, output_of
 from tlora_fx.model.backbone import Backbone
+from tlora_fx.model.batch import IGNORED, JobTokens, pad, repeating_length
+from tlora_fx.model.supermodel import SuperModel
+from tlora_fx.planners.auto import device_name
+from tlora_fx.runtime.checkpoint import Checkpoint
 from tlora_fx.runtime.data import JobData, load_job_data
 
 if TYPE_CHECKING:
@@ -74,3 +97,215 @@ def check_fits(backbone: Backbone, data: Mapping[str, JobData]) -> None:
                 found=longest,
                 help=f"set max_length of the job to {positions} or less",
             )
+
+
+# Whether a model, a checkpoint and jobs belong together.
+
+
+#: What may change of a job between a run and its resuming; the base counts by its fingerprint.
+FREE = frozenset({"max_steps", "num_train_epochs", "save_steps", "base", "schedule"})
+
+
+def identity(model: SuperModel, jobs: Sequence[Job]) -> dict[str, object]:
+    """What must be equal for a run to go on, JSON-able."""
+    described = {job.name: job.model_dump(mode="json", exclude=set(FREE)) for job in jobs}
+    return {"jobs": described, "base": model.backbone.fingerprint()}
+
+
+def demand_same_run(checkpoint: Checkpoint, identity: dict[str, object]) -> None:
+    """Refuse a checkpoint of another run.
+
+    raises    ResumeMismatch
+    """
+    for key, value in identity.items():
+        before = checkpoint.run.get(key)
+        if before != value:
+            expected, found = _first_difference(before, value)
+            raise ResumeMismatch(
+                "the checkpoint belongs to other jobs or another base",
+                folder=checkpoint.path,
+                field=key,
+                expected=expected,
+                found=found,
+                help="resume with the job file that the run was started with; "
+                "only max_steps and save_steps may change",
+            )
+
+
+def demand_same_jobs(compiled: Sequence[Job], given: Sequence[Job]) -> None:
+    """Refuse to train other jobs than a model was compiled for.
+
+    raises    ResumeMismatch
+    """
+    if [job.name for job in compiled] != [job.name for job in given]:
+        raise ResumeMismatch(
+            "the model was compiled for other jobs",
+            expected=", ".join(job.name for job in compiled),
+            found=", ".join(job.name for job in given),
+            help="compile the jobs that you train",
+        )
+    for one, two in zip(compiled, given, strict=True):
+        mine, theirs = _what_is_compiled(one), _what_is_compiled(two)
+        if mine != theirs:
+            expected, found = _first_difference(mine, theirs)
+            raise ResumeMismatch(
+                f"the model was compiled for another job '{one.name}'",
+                job=one.name,
+                expected=expected,
+                found=found,
+                help="compile the jobs that you train",
+            )
+
+
+def _what_is_compiled(job: Job) -> dict[str, object]:
+    """What of a job is in the model."""
+    return {
+        "base": job.base.model_dump(),
+        "lora": job.lora_fields,
+        "adapter_dtype": job.adapter_dtype,
+        "adapter_compute": job.adapter_compute,
+    }
+
+
+def _first_difference(one: object, two: object) -> tuple[object, object]:
+    """Where two nested mappings part."""
+    while isinstance(one, dict) and isinstance(two, dict):
+        key = next((k for k in {**one, **two} if one.get(k) != two.get(k)), None)
+        if key is None:
+            break
+        inner = one.get(key), two.get(key)
+        if not all(isinstance(value, dict) for value in inner):
+            return f"{key}: {inner[0]}", f"{key}: {inner[1]}"
+        one, two = inner
+    return one, two
+
+
+# Probe a model in batch form: whether it looks ahead, or sees padding.
+#
+# In batch form the model's own code runs on padded lines. That is right only where the hidden
+# state of a token, and so its logits, change neither with later tokens, nor with padding behind
+# it, nor with other lines. The probe changes each of these and watches the last hidden states of
+# early tokens.
+
+
+LENGTH, WATCHED, WIDE = 12, 6, 21
+# Other tokens in equal shapes change no bit of a causal model; float32 and wider get some room.
+# Other shapes round otherwise.
+SAME_SHAPE, OTHER_SHAPE, HALF = 64, 1024, 4
+
+
+def probe_batch_form(model: SuperModel) -> None:
+    """Try a model that has its weights.
+
+    raises    BatchFormUnsafe, saying what early logits change with
+    """
+    draw = random.Random(0)  # noqa: S311  (tokens to try, no secrets)
+    logits: Any = output_of(model.group.blocks[HEAD].graph).args[0]
+    vocabulary = int(logits.meta["val"].shape[-1])
+
+    def tokens(count: int) -> list[int]:
+        return [draw.randrange(vocabulary) for _ in range(count)]
+
+    early, late, other = tokens(WATCHED), tokens(LENGTH - WATCHED), tokens(LENGTH)
+    before = _early_states(model, [early + late, other])
+    scale = float(before.abs().max())
+    changes = {
+        "later tokens": ([early + tokens(LENGTH - WATCHED), other], SAME_SHAPE, 0),
+        "other lines of the batch": ([early + late, tokens(LENGTH)], SAME_SHAPE, 0),
+        "padding behind it": ([early + late, tokens(WIDE)], OTHER_SHAPE, HALF),
+    }
+    for what, (lines, wide, half) in changes.items():
+        moved = float((_early_states(model, lines) - before).abs().max())
+        kind = model.backbone.dtype
+        allowed = (wide if kind.itemsize > 2 else half) * torch.finfo(kind).eps * scale
+        if not moved <= allowed:
+            raise BatchFormUnsafe(
+                f"the base's logits for a token change with {what}",
+                base=model.backbone.title,
+                expected=f"the hidden states of the first {WATCHED} tokens within {allowed:.3g}",
+                found=f"{moved:.3g}",
+                help="only causal models that do not see padding can share padded batches",
+            )
+
+
+@torch.no_grad()
+def _early_states(model: SuperModel, lines: Sequence[list[int]]) -> Tensor:
+    """The last hidden states [WATCHED, H] of the first line; all lines are the first job's."""
+    labels = [[IGNORED] * len(line) for line in lines]
+    first = JobTokens(list(lines), labels, model.jobs[0].seed)
+    rest = [JobTokens((), (), job.seed) for job in model.jobs[1:]]
+    device = next(model.parameters()).device
+    seen: list[Tensor] = []
+
+    def watch(module: nn.Module, inputs: tuple[Tensor, ...]) -> None:
+        seen.append(inputs[0][0, :WATCHED])
+
+    handle = model.net.get_submodule(LOSS).register_forward_pre_hook(watch)
+    try:
+        model(pad([first, *rest]).to(device))
+    finally:
+        handle.remove()
+    return seen[0].to(torch.promote_types(seen[0].dtype, torch.float32))
+
+
+# Whether the jobs' longest samples have room on the GPU at hand, by what was measured there.
+
+
+def demand_room(
+    model: SuperModel,
+    plan: Plan,
+    data: Mapping[str, JobData],
+    max_row_tokens: int,
+    profile: Profile | None = None,
+) -> None:
+    """Refuse jobs whose longest samples a plan has no memory for, before any weight is loaded.
+
+    Only what was measured on such a GPU is believed: without a profile nothing is refused.
+
+    profile   of the device; None: what is known of the one at hand
+    raises    JobTooLong, naming the job and the largest length that fits
+    """
+    try:
+        facts = facts_of(model)
+        known = profile or profile_for(facts, device_name(), allow_estimated=False)
+        demand_fits(CostModel(facts, known), plan, longest_round(model.jobs, data, max_row_tokens))
+    except JobTooLong:
+        raise
+    except TloraError:
+        return  # not measured, or not a model that a profile describes
+
+
+def longest_round(jobs: Sequence[Job], data: Mapping[str, JobData], max_row_tokens: int) -> Round:
+    """A round in which every job brings its longest samples."""
+    batches = []
+    for job in jobs:
+        lengths = sorted((len(one.input_ids) for one in data[job.name].samples), reverse=True)
+        size = job.per_device_train_batch_size
+        count = min(job.gradient_accumulation_steps, -(-len(lengths) // size))
+        batches.append([tuple(lengths[n * size : (n + 1) * size]) for n in range(count)])
+    return round_of_batches(batches, max_row_tokens)
+
+
+def longest_row(
+    jobs: Sequence[Job], data: Mapping[str, JobData], max_row_tokens: int, parts: int
+) -> int:
+    """Tokens that no row of the jobs exceeds, however their samples meet.
+
+    parts   into how many a round is cut at least, which joins micro-batches first
+    """
+    each = [_largest_batches(job, data[job.name]) for job in jobs]
+    single = [sizes[0] for sizes in each if sizes]
+    bound = max(max(single, default=0), min(max_row_tokens, sum(single)))
+    if parts > 1:
+        longest = (len(one.input_ids) for own in data.values() for one in own.samples)
+        whole = sum(map(sum, each))
+        bound = max(bound, min(max(max_row_tokens, max(longest, default=0)), whole))
+    return repeating_length(bound)
+
+
+def _largest_batches(job: Job, data: JobData) -> list[int]:
+    """Tokens of a step's micro-batches if a job's longest samples meet, the largest first."""
+    lengths = sorted((len(one.input_ids) for one in data.samples), reverse=True)
+    size = job.per_device_train_batch_size
+    count = min(job.gradient_accumulation_steps, -(-len(lengths) // size))
+    return [sum(lengths[n * size : (n + 1) * size]) for n in range(count)]

@@ -11,8 +11,7 @@ import torch
 from torch import Tensor
 
 from tlora_fx.config.job import Job
-from tlora_fx.runtime.adapter_files import write_adapter
-from tlora_fx.runtime.adapters import adapter_tensors, load_adapter
+from tlora_fx.runtime.adapters import adapter_tensors, load_adapter, write_adapter
 from tlora_fx.runtime.batching import MicroBatches, count_targets, count_tokens
 from tlora_fx.runtime.checkpoint import JobState
 from tlora_fx.runtime.data import JobData

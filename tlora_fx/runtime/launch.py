@@ -24,8 +24,7 @@ from tlora_fx.errors import LaunchError, PlanFileError, ProcessLost, RanksDiffer
 from tlora_fx.model.supermodel import SuperModel
 from tlora_fx.parallel.mesh import FIRST_STEP, Mesh
 from tlora_fx.planners.protocol import find_planner
-from tlora_fx.runtime.devices import device_named
-from tlora_fx.runtime.distributed import Ranks
+from tlora_fx.runtime.distributed import Ranks, device_named
 
 VARIABLES = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 # torchrun counts how often it has started the processes again.

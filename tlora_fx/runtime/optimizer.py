@@ -11,19 +11,214 @@ arithmetic. So they are zeroed, measured and updated together, by lists of them 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+import operator
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
+from itertools import chain
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from tlora_fx.errors import OptimizerError, OptimizerStateError
-from tlora_fx.runtime.fused_adam import FusedAdam, fused_adam
-from tlora_fx.runtime.gradients import Gradients
 
 if TYPE_CHECKING:
     from tlora_fx.config.job import Job
+
+
+# The gradients of a job's parameters, zeroed, measured and clipped together.
+#
+# torch.nn.utils looks every gradient up and sorts all by dtype at each call, which for hundreds of
+# small ones costs the host more than the kernels cost a GPU. Here their list is made once; what
+# the operators get, and in which order, is the same.
+
+
+# CUDA's reductions read so many numbers at once where their address allows it.
+_VECTOR = 4
+# Where torch.nn.utils hands whole lists to an operator.
+_LISTED = frozenset({"cpu", "cuda"})
+
+
+class Gradients:
+    """A list of gradients that holds as long as each parameter keeps its tensor (`holds`).
+
+    params    parameters in the optimizer's order; those without a gradient are left out
+    tensors   their gradients, the parameters' own tensors
+    alike     all are plain tensors of one dtype on one device, so that an operator takes the list
+              as it is; other lists are left to torch.nn.utils
+    """
+
+    def __init__(self, params: Iterable[nn.Parameter]) -> None:
+        self._all = list(params)
+        self._found = [param.grad for param in self._all]
+        self.params = [param for param in self._all if param.grad is not None]
+        self.tensors = [gradient for gradient in self._found if gradient is not None]
+        kinds = {(type(each), each.device, each.dtype) for each in self.tensors}
+        self.alike = len(kinds) == 1 and all(
+            kind is Tensor and device.type in _LISTED for kind, device, _ in kinds
+        )
+        # Which are measured in a copy, and in which dtype.
+        self._moved = {
+            place: _wide_dtype(each)
+            for place, each in enumerate(self.tensors)
+            if not _is_in_place(each)
+        }
+        self._dtype = torch.float32
+        for each in self.tensors:
+            self._dtype = torch.promote_types(self._dtype, each.dtype)
+
+    def holds(self) -> bool:
+        """Whether every parameter still has the gradient tensor that it had, or none."""
+        return all(map(operator.is_, [param.grad for param in self._all], self._found))
+
+    @torch.no_grad()
+    def zero(self) -> None:
+        """Fill every gradient with zeros, in place."""
+        if self.tensors:
+            torch._foreach_zero_(self.tensors)
+
+    @torch.no_grad()
+    def norm(self) -> Tensor:
+        """The 2-norm over all gradients, in float32 or the widest gradient's dtype.
+
+        returns   [], on the gradients' device; nobody has waited for it
+        """
+        if not self.alike:
+            return torch.nn.utils.get_total_norm(self._wide())
+        norms = torch._foreach_norm(self._wide(), 2.0)
+        total: Tensor = torch.linalg.vector_norm(torch.stack(norms), 2.0)
+        return total
+
+    @torch.no_grad()
+    def clip(self, norm: float, largest: float) -> None:
+        """Scale all gradients by `largest / norm` where that is below 1."""
+        if not self.tensors:
+            return
+        total = torch.tensor(norm, dtype=self._dtype, device=self.tensors[0].device)
+        if not self.alike:
+            torch.nn.utils.clip_grads_with_norm_(self.params, largest, total)
+            return
+        # The arithmetic of clip_grads_with_norm_, on the device and in the norm's dtype.
+        scale = torch.clamp(largest / (total + 1e-6), max=1.0)
+        torch._foreach_mul_(self.tensors, scale)
+
+    def _wide(self) -> list[Tensor]:
+        """The gradients in float32 at least, each where a vector may begin; copied together."""
+        wide = list(self.tensors)
+        for place, dtype in self._moved.items():
+            wide[place] = torch.empty_like(wide[place], dtype=dtype)
+        if self._moved:
+            places = [wide[place] for place in self._moved]
+            torch._foreach_copy_(places, [self.tensors[place] for place in self._moved])
+        return wide
+
+
+def _is_in_place(gradient: Tensor) -> bool:
+    """Whether a gradient is measured where it lies, not in a copy.
+
+    Where a job's view begins depends on its neighbours' ranks, and CUDA's reductions sum in
+    another order on another alignment.
+    """
+    wide = _wide_dtype(gradient)
+    return gradient.dtype == wide and gradient.data_ptr() % (_VECTOR * wide.itemsize) == 0
+
+
+def _wide_dtype(gradient: Tensor) -> torch.dtype:
+    return torch.promote_types(gradient.dtype, torch.float32)
+
+
+# The step of torch.optim's fused Adam and AdamW, over lists that are made once.
+#
+# `Optimizer.step` looks up every parameter's gradient, moments and counter and sorts them by dtype
+# on each step: for hundreds of small parameters a few milliseconds of the host, while a GPU needs
+# a tenth of one. The optimizer stays the owner of state and options; this holds its tensors in the
+# lists that its kernel takes.
+
+
+# What the kernels take; where a torch has others, its own step calls them.
+_ARGUMENTS = (
+    "self grads exp_avgs exp_avg_sqs max_exp_avg_sqs state_steps lr beta1 beta2 weight_decay eps "
+    "amsgrad maximize grad_scale found_inf"
+)
+# Options that only torch's own step knows.
+_OTHERS = ("amsgrad", "maximize", "capturable", "differentiable")
+
+
+class FusedAdam:
+    """One step of an optimizer, bitwise what its own `step` does; see `fused_adam`.
+
+    lists   parameters, gradients, both moments, each of one length, dtype and device
+    steps   the counters, as many, on the same device
+    """
+
+    def __init__(
+        self, options: dict[str, Any], lists: Sequence[list[Tensor]], steps: list[Tensor]
+    ) -> None:
+        self._options, self._lists, self._steps = options, lists, steps
+        self._kernel = getattr(torch, _kernel_of(options))
+
+    @torch.no_grad()
+    def step(self) -> None:
+        """Count, and update parameters and moments in place, with the options as they are now."""
+        options = self._options
+        beta1, beta2 = options["betas"]
+        torch._foreach_add_(self._steps, 1)
+        self._kernel(
+            *self._lists,
+            [],
+            self._steps,
+            amsgrad=False,
+            lr=options["lr"],
+            beta1=beta1,
+            beta2=beta2,
+            weight_decay=options["weight_decay"],
+            eps=options["eps"],
+            maximize=False,
+            grad_scale=None,
+            found_inf=None,
+        )
+
+
+def fused_adam(optimizer: torch.optim.Optimizer, gradients: Gradients) -> FusedAdam | None:
+    """The optimizer's step over lists, or None where it is to be left to the optimizer.
+
+    gradients   of the optimizer's parameters; the step reads these tensors for good
+    returns     None for other optimizers, options and versions of torch, for tensors of several
+                dtypes or devices, and before the first step, which makes the state
+    """
+    options = optimizer.param_groups[0]
+    if type(optimizer) not in (torch.optim.Adam, torch.optim.AdamW) or not options["fused"]:
+        return None
+    if len(optimizer.param_groups) > 1 or any(options[name] for name in _OTHERS):
+        return None
+    if not (gradients.alike and isinstance(options["lr"], float) and _is_known(options)):
+        return None
+    params = gradients.params
+    states = [optimizer.state.get(param, {}) for param in params]
+    if not all(states):
+        return None
+    moments = [[state[kind] for state in states] for kind in ("exp_avg", "exp_avg_sq")]
+    lists: list[list[Tensor]] = [[*params], gradients.tensors, *moments]
+    steps = [state["step"] for state in states]
+    kinds = {(each.device, each.dtype) for each in chain(*lists)}
+    if len(kinds) > 1 or {each.device for each in steps} != {device for device, _ in kinds}:
+        return None
+    return FusedAdam(options, lists, steps)
+
+
+def _kernel_of(options: dict[str, Any]) -> str:
+    return "_fused_adamw_" if options["decoupled_weight_decay"] else "_fused_adam_"
+
+
+def _is_known(options: dict[str, Any]) -> bool:
+    """Whether this torch has the kernel, with the arguments that we give it."""
+    name = _kernel_of(options)
+    operator = getattr(torch.ops.aten, name, None)
+    if operator is None or not hasattr(torch, name):
+        return False
+    arguments = operator.default._schema.arguments
+    return " ".join(argument.name for argument in arguments) == _ARGUMENTS
+
 
 # Counters that torch.optim keeps on the host, wherever the parameters are.
 HOST_SCALARS = frozenset({"step", "mu_product"})

@@ -12,6 +12,7 @@ from typing import Protocol
 import torch
 
 from tlora_fx.compiler import Jobs, as_jobs
+from tlora_fx.cost.load import Cutting, cut_round
 from tlora_fx.cost.plan import Plan
 from tlora_fx.errors import CheckpointError
 from tlora_fx.model.batch import PackedBatch
@@ -27,27 +28,33 @@ from tlora_fx.parallel.apply import (
 )
 from tlora_fx.parallel.cuda_graphs import RowGraphs
 from tlora_fx.parallel.mesh import FIRST_STEP, Mesh, limit_waits
-from tlora_fx.parallel.prepare import prepared
-from tlora_fx.planners.feasible import demand_fits
-from tlora_fx.planners.rows import Cutting, cut_round
-from tlora_fx.runtime.adapters import adapter_tensors, start_adapters
-from tlora_fx.runtime.batching import MicroBatches, rows_of_round
-from tlora_fx.runtime.carrying import Carried
-from tlora_fx.runtime.checkpoint import Checkpoint, CheckpointStore, JobState
-from tlora_fx.runtime.checks import check_fits, load_all_data
+from tlora_fx.parallel.prepare import demand_fits, prepared
+from tlora_fx.runtime.adapters import adapter_tensors, base_tensors, start_adapters
+from tlora_fx.runtime.batching import MicroBatches, Rows, rows_of_round
+from tlora_fx.runtime.checkpoint import Carried, Checkpoint, CheckpointStore, JobState
+from tlora_fx.runtime.checks import (
+    check_fits,
+    demand_same_jobs,
+    demand_same_run,
+    identity,
+    load_all_data,
+    longest_row,
+    probe_batch_form,
+)
 from tlora_fx.runtime.controllers import NanoBatches
 from tlora_fx.runtime.data import JobData
-from tlora_fx.runtime.distributed import Agreed, Note, Ranks, demand_elementwise, table_hash
-from tlora_fx.runtime.gathering import Gathering
-from tlora_fx.runtime.identity import demand_same_jobs, demand_same_run, identity
+from tlora_fx.runtime.distributed import (
+    Agreed,
+    Gathering,
+    Note,
+    Ranks,
+    demand_elementwise,
+    gradient_norms,
+    table_hash,
+)
 from tlora_fx.runtime.interrupt import GRACE_SECONDS, Interrupts
 from tlora_fx.runtime.job_run import JobRun, StepReport
-from tlora_fx.runtime.lengthening import Rows
-from tlora_fx.runtime.norms import gradient_norms
-from tlora_fx.runtime.probe import probe_batch_form
-from tlora_fx.runtime.room import longest_row
 from tlora_fx.runtime.run_folder import NoFolder, RunFolder
-from tlora_fx.runtime.weights import base_tensors
 
 
 class Watcher(Protocol):

@@ -17,9 +17,8 @@ from dataclasses import dataclass, field
 from typing import Protocol
 
 from tlora_fx.cost.cluster import Cluster
-from tlora_fx.scheduler.estimating import Layout
-from tlora_fx.scheduler.group import Group
-from tlora_fx.scheduler.request import JobRequest
+from tlora_fx.cost.estimator import Layout
+from tlora_fx.scheduler.state import Group, JobRequest
 
 
 @dataclass(frozen=True, slots=True)

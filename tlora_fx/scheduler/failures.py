@@ -10,8 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 
-from tlora_fx.scheduler.group import Group
-from tlora_fx.scheduler.state import ActiveJob
+from tlora_fx.scheduler.state import ActiveJob, Group
 
 #: A bound that no group of two or more can keep.
 ALONE = 1e-9

@@ -3,19 +3,189 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING, NamedTuple, Protocol
 
+import numpy as np
+
+from tlora_fx.cost.cluster import Cluster
+from tlora_fx.cost.estimator import Estimator, Layout
 from tlora_fx.errors import PlaceTaken
-from tlora_fx.scheduler.estimating import Layout
 from tlora_fx.scheduler.executor import Executor
-from tlora_fx.scheduler.group import Group
-from tlora_fx.scheduler.loop_runs import Run, membership
-from tlora_fx.scheduler.loop_watch import Watch
-from tlora_fx.scheduler.request import JobRequest
-from tlora_fx.scheduler.state import ActiveJob
+from tlora_fx.scheduler.state import ActiveJob, Decision, Group, JobRequest
 
 if TYPE_CHECKING:
     from tlora_fx.scheduler.store import Ledger
+
+
+# The formations of groups that an executor knows of.
+
+
+Membership = tuple[frozenset[str], frozenset[int]]
+
+
+def membership(group: Group) -> Membership:
+    """What tells two groups apart: who, and where."""
+    return frozenset(group.jobs), frozenset(group.place)
+
+
+@dataclass(slots=True, eq=False)
+class Run:
+    """One formation of a group, from its launch until its place is given back.
+
+    epoch       its number
+    group       as it is now: without the jobs that have ended
+    launched    as it was reserved and launched, what the executor knows it by
+    jobs        that are in it still, by name
+    committed   steps of its jobs that are safe
+    time        of its launch, seconds
+    started     when its first step began; None: not yet
+    settled     until when its jobs' credit is written down, seconds
+    leaving     asked to stop, or about to be told that it failed: what a policy sees no more
+    """
+
+    epoch: int
+    group: Group
+    launched: Group
+    jobs: dict[str, ActiveJob]
+    committed: dict[str, float]
+    time: float
+    started: float | None = None
+    settled: float = float("-inf")
+    leaving: bool = False
+    key: Membership = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.key = membership(self.group)
+
+    def without(self, name: str, seconds: float) -> None:
+        """A job ended; the others go on, with another step time."""
+        del self.jobs[name]
+        rest = tuple(other for other in self.group.jobs if other != name)
+        self.group = replace(self.group, jobs=rest, seconds=seconds)
+        self.key = membership(self.group)
+
+    def advanced(self, steps: Mapping[str, float]) -> None:
+        """Take over steps of jobs that are still in it; late news moves nothing back."""
+        for name, done in steps.items():
+            job = self.jobs.get(name)
+            if job is not None and done > job.steps_done:
+                job.steps_done = min(done, float(job.request.steps))
+
+
+# Step times of the groups that are formed, each asked of the estimator once.
+
+
+#: Sums of demands that are remembered.
+KEPT = 1 << 16
+
+
+class StepTime(NamedTuple):
+    """One step of a group where it stands.
+
+    seconds        predicted
+    busy_seconds   GPU-seconds of it that compute at the roofline
+    """
+
+    seconds: float
+    busy_seconds: float
+
+
+class StepTimes:
+    """The step times of groups on the places that they got."""
+
+    def __init__(self, estimator: Estimator) -> None:
+        self.estimator = estimator
+        self._known: dict[tuple[object, ...], StepTime] = {}
+
+    def of(
+        self, requests: Sequence[JobRequest], place: Sequence[int], cluster: Cluster
+    ) -> StepTime:
+        """Of a group of one base on some GPUs."""
+        gpus, tier = len(place), cluster.tier(place)
+        base = requests[0].base
+        key = (base, gpus, tier, *sorted([request.demand for request in requests]))
+        found = self._known.get(key)
+        if found is None:
+            rows = np.sum([request.demand for request in requests], axis=0)[None]
+            held = np.array([float(gpus)])
+            seconds = self.estimator.seconds(base, rows, held, [tier])
+            busy = self.estimator.busy(base, rows, held, seconds)
+            found = StepTime(float(seconds[0]), float(busy[0] * seconds[0]) * gpus)
+            if len(self._known) >= KEPT:
+                self._known.clear()
+            self._known[key] = found
+        return found
+
+
+# Who wants to know what the loop does: metrics of a replay, a live table.
+
+
+class Watch(Protocol):
+    """Told of everything that happens, in the order in which it does."""
+
+    def submitted(self, time: float, job: ActiveJob) -> None:
+        """A job is waiting."""
+
+    def refused(self, time: float, request: JobRequest, reason: str) -> None:
+        """A job will never run."""
+
+    def decided(
+        self, time: float, decision: Decision, wall_seconds: float, evaluations: int
+    ) -> None:
+        """The policy has decided."""
+
+    def launched(self, time: float, run: Run) -> None:
+        """A group was formed."""
+
+    def warned(self, time: float, run: Run, text: str) -> None:
+        """Something went wrong in a group, and it goes on."""
+
+    def left(self, time: float, run: Run, job: ActiveJob, reason: str) -> None:
+        """A job ended, done ("") or failed for a reason; its group still has it in `run.jobs`."""
+
+    def ended(self, time: float, run: Run, how: str) -> None:
+        """A group is over: "drained", "finished", "failed"; its jobs' steps are settled."""
+
+    def gave_up(self, time: float, job: ActiveJob, reason: str) -> None:
+        """A job that is in no group will not be run again."""
+
+    def capacity(self, time: float, gpus: int) -> None:
+        """How many GPUs there are from now on."""
+
+
+class NoWatch:
+    """Nobody wants to know."""
+
+    def submitted(self, time: float, job: ActiveJob) -> None:
+        """Nothing."""
+
+    def refused(self, time: float, request: JobRequest, reason: str) -> None:
+        """Nothing."""
+
+    def decided(
+        self, time: float, decision: Decision, wall_seconds: float, evaluations: int
+    ) -> None:
+        """Nothing."""
+
+    def launched(self, time: float, run: Run) -> None:
+        """Nothing."""
+
+    def warned(self, time: float, run: Run, text: str) -> None:
+        """Nothing."""
+
+    def left(self, time: float, run: Run, job: ActiveJob, reason: str) -> None:
+        """Nothing."""
+
+    def ended(self, time: float, run: Run, how: str) -> None:
+        """Nothing."""
+
+    def gave_up(self, time: float, job: ActiveJob, reason: str) -> None:
+        """Nothing."""
+
+    def capacity(self, time: float, gpus: int) -> None:
+        """Nothing."""
+
 
 #: How a group shall be spread over its GPUs; None: as the executor finds best.
 LayoutOf = Callable[[Group, Sequence[JobRequest]], Layout | None]

@@ -13,27 +13,325 @@ source   tLoRA, Algorithm 1; field notes, "Reading Algorithm 1"
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from heapq import heappop, heappush
 from time import perf_counter
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Literal, Protocol, cast
 
-from tlora_fx.errors import ReplayOptionWrong, SubmittedTwice
-from tlora_fx.scheduler.estimating import Estimator
-from tlora_fx.scheduler.executor import Executor
+from tlora_fx.cost.estimator import Estimator
+from tlora_fx.errors import DecisionWrong, ReplayOptionWrong, SubmittedTwice
+from tlora_fx.scheduler.credits import Credits
+from tlora_fx.scheduler.executor import (
+    Committed,
+    Drained,
+    Event,
+    Executor,
+    Failed,
+    Finished,
+    GroupEvent,
+    NodeBack,
+    NodeLost,
+    Progress,
+    Started,
+    Warned,
+)
 from tlora_fx.scheduler.failures import Trouble
-from tlora_fx.scheduler.formations import Formations, LayoutOf
-from tlora_fx.scheduler.group import Group
-from tlora_fx.scheduler.loop_check import check, solo_or_reason
-from tlora_fx.scheduler.loop_credits import Credits
-from tlora_fx.scheduler.loop_events import Events
-from tlora_fx.scheduler.loop_runs import Run
-from tlora_fx.scheduler.loop_times import StepTimes
-from tlora_fx.scheduler.loop_watch import NoWatch, Watch
-from tlora_fx.scheduler.queue_window import Window
-from tlora_fx.scheduler.request import JobRequest
-from tlora_fx.scheduler.state import ActiveJob, Decision, Policy, State
+from tlora_fx.scheduler.formations import Formations, LayoutOf, NoWatch, Run, StepTimes, Watch
+from tlora_fx.scheduler.state import ActiveJob, Decision, Group, JobRequest, Policy, State
 
 if TYPE_CHECKING:
     from tlora_fx.scheduler.store import Ledger
+
+
+# Whether a decision can be run; policies may be other people's.
+
+
+def check(policy: str, decision: Decision, state: State) -> None:
+    """Refuse a decision that cannot be run.
+
+    raises   DecisionWrong
+    """
+    known = {id(group) for group in state.groups}
+    present = set(state.cluster.present())
+    taken: dict[int, Group] = {}
+    placed: dict[str, Group] = {}
+    for group in decision.groups:
+        for gpu in group.place:
+            if gpu in taken or gpu not in present:
+                why = "is not there" if gpu not in present else f"is also of {taken[gpu].jobs}"
+                raise _wrong(policy, f"GPU {gpu} {why}", group)
+            taken[gpu] = group
+        for name in group.jobs:
+            if name in placed:
+                raise _wrong(policy, f"job '{name}' is also in {placed[name].jobs}", group)
+            placed[name] = group
+        if id(group) not in known:
+            _check_new(policy, group, state)
+
+
+def _check_new(policy: str, group: Group, state: State) -> None:
+    """A group that did not run before."""
+    if not group.jobs or not group.place or len(group.place) != group.gpus:
+        raise _wrong(policy, f"{len(group.jobs)} jobs on {len(group.place)} GPUs", group)
+    for name in group.jobs:
+        if name not in state.jobs:
+            raise _wrong(policy, f"job '{name}' is not active", group)
+    bases = {state.jobs[name].request.base for name in group.jobs}
+    if len(bases) > 1:
+        raise _wrong(policy, f"bases {', '.join(sorted(bases))} in one group", group)
+
+
+def _wrong(policy: str, found: str, group: Group) -> DecisionWrong:
+    return DecisionWrong(
+        f"policy '{policy}' decided what cannot be run",
+        group=", ".join(group.jobs) or "(no jobs)",
+        place=", ".join(map(str, group.place)) or "(no GPUs)",
+        gpus=group.gpus,
+        found=found,
+        help="this is a mistake of the policy; see tlora_fx.scheduler.state.Decision",
+    )
+
+
+def solo_or_reason(solo: float, gpus: int, most: int, others: Mapping[int, bool]) -> str | None:
+    """Why a job can never run; None where it can.
+
+    solo     seconds of a step alone on its GPUs
+    gpus     that it asked for
+    most     GPUs of the whole cluster
+    others   by other numbers of GPUs, whether it would fit there
+    """
+    if gpus < 1:
+        return f"it asks for {gpus} GPUs"
+    if gpus > most:
+        return f"it asks for {gpus} GPUs and the cluster has {most}"
+    if solo < float("inf"):
+        return None
+    enough = min((count for count, fits in others.items() if fits), default=None)
+    if enough is None:
+        return f"no layout fits into memory, on {gpus} GPUs or on all {most}"
+    return f"no layout fits into the memory of {gpus} GPUs; {enough} would do"
+
+
+# What an executor tells, taken into the loop's account.
+
+
+class Prompt(Protocol):
+    """An executor that can tell progress at any moment; it is asked before each decision."""
+
+    def progress(self) -> list[Progress]:
+        """Of all that runs, now."""
+
+
+class Events:
+    """Takes events into a loop's jobs, runs and queue."""
+
+    def __init__(self, loop: Loop) -> None:
+        self.loop = loop
+        ask = getattr(loop.executor, "progress", None)
+        self._prompt = cast(Prompt, loop.executor) if callable(ask) else None
+
+    def pull(self) -> None:
+        """Bring the progress of all runs up to date, where the executor can."""
+        if self._prompt:
+            for event in self._prompt.progress():
+                run = self.loop.formations.runs.get(event.epoch)
+                if run is not None:
+                    run.advanced(event.steps)
+
+    def take(self, now: float) -> bool:
+        """Take what has happened; whether anything has."""
+        events = self.loop.executor.events()
+        if any(isinstance(event, Failed) for event in events):
+            self.pull()
+        for event in events:
+            if self.loop.ledger and not isinstance(event, Progress):
+                self.loop.ledger.tell(event)
+            if isinstance(event, GroupEvent):
+                run = self.loop.formations.runs.get(event.epoch)
+                if run is not None:
+                    self._of_run(event, run)
+            else:
+                self._of_node(event, now)
+        return bool(events)
+
+    def _of_run(self, event: GroupEvent, run: Run) -> None:
+        """News of a run that is not over."""
+        match event:
+            case Finished():
+                self._finished(event, run)
+            case Progress():
+                run.advanced(event.steps)
+            case Committed():
+                self._committed(event.steps, run)
+            case Started():
+                run.started = event.time
+            case Warned():
+                self.loop.watch.warned(event.time, run, event.text)
+            case Drained():
+                self._drained(event, run)
+            case Failed(job=None):
+                self._failed(event, run)
+            case Failed():
+                self._at_fault(event, run)
+
+    def _committed(self, steps: Mapping[str, float], run: Run) -> None:
+        run.committed.update({name: done for name, done in steps.items() if name in run.jobs})
+        run.advanced(steps)
+        self.loop.trouble.committed(steps)
+
+    def _drained(self, event: Drained, run: Run) -> None:
+        self.loop.credits.settle(run, event.time)
+        self._committed(event.steps, run)
+        for name, steps in event.steps.items():
+            if name in run.jobs:
+                run.jobs[name].steps_done = steps
+        self.loop.formations.end(run, "drained", event.time)
+
+    def _finished(self, event: Finished, run: Run) -> None:
+        job = run.jobs.get(event.job)
+        if job is None:
+            return
+        job.steps_done = float(job.request.steps)
+        self._leaves(run, event.job, "", event.time)
+
+    def _at_fault(self, event: Failed, run: Run) -> None:
+        """One job ends; its neighbours go on."""
+        name = str(event.job)
+        if name in run.jobs:
+            run.jobs[name].steps_done = event.steps.get(name, run.committed[name])
+            self._leaves(run, name, event.reason or "failed", event.time)
+
+    def _leaves(self, run: Run, name: str, reason: str, time: float) -> None:
+        """A job ended within its run."""
+        loop = self.loop
+        job = run.jobs[name]
+        loop.credits.settle(run, time)
+        loop.watch.left(time, run, job, reason)
+        loop.formations.freed(name)
+        self._ends(name, reason)
+        others = [other.request for key, other in run.jobs.items() if key != name]
+        if others:
+            step = loop.times.of(others, run.launched.place, loop.cluster)
+            run.without(name, step.seconds)
+            loop.formations.touched()
+        else:
+            del run.jobs[name]
+            loop.formations.end(run, "finished", time)
+
+    def _ends(self, name: str, reason: str) -> None:
+        """A job is not active any more."""
+        loop = self.loop
+        loop.window.remove(name)
+        loop.window.fill()
+        loop.trouble.forget(name)
+        loop.credits.close(name)
+        loop.ended[name] = f"failed: {reason}" if reason else "done"
+        loop.formations.drop(lambda group: name in group.jobs)
+        loop.changed = loop.prompted = True
+
+    def _failed(self, event: Failed, run: Run) -> None:
+        """A whole run ended: its jobs go on from their last commits."""
+        loop = self.loop
+        loop.credits.settle(run, event.time)
+        for name, job in run.jobs.items():
+            job.steps_done = event.steps.get(name, run.committed[name])
+        self.loop.trouble.committed(event.steps)
+        loop.formations.end(run, "failed", event.time)
+        loop.changed = loop.prompted = True
+        if any(loop.cluster.node(gpu) in loop.cluster.lost for gpu in run.launched.place):
+            return
+        for job in loop.trouble.failed(run.jobs.values()):
+            reason = f"its group failed {loop.trouble.tries} times alone: {event.reason}"
+            if loop.ledger:
+                loop.ledger.give_up(job.name, reason, event.time)
+            loop.watch.gave_up(event.time, job, reason)
+            self._ends(job.name, reason)
+
+    def _of_node(self, event: Event, now: float) -> None:
+        loop = self.loop
+        if not isinstance(event, NodeLost | NodeBack):
+            return
+        loop.cluster = loop.executor.inventory()
+        loop.changed = loop.prompted = True
+        if isinstance(event, NodeLost):
+            cluster, node = loop.cluster, event.node
+            for run in loop.formations.runs.values():
+                if any(cluster.node(gpu) == node for gpu in run.launched.place):
+                    run.leaving = True
+            loop.formations.drop(lambda group: any(cluster.node(g) == node for g in group.place))
+            loop.formations.touched()
+        loop.watch.capacity(now, loop.cluster.capacity())
+
+
+# The jobs that are not done: those that a policy sees, and behind them the queue.
+#
+# The window holds at most `runnable` jobs. A job enters it in order of submission and leaves it
+# only when it ends, so the window is always the oldest jobs, and none of them starves behind
+# younger ones. Whatever the queue's length, nothing here costs more than its logarithm.
+
+
+Key = tuple[float, str]
+
+
+class Window:
+    """The oldest jobs that are not done, and the queue of the others.
+
+    runnable   most jobs in the window
+    jobs       the window, by name, in order of submission
+    """
+
+    def __init__(self, runnable: int) -> None:
+        self.runnable = runnable
+        self.jobs: dict[str, ActiveJob] = {}
+        self._queue: list[tuple[float, str, ActiveJob]] = []
+        self._last: Key = (float("-inf"), "")
+
+    def __len__(self) -> int:
+        """Jobs in the window and in the queue."""
+        return len(self.jobs) + len(self._queue)
+
+    @property
+    def queued(self) -> int:
+        """Jobs behind the window."""
+        return len(self._queue)
+
+    @property
+    def full(self) -> bool:
+        """Whether a job that comes now would have to wait behind the window."""
+        return len(self.jobs) + len(self._queue) >= self.runnable
+
+    def put(self, job: ActiveJob) -> bool:
+        """A job comes; whether it entered the window."""
+        heappush(self._queue, (job.request.submitted, job.name, job))
+        return self.fill()
+
+    def fill(self) -> bool:
+        """Let jobs in while there is room; whether any came."""
+        came = False
+        while self._queue and len(self.jobs) < self.runnable:
+            submitted, name, job = heappop(self._queue)
+            self.jobs[name] = job
+            if (submitted, name) < self._last:
+                self._sort()
+            else:
+                self._last = (submitted, name)
+            came = True
+        return came
+
+    def remove(self, name: str) -> ActiveJob:
+        """A job of the window ends; the next may come in by `fill`."""
+        return self.jobs.pop(name)
+
+    def waiting(self) -> list[ActiveJob]:
+        """The queue behind the window, in order."""
+        return [job for _, _, job in sorted(self._queue, key=lambda entry: entry[:2])]
+
+    def _sort(self) -> None:
+        """A job was submitted late: put the window into order again."""
+        self.jobs = dict(
+            sorted(self.jobs.items(), key=lambda pair: (pair[1].request.submitted, pair[0]))
+        )
+
 
 HORIZON_SECONDS = 60.0
 SWITCH_SECONDS = 20.0

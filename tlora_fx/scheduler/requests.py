@@ -9,9 +9,12 @@ from __future__ import annotations
 
 import hashlib
 import json
+import logging
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
+from importlib import import_module
 from pathlib import Path
 
 import numpy as np
@@ -20,8 +23,32 @@ from tlora_fx.config.job import BaseSpec, Job
 from tlora_fx.cost.demand import Demand
 from tlora_fx.cost.model_facts import LayerFacts, ModelFacts
 from tlora_fx.errors import StepsUnknown
-from tlora_fx.scheduler.quiet_import import quiet_import
-from tlora_fx.scheduler.request import JobRequest
+from tlora_fx.scheduler.state import JobRequest
+
+# Import heavy packages without what they log about parts that they do not find.
+
+
+@contextmanager
+def without_warnings() -> Iterator[None]:
+    """Inside, nothing below an error is logged, whoever logs it."""
+    before = logging.root.manager.disable
+    logging.disable(max(before, logging.WARNING))
+    try:
+        yield
+    finally:
+        logging.disable(before)
+
+
+def quiet_import(*names: str) -> None:
+    """Import packages; mistakes are raised and errors logged as ever.
+
+    PEFT looks for every library of quantised weights, and each of them tells which of its own
+    parts this machine lacks.
+    """
+    with without_warnings():
+        for name in names:
+            import_module(name)
+
 
 #: LoRA fields that change no shape, or only scale all of them with the rank.
 _SCALING = frozenset({"r", "lora_alpha", "alpha_pattern", "lora_dropout", "use_rslora",

@@ -6,8 +6,10 @@ the ledger, what was trained is in checkpoints, and the groups are formed anew.
 
 from __future__ import annotations
 
+import hashlib
+import os
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -15,22 +17,301 @@ from statistics import median
 from typing import Any, Protocol
 
 from tlora_fx.config.job import Job
+from tlora_fx.config.job_file import load_job_file
 from tlora_fx.cost.cluster import Cluster
 from tlora_fx.cost.demand import Demand
-from tlora_fx.errors import RunRefused, StateFileError, TloraError
-from tlora_fx.scheduler.estimating import Estimator
-from tlora_fx.scheduler.formations import LayoutOf
-from tlora_fx.scheduler.ledger_rows import JobRecord
-from tlora_fx.scheduler.local.executor import LocalExecutor, LocalOptions, cpu_threads
+from tlora_fx.cost.estimator import Estimator, Layout, ProfileEstimator
+from tlora_fx.cost.model_facts import ModelFacts
+from tlora_fx.cost.profile import Profile
+from tlora_fx.cost.profile_sources import covers, demand_profile, profiles_for
+from tlora_fx.errors import (
+    JobFolderError,
+    ProfileMismatch,
+    ProfileMissing,
+    RunRefused,
+    StateFileError,
+    TloraError,
+    UnknownGpu,
+)
+from tlora_fx.model.backbone import Backbone, load_backbone
+from tlora_fx.runtime.checks import check_fits, load_tokenizer
+from tlora_fx.runtime.data import load_job_data
+from tlora_fx.scheduler.formations import LayoutOf, Watch
+from tlora_fx.scheduler.local.executor import (
+    RESERVED,
+    LocalExecutor,
+    LocalOptions,
+    cpu_threads,
+    held,
+    recover,
+    sources,
+)
 from tlora_fx.scheduler.local.processes import WORKER, ForkServer
-from tlora_fx.scheduler.local.recovery import RESERVED, held, recover, sources
 from tlora_fx.scheduler.loop import Loop
-from tlora_fx.scheduler.loop_watch import Watch
-from tlora_fx.scheduler.moment_file import Moment, save_moment
-from tlora_fx.scheduler.request import JobRequest
-from tlora_fx.scheduler.running_files import Found, JobFolder, demand_folder
-from tlora_fx.scheduler.state import Decision, Policy, State
-from tlora_fx.scheduler.store import Ledger
+from tlora_fx.scheduler.requests import base_of, facts_of_job, request_of, shape_of
+from tlora_fx.scheduler.state import Decision, Group, JobRequest, Policy, State
+from tlora_fx.scheduler.store import JobRecord, Ledger, Moment, save_moment
+
+# What a run expects of its jobs, from profiles that were measured on this machine.
+
+
+def machine(device: str | None, slots: int | None) -> tuple[Cluster, str]:
+    """This machine as a cluster of one node, and "cuda" or "cpu".
+
+    device   None: the GPUs where there are some
+    slots    GPUs to use, or parts of the CPU; None: all GPUs, or the CPU as a whole
+    raises   RunRefused where there are fewer
+    """
+    import torch
+
+    kind = device or ("cuda" if torch.cuda.is_available() else "cpu")
+    if kind not in ("cpu", "cuda"):
+        raise RunRefused(
+            "groups run on the CPU or on CUDA devices",
+            expected="cpu or cuda",
+            found=kind,
+            help="leave --device out, and say how many GPUs to use with --slots",
+        )
+    there = torch.cuda.device_count() if kind == "cuda" else len(os.sched_getaffinity(0))
+    wanted = slots or (there if kind == "cuda" else 1)
+    if wanted > there or not there:
+        raise RunRefused(
+            f"this machine has {there} {'GPUs' if kind == 'cuda' else 'cores'}",
+            expected=f"--slots of at most {there}",
+            found=wanted,
+        )
+    gpu = torch.cuda.get_device_name(0) if kind == "cuda" else "cpu"
+    return Cluster(wanted, gpus_per_node=wanted, nodes_per_rack=1, gpu=gpu), kind
+
+
+@dataclass
+class Estimates:
+    """An estimator that learns of bases as their jobs come.
+
+    cluster    of the run
+    files      profiles that the user names; others are looked for among the known ones
+    raises     ProfileFileError; ProfileMismatch for a profile of other hardware, or one that was
+               not measured
+    """
+
+    cluster: Cluster
+    files: Sequence[Path] = ()
+    estimator: ProfileEstimator = field(init=False)
+    _given: list[Profile] = field(init=False)
+    _backbones: dict[str, Backbone] = field(default_factory=dict)
+    _told: dict[str, str] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        self._given = [Profile.load(path) for path in self.files]
+        for profile in self._given:
+            demand_profile(profile.name, profile, self.cluster.gpu, allow_estimated=False)
+        self.estimator = ProfileEstimator({}, self.cluster)
+
+    def request(self, job: Job, now: float) -> JobRequest:
+        """What the loop is told of a job, once all is checked that needs no weights.
+
+        raises   TloraError: its data, its base or its targets are wrong, or nothing was measured
+        """
+        facts = facts_of_job(job)
+        self.learn(job)
+        data = load_job_data(job, load_tokenizer(job.base))
+        check_fits(self._backbones[base_of(job)], {job.name: data})
+        lengths = [len(sample.input_ids) for sample in data.samples]
+        return request_of(job, lengths=lengths, submitted=now, facts=facts)
+
+    def learn(self, job: Job) -> None:
+        """Find the profile of a job's base.
+
+        raises   ProfileMismatch, BaseUnknown, and what compiling raises
+        """
+        base = base_of(job)
+        if base not in self._backbones:
+            shape = shape_of(job)
+            try:
+                profile = self._profile(base, shape)
+            except ProfileMismatch:
+                self._told.setdefault(base, job.name)
+                raise
+            self.estimator.add(base, profile, shape)
+            self._backbones[base] = load_backbone(job.base)
+
+    def layout_of(self, group: Group, requests: Sequence[JobRequest]) -> Layout | None:
+        """The layout that the estimator expects to be fastest."""
+        if len(group.place) == 1:
+            return None
+        demand = Demand.total(request.demand for request in requests)
+        tier = self.cluster.tier(group.place)
+        return self.estimator.explain(requests[0].base, demand, len(group.place), tier).layout
+
+    def threads(self) -> list[str]:
+        """What profiles of a CPU were measured with another number of cores than a slot has."""
+        if self.cluster.gpu != "cpu":
+            return []
+        cores = max(1, len(os.sched_getaffinity(0)) // self.cluster.gpus)
+        return [
+            f"{profile.name} was measured on {profile.hardware.processors} cores, a slot has "
+            f"{cores}: measure it with OMP_NUM_THREADS={cores}"
+            for profile in self._given
+            if profile.hardware.processors != cores
+        ]
+
+    def _profile(self, base: str, shape: ModelFacts) -> Profile:
+        given = [profile for profile in self._given if covers(profile, shape)]
+        try:
+            found = profiles_for(
+                [base],
+                self.cluster.gpu,
+                shapes={base: shape},
+                given={base: given[0]} if given else None,
+            )
+        except (UnknownGpu, ProfileMissing, ProfileMismatch) as error:
+            # Nothing can be scaled to hardware without a data sheet, such as a CPU; and what was
+            # scaled is no ground to refuse or slow down somebody's job.
+            raise self._unmeasured(base, error.facts.get("found")) from None
+        return found[base]
+
+    def _unmeasured(self, base: str, nearest: str | None) -> ProfileMismatch:
+        """The whole mistake for the first job of a base, a line for the others.
+
+        nearest   what is there instead, if anything
+        """
+        where = f"on this machine's {self.cluster.gpu}"
+        if base in self._told:
+            return ProfileMismatch(
+                f"base '{base}' was not measured {where}, as told of '{self._told[base]}'"
+            )
+        others = ", ".join(profile.name for profile in self._given)
+        there = f"profiles of other bases: {others}" if others else nearest or "no profile"
+        shorter = " --tokens 64,256,1024 --lengths 32" if self.cluster.gpu == "cpu" else ""
+        return ProfileMismatch(
+            f"base '{base}' was not measured {where}",
+            found=there,
+            help=f"measure it with `tlora-fx profile JOBS.yaml --eager{shorter}`, then start anew "
+            "with --profile FILE",
+        )
+
+
+# Job files as they appear in a folder, each taken once it is written.
+
+
+SUFFIXES = (".yaml", ".yml")
+TAKEN = "taken"
+
+
+@dataclass(frozen=True, slots=True)
+class Found:
+    """A file that was read.
+
+    jobs      those that nobody had submitted before
+    mistake   what is wrong with the file, or with jobs of it that are left out
+    sha256    of its content
+    """
+
+    path: Path
+    sha256: str
+    jobs: tuple[Job, ...] = ()
+    mistake: str = ""
+
+
+@dataclass(slots=True)
+class JobFolder:
+    """The job files of a folder, or one file.
+
+    A file counts as written when it is the same at two looks one after the other. One that changes
+    later is read again: new jobs are taken, and what is known stays as it was. What was settled of
+    a file is remembered in the ledger, so that a run that goes on does it no second time.
+
+    specs   by name, what is known of each job
+    """
+
+    path: Path
+    ledger: Ledger
+    specs: dict[str, Mapping[str, Any]]
+    _seen: dict[Path, tuple[int, int]] = field(default_factory=dict)
+    _read: dict[Path, tuple[int, int]] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        demand_folder(self.path)
+
+    def look(self) -> Iterator[Found]:
+        """What is new since the last look; a file is read when the one before it was dealt with."""
+        stamps = {path: _stamp(path) for path in self._files()}
+        now = {path: stamp for path, stamp in stamps.items() if stamp is not None}
+        before, self._seen = self._seen, now
+        for path, stamp in now.items():
+            if before.get(path) == stamp != self._read.get(path):
+                self._read[path] = stamp
+                yield from self._take(path)
+
+    @property
+    def waiting(self) -> bool:
+        """Whether a file was seen that is not read yet."""
+        return any(self._read.get(path) != stamp for path, stamp in self._seen.items())
+
+    def _files(self) -> list[Path]:
+        if self.path.is_file():
+            return [self.path]
+        listed = sorted(self.path.iterdir())
+        return [p for p in listed if p.suffix in SUFFIXES and not p.name.startswith(".")]
+
+    def _take(self, path: Path) -> list[Found]:
+        try:
+            content = hashlib.sha256(path.read_bytes()).hexdigest()
+        except OSError as error:
+            return [Found(path, "", mistake=f"cannot be read: {error}")]
+        known = self.ledger.files().get(str(path.absolute()))
+        if known is not None and known[0] == content:
+            return []
+        try:
+            jobs = load_job_file(path).jobs
+        except TloraError as error:
+            return [Found(path, content, mistake=str(error))]
+        fresh = tuple(job for job in jobs if job.name not in self.specs)
+        return [Found(path, content, fresh, self._differing(path, jobs))]
+
+    def settle(self, found: Found) -> None:
+        """Remember a file, once all its jobs are in the ledger."""
+        self.ledger.note_file(str(found.path.absolute()), found.sha256, found.mistake or TAKEN)
+
+    def _differing(self, path: Path, jobs: tuple[Job, ...]) -> str:
+        """What is said of jobs that are known otherwise."""
+        others = [
+            job.name
+            for job in jobs
+            if job.name in self.specs and job.model_dump(mode="json") != self.specs[job.name]
+        ]
+        if not others:
+            return ""
+        return str(
+            JobFolderError(
+                "a job of this name was submitted before, and is another",
+                file=path,
+                job=", ".join(others),
+                help="give it another name: what was submitted stays as it was",
+            )
+        )
+
+
+def demand_folder(path: Path) -> None:
+    """Refuse a folder that is not there.
+
+    raises   JobFolderError
+    """
+    if not path.exists():
+        raise JobFolderError(
+            "there is no folder of job files",
+            folder=path,
+            help="make it, and put job files into it at any time",
+        )
+
+
+def _stamp(path: Path) -> tuple[int, int] | None:
+    try:
+        found = path.stat()
+    except OSError:
+        return None
+    return found.st_mtime_ns, found.st_size
+
 
 LOOK_SECONDS = 1.0
 

@@ -2,14 +2,72 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
+from enum import IntEnum
 from typing import Protocol
 
 from tlora_fx.cost.cluster import Cluster
-from tlora_fx.scheduler.estimating import Estimator
-from tlora_fx.scheduler.group import Group
-from tlora_fx.scheduler.request import JobRequest
+from tlora_fx.cost.demand import Demand
+from tlora_fx.cost.estimator import Estimator
+
+# Jobs that train together, and where.
+
+
+@dataclass(frozen=True, slots=True)
+class Group:
+    """Jobs that share one base and one set of GPUs.
+
+    jobs      names, in the order in which they joined
+    gpus      how many GPUs it holds
+    place     which ones; empty until it is placed
+    seconds   predicted, of one step of all its jobs
+    formed    when these jobs came together on these GPUs, in seconds; what dwelling counts from
+    """
+
+    jobs: tuple[str, ...]
+    gpus: int
+    place: tuple[int, ...] = ()
+    seconds: float = 0.0
+    formed: float = 0.0
+
+    def same_as(self, other: Group) -> bool:
+        """Whether going from one to the other moves nothing."""
+        return set(self.jobs) == set(other.jobs) and set(self.place) == set(other.place)
+
+
+# What the scheduler is told of a job.
+
+
+MAX_SLOWDOWN = 1.5
+
+
+@dataclass(frozen=True, slots=True)
+class JobRequest:
+    """A job as it was submitted; it never changes.
+
+    name           unique
+    base           jobs of one base, dtype and adapter arithmetic may share a group
+    demand         one optimizer step
+    gpus           GPUs that it asked for, and would have alone
+    steps          optimizer steps until it is done
+    submitted      seconds
+    max_slowdown   in a group of two or more it is at most this much slower than alone
+    deadline       seconds; None: none
+    lends          the slowdown that it consents to, where others gain by it; at least max_slowdown
+    longest        tokens of its longest sample
+    """
+
+    name: str
+    base: str
+    demand: Demand
+    gpus: int
+    steps: int
+    submitted: float = 0.0
+    max_slowdown: float = MAX_SLOWDOWN
+    deadline: float | None = None
+    lends: float = 0.0
+    longest: int = 0
 
 
 @dataclass(slots=True)
@@ -107,3 +165,89 @@ class Policy(Protocol):
 
         explain   record reasons; costs time
         """
+
+
+# How slow a job may become for its neighbours' sake.
+
+
+#: Two predictions that differ by less than this part are one.
+ROUNDING = 1e-9
+
+
+def slowdown(job: ActiveJob, seconds: float) -> float:
+    """Delta: a step's seconds over those of the job alone on the GPUs that it asked for."""
+    return seconds / job.solo_seconds
+
+
+def limit_seconds(job: ActiveJob, now: float, *, lending: bool = False) -> float:
+    """The longest step that a job bears in a group of two or more, in seconds.
+
+    It is the job's slowdown bound. A deadline that the job alone would keep tightens it; one that
+    is lost anyhow does not.
+
+    lending   up to the slowdown that it consented to lend, instead of its bound
+    """
+    request = job.request
+    bound = max(request.max_slowdown, request.lends) if lending else request.max_slowdown
+    limit = bound * job.solo_seconds
+    if request.deadline is None or job.steps_left <= 0:
+        return limit
+    room = (request.deadline - now) / job.steps_left
+    return min(limit, room) if room >= job.solo_seconds else limit
+
+
+def keeps(jobs: Iterable[ActiveJob], seconds: float, now: float, *, lending: bool = False) -> bool:
+    """Whether every one of these jobs bears a group's step of so many seconds."""
+    bound = seconds * (1 - ROUNDING)
+    return all(bound <= limit_seconds(job, now, lending=lending) for job in jobs)
+
+
+def broken(jobs: Iterable[ActiveJob], seconds: float, now: float) -> list[ActiveJob]:
+    """The jobs that a group of two or more slows down too much, consent included."""
+    members = list(jobs)
+    if len(members) < 2:
+        return []
+    return [job for job in members if not keeps((job,), seconds, now, lending=True)]
+
+
+# Which jobs are pressed, and the order in which jobs are taken.
+#
+# The paper uses one name for two quantities. Here a slowdown (`bounds`) admits a job to a group,
+# and lateness orders jobs: rho = (elapsed + remaining) / (total alone), queueing included. Urgency
+# is rho over the bound, in three classes, so that sorting by urgency leaves room for a second key.
+
+
+NEAR = 0.8
+
+
+class Urgency(IntEnum):
+    """How near a job is to its bound."""
+
+    OK = 0
+    NEAR = 1
+    VIOLATING = 2
+
+
+def urgency(job: ActiveJob, now: float, seconds: float | None = None) -> Urgency:
+    """The class of a job's lateness over its bound.
+
+    seconds   of a step as it runs now; None: as alone
+    """
+    pace = job.solo_seconds if seconds is None else seconds
+    part = job.lateness(now, pace) / job.request.max_slowdown
+    if part < NEAR:
+        return Urgency.OK
+    return Urgency.NEAR if part < 1 else Urgency.VIOLATING
+
+
+def arrival(job: ActiveJob) -> tuple[float, str]:
+    """A key by which jobs stand in order of submission, ties by name."""
+    return job.request.submitted, job.request.name
+
+
+def pressed_first(job: ActiveJob, now: float) -> tuple[bool, float, float, str]:
+    """A key by which creditors come first, then the latest jobs, ties by submission and name.
+
+    A short job grows late sooner than a long one, and no job stays behind for ever.
+    """
+    return job.credit <= 0, -job.lateness(now, job.solo_seconds), *arrival(job)

@@ -7,26 +7,128 @@ is done, and from which committed state each other job goes on.
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import sqlite3
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
-from dataclasses import asdict
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import closing, contextmanager
+from dataclasses import asdict, dataclass, fields, is_dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar, Literal, Self
 
-from tlora_fx.errors import LedgerError
-from tlora_fx.scheduler.estimating import Layout
+from pydantic import TypeAdapter, ValidationError
+
+from tlora_fx.cost.cluster import Cluster
+from tlora_fx.cost.demand import Demand
+from tlora_fx.cost.estimator import Estimator, Layout, ProfileEstimator, SyntheticEstimator
+from tlora_fx.cost.model_facts import ModelFacts
+from tlora_fx.cost.profile import Profile
+from tlora_fx.durable import replace_file
+from tlora_fx.errors import LedgerError, StateFileError
 from tlora_fx.scheduler.executor import Committed, Drained, Event, Failed, Finished, Started
-from tlora_fx.scheduler.group import Group
-from tlora_fx.scheduler.ledger_rows import (
-    EpochRecord,
-    JobRecord,
-    decision_of_json,
-    request_json,
-)
-from tlora_fx.scheduler.request import JobRequest
-from tlora_fx.scheduler.state import Decision
+from tlora_fx.scheduler.policies import find_policy
+from tlora_fx.scheduler.state import ActiveJob, Decision, Group, JobRequest, Policy, State
+
+# The rows of the ledger, as they are read back.
+
+
+Status = Literal["queued", "running", "done", "failed", "refused"]
+
+
+@dataclass(frozen=True, slots=True)
+class JobRecord:
+    """A job, as far as it is certain.
+
+    request         as it was submitted
+    spec            what came with it
+    status          `running` where the process that wrote it may have died since
+    reason          why it failed or was refused
+    steps           that are committed
+    epoch, path     the formation whose commit that was, and where its state lies
+    credit          GPU-seconds given (positive) or taken
+    first_started   seconds; None: not yet
+    ended           seconds; None: not yet
+    """
+
+    COLUMNS: ClassVar[str] = (
+        "request, spec, status, reason, steps, epoch, path, credit, first_started, ended"
+    )
+
+    request: JobRequest
+    spec: Mapping[str, Any]
+    status: Status
+    reason: str
+    steps: float
+    epoch: int | None
+    path: str
+    credit: float
+    first_started: float | None
+    ended: float | None
+
+    @property
+    def name(self) -> str:
+        """The job's name."""
+        return self.request.name
+
+    @classmethod
+    def of(cls, row: Sequence[Any]) -> Self:
+        """From a row with these columns."""
+        request, spec, *others = row
+        return cls(request_of_json(request), json.loads(spec), *others)
+
+
+@dataclass(frozen=True, slots=True)
+class EpochRecord:
+    """A formation of a group.
+
+    jobs       in their order
+    place      its GPUs
+    layout     how it was spread over them, as text
+    seconds    predicted, of one step
+    launched   seconds
+    started    when its first step began; None: never, or not known
+    ended      None: it runs, or nobody saw its end
+    how        it ended: "drained", "killed", "failed: ..."
+    """
+
+    COLUMNS: ClassVar[str] = "epoch, jobs, gpus, layout, seconds, launched, started, ended, how"
+
+    epoch: int
+    jobs: tuple[str, ...]
+    place: tuple[int, ...]
+    layout: str
+    seconds: float
+    launched: float
+    started: float | None
+    ended: float | None
+    how: str
+
+    @classmethod
+    def of(cls, row: Sequence[Any]) -> Self:
+        """From a row with these columns."""
+        epoch, jobs, place, *others = row
+        return cls(epoch, tuple(json.loads(jobs)), tuple(json.loads(place)), *others)
+
+
+def decision_of_json(groups: str, waiting: str) -> Decision:
+    """The decision that two texts are of, without its reasons."""
+    made = [
+        Group(**{**group, "jobs": tuple(group["jobs"]), "place": tuple(group["place"])})
+        for group in json.loads(groups)
+    ]
+    return Decision(tuple(made), tuple(json.loads(waiting)))
+
+
+def request_json(request: JobRequest) -> str:
+    """A request as text."""
+    return json.dumps({**asdict(request), "demand": request.demand._asdict()})
+
+
+def request_of_json(text: str) -> JobRequest:
+    """The request that a text is of."""
+    fields = json.loads(text)
+    return JobRequest(**{**fields, "demand": Demand(**fields["demand"])})
+
 
 FORMAT = 1
 
@@ -259,4 +361,386 @@ def _end(base: sqlite3.Connection, epoch: int, how: str, time: float) -> None:
     base.executemany(
         "UPDATE jobs SET status = 'queued' WHERE name = ? AND status = 'running'",
         [(name,) for name in json.loads(jobs)],
+    )
+
+
+# A run's past, read from its ledger: what became of each job, and what was decided about it.
+#
+# Reading disturbs nobody; the run may go on meanwhile.
+
+
+LEDGER = "ledger.sqlite"
+#: What came with a job is for whoever runs it, and is not carried along.
+_JOBS = JobRecord.COLUMNS.replace("spec", "'{}'", 1)
+_QUERIES = {
+    "jobs": f"SELECT {_JOBS} FROM jobs ORDER BY place",  # noqa: S608
+    "epochs": f"SELECT {EpochRecord.COLUMNS} FROM epochs ORDER BY epoch",  # noqa: S608
+    "decisions": "SELECT time, groups, waiting FROM decisions ORDER BY number",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Decided:
+    """What was decided at a moment; without reasons.
+
+    time       seconds
+    """
+
+    time: float
+    decision: Decision
+
+    @property
+    def jobs(self) -> list[str]:
+        """All that were active then."""
+        return [name for group in self.decision.groups for name in group.jobs] + list(
+            self.decision.waiting
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class History:
+    """What a ledger tells.
+
+    jobs        as they are now
+    epochs      all formations of groups
+    decisions   the newest, and for each job the last one that it had a part in, in order of time
+    """
+
+    jobs: Mapping[str, JobRecord]
+    epochs: tuple[EpochRecord, ...] = ()
+    decisions: tuple[Decided, ...] = ()
+
+    @classmethod
+    def of_run(cls, folder: Path) -> History | None:
+        """Of a run's folder; None where it has no ledger.
+
+        raises   LedgerError
+        """
+        path = folder / LEDGER
+        return cls.of_rows(_read(path)) if path.is_file() else None
+
+    @classmethod
+    def of_rows(cls, rows: Mapping[str, Iterable[Sequence[Any]]]) -> History:
+        """From rows of the ledger's tables.
+
+        raises   KeyError, TypeError, ValueError where they are none
+        """
+        jobs = [JobRecord.of(row) for row in rows["jobs"]]
+        epochs = tuple(EpochRecord.of(row) for row in rows["epochs"])
+        decisions = [
+            Decided(time, decision_of_json(groups, waiting))
+            for time, groups, waiting in rows["decisions"]
+        ]
+        return cls({job.name: job for job in jobs}, epochs, tuple(_last(decisions)))
+
+    def last(self, job: str) -> Decided | None:
+        """The last decision about a job."""
+        return next((one for one in reversed(self.decisions) if job in one.jobs), None)
+
+    def at(self, time: float) -> Decision | None:
+        """What was decided at a moment."""
+        return next((one.decision for one in self.decisions if one.time == time), None)
+
+    def formations(self, job: str) -> list[EpochRecord]:
+        """The groups that a job was in."""
+        return [epoch for epoch in self.epochs if job in epoch.jobs]
+
+
+def rows_of_run(folder: Path) -> dict[str, list[list[Any]]] | None:
+    """The rows of a run's ledger that tell its past, as JSON can hold them; None: it has none.
+
+    raises   LedgerError
+    """
+    path = folder / LEDGER
+    if not path.is_file():
+        return None
+    rows = _read(path)
+    found = [Decided(row[0], decision_of_json(row[1], row[2])) for row in rows["decisions"]]
+    kept = {one.time for one in _last(found)}
+    return rows | {"decisions": [row for row in rows["decisions"] if row[0] in kept]}
+
+
+def _last(decisions: Sequence[Decided]) -> list[Decided]:
+    """The newest decision, and the last one about each job."""
+    last = {name: one for one in decisions for name in one.jobs}
+    wanted = {id(one) for one in (*last.values(), *decisions[-1:])}
+    return [one for one in decisions if id(one) in wanted]
+
+
+def _read(path: Path) -> dict[str, list[list[Any]]]:
+    try:
+        with closing(sqlite3.connect(f"{path.absolute().as_uri()}?mode=ro", uri=True)) as base:
+            [written_by] = base.execute("SELECT value FROM facts WHERE name = 'format'").fetchone()
+            if int(written_by) != FORMAT:
+                raise LedgerError(
+                    "the run's ledger has another format",
+                    file=path,
+                    expected=FORMAT,
+                    found=written_by,
+                    help="read it with the version of tlora-fx that wrote it",
+                )
+            base.execute("BEGIN")
+            return {
+                name: [list(row) for row in base.execute(query)] for name, query in _QUERIES.items()
+            }
+    except (sqlite3.Error, TypeError, ValueError) as error:
+        raise LedgerError(
+            "the run's ledger cannot be read",
+            file=path,
+            reason=f"{type(error).__name__}: {error}",
+            help="name the folder that `tlora-fx run` was given by -o",
+        ) from error
+
+
+# A moment of a cluster as text, for `tlora-fx schedule explain` and for reports of mistakes.
+#
+# The estimator is not in it, only its name: whoever reads the file says what that name stands for.
+
+
+FORMAT_state_file = "tlora-fx state 1"
+
+
+def state_to_json(state: State, estimator: str) -> str:
+    """A state as JSON.
+
+    estimator   what finds the estimator again, such as the path of a profile
+    """
+    cluster = dataclasses.asdict(state.cluster) | {"lost": sorted(state.cluster.lost)}
+    found = {
+        "format": FORMAT_state_file,
+        "estimator": estimator,
+        "now": state.now,
+        "horizon": state.horizon,
+        "switch_seconds": state.switch_seconds,
+        "cluster": cluster,
+        "jobs": [_job_fields(job) for job in state.jobs.values()],
+        "groups": [dataclasses.asdict(group) for group in state.groups],
+    }
+    return json.dumps(found, indent=2) + "\n"
+
+
+def state_from_json(text: str, estimator_of: Callable[[str], Estimator]) -> State:
+    """A state from what `state_to_json` wrote.
+
+    estimator_of   the estimator of a name
+    raises         StateFileError
+    """
+    try:
+        found = json.loads(text)
+    except ValueError as error:
+        raise StateFileError("this is no file of a state", found=error) from None
+    if not isinstance(found, Mapping) or found.get("format") != FORMAT_state_file:
+        kind = found.get("format") if isinstance(found, Mapping) else type(found).__name__
+        raise StateFileError("this is no file of a state", expected=FORMAT_state_file, found=kind)
+    try:
+        jobs = [_job(fields) for fields in found["jobs"]]
+        cluster = found["cluster"]
+        return State(
+            float(found["now"]),
+            Cluster(**(cluster | {"lost": frozenset(cluster["lost"])})),
+            estimator_of(found["estimator"]),
+            {job.name: job for job in jobs},
+            tuple(_group(fields) for fields in found["groups"]),
+            float(found["horizon"]),
+            float(found["switch_seconds"]),
+        )
+    except (KeyError, TypeError, ValueError, AttributeError) as error:
+        raise StateFileError(
+            "the file of a state is not whole",
+            found=f"{type(error).__name__}: {error}",
+            help="write it again with the same version of tlora-fx",
+        ) from None
+
+
+def request_to_fields(request: JobRequest) -> dict[str, Any]:
+    """A request as what JSON can hold."""
+    fields = {one.name: getattr(request, one.name) for one in dataclasses.fields(request)}
+    return fields | {"demand": request.demand._asdict()}
+
+
+def request_from_fields(fields: Mapping[str, Any]) -> JobRequest:
+    """A request from `request_to_fields`.
+
+    raises   KeyError, TypeError
+    """
+    return JobRequest(**(dict(fields) | {"demand": Demand(**fields["demand"])}))
+
+
+def _job_fields(job: ActiveJob) -> dict[str, Any]:
+    return {
+        "request": request_to_fields(job.request),
+        "solo_seconds": job.solo_seconds,
+        "steps_done": job.steps_done,
+        "credit": job.credit,
+    }
+
+
+def _job(fields: Mapping[str, Any]) -> ActiveJob:
+    request = request_from_fields(fields["request"])
+    done, credit = float(fields["steps_done"]), float(fields["credit"])
+    return ActiveJob(request, float(fields["solo_seconds"]), done, credit)
+
+
+def _group(fields: Mapping[str, Any]) -> Group:
+    return Group(
+        **(dict(fields) | {"jobs": tuple(fields["jobs"]), "place": tuple(fields["place"])})
+    )
+
+
+# A moment of a run as a file: a state, the policy that decides, and what it expects of times.
+#
+# The profiles lie in it too, so that a decision can be asked about on another machine, and later.
+
+
+FORMAT_moment_file = "tlora-fx moment 1"
+NO_STATE = "this is no saved state of the scheduler"
+HOW_TO_SAVE = "`tlora-fx schedule state RUN -o STATE.json` writes one; or name a run's folder"
+#: Of a file that is none, so many names of fields are told.
+FIELDS = 8
+_FACTS = TypeAdapter(ModelFacts)
+
+
+@dataclass(frozen=True, slots=True)
+class Moment:
+    """A state, and the policy that decides upon it."""
+
+    state: State
+    policy: Policy
+
+
+def save_moment(path: Path, moment: Moment) -> None:
+    """Write a moment.
+
+    raises   StateFileError for an estimator that has no file form
+    """
+    kind, estimator = _estimator_fields(moment.state.estimator)
+    written = {
+        "format": FORMAT_moment_file,
+        "policy": {"name": moment.policy.name, "options": policy_options(moment.policy)},
+        "estimator": estimator,
+        "state": json.loads(state_to_json(moment.state, kind)),
+    }
+    path.parent.mkdir(parents=True, exist_ok=True)
+    replace_file(path, json.dumps(written, indent=1).encode() + b"\n")
+
+
+def add_history(path: Path, rows: Mapping[str, Any]) -> None:
+    """Put the past of a run into a moment's file.
+
+    rows     of `rows_of_run`
+    raises   StateFileError
+    """
+    load_moment(path)
+    written = json.loads(path.read_bytes()) | {"history": rows}
+    replace_file(path, json.dumps(written, indent=1).encode() + b"\n")
+
+
+def load_history(path: Path) -> History | None:
+    """The past that was put into a moment's file; None: none was.
+
+    raises   StateFileError
+    """
+    try:
+        rows = json.loads(path.read_bytes()).get("history")
+        return None if rows is None else History.of_rows(rows)
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        raise _no_state(path, error) from error
+
+
+def load_moment(path: Path) -> Moment:
+    """Read a moment back.
+
+    raises   StateFileError; UnknownPolicy where another package's policy is missing
+    """
+    try:
+        written = json.loads(path.read_bytes())
+        _demand_format(path, written)
+        cluster = written["state"]["cluster"]
+        cluster = Cluster(**(cluster | {"lost": frozenset(cluster["lost"])}))
+        state = state_from_json(
+            json.dumps(written["state"]),
+            lambda kind: _estimator(kind, written["estimator"], cluster),
+        )
+        policy = find_policy(written["policy"]["name"], **written["policy"]["options"])
+    except (OSError, ValueError, KeyError, TypeError, ValidationError) as error:
+        raise _no_state(path, error) from error
+    return Moment(state, policy)
+
+
+def _demand_format(path: Path, written: object) -> None:
+    """Refuse what is no state at all, and a state of another version.
+
+    raises   StateFileError
+    """
+    fields = list(written) if isinstance(written, dict) else []
+    if not isinstance(written, dict) or "format" not in written:
+        raise StateFileError(
+            NO_STATE,
+            file=path,
+            expected=f"a JSON object whose format is '{FORMAT_moment_file}'",
+            found=f"an object with {', '.join(fields[:FIELDS])}" if fields else "nothing of it",
+            help=HOW_TO_SAVE,
+        )
+    if written["format"] != FORMAT_moment_file:
+        raise StateFileError(
+            "the file has another format",
+            file=path,
+            expected=FORMAT_moment_file,
+            found=written["format"],
+            help="read it with the version of tlora-fx that wrote it",
+        )
+
+
+def _no_state(path: Path, error: Exception) -> StateFileError:
+    if isinstance(error, FileNotFoundError):
+        return StateFileError("there is no such file", file=path, help=HOW_TO_SAVE)
+    lacks = f"it has no {error.args[0]!r}" if isinstance(error, KeyError) else error
+    return StateFileError(NO_STATE, file=path, reason=lacks, help=HOW_TO_SAVE)
+
+
+def policy_options(policy: Policy) -> dict[str, Any]:
+    """The options of a policy that a file can hold: numbers, words, flags."""
+    if not is_dataclass(policy):
+        return {}
+    values = {one.name: getattr(policy, one.name) for one in fields(policy) if one.init}
+    plain = bool | int | float | str
+    return {name: value for name, value in values.items() if isinstance(value, plain)}
+
+
+def _estimator_fields(estimator: Estimator) -> tuple[str, dict[str, Any]]:
+    if isinstance(estimator, ProfileEstimator):
+        return "profile", {
+            "profiles": {name: p.model_dump(mode="json") for name, p in estimator.profiles.items()},
+            "shapes": {
+                name: _FACTS.dump_python(facts, mode="json")
+                for name, facts in estimator.shapes.items()
+            },
+            "options": _options(estimator, {"profiles", "cluster", "shapes", "evaluations"}),
+        }
+    if isinstance(estimator, SyntheticEstimator):
+        return "synthetic", {"options": _options(estimator, {"cluster", "evaluations"})}
+    raise StateFileError(
+        "this estimator cannot be written into a file",
+        found=type(estimator).__name__,
+        expected="ProfileEstimator or SyntheticEstimator",
+    )
+
+
+def _options(estimator: ProfileEstimator | SyntheticEstimator, but: set[str]) -> dict[str, Any]:
+    names = {one.name for one in fields(estimator) if one.init} - but
+    return {name: getattr(estimator, name) for name in sorted(names)}
+
+
+def _estimator(kind: str, written: Mapping[str, Any], cluster: Cluster) -> Estimator:
+    given = written["options"].items()
+    options: dict[str, Any] = {
+        name: tuple(one) if isinstance(one, list) else one for name, one in given
+    }
+    if kind == "synthetic":
+        return SyntheticEstimator(cluster=cluster, **options)
+    return ProfileEstimator(
+        {name: Profile.model_validate(one) for name, one in written["profiles"].items()},
+        cluster,
+        {name: _FACTS.validate_python(one) for name, one in written["shapes"].items()},
+        **options,
     )

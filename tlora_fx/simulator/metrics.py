@@ -6,13 +6,19 @@ the first submission to the last one, without the tail in which a cluster runs e
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from array import array
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass, fields
 from math import isfinite
 from typing import Any, NamedTuple, Self
 
 import numpy as np
 from numpy.typing import NDArray
+
+from tlora_fx.cost.cluster import Cluster
+from tlora_fx.scheduler.formations import NoWatch, Run, StepTimes
+from tlora_fx.scheduler.state import ROUNDING, ActiveJob, Decision, JobRequest
 
 Floats = NDArray[np.float64]
 PERCENTS = tuple(range(101))
@@ -263,3 +269,432 @@ def _share(part: float, whole: float) -> float:
 
 def _plain(value: Any) -> Any:
     return None if isinstance(value, float) and not isfinite(value) else value
+
+
+# What became of each job of a replay, in columns: half a million jobs take some 50 MB.
+
+
+Flags = NDArray[np.bool_]
+
+#: What became of a job.
+OPEN, DONE, FAILED, REFUSED = range(4)
+
+
+@dataclass(slots=True)
+class JobTable:
+    """One row a job, in order of submission; seconds, nan where a thing never happened.
+
+    names              of the jobs
+    index              row of each name
+    outcome            OPEN, DONE, FAILED or REFUSED
+    submitted          when
+    started            when it was first in a group
+    ended              when it was done or given up
+    run_seconds        in groups, switches included
+    step_seconds       of them, in which steps were done
+    grouped_seconds    of them, in groups of two or more
+    solo_seconds       of a step alone
+    steps              asked for
+    steps_done         optimizer steps that count
+    gpus               asked for
+    formations         groups that it was in
+    violated           it was in a group of two or more, slower than it allows
+    lent               likewise, with its consent
+    """
+
+    names: tuple[str, ...]
+    index: dict[str, int]
+    outcome: NDArray[np.int8]
+    submitted: Floats
+    started: Floats
+    ended: Floats
+    run_seconds: Floats
+    step_seconds: Floats
+    grouped_seconds: Floats
+    solo_seconds: Floats
+    steps: Floats
+    steps_done: Floats
+    gpus: Floats
+    formations: NDArray[np.int32]
+    violated: Flags
+    lent: Flags
+
+    @classmethod
+    def of(cls, requests: Sequence[JobRequest]) -> Self:
+        """Before anything has happened."""
+        n = len(requests)
+        names = tuple(request.name for request in requests)
+        return cls(
+            names,
+            {name: row for row, name in enumerate(names)},
+            np.zeros(n, dtype=np.int8),
+            np.array([request.submitted for request in requests], dtype=np.float64),
+            np.full(n, np.nan),
+            np.full(n, np.nan),
+            np.zeros(n),
+            np.zeros(n),
+            np.zeros(n),
+            np.full(n, np.nan),
+            np.array([request.steps for request in requests], dtype=np.float64),
+            np.zeros(n),
+            np.array([request.gpus for request in requests], dtype=np.float64),
+            np.zeros(n, dtype=np.int32),
+            np.zeros(n, dtype=np.bool_),
+            np.zeros(n, dtype=np.bool_),
+        )
+
+    @property
+    def done(self) -> Flags:
+        """Which jobs finished."""
+        found: Flags = self.outcome == DONE
+        return found
+
+    def count(self, outcome: int) -> int:
+        """How many jobs came to that."""
+        return int(np.count_nonzero(self.outcome == outcome))
+
+    def completion_seconds(self) -> Floats:
+        """From submission to the end, of finished jobs."""
+        found: Floats = (self.ended - self.submitted)[self.done]
+        return found
+
+    def distributions(self) -> dict[str, Distribution]:
+        """Of finished jobs, by the names that `Summary` has for them."""
+        done = self.done
+        completion, run = self.completion_seconds(), self.run_seconds[done]
+        alone = (self.steps * self.solo_seconds)[done]
+        return {
+            "completion_seconds": Distribution.of(completion),
+            "queue_seconds": Distribution.of(np.maximum(0.0, completion - run)),
+            "run_seconds": Distribution.of(run),
+            "slowdown": Distribution.of(self.step_seconds[done] / alone),
+            "stretch": Distribution.of(completion / alone),
+        }
+
+    def violating_share(self) -> float:
+        """Of the jobs that ran, those that were ever slower than they allow."""
+        ran = np.isfinite(self.started)
+        return float(np.mean(self.violated[ran])) if ran.any() else 0.0
+
+    def grouped_share(self) -> float:
+        """Of the finished jobs, those that ever shared a group."""
+        done = self.done
+        return float(np.mean(self.grouped_seconds[done] > 0)) if done.any() else 0.0
+
+    def by_size(self, names: Sequence[str]) -> tuple[SizeClass, ...]:
+        """Thirds of the finished jobs by the GPU-seconds of one step alone."""
+        rows = np.flatnonzero(self.done)
+        third = thirds((self.gpus * self.solo_seconds)[rows])
+        found = []
+        for place, name in enumerate(names):
+            own = rows[third == place]
+            grouped, run = self.grouped_seconds[own], self.run_seconds[own].sum()
+            share = float(np.mean(grouped > 0)) if len(own) else 0.0
+            time_share = float(grouped.sum() / run) if run else 0.0
+            found.append(SizeClass(name, len(own), share, time_share))
+        return tuple(found)
+
+
+# Amounts over time in a bounded number of buckets, however long a replay is.
+
+
+BUCKETS = 512
+FIRST_SECONDS = 60.0
+COLUMNS = (
+    "capacity",
+    "allocated",
+    "busy",
+    "running",
+    "waiting",
+    "groups",
+    "samples",
+    "lone",
+)
+
+
+class Series:
+    """Sums by bucket; where time outgrows them, two neighbours become one.
+
+    begin     seconds, of the first bucket
+    """
+
+    def __init__(self, begin: float, buckets: int = BUCKETS) -> None:
+        self.begin = begin
+        self.width = FIRST_SECONDS
+        self.sums = np.zeros((buckets, len(COLUMNS)))
+
+    def add(self, start: float, end: float, rates: Floats) -> None:
+        """Amounts that flow evenly for a while.
+
+        rates    [8] a second, in the order of COLUMNS
+        """
+        if end <= start:
+            return
+        self._reach(end)
+        first, last = int((start - self.begin) / self.width), int((end - self.begin) / self.width)
+        last = min(last, len(self.sums) - 1)
+        if first >= last:
+            self.sums[last] += rates * (end - start)
+            return
+        edge = self.begin + (first + 1) * self.width
+        self.sums[first] += rates * (edge - start)
+        if last > first + 1:
+            self.sums[first + 1 : last] += rates * self.width
+        self.sums[last] += rates * (end - (self.begin + last * self.width))
+
+    def count_waiting(self, starts: Floats, ends: Floats) -> None:
+        """Fill in the waiting jobs: those in the system, less those that run.
+
+        starts, ends    [n] when each job was submitted and when it was gone
+        """
+        edges = self.begin + self.width * np.arange(len(self.sums) + 1, dtype=np.float64)
+        inside = np.diff(_since(starts, edges) - _since(ends, edges))
+        running, waiting = COLUMNS.index("running"), COLUMNS.index("waiting")
+        self.sums[:, waiting] = np.maximum(0.0, inside - self.sums[:, running])
+
+    def points(self, end: float) -> tuple[Point, ...]:
+        """Means of each bucket that has begun before the end."""
+        found = []
+        for place, row in enumerate(self.sums):
+            time = self.begin + place * self.width
+            seconds = min(self.width, end - time)
+            if seconds <= 0:
+                break
+            found.append(Point(time, seconds, *(float(value) / seconds for value in row)))
+        return tuple(found)
+
+    def _reach(self, time: float) -> None:
+        count = len(self.sums)
+        while time > self.begin + count * self.width:
+            half = self.sums.reshape(count // 2, 2, -1).sum(axis=1)
+            self.sums[: count // 2], self.sums[count // 2 :] = half, 0.0
+            self.width *= 2
+
+
+def _since(times: Floats, edges: Floats) -> Floats:
+    """For each edge, the time since each moment before it, summed."""
+    times = np.sort(times)
+    before = np.searchsorted(times, edges)
+    sums = np.concatenate([[0.0], np.cumsum(times - edges[0])])
+    found: Floats = before * (edges - edges[0]) - sums[before]
+    return found
+
+
+# Watches a loop over a simulated clock, and sums up what it does.
+#
+# A run's account is closed whenever its jobs change, and opened anew. What it brought is counted
+# by the steps that its jobs advanced, so that steps are conserved: what a failure takes back is
+# taken back here too. GPU-seconds are counted twice, once as held by runs and once as idle in the
+# cluster.
+
+
+@dataclass(slots=True)
+class Open:
+    """A run's account since its jobs last changed.
+
+    time          when that was
+    jobs          row and job
+    steps         of each job then
+    busy_seconds  GPU-seconds at the roofline of one step
+    """
+
+    time: float
+    jobs: list[tuple[int, ActiveJob]]
+    steps: list[float]
+    busy_seconds: float
+
+
+class Recorder(NoWatch):
+    """The metrics of a replay in the making."""
+
+    def __init__(
+        self,
+        table: JobTable,
+        times: StepTimes,
+        cluster: Cluster,
+        switch_seconds: float,
+        join_seconds: float = 0.0,
+    ) -> None:
+        self.table, self.times, self.cluster = table, times, cluster
+        self.switch_seconds, self.join_seconds = switch_seconds, join_seconds
+        self.begin = float(table.submitted[0]) if len(table.names) else 0.0
+        self.series = Series(self.begin)
+        self.totals: dict[str, float] = {field.name: 0.0 for field in fields(Span)}
+        self.wall_seconds = array("d")
+        self.refusals: Counter[str] = Counter()
+        self.evaluations = self.formations = self.switches = self.moves = 0
+        self.group_failures = self.node_losses = 0
+        self.job_seconds = self.group_seconds = 0.0
+        self._open: dict[int, Open] = {}
+        self._held = 0
+        self._capacity = cluster.capacity()
+        self._time = self._counted = self.begin
+
+    @property
+    def group_jobs(self) -> float:
+        """Mean jobs in a group, over time and groups."""
+        return self.job_seconds / self.group_seconds if self.group_seconds else 0.0
+
+    def submitted(self, time: float, job: ActiveJob) -> None:
+        """A job is waiting."""
+        self.table.solo_seconds[self.table.index[job.name]] = job.solo_seconds
+
+    def refused(self, time: float, request: JobRequest, reason: str) -> None:
+        """A job will never run."""
+        self.table.outcome[self.table.index[request.name]] = REFUSED
+        self.refusals[reason] += 1
+
+    def decided(
+        self, time: float, decision: Decision, wall_seconds: float, evaluations: int
+    ) -> None:
+        """The policy has decided."""
+        self.wall_seconds.append(wall_seconds)
+        self.evaluations += evaluations
+
+    def launched(self, time: float, run: Run) -> None:
+        """A group was formed."""
+        self._pass(time)
+        self._held += len(run.launched.place)
+        self.formations += 1
+        table, again = self.table, 0
+        for name in run.jobs:
+            row = table.index[name]
+            if table.formations[row]:
+                again += 1
+            else:
+                table.started[row] = time
+            table.formations[row] += 1
+        self.moves += again
+        self.switches += again > 0
+        self._begin(time, run, list(run.jobs), {})
+
+    def left(self, time: float, run: Run, job: ActiveJob, reason: str) -> None:
+        """A job ended; if it was done, its neighbours advanced as far as it did."""
+        steps = self._close(time, run, None if reason else job)
+        self._settle(time, job, FAILED if reason else DONE)
+        self._begin(time, run, [name for name in run.jobs if name != job.name], steps)
+
+    def ended(self, time: float, run: Run, how: str) -> None:
+        """A group is over."""
+        self._pass(time)
+        if how == "failed":
+            self.group_failures += 1
+        self._close(time, run)
+        self._held -= len(run.launched.place)
+
+    def gave_up(self, time: float, job: ActiveJob, reason: str) -> None:
+        """A job will not be run again."""
+        self._settle(time, job, FAILED)
+
+    def capacity(self, time: float, gpus: int) -> None:
+        """How many GPUs there are from now on."""
+        self._pass(time)
+        self._count_capacity(time)
+        self.node_losses += gpus < self._capacity
+        self._capacity = gpus
+
+    def cut(self, time: float, runs: Iterable[Run]) -> Span:
+        """Close all accounts for a moment: what was until now. Progress must be up to date."""
+        self._pass(time)
+        self._count_capacity(time)
+        for run in runs:
+            if run.epoch in self._open:
+                self._begin(time, run, list(run.jobs), self._close(time, run))
+        return Span(**{**self.totals, "seconds": time - self.begin})
+
+    def _settle(self, time: float, job: ActiveJob, outcome: int) -> None:
+        row = self.table.index[job.name]
+        self.table.outcome[row] = outcome
+        self.table.ended[row] = time
+
+    def _pass(self, time: float) -> None:
+        """Time passes for the cluster."""
+        seconds, self._time = time - self._time, time
+        self.totals["capacity_gpu_seconds"] += seconds * self._capacity
+        self.totals["idle_gpu_seconds"] += seconds * (self._capacity - self._held)
+
+    def _count_capacity(self, time: float) -> None:
+        """The series is told of capacity only where that changes."""
+        rates = np.array([self._capacity, 0, 0, 0, 0, 0, 0, 0], dtype=np.float64)
+        self.series.add(self._counted, time, rates)
+        self._counted = time
+
+    def _begin(
+        self, time: float, run: Run, names: list[str], steps_done: Mapping[str, float]
+    ) -> None:
+        """A run has these jobs from now on; of some it is known better how far they are."""
+        if not names:
+            return
+        jobs = [run.jobs[name] for name in names]
+        requests = [job.request for job in jobs]
+        step = self.times.of(requests, run.launched.place, self.cluster)
+        rows = [(self.table.index[job.name], job) for job in jobs]
+        steps = [steps_done.get(job.name, job.steps_done) for job in jobs]
+        self._open[run.epoch] = Open(time, rows, steps, step.busy_seconds)
+        if len(jobs) < 2:
+            return
+        for row, job in rows:
+            slowdown = step.seconds / job.solo_seconds * (1 - ROUNDING)
+            if slowdown > job.request.max_slowdown:
+                consent = slowdown <= job.request.lends
+                (self.table.lent if consent else self.table.violated)[row] = True
+
+    def _close(self, time: float, run: Run, leaver: ActiveJob | None = None) -> Mapping[str, float]:
+        """Count what a run did since its jobs last changed; how far its jobs are.
+
+        leaver    of which it is known how far it came; the others came as far. None: all are known
+        """
+        account = self._open.pop(run.epoch, None)
+        if account is None:
+            return {}
+        seconds = time - account.time
+        switch = self.switch_seconds + self.join_seconds * (len(run.launched.jobs) - 1)
+        begin = max(account.time, min(time, run.time + switch))
+        self._count_jobs(account, seconds, time - begin)
+        pairs = list(zip(account.jobs, account.steps, strict=True))
+        advanced = [job.steps_done - before for (_, job), before in pairs]
+        if leaver is not None:
+            own = next(place for place, (_, job) in enumerate(account.jobs) if job is leaver)
+            advanced = [advanced[own]] * len(pairs)
+        for (row, _), steps in zip(account.jobs, advanced, strict=True):
+            self.table.steps_done[row] += steps
+        self._count_work(run, account, advanced, begin, time)
+        return {
+            job.name: before + steps
+            for ((_, job), before), steps in zip(pairs, advanced, strict=True)
+        }
+
+    def _count_jobs(self, account: Open, seconds: float, stepping: float) -> None:
+        table, many = self.table, len(account.jobs) > 1
+        for row, _ in account.jobs:
+            table.run_seconds[row] += seconds
+            table.step_seconds[row] += stepping
+            if many:
+                table.grouped_seconds[row] += seconds
+        self.job_seconds += seconds * len(account.jobs)
+        self.group_seconds += seconds
+
+    def _count_work(
+        self, run: Run, account: Open, advanced: list[float], begin: float, time: float
+    ) -> None:
+        gpus = len(run.launched.place)
+        seconds, stepping = time - account.time, time - begin
+        samples = lone = lone_gpu = 0.0
+        for (_, job), steps in zip(account.jobs, advanced, strict=True):
+            samples += steps * job.request.demand.samples
+            lone += steps * job.solo_seconds
+            lone_gpu += steps * job.solo_seconds * job.request.gpus
+        busy = max(advanced) * account.busy_seconds
+        totals = self.totals
+        totals["allocated_gpu_seconds"] += seconds * gpus
+        totals["switch_gpu_seconds"] += (seconds - stepping) * gpus
+        totals["busy_gpu_seconds"] += busy
+        totals["samples"] += samples
+        totals["lone_seconds"] += lone
+        totals["lone_gpu_seconds"] += lone_gpu
+        # Capacity and waiting jobs come from elsewhere.
+        jobs = len(account.jobs)
+        self.series.add(account.time, time, np.array([0.0, gpus, 0, jobs, 0, 1.0, 0, 0]))
+        if stepping > 0:
+            rates = np.array([0.0, 0, busy, 0, 0, 0, samples, lone]) / stepping
+            self.series.add(begin, time, rates)

@@ -5,40 +5,787 @@ from __future__ import annotations
 import csv
 import io
 import json
-from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+import math
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
 from functools import cached_property
 from importlib.resources import files
+from operator import attrgetter
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
+
+import numpy as np
 
 from tlora_fx.durable import replace_file
 from tlora_fx.errors import ReportNotWritable
-from tlora_fx.simulator.figures import Figure
-from tlora_fx.simulator.figures_axes import shown
-from tlora_fx.simulator.report_metrics import (
-    METRICS,
-    TRAINED,
-    WHOLE,
-    Metric,
-    Outcomes,
-    Ratio,
-    by_policy,
-    ratios,
-    trained_while_loaded,
-)
-from tlora_fx.simulator.report_metrics import spread as spread_of
-from tlora_fx.simulator.report_reasons import (
-    BASELINES,
-    OURS,
-    PAPER_COMPLETION,
-    PAPER_THROUGHPUT,
-    ratio_text,
-    reasons,
-)
-from tlora_fx.simulator.report_sweeps import figures_of
+from tlora_fx.simulator.figures import TINY, Figure, Number, Series, bars, lines, shown
+from tlora_fx.simulator.metrics import SIZES, Distribution, Summary
 from tlora_fx.simulator.sweep import SEEDS, Outcome, Plan, Scenario, Source
 from tlora_fx.version import __version__
+
+# The numbers of a replay that reports compare, and their spread over seeds.
+
+
+@dataclass(frozen=True, slots=True)
+class Metric:
+    """A number of a summary.
+
+    key      of its column in CSV files; ends in its unit
+    title    for people
+    better   what is better
+    """
+
+    key: str
+    title: str
+    of: Callable[[Summary], float]
+    better: Literal["more", "less", "neither"] = "neither"
+
+
+def _metric(key: str, title: str, path: str, better: str = "neither", scale: float = 1.0) -> Metric:
+    found = attrgetter(path)
+    return Metric(key, title, lambda summary: float(found(summary)) * scale, better)  # type: ignore[arg-type]
+
+
+THROUGHPUT = _metric(
+    "samples_per_second", "samples/s while jobs arrive", "loaded.samples_per_second", "more"
+)
+COMPLETION = _metric(
+    "completion_mean_seconds", "completion, mean (s)", "completion_seconds.mean", "less"
+)
+ALLOCATED = _metric(
+    "allocated_percent", "GPUs allocated (%)", "loaded.allocated_share", "more", 100
+)
+BUSY = _metric("busy_percent", "GPUs busy (%)", "loaded.busy_share", "more", 100)
+QUEUE = _metric("queue_mean_seconds", "of it queue, mean (s)", "queue_seconds.mean", "less")
+RUN = _metric("run_mean_seconds", "of it run, mean (s)", "run_seconds.mean", "less")
+SLOWDOWN = _metric("slowdown_mean", "slowdown of a step, mean", "slowdown.mean", "less")
+
+WHOLE = _metric(
+    "whole_samples_per_second", "samples/s to the end", "whole.samples_per_second", "more"
+)
+WEIGHTED = _metric(
+    "weighted_speedup", "weighted speed-up while jobs arrive", "loaded.weighted_speedup", "more"
+)
+LONE_WORK = _metric("lone_work_share", "lone work per GPU-second", "loaded.lone_work_share", "more")
+#: Of what was trained while jobs arrive: they say nothing where that is nothing.
+TRAINED = (THROUGHPUT, WEIGHTED, LONE_WORK, BUSY)
+
+METRICS: tuple[Metric, ...] = (
+    THROUGHPUT,
+    WHOLE,
+    WEIGHTED,
+    LONE_WORK,
+    COMPLETION,
+    _metric("completion_p50_seconds", "completion, p50 (s)", "completion_seconds.p50", "less"),
+    _metric("completion_p95_seconds", "completion, p95 (s)", "completion_seconds.p95", "less"),
+    _metric("completion_p99_seconds", "completion, p99 (s)", "completion_seconds.p99", "less"),
+    QUEUE,
+    RUN,
+    _metric("stretch_p50", "completion / lone time, p50", "stretch.p50", "less"),
+    ALLOCATED,
+    BUSY,
+    SLOWDOWN,
+    _metric("slowdown_p99", "slowdown of a step, p99", "slowdown.p99", "less"),
+    _metric("violating_percent", "jobs beyond their bound (%)", "violating_job_share", "less", 100),
+    _metric("grouped_percent", "jobs that ever shared (%)", "grouped_job_share", scale=100),
+    _metric("group_jobs", "jobs in a group, mean", "group_jobs"),
+    _metric("switches", "switches", "switches", "less"),
+    _metric("moves", "moves of jobs", "moves", "less"),
+    _metric("evaluations", "evaluations of the estimator", "evaluations", "less"),
+    _metric("decisions", "decisions", "decisions"),
+    _metric("decision_p50_ms", "a decision, p50 (ms)", "decision_wall_seconds.p50", "less", 1e3),
+    _metric("decision_p99_ms", "a decision, p99 (ms)", "decision_wall_seconds.p99", "less", 1e3),
+    _metric("finished", "jobs finished", "finished", "more"),
+    _metric("unfinished", "jobs unfinished", "unfinished", "less"),
+    _metric("refused", "jobs refused", "refused", "less"),
+    _metric("failed", "jobs failed", "failed", "less"),
+)
+
+Outcomes = Mapping[Scenario, Outcome]
+
+
+@dataclass(frozen=True, slots=True)
+class Spread:
+    """A number over seeds; of ratios the mean is the geometric one."""
+
+    mean: float
+    low: float
+    high: float
+    count: int
+
+    @classmethod
+    def of(cls, values: Iterable[float]) -> Spread | None:
+        """None where there is no value."""
+        given = list(values)
+        if not given:
+            return None
+        return cls(sum(given) / len(given), min(given), max(given), len(given))
+
+    @classmethod
+    def of_ratios(cls, values: Iterable[float]) -> Spread:
+        """Of positive numbers, at least one."""
+        given = list(values)
+        mean = math.exp(sum(math.log(value) for value in given) / len(given))
+        return cls(mean, min(given), max(given), len(given))
+
+
+def spread(metric: Metric, outcomes: Sequence[Outcome]) -> Spread | None:
+    """A metric over the seeds of one policy."""
+    return Spread.of(metric.of(outcome.summary) for outcome in outcomes)
+
+
+def trained_while_loaded(outcomes: Sequence[Outcome]) -> bool:
+    """Whether any sample was trained before the last job came."""
+    return any(outcome.summary.loaded.samples > 0 for outcome in outcomes)
+
+
+def by_policy(scenarios: Iterable[Scenario], outcomes: Outcomes) -> dict[str, list[Outcome]]:
+    """Outcomes by policy, in the order in which the policies come first."""
+    found: dict[str, list[Outcome]] = {}
+    for scenario in scenarios:
+        found.setdefault(scenario.policy, []).append(outcomes[scenario])
+    return found
+
+
+@dataclass(frozen=True, slots=True)
+class Ratio:
+    """How much better a policy is than a baseline, seed by seed.
+
+    throughput   samples/s over the baseline's
+    completion   the baseline's mean completion over the policy's
+    """
+
+    baseline: str
+    throughput: Spread
+    completion: Spread
+
+
+def ratios(
+    policies: Mapping[str, Sequence[Outcome]], ours: str, baselines: Iterable[str]
+) -> list[Ratio]:
+    """A policy against each baseline that was replayed."""
+    found = []
+    for name in baselines:
+        if name not in policies or ours not in policies or name == ours:
+            continue
+        pairs = list(zip(policies[ours], policies[name], strict=True))
+        throughput = [_over(THROUGHPUT, a, b) for a, b in pairs]
+        completion = [_over(COMPLETION, b, a) for a, b in pairs]
+        if all(value > 0 for value in (*throughput, *completion)):
+            made = Ratio(name, Spread.of_ratios(throughput), Spread.of_ratios(completion))
+            found.append(made)
+    return found
+
+
+def _over(metric: Metric, above: Outcome, below: Outcome) -> float:
+    base = metric.of(below.summary)
+    return metric.of(above.summary) / base if base else 0.0
+
+
+# Figures of the main comparison: each policy, all seeds.
+
+
+#: A policy keeps its colour in all figures.
+COLOUR = {
+    name: place
+    for place, name in enumerate(
+        (
+            "tlora",
+            "tlora-paper",
+            "mlora-fifo",
+            "mlora-memory",
+            "megatron",
+            "no-scheduler",
+            "no-kernel-fuser",
+            "megatron:backfill=true",
+        )
+    )
+}
+OTHER_COLOUR = 8
+#: Where values differ by more, their axis is logarithmic.
+WIDE = 20
+ABLATIONS = ("tlora", "no-kernel-fuser", "no-scheduler")
+Policies = dict[str, list[Outcome]]
+
+
+def colour(policy: str) -> int:
+    """Of a policy."""
+    return COLOUR.get(policy, OTHER_COLOUR)
+
+
+def compared(policies: Policies, metric: Metric, name: str, title: str, shows: str) -> Figure:
+    """A metric of each policy as bars."""
+    found = {policy: spread(metric, outcomes) for policy, outcomes in policies.items()}
+    names = list(found)
+    series = [series_of(metric.title, list(found.values()))]
+    shades = [colour(policy) for policy in names]
+    svg = bars(title, metric.title, names, series, colours=shades, log=wide(series))
+    rows = [(policy, metric.key, *numbers_report_figures(found[policy])) for policy in names]
+    return Figure(name, title, shows, svg, ("policy", "metric", *SPREAD), tuple(rows))
+
+
+SPREAD = ("mean", "least", "most", "seeds")
+
+
+def numbers_report_figures(one: Spread | None) -> tuple[Number, ...]:
+    """Mean, least, most and how many seeds, for a table."""
+    return (one.mean, one.low, one.high, one.count) if one else (None, None, None, 0)
+
+
+def series_of(name: str, spreads: Sequence[Spread | None], colour: int = 0) -> Series:
+    """A row of bars, or a line, with its spread over the seeds."""
+    return Series(
+        name,
+        [one.mean if one else None for one in spreads],
+        [one.low if one else None for one in spreads],
+        [one.high if one else None for one in spreads],
+        colour=colour,
+    )
+
+
+def distribution(
+    policies: Policies,
+    name: str,
+    title: str,
+    shows: str,
+    label: str,
+    of: Callable[[Outcome], Distribution],
+    *,
+    log: bool = True,
+) -> Figure:
+    """A cumulative distribution of each policy."""
+    series, rows = [], []
+    for policy, outcomes in policies.items():
+        values = _pooled([of(outcome) for outcome in outcomes])
+        if not values:
+            continue
+        parts = [(place + 1) / len(values) for place in range(len(values))]
+        series.append(Series(policy, parts, x=values, colour=colour(policy)))
+        rows += [(policy, value, part) for value, part in zip(values, parts, strict=True)]
+    svg = lines(title, label, "part of jobs", series, log_x=log, top=1.0, marks=False)
+    return Figure(name, title, shows, svg, ("policy", label, "part of jobs"), tuple(rows))
+
+
+def _pooled(distributions: Iterable[Distribution]) -> list[float]:
+    """101 quantiles of several distributions together."""
+    values = sorted(value for one in distributions for value in one.quantiles)
+    if len(values) <= 101:
+        return values
+    return [values[round(place * (len(values) - 1) / 100)] for place in range(101)]
+
+
+def split(policies: Policies) -> Figure:
+    """Completion time in its two parts."""
+    return _side_by_side(
+        policies,
+        (("queue", QUEUE), ("run", RUN)),
+        "completion-split",
+        "Completion time, in two parts",
+        "Mean seconds in the queue and in a group; the paper gives their sum.",
+        "mean seconds",
+    )
+
+
+def utilisation(policies: Policies) -> Figure:
+    """GPUs that are held, and GPUs that compute."""
+    return _side_by_side(
+        policies,
+        (("allocated", ALLOCATED), ("busy, by the estimator", BUSY)),
+        "utilisation",
+        "GPU utilisation",
+        "GPUs held by a group, and GPUs computing at the roofline, while jobs arrive.",
+        "% of GPU time",
+    )
+
+
+def wide(series: Sequence[Series]) -> bool:
+    """Whether values differ so much that their axis is logarithmic."""
+    there = [value for one in series for value in one.values if value and value > TINY]
+    return bool(there) and max(there) > WIDE * min(there)
+
+
+def _side_by_side(
+    policies: Policies,
+    metrics: Sequence[tuple[str, Metric]],
+    name: str,
+    title: str,
+    shows: str,
+    label: str,
+) -> Figure:
+    names = list(policies)
+    series, rows = [], []
+    for place, (told, metric) in enumerate(metrics):
+        found = [spread(metric, policies[policy]) for policy in names]
+        series.append(series_of(told, found, colour=place * 2))
+        pairs = zip(names, found, strict=True)
+        rows += [(policy, metric.key, *numbers_report_figures(one)) for policy, one in pairs]
+    percent = label.startswith("%")
+    log = not percent and wide(series)
+    svg = bars(title, label, names, series, top=100 if percent else None, log=log)
+    return Figure(name, title, shows, svg, ("policy", "metric", *SPREAD), tuple(rows))
+
+
+def grouping(policies: Policies) -> Figure:
+    """Which jobs share a group, by their size."""
+    series, rows = [], []
+    for policy, outcomes in policies.items():
+        found = [
+            Spread.of(
+                100 * size.grouped_job_share
+                for outcome in outcomes
+                for size in outcome.summary.grouping
+                if size.name == wanted and size.jobs
+            )
+            for wanted in SIZES
+        ]
+        rows += [
+            (policy, size, *numbers_report_figures(one))
+            for size, one in zip(SIZES, found, strict=True)
+        ]
+        if not policy.startswith("megatron"):
+            series.append(series_of(policy, found, colour(policy)))
+    title = "Jobs that share a group, by size"
+    shows = (
+        "Thirds of the jobs by GPU-seconds of one step alone. A job counts "
+        "that ever shared a group; megatron groups none."
+    )
+    svg = bars(title, "% of jobs", SIZES, series, top=100)
+    return Figure("grouping", title, shows, svg, ("policy", "size", *SPREAD), tuple(rows))
+
+
+def ablation(policies: Policies) -> list[Figure]:
+    """What kernel fuser and scheduler bring; nothing where they were not replayed."""
+    own = {name: policies[name] for name in ABLATIONS if name in policies}
+    if len(own) < 2:
+        return []
+    told = "Without fused kernels, and with mLoRA's grouping in place of ours."
+    return [
+        compared(own, THROUGHPUT, "ablation-throughput", "Ablation: throughput", told),
+        compared(own, COMPLETION, "ablation-completion", "Ablation: completion", told),
+    ]
+
+
+def waiting(policies: Policies) -> Figure:
+    """Jobs that wait, over time, with the first seed."""
+    series, rows = [], []
+    for policy, outcomes in policies.items():
+        points = outcomes[0].summary.series
+        x = [(point.time + point.seconds / 2) / 3600 for point in points]
+        y = [point.waiting_jobs for point in points]
+        series.append(Series(policy, y, x=x, colour=colour(policy)))
+        rows += [
+            (policy, point.time, point.waiting_jobs, point.running_jobs, point.allocated_gpus)
+            for point in points
+        ]
+    title = "Jobs that wait"
+    svg = lines(title, "hours", "jobs in no group", series, marks=False)
+    columns = ("policy", "seconds", "waiting jobs", "running jobs", "allocated GPUs")
+    shows = "Over the whole replay, with the first seed; not in the paper."
+    return Figure("waiting", title, shows, svg, columns, tuple(rows))
+
+
+# Why our numbers are what they are, and where they differ from the paper's: computed facts.
+#
+# Each paragraph is made from numbers of the replays, and is left out where they are not there.
+
+
+#: tLoRA, abstract: over its baselines.
+PAPER_THROUGHPUT = (1.2, 1.8)
+PAPER_COMPLETION = (2.3, 5.4)
+OURS = "tlora"
+BETTER_ALONE = (
+    " Alone, then, a job is faster without them by what was measured: policies that run many jobs "
+    "alone gain by unfused kernels, which is a fact about short rows and not about grouping."
+)
+BASELINES = ("mlora-fifo", "mlora-memory", "megatron", "megatron:backfill=true")
+
+
+def reasons(policies: Policies, ratios: Sequence[Ratio]) -> list[str]:
+    """Paragraphs, each about one cause."""
+    if OURS not in policies:
+        return []
+    return [
+        *_verdicts(ratios),
+        *_load(policies),
+        *_held(policies),
+        *_bound(policies),
+        *_idle(policies),
+        *_spare(policies),
+        *_parts(policies),
+        *_kernels(policies),
+        *_bounds_kept(policies),
+        *_setting(policies[OURS][0].scenario, policies[OURS][0]),
+    ]
+
+
+def place(value: float, paper: tuple[float, float]) -> str:
+    """Where a number stands to the paper's range."""
+    low, high = paper
+    if value < low:
+        return f"below the paper's {low:g}–{high:g}"
+    return f"above the paper's {low:g}–{high:g}" if value > high else f"within {low:g}–{high:g}"
+
+
+def ratio_text(one: Spread) -> str:
+    """Mean and spread of a ratio."""
+    if one.count == 1:
+        return f"{one.mean:.2f}×"
+    return f"{one.mean:.2f}× ({one.low:.2f}–{one.high:.2f}, {one.count} seeds)"
+
+
+def _verdicts(ratios: Sequence[Ratio]) -> Iterator[str]:
+    for one in ratios:
+        yield (
+            f"Against {one.baseline}: throughput {ratio_text(one.throughput)}, "
+            f"{place(one.throughput.mean, PAPER_THROUGHPUT)}; mean completion, theirs over ours, "
+            f"{ratio_text(one.completion)}, {place(one.completion.mean, PAPER_COMPLETION)}."
+        )
+
+
+def _mean(policies: Policies, name: str, metric: Metric) -> float | None:
+    found = spread(metric, policies.get(name, []))
+    return found.mean if found else None
+
+
+def offered_load(outcome: Outcome) -> float:
+    """GPU-seconds that the jobs would take alone, over those that there are while they arrive."""
+    summary = outcome.summary
+    room = summary.gpus * summary.loaded.seconds
+    return summary.whole.lone_gpu_seconds / room if room else 0.0
+
+
+def _load(policies: Policies) -> Iterator[str]:
+    loads = [offered_load(outcome) for outcome in policies[OURS]]
+    load = sum(loads) / len(loads)
+    told = ", ".join(f"{part:.0%} under {name}" for name, part in _queue_parts(policies).items())
+    text = (
+        f"Load: alone, on the GPUs that they ask for, the jobs would take {load:.2f} times the GPU "
+        f"time that the cluster has while they arrive. Queue is, of mean completion, {told}."
+    )
+    if load < 1:
+        text += (
+            " With less work than room, throughput while jobs arrive is near what arrives, "
+            "whatever the policy."
+        )
+    yield text
+
+
+def _queue_parts(policies: Policies) -> dict[str, float]:
+    """The part of mean completion that is queue, by policy."""
+    return {
+        name: (_mean(policies, name, QUEUE) or 0.0) / completion
+        for name in policies
+        if (completion := _mean(policies, name, COMPLETION))
+    }
+
+
+def _held(policies: Policies) -> Iterator[str]:
+    """GPU time that groups held to do all the work, and who waits beside idle GPUs."""
+    held = {
+        name: sum(outcome.summary.whole.allocated_gpu_seconds for outcome in outcomes)
+        for name, outcomes in policies.items()
+    }
+    others = [
+        f"{held[name] / held[OURS]:.2f} times that under {name}"
+        for name in policies
+        if name in BASELINES and held[OURS] > 0
+    ]
+    if others:
+        yield (
+            f"GPU time: {OURS} held {shown(held[OURS] / 3600 / len(policies[OURS]))} GPU-hours to "
+            f"do all the work; {', '.join(others)}. A group gives back GPUs on which its step "
+            "would not be faster, and jobs that share a group share its GPUs."
+        )
+    blocked = [
+        f"{name} ({allocated:.0f}% of the GPU time allocated)"
+        for name, part in _queue_parts(policies).items()
+        if part > 0.5 and (allocated := _mean(policies, name, ALLOCATED) or 0.0) < 75
+    ]
+    if blocked:
+        yield (
+            f"Blocked queues: jobs wait beside idle GPUs under {', '.join(blocked)}. A queue that "
+            "is taken in order of arrival is blocked by a wide job at its head, which waits for "
+            "enough GPUs at once; what overtaking alone brings shows in megatron:backfill=true."
+        )
+
+
+def _bound(policies: Policies) -> Iterator[str]:
+    """How much faster completion could be at all."""
+    lone = [outcome.trace["mean_duration_seconds"] for outcome in policies[OURS]]
+    mean = sum(lone) / len(lone)
+    limits = [
+        f"{completion / mean:.2f}× below {name}"
+        for name in (OURS, *BASELINES)
+        if mean > 0 and (completion := _mean(policies, name, COMPLETION)) is not None
+    ]
+    if limits:
+        yield (
+            f"Room: the jobs alone last {shown(mean)} s on the mean. With no queue and no slowdown "
+            f"mean completion would be {', '.join(limits)}: more is gained only where a job runs "
+            "faster in a group than alone, on GPUs of others."
+        )
+
+
+def _idle(policies: Policies) -> Iterator[str]:
+    if "megatron" not in policies:
+        return
+    alone = [
+        outcome.summary.loaded.busy_gpu_seconds / outcome.summary.loaded.allocated_gpu_seconds
+        for outcome in policies["megatron"]
+        if outcome.summary.loaded.allocated_gpu_seconds
+    ]
+    if not alone:
+        return
+    busy = sum(alone) / len(alone)
+    ours = [outcome.summary.group_jobs for outcome in policies[OURS]]
+    shared = [outcome.summary.grouped_job_share for outcome in policies[OURS]]
+    yield (
+        f"Idle hardware: jobs alone compute {busy:.1%} of the time of the GPUs that they hold (by "
+        f"the estimator). Under {OURS} a group has {sum(ours) / len(ours):.2f} jobs on the mean, "
+        f"and {sum(shared) / len(shared):.0%} of the jobs ever share."
+    )
+
+
+def _spare(policies: Policies) -> Iterator[str]:
+    """Sharing where there was room for all."""
+    slow, held = _mean(policies, OURS, SLOWDOWN), _mean(policies, OURS, ALLOCATED)
+    if slow is None or held is None or slow < 1.02 or held > 75:
+        return
+    yield (
+        f"Room to spare: under {OURS} steps took {slow:.2f} times those alone while "
+        f"{100 - held:.0f}% of the GPU time was in no group's hands. What sharing and giving back "
+        "GPUs cost there no queue repays: a larger load would."
+    )
+
+
+def _parts(policies: Policies) -> Iterator[str]:
+    for name, what in (
+        ("no-kernel-fuser", "The kernel fuser"),
+        ("no-scheduler", "The scheduler"),
+    ):
+        if name not in policies:
+            continue
+        throughput = _ratio(policies, THROUGHPUT, OURS, name)
+        completion = _ratio(policies, COMPLETION, name, OURS)
+        yield (
+            f"{what}, by what its absence costs: throughput {throughput:.2f}×, completion "
+            f"{completion:.2f}×."
+        )
+
+
+def _kernels(policies: Policies) -> Iterator[str]:
+    """What fused kernels are worth by the estimator, for one job and for eight."""
+    if "no-kernel-fuser" not in policies:
+        return
+    from tlora_fx.cost.demand import Demand
+    from tlora_fx.cost.model_facts import demand_of
+    from tlora_fx.simulator.sweep import estimator_of
+
+    scenario = policies[OURS][0].scenario
+    base, rank, batch = scenario.choices.bases[0], 8, 4
+    one = demand_of(base, rank, batch, scenario.choices.mean_tokens)
+    rows = [one.row(), Demand.total([one] * 8).row()]
+    told, lone = [], []
+    for words, fused in (("with fused kernels", True), ("without", False)):
+        estimator = estimator_of(scenario, [base], fused=fused)
+        steps = estimator.seconds(base, np.array(rows), np.ones(2), ["gpu", "gpu"])
+        lone.append(steps[0])
+        alone, eight = (f"{1e3 * step:.0f} ms" for step in steps)
+        told.append(f"{alone} for one job and {eight} for eight together {words}")
+    yield (
+        f"Kernels: by the estimator a step of {base} on one GPU (rank {rank}, {batch} samples of "
+        f"{scenario.choices.mean_tokens:g} tokens) takes {', '.join(told)}."
+        + (BETTER_ALONE if lone[1] < lone[0] else "")
+    )
+
+
+def _ratio(policies: Policies, metric: Metric, above: str, below: str) -> float:
+    top, base = _mean(policies, above, metric), _mean(policies, below, metric)
+    return top / base if top is not None and base else float("nan")
+
+
+def _bounds_kept(policies: Policies) -> Iterator[str]:
+    told = [
+        f"{share:.0%} of the jobs under {name}"
+        for name, outcomes in policies.items()
+        if (share := sum(o.summary.violating_job_share for o in outcomes) / len(outcomes)) > 0.0005
+    ]
+    bound = policies[OURS][0].scenario.choices.max_slowdown
+    if told:
+        yield (
+            f"Bounds: steps slower than {bound:g} times alone in a shared group were met by "
+            f"{', '.join(told)}, and by none under the others. A policy that breaks the bound buys "
+            "throughput with it."
+        )
+    else:
+        yield f"Bounds: no job was in a shared group slower than {bound:g} times alone."
+
+
+def _setting(scenario: Scenario, outcome: Outcome) -> Iterator[str]:
+    kind = (
+        "drawn from AcmeTrace's marginals (synthetic)"
+        if scenario.source.synthetic
+        else (
+            f"from {outcome.trace['source']}"
+            + (", with durations that are drawn" if outcome.trace["synthetic"] else "")
+        )
+    )
+    yield (
+        f"Setting: the paper replays the first month of AcmeTrace's Seren on 128 GPUs with speeds "
+        f"measured on A100s and a simulator that it says is within 3%. Here jobs are {kind}, "
+        f"{outcome.trace['jobs']:,} of them over {outcome.trace['span_days']:.2f} days, on "
+        f"{scenario.cluster.gpus} {scenario.cluster.gpu} with layer profiles"
+        f"{', estimated ones allowed' if scenario.allow_estimated else ''}; samples have "
+        f"{scenario.choices.mean_tokens:g} tokens on the mean. The paper does not publish its "
+        "replay's parameters beyond these, nor its baselines' settings."
+    )
+
+
+# The figures of a report: those of the main comparison, and one or two for each sweep.
+
+
+SweepRow = tuple[float, Policies]
+
+
+def figures_of(plan: Plan, outcomes: Outcomes) -> list[Figure]:
+    """All figures for which there are replays."""
+    policies = by_policy(plan.main, outcomes)
+    found = [
+        compared(
+            policies,
+            THROUGHPUT,
+            "throughput",
+            "Training throughput",
+            "Samples a second of the whole cluster, while jobs arrive.",
+        ),
+        distribution(
+            policies,
+            "completion-cdf",
+            "Completion time",
+            "The part of the jobs that were done so long after submission, all seeds together.",
+            "seconds from submission to end",
+            lambda outcome: outcome.summary.completion_seconds,
+        ),
+        split(policies),
+        utilisation(policies),
+        grouping(policies),
+        *ablation(policies),
+        distribution(
+            policies,
+            "slowdown-cdf",
+            "Slowdown of a step",
+            "Step time in a group over step time alone, mean over a job's steps; not in the paper.",
+            "step time over T_solo",
+            lambda outcome: outcome.summary.slowdown,
+            log=False,
+        ),
+        waiting(policies),
+    ]
+    for name, rows in plan.sweeps.items():
+        points = [(value, by_policy(scenarios, outcomes)) for value, scenarios in rows]
+        found += sweep(name, points, policies, synthetic=plan.main[0].source.synthetic)
+    return [replace(one, paper=PAPER.get(one.name, "")) for one in found]
+
+
+#: What each figure redraws, by the paper's captions.
+PAPER = {
+    "throughput": "Training throughput",
+    "completion-cdf": "Job completion time",
+    "utilisation": "Average GPU SM util.",
+    "grouping": "Job colocation proportions",
+    "ablation-throughput": "Performance breakdown: training throughput",
+    "ablation-completion": "Performance breakdown: job completion time",
+    "nano": "Impact of nano-batch size",
+    "months-throughput": "Impact of job arrival pattern",
+    "months-completion": "Impact of online deployment traces (appendix)",
+    "scale-throughput": "Impact of scaling arrival rate",
+    "scale-completion": "Impact of system load (appendix)",
+    "cluster-throughput": "Impact of cluster size",
+    "cluster-completion": "Impact of cluster size (appendix)",
+}
+
+
+TOLD = {
+    "scale": "arrivals, times as dense",
+    "cluster": "GPUs of the cluster",
+    "months": "month",
+    "nano": "nano-batches of every group",
+}
+
+
+BY = {"scale": "density of arrivals", "cluster": "size of the cluster", "months": "month"}
+
+
+def sweep(
+    name: str, points: Sequence[SweepRow], main: Policies, *, synthetic: bool
+) -> list[Figure]:
+    """Throughput and completion over what was varied."""
+    label, shows = TOLD[name], ""
+    if name == "months" and synthetic:
+        label = "arrivals, times as dense as the trace's mean"
+        shows = (
+            "A synthetic trace has no months: these are the densities of months 1 to 3, relative "
+            "to each other, that the paper tells."
+        )
+    if name == "cluster":
+        shows = _replayed(points)
+    if name == "nano":
+        return [_nano(points, main)]
+    made = []
+    for metric, what in ((THROUGHPUT, "throughput"), (COMPLETION, "completion")):
+        title = f"{what.capitalize()} by {BY[name]}"
+        made.append(_over_report_sweeps(points, metric, f"{name}-{what}", title, shows, label))
+    return made
+
+
+def _replayed(points: Sequence[SweepRow]) -> str:
+    """How many jobs each size replays, where they differ."""
+    jobs = [next(iter(row.values()))[0].summary.jobs for _, row in points]
+    if len(set(jobs)) == 1:
+        return ""
+    pairs = zip(points, jobs, strict=True)
+    told = ", ".join(f"{count:,} on {size:g}" for (size, _), count in pairs)
+    return f"Jobs larger than a cluster are left out of it, so that it replays fewer: {told}."
+
+
+def _over_report_sweeps(
+    points: Sequence[SweepRow], metric: Metric, name: str, title: str, shows: str, label: str
+) -> Figure:
+    x = [value for value, _ in points]
+    policies = dict.fromkeys(policy for _, row in points for policy in row)
+    series, rows = [], []
+    for policy in policies:
+        found = [spread(metric, row.get(policy, [])) for _, row in points]
+        one = series_of(policy, found, colour(policy))
+        series.append(Series(one.name, one.values, one.low, one.high, x, one.colour))
+        rows += [
+            (policy, value, metric.key, *numbers_report_figures(each))
+            for value, each in zip(x, found, strict=True)
+        ]
+    svg = lines(title, label, metric.title, series, log_y=wide(series))
+    return Figure(name, title, shows, svg, ("policy", label, "metric", *SPREAD), tuple(rows))
+
+
+def _nano(points: Sequence[SweepRow], main: Policies) -> Figure:
+    """Throughput with a fixed count of nano-batches, beside the best of each group."""
+    names = [f"{value:g}" for value, _ in points]
+    found = [spread(THROUGHPUT, row["tlora"]) for _, row in points]
+    if "tlora" in main:
+        count = found[0].count if found and found[0] else 1
+        names.append("best of each")
+        found.append(spread(THROUGHPUT, main["tlora"][:count]))
+    title = "Throughput by nano-batches"
+    told = (
+        "A fixed count in every group, and the best of each (policy tlora). By the estimator, "
+        "counts matter only where a group's layout is tensor-parallel."
+    )
+    svg = bars(title, THROUGHPUT.title, names, [series_of(THROUGHPUT.title, found)])
+    rows = [
+        (count, THROUGHPUT.key, *numbers_report_figures(one))
+        for count, one in zip(names, found, strict=True)
+    ]
+    return Figure("nano", title, told, svg, ("nano-batches", "metric", *SPREAD), tuple(rows))
+
 
 PAGE = "index.html"
 NUMBERS = "results.json"
@@ -146,7 +893,7 @@ def _told(base: Scenario, seeds: Sequence[int]) -> list[tuple[str, str, str]]:
 
 
 def _cell(metric: Metric, outcomes: Sequence[Outcome]) -> str:
-    found = spread_of(metric, outcomes)
+    found = spread(metric, outcomes)
     if found is None or (metric in TRAINED and not trained_while_loaded(outcomes)):
         return "–"
     if found.count == 1 or shown(found.low) == shown(found.high):

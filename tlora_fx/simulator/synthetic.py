@@ -9,17 +9,236 @@ synthetic wherever it goes.
 
 from __future__ import annotations
 
+import json
+from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from tlora_fx.errors import ReplayChoiceWrong
-from tlora_fx.simulator.generator_fit import Fit
+from tlora_fx.errors import MarginalsFileError, ReplayChoiceWrong
 from tlora_fx.simulator.traces import MONTH_SECONDS, Trace, TraceJob
 
+# Fit the generator to AcmeTrace's exact marginals, and read a fit.
+#
+# The marginals say how many jobs have at most so many GPUs, and which part of all GPU-time these
+# take, so that the mean duration of each number of GPUs is known. The joint table of GPUs and
+# durations is the one with these sums that departs least from independence: each number of GPUs
+# tilts the distribution of durations by a power of the duration (iterated proportional fitting).
+
+
 Numbers = NDArray[Any]
+SHIPPED = Path(__file__).parent / "assets" / "acme_seren_fit.json"
+#: March to August 2023.
+TRACE_DAYS = 184
+ROUNDS = 300
+
+
+@dataclass(frozen=True)
+class Fit:
+    """What the generator draws from.
+
+    types         names
+    type_shares   [t] of all jobs
+    buckets       [t, b] of each type's jobs, by duration in (2^(i-1), 2^i] seconds
+    gpus          [c] counts
+    log_weights   [c] of each count at a duration of one second
+    tilts         [c] power of the duration that each count's weight grows with
+    """
+
+    source: str
+    jobs_per_second: float
+    types: tuple[str, ...]
+    type_shares: Numbers
+    buckets: Numbers
+    gpus: tuple[int, ...]
+    log_weights: Numbers
+    tilts: Numbers
+
+    @cached_property
+    def gpus_given_bucket(self) -> Numbers:
+        """[b, c] rows sum to 1."""
+        logs = self.log_weights + self.tilts * np.log(bucket_means(self.buckets.shape[1]))[:, None]
+        weights = np.exp(logs - logs.max(axis=1, keepdims=True))
+        return np.asarray(weights / weights.sum(axis=1, keepdims=True))
+
+    def to_json(self) -> str:
+        """As text, for `fit_of_file`."""
+        told = {
+            "source": self.source,
+            "licence": "CC-BY-4.0 (the data that this was fitted to)",
+            "jobs_per_second": self.jobs_per_second,
+            "types": self.types,
+            "type_shares": _rounded(self.type_shares),
+            "buckets": [_rounded(row) for row in self.buckets],
+            "gpus": self.gpus,
+            "log_weights": _rounded(self.log_weights),
+            "tilts": _rounded(self.tilts),
+        }
+        lines = ",\n".join(f"  {json.dumps(key)}: {json.dumps(told[key])}" for key in told)
+        return "{\n" + lines.replace("], [", "],\n    [") + "\n}\n"
+
+
+def _rounded(row: Numbers) -> list[float]:
+    return [round(float(value), 6) for value in row]
+
+
+def bucket_means(count: int) -> Numbers:
+    """Mean seconds of a log-uniform draw in each (2^(i-1), 2^i]."""
+    return np.asarray(2.0 ** np.arange(count) * 0.5 / np.log(2))
+
+
+def shipped_fit() -> Fit:
+    """The fit that comes with tlora-fx."""
+    return _read_fit(_loaded(SHIPPED), SHIPPED)
+
+
+def fit_of_file(path: Path) -> Fit:
+    """A fit by a file of exact marginals, or a fit that was written before.
+
+    raises    MarginalsFileError
+    """
+    given = _loaded(path)
+    if "log_weights" in given:
+        return _read_fit(given, path)
+    try:
+        return _fitted(given)
+    except (KeyError, TypeError, ValueError, IndexError) as error:
+        raise MarginalsFileError(
+            "the marginals are not those of a distribution",
+            file=path,
+            found=f"{type(error).__name__}: {error}",
+            expected="counts of jobs with at most x, rising to the number of jobs",
+        ) from None
+
+
+def _loaded(path: Path) -> dict[str, Any]:
+    try:
+        given = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        missing = isinstance(error, FileNotFoundError)
+        raise MarginalsFileError(
+            "there is no such file of marginals" if missing else "the marginals cannot be read",
+            file=path,
+            found=None if missing else error,
+            help="name a file of marginals, or leave --marginals out for the shipped fit",
+        ) from None
+    if not isinstance(given, dict):
+        raise MarginalsFileError("the marginals are no JSON object", file=path)
+    return given
+
+
+def _read_fit(given: Mapping[str, Any], path: Path) -> Fit:
+    try:
+        buckets = np.array(given["buckets"], dtype=float)
+        shares = np.array(given["type_shares"], dtype=float)
+        return Fit(
+            source=str(given["source"]),
+            jobs_per_second=float(given["jobs_per_second"]),
+            types=tuple(given["types"]),
+            type_shares=shares / shares.sum(),
+            buckets=buckets / buckets.sum(axis=1, keepdims=True),
+            gpus=tuple(int(count) for count in given["gpus"]),
+            log_weights=np.array(given["log_weights"], dtype=float),
+            tilts=np.array(given["tilts"], dtype=float),
+        )
+    except (KeyError, TypeError, ValueError) as error:
+        raise MarginalsFileError("a fit that lacks something", file=path, found=error) from None
+
+
+def _fitted(given: Mapping[str, Any], cluster: str = "Seren") -> Fit:
+    by_type = given[f"{cluster}_duration_le_2^i_by_type"]
+    types = tuple(by_type)
+    counts = np.array([_steps(by_type[name]) for name in types])
+    totals = counts.sum(axis=1)
+    gpus, jobs, shares = gpu_table(given["gpu_num_cdf_jobs"][cluster], _gpu_time(given, cluster))
+    log_weights, tilts = tilted(jobs, shares / np.array(gpus), counts.sum(axis=0))
+    return Fit(
+        source=f"fitted to the marginals of {given['source']}",
+        jobs_per_second=float(totals.sum()) / (TRACE_DAYS * 86400),
+        types=types,
+        type_shares=totals / totals.sum(),
+        buckets=counts / totals[:, None],
+        gpus=gpus,
+        log_weights=log_weights,
+        tilts=tilts,
+    )
+
+
+def _gpu_time(given: Mapping[str, Any], cluster: str) -> Mapping[str, float]:
+    found: Mapping[str, float] = given["gpu_num_cdf_gputime"][cluster]
+    return found
+
+
+def _steps(cumulative: list[float]) -> Numbers:
+    found = np.diff(np.array(cumulative, dtype=float), prepend=0.0)
+    if (found < 0).any() or found.sum() <= 0:
+        raise ValueError("counts that fall")
+    return found
+
+
+def gpu_table(
+    jobs: Mapping[str, float], time: Mapping[str, float]
+) -> tuple[tuple[int, ...], Numbers, Numbers]:
+    """GPU counts with their jobs and their part of all GPU-time.
+
+    A step of the distribution lies between two keys; its count is the one in between with the most
+    factors of two. Key 0 is where the plot's axis begins: those jobs have one GPU.
+    """
+    edges = sorted(int(key) for key in jobs if key != "0")
+    step = np.diff(np.array([jobs[str(edge)] for edge in edges], dtype=float), prepend=0.0)
+    known = sorted((int(key), part) for key, part in time.items())
+    part = np.array([max(p for key, p in known if key <= edge) for edge in edges])
+    parts = np.diff(part, prepend=0.0)
+    values = [rounder(low, high) for low, high in zip([0, *edges], edges, strict=False)]
+    kept = (step > 0) & (parts > 0)
+    if (step < 0).any() or (parts < 0).any() or not kept.any():
+        raise ValueError("GPU counts that fall")
+    gpus = tuple(value for value, keep in zip(values, kept, strict=True) if keep)
+    return gpus, step[kept], parts[kept] / parts[kept].sum()
+
+
+def rounder(low: int, high: int) -> int:
+    """The number in (low, high] with the most factors of two."""
+    return max(range(low + 1, high + 1), key=lambda count: (count & -count, count))
+
+
+def tilted(jobs: Numbers, per_gpu: Numbers, durations: Numbers) -> tuple[Numbers, Numbers]:
+    """Weights and tilts of each GPU count.
+
+    jobs       [c] jobs of each count
+    per_gpu    [c] each count's part of GPU-time over its GPUs: its part of all seconds
+    durations  [b] jobs by duration
+    returns    log weights [c], tilts [c], with weight_c * seconds^tilt_c to draw a count by
+    """
+    means = bucket_means(len(durations))
+    logs = np.log(means)
+    total = float(jobs.sum())
+    columns = durations * (total / durations.sum())
+    seconds = (columns * means).sum() * per_gpu / per_gpu.sum()
+    target = np.clip(seconds / jobs, means[0] * 1.01, means[-1] * 0.99)
+    base, tilts = columns / total, np.zeros(len(jobs))
+    weights = jobs / total
+    for _ in range(ROUNDS):
+        tilts = _tilts(base, logs, target, means)
+        shape = base * np.exp(np.outer(tilts, logs))
+        weights = jobs / shape.sum(axis=1)
+        base = base * columns / (weights[:, None] * shape).sum(axis=0).clip(1e-300)
+    return np.log(weights / weights.sum()), tilts
+
+
+def _tilts(base: Numbers, logs: Numbers, target: Numbers, means: Numbers) -> Numbers:
+    """[c] tilts under which each count's mean duration is its target, by bisection."""
+    low, high = np.full(len(target), -4.0), np.full(len(target), 4.0)
+    for _ in range(50):
+        middle = (low + high) / 2
+        shape = base * np.exp(np.outer(middle, logs))
+        mean = (shape * means).sum(axis=1) / shape.sum(axis=1)
+        low, high = np.where(mean < target, middle, low), np.where(mean < target, high, middle)
+    return np.asarray((low + high) / 2)
 
 
 @dataclass(frozen=True, slots=True)

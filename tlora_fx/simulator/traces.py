@@ -2,14 +2,24 @@
 
 from __future__ import annotations
 
+import csv
+import hashlib
+import io
 import itertools
+import json
+import math
+import random
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, NamedTuple
+from datetime import UTC, datetime
+from functools import partial
+from pathlib import Path
+from typing import IO, Any, NamedTuple
 
-from tlora_fx.errors import TraceEmpty
-from tlora_fx.scheduler.request import JobRequest
+from tlora_fx.cost.demand import Demand
+from tlora_fx.errors import TraceColumnMissing, TraceEmpty, TraceFileError, TraceRowsWrong, nearest
+from tlora_fx.scheduler.state import MAX_SLOWDOWN, JobRequest
 
 MONTH_SECONDS = 30 * 86400.0
 
@@ -170,3 +180,526 @@ def described(trace: Trace) -> dict[str, Any]:
         "types": dict(Counter(job.type for job in jobs).most_common()),
         "rules": list(trace.rules),
     }
+
+
+# Rows of trace files: columns that must be there, numbers that must be numbers.
+
+
+Row = Mapping[str, Any]
+
+
+class WrongRow(Exception):
+    """A row that says what no job can be; its text is the reason."""
+
+
+def number(row: Row, column: str) -> float:
+    """A finite number of a row."""
+    given = row.get(column)
+    try:
+        value = float(given)  # type: ignore[arg-type]
+    except (TypeError, ValueError):
+        raise WrongRow(f"{column} is not a number") from None
+    if not math.isfinite(value):
+        raise WrongRow(f"{column} is not a finite number")
+    return value
+
+
+def whole(row: Row, column: str) -> int:
+    """A whole number of a row; "8.0" is one."""
+    value = number(row, column)
+    if value != int(value):
+        raise WrongRow(f"{column} is not a whole number")
+    return int(value)
+
+
+def moment(row: Row, column: str) -> datetime:
+    """A date with time, as ISO text or in seconds since 1970."""
+    given = str(row.get(column) or "").strip()
+    try:
+        return datetime.fromtimestamp(float(given), UTC)
+    except (ValueError, OverflowError, OSError):
+        pass
+    try:
+        found = datetime.fromisoformat(given)
+    except ValueError:
+        raise WrongRow(f"{column} is no date") from None
+    return found if found.tzinfo else found.replace(tzinfo=UTC)
+
+
+def duration(row: Row, column: str) -> float:
+    """Seconds, not negative."""
+    value = number(row, column)
+    if value < 0:
+        raise WrongRow(f"negative {column}")
+    return value
+
+
+def gpus(count: int) -> int:
+    """A job's GPUs; 0 is a job of CPUs alone, which a choice leaves out."""
+    if count < 0:
+        raise WrongRow("negative number of GPUs")
+    return count
+
+
+def jobs_of(
+    rows: Iterable[tuple[int, Row]], one: Callable[[Row], TraceJob], dropped: Dropped
+) -> Iterator[TraceJob]:
+    """The jobs of numbered rows; what is wrong is counted and left out."""
+    seen: set[str] = set()
+    for line, row in rows:
+        try:
+            job = one(row)
+            if job.name in seen:
+                raise WrongRow("a name that stands twice")
+        except WrongRow as reason:
+            dropped.add(str(reason), f"line {line}")
+        else:
+            seen.add(job.name)
+            yield job
+
+
+def header_of(path: Path) -> list[str]:
+    """The columns of a file: of a CSV's first line, or the keys of the first JSON object."""
+    with opened(path) as file:
+        first = file.readline().strip()
+    if first.startswith("{"):
+        return list(_object(first, 1, path))
+    return [name.strip() for name in first.split(",") if name.strip()]
+
+
+def demand_columns(path: Path, header: Iterable[str], needed: Iterable[str], format: str) -> None:
+    """Refuse a file that lacks a needed column.
+
+    raises    TraceColumnMissing, with all that are missing
+    """
+    there = set(header)
+    missing = [name for name in needed if name not in there]
+    if missing:
+        raise TraceColumnMissing(
+            f"a trace of format {format} without {', '.join(missing)}",
+            file=path,
+            expected=", ".join(needed),
+            found=", ".join(header),
+            help="add the columns, or say --format if this is another kind of trace",
+        )
+
+
+def rows_of(path: Path) -> Iterator[tuple[int, Row]]:
+    """The rows of a CSV file, or of a file of JSON lines, each with the number of its line."""
+    with opened(path) as file:
+        if file.read(1) == "{":
+            file.seek(0)
+            for line, text in enumerate(file, start=1):
+                if text.strip():
+                    yield line, _object(text, line, path)
+            return
+        file.seek(0)
+        reader = csv.DictReader(file, skipinitialspace=True)
+        reader.fieldnames = [name.strip() for name in reader.fieldnames or ()]
+        try:
+            for row in reader:
+                yield reader.line_num, row
+        except (csv.Error, UnicodeDecodeError) as error:
+            raise TraceFileError("a trace that is no CSV", file=path, found=error) from None
+
+
+def opened(path: Path) -> IO[str]:
+    """The file as text; a byte-order mark is skipped."""
+    try:
+        return path.open(encoding="utf-8-sig", newline="")
+    except FileNotFoundError:
+        raise TraceFileError(
+            "there is no such trace",
+            file=path,
+            help="name a file, or leave --trace out for a synthetic trace",
+        ) from None
+    except OSError as error:
+        raise TraceFileError(
+            "the trace cannot be read",
+            file=path,
+            found=error.strerror or error,
+            help="name a file that you may read",
+        ) from None
+
+
+def _object(text: str, line: int, path: Path) -> dict[str, Any]:
+    try:
+        found = json.loads(text)
+    except ValueError as error:
+        raise TraceFileError(
+            "a line that is no JSON object", file=path, line=line, found=error
+        ) from None
+    if not isinstance(found, dict):
+        raise TraceFileError("a line that is no JSON object", file=path, line=line, found=text)
+    return found
+
+
+# AcmeTrace's CSV: jobs of the clusters Seren and Kalos, March to August 2023.
+#
+# source   github.com/InternLM/AcmeTrace, trace_seren.csv and trace_kalos.csv
+
+
+#: Without these there is no job; user, cpu_num, queue and gpu_time are not read.
+NEEDED = ("job_id", "gpu_num", "type", "state", "submit_time", "duration")
+#: Read where they are there: they show clocks that run backwards.
+CLOCKS = ("start_time", "end_time")
+RULES = ("a job's duration is the observed one, whatever its last state",)
+
+
+def job_of(row: Row) -> TraceJob:
+    """A row as a job; its month is that of the calendar, counted from the year 0."""
+    submitted = moment(row, "submit_time")
+    told = [moment(row, name) for name in CLOCKS if str(row.get(name) or "").strip()]
+    _forward([submitted, *told])
+    return TraceJob(
+        name=_name(row),
+        submitted=submitted.timestamp(),
+        duration_seconds=duration(row, "duration"),
+        gpus=gpus(whole(row, "gpu_num")),
+        type=str(row.get("type") or "Other").strip() or "Other",
+        state=str(row.get("state") or "").strip().upper(),
+        month=submitted.year * 12 + submitted.month,
+    )
+
+
+def _forward(moments: list[datetime]) -> None:
+    if any(b < a for a, b in itertools.pairwise(moments)):
+        raise WrongRow("clocks that run backwards")
+
+
+def _name(row: Row) -> str:
+    name = str(row.get("job_id") or "").strip()
+    if not name:
+        raise WrongRow("no job_id")
+    return name
+
+
+# The converted Kalos file: completed jobs of AcmeTrace's smaller cluster, as iterations.
+#
+# A job's GPUs are `gpu_workers * gpu_per_worker`: a worker is a node, which shows in the counts
+# (62 and 63 workers of 8 are the 496 and 504 GPUs of AcmeTrace's own distribution). Its duration
+# is `num_iteration * iteration_computing_time`; the converter drew the iterations from the
+# duration at half a second each, and its networking time stands for the type (Pretrain, or any
+# other).
+
+
+NEEDED_kalos = (
+    "job_id",
+    "arrival_time",
+    "num_iteration",
+    "iteration_computing_time",
+    "gpu_workers",
+    "gpu_per_worker",
+)
+RULES_kalos = (
+    "duration = num_iteration * iteration_computing_time",
+    "GPUs = gpu_workers * gpu_per_worker (a worker is a node)",
+    "type = Pretrain where the networking time exceeds the computing time, else Other",
+)
+
+
+def job_of_kalos(row: Row) -> TraceJob:
+    """A row as a job."""
+    each = duration(row, "iteration_computing_time")
+    count = number(row, "gpu_workers") * number(row, "gpu_per_worker")
+    if count != int(count):
+        raise WrongRow("gpu_workers * gpu_per_worker is not a whole number")
+    return TraceJob(
+        name=str(row["job_id"]),
+        submitted=number(row, "arrival_time"),
+        duration_seconds=duration(row, "num_iteration") * each,
+        gpus=gpus(int(count)),
+        type=_type(row, each),
+    )
+
+
+def _type(row: Row, each: float) -> str:
+    if not row.get("iteration_networking_time"):
+        return "Other"
+    return "Pretrain" if number(row, "iteration_networking_time") > each else "Other"
+
+
+# Our own traces: whole job requests, one a line, as JSON or as CSV.
+#
+# What `tlora-fx simulate --save-trace` writes: the jobs after every choice was made, so that the
+# same replay can be done again, or elsewhere, without the trace they came from.
+
+
+DEMAND = tuple(f"demand.{name}" for name in Demand._fields)
+# Older files have no such columns.
+LATER = ("demand.launched",)
+NEEDED_own_trace = (
+    "name", "base", "gpus", "steps", "submitted", *(one for one in DEMAND if one not in LATER),
+)  # fmt: skip
+OPTIONAL = (
+    *LATER,
+    "max_slowdown",
+    "deadline",
+    "lends",
+    "longest",
+    "type",
+    "duration_seconds",
+    "origin",
+)
+RULES_own_trace = ("jobs are replayed as they are written: no other choice applies",)
+
+
+def reader() -> tuple[Callable[[Row], TraceJob], dict[str, JobRequest], set[str]]:
+    """What reads a row as a job, the requests that it has read, and where they came from."""
+    requests: dict[str, JobRequest] = {}
+    origins: set[str] = set()
+
+    def job_of(row: Row) -> TraceJob:
+        request = _request(row)
+        requests.setdefault(request.name, request)
+        if row.get("origin"):
+            origins.add(str(row["origin"]))
+        seconds = duration(row, "duration_seconds") if row.get("duration_seconds") else 0.0
+        kind = str(row.get("type") or "job")
+        return TraceJob(request.name, request.submitted, seconds, request.gpus, kind)
+
+    return job_of, requests, origins
+
+
+def _request(row: Row) -> JobRequest:
+    steps = whole(row, "steps")
+    if steps < 1:
+        raise WrongRow("fewer steps than one")
+    slowdown = number(row, "max_slowdown") if row.get("max_slowdown") else MAX_SLOWDOWN
+    if slowdown < 1:
+        raise WrongRow("max_slowdown below 1")
+    return JobRequest(
+        name=str(row["name"]),
+        base=str(row["base"]),
+        demand=Demand(
+            *(
+                duration(row, one) if one in NEEDED_own_trace or row.get(one) else 0.0
+                for one in DEMAND
+            )
+        ),
+        gpus=_some(whole(row, "gpus")),
+        steps=steps,
+        submitted=number(row, "submitted"),
+        max_slowdown=slowdown,
+        deadline=number(row, "deadline") if row.get("deadline") else None,
+        lends=number(row, "lends") if row.get("lends") else 0.0,
+        longest=whole(row, "longest") if row.get("longest") else 0,
+    )
+
+
+def _some(count: int) -> int:
+    if count < 1:
+        raise WrongRow("fewer GPUs than one")
+    return count
+
+
+def row_of(request: JobRequest, job: TraceJob | None, origin: str) -> dict[str, Any]:
+    """A request as a row."""
+    row: dict[str, Any] = {
+        "name": request.name,
+        "base": request.base,
+        "gpus": request.gpus,
+        "steps": request.steps,
+        "submitted": request.submitted,
+        **dict(zip(DEMAND, request.demand, strict=True)),
+        "max_slowdown": request.max_slowdown,
+        "deadline": request.deadline,
+        "lends": request.lends,
+        "longest": request.longest,
+        "type": job.type if job else "job",
+        "duration_seconds": job.duration_seconds if job else None,
+        "origin": origin,
+    }
+    return row
+
+
+def write_own(
+    path: Path, requests: Sequence[JobRequest], jobs: Mapping[str, TraceJob], origin: str
+) -> None:
+    """Write requests; CSV where the name ends in .csv, else JSON lines.
+
+    origin    where they came from; a synthetic trace says so
+    raises    TraceFileError
+    """
+    rows = [row_of(request, jobs.get(request.name), origin) for request in requests]
+    text = _csv(rows) if path.suffix == ".csv" else _lines(rows)
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text, encoding="utf-8")
+    except OSError as error:
+        raise TraceFileError("the trace cannot be written", file=path, found=error) from None
+
+
+def _lines(rows: Sequence[Mapping[str, Any]]) -> str:
+    return "".join(json.dumps(row) + "\n" for row in rows)
+
+
+def _csv(rows: Sequence[Mapping[str, Any]]) -> str:
+    out = io.StringIO(newline="")
+    writer = csv.DictWriter(out, [*NEEDED_own_trace, *OPTIONAL], lineterminator="\n")
+    writer.writeheader()
+    writer.writerows(rows)
+    return out.getvalue()
+
+
+# Pollux's workload CSVs: 160 jobs in eight hours, with applications and without durations.
+#
+# What a job does in GPU-hours is drawn, log-uniformly, from the size class of its application in
+# the Pollux paper; its duration is that over its GPUs. The draw belongs to the seed and the job's
+# name.
+#
+# source   github.com/petuum/adaptdl, branch osdi21-artifact; Pollux (OSDI 2021), section 5.1
+
+
+NEEDED_pollux = ("name", "time", "application", "num_replicas")
+#: GPU-hours, least and most, of the paper's classes small, medium, large and extra large; the
+#: paper's small class begins at 0, ours at six minutes.
+SMALL, MEDIUM, LARGE, EXTRA_LARGE = (0.1, 1.0), (1.0, 10.0), (10.0, 100.0), (100.0, 1000.0)
+GPU_HOURS = {
+    "cifar10": SMALL,
+    "ncf": SMALL,
+    "deepspeech2": MEDIUM,
+    "bert": MEDIUM,
+    "yolov3": LARGE,
+    "imagenet": EXTRA_LARGE,
+}
+RULES_pollux = (
+    (
+        "the file has no durations: GPU-hours are drawn log-uniformly from the size class of the "
+        "application (cifar10, ncf 0.1-1; deepspeech2, bert 1-10; yolov3 10-100; imagenet "
+        "100-1000), duration = GPU-hours / num_replicas"
+    ),
+)
+
+
+def reader_pollux(seed: int) -> Callable[[Row], TraceJob]:
+    """What reads a row as a job, with durations drawn by a seed."""
+
+    def job_of(row: Row) -> TraceJob:
+        application = str(row.get("application") or "").strip()
+        if application not in GPU_HOURS:
+            raise WrongRow(f"an application of unknown size: {application or 'none'}")
+        count = gpus(whole(row, "num_replicas"))
+        name = str(row["name"])
+        return TraceJob(
+            name=name,
+            submitted=number(row, "time"),
+            duration_seconds=_gpu_hours(application, name, seed) * 3600.0 / count,
+            gpus=count,
+            type=application,
+        )
+
+    return job_of
+
+
+def _gpu_hours(application: str, name: str, seed: int) -> float:
+    least, most = GPU_HOURS[application]
+    key = hashlib.sha256(f"{seed}/{name}".encode()).digest()
+    draw = random.Random(key).random()  # noqa: S311  (a draw, not a secret)
+    return float(least * (most / least) ** draw)
+
+
+# Read a trace file of any format that is known.
+
+
+#: What each format cannot do without.
+NEEDED_trace_files = {
+    "acme": NEEDED,
+    "pollux": NEEDED_pollux,
+    "kalos": NEEDED_kalos,
+    "own": NEEDED_own_trace,
+}
+
+
+def read_trace(
+    path: Path, *, format: str | None = None, bad_rows: str = "drop", seed: int = 0
+) -> Trace:
+    """The jobs of a file, in order of submission.
+
+    format     acme, pollux, kalos or own; None: by the columns
+    bad_rows   drop: rows that are wrong are left out and counted; refuse: they are an error
+    seed       of what the format does not say and is drawn
+    raises     TraceFileError, TraceColumnMissing, TraceRowsWrong, TraceEmpty
+    """
+    header = header_of(path)
+    kind = format or guessed(path, header)
+    if kind not in NEEDED_trace_files:
+        close = nearest(kind, NEEDED_trace_files)
+        hint = f"did you mean {close!r}?" if close else f"one of {', '.join(NEEDED_trace_files)}"
+        raise TraceFileError(f"no trace format is called {kind!r}", help=hint)
+    if kind == "own" and "demand" in header:
+        raise TraceFileError("demand is written flat, as demand.samples and so on", file=path)
+    demand_columns(path, header, NEEDED_trace_files[kind], kind)
+    dropped = Dropped()
+    trace = _read(path, kind, dropped, seed)
+    if bad_rows == "refuse" and dropped.wrong:
+        raise TraceRowsWrong(
+            f"{dropped.wrong.total():,} rows of the trace are wrong",
+            file=path,
+            found="\n".join(Dropped(wrong=dropped.wrong, first=dropped.first).lines("wrong")),
+            help="mend them, or leave them out with --bad-rows drop",
+        )
+    if not trace.jobs:
+        raise TraceEmpty(
+            "the trace has no job", file=path, found="\n".join(dropped.lines()), help=_format_help()
+        )
+    return trace
+
+
+def _format_help() -> str:
+    return "see docs/simulating.md for what a row must say"
+
+
+def guessed(path: Path, header: Sequence[str]) -> str:
+    """The format whose columns a header has most of.
+
+    raises    TraceFileError where it has less than a third of any format's
+    """
+    shares = {
+        name: sum(column in header for column in needed) / len(needed)
+        for name, needed in NEEDED_trace_files.items()
+    }
+    best = max(shares, key=lambda name: shares[name])
+    if shares[best] < 1 / 3:
+        raise TraceFileError(
+            "a file with the columns of no trace that is known",
+            file=path,
+            expected="\n".join(
+                f"{name}: {', '.join(needed)}" for name, needed in NEEDED_trace_files.items()
+            ),
+            found=", ".join(header)[:200] or "an empty file",
+            help="say which it is with --format, or convert it (docs/simulating.md)",
+        )
+    return best
+
+
+def _read(path: Path, kind: str, dropped: Dropped, seed: int) -> Trace:
+    rows = rows_of(path)
+    make = partial(Trace, source=path.name, format=kind, dropped=dropped)
+    if kind == "own":
+        one, requests, origins = reader()
+        jobs, notes = _sorted(with_months(jobs_of(rows, one, dropped)))
+        told = (*RULES_own_trace, *(f"the jobs came from: {origin}" for origin in sorted(origins)))
+        drawn = any("synthetic" in origin for origin in origins)
+        return make(jobs=jobs, synthetic=drawn, rules=(*told, *notes), requests=requests)
+    if kind == "pollux":
+        found = with_months(jobs_of(rows, reader_pollux(seed), dropped))
+        jobs, notes = _sorted(found)
+        return make(jobs=jobs, synthetic=True, rules=(*RULES_pollux, *notes))
+    if kind == "kalos":
+        jobs, notes = _sorted(with_months(jobs_of(rows, job_of_kalos, dropped)))
+        return make(jobs=jobs, rules=(*RULES_kalos, *notes))
+    jobs, notes = _sorted(_from_first_month(list(jobs_of(rows, job_of, dropped))))
+    return make(jobs=jobs, rules=(*RULES, *notes))
+
+
+def _from_first_month(jobs: list[TraceJob]) -> list[TraceJob]:
+    first = min((job.month for job in jobs), default=0)
+    return [job._replace(month=job.month - first) for job in jobs]
+
+
+def _sorted(jobs: list[TraceJob]) -> tuple[tuple[TraceJob, ...], tuple[str, ...]]:
+    ordered, back = in_order(jobs)
+    if not back:
+        return ordered, ()
+    return ordered, (f"{back:,} rows were submitted before the row above them: sorted",)

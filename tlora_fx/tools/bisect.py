@@ -6,13 +6,199 @@ import os
 import shlex
 import subprocess
 from abc import ABC, abstractmethod
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from math import ceil, log2
 from pathlib import Path
+from typing import Literal
 
-from tlora_fx.bisect.search import Verdict
-from tlora_fx.bisect.states import State
-from tlora_fx.errors import BisectFails
-from tlora_fx.graph_file import Document
+from torch import fx
+
+from tlora_fx.compiler import Prepared, fuse
+from tlora_fx.errors import BisectFails, NotFoldable, TloraError
+from tlora_fx.graph_file import Document, from_document, save_graphs, to_document
+from tlora_fx.inspect.instruments import state_source
+from tlora_fx.inspect.node_entries import make_program
+from tlora_fx.inspect.program import FILE
+from tlora_fx.inspect.wording import plural
+from tlora_fx.ir.graph import GroupGraph, JobGraph, origin_of
+from tlora_fx.ir.verifier import named_graphs, owners
+from tlora_fx.model.backbone import Backbone
+from tlora_fx.model.source import group_source
+from tlora_fx.numerics.compare import bound_of, finite, worst
+from tlora_fx.numerics.evaluate import Outcome, evaluate
+from tlora_fx.numerics.interpreter import CannotRun
+from tlora_fx.numerics.memory import bytes_needed
+from tlora_fx.numerics.rows import Rows
+from tlora_fx.numerics.tensors import Seeded, Unchecked, buffers_of
+from tlora_fx.pipeline import Event, GroupPass, Instrument, JobPass, Pipeline, Runner, Verify
+
+# Halve a row of states until the first bad one is left.
+
+
+Verdict = Literal["good", "bad", "skip"]
+
+
+@dataclass(frozen=True, slots=True)
+class Bracket:
+    """Where a row of states turns bad.
+
+    good    the last state that is known to be good, -1 where none is
+    bad     the first state that is known to be bad, the number of states where none is
+    """
+
+    good: int
+    bad: int
+
+    @property
+    def sure(self) -> bool:
+        """Whether no state between the two was skipped."""
+        return self.bad - self.good == 1
+
+
+def first_bad(
+    states: int, judge: Callable[[int], Verdict], *, last_is_bad: bool = False
+) -> Bracket:
+    """Find where states turn bad, in at most ceil(log2(states + 1)) runs where none is skipped.
+
+    states        how many there are
+    judge         the verdict on one; "skip" where it cannot be told
+    last_is_bad   the last one need not be judged
+    """
+    good, bad = -1, states - 1 if last_is_bad else states
+    skipped: set[int] = set()
+    while True:
+        left = [place for place in range(good + 1, bad) if place not in skipped]
+        if not left:
+            return Bracket(good, bad)
+        middle = (good + bad) // 2
+        place = min(left, key=lambda candidate: abs(candidate - middle))
+        verdict = judge(place)
+        if verdict == "good":
+            good = place
+        elif verdict == "bad":
+            bad = place
+        else:
+            skipped.add(place)
+
+
+# The states of a compilation: the traced graphs after the first passes of a pipeline.
+#
+# Jobs are compiled once, to see in which form and how far folded. What was traced then is kept as
+# a document, and every state is made from it: no state is traced for itself, so none is in another
+# form than the model.
+
+
+@dataclass(frozen=True, slots=True)
+class State:
+    """The graphs after some passes.
+
+    place       how many passes ran
+    rewrites    what the last of them rewrote, or would have, held back ones too
+    """
+
+    place: int
+    group: GroupGraph
+    rewrites: tuple[str, ...] = ()
+
+
+@dataclass(slots=True)
+class States:
+    """Makes states; the nearest one before is kept.
+
+    pipeline    the passes
+    start       the traced graphs
+    verify      what is checked after each pass
+    """
+
+    pipeline: Pipeline
+    start: Document
+    verify: Verify = "structure"
+    _kept: dict[int, tuple[Document, tuple[str, ...]]] = field(default_factory=dict)
+
+    def after(self, place: int, limit: int | None = None) -> State:
+        """The graphs after this many passes.
+
+        limit     rewrites that the last of them may make, None for all
+        raises    TloraError, where a pass fails
+        """
+        limits = {} if limit is None else {place: limit}
+        runner = Runner(self.pipeline, (), self.verify, limits=limits)
+        last = place if limit is None else place - 1
+        begun = max((known for known in self._kept if known <= last), default=0)
+        document, told = self._kept.get(begun, (self.start, ()))
+        group = from_document(document)
+        assert isinstance(group, GroupGraph)
+        for number in range(begun + 1, place + 1):
+            run_everywhere(runner, number, group)
+        if place in runner.rewrites:
+            told = tuple(runner.rewrites[place].told)
+        elif begun < place:
+            told = ()
+        if limit is None and begun < place:
+            self._kept[place] = (to_document(group), told)
+        return State(place, group, told)
+
+
+class _Traced(Instrument):
+    """Keeps the traced graphs of the last attempt."""
+
+    def __init__(self) -> None:
+        self.kept: list[tuple[JobGraph, Document]] = []
+
+    def started(self, pipeline: Pipeline) -> None:
+        """A new attempt has graphs of its own."""
+        self.kept = []
+
+    def traced(self, subject: str, graphs: JobGraph) -> None:
+        """Copy before any pass rewrites."""
+        self.kept.append((graphs, to_document(graphs)))
+
+
+def trace_states(
+    given: Prepared,
+    pipeline: Pipeline,
+    verify: Verify = "structure",
+    limits: dict[int, int] | None = None,
+) -> States:
+    """Compile once, and keep what was traced.
+
+    limits    rewrites allowed by place: graphs that a pass may leave as they are need to be traced
+              with every job's own numbers
+    raises    TloraError, where compiling fails
+    """
+    traced = _Traced()
+    group = fuse(given, Runner(pipeline, [traced], verify, limits=limits))
+    copies: dict[int, JobGraph] = {}
+    for live, document in traced.kept:
+        copy = from_document(document)
+        assert isinstance(copy, JobGraph)
+        copies[id(live.root)] = copy
+    base = copies[id(group.base.root)]
+    jobs = [copies[id(job.root)].for_job(job.name, job.sites) for job in group.jobs]
+    start = GroupGraph(base, jobs, group.exact, group.compute)
+    return States(pipeline, to_document(start), verify)
+
+
+def run_everywhere(runner: Runner, place: int, group: GroupGraph) -> None:
+    """Run the pass at a place on all graphs that it is for, in the order in which the driver does.
+
+    raises    TloraError, where it fails
+    """
+    item = runner.pipeline.passes[place - 1]
+    if isinstance(item, GroupPass):
+        runner.run_one(Event(place, item, "group", group))
+        return
+    assert isinstance(item, JobPass)
+    structures: dict[int, list[JobGraph]] = {}
+    for graph in (group.base, *group.jobs):
+        structures.setdefault(id(graph.root), []).append(graph)
+    for first, *others in structures.values():
+        runner.run_one(Event(place, item, f"job {first.name}" if first.name else "base", first))
+        for other in others:
+            other.root, other.blocks = first.root, first.blocks
+            other.plan, other.constants = first.plan, first.constants
+
 
 VARIABLE = "TLORA_FX_STATE"
 HOLE = "{}"
@@ -84,3 +270,360 @@ class CommandCheck(Check):
             )
         verdict: Verdict = "good" if code == 0 else "skip" if code == CANNOT_TELL else "bad"
         return Judged(verdict, f"exit {code}", output)
+
+
+# A state in a folder, for a command that judges it.
+
+
+PROGRAM = "program.py"
+
+
+def write_state(state: State, folder: Path, name: str, base: str) -> None:
+    """Write graph files, the code, and the data of every node.
+
+    name      of the last pass, "trace" before the first
+    base      as the job file names it
+    raises    GraphNotStorable, OSError
+    """
+    save_graphs(state.group, folder)
+    fused = state.group.fused
+    code = group_source(state.group, base) if fused else state_source(state.group)
+    (folder / PROGRAM).write_text(code, encoding="utf-8")
+    program = make_program(state.group, name, base)
+    (folder / FILE).write_text(program.to_json(), encoding="utf-8")
+
+
+# A check of its own: losses and gradients of a state against those of the traced graphs.
+
+
+GIB = 2**30
+
+
+@dataclass(frozen=True, slots=True)
+class _Reference:
+    """What the traced graphs compute.
+
+    layers    the traced layers, and which jobs were traced with them
+    """
+
+    start: GroupGraph
+    outcome: Outcome
+    layers: dict[frozenset[str], list[str]]
+    rows: Rows
+
+
+class NumericsCheck(Check):
+    """Good where losses and gradients are those of the traced graphs, up to rounding.
+
+    backbone       whose buffers are taken as they are; weights are drawn
+    memory_bytes   a state that needs more cannot be judged
+    """
+
+    def __init__(self, backbone: Backbone, seed: int = 0, memory_bytes: int = 4 * GIB) -> None:
+        self.seed, self.memory_bytes = seed, memory_bytes
+        self.tensors = Seeded(seed, buffers_of(backbone))
+        self._start: GroupGraph | None = None
+        self._known: _Reference | None = None
+
+    def begin(self, start: Document) -> None:
+        """Compare with these graphs from now on."""
+        group = from_document(start)
+        assert isinstance(group, GroupGraph)
+        self._start, self._known = group, None
+
+    def judge(self, state: State, folder: Path) -> Judged:
+        """Run both on a small seeded row."""
+        try:
+            known = self._reference()
+            found = max(
+                (self._difference(known, state.group, layers) for layers in known.layers),
+                default=0.0,
+            )
+        except Unchecked as reason:
+            return Judged("skip", str(reason))
+        except CannotRun as error:
+            return Judged("bad" if error.refused else "skip", str(error))
+        limit = bound_of(known.start, state.group) * max(1, state.place)
+        verdict: Verdict = "good" if found <= limit else "bad"
+        return Judged(verdict, f"largest difference {found:.1e}, limit {limit:.0e}")
+
+    def _difference(self, known: _Reference, group: GroupGraph, layers: frozenset[str]) -> float:
+        jobs = known.layers[layers]
+        needed = bytes_needed([known.start, group], layers, known.rows)
+        if needed > self.memory_bytes:
+            raise Unchecked(
+                f"needs {needed / GIB:.1f} GiB, limit {self.memory_bytes / GIB:.1f} GiB"
+            )
+        outcome = evaluate(group, layers, known.rows, self.tensors)
+        return worst(_of(known.outcome, jobs), _of(outcome, jobs)).relative
+
+    def _reference(self) -> _Reference:
+        if self._known is None:
+            group = self._start
+            assert group is not None
+            rows = Rows(group.job_names, group.form, self.seed, None, group.vocabulary)
+            layers: dict[frozenset[str], list[str]] = {}
+            for job in group.jobs:
+                traced = job.plan.traced() if job.plan is not None else ()
+                layers.setdefault(frozenset(traced), []).append(job.name)
+            # Traced graphs are flat: they run whole, whatever layers are named.
+            outcome = evaluate(group, frozenset(), rows, self.tensors)
+            if not finite(outcome):
+                raise Unchecked("losses or gradients of the traced graphs are not finite")
+            self._known = _Reference(group, outcome, layers, rows)
+        return self._known
+
+
+def _of(outcome: Outcome, jobs: list[str]) -> Outcome:
+    """What some jobs got."""
+    losses = {job: loss for job, loss in outcome.losses.items() if job in jobs}
+    own = {key: value for key, value in outcome.gradients.items() if key[0] in jobs}
+    return Outcome(losses, own)
+
+
+# Which nodes a pass, or one rewrite of it, took away, made, and gave other arguments.
+
+
+SHOWN = 8
+Key = tuple[str, str]
+
+
+@dataclass(frozen=True, slots=True)
+class Touched:
+    """A node that a rewrite touched.
+
+    kind      "gone", "made" or "other arguments"
+    place     graph and name: "layers_0_3.linear_7", or "job a, linear_7" before jobs are fused
+    target    what it calls
+    source    the line of model code, "" where there is none
+    """
+
+    kind: str
+    place: str
+    target: str
+    source: str
+
+    def __str__(self) -> str:
+        told = "  ".join(part for part in (self.place, self.target, self.source) if part)
+        return f"  {self.kind:<15}  {told}"
+
+
+def touched(before: GroupGraph, after: GroupGraph) -> list[Touched]:
+    """The nodes in which two states differ, by their keys.
+
+    A node that reads what was replaced is not told, only what replaced it.
+    """
+    one, two = dict(_keyed(before)), dict(_keyed(after))
+    both = one.keys() & two.keys()
+    found = [_told("gone", key, *node) for key, node in one.items() if key not in two]
+    found += [_told("made", key, *node) for key, node in two.items() if key not in one]
+    for key, node in two.items():
+        if key in both and _code(key, one[key][1], both) != _code(key, node[1], both):
+            found.append(_told("other arguments", key, *node))
+    return found
+
+
+def lines(nodes: list[Touched]) -> list[str]:
+    """Some nodes of each kind, a line each."""
+    told: list[str] = []
+    for kind in dict.fromkeys(node.kind for node in nodes):
+        members = [node for node in nodes if node.kind == kind]
+        told.extend(str(node) for node in members[:SHOWN])
+        if len(members) > SHOWN:
+            told.append(f"  {kind:<15}  and {len(members) - SHOWN} more")
+    return told
+
+
+def _keyed(group: GroupGraph) -> Iterator[tuple[Key, tuple[str, fx.Node]]]:
+    for owner in owners(group):
+        subject = ""
+        if not isinstance(owner, GroupGraph):
+            subject = f"job {owner.name}, " if owner.name else "base, "
+        for where, graph in named_graphs(owner):
+            for node in graph.nodes:
+                origin = origin_of(node)
+                if origin is not None and node.op != "output":
+                    yield (subject, origin.key), (where, node)
+
+
+def _code(key: Key, node: fx.Node, both: set[Key]) -> str:
+    """What a node calls with what; nodes by their keys, those of one state only without."""
+
+    def named(given: fx.Node) -> str:
+        origin = origin_of(given)
+        known = origin is not None and (key[0], origin.key) in both
+        return f"%{origin.key}" if origin is not None and known else "%"
+
+    return str((str(node.target), *fx.map_arg((node.args, node.kwargs), named)))
+
+
+def _told(kind: str, key: Key, where: str, node: fx.Node) -> Touched:
+    place = f"{where}.{node.name}" if where else node.name
+    source = str(node.meta.get("source") or "")
+    return Touched(kind, key[0] + place, str(node.target), source)
+
+
+# The hunt: first the pass, then the rewrite inside it.
+
+
+WORDS = {"good": "good", "bad": "BAD", "skip": "cannot tell"}
+
+
+@dataclass(frozen=True, slots=True)
+class Finding:
+    """What a hunt found.
+
+    lines      for people
+    place      of the pass that breaks the check, counted from 1; 0 where none could be named
+    name       of that pass
+    rewrite    its rewrite that does, "" where none could be named
+    runs       of the check until the pass was named, and all in all
+    """
+
+    lines: tuple[str, ...]
+    place: int = 0
+    name: str = ""
+    rewrite: str = ""
+    runs: tuple[int, int] = (0, 0)
+
+
+@dataclass(slots=True)
+class Hunt:
+    """One bisection.
+
+    states     of the compilation
+    retrace    traces anew, so that a pass may leave all as it is: for rewrites held back
+    check      judges states
+    folder     for the states that the check looks at
+    base       as the job file names it
+    say        told each run, and what the check printed
+    """
+
+    states: States
+    retrace: Callable[[int], States]
+    check: Check
+    folder: Path
+    base: str
+    say: Callable[[str, str], None]
+    runs: int = 0
+    _kept: dict[int, State] = field(default_factory=dict)
+
+    def find(self) -> Finding:
+        """Name the pass and the rewrite.
+
+        raises    BisectFails where the check cannot be run, or changes its mind
+        """
+        self.check.begin(self.states.start)
+        passes = len(self.states.pipeline.passes)
+        most = ceil(log2(passes + 2)) + 1
+        self.say(
+            f"{plural(passes, 'pass')}: at most {plural(most, 'run')} of the check until the pass "
+            "is named, if it can judge every state",
+            "",
+        )
+        found = first_bad(passes + 1, self._judge_pass)
+        if not found.sure or found.bad in (0, passes + 1):
+            return Finding(tuple(_unnamed(found, self._names())), runs=(self.runs, self.runs))
+        self._demand_steady(found)
+        place, named = found.bad, self.runs
+        told = f"pass {place} '{self._names()[place]}' breaks the check"
+        rewrite, more = self._find_rewrite(place)
+        return Finding((told, *more), place, self._names()[place], rewrite, (named, self.runs))
+
+    def _names(self) -> list[str]:
+        """The name of the last pass of each state."""
+        return ["trace", *(item.name for item in self.states.pipeline.passes)]
+
+    def _judge_pass(self, place: int) -> Verdict:
+        state = self.states.after(place)
+        self._kept[place] = state
+        return self._judge(state, f"after {place} {self._names()[place]}", f"{place:02}")
+
+    def _judge(self, state: State, title: str, number: str) -> Verdict:
+        self.runs += 1
+        judged = self._verdict(state, number)
+        told = f" ({judged.told})" if judged.told else ""
+        self.say(f"run {self.runs:<3} {title:<40} {WORDS[judged.verdict]}{told}", judged.output)
+        return judged.verdict
+
+    def _verdict(self, state: State, number: str) -> Judged:
+        name = self._names()[state.place]
+        folder = self.folder / f"{number}-{name}"
+        if self.check.needs_folder:
+            write_state(state, folder, name, self.base)
+        return self.check.judge(state, folder)
+
+    def _demand_steady(self, found: Bracket) -> None:
+        """The check fails again on the state that it failed on."""
+        state, name = self._kept[found.bad], self._names()[found.bad]
+        if self._judge(state, f"after {found.bad} {name}, again", f"{found.bad:02}") != "bad":
+            raise BisectFails(
+                "the check is not steady: the same graphs were bad, and then were not",
+                state=f"after pass {found.bad} '{name}'",
+                help="seed what is random in the check",
+            )
+
+    def _find_rewrite(self, place: int) -> tuple[str, list[str]]:
+        """The rewrite, and what there is to say of it."""
+        after = self._kept[place]
+        if not after.rewrites:
+            nodes = touched(self.states.after(place - 1).group, after.group)
+            unasked = "it asks for no single rewrites, so all of it is meant"
+            return "", [unasked, *lines(nodes)]
+        try:
+            self.states.after(place, 0)
+        except NotFoldable:
+            self.states = self.retrace(place)
+            self.check.begin(self.states.start)
+            after = self.states.after(place)
+            if self._judge(after, f"after {place}, traced for holding back", "exact") != "bad":
+                return "", ["traced so that rewrites can be held back, the check holds"]
+        except TloraError as error:
+            return "", [f"its rewrites cannot be held back: {error.what}"]
+        total = len(after.rewrites)
+        most = plural(ceil(log2(total + 1)), "run")
+        self.say(
+            f"{plural(total, 'rewrite')} in it: at most {most} more, if every state can be judged",
+            "",
+        )
+        found = first_bad(total + 1, lambda n: self._judge_limit(place, n, total), last_is_bad=True)
+        if found.bad == 0:
+            held = plural(total, "rewrite")
+            return "", [f"with its {held} held back, too: the fault is in the rest"]
+        if not found.sure:
+            between = after.rewrites[max(found.good, 0) : found.bad]
+            return "", ["one of these rewrites, which could not be told apart:", *between[:20]]
+        return self._told(place, found, after.rewrites)
+
+    def _told(self, place: int, found: Bracket, rewrites: tuple[str, ...]) -> tuple[str, list[str]]:
+        rewrite = rewrites[found.bad - 1]
+        before, after = (self.states.after(place, n).group for n in (found.good, found.bad))
+        told = f"rewrite {found.bad} of {len(rewrites)}: {rewrite}"
+        return rewrite, [told, *lines(touched(before, after))]
+
+    def _judge_limit(self, place: int, limit: int, total: int) -> Verdict:
+        title = f"{limit} of {total} rewrites"
+        try:
+            state = self.states.after(place, limit)
+        except TloraError as error:
+            self.say(f"        {title:<40} cannot tell ({error.what})", "")
+            return "skip"
+        return self._judge(state, title, f"{place:02}-{limit:04}")
+
+
+def _unnamed(found: Bracket, names: list[str]) -> list[str]:
+    """What to say where no pass can be named."""
+    if found.bad == 0:
+        return [
+            "the check fails before the first pass: no pass breaks it",
+            "is the command right? `-v` shows what it prints, `--keep DIR` what it was given",
+        ]
+    if found.sure:
+        return ["the check never fails: it holds after the last pass"]
+    last = "the start" if found.good < 0 else f"pass {found.good} '{names[found.good]}'"
+    if found.bad == len(names):
+        return [f"no state is bad, and after {last} the check cannot tell"]
+    blamed = ", ".join(
+        f"{place} '{names[place]}'" for place in range(found.good + 1, found.bad + 1)
+    )
+    return [f"the check cannot tell apart which of these breaks it: {blamed}"]

@@ -2,8 +2,37 @@
 
 from __future__ import annotations
 
+import copy
+import re
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
+
+import torch
+from torch import fx
+
+from tlora_fx.compiler import Jobs, Prepared, fuse, prepare, resolve_pipeline
+from tlora_fx.config.job import Job
+from tlora_fx.errors import UnknownNode, nearest
+from tlora_fx.inspect.wording import KINDS, layers_label, plural
+from tlora_fx.ir.graph import (
+    PEFT_PREFIX,
+    AdapterSite,
+    Block,
+    GroupGraph,
+    JobGraph,
+    is_call,
+    origin_of,
+    under,
+)
+from tlora_fx.ir.lora_sites import lowered_site
+from tlora_fx.ir.verifier import named_graphs
+from tlora_fx.model.backbone import Backbone
+from tlora_fx.passes.key_dropouts import ATTENTION_RATE
+from tlora_fx.passes.lower_adapters import FROZEN, LowerAdapters, chains, match_nodes
+from tlora_fx.pipeline import Event, Instrument, Pipeline, Runner
+from tlora_fx.rewriting import Match, Miss, nearest_match
+from tlora_fx.tracing.adapters import config_with_targets
 
 State = Literal["lowered", "as it is", "not targeted", "inside", "around"]
 
@@ -70,3 +99,567 @@ class Explanation:
     dropouts: tuple[str, ...]
     sharing: tuple[str, ...]
     layers: tuple[str, ...]
+
+
+# Which layers share code, and what tells the others apart.
+
+
+def about_layers(group: GroupGraph, module: str) -> tuple[str, ...]:
+    """Which layers share a module's code, and why those that do not do not."""
+    layers = group.base.plan.layers if group.base.plan else ()
+    layer = next((path for path in layers if under(module, path)), "")
+    noted = [
+        f"not folded further: {text}" if by == "fold-layers" else text
+        for by, text in group.notes
+        if by == "fold-layers" or "folded" in text
+    ]
+    if not layer:
+        outside = "it lies outside the layers, in the root" if layers else "layers are not folded"
+        return (outside, *noted)
+    block = next((block for block in group.blocks.values() if layer in block.instances), None)
+    if block is None:
+        return ("layers are not folded: each is code of its own", *noted)
+    told = [f"{layers_label(block.instances)}: code of block {block.name}"]
+    for other in group.blocks.values():
+        if other is not block and set(other.instances) <= set(layers):
+            why = "; ".join(_differences(group, block, other))
+            told.append(f"{layers_label(other.instances)}: code of block {other.name}, {why}")
+    return (*told, *noted)
+
+
+def _differences(group: GroupGraph, mine: Block, other: Block) -> Iterator[str]:
+    """What tells another structure of layers apart."""
+    here, there = mine.instances[0], other.instances[0]
+    found = False
+    if not _same_code(group.base, here, there):
+        found = True
+        yield "the base computes other things there"
+    for job in group.jobs:
+        if not _same_code(job, here, there):
+            for told in _other_sites(job, here, there):
+                found = True
+                yield f"job '{job.name}' {told}"
+    if not found:
+        yield "its code differs"
+
+
+def _same_code(graph: JobGraph, here: str, there: str) -> bool:
+    return any({here, there} <= set(block.instances) for block in graph.blocks.values())
+
+
+def _other_sites(job: JobGraph, here: str, there: str) -> Iterator[str]:
+    mine, theirs = _sites(job, here), _sites(job, there)
+    ours, others = (", ".join(sorted(a - b)) for a, b in _both_ways({*mine}, {*theirs}))
+    if ours:
+        yield f"does not adapt {ours} there"
+    if others:
+        yield f"adapts {others} there, not here"
+    for path in sorted(set(mine) & set(theirs)):
+        one, two = _numbers_layers(mine[path]), _numbers_layers(theirs[path])
+        if one != two:
+            yield f"adapts {path} with {two} there, with {one} here"
+
+
+def _both_ways(one: set[str], two: set[str]) -> Iterator[tuple[set[str], set[str]]]:
+    yield one, two
+    yield two, one
+
+
+def _sites(job: JobGraph, layer: str) -> dict[str, AdapterSite]:
+    return {path[len(layer) + 1 :]: site for path, site in job.sites.items() if under(path, layer)}
+
+
+def _numbers_layers(site: AdapterSite) -> str:
+    return f"rank {site.rank}, scaling {site.scaling:g}"
+
+
+# Which module or node a user means.
+
+
+#: Modules that are named where nothing comes near.
+SOME = 8
+_TAIL = re.compile(r"\.(?:base_layer|lora_\w+|weight|bias)(?:\..*)?$")
+
+
+@dataclass(frozen=True, slots=True)
+class Found:
+    """A module, and the node in it that was asked for.
+
+    module   path in the base
+    others   how many other modules the name fits as well
+    node     None where a module was asked for
+    block    whose graph the node stands in, "" for the root
+    """
+
+    module: str
+    others: int = 0
+    node: fx.Node | None = None
+    block: str = ""
+
+
+def find_name(asked: str, modules: Mapping[str, object], group: GroupGraph) -> Found:
+    """The module that a name means: a path or the end of one, a node's name, or its origin's key.
+
+    `layers.3.mlp.up_proj`, `model.layers[3].mlp.up_proj.weight`, `layers_0_31.mlp.up_proj` and
+    `layers_0_31.linear_4` all are names.
+
+    raises    UnknownNode, with the nearest name
+    """
+    path = _plain(asked, group)
+    if path in modules and path:
+        return Found(path)
+    ends = [name for name in modules if name.endswith(f".{path}")]
+    if ends:
+        return Found(ends[0], len(ends) - 1)
+    for block, node in _nodes(group):
+        if asked in _names_of(block, node):
+            return Found(_module_of(block, node, group), 0, node, block)
+    raise _unknown(asked, path, modules, group)
+
+
+def _plain(asked: str, group: GroupGraph) -> str:
+    """A name as the base writes it: without PEFT's, with one layer where several are named."""
+    path = re.sub(r"\[(\d+)\]", r".\1", asked.strip()).removeprefix(PEFT_PREFIX)
+    path = re.sub(r"\.(\d+)-\d+(?=\.|$)", r".\1", _TAIL.sub("", path))
+    for name, block in group.blocks.items():
+        if under(path, name) and path != name:
+            return f"{block.instances[0]}{path[len(name) :]}"
+    return path
+
+
+def _nodes(group: GroupGraph) -> Iterator[tuple[str, fx.Node]]:
+    for block, graph in named_graphs(group):
+        for node in graph.nodes:
+            yield block, node
+
+
+def _names_of(block: str, node: fx.Node) -> set[str]:
+    origin = origin_of(node)
+    return {node.name, f"{block}.{node.name}", *([origin.key] if origin else [])}
+
+
+def _module_of(block: str, node: fx.Node, group: GroupGraph) -> str:
+    """The module that a node belongs to, in the first layer that runs it."""
+    path = str(node.meta.get("site") or node.meta.get("path") or "").removesuffix(".base_layer")
+    layer = group.blocks[block].instances[0] if block in group.blocks else ""
+    if block in group.blocks and group.base.plan and layer in group.base.plan.layers:
+        return f"{layer}.{path}".removesuffix(".")
+    return path
+
+
+def _unknown(
+    asked: str, path: str, modules: Mapping[str, object], group: GroupGraph
+) -> UnknownNode:
+    parts = {name.rpartition(".")[2] for name in modules}
+    close = nearest(path, [name for name in modules if name])
+    if close is None and path.rpartition(".")[2] not in parts:
+        close = nearest(path.rpartition(".")[2], parts - {""})
+    close = close or nearest(asked, [node.name for _, node in _nodes(group)])
+    return UnknownNode(
+        "the base has no such module, and the fused graph no such node",
+        found=asked,
+        nearest=close,
+        modules=None if close else _some_names(modules),
+        help="name a module, such as layers.0.self_attn.q_proj, or a node of ssm.py",
+    )
+
+
+def _some_names(modules: Mapping[str, object]) -> str:
+    """The first modules that end differently: what a layer is made of."""
+    ends: dict[str, str] = {}
+    for name in modules:
+        end = name.rpartition(".")[2]
+        if end and not end.isdecimal():
+            ends.setdefault(end, name)
+    names = list(ends.values())
+    more = f" and {len(names) - SOME} more" if len(names) > SOME else ""
+    return ", ".join(names[:SOME]) + more
+
+
+# What the patterns of lower-adapters met, kept while the passes run.
+
+
+@dataclass(frozen=True, slots=True)
+class Branch:
+    """Where a branch stands: the block ("" for the root), the site inside it, whose it is."""
+
+    block: str
+    site: str
+    job: str
+
+
+class Record(Instrument):
+    """Tries the patterns itself, just before lower-adapters does.
+
+    attempts   what was tried on each branch
+    """
+
+    def __init__(self) -> None:
+        self.attempts: dict[Branch, tuple[Attempt, ...]] = {}
+
+    def started(self, pipeline: Pipeline) -> None:
+        """Compiling begins anew: what was seen is not what will be."""
+        self.attempts = {}
+
+    def before(self, event: Event) -> None:
+        """Look at every branch that lower-adapters is about to look at."""
+        if not isinstance(event.item, LowerAdapters) or not isinstance(event.graphs, GroupGraph):
+            return
+        for block, graph in named_graphs(event.graphs):
+            for anchor, writes in chains(graph).items():
+                frozen = nearest_match(list(FROZEN.values()), anchor)
+                first = _attempt("a frozen linear", frozen, block)
+                for write in writes:
+                    place = Branch(block, str(write.meta["site"]), write.meta["jobs"][0])
+                    found = self.attempts.get(place, ())
+                    self.attempts[place] = (*found, first, *_second(write, anchor, frozen, block))
+
+
+def _second(
+    write: fx.Node, anchor: fx.Node, frozen: Match | Miss, block: str
+) -> tuple[Attempt, ...]:
+    """The branch is looked at only where the module is a frozen linear."""
+    if isinstance(frozen, Miss):
+        return ()
+    found = match_nodes(write, anchor, frozen["x"])
+    return (_attempt("a plain LoRA branch", found, block),)
+
+
+def _attempt(what: str, found: Match | Miss, block: str) -> Attempt:
+    held = tuple(dict.fromkeys(found.held))
+    if isinstance(found, Match):
+        return Attempt(what, True, str(found.pattern), held)
+    return Attempt(
+        what,
+        False,
+        str(found.pattern),
+        held,
+        found.failed,
+        found.why,
+        "" if found.node is None else node_text(found.node, block),
+        "" if found.node is None else _source_of(found.node),
+    )
+
+
+def node_text(node: Any, block: str) -> str:
+    """A node as people find it in a dump: "layers_0_3.linear_4 = aten.linear.default"."""
+    return f"{f'{block}.' if block else ''}{node.name} = {node.target}"
+
+
+def _source_of(node: fx.Node) -> str:
+    """The line of model code; a node of ours has that of the nearest node that it reads."""
+    stack, seen = [node], {node}
+    while stack:
+        here = stack.pop(0)
+        if here.meta.get("source"):
+            return str(here.meta["source"])
+        stack.extend(n for n in here.all_input_nodes if n not in seen)
+        seen.update(here.all_input_nodes)
+    return ""
+
+
+# Why a job does not target a module: PEFT's own matching is asked again, with less said.
+
+
+def copied_around(sites: dict[str, AdapterSite], module: str) -> str:
+    """The module around this one of which the job trains a copy, "" for none."""
+    saved = (path for path, site in sites.items() if site.kind == "saved")
+    return next((path for path in saved if under(module, path) and path != module), "")
+
+
+def why_not_targeted(job: Job, backbone: Backbone, module: str) -> str:
+    """Which of the job's LoRA fields leaves a module out."""
+    from peft.tuners.tuners_utils import check_target_module_exists
+
+    config: Any = config_with_targets(job, backbone)
+    for field in ("exclude_modules", "layers_to_transform", "modules_to_save"):
+        given = getattr(config, field, None)
+        if given is None:
+            continue
+        without = copy.deepcopy(config)
+        setattr(without, field, None)
+        if check_target_module_exists(without, module) is True:
+            return f"{field} leaves it out: {_told(given)}"
+    return f"target_modules: {_asked(job, config)}"
+
+
+def _asked(job: Job, config: Any) -> str:
+    """What the job file says; what PEFT makes of it where the file says nothing."""
+    asked = job.lora_config().target_modules
+    if asked is not None:
+        return _told(asked)
+    return f"{_told(config.target_modules)} (PEFT's for this base)"
+
+
+def _told(given: Any) -> str:
+    if isinstance(given, str) or not isinstance(given, Iterable):
+        return str(given)
+    return ", ".join(sorted(map(str, given)))
+
+
+# Compile jobs and say what became of one module.
+
+
+aten, ops = torch.ops.aten, torch.ops.tlora_fx
+MANY = 12
+
+
+def why_not(
+    jobs: Jobs, node: str, job: str | None = None, pipeline: str | Pipeline | None = None
+) -> Explanation:
+    """What became of a module of the base, and why, for each job. Compiles without weights.
+
+    jobs       a job file, its path, or jobs
+    node       a module (`layers.3.mlp.down_proj`, the layer spelled in any way), or a node by name
+    job        one job only
+    pipeline   passes to run instead of the default
+    raises     UnknownNode with the nearest name; TloraError as `compile` does
+    """
+    given, record = prepare(jobs), Record()
+    _wanted(given, job)
+    group = fuse(given, Runner(resolve_pipeline(pipeline), [record]))
+    return explain_group(given, group, record, node, job)
+
+
+def explain_group(
+    given: Prepared, group: GroupGraph, record: Record, node: str, job: str | None = None
+) -> Explanation:
+    """What became of a module of jobs that are compiled.
+
+    given, group   the jobs, and what the passes made of them
+    record         what watched them
+    raises         UnknownNode with the nearest name
+    """
+    wanted = _wanted(given, job)
+    modules = dict(given.backbone.model.named_modules())
+    found = find_name(node, modules, group)
+    asker = _Asker(given, group, record, found.module)
+    return Explanation(
+        found.module,
+        _kind(modules.get(found.module)),
+        node_text(found.node, found.block) if found.node is not None else "",
+        found.others,
+        tuple(asker.answer(place) for place in wanted),
+        tuple(dict.fromkeys(asker.dropouts(wanted))),
+        tuple(dict.fromkeys(asker.sharing(wanted))),
+        about_layers(group, found.module),
+    )
+
+
+def _wanted(given: Prepared, job: str | None) -> list[int]:
+    names = [own.name for own in given.jobs]
+    if job is None:
+        return list(range(len(names)))
+    if job not in names:
+        raise UnknownNode(
+            "the job file has no such job",
+            found=job,
+            nearest=nearest(job, names),
+            help="its jobs are " + ", ".join(names),
+        )
+    return [names.index(job)]
+
+
+def _kind(module: Any) -> str:
+    """A module's class and sizes; of one that holds others the class alone."""
+    if module is None:
+        return ""
+    text = repr(module)
+    return type(module).__name__ if "\n" in text else text
+
+
+@dataclass(frozen=True, slots=True)
+class _Asker:
+    """Answers for one module."""
+
+    given: Prepared
+    group: GroupGraph
+    record: Record
+    module: str
+
+    @property
+    def place(self) -> tuple[str, str]:
+        """The block that the module's layer runs ("" for the root), and the path inside it."""
+        for block in self.group.blocks.values():
+            for layer in block.instances:
+                if under(self.module, layer):
+                    return block.name, self.module[len(layer) + 1 :]
+        return "", self.module
+
+    def answer(self, place: int) -> JobAnswer:
+        """What one job has at the module."""
+        job, sites = self.given.jobs[place], self.given.sites[place]
+        site = sites.get(self.module)
+        if site is not None:
+            return self._at_site(job, site)
+        around = copied_around(sites, self.module)
+        if around:
+            return JobAnswer(job.name, "inside", f"{around} is a copy that the job trains")
+        inside = [own for path, own in sites.items() if under(path, self.module)]
+        if inside:
+            return JobAnswer(job.name, "around", self._inside(job, inside))
+        why = why_not_targeted(job, self.given.backbone, self.module)
+        return JobAnswer(job.name, "not targeted", why)
+
+    def _at_site(self, job: Job, site: AdapterSite) -> JobAnswer:
+        block, path = self.place
+        attempts = self.record.attempts.get(Branch(block, path, job.name), ())
+        if self._is_lowered(site.path, job.name):
+            return JobAnswer(job.name, "lowered", _numbers(site), attempts)
+        reasons = [attempt.why for attempt in attempts if not attempt.fits]
+        told = KINDS.get(site.kind, "") or (reasons[0] if reasons else "no branch of it was found")
+        if attempts and not reasons:
+            told = "its pattern fits, and no pass lowered it"
+        return JobAnswer(job.name, "as it is", told, attempts)
+
+    def _inside(self, job: Job, inside: list[AdapterSite]) -> str:
+        """The adapters on modules inside, lowered ones and others."""
+        found: dict[str, list[str]] = {}
+        for site in inside:
+            lowered = self._is_lowered(site.path, job.name)
+            kind = KINDS.get(site.kind, site.kind)
+            state = "lowered" if lowered else f"as it is ({kind})"
+            found.setdefault(state, []).append(site.path[len(self.module) + 1 :].lstrip("."))
+        return "; ".join(f"{state} {_some(names)}" for state, names in found.items())
+
+    def _is_lowered(self, path: str, job: str) -> bool:
+        return any(
+            lowered_site(node) is not None and job in node.meta["jobs"]
+            for node, at in self._nodes()
+            if at == path
+        )
+
+    def _nodes(self) -> Iterator[tuple[fx.Node, str]]:
+        """All nodes with their module's whole path, in the layer that the module lies in."""
+        for name, graph in named_graphs(self.group):
+            layer = ""
+            if name:
+                instances = self.group.blocks[name].instances
+                own = next((item for item in instances if under(self.module, item)), None)
+                near = own or next((i for i in instances if under(i, self.module)), None)
+                in_plan = self.group.base.plan and instances[0] in self.group.base.plan.layers
+                layer = near or instances[0] if in_plan else ""
+            for node in graph.nodes:
+                path = str(node.meta.get("site") or node.meta.get("path") or "")
+                yield node, ".".join(part for part in (layer, path) if part)
+
+    def _here(self) -> Iterator[fx.Node]:
+        return (node for node, path in self._nodes() if under(path, self.module))
+
+    def dropouts(self, wanted: list[int]) -> Iterator[str]:
+        """What became of every dropout at the module."""
+        for place in wanted:
+            job, site = self.given.jobs[place].name, self.given.sites[place].get(self.module)
+            if site is not None and site.dropout and self._is_lowered(self.module, job):
+                rate = f"rate {site.dropout:g} inside multi_lora_linear"
+                yield f"{job}: {rate}, masks keyed to the job"
+        names = {self.given.jobs[place].name for place in wanted}
+        for node in self._here():
+            jobs = set(node.meta.get("jobs") or names)
+            whose = node.meta["jobs"][0] if node.meta.get("role") == "adapter" else "all jobs"
+            told = _dropout(node) if jobs & names else ""
+            if told:
+                yield f"{whose}: {told}"
+
+    def sharing(self, wanted: list[int]) -> Iterator[str]:
+        """What of the base runs once for all jobs, and which job replaces it."""
+        shared = [
+            node
+            for node in self._here()
+            if node.op == "call_function"
+            and (node.meta.get("role") == "shared" or lowered_site(node) is not None)
+        ]
+        if shared:
+            yield f"{plural(len(shared), 'operator')} of the base, once for all jobs"
+        else:
+            yield "no operator of the base stands here by itself"
+        block, path = self.place
+        near = (self.module, *(f"{b.instances[0]}.{path}" for n, b in self._blocks() if n == block))
+        for by, note in self.group.notes:
+            names = [f"job '{self.given.jobs[place].name}'" for place in wanted]
+            if by == "fuse-backbone" and any(note.startswith(name) for name in names):
+                where = note.partition("base's ")[2].split(" ")[0]
+                if any(under(where, path) for path in near):
+                    yield note
+
+    def _blocks(self) -> Iterator[tuple[str, Any]]:
+        yield from self.group.blocks.items()
+
+
+def _some(names: list[str]) -> str:
+    return ", ".join(names[:MANY]) + (f" and {len(names) - MANY} more" if len(names) > MANY else "")
+
+
+def _numbers(site: AdapterSite) -> str:
+    return f"rank {site.rank}, scaling {site.scaling:g}, dropout {site.dropout:g}"
+
+
+def _dropout(node: fx.Node) -> str:
+    """What became of a dropout; "" where a node is none."""
+    if is_call(node, ops.keyed_dropout.default):
+        rate: Any = node.args[1]
+        return f"rate {rate.meta['rate']:g}, masks keyed to the job"
+    if is_call(node, ops.packed_attention.default) and node.args[ATTENTION_RATE]:
+        return f"rate {node.args[ATTENTION_RATE]:g} on attention weights, masks keyed to the job"
+    if is_call(node, aten.dropout.default):
+        if not node.args[1] or not node.args[2]:
+            return "rate 0: it drops nothing, and needs no masks"
+        return f"rate {node.args[1]:g}, not keyed: no key-dropouts ran on it"
+    return ""
+
+
+# An explanation as plain text.
+
+
+STATES = {
+    "lowered": "lowered",
+    "as it is": "runs as it is",
+    "not targeted": "not targeted",
+    "inside": "no site of its own",
+    "around": "adapters inside",
+}
+INDENT = "  "
+
+
+def render(found: Explanation) -> str:
+    """The whole text, with a line feed at its end."""
+    lines = [f"{found.module}   {found.kind}".rstrip()]
+    if found.node:
+        lines.append(f"node      {found.node}")
+    if found.others:
+        lines.append(f"also      {found.others} other modules have this name")
+    lines += ["", "Adapters"]
+    for answer in found.jobs:
+        lines += _answer(answer)
+    sections = (("Dropout", found.dropouts), ("Sharing", found.sharing), ("Layers", found.layers))
+    for title, told in sections:
+        lines += ["", title]
+        for item in told or ("none",):
+            lines += [INDENT + line for line in item.splitlines()]
+    return "\n".join(lines) + "\n"
+
+
+def _answer(answer: JobAnswer) -> Iterator[str]:
+    yield f"{INDENT}{answer.job}: {STATES[answer.state]}: {answer.told}"
+    if answer.state == "lowered":
+        return
+    for attempt in answer.attempts:
+        yield from (2 * INDENT + line for line in _attempt_text(attempt))
+
+
+def _attempt_text(attempt: Attempt) -> Iterator[str]:
+    if attempt.fits:
+        yield f"{attempt.what}: fits"
+        return
+    held = len(attempt.held)
+    yield f"{attempt.what}: does not fit; {held or 'no'} condition{'s' * (held != 1)} held before"
+    for condition in attempt.held:
+        yield f"{INDENT}held      {condition}"
+    yield f"{INDENT}failed    {attempt.why}"
+    if attempt.node:
+        yield f"{INDENT}at        {attempt.node}"
+    if attempt.source:
+        yield f"{INDENT}from      {attempt.source}"
+    yield f"{INDENT}to match  {attempt.wanted}"
+    for place, line in enumerate(attempt.pattern.splitlines()):
+        yield f"{INDENT}{'nearest   ' if not place else 10 * ' '}{line}"

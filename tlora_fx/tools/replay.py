@@ -2,18 +2,41 @@
 
 from __future__ import annotations
 
+import importlib
 import json
 import platform
+import traceback
+from collections import Counter
 from dataclasses import asdict, dataclass
-from importlib.metadata import PackageNotFoundError, version
+from importlib.metadata import PackageNotFoundError, entry_points, version
 from pathlib import Path
 from typing import Any
 
+import safetensors.torch
 from pydantic import TypeAdapter, ValidationError
+from safetensors import SafetensorError
 
+from tlora_fx.compiler import Prepared, find_passes, fuse, resolve_pipeline
 from tlora_fx.durable import replace_file
-from tlora_fx.errors import ReplayNotReadable
-from tlora_fx.pipeline import Verify
+from tlora_fx.errors import ReplayNotReadable, TloraError
+from tlora_fx.graph_file import Document, from_document, load_document, save_document, to_document
+from tlora_fx.inspect.instruments import state_source
+from tlora_fx.inspect.wording import plural
+from tlora_fx.ir.graph import GroupGraph, JobGraph
+from tlora_fx.numerics import Numerics
+from tlora_fx.numerics.tensors import buffers_of
+from tlora_fx.pipeline import (
+    Event,
+    GroupPass,
+    Halted,
+    Instrument,
+    JobPass,
+    Pipeline,
+    Runner,
+    Verify,
+    pass_names,
+)
+from tlora_fx.pipeline.registry import PASSES
 from tlora_fx.version import __version__
 
 FORMAT = 1
@@ -123,3 +146,235 @@ def versions() -> dict[str, str]:
         except PackageNotFoundError:
             found[name] = "missing"
     return found
+
+
+# Run a pass that failed once more, alone, under the checks that it failed.
+
+
+def run_replay(folder: Path) -> TloraError | None:
+    """Run the pass of a replay folder alone.
+
+    returns   the error that it raises or that its checks raise; None where it fails no more
+    raises    ReplayNotReadable, GraphFileNotReadable, PipelineError or PluginBroken where the pass
+              cannot be run
+    """
+    replay = load_replay(folder)
+    find_passes()
+    for foreign in replay.foreign:
+        _import(foreign)
+    pipeline = resolve_pipeline(replay.pipeline)
+    event = _event(replay, pipeline, from_document(load_document(folder / GRAPHS)), folder)
+    runner = Runner(pipeline, _instruments(replay, folder), replay.verify)
+    runner.start()
+    try:
+        runner.run_one(event)
+    except TloraError as error:
+        return error
+    return None
+
+
+def left_out(folder: Path) -> list[str]:
+    """Tags that the folder's graphs lack, because a file cannot keep them, each kind once.
+
+    returns   such as "hint (my_package.Hint), of 96 nodes"
+    raises    GraphFileNotReadable
+    """
+    kinds = Counter(tag.rpartition(": ")[2] for tag in load_document(folder / GRAPHS).left_out)
+    return [f"{kind}, of {plural(times, 'node')}" for kind, times in kinds.items()]
+
+
+def _event(
+    replay: Replay, pipeline: Pipeline, graphs: JobGraph | GroupGraph, folder: Path
+) -> Event:
+    passes = pipeline.passes
+    item = passes[replay.place - 1] if 0 < replay.place <= len(passes) else None
+    fits = (isinstance(item, JobPass) and isinstance(graphs, JobGraph)) or (
+        isinstance(item, GroupPass) and isinstance(graphs, GroupGraph)
+    )
+    if item is None or item.name != replay.name or not fits:
+        raise ReplayNotReadable(
+            "the replay folder does not hold together",
+            file=folder / RECORD,
+            expected=f"pass {replay.place} of the pipeline is '{replay.name}', and takes the "
+            f"graphs of {GRAPHS}/",
+            found=f"{replay.pipeline}, and the graphs of {replay.subject}",
+            help="compile again to write it anew",
+        )
+    return Event(replay.place, item, replay.subject, graphs)
+
+
+def _instruments(replay: Replay, folder: Path) -> list[Instrument]:
+    if replay.verify != "numerics":
+        return []
+    try:
+        numerics = Numerics(**replay.numerics)  # type: ignore[arg-type]
+        numerics.take(safetensors.torch.load((folder / BUFFERS).read_bytes()))
+    except (OSError, TypeError, SafetensorError) as error:
+        raise ReplayNotReadable(
+            "the numbers of the replay folder cannot be read",
+            file=folder / BUFFERS,
+            found=f"{type(error).__name__}: {error}",
+            help="compile again to write it anew",
+        ) from error
+    return [numerics]
+
+
+def _import(foreign: ForeignPass) -> None:
+    """Make a pass known that no entry point names: a module registered it when it was imported.
+
+    raises    ReplayNotReadable
+    """
+    if foreign.name in pass_names():
+        return
+    try:
+        importlib.import_module(foreign.module)
+    except Exception as error:  # noqa: BLE001  (whatever a stranger's module raises is its reason)
+        found = f"{type(error).__name__}: {error}"
+    else:
+        if foreign.name in pass_names():
+            return
+        found = f"importing {foreign.module} does not register it"
+    raise ReplayNotReadable(
+        f"the pass '{foreign.name}' is not there",
+        package=foreign.package or None,
+        module=foreign.module,
+        found=found,
+        help="install the package, or put its module on PYTHONPATH",
+    )
+
+
+# Write a replay folder for a pass that failed.
+#
+# Graphs are not copied before every pass, which would cost time. Where one fails, the jobs are
+# compiled again and halted just before it.
+
+
+OURS = "tlora_fx."
+NUMERICS = ("memory_bytes", "tokens", "seed")
+
+
+def keep_replay(folder: Path, given: Prepared, runner: Runner, error: TloraError) -> None:
+    """Write a replay folder for an error, which gets a note of what came of it; never raises.
+
+    folder    where to; a name beside it where something else lies there
+    runner    that met the error
+    """
+    try:
+        event = _before(given, runner)
+        if event is None:
+            error.add_note("no replay folder is written: it was no pass that failed, or it ran now")
+            return
+        free = _free(folder)
+        write_replay(free, given, event, runner, error)
+    except (Exception, KeyboardInterrupt) as trouble:  # noqa: BLE001  (the error is what counts)
+        error.add_note(
+            f"no replay folder could be written: {str(trouble) or type(trouble).__name__}"
+        )
+    else:
+        error.add_note(f"to run this pass again, alone: tlora-fx replay {free}")
+
+
+def write_replay(
+    folder: Path, given: Prepared, event: Event, runner: Runner, error: TloraError
+) -> None:
+    """Write the graphs before a pass, and all that running it again needs.
+
+    raises    GraphNotStorable, OSError
+    """
+    document = to_document(event.graphs)
+    folder.mkdir(parents=True, exist_ok=True)
+    # What is complete has a record: it goes first and comes last.
+    (folder / RECORD).unlink(missing_ok=True)
+    save_document(document, folder / GRAPHS)
+    failing = f"{event.place} {event.item} on {event.subject}"
+    if runner.verify == "numerics":
+        buffers = {name: value.clone() for name, value in buffers_of(given.backbone).items()}
+        (folder / BUFFERS).write_bytes(safetensors.torch.save(buffers))
+    told = {
+        "before.py": state_source(event.graphs),
+        "pipeline.txt": f"{runner.pipeline}\nfailing: {failing}\n",
+        "inputs.json": json.dumps(_inputs(document), indent=2) + "\n",
+        "error.txt": "".join(traceback.format_exception(error)),
+    }
+    for name, text in told.items():
+        (folder / name).write_text(text, encoding="utf-8")
+    replay = Replay(
+        str(runner.pipeline),
+        event.place,
+        event.item.name,
+        event.subject,
+        runner.verify,
+        error.code,
+        versions(),
+        _foreign(runner.pipeline),
+        _numerics(runner),
+    )
+    replay.save(folder)
+
+
+def _before(given: Prepared, runner: Runner) -> Event | None:
+    """The failing pass and its graphs as they were; None where it does not come to that again."""
+    if runner.failed is None:
+        return None
+    number, _ = runner.failed
+    again = Runner(
+        runner.pipeline, (), runner.verify, limits=dict(runner.limits), halt_at=number
+    )  # fmt: skip
+    try:
+        fuse(given, again)
+    except Halted as halted:
+        return halted.event
+    except TloraError:
+        return None
+    return None
+
+
+def _free(folder: Path) -> Path:
+    """The folder where it is empty or a replay folder, else the first free name beside it."""
+    candidate, number = folder, 1
+    while candidate.exists() and not _may_be_written(candidate):
+        number += 1
+        candidate = folder.with_name(f"{folder.name}-{number}")
+    return candidate
+
+
+def _may_be_written(folder: Path) -> bool:
+    return folder.is_dir() and ((folder / RECORD).is_file() or not any(folder.iterdir()))
+
+
+def _foreign(pipeline: Pipeline) -> tuple[ForeignPass, ...]:
+    offered = {entry.name: entry.dist for entry in entry_points(group=PASSES)}
+    found = []
+    for item in pipeline.passes:
+        module = type(item).__module__
+        if not module.startswith(OURS):
+            package = offered.get(item.name)
+            known = f"{package.name} {package.version}" if package is not None else ""
+            found.append(ForeignPass(item.name, module, known))
+    return tuple(dict.fromkeys(found))
+
+
+def _numerics(runner: Runner) -> dict[str, int | None]:
+    """What decides the row and the weights that numbers were checked with."""
+    for instrument in runner.instruments:
+        if isinstance(instrument, Numerics):
+            return {name: getattr(instrument, name) for name in NUMERICS}
+    return {}
+
+
+def _inputs(document: Document) -> dict[str, Any]:
+    """What the graphs take: shapes with the names of sizes, and what these were while tracing."""
+    data = document.data
+    owner = data["job"] if data["kind"] == "job" else data["base"]
+    place = owner["structure"]
+    if data["kind"] == "group" and data["structures"][data["own"]]["root"]["nodes"]:
+        place = data["own"]
+    inputs: dict[str, Any] = {}
+    sizes: dict[str, Any] = {}
+    for node in data["structures"][place]["root"]["nodes"]:
+        value = (node["meta"].get("val") or {}).get("value")
+        if node["op"] == "placeholder" and value is not None:
+            inputs[node["target"]] = {"shape": value["shape"], "dtype": value["dtype"]}
+            known = data["modes"][value["mode"]] if value["mode"] is not None else {}
+            sizes |= {name: known[name]["hint"] for name in value["shape"] if name in known}
+    return {"inputs": inputs, "sizes": sizes}

@@ -5,8 +5,8 @@ import torch
 
 from tests.ops.batches import run
 from tlora_fx.ops import multi_lora_linear, multi_lora_linears
+from tlora_fx.ops.kernels import dispatch, force_plan, refresh, select
 from tlora_fx.ops.kernels import dispatch as launches
-from tlora_fx.ops.kernels import force_plan, refresh, replaying, select
 
 SHAPE, LENGTHS, RANKS = (32, 48), (4, 0, 3), (3, 2, 5)
 OUTERS = (48, 16)
@@ -30,13 +30,13 @@ def direct(monkeypatch):
 def served(monkeypatch):
     """How many calls recipes served."""
     counts = [0]
-    serve = replaying.Recipe.serve
+    serve = dispatch.Recipe.serve
 
     def counted(*args):
         counts[0] += 1
         return serve(*args)
 
-    monkeypatch.setattr(replaying.Recipe, "serve", counted)
+    monkeypatch.setattr(dispatch.Recipe, "serve", counted)
     return counts
 
 

@@ -7,7 +7,8 @@ import torch
 
 from tlora_fx.codegen.kernels import emitter
 from tlora_fx.codegen.spec import Tile
-from tlora_fx.ops.kernels import select, table, tune
+from tlora_fx.ops.kernels import select, tune
+from tlora_fx.ops.kernels import select as table
 from tlora_fx.ops.kernels.support import Site
 
 CPU = torch.device("cpu")

@@ -8,8 +8,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from tlora_fx.ops.kernels.dispatch import Run
-from tlora_fx.ops.kernels.plans import plain
+from tlora_fx.ops.kernels.dispatch import Run, plain
 from tlora_fx.ops.kernels.support import Served
 from tlora_fx.ops.site_group import SiteGroup
 

@@ -12,25 +12,176 @@ are removed as soon as no job needs them.
 
 from __future__ import annotations
 
+import fcntl
 import os
+import re
 import shutil
 import signal
 import socket
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 from tlora_fx.cost.cluster import Cluster
-from tlora_fx.errors import PlaceTaken
-from tlora_fx.scheduler.estimating import Layout
-from tlora_fx.scheduler.executor import Committed, Event, Failed, Finished
-from tlora_fx.scheduler.group import Group
-from tlora_fx.scheduler.local.order import Order
+from tlora_fx.cost.estimator import Layout
+from tlora_fx.errors import PlaceTaken, RunFolderError, WorkerLost
+from tlora_fx.runtime.checkpoint import CheckpointStore
+from tlora_fx.scheduler.executor import (
+    Committed,
+    Drained,
+    Event,
+    Failed,
+    Finished,
+    GroupEvent,
+    Progress,
+    Started,
+    Warned,
+)
 from tlora_fx.scheduler.local.processes import ForkServer
-from tlora_fx.scheduler.local.running_group import RunningGroup
-from tlora_fx.scheduler.request import JobRequest
+from tlora_fx.scheduler.local.worker import Listener, Order
+from tlora_fx.scheduler.state import Group, JobRequest
+from tlora_fx.scheduler.store import Ledger
+
+# One group of the local executor while it runs: its workers, and what they have told.
+
+
+TAIL_LINES = 12
+
+
+@dataclass(slots=True)
+class RunningGroup:
+    """A formation that was launched.
+
+    jobs        its names
+    folder      of all its files
+    workers     numbers of its processes, the telling one first
+    clock       from time of day to the executor's seconds
+    committed   steps that are safe, by job
+    asked       it was asked to drain
+    over        its end was told
+    """
+
+    epoch: int
+    jobs: tuple[str, ...]
+    folder: Path
+    server: ForkServer
+    workers: tuple[int, ...]
+    clock: Callable[[float], float]
+    committed: dict[str, float]
+    asked: bool = False
+    over: bool = False
+    at_fault: str | None = None
+    reason: str = ""
+    settled: set[str] = field(default_factory=set)
+    listener: Listener = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.listener = Listener(self.folder / "told.jsonl")
+
+    @property
+    def output(self) -> Path:
+        """The run folder with its checkpoints."""
+        return self.folder / "train"
+
+    def drain(self) -> None:
+        """Ask for a checkpoint and an end; once."""
+        if not self.asked:
+            self.asked = True
+            self.send(signal.SIGTERM)
+
+    def send(self, number: int) -> None:
+        """A signal for each process."""
+        for worker in self.workers:
+            self.server.signal(worker, number)
+
+    def ended(self) -> bool:
+        """Whether no process is left."""
+        return all(self.server.code(worker) is not None for worker in self.workers)
+
+    def events(self, now: float) -> Iterator[GroupEvent]:
+        """What is new."""
+        if self.over:
+            return
+        codes = [self.server.code(worker) for worker in self.workers]
+        whole = all(code is not None for code in codes)
+        # Read after the codes: once all have ended, nothing more is told.
+        for line in self.listener.lines():
+            yield from self._told(line)
+        if whole:
+            self.over = True
+            yield from self._end(now, [code for code in codes if code is not None])
+        elif any(codes):
+            # The others wait for one that has died.
+            self.send(signal.SIGKILL)
+
+    def _told(self, line: Mapping[str, Any]) -> Iterator[GroupEvent]:
+        time = self.clock(line["time"])
+        match line["kind"]:
+            case "started":
+                yield Started(time, self.epoch)
+            case "progress":
+                yield Progress(time, self.epoch, line["steps"])
+            case "saved":
+                self.committed |= line["steps"]
+                yield Committed(time, self.epoch, line["steps"], str(self.output))
+                yield from self._settled(time, line)
+            case "warned":
+                yield Warned(time, self.epoch, line["text"])
+            case "failed":
+                self.reason = line["reason"]
+                # A job alone is at fault for whatever its trainer refuses.
+                alone = self.jobs[0] if len(self.jobs) == 1 else None
+                self.at_fault = line["job"] if line["job"] in self.jobs else alone
+
+    def _settled(self, time: float, line: Mapping[str, Any]) -> Iterator[GroupEvent]:
+        for job, (status, reason) in line["ended"].items():
+            if job in self.settled:
+                continue
+            self.settled.add(job)
+            if status == "done":
+                yield Finished(time, self.epoch, job, line["steps"][job])
+            else:
+                yield Failed(time, self.epoch, job, reason)
+
+    def _end(self, now: float, codes: list[int]) -> Iterator[GroupEvent]:
+        """The last events; those of single jobs that ended came before."""
+        if self.at_fault is not None and self.at_fault not in self.settled:
+            yield Failed(now, self.epoch, self.at_fault, self.reason)
+        stopped = self.asked and all(code in (0, 128 + signal.SIGTERM) for code in codes)
+        yield from self._untold(now)
+        if stopped or not any(codes):
+            yield Drained(now, self.epoch, dict(self.committed))
+        else:
+            yield Failed(
+                now, self.epoch, None, self.reason or self._why(codes), dict(self.committed)
+            )
+
+    def _untold(self, now: float) -> Iterator[GroupEvent]:
+        """A checkpoint that was written, and its writer killed before it told."""
+        ended = {}
+        steps = {}
+        for job, counters in CheckpointStore(self.output).counters().items():
+            if counters["step"] > self.committed.get(job, 0) or counters["status"] != "running":
+                steps[job] = counters["step"]
+            if counters["status"] != "running":
+                ended[job] = (counters["status"], counters["reason"])
+        if steps and (steps.keys() - self.settled):
+            self.committed |= steps
+            yield Committed(now, self.epoch, steps, str(self.output))
+            yield from self._settled(now, {"steps": steps, "ended": ended})
+
+    def _why(self, codes: list[int]) -> str:
+        """What the log says last."""
+        bad = next(code for code in codes if code)
+        how = f"killed by {signal.Signals(-bad).name}" if bad < 0 else f"exit code {bad}"
+        log = next(iter(sorted(self.folder.glob("*.log"))), None)
+        lines = log.read_text(errors="replace").splitlines() if log else []
+        said = [line for line in lines if not re.match(r"\s*$", line)][-TAIL_LINES:]
+        return "\n".join([f"a process ended: {how}", *said])
+
 
 KILL_SECONDS = 30.0
 
@@ -280,3 +431,106 @@ def cpu_threads(slots: int) -> dict[str, str]:
     """Each slot's share of the cores, for its worker."""
     cores = len(os.sched_getaffinity(0))
     return {"OMP_NUM_THREADS": str(max(1, cores // slots))}
+
+
+# Go on with a run whose process was killed: what its ledger and its groups' folders say.
+#
+# The ledger may not have heard of the last checkpoints: their writers outlive the run by some
+# seconds, and stop with one more. So nothing is read before the last of them has ended.
+
+
+WAIT_SECONDS = 120.0
+GRACE_SECONDS = 3.0
+KILLED = "the run was killed"
+#: What a run keeps beside the folders of its jobs, which therefore cannot have these names.
+RESERVED = frozenset(
+    {
+        "groups",
+        "state.json",
+        "workers.log",
+        "ledger.sqlite",
+        "ledger.sqlite-wal",
+        "ledger.sqlite-shm",
+    }
+)
+
+
+@contextmanager
+def held(folder: Path, wait_seconds: float = WAIT_SECONDS) -> Iterator[int]:
+    """Hold a run's folder for this process.
+
+    returns   a file descriptor for the workers to inherit: the folder is then held as long as one
+              of them is there
+    raises    RunFolderError where another process runs in it, WorkerLost where the workers of a
+              killed one do not end
+    """
+    with _opened(folder, ".lock") as mine, _opened(folder, ".workers.lock") as theirs:
+        # A run that is killed while it starts its server leaves the lock to that until its exec.
+        if not _locked(mine, GRACE_SECONDS):
+            raise RunFolderError(
+                "another process is running in the output folder",
+                folder=folder,
+                help="wait for it, or choose another folder with -o",
+            )
+        if not _locked(theirs, wait_seconds):
+            raise WorkerLost(
+                f"a process of the killed run still trains after {wait_seconds:g} seconds",
+                folder=folder,
+                help=f"see who holds it with: fuser {folder / '.workers.lock'}",
+            )
+        yield theirs.fileno()
+
+
+def _opened(folder: Path, name: str) -> IO[str]:
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        return (folder / name).open("a")
+    except OSError as error:
+        raise RunFolderError(
+            "the output folder cannot be written",
+            folder=folder,
+            found=error,
+            help="choose another folder with -o",
+        ) from error
+
+
+def _locked(file: IO[str], seconds: float) -> bool:
+    """Whether a lock is had within some seconds."""
+    end = time.monotonic() + seconds
+    while True:
+        with suppress(BlockingIOError):
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            return True
+        if time.monotonic() > end:
+            return False
+        time.sleep(0.05)
+
+
+def recover(ledger: Ledger, folder: Path, now: float) -> list[int]:
+    """Write down what the groups of a killed run have committed, and end them.
+
+    returns   the epochs that were found open
+    """
+    open_epochs = [record for record in ledger.epochs() if record.ended is None]
+    for record in open_epochs:
+        train = folder / "groups" / f"{record.epoch:06d}" / "train"
+        counters = CheckpointStore(train).counters()
+        steps = {job: float(own["step"]) for job, own in counters.items()}
+        if steps:
+            ledger.tell(Committed(now, record.epoch, steps, str(train)))
+        for job, own in counters.items():
+            if own["status"] == "done":
+                ledger.tell(Finished(now, record.epoch, job, steps[job]))
+            elif own["status"] == "failed":
+                ledger.tell(Failed(now, record.epoch, job, own["reason"]))
+        ledger.tell(Failed(now, record.epoch, None, KILLED))
+    return [record.epoch for record in open_epochs]
+
+
+def sources(ledger: Ledger) -> dict[str, Source]:
+    """By job that is not done, where its newest committed state lies."""
+    return {
+        record.name: Source(Path(record.path), record.steps)
+        for record in ledger.jobs()
+        if record.path and record.status in ("queued", "running")
+    }

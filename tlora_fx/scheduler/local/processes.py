@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
+import ctypes
 import json
 import os
+import select
 import signal
 import subprocess
 import sys
+import threading
+import traceback
 from collections.abc import Mapping
+from importlib import import_module
 from pathlib import Path
+from types import FrameType, ModuleType
 from typing import Any
 
 WORKER = "tlora_fx.scheduler.local.worker"
@@ -50,7 +56,7 @@ class ForkServer:
         self.close()
         reading, self._lifeline = os.pipe()
         kept = [reading] + ([] if self._held is None else [self._held])
-        command = [sys.executable, "-m", "tlora_fx.scheduler.local.forkserver"]
+        command = [sys.executable, "-m", "tlora_fx.scheduler.local.processes"]
         with self._log.open("ab") as log:
             self._server = subprocess.Popen(  # noqa: S603  (our own module)
                 [*command, self._module, str(reading)],
@@ -136,3 +142,143 @@ class ForkServer:
         """The server is gone, and by its death each of its workers."""
         self._ended |= dict.fromkeys(self._running, LOST)
         self._running.clear()
+
+
+# A process that has imported all that a worker needs, and forks workers.
+#
+# Importing torch, transformers and PEFT takes ten seconds; a fork takes a tenth of one. The server
+# itself never touches a GPU (they are hidden from it while it imports, and asked for by NVML
+# only), so its children may.
+#
+#     python -m tlora_fx.scheduler.local.processes MODULE LIFELINE [ORDER]
+#
+# MODULE has `warm()` and `main(order: Path) -> bool`, which is false where it cannot do with a
+# fork: then it is run again in a fresh process, which is what naming an ORDER does. LIFELINE is a
+# file descriptor that is readable at its end when the parent has died: then each worker is asked
+# to stop, as by SIGTERM, and the server ends. Requests and answers are JSON lines on stdin and
+# stdout:
+#
+#     (when all is imported)                                           {"ready": true}
+#     {"start": 7, "order": "…", "log": "…", "environment": {…}}   →   {"ended": 7, "code": 0}
+#     {"signal": 7, "number": 15}
+
+
+POLL_SECONDS = 0.05
+STOP_SECONDS = 60.0
+_PR_SET_PDEATHSIG = 1
+
+
+def main() -> None:
+    """Import, then serve until the parent is gone."""
+    name, lifeline, *order = sys.argv[1:]
+    if order:
+        _work(import_module(name), int(lifeline), Path(order[0]))
+    # Asking the driver itself would forbid CUDA to every fork.
+    hidden = {"CUDA_VISIBLE_DEVICES": "", "PYTORCH_NVML_BASED_CUDA_CHECK": "1"}
+    before = {variable: os.environ.get(variable) for variable in hidden}
+    os.environ.update(hidden)
+    module = import_module(name)
+    module.warm()
+    for variable, value in before.items():
+        os.environ.pop(variable)
+        if value is not None:
+            os.environ[variable] = value
+    os.write(1, b'{"ready": true}\n')
+    _Server(module, int(lifeline)).serve()
+
+
+class _Server:
+    def __init__(self, module: ModuleType, lifeline: int) -> None:
+        self.module, self.lifeline = module, lifeline
+        self.children: dict[int, int] = {}
+        self.heard = b""
+
+    def serve(self) -> None:
+        """Answer until the parent is gone and every worker has ended."""
+        orphaned = False
+        while not orphaned or self.children:
+            wanted = [] if orphaned else [0, self.lifeline]
+            ready, _, _ = select.select(wanted, [], [], POLL_SECONDS)
+            if self.lifeline in ready or (0 in ready and not self.hear()):
+                # The workers have seen the same end of the lifeline.
+                orphaned = True
+            self.reap(told=not orphaned)
+
+    def hear(self) -> bool:
+        """Do what the parent asks; False when it is gone."""
+        content = os.read(0, 65536)
+        *lines, self.heard = (self.heard + content).split(b"\n")
+        for line in lines:
+            self.do(json.loads(line))
+        return bool(content)
+
+    def do(self, asked: dict[str, Any]) -> None:
+        if "start" in asked:
+            pid = os.fork()
+            if pid == 0:
+                _become_worker(self.module, self.lifeline, asked)
+            self.children[pid] = asked["start"]
+            return
+        for pid, number in self.children.items():
+            if number == asked["signal"]:
+                os.kill(pid, asked["number"])
+
+    def reap(self, *, told: bool) -> None:
+        """Tell which workers have ended."""
+        while self.children:
+            pid, status = os.waitpid(-1, os.WNOHANG)
+            if pid == 0:
+                return
+            number = self.children.pop(pid)
+            if told:
+                answer = {"ended": number, "code": os.waitstatus_to_exitcode(status)}
+                os.write(1, json.dumps(answer).encode() + b"\n")
+
+
+def _become_worker(module: ModuleType, lifeline: int, asked: dict[str, Any]) -> None:
+    """In the child: train, and never return."""
+    log = os.open(asked["log"], os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
+    nothing = os.open(os.devnull, os.O_RDONLY)
+    for target, source in ((0, nothing), (1, log), (2, log)):
+        os.dup2(source, target)
+    os.environ.update(asked["environment"])
+    _work(module, lifeline, Path(asked["order"]))
+
+
+def _work(module: ModuleType, lifeline: int, order: Path) -> None:
+    """Train, and end the process."""
+    code = 1
+    try:
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+        signal.signal(signal.SIGTERM, _stop)
+        threading.Thread(target=_end_with, args=(lifeline,), daemon=True).start()
+        if not module.main(order):
+            os.set_inheritable(lifeline, True)
+            here = [sys.executable, "-m", __spec__.name, module.__name__, str(lifeline), str(order)]
+            os.execv(sys.executable, here)  # noqa: S606  (our own module)
+        code = 0
+    except SystemExit as stop:
+        code = stop.code if isinstance(stop.code, int) else int(bool(stop.code))
+    except BaseException:  # noqa: BLE001  (the child must not go on as a second server)
+        traceback.print_exc()
+    finally:
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(code)
+
+
+def _stop(number: int, frame: FrameType | None) -> None:
+    """Before training begins there is nothing to save."""
+    sys.exit(128 + number)
+
+
+def _end_with(lifeline: int) -> None:
+    """Stop when the parent has died: with a checkpoint if that comes in time."""
+    select.select([lifeline], [], [])
+    os.kill(os.getpid(), signal.SIGTERM)
+    threading.Event().wait(STOP_SECONDS)
+    os._exit(1)
+
+
+if __name__ == "__main__":
+    main()

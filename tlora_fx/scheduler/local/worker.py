@@ -6,12 +6,15 @@ written, and the process ends.
 
 from __future__ import annotations
 
+import json
 import pkgutil
-from collections.abc import Sequence
+import time
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
+from dataclasses import asdict, dataclass, field
 from importlib import import_module
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, Self
 
 import torch
 
@@ -20,21 +23,118 @@ import tlora_fx.planners
 from tlora_fx.compiler import compile, find_passes
 from tlora_fx.config.job import Job
 from tlora_fx.cost.plan import MeshShape, Plan
+from tlora_fx.durable import replace_file
 from tlora_fx.errors import TloraError
 from tlora_fx.parallel.mesh import open_mesh
 from tlora_fx.planners.protocol import find_planner
-from tlora_fx.runtime.carrying import Carried
+from tlora_fx.runtime.checkpoint import Carried
 from tlora_fx.runtime.checks import load_all_data
 from tlora_fx.runtime.distributed import Ranks
 from tlora_fx.runtime.launch import Launch, exits_at_once, join
 from tlora_fx.runtime.trainer import Silent, Trainer
-from tlora_fx.scheduler.local.order import Order
-from tlora_fx.scheduler.local.told import Teller
-from tlora_fx.scheduler.quiet_import import quiet_import
+from tlora_fx.scheduler.requests import quiet_import
 
 if TYPE_CHECKING:
     from tlora_fx.model.supermodel import SuperModel
     from tlora_fx.runtime.job_run import JobRun, StepReport
+
+
+# What a worker is asked to train: a file, written before the worker is started.
+
+
+@dataclass(frozen=True, slots=True)
+class Order:
+    """One formation of a group, for its worker.
+
+    epoch            of the formation
+    jobs             `Job.model_dump(mode="json")` of each, in the group's order
+    sources          by job, the run folder whose newest checkpoint it goes on from
+    output           run folder of the group: its checkpoints
+    job_folders      folder of the jobs' own folders
+    told             file that the worker appends its lines to
+    device           "cpu" or "cuda"
+    gpus             that the processes have, one each
+    mesh             such as "dp=2"
+    shard_base       the base is sharded over dp
+    save_seconds     a checkpoint is due so long after the last one
+    max_row_tokens   of one forward
+    compiled         layers are compiled by torch.compile
+    """
+
+    epoch: int
+    jobs: tuple[Mapping[str, Any], ...]
+    sources: Mapping[str, str]
+    output: str
+    job_folders: str
+    told: str
+    device: str = "cpu"
+    gpus: tuple[int, ...] = (0,)
+    mesh: str = ""
+    shard_base: bool = False
+    save_seconds: float = 60.0
+    max_row_tokens: int = 16384
+    compiled: bool = False
+    options: Mapping[str, Any] = field(default_factory=dict)
+
+    def write(self, path: Path) -> None:
+        """Leave the order where its worker finds it."""
+        replace_file(path, json.dumps(asdict(self), indent=1).encode())
+
+    @classmethod
+    def read(cls, path: Path) -> Self:
+        """The order in a file."""
+        fields = json.loads(path.read_bytes())
+        return cls(**{**fields, "jobs": tuple(fields["jobs"]), "gpus": tuple(fields["gpus"])})
+
+
+# The lines that a worker tells: appended to a file, read while it grows.
+#
+# A file outlives both ends: a worker whose parent is gone writes on undisturbed, and a line that a
+# kill has torn has no end and is never read.
+
+
+class Teller:
+    """Appends lines, for a worker.
+
+    every_seconds   progress is told at most so often
+    """
+
+    def __init__(self, path: Path | str, every_seconds: float = 0.2) -> None:
+        self._file = Path(path).open("ab", buffering=0)  # noqa: SIM115  (open while it trains)
+        self._every = every_seconds
+        self._told_at = 0.0
+
+    def tell(self, kind: str, **facts: Any) -> None:
+        """Append one line, with the time of day."""
+        line = json.dumps({"kind": kind, "time": time.time(), **facts})
+        self._file.write(line.encode() + b"\n")
+
+    def progress(self, steps: Mapping[str, int]) -> None:
+        """Tell the steps done, unless that was told a moment ago."""
+        now = time.monotonic()
+        if now - self._told_at >= self._every:
+            self._told_at = now
+            self.tell("progress", steps=dict(steps))
+
+
+class Listener:
+    """Reads the lines of a file as they come."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self._read = 0
+
+    def lines(self) -> list[dict[str, Any]]:
+        """What was told since the last call; a line without its end waits."""
+        try:
+            with self.path.open("rb") as file:
+                file.seek(self._read)
+                content = file.read()
+        except FileNotFoundError:
+            return []
+        whole = content[: content.rfind(b"\n") + 1]
+        self._read += len(whole)
+        return [json.loads(line) for line in whole.splitlines()]
 
 
 def warm() -> None:

@@ -19,12 +19,12 @@ from tlora_fx.scheduler.state import Policy
 
 _OURS = {
     "tlora": "tlora:Tlora",
-    "tlora-paper": "tlora_paper:TloraPaper",
-    "mlora-fifo": "mlora_fifo:MloraFifo",
-    "mlora-memory": "mlora_memory:MloraMemory",
-    "megatron": "megatron:Megatron",
-    "no-scheduler": "no_scheduler:NoScheduler",
-    "no-kernel-fuser": "no_kernel_fuser:NoKernelFuser",
+    "tlora-paper": "paper:TloraPaper",
+    "mlora-fifo": "baselines:MloraFifo",
+    "mlora-memory": "baselines:MloraMemory",
+    "megatron": "baselines:Megatron",
+    "no-scheduler": "baselines:NoScheduler",
+    "no-kernel-fuser": "baselines:NoKernelFuser",
     "oracle": "oracle:Oracle",
 }
 

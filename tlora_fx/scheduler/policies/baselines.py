@@ -7,13 +7,14 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
+from math import inf, isfinite
+from typing import ClassVar, Literal
 
 from tlora_fx.cost.demand import Demand
-from tlora_fx.scheduler.group import Group
 from tlora_fx.scheduler.placement import Placer
+from tlora_fx.scheduler.policies.tlora import Tlora
 from tlora_fx.scheduler.search.objective import seconds_of
-from tlora_fx.scheduler.state import ActiveJob, State
-from tlora_fx.scheduler.urgency import arrival
+from tlora_fx.scheduler.state import ActiveJob, Decision, Group, Reason, State, arrival
 
 
 @dataclass(slots=True)
@@ -103,3 +104,148 @@ class Standing:
 def names_of(jobs: Iterable[ActiveJob]) -> tuple[str, ...]:
     """The names of jobs, in their order."""
     return tuple(job.name for job in jobs)
+
+
+# Every job alone, on the GPUs that it asked for, with the best layout on them.
+#
+# source   the baseline "Megatron" of tLoRA, section 4.1
+
+
+@dataclass(slots=True)
+class Megatron:
+    """First come, first served; nothing shares and nothing moves.
+
+    backfill   jobs that fit may overtake one that does not; a job may then wait for ever behind
+               smaller ones
+    """
+
+    name: ClassVar[str] = "megatron"
+    fused: ClassVar[bool] = True
+
+    backfill: bool = False
+
+    def decide(self, state: State, *, explain: bool = False) -> Decision:
+        """The groups from now to the next decision."""
+        standing = Standing.of(state)
+        left: list[ActiveJob] = []
+        for job in standing.waiting:
+            blocked = bool(left) and not self.backfill
+            if blocked or standing.seat([job], job.request.gpus) is None:
+                left.append(job)
+        reasons = _reasons(standing, left) if explain else ()
+        return Decision(standing.groups(), names_of(left), reasons)
+
+
+def _reasons(standing: Standing, left: list[ActiveJob]) -> tuple[Reason, ...]:
+    alone = [Reason(job.name, "alone") for seat in standing.seats for job in seat.jobs]
+    detail = f"{standing.placer.free} GPUs are free"
+    return (*alone, *(Reason(job.name, "waits", detail=detail) for job in left))
+
+
+# mLoRA's batching: jobs join in the order of their arrival, up to a count.
+#
+# A job joins the oldest group of its base that has room, or begins one. Neither slowdown nor
+# deadlines are looked at. Nothing that runs is taken apart.
+#
+# source   the baseline "mLoRA" of tLoRA, section 4.1; field notes: FIFO fill, cap 4
+
+
+Share = Literal["pooled", "widest"]
+
+
+@dataclass(slots=True)
+class MloraFifo:
+    """Fill groups to a count, first come first served.
+
+    cap     jobs in a group
+    gpus    of a group: "pooled", all that its jobs asked for, or "widest", those of its widest job
+    """
+
+    name: ClassVar[str] = "mlora-fifo"
+    fused: ClassVar[bool] = False
+
+    cap: float = 4
+    gpus: Share = "pooled"
+
+    def __post_init__(self) -> None:
+        if self.cap < 1:
+            raise ValueError("cap: at least 1")
+        if self.gpus not in {"pooled", "widest"}:
+            raise ValueError("gpus: 'pooled' or 'widest'")
+
+    def decide(self, state: State, *, explain: bool = False) -> Decision:
+        """The groups from now to the next decision."""
+        standing = Standing.of(state)
+        for seat in standing.seats if standing.waiting else ():
+            # What only jobs that have ended had asked for goes to those that wait.
+            standing.resize(seat, min(len(seat.place), self._gpus(seat.jobs)))
+        left: list[ActiveJob] = []
+        reasons: list[Reason] = []
+        for job in standing.waiting:
+            found = None if left else self._take(standing, job)
+            if found is None:
+                left.append(job)
+                reasons.append(Reason(job.name, "waits", detail="no group has room for it"))
+            else:
+                others = tuple(name for name in names_of(found.jobs) if name != job.name)
+                reasons.append(Reason(job.name, "joined" if others else "alone", others))
+        kept = tuple(reasons) if explain else ()
+        return Decision(standing.groups(), names_of(left), kept)
+
+    def _take(self, standing: Standing, job: ActiveJob) -> Seat | None:
+        """Where a job goes; None where there is no room."""
+        for seat in standing.seats:
+            if seat.base == job.request.base and len(seat.jobs) < self.cap:
+                gpus = self._gpus([*seat.jobs, job])
+                seconds = standing.seconds(seat.base, seat.demand(job), gpus)
+                if isfinite(seconds) and standing.resize(seat, gpus):
+                    seat.jobs.append(job)
+                    seat.group = None
+                    return seat
+        return standing.seat([job], job.request.gpus)
+
+    def _gpus(self, jobs: list[ActiveJob]) -> int:
+        wanted = [job.request.gpus for job in jobs]
+        return sum(wanted) if self.gpus == "pooled" else max(wanted)
+
+
+# mLoRA's batching by memory: jobs join in the order of their arrival while memory lasts.
+#
+# source   tLoRA, section 4.1: "grouping jobs as long as memory capacity permits"
+
+
+@dataclass(slots=True)
+class MloraMemory(MloraFifo):
+    """Fill groups until nothing more fits into memory."""
+
+    name: ClassVar[str] = "mlora-memory"
+
+    cap: float = inf
+
+
+# The ablation without our kernels: the default policy over unfused adapters.
+#
+# The policy is the same; an estimator made with `fused=False` belongs to it.
+#
+# source   "tLoRA w/o Kernel Fuser" of tLoRA, section 4.1
+
+
+@dataclass(slots=True)
+class NoKernelFuser(Tlora):
+    """The default policy, told of unfused kernels."""
+
+    name: ClassVar[str] = "no-kernel-fuser"
+    fused: ClassVar[bool] = False
+
+
+# The ablation without our scheduler: mLoRA's batching with our kernels.
+#
+# source   "tLoRA w/o Scheduler" of tLoRA, section 4.1
+
+
+@dataclass(slots=True)
+class NoScheduler(MloraFifo):
+    """mLoRA's groups, run by fused kernels."""
+
+    name: ClassVar[str] = "no-scheduler"
+    fused: ClassVar[bool] = True

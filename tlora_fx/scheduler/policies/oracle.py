@@ -5,14 +5,172 @@ It answers the uncontended problem and then fills the cluster; it knows no cost 
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import ClassVar
 
-from tlora_fx.scheduler.oracle import best_grouping
-from tlora_fx.scheduler.policies.filling import fill
+import numpy as np
+from numpy.typing import NDArray
+
+from tlora_fx.cost.demand import Array
+from tlora_fx.errors import TooManyForOracle
+from tlora_fx.scheduler.placement import tier_for
+from tlora_fx.scheduler.policies.paper import fill
 from tlora_fx.scheduler.search.objective import OBJECTIVES, Objective
-from tlora_fx.scheduler.state import Decision, Reason, State
-from tlora_fx.scheduler.urgency import pressed_first
+from tlora_fx.scheduler.state import (
+    ROUNDING,
+    ActiveJob,
+    Decision,
+    Reason,
+    State,
+    arrival,
+    limit_seconds,
+    pressed_first,
+)
+
+# The best grouping there is, by looking at every subset of the jobs.
+#
+# It stands for the uncontended problem: each group has all GPUs that its jobs asked for. Jobs of
+# different bases never share, so every base is a problem of its own.
+
+
+MOST_JOBS = 16
+#: Jobs whose sets are parted in all ways by one call.
+_SMALL = 6
+Indices = NDArray[np.int64]
+
+
+@dataclass(frozen=True, slots=True)
+class Grouping:
+    """Groups of jobs, by name, and what they are worth together."""
+
+    groups: tuple[tuple[str, ...], ...]
+    worth: float
+
+
+@dataclass(frozen=True, slots=True)
+class Subsets:
+    """All subsets of some jobs; bit i of a subset's index stands for job i.
+
+    worth     [2^n] -inf where a bound or memory forbids it
+    seconds   [2^n] of one step on all their GPUs
+    gpus      [2^n] that its jobs asked for together
+    """
+
+    worth: Array
+    seconds: Array
+    gpus: Array
+
+
+def best_grouping(state: State, objective: Objective = "weighted") -> Grouping:
+    """The grouping of the largest worth, each group on all its jobs' GPUs.
+
+    raises   TooManyForOracle
+    """
+    groups: list[tuple[str, ...]] = []
+    worth = 0.0
+    for jobs in by_base(state.jobs).values():
+        if len(jobs) > MOST_JOBS:
+            raise TooManyForOracle(
+                f"{len(jobs)} jobs of one base are too many for the exact policy",
+                expected=f"at most {MOST_JOBS}",
+                help="choose the policy 'tlora', or let a replay show it fewer jobs (--runnable)",
+            )
+        table = subsets(state, jobs, objective)
+        masks, value = _partition(table.worth, len(jobs))
+        worth += value
+        groups += [tuple(jobs[i].name for i in range(len(jobs)) if m >> i & 1) for m in masks]
+    return Grouping(tuple(groups), worth)
+
+
+def by_base(jobs: Mapping[str, ActiveJob]) -> dict[str, list[ActiveJob]]:
+    """Jobs that may share, in order of their arrival."""
+    found: dict[str, list[ActiveJob]] = {}
+    for job in sorted(jobs.values(), key=arrival):
+        found.setdefault(job.request.base, []).append(job)
+    return found
+
+
+def subsets(state: State, jobs: Sequence[ActiveJob], objective: Objective) -> Subsets:
+    """What every subset of jobs of one base is worth."""
+    count = 1 << len(jobs)
+    bits = (np.arange(count)[:, None] >> np.arange(len(jobs)) & 1).astype(np.float64)
+    demand = bits @ np.array([job.request.demand for job in jobs], dtype=np.float64)
+    gpus = bits @ np.array([float(job.request.gpus) for job in jobs])
+    limits = np.array([limit_seconds(job, state.now) for job in jobs])
+    limit = np.where(bits > 0, limits, np.inf).min(axis=1)
+    mass = bits @ np.array([_mass(job, objective) for job in jobs])
+    tiers = [tier_for(state.cluster, int(number)) for number in gpus[1:]]
+    seconds = np.full(count, np.inf)
+    seconds[1:] = state.estimator.seconds(jobs[0].request.base, demand[1:], gpus[1:], tiers)
+    seconds[gpus > state.cluster.capacity()] = np.inf
+    fits = np.isfinite(seconds) & ((seconds <= limit * (1 + ROUNDING)) | (bits.sum(axis=1) == 1))
+    worth = np.full(count, -np.inf)
+    worth[fits] = mass[fits] / seconds[fits]
+    return Subsets(worth, seconds, gpus)
+
+
+def _mass(job: ActiveJob, objective: Objective) -> float:
+    return job.solo_seconds if objective == "weighted" else job.request.demand.samples
+
+
+def _partition(worth: Array, count: int) -> tuple[list[int], float]:
+    """The best partition of all jobs into allowed subsets.
+
+    The subset of the lowest job, and the best partition of what is left of the others: a maximum
+    over subsets for each mask, which `_convolved` takes for all masks at once.
+    """
+    best = np.full(1 << count, -np.inf)
+    best[0] = 0.0
+    for low in reversed(range(count)):
+        # Bits above the lowest one, as a number of their own.
+        step = 1 << (low + 1)
+        own, others = worth[1 << low :: step], best[::step]
+        best[1 << low :: step] = _convolved(own, others)
+    masks, mask = [], (1 << count) - 1
+    while mask:
+        low = mask & -mask
+        parts = _subsets_of(mask ^ low)
+        found = worth[parts | low] + best[mask ^ low ^ parts]
+        masks.append(int(parts[np.argmax(found)]) | low)
+        mask ^= masks[-1]
+    return masks, float(best[-1])
+
+
+def _convolved(first: Array, second: Array) -> Array:
+    """For each set the largest first[part] + second[rest] over all ways to part it.
+
+    first, second   [2^n] by set
+    """
+    size = len(first)
+    if size <= 1 << _SMALL:
+        parts, wholes, starts = _ways(size)
+        found: Array = np.maximum.reduceat(first[parts] + second[wholes ^ parts], starts)
+        return found
+    half = size // 2
+    left = _convolved(first[:half], second[:half])
+    right = np.maximum(
+        _convolved(first[half:], second[:half]), _convolved(first[:half], second[half:])
+    )
+    return np.concatenate((left, right))
+
+
+@lru_cache
+def _ways(size: int) -> tuple[Indices, Indices, Indices]:
+    """Of all sets below a size, each part and its whole, by wholes, and where each whole begins."""
+    pairs = [(part, whole) for whole in range(size) for part in _subsets_of(whole).tolist()]
+    parts, wholes = np.array(pairs).T
+    return parts, wholes, np.searchsorted(wholes, np.arange(size))
+
+
+def _subsets_of(mask: int) -> Indices:
+    """All subsets of a set, the empty one first."""
+    found = np.zeros(1, np.int64)
+    while mask:
+        low = mask & -mask
+        found, mask = np.concatenate((found, found | low)), mask ^ low
+    return found
 
 
 @dataclass(slots=True)

@@ -11,18 +11,196 @@ source   field notes, "A better policy than the paper's"
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import ClassVar
 
-from tlora_fx.scheduler.gains_sizes import released, sized
-from tlora_fx.scheduler.gains_units import Gathering, Memory, Round
-from tlora_fx.scheduler.group import Group
-from tlora_fx.scheduler.policies.tlora_reasons import reasons_of
-from tlora_fx.scheduler.policies.tlora_search import Depth, Found, search
-from tlora_fx.scheduler.policies.unchanged import Unchanged
-from tlora_fx.scheduler.search.objective import OBJECTIVES, Known, Objective, Pricer
+import numpy as np
+
+from tlora_fx.cost.cluster import Cluster
+from tlora_fx.scheduler.search.moves import KEYS, Merger, Move, Mover, Packer, segmented
+from tlora_fx.scheduler.search.objective import (
+    OBJECTIVES,
+    Gathering,
+    Known,
+    Memory,
+    Objective,
+    Pricer,
+    Round,
+    Unit,
+    by_jobs,
+    released,
+    resized,
+    sized,
+)
 from tlora_fx.scheduler.search.placement import Placed, arrange
-from tlora_fx.scheduler.state import Decision, State
+from tlora_fx.scheduler.state import Decision, Group, Reason, State, broken
+
+# How far the default policy looks: at what is new, at all, or from several beginnings.
+
+
+HOSTS = 12
+#: What the calls of one search take, in evaluations.
+CALLS = 5000
+
+
+@dataclass(slots=True)
+class Found:
+    """What a search came to.
+
+    units     the groups that shall run
+    safe      groups to fall back to where these find no places
+    merger    knows the merges that were made, and the best that were not; None: nothing was new
+    moves     that were made
+    """
+
+    units: list[Unit]
+    safe: list[Unit]
+    merger: Merger | None = None
+    moves: list[Move] = field(default_factory=list)
+
+
+@dataclass(frozen=True, slots=True)
+class Depth:
+    """How much a search may cost.
+
+    breadth    groups that are all compared; of more, each with a quarter as many
+    thorough   jobs up to which several beginnings are tried where all is new
+    moves      jobs moved, swapped or split off in one round at most
+    """
+
+    breadth: int
+    thorough: int
+    moves: int
+
+    def cost(self, jobs: int, units: int) -> float:
+        """About how many groups a full search evaluates, its calls' own time counted as such."""
+        if jobs > self.breadth:
+            return float(CALLS + units * self.breadth)
+        return float(CALLS + units * units + jobs * units + jobs * jobs)
+
+
+def search(
+    pricer: Pricer, gathering: Gathering, found: Round, depth: Depth, *, full: bool
+) -> Found:
+    """The groups of a round.
+
+    full   look at all groups, not only at what is new or changed
+    """
+    if not full and not any(found.fresh):
+        return Found(found.units, found.units)
+    merger = Merger(pricer, found.units, depth.breadth)
+    merged = merger.run(np.array([full or fresh for fresh in found.fresh]))
+    result = Found(merged, merged, merger)
+    jobs = gathering.state.jobs
+    if not full or len(jobs) > depth.breadth:
+        return result
+    alone = {name: gathering.alone(job) for name, job in jobs.items()}
+    starts = [merged]
+    if len(found.units) <= depth.thorough and not any(unit.settled for unit in found.units):
+        starts += others(pricer, found.units)
+    best: tuple[float, Mover | None] = (-np.inf, None)
+    for start in starts:
+        mover = Mover(pricer, resized(pricer, start), alone)
+        units = mover.run(depth.moves)
+        worth = net_worth(pricer, units, found.units)
+        if worth > best[0] + 1e-9:
+            best, result.units, result.moves = (worth, mover), units, mover.moves
+    return result
+
+
+def others(pricer: Pricer, units: Sequence[Unit]) -> list[list[Unit]]:
+    """Groupings that were found in other ways."""
+    packs = [Packer(pricer, units, HOSTS, shared=shared).run() for shared in (True, False)]
+    return [*packs, *(segmented(pricer, units, key, len(units)) for key in KEYS)]
+
+
+def net_worth(pricer: Pricer, units: Sequence[Unit], before: Sequence[Unit]) -> float:
+    """Of units, less what re-forming those costs that were there before and are not now."""
+    kept = {id(unit) for unit in units}
+    return sum(pricer.worth(unit) for unit in units) - sum(
+        pricer.lost(unit) / pricer.window for unit in before if id(unit) not in kept
+    )
+
+
+# Why the default policy answered as it did.
+
+
+def reasons_of(state: State, found: Round, result: Found, placed: Placed) -> tuple[Reason, ...]:
+    """One or more for every job that something was decided about."""
+    reasons = []
+    for merge in result.merger.merges if result.merger else ():
+        for own, others in ((merge.jobs, merge.others), (merge.others, merge.jobs)):
+            reasons += [Reason(name, "merged", others, merge.gain) for name in own]
+    for move in result.moves:
+        others = move.others or ()
+        verdict = "moved" if others else "split off"
+        detail = f"in exchange for {move.swapped}" if move.swapped else ""
+        reasons.append(Reason(move.job, verdict, others, move.gain, detail))
+    for refusal in result.merger.refused() if result.merger else ():
+        detail = "the best merge that was left, after the cost of re-forming what runs"
+        for name in refusal.jobs:
+            reasons.append(Reason(name, "kept apart", refusal.others, refusal.gain, detail))
+    reasons += [
+        Reason(name, "taken out", detail="its group would slow it down past its bound")
+        for name in found.broke
+    ]
+    for name, unit in by_jobs(placed.running).items():
+        less = unit.asked - unit.gpus
+        if less:
+            others = tuple(other for other in unit.jobs if other != name)
+            detail = f"{unit.gpus} of the {unit.asked} GPUs that its jobs asked for"
+            reasons.append(Reason(name, f"released {less} GPUs", others, detail=detail))
+    reasons += _waiting(placed)
+    order = {name: index for index, name in enumerate(state.jobs)}
+    return tuple(sorted(reasons, key=lambda reason: order[reason.job]))
+
+
+def _waiting(placed: Placed) -> Iterator[Reason]:
+    """Why jobs wait, and with whom."""
+    aside = len(placed.reserved)
+    for unit in placed.waiting:
+        detail = f"needs {unit.gpus} free GPU{'s' * (unit.gpus > 1)} of one place"
+        if aside:
+            detail += f"; {aside} nodes are set aside for the first that waits"
+        for name in unit.jobs:
+            others = tuple(other for other in unit.jobs if other != name)
+            yield Reason(name, "waits", others, detail=detail)
+
+
+# The last answer holds while nothing has changed.
+
+
+@dataclass(slots=True)
+class Unchanged:
+    """What was answered last, and to what."""
+
+    _jobs: tuple[str, ...] = ()
+    _groups: tuple[Group, ...] = ()
+    _cluster: Cluster | None = None
+    _last: Decision | None = None
+
+    def answer(self, state: State) -> Decision | None:
+        """The last decision if it holds; None where anything has changed."""
+        if self._last is None or state.cluster != self._cluster:
+            return None
+        same = tuple(state.jobs) == self._jobs and _keys(state.groups) == _keys(self._groups)
+        if not same or any(self._breaks(state, group) for group in state.groups):
+            return None
+        return self._last
+
+    def keep(self, state: State, decision: Decision) -> None:
+        """Remember."""
+        self._jobs, self._groups = tuple(state.jobs), decision.groups
+        self._cluster, self._last = state.cluster, decision
+
+    def _breaks(self, state: State, group: Group) -> bool:
+        jobs = [state.jobs[name] for name in group.jobs]
+        return bool(broken(jobs, group.seconds, state.now))
+
+
+def _keys(groups: tuple[Group, ...]) -> list[tuple[tuple[str, ...], tuple[int, ...]]]:
+    return sorted((group.jobs, group.place) for group in groups)
 
 
 @dataclass(slots=True)

@@ -7,14 +7,169 @@ place [K, K]. A move changes two units, and only their rows and columns are comp
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
+from numpy.typing import NDArray
 
 from tlora_fx.cost.demand import Array
-from tlora_fx.scheduler.gains_merge import LEAST_GAIN
-from tlora_fx.scheduler.search.objective import Ints, Many, Pricer, Unit
+from tlora_fx.scheduler.search.objective import Ints, Many, Pricer, Unit, powers, residuals
+
+# Merge groups, best gain first, until no merge gains.
+#
+# Only pairs with something new in them are looked at. Among very many groups each is compared with
+# some partners only, spread evenly from the busiest to the idlest.
+
+
+LEAST_GAIN = 1e-9
+
+
+@dataclass(frozen=True, slots=True)
+class Merge:
+    """A merge that was made, or the best that was not."""
+
+    jobs: tuple[str, ...]
+    others: tuple[str, ...]
+    gain: float
+
+
+class Merger:
+    """Units of one moment and the gains of merging them."""
+
+    def __init__(self, pricer: Pricer, units: Sequence[Unit], breadth: int) -> None:
+        """Begin.
+
+        units     in an order that does not depend on how they came
+        breadth   units that are all compared with each other; of more, a quarter as many partners
+        """
+        self.pricer = pricer
+        self.units: list[Unit | None] = list(units)
+        self.merges: list[Merge] = []
+        n = len(units)
+        self._many = pricer.many(units)
+        self._gpus = np.array([float(unit.gpus) for unit in units])
+        self._worth = np.array([pricer.worth(unit) for unit in units])
+        self._lost = np.array([pricer.lost(unit) for unit in units])
+        self._left = np.array([unit.left for unit in units])
+        self._open = np.array([not unit.held for unit in units])
+        self._gain = np.full((n, n), -np.inf)
+        self._on = np.zeros((n, n), dtype=np.int32)
+        self._took = np.zeros((n, n))
+        self._breadth, self._partners = breadth, max(2, breadth // 4)
+        self._order = self._by_residual() if n > breadth else np.arange(n)
+
+    def run(self, fresh: NDArray[np.bool_]) -> list[Unit]:
+        """Merge while it gains, and hand over what there is then.
+
+        fresh   [n] units to compare with the others
+        """
+        rows, columns = self._pairs(np.flatnonzero(fresh & self._open))
+        self._fill(rows, columns)
+        top = self._gain.argmax(axis=1)
+        best = self._gain[np.arange(len(top)), top]
+        while len(best):
+            a = int(best.argmax())
+            if best[a] <= LEAST_GAIN:
+                break
+            a, b = sorted((a, int(top[a])))
+            self._merge(a, b)
+            stale = (top == a) | (top == b)
+            stale[[a, b]] = True
+            top[stale] = self._gain[stale].argmax(axis=1)
+            best[stale] = self._gain[stale, top[stale]]
+            better = self._gain[:, a] > best
+            top[better], best[better] = a, self._gain[better, a]
+        return [unit for unit in self.units if unit is not None]
+
+    def refused(self) -> list[Merge]:
+        """The best merge of each unit that was looked at and not made."""
+        found = []
+        for row, unit in enumerate(self.units):
+            if unit is None or not len(self._gain):
+                continue
+            column = int(self._gain[row].argmax())
+            other = self.units[column]
+            if other is not None and np.isfinite(self._gain[row, column]):
+                found.append(Merge(unit.jobs, other.jobs, float(self._gain[row, column])))
+        return found
+
+    def _merge(self, a: int, b: int) -> None:
+        """Put b into a."""
+        one, other = self.units[a], self.units[b]
+        assert one is not None
+        assert other is not None
+        self.merges.append(Merge(one.jobs, other.jobs, float(self._gain[a, b])))
+        merged = one.with_(other, int(self._on[a, b]), float(self._took[a, b]))
+        self.units[a], self.units[b] = merged, None
+        many = self._many
+        many.demand[a], many.asked[a] = merged.demand, merged.asked
+        many.mass[a], many.limit[a], many.single[a] = many.mass[a] + many.mass[b], merged.limit, 0
+        self._gpus[a], self._worth[a] = merged.gpus, self.pricer.worth(merged)
+        self._lost[a] += self._lost[b]
+        self._left[a], self._open[b] = merged.left, False
+        for line in (a, b):
+            self._gain[line, :] = -np.inf
+            self._gain[:, line] = -np.inf
+        self._fill(*self._pairs(np.array([a])))
+
+    def _pairs(self, rows: Ints) -> tuple[Ints, Ints]:
+        """Each of some units with its partners; every pair once."""
+        order = self._order[self._open[self._order]]
+        bases = self._many.bases
+        firsts, seconds = [], []
+        for base in np.unique(bases[rows]):
+            partners = order[bases[order] == base]
+            if len(bases) > self._breadth:
+                few = min(self._partners, len(partners))
+                spread = np.linspace(0, len(partners) - 1, few).astype(np.int64)
+                partners = partners[spread]
+            own = rows[bases[rows] == base]
+            firsts.append(np.repeat(own, len(partners)))
+            seconds.append(np.tile(partners, len(own)))
+        if not firsts:
+            return np.zeros(0, np.int64), np.zeros(0, np.int64)
+        first, second = np.concatenate(firsts), np.concatenate(seconds)
+        codes = np.minimum(first, second) * len(bases) + np.maximum(first, second)
+        codes = np.unique(codes[first != second])
+        return codes // len(bases), codes % len(bases)
+
+    def _fill(self, a: Ints, b: Ints) -> None:
+        """Compute the gains of some pairs."""
+        if not len(a):
+            return
+        many = self._many
+        both = Many(
+            many.bases[a],
+            many.demand[a] + many.demand[b],
+            many.asked[a] + many.asked[b],
+            many.mass[a] + many.mass[b],
+            np.minimum(many.limit[a], many.limit[b]),
+            np.zeros(len(a), dtype=np.bool_),
+        )
+        worth, gpus, seconds = self.pricer.best(both, self._choices(a, b, both.asked))
+        allowed = np.isfinite(worth)
+        steps = np.minimum(self._left[a], self._left[b])
+        lasting = np.minimum(self.pricer.window, steps * np.where(allowed, seconds, 1.0))
+        cost = (self._lost[a] + self._lost[b]) / np.maximum(lasting, 1e-9)
+        gain = np.where(allowed, worth - self._worth[a] - self._worth[b] - cost, -np.inf)
+        self._gain[a, b] = self._gain[b, a] = gain
+        self._on[a, b] = self._on[b, a] = gpus
+        self._took[a, b] = self._took[b, a] = seconds
+
+    def _choices(self, a: Ints, b: Ints, asked: Array) -> Array:
+        if not self.pricer.crowded:
+            return asked[None]
+        widest = np.maximum(self._gpus[a], self._gpus[b])
+        return np.stack([widest, np.minimum(self._gpus[a] + self._gpus[b], asked)])
+
+    def _by_residual(self) -> Ints:
+        many = self._many
+        seconds = np.array([unit.seconds for unit in self.units if unit is not None])
+        bases = [self.pricer.bases[index] for index in many.bases]
+        left = residuals(self.pricer.state.estimator, bases, many.demand, self._gpus, seconds)
+        return np.argsort(left, kind="stable")
+
 
 LEAST = -np.inf
 
@@ -245,3 +400,254 @@ class Mover:
             limits[inside] = own[ranked[0]]
             limits[inside[ranked[0]]] = own[ranked[1]] if len(inside) > 1 else np.inf
         return limits
+
+
+# Merge several groups at once, best gain first.
+#
+# A job with many GPUs and a tight bound can often take on a slow one only together with others
+# like itself: no pair of them gains, and all together gain most. Looked at are all pairs, triples
+# with two of the idlest units (the hosts), and for every bound the idlest or widest hosts that
+# bear it, three to five of them, with each other unit.
+
+
+#: Units in one merge at most.
+WIDTH = 6
+
+
+class Packer:
+    """Units of one moment, and what merging two to six of them gains."""
+
+    def __init__(self, pricer: Pricer, units: Sequence[Unit], hosts: int, *, shared: bool) -> None:
+        """Begin.
+
+        hosts    how many of the idlest units count as hosts
+        shared   a gain counts for each of its merges by a part
+        """
+        self.pricer = pricer
+        self.units: list[Unit] = list(units)
+        self._shared = shared
+        self._alive = np.ones(len(units), dtype=np.bool_)
+        self._many = pricer.many(units)
+        self._worth = np.array([pricer.worth(unit) for unit in units])
+        self._gpus = np.array([float(unit.gpus) for unit in units])
+        idle = np.argsort(self._many.demand[:, 2] / self._many.asked, kind="stable")
+        self._hosts = np.zeros(len(units), dtype=np.bool_)
+        self._hosts[idle[:hosts]] = True
+        self._idle = idle
+        self._sets = np.zeros((0, WIDTH), dtype=np.int64)
+        self._gain = self._on = self._took = np.zeros(0)
+        self._passing = np.zeros(0, dtype=np.bool_)
+
+    def run(self) -> list[Unit]:
+        """Merge while it gains, and hand over what there is then."""
+        self._add(np.flatnonzero(self._alive))
+        while len(self._gain):
+            best = int(self._gain.argmax())
+            if self._gain[best] <= LEAST_GAIN:
+                break
+            self._merge(best)
+        return [unit for unit, alive in zip(self.units, self._alive, strict=True) if alive]
+
+    def _merge(self, best: int) -> None:
+        a, *gone = (int(index) for index in self._sets[best] if index >= 0)
+        unit = self.units[a]
+        for index in gone:
+            unit = unit.with_(self.units[index], 1, 1.0)
+        unit.gpus, unit.seconds = int(self._on[best]), float(self._took[best])
+        self.units[a], many = unit, self._many
+        many.demand[a], many.asked[a], many.limit[a] = unit.demand, unit.asked, unit.limit
+        many.mass[a], self._gpus[a] = self.pricer.mass(unit), unit.gpus
+        self._worth[a] = self.pricer.worth(unit)
+        self._hosts[a] = self._hosts[a] or bool(self._hosts[gone].any())
+        self._alive[gone] = False
+        self._keep(~np.isin(self._sets, [a, *gone]).any(axis=1) & ~self._passing)
+        self._add(np.array([a]))
+
+    def _keep(self, rows: NDArray[np.bool_]) -> None:
+        self._sets, self._gain, self._on = self._sets[rows], self._gain[rows], self._on[rows]
+        self._took, self._passing = self._took[rows], self._passing[rows]
+
+    def _add(self, fresh: Ints) -> None:
+        """Evaluate pairs and triples with something fresh in them."""
+        alive = np.flatnonzero(self._alive)
+        sets = [_pairs(fresh, alive)]
+        hosts = alive[self._hosts[alive]]
+        two = _pairs(hosts, hosts)
+        for pairs, others in ((two, fresh), (_pairs(fresh[self._hosts[fresh]], hosts), alive)):
+            triples = np.column_stack(
+                [np.repeat(pairs[:, :2], len(others), axis=0), np.tile(others, len(pairs))]
+            )
+            sets.append(_padded(_sorted(triples)))
+        found = np.unique(np.concatenate(sets), axis=0)
+        self._fill(found[self._fit(found)], passing=False)
+        if len(alive) > 3:
+            found = self._carriers(alive)
+            self._fill(found[self._fit(found)], passing=True)
+
+    def _fit(self, sets: Ints) -> NDArray[np.bool_]:
+        """Whether the members of each set are distinct and of one base."""
+        repeated = (sets[:, 1:] == sets[:, :-1]) & (sets[:, 1:] >= 0)
+        bases = np.where(sets >= 0, self._many.bases[sets], self._many.bases[sets[:, :1]])
+        return np.asarray(~repeated.any(axis=1) & (bases == bases[:, :1]).all(axis=1))
+
+    def _carriers(self, alive: Ints) -> Ints:
+        """For every bound the idlest and the widest hosts that bear it, with each other unit."""
+        limit, bases = self._many.limit, self._many.bases
+        hosts = self._idle[self._alive[self._idle] & self._hosts[self._idle]]
+        widest = hosts[np.argsort(-self._many.asked[hosts], kind="stable")]
+        found = []
+        for least in hosts:
+            for order in (hosts, widest):
+                bear = order[(limit[order] >= limit[least]) & (bases[order] == bases[least])]
+                for count in range(3, min(WIDTH, len(bear) + 1)):
+                    rows = np.tile(bear[:count], (len(alive), 1))
+                    found.append(_padded(_sorted(np.column_stack([rows, alive]))))
+        if not found:
+            return np.zeros((0, WIDTH), dtype=np.int64)
+        return np.unique(np.concatenate(found), axis=0)
+
+    def _fill(self, sets: Ints, *, passing: bool) -> None:
+        if not len(sets):
+            return
+        many, own = self._many, sets >= 0
+        total = Many(
+            many.bases[sets[:, 0]],
+            np.where(own[:, :, None], many.demand[sets], 0.0).sum(axis=1),
+            np.where(own, many.asked[sets], 0.0).sum(axis=1),
+            np.where(own, many.mass[sets], 0.0).sum(axis=1),
+            np.where(own, many.limit[sets], np.inf).min(axis=1),
+            np.zeros(len(sets), dtype=np.bool_),
+        )
+        worth, gpus, seconds = self.pricer.best(total, self._choices(sets, own, total.asked))
+        gain = worth - np.where(own, self._worth[sets], 0.0).sum(axis=1)
+        self._sets = np.concatenate([self._sets, sets])
+        merges = own.sum(axis=1) - 1
+        self._gain = np.append(self._gain, gain / merges if self._shared else gain)
+        self._passing = np.append(self._passing, np.full(len(sets), passing))
+        self._on, self._took = np.append(self._on, gpus), np.append(self._took, seconds)
+
+    def _choices(self, sets: Ints, own: NDArray[np.bool_], asked: Array) -> Array:
+        if not self.pricer.crowded:
+            return asked[None]
+        gpus = np.where(own, self._gpus[sets], 0.0)
+        return np.stack([gpus.max(axis=1), np.minimum(gpus.sum(axis=1), asked)])
+
+
+def _pairs(one: Ints, other: Ints) -> Ints:
+    """All pairs as sorted rows [n, WIDTH]."""
+    first, second = np.repeat(one, len(other)), np.tile(other, len(one))
+    apart = first != second
+    first, second = first[apart], second[apart]
+    return _padded(np.column_stack([np.minimum(first, second), np.maximum(first, second)]))
+
+
+def _sorted(sets: Ints) -> Ints:
+    return np.sort(sets, axis=1)
+
+
+def _padded(sets: Ints) -> Ints:
+    """Rows of WIDTH, filled up with -1."""
+    wide = np.full((len(sets), WIDTH), -1, dtype=np.int64)
+    wide[:, : sets.shape[1]] = sets
+    return wide
+
+
+# Cut a sorted row of units into the best segments.
+#
+# Merging pairs sees only the next step; a bound is broken by the fastest job of a group, so jobs
+# of like bounds belong together. Sorted by their bound, or by what they leave idle, the best cut
+# into neighbours is found exactly: every segment is evaluated at once, and a short dynamic program
+# picks.
+
+
+Key = Callable[[Unit], float]
+
+
+def by_limit(unit: Unit) -> float:
+    """The step that it bears."""
+    return unit.limit
+
+
+def by_load(unit: Unit) -> float:
+    """Step seconds that it bears, for each token on one of its GPUs."""
+    return float(unit.demand[2]) / unit.asked
+
+
+KEYS: tuple[Key, ...] = (by_limit, by_load)
+
+
+def segmented(pricer: Pricer, units: Sequence[Unit], key: Key, longest: int) -> list[Unit]:
+    """The best cut of units, sorted by a key within each base.
+
+    longest   units in one segment at most
+    """
+    rows: dict[str, list[Unit]] = {}
+    for unit in units:
+        rows.setdefault(unit.base, []).append(unit)
+    found: list[Unit] = []
+    for _, row in sorted(rows.items()):
+        found += _cut(pricer, sorted(row, key=key), longest)
+    return found
+
+
+def _cut(pricer: Pricer, row: list[Unit], longest: int) -> list[Unit]:
+    """The best segments of one row."""
+    count = len(row)
+    first, last = np.triu_indices(count)
+    short = last - first < longest
+    first, last = first[short], last[short]
+    worth, gpus, seconds = _evaluate(pricer, row, first, last)
+    ends = zip(first.tolist(), last.tolist(), strict=True)
+    table = {pair: place for place, pair in enumerate(ends)}
+    best, cut = [0.0], [0]
+    for j in range(count):
+        options = range(max(0, j - longest + 1), j + 1)
+        value, start = max((best[i] + worth[table[i, j]], -i) for i in options)
+        best.append(value)
+        cut.append(-start)
+    found: list[Unit] = []
+    end = count
+    while end:
+        start = cut[end]
+        place = table[start, end - 1]
+        unit = row[start]
+        if end - start > 1:
+            for other in row[start + 1 : end]:
+                unit = unit.with_(other, 1, 1.0)
+            unit.gpus, unit.seconds = int(gpus[place]), float(seconds[place])
+        found.append(unit)
+        end = start
+    return found[::-1]
+
+
+def _evaluate(
+    pricer: Pricer, row: list[Unit], first: Ints, last: Ints
+) -> tuple[Array, Array, Array]:
+    """What each segment is worth, on which GPUs, and its seconds."""
+    many = pricer.many(row)
+    limit = np.minimum.accumulate(np.where(np.tri(len(row), dtype=bool).T, many.limit, np.inf), 1)
+    segments = Many(
+        np.full(len(first), many.bases[0]),
+        _sums(many.demand)[last + 1] - _sums(many.demand)[first],
+        _sums(many.asked)[last + 1] - _sums(many.asked)[first],
+        _sums(many.mass)[last + 1] - _sums(many.mass)[first],
+        limit[first, last],
+        np.zeros(len(first), dtype=np.bool_),
+    )
+    choices = powers(segments.asked) if pricer.crowded else segments.asked[None]
+    worth, gpus, seconds = pricer.best(segments, choices)
+    alone = first == last
+    worth[alone] = [pricer.worth(unit) for unit in row]
+    lost = np.array([pricer.lost(unit) for unit in row])
+    left = np.array([unit.left for unit in row])
+    fewest = np.minimum.accumulate(np.where(np.tri(len(row), dtype=bool).T, left, np.inf), 1)
+    lasting = np.minimum(pricer.window, fewest[first, last] * np.where(alone, 1.0, seconds))
+    cost = (_sums(lost)[last + 1] - _sums(lost)[first]) / np.maximum(lasting, 1e-9)
+    held = np.array([float(unit.held) for unit in row])
+    barred = (_sums(held)[last + 1] - _sums(held)[first] > 0) & ~alone
+    worth = np.where(alone, worth, worth - cost)
+    return np.where(barred, -np.inf, worth), gpus, seconds
+
+
+def _sums(rows: Array) -> Array:
+    return np.concatenate([np.zeros_like(rows[:1]), np.cumsum(rows, axis=0)])

@@ -11,8 +11,8 @@ GPUs, so groups share as few GPUs as their bounds allow, and jobs that wait can 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from typing import Literal
 
@@ -21,10 +21,17 @@ from numpy.typing import NDArray
 
 from tlora_fx.cost.cluster import Cluster
 from tlora_fx.cost.demand import Array
-from tlora_fx.scheduler.bounds import ROUNDING
-from tlora_fx.scheduler.group import Group
+from tlora_fx.cost.estimator import Estimator
 from tlora_fx.scheduler.placement import tier_for
-from tlora_fx.scheduler.state import State
+from tlora_fx.scheduler.state import (
+    ROUNDING,
+    ActiveJob,
+    Group,
+    State,
+    arrival,
+    broken,
+    limit_seconds,
+)
 
 Objective = Literal["weighted", "throughput"]
 OBJECTIVES = ("weighted", "throughput")
@@ -254,3 +261,273 @@ def seconds_of(state: State, base: str, demand: Array, gpus: int) -> float:
     tiers = [tier_for(state.cluster, gpus)]
     found = state.estimator.seconds(base, demand[None], np.array([float(gpus)]), tiers)
     return float(found[0])
+
+
+# The units that a round begins with: what runs, what was to run, and what is new.
+#
+# A policy that is asked again and again keeps the units of its last answer. What nobody touched
+# since is taken over with its sums; only what changed is fresh, and looked at.
+
+
+@dataclass(slots=True)
+class Memory:
+    """What a policy keeps from round to round.
+
+    running   by group, as it was answered
+    waiting   jobs that were to run together, and have not begun
+    """
+
+    running: dict[tuple[tuple[str, ...], tuple[int, ...]], Unit] = field(default_factory=dict)
+    waiting: list[Unit] = field(default_factory=list)
+
+
+@dataclass(slots=True)
+class Round:
+    """The units of one round.
+
+    units    in order of the first arrival among their jobs
+    fresh    of each, whether it is new or changed
+    broke    jobs that were taken out of a group that slowed them down too much
+    """
+
+    units: list[Unit]
+    fresh: list[bool]
+    broke: list[str]
+
+
+class Gathering:
+    """Makes the units of a round."""
+
+    def __init__(self, state: State, memory: Memory, *, lending: bool) -> None:
+        self.state = state
+        self.memory = memory
+        self.lending = lending
+        self.units: list[Unit] = []
+        self.fresh: list[bool] = []
+        self.broke: list[str] = []
+        self._held: set[str] = set()
+
+    def round(self, dwell: float) -> Round:
+        """All units.
+
+        dwell   seconds for which a new group is left alone
+        """
+        present = frozenset(self.state.cluster.lost)
+        for group in self.state.groups:
+            nodes = {self.state.cluster.node(gpu) for gpu in group.place}
+            if group.place and not nodes & present:
+                self._take_running(group, dwell)
+        jobs = self.state.jobs
+        for unit in self.memory.waiting:
+            if all(name in jobs and name not in self._held for name in unit.jobs):
+                self._refresh(unit)
+                if len(unit.jobs) == 1 or unit.seconds <= unit.limit * (1 + ROUNDING):
+                    self._add(unit, fresh=False)
+        for name, job in jobs.items():
+            if name not in self._held:
+                self._add(self.alone(job), fresh=True)
+        ranked = sorted(zip(self.units, self.fresh, strict=True), key=self._first)
+        return Round([unit for unit, _ in ranked], [fresh for _, fresh in ranked], self.broke)
+
+    def _first(self, entry: tuple[Unit, bool]) -> tuple[float, str]:
+        return min(arrival(self.state.jobs[name]) for name in entry[0].jobs)
+
+    def _add(self, unit: Unit, *, fresh: bool) -> None:
+        self._held.update(unit.jobs)
+        self.units.append(unit)
+        self.fresh.append(fresh)
+
+    def _take_running(self, group: Group, dwell: float) -> None:
+        """A group that runs, without the jobs that ended or that it slows down too much."""
+        jobs = [self.state.jobs[name] for name in group.jobs if name in self.state.jobs]
+        if not jobs:
+            return
+        known = self.memory.running.get((group.jobs, group.place))
+        if known is not None and len(jobs) == len(group.jobs):
+            self._refresh(known)
+            if len(jobs) == 1 or known.seconds <= known.limit * (1 + ROUNDING):
+                known.settled = True
+                known.homes = (group,)
+                known.held = self.state.now - group.formed < dwell
+                self._add(known, fresh=False)
+                return
+        out = broken(jobs, group.seconds, self.state.now)
+        if not self.lending:
+            out = [job for job in jobs if self._too_slow(job, group.seconds, len(jobs))]
+        stay = [job for job in jobs if job not in out]
+        self.broke += [job.name for job in out]
+        if not stay:
+            stay = [out[0]]
+        whole = len(stay) == len(group.jobs)
+        unit = self.unit(stay, group.gpus, group.seconds)
+        unit.homes, unit.settled = (group,), whole
+        unit.held = whole and self.state.now - group.formed < dwell
+        # A group that only lost a job that ended goes on; new jobs will look at it.
+        self._add(unit, fresh=not whole)
+
+    def _too_slow(self, job: ActiveJob, seconds: float, count: int) -> bool:
+        limit = limit_seconds(job, self.state.now, lending=self.lending)
+        return count > 1 and seconds > limit * (1 + ROUNDING)
+
+    def _refresh(self, unit: Unit) -> None:
+        """Bring up to date what time changes."""
+        jobs = [self.state.jobs[name] for name in unit.jobs]
+        unit.left = min(job.steps_left for job in jobs)
+        if any(job.request.deadline is not None for job in jobs):
+            unit.limit = self._limit(jobs)
+
+    def limit(self, name: str) -> float:
+        """The longest step that one job bears, in seconds."""
+        return limit_seconds(self.state.jobs[name], self.state.now, lending=self.lending)
+
+    def _limit(self, jobs: Iterable[ActiveJob]) -> float:
+        now = self.state.now
+        return min(limit_seconds(job, now, lending=self.lending) for job in jobs)
+
+    def alone(self, job: ActiveJob) -> Unit:
+        """A job alone, on the GPUs that it asked for."""
+        return self.unit([job], job.request.gpus, job.solo_seconds)
+
+    def unit(self, jobs: list[ActiveJob], gpus: int, seconds: float) -> Unit:
+        """Some jobs together."""
+        return Unit(
+            tuple(job.name for job in jobs),
+            jobs[0].request.base,
+            np.sum([job.request.demand for job in jobs], axis=0, dtype=np.float64),
+            sum(job.request.gpus for job in jobs),
+            sum(job.solo_seconds for job in jobs),
+            sum(job.request.gpus * job.solo_seconds for job in jobs),
+            self._limit(jobs),
+            min(job.steps_left for job in jobs),
+            gpus,
+            seconds,
+        )
+
+
+def by_jobs(units: Iterable[Unit]) -> Mapping[str, Unit]:
+    """The unit of each job."""
+    return {name: unit for unit in units for name in unit.jobs}
+
+
+# How many GPUs groups hold: as many as are best, fewer beyond the knee, never more than asked.
+
+
+def sized(pricer: Pricer, gathering: Gathering, found: Round, *, pooled: bool = False) -> None:
+    """Give what is new, and what has lost a job, as many GPUs as are best.
+
+    A group that has lost a job may not keep the GPUs that it asked for; where the others break a
+    bound on what is left to them, jobs are taken out, the one that bears least first.
+
+    pooled   all that a group's jobs asked for, not fewer
+    """
+    slim(pricer, found)
+    for place in range(len(found.units)):
+        unit = found.units[place]
+        while unit.homes and not unit.settled and not _size(pricer, [unit], pooled):
+            tightest = min(unit.jobs, key=lambda name: (gathering.limit(name), name))
+            unit = _without(gathering, unit, tightest)
+            found.units[place] = unit
+            found.units.append(gathering.alone(gathering.state.jobs[tightest]))
+            found.fresh.append(True)
+            found.broke.append(tightest)
+    new = [
+        unit
+        for unit, fresh in zip(found.units, found.fresh, strict=True)
+        if fresh and not unit.homes and pricer.crowded and not pooled
+    ]
+    if new:
+        _size(pricer, new, pooled)
+
+
+def slim(pricer: Pricer, found: Round) -> None:
+    """Where not all find room, groups give back what only jobs that have ended had asked for."""
+    if sum(unit.gpus for unit in found.units) <= pricer.capacity:
+        return
+    for place, unit in enumerate(found.units):
+        if unit.gpus > unit.asked:
+            unit.settled = unit.held = False
+            found.fresh[place] = True
+
+
+def _without(gathering: Gathering, unit: Unit, name: str) -> Unit:
+    """A unit without one of its jobs, where it was."""
+    stay = [gathering.state.jobs[other] for other in unit.jobs if other != name]
+    rest = gathering.unit(stay, unit.gpus, unit.seconds)
+    rest.homes = unit.homes
+    return rest
+
+
+def _size(pricer: Pricer, units: Sequence[Unit], pooled: bool) -> bool:
+    """The best number of GPUs for each; False where there is none for one of them."""
+    many = pricer.many(units)
+    choices = many.asked[None] if pooled else powers(many.asked)
+    worth, gpus, seconds = pricer.best(many, choices)
+    for unit, one, count, step in zip(units, worth, gpus, seconds, strict=True):
+        if np.isfinite(one):
+            unit.gpus, unit.seconds = int(count), float(step)
+    return bool(np.isfinite(worth).all()) or all(len(unit.jobs) == 1 for unit in units)
+
+
+def resized(pricer: Pricer, units: Sequence[Unit]) -> list[Unit]:
+    """Units on the GPUs that are best for them, where the change pays for itself."""
+    movable = [unit for unit in units if not unit.held]
+    if not movable:
+        return list(units)
+    many = pricer.many(movable)
+    worth, gpus, seconds = pricer.best(many, powers(many.asked))
+    better: dict[int, Unit] = {}
+    for unit, one, count, step in zip(movable, worth, gpus, seconds, strict=True):
+        lasting = max(min(pricer.window, unit.left * unit.seconds), 1e-9)
+        gain = one - pricer.worth(unit) - pricer.lost(unit) / lasting
+        if np.isfinite(one) and gain > 1e-9 and count != unit.gpus:
+            better[id(unit)] = replace(unit, gpus=int(count), seconds=float(step), settled=False)
+    return [better.get(id(unit), unit) for unit in units]
+
+
+def released(pricer: Pricer, units: Sequence[Unit], knee: float) -> list[Unit]:
+    """Units that are not running yet without the GPUs that bring them next to nothing.
+
+    knee   a step may grow by no more than this part of itself
+    """
+    new = [unit for unit in units if not unit.settled]
+    if not new or pricer.crowded:
+        return list(units)
+    many = pricer.many(new)
+    worth, gpus, seconds = pricer.table(many, powers(many.asked))
+    smaller: dict[int, Unit] = {}
+    for place, unit in enumerate(new):
+        fits = np.isfinite(worth[:, place]) & (seconds[:, place] <= unit.seconds * (1 + knee))
+        least = int(np.argmax(fits))
+        if fits[least] and gpus[least, place] < unit.gpus:
+            count, step = int(gpus[least, place]), float(seconds[least, place])
+            smaller[id(unit)] = replace(unit, gpus=count, seconds=step)
+    return [smaller.get(id(unit), unit) for unit in units]
+
+
+# How much of a group's GPUs is left over.
+#
+# The key that groups are sorted by is one number: GPUs' worth of roofline that a group leaves
+# idle, 1 - busy times its GPUs. Times the tokens that a GPU at the knee of its roofline takes in a
+# second it is a headroom in tokens; that factor is one for all groups of a base, so sorting leaves
+# it out. Memory is no key: a group that does not fit takes infinitely long.
+#
+# source   tLoRA, section 3.4, r_j; field notes: token headroom to the roofline's knee
+
+
+def residuals(
+    estimator: Estimator, bases: Sequence[str], demands: Array, gpus: Array, seconds: Array
+) -> Array:
+    """Idle GPUs' worth of roofline of each of n groups; none of one that does not fit.
+
+    bases     of each
+    demands   [n, 12] rows of `Demand`
+    gpus      [n] GPUs of each
+    seconds   [n] of one step
+    """
+    left = np.zeros(len(bases))
+    names = np.array(bases)
+    for base in dict.fromkeys(bases):
+        own = names == base
+        busy = estimator.busy(base, demands[own], gpus[own], seconds[own])
+        left[own] = (1.0 - np.asarray(busy)) * gpus[own]
+    return np.where(np.isfinite(seconds), left, 0.0)

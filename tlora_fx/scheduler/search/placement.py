@@ -9,13 +9,17 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 
-from tlora_fx.scheduler.bounds import ROUNDING
-from tlora_fx.scheduler.gains_units import Gathering
-from tlora_fx.scheduler.group import Group
 from tlora_fx.scheduler.placement import Placer
-from tlora_fx.scheduler.search.objective import Unit, seconds_of
-from tlora_fx.scheduler.state import ActiveJob, State
-from tlora_fx.scheduler.urgency import Urgency, pressed_first, urgency
+from tlora_fx.scheduler.search.objective import Gathering, Unit, seconds_of
+from tlora_fx.scheduler.state import (
+    ROUNDING,
+    ActiveJob,
+    Group,
+    State,
+    Urgency,
+    pressed_first,
+    urgency,
+)
 
 
 @dataclass(slots=True)
