@@ -45,7 +45,7 @@ from tlora_fx.rewriting import (
 # A branch stands between two segment operators: it reads the job's segment of the site's input and
 # of the frozen linear's result, and writes the job's segment of that result:
 #
-#     write(y, cast(add(cast(read(y)), scale * B(A(dropout(cast(read(x))))))))
+#     segment of y  <-  cast(cast(segment of y) + scale * B(A(dropout(cast(segment of x)))))
 #
 # The casts are PEFT's, which multiplies adapters in their own dtype.
 

@@ -35,10 +35,10 @@ LONG = (
     "examples/test_custom_pass.py",
     "graph_file/test_document.py",
     "ops/test_interpreted.py",
-    "planners/test_pipeline.py",
-    "planners/test_trainer_plans.py",
-    "test_compiled.py",
-    "test_exported.py",
+    "parallel/test_pipeline.py",
+    "parallel/test_trainer_plans.py",
+    "model/test_compiled.py",
+    "model/test_exported.py",
 )
 
 # Where processes of one test run leave each other what they traced (tests/traced_once.py).

@@ -5,7 +5,7 @@ from __future__ import annotations
 import importlib
 import logging
 import pkgutil
-from collections.abc import Hashable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Literal
@@ -29,6 +29,7 @@ from tlora_fx.errors import (
     NotTokenParallel,
     PipelineError,
     StoppedAfter,
+    TloraError,
 )
 from tlora_fx.inspect.instruments import LOG_VARIABLE, Watch, watch_from
 from tlora_fx.ir.graph import AdapterSite, Form, GroupGraph, JobGraph

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+from functools import partial
 
 import pytest
 
@@ -13,6 +14,7 @@ from tests.tools.test_replay import faulty, raises, wrong_tag
 from tlora_fx.compiler import compile, find_passes
 from tlora_fx.errors import PassFailed
 from tlora_fx.pipeline import REGISTRY
+from tlora_fx.tools.replay import keep_replay
 
 
 @pytest.fixture(scope="module")

@@ -7,6 +7,7 @@ import os
 import subprocess
 import sys
 from dataclasses import dataclass
+from functools import partial
 from importlib.metadata import version
 
 import pytest
@@ -18,7 +19,7 @@ from tlora_fx.errors import GraphInvalid, PassFailed, PipelineError, ReplayNotRe
 from tlora_fx.ir.verifier import owners
 from tlora_fx.pipeline import REGISTRY, Event, JobPass, Runner
 from tlora_fx.tools.bisect import trace_states
-from tlora_fx.tools.replay import load_replay, run_replay, write_replay
+from tlora_fx.tools.replay import keep_replay, load_replay, run_replay, write_replay
 
 aten = torch.ops.aten
 PASSES = DEFAULT_PIPELINE.split(",")

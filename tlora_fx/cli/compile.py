@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -60,8 +61,10 @@ def run(
         from tlora_fx.compiler import compile, run_passes
         from tlora_fx.inspect.dump import dump
         from tlora_fx.inspect.recorder import Recorder
+        from tlora_fx.tools.replay import keep_replay
     passes = asked(pipeline, add_pass)
     instruments = watching(time, print_after, dump_changed)
+    on_failure = partial(keep_replay, output / "replay")
     if stop_after is not None:
         run_passes(
             given,
@@ -69,14 +72,13 @@ def run(
             stop_after=stop_after,
             verify=verify,
             instruments=instruments,
-            on_failure=partial(keep_replay, output / "replay"),
+            on_failure=on_failure,
         )
         typer.echo(f"stopped after {stop_after}: no model is built")
         return
     recorder = Recorder()
     instruments += [recorder] if states else []
     with _phase(console, seconds, f"fuse {len(given.jobs)} jobs", "fuse"):
-        replay = output / "replay"
         model = compile(
             given, passes, verify=verify, instruments=instruments, on_failure=on_failure
         )

@@ -6,6 +6,7 @@ import sys
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -166,6 +167,7 @@ def _prepared(
     from tlora_fx.parallel.prepare import demand_fits
     from tlora_fx.runtime.checks import demand_room, load_all_data
     from tlora_fx.runtime.launch import choose_plan
+    from tlora_fx.tools.replay import keep_replay
 
     shape = None if asked.mesh is None else MeshShape.parse(asked.mesh)
     given = load_job_file(asked.jobs)

@@ -160,7 +160,7 @@ class ForkServer:
 #
 #     (when all is imported)                                           {"ready": true}
 #     {"start": 7, "order": "…", "log": "…", "environment": {…}}   →   {"ended": 7, "code": 0}
-#     {"signal": 7, "number": 15}
+#     to end one: {"signal": 7, "number": 15}
 
 
 POLL_SECONDS = 0.05
