@@ -12,7 +12,7 @@ class SegmentError(TloraError):
 
 
 class AdapterTableError(TloraError):
-    """Adapter tables do not fit each other or the layer; give one rank, scale and rate a job."""
+    """Adapter tables do not fit each other or the layer."""
 
     code = "T0502"
 
@@ -36,20 +36,16 @@ class FrozenGradientError(TloraError):
 
 
 class QuantizedLinearError(TloraError):
-    """A linear with a quantised matrix got tensors that do not fit its form.
-
-    The pass `quantize-base` stores matrices and knows which ones have a form.
-    """
+    """A linear with a quantised matrix got tensors that do not fit its form."""
 
     code = "T0506"
 
 
 class TableNotOnDevice(TloraError):
-    """A CUDA graph is being captured, and a table is not where the graph could read it.
+    """While a CUDA graph is captured, a table is on the host.
 
-    Either it has no copy on the device yet: run the step once with the same tables before you
-    capture it. Or the operator reads it on the host, and the graph would keep what it says now:
-    run such a model without CUDA graphs.
+    Run the step once with the same tables first. An operator that reads tables on the host needs a
+    run without CUDA graphs.
     """
 
     code = "T0507"
@@ -59,10 +55,7 @@ class TableNotOnDevice(TloraError):
 
 
 class UnknownKernel(TloraError):
-    """A kernel kind that does not exist.
-
-    `tlora-fx kernels list` lists the kinds.
-    """
+    """A kernel kind that does not exist; `tlora-fx kernels list` lists them."""
 
     code = "T0701"
 
@@ -70,36 +63,29 @@ class UnknownKernel(TloraError):
 class KernelSpecError(TloraError):
     """No kernel can be generated for this specialisation.
 
-    The error names the field and what it may be. The operators fall back to another plan by
-    themselves; you see this where you ask for a kernel by hand.
+    Operators use another plan by themselves.
     """
 
     code = "T0702"
 
 
 class KernelCacheError(TloraError):
-    """Generated kernels can be written neither into the cache folder nor into a temporary one.
+    """Kernels cannot be written to the cache folder or a temporary one.
 
-    Triton reads kernels from files. Point TLORA_FX_CACHE to a folder that can be written.
+    Set TLORA_FX_CACHE to a writable folder.
     """
 
     code = "T0703"
 
 
 class TooManyJobs(TloraError):
-    """A row holds more jobs than the kernels' tables have room for.
-
-    Put fewer jobs into a group.
-    """
+    """A row holds more jobs than the kernels' tables."""
 
     code = "T0704"
 
 
 class KernelToolMissing(TloraError):
-    """Triton, or a tool that comes in Triton's wheel, is not there.
-
-    Install Triton (`pip install triton`); its wheel brings the disassembler too.
-    """
+    """Triton, or a tool in its wheel, is not installed (`pip install triton`)."""
 
     code = "T0705"
 
@@ -107,7 +93,7 @@ class KernelToolMissing(TloraError):
 class KernelNotCompilable(TloraError):
     """Triton does not compile a generated kernel for this architecture.
 
-    The error holds what the compiler said. Another tile may do: `tlora-fx kernels explain`.
+    Another tile may do: `tlora-fx kernels explain`.
     """
 
     code = "T0706"

@@ -12,19 +12,13 @@ from tlora_fx.errors.root import TloraError
 
 
 class PlanFileError(TloraError):
-    """A plan file cannot be read or written, or says what no plan can say.
-
-    `tlora-fx plan` writes plan files; each is JSON with the fields of `tlora_fx.planners.Plan`.
-    """
+    """A plan file cannot be read or written, or is invalid."""
 
     code = "T0801"
 
 
 class PlanNotForModel(TloraError):
-    """A plan was made for another base, or for jobs with other sites.
-
-    Make the plan again for this job file.
-    """
+    """A plan was made for another base, or for jobs with other sites."""
 
     code = "T0802"
 
@@ -32,8 +26,8 @@ class PlanNotForModel(TloraError):
 class MeshDoesNotFit(TloraError):
     """A mesh cannot run this model.
 
-    Heads, key-value heads and widths must divide by tp, and each pipeline stage needs a layer. The
-    error says which meshes of the same size would do.
+    Heads and widths must divide by tp; each stage needs a layer. The message lists meshes that
+    would do.
     """
 
     code = "T0803"
@@ -48,16 +42,16 @@ class UnknownPlanner(TloraError):
 class LaunchError(TloraError):
     """Processes or mesh do not fit the plan, or torchrun's variables are incomplete.
 
-    The error prints the command that starts as many processes as the plan needs.
+    The message prints the right command.
     """
 
     code = "T0805"
 
 
 class RanksDiffer(TloraError):
-    """Processes of one run have different versions of torch or tlora-fx, or different jobs.
+    """Processes have different versions or jobs.
 
-    Start all of them from the same installation and the same job file.
+    Start all from one installation and job file.
     """
 
     code = "T0806"
@@ -65,9 +59,9 @@ class RanksDiffer(TloraError):
 
 
 class RanksParted(TloraError):
-    """Processes of one run would compute different rows in the same round.
+    """Processes would compute different rows.
 
-    Each rank reads the data for itself; check that all see the same files.
+    Each reads the data; check that all see the same files.
     """
 
     code = "T0807"
@@ -75,19 +69,18 @@ class RanksParted(TloraError):
 
 
 class NotElementwise(TloraError):
-    """A job's optimizer needs whole matrices, and the plan splits matrices between processes.
+    """An optimizer needs whole matrices, which the plan splits.
 
-    Optimizers that treat each number by itself, such as AdamW and SGD, run under every plan.
+    AdamW and SGD run under every plan.
     """
 
     code = "T0808"
 
 
 class NoGradient(TloraError):
-    """An adapter had tokens in the first step and no gradient reached it.
+    """An adapter had tokens in the first step, and no gradient.
 
-    The run stops rather than train an adapter that does not learn. This is a mistake of the
-    planner, or of a pass.
+    A defect of a planner or pass; the run stops.
     """
 
     code = "T0809"
@@ -101,19 +94,15 @@ class PlanNotRunnable(TloraError):
 
 
 class RankFailed(TloraError):
-    """Another process of the run has met an error; its text is given as the reason.
-
-    Mend what it says, and start all processes again.
-    """
+    """Another process met an error, which is given as the reason."""
 
     code = "T0811"
 
 
 class ProcessLost(TloraError):
-    """Another process of the run has gone: it was killed, ran out of memory, or lost the network.
+    """Another process was killed, ran out of memory, or lost the network.
 
-    Its own output says why, where it could. `--resume` goes on from the last checkpoint, as
-    torchrun's `--max-restarts` does by itself.
+    `--resume` or `--max-restarts` continues from the last checkpoint.
     """
 
     code = "T0812"
@@ -123,11 +112,7 @@ class ProcessLost(TloraError):
 
 
 class BaseUnknown(TloraError):
-    """The scheduler knows neither the sizes nor a profile of a base.
-
-    Bases are known by name (`tlora_fx.cost.model_facts`), or from a job file; their profiles are
-    shipped, or written by `tlora-fx profile`.
-    """
+    """The scheduler knows neither sizes nor a profile of a base."""
 
     code = "T0920"
 
@@ -139,27 +124,25 @@ class TargetUnknown(TloraError):
 
 
 class ProfileMismatch(TloraError):
-    """A profile is of other hardware than the cluster, or was not measured.
+    """A profile is of other hardware, or was not measured.
 
-    Profile the model on the cluster's GPUs with `tlora-fx profile`. A profile that was scaled from
-    another GPU's, or drawn from a data sheet, is accepted where it is asked for, as `tlora-fx
-    simulate --allow-estimated` does.
+    Run `tlora-fx profile` on the cluster's GPUs, or allow estimates.
     """
 
     code = "T0922"
 
 
 class StepsUnknown(TloraError):
-    """A job counts epochs, and nobody has said how many samples there are.
+    """A job counts epochs, and the number of samples is unknown.
 
-    Give `max_steps`, or the lengths of the samples.
+    Give `max_steps`.
     """
 
     code = "T0923"
 
 
 class EstimatorOption(TloraError):
-    """An option of an estimator that has no meaning, such as no nano-batches."""
+    """An option of an estimator has an invalid value."""
 
     code = "T0924"
 
@@ -168,30 +151,24 @@ class EstimatorOption(TloraError):
 
 
 class NotNanoBatchable(CompileError):
-    """The pass nano-batch cannot cut this model's layers into nano-batches.
+    """nano-batch cannot cut this model's layers.
 
-    It needs packed rows and layers that run one after another, each taking the one before it, and
-    whatever else they read must belong to single tokens or to the whole row. Leave nano-batches
-    out of the plan.
+    It needs packed rows and layers that run one after another.
     """
 
     code = "T0880"
 
 
 class NanoBatchesWrong(TloraError):
-    """The tables of a nano-batch do not belong to the row, or the count cannot run.
-
-    Nano-batches begin where sequences begin, and together they are the row. A defect, unless you
-    call the operators yourself.
-    """
+    """Nano-batch tables do not fit the row, or the count cannot run."""
 
     code = "T0881"
 
 
 class ControllerWrong(TloraError):
-    """The controller of nano-batches does not exist, or its options make no sense.
+    """The controller does not exist, or its options are invalid.
 
-    Choose `keep-best`, `aimd` or `fixed`, and options that its class has.
+    Choose `keep-best`, `aimd` or `fixed`.
     """
 
     code = "T0882"
@@ -201,58 +178,48 @@ class ControllerWrong(TloraError):
 
 
 class UnknownGpu(TloraError):
-    """A GPU of which neither a profile nor a data sheet is known.
+    """A GPU without a profile or data sheet.
 
-    Measure it with `tlora-fx profile`, or name one of those that the message lists.
+    Measure it with `tlora-fx profile`.
     """
 
     code = "T0850"
 
 
 class ProfileFileError(TloraError):
-    """A profile cannot be read or written, or says what no profile can say.
-
-    `tlora-fx profile` writes profiles; each is JSON with the fields of
-    `tlora_fx.cost.profile.Profile`.
-    """
+    """A profile cannot be read or written, or is invalid."""
 
     code = "T0851"
 
 
 class ProfileMissing(TloraError):
-    """There is no measured profile of this model's layers on this GPU.
+    """There is no measured profile of this model on this GPU.
 
-    Measure one with `tlora-fx profile`. Planning by a scaled profile or a roofline is allowed
-    with `--allow-estimated`; `train --plan auto` asks for what was measured. A plan's file that
-    rests on estimates is trained by, with a warning.
+    Run `tlora-fx profile`, or plan with `--allow-estimated`.
     """
 
     code = "T0852"
 
 
 class NoPlanFits(TloraError):
-    """No way to cut this model over these GPUs can run: the message says why of each.
-
-    More GPUs, shorter samples or smaller batches help where memory is short.
-    """
+    """No plan fits on these GPUs; the message gives each reason."""
 
     code = "T0853"
 
 
 class JobTooLong(TloraError):
-    """A job has samples that are too long for the memory of a GPU.
+    """A job's samples are too long for a GPU's memory.
 
-    The message names the job and the largest length that fits; samples are cut to `max_length`.
+    Set `max_length` to the length that the message gives.
     """
 
     code = "T0854"
 
 
 class ForeignPlanError(TloraError):
-    """A plan of another system cannot be read, or says what tlora-fx does not run.
+    """A plan of another system cannot be read, or cannot be run.
 
-    tlora-fx runs one size of tensor parallelism, one kind of data parallelism and one choice of
-    recomputing for all layers of a model.
+    All layers must have one choice.
     """
 
     code = "T0855"
@@ -268,10 +235,9 @@ class NotProfilable(TloraError):
 
 
 class TensorGroupMissing(TloraError):
-    """A graph whose matrices are cut into pieces runs, and no group of processes is named for it.
+    """A tensor-parallel graph runs without a process group.
 
-    Planners name the groups of their mesh. Who runs such a graph by hand calls
-    `tlora_fx.ops.use_group("tp", group)` in each process, before anything is compiled.
+    Call `tlora_fx.ops.use_group("tp", group)` in each process first.
     """
 
     code = "T0830"
