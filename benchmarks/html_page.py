@@ -82,7 +82,7 @@ def write_page(path: Path) -> dict[str, float]:
     """Compile the jobs, record every pass, write the page; returns seconds and sizes."""
     from tlora_fx import BaseSpec, Job, compile
     from tlora_fx.inspect.html import write_html
-    from tlora_fx.inspect.recorder import Recorder
+    from tlora_fx.inspect.program import Recorder
 
     recorder = Recorder()
     with tempfile.TemporaryDirectory() as folder:

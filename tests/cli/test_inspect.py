@@ -15,11 +15,10 @@ from rich.console import Console
 
 from tests.inspect.programs import fused, lowered
 from tlora_fx.cli import main
-from tlora_fx.inspect.code_view import program_lines
-from tlora_fx.inspect.program import Program, Stage
-from tlora_fx.inspect.schema import Listing
-from tlora_fx.inspect.screen import show, show_lines
-from tlora_fx.inspect.text import render_text
+from tlora_fx.inspect.marks import show_lines, width_of
+from tlora_fx.inspect.program_text import program_lines
+from tlora_fx.inspect.schema import Listing, PassStage, Program
+from tlora_fx.inspect.text import WIDTH, listing_lines, render_text
 
 DATA = (Path(__file__).parents[1] / "golden/inspect/quickstart.json").read_text(encoding="utf-8")
 
@@ -40,7 +39,7 @@ def small(tmp_path):
     (path / "program.json").write_text(lowered().to_json(), encoding="utf-8")
     (path / "ssm.py").write_text("class Layers_0_1(nn.Module):\n    pass\n", encoding="utf-8")
     for place, program in enumerate((fused(), lowered()), 5):
-        stage = Stage(place, program.state, True, 0.1, program)
+        stage = PassStage(place, program.state, True, 0.1, program)
         (path / f"passes/{place:02d}-{program.state}.json").write_text(stage.to_json())
     return path
 
@@ -55,10 +54,8 @@ def call(*arguments: object) -> int:
 def screen(width: int = 120) -> str:
     """The listing as a terminal of many colours gets it."""
     out = StringIO()
-    show(
-        Listing.from_json(DATA),
-        Console(file=out, width=width, force_terminal=True, color_system="truecolor"),
-    )
+    console = Console(file=out, width=width, force_terminal=True, color_system="truecolor")
+    show_lines(listing_lines(Listing.from_json(DATA), width_of(console, WIDTH)), console)
     return out.getvalue()
 
 

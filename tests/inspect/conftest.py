@@ -10,9 +10,8 @@ from tests.models import base_of, job, plain
 from tlora_fx.compiler import compile
 from tlora_fx.config.job import BaseSpec
 from tlora_fx.inspect.listing import make_listing
-from tlora_fx.inspect.program import Stage
-from tlora_fx.inspect.recorder import Recorder
-from tlora_fx.inspect.schema import Listing
+from tlora_fx.inspect.program import Recorder
+from tlora_fx.inspect.schema import Listing, PassStage
 from tlora_fx.model.supermodel import SuperModel
 
 ROOT = Path(__file__).parents[2]
@@ -38,7 +37,7 @@ RANKS = (2, 4, 8, 16, 32, 64, 128)
 
 
 @pytest.fixture(scope="session")
-def quickstart_recorded() -> tuple[SuperModel, list[Stage]]:
+def quickstart_recorded() -> tuple[SuperModel, list[PassStage]]:
     """The three jobs of the quickstart, and what every pass left of them."""
     recorder = Recorder()
     with pytest.MonkeyPatch.context() as patch:
@@ -54,7 +53,7 @@ def quickstart(quickstart_recorded) -> SuperModel:
 
 
 @pytest.fixture(scope="session")
-def quickstart_stages(quickstart_recorded) -> list[Stage]:
+def quickstart_stages(quickstart_recorded) -> list[PassStage]:
     """What every pass left of them."""
     return quickstart_recorded[1]
 

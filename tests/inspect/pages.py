@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
-from tlora_fx.inspect.program import Ancestor, GraphEntry, NodeEntry, Program, Stage
+from tlora_fx.inspect.schema import Ancestor, GraphEntry, NodeEntry, PassStage, Program
 
 JOBS = ("math-r16", "chat-r4")
 LAYERS = 4
@@ -82,7 +82,7 @@ def fused(jobs: Sequence[str], lowered: bool, layers: int = LAYERS) -> list[Grap
     return [replace(g, nodes=[_known(entry) for entry in g.nodes]) for g in entries]
 
 
-def stages(jobs: Sequence[str] = JOBS, layers: int = LAYERS) -> list[Stage]:
+def stages(jobs: Sequence[str] = JOBS, layers: int = LAYERS) -> list[PassStage]:
     """What was traced, fused, lowered, and a pass that changes nothing."""
     owners = traced("base", "base") + [
         entry for job in jobs for entry in traced(f"job {job}", f"job {job}")
@@ -102,10 +102,10 @@ def stages(jobs: Sequence[str] = JOBS, layers: int = LAYERS) -> list[Stage]:
 
 def _stage(
     place: int, text: str, graphs: list[GraphEntry], jobs: Sequence[str], gone: dict[str, Ancestor]
-) -> Stage:
+) -> PassStage:
     state = text.partition("{")[0]
     program = Program(1, "0.1.0", "made-up", state, "packed", list(jobs), graphs, gone)
-    return Stage(place, text, changed=True, seconds=0.25 * place, program=program)
+    return PassStage(place, text, changed=True, seconds=0.25 * place, program=program)
 
 
 def _known(entry: NodeEntry) -> NodeEntry:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
-from tlora_fx.inspect.program import Ancestor, GraphEntry, NodeEntry, Program
+from tlora_fx.inspect.schema import Ancestor, GraphEntry, NodeEntry, Program
 
 JOBS = ["math", "chat"]
 LAYERS = ["model.layers.0", "model.layers.1"]

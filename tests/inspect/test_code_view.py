@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from tests.inspect.programs import fused, lowered
-from tlora_fx.inspect.code_view import program_lines, render_program, source_lines
+from tlora_fx.inspect.program_text import program_lines, render_program, source_lines
 
 
 def test_the_code_of_a_state_reads_as_accepted(golden):

@@ -7,8 +7,7 @@ from dataclasses import replace
 import pytest
 
 from tests.inspect.programs import fused, lowered
-from tlora_fx.inspect.diff import difference
-from tlora_fx.inspect.diff_view import difference_lines
+from tlora_fx.inspect.diff import difference, difference_lines
 
 PASSES = ("fuse-backbone", "lower-adapters")
 

@@ -9,7 +9,7 @@ import pytest
 
 from tlora_fx.errors import DumpNotWritable
 from tlora_fx.inspect.dump import dump
-from tlora_fx.inspect.program import load_program, load_stages
+from tlora_fx.inspect.schema import load_program, load_stages
 
 FILES = {"ssm.py", "ssm.txt", "ssm.json", "program.json", "report.txt", "kernels"}
 

@@ -6,7 +6,7 @@ import pytest
 
 from tests.inspect.programs import lowered
 from tlora_fx.errors import NodeNotFound
-from tlora_fx.inspect.find import as_data, find
+from tlora_fx.inspect.program_text import find
 
 ONE = "group/up_proj:multi_lora_linear"
 
@@ -18,10 +18,10 @@ ONE = "group/up_proj:multi_lora_linear"
 )  # fmt: skip
 def test_a_node_goes_by_many_names(name):
     """A module's path with any layer or none, the node's own name, its key."""
-    (place,) = find(lowered(), name)
+    (match,) = find(lowered(), name)
 
-    assert place.graph.name == "layers_0_1"
-    assert place.nodes[-1].key == ONE
+    assert match.graph == "layers_0_1"
+    assert match.nodes[-1].key == ONE
 
 
 @pytest.mark.parametrize(
@@ -29,35 +29,35 @@ def test_a_node_goes_by_many_names(name):
     [("layers.1.mlp.up_proj", "model.layers.1.mlp.up_proj"), ("mlp.up_proj", "mlp.up_proj"),
      ("down", "layers_0_1:down")],
 )  # fmt: skip
-def test_a_place_says_which_layer_was_meant(name, told):
+def test_a_match_says_which_layer_was_meant(name, told):
     """The whole path where one layer was named."""
     assert find(lowered(), name)[0].name == told
 
 
 def test_a_module_holds_what_jobs_have_there():
     """The operator and its bank."""
-    (place,) = find(lowered(), "mlp.up_proj")
+    (match,) = find(lowered(), "mlp.up_proj")
 
-    assert [node.kind for node in place.nodes] == ["tensor", "tensor", "call"]
+    assert [node.kind for node in match.nodes] == ["tensor", "tensor", "call"]
 
 
 def test_a_module_without_nodes_of_its_own_holds_its_childrens():
     """`mlp` computes nothing here, its linears do."""
-    (place,) = find(lowered(), "layers.0.mlp")
+    (match,) = find(lowered(), "layers.0.mlp")
 
-    assert {node.module for node in place.nodes} == {"mlp.up_proj", "mlp.down_proj"}
+    assert {node.module for node in match.nodes} == {"mlp.up_proj", "mlp.down_proj"}
 
 
 def test_a_tensor_is_found_by_its_name_in_the_base():
     """With the layer's number, though layers share the code."""
-    (place,) = find(lowered(), "model.layers.1.norm.weight")
+    (match,) = find(lowered(), "model.layers.1.norm.weight")
 
-    assert place.nodes[0].bytes == 32
+    assert match.nodes[0].bytes == 32
 
 
 def test_a_name_in_several_graphs_gives_them_all():
     """Root and layer both have a value called hidden."""
-    assert [place.name for place in find(lowered(), "hidden")] == [
+    assert [match.name for match in find(lowered(), "hidden")] == [
         "root:hidden", "layers_0_1:hidden"
     ]  # fmt: skip
 
@@ -79,10 +79,10 @@ def test_a_name_that_is_near_nothing_is_told_what_there_is():
     assert all(find(lowered(), name) for name in named)
 
 
-def test_data_of_a_place_holds_all_its_ancestors():
+def test_a_match_holds_all_its_ancestors():
     """Back to the trace, those that are gone too."""
     program = lowered()
-    found = as_data(program, find(program, ONE)[0])
+    (match,) = find(program, ONE)
 
-    assert found.ancestry["base/up_proj:linear"].made_by == "trace"
-    assert len(found.ancestry) == len(program.history)
+    assert match.ancestry["base/up_proj:linear"].made_by == "trace"
+    assert len(match.ancestry) == len(program.history)

@@ -18,10 +18,18 @@ import pytest
 
 from tests.inspect.pages import JOBS, stages
 from tlora_fx.errors import DumpNotWritable
-from tlora_fx.inspect import html_data
-from tlora_fx.inspect.html import SCRIPTS, STYLES, render_html, write_html
-from tlora_fx.inspect.html_data import LISTS, NUMBERS, TEXTS, page_data
-from tlora_fx.inspect.html_parties import parties
+from tlora_fx.inspect import html
+from tlora_fx.inspect.html import (
+    LISTS,
+    NUMBERS,
+    SCRIPTS,
+    STYLES,
+    TEXTS,
+    page_data,
+    page_marks,
+    render_html,
+    write_html,
+)
 from tlora_fx.ir.graph import TABLES
 
 ASSETS = Path(__file__).parents[2] / "tlora_fx/inspect/assets"
@@ -136,19 +144,19 @@ def test_a_block_that_is_no_layer_is_shown_by_its_path():
 
 def test_few_jobs_have_a_glyph_each():
     """As in the listing."""
-    assert [(party.mark, party.jobs) for party in parties(stages())] == [
+    assert [(mark.mark, mark.jobs) for mark in page_marks(stages()[-1].program)] == [
         ("◆", (JOBS[0],)),
         ("▲", (JOBS[1],)),
     ]
 
 
 def test_many_jobs_share_a_letter_with_those_of_the_same_modules():
-    """Jobs that the same branches and operators serve are one party."""
+    """Jobs that the same branches and operators serve share a mark."""
     jobs = [f"job-{number}" for number in range(12)]
 
-    found = parties(stages(jobs))
+    marks = page_marks(stages(jobs)[-1].program)
 
-    assert [(party.mark, party.jobs) for party in found] == [("A", tuple(jobs))]
+    assert [(mark.mark, mark.jobs) for mark in marks] == [("A", tuple(jobs))]
 
 
 def test_the_title_is_text():
@@ -199,7 +207,7 @@ def test_no_element_carries_code_or_style_of_its_own():
 
 def test_the_page_leaves_the_same_tables_out_of_drawings_as_graphs_have():
     """The names are written down twice, because reading dumps needs no torch."""
-    assert html_data.TABLES == TABLES
+    assert html.TABLES == TABLES
 
 
 def test_writing_a_page_needs_no_torch():

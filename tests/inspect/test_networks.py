@@ -12,7 +12,8 @@ import pytest
 from tests.inspect.programs import fused, lowered
 from tlora_fx.errors import DumpNotWritable
 from tlora_fx.inspect.networks import render_dot, render_graphml, to_networkx, write_dot
-from tlora_fx.inspect.program import NodeEntry
+from tlora_fx.inspect.program import make_program
+from tlora_fx.inspect.schema import NodeEntry
 
 
 def test_every_node_is_there_with_all_its_attributes():
@@ -80,9 +81,9 @@ def test_a_file_that_cannot_be_written_is_a_clear_error(tmp_path):
         write_dot(fused(), tmp_path / "taken" / "graph.dot")
 
 
-def test_a_model_hands_over_its_graph(quickstart):
-    """`model.to_networkx()` has root, layers and head."""
-    found = quickstart.to_networkx()
+def test_a_model_is_a_graph_of_root_layers_and_head(quickstart):
+    """Those of the group alone."""
+    found = to_networkx(make_program(quickstart.group, "compiled"))
 
     assert {data["graph"] for _, data in found.nodes(data=True)} == {"root", "layers_0_3", "head"}
     assert "job records" not in {data["owner"] for _, data in found.nodes(data=True)}

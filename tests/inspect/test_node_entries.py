@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 
 from tlora_fx.inspect.diff import sums
-from tlora_fx.inspect.node_entries import make_program
-from tlora_fx.inspect.program import Program
+from tlora_fx.inspect.program import make_program
+from tlora_fx.inspect.schema import Program
 
 
 @pytest.fixture(scope="module")

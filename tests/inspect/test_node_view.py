@@ -5,13 +5,12 @@ from __future__ import annotations
 import pytest
 
 from tests.inspect.programs import fused, lowered
-from tlora_fx.inspect.find import find
-from tlora_fx.inspect.node_view import place_lines
+from tlora_fx.inspect.program_text import find, match_lines
 
 
 def page(program, name: str, width: int = 120) -> str:
     """The page as plain text."""
-    lines = [line for place in find(program, name) for line in place_lines(program, place, width)]
+    lines = [line for match in find(program, name) for line in match_lines(program, match, width)]
     return "".join("".join(text for text, _ in line).rstrip() + "\n" for line in lines)
 
 

@@ -11,8 +11,7 @@ import pytest
 
 from tlora_fx.cli import main
 from tlora_fx.inspect.dump import dump
-from tlora_fx.inspect.program import GraphEntry, NodeEntry, Program, Stage
-from tlora_fx.inspect.schema import Listing
+from tlora_fx.inspect.schema import GraphEntry, Listing, NodeEntry, PassStage, Program
 
 ROOT = Path(__file__).parents[2]
 PAGE = (ROOT / "docs/inspecting.md").read_text(encoding="utf-8")
@@ -56,7 +55,7 @@ def test_the_python_example_runs(folder, monkeypatch, capsys):
     assert "head:lm_head" in out
 
 
-@pytest.mark.parametrize("kind", [NodeEntry, GraphEntry, Program, Stage, Listing])
+@pytest.mark.parametrize("kind", [NodeEntry, GraphEntry, Program, PassStage, Listing])
 def test_the_page_names_every_field(kind):
     """The documented schema is the real one."""
     names = [field.name for field in fields(kind)]

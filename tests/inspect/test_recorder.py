@@ -6,8 +6,7 @@ import pytest
 
 from tests.models import base_of, hand_written, job, plain
 from tlora_fx.compiler import DEFAULT_PIPELINE, compile
-from tlora_fx.inspect.node_entries import make_program
-from tlora_fx.inspect.recorder import Recorder
+from tlora_fx.inspect.program import Recorder, make_program
 
 
 def test_there_is_a_stage_for_the_trace_and_each_pass(quickstart_stages):

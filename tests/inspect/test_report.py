@@ -6,8 +6,8 @@ import dataclasses
 
 import pytest
 
-from tlora_fx.inspect.report import render_report
-from tlora_fx.inspect.schema import Note
+from tlora_fx.inspect.schema import NoteEntry
+from tlora_fx.inspect.text import render_report
 
 
 @pytest.mark.parametrize("name", ["quickstart", "odd", "many", "padded"])
@@ -36,7 +36,7 @@ def test_a_part_that_a_job_replaces_is_told_once(odd_listing):
 
 def test_a_reason_for_padded_rows_is_told(quickstart_listing):
     """The driver's note on why rows are not packed, lines and all."""
-    note = Note("trace", "rows are padded, not packed: attention mixes\n  node  bmm")
+    note = NoteEntry("trace", "rows are padded, not packed: attention mixes\n  node  bmm")
     listing = dataclasses.replace(quickstart_listing, form="batch", notes=[note])
     report = render_report(listing)
 
@@ -46,6 +46,6 @@ def test_a_reason_for_padded_rows_is_told(quickstart_listing):
 
 def test_notes_of_unknown_passes_are_told(quickstart_listing):
     """A pass that somebody adds is heard too."""
-    listing = dataclasses.replace(quickstart_listing, notes=[Note("my-pass", "something odd")])
+    listing = dataclasses.replace(quickstart_listing, notes=[NoteEntry("my-pass", "something odd")])
 
     assert "my-pass: something odd" in render_report(listing)

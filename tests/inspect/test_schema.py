@@ -1,17 +1,16 @@
-"""`ssm.json`: read back what was written, and refuse what is something else."""
+"""The JSON of a dump: read back what was written, and refuse what is something else."""
 
 from __future__ import annotations
 
 import json
 import subprocess
 import sys
-from dataclasses import dataclass
 
 import pytest
 
+from tests.inspect.programs import fused, lowered
 from tlora_fx.errors import DumpNotReadable
-from tlora_fx.inspect.read_back import build
-from tlora_fx.inspect.schema import Listing, load_listing
+from tlora_fx.inspect.schema import Listing, PassStage, Program, load_listing
 
 
 @pytest.mark.parametrize("name", ["quickstart", "odd", "many", "padded"])
@@ -40,17 +39,6 @@ def test_fields_of_a_later_version_are_passed_over(quickstart_listing):
     assert Listing.from_json(json.dumps(data)) == quickstart_listing
 
 
-def test_a_field_that_came_later_has_its_default_in_an_older_file():
-    """A reader that knows more reads what has less."""
-
-    @dataclass(frozen=True)
-    class Grown:
-        old: int
-        new: str = "default"
-
-    assert build(Grown, {"old": 3}) == Grown(3)
-
-
 @pytest.mark.parametrize("text", ["", "[]", "{}", '{"schema": 2}', '{"schema": 1}', "null", "\0"])
 def test_what_is_no_listing_is_refused(tmp_path, text):
     """By name, with what to do."""
@@ -60,9 +48,14 @@ def test_what_is_no_listing_is_refused(tmp_path, text):
         load_listing(tmp_path)
 
 
-def test_a_field_of_a_wrong_type_is_refused(quickstart_listing, tmp_path):
-    """A number where a list belongs."""
-    data = {**json.loads(quickstart_listing.to_json()), "jobs": 3}
+@pytest.mark.parametrize(
+    "change",
+    [{"jobs": 3}, {"form": 1}, {"version": True}, {"notes": [{"by": "x"}]}, {"blocks": [[]]}],
+    ids=["no-list", "no-text", "truth", "missing", "no-entry"],
+)
+def test_a_field_of_a_wrong_type_is_refused(change, quickstart_listing, tmp_path):
+    """Lists, texts, numbers and entries each where they belong."""
+    data = json.loads(quickstart_listing.to_json()) | change
     (tmp_path / "ssm.json").write_text(json.dumps(data))
 
     with pytest.raises(DumpNotReadable):
@@ -78,8 +71,29 @@ def test_a_folder_without_a_dump_is_refused(tmp_path):
 def test_rendering_needs_no_torch():
     """All views are made of the data alone."""
     code = (
-        "import sys, tlora_fx.inspect.text, tlora_fx.inspect.report, tlora_fx.inspect.screen\n"
+        "import sys, tlora_fx.inspect.text, tlora_fx.inspect.diff, tlora_fx.tools.subject\n"
         "sys.exit('torch' in sys.modules)"
     )
 
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+
+
+@pytest.mark.parametrize("program", [fused(), lowered()], ids=["fused", "lowered"])
+def test_a_program_survives_json(program):
+    """Nothing is lost or changed on the way."""
+    assert Program.from_json(program.to_json()) == program
+
+
+def test_a_stage_survives_json():
+    """With the program in it."""
+    stage = PassStage(3, "fuse-backbone{max-jobs=8}", True, 0.25, fused())
+
+    assert PassStage.from_json(stage.to_json()) == stage
+
+
+def test_a_program_of_another_schema_is_refused():
+    """A field that changed its meaning raises the number."""
+    text = lowered().to_json().replace('"schema": 1', '"schema": 2')
+
+    with pytest.raises(ValueError, match="Input should be 1"):
+        Program.from_json(text)

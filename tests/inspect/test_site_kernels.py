@@ -8,8 +8,7 @@ import pytest
 
 from tlora_fx.codegen.kernels import intact
 from tlora_fx.codegen.spec import KINDS
-from tlora_fx.inspect.dump import dump
-from tlora_fx.inspect.site_kernels import kernel_files
+from tlora_fx.inspect.dump import dump, kernel_files
 
 
 @pytest.fixture(scope="module")

@@ -6,8 +6,7 @@ import pytest
 from torch.utils.flop_counter import FlopCounterMode
 
 from tests.models import FAMILIES, OLD_TRANSFORMERS, base_of, job, mixed_jobs, ready, row_of, tokens
-from tlora_fx.inspect.meter import Meter
-from tlora_fx.inspect.training import training_cost
+from tlora_fx.inspect.flops import FlopCounter, training_cost
 from tlora_fx.model.source import size_names
 
 LENGTH = 12
@@ -35,7 +34,7 @@ def test_training_costs_what_torch_counts(family, tmp_path):
     row = row_of(model, [tokens([LENGTH], seed=number) for number in range(len(jobs))])
     with FlopCounterMode(display=False) as counter:
         model(row).sum().backward()
-    cost = training_cost(model.group, Meter(model.group.form, size_names(model.group)))
+    cost = training_cost(model.group, FlopCounter(model.group.form, size_names(model.group)))
     rows, targets = LENGTH * len(jobs), (LENGTH - 1) * len(jobs)
     found = (cost.token + cost.length * LENGTH) * rows + cost.row
 

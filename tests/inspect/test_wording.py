@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tlora_fx.inspect.legend import letters
+from tlora_fx.inspect.marks import letters
 from tlora_fx.inspect.wording import counted, layers_label, listed, runs, scaled
 
 

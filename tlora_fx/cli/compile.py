@@ -60,7 +60,7 @@ def run(
 
         from tlora_fx.compiler import compile, run_passes
         from tlora_fx.inspect.dump import dump
-        from tlora_fx.inspect.recorder import Recorder
+        from tlora_fx.inspect.program import Recorder
         from tlora_fx.tools.replay import keep_replay
     passes = asked(pipeline, add_pass)
     instruments = watching(time, print_after, dump_changed)

@@ -10,8 +10,8 @@ import typer
 from tlora_fx.cli.pipeline_options import AddPass, PipelineText
 
 if TYPE_CHECKING:
-    from tlora_fx.inspect.legend import Line
-    from tlora_fx.inspect.program import Program
+    from tlora_fx.inspect.schema import Program
+    from tlora_fx.inspect.wording import Line
     from tlora_fx.tools.subject import Subject
 
 
@@ -107,15 +107,13 @@ def _listing(subject: Subject, as_json: bool) -> None:
     if as_json:
         typer.echo(subject.listing.to_json(), nl=False)
         return
-    from rich.console import Console
+    from tlora_fx.inspect.text import WIDTH, listing_lines
 
-    from tlora_fx.inspect.screen import show
-
-    show(subject.listing, Console())
+    _print(listing_lines(subject.listing, _width(WIDTH)))
 
 
 def _code(subject: Subject, after: str | None, as_json: bool) -> None:
-    from tlora_fx.inspect.code_view import program_lines, source_lines
+    from tlora_fx.inspect.program_text import program_lines, source_lines
 
     program = _program(subject, after)
     if as_json:
@@ -127,17 +125,16 @@ def _code(subject: Subject, after: str | None, as_json: bool) -> None:
 
 
 def _node(program: Program, name: str, as_json: bool) -> None:
-    from tlora_fx.inspect.find import as_data, find
-    from tlora_fx.inspect.node_view import WIDTH, place_lines
-    from tlora_fx.inspect.read_back import many_to_json
+    from tlora_fx.inspect.program_text import WIDTH, find, match_lines
+    from tlora_fx.inspect.schema import to_json
 
-    places = find(program, name)
+    matches = find(program, name)
     if as_json:
-        typer.echo(many_to_json(as_data(program, place) for place in places), nl=False)
+        typer.echo(to_json(matches), nl=False)
         return
     width = _width(WIDTH)
-    for number, place in enumerate(places):
-        _print([[]] * bool(number) + place_lines(program, place, width))
+    for number, match in enumerate(matches):
+        _print([[]] * bool(number) + match_lines(program, match, width))
 
 
 def _diff(
@@ -147,20 +144,18 @@ def _diff(
     pipeline: str | None,
     add_pass: list[str] | None,
 ) -> None:
-    from tlora_fx.inspect.diff import difference
-    from tlora_fx.inspect.diff_view import WIDTH, difference_lines
-    from tlora_fx.inspect.read_back import to_json
+    from tlora_fx.inspect.diff import WIDTH, difference, difference_lines
 
     if what is None:
         first, second = (_subject(Path(name), pipeline, add_pass).program for name in names)
     else:
         subject = _subject(what, pipeline, add_pass)
         first, second = (subject.state(name) for name in names)
-    found = difference(first, second, names)
+    diff = difference(first, second, names)
     if as_json:
-        typer.echo(to_json(found), nl=False)
+        typer.echo(diff.to_json(), nl=False)
     else:
-        _print(difference_lines(found, _width(WIDTH)))
+        _print(difference_lines(diff, _width(WIDTH)))
 
 
 def _write(
@@ -186,7 +181,7 @@ def _write(
 def _print(lines: list[Line]) -> None:
     from rich.console import Console
 
-    from tlora_fx.inspect.screen import show_lines
+    from tlora_fx.inspect.marks import show_lines
 
     show_lines(lines, Console())
 
@@ -194,6 +189,6 @@ def _print(lines: list[Line]) -> None:
 def _width(widest: int) -> int:
     from rich.console import Console
 
-    from tlora_fx.inspect.screen import width_of
+    from tlora_fx.inspect.marks import width_of
 
     return width_of(Console(), widest)

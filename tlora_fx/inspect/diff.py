@@ -8,24 +8,36 @@ job files are compared in the same way.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
-from tlora_fx.inspect.find import numbered
-from tlora_fx.inspect.program import SCHEMA, GraphEntry, NodeEntry, Program
+from tlora_fx.inspect.marks import Marks
+from tlora_fx.inspect.schema import SCHEMA, Document, GraphEntry, NodeEntry, Program
+from tlora_fx.inspect.wording import (
+    Line,
+    cut,
+    flop_text,
+    labelled,
+    layers_label,
+    plural,
+    scaled,
+    words,
+)
 from tlora_fx.version import __version__
 
 # What is a change of a node that keeps its key; its name and what passes noted are none.
 COMPARED = (
-    "target",
-    "shape",
-    "dtype",
-    "role",
-    "jobs",
-    "flop_per_token",
-    "flop_per_length",
-    "bytes",
-)
+    "target", "shape", "dtype", "role", "jobs", "flop_per_token", "flop_per_length", "bytes",
+)  # fmt: skip
+WIDTH = 120
+TITLES = ("", "before", "after", "difference")
+SIGNS = {"removed": "−", "added": "+", "changed": "~"}
+# What is shown of a node that stayed and changed.
+FACTS = ("target", "role", "jobs", "shape", "dtype")
+# A change that is the same in so many modules of a graph is shown once.
+MANY = 3
+MOST_NAMES = 3
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,7 +80,7 @@ class Change:
 
 
 @dataclass(frozen=True, slots=True)
-class Difference:
+class ProgramDiff(Document):
     """Two programs, lined up.
 
     first, second    what they are called
@@ -86,21 +98,23 @@ class Difference:
     changes: list[Change]
 
 
-def difference(first: Program, second: Program, names: tuple[str, str]) -> Difference:
-    """Line two programs up."""
+def difference(first: Program, second: Program, names: tuple[str, str]) -> ProgramDiff:
+    """Line two programs up; names say what they are called."""
     aligned = _Aligned(first, second)
     changes = [*aligned.replaced(), *aligned.changed, *aligned.left_over()]
-    order = {(name, module): place for place, (name, module) in enumerate(_places(first, second))}
+    # In the order in which they run; what only the first has comes behind.
+    modules = [(g.title(), _module(n)) for p in (second, first) for g, n in p.nodes()]
+    order = {module: index for index, module in enumerate(dict.fromkeys(modules))}
     changes.sort(key=lambda change: order[change.graph, change.module])
     jobs = list(dict.fromkeys([*first.jobs, *second.jobs]))
-    return Difference(
+    return ProgramDiff(
         SCHEMA, __version__, *names, jobs, sums(first), sums(second), aligned.kept, changes
     )
 
 
 def sums(program: Program) -> Sums:
     """The totals of a program."""
-    nodes = [(max(1, len(g.layers)), node) for g in program.graphs for node in g.nodes]
+    nodes = [(max(1, len(graph.layers)), node) for graph, node in program.nodes()]
     known = all(node.flop_per_token is not None for _, node in nodes)
     return Sums(
         nodes=sum(times for times, node in nodes if node.kind == "call"),
@@ -113,7 +127,7 @@ def sums(program: Program) -> Sums:
 
 
 @dataclass(frozen=True, slots=True)
-class _Seen:
+class _Placed:
     """A node and its graph."""
 
     node: NodeEntry
@@ -124,25 +138,25 @@ class _Aligned:
     """Two programs, node by node."""
 
     def __init__(self, first: Program, second: Program) -> None:
-        self.first, self.second = first, second
+        self.second = second
         before, after = _by_key(first), _by_key(second)
-        self.before = {key: seen for key, seen in before.items() if key not in after}
-        self.after = {key: seen for key, seen in after.items() if key not in before}
+        self.before = {key: placed for key, placed in before.items() if key not in after}
+        self.after = {key: placed for key, placed in after.items() if key not in before}
         both = [(before[key], after[key]) for key in before if key in after]
-        self.kept = sum(_same(one.node, two.node) for one, two in both)
         self.changed = [
-            _change("changed", [one], [two]) for one, two in both if not _same(one.node, two.node)
+            _change("changed", [old], [new]) for old, new in both if not _same(old.node, new.node)
         ]
+        self.kept = len(both) - len(self.changed)
 
     def replaced(self) -> Iterator[Change]:
         """New nodes with what they were made from; nodes that share a source come together."""
-        groups: list[tuple[set[str], list[_Seen]]] = []
-        for key, seen in self.after.items():
+        groups: list[tuple[set[str], list[_Placed]]] = []
+        for key, placed in self.after.items():
             sources = set(self._sources(key))
             if not sources:
                 continue
             apart = []
-            members = [seen]
+            members = [placed]
             for others, nodes in groups:
                 if others & sources:
                     sources |= others
@@ -151,16 +165,20 @@ class _Aligned:
                     apart.append((others, nodes))
             groups = [*apart, (sources, members)]
         for sources, members in groups:
-            gone = [seen for key, seen in self.before.items() if key in sources]
+            gone = [placed for key, placed in self.before.items() if key in sources]
             yield _change("replaced", gone, members)
-            self._forget(sources, members)
+            for key in sources:
+                self.before.pop(key, None)
+            for placed in members:
+                self.after.pop(placed.node.key, None)
 
     def left_over(self) -> Iterator[Change]:
         """What only one of them has, by module."""
         for what, nodes in (("removed", self.before), ("added", self.after)):
-            modules: dict[tuple[str, str], list[_Seen]] = {}
-            for seen in nodes.values():
-                modules.setdefault((_name(seen.graph), _module(seen.node)), []).append(seen)
+            modules: dict[tuple[str, str], list[_Placed]] = {}
+            for placed in nodes.values():
+                key = (placed.graph.title(), _module(placed.node))
+                modules.setdefault(key, []).append(placed)
             for members in modules.values():
                 gone, new = (members, []) if what == "removed" else ([], members)
                 yield _change(what, gone, new)
@@ -176,61 +194,32 @@ class _Aligned:
             seen.add(source)
             if source in self.before:
                 yield source
-            stack += _made_from(self.second, self.after, source)
-
-    def _forget(self, sources: Iterable[str], members: Iterable[_Seen]) -> None:
-        for key in sources:
-            self.before.pop(key, None)
-        for seen in members:
-            self.after.pop(seen.node.key, None)
+            alive = self.after.get(source)
+            stack += alive.node.made_from if alive else self.second.made_from(source)
 
 
-def _made_from(program: Program, alive: dict[str, _Seen], key: str) -> list[str]:
-    if key in alive:
-        return alive[key].node.made_from
-    past = program.history.get(key)
-    return past.made_from if past is not None else []
-
-
-def _by_key(program: Program) -> dict[str, _Seen]:
+def _by_key(program: Program) -> dict[str, _Placed]:
     """Nodes that call or read something; one that has no key of its own goes by its name."""
-    found: dict[str, _Seen] = {}
-    for graph in program.graphs:
-        for node in graph.nodes:
-            if node.kind in ("call", "tensor", "layer"):
-                key = node.key or f"{graph.owner}/{graph.name}:{node.id}"
-                found.setdefault(key, _Seen(node, graph))
-    return found
+    placed: dict[str, _Placed] = {}
+    for graph, node in program.nodes():
+        if node.kind in ("call", "tensor", "layer"):
+            key = node.key or f"{graph.owner}/{graph.name}:{node.id}"
+            placed.setdefault(key, _Placed(node, graph))
+    return placed
 
 
-def _same(one: NodeEntry, two: NodeEntry) -> bool:
-    same_target = one.target == two.target
-    if one.kind == "tensor":
-        # Inside a block a tensor's name is told from the layer on.
-        same_target = one.target.endswith(two.target) or two.target.endswith(one.target)
-    return same_target and all(getattr(one, name) == getattr(two, name) for name in COMPARED)
+def _same(old: NodeEntry, new: NodeEntry) -> bool:
+    same_target = old.target == new.target
+    if old.kind == "tensor":
+        # Inside a block a tensor's name begins below the layer.
+        same_target = old.target.endswith(new.target) or new.target.endswith(old.target)
+    return same_target and all(getattr(old, name) == getattr(new, name) for name in COMPARED)
 
 
-def _change(what: str, gone: list[_Seen], new: list[_Seen]) -> Change:
-    seen = (new or gone)[0]
-    before, after = [one.node for one in gone], [one.node for one in new]
-    return Change(what, _name(seen.graph), numbered(seen.graph), _module(seen.node), before, after)
-
-
-def _places(first: Program, second: Program) -> Iterator[tuple[str, str]]:
-    """Graphs and modules in the order in which they run; what only the first has comes behind."""
-    seen: set[tuple[str, str]] = set()
-    for program in (second, first):
-        for graph in program.graphs:
-            for node in graph.nodes:
-                place = (_name(graph), _module(node))
-                if place not in seen:
-                    seen.add(place)
-                    yield place
-
-
-def _name(graph: GraphEntry) -> str:
-    return graph.name if graph.owner == "group" else f"{graph.owner}, {graph.name}"
+def _change(what: str, gone: list[_Placed], new: list[_Placed]) -> Change:
+    node, graph = (new or gone)[0].node, (new or gone)[0].graph
+    before, after = [placed.node for placed in gone], [placed.node for placed in new]
+    return Change(what, graph.title(), graph.numbered_layers, _module(node), before, after)
 
 
 def _module(node: NodeEntry) -> str:
@@ -238,3 +227,177 @@ def _module(node: NodeEntry) -> str:
     if node.kind == "layer" and node.module.rpartition(".")[2].isdigit():
         return node.module.rpartition(".")[0]
     return node.site or node.module
+
+
+def difference_lines(diff: ProgramDiff, width: int = WIDTH) -> list[Line]:
+    """All of it; no line is wider."""
+    counts = Counter(change.what for change in diff.changes)
+    counted = ", ".join(f"{number} {what}" for what, number in counts.items())
+    lines: list[Line] = [[(cut(f"{diff.first} → {diff.second}", width), "title")], []]
+    lines += _sum_lines(diff.before, diff.after)
+    kept = f"{plural(diff.kept, 'node')} kept; changes: {counted or 'none'}"
+    lines += [[], [(cut(kept, width), "dim")]]
+    marks = Marks(diff.jobs)
+    for graph, changes in _grouped(diff.changes, lambda change: change.graph).items():
+        lines += [[], [(cut(_title(graph, changes[0].layers), width), "title")]]
+        lines += _graph_lines(changes, marks, width)
+    return lines
+
+
+def _title(graph: str, layers: Sequence[str]) -> str:
+    """A graph's name; layers go by their paths."""
+    owner = graph.rpartition(", ")[0]
+    return ", ".join(filter(None, (owner, layers_label(layers)))) if layers else graph
+
+
+def _graph_lines(changes: Sequence[Change], marks: Marks, width: int) -> Iterator[Line]:
+    """What changed in the same way in many modules once, then each module."""
+    modules = {change.module for change in changes}
+    if len(modules) >= MANY and {change.what for change in changes} in (
+        {"removed"},
+        {"added"},
+    ):
+        nodes = [node for change in changes for node in (*change.before, *change.after)]
+        yield from _side(changes[0].what, nodes, marks, width, named=False)
+        return
+    facts = {id(change): _fact(change) for change in changes if change.what == "changed"}
+    alike = _grouped([c for c in changes if id(c) in facts], lambda c: facts[id(c)])
+    wide = {fact: same for fact, same in alike.items() if len({c.module for c in same}) >= MANY}
+    if wide:
+        yield [("  (in many modules)", "")]
+    for fact, same in wide.items():
+        yield from _changed(fact, same, width)
+    rest = [change for change in changes if facts.get(id(change)) not in wide]
+    for module, members in _grouped(rest, lambda change: change.module).items():
+        yield [(cut(f"  {module or '(between modules)'}", width), "")]
+        yield from _module_lines(members, marks, width)
+
+
+def _module_lines(changes: Sequence[Change], marks: Marks, width: int) -> Iterator[Line]:
+    """What is gone, what is new, and what changed in place."""
+    moved = [change for change in changes if change.what != "changed"]
+    gone = [node for change in moved for node in change.before]
+    new = [node for change in moved for node in change.after]
+    if gone:
+        yield from _side("removed", gone, marks, width)
+    if new:
+        yield from _side("added", new, marks, width)
+    changed = [change for change in changes if change.what == "changed"]
+    for fact, same in _grouped(changed, _fact).items():
+        yield from _changed(fact, same, width)
+
+
+def _grouped(changes: Sequence[Change], by: Callable[[Change], str]) -> dict[str, list[Change]]:
+    groups: dict[str, list[Change]] = {}
+    for change in changes:
+        groups.setdefault(by(change), []).append(change)
+    return groups
+
+
+def _sum_lines(before: Sums, after: Sums) -> Iterator[Line]:
+    rows = [TITLES, *_sum_rows(before, after)]
+    sizes = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    for number, row in enumerate(rows):
+        cells = [f"{row[0]:<{sizes[0]}}"]
+        cells += [f"{cell:>{size}}" for cell, size in zip(row[1:], sizes[1:], strict=True)]
+        yield [("   ".join(cells), "" if number else "title")]
+
+
+def _sum_rows(before: Sums, after: Sums) -> Iterator[tuple[str, ...]]:
+    flops = [_flop(sums) for sums in (before, after)]
+    yield ("FLOP/token", *flops, _flop_difference(before, after))
+    read = [scaled(sums.bytes, "B") for sums in (before, after)]
+    yield ("bytes", *read, _signed(after.bytes - before.bytes, "B"))
+    for name, old, new in (
+        ("launches", before.launches, after.launches),
+        ("operators", before.nodes, after.nodes),
+    ):
+        more = f"{new - old:+,}".replace("-", "−") if new != old else "0"
+        yield (name, f"{old:,}", f"{new:,}", more)
+
+
+def _flop(sums: Sums) -> str:
+    return flop_text(sums.flop_per_token, sums.flop_per_length, sums.flop_per_row)
+
+
+def _flop_difference(before: Sums, after: Sums) -> str:
+    if before.flop_per_token is None or after.flop_per_token is None:
+        return "?"
+    parts = [
+        _signed(after.flop_per_token - before.flop_per_token),
+        _signed(after.flop_per_length - before.flop_per_length) + "·L",
+        _signed(after.flop_per_row - before.flop_per_row) + " once",
+    ]
+    return " ".join(part for part in parts if part[0] != "0") or "0"
+
+
+def _signed(number: float, unit: str = "") -> str:
+    """A difference; what is no more than rounding is none."""
+    if abs(number) < 1e-3:
+        return "0"
+    return ("+" if number > 0 else "−") + scaled(abs(number), unit)
+
+
+def _side(
+    what: str, nodes: Sequence[NodeEntry], marks: Marks, width: int, *, named: bool = True
+) -> Iterator[Line]:
+    """What is gone, or what is new, in one line: operators, whom they serve, what they cost.
+
+    named    operators are told apart
+    """
+    calls = [node for node in nodes if node.kind != "tensor"]
+    shown = Counter(_called(node) for node in calls)
+    names = [f"{name} ×{times}" if times > 1 else name for name, times in shown.items()]
+    names = names if named else [plural(len(calls), "operator")]
+    tensors = len(nodes) - len(calls)
+    names += [plural(tensors, "tensor")] if tensors else []
+    line: Line = [(f"{name},", what) for name in names[:-1]] + [(names[-1], what)]
+    line += [word for part in _facts(nodes, marks) for word in words(f"· {part}")]
+    yield from labelled((f"    {SIGNS[what]} ", what), line, 6, width)
+
+
+def _facts(nodes: Sequence[NodeEntry], marks: Marks) -> Iterator[str]:
+    """Whom nodes serve, where it is not all jobs, and what they cost."""
+    jobs = list(dict.fromkeys(name for node in nodes for name in node.jobs))
+    if jobs and all(node.role == "adapter" for node in nodes):
+        yield f"for {marks.names(jobs)}"
+    unknown = any(node.flop_per_token is None for node in nodes)
+    cost = flop_text(
+        None if unknown else sum(node.flop_per_token or 0 for node in nodes),
+        sum(node.flop_per_length for node in nodes),
+        sum(node.flop_per_row for node in nodes),
+    )
+    if cost != "–":
+        yield cost
+
+
+def _called(node: NodeEntry) -> str:
+    if node.kind == "layer":
+        return "layer" if node.target.rpartition(".")[2].isdigit() else node.target
+    namespace, _, name = node.target.partition(".")
+    return name.partition(".")[0] if namespace in ("aten", "tlora_fx", "operator") else node.target
+
+
+def _fact(change: Change) -> str:
+    """What tells a node from what it was; whom shared nodes serve follows from their role."""
+    before, after = change.before[0], change.after[0]
+    names = [name for name in FACTS if getattr(before, name) != getattr(after, name)]
+    texts = [
+        f"{name} {_value(getattr(before, name))} → {_value(getattr(after, name))}"
+        for name in names
+        if name != "jobs" or "role" not in names
+    ]
+    return "; ".join(texts) or "costs something else"
+
+
+def _changed(fact: str, same: Sequence[Change], width: int) -> Iterator[Line]:
+    """Nodes that changed in the same way."""
+    names = list(dict.fromkeys(change.after[0].id for change in same))
+    nodes = ", ".join(names) if len(names) <= MOST_NAMES else plural(len(same), "node")
+    yield [(cut(f"    {SIGNS['changed']} {nodes}: {fact}", width), "changed")]
+
+
+def _value(value: object) -> str:
+    if isinstance(value, list):
+        return f"[{', '.join(map(str, value))}]"
+    return str(value) or "none"

@@ -1,31 +1,50 @@
-"""Write a Shared Super-Model into a folder: code, listing, data, report and kernels."""
+"""Write a Shared Super-Model into a folder: code, listing, data, report and kernels.
+
+Of the generated kernels, which run is chosen by token count when the operators are called; a dump
+holds those of the plan that fuses the rank block into the GEMM, and of the one that leaves the GEMM
+to the library. Triton is not needed, and nothing is compiled.
+"""
 
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence, Set
+from collections.abc import Iterator, Sequence, Set
+from dataclasses import dataclass, replace
+from itertools import groupby
 from pathlib import Path
+from typing import Any
 
+import torch
+
+from tlora_fx.codegen.kernels import build
+from tlora_fx.codegen.spec import DTYPES, MOST_SITES, KernelSpec
 from tlora_fx.durable import replace_file
-from tlora_fx.errors import DumpNotWritable
-from tlora_fx.inspect.code_view import render_program
+from tlora_fx.errors import DumpNotWritable, KernelSpecError
 from tlora_fx.inspect.listing import make_listing
-from tlora_fx.inspect.node_entries import make_program
-from tlora_fx.inspect.program import FILE as PROGRAM
-from tlora_fx.inspect.program import FOLDER, Stage, named
-from tlora_fx.inspect.report import render_report
-from tlora_fx.inspect.schema import FILE, Listing
-from tlora_fx.inspect.site_kernels import kernel_files
-from tlora_fx.inspect.text import render_text
+from tlora_fx.inspect.program import make_program
+from tlora_fx.inspect.program_text import render_program
+from tlora_fx.inspect.schema import (
+    LISTING_FILE,
+    PROGRAM_FILE,
+    STAGES_FOLDER,
+    Listing,
+    PassStage,
+)
+from tlora_fx.inspect.text import render_report, render_text
+from tlora_fx.ir.graph import GroupGraph
+from tlora_fx.ir.lora_sites import LoweredSite, lowered_sites
 from tlora_fx.model.supermodel import SuperModel
+from tlora_fx.ops.kernels.support import job_capacity, rank_block
 
 COMPILED = "compiled"
 KERNELS = "kernels"
 _STAGE = re.compile(r"\d{2,}-[a-z0-9-]+\.(json|txt)")
 _KERNEL = re.compile(r"[a-z_]+_\d+x\d+_\w+_sm\d+_[0-9a-f]{8}\.py")
+GRANULE = 16
+ARCHITECTURE = 90
 
 
-def dump(model: SuperModel, folder: Path | str, stages: Sequence[Stage] = ()) -> Listing:
+def dump(model: SuperModel, folder: Path | str, stages: Sequence[PassStage] = ()) -> Listing:
     """Write `ssm.py`, `ssm.txt`, `ssm.json`, `program.json`, `report.txt` and `kernels/`.
 
     `kernels/` holds the generated kernels of the model's sites, to be read: what runs is made again
@@ -45,14 +64,14 @@ def dump(model: SuperModel, folder: Path | str, stages: Sequence[Stage] = ()) ->
         "ssm.py": model.source,
         "ssm.txt": render_text(listing),
         "report.txt": render_report(listing),
-        FILE: listing.to_json(),
-        PROGRAM: program.to_json(),
+        LISTING_FILE: listing.to_json(),
+        PROGRAM_FILE: program.to_json(),
         **_stage_files(stages, listing.base.title),
         **{f"{KERNELS}/{name}": text for name, text in kernel_files(model.group).items()},
     }
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        _clear(folder / FOLDER, _STAGE)
+        _clear(folder / STAGES_FOLDER, _STAGE)
         for inner in {str(Path(name).parent) for name in files}:
             (folder / inner).mkdir(exist_ok=True)
         for name, text in files.items():
@@ -68,12 +87,11 @@ def dump(model: SuperModel, folder: Path | str, stages: Sequence[Stage] = ()) ->
     return listing
 
 
-def _stage_files(stages: Sequence[Stage], base: str) -> dict[str, str]:
+def _stage_files(stages: Sequence[PassStage], base: str) -> dict[str, str]:
     """The files of `passes/` by name: the data of every stage, and its code to read."""
     files = {}
-    for left in stages:
-        stage = named(left, base)
-        name = f"{FOLDER}/{stage.place:02d}-{stage.program.state}"
+    for stage in (stage.of_base(base) for stage in stages):
+        name = f"{STAGES_FOLDER}/{stage.place:02d}-{stage.program.state}"
         files[f"{name}.json"] = stage.to_json()
         files[f"{name}.txt"] = render_program(stage.program)
     return files
@@ -84,3 +102,98 @@ def _clear(folder: Path, ours: re.Pattern[str], kept: Set[str] = frozenset()) ->
     for file in folder.glob("*"):
         if ours.fullmatch(file.name) and file.name not in kept:
             file.unlink()
+
+
+@dataclass(frozen=True, slots=True)
+class _SiteSpec:
+    """A site as kernels see it: what all of its specs have in common, and the rest."""
+
+    plain: KernelSpec
+    adapter_dtype: Any
+    dropout: bool
+    bias: bool
+    layout: Any
+    frozen: bool
+
+
+def kernel_files(group: GroupGraph, arch: int = ARCHITECTURE) -> dict[str, str]:
+    """The text of each kernel of a model's sites by file name, without repetition.
+
+    arch    compute capability that they are generated for
+    """
+    specs: dict[KernelSpec, None] = {}
+    for graph in group.graphs():
+        for _, sites in groupby(lowered_sites(graph), key=lambda site: site.call):
+            specs.update(dict.fromkeys(_specs(list(sites), len(group.jobs), arch)))
+    files = {}
+    for spec in specs:
+        try:
+            kernel = build(spec)
+        except KernelSpecError:
+            continue  # the operators take another plan there, too
+        files[f"{kernel.name}.py"] = kernel.text
+    return dict(sorted(files.items()))
+
+
+def _specs(sites: list[LoweredSite], jobs: int, arch: int) -> Iterator[KernelSpec]:
+    every = [_site_spec(site, jobs, arch) for site in sites]
+    specs = [spec for spec in every if spec is not None]
+    if len(specs) < len(sites):
+        return  # PyTorch serves the whole group
+    for _, equal in groupby(specs, key=lambda spec: spec.plain.rank_block):
+        alike = list(equal)
+        for start in range(0, len(alike), MOST_SITES):
+            count, first = len(alike[start : start + MOST_SITES]), alike[start]
+            read = replace(first.plain, sites=count, dropout=first.dropout)
+            yield replace(read, kind="shrink")
+            yield replace(read, kind="lora_a_backward")
+            # An expand has one width, that of what it writes.
+            yield replace(read, kind="expand", outer=read.inner, accumulate=start > 0)
+    for index, spec in enumerate(specs):
+        yield from _site_kernels(spec, index > 0)
+
+
+def _site_kernels(site: _SiteSpec, later: bool) -> Iterator[KernelSpec]:
+    """The kernels of one site alone; a later site adds its part of dx to the first one's."""
+    plain, outer = site.plain, site.plain.outer
+    stored = replace(plain, adapter_dtype=site.adapter_dtype)
+    biased = replace(plain, bias=site.bias, weight_layout=site.layout)
+    back = replace(plain, dropout=site.dropout, accumulate=later)
+    yield replace(stored, kind="pack")
+    yield replace(plain, kind="lora_b_backward")
+    yield replace(plain, kind="sum_ds")
+    yield replace(stored, kind="sum_gradients")
+    if site.frozen:
+        yield replace(biased, kind="forward")
+        yield replace(back, kind="input_gradient", weight_layout=site.layout)
+    yield replace(plain, kind="expand", inner=outer, bias=site.bias, accumulate=not site.frozen)
+
+
+def _site_spec(site: LoweredSite, jobs: int, arch: int) -> _SiteSpec | None:
+    """The site's specs, or None where PyTorch serves it: its types or sizes have no kernels."""
+    arguments = site.arguments
+    x, a, b = (arguments[name].meta["val"] for name in ("x", "a", "b"))
+    dtype, stored = (str(value.dtype).removeprefix("torch.") for value in (x, a))
+    inner, outer = int(a.shape[1]), int(b.shape[1])
+    fits = dtype in DTYPES and stored in DTYPES and x.dtype != torch.float64
+    if not fits or arguments["compute_dtype"] != x.dtype or inner % GRANULE or outer % GRANULE:
+        return None
+    weight = arguments.get("weight")
+    turned = weight is not None and weight.meta["val"].stride(1) != 1
+    plain = KernelSpec(
+        "pack",
+        inner,
+        outer,
+        dtype=dtype,  # type: ignore[arg-type]  # it is one of DTYPES
+        rank_block=rank_block(arguments["max_rank"] or int(a.shape[0])),
+        job_capacity=job_capacity(jobs),
+        arch=arch,
+    )
+    return _SiteSpec(
+        plain=plain,
+        adapter_dtype=stored,
+        dropout=bool(arguments["drops"]),
+        bias=arguments.get("bias") is not None,
+        layout="in_out" if turned else "out_in",
+        frozen=weight is not None,
+    )

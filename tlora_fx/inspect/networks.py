@@ -11,10 +11,8 @@ import networkx as nx
 
 from tlora_fx.durable import replace_file
 from tlora_fx.errors import DumpNotWritable
-from tlora_fx.inspect.find import numbered
-from tlora_fx.inspect.marks import Marks
-from tlora_fx.inspect.palette import CALM, colour_of
-from tlora_fx.inspect.program import GraphEntry, NodeEntry, Program
+from tlora_fx.inspect.marks import CALM, Marks, colour_of
+from tlora_fx.inspect.schema import GraphEntry, NodeEntry, Program
 
 INK = "#1F2933"
 PALE = "#E4E7EB"
@@ -26,44 +24,39 @@ def to_networkx(program: Program) -> nx.MultiDiGraph:
     Nodes are called "graph:id" ("layers_0_3:q_proj"; "job a/root:q_proj" before jobs are fused).
     They carry every field of `NodeEntry`, and `graph`, `owner`, `layers` (paths of the layers that
     run the node's graph) and, where a node calls a layer, `block`: the graph that the layer runs.
-    An edge's `place` is the input's place among the node's inputs. The graph carries the program's
+    An edge's `place` is the input's index among the node's inputs. The graph carries the program's
     own fields. Layers that share code are there once.
     """
-    made = nx.MultiDiGraph(
+    network = nx.MultiDiGraph(
         base=program.base, state=program.state, form=program.form, jobs=list(program.jobs)
     )
+    blocks = {(g.owner, layer): g.name for g in program.graphs for layer in g.layers}
     for graph in program.graphs:
-        name = graph_name(graph)
-        blocks = _blocks_of(program, graph.owner)
+        name = graph.title("/")
         for node in graph.nodes:
             fields = {item.name: getattr(node, item.name) for item in dataclasses.fields(node)}
             fields |= {"graph": name, "owner": graph.owner, "layers": list(graph.layers)}
             if node.kind == "layer":
-                fields["block"] = blocks.get(node.target, "")
-            made.add_node(f"{name}:{node.id}", **fields)
+                fields["block"] = blocks.get((graph.owner, node.target), "")
+            network.add_node(f"{name}:{node.id}", **fields)
         for node in graph.nodes:
-            for place, source in enumerate(node.inputs):
-                made.add_edge(f"{name}:{source}", f"{name}:{node.id}", place=place)
-    return made
-
-
-def graph_name(graph: GraphEntry) -> str:
-    """What a graph is called among those of all owners."""
-    return graph.name if graph.owner == "group" else f"{graph.owner}/{graph.name}"
+            for index, source in enumerate(node.inputs):
+                network.add_edge(f"{name}:{source}", f"{name}:{node.id}", place=index)
+    return network
 
 
 def render_graphml(program: Program) -> bytes:
     """The graph as GraphML; lists are joined by commas, an unknown cost is left out."""
-    made = to_networkx(program)
-    made.graph["jobs"] = ", ".join(made.graph["jobs"])
-    for _, fields in made.nodes(data=True):
+    network = to_networkx(program)
+    network.graph["jobs"] = ", ".join(network.graph["jobs"])
+    for _, fields in network.nodes(data=True):
         for name, value in list(fields.items()):
             if isinstance(value, list):
                 fields[name] = ", ".join(map(str, value))
             elif value is None:
                 del fields[name]
     out = BytesIO()
-    nx.write_graphml(made, out)
+    nx.write_graphml(network, out)
     return out.getvalue()
 
 
@@ -76,8 +69,8 @@ def render_dot(program: Program) -> str:
     lines = ["digraph program {", '  node [shape=box, style=filled, fontname="monospace"];']
     for number, graph in enumerate(program.graphs):
         lines.append(f"  subgraph cluster_{number} {{")
-        times = f" ×{len(graph.layers)}" if len(numbered(graph)) > 1 else ""
-        lines.append(f"    label={_quoted(graph_name(graph) + times)};")
+        times = f" ×{len(graph.layers)}" if len(graph.numbered_layers) > 1 else ""
+        lines.append(f"    label={_quoted(graph.title('/') + times)};")
         lines += [f"    {line}" for line in _dot_graph(graph, marks)]
         lines.append("  }")
     return "\n".join([*lines, "}"]) + "\n"
@@ -113,13 +106,13 @@ def _write(path: Path, data: bytes) -> None:
 
 
 def _dot_graph(graph: GraphEntry, marks: Marks) -> Iterator[str]:
-    name = graph_name(graph)
+    name = graph.title("/")
     shown = {node.id for node in graph.nodes if node.kind != "tensor"}
     for node in graph.nodes:
         if node.id not in shown:
             continue
-        value = f"[{', '.join(map(str, node.shape))}] {node.dtype}" if node.dtype else ""
-        label = "\\n".join(filter(None, (node.id, node.target if node.code else "", value)))
+        target = node.target if node.code else ""
+        label = "\\n".join(filter(None, (node.id, target, node.value_text)))
         fill, ink = _colours(node, marks)
         text = f"label={_quoted(label)}, fillcolor={_quoted(fill)}, fontcolor={_quoted(ink)}"
         yield f"{_quoted(f'{name}:{node.id}')} [{text}];"
@@ -135,16 +128,6 @@ def _colours(node: NodeEntry, marks: Marks) -> tuple[str, str]:
     if style.startswith("job "):
         return colour_of(style), INK
     return (CALM, INK) if style in ("shared", "adapters", "loss") else (PALE, INK)
-
-
-def _blocks_of(program: Program, owner: str) -> dict[str, str]:
-    """The graph that each layer of an owner runs."""
-    return {
-        layer: graph.name
-        for graph in program.graphs
-        if graph.owner == owner
-        for layer in graph.layers
-    }
 
 
 def _quoted(text: str) -> str:

@@ -1,188 +1,330 @@
-"""The data of every node, from which the views that show single nodes are made: `program.json`.
-
-`ssm.json` (schema.py) has a row a module; this has an entry a node. Within one `schema` number
-fields are only ever added.
-"""
+"""Make the data of every node from graphs: of a compiled model, and of what every pass left."""
 
 from __future__ import annotations
 
-import json
-from dataclasses import dataclass, replace
-from pathlib import Path
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from typing import Any
 
-from tlora_fx.inspect.read_back import build, from_json, to_json
-from tlora_fx.inspect.schema import read_dump
+import torch
+from torch import Tensor, fx
 
-SCHEMA = 1
-FILE = "program.json"
-FOLDER = "passes"
+from tlora_fx.inspect.flops import (
+    Cost,
+    FlopCounter,
+    first_tensor,
+    is_branch,
+    loss_cost,
+    short_name,
+    total,
+)
+from tlora_fx.inspect.schema import (
+    SCHEMA,
+    Ancestor,
+    GraphEntry,
+    NodeEntry,
+    PassStage,
+    Program,
+)
+from tlora_fx.ir.graph import (
+    TRACE,
+    GroupGraph,
+    JobGraph,
+    Origin,
+    TensorRef,
+    ancestry,
+    origin_of,
+    placeholders,
+)
+from tlora_fx.ir.lora_sites import lowered_site
+from tlora_fx.ir.verifier import owners
+from tlora_fx.model.source import SHORT, input_names, size_names, statements
+from tlora_fx.passes.lower_loss import LOSS
+from tlora_fx.pipeline import Done, Instrument, Pipeline
+from tlora_fx.version import __version__
+
+#: Costs of calls by form, kept from one state of the graphs to the next.
+CostCache = dict[str, dict[object, Cost]]
+
+KINDS = {
+    "placeholder": "input", "get_attr": "tensor", "call_module": "layer", "output": "output",
+}  # fmt: skip
+NO_KERNEL = frozenset({"sym_size", "getitem", "dropout", "contiguous"})
+# Sizes of tables, which have symbols of their own: N sequences, J jobs, R rows with a target.
+TABLE_SIZES = {
+    ("cu_seqlens", 0): "N+1", ("segments", 0): "J+1", ("keys", 0): "J", ("token_index", 1): "T",
+}  # fmt: skip
+TARGET_SHAPES = {"target_rows": ["R"], "targets": ["R"], "target_segments": ["J+1"]}
+
+
+def make_program(
+    graphs: GroupGraph | JobGraph, state: str, base: str = "", cache: CostCache | None = None
+) -> Program:
+    """All graphs of one state: the fused ones, or those of the base and of each structure of jobs.
+
+    state    name of the pass that ran last, or "trace"
+    base     as the job file names it
+    cache    costs that were counted before
+    """
+    parts = [_describe(owner, {} if cache is None else cache) for owner in owners(graphs)]
+    jobs = graphs.job_names if isinstance(graphs, GroupGraph) else [graphs.name] * bool(graphs.name)
+    return _program(parts, state, base, graphs.form, jobs)
 
 
 @dataclass(frozen=True, slots=True)
-class NodeEntry:
-    """One node of a graph.
+class _Described:
+    """The graphs of one owner, and the origins behind their nodes."""
 
-    id                unique in its graph: the node's name in the code
-    key               its provenance, the same in every state of the graph that it survives in
-    kind              "input", "tensor", "call", "layer" or "output"
-    target            operator ("aten.linear.default"), tensor name, layer path or input name
-    inputs            ids of the nodes that it reads, each once, in order of first use
-    code              the statement as in ssm.py; "" for inputs and tensors
-    shape, dtype      of its value; T tokens, or B lines of S tokens; "" where it is no tensor
-    flop_per_token    forward, at equal shares of tokens for all jobs; None where unknown
-    flop_per_length   forward, per token and token of its sequence (attention)
-    flop_per_row      forward, once a row whatever its length
-    bytes             of the tensor, for kind "tensor": one layer's
-    launches          operators that run when it runs: 1 for calls that compute, else 0
-    module            path; relative to the layer inside a block
-    role              "backbone", "adapter", "shared", "table", "loss", or "" before tag-roles
-    jobs              whom it serves
-    site              module that its adapter sits on, "" for all else
-    source            the line of model code that it comes from
-    made_by           "trace", or the pass that made it
-    made_from         keys of the nodes that it was made from; those of `Program.history`
-    note              why it was not lowered, "" for all else
-    """
-
-    id: str
-    key: str
-    kind: str
-    target: str
-    inputs: list[str]
-    code: str
-    shape: list[int | str]
-    dtype: str
-    flop_per_token: float | None
-    flop_per_length: float
-    flop_per_row: float
-    bytes: int
-    launches: int
-    module: str
-    role: str
-    jobs: list[str]
-    site: str
-    source: str
-    made_by: str
-    made_from: list[str]
-    note: str
-
-
-@dataclass(frozen=True, slots=True)
-class GraphEntry:
-    """One graph: the root, or code that equal layers share.
-
-    name     "root", or the block's name
-    owner    "base", "job NAME", or "group" once the jobs are fused
-    layers   paths of the layers that run it, empty for the root
-    nodes    in the order in which they run
-    """
-
-    name: str
-    owner: str
-    layers: list[str]
-    nodes: list[NodeEntry]
-
-
-@dataclass(frozen=True, slots=True)
-class Ancestor:
-    """A node that is gone, from which others were made.
-
-    target       what it called
-    made_by      "trace", or the pass that made it
-    made_from    keys of the nodes that it was made from
-    """
-
-    target: str
-    made_by: str
-    made_from: list[str]
-
-
-@dataclass(frozen=True, slots=True)
-class Program:
-    """All graphs of one state: after a pass, or of a compiled model.
-
-    schema    number of this layout
-    version   of the tlora-fx that wrote it
-    base      as the job file names it
-    state     "trace", or the name of the pass that ran last
-    form      "packed" or "batch"
-    jobs      in the order of every table
-    history   nodes that are gone, by key
-    """
-
-    schema: int
-    version: str
-    base: str
-    state: str
-    form: str
-    jobs: list[str]
     graphs: list[GraphEntry]
-    history: dict[str, Ancestor]
-
-    def to_json(self) -> str:
-        """The program as text."""
-        return to_json(self)
-
-    @classmethod
-    def from_json(cls, text: str) -> Program:
-        """Read a program back; fields that this version does not know are passed over.
-
-        raises    ValueError, KeyError or TypeError for what is no program of this schema
-        """
-        return from_json(cls, text, SCHEMA)
+    origins: list[Origin]
 
 
-@dataclass(frozen=True, slots=True)
-class Stage:
-    """What one pass of a pipeline left.
+def _describe(owner: GroupGraph | JobGraph, cache: CostCache) -> _Described:
+    """The data of one owner's root and blocks."""
+    describer = _Describer(owner, cache)
+    graphs = [describer.graph("root", owner.root, (), {})]
+    for block in owner.blocks.values():
+        names = input_names(owner.root, block)
+        graphs.append(describer.graph(block.name, block.graph, block.instances, names))
+    return _Described(graphs, describer.origins)
 
-    place      of the pass in the pipeline, 0 for what was traced
-    text       the pass in the text form of pipelines, "trace" at place 0
-    changed    whether the pass changed any graph
-    seconds    that it took, over all graphs
-    program    all graphs after it
+
+def _program(
+    parts: Iterable[_Described], state: str, base: str, form: str, jobs: list[str]
+) -> Program:
+    """One program of the graphs of several owners."""
+    every = list(parts)
+    graphs = [graph for part in every for graph in part.graphs]
+    alive = {node.key for graph in graphs for node in graph.nodes}
+    history: dict[str, Ancestor] = {}
+    for origin in (origin for part in every for origin in part.origins):
+        for past in ancestry(origin):
+            if past.key not in alive and past.key not in history:
+                history[past.key] = Ancestor(past.target, past.made_by, _keys(past))
+    return Program(SCHEMA, __version__, base, state, form, jobs, graphs, history)
+
+
+class _Describer:
+    """Describes the nodes of one owner's graphs."""
+
+    def __init__(self, owner: GroupGraph | JobGraph, cache: CostCache) -> None:
+        self.owner = owner
+        self.sizes = size_names(owner)
+        self.counter = FlopCounter(owner.form, self.sizes, cache.setdefault(owner.form, {}))
+        self.share = 1 / len(owner.jobs) if isinstance(owner, GroupGraph) else 1.0
+        self.name = _owner_name(owner)
+        self.names = {**_table_sizes(owner), **self.sizes}
+        self.origins: list[Origin] = []
+
+    def graph(
+        self, name: str, graph: fx.Graph, layers: tuple[str, ...], inputs: dict[str, str]
+    ) -> GraphEntry:
+        """One graph; inputs say what its placeholders are called."""
+        named = _with_tensors(statements(graph, self.sizes, inputs))
+        nodes = [self._node(node, named, layers) for node in graph.nodes]
+        return GraphEntry(name, self.name, list(layers), nodes)
+
+    def _node(
+        self, node: fx.Node, named: dict[fx.Node, tuple[str, str]], layers: tuple[str, ...]
+    ) -> NodeEntry:
+        origin = origin_of(node)
+        if origin is not None:
+            self.origins.append(origin)
+        name, code = named[node]
+        cost = self._cost(node, layers)
+        value = first_tensor(node.meta.get("val")) if node.op != "output" else None
+        meta = node.meta
+        return NodeEntry(
+            id=name,
+            key=origin.key if origin else "",
+            kind=KINDS.get(node.op, "call"),
+            target=_target_name(node),
+            inputs=[named[source][0] for source in node.all_input_nodes],
+            code=code,
+            shape=[] if value is None else self._shape(node, value),
+            dtype="" if value is None else dtype_of(value),
+            flop_per_token=cost.flop_per_token,
+            flop_per_length=cost.length,
+            flop_per_row=cost.row,
+            bytes=_bytes(node),
+            launches=int(_launches(node)),
+            module=str(meta.get("path") or ""),
+            role=str(meta.get("role") or ""),
+            jobs=list(meta.get("jobs") or ()),
+            site=str(meta.get("site") or "") if meta.get("role") == "adapter" else "",
+            source=str(meta.get("source") or ""),
+            made_by=origin.made_by if origin else "",
+            made_from=_keys(origin) if origin else [],
+            note=str(meta.get("as_it_is") or ""),
+        )
+
+    def _shape(self, node: fx.Node, value: Tensor) -> list[int | str]:
+        """A value's shape, with names for what a row brings."""
+        if node.op == "placeholder" and node.target in TARGET_SHAPES:
+            return [*TARGET_SHAPES[str(node.target)]]
+        return shape_of(value, self.names)
+
+    def _cost(self, node: fx.Node, layers: tuple[str, ...]) -> Cost:
+        if node.op == "call_module":
+            return loss_cost(self.owner.blocks) if node.target == LOSS else Cost()
+        cost = self.counter.node(node)
+        if lowered_site(node) is not None:
+            return cost + self._adapters(node, layers).share(self.share)
+        return cost.share(self.share) if is_branch(node) else cost
+
+    def _adapters(self, node: fx.Node, layers: tuple[str, ...]) -> Cost:
+        """The adapters of a lowered site, mean over the layers, whose ranks may differ."""
+        assert isinstance(self.owner, GroupGraph)
+        site, jobs = str(node.meta["site"]), node.meta["jobs"]
+        paths = [f"{layer}.{site}" for layer in layers if layer] or [site]
+        sites = [job.sites for job in self.owner.jobs if job.name in jobs]
+        ranks = [job[path].rank for job in sites for path in paths if path in job]
+        costs = total(self.counter.adapter(node, rank) for rank in ranks)
+        return costs.times(1 / len(paths))
+
+
+def _owner_name(owner: GroupGraph | JobGraph) -> str:
+    """Whose graphs these are: "base", "job NAME" or "group"."""
+    if isinstance(owner, GroupGraph):
+        return "group"
+    return f"job {owner.name}" if owner.name else "base"
+
+
+def _target_name(node: fx.Node) -> str:
+    """What a node calls: "aten.linear.default", "operator.getitem", a tensor's or layer's name."""
+    target: Any = node.target
+    if node.op != "call_function" or isinstance(target, torch._ops.OpOverload):
+        return str(target)
+    module = str(getattr(target, "__module__", "")).removeprefix("_")
+    return f"{module}.{getattr(target, '__name__', target)}"
+
+
+def _with_tensors(named: dict[fx.Node, tuple[str, str]]) -> dict[fx.Node, tuple[str, str]]:
+    """The same, with tensors called as the module that runs the code calls them."""
+    times: dict[str, int] = {}
+    renamed = dict(named)
+    for node in named:
+        if node.op == "get_attr":
+            name = str(node.target)
+            times[name] = times.get(name, 0) + 1
+            renamed[node] = (name if times[name] == 1 else f"{name}#{times[name]}", "")
+    return renamed
+
+
+def _table_sizes(owner: GroupGraph | JobGraph) -> dict[str, str]:
+    """What the sizes of a row's tables are called, where they are symbols."""
+    tables = placeholders(owner.root)
+    letters = {"token_index": "S" if owner.form == "batch" else "T"}
+    return {
+        str(tables[name].meta["val"].shape[dim]): letters.get(name, letter)
+        for (name, dim), letter in TABLE_SIZES.items()
+        if name in tables and isinstance(tables[name].meta["val"].shape[dim], torch.SymInt)
+    }
+
+
+def _bytes(node: fx.Node) -> int:
+    """Of the tensor that a node reads, in the first layer that it stands for."""
+    ref = node.meta.get("tensor")
+    if node.op != "get_attr" or not isinstance(ref, TensorRef):
+        return 0
+    return torch.Size(ref.shape).numel() * ref.dtype.itemsize
+
+
+def _launches(node: fx.Node) -> bool:
+    """Whether an operator computes something, rather than look at what is there."""
+    if node.op == "call_module":
+        return node.target == LOSS
+    if node.op != "call_function" or short_name(node.target) in NO_KERNEL:
+        return False
+    if not isinstance(first_tensor(node.meta.get("val")), Tensor):
+        return False
+    schema = getattr(node.target, "_schema", None)
+    return schema is None or not any(
+        item.alias_info is not None and not item.alias_info.is_write for item in schema.returns
+    )
+
+
+def _keys(origin: Origin) -> list[str]:
+    return [source.key for source in origin.sources]
+
+
+def shape_of(value: Tensor, names: dict[str, str]) -> list[int | str]:
+    """A value's shape, with names for the sizes that a row brings."""
+    return [
+        size if isinstance(size, int) and str(size) not in names
+        else names.get(str(size), str(size))
+        for size in value.shape
+    ]  # fmt: skip
+
+
+def dtype_of(value: Tensor) -> str:
+    """A value's type in short: "bf16"."""
+    name = str(value.dtype).removeprefix("torch.")
+    return SHORT.get(name, name)
+
+
+@dataclass(slots=True)
+class _State:
+    """What one pass left, as far as it was seen: graphs by whose they are."""
+
+    seconds: float = 0.0
+    changed: bool = False
+    parts: dict[str, _Described] = field(default_factory=dict)
+
+
+class Recorder(Instrument):
+    """Records the data of every node after every pass: the stages that `passes/` and the page show.
+
+    When the driver begins again, in another form or with less folding, what was recorded before is
+    dropped: the stages are those of the attempt that was kept. What the job file calls the base
+    they do not know; `dump` writes it into them.
     """
 
-    place: int
-    text: str
-    changed: bool
-    seconds: float
-    program: Program
+    def __init__(self) -> None:
+        """Make a recorder that has seen nothing."""
+        self._cache: CostCache = {}
+        self.started(Pipeline(()))
 
-    def to_json(self) -> str:
-        """The stage as text."""
-        return to_json(self)
+    @property
+    def stages(self) -> list[PassStage]:
+        """What was traced, and what each pass left, in order."""
+        names = [TRACE, *(item.name for item in self._pipeline.passes)]
+        texts = [TRACE, *(str(item) for item in self._pipeline.passes)]
+        stages = []
+        for place, state in sorted(self._states.items()):
+            program = _program(state.parts.values(), names[place], "", self._form, self._jobs)
+            stages.append(PassStage(place, texts[place], state.changed, state.seconds, program))
+        return stages
 
-    @classmethod
-    def from_json(cls, text: str) -> Stage:
-        """Read a stage back.
+    def started(self, pipeline: Pipeline) -> None:
+        """Forget what an earlier attempt left."""
+        self._pipeline = pipeline
+        self._states: dict[int, _State] = {}
+        self._form = "packed"
+        self._jobs: list[str] = []
 
-        raises    ValueError, KeyError or TypeError for what is no stage of this schema
-        """
-        data = json.loads(text)
-        if data["program"]["schema"] != SCHEMA:
-            raise ValueError(f"schema {data['program']['schema']}, expected {SCHEMA}")
-        made: Stage = build(cls, data)
-        return made
+    def traced(self, subject: str, graphs: JobGraph) -> None:
+        """Keep a graph as the tracer made it."""
+        self._form = graphs.form
+        if graphs.name and graphs.name not in self._jobs:
+            self._jobs.append(graphs.name)
+        self._states.setdefault(0, _State()).parts[subject] = _describe(graphs, self._cache)
+
+    def after(self, done: Done) -> None:
+        """Keep what a pass left; where it changed nothing, what the one before it left."""
+        state = self._states.setdefault(done.place, _State())
+        state.seconds += done.seconds
+        state.changed |= bool(done.changed)
+        if isinstance(done.graphs, GroupGraph):
+            self._jobs = done.graphs.job_names
+        before = self._states.get(done.place - 1, _State()).parts
+        for subject, graphs in _subjects(done):
+            kept = before.get(subject) if not done.changed else None
+            state.parts[subject] = kept or _describe(graphs, self._cache)
 
 
-def named(stage: Stage, base: str) -> Stage:
-    """The same stage, with what the job file calls the base."""
-    return replace(stage, program=replace(stage.program, base=base))
-
-
-def load_program(folder: Path) -> Program:
-    """The node-level data in a dump folder.
-
-    raises    DumpNotReadable
-    """
-    return read_dump(folder / FILE, Program.from_json)
-
-
-def load_stages(folder: Path) -> list[Stage]:
-    """What every pass left, as far as the folder of a dump holds it, in order.
-
-    raises    DumpNotReadable
-    """
-    files = sorted((folder / FOLDER).glob("[0-9]*.json"))
-    return [read_dump(file, Stage.from_json) for file in files]
+def _subjects(done: Done) -> list[tuple[str, JobGraph | GroupGraph]]:
+    """Whose graphs a pass rewrote; of a group that is not fused those of its base and jobs."""
+    if isinstance(done.graphs, JobGraph):
+        return [(done.subject, done.graphs)]
+    return [(_owner_name(owner), owner) for owner in owners(done.graphs)]

@@ -1,23 +1,100 @@
-"""The data that every view of a Shared Super-Model is made of: `ssm.json`.
+"""The data that every view of a Shared Super-Model is made of, and its JSON.
 
-`ssm.txt`, `report.txt` and the screen of `tlora-fx inspect` are rendered from this alone, so none
-of them needs torch. Within one `schema` number fields are only ever added, and readers pass over
-what they do not know; a field that changes its meaning, or leaves, raises the number.
+`ssm.json` holds a `Listing`: a row a module. `program.json` holds a `Program`: an entry a node.
+`passes/NN-NAME.json` hold a `PassStage` each: the program that a pass left. Text, pages, graphs,
+differences and searches are rendered from these alone, so none of them needs torch. Within one
+`schema` number fields are only ever added, each with a default, and readers pass over what they do
+not know; a field that changes its meaning, or leaves, raises the number.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
+import json
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from functools import cache
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, Literal, Self
+
+from pydantic import TypeAdapter, ValidationError
+from pydantic_core import to_jsonable_python
 
 from tlora_fx.errors import DumpNotReadable
-from tlora_fx.inspect.read_back import from_json, to_json
 
-T = TypeVar("T")
-SCHEMA = 1
-FILE = "ssm.json"
+SCHEMA: Literal[1] = 1
+LISTING_FILE = "ssm.json"
+PROGRAM_FILE = "program.json"
+STAGES_FOLDER = "passes"
+
+
+def to_json(data: Any) -> str:
+    """Entries as text, their fields in order."""
+    return json.dumps(to_jsonable_python(data), indent=1, ensure_ascii=False) + "\n"
+
+
+@cache
+def _adapter(kind: Any) -> TypeAdapter[Any]:
+    return TypeAdapter(kind)
+
+
+class JsonDocument:
+    """What fills a JSON file of its own."""
+
+    __slots__ = ()
+
+    def to_json(self) -> str:
+        """The document as text, its fields in order."""
+        return to_json(self)
+
+    @classmethod
+    def from_json(cls, text: str) -> Self:
+        """Read a document back; fields that this version does not know are passed over.
+
+        raises    pydantic.ValidationError, a ValueError, for what is no such document of this
+                  schema
+        """
+        document: Self = _adapter(cls).validate_json(text, strict=True)
+        return document
+
+    @classmethod
+    def load(cls, path: Path) -> Self:
+        """Read a document's file.
+
+        raises    DumpNotReadable
+        """
+        try:
+            return cls.from_json(read_text(path, "there is no compiled model here"))
+        except ValueError as error:
+            raise DumpNotReadable(
+                "this is no compiled model that this version reads",
+                file=path,
+                found=_first_mistake(error),
+                help="write it anew with: tlora-fx compile jobs.yaml -o FOLDER",
+            ) from error
+
+
+def read_text(path: Path, missing: str) -> str:
+    """The text of a file of a dump.
+
+    missing    what to say where there is none
+    raises     DumpNotReadable, and UnicodeDecodeError for what is no text
+    """
+    try:
+        return path.read_text(encoding="utf-8")
+    except OSError as error:
+        raise DumpNotReadable(
+            missing,
+            file=path,
+            found=error.strerror,
+            help="write one with: tlora-fx compile jobs.yaml -o FOLDER",
+        ) from error
+
+
+def _first_mistake(error: ValueError) -> str:
+    if not isinstance(error, ValidationError):
+        return str(error)
+    mistake = error.errors()[0]
+    return ": ".join(filter(None, (".".join(map(str, mistake["loc"])), mistake["msg"])))
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,7 +136,7 @@ class JobEntry:
 
 
 @dataclass(frozen=True, slots=True)
-class Branch:
+class BranchEntry:
     """What one job has at one row of the listing.
 
     ranks            of the layers that the row stands for, each value once
@@ -80,7 +157,7 @@ class Branch:
 
 
 @dataclass(frozen=True, slots=True)
-class Row:
+class RowEntry:
     """One module of a layer, or of the root.
 
     module            path; relative to the layer inside a block, "" for the layer itself
@@ -110,7 +187,7 @@ class Row:
     role: str
     nodes: int
     source: str
-    branches: list[Branch]
+    branches: list[BranchEntry]
 
 
 @dataclass(frozen=True, slots=True)
@@ -127,11 +204,11 @@ class BlockEntry:
     layers: list[str]
     folded: bool
     why: str
-    rows: list[Row]
+    rows: list[RowEntry]
 
 
 @dataclass(frozen=True, slots=True)
-class Attention:
+class AttentionEntry:
     """One attention operator.
 
     layers    paths of the layers that have it
@@ -150,7 +227,7 @@ class Attention:
 
 
 @dataclass(frozen=True, slots=True)
-class Dropout:
+class DropoutEntry:
     """A dropout that draws the masks of its job; those of lowered adapters are in JobEntry.
 
     jobs    whom it serves
@@ -163,7 +240,7 @@ class Dropout:
 
 
 @dataclass(frozen=True, slots=True)
-class Note:
+class NoteEntry:
     """A sentence that a pass wants reported."""
 
     by: str
@@ -200,7 +277,7 @@ class Totals:
 
 
 @dataclass(frozen=True, slots=True)
-class Listing:
+class Listing(JsonDocument):
     """A Shared Super-Model as plain data.
 
     schema    number of this layout
@@ -209,29 +286,164 @@ class Listing:
     blocks    in the order in which they run
     """
 
-    schema: int
+    schema: Literal[1]
     version: str
     base: BaseEntry
     form: str
     adapter_dtype: str
     jobs: list[JobEntry]
     blocks: list[BlockEntry]
-    attention: list[Attention]
-    dropouts: list[Dropout]
+    attention: list[AttentionEntry]
+    dropouts: list[DropoutEntry]
     totals: Totals
-    notes: list[Note]
+    notes: list[NoteEntry]
 
-    def to_json(self) -> str:
-        """The listing as text."""
-        return to_json(self)
 
-    @classmethod
-    def from_json(cls, text: str) -> Listing:
-        """Read a listing back; fields that this version does not know are passed over.
+@dataclass(frozen=True, slots=True)
+class NodeEntry:
+    """One node of a graph.
 
-        raises    ValueError, KeyError or TypeError for what is no listing of this schema
-        """
-        return from_json(cls, text, SCHEMA)
+    id                unique in its graph: the node's name in the code
+    key               its provenance, the same in every state of the graph that it survives in
+    kind              "input", "tensor", "call", "layer" or "output"
+    target            operator ("aten.linear.default"), tensor name, layer path or input name
+    inputs            ids of the nodes that it reads, each once, in order of first use
+    code              the statement as in ssm.py; "" for inputs and tensors
+    shape, dtype      of its value; T tokens, or B lines of S tokens; "" where it is no tensor
+    flop_per_token    forward, at equal shares of tokens for all jobs; None where unknown
+    flop_per_length   forward, per token and token of its sequence (attention)
+    flop_per_row      forward, once a row whatever its length
+    bytes             of the tensor, for kind "tensor": one layer's
+    launches          operators that run when it runs: 1 for calls that compute, else 0
+    module            path; relative to the layer inside a block
+    role              "backbone", "adapter", "shared", "table", "loss", or "" before tag-roles
+    jobs              whom it serves
+    site              module that its adapter sits on, "" for all else
+    source            the line of model code that it comes from
+    made_by           "trace", or the pass that made it
+    made_from         keys of the nodes that it was made from; those of `Program.history`
+    note              why it was not lowered, "" for all else
+    """
+
+    id: str
+    key: str
+    kind: str
+    target: str
+    inputs: list[str]
+    code: str
+    shape: list[int | str]
+    dtype: str
+    flop_per_token: float | None
+    flop_per_length: float
+    flop_per_row: float
+    bytes: int
+    launches: int
+    module: str
+    role: str
+    jobs: list[str]
+    site: str
+    source: str
+    made_by: str
+    made_from: list[str]
+    note: str
+
+    @property
+    def value_text(self) -> str:
+        """Shape and dtype of the value: "[1, T, 128] f32", "" where it is no tensor."""
+        return f"[{', '.join(map(str, self.shape))}] {self.dtype}" if self.dtype else ""
+
+
+@dataclass(frozen=True, slots=True)
+class GraphEntry:
+    """One graph: the root, or code that equal layers share.
+
+    name     "root", or the block's name
+    owner    "base", "job NAME", or "group" once the jobs are fused
+    layers   paths of the layers that run it, empty for the root
+    nodes    in the order in which they run
+    """
+
+    name: str
+    owner: str
+    layers: list[str]
+    nodes: list[NodeEntry]
+
+    @property
+    def numbered_layers(self) -> list[str]:
+        """The layers that run the graph; none for root and head, whose modules have full paths."""
+        return [layer for layer in self.layers if layer.rpartition(".")[2].isdigit()]
+
+    def title(self, separator: str = ", ") -> str:
+        """What the graph is called among those of all owners."""
+        return self.name if self.owner == "group" else f"{self.owner}{separator}{self.name}"
+
+
+@dataclass(frozen=True, slots=True)
+class Ancestor:
+    """A node that is gone, from which others were made.
+
+    target       what it called
+    made_by      "trace", or the pass that made it
+    made_from    keys of the nodes that it was made from
+    """
+
+    target: str
+    made_by: str
+    made_from: list[str]
+
+
+@dataclass(frozen=True, slots=True)
+class Program(JsonDocument):
+    """All graphs of one state: after a pass, or of a compiled model.
+
+    schema    number of this layout
+    version   of the tlora-fx that wrote it
+    base      as the job file names it
+    state     "trace", or the name of the pass that ran last
+    form      "packed" or "batch"
+    jobs      in the order of every table
+    history   nodes that are gone, by key
+    """
+
+    schema: Literal[1]
+    version: str
+    base: str
+    state: str
+    form: str
+    jobs: list[str]
+    graphs: list[GraphEntry]
+    history: dict[str, Ancestor]
+
+    def nodes(self) -> Iterator[tuple[GraphEntry, NodeEntry]]:
+        """Every node with its graph, in the order in which they run."""
+        return ((graph, node) for graph in self.graphs for node in graph.nodes)
+
+    def made_from(self, key: str) -> list[str]:
+        """Keys of what a node that is gone was made from."""
+        past = self.history.get(key)
+        return past.made_from if past is not None else []
+
+
+@dataclass(frozen=True, slots=True)
+class PassStage(JsonDocument):
+    """What one pass of a pipeline left.
+
+    place      of the pass in the pipeline, 0 for what was traced
+    text       the pass in the text form of pipelines, "trace" at place 0
+    changed    whether the pass changed any graph
+    seconds    that it took, over all graphs
+    program    all graphs after it
+    """
+
+    place: int
+    text: str
+    changed: bool
+    seconds: float
+    program: Program
+
+    def of_base(self, base: str) -> PassStage:
+        """The same stage, with what the job file calls the base."""
+        return replace(self, program=replace(self.program, base=base))
 
 
 def load_listing(folder: Path) -> Listing:
@@ -239,27 +451,21 @@ def load_listing(folder: Path) -> Listing:
 
     raises    DumpNotReadable
     """
-    return read_dump(folder / FILE if folder.is_dir() else folder, Listing.from_json)
+    return Listing.load(folder / LISTING_FILE if folder.is_dir() else folder)
 
 
-def read_dump(path: Path, read: Callable[[str], T]) -> T:
-    """What a file of a dump holds.
+def load_program(folder: Path) -> Program:
+    """The node-level data in a dump folder.
 
     raises    DumpNotReadable
     """
-    try:
-        return read(path.read_text(encoding="utf-8"))
-    except OSError as error:
-        raise DumpNotReadable(
-            "there is no compiled model here",
-            file=path,
-            found=error.strerror,
-            help="write one with: tlora-fx compile jobs.yaml -o FOLDER",
-        ) from error
-    except (ValueError, KeyError, TypeError) as error:
-        raise DumpNotReadable(
-            "this is no compiled model that this version reads",
-            file=path,
-            found=f"{type(error).__name__}: {error}",
-            help="write it anew with: tlora-fx compile jobs.yaml -o FOLDER",
-        ) from error
+    return Program.load(folder / PROGRAM_FILE)
+
+
+def load_stages(folder: Path) -> list[PassStage]:
+    """What every pass left, as far as the folder of a dump holds it, in order.
+
+    raises    DumpNotReadable
+    """
+    files = sorted((folder / STAGES_FOLDER).glob("[0-9]*.json"))
+    return [PassStage.load(file) for file in files]

@@ -1,8 +1,13 @@
-"""Numbers and paths as people read them."""
+"""Numbers, paths, lines and columns as people read them."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+#: A piece of text and what it is: "shared", "job 3", "dim", "title" or "".
+Piece = tuple[str, str]
+Line = list[Piece]
 
 PREFIXES = ((1e12, "T"), (1e9, "G"), (1e6, "M"), (1e3, "k"))
 KINDS = {
@@ -16,6 +21,8 @@ KINDS = {
 SHORT_TYPES = {"float32": "f32", "float64": "f64", "bfloat16": "bf16", "float16": "f16"}
 MANY_VALUES = 3
 MANY_RUNS = 6
+# Lines of so many columns have wider gaps between the columns of a table.
+WIDE = 120
 
 
 def scaled(value: float, unit: str = "") -> str:
@@ -53,13 +60,13 @@ def cut(text: str, width: int) -> str:
 
 def runs(numbers: Sequence[int]) -> list[str]:
     """Whole numbers as runs: 0, 1, 2, 5 are "0-2", "5"."""
-    found: list[list[int]] = []
+    spans: list[list[int]] = []
     for number in numbers:
-        if found and number == found[-1][1] + 1:
-            found[-1][1] = number
+        if spans and number == spans[-1][1] + 1:
+            spans[-1][1] = number
         else:
-            found.append([number, number])
-    return [str(a) if a == b else f"{a}-{b}" for a, b in found]
+            spans.append([number, number])
+    return [str(a) if a == b else f"{a}-{b}" for a, b in spans]
 
 
 def layers_label(layers: Sequence[str]) -> str:
@@ -71,6 +78,21 @@ def layers_label(layers: Sequence[str]) -> str:
     inside = pieces[0] if len(pieces) == 1 else "{" + ",".join(pieces) + "}"
     times = f" ×{len(layers)}" if len(layers) > 1 else ""
     return f"{parent}.{inside}{times}"
+
+
+def flop_text(token: float | None, length: float, row: float = 0.0) -> str:
+    """A cost by how it grows: "37.5 k + 512·L + 3.00 M once", "–" for none, "?" for unknown.
+
+    token     FLOPs a token, None where unknown
+    length    FLOPs per token and token of its sequence
+    row       FLOPs once a row
+    """
+    if token is None:
+        return "?"
+    parts = [scaled(token)] if token else []
+    parts += [f"{scaled(length)}·L"] if length else []
+    parts += [f"{scaled(row)} once"] if row else []
+    return " + ".join(parts) or "–"
 
 
 def without_root(path: str, layers: Sequence[str]) -> str:
@@ -86,3 +108,84 @@ def kind_text(kind: str, reason: str) -> str:
 
 def _digits(value: float) -> str:
     return f"{value:.2f}" if value < 9.995 else f"{value:.1f}"
+
+
+def wrapped(line: Line, start: int, width: int) -> list[Line]:
+    """Words laid into lines, separated by blanks; lines after the first begin at a column."""
+    lines: list[Line] = [[]]
+    used = start
+    for text, style in line:
+        if lines[-1] and used + 1 + len(text) > width:
+            lines.append([(" " * start, "")])
+            used = start
+        if lines[-1] and used > start:
+            lines[-1].append((" ", ""))
+            used += 1
+        lines[-1].append((cut(text, width - used), style))
+        used += len(text)
+    return lines
+
+
+def labelled(label: Piece, line: Line, start: int, width: int) -> list[Line]:
+    """Words laid into lines, the first of which begins with a label that ends at a column."""
+    first, *rest = wrapped(line, start, width)
+    return [[label, *first], *rest]
+
+
+def words(text: str, style: str = "dim") -> Line:
+    """A text as pieces that `wrapped` may part."""
+    return [(word, style) for word in text.split()]
+
+
+def plain_text(lines: Iterable[Line]) -> str:
+    """Lines as text without styles, each ended."""
+    return "".join("".join(text for text, _ in line).rstrip() + "\n" for line in lines)
+
+
+@dataclass(frozen=True, slots=True)
+class Columns:
+    """Which columns of a table are shown, and how wide: index to width.
+
+    numbers    indices of columns whose cells stand to the right
+    gap        blanks behind each
+    """
+
+    sizes: dict[int, int]
+    numbers: tuple[int, ...]
+    gap: int
+
+    @classmethod
+    def fitting(
+        cls,
+        rows: Sequence[Sequence[str]],
+        width: int,
+        rest: int,
+        numbers: tuple[int, ...] = (),
+        dispensable: Sequence[int] = (),
+    ) -> Columns:
+        """Columns that leave room for what stands behind them: those that matter least go first.
+
+        rows          all lines, titles too
+        width         of a line
+        rest          what is left free behind the columns
+        dispensable   indices, those that matter least first
+        """
+        sizes = {index: max(len(row[index]) for row in rows) for index in range(len(rows[0]))}
+        columns = cls(sizes, numbers, 3 if width >= WIDE else 2)
+        for index in dispensable:
+            if columns.end > width - rest:
+                del sizes[index]
+        return columns
+
+    @property
+    def end(self) -> int:
+        """Where the columns end."""
+        return sum(size + self.gap for size in self.sizes.values())
+
+    def text(self, cells: Sequence[str]) -> str:
+        """The shown cells of a row."""
+        return "".join(
+            (f"{cells[index]:>{size}}" if index in self.numbers else f"{cells[index]:<{size}}")
+            + " " * self.gap
+            for index, size in self.sizes.items()
+        )

@@ -1,4 +1,4 @@
-"""What is looked into: the folder of a dump, or a job file, which is compiled for it."""
+"""What is inspected: the folder of a dump, or a job file, which is compiled for it."""
 
 from __future__ import annotations
 
@@ -8,16 +8,25 @@ from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from tlora_fx.errors import DumpNotReadable, StateNotFound, nearest
-from tlora_fx.inspect.program import FILE as PROGRAM
-from tlora_fx.inspect.program import FOLDER, Program, Stage, load_program, load_stages, named
-from tlora_fx.inspect.schema import Listing, load_listing
+from tlora_fx.errors import StateNotFound, nearest
+from tlora_fx.inspect.schema import (
+    PROGRAM_FILE,
+    STAGES_FOLDER,
+    Listing,
+    PassStage,
+    Program,
+    load_listing,
+    load_program,
+    load_stages,
+    read_text,
+)
 
 if TYPE_CHECKING:
     from tlora_fx.model.supermodel import SuperModel
     from tlora_fx.pipeline import Pipeline
 
 JOB_FILES = (".yaml", ".yml")
+SOURCE_FILE = "ssm.py"
 
 
 class Subject(ABC):
@@ -41,7 +50,7 @@ class Subject(ABC):
 
     @property
     @abstractmethod
-    def stages(self) -> list[Stage]:
+    def stages(self) -> list[PassStage]:
         """What every pass left; empty where nobody wrote it down."""
 
     @property
@@ -49,9 +58,9 @@ class Subject(ABC):
     def source(self) -> str:
         """The text of ssm.py."""
 
-    def all_stages(self) -> list[Stage]:
+    def all_stages(self) -> list[PassStage]:
         """What every pass left, or the compiled model alone where nobody wrote that down."""
-        return self.stages or [Stage(0, self.program.state, False, 0.0, self.program)]
+        return self.stages or [PassStage(0, self.program.state, False, 0.0, self.program)]
 
     def state(self, name: str) -> Program:
         """What a pass left, by its name, its text or its place in the pipeline; "trace" too.
@@ -69,7 +78,7 @@ class Subject(ABC):
             nearest=nearest(name, known),
             help="known: " + ", ".join(known)
             if known
-            else f"compile with --states, which writes {FOLDER}/, or inspect the job file",
+            else f"compile with --states, which writes {STAGES_FOLDER}/, or inspect the job file",
         )
 
 
@@ -89,30 +98,22 @@ class Dump(Subject):
     @cached_property
     def program(self) -> Program:
         """From program.json."""
-        if not (self.folder / PROGRAM).exists():
-            load_listing(self.path)
+        if not (self.folder / PROGRAM_FILE).exists():
+            load_listing(self.path)  # which says what is wrong with the folder
         return load_program(self.folder)
 
     @cached_property
-    def stages(self) -> list[Stage]:
+    def stages(self) -> list[PassStage]:
         """From passes/."""
-        found = load_stages(self.folder)
-        if not found:
-            load_listing(self.path)
-        return found
+        stages = load_stages(self.folder)
+        if not stages:
+            load_listing(self.path)  # which says what is wrong with the folder
+        return stages
 
     @cached_property
     def source(self) -> str:
         """From ssm.py."""
-        try:
-            return (self.folder / "ssm.py").read_text(encoding="utf-8")
-        except OSError as error:
-            raise DumpNotReadable(
-                "the code of the compiled model is not here",
-                file=self.folder / "ssm.py",
-                found=error.strerror,
-                help="write one with: tlora-fx compile jobs.yaml -o FOLDER",
-            ) from error
+        return read_text(self.folder / SOURCE_FILE, "the code of the compiled model is not here")
 
 
 class Compiled(Subject):
@@ -124,23 +125,22 @@ class Compiled(Subject):
         self.path, self.pipeline = path, pipeline
 
     @cached_property
-    def _made(self) -> tuple[SuperModel, Listing, list[Stage]]:
+    def _compiled(self) -> tuple[SuperModel, Listing, list[PassStage]]:
         from tlora_fx.compiler import compile
         from tlora_fx.config.job_file import load_job_file
         from tlora_fx.inspect.listing import make_listing
-        from tlora_fx.inspect.recorder import Recorder
+        from tlora_fx.inspect.program import Recorder
 
-        jobs = load_job_file(self.path)
         recorder = Recorder()
         passes = self.pipeline() if self.pipeline is not None else None
-        model = compile(jobs, passes, instruments=[recorder])
+        model = compile(load_job_file(self.path), passes, instruments=[recorder])
         listing = make_listing(model)
-        return model, listing, [named(stage, listing.base.title) for stage in recorder.stages]
+        return model, listing, [stage.of_base(listing.base.title) for stage in recorder.stages]
 
     @property
     def listing(self) -> Listing:
         """Of the compiled model."""
-        return self._made[1]
+        return self._compiled[1]
 
     @property
     def program(self) -> Program:
@@ -148,14 +148,14 @@ class Compiled(Subject):
         return self.stages[-1].program
 
     @property
-    def stages(self) -> list[Stage]:
+    def stages(self) -> list[PassStage]:
         """As recorded while compiling."""
-        return self._made[2]
+        return self._compiled[2]
 
     @property
     def source(self) -> str:
         """As it would train."""
-        return self._made[0].source
+        return self._compiled[0].source
 
 
 def subject_of(path: Path, pipeline: Callable[[], Pipeline] | None = None) -> Subject:

@@ -18,8 +18,8 @@ from tests.inspect.pages import stages
 from tests.models import base_of, job
 from tlora_fx.compiler import compile
 from tlora_fx.inspect.html import write_html
-from tlora_fx.inspect.program import Stage
-from tlora_fx.inspect.recorder import Recorder
+from tlora_fx.inspect.program import Recorder
+from tlora_fx.inspect.schema import PassStage
 
 CHROMIUM = os.environ.get("CHROMIUM") or shutil.which("chromium") or shutil.which("google-chrome")
 
@@ -80,7 +80,9 @@ def opened(browser, tmp_path) -> Iterator[Callable[..., Opened]]:
     """Write stages as a page and open it."""
     contexts = []
 
-    def open_page(given: list[Stage] | None = None, size: Any = LARGE, **options: Any) -> Opened:
+    def open_page(
+        given: list[PassStage] | None = None, size: Any = LARGE, **options: Any
+    ) -> Opened:
         path = Path(tmp_path, "page.html")
         write_html(given or stages(), path, title="a page")
         contexts.append(browser.new_context(viewport=size, **options))
@@ -99,7 +101,7 @@ def opened(browser, tmp_path) -> Iterator[Callable[..., Opened]]:
 
 
 @pytest.fixture(scope="module")
-def recorded(tmp_path_factory) -> list[Stage]:
+def recorded(tmp_path_factory) -> list[PassStage]:
     """Every pass over two real jobs, one of which has branches that no pattern lowers."""
     base = base_of(tmp_path_factory.mktemp("base"), "llama", dtype="float32")
     recorder = Recorder()

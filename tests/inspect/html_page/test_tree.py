@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 
 from tests.inspect.pages import stages
-from tlora_fx.inspect.program import Stage
+from tlora_fx.inspect.schema import PassStage
 
 EVIL = "<img src=x onerror=document.title='run'>"
 TWO_FRAMES = "() => new Promise(done => requestAnimationFrame(() => requestAnimationFrame(done)))"
@@ -290,7 +290,7 @@ def test_no_two_categories_look_alike(opened, mode):
 def test_a_compiled_model_alone_says_how_to_see_the_passes(opened):
     """A dump without states has one stage, which no pass is told of."""
     last = stages()[-1]
-    alone = Stage(0, "compiled", False, 0.0, replace(last.program, state="compiled"))
+    alone = PassStage(0, "compiled", False, 0.0, replace(last.program, state="compiled"))
     found = opened([alone])
 
     assert "the compiled model alone" in found.page.text_content("#stage-facts")
