@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 from tlora_fx.inspect.marks import Marks
-from tlora_fx.inspect.schema import SCHEMA, Document, GraphEntry, NodeEntry, Program
+from tlora_fx.inspect.schema import SCHEMA, GraphEntry, JsonDocument, NodeEntry, Program
 from tlora_fx.inspect.wording import (
     Line,
     cut,
@@ -80,7 +80,7 @@ class Change:
 
 
 @dataclass(frozen=True, slots=True)
-class ProgramDiff(Document):
+class ProgramDiff(JsonDocument):
     """Two programs, lined up.
 
     first, second    what they are called
