@@ -27,9 +27,18 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import flop_registry
 
 import tlora_fx.ops  # noqa: F401  (registers the formulas of our own operators)
-from tlora_fx.ir.graph import Block, Form, GroupGraph, TensorRef, is_call, output_of, placeholders
+from tlora_fx.ir.graph import (
+    HEAD,
+    LOSS,
+    Block,
+    Form,
+    GroupGraph,
+    TensorRef,
+    is_call,
+    output_of,
+    placeholders,
+)
 from tlora_fx.ir.lora_sites import ADD, ONE, is_lowered, lowered_site, serves_several
-from tlora_fx.passes.lower_loss import HEAD, LOSS
 
 # Operations an element of the first input, for what is one operator here and several elsewhere.
 PER_ELEMENT = {

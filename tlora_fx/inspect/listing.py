@@ -41,11 +41,20 @@ from tlora_fx.inspect.schema import (
     Totals,
 )
 from tlora_fx.inspect.wording import layers_label
-from tlora_fx.ir.graph import AdapterSite, Block, GroupGraph, JobGraph, TensorRef, is_call, under
+from tlora_fx.ir.graph import (
+    HEAD,
+    LOSS,
+    AdapterSite,
+    Block,
+    GroupGraph,
+    JobGraph,
+    TensorRef,
+    is_call,
+    under,
+)
 from tlora_fx.ir.lora_sites import lowered_site, serves_several
 from tlora_fx.model.source import class_name, size_names
 from tlora_fx.model.supermodel import SuperModel
-from tlora_fx.passes.lower_loss import HEAD, LOSS
 from tlora_fx.tracing.layers import layer_list
 from tlora_fx.version import __version__
 

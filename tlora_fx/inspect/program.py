@@ -27,6 +27,7 @@ from tlora_fx.inspect.schema import (
     Program,
 )
 from tlora_fx.ir.graph import (
+    LOSS,
     TRACE,
     GroupGraph,
     JobGraph,
@@ -39,7 +40,6 @@ from tlora_fx.ir.graph import (
 from tlora_fx.ir.lora_sites import lowered_site
 from tlora_fx.ir.verifier import owners
 from tlora_fx.model.source import SHORT, input_names, size_names, statements
-from tlora_fx.passes.lower_loss import LOSS
 from tlora_fx.pipeline import Done, Instrument, Pipeline
 from tlora_fx.version import __version__
 

@@ -53,7 +53,8 @@ class JsonDocument:
         raises    pydantic.ValidationError, a ValueError, for what is no such document of this
                   schema
         """
-        document: Self = _adapter(cls).validate_json(text, strict=True)
+        kind: Any = cls
+        document: Self = _adapter(kind).validate_json(text, strict=True)
         return document
 
     @classmethod
