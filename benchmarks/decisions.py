@@ -26,7 +26,7 @@ from tlora_fx.cost.estimator import Estimator, ProfileEstimator
 from tlora_fx.cost.model_facts import demand_of
 from tlora_fx.cost.profile_sources import profiles_for
 from tlora_fx.scheduler.policies import find_policy
-from tlora_fx.scheduler.state import ActiveJob, JobRequest, Policy, State
+from tlora_fx.scheduler.state import ActiveJob, JobRequest, Policy, SchedulerState
 
 BASES = ("llama-3-8b", "qwen3-8b")
 POLICIES = ("tlora", "tlora-paper", "mlora-fifo", "megatron")
@@ -52,7 +52,7 @@ def measured(name: str, count: int, estimator: Estimator, *, full: bool) -> dict
     asked = sum(one.request.gpus for one in jobs)
     nodes = max(4, -(-asked // (24 if full else 6)))
     active = {one.name: one for one in jobs}
-    state = State(float(count), Cluster(nodes * 8), estimator, active)
+    state = SchedulerState(float(count), Cluster(nodes * 8), estimator, active)
     policy = find_policy(name)
     first, evaluations = timed(policy, state)
     later = []
@@ -90,7 +90,7 @@ def without(group: Any, ended: set[str]) -> Any:
     return replace(group, jobs=stay) if stay else None
 
 
-def timed(policy: Policy, state: State) -> tuple[float, int]:
+def timed(policy: Policy, state: SchedulerState) -> tuple[float, int]:
     """Seconds of the processor, and evaluations; the answer becomes what runs."""
     before, begun = state.estimator.evaluations, time.process_time()
     decision = policy.decide(state)

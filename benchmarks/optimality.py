@@ -27,14 +27,14 @@ from tlora_fx.cost.profile_sources import profiles_for
 from tlora_fx.scheduler.policies import find_policy
 from tlora_fx.scheduler.policies.oracle import best_grouping
 from tlora_fx.scheduler.search.objective import Objective, seconds_of
-from tlora_fx.scheduler.state import ROUNDING, ActiveJob, JobRequest, State, limit_seconds
+from tlora_fx.scheduler.state import ROUNDING, ActiveJob, JobRequest, SchedulerState, limit_seconds
 
 BASE = "llama-3-8b"
 CLUSTER = Cluster(256)
 OBJECTIVES: tuple[Objective, ...] = ("throughput", "weighted")
 BOUNDS = {"throughput": (0.97, 0.85), "weighted": (0.96, 0.80)}
 Groups = Sequence[tuple[tuple[str, ...], float]]
-Way = Callable[[State, Objective], Groups]
+Way = Callable[[SchedulerState, Objective], Groups]
 
 
 def requests_drawn(count: int, seed: int) -> list[JobRequest]:
@@ -50,18 +50,18 @@ def requests_drawn(count: int, seed: int) -> list[JobRequest]:
     return found
 
 
-def state_of(requests: Sequence[JobRequest], estimator: Estimator) -> State:
+def state_of(requests: Sequence[JobRequest], estimator: Estimator) -> SchedulerState:
     """All of them new, at one moment."""
     jobs = {
         one.name: ActiveJob(one, estimator.solo(one.base, one.demand, one.gpus)) for one in requests
     }
-    return State(float(len(requests)), CLUSTER, estimator, jobs)
+    return SchedulerState(float(len(requests)), CLUSTER, estimator, jobs)
 
 
 def by_policy(name: str, **options: Any) -> Way:
     """The groups that a policy forms."""
 
-    def way(state: State, objective: Objective) -> Groups:
+    def way(state: SchedulerState, objective: Objective) -> Groups:
         chosen = (
             {} if name.startswith(("mlora", "megatron", "no-sch")) else {"objective": objective}
         )
@@ -72,7 +72,7 @@ def by_policy(name: str, **options: Any) -> Way:
     return way
 
 
-def literal_prefix(state: State, objective: Objective) -> Groups:
+def literal_prefix(state: SchedulerState, objective: Objective) -> Groups:
     """Algorithm 1 as printed: the prefix of an ascending list with the largest raw throughput."""
     queue: list[tuple[str, ...]] = [(name,) for name in state.jobs]
     done: list[tuple[str, ...]] = []
@@ -93,7 +93,7 @@ def literal_prefix(state: State, objective: Objective) -> Groups:
     return [(group, _seconds(state, group)) for group in done]
 
 
-def _seconds(state: State, group: tuple[str, ...]) -> float:
+def _seconds(state: SchedulerState, group: tuple[str, ...]) -> float:
     jobs = [state.jobs[name].request for name in group]
     total = jobs[0].demand
     for job in jobs[1:]:
@@ -101,19 +101,21 @@ def _seconds(state: State, group: tuple[str, ...]) -> float:
     return seconds_of(state, BASE, total.row(), sum(job.gpus for job in jobs))
 
 
-def _value(state: State, group: tuple[str, ...], objective: Objective) -> float:
+def _value(state: SchedulerState, group: tuple[str, ...], objective: Objective) -> float:
     """Of one group; -1 where it breaks a bound."""
     seconds = _seconds(state, group)
     return -1.0 if breaks(state, group, seconds) else worth(state, group, seconds, objective)
 
 
-def _residual(state: State, group: tuple[str, ...]) -> float:
+def _residual(state: SchedulerState, group: tuple[str, ...]) -> float:
     tokens = sum(state.jobs[name].request.demand.tokens for name in group)
     gpus = sum(state.jobs[name].request.gpus for name in group)
     return -tokens / (_seconds(state, group) * gpus)
 
 
-def worth(state: State, group: tuple[str, ...], seconds: float, objective: Objective) -> float:
+def worth(
+    state: SchedulerState, group: tuple[str, ...], seconds: float, objective: Objective
+) -> float:
     """What a group does in a second."""
     jobs = [state.jobs[name] for name in group]
     if objective == "weighted":
@@ -121,7 +123,7 @@ def worth(state: State, group: tuple[str, ...], seconds: float, objective: Objec
     return sum(job.request.demand.samples for job in jobs) / seconds
 
 
-def breaks(state: State, group: tuple[str, ...], seconds: float) -> int:
+def breaks(state: SchedulerState, group: tuple[str, ...], seconds: float) -> int:
     """Jobs of a group that are slowed down past their bound."""
     if len(group) < 2:
         return 0

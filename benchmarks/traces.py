@@ -32,7 +32,14 @@ from tlora_fx.simulator.report import (
     reasons,
     spread,
 )
-from tlora_fx.simulator.sweep import Outcome, Plan, Scenario, Source, plan_of, run_all
+from tlora_fx.simulator.sweep import (
+    JobSource,
+    Scenario,
+    ScenarioResult,
+    SweepPlan,
+    plan_of,
+    run_all,
+)
 
 POLICIES = ("tlora", "tlora-paper", *BASELINES, "no-scheduler", "no-kernel-fuser")
 
@@ -40,9 +47,12 @@ POLICIES = ("tlora", "tlora-paper", *BASELINES, "no-scheduler", "no-kernel-fuser
 def scenarios(data: Path | None, jobs: int, gpus: int) -> Iterator[tuple[str, Scenario]]:
     """Each trace by name; those that are not there are left out."""
     cluster = Cluster(gpus)
-    synthetic = Scenario("tlora", source=Source(jobs=jobs), cluster=cluster)
+    synthetic = Scenario("tlora", source=JobSource(jobs=jobs), cluster=cluster)
     yield "synthetic", synthetic
-    yield "synthetic, 0.25 x arrivals", replace(synthetic, source=Source(jobs=jobs, intensity=0.25))
+    yield (
+        "synthetic, 0.25 x arrivals",
+        replace(synthetic, source=JobSource(jobs=jobs, intensity=0.25)),
+    )
     by_gpus = replace(synthetic.choices, batch_rule="gpus")
     yield "synthetic, batch by GPUs", replace(synthetic, choices=by_gpus)
     if data is None:
@@ -52,7 +62,7 @@ def scenarios(data: Path | None, jobs: int, gpus: int) -> Iterator[tuple[str, Sc
         if path.exists():
             yield (
                 f"{path.parent.name}, {path.stem}",
-                replace(synthetic, source=Source(trace=str(path))),
+                replace(synthetic, source=JobSource(trace=str(path))),
             )
 
 
@@ -101,18 +111,18 @@ def told_all(reports: dict[str, Report]) -> dict[str, Any]:
 
 
 def replayed(
-    plans: dict[str, Plan], processes: int, keep: Callable[[dict[str, Report]], None]
+    plans: dict[str, SweepPlan], processes: int, keep: Callable[[dict[str, Report]], None]
 ) -> dict[str, Report]:
     """The report of each trace.
 
     keep    called with those that are whole, after each
     """
     wanted = [one for plan in plans.values() for one in plan.main]
-    outcomes: dict[Scenario, Outcome] = {}
+    outcomes: dict[Scenario, ScenarioResult] = {}
     reports: dict[str, Report] = {}
     start = time.perf_counter()
 
-    def done(outcome: Outcome) -> None:
+    def done(outcome: ScenarioResult) -> None:
         outcomes[outcome.scenario] = outcome
         for name, plan in plans.items():
             if name not in reports and all(one in outcomes for one in plan.main):

@@ -32,12 +32,19 @@ from benchmarks.validation_workload import Planned, base_of, workload, write_fil
 from tlora_fx.config.job import Job
 from tlora_fx.config.job_file import load_job_file
 from tlora_fx.cost.demand import Demand
-from tlora_fx.scheduler.executor import Drained, Event, Failed, Progress
+from tlora_fx.scheduler.executor import Drained, ExecutorEvent, Failed, Progress
 from tlora_fx.scheduler.formations import NoWatch
 from tlora_fx.scheduler.local.executor import LocalOptions, cpu_threads
-from tlora_fx.scheduler.local.worker import Listener
+from tlora_fx.scheduler.local.worker import EventReader
 from tlora_fx.scheduler.policies import find_policy
-from tlora_fx.scheduler.service import Estimates, Found, Running, RunOptions, machine, opened
+from tlora_fx.scheduler.service import (
+    Estimates,
+    RunOptions,
+    SchedulerService,
+    SubmittedFile,
+    machine,
+    opened,
+)
 from tlora_fx.scheduler.state import Group
 from tlora_fx.scheduler.store import EpochRecord, JobRecord
 from tlora_fx.simulator.replay import replay
@@ -61,7 +68,7 @@ class Quiet(NoWatch):
     def went_on(self, jobs: int, done: int) -> None:
         """Nothing."""
 
-    def took(self, found: Found) -> None:
+    def took(self, found: SubmittedFile) -> None:
         """A file of ours should hold no mistake."""
         if found.mistake:
             print(found.mistake, file=sys.stderr)
@@ -188,7 +195,7 @@ def switch_of(measured: Sequence[Mapping[str, float]]) -> tuple[float, float]:
     return last[few], max(0.0, (last[many] - last[few]) / (many - few))
 
 
-def _until(running: Running, kind: type[Event], epoch: int) -> float:
+def _until(running: SchedulerService, kind: type[ExecutorEvent], epoch: int) -> float:
     end = time.monotonic() + LIMIT_SECONDS
     while time.monotonic() < end:
         for event in running.executor.events():
@@ -200,7 +207,7 @@ def _until(running: Running, kind: type[Event], epoch: int) -> float:
     raise TimeoutError(f"no {kind.__name__} of formation {epoch}")
 
 
-def _ready(running: Running) -> None:
+def _ready(running: SchedulerService) -> None:
     """Wait until workers can be forked: that is no switch."""
     while not running.executor.ready:
         time.sleep(TURN_SECONDS)
@@ -253,7 +260,7 @@ def _mean(values: Iterable[float]) -> float | None:
 
 def group_of(run: Path, epoch: EpochRecord) -> dict[str, Any]:
     """What a formation took to launch, and its steps before one of its jobs ended."""
-    lines = Listener(run / "groups" / f"{epoch.epoch:06d}" / "told.jsonl").lines()
+    lines = EventReader(run / "groups" / f"{epoch.epoch:06d}" / "told.jsonl").lines()
     ended = next((at for at, line in enumerate(lines) if line.get("ended")), len(lines))
     told = [line for line in lines[:ended] if line["kind"] == "progress"]
     # The first step compiles kernels.

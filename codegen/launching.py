@@ -23,7 +23,7 @@ Start = Callable[[int, Sequence[Any]], object]
 
 
 @dataclass(frozen=True, slots=True)
-class Started:
+class KernelLaunch:
     """One launch.
 
     start        starts it again
@@ -39,10 +39,10 @@ class Started:
 class Tape(threading.local):
     """The launches of this thread, in their order, while `started` is a list."""
 
-    started: list[Started] | None = None
+    started: list[KernelLaunch] | None = None
 
     @contextmanager
-    def away(self) -> Iterator[list[Started] | None]:
+    def away(self) -> Iterator[list[KernelLaunch] | None]:
         """Write nothing down for a while; gives what is written on."""
         entries, self.started = self.started, None
         try:
@@ -90,7 +90,7 @@ class Launcher:
             _start(compiled, whole, self._stream(device), arguments)
         if tape.started is not None:
             again = partial(_start, compiled, whole)
-            tape.started.append(Started(again, arguments, by_address=True))
+            tape.started.append(KernelLaunch(again, arguments, by_address=True))
 
     def _facts(self, arguments: tuple[Any, ...]) -> list[int]:
         """What Triton compiles an argument's form for: 0 to 3 for integers, 4 or 5 for tensors."""
@@ -125,7 +125,7 @@ class Interpreted:
         with tape.away() as entries:
             again(0, arguments)
         if entries is not None:
-            entries.append(Started(again, arguments, by_address=False))
+            entries.append(KernelLaunch(again, arguments, by_address=False))
 
 
 def _start(compiled: Any, grid: tuple[int, ...], stream: int, arguments: Sequence[Any]) -> None:

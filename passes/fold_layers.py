@@ -19,7 +19,7 @@ from torch import fx
 from tlora_fx.errors import LayersNotChained, NotFoldable, NotOutlinable
 from tlora_fx.ir.graph import PEFT_PREFIX, Block, JobGraph, LayerPlan, TensorRef, under
 from tlora_fx.pipeline import JobPass, Numerics, register
-from tlora_fx.rewriting import Piece, Rewriter, outline
+from tlora_fx.rewriting import OutlinedGraph, Rewriter, outline
 
 LORA_NUMBERS = {"dropout", "scale"}
 
@@ -39,7 +39,7 @@ class FoldLayers(JobPass):
         plan = graph.plan
         bodies = _outline_all(graph.root, plan)
         for layer, first in plan.twins().items():
-            _demand_equal(bodies[layer], bodies[first], f"{layer}, {first}")
+            _require_equal(bodies[layer], bodies[first], f"{layer}, {first}")
         carried = _carried_slots(bodies, plan)
         blocks: dict[str, Block] = {}
         for first in dict.fromkeys(plan.representative.values()):
@@ -60,7 +60,7 @@ def block_name(layers: tuple[str, ...]) -> str:
     return f"{parent}_{tail}"
 
 
-def _outline_all(root: fx.Graph, plan: LayerPlan) -> dict[str, Piece]:
+def _outline_all(root: fx.Graph, plan: LayerPlan) -> dict[str, OutlinedGraph]:
     nodes: dict[str, list[fx.Node]] = {layer: [] for layer in plan.traced()}
     for node in root.nodes:
         layer = _layer_of(node, plan)
@@ -78,7 +78,7 @@ def _layer_of(node: fx.Node, plan: LayerPlan) -> str | None:
     return next((layer for layer in plan.traced() if under(path, layer)), None)
 
 
-def _outline(layer: str, members: list[fx.Node]) -> Piece:
+def _outline(layer: str, members: list[fx.Node]) -> OutlinedGraph:
     try:
         piece = outline(members, layer)
     except NotOutlinable as error:
@@ -112,7 +112,7 @@ def canonical(graph: fx.Graph) -> list[Hashable]:
     return rows
 
 
-def _demand_equal(left: Piece, right: Piece, layers: str) -> None:
+def _require_equal(left: OutlinedGraph, right: OutlinedGraph, layers: str) -> None:
     one, two = canonical(left.graph), canonical(right.graph)
     for mine, theirs in zip(one, two, strict=False):
         if mine != theirs:
@@ -128,7 +128,7 @@ def _demand_equal(left: Piece, right: Piece, layers: str) -> None:
         )
 
 
-def _carried_slots(bodies: dict[str, Piece], plan: LayerPlan) -> dict[str, int]:
+def _carried_slots(bodies: dict[str, OutlinedGraph], plan: LayerPlan) -> dict[str, int]:
     """For each layer structure the input that is the layer before's result.
 
     raises    NotFoldable when layers do not form a chain
@@ -150,12 +150,12 @@ def _carried_slots(bodies: dict[str, Piece], plan: LayerPlan) -> dict[str, int]:
     for layer in plan.traced()[1:]:
         if plan.representative[layer] not in carried:
             raise LayersNotChained("a layer does not read the layer before it", layer=layer)
-    _demand_same_context(bodies, plan, carried)
+    _require_same_context(bodies, plan, carried)
     return carried
 
 
-def _demand_same_context(
-    bodies: dict[str, Piece], plan: LayerPlan, carried: dict[str, int]
+def _require_same_context(
+    bodies: dict[str, OutlinedGraph], plan: LayerPlan, carried: dict[str, int]
 ) -> None:
     for layer, first in plan.twins().items():
         slot = carried.get(first)
@@ -178,7 +178,7 @@ def _depends_on(node: fx.Node, sources: set[fx.Node]) -> bool:
 
 
 def _call_layers(
-    root: fx.Graph, plan: LayerPlan, bodies: dict[str, Piece], carried: dict[str, int]
+    root: fx.Graph, plan: LayerPlan, bodies: dict[str, OutlinedGraph], carried: dict[str, int]
 ) -> fx.Graph:
     """The root anew, each run of layer nodes replaced by calls of all layers."""
     owner = {node: layer for layer, body in bodies.items() for node in body.nodes}
@@ -205,7 +205,7 @@ def _emit_calls(
     new: fx.Graph,
     made: dict[fx.Node, fx.Node],
     plan: LayerPlan,
-    bodies: dict[str, Piece],
+    bodies: dict[str, OutlinedGraph],
     carried: dict[str, int],
 ) -> fx.Node:
     running: fx.Node | None = None

@@ -43,7 +43,7 @@ from tlora_fx.pipeline import GroupPass, Numerics, register
 
 
 @dataclass(slots=True)
-class Branch:
+class JobBranch:
     """What a job computes instead of one base value.
 
     anchor   the base node whose value the branch replaces
@@ -70,7 +70,7 @@ class Alignment:
 
     twins: dict[fx.Node, fx.Node] = field(default_factory=dict)
     stands: dict[fx.Node, fx.Node] = field(default_factory=dict)
-    branches: list[Branch] = field(default_factory=list)
+    branches: list[JobBranch] = field(default_factory=list)
     missing: list[fx.Node] = field(default_factory=list)
 
 
@@ -106,7 +106,7 @@ def align(
                 found.stands[node] = twin
         if node in anchors:
             found.stands[node] = anchors[node][0]
-    _demand_same_result(base.graph, job.graph, found, subject)
+    _require_same_result(base.graph, job.graph, found, subject)
     _cut_branches(anchors, job.graph, found)
     done = set(found.twins.values())
     found.missing = [n for n in base.graph.nodes if n not in done and n.op == "call_function"]
@@ -187,7 +187,7 @@ def _content(value: Tensor) -> Hashable:
     )
 
 
-def _demand_same_result(base: fx.Graph, job: fx.Graph, found: Alignment, subject: str) -> None:
+def _require_same_result(base: fx.Graph, job: fx.Graph, found: Alignment, subject: str) -> None:
     result, expected = output_of(job).args[0], output_of(base).args[0]
     if isinstance(result, fx.Node) and found.stands.get(result) is expected:
         return
@@ -224,7 +224,9 @@ def _cut_branches(
                 if not known and source not in members:
                     members.add(source)
                     stack.append(source)
-        found.branches.append(Branch(anchor, site, sorted(members, key=order.__getitem__), result))
+        found.branches.append(
+            JobBranch(anchor, site, sorted(members, key=order.__getitem__), result)
+        )
 
 
 aten = torch.ops.aten
@@ -329,7 +331,7 @@ def _in_layer(path: str, graph: JobGraph) -> bool:
 def _fuse_block(group: GroupGraph, aligned: list[_Structure], layers: tuple[str, ...]) -> Block:
     first = layers[0]
     prefix = first + "."
-    writer = _Writer(group, _block_at(group.base, first).graph, first)
+    writer = _BranchWriter(group, _block_at(group.base, first).graph, first)
     for job, structure in zip(group.jobs, aligned, strict=True):
         sites = {p[len(prefix) :]: s for p, s in job.sites.items() if p.startswith(prefix)}
         writer.add_job(job, structure.block(first), sites)
@@ -337,7 +339,7 @@ def _fuse_block(group: GroupGraph, aligned: list[_Structure], layers: tuple[str,
 
 
 def _fuse_root(group: GroupGraph, aligned: list[_Structure]) -> fx.Graph:
-    writer = _Writer(group, group.base.root, "")
+    writer = _BranchWriter(group, group.base.root, "")
     for job, structure in zip(group.jobs, aligned, strict=True):
         writer.add_job(job, structure.root, job.sites)
     return writer.write()
@@ -357,7 +359,7 @@ def _missing_notes(group: GroupGraph, aligned: list[_Structure]) -> list[tuple[s
     return [("fuse-backbone", note) for note in dict.fromkeys(notes)]
 
 
-class _Writer:
+class _BranchWriter:
     """Writes one fused graph: the base's nodes in order, each job's branches at their anchors."""
 
     def __init__(self, group: GroupGraph, base: fx.Graph, layer: str) -> None:
@@ -367,7 +369,7 @@ class _Writer:
         self.before: dict[fx.Node, fx.Node] = {}
         self.after: dict[fx.Node, fx.Node] = {}
         self.tables: dict[str, fx.Node] = {}
-        self.branches: dict[fx.Node, list[tuple[int, JobGraph, Alignment, Branch]]] = {}
+        self.branches: dict[fx.Node, list[tuple[int, JobGraph, Alignment, JobBranch]]] = {}
         self.sites: list[dict[str, AdapterSite]] = []
 
     def add_job(self, job: JobGraph, alignment: Alignment, sites: dict[str, AdapterSite]) -> None:
@@ -422,7 +424,7 @@ class _Writer:
         return (*given, *(self.tables[name] for name in names))
 
     def _write_branch(
-        self, index: int, job: JobGraph, alignment: Alignment, branch: Branch
+        self, index: int, job: JobGraph, alignment: Alignment, branch: JobBranch
     ) -> None:
         axis = branch.anchor.meta["axis"]
         site = self.sites[index].get(branch.site)

@@ -24,7 +24,7 @@ from tlora_fx.ir.graph import GroupGraph, TensorRef, is_call
 from tlora_fx.ir.lora_sites import ADD, ONE, LoweredSite, lowered_site, serves_several
 from tlora_fx.ir.storage import stored_as
 from tlora_fx.ir.verifier import named_graphs
-from tlora_fx.ops.quantized import demand_package, misfit, stored_parts
+from tlora_fx.ops.quantized import misfit, require_package, stored_parts
 from tlora_fx.passes.lower_adapters import FROZEN
 from tlora_fx.pipeline import GroupPass, Numerics, register, rewrite_allowed
 from tlora_fx.rewriting import Maker, Match, Rewriter, nearest_match
@@ -50,7 +50,7 @@ class QuantizeBase(GroupPass):
     at_least: int = 4096
 
     def run(self, group: GroupGraph) -> None:
-        demand_package(self.to)
+        require_package(self.to)
         for where, graph in named_graphs(group):
             found = list(_products(graph))
             inside = {node for product in found for node in product.nodes}

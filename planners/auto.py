@@ -15,7 +15,7 @@ import torch
 from tlora_fx.cost.facts import facts_of
 from tlora_fx.cost.hardware import GIB
 from tlora_fx.cost.load import Round, round_of_jobs
-from tlora_fx.cost.memory import Memory, demand_fits, fits, memory_of, usable_bytes
+from tlora_fx.cost.memory import Memory, fits, memory_of, require_fits, usable_bytes
 from tlora_fx.cost.model_facts import ModelFacts
 from tlora_fx.cost.plan import Estimate, MeshShape, Plan, Schedule, model_fingerprint
 from tlora_fx.cost.profile import Profile
@@ -32,10 +32,10 @@ from tlora_fx.cost.step_time import (
 )
 from tlora_fx.errors import NoPlanFits, ProfileMissing, TloraError, UnknownGpu
 from tlora_fx.model.supermodel import SuperModel
-from tlora_fx.parallel.apply import demand_shardable
+from tlora_fx.parallel.apply import require_shardable
 from tlora_fx.parallel.pipeline import legal_cuts
-from tlora_fx.parallel.prepare import demand_fits as demand_mesh_fits
 from tlora_fx.parallel.prepare import obstacles
+from tlora_fx.parallel.prepare import require_fits as require_mesh_fits
 from tlora_fx.planners.pipeline_parallel import cut_layers
 from tlora_fx.planners.protocol import Planner
 
@@ -67,7 +67,7 @@ class Candidate:
 
 
 @dataclass(frozen=True, slots=True)
-class Search:
+class PlanSearch:
     """What came of looking at all plans.
 
     candidates   those that run, best first, then those that do not
@@ -126,7 +126,7 @@ class Auto(Planner):
         raises    ProfileMissing, MeshDoesNotFit, JobTooLong, NoPlanFits
         """
         if shape is not None:
-            demand_mesh_fits(model, shape)
+            require_mesh_fits(model, shape)
         known = profile
         if not isinstance(known, Profile):
             allowed = bool(options.get("allow_estimated", False))
@@ -143,7 +143,7 @@ class Auto(Planner):
         processes = shape.size if shape else int(options.get("processes", 1))
         cluster = Cluster(int(options.get("gpus_per_node", GPUS_PER_NODE)))
         found = search(model, known, work, processes, cluster, meshes)
-        demand_memory(found, work)
+        require_memory(found, work)
         return found.best()
 
 
@@ -178,7 +178,7 @@ def search(
     processes: int,
     cluster: Cluster | None = None,
     meshes: Sequence[MeshShape] | None = None,
-) -> Search:
+) -> PlanSearch:
     """Look at all plans of so many processes.
 
     meshes   those to look at; None: all of that size
@@ -199,7 +199,7 @@ def search(
                 found.append(_judged(model, cost, recomputing(cost, one.plan, work, legal), work))
     ordered = sorted(found, key=_order)
     judged = tuple(_estimated(one, cost) for one in ordered)
-    return Search(judged, work.load.total, cost, work.load.sequences)
+    return PlanSearch(judged, work.load.total, cost, work.load.sequences)
 
 
 def _first(mesh: MeshShape) -> Plan:
@@ -280,7 +280,7 @@ def balanced_stages(
     return tuple(cut_layers(costs, stages, legal))
 
 
-def demand_memory(found: Search, work: Round) -> None:
+def require_memory(found: PlanSearch, work: Round) -> None:
     """Name the job that is too long, where every plan that could run lacks memory.
 
     raises    JobTooLong
@@ -290,7 +290,7 @@ def demand_memory(found: Search, work: Round) -> None:
     short = [one for one in found.dropped if one.memory is not None]
     if short:
         nearest = min(short, key=lambda one: one.memory.total if one.memory else 0.0)
-        demand_fits(found.cost, nearest.plan, work)
+        require_fits(found.cost, nearest.plan, work)
 
 
 def _legal(model: SuperModel) -> list[int]:
@@ -311,7 +311,7 @@ def _judged(model: SuperModel, cost: CostModel, plan: Plan, work: Round) -> Cand
     """Time and memory of a plan, or why it cannot run."""
     try:
         if plan.shard_base:
-            demand_shardable(model, plan)
+            require_shardable(model, plan)
         time, memory = step_time(cost, plan, work), memory_of(cost, plan, work)
     except TloraError as error:
         return Candidate(plan, reason=error.facts.get("reason") or error.what)

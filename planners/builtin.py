@@ -7,7 +7,7 @@ from typing import Any, ClassVar
 from tlora_fx.cost.plan import MeshShape, Plan, choose, model_fingerprint
 from tlora_fx.errors import PlanNotRunnable
 from tlora_fx.model.supermodel import SuperModel
-from tlora_fx.parallel.prepare import demand_fits
+from tlora_fx.parallel.prepare import require_fits
 from tlora_fx.passes.tensor_parallel.shard import nothing_cut
 from tlora_fx.planners.protocol import Planner
 
@@ -155,7 +155,7 @@ class Tensor(Planner):
                 found=f"a mesh of {shape}",
                 help="choose pipeline or auto for stages",
             )
-        demand_fits(model, shape)
+        require_fits(model, shape)
         reasons = nothing_cut(model.group, shape.tp) if shape.tp > 1 else []
         if reasons:
             raise PlanNotRunnable(

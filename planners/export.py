@@ -26,8 +26,8 @@ from tlora_fx.cost.step_time import CostModel
 from tlora_fx.durable import replace_file
 from tlora_fx.errors import ForeignPlanError, PlanNotRunnable, ProfileFileError
 from tlora_fx.model.supermodel import SuperModel
-from tlora_fx.parallel.apply import demand_shardable
-from tlora_fx.parallel.prepare import demand_fits
+from tlora_fx.parallel.apply import require_shardable
+from tlora_fx.parallel.prepare import require_fits
 from tlora_fx.planners.protocol import Planner
 
 # What the file formats of other planners have in common: a layer's times by batch and tp.
@@ -160,7 +160,7 @@ class Galvatron(Planner):
             )
         processes = shape.size if shape else int(options.get("processes", 1))
         plan = read_galvatron(Path(options["file"]), processes)
-        demand_fits(model, plan.mesh)
+        require_fits(model, plan.mesh)
         layers = len(model.layer_order())
         if plan.cuts and plan.cuts[-1] >= layers:
             raise ForeignPlanError(
@@ -171,7 +171,7 @@ class Galvatron(Planner):
                 help="search again with the profile of this model",
             )
         if plan.shard_base:
-            demand_shardable(model, plan)
+            require_shardable(model, plan)
         return plan.model_copy(update={"model": model_fingerprint(model)})
 
 
@@ -305,7 +305,7 @@ def read_galvatron(path: Path, processes: int) -> Plan:
             found=f"no field {error}" if isinstance(error, KeyError) else error,
             help="its search engine writes galvatron_config_....json",
         ) from error
-    _demand_runs(path, processes, pp, tp, cut, pipeline, division)
+    _require_runs(path, processes, pp, tp, cut, pipeline, division)
     sharded = kinds == 1 or found.get("default_dp_type") == "zero3"
     return Plan(
         planner=f"{Galvatron.name} ({TRAINED})",
@@ -318,7 +318,7 @@ def read_galvatron(path: Path, processes: int) -> Plan:
     )
 
 
-def _demand_runs(
+def _require_runs(
     path: Path, processes: int, pp: int, tp: int, cut: int, pipeline: str, division: list[int]
 ) -> None:
     """Refuse what tlora-fx does not run."""

@@ -9,14 +9,14 @@ from typing import Any, ClassVar, get_args
 
 from torch import nn
 
-from tlora_fx.cost.pipeline_simulation import demand_schedule
+from tlora_fx.cost.pipeline_simulation import require_schedule
 from tlora_fx.cost.plan import TAKEN_OUT, MeshShape, Plan, Schedule, model_fingerprint
 from tlora_fx.errors import NoStage, PlanNotRunnable, nearest
 from tlora_fx.ir.graph import HEAD, LOSS
 from tlora_fx.model.supermodel import SuperModel
-from tlora_fx.parallel.apply import demand_shardable
+from tlora_fx.parallel.apply import require_shardable
 from tlora_fx.parallel.pipeline import cut_stages, legal_cuts
-from tlora_fx.parallel.prepare import demand_fits
+from tlora_fx.parallel.prepare import require_fits
 from tlora_fx.planners.protocol import Planner
 
 # Where to cut layers into stages, so that the dearest stage is as cheap as can be.
@@ -159,7 +159,7 @@ MICRO_BATCHES_A_STAGE = 4
 STAGES_A_PROCESS = 2
 
 
-class Pipeline(Planner):
+class PipelineParallel(Planner):
     """Layers cut into stages by their cost, run by a schedule of torch."""
 
     name: ClassVar[str] = "pipeline"
@@ -188,7 +188,7 @@ class Pipeline(Planner):
                 found=f"a mesh of {shape}",
                 help="give a mesh with pp of 2 or more, or choose single, replicated or fsdp",
             )
-        demand_fits(model, shape)
+        require_fits(model, shape)
         schedule = _schedule(str(options.get("schedule", "1f1b")))
         recompute = bool(options.get("recompute", False))
         cuts: Sequence[int] | None = options.get("cuts")
@@ -199,10 +199,10 @@ class Pipeline(Planner):
             cuts = balanced_cuts(model, stages, options.get("costs"), recompute=recompute)
         cut_stages(model, cuts)
         micro_batches = int(options.get("micro_batches", 0)) or _micro_batches(model, shape)
-        demand_schedule(schedule, len(cuts) + 1, shape.pp, micro_batches)
+        require_schedule(schedule, len(cuts) + 1, shape.pp, micro_batches)
         shard = bool(options.get("shard_base", False))
         if shard:
-            _demand_replicas(shape)
+            _require_replicas(shape)
         made = Plan(
             planner=self.name,
             mesh=shape,
@@ -214,15 +214,15 @@ class Pipeline(Planner):
             keep_gathered=shard and bool(options.get("keep_gathered", False)),
             recompute=recompute,
         )
-        demand_shardable(model, made)
+        require_shardable(model, made)
         return made
 
 
-def _demand_replicas(shape: MeshShape) -> None:
+def _require_replicas(shape: MeshShape) -> None:
     if shape.dp == 1:
         raise PlanNotRunnable(
             "the base cannot be sharded over replicas",
-            plan=f"{Pipeline.name} on {shape}",
+            plan=f"{PipelineParallel.name} on {shape}",
             reason="shards lie on the replicas of a stage, and the mesh has dp=1",
             help="give a mesh with dp of 2 or more, or leave shard_base out",
         )

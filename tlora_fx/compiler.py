@@ -198,7 +198,7 @@ def compile(
     """
     watch = watch_from()
     passes = resolve_pipeline(pipeline)
-    _demand_fusing(passes)
+    _require_fusing(passes)
     given = _prepare_for(jobs, passes, dropout)
     if watch.stop_after is not None:
         passes = passes.until(watch.stop_after)
@@ -255,7 +255,7 @@ def _runner(
     return Runner(passes, [*instruments, *watch.instruments()], asked)
 
 
-def _demand_fusing(passes: Pipeline) -> None:
+def _require_fusing(passes: Pipeline) -> None:
     """Only a fused graph can be hung into a model."""
     if not any(item.name == "fuse-backbone" for item in passes.passes):
         raise PipelineError(
@@ -282,7 +282,7 @@ def prepare(jobs: Jobs, *, dropout: bool = True) -> Prepared:
     raises    TloraError
     """
     given = as_jobs(jobs)
-    _demand_one_base(given)
+    _require_one_base(given)
     if not dropout:
         given = [_without_dropout(job) for job in given]
     backbone = load_backbone(given[0].base, dropout=dropout)
@@ -335,7 +335,7 @@ def resolve_pipeline(given: str | Pipeline | None = None, added: Sequence[str] =
     return passes
 
 
-def _demand_one_base(jobs: Sequence[Job]) -> None:
+def _require_one_base(jobs: Sequence[Job]) -> None:
     if not jobs:
         raise JobsDiffer("there is no job to compile", help="give at least one job")
     first = jobs[0]

@@ -271,7 +271,7 @@ def search(graph: fx.Graph, pieces: int, *, open_end: bool = False) -> Cuts:
     kept: dict[fx.Node, str] = {}
     runs: AllRuns = defaultdict(dict)
     while True:
-        walk = _Walk(pieces, kept, runs)
+        walk = _ShardWalk(pieces, kept, runs)
         try:
             walk.over(graph, open_end)
         except _StayWhole as refused:
@@ -282,7 +282,7 @@ def search(graph: fx.Graph, pieces: int, *, open_end: bool = False) -> Cuts:
             return walk.cuts
 
 
-class _Walk:
+class _ShardWalk:
     """One walk through a graph, until an operator cannot take a piece."""
 
     def __init__(self, pieces: int, kept: dict[fx.Node, str], runs: AllRuns) -> None:

@@ -10,11 +10,11 @@ from tests.cost.facts import small_cost, small_model, small_round
 from tlora_fx.cost.hardware import GIB
 from tlora_fx.cost.load import Round
 from tlora_fx.cost.memory import (
-    demand_fits,
     fits,
     in_flight,
     largest_length,
     memory_of,
+    require_fits,
     usable_bytes,
 )
 from tlora_fx.cost.plan import MeshShape, Plan
@@ -135,7 +135,7 @@ def test_a_job_too_long_is_named_with_what_fits(cost):
     small = with_memory(cost, 0.8 * wanted)
 
     with pytest.raises(JobTooLong) as error:
-        demand_fits(small, plan(), work)
+        require_fits(small, plan(), work)
     length = largest_length(small, plan(), work, 1)
     assert "job 'two'" in error.value.what
     assert f"max_length to {length} or less" in error.value.help
@@ -148,4 +148,4 @@ def test_a_model_too_large_says_so(cost):
     small = with_memory(cost, 0.5 * cost.facts.base_bytes)
 
     with pytest.raises(JobTooLong, match="even its shortest samples do not fit"):
-        demand_fits(small, plan(), small_round())
+        require_fits(small, plan(), small_round())

@@ -6,7 +6,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tlora_fx.ir.storage import Part, Shard
+from tlora_fx.ir.storage import LocalShard, Shard
 
 COUNTS = st.integers(1, 4)
 PARTS = st.lists(st.integers(1, 5), min_size=1, max_size=4)
@@ -53,7 +53,7 @@ def test_without_runs_a_piece_is_one(size, count):
 
 def test_a_part_says_which_piece_it_takes():
     """Of what a graph says is cut; nothing of what is whole."""
-    part = Part(None, 1, 2)
+    part = LocalShard(None, 1, 2)
 
     assert part.shard((0, 2, (4, 2))) == Shard(0, 1, 2, (4, 2))
     assert part.shard((1, 2, ())) == Shard(1, 1, 2)

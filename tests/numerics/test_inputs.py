@@ -6,7 +6,7 @@ import torch
 
 from tests.models import error_of
 from tlora_fx.numerics.memory import bytes_needed
-from tlora_fx.numerics.rows import Rows
+from tlora_fx.numerics.rows import ProbeRows
 from tlora_fx.numerics.state import copy_state, layers_to_run
 from tlora_fx.numerics.tensors import Seeded, Unchecked
 
@@ -44,7 +44,7 @@ def test_buffers_are_taken_as_they_are_and_unknown_integers_are_not_made_up():
 
 def test_a_job_has_the_same_tokens_alone_and_together():
     """And neighbours have different numbers of them."""
-    rows = Rows(["a", "b", "c"], "packed", 0, None, 61)
+    rows = ProbeRows(["a", "b", "c"], "packed", 0, None, 61)
     together = rows.together()
 
     lengths = [stop - start for start, stop in zip(rows.segments, rows.segments[1:], strict=False)]
@@ -75,7 +75,7 @@ def test_more_tokens_and_more_layers_need_more_memory(group_after):
     """Weights of the layers that run, and values of all tokens."""
     graph = group_after(FOLDED, "few").jobs[0]
     layers = layers_to_run(graph)
-    few, many = (Rows(["few"], "packed", 0, tokens, 61) for tokens in (8, 32))
+    few, many = (ProbeRows(["few"], "packed", 0, tokens, 61) for tokens in (8, 32))
 
     assert len(layers) == 2
     assert bytes_needed([graph], layers, few) < bytes_needed([graph], layers, many)
@@ -85,7 +85,7 @@ def test_more_tokens_and_more_layers_need_more_memory(group_after):
 def test_the_bytes_of_weights_are_counted_once(group_after):
     """Two states of one graph share them: only values count anew."""
     graph = group_after(FOLDED, "few").jobs[0]
-    rows = Rows(["few"], "packed", 0, 8, 61)
+    rows = ProbeRows(["few"], "packed", 0, 8, 61)
 
     once = bytes_needed([graph], frozenset(), rows)
 

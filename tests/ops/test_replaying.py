@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 import torch
 
-from tlora_fx.codegen.launching import Started, tape
+from tlora_fx.codegen.launching import KernelLaunch, tape
 from tlora_fx.ops.kernels.dispatch import NotTold, Recording
 
 
@@ -25,7 +25,7 @@ def noted(*arguments, tensors, by_address=True):
     def start(stream, arguments):
         given.append((stream, arguments))
 
-    recipe = Recording([Started(start, arguments, by_address)]).recipe(tensors)
+    recipe = Recording([KernelLaunch(start, arguments, by_address)]).recipe(tensors)
 
     def again(others, loose=0):
         done = recipe.serve(list(others), torch.empty, 7, loose)

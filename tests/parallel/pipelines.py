@@ -13,7 +13,7 @@ import torch
 from tests.runtime.groups import VOCABULARY, make_job, tiny_base
 from tlora_fx.compiler import compile
 from tlora_fx.cost.plan import MeshShape, Plan
-from tlora_fx.ir.storage import Part
+from tlora_fx.ir.storage import LocalShard
 from tlora_fx.model.batch import JobTokens, PackedBatch, pack
 from tlora_fx.model.supermodel import SuperModel
 from tlora_fx.parallel.apply import apply, part_of
@@ -122,7 +122,7 @@ def rows_of(lengths: Any = LENGTHS) -> list[PackedBatch]:
     return rows
 
 
-def load(model: SuperModel, part: Part | None = None) -> None:
+def load(model: SuperModel, part: LocalShard | None = None) -> None:
     """Give a model weights, and adapters drawn from a seed, whatever part is held."""
     model.materialize(base_tensors(model.backbone), "cpu", part)
     for place, (_, bank) in enumerate(sorted(model.banks.items())):

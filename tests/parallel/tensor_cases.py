@@ -12,7 +12,7 @@ from torch import Tensor
 
 from tests import models
 from tlora_fx.config.job import BaseSpec, Job
-from tlora_fx.ir.storage import Part, Shard
+from tlora_fx.ir.storage import LocalShard, Shard
 from tlora_fx.model.batch import JobTokens
 from tlora_fx.model.supermodel import SuperModel
 from tlora_fx.ops import use_group
@@ -69,7 +69,7 @@ def cut_model(whole: SuperModel, rank: int, size: int) -> SuperModel:
     group = whole.group
     Runner(Pipeline(())).run_one(Event(1, ShardTensor(size), "group", group))
     model = SuperModel(group, whole.backbone, whole.jobs)
-    model.materialize(base_tensors(whole.backbone), "cpu", Part(None, rank, size))
+    model.materialize(base_tensors(whole.backbone), "cpu", LocalShard(None, rank, size))
     return model
 
 

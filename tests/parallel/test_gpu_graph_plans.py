@@ -36,17 +36,17 @@ def test_rows_are_replayed_under_plans(tmp_path, name):
     """Losses and gradients are those of the same rows launched, whose gathers and sums are real."""
     _needs(2)
     told = run_processes(2, replay_rounds, tmp_path, ON_TWO[name], gpus=True)
-    _demand_replayed(told)
+    _require_replayed(told)
 
 
 def test_rows_are_replayed_on_a_mesh_of_two_dimensions(tmp_path):
     """Replicas of models that are cut: sums over tp are in graphs, those over dp behind them."""
     _needs(4)
     case = {"planner": "tensor", "mesh": "dp=2,tp=2"}
-    _demand_replayed(run_processes(4, replay_rounds, tmp_path, case, gpus=True))
+    _require_replayed(run_processes(4, replay_rounds, tmp_path, case, gpus=True))
 
 
-def _demand_replayed(told: list[dict[str, Any]]) -> None:
+def _require_replayed(told: list[dict[str, Any]]) -> None:
     for one in told:
         assert one["refused"] == ""
         assert one["forms"] > 0

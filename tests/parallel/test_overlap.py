@@ -5,13 +5,13 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tlora_fx.parallel.nano_batches import Task, list_schedule, peak_bytes
+from tlora_fx.parallel.nano_batches import ScheduledTask, list_schedule, peak_bytes
 
 
 @st.composite
 def graphs(draw):
     """Tasks in an order in which they may run; every wait waits for one start."""
-    tasks: list[Task] = []
+    tasks: list[ScheduledTask] = []
     for place in range(draw(st.integers(1, 24))):
         earlier = st.integers(0, place - 1) if place else st.nothing()
         reads = draw(st.frozensets(earlier, max_size=3)) if place else frozenset()
@@ -21,7 +21,7 @@ def graphs(draw):
         if kind == "wait":
             reads = frozenset([draw(st.sampled_from(open_))])
         size, kept = draw(st.integers(0, 9)), draw(st.booleans())
-        tasks.append(Task(kind, reads, 0 if kind == "wait" else size, reads, kept))
+        tasks.append(ScheduledTask(kind, reads, 0 if kind == "wait" else size, reads, kept))
     return tasks
 
 
@@ -72,15 +72,17 @@ def test_no_schedule_goes_beyond_the_limit_where_the_given_order_does_not(tasks,
 
 def chain(layers=2, nano_batches=2):
     """Layers of one computation and one collective, nano-batch by nano-batch."""
-    tasks: list[Task] = []
+    tasks: list[ScheduledTask] = []
     hidden: list[int | None] = [None] * nano_batches
     for _ in range(layers):
         for part in range(nano_batches):
             needs = frozenset() if hidden[part] is None else frozenset([hidden[part]])
             compute = len(tasks)
-            tasks.append(Task("compute", needs, 4, needs))
-            tasks.append(Task("start", frozenset([compute]), 4, frozenset([compute])))
-            tasks.append(Task("wait", frozenset([compute + 1]), 0, frozenset([compute + 1])))
+            tasks.append(ScheduledTask("compute", needs, 4, needs))
+            tasks.append(ScheduledTask("start", frozenset([compute]), 4, frozenset([compute])))
+            tasks.append(
+                ScheduledTask("wait", frozenset([compute + 1]), 0, frozenset([compute + 1]))
+            )
             hidden[part] = compute + 2
     return tasks
 
@@ -104,11 +106,11 @@ def test_with_one_nano_batch_nothing_is_left_to_hide_behind():
 def test_work_that_leads_to_no_collective_fills_the_gaps():
     """Gradients that only the optimizer reads come after what leads to a collective."""
     tasks = [
-        Task("compute"),
-        Task("compute", frozenset([0])),  # leads nowhere
-        Task("compute", frozenset([0])),
-        Task("start", frozenset([2])),
-        Task("wait", frozenset([3])),
+        ScheduledTask("compute"),
+        ScheduledTask("compute", frozenset([0])),  # leads nowhere
+        ScheduledTask("compute", frozenset([0])),
+        ScheduledTask("start", frozenset([2])),
+        ScheduledTask("wait", frozenset([3])),
     ]
 
     assert list_schedule(tasks) == [0, 2, 3, 1, 4]

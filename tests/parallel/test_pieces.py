@@ -5,7 +5,7 @@ from __future__ import annotations
 from tests.parallel import tensor_cases as cases
 from tlora_fx.compiler import compile
 from tlora_fx.cost.plan import MeshShape
-from tlora_fx.ir.storage import Part
+from tlora_fx.ir.storage import LocalShard
 from tlora_fx.parallel.prepare import prepared
 from tlora_fx.planners.protocol import find_planner
 from tlora_fx.runtime.adapters import base_tensors
@@ -16,7 +16,7 @@ def test_a_piece_keeps_no_whole_matrix_in_memory(tmp_path):
     model = compile(cases.dropping_jobs(cases.base_of(tmp_path, "llama", num_hidden_layers=1)))
     model = prepared(model, find_planner("tensor").plan(model, MeshShape(tp=2)))
 
-    model.materialize(base_tensors(model.backbone), "cpu", Part(None, 1, 2))
+    model.materialize(base_tensors(model.backbone), "cpu", LocalShard(None, 1, 2))
 
     frozen = [leaf for leaf in model.net.parameters() if not leaf.requires_grad]
     assert all(leaf.untyped_storage().nbytes() == leaf.nbytes for leaf in frozen)

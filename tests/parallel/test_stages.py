@@ -13,9 +13,9 @@ from tests.parallel.pipelines import compiled, load, rows_of
 from tlora_fx.cost.plan import MeshShape, Plan
 from tlora_fx.errors import NoStage, PipelineBroken, TokensMismatch
 from tlora_fx.ir.graph import placeholders
-from tlora_fx.ir.storage import Part
+from tlora_fx.ir.storage import LocalShard
 from tlora_fx.model.supermodel import SuperModel
-from tlora_fx.parallel.pipeline import Stage, cut_stages, held_by, legal_cuts
+from tlora_fx.parallel.pipeline import StageModule, cut_stages, held_by, legal_cuts
 from tlora_fx.planners.pipeline_parallel import balanced_cuts, cut_layers, layer_products
 
 
@@ -35,7 +35,7 @@ def model(meta):
 def run(model, cuts, row):
     hidden = None
     for graph in cut_stages(model, cuts):
-        hidden = Stage(model, graph)(hidden, row)
+        hidden = StageModule(model, graph)(hidden, row)
     return hidden
 
 
@@ -60,12 +60,12 @@ def test_what_a_process_holds_is_enough_for_its_stages(meta):
     """With the rest on the meta device, interleaved stages of one process still run."""
     plan = Plan(planner="pipeline", mesh=MeshShape(pp=2), cuts=(1, 2, 3), schedule="interleaved")
     part = SuperModel(meta.group, meta.backbone, meta.jobs)
-    load(part, Part(held_by(part, plan, 0)))
+    load(part, LocalShard(held_by(part, plan, 0)))
     first, _, third, _ = cut_stages(part, plan.cuts)
     row = rows_of()[0]
-    hidden = Stage(part, first)(None, row)
+    hidden = StageModule(part, first)(None, row)
 
-    assert Stage(part, third)(hidden, row).shape == hidden.shape
+    assert StageModule(part, third)(hidden, row).shape == hidden.shape
     assert part.net.get_submodule("model.layers.1.mlp.up_proj").weight.is_meta
 
 
@@ -79,7 +79,7 @@ def test_gradients_travel_down_to_the_lowest_adapter(meta):
 
 def test_hidden_values_of_another_row_are_refused(model):
     """A stage knows from its own table how many tokens come."""
-    first, second = (Stage(model, graph) for graph in cut_stages(model, (2,)))
+    first, second = (StageModule(model, graph) for graph in cut_stages(model, (2,)))
     long, short = rows_of()[:2]
 
     with pytest.raises(TokensMismatch, match="another micro-batch"):
@@ -90,7 +90,7 @@ def test_a_value_that_learns_against_its_graph_is_refused(model):
     """A boundary whose gradient would be lost ends the run."""
     graph = cut_stages(model, (2,))[1]
     hidden = torch.zeros(graph.takes.shape(rows_of()[0]), dtype=torch.float64)
-    stage = Stage(model, graph)
+    stage = StageModule(model, graph)
 
     with torch.no_grad():
         assert not stage(hidden, rows_of()[0]).requires_grad
@@ -129,7 +129,7 @@ def test_a_second_value_that_crosses_is_named(tmp_path):
 
 def test_tables_of_a_row_reach_a_stage_by_name(model):
     """A stage takes what its nodes read, and nothing else."""
-    last = Stage(model, cut_stages(model, (2,))[1])
+    last = StageModule(model, cut_stages(model, (2,))[1])
 
     assert set(last.inputs) == set(placeholders(model.group.root)) - {"input_ids"}
 

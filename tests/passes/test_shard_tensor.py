@@ -12,7 +12,7 @@ from tests.parallel.tensor_cases import base_of, dropping_jobs
 from tlora_fx.compiler import prepare, run_passes
 from tlora_fx.errors import PipelineError
 from tlora_fx.ir.graph import is_call, output_of
-from tlora_fx.ir.storage import Part, Shard
+from tlora_fx.ir.storage import LocalShard, Shard
 from tlora_fx.ir.verifier import fingerprint
 from tlora_fx.model.supermodel import SuperModel
 from tlora_fx.numerics.state import copy_state
@@ -238,7 +238,7 @@ def test_a_model_of_pieces_says_which_ones_jobs_hold(fused, tmp_path):
     base = base_of(tmp_path, "llama")
     jobs = dropping_jobs(base)
     model = SuperModel(cut(fused("llama"), size=2), prepare(jobs).backbone, jobs)
-    model.part = Part(None, 1, 2)
+    model.part = LocalShard(None, 1, 2)
     stem = "base_model.model.model.layers.0.self_attn"
 
     found = {name.removeprefix(stem): shard for name, shard in model.shards("keeps").items()}
@@ -253,7 +253,7 @@ def test_a_model_of_runs_says_so_of_jobs_pieces(fused, tmp_path):
     base = base_of(tmp_path, "gpt2")
     jobs = dropping_jobs(base)
     model = SuperModel(cut(fused("gpt2"), size=2), prepare(jobs).backbone, jobs)
-    model.part = Part(None, 1, 2)
+    model.part = LocalShard(None, 1, 2)
 
     name = "base_model.model.transformer.h.0.attn.c_attn.lora_B.default.weight"
     assert model.shards("keeps")[name] == Shard(0, 1, 2, (32, 32, 32))

@@ -98,7 +98,7 @@ def test_a_plan_of_galvatrons_becomes_ours(model, tmp_path):
     assert (plan.schedule, plan.micro_batches, plan.recompute) == ("1f1b", 8, True)
     assert not plan.shard_base
     assert TRAINED in plan.planner
-    plan.demand_for(model)
+    plan.require_model(model)
 
 
 def test_sharded_replicas_of_galvatrons_shard_the_base(tmp_path):

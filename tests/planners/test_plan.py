@@ -40,11 +40,11 @@ from tlora_fx.model.batch import JobTokens
 from tlora_fx.model.supermodel import SuperModel
 from tlora_fx.parallel.apply import FirstStep, GradientBuckets
 from tlora_fx.parallel.mesh import Mesh
-from tlora_fx.parallel.prepare import demand_fits, fitting_meshes, planned_passes, prepared
+from tlora_fx.parallel.prepare import fitting_meshes, planned_passes, prepared, require_fits
 from tlora_fx.planners.protocol import find_planner, planner_names
 from tlora_fx.runtime.adapters import base_tensors
 from tlora_fx.runtime.controllers import NanoBatches, find_controller
-from tlora_fx.runtime.distributed import _demand_one_table, demand_elementwise
+from tlora_fx.runtime.distributed import _require_one_table, require_elementwise
 from tlora_fx.runtime.launch import Launch, choose_plan
 from tlora_fx.runtime.trainer import Trainer
 
@@ -116,7 +116,7 @@ def test_a_plan_for_another_model_is_refused(base: Any, model: SuperModel) -> No
 def test_a_mesh_that_does_not_fit_names_those_that_do(model: SuperModel) -> None:
     """Four heads with two of keys and two layers: tp=4 and pp=4 cannot run, tp=2 can."""
     with pytest.raises(MeshDoesNotFit) as error:
-        demand_fits(model, MeshShape(tp=4))
+        require_fits(model, MeshShape(tp=4))
 
     assert "2 key-value heads do not divide by tp=4" in str(error.value)
     assert "(pp=1,dp=2,tp=2)" in str(error.value)
@@ -177,9 +177,9 @@ def test_optimizers_that_read_matrices_are_refused_under_tp(base: Any) -> None:
     jobs = [make_job(base, "a", optim="adafactor")]
     mesh = Mesh(MeshShape(tp=2), torch.device("cpu"))
 
-    demand_elementwise(jobs, Mesh.alone("cpu"))
+    require_elementwise(jobs, Mesh.alone("cpu"))
     with pytest.raises(NotElementwise, match="job 'a'"):
-        demand_elementwise(jobs, mesh)
+        require_elementwise(jobs, mesh)
 
 
 def test_a_lost_gradient_stops_the_run(model: SuperModel) -> None:
@@ -239,9 +239,9 @@ def test_gradients_move_into_one_buffer() -> None:
 
 def test_ranks_that_part_are_named() -> None:
     """The rows of most count as right."""
-    _demand_one_table([7, 7, 7])
+    _require_one_table([7, 7, 7])
     with pytest.raises(RanksParted, match="others on rank 1"):
-        _demand_one_table([7, 8, 7])
+        _require_one_table([7, 8, 7])
 
 
 JOBS = st.lists(st.lists(st.integers(1, 12), max_size=6), min_size=1, max_size=4)
@@ -271,10 +271,10 @@ def test_cut_rows_hold_what_the_rows_held(
         if whole:
             assert len(pieces) <= 1
     if not whole and unit > 1:
-        _demand_short(parts, longest)
+        _require_short(parts, longest)
 
 
-def _demand_short(parts: Sequence[list[JobTokens]], longest: int) -> None:
+def _require_short(parts: Sequence[list[JobTokens]], longest: int) -> None:
     for part in parts:
         sequences = [ids for job in part for ids in job.sequences]
         assert sum(map(len, sequences)) <= longest or len(sequences) == 1

@@ -8,10 +8,10 @@ import pytest
 
 from tlora_fx.config.job import DataSpec
 from tlora_fx.errors import AmbiguousFormatError, MissingColumnError
-from tlora_fx.runtime.data import Layout, find_layout
+from tlora_fx.runtime.data import SampleLayout, find_layout
 
 
-def layout(present: list[str], **fields: Any) -> Layout:
+def layout(present: list[str], **fields: Any) -> SampleLayout:
     """The layout of data with these columns."""
     return find_layout(DataSpec(path="x.jsonl", **fields), present, where="x.jsonl:1", job="a")
 

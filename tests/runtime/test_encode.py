@@ -7,7 +7,14 @@ from typing import Any
 import pytest
 from transformers import PreTrainedTokenizerFast
 
-from tlora_fx.runtime.data import BadRowError, Encoded, Encoder, Format, Layout, PrefixError
+from tlora_fx.runtime.data import (
+    BadRowError,
+    Encoded,
+    Format,
+    PrefixError,
+    SampleLayout,
+    TextEncoder,
+)
 
 CHAT = [
     {"role": "user", "content": "hi"},
@@ -19,10 +26,12 @@ CHAT = [
 
 def encoder(
     tokenizer: PreTrainedTokenizerFast, format: Format, *, on_completion: bool = True
-) -> Encoder:
+) -> TextEncoder:
     """An encoder of columns that have our own names."""
     names = {"prompt-completion": ("prompt", "completion")}.get(format, (format,))
-    return Encoder(tokenizer, Layout(format, {name: name for name in names}, on_completion))
+    return TextEncoder(
+        tokenizer, SampleLayout(format, {name: name for name in names}, on_completion)
+    )
 
 
 def shown(tokenizer: PreTrainedTokenizerFast, encoded: Encoded) -> str:

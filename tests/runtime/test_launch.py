@@ -35,12 +35,12 @@ def told(action: Callable[[], object]) -> tuple[str, bool, str]:
 
 def other_versions() -> list[tuple[str, bool, str]]:
     """Rank 1 runs another torch, then another tlora-fx."""
-    found = [told(lambda: launch._demand_same_versions(everyone()))]
+    found = [told(lambda: launch._require_same_versions(everyone()))]
     own = torch.__version__, launch.__version__
     for module, old in ((torch, own[0]), (launch, own[1])):
         if dist.get_rank() == 1:
             module.__version__ = "0.0.1"
-        found.append(told(lambda: launch._demand_same_versions(everyone())))
+        found.append(told(lambda: launch._require_same_versions(everyone())))
         module.__version__ = old
     return found
 
@@ -87,9 +87,9 @@ def test_a_process_that_is_gone_is_an_error_with_a_way_out(tmp_path):
 
 def test_a_plan_that_is_not_there_is_not_called_a_wrong_one(tmp_path):
     """Names of planners are no files."""
-    launch.demand_plan_file("replicated")
+    launch.require_plan_file("replicated")
     with pytest.raises(PlanFileError, match="there is no such plan"):
-        launch.demand_plan_file(str(tmp_path / "plan.json"))
+        launch.require_plan_file(str(tmp_path / "plan.json"))
 
 
 def test_what_stops_one_process_stops_all():

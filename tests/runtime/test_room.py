@@ -20,7 +20,7 @@ from tlora_fx.cost.step_time import CostModel
 from tlora_fx.errors import JobTooLong
 from tlora_fx.model.batch import repeating_length
 from tlora_fx.runtime.batching import rows_of_round
-from tlora_fx.runtime.checks import demand_room, longest_round, longest_row
+from tlora_fx.runtime.checks import check_memory, longest_round, longest_row
 from tlora_fx.runtime.data import DataReport, JobData, Sample
 from tlora_fx.runtime.launch import Launch
 
@@ -74,10 +74,10 @@ def test_a_job_too_long_is_named_before_weights(jobs, data, model):
     """With a length that has room; where all has room nothing is said."""
     work = longest_round(jobs, data, 16384)
     enough, short = gib_for(model, work), gib_for(model, work.shortened(1, 20))
-    demand_room(model, PLAN, data, 16384, profile_with(model, enough * 1.0001))
+    check_memory(model, PLAN, data, 16384, profile_with(model, enough * 1.0001))
 
     with pytest.raises(JobTooLong) as error:
-        demand_room(model, PLAN, data, 16384, profile_with(model, (short + enough) / 2))
+        check_memory(model, PLAN, data, 16384, profile_with(model, (short + enough) / 2))
 
     assert "job 'long'" in str(error.value)
     assert "set its max_length to" in str(error.value)
@@ -87,13 +87,13 @@ def test_without_a_measurement_nothing_is_refused(data, model, monkeypatch, tmp_
     """Estimates are no reason to refuse a run that its user asked for."""
     monkeypatch.setenv(profile_sources.FOLDER_VARIABLE, str(tmp_path))
 
-    demand_room(model, PLAN, data, 16384)
+    check_memory(model, PLAN, data, 16384)
 
 
 def test_every_plan_of_the_command_line_is_looked_at(monkeypatch, tmp_path):
     """Before the trainer is made."""
     seen = []
-    monkeypatch.setattr("tlora_fx.runtime.checks.demand_room", lambda *given: seen.append(given))
+    monkeypatch.setattr("tlora_fx.runtime.checks.check_memory", lambda *given: seen.append(given))
     monkeypatch.setattr("tlora_fx.runtime.checks.load_all_data", make_data)
     base = tiny_base(tmp_path / "base")
     path = tmp_path / "jobs.yaml"
@@ -102,7 +102,7 @@ def test_every_plan_of_the_command_line_is_looked_at(monkeypatch, tmp_path):
         "jobs: [{name: a, lora: {r: 2, target_modules: [q_proj]}, data: {path: x.jsonl}}]\n"
     )
     (tmp_path / "x.jsonl").write_text('{"text": "a"}\n')
-    asked = train._Asked(path, tmp_path, False, "cpu", None, 64, "single", None, None)
+    asked = train._TrainOptions(path, tmp_path, False, "cpu", None, 64, "single", None, None)
 
     _, model, plan = train._prepared(asked, Launch(), None)
 

@@ -11,12 +11,12 @@ import pytest
 
 from tlora_fx.config.job import DataSpec
 from tlora_fx.errors import DataFileError, MissingPackageError
-from tlora_fx.runtime.data import Row, read_rows
+from tlora_fx.runtime.data import DataRow, read_rows
 
 ROWS = [{"text": "a"}, {"text": "é"}]
 
 
-def rows(path: Path | str) -> list[Row]:
+def rows(path: Path | str) -> list[DataRow]:
     """All rows of a file."""
     return list(read_rows(DataSpec(path=str(path)), "a"))
 
@@ -26,7 +26,7 @@ def test_json_lines_know_their_line(tmp_path: Path) -> None:
     path = tmp_path / "a.jsonl"
     path.write_bytes(b'\xef\xbb\xbf{"text": "a"}\r\n\r\n{"text": "\xc3\xa9"}')
 
-    assert rows(path) == [Row(f"{path}:1", ROWS[0]), Row(f"{path}:3", ROWS[1])]
+    assert rows(path) == [DataRow(f"{path}:1", ROWS[0]), DataRow(f"{path}:3", ROWS[1])]
 
 
 @pytest.mark.parametrize(
@@ -55,7 +55,7 @@ def test_a_json_file_holds_a_list_of_rows(tmp_path: Path) -> None:
     path = tmp_path / "a.json"
     path.write_text(json.dumps(ROWS))
 
-    assert rows(path) == [Row(f"{path}: row {n}", row) for n, row in enumerate(ROWS, 1)]
+    assert rows(path) == [DataRow(f"{path}: row {n}", row) for n, row in enumerate(ROWS, 1)]
 
 
 @pytest.mark.parametrize("content", ['{"text": "a"}', '[{"text": ]'])

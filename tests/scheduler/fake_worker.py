@@ -14,7 +14,7 @@ import signal
 import time
 from pathlib import Path
 
-from tlora_fx.scheduler.local.worker import Order, Teller
+from tlora_fx.scheduler.local.worker import EventWriter, WorkerConfig
 
 
 def warm() -> None:
@@ -22,7 +22,7 @@ def warm() -> None:
 
 
 def main(path: Path) -> bool:
-    order = Order.read(path)
+    order = WorkerConfig.read(path)
     mark = path.with_name("anew")
     if order.options.get("anew") and not mark.exists():
         mark.touch()
@@ -40,12 +40,12 @@ def adapter_of(name: str, steps: int, value: int = 0, done: int = 0) -> int:
 
 
 class _Fake:
-    def __init__(self, order: Order) -> None:
+    def __init__(self, order: WorkerConfig) -> None:
         self.order = order
         self.specs = {job["name"]: job for job in order.jobs}
         self.output = Path(order.output)
         self.root = Path(order.job_folders)
-        self.teller = Teller(order.told, every_seconds=0.01)
+        self.teller = EventWriter(order.told, every_seconds=0.01)
         self.stopping = False
         self.rounds = 0
         self.jobs = {name: self.restored(name) for name in self.specs}

@@ -10,7 +10,7 @@ from tlora_fx.cost.cluster import Cluster
 from tlora_fx.scheduler.formations import NoWatch, StepTimes
 from tlora_fx.scheduler.loop import Loop
 from tlora_fx.scheduler.policies import find_policy
-from tlora_fx.scheduler.state import Decision, Group, Policy, State
+from tlora_fx.scheduler.state import Decision, Group, Policy, SchedulerState
 from tlora_fx.scheduler.store import Ledger
 from tlora_fx.simulator.replay import Clock, Disturbances, SimulatedExecutor
 
@@ -70,11 +70,11 @@ def rig(
 class Scripted:
     """Decides as a test says; by default nothing runs."""
 
-    say: Callable[[State], Sequence[Group]] = lambda state: state.groups
-    seen: list[State] = field(default_factory=list)
+    say: Callable[[SchedulerState], Sequence[Group]] = lambda state: state.groups
+    seen: list[SchedulerState] = field(default_factory=list)
     name: str = "scripted"
 
-    def decide(self, state: State, *, explain: bool = False) -> Decision:
+    def decide(self, state: SchedulerState, *, explain: bool = False) -> Decision:
         self.seen.append(state)
         return Decision(tuple(self.say(state)))
 
@@ -94,10 +94,10 @@ class Counting(NoWatch):
 
 def together(
     *names: str, gpus: int = 2, seconds: float = 1.5
-) -> Callable[[State], Sequence[Group]]:
+) -> Callable[[SchedulerState], Sequence[Group]]:
     """All of these jobs that are there, in one group."""
 
-    def say(state: State) -> Sequence[Group]:
+    def say(state: SchedulerState) -> Sequence[Group]:
         jobs = tuple(name for name in names if name in state.jobs)
         return (Group(jobs, gpus, tuple(range(gpus)), seconds),) if jobs else ()
 

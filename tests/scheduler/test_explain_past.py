@@ -16,11 +16,11 @@ from tlora_fx.errors import JobNotInState, LedgerError, StateFileError
 from tlora_fx.scheduler.executor import Committed, Drained, Failed, Finished
 from tlora_fx.scheduler.explain import explain, explained
 from tlora_fx.scheduler.policies import find_policy
-from tlora_fx.scheduler.state import ActiveJob, Decision, Group, JobRequest, State
+from tlora_fx.scheduler.state import ActiveJob, Decision, Group, JobRequest, SchedulerState
 from tlora_fx.scheduler.store import (
     History,
     Ledger,
-    Moment,
+    Snapshot,
     add_history,
     load_history,
     load_moment,
@@ -40,7 +40,7 @@ def run(tmp_path):
         one.name: ActiveJob(one, estimator.solo(one.base, one.demand, one.gpus)) for one in requests
     }
     policy = find_policy("tlora")
-    first = State(60.0, Cluster(GPUS), estimator, jobs)
+    first = SchedulerState(60.0, Cluster(GPUS), estimator, jobs)
     decision = policy.decide(first)
     ledger = Ledger(tmp_path / "ledger.sqlite")
     for one in requests:
@@ -53,8 +53,8 @@ def run(tmp_path):
     ledger.tell(Finished(80.0, epoch, done, float(jobs[done].request.steps)))
     ledger.tell(Failed(81.0, epoch, failed, "loss is not finite"))
     left = {name: job for name, job in jobs.items() if name not in (done, failed)}
-    later = State(120.0, Cluster(GPUS), estimator, left)
-    save_moment(tmp_path / "state.json", Moment(later, policy))
+    later = SchedulerState(120.0, Cluster(GPUS), estimator, left)
+    save_moment(tmp_path / "state.json", Snapshot(later, policy))
     ledger.decide(later.now, policy.decide(later))
     ledger.submit(JobRequest("late", "base", requests[0].demand, 1, 5, submitted=130.0))
     ledger.refuse(JobRequest("wide", "base", requests[0].demand, 99, 5), "it asks for 99 GPUs")
@@ -89,7 +89,9 @@ def test_its_alternatives_are_those_of_that_moment(run):
                                                     one.request.gpus))
         for name, one in history.jobs.items() if name not in ("late", "wide")
     }  # fmt: skip
-    then = str(explain(State(60.0, Cluster(GPUS), estimator, jobs), decision, done)).splitlines()
+    then = str(
+        explain(SchedulerState(60.0, Cluster(GPUS), estimator, jobs), decision, done)
+    ).splitlines()
 
     told = asked(folder, done).splitlines()
     assert told[2 : 1 + len(then)] == then[1:]
@@ -98,7 +100,7 @@ def test_its_alternatives_are_those_of_that_moment(run):
 def moved(moment, cluster):
     """The same moment on another cluster."""
     estimator = replace(moment.state.estimator, cluster=cluster)
-    return Moment(replace(moment.state, cluster=cluster, estimator=estimator), moment.policy)
+    return Snapshot(replace(moment.state, cluster=cluster, estimator=estimator), moment.policy)
 
 
 @settings(

@@ -15,7 +15,7 @@ from tests.scheduler.fake_worker import adapter_of
 from tlora_fx.cost.cluster import Cluster
 from tlora_fx.cost.demand import Demand
 from tlora_fx.errors import PlaceTaken
-from tlora_fx.scheduler.executor import Committed, Drained, Failed, Finished, Progress, Started
+from tlora_fx.scheduler.executor import Committed, Drained, Failed, Finished, GroupStarted, Progress
 from tlora_fx.scheduler.local.executor import LocalExecutor, LocalOptions
 from tlora_fx.scheduler.local.processes import ForkServer
 from tlora_fx.scheduler.state import Group, JobRequest
@@ -83,8 +83,8 @@ def test_a_group_trains_to_its_end(bench):
     here.launch(1, "a", "b")
     here.until(Drained)
 
-    assert [type(event) for event in here.of(Started, Finished, Drained)] == [
-        Started, Finished, Finished, Drained,
+    assert [type(event) for event in here.of(GroupStarted, Finished, Drained)] == [
+        GroupStarted, Finished, Finished, Drained,
     ]  # fmt: skip
     assert {event.job: event.steps for event in here.of(Finished)} == {"a": 5, "b": 9}
     assert here.of(Progress)
@@ -150,7 +150,7 @@ def test_a_killed_group_tells_nothing_more_and_keeps_its_commits(bench):
 
     assert len(here.told) == told
     here.launch(2, "a")
-    here.until(Started, epoch=2)
+    here.until(GroupStarted, epoch=2)
     begins = [
         json.loads(line)[1:] for line in (here.folder / "audit.jsonl").read_text().splitlines()
     ]
@@ -164,7 +164,7 @@ def test_verbs_may_be_repeated(bench):
     here = bench(a={"steps": 1000})
     group = here.launch(1, "a")
     here.launch(1, "a")
-    here.until(Started)
+    here.until(GroupStarted)
     for _ in range(3):
         here.executor.drain(group, 1)
     here.until(Drained)
@@ -172,7 +172,7 @@ def test_verbs_may_be_repeated(bench):
         here.executor.release(group, 1)
         here.executor.drain(group, 1)
 
-    assert len(here.of(Started)) == len(here.of(Drained)) == 1
+    assert len(here.of(GroupStarted)) == len(here.of(Drained)) == 1
 
 
 def test_a_place_is_held_once(bench):
@@ -204,7 +204,7 @@ def test_workers_end_with_their_parent(bench):
     """With a checkpoint, as if they had been asked to."""
     here = bench(a={"steps": 100000})
     here.launch(1, "a")
-    here.until(Started)
+    here.until(GroupStarted)
     with closing(here.server):
         pass
 
@@ -229,7 +229,7 @@ def test_a_dead_fork_server_takes_its_workers_with_it_and_is_replaced(bench):
     """The group has failed; the next one runs."""
     here = bench(a={"steps": 100}, b={"steps": 3})
     group = here.launch(1, "a")
-    here.until(Started)
+    here.until(GroupStarted)
     os.kill(here.server._server.pid, signal.SIGKILL)
     assert here.until(Failed).job is None
     here.executor.release(group, 1)

@@ -14,21 +14,21 @@ from tlora_fx.cost.model_facts import demand_of, find_base
 from tlora_fx.cost.profile import Profile
 from tlora_fx.errors import StateFileError
 from tlora_fx.scheduler.policies import POLICIES, find_policy
-from tlora_fx.scheduler.state import ActiveJob, JobRequest, State
-from tlora_fx.scheduler.store import Moment, load_moment, save_moment
+from tlora_fx.scheduler.state import ActiveJob, JobRequest, SchedulerState
+from tlora_fx.scheduler.store import Snapshot, load_moment, save_moment
 
 BASE = "llama-3-8b"
 PROFILE = Path(__file__).parents[2] / "planners" / "profiles" / "llama-3-8b-nvidia-h200.json"
 
 
-def state(estimator, cluster) -> State:
+def state(estimator, cluster) -> SchedulerState:
     jobs = {}
     for number, (rank, batch, length) in enumerate([(2, 1, 256), (16, 4, 512), (8, 2, 1024)]):
         demand = demand_of(BASE, rank, batch, length)
         made = JobRequest(f"job-{number}", BASE, demand, 1, 100, submitted=float(number))
         solo = estimator.solo(BASE, demand, 1)
         jobs[made.name] = ActiveJob(made, solo, steps_done=number * 10.0, credit=-number)
-    return State(60.0, cluster, estimator, jobs, (), horizon=30.0, switch_seconds=5.0)
+    return SchedulerState(60.0, cluster, estimator, jobs, (), horizon=30.0, switch_seconds=5.0)
 
 
 def by_profile(cluster):
@@ -42,7 +42,7 @@ def test_a_moment_is_decided_as_it_was(tmp_path, kind, policy):
     """The same groups, by the same policy, from the same expectations."""
     cluster = Cluster(4, 4, 1, "h200")
     estimator = by_profile(cluster) if kind == "profile" else SyntheticEstimator(cluster=cluster)
-    before = Moment(state(estimator, cluster), find_policy(policy))
+    before = Snapshot(state(estimator, cluster), find_policy(policy))
     save_moment(tmp_path / "state.json", before)
     after = load_moment(tmp_path / "state.json")
 
@@ -55,7 +55,7 @@ def test_a_moment_is_decided_as_it_was(tmp_path, kind, policy):
 def test_a_moment_of_before_graphs_is_read(tmp_path):
     """Neither facts nor demands said then whether rows run as graphs."""
     cluster = Cluster(4, 4, 1, "h200")
-    before = Moment(state(by_profile(cluster), cluster), find_policy("tlora"))
+    before = Snapshot(state(by_profile(cluster), cluster), find_policy("tlora"))
     file = tmp_path / "state.json"
     save_moment(file, before)
     written = json.loads(file.read_bytes())
@@ -70,7 +70,7 @@ def test_a_moment_of_before_graphs_is_read(tmp_path):
 def test_an_estimator_without_a_file_form_is_refused(tmp_path):
     """Nothing is written."""
     cluster = Cluster(2, 2)
-    moment = Moment(State(0.0, cluster, Roofline(), {}), find_policy("tlora"))
+    moment = Snapshot(SchedulerState(0.0, cluster, Roofline(), {}), find_policy("tlora"))
     with pytest.raises(StateFileError, match="cannot be written"):
         save_moment(tmp_path / "state.json", moment)
 
@@ -105,7 +105,7 @@ def test_another_file_is_told_from_a_state(tmp_path):
 def test_a_moment_that_is_cut_is_refused(tmp_path):
     """A field that is missing is named."""
     cluster = Cluster(2, 2)
-    moment = Moment(state(SyntheticEstimator(cluster=cluster), cluster), find_policy("tlora"))
+    moment = Snapshot(state(SyntheticEstimator(cluster=cluster), cluster), find_policy("tlora"))
     path = tmp_path / "state.json"
     save_moment(path, moment)
     written = json.loads(path.read_text())

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from tests.scheduler.toy import Roofline, active, checked, request
 from tlora_fx.cost.cluster import Cluster
 from tlora_fx.scheduler.policies import POLICIES, find_policy
-from tlora_fx.scheduler.state import Decision, Group, JobRequest, State, keeps
+from tlora_fx.scheduler.state import Decision, Group, JobRequest, SchedulerState, keeps
 
 BOUNDED = ("tlora", "tlora-paper", "no-kernel-fuser", "oracle")
 GROUPING = ("tlora", "tlora-paper", "oracle")
@@ -48,17 +48,17 @@ clusters = st.builds(
 )
 
 
-def moment_of(requests: list[JobRequest], cluster: Cluster, **more) -> State:
+def moment_of(requests: list[JobRequest], cluster: Cluster, **more) -> SchedulerState:
     estimator = Roofline()
-    return State(100.0, cluster, estimator, active(requests, estimator), **more)
+    return SchedulerState(100.0, cluster, estimator, active(requests, estimator), **more)
 
 
-def settled(moment: State, decision: Decision) -> State:
+def settled(moment: SchedulerState, decision: Decision) -> SchedulerState:
     """The same moment with what was decided running."""
     return replace(moment, groups=decision.groups)
 
 
-def later(moment: State, decision: Decision, rng: random.Random) -> State:
+def later(moment: SchedulerState, decision: Decision, rng: random.Random) -> SchedulerState:
     """Some time on: steps are done, jobs have ended, a node may be lost, new jobs have come."""
     found = dict(moment.jobs)
     for group in decision.groups:
@@ -81,7 +81,7 @@ def later(moment: State, decision: Decision, rng: random.Random) -> State:
     return replace(moment, now=moment.now + 60.0, jobs=found, groups=groups, cluster=cluster)
 
 
-def bounds_hold(moment: State, decision: Decision) -> None:
+def bounds_hold(moment: SchedulerState, decision: Decision) -> None:
     for group in decision.groups:
         members = [moment.jobs[name] for name in group.jobs]
         if len(members) > 1 and group not in moment.groups:

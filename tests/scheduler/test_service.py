@@ -22,16 +22,16 @@ def looks_often(monkeypatch):
     monkeypatch.setattr(service, "LOOK_SECONDS", 0.2)
 
 
-def demand_trained_once(output, steps):
+def require_trained_once(output, steps):
     """Every job is done, was trained from its last commit on each time, and has its adapter."""
     done = {name: (record.status, record.steps) for name, record in records(output).items()}
     assert done == {name: ("done", count) for name, count in steps.items()}
     for name, count in steps.items():
         assert json.loads((output / name / "adapter.json").read_text()) == adapter_of(name, count)
-        demand_no_step_past_a_commit_twice(output, name)
+        require_no_step_past_a_commit_twice(output, name)
 
 
-def demand_no_step_past_a_commit_twice(output, name):
+def require_no_step_past_a_commit_twice(output, name):
     committed = at = 0
     for _, _, what, job, step in audit(output):
         if job != name:
@@ -53,7 +53,7 @@ def test_every_job_of_a_folder_is_trained_once(tmp_path):
         write_job(tmp_path / "jobs", name, count)
     run(tmp_path / "jobs", tmp_path / "run")
 
-    demand_trained_once(tmp_path / "run", steps)
+    require_trained_once(tmp_path / "run", steps)
 
 
 def test_jobs_are_taken_as_they_appear(tmp_path):
@@ -67,7 +67,7 @@ def test_jobs_are_taken_as_they_appear(tmp_path):
 
     run(tmp_path / "jobs", tmp_path / "run", until=then)
 
-    demand_trained_once(tmp_path / "run", {"a": 150, "b": 5})
+    require_trained_once(tmp_path / "run", {"a": 150, "b": 5})
 
 
 def test_a_bad_file_is_told_once_and_left(tmp_path):
@@ -87,7 +87,7 @@ def test_a_bad_file_is_told_once_and_left(tmp_path):
     assert len(mistakes) == 1
     assert "learning_rate" in mistakes[0]
     assert bad.exists()
-    demand_trained_once(tmp_path / "run", {"a": 300, "b": 5})
+    require_trained_once(tmp_path / "run", {"a": 300, "b": 5})
 
 
 def test_a_file_that_is_being_written_waits(tmp_path):
@@ -117,7 +117,7 @@ def test_another_job_of_the_same_name_is_told_and_left_out(tmp_path):
     heard = run(tmp_path / "jobs", tmp_path / "run")
 
     assert "submitted before" in next(said[3] for said in heard.said if said[1] == "z.yaml")
-    demand_trained_once(tmp_path / "run", {"a": 5})
+    require_trained_once(tmp_path / "run", {"a": 5})
 
 
 def test_a_job_that_cannot_run_is_refused_at_once(tmp_path):
@@ -178,7 +178,7 @@ def test_a_stopped_run_goes_on(tmp_path):
     assert {record.status for record in before.values()} == {"queued"}
     assert ("went on", 2, 0) in heard.said
     assert not [said for said in heard.said if said[0] == "took"]
-    demand_trained_once(tmp_path / "run", {"a": 60, "b": 60})
+    require_trained_once(tmp_path / "run", {"a": 60, "b": 60})
 
 
 def killed_at_random(tmp_path, points, seed):
@@ -199,7 +199,7 @@ def killed_at_random(tmp_path, points, seed):
     _, status = os.waitpid(pid, 0)
 
     assert status == 0
-    demand_trained_once(output, steps)
+    require_trained_once(output, steps)
 
 
 def test_a_run_survives_kills(tmp_path):

@@ -70,7 +70,7 @@ def alone(folder, name, output):
     return output / name / name
 
 
-def demand_as_alone(folder, output, names, tmp_path):
+def require_as_alone(folder, output, names, tmp_path):
     for name in names:
         solo, mine = alone(folder, name, tmp_path / "alone"), output / name
         expected = safetensors.torch.load_file(solo / "adapter_model.safetensors")
@@ -102,7 +102,7 @@ def test_jobs_that_change_company_end_as_they_would_alone(tmp_path):
         "a": "done",
         "b": "done",
     }
-    demand_as_alone(folder, tmp_path / "run", "ab", tmp_path)
+    require_as_alone(folder, tmp_path / "run", "ab", tmp_path)
 
 
 @pytest.mark.slow
@@ -130,7 +130,7 @@ def test_a_group_of_two_processes_trains_what_one_trains(tmp_path):
     executor.close()
 
     assert told.steps == {"a": 12, "b": 9}
-    demand_as_alone(folder, tmp_path / "run", "ab", tmp_path)
+    require_as_alone(folder, tmp_path / "run", "ab", tmp_path)
 
 
 def until(executor, kind):
@@ -161,4 +161,4 @@ def test_trainers_survive_kills(tmp_path):
     assert status == 0
     assert hits > 1
     assert {one.status for one in records(tmp_path / "run").values()} == {"done"}
-    demand_as_alone(folder, tmp_path / "run", steps, tmp_path)
+    require_as_alone(folder, tmp_path / "run", steps, tmp_path)

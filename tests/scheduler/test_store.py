@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 
 from tlora_fx.cost.demand import Demand
 from tlora_fx.errors import LedgerError
-from tlora_fx.scheduler.executor import Committed, Drained, Failed, Finished, Started
+from tlora_fx.scheduler.executor import Committed, Drained, Failed, Finished, GroupStarted
 from tlora_fx.scheduler.state import Decision, Group, JobRequest
 from tlora_fx.scheduler.store import Ledger, request_json, request_of_json
 
@@ -102,7 +102,7 @@ def test_a_job_at_fault_ends_and_its_neighbour_goes_on(ledger):
 
 def test_a_drained_group_is_over(ledger):
     """Its jobs wait, and its times are known."""
-    ledger.tell(Started(5.5, 1))
+    ledger.tell(GroupStarted(5.5, 1))
     ledger.tell(Drained(9.0, 1, {"a": 7.0}))
 
     [epoch] = ledger.epochs()

@@ -11,7 +11,7 @@ from tlora_fx.cost.cluster import Cluster, Tier
 from tlora_fx.cost.demand import COLUMN, Array, Demand
 from tlora_fx.cost.estimator import Layout, Prediction
 from tlora_fx.cost.plan import MeshShape
-from tlora_fx.scheduler.state import ActiveJob, Decision, Group, JobRequest, State
+from tlora_fx.scheduler.state import ActiveJob, Decision, Group, JobRequest, SchedulerState
 
 PARAMETERS = 8.03e9
 FLOP = 312e12 * 0.55
@@ -90,10 +90,12 @@ def state(
     now: float = 0.0,
     groups: tuple[Group, ...] = (),
     **more: object,
-) -> State:
+) -> SchedulerState:
     """A moment."""
     estimator = Roofline()
-    return State(now, Cluster(gpus), estimator, active(requests, estimator), groups, **more)
+    return SchedulerState(
+        now, Cluster(gpus), estimator, active(requests, estimator), groups, **more
+    )
 
 
 def drawn(count: int, seed: int = 0, **more: object) -> list[JobRequest]:
@@ -102,7 +104,7 @@ def drawn(count: int, seed: int = 0, **more: object) -> list[JobRequest]:
     return [request(f"j{index:04}", rng, submitted=float(index), **more) for index in range(count)]
 
 
-def checked(moment: State, decision: Decision) -> None:
+def checked(moment: SchedulerState, decision: Decision) -> None:
     """What every decision keeps: nobody twice, GPUs disjoint and there, one base a group."""
     names = [name for group in decision.groups for name in group.jobs]
     assert sorted([*names, *decision.waiting]) == sorted(moment.jobs)

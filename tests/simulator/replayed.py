@@ -5,8 +5,8 @@ from __future__ import annotations
 import numpy as np
 
 from tlora_fx.cost.cluster import Cluster
-from tlora_fx.simulator.metrics import Distribution, Point, SizeClass, Span, Summary
-from tlora_fx.simulator.sweep import Outcome, Scenario, Source
+from tlora_fx.simulator.metrics import Distribution, SeriesPoint, SizeClass, Span, Summary
+from tlora_fx.simulator.sweep import JobSource, Scenario, ScenarioResult
 
 #: Samples a second, mean completion.
 SPEEDS = {"tlora": (40.0, 900.0), "mlora-fifo": (30.0, 2700.0), "megatron": (20.0, 3600.0)}
@@ -61,7 +61,7 @@ def summary(policy="tlora", seed=0, samples_per_second=None, completion=None, **
         "whole": span,
         "loaded": span,
         "series": tuple(
-            Point(60.0 * n, 60.0, 128.0, 100.0, 10.0, 50.0, 5.0 * n, 20.0, speed, 30.0)
+            SeriesPoint(60.0 * n, 60.0, 128.0, 100.0, 10.0, 50.0, 5.0 * n, 20.0, speed, 30.0)
             for n in range(10)
         ),
     }
@@ -88,9 +88,9 @@ def outcome(scenario, **others):
         ("rule", "asks for no GPU", 1200, "job 1"),
     ]
     found = summary(scenario.policy, scenario.seed, **others)
-    return Outcome(scenario, found, trace, dropped, 1.0)
+    return ScenarioResult(scenario, found, trace, dropped, 1.0)
 
 
 def base(**others):
     """A scenario to vary."""
-    return Scenario("tlora", source=Source(jobs=200), cluster=Cluster(128), **others)
+    return Scenario("tlora", source=JobSource(jobs=200), cluster=Cluster(128), **others)

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from tests.scheduler.looping import Plain, request
 from tlora_fx.cost.cluster import Cluster
 from tlora_fx.scheduler.policies import find_policy
-from tlora_fx.simulator.metrics import COLUMNS, Distribution, Series, thirds
+from tlora_fx.simulator.metrics import COLUMNS, BucketedSum, Distribution, thirds
 from tlora_fx.simulator.replay import replay
 
 
@@ -59,7 +59,7 @@ def test_thirds_are_thirds(costs):
 )
 def test_a_series_loses_no_amount(flows):
     """However long it grows, its buckets hold what was put in."""
-    series = Series(0.0, buckets=16)
+    series = BucketedSum(0.0, buckets=16)
     for start, length, rate in flows:
         series.add(start, start + length, np.full(len(COLUMNS), rate))
 
@@ -70,7 +70,7 @@ def test_a_series_loses_no_amount(flows):
 
 def test_a_series_puts_amounts_where_they_flow():
     """Two buckets of 60 s; a flow from 30 to 90 is half in each."""
-    series = Series(0.0, buckets=4)
+    series = BucketedSum(0.0, buckets=4)
     series.add(30.0, 90.0, np.ones(len(COLUMNS)))
 
     assert series.sums[:, 0].tolist() == [30.0, 30.0, 0.0, 0.0]

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from tests.scheduler.looping import Plain, request
 from tlora_fx.cost.cluster import Cluster
 from tlora_fx.errors import PlaceTaken
-from tlora_fx.scheduler.executor import Drained, Failed, Finished, NodeBack, NodeLost, Started
+from tlora_fx.scheduler.executor import Drained, Failed, Finished, GroupStarted, NodeBack, NodeLost
 from tlora_fx.scheduler.formations import StepTimes
 from tlora_fx.scheduler.state import Group
 from tlora_fx.simulator.replay import Clock, Disturbances, SimulatedExecutor
@@ -80,7 +80,7 @@ def test_a_job_starts_and_ends_at_its_times():
 
     assert made.next_time() == 170.0
     assert at(made, 169.0) == []
-    assert at(made, 500.0) == [Started(20.0, 1), Finished(170.0, 1, "a", 100.0)]
+    assert at(made, 500.0) == [GroupStarted(20.0, 1), Finished(170.0, 1, "a", 100.0)]
 
 
 def test_a_killed_group_tells_nothing():

@@ -16,14 +16,14 @@ from tlora_fx.simulator.sweep import (
     SCALES,
     SWEEPS,
     Choices,
+    JobSource,
     Scenario,
-    Source,
     plan_of,
     run,
     run_all,
 )
 
-FEW = Scenario("megatron", source=Source(jobs=12), cluster=Cluster(64))
+FEW = Scenario("megatron", source=JobSource(jobs=12), cluster=Cluster(64))
 
 
 def test_each_policy_is_replayed_with_each_seed():
@@ -49,7 +49,7 @@ def test_sweeps_vary_one_thing_each():
 
 def test_a_trace_with_months_is_replayed_month_by_month():
     """The first three."""
-    source = Source(trace="some.csv")
+    source = JobSource(trace="some.csv")
     plan = plan_of(Scenario("tlora", source=source), ("tlora",), 1, ("months",), months=6)
 
     assert [row[0].month for _, row in plan.sweeps["months"]] == [1, 2, 3]
@@ -108,7 +108,7 @@ def test_alone_on_a_large_cluster_jobs_last_as_long_as_in_the_trace():
     """Steps times T_solo is the duration, to half a step; none waits beyond a decision."""
     scenario = Scenario(
         "megatron",
-        source=Source(jobs=20),
+        source=JobSource(jobs=20),
         cluster=Cluster(4096),
         choices=Choices(bases=("llama-3-8b",)),
         switch_seconds=0.0,
@@ -122,7 +122,7 @@ def test_alone_on_a_large_cluster_jobs_last_as_long_as_in_the_trace():
 
 def test_a_gpu_without_measured_profiles_is_refused():
     """Unless estimates are asked for, which the page then says."""
-    other = Scenario("megatron", source=Source(jobs=5), cluster=Cluster(128, gpu="a100"))
+    other = Scenario("megatron", source=JobSource(jobs=5), cluster=Cluster(128, gpu="a100"))
     with pytest.raises(ProfileMismatch):
         run(other)
 

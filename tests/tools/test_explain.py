@@ -14,7 +14,7 @@ from tlora_fx.compiler import fuse, prepare, resolve_pipeline
 from tlora_fx.config.job import BaseSpec
 from tlora_fx.errors import UnknownNode
 from tlora_fx.pipeline import Runner
-from tlora_fx.tools.explain import Record, explain_group, render, why_not
+from tlora_fx.tools.explain import PatternRecorder, explain_group, render, why_not
 
 
 @pytest.fixture(scope="module")
@@ -30,7 +30,7 @@ def asked(tmp_path_factory):
         job("embedding", base, r=2, target_modules=["embed_tokens"]),
         job("biased", base, r=2, target_modules=["q_proj"], lora_bias=True),
     ]
-    given, record = prepare(jobs), Record()
+    given, record = prepare(jobs), PatternRecorder()
     group = fuse(given, Runner(resolve_pipeline(None), [record]))
     return lambda node, name=None: explain_group(given, group, record, node, name)
 

@@ -17,7 +17,14 @@ from tlora_fx.backend import options as notices
 from tlora_fx.backend.lora_regions import Left, Lowered, lower_sites
 from tlora_fx.backend.options import BackendWarning, Options, read_options
 from tlora_fx.backend.rewrite import Splicer, declare_tables
-from tlora_fx.backend.sites import Region, regions_of, running_layer, sites_of, strays, value_of
+from tlora_fx.backend.sites import (
+    GraphRegion,
+    regions_of,
+    running_layer,
+    sites_of,
+    strays,
+    value_of,
+)
 from tlora_fx.errors import BackendUnsupported
 from tlora_fx.ops.compile_caches import mark_compile_caches
 
@@ -80,7 +87,7 @@ def lower_graph(gm: fx.GraphModule, wanted: Options | None = None) -> tuple[int,
     return lowered, len(left)
 
 
-def _lower_region(region: Region, wanted: Options) -> tuple[int, list[Left]]:
+def _lower_region(region: GraphRegion, wanted: Options) -> tuple[int, list[Left]]:
     sites = [site for site in sites_of(region.module.graph) if site.active]
     splicer = Splicer(region.module)
     lowered = 0

@@ -18,7 +18,7 @@ from torch import fx
 
 aten = torch.ops.aten
 Args = tuple[Any, ...]
-Rule = Callable[..., "Call | None"]
+Rule = Callable[..., "OpCall | None"]
 CASTS = {
     "float": torch.float32,
     "double": torch.float64,
@@ -28,7 +28,7 @@ CASTS = {
 
 
 @dataclass(frozen=True, slots=True)
-class Call:
+class OpCall:
     """One call in the vocabulary of tracing.
 
     target   an overload, or None where the call returns its first argument
@@ -38,10 +38,10 @@ class Call:
     args: Args
 
 
-def translate(node: fx.Node) -> Call | None:
+def translate(node: fx.Node) -> OpCall | None:
     """What a recorded call is in the vocabulary of tracing, or None where it has no entry."""
     if isinstance(node.target, torch._ops.OpOverload):
-        return Call(node.target, node.args) if not node.kwargs else None
+        return OpCall(node.target, node.args) if not node.kwargs else None
     rule = RULES.get(node.target)
     if rule is None:
         return None
@@ -51,55 +51,55 @@ def translate(node: fx.Node) -> Call | None:
         return None
 
 
-def _linear(x: Any, weight: Any, bias: Any = None) -> Call:
+def _linear(x: Any, weight: Any, bias: Any = None) -> OpCall:
     given = (x, weight) if bias is None else (x, weight, bias)
-    return Call(aten.linear.default, given)
+    return OpCall(aten.linear.default, given)
 
 
-def _dropout(x: Any, p: float = 0.5, training: bool = True, inplace: bool = False) -> Call | None:
+def _dropout(x: Any, p: float = 0.5, training: bool = True, inplace: bool = False) -> OpCall | None:
     if inplace:
         return None
-    return Call(aten.dropout.default, (x, p, True)) if training and p else Call(None, (x,))
+    return OpCall(aten.dropout.default, (x, p, True)) if training and p else OpCall(None, (x,))
 
 
-def _add(x: Any, other: Any) -> Call:
-    return Call(aten.add.Tensor, (x, other))
+def _add(x: Any, other: Any) -> OpCall:
+    return OpCall(aten.add.Tensor, (x, other))
 
 
-def _mul(x: Any, other: Any) -> Call:
+def _mul(x: Any, other: Any) -> OpCall:
     given = (x, other) if isinstance(x, fx.Node) else (other, x)
-    return Call(aten.mul.Tensor, given)
+    return OpCall(aten.mul.Tensor, given)
 
 
-def _matmul(x: Any, other: Any) -> Call:
-    return Call(aten.matmul.default, (x, other))
+def _matmul(x: Any, other: Any) -> OpCall:
+    return OpCall(aten.matmul.default, (x, other))
 
 
-def _addmm(x: Any, mat1: Any, mat2: Any) -> Call:
-    return Call(aten.addmm.default, (x, mat1, mat2))
+def _addmm(x: Any, mat1: Any, mat2: Any) -> OpCall:
+    return OpCall(aten.addmm.default, (x, mat1, mat2))
 
 
-def _view(x: Any, *shape: Any) -> Call:
+def _view(x: Any, *shape: Any) -> OpCall:
     sizes = shape[0] if len(shape) == 1 and isinstance(shape[0], (list, tuple)) else shape
-    return Call(aten.view.default, (x, list(sizes)))
+    return OpCall(aten.view.default, (x, list(sizes)))
 
 
-def _t(x: Any) -> Call:
-    return Call(aten.t.default, (x,))
+def _t(x: Any) -> OpCall:
+    return OpCall(aten.t.default, (x,))
 
 
-def _transpose(x: Any, dim0: int, dim1: int) -> Call:
-    return Call(aten.transpose.int, (x, dim0, dim1))
+def _transpose(x: Any, dim0: int, dim1: int) -> OpCall:
+    return OpCall(aten.transpose.int, (x, dim0, dim1))
 
 
-def _to(x: Any, first: Any = None, *, dtype: Any = None) -> Call | None:
+def _to(x: Any, first: Any = None, *, dtype: Any = None) -> OpCall | None:
     """`to` with a dtype alone: what moves a tensor to a device is no cast."""
     dtype = first if dtype is None else dtype
-    return Call(aten.to.dtype, (x, dtype)) if isinstance(dtype, torch.dtype) else None
+    return OpCall(aten.to.dtype, (x, dtype)) if isinstance(dtype, torch.dtype) else None
 
 
 def _cast(dtype: torch.dtype) -> Rule:
-    return lambda x: Call(aten.to.dtype, (x, dtype))
+    return lambda x: OpCall(aten.to.dtype, (x, dtype))
 
 
 RULES: dict[Any, Rule] = {

@@ -16,7 +16,7 @@ from torch import Tensor, fx
 from torch._subclasses.fake_tensor import FakeTensor
 
 from tlora_fx.backend.dynamo_ops import translate
-from tlora_fx.backend.sites import Region, Site, is_number, tensor_of, value_of
+from tlora_fx.backend.sites import GraphRegion, LoraCalls, is_number, tensor_of, value_of
 from tlora_fx.ir.graph import GroupGraph, JobGraph, TensorRef, is_call, output_of
 from tlora_fx.ir.lora_sites import ADD, lowered_site
 from tlora_fx.ir.shapes import fake_like
@@ -52,7 +52,7 @@ class Lowered:
     compute      dtype in which the adapter is multiplied
     """
 
-    site: Site
+    site: LoraCalls
     result: fx.Node
     x: fx.Node
     weight: fx.Node
@@ -77,7 +77,7 @@ class NotAnIsland(Exception):
     """Why a LoRA layer has no frozen result or result of its own."""
 
 
-def lower_sites(region: Region, sites: list[Site], compute: str) -> list[Lowered | Left]:
+def lower_sites(region: GraphRegion, sites: list[LoraCalls], compute: str) -> list[Lowered | Left]:
     """Run lower-adapters on the LoRA layers of one region.
 
     compute   its option: "float32" or "base"
@@ -110,7 +110,7 @@ def _run_pass(graph: fx.Graph, compute: Any) -> None:
     graph.lint()
 
 
-def _ends(site: Site) -> tuple[fx.Node, fx.Node]:
+def _ends(site: LoraCalls) -> tuple[fx.Node, fx.Node]:
     """The results of a LoRA layer and of its frozen module."""
     results, anchors = site.results(), site.anchors()
     if len(site.adapters) > 1:
@@ -130,7 +130,7 @@ class _Islands:
     numbers  scaling and rate of a site, by its path, where they are inputs of Dynamo's graph
     """
 
-    def __init__(self, region: Region) -> None:
+    def __init__(self, region: GraphRegion) -> None:
         self.region = region
         self.graph = fx.Graph()
         self.stands: dict[fx.Node, fx.Node] = {}
@@ -146,7 +146,7 @@ class _Islands:
             value = fake_like(mode, shape, dtype)
             self.tables[name].meta.update(val=value, role="table", jobs=(), path="")
 
-    def add(self, site: Site) -> fx.Node:
+    def add(self, site: LoraCalls) -> fx.Node:
         """Copy one site; returns the node that writes its result."""
         result, anchor = _ends(site)
         _refuse(site, self.region)
@@ -195,7 +195,9 @@ class _Islands:
         self.stands[made] = source
         return made
 
-    def _copy(self, site: Site, node: fx.Node, made: dict[fx.Node, Any], anchor: fx.Node) -> None:
+    def _copy(
+        self, site: LoraCalls, node: fx.Node, made: dict[fx.Node, Any], anchor: fx.Node
+    ) -> None:
         """Copy one call in the vocabulary of tracing."""
         branch = node not in site.frozen
 
@@ -221,20 +223,20 @@ class _Islands:
         self._tag(copy, site, node)
         made[node] = copy
 
-    def _read(self, site: Site, value: fx.Node, source: fx.Node) -> fx.Node:
+    def _read(self, site: LoraCalls, value: fx.Node, source: fx.Node) -> fx.Node:
         """The job's segment of a value, which is all of it."""
         args = (value, self.tables["segments"], 0, 0)
         read = self.graph.call_function(ops.segment_read.default, args)
         self._tag(read, site, source)
         return read
 
-    def _tag(self, made: fx.Node, site: Site, node: fx.Node) -> None:
+    def _tag(self, made: fx.Node, site: LoraCalls, node: fx.Node) -> None:
         self.stands[made] = node
         made.meta.update(
             val=value_of(node), path=site.path, site=site.path, jobs=(THE_JOB,), role="adapter"
         )
 
-    def read_back(self, site: Site, result: fx.Node) -> Lowered | Left:
+    def read_back(self, site: LoraCalls, result: fx.Node) -> Lowered | Left:
         """What the pass made of a site."""
         lowered = lowered_site(result)
         if lowered is None:
@@ -263,7 +265,7 @@ class _Islands:
         )
 
 
-def _refuse(site: Site, region: Region) -> None:
+def _refuse(site: LoraCalls, region: GraphRegion) -> None:
     """Refuse what the pattern fits and the operator does not compute.
 
     raises    NotAnIsland

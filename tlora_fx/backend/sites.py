@@ -28,7 +28,7 @@ REGION = "tag_activation_checkpoint"
 
 
 @dataclass(slots=True)
-class Site:
+class LoraCalls:
     """The calls of one LoRA layer.
 
     path       module path, in the base's own naming
@@ -57,7 +57,7 @@ class Site:
 
 
 @dataclass(frozen=True, slots=True)
-class Region:
+class GraphRegion:
     """One graph module: the one that Dynamo hands over, or a checkpointed region in it.
 
     stored   nodes that are parameters or buffers of the model
@@ -67,20 +67,20 @@ class Region:
     stored: frozenset[fx.Node]
 
 
-def regions_of(root: fx.GraphModule) -> list[Region]:
+def regions_of(root: fx.GraphModule) -> list[GraphRegion]:
     """The whole graph and its checkpointed regions, outer before inner."""
     stored = {
         node
         for node in root.graph.nodes
         if node.op == "get_attr" or isinstance(node.meta.get("example_value"), nn.Parameter)
     }
-    found = [Region(root, frozenset(stored))]
+    found = [GraphRegion(root, frozenset(stored))]
     for region in found:
         found.extend(_inner(region))
     return found
 
 
-def _inner(region: Region) -> Iterator[Region]:
+def _inner(region: GraphRegion) -> Iterator[GraphRegion]:
     """The checkpointed regions of one graph module; a region takes parameters as arguments."""
     for node in region.module.graph.nodes:
         if not _is_region(node):
@@ -90,15 +90,17 @@ def _inner(region: Region) -> Iterator[Region]:
         taken = [inner for inner in body.graph.nodes if inner.op == "placeholder"]
         if len(taken) == len(given):
             pairs = zip(taken, given, strict=True)
-            yield Region(body, frozenset(mine for mine, outer in pairs if outer in region.stored))
+            yield GraphRegion(
+                body, frozenset(mine for mine, outer in pairs if outer in region.stored)
+            )
 
 
-def sites_of(graph: fx.Graph) -> list[Site]:
+def sites_of(graph: fx.Graph) -> list[LoraCalls]:
     """The LoRA layers whose calls stand in a graph, in the order in which they run."""
     peft = sys.modules.get("peft.tuners.lora.layer")
     if peft is None:
         return []
-    found: dict[str, Site] = {}
+    found: dict[str, LoraCalls] = {}
     for node in graph.nodes:
         if not node.op.startswith("call_"):
             continue
@@ -106,7 +108,7 @@ def sites_of(graph: fx.Graph) -> list[Site]:
         owner = next((path for path, kind in modules if _is_a(kind, peft.LoraLayer)), None)
         if owner is None:
             continue
-        site = found.setdefault(owner, Site(owner))
+        site = found.setdefault(owner, LoraCalls(owner))
         site.nodes.append(node)
         inside = [path.removeprefix(f"{owner}.") for path, _ in modules if under(path, owner)]
         if "base_layer" in inside:
@@ -115,7 +117,7 @@ def sites_of(graph: fx.Graph) -> list[Site]:
     return list(found.values())
 
 
-def strays(region: Region, sites: list[Site]) -> dict[str, fx.Node]:
+def strays(region: GraphRegion, sites: list[LoraCalls]) -> dict[str, fx.Node]:
     """Calls outside of all LoRA layers that read an adapter's first matrix, by its Dynamo name."""
     known = {node for site in sites for node in site.nodes}
     return {

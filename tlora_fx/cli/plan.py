@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from tlora_fx.cost.plan import Plan
     from tlora_fx.cost.profile import Profile
     from tlora_fx.model.supermodel import SuperModel
-    from tlora_fx.planners.auto import Candidate, Search
+    from tlora_fx.planners.auto import Candidate, PlanSearch
 
 GIB = 2**30
 #: What the milliseconds of a plan are made of.
@@ -68,17 +68,17 @@ def run(
     the GPU's data sheet; the table then says so.
     """
     per_node = per_node_of(gpus, nodes)
-    _demand_format(export)
+    _require_format(export)
     given, model = _compiled(jobs, gpu)
     from tlora_fx.cost.load import round_of_jobs
     from tlora_fx.cost.step_time import Cluster
-    from tlora_fx.planners.auto import demand_memory, search
+    from tlora_fx.planners.auto import require_memory, search
 
     profile = _profile(model, gpu, allow_estimated)
     work = round_of_jobs(given.jobs, length=length, tokens=tokens, max_row_tokens=max_row_tokens)
     cluster = Cluster(per_node)
     found = search(model, profile, work, gpus, cluster)
-    demand_memory(found, work)
+    require_memory(found, work)
     console = Console(highlight=False, soft_wrap=True)
     _print(console, head(given, work, found, gpus, per_node), found, show)
     if export is not None:
@@ -127,7 +127,7 @@ def _compiled(jobs: Path, gpu: str | None) -> tuple[JobFile, SuperModel]:
     from tlora_fx.config.job_file import load_job_file
 
     given = load_job_file(jobs)
-    _demand_file(gpu)
+    _require_file(gpu)
     with Working(Console(stderr=True), "compiling the jobs"):
         from tlora_fx.compiler import compile
 
@@ -149,12 +149,12 @@ def _as_predicted(profile: Profile, max_row_tokens: int) -> list[str]:
     return compiled + (["--max-row-tokens", str(max_row_tokens)] if other else [])
 
 
-def _demand_format(export: str | None) -> None:
+def _require_format(export: str | None) -> None:
     if export is not None and export not in FORMATS:
         raise typer.BadParameter(f"--export is galvatron, metis or sailor; not {export!r}")
 
 
-def _demand_file(gpu: str | None) -> None:
+def _require_file(gpu: str | None) -> None:
     """A profile's file must be one before anything is compiled for it."""
     if gpu is not None and gpu.endswith(".json"):
         from tlora_fx.cost.profile import Profile
@@ -194,7 +194,7 @@ def _written(console: Console, files: Iterable[object]) -> None:
         console.print(f"written   {file}", markup=False)
 
 
-def _print(console: Console, lines: list[str], found: Search, show: int) -> None:
+def _print(console: Console, lines: list[str], found: PlanSearch, show: int) -> None:
     for line in lines:
         console.print(line, markup=False)
     print_whole(console, table(found, show))
@@ -203,7 +203,7 @@ def _print(console: Console, lines: list[str], found: Search, show: int) -> None
 
 
 def exported(
-    found: Search, format: str, folder: Path, length: int, gpus: int, per_node: int
+    found: PlanSearch, format: str, folder: Path, length: int, gpus: int, per_node: int
 ) -> list[Path]:
     """Write the profile in another planner's format, for sequences of one length."""
     from tlora_fx.planners.export import write_galvatron, write_metis, write_sailor
@@ -219,7 +219,7 @@ def exported(
     return write_sailor(found.cost, folder, length=length)
 
 
-def head(given: JobFile, work: Round, found: Search, gpus: int, per_node: int) -> list[str]:
+def head(given: JobFile, work: Round, found: PlanSearch, gpus: int, per_node: int) -> list[str]:
     """What was planned for, in a few lines."""
     profile, load = found.cost.profile, work.load
     told = {
@@ -242,7 +242,7 @@ def head(given: JobFile, work: Round, found: Search, gpus: int, per_node: int) -
     ]
 
 
-def table(found: Search, count: int) -> Table:
+def table(found: PlanSearch, count: int) -> Table:
     """The best plans, one a row; `rows` are the micro-batches of a replica."""
     made = Table(box=None, pad_edge=False)
     for name in ("pp", "dp", "tp", "rows", "ms", "tokens/s", "GiB", *PARTS):
@@ -253,7 +253,7 @@ def table(found: Search, count: int) -> Table:
     return made
 
 
-def dropped(found: Search) -> list[str]:
+def dropped(found: PlanSearch) -> list[str]:
     """What cannot run, one line for each reason."""
     reasons: dict[str, list[str]] = {}
     for one in found.dropped:
@@ -267,7 +267,7 @@ def dropped(found: Search) -> list[str]:
     return lines
 
 
-def idle(found: Search) -> list[str]:
+def idle(found: PlanSearch) -> list[str]:
     """A note where the best plan has replicas for which a round has no sequence."""
     if not found.running:
         return []

@@ -17,14 +17,14 @@ from rich.live import Live
 from rich.table import Table
 
 from tlora_fx.cli import durations
-from tlora_fx.scheduler.formations import NoWatch, Run
+from tlora_fx.scheduler.formations import Formation, NoWatch
 from tlora_fx.scheduler.loop import Loop
-from tlora_fx.scheduler.service import Found
+from tlora_fx.scheduler.service import SubmittedFile
 from tlora_fx.scheduler.state import ActiveJob, JobRequest
 from tlora_fx.scheduler.store import JobRecord, Ledger
 
 if TYPE_CHECKING:
-    from tlora_fx.scheduler.service import Running
+    from tlora_fx.scheduler.service import SchedulerService
 
 
 TURN_SECONDS = 0.05
@@ -105,9 +105,9 @@ def _by_date() -> Path:
     return Path("runs") / datetime.now(UTC).strftime("%Y%m%d-%H%M%S")
 
 
-def _until_over(running: Running, page: Page) -> bool:
+def _until_over(running: SchedulerService, page: Page) -> bool:
     """Turn a run until it is over; whether it was stopped."""
-    asked = _Asked(running)
+    asked = _RunOptions(running)
     shown = float("-inf")
     with asked, page:
         while running.turn():
@@ -118,10 +118,10 @@ def _until_over(running: Running, page: Page) -> bool:
     return running.stopping
 
 
-class _Asked:
+class _RunOptions:
     """Ctrl-C or SIGTERM drains all groups; the second one leaves them to end by themselves."""
 
-    def __init__(self, running: Running) -> None:
+    def __init__(self, running: SchedulerService) -> None:
         self.running = running
 
     def __enter__(self) -> None:
@@ -184,7 +184,7 @@ class Page(NoWatch):
         """The run goes on with what an earlier process began."""
         self.say(f"going on with {jobs} jobs, of which {done} have ended")
 
-    def took(self, found: Found) -> None:
+    def took(self, found: SubmittedFile) -> None:
         """A job file was read, or is bad."""
         if found.jobs:
             self.say(f"{found.path.name}: {', '.join(job.name for job in found.jobs)}")
@@ -196,21 +196,21 @@ class Page(NoWatch):
         """A job will never run."""
         self.say(f"{request.name} cannot run: {reason}", "red")
 
-    def launched(self, time: float, run: Run) -> None:
+    def launched(self, time: float, run: Formation) -> None:
         """A group was formed."""
         jobs = ", ".join(run.group.jobs)
         self.say(f"{time:8.1f} s  group {run.epoch} on {_place(run)}: {jobs}")
 
-    def warned(self, time: float, run: Run, text: str) -> None:
+    def warned(self, time: float, run: Formation, text: str) -> None:
         """Something went wrong in a group, and it goes on."""
         self.say(f"{time:8.1f} s  group {run.epoch} goes on, but: {text}", "yellow")
 
-    def left(self, time: float, run: Run, job: ActiveJob, reason: str) -> None:
+    def left(self, time: float, run: Formation, job: ActiveJob, reason: str) -> None:
         """A job ended."""
         how = f"failed: {reason}" if reason else f"done after {job.request.steps} steps"
         self.say(f"{time:8.1f} s  {job.name} {how}", "red" if reason else "green")
 
-    def ended(self, time: float, run: Run, how: str) -> None:
+    def ended(self, time: float, run: Formation, how: str) -> None:
         """A group is over."""
         if how == "failed":
             self.say(f"{time:8.1f} s  group {run.epoch} failed; its jobs wait", "yellow")
@@ -236,7 +236,7 @@ def table(records: Iterable[JobRecord], loop: Loop) -> Table:
     return made
 
 
-def _row(record: JobRecord, run: Run | None) -> tuple[str, ...]:
+def _row(record: JobRecord, run: Formation | None) -> tuple[str, ...]:
     done, group, slowdown, state = record.steps, "", "", str(record.status)
     if run is not None and record.status == "running":
         job = run.jobs[record.name]
@@ -248,7 +248,7 @@ def _row(record: JobRecord, run: Run | None) -> tuple[str, ...]:
     return record.name, state, group, f"{done:.0f}", steps, slowdown
 
 
-def _place(run: Run) -> str:
+def _place(run: Formation) -> str:
     return ",".join(map(str, run.group.place))
 
 

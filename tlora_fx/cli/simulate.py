@@ -17,7 +17,7 @@ from tlora_fx.cli import durations
 
 if TYPE_CHECKING:
     from tlora_fx.simulator.report import Report
-    from tlora_fx.simulator.sweep import Choices, Outcome, Plan, Scenario
+    from tlora_fx.simulator.sweep import Choices, Scenario, ScenarioResult, SweepPlan
 
 
 # The options of `tlora-fx simulate`; what each chooses is told in `Choices` and `Scenario`.
@@ -164,14 +164,14 @@ def run(
     _told(console, replayed(plan, processes or os.cpu_count() or 1), output)
 
 
-def _ready(plan: Plan, output: Path | None) -> None:
+def _ready(plan: SweepPlan, output: Path | None) -> None:
     """Find mistakes before anything is said or replayed."""
-    from tlora_fx.simulator.report import demand_folder
-    from tlora_fx.simulator.sweep import demand_ready
+    from tlora_fx.simulator.report import require_folder
+    from tlora_fx.simulator.sweep import require_ready
 
-    demand_ready(plan)
+    require_ready(plan)
     if output is not None:
-        demand_folder(output)
+        require_folder(output)
 
 
 def _told(console: Console, report: Report, output: Path | None) -> None:
@@ -196,11 +196,11 @@ def scenario_of(given: Mapping[str, Any]) -> Scenario:
     raises    ReplayChoiceWrong
     """
     from tlora_fx.cost.cluster import Cluster
-    from tlora_fx.simulator.sweep import SYNTHETIC, Scenario, Source, demand_choices
+    from tlora_fx.simulator.sweep import SYNTHETIC, JobSource, Scenario, require_choices
 
     synthetic = given["trace"] == SYNTHETIC
     marginals = given["marginals"]
-    source = Source(
+    source = JobSource(
         trace=given["trace"],
         format=given["format"],
         bad_rows=_one_of(given, "bad_rows", ("drop", "refuse")),
@@ -210,7 +210,7 @@ def scenario_of(given: Mapping[str, Any]) -> Scenario:
         marginals=str(marginals) if marginals else None,
     )
     choices = _choices(given, None if synthetic else given["jobs"])
-    demand_choices(choices)
+    require_choices(choices)
     return Scenario(
         policy="tlora",
         seed=given["seed"],
@@ -271,7 +271,7 @@ def _one_of(given: Mapping[str, Any], name: str, choices: tuple[str, ...]) -> st
     return value
 
 
-def plan_for(base: Scenario, given: Mapping[str, Any]) -> Plan:
+def plan_for(base: Scenario, given: Mapping[str, Any]) -> SweepPlan:
     """The replays that are asked for.
 
     raises    UnknownPolicy, and all that reading the trace does
@@ -305,7 +305,7 @@ def plan_for(base: Scenario, given: Mapping[str, Any]) -> Plan:
     )
 
 
-def before(base: Scenario, plan: Plan) -> list[str]:
+def before(base: Scenario, plan: SweepPlan) -> list[str]:
     """What will be replayed, with every choice."""
     from tlora_fx.simulator.report import chosen
     from tlora_fx.simulator.sweep import load
@@ -340,7 +340,7 @@ def saved(scenario: Scenario, path: Path) -> str:
     return f"written   {path}: {len(found.requests):,} jobs, as they are replayed"
 
 
-def replayed(plan: Plan, processes: int) -> Report:
+def replayed(plan: SweepPlan, processes: int) -> Report:
     """Replay all, with a bar that shows how far it is."""
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
@@ -352,7 +352,7 @@ def replayed(plan: Plan, processes: int) -> Report:
     with Progress(*columns, TimeElapsedColumn(), console=Console(stderr=True)) as bar:
         task = bar.add_task("replaying", total=len(dict.fromkeys(wanted)))
 
-        def done(outcome: Outcome) -> None:
+        def done(outcome: ScenarioResult) -> None:
             one = outcome.scenario
             bar.update(task, advance=1, description=f"{one.policy}, seed {one.seed}")
 

@@ -63,24 +63,24 @@ def run(
     torchrun, all processes train one model under a plan:
     torchrun --nproc-per-node 4 -m tlora_fx train jobs.yaml -o runs/a --plan auto
     """
-    from tlora_fx.runtime.launch import Launch, demand_plan_file, exits_at_once
-    from tlora_fx.runtime.run_folder import demand_new, how_to_go_on
+    from tlora_fx.runtime.launch import Launch, exits_at_once, require_plan_file
+    from tlora_fx.runtime.run_folder import how_to_go_on, require_new
 
     launch = Launch.found()
     if launch.rank == 0 and not resume and not launch.again:
-        demand_new(output)
-    asked = _Asked(
+        require_new(output)
+    asked = _TrainOptions(
         jobs, output, resume or launch.again, device, pipeline, max_row_tokens,
         plan or ("auto" if launch.size > 1 else "single"), mesh,
         timedelta(seconds=collective_timeout), compiled, nano_batches, controller,
         shard_base, cuda_graphs,
     )  # fmt: skip
-    demand_plan_file(asked.plan)
+    require_plan_file(asked.plan)
     exits_at_once(lambda: _train(asked, launch), launch, lambda: how_to_go_on(output))
 
 
 @dataclass(frozen=True, slots=True)
-class _Asked:
+class _TrainOptions:
     """What the command line says."""
 
     jobs: Path
@@ -99,7 +99,7 @@ class _Asked:
     cuda_graphs: bool = True
 
 
-def _train(asked: _Asked, launch: Launch) -> None:
+def _train(asked: _TrainOptions, launch: Launch) -> None:
     """What each process does."""
     from tlora_fx.parallel.mesh import open_mesh
     from tlora_fx.runtime.distributed import Ranks
@@ -157,15 +157,15 @@ def _train(asked: _Asked, launch: Launch) -> None:
 
 
 def _prepared(
-    asked: _Asked, launch: Launch, memory: int | None
+    asked: _TrainOptions, launch: Launch, memory: int | None
 ) -> tuple[Mapping[str, JobData], SuperModel, Plan]:
     """The data, the compiled model and the plan; no weight is loaded yet."""
     from tlora_fx.compiler import compile
     from tlora_fx.config.job_file import load_job_file
     from tlora_fx.cost.plan import MeshShape
     from tlora_fx.errors import PlanNotRunnable
-    from tlora_fx.parallel.prepare import demand_fits
-    from tlora_fx.runtime.checks import demand_room, load_all_data
+    from tlora_fx.parallel.prepare import require_fits
+    from tlora_fx.runtime.checks import check_memory, load_all_data
     from tlora_fx.runtime.launch import choose_plan
     from tlora_fx.tools.replay import keep_replay
 
@@ -181,7 +181,7 @@ def _prepared(
     plan = choose_plan(asked.plan, model, launch, shape, **options)
     if asked.nano_batches is not None:
         plan = plan.model_copy(update={"nano_batches": asked.nano_batches})
-    demand_fits(model, plan.mesh)
+    require_fits(model, plan.mesh)
     if asked.shard_base and not plan.shard_base:
         raise PlanNotRunnable(
             "this plan holds the base whole on every replica",
@@ -189,11 +189,11 @@ def _prepared(
             found="--shard-base",
             help="choose fsdp, or pipeline with a mesh that has dp, or leave --shard-base out",
         )
-    demand_room(model, plan, data, asked.max_row_tokens)
+    check_memory(model, plan, data, asked.max_row_tokens)
     return data, model, plan
 
 
-def _warnings(asked: _Asked, plan: Plan) -> Iterator[str]:
+def _warnings(asked: _TrainOptions, plan: Plan) -> Iterator[str]:
     """What a user should know of a plan before it runs."""
     estimate = plan.estimate
     if estimate is not None and estimate.estimated:
@@ -205,7 +205,7 @@ def _warnings(asked: _Asked, plan: Plan) -> Iterator[str]:
         yield "nothing overlaps between nano-batches without --compile"
 
 
-def _deciding(asked: _Asked) -> NanoBatches | None:
+def _deciding(asked: _TrainOptions) -> NanoBatches | None:
     """What chooses the number of nano-batches, where that was asked for."""
     from tlora_fx.runtime.controllers import NanoBatches, find_controller
 

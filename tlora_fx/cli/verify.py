@@ -14,7 +14,7 @@ from tlora_fx.cli.working import Working
 from tlora_fx.errors import VerifyError
 
 if TYPE_CHECKING:
-    from tlora_fx.runtime.verify import Bounds, Difference
+    from tlora_fx.runtime.verify import Bounds, JobDifference
 
 
 def run(
@@ -35,7 +35,7 @@ def run(
         from tlora_fx.runtime.verify import bounds_of, verify
 
         bounds = bounds_of(given.base.dtype, device)
-        found: list[Difference] = []
+        found: list[JobDifference] = []
         for difference in verify(given, steps, device=device):
             found.append(difference)
             working.now(f"compared {difference.job}: {difference.against}")
@@ -51,7 +51,7 @@ def run(
     paper.print(f"{len({row.job for row in found})} jobs train fused as they train alone")
 
 
-def _table(found: list[Difference], bounds: Bounds) -> Table:
+def _table(found: list[JobDifference], bounds: Bounds) -> Table:
     table = Table(box=None, pad_edge=False, title_justify="left")
     for title in ("job", "against", "steps", "loss", "gradient", "adapter", ""):
         left = title in ("job", "against", "")

@@ -104,14 +104,14 @@ def _read_text(path: Path, text: str) -> Located:
         node = loader.get_single_node()
         if node is None:
             raise JobFileSyntaxError("the job file is empty", file=path)
-        walk = _Walk(path, loader)
+        walk = _YamlWalk(path, loader)
         return Located(walk.value(node, ()), walk.lines)
     finally:
         loader.dispose()
 
 
 @dataclass(slots=True)
-class _Walk:
+class _YamlWalk:
     """Turns YAML nodes into plain values."""
 
     path: Path
@@ -244,7 +244,7 @@ def load_job_file(path: str | Path) -> JobFile:
     """
     path = Path(path)
     source = read_yaml(path)
-    reader = _Reader(path, source, [])
+    reader = _JobFileReader(path, source, [])
     jobs = reader.jobs()
     if reader.mistakes or jobs is None:
         raise _error(path, reader.mistakes)
@@ -252,7 +252,7 @@ def load_job_file(path: str | Path) -> JobFile:
 
 
 @dataclass(frozen=True, slots=True)
-class _Reader:
+class _JobFileReader:
     path: Path
     source: Located
     mistakes: list[_Placed]

@@ -23,7 +23,7 @@ from tlora_fx.cost.memory import Room
 from tlora_fx.cost.model_facts import CAPTURED_TOKENS, ModelFacts, find_base
 from tlora_fx.cost.plan import MeshShape
 from tlora_fx.cost.profile import Profile
-from tlora_fx.cost.profile_sources import demand_profile
+from tlora_fx.cost.profile_sources import require_profile
 from tlora_fx.cost.step_time import StepClock, Terms
 from tlora_fx.errors import BaseUnknown, EstimatorOption, nearest
 
@@ -420,7 +420,7 @@ class ProfileEstimator:
                     found=", ".join(self.profiles) or "no profiles",
                     help="measure one with `tlora-fx profile`, or name a base that has one",
                 )
-            demand_profile(name, self.profiles[name], self.cluster.gpu, allow_estimated=True)
+            require_profile(name, self.profiles[name], self.cluster.gpu, allow_estimated=True)
             facts = self.shapes[name] if name in self.shapes else find_base(name).facts()
             fit = BaseFit.of(facts, self.profiles[name], self.tp or measured(self.profiles[name]))
             # Adapters one after the other read their tables on the host.

@@ -74,7 +74,7 @@ def fits(cost: CostModel, memory: Memory) -> bool:
     return memory.total <= usable_bytes(cost)
 
 
-def demand_fits(cost: CostModel, plan: Plan, work: Round) -> None:
+def require_fits(cost: CostModel, plan: Plan, work: Round) -> None:
     """Refuse a round that a plan has no memory for, because of the longest job.
 
     raises    JobTooLong, with the largest length that fits

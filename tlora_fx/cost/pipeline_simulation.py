@@ -122,7 +122,7 @@ def schedule_order(schedule: Schedule, stages: int, processes: int, micro_batche
 
     raises    ScheduleRefused
     """
-    demand_schedule(schedule, stages, processes, micro_batches)
+    require_schedule(schedule, stages, processes, micro_batches)
     if schedule == "gpipe":
         return [_gpipe(stage, micro_batches) for stage in range(stages)]
     if schedule == "1f1b":
@@ -130,7 +130,7 @@ def schedule_order(schedule: Schedule, stages: int, processes: int, micro_batche
     return _interleaved(stages, processes, micro_batches)
 
 
-def demand_schedule(schedule: Schedule, stages: int, processes: int, micro_batches: int) -> None:
+def require_schedule(schedule: Schedule, stages: int, processes: int, micro_batches: int) -> None:
     """Refuse what torch's schedule does not run.
 
     raises    ScheduleRefused

@@ -260,7 +260,7 @@ class Plan(BaseModel):
                 help="write one with `tlora-fx plan`, or from Python with Plan.save",
             ) from error
 
-    def demand_for(self, model: SuperModel) -> None:
+    def require_model(self, model: SuperModel) -> None:
         """Refuse a model that the plan was not made for.
 
         raises    PlanNotForModel

@@ -456,12 +456,12 @@ def profiles_for(
     for base in bases:
         facts = known[base] if base in known else find_base(base).facts()
         profile = own.get(base) or profile_for(facts, gpu, allow_estimated=True)
-        demand_profile(base, profile, gpu, allow_estimated=allow_estimated)
+        require_profile(base, profile, gpu, allow_estimated=allow_estimated)
         found[base] = profile
     return found
 
 
-def demand_profile(base: str, profile: Profile, gpu: str, *, allow_estimated: bool) -> None:
+def require_profile(base: str, profile: Profile, gpu: str, *, allow_estimated: bool) -> None:
     """Refuse a profile of other hardware, and one that was not measured.
 
     raises    ProfileMismatch

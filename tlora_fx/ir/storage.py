@@ -117,7 +117,7 @@ class Shard:
 
 
 @dataclass(frozen=True, slots=True)
-class Part:
+class LocalShard:
     """What of a model a process holds; by default all of it.
 
     held      module paths, each with all that lies under it; None for every module

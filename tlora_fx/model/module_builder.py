@@ -36,7 +36,7 @@ class Container(nn.Module):
         return cast(nn.Module, self._modules[str(place)])
 
 
-class Place(NamedTuple):
+class TensorLocation(NamedTuple):
     """Where a tensor hangs.
 
     path    of the tensor in the whole net
@@ -65,7 +65,7 @@ class Place(NamedTuple):
 class Reformed(NamedTuple):
     """A frozen tensor of the base, by name, that is stored in another form."""
 
-    place: Place
+    place: TensorLocation
     name: str
     ref: TensorRef
 
@@ -73,12 +73,12 @@ class Reformed(NamedTuple):
 class Weight(NamedTuple):
     """The frozen weight of a site, and its adapters."""
 
-    place: Place
+    place: TensorLocation
     bank: AdapterBank
 
 
 @dataclass(slots=True)
-class Hung:
+class ModuleLayout:
     """The modules of a fused graph, and where everything hangs.
 
     base       frozen tensors by the base's names
@@ -90,19 +90,19 @@ class Hung:
     """
 
     net: nn.Module
-    base: dict[str, list[Place]] = field(default_factory=dict)
+    base: dict[str, list[TensorLocation]] = field(default_factory=dict)
     reformed: list[Reformed] = field(default_factory=list)
-    own: dict[str, dict[str, Place]] = field(default_factory=dict)
+    own: dict[str, dict[str, TensorLocation]] = field(default_factory=dict)
     banks: dict[str, AdapterBank] = field(default_factory=dict)
     homes: dict[str, str] = field(default_factory=dict)
     weights: list[Weight] = field(default_factory=list)
 
 
-def hang(group: GroupGraph, source: str) -> Hung:
+def build_module(group: GroupGraph, source: str) -> ModuleLayout:
     """Modules of the classes in `source`, with all tensors of the group's graphs on meta."""
     classes = _run_source(source)
     root = cast(nn.Module, classes["Root"]())
-    hanging = _Hanging(group, Hung(root, own={name: {} for name in group.job_names}))
+    hanging = _Hanging(group, ModuleLayout(root, own={name: {} for name in group.job_names}))
     hanging.tensors(root, group.root, "")
     for block in group.blocks.values():
         for layer in block.instances:
@@ -119,7 +119,7 @@ def hang(group: GroupGraph, source: str) -> Hung:
 class _Hanging:
     """Hangs the tensors of one graph after the other."""
 
-    def __init__(self, group: GroupGraph, hung: Hung) -> None:
+    def __init__(self, group: GroupGraph, hung: ModuleLayout) -> None:
         self.group, self.hung = group, hung
 
     def tensors(self, module: nn.Module, graph: fx.Graph, layer: str, within: str = "") -> None:
@@ -164,7 +164,7 @@ class _Hanging:
         ]  # fmt: skip
         return max(sum(own.rank for own in sites) for sites in adapters)
 
-    def _tensor(self, place: Place, node: fx.Node, layer: str) -> None:
+    def _tensor(self, place: TensorLocation, node: fx.Node, layer: str) -> None:
         ref: TensorRef = node.meta["tensor"]
         owner, slot = place.module, place.slot
         if slot in owner._parameters or slot in owner._buffers:
@@ -217,11 +217,11 @@ def _joined(*parts: str) -> str:
     return ".".join(part for part in parts if part)
 
 
-def _place(module: nn.Module, node: fx.Node, within: str) -> Place:
+def _place(module: nn.Module, node: fx.Node, within: str) -> TensorLocation:
     """Where a get_attr node's tensor hangs."""
     target = str(node.target)
     owner, slot = _owner_of(module, target)
-    return Place(owner, slot, _joined(within, target), node.meta["tensor"].shard)
+    return TensorLocation(owner, slot, _joined(within, target), node.meta["tensor"].shard)
 
 
 def _owner_of(module: nn.Module, target: str) -> tuple[nn.Module, str]:

@@ -18,13 +18,13 @@ from torch.export import ExportedProgram
 from tlora_fx.config.job import Job
 from tlora_fx.errors import SuperModelMisuse
 from tlora_fx.ir.graph import HEAD, LOSS, PEFT_PREFIX, GroupGraph, placeholders
-from tlora_fx.ir.storage import Part, Shard, stored_value
+from tlora_fx.ir.storage import LocalShard, Shard, stored_value
 from tlora_fx.model.adapter_bank import AdapterBank
 from tlora_fx.model.backbone import Backbone
 from tlora_fx.model.batch import PackedBatch
 from tlora_fx.model.compiled import compile_method, export_net, row_sizes
 from tlora_fx.model.loss import ChunkedLoss
-from tlora_fx.model.module_builder import Place, Reformed, hang
+from tlora_fx.model.module_builder import Reformed, TensorLocation, build_module
 from tlora_fx.model.source import group_source
 from tlora_fx.ops import room
 
@@ -45,13 +45,13 @@ class SuperModel(nn.Module):
         self.jobs = list(jobs)
         self.source = group_source(group, backbone.title)
         self.ready = False
-        self.part = Part()
+        self.part = LocalShard()
         self._unused: dict[str, Tensor] = {}
         self._roomy = False
         self._compiled_with: Mapping[str, Any] | None = None
         self._parameters_of: dict[str, dict[str, nn.Parameter]] = {}
         self._inputs = tuple(placeholders(group.root))
-        self._hung = hang(group, self.source)
+        self._hung = build_module(group, self.source)
         self.net = self._hung.net
 
     @property
@@ -79,7 +79,7 @@ class SuperModel(nn.Module):
         returns   [J], float32 or the base's dtype where that is wider
         raises    SuperModelMisuse before `materialize`
         """
-        self._demand_weights()
+        self._require_weights()
         return self._run(*(getattr(row, name) for name in self._inputs))
 
     def _run(self, *inputs: Tensor) -> Tensor:
@@ -129,14 +129,14 @@ class SuperModel(nn.Module):
                       rows with more are as right, in larger chunks
         raises        SuperModelMisuse before `materialize`
         """
-        self._demand_weights()
+        self._require_weights()
         return export_net(self.net, self.group, self._loss(), max_targets)
 
     def materialize(
         self,
         base: Mapping[str, Tensor],
         device: torch.device | str,
-        part: Part | None = None,
+        part: LocalShard | None = None,
         loaded: Callable[[str], None] | None = None,
     ) -> None:
         """Take the base's weights and make room for adapters, all zero.
@@ -146,7 +146,7 @@ class SuperModel(nn.Module):
         loaded   called with a layer's path when its tensors are there, before the next one's are
         raises   SuperModelMisuse when one is missing or has another shape
         """
-        self.part, device = part or Part(), torch.device(device)
+        self.part, device = part or LocalShard(), torch.device(device)
         held = self._held_by_layer()
         places = Counter(name for own in held.values() for name, _ in own if isinstance(name, str))
         tied: dict[object, Tensor] = {}
@@ -243,11 +243,13 @@ class SuperModel(nn.Module):
             )
         return cast(ChunkedLoss, self.net.get_submodule(LOSS))
 
-    def _held_by_layer(self) -> dict[str, list[tuple[str | Reformed, Place]]]:
+    def _held_by_layer(self) -> dict[str, list[tuple[str | Reformed, TensorLocation]]]:
         """What this process takes of the base, layer by layer, what is in none at the end."""
         layers = self.layer_order()
-        found: dict[str, list[tuple[str | Reformed, Place]]] = {name: [] for name in (*layers, "")}
-        every: list[tuple[str | Reformed, Place]] = [
+        found: dict[str, list[tuple[str | Reformed, TensorLocation]]] = {
+            name: [] for name in (*layers, "")
+        }
+        every: list[tuple[str | Reformed, TensorLocation]] = [
             (name, place) for name, places in self._hung.base.items() for place in places
         ]
         every += [(entry, entry.place) for entry in self._hung.reformed]
@@ -260,7 +262,7 @@ class SuperModel(nn.Module):
         return found
 
     def _taken(
-        self, name: str, place: Place, base: Mapping[str, Tensor], device: torch.device
+        self, name: str, place: TensorLocation, base: Mapping[str, Tensor], device: torch.device
     ) -> Tensor:
         """A tensor of the base, or this process's piece of it, on the device."""
         tensor = base.get(name, self.backbone.values.get(name))
@@ -302,7 +304,7 @@ class SuperModel(nn.Module):
         banks, homes = self._hung.banks.items(), self._hung.homes
         return {path: bank for path, bank in banks if self.part.holds(homes[path])}
 
-    def _held_own(self, job: str) -> list[tuple[str, Place]]:
+    def _held_own(self, job: str) -> list[tuple[str, TensorLocation]]:
         own = self._hung.own[job].items()
         return [(name, place) for name, place in own if self.part.holds(place.path)]
 
@@ -323,7 +325,7 @@ class SuperModel(nn.Module):
             if self.part.holds(place.path) and owners[weight.data_ptr()] == 1:
                 weight.data = room.around(weight, len(bank.a))
 
-    def _demand_weights(self) -> None:
+    def _require_weights(self) -> None:
         if not self.ready:
             raise SuperModelMisuse(
                 "the model has no weights yet",

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from tlora_fx.ir.graph import GroupGraph, JobGraph
-from tlora_fx.numerics.evaluate import Outcome
+from tlora_fx.numerics.evaluate import StepOutcome
 
 # The largest relative difference that passes, by the narrowest dtype in which graphs compute.
 # In float32 sums run in another order. In half precision PEFT multiplies adapters in float32 and a
@@ -56,18 +56,18 @@ def _dtypes(state: JobGraph | GroupGraph) -> Iterator[torch.dtype]:
                     yield value.dtype
 
 
-def finite(outcome: Outcome) -> bool:
+def finite(outcome: StepOutcome) -> bool:
     """Whether all losses and gradients are numbers."""
     values = [*outcome.losses.values(), *outcome.gradients.values()]
     return all(bool(torch.isfinite(value).all()) for value in values)
 
 
-def identical(before: Outcome, after: Outcome) -> bool:
+def identical(before: StepOutcome, after: StepOutcome) -> bool:
     """Whether everything is the same to the bit."""
     return all(_equal(one, two) for _, _, one, two in _pairs(before, after))
 
 
-def worst(before: Outcome, after: Outcome) -> Difference:
+def worst(before: StepOutcome, after: StepOutcome) -> Difference:
     """The largest relative difference of any loss or gradient."""
     largest = {
         job: max((float(g.double().norm()) for (j, _), g in before.gradients.items() if j == job),
@@ -92,7 +92,7 @@ def relative(before: Tensor, after: Tensor, floor: float = 0.0) -> float:
     return difference / size if size else (math.inf if difference else 0.0)
 
 
-def _pairs(before: Outcome, after: Outcome) -> Iterator[tuple[str, str, Tensor, Tensor]]:
+def _pairs(before: StepOutcome, after: StepOutcome) -> Iterator[tuple[str, str, Tensor, Tensor]]:
     """Job, what, before, after; a gradient that one side lacks is zero there."""
     for job, loss in before.losses.items():
         yield job, "loss", loss, after.losses[job]

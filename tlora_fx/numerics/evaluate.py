@@ -13,14 +13,14 @@ from torch import Tensor
 from tlora_fx.ir.graph import AdapterSite, GroupGraph, JobGraph
 from tlora_fx.model.batch import PackedBatch
 from tlora_fx.numerics.interpreter import Interpreter, Setting, Watch
-from tlora_fx.numerics.rows import Rows
+from tlora_fx.numerics.rows import ProbeRows
 from tlora_fx.numerics.tensors import Seeded
 
 State = JobGraph | GroupGraph
 
 
 @dataclass(slots=True)
-class Outcome:
+class StepOutcome:
     """What jobs get from one step.
 
     losses       each job's sum of token losses
@@ -35,17 +35,17 @@ class Outcome:
 def evaluate(
     state: State,
     layers: frozenset[str],
-    rows: Rows,
+    rows: ProbeRows,
     tensors: Seeded,
     watch: Mapping[str, Watch] | None = None,
-) -> Outcome:
+) -> StepOutcome:
     """Run graphs forward and backward.
 
     layers    which layers run
     watch     by the job whose graphs run alone, "" for a fused group: told every value
     raises    CannotRun, Unchecked
     """
-    found = Outcome()
+    found = StepOutcome()
     with torch.enable_grad():
         if isinstance(state, GroupGraph) and state.fused:
             setting = Setting(rows.together(), rows.names, layers, (watch or {}).get(""))
@@ -59,7 +59,7 @@ def evaluate(
     return found
 
 
-def _step(interpreter: Interpreter, names: list[str], found: Outcome) -> None:
+def _step(interpreter: Interpreter, names: list[str], found: StepOutcome) -> None:
     """One step of the jobs of a row."""
     result = interpreter.run()
     row = interpreter.setting.row

@@ -11,8 +11,8 @@ from torch import Tensor
 
 from tlora_fx.ir.graph import Form, is_call
 from tlora_fx.numerics.compare import relative
-from tlora_fx.numerics.rows import Rows
-from tlora_fx.numerics.trace import Index, Step, Trace
+from tlora_fx.numerics.rows import ProbeRows
+from tlora_fx.numerics.trace import Index, Step, StepTrace
 
 WRITE = torch.ops.tlora_fx.segment_write.default
 # Where nothing differs by the bound itself, sums have made small differences large.
@@ -21,7 +21,7 @@ What = Literal["value", "gradient"]
 
 
 @dataclass(frozen=True, slots=True)
-class Parting:
+class FirstDivergence:
     """Where values part.
 
     step          the node's run after the pass
@@ -33,8 +33,13 @@ class Parting:
 
 
 def find_parting(
-    before: Trace, after: Trace, rows: Rows, form: Form, made_by: str, bound: float | None
-) -> Parting | None:
+    before: StepTrace,
+    after: StepTrace,
+    rows: ProbeRows,
+    form: Form,
+    made_by: str,
+    bound: float | None,
+) -> FirstDivergence | None:
     """The first node whose inputs agree with those before a pass, and whose value does not.
 
     Where all values agree that survive the pass, the last node whose gradient differs.
@@ -47,14 +52,14 @@ def find_parting(
         comparison = _Comparison(before, after, rows, form, limit)
         for step in after.steps:
             if comparison.agrees(step, "value") is False:
-                return Parting(comparison.suspect(step, made_by))
+                return FirstDivergence(comparison.suspect(step, made_by))
         for step in reversed(after.steps):
             if comparison.agrees(step, "gradient") is False:
-                return Parting(_reader_at_fault(step, after, made_by), step)
+                return FirstDivergence(_reader_at_fault(step, after, made_by), step)
     return None
 
 
-def _reader_at_fault(step: Step, after: Trace, made_by: str) -> Step:
+def _reader_at_fault(step: Step, after: StepTrace, made_by: str) -> Step:
     """The pass's own node among those that read a value with a wrong gradient, else the value's."""
     for reader in after.steps:
         if step in reader.inputs and _is_new(reader, made_by):
@@ -69,7 +74,9 @@ def _is_new(step: Step, made_by: str) -> bool:
 class _Comparison:
     """Compares steps after a pass with their counterparts before it."""
 
-    def __init__(self, before: Trace, after: Trace, rows: Rows, form: Form, limit: float) -> None:
+    def __init__(
+        self, before: StepTrace, after: StepTrace, rows: ProbeRows, form: Form, limit: float
+    ) -> None:
         self.head, self.order = after.head, after.steps
         self.index = Index(before)
         self.rows, self.form, self.limit = rows, form, limit

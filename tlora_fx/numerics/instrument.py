@@ -13,14 +13,14 @@ from tlora_fx.errors import NumericsBroken
 from tlora_fx.ir.graph import GroupGraph
 from tlora_fx.model.backbone import Backbone
 from tlora_fx.numerics.compare import Difference, bound_of, finite, identical, worst
-from tlora_fx.numerics.evaluate import Outcome, State, evaluate
-from tlora_fx.numerics.first_divergence import Parting, find_parting
+from tlora_fx.numerics.evaluate import State, StepOutcome, evaluate
+from tlora_fx.numerics.first_divergence import FirstDivergence, find_parting
 from tlora_fx.numerics.interpreter import CannotRun
 from tlora_fx.numerics.memory import bytes_needed
-from tlora_fx.numerics.rows import Rows
+from tlora_fx.numerics.rows import ProbeRows
 from tlora_fx.numerics.state import copy_state, layer_calls, layers_to_run
 from tlora_fx.numerics.tensors import Seeded, Unchecked, buffers_of
-from tlora_fx.numerics.trace import Trace
+from tlora_fx.numerics.trace import StepTrace
 from tlora_fx.pipeline import Done, Event, Instrument, Pipeline, Runner
 
 log = logging.getLogger(__name__)
@@ -66,7 +66,7 @@ class Numerics(Instrument):
         self.results: list[Result] = []
         self._tensors = Seeded(seed, {})
         self._held: State | None = None
-        self._last: tuple[State, frozenset[str], Outcome] | None = None
+        self._last: tuple[State, frozenset[str], StepOutcome] | None = None
 
     def know(self, backbone: Backbone) -> None:
         """Take the base's buffers as they are, such as rotary frequencies; weights are drawn."""
@@ -131,7 +131,7 @@ class Numerics(Instrument):
             raise Unchecked("other layers run, or in another order: one of each cannot tell")
         layers = layers_to_run(held) | layers_to_run(done.graphs)
         rows = self._rows(held)
-        self._demand_memory([held, done.graphs], layers, rows)
+        self._require_memory([held, done.graphs], layers, rows)
         before = self._before(held, done, layers, rows)
         after = self._after(done, layers, rows)
         self._last = (done.graphs, layers, after)
@@ -146,18 +146,20 @@ class Numerics(Instrument):
         limit = bound if word == "bound" else None
         raise _broken(done, found, limit, self._parting(held, done, layers, rows, limit))
 
-    def _rows(self, state: State) -> Rows:
+    def _rows(self, state: State) -> ProbeRows:
         names = state.job_names if isinstance(state, GroupGraph) else [state.name]
-        return Rows(names, state.form, self.seed, self.tokens, state.vocabulary)
+        return ProbeRows(names, state.form, self.seed, self.tokens, state.vocabulary)
 
-    def _demand_memory(self, states: list[State], layers: frozenset[str], rows: Rows) -> None:
+    def _require_memory(self, states: list[State], layers: frozenset[str], rows: ProbeRows) -> None:
         needed = bytes_needed(states, layers, rows)
         if needed > self.memory_bytes:
             raise Unchecked(
                 f"needs {needed / GIB:.1f} GiB, limit {self.memory_bytes / GIB:.1f} GiB"
             )
 
-    def _before(self, held: State, done: Done, layers: frozenset[str], rows: Rows) -> Outcome:
+    def _before(
+        self, held: State, done: Done, layers: frozenset[str], rows: ProbeRows
+    ) -> StepOutcome:
         """The outcome before a pass: that after the last one, where the same layers ran."""
         if self._last is not None and self._last[0] is done.graphs and self._last[1] == layers:
             found = self._last[2]
@@ -167,7 +169,7 @@ class Numerics(Instrument):
             raise Unchecked("losses or gradients before it are not finite")
         return found
 
-    def _after(self, done: Done, layers: frozenset[str], rows: Rows) -> Outcome:
+    def _after(self, done: Done, layers: frozenset[str], rows: ProbeRows) -> StepOutcome:
         try:
             return evaluate(done.graphs, layers, rows, self._tensors)
         except CannotRun as error:
@@ -183,7 +185,7 @@ class Numerics(Instrument):
                 help="before the pass they run: this is a defect of the pass",
             ) from error
 
-    def _run(self, state: State, layers: frozenset[str], rows: Rows) -> Outcome:
+    def _run(self, state: State, layers: frozenset[str], rows: ProbeRows) -> StepOutcome:
         try:
             return evaluate(state, layers, rows, self._tensors)
         except CannotRun as error:
@@ -194,11 +196,11 @@ class Numerics(Instrument):
         held: State,
         done: Done,
         layers: frozenset[str],
-        rows: Rows,
+        rows: ProbeRows,
         bound: float | None,
-    ) -> Parting | None:
+    ) -> FirstDivergence | None:
         """Run both sides again, every value kept."""
-        before, after = Trace(held), Trace(done.graphs)
+        before, after = StepTrace(held), StepTrace(done.graphs)
         evaluate(held, layers, rows, self._tensors, before.watches())
         evaluate(done.graphs, layers, rows, self._tensors, after.watches())
         return find_parting(before, after, rows, held.form, done.item.name, bound)
@@ -212,7 +214,7 @@ def watch_numerics(runner: Runner, backbone: Backbone) -> None:
 
 
 def _broken(
-    done: Done, found: Difference, limit: float | None, parting: Parting | None
+    done: Done, found: Difference, limit: float | None, parting: FirstDivergence | None
 ) -> NumericsBroken:
     told = "exact" if limit is None else "bound"
     facts: dict[str, object] = {

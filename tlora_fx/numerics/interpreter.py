@@ -26,7 +26,7 @@ from tlora_fx.ir.graph import (
 from tlora_fx.ir.shapes import FIRST_SEGMENT_SIZE
 from tlora_fx.model.batch import PackedBatch
 from tlora_fx.model.loss import ChunkedLoss
-from tlora_fx.numerics.reading import Place, Reader
+from tlora_fx.numerics.reading import GraphLocation, Reader
 from tlora_fx.numerics.tensors import Seeded, Unchecked
 from tlora_fx.ops import site_id
 
@@ -56,7 +56,7 @@ class Dropouts:
         self.row, self.names, self.form, self.reader = row, names, form, reader
         self._numbers: dict[fx.Graph, dict[fx.Node, int]] = {}
 
-    def drop(self, node: fx.Node, args: tuple[Any, ...], place: Place) -> Tensor:
+    def drop(self, node: fx.Node, args: tuple[Any, ...], place: GraphLocation) -> Tensor:
         """What an aten.dropout node gives."""
         x: Tensor = args[0]
         rate = self.reader.rate(node, float(args[1]), place)
@@ -73,7 +73,9 @@ class Dropouts:
         )
         return dropped
 
-    def with_site(self, node: fx.Node, args: tuple[Any, ...], place: Place) -> tuple[Any, ...]:
+    def with_site(
+        self, node: fx.Node, args: tuple[Any, ...], place: GraphLocation
+    ) -> tuple[Any, ...]:
         """The arguments of an attention with dropout, its site among them."""
         if (
             len(args) <= ATTENTION_RATE
@@ -102,7 +104,7 @@ class Dropouts:
         held = (d for d, size in enumerate(shape) if _is_row(size))
         return next((d + 1 for d in held), None)
 
-    def _site(self, node: fx.Node, place: Place) -> int:
+    def _site(self, node: fx.Node, place: GraphLocation) -> int:
         if place.graph not in self._numbers:
             self._numbers[place.graph] = _number_all(place.graph)
         number = self._numbers[place.graph].get(node, 0)
@@ -130,7 +132,7 @@ def _number_all(graph: fx.Graph) -> dict[fx.Node, int]:
     return found
 
 
-Watch = Callable[[fx.Node, Place, Any], None]
+Watch = Callable[[fx.Node, GraphLocation, Any], None]
 
 
 class CannotRun(Exception):
@@ -139,7 +141,7 @@ class CannotRun(Exception):
     refused    whether it is one of ours, which refuses what it was given
     """
 
-    def __init__(self, node: fx.Node, place: Place, error: Exception) -> None:
+    def __init__(self, node: fx.Node, place: GraphLocation, error: Exception) -> None:
         super().__init__(f"{node.target} raised {type(error).__name__}: {error}".splitlines()[0])
         self.node, self.place = node, place
         self.refused = isinstance(error, TloraError)
@@ -183,10 +185,10 @@ class Interpreter:
         """
         row = self.setting.row
         given = [getattr(row, name) for name in placeholders(self.owner.root)]
-        found: Tensor = self._graph(Place("", "", self.owner.root), given)
+        found: Tensor = self._graph(GraphLocation("", "", self.owner.root), given)
         return found
 
-    def _graph(self, place: Place, given: list[Any]) -> Any:
+    def _graph(self, place: GraphLocation, given: list[Any]) -> Any:
         values: dict[fx.Node, Any] = {}
         inputs = iter(given)
         for node in place.graph.nodes:
@@ -204,7 +206,7 @@ class Interpreter:
                 self.setting.watch(node, place, values[node])
         raise AssertionError("a graph without output")
 
-    def _read(self, node: fx.Node, place: Place) -> Tensor:
+    def _read(self, node: fx.Node, place: GraphLocation) -> Tensor:
         try:
             return self.reader.tensor(node, place)
         except Unchecked:
@@ -212,7 +214,7 @@ class Interpreter:
         except Exception as error:
             raise CannotRun(node, place, error) from error
 
-    def _call(self, node: fx.Node, place: Place, values: dict[fx.Node, Any]) -> Any:
+    def _call(self, node: fx.Node, place: GraphLocation, values: dict[fx.Node, Any]) -> Any:
         target: Any = node.target
         args, kwargs = _filled((node.args, node.kwargs), values)
         try:
@@ -235,7 +237,7 @@ class Interpreter:
             return self._loss(self.owner.blocks[HEAD], given)
         block = self._blocks[path]
         if path in self.setting.layers:
-            return self._graph(Place(path, block.instances[0], block.graph), given)
+            return self._graph(GraphLocation(path, block.instances[0], block.graph), given)
         before = [v for arg, v in zip(node.args, given, strict=True) if _is_layer(arg)]
         if len(before) != 1:
             raise Unchecked(f"{path} does not stand behind another layer")
@@ -252,7 +254,7 @@ class Interpreter:
 
     def head(self, block: Block, given: list[Any]) -> Any:
         """Run the head on the rows of one chunk."""
-        return self._graph(Place("", "", block.graph), given)
+        return self._graph(GraphLocation("", "", block.graph), given)
 
 
 class _Head(nn.Module):

@@ -13,13 +13,13 @@ from tlora_fx.ir.graph import HEAD, GroupGraph, JobGraph, TensorRef, placeholder
 from tlora_fx.ir.shapes import FIRST_SEGMENT_SIZE
 from tlora_fx.model.batch import PackedBatch
 from tlora_fx.numerics.evaluate import State
-from tlora_fx.numerics.rows import Rows
+from tlora_fx.numerics.rows import ProbeRows
 
 # A trained tensor and its gradients of both sides; a value, and its gradient in the backward.
 COPIES_OF_TRAINED, COPIES_OF_VALUES = 3, 2
 
 
-def bytes_needed(states: Iterable[State], layers: frozenset[str], rows: Rows) -> int:
+def bytes_needed(states: Iterable[State], layers: frozenset[str], rows: ProbeRows) -> int:
     """What running these states one after the other takes at most.
 
     Weights are drawn once for all states; values live while one graph runs.

@@ -26,7 +26,7 @@ DOWN, UP, DROPOUT = ".lora_A.default.weight", ".lora_B.default.weight", ".lora_d
 
 
 @dataclass(frozen=True, slots=True)
-class Place:
+class GraphLocation:
     """Where a graph runs.
 
     layer    path of the layer, "" for the root and the head
@@ -66,7 +66,7 @@ class Reader:
             for job in (owner.jobs if isinstance(owner, GroupGraph) else [owner])
         }
 
-    def tensor(self, node: fx.Node, place: Place) -> Tensor:
+    def tensor(self, node: fx.Node, place: GraphLocation) -> Tensor:
         """What a get_attr node reads.
 
         raises    Unchecked for a table that nobody knows how to fill
@@ -85,13 +85,13 @@ class Reader:
             return self._vector(place.path(ref.name), found)
         return found
 
-    def scaling(self, node: fx.Node, place: Place) -> Any:
+    def scaling(self, node: fx.Node, place: GraphLocation) -> Any:
         """What a branch is multiplied with: the site's number where the code has the traced one."""
         traced, own = self._numbers(node, str(node.meta.get("site", "")), place)
         written = node.args[1]
         return own.scaling if own and traced and written == traced.scaling else written
 
-    def rate(self, node: fx.Node, written: float, place: Place) -> float:
+    def rate(self, node: fx.Node, written: float, place: GraphLocation) -> float:
         """The rate of a dropout, likewise; that of a branch may be a placeholder."""
         path = str(node.meta.get("path", "")).removesuffix(".default")
         if not path.endswith(DROPOUT):
@@ -102,7 +102,7 @@ class Reader:
         return written
 
     def _numbers(
-        self, node: fx.Node, site: str, place: Place
+        self, node: fx.Node, site: str, place: GraphLocation
     ) -> tuple[AdapterSite | None, AdapterSite | None]:
         """The site that the code was written for, and the one that runs."""
         sites = self._sites.get(self._job_of(node), {})
@@ -115,7 +115,7 @@ class Reader:
         jobs = node.meta.get("jobs") or ("",)
         return str(jobs[0])
 
-    def _own(self, job: str, ref: TensorRef, place: Place) -> Tensor:
+    def _own(self, job: str, ref: TensorRef, place: GraphLocation) -> Tensor:
         name = place.path(ref.name.removeprefix(PEFT_PREFIX))
         shape = ref.shape
         for part, axis in ((DOWN, 0), (UP, 1)):
@@ -136,7 +136,7 @@ class Reader:
             self.vectors[name] = found.detach().requires_grad_()
         return self.vectors[name]
 
-    def _buffer(self, node: fx.Node, ref: TensorRef, place: Place) -> Tensor:
+    def _buffer(self, node: fx.Node, ref: TensorRef, place: GraphLocation) -> Tensor:
         target = str(node.target)
         site, found, name = target.rpartition(BANK)
         if found:
@@ -149,7 +149,7 @@ class Reader:
             return torch.tensor(site_id(path), dtype=ref.dtype)
         raise Unchecked(f"nobody knows the values of the table {target}")
 
-    def _bank(self, site: str, name: str, ref: TensorRef, place: Place) -> Tensor:
+    def _bank(self, site: str, name: str, ref: TensorRef, place: GraphLocation) -> Tensor:
         """A table of a site's AdapterBank, or all jobs' A or B as one tensor."""
         assert isinstance(self.owner, GroupGraph)
         lowered = _lowered_at(place.graph, site)

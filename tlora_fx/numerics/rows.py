@@ -16,7 +16,7 @@ SKIPPED, OFFSET = 5, 3
 LARGEST_ID = 997
 
 
-class Rows:
+class ProbeRows:
     """Rows of the same tokens: each job alone, and all jobs together.
 
     names        the jobs, in the order of every table

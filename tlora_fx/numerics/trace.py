@@ -11,7 +11,7 @@ from torch import Tensor, fx
 from tlora_fx.ir.graph import HEAD, JobGraph, Origin, origin_of
 from tlora_fx.numerics.evaluate import State
 from tlora_fx.numerics.interpreter import Watch
-from tlora_fx.numerics.reading import Place
+from tlora_fx.numerics.reading import GraphLocation
 
 
 @dataclass(slots=True, eq=False)
@@ -25,7 +25,7 @@ class Step:
     """
 
     part: str
-    place: Place
+    place: GraphLocation
     node: fx.Node
     values: list[Tensor]
     inputs: list[Step]
@@ -44,7 +44,7 @@ class Step:
         return str(self.node.meta.get("role") or "")
 
 
-class Trace:
+class StepTrace:
     """The steps of one run of a state."""
 
     def __init__(self, state: State) -> None:
@@ -61,7 +61,7 @@ class Trace:
         return {part: self._watch(part) for part in self.parts}
 
     def _watch(self, part: str) -> Watch:
-        def take(node: fx.Node, place: Place, value: Any) -> None:
+        def take(node: fx.Node, place: GraphLocation, value: Any) -> None:
             key = (part, place.layer, node)
             # The head runs once a chunk, and again in the backward: its first run counts.
             if key in self._known or origin_of(node) is None:
@@ -101,7 +101,7 @@ def _keeper(step: Step, slot: int) -> Any:
 class Index:
     """Steps by part, layer and key of their origin; the backbone's also by the base's key."""
 
-    def __init__(self, trace: Trace) -> None:
+    def __init__(self, trace: StepTrace) -> None:
         self.order = {step: place for place, step in enumerate(trace.steps)}
         self._by_key: dict[tuple[str, str, str], Step] = {}
         self._by_base: dict[tuple[str, str, str], Step] = {}
@@ -115,7 +115,7 @@ class Index:
                 if (*where, plain) not in self._by_base or ".base_layer" in key:
                     self._by_base[*where, plain] = step
 
-    def find(self, part: str, place: Place, key: str) -> Step | None:
+    def find(self, part: str, place: GraphLocation, key: str) -> Step | None:
         """The step of a node at a place; a layer's in a graph without layers, too."""
         moved = key
         if place.layer != place.first:
@@ -125,7 +125,7 @@ class Index:
                 return found
         return None
 
-    def find_base(self, part: str, place: Place, key: str) -> Step | None:
+    def find_base(self, part: str, place: GraphLocation, key: str) -> Step | None:
         """The step of a job's own graphs that repeats a node of the base."""
         return self._by_base.get((part, place.layer, _plain(key)))
 

@@ -53,7 +53,7 @@ class QuantizedForm:
     dequantise: Callable[[Sequence[Tensor], Sequence[int], torch.dtype], Tensor]
 
 
-def demand_package(form: str) -> None:
+def require_package(form: str) -> None:
     """Refuse a form whose library is not installed; raises MissingPackageError."""
     package = FORMS[form].package
     if find_spec(package) is None:
@@ -225,7 +225,7 @@ def quantized_linear(
     raises    QuantizedLinearError; MissingPackageError without the form's library
     """
     check_stored(x, stored, bias, form, shape)
-    demand_package(form)
+    require_package(form)
     rows = x.reshape(-1, shape[1])
     # The libraries differ in what they make of no rows at all.
     y = FORMS[form].linear(rows, stored, bias, shape) if len(rows) else x.new_empty(0, shape[0])
@@ -253,7 +253,7 @@ def quantized_linear_backward(
     dy       [..., out]
     raises   as `quantized_linear`
     """
-    demand_package(form)
+    require_package(form)
     weight = FORMS[form].dequantise(stored, shape, dy.dtype)
     return (dy.reshape(-1, shape[0]) @ weight).view(*dy.shape[:-1], shape[1])
 
@@ -295,7 +295,7 @@ def quantised(form: str, part: int, weight: Tensor) -> Tensor:
     if weight.is_meta:
         shape, dtype = FORMS[form].layout(*weight.shape)[part]
         return torch.empty(shape, dtype=dtype, device="meta")
-    demand_package(form)
+    require_package(form)
     with torch.no_grad():
         return FORMS[form].quantise(weight.contiguous())[part]
 

@@ -24,7 +24,7 @@ GROUP = "tp"
 
 
 @dataclass(frozen=True, slots=True)
-class Place:
+class GroupRank:
     """This process in a group.
 
     name   torch's name of the group
@@ -37,7 +37,7 @@ class Place:
     size: int
 
 
-_places: dict[str, Place | None] = {}
+_places: dict[str, GroupRank | None] = {}
 
 
 def use_group(name: str, group: ProcessGroup | None) -> None:
@@ -49,7 +49,7 @@ def use_group(name: str, group: ProcessGroup | None) -> None:
     """
     place = None
     if group is not None and group.size() > 1:
-        place = Place(str(group.group_name), group.rank(), group.size())
+        place = GroupRank(str(group.group_name), group.rank(), group.size())
     _places[name] = place
 
 
@@ -63,7 +63,7 @@ def facts() -> tuple[object, ...]:
     return tuple(sorted((name, repr(place)) for name, place in _places.items()))
 
 
-def place_of(name: str, x: Tensor) -> Place | None:
+def place_of(name: str, x: Tensor) -> GroupRank | None:
     """This process's place in a group; None where it is alone, and where only shapes count.
 
     x        what is to be summed
@@ -82,7 +82,7 @@ def place_of(name: str, x: Tensor) -> Place | None:
     )
 
 
-def all_reduced(x: Tensor, place: Place, how: str = "sum") -> Tensor:
+def all_reduced(x: Tensor, place: GroupRank, how: str = "sum") -> Tensor:
     """A tensor summed over a group, or its largest values ("max").
 
     Two operators, so that a compiler may put others between the start and the wait.

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tlora_fx.ops.tensor_groups import Place, all_reduced, place_of
+from tlora_fx.ops.tensor_groups import GroupRank, all_reduced, place_of
 
 # Targets that no loss counts, as of torch's cross_entropy.
 IGNORED = -100
@@ -67,7 +67,7 @@ def tp_cross_entropy(logits: Tensor, targets: Tensor, group: str) -> Tensor:
 
 class _Copy(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, place: Place) -> Tensor:
+    def forward(ctx: Any, x: Tensor, place: GroupRank) -> Tensor:
         ctx.place = place
         return x.view_as(x)
 
@@ -78,7 +78,7 @@ class _Copy(torch.autograd.Function):
 
 class _Reduce(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, place: Place) -> Tensor:
+    def forward(ctx: Any, x: Tensor, place: GroupRank) -> Tensor:
         return all_reduced(x, place)
 
     @staticmethod

@@ -13,7 +13,7 @@ from tlora_fx.cost.facts import why_launched
 from tlora_fx.cost.plan import Plan
 from tlora_fx.errors import NoGradient, PlanNotRunnable
 from tlora_fx.ir.graph import HEAD
-from tlora_fx.ir.storage import Part
+from tlora_fx.ir.storage import LocalShard
 from tlora_fx.model.batch import PackedBatch
 from tlora_fx.model.supermodel import SuperModel
 from tlora_fx.ops import use_group
@@ -152,14 +152,14 @@ def _jobs_with_targets(rows: Sequence[PackedBatch]) -> set[int]:
 Forward = Callable[[PackedBatch], Tensor]
 
 
-def part_of(model: SuperModel, plan: Plan, mesh: Mesh) -> Part:
+def part_of(model: SuperModel, plan: Plan, mesh: Mesh) -> LocalShard:
     """What of a prepared model this process holds."""
     held: frozenset[str] | None = None
     if plan.mesh.pp > 1:
         from tlora_fx.parallel.pipeline import held_by
 
         held = held_by(model, plan, mesh.pp_rank)
-    return Part(held, mesh.tp_rank, plan.mesh.tp)
+    return LocalShard(held, mesh.tp_rank, plan.mesh.tp)
 
 
 def load(model: SuperModel, plan: Plan, mesh: Mesh, base: Mapping[str, Tensor]) -> None:
@@ -167,7 +167,7 @@ def load(model: SuperModel, plan: Plan, mesh: Mesh, base: Mapping[str, Tensor]) 
 
     base     tensors by canonical name; one that this process does not hold is not asked for
     """
-    demand_shardable(model, plan)
+    require_shardable(model, plan)
     part = part_of(model, plan, mesh)
 
     def shard(path: str) -> None:
@@ -191,8 +191,8 @@ def apply(
     assert plan.mesh == mesh.shape, (plan.mesh, mesh.shape)
     if plan.mesh.tp > 1:
         use_group(GROUP, mesh.tp)
-    demand_shardable(model, plan)
-    demand_nano(plan, plan.nano_batches > 1)
+    require_shardable(model, plan)
+    require_nano(plan, plan.nano_batches > 1)
     sharded = shard_base(model, plan, mesh) if shards(plan) and plan.mesh.pp == 1 else None
     if plan.mesh.pp > 1:
         from tlora_fx.parallel.pipeline import PipelineRunner
@@ -224,7 +224,7 @@ def shards(plan: Plan) -> bool:
     return plan.shard_base and plan.mesh.dp > 1
 
 
-def demand_nano(plan: Plan, wanted: bool) -> None:
+def require_nano(plan: Plan, wanted: bool) -> None:
     """Refuse nano-batches where nothing would cut rows into them.
 
     wanted    whether the plan, or a controller, asks for any
@@ -239,7 +239,7 @@ def demand_nano(plan: Plan, wanted: bool) -> None:
         )
 
 
-def demand_shardable(model: SuperModel, plan: Plan) -> None:
+def require_shardable(model: SuperModel, plan: Plan) -> None:
     """Refuse to shard what cannot be sharded layer by layer; other plans pass.
 
     raises    PlanNotRunnable

@@ -26,7 +26,7 @@ from tlora_fx.errors import NanoBatchesWrong
 from tlora_fx.ir.graph import Block, GroupGraph, placeholders
 from tlora_fx.model.batch import PackedBatch
 from tlora_fx.model.compiled import compile_method, row_sizes
-from tlora_fx.model.module_builder import Container, hang
+from tlora_fx.model.module_builder import Container, build_module
 from tlora_fx.model.source import group_source
 from tlora_fx.model.supermodel import SuperModel
 from tlora_fx.ops.nano_batches import remember_starts
@@ -45,7 +45,7 @@ LAYERS = "layers"
 
 
 @dataclass(frozen=True, slots=True)
-class Region:
+class NanoRegion:
     """Where a region hangs, the layers that it runs, and what each input is to a layer.
 
     inputs   for each input (a layer's path, the name that the layer's code has for it)
@@ -73,7 +73,7 @@ def nano_batched(group: GroupGraph, count: int, *, inside: bool = False) -> Grou
     return copy
 
 
-def outline_regions(group: GroupGraph, count: int, layers: int) -> list[Region]:
+def outline_regions(group: GroupGraph, count: int, layers: int) -> list[NanoRegion]:
     """Replace the calls of so many consecutive layers by the call of a region, all along the root.
 
     group     as `nano_batched` made it
@@ -88,7 +88,7 @@ def outline_regions(group: GroupGraph, count: int, layers: int) -> list[Region]:
         instances = group.blocks[name].instances if name in group.blocks else ()
         group.blocks[name] = Block(name, piece.graph, (*instances, path))
         piece.call(path)
-        regions.append(Region(path, piece.layers, tuple(piece.names)))
+        regions.append(NanoRegion(path, piece.layers, tuple(piece.names)))
     return regions
 
 
@@ -173,7 +173,7 @@ Kind = Literal["compute", "start", "wait"]
 
 
 @dataclass(frozen=True, slots=True)
-class Task:
+class ScheduledTask:
     """One step of a process.
 
     kind      a computation, the start of a collective, or the wait for one
@@ -190,7 +190,7 @@ class Task:
     kept: bool = False
 
 
-def list_schedule(tasks: Sequence[Task], limit_bytes: int | None = None) -> list[int]:
+def list_schedule(tasks: Sequence[ScheduledTask], limit_bytes: int | None = None) -> list[int]:
     """The order in which tasks hide their communication best.
 
     tasks         in an order in which they may run
@@ -210,7 +210,7 @@ def list_schedule(tasks: Sequence[Task], limit_bytes: int | None = None) -> list
     return list(range(len(tasks)))
 
 
-def peak_bytes(tasks: Sequence[Task], order: Sequence[int]) -> int:
+def peak_bytes(tasks: Sequence[ScheduledTask], order: Sequence[int]) -> int:
     """The most memory that tasks take at once in an order."""
     memory = _Memory(tasks)
     return max((memory.run(place) for place in order), default=0)
@@ -219,7 +219,7 @@ def peak_bytes(tasks: Sequence[Task], order: Sequence[int]) -> int:
 class _Memory:
     """What lies in memory while tasks run."""
 
-    def __init__(self, tasks: Sequence[Task]) -> None:
+    def __init__(self, tasks: Sequence[ScheduledTask]) -> None:
         self.tasks = tasks
         self.live = 0
         self.readers = [0] * len(tasks)
@@ -253,7 +253,7 @@ class _Schedule:
     window   how many tasks behind the first one left are looked at
     """
 
-    tasks: Sequence[Task]
+    tasks: Sequence[ScheduledTask]
     limit: int | None
     window: int
     memory: _Memory = field(init=False)
@@ -318,7 +318,7 @@ class _Schedule:
                 yield user
 
 
-def _leads_to_start(tasks: Sequence[Task]) -> list[bool]:
+def _leads_to_start(tasks: Sequence[ScheduledTask]) -> list[bool]:
     """For each task whether a start needs it."""
     found = [task.kind == "start" for task in tasks]
     for place in reversed(range(len(tasks))):
@@ -357,7 +357,7 @@ def schedule_graph(graph: fx.Graph, limit_bytes: int | None = None) -> None:
     graph.lint()
 
 
-def graph_tasks(graph: fx.Graph) -> tuple[list[Task], list[fx.Node]]:
+def graph_tasks(graph: fx.Graph) -> tuple[list[ScheduledTask], list[fx.Node]]:
     """The nodes of a graph as tasks, the output left out, and the nodes in the same order."""
     nodes = [node for node in graph.nodes if node.op != "output"]
     places = {node: place for place, node in enumerate(nodes)}
@@ -371,7 +371,7 @@ def graph_tasks(graph: fx.Graph) -> tuple[list[Task], list[fx.Node]]:
         needs = {places[source] for source in (*node.all_input_nodes, *extra[node])}
         size = _bytes(node.meta.get("val")) if own and _is_counted(node) else 0
         kept = node in results or not _is_counted(node)
-        tasks.append(Task(kind_of(node), frozenset(needs), size, frozenset(reads), kept))
+        tasks.append(ScheduledTask(kind_of(node), frozenset(needs), size, frozenset(reads), kept))
     return tasks, nodes
 
 
@@ -676,7 +676,7 @@ class NanoModel:
     def _cloned_inside(self, group: GroupGraph, count: int) -> nn.Module:
         net = self.model.net
         own = {path: net.get_submodule(path) for path in self.model.layer_order()}
-        hung = hang(group, self._source(group, count)).net
+        hung = build_module(group, self._source(group, count)).net
         clones = {path: hung.get_submodule(path) for path in own}
         for path, layer in own.items():
             _share(clones[path], layer)
@@ -698,7 +698,7 @@ class NanoModel:
 
     def _hang(self, group: GroupGraph, count: int) -> nn.Module:
         """A new root, over what the model has, and the regions that it calls."""
-        root = hang(group, self._source(group, count)).net
+        root = build_module(group, self._source(group, count)).net
         made = root._modules[REGIONS]
         _share(root, self.model.net)
         root._modules = {**root._modules, REGIONS: made}
@@ -731,7 +731,7 @@ def _share(module: nn.Module, other: nn.Module) -> None:
 
 
 def _compile_regions(
-    root: nn.Module, group: GroupGraph, regions: Sequence[Region], options: Mapping[str, Any]
+    root: nn.Module, group: GroupGraph, regions: Sequence[NanoRegion], options: Mapping[str, Any]
 ) -> None:
     """Compile each structure of regions once."""
     by_path = {region.path: region for region in regions}

@@ -25,7 +25,7 @@ from torch.distributed.pipelining.schedules import (
     ScheduleInterleaved1F1B,
 )
 
-from tlora_fx.cost.pipeline_simulation import Action, Kind, demand_schedule
+from tlora_fx.cost.pipeline_simulation import Action, Kind, require_schedule
 from tlora_fx.cost.plan import Plan
 from tlora_fx.errors import NoStage, PipelineBroken, TloraError, TokensMismatch
 from tlora_fx.ir.graph import LOSS, output_of, placeholders
@@ -37,7 +37,7 @@ from tlora_fx.parallel.mesh import Mesh
 # How long each stage takes for each micro-batch: the measured counterpart of a simulation.
 
 
-class Timed(NamedTuple):
+class TimedWork(NamedTuple):
     """One piece of work and how long it took."""
 
     action: Action
@@ -61,11 +61,11 @@ class StageClock:
         yield
         self._marks.append((action, start, self._mark()))
 
-    def read(self) -> list[Timed]:
+    def read(self) -> list[TimedWork]:
         """All that was measured since the last call, in the order in which it ran."""
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
-        found = [Timed(action, self._seconds(start, end)) for action, start, end in self._marks]
+        found = [TimedWork(action, self._seconds(start, end)) for action, start, end in self._marks]
         self._marks.clear()
         return found
 
@@ -154,7 +154,7 @@ class StageGraph:
         return self.hands is None
 
 
-class Stage(nn.Module):
+class StageModule(nn.Module):
     """A stage as a module; its layers are those of the model's own net.
 
     It is built once the model has its tensors, and again after they were loaded anew.
@@ -165,7 +165,7 @@ class Stage(nn.Module):
         self.graph = graph
         made = _graph_of(graph)
         self.inputs = tuple(name for name in placeholders(made) if name != HIDDEN)
-        self.code = fx.GraphModule(model.net, made, f"Stage{graph.index}")
+        self.code = fx.GraphModule(model.net, made, f"StageModule{graph.index}")
 
     def forward(self, hidden: Tensor | None, row: PackedBatch) -> Tensor:
         """Run one micro-batch.
@@ -440,7 +440,7 @@ class RowStage(PipelineStage):
 
     def __init__(
         self,
-        stage: Stage,
+        stage: StageModule,
         device: torch.device,
         group: dist.ProcessGroup,
         call: StageCall | None = None,
@@ -589,7 +589,9 @@ def _example(value: Hidden | None, device: torch.device, needs_grad: bool) -> Te
 class ShardedStages(nn.Module):
     """The stages of one process as one module: FSDP2 shares buffers and streams below one root."""
 
-    def __init__(self, model: SuperModel, stages: Sequence[Stage], plan: Plan, mesh: Mesh) -> None:
+    def __init__(
+        self, model: SuperModel, stages: Sequence[StageModule], plan: Plan, mesh: Mesh
+    ) -> None:
         """Shard stages whose model has its tensors, or those of this process.
 
         To be called on every process of dp, before a stage runs.
@@ -608,7 +610,7 @@ class ShardedStages(nn.Module):
             _sharded(self).set_reshard_after_backward(False)
 
     def forward(self, place: int, hidden: Tensor | None, row: PackedBatch) -> Tensor:
-        """Run one micro-batch through the stage at this place; see `Stage`."""
+        """Run one micro-batch through the stage at this place; see `StageModule`."""
         return cast(Tensor, self.stages[place](hidden, row))
 
     def end_round(self) -> None:
@@ -622,7 +624,7 @@ class ShardedStages(nn.Module):
             _sharded(self)._get_fsdp_state()._root_post_backward_final_callback()
 
 
-def _stretch(model: SuperModel, stage: Stage) -> Stretch:
+def _stretch(model: SuperModel, stage: StageModule) -> Stretch:
     graph = stage.graph
     paths = [*graph.layers, LOSS] if graph.last else list(graph.layers)
     lowest = 0 if graph.needs_grad else first_trained(model, paths)
@@ -659,7 +661,9 @@ class PipelineRunner:
         graphs = cut_stages(model, plan.cuts)
         self.count = len(graphs)
         self.stages = [
-            Stage(model, graph) for graph in graphs if graph.index % mesh.shape.pp == mesh.pp_rank
+            StageModule(model, graph)
+            for graph in graphs
+            if graph.index % mesh.shape.pp == mesh.pp_rank
         ]
         self.sharded: ShardedStages | None = None
         if plan.shard_base and mesh.shape.dp > 1:
@@ -717,7 +721,7 @@ class PipelineRunner:
         finally:
             for stage in stages:
                 stage.clock = None
-        told: list[list[Timed]] = [[] for _ in range(self.mesh.shape.pp)]
+        told: list[list[TimedWork]] = [[] for _ in range(self.mesh.shape.pp)]
         dist.all_gather_object(told, clock.read(), group=self.group)
         return {one.action: one.seconds for own in told for one in own}
 
@@ -725,7 +729,7 @@ class PipelineRunner:
         """The schedule for so many micro-batches; torch fixes their number when it is made."""
         if micro_batches not in self._schedules:
             processes, kind = self.mesh.shape.pp, self.plan.schedule
-            demand_schedule(kind, self.count, processes, micro_batches)
+            require_schedule(kind, self.count, processes, micro_batches)
             stages = [
                 RowStage(stage, self.mesh.device, self.group, self._call(place))
                 for place, stage in enumerate(self.stages)

@@ -36,7 +36,7 @@ def prepared(model: SuperModel, plan: Plan, *, verify: Verify = "structure") -> 
               where the plan needs no pass
     raises    PlanNotForModel, PlanNotRunnable; TloraError of a pass
     """
-    plan.demand_for(model)
+    plan.require_model(model)
     texts = planned_passes(plan)
     if not texts:
         return model
@@ -84,7 +84,7 @@ def fitting_meshes(model: SuperModel, processes: int) -> list[MeshShape]:
     return [shape for shape in shapes if not obstacles(model, shape)]
 
 
-def demand_fits(model: SuperModel, shape: MeshShape) -> None:
+def require_fits(model: SuperModel, shape: MeshShape) -> None:
     """Refuse a mesh that cannot run a model.
 
     raises    MeshDoesNotFit, with the meshes of the same size that can

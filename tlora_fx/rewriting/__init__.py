@@ -4,7 +4,7 @@ Patterns say why they do not fit (matching.py). Rewriting helpers keep shapes, t
 and count as rewrites that a bisection may hold back (rewriter.py, outlining.py).
 """
 
-from tlora_fx.rewriting.outlining import Piece, inline_block, outline, outline_block
+from tlora_fx.rewriting.outlining import OutlinedGraph, inline_block, outline, outline_block
 from tlora_fx.rewriting.patterns import (
     Match,
     Miss,
@@ -29,8 +29,8 @@ __all__ = [
     "Maker",
     "Match",
     "Miss",
+    "OutlinedGraph",
     "Pattern",
-    "Piece",
     "Rewriter",
     "add",
     "anything",

@@ -33,7 +33,7 @@ OF_A_SITE = ("site", "branches", "as_it_is")
 
 
 @dataclass(frozen=True, slots=True)
-class Piece:
+class OutlinedGraph:
     """A piece of a graph as a graph of its own; the graph that it comes from is as it was.
 
     graph     inputs as placeholders, the results as its output
@@ -59,7 +59,7 @@ def outline(
     path: str = "",
     first: Mapping[fx.Node, str] | None = None,
     jobs: Sequence[str] = (),
-) -> Piece:
+) -> OutlinedGraph:
     """Copy a piece of a graph into a graph of its own.
 
     nodes     in the graph's order
@@ -78,7 +78,7 @@ def outline(
     results = [n for n in copier.nodes if any(user not in copier.inside for user in n.users)]
     made = [copier.made[node] for node in results]
     copier.body.output(made[0] if len(made) == 1 else tuple(made))
-    return Piece(copier.body, copier.inputs, results, copier.nodes)
+    return OutlinedGraph(copier.body, copier.inputs, results, copier.nodes)
 
 
 def outline_block(

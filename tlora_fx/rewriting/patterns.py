@@ -54,7 +54,7 @@ def arguments_of(node: fx.Node) -> dict[str, Any]:
 # The state of a search for a pattern: captures, conditions that held, the nearest failure.
 
 
-class Place(NamedTuple):
+class ArgumentPosition(NamedTuple):
     """Where a value stands: an argument of a call that a pattern describes."""
 
     call: Pattern
@@ -66,7 +66,7 @@ class Condition(NamedTuple):
 
     pattern: Pattern
     value: Any
-    place: Place | None
+    place: ArgumentPosition | None
 
     def holds(self) -> str:
         """The condition as a sentence."""
@@ -77,7 +77,7 @@ class Condition(NamedTuple):
         return self.pattern.is_not(subject(self.pattern, self.place), self.value)
 
 
-class State(NamedTuple):
+class SearchState(NamedTuple):
     """How far a search came: never changed, so that the search can go back.
 
     reached   conditions that held
@@ -87,13 +87,13 @@ class State(NamedTuple):
 
     captures: Mapping[str, Any]
     reached: int = 0
-    last: tuple[tuple[Pattern, Any, Place | None], Any] | None = None
+    last: tuple[tuple[Pattern, Any, ArgumentPosition | None], Any] | None = None
     nodes: tuple[fx.Node, Any] | None = None
 
-    def through(self, node: fx.Node) -> State:
+    def through(self, node: fx.Node) -> SearchState:
         """The same, with one more node that the pattern describes."""
         captures, reached, last, nodes = self
-        return State(captures, reached, last, (node, nodes))
+        return SearchState(captures, reached, last, (node, nodes))
 
     def conditions(self) -> tuple[Condition, ...]:
         """Those that held, in order."""
@@ -105,19 +105,21 @@ class State(NamedTuple):
 
 
 @dataclass(slots=True)
-class Search:
+class PatternSearch:
     """The failure that came after the most conditions; of equals the first."""
 
     failed: Condition | None = None
-    state: State = field(default_factory=lambda: State({}, -1))
+    state: SearchState = field(default_factory=lambda: SearchState({}, -1))
 
-    def fail(self, state: State, pattern: Pattern, value: Any, place: Place | None) -> None:
+    def fail(
+        self, state: SearchState, pattern: Pattern, value: Any, place: ArgumentPosition | None
+    ) -> None:
         """A condition did not hold."""
         if state.reached > self.state.reached:
             self.failed, self.state = Condition(pattern, value, place), state
 
 
-def subject(pattern: Pattern, place: Place | None) -> str:
+def subject(pattern: Pattern, place: ArgumentPosition | None) -> str:
     """What a sentence calls a value."""
     if pattern.name:
         return f"its {pattern.name}"
@@ -146,25 +148,27 @@ class Pattern:
     name: str = field(default="", kw_only=True)
 
     def walk(
-        self, value: Any, state: State, search: Search, place: Place | None
-    ) -> Iterator[State]:
+        self, value: Any, state: SearchState, search: PatternSearch, place: ArgumentPosition | None
+    ) -> Iterator[SearchState]:
         """Every way in which the pattern fits a value; failures are told to the search."""
         found = self.step(value, state, search, place)
         if found is not None:
             yield found
 
-    def step(self, value: Any, state: State, search: Search, place: Place | None) -> State | None:
+    def step(
+        self, value: Any, state: SearchState, search: PatternSearch, place: ArgumentPosition | None
+    ) -> SearchState | None:
         """The one way in which the pattern fits a value."""
         if not self.fits(value):
             search.fail(state, self, value, place)
             return None
         captures, count, last, nodes = state
         if not self.name:
-            return State(captures, count + 1, ((self, value, place), last), nodes)
+            return SearchState(captures, count + 1, ((self, value, place), last), nodes)
         if self.name in captures:
             return _same(self, value, state, search, place)
         named = {**captures, self.name: value}
-        return State(named, count + 1, ((self, value, place), last), nodes)
+        return SearchState(named, count + 1, ((self, value, place), last), nodes)
 
     def fits(self, value: Any) -> bool:
         """Whether the pattern fits a value, captures and arguments aside."""
@@ -208,14 +212,16 @@ class Anything(Pattern):
 
     __slots__ = ()
 
-    def step(self, value: Any, state: State, search: Search, place: Place | None) -> State | None:
+    def step(
+        self, value: Any, state: SearchState, search: PatternSearch, place: ArgumentPosition | None
+    ) -> SearchState | None:
         """Captures; only a known name is a condition."""
         if not self.name:
             return state
         if self.name in state.captures:
             return _same(self, value, state, search, place)
         captures, count, last, nodes = state
-        return State({**captures, self.name: value}, count, last, nodes)
+        return SearchState({**captures, self.name: value}, count, last, nodes)
 
 
 @dataclass(slots=True, eq=False)
@@ -235,14 +241,18 @@ class Same(Pattern):
 
 
 def _same(
-    pattern: Pattern, value: Any, state: State, search: Search, place: Place | None
-) -> State | None:
+    pattern: Pattern,
+    value: Any,
+    state: SearchState,
+    search: PatternSearch,
+    place: ArgumentPosition | None,
+) -> SearchState | None:
     """Nodes are the same by identity, all else by type and content."""
     captures, count, last, nodes = state
     known, condition = captures[pattern.name], Same(pattern.name)
     equal = type(value) is type(known) and not isinstance(value, fx.Node) and value == known
     if value is known or equal:
-        return State(captures, count + 1, ((condition, value, place), last), nodes)
+        return SearchState(captures, count + 1, ((condition, value, place), last), nodes)
     search.fail(state, condition, value, place)
     return None
 
@@ -256,7 +266,9 @@ class Stored(Pattern):
 
     owner: str = ""
 
-    def step(self, value: Any, state: State, search: Search, place: Place | None) -> State | None:
+    def step(
+        self, value: Any, state: SearchState, search: PatternSearch, place: ArgumentPosition | None
+    ) -> SearchState | None:
         """A stored tensor is one of the nodes that the pattern describes."""
         found = Pattern.step(self, value, state, search, place)
         return None if found is None else found.through(value)
@@ -337,7 +349,9 @@ class Default(Literal):
 
     argument: str = ""
 
-    def step(self, value: Any, state: State, search: Search, place: Place | None) -> State | None:
+    def step(
+        self, value: Any, state: SearchState, search: PatternSearch, place: ArgumentPosition | None
+    ) -> SearchState | None:
         """A condition only where it fails."""
         if self.fits(value):
             return state
@@ -357,11 +371,11 @@ class Default(Literal):
 
 
 def walk_all(
-    pairs: Sequence[tuple[Pattern, Any, Place | None]],
-    state: State,
-    search: Search,
+    pairs: Sequence[tuple[Pattern, Any, ArgumentPosition | None]],
+    state: SearchState,
+    search: PatternSearch,
     at: int = 0,
-) -> Iterator[State]:
+) -> Iterator[SearchState]:
     """Every way in which patterns fit values one by one."""
     while at < len(pairs):
         pattern, value, place = pairs[at]
@@ -395,7 +409,7 @@ def told(value: Any) -> str:
 class _Slot(NamedTuple):
     """An argument that has a condition: its place among the positional ones, and its default."""
 
-    place: Place
+    place: ArgumentPosition
     position: int
     default: Any
     pattern: Pattern
@@ -430,8 +444,8 @@ class Call(Pattern):
         self.slots.update({target: self._slots_of(target) for target in self.operators})
 
     def walk(
-        self, value: Any, state: State, search: Search, place: Place | None
-    ) -> Iterator[State]:
+        self, value: Any, state: SearchState, search: PatternSearch, place: ArgumentPosition | None
+    ) -> Iterator[SearchState]:
         """The operator, then argument by argument."""
         found = self.step(value, state, search, place)
         if found is None:
@@ -474,7 +488,7 @@ class Call(Pattern):
         if known is None:
             known = {str(place): REQUIRED for place in range(len(self.given))}
         wanted = {**dict(zip(known, self.given, strict=False)), **dict(self.named)}
-        self._demand_known(target, wanted, known)
+        self._require_known(target, wanted, known)
         found = []
         for position, (argument, default) in enumerate(known.items()):
             pattern = wanted.get(argument)
@@ -482,10 +496,12 @@ class Call(Pattern):
                 pattern = Default(default, argument)
             keeps = self.commutes and position < 2
             if pattern is not None and (keeps or type(pattern) is not Anything or pattern.name):
-                found.append(_Slot(Place(self, argument), position, default, pattern))
+                found.append(_Slot(ArgumentPosition(self, argument), position, default, pattern))
         return found
 
-    def _demand_known(self, target: Any, wanted: dict[str, Pattern], known: dict[str, Any]) -> None:
+    def _require_known(
+        self, target: Any, wanted: dict[str, Pattern], known: dict[str, Any]
+    ) -> None:
         unknown = [name for name in wanted if name not in known]
         if not unknown and len(self.given) <= len(known):
             return
@@ -530,8 +546,8 @@ class Sequenced(Pattern):
     items: tuple[Pattern, ...] = ()
 
     def walk(
-        self, value: Any, state: State, search: Search, place: Place | None
-    ) -> Iterator[State]:
+        self, value: Any, state: SearchState, search: PatternSearch, place: ArgumentPosition | None
+    ) -> Iterator[SearchState]:
         """As many values, each by its own pattern."""
         if not isinstance(value, (list, tuple)) or len(value) != len(self.items):
             search.fail(state, self, value, place)
@@ -561,8 +577,8 @@ class Cast(Pattern):
     inner: Pattern = field(default_factory=Anything)
 
     def walk(
-        self, value: Any, state: State, search: Search, place: Place | None
-    ) -> Iterator[State]:
+        self, value: Any, state: SearchState, search: PatternSearch, place: ArgumentPosition | None
+    ) -> Iterator[SearchState]:
         """See through to what is cast."""
         while isinstance(value, fx.Node) and is_call(value, *CASTS):
             state = state.through(value)
@@ -587,8 +603,8 @@ class Either(Pattern):
     choices: tuple[Pattern, ...] = ()
 
     def walk(
-        self, value: Any, state: State, search: Search, place: Place | None
-    ) -> Iterator[State]:
+        self, value: Any, state: SearchState, search: PatternSearch, place: ArgumentPosition | None
+    ) -> Iterator[SearchState]:
         """Each in turn."""
         for choice in self.choices:
             yield from choice.walk(value, state, search, place)
@@ -623,13 +639,13 @@ class Where(Pattern):
     test: Callable[[Captures], bool] = bool
 
     def walk(
-        self, value: Any, state: State, search: Search, place: Place | None
-    ) -> Iterator[State]:
+        self, value: Any, state: SearchState, search: PatternSearch, place: ArgumentPosition | None
+    ) -> Iterator[SearchState]:
         """The pattern's ways for which the condition holds."""
         for found in self.inner.walk(value, state, search, place):
             captures, count, last, nodes = found
             if self.test(captures):
-                yield State(captures, count + 1, ((self, value, None), last), nodes)
+                yield SearchState(captures, count + 1, ((self, value, None), last), nodes)
             else:
                 search.fail(found, self, value, None)
 
@@ -725,7 +741,7 @@ def match(pattern: Pattern, node: Any, given: Mapping[str, Any] | None = None) -
     given     captures that are known before, such as the value that a call must read
     returns   a Match, which is true, or a Miss, which is false
     """
-    search, start = Search(), State(dict(given or {}))
+    search, start = PatternSearch(), SearchState(dict(given or {}))
     for state in pattern.walk(node, start, search, None):
         return _found(pattern, node, state)
     return _missed(pattern, search)
@@ -840,12 +856,12 @@ def _pattern(item: Any) -> Pattern:
     return Literal(item)
 
 
-def _found(pattern: Pattern, node: fx.Node, state: State) -> Match:
+def _found(pattern: Pattern, node: fx.Node, state: SearchState) -> Match:
     nodes, conditions = state.described(), state.conditions()
     return Match(pattern, node, state.captures, nodes, conditions)
 
 
-def _missed(pattern: Pattern, search: Search) -> Miss:
+def _missed(pattern: Pattern, search: PatternSearch) -> Miss:
     failed = search.failed
     assert failed is not None
     before = search.state.described()

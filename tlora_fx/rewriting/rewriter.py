@@ -143,7 +143,7 @@ class Rewriter:
             return None
         maker = self._maker(node, node, tags, (argument,))
         new = build(maker)
-        _demand_type(argument, new)
+        _require_type(argument, new)
         node.replace_input_with(argument, new)
         return new
 
@@ -154,7 +154,7 @@ class Rewriter:
         """
         if not rewrite_allowed(what or _told("drop", node)):
             return False
-        _demand_type(node, by)
+        _require_type(node, by)
         node.replace_all_uses_with(by)
         self.graph.erase_node(node)
         return True
@@ -184,14 +184,14 @@ class Rewriter:
 
 def _take_over(maker: Maker, node: fx.Node, new: fx.Node) -> None:
     """Give the readers of a node the new one; what was made for it reads on."""
-    _demand_type(node, new)
+    _require_type(node, new)
     if "axis" in node.meta:
         new.meta.setdefault("axis", node.meta["axis"])
     made = set(maker.made)
     node.replace_all_uses_with(new, lambda user: user not in made)
 
 
-def _demand_type(old: fx.Node, new: fx.Node) -> None:
+def _require_type(old: fx.Node, new: fx.Node) -> None:
     before, after = old.meta.get("val"), new.meta.get("val")
     if _agree(before, after):
         return

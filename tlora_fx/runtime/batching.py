@@ -88,7 +88,7 @@ def _empty(jobs: Sequence[Job]) -> list[JobTokens]:
 
 
 @dataclass(slots=True)
-class Rows:
+class RowBucketer:
     """Makes rows, and counts what it adds.
 
     packed       in packed form, else in batch form, whose padding is its own

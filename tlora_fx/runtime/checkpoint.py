@@ -317,7 +317,7 @@ def _checked_files(folder: Path, only: frozenset[str] | None) -> dict[str, bytes
 
 
 @dataclass(frozen=True, slots=True)
-class Carried:
+class ResumeSources:
     """What makes a run one piece of a longer one.
 
     jobs           folder of the jobs' own folders, which outlive the run; checkpoints are the run's

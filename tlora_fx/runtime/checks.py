@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from tlora_fx.config.job import BaseSpec, Job
 from tlora_fx.cost.facts import facts_of
 from tlora_fx.cost.load import Round, round_of_batches
-from tlora_fx.cost.memory import demand_fits
+from tlora_fx.cost.memory import require_fits
 from tlora_fx.cost.plan import Plan
 from tlora_fx.cost.profile import Profile
 from tlora_fx.cost.profile_sources import profile_for
@@ -112,7 +112,7 @@ def identity(model: SuperModel, jobs: Sequence[Job]) -> dict[str, object]:
     return {"jobs": described, "base": model.backbone.fingerprint()}
 
 
-def demand_same_run(checkpoint: Checkpoint, identity: dict[str, object]) -> None:
+def require_same_run(checkpoint: Checkpoint, identity: dict[str, object]) -> None:
     """Refuse a checkpoint of another run.
 
     raises    ResumeMismatch
@@ -132,7 +132,7 @@ def demand_same_run(checkpoint: Checkpoint, identity: dict[str, object]) -> None
             )
 
 
-def demand_same_jobs(compiled: Sequence[Job], given: Sequence[Job]) -> None:
+def require_same_jobs(compiled: Sequence[Job], given: Sequence[Job]) -> None:
     """Refuse to train other jobs than a model was compiled for.
 
     raises    ResumeMismatch
@@ -251,7 +251,7 @@ def _early_states(model: SuperModel, lines: Sequence[list[int]]) -> Tensor:
 # Whether the jobs' longest samples have room on the GPU at hand, by what was measured there.
 
 
-def demand_room(
+def check_memory(
     model: SuperModel,
     plan: Plan,
     data: Mapping[str, JobData],
@@ -268,7 +268,7 @@ def demand_room(
     try:
         facts = facts_of(model)
         known = profile or profile_for(facts, device_name(), allow_estimated=False)
-        demand_fits(CostModel(facts, known), plan, longest_round(model.jobs, data, max_row_tokens))
+        require_fits(CostModel(facts, known), plan, longest_round(model.jobs, data, max_row_tokens))
     except JobTooLong:
         raise
     except TloraError:

@@ -2,7 +2,8 @@
 
 A controller names a count N, hears how long each step with it took, and names the next one. Times
 are measured in horizons of several steps, because single steps are noisy. `Aimd` is the rule of the
-tLoRA paper, `KeepBest` the default, `Fixed` stays where it is. Every horizon leaves a `Decision`.
+tLoRA paper, `KeepBest` the default, `Fixed` stays where it is. Every horizon leaves a
+`ControllerDecision`.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ LOUDEST = 0.5
 
 
 @dataclass(frozen=True, slots=True)
-class Decision:
+class ControllerDecision:
     """What a controller chose at the end of a horizon.
 
     horizon          counted from 1
@@ -44,7 +45,7 @@ class Controller(Protocol):
     """
 
     name: ClassVar[str]
-    decisions: list[Decision]
+    decisions: list[ControllerDecision]
 
     def next(self) -> int:
         """N of the next step, at least 1."""
@@ -67,7 +68,7 @@ class Fixed:
 
     count: int = 1
     horizon: int = 16
-    decisions: list[Decision] = field(default_factory=list, init=False)
+    decisions: list[ControllerDecision] = field(default_factory=list, init=False)
     _seconds: list[float] = field(default_factory=list, init=False)
 
     def __post_init__(self) -> None:
@@ -105,7 +106,7 @@ class Aimd:
     beta: float = 0.5
     tau_seconds: float = 0.0
     horizon: int = 8
-    decisions: list[Decision] = field(default_factory=list, init=False)
+    decisions: list[ControllerDecision] = field(default_factory=list, init=False)
     _count: int = field(default=1, init=False)
     _before: float = field(default=float("inf"), init=False)
     _seconds: list[float] = field(default_factory=list, init=False)
@@ -167,7 +168,7 @@ class KeepBest:
     longest: int = 256
     shift: float = 0.12
     hopeless: float = 0.15
-    decisions: list[Decision] = field(default_factory=list, init=False)
+    decisions: list[ControllerDecision] = field(default_factory=list, init=False)
     _best: int = field(default=0, init=False)
     _best_seconds: float = field(default=float("inf"), init=False)
     _now: int = field(default=0, init=False)
@@ -336,8 +337,8 @@ class NanoBatches:
         return [{"controller": self.controller.name, **asdict(decision)} for decision in fresh]
 
 
-def _decide(decisions: list[Decision], count: int, took: float, why: str) -> None:
-    decisions.append(Decision(len(decisions) + 1, count, took, why))
+def _decide(decisions: list[ControllerDecision], count: int, took: float, why: str) -> None:
+    decisions.append(ControllerDecision(len(decisions) + 1, count, took, why))
 
 
 def _demand(holds: bool, found: object) -> None:

@@ -49,7 +49,7 @@ _USUAL: Mapping[str, tuple[str, ...]] = {
 
 
 @dataclass(frozen=True, slots=True)
-class Layout:
+class SampleLayout:
     """How rows become samples.
 
     format         what a row holds
@@ -62,7 +62,7 @@ class Layout:
     on_completion: bool
 
 
-def find_layout(spec: DataSpec, columns: Iterable[str], *, where: str, job: str) -> Layout:
+def find_layout(spec: DataSpec, columns: Iterable[str], *, where: str, job: str) -> SampleLayout:
     """The layout of data with these columns.
 
     where   the row that the columns are of
@@ -89,7 +89,7 @@ def find_layout(spec: DataSpec, columns: Iterable[str], *, where: str, job: str)
             job=job,
             help="set loss_on: all, or map the columns prompt and completion",
         )
-    return Layout(format, _map(spec, format), on_completion)
+    return SampleLayout(format, _map(spec, format), on_completion)
 
 
 def _wanted(spec: DataSpec) -> list[Format]:
@@ -177,11 +177,11 @@ class Encoded:
 
 
 @dataclass(frozen=True, slots=True)
-class Encoder:
+class TextEncoder:
     """Encodes the rows of one layout with one tokenizer."""
 
     tokenizer: PreTrainedTokenizerBase
-    layout: Layout
+    layout: SampleLayout
 
     def encode(self, fields: Mapping[str, Any]) -> Encoded:
         """The tokens of a row.
@@ -321,7 +321,7 @@ SUFFIXES = (".jsonl", ".json", ".parquet")
 _OTHER_SUFFIXES = (".csv", ".tsv", ".txt", ".gz", ".zst", ".zip", ".arrow", ".jsonlines", ".ndjson")
 
 
-class Row(NamedTuple):
+class DataRow(NamedTuple):
     """One row of the data.
 
     where   file and line (from 1), or file and row (from 1), for messages
@@ -334,7 +334,7 @@ class Row(NamedTuple):
     reason: str = ""
 
 
-def read_rows(spec: DataSpec, job: str) -> Iterator[Row]:
+def read_rows(spec: DataSpec, job: str) -> Iterator[DataRow]:
     """All rows of the data of `job`, in file order; blank lines of JSONL are no rows.
 
     raises  DataFileError, MissingPackageError
@@ -346,7 +346,7 @@ def read_rows(spec: DataSpec, job: str) -> Iterator[Row]:
         raise DataFileError("the data is a folder", path=path, job=job, help="name a file in it")
     if not path.is_file():
         raise DataFileError("the data file does not exist", path=path, job=job)
-    readers: Mapping[str, Callable[[Path, str], Iterator[Row]]] = {
+    readers: Mapping[str, Callable[[Path, str], Iterator[DataRow]]] = {
         ".jsonl": _jsonl_rows,
         ".json": _json_rows,
         ".parquet": _parquet_rows,
@@ -367,7 +367,9 @@ def _is_file(path: str) -> bool:
     return known or is_written_as_path(path) or Path(path).exists()
 
 
-def _opened(reader: Callable[[Path, str], Iterator[Row]], path: Path, job: str) -> Iterator[Row]:
+def _opened(
+    reader: Callable[[Path, str], Iterator[DataRow]], path: Path, job: str
+) -> Iterator[DataRow]:
     try:
         yield from reader(path, job)
     except OSError as error:
@@ -375,7 +377,7 @@ def _opened(reader: Callable[[Path, str], Iterator[Row]], path: Path, job: str) 
         raise DataFileError(what, path=path, job=job, found=error.strerror or error) from error
 
 
-def _jsonl_rows(path: Path, job: str) -> Iterator[Row]:
+def _jsonl_rows(path: Path, job: str) -> Iterator[DataRow]:
     with path.open("rb") as file:
         for number, line in enumerate(file, 1):
             where = f"{path}:{number}"
@@ -385,12 +387,12 @@ def _jsonl_rows(path: Path, job: str) -> Iterator[Row]:
             try:
                 value = json.loads(text.decode("utf-8"))
             except (ValueError, RecursionError) as error:
-                yield Row(where, None, f"no JSON: {_json_reason(error)}")
+                yield DataRow(where, None, f"no JSON: {_json_reason(error)}")
             else:
                 yield _row(where, value)
 
 
-def _json_rows(path: Path, job: str) -> Iterator[Row]:
+def _json_rows(path: Path, job: str) -> Iterator[DataRow]:
     try:
         value = json.loads(path.read_text(encoding="utf-8-sig"))
     except (ValueError, RecursionError) as error:
@@ -409,7 +411,7 @@ def _json_rows(path: Path, job: str) -> Iterator[Row]:
         yield _row(f"{path}: row {number}", item)
 
 
-def _parquet_rows(path: Path, job: str) -> Iterator[Row]:
+def _parquet_rows(path: Path, job: str) -> Iterator[DataRow]:
     try:
         import pyarrow
         import pyarrow.parquet
@@ -432,7 +434,7 @@ def _parquet_rows(path: Path, job: str) -> Iterator[Row]:
         raise DataFileError(what, path=path, job=job, found=error) from None
 
 
-def _hub_rows(spec: DataSpec, job: str) -> Iterator[Row]:
+def _hub_rows(spec: DataSpec, job: str) -> Iterator[DataRow]:
     try:
         import datasets
     except ImportError:
@@ -454,10 +456,10 @@ def _hub_rows(spec: DataSpec, job: str) -> Iterator[Row]:
     return (_row(f"{spec.path}: row {number}", fields) for number, fields in enumerate(table, 1))
 
 
-def _row(where: str, value: object) -> Row:
+def _row(where: str, value: object) -> DataRow:
     if isinstance(value, dict):
-        return Row(where, value)
-    return Row(where, None, f"the row is no object but {type(value).__name__}")
+        return DataRow(where, value)
+    return DataRow(where, None, f"the row is no object but {type(value).__name__}")
 
 
 def _json_reason(error: Exception) -> str:
@@ -682,7 +684,7 @@ def load_job_data(job: Job, tokenizer: PreTrainedTokenizerBase) -> JobData:
 def _encoded(
     job: Job, tokenizer: PreTrainedTokenizerBase, report: DataReport, bad: BadRows
 ) -> Iterator[Encoded]:
-    encoder: Encoder | None = None
+    encoder: TextEncoder | None = None
     for row in read_rows(job.data, job.name):
         report.rows += 1
         if row.fields is None:
@@ -703,12 +705,12 @@ def _encoded(
             bad.add(row.where, str(error))
 
 
-def _encoder(job: Job, tokenizer: PreTrainedTokenizerBase, row: Row) -> Encoder:
+def _encoder(job: Job, tokenizer: PreTrainedTokenizerBase, row: DataRow) -> TextEncoder:
     layout = find_layout(job.data, row.fields or (), where=row.where, job=job.name)
     if layout.format == "messages" and not template_of(tokenizer):
         help = "name a chat model's tokenizer under base, or give prompt and completion columns"
         raise ChatTemplateError("the tokenizer has no chat template", job=job.name, help=help)
-    return Encoder(tokenizer, layout)
+    return TextEncoder(tokenizer, layout)
 
 
 def _keep(encoded: Encoded, job: Job, report: DataReport, table: SampleTable) -> None:

@@ -31,7 +31,7 @@ T = TypeVar("T")
 WHOLE_MATRICES = frozenset({"adafactor"})
 
 
-class Note(NamedTuple):
+class RoundNotice(NamedTuple):
     """What each process says before a round.
 
     table         hash of the round's rows
@@ -69,7 +69,7 @@ class Ranks:
     def __init__(self, mesh: Mesh) -> None:
         self.mesh = mesh
 
-    def agree(self, note: Note) -> Agreed:
+    def agree(self, note: RoundNotice) -> Agreed:
         """Tell all processes of the round to come, and hear of theirs.
 
         raises    RanksParted, on every process, where one has other rows
@@ -79,8 +79,8 @@ class Ranks:
         mine = torch.tensor(note, dtype=torch.int64)
         told = [torch.empty_like(mine) for _ in range(self.mesh.size)]
         dist.all_gather(told, mine, group=self.mesh.world)
-        notes = [Note(*row.tolist()) for row in told]
-        _demand_one_table([each.table for each in notes])
+        notes = [RoundNotice(*row.tolist()) for row in told]
+        _require_one_table([each.table for each in notes])
         return Agreed(
             any(each.asked for each in notes),
             notes[0].choice,
@@ -140,7 +140,7 @@ def table_hash(rows: Sequence[PackedBatch]) -> int:
     return int.from_bytes(digest.digest(), "little") >> 1
 
 
-def demand_elementwise(jobs: Sequence[Job], mesh: Mesh) -> None:
+def require_elementwise(jobs: Sequence[Job], mesh: Mesh) -> None:
     """Refuse optimizers that need whole matrices where processes hold pieces of them.
 
     raises    NotElementwise
@@ -157,7 +157,7 @@ def demand_elementwise(jobs: Sequence[Job], mesh: Mesh) -> None:
             )
 
 
-def _demand_one_table(tables: Sequence[int]) -> None:
+def _require_one_table(tables: Sequence[int]) -> None:
     (common, count), *others = Counter(tables).most_common()
     if not others:
         return
@@ -213,7 +213,7 @@ class _Sent(NamedTuple):
     shard: Shard | None
 
 
-class Gathering:
+class StateGatherer:
     """Moves the states of jobs between the leader and the processes of a mesh."""
 
     def __init__(self, model: SuperModel, mesh: Mesh) -> None:

@@ -105,7 +105,7 @@ def join(launch: Launch, device: torch.device) -> Mesh:
     mesh = Mesh(
         MeshShape(dp=launch.size), device, launch.rank, dp_rank=launch.rank, world=dist.group.WORLD
     )
-    _demand_same_versions(Ranks(mesh))
+    _require_same_versions(Ranks(mesh))
     return mesh
 
 
@@ -115,7 +115,7 @@ def leave() -> None:
         dist.destroy_process_group()
 
 
-def demand_plan_file(asked: str) -> None:
+def require_plan_file(asked: str) -> None:
     """Refuse the name of a plan's file where there is none.
 
     raises    PlanFileError
@@ -138,20 +138,20 @@ def choose_plan(
     raises    UnknownPlanner, PlanFileError, PlanNotForModel, LaunchError, PlanNotRunnable
     """
     if shape is not None:
-        _demand_size(shape, launch, asked)
-    demand_plan_file(asked)
+        _require_size(shape, launch, asked)
+    require_plan_file(asked)
     if Path(asked).suffix == ".json" or Path(asked).is_file():
-        plan = _demand_mesh(Plan.load(asked), shape, asked)
+        plan = _require_mesh(Plan.load(asked), shape, asked)
     else:
         planner = find_planner(asked)
         options |= {"processes": launch.size, "gpus_per_node": launch.per_machine}
         plan = planner.plan(model, shape, None, **options)
-    plan.demand_for(model)
-    _demand_size(plan.mesh, launch, asked)
+    plan.require_model(model)
+    _require_size(plan.mesh, launch, asked)
     return plan
 
 
-def _demand_mesh(plan: Plan, shape: MeshShape | None, asked: str) -> Plan:
+def _require_mesh(plan: Plan, shape: MeshShape | None, asked: str) -> Plan:
     if shape is not None and shape != plan.mesh:
         raise LaunchError(
             f"the plan '{asked}' is for another mesh",
@@ -162,7 +162,7 @@ def _demand_mesh(plan: Plan, shape: MeshShape | None, asked: str) -> Plan:
     return plan
 
 
-def _demand_size(shape: MeshShape, launch: Launch, asked: str) -> None:
+def _require_size(shape: MeshShape, launch: Launch, asked: str) -> None:
     if shape.size == launch.size:
         return
     given = [word for word in sys.argv[1:] if word]
@@ -177,7 +177,7 @@ def _demand_size(shape: MeshShape, launch: Launch, asked: str) -> None:
     )
 
 
-def _demand_same_versions(ranks: Ranks) -> None:
+def _require_same_versions(ranks: Ranks) -> None:
     mine = {"torch": str(torch.__version__), "tlora-fx": __version__}
     told = ranks.tell_all(mine)
     for name in mine:

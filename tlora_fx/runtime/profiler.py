@@ -54,7 +54,7 @@ from tlora_fx.cost.profile_sources import own_file, shape_of
 from tlora_fx.cost.step_time import work_of
 from tlora_fx.errors import NotProfilable, ProfileFileError, TloraError
 from tlora_fx.ir.graph import LOSS, under
-from tlora_fx.ir.storage import Part
+from tlora_fx.ir.storage import LocalShard
 from tlora_fx.model.batch import JobTokens, PackedBatch, pack, pad
 from tlora_fx.model.supermodel import SuperModel
 from tlora_fx.ops.tensor_groups import GROUP, use_group
@@ -78,7 +78,7 @@ MOST_CALLS = 8
 
 
 @dataclass(slots=True)
-class Piece:
+class TimedPass:
     """One forward, and its backward where it has one.
 
     forward    what is timed; gives what `backward` takes
@@ -119,7 +119,7 @@ class Piece:
         return max(_noise(values) for values in pairs if any(values))
 
 
-def measure(pieces: Sequence[Piece], device: torch.device, rounds: int) -> None:
+def measure(pieces: Sequence[TimedPass], device: torch.device, rounds: int) -> None:
     """Warm every piece up, then time all of them in turns."""
     for piece in pieces:
         _block(piece, device, 1)
@@ -130,7 +130,7 @@ def measure(pieces: Sequence[Piece], device: torch.device, rounds: int) -> None:
             piece.times.append(_block(piece, device, piece.calls))
 
 
-def _block(piece: Piece, device: torch.device, calls: int) -> tuple[float, float]:
+def _block(piece: TimedPass, device: torch.device, calls: int) -> tuple[float, float]:
     """Milliseconds a call of forward and backward; one forward before them does not count."""
     stamp = _stamps(device)
     piece.forward()
@@ -145,7 +145,7 @@ def _block(piece: Piece, device: torch.device, calls: int) -> tuple[float, float
     return (second - first) / calls, back
 
 
-def measure_captured(pieces: Sequence[Piece], device: torch.device, rounds: int) -> None:
+def measure_captured(pieces: Sequence[TimedPass], device: torch.device, rounds: int) -> None:
     """Time pieces that `measure` has timed as CUDA graphs too, one after the other.
 
     What reads tables of jobs on the host cannot be captured, and is left out.
@@ -168,7 +168,7 @@ def measure_captured(pieces: Sequence[Piece], device: torch.device, rounds: int)
         del piece.captured[0], graphs, kept
 
 
-def _graphs(piece: Piece, pool: Any) -> tuple[list[torch.cuda.CUDAGraph], object]:
+def _graphs(piece: TimedPass, pool: Any) -> tuple[list[torch.cuda.CUDAGraph], object]:
     """The forward, and the backward where there is one; and what lies in their memory."""
     graphs = [torch.cuda.CUDAGraph() for _ in range(1 if piece.backward is None else 2)]
     stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
@@ -236,7 +236,7 @@ class Bytes:
     backward_peak: float = 0.0
 
 
-def bytes_of(piece: Piece, device: torch.device, shared: Sequence[Tensor]) -> Bytes:
+def bytes_of(piece: TimedPass, device: torch.device, shared: Sequence[Tensor]) -> Bytes:
     """See one forward and backward in memory.
 
     shared   tensors that stand before the forward and are not counted where no allocator counts
@@ -559,14 +559,14 @@ def root_points(
     ]
 
 
-def captured_of(piece: Piece) -> Captured | None:
+def captured_of(piece: TimedPass) -> Captured | None:
     """A piece's times as CUDA graphs."""
     times = piece.captured_ms
     return None if times is None else Captured(forward_ms=times[0], backward_ms=times[1])
 
 
 def _measure(
-    rows: Sequence[Called], pieces: Sequence[Piece], device: torch.device, rounds: int
+    rows: Sequence[Called], pieces: Sequence[TimedPass], device: torch.device, rounds: int
 ) -> None:
     """Time what each row needs, for rows that may run as CUDA graphs also so."""
     measure(pieces, device, rounds)
@@ -578,7 +578,7 @@ def _measure(
     measure_captured(small, device, rounds)
 
 
-def _root_piece(model: SuperModel, called: Called, instead: Any) -> Piece:
+def _root_piece(model: SuperModel, called: Called, instead: Any) -> TimedPass:
     slope = torch.ones_like(called.loss[0])
 
     def forward() -> Tensor:
@@ -591,7 +591,7 @@ def _root_piece(model: SuperModel, called: Called, instead: Any) -> Piece:
         if learning:
             torch.autograd.backward(learning, [slope] * len(learning))
 
-    return Piece(forward, backward)
+    return TimedPass(forward, backward)
 
 
 def loss_points(
@@ -607,7 +607,7 @@ def loss_points(
             made: Tensor = loss(hidden.detach().requires_grad_(), *tables).sum()
             return made
 
-        pieces.append(Piece(forward, torch.autograd.backward))
+        pieces.append(TimedPass(forward, torch.autograd.backward))
     _measure(rows, pieces, device, rounds)
     seen = [bytes_of(piece, device, list(loss.parameters())) for piece in pieces]
     return [
@@ -637,7 +637,7 @@ def optimizer_points(
         for count in TENSORS:
             parameters = _parameters(widths, rank, count, device)
             optimizer = JobOptimizer(jobs[0], parameters, steps=1000)
-            piece = Piece(partial(_end_step, optimizer))
+            piece = TimedPass(partial(_end_step, optimizer))
             measure([piece], device, rounds)
             numbers = sum(p.numel() for p in parameters.values())
             point = {"tensors": count, "parameters": numbers}
@@ -786,7 +786,7 @@ def _made(
     order = model.layer_order()
     named = [*dict(model.net.named_parameters()), *dict(model.net.named_buffers())]
     outside = [name for name in named if not any(under(name, layer) for layer in order)]
-    part = Part(frozenset([*outside, *(order[place] for place in layers)]), 0, tp)
+    part = LocalShard(frozenset([*outside, *(order[place] for place in layers)]), 0, tp)
     model.materialize(base_tensors(model.backbone, asked.device), asked.device, part)
     start_adapters(model)
     if asked.compiled:
@@ -828,11 +828,11 @@ class _Timed:
 
     structure: str
     point: LayerPoint
-    above: Piece
-    first: Piece | None = None
-    frozen: Piece | None = None
+    above: TimedPass
+    first: TimedPass | None = None
+    frozen: TimedPass | None = None
 
-    def pieces(self) -> list[Piece]:
+    def pieces(self) -> list[TimedPass]:
         """Those that there are."""
         return [piece for piece in (self.above, self.first, self.frozen) if piece is not None]
 
@@ -925,7 +925,7 @@ def _timed(made: Made, asked: Asked, place: int, called: Called) -> _Timed:
     return _Timed(layer.structure, point, above, first, frozen)
 
 
-def _piece(module: nn.Module, called: Called, path: str, *, needs: bool) -> Piece:
+def _piece(module: nn.Module, called: Called, path: str, *, needs: bool) -> TimedPass:
     """A layer's forward and backward; `needs`: its input has a gradient too."""
     args, place = called.layers[path], called.hidden
     slope = torch.ones_like(args[place])
@@ -934,20 +934,20 @@ def _piece(module: nn.Module, called: Called, path: str, *, needs: bool) -> Piec
         hidden = args[place].detach().requires_grad_(needs)
         return _first(module(*args[:place], hidden, *args[place + 1 :]))
 
-    return Piece(forward, lambda made: torch.autograd.backward(made, [slope] * len(made)))
+    return TimedPass(forward, lambda made: torch.autograd.backward(made, [slope] * len(made)))
 
 
-def _frozen_piece(module: nn.Module, called: Called, path: str) -> Piece:
+def _frozen_piece(module: nn.Module, called: Called, path: str) -> TimedPass:
     """A layer's forward where nothing needs a gradient."""
 
     def forward() -> Tensor:
         with torch.no_grad():
             return _first(module(*called.layers[path]))
 
-    return Piece(forward)
+    return TimedPass(forward)
 
 
-def _run(piece: Piece) -> None:
+def _run(piece: TimedPass) -> None:
     """Once before anything counts: compilers and allocators do their first work."""
     made = piece.forward()
     if piece.backward is not None:

@@ -181,7 +181,7 @@ class RunFolder:
                     help="wait for it, or choose another folder with -o",
                 ) from error
             if not resume:
-                demand_new(self.path)
+                require_new(self.path)
             yield
 
     def metrics(self, job: str) -> MetricsLog:
@@ -201,7 +201,7 @@ class RunFolder:
                 file.writelines(json.dumps(decision) + "\n" for decision in decisions)
 
 
-def demand_new(path: Path) -> None:
+def require_new(path: Path) -> None:
     """Refuse a folder that has something in it; one that is not there is left so.
 
     raises    RunFolderError

@@ -22,34 +22,34 @@ from tlora_fx.parallel.apply import (
     ReducingRunner,
     RowRunner,
     apply,
-    demand_nano,
-    demand_shardable,
     load,
+    require_nano,
+    require_shardable,
 )
 from tlora_fx.parallel.cuda_graphs import RowGraphs
 from tlora_fx.parallel.mesh import FIRST_STEP, Mesh, limit_waits
-from tlora_fx.parallel.prepare import demand_fits, prepared
+from tlora_fx.parallel.prepare import prepared, require_fits
 from tlora_fx.runtime.adapters import adapter_tensors, base_tensors, start_adapters
-from tlora_fx.runtime.batching import MicroBatches, Rows, rows_of_round
-from tlora_fx.runtime.checkpoint import Carried, Checkpoint, CheckpointStore, JobState
+from tlora_fx.runtime.batching import MicroBatches, RowBucketer, rows_of_round
+from tlora_fx.runtime.checkpoint import Checkpoint, CheckpointStore, JobState, ResumeSources
 from tlora_fx.runtime.checks import (
     check_fits,
-    demand_same_jobs,
-    demand_same_run,
     identity,
     load_all_data,
     longest_row,
     probe_batch_form,
+    require_same_jobs,
+    require_same_run,
 )
 from tlora_fx.runtime.controllers import NanoBatches
 from tlora_fx.runtime.data import JobData
 from tlora_fx.runtime.distributed import (
     Agreed,
-    Gathering,
-    Note,
     Ranks,
-    demand_elementwise,
+    RoundNotice,
+    StateGatherer,
     gradient_norms,
+    require_elementwise,
     table_hash,
 )
 from tlora_fx.runtime.interrupt import GRACE_SECONDS, Interrupts
@@ -134,14 +134,14 @@ class Trainer:
         nano_batches: NanoBatches | None = None,
         compiled: bool = False,
         cuda_graphs: bool = True,
-        carried: Carried | None = None,
+        carried: ResumeSources | None = None,
     ) -> None:
         self.plan = plan or Plan(planner="single")
         self.mesh = mesh or Mesh.alone(device or default_device())
-        demand_nano(self.plan, nano_batches is not None or self.plan.nano_batches > 1)
+        require_nano(self.plan, nano_batches is not None or self.plan.nano_batches > 1)
         self.model = prepared(model, self.plan)
         self.jobs = list(model.jobs) if jobs is None else as_jobs(jobs)
-        demand_same_jobs(model.jobs, self.jobs)
+        require_same_jobs(model.jobs, self.jobs)
         stamp = datetime.now(UTC).strftime("%Y%m%d-%H%M%S")
         # Without a path every process would name another folder; only the leader's is used.
         folder = RunFolder if self.mesh.leader else NoFolder
@@ -153,13 +153,13 @@ class Trainer:
         self.watch: Watcher = watch if watch is not None and self.mesh.leader else Silent()
         self.longest_wait = longest_wait
         self.ranks = Ranks(self.mesh)
-        self.gathering = Gathering(self.model, self.mesh)
+        self.gathering = StateGatherer(self.model, self.mesh)
         self.store = CheckpointStore(self.folder.path)
         self.runs: list[JobRun] = []
         self.rounds = 0
         # Numbers of strict mode follow from the lengths that users give.
         lengthened = self.device.type == "cuda" and not is_strict()
-        self.rows = Rows(model.group.form == "packed", lengthened)
+        self.rows = RowBucketer(model.group.form == "packed", lengthened)
         self._data = data
         self._runner: RowRunner | ReducingRunner | None = None
         self._compiled = compiled
@@ -203,9 +203,9 @@ class Trainer:
         """The data, after all checks that need no weights; the folder is then held."""
         data = self._data or load_all_data(self.jobs)
         check_fits(self.model.backbone, data)
-        demand_fits(self.model, self.plan.mesh)
-        demand_shardable(self.model, self.plan)
-        demand_elementwise(self.jobs, self.mesh)
+        require_fits(self.model, self.plan.mesh)
+        require_shardable(self.model, self.plan)
+        require_elementwise(self.jobs, self.mesh)
         stack.enter_context(self.folder.held(self.resume))
         return data
 
@@ -276,7 +276,9 @@ class Trainer:
         rows = self._rows(batches)
         table = table_hash(rows) if self.mesh.size > 1 else 0
         micros = int(self._seconds * 1e6)
-        note = Note(table, int(interrupts.asked), self._choice, micros, int(self._save_due()))
+        note = RoundNotice(
+            table, int(interrupts.asked), self._choice, micros, int(self._save_due())
+        )
         agreed = self.ranks.agree(note)
         if agreed.asked:
             interrupts.settle()
@@ -357,7 +359,7 @@ class Trainer:
         else:
             self.watch.saved(path, self.runs)
 
-    def _carry(self, carried: Carried) -> None:
+    def _carry(self, carried: ResumeSources) -> None:
         """Take jobs over from the runs that they come from."""
         own = self.ranks.together(carried.states if self.mesh.leader else dict[str, JobState])
         states = self.ranks.from_leader(own)
@@ -394,7 +396,7 @@ class Trainer:
         checkpoint = self.store.load() if self.mesh.leader else None
         if checkpoint is None:
             return None
-        demand_same_run(checkpoint, identity(self.model, self.jobs))
+        require_same_run(checkpoint, identity(self.model, self.jobs))
         return checkpoint
 
     def _base_name(self) -> str | None:

@@ -569,7 +569,7 @@ def bounds_of(dtype: str, device: torch.device | str | None = None) -> Bounds:
 
 
 @dataclass(frozen=True, slots=True)
-class Difference:
+class JobDifference:
     """One job's largest relative differences between fused and alone, over all steps.
 
     loss       of any step, over the loss alone
@@ -596,11 +596,11 @@ def verify(
     *,
     device: torch.device | str | None = None,
     data: Mapping[str, JobData] | None = None,
-) -> Iterator[Difference]:
+) -> Iterator[JobDifference]:
     """Compare every job trained fused with the job trained alone.
 
     steps     optimizer steps of each job, at most its own
-    yields    for each way of dropout a `Difference` a job, as they become known
+    yields    for each way of dropout a `JobDifference` a job, as they become known
     """
     given = as_jobs(jobs)
     samples = dict(data or load_all_data(given))
@@ -627,7 +627,7 @@ def _compare(
     steps: int,
     device: torch.device | str | None,
     masks: bool,
-) -> Iterator[Difference]:
+) -> Iterator[JobDifference]:
     model = compile(jobs, dropout=masks)
     check_fits(model.backbone, data)
     with TemporaryDirectory() as folder:
@@ -647,7 +647,7 @@ def _compare(
         solo = train_alone(
             job, base, data[job.name], start[job.name], len(own.losses), masks, watch
         )
-        yield Difference(
+        yield JobDifference(
             job.name,
             MASKED if masks else PLAIN,
             len(own.losses),

@@ -15,7 +15,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from tlora_fx.errors import CreditRefused
-from tlora_fx.scheduler.formations import Run
+from tlora_fx.scheduler.formations import Formation
 from tlora_fx.scheduler.state import ROUNDING, ActiveJob, broken
 
 
@@ -153,7 +153,7 @@ class Credits:
         if self.ledger.balance(name):
             self.ledger.close(name)
 
-    def settle(self, run: Run, now: float) -> None:
+    def settle(self, run: Formation, now: float) -> None:
         """Write down what a run's jobs gave and took since it was settled last."""
         if not self.used:
             return

@@ -22,7 +22,7 @@ from tlora_fx.scheduler.state import Group, JobRequest
 
 
 @dataclass(frozen=True, slots=True)
-class Event:
+class ExecutorEvent:
     """Something that happened.
 
     time   seconds, on the clock of the executor
@@ -32,7 +32,7 @@ class Event:
 
 
 @dataclass(frozen=True, slots=True)
-class GroupEvent(Event):
+class GroupEvent(ExecutorEvent):
     """Something that happened to a group.
 
     epoch   the formation of the group
@@ -42,7 +42,7 @@ class GroupEvent(Event):
 
 
 @dataclass(frozen=True, slots=True)
-class Started(GroupEvent):
+class GroupStarted(GroupEvent):
     """The group begins its first step; time since `launch` was the cost of the switch."""
 
 
@@ -119,14 +119,14 @@ class Warned(GroupEvent):
 
 
 @dataclass(frozen=True, slots=True)
-class NodeLost(Event):
+class NodeLost(ExecutorEvent):
     """A node went away; of each group that stood on it a `Failed` follows."""
 
     node: int
 
 
 @dataclass(frozen=True, slots=True)
-class NodeBack(Event):
+class NodeBack(ExecutorEvent):
     """A node is there again."""
 
     node: int
@@ -160,7 +160,7 @@ class Executor(Protocol):
         raises       PlaceTaken where nothing is reserved for this epoch
         """
 
-    def events(self) -> list[Event]:
+    def events(self) -> list[ExecutorEvent]:
         """What happened since the last call, in order of time."""
 
     def drain(self, group: Group, epoch: int) -> None:

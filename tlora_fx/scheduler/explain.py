@@ -20,11 +20,11 @@ from tlora_fx.scheduler.state import (
     Decision,
     Group,
     Reason,
-    State,
+    SchedulerState,
     limit_seconds,
     slowdown,
 )
-from tlora_fx.scheduler.store import Decided, EpochRecord, History, JobRecord, Moment
+from tlora_fx.scheduler.store import Decided, EpochRecord, History, JobRecord, Snapshot
 
 MOST_ROWS = 24
 
@@ -54,7 +54,7 @@ class Alternative:
 
 
 @dataclass(frozen=True, slots=True)
-class Explanation:
+class DecisionExplanation:
     """All that can be said of one job in one moment.
 
     standing       in a sentence
@@ -105,7 +105,7 @@ HEAD = ("alternative", "GPUs", "step", "memory", "slowdown", "worst", "gain", "w
 LEFT = frozenset({"alternative", "why not"})
 
 
-def explain(state: State, decision: Decision, job: str) -> Explanation:
+def explain(state: SchedulerState, decision: Decision, job: str) -> DecisionExplanation:
     """Why a job runs as it does, or waits, by fresh evaluations and the policy's reasons.
 
     decision   of this state; with reasons where the policy was asked to record them
@@ -125,7 +125,9 @@ def explain(state: State, decision: Decision, job: str) -> Explanation:
     shown = ranked[:MOST_ROWS]
     first = (weigher.decided(own),) if own else ()
     left_out = len(ranked) - len(shown)
-    return Explanation(job, _standing(decision, job, own), (*first, *shown), left_out, reasons)
+    return DecisionExplanation(
+        job, _standing(decision, job, own), (*first, *shown), left_out, reasons
+    )
 
 
 def _standing(decision: Decision, job: str, own: Group | None) -> str:
@@ -141,7 +143,9 @@ def _standing(decision: Decision, job: str, own: Group | None) -> str:
 class _Weigher:
     """Evaluates the alternatives of one job."""
 
-    def __init__(self, state: State, decision: Decision, job: str, own: Group | None) -> None:
+    def __init__(
+        self, state: SchedulerState, decision: Decision, job: str, own: Group | None
+    ) -> None:
         self.state, self.decision, self.job, self.own = state, decision, job, own
         self._base = state.jobs[job].request.base
         self._free: Placer | None = None
@@ -306,7 +310,7 @@ def _bytes(count: float) -> str:
 
 
 def explained(
-    moment: Moment | None, history: History | None, job: str, *, terms: bool = False
+    moment: Snapshot | None, history: History | None, job: str, *, terms: bool = False
 ) -> str:
     """All that a state and a ledger tell of a job.
 
@@ -342,7 +346,7 @@ def _unknown(job: str, known: list[str]) -> JobNotInState:
     )
 
 
-def _now(moment: Moment, history: History | None, job: str, *, terms: bool) -> Iterator[str]:
+def _now(moment: Snapshot, history: History | None, job: str, *, terms: bool) -> Iterator[str]:
     """Of an active job: what was decided last, with the policy's reasons."""
     again = moment.policy.decide(moment.state, explain=True)
     decided = (history.at(moment.state.now) if history else None) or again
@@ -357,7 +361,7 @@ def _now(moment: Moment, history: History | None, job: str, *, terms: bool) -> I
         yield from _terms(moment.state, decided, job)
 
 
-def _terms(state: State, decision: Decision, job: str) -> Iterator[str]:
+def _terms(state: SchedulerState, decision: Decision, job: str) -> Iterator[str]:
     """What a step is made of, by the estimator."""
     group = _group(decision, job)
     names = group.jobs if group else (job,)
@@ -395,7 +399,7 @@ def _standing_explain_past(record: JobRecord, last: Decided | None) -> Iterator[
 
 
 def _before(
-    moment: Moment | None, history: History | None, job: str, *, terms: bool
+    moment: Snapshot | None, history: History | None, job: str, *, terms: bool
 ) -> Iterator[str]:
     """The last decision about a job, and what else there was then."""
     last = history.last(job) if history else None
@@ -421,7 +425,7 @@ def _before(
         yield from _terms(state, last.decision, job)
 
 
-def _as_it_was(state: State, history: History, decided: Decided) -> State:
+def _as_it_was(state: SchedulerState, history: History, decided: Decided) -> SchedulerState:
     """The moment of an earlier decision.
 
     How far jobs were then is not known, so their deadlines are left out of it. Nor is the cluster:
@@ -438,7 +442,7 @@ def _as_it_was(state: State, history: History, decided: Decided) -> State:
     return replace(state, now=decided.time, jobs=jobs, groups=())
 
 
-def _with_room(state: State, decision: Decision) -> State:
+def _with_room(state: SchedulerState, decision: Decision) -> SchedulerState:
     """A state whose cluster has all GPUs of a decision; its own where those are there."""
     cluster = state.cluster
     used = {gpu for group in decision.groups for gpu in group.place}

@@ -17,7 +17,7 @@ ALONE = 1e-9
 
 
 @dataclass(slots=True)
-class Record:
+class FailureRecord:
     """How often a job's groups failed.
 
     shared   groups of two or more
@@ -31,7 +31,7 @@ class Record:
     suspect: bool = True
 
 
-class Trouble:
+class RetryPolicy:
     """The jobs whose groups failed.
 
     tries   failures alone, without progress between, after which a job is given up
@@ -39,14 +39,14 @@ class Trouble:
 
     def __init__(self, tries: int) -> None:
         self.tries = tries
-        self._records: dict[str, Record] = {}
+        self._records: dict[str, FailureRecord] = {}
 
     def failed(self, jobs: Iterable[ActiveJob]) -> list[ActiveJob]:
         """A group failed; its jobs' steps are settled. Returns those to give up."""
         members = list(jobs)
         lost = []
         for job in members:
-            record = self._records.setdefault(job.name, Record(steps=job.steps_done))
+            record = self._records.setdefault(job.name, FailureRecord(steps=job.steps_done))
             if job.steps_done > record.steps:
                 record.alone = 0
             record.steps = job.steps_done

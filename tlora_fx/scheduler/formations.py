@@ -30,7 +30,7 @@ def membership(group: Group) -> Membership:
 
 
 @dataclass(slots=True, eq=False)
-class Run:
+class Formation:
     """One formation of a group, from its launch until its place is given back.
 
     epoch       its number
@@ -80,7 +80,7 @@ class Run:
 KEPT = 1 << 16
 
 
-class StepTime(NamedTuple):
+class GroupStepTime(NamedTuple):
     """One step of a group where it stands.
 
     seconds        predicted
@@ -96,11 +96,11 @@ class StepTimes:
 
     def __init__(self, estimator: Estimator) -> None:
         self.estimator = estimator
-        self._known: dict[tuple[object, ...], StepTime] = {}
+        self._known: dict[tuple[object, ...], GroupStepTime] = {}
 
     def of(
         self, requests: Sequence[JobRequest], place: Sequence[int], cluster: Cluster
-    ) -> StepTime:
+    ) -> GroupStepTime:
         """Of a group of one base on some GPUs."""
         gpus, tier = len(place), cluster.tier(place)
         base = requests[0].base
@@ -111,7 +111,7 @@ class StepTimes:
             held = np.array([float(gpus)])
             seconds = self.estimator.seconds(base, rows, held, [tier])
             busy = self.estimator.busy(base, rows, held, seconds)
-            found = StepTime(float(seconds[0]), float(busy[0] * seconds[0]) * gpus)
+            found = GroupStepTime(float(seconds[0]), float(busy[0] * seconds[0]) * gpus)
             if len(self._known) >= KEPT:
                 self._known.clear()
             self._known[key] = found
@@ -135,16 +135,16 @@ class Watch(Protocol):
     ) -> None:
         """The policy has decided."""
 
-    def launched(self, time: float, run: Run) -> None:
+    def launched(self, time: float, run: Formation) -> None:
         """A group was formed."""
 
-    def warned(self, time: float, run: Run, text: str) -> None:
+    def warned(self, time: float, run: Formation, text: str) -> None:
         """Something went wrong in a group, and it goes on."""
 
-    def left(self, time: float, run: Run, job: ActiveJob, reason: str) -> None:
+    def left(self, time: float, run: Formation, job: ActiveJob, reason: str) -> None:
         """A job ended, done ("") or failed for a reason; its group still has it in `run.jobs`."""
 
-    def ended(self, time: float, run: Run, how: str) -> None:
+    def ended(self, time: float, run: Formation, how: str) -> None:
         """A group is over: "drained", "finished", "failed"; its jobs' steps are settled."""
 
     def gave_up(self, time: float, job: ActiveJob, reason: str) -> None:
@@ -168,16 +168,16 @@ class NoWatch:
     ) -> None:
         """Nothing."""
 
-    def launched(self, time: float, run: Run) -> None:
+    def launched(self, time: float, run: Formation) -> None:
         """Nothing."""
 
-    def warned(self, time: float, run: Run, text: str) -> None:
+    def warned(self, time: float, run: Formation, text: str) -> None:
         """Nothing."""
 
-    def left(self, time: float, run: Run, job: ActiveJob, reason: str) -> None:
+    def left(self, time: float, run: Formation, job: ActiveJob, reason: str) -> None:
         """Nothing."""
 
-    def ended(self, time: float, run: Run, how: str) -> None:
+    def ended(self, time: float, run: Formation, how: str) -> None:
         """Nothing."""
 
     def gave_up(self, time: float, job: ActiveJob, reason: str) -> None:
@@ -201,7 +201,7 @@ class Formations:
     def __init__(
         self, executor: Executor, ledger: Ledger | None, watch: Watch, layout_of: LayoutOf | None
     ) -> None:
-        self.runs: dict[int, Run] = {}
+        self.runs: dict[int, Formation] = {}
         self.pending: list[Group] = []
         self._executor = executor
         self._ledger = ledger
@@ -249,13 +249,13 @@ class Formations:
         self.pending = list(wanted.values())
         self.touched()
 
-    def drain(self, run: Run) -> None:
+    def drain(self, run: Formation) -> None:
         """Ask a run to stop."""
         run.leaving = True
         self._executor.drain(run.launched, run.epoch)
         self.touched()
 
-    def end(self, run: Run, how: str, now: float) -> None:
+    def end(self, run: Formation, how: str, now: float) -> None:
         """A run is over: its place is free."""
         if self.runs.pop(run.epoch, None) is None:
             return
@@ -304,7 +304,7 @@ class Formations:
         layout = self._layout_of(group, requests) if self._layout_of else None
         if self._ledger:
             self._ledger.launch(group, epoch, layout, now)
-        run = Run(epoch, group, group, members, dict(steps), now)
+        run = Formation(epoch, group, group, members, dict(steps), now)
         self.runs[epoch] = run
         self._held.update(group.place)
         self._busy.update(group.jobs)

@@ -24,20 +24,20 @@ from tlora_fx.scheduler.credits import Credits
 from tlora_fx.scheduler.executor import (
     Committed,
     Drained,
-    Event,
     Executor,
+    ExecutorEvent,
     Failed,
     Finished,
     GroupEvent,
+    GroupStarted,
     NodeBack,
     NodeLost,
     Progress,
-    Started,
     Warned,
 )
-from tlora_fx.scheduler.failures import Trouble
-from tlora_fx.scheduler.formations import Formations, LayoutOf, NoWatch, Run, StepTimes, Watch
-from tlora_fx.scheduler.state import ActiveJob, Decision, Group, JobRequest, Policy, State
+from tlora_fx.scheduler.failures import RetryPolicy
+from tlora_fx.scheduler.formations import Formation, Formations, LayoutOf, NoWatch, StepTimes, Watch
+from tlora_fx.scheduler.state import ActiveJob, Decision, Group, JobRequest, Policy, SchedulerState
 
 if TYPE_CHECKING:
     from tlora_fx.scheduler.store import Ledger
@@ -46,7 +46,7 @@ if TYPE_CHECKING:
 # Whether a decision can be run; policies may be other people's.
 
 
-def check(policy: str, decision: Decision, state: State) -> None:
+def check(policy: str, decision: Decision, state: SchedulerState) -> None:
     """Refuse a decision that cannot be run.
 
     raises   DecisionWrong
@@ -69,7 +69,7 @@ def check(policy: str, decision: Decision, state: State) -> None:
             _check_new(policy, group, state)
 
 
-def _check_new(policy: str, group: Group, state: State) -> None:
+def _check_new(policy: str, group: Group, state: SchedulerState) -> None:
     """A group that did not run before."""
     if not group.jobs or not group.place or len(group.place) != group.gpus:
         raise _wrong(policy, f"{len(group.jobs)} jobs on {len(group.place)} GPUs", group)
@@ -154,7 +154,7 @@ class Events:
                 self._of_node(event, now)
         return bool(events)
 
-    def _of_run(self, event: GroupEvent, run: Run) -> None:
+    def _of_run(self, event: GroupEvent, run: Formation) -> None:
         """News of a run that is not over."""
         match event:
             case Finished():
@@ -163,7 +163,7 @@ class Events:
                 run.advanced(event.steps)
             case Committed():
                 self._committed(event.steps, run)
-            case Started():
+            case GroupStarted():
                 run.started = event.time
             case Warned():
                 self.loop.watch.warned(event.time, run, event.text)
@@ -174,12 +174,12 @@ class Events:
             case Failed():
                 self._at_fault(event, run)
 
-    def _committed(self, steps: Mapping[str, float], run: Run) -> None:
+    def _committed(self, steps: Mapping[str, float], run: Formation) -> None:
         run.committed.update({name: done for name, done in steps.items() if name in run.jobs})
         run.advanced(steps)
         self.loop.trouble.committed(steps)
 
-    def _drained(self, event: Drained, run: Run) -> None:
+    def _drained(self, event: Drained, run: Formation) -> None:
         self.loop.credits.settle(run, event.time)
         self._committed(event.steps, run)
         for name, steps in event.steps.items():
@@ -187,21 +187,21 @@ class Events:
                 run.jobs[name].steps_done = steps
         self.loop.formations.end(run, "drained", event.time)
 
-    def _finished(self, event: Finished, run: Run) -> None:
+    def _finished(self, event: Finished, run: Formation) -> None:
         job = run.jobs.get(event.job)
         if job is None:
             return
         job.steps_done = float(job.request.steps)
         self._leaves(run, event.job, "", event.time)
 
-    def _at_fault(self, event: Failed, run: Run) -> None:
+    def _at_fault(self, event: Failed, run: Formation) -> None:
         """One job ends; its neighbours go on."""
         name = str(event.job)
         if name in run.jobs:
             run.jobs[name].steps_done = event.steps.get(name, run.committed[name])
             self._leaves(run, name, event.reason or "failed", event.time)
 
-    def _leaves(self, run: Run, name: str, reason: str, time: float) -> None:
+    def _leaves(self, run: Formation, name: str, reason: str, time: float) -> None:
         """A job ended within its run."""
         loop = self.loop
         job = run.jobs[name]
@@ -229,7 +229,7 @@ class Events:
         loop.formations.drop(lambda group: name in group.jobs)
         loop.changed = loop.prompted = True
 
-    def _failed(self, event: Failed, run: Run) -> None:
+    def _failed(self, event: Failed, run: Formation) -> None:
         """A whole run ended: its jobs go on from their last commits."""
         loop = self.loop
         loop.credits.settle(run, event.time)
@@ -247,7 +247,7 @@ class Events:
             loop.watch.gave_up(event.time, job, reason)
             self._ends(job.name, reason)
 
-    def _of_node(self, event: Event, now: float) -> None:
+    def _of_node(self, event: ExecutorEvent, now: float) -> None:
         loop = self.loop
         if not isinstance(event, NodeLost | NodeBack):
             return
@@ -399,7 +399,7 @@ class Loop:
         self.watch: Watch = watch or NoWatch()
         self.times = times or StepTimes(estimator)
         self.window = Window(runnable)
-        self.trouble = Trouble(tries)
+        self.trouble = RetryPolicy(tries)
         self.credits = Credits(switch_seconds)
         self.formations = Formations(executor, ledger, self.watch, layout_of)
         self.decision = Decision(())
@@ -421,7 +421,7 @@ class Loop:
         return {epoch: run.group for epoch, run in self.formations.runs.items()}
 
     @property
-    def runs(self) -> dict[int, Run]:
+    def runs(self) -> dict[int, Formation]:
         """The same with all that is known of each."""
         return self.formations.runs
 
@@ -503,12 +503,12 @@ class Loop:
             return None
         return max(now, self._decided + self.horizon * self.refresh)
 
-    def state(self, now: float) -> State:
+    def state(self, now: float) -> SchedulerState:
         """What a policy is shown."""
         self._events.pull()
         for run in self.formations.runs.values() if self.credits.used else ():
             self.credits.settle(run, now)
-        return State(
+        return SchedulerState(
             now,
             self.cluster,
             self.estimator,

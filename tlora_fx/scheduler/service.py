@@ -23,7 +23,7 @@ from tlora_fx.cost.demand import Demand
 from tlora_fx.cost.estimator import Estimator, Layout, ProfileEstimator
 from tlora_fx.cost.model_facts import ModelFacts
 from tlora_fx.cost.profile import Profile
-from tlora_fx.cost.profile_sources import covers, demand_profile, profiles_for
+from tlora_fx.cost.profile_sources import covers, profiles_for, require_profile
 from tlora_fx.errors import (
     JobFolderError,
     ProfileMismatch,
@@ -49,8 +49,8 @@ from tlora_fx.scheduler.local.executor import (
 from tlora_fx.scheduler.local.processes import WORKER, ForkServer
 from tlora_fx.scheduler.loop import Loop
 from tlora_fx.scheduler.requests import base_of, facts_of_job, request_of, shape_of
-from tlora_fx.scheduler.state import Decision, Group, JobRequest, Policy, State
-from tlora_fx.scheduler.store import JobRecord, Ledger, Moment, save_moment
+from tlora_fx.scheduler.state import Decision, Group, JobRequest, Policy, SchedulerState
+from tlora_fx.scheduler.store import JobRecord, Ledger, Snapshot, save_moment
 
 # What a run expects of its jobs, from profiles that were measured on this machine.
 
@@ -104,7 +104,7 @@ class Estimates:
     def __post_init__(self) -> None:
         self._given = [Profile.load(path) for path in self.files]
         for profile in self._given:
-            demand_profile(profile.name, profile, self.cluster.gpu, allow_estimated=False)
+            require_profile(profile.name, profile, self.cluster.gpu, allow_estimated=False)
         self.estimator = ProfileEstimator({}, self.cluster)
 
     def request(self, job: Job, now: float) -> JobRequest:
@@ -199,7 +199,7 @@ TAKEN = "taken"
 
 
 @dataclass(frozen=True, slots=True)
-class Found:
+class SubmittedFile:
     """A file that was read.
 
     jobs      those that nobody had submitted before
@@ -231,9 +231,9 @@ class JobFolder:
     _read: dict[Path, tuple[int, int]] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        demand_folder(self.path)
+        require_folder(self.path)
 
-    def look(self) -> Iterator[Found]:
+    def look(self) -> Iterator[SubmittedFile]:
         """What is new since the last look; a file is read when the one before it was dealt with."""
         stamps = {path: _stamp(path) for path in self._files()}
         now = {path: stamp for path, stamp in stamps.items() if stamp is not None}
@@ -254,22 +254,22 @@ class JobFolder:
         listed = sorted(self.path.iterdir())
         return [p for p in listed if p.suffix in SUFFIXES and not p.name.startswith(".")]
 
-    def _take(self, path: Path) -> list[Found]:
+    def _take(self, path: Path) -> list[SubmittedFile]:
         try:
             content = hashlib.sha256(path.read_bytes()).hexdigest()
         except OSError as error:
-            return [Found(path, "", mistake=f"cannot be read: {error}")]
+            return [SubmittedFile(path, "", mistake=f"cannot be read: {error}")]
         known = self.ledger.files().get(str(path.absolute()))
         if known is not None and known[0] == content:
             return []
         try:
             jobs = load_job_file(path).jobs
         except TloraError as error:
-            return [Found(path, content, mistake=str(error))]
+            return [SubmittedFile(path, content, mistake=str(error))]
         fresh = tuple(job for job in jobs if job.name not in self.specs)
-        return [Found(path, content, fresh, self._differing(path, jobs))]
+        return [SubmittedFile(path, content, fresh, self._differing(path, jobs))]
 
-    def settle(self, found: Found) -> None:
+    def settle(self, found: SubmittedFile) -> None:
         """Remember a file, once all its jobs are in the ledger."""
         self.ledger.note_file(str(found.path.absolute()), found.sha256, found.mistake or TAKEN)
 
@@ -292,7 +292,7 @@ class JobFolder:
         )
 
 
-def demand_folder(path: Path) -> None:
+def require_folder(path: Path) -> None:
     """Refuse a folder that is not there.
 
     raises   JobFolderError
@@ -322,7 +322,7 @@ class Listening(Watch, Protocol):
     def went_on(self, jobs: int, done: int) -> None:
         """The run goes on with what an earlier process began."""
 
-    def took(self, found: Found) -> None:
+    def took(self, found: SubmittedFile) -> None:
         """A job file was read, or is bad."""
 
 
@@ -371,14 +371,14 @@ def opened(
     prepare: Preparing,
     listen: Listening,
     options: RunOptions,
-) -> Iterator[Running]:
+) -> Iterator[SchedulerService]:
     """Begin a run, or go on with it; at the end every group is drained.
 
     jobs      folder of job files, or one file
     output    folder of the run
     raises    RunFolderError, WorkerLost, LedgerError, JobFolderError
     """
-    demand_folder(jobs)
+    require_folder(jobs)
     with held(output) as lock:
         ledger = Ledger(output / "ledger.sqlite")
         started = float(ledger.fact("started", repr(time.time())))
@@ -406,7 +406,9 @@ def opened(
                 layout_of=options.layout_of,
             )
             files = JobFolder(jobs, ledger, specs)
-            running = Running(files, loop, executor, ledger, prepare, listen, options, specs)
+            running = SchedulerService(
+                files, loop, executor, ledger, prepare, listen, options, specs
+            )
             running.go_on(records)
             yield running
         finally:
@@ -415,7 +417,7 @@ def opened(
 
 
 @dataclass(slots=True)
-class Running:
+class SchedulerService:
     """A run that is open; `turn` it until it is over."""
 
     files: JobFolder
@@ -473,7 +475,7 @@ class Running:
         """
         self.stopping = True
 
-    def _take(self, found: Found) -> None:
+    def _take(self, found: SubmittedFile) -> None:
         """Submit a file's jobs; the file is settled when all of them are in the ledger."""
         self.listen.took(found)
         for job in found.jobs:
@@ -486,7 +488,7 @@ class Running:
         spec = job.model_dump(mode="json")
         self.specs[job.name] = spec
         try:
-            _demand_name(job)
+            _require_name(job)
             request = self.prepare.request(job, now)
         except TloraError as error:
             request = JobRequest(job.name, "", Demand(), 0, 0, submitted=now)
@@ -504,15 +506,15 @@ class Recorded:
     def __init__(self, policy: Policy, path: Path) -> None:
         self.policy, self.path, self.name = policy, path, policy.name
 
-    def decide(self, state: State, *, explain: bool = False) -> Decision:
+    def decide(self, state: SchedulerState, *, explain: bool = False) -> Decision:
         """What the policy decides."""
         # Estimators of other people need no file form.
         with suppress(StateFileError):
-            save_moment(self.path, Moment(state, self.policy))
+            save_moment(self.path, Snapshot(state, self.policy))
         return self.policy.decide(state, explain=explain)
 
 
-def _demand_name(job: Job) -> None:
+def _require_name(job: Job) -> None:
     if job.name in RESERVED:
         raise RunRefused(
             f"a job cannot be called '{job.name}' here",

@@ -105,7 +105,7 @@ class ActiveJob:
 
 
 @dataclass(slots=True)
-class State:
+class SchedulerState:
     """One moment.
 
     now             seconds
@@ -160,7 +160,7 @@ class Policy(Protocol):
 
     name: str
 
-    def decide(self, state: State, *, explain: bool = False) -> Decision:
+    def decide(self, state: SchedulerState, *, explain: bool = False) -> Decision:
         """The groups from now to the next decision.
 
         explain   record reasons; costs time

@@ -25,9 +25,16 @@ from tlora_fx.cost.model_facts import ModelFacts
 from tlora_fx.cost.profile import Profile
 from tlora_fx.durable import replace_file
 from tlora_fx.errors import LedgerError, StateFileError
-from tlora_fx.scheduler.executor import Committed, Drained, Event, Failed, Finished, Started
+from tlora_fx.scheduler.executor import (
+    Committed,
+    Drained,
+    ExecutorEvent,
+    Failed,
+    Finished,
+    GroupStarted,
+)
 from tlora_fx.scheduler.policies import find_policy
-from tlora_fx.scheduler.state import ActiveJob, Decision, Group, JobRequest, Policy, State
+from tlora_fx.scheduler.state import ActiveJob, Decision, Group, JobRequest, Policy, SchedulerState
 
 # The rows of the ledger, as they are read back.
 
@@ -251,11 +258,11 @@ class Ledger:
                 [(time, name) for name in group.jobs],
             )
 
-    def tell(self, event: Event) -> None:
+    def tell(self, event: ExecutorEvent) -> None:
         """Write down what an executor told; progress that is not committed leaves no trace."""
         with self._transition() as base:
             match event:
-                case Started():
+                case GroupStarted():
                     base.execute(
                         "UPDATE epochs SET started = ? WHERE epoch = ? AND started IS NULL",
                         (event.time, event.epoch),
@@ -500,7 +507,7 @@ def _read(path: Path) -> dict[str, list[list[Any]]]:
 FORMAT_state_file = "tlora-fx state 1"
 
 
-def state_to_json(state: State, estimator: str) -> str:
+def state_to_json(state: SchedulerState, estimator: str) -> str:
     """A state as JSON.
 
     estimator   what finds the estimator again, such as the path of a profile
@@ -519,7 +526,7 @@ def state_to_json(state: State, estimator: str) -> str:
     return json.dumps(found, indent=2) + "\n"
 
 
-def state_from_json(text: str, estimator_of: Callable[[str], Estimator]) -> State:
+def state_from_json(text: str, estimator_of: Callable[[str], Estimator]) -> SchedulerState:
     """A state from what `state_to_json` wrote.
 
     estimator_of   the estimator of a name
@@ -535,7 +542,7 @@ def state_from_json(text: str, estimator_of: Callable[[str], Estimator]) -> Stat
     try:
         jobs = [_job(fields) for fields in found["jobs"]]
         cluster = found["cluster"]
-        return State(
+        return SchedulerState(
             float(found["now"]),
             Cluster(**(cluster | {"lost": frozenset(cluster["lost"])})),
             estimator_of(found["estimator"]),
@@ -601,14 +608,14 @@ _FACTS = TypeAdapter(ModelFacts)
 
 
 @dataclass(frozen=True, slots=True)
-class Moment:
+class Snapshot:
     """A state, and the policy that decides upon it."""
 
-    state: State
+    state: SchedulerState
     policy: Policy
 
 
-def save_moment(path: Path, moment: Moment) -> None:
+def save_moment(path: Path, moment: Snapshot) -> None:
     """Write a moment.
 
     raises   StateFileError for an estimator that has no file form
@@ -647,14 +654,14 @@ def load_history(path: Path) -> History | None:
         raise _no_state(path, error) from error
 
 
-def load_moment(path: Path) -> Moment:
+def load_moment(path: Path) -> Snapshot:
     """Read a moment back.
 
     raises   StateFileError; UnknownPolicy where another package's policy is missing
     """
     try:
         written = json.loads(path.read_bytes())
-        _demand_format(path, written)
+        _require_format(path, written)
         cluster = written["state"]["cluster"]
         cluster = Cluster(**(cluster | {"lost": frozenset(cluster["lost"])}))
         state = state_from_json(
@@ -664,10 +671,10 @@ def load_moment(path: Path) -> Moment:
         policy = find_policy(written["policy"]["name"], **written["policy"]["options"])
     except (OSError, ValueError, KeyError, TypeError, ValidationError) as error:
         raise _no_state(path, error) from error
-    return Moment(state, policy)
+    return Snapshot(state, policy)
 
 
-def _demand_format(path: Path, written: object) -> None:
+def _require_format(path: Path, written: object) -> None:
     """Refuse what is no state at all, and a state of another version.
 
     raises   StateFileError

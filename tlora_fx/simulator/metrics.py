@@ -17,7 +17,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from tlora_fx.cost.cluster import Cluster
-from tlora_fx.scheduler.formations import NoWatch, Run, StepTimes
+from tlora_fx.scheduler.formations import Formation, NoWatch, StepTimes
 from tlora_fx.scheduler.state import ROUNDING, ActiveJob, Decision, JobRequest
 
 Floats = NDArray[np.float64]
@@ -124,7 +124,7 @@ class SizeClass:
     grouped_time_share: float
 
 
-class Point(NamedTuple):
+class SeriesPoint(NamedTuple):
     """One bucket of a series; means over its time.
 
     time               seconds, of its begin
@@ -229,7 +229,7 @@ class Summary:
     wall_seconds: float
     whole: Span
     loaded: Span
-    series: tuple[Point, ...]
+    series: tuple[SeriesPoint, ...]
 
     def as_json(self) -> dict[str, Any]:
         """Plain values, with the rates of the spans; what never happens is null."""
@@ -238,7 +238,7 @@ class Summary:
         for name, span in (("whole", self.whole), ("loaded", self.loaded)):
             found[name] |= {rate: getattr(span, rate) for rate in RATES}
         found["series"] = {
-            name: [getattr(point, name) for point in self.series] for name in Point._fields
+            name: [getattr(point, name) for point in self.series] for name in SeriesPoint._fields
         }
         return found
 
@@ -412,7 +412,7 @@ COLUMNS = (
 )
 
 
-class Series:
+class BucketedSum:
     """Sums by bucket; where time outgrows them, two neighbours become one.
 
     begin     seconds, of the first bucket
@@ -452,7 +452,7 @@ class Series:
         running, waiting = COLUMNS.index("running"), COLUMNS.index("waiting")
         self.sums[:, waiting] = np.maximum(0.0, inside - self.sums[:, running])
 
-    def points(self, end: float) -> tuple[Point, ...]:
+    def points(self, end: float) -> tuple[SeriesPoint, ...]:
         """Means of each bucket that has begun before the end."""
         found = []
         for place, row in enumerate(self.sums):
@@ -460,7 +460,7 @@ class Series:
             seconds = min(self.width, end - time)
             if seconds <= 0:
                 break
-            found.append(Point(time, seconds, *(float(value) / seconds for value in row)))
+            found.append(SeriesPoint(time, seconds, *(float(value) / seconds for value in row)))
         return tuple(found)
 
     def _reach(self, time: float) -> None:
@@ -504,7 +504,7 @@ class Open:
     busy_seconds: float
 
 
-class Recorder(NoWatch):
+class MetricsRecorder(NoWatch):
     """The metrics of a replay in the making."""
 
     def __init__(
@@ -518,7 +518,7 @@ class Recorder(NoWatch):
         self.table, self.times, self.cluster = table, times, cluster
         self.switch_seconds, self.join_seconds = switch_seconds, join_seconds
         self.begin = float(table.submitted[0]) if len(table.names) else 0.0
-        self.series = Series(self.begin)
+        self.series = BucketedSum(self.begin)
         self.totals: dict[str, float] = {field.name: 0.0 for field in fields(Span)}
         self.wall_seconds = array("d")
         self.refusals: Counter[str] = Counter()
@@ -551,7 +551,7 @@ class Recorder(NoWatch):
         self.wall_seconds.append(wall_seconds)
         self.evaluations += evaluations
 
-    def launched(self, time: float, run: Run) -> None:
+    def launched(self, time: float, run: Formation) -> None:
         """A group was formed."""
         self._pass(time)
         self._held += len(run.launched.place)
@@ -568,13 +568,13 @@ class Recorder(NoWatch):
         self.switches += again > 0
         self._begin(time, run, list(run.jobs), {})
 
-    def left(self, time: float, run: Run, job: ActiveJob, reason: str) -> None:
+    def left(self, time: float, run: Formation, job: ActiveJob, reason: str) -> None:
         """A job ended; if it was done, its neighbours advanced as far as it did."""
         steps = self._close(time, run, None if reason else job)
         self._settle(time, job, FAILED if reason else DONE)
         self._begin(time, run, [name for name in run.jobs if name != job.name], steps)
 
-    def ended(self, time: float, run: Run, how: str) -> None:
+    def ended(self, time: float, run: Formation, how: str) -> None:
         """A group is over."""
         self._pass(time)
         if how == "failed":
@@ -593,7 +593,7 @@ class Recorder(NoWatch):
         self.node_losses += gpus < self._capacity
         self._capacity = gpus
 
-    def cut(self, time: float, runs: Iterable[Run]) -> Span:
+    def cut(self, time: float, runs: Iterable[Formation]) -> Span:
         """Close all accounts for a moment: what was until now. Progress must be up to date."""
         self._pass(time)
         self._count_capacity(time)
@@ -620,7 +620,7 @@ class Recorder(NoWatch):
         self._counted = time
 
     def _begin(
-        self, time: float, run: Run, names: list[str], steps_done: Mapping[str, float]
+        self, time: float, run: Formation, names: list[str], steps_done: Mapping[str, float]
     ) -> None:
         """A run has these jobs from now on; of some it is known better how far they are."""
         if not names:
@@ -639,7 +639,9 @@ class Recorder(NoWatch):
                 consent = slowdown <= job.request.lends
                 (self.table.lent if consent else self.table.violated)[row] = True
 
-    def _close(self, time: float, run: Run, leaver: ActiveJob | None = None) -> Mapping[str, float]:
+    def _close(
+        self, time: float, run: Formation, leaver: ActiveJob | None = None
+    ) -> Mapping[str, float]:
         """Count what a run did since its jobs last changed; how far its jobs are.
 
         leaver    of which it is known how far it came; the others came as far. None: all are known
@@ -675,7 +677,7 @@ class Recorder(NoWatch):
         self.group_seconds += seconds
 
     def _count_work(
-        self, run: Run, account: Open, advanced: list[float], begin: float, time: float
+        self, run: Formation, account: Open, advanced: list[float], begin: float, time: float
     ) -> None:
         gpus = len(run.launched.place)
         seconds, stepping = time - account.time, time - begin

@@ -23,13 +23,13 @@ from tlora_fx.cost.estimator import Estimator, Layout
 from tlora_fx.errors import ClockBackwards, PlaceTaken, ReplayOptionWrong, ReplayStalled
 from tlora_fx.scheduler.executor import (
     Drained,
-    Event,
+    ExecutorEvent,
     Failed,
     Finished,
+    GroupStarted,
     NodeBack,
     NodeLost,
     Progress,
-    Started,
 )
 from tlora_fx.scheduler.formations import StepTimes
 from tlora_fx.scheduler.loop import HORIZON_SECONDS, REFRESH, RUNNABLE, SWITCH_SECONDS, AtOnce, Loop
@@ -42,7 +42,7 @@ from tlora_fx.simulator.metrics import (
     SIZES,
     Distribution,
     JobTable,
-    Recorder,
+    MetricsRecorder,
     Span,
     Summary,
 )
@@ -267,7 +267,7 @@ class SimulatedExecutor:
         self._places: dict[int, tuple[int, ...]] = {}
         self._owner: dict[int, int] = {}
         self._heap: list[tuple[float, int, int]] = []
-        self._told: list[Event] = []
+        self._told: list[ExecutorEvent] = []
         self._fails: dict[int, float] = {}
         self._losses: dict[int, Iterator[tuple[float, float]]] = {}
         self._pulled = -inf
@@ -320,7 +320,7 @@ class SimulatedExecutor:
         self._fails[epoch] = now + self.disturbances.group_fails_after(epoch, group.gpus)
         self._plan(made)
 
-    def events(self) -> list[Event]:
+    def events(self) -> list[ExecutorEvent]:
         """What happened since the last call, in order of time."""
         now = self.clock.now
         while self._heap and self._heap[0][0] <= now:
@@ -427,7 +427,7 @@ class SimulatedExecutor:
             return
         if not group.told:
             group.told = True
-            self._told.append(Started(group.begins, group.epoch))
+            self._told.append(GroupStarted(group.begins, group.epoch))
         for request in group.end_jobs(time):
             self._told.append(Finished(time, group.epoch, request.name, float(request.steps)))
         self._goes_on(group)
@@ -472,7 +472,7 @@ PATIENCE = 100
 
 
 @dataclass(slots=True)
-class Replay:
+class ReplayResult:
     """What came of a replay.
 
     summary   all its numbers
@@ -498,7 +498,7 @@ def replay(
     seed: int = 0,
     disturbances: Disturbances | None = None,
     progress: Tell | None = None,
-) -> Replay:
+) -> ReplayResult:
     """Replay jobs to the end of the last one.
 
     requests         any order; they are taken by submission
@@ -541,7 +541,9 @@ class _Engine:
         self.table = JobTable.of(requests)
         self.times = StepTimes(estimator)
         switch_seconds, join_seconds = switch
-        self.recorder = Recorder(self.table, self.times, cluster, switch_seconds, join_seconds)
+        self.recorder = MetricsRecorder(
+            self.table, self.times, cluster, switch_seconds, join_seconds
+        )
         self.clock = Clock(min(0.0, self.recorder.begin))
         self.executor = SimulatedExecutor(
             cluster,
@@ -629,7 +631,7 @@ class _Engine:
             help="this is a mistake of the policy; ask it with `tlora-fx schedule explain`",
         )
 
-    def replayed(self) -> Replay:
+    def replayed(self) -> ReplayResult:
         """All numbers."""
         recorder, table = self.recorder, self.table
         end = float(np.nanmax(table.ended)) if np.isfinite(table.ended).any() else self.clock.now
@@ -673,4 +675,4 @@ class _Engine:
             loaded=loaded,
             series=recorder.series.points(max(end, self.clock.now)),
         )
-        return Replay(summary, table)
+        return ReplayResult(summary, table)

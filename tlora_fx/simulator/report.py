@@ -20,7 +20,7 @@ from tlora_fx.durable import replace_file
 from tlora_fx.errors import ReportNotWritable
 from tlora_fx.simulator.figures import TINY, Figure, Number, Series, bars, lines, shown
 from tlora_fx.simulator.metrics import SIZES, Distribution, Summary
-from tlora_fx.simulator.sweep import SEEDS, Outcome, Plan, Scenario, Source
+from tlora_fx.simulator.sweep import SEEDS, JobSource, Scenario, ScenarioResult, SweepPlan
 from tlora_fx.version import __version__
 
 # The numbers of a replay that reports compare, and their spread over seeds.
@@ -101,7 +101,7 @@ METRICS: tuple[Metric, ...] = (
     _metric("failed", "jobs failed", "failed", "less"),
 )
 
-Outcomes = Mapping[Scenario, Outcome]
+Outcomes = Mapping[Scenario, ScenarioResult]
 
 
 @dataclass(frozen=True, slots=True)
@@ -129,19 +129,19 @@ class Spread:
         return cls(mean, min(given), max(given), len(given))
 
 
-def spread(metric: Metric, outcomes: Sequence[Outcome]) -> Spread | None:
+def spread(metric: Metric, outcomes: Sequence[ScenarioResult]) -> Spread | None:
     """A metric over the seeds of one policy."""
     return Spread.of(metric.of(outcome.summary) for outcome in outcomes)
 
 
-def trained_while_loaded(outcomes: Sequence[Outcome]) -> bool:
+def trained_while_loaded(outcomes: Sequence[ScenarioResult]) -> bool:
     """Whether any sample was trained before the last job came."""
     return any(outcome.summary.loaded.samples > 0 for outcome in outcomes)
 
 
-def by_policy(scenarios: Iterable[Scenario], outcomes: Outcomes) -> dict[str, list[Outcome]]:
+def by_policy(scenarios: Iterable[Scenario], outcomes: Outcomes) -> dict[str, list[ScenarioResult]]:
     """Outcomes by policy, in the order in which the policies come first."""
-    found: dict[str, list[Outcome]] = {}
+    found: dict[str, list[ScenarioResult]] = {}
     for scenario in scenarios:
         found.setdefault(scenario.policy, []).append(outcomes[scenario])
     return found
@@ -161,7 +161,7 @@ class Ratio:
 
 
 def ratios(
-    policies: Mapping[str, Sequence[Outcome]], ours: str, baselines: Iterable[str]
+    policies: Mapping[str, Sequence[ScenarioResult]], ours: str, baselines: Iterable[str]
 ) -> list[Ratio]:
     """A policy against each baseline that was replayed."""
     found = []
@@ -177,7 +177,7 @@ def ratios(
     return found
 
 
-def _over(metric: Metric, above: Outcome, below: Outcome) -> float:
+def _over(metric: Metric, above: ScenarioResult, below: ScenarioResult) -> float:
     base = metric.of(below.summary)
     return metric.of(above.summary) / base if base else 0.0
 
@@ -205,7 +205,7 @@ OTHER_COLOUR = 8
 #: Where values differ by more, their axis is logarithmic.
 WIDE = 20
 ABLATIONS = ("tlora", "no-kernel-fuser", "no-scheduler")
-Policies = dict[str, list[Outcome]]
+Policies = dict[str, list[ScenarioResult]]
 
 
 def colour(policy: str) -> int:
@@ -249,7 +249,7 @@ def distribution(
     title: str,
     shows: str,
     label: str,
-    of: Callable[[Outcome], Distribution],
+    of: Callable[[ScenarioResult], Distribution],
     *,
     log: bool = True,
 ) -> Figure:
@@ -447,7 +447,7 @@ def _mean(policies: Policies, name: str, metric: Metric) -> float | None:
     return found.mean if found else None
 
 
-def offered_load(outcome: Outcome) -> float:
+def offered_load(outcome: ScenarioResult) -> float:
     """GPU-seconds that the jobs would take alone, over those that there are while they arrive."""
     summary = outcome.summary
     room = summary.gpus * summary.loaded.seconds
@@ -621,7 +621,7 @@ def _bounds_kept(policies: Policies) -> Iterator[str]:
         yield f"Bounds: no job was in a shared group slower than {bound:g} times alone."
 
 
-def _setting(scenario: Scenario, outcome: Outcome) -> Iterator[str]:
+def _setting(scenario: Scenario, outcome: ScenarioResult) -> Iterator[str]:
     kind = (
         "drawn from AcmeTrace's marginals (synthetic)"
         if scenario.source.synthetic
@@ -647,7 +647,7 @@ def _setting(scenario: Scenario, outcome: Outcome) -> Iterator[str]:
 SweepRow = tuple[float, Policies]
 
 
-def figures_of(plan: Plan, outcomes: Outcomes) -> list[Figure]:
+def figures_of(plan: SweepPlan, outcomes: Outcomes) -> list[Figure]:
     """All figures for which there are replays."""
     policies = by_policy(plan.main, outcomes)
     found = [
@@ -799,12 +799,12 @@ class Report:
     command    that was given, to do it again
     """
 
-    plan: Plan
+    plan: SweepPlan
     outcomes: Outcomes
     command: str = ""
 
     @cached_property
-    def policies(self) -> dict[str, list[Outcome]]:
+    def policies(self) -> dict[str, list[ScenarioResult]]:
         """The main comparison."""
         return by_policy(self.plan.main, self.outcomes)
 
@@ -814,7 +814,7 @@ class Report:
         return self.plan.main[0]
 
     @property
-    def first(self) -> Outcome:
+    def first(self) -> ScenarioResult:
         """The first replay: what it says of the trace holds for its seed."""
         return self.outcomes[self.base]
 
@@ -854,11 +854,11 @@ class Report:
         ]
 
 
-def chosen(plan: Plan) -> list[tuple[str, str, str]]:
+def chosen(plan: SweepPlan) -> list[tuple[str, str, str]]:
     """Option, value and meaning of all that was chosen; where that is not the default, that too."""
     base = plan.main[0]
     given = _told(base, sorted({one.seed for one in plan.main}))
-    source = Source(trace=base.source.trace)
+    source = JobSource(trace=base.source.trace)
     usual = _told(Scenario("", source=source), list(range(SEEDS)))
     return [
         (name, value, meaning if value == other else f"{meaning}; by default {other}")
@@ -892,7 +892,7 @@ def _told(base: Scenario, seeds: Sequence[int]) -> list[tuple[str, str, str]]:
     ]
 
 
-def _cell(metric: Metric, outcomes: Sequence[Outcome]) -> str:
+def _cell(metric: Metric, outcomes: Sequence[ScenarioResult]) -> str:
     found = spread(metric, outcomes)
     if found is None or (metric in TRAINED and not trained_while_loaded(outcomes)):
         return "–"
@@ -901,7 +901,7 @@ def _cell(metric: Metric, outcomes: Sequence[Outcome]) -> str:
     return f"{shown(found.mean)} ({shown(found.low)}–{shown(found.high)})"
 
 
-def demand_folder(folder: Path) -> None:
+def require_folder(folder: Path) -> None:
     """Make the folder of a report, and write into it once.
 
     raises    ReportNotWritable

@@ -118,7 +118,7 @@ def _list(values: Sequence[int]) -> str:
     return ", ".join(map(str, values))
 
 
-def demand_choices(choices: Choices) -> None:
+def require_choices(choices: Choices) -> None:
     """Refuse choices that make no sense.
 
     raises    ReplayChoiceWrong
@@ -157,7 +157,7 @@ SWEEPS = ("scale", "cluster", "months", "nano")
 
 
 @dataclass(frozen=True, slots=True)
-class Source:
+class JobSource:
     """Where the jobs come from.
 
     trace       a file, or "synthetic"
@@ -197,7 +197,7 @@ class Scenario:
 
     policy: str
     seed: int = 0
-    source: Source = field(default_factory=Source)
+    source: JobSource = field(default_factory=JobSource)
     choices: Choices = field(default_factory=Choices)
     cluster: Cluster = field(default_factory=lambda: Cluster(128))
     month: int | None = None
@@ -209,7 +209,7 @@ class Scenario:
 
 
 @dataclass(frozen=True, slots=True)
-class Outcome:
+class ScenarioResult:
     """What came of it.
 
     summary        the replay's
@@ -226,7 +226,7 @@ class Outcome:
 
 
 @lru_cache(maxsize=4)
-def load(source: Source, seed: int) -> Trace:
+def load(source: JobSource, seed: int) -> Trace:
     """The trace of a source; the seed is of what is drawn."""
     if not source.synthetic:
         return read_trace(
@@ -236,7 +236,7 @@ def load(source: Source, seed: int) -> Trace:
     return generate(fit, Draw(source.jobs, source.intensity, source.burstiness, seed))
 
 
-def run(scenario: Scenario) -> Outcome:
+def run(scenario: Scenario) -> ScenarioResult:
     """Replay one scenario."""
     start = time.perf_counter()
     trace = load(scenario.source, scenario.seed)
@@ -244,18 +244,22 @@ def run(scenario: Scenario) -> Outcome:
         trace = trace.month(scenario.month)
     summary, workload = replayed(scenario, trace)
     told = described(replace(trace, jobs=tuple(workload.jobs.values())))
-    return Outcome(scenario, summary, told, workload.dropped.rows(), time.perf_counter() - start)
+    return ScenarioResult(
+        scenario, summary, told, workload.dropped.rows(), time.perf_counter() - start
+    )
 
 
 def run_all(
-    scenarios: Iterable[Scenario], processes: int, done: Callable[[Outcome], None] | None = None
-) -> dict[Scenario, Outcome]:
+    scenarios: Iterable[Scenario],
+    processes: int,
+    done: Callable[[ScenarioResult], None] | None = None,
+) -> dict[Scenario, ScenarioResult]:
     """Replay all scenarios, each once.
 
     done    called after each
     """
     wanted = list(dict.fromkeys(scenarios))
-    found: dict[Scenario, Outcome] = {}
+    found: dict[Scenario, ScenarioResult] = {}
     for outcome in _outcomes(wanted, min(processes, len(wanted))):
         found[outcome.scenario] = outcome
         if done is not None:
@@ -263,7 +267,7 @@ def run_all(
     return found
 
 
-def _outcomes(wanted: Sequence[Scenario], processes: int) -> Iterator[Outcome]:
+def _outcomes(wanted: Sequence[Scenario], processes: int) -> Iterator[ScenarioResult]:
     if processes <= 1:
         yield from map(run, wanted)
         return
@@ -280,7 +284,7 @@ def _outcomes(wanted: Sequence[Scenario], processes: int) -> Iterator[Outcome]:
 
 
 @dataclass(frozen=True, slots=True)
-class Plan:
+class SweepPlan:
     """All scenarios of a report.
 
     main      each policy and seed
@@ -305,7 +309,7 @@ def plan_of(
     sweep_seeds: int = 1,
     sizes: Sequence[int] = CLUSTER_SIZES,
     months: int = 1,
-) -> Plan:
+) -> SweepPlan:
     """What has to be replayed.
 
     seeds    of the main comparison; they follow the base's
@@ -319,7 +323,7 @@ def plan_of(
         own = ("tlora",) if name == "nano" else policies
         rows = variations(base, name, sizes, months)
         found[name] = [(value, tuple(_each([one], own, few))) for value, one in rows]
-    return Plan(tuple(main), found)
+    return SweepPlan(tuple(main), found)
 
 
 def _each(
@@ -392,7 +396,7 @@ def workload_of(
     demand_of   base, rank, batch, lengths -> Demand; None: for the bases that are known
     raises      ReplayChoiceWrong, TraceEmpty
     """
-    demand_choices(choices)
+    require_choices(choices)
     dropped = Dropped() if trace.requests is not None else trace.dropped.together(Dropped())
     most = cluster.capacity()
     given = trace.first(choices.jobs) if choices.jobs else trace
@@ -616,7 +620,7 @@ def _profiles(bases: tuple[str, ...], gpu: str, allow_estimated: bool) -> dict[s
 # What is looked at before anything is replayed, so that no mistake is found hours later.
 
 
-def demand_ready(plan: Plan) -> None:
+def require_ready(plan: SweepPlan) -> None:
     """Refuse replays that cannot be begun: their GPUs, bases, profiles, jobs and policies.
 
     raises    ReplayChoiceWrong, UnknownGpu, BaseUnknown, ProfileMismatch, TooManyForOracle, and
@@ -628,7 +632,7 @@ def demand_ready(plan: Plan) -> None:
     if base.month is not None:
         trace = trace.month(base.month)
     made = workload_in(base, trace)
-    demand_few_for_oracle({one.policy for one in plan.scenarios()}, base.runnable, made.requests)
+    require_few_for_oracle({one.policy for one in plan.scenarios()}, base.runnable, made.requests)
 
 
 def demand_times(scenario: Scenario) -> None:
@@ -644,7 +648,7 @@ def demand_times(scenario: Scenario) -> None:
             raise ReplayChoiceWrong(f"--{name} makes no sense", expected=expected, found=found)
 
 
-def demand_few_for_oracle(
+def require_few_for_oracle(
     policies: Iterable[str], runnable: int, requests: Iterable[JobRequest]
 ) -> None:
     """Refuse the exact policy where it might see more jobs of a base than it can part.

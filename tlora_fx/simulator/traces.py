@@ -267,7 +267,7 @@ def header_of(path: Path) -> list[str]:
     return [name.strip() for name in first.split(",") if name.strip()]
 
 
-def demand_columns(path: Path, header: Iterable[str], needed: Iterable[str], format: str) -> None:
+def require_columns(path: Path, header: Iterable[str], needed: Iterable[str], format: str) -> None:
     """Refuse a file that lacks a needed column.
 
     raises    TraceColumnMissing, with all that are missing
@@ -629,7 +629,7 @@ def read_trace(
         raise TraceFileError(f"no trace format is called {kind!r}", help=hint)
     if kind == "own" and "demand" in header:
         raise TraceFileError("demand is written flat, as demand.samples and so on", file=path)
-    demand_columns(path, header, NEEDED_trace_files[kind], kind)
+    require_columns(path, header, NEEDED_trace_files[kind], kind)
     dropped = Dropped()
     trace = _read(path, kind, dropped, seed)
     if bad_rows == "refuse" and dropped.wrong:

@@ -7,7 +7,7 @@ from tlora_fx.errors import PipelineError
 from tlora_fx.ir.graph import GroupGraph
 from tlora_fx.numerics.compare import bound_of, identical, worst
 from tlora_fx.numerics.evaluate import evaluate
-from tlora_fx.numerics.rows import Rows
+from tlora_fx.numerics.rows import ProbeRows
 from tlora_fx.numerics.state import layers_to_run
 from tlora_fx.numerics.tensors import Seeded
 from tlora_fx.pipeline import Pipeline
@@ -49,7 +49,7 @@ def assert_equivalent(
     raises   AssertionError, which names the job and the loss or gradient that differs most
     """
     layers = layers_to_run(before) | layers_to_run(after)
-    rows = Rows(before.job_names, before.form, seed, None, before.vocabulary)
+    rows = ProbeRows(before.job_names, before.form, seed, None, before.vocabulary)
     tensors = Seeded(seed, {})
     one, two = (evaluate(state, layers, rows, tensors) for state in (before, after))
     if identical(one, two):

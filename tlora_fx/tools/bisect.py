@@ -26,10 +26,10 @@ from tlora_fx.ir.verifier import named_graphs, owners
 from tlora_fx.model.backbone import Backbone
 from tlora_fx.model.source import group_source
 from tlora_fx.numerics.compare import bound_of, finite, worst
-from tlora_fx.numerics.evaluate import Outcome, evaluate
+from tlora_fx.numerics.evaluate import StepOutcome, evaluate
 from tlora_fx.numerics.interpreter import CannotRun
 from tlora_fx.numerics.memory import bytes_needed
-from tlora_fx.numerics.rows import Rows
+from tlora_fx.numerics.rows import ProbeRows
 from tlora_fx.numerics.tensors import Seeded, Unchecked, buffers_of
 from tlora_fx.pipeline import Event, GroupPass, Instrument, JobPass, Pipeline, Runner, Verify
 
@@ -90,7 +90,7 @@ def first_bad(
 
 
 @dataclass(frozen=True, slots=True)
-class State:
+class PassState:
     """The graphs after some passes.
 
     place       how many passes ran
@@ -116,7 +116,7 @@ class States:
     verify: Verify = "structure"
     _kept: dict[int, tuple[Document, tuple[str, ...]]] = field(default_factory=dict)
 
-    def after(self, place: int, limit: int | None = None) -> State:
+    def after(self, place: int, limit: int | None = None) -> PassState:
         """The graphs after this many passes.
 
         limit     rewrites that the last of them may make, None for all
@@ -137,7 +137,7 @@ class States:
             told = ()
         if limit is None and begun < place:
             self._kept[place] = (to_document(group), told)
-        return State(place, group, told)
+        return PassState(place, group, told)
 
 
 class _Traced(Instrument):
@@ -227,7 +227,7 @@ class Check(ABC):
         """States are made from these traced graphs from now on."""
 
     @abstractmethod
-    def judge(self, state: State, folder: Path) -> Judged:
+    def judge(self, state: PassState, folder: Path) -> Judged:
         """The verdict on a state.
 
         folder    holds the state, where the check needs one
@@ -246,7 +246,7 @@ class CommandCheck(Check):
     def __init__(self, command: str) -> None:
         self.command = command
 
-    def judge(self, state: State, folder: Path) -> Judged:
+    def judge(self, state: PassState, folder: Path) -> Judged:
         """Run the command in the working folder."""
         asked = self.command.replace(HOLE, shlex.quote(str(folder)))
         ran = subprocess.run(  # noqa: S602  (a check is a shell command, as its user wrote it)
@@ -278,7 +278,7 @@ class CommandCheck(Check):
 PROGRAM = "program.py"
 
 
-def write_state(state: State, folder: Path, name: str, base: str) -> None:
+def write_state(state: PassState, folder: Path, name: str, base: str) -> None:
     """Write graph files, the code, and the data of every node.
 
     name      of the last pass, "trace" before the first
@@ -307,9 +307,9 @@ class _Reference:
     """
 
     start: GroupGraph
-    outcome: Outcome
+    outcome: StepOutcome
     layers: dict[frozenset[str], list[str]]
-    rows: Rows
+    rows: ProbeRows
 
 
 class NumericsCheck(Check):
@@ -331,7 +331,7 @@ class NumericsCheck(Check):
         assert isinstance(group, GroupGraph)
         self._start, self._known = group, None
 
-    def judge(self, state: State, folder: Path) -> Judged:
+    def judge(self, state: PassState, folder: Path) -> Judged:
         """Run both on a small seeded row."""
         try:
             known = self._reference()
@@ -361,7 +361,7 @@ class NumericsCheck(Check):
         if self._known is None:
             group = self._start
             assert group is not None
-            rows = Rows(group.job_names, group.form, self.seed, None, group.vocabulary)
+            rows = ProbeRows(group.job_names, group.form, self.seed, None, group.vocabulary)
             layers: dict[frozenset[str], list[str]] = {}
             for job in group.jobs:
                 traced = job.plan.traced() if job.plan is not None else ()
@@ -374,11 +374,11 @@ class NumericsCheck(Check):
         return self._known
 
 
-def _of(outcome: Outcome, jobs: list[str]) -> Outcome:
+def _of(outcome: StepOutcome, jobs: list[str]) -> StepOutcome:
     """What some jobs got."""
     losses = {job: loss for job, loss in outcome.losses.items() if job in jobs}
     own = {key: value for key, value in outcome.gradients.items() if key[0] in jobs}
-    return Outcome(losses, own)
+    return StepOutcome(losses, own)
 
 
 # Which nodes a pass, or one rewrite of it, took away, made, and gave other arguments.
@@ -506,7 +506,7 @@ class Hunt:
     base: str
     say: Callable[[str, str], None]
     runs: int = 0
-    _kept: dict[int, State] = field(default_factory=dict)
+    _kept: dict[int, PassState] = field(default_factory=dict)
 
     def find(self) -> Finding:
         """Name the pass and the rewrite.
@@ -524,7 +524,7 @@ class Hunt:
         found = first_bad(passes + 1, self._judge_pass)
         if not found.sure or found.bad in (0, passes + 1):
             return Finding(tuple(_unnamed(found, self._names())), runs=(self.runs, self.runs))
-        self._demand_steady(found)
+        self._require_steady(found)
         place, named = found.bad, self.runs
         told = f"pass {place} '{self._names()[place]}' breaks the check"
         rewrite, more = self._find_rewrite(place)
@@ -539,21 +539,21 @@ class Hunt:
         self._kept[place] = state
         return self._judge(state, f"after {place} {self._names()[place]}", f"{place:02}")
 
-    def _judge(self, state: State, title: str, number: str) -> Verdict:
+    def _judge(self, state: PassState, title: str, number: str) -> Verdict:
         self.runs += 1
         judged = self._verdict(state, number)
         told = f" ({judged.told})" if judged.told else ""
         self.say(f"run {self.runs:<3} {title:<40} {WORDS[judged.verdict]}{told}", judged.output)
         return judged.verdict
 
-    def _verdict(self, state: State, number: str) -> Judged:
+    def _verdict(self, state: PassState, number: str) -> Judged:
         name = self._names()[state.place]
         folder = self.folder / f"{number}-{name}"
         if self.check.needs_folder:
             write_state(state, folder, name, self.base)
         return self.check.judge(state, folder)
 
-    def _demand_steady(self, found: Bracket) -> None:
+    def _require_steady(self, found: Bracket) -> None:
         """The check fails again on the state that it failed on."""
         state, name = self._kept[found.bad], self._names()[found.bad]
         if self._judge(state, f"after {found.bad} {name}, again", f"{found.bad:02}") != "bad":

@@ -182,7 +182,7 @@ _TAIL = re.compile(r"\.(?:base_layer|lora_\w+|weight|bias)(?:\..*)?$")
 
 
 @dataclass(frozen=True, slots=True)
-class Found:
+class FoundSite:
     """A module, and the node in it that was asked for.
 
     module   path in the base
@@ -197,7 +197,7 @@ class Found:
     block: str = ""
 
 
-def find_name(asked: str, modules: Mapping[str, object], group: GroupGraph) -> Found:
+def find_name(asked: str, modules: Mapping[str, object], group: GroupGraph) -> FoundSite:
     """The module that a name means: a path or the end of one, a node's name, or its origin's key.
 
     `layers.3.mlp.up_proj`, `model.layers[3].mlp.up_proj.weight`, `layers_0_31.mlp.up_proj` and
@@ -207,13 +207,13 @@ def find_name(asked: str, modules: Mapping[str, object], group: GroupGraph) -> F
     """
     path = _plain(asked, group)
     if path in modules and path:
-        return Found(path)
+        return FoundSite(path)
     ends = [name for name in modules if name.endswith(f".{path}")]
     if ends:
-        return Found(ends[0], len(ends) - 1)
+        return FoundSite(ends[0], len(ends) - 1)
     for block, node in _nodes(group):
         if asked in _names_of(block, node):
-            return Found(_module_of(block, node, group), 0, node, block)
+            return FoundSite(_module_of(block, node, group), 0, node, block)
     raise _unknown(asked, path, modules, group)
 
 
@@ -280,7 +280,7 @@ def _some_names(modules: Mapping[str, object]) -> str:
 
 
 @dataclass(frozen=True, slots=True)
-class Branch:
+class TracedBranch:
     """Where a branch stands: the block ("" for the root), the site inside it, whose it is."""
 
     block: str
@@ -288,14 +288,14 @@ class Branch:
     job: str
 
 
-class Record(Instrument):
+class PatternRecorder(Instrument):
     """Tries the patterns itself, just before lower-adapters does.
 
     attempts   what was tried on each branch
     """
 
     def __init__(self) -> None:
-        self.attempts: dict[Branch, tuple[Attempt, ...]] = {}
+        self.attempts: dict[TracedBranch, tuple[Attempt, ...]] = {}
 
     def started(self, pipeline: Pipeline) -> None:
         """Compiling begins anew: what was seen is not what will be."""
@@ -310,7 +310,7 @@ class Record(Instrument):
                 frozen = nearest_match(list(FROZEN.values()), anchor)
                 first = _attempt("a frozen linear", frozen, block)
                 for write in writes:
-                    place = Branch(block, str(write.meta["site"]), write.meta["jobs"][0])
+                    place = TracedBranch(block, str(write.meta["site"]), write.meta["jobs"][0])
                     found = self.attempts.get(place, ())
                     self.attempts[place] = (*found, first, *_second(write, anchor, frozen, block))
 
@@ -415,14 +415,14 @@ def why_not(
     pipeline   passes to run instead of the default
     raises     UnknownNode with the nearest name; TloraError as `compile` does
     """
-    given, record = prepare(jobs), Record()
+    given, record = prepare(jobs), PatternRecorder()
     _wanted(given, job)
     group = fuse(given, Runner(resolve_pipeline(pipeline), [record]))
     return explain_group(given, group, record, node, job)
 
 
 def explain_group(
-    given: Prepared, group: GroupGraph, record: Record, node: str, job: str | None = None
+    given: Prepared, group: GroupGraph, record: PatternRecorder, node: str, job: str | None = None
 ) -> Explanation:
     """What became of a module of jobs that are compiled.
 
@@ -474,7 +474,7 @@ class _Asker:
 
     given: Prepared
     group: GroupGraph
-    record: Record
+    record: PatternRecorder
     module: str
 
     @property
@@ -503,7 +503,7 @@ class _Asker:
 
     def _at_site(self, job: Job, site: AdapterSite) -> JobAnswer:
         block, path = self.place
-        attempts = self.record.attempts.get(Branch(block, path, job.name), ())
+        attempts = self.record.attempts.get(TracedBranch(block, path, job.name), ())
         if self._is_lowered(site.path, job.name):
             return JobAnswer(job.name, "lowered", _numbers(site), attempts)
         reasons = [attempt.why for attempt in attempts if not attempt.fits]

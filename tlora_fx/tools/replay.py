@@ -60,7 +60,7 @@ class ForeignPass:
 
 
 @dataclass(frozen=True, slots=True)
-class Replay:
+class RecordedFailure:
     """A pass that failed.
 
     pipeline    the whole pipeline as text
@@ -104,7 +104,7 @@ class Replay:
         replace_file(folder / RECORD, text.encode())
 
 
-def load_replay(folder: Path) -> Replay:
+def load_replay(folder: Path) -> RecordedFailure:
     """Read the record of a replay folder.
 
     raises    ReplayNotReadable
@@ -127,7 +127,7 @@ def load_replay(folder: Path) -> Replay:
                 found=found,
                 help="replay it with the version that wrote it",
             )
-        return TypeAdapter(Replay).validate_python(data)
+        return TypeAdapter(RecordedFailure).validate_python(data)
     except (OSError, ValueError, RecursionError, ValidationError) as error:
         raise ReplayNotReadable(
             "the replay folder cannot be read",
@@ -184,7 +184,7 @@ def left_out(folder: Path) -> list[str]:
 
 
 def _event(
-    replay: Replay, pipeline: Pipeline, graphs: JobGraph | GroupGraph, folder: Path
+    replay: RecordedFailure, pipeline: Pipeline, graphs: JobGraph | GroupGraph, folder: Path
 ) -> Event:
     passes = pipeline.passes
     item = passes[replay.place - 1] if 0 < replay.place <= len(passes) else None
@@ -203,7 +203,7 @@ def _event(
     return Event(replay.place, item, replay.subject, graphs)
 
 
-def _instruments(replay: Replay, folder: Path) -> list[Instrument]:
+def _instruments(replay: RecordedFailure, folder: Path) -> list[Instrument]:
     if replay.verify != "numerics":
         return []
     try:
@@ -298,7 +298,7 @@ def write_replay(
     }
     for name, text in told.items():
         (folder / name).write_text(text, encoding="utf-8")
-    replay = Replay(
+    replay = RecordedFailure(
         str(runner.pipeline),
         event.place,
         event.item.name,

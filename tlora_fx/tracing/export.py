@@ -62,7 +62,7 @@ OWN_ROOTS = (str(Path(torch.__file__).parent), str(Path(__file__).parent.parent)
 TOKENS, LINES, WIDTH, SEQUENCES, JOBS = 29, 7, 11, 5, 3
 
 
-class Row(nn.Module):
+class RowModule(nn.Module):
     """A model called with the inputs that every graph of ours takes.
 
     keywords   whether it takes them by transformers' names, or the ids alone
@@ -95,7 +95,7 @@ def accepts_positions(model: nn.Module) -> bool:
     return "position_ids" in inspect.signature(model.forward).parameters
 
 
-def export_row(row: Row, subject: str) -> fx.GraphModule:
+def export_row(row: RowModule, subject: str) -> fx.GraphModule:
     """Trace a model over one row of dynamic size, on meta.
 
     subject   whose model it is, for errors
@@ -150,7 +150,7 @@ def _model_line(error: BaseException) -> str | None:
 
 
 def import_graph(
-    module: fx.GraphModule, row: Row, base_names: dict[int, str]
+    module: fx.GraphModule, row: RowModule, base_names: dict[int, str]
 ) -> tuple[fx.Graph, dict[str, Tensor]]:
     """Copy an exported graph into one of ours.
 
@@ -166,7 +166,7 @@ def import_graph(
 class _Importer:
     """State of one import: the new graph, and what it has read so far."""
 
-    def __init__(self, module: fx.GraphModule, row: Row, base_names: dict[int, str]) -> None:
+    def __init__(self, module: fx.GraphModule, row: RowModule, base_names: dict[int, str]) -> None:
         self.module, self.row, self.base_names = module, row, base_names
         self.graph = fx.Graph()
         self.constants: dict[str, Tensor] = {}

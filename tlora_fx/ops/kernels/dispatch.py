@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from tlora_fx.codegen.kernels import emitter, shrink
-from tlora_fx.codegen.launching import Start, Started, tape
+from tlora_fx.codegen.launching import KernelLaunch, Start, tape
 from tlora_fx.codegen.loading import load
 from tlora_fx.codegen.spec import MOST_SITES, KernelSpec, Kind, Tile
 from tlora_fx.errors import AdapterTableError
@@ -100,7 +100,7 @@ class Recording:
     needs     the same of adapters that must be packed before
     """
 
-    entries: list[Started] = field(default_factory=list)
+    entries: list[KernelLaunch] = field(default_factory=list)
     fresh: list[Tensor] = field(default_factory=list)
     fault: str = ""
     packs: list[tuple[int, bool]] = field(default_factory=list)
@@ -152,7 +152,7 @@ class _Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
         given = (*args, *kwargs.values())
         if func._schema.is_mutable and not any(isinstance(one, list | tuple) for one in given):
             again = _again_replaying(func, len(args), tuple(kwargs))
-            recording.entries.append(Started(again, given, by_address=False))
+            recording.entries.append(KernelLaunch(again, given, by_address=False))
         elif func._schema.is_mutable or not _is_view(func, result):
             recording.fault = str(func)
         return result
@@ -255,7 +255,7 @@ class _Base:
         return self.address
 
 
-def _launch(one: Started, places: _Places) -> Step:
+def _launch(one: KernelLaunch, places: _Places) -> Step:
     """A kernel's launch with addresses."""
     fixed: list[Any] = list(one.arguments)
     moving: list[tuple[int, int, int]] = []
@@ -289,7 +289,7 @@ def _launch(one: Started, places: _Places) -> Step:
     return step
 
 
-def _call(one: Started, places: _Places) -> Step:
+def _call(one: KernelLaunch, places: _Places) -> Step:
     """A product of torch's, or an interpreted kernel, with tensors."""
     moving: list[tuple[int, int, int, Geometry, Any]] = []
     for place, value in enumerate(one.arguments):

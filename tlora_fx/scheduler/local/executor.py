@@ -32,16 +32,16 @@ from tlora_fx.runtime.checkpoint import CheckpointStore
 from tlora_fx.scheduler.executor import (
     Committed,
     Drained,
-    Event,
+    ExecutorEvent,
     Failed,
     Finished,
     GroupEvent,
+    GroupStarted,
     Progress,
-    Started,
     Warned,
 )
 from tlora_fx.scheduler.local.processes import ForkServer
-from tlora_fx.scheduler.local.worker import Listener, Order
+from tlora_fx.scheduler.local.worker import EventReader, WorkerConfig
 from tlora_fx.scheduler.state import Group, JobRequest
 from tlora_fx.scheduler.store import Ledger
 
@@ -76,10 +76,10 @@ class RunningGroup:
     at_fault: str | None = None
     reason: str = ""
     settled: set[str] = field(default_factory=set)
-    listener: Listener = field(init=False)
+    listener: EventReader = field(init=False)
 
     def __post_init__(self) -> None:
-        self.listener = Listener(self.folder / "told.jsonl")
+        self.listener = EventReader(self.folder / "told.jsonl")
 
     @property
     def output(self) -> Path:
@@ -121,7 +121,7 @@ class RunningGroup:
         time = self.clock(line["time"])
         match line["kind"]:
             case "started":
-                yield Started(time, self.epoch)
+                yield GroupStarted(time, self.epoch)
             case "progress":
                 yield Progress(time, self.epoch, line["steps"])
             case "saved":
@@ -205,7 +205,7 @@ class LocalOptions:
 
 
 @dataclass(frozen=True, slots=True)
-class Source:
+class CheckpointSource:
     """Where a job's newest committed state lies.
 
     path    run folder, with checkpoints
@@ -236,7 +236,7 @@ class LocalExecutor:
         server: ForkServer,
         *,
         options: LocalOptions | None = None,
-        sources: Mapping[str, Source] | None = None,
+        sources: Mapping[str, CheckpointSource] | None = None,
         started: float | None = None,
         commits: Callable[[Committed], None] | None = None,
     ) -> None:
@@ -324,9 +324,9 @@ class LocalExecutor:
         group: Group,
         gpus: tuple[int, ...],
         layout: Layout | None,
-    ) -> Order:
+    ) -> WorkerConfig:
         options = self.options
-        return Order(
+        return WorkerConfig(
             epoch=epoch,
             jobs=tuple(self.specs[name] for name in group.jobs),
             sources={
@@ -345,21 +345,21 @@ class LocalExecutor:
             options=options.more,
         )
 
-    def events(self) -> list[Event]:
+    def events(self) -> list[ExecutorEvent]:
         """What happened since the last call."""
-        found: list[Event] = []
+        found: list[ExecutorEvent] = []
         for running in list(self._groups.values()):
             found += running.events(self.now())
         self._note(found)
         return sorted(found, key=lambda event: event.time)
 
-    def _note(self, found: Iterable[Event]) -> None:
+    def _note(self, found: Iterable[ExecutorEvent]) -> None:
         """Where each job goes on from."""
         for event in found:
             match event:
                 case Committed():
                     for job in event.steps.keys() - self._ended:
-                        self.sources[job] = Source(Path(event.path), event.steps[job])
+                        self.sources[job] = CheckpointSource(Path(event.path), event.steps[job])
                 case Finished() | Failed(job=str()):
                     self._ended.add(str(event.job))
                     self.sources.pop(str(event.job), None)
@@ -527,10 +527,10 @@ def recover(ledger: Ledger, folder: Path, now: float) -> list[int]:
     return [record.epoch for record in open_epochs]
 
 
-def sources(ledger: Ledger) -> dict[str, Source]:
+def sources(ledger: Ledger) -> dict[str, CheckpointSource]:
     """By job that is not done, where its newest committed state lies."""
     return {
-        record.name: Source(Path(record.path), record.steps)
+        record.name: CheckpointSource(Path(record.path), record.steps)
         for record in ledger.jobs()
         if record.path and record.status in ("queued", "running")
     }

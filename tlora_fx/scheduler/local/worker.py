@@ -27,7 +27,7 @@ from tlora_fx.durable import replace_file
 from tlora_fx.errors import TloraError
 from tlora_fx.parallel.mesh import open_mesh
 from tlora_fx.planners.protocol import find_planner
-from tlora_fx.runtime.checkpoint import Carried
+from tlora_fx.runtime.checkpoint import ResumeSources
 from tlora_fx.runtime.checks import load_all_data
 from tlora_fx.runtime.distributed import Ranks
 from tlora_fx.runtime.launch import Launch, exits_at_once, join
@@ -43,7 +43,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True, slots=True)
-class Order:
+class WorkerConfig:
     """One formation of a group, for its worker.
 
     epoch            of the formation
@@ -93,7 +93,7 @@ class Order:
 # kill has torn has no end and is never read.
 
 
-class Teller:
+class EventWriter:
     """Appends lines, for a worker.
 
     every_seconds   progress is told at most so often
@@ -117,7 +117,7 @@ class Teller:
             self.tell("progress", steps=dict(steps))
 
 
-class Listener:
+class EventReader:
     """Reads the lines of a file as they come."""
 
     def __init__(self, path: Path) -> None:
@@ -151,7 +151,7 @@ def main(path: Path) -> bool:
     returns   whether that was possible: a fork of a process that has asked the driver for GPUs
               cannot use any
     """
-    order = Order.read(path)
+    order = WorkerConfig.read(path)
     if order.device == "cuda" and torch.cuda._is_in_bad_fork():
         return False
     launch = Launch.found()
@@ -159,9 +159,9 @@ def main(path: Path) -> bool:
     return True
 
 
-def _train(order: Order, launch: Launch) -> None:
+def _train(order: WorkerConfig, launch: Launch) -> None:
     """What each process does; the first one tells."""
-    teller = Teller(order.told) if launch.rank == 0 else None
+    teller = EventWriter(order.told) if launch.rank == 0 else None
     try:
         with suppress(KeyboardInterrupt):
             _trainer(order, launch, teller).run()
@@ -174,7 +174,7 @@ def _train(order: Order, launch: Launch) -> None:
         teller.tell("ended")
 
 
-def _trainer(order: Order, launch: Launch, teller: Teller | None) -> Trainer:
+def _trainer(order: WorkerConfig, launch: Launch, teller: EventWriter | None) -> Trainer:
     jobs = [Job.model_validate(job) for job in order.jobs]
     device = _device(order, launch)
     everyone = Ranks(join(launch, device))
@@ -193,11 +193,11 @@ def _trainer(order: Order, launch: Launch, teller: Teller | None) -> Trainer:
         plan=plan,
         mesh=open_mesh(plan.mesh, device),
         compiled=order.compiled,
-        carried=Carried(Path(order.job_folders), sources, order.save_seconds),
+        carried=ResumeSources(Path(order.job_folders), sources, order.save_seconds),
     )
 
 
-def _device(order: Order, launch: Launch) -> torch.device:
+def _device(order: WorkerConfig, launch: Launch) -> torch.device:
     if order.device != "cuda":
         return launch.device(order.device)
     device = torch.device("cuda", order.gpus[launch.rank])
@@ -205,7 +205,7 @@ def _device(order: Order, launch: Launch) -> torch.device:
     return device
 
 
-def _plan(order: Order, model: SuperModel, launch: Launch) -> Plan:
+def _plan(order: WorkerConfig, model: SuperModel, launch: Launch) -> Plan:
     """The plan of a layout: its mesh says which planner made it."""
     shape = MeshShape.parse(order.mesh) if order.mesh else MeshShape(dp=launch.size)
     name = "replicated"
@@ -224,7 +224,7 @@ def _plan(order: Order, model: SuperModel, launch: Launch) -> Plan:
 class _Telling(Silent):
     """A watcher that tells the parent."""
 
-    def __init__(self, teller: Teller) -> None:
+    def __init__(self, teller: EventWriter) -> None:
         self.teller = teller
         self.steps: dict[str, int] = {}
 

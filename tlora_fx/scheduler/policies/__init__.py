@@ -55,7 +55,7 @@ def find_policy(name: str, **options: Any) -> Policy:
                 expected=", ".join(fields) or "no options",
                 help=f"did you mean '{near}'?" if near else "leave it out",
             )
-    _demand_kinds(name, {name: field.type for name, field in fields.items()}, options)
+    _require_kinds(name, {name: field.type for name, field in fields.items()}, options)
     try:
         return cast(Policy, kind(**options))
     except (TypeError, ValueError) as error:
@@ -84,7 +84,7 @@ def policy_of(text: str) -> Policy:
     return find_policy(name, **values)
 
 
-def _demand_kinds(name: str, kinds: Mapping[str, object], options: Mapping[str, Any]) -> None:
+def _require_kinds(name: str, kinds: Mapping[str, object], options: Mapping[str, Any]) -> None:
     """Refuse values of another kind than their options have.
 
     kinds    of the policy's options, as their dataclass annotates them

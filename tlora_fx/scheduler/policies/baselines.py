@@ -14,11 +14,11 @@ from tlora_fx.cost.demand import Demand
 from tlora_fx.scheduler.placement import Placer
 from tlora_fx.scheduler.policies.tlora import Tlora
 from tlora_fx.scheduler.search.objective import seconds_of
-from tlora_fx.scheduler.state import ActiveJob, Decision, Group, Reason, State, arrival
+from tlora_fx.scheduler.state import ActiveJob, Decision, Group, Reason, SchedulerState, arrival
 
 
 @dataclass(slots=True)
-class Seat:
+class Slot:
     """A group in the making.
 
     group   what runs there now, if nothing has changed since
@@ -40,17 +40,17 @@ class Seat:
 
 
 @dataclass(slots=True)
-class Standing:
+class Allocation:
     """The groups that stand, the GPUs that are free, and the jobs that wait, first come first."""
 
-    state: State
+    state: SchedulerState
     placer: Placer
-    seats: list[Seat]
+    seats: list[Slot]
     waiting: list[ActiveJob]
     notes: dict[str, str] = field(default_factory=dict)
 
     @classmethod
-    def of(cls, state: State) -> Standing:
+    def of(cls, state: SchedulerState) -> Allocation:
         """As a moment has them."""
         placer, seats = Placer(state.cluster), []
         held: set[str] = set()
@@ -60,7 +60,7 @@ class Standing:
                 continue
             placer.take(group.place)
             whole = len(jobs) == len(group.jobs)
-            seats.append(Seat(jobs, group.place, group.formed, group if whole else None))
+            seats.append(Slot(jobs, group.place, group.formed, group if whole else None))
             held.update(job.name for job in jobs)
         waiting = [job for name, job in state.jobs.items() if name not in held]
         return cls(state, placer, seats, sorted(waiting, key=arrival))
@@ -69,7 +69,7 @@ class Standing:
         """Of a step of a group on so many GPUs; infinite where nothing fits."""
         return seconds_of(self.state, base, demand.row(), gpus)
 
-    def resize(self, seat: Seat, gpus: int) -> bool:
+    def resize(self, seat: Slot, gpus: int) -> bool:
         """Give a group so many GPUs, near those that it has; False leaves it as it is."""
         self.placer.give(seat.place)
         found = self.placer.find(gpus, keep=seat.place)
@@ -81,20 +81,20 @@ class Standing:
             seat.place, seat.group = found, None
         return True
 
-    def seat(self, jobs: Sequence[ActiveJob], gpus: int) -> Seat | None:
+    def seat(self, jobs: Sequence[ActiveJob], gpus: int) -> Slot | None:
         """A new group; None where there is no room."""
         found = self.placer.find(gpus)
         if found is None:
             return None
         self.placer.take(found)
-        self.seats.append(Seat(list(jobs), found, self.state.now))
+        self.seats.append(Slot(list(jobs), found, self.state.now))
         return self.seats[-1]
 
     def groups(self) -> tuple[Group, ...]:
         """As a decision has them."""
         return tuple(seat.group or self._group(seat) for seat in self.seats)
 
-    def _group(self, seat: Seat) -> Group:
+    def _group(self, seat: Slot) -> Group:
         gpus = len(seat.place)
         seconds = self.seconds(seat.base, seat.demand(), gpus)
         names = tuple(job.name for job in seat.jobs)
@@ -124,9 +124,9 @@ class Megatron:
 
     backfill: bool = False
 
-    def decide(self, state: State, *, explain: bool = False) -> Decision:
+    def decide(self, state: SchedulerState, *, explain: bool = False) -> Decision:
         """The groups from now to the next decision."""
-        standing = Standing.of(state)
+        standing = Allocation.of(state)
         left: list[ActiveJob] = []
         for job in standing.waiting:
             blocked = bool(left) and not self.backfill
@@ -136,7 +136,7 @@ class Megatron:
         return Decision(standing.groups(), names_of(left), reasons)
 
 
-def _reasons(standing: Standing, left: list[ActiveJob]) -> tuple[Reason, ...]:
+def _reasons(standing: Allocation, left: list[ActiveJob]) -> tuple[Reason, ...]:
     alone = [Reason(job.name, "alone") for seat in standing.seats for job in seat.jobs]
     detail = f"{standing.placer.free} GPUs are free"
     return (*alone, *(Reason(job.name, "waits", detail=detail) for job in left))
@@ -173,9 +173,9 @@ class MloraFifo:
         if self.gpus not in {"pooled", "widest"}:
             raise ValueError("gpus: 'pooled' or 'widest'")
 
-    def decide(self, state: State, *, explain: bool = False) -> Decision:
+    def decide(self, state: SchedulerState, *, explain: bool = False) -> Decision:
         """The groups from now to the next decision."""
-        standing = Standing.of(state)
+        standing = Allocation.of(state)
         for seat in standing.seats if standing.waiting else ():
             # What only jobs that have ended had asked for goes to those that wait.
             standing.resize(seat, min(len(seat.place), self._gpus(seat.jobs)))
@@ -192,7 +192,7 @@ class MloraFifo:
         kept = tuple(reasons) if explain else ()
         return Decision(standing.groups(), names_of(left), kept)
 
-    def _take(self, standing: Standing, job: ActiveJob) -> Seat | None:
+    def _take(self, standing: Allocation, job: ActiveJob) -> Slot | None:
         """Where a job goes; None where there is no room."""
         for seat in standing.seats:
             if seat.base == job.request.base and len(seat.jobs) < self.cap:

@@ -23,7 +23,7 @@ from tlora_fx.scheduler.state import (
     ActiveJob,
     Decision,
     Reason,
-    State,
+    SchedulerState,
     arrival,
     limit_seconds,
     pressed_first,
@@ -63,7 +63,7 @@ class Subsets:
     gpus: Array
 
 
-def best_grouping(state: State, objective: Objective = "weighted") -> Grouping:
+def best_grouping(state: SchedulerState, objective: Objective = "weighted") -> Grouping:
     """The grouping of the largest worth, each group on all its jobs' GPUs.
 
     raises   TooManyForOracle
@@ -92,7 +92,7 @@ def by_base(jobs: Mapping[str, ActiveJob]) -> dict[str, list[ActiveJob]]:
     return found
 
 
-def subsets(state: State, jobs: Sequence[ActiveJob], objective: Objective) -> Subsets:
+def subsets(state: SchedulerState, jobs: Sequence[ActiveJob], objective: Objective) -> Subsets:
     """What every subset of jobs of one base is worth."""
     count = 1 << len(jobs)
     bits = (np.arange(count)[:, None] >> np.arange(len(jobs)) & 1).astype(np.float64)
@@ -189,7 +189,7 @@ class Oracle:
         if self.objective not in OBJECTIVES:
             raise ValueError(f"objective: one of {', '.join(OBJECTIVES)}")
 
-    def decide(self, state: State, *, explain: bool = False) -> Decision:
+    def decide(self, state: SchedulerState, *, explain: bool = False) -> Decision:
         """The groups from now to the next decision.
 
         raises   TooManyForOracle

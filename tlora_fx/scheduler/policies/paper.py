@@ -27,23 +27,31 @@ from tlora_fx.scheduler.policies.tlora import Unchanged
 from tlora_fx.scheduler.search.moves import LEAST_GAIN
 from tlora_fx.scheduler.search.objective import (
     OBJECTIVES,
-    Gathering,
-    Memory,
+    CandidateCollector,
+    CandidateGroup,
+    GroupValuation,
     Objective,
-    Pricer,
-    Unit,
+    PolicyMemory,
     residuals,
     seconds_of,
     sized,
 )
 from tlora_fx.scheduler.search.placement import arrange
-from tlora_fx.scheduler.state import ROUNDING, Decision, Group, Reason, State, arrival, urgency
+from tlora_fx.scheduler.state import (
+    ROUNDING,
+    Decision,
+    Group,
+    Reason,
+    SchedulerState,
+    arrival,
+    urgency,
+)
 
 # Place groups that were chosen from scratch: what runs already stays, others fill up in order.
 
 
 def fill(
-    state: State,
+    state: SchedulerState,
     groups: Sequence[tuple[str, ...]],
     *,
     reasons: tuple[Reason, ...] = (),
@@ -78,11 +86,11 @@ def fill(
     return Decision(tuple(placed[jobs] for jobs in groups if jobs in placed), waiting, reasons)
 
 
-def _asked(state: State, jobs: tuple[str, ...]) -> int:
+def _asked(state: SchedulerState, jobs: tuple[str, ...]) -> int:
     return sum(state.jobs[name].request.gpus for name in jobs)
 
 
-def _seconds(state: State, jobs: tuple[str, ...], gpus: int) -> float:
+def _seconds(state: SchedulerState, jobs: tuple[str, ...], gpus: int) -> float:
     first = state.jobs[jobs[0]]
     if len(jobs) == 1:
         return first.solo_seconds
@@ -99,7 +107,7 @@ MOST_KNOWN = 200_000
 class Cutter:
     """Evaluates suffixes, at most so many in a round, and remembers them."""
 
-    def __init__(self, pricer: Pricer, budget: int, known: dict[int, float]) -> None:
+    def __init__(self, pricer: GroupValuation, budget: int, known: dict[int, float]) -> None:
         """Begin a round.
 
         budget   groups that may be evaluated
@@ -114,7 +122,7 @@ class Cutter:
         if len(known) > MOST_KNOWN:
             known.clear()
 
-    def cut(self, seed: Unit, queue: Sequence[Unit]) -> int:
+    def cut(self, seed: CandidateGroup, queue: Sequence[CandidateGroup]) -> int:
         """How many of the last of a queue of one base the seed should merge with; 0 is none."""
         suffixes = _Suffixes(self, seed, queue)
         low, high = 0, len(queue)
@@ -128,7 +136,7 @@ class Cutter:
         self._tell(seed, queue, low, gain)
         return low if gain > LEAST_GAIN else 0
 
-    def merged(self, seed: Unit, others: Sequence[Unit]) -> Unit:
+    def merged(self, seed: CandidateGroup, others: Sequence[CandidateGroup]) -> CandidateGroup:
         """One unit of several, on all GPUs that their jobs asked for."""
         found = seed
         for other in others:
@@ -137,14 +145,14 @@ class Cutter:
         found.seconds = self.seconds(self.key(found), found)
         return found
 
-    def key(self, unit: Unit) -> int:
+    def key(self, unit: CandidateGroup) -> int:
         """A number that stands for a set of jobs."""
         found = 0
         for name in unit.jobs:
             found ^= self._keys[name]
         return found
 
-    def seconds(self, key: int, unit: Unit) -> float:
+    def seconds(self, key: int, unit: CandidateGroup) -> float:
         """Of a group's step on all its jobs' GPUs; infinite once the budget is spent."""
         if key in self._known:
             return self._known[key]
@@ -157,7 +165,9 @@ class Cutter:
         self._known[key] = found
         return found
 
-    def _tell(self, seed: Unit, queue: Sequence[Unit], taken: int, gain: float) -> None:
+    def _tell(
+        self, seed: CandidateGroup, queue: Sequence[CandidateGroup], taken: int, gain: float
+    ) -> None:
         others = tuple(name for unit in queue[len(queue) - taken :] for name in unit.jobs)
         verdict = "merged" if taken and gain > LEAST_GAIN else "kept apart"
         if verdict == "kept apart":
@@ -169,7 +179,9 @@ class Cutter:
 class _Suffixes:
     """The gains of merging one seed with suffixes of one queue."""
 
-    def __init__(self, cutter: Cutter, seed: Unit, queue: Sequence[Unit]) -> None:
+    def __init__(
+        self, cutter: Cutter, seed: CandidateGroup, queue: Sequence[CandidateGroup]
+    ) -> None:
         self._cutter = cutter
         self._queue = queue
         self._total = [seed]
@@ -215,24 +227,24 @@ class TloraPaper:
     warm: bool = True
     evaluations: int = field(default=0, init=False)
     _unchanged: Unchanged = field(default_factory=Unchanged, init=False, repr=False)
-    _memory: Memory = field(default_factory=Memory, init=False, repr=False)
+    _memory: PolicyMemory = field(default_factory=PolicyMemory, init=False, repr=False)
     _known: dict[int, float] = field(default_factory=dict, init=False, repr=False)
 
     def __post_init__(self) -> None:
         if self.objective not in OBJECTIVES:
             raise ValueError(f"objective: one of {', '.join(OBJECTIVES)}")
 
-    def decide(self, state: State, *, explain: bool = False) -> Decision:
+    def decide(self, state: SchedulerState, *, explain: bool = False) -> Decision:
         """The groups from now to the next decision."""
         if not state.jobs:
-            self._memory = Memory()
+            self._memory = PolicyMemory()
             return Decision(())
         if not explain and (last := self._unchanged.answer(state)) is not None:
             return last
-        memory = self._memory if self.warm else Memory()
-        gathering = Gathering(state, memory, lending=False)
+        memory = self._memory if self.warm else PolicyMemory()
+        gathering = CandidateCollector(state, memory, lending=False)
         found = gathering.round(0.0)
-        pricer = Pricer(state, self.objective)
+        pricer = GroupValuation(state, self.objective)
         sized(pricer, gathering, found, pooled=True)
         units, fresh = found.units, found.fresh
         if not self.warm:
@@ -253,26 +265,26 @@ class TloraPaper:
         groups = placed.groups(state.now)
         running = zip(groups, placed.running, strict=True)
         kept = {(group.jobs, group.place): unit for group, unit in running}
-        self._memory = Memory(kept, placed.waiting)
+        self._memory = PolicyMemory(kept, placed.waiting)
         answer = Decision(groups, waiting, reasons)
         self._unchanged.keep(state, answer)
         return answer
 
 
 def _tier(
-    state: State,
+    state: SchedulerState,
     cutter: Cutter,
-    units: list[Unit],
+    units: list[CandidateGroup],
     places: dict[str, frozenset[int]],
     unit_of: Callable[[int], int],
     old: frozenset[int],
-) -> list[Unit]:
+) -> list[CandidateGroup]:
     """Group within each node, rack or the cluster; what spans several passes through.
 
     old   units that are no seeds, by id
     """
-    rooms: dict[tuple[int, str], list[Unit]] = {}
-    done: list[Unit] = []
+    rooms: dict[tuple[int, str], list[CandidateGroup]] = {}
+    done: list[CandidateGroup] = []
     for unit in units:
         inside = {unit_of(node) for name in unit.jobs for node in places[name]}
         if len(inside) == 1:
@@ -288,10 +300,10 @@ def _tier(
 
 
 def _incremental(
-    state: State, cutter: Cutter, queue: list[Unit], old: frozenset[int]
-) -> list[Unit]:
+    state: SchedulerState, cutter: Cutter, queue: list[CandidateGroup], old: frozenset[int]
+) -> list[CandidateGroup]:
     """Pack and put back until no seed merges."""
-    done: list[Unit] = []
+    done: list[CandidateGroup] = []
     keys = _keys(state, queue)
     while queue:
         queue.sort(key=lambda unit: keys[id(unit)])
@@ -314,7 +326,9 @@ def budget(jobs: int) -> int:
     return int(2 * jobs * log2(jobs)) if jobs > 1 else 0
 
 
-def _keys(state: State, units: list[Unit]) -> dict[int, tuple[int, float, float, str]]:
+def _keys(
+    state: SchedulerState, units: list[CandidateGroup]
+) -> dict[int, tuple[int, float, float, str]]:
     """What units are sorted by: urgency descending, residual ascending, then arrival."""
     left = residuals(
         state.estimator,
@@ -336,7 +350,7 @@ def _tiers(cluster: Cluster) -> tuple[Callable[[int], int], ...]:
     return (lambda node: node, lambda node: node // cluster.nodes_per_rack, lambda node: 0)
 
 
-def _places(state: State, units: list[Unit]) -> dict[str, frozenset[int]]:
+def _places(state: SchedulerState, units: list[CandidateGroup]) -> dict[str, frozenset[int]]:
     """The nodes where each job stands, or would if there were room for all alone."""
     cluster = state.cluster
     more = sum(-(-job.request.gpus // cluster.gpus_per_node) for job in state.jobs.values())
@@ -358,7 +372,7 @@ def _places(state: State, units: list[Unit]) -> dict[str, frozenset[int]]:
     return found
 
 
-def _home(state: State, unit: Unit) -> Unit:
+def _home(state: SchedulerState, unit: CandidateGroup) -> CandidateGroup:
     """Put a group that was formed anew where the same jobs already run."""
     for group in state.groups:
         if set(group.jobs) == set(unit.jobs) and group.gpus == unit.gpus:

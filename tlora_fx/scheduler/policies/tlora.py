@@ -18,23 +18,23 @@ from typing import ClassVar
 import numpy as np
 
 from tlora_fx.cost.cluster import Cluster
-from tlora_fx.scheduler.search.moves import KEYS, Merger, Move, Mover, Packer, segmented
+from tlora_fx.scheduler.search.moves import KEYS, Merger, Move, Mover, UnitPacker, segmented
 from tlora_fx.scheduler.search.objective import (
     OBJECTIVES,
-    Gathering,
-    Known,
-    Memory,
+    CandidateCollector,
+    CandidateGroup,
+    GroupValuation,
     Objective,
-    Pricer,
-    Round,
-    Unit,
+    PolicyMemory,
+    SearchRound,
+    StepTimeCache,
     by_jobs,
     released,
     resized,
     sized,
 )
 from tlora_fx.scheduler.search.placement import Placed, arrange
-from tlora_fx.scheduler.state import Decision, Group, Reason, State, broken
+from tlora_fx.scheduler.state import Decision, Group, Reason, SchedulerState, broken
 
 # How far the default policy looks: at what is new, at all, or from several beginnings.
 
@@ -45,7 +45,7 @@ CALLS = 5000
 
 
 @dataclass(slots=True)
-class Found:
+class SearchResult:
     """What a search came to.
 
     units     the groups that shall run
@@ -54,8 +54,8 @@ class Found:
     moves     that were made
     """
 
-    units: list[Unit]
-    safe: list[Unit]
+    units: list[CandidateGroup]
+    safe: list[CandidateGroup]
     merger: Merger | None = None
     moves: list[Move] = field(default_factory=list)
 
@@ -81,17 +81,22 @@ class Depth:
 
 
 def search(
-    pricer: Pricer, gathering: Gathering, found: Round, depth: Depth, *, full: bool
-) -> Found:
+    pricer: GroupValuation,
+    gathering: CandidateCollector,
+    found: SearchRound,
+    depth: Depth,
+    *,
+    full: bool,
+) -> SearchResult:
     """The groups of a round.
 
     full   look at all groups, not only at what is new or changed
     """
     if not full and not any(found.fresh):
-        return Found(found.units, found.units)
+        return SearchResult(found.units, found.units)
     merger = Merger(pricer, found.units, depth.breadth)
     merged = merger.run(np.array([full or fresh for fresh in found.fresh]))
-    result = Found(merged, merged, merger)
+    result = SearchResult(merged, merged, merger)
     jobs = gathering.state.jobs
     if not full or len(jobs) > depth.breadth:
         return result
@@ -109,13 +114,15 @@ def search(
     return result
 
 
-def others(pricer: Pricer, units: Sequence[Unit]) -> list[list[Unit]]:
+def others(pricer: GroupValuation, units: Sequence[CandidateGroup]) -> list[list[CandidateGroup]]:
     """Groupings that were found in other ways."""
-    packs = [Packer(pricer, units, HOSTS, shared=shared).run() for shared in (True, False)]
+    packs = [UnitPacker(pricer, units, HOSTS, shared=shared).run() for shared in (True, False)]
     return [*packs, *(segmented(pricer, units, key, len(units)) for key in KEYS)]
 
 
-def net_worth(pricer: Pricer, units: Sequence[Unit], before: Sequence[Unit]) -> float:
+def net_worth(
+    pricer: GroupValuation, units: Sequence[CandidateGroup], before: Sequence[CandidateGroup]
+) -> float:
     """Of units, less what re-forming those costs that were there before and are not now."""
     kept = {id(unit) for unit in units}
     return sum(pricer.worth(unit) for unit in units) - sum(
@@ -126,7 +133,9 @@ def net_worth(pricer: Pricer, units: Sequence[Unit], before: Sequence[Unit]) -> 
 # Why the default policy answered as it did.
 
 
-def reasons_of(state: State, found: Round, result: Found, placed: Placed) -> tuple[Reason, ...]:
+def reasons_of(
+    state: SchedulerState, found: SearchRound, result: SearchResult, placed: Placed
+) -> tuple[Reason, ...]:
     """One or more for every job that something was decided about."""
     reasons = []
     for merge in result.merger.merges if result.merger else ():
@@ -180,7 +189,7 @@ class Unchanged:
     _cluster: Cluster | None = None
     _last: Decision | None = None
 
-    def answer(self, state: State) -> Decision | None:
+    def answer(self, state: SchedulerState) -> Decision | None:
         """The last decision if it holds; None where anything has changed."""
         if self._last is None or state.cluster != self._cluster:
             return None
@@ -189,12 +198,12 @@ class Unchanged:
             return None
         return self._last
 
-    def keep(self, state: State, decision: Decision) -> None:
+    def keep(self, state: SchedulerState, decision: Decision) -> None:
         """Remember."""
         self._jobs, self._groups = tuple(state.jobs), decision.groups
         self._cluster, self._last = state.cluster, decision
 
-    def _breaks(self, state: State, group: Group) -> bool:
+    def _breaks(self, state: SchedulerState, group: Group) -> bool:
         jobs = [state.jobs[name] for name in group.jobs]
         return bool(broken(jobs, group.seconds, state.now))
 
@@ -233,9 +242,9 @@ class Tlora:
     moves: int = 48
     search: float = 250.0
 
-    _memory: Memory = field(default_factory=Memory, init=False, repr=False)
+    _memory: PolicyMemory = field(default_factory=PolicyMemory, init=False, repr=False)
     _unchanged: Unchanged = field(default_factory=Unchanged, init=False, repr=False)
-    _known: Known = field(default_factory=Known, init=False, repr=False)
+    _known: StepTimeCache = field(default_factory=StepTimeCache, init=False, repr=False)
     _used: dict[str, int] = field(default_factory=dict, init=False, repr=False)
     _saved: float = field(default=0.0, init=False, repr=False)
     _last: float = field(default=0.0, init=False, repr=False)
@@ -246,10 +255,10 @@ class Tlora:
         if self.payback <= 0 or self.dwell_seconds < 0 or self.knee < 0 or self.breadth < 2:
             raise ValueError("payback > 0, dwell_seconds >= 0, knee >= 0, breadth >= 2")
 
-    def decide(self, state: State, *, explain: bool = False) -> Decision:
+    def decide(self, state: SchedulerState, *, explain: bool = False) -> Decision:
         """The groups from now to the next decision."""
         if not state.jobs:
-            self._memory = Memory()
+            self._memory = PolicyMemory()
             return Decision(())
         depth = Depth(self.breadth, self.thorough, self.moves)
         passed = max(0.0, state.now - self._last) / max(state.horizon, 1e-9)
@@ -257,7 +266,7 @@ class Tlora:
         due = self._saved >= depth.cost(len(state.jobs), len(state.groups) + 1)
         if not due and not explain and (last := self._unchanged.answer(state)) is not None:
             return last
-        gathering = Gathering(state, self._memory, lending=self.lending)
+        gathering = CandidateCollector(state, self._memory, lending=self.lending)
         found = gathering.round(self.dwell_seconds)
         if not due and not explain and all(unit.settled for unit in found.units):
             return self._keep(state, found)
@@ -275,20 +284,22 @@ class Tlora:
         self._unchanged.keep(state, answer)
         return answer
 
-    def _keep(self, state: State, found: Round) -> Decision:
+    def _keep(self, state: SchedulerState, found: SearchRound) -> Decision:
         """Everybody runs and nobody is new."""
         groups = tuple(unit.homes[0] for unit in found.units)
-        self._memory = Memory()
+        self._memory = PolicyMemory()
         for group, unit in zip(groups, found.units, strict=True):
             self._memory.running[_key(group)] = unit
         answer = Decision(groups)
         self._unchanged.keep(state, answer)
         return answer
 
-    def _pricer(self, state: State, gathering: Gathering, found: Round) -> Pricer:
+    def _pricer(
+        self, state: SchedulerState, gathering: CandidateCollector, found: SearchRound
+    ) -> GroupValuation:
         """What groups are worth now."""
         window = self.payback * state.horizon
-        pricer = Pricer(state, self.objective, window=window, known=self._known)
+        pricer = GroupValuation(state, self.objective, window=window, known=self._known)
         self._use(state, gathering, pricer)
         pricer.crowded = sum(self._used[name] for name in state.jobs) > state.cluster.capacity()
         if pricer.crowded:
@@ -297,7 +308,9 @@ class Tlora:
             pricer.price = work / sum(unit.gpus for unit in running)
         return pricer
 
-    def _use(self, state: State, gathering: Gathering, pricer: Pricer) -> None:
+    def _use(
+        self, state: SchedulerState, gathering: CandidateCollector, pricer: GroupValuation
+    ) -> None:
         """How many of the GPUs that it asked for each job would use, alone."""
         known = self._used
         self._used = {name: known[name] for name in state.jobs if name in known}
@@ -306,7 +319,12 @@ class Tlora:
             self._used[unit.jobs[0]] = knee.gpus
 
     def _place(
-        self, state: State, gathering: Gathering, found: Round, result: Found, pricer: Pricer
+        self,
+        state: SchedulerState,
+        gathering: CandidateCollector,
+        found: SearchRound,
+        result: SearchResult,
+        pricer: GroupValuation,
     ) -> Placed:
         """Places for all that find one; what runs must not lose its own by a search."""
         ran = {name for unit in found.units if unit.homes for name in unit.jobs}
@@ -319,9 +337,9 @@ class Tlora:
                 placed = arrange(state, gathering, units, reserve=self.reserve)
         return placed
 
-    def _answer(self, state: State, placed: Placed) -> Decision:
+    def _answer(self, state: SchedulerState, placed: Placed) -> Decision:
         """The decision, and what to remember of it."""
-        self._memory = Memory(waiting=placed.waiting)
+        self._memory = PolicyMemory(waiting=placed.waiting)
         groups = placed.groups(state.now)
         for group, unit in zip(groups, placed.running, strict=True):
             self._memory.running[_key(group)] = unit

@@ -14,7 +14,14 @@ import numpy as np
 from numpy.typing import NDArray
 
 from tlora_fx.cost.demand import Array
-from tlora_fx.scheduler.search.objective import Ints, Many, Pricer, Unit, powers, residuals
+from tlora_fx.scheduler.search.objective import (
+    CandidateBatch,
+    CandidateGroup,
+    GroupValuation,
+    Ints,
+    powers,
+    residuals,
+)
 
 # Merge groups, best gain first, until no merge gains.
 #
@@ -37,14 +44,16 @@ class Merge:
 class Merger:
     """Units of one moment and the gains of merging them."""
 
-    def __init__(self, pricer: Pricer, units: Sequence[Unit], breadth: int) -> None:
+    def __init__(
+        self, pricer: GroupValuation, units: Sequence[CandidateGroup], breadth: int
+    ) -> None:
         """Begin.
 
         units     in an order that does not depend on how they came
         breadth   units that are all compared with each other; of more, a quarter as many partners
         """
         self.pricer = pricer
-        self.units: list[Unit | None] = list(units)
+        self.units: list[CandidateGroup | None] = list(units)
         self.merges: list[Merge] = []
         n = len(units)
         self._many = pricer.many(units)
@@ -59,7 +68,7 @@ class Merger:
         self._breadth, self._partners = breadth, max(2, breadth // 4)
         self._order = self._by_residual() if n > breadth else np.arange(n)
 
-    def run(self, fresh: NDArray[np.bool_]) -> list[Unit]:
+    def run(self, fresh: NDArray[np.bool_]) -> list[CandidateGroup]:
         """Merge while it gains, and hand over what there is then.
 
         fresh   [n] units to compare with the others
@@ -139,7 +148,7 @@ class Merger:
         if not len(a):
             return
         many = self._many
-        both = Many(
+        both = CandidateBatch(
             many.bases[a],
             many.demand[a] + many.demand[b],
             many.asked[a] + many.asked[b],
@@ -187,7 +196,12 @@ class Move:
 class Mover:
     """Units of one moment, their jobs, and what moving each would gain."""
 
-    def __init__(self, pricer: Pricer, units: Sequence[Unit], alone: Mapping[str, Unit]) -> None:
+    def __init__(
+        self,
+        pricer: GroupValuation,
+        units: Sequence[CandidateGroup],
+        alone: Mapping[str, CandidateGroup],
+    ) -> None:
         """Begin.
 
         alone   each job as a unit of its own, on the GPUs that it asked for
@@ -195,7 +209,7 @@ class Mover:
         self.pricer = pricer
         self.moves: list[Move] = []
         # An empty unit at the end is where a job goes that is split off.
-        self.units: list[Unit | None] = [*units, None]
+        self.units: list[CandidateGroup | None] = [*units, None]
         self.names = [name for unit in units for name in unit.jobs]
         self._alone = [alone[name] for name in self.names]
         self._jobs = pricer.many(self._alone)
@@ -214,7 +228,7 @@ class Mover:
             self._load(index)
         self._evaluate(list(range(rooms)))
 
-    def run(self, limit: int) -> list[Unit]:
+    def run(self, limit: int) -> list[CandidateGroup]:
         """Make at most so many moves, and hand over what there is then."""
         for _ in range(limit):
             if not self._step():
@@ -294,7 +308,7 @@ class Mover:
             self._load(room)
         self._evaluate(sorted({*rooms, last}))
 
-    def _choice(self, before: Unit | None, asked: int) -> Array:
+    def _choice(self, before: CandidateGroup | None, asked: int) -> Array:
         """GPUs that a changed unit may have, ascending."""
         if not self.pricer.crowded or before is None:
             return np.array([float(asked)])
@@ -366,11 +380,11 @@ class Mover:
         # Differences of sums: an emptied unit has none left, whatever rounding says.
         empty = asked <= 0.5
         count = np.rint(demand[:, 0])
-        many = Many(bases, demand, asked, mass, limit, count == 1)
+        many = CandidateBatch(bases, demand, asked, mass, limit, count == 1)
         worth = np.zeros(len(rooms))
         full = np.flatnonzero(~empty)
         if len(full):
-            part = Many(
+            part = CandidateBatch(
                 bases[full], demand[full], asked[full], mass[full], limit[full], many.single[full]
             )
             choices = self._choices(
@@ -414,17 +428,19 @@ class Mover:
 WIDTH = 6
 
 
-class Packer:
+class UnitPacker:
     """Units of one moment, and what merging two to six of them gains."""
 
-    def __init__(self, pricer: Pricer, units: Sequence[Unit], hosts: int, *, shared: bool) -> None:
+    def __init__(
+        self, pricer: GroupValuation, units: Sequence[CandidateGroup], hosts: int, *, shared: bool
+    ) -> None:
         """Begin.
 
         hosts    how many of the idlest units count as hosts
         shared   a gain counts for each of its merges by a part
         """
         self.pricer = pricer
-        self.units: list[Unit] = list(units)
+        self.units: list[CandidateGroup] = list(units)
         self._shared = shared
         self._alive = np.ones(len(units), dtype=np.bool_)
         self._many = pricer.many(units)
@@ -438,7 +454,7 @@ class Packer:
         self._gain = self._on = self._took = np.zeros(0)
         self._passing = np.zeros(0, dtype=np.bool_)
 
-    def run(self) -> list[Unit]:
+    def run(self) -> list[CandidateGroup]:
         """Merge while it gains, and hand over what there is then."""
         self._add(np.flatnonzero(self._alive))
         while len(self._gain):
@@ -510,7 +526,7 @@ class Packer:
         if not len(sets):
             return
         many, own = self._many, sets >= 0
-        total = Many(
+        total = CandidateBatch(
             many.bases[sets[:, 0]],
             np.where(own[:, :, None], many.demand[sets], 0.0).sum(axis=1),
             np.where(own, many.asked[sets], 0.0).sum(axis=1),
@@ -560,15 +576,15 @@ def _padded(sets: Ints) -> Ints:
 # picks.
 
 
-Key = Callable[[Unit], float]
+Key = Callable[[CandidateGroup], float]
 
 
-def by_limit(unit: Unit) -> float:
+def by_limit(unit: CandidateGroup) -> float:
     """The step that it bears."""
     return unit.limit
 
 
-def by_load(unit: Unit) -> float:
+def by_load(unit: CandidateGroup) -> float:
     """Step seconds that it bears, for each token on one of its GPUs."""
     return float(unit.demand[2]) / unit.asked
 
@@ -576,21 +592,23 @@ def by_load(unit: Unit) -> float:
 KEYS: tuple[Key, ...] = (by_limit, by_load)
 
 
-def segmented(pricer: Pricer, units: Sequence[Unit], key: Key, longest: int) -> list[Unit]:
+def segmented(
+    pricer: GroupValuation, units: Sequence[CandidateGroup], key: Key, longest: int
+) -> list[CandidateGroup]:
     """The best cut of units, sorted by a key within each base.
 
     longest   units in one segment at most
     """
-    rows: dict[str, list[Unit]] = {}
+    rows: dict[str, list[CandidateGroup]] = {}
     for unit in units:
         rows.setdefault(unit.base, []).append(unit)
-    found: list[Unit] = []
+    found: list[CandidateGroup] = []
     for _, row in sorted(rows.items()):
         found += _cut(pricer, sorted(row, key=key), longest)
     return found
 
 
-def _cut(pricer: Pricer, row: list[Unit], longest: int) -> list[Unit]:
+def _cut(pricer: GroupValuation, row: list[CandidateGroup], longest: int) -> list[CandidateGroup]:
     """The best segments of one row."""
     count = len(row)
     first, last = np.triu_indices(count)
@@ -605,7 +623,7 @@ def _cut(pricer: Pricer, row: list[Unit], longest: int) -> list[Unit]:
         value, start = max((best[i] + worth[table[i, j]], -i) for i in options)
         best.append(value)
         cut.append(-start)
-    found: list[Unit] = []
+    found: list[CandidateGroup] = []
     end = count
     while end:
         start = cut[end]
@@ -621,12 +639,12 @@ def _cut(pricer: Pricer, row: list[Unit], longest: int) -> list[Unit]:
 
 
 def _evaluate(
-    pricer: Pricer, row: list[Unit], first: Ints, last: Ints
+    pricer: GroupValuation, row: list[CandidateGroup], first: Ints, last: Ints
 ) -> tuple[Array, Array, Array]:
     """What each segment is worth, on which GPUs, and its seconds."""
     many = pricer.many(row)
     limit = np.minimum.accumulate(np.where(np.tri(len(row), dtype=bool).T, many.limit, np.inf), 1)
-    segments = Many(
+    segments = CandidateBatch(
         np.full(len(first), many.bases[0]),
         _sums(many.demand)[last + 1] - _sums(many.demand)[first],
         _sums(many.asked)[last + 1] - _sums(many.asked)[first],

@@ -27,7 +27,7 @@ from tlora_fx.scheduler.state import (
     ROUNDING,
     ActiveJob,
     Group,
-    State,
+    SchedulerState,
     arrival,
     broken,
     limit_seconds,
@@ -42,7 +42,7 @@ MOST_KNOWN, MOST_LOOKED_UP = 150_000, 2048
 
 
 @dataclass(slots=True, eq=False)
-class Unit:
+class CandidateGroup:
     """Jobs that run as one group, or would, with the sums that its worth needs.
 
     demand     [12] sum over its jobs
@@ -72,9 +72,9 @@ class Unit:
     settled: bool = False
     held: bool = False
 
-    def with_(self, other: Unit, gpus: int, seconds: float) -> Unit:
+    def with_(self, other: CandidateGroup, gpus: int, seconds: float) -> CandidateGroup:
         """Both together, on so many GPUs."""
-        return Unit(
+        return CandidateGroup(
             self.jobs + other.jobs,
             self.base,
             self.demand + other.demand,
@@ -90,7 +90,7 @@ class Unit:
 
 
 @dataclass(slots=True)
-class Many:
+class CandidateBatch:
     """n candidate groups, as arrays.
 
     bases    [n] index into `Pricer.bases`
@@ -110,20 +110,20 @@ class Many:
 
 
 @dataclass(slots=True)
-class Known:
+class StepTimeCache:
     """Step times that were asked for before: jobs of few kinds make the same sums again."""
 
     _times: dict[bytes, float] = field(default_factory=dict)
     _of: tuple[int, Cluster | None] = (0, None)
 
-    def begin(self, state: State) -> None:
+    def begin(self, state: SchedulerState) -> None:
         """Forget what another estimator said, or of other places."""
         of = (id(state.estimator), state.cluster)
         if self._of != of or len(self._times) > MOST_KNOWN:
             self._times.clear()
             self._of = of
 
-    def seconds(self, pricer: Pricer, base: str, demand: Array, gpus: Array) -> Array:
+    def seconds(self, pricer: GroupValuation, base: str, demand: Array, gpus: Array) -> Array:
         """Of n groups of one base; only what is new is asked for."""
         rows = np.column_stack([demand, gpus])
         text, width, times = rows.tobytes(), rows.itemsize * rows.shape[1], self._times
@@ -139,7 +139,7 @@ class Known:
 
 
 @dataclass(slots=True)
-class Pricer:
+class GroupValuation:
     """What groups are worth in one moment.
 
     crowded   jobs ask for more GPUs than there are
@@ -148,12 +148,12 @@ class Pricer:
     known     step times of earlier rounds
     """
 
-    state: State
+    state: SchedulerState
     objective: Objective = "weighted"
     crowded: bool = False
     price: float = 0.0
     window: float = 60.0
-    known: Known | None = None
+    known: StepTimeCache | None = None
     bases: list[str] = field(default_factory=list)
     capacity: int = 0
     _tiers: NDArray[np.object_] = field(init=False)
@@ -166,26 +166,26 @@ class Pricer:
         if self.known is not None:
             self.known.begin(self.state)
 
-    def mass(self, unit: Unit) -> float:
+    def mass(self, unit: CandidateGroup) -> float:
         """What a unit does in one step."""
         if self.objective == "throughput":
             return float(unit.demand[SAMPLES])
         return unit.gpu_solo if self.crowded else unit.solo
 
-    def worth(self, unit: Unit) -> float:
+    def worth(self, unit: CandidateGroup) -> float:
         """Of a unit as it is."""
         return self.mass(unit) / unit.seconds - self.price * unit.gpus
 
-    def lost(self, unit: Unit) -> float:
+    def lost(self, unit: CandidateGroup) -> float:
         """What re-forming it costs: worth of the time without progress."""
         if not unit.settled:
             return 0.0
         return self.state.switch_seconds * self.mass(unit) / unit.seconds
 
-    def many(self, units: Sequence[Unit]) -> Many:
+    def many(self, units: Sequence[CandidateGroup]) -> CandidateBatch:
         """Units as arrays."""
         index = {base: place for place, base in enumerate(self.bases)}
-        return Many(
+        return CandidateBatch(
             np.array([index[unit.base] for unit in units], dtype=np.int64),
             np.stack([unit.demand for unit in units]),
             np.array([unit.asked for unit in units], dtype=np.float64),
@@ -211,7 +211,7 @@ class Pricer:
         tiers = self._tiers[gpus.astype(np.int64)].tolist()
         return self.state.estimator.seconds(base, demand, gpus, tiers)
 
-    def best(self, many: Many, choices: Array) -> tuple[Array, Array, Array]:
+    def best(self, many: CandidateBatch, choices: Array) -> tuple[Array, Array, Array]:
         """The best number of GPUs of each of n groups: worth [n], GPUs [n], seconds [n].
 
         choices   [m, n] GPUs to try; 0 is none. Worth is -inf where no choice is allowed
@@ -221,7 +221,7 @@ class Pricer:
         chosen = np.argmax(worth, axis=0), np.arange(choices.shape[1])
         return worth[chosen], gpus[chosen], seconds[chosen]
 
-    def table(self, many: Many, choices: Array) -> tuple[Array, Array, Array]:
+    def table(self, many: CandidateBatch, choices: Array) -> tuple[Array, Array, Array]:
         """The same of every choice [m, n]."""
         gpus = np.minimum(choices, many.asked)
         allowed = (gpus > 0) & (gpus <= self.capacity)
@@ -253,7 +253,7 @@ def powers(asked: Array) -> Array:
     return np.stack([*rows, asked])
 
 
-def seconds_of(state: State, base: str, demand: Array, gpus: int) -> float:
+def seconds_of(state: SchedulerState, base: str, demand: Array, gpus: int) -> float:
     """Of a step of one group on so many GPUs; infinite where nothing fits.
 
     demand   [12]
@@ -270,19 +270,21 @@ def seconds_of(state: State, base: str, demand: Array, gpus: int) -> float:
 
 
 @dataclass(slots=True)
-class Memory:
+class PolicyMemory:
     """What a policy keeps from round to round.
 
     running   by group, as it was answered
     waiting   jobs that were to run together, and have not begun
     """
 
-    running: dict[tuple[tuple[str, ...], tuple[int, ...]], Unit] = field(default_factory=dict)
-    waiting: list[Unit] = field(default_factory=list)
+    running: dict[tuple[tuple[str, ...], tuple[int, ...]], CandidateGroup] = field(
+        default_factory=dict
+    )
+    waiting: list[CandidateGroup] = field(default_factory=list)
 
 
 @dataclass(slots=True)
-class Round:
+class SearchRound:
     """The units of one round.
 
     units    in order of the first arrival among their jobs
@@ -290,24 +292,24 @@ class Round:
     broke    jobs that were taken out of a group that slowed them down too much
     """
 
-    units: list[Unit]
+    units: list[CandidateGroup]
     fresh: list[bool]
     broke: list[str]
 
 
-class Gathering:
+class CandidateCollector:
     """Makes the units of a round."""
 
-    def __init__(self, state: State, memory: Memory, *, lending: bool) -> None:
+    def __init__(self, state: SchedulerState, memory: PolicyMemory, *, lending: bool) -> None:
         self.state = state
         self.memory = memory
         self.lending = lending
-        self.units: list[Unit] = []
+        self.units: list[CandidateGroup] = []
         self.fresh: list[bool] = []
         self.broke: list[str] = []
         self._held: set[str] = set()
 
-    def round(self, dwell: float) -> Round:
+    def round(self, dwell: float) -> SearchRound:
         """All units.
 
         dwell   seconds for which a new group is left alone
@@ -327,12 +329,12 @@ class Gathering:
             if name not in self._held:
                 self._add(self.alone(job), fresh=True)
         ranked = sorted(zip(self.units, self.fresh, strict=True), key=self._first)
-        return Round([unit for unit, _ in ranked], [fresh for _, fresh in ranked], self.broke)
+        return SearchRound([unit for unit, _ in ranked], [fresh for _, fresh in ranked], self.broke)
 
-    def _first(self, entry: tuple[Unit, bool]) -> tuple[float, str]:
+    def _first(self, entry: tuple[CandidateGroup, bool]) -> tuple[float, str]:
         return min(arrival(self.state.jobs[name]) for name in entry[0].jobs)
 
-    def _add(self, unit: Unit, *, fresh: bool) -> None:
+    def _add(self, unit: CandidateGroup, *, fresh: bool) -> None:
         self._held.update(unit.jobs)
         self.units.append(unit)
         self.fresh.append(fresh)
@@ -369,7 +371,7 @@ class Gathering:
         limit = limit_seconds(job, self.state.now, lending=self.lending)
         return count > 1 and seconds > limit * (1 + ROUNDING)
 
-    def _refresh(self, unit: Unit) -> None:
+    def _refresh(self, unit: CandidateGroup) -> None:
         """Bring up to date what time changes."""
         jobs = [self.state.jobs[name] for name in unit.jobs]
         unit.left = min(job.steps_left for job in jobs)
@@ -384,13 +386,13 @@ class Gathering:
         now = self.state.now
         return min(limit_seconds(job, now, lending=self.lending) for job in jobs)
 
-    def alone(self, job: ActiveJob) -> Unit:
+    def alone(self, job: ActiveJob) -> CandidateGroup:
         """A job alone, on the GPUs that it asked for."""
         return self.unit([job], job.request.gpus, job.solo_seconds)
 
-    def unit(self, jobs: list[ActiveJob], gpus: int, seconds: float) -> Unit:
+    def unit(self, jobs: list[ActiveJob], gpus: int, seconds: float) -> CandidateGroup:
         """Some jobs together."""
-        return Unit(
+        return CandidateGroup(
             tuple(job.name for job in jobs),
             jobs[0].request.base,
             np.sum([job.request.demand for job in jobs], axis=0, dtype=np.float64),
@@ -404,7 +406,7 @@ class Gathering:
         )
 
 
-def by_jobs(units: Iterable[Unit]) -> Mapping[str, Unit]:
+def by_jobs(units: Iterable[CandidateGroup]) -> Mapping[str, CandidateGroup]:
     """The unit of each job."""
     return {name: unit for unit in units for name in unit.jobs}
 
@@ -412,7 +414,13 @@ def by_jobs(units: Iterable[Unit]) -> Mapping[str, Unit]:
 # How many GPUs groups hold: as many as are best, fewer beyond the knee, never more than asked.
 
 
-def sized(pricer: Pricer, gathering: Gathering, found: Round, *, pooled: bool = False) -> None:
+def sized(
+    pricer: GroupValuation,
+    gathering: CandidateCollector,
+    found: SearchRound,
+    *,
+    pooled: bool = False,
+) -> None:
     """Give what is new, and what has lost a job, as many GPUs as are best.
 
     A group that has lost a job may not keep the GPUs that it asked for; where the others break a
@@ -439,7 +447,7 @@ def sized(pricer: Pricer, gathering: Gathering, found: Round, *, pooled: bool = 
         _size(pricer, new, pooled)
 
 
-def slim(pricer: Pricer, found: Round) -> None:
+def slim(pricer: GroupValuation, found: SearchRound) -> None:
     """Where not all find room, groups give back what only jobs that have ended had asked for."""
     if sum(unit.gpus for unit in found.units) <= pricer.capacity:
         return
@@ -449,7 +457,7 @@ def slim(pricer: Pricer, found: Round) -> None:
             found.fresh[place] = True
 
 
-def _without(gathering: Gathering, unit: Unit, name: str) -> Unit:
+def _without(gathering: CandidateCollector, unit: CandidateGroup, name: str) -> CandidateGroup:
     """A unit without one of its jobs, where it was."""
     stay = [gathering.state.jobs[other] for other in unit.jobs if other != name]
     rest = gathering.unit(stay, unit.gpus, unit.seconds)
@@ -457,7 +465,7 @@ def _without(gathering: Gathering, unit: Unit, name: str) -> Unit:
     return rest
 
 
-def _size(pricer: Pricer, units: Sequence[Unit], pooled: bool) -> bool:
+def _size(pricer: GroupValuation, units: Sequence[CandidateGroup], pooled: bool) -> bool:
     """The best number of GPUs for each; False where there is none for one of them."""
     many = pricer.many(units)
     choices = many.asked[None] if pooled else powers(many.asked)
@@ -468,14 +476,14 @@ def _size(pricer: Pricer, units: Sequence[Unit], pooled: bool) -> bool:
     return bool(np.isfinite(worth).all()) or all(len(unit.jobs) == 1 for unit in units)
 
 
-def resized(pricer: Pricer, units: Sequence[Unit]) -> list[Unit]:
+def resized(pricer: GroupValuation, units: Sequence[CandidateGroup]) -> list[CandidateGroup]:
     """Units on the GPUs that are best for them, where the change pays for itself."""
     movable = [unit for unit in units if not unit.held]
     if not movable:
         return list(units)
     many = pricer.many(movable)
     worth, gpus, seconds = pricer.best(many, powers(many.asked))
-    better: dict[int, Unit] = {}
+    better: dict[int, CandidateGroup] = {}
     for unit, one, count, step in zip(movable, worth, gpus, seconds, strict=True):
         lasting = max(min(pricer.window, unit.left * unit.seconds), 1e-9)
         gain = one - pricer.worth(unit) - pricer.lost(unit) / lasting
@@ -484,7 +492,9 @@ def resized(pricer: Pricer, units: Sequence[Unit]) -> list[Unit]:
     return [better.get(id(unit), unit) for unit in units]
 
 
-def released(pricer: Pricer, units: Sequence[Unit], knee: float) -> list[Unit]:
+def released(
+    pricer: GroupValuation, units: Sequence[CandidateGroup], knee: float
+) -> list[CandidateGroup]:
     """Units that are not running yet without the GPUs that bring them next to nothing.
 
     knee   a step may grow by no more than this part of itself
@@ -494,7 +504,7 @@ def released(pricer: Pricer, units: Sequence[Unit], knee: float) -> list[Unit]:
         return list(units)
     many = pricer.many(new)
     worth, gpus, seconds = pricer.table(many, powers(many.asked))
-    smaller: dict[int, Unit] = {}
+    smaller: dict[int, CandidateGroup] = {}
     for place, unit in enumerate(new):
         fits = np.isfinite(worth[:, place]) & (seconds[:, place] <= unit.seconds * (1 + knee))
         least = int(np.argmax(fits))

@@ -10,12 +10,12 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 
 from tlora_fx.scheduler.placement import Placer
-from tlora_fx.scheduler.search.objective import Gathering, Unit, seconds_of
+from tlora_fx.scheduler.search.objective import CandidateCollector, CandidateGroup, seconds_of
 from tlora_fx.scheduler.state import (
     ROUNDING,
     ActiveJob,
     Group,
-    State,
+    SchedulerState,
     Urgency,
     pressed_first,
     urgency,
@@ -32,8 +32,8 @@ class Placed:
     """
 
     places: dict[int, tuple[int, ...]] = field(default_factory=dict)
-    running: list[Unit] = field(default_factory=list)
-    waiting: list[Unit] = field(default_factory=list)
+    running: list[CandidateGroup] = field(default_factory=list)
+    waiting: list[CandidateGroup] = field(default_factory=list)
     reserved: frozenset[int] = frozenset()
 
     def groups(self, now: float) -> tuple[Group, ...]:
@@ -46,7 +46,13 @@ class Placed:
         return tuple(found)
 
 
-def arrange(state: State, gathering: Gathering, units: Sequence[Unit], *, reserve: bool) -> Placed:
+def arrange(
+    state: SchedulerState,
+    gathering: CandidateCollector,
+    units: Sequence[CandidateGroup],
+    *,
+    reserve: bool,
+) -> Placed:
     """Find places: what runs first, then what waits, the most pressed first.
 
     reserve   set nodes aside for a pressed unit that finds no room
@@ -64,7 +70,9 @@ def arrange(state: State, gathering: Gathering, units: Sequence[Unit], *, reserv
     return arranging.placed
 
 
-def _undo(state: State, gathering: Gathering, arranging: Arranging, unit: Unit) -> list[Unit]:
+def _undo(
+    state: SchedulerState, gathering: CandidateCollector, arranging: Arranging, unit: CandidateGroup
+) -> list[CandidateGroup]:
     """Leave what runs where it is; the others wait."""
     left = set(unit.jobs)
     for home in unit.homes:
@@ -82,8 +90,8 @@ def _undo(state: State, gathering: Gathering, arranging: Arranging, unit: Unit) 
 
 
 def _at_home(
-    state: State, gathering: Gathering, jobs: list[ActiveJob], home: Group
-) -> tuple[Unit, set[str]]:
+    state: SchedulerState, gathering: CandidateCollector, jobs: list[ActiveJob], home: Group
+) -> tuple[CandidateGroup, set[str]]:
     """What is left of a group on its GPUs, and the jobs that cannot stay with it."""
     one = gathering.unit(jobs, home.gpus, home.seconds)
     one.homes, one.settled = (home,), len(jobs) == len(home.jobs)
@@ -99,7 +107,7 @@ def _at_home(
     return one, out
 
 
-def _pressed(state: State, unit: Unit) -> bool:
+def _pressed(state: SchedulerState, unit: CandidateGroup) -> bool:
     jobs = (state.jobs[name] for name in unit.jobs)
     return any(urgency(job, state.now) is Urgency.VIOLATING for job in jobs)
 
@@ -107,12 +115,12 @@ def _pressed(state: State, unit: Unit) -> bool:
 class Arranging:
     """Places for the units of one round."""
 
-    def __init__(self, state: State) -> None:
+    def __init__(self, state: SchedulerState) -> None:
         self.state = state
         self.placer = Placer(state.cluster)
         self.placed = Placed()
 
-    def settle(self, units: Sequence[Unit]) -> list[Unit]:
+    def settle(self, units: Sequence[CandidateGroup]) -> list[CandidateGroup]:
         """Units that run or have a home get their places; those that find none are returned."""
         moving = []
         for unit in units:
@@ -136,7 +144,11 @@ class Arranging:
         return homeless
 
     def start(
-        self, units: Iterable[Unit], pressed: Callable[[Unit], bool], *, reserve: bool
+        self,
+        units: Iterable[CandidateGroup],
+        pressed: Callable[[CandidateGroup], bool],
+        *,
+        reserve: bool,
     ) -> None:
         """Units that wait get places, in their order.
 
@@ -159,12 +171,12 @@ class Arranging:
                 self.placed.reserved, ready = self._reservation(unit.gpus)
             self.placed.waiting.append(unit)
 
-    def put(self, unit: Unit, place: tuple[int, ...]) -> None:
+    def put(self, unit: CandidateGroup, place: tuple[int, ...]) -> None:
         """A unit runs there."""
         self.placed.places[id(unit)] = place
         self.placed.running.append(unit)
 
-    def _lasts(self, unit: Unit) -> float:
+    def _lasts(self, unit: CandidateGroup) -> float:
         """Seconds until the last of a unit's jobs is done."""
         jobs = self.state.jobs
         steps = max(jobs[name].steps_left for name in unit.jobs)
