@@ -1,6 +1,6 @@
 """Our operator where x and dy come with room behind their rows.
 
-Compiled layers leave room for what concat-K puts behind x and dy (tlora_fx/ops/room.py): whoever
+Compiled layers leave room for what concat-K puts behind x and dy (ops/kernels/packed.py): whoever
 produces x writes it into wider rows, at no cost of its own. Here the inputs lie in such rows from
 the start, and the three operators below autograd are called as compiled code calls them.
 """
@@ -15,7 +15,7 @@ from torch import Tensor
 
 from benchmarks.site_inputs import Built, Inputs
 from benchmarks.site_ours import Tables, ours
-from tlora_fx.ops.room import tail_of
+from tlora_fx.ops.kernels.packed import room_columns
 
 ops = torch.ops.tlora_fx
 
@@ -24,7 +24,7 @@ def with_room(inputs: Inputs) -> Built:
     """Ours, on weights, x and dy with room."""
     from tlora_fx.ops.kernels import with_room as around
 
-    tail = tail_of(sum(inputs.load.ranks))
+    tail = room_columns(sum(inputs.load.ranks))
     built = ours(
         inputs, weights=[around(weight, tail) if tail else weight for weight in inputs.weights]
     )

@@ -314,11 +314,7 @@ class _Gemm:
         raise NotImplementedError
 
     def default_tile(self, spec: KernelSpec) -> Tile:
-        """As large as registers and shared memory permit; smaller where the output is narrow.
-
-        depth is a function of the type alone: a job's numbers do not change with the rest of a
-        tile.
-        """
+        """Large tiles, smaller for a narrow output."""
         return _tiles(spec, narrow=self.roles(spec).width <= 1024)[0]
 
     def candidates(self, spec: KernelSpec) -> tuple[Tile, ...]:
@@ -407,6 +403,7 @@ input_gradient = _InputGradient()
 
 
 def _tiles(spec: KernelSpec, *, narrow: bool) -> tuple[Tile, ...]:
+    # A function of the type alone: a job's numbers do not change with the rest of a tile.
     depth = max(16, 128 // size(spec.dtype))
     shapes = _SHAPES if size(spec.dtype) == 2 else _SHAPES_OF_WIDE_TYPES
     tiles = [Tile(r, c, depth, warps, stages) for r, c, warps, stages in shapes]

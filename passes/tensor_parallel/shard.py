@@ -31,7 +31,7 @@ from tlora_fx.ir.graph import HEAD, LOSS, GroupGraph, is_call, output_of, placeh
 from tlora_fx.ir.lora_sites import LISTED, ONE, SEVERAL, lowered_arguments
 from tlora_fx.ir.shapes import fake_like, fake_mode_of, propagate
 from tlora_fx.ir.verifier import named_graphs
-from tlora_fx.ops.tensor_groups import GROUP
+from tlora_fx.ops.parallel import GROUP
 from tlora_fx.passes.tensor_parallel.rules import (
     CannotCarry,
     Cut,

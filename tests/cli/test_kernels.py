@@ -109,7 +109,7 @@ def test_a_measured_tile_and_plan_are_explained(capsys, compiles, monkeypatch):
         return {"fused": select.Measured(7.0, tile, "a table")}
 
     monkeypatch.setattr(select, "plan_times", plans)
-    monkeypatch.setattr(select, "tile", lambda gpu, *_: tile if gpu == "My GPU" else None)
+    monkeypatch.setattr(select, "measured_tile", lambda gpu, *_: tile if gpu == "My GPU" else None)
     words = ("explain", "forward", "--in", "4096", "--out", "14336", "--gpu", "My GPU")
     out, _, status = said(capsys, *words)
 

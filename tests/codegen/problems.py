@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from tlora_fx.codegen.kernels.pack import STRIP
-from tlora_fx.ops.philox import keep_rows, keep_scale, threshold_of
+from tlora_fx.ops.dropout import keep_rows, keep_scale, threshold_of
 
 
 @dataclass

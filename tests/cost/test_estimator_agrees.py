@@ -28,7 +28,7 @@ from tlora_fx.cost.load import Round
 from tlora_fx.cost.model_facts import BASES, demand_of
 from tlora_fx.cost.plan import MeshShape, Plan
 from tlora_fx.cost.step_time import CostModel, step_time
-from tlora_fx.ops import room
+from tlora_fx.ops.kernels import packed
 
 SHAPES = Path(__file__).parents[2] / "benchmarks" / "shapes"
 RANKS = (2, 4, 8, 16, 2, 4, 8, 16)
@@ -182,8 +182,10 @@ def test_what_planners_assume_is_assumed_here():
     assert estimator_layouts.COPY == planners_cost.COPY
     assert estimator_time.GATHER_HOST_MS_estimator_time == planners_step_time.GATHER_HOST_MS
     assert estimator_time.HOST_BOUND_TOKENS_estimator_time == planners_step_time.HOST_BOUND_TOKENS
-    assert model_facts.WIDEST_TAIL == room.WIDEST_TAIL
-    assert [model_facts.tail_of(n) for n in range(200)] == [room.tail_of(n) for n in range(200)]
+    assert model_facts.WIDEST_TAIL == packed.WIDEST_TAIL
+    assert [model_facts.tail_of(n) for n in range(200)] == [
+        packed.room_columns(n) for n in range(200)
+    ]
 
 
 @pytest.mark.slow

@@ -4,8 +4,7 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils.flop_counter import FlopCounterMode
 
-from tlora_fx.ops import attention as packed_attention
-from tlora_fx.ops import multi_lora_linear
+from tlora_fx.ops import multi_lora_linear, packed_attention
 
 
 def count(run):

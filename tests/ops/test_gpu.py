@@ -3,18 +3,17 @@
 import pytest
 import torch
 
-from tlora_fx.ops import attention as attention_flash
-from tlora_fx.ops import attention as packed_attention
 from tlora_fx.ops import (
     keep_mask,
     keyed_dropout,
     multi_lora_linear,
+    packed_attention,
     random_uniform,
     segment_read,
     segment_switch,
     segment_write,
 )
-from tlora_fx.ops.attention import AttentionRule
+from tlora_fx.ops.attention import AttentionRule, flash_fits_row
 
 pytestmark = [
     pytest.mark.gpu,
@@ -91,9 +90,9 @@ def test_halves_go_through_the_varlen_kernel(attention):
     made = attention(((8,),), (2, 1), 64, dtype=torch.bfloat16, device="cuda")
     plain, capped = (AttentionRule(1.0, True, -1, cap, 0.0) for cap in (0.0, 2.0))
 
-    assert attention_flash.flash_fits_row(made.q, made.v, None, plain)
-    assert not attention_flash.flash_fits_row(made.q, made.v, None, capped)
-    assert not attention_flash.flash_fits_row(made.q.float(), made.v.float(), None, plain)
+    assert flash_fits_row(made.q, made.v, None, plain)
+    assert not flash_fits_row(made.q, made.v, None, capped)
+    assert not flash_fits_row(made.q.float(), made.v.float(), None, plain)
 
 
 @pytest.mark.parametrize("rule", [{}, {"window": 50}], ids=str)

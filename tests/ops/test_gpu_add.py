@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from tlora_fx.ops import keep_mask, multi_lora_add, token_scale
-from tlora_fx.ops.kernels import added
+from tlora_fx.ops.kernels import dispatch
 
 pytestmark = [
     pytest.mark.gpu,
@@ -32,8 +32,8 @@ def test_branches_behind_another_operator_are_as_exact_as_pytorch(lora, monkeypa
         LENGTHS, RANKS, rates, features=(1024, width), dtype=DTYPE,
         adapter_dtype=torch.float32, compute=DTYPE, bias=False, device=DEVICE,
     )  # fmt: skip
-    tables, calls, real = made.arguments()[5:], [], added.forward
-    monkeypatch.setattr(added, "forward", lambda *given: (calls.append(1), real(*given))[1])
+    tables, calls, real = made.arguments()[5:], [], dispatch.add_forward
+    monkeypatch.setattr(dispatch, "add_forward", lambda *given: (calls.append(1), real(*given))[1])
     leaves = made.leaves()
     y = torch.nn.functional.linear(made.x, made.weight)
     dy = torch.randn_like(y)

@@ -6,8 +6,15 @@ import torch
 from tests.ops.batches import batch, jobs_of, run, split
 from tlora_fx.codegen import loading
 from tlora_fx.ops import keep_mask, multi_lora_linear, multi_lora_linears, token_scale
-from tlora_fx.ops.kernels import dispatch, force_plan, refresh, select, strict, with_room
-from tlora_fx.ops.kernels import dispatch as launches
+from tlora_fx.ops.kernels import (
+    force_plan,
+    launch,
+    launch_cache,
+    refresh,
+    select,
+    strict,
+    with_room,
+)
 
 pytestmark = [
     pytest.mark.gpu,
@@ -27,7 +34,7 @@ def poisoned(monkeypatch):
         value = float("nan") if dtype.is_floating_point else 255
         return torch.full(shape, value, dtype=dtype, device=device)
 
-    monkeypatch.setattr(launches, "empty", empty)
+    monkeypatch.setattr(launch, "empty", empty)
 
 
 @pytest.fixture
@@ -158,15 +165,15 @@ def test_sites_that_share_x_are_as_exact_as_pytorch(site, monkeypatch, plan, rat
 @pytest.mark.parametrize("rates", [(0.0,) * 5, RATES], ids=["keep", "drop"])
 @pytest.mark.parametrize("plan", select.PLANS)
 def test_later_calls_get_their_own_numbers(site, monkeypatch, plan, rates):
-    """What the second call started serves the others, with their tensors: see replaying.py."""
+    """What the second call started serves the others, with their tensors: see launch_cache.py."""
     made, counts = site(rates=rates), [0]
-    serve = dispatch.Recipe.serve
+    serve = launch_cache.Recipe.serve
 
     def counted(*args):
         counts[0] += 1
         return serve(*args)
 
-    monkeypatch.setattr(dispatch.Recipe, "serve", counted)
+    monkeypatch.setattr(launch_cache.Recipe, "serve", counted)
     rounds = []
     for _ in range(4):
         values = {name: torch.randn_like(getattr(made, name)) for name in "xab"}
@@ -183,7 +190,7 @@ def test_later_calls_get_their_own_numbers(site, monkeypatch, plan, rates):
     with force_plan(plan):
         found = list(results())
         assert counts[0] >= 4
-        monkeypatch.setattr(launches.Run, "serve", lambda self, call, *args: call(self, *args))
+        monkeypatch.setattr(launch.Run, "serve", lambda self, call, *args: call(self, *args))
         for own, wanted in zip(found, results(), strict=True):
             assert all(torch.equal(one, other) for one, other in zip(own, wanted, strict=True))
 

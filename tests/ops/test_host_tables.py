@@ -170,7 +170,7 @@ def adapters(x=torch.bfloat16, a=torch.float32, compute=torch.bfloat16, inner=32
 def test_adapters_read_tables_where_no_kernel_serves_them(monkeypatch, given, reads):
     """Job by job then; nobody's machine, and no Triton, is asked."""
     monkeypatch.delenv("TLORA_FX_KERNELS", raising=False)
-    monkeypatch.setattr(host_tables.serving, "has_triton", lambda: False)
+    monkeypatch.setattr(host_tables.support, "has_triton", lambda: False)
     several = {
         f"{name}s" if name in ("weight", "site") else name: [value]
         if name in ("weight", "a", "b", "ranks", "scales", "rates", "site")

@@ -13,7 +13,8 @@ from transformers import Gemma2Config, Gemma2ForCausalLM, MistralConfig, Mistral
 
 from tlora_fx import ops
 from tlora_fx.errors import OracleError
-from tlora_fx.ops.philox import philox, site_id
+from tlora_fx.ops.philox import philox
+from tlora_fx.ops.tables import site_id
 from tlora_fx.runtime.verify import (
     EAGER,
     KeyedDropout,

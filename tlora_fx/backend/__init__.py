@@ -26,7 +26,7 @@ from tlora_fx.backend.sites import (
     value_of,
 )
 from tlora_fx.errors import BackendUnsupported
-from tlora_fx.ops.compile_caches import mark_compile_caches
+from tlora_fx.ops.torch_compile import mark_compile_caches
 
 __all__ = ["BackendWarning", "compile_graph", "lower_graph"]
 

@@ -257,9 +257,9 @@ def tune(
 ) -> None:
     """Time plans and tiles on this machine's GPU and keep the best in a table."""
     given = [_shape(text) for text in shapes] if shapes else None
-    from tlora_fx.ops.kernels import tune as tuning
+    from tlora_fx.ops.kernels.tune import tune as measure
 
-    tuning.tune(
+    measure(
         given,
         tokens,
         ranks,
@@ -334,11 +334,11 @@ def _site(spec: KernelSpec, ranks: list[int]) -> Site:
 def _tile_kernel_page(
     spec: KernelSpec, site: Site, tokens: int, gpu: str
 ) -> tuple[Tile | None, str]:
-    from tlora_fx.ops.kernels import select as selector
+    from tlora_fx.ops.kernels import select
 
     if spec.tile is not None:
         return spec.tile, "given with --tile"
-    if measured := selector.tile_for(spec.kind, site, tokens, gpu):
+    if measured := select.tile_for(spec.kind, site, tokens, gpu):
         return measured, f"measured on {gpu}"
     rule = " ".join((emitter(spec.kind).default_tile.__doc__ or "").split())
     return None, f"by the rule, for nothing like it was measured on {gpu}: {rule}"
@@ -346,16 +346,16 @@ def _tile_kernel_page(
 
 def _plan(spec: KernelSpec, site: Site, tokens: int, gpu: str) -> Iterator[str]:
     """The plan that a site with this kernel takes, and where that comes from."""
-    from tlora_fx.ops.kernels import select as selector
+    from tlora_fx.ops.kernels import select
 
-    if spec.kind not in get_args(selector.Direction):
+    if spec.kind not in get_args(select.Direction):
         return
-    direction: selector.Direction = "forward" if spec.kind == "forward" else "input_gradient"
-    choice = selector.choose(direction, site, tokens, room=False, gpu=gpu)
+    direction: select.Direction = "forward" if spec.kind == "forward" else "input_gradient"
+    choice = select.choose(direction, site, tokens, room=False, gpu=gpu)
     yield f"plan  {choice.plan}, by {'the rule' if choice.source == 'rule' else choice.source}"
-    with_room = selector.able_plans(direction, site, room=True)
-    without = selector.able_plans(direction, site, room=False)
-    for plan, seconds in selector.estimates(direction, site, tokens).items():
+    with_room = select.able_plans(direction, site, room=True)
+    without = select.able_plans(direction, site, room=False)
+    for plan, seconds in select.estimates(direction, site, tokens).items():
         bar = "" if plan in without else ", where weight and input have room; not here"
         if plan not in with_room:
             bar = ", but not with dropout"

@@ -19,7 +19,7 @@ from tlora_fx.ir.graph import HEAD, GroupGraph, TensorRef, is_call, placeholders
 from tlora_fx.ir.lora_sites import lowered_sites
 from tlora_fx.model.supermodel import SuperModel
 from tlora_fx.ops.host_tables import reads_on_host
-from tlora_fx.ops.room import tail_of
+from tlora_fx.ops.kernels.packed import room_columns
 
 ATTENTION = torch.ops.tlora_fx.packed_attention.default
 # Place of the window among the operator's arguments.
@@ -167,8 +167,8 @@ def _sites(graph: fx.Graph, group: GroupGraph, layer: str) -> Iterable[SiteFacts
 
 
 def _room(site: SiteFacts, itemsize: int) -> int:
-    """What a buffer around an adapted weight has more than the weight (see ops/room.py)."""
-    tail = tail_of(sum(site.ranks))
+    """What a buffer around an adapted weight has more than the weight: see ops/kernels/packed."""
+    tail = room_columns(sum(site.ranks))
     return itemsize * tail * (site.width + tail)
 
 

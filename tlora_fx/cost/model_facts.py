@@ -158,7 +158,7 @@ class ModelFacts:
 ALL_LINEAR = "all-linear"
 #: Adapters and their gradients in float32, and two states of AdamW.
 ADAPTER_BYTES, ADAM_STATES = 4, 2
-#: Behind an adapted weight stands room for this many ranks, or a multiple (see ops/room.py).
+#: Behind an adapted weight is room for this many ranks, or a multiple: see ops/kernels/packed.py.
 TAIL, WIDEST_TAIL = 64, 128
 
 

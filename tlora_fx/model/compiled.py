@@ -21,8 +21,7 @@ from torch.utils.checkpoint import checkpoint
 from tlora_fx.ir.graph import GroupGraph, placeholders
 from tlora_fx.model.batch import JobTokens, PackedBatch, pack, pad
 from tlora_fx.model.loss import ChunkedLoss
-from tlora_fx.ops.compile_caches import mark_compile_caches
-from tlora_fx.ops.empty_grids import allow_empty_grids
+from tlora_fx.ops.torch_compile import allow_empty_grids, mark_compile_caches
 
 # Layers whose inner values are computed again in the backward instead of being kept.
 #

@@ -12,7 +12,7 @@ from torch.utils.checkpoint import checkpoint
 
 from tlora_fx.model.batch import IGNORED
 from tlora_fx.ops import segment_sum, tp_cross_entropy
-from tlora_fx.ops.tensor_groups import GROUP
+from tlora_fx.ops.parallel import GROUP
 
 CHUNK_BYTES = 256 * 2**20
 

@@ -26,7 +26,7 @@ from tlora_fx.model.compiled import compile_method, export_net, row_sizes
 from tlora_fx.model.loss import ChunkedLoss
 from tlora_fx.model.module_builder import Reformed, TensorLocation, build_module
 from tlora_fx.model.source import group_source
-from tlora_fx.ops import room
+from tlora_fx.ops.kernels.packed import roomy_weight
 
 
 class SuperModel(nn.Module):
@@ -96,7 +96,7 @@ class SuperModel(nn.Module):
         code. `torch.compile(model)` compiles everything as one graph instead.
 
         On CUDA the frozen weights of sites with adapters move into buffers with 64 or 128 rows and
-        columns more, where adapters can stand behind them (see ops/room.py); a weight that two
+        columns more, where adapters can stand (see ops/kernels/packed.py); a weight that two
         modules share stays where it is, as all do where a site's adapters need more. Values, names
         and shapes stay; the buffers of a weight [4096, 4096] are 3 % larger, or 6 %.
 
@@ -323,7 +323,7 @@ class SuperModel(nn.Module):
         for place, bank in self._hung.weights:
             weight = place.tensor
             if self.part.holds(place.path) and owners[weight.data_ptr()] == 1:
-                weight.data = room.around(weight, len(bank.a))
+                weight.data = roomy_weight(weight, len(bank.a))
 
     def _require_weights(self) -> None:
         if not self.ready:

@@ -13,14 +13,14 @@ from torch._subclasses.functional_tensor import FunctionalTensor
 from torch.utils.flop_counter import register_flop_formula
 
 import tlora_fx.ops.attention
-import tlora_fx.ops.multi_lora_add
-import tlora_fx.ops.multi_lora_linear
-import tlora_fx.ops.quantized
-import tlora_fx.ops.tensor_parallel  # noqa: F401  (these define what is named below)
-from tlora_fx.ops.multi_lora_sites import served_by_kernels
-from tlora_fx.ops.site_group import SiteGroup
+import tlora_fx.ops.parallel
+import tlora_fx.ops.quantized  # noqa: F401  (these define what is named below)
+from tlora_fx.ops.lora import from_kernels
+from tlora_fx.ops.tables import SiteGroup, tokens_of
 
 ops = torch.ops.tlora_fx
+# Of an operator's arguments; settings follow.
+_TABLES = 9
 
 
 def _lengths(offsets: Tensor, total: int) -> list[float]:
@@ -38,17 +38,13 @@ def _is_fake(table: Tensor) -> bool:
 
 def _rank_rows(x: Tensor, a: Tensor, ranks: Tensor, segments: Tensor) -> float:
     """Tokens times rank, summed over the jobs."""
-    tokens, rows = _lengths(segments, _tokens(x)), _lengths(ranks, _owned_rows(a, ranks))
+    tokens, rows = _lengths(segments, tokens_of(x)), _lengths(ranks, _owned_rows(a, ranks))
     return sum(n * r for n, r in zip(tokens, rows, strict=True))
 
 
 def _owned_rows(a: Tensor, ranks: Tensor) -> int:
     """Rows of a that belong to a job; all of them where nobody knows."""
     return a.shape[0] if _is_fake(ranks) else int(ranks[-1])
-
-
-def _tokens(x: Tensor) -> int:
-    return x.numel() // x.shape[-1]
 
 
 def _low_rank(x: Tensor, group: SiteGroup) -> list[float]:
@@ -58,41 +54,24 @@ def _low_rank(x: Tensor, group: SiteGroup) -> list[float]:
 
 
 def _forward(x: Tensor, group: SiteGroup) -> int:
-    frozen = 2 * _tokens(x) * sum(weight.numel() for weight in group.weights)
+    frozen = 2 * tokens_of(x) * sum(weight.numel() for weight in group.weights)
     rows = _low_rank(x, group)
     widths = [a.shape[1] + b.shape[1] for a, b in zip(group.a, group.b, strict=True)]
     return frozen + sum(round(2 * n * width) for n, width in zip(rows, widths, strict=True))
 
 
 @register_flop_formula(ops.multi_lora_linear, get_raw=True)
-def multi_lora_linear_flops(
-    x: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    a: Tensor,
-    b: Tensor,
-    ranks: Tensor,
-    scales: Tensor,
-    rates: Tensor,
-    segments: Tensor,
-    keys: Tensor,
-    token_index: Tensor,
-    site: Tensor,
-    *rest: Any,
-    **out: Any,
-) -> int:
+def multi_lora_linear_flops(x: Tensor, weight: Tensor, bias: Any, *tables: Any, **rest: Any) -> int:
     """The frozen product and each job's two low-rank products."""
-    lists = [a], [b], [ranks], [scales], [rates]
-    tables = (*lists, segments, keys, token_index, [site], a.dtype, 0, True)
-    return _forward(x, SiteGroup([weight], *tables))
+    return _forward(x, SiteGroup.single([weight], *tables[:_TABLES], x.dtype))
 
 
 @register_flop_formula(ops.multi_lora_linears, get_raw=True)
 def multi_lora_linears_flops(
-    x: Tensor, weights: list[Tensor], biases: Any, *tables: Any, **out: Any
+    x: Tensor, weights: list[Tensor], biases: Any, *tables: Any, **rest: Any
 ) -> int:
     """`multi_lora_linear_flops`, summed over the linears."""
-    given: Any = (*tables[:9], x.dtype, 0, True)
+    given: Any = (*tables[:_TABLES], x.dtype)
     return _forward(x, SiteGroup(weights, *given))
 
 
@@ -117,8 +96,8 @@ def multi_lora_input_gradient_flops(
     for dy, a, b, weight, rows in zip(
         dys, group.a, group.b, weights, _low_rank(dys[0], group), strict=True
     ):
-        columns = b.shape[1] * (1 + served_by_kernels(s)) + a.shape[1] * need_dx
-        flop += round(2 * rows * columns) + 2 * _tokens(dy) * weight.numel() * need_dx
+        columns = b.shape[1] * (1 + from_kernels(s)) + a.shape[1] * need_dx
+        flop += round(2 * rows * columns) + 2 * tokens_of(dy) * weight.numel() * need_dx
     return flop
 
 
@@ -129,7 +108,7 @@ def multi_lora_adapter_gradients_flops(
     """dA; where no kernel served, S again and dB."""
     *tables, s, _, _, _ = rest
     group = SiteGroup(weights, *tables)
-    again = 0 if served_by_kernels(s) else 1
+    again = 0 if from_kernels(s) else 1
     sites = zip(group.a, group.b, _low_rank(x, group), strict=True)
     return sum(
         round(2 * rows * (a.shape[1] + again * (a.shape[1] + b.shape[1]))) for a, b, rows in sites
@@ -169,7 +148,7 @@ def quantized_linear_flops(
     x: Tensor, stored: list[Tensor], bias: Tensor | None, form: str, shape: list[int], **out: Any
 ) -> int:
     """The product alone: restoring the matrix is none."""
-    return 2 * _tokens(x) * int(shape[0] * shape[1])
+    return 2 * tokens_of(x) * int(shape[0] * shape[1])
 
 
 @register_flop_formula(ops.quantized_linear_backward, get_raw=True)
@@ -177,40 +156,29 @@ def quantized_linear_backward_flops(
     dy: Tensor, stored: list[Tensor], form: str, shape: list[int], **out: Any
 ) -> int:
     """dx."""
-    return 2 * _tokens(dy) * int(shape[0] * shape[1])
+    return 2 * tokens_of(dy) * int(shape[0] * shape[1])
 
 
 @register_flop_formula(ops.multi_lora_add, get_raw=True)
-def multi_lora_add_flops(
-    y: Tensor,
-    x: Tensor,
-    a: Tensor,
-    b: Tensor,
-    ranks: Tensor,
-    scales: Tensor,
-    rates: Tensor,
-    segments: Tensor,
-    *rest: Any,
-    **out: Any,
-) -> int:
+def multi_lora_add_flops(y: Tensor, x: Tensor, *tables: Any, **rest: Any) -> int:
     """Each job's two low-rank products."""
-    return round(2 * _rank_rows(x, a, ranks, segments) * (a.shape[1] + b.shape[1]))
+    return _forward(x, SiteGroup.single([], *tables[:_TABLES], x.dtype))
 
 
 @register_flop_formula(ops.multi_lora_add_forward, get_raw=True)
-def multi_lora_add_forward_flops(y: Tensor, x: Tensor, *tables: Any, **out: Any) -> int:
+def multi_lora_add_forward_flops(y: Tensor, x: Tensor, *tables: Any, **rest: Any) -> int:
     """Each job's two low-rank products."""
-    (a,), (b,), (ranks,), _, _, segments, *_ = tables
-    columns: int = a.shape[1] + b.shape[1]
-    return round(2 * _rank_rows(x, a, ranks, segments) * columns)
+    return _forward(x, SiteGroup([], *tables))
 
 
 @register_flop_formula(ops.multi_lora_add_input_gradient, get_raw=True)
 def multi_lora_add_input_gradient_flops(dy: Tensor, *rest: Any, **out: Any) -> int:
     """dS; the branch's dx where it is wanted; dB as kernels do."""
-    (a,), (b,), (ranks,), _, _, segments, *_, s, _, need_dx = rest
-    columns: int = b.shape[1] * (1 + served_by_kernels(s)) + a.shape[1] * need_dx
-    return round(2 * _rank_rows(dy, a, ranks, segments) * columns)
+    *tables, s, _, need_dx = rest
+    group = SiteGroup([], *tables)
+    (rows,) = _low_rank(dy, group)
+    columns: int = group.b[0].shape[1] * (1 + from_kernels(s)) + group.inner * need_dx
+    return round(2 * rows * columns)
 
 
 @register_flop_formula(

@@ -11,10 +11,9 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from tlora_fx.ops import attention
-from tlora_fx.ops.attention import AttentionRule
+from tlora_fx.ops.attention import AttentionRule, has_row_kernel
 from tlora_fx.ops.kernels import support
-from tlora_fx.ops.site_group import SiteGroup
+from tlora_fx.ops.tables import SiteGroup
 
 #: What a group of sites has an item of for each, by the singular name.
 LISTS = {"weight": "weights", "site": "sites"} | {
@@ -50,7 +49,7 @@ def _written_out(given: Mapping[str, Any]) -> bool:
     rule = AttentionRule(
         given["scale"], given["causal"], given["window"], given["softcap"], given["dropout"]
     )
-    return not attention.has_row_kernel(given["q"], given["v"], given["sinks"], rule)
+    return not has_row_kernel(given["q"], given["v"], given["sinks"], rule)
 
 
 def _one_by_one(given: Mapping[str, Any]) -> bool:
@@ -65,8 +64,8 @@ def _one_by_one(given: Mapping[str, Any]) -> bool:
 
 def _list(given: Mapping[str, Any], name: str) -> list[Any]:
     """An item a site, whether the operator serves one, several, or one without its weight."""
-    found = given.get(name, given.get(f"{name}s", []))
-    return list(found) if isinstance(found, list | tuple) else [found]
+    items = given.get(name, given.get(f"{name}s", []))
+    return list(items) if isinstance(items, list | tuple) else [items]
 
 
 RULES: Mapping[str, Rule] = {

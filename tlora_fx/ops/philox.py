@@ -7,39 +7,18 @@ source   Salmon et al., "Parallel random numbers: as easy as 1, 2, 3" (2011); th
          rounds are those of triton.language.philox.
 """
 
-import hashlib
+from __future__ import annotations
+
 import math
-from collections.abc import Iterator
 
 import torch
 from torch import Tensor
-
-from tlora_fx.ops.tables import check_keys, check_rates, check_token_index, token_bounds
 
 MASK = 0xFFFFFFFF
 WEIGHTS = MASK  # fourth counter word of random weights; dropout uses 0, attention head + 1
 _MULTIPLY_A, _MULTIPLY_B = 0xD2511F53, 0xCD9E8D57
 _KEY_A, _KEY_B = 0x9E3779B9, 0xBB67AE85
-# Counters of one piece of a mask: its temporaries stay in a core's cache, or fill a GPU.
-_CPU_COUNTERS, _CUDA_COUNTERS = 1 << 14, 1 << 22
 _SIGNS = -0x7FFF7FFF7FFF8000  # flips the top bit of each 16-bit value of an int64
-
-
-_names: dict[int, str] = {}
-
-
-def site_id(path: str) -> int:
-    """The 31-bit number of a module path, the third counter word of its masks."""
-    digest = hashlib.blake2s(path.encode(), digest_size=4).digest()
-    number = int.from_bytes(digest, "little") & 0x7FFFFFFF
-    _names[number] = path
-    return number
-
-
-def site_name(number: int) -> str:
-    """The module path that a number was made of in this process, else the number."""
-    number &= MASK
-    return _names.get(number, str(number))
 
 
 def philox(
@@ -82,16 +61,6 @@ def sixteens(c0: Tensor, c1: Tensor, c2: Tensor, c3: Tensor, key: tuple[int, int
     return pairs.bitwise_xor_(_SIGNS).view(torch.int16)
 
 
-def threshold_of(rate: float) -> int:
-    """What a 16-bit value must reach to be kept at a dropout rate."""
-    return min(round(rate * 65536), 65535)
-
-
-def keep_scale(rate: float) -> float:
-    """What kept values are multiplied by at a dropout rate: one over the exact keep rate."""
-    return 65536 / (65536 - threshold_of(rate))
-
-
 def random_uniform(
     shape: tuple[int, ...],
     key: tuple[int, int],
@@ -114,68 +83,3 @@ def uniform_at(index: Tensor, key: tuple[int, int]) -> Tensor:
     words = torch.stack(philox(block & MASK, block >> 32, zero, zero + WEIGHTS, key), -1)
     word = words.gather(-1, (index & 3).unsqueeze(-1)).squeeze(-1)
     return ((word >> 8).to(torch.float32) + 0.5) * 2.0**-24
-
-
-def keep_rows(
-    token_index: Tensor, columns: int, threshold: int, key: tuple[int, int], site: int
-) -> Tensor:
-    """The mask of one job's tokens.
-
-    token_index  int64 [n]
-    site         `site_id`; where these columns are a piece of the site's, its bits from 32 on are
-                 the piece's first column divided by 8
-    returns      bool [n, columns], True where a value reaches the threshold (0..65535)
-    """
-    blocks, first = (columns + 7) // 8, site >> 32
-    keep = torch.empty(len(token_index), blocks * 8, dtype=torch.bool, device=token_index.device)
-    block = torch.arange(first, first + blocks, device=token_index.device)
-    third, zero = block.new_full((), site & MASK), block.new_zeros(())
-    for start, stop in _pieces(len(token_index), blocks, token_index.is_cuda):
-        rows = token_index[start:stop, None]
-        values = sixteens(rows, block, third, zero, key).flatten(1)
-        torch.ge(values, threshold - 32768, out=keep[start:stop])
-    return keep[:, :columns]
-
-
-def _pieces(rows: int, blocks: int, cuda: bool) -> Iterator[tuple[int, int]]:
-    step = max(1, (_CUDA_COUNTERS if cuda else _CPU_COUNTERS) // max(1, blocks))
-    for start in range(0, rows, step):
-        yield start, min(start + step, rows)
-
-
-def keep_mask(
-    rates: Tensor,
-    segments: Tensor,
-    keys: Tensor,
-    token_index: Tensor,
-    site: Tensor | int,
-    columns: int,
-) -> Tensor:
-    """The keep mask of all tokens of a row at one site.
-
-    rates        float64 [J] on the CPU
-    segments     int32 [J + 1] on the CPU
-    keys         int64 [J, 2] on the CPU, (seed, step)
-    token_index  int32 with n elements, decides the device
-    site         as of `keep_rows`
-    returns      bool [n, columns], all True for jobs of rate 0
-    raises       SegmentError, MaskKeyError
-    """
-    tokens = token_index.numel()
-    bounds = token_bounds(segments, tokens)
-    values = check_rates(rates, len(bounds) - 1)
-    pairs, index = check_keys(keys, len(values)), check_token_index(token_index, tokens)
-    keep = torch.ones(tokens, columns, dtype=torch.bool, device=token_index.device)
-    for job, rate in enumerate(values):
-        own = slice(bounds[job], bounds[job + 1])
-        if own.start < own.stop and threshold_of(rate):
-            keep[own] = keep_rows(index[own], columns, threshold_of(rate), pairs[job], int(site))
-    return keep
-
-
-def token_scale(rates: Tensor, segments: Tensor, tokens: int) -> Tensor:
-    """What kept values of each token are multiplied by, float64 [tokens] on the CPU."""
-    bounds = token_bounds(segments, tokens)
-    values = check_rates(rates, len(bounds) - 1)
-    scales = torch.tensor([keep_scale(rate) for rate in values], dtype=torch.float64)
-    return scales.repeat_interleave(torch.tensor(bounds).diff())

@@ -1,5 +1,11 @@
-"""Operators that take a row apart by jobs: read a job's part, write it, choose per job."""
+"""Operators that take a row apart by jobs: read a job's part, write it, choose or sum per job.
 
+A job's sum reads the job's run alone, in one order, so a neighbour cannot change its bits.
+"""
+
+from __future__ import annotations
+
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -7,7 +13,8 @@ from torch import Tensor
 from torch.fx.experimental.symbolic_shapes import guard_or_false
 
 from tlora_fx.errors import SegmentError
-from tlora_fx.ops.tables import token_bounds
+from tlora_fx.ops.kernels.device_tables import offsets_on
+from tlora_fx.ops.tables import covering, token_bounds
 
 
 def _part(x: Tensor, segments: Tensor, job: int, dim: int) -> tuple[int, int]:
@@ -175,3 +182,78 @@ def _check_switch(short: Tensor, long: Tensor, position_ids: Tensor) -> None:
             expected=f"[{', '.join(map(str, position_ids.shape))}, ...] twice, one type",
             found=f"{short.dtype}{list(short.shape)} and {long.dtype}{list(long.shape)}",
         )
+
+
+@torch.library.custom_op(
+    "tlora_fx::segment_sum", mutates_args=(), schema="(Tensor values, Tensor segments) -> Tensor"
+)
+def segment_sum(values: Tensor, segments: Tensor) -> Tensor:
+    """Sum each job's run of values.
+
+    values    float [N]
+    segments  int32 [J + 1] on the CPU: job j owns values[segments[j]:segments[j + 1]]
+    returns   [J] in the values' type; 0 for a job without values
+    raises    SegmentError
+    """
+    if values.is_cuda:
+        starts = offsets_on(segments, values.shape[0], values.device)
+        return torch.segment_reduce(values, "sum", offsets=starts, unsafe=True, initial=0)
+    bounds = covering(segments, values.shape[0])
+    return torch.stack([values[start:stop].sum() for start, stop in pairwise(bounds)])
+
+
+@segment_sum.register_fake
+def _sum_fake(values: Tensor, segments: Tensor) -> Tensor:
+    return values.new_empty(segments.shape[0] - 1)
+
+
+@torch.library.custom_op(
+    "tlora_fx::segment_spread",
+    mutates_args=(),
+    schema="(Tensor sums, Tensor segments, SymInt rows) -> Tensor",
+)
+def segment_spread(sums: Tensor, segments: Tensor, rows: int) -> Tensor:
+    """Give each row its job's number: what `segment_sum` is differentiated by.
+
+    sums      float [J]
+    segments  int32 [J + 1] on the CPU, up to `rows`
+    returns   [rows] in the sums' type
+    raises    SegmentError
+    """
+    if sums.is_cuda:
+        ends = offsets_on(segments, rows, sums.device)[1:]
+        places = torch.arange(rows, dtype=torch.int32, device=sums.device)
+        return sums[torch.bucketize(places, ends, right=True)]
+    out = sums.new_empty(rows)
+    for job, (start, stop) in enumerate(pairwise(covering(segments, rows))):
+        out[start:stop] = sums[job]
+    return out
+
+
+@segment_spread.register_fake
+def _spread_fake(sums: Tensor, segments: Tensor, rows: int) -> Tensor:
+    return sums.new_empty(rows)
+
+
+def _sum_setup(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+    values, segments = inputs
+    ctx.rows = values.shape[0]
+    ctx.save_for_backward(segments)
+
+
+def _sum_backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+    (segments,) = ctx.saved_tensors
+    return torch.ops.tlora_fx.segment_spread(grad, segments, ctx.rows), None
+
+
+def _spread_setup(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+    ctx.save_for_backward(inputs[1])
+
+
+def _spread_backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+    (segments,) = ctx.saved_tensors
+    return torch.ops.tlora_fx.segment_sum(grad, segments), None, None
+
+
+segment_sum.register_autograd(_sum_backward, setup_context=_sum_setup)
+segment_spread.register_autograd(_spread_backward, setup_context=_spread_setup)

@@ -1,15 +1,29 @@
-"""Read the small CPU tables that travel with a row: segments, rates, keys.
+"""The small tables that operators take beside their tensors, and what they must be.
 
-Every operator reads its tables here first, so that a wrong table is an error before any work.
+A row brings segments, keys and token_index; a site brings ranks, scales, rates and its number. They
+lie on the CPU, so that operators check them before any work without waiting for a device.
 """
 
+from __future__ import annotations
+
+import hashlib
 import itertools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from math import prod
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from tlora_fx.errors import MaskKeyError, SegmentError, TableNotOnDevice
+from tlora_fx.errors import (
+    AdapterTableError,
+    MaskKeyError,
+    SegmentError,
+    TableNotOnDevice,
+    TloraError,
+)
 
 INTEGERS = (torch.int32, torch.int64)
 
@@ -130,3 +144,185 @@ def check_token_index(token_index: Tensor, tokens: int) -> Tensor:
             help="dropout masks belong to tokens: hand on the row's token_index",
         )
     return token_index.reshape(-1).to(torch.int64)
+
+
+def rank_bounds(ranks: Tensor, jobs: int, total: int) -> list[int]:
+    """Where each job's rows of a and b begin, of `total`; raises AdapterTableError."""
+    check_table(ranks, "ranks")
+    rows: list[int] = ranks.tolist()
+    # Rows behind the last job's belong to nobody: banks of equal layers have one size.
+    if len(rows) != jobs + 1 or rows[0] != 0 or rows[-1] > total:
+        raise AdapterTableError(
+            "rank offsets must lead from 0 into the rows of a and b, one step a job",
+            expected=f"{jobs + 1} offsets from 0 to {total} at most",
+            found=rows,
+        )
+    if any(first > second for first, second in itertools.pairwise(rows)):
+        raise AdapterTableError("rank offsets must rise", found=rows)
+    return rows
+
+
+def check_scales(scales: Tensor, jobs: int) -> list[float]:
+    """What each of `jobs` jobs' branches is multiplied with; raises AdapterTableError."""
+    if scales.shape != (jobs,) or scales.device.type != "cpu":
+        raise AdapterTableError(
+            "scales must be one number a job, on the CPU",
+            expected=f"[{jobs}] on cpu",
+            found=f"{list(scales.shape)} on {scales.device}",
+        )
+    values: list[float] = scales.tolist()
+    return values
+
+
+def check_fit(largest: int, drop: bool, max_rank: int, drops: bool) -> None:
+    """Refuse jobs that are more than the graph was made for; raises AdapterTableError.
+
+    largest, drop     the jobs' largest rank, and whether any drops
+    max_rank, drops   what the graph says; max_rank 0: any rank
+    """
+    if max_rank and largest > max_rank:
+        raise AdapterTableError(
+            "a job's rank is above what the graph was compiled for",
+            expected=f"{max_rank} at most",
+            found=largest,
+            help="compile the jobs again, with this one among them",
+        )
+    if drop and not drops:
+        raise AdapterTableError(
+            "a job drops, but the graph was compiled for jobs that do not",
+            help="compile the jobs again, with this one among them",
+        )
+
+
+def check_adapters(x: Tensor, weight: Tensor, bias: Tensor | None, a: Tensor, b: Tensor) -> None:
+    """Refuse shapes and types that do not fit the layer; raises AdapterTableError."""
+    if weight.dim() != 2 or a.dim() != 2 or b.dim() != 2 or x.dim() < 1:
+        raise AdapterTableError(
+            "weight, a and b must be matrices",
+            found=f"weight {list(weight.shape)}, a {list(a.shape)}, b {list(b.shape)}",
+        )
+    out_features, in_features = weight.shape
+    fits = x.shape[-1] == in_features == a.shape[1] and out_features == b.shape[1]
+    if not fits or a.shape[0] != b.shape[0]:
+        raise AdapterTableError(
+            "adapters must fit their layer",
+            expected=f"x [..., {in_features}], a [R, {in_features}], b [R, {out_features}]",
+            found=f"x {list(x.shape)}, a {list(a.shape)}, b {list(b.shape)}",
+        )
+    if bias is not None and bias.shape != (out_features,):
+        raise AdapterTableError(
+            "bias must fit its layer", expected=[out_features], found=list(bias.shape)
+        )
+    if x.dtype != weight.dtype or a.dtype != b.dtype or not a.dtype.is_floating_point:
+        raise AdapterTableError(
+            "x and weight need one dtype, a and b too",
+            found=f"x {x.dtype}, weight {weight.dtype}, a {a.dtype}, b {b.dtype}",
+        )
+
+
+_SCHEMA = (
+    "Tensor{0} a, Tensor{0} b, Tensor{0} ranks, Tensor{0} scales, Tensor{0} rates, "
+    "Tensor segments, Tensor keys, Tensor token_index, Tensor{0} {1}, "
+    "ScalarType compute_dtype, int max_rank{2}, bool drops{3}"
+)
+#: Of operators that graphs hold, on one site and on several; and of those that they are made of.
+SITE_SCHEMA = _SCHEMA.format("", "site", "=0", "=True")
+SITES_SCHEMA = _SCHEMA.format("[]", "sites", "=0", "=True")
+PART_SCHEMA = _SCHEMA.format("[]", "sites", "", "")
+
+
+@dataclass(frozen=True, slots=True)
+class SiteGroup:
+    """n sites on one x, as the schemas have them; see `multi_lora_linear`."""
+
+    weights: list[Tensor]
+    a: list[Tensor]
+    b: list[Tensor]
+    ranks: list[Tensor]
+    scales: list[Tensor]
+    rates: list[Tensor]
+    segments: Tensor
+    keys: Tensor
+    token_index: Tensor
+    sites: list[Tensor]
+    compute_dtype: torch.dtype
+    max_rank: int = 0
+    drops: bool = True
+
+    @classmethod
+    def single(cls, weights: list[Tensor], *tables: Any) -> SiteGroup:
+        """One site, of tables as `SITE_SCHEMA` has them.
+
+        weights   its weight; none of an operator that does not multiply with it
+        """
+        a, b, ranks, scales, rates, segments, keys, token_index, site, *settings = tables
+        lists = [a], [b], [ranks], [scales], [rates]
+        return cls(weights, *lists, segments, keys, token_index, [site], *settings)
+
+    @property
+    def inner(self) -> int:
+        """Columns of x."""
+        return self.a[0].shape[1]
+
+    @property
+    def jobs(self) -> int:
+        """J, of the row."""
+        return self.segments.shape[0] - 1
+
+    def capacity(self, site: int) -> int:
+        """The largest rank that a job may have at a site."""
+        return self.max_rank or self.a[site].shape[0]
+
+    def arguments(self) -> tuple[Any, ...]:
+        """What `PART_SCHEMA` names, in its order."""
+        return (
+            self.a, self.b, self.ranks, self.scales, self.rates, self.segments, self.keys,
+            self.token_index, self.sites, self.compute_dtype, self.max_rank, self.drops,
+        )  # fmt: skip
+
+    def check(self, x: Tensor, biases: list[Tensor | None] | None = None) -> None:
+        """Refuse what metadata alone shows to be wrong; raises AdapterTableError."""
+        count = len(self.weights)
+        lists = (self.a, self.b, self.ranks, self.scales, self.rates, self.sites)
+        if not count or any(len(one) != count for one in lists):
+            raise AdapterTableError(
+                "every site needs a weight and tables of its own",
+                expected=f"{count} of each",
+                found=[count, *map(len, lists)],
+            )
+        for site, weight in enumerate(self.weights):
+            bias = biases[site] if biases else None
+            check_adapters(x, weight, bias, self.a[site], self.b[site])
+
+
+# The module paths that numbers were made of in this process.
+_names: dict[int, str] = {}
+
+
+def site_id(path: str) -> int:
+    """The 31-bit number of a module path, the third counter word of its masks."""
+    digest = hashlib.blake2s(path.encode(), digest_size=4).digest()
+    number = int.from_bytes(digest, "little") & 0x7FFFFFFF
+    _names[number] = path
+    return number
+
+
+def site_name(number: int) -> str:
+    """The module path that a number was made of in this process, else the number."""
+    number &= 0xFFFFFFFF
+    return _names.get(number, str(number))
+
+
+@contextmanager
+def named(site: Tensor) -> Iterator[None]:
+    """Let an error say at which site it happened."""
+    try:
+        yield
+    except TloraError as error:
+        where = site_name(int(site))
+        raise type(error)(error.what, help=error.help, site=where, **error.facts) from None
+
+
+def tokens_of(x: Tensor) -> int:
+    """The tokens that all but the last dimension enumerate."""
+    return prod(x.shape[:-1])

@@ -29,7 +29,7 @@ from tlora_fx.model.compiled import compile_method, row_sizes
 from tlora_fx.model.module_builder import Container, build_module
 from tlora_fx.model.source import group_source
 from tlora_fx.model.supermodel import SuperModel
-from tlora_fx.ops.nano_batches import remember_starts
+from tlora_fx.ops.parallel import remember_starts
 from tlora_fx.passes.nano_batch import NanoBatch
 from tlora_fx.pipeline import Pipeline, Runner
 from tlora_fx.pipeline.instrument import Event

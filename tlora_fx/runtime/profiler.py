@@ -57,7 +57,7 @@ from tlora_fx.ir.graph import LOSS, under
 from tlora_fx.ir.storage import LocalShard
 from tlora_fx.model.batch import JobTokens, PackedBatch, pack, pad
 from tlora_fx.model.supermodel import SuperModel
-from tlora_fx.ops.tensor_groups import GROUP, use_group
+from tlora_fx.ops.parallel import GROUP, use_group
 from tlora_fx.parallel.cuda_graphs import forget_capture
 from tlora_fx.parallel.prepare import prepared
 from tlora_fx.runtime.adapters import base_tensors, start_adapters

@@ -29,7 +29,9 @@ from tlora_fx.compiler import Jobs, as_jobs, compile
 from tlora_fx.config.job import Job
 from tlora_fx.errors import OracleError
 from tlora_fx.model.backbone import Backbone, load_config
-from tlora_fx.ops.philox import keep_mask, keep_scale, site_id, sixteens, threshold_of
+from tlora_fx.ops.dropout import keep_mask, keep_scale, threshold_of
+from tlora_fx.ops.philox import sixteens
+from tlora_fx.ops.tables import site_id
 from tlora_fx.runtime.adapters import (
     adapter_tensors,
     base_tensors,

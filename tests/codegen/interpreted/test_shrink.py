@@ -9,7 +9,7 @@ from tests.codegen.problems import BOUNDS, error, nans
 from tlora_fx.codegen.kernels import shrink
 from tlora_fx.codegen.loading import load
 from tlora_fx.codegen.spec import KernelSpec, Tile
-from tlora_fx.ops.philox import keep_rows
+from tlora_fx.ops.dropout import keep_rows
 
 TILE = Tile(rows=16, columns=32, depth=32, warps=4, stages=2)
 

@@ -31,10 +31,10 @@ def on_kernels(tmp_path_factory, monkeypatch):
 @pytest.fixture(autouse=True)
 def poisoned(monkeypatch):
     """What a kernel does not write is NaN, or all ones."""
-    from tlora_fx.ops.kernels import dispatch as run
+    from tlora_fx.ops.kernels import launch
 
     def empty(shape, *, dtype, device):
         value = float("nan") if dtype.is_floating_point else 255
         return torch.full(shape, value, dtype=dtype, device=device)
 
-    monkeypatch.setattr(run, "empty", empty)
+    monkeypatch.setattr(launch, "empty", empty)

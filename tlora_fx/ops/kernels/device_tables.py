@@ -18,13 +18,14 @@ import torch
 from torch import Tensor
 
 from tlora_fx.errors import TableNotOnDevice, TloraError
-from tlora_fx.ops.adapter_tables import check_scales, rank_bounds
-from tlora_fx.ops.philox import keep_scale, threshold_of
+from tlora_fx.ops.dropout import keep_scale, threshold_of
 from tlora_fx.ops.tables import (
     check_keys,
     check_rates,
+    check_scales,
     check_token_index,
     covering,
+    rank_bounds,
     token_bounds,
 )
 
@@ -77,7 +78,7 @@ class SiteTables(Mirror):
     ranks, slots   int32 [J + 1], rows of a and b, and of the packed adapters
     thresholds     int32 [J] of the 16-bit dropout values, 0 keeps all
     scales         float32 [J], scale times one over the keep rate
-    site           id in dropout masks, and from bit 32 on where x begins (see philox.keep_rows)
+    site           id in dropout masks, and from bit 32 on where x begins (see dropout.keep_rows)
     max_rank       the largest rank of a job
     drops          whether any job does
     """

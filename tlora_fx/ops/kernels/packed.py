@@ -1,8 +1,17 @@
-"""Adapters as kernels read them, and weights with room for them.
+"""Adapters as kernels read them, and room for them behind weights, x and dy.
 
 `pack` runs in every forward: optimizers write through views of a bank, which no version counter
 sees. The backward of that step finds what the forward packed. Buffers belong to the pair (a, b)
 and go when one of them does.
+
+The plan concat-K (see dispatch.py) multiplies [x | S] by a weight with adapters behind it, which
+is nearly free where S can stand right behind x and costs a copy of x where it cannot. Under
+torch.compile whoever produces x can leave the room: a `cat` with an empty tensor becomes, in
+Inductor, a producer that writes into a wider buffer. (A `pad` would be a kernel of its own behind a
+norm: its sizes differ from those of the norm's sum.) What is produced by no generated code,
+attention's output for one, is copied. This is decided when a graph is traced, by shapes, strides
+and settings, never by the number of tokens. The operator takes the wider tensor and `room`, the
+number of columns at its end that are its to write.
 """
 
 from __future__ import annotations
@@ -14,10 +23,14 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from tlora_fx.ops.kernels import select, support
 from tlora_fx.ops.kernels.device_tables import SiteTables
 from tlora_fx.ops.kernels.support import Site
+from tlora_fx.ops.tables import SiteGroup
 
 Key = tuple[object, ...]
+# Wider tails cost more multiplications than the other plans cost writes.
+WIDEST_TAIL = 128
 
 
 @dataclass(slots=True, eq=False, weakref_slot=True)
@@ -77,19 +90,19 @@ _lock = threading.Lock()
 def packed_for(a: Tensor, b: Tensor, site: Site, jobs: int) -> Packed:
     """The buffers of a pair of adapters; what they hold is in `holds`."""
     key = (a.data_ptr(), b.data_ptr(), a.device, site, jobs)
-    found = _packed.get(key)
-    if found is None:
+    held = _packed.get(key)
+    if held is None:
         rows, dtype = site.packed_rows(jobs), getattr(torch, site.dtype)
-        found = Packed(
+        held = Packed(
             a.new_empty(rows, site.inner, dtype=dtype),
             b.new_empty(rows, site.outer, dtype=dtype),
             a.new_empty(rows // site.rank_block, site.strips, dtype=torch.float32),
         )
         with _lock:
-            _packed[key] = found
+            _packed[key] = held
         for one in (a, b):
             weakref.finalize(one, _packed.pop, key, None)
-    return found
+    return held
 
 
 def contents(held: Packed, a: Tensor, b: Tensor, tables: SiteTables) -> object:
@@ -123,7 +136,7 @@ def with_room(weight: Tensor, rows: int) -> Tensor:
     buffer = stored.new_zeros(first + rows, second + rows)
     buffer[:first, :second] = stored
     with _lock:
-        _rooms[_place(buffer)] = Room((first + rows, second + rows))
+        _rooms[_address_of(buffer)] = Room((first + rows, second + rows))
     view = buffer[:first, :second]
     return view.t() if turned else view
 
@@ -134,16 +147,16 @@ def room_of(weight: Tensor, site: Site, make: bool) -> Room | None:
     make   where there is none, keep a copy of the weight in one
     """
     stored = stored_form(weight, site)
-    own = _rooms.get(_place(weight))
+    own = _rooms.get(_address_of(weight))
     if own is not None and own.around(stored, site.tail):
         return own
     first, second = stored.shape
-    key = (*_place(weight), first, second, site.tail)
-    found = _rooms.get(key)
-    if found is not None and found.of is not None:
-        source, version = found.of
+    key = (*_address_of(weight), first, second, site.tail)
+    copied = _rooms.get(key)
+    if copied is not None and copied.of is not None:
+        source, version = copied.of
         if source() is weight and version == stamp_of(weight):
-            return found
+            return copied
     if not make:
         return None
     buffer = stored.new_zeros(first + site.tail, second + site.tail)
@@ -161,8 +174,76 @@ def stored_form(weight: Tensor, site: Site) -> Tensor:
     return weight if site.layout == "out_in" else weight.t()
 
 
-def _place(weight: Tensor) -> Key:
+def _address_of(weight: Tensor) -> Key:
     return weight.data_ptr(), weight.device, weight.dtype
+
+
+def room_columns(rows: int) -> int:
+    """Columns behind x for adapters of so many rows; 0 where there are too many of them."""
+    tail = support.tail_of(rows)
+    return tail if tail <= WIDEST_TAIL else 0
+
+
+def roomy_weight(weight: Tensor, adapter_rows: int) -> Tensor:
+    """A frozen weight with room for adapters of so many rows, where kernels can use it.
+
+    weight    [out, in]
+    returns   a view of a buffer of its own with the same numbers, or the weight itself
+    """
+    tail = room_columns(adapter_rows)
+    able = weight.device.type == "cuda" or support.mode() == "interpret"
+    rows, columns = weight.shape
+    fits = weight.stride() == (columns, 1) and not (rows | columns) % support.GRANULE
+    if not tail or not able or not fits or select.is_strict():
+        return weight
+    return with_room(weight, tail)
+
+
+def behind_x(x: Tensor, group: SiteGroup) -> int:
+    """Columns of room that the traced graph shall have behind x; 0: none."""
+    sites = _sites(x, group)
+    return max((site.tail for site in sites), default=0) * len(sites)
+
+
+def behind_dy(dy: Tensor, group: SiteGroup) -> int:
+    """The same behind each dy; concat-K has no mask, so it gives no dx where jobs drop."""
+    sites = () if group.drops else _sites(dy, group)
+    return max((site.tail for site in sites), default=0)
+
+
+def widen(value: Tensor, room: int) -> Tensor:
+    """The same with so many columns more, which hold anything."""
+    return torch.cat([value, value.new_empty(*value.shape[:-1], room)], -1) if room else value
+
+
+def narrow(value: Tensor, room: int) -> Tensor:
+    """What `widen` was given, as a view."""
+    return value[..., : value.shape[-1] - room] if room else value
+
+
+def is_traced() -> bool:
+    """Whether a compiler traces what runs; torch.export is none, what it gives runs as it is."""
+    tracing = torch._guards.TracingContext.try_get() is not None
+    return tracing and not torch.compiler.is_exporting()
+
+
+def _sites(like: Tensor, group: SiteGroup) -> tuple[Site, ...]:
+    """The sites of a group whose weights all have room, () where concat-K is not to be had."""
+    if not is_traced() or select.is_strict():
+        return ()
+    kernels = support.kernel_group(like, group)
+    if kernels is None:
+        return ()
+    for site, weight in zip(kernels.sites, group.weights, strict=True):
+        if not room_columns(site.rows) or not _is_roomy(weight, site):
+            return ()
+    return kernels.sites
+
+
+def _is_roomy(weight: Tensor, site: Site) -> bool:
+    """Whether a weight's strides tell that adapters can stand behind it."""
+    stored = stored_form(weight, site)
+    return select.may_copy_weights() or stored.stride(0) - stored.shape[1] >= site.tail
 
 
 def forget() -> None:

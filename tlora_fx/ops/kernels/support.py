@@ -25,7 +25,7 @@ from tlora_fx.codegen.kernels.lora_b_backward import chunk_of
 from tlora_fx.codegen.kernels.pack import STRIP
 from tlora_fx.codegen.spec import Dtype, KernelSpec, Layout
 from tlora_fx.errors import TooManyJobs
-from tlora_fx.ops.site_group import SiteGroup, tokens_of
+from tlora_fx.ops.tables import SiteGroup, tokens_of
 
 logger = logging.getLogger("tlora_fx.kernels")
 
@@ -93,12 +93,12 @@ class Site:
 
 
 @dataclass(frozen=True)
-class Served:
-    """A group that kernels serve.
+class KernelGroup:
+    """A group of sites that kernels serve.
 
     sites     its linears
     jobs      J of the row
-    recipes   what calls of its operators started; see replaying.py
+    recipes   what calls of its operators started; see launch_cache.py
     """
 
     sites: tuple[Site, ...]
@@ -106,24 +106,24 @@ class Served:
     recipes: dict[Any, Any] = field(default_factory=dict, compare=False, repr=False)
 
     @classmethod
-    def of(cls, like: Tensor, group: SiteGroup) -> Served:
+    def of(cls, like: Tensor, group: SiteGroup) -> KernelGroup:
         """The shapes of a group that is known to be served; `like` has its dtype and device."""
         facts = _facts(like, group)
-        found = _known.get(facts) if facts else None
-        if found is None:
-            found = cls._made(like, group)
-            _know(facts, found)
-        return found
+        known = _known.get(facts) if facts else None
+        if known is None:
+            known = cls._new(like, group)
+            _remember(facts, known)
+        return known
 
     @classmethod
-    def _made(cls, like: Tensor, group: SiteGroup) -> Served:
+    def _new(cls, like: Tensor, group: SiteGroup) -> KernelGroup:
         arch, jobs = arch_of(like.device), group.jobs
         capacity = job_capacity(jobs)
         sites = []
-        for place, (a, b) in enumerate(zip(group.a, group.b, strict=True)):
-            most = group.capacity(place)
+        for index, (a, b) in enumerate(zip(group.a, group.b, strict=True)):
+            most = group.capacity(index)
             block = rank_block(most)
-            turned = bool(group.weights) and group.weights[place].stride(1) != 1
+            turned = bool(group.weights) and group.weights[index].stride(1) != 1
             site = Site(
                 inner=group.inner,
                 outer=b.shape[1],
@@ -161,26 +161,26 @@ class Served:
         return [like.new_empty(size, dtype=torch.uint8) for size in sizes]
 
 
-def served(x: Tensor, group: SiteGroup) -> Served | None:
+def kernel_group(x: Tensor, group: SiteGroup) -> KernelGroup | None:
     """The group as kernels see it, or None where PyTorch serves it."""
     device = x.device.type
     if device not in ("cuda", "cpu") or (device == "cpu" and mode() != "interpret"):
         return None
     facts = (*_facts(x, group), group.compute_dtype, mode())
-    if len(facts) > _ALONE and (found := _known.get(facts)) is not None:
-        return found
+    if len(facts) > _ALONE and (known := _known.get(facts)) is not None:
+        return known
     reason = why_not(x, group)
     if reason:
         if device == "cuda":
             _say(reason, group.inner, tuple(b.shape[1] for b in group.b))
         return None
-    made = Served.of(x, group)
+    kernels = KernelGroup.of(x, group)
     if len(facts) > _ALONE:
-        _know(facts, made)
-    return made
+        _remember(facts, kernels)
+    return kernels
 
 
-_known: dict[tuple[Any, ...], Served] = {}
+_known: dict[tuple[Any, ...], KernelGroup] = {}
 _MOST = 4096
 _ALONE = 2
 
@@ -202,11 +202,11 @@ def _facts(like: Tensor, group: SiteGroup) -> tuple[Any, ...]:
 _PLAIN = (Tensor, torch.nn.Parameter)
 
 
-def _know(facts: tuple[Any, ...], served: Served) -> None:
+def _remember(facts: tuple[Any, ...], kernels: KernelGroup) -> None:
     if facts:
         if len(_known) >= _MOST:
             _known.clear()
-        _known[facts] = served
+        _known[facts] = kernels
 
 
 def why_not(x: Tensor, group: SiteGroup) -> str:

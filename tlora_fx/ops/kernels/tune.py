@@ -1,9 +1,12 @@
-"""Time plans and tiles on this machine's GPU, and write the table that the selector reads.
+"""Time plans and tiles on this machine's GPU, and write the table that the selection reads.
 
 For each site: first the tiles of the kernels that all plans share, then each plan, the fused one
 with every tile of its GEMM. Of sites that share an x the kernels that serve them at once. What does
 not compile or does not fit is left out and noted. The table is written after every entry, so that
 a run that is cut short is worth what it measured.
+
+Kernels are compiled ahead in processes of their own: a compiler takes a second or more a kernel on
+one core, the measurement of it milliseconds.
 """
 
 from __future__ import annotations
@@ -30,238 +33,12 @@ from torch import Tensor
 from tlora_fx.codegen.kernels import emitter, shrink
 from tlora_fx.codegen.spec import Dtype, KernelSpec, Kind, Tile
 from tlora_fx.errors import KernelToolMissing
-from tlora_fx.ops.kernels import dispatch as plans
-from tlora_fx.ops.kernels import packed, select, support
-from tlora_fx.ops.kernels import select as table
-from tlora_fx.ops.kernels.dispatch import Run, gpu_name
-from tlora_fx.ops.kernels.support import Served, Site
-from tlora_fx.ops.site_group import SiteGroup
-
-# One site, or several on one x, with random numbers: plans and kernels to be timed one by one.
-
-
-_RATE = 0.05
-_WARM = 2
-# What takes so much longer than the fastest is not timed again.
-_FAR = 1.5
-Call = Callable[[], object]
-
-
-@dataclass(slots=True)
-class Case:
-    """A site and a row of equal jobs.
-
-    x, dy           random; dy of the first site
-    group, served   as the operators have them
-    s, bits         of the forward
-    """
-
-    x: Tensor
-    dy: Tensor
-    group: SiteGroup
-    served: Served
-    s: list[Tensor]
-    bits: list[Tensor]
-
-    @classmethod
-    def make(
-        cls,
-        shape: tuple[int, int],
-        tokens: int,
-        ranks: Sequence[int],
-        dtype: torch.dtype,
-        drops: bool,
-        device: torch.device,
-        beside: Sequence[int] = (),
-    ) -> Case:
-        """A row of `tokens` tokens, shared out evenly among jobs of these ranks.
-
-        beside   outputs of further sites on the same x
-        """
-        inner, *outers = *shape, *beside
-        jobs, rows = len(ranks), sum(ranks)
-        bounds = [tokens * job // jobs for job in range(jobs + 1)]
-
-        def normal(*sizes: int, to: torch.dtype = dtype) -> Tensor:
-            return torch.randn(sizes, device=device, dtype=torch.float32).to(to)
-
-        group = SiteGroup(
-            [normal(outer, inner) / inner**0.5 for outer in outers],
-            [normal(rows, inner, to=torch.float32) / inner**0.5 for _ in outers],
-            [normal(rows, outer, to=torch.float32) for outer in outers],
-            [torch.tensor([0, *accumulate(ranks)], dtype=torch.int32) for _ in outers],
-            [torch.ones(jobs, dtype=torch.float64) for _ in outers],
-            [torch.full((jobs,), _RATE * drops, dtype=torch.float64) for _ in outers],
-            torch.tensor(bounds, dtype=torch.int32),
-            torch.tensor([[job, 1] for job in range(jobs)]),
-            torch.arange(tokens, dtype=torch.int32, device=device),
-            [torch.tensor(7 + site) for site in range(len(outers))],
-            dtype,
-            max(ranks),
-            drops,
-        )
-        x, dy = normal(tokens, inner), normal(tokens, outers[0])
-        served, count = Served.of(x, group), len(outers)
-        made = plans.forward(x, [None] * count, group, served)[count:]
-        return cls(x, dy, group, served, made[:count], made[count:])
-
-    @property
-    def site(self) -> Site:
-        """The site as kernels see it."""
-        return self.served.sites[0]
-
-    def direction(self, name: str, room: bool = False) -> Call:
-        """The whole forward, or the whole of dX with dS and dB's parts.
-
-        room   whether x or dy has room behind its rows, which is when concat-K is taken
-        """
-        tail = self.site.tail if room else 0
-        if name == "forward":
-            x = _widened(self.x, tail)
-            return lambda: plans.forward(x, [None], self.group, self.served, tail)
-        dys = [_widened(self.dy, tail)]
-        return lambda: plans.input_gradient(dys, self.group, self.s, self.bits, True, tail)
-
-    def kernel(self, kind: Kind) -> Call:
-        """One kernel alone: of all sites where it serves several at once, else of the first."""
-        run = Run.open(self.served, self.group, len(self.x), self.x.device)
-        helds, site = [run.packed(place) for place in range(len(self.s))], self.site
-        held = helds[0]
-        wide = torch.promote_types(torch.float32, self.x.dtype)
-        chunks = site.chunks(len(self.x), self.served.jobs)
-        if kind == "shrink":
-            return lambda: run.shrink(self.x, helds, self.s, self.bits)
-        if kind == "expand":
-            y = torch.empty_like(self.dy)
-            return lambda: run.expand([0], self.s, [held.b], None, y, accumulate=False)
-        if kind == "lora_b_backward":
-            parts = run.empty(chunks, site.width, site.outer, dtype=wide)
-            ds = torch.empty_like(self.s[0])
-            return lambda: run.lora_b_backward(0, self.dy, self.s[0], held, parts, ds, None)
-        assert kind == "lora_a_backward"
-        sums = [run.empty(chunks, site.width, site.inner, dtype=wide) for _ in self.s]
-        return lambda: run.lora_a_backward(self.x, self.s, self.bits, sums)
-
-
-def _widened(rows: Tensor, columns: int) -> Tensor:
-    """[tokens, n + columns]: the rows with so many columns behind them."""
-    return torch.cat([rows, rows.new_zeros(len(rows), columns)], 1) if columns else rows
-
-
-def microseconds(calls: Sequence[Call], device: torch.device, rounds: int = 5) -> list[float]:
-    """The median time of each call, in turns, so that a slow moment hits all alike.
-
-    On CUDA each call is captured into a graph first: what is timed is the device, not Python.
-    """
-    if device.type == "cuda":
-        return _on_cuda(calls, rounds)
-    return [_by_the_clock(call) for call in calls]
-
-
-def _by_the_clock(call: Call) -> float:
-    """One run: what tests take, under the interpreter."""
-    start = time.perf_counter()
-    call()
-    return 1e6 * (time.perf_counter() - start)
-
-
-def _on_cuda(calls: Sequence[Call], rounds: int) -> list[float]:
-    graphs, pool = [], torch.cuda.graph_pool_handle()
-    for call in calls:
-        for _ in range(_WARM):
-            call()
-        torch.cuda.synchronize()
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, pool=pool):
-            kept = call()
-        del kept
-        graphs.append(graph)
-    found: list[list[float]] = [[] for _ in graphs]
-    for done in range(rounds):
-        far = _FAR * min((times[0] for times in found if times), default=0.0)
-        for graph, times in zip(graphs, found, strict=True):
-            if done and times[0] > far:
-                continue
-            graph.replay()
-            first = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
-            last = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
-            first.record()
-            graph.replay()
-            graph.replay()
-            last.record()
-            last.synchronize()
-            times.append(1e3 * first.elapsed_time(last) / 2)
-    return [statistics.median(times) for times in found]
-
-
-# Compile many kernels in processes of their own, so that tuning finds them in Triton's cache.
-#
-# A compiler takes a second or more a kernel on one core, the measurement of it milliseconds.
-
+from tlora_fx.ops.kernels import dispatch, packed, select, support
+from tlora_fx.ops.kernels.launch import Run, gpu_name
+from tlora_fx.ops.kernels.support import KernelGroup, Site
+from tlora_fx.ops.tables import SiteGroup
 
 logger = logging.getLogger("tlora_fx.kernels")
-_TOKENS = 256
-_MOST_WORKERS = 12
-_TOGETHER = 3
-
-
-@dataclass(frozen=True, slots=True)
-class Task:
-    """One kernel: the site that runs it, and how it cuts its work."""
-
-    kind: Kind
-    shape: tuple[int, int]
-    ranks: tuple[int, ...]
-    drops: bool
-    dtype: Dtype
-    tile: Tile
-    beside: tuple[int, ...] = ()
-
-
-def precompile(tasks: Sequence[Task], seconds: float) -> None:
-    """Run every kernel once on a short row, in several processes, for so long at most.
-
-    What fails here fails again where it is measured, and is noted there.
-    """
-    workers = min(_MOST_WORKERS, max(1, (os.cpu_count() or 2) - 2))
-    until = time.monotonic() + seconds
-    with ProcessPoolExecutor(workers, mp_context=get_context("spawn")) as pool:
-        groups = [tasks[start : start + _TOGETHER] for start in range(0, len(tasks), _TOGETHER)]
-        futures = [pool.submit(_compile, group) for group in groups]
-        done, late = wait(futures, timeout=max(0.0, until - time.monotonic()))
-        for future in late:
-            future.cancel()
-        for future in done:
-            if error := future.exception():
-                logger.info("precompiling stopped in one process: %s", error)
-
-
-def _compile(tasks: Sequence[Task]) -> None:
-    for task in tasks:
-        try:
-            _run(task)
-        except Exception as error:  # noqa: BLE001  # compilers and drivers raise what they like
-            logger.info("%s %s does not run: %s", task.kind, task.tile, error)
-
-
-def _run(task: Task) -> None:
-    case = _case(task.shape, task.ranks, task.drops, task.dtype, task.beside)
-    directed = task.kind in ("forward", "input_gradient")
-    call = case.direction(task.kind) if directed else case.kernel(task.kind)
-    with select.force_tiles({task.kind: task.tile}), select.force_plan("fused"):
-        call()
-    torch.cuda.synchronize()
-
-
-@lru_cache(maxsize=4)
-def _case(
-    shape: tuple[int, int], ranks: tuple[int, ...], drops: bool, dtype: Dtype,
-    beside: tuple[int, ...],
-) -> Case:  # fmt: skip
-    device = torch.device("cuda", torch.cuda.current_device())
-    with select.force_plan("fused"):
-        return Case.make(shape, _TOKENS, ranks, getattr(torch, dtype), drops, device, beside)
-
 
 #: A Llama-3-8B layer; the rows of a step; jobs as they come: few and small, many, large.
 SHAPES = ((4096, 4096), (4096, 14336), (14336, 4096), (4096, 1024))
@@ -276,6 +53,15 @@ DIRECTIONS: tuple[select.Direction, ...] = ("forward", "input_gradient")
 _COMPILING = 0.4
 # Up to so many tokens `shrink` may leave shares of S.
 FEW_TOKENS = 4096
+_RATE = 0.05
+_WARM = 2
+# What takes so much longer than the fastest is not timed again.
+_FAR = 1.5
+Call = Callable[[], object]
+# To compile a kernel it runs once on so short a row.
+_SHORT = 256
+_MOST_WORKERS = 12
+_TOGETHER = 3
 
 
 @dataclass(frozen=True, slots=True)
@@ -340,7 +126,7 @@ def tune(
     device = device or _gpu()
     until = time.monotonic() + budget_seconds
     gpu = gpu_name(device) or "cpu"
-    path = out_path or (table.SHIPPED / table.file_name(gpu) if ship else table.own_table(gpu))
+    path = out_path or (select.SHIPPED / select.file_name(gpu) if ship else select.own_table(gpu))
     console, log = Console(highlight=False), _Log(path, gpu, until)
     if groups is None:
         groups = () if shapes else GROUPS
@@ -406,11 +192,11 @@ def _measure(point: Point, dtype: Dtype, device: torch.device, log: _Log, consol
             times = _plans(kind, case, tiles, log)
             if times:
                 _enter(log, kind, case, point, {"plans": times})
-                console.print(f"  {kind:<15} " + "  ".join(map(_told, times.items())))
+                console.print(f"  {kind:<15} " + "  ".join(map(_described, times.items())))
         elif (best := _best_tile(kind, case, tiles, log)) is not None:
             tiles[kind], micro = best
-            found = {"tile": table.tile_fields(tiles[kind]), "us": round(micro, 2)}
-            _enter(log, kind, case, point, found)
+            measured = {"tile": select.tile_fields(tiles[kind]), "us": round(micro, 2)}
+            _enter(log, kind, case, point, measured)
             console.print(f"  {kind:<15} {micro:8.1f} µs  {_short(tiles[kind])}")
     packed.forget()
 
@@ -419,7 +205,7 @@ def _best_tile(
     kind: Kind, case: Case, tiles: dict[Kind, Tile], log: _Log
 ) -> tuple[Tile, float] | None:
     able: list[tuple[Tile, Call]] = []
-    kernel, name = case.kernel(kind), table.family(kind, case.site, len(case.s))
+    kernel, name = case.kernel(kind), select.family(kind, case.site, len(case.s))
     for tile in _candidates(kind, case.site, len(case.s), len(case.x)):
         call = _forced(kernel, tiles | {kind: tile}, None)
         if _runs(call, f"{name} {_short(tile)}", log):
@@ -443,14 +229,14 @@ def _plans(
         for cut in cuts:
             own = tiles | ({direction: cut} if cut else {})
             call = _forced(case.direction(direction, room=plan == "concat"), own, plan)
-            name = f"{table.family(direction, case.site)} {plan} {_short(cut)}"
+            name = f"{select.family(direction, case.site)} {plan} {_short(cut)}"
             if _runs(call, name, log):
                 tried.append((plan, cut, call))
     times = microseconds([call for *_, call in tried], case.x.device)
     best: dict[str, dict[str, Any]] = {}
     for (plan, cut, _), micro in zip(tried, times, strict=True):
         if plan not in best or micro < best[plan]["us"]:
-            best[plan] = {"us": round(micro, 2), "tile": table.tile_fields(cut)}
+            best[plan] = {"us": round(micro, 2), "tile": select.tile_fields(cut)}
     return best
 
 
@@ -467,7 +253,7 @@ def _forced(call: Call, tiles: dict[Kind, Tile], plan: select.Plan | None) -> Ca
 
 
 def _runs(call: Call, name: str, log: _Log) -> bool:
-    """Whether a call works at all; why not goes into the table."""
+    """Whether a call works at all; why not goes into the select."""
     if name in log.failures:
         return False
     try:
@@ -503,7 +289,7 @@ def _spec(kind: Kind, site: Site, sites: int = 1) -> KernelSpec:
 
 def _tasks(points: Sequence[Point], dtype: Dtype, device: torch.device) -> Iterator[Task]:
     """Every kernel that will be tried, each once, in the order of need."""
-    arch, found = support.arch_of(device), set()
+    arch, tried = support.arch_of(device), set()
     for point, kind in ((one, kind) for one in points for kind in one.kinds):
         most = max(point.ranks)
         block = support.rank_block(most)
@@ -514,17 +300,17 @@ def _tasks(points: Sequence[Point], dtype: Dtype, device: torch.device) -> Itera
         sites = 1 + len(point.beside)
         for tile in _candidates(kind, site, sites, point.tokens):
             task = Task(kind, point.shape, point.ranks, point.drops, dtype, tile, point.beside)
-            if (name := (_spec(kind, site, sites), tile)) not in found:
-                found.add(name)
+            if (name := (_spec(kind, site, sites), tile)) not in tried:
+                tried.add(name)
                 yield task
 
 
-def _enter(log: _Log, kind: str, case: Case, point: Point, found: dict[str, Any]) -> None:
+def _enter(log: _Log, kind: str, case: Case, point: Point, best: dict[str, Any]) -> None:
     """Add an entry, and write all."""
     site, sites = case.site, len(case.s)
     at = [select.bucket(point.tokens), site.width, max(site.tail, 1)]
-    log.entries.append({"family": table.family(kind, site, sites), "at": at, **found})
-    table.write(log.path, log.gpu, _facts(log), log.entries)
+    log.entries.append({"family": select.family(kind, site, sites), "at": at, **best})
+    select.write_table(log.path, log.gpu, _facts(log), log.entries)
 
 
 def _facts(log: _Log) -> dict[str, Any]:
@@ -539,10 +325,10 @@ def _facts(log: _Log) -> dict[str, Any]:
     }
 
 
-def _told(plan: tuple[str, dict[str, Any]]) -> str:
-    name, found = plan
-    cut = "" if found["tile"] is None else f" ({_short(Tile(**found['tile']))})"
-    return f"{name} {found['us']:.1f} µs{cut}"
+def _described(plan: tuple[str, dict[str, Any]]) -> str:
+    name, best = plan
+    cut = "" if best["tile"] is None else f" ({_short(Tile(**best['tile']))})"
+    return f"{name} {best['us']:.1f} µs{cut}"
 
 
 def _short(tile: Tile | None) -> str:
@@ -550,3 +336,208 @@ def _short(tile: Tile | None) -> str:
         return ""
     parts = f"{tile.rows}x{tile.columns}x{tile.depth} w{tile.warps} s{tile.stages}"
     return parts + (f" slab {tile.slab}" if tile.slab else "")
+
+
+@dataclass(frozen=True, slots=True)
+class Task:
+    """One kernel: the site that runs it, and how it cuts its work."""
+
+    kind: Kind
+    shape: tuple[int, int]
+    ranks: tuple[int, ...]
+    drops: bool
+    dtype: Dtype
+    tile: Tile
+    beside: tuple[int, ...] = ()
+
+
+def precompile(tasks: Sequence[Task], seconds: float) -> None:
+    """Run every kernel once on a short row, in several processes, for so long at most.
+
+    What fails here fails again where it is measured, and is noted there.
+    """
+    workers = min(_MOST_WORKERS, max(1, (os.cpu_count() or 2) - 2))
+    until = time.monotonic() + seconds
+    with ProcessPoolExecutor(workers, mp_context=get_context("spawn")) as pool:
+        groups = [tasks[start : start + _TOGETHER] for start in range(0, len(tasks), _TOGETHER)]
+        futures = [pool.submit(_compile, group) for group in groups]
+        done, late = wait(futures, timeout=max(0.0, until - time.monotonic()))
+        for future in late:
+            future.cancel()
+        for future in done:
+            if error := future.exception():
+                logger.info("precompiling stopped in one process: %s", error)
+
+
+def _compile(tasks: Sequence[Task]) -> None:
+    for task in tasks:
+        try:
+            _run_once(task)
+        except Exception as error:  # noqa: BLE001  # compilers and drivers raise what they like
+            logger.info("%s %s does not run: %s", task.kind, task.tile, error)
+
+
+def _run_once(task: Task) -> None:
+    case = _case(task.shape, task.ranks, task.drops, task.dtype, task.beside)
+    directed = task.kind in ("forward", "input_gradient")
+    call = case.direction(task.kind) if directed else case.kernel(task.kind)
+    with select.force_tiles({task.kind: task.tile}), select.force_plan("fused"):
+        call()
+    torch.cuda.synchronize()
+
+
+@lru_cache(maxsize=4)
+def _case(
+    shape: tuple[int, int], ranks: tuple[int, ...], drops: bool, dtype: Dtype,
+    beside: tuple[int, ...],
+) -> Case:  # fmt: skip
+    device = torch.device("cuda", torch.cuda.current_device())
+    with select.force_plan("fused"):
+        return Case.make(shape, _SHORT, ranks, getattr(torch, dtype), drops, device, beside)
+
+
+@dataclass(slots=True)
+class Case:
+    """A site and a row of equal jobs.
+
+    x, dy           random; dy of the first site
+    group, kernels  as the operators have them
+    s, bits         of the forward
+    """
+
+    x: Tensor
+    dy: Tensor
+    group: SiteGroup
+    kernels: KernelGroup
+    s: list[Tensor]
+    bits: list[Tensor]
+
+    @classmethod
+    def make(
+        cls,
+        shape: tuple[int, int],
+        tokens: int,
+        ranks: Sequence[int],
+        dtype: torch.dtype,
+        drops: bool,
+        device: torch.device,
+        beside: Sequence[int] = (),
+    ) -> Case:
+        """A row of `tokens` tokens, shared out evenly among jobs of these ranks.
+
+        beside   outputs of further sites on the same x
+        """
+        inner, *outers = *shape, *beside
+        jobs, rows = len(ranks), sum(ranks)
+        bounds = [tokens * job // jobs for job in range(jobs + 1)]
+
+        def normal(*sizes: int, to: torch.dtype = dtype) -> Tensor:
+            return torch.randn(sizes, device=device, dtype=torch.float32).to(to)
+
+        group = SiteGroup(
+            [normal(outer, inner) / inner**0.5 for outer in outers],
+            [normal(rows, inner, to=torch.float32) / inner**0.5 for _ in outers],
+            [normal(rows, outer, to=torch.float32) for outer in outers],
+            [torch.tensor([0, *accumulate(ranks)], dtype=torch.int32) for _ in outers],
+            [torch.ones(jobs, dtype=torch.float64) for _ in outers],
+            [torch.full((jobs,), _RATE * drops, dtype=torch.float64) for _ in outers],
+            torch.tensor(bounds, dtype=torch.int32),
+            torch.tensor([[job, 1] for job in range(jobs)]),
+            torch.arange(tokens, dtype=torch.int32, device=device),
+            [torch.tensor(7 + site) for site in range(len(outers))],
+            dtype,
+            max(ranks),
+            drops,
+        )
+        x, dy = normal(tokens, inner), normal(tokens, outers[0])
+        kernels, count = KernelGroup.of(x, group), len(outers)
+        made = dispatch.forward(x, [None] * count, group, kernels)[count:]
+        return cls(x, dy, group, kernels, made[:count], made[count:])
+
+    @property
+    def site(self) -> Site:
+        """The site as kernels see it."""
+        return self.kernels.sites[0]
+
+    def direction(self, name: str, room: bool = False) -> Call:
+        """The whole forward, or the whole of dX with dS and dB's parts.
+
+        room   whether x or dy has room behind its rows, which is when concat-K is taken
+        """
+        tail = self.site.tail if room else 0
+        if name == "forward":
+            x = _widened(self.x, tail)
+            return lambda: dispatch.forward(x, [None], self.group, self.kernels, tail)
+        dys = [_widened(self.dy, tail)]
+        return lambda: dispatch.input_gradient(dys, self.group, self.s, self.bits, True, tail)
+
+    def kernel(self, kind: Kind) -> Call:
+        """One kernel alone: of all sites where it serves several at once, else of the first."""
+        run = Run.open(self.kernels, self.group, len(self.x), self.x.device)
+        helds, site = [run.packed(index) for index in range(len(self.s))], self.site
+        held = helds[0]
+        wide = torch.promote_types(torch.float32, self.x.dtype)
+        chunks = site.chunks(len(self.x), self.kernels.jobs)
+        if kind == "shrink":
+            return lambda: run.shrink(self.x, helds, self.s, self.bits)
+        if kind == "expand":
+            y = torch.empty_like(self.dy)
+            return lambda: run.expand([0], self.s, [held.b], None, y, accumulate=False)
+        if kind == "lora_b_backward":
+            parts = run.empty(chunks, site.width, site.outer, dtype=wide)
+            ds = torch.empty_like(self.s[0])
+            return lambda: run.lora_b_backward(0, self.dy, self.s[0], held, parts, ds, None)
+        assert kind == "lora_a_backward"
+        sums = [run.empty(chunks, site.width, site.inner, dtype=wide) for _ in self.s]
+        return lambda: run.lora_a_backward(self.x, self.s, self.bits, sums)
+
+
+def _widened(rows: Tensor, columns: int) -> Tensor:
+    """[tokens, n + columns]: the rows with so many columns behind them."""
+    return torch.cat([rows, rows.new_zeros(len(rows), columns)], 1) if columns else rows
+
+
+def microseconds(calls: Sequence[Call], device: torch.device, rounds: int = 5) -> list[float]:
+    """The median time of each call, in turns, so that a slow moment hits all alike.
+
+    On CUDA each call is captured into a graph first: what is timed is the device, not Python.
+    """
+    if device.type == "cuda":
+        return _on_cuda(calls, rounds)
+    return [_by_the_clock(call) for call in calls]
+
+
+def _by_the_clock(call: Call) -> float:
+    """One run: what tests take, under the interpreter."""
+    start = time.perf_counter()
+    call()
+    return 1e6 * (time.perf_counter() - start)
+
+
+def _on_cuda(calls: Sequence[Call], rounds: int) -> list[float]:
+    graphs, pool = [], torch.cuda.graph_pool_handle()
+    for call in calls:
+        for _ in range(_WARM):
+            call()
+        torch.cuda.synchronize()
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph, pool=pool):
+            kept = call()
+        del kept
+        graphs.append(graph)
+    measured: list[list[float]] = [[] for _ in graphs]
+    for done in range(rounds):
+        far = _FAR * min((times[0] for times in measured if times), default=0.0)
+        for graph, times in zip(graphs, measured, strict=True):
+            if done and times[0] > far:
+                continue
+            graph.replay()
+            first = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
+            last = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
+            first.record()
+            graph.replay()
+            graph.replay()
+            last.record()
+            last.synchronize()
+            times.append(1e3 * first.elapsed_time(last) / 2)
+    return [statistics.median(times) for times in measured]

@@ -8,7 +8,6 @@ import torch
 from tlora_fx.codegen.kernels import emitter
 from tlora_fx.codegen.spec import Tile
 from tlora_fx.ops.kernels import select, tune
-from tlora_fx.ops.kernels import select as table
 from tlora_fx.ops.kernels.support import Site
 
 CPU = torch.device("cpu")
@@ -28,13 +27,13 @@ def test_a_table_is_written_and_read(few_tiles, tmp_path, monkeypatch, capsys):
     tune.tune([(16, 32)], [9], [2, 3], "float32", path, device=CPU, groups=[(16, 32, 16)])
     document = json.loads(path.read_text())
     site = Site(16, 32, "float32", "float32", 16, 16, 5, "out_in", False, 64, 90)
-    monkeypatch.setattr(table, "own_table", lambda gpu: path)
+    monkeypatch.setattr(select, "own_table", lambda gpu: path)
     select.forget()
 
     assert "16→32, 9 tokens, 2 jobs of rank 2 to 3" in capsys.readouterr().out
     assert document["left_out"]
     for direction in tune.DIRECTIONS:
-        times = table.plan_times("some GPU", direction, site, 128)
+        times = select.plan_times("some GPU", direction, site, 128)
         chosen = select.choose(direction, site, 20, True, "some GPU", behind=True)
         assert chosen.plan == min(times, key=lambda plan: times[plan].microseconds)
         assert chosen.source == str(path)

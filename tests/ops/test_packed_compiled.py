@@ -9,8 +9,8 @@ import torch
 from torch._inductor.async_compile import AsyncCompile
 from torch._inductor.utils import run_and_get_code
 
-from tlora_fx.ops import multi_lora_linear, multi_lora_linears, room
-from tlora_fx.ops.kernels import loop, strict, support, with_room
+from tlora_fx.ops import lora_loop, multi_lora_linear, multi_lora_linears
+from tlora_fx.ops.kernels import packed, strict, support, with_room
 
 WIDTH, HIDDEN, ROOM, TOKENS = 32, 48, 64, 11
 
@@ -19,7 +19,8 @@ WIDTH, HIDDEN, ROOM, TOKENS = 32, 48, 64, 11
 def seen(monkeypatch):
     """Traced graphs are made as if kernels served; what x and dys the operators were given."""
     torch._dynamo.reset()
-    given, forward, backward, sites = [], loop.forward, loop.input_gradient, room._sites
+    given, sites = [], packed._sites
+    forward, backward = lora_loop.forward, lora_loop.input_gradient
 
     def note(kind, *values):
         given.extend((kind, one.shape[-1], one.stride(-2) - one.shape[-1]) for one in values)
@@ -34,12 +35,12 @@ def seen(monkeypatch):
 
     def served_sites(like, group):
         with monkeypatch.context() as patch:
-            patch.setattr(support, "served", support.Served.of)
+            patch.setattr(support, "kernel_group", support.KernelGroup.of)
             return sites(like, group)
 
-    monkeypatch.setattr(room, "_sites", served_sites)
-    monkeypatch.setattr(loop, "forward", noted_forward)
-    monkeypatch.setattr(loop, "input_gradient", noted_backward)
+    monkeypatch.setattr(packed, "_sites", served_sites)
+    monkeypatch.setattr(lora_loop, "forward", noted_forward)
+    monkeypatch.setattr(lora_loop, "input_gradient", noted_backward)
     yield given
     torch._dynamo.reset()
 

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from tlora_fx.codegen.launching import KernelLaunch, tape
-from tlora_fx.ops.kernels.dispatch import NotTold, Recording
+from tlora_fx.ops.kernels.launch_cache import NotRecordable, Recording
 
 
 @dataclass
@@ -60,9 +60,9 @@ def test_calls_whose_tensors_are_not_aligned_are_not_served():
 def test_what_no_tensor_of_the_call_holds_is_not_written_down(by_address):
     """Nor what two of them hold."""
     x, other = torch.zeros(64), torch.zeros(64)
-    with pytest.raises(NotTold, match="0 tensors"):
+    with pytest.raises(NotRecordable, match="0 tensors"):
         noted(other, tensors=[x], by_address=by_address)
-    with pytest.raises(NotTold, match="2 tensors"):
+    with pytest.raises(NotRecordable, match="2 tensors"):
         noted(x, tensors=[x, x], by_address=by_address)
 
 
@@ -83,5 +83,5 @@ def test_products_are_written_down_and_new_tensors_are_not_forgotten():
 
     with recording.on():
         torch.add(left, 1)
-    with pytest.raises(NotTold, match="add"):
+    with pytest.raises(NotRecordable, match="add"):
         recording.recipe([left, right, out])

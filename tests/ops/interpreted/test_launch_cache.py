@@ -5,8 +5,7 @@ import torch
 
 from tests.ops.batches import run
 from tlora_fx.ops import multi_lora_linear, multi_lora_linears
-from tlora_fx.ops.kernels import dispatch, force_plan, refresh, select
-from tlora_fx.ops.kernels import dispatch as launches
+from tlora_fx.ops.kernels import force_plan, launch, launch_cache, refresh, select
 
 SHAPE, LENGTHS, RANKS = (32, 48), (4, 0, 3), (3, 2, 5)
 OUTERS = (48, 16)
@@ -20,7 +19,7 @@ def direct(monkeypatch):
 
     def off():
         monkeypatch.setattr(
-            launches.Run, "serve", lambda self, function, *args: function(self, *args)
+            launch.Run, "serve", lambda self, function, *args: function(self, *args)
         )
 
     return off
@@ -30,13 +29,13 @@ def direct(monkeypatch):
 def served(monkeypatch):
     """How many calls recipes served."""
     counts = [0]
-    serve = dispatch.Recipe.serve
+    serve = launch_cache.Recipe.serve
 
     def counted(*args):
         counts[0] += 1
         return serve(*args)
 
-    monkeypatch.setattr(dispatch.Recipe, "serve", counted)
+    monkeypatch.setattr(launch_cache.Recipe, "serve", counted)
     return counts
 
 

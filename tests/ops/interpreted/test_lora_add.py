@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from tlora_fx.ops import multi_lora_add
-from tlora_fx.ops.kernels import added
+from tlora_fx.ops.kernels import dispatch
 
 BOUND = 1e-5
 RATES = pytest.mark.parametrize("rates", [(0.0, 0.0, 0.0), (0.3, 0.0, 0.2)], ids=["keep", "drop"])
@@ -26,9 +26,9 @@ def run(made, y, x, a, b, **other):
 def launched(monkeypatch):
     """How often kernels served."""
     calls = []
-    for name in ("forward", "input_gradient"):
-        real = getattr(added, name)
-        monkeypatch.setattr(added, name, lambda *a, r=real, n=name: (calls.append(n), r(*a))[1])
+    for name in ("add_forward", "add_input_gradient"):
+        real = getattr(dispatch, name)
+        monkeypatch.setattr(dispatch, name, lambda *a, r=real, n=name: (calls.append(n), r(*a))[1])
     return calls
 
 
@@ -45,7 +45,7 @@ def test_kernels_give_the_numbers_of_each_job_alone(lora, launched, rates):
     made.weight, made.bias = torch.zeros_like(made.weight), None
     branches = made.reference(x, a, b)
     expected = torch.autograd.grad(branches, (x, a, b), dy.double())
-    assert launched == ["forward", "input_gradient"]
+    assert launched == ["add_forward", "add_input_gradient"]
     assert torch.equal(grads[0], dy)
     for one, other in zip((found, *grads[1:]), (y + branches, *expected), strict=True):
         assert (one.double() - other).norm() <= BOUND * other.norm()

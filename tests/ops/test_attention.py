@@ -10,9 +10,8 @@ from tlora_fx.errors import (
     MaskKeyError,
     SegmentError,
 )
-from tlora_fx.ops import attention as attention_flash
-from tlora_fx.ops import attention as attention_math
-from tlora_fx.ops import attention as packed_attention
+from tlora_fx.ops import attention as module
+from tlora_fx.ops import packed_attention
 
 RULES = [
     {},
@@ -49,7 +48,7 @@ def assert_equal(pairs, **bound):
 def path(request, monkeypatch):
     """Both ways of the CPU: torch's kernel for plain sequences, and the explicit one."""
     if request.param == "written out":
-        monkeypatch.setattr(attention_flash, "flash_fits_sequence", lambda *_: False)
+        monkeypatch.setattr(module, "flash_fits_sequence", lambda *_: False)
 
 
 @pytest.mark.parametrize("rule", RULES, ids=str)
@@ -90,8 +89,8 @@ def test_gradients_pass_gradcheck(attention, path, rule):
 @pytest.mark.parametrize("rule", RULES, ids=str)
 def test_query_blocks_do_not_show(attention, monkeypatch, rule):
     """Long sequences, taken in blocks of 16 queries, equal dense attention."""
-    monkeypatch.setattr(attention_math, "_CPU_SCORES", 1)
-    monkeypatch.setattr(attention_flash, "flash_fits_sequence", lambda *_: False)
+    monkeypatch.setattr(module, "_CPU_SCORES", 1)
+    monkeypatch.setattr(module, "flash_fits_sequence", lambda *_: False)
     made = attention(((40,), (7, 17)), (2, 1), 4, **rule | {"window": 20})
 
     assert_equal(results(made), rtol=1e-11, atol=1e-11)

@@ -8,8 +8,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from tests.quantised import decoded
 from tlora_fx.errors import FrozenGradientError, MissingPackageError, QuantizedLinearError
-from tlora_fx.ops import quantized
-from tlora_fx.ops import quantized as quantized_forms
+from tlora_fx.ops import quantized, quantized_linear
 from tlora_fx.ops.quantized import FORMS, quantised
 
 SHAPE = [12, 128]
@@ -54,7 +53,7 @@ def test_output_and_gradient_are_those_of_the_decoded_matrix(form, dtype):
     dense = decoded(form, stored, SHAPE).double()
     dy = torch.randn(2, 5, SHAPE[0], dtype=dtype)
 
-    y = quantized(x.requires_grad_(), stored, bias, form, SHAPE)
+    y = quantized_linear(x.requires_grad_(), stored, bias, form, SHAPE)
     (dx,) = torch.autograd.grad(y, x, dy)
 
     pairs = (
@@ -76,7 +75,7 @@ def test_a_nan_stays_in_its_token(form):
         given, grad = x.clone(), dy.clone()
         if poison:
             given[0, 2], grad[0, 2] = float("nan"), float("nan")
-        y = quantized(given.requires_grad_(), stored, None, form, SHAPE)
+        y = quantized_linear(given.requires_grad_(), stored, None, form, SHAPE)
         (dx,) = torch.autograd.grad(y, given, grad)
         return [torch.cat([t[0, :2], t[0, 3:], t[1]]) for t in (y.detach(), dx)]
 
@@ -88,7 +87,7 @@ def test_a_nan_stays_in_its_token(form):
 def test_shapes_are_known_without_the_library(form, monkeypatch):
     """On the meta device a pass learns what will be stored."""
     weight, stored, _ = made(form)
-    monkeypatch.setattr(quantized_forms, "find_spec", lambda name: None)
+    monkeypatch.setattr(quantized, "find_spec", lambda name: None)
 
     for part, real in enumerate(stored):
         fake = quantised(form, part, weight.to("meta"))
@@ -99,12 +98,12 @@ def test_shapes_are_known_without_the_library(form, monkeypatch):
 def test_without_the_library_the_error_names_the_extra(form, monkeypatch):
     """Quantising and multiplying need it."""
     weight, stored, x = made(form)
-    monkeypatch.setattr(quantized_forms, "find_spec", lambda name: None)
+    monkeypatch.setattr(quantized, "find_spec", lambda name: None)
 
     with pytest.raises(MissingPackageError, match=r"tlora-fx\[quant\]"):
         quantised(form, 0, weight)
     with pytest.raises(MissingPackageError, match=FORMS[form].package):
-        quantized(x, stored, None, form, SHAPE)
+        quantized_linear(x, stored, None, form, SHAPE)
 
 
 @pytest.mark.parametrize("form", FORMS)
@@ -115,7 +114,7 @@ def test_quantized_linear_passes_opcheck(form):
     checks = CHECKS[1:] if form == "float8" else CHECKS
     backward = torch.ops.tlora_fx.quantized_linear_backward.default
     for operator, given in (
-        (quantized, (x.requires_grad_(), stored, None, form, SHAPE)),
+        (quantized_linear, (x.requires_grad_(), stored, None, form, SHAPE)),
         (backward, (torch.randn(3, SHAPE[0]), stored, form, SHAPE)),
     ):
         torch.library.opcheck(operator, given, test_utils=checks)
@@ -126,7 +125,7 @@ def test_no_tokens_give_no_rows():
     for form in FORMS:
         _, stored, x = made(form)
         empty = x[:, :0].detach().requires_grad_()
-        y = quantized(empty, stored, None, form, SHAPE)
+        y = quantized_linear(empty, stored, None, form, SHAPE)
         y.sum().backward()
         assert y.shape == (2, 0, SHAPE[0])
         assert empty.grad.shape == empty.shape
@@ -136,7 +135,7 @@ def test_each_direction_counts_one_product():
     """Two operations a multiply-add."""
     _, stored, x = made("int8")
     with FlopCounterMode(display=False) as counter:
-        quantized(x.requires_grad_(), stored, None, "int8", SHAPE).sum().backward()
+        quantized_linear(x.requires_grad_(), stored, None, "int8", SHAPE).sum().backward()
 
     assert counter.get_total_flops() == 2 * 2 * 10 * SHAPE[0] * SHAPE[1]
 
@@ -146,7 +145,7 @@ def test_a_trained_bias_is_refused():
     _, stored, x = made("int8")
     bias = torch.zeros(SHAPE[0], requires_grad=True)
     with pytest.raises(FrozenGradientError, match="T0505"):
-        quantized(x, stored, bias, "int8", SHAPE).sum().backward()
+        quantized_linear(x, stored, bias, "int8", SHAPE).sum().backward()
 
 
 @pytest.mark.parametrize(
@@ -167,7 +166,7 @@ def test_what_does_not_fit_is_refused(change, told):
     _, stored, x = made("int8")
     given = {"x": x, "stored": stored, "bias": None, "form": "int8", "shape": SHAPE} | change
     with pytest.raises(QuantizedLinearError, match=told):
-        quantized(*given.values())
+        quantized_linear(*given.values())
 
 
 @pytest.mark.gpu
@@ -181,7 +180,7 @@ def test_cuda_equals_the_decoded_matrix(form, tokens):
     dense = decoded(form, stored, shape).double()
     dy = torch.randn(1, tokens, shape[0], device="cuda", dtype=torch.bfloat16)
 
-    y = quantized(x, stored, None, form, shape)
+    y = quantized_linear(x, stored, None, form, shape)
     (dx,) = torch.autograd.grad(y, x, dy)
 
     pairs = ((y, x.detach().double() @ dense.t()), (dx, dy.double() @ dense))

@@ -3,8 +3,8 @@
 import pytest
 import torch
 
-from tlora_fx.ops import multi_lora_linear, multi_lora_linears, room
-from tlora_fx.ops.kernels import dispatch, select, with_room
+from tlora_fx.ops import multi_lora_linear, multi_lora_linears
+from tlora_fx.ops.kernels import launch, packed, select, with_room
 
 BOUND = 1e-5
 FEATURES = (32, 48)
@@ -15,7 +15,7 @@ ops = torch.ops.tlora_fx
 
 
 def widen(value, columns):
-    """As `room.widen`, with NaN in the room."""
+    """As `packed.widen`, with NaN in the room."""
     return torch.nn.functional.pad(value, (0, columns), value=float("nan"))
 
 
@@ -25,17 +25,17 @@ def traced(monkeypatch):
     copies = []
 
     def watched(name):
-        plain = getattr(dispatch.Run, name)
+        plain = getattr(launch.Run, name)
 
         def call(self, *args, copies_=copies, **kwargs):
             given = kwargs.get("copies", args[-1] if name == "lora_b_backward" else None)
             copies_.append((name, given))
             return plain(self, *args, **kwargs)
 
-        monkeypatch.setattr(dispatch.Run, name, call)
+        monkeypatch.setattr(launch.Run, name, call)
 
-    monkeypatch.setattr(room, "is_traced", lambda: True)
-    monkeypatch.setattr(room, "widen", lambda value, n: widen(value, n) if n else value)
+    monkeypatch.setattr(packed, "is_traced", lambda: True)
+    monkeypatch.setattr(packed, "widen", lambda value, n: widen(value, n) if n else value)
     watched("shrink")
     watched("lora_b_backward")
     return copies

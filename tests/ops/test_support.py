@@ -8,7 +8,7 @@ from torch._subclasses import FakeTensorMode
 
 from tlora_fx.ops import multi_lora_add
 from tlora_fx.ops.kernels import support
-from tlora_fx.ops.site_group import SiteGroup
+from tlora_fx.ops.tables import SiteGroup
 
 
 @pytest.fixture

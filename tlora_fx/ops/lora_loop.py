@@ -6,12 +6,63 @@ never on masked rows of others: a NaN of one job has no way into another's sums.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from dataclasses import dataclass
+
 import torch
 from torch import Tensor
 
-from tlora_fx.ops.adapter_tables import AdapterTables, sum_dtype
-from tlora_fx.ops.philox import keep_scale
-from tlora_fx.ops.site_group import SiteGroup
+from tlora_fx.ops.dropout import JobMasks, keep_scale, threshold_of
+from tlora_fx.ops.tables import SiteGroup, check_fit, check_scales, named, rank_bounds
+
+
+@dataclass(frozen=True, slots=True)
+class Branch:
+    """One job's adapter on this layer, with the tokens and ranks that it owns."""
+
+    job: int
+    tokens: slice
+    ranks: slice
+    scale: float
+
+
+@dataclass(frozen=True, slots=True)
+class AdapterTables:
+    """The adapters of a row on one layer: only jobs with a rank and tokens."""
+
+    branches: tuple[Branch, ...]
+    masks: JobMasks
+
+    @classmethod
+    def read(cls, group: SiteGroup, index: int, tokens: int) -> AdapterTables:
+        """Check all tables of a site of a group.
+
+        raises   AdapterTableError, SegmentError, MaskKeyError, naming the site
+        """
+        site = group.sites[index]
+        with named(site):
+            masks = JobMasks.read(
+                group.rates[index], group.segments, group.keys, group.token_index, site, tokens
+            )
+            jobs = len(masks.rates)
+            rows = rank_bounds(group.ranks[index], jobs, group.a[index].shape[0])
+            scales = check_scales(group.scales[index], jobs)
+            branches = tuple(_branches(masks.bounds, rows, scales))
+            largest = max((own.ranks.stop - own.ranks.start for own in branches), default=0)
+            drops = any(map(threshold_of, masks.rates))
+            check_fit(largest, drops, group.max_rank, group.drops)
+        return cls(branches, masks)
+
+    def draw(self, branch: Branch, columns: int) -> Tensor | None:
+        """The branch's keep mask, or None where it drops nothing."""
+        return self.masks.keep(branch.job, columns) if self.masks.drops(branch.job) else None
+
+
+def _branches(bounds: list[int], rows: list[int], scales: list[float]) -> Iterator[Branch]:
+    for job, scale in enumerate(scales):
+        tokens, ranks = slice(*bounds[job : job + 2]), slice(*rows[job : job + 2])
+        if tokens.start < tokens.stop and ranks.start < ranks.stop:
+            yield Branch(job, tokens, ranks, scale)
 
 
 def forward(x: Tensor, biases: list[Tensor | None], group: SiteGroup) -> list[Tensor]:
@@ -26,7 +77,7 @@ def forward(x: Tensor, biases: list[Tensor | None], group: SiteGroup) -> list[Te
 
 
 def _site_forward(rows: Tensor, bias: Tensor | None, group: SiteGroup, site: int) -> Tensor:
-    tables = group.tables(site, len(rows))
+    tables = AdapterTables.read(group, site, len(rows))
     y = torch.nn.functional.linear(rows, group.weights[site], bias)
     return add_branches(y, rows, tables, group, site)
 
@@ -50,19 +101,19 @@ def input_gradient(
     """dx, or [0] unless needed; dS of each site in the compute dtype, zero where nobody's."""
     first = dys[0]
     total = first.new_empty(0)
-    found = []
+    all_ds = []
     for site, dy in enumerate(dys):
         dx, ds = _site_input_gradient(dy.reshape(-1, dy.shape[-1]), group, site, need_dx)
-        found.append(ds)
+        all_ds.append(ds)
         if dx is not None:
             total = total.add_(dx) if site else dx
-    return total.view(*first.shape[:-1], group.inner) if need_dx else total, found
+    return total.view(*first.shape[:-1], group.inner) if need_dx else total, all_ds
 
 
 def _site_input_gradient(
     grads: Tensor, group: SiteGroup, site: int, need_dx: bool
 ) -> tuple[Tensor | None, Tensor]:
-    tables = group.tables(site, len(grads))
+    tables = AdapterTables.read(group, site, len(grads))
     dx = grads @ group.weights[site] if need_dx else None
     return dx, add_branch_gradients(dx, grads, tables, group, site)
 
@@ -98,7 +149,7 @@ def adapter_gradients(
     all_da, all_db = [], []
     for site, dy in enumerate(dys):
         grads = dy.reshape(-1, dy.shape[-1])
-        tables = group.tables(site, len(rows))
+        tables = AdapterTables.read(group, site, len(rows))
         da, db = _zeros(group.a[site]), _zeros(group.b[site])
         for branch in tables.branches:
             own_a = group.a[site][branch.ranks].to(compute)
@@ -123,12 +174,12 @@ def _add_product(target: Tensor, left: Tensor, right: Tensor, scale: float) -> N
     if target.dtype == left.dtype:
         target.addmm_(left, right, alpha=scale)
         return
-    wide = sum_dtype(target.dtype, left.dtype)
+    wide = torch.promote_types(target.dtype, left.dtype)
     target.copy_(target.to(wide) + (left @ right).to(wide) * scale)
 
 
 def _add(target: Tensor, value: Tensor) -> None:
-    wide = sum_dtype(target.dtype, value.dtype)
+    wide = torch.promote_types(target.dtype, value.dtype)
     target.copy_(target.to(wide) + value.to(wide))
 
 

@@ -1,0 +1,435 @@
+"""The launches of one call of an operator: kernels found, tables on the device, adapters packed."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, field, replace
+from functools import cache, lru_cache, partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from tlora_fx.codegen.kernels import emitter, shrink
+from tlora_fx.codegen.loading import load
+from tlora_fx.codegen.spec import MOST_SITES, KernelSpec, Kind, Tile
+from tlora_fx.errors import AdapterTableError
+from tlora_fx.ops.kernels import launch_cache, select
+from tlora_fx.ops.kernels.device_tables import (
+    RowTables,
+    SiteTables,
+    check_masks,
+    row_tables,
+    site_tables,
+)
+from tlora_fx.ops.kernels.launch_cache import Recording
+from tlora_fx.ops.kernels.packed import Packed, Room, contents, packed_for, room_of, stored_form
+from tlora_fx.ops.kernels.support import SMALL_RANK, KernelGroup, Site
+from tlora_fx.ops.tables import SiteGroup, check_fit, named
+
+_HERE = nullcontext()
+_HOPPER = 90
+_MANY_TOKENS = 1 << 20
+
+# Makes the tensors that kernels fill; tests put NaN into them.
+empty: Callable[..., Tensor] = torch.empty
+
+
+@dataclass(slots=True)
+class Run:
+    """One call on a group of sites.
+
+    row, tables   on the device, of the row and of each site
+    token_index   int32 [tokens]
+    gpu           the device's name, "" for the CPU
+    capturing     whether a CUDA graph is captured
+    recording     what is written down of this call, if anything
+    helds         the sites' packed adapters that were asked for
+    """
+
+    kernel_group: KernelGroup
+    group: SiteGroup
+    tokens: int
+    device: torch.device
+    row: RowTables
+    tables: list[SiteTables]
+    token_index: Tensor
+    gpu: str
+    capturing: bool = False
+    recording: Recording | None = None
+    helds: dict[int, Packed] = field(default_factory=dict)
+
+    @classmethod
+    def open(cls, kernels: KernelGroup, group: SiteGroup, tokens: int, device: torch.device) -> Run:
+        """Check and mirror all tables; raises as `multi_lora_linear`, naming the site."""
+        capturing = device.type == "cuda" and torch.cuda.is_current_stream_capturing()
+        try:
+            row = row_tables(group.segments, group.keys, tokens, device, capturing)
+        except Exception:
+            with named(group.sites[0]):
+                raise
+        tables = []
+        for index, site in enumerate(kernels.sites):
+            own = group.ranks[index], group.scales[index], group.rates[index], group.sites[index]
+            try:
+                mirror = site_tables(own, site.rows, site.rank_block, device, capturing)
+                _check(mirror, row, group, tokens)
+            except Exception:
+                with named(group.sites[index]):
+                    raise
+            tables.append(mirror)
+        token_index = group.token_index.reshape(-1)
+        if token_index.dtype != torch.int32:
+            token_index = token_index.to(torch.int32)
+        gpu = gpu_name(device)
+        return cls(kernels, group, tokens, device, row, tables, token_index, gpu, capturing)
+
+    def on_device(self) -> AbstractContextManager[Any]:
+        """Triton launches on the current device."""
+        if self.device.type != "cuda" or self.device.index == torch._C._cuda_getDevice():
+            return _HERE
+        return torch.cuda.device(self.device)
+
+    def empty(self, *shape: int, dtype: torch.dtype) -> Tensor:
+        """A tensor that a kernel fills."""
+        if self.recording is None:
+            return empty(shape, dtype=dtype, device=self.device)
+        return self.recording.made(partial(empty, shape, dtype=dtype, device=self.device))
+
+    def serve(self, function: Callable[..., None], *args: Any) -> None:
+        """function(self, *args), or what it started for arguments like these; see launch_cache.py.
+
+        args   tensors, lists of tensors or None, and plain values
+
+        The function may change nothing but what its kernels write, and what `pack` notes.
+        """
+        if self.capturing:
+            function(self, *args)
+        else:
+            launch_cache.serve(self, function, args)
+
+    def choose(
+        self, direction: select.Direction, index: int, room: bool, behind: bool = False
+    ) -> select.Choice:
+        """The plan of a site; `behind` tells whether x or dy has room behind its rows."""
+        site = self.kernel_group.sites[index]
+        sharing = len(self.kernel_group.sites)
+        return select.choose(direction, site, self.tokens, room, self.gpu, sharing, behind)
+
+    def room(self, index: int, behind: bool = False) -> Room | None:
+        """Where concat-K can have a site's weight.
+
+        Without room `behind` x or dy it would copy them, which pays for one site at most.
+        """
+        if len(self.kernel_group.sites) > 1 and not behind:
+            return None
+        weight, site = self.group.weights[index], self.kernel_group.sites[index]
+        return room_of(weight, site, select.may_copy_weights())
+
+    def pack(self, index: int, room: Room | None = None) -> Packed:
+        """Pack a site's adapters, and into the tail of its weight's room."""
+        site, tables = self.kernel_group.sites[index], self.tables[index]
+        a, b = self.group.a[index].contiguous(), self.group.b[index].contiguous()
+        held = self.held(index)
+        tail, fields = None, {}
+        if room is not None:
+            stored = stored_form(self.group.weights[index], site)
+            whole = room.buffer(stored)
+            tail = whole[: stored.shape[0] + site.tail]
+            fields = {"extend": "tail", "weight_layout": site.layout}
+        launch = kernel("pack", site, None, adapter_dtype=site.adapter_dtype, **fields)
+        launch(
+            a, b, tables.ranks, tables.slots, self.row.jobs, held.a, held.b, held.flags, tail
+        )  # fmt: skip
+        self.note_packed(index, room)
+        if self.recording is not None:
+            self.recording.packs.append((index, room is not None))
+        return held
+
+    def held(self, index: int) -> Packed:
+        """The buffers of a site's packed adapters, whatever they hold."""
+        if (held := self.helds.get(index)) is None:
+            a, b = self.group.a[index], self.group.b[index]
+            held = packed_for(a, b, self.kernel_group.sites[index], self.row.jobs)
+            self.helds[index] = held
+        return held
+
+    def note_packed(self, index: int, room: Room | None) -> None:
+        """Note that buffers, and a room, hold the adapters as they are now."""
+        held = self.held(index)
+        held.holds = contents(held, self.group.a[index], self.group.b[index], self.tables[index])
+        if room is not None:
+            room.holds = held.holds
+
+    def is_packed(self, index: int, room: Room | None) -> bool:
+        """Whether a site's adapters, and its weight's room, hold what is to be packed."""
+        held = self.held(index)
+        now = contents(held, self.group.a[index], self.group.b[index], self.tables[index])
+        return held.holds == now and (room is None or room.holds == now)
+
+    def packed(self, index: int, room: Room | None = None) -> Packed:
+        """What the forward packed, packed again where something has changed since."""
+        current = self.is_packed(index, room)
+        if self.recording is not None:
+            self.recording.needs.append((index, room is not None))
+            self.recording.fault = self.recording.fault if current else "adapters changed"
+        return self.held(index) if current else self.pack(index, room)
+
+    def shrink(
+        self,
+        rows: Tensor,
+        packed: Sequence[Packed],
+        s: Sequence[Tensor],
+        bits: Sequence[Tensor],
+        extended: Tensor | None = None,
+        step: int = 0,
+        copies: bool = True,
+    ) -> None:
+        """S and the bits of all sites; in `extended` also x and S side by side.
+
+        step     columns from one site's S to the next one's there
+        copies   whether x is not there yet
+        """
+        for indices in self.together():
+            first = self.kernel_group.sites[indices[0]]
+            fields: dict[str, Any] = {"dropout": first.drops, "sites": len(indices)}
+            tail: dict[str, Any] = {}
+            if extended is not None:
+                fields["extend"] = "copy" if copies else "tail"
+                tail = {
+                    "extended": extended,
+                    "ranks": [self.tables[index].ranks for index in indices],
+                    "tail_offsets": [step * index for index in indices],
+                    "tail_widths": [self.kernel_group.sites[index].tail for index in indices],
+                }
+            width = max(self.kernel_group.sites[index].width for index in indices)
+            whole = extended is not None and len(indices) > 1
+            spec = spec_of("shrink", first, None, **fields)
+            tile = self.tile("shrink", first, len(indices))
+            if tile is None and not select.is_strict():
+                # Few programs of a whole row each would wait long: they leave shares of S.
+                tile = shrink.tile_for(spec, _MANY_TOKENS if whole else self.tokens, width)
+            if tile is not None and (whole or tile.slab >= first.inner):
+                tile = replace(tile, slab=0)
+            slabs = -(-first.inner // tile.slab) if tile and tile.slab else 0
+            wide = torch.promote_types(torch.float32, rows.dtype)
+            sums = [s[index] for index in indices]
+            if slabs:
+                sums = [self.empty(slabs, *one.shape, dtype=wide) for one in sums]
+            kernel("shrink", first, tile, **fields)(
+                rows,
+                [packed[index].a for index in indices],
+                [packed[index].flags for index in indices],
+                self.row.segments,
+                self.row.keys,
+                self.token_index,
+                [self.tables[index].slots for index in indices],
+                [self.tables[index].scales for index in indices],
+                [self.tables[index].thresholds for index in indices],
+                [self.tables[index].site for index in indices],
+                self.row.jobs,
+                sums,
+                [bits[index] for index in indices],
+                **tail,
+            )
+            for index, parts in zip(indices, sums if slabs else [], strict=slabs > 0):
+                self._finish(index, replace(spec, tile=tile), parts, packed[index], s[index], tail)
+
+    def _finish(
+        self, index: int, spec: KernelSpec, parts: Tensor, packed: Packed, s: Tensor,
+        tail: dict[str, Any],
+    ) -> None:  # fmt: skip
+        """S of a site out of the shares that `shrink` left."""
+        tables = self.tables[index]
+        own = shrink.finish(replace(spec, outer=self.kernel_group.sites[index].outer))
+        behind = {"ranks": tables.ranks, "extended": tail["extended"]} if tail else {}
+        loaded(own)(
+            parts, packed.flags, self.row.segments, tables.slots, tables.scales, self.row.jobs, s,
+            **behind,
+        )  # fmt: skip
+
+    def together(self) -> list[list[int]]:
+        """Sites whose kernels share one read of x."""
+        groups: dict[int, list[list[int]]] = {}
+        for index, site in enumerate(self.kernel_group.sites):
+            open_groups = groups.setdefault(site.rank_block, [[]])
+            # With masks of a fourth site registers do not suffice.
+            crowded = site.drops and site.rank_block > SMALL_RANK and site.arch != _HOPPER
+            if len(open_groups[-1]) == MOST_SITES - crowded:
+                open_groups.append([])
+            open_groups[-1].append(index)
+        return [indices for same_block in groups.values() for indices in same_block]
+
+    def forward(
+        self, index: int, rows: Tensor, bias: Tensor | None, s: Tensor, packed: Packed, y: Tensor,
+        tile: Tile | None,
+    ) -> None:  # fmt: skip
+        """y = x Wᵀ + bias + S B in one GEMM."""
+        site, tables = self.kernel_group.sites[index], self.tables[index]
+        weight = stored_form(self.group.weights[index], site)
+        fields = {"bias": bias is not None, "weight_layout": site.layout}
+        kernel("forward", site, tile, **fields)(
+            rows, weight, bias, s, packed.b, self.row.segments, tables.slots, self.row.jobs, y
+        )
+
+    def input_gradient(
+        self, index: int, dy: Tensor, ds: Tensor, packed: Packed, bits: Tensor, dx: Tensor,
+        accumulate: bool, tile: Tile | None,
+    ) -> None:  # fmt: skip
+        """dx = dy W + mask∘(dS A), or added to dx, in one GEMM."""
+        site, tables = self.kernel_group.sites[index], self.tables[index]
+        weight = stored_form(self.group.weights[index], site)
+        fields = {
+            "dropout": site.drops, "accumulate": accumulate, "weight_layout": site.layout,
+        }  # fmt: skip
+        kernel("input_gradient", site, tile, **fields)(
+            dy, weight, ds, packed.a, self.row.segments, tables.slots, tables.thresholds, bits,
+            self.row.jobs, dx,
+        )  # fmt: skip
+
+    def lora_b_backward(
+        self, index: int, dy: Tensor, s: Tensor, packed: Packed, db_parts: Tensor, ds: Tensor,
+        extended: Tensor | None, copies: bool = True,
+    ) -> None:  # fmt: skip
+        """dS, and dB's parts, by one read of dy; in `extended` also dy and dS side by side.
+
+        copies   whether dy is not there yet
+        """
+        site, tables = self.kernel_group.sites[index], self.tables[index]
+        tile = self.tile("lora_b_backward", site) or emitter("lora_b_backward").default_tile(
+            bare_spec("lora_b_backward", site)
+        )
+        slabs = -(-site.outer // tile.slab)
+        parts = self.empty(slabs, self.tokens, site.width, dtype=db_parts.dtype)
+        copied = extended if copies else None
+        copy = {} if copied is None else {"extend": "copy"}
+        kernel("lora_b_backward", site, tile, **copy)(
+            dy, s, packed.b, self.row.segments, tables.slots, self.row.jobs, parts, db_parts,
+            copied,
+        )  # fmt: skip
+        rule = emitter("sum_ds").default_tile(bare_spec("sum_ds", site))
+        tail = {} if extended is None else {"extended": extended, "ranks": tables.ranks}
+        fields = {} if extended is None else {"extend": "tail"}
+        kernel("sum_ds", site, replace(rule, slab=tile.slab), **fields)(
+            parts, packed.flags, self.row.segments, tables.slots, tables.scales, self.row.jobs,
+            ds, **tail,
+        )  # fmt: skip
+
+    def lora_a_backward(
+        self, rows: Tensor, ds: Sequence[Tensor], bits: Sequence[Tensor], parts: Sequence[Tensor]
+    ) -> None:
+        """dA's parts of all sites by one read of x."""
+        for indices in self.together():
+            first = self.kernel_group.sites[indices[0]]
+            fields = {"dropout": first.drops, "sites": len(indices)}
+            kernel(
+                "lora_a_backward",
+                first,
+                self.tile("lora_a_backward", first, len(indices)),
+                **fields,
+            )(
+                rows,
+                [ds[index] for index in indices],
+                [bits[index] for index in indices],
+                self.row.segments,
+                [self.tables[index].slots for index in indices],
+                [self.tables[index].thresholds for index in indices],
+                self.row.jobs,
+                [parts[index] for index in indices],
+            )
+
+    def sum_gradients(
+        self, index: int, da_parts: Tensor, db_parts: Tensor, da: Tensor, db: Tensor
+    ) -> None:
+        """dA and dB from their parts, in the order of chunks."""
+        site, tables = self.kernel_group.sites[index], self.tables[index]
+        kernel("sum_gradients", site, None, adapter_dtype=site.adapter_dtype)(
+            da_parts, db_parts, self.row.segments, tables.ranks, tables.slots, self.row.jobs, da,
+            db,
+        )  # fmt: skip
+
+    def expand(
+        self, indices: Sequence[int], s: Sequence[Tensor], packed_rows: Sequence[Tensor],
+        bias: Tensor | None, out: Tensor, accumulate: bool, bits: Sequence[Tensor] | None = None,
+    ) -> None:  # fmt: skip
+        """out = bias + the sum of S B over some sites, or added to out; with bits their masks.
+
+        s, packed_rows, bits   of these sites only
+        """
+        site, tables = (
+            self.kernel_group.sites[indices[0]],
+            [self.tables[index] for index in indices],
+        )
+        columns = out.shape[1]
+        fields = {
+            "bias": bias is not None, "accumulate": accumulate, "dropout": bits is not None,
+            "inner": columns, "outer": columns, "sites": len(indices),
+        }  # fmt: skip
+        wide = replace(site, inner=columns, outer=columns)
+        tile = self.tile("expand", wide) if len(indices) == 1 else None
+        slots, thresholds = [one.slots for one in tables], [one.thresholds for one in tables]
+        given: list[Any] = [s, packed_rows, slots, thresholds, bits]
+        if len(indices) == 1:
+            given = [None if one is None else one[0] for one in given]
+        own, rows, slot, threshold, mask = given
+        kernel("expand", site, tile, **fields)(
+            own, rows, bias, self.row.segments, slot, threshold, mask, self.row.jobs, out
+        )
+
+    def tile(self, kind: Kind, site: Site, sites: int = 1) -> Tile | None:
+        """The measured tile of a kernel that serves so many sites, of which this is one."""
+        return select.tile_for(kind, site, self.tokens, self.gpu, sites)
+
+
+def _check(tables: SiteTables, row: RowTables, group: SiteGroup, tokens: int) -> None:
+    """What a site's tables must be to a row's, and to what the graph was made for."""
+    if tables.jobs != row.jobs:
+        raise AdapterTableError(
+            "a site's tables and the row's segments are of other numbers of jobs",
+            expected=f"{row.jobs} jobs",
+            found=f"{tables.jobs} jobs",
+        )
+    check_fit(tables.max_rank, tables.drops, group.max_rank, group.drops)
+    if tables.drops:
+        check_masks(row, group.keys, group.token_index, tokens)
+
+
+@cache
+def gpu_name(device: torch.device) -> str:
+    """The device's name, "" for the CPU."""
+    return torch.cuda.get_device_name(device) if device.type == "cuda" else ""
+
+
+@lru_cache(maxsize=4096)
+def kernel(kind: Kind, site: Site, tile: Tile | None, **fields: Any) -> Callable[..., None]:
+    """The launcher of a kernel; `fields` of its spec beside those that the site gives."""
+    return load(spec_of(kind, site, tile, **fields)).launch
+
+
+@lru_cache(maxsize=4096)
+def loaded(spec: KernelSpec) -> Callable[..., None]:
+    """The launcher of a spec."""
+    return load(spec).launch
+
+
+@lru_cache(maxsize=4096)
+def spec_of(kind: Kind, site: Site, tile: Tile | None, **fields: Any) -> KernelSpec:
+    """A kernel's spec."""
+    given: dict[str, Any] = {
+        "inner": site.inner,
+        "outer": site.outer,
+        "dtype": site.dtype,
+        "rank_block": site.rank_block,
+        "job_capacity": site.job_capacity,
+        "arch": site.arch,
+    }
+    return KernelSpec(kind, **given | fields, tile=tile)
+
+
+@cache
+def bare_spec(kind: Kind, site: Site) -> KernelSpec:
+    """A spec that tells no more than what a rule for tiles reads."""
+    return KernelSpec(
+        kind, site.inner, site.outer, site.dtype, rank_block=site.rank_block, arch=site.arch
+    )

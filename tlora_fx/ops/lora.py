@@ -1,0 +1,513 @@
+"""The adapters of all jobs on frozen linears: `tlora_fx::multi_lora_linear` and its kin.
+
+    multi_lora_linear    a frozen linear and the adapters on it
+    multi_lora_linears   several that read the same x
+    multi_lora_add       the adapters, added to what another library's product gave, such as that
+                         of a quantised base
+
+Graphs hold these operators, one output a site. They are made of others, which also hand on what a
+backward reads again: those are what autograd, AOT and a pipeline that runs dX and dA, dB apart see.
+
+    multi_lora_forward              y of each site; S and the dropout bits, which a backward reads
+    multi_lora_input_gradient       dx; of each site dS, and what the pass over dy found for dB
+    multi_lora_add_forward          y with the branches; S and the dropout bits
+    multi_lora_add_input_gradient   what the branches add to dx; dS, and parts of dB
+    multi_lora_adapter_gradients    dA and dB of each site, of both
+
+A pipeline may run the last later than dX: nothing but the optimizer waits for it. Where no kernel
+serves (see kernels/support.py) S, bits and dB's parts are empty, of shape [0]. The last `room`
+columns of x and of each dy are no input: operators may write there (see kernels/packed.py).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from tlora_fx.errors import AdapterTableError, FrozenGradientError
+from tlora_fx.ops import lora_loop
+from tlora_fx.ops.kernels import dispatch, packed, support
+from tlora_fx.ops.kernels.support import KernelGroup
+from tlora_fx.ops.lora_loop import AdapterTables
+from tlora_fx.ops.tables import (
+    PART_SCHEMA,
+    SITE_SCHEMA,
+    SITES_SCHEMA,
+    SiteGroup,
+    check_adapters,
+    tokens_of,
+)
+
+_TAGS = torch.Tag.pt2_compliant_tag
+_DEVICES = ("cpu", "cuda")
+torch.library.define(
+    "tlora_fx::multi_lora_linear",
+    f"(Tensor x, Tensor weight, Tensor? bias, {SITE_SCHEMA}) -> Tensor",
+)
+torch.library.define(
+    "tlora_fx::multi_lora_linears",
+    f"(Tensor x, Tensor[] weights, Tensor?[] biases, {SITES_SCHEMA}) -> Tensor[]",
+)
+torch.library.define("tlora_fx::multi_lora_add", f"(Tensor y, Tensor x, {SITE_SCHEMA}) -> Tensor")
+# Defined by their parts, not by `custom_op`: its handling of lists takes longer than all launches.
+torch.library.define(
+    "tlora_fx::multi_lora_forward",
+    f"(Tensor x, Tensor[] weights, Tensor?[] biases, {PART_SCHEMA}, int room) -> Tensor[]",
+    tags=_TAGS,
+)
+torch.library.define(
+    "tlora_fx::multi_lora_input_gradient",
+    f"(Tensor[] dys, Tensor[] weights, {PART_SCHEMA}, Tensor[] s, Tensor[] bits, bool need_dx, "
+    "int room) -> Tensor[]",
+    tags=_TAGS,
+)
+torch.library.define(
+    "tlora_fx::multi_lora_adapter_gradients",
+    f"(Tensor[] dys, Tensor x, Tensor[] weights, {PART_SCHEMA}, Tensor[] s, Tensor[] bits, "
+    "Tensor[] ds, Tensor[] db_parts) -> Tensor[]",
+    tags=_TAGS,
+)
+_library = torch.library.Library("tlora_fx", "IMPL")  # type: ignore[no-untyped-call]
+
+
+def multi_lora_linear(
+    x: Tensor, weight: Tensor, bias: Tensor | None, *tables: Any, **settings: Any
+) -> Tensor:
+    """Apply a frozen linear, and to each job's tokens its own adapter.
+
+    x              float [..., in]; all but the last dimension enumerate tokens
+    weight, bias   [out, in] and [out] or None, in x's dtype, frozen
+    returns        [..., out] in x's dtype; rows of job j hold
+                   x Wᵀ + bias + scale_j * (drop_j(x) A_jᵀ) B_j
+    raises         AdapterTableError, SegmentError, MaskKeyError, naming the site
+    source         tLoRA, section 3.3
+
+    The tables, which all operators of adapters take in this order:
+
+    a, b           [R, in] and [R, out]: all jobs' A, and all jobs' B transposed
+    ranks          int32 [J + 1] on the CPU, job j owns rows ranks[j]:ranks[j + 1] of a and b; rows
+                   from ranks[J] on belong to nobody
+    scales, rates  float64 [J] on the CPU: lora_alpha / r or alike, and dropout rates
+    segments       int32 [J + 1] on the CPU
+    keys           int64 [J, 2] on the CPU, (seed, step)
+    token_index    int32, one a token; read only when some job drops
+    site           int64 scalar on the CPU, `site_id` of the layer; where x is a piece of its input,
+                   bits from 32 on are the piece's first column divided by 8
+    compute_dtype  adapters are cast to it and multiplied in it
+    max_rank       the largest rank that a job may have here; 0, the default: the rows of a
+    drops          whether a job may drop here, the default; where False, rates must be 0
+    """
+    y: Tensor = torch.ops.tlora_fx.multi_lora_linear.default(x, weight, bias, *tables, **settings)
+    return y
+
+
+def multi_lora_linears(
+    x: Tensor,
+    weights: Sequence[Tensor],
+    biases: Sequence[Tensor | None],
+    *tables: Any,
+    **settings: Any,
+) -> list[Tensor]:
+    """`multi_lora_linear` of several linears that read the same x: q, k, v, or gate, up.
+
+    tables     with an item a linear for a, b, ranks, scales, rates and sites
+    max_rank   the largest rank that a job may have at any of them
+    returns    what each linear gives
+    raises     as `multi_lora_linear`
+    """
+    made: list[Tensor] = torch.ops.tlora_fx.multi_lora_linears.default(
+        x, weights, biases, *tables, **settings
+    )
+    return made
+
+
+def multi_lora_add(y: Tensor, x: Tensor, *tables: Any, **settings: Any) -> Tensor:
+    """Add to each job's tokens what its own adapter makes of them.
+
+    y        float [..., out], what the frozen operator made of x
+    x        [..., in], of y's dtype; all but the last dimension enumerate tokens
+    tables   as of `multi_lora_linear`
+    returns  [..., out] in y's dtype; rows of job j hold y + scale_j * (drop_j(x) A_jᵀ) B_j
+    raises   AdapterTableError, SegmentError, MaskKeyError
+
+    The gradient of y is that of the result.
+    """
+    made: Tensor = torch.ops.tlora_fx.multi_lora_add.default(y, x, *tables, **settings)
+    return made
+
+
+def _linear(keyset: Any, x: Tensor, weight: Tensor, bias: Tensor | None, *tables: Any) -> Tensor:
+    group = SiteGroup.single([weight], *tables)
+    return _forward_of(keyset, x, [bias], group)[0]
+
+
+def _linears(
+    keyset: Any, x: Tensor, weights: list[Tensor], biases: list[Tensor | None], *tables: Any
+) -> list[Tensor]:
+    return _forward_of(keyset, x, biases, SiteGroup(weights, *tables))[: len(weights)]
+
+
+for _name, _function in (("multi_lora_linear", _linear), ("multi_lora_linears", _linears)):
+    _library.impl(  # type: ignore[no-untyped-call]
+        _name, _function, "CompositeImplicitAutograd", with_keyset=True
+    )
+
+
+@torch.library.impl("tlora_fx::multi_lora_add", "CompositeImplicitAutograd")
+def _add(y: Tensor, x: Tensor, *tables: Any) -> Tensor:
+    arguments = SiteGroup.single([], *tables).arguments()
+    made: list[Tensor] = torch.ops.tlora_fx.multi_lora_add_forward.default(y, x, *arguments)
+    return made[0]
+
+
+def multi_lora_forward(
+    x: Tensor, weights: list[Tensor], biases: list[Tensor | None], *rest: Any
+) -> list[Tensor]:
+    """Apply n frozen linears and the adapters of all jobs.
+
+    x         [..., in + room]
+    returns   n y [..., out]; n S [tokens, width] in x's dtype; n bits [tokens, in / 8] uint8
+    raises    as `multi_lora_linear`
+    """
+    *tables, room = rest
+    group, own = SiteGroup(weights, *tables), packed.narrow(x, room)
+    group.check(own, biases)
+    kernels = support.kernel_group(own, group)
+    if kernels is None:
+        return [*lora_loop.forward(own, biases, group), *_nothing(x, 2 * len(weights))]
+    return dispatch.forward(x, biases, group, kernels, room)
+
+
+torch.library.impl("tlora_fx::multi_lora_forward", _DEVICES, multi_lora_forward)
+
+
+@torch.library.register_fake("tlora_fx::multi_lora_forward")  # type: ignore[untyped-decorator]
+def _forward_fake(
+    x: Tensor, weights: list[Tensor], biases: list[Tensor | None], *rest: Any
+) -> list[Tensor]:
+    *tables, room = rest
+    group, own = SiteGroup(weights, *tables), packed.narrow(x, room)
+    group.check(own, biases)
+    made = [x.new_empty(*x.shape[:-1], weight.shape[0]) for weight in weights]
+    kernels = support.kernel_group(own, group)
+    if kernels is None:
+        return [*made, *_nothing(x, 2 * len(weights))]
+    return [*made, *kernels.low_rank_rows(x), *kernels.bits(x)]
+
+
+def multi_lora_input_gradient(dys: list[Tensor], weights: list[Tensor], *rest: Any) -> list[Tensor]:
+    """The gradient of x, by one pass over each dy.
+
+    dys       n [..., out + room]
+    s, bits   as the forward gave them
+    returns   dx [..., in], or [0] unless need_dx; n dS [tokens, width]; n parts of dB, which only
+              `multi_lora_adapter_gradients` reads
+    raises    as `multi_lora_linear`
+    """
+    *tables, s, bits, need_dx, room = rest
+    group = SiteGroup(weights, *tables)
+    if from_kernels(s):
+        return dispatch.input_gradient(dys, group, s, bits, need_dx, room)
+    dx, ds = lora_loop.input_gradient([packed.narrow(dy, room) for dy in dys], group, need_dx)
+    return [dx, *ds, *_nothing(dx, len(dys))]
+
+
+torch.library.impl("tlora_fx::multi_lora_input_gradient", _DEVICES, multi_lora_input_gradient)
+
+
+@torch.library.register_fake("tlora_fx::multi_lora_input_gradient")  # type: ignore[untyped-decorator]
+def _input_gradient_fake(dys: list[Tensor], weights: list[Tensor], *rest: Any) -> list[Tensor]:
+    *tables, s, _, need_dx, _ = rest
+    group = SiteGroup(weights, *tables)
+    first = dys[0]
+    dx = first.new_empty(*first.shape[:-1], group.inner) if need_dx else first.new_empty(0)
+    if from_kernels(s):
+        parts = KernelGroup.of(first, group).gradient_parts(first)
+        return [dx, *(torch.empty_like(rows) for rows in s), *parts]
+    tokens = tokens_of(first)
+    ds = [
+        first.new_empty(tokens, group.capacity(site), dtype=group.compute_dtype)
+        for site in range(len(dys))
+    ]
+    return [dx, *ds, *_nothing(dx, len(dys))]
+
+
+def multi_lora_adapter_gradients(
+    dys: list[Tensor], x: Tensor, weights: list[Tensor], *rest: Any
+) -> list[Tensor]:
+    """The gradients of all adapters.
+
+    ds, db_parts   as `multi_lora_input_gradient` gave them
+    returns        n da like a, n db like b; rows of jobs without tokens are zero
+    raises         as `multi_lora_linear`
+    """
+    *tables, s, bits, ds, db_parts = rest
+    group = SiteGroup(weights, *tables)
+    if from_kernels(s):
+        return dispatch.adapter_gradients(x, group, bits, ds, db_parts)
+    return lora_loop.adapter_gradients(dys, x, group, ds)
+
+
+torch.library.impl("tlora_fx::multi_lora_adapter_gradients", _DEVICES, multi_lora_adapter_gradients)
+
+
+@torch.library.register_fake("tlora_fx::multi_lora_adapter_gradients")  # type: ignore[untyped-decorator]
+def _adapter_gradients_fake(
+    dys: list[Tensor], x: Tensor, weights: list[Tensor], *rest: Any
+) -> list[Tensor]:
+    group = SiteGroup(weights, *rest[:-4])
+    return [leaf.new_empty(leaf.shape) for leaf in (*group.a, *group.b)]
+
+
+def _nothing(like: Tensor, count: int) -> list[Tensor]:
+    return [like.new_empty(0) for _ in range(count)]
+
+
+def from_kernels(s: list[Tensor]) -> bool:
+    """Whether kernels made these: by the shape, for a row may have no tokens."""
+    return s[0].dim() == 2
+
+
+class _Differentiable(torch.autograd.Function):
+    """What autograd knows: gradients of x, and of each site's a and b.
+
+    Tensors that have no gradient come in a tuple, beside what autograd looks at.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, call: tuple[Any, ...], x: Tensor, *learning: Tensor) -> Any:
+        keyset, weights, biases, shared, frozen = call
+        count, room = len(weights), packed.behind_x(x, SiteGroup(weights, *shared))
+        x = packed.widen(x, room)
+        made = _redispatch(keyset, x, weights, biases, *shared, room)
+        ctx.mark_non_differentiable(*made[count:])
+        ctx.set_materialize_grads(False)
+        *tables, segments, keys, token_index, sites, _, _, _ = shared
+        lists = (weights, *tables, sites)
+        ctx.save_for_backward(
+            x, segments, keys, token_index, *(one for part in lists for one in part),
+            *made[count:],
+        )  # fmt: skip
+        ctx.settings, ctx.count, ctx.room, ctx.frozen = shared[-3:], count, room, frozen
+        return tuple(made)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
+        if not ctx.frozen:
+            raise FrozenGradientError(
+                "multi_lora_linear gives no gradient for its weight and bias",
+                help="freeze them, or leave this layer to run as it is on its job's segment",
+            )
+        count, needs = ctx.count, ctx.needs_input_grad
+        x, segments, keys, token_index, *flat = ctx.saved_tensors
+        parts = [flat[start : start + count] for start in range(0, len(flat), count)]
+        weights, *tables, sites, s, bits = parts
+        shared = (*tables, segments, keys, token_index, sites, *ctx.settings)
+        x = packed.narrow(x, ctx.room)
+        dys = [
+            x.new_zeros(*x.shape[:-1], weight.shape[0]) if dy is None else dy
+            for dy, weight in zip(grads[:count], weights, strict=True)
+        ]
+        room = packed.behind_dy(dys[0], SiteGroup(weights, *shared)) if needs[1] else 0
+        wide = [packed.widen(dy, room) for dy in dys]
+        direct = _is_plain(x, *dys)
+        input_gradient = multi_lora_input_gradient if direct else _input_gradient
+        dx, *rest = input_gradient(wide, weights, *shared, s, bits, needs[1], room)
+        leaves: list[Tensor | None] = [None] * (2 * count)
+        if any(needs[2:]):
+            # Views of what is there: dy itself would be written once more.
+            dys = [packed.narrow(one, room) for one in wide]
+            gradients = multi_lora_adapter_gradients if direct else _adapter_gradients
+            leaves = [*gradients(dys, x, weights, *shared, s, bits, rest[:count], rest[count:])]
+        return (None, dx if needs[1] else None, *leaves)
+
+
+ops = torch.ops.tlora_fx
+
+
+_input_gradient = ops.multi_lora_input_gradient.default
+_adapter_gradients = ops.multi_lora_adapter_gradients.default
+_PLAIN = (Tensor, torch.nn.Parameter)
+_BACKENDS = {
+    torch._C.DispatchKeySet(getattr(torch._C.DispatchKey, name)).raw_repr()
+    for name in ("CPU", "CUDA")
+}
+
+
+def _is_plain(*tensors: Tensor) -> bool:
+    """Whether nobody but the backend would see an operator on these: no tracer, no profiler."""
+    return (
+        not torch._C._len_torch_dispatch_stack()
+        and not torch.is_grad_enabled()
+        and not torch._C._autograd._profiler_enabled()
+        and all(type(one) in _PLAIN for one in tensors)
+    )
+
+
+def _redispatch(keyset: Any, *arguments: Any) -> list[Tensor]:
+    """The forward below autograd."""
+    below = keyset & torch._C._after_autograd_keyset
+    with torch._C._AutoDispatchBelowAutograd():
+        if below.raw_repr() in _BACKENDS:
+            return multi_lora_forward(*arguments)
+        made: list[Tensor] = ops.multi_lora_forward.default.redispatch(below, *arguments)
+    return made
+
+
+def _forward_of(
+    keyset: Any, x: Tensor, biases: list[Tensor | None], group: SiteGroup
+) -> list[Tensor]:
+    """`multi_lora_forward` of the operators that are made of it, with their dispatch keys."""
+    arguments = (x, group.weights, biases, *group.arguments(), 0)
+    below = keyset & torch._C._after_autograd_keyset
+    if below.raw_repr() in _BACKENDS and not torch._C._autograd._profiler_enabled():
+        return _autograd(keyset, *arguments)
+    made: list[Tensor] = ops.multi_lora_forward.default(*arguments)
+    return made
+
+
+def _autograd(
+    keyset: Any, x: Tensor, weights: list[Tensor], biases: list[Tensor | None], *rest: Any
+) -> list[Tensor]:
+    *shared, room = rest
+    frozen, learning = not _need_gradients(*weights, *biases), [*shared[0], *shared[1]]
+    if not torch.is_grad_enabled() or (frozen and not _need_gradients(x, *learning)):
+        if not room:
+            room = packed.behind_x(x, SiteGroup(weights, *shared))
+            x = packed.widen(x, room)
+        return _redispatch(keyset, x, weights, biases, *shared, room)
+    call = (keyset, weights, biases, shared, frozen)
+    if not frozen:
+        learning += [one for one in (*weights, *biases) if one is not None]
+    made = _Differentiable.apply(call, packed.narrow(x, room), *learning)  # type: ignore[no-untyped-call]
+    return list(made)
+
+
+def _need_gradients(*tensors: Tensor | None) -> bool:
+    return any(one.requires_grad for one in tensors if one is not None)
+
+
+_library.impl(  # type: ignore[no-untyped-call]
+    "multi_lora_forward", _autograd, "Autograd", with_keyset=True
+)
+
+
+def _check_added(y: Tensor, x: Tensor, group: SiteGroup) -> None:
+    """Refuse what metadata alone shows to be wrong; raises AdapterTableError."""
+    if y.shape[:-1] != x.shape[:-1] or y.dtype != x.dtype:
+        raise AdapterTableError(
+            "adapters must be added to what was made of their own input",
+            expected=f"y {[*x.shape[:-1], 'out']} {x.dtype}",
+            found=f"y {list(y.shape)} {y.dtype}",
+        )
+    standing = x.new_empty((), device="meta").expand(y.shape[-1], x.shape[-1])
+    check_adapters(x, standing, None, group.a[0], group.b[0])
+
+
+@torch.library.custom_op(
+    "tlora_fx::multi_lora_add_forward",
+    mutates_args=(),
+    schema=f"(Tensor y, Tensor x, {PART_SCHEMA}) -> Tensor[]",
+)
+def multi_lora_add_forward(y: Tensor, x: Tensor, *tables: Any) -> list[Tensor]:
+    """Add the adapters of all jobs.
+
+    returns   the sum [..., out]; S and the dropout bits, [0] where no kernel serves
+    raises    as `multi_lora_add`
+    """
+    group = SiteGroup([], *tables)
+    _check_added(y, x, group)
+    made = y.clone(memory_format=torch.contiguous_format)
+    kernels = support.kernel_group(x, group)
+    if kernels is not None:
+        return [made, *dispatch.add_forward(made, x, group, kernels)]
+    rows = x.reshape(-1, x.shape[-1])
+    if len(rows):
+        own = AdapterTables.read(group, 0, len(rows))
+        lora_loop.add_branches(made.view(-1, y.shape[-1]), rows, own, group, 0)
+    return [made, x.new_empty(0), x.new_empty(0)]
+
+
+@multi_lora_add_forward.register_fake
+def _add_forward_fake(y: Tensor, x: Tensor, *tables: Any) -> list[Tensor]:
+    group = SiteGroup([], *tables)
+    _check_added(y, x, group)
+    kernels, made = support.kernel_group(x, group), y.new_empty(y.shape)
+    if kernels is None:
+        return [made, x.new_empty(0), x.new_empty(0)]
+    return [made, *kernels.low_rank_rows(x), *kernels.bits(x)]
+
+
+@torch.library.custom_op(
+    "tlora_fx::multi_lora_add_input_gradient",
+    mutates_args=(),
+    schema=f"(Tensor dy, {PART_SCHEMA}, Tensor[] s, Tensor[] bits, bool need_dx) -> Tensor[]",
+)
+def multi_lora_add_input_gradient(dy: Tensor, *rest: Any) -> list[Tensor]:
+    """What the branches add to the gradient of x.
+
+    dy        [..., out]
+    s, bits   as the forward gave them
+    returns   dx [..., in], or [0] unless need_dx; dS [tokens, rank]; parts of dB, which only
+              `multi_lora_adapter_gradients` reads
+    raises    as `multi_lora_add`
+    """
+    *tables, s, bits, need_dx = rest
+    group = SiteGroup([], *tables)
+    if from_kernels(s):
+        return dispatch.add_input_gradient(dy, group, s[0], bits[0], need_dx)
+    rows = dy.reshape(-1, dy.shape[-1])
+    dx = rows.new_zeros(len(rows), group.inner) if need_dx else None
+    own = AdapterTables.read(group, 0, len(rows))
+    ds = lora_loop.add_branch_gradients(dx, rows, own, group, 0)
+    shaped = dy.new_empty(0) if dx is None else dx.view(*dy.shape[:-1], group.inner)
+    return [shaped, ds, dy.new_empty(0)]
+
+
+@multi_lora_add_input_gradient.register_fake
+def _add_input_gradient_fake(dy: Tensor, *rest: Any) -> list[Tensor]:
+    *tables, s, _, need_dx = rest
+    group = SiteGroup([], *tables)
+    dx = dy.new_empty(*dy.shape[:-1], group.inner) if need_dx else dy.new_empty(0)
+    if from_kernels(s):
+        return [dx, torch.empty_like(s[0]), *KernelGroup.of(dy, group).gradient_parts(dy)]
+    ds = dy.new_empty(tokens_of(dy), group.capacity(0), dtype=group.compute_dtype)
+    return [dx, ds, dy.new_empty(0)]
+
+
+def _add_setup(ctx: Any, inputs: tuple[Any, ...], output: list[Tensor]) -> None:
+    _, x, *tables = inputs
+    group = SiteGroup([], *tables)
+    ctx.mark_non_differentiable(*output[1:])
+    ctx.set_materialize_grads(False)
+    lists = [getattr(group, name)[0] for name in ("a", "b", "ranks", "scales", "rates", "sites")]
+    ctx.save_for_backward(x, *lists, group.segments, group.keys, group.token_index, *output[1:])
+    ctx.settings = group.compute_dtype, group.max_rank, group.drops
+
+
+def _add_backward(ctx: Any, grads: list[Tensor | None]) -> tuple[Any, ...]:
+    x, a, b, ranks, scales, rates, site, segments, keys, token_index, s, bits = ctx.saved_tensors
+    dy, ops = grads[0], torch.ops.tlora_fx
+    nothing: tuple[Any, ...] = ([None], [None], [None], None, None, None, [None], None, None, None)
+    if dy is None:
+        return None, None, [None], [None], *nothing
+    need_y, need_x, *need = ctx.needs_input_grad
+    row = segments, keys, token_index
+    tables = [a], [b], [ranks], [scales], [rates], *row, [site], *ctx.settings
+    dx, ds, parts = ops.multi_lora_add_input_gradient.default(dy, *tables, [s], [bits], need_x)
+    da, db = None, None
+    if any(map(_needed, need[:2])):
+        da, db = ops.multi_lora_adapter_gradients.default(
+            [dy], x, [], *tables, [s], [bits], [ds], [parts]
+        )
+    return dy if need_y else None, dx if need_x else None, [da], [db], *nothing
+
+
+def _needed(needs: bool | list[bool]) -> bool:
+    return any(needs) if isinstance(needs, list) else needs
+
+
+multi_lora_add_forward.register_autograd(_add_backward, setup_context=_add_setup)

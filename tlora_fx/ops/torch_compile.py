@@ -1,0 +1,83 @@
+"""What torch.compile has to know of our operators, and be spared.
+
+Keys of torch's caches hold the names of operators, not what their fake implementations give. Those
+depend on which implementation serves (see kernels/support.py), so code that was compiled under
+another mode, or by another version, would be called with results that it does not expect. Nor do
+they hold which processes a tensor-parallel graph sums over (see parallel.py).
+"""
+
+from __future__ import annotations
+
+import functools
+import os
+import re
+from hashlib import sha256
+from typing import Any
+
+import torch
+import torch.compiler.config as settings
+
+from tlora_fx.ops.kernels.support import mode
+from tlora_fx.ops.parallel import facts as groups
+from tlora_fx.version import __version__
+
+_OURS = re.compile(r";?tlora_fx=[0-9a-f]+")
+
+
+def mark_compile_caches() -> None:
+    """Write our part into `torch.compiler.config.cache_key_tag`, behind what the user has there.
+
+    To be called where something is about to be compiled: the environment may have changed.
+    """
+    users = _OURS.sub("", settings.cache_key_tag)
+    settings.cache_key_tag = f"{users};{_part()}" if users else _part()
+
+
+def _part() -> str:
+    strict = os.environ.get("TLORA_FX_STRICT", "")
+    facts = (__version__, *_schemas(), mode(), strict, *groups())
+    return f"tlora_fx={sha256(repr(facts).encode()).hexdigest()[:16]}"
+
+
+@functools.cache
+def _schemas() -> tuple[str, ...]:
+    """The signatures of all our operators; asked for when all of them are there."""
+    every = map(str, torch._C._jit_get_all_schemas())
+    return tuple(sorted(one for one in every if one.startswith("tlora_fx::")))
+
+
+LAYERS = "y_grid_div_"
+
+
+def allow_empty_grids() -> None:
+    """Let compiled code run on tensors without rows, once a process; nothing to do without CUDA.
+
+    In torch 2.11 a kernel over two dimensions has so many layers of blocks as its second dimension
+    needs; with none it divides by zero. A job without tokens in a row is such a case. Later
+    versions ask first.
+
+    source   torch 2.11 and 2.13, `Grid2DWithYZOverflow` in _inductor/runtime/triton_heuristics.py
+    """
+    if not torch.cuda.is_available():
+        return
+    from torch._inductor.runtime import triton_heuristics
+
+    grid = getattr(triton_heuristics, "Grid2DWithYZOverflow", None)
+    if grid is not None:
+        mend(grid)
+
+
+def mend(grid: Any) -> None:
+    """Let a class's `generate` ask whether there are layers before it divides by their number."""
+    generate = grid.generate
+    if hasattr(generate, "__wrapped__"):
+        return
+
+    @functools.wraps(generate)
+    def asking(self: Any, *given: Any, **options: Any) -> None:
+        generate(self, *given, **options)
+        launch = str(self.y_grid)
+        if self.mode == "python" and LAYERS in launch and " if " not in launch:
+            self.y_grid = f"(0 if {LAYERS} == 0 else {launch})"
+
+    grid.generate = asking
