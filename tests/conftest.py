@@ -32,7 +32,7 @@ LONG = (
     "backend/test_lowering.py",
     "cli/test_train_processes.py",
     "codegen/test_interpreted.py",
-    "examples/test_custom_pass.py",
+    "examples/test_extension.py",
     "graph_file/test_document.py",
     "ops/test_interpreted.py",
     "parallel/test_pipeline.py",

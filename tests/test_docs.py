@@ -1,4 +1,4 @@
-"""The pages about passes say what the example package does."""
+"""What the pages show runs, and their links lead somewhere."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ import pytest
 from tests import fresh
 
 ROOT = Path(__file__).parents[1]
-PAGE = (ROOT / "docs" / "writing-passes.md").read_text(encoding="utf-8")
-PACKAGE = ROOT / "examples" / "custom_pass"
+PAGE = (ROOT / "docs" / "extending.md").read_text(encoding="utf-8")
+PACKAGE = ROOT / "examples" / "extension"
 
 
 def blocks(language):

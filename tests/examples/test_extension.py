@@ -1,4 +1,4 @@
-"""The example package of passes: installed as its user would, its own tests run."""
+"""The example package: installed as its user would, its own tests run."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-PACKAGE = Path(__file__).parents[2] / "examples" / "custom_pass"
+PACKAGE = Path(__file__).parents[2] / "examples" / "extension"
 JOBS = PACKAGE.parents[1] / "examples" / "quickstart" / "jobs.yaml"
 
 
@@ -36,19 +36,19 @@ def run(environment, folder, *words):
 
 @pytest.mark.slow
 def test_its_own_tests_pass(environment, tmp_path):
-    """Equivalence, golden text, int8 values: with what `tlora_fx.testing` offers."""
+    """Passes, operator, rules, policy and planner: with what `tlora_fx.testing` offers."""
     options = ["-q", "-p", "no:cacheprovider", "-c", os.devnull, "--rootdir", str(PACKAGE)]
     status, told = run(environment, PACKAGE, "pytest", *options, str(PACKAGE / "tests"))
 
     assert status == 0, told
-    assert "6 passed" in told
+    assert "16 passed" in told
 
 
 def test_its_passes_are_listed_and_compile_a_job_file(environment, tmp_path):
     """`tlora-fx passes` names the package; `--add-pass` runs it, numbers verified."""
     status, told = run(environment, tmp_path, "tlora_fx", "passes")
     assert status == 0
-    assert "(tlora-fx-custom-pass 0.1.0)" in told
+    assert "(tlora-fx-extension 0.1.0)" in told
 
     added = ["--add-pass", "fuse-scale@after:fuse-backbone", "--verify", "numerics"]
     status, told = run(
@@ -56,3 +56,22 @@ def test_its_passes_are_listed_and_compile_a_job_file(environment, tmp_path):
     )
     assert status == 0, told
     assert "not aten.mul.Tensor" in (tmp_path / "build" / "report.txt").read_text()
+
+
+def test_its_policy_replays_a_trace(environment, tmp_path):
+    """`--policies` finds it by its entry point, with its option."""
+    words = ["--jobs", "20", "--gpus", "16", "--seeds", "1", "--processes", "1"]
+    asked = "shortest-first:most_gpus=4"
+    status, told = run(environment, tmp_path, "tlora_fx", "simulate", *words, "--policies", asked)
+
+    assert status == 0, told
+    assert asked in told
+
+
+def test_its_planner_is_known(environment, tmp_path):
+    """`--plan` finds it by its entry point: the run asks for its processes."""
+    words = ["train", str(JOBS), "-o", "runs", "--plan", "tensor-pairs"]
+    status, told = run(environment, tmp_path, "tlora_fx", *words)
+
+    assert status == 1
+    assert "torchrun --nproc-per-node 2" in told

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from tlora_fx_custom_pass.int8_base import int8_scales, int8_values
+from tlora_fx_extension.int8_base import int8_scales, int8_values
 
 import tlora_fx
 from tlora_fx.compiler import resolve_pipeline

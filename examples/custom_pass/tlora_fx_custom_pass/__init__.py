@@ -1,1 +1,0 @@
-"""Two passes for tlora-fx, in a package of their own."""
