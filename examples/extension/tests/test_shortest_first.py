@@ -4,7 +4,7 @@ from tlora_fx_extension.shortest_first import ShortestFirst
 
 from tlora_fx.cost.cluster import Cluster
 from tlora_fx.cost.model_facts import demand_of
-from tlora_fx.scheduler.state import ActiveJob, JobRequest, State
+from tlora_fx.scheduler.state import ActiveJob, JobRequest, SchedulerState
 
 DEMAND = demand_of("llama-3-8b", rank=8, batch=4, lengths=130)
 
@@ -15,7 +15,7 @@ def state_of(jobs, **more):
         name: ActiveJob(JobRequest(name, "llama-3-8b", DEMAND, gpus, steps), solo_seconds=1.0)
         for name, gpus, steps in jobs
     }
-    return State(0.0, Cluster(4), None, active, **more)
+    return SchedulerState(0.0, Cluster(4), None, active, **more)
 
 
 def test_the_shortest_start():

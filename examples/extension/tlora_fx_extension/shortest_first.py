@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from tlora_fx.scheduler.placement import Placer
-from tlora_fx.scheduler.state import ActiveJob, Decision, Group, State
+from tlora_fx.scheduler.state import ActiveJob, Decision, Group, SchedulerState
 
 
 @dataclass(slots=True)
@@ -21,7 +21,7 @@ class ShortestFirst:
 
     most_gpus: int = 8
 
-    def decide(self, state: State, *, explain: bool = False) -> Decision:
+    def decide(self, state: SchedulerState, *, explain: bool = False) -> Decision:
         """The groups from now to the next decision."""
         placer = Placer(state.cluster)
         groups = []
