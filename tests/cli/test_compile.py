@@ -6,7 +6,7 @@ import pytest
 
 from tests.models import save_config
 from tlora_fx.cli import main
-from tlora_fx.inspect.schema import load_listing
+from tlora_fx.inspect.schema import Listing
 
 JOBS = """
 base: {config: llama, dtype: float32}
@@ -56,7 +56,7 @@ def test_compile_takes_a_pipeline(jobs, tmp_path):
     )
     assert run("compile", jobs, "-o", tmp_path, "--pipeline", text) == 0
 
-    assert load_listing(tmp_path).blocks[-1].name == "Head"
+    assert Listing.load(tmp_path).blocks[-1].name == "Head"
 
 
 @pytest.mark.parametrize(

@@ -1,15 +1,19 @@
-"""The dump folder."""
+"""The dump folder, and the generated kernels in it."""
 
 from __future__ import annotations
 
+import re
 import subprocess
 import sys
 
 import pytest
 
+from tlora_fx.codegen.kernels import intact
+from tlora_fx.codegen.spec import KINDS
 from tlora_fx.errors import DumpNotWritable
-from tlora_fx.inspect.dump import dump
-from tlora_fx.inspect.schema import load_program, load_stages
+from tlora_fx.inspect.dump import dump, kernel_files
+from tlora_fx.inspect.schema import Program
+from tlora_fx.tools.subject import subject_of
 
 FILES = {"ssm.py", "ssm.txt", "ssm.json", "program.json", "report.txt", "kernels"}
 
@@ -100,15 +104,52 @@ def test_a_dump_without_stages_shows_none_of_an_earlier_one(
 
     dump(quickstart, tmp_path)
 
-    assert load_stages(tmp_path) == []
+    assert subject_of(tmp_path).stages == []
     assert [path.name for path in (tmp_path / "passes").iterdir()] == ["mine.md"]
 
 
 def test_written_stages_are_read_back(quickstart, quickstart_stages, quickstart_listing, tmp_path):
     """As they were recorded, with what the job file calls the base."""
     dump(quickstart, tmp_path, quickstart_stages)
-    found = load_stages(tmp_path)
+    found = subject_of(tmp_path).stages
 
     assert [stage.text for stage in found] == [stage.text for stage in quickstart_stages]
     assert found[5].program.graphs == quickstart_stages[5].program.graphs
-    assert {stage.program.base for stage in found} == {load_program(tmp_path).base}
+    assert {stage.program.base for stage in found} == {Program.load(tmp_path).base}
+
+
+@pytest.fixture(scope="module")
+def files(quickstart):
+    """The kernels of the quickstart by file name."""
+    return kernel_files(quickstart.group)
+
+
+def test_every_site_has_its_kernels_once(files):
+    """Equal layers and equal sites share them; q, k and v share the read of x, gate and up too."""
+    starts = [name.rpartition("_")[0] for name in files]
+
+    assert len(set(starts)) == len(starts)
+    assert "forward_128x128_fp32_r16_sm90" in starts
+    assert "shrink_128x128_fp32_r16_drop_x3_sm90" in starts
+    assert "shrink_128x352_fp32_r16_drop_x2_sm90" in starts
+    assert "input_gradient_128x64_fp32_r16_drop_add_sm90" in starts
+    assert "expand_352x352_fp32_r16_sm90" in starts
+
+
+def test_all_kinds_of_a_step_are_there(files):
+    """Forward and backward, of both plans."""
+    kinds = {re.match(r"[a-z_]+(?=_\d)", name)[0] for name in files}
+
+    assert kinds == set(KINDS)
+
+
+def test_a_dump_holds_the_kernels_of_its_model_only(files, quickstart, tmp_path):
+    """Those of an earlier dump go, what is not ours stays."""
+    kernels = tmp_path / "kernels"
+    kernels.mkdir()
+    (kernels / "forward_8x8_bf16_r16_sm90_01234567.py").write_text("old")
+    (kernels / "mine.py").write_text("mine")
+    dump(quickstart, tmp_path)
+
+    assert {path.name for path in kernels.iterdir()} == {*files, "mine.py"}
+    assert all(intact((kernels / name).read_text()) for name in files)

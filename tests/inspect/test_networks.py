@@ -11,9 +11,9 @@ import pytest
 
 from tests.inspect.programs import fused, lowered
 from tlora_fx.errors import DumpNotWritable
-from tlora_fx.inspect.networks import render_dot, render_graphml, to_networkx, write_dot
+from tlora_fx.inspect.networks import render_dot, render_graphml, to_networkx
 from tlora_fx.inspect.program import make_program
-from tlora_fx.inspect.schema import NodeEntry
+from tlora_fx.inspect.schema import NodeEntry, write_file
 
 
 def test_every_node_is_there_with_all_its_attributes():
@@ -49,7 +49,7 @@ def test_graphml_is_read_back():
     graph = program.graphs[1]
     nodes = [replace(n, flop_per_token=None) if n.id == "down" else n for n in graph.nodes]
     program = replace(program, graphs=[program.graphs[0], replace(graph, nodes=nodes)])
-    found = nx.read_graphml(BytesIO(render_graphml(program)))
+    found = nx.read_graphml(BytesIO(render_graphml(program).encode()))
 
     assert "flop_per_token" not in found.nodes["layers_0_1:down"]
     assert found.nodes["layers_0_1:up_proj"]["jobs"] == "math, chat"
@@ -78,7 +78,7 @@ def test_a_file_that_cannot_be_written_is_a_clear_error(tmp_path):
     (tmp_path / "taken").write_text("")
 
     with pytest.raises(DumpNotWritable, match="the graph cannot be written"):
-        write_dot(fused(), tmp_path / "taken" / "graph.dot")
+        write_file(tmp_path / "taken" / "graph.dot", render_dot(fused()), "the graph")
 
 
 def test_a_model_is_a_graph_of_root_layers_and_head(quickstart):

@@ -10,7 +10,7 @@ import pytest
 
 from tests.inspect.programs import fused, lowered
 from tlora_fx.errors import DumpNotReadable
-from tlora_fx.inspect.schema import Listing, PassStage, Program, load_listing
+from tlora_fx.inspect.schema import Listing, PassStage, Program
 
 
 @pytest.mark.parametrize("name", ["quickstart", "odd", "many", "padded"])
@@ -45,7 +45,7 @@ def test_what_is_no_listing_is_refused(tmp_path, text):
     (tmp_path / "ssm.json").write_text(text)
 
     with pytest.raises(DumpNotReadable, match="tlora-fx compile"):
-        load_listing(tmp_path)
+        Listing.load(tmp_path)
 
 
 @pytest.mark.parametrize(
@@ -59,13 +59,13 @@ def test_a_field_of_a_wrong_type_is_refused(change, quickstart_listing, tmp_path
     (tmp_path / "ssm.json").write_text(json.dumps(data))
 
     with pytest.raises(DumpNotReadable):
-        load_listing(tmp_path)
+        Listing.load(tmp_path)
 
 
 def test_a_folder_without_a_dump_is_refused(tmp_path):
     """With the command that makes one."""
     with pytest.raises(DumpNotReadable, match="there is no compiled model here"):
-        load_listing(tmp_path)
+        Listing.load(tmp_path)
 
 
 def test_rendering_needs_no_torch():

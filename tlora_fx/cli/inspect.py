@@ -162,18 +162,20 @@ def _write(
     subject: Subject, after: str | None, html: Path | None, graphml: Path | None, dot: Path | None
 ) -> None:
     """Write the files that were asked for."""
+    from tlora_fx.inspect.schema import write_file
+
     if html is not None:
         from tlora_fx.inspect.html import write_html
 
         write_html(subject.all_stages(), html, subject.name)
     if graphml is not None:
-        from tlora_fx.inspect.networks import write_graphml
+        from tlora_fx.inspect.networks import render_graphml
 
-        write_graphml(_program(subject, after), graphml)
+        write_file(graphml, render_graphml(_program(subject, after)), "the graph")
     if dot is not None:
-        from tlora_fx.inspect.networks import write_dot
+        from tlora_fx.inspect.networks import render_dot
 
-        write_dot(_program(subject, after), dot)
+        write_file(dot, render_dot(_program(subject, after)), "the graph")
     for path in filter(None, (html, graphml, dot)):
         typer.echo(f"written   {path}")
 

@@ -38,6 +38,8 @@ FACTS = ("target", "role", "jobs", "shape", "dtype")
 # A change that is the same in so many modules of a graph is shown once.
 MANY = 3
 MOST_NAMES = 3
+# A node with its graph.
+_Placed = tuple[GraphEntry, NodeEntry]
 
 
 @dataclass(frozen=True, slots=True)
@@ -126,14 +128,6 @@ def sums(program: Program) -> Sums:
     )
 
 
-@dataclass(frozen=True, slots=True)
-class _Placed:
-    """A node and its graph."""
-
-    node: NodeEntry
-    graph: GraphEntry
-
-
 class _Aligned:
     """Two programs, node by node."""
 
@@ -144,7 +138,7 @@ class _Aligned:
         self.after = {key: placed for key, placed in after.items() if key not in before}
         both = [(before[key], after[key]) for key in before if key in after]
         self.changed = [
-            _change("changed", [old], [new]) for old, new in both if not _same(old.node, new.node)
+            _change("changed", [old], [new]) for old, new in both if not _same(old[1], new[1])
         ]
         self.kept = len(both) - len(self.changed)
 
@@ -169,16 +163,16 @@ class _Aligned:
             yield _change("replaced", gone, members)
             for key in sources:
                 self.before.pop(key, None)
-            for placed in members:
-                self.after.pop(placed.node.key, None)
+            for _, node in members:
+                self.after.pop(node.key, None)
 
     def left_over(self) -> Iterator[Change]:
         """What only one of them has, by module."""
         for what, nodes in (("removed", self.before), ("added", self.after)):
             modules: dict[tuple[str, str], list[_Placed]] = {}
-            for placed in nodes.values():
-                key = (placed.graph.title(), _module(placed.node))
-                modules.setdefault(key, []).append(placed)
+            for graph, node in nodes.values():
+                key = (graph.title(), _module(node))
+                modules.setdefault(key, []).append((graph, node))
             for members in modules.values():
                 gone, new = (members, []) if what == "removed" else ([], members)
                 yield _change(what, gone, new)
@@ -186,7 +180,7 @@ class _Aligned:
     def _sources(self, key: str) -> Iterator[str]:
         """Keys of the first program's lost nodes that a node was made from, back to the trace."""
         seen = {key}
-        stack = list(self.after[key].node.made_from)
+        stack = list(self.after[key][1].made_from)
         while stack:
             source = stack.pop()
             if source in seen:
@@ -195,7 +189,7 @@ class _Aligned:
             if source in self.before:
                 yield source
             alive = self.after.get(source)
-            stack += alive.node.made_from if alive else self.second.made_from(source)
+            stack += alive[1].made_from if alive else self.second.made_from(source)
 
 
 def _by_key(program: Program) -> dict[str, _Placed]:
@@ -204,7 +198,7 @@ def _by_key(program: Program) -> dict[str, _Placed]:
     for graph, node in program.nodes():
         if node.kind in ("call", "tensor", "layer"):
             key = node.key or f"{graph.owner}/{graph.name}:{node.id}"
-            placed.setdefault(key, _Placed(node, graph))
+            placed.setdefault(key, (graph, node))
     return placed
 
 
@@ -217,8 +211,8 @@ def _same(old: NodeEntry, new: NodeEntry) -> bool:
 
 
 def _change(what: str, gone: list[_Placed], new: list[_Placed]) -> Change:
-    node, graph = (new or gone)[0].node, (new or gone)[0].graph
-    before, after = [placed.node for placed in gone], [placed.node for placed in new]
+    graph, node = (new or gone)[0]
+    before, after = [node for _, node in gone], [node for _, node in new]
     return Change(what, graph.title(), graph.numbered_layers, _module(node), before, after)
 
 

@@ -23,13 +23,7 @@ from tlora_fx.errors import DumpNotWritable, KernelSpecError
 from tlora_fx.inspect.listing import make_listing
 from tlora_fx.inspect.program import make_program
 from tlora_fx.inspect.program_text import render_program
-from tlora_fx.inspect.schema import (
-    LISTING_FILE,
-    PROGRAM_FILE,
-    STAGES_FOLDER,
-    Listing,
-    PassStage,
-)
+from tlora_fx.inspect.schema import STAGES_FOLDER, Listing, PassStage, Program
 from tlora_fx.inspect.text import render_report, render_text
 from tlora_fx.ir.graph import GroupGraph
 from tlora_fx.ir.lora_sites import LoweredSite, lowered_sites
@@ -64,8 +58,8 @@ def dump(model: SuperModel, folder: Path | str, stages: Sequence[PassStage] = ()
         "ssm.py": model.source,
         "ssm.txt": render_text(listing),
         "report.txt": render_report(listing),
-        LISTING_FILE: listing.to_json(),
-        PROGRAM_FILE: program.to_json(),
+        Listing.FILE: listing.to_json(),
+        Program.FILE: program.to_json(),
         **_stage_files(stages, listing.base.title),
         **{f"{KERNELS}/{name}": text for name, text in kernel_files(model.group).items()},
     }

@@ -139,17 +139,11 @@ class FlopCounter:
 
         What several sites share costs nothing itself: each site's result has the site's cost.
         """
-        name, value = operator_name(node), first_tensor(node.meta.get("val"))
-        if not _computes(node, name) or value is None:
-            return Cost()
-        if not _is_counted(node, name):
-            return self._plain(node, name, value)
-        return self._counted(node, forward_leaves, (), 0, self._whole)
+        return self._count(node, None, 0)
 
     def adapter(self, node: fx.Node, rank: int) -> Cost:
         """The forward of one job's adapter of this rank at a lowered site, a token of it."""
-        both = self._counted(node, forward_leaves, (), rank, self._whole)
-        return both - self.node(node)
+        return self._count(node, None, rank) - self.node(node)
 
     def trained(self, node: fx.Node, learning: Collection[fx.Node], rank: int = 0) -> Cost:
         """Forward and backward of one node, products of matrices and attention only.
@@ -157,40 +151,43 @@ class FlopCounter:
         learning    what the node reads that needs a gradient
         rank        of the adapters of a lowered site, summed over its jobs
         """
-        name, value = operator_name(node), first_tensor(node.meta.get("val"))
-        if not _computes(node, name) or value is None:
-            return Cost()
-        if not _is_counted(node, name):
-            known = arithmetic(name, node.target, (), value, ()) is not None
-            return Cost() if known else Cost(unknown=(name,))
-        return self._counted(node, trained_leaves, learning, rank, self._products)
+        return self._count(node, learning, rank)
 
-    def _plain(self, node: fx.Node, name: str, value: Tensor) -> Cost:
+    def _count(self, node: fx.Node, learning: Collection[fx.Node] | None, rank: int) -> Cost:
+        """The forward with all arithmetic; with what learns, the products of a training step."""
+        name, value = operator_name(node), first_tensor(node.meta.get("val"))
+        if node.op != "call_function" or name in MOVES or serves_several(node) or value is None:
+            return Cost()
+        target: Any = _call_of(node)[0]
+        if formula_of(target) is not None or (name not in PER_ELEMENT and is_composite(target)):
+            return self._by_leaves(node, name, learning, rank)
+        if learning is None:
+            return self._by_elements(node, name, value)
+        known = arithmetic(name, node.target, (), value, ()) is not None
+        return Cost() if known else Cost(unknown=(name,))
+
+    def _by_elements(self, node: fx.Node, name: str, value: Tensor) -> Cost:
         argument: Any = node.args[0] if node.args else None
         first = first_tensor(argument.meta.get("val")) if isinstance(argument, fx.Node) else None
         shape = () if first is None else self._sizes(first)
         count = arithmetic(name, node.target, shape, value, self._sizes(value))
         return self._by_growth(name, count)
 
-    def _counted(
-        self,
-        node: fx.Node,
-        leaves_of: Callable[..., list[Leaf]],
-        learning: Collection[fx.Node],
-        rank: int,
-        price: Callable[[str, Leaf], Cost],
+    def _by_leaves(
+        self, node: fx.Node, name: str, learning: Collection[fx.Node] | None, rank: int
     ) -> Cost:
         """A node's cost as the sum over the operators that it comes down to."""
-        target, args, kwargs = self._arguments(node, learning, rank)
-        key = (target, leaves_of, repr((args, kwargs)))
+        target, args, kwargs = self._arguments(node, learning or (), rank)
+        training = learning is not None
+        key = (target, training, repr((args, kwargs)))
         if key not in self.cache:
             try:
-                leaves = leaves_of(target, _on_meta(args), _on_meta(kwargs))
+                leaves = leaves_of(target, _on_meta(args), _on_meta(kwargs), training)
             except (RuntimeError, TypeError, ValueError):
                 # What refuses tensors without values cannot be counted, which is said, not hidden.
-                self.cache[key] = Cost(unknown=(operator_name(node),))
+                self.cache[key] = Cost(unknown=(name,))
             else:
-                self.cache[key] = total(price(operator_name(node), leaf) for leaf in leaves)
+                self.cache[key] = total(self._leaf(name, leaf, training) for leaf in leaves)
         return self.cache[key]
 
     def _arguments(
@@ -218,19 +215,16 @@ class FlopCounter:
             return [_Spec(self._sizes(item), item.dtype, learning) for item in value]
         return self._size(value) if isinstance(value, torch.SymInt) else value
 
-    def _whole(self, name: str, leaf: Leaf) -> Cost:
+    def _leaf(self, name: str, leaf: Leaf, products_only: bool) -> Cost:
         """The registry's count of an operator, else that of its arithmetic."""
         if leaf.flops is not None:
             return self._by_growth(name, leaf.flops)
         called = short_name(leaf.target)
-        if called in MOVES or leaf.result is None:
+        if products_only or called in MOVES or leaf.result is None:
             return Cost()
         shape = tuple(leaf.result.shape)
         count = arithmetic(called, leaf.target, leaf.first, leaf.result, shape)
         return self._by_growth(name, count)
-
-    def _products(self, name: str, leaf: Leaf) -> Cost:
-        return Cost() if leaf.flops is None else self._by_growth(name, leaf.flops)
 
     def _by_growth(self, name: str, count: int | None) -> Cost:
         """A count at prime sizes, by how it grows with the row."""
@@ -244,12 +238,13 @@ class FlopCounter:
             units, lengths = min(units, 1), max(units - 1, 0)
         elif units:
             lengths -= 1
-        if (units, lengths) == (0, 0):
-            return Cost(row=float(number))
-        if (units, lengths) == (1, 0):
-            return Cost(token=float(number))
-        if (units, lengths) == (1, 1):
-            return Cost(length=float(number))
+        match units, lengths:
+            case 0, 0:
+                return Cost(row=float(number))
+            case 1, 0:
+                return Cost(token=float(number))
+            case 1, 1:
+                return Cost(length=float(number))
         return Cost(unknown=(name,))
 
     def _sizes(self, value: Tensor) -> tuple[int, ...]:
@@ -299,16 +294,6 @@ def _call_of(node: fx.Node) -> tuple[Any, Any, Any]:
     if site is None:
         return node.target, node.args, node.kwargs
     return site.operator, tuple(site.arguments.values()), {}
-
-
-def _computes(node: fx.Node, name: str) -> bool:
-    return node.op == "call_function" and name not in MOVES and not serves_several(node)
-
-
-def _is_counted(node: fx.Node, name: str) -> bool:
-    """Whether a node comes down to operators that the registry may know."""
-    target: Any = _call_of(node)[0]
-    return formula_of(target) is not None or (name not in PER_ELEMENT and is_composite(target))
 
 
 def _on_meta(value: Any) -> Any:
@@ -377,18 +362,15 @@ def is_composite(target: Any) -> bool:
     return isinstance(target, torch._ops.OpOverload) and target._can_decompose()
 
 
-def forward_leaves(target: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> list[Leaf]:
-    """The operators that a call on meta tensors comes down to."""
-    leaves = _Leaves()
-    with torch.no_grad(), leaves:
-        target(*args, **kwargs)
-    return leaves.leaves
+def leaves_of(
+    target: Any, args: Sequence[Any], kwargs: dict[str, Any], training: bool
+) -> list[Leaf]:
+    """The operators that a call on meta tensors comes down to.
 
-
-def trained_leaves(target: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> list[Leaf]:
-    """The operators of a call and of its backward, for the arguments that require gradients."""
+    training    with its backward, for the arguments that require gradients
+    """
     leaves = _Leaves()
-    with torch.enable_grad(), leaves:
+    with torch.set_grad_enabled(training), leaves:
         results = pytree.tree_leaves(target(*args, **kwargs))
         out = [value for value in results if isinstance(value, Tensor) and value.requires_grad]
         if out:

@@ -22,10 +22,8 @@ from typing import Any
 
 from jinja2 import Environment, StrictUndefined
 
-from tlora_fx.durable import replace_file
-from tlora_fx.errors import DumpNotWritable
 from tlora_fx.inspect.marks import JobMark, job_marks
-from tlora_fx.inspect.schema import GraphEntry, NodeEntry, PassStage, Program
+from tlora_fx.inspect.schema import GraphEntry, NodeEntry, PassStage, Program, write_file
 from tlora_fx.inspect.wording import layers_label
 
 TITLE = "tlora-fx"
@@ -55,16 +53,7 @@ def write_html(stages: Sequence[PassStage], path: Path, title: str = TITLE) -> N
     stages    what each pass left, in order; at least one
     raises    DumpNotWritable
     """
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        replace_file(path, render_html(stages, title).encode())
-    except OSError as error:
-        raise DumpNotWritable(
-            "the page cannot be written",
-            file=path,
-            found=error,
-            help="name another file with --html, or make room on the disk",
-        ) from error
+    write_file(path, render_html(stages, title), "the page")
 
 
 def render_html(stages: Sequence[PassStage], title: str = TITLE) -> str:
@@ -132,32 +121,25 @@ def page_marks(program: Program) -> list[JobMark]:
     return job_marks(program.jobs, lambda job: frozenset(sites[job]))
 
 
-class _Table:
-    """Values by number: the same value has the same number."""
+class _Numbers(dict[Any, int]):
+    """Values by number: a new value has the next number."""
 
-    def __init__(self) -> None:
-        self.numbers: dict[Any, int] = {}
-
-    def number(self, value: Hashable) -> int:
-        """The number of a value, a new one if it is new."""
-        return self.numbers.setdefault(value, len(self.numbers))
-
-    def values(self) -> list[Any]:
-        """All values in the order of their numbers."""
-        return list(self.numbers)
+    def __missing__(self, value: Hashable) -> int:
+        self[value] = len(self)
+        return self[value]
 
 
 class _Packer:
     """Tables of texts, lists of texts, nodes and graphs, filled stage by stage."""
 
     def __init__(self) -> None:
-        self.texts, self.lists, self.nodes, self.graphs = (_Table() for _ in range(4))
+        self.texts, self.lists, self.nodes, self.graphs = (_Numbers() for _ in range(4))
         self.history: dict[str, tuple[int, int, int]] = {}
 
     def stage(self, stage: PassStage) -> dict[str, Any]:
         """One stage, its graphs as numbers."""
         for key, gone in stage.program.history.items():
-            texts = self.texts.number(gone.target), self.texts.number(gone.made_by)
+            texts = self.texts[gone.target], self.texts[gone.made_by]
             self.history[key] = (*texts, self._list(gone.made_from))
         return {
             "place": stage.place,
@@ -166,36 +148,36 @@ class _Packer:
             "seconds": stage.seconds,
             "state": stage.program.state,
             "form": stage.program.form,
-            "graphs": [self.graphs.number(self._graph(graph)) for graph in stage.program.graphs],
+            "graphs": [self.graphs[self._graph(graph)] for graph in stage.program.graphs],
         }
 
     def tables(self) -> dict[str, Any]:
         """All tables; nodes as columns."""
-        columns = zip(*self.nodes.values(), strict=True)
+        columns = zip(*self.nodes, strict=True)
         names = (*TEXTS, "shape", *LISTS, *NUMBERS)
         return {
-            "texts": self.texts.values(),
-            "lists": self.lists.values(),
+            "texts": list(self.texts),
+            "lists": list(self.lists),
             "nodes": dict(zip(names, map(list, columns), strict=False)),
-            "graphs": [_graph_data(*graph) for graph in self.graphs.values()],
+            "graphs": [_graph_data(*graph) for graph in self.graphs],
             "history": self.history,
         }
 
     def _graph(self, graph: GraphEntry) -> tuple[Any, ...]:
-        rows = tuple(self.nodes.number(self._node(node)) for node in graph.nodes)
+        rows = tuple(self.nodes[self._node(node)] for node in graph.nodes)
         return graph.name, graph.owner, tuple(graph.layers), rows
 
     def _node(self, node: NodeEntry) -> tuple[Any, ...]:
         shape = f"[{', '.join(map(str, node.shape))}]" if node.dtype else ""
         return (
-            *(self.texts.number(getattr(node, name)) for name in TEXTS),
-            self.texts.number(shape),
+            *(self.texts[getattr(node, name)] for name in TEXTS),
+            self.texts[shape],
             *(self._list(getattr(node, name)) for name in LISTS),
             *(getattr(node, name) for name in NUMBERS),
         )
 
     def _list(self, values: Sequence[str]) -> int:
-        return self.lists.number(tuple(map(self.texts.number, values)))
+        return self.lists[tuple(self.texts[value] for value in values)]
 
 
 def _graph_data(

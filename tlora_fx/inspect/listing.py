@@ -58,22 +58,16 @@ from tlora_fx.model.supermodel import SuperModel
 from tlora_fx.tracing.layers import layer_list
 from tlora_fx.version import __version__
 
-# What a module is called by, when it holds one of these; the first that it holds.
-PRINCIPAL = {
-    "multi_lora_linear": "multi_lora_linear",
-    "packed_attention": "packed_attention",
-    "scaled_dot_product_attention": "attention",
-    "linear": "linear",
-    "addmm": "linear",
-    "embedding": "embedding",
-    "layer_norm": "layer_norm",
-    "native_layer_norm": "layer_norm",
-    "rms_norm": "rms_norm",
-    "softmax": "softmax",
-    "_softmax": "softmax",
-    "matmul": "matmul",
-    "bmm": "matmul",
-}
+# Operators that a module is called by, the first that it holds, and what some of them are called.
+PRINCIPAL = (
+    "multi_lora_linear", "packed_attention", "scaled_dot_product_attention", "linear", "addmm",
+    "embedding", "layer_norm", "native_layer_norm", "rms_norm", "softmax", "_softmax", "matmul",
+    "bmm",
+)  # fmt: skip
+CALLED = {
+    "scaled_dot_product_attention": "attention", "addmm": "linear", "bmm": "matmul",
+    "native_layer_norm": "layer_norm", "_softmax": "softmax",
+}  # fmt: skip
 RMS_NORM = {"mean", "rsqrt"}
 NOT_LOWERED = "no pass lowered it"
 SHOWN_OPERATORS = 3
@@ -462,9 +456,9 @@ class _ModuleNodes:
     def operator(self) -> str:
         """What the module computes, in a word or a few."""
         names = Counter(operator_name(node) for node in self.nodes)
-        named = next((PRINCIPAL[name] for name in PRINCIPAL if name in names), None)
-        if named is not None:
-            return named
+        principal = next((name for name in PRINCIPAL if name in names), None)
+        if principal is not None:
+            return CALLED.get(principal, principal)
         if set(names) >= RMS_NORM:
             return "rms_norm"
         counts = [(name, n) for name, n in names.items() if name not in MOVES]

@@ -5,12 +5,9 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Iterator
 from io import BytesIO
-from pathlib import Path
 
 import networkx as nx
 
-from tlora_fx.durable import replace_file
-from tlora_fx.errors import DumpNotWritable
 from tlora_fx.inspect.marks import CALM, Marks, colour_of
 from tlora_fx.inspect.schema import GraphEntry, NodeEntry, Program
 
@@ -45,7 +42,7 @@ def to_networkx(program: Program) -> nx.MultiDiGraph:
     return network
 
 
-def render_graphml(program: Program) -> bytes:
+def render_graphml(program: Program) -> str:
     """The graph as GraphML; lists are joined by commas, an unknown cost is left out."""
     network = to_networkx(program)
     network.graph["jobs"] = ", ".join(network.graph["jobs"])
@@ -57,7 +54,7 @@ def render_graphml(program: Program) -> bytes:
                 del fields[name]
     out = BytesIO()
     nx.write_graphml(network, out)
-    return out.getvalue()
+    return out.getvalue().decode()
 
 
 def render_dot(program: Program) -> str:
@@ -74,35 +71,6 @@ def render_dot(program: Program) -> str:
         lines += [f"    {line}" for line in _dot_graph(graph, marks)]
         lines.append("  }")
     return "\n".join([*lines, "}"]) + "\n"
-
-
-def write_graphml(program: Program, path: Path) -> None:
-    """Write the graph as GraphML.
-
-    raises    DumpNotWritable
-    """
-    _write(path, render_graphml(program))
-
-
-def write_dot(program: Program, path: Path) -> None:
-    """Write the graph for Graphviz.
-
-    raises    DumpNotWritable
-    """
-    _write(path, render_dot(program).encode())
-
-
-def _write(path: Path, data: bytes) -> None:
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        replace_file(path, data)
-    except OSError as error:
-        raise DumpNotWritable(
-            "the graph cannot be written",
-            file=path,
-            found=error,
-            help="name another file, or make room on the disk",
-        ) from error
 
 
 def _dot_graph(graph: GraphEntry, marks: Marks) -> Iterator[str]:

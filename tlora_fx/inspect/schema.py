@@ -14,16 +14,15 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
-from typing import Any, Literal, Self
+from typing import Any, ClassVar, Literal, Self
 
 from pydantic import TypeAdapter, ValidationError
 from pydantic_core import to_jsonable_python
 
-from tlora_fx.errors import DumpNotReadable
+from tlora_fx.durable import replace_file
+from tlora_fx.errors import DumpNotReadable, DumpNotWritable
 
 SCHEMA: Literal[1] = 1
-LISTING_FILE = "ssm.json"
-PROGRAM_FILE = "program.json"
 STAGES_FOLDER = "passes"
 
 
@@ -38,9 +37,13 @@ def _adapter(kind: Any) -> TypeAdapter[Any]:
 
 
 class JsonDocument:
-    """What fills a JSON file of its own."""
+    """What fills a JSON file of its own.
+
+    FILE    its name in the folder of a dump
+    """
 
     __slots__ = ()
+    FILE: ClassVar[str] = ""
 
     def to_json(self) -> str:
         """The document as text, its fields in order."""
@@ -59,10 +62,11 @@ class JsonDocument:
 
     @classmethod
     def load(cls, path: Path) -> Self:
-        """Read a document's file.
+        """Read a document from its file, or from the folder of a dump.
 
         raises    DumpNotReadable
         """
+        path = path / cls.FILE if path.is_dir() else path
         try:
             return cls.from_json(read_text(path, "there is no compiled model here"))
         except ValueError as error:
@@ -88,6 +92,24 @@ def read_text(path: Path, missing: str) -> str:
             file=path,
             found=error.strerror,
             help="write one with: tlora-fx compile jobs.yaml -o FOLDER",
+        ) from error
+
+
+def write_file(path: Path, text: str, what: str) -> None:
+    """Write a view into a file, which is replaced at once; its folder is made.
+
+    what      what cannot be written where it fails, such as "the page"
+    raises    DumpNotWritable
+    """
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        replace_file(path, text.encode())
+    except OSError as error:
+        raise DumpNotWritable(
+            f"{what} cannot be written",
+            file=path,
+            found=error,
+            help="name another file, or make room on the disk",
         ) from error
 
 
@@ -287,6 +309,8 @@ class Listing(JsonDocument):
     blocks    in the order in which they run
     """
 
+    FILE: ClassVar[str] = "ssm.json"
+
     schema: Literal[1]
     version: str
     base: BaseEntry
@@ -406,6 +430,8 @@ class Program(JsonDocument):
     history   nodes that are gone, by key
     """
 
+    FILE: ClassVar[str] = "program.json"
+
     schema: Literal[1]
     version: str
     base: str
@@ -445,28 +471,3 @@ class PassStage(JsonDocument):
     def of_base(self, base: str) -> PassStage:
         """The same stage, with what the job file calls the base."""
         return replace(self, program=replace(self.program, base=base))
-
-
-def load_listing(folder: Path) -> Listing:
-    """The listing in a dump folder, or in a file.
-
-    raises    DumpNotReadable
-    """
-    return Listing.load(folder / LISTING_FILE if folder.is_dir() else folder)
-
-
-def load_program(folder: Path) -> Program:
-    """The node-level data in a dump folder.
-
-    raises    DumpNotReadable
-    """
-    return Program.load(folder / PROGRAM_FILE)
-
-
-def load_stages(folder: Path) -> list[PassStage]:
-    """What every pass left, as far as the folder of a dump holds it, in order.
-
-    raises    DumpNotReadable
-    """
-    files = sorted((folder / STAGES_FOLDER).glob("[0-9]*.json"))
-    return [PassStage.load(file) for file in files]

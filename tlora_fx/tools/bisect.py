@@ -19,7 +19,7 @@ from tlora_fx.errors import BisectFails, NotFoldable, TloraError
 from tlora_fx.graph_file import Document, from_document, save_graphs, to_document
 from tlora_fx.inspect.instruments import state_source
 from tlora_fx.inspect.program import make_program
-from tlora_fx.inspect.schema import PROGRAM_FILE
+from tlora_fx.inspect.schema import Program
 from tlora_fx.inspect.wording import plural
 from tlora_fx.ir.graph import GroupGraph, JobGraph, origin_of
 from tlora_fx.ir.verifier import named_graphs, owners
@@ -290,7 +290,7 @@ def write_state(state: PassState, folder: Path, name: str, base: str) -> None:
     code = group_source(state.group, base) if fused else state_source(state.group)
     (folder / PROGRAM).write_text(code, encoding="utf-8")
     program = make_program(state.group, name, base)
-    (folder / PROGRAM_FILE).write_text(program.to_json(), encoding="utf-8")
+    (folder / Program.FILE).write_text(program.to_json(), encoding="utf-8")
 
 
 # A check of its own: losses and gradients of a state against those of the traced graphs.

@@ -2,24 +2,13 @@
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
 from collections.abc import Callable
 from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from tlora_fx.errors import StateNotFound, nearest
-from tlora_fx.inspect.schema import (
-    PROGRAM_FILE,
-    STAGES_FOLDER,
-    Listing,
-    PassStage,
-    Program,
-    load_listing,
-    load_program,
-    load_stages,
-    read_text,
-)
+from tlora_fx.inspect.schema import STAGES_FOLDER, Listing, PassStage, Program, read_text
 
 if TYPE_CHECKING:
     from tlora_fx.model.supermodel import SuperModel
@@ -29,34 +18,40 @@ JOB_FILES = (".yaml", ".yml")
 SOURCE_FILE = "ssm.py"
 
 
-class Subject(ABC):
-    """A compiled model, read as far as a view asks for it.
+class Subject:
+    """A compiled model in the folder of a dump, read as far as a view asks for it. Needs no torch.
 
-    name      as the user gave it
+    path    of the folder, or of its ssm.json; every property raises DumpNotReadable
     """
 
-    def __init__(self, name: str) -> None:
-        self.name = name
+    def __init__(self, path: Path) -> None:
+        self.name, self.path = str(path), path
+        self.folder = path if path.is_dir() else path.parent
 
-    @property
-    @abstractmethod
+    @cached_property
     def listing(self) -> Listing:
         """A row a module."""
+        return Listing.load(self.path)
 
-    @property
-    @abstractmethod
+    @cached_property
     def program(self) -> Program:
         """An entry a node."""
+        if not (self.folder / Program.FILE).exists():
+            Listing.load(self.path)  # which says what is wrong with the folder
+        return Program.load(self.folder / Program.FILE)
 
-    @property
-    @abstractmethod
+    @cached_property
     def stages(self) -> list[PassStage]:
-        """What every pass left; empty where nobody wrote it down."""
+        """What every pass left, in order; empty where nobody wrote it down."""
+        files = sorted((self.folder / STAGES_FOLDER).glob("[0-9]*.json"))
+        if not files:
+            Listing.load(self.path)  # which says what is wrong with the folder
+        return [PassStage.load(file) for file in files]
 
-    @property
-    @abstractmethod
+    @cached_property
     def source(self) -> str:
         """The text of ssm.py."""
+        return read_text(self.folder / SOURCE_FILE, "the code of the compiled model is not here")
 
     def all_stages(self) -> list[PassStage]:
         """What every pass left, or the compiled model alone where nobody wrote that down."""
@@ -82,47 +77,15 @@ class Subject(ABC):
         )
 
 
-class Dump(Subject):
-    """The folder of a dump, or its ssm.json. Needs no torch."""
+class CompiledSubject(Subject):
+    """A job file, compiled on first use.
 
-    def __init__(self, path: Path) -> None:
-        super().__init__(str(path))
-        self.path = path
-        self.folder = path if path.is_dir() else path.parent
-
-    @cached_property
-    def listing(self) -> Listing:
-        """From ssm.json."""
-        return load_listing(self.path)
-
-    @cached_property
-    def program(self) -> Program:
-        """From program.json."""
-        if not (self.folder / PROGRAM_FILE).exists():
-            load_listing(self.path)  # which says what is wrong with the folder
-        return load_program(self.folder)
-
-    @cached_property
-    def stages(self) -> list[PassStage]:
-        """From passes/."""
-        stages = load_stages(self.folder)
-        if not stages:
-            load_listing(self.path)  # which says what is wrong with the folder
-        return stages
-
-    @cached_property
-    def source(self) -> str:
-        """From ssm.py."""
-        return read_text(self.folder / SOURCE_FILE, "the code of the compiled model is not here")
-
-
-class Compiled(Subject):
-    """A job file, compiled on first use."""
+    pipeline    makes the passes, None stands for the default
+    """
 
     def __init__(self, path: Path, pipeline: Callable[[], Pipeline] | None = None) -> None:
-        """Name a job file; pipeline makes the passes, None stands for the default."""
-        super().__init__(str(path))
-        self.path, self.pipeline = path, pipeline
+        super().__init__(path)
+        self.pipeline = pipeline
 
     @cached_property
     def _compiled(self) -> tuple[SuperModel, Listing, list[PassStage]]:
@@ -137,22 +100,22 @@ class Compiled(Subject):
         listing = make_listing(model)
         return model, listing, [stage.of_base(listing.base.title) for stage in recorder.stages]
 
-    @property
+    @cached_property
     def listing(self) -> Listing:
         """Of the compiled model."""
         return self._compiled[1]
 
-    @property
+    @cached_property
     def program(self) -> Program:
         """What the last pass left."""
         return self.stages[-1].program
 
-    @property
+    @cached_property
     def stages(self) -> list[PassStage]:
         """As recorded while compiling."""
         return self._compiled[2]
 
-    @property
+    @cached_property
     def source(self) -> str:
         """As it would train."""
         return self._compiled[0].source
@@ -165,5 +128,5 @@ def subject_of(path: Path, pipeline: Callable[[], Pipeline] | None = None) -> Su
     raises      DumpNotReadable for what does not exist
     """
     if path.suffix in JOB_FILES:
-        return Compiled(path, pipeline)
-    return Dump(path)
+        return CompiledSubject(path, pipeline)
+    return Subject(path)
