@@ -26,7 +26,7 @@ from tlora_fx.inspect.flops import (
     total,
     training_cost,
 )
-from tlora_fx.inspect.program import dtype_of, shape_of
+from tlora_fx.inspect.program import dtype_of, shape_of, tensor_bytes
 from tlora_fx.inspect.schema import (
     SCHEMA,
     AttentionEntry,
@@ -80,37 +80,31 @@ def make_listing(model: SuperModel) -> Listing:
 
 
 class _Lister:
-    """Reads one model's graphs."""
+    """Reads one model's graphs, block by block and module by module."""
 
     def __init__(self, model: SuperModel) -> None:
         self.model, self.group = model, model.group
-        self.rows = _RowMaker(model)
+        self.sizes = size_names(self.group)
+        self.counter = FlopCounter(self.group.form, self.sizes)
         self.layers = layer_list(model.backbone.model)
 
     def listing(self) -> Listing:
         """All of it."""
-        blocks = self._blocks()
+        blocks, backbone = self._blocks(), self.model.backbone
+        dtype = str(backbone.dtype).removeprefix("torch.")
+        architecture = type(backbone.model).__name__
         return Listing(
             schema=SCHEMA,
             version=__version__,
-            base=self._base(),
+            base=BaseEntry(_short_path(backbone.title), architecture, dtype, self.layers),
             form=self.group.form,
             adapter_dtype=str(self.model.jobs[0].adapter_dtype),
             jobs=[_job_entry(job, blocks) for job in self.group.jobs],
             blocks=blocks,
             attention=self._attention(),
             dropouts=self._dropouts(),
-            totals=_totals(self.model, blocks, self.rows.counter),
+            totals=_totals(self.model, blocks, self.counter),
             notes=[NoteEntry(by, text) for by, text in self.group.notes],
-        )
-
-    def _base(self) -> BaseEntry:
-        backbone = self.model.backbone
-        return BaseEntry(
-            title=_short_path(backbone.title),
-            architecture=type(backbone.model).__name__,
-            dtype=str(backbone.dtype).removeprefix("torch."),
-            layers=self.layers,
         )
 
     def _blocks(self) -> list[BlockEntry]:
@@ -129,7 +123,7 @@ class _Lister:
         blocks.append(self._block("Root", (), after))
         if head is not None:
             entry = self._block(class_name(head), (), head.graph.nodes)
-            entry.rows.append(self.rows.loss(head))
+            entry.rows.append(self._loss(head))
             blocks.append(entry)
         return [block for block in blocks if block.rows]
 
@@ -170,7 +164,7 @@ class _Lister:
     def _block(
         self, name: str, layers: Sequence[str], nodes: Iterable[fx.Node], folded: bool = False
     ) -> BlockEntry:
-        rows = [self.rows.row(module, layers if folded else ("",)) for module in _modules(nodes)]
+        rows = [self._row(module, layers if folded else ("",)) for module in _modules(nodes)]
         if not folded and layers:
             rows = [replace(row, module=row.module[len(layers[0]) + 1 :]) for row in rows]
         return BlockEntry(name, list(layers), folded, "", rows)
@@ -197,6 +191,92 @@ class _Lister:
             for node in block.graph.nodes:
                 if is_call(node, target):
                     yield ([] if name == HEAD else list(block.instances)), node
+
+    def _row(self, module: _ModuleNodes, layers: Sequence[str]) -> RowEntry:
+        """One module's row.
+
+        layers    paths of the layers that the module's graph stands for, ("",) for the root
+        """
+        branches = [
+            branch
+            for job in self.group.jobs
+            if (branch := self._branch(module, job, layers)) is not None
+        ]
+        cost = total(map(self.counter.node, module.nodes))
+        known = [b.flop_per_token for b in branches if b.flop_per_token is not None]
+        flop = cost.flop_per_token if len(known) == len(branches) else None
+        if flop is not None:
+            flop += sum(known) / len(self.group.jobs)
+        alone = total(self.counter.node(n) for nodes in module.branches.values() for n in nodes)
+        value = module.value
+        return RowEntry(
+            module=module.module,
+            operator=module.operator(),
+            detail=self._detail(module),
+            shape=[] if value is None else shape_of(value, self.sizes),
+            dtype="" if value is None else dtype_of(value),
+            flop_per_token=flop,
+            flop_per_length=cost.length,
+            flop_per_row=cost.row + alone.row,
+            weight_bytes=sum(map(tensor_bytes, module.reads("base"))),
+            adapter_bytes=self._adapter_bytes(module, layers),
+            role="shared",
+            nodes=len(module.nodes),
+            source=module.source,
+            branches=branches,
+        )
+
+    def _branch(
+        self, module: _ModuleNodes, job: JobGraph, layers: Sequence[str]
+    ) -> BranchEntry | None:
+        """What a job has at a module; layers are those that the module's graph stands for."""
+        sites = [site for path in _full(module.module, layers) if (site := job.sites.get(path))]
+        lowered = module.lowered
+        if lowered is not None and job.name in lowered.meta["jobs"]:
+            bank = self.model.banks[sites[0].path]
+            widths = bank.a.shape[1] + bank.b.shape[1]
+            numbers = widths * sum(site.rank for site in sites) / len(sites)
+            costs = (self.counter.adapter(lowered, site.rank) for site in sites)
+            flop = total(costs).times(1 / len(sites)).flop_per_token
+            return BranchEntry(job.name, _ranks(sites), "lora", True, None, numbers, flop)
+        if job.name not in module.branches:
+            return None
+        nodes = module.branches[job.name]
+        cost = total(map(self.counter.node, nodes))
+        tensors = {
+            source
+            for node in nodes
+            for source in node.all_input_nodes
+            if source.op == "get_attr" and _owner_of(source) == "job"
+        }
+        return BranchEntry(
+            job=job.name,
+            ranks=_ranks(sites),
+            kind=sites[0].kind if sites else "",
+            lowered=False,
+            as_it_is=module.reasons.get(job.name, ""),
+            parameters=float(sum(torch.Size(n.meta["tensor"].shape).numel() for n in tensors)),
+            flop_per_token=cost.flop_per_token,
+        )
+
+    def _adapter_bytes(self, module: _ModuleNodes, layers: Sequence[str]) -> float:
+        banks = [self.model.banks[p] for p in _full(module.module, layers) if p in self.model.banks]
+        stored = sum(t.numel() * t.dtype.itemsize for bank in banks for t in (bank.a, bank.b))
+        return stored / max(1, len(banks)) + sum(map(tensor_bytes, module.reads("job")))
+
+    def _detail(self, module: _ModuleNodes) -> str:
+        node = next((n for n in module.nodes if is_call(n, ops.packed_attention.default)), None)
+        return "" if node is None else _attention_detail(_attention_entry(node, []))
+
+    def _loss(self, head: Block) -> RowEntry:
+        """The operator that turns logits into each job's loss sum."""
+        node = next(n for n in self.group.root.nodes if n.op == "call_module" and n.target == LOSS)
+        value = node.meta["val"]
+        return RowEntry(
+            LOSS, "cross_entropy", "in chunks, on rows with a target only",
+            shape_of(value, self.sizes), dtype_of(value), loss_cost({HEAD: head}).token, 0.0, 0.0,
+            0, 0.0, "loss", 1, "", [],
+        )  # fmt: skip
 
 
 def _block_name(graph: JobGraph, layer: str) -> str:
@@ -278,101 +358,6 @@ def _counted(group: GroupGraph) -> tuple[int, int]:
             if node.op == "call_function" and isinstance(node.meta.get("val"), torch.Tensor):
                 counts[is_branch(node)] += times
     return counts[0], counts[1]
-
-
-class _RowMaker:
-    """Makes rows from one model's graphs."""
-
-    def __init__(self, model: SuperModel) -> None:
-        self.model, self.group = model, model.group
-        self.sizes = size_names(self.group)
-        self.counter = FlopCounter(self.group.form, self.sizes)
-
-    def row(self, module: _ModuleNodes, layers: Sequence[str]) -> RowEntry:
-        """One module's row.
-
-        layers    paths of the layers that the module's graph stands for, ("",) for the root
-        """
-        branches = [
-            branch
-            for job in self.group.jobs
-            if (branch := self._branch(module, job, layers)) is not None
-        ]
-        cost = total(map(self.counter.node, module.nodes))
-        known = [b.flop_per_token for b in branches if b.flop_per_token is not None]
-        flop = cost.flop_per_token if len(known) == len(branches) else None
-        if flop is not None:
-            flop += sum(known) / len(self.group.jobs)
-        alone = total(self.counter.node(n) for nodes in module.branches.values() for n in nodes)
-        value = module.value
-        return RowEntry(
-            module=module.module,
-            operator=module.operator(),
-            detail=self._detail(module),
-            shape=[] if value is None else shape_of(value, self.sizes),
-            dtype="" if value is None else dtype_of(value),
-            flop_per_token=flop,
-            flop_per_length=cost.length,
-            flop_per_row=cost.row + alone.row,
-            weight_bytes=_tensor_bytes(module.reads("base")),
-            adapter_bytes=self._adapter_bytes(module, layers),
-            role="shared",
-            nodes=len(module.nodes),
-            source=module.source,
-            branches=branches,
-        )
-
-    def _branch(
-        self, module: _ModuleNodes, job: JobGraph, layers: Sequence[str]
-    ) -> BranchEntry | None:
-        """What a job has at a module; layers are those that the module's graph stands for."""
-        sites = [site for path in _full(module.module, layers) if (site := job.sites.get(path))]
-        lowered = module.lowered
-        if lowered is not None and job.name in lowered.meta["jobs"]:
-            bank = self.model.banks[sites[0].path]
-            widths = bank.a.shape[1] + bank.b.shape[1]
-            numbers = widths * sum(site.rank for site in sites) / len(sites)
-            costs = (self.counter.adapter(lowered, site.rank) for site in sites)
-            flop = total(costs).times(1 / len(sites)).flop_per_token
-            return BranchEntry(job.name, _ranks(sites), "lora", True, None, numbers, flop)
-        if job.name not in module.branches:
-            return None
-        nodes = module.branches[job.name]
-        cost = total(map(self.counter.node, nodes))
-        tensors = {
-            source
-            for node in nodes
-            for source in node.all_input_nodes
-            if source.op == "get_attr" and _owner_of(source) == "job"
-        }
-        return BranchEntry(
-            job=job.name,
-            ranks=_ranks(sites),
-            kind=sites[0].kind if sites else "",
-            lowered=False,
-            as_it_is=module.reasons.get(job.name, ""),
-            parameters=float(sum(torch.Size(n.meta["tensor"].shape).numel() for n in tensors)),
-            flop_per_token=cost.flop_per_token,
-        )
-
-    def _adapter_bytes(self, module: _ModuleNodes, layers: Sequence[str]) -> float:
-        banks = [self.model.banks[p] for p in _full(module.module, layers) if p in self.model.banks]
-        stored = sum(t.numel() * t.dtype.itemsize for bank in banks for t in (bank.a, bank.b))
-        return stored / max(1, len(banks)) + _tensor_bytes(module.reads("job"))
-
-    def _detail(self, module: _ModuleNodes) -> str:
-        node = next((n for n in module.nodes if is_call(n, ops.packed_attention.default)), None)
-        return "" if node is None else _attention_detail(_attention_entry(node, []))
-
-    def loss(self, head: Block) -> RowEntry:
-        """The operator that turns logits into each job's loss sum."""
-        node = next(n for n in self.group.root.nodes if n.op == "call_module" and n.target == LOSS)
-        value = node.meta["val"]
-        return RowEntry(
-            LOSS, "cross_entropy", "in chunks, on rows with a target only",
-            shape_of(value, self.sizes), dtype_of(value), loss_cost({HEAD: head}).token, 0.0, 0.0,
-            0, 0.0, "loss", 1, "", [],
-        )  # fmt: skip
 
 
 def _attention_entry(node: fx.Node, layers: list[str]) -> AttentionEntry:
@@ -477,12 +462,6 @@ def _owner_of(node: fx.Node) -> str | None:
     """Who owns the tensor that a get_attr node reads."""
     ref = node.meta.get("tensor")
     return ref.owner if isinstance(ref, TensorRef) else None
-
-
-def _tensor_bytes(nodes: Iterable[fx.Node]) -> int:
-    """Bytes of the tensors that get_attr nodes read."""
-    refs: list[TensorRef] = [node.meta["tensor"] for node in nodes]
-    return sum(torch.Size(ref.shape).numel() * ref.dtype.itemsize for ref in refs)
 
 
 def _modules(nodes: Iterable[fx.Node]) -> list[_ModuleNodes]:

@@ -100,7 +100,8 @@ def _program(
     for origin in (origin for part in every for origin in part.origins):
         for past in ancestry(origin):
             if past.key not in alive and past.key not in history:
-                history[past.key] = Ancestor(past.target, past.made_by, _keys(past))
+                keys = [source.key for source in past.sources]
+                history[past.key] = Ancestor(past.target, past.made_by, keys)
     return Program(SCHEMA, __version__, base, state, form, jobs, graphs, history)
 
 
@@ -146,7 +147,7 @@ class _Describer:
             flop_per_token=cost.flop_per_token,
             flop_per_length=cost.length,
             flop_per_row=cost.row,
-            bytes=_bytes(node),
+            bytes=tensor_bytes(node),
             launches=int(_launches(node)),
             module=str(meta.get("path") or ""),
             role=str(meta.get("role") or ""),
@@ -154,7 +155,7 @@ class _Describer:
             site=str(meta.get("site") or "") if meta.get("role") == "adapter" else "",
             source=str(meta.get("source") or ""),
             made_by=origin.made_by if origin else "",
-            made_from=_keys(origin) if origin else [],
+            made_from=[source.key for source in origin.sources] if origin else [],
             note=str(meta.get("as_it_is") or ""),
         )
 
@@ -222,7 +223,7 @@ def _table_sizes(owner: GroupGraph | JobGraph) -> dict[str, str]:
     }
 
 
-def _bytes(node: fx.Node) -> int:
+def tensor_bytes(node: fx.Node) -> int:
     """Of the tensor that a node reads, in the first layer that it stands for."""
     ref = node.meta.get("tensor")
     if node.op != "get_attr" or not isinstance(ref, TensorRef):
@@ -242,10 +243,6 @@ def _launches(node: fx.Node) -> bool:
     return schema is None or not any(
         item.alias_info is not None and not item.alias_info.is_write for item in schema.returns
     )
-
-
-def _keys(origin: Origin) -> list[str]:
-    return [source.key for source in origin.sources]
 
 
 def shape_of(value: Tensor, names: dict[str, str]) -> list[int | str]:
