@@ -78,6 +78,29 @@ class AttentionRule:
 
 
 @dataclass(frozen=True, slots=True)
+class AttentionTables:
+    """What `packed_attention` is given beside q, k and v, as the schema has it."""
+
+    cu_seqlens: Tensor
+    max_seqlen: Tensor
+    segments: Tensor
+    keys: Tensor
+    token_index: Tensor
+    site: Tensor | None
+    scale: float
+    causal: bool
+    window: int
+    softcap: float
+    sinks: Tensor | None
+    dropout: float
+
+    @property
+    def rule(self) -> AttentionRule:
+        """Its numbers."""
+        return AttentionRule(self.scale, self.causal, self.window, self.softcap, self.dropout)
+
+
+@dataclass(frozen=True, slots=True)
 class Sequences:
     """Where the sequences of a row lie, and the masks of each sequence's job."""
 
@@ -85,27 +108,19 @@ class Sequences:
     masks: JobMasks
 
     @classmethod
-    def read(
-        cls,
-        cu_seqlens: Tensor,
-        segments: Tensor,
-        keys: Tensor,
-        token_index: Tensor,
-        site: Tensor | None,
-        dropout: float,
-        tokens: int,
-    ) -> Sequences:
+    def read(cls, tables: AttentionTables, tokens: int) -> Sequences:
         """Check the tables of a row.
 
         raises  AttentionShapeError, SegmentError, MaskKeyError
         """
+        segments, site, dropout = tables.segments, tables.site, tables.dropout
         if site is None and threshold_of(dropout):
             raise MaskKeyError("attention dropout needs the site of its masks", found=None)
         rates = torch.full((segments.numel() - 1,), dropout, dtype=torch.float64)
         number = 0 if site is None else site
-        masks = JobMasks.read(rates, segments, keys, token_index, number, tokens)
+        masks = JobMasks.read(rates, segments, tables.keys, tables.token_index, number, tokens)
         # After the tables of the host, which tell whether a graph is being captured.
-        spans = _spans(cu_seqlens.tolist(), tokens)
+        spans = _spans(tables.cu_seqlens.tolist(), tokens)
         for start, stop in spans:
             if stop > masks.bounds[bisect_right(masks.bounds, start)]:
                 raise SegmentError(
@@ -445,23 +460,7 @@ _TABLES = (
     mutates_args=(),
     schema=f"(Tensor q, Tensor k, Tensor v, {_TABLES}) -> (Tensor, Tensor)",
 )
-def packed_attention(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    cu_seqlens: Tensor,
-    max_seqlen: Tensor,
-    segments: Tensor,
-    keys: Tensor,
-    token_index: Tensor,
-    site: Tensor | None,
-    scale: float,
-    causal: bool,
-    window: int,
-    softcap: float,
-    sinks: Tensor | None,
-    dropout: float,
-) -> tuple[Tensor, Tensor]:
+def packed_attention(q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:
     """Attend within each sequence of a row.
 
     q, k, v      [T, H, D], [T, Hkv, D], [T, Hkv, Dv], one float type, Hkv divides H
@@ -481,12 +480,13 @@ def packed_attention(
                  lse has no gradient
     raises       AttentionShapeError, SegmentError, MaskKeyError
     """
-    rule = AttentionRule(scale, causal, window, softcap, dropout)
-    check_attention(q, k, v, cu_seqlens)
+    tables = AttentionTables(*rest)
+    rule, sinks = tables.rule, tables.sinks
+    check_attention(q, k, v, tables.cu_seqlens)
     rule.check()
     if len(q) and flash_fits_row(q, v, sinks, rule):
-        return row_forward(q, k, v, cu_seqlens, int(max_seqlen), rule)
-    rows = Sequences.read(cu_seqlens, segments, keys, token_index, site, dropout, len(q))
+        return row_forward(q, k, v, tables.cu_seqlens, int(tables.max_seqlen), rule)
+    rows = Sequences.read(tables, len(q))
     out, lse = _outputs(q, v)
     for start, stop in rows.spans:
         span = slice(start, stop)
@@ -518,24 +518,7 @@ def _fake(
     f"{_TABLES}) -> (Tensor, Tensor, Tensor)",
 )
 def packed_attention_backward(
-    dout: Tensor,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    out: Tensor,
-    lse: Tensor,
-    cu_seqlens: Tensor,
-    max_seqlen: Tensor,
-    segments: Tensor,
-    keys: Tensor,
-    token_index: Tensor,
-    site: Tensor | None,
-    scale: float,
-    causal: bool,
-    window: int,
-    softcap: float,
-    sinks: Tensor | None,
-    dropout: float,
+    dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, *rest: Any
 ) -> tuple[Tensor, Tensor, Tensor]:
     """The gradients of `packed_attention` by q, k and v; weights and masks are computed again.
 
@@ -544,19 +527,20 @@ def packed_attention_backward(
     returns   dq, dk, dv like q, k, v
     raises    as `packed_attention`
     """
-    rule = AttentionRule(scale, causal, window, softcap, dropout)
-    check_attention(q, k, v, cu_seqlens)
+    tables = AttentionTables(*rest)
+    rule, sinks = tables.rule, tables.sinks
+    check_attention(q, k, v, tables.cu_seqlens)
     rule.check()
     if len(q) and flash_fits_row(q, v, sinks, rule):
-        longest = int(max_seqlen)
-        return row_backward(dout, q, k, v, out, lse, cu_seqlens, longest, rule)
-    rows = Sequences.read(cu_seqlens, segments, keys, token_index, site, dropout, len(q))
+        longest = int(tables.max_seqlen)
+        return row_backward(dout, q, k, v, out, lse, tables.cu_seqlens, longest, rule)
+    rows = Sequences.read(tables, len(q))
     grads = _like(q), _like(k), _like(v)
     for start, stop in rows.spans:
         span = slice(start, stop)
         if flash_fits_sequence(q, v, sinks, rule, stop - start):
-            own = dout[span], q[span], k[span], v[span], out[span], lse[:, span]
-            parts = sequence_backward(*own, rule)
+            span_rows = dout[span], q[span], k[span], v[span], out[span], lse[:, span]
+            parts = sequence_backward(*span_rows, rule)
         else:
             sequence = SequenceMath.take(q, k, v, span, rule, rows)
             parts = sequence.backward(dout[span], lse[:, span])

@@ -82,9 +82,9 @@ def keep_mask(
     pairs, index = check_keys(keys, len(values)), check_token_index(token_index, tokens)
     keep = torch.ones(tokens, columns, dtype=torch.bool, device=token_index.device)
     for job, rate in enumerate(values):
-        own = slice(bounds[job], bounds[job + 1])
-        if own.start < own.stop and threshold_of(rate):
-            keep[own] = keep_rows(index[own], columns, threshold_of(rate), pairs[job], int(site))
+        span = slice(bounds[job], bounds[job + 1])
+        if span.start < span.stop and threshold_of(rate):
+            keep[span] = keep_rows(index[span], columns, threshold_of(rate), pairs[job], int(site))
     return keep
 
 

@@ -44,27 +44,31 @@ def _never(_: Mapping[str, Any]) -> bool:
     return False
 
 
-def _written_out(given: Mapping[str, Any]) -> bool:
+def _written_out(arguments: Mapping[str, Any]) -> bool:
     """Attention without a kernel for whole rows goes from sequence to sequence."""
     rule = AttentionRule(
-        given["scale"], given["causal"], given["window"], given["softcap"], given["dropout"]
+        arguments["scale"],
+        arguments["causal"],
+        arguments["window"],
+        arguments["softcap"],
+        arguments["dropout"],
     )
-    return not has_row_kernel(given["q"], given["v"], given["sinks"], rule)
+    return not has_row_kernel(arguments["q"], arguments["v"], arguments["sinks"], rule)
 
 
-def _one_by_one(given: Mapping[str, Any]) -> bool:
+def _one_by_one(arguments: Mapping[str, Any]) -> bool:
     """Adapters without kernels run job by job."""
     asked = support.mode()
     if asked == "off":
         return True
-    fields: dict[str, Any] = {name: _list(given, one) for one, name in LISTS.items()}
-    group = SiteGroup(**fields, **{name: given[name] for name in SHARED})
-    return bool(support.why_no_kernel(given["x"], group, "on" if asked == "on" else "auto"))
+    fields: dict[str, Any] = {name: _list(arguments, singular) for singular, name in LISTS.items()}
+    group = SiteGroup(**fields, **{name: arguments[name] for name in SHARED})
+    return bool(support.why_no_kernel(arguments["x"], group, "on" if asked == "on" else "auto"))
 
 
-def _list(given: Mapping[str, Any], name: str) -> list[Any]:
+def _list(arguments: Mapping[str, Any], name: str) -> list[Any]:
     """An item a site, whether the operator serves one, several, or one without its weight."""
-    items = given.get(name, given.get(f"{name}s", []))
+    items = arguments.get(name, arguments.get(f"{name}s", []))
     return list(items) if isinstance(items, list | tuple) else [items]
 
 

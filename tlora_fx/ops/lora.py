@@ -118,10 +118,10 @@ def multi_lora_linears(
     returns    what each linear gives
     raises     as `multi_lora_linear`
     """
-    made: list[Tensor] = torch.ops.tlora_fx.multi_lora_linears.default(
+    ys: list[Tensor] = torch.ops.tlora_fx.multi_lora_linears.default(
         x, weights, biases, *tables, **settings
     )
-    return made
+    return ys
 
 
 def multi_lora_add(y: Tensor, x: Tensor, *tables: Any, **settings: Any) -> Tensor:
@@ -135,8 +135,8 @@ def multi_lora_add(y: Tensor, x: Tensor, *tables: Any, **settings: Any) -> Tenso
 
     The gradient of y is that of the result.
     """
-    made: Tensor = torch.ops.tlora_fx.multi_lora_add.default(y, x, *tables, **settings)
-    return made
+    total: Tensor = torch.ops.tlora_fx.multi_lora_add.default(y, x, *tables, **settings)
+    return total
 
 
 def _linear(keyset: Any, x: Tensor, weight: Tensor, bias: Tensor | None, *tables: Any) -> Tensor:
@@ -159,8 +159,8 @@ for _name, _function in (("multi_lora_linear", _linear), ("multi_lora_linears", 
 @torch.library.impl("tlora_fx::multi_lora_add", "CompositeImplicitAutograd")
 def _add(y: Tensor, x: Tensor, *tables: Any) -> Tensor:
     arguments = SiteGroup.single([], *tables).arguments()
-    made: list[Tensor] = torch.ops.tlora_fx.multi_lora_add_forward.default(y, x, *arguments)
-    return made[0]
+    results: list[Tensor] = torch.ops.tlora_fx.multi_lora_add_forward.default(y, x, *arguments)
+    return results[0]
 
 
 def multi_lora_forward(
@@ -173,11 +173,11 @@ def multi_lora_forward(
     raises    as `multi_lora_linear`
     """
     *tables, room = rest
-    group, own = SiteGroup(weights, *tables), packed.narrow(x, room)
-    group.check(own, biases)
-    kernels = support.kernel_group(own, group)
+    group, inputs = SiteGroup(weights, *tables), packed.narrow(x, room)
+    group.check(inputs, biases)
+    kernels = support.kernel_group(inputs, group)
     if kernels is None:
-        return [*lora_loop.forward(own, biases, group), *_nothing(x, 2 * len(weights))]
+        return [*lora_loop.forward(inputs, biases, group), *_nothing(x, 2 * len(weights))]
     return dispatch.forward(x, biases, group, kernels, room)
 
 
@@ -189,13 +189,13 @@ def _forward_fake(
     x: Tensor, weights: list[Tensor], biases: list[Tensor | None], *rest: Any
 ) -> list[Tensor]:
     *tables, room = rest
-    group, own = SiteGroup(weights, *tables), packed.narrow(x, room)
-    group.check(own, biases)
-    made = [x.new_empty(*x.shape[:-1], weight.shape[0]) for weight in weights]
-    kernels = support.kernel_group(own, group)
+    group, inputs = SiteGroup(weights, *tables), packed.narrow(x, room)
+    group.check(inputs, biases)
+    ys = [x.new_empty(*x.shape[:-1], weight.shape[0]) for weight in weights]
+    kernels = support.kernel_group(inputs, group)
     if kernels is None:
-        return [*made, *_nothing(x, 2 * len(weights))]
-    return [*made, *kernels.low_rank_rows(x), *kernels.bits(x)]
+        return [*ys, *_nothing(x, 2 * len(weights))]
+    return [*ys, *kernels.low_rank_rows(x), *kernels.bits(x)]
 
 
 def multi_lora_input_gradient(dys: list[Tensor], weights: list[Tensor], *rest: Any) -> list[Tensor]:
@@ -282,17 +282,17 @@ class _Differentiable(torch.autograd.Function):
         keyset, weights, biases, shared, frozen = call
         count, room = len(weights), packed.behind_x(x, SiteGroup(weights, *shared))
         x = packed.widen(x, room)
-        made = _redispatch(keyset, x, weights, biases, *shared, room)
-        ctx.mark_non_differentiable(*made[count:])
+        results = _redispatch(keyset, x, weights, biases, *shared, room)
+        ctx.mark_non_differentiable(*results[count:])
         ctx.set_materialize_grads(False)
         *tables, segments, keys, token_index, sites, _, _, _ = shared
         lists = (weights, *tables, sites)
         ctx.save_for_backward(
-            x, segments, keys, token_index, *(one for part in lists for one in part),
-            *made[count:],
+            x, segments, keys, token_index, *(item for part in lists for item in part),
+            *results[count:],
         )  # fmt: skip
         ctx.settings, ctx.count, ctx.room, ctx.frozen = shared[-3:], count, room, frozen
-        return tuple(made)
+        return tuple(results)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
@@ -319,7 +319,7 @@ class _Differentiable(torch.autograd.Function):
         leaves: list[Tensor | None] = [None] * (2 * count)
         if any(needs[2:]):
             # Views of what is there: dy itself would be written once more.
-            dys = [packed.narrow(one, room) for one in wide]
+            dys = [packed.narrow(dy, room) for dy in wide]
             gradients = multi_lora_adapter_gradients if direct else _adapter_gradients
             leaves = [*gradients(dys, x, weights, *shared, s, bits, rest[:count], rest[count:])]
         return (None, dx if needs[1] else None, *leaves)
@@ -343,7 +343,7 @@ def _is_plain(*tensors: Tensor) -> bool:
         not torch._C._len_torch_dispatch_stack()
         and not torch.is_grad_enabled()
         and not torch._C._autograd._profiler_enabled()
-        and all(type(one) in _PLAIN for one in tensors)
+        and all(type(tensor) in _PLAIN for tensor in tensors)
     )
 
 
@@ -353,8 +353,8 @@ def _redispatch(keyset: Any, *arguments: Any) -> list[Tensor]:
     with torch._C._AutoDispatchBelowAutograd():
         if below.raw_repr() in _BACKENDS:
             return multi_lora_forward(*arguments)
-        made: list[Tensor] = ops.multi_lora_forward.default.redispatch(below, *arguments)
-    return made
+        results: list[Tensor] = ops.multi_lora_forward.default.redispatch(below, *arguments)
+    return results
 
 
 def _forward_of(
@@ -365,8 +365,8 @@ def _forward_of(
     below = keyset & torch._C._after_autograd_keyset
     if below.raw_repr() in _BACKENDS and not torch._C._autograd._profiler_enabled():
         return _autograd(keyset, *arguments)
-    made: list[Tensor] = ops.multi_lora_forward.default(*arguments)
-    return made
+    results: list[Tensor] = ops.multi_lora_forward.default(*arguments)
+    return results
 
 
 def _autograd(
@@ -381,13 +381,13 @@ def _autograd(
         return _redispatch(keyset, x, weights, biases, *shared, room)
     call = (keyset, weights, biases, shared, frozen)
     if not frozen:
-        learning += [one for one in (*weights, *biases) if one is not None]
-    made = _Differentiable.apply(call, packed.narrow(x, room), *learning)  # type: ignore[no-untyped-call]
-    return list(made)
+        learning += [tensor for tensor in (*weights, *biases) if tensor is not None]
+    results = _Differentiable.apply(call, packed.narrow(x, room), *learning)  # type: ignore[no-untyped-call]
+    return list(results)
 
 
 def _need_gradients(*tensors: Tensor | None) -> bool:
-    return any(one.requires_grad for one in tensors if one is not None)
+    return any(tensor.requires_grad for tensor in tensors if tensor is not None)
 
 
 _library.impl(  # type: ignore[no-untyped-call]
@@ -420,25 +420,25 @@ def multi_lora_add_forward(y: Tensor, x: Tensor, *tables: Any) -> list[Tensor]:
     """
     group = SiteGroup([], *tables)
     _check_added(y, x, group)
-    made = y.clone(memory_format=torch.contiguous_format)
+    total = y.clone(memory_format=torch.contiguous_format)
     kernels = support.kernel_group(x, group)
     if kernels is not None:
-        return [made, *dispatch.add_forward(made, x, group, kernels)]
+        return [total, *dispatch.add_forward(total, x, group, kernels)]
     rows = x.reshape(-1, x.shape[-1])
     if len(rows):
-        own = AdapterTables.read(group, 0, len(rows))
-        lora_loop.add_branches(made.view(-1, y.shape[-1]), rows, own, group, 0)
-    return [made, x.new_empty(0), x.new_empty(0)]
+        adapters = AdapterTables.read(group, 0, len(rows))
+        lora_loop.add_branches(total.view(-1, y.shape[-1]), rows, adapters, group, 0)
+    return [total, x.new_empty(0), x.new_empty(0)]
 
 
 @multi_lora_add_forward.register_fake
 def _add_forward_fake(y: Tensor, x: Tensor, *tables: Any) -> list[Tensor]:
     group = SiteGroup([], *tables)
     _check_added(y, x, group)
-    kernels, made = support.kernel_group(x, group), y.new_empty(y.shape)
+    kernels, total = support.kernel_group(x, group), y.new_empty(y.shape)
     if kernels is None:
-        return [made, x.new_empty(0), x.new_empty(0)]
-    return [made, *kernels.low_rank_rows(x), *kernels.bits(x)]
+        return [total, x.new_empty(0), x.new_empty(0)]
+    return [total, *kernels.low_rank_rows(x), *kernels.bits(x)]
 
 
 @torch.library.custom_op(
@@ -461,8 +461,8 @@ def multi_lora_add_input_gradient(dy: Tensor, *rest: Any) -> list[Tensor]:
         return dispatch.add_input_gradient(dy, group, s[0], bits[0], need_dx)
     rows = dy.reshape(-1, dy.shape[-1])
     dx = rows.new_zeros(len(rows), group.inner) if need_dx else None
-    own = AdapterTables.read(group, 0, len(rows))
-    ds = lora_loop.add_branch_gradients(dx, rows, own, group, 0)
+    adapters = AdapterTables.read(group, 0, len(rows))
+    ds = lora_loop.add_branch_gradients(dx, rows, adapters, group, 0)
     shaped = dy.new_empty(0) if dx is None else dx.view(*dy.shape[:-1], group.inner)
     return [shaped, ds, dy.new_empty(0)]
 

@@ -48,7 +48,9 @@ class AdapterTables:
             rows = rank_bounds(group.ranks[index], jobs, group.a[index].shape[0])
             scales = check_scales(group.scales[index], jobs)
             branches = tuple(_branches(masks.bounds, rows, scales))
-            largest = max((own.ranks.stop - own.ranks.start for own in branches), default=0)
+            largest = max(
+                (branch.ranks.stop - branch.ranks.start for branch in branches), default=0
+            )
             drops = any(map(threshold_of, masks.rates))
             check_fit(largest, drops, group.max_rank, group.drops)
         return cls(branches, masks)

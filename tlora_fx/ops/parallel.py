@@ -55,7 +55,7 @@ class GroupRank:
     size: int
 
 
-_places: dict[str, GroupRank | None] = {}
+_ranks: dict[str, GroupRank | None] = {}
 
 
 def use_group(name: str, group: ProcessGroup | None) -> None:
@@ -65,31 +65,31 @@ def use_group(name: str, group: ProcessGroup | None) -> None:
 
     group   None, or a group of one process: there is nobody to sum with
     """
-    place = None
+    rank = None
     if group is not None and group.size() > 1:
-        place = GroupRank(str(group.group_name), group.rank(), group.size())
-    _places[name] = place
+        rank = GroupRank(str(group.group_name), group.rank(), group.size())
+    _ranks[name] = rank
 
 
 def forget_groups() -> None:
     """Let no name stand for a group any more."""
-    _places.clear()
+    _ranks.clear()
 
 
 def facts() -> tuple[object, ...]:
     """What compiled code depends on."""
-    return tuple(sorted((name, repr(place)) for name, place in _places.items()))
+    return tuple(sorted((name, repr(rank)) for name, rank in _ranks.items()))
 
 
-def place_of(name: str, x: Tensor) -> GroupRank | None:
+def rank_in(name: str, x: Tensor) -> GroupRank | None:
     """This process's place in a group; None where it is alone, and where only shapes count.
 
     x        what is to be summed
     raises   TensorGroupMissing for real tensors, and for code that is compiled, where nobody said
              which group the name stands for
     """
-    if name in _places:
-        return _places[name]
+    if name in _ranks:
+        return _ranks[name]
     if TracingContext.try_get() is None and (isinstance(x, FakeTensor) or x.is_meta):
         return None
     raise TensorGroupMissing(
@@ -100,12 +100,12 @@ def place_of(name: str, x: Tensor) -> GroupRank | None:
     )
 
 
-def all_reduced(x: Tensor, place: GroupRank, how: str = "sum") -> Tensor:
+def all_reduced(x: Tensor, rank: GroupRank, how: str = "sum") -> Tensor:
     """A tensor summed over a group, or its largest values ("max").
 
     Two operators, so that a compiler may put others between the start and the wait.
     """
-    started = torch.ops._c10d_functional.all_reduce.default(x, how, place.name)
+    started = torch.ops._c10d_functional.all_reduce.default(x, how, rank.name)
     done: Tensor = torch.ops._c10d_functional.wait_tensor.default(started)
     return done
 
@@ -128,8 +128,8 @@ def tp_copy(x: Tensor, group: str) -> Tensor:
     returns  x; its gradient is the sum of all processes' gradients
     raises   TensorGroupMissing
     """
-    made: Tensor = torch.ops.tlora_fx.tp_copy.default(x, group)
-    return made
+    result: Tensor = torch.ops.tlora_fx.tp_copy.default(x, group)
+    return result
 
 
 def tp_reduce(x: Tensor, group: str) -> Tensor:
@@ -140,8 +140,8 @@ def tp_reduce(x: Tensor, group: str) -> Tensor:
     returns  the sum, the same bits in all processes; the gradient is the result's
     raises   TensorGroupMissing
     """
-    made: Tensor = torch.ops.tlora_fx.tp_reduce.default(x, group)
-    return made
+    result: Tensor = torch.ops.tlora_fx.tp_reduce.default(x, group)
+    return result
 
 
 def tp_cross_entropy(logits: Tensor, targets: Tensor, group: str) -> Tensor:
@@ -153,25 +153,25 @@ def tp_cross_entropy(logits: Tensor, targets: Tensor, group: str) -> Tensor:
     returns   [n] in the logits' dtype, the same in all processes
     raises    TensorGroupMissing
     """
-    made: Tensor = torch.ops.tlora_fx.tp_cross_entropy.default(logits, targets, group)
-    return made
+    losses: Tensor = torch.ops.tlora_fx.tp_cross_entropy.default(logits, targets, group)
+    return losses
 
 
 class _Copy(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, place: GroupRank) -> Tensor:
-        ctx.place = place
+    def forward(ctx: Any, x: Tensor, rank: GroupRank) -> Tensor:
+        ctx.rank = rank
         return x.view_as(x)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-        return all_reduced(grad, ctx.place), None
+        return all_reduced(grad, ctx.rank), None
 
 
 class _Reduce(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, place: GroupRank) -> Tensor:
-        return all_reduced(x, place)
+    def forward(ctx: Any, x: Tensor, rank: GroupRank) -> Tensor:
+        return all_reduced(x, rank)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
@@ -180,31 +180,31 @@ class _Reduce(torch.autograd.Function):
 
 @torch.library.impl("tlora_fx::tp_copy", "CompositeImplicitAutograd")
 def _copy(x: Tensor, group: str) -> Tensor:
-    place = place_of(group, x)
-    made: Tensor = x.view_as(x) if place is None else _Copy.apply(x, place)  # type: ignore[no-untyped-call]
-    return made
+    rank = rank_in(group, x)
+    result: Tensor = x.view_as(x) if rank is None else _Copy.apply(x, rank)  # type: ignore[no-untyped-call]
+    return result
 
 
 @torch.library.impl("tlora_fx::tp_reduce", "CompositeImplicitAutograd")
 def _reduce(x: Tensor, group: str) -> Tensor:
-    place = place_of(group, x)
-    made: Tensor = x.view_as(x) if place is None else _Reduce.apply(x, place)  # type: ignore[no-untyped-call]
-    return made
+    rank = rank_in(group, x)
+    result: Tensor = x.view_as(x) if rank is None else _Reduce.apply(x, rank)  # type: ignore[no-untyped-call]
+    return result
 
 
 @torch.library.impl("tlora_fx::tp_cross_entropy", "CompositeImplicitAutograd")
 def _cross_entropy(logits: Tensor, targets: Tensor, group: str) -> Tensor:
-    place = place_of(group, logits)
-    if place is None:
+    rank = rank_in(group, logits)
+    if rank is None:
         return torch.nn.functional.cross_entropy(logits, targets, reduction="none")
-    largest = all_reduced(logits.detach().amax(-1), place, "max")
+    largest = all_reduced(logits.detach().amax(-1), rank, "max")
     shifted = logits - largest.unsqueeze(-1)
-    own = targets - place.rank * logits.shape[-1]
-    inside = (own >= 0) & (own < logits.shape[-1])
-    picked = shifted.gather(-1, torch.where(inside, own, 0).unsqueeze(-1)).squeeze(-1)
+    local = targets - rank.rank * logits.shape[-1]
+    inside = (local >= 0) & (local < logits.shape[-1])
+    picked = shifted.gather(-1, torch.where(inside, local, 0).unsqueeze(-1)).squeeze(-1)
     # One sum for both: the exponentials, and the target's logit, which one process has.
     parts = torch.stack([shifted.exp().sum(-1), torch.where(inside, picked, 0)])
-    total: Tensor = _Reduce.apply(parts, place)  # type: ignore[no-untyped-call]
+    total: Tensor = _Reduce.apply(parts, rank)  # type: ignore[no-untyped-call]
     return torch.where(targets == IGNORED, 0, total[0].log() - total[1])
 
 
@@ -264,25 +264,25 @@ def nano_tables(cu_seqlens: Tensor, segments: Tensor, count: int, linear: int) -
     bounds = token_bounds(segments, starts[-1])
     sequences = cut_sequences(starts, count, linear)
     cuts = [starts[at] for at in sequences]
-    made = [torch.tensor(cuts, dtype=torch.int32)]
+    tables = [torch.tensor(cuts, dtype=torch.int32)]
     for (low, high), (begin, end) in zip(pairwise(sequences), pairwise(cuts), strict=True):
         longest = max([b - a for a, b in pairwise(starts[low : high + 1])], default=0)
-        own = [min(max(bound, begin), end) - begin for bound in bounds]
-        made += [
+        local_bounds = [min(max(bound, begin), end) - begin for bound in bounds]
+        tables += [
             cu_seqlens[low : high + 1] - begin,
             torch.tensor(longest, dtype=torch.int32),
-            torch.tensor(own, dtype=torch.int32),
+            torch.tensor(local_bounds, dtype=torch.int32),
         ]
-    return made
+    return tables
 
 
 @nano_tables.register_fake
 def _tables_fake(cu_seqlens: Tensor, segments: Tensor, count: int, linear: int) -> list[Tensor]:
-    made = [segments.new_empty(count + 1)]
+    tables = [segments.new_empty(count + 1)]
     for _ in range(count):
-        own = cu_seqlens.new_empty(torch.library.get_ctx().new_dynamic_size())
-        made += [own, segments.new_empty(()), segments.new_empty(segments.shape)]
-    return made
+        starts = cu_seqlens.new_empty(torch.library.get_ctx().new_dynamic_size())
+        tables += [starts, segments.new_empty(()), segments.new_empty(segments.shape)]
+    return tables
 
 
 @torch.library.custom_op(
@@ -307,11 +307,11 @@ def nano_split(x: Tensor, cuts: Tensor, dim: int) -> list[Tensor]:
 @nano_split.register_fake
 def _split_fake(x: Tensor, cuts: Tensor, dim: int) -> list[Tensor]:
     shape: list[Any] = list(x.shape)
-    made = []
+    parts = []
     for _ in range(int(cuts.shape[0]) - 1):
         shape[dim] = torch.library.get_ctx().new_dynamic_size()
-        made.append(x.new_empty(shape))
-    return made
+        parts.append(x.new_empty(shape))
+    return parts
 
 
 @torch.library.custom_op(

@@ -87,12 +87,12 @@ def check_stored(
     if reason:
         raise QuantizedLinearError("a matrix cannot be multiplied in this form", found=reason)
     expected = [(tuple(size), kind) for size, kind in FORMS[form].layout(*shape)]
-    found = [(tuple(part.shape), part.dtype) for part in stored]
-    if found != expected or x.shape[-1] != shape[1]:
+    actual = [(tuple(part.shape), part.dtype) for part in stored]
+    if actual != expected or x.shape[-1] != shape[1]:
         raise QuantizedLinearError(
             f"these are no x and parts of a matrix {list(shape)} in {form}",
-            expected=f"x [..., {shape[1]}], {_told(expected)}",
-            found=f"x {list(x.shape)}, {_told(found)}",
+            expected=f"x [..., {shape[1]}], {_described(expected)}",
+            found=f"x {list(x.shape)}, {_described(actual)}",
         )
     if bias is not None and (list(bias.shape) != list(shape[:1]) or bias.dtype != x.dtype):
         raise QuantizedLinearError(
@@ -102,7 +102,7 @@ def check_stored(
         )
 
 
-def _told(parts: Sequence[tuple[Any, torch.dtype]]) -> str:
+def _described(parts: Sequence[tuple[Any, torch.dtype]]) -> str:
     return ", ".join(f"{kind}{list(size)}" for size, kind in parts)
 
 
@@ -131,15 +131,15 @@ def _nf4_linear(
 ) -> Tensor:
     from bitsandbytes import matmul_4bit
 
-    made: Tensor = matmul_4bit(x, stored[0].t(), _nf4_state(stored, shape, x.dtype), bias=bias)
-    return made
+    y: Tensor = matmul_4bit(x, stored[0].t(), _nf4_state(stored, shape, x.dtype), bias=bias)
+    return y
 
 
 def _nf4_dequantise(stored: Sequence[Tensor], shape: Sequence[int], dtype: torch.dtype) -> Tensor:
     from bitsandbytes.functional import dequantize_4bit
 
-    made: Tensor = dequantize_4bit(stored[0], _nf4_state(stored, shape, dtype))
-    return made
+    weight: Tensor = dequantize_4bit(stored[0], _nf4_state(stored, shape, dtype))
+    return weight
 
 
 def _rows_layout(kind: torch.dtype) -> Callable[[int, int], Layout]:
@@ -156,10 +156,10 @@ def _torchao_quantise(config: str) -> Callable[[Tensor], tuple[Tensor, ...]]:
         holder = nn.Linear(weight.shape[1], weight.shape[0], bias=False, device="meta")
         holder.weight = nn.Parameter(weight, requires_grad=False)
         # Inductor's settings belong to whoever compiles.
-        made = getattr(torchao.quantization, config)(set_inductor_config=False)
-        torchao.quantization.quantize_(holder, made)
-        found: Any = holder.weight
-        return found.qdata, found.scale
+        settings = getattr(torchao.quantization, config)(set_inductor_config=False)
+        torchao.quantization.quantize_(holder, settings)
+        quantised: Any = holder.weight
+        return quantised.qdata, quantised.scale
 
     return quantise
 
@@ -182,8 +182,8 @@ def _torchao_linear(
 def _torchao_dequantise(
     stored: Sequence[Tensor], shape: Sequence[int], dtype: torch.dtype
 ) -> Tensor:
-    made: Tensor = _torchao_weight(stored, shape, dtype).dequantize()
-    return made
+    weight: Tensor = _torchao_weight(stored, shape, dtype).dequantize()
+    return weight
 
 
 FORMS = {

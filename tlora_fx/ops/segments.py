@@ -59,8 +59,8 @@ def _length(segments: Any, job: int, tokens: Any) -> Any:
     known: tuple[int, list[Any]] | None = getattr(segments, "_lengths", None)
     if known is None or known[0] != epoch:
         known = segments._lengths = (epoch, [])
-    for one, whole, length in known[1]:
-        if one == job and guard_or_false(whole == tokens):
+    for other_job, whole, length in known[1]:
+        if other_job == job and guard_or_false(whole == tokens):
             return length
     length = torch.library.get_ctx().new_dynamic_size()
     known[1].append((job, tokens, length))
@@ -160,10 +160,10 @@ def segment_switch(
     out = short.clone(memory_format=torch.contiguous_format)
     rows, others = out.view(positions.numel(), -1), long.reshape(positions.numel(), -1)
     for job in range(len(bounds) - 1):
-        own = slice(bounds[job], bounds[job + 1])
-        if own.start < own.stop:
-            longest = positions[own].amax() + 1
-            rows[own] = torch.where(longest > threshold, others[own], rows[own])
+        span = slice(bounds[job], bounds[job + 1])
+        if span.start < span.stop:
+            longest = positions[span].amax() + 1
+            rows[span] = torch.where(longest > threshold, others[span], rows[span])
     return out
 
 
@@ -222,8 +222,8 @@ def segment_spread(sums: Tensor, segments: Tensor, rows: int) -> Tensor:
     """
     if sums.is_cuda:
         ends = offsets_on(segments, rows, sums.device)[1:]
-        places = torch.arange(rows, dtype=torch.int32, device=sums.device)
-        return sums[torch.bucketize(places, ends, right=True)]
+        indices = torch.arange(rows, dtype=torch.int32, device=sums.device)
+        return sums[torch.bucketize(indices, ends, right=True)]
     out = sums.new_empty(rows)
     for job, (start, stop) in enumerate(pairwise(covering(segments, rows))):
         out[start:stop] = sums[job]

@@ -284,7 +284,7 @@ class SiteGroup:
         """Refuse what metadata alone shows to be wrong; raises AdapterTableError."""
         count = len(self.weights)
         lists = (self.a, self.b, self.ranks, self.scales, self.rates, self.sites)
-        if not count or any(len(one) != count for one in lists):
+        if not count or any(len(items) != count for items in lists):
             raise AdapterTableError(
                 "every site needs a weight and tables of its own",
                 expected=f"{count} of each",

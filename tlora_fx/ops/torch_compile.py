@@ -43,7 +43,7 @@ def _part() -> str:
 def _schemas() -> tuple[str, ...]:
     """The signatures of all our operators; asked for when all of them are there."""
     every = map(str, torch._C._jit_get_all_schemas())
-    return tuple(sorted(one for one in every if one.startswith("tlora_fx::")))
+    return tuple(sorted(schema for schema in every if schema.startswith("tlora_fx::")))
 
 
 LAYERS = "y_grid_div_"
@@ -74,8 +74,8 @@ def mend(grid: Any) -> None:
         return
 
     @functools.wraps(generate)
-    def asking(self: Any, *given: Any, **options: Any) -> None:
-        generate(self, *given, **options)
+    def asking(self: Any, *arguments: Any, **options: Any) -> None:
+        generate(self, *arguments, **options)
         launch = str(self.y_grid)
         if self.mode == "python" and LAYERS in launch and " if " not in launch:
             self.y_grid = f"(0 if {LAYERS} == 0 else {launch})"

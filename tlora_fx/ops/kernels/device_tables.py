@@ -111,12 +111,12 @@ def row_tables(
     """
     key = (segments.data_ptr(), keys.data_ptr(), segments.shape[0], tokens, device)
     stamps = stamp(segments), stamp(keys)
-    found = _rows.get(key)
-    if found is None or found.stamps != stamps:
-        found = _uploaded_row(found, segments, keys, tokens, device, stamps, capturing)
-        _keep(_rows, key, found)
-    found.captured |= capturing
-    return found
+    mirror = _rows.get(key)
+    if mirror is None or mirror.stamps != stamps:
+        mirror = _uploaded_row(mirror, segments, keys, tokens, device, stamps, capturing)
+        _keep(_rows, key, mirror)
+    mirror.captured |= capturing
+    return mirror
 
 
 def site_tables(
@@ -134,12 +134,12 @@ def site_tables(
         rows, rank_block, device,
     )  # fmt: skip
     stamps = stamp(ranks), stamp(scales), stamp(rates), stamp(site)
-    found = _sites.get(key)
-    if found is None or found.stamps != stamps:
-        found = _uploaded_site(found, tables, rows, rank_block, device, stamps, capturing)
-        _keep(_sites, key, found)
-    found.captured |= capturing
-    return found
+    mirror = _sites.get(key)
+    if mirror is None or mirror.stamps != stamps:
+        mirror = _uploaded_site(mirror, tables, rows, rank_block, device, stamps, capturing)
+        _keep(_sites, key, mirror)
+    mirror.captured |= capturing
+    return mirror
 
 
 def offsets_on(table: Tensor, rows: int, device: torch.device) -> Tensor:
@@ -150,12 +150,12 @@ def offsets_on(table: Tensor, rows: int, device: torch.device) -> Tensor:
     capturing = torch.cuda.is_current_stream_capturing()
     key = (table.data_ptr(), table.shape[0], rows, device)
     stamps = (stamp(table),)
-    found = _offsets.get(key)
-    if found is None or found.stamps != stamps:
-        found = _uploaded_offsets(found, table, rows, device, capturing)
-        _keep(_offsets, key, found)
-    found.captured |= capturing
-    return found.words
+    mirror = _offsets.get(key)
+    if mirror is None or mirror.stamps != stamps:
+        mirror = _uploaded_offsets(mirror, table, rows, device, capturing)
+        _keep(_offsets, key, mirror)
+    mirror.captured |= capturing
+    return mirror.words
 
 
 def refresh(*tables: Tensor) -> None:
@@ -189,9 +189,9 @@ def release(*tables: Tensor) -> None:
 def forget() -> None:
     """Drop all copies that no captured graph reads."""
     for cache in (_rows, _offsets, _sites):
-        own: Cache = cast("Cache", cache)
-        for key in [key for key, mirror in own.items() if not mirror.captured]:
-            _drop(own, key)
+        mirrors: Cache = cast("Cache", cache)
+        for key in [key for key, mirror in mirrors.items() if not mirror.captured]:
+            _drop(mirrors, key)
 
 
 def check_masks(row: RowTables, keys: Tensor, token_index: Tensor, tokens: int) -> None:
@@ -211,7 +211,7 @@ def stamp(table: Tensor) -> object:
 
 
 def _uploaded_row(
-    found: RowTables | None,
+    mirror: RowTables | None,
     segments: Tensor,
     keys: Tensor,
     tokens: int,
@@ -230,31 +230,31 @@ def _uploaded_row(
         keyed = False
     signed = [word - (1 << 32) if word >> 31 else word for pair in pairs for word in pair]
     words, starts = _laid_out([bounds, signed])
-    if found is None:
+    if mirror is None:
         buffer = torch.empty(len(words), dtype=torch.int32, device=device)
-        found = RowTables((segments, keys), stamps, buffer)
-        found.segments, found.keys = _views(buffer, starts, (jobs + 1, 2 * jobs))
-        found.keys = found.keys.view(jobs, 2)
-    _upload(found, words, capturing)
-    found.stamps, found.bounds, found.keyed = stamps, bounds, keyed
-    return found
+        mirror = RowTables((segments, keys), stamps, buffer)
+        mirror.segments, mirror.keys = _views(buffer, starts, (jobs + 1, 2 * jobs))
+        mirror.keys = mirror.keys.view(jobs, 2)
+    _upload(mirror, words, capturing)
+    mirror.stamps, mirror.bounds, mirror.keyed = stamps, bounds, keyed
+    return mirror
 
 
 def _uploaded_offsets(
-    found: Mirror | None, table: Tensor, rows: int, device: torch.device, capturing: bool
+    mirror: Mirror | None, table: Tensor, rows: int, device: torch.device, capturing: bool
 ) -> Mirror:
     stamps = (stamp(table),)
     words = covering(table, rows) if not capturing else [0] * len(table)
-    if found is None:
+    if mirror is None:
         buffer = torch.empty(len(words), dtype=torch.int32, device=device)
-        found = Mirror((table,), stamps, buffer)
-    _upload(found, words, capturing)
-    found.stamps = stamps
-    return found
+        mirror = Mirror((table,), stamps, buffer)
+    _upload(mirror, words, capturing)
+    mirror.stamps = stamps
+    return mirror
 
 
 def _uploaded_site(
-    found: SiteTables | None,
+    mirror: SiteTables | None,
     tables: Sequence[Tensor],
     rows: int,
     rank_block: int,
@@ -273,17 +273,17 @@ def _uploaded_site(
     exact = [factor * keep_scale(rate) for factor, rate in zip(factors, dropped, strict=True)]
     bits = torch.tensor(exact, dtype=torch.float32).view(torch.int32).tolist()
     words, starts = _laid_out([offsets, slots, thresholds, bits])
-    if found is None:
+    if mirror is None:
         buffer = torch.empty(len(words), dtype=torch.int32, device=device)
-        found = SiteTables(tuple(tables), stamps, buffer)
+        mirror = SiteTables(tuple(tables), stamps, buffer)
         sizes = (jobs + 1, jobs + 1, jobs, jobs)
-        found.ranks, found.slots, found.thresholds, found.scales = _views(buffer, starts, sizes)
-        found.scales = found.scales.view(torch.float32)
-    _upload(found, words, capturing)
-    found.stamps, found.site, found.jobs = stamps, int(site), jobs
-    found.drops = any(thresholds)
-    found.max_rank = max((stop - start for start, stop in pairwise(offsets)), default=0)
-    return found
+        mirror.ranks, mirror.slots, mirror.thresholds, mirror.scales = _views(buffer, starts, sizes)
+        mirror.scales = mirror.scales.view(torch.float32)
+    _upload(mirror, words, capturing)
+    mirror.stamps, mirror.site, mirror.jobs = stamps, int(site), jobs
+    mirror.drops = any(thresholds)
+    mirror.max_rank = max((stop - start for start, stop in pairwise(offsets)), default=0)
+    return mirror
 
 
 def _laid_out(tables: Iterable[Sequence[int]]) -> tuple[list[int], list[int]]:
@@ -316,10 +316,10 @@ def _upload(mirror: Mirror, words: list[int], capturing: bool) -> None:
 
 def _held(tables: Iterable[Tensor]) -> list[tuple[Key, Cache]]:
     """Where the copies of some tables are kept, each once."""
-    found: dict[tuple[int, Key], Cache] = {}
+    caches: dict[tuple[int, Key], Cache] = {}
     for table in tables:
-        found |= _holders.get(table.data_ptr(), {})
-    return [(key, cache) for (_, key), cache in found.items()]
+        caches |= _holders.get(table.data_ptr(), {})
+    return [(key, cache) for (_, key), cache in caches.items()]
 
 
 def _keep(cache: Any, key: Key, mirror: Mirror) -> None:

@@ -21,7 +21,7 @@ from torch import Tensor
 
 from tlora_fx.codegen.spec import MOST_SITES
 from tlora_fx.ops.kernels.launch import Run
-from tlora_fx.ops.kernels.packed import Packed, Room, stored_form
+from tlora_fx.ops.kernels.packed import Packed, WeightRoom, stored_form
 from tlora_fx.ops.kernels.select import Choice, Plan
 from tlora_fx.ops.kernels.support import KernelGroup
 from tlora_fx.ops.tables import SiteGroup
@@ -66,11 +66,15 @@ def _forward(
     step = max(site.tail for site in sites)
     behind = has_room(whole, room, step * len(sites))
     rooms = [run.room(index, behind) for index in range(len(sites))]
-    choices = [run.choose("forward", k, own is not None, behind) for k, own in enumerate(rooms)]
+    choices = [
+        run.choose("forward", index, weight_room is not None, behind)
+        for index, weight_room in enumerate(rooms)
+    ]
     packed = []
-    for index, own in enumerate(rooms):
-        later = run.choose("input_gradient", index, own is not None, behind).plan
-        packed.append(run.pack(index, own if "concat" in (choices[index].plan, later) else None))
+    for index, weight_room in enumerate(rooms):
+        later = run.choose("input_gradient", index, weight_room is not None, behind).plan
+        concat = "concat" in (choices[index].plan, later)
+        packed.append(run.pack(index, weight_room if concat else None))
     extended = None
     if any(choice.plan == "concat" for choice in choices):
         extended = whole if behind else run.empty(len(rows), rows.shape[1] + step, dtype=rows.dtype)
@@ -103,7 +107,7 @@ def _beside(extended: Tensor, columns: int, first: int, tail: int) -> Tensor:
     return extended[:, : columns + tail]
 
 
-def _extended_weight(run: Run, index: int, room: Room | None) -> Tensor:
+def _extended_weight(run: Run, index: int, room: WeightRoom | None) -> Tensor:
     """[O + T, I + T] of a site, whatever the order of its strides."""
     site, weight = run.kernel_group.sites[index], run.group.weights[index]
     assert room is not None
@@ -130,7 +134,7 @@ def input_gradient(
     tokens = len(wholes[0])
     run = Run.open(kernels, group, tokens, first.device)
     dx = run.empty(*((tokens, group.inner) if need_dx else (0,)), dtype=first.dtype)
-    ds = [run.empty(*one.shape, dtype=one.dtype) for one in s]
+    ds = [run.empty(*rows.shape, dtype=rows.dtype) for rows in s]
     total = torch.promote_types(torch.float32, first.dtype)
     parts = [
         run.empty(site.chunks(tokens, kernels.jobs), site.width, site.outer, dtype=total)
@@ -158,14 +162,15 @@ def _input_gradient(
     for index, (whole, site) in enumerate(zip(wholes, run.kernel_group.sites, strict=True)):
         dy = whole[:, : site.outer]
         behind = has_room(whole, room, site.tail)
-        own = None if dx is None else run.room(index, behind)
-        choice = run.choose("input_gradient", index, own is not None, behind)
+        weight_room = None if dx is None else run.room(index, behind)
+        choice = run.choose("input_gradient", index, weight_room is not None, behind)
         concat = dx is not None and choice.plan == "concat"
-        held, left = run.packed(index, own if concat else None), None
+        held, left = run.packed(index, weight_room if concat else None), None
         if concat:
             columns = site.outer + site.tail
             left = whole if behind else run.empty(len(dy), columns, dtype=dy.dtype)
-            extended[index] = left[:, :columns], _extended_weight(run, index, own)[:, : site.inner]
+            right = _extended_weight(run, index, weight_room)[:, : site.inner]
+            extended[index] = left[:, :columns], right
         run.lora_b_backward(index, dy, s[index], held, parts[index], ds[index], left, not behind)
         rows.append(dy)
         choices.append(choice)
@@ -231,7 +236,7 @@ def adapter_gradients(
     da = [run.empty(*a.shape, dtype=a.dtype) for a in group.a]
     db = [run.empty(*b.shape, dtype=b.dtype) for b in group.b]
     if not tokens:
-        return [one.zero_() for one in (*da, *db)]
+        return [gradient.zero_() for gradient in (*da, *db)]
     with run.on_device():
         run.serve(_adapter_gradients, rows, bits, ds, db_parts, da, db)
     return [*da, *db]

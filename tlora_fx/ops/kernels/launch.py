@@ -24,7 +24,14 @@ from tlora_fx.ops.kernels.device_tables import (
     site_tables,
 )
 from tlora_fx.ops.kernels.launch_cache import Recording
-from tlora_fx.ops.kernels.packed import Packed, Room, contents, packed_for, room_of, stored_form
+from tlora_fx.ops.kernels.packed import (
+    Packed,
+    WeightRoom,
+    contents,
+    packed_for,
+    room_of,
+    stored_form,
+)
 from tlora_fx.ops.kernels.support import SMALL_RANK, KernelGroup, Site
 from tlora_fx.ops.tables import SiteGroup, check_fit, named
 
@@ -71,9 +78,9 @@ class Run:
                 raise
         tables = []
         for index, site in enumerate(kernels.sites):
-            own = group.ranks[index], group.scales[index], group.rates[index], group.sites[index]
+            copied = group.ranks[index], group.scales[index], group.rates[index], group.sites[index]
             try:
-                mirror = site_tables(own, site.rows, site.rank_block, device, capturing)
+                mirror = site_tables(copied, site.rows, site.rank_block, device, capturing)
                 _check(mirror, row, group, tokens)
             except Exception:
                 with named(group.sites[index]):
@@ -117,7 +124,7 @@ class Run:
         sharing = len(self.kernel_group.sites)
         return select.choose(direction, site, self.tokens, room, self.gpu, sharing, behind)
 
-    def room(self, index: int, behind: bool = False) -> Room | None:
+    def room(self, index: int, behind: bool = False) -> WeightRoom | None:
         """Where concat-K can have a site's weight.
 
         Without room `behind` x or dy it would copy them, which pays for one site at most.
@@ -127,7 +134,7 @@ class Run:
         weight, site = self.group.weights[index], self.kernel_group.sites[index]
         return room_of(weight, site, select.may_copy_weights())
 
-    def pack(self, index: int, room: Room | None = None) -> Packed:
+    def pack(self, index: int, room: WeightRoom | None = None) -> Packed:
         """Pack a site's adapters, and into the tail of its weight's room."""
         site, tables = self.kernel_group.sites[index], self.tables[index]
         a, b = self.group.a[index].contiguous(), self.group.b[index].contiguous()
@@ -155,20 +162,20 @@ class Run:
             self.helds[index] = held
         return held
 
-    def note_packed(self, index: int, room: Room | None) -> None:
+    def note_packed(self, index: int, room: WeightRoom | None) -> None:
         """Note that buffers, and a room, hold the adapters as they are now."""
         held = self.held(index)
         held.holds = contents(held, self.group.a[index], self.group.b[index], self.tables[index])
         if room is not None:
             room.holds = held.holds
 
-    def is_packed(self, index: int, room: Room | None) -> bool:
+    def is_packed(self, index: int, room: WeightRoom | None) -> bool:
         """Whether a site's adapters, and its weight's room, hold what is to be packed."""
         held = self.held(index)
         now = contents(held, self.group.a[index], self.group.b[index], self.tables[index])
         return held.holds == now and (room is None or room.holds == now)
 
-    def packed(self, index: int, room: Room | None = None) -> Packed:
+    def packed(self, index: int, room: WeightRoom | None = None) -> Packed:
         """What the forward packed, packed again where something has changed since."""
         current = self.is_packed(index, room)
         if self.recording is not None:
@@ -216,7 +223,7 @@ class Run:
             wide = torch.promote_types(torch.float32, rows.dtype)
             sums = [s[index] for index in indices]
             if slabs:
-                sums = [self.empty(slabs, *one.shape, dtype=wide) for one in sums]
+                sums = [self.empty(slabs, *part.shape, dtype=wide) for part in sums]
             kernel("shrink", first, tile, **fields)(
                 rows,
                 [packed[index].a for index in indices],
@@ -242,9 +249,9 @@ class Run:
     ) -> None:  # fmt: skip
         """S of a site out of the shares that `shrink` left."""
         tables = self.tables[index]
-        own = shrink.finish(replace(spec, outer=self.kernel_group.sites[index].outer))
+        finishing = shrink.finish(replace(spec, outer=self.kernel_group.sites[index].outer))
         behind = {"ranks": tables.ranks, "extended": tail["extended"]} if tail else {}
-        loaded(own)(
+        loaded(finishing)(
             parts, packed.flags, self.row.segments, tables.slots, tables.scales, self.row.jobs, s,
             **behind,
         )  # fmt: skip
@@ -368,13 +375,14 @@ class Run:
         }  # fmt: skip
         wide = replace(site, inner=columns, outer=columns)
         tile = self.tile("expand", wide) if len(indices) == 1 else None
-        slots, thresholds = [one.slots for one in tables], [one.thresholds for one in tables]
-        given: list[Any] = [s, packed_rows, slots, thresholds, bits]
+        slots = [table.slots for table in tables]
+        thresholds = [table.thresholds for table in tables]
+        per_site: list[Any] = [s, packed_rows, slots, thresholds, bits]
         if len(indices) == 1:
-            given = [None if one is None else one[0] for one in given]
-        own, rows, slot, threshold, mask = given
+            per_site = [None if items is None else items[0] for items in per_site]
+        low, rows, slot, threshold, mask = per_site
         kernel("expand", site, tile, **fields)(
-            own, rows, bias, self.row.segments, slot, threshold, mask, self.row.jobs, out
+            low, rows, bias, self.row.segments, slot, threshold, mask, self.row.jobs, out
         )
 
     def tile(self, kind: Kind, site: Site, sites: int = 1) -> Tile | None:
@@ -416,7 +424,7 @@ def loaded(spec: KernelSpec) -> Callable[..., None]:
 @lru_cache(maxsize=4096)
 def spec_of(kind: Kind, site: Site, tile: Tile | None, **fields: Any) -> KernelSpec:
     """A kernel's spec."""
-    given: dict[str, Any] = {
+    common: dict[str, Any] = {
         "inner": site.inner,
         "outer": site.outer,
         "dtype": site.dtype,
@@ -424,7 +432,7 @@ def spec_of(kind: Kind, site: Site, tile: Tile | None, **fields: Any) -> KernelS
         "job_capacity": site.job_capacity,
         "arch": site.arch,
     }
-    return KernelSpec(kind, **given | fields, tile=tile)
+    return KernelSpec(kind, **common | fields, tile=tile)
 
 
 @cache

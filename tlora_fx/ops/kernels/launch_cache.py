@@ -26,7 +26,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from tlora_fx.codegen.launching import KernelLaunch, Start, tape
 from tlora_fx.ops.kernels import select
 from tlora_fx.ops.kernels.device_tables import RowTables, SiteTables
-from tlora_fx.ops.kernels.packed import Packed, Room, room_of
+from tlora_fx.ops.kernels.packed import Packed, WeightRoom, room_of
 from tlora_fx.ops.kernels.support import KernelGroup
 from tlora_fx.ops.tables import SiteGroup
 
@@ -72,7 +72,7 @@ class Recording:
         """Write down what this thread starts."""
         before, tape.started = tape.started, self.entries
         try:
-            with _Watch(self):
+            with _Recorder(self):
                 yield
         finally:
             tape.started = before
@@ -89,7 +89,7 @@ class Recording:
         return Recipe(steps, fresh, self.packs, self.needs)
 
 
-class Call(Protocol):
+class Recordable(Protocol):
     """What is asked of a call of an operator: see launch.Run."""
 
     kernel_group: KernelGroup
@@ -106,14 +106,14 @@ class Call(Protocol):
     def held(self, index: int) -> Packed:
         """The buffers of a site's packed adapters."""
 
-    def is_packed(self, index: int, room: Room | None) -> bool:
+    def is_packed(self, index: int, room: WeightRoom | None) -> bool:
         """Whether they, and the room, hold what is to be packed."""
 
-    def note_packed(self, index: int, room: Room | None) -> None:
+    def note_packed(self, index: int, room: WeightRoom | None) -> None:
         """Note that they do."""
 
 
-class _Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
+class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Writes down torch's own operators where they write into given tensors."""
 
     def __init__(self, recording: Recording) -> None:
@@ -313,7 +313,7 @@ def _seen(tensor: Tensor, offset: int, geometry: Geometry) -> Tensor:
     return view.set_(tensor.untyped_storage(), first // view.element_size(), shape, stride)
 
 
-def serve(call: Call, function: Callable[..., None], args: tuple[Any, ...]) -> None:
+def serve(call: Recordable, function: Callable[..., None], args: tuple[Any, ...]) -> None:
     """function(call, *args), or what it started for arguments like these."""
     tensors, key = _described(call, function, args)
     known = call.kernel_group.recipes
@@ -333,7 +333,9 @@ def serve(call: Call, function: Callable[..., None], args: tuple[Any, ...]) -> N
     function(call, *args)
 
 
-def _described(call: Call, function: object, args: Sequence[Any]) -> tuple[list[Tensor], object]:
+def _described(
+    call: Recordable, function: object, args: Sequence[Any]
+) -> tuple[list[Tensor], object]:
     """All tensors whose addresses a kernel can get, and what launches depend on else.
 
     token_index comes first: it alone may begin anywhere.
@@ -370,7 +372,9 @@ def _described(call: Call, function: object, args: Sequence[Any]) -> tuple[list[
     return tensors, tuple(plain)
 
 
-def _record(call: Call, key: object, tensors: list[Tensor], start: Callable[[], None]) -> None:
+def _record(
+    call: Recordable, key: object, tensors: list[Tensor], start: Callable[[], None]
+) -> None:
     call.recording = recording = Recording()
     try:
         with recording.on():
@@ -383,7 +387,7 @@ def _record(call: Call, key: object, tensors: list[Tensor], start: Callable[[], 
         logger.debug("not started again from a recipe: %s", reason)
 
 
-def _started_again(call: Call, recipe: Recipe, tensors: list[Tensor]) -> bool:
+def _started_again(call: Recordable, recipe: Recipe, tensors: list[Tensor]) -> bool:
     """Whether a recipe could serve this call."""
     for index, roomy in recipe.needs:
         if not call.is_packed(index, _room(call, index) if roomy else None):
@@ -396,6 +400,6 @@ def _started_again(call: Call, recipe: Recipe, tensors: list[Tensor]) -> bool:
     return True
 
 
-def _room(call: Call, index: int) -> Room | None:
+def _room(call: Recordable, index: int) -> WeightRoom | None:
     """The room of a site's weight, if it has one."""
     return room_of(call.group.weights[index], call.kernel_group.sites[index], make=False)

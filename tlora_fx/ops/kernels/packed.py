@@ -49,7 +49,7 @@ class Packed:
 
 
 @dataclass(slots=True)
-class Room:
+class WeightRoom:
     """A weight in a buffer with T more rows and columns, where adapters stand behind it.
 
     shape     of the buffer, [O + T, I + T], or [I + T, O + T] for a weight stored by columns
@@ -83,7 +83,7 @@ class Room:
 
 
 _packed: dict[Key, Packed] = {}
-_rooms: dict[Key, Room] = {}
+_rooms: dict[Key, WeightRoom] = {}
 _lock = threading.Lock()
 
 
@@ -100,8 +100,8 @@ def packed_for(a: Tensor, b: Tensor, site: Site, jobs: int) -> Packed:
         )
         with _lock:
             _packed[key] = held
-        for one in (a, b):
-            weakref.finalize(one, _packed.pop, key, None)
+        for tensor in (a, b):
+            weakref.finalize(tensor, _packed.pop, key, None)
     return held
 
 
@@ -111,8 +111,8 @@ def contents(held: Packed, a: Tensor, b: Tensor, tables: SiteTables) -> object:
     Buffers and tables are told apart by references that do not keep them: numbers, such as their
     addresses, may be given to others once they are gone.
     """
-    made = weakref.ref(held), weakref.ref(tables)
-    return stamp_of(a), stamp_of(b), tables.stamps, *made
+    holders = weakref.ref(held), weakref.ref(tables)
+    return stamp_of(a), stamp_of(b), tables.stamps, *holders
 
 
 def stamp_of(value: Tensor) -> object:
@@ -136,20 +136,20 @@ def with_room(weight: Tensor, rows: int) -> Tensor:
     buffer = stored.new_zeros(first + rows, second + rows)
     buffer[:first, :second] = stored
     with _lock:
-        _rooms[_address_of(buffer)] = Room((first + rows, second + rows))
+        _rooms[_address_of(buffer)] = WeightRoom((first + rows, second + rows))
     view = buffer[:first, :second]
     return view.t() if turned else view
 
 
-def room_of(weight: Tensor, site: Site, make: bool) -> Room | None:
+def room_of(weight: Tensor, site: Site, make: bool) -> WeightRoom | None:
     """The buffer that a weight lies in, with room for the site's adapters.
 
     make   where there is none, keep a copy of the weight in one
     """
     stored = stored_form(weight, site)
-    own = _rooms.get(_address_of(weight))
-    if own is not None and own.around(stored, site.tail):
-        return own
+    around = _rooms.get(_address_of(weight))
+    if around is not None and around.around(stored, site.tail):
+        return around
     first, second = stored.shape
     key = (*_address_of(weight), first, second, site.tail)
     copied = _rooms.get(key)
@@ -161,12 +161,12 @@ def room_of(weight: Tensor, site: Site, make: bool) -> Room | None:
         return None
     buffer = stored.new_zeros(first + site.tail, second + site.tail)
     buffer[:first, :second] = stored
-    made = Room((first + site.tail, second + site.tail), buffer)
-    made.of = weakref.ref(weight), stamp_of(weight)
+    copy = WeightRoom((first + site.tail, second + site.tail), buffer)
+    copy.of = weakref.ref(weight), stamp_of(weight)
     with _lock:
-        _rooms[key] = made
+        _rooms[key] = copy
     weakref.finalize(weight, _rooms.pop, key, None)
-    return made
+    return copy
 
 
 def stored_form(weight: Tensor, site: Site) -> Tensor:

@@ -180,11 +180,13 @@ def _chosen(
         # What was measured is one site alone; of several each pays for its part of a write.
         saved = 1e6 * _write_seconds(direction, site, tokens) * (1 - 1 / sharing)
         less: dict[Plan, float] = {"sidecar": saved if direction == "input_gradient" else 0.0}
-        plan = min(known, key=lambda one: times[one].microseconds - less.get(one, 0.0))
+        plan = min(
+            known, key=lambda candidate: times[candidate].microseconds - less.get(candidate, 0.0)
+        )
         return Choice(plan, times[plan].tile, times[plan].source)
     _say(gpu, direction, site.inner, site.outer)
     costs = estimates(direction, site, tokens, sharing)
-    return Choice(min(able, key=lambda one: costs[one]))
+    return Choice(min(able, key=lambda candidate: costs[candidate]))
 
 
 def _write_seconds(direction: Direction, site: Site, tokens: int) -> float:
@@ -270,7 +272,7 @@ class Coordinates:
     def distance(self, other: Coordinates) -> float:
         """How unlike two points are; a wrong width costs more than a wrong token count."""
         pairs = zip(astuple(self), astuple(other), (1.0, 2.0, 1.5), strict=True)
-        return sum(weight * abs(math.log2(one / two)) for one, two, weight in pairs)
+        return sum(weight * abs(math.log2(here / there)) for here, there, weight in pairs)
 
 
 def file_name(gpu: str) -> str:

@@ -227,8 +227,8 @@ def _plans(
             _candidates(direction, case.site) if plan == "fused" else [None]
         )
         for cut in cuts:
-            own = tiles | ({direction: cut} if cut else {})
-            call = _forced(case.direction(direction, room=plan == "concat"), own, plan)
+            forced = tiles | ({direction: cut} if cut else {})
+            call = _forced(case.direction(direction, room=plan == "concat"), forced, plan)
             name = f"{select.family(direction, case.site)} {plan} {_short(cut)}"
             if _runs(call, name, log):
                 tried.append((plan, cut, call))
@@ -290,7 +290,7 @@ def _spec(kind: Kind, site: Site, sites: int = 1) -> KernelSpec:
 def _tasks(points: Sequence[Point], dtype: Dtype, device: torch.device) -> Iterator[Task]:
     """Every kernel that will be tried, each once, in the order of need."""
     arch, tried = support.arch_of(device), set()
-    for point, kind in ((one, kind) for one in points for kind in one.kinds):
+    for point, kind in ((measured, kind) for measured in points for kind in measured.kinds):
         most = max(point.ranks)
         block = support.rank_block(most)
         site = Site(
@@ -451,8 +451,8 @@ class Case:
         )
         x, dy = normal(tokens, inner), normal(tokens, outers[0])
         kernels, count = KernelGroup.of(x, group), len(outers)
-        made = dispatch.forward(x, [None] * count, group, kernels)[count:]
-        return cls(x, dy, group, kernels, made[:count], made[count:])
+        rest = dispatch.forward(x, [None] * count, group, kernels)[count:]
+        return cls(x, dy, group, kernels, rest[:count], rest[count:])
 
     @property
     def site(self) -> Site:
