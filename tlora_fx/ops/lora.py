@@ -479,24 +479,21 @@ def _add_input_gradient_fake(dy: Tensor, *rest: Any) -> list[Tensor]:
 
 
 def _add_setup(ctx: Any, inputs: tuple[Any, ...], output: list[Tensor]) -> None:
-    _, x, *tables = inputs
-    group = SiteGroup([], *tables)
+    _, x, (a,), (b,), (ranks,), (scales,), (rates,), *row, (site,), dtype, max_rank, drops = inputs
     ctx.mark_non_differentiable(*output[1:])
     ctx.set_materialize_grads(False)
-    lists = [getattr(group, name)[0] for name in ("a", "b", "ranks", "scales", "rates", "sites")]
-    ctx.save_for_backward(x, *lists, group.segments, group.keys, group.token_index, *output[1:])
-    ctx.settings = group.compute_dtype, group.max_rank, group.drops
+    ctx.save_for_backward(x, a, b, ranks, scales, rates, *row, site, *output[1:])
+    ctx.settings = dtype, max_rank, drops
 
 
 def _add_backward(ctx: Any, grads: list[Tensor | None]) -> tuple[Any, ...]:
-    x, a, b, ranks, scales, rates, site, segments, keys, token_index, s, bits = ctx.saved_tensors
+    x, *saved, s, bits = ctx.saved_tensors
     dy, ops = grads[0], torch.ops.tlora_fx
     nothing: tuple[Any, ...] = ([None], [None], [None], None, None, None, [None], None, None, None)
     if dy is None:
         return None, None, [None], [None], *nothing
     need_y, need_x, *need = ctx.needs_input_grad
-    row = segments, keys, token_index
-    tables = [a], [b], [ranks], [scales], [rates], *row, [site], *ctx.settings
+    tables = SiteGroup.single([], *saved, *ctx.settings).arguments()
     dx, ds, parts = ops.multi_lora_add_input_gradient.default(dy, *tables, [s], [bits], need_x)
     da, db = None, None
     if any(map(_needed, need[:2])):
