@@ -18,31 +18,11 @@ is made from the classes by `python -m tlora_fx.errors`.
 
 #: By code, the arguments of an error that is worth showing.
 _EXAMPLES: Mapping[str, Mapping[str, str]] = {
-    "T0101": {
-        "what": "wrong value of 'seed'",
-        "job": "math-r16",
-        "expected": "a whole number n with 0 <= n < 4294967296",
-        "found": "-1",
-    },
     "T0102": {
         "what": "unknown key 'lerning_rate'",
         "file": "jobs.yaml:12",
         "job": "math-r16",
         "help": "did you mean 'learning_rate'?",
-    },
-    "T0303": {
-        "what": "a row of the data cannot be used",
-        "file": "train.jsonl:3",
-        "job": "math-r16",
-        "found": "no JSON: Expecting value at column 12",
-        "help": "mend the row, or set skip_bad_rows: true in the job's data",
-    },
-    "T0304": {
-        "what": "the data has no prompt and completion, no messages, and no text",
-        "file": "train.jsonl:1",
-        "job": "math-r16",
-        "found": "columns answer, question",
-        "help": "perhaps columns: {prompt: question, completion: answer}",
     },
 }
 

@@ -12,25 +12,19 @@ class CompileError(TloraError):
 
 
 class BaseNotLoadable(CompileError):
-    """The base cannot be built.
-
-    Give a hub id, a folder with config.json, or an nn.Module from Python.
-    """
+    """The base cannot be built; give a hub id, a folder, or an nn.Module from Python."""
 
     code = "T0201"
 
 
 class BaseRefused(CompileError):
-    """The base does something that a fused model cannot do as each job alone would."""
+    """A fused model cannot do what this base does."""
 
     code = "T0202"
 
 
 class JobsDiffer(CompileError):
-    """Jobs of one group have different bases, dtypes or tokenizers.
-
-    Use one base and dtype, or separate groups.
-    """
+    """Jobs of one group differ in base, dtype or tokenizer."""
 
     code = "T0203"
 
@@ -38,15 +32,14 @@ class JobsDiffer(CompileError):
 class BaseNotTraceable(CompileError):
     """torch.export cannot trace the model.
 
-    The message names the line of model code. `base.attention: batch` traces many models that packed
-    form does not.
+    `base.attention: batch` traces many models that packed form does not.
     """
 
     code = "T0204"
 
 
 class AttentionNotPackable(CompileError):
-    """The base's attention uses a mask, bias or cache that packed rows cannot honour.
+    """The base's attention cannot run on packed rows.
 
     Set `base.attention: batch`.
     """
@@ -55,7 +48,7 @@ class AttentionNotPackable(CompileError):
 
 
 class NotTokenParallel(CompileError):
-    """An operator mixes the tokens of a row, so jobs would see each other.
+    """An operator mixes the tokens of a row.
 
     Set `base.attention: batch`, or register a rule:
     `tlora_fx.passes.token_parallel.rules.rule(operator)`.
@@ -71,28 +64,19 @@ class UnknownTarget(CompileError):
 
 
 class AdapterMismatch(CompileError):
-    """PEFT placed an adapter elsewhere than planned.
-
-    Please report it: a defect, or an incompatible PEFT.
-    """
+    """PEFT placed an adapter elsewhere than planned: a defect, or an incompatible PEFT."""
 
     code = "T0208"
 
 
 class NotFoldable(CompileError):
-    """Layers that look equal are not, or do not run one after another.
-
-    Handled by the compiler, which then compiles layer by layer.
-    """
+    """Layers that look equal are not; the compiler then compiles layer by layer."""
 
     code = "T0209"
 
 
 class LayersNotChained(NotFoldable):
-    """Layers pass on more than one value, or not each to the next.
-
-    Handled by the compiler, which then uses no layers.
-    """
+    """Layers do not form a chain; the compiler then uses no layers."""
 
     code = "T0215"
 
@@ -110,46 +94,31 @@ class PipelineError(CompileError):
 
 
 class GraphInvalid(CompileError):
-    """A pass left an invalid graph.
-
-    A defect of the pass that the message names.
-    """
+    """A pass left an invalid graph: a defect of that pass."""
 
     code = "T0212"
 
 
 class PassFailed(GraphInvalid):
-    """A pass raised an error of its own.
-
-    A defect of the pass. `tlora-fx replay DIR` reproduces it alone.
-    """
+    """A pass raised an error; `tlora-fx replay DIR` reproduces it."""
 
     code = "T0216"
 
 
 class PassMisreports(GraphInvalid):
-    """A pass returned a wrong answer to whether it changed the graph.
-
-    Return the truth from `run`, or nothing.
-    """
+    """A pass returned a wrong answer to whether it changed the graph."""
 
     code = "T0217"
 
 
 class TagsBroken(GraphInvalid):
-    """A pass left a node with impossible role or jobs (rules: `tlora_fx/ir/verifier.py`).
-
-    Helpers of `tlora_fx.rewriting` set both.
-    """
+    """A pass left a node with impossible role or jobs (`tlora_fx/ir/verifier.py`)."""
 
     code = "T0218"
 
 
 class NumericsBroken(GraphInvalid):
-    """A pass changed losses or gradients more than it declares.
-
-    Fix it, or declare `preserves_numerics = "no"`.
-    """
+    """A pass changed losses or gradients more than its `preserves_numerics` declares."""
 
     code = "T0219"
 
@@ -167,10 +136,7 @@ class RewriteMismatch(GraphInvalid):
 
 
 class NotOutlinable(GraphInvalid):
-    """A piece of a graph cannot become a block.
-
-    A block returns one value, and its sizes must be those of its inputs.
-    """
+    """A piece of a graph cannot become a block, which returns one value."""
 
     code = "T0235"
 
@@ -182,34 +148,25 @@ class UnknownNode(CompileError):
 
 
 class BatchFormUnsafe(CompileError):
-    """In batch form, earlier logits change with later tokens or with padding.
-
-    Jobs cannot share rows of such a model.
-    """
+    """In batch form, earlier logits change with later tokens or padding."""
 
     code = "T0213"
 
 
 class SuperModelMisuse(CompileError):
-    """A Shared Super-Model was used before it has weights, or rewritten after it was wrapped."""
+    """A Shared Super-Model has no weights yet, or was rewritten after it was wrapped."""
 
     code = "T0214"
 
 
 class PluginBroken(CompileError):
-    """A pass or planner of another package cannot be imported, or is none.
-
-    `tlora-fx passes` gives the reason.
-    """
+    """A plugin cannot be imported, or is none; `tlora-fx passes` gives the reason."""
 
     code = "T0226"
 
 
 class BackendUnsupported(CompileError):
-    """With `strict`, the backend met a LoRA branch that it cannot lower.
-
-    Without `strict`, Inductor compiles it as it is.
-    """
+    """With `strict`, the backend met a LoRA branch that it cannot lower."""
 
     code = "T0220"
 
@@ -221,19 +178,13 @@ class BackendOptionError(CompileError):
 
 
 class StoredFormWrong(GraphInvalid):
-    """A stored form cannot be made.
-
-    It must be a module's function that always gives the same shape and dtype.
-    """
+    """A stored form cannot be made: it must be a module's function."""
 
     code = "T0238"
 
 
 class StoppedAfter(CompileError):
-    """Compiling stopped after a pass, as `stop-after` in TLORA_FX_LOG asks.
-
-    `tlora_fx.run_passes` returns the graphs instead.
-    """
+    """Compiling stopped after a pass, as TLORA_FX_LOG asks."""
 
     code = "T0237"
 
@@ -284,16 +235,13 @@ class InspectMisuse(TloraError):
 
 
 class GraphNotStorable(CompileError):
-    """A graph holds a Python function or object, which a graph file cannot store.
-
-    Call operators of torch.ops; hold plain values in arguments and tags.
-    """
+    """A graph holds a Python function or object, which a graph file cannot store."""
 
     code = "T0227"
 
 
 class GraphFileNotReadable(CompileError):
-    """A folder holds no graphs, is damaged, or was written by another version.
+    """A folder holds no graphs, is damaged, or is another version's.
 
     Import the packages whose operators it uses.
     """
@@ -308,10 +256,7 @@ class ReplayNotReadable(CompileError):
 
 
 class BisectFails(CompileError):
-    """A bisection's check cannot be run, or changes its verdict.
-
-    Exit with 0 for good, 1 to 124 for bad, 125 for unknown.
-    """
+    """A bisection's check cannot be run, or changes its verdict."""
 
     code = "T0230"
 
@@ -320,10 +265,7 @@ class BisectFails(CompileError):
 
 
 class NoStage(TloraError):
-    """A model cannot be cut into stages here.
-
-    Only one value may cross a cut; the message names possible cuts.
-    """
+    """A model cannot be cut into stages here; the message names possible cuts."""
 
     code = "T0840"
 
@@ -335,19 +277,13 @@ class TokensMismatch(TloraError):
 
 
 class ScheduleRefused(TloraError):
-    """A schedule does not run with this number of micro-batches or stages.
-
-    1F1B needs as many micro-batches as stages; an interleaved one a multiple of the processes.
-    """
+    """A schedule does not run with this number of micro-batches or stages."""
 
     code = "T0842"
 
 
 class PipelineBroken(TloraError):
-    """A stage computed something else than its graph says.
-
-    A defect of tlora-fx or of a pass.
-    """
+    """A stage computed something else than its graph says: a defect."""
 
     code = "T0843"
 
@@ -362,10 +298,7 @@ class SubmittedTwice(TloraError):
 
 
 class DecisionWrong(TloraError):
-    """A policy's decision cannot be run.
-
-    Groups may share neither jobs nor GPUs, and need one base each.
-    """
+    """A policy's decision cannot be run."""
 
     code = "T0971"
 

@@ -6,22 +6,19 @@ from tlora_fx.errors.root import TloraError
 
 
 class JobError(TloraError):
-    """Fields of a job are unknown, wrong, or exclude each other; the message lists all of them."""
+    """Fields of a job are unknown, wrong, or exclude each other."""
 
     code = "T0101"
 
 
 class JobFileError(JobError):
-    """A job file has mistakes in its base, defaults or jobs; each is listed with line and job."""
+    """A job file has mistakes; each is listed with line and job."""
 
     code = "T0102"
 
 
 class JobFileSyntaxError(JobFileError):
-    """A job file is no plain YAML.
-
-    Tags that build objects, duplicate keys and self-references are refused.
-    """
+    """A job file is no plain YAML; tags, duplicate keys and self-references are refused."""
 
     code = "T0103"
 
@@ -51,7 +48,7 @@ class DataFileError(DataError):
 
 
 class MissingPackageError(DataError):
-    """Reading this data, or storing a base in this form, needs a package that is not installed."""
+    """A package for this data or stored form is not installed."""
 
     code = "T0302"
 

@@ -44,8 +44,7 @@ class QuantizedLinearError(TloraError):
 class TableNotOnDevice(TloraError):
     """While a CUDA graph is captured, a table is on the host.
 
-    Run the step once with the same tables first. An operator that reads tables on the host needs a
-    run without CUDA graphs.
+    Run the step once first, or without CUDA graphs.
     """
 
     code = "T0507"
@@ -61,10 +60,7 @@ class UnknownKernel(TloraError):
 
 
 class KernelSpecError(TloraError):
-    """No kernel can be generated for this specialisation.
-
-    Operators use another plan by themselves.
-    """
+    """No kernel can be generated for this specialisation."""
 
     code = "T0702"
 

@@ -24,11 +24,7 @@ class PlanNotForModel(TloraError):
 
 
 class MeshDoesNotFit(TloraError):
-    """A mesh cannot run this model.
-
-    Heads and widths must divide by tp; each stage needs a layer. The message lists meshes that
-    would do.
-    """
+    """A mesh cannot run this model; the message lists those that would do."""
 
     code = "T0803"
 
@@ -40,48 +36,33 @@ class UnknownPlanner(TloraError):
 
 
 class LaunchError(TloraError):
-    """Processes or mesh do not fit the plan, or torchrun's variables are incomplete.
-
-    The message prints the right command.
-    """
+    """Processes or mesh do not fit the plan; the message prints the right command."""
 
     code = "T0805"
 
 
 class RanksDiffer(TloraError):
-    """Processes have different versions or jobs.
-
-    Start all from one installation and job file.
-    """
+    """Processes have different versions or jobs."""
 
     code = "T0806"
     shared: ClassVar[bool] = True
 
 
 class RanksParted(TloraError):
-    """Processes would compute different rows.
-
-    Each reads the data; check that all see the same files.
-    """
+    """Processes would compute different rows; check that all see the same files."""
 
     code = "T0807"
     shared: ClassVar[bool] = True
 
 
 class NotElementwise(TloraError):
-    """An optimizer needs whole matrices, which the plan splits.
-
-    AdamW and SGD run under every plan.
-    """
+    """An optimizer needs whole matrices, which the plan splits."""
 
     code = "T0808"
 
 
 class NoGradient(TloraError):
-    """An adapter had tokens in the first step, and no gradient.
-
-    A defect of a planner or pass; the run stops.
-    """
+    """An adapter had tokens in the first step and no gradient: a defect of a planner or pass."""
 
     code = "T0809"
     shared: ClassVar[bool] = True
@@ -151,10 +132,7 @@ class EstimatorOption(TloraError):
 
 
 class NotNanoBatchable(CompileError):
-    """nano-batch cannot cut this model's layers.
-
-    It needs packed rows and layers that run one after another.
-    """
+    """nano-batch cannot cut this model's layers."""
 
     code = "T0880"
 
@@ -217,10 +195,7 @@ class JobTooLong(TloraError):
 
 
 class ForeignPlanError(TloraError):
-    """A plan of another system cannot be read, or cannot be run.
-
-    All layers must have one choice.
-    """
+    """A plan of another system cannot be read or run."""
 
     code = "T0855"
 
@@ -235,9 +210,6 @@ class NotProfilable(TloraError):
 
 
 class TensorGroupMissing(TloraError):
-    """A tensor-parallel graph runs without a process group.
-
-    Call `tlora_fx.ops.use_group("tp", group)` in each process first.
-    """
+    """A tensor-parallel graph runs without a group; call `tlora_fx.ops.use_group("tp", group)`."""
 
     code = "T0830"

@@ -12,37 +12,25 @@ class OptimizerError(TloraError):
 
 
 class OptimizerStateError(TloraError):
-    """A saved optimizer state does not fit the job's parameters.
-
-    Resume with the original job file, or use a new folder.
-    """
+    """A saved optimizer state does not fit the job's parameters."""
 
     code = "T0402"
 
 
 class CheckpointError(TloraError):
-    """A checkpoint could not be written or read; earlier ones are intact.
-
-    Fix disk or permissions, then `--resume`.
-    """
+    """A checkpoint could not be written or read; earlier ones are intact."""
 
     code = "T0403"
 
 
 class MetricsError(TloraError):
-    """A job's metrics file could not be written or read.
-
-    Fix disk or permissions, then `--resume`.
-    """
+    """A job's metrics file could not be written or read."""
 
     code = "T0404"
 
 
 class AdapterFolderError(TloraError):
-    """A PEFT adapter folder is incomplete, damaged, no LoRA, a pickle, or not writable.
-
-    adapter_model.bin is a pickle and is never loaded; use safetensors.
-    """
+    """A PEFT adapter folder is incomplete, damaged, no LoRA, a pickle, or not writable."""
 
     code = "T0405"
 
@@ -105,19 +93,13 @@ class PlaceTaken(TloraError):
 
 
 class LedgerError(TloraError):
-    """The ledger of a run cannot be opened, read or written.
-
-    Its records are safe. Fix the disk and start again with the same `-o`.
-    """
+    """The ledger of a run cannot be opened, read or written."""
 
     code = "T0951"
 
 
 class WorkerLost(TloraError):
-    """A killed run's worker is still there.
-
-    It ends after its step and checkpoint; wait, or end it by its number.
-    """
+    """A killed run's worker is still there; it ends after its step and checkpoint."""
 
     code = "T0952"
 
@@ -177,7 +159,7 @@ class CreditRefused(TloraError):
 
 
 class TraceFileError(TloraError):
-    """A trace cannot be read or written, or is in no known format (`docs/simulating.md`)."""
+    """A trace cannot be read or written, or has no known format (`docs/simulating.md`)."""
 
     code = "T0930"
 
@@ -189,10 +171,7 @@ class TraceColumnMissing(TloraError):
 
 
 class TraceRowsWrong(TloraError):
-    """A trace has wrong rows, and `--bad-rows refuse` was given.
-
-    `--bad-rows drop` leaves them out and counts them.
-    """
+    """A trace has wrong rows, and `--bad-rows refuse` was given."""
 
     code = "T0932"
 
