@@ -1,0 +1,139 @@
+"""What keeping launches brings where rows are launched: `python -m benchmarks.launch_cache`.
+
+Rows that a CUDA graph cannot hold start each kernel from the host. The launch cache writes down
+what a call of an operator starts, and starts the same for later calls. Here no row is captured,
+and rounds with and without the cache take turns. Losses and gradients of both are compared first.
+
+On a CPU nothing but the code is tried: `--device cpu --layers 2 --hidden 64 --vocabulary 512`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from benchmarks.interleaved import Spread
+from benchmarks.results_file import RESULTS, console, described, write
+from benchmarks.step_arms import Made, Ours
+from benchmarks.step_mixes import GSM8K, ONES, Mix, Shape
+from tlora_fx.ops.kernels import launch_cache
+from tlora_fx.parallel import cuda_graphs
+
+MIXES = (
+    Mix("8 x 16", (1,) * 8, 16),
+    ONES,
+    GSM8K,
+    Mix("64 x 256", (8,) * 8, 256),
+)
+WARM_UP = 6
+
+
+@contextmanager
+def kept(on: bool) -> Iterator[None]:
+    """Launches are kept, or decided anew at each call."""
+    serve = launch_cache.serve
+
+    def anew(run: Any, function: Callable[..., None], args: tuple[Any, ...]) -> None:
+        function(run, *args)
+
+    launch_cache.serve = serve if on else anew
+    try:
+        yield
+    finally:
+        launch_cache.serve = serve
+
+
+def gradients(arm: Ours) -> list[Tensor]:
+    """Losses of one round, and the gradients of all adapters after it."""
+    trained = [p.grad for p in arm.model.parameters() if p.grad is not None]
+    for grad in trained:
+        grad.zero_()
+    losses = arm.trainer.gradients(arm.batches)
+    return [torch.tensor(list(losses.values())), *(grad.clone() for grad in trained)]
+
+
+def compared(arm: Ours) -> int:
+    """How many tensors are equal to the last bit with and without the cache.
+
+    raises    RuntimeError where one is not
+    """
+    for _ in range(WARM_UP):
+        with kept(True):
+            one = gradients(arm)
+    with kept(False):
+        two = gradients(arm)
+    for index, (left, right) in enumerate(zip(one, two, strict=True)):
+        if not torch.equal(left, right):
+            raise RuntimeError(f"tensor {index} is not the same with and without the cache")
+    return len(one)
+
+
+def timed(arm: Ours, on: bool) -> float:
+    """Milliseconds of forward and backward of one round."""
+    with kept(on):
+        if arm.device == "cuda":
+            torch.cuda.synchronize()
+        start = time.perf_counter()
+        arm.trainer.gradients(arm.batches)
+        if arm.device == "cuda":
+            torch.cuda.synchronize()
+        return (time.perf_counter() - start) * 1e3
+
+
+def measured(arm: Ours, mix: Mix, rounds: int) -> dict[str, Any]:
+    """Both ways in turns."""
+    arm.load(mix)
+    tensors = compared(arm)
+    for _ in range(WARM_UP):
+        timed(arm, True), timed(arm, False)
+    pairs = [(timed(arm, True), timed(arm, False)) for _ in range(rounds)]
+    on, off = zip(*pairs, strict=True)
+    return {
+        "mix": mix.name,
+        "tokens": mix.tokens,
+        "compared_tensors": tensors,
+        "kept_ms": Spread.of(on).json(),
+        "anew_ms": Spread.of(off).json(),
+        "anew_over_kept": statistics.median(b / a for a, b in pairs),
+    }
+
+
+def main() -> None:
+    """Measure, print and write."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--device", default="cuda")
+    parser.add_argument("--layers", type=int, default=8)
+    parser.add_argument("--hidden", type=int, default=4096)
+    parser.add_argument("--vocabulary", type=int, default=128256)
+    parser.add_argument("--rounds", type=int, default=15)
+    parser.add_argument("--output", type=Path, default=RESULTS)
+    asked = parser.parse_args()
+    cuda_graphs.CAPTURED_TOKENS = 0
+    small = asked.hidden < 1024
+    more: dict[str, Any] = {"intermediate": 128, "heads": 4, "key_value_heads": 2} if small else {}
+    if asked.device == "cpu":
+        more["dtype"] = "float32"
+    shape = Shape(layers=asked.layers, hidden=asked.hidden, vocabulary=asked.vocabulary, **more)
+    found = described("launch_cache", asked.device) | {"layers": asked.layers, "cases": []}
+    folder = Path(tempfile.mkdtemp())
+    made = Made(shape, asked.device, folder)
+    for compiled in (False, True):
+        arm = Ours(made.base, made, folder / f"ours-{compiled}", compiled=compiled)
+        for mix in MIXES:
+            case = {"compiled": compiled} | measured(arm, mix, asked.rounds)
+            found["cases"].append(case)
+            console().print(case)
+            write(asked.output / f"launch-cache-{found['date']}.json", found)
+
+
+if __name__ == "__main__":
+    main()
