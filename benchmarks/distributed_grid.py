@@ -151,11 +151,12 @@ def predicted(cost: CostModel, plan: Plan, tokens: int, length: int) -> Row:
                 a sharded base are counted all the same
     """
     work = round_of(*parts_of(plan, tokens, length), length)
-    times = [step_time(one, plan, work) for one in (cost, cost.captured)]
-    whole, device = (time.compute + time.bubble + time.reduce for time in times)
+    device = CostModel(cost.facts, cost.profile.as_captured())
+    times = [step_time(one, plan, work) for one in (cost, device)]
+    whole, alone = (time.compute + time.bubble + time.reduce for time in times)
     return {
         "predicted_ms": whole,
-        "device_ms": device,
+        "device_ms": alone,
         "predicted_bytes": memory_of(cost, plan, work).total,
     }
 

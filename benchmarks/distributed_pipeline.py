@@ -88,8 +88,8 @@ def _beside_simulation(
         measured += timed({"it": work}, 1)["it"]
         clocked = runner.measured(rows, weights)
         simulated = simulate(order, Times.measured(clocked, processes, len(rows)), processes)
-        foretold.append(simulated.makespan_seconds * 1e3)
-        bubbles.append(simulated.bubble)
+        foretold.append(float(simulated.makespan_seconds) * 1e3)
+        bubbles.append(float(simulated.bubble))
     return {
         "ms": Spread.of(measured).json(),
         "simulated_ms": Spread.of(foretold).json(),

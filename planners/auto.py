@@ -23,11 +23,9 @@ from tlora_fx.cost.profile_sources import profile_for
 from tlora_fx.cost.step_time import (
     GPUS_PER_NODE,
     SQUARE,
-    Cluster,
     CostModel,
     StepTime,
-    backward_ms,
-    forward_ms,
+    layers_ms,
     step_time,
 )
 from tlora_fx.errors import NoPlanFits, ProfileMissing, TloraError, UnknownGpu
@@ -141,8 +139,8 @@ class Auto(Planner):
         )
         meshes = [shape] if shape else None
         processes = shape.size if shape else int(options.get("processes", 1))
-        cluster = Cluster(int(options.get("gpus_per_node", GPUS_PER_NODE)))
-        found = search(model, known, work, processes, cluster, meshes)
+        per_node = int(options.get("gpus_per_node", GPUS_PER_NODE))
+        found = search(model, known, work, processes, per_node, meshes)
         require_memory(found, work)
         return found.best()
 
@@ -176,19 +174,18 @@ def search(
     profile: Profile,
     work: Round,
     processes: int,
-    cluster: Cluster | None = None,
+    gpus_per_node: int = GPUS_PER_NODE,
     meshes: Sequence[MeshShape] | None = None,
 ) -> PlanSearch:
     """Look at all plans of so many processes.
 
     meshes   those to look at; None: all of that size
     """
-    cluster = cluster or Cluster()
-    cost = CostModel(facts_of(model), profile, cluster)
+    cost = CostModel(facts_of(model), profile, gpus_per_node)
     print_of, legal = model_fingerprint(model), _legal(model)
     found: list[Candidate] = []
     for mesh in meshes or list(every_mesh(processes)):
-        reason = _obstacle(model, mesh, cluster)
+        reason = _obstacle(model, mesh, gpus_per_node)
         if reason:
             found.append(Candidate(_first(mesh), reason=reason))
             continue
@@ -272,12 +269,7 @@ def balanced_stages(
     """
     loads = work.parts(plan.mesh.dp * pp, SQUARE * cost.facts.hidden)
     load = max(loads, key=lambda one: one.total)
-    kinds = set(cost.kinds)
-    each = {p: forward_ms(cost, plan, p, load) + backward_ms(cost, plan, p, load) for p in kinds}
-    costs = [each[kind] for kind in cost.kinds]
-    costs[0] += cost.root_ms(load)
-    costs[-1] += sum(cost.loss_ms(load, plan.mesh))
-    return tuple(cut_layers(costs, stages, legal))
+    return tuple(cut_layers(layers_ms(cost, plan, load), stages, legal))
 
 
 def require_memory(found: PlanSearch, work: Round) -> None:
@@ -301,9 +293,9 @@ def _legal(model: SuperModel) -> list[int]:
         return []
 
 
-def _obstacle(model: SuperModel, mesh: MeshShape, cluster: Cluster) -> str:
-    if mesh.tp > cluster.gpus_per_node or cluster.gpus_per_node % mesh.tp:
-        return f"tp={mesh.tp} does not stay inside a node of {cluster.gpus_per_node}"
+def _obstacle(model: SuperModel, mesh: MeshShape, gpus_per_node: int) -> str:
+    if mesh.tp > gpus_per_node or gpus_per_node % mesh.tp:
+        return f"tp={mesh.tp} does not stay inside a node of {gpus_per_node}"
     return "; ".join(obstacles(model, mesh))
 
 
@@ -317,7 +309,7 @@ def _judged(model: SuperModel, cost: CostModel, plan: Plan, work: Round) -> Cand
         return Candidate(plan, reason=error.facts.get("reason") or error.what)
     if fits(cost, memory):
         return Candidate(plan, time, memory)
-    needs, has = memory.total / GIB, usable_bytes(cost) / GIB
+    needs, has = memory.total / GIB, usable_bytes(cost.profile) / GIB
     return Candidate(plan, time, memory, f"needs {needs:.1f} GiB of {has:.1f}")
 
 

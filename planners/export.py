@@ -18,6 +18,7 @@ from itertools import accumulate
 from pathlib import Path
 from typing import Any, ClassVar
 
+from tlora_fx.cost.fit import SAVED
 from tlora_fx.cost.hardware import gpu_of_device
 from tlora_fx.cost.load import Load
 from tlora_fx.cost.plan import MeshShape, Plan, Schedule, model_fingerprint
@@ -71,37 +72,39 @@ def load_of(cost: CostModel, batch: int, length: int) -> Load:
 def layer_rows(cost: CostModel, batch: int, length: int, tp: int) -> list[LayerRow]:
     """Embedding, every layer, and the head with the loss."""
     facts, load = cost.facts, load_of(cost, batch, length)
+    clock, rows = cost.clock((tp,)), cost.rows([load], tp)
+    times, saved = clock.compute(rows)[..., 0], clock.tables.values(rows, slice(SAVED, SAVED + 1))
+    there, back = cost.ends.loss_ms(rows.targets, rows.launched)
     hidden = float(load.total * facts.hidden)
     size = facts.itemsize
     first = LayerRow(
-        forward_ms=cost.root_ms(load),
+        forward_ms=float(cost.ends.root_ms(rows.tokens, rows.launched)[0]),
         backward_ms=0.0,
         parameters=facts.root_bytes / size,
         weight_bytes=facts.root_bytes,
         input_numbers=float(load.total),
         output_numbers=hidden,
-        kept_bytes=cost.root_bytes(load),
+        kept_bytes=float(cost.ends.root_bytes(rows.tokens)[0]),
     )
-    rows = [first]
-    for place, layer in enumerate(facts.layers):
-        own = cost.layer(place, load, tp)
+    layers = [first]
+    for kind, layer in zip(cost.kind_of, facts.layers, strict=True):
         bytes_of = layer.weight_bytes / tp
-        rows.append(
+        layers.append(
             LayerRow(
-                forward_ms=own.forward,
-                backward_ms=own.backward,
+                forward_ms=float(times[0, kind]),
+                backward_ms=float(times[1, kind]),
                 parameters=bytes_of / size,
                 weight_bytes=bytes_of,
                 input_numbers=hidden,
                 output_numbers=hidden,
-                kept_bytes=own.saved,
+                kept_bytes=float(saved[0, kind, 0]),
             )
         )
-    there, back = cost.loss_ms(load)
     head = facts.head_bytes or facts.hidden * facts.vocabulary * size
     logits = float(load.targets * facts.vocabulary) / tp
-    last = (there / tp, back / tp, head / tp / size, head / tp, hidden, logits)
-    return [*rows, LayerRow(*last, kept_bytes=cost.loss_bytes(load, tp))]
+    loss = float(there[0]) / tp, float(back[0]) / tp
+    last = (*loss, head / tp / size, head / tp, hidden, logits)
+    return [*layers, LayerRow(*last, kept_bytes=float(cost.ends.loss_bytes(rows.targets, tp)[0]))]
 
 
 def write_json(path: Path, data: Mapping[str, Any]) -> Path:
@@ -434,7 +437,7 @@ def profile_data(cost: CostModel, batch: int, length: int, tp: int) -> dict[str,
         "execution_time": {
             "total_time_ms": sum(times) + optimizer,
             "forward_backward_time_ms": sum(times),
-            "batch_generator_time_ms": cost.host_ms(batch * length),
+            "batch_generator_time_ms": float(cost.ends.host_ms(batch * length)),
             "layernorm_grads_all_reduce_time_ms": 0.0,
             "embedding_grads_all_reduce_time_ms": 0.0,
             "optimizer_time_ms": optimizer,

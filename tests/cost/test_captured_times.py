@@ -2,19 +2,20 @@
 
 from __future__ import annotations
 
+import numpy as np
 import pytest
 
 from tests.cost.estimators import shipped
-from tests.cost.facts import load, small_model
+from tests.cost.facts import layer_cost, load, row, small_model, term_at
 from tests.parallel.graph_times import with_graphs
 from tlora_fx.cost.facts import facts_of
-from tlora_fx.cost.fit import BaseFit, Launches, LayerTimes, Work
+from tlora_fx.cost.fit import LayerTimes
 from tlora_fx.cost.hardware import GPUS
 from tlora_fx.cost.model_facts import BASES, CAPTURED_TOKENS
 from tlora_fx.cost.plan import MeshShape, Plan
 from tlora_fx.cost.profile import Profile
 from tlora_fx.cost.profile_sources import roofline_profile, scaled
-from tlora_fx.cost.step_time import Cluster, CostModel, row_ms
+from tlora_fx.cost.step_time import CostModel
 
 SMALL, LARGE = CAPTURED_TOKENS // 2, 16384
 
@@ -90,25 +91,28 @@ def test_a_launched_layer_takes_as_long_as_the_slower_of_host_and_device(profile
     for layer, alone in zip(profile.layers, plain.layers, strict=True):
         times, device = LayerTimes.of(layer), LayerTimes.of(alone)
         for point in layer.points:
-            work = Work.of_point(point)
-            assert times.forward(work) == pytest.approx(point.forward_ms, rel=0.05)
-            assert times.forward.device(work) == device.forward(work)
-        assert times.forward.host(work) == times.forward.host(work._replace(tokens=1.0)) > 0
-        assert device.forward.host == Launches()
+            start, site, job_site = times.hosts["forward"]
+            host = start + site * point.sites + job_site * point.job_sites
+            waited = max(host, term_at(times.forward, point))
+            assert waited == pytest.approx(point.forward_ms, rel=0.05)
+            assert term_at(times.forward, point) == term_at(device.forward, point)
+        assert times.hosts["forward"].any()
+        assert not device.hosts["forward"].any()
 
 
 def test_the_host_takes_as_long_for_a_layer_that_is_cut():
     """Of sites and of all else apart, which only bare layers tell: they are measured whole."""
     facts = BASES["llama-3-8b"].facts({"job": 8})
     cost = CostModel(facts, shipped("llama-3-8b"))
-    row = load(512, jobs=1)
-    whole, cut = (cost.layer(1, row, tp) for tp in (1, 2))
-    found = cost._times_of(facts.layers[1], 2)
+    given = load(512, jobs=1)
+    whole, cut = (layer_cost(cost, 1, given, tp) for tp in (1, 2))
+    alone, half = (layer_cost(cost, 1, given, tp, launched=False) for tp in (1, 2))
 
-    assert cost.captured.layer(1, row, 2).forward < 0.7 * cost.captured.layer(1, row, 1).forward
+    assert half.forward < 0.7 * alone.forward
     assert (cut.forward, cut.backward) == (whole.forward, whole.backward)
-    assert found.forward.host.start > 0 < found.forward.host.site
-    assert found.backward.host.start > 0 < found.backward.host.site
+    start, site, _ = np.moveaxis(cost.clock((2,)).tables.host, -1, 0)
+    assert (start > 0).all()
+    assert (site > 0).all()
 
 
 @pytest.mark.parametrize(
@@ -128,9 +132,7 @@ def test_only_plans_that_capture_expect_it(profile, plain, facts, fields, captur
     whole, device = CostModel(facts, profile), CostModel(facts, plain)
 
     assert plan.captures is captured
-    small, large = (
-        row_ms(whole, plan, load(n)) / row_ms(device, plan, load(n)) for n in (SMALL, LARGE)
-    )
+    small, large = (row(whole, plan, load(n)) / row(device, plan, load(n)) for n in (SMALL, LARGE))
     assert large == pytest.approx(1)
     assert small == pytest.approx(1) if captured else small > 1.5
 
@@ -147,8 +149,8 @@ def test_a_row_that_processes_cut_among_them_may_be_larger(profile, facts):
         for layer in profile.layers
     ]
     cost = CostModel(facts, profile.model_copy(update={"layers": layers}))
-    row = load(2 * CAPTURED_TOKENS)
-    alone, cut = (row_ms(cost, Plan(planner="test", mesh=MeshShape(tp=tp)), row) for tp in (1, 2))
+    given = load(2 * CAPTURED_TOKENS)
+    alone, cut = (row(cost, Plan(planner="test", mesh=MeshShape(tp=tp)), given) for tp in (1, 2))
 
     assert cut < 0.1 * alone
 
@@ -157,19 +159,8 @@ def test_a_base_that_is_sharded_over_nodes_is_launched(profile, plain, facts):
     """A collective gathers it, which no graph holds."""
     plan = Plan(planner="test", mesh=MeshShape(dp=2), shard_base=True)
     near, far, device = (
-        row_ms(CostModel(facts, one, Cluster(per_node)), plan, load(SMALL))
+        row(CostModel(facts, one, per_node), plan, load(SMALL))
         for one, per_node in ((profile, 2), (profile, 1), (plain, 1))
     )
 
     assert near < device < far
-
-
-def test_the_scheduler_expects_it_too(profile, plain, facts):
-    """Its tables have the device's times, and what the host takes where it launches."""
-    found, device = BaseFit.of(facts, profile, (1,)), BaseFit.of(facts, plain, (1,))
-
-    assert (found.forward[0] == found.forward[1]).all()
-    assert (found.forward == device.forward).all()
-    assert not found.forward_host[0].any()
-    assert found.forward_host[1].any()
-    assert not device.backward_host.any()

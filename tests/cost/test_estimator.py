@@ -12,7 +12,6 @@ from tests.parallel.graph_times import without_graphs
 from tlora_fx.cost.cluster import TIERS, Cluster
 from tlora_fx.cost.demand import Demand
 from tlora_fx.cost.estimator import ProfileEstimator, table_of
-from tlora_fx.cost.layouts import Groups
 from tlora_fx.cost.model_facts import BASES, demand_of
 from tlora_fx.cost.profile_sources import profiles_for
 from tlora_fx.errors import BaseUnknown, EstimatorOption, ProfileMismatch, TargetUnknown
@@ -145,10 +144,10 @@ def test_groups_are_costed_alone(small, groups):
 def test_what_fits_surely_fits(small, group, gpus):
     """The quick bound on memory is never below what is counted."""
     known = small.base(BASE)
-    groups = Groups.of(known.fit, group.row()[None], np.zeros(1, dtype=int))
+    groups = known.groups(group.row()[None], np.array([1]), ["gpu"])
     told = small.explain(BASE, group, 1, "gpu")
 
-    assert not known.room.fits_surely(groups)[0] or told.layout is not None
+    assert not known.fits_surely(groups)[0] or told.layout is not None
 
 
 @given(GROUPS, GPUS)

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from tests.cost.facts import LINEARS, load
+from tests.cost.facts import LINEARS, load, row
 from tests.models import FAMILIES, base_of, job
 from tests.parallel.graph_times import with_graphs
 from tlora_fx.compiler import compile
@@ -14,7 +14,7 @@ from tlora_fx.cost.facts import facts_of
 from tlora_fx.cost.hardware import GPUS
 from tlora_fx.cost.plan import Plan
 from tlora_fx.cost.profile_sources import roofline_profile
-from tlora_fx.cost.step_time import CostModel, row_ms
+from tlora_fx.cost.step_time import CostModel
 
 BRANCHES = ("segment_read", "segment_write")
 MODELS = {
@@ -86,10 +86,10 @@ def test_rows_of_such_a_model_cost_what_launching_them_costs(tmp_path):
     base = base_of(tmp_path, "llama", dtype="bfloat16", num_hidden_layers=2)
     facts = facts_of(compile([job("one", base, target_modules=LINEARS)]))
     plain = roofline_profile(GPUS["h200"], facts).model_copy(update={"source": "measured"})
-    profile, plan, row = with_graphs(plain), Plan(planner="test"), load(512, jobs=1)
+    profile, plan, given = with_graphs(plain), Plan(planner="test"), load(512, jobs=1)
     launched = replace(facts, launched=("segment_read",))
 
     assert plan.captures
-    before = row_ms(CostModel(facts, plain), plan, row)
-    assert row_ms(CostModel(facts, profile), plan, row) == pytest.approx(before)
-    assert row_ms(CostModel(launched, profile), plan, row) > 2 * before
+    before = row(CostModel(facts, plain), plan, given)
+    assert row(CostModel(facts, profile), plan, given) == pytest.approx(before)
+    assert row(CostModel(launched, profile), plan, given) > 2 * before

@@ -38,7 +38,7 @@ def with_memory(cost, bytes_of):
     profile = cost.profile
     hardware = profile.hardware.model_copy(update={"memory_gib": bytes_of / 0.96 / GIB + 1.5})
     made = type(cost)(cost.facts, profile.model_copy(update={"hardware": hardware}))
-    assert usable_bytes(made) == pytest.approx(bytes_of, rel=1e-3)
+    assert usable_bytes(made.profile) == pytest.approx(bytes_of, rel=1e-3)
     return made
 
 

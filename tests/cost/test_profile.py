@@ -11,20 +11,24 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tests.cost.facts import small_model
+from tests.cost.facts import small_model, term_at
 from tests.parallel.processes import run_processes
 from tests.runtime.groups import make_job, tiny_base
 from tlora_fx.cost import profile_sources
 from tlora_fx.cost.facts import facts_of
-from tlora_fx.cost.fit import CollectiveTimes, Curve, LayerTimes, Term, Work, fit
+from tlora_fx.cost.fit import CollectiveTimes, Curve, LayerTimes, Term, fit_nonnegative
 from tlora_fx.cost.hardware import GPUS, find_gpu
+from tlora_fx.cost.load import Work
 from tlora_fx.cost.profile import CollectivePoint, LayerPoint, LayerProfile, Profile
 from tlora_fx.cost.profile_sources import covers, profile_for, roofline_profile, scaled
 from tlora_fx.errors import ProfileFileError, ProfileMissing, UnknownGpu
 from tlora_fx.runtime.profiler import Asked, collective_points, joined, profile_jobs
 
-AMOUNTS = st.floats(0, 1e6, allow_nan=False)
-WORKS = st.builds(Work, st.floats(1, 1e5), *[AMOUNTS] * 5)
+AMOUNTS, COUNTS = st.floats(0, 1e6, allow_nan=False), st.integers(0, 100)
+WORKS = st.builds(
+    LayerPoint, tokens=st.integers(1, 10**5), squares=AMOUNTS, sites=COUNTS, job_sites=COUNTS,
+    site_tokens=AMOUNTS, rank_tokens=AMOUNTS, forward_ms=st.just(0.0),
+)  # fmt: skip
 
 
 @pytest.fixture(scope="module")
@@ -165,7 +169,7 @@ def test_the_fit_is_the_best_without_negatives(features, seed):
     """No coefficient is negative, and none could change for the better."""
     matrix = np.array(features)
     values = np.random.default_rng(seed).uniform(0, 10, len(features))
-    found = fit(matrix, values)
+    found = fit_nonnegative(matrix, values)
 
     gradient = matrix.T @ (values - matrix @ found)
     limit = 1e-6 * (1 + np.abs(matrix).max() ** 2 * np.abs(values).max())
@@ -192,13 +196,19 @@ def test_a_curve_never_falls(points, places):
 def test_more_work_never_costs_less(less, more):
     """More tokens, ranks, sites and longer sequences all add."""
     points = [
-        (Work(n, n * s, k, k, n * k, n * k * 4), 1.0 + 0.01 * n + 1e-5 * n * s + 0.1 * k)
+        LayerPoint(
+            tokens=n, squares=n * s, sites=k, job_sites=k, site_tokens=n * k,
+            rank_tokens=n * k * 4, forward_ms=1.0 + 0.01 * n + 1e-5 * n * s + 0.1 * k,
+        )
         for n in (100, 1000, 5000) for s in (10, 100) for k in (0, 3)
     ]  # fmt: skip
-    term = Term.fitted(points)
-    both = Work(*(a + b for a, b in zip(less, more, strict=True)))
+    term = Term.fitted(points, [point.forward_ms for point in points])
+    fields = ("tokens", *Work._fields)
+    both = less.model_copy(
+        update={name: getattr(less, name) + getattr(more, name) for name in fields}
+    )
 
-    assert term(less) <= term(both) + 1e-9
+    assert term_at(term, less) <= term_at(term, both) + 1e-9
 
 
 def test_measured_points_come_out_again():
@@ -215,10 +225,9 @@ def test_measured_points_come_out_again():
     times = LayerTimes.of(profile)
 
     for point in points:
-        work = Work.of_point(point)
-        assert times.forward(work) == pytest.approx(point.forward_ms, rel=1e-6)
-        assert times.backward(work) == pytest.approx(point.backward_ms, rel=1e-6)
-        assert times.saved(work) == pytest.approx(point.saved_bytes, rel=1e-6)
+        assert term_at(times.forward, point) == pytest.approx(point.forward_ms, rel=1e-6)
+        assert term_at(times.backward, point) == pytest.approx(point.backward_ms, rel=1e-6)
+        assert term_at(times.saved, point) == pytest.approx(point.saved_bytes, rel=1e-6)
 
 
 def test_a_scaled_profile_is_marked(model):

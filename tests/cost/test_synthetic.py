@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from tests.cost.estimators import some
 from tlora_fx.cost.demand import Demand
-from tlora_fx.cost.estimator import SyntheticEstimator
+from tlora_fx.cost.synthetic import SyntheticEstimator
 
 JOBS = st.builds(
     some,

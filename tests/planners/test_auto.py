@@ -10,7 +10,6 @@ from tlora_fx.cost.facts import facts_of
 from tlora_fx.cost.hardware import GPUS
 from tlora_fx.cost.plan import MeshShape, Plan, model_fingerprint
 from tlora_fx.cost.profile_sources import roofline_profile
-from tlora_fx.cost.step_time import Cluster
 from tlora_fx.errors import (
     JobTooLong,
     MeshDoesNotFit,
@@ -41,7 +40,7 @@ def test_every_mesh_has_all_gpus():
 
 def test_the_best_comes_first_and_reasons_are_kept(model, profile):
     """Dropped plans stand last, each with why."""
-    found = search(model, profile, small_round(), 8, Cluster(4))
+    found = search(model, profile, small_round(), 8, 4)
     times = [one.time.seconds for one in found.running]
 
     assert times == sorted(times)

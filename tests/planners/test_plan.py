@@ -16,15 +16,8 @@ from hypothesis import strategies as st
 
 from tests.runtime.groups import make_job, tiny_base
 from tlora_fx import compile
-from tlora_fx.cost.load import Cutting, balanced_cuts, cut_round
-from tlora_fx.cost.plan import (
-    MeshShape,
-    Plan,
-    activation_bytes,
-    base_bytes,
-    choose,
-    model_fingerprint,
-)
+from tlora_fx.cost.load import balanced_cuts
+from tlora_fx.cost.plan import MeshShape, Plan, model_fingerprint
 from tlora_fx.errors import (
     LaunchError,
     MeshDoesNotFit,
@@ -41,8 +34,10 @@ from tlora_fx.model.supermodel import SuperModel
 from tlora_fx.parallel.apply import FirstStep, GradientBuckets
 from tlora_fx.parallel.mesh import Mesh
 from tlora_fx.parallel.prepare import fitting_meshes, planned_passes, prepared, require_fits
+from tlora_fx.planners.builtin import activation_bytes, base_bytes, choose
 from tlora_fx.planners.protocol import find_planner, planner_names
 from tlora_fx.runtime.adapters import base_tensors
+from tlora_fx.runtime.batching import Cutting, cut_round
 from tlora_fx.runtime.controllers import NanoBatches, find_controller
 from tlora_fx.runtime.distributed import _require_one_table, require_elementwise
 from tlora_fx.runtime.launch import Launch, choose_plan

@@ -12,14 +12,14 @@ from tlora_fx.compiler import compile
 from tlora_fx.cost import profile_sources
 from tlora_fx.cost.facts import facts_of
 from tlora_fx.cost.hardware import GPUS
-from tlora_fx.cost.load import Cutting, cut_round, round_of_batches
+from tlora_fx.cost.load import round_of_batches
 from tlora_fx.cost.memory import memory_of
 from tlora_fx.cost.plan import Plan
 from tlora_fx.cost.profile_sources import roofline_profile
 from tlora_fx.cost.step_time import CostModel
 from tlora_fx.errors import JobTooLong
 from tlora_fx.model.batch import repeating_length
-from tlora_fx.runtime.batching import rows_of_round
+from tlora_fx.runtime.batching import Cutting, cut_round, rows_of_round
 from tlora_fx.runtime.checks import check_memory, longest_round, longest_row
 from tlora_fx.runtime.data import DataReport, JobData, Sample
 from tlora_fx.runtime.launch import Launch

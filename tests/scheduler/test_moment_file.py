@@ -9,9 +9,10 @@ import pytest
 
 from tests.scheduler.toy import Roofline
 from tlora_fx.cost.cluster import Cluster
-from tlora_fx.cost.estimator import ProfileEstimator, SyntheticEstimator
+from tlora_fx.cost.estimator import ProfileEstimator
 from tlora_fx.cost.model_facts import demand_of, find_base
 from tlora_fx.cost.profile import Profile
+from tlora_fx.cost.synthetic import SyntheticEstimator
 from tlora_fx.errors import StateFileError
 from tlora_fx.scheduler.policies import POLICIES, find_policy
 from tlora_fx.scheduler.state import ActiveJob, JobRequest, SchedulerState

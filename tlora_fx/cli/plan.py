@@ -71,13 +71,11 @@ def run(
     _require_format(export)
     given, model = _compiled(jobs, gpu)
     from tlora_fx.cost.load import round_of_jobs
-    from tlora_fx.cost.step_time import Cluster
     from tlora_fx.planners.auto import require_memory, search
 
     profile = _profile(model, gpu, allow_estimated)
     work = round_of_jobs(given.jobs, length=length, tokens=tokens, max_row_tokens=max_row_tokens)
-    cluster = Cluster(per_node)
-    found = search(model, profile, work, gpus, cluster)
+    found = search(model, profile, work, gpus, per_node)
     require_memory(found, work)
     console = Console(highlight=False, soft_wrap=True)
     _print(console, head(given, work, found, gpus, per_node), found, show)

@@ -1,33 +1,57 @@
 """The time and the memory of groups of jobs, from measured profiles of layers.
 
 What a job asks for adds up over a group (`Demand`), so a merge costs one sum, and a group's time
-is a look-up a layout. Thousands of groups are costed in one call; numpy is all that it needs. The
-terms are those by which planners choose plans: the scheduler expects what `tlora-fx plan` says.
+is a look-up a layout. Thousands of groups are costed in one call, by the functions by which
+planners choose plans: of the same rows both say the same.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Protocol
 
 import numpy as np
-from numpy.typing import NDArray
 
 from tlora_fx.cost.cluster import Cluster, Tier
 from tlora_fx.cost.demand import COLUMN, Array, Demand
-from tlora_fx.cost.fit import TP, BaseFit
-from tlora_fx.cost.hardware import GIB
-from tlora_fx.cost.layouts import SPINE, Groups, Layouts, Pairs, paired
-from tlora_fx.cost.memory import Room
-from tlora_fx.cost.model_facts import CAPTURED_TOKENS, ModelFacts, find_base
+from tlora_fx.cost.fit import QUANTITIES, SAVED, Line, Links
+from tlora_fx.cost.hardware import GIB, gpu_of_device
+from tlora_fx.cost.layouts import SPINE, Groups, Layouts, Pairs, Sites
+from tlora_fx.cost.load import MAX_ROW_TOKENS, Mask
+from tlora_fx.cost.memory import Held, in_flight, memory_terms, usable_bytes
+from tlora_fx.cost.model_facts import (
+    ADAM_STATES,
+    CAPTURED_TOKENS,
+    TAIL,
+    WIDEST_TAIL,
+    ModelFacts,
+    find_base,
+)
+from tlora_fx.cost.pipeline_simulation import Times, schedule_order, simulate
 from tlora_fx.cost.plan import MeshShape
 from tlora_fx.cost.profile import Profile
 from tlora_fx.cost.profile_sources import require_profile
-from tlora_fx.cost.step_time import StepClock, Terms
+from tlora_fx.cost.step_time import (
+    HOST_BOUND_TOKENS,
+    CostModel,
+    Sharding,
+    Stage,
+    Terms,
+    stages_of,
+    total,
+    trained_part,
+)
 from tlora_fx.errors import BaseUnknown, EstimatorOption, nearest
 
-# What the scheduler asks of an estimator.
+#: Sizes of tensor parallelism that may be chosen.
+TP = (1, 2, 4, 8)
+#: Groups that are costed at once: what they need lies in a processor's cache.
+CHUNK = 2048
+#: Solo times that are kept.
+CACHED = 200_000
+#: Reasons that are named where nothing fits.
+REASONS = 8
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,196 +121,6 @@ class Estimator(Protocol):
         """Seconds of one step of a job alone on the GPUs it asked for; cached."""
 
 
-# One base, ready to be asked: its tables, its layouts, its clock and its memory.
-
-
-@dataclass(frozen=True, slots=True)
-class Base:
-    """One base, ready to be asked."""
-
-    fit: BaseFit
-    layouts: Layouts
-    clock: StepClock
-    room: Room
-
-
-def where_it_fits(known: Base, groups: Groups, pairs: Pairs, ms: Array) -> Array:
-    """The times of pairs that may not fit: as they are, with a sharded base, or infinite."""
-    usable = known.fit.usable_bytes
-    fits = added(known.room.terms(groups, pairs)) <= usable
-    found = np.where(fits, ms, np.inf)
-    dp, pp = known.layouts.dp[pairs.layout], known.layouts.pp[pairs.layout]
-    other = np.flatnonzero(~fits & (dp > 1) & (pp == 1))
-    if len(other):
-        chosen = pairs.only(other)
-        gathers = known.clock.gathers(groups, chosen)
-        shards = added(known.room.terms(groups, chosen, sharded=True)) <= usable
-        found[other] = np.where(shards, ms[other] + gathers, np.inf)
-    return found
-
-
-def added(terms: Terms) -> Array:
-    """All terms together."""
-    return np.asarray(sum(terms.values()))
-
-
-def measured(profile: Profile) -> tuple[int, ...]:
-    """Sizes of tensor parallelism that a profile has layers of, 1 always among them."""
-    return tuple(sorted({1, *(layer.tp for layer in profile.layers)} & set(TP)))
-
-
-def operations(facts: ModelFacts, demands: Array) -> Array:
-    """Floating-point operations that a step of each of n groups needs [n]."""
-    elements = sum(layer.elements for layer in facts.layers)
-    width = sum(one.width for layer in facts.layers for one in layer.attention)
-    tokens, targets, squares, adapters = (
-        demands[:, COLUMN[name]] for name in ("tokens", "targets", "squares", "rank_tokens")
-    )
-    head = facts.hidden * facts.vocabulary
-    # Causal attention: two products of half a square forwards, five backwards.
-    attention = 7 * width * squares
-    products = 4 * (elements * tokens + head * targets)
-    return np.asarray(products + 6 * len(facts.layers) * adapters + attention)
-
-
-# Why a group takes as long as it does: one layout, term by term.
-
-
-#: Reasons that are named where nothing fits.
-REASONS = 8
-
-
-def explained(known: Base, groups: Groups, pairs: Pairs) -> Prediction:
-    """The fastest layout of one group that fits, or what stands against all of them.
-
-    groups   a single one
-    pairs    all its layouts
-    """
-    spread = pairs.only(known.layouts.dp[pairs.layout] > 1)
-    options = [
-        Option.of(known, groups, pairs, sharded=False),
-        Option.of(known, groups, spread, sharded=True),
-    ]
-    best = min(options, key=Option.seconds)
-    if best.seconds() < float("inf"):
-        return best.prediction()
-    return _nothing_fits(options, known.fit.usable_bytes)
-
-
-@dataclass(frozen=True, slots=True)
-class Option:
-    """All layouts of one group, with a whole base or a sharded one.
-
-    launched   jobs of the group that cannot run as CUDA graphs
-    """
-
-    known: Base
-    pairs: Pairs
-    terms: Terms
-    memory: Terms
-    busy: float
-    sharded: bool
-    launched: int
-
-    @classmethod
-    def of(cls, known: Base, groups: Groups, pairs: Pairs, *, sharded: bool) -> Option:
-        """Of pairs of one group."""
-        if sharded:
-            pairs = pairs.only(known.layouts.pp[pairs.layout] == 1)
-        terms = known.clock.terms(groups, pairs)
-        if sharded:
-            terms["gathers"] = known.clock.gathers(groups, pairs)
-        needed = float(operations(known.fit.facts, groups.demands)[0])
-        room = known.room.terms(groups, pairs, sharded=sharded)
-        launched = int(groups.column("launched")[0])
-        return cls(known, pairs, terms, room, needed, sharded, launched)
-
-    def ms(self) -> Array:
-        """Milliseconds of each layout, infinite where it does not fit."""
-        total = sum(self.terms.values(), np.zeros(len(self.pairs.group)))
-        return np.where(added(self.memory) <= self.known.fit.usable_bytes, total, np.inf)
-
-    def seconds(self) -> float:
-        """Of the fastest one."""
-        return float(self.ms().min(initial=np.inf)) * 1e-3
-
-    def prediction(self) -> Prediction:
-        """The fastest one, told."""
-        place = int(self.ms().argmin())
-        mesh = self.known.layouts.meshes[self.pairs.layout[place]]
-        seconds = {name: float(one[place]) * 1e-3 for name, one in self.terms.items()}
-        memory = {name: float(one[place]) for name, one in self.memory.items()}
-        total = sum(seconds.values())
-        peak = self.known.fit.peak_flops * mesh.size
-        measured = self.known.layouts.measured(mesh, int(self.pairs.reach[place]),
-                                               sharded=self.sharded)  # fmt: skip
-        exact = self.known.fit.exact[self.known.fit.tp.index(mesh.tp)]
-        return Prediction(
-            seconds=total,
-            layout=Layout(mesh, self.sharded),
-            memory_bytes=sum(memory.values()),
-            terms={name: one for name, one in seconds.items() if one},
-            memory={name: one for name, one in memory.items() if one},
-            busy=min(1.0, self.busy / (total * peak)) if peak else 0.0,
-            estimated=self.known.fit.profile.estimated or not exact or not measured,
-            launched=self._without_graphs(place),
-        )
-
-    def _without_graphs(self, place: int) -> int:
-        """Jobs that keep a layout's rows from running as CUDA graphs; 0 where others would not."""
-        fit, layouts, pairs = self.known.fit, self.known.layouts, self.pairs
-        layout = pairs.layout[place]
-        small = pairs.tokens[place] <= CAPTURED_TOKENS * layouts.tp[layout]
-        near = not self.sharded or layouts.near[layout, pairs.reach[place]]
-        captures = layouts.size[layout] < len(fit.tp) and small and near
-        return self.launched if captures and fit.profile.knows_graphs else 0
-
-    def needs(self) -> list[tuple[float, str]]:
-        """Bytes of each layout, and its name."""
-        total = added(self.memory)
-        meshes = [self.known.layouts.meshes[place] for place in self.pairs.layout]
-        return [(float(size), str(Layout(mesh, self.sharded)))
-                for size, mesh in zip(total, meshes, strict=True)]  # fmt: skip
-
-
-def _nothing_fits(options: Sequence[Option], usable_bytes: float) -> Prediction:
-    needs = sorted(pair for option in options for pair in option.needs())
-    reasons = [f"{name} needs {size / GIB:.1f} GiB of {usable_bytes / GIB:.1f}"
-               for size, name in needs[:REASONS]]  # fmt: skip
-    least = needs[0][0] if needs else float("inf")
-    return Prediction(float("inf"), None, least, {}, {}, why_not="; ".join(reasons))
-
-
-def table_of(prediction: Prediction) -> str:
-    """A prediction as text: one line a term, then the memory."""
-    if prediction.layout is None:
-        return f"nothing fits: {prediction.why_not}"
-    rows = [f"{prediction.layout!s:<32}{prediction.seconds * 1e3:>12.2f} ms"]
-    rows += [f"  {name:<30}{value * 1e3:>12.2f} ms" for name, value in prediction.terms.items()]
-    rows.append(f"{'memory':<32}{_size(prediction.memory_bytes):>16}")
-    rows += [f"  {name:<30}{_size(value):>16}" for name, value in prediction.memory.items()]
-    rows.append(f"{'of the peak':<32}{prediction.busy * 100:>12.1f} %")
-    if prediction.launched:
-        rows.append(f"no CUDA graphs: {prediction.launched} of its jobs cannot run in one")
-    if prediction.estimated:
-        rows.append("some of it was computed and not measured")
-    return "\n".join(rows)
-
-
-def _size(count: float) -> str:
-    for unit, size in (("GiB", GIB), ("MiB", GIB / 2**10)):
-        if count >= size / 2:
-            return f"{count / size:.2f} {unit}"
-    return f"{count * 2**20 / GIB:.2f} KiB"
-
-
-Mask = NDArray[np.bool_]
-#: Groups that are costed at once: what they need lies in a processor's cache.
-CHUNK = 2048
-#: Solo times that are kept.
-CACHED = 200_000
-
-
 @dataclass
 class ProfileEstimator:
     """An `Estimator` by profiles.
@@ -338,14 +172,13 @@ class ProfileEstimator:
         tiers     [n]
         raises    BaseUnknown
         """
-        known = self.base(base)
+        known, count = self.base(base), np.asarray(gpus)
         self.evaluations += len(demands)
-        reach = known.layouts.reach(np.asarray(gpus), tiers)
         found = np.empty(len(demands))
         for start in range(0, len(demands), CHUNK):
             part = slice(start, start + CHUNK)
-            groups = Groups.of(known.fit, demands[part], reach[part])
-            found[part] = self._best(known, groups, np.asarray(gpus)[part])
+            groups = known.groups(demands[part], count[part], tiers[part])
+            found[part] = known.seconds(groups, count[part])
         return found
 
     def busy(self, base: str, demands: Array, gpus: Array, seconds: Array) -> Array:
@@ -357,11 +190,11 @@ class ProfileEstimator:
         on hardware without a sheet against the fastest row that the profile has.
         """
         known = self.base(base)
-        peak = known.fit.peak_flops
+        peak = known.peak_flops
         if not peak:
             return np.zeros(len(demands))
         with np.errstate(divide="ignore", invalid="ignore"):
-            found = operations(known.fit.facts, demands) / (seconds * gpus * peak)
+            found = operations(known.cost.facts, demands) / (seconds * gpus * peak)
         return np.where(np.isfinite(seconds), np.clip(found, 0.0, 1.0), 0.0)
 
     def knee_tokens(self, base: str) -> float:
@@ -370,27 +203,19 @@ class ProfileEstimator:
         Where the line of the last measured piece meets the time of the shortest row: fewer tokens
         leave a GPU idle for what adapters and launches cost. Merging pays below it.
         """
-        fit = self.base(base).fit
-        curves = [fit.curve(name) for name in ("forward", "backward")]
-        last = len(fit.row.starts) - 1
-        slope = sum(float(fit.row.slopes[c * len(fit.row.starts) + last]) for c in curves)
-        start = sum(float(fit.row.values[c * len(fit.row.starts)]) for c in curves)
+        curve = self.base(base).clock.curve.part(0)
+        slope, end = float(curve.slopes[-1]), float(curve.starts[-1])
         if slope <= 0:
             return float("inf")
-        end = fit.row.starts[last]
-        at_end = sum(float(fit.row.values[c * len(fit.row.starts) + last]) for c in curves)
-        return max(0.0, float(end - (at_end - start) / slope))
+        return max(0.0, end - float(curve.values[-1] - curve.values[1]) / slope)
 
     def explain(self, base: str, demand: Demand, gpus: int, tier: Tier) -> Prediction:
         """One group, term by term.
 
         raises    BaseUnknown
         """
-        known = self.base(base)
-        reach = known.layouts.reach(np.array([gpus]), [tier])
-        groups = Groups.of(known.fit, demand.row()[None], reach)
-        roomy = known.room.fits_surely(groups)
-        return explained(known, groups, paired(groups, known.layouts, np.array([gpus]), roomy))
+        known, count = self.base(base), np.array([gpus])
+        return known.explain(known.groups(demand.row()[None], count, [tier]), count)
 
     def solo(self, base: str, demand: Demand, gpus: int) -> float:
         """Seconds of one step of a job alone on the GPUs it asked for; cached, not counted."""
@@ -422,182 +247,400 @@ class ProfileEstimator:
                 )
             require_profile(name, self.profiles[name], self.cluster.gpu, allow_estimated=True)
             facts = self.shapes[name] if name in self.shapes else find_base(name).facts()
-            fit = BaseFit.of(facts, self.profiles[name], self.tp or measured(self.profiles[name]))
-            # Adapters one after the other read their tables on the host.
-            layouts = Layouts(fit, self.cluster, self.spine, captured=self.fused)
-            clock = StepClock(fit, layouts, self.fused, tuple(self.nano_batches))
-            known = self._bases[name] = Base(fit, layouts, clock, Room(fit, layouts))
+            known = self._bases[name] = Base(
+                facts,
+                self.profiles[name],
+                self.cluster,
+                tp=self.tp or measured(self.profiles[name]),
+                spine=self.spine,
+                fused=self.fused,
+                nano_batches=self.nano_batches,
+            )
         return known
 
-    def _best(self, known: Base, groups: Groups, gpus: Array) -> Array:
-        """Seconds of the fastest layout of each group."""
-        roomy = known.room.fits_surely(groups)
-        pairs = paired(groups, known.layouts, gpus, roomy)
-        terms = known.clock.terms(groups, pairs)
-        ms = sum(terms.values(), np.zeros(len(pairs.group)))
-        tight = np.flatnonzero(~roomy[pairs.group])
+
+class Base:
+    """One base on one cluster, ready to be asked."""
+
+    def __init__(
+        self,
+        facts: ModelFacts,
+        profile: Profile,
+        cluster: Cluster,
+        *,
+        tp: Sequence[int],
+        spine: float = SPINE,
+        fused: bool = True,
+        nano_batches: Sequence[int] = (1,),
+    ) -> None:
+        self.tp = tuple(size for size in tp if divides(facts, size))
+        # Groups' jobs may adapt any layer.
+        self.cost = CostModel(facts, profile, cluster.gpus_per_node, lowest=0, fused=fused)
+        self.clock = self.cost.clock(self.tp)
+        # Adapters one after the other read their tables on the host.
+        self.layouts = Layouts(self.cost, cluster, self.tp, spine, captured=fused)
+        self.sites = Sites(self.cost, self.tp)
+        self.nano_batches = [count for count in nano_batches if count > 1]
+        self._whole = Stage(range(len(facts.layers)))
+        self.usable_bytes, self.peak_flops = usable_bytes(profile), _peak(profile, facts.dtype)
+        self._least, self._each, self._longest = self._bound()
+
+    def groups(self, demands: Array, gpus: Array, tiers: list[Tier]) -> Groups:
+        """What groups ask for, on GPUs that are so far apart."""
+        return Groups(demands, self.layouts.reach(gpus, tiers), self.sites.work(demands))
+
+    def pairs(self, groups: Groups, gpus: Array) -> tuple[Pairs, Mask]:
+        """All pairs that can be the fastest; and of the groups those that fit however they run."""
+        roomy = self.fits_surely(groups)
+        return Pairs.possible(groups, self.layouts, gpus, roomy), roomy
+
+    def terms(self, pairs: Pairs, *, sharded: bool = False) -> Terms:
+        """Milliseconds of a step by name [m]; they add up, an overlap being negative.
+
+        sharded   the base lies in parts on replicas
+        """
+        layouts, facts = self.layouts, self.cost.facts
+        terms = self._rows(pairs, sharded=sharded)
+        staged = np.flatnonzero(layouts.pp[pairs.layout] > 1)
+        if len(staged):
+            for term in terms.values():
+                term[staged] = 0.0
+            for name, values in self._stages(pairs.only(staged)).items():
+                terms[name] = np.zeros(len(pairs.layout))
+                terms[name][staged] = values
+        numbers = pairs.of_group("parameters") * layouts.trained[pairs.layout]
+        reduce = layouts.line("reduce", pairs.layout, pairs.reach)
+        host = self.cost.ends.host_ms(pairs.groups.column("tokens"))
+        return {
+            "host": host[pairs.rows.load],
+            **terms,
+            "reduce": reduce(numbers * facts.trained_bytes),
+            "optimizer": self.cost.ends.optimizer_ms(
+                pairs.of_group("jobs"),
+                pairs.of_group("tensors") * layouts.held[pairs.layout],
+                numbers,
+            ),
+        }
+
+    def memory(self, pairs: Pairs, *, sharded: bool = False) -> Terms:
+        """Bytes of the fullest process by name [m]; they add up."""
+        pp = self.layouts.pp[pairs.layout]
+        found: Terms = {}
+        for stages in np.unique(pp).astype(int):
+            chosen = np.flatnonzero(pp == stages)
+            terms = self._fullest(pairs.only(chosen), stages, sharded=sharded)
+            for name, values in terms.items():
+                found.setdefault(name, np.zeros(len(pp)))[chosen] = values
+        return found
+
+    def seconds(self, groups: Groups, gpus: Array) -> Array:
+        """Of the fastest layout of each group; infinite where none fits."""
+        pairs, roomy = self.pairs(groups, gpus)
+        ms = total(self.terms(pairs))
+        tight = np.flatnonzero(~roomy[pairs.rows.load])
         if len(tight):
-            ms[tight] = where_it_fits(known, groups, pairs.only(tight), ms[tight])
-        starts = np.searchsorted(pairs.group, np.arange(len(gpus)))
+            ms[tight] = self._where_it_fits(pairs.only(tight), ms[tight])
+        starts = np.searchsorted(pairs.rows.load, np.arange(len(gpus)))
         return np.asarray(np.minimum.reduceat(ms, starts) * 1e-3)
 
+    def explain(self, groups: Groups, gpus: Array) -> Prediction:
+        """The fastest layout of a single group that fits, or what stands against all of them."""
+        pairs, _ = self.pairs(groups, gpus)
+        layouts = self.layouts
+        spread = (layouts.dp[pairs.layout] > 1) & (layouts.pp[pairs.layout] == 1)
+        options = [Option.of(self, pairs, sharded=False)]
+        if spread.any():
+            options.append(Option.of(self, pairs.only(spread), sharded=True))
+        best = min(options, key=Option.seconds)
+        if best.seconds() < float("inf"):
+            return best.prediction()
+        return _nothing_fits(options, self.usable_bytes)
 
-# A roofline by the sheet: an estimator without any profile, for tests and for comparing policies.
-#
-# The field notes' synthetic roofline of an 8B base on A100s, by which their table of optimality
-# was made. One term for compute, with a floor of tokens below which a GPU idles; one for what a
-# group costs whatever it does; all-reduces of tensor and data parallelism, hidden by nano-batches.
-# Nothing of it was measured, and its predictions say so.
+    def fits_surely(self, groups: Groups) -> Mask:
+        """Whether a group fits however it runs but for pipelines [n]; where not, `memory` tells.
 
-
-#: Bytes of a trained number with its gradient and the optimizer's states; of one gradient.
-TRAINED_BYTES, GRADIENT_BYTES = 16.0, 4.0
-#: Seconds of starting a layer's all-reduce: under tp, and of gradients.
-TALK_SECONDS, REDUCE_SECONDS = 20e-6, 50e-6
-
-
-@dataclass
-class SyntheticEstimator:
-    """An `Estimator` that needs nothing; every base is the same.
-
-    parameters          of the base
-    layers, hidden      of the base
-    flops               peak operations a second of a GPU, and `reached` of them
-    floor_tokens        what a row costs at least, in tokens
-    memory_bytes        of a GPU for weights, adapters and activations
-    activation_bytes    of a token, over all tensor-parallel processes
-    node_bandwidth, network_bandwidth   bytes a second of a ring
-    group_seconds       of a step, whatever it does
-    fused_seconds       of adapters in shared kernels, and of each job among them
-    unfused_seconds     of each job, where adapters run one after the other
-    nano_batches        numbers to choose from
-    evaluations         how many (group, GPUs) pairs were asked for
-    """
-
-    cluster: Cluster = field(default_factory=lambda: Cluster(128, gpu="a100"))
-    parameters: float = 8.03e9
-    layers: int = 32
-    hidden: int = 4096
-    flops: float = 312e12
-    reached: float = 0.55
-    floor_tokens: float = 250.0
-    memory_bytes: float = 72e9
-    activation_bytes: float = 3e6
-    node_bandwidth: float = 200e9
-    network_bandwidth: float = 20e9
-    group_seconds: float = 0.011
-    fused_seconds: tuple[float, float] = (0.002, 0.0001)
-    unfused_seconds: float = 0.0067
-    nano_batches: Sequence[int] = (1, 2, 4, 8)
-    nano_seconds: float = 0.002
-    tp: Sequence[int] = (1, 2, 4, 8)
-    fused: bool = True
-    evaluations: int = 0
-
-    def __post_init__(self) -> None:
-        self._solo: dict[tuple[Demand, int], float] = {}
-
-    def seconds(self, base: str, demands: Array, gpus: Array, tiers: list[Tier]) -> Array:
-        """Seconds of one step of each of n groups; inf where none fits.
-
-        demands   [n, 12]; `samples`, `tokens`, `jobs` and `parameters` count
-        gpus      [n], all of which are used
-        tiers     [n]
+        A bound that is quick to compute: all on one GPU, in rows as long as they may be.
         """
-        self.evaluations += len(demands)
-        count = np.asarray(gpus, dtype=np.float64)
-        far = np.array([tier in {"rack", "cluster"} for tier in tiers])
-        each = [self._total(self._terms(demands, count, far, tp)) for tp in self.tp]
-        return np.asarray(np.min(each, axis=0))
+        tokens, samples = groups.column("tokens"), groups.column("samples")
+        most = np.maximum(tokens / samples, groups.column("squares") / tokens)
+        longest = np.where(most <= MAX_ROW_TOKENS, np.minimum(tokens, MAX_ROW_TOKENS), tokens)
+        needed = self._least + groups.demands @ self._each + self._longest * longest
+        return np.asarray(needed <= self.usable_bytes)
 
-    def busy(self, base: str, demands: Array, gpus: Array, seconds: Array) -> Array:
-        """The part of the reachable peak that each of n groups uses, 0 to 1."""
-        needed = 4 * self.parameters * demands[:, COLUMN["tokens"]]
-        with np.errstate(divide="ignore", invalid="ignore"):
-            found = needed / (seconds * gpus * self.flops * self.reached)
-        return np.where(np.isfinite(seconds), np.clip(found, 0.0, 1.0), 0.0)
+    def _where_it_fits(self, pairs: Pairs, ms: Array) -> Array:
+        """The times of pairs that may not fit: as they are, with a sharded base, or infinite."""
+        fits = total(self.memory(pairs)) <= self.usable_bytes
+        found = np.where(fits, ms, np.inf)
+        dp, pp = self.layouts.dp[pairs.layout], self.layouts.pp[pairs.layout]
+        other = np.flatnonzero(~fits & (dp > 1) & (pp == 1))
+        if len(other):
+            chosen = pairs.only(other)
+            fits = total(self.memory(chosen, sharded=True)) <= self.usable_bytes
+            found[other] = np.where(fits, total(self.terms(chosen, sharded=True)), np.inf)
+        return found
 
-    def explain(self, base: str, demand: Demand, gpus: int, tier: Tier) -> Prediction:
-        """One group, term by term."""
-        row, count = demand.row()[None], np.array([float(gpus)])
-        far = np.array([tier in {"rack", "cluster"}])
-        every = {tp: self._terms(row, count, far, tp) for tp in self.tp}
-        tp = min(every, key=lambda size: float(self._total(every[size])[0]))
-        terms, room = every[tp], self._room(row, count, tp)
-        memory = {name: float(value[0]) for name, value in room.items()}
-        seconds = float(self._total(terms)[0])
-        if not np.isfinite(seconds):
-            need, has = sum(memory.values()) / 1e9, self.memory_bytes / 1e9
-            why = f"needs {need:.1f} GB of {has:.1f} on {gpus} GPUs"
-            return Prediction(seconds, None, sum(memory.values()), {}, memory, why_not=why)
-        dp = int(min(gpus // tp, max(demand.samples, 1)))
-        busy = self.busy(base, row, count, np.array([seconds]))
+    def _rows(self, pairs: Pairs, *, sharded: bool) -> Terms:
+        """All rows of a replica without stages, with the number of nano-batches that is best."""
+        best = self._forwards(pairs, 1, sharded=sharded)
+        for count in self.nano_batches:
+            other = self._forwards(pairs, count, sharded=sharded)
+            # Only communication of tp can be hidden by them.
+            better = (total(other) < total(best)) & (self.layouts.tp[pairs.layout] > 1)
+            best = {
+                name: np.where(better, values, best.get(name, 0.0))
+                for name, values in other.items()
+            }
+        return best
+
+    def _forwards(self, pairs: Pairs, nano: int, *, sharded: bool) -> Terms:
+        layouts, rows, parts = self.layouts, pairs.rows, None
+        tp = layouts.tp[pairs.layout]
+        links = self._links(pairs, "talk", *(["gather"] if sharded else []))
+        if nano > 1:
+            rows = replace(rows, launched=np.ones_like(rows.launched))
+            parts = rows.split(nano)
+        terms = self.clock.row_terms(rows, tp, links, parts, nano)
+        if sharded:
+            small = rows.split(np.maximum(1.0, rows.tokens // HOST_BOUND_TOKENS))
+            there, back = self.clock.stage_ms(
+                replace(rows, launched=rows.launched | ~links.copies),
+                tp,
+                links,
+                self._whole,
+                parts=parts,
+                nano=nano,
+                sharding=Sharding(replace(small, launched=np.ones_like(small.launched))),
+            )
+            terms["gathers"] = there + back - total(terms)
+        return {name: pairs.count * values for name, values in terms.items()}
+
+    def _stages(self, pairs: Pairs) -> Terms:
+        """Pipelines: the busiest process's work, and what the pipeline waits beyond it."""
+        busy, makespan = np.zeros((2, len(pairs.layout)))
+        pp, facts = self.layouts.pp[pairs.layout], self.cost.facts
+        for stages, count in np.unique(np.array([pp, pairs.count]), axis=1).T.astype(int):
+            chosen = np.flatnonzero((pp == stages) & (pairs.count == count))
+            own = pairs.only(chosen)
+            plan = self.layouts.plans[own.layout[0]]
+            tp, links = self.layouts.tp[own.layout], self._links(own, "talk", "send")
+            each = [
+                self.clock.stage_ms(own.rows, tp, links, stage)
+                for stage in stages_of(plan, len(facts.layers))
+            ]
+            times = Times(
+                forward=[[there] * count for there, _ in each],
+                backward=[[back] * count for _, back in each],
+                transfer=links.send(own.rows.tokens * self.cost.hidden_bytes),
+            )
+            order = schedule_order(plan.schedule, stages, stages, count)
+            found = simulate(order, times, stages)
+            busy[chosen] = np.max(np.array(found.busy_seconds), axis=0)
+            makespan[chosen] = found.makespan_seconds
+        return {"stages": busy, "bubble": makespan - busy}
+
+    def _fullest(self, pairs: Pairs, stages: int, *, sharded: bool) -> Terms:
+        """Bytes of the fullest process, of layouts with so many stages."""
+        layouts, layers = self.layouts, len(self.cost.facts.layers)
+        plan, tp = layouts.plans[pairs.layout[0]], layouts.tp[pairs.layout]
+        rows, copies = pairs.fullest(layouts), layouts.copies[pairs.layout, pairs.reach]
+        # A stage's adapters count whole, also those that tp cuts.
+        part = trained_part(tp) if stages == 1 else 1.0
+        numbers = pairs.of_group("parameters") * part
+        best: Terms = {}
+        for process, stage in enumerate(stages_of(plan, layers)):
+            share = len(stage.layers) / layers
+            held = Held(
+                stage,
+                tp=tp,
+                dp=layouts.dp[pairs.layout],
+                copies=copies,
+                flying=in_flight(plan, process, pairs.count),
+                adapters=numbers * share * self.cost.facts.trained_bytes * (2 + ADAM_STATES),
+                room=self._behind(pairs) * share / tp,
+                sharded=sharded,
+            )
+            terms = memory_terms(self.clock, rows, held)
+            fuller = total(terms) > total(best) if best else True
+            best = {
+                name: np.where(fuller, values, best.get(name, 0.0))
+                for name, values in terms.items()
+            }
+        return best
+
+    def _links(self, pairs: Pairs, *names: str) -> Links:
+        """What processes of layouts say to each other, as far as it is asked for."""
+        lines = {name: self.layouts.line(name, pairs.layout, pairs.reach) for name in names}
+        nothing = {name: Line() for name in ("talk", "reduce", "gather", "send")}
+        return Links(**nothing | lines, copies=self.layouts.copies[pairs.layout, pairs.reach])
+
+    def _behind(self, pairs: Pairs) -> Array:
+        """What compiled layers leave free behind adapted weights, before tp cuts it [m]."""
+        facts, sites = self.cost.facts, self.sites
+        ranks = pairs.of_group("rank") / max(sites.columns, 1.0)
+        tail = np.ceil(ranks / TAIL) * TAIL
+        tail = np.where(tail <= WIDEST_TAIL, tail, 0.0)
+        each = facts.itemsize * tail * (sites.columns + sites.count * tail)
+        return np.asarray(len(facts.layers) * each)
+
+    def _bound(self) -> tuple[float, Array, float]:
+        """Bytes that no layout without stages needs more than: a start, and so much each.
+
+        Of a demand's columns [12], and of a token of the longest row. Each curve lies below a line,
+        each slope is that of the tp that takes most.
+        """
+        facts, tables, ends = self.cost.facts, self.clock.tables, self.cost.ends
+        counts = self.clock.counts(self.cost.kind_of)
+        saved, *peaks = (tables.curves.part(place) for place in range(SAVED, len(QUANTITIES)))
+        lines = [saved.weighted(counts).below(), *(peak.below() for peak in peaks)]
+        lines.append(ends.root_saved.below())
+        loss = ends.loss_saved.below(), ends.loss_peak.below()
+        slopes = np.einsum("k,ktw->tw", counts, tables.slopes[SAVED])
+        slopes = (slopes + tables.slopes[SAVED + 1 :].max(axis=1).sum(axis=0)).max(axis=0)
+        tail = WIDEST_TAIL * (self.sites.columns + self.sites.count * WIDEST_TAIL) * facts.itemsize
+        rises = {
+            "squares": slopes[0],
+            "adapters": slopes[1] + slopes[2],
+            "site_tokens": slopes[3],
+            "rank_tokens": slopes[4],
+            "targets": sum(rise for _, rise in loss),
+            "parameters": facts.trained_bytes * (2.0 + ADAM_STATES),
+        }
+        each = np.array([float(rises.get(name, 0.0)) for name in COLUMN])
+        least = facts.base_bytes + len(facts.layers) * tail
+        least += sum(start for start, _ in (*lines, *loss))
+        return least, each, sum(rise for _, rise in lines) + 2.0 * self.cost.hidden_bytes
+
+
+@dataclass(frozen=True, slots=True)
+class Option:
+    """All layouts of one group, with a whole base or a sharded one."""
+
+    known: Base
+    pairs: Pairs
+    terms: Terms
+    memory: Terms
+    sharded: bool
+
+    @classmethod
+    def of(cls, known: Base, pairs: Pairs, *, sharded: bool) -> Option:
+        """Of pairs of one group."""
+        terms, memory = (ask(pairs, sharded=sharded) for ask in (known.terms, known.memory))
+        return cls(known, pairs, terms, memory, sharded)
+
+    def ms(self) -> Array:
+        """Milliseconds of each layout, infinite where it does not fit."""
+        return np.where(total(self.memory) <= self.known.usable_bytes, total(self.terms), np.inf)
+
+    def seconds(self) -> float:
+        """Of the fastest one."""
+        return float(self.ms().min()) * 1e-3
+
+    def prediction(self) -> Prediction:
+        """The fastest one, told."""
+        place, known = int(self.ms().argmin()), self.known
+        layout, reach = int(self.pairs.layout[place]), int(self.pairs.reach[place])
+        mesh = known.layouts.plans[layout].mesh
+        seconds = {name: float(one[place]) * 1e-3 for name, one in self.terms.items()}
+        memory = {name: float(one[place]) for name, one in self.memory.items()}
+        step = sum(seconds.values())
+        needed = float(operations(known.cost.facts, self.pairs.groups.demands)[0])
+        peak = known.peak_flops * mesh.size
+        measured = known.layouts.measured(mesh, reach, sharded=self.sharded)
+        exact = known.clock.tables.exact[known.tp.index(mesh.tp)]
         return Prediction(
-            seconds=seconds,
-            layout=Layout(MeshShape(dp=dp, tp=tp)),
+            seconds=step,
+            layout=Layout(mesh, self.sharded),
             memory_bytes=sum(memory.values()),
-            terms={name: float(value[0]) for name, value in terms.items()},
-            memory=memory,
-            busy=float(busy[0]),
-            estimated=True,
+            terms={name: one for name, one in seconds.items() if one},
+            memory={name: one for name, one in memory.items() if one},
+            busy=min(1.0, needed / (step * peak)) if peak else 0.0,
+            estimated=known.cost.profile.estimated or not exact or not measured,
+            launched=self._without_graphs(place),
         )
 
-    def solo(self, base: str, demand: Demand, gpus: int) -> float:
-        """Seconds of one step of a job alone on the GPUs it asked for; cached, not counted."""
-        key = (demand, gpus)
-        if key not in self._solo:
-            tier = self.cluster.least_tier(gpus)
-            asked = self.evaluations
-            found = self.seconds(base, demand.row()[None], np.array([gpus]), [tier])
-            self.evaluations = asked
-            self._solo[key] = float(found[0])
-        return self._solo[key]
+    def _without_graphs(self, place: int) -> int:
+        """Jobs that keep a layout's rows from running as CUDA graphs; 0 where others would not."""
+        layouts, layout = self.known.layouts, self.pairs.layout[place]
+        small = self.pairs.rows.tokens[place] <= CAPTURED_TOKENS * layouts.tp[layout]
+        near = not self.sharded or layouts.copies[layout, self.pairs.reach[place]]
+        captures = layouts.captures[layout] and small and near
+        launched = int(self.pairs.groups.column("launched")[0])
+        return launched if captures and self.known.cost.profile.knows_graphs else 0
 
-    def _row_tokens(self, demands: Array, gpus: Array, tp: int) -> tuple[Array, Array]:
-        """Replicas, and the tokens of the busiest one."""
-        samples = np.maximum(demands[:, COLUMN["samples"]], 1.0)
-        dp = np.minimum(np.maximum(gpus // tp, 1.0), samples)
-        return dp, np.ceil(samples / dp) * demands[:, COLUMN["tokens"]] / samples
+    def needs(self) -> list[tuple[float, str]]:
+        """Bytes of each layout, and its name."""
+        meshes = [self.known.layouts.plans[place].mesh for place in self.pairs.layout]
+        return [(float(size), str(Layout(mesh, self.sharded)))
+                for size, mesh in zip(total(self.memory), meshes, strict=True)]  # fmt: skip
 
-    def _room(self, demands: Array, gpus: Array, tp: int) -> dict[str, Array]:
-        """Bytes of a GPU [n]."""
-        _, tokens = self._row_tokens(demands, gpus, tp)
-        return {
-            "base": np.full(len(tokens), 2 * self.parameters / tp),
-            "adapters": demands[:, COLUMN["parameters"]] * TRAINED_BYTES / tp,
-            "activations": self.activation_bytes * tokens / tp,
-        }
 
-    def _terms(self, demands: Array, gpus: Array, far: Array, tp: int) -> dict[str, Array]:
-        """Seconds [n] under one size of tp; infinite where it does not fit."""
-        dp, tokens = self._row_tokens(demands, gpus, tp)
-        jobs, trained = demands[:, COLUMN["jobs"]], demands[:, COLUMN["parameters"]]
-        used = 4 * self.parameters * (tokens + self.floor_tokens)
-        compute = used / (tp * self.flops * self.reached)
-        whole, each = self.fused_seconds if self.fused else (0.0, self.unfused_seconds)
-        hidden_bytes = tokens * self.hidden * 2 * 2 * (tp - 1) / tp
-        talk = self.layers * 4 * (TALK_SECONDS + hidden_bytes / self.node_bandwidth) * (tp > 1)
-        bandwidth = np.where(far, self.network_bandwidth, self.node_bandwidth)
-        gradients = trained * GRADIENT_BYTES * 2 * (dp - 1) / dp / tp
-        reduce = (dp > 1) * (REDUCE_SECONDS * self.layers + gradients / bandwidth)
-        hidden = self._overlap(compute, talk + reduce)
-        fits = sum(self._room(demands, gpus, tp).values()) <= self.memory_bytes
-        possible = fits & (gpus >= tp)
-        return {
-            "group": np.where(possible, self.group_seconds, np.inf),
-            "adapters": whole + each * jobs,
-            "base": compute,
-            "tensor-parallel": talk + np.zeros_like(compute),
-            "reduce": reduce,
-            "overlap": hidden,
-        }
+def _nothing_fits(options: Sequence[Option], usable_bytes: float) -> Prediction:
+    needs = sorted(pair for option in options for pair in option.needs())
+    reasons = [f"{name} needs {size / GIB:.1f} GiB of {usable_bytes / GIB:.1f}"
+               for size, name in needs[:REASONS]]  # fmt: skip
+    least = needs[0][0] if needs else float("inf")
+    return Prediction(float("inf"), None, least, {}, {}, why_not="; ".join(reasons))
 
-    def _overlap(self, compute: Array, talk: Array) -> Array:
-        """What the best number of nano-batches saves, never positive."""
-        more, less = np.maximum(compute, talk), np.minimum(compute, talk)
-        each = [more + less / n + self.nano_seconds * (n - 1) for n in self.nano_batches]
-        return np.where(talk > 0, np.minimum(np.min(each, axis=0) - more - less, 0.0), 0.0)
 
-    @staticmethod
-    def _total(terms: dict[str, Array]) -> Array:
-        return np.asarray(sum(terms.values()))
+def measured(profile: Profile) -> tuple[int, ...]:
+    """Sizes of tensor parallelism that a profile has layers of, 1 always among them."""
+    return tuple(sorted({1, *(layer.tp for layer in profile.layers)} & set(TP)))
+
+
+def operations(facts: ModelFacts, demands: Array) -> Array:
+    """Floating-point operations that a step of each of n groups needs [n]."""
+    elements = sum(layer.elements for layer in facts.layers)
+    width = sum(one.width for layer in facts.layers for one in layer.attention)
+    tokens, targets, squares, adapters = (
+        demands[:, COLUMN[name]] for name in ("tokens", "targets", "squares", "rank_tokens")
+    )
+    head = facts.hidden * facts.vocabulary
+    # Causal attention: two products of half a square forwards, five backwards.
+    attention = 7 * width * squares
+    products = 4 * (elements * tokens + head * targets)
+    return np.asarray(products + 6 * len(facts.layers) * adapters + attention)
+
+
+def divides(facts: ModelFacts, tp: int) -> bool:
+    """Whether heads, key-value heads and widths can be cut into so many parts."""
+    if tp == 1:
+        return True
+    attended = [one for layer in facts.layers for one in layer.attention]
+    heads = [n for one in attended for n in (one.heads, one.key_value_heads)]
+    widths = [n for layer in facts.layers for pair in layer.matrices for n in pair]
+    return bool(attended) and not any(n % tp for n in heads + widths)
+
+
+def _peak(profile: Profile, dtype: str) -> float:
+    gpu = gpu_of_device(profile.hardware.gpu)
+    if gpu is not None:
+        return gpu.peak_tflops(dtype) * 1e12
+    rows = [(layer, point) for layer in profile.layers if layer.tp == 1 for point in layer.points]
+    return max(
+        (4 * layer.elements * point.tokens / max(point.forward_ms + point.backward_ms, 1e-9) * 1e3
+         for layer, point in rows),
+        default=0.0,
+    )  # fmt: skip
+
+
+def table_of(prediction: Prediction) -> str:
+    """A prediction as text: one line a term, then the memory."""
+    if prediction.layout is None:
+        return f"nothing fits: {prediction.why_not}"
+    rows = [f"{prediction.layout!s:<32}{prediction.seconds * 1e3:>12.2f} ms"]
+    rows += [f"  {name:<30}{value * 1e3:>12.2f} ms" for name, value in prediction.terms.items()]
+    rows.append(f"{'memory':<32}{_size(prediction.memory_bytes):>16}")
+    rows += [f"  {name:<30}{_size(value):>16}" for name, value in prediction.memory.items()]
+    rows.append(f"{'of the peak':<32}{prediction.busy * 100:>12.1f} %")
+    if prediction.launched:
+        rows.append(f"no CUDA graphs: {prediction.launched} of its jobs cannot run in one")
+    if prediction.estimated:
+        rows.append("some of it was computed and not measured")
+    return "\n".join(rows)
+
+
+def _size(count: float) -> str:
+    for unit, size in (("GiB", GIB), ("MiB", GIB / 2**10)):
+        if count >= size / 2:
+            return f"{count / size:.2f} {unit}"
+    return f"{count * 2**20 / GIB:.2f} KiB"

@@ -8,11 +8,13 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import reduce
 from types import SimpleNamespace
 from typing import Any, Literal, NamedTuple
 
-from torch.distributed.pipelining.schedules import ScheduleInterleaved1F1B
+import numpy as np
 
+from tlora_fx.cost.demand import Array
 from tlora_fx.cost.plan import Schedule
 from tlora_fx.errors import ScheduleRefused
 
@@ -31,19 +33,22 @@ class Action(NamedTuple):
 
 
 Order = list[list[Action]]
+Seconds = float | Array
 
 
 @dataclass(frozen=True, slots=True)
 class Times:
     """Seconds of each stage for each micro-batch, as `times[stage][micro_batch]`.
 
+    Of one round, or of many under one schedule at once.
+
     backward   zeros where a stage has none
     transfer   from one process to another, hidden value or gradient
     """
 
-    forward: Sequence[Sequence[float]]
-    backward: Sequence[Sequence[float]]
-    transfer: float = 0.0
+    forward: Sequence[Sequence[Seconds] | Array]
+    backward: Sequence[Sequence[Seconds] | Array]
+    transfer: Seconds = 0.0
 
     @staticmethod
     def measured(timed: Mapping[Action, float], stages: int, micro_batches: int) -> Times:
@@ -57,7 +62,7 @@ class Times:
 
         return Times(table("F"), table("B"))
 
-    def of(self, action: Action) -> float:
+    def of(self, action: Action) -> Seconds:
         """How long a piece of work takes."""
         stage, kind, micro_batch = action
         seconds = self.forward if kind == "F" else self.backward
@@ -73,15 +78,15 @@ class Simulated:
     ends               when each piece of work ends
     """
 
-    makespan_seconds: float
-    busy_seconds: tuple[float, ...]
-    ends: Mapping[Action, float] = field(repr=False)
+    makespan_seconds: Seconds
+    busy_seconds: tuple[Seconds, ...]
+    ends: Mapping[Action, Seconds] = field(repr=False)
 
     @property
-    def bubble(self) -> float:
+    def bubble(self) -> Seconds:
         """The part of all processes' time in which they wait."""
         whole = self.makespan_seconds * len(self.busy_seconds)
-        return 1 - sum(self.busy_seconds) / whole if whole else 0.0
+        return 1 - sum(self.busy_seconds) / whole if np.all(whole) else 0.0
 
 
 def simulate(order: Order, times: Times, stages: int) -> Simulated:
@@ -92,8 +97,8 @@ def simulate(order: Order, times: Times, stages: int) -> Simulated:
     returns   what a round takes where sending delays nobody but the receiver
     """
     owner = {action: process for process, own in enumerate(order) for action in own}
-    ends: dict[Action, float] = {}
-    free = [0.0] * len(order)
+    ends: dict[Action, Seconds] = {}
+    free: list[Seconds] = [0.0] * len(order)
     queues = [list(reversed(own)) for own in order]
     moved = True
     while moved:
@@ -105,11 +110,12 @@ def simulate(order: Order, times: Times, stages: int) -> Simulated:
                     ends[need] + (times.transfer if owner[need] != process else 0.0)
                     for need in _needs(action, stages, owner)
                 ]
-                free[process] = ends[action] = max([free[process], *ready]) + times.of(action)
+                begin = reduce(np.maximum, ready, free[process])
+                free[process] = ends[action] = begin + times.of(action)
                 moved = True
     assert not any(queues), "the schedule waits for itself"
     busy = tuple(sum(times.of(action) for action in own) for own in order)
-    return Simulated(max(free), busy, ends)
+    return Simulated(reduce(np.maximum, free), busy, ends)
 
 
 def bubble_formula(stages: int, micro_batches: int) -> float:
@@ -177,6 +183,8 @@ _FORWARD_BACKWARD: tuple[Kind, Kind] = ("F", "B")
 
 def _interleaved(stages: int, processes: int, micro_batches: int) -> Order:
     """The order that torch's schedule has made for all processes."""
+    from torch.distributed.pipelining.schedules import ScheduleInterleaved1F1B
+
     own: list[Any] = [
         SimpleNamespace(
             stage_index=index, num_stages=stages, group_size=processes, group_rank=0, submod=None

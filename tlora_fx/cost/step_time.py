@@ -1,272 +1,486 @@
-"""How long one round takes under a plan.
+"""How long steps take: of plans, and of groups of jobs, many at once.
 
-Replicas run their parts of a round one after the other, or as a pipeline, whose schedule is
-simulated event by event. Sharded weights are gathered while the layer before computes, in a
-pipeline by each micro-batch anew unless they are kept for the round; what tensor parallelism says
-is not hidden but for nano-batches. Then gradients are summed and optimizers step.
+A row costs what its layers, embedding, head and loss cost, and what processes of tensor parallelism
+say to each other, which is not hidden but for nano-batches. Small rows run as CUDA graphs where
+they can; otherwise a layer takes as long as the slower of the device and the host. Sharded weights
+are gathered while the layer before computes, in a pipeline by each micro-batch anew unless they are
+kept for the round. A pipeline's schedule is simulated event by event. Then gradients are summed and
+optimizers step. Times are milliseconds.
 """
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
-from functools import lru_cache
+from functools import lru_cache, partial
 from itertools import pairwise
-from typing import NamedTuple
 
 import numpy as np
 
 from tlora_fx.cost.demand import Array
-from tlora_fx.cost.fit import UNFUSED_MS, BaseFit, CollectiveTimes, Curve, LayerTimes, Work, fit
+from tlora_fx.cost.fit import (
+    TIMES,
+    CollectiveTimes,
+    Curve,
+    Curves,
+    Kind,
+    LayerTables,
+    Line,
+    Links,
+    fit_nonnegative,
+)
 from tlora_fx.cost.hardware import Tier, gpu_of_device, wants_peer_copies
-from tlora_fx.cost.layouts import Groups, Layouts, Pairs, Places
-from tlora_fx.cost.load import Load, Round
-from tlora_fx.cost.model_facts import CAPTURED_TOKENS, LayerFacts, ModelFacts
+from tlora_fx.cost.load import Load, Mask, Round, Rows
+from tlora_fx.cost.model_facts import CAPTURED_TOKENS, ModelFacts
 from tlora_fx.cost.pipeline_simulation import Order, Times, schedule_order, simulate
 from tlora_fx.cost.plan import MeshShape, Plan, Schedule
-from tlora_fx.cost.profile import Profile
-from tlora_fx.cost.profile_sources import carried
+from tlora_fx.cost.profile import Operation, Profile
 
-# How long a step takes under a plan, from a profile's times and a model's facts.
-
-
-GPUS_PER_NODE = 8
-#: Reached part of a memory's bandwidth in copies.
-COPY = 0.8
-
-
-class LayerCost(NamedTuple):
-    """One layer on one row, in milliseconds and bytes.
-
-    again    its forward once more, where layers are computed again in the backward
-    saved    what it leaves until its backward
-    """
-
-    forward: float
-    backward: float
-    again: float
-    saved: float
-    forward_peak: float
-    backward_peak: float
-
-
-@dataclass(frozen=True, slots=True)
-class Cluster:
-    """Where processes stand; ranks count along tp first, then dp, then pp."""
-
-    gpus_per_node: int = GPUS_PER_NODE
-
-    def tier(self, shape: MeshShape, dimension: str) -> Tier:
-        """The furthest that two neighbours along a dimension are apart."""
-        span = {"tp": shape.tp, "dp": shape.tp * shape.dp, "pp": shape.size}[dimension]
-        return "node" if span <= self.gpus_per_node else "network"
-
-
-@dataclass(slots=True)
-class CostModel:
-    """Costs of a model's parts on one kind of hardware.
-
-    estimated   whether anything that was asked for was not measured as it is
-    kinds       for each layer the place of the first one that costs the same
-    """
-
-    facts: ModelFacts
-    profile: Profile
-    cluster: Cluster = Cluster()
-    estimated: bool = False
-    collectives: CollectiveTimes = field(init=False)
-    kinds: tuple[int, ...] = field(init=False)
-    _times: dict[tuple[str, int], LayerTimes] = field(init=False, default_factory=dict)
-    _costs: dict[tuple[int, Load, int], LayerCost] = field(init=False, default_factory=dict)
-    _curves: dict[str, Curve] = field(init=False, default_factory=dict)
-    _captured: CostModel | None = field(init=False, default=None)
-
-    def __post_init__(self) -> None:
-        self.collectives = CollectiveTimes(self.profile)
-        self.estimated = self.profile.estimated
-        first: dict[object, int] = {}
-        layers = enumerate(self.facts.layers)
-        alike = [(one.structure, one.sites, self._role(place)) for place, one in layers]
-        self.kinds = tuple(first.setdefault(key, place) for place, key in enumerate(alike))
-
-    @property
-    def captured(self) -> CostModel:
-        """The costs where rows run as CUDA graphs; collectives are the same."""
-        if self._captured is None:
-            self._captured = CostModel(self.facts, self.profile.as_captured(), self.cluster)
-        return self._captured
-
-    def layer(self, place: int, load: Load, tp: int = 1) -> LayerCost:
-        """One layer on one row, without what processes say to each other.
-
-        place   in the running order of layers
-        """
-        key = (self.kinds[place], load, tp)
-        found = self._costs.get(key)
-        if found is None:
-            layer, role = self.facts.layers[place], self._role(place)
-            found = self._costs[key] = self._layer(layer, role, load, tp)
-        return found
-
-    def summed(self, layers: Sequence[int], each: Callable[[int], float]) -> float:
-        """Something of each layer, summed; asked once for layers that cost the same."""
-        counts = Counter(self.kinds[place] for place in layers)
-        return sum(count * each(place) for place, count in counts.items())
-
-    def _role(self, place: int) -> str:
-        """Whether a layer's input needs a gradient ("above"), its adapters alone, or nothing."""
-        lowest = self.facts.lowest
-        return "below" if place < lowest else "first" if place == lowest else "above"
-
-    def root_ms(self, load: Load) -> float:
-        """Embedding, positions and last norm, forward and backward."""
-        return self._curve("root")(load.total) + self._curve("root backward")(load.total)
-
-    def loss_ms(self, load: Load, mesh: MeshShape | None = None) -> tuple[float, float]:
-        """Head and loss: forward, backward.
-
-        mesh   where tp cuts the vocabulary, and sums the gradient of the head's input
-        """
-        there, back = (self._curve(name)(load.targets) for name in ("loss", "loss backward"))
-        if mesh is None or mesh.tp == 1:
-            return there, back
-        payload = load.targets * self.facts.hidden * self.facts.itemsize
-        tier = self.cluster.tier(mesh, "tp")
-        talk = self.collectives.ms("all-reduce", tier, mesh.tp, payload)
-        return there / mesh.tp, back / mesh.tp + talk
-
-    def root_bytes(self, load: Load) -> float:
-        """What embedding, positions and last norm leave until the backward."""
-        return self._curve("root saved")(load.total)
-
-    def loss_bytes(self, load: Load, tp: int = 1) -> float:
-        """The most that head and loss take at once."""
-        saved, peak = self._curve("loss saved"), self._curve("loss peak")
-        return saved(load.targets) + peak(load.targets) / tp
-
-    def host_ms(self, tokens: int) -> float:
-        """Packing rows of so many tokens."""
-        return self._curve("host")(tokens)
-
-    def optimizer_ms(self, tensors: Sequence[int], parameters: Sequence[int]) -> float:
-        """The end of a step, one job after the other.
-
-        tensors, parameters   of each job in this process
-        """
-        points = self.profile.optimizer
-        rows = np.array([[1.0, one.tensors, one.parameters] for one in points])
-        values = np.array([one.ms for one in points])
-        start, tensor, number = fit(rows, values) if points else (0.0, 0.0, 0.0)
-        pairs = zip(tensors, parameters, strict=True)
-        return float(sum(start + t * tensor + p * number for t, p in pairs if p))
-
-    def gathers_by_copies(self, mesh: MeshShape) -> bool:
-        """Whether weights are copied from peers to where layers read them (`peer_copies`).
-
-        GPUs of one node are taken to reach each other's memory.
-        """
-        return wants_peer_copies() and self.cluster.tier(mesh, "dp") == "node"
-
-    def copy_ms(self, size: float) -> float:
-        """What copying so many bytes within a device takes, one read and one write."""
-        gpu = gpu_of_device(self.profile.hardware.gpu)
-        return 2 * size / (gpu.memory_gbps * 1e6 * COPY) if gpu else 0.0
-
-    def _layer(self, layer: LayerFacts, role: str, load: Load, tp: int) -> LayerCost:
-        times = self._times_of(layer, tp)
-        work = work_of(layer, load, self.facts.hidden, tp)
-        if role == "below":
-            forward = times.frozen(work)
-            return LayerCost(forward, 0.0, 0.0, 0.0, times.forward_peak(work), 0.0)
-        backward = times.first(work) if role == "first" else times.backward(work)
-        return LayerCost(
-            forward=times.forward(work),
-            backward=backward,
-            again=times.forward(work),
-            saved=times.saved(work),
-            forward_peak=times.forward_peak(work),
-            backward_peak=times.backward_peak(work),
-        )
-
-    def _times_of(self, layer: LayerFacts, tp: int) -> LayerTimes:
-        key = (layer.structure, tp)
-        if key not in self._times:
-            found = carried(self.profile, layer, self.facts, tp)
-            self.estimated = self.estimated or not found.exact
-            self._times[key] = LayerTimes.of(
-                found.profile, carried(self.profile, layer, self.facts, 1).profile
-            )
-        return self._times[key]
-
-    def _curve(self, name: str) -> Curve:
-        if name not in self._curves:
-            profile = self.profile
-            points = {
-                "root": [(one.tokens, one.forward_ms) for one in profile.root],
-                "root backward": [(one.tokens, one.backward_ms) for one in profile.root],
-                "root saved": [(one.tokens, one.saved_bytes) for one in profile.root],
-                "loss": [(one.targets, one.forward_ms) for one in profile.loss],
-                "loss backward": [(one.targets, one.backward_ms) for one in profile.loss],
-                "loss saved": [(one.targets, one.saved_bytes) for one in profile.loss],
-                "loss peak": [(one.targets, one.peak_bytes) for one in profile.loss],
-                "host": [(one.tokens, one.ms) for one in profile.host],
-            }[name]
-            self._curves[name] = Curve.through([(float(x), y) for x, y in points])
-        return self._curves[name]
-
-
-def work_of(layer: LayerFacts, load: Load, hidden: int, tp: int = 1) -> Work:
-    """What a layer has to do for a row, as profiles measure it.
-
-    hidden   the columns that stay whole under tp; a site's other side is cut
-    """
-    sites = layer.sites
-    widths = [_width(site.inner, site.outer, hidden, tp) for site in sites]
-    per_rank = [sum(width * site.ranks[job] for width, site in zip(widths, sites, strict=True))
-                for job in range(len(load.tokens))]  # fmt: skip
-    attention = layer.attention[0] if layer.attention else None
-    squares = load.squares
-    if attention is not None and attention.window > 0:
-        squares = min(squares, float(2 * load.total * attention.window))
-    return Work(
-        tokens=load.total,
-        squares=squares,
-        sites=len(sites),
-        job_sites=sum(
-            rank > 0 and n > 0
-            for site in sites
-            for n, rank in zip(load.tokens, site.ranks, strict=True)
-        ),
-        site_tokens=load.total * sum(widths),
-        rank_tokens=sum(n * rank for n, rank in zip(load.tokens, per_rank, strict=True)),
-    )
-
-
-def _width(inner: int, outer: int, hidden: int, tp: int) -> float:
-    if tp == 1:
-        return inner + outer
-    return hidden + (inner + outer - hidden) / tp
-
-
-def trained_in(facts: ModelFacts, plan: Plan, layers: range) -> list[float]:
-    """Numbers of each job that one process trains in some layers.
-
-    Of a site's two halves the one that tp cuts is a part, the other one whole.
-    """
-    tp = plan.mesh.tp
-    share = 1.0 if tp == 1 else 0.5 + 0.5 / tp
-    every = [facts.layers[place].trained for place in layers]
-    return [share * sum(own) for own in zip(*every, strict=True)]
-
-
-#: Hidden columns times this many: where attention costs as much as all else (see rows.Cutting).
+#: Hidden columns times this many: where attention costs as much as all else (see load.Cutting).
 SQUARE = 12.0
 #: What Python does for one gather, on the hosts of two and of four H200: a layer of Llama-3-8B's
 #: shape took 1.8 and 2.0 ms more than a whole one, forward and backward, where the host was slower.
 GATHER_HOST_MS = 0.95
 #: Rows so small that a layer's time is the host's, where layers are not captured.
 HOST_BOUND_TOKENS = 512
+#: All-reduces of a layer in one direction under tensor parallelism.
+TALKS = 2
+GPUS_PER_NODE = 8
+#: Reached part of a memory's bandwidth in copies.
+COPY = 0.8
+#: Milliseconds that one adapter adds to one linear, forward and backward, where no kernel is
+#: fused: each adapter is two small products in turn. Measured: benchmarks/results/
+#: site-2026-11-22.json, row layer-8, arm `loop` in eager mode, (21.68 - 9.49) ms over 56 adapters.
+UNFUSED_MS = 0.2177
+Terms = dict[str, Array]
+
+
+@dataclass(slots=True)
+class CostModel:
+    """Costs of a model's parts on one kind of hardware.
+
+    lowest      the first layer whose backward anybody needs; None: the facts' own
+    fused       False: adapters run one after the other
+    estimated   whether anything that was asked for was not measured as it is
+    kinds       layers that cost the same
+    kind_of     for each layer its kind
+    """
+
+    facts: ModelFacts
+    profile: Profile
+    gpus_per_node: int = GPUS_PER_NODE
+    lowest: int | None = None
+    fused: bool = True
+    estimated: bool = field(init=False)
+    collectives: CollectiveTimes = field(init=False)
+    kinds: tuple[Kind, ...] = field(init=False)
+    kind_of: tuple[int, ...] = field(init=False)
+    ends: Ends = field(init=False)
+    _clocks: dict[tuple[tuple[int, ...], bool], Clock] = field(init=False, default_factory=dict)
+
+    def __post_init__(self) -> None:
+        self.collectives = CollectiveTimes(self.profile)
+        self.estimated = self.profile.estimated
+        self.ends = Ends(self.profile)
+        lowest = self.facts.lowest if self.lowest is None else self.lowest
+        alike: dict[tuple[object, ...], list[int]] = {}
+        for place, layer in enumerate(self.facts.layers):
+            role = "below" if place < lowest else "first" if place == lowest else "above"
+            alike.setdefault((role, layer.structure, layer.sites), []).append(place)
+        self.kinds = tuple(
+            Kind(self.facts.layers[places[0]], str(role), tuple(places))
+            for (role, *_), places in alike.items()
+        )
+        of = {place: kind for kind, one in enumerate(self.kinds) for place in one.places}
+        self.kind_of = tuple(of[place] for place in range(len(of)))
+
+    def clock(self, tp: tuple[int, ...], *, recompute: bool = False) -> Clock:
+        """What tells times of rows, by places of sizes of tensor parallelism.
+
+        recompute   layers are computed again in the backward
+        """
+        key = tp, recompute
+        if key not in self._clocks:
+            tables = LayerTables.of(self.facts, self.profile, self.kinds, tp)
+            self.estimated = self.estimated or not all(tables.exact)
+            if not self.fused:
+                tables = tables.unfused(UNFUSED_MS / 2)
+            self._clocks[key] = Clock(self, tables, recompute)
+        return self._clocks[key]
+
+    def optimizer_ms(self, tensors: Sequence[float], numbers: Sequence[float] | Array) -> float:
+        """The end of a step, one job after the other.
+
+        tensors, numbers   of each job in this process
+        """
+        own = [(count, number) for count, number in zip(tensors, numbers, strict=True) if number]
+        counts, trained = (sum(column) for column in zip(*own, strict=True)) if own else (0, 0)
+        return float(self.ends.optimizer_ms(len(own), counts, trained))
+
+    def rows(self, loads: Sequence[Load], tp: int) -> Rows:
+        """Loads as rows that are launched, by processes that cut matrices into tp parts."""
+        layers = [kind.layer for kind in self.kinds]
+        return Rows.of(layers, loads, self.facts.hidden, tp)
+
+    def tier(self, mesh: MeshShape, dimension: str) -> Tier:
+        """The furthest that two neighbours along a dimension are apart.
+
+        Ranks count along tp first, then dp, then pp.
+        """
+        span = {"tp": mesh.tp, "dp": mesh.tp * mesh.dp, "pp": mesh.size}[dimension]
+        return "node" if span <= self.gpus_per_node else "network"
+
+    def links(self, mesh: MeshShape, *, sharded: bool = True) -> Links:
+        """What processes of a mesh say to each other.
+
+        sharded   weights are gathered
+        """
+        return links_of(self.collectives, mesh, lambda name: self.tier(mesh, name), sharded=sharded)
+
+    @property
+    def hidden_bytes(self) -> int:
+        """Of a token between layers."""
+        return self.facts.hidden * self.facts.itemsize
+
+    @property
+    def copy_ms(self) -> float:
+        """What copying a byte within a device takes, one read and one write."""
+        gpu = gpu_of_device(self.profile.hardware.gpu)
+        return 2 / (gpu.memory_gbps * 1e6 * COPY) if gpu else 0.0
+
+
+def links_of(
+    times: CollectiveTimes,
+    mesh: MeshShape,
+    tier: Callable[[str], Tier],
+    *,
+    sharded: bool = True,
+    slower: float = 1.0,
+) -> Links:
+    """What processes of a mesh say to each other, over links of some tiers.
+
+    slower   so many times the network's times
+    """
+
+    def line(operation: Operation, dimension: str) -> Line:
+        count = getattr(mesh, dimension)
+        processes = 2 if operation == "send" and count > 1 else count
+        link = tier(dimension)
+        return times.line(operation, link, processes).slower(slower if link == "network" else 1.0)
+
+    talk = line("all-reduce", "tp")
+    return Links(
+        talk=talk,
+        reduce=line("all-reduce", "dp").plus(talk, 0.5),
+        gather=line("all-gather", "dp") if sharded else Line(),
+        send=line("send", "pp"),
+        copies=np.array(wants_peer_copies() and tier("dp") == "node"),
+    )
+
+
+class Ends:
+    """What stands before and behind the layers, by a profile: root, head and loss, host, optimizer.
+
+    Of root and loss there are times as CUDA graphs, and where the host launches them.
+    """
+
+    def __init__(self, profile: Profile) -> None:
+        both = (profile.as_captured(), profile)
+        root = [_curves(one.root, "tokens", ("forward_ms", "backward_ms")) for one in both]
+        loss = [_curves(one.loss, "targets", ("forward_ms", "backward_ms")) for one in both]
+        self._root = Curves.of([curve for own in root for curve in own], (2, 2)).summed(1)
+        self._loss = Curves.of([curve for own in loss for curve in own], (2, 2))
+        self._loss_both = self._loss.summed(1)
+        sizes = _curves(profile.loss, "targets", ("saved_bytes", "peak_bytes"))
+        self.loss_saved, self.loss_peak = (Curves.of([curve]) for curve in sizes)
+        self.root_saved = Curves.of(_curves(profile.root, "tokens", ("saved_bytes",)))
+        self._host = Curves.of(_curves(profile.host, "tokens", ("ms",)))
+        points = profile.optimizer
+        rows = np.array([[1.0, one.tensors, one.parameters] for one in points])
+        values = np.array([one.ms for one in points])
+        self._optimizer = fit_nonnegative(rows, values) if points else np.zeros(3)
+
+    def root_ms(self, tokens: Array, launched: Mask) -> Array:
+        """Embedding, positions and last norm, forward and backward [m]."""
+        return self._root.at((launched.astype(np.intp),), self._root.find(tokens))
+
+    def root_bytes(self, tokens: Array) -> Array:
+        """What embedding, positions and last norm leave until the backward [m]."""
+        return self.root_saved(tokens)
+
+    def loss_ms(self, targets: Array, launched: Mask) -> tuple[Array, Array]:
+        """Head and loss, forward and backward [m] each."""
+        mode, found = launched.astype(np.intp), self._loss.find(targets)
+        return self._loss.at((mode, 0), found), self._loss.at((mode, 1), found)
+
+    def loss_both_ms(self, targets: Array, launched: Mask) -> Array:
+        """Head and loss, forward and backward together [m]."""
+        return self._loss_both.at((launched.astype(np.intp),), self._loss_both.find(targets))
+
+    def loss_bytes(self, targets: Array, tp: Array | float = 1.0) -> Array:
+        """The most that head and loss take at once [m]."""
+        return self.loss_saved(targets) + self.loss_peak(targets) / tp
+
+    def host_ms(self, tokens: Array | float) -> Array:
+        """Packing rows of so many tokens."""
+        return self._host(tokens)
+
+    def optimizer_ms(
+        self, jobs: Array | float, tensors: Array | float, numbers: Array | float
+    ) -> Array:
+        """The end of a step, one job after the other, from what all of them have in a process."""
+        job, tensor, number = self._optimizer
+        return np.asarray(jobs * job + tensors * tensor + numbers * number)
+
+
+def _curves(points: Sequence[object], of: str, names: Sequence[str]) -> list[Curve]:
+    """Curves through points, one for each name."""
+    return [
+        Curve.through([(float(getattr(one, of)), getattr(one, name)) for one in points])
+        for name in names
+    ]
+
+
+@dataclass(frozen=True, slots=True)
+class Stage:
+    """Layers that a process runs, in their order.
+
+    first, last   whether the embedding, and head and loss, belong to them
+    """
+
+    layers: Sequence[int]
+    first: bool = True
+    last: bool = True
+
+
+@dataclass(frozen=True, slots=True)
+class Sharding:
+    """How rows find the weights of a base that is sharded over replicas.
+
+    small   parts of the rows, whose layers the host launches as long as it would those of the rows
+    keep    gathered weights are kept from the forward to the backward
+    kept    what was gathered for a row before is still there; embeddings never are
+    """
+
+    small: Rows
+    keep: bool = False
+    kept: bool = False
+
+
+@dataclass
+class Clock:
+    """Tells times of rows.
+
+    recompute   layers are computed again in the backward
+    learns      [k] 1 where layers have a backward, 0 where not
+    runs        [2, k] how often layers of each kind run, forward and backward
+    curve       [t] milliseconds of all of them, of a row's tokens
+    """
+
+    cost: CostModel
+    tables: LayerTables
+    recompute: bool = False
+
+    def __post_init__(self) -> None:
+        self.learns = np.array([float(kind.role != "below") for kind in self.cost.kinds])
+        counts = self.counts(self.cost.kind_of)
+        backward = counts * self.learns
+        self.runs = np.array([counts + self.recompute * backward, backward])
+        times = self.tables.curves
+        device = Curves(times.starts, times.values[TIMES], times.slopes[TIMES])
+        self.curve = device.weighted(self.runs)
+        self._slopes = np.einsum("dk,dktw->ktw", self.runs, self.tables.slopes[TIMES])
+        self._merged = self._slopes.sum(axis=0, keepdims=True)
+
+    def counts(self, kinds: Sequence[int]) -> Array:
+        """How many of each kind there are [k]."""
+        return np.bincount(kinds, minlength=len(self.learns)).astype(np.float64)
+
+    def compute(self, rows: Rows) -> Array:
+        """One layer of each kind, forward and backward, without what processes say [2, k, m]."""
+        device = self.tables.values(rows, TIMES)
+        return np.maximum(device, self.tables.launches(rows) * rows.launched)
+
+    def row_terms(
+        self, rows: Rows, tp: Array | float, links: Links, parts: Rows | None = None, nano: int = 1
+    ) -> Terms:
+        """Rows of processes that run all layers, whose base is not sharded [m]; they add up.
+
+        parts   a nano-batch of each row, of which there are `nano`; None: the rows themselves
+        source  field notes on nano-batching: T = max(C, M) + min(C, M) / N, C of N smaller rows
+        """
+        cost, part = self.cost, rows if parts is None else parts
+        base, attention, adapters = self._device(part)
+        talk = nano * TALKS * links.talk(rows.tokens / nano * cost.hidden_bytes)
+        loss = cost.ends.loss_both_ms(rows.targets, rows.launched)
+        terms = {
+            "base": nano * base,
+            "attention": nano * attention,
+            "adapters": nano * adapters,
+            "launching": nano * self._waits(part),
+            "root": cost.ends.root_ms(rows.tokens, rows.launched),
+            "loss": loss / tp + links.talk(rows.targets * cost.hidden_bytes),
+            "tensor-parallel": self.runs.sum() * talk,
+        }
+        if nano > 1:
+            compute = nano * self.compute(part)
+            hidden = np.minimum(compute, talk) * (1 - 1 / nano)
+            terms["overlap"] = -np.einsum("dk,dkm->m", self.runs, hidden)
+        return terms
+
+    def stage_ms(
+        self,
+        rows: Rows,
+        tp: Array | float,
+        links: Links,
+        stage: Stage,
+        *,
+        parts: Rows | None = None,
+        nano: int = 1,
+        sharding: Sharding | None = None,
+    ) -> tuple[Array, Array]:
+        """Rows of a process that runs some layers: forward, backward [m].
+
+        parts      a nano-batch of each row, as `row_terms` has them
+        sharding   of the base; None where it is whole
+        """
+        cost = self.cost
+        talk = nano * TALKS * links.talk(rows.tokens / nano * cost.hidden_bytes)
+        there, back = self._directions(rows if parts is None else parts, talk, nano)
+        nothing = np.zeros(len(rows.tokens))
+        root = cost.ends.root_ms(rows.tokens, rows.launched) if stage.first else nothing
+        loss = nothing, nothing
+        if stage.last:
+            forward, backward = cost.ends.loss_ms(rows.targets, rows.launched)
+            loss = forward / tp, backward / tp + links.talk(rows.targets * cost.hidden_bytes)
+        kinds = [cost.kind_of[place] for place in stage.layers]
+        if sharding is None:
+            counts = self.counts(kinds)
+            return counts @ there + root + loss[0], counts @ back + loss[1]
+        weights = self._weights(stage, tp, links)
+        learn = [place for place, kind in enumerate(kinds) if self.learns[kind]]
+        # No row of the loss, no gather of its weights.
+        gather, copy = (one * (loss[1] > 0) for one in weights[-1])
+        home = [(loss[1], (gather, copy))] if stage.last else []
+        home += [(back[kinds[place]], weights[1 + place]) for place in reversed(learn)]
+        away = [root, *(there[kind] for kind in kinds), loss[0]]
+        hosts = self._hosts(sharding, kinds)
+        return self._gathered_ms(rows, away, weights, home, sharding, hosts)
+
+    def _gathered_ms(
+        self,
+        rows: Rows,
+        forward: Sequence[Array],
+        weights: Sequence[Gather],
+        backward: Sequence[tuple[Array, Gather]],
+        sharding: Sharding,
+        hosts: tuple[Array, Array],
+    ) -> tuple[Array, Array]:
+        """Modules in a row whose weights are gathered: forward, backward [m].
+
+        weights    of the modules of the forward
+        backward   of each module, from the last one on, with its weights
+        hosts      what it takes the host at least
+        """
+        slowdown = self.cost.profile.slowdown
+        ahead = [*weights[:1], *(_NOTHING for _ in weights[1:])] if sharding.kept else weights
+        there = _overlapped(forward, ahead, slowdown)
+        if sharding.keep:
+            back = np.sum([ms for ms, _ in backward], axis=0)
+        else:
+            back = _overlapped([ms for ms, _ in backward], [own for _, own in backward], slowdown)
+        there, back = (
+            np.where(rows.launched, np.maximum(device, host), device)
+            for device, host in zip((there, back), hosts, strict=True)
+        )
+        return there, back * (rows.tokens > 0)
+
+    def _device(self, rows: Rows) -> tuple[Array, Array, Array]:
+        """What the device takes in all layers for tokens, for attention and for adapters [m]."""
+        slopes = self._merged if len(rows.work.squares) == 1 else self._slopes
+
+        def table(*places: int) -> Array:
+            own = [rows.work[place] * slopes[:, None, :, place] for place in places]
+            found: Array = np.asarray(sum(own)).sum(axis=0)
+            return found[rows.load, rows.size]
+
+        base = self.curve.at((rows.size,), self.curve.find(rows.tokens))
+        return base, rows.part * table(0), table(1, 2) + rows.part * table(3, 4)
+
+    def _waits(self, rows: Rows) -> Array:
+        """What layers wait for the host, which launches them [m]."""
+        waits = np.zeros(len(rows.tokens))
+        late = np.flatnonzero(rows.launched)
+        if len(late) and self.tables.host.any():
+            own = rows.only(late)
+            behind = self.tables.launches(own) - self.tables.values(own, TIMES)
+            waits[late] = np.einsum("dk,dkm->m", self.runs, np.maximum(behind, 0.0))
+        return waits
+
+    def _directions(self, part: Rows, talk: Array, nano: int) -> tuple[Array, Array]:
+        """One layer of each kind with its all-reduces [k, m]: forward; backward, or both again.
+
+        part   a nano-batch of each row, whose communication and compute overlap
+        talk   [m] of all of them, in one direction
+        """
+        compute = nano * self.compute(part)
+        there, back = np.maximum(compute, talk) + np.minimum(compute, talk) / nano
+        again = there if self.recompute else 0.0
+        return there, (back + again) * self.learns[:, None]
+
+    def _hosts(self, sharding: Sharding, kinds: Sequence[int]) -> tuple[Array, Array]:
+        """What the host takes for layers, forward and backward: their time on a small row, hooks.
+
+        Hooks gather weights.
+        """
+        there, back = self.compute(sharding.small)
+        counts = self.counts(kinds)
+        learns = counts * self.learns
+        again = there if self.recompute else 0.0
+        hooks = GATHER_HOST_MS * (not sharding.kept), GATHER_HOST_MS * (not sharding.keep)
+        return counts @ (there + hooks[0]), learns @ (back + again + hooks[1])
+
+    def _weights(self, stage: Stage, tp: Array | float, links: Links) -> list[Gather]:
+        """For the root, each layer and the loss: gathering its weights, and copying them.
+
+        A collective's result is copied to where it is read. What peers copy arrives there, but they
+        write and read as many bytes beside the compute (two H200: 13 ms a row of 1,280 tokens).
+        """
+        facts, known = self.cost.facts, {}
+
+        def gather(size: float, cut: Array | float = 1.0) -> Gather:
+            if size not in known:
+                bytes_ = size / cut
+                known[size] = links.gather(bytes_), self.cost.copy_ms * bytes_
+            return known[size]
+
+        layers = [gather(facts.layers[place].weight_bytes, tp) for place in stage.layers]
+        known.clear()
+        head = gather(facts.head_bytes, tp) if stage.last else _NOTHING
+        known.clear()
+        root = gather(facts.root_bytes) if stage.first else _NOTHING
+        return [root, *layers, head]
+
+
+Gather = tuple[Array | float, Array | float]
+_NOTHING: Gather = (0.0, 0.0)
+
+
+def _overlapped(compute: Sequence[Array], gathers: Sequence[Gather], slowdown: float) -> Array:
+    """Modules in a row, each of which needs its weights gathered.
+
+    A module's weights are gathered while the one before computes; what that takes of compute comes
+    before their own. Compute beside a collective is slower.
+
+    slowdown   of compute while a collective runs
+    """
+    gathered = free = started = np.zeros(1)
+    for place, (ms, (gather, copy)) in enumerate(zip(compute, gathers, strict=True)):
+        gathered = np.maximum(gathered, started) + gather
+        started = np.maximum(free, gathered)
+        following = gathers[place + 1][0] if place + 1 < len(gathers) else 0.0
+        free = started + copy + ms + (slowdown - 1) * np.minimum(ms, following)
+    return free
 
 
 @dataclass(frozen=True, slots=True)
@@ -294,140 +508,140 @@ class StepTime:
 
 def step_time(cost: CostModel, plan: Plan, work: Round) -> StepTime:
     """The time of a round; the same plan and round give the same number everywhere."""
-    parts = work.parts(plan.parts, SQUARE * cost.facts.hidden)
-    replicas = [parts[place :: plan.mesh.dp] for place in range(plan.mesh.dp)]
-    busiest = max(replicas, key=lambda own: sum(_measure(load, cost) for load in own))
-    if plan.mesh.pp > 1:
-        compute, bubble = _pipeline_ms(cost, plan, busiest)
+    facts, mesh = cost.facts, plan.mesh
+    parts = work.parts(plan.parts, SQUARE * facts.hidden)
+    replicas = [parts[place :: mesh.dp] for place in range(mesh.dp)]
+    busiest = max(replicas, key=lambda own: sum(measure(load, facts) for load in own))
+    if mesh.pp > 1:
+        order = _order(plan.schedule, plan.stages, mesh.pp, len(busiest))
+        found = simulate(order, stage_times(cost, plan, busiest), plan.stages)
+        compute = float(max(found.busy_seconds)) * 1e3
+        bubble = float(found.makespan_seconds) * 1e3 - compute
     else:
-        compute, bubble = sum(row_ms(cost, plan, load) for load in busiest), 0.0
-    stages = [_held(cost, plan, process) for process in range(plan.mesh.pp)]
-    per_stage = [trained_in(cost.facts, plan, layers) for layers in stages]
-    shares = [len(layers) / max(len(cost.facts.layers), 1) for layers in stages]
+        compute, bubble = float(row_ms(cost, plan, busiest).sum()), 0.0
+    held = [held_layers(plan, len(facts.layers), process) for process in range(mesh.pp)]
+    trained = [trained_in(facts, mesh.tp, own) for own in held]
+    links = cost.links(mesh, sharded=False)
+    ends = []
+    for own, layers in zip(trained, held, strict=True):
+        share = len(layers) / max(len(facts.layers), 1)
+        ends.append(cost.optimizer_ms([round(n * share) for n in facts.tensors], own))
     return StepTime(
-        host=cost.host_ms(work.load.total),
+        host=float(cost.ends.host_ms(work.load.total)),
         compute=compute,
         bubble=bubble,
-        reduce=max(_reduce_ms(cost, plan, sum(own)) for own in per_stage),
-        optimizer=max(
-            cost.optimizer_ms([round(n * share) for n in cost.facts.tensors], list(map(int, own)))
-            for own, share in zip(per_stage, shares, strict=True)
-        ),
+        reduce=max(float(links.reduce(own.sum() * facts.trained_bytes)) for own in trained),
+        optimizer=max(ends),
     )
 
 
-def row_ms(cost: CostModel, plan: Plan, load: Load) -> float:
-    """Forward and backward of one row by a process that runs all layers.
+def row_ms(cost: CostModel, plan: Plan, loads: Sequence[Load]) -> Array:
+    """Forward and backward of rows by a process that runs all layers [m].
 
     As a CUDA graph where it is small, both the plan and the model let rows run so, and a sharded
     base lies in one node, where processes reach each other's memory.
     """
-    if load.total == 0:
-        return 0.0
-    sharded = plan.shard_base and plan.mesh.dp > 1
-    near = not sharded or cost.gathers_by_copies(plan.mesh)
-    small = load.total <= CAPTURED_TOKENS * plan.mesh.tp
-    captured = small and plan.captures and cost.facts.captures and near
-    times = cost.captured if captured else cost
-    if sharded:
-        host = None if captured else cost
-        layers = range(len(cost.kinds))
-        return sum(_gathered_ms(times, plan, layers, load, host, first=True, last=True))
-    loss_forward, loss_backward = times.loss_ms(load, plan.mesh)
-    return _layers_ms(times, plan, load) + times.root_ms(load) + loss_forward + loss_backward
-
-
-def _gathered_ms(
-    cost: CostModel,
-    plan: Plan,
-    layers: range,
-    load: Load,
-    launched: CostModel | None,
-    *,
-    first: bool,
-    last: bool,
-    kept: bool = False,
-) -> tuple[float, float]:
-    """A run of layers whose weights are gathered, on one row: forward, backward.
-
-    launched      has the times of layers that the host launches; None where it launches none
-    first, last   whether embeddings, and the loss, belong to it
-    kept          what was gathered for a row before is still there; embeddings never are
-    """
-    kinds = {cost.kinds[place] for place in layers}
-    each = {kind: forward_ms(cost, plan, kind, load) for kind in kinds}
-    home = {kind: backward_ms(cost, plan, kind, load) for kind in kinds}
-    loss_forward, loss_backward = cost.loss_ms(load, plan.mesh) if last else (0.0, 0.0)
-    own = [cost.kinds[place] for place in layers]
-    forward = [cost.root_ms(load) if first else 0.0, *(each[kind] for kind in own), loss_forward]
-    backward = [0.0, *(home[kind] for kind in own), loss_backward]
-    root, *every, head = _gathers(cost, plan)
-    nothing = (0.0, 0.0)
-    weights = [*(every[place] for place in layers), head if last else nothing]
-    ahead = [root if first else nothing, *([nothing] * len(weights) if kept else weights)]
-    there = _overlapped(forward, ahead, cost.profile.slowdown)
-    host = (0.0, 0.0) if launched is None else _host_ms(launched, plan, own, load)
-    hooks = 0.0 if launched is None else GATHER_HOST_MS
-    there = max(there, host[0] + (0.0 if kept else hooks * len(own)))
-    if plan.keep_gathered:
-        return there, max(sum(backward), host[1])
-    used = [(ms, gather) for ms, gather in zip(backward[1:], weights, strict=True) if ms > 0]
-    back = [list(one) for one in zip(*reversed(used), strict=True)] or [[], []]
-    learning = sum(home[kind] > 0 for kind in own)
-    return there, max(
-        _overlapped(back[0], back[1], cost.profile.slowdown),
-        host[1] + hooks * learning,
+    mesh, sharded = plan.mesh, plan.shard_base and plan.mesh.dp > 1
+    links, clock = cost.links(mesh, sharded=sharded), clock_of(cost, plan)
+    captures = plan.captures and cost.facts.captures and bool(not sharded or links.copies)
+    rows = cost.rows(loads, mesh.tp)
+    rows.launched = ~((rows.tokens <= CAPTURED_TOKENS * mesh.tp) & captures)
+    parts, nano = _nano_batches(cost, plan, loads)
+    if not sharded:
+        return total(clock.row_terms(rows, mesh.tp, links, parts, nano))
+    sharding = Sharding(cost.rows(_small(loads), mesh.tp), plan.keep_gathered)
+    stage = Stage(range(len(cost.facts.layers)))
+    there, back = clock.stage_ms(
+        rows, mesh.tp, links, stage, parts=parts, nano=nano, sharding=sharding
     )
+    return (there + back) * (rows.tokens > 0)
 
 
-def _host_ms(cost: CostModel, plan: Plan, kinds: Sequence[int], load: Load) -> tuple[float, float]:
-    """What the host takes to launch layers, forward and backward: their time on a small row."""
-    small = _split(load, max(1, load.total // HOST_BOUND_TOKENS))
-    each = {kind: cost.layer(kind, small, plan.mesh.tp) for kind in set(kinds)}
-    forward = sum(each[kind].forward for kind in kinds)
-    backward = sum(each[kind].backward for kind in kinds)
-    again = sum(each[kind].again for kind in kinds if each[kind].backward) if plan.recompute else 0
-    return forward, backward + again
+def layers_ms(cost: CostModel, plan: Plan, load: Load) -> list[float]:
+    """Forward and backward of each layer on a launched row; at the ends embedding and loss too."""
+    clock, rows, tp = clock_of(cost, plan), cost.rows([load], plan.mesh.tp), plan.mesh.tp
+    links, count = cost.links(plan.mesh, sharded=False), len(cost.kind_of)
+    each = [
+        clock.stage_ms(rows, tp, links, Stage([place], place == 0, place == count - 1))
+        for place in range(count)
+    ]
+    return [float(there[0] + back[0]) for there, back in each]
 
 
-def _layers_ms(cost: CostModel, plan: Plan, load: Load) -> float:
-    """All layers, forward and backward, one after the other."""
+def stage_times(cost: CostModel, plan: Plan, loads: Sequence[Load]) -> Times:
+    """Seconds of each stage and micro-batch, as the event simulation takes them."""
+    mesh, sharded = plan.mesh, plan.shard_base and plan.mesh.dp > 1
+    links, clock = cost.links(mesh, sharded=sharded), clock_of(cost, plan)
+    rows = cost.rows(loads, mesh.tp)
+    keep, sharding = plan.keep_gathered, None
+    if sharded:
+        sharding = Sharding(cost.rows(_small(loads), mesh.tp), keep, kept=keep)
+    parts, nano = _nano_batches(cost, plan, loads)
+    forward, backward = [], []
+    for stage in stages_of(plan, len(cost.facts.layers)):
+        own = partial(clock.stage_ms, rows, mesh.tp, links, stage, parts=parts, nano=nano)
+        there, back = own(sharding=sharding)
+        if sharding is not None and keep:
+            # The first micro-batch gathers for the whole round.
+            there[0] = own(sharding=replace(sharding, kept=False))[0][0]
+        forward.append(there * 1e-3)
+        backward.append(back * 1e-3)
+    transfer = links.send(rows.tokens.max() * cost.hidden_bytes)
+    return Times(forward, backward, transfer=transfer * 1e-3)
 
-    def both(place: int) -> float:
-        return forward_ms(cost, plan, place, load) + backward_ms(cost, plan, place, load)
 
-    return cost.summed(range(len(cost.kinds)), both)
-
-
-def forward_ms(cost: CostModel, plan: Plan, place: int, load: Load) -> float:
-    """One layer's forward, with what tp says in it."""
-    return _with_talk(cost, plan, place, load, "forward")
-
-
-def backward_ms(cost: CostModel, plan: Plan, place: int, load: Load) -> float:
-    """One layer's backward; with its forward again where the plan computes layers again."""
-    if cost.layer(place, load, plan.mesh.tp).backward == 0:
-        return 0.0
-    once = _with_talk(cost, plan, place, load, "backward")
-    return once + (_with_talk(cost, plan, place, load, "again") if plan.recompute else 0.0)
+def stages_of(plan: Plan, layers: int) -> list[Stage]:
+    """The layers of each stage."""
+    ends = [0, *plan.cuts, layers]
+    last = len(ends) - 2
+    return [
+        Stage(range(low, high), place == 0, place == last)
+        for place, (low, high) in enumerate(pairwise(ends))
+    ]
 
 
-def _with_talk(cost: CostModel, plan: Plan, place: int, load: Load, direction: str) -> float:
-    """Compute and two sums of the hidden state; nano-batches hide the shorter of both.
+def held_layers(plan: Plan, layers: int, process: int) -> range:
+    """The layers of a process; of an interleaved one those of its first stage, times its stages."""
+    own = [stage.layers for stage in stages_of(plan, layers)[process :: plan.mesh.pp]]
+    return range(own[0][0], own[0][0] + sum(map(len, own)))
 
-    source   field notes on nano-batching: T = max(C, M) + min(C, M) / N, C of N smaller rows
-    """
-    tp, count = plan.mesh.tp, plan.nano_batches
-    if tp == 1:
-        return float(getattr(cost.layer(place, load), direction))
-    tier = cost.cluster.tier(plan.mesh, "tp")
-    payload = load.total * cost.facts.hidden * cost.facts.itemsize
-    part = _split(load, count)
-    compute = count * float(getattr(cost.layer(place, part, tp), direction))
-    talk = 2 * count * cost.collectives.ms("all-reduce", tier, tp, payload / count)
-    if count == 1:
-        return compute + talk
-    return max(compute, talk) + min(compute, talk) / count
+
+def trained_in(facts: ModelFacts, tp: int, layers: Sequence[int]) -> Array:
+    """Numbers of each job that one process trains in some layers [jobs]."""
+    every = np.array([facts.layers[place].trained for place in layers], dtype=np.float64)
+    return np.asarray(every.sum(axis=0) * trained_part(tp))
+
+
+def trained_part(tp: Array | float) -> Array:
+    """Of an adapter's halves the one that tp cuts is a part, the other one whole."""
+    return np.where(np.asarray(tp) > 1, 0.5 + 0.5 / tp, 1.0)
+
+
+def measure(load: Load, facts: ModelFacts) -> float:
+    """How large a load is, in tokens."""
+    return load.total + load.squares / (SQUARE * facts.hidden)
+
+
+def total(terms: Terms) -> Array:
+    """All terms together."""
+    return np.asarray(sum(terms.values()))
+
+
+def clock_of(cost: CostModel, plan: Plan) -> Clock:
+    """What tells times of a plan's rows."""
+    return cost.clock((plan.mesh.tp,), recompute=plan.recompute)
+
+
+def _nano_batches(cost: CostModel, plan: Plan, loads: Sequence[Load]) -> tuple[Rows | None, int]:
+    """A nano-batch of each row, and how many; only communication of tp can be hidden by them."""
+    nano, tp = plan.nano_batches, plan.mesh.tp
+    if nano == 1 or tp == 1:
+        return None, 1
+    return cost.rows([_split(load, nano) for load in loads], tp), nano
+
+
+def _small(loads: Sequence[Load]) -> list[Load]:
+    return [_split(load, max(1, load.total // HOST_BOUND_TOKENS)) for load in loads]
 
 
 def _split(load: Load, count: int) -> Load:
@@ -440,370 +654,6 @@ def _split(load: Load, count: int) -> Load:
     )
 
 
-def _gathers(cost: CostModel, plan: Plan) -> list[tuple[float, float]]:
-    """For the root, each layer and the loss: gathering its weights, and what that takes of compute.
-
-    A collective's result is copied to where it is read. What peers copy arrives there, but they
-    write and read as many bytes beside the compute (two H200: 13 ms a row of 1,280 tokens).
-    """
-    facts, mesh = cost.facts, plan.mesh
-    tier = cost.cluster.tier(mesh, "dp")
-    sizes = [facts.root_bytes, *(one.weight_bytes / mesh.tp for one in facts.layers)]
-    sizes.append(facts.head_bytes / mesh.tp)
-    return [
-        (cost.collectives.ms("all-gather", tier, mesh.dp, size), cost.copy_ms(size))
-        for size in sizes
-    ]
-
-
-def _overlapped(
-    compute: Sequence[float], gathers: Sequence[tuple[float, float]], slowdown: float
-) -> float:
-    """Modules in a row, each of which needs its weights gathered.
-
-    A module's weights are gathered while the one before computes; what that takes of compute comes
-    before their own. Compute beside a collective is slower.
-
-    slowdown   of compute while a collective runs
-    """
-    gathered = free = started = 0.0
-    for place, (ms, (gather, copy)) in enumerate(zip(compute, gathers, strict=True)):
-        begin = max(gathered, started)
-        gathered = begin + gather
-        started = max(free, gathered)
-        following = gathers[place + 1][0] if place + 1 < len(gathers) else 0.0
-        beside = min(ms, following)
-        free = started + copy + ms + (slowdown - 1) * beside
-    return free
-
-
-def stage_layers(plan: Plan, layers: int) -> list[range]:
-    """The layers of each stage."""
-    ends = [0, *plan.cuts, layers]
-    return [range(low, high) for low, high in pairwise(ends)]
-
-
-def stage_times(cost: CostModel, plan: Plan, loads: Sequence[Load]) -> Times:
-    """Seconds of each stage and micro-batch, as the event simulation takes them."""
-    stages = stage_layers(plan, len(cost.facts.layers))
-    forward: list[list[float]] = []
-    backward: list[list[float]] = []
-    for stage, layers in enumerate(stages):
-        first, last = stage == 0, stage == len(stages) - 1
-        each = {load: _stage_ms(cost, plan, layers, load, first, last) for load in set(loads)}
-        both = [each[load] for load in loads]
-        if plan.shard_base and plan.mesh.dp > 1 and plan.keep_gathered:
-            # The first micro-batch gathers for the whole round.
-            both[0] = _gathered_ms(cost, plan, layers, loads[0], cost, first=first, last=last)
-        forward.append([there * 1e-3 for there, _ in both])
-        backward.append([back * 1e-3 for _, back in both])
-    largest = max(load.total for load in loads)
-    payload = largest * cost.facts.hidden * cost.facts.itemsize
-    transfer = cost.collectives.ms("send", cost.cluster.tier(plan.mesh, "pp"), 2, payload)
-    return Times(forward, backward, transfer=transfer * 1e-3)
-
-
-def _stage_ms(
-    cost: CostModel, plan: Plan, layers: range, load: Load, first: bool, last: bool
-) -> tuple[float, float]:
-    """One stage on one row: forward, backward; what is kept for a round is there."""
-    if plan.shard_base and plan.mesh.dp > 1:
-        return _gathered_ms(
-            cost, plan, layers, load, cost, first=first, last=last, kept=plan.keep_gathered
-        )
-    there = cost.summed(layers, lambda place: forward_ms(cost, plan, place, load))
-    back = cost.summed(layers, lambda place: backward_ms(cost, plan, place, load))
-    loss = cost.loss_ms(load, plan.mesh) if last else (0.0, 0.0)
-    return there + loss[0] + (cost.root_ms(load) if first else 0.0), back + loss[1]
-
-
 @lru_cache(maxsize=256)
 def _order(schedule: Schedule, stages: int, processes: int, micro_batches: int) -> Order:
     return schedule_order(schedule, stages, processes, micro_batches)
-
-
-def _pipeline_ms(cost: CostModel, plan: Plan, loads: Sequence[Load]) -> tuple[float, float]:
-    """The busiest process's work, and what the pipeline waits beyond it."""
-    order = _order(plan.schedule, plan.stages, plan.mesh.pp, len(loads))
-    found = simulate(order, stage_times(cost, plan, loads), plan.stages)
-    busy = max(found.busy_seconds)
-    return busy * 1e3, (found.makespan_seconds - busy) * 1e3
-
-
-def _held(cost: CostModel, plan: Plan, process: int) -> range:
-    """The layers of a process; of an interleaved one those of its first stage, times its stages."""
-    stages = stage_layers(plan, len(cost.facts.layers))
-    own = stages[process :: plan.mesh.pp]
-    return range(own[0].start, own[0].start + sum(map(len, own)))
-
-
-def _reduce_ms(cost: CostModel, plan: Plan, trained: float) -> float:
-    """Sums of adapter gradients over replicas, and of replicated halves over tp."""
-    mesh, payload = plan.mesh, trained * cost.facts.trained_bytes
-    replicas = cost.cluster.tier(mesh, "dp"), mesh.dp, payload
-    halves = cost.cluster.tier(mesh, "tp"), mesh.tp, payload / 2
-    return sum(cost.collectives.ms("all-reduce", *group) for group in (replicas, halves))
-
-
-def _measure(load: Load, cost: CostModel) -> float:
-    return load.total + load.squares / (SQUARE * cost.facts.hidden)
-
-
-# Milliseconds of one step of each pair of a group and a layout, term by term.
-#
-# The terms are those of tlora_fx/cost/step_time.py, summed over layers before and not after they
-# are asked for: all are straight in the sums that a `Demand` holds, but for the curves of a row's
-# tokens.
-
-
-#: All-reduces of a layer in one direction under tensor parallelism.
-TALKS = 2
-#: As tlora_fx/cost/step_time.py has them.
-GATHER_HOST_MS_estimator_time, HOST_BOUND_TOKENS_estimator_time = 0.95, 512
-#: As `BaseFit` names curves and slopes of layers.
-DIRECTIONS = ("forward", "backward")
-Terms = dict[str, Array]
-
-
-@dataclass(frozen=True, slots=True)
-class StepClock:
-    """Tells times of pairs.
-
-    fused          adapters run in shared kernels; otherwise one after the other
-    nano_batches   numbers of them to choose from, where tp talks
-    """
-
-    fit: BaseFit
-    layouts: Layouts
-    fused: bool = True
-    nano_batches: Sequence[int] = (1,)
-
-    def terms(self, groups: Groups, pairs: Pairs) -> Terms:
-        """Milliseconds of a step by name [m]; they add up, an overlap being negative."""
-        fit, rows, share = self.fit, pairs.rows, pairs.share
-        base = rows * (self._curve("forward", pairs) + self._curve("backward", pairs))
-        attention, adapters = self._beside(groups, pairs)
-        targets = groups.column("targets")[pairs.group] * share
-        talk, loss_talk = self._talk(pairs, targets)
-        found = fit.loss.find(targets / rows)
-        loss = rows * (self._loss("forward", pairs, found) + self._loss("backward", pairs, found))
-        terms = {
-            "host": fit.host.at(0, fit.host.find(groups.column("tokens")))[pairs.group],
-            "base": base,
-            "attention": attention,
-            "adapters": adapters,
-            "launching": self._launching(groups, pairs),
-            "root": rows * self._curve("root", pairs),
-            "loss": loss / self.layouts.tp[pairs.layout] + loss_talk,
-            "tensor-parallel": talk,
-        }
-        if max(self.nano_batches) > 1:
-            terms["overlap"] = self._overlap(groups, pairs)
-        self._staged(pairs, terms)
-        return terms | self._end(groups, pairs)
-
-    def gathers(self, groups: Groups, pairs: Pairs) -> Array:
-        """What a sharded base adds [m]: waiting for weights, unpacking them, slower compute.
-
-        source   tlora_fx/cost/step_time.py, `_gathered_ms`, with layers that are all alike
-        """
-        whole = pairs.rows * self._row(groups, pairs)
-        tables = len(self.fit.tp)
-        # Weights are copied from neighbours in a node, and no graph holds a collective's gathers.
-        near = self.layouts.near[pairs.layout, pairs.reach]
-        pairs = replace(pairs, size=np.where(near, pairs.size, pairs.launched(tables).size))
-        fit, facts, rows = self.fit, self.fit.facts, pairs.rows
-        layers, slower = len(facts.layers), fit.profile.slowdown - 1
-        tp = self.layouts.tp[pairs.layout]
-        start, per_byte = pairs.links(self.layouts.gather)
-        weights = sum(one.weight_bytes for one in facts.layers) / layers / tp
-        sizes = (np.full_like(tp, facts.root_bytes), weights, facts.head_bytes / tp)
-        root, layer, head = (np.where(size > 0, start + per_byte * size, 0.0) for size in sizes)
-        unpack_root, unpack, unpack_head = (size * self.layouts.copy_per_byte for size in sizes)
-        targets = groups.column("targets")[pairs.group] * pairs.share
-        found, talk = fit.loss.find(targets / rows), self._talk(pairs, targets)
-        loss_there = self._loss("forward", pairs, found) / tp
-        loss_back = self._loss("backward", pairs, found) / tp + talk[1] / rows
-        ends = self._curve("root", pairs)
-        there, back = (one / layers for one in self._directions(groups, pairs, talk[0]))
-
-        def beside(compute: Array, copied: Array, following: Array) -> Array:
-            busy = compute + copied + slower * np.minimum(compute, following)
-            return np.asarray(np.maximum(busy, following))
-
-        forward = root + beside(ends, unpack_root, layer) + beside(there, unpack, head)
-        forward += (layers - 1) * beside(there, unpack, layer) + loss_there + unpack_head
-        backward = head + beside(loss_back, unpack_head, layer) + back + unpack
-        backward += (layers - 1) * beside(back, unpack, layer)
-        host = self._host(groups, pairs.launched(tables))
-        graphs = pairs.size < tables
-        forward = np.where(
-            graphs, forward, np.maximum(forward, host[0] + GATHER_HOST_MS_estimator_time * layers)
-        )
-        backward = np.where(
-            graphs, backward, np.maximum(backward, host[1] + GATHER_HOST_MS_estimator_time * layers)
-        )
-        return np.asarray(rows * (forward + backward) - whole)
-
-    def _row(self, groups: Groups, pairs: Pairs) -> Array:
-        """What `terms` has for one row of a base that is not sharded."""
-        tp, targets = self.layouts.tp[pairs.layout], groups.column("targets")[pairs.group]
-        targets = targets * pairs.share
-        found, talk = self.fit.loss.find(targets / pairs.rows), self._talk(pairs, targets)
-        loss = self._loss("forward", pairs, found) + self._loss("backward", pairs, found)
-        there, back = self._directions(groups, pairs, talk[0])
-        row = self._curve("root", pairs) + there + back + loss / tp + talk[1] / pairs.rows
-        return np.asarray(row)
-
-    def _host(self, groups: Groups, pairs: Pairs) -> tuple[Array, Array]:
-        """What the host takes to launch all layers of a row: their time on a small one."""
-        count = np.maximum(1.0, pairs.tokens // HOST_BOUND_TOKENS_estimator_time)
-        found = self.fit.row.find(pairs.tokens / count)
-        both = []
-        floors = zip(DIRECTIONS, self._slopes(), self._floors(groups, pairs), strict=True)
-        for name, slopes, floor in floors:
-            each, work = self._adapted(groups, slopes)
-            part = pairs.share * pairs.table(work) / (pairs.rows * count)
-            curve = self.fit.row.at(self.fit.curve(name) + pairs.size, found)
-            both.append(np.maximum(curve + pairs.table(each) + part, floor))
-        return both[0], both[1]
-
-    def _loss(self, name: str, pairs: Pairs, found: tuple[Places, Array]) -> Array:
-        return self.fit.loss.at(self.fit.loss_curve(name, pairs.size), found)
-
-    def _curve(self, name: str, pairs: Pairs) -> Array:
-        return self.fit.row.at(self.fit.curve(name) + pairs.size, pairs.found)
-
-    def _beside(self, groups: Groups, pairs: Pairs) -> tuple[Array, Array]:
-        """Attention, and adapters, of the busiest replica in both directions."""
-        fit = self.fit
-        slopes = fit.forward + fit.backward
-        attention = groups.squares * slopes[:, 0]
-        if self.fused:
-            work = groups.work(slopes) - attention
-            each = groups.each_row(slopes, fit.sites)
-        else:
-            work = np.zeros_like(attention)
-            each = groups.adapters * (UNFUSED_MS * len(fit.facts.layers)) + 0 * slopes[:, 0]
-        adapters = pairs.rows * pairs.table(each) + pairs.share * pairs.table(work)
-        return pairs.share * pairs.table(attention), adapters
-
-    def _talk(self, pairs: Pairs, targets: Array) -> tuple[Array, Array]:
-        """All-reduces of hidden states in layers, and of the gradient of the head's input."""
-        facts = self.fit.facts
-        start, per_byte = pairs.links(self.layouts.talk)
-        per_token = per_byte * (facts.hidden * facts.itemsize)
-        mine = pairs.tokens * pairs.rows
-        each = 2 * TALKS * len(facts.layers)
-        return each * (start * pairs.rows + per_token * mine), (
-            start * pairs.rows + per_token * targets
-        )
-
-    def _staged(self, pairs: Pairs, terms: Terms) -> None:
-        """Share out compute over stages; what they wait for each other is a term."""
-        pp = self.layouts.pp[pairs.layout]
-        if (pp == 1).all():
-            return
-        work = sum((terms[name] for name in terms if name != "host"), np.zeros_like(pp))
-        for name in terms.keys() - {"host"}:
-            terms[name] = terms[name] / pp
-        facts = self.fit.facts
-        start, per_byte = pairs.links(self.layouts.send)
-        sent = start + per_byte * pairs.tokens * (facts.hidden * facts.itemsize)
-        terms["bubble"] = (pp - 1) / pairs.rows * work / pp + 2 * (pp - 1) * sent
-
-    def _end(self, groups: Groups, pairs: Pairs) -> Terms:
-        """Sums of gradients, and optimizers, of the part that a process trains."""
-        facts, pp = self.fit.facts, self.layouts.pp[pairs.layout]
-        part = trained_part(self.layouts.tp[pairs.layout]) / pp
-        numbers = groups.column("parameters")[pairs.group] * part
-        start, per_byte = pairs.links(self.layouts.reduce)
-        job, tensor, number = self.fit.optimizer
-        steps = groups.column("jobs") * job
-        return {
-            "reduce": np.where(numbers > 0, start, 0.0) + per_byte * numbers * facts.trained_bytes,
-            "optimizer": steps[pairs.group]
-            + tensor * groups.column("tensors")[pairs.group] / pp
-            + number * numbers,
-        }
-
-    def _directions(self, groups: Groups, pairs: Pairs, talk: Array) -> tuple[Array, Array]:
-        """Milliseconds of all layers on one row, forward and backward, talk included."""
-        talk = talk / 2 / pairs.rows
-        each = zip(self._computed(groups, pairs), self._floors(groups, pairs), strict=True)
-        there, back = (np.maximum(device, host) + talk for device, host in each)
-        return there, back
-
-    def _launching(self, groups: Groups, pairs: Pairs) -> Array:
-        """What a round's layers wait for the host, which launches them."""
-        if (pairs.size < len(self.fit.tp)).all():
-            return np.zeros_like(pairs.tokens)
-        each = zip(self._computed(groups, pairs), self._floors(groups, pairs), strict=True)
-        waits = sum(np.maximum(host - device, 0.0) for device, host in each)
-        return np.asarray(pairs.rows * waits)
-
-    def _computed(self, groups: Groups, pairs: Pairs) -> list[Array]:
-        """The device's milliseconds of all layers on one row, forward and backward."""
-        return [
-            self._curve(name, pairs) + self._part(groups, pairs, slopes) / pairs.rows
-            for name, slopes in zip(DIRECTIONS, self._slopes(), strict=True)
-        ]
-
-    def _floors(self, groups: Groups, pairs: Pairs) -> list[Array]:
-        """The host's; nothing where rows run as CUDA graphs."""
-        both = []
-        for host in (self.fit.forward_host, self.fit.backward_host):
-            each, _ = self._adapted(groups, host[:, 1:])
-            both.append(pairs.table(host[:, 0] + each))
-        return both
-
-    def _slopes(self) -> tuple[Array, Array]:
-        return self.fit.forward, self.fit.backward
-
-    def _part(self, groups: Groups, pairs: Pairs, slopes: Array) -> Array:
-        """One direction of what `_beside` says: a round's milliseconds, rows' own included."""
-        each, work = self._adapted(groups, slopes)
-        return pairs.rows * pairs.table(each) + pairs.share * pairs.table(work)
-
-    def _adapted(self, groups: Groups, slopes: Array) -> tuple[Array, Array]:
-        """[n, tp] of each row however long it is, and of a round's tokens; one direction."""
-        if self.fused:
-            return groups.each_row(slopes, self.fit.sites), groups.work(slopes)
-        unfused = UNFUSED_MS / 2 * len(self.fit.facts.layers)
-        return groups.adapters * unfused + 0 * slopes[:, 0], groups.squares * slopes[:, 0]
-
-    def _overlap(self, groups: Groups, pairs: Pairs) -> Array:
-        """What the best number of nano-batches takes less than one, never positive.
-
-        source   field notes on nano-batching: T = max(C, M) + min(C, M) / N, where C is N rows of
-                 an N-th of the tokens, so that what a row costs at least is paid N times; nothing
-                 of it is a CUDA graph
-        """
-        late = pairs.launched(len(self.fit.tp))
-        both = zip(self._computed(groups, pairs), self._floors(groups, pairs), strict=True)
-        wholes = [np.maximum(device, host) for device, host in both]
-        floors = self._floors(groups, late)
-        start, per_byte = pairs.links(self.layouts.talk)
-        facts, best = self.fit.facts, np.zeros_like(pairs.tokens)
-        layers = TALKS * len(facts.layers)
-        bytes_ = pairs.tokens * (facts.hidden * facts.itemsize)
-        for count in self.nano_batches:
-            saved = np.zeros_like(best)
-            found = self.fit.row.find(pairs.tokens / count)
-            talk = layers * (count * start + per_byte * bytes_)
-            once = layers * (start + per_byte * bytes_)
-            for place, name in enumerate(DIRECTIONS):
-                slopes, whole = self._slopes()[place], wholes[place]
-                each = late.table(self._adapted(groups, slopes)[0])
-                cut = count * self.fit.row.at(self.fit.curve(name) + late.size, found)
-                cut += self._part(groups, late, slopes) / late.rows + (count - 1) * each
-                cut = np.maximum(cut, count * floors[place])
-                overlapped = np.maximum(cut, talk) + np.minimum(cut, talk) / count
-                saved += overlapped - (whole + once) if count > 1 else 0.0
-            best = np.minimum(best, np.where(start > 0, saved, 0.0))
-        return np.asarray(best * pairs.rows)
-
-
-def trained_part(tp: Array) -> Array:
-    """Of an adapter's halves the one that tp cuts is a part, the other one whole."""
-    return np.where(tp > 1, 0.5 + 0.5 / tp, 1.0)

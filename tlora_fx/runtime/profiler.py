@@ -33,7 +33,7 @@ from tlora_fx.compiler import compile
 from tlora_fx.config.job import Job
 from tlora_fx.cost.facts import facts_of
 from tlora_fx.cost.hardware import Tier
-from tlora_fx.cost.load import Load
+from tlora_fx.cost.load import Load, work_of
 from tlora_fx.cost.model_facts import CAPTURED_TOKENS, ModelFacts
 from tlora_fx.cost.plan import MeshShape, Plan
 from tlora_fx.cost.profile import (
@@ -51,7 +51,6 @@ from tlora_fx.cost.profile import (
     name_of,
 )
 from tlora_fx.cost.profile_sources import own_file, shape_of
-from tlora_fx.cost.step_time import work_of
 from tlora_fx.errors import NotProfilable, ProfileFileError, TloraError
 from tlora_fx.ir.graph import LOSS, under
 from tlora_fx.ir.storage import LocalShard
@@ -911,9 +910,10 @@ def _timed(made: Made, asked: Asked, place: int, called: Called) -> _Timed:
     shared += [given for given in called.layers[layer.path] if isinstance(given, Tensor)]
     _run(above)
     seen = bytes_of(above, asked.device, shared)
-    work = work_of(layer, called.load, made.facts.hidden, made.tp)
+    work = work_of([layer], [called.load], made.facts.hidden, made.tp)
     point = LayerPoint(
-        **work._asdict(),
+        tokens=called.load.total,
+        **{name: float(values[0, 0, 0]) for name, values in work._asdict().items()},
         forward_ms=0,
         backward_ms=0,
         saved_bytes=seen.saved,

@@ -12,7 +12,6 @@ from typing import Protocol
 import torch
 
 from tlora_fx.compiler import Jobs, as_jobs
-from tlora_fx.cost.load import Cutting, cut_round
 from tlora_fx.cost.plan import Plan
 from tlora_fx.errors import CheckpointError
 from tlora_fx.model.batch import PackedBatch
@@ -30,7 +29,13 @@ from tlora_fx.parallel.cuda_graphs import RowGraphs
 from tlora_fx.parallel.mesh import FIRST_STEP, Mesh, limit_waits
 from tlora_fx.parallel.prepare import prepared, require_fits
 from tlora_fx.runtime.adapters import adapter_tensors, base_tensors, start_adapters
-from tlora_fx.runtime.batching import MicroBatches, RowBucketer, rows_of_round
+from tlora_fx.runtime.batching import (
+    Cutting,
+    MicroBatches,
+    RowBucketer,
+    cut_round,
+    rows_of_round,
+)
 from tlora_fx.runtime.checkpoint import Checkpoint, CheckpointStore, JobState, ResumeSources
 from tlora_fx.runtime.checks import (
     check_fits,

@@ -11,7 +11,8 @@ from rich.text import Text
 
 from tlora_fx.cost.cluster import Cluster
 from tlora_fx.cost.demand import Demand
-from tlora_fx.cost.estimator import ProfileEstimator, SyntheticEstimator, table_of
+from tlora_fx.cost.estimator import ProfileEstimator, table_of
+from tlora_fx.cost.synthetic import SyntheticEstimator
 from tlora_fx.errors import BaseUnknown, JobNotInState, nearest
 from tlora_fx.scheduler.placement import Placer, tier_for
 from tlora_fx.scheduler.state import (

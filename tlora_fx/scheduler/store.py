@@ -20,9 +20,10 @@ from pydantic import TypeAdapter, ValidationError
 
 from tlora_fx.cost.cluster import Cluster
 from tlora_fx.cost.demand import Demand
-from tlora_fx.cost.estimator import Estimator, Layout, ProfileEstimator, SyntheticEstimator
+from tlora_fx.cost.estimator import Estimator, Layout, ProfileEstimator
 from tlora_fx.cost.model_facts import ModelFacts
 from tlora_fx.cost.profile import Profile
+from tlora_fx.cost.synthetic import SyntheticEstimator
 from tlora_fx.durable import replace_file
 from tlora_fx.errors import LedgerError, StateFileError
 from tlora_fx.scheduler.executor import (
