@@ -348,10 +348,10 @@ class Base:
         pairs, _ = self.pairs(groups, gpus)
         layouts = self.layouts
         spread = (layouts.dp[pairs.layout] > 1) & (layouts.pp[pairs.layout] == 1)
-        options = [Option.of(self, pairs, sharded=False)]
+        options = [LayoutCosts.of(self, pairs, sharded=False)]
         if spread.any():
-            options.append(Option.of(self, pairs.only(spread), sharded=True))
-        best = min(options, key=Option.seconds)
+            options.append(LayoutCosts.of(self, pairs.only(spread), sharded=True))
+        best = min(options, key=LayoutCosts.seconds)
         if best.seconds() < float("inf"):
             return best.prediction()
         return _nothing_fits(options, self.usable_bytes)
@@ -512,7 +512,7 @@ class Base:
 
 
 @dataclass(frozen=True, slots=True)
-class Option:
+class LayoutCosts:
     """All layouts of one group, with a whole base or a sharded one."""
 
     known: Base
@@ -522,7 +522,7 @@ class Option:
     sharded: bool
 
     @classmethod
-    def of(cls, known: Base, pairs: Pairs, *, sharded: bool) -> Option:
+    def of(cls, known: Base, pairs: Pairs, *, sharded: bool) -> LayoutCosts:
         """Of pairs of one group."""
         terms, memory = (ask(pairs, sharded=sharded) for ask in (known.terms, known.memory))
         return cls(known, pairs, terms, memory, sharded)
@@ -574,7 +574,7 @@ class Option:
                 for size, mesh in zip(total(self.memory), meshes, strict=True)]  # fmt: skip
 
 
-def _nothing_fits(options: Sequence[Option], usable_bytes: float) -> Prediction:
+def _nothing_fits(options: Sequence[LayoutCosts], usable_bytes: float) -> Prediction:
     needs = sorted(pair for option in options for pair in option.needs())
     reasons = [f"{name} needs {size / GIB:.1f} GiB of {usable_bytes / GIB:.1f}"
                for size, name in needs[:REASONS]]  # fmt: skip

@@ -18,7 +18,7 @@ from tlora_fx.cost.plan import Plan
 from tlora_fx.cost.profile import Profile
 from tlora_fx.cost.step_time import (
     SQUARE,
-    Clock,
+    RowClock,
     CostModel,
     Stage,
     Terms,
@@ -87,7 +87,7 @@ class Held:
     recompute: bool = False
 
 
-def memory_terms(clock: Clock, rows: Rows, held: Held) -> Terms:
+def memory_terms(clock: RowClock, rows: Rows, held: Held) -> Terms:
     """Bytes by the fields of Memory [m], where each process runs such a row."""
     cost, stage, tp = clock.cost, held.stage, held.tp
     facts = cost.facts
@@ -130,7 +130,7 @@ def memory_terms(clock: Clock, rows: Rows, held: Held) -> Terms:
     }
 
 
-def _row_bytes(clock: Clock, rows: Rows, held: Held) -> tuple[Array, Array]:
+def _row_bytes(clock: RowClock, rows: Rows, held: Held) -> tuple[Array, Array]:
     """What one row leaves in a process, and the most that a layer takes beside that [m]."""
     cost = clock.cost
     kinds = [cost.kind_of[place] for place in held.stage.layers]

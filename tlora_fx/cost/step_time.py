@@ -76,7 +76,7 @@ class CostModel:
     kinds: tuple[Kind, ...] = field(init=False)
     kind_of: tuple[int, ...] = field(init=False)
     ends: Ends = field(init=False)
-    _clocks: dict[tuple[tuple[int, ...], bool], Clock] = field(init=False, default_factory=dict)
+    _clocks: dict[tuple[tuple[int, ...], bool], RowClock] = field(init=False, default_factory=dict)
 
     def __post_init__(self) -> None:
         self.collectives = CollectiveTimes(self.profile)
@@ -94,7 +94,7 @@ class CostModel:
         of = {place: kind for kind, one in enumerate(self.kinds) for place in one.places}
         self.kind_of = tuple(of[place] for place in range(len(of)))
 
-    def clock(self, tp: tuple[int, ...], *, recompute: bool = False) -> Clock:
+    def clock(self, tp: tuple[int, ...], *, recompute: bool = False) -> RowClock:
         """What tells times of rows, by places of sizes of tensor parallelism.
 
         recompute   layers are computed again in the backward
@@ -105,7 +105,7 @@ class CostModel:
             self.estimated = self.estimated or not all(tables.exact)
             if not self.fused:
                 tables = tables.unfused(UNFUSED_MS / 2)
-            self._clocks[key] = Clock(self, tables, recompute)
+            self._clocks[key] = RowClock(self, tables, recompute)
         return self._clocks[key]
 
     def optimizer_ms(self, tensors: Sequence[float], numbers: Sequence[float] | Array) -> float:
@@ -268,7 +268,7 @@ class Sharding:
 
 
 @dataclass
-class Clock:
+class RowClock:
     """Tells times of rows.
 
     recompute   layers are computed again in the backward
@@ -361,7 +361,7 @@ class Clock:
         learn = [place for place, kind in enumerate(kinds) if self.learns[kind]]
         # No row of the loss, no gather of its weights.
         gather, copy = (one * (loss[1] > 0) for one in weights[-1])
-        home = [(loss[1], (gather, copy))] if stage.last else []
+        home: list[tuple[Array, Gather]] = [(loss[1], (gather, copy))] if stage.last else []
         home += [(back[kinds[place]], weights[1 + place]) for place in reversed(learn)]
         away = [root, *(there[kind] for kind in kinds), loss[0]]
         hosts = self._hosts(sharding, kinds)
@@ -627,7 +627,7 @@ def total(terms: Terms) -> Array:
     return np.asarray(sum(terms.values()))
 
 
-def clock_of(cost: CostModel, plan: Plan) -> Clock:
+def clock_of(cost: CostModel, plan: Plan) -> RowClock:
     """What tells times of a plan's rows."""
     return cost.clock((plan.mesh.tp,), recompute=plan.recompute)
 
