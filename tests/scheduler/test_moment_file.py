@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from pathlib import Path
 
 import pytest
 
@@ -12,6 +11,7 @@ from tlora_fx.cost.cluster import Cluster
 from tlora_fx.cost.estimator import ProfileEstimator
 from tlora_fx.cost.model_facts import demand_of, find_base
 from tlora_fx.cost.profile import Profile
+from tlora_fx.cost.profile_sources import SHIPPED
 from tlora_fx.cost.synthetic import SyntheticEstimator
 from tlora_fx.errors import StateFileError
 from tlora_fx.scheduler.policies import POLICIES, find_policy
@@ -19,7 +19,7 @@ from tlora_fx.scheduler.state import ActiveJob, JobRequest, SchedulerState
 from tlora_fx.scheduler.store import Snapshot, load_moment, save_moment
 
 BASE = "llama-3-8b"
-PROFILE = Path(__file__).parents[2] / "planners" / "profiles" / "llama-3-8b-nvidia-h200.json"
+PROFILE = SHIPPED / "llama-3-8b-nvidia-h200.json"
 
 
 def state(estimator, cluster) -> SchedulerState:

@@ -18,8 +18,8 @@ from tlora_fx.cost.plan import Plan
 from tlora_fx.cost.profile import Profile
 from tlora_fx.cost.step_time import (
     SQUARE,
-    RowClock,
     CostModel,
+    RowClock,
     Stage,
     Terms,
     clock_of,

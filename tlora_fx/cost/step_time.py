@@ -360,8 +360,8 @@ class RowClock:
         weights = self._weights(stage, tp, links)
         learn = [place for place, kind in enumerate(kinds) if self.learns[kind]]
         # No row of the loss, no gather of its weights.
-        gather, copy = (one * (loss[1] > 0) for one in weights[-1])
-        home: list[tuple[Array, Gather]] = [(loss[1], (gather, copy))] if stage.last else []
+        gather: Gather = weights[-1][0] * (loss[1] > 0), weights[-1][1] * (loss[1] > 0)
+        home: list[tuple[Array, Gather]] = [(loss[1], gather)] if stage.last else []
         home += [(back[kinds[place]], weights[1 + place]) for place in reversed(learn)]
         away = [root, *(there[kind] for kind in kinds), loss[0]]
         hosts = self._hosts(sharding, kinds)
