@@ -24,7 +24,7 @@ from tlora_fx.cost.load import Round
 from tlora_fx.cost.memory import memory_of
 from tlora_fx.cost.model_facts import BASES, demand_of
 from tlora_fx.cost.step_time import CostModel, step_time, total
-from tlora_fx.ops import room
+from tlora_fx.ops.kernels import packed
 
 SHAPES = Path(__file__).parents[2] / "benchmarks" / "shapes"
 RANKS = (2, 4, 8, 16, 2, 4, 8, 16)
@@ -103,8 +103,10 @@ def test_both_take_the_same_number_of_nano_batches(length, launched):
 
 def test_room_behind_weights_is_that_of_the_operators():
     """The rule is written twice, since operators are behind torch."""
-    assert model_facts.WIDEST_TAIL == room.WIDEST_TAIL
-    assert [model_facts.tail_of(n) for n in range(200)] == [room.tail_of(n) for n in range(200)]
+    assert model_facts.WIDEST_TAIL == packed.WIDEST_TAIL
+    assert [model_facts.tail_of(n) for n in range(200)] == [
+        packed.room_columns(n) for n in range(200)
+    ]
 
 
 @pytest.mark.slow
