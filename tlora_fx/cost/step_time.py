@@ -360,7 +360,8 @@ class RowClock:
         weights = self._weights(stage, tp, links)
         learn = [place for place, kind in enumerate(kinds) if self.learns[kind]]
         # No row of the loss, no gather of its weights.
-        gather: Gather = weights[-1][0] * (loss[1] > 0), weights[-1][1] * (loss[1] > 0)
+        some = loss[1] > 0
+        gather = np.where(some, weights[-1][0], 0.0), np.where(some, weights[-1][1], 0.0)
         home: list[tuple[Array, Gather]] = [(loss[1], gather)] if stage.last else []
         home += [(back[kinds[place]], weights[1 + place]) for place in reversed(learn)]
         away = [root, *(there[kind] for kind in kinds), loss[0]]
