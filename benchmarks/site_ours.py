@@ -115,7 +115,7 @@ def forced(plan: str) -> Arm:
     """Our operator with one plan for every site and direction."""
 
     def arm(inputs: Inputs) -> Built:
-        force: Any = _kernels("selector", "force_plan")
+        force: Any = _kernels("select", "force_plan")
         return ours(inputs, lambda: force(plan))
 
     return arm
@@ -126,11 +126,11 @@ def choices() -> Iterator[dict[str, str]]:
     """Gathers which plan each site and direction takes while it is open, and where that is from."""
     found: dict[str, str] = {}
     try:
-        selector: Any = import_module(f"{KERNELS}.selector")
+        selection: Any = import_module(f"{KERNELS}.select")
     except ImportError:
         yield found
         return
-    choose = selector.choose
+    choose = selection.choose
 
     def noting(direction: str, site: Any, *rest: Any, **named: Any) -> Any:
         choice = choose(direction, site, *rest, **named)
@@ -139,11 +139,11 @@ def choices() -> Iterator[dict[str, str]]:
         )
         return choice
 
-    selector.choose = noting
+    selection.choose = noting
     try:
         yield found
     finally:
-        selector.choose = choose
+        selection.choose = choose
 
 
 def strict(inputs: Inputs) -> Built:
