@@ -97,3 +97,15 @@ def test_the_examples_of_the_page_on_nano_batches_run(capsys):
     layers, chosen = capsys.readouterr().out.splitlines()
     assert layers in page
     assert int(chosen.split()[0]) in (4, 6, 8)
+
+
+def test_the_example_of_the_page_on_scheduling_runs(capsys):
+    """It prints what a step of the group is made of."""
+    page = (ROOT / "docs" / "scheduling.md").read_text(encoding="utf-8")
+    (code,) = re.findall(r"```python\n(.*?)```", page, flags=re.DOTALL)
+
+    names = {}
+    exec(code, names)
+
+    assert "optimizer" in capsys.readouterr().out
+    assert names["times"].shape == (2,)

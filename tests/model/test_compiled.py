@@ -44,7 +44,7 @@ ROWS = [
     ([], [], [2]),
     ([1], [], []),
 ]
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).parents[2]
 KINDS = ({}, {"use_dora": True}, {"lora_dropout": 0.5})
 
 pytestmark = pytest.mark.usefixtures("fresh_dynamo")

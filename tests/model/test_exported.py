@@ -26,7 +26,7 @@ from tests.models import (
 from tlora_fx.compiler import compile
 from tlora_fx.errors import SuperModelMisuse
 
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).parents[2]
 ROWS = [([5, 4], [6], [3, 9]), ([1], [1], [30]), ([], [12], [4, 4]), ([2], [], []), ([1], [], [])]
 LOAD = """
 import sys
