@@ -21,7 +21,8 @@ ops = torch.ops.tlora_fx_extension
 @torch.library.custom_op("tlora_fx_extension::l2_normalize", mutates_args=())
 def l2_normalize(x: Tensor, dim: int) -> Tensor:
     """x over its norm along `dim`."""
-    return x / torch.linalg.vector_norm(x, dim=dim, keepdim=True)
+    norm: Tensor = torch.linalg.vector_norm(x, dim=dim, keepdim=True)
+    return x / norm
 
 
 @l2_normalize.register_fake
@@ -32,7 +33,7 @@ def _fake(x: Tensor, dim: int) -> Tensor:
 @torch.library.custom_op("tlora_fx_extension::l2_normalize_backward", mutates_args=())
 def l2_normalize_backward(dy: Tensor, x: Tensor, dim: int) -> Tensor:
     """The gradient of x."""
-    norm = torch.linalg.vector_norm(x, dim=dim, keepdim=True)
+    norm: Tensor = torch.linalg.vector_norm(x, dim=dim, keepdim=True)
     y = x / norm
     return (dy - y * (dy * y).sum(dim, keepdim=True)) / norm
 
@@ -60,9 +61,13 @@ def _flop(x_shape: tuple[int, ...], dim: int, **_: Any) -> int:
     return 3 * prod(x_shape)
 
 
+def _arguments(node: fx.Node) -> Any:
+    return node.args
+
+
 @token_parallel.rule(ops.l2_normalize)
 def _axis(node: fx.Node, axis_of: Callable[[Any], Axis]) -> Axis:
-    x, dim = node.args
+    x, dim = _arguments(node)
     axis = axis_of(x)
     if axis == dim_of(dim, rank_of(x)):
         raise MixesTokens("it divides by a norm over the row")
@@ -71,7 +76,7 @@ def _axis(node: fx.Node, axis_of: Callable[[Any], Axis]) -> Axis:
 
 @tensor_parallel.rule(ops.l2_normalize, runs="kept")
 def _cut(call: Operands) -> Cut:
-    x, dim = call.node.args
+    x, dim = _arguments(call.node)
     if call.cut(x) == dim_of(dim, rank_of(x)):
         raise CannotCarry("its norm needs the whole of what is cut")
     return call.cut(x)
