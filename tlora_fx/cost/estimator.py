@@ -50,6 +50,8 @@ TP = (1, 2, 4, 8)
 CHUNK = 2048
 #: Solo times that are kept.
 CACHED = 200_000
+#: No weights are copied where none are gathered.
+_NEVER = np.array(False)
 #: Reasons that are named where nothing fits.
 REASONS = 8
 
@@ -471,7 +473,8 @@ class Base:
         """What processes of layouts say to each other, as far as it is asked for."""
         lines = {name: self.layouts.line(name, pairs.layout, pairs.reach) for name in names}
         nothing = {name: Line() for name in ("talk", "reduce", "gather", "send")}
-        return Links(**nothing | lines, copies=self.layouts.copies[pairs.layout, pairs.reach])
+        copies = self.layouts.copies[pairs.layout, pairs.reach] if "gather" in names else _NEVER
+        return Links(**nothing | lines, copies=copies)
 
     def _behind(self, pairs: Pairs) -> Array:
         """What compiled layers leave free behind adapted weights, before tp cuts it [m]."""

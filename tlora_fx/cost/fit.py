@@ -24,7 +24,6 @@ from itertools import pairwise
 from typing import Any, NamedTuple
 
 import numpy as np
-from scipy.optimize import nnls
 
 from tlora_fx.cost.demand import Array
 from tlora_fx.cost.hardware import GPUS, Tier, gpu_of_device
@@ -57,6 +56,8 @@ def fit_nonnegative(features: Array, values: Array) -> Array:
     values     [m]
     returns    [n]
     """
+    from scipy.optimize import nnls  # takes half a second
+
     scale = np.abs(features).max(axis=0)
     # Columns that are nothing get no coefficient: it could be larger than any number.
     nothing = scale < SMALLEST
@@ -172,6 +173,13 @@ class Curves:
         piece, beyond = found
         key = (*index, piece)
         return np.asarray(self.values[key] + self.slopes[key] * beyond)
+
+    def pick(self, index: Indices, x: Array) -> Array:
+        """The value at each number of one curve, by its index among [n]."""
+        piece = np.searchsorted(self.starts, x, side="right") - 1
+        key = index * len(self.starts) + piece
+        start, slope = self.values.ravel().take(key), self.slopes.ravel().take(key)
+        return np.asarray(start + slope * (x - self.starts.take(piece)))
 
 
 @dataclass(frozen=True, slots=True)

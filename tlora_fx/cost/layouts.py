@@ -80,7 +80,7 @@ class Layouts:
         self.copies = np.array([[one.copies for one in own] for own in each])
         self._lines = {
             name: tuple(
-                np.array([[getattr(one, name)[part] for one in own] for own in each])
+                np.array([getattr(one, name)[part] for own in each for one in own])
                 for part in (0, 1)
             )
             for name in ("talk", "reduce", "gather", "send")
@@ -101,7 +101,8 @@ class Layouts:
     def line(self, name: str, layout: Indices, reach: Indices) -> Line:
         """One of the fields of Links, of m layouts."""
         starts, per_byte = self._lines[name]
-        return Line(starts[layout, reach], per_byte[layout, reach])
+        index = layout * REACHES + reach
+        return Line(starts.take(index), per_byte.take(index))
 
     def measured(self, mesh: MeshShape, reach: int, *, sharded: bool) -> bool:
         """Whether the profile has measured all links that a layout uses."""

@@ -202,7 +202,7 @@ class Ends:
 
     def root_ms(self, tokens: Array, launched: Mask) -> Array:
         """Embedding, positions and last norm, forward and backward [m]."""
-        return self._root.at((launched.astype(np.intp),), self._root.find(tokens))
+        return self._root.pick(launched.astype(np.intp), tokens)
 
     def root_bytes(self, tokens: Array) -> Array:
         """What embedding, positions and last norm leave until the backward [m]."""
@@ -215,7 +215,7 @@ class Ends:
 
     def loss_both_ms(self, targets: Array, launched: Mask) -> Array:
         """Head and loss, forward and backward together [m]."""
-        return self._loss_both.at((launched.astype(np.intp),), self._loss_both.find(targets))
+        return self._loss_both.pick(launched.astype(np.intp), targets)
 
     def loss_bytes(self, targets: Array, tp: Array | float = 1.0) -> Array:
         """The most that head and loss take at once [m]."""
@@ -313,11 +313,16 @@ class RowClock:
         base, attention, adapters = self._device(part)
         talk = nano * TALKS * links.talk(rows.tokens / nano * cost.hidden_bytes)
         loss = cost.ends.loss_both_ms(rows.targets, rows.launched)
+        layers = {
+            "base": base,
+            "attention": attention,
+            "adapters": adapters,
+            "launching": self._waits(part),
+        }
+        if nano > 1:
+            layers = {name: nano * term for name, term in layers.items()}
         terms = {
-            "base": nano * base,
-            "attention": nano * attention,
-            "adapters": nano * adapters,
-            "launching": nano * self._waits(part),
+            **layers,
             "root": cost.ends.root_ms(rows.tokens, rows.launched),
             "loss": loss / tp + links.talk(rows.targets * cost.hidden_bytes),
             "tensor-parallel": self.runs.sum() * talk,
@@ -400,12 +405,14 @@ class RowClock:
         """What the device takes in all layers for tokens, for attention and for adapters [m]."""
         slopes = self._merged if len(rows.work.squares) == 1 else self._slopes
 
+        index = rows.load * slopes.shape[1] + rows.size
+
         def table(*places: int) -> Array:
             own = [rows.work[place] * slopes[:, None, :, place] for place in places]
             found: Array = np.asarray(sum(own)).sum(axis=0)
-            return found[rows.load, rows.size]
+            return found.ravel().take(index)
 
-        base = self.curve.at((rows.size,), self.curve.find(rows.tokens))
+        base = self.curve.pick(rows.size, rows.tokens)
         return base, rows.part * table(0), table(1, 2) + rows.part * table(3, 4)
 
     def _waits(self, rows: Rows) -> Array:
