@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import numpy as np
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
@@ -92,6 +93,16 @@ def test_layers_below_the_lowest_adapter_have_no_backward(upper):
     assert upper.facts.lowest == 2
     assert (below.backward, below.saved) == (0, 0)
     assert first.backward > 0
+
+
+def test_a_sharded_stage_below_the_lowest_adapter_gathers_for_its_forward_alone(upper):
+    """Its backward takes nothing."""
+    staged = plan(pp=2, dp=2, cuts=(2,), micro_batches=2, shard_base=True)
+    times = stage_times(upper, staged, [load(64)] * 2)
+
+    assert min(times.forward[0]) > 0
+    assert not np.any(times.backward[0])
+    assert min(times.backward[1]) > 0
 
 
 def test_an_estimate_of_a_pipeline_is_its_simulation(cost):

@@ -18,11 +18,10 @@ from tlora_fx.cost.demand import COLUMN, Array, Demand
 from tlora_fx.cost.fit import QUANTITIES, SAVED, Line, Links
 from tlora_fx.cost.hardware import GIB, gpu_of_device
 from tlora_fx.cost.layouts import SPINE, Groups, Layouts, Pairs, Sites
-from tlora_fx.cost.load import MAX_ROW_TOKENS, Mask
+from tlora_fx.cost.load import MAX_ROW_TOKENS, Mask, is_small
 from tlora_fx.cost.memory import Held, in_flight, memory_terms, usable_bytes
 from tlora_fx.cost.model_facts import (
     ADAM_STATES,
-    CAPTURED_TOKENS,
     TAIL,
     WIDEST_TAIL,
     ModelFacts,
@@ -31,7 +30,7 @@ from tlora_fx.cost.model_facts import (
 from tlora_fx.cost.pipeline_simulation import Times, schedule_order, simulate
 from tlora_fx.cost.plan import MeshShape
 from tlora_fx.cost.profile import Profile
-from tlora_fx.cost.profile_sources import require_profile
+from tlora_fx.cost.profile_sources import TP, require_profile
 from tlora_fx.cost.step_time import (
     HOST_BOUND_TOKENS,
     CostModel,
@@ -44,8 +43,6 @@ from tlora_fx.cost.step_time import (
 )
 from tlora_fx.errors import BaseUnknown, EstimatorOption, nearest
 
-#: Sizes of tensor parallelism that may be chosen.
-TP = (1, 2, 4, 8)
 #: Groups that are costed at once: what they need lies in a processor's cache.
 CHUNK = 2048
 #: Solo times that are kept.
@@ -495,7 +492,7 @@ class Base:
         counts = self.clock.counts(self.cost.kind_of)
         saved, *peaks = (tables.curves.part(place) for place in range(SAVED, len(QUANTITIES)))
         lines = [saved.weighted(counts).below(), *(peak.below() for peak in peaks)]
-        lines.append(ends.root_saved.below())
+        lines.append(ends.root_bytes.below())
         loss = ends.loss_saved.below(), ends.loss_peak.below()
         slopes = np.einsum("k,ktw->tw", counts, tables.slopes[SAVED])
         slopes = (slopes + tables.slopes[SAVED + 1 :].max(axis=1).sum(axis=0)).max(axis=0)
@@ -564,7 +561,7 @@ class LayoutCosts:
     def _without_graphs(self, place: int) -> int:
         """Jobs that keep a layout's rows from running as CUDA graphs; 0 where others would not."""
         layouts, layout = self.known.layouts, self.pairs.layout[place]
-        small = self.pairs.rows.tokens[place] <= CAPTURED_TOKENS * layouts.tp[layout]
+        small = is_small(self.pairs.rows.tokens[place], layouts.tp[layout])
         near = not self.sharded or layouts.copies[layout, self.pairs.reach[place]]
         captures = layouts.captures[layout] and small and near
         launched = int(self.pairs.groups.column("launched")[0])

@@ -125,10 +125,10 @@ class Curves:
         each = [curve.lines() for curve in curves]
         starts = np.unique(np.concatenate([own for own, _, _ in each]))
         values, slopes = np.empty((2, len(each), len(starts)))
-        for place, (own, value, slope) in enumerate(each):
+        for index, (own, value, slope) in enumerate(each):
             piece = np.searchsorted(own, starts, side="right") - 1
-            slopes[place] = slope[piece]
-            values[place] = value[piece] + slope[piece] * (starts - own[piece])
+            slopes[index] = slope[piece]
+            values[index] = value[piece] + slope[piece] * (starts - own[piece])
         # The smallest number above zero: what lies between it and the first knot.
         starts = np.concatenate([[0.0, np.nextafter(0.0, 1.0)], starts[1:]])
         nothing = np.zeros((len(each), 1))
@@ -148,9 +148,9 @@ class Curves:
         """The values of the first one."""
         return self.at((0,), self.find(np.asarray(x, dtype=np.float64)))
 
-    def part(self, place: int) -> Curves:
-        """Those at one place."""
-        return Curves(self.starts, self.values[place], self.slopes[place])
+    def part(self, index: int) -> Curves:
+        """Those at one index of the first dimension."""
+        return Curves(self.starts, self.values[index], self.slopes[index])
 
     def weighted(self, times: Array) -> Curves:
         """The sum of all, each so many times, where `times` is as long as the first dimensions."""
@@ -295,14 +295,13 @@ TIMES, SAVED = slice(0, 2), 2
 class Kind:
     """Layers of a model that cost the same.
 
-    role     whether a layer's input needs a gradient ("above"), its adapters alone ("first"), or
-             nothing ("below")
-    places   in the running order of layers
+    layer   one of them
+    role    whether a layer's input needs a gradient ("above"), its adapters alone ("first"), or
+            nothing ("below")
     """
 
     layer: LayerFacts
     role: str
-    places: tuple[int, ...]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -345,20 +344,20 @@ class LayerTables:
             Curves.of([term.curve for term in flat], shape),
             np.array([term.slopes for term in flat]).reshape(*shape, len(Work._fields)),
             np.stack(hosts, axis=1),
-            tuple(all(own[place][1] for own in each) for place in range(len(tp))),
+            tuple(all(exact for _, exact in size) for size in zip(*each, strict=True)),
         )
 
     def values(self, rows: Rows, quantities: int | slice) -> Array:
         """Quantities of a layer of each kind on rows [q, k, m], as the device takes them."""
         found, every = self.curves.find(rows.tokens), slice(None)
         total = self.curves.at((quantities, every, rows.size), found)
-        for place in range(len(Work._fields)):
-            total = total + self.slopes[quantities, :, rows.size, place] * rows.each(place)
+        for field in range(len(Work._fields)):
+            total = total + self.slopes[quantities, :, rows.size, field] * rows.each(field)
         return total
 
     def launches(self, rows: Rows) -> Array:
         """What the host takes to launch a layer of each kind on rows [2, k, m]."""
-        start, site, job_site = (self.host[..., place, None] for place in range(3))
+        start, site, job_site = (self.host[..., part, None] for part in range(3))
         some = start * (rows.tokens > 0)
         return np.asarray(some + site * rows.each(1) + job_site * rows.each(2))
 

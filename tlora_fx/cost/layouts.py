@@ -20,8 +20,8 @@ from tlora_fx.cost.cluster import Cluster, Tier
 from tlora_fx.cost.demand import COLUMN, Array
 from tlora_fx.cost.fit import Line, Links
 from tlora_fx.cost.hardware import Tier as Link
-from tlora_fx.cost.load import MAX_ROW_TOKENS, Indices, Mask, Rows, Work, narrowed
-from tlora_fx.cost.model_facts import CAPTURED_TOKENS, ModelFacts
+from tlora_fx.cost.load import MAX_ROW_TOKENS, Indices, Mask, Rows, Work, is_small, narrowed
+from tlora_fx.cost.model_facts import ModelFacts
 from tlora_fx.cost.plan import MeshShape, Plan
 from tlora_fx.cost.profile import Operation
 from tlora_fx.cost.step_time import CostModel, links_of, trained_part
@@ -267,7 +267,7 @@ class Pairs:
             tokens=tokens,
             targets=groups.column("targets")[group] * part,
             size=layouts.size[layout],
-            launched=(tokens > CAPTURED_TOKENS * layouts.tp[layout])
+            launched=~is_small(tokens, layouts.tp[layout])
             | (groups.column("launched")[group] > 0)
             | ~layouts.captures[layout],
             load=group,

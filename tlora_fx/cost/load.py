@@ -18,7 +18,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from tlora_fx.cost.demand import Array
-from tlora_fx.cost.model_facts import LayerFacts
+from tlora_fx.cost.model_facts import CAPTURED_TOKENS, LayerFacts
 
 if TYPE_CHECKING:
     from tlora_fx.config.job import Job
@@ -259,12 +259,16 @@ class Work(NamedTuple):
     rank_tokens: Array
 
 
+#: Of these, by index, a part of a load has a part; it has as many sites and adapters.
+SHARED = (0, 3, 4)
+
+
 @dataclass(slots=True)
 class Rows:
     """m rows, each a part of one of n loads.
 
     tokens, targets   [m]
-    size              [m] place of tp in tables
+    size              [m] index of tp in tables
     launched          [m] whether the host launches what they do: they are no CUDA graphs
     load              [m] whose part they are, of n
     part              [m] of that load
@@ -308,11 +312,11 @@ class Rows:
         tokens, targets, part = (one / count for one in (self.tokens, self.targets, self.part))
         return replace(self, tokens=tokens, targets=targets, part=part)
 
-    def each(self, place: int) -> Array:
-        """What layers have to do beside tokens, by the place of a field in Work [k, m]."""
-        values = self.work[place]
-        own = values[:, self.load, self.size if values.shape[2] > 1 else 0]
-        return own * self.part if place in (0, 3, 4) else own
+    def each(self, field: int) -> Array:
+        """What layers have to do beside tokens, by the index of a field of Work [k, m]."""
+        values = self.work[field]
+        whole = values[:, self.load, self.size if values.shape[2] > 1 else 0]
+        return whole * self.part if field in SHARED else whole
 
 
 def work_of(layers: Sequence[LayerFacts], loads: Sequence[Load], hidden: int, tp: int = 1) -> Work:
@@ -344,3 +348,8 @@ def work_of(layers: Sequence[LayerFacts], loads: Sequence[Load], hidden: int, tp
 def narrowed(width: float, hidden: int, tp: int) -> float:
     """Columns of an adapter in one process: those of the hidden state stay whole."""
     return width if tp == 1 else hidden + (width - hidden) / tp
+
+
+def is_small(tokens: Array, tp: Array | float) -> Mask:
+    """Whether rows run as CUDA graphs where they can [m]."""
+    return tokens <= CAPTURED_TOKENS * tp

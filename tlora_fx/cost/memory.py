@@ -91,7 +91,7 @@ def memory_terms(clock: RowClock, rows: Rows, held: Held) -> Terms:
     """Bytes by the fields of Memory [m], where each process runs such a row."""
     cost, stage, tp = clock.cost, held.stage, held.tp
     facts = cost.facts
-    weights = [facts.layers[place].weight_bytes for place in stage.layers]
+    weights = [facts.layers[layer].weight_bytes for layer in stage.layers]
     root, head = float(facts.root_bytes), facts.head_bytes / tp
     tied = facts.head_bytes == 0
     base = sum(weights) / tp + root * (stage.first or (stage.last and tied)) + head * stage.last
@@ -133,7 +133,7 @@ def memory_terms(clock: RowClock, rows: Rows, held: Held) -> Terms:
 def _row_bytes(clock: RowClock, rows: Rows, held: Held) -> tuple[Array, Array]:
     """What one row leaves in a process, and the most that a layer takes beside that [m]."""
     cost = clock.cost
-    kinds = [cost.kind_of[place] for place in held.stage.layers]
+    kinds = [cost.kind_of[layer] for layer in held.stage.layers]
     values = clock.tables.values(rows, slice(SAVED, None))
     saved, there, back = values[:, sorted(set(kinds))]
     if held.recompute:
@@ -156,7 +156,7 @@ def memory_of(cost: CostModel, plan: Plan, work: Round) -> Memory:
     clock, copies = clock_of(cost, plan), bool(cost.links(mesh, sharded=sharded).copies)
     found = []
     for process in range(mesh.pp):
-        own = [place for stage in stages[process :: mesh.pp] for place in stage.layers]
+        own = [layer for stage in stages[process :: mesh.pp] for layer in stage.layers]
         trained = trained_in(facts, mesh.tp if mesh.pp == 1 else 1, own)
         states = 2.0 + np.array(facts.states, dtype=np.float64)
         held = Held(
@@ -166,7 +166,7 @@ def memory_of(cost: CostModel, plan: Plan, work: Round) -> Memory:
             copies=copies,
             flying=in_flight(plan, process, count),
             adapters=float(trained @ states) * facts.trained_bytes,
-            room=sum(facts.layers[place].room_bytes for place in own) / mesh.tp,
+            room=sum(facts.layers[layer].room_bytes for layer in own) / mesh.tp,
             sharded=sharded,
             keep=plan.keep_gathered,
             for_round=plan.keep_gathered and mesh.pp > 1,

@@ -30,8 +30,8 @@ from tlora_fx.cost.fit import (
     fit_nonnegative,
 )
 from tlora_fx.cost.hardware import Tier, gpu_of_device, wants_peer_copies
-from tlora_fx.cost.load import Load, Mask, Round, Rows
-from tlora_fx.cost.model_facts import CAPTURED_TOKENS, ModelFacts
+from tlora_fx.cost.load import Load, Mask, Round, Rows, is_small
+from tlora_fx.cost.model_facts import ModelFacts
 from tlora_fx.cost.pipeline_simulation import Order, Times, schedule_order, simulate
 from tlora_fx.cost.plan import MeshShape, Plan, Schedule
 from tlora_fx.cost.profile import Operation, Profile
@@ -84,15 +84,14 @@ class CostModel:
         self.ends = Ends(self.profile)
         lowest = self.facts.lowest if self.lowest is None else self.lowest
         alike: dict[tuple[object, ...], list[int]] = {}
-        for place, layer in enumerate(self.facts.layers):
-            role = "below" if place < lowest else "first" if place == lowest else "above"
-            alike.setdefault((role, layer.structure, layer.sites), []).append(place)
+        for index, layer in enumerate(self.facts.layers):
+            role = "below" if index < lowest else "first" if index == lowest else "above"
+            alike.setdefault((role, layer.structure, layer.sites), []).append(index)
         self.kinds = tuple(
-            Kind(self.facts.layers[places[0]], str(role), tuple(places))
-            for (role, *_), places in alike.items()
+            Kind(self.facts.layers[indices[0]], str(role)) for (role, *_), indices in alike.items()
         )
-        of = {place: kind for kind, one in enumerate(self.kinds) for place in one.places}
-        self.kind_of = tuple(of[place] for place in range(len(of)))
+        of = {index: kind for kind, indices in enumerate(alike.values()) for index in indices}
+        self.kind_of = tuple(of[index] for index in range(len(of)))
 
     def clock(self, tp: tuple[int, ...], *, recompute: bool = False) -> RowClock:
         """What tells times of rows, by places of sizes of tensor parallelism.
@@ -182,6 +181,11 @@ class Ends:
     """What stands before and behind the layers, by a profile: root, head and loss, host, optimizer.
 
     Of root and loss there are times as CUDA graphs, and where the host launches them.
+
+    root_bytes   what embedding, positions and last norm leave until the backward, of tokens
+    loss_saved   what head and loss leave, and what they take at most beside it, of targets
+    loss_peak
+    host_ms      packing rows, of a round's tokens
     """
 
     def __init__(self, profile: Profile) -> None:
@@ -193,8 +197,8 @@ class Ends:
         self._loss_both = self._loss.summed(1)
         sizes = _curves(profile.loss, "targets", ("saved_bytes", "peak_bytes"))
         self.loss_saved, self.loss_peak = (Curves.of([curve]) for curve in sizes)
-        self.root_saved = Curves.of(_curves(profile.root, "tokens", ("saved_bytes",)))
-        self._host = Curves.of(_curves(profile.host, "tokens", ("ms",)))
+        self.root_bytes = Curves.of(_curves(profile.root, "tokens", ("saved_bytes",)))
+        self.host_ms = Curves.of(_curves(profile.host, "tokens", ("ms",)))
         points = profile.optimizer
         rows = np.array([[1.0, one.tensors, one.parameters] for one in points])
         values = np.array([one.ms for one in points])
@@ -203,10 +207,6 @@ class Ends:
     def root_ms(self, tokens: Array, launched: Mask) -> Array:
         """Embedding, positions and last norm, forward and backward [m]."""
         return self._root.pick(launched.astype(np.intp), tokens)
-
-    def root_bytes(self, tokens: Array) -> Array:
-        """What embedding, positions and last norm leave until the backward [m]."""
-        return self.root_saved(tokens)
 
     def loss_ms(self, targets: Array, launched: Mask) -> tuple[Array, Array]:
         """Head and loss, forward and backward [m] each."""
@@ -220,10 +220,6 @@ class Ends:
     def loss_bytes(self, targets: Array, tp: Array | float = 1.0) -> Array:
         """The most that head and loss take at once [m]."""
         return self.loss_saved(targets) + self.loss_peak(targets) / tp
-
-    def host_ms(self, tokens: Array | float) -> Array:
-        """Packing rows of so many tokens."""
-        return self._host(tokens)
 
     def optimizer_ms(
         self, jobs: Array | float, tensors: Array | float, numbers: Array | float
@@ -358,17 +354,17 @@ class RowClock:
         if stage.last:
             forward, backward = cost.ends.loss_ms(rows.targets, rows.launched)
             loss = forward / tp, backward / tp + links.talk(rows.targets * cost.hidden_bytes)
-        kinds = [cost.kind_of[place] for place in stage.layers]
+        kinds = [cost.kind_of[layer] for layer in stage.layers]
         if sharding is None:
             counts = self.counts(kinds)
             return counts @ there + root + loss[0], counts @ back + loss[1]
         weights = self._weights(stage, tp, links)
-        learn = [place for place, kind in enumerate(kinds) if self.learns[kind]]
         # No row of the loss, no gather of its weights.
         some = loss[1] > 0
         gather = np.where(some, weights[-1][0], 0.0), np.where(some, weights[-1][1], 0.0)
         home: list[tuple[Array, Gather]] = [(loss[1], gather)] if stage.last else []
-        home += [(back[kinds[place]], weights[1 + place]) for place in reversed(learn)]
+        modules = list(zip(kinds, weights[1:-1], strict=True))
+        home += [(back[kind], own) for kind, own in reversed(modules) if self.learns[kind]]
         away = [root, *(there[kind] for kind in kinds), loss[0]]
         hosts = self._hosts(sharding, kinds)
         return self._gathered_ms(rows, away, weights, home, sharding, hosts)
@@ -404,13 +400,12 @@ class RowClock:
     def _device(self, rows: Rows) -> tuple[Array, Array, Array]:
         """What the device takes in all layers for tokens, for attention and for adapters [m]."""
         slopes = self._merged if len(rows.work.squares) == 1 else self._slopes
-
         index = rows.load * slopes.shape[1] + rows.size
 
-        def table(*places: int) -> Array:
-            own = [rows.work[place] * slopes[:, None, :, place] for place in places]
-            found: Array = np.asarray(sum(own)).sum(axis=0)
-            return found.ravel().take(index)
+        def table(*fields: int) -> Array:
+            terms = [rows.work[field] * slopes[:, None, :, field] for field in fields]
+            summed: Array = np.asarray(sum(terms)).sum(axis=0)
+            return np.asarray(summed.ravel().take(index))
 
         base = self.curve.pick(rows.size, rows.tokens)
         return base, rows.part * table(0), table(1, 2) + rows.part * table(3, 4)
@@ -454,20 +449,16 @@ class RowClock:
         A collective's result is copied to where it is read. What peers copy arrives there, but they
         write and read as many bytes beside the compute (two H200: 13 ms a row of 1,280 tokens).
         """
-        facts, known = self.cost.facts, {}
+        facts = self.cost.facts
 
-        def gather(size: float, cut: Array | float = 1.0) -> Gather:
-            if size not in known:
-                bytes_ = size / cut
-                known[size] = links.gather(bytes_), self.cost.copy_ms * bytes_
-            return known[size]
+        def gather(size: Array | float) -> Gather:
+            return links.gather(size), self.cost.copy_ms * size
 
-        layers = [gather(facts.layers[place].weight_bytes, tp) for place in stage.layers]
-        known.clear()
-        head = gather(facts.head_bytes, tp) if stage.last else _NOTHING
-        known.clear()
+        sizes = [facts.layers[layer].weight_bytes for layer in stage.layers]
+        each = {size: gather(size / tp) for size in set(sizes)}
         root = gather(facts.root_bytes) if stage.first else _NOTHING
-        return [root, *layers, head]
+        head = gather(facts.head_bytes / tp) if stage.last else _NOTHING
+        return [root, *(each[size] for size in sizes), head]
 
 
 Gather = tuple[Array | float, Array | float]
@@ -483,10 +474,10 @@ def _overlapped(compute: Sequence[Array], gathers: Sequence[Gather], slowdown: f
     slowdown   of compute while a collective runs
     """
     gathered = free = started = np.zeros(1)
-    for place, (ms, (gather, copy)) in enumerate(zip(compute, gathers, strict=True)):
+    ahead = [*(gather for gather, _ in gathers), 0.0][1:]
+    for ms, (gather, copy), following in zip(compute, gathers, ahead, strict=True):
         gathered = np.maximum(gathered, started) + gather
         started = np.maximum(free, gathered)
-        following = gathers[place + 1][0] if place + 1 < len(gathers) else 0.0
         free = started + copy + ms + (slowdown - 1) * np.minimum(ms, following)
     return free
 
@@ -518,27 +509,27 @@ def step_time(cost: CostModel, plan: Plan, work: Round) -> StepTime:
     """The time of a round; the same plan and round give the same number everywhere."""
     facts, mesh = cost.facts, plan.mesh
     parts = work.parts(plan.parts, SQUARE * facts.hidden)
-    replicas = [parts[place :: mesh.dp] for place in range(mesh.dp)]
-    busiest = max(replicas, key=lambda own: sum(measure(load, facts) for load in own))
+    replicas = [parts[replica :: mesh.dp] for replica in range(mesh.dp)]
+    busiest = max(replicas, key=lambda loads: sum(measure(load, facts) for load in loads))
     if mesh.pp > 1:
         order = _order(plan.schedule, plan.stages, mesh.pp, len(busiest))
-        found = simulate(order, stage_times(cost, plan, busiest), plan.stages)
-        compute = float(max(found.busy_seconds)) * 1e3
-        bubble = float(found.makespan_seconds) * 1e3 - compute
+        simulated = simulate(order, stage_times(cost, plan, busiest), plan.stages)
+        compute = float(max(simulated.busy_seconds)) * 1e3
+        bubble = float(simulated.makespan_seconds) * 1e3 - compute
     else:
         compute, bubble = float(row_ms(cost, plan, busiest).sum()), 0.0
     held = [held_layers(plan, len(facts.layers), process) for process in range(mesh.pp)]
     trained = [trained_in(facts, mesh.tp, own) for own in held]
     links = cost.links(mesh, sharded=False)
     ends = []
-    for own, layers in zip(trained, held, strict=True):
+    for numbers, layers in zip(trained, held, strict=True):
         share = len(layers) / max(len(facts.layers), 1)
-        ends.append(cost.optimizer_ms([round(n * share) for n in facts.tensors], own))
+        ends.append(cost.optimizer_ms([round(n * share) for n in facts.tensors], numbers))
     return StepTime(
         host=float(cost.ends.host_ms(work.load.total)),
         compute=compute,
         bubble=bubble,
-        reduce=max(float(links.reduce(own.sum() * facts.trained_bytes)) for own in trained),
+        reduce=max(float(links.reduce(n.sum() * facts.trained_bytes)) for n in trained),
         optimizer=max(ends),
     )
 
@@ -553,7 +544,7 @@ def row_ms(cost: CostModel, plan: Plan, loads: Sequence[Load]) -> Array:
     links, clock = cost.links(mesh, sharded=sharded), clock_of(cost, plan)
     captures = plan.captures and cost.facts.captures and bool(not sharded or links.copies)
     rows = cost.rows(loads, mesh.tp)
-    rows.launched = ~((rows.tokens <= CAPTURED_TOKENS * mesh.tp) & captures)
+    rows.launched = ~(is_small(rows.tokens, mesh.tp) & captures)
     parts, nano = _nano_batches(cost, plan, loads)
     if not sharded:
         return total(clock.row_terms(rows, mesh.tp, links, parts, nano))
@@ -570,8 +561,8 @@ def layers_ms(cost: CostModel, plan: Plan, load: Load) -> list[float]:
     clock, rows, tp = clock_of(cost, plan), cost.rows([load], plan.mesh.tp), plan.mesh.tp
     links, count = cost.links(plan.mesh, sharded=False), len(cost.kind_of)
     each = [
-        clock.stage_ms(rows, tp, links, Stage([place], place == 0, place == count - 1))
-        for place in range(count)
+        clock.stage_ms(rows, tp, links, Stage([layer], layer == 0, layer == count - 1))
+        for layer in range(count)
     ]
     return [float(there[0] + back[0]) for there, back in each]
 
@@ -587,11 +578,11 @@ def stage_times(cost: CostModel, plan: Plan, loads: Sequence[Load]) -> Times:
     parts, nano = _nano_batches(cost, plan, loads)
     forward, backward = [], []
     for stage in stages_of(plan, len(cost.facts.layers)):
-        own = partial(clock.stage_ms, rows, mesh.tp, links, stage, parts=parts, nano=nano)
-        there, back = own(sharding=sharding)
+        ask = partial(clock.stage_ms, rows, mesh.tp, links, stage, parts=parts, nano=nano)
+        there, back = ask(sharding=sharding)
         if sharding is not None and keep:
             # The first micro-batch gathers for the whole round.
-            there[0] = own(sharding=replace(sharding, kept=False))[0][0]
+            there[0] = ask(sharding=replace(sharding, kept=False))[0][0]
         forward.append(there * 1e-3)
         backward.append(back * 1e-3)
     transfer = links.send(rows.tokens.max() * cost.hidden_bytes)
@@ -603,20 +594,20 @@ def stages_of(plan: Plan, layers: int) -> list[Stage]:
     ends = [0, *plan.cuts, layers]
     last = len(ends) - 2
     return [
-        Stage(range(low, high), place == 0, place == last)
-        for place, (low, high) in enumerate(pairwise(ends))
+        Stage(range(low, high), stage == 0, stage == last)
+        for stage, (low, high) in enumerate(pairwise(ends))
     ]
 
 
 def held_layers(plan: Plan, layers: int, process: int) -> range:
     """The layers of a process; of an interleaved one those of its first stage, times its stages."""
-    own = [stage.layers for stage in stages_of(plan, layers)[process :: plan.mesh.pp]]
-    return range(own[0][0], own[0][0] + sum(map(len, own)))
+    stages = [stage.layers for stage in stages_of(plan, layers)[process :: plan.mesh.pp]]
+    return range(stages[0][0], stages[0][0] + sum(map(len, stages)))
 
 
 def trained_in(facts: ModelFacts, tp: int, layers: Sequence[int]) -> Array:
     """Numbers of each job that one process trains in some layers [jobs]."""
-    every = np.array([facts.layers[place].trained for place in layers], dtype=np.float64)
+    every = np.array([facts.layers[layer].trained for layer in layers], dtype=np.float64)
     return np.asarray(every.sum(axis=0) * trained_part(tp))
 
 
