@@ -67,7 +67,7 @@ def _plan(shape: Shape, targets: Any, world: int, count: int, **options: Any) ->
     with tempfile.TemporaryDirectory() as folder:
         model = tlora_fx.compile(jobs_of(shape, Path(folder), 8, targets))
     planner = find_planner("pipeline")
-    return planner.plan(model, MeshShape(pp=world), micro_batches=count, **options)
+    return planner.plan(model, MeshShape(pp=world), options={"micro_batches": count, **options})
 
 
 def _beside_simulation(

@@ -6,7 +6,7 @@ reason, so that a user sees why it was not chosen.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
@@ -21,7 +21,6 @@ from tlora_fx.cost.plan import Estimate, MeshShape, Plan, Schedule, model_finger
 from tlora_fx.cost.profile import Profile
 from tlora_fx.cost.profile_sources import profile_for
 from tlora_fx.cost.step_time import (
-    GPUS_PER_NODE,
     SQUARE,
     CostModel,
     StepTime,
@@ -34,8 +33,8 @@ from tlora_fx.parallel.apply import require_shardable
 from tlora_fx.parallel.pipeline import legal_cuts
 from tlora_fx.parallel.prepare import obstacles
 from tlora_fx.parallel.prepare import require_fits as require_mesh_fits
-from tlora_fx.planners.pipeline_parallel import cut_layers
-from tlora_fx.planners.protocol import Planner
+from tlora_fx.planners.protocol import Planner, PlannerOptions
+from tlora_fx.planners.stage_cuts import cut_layers
 
 #: Micro-batches of a replica, times the stages of its pipeline.
 MICRO_BATCHES = (1, 2, 4, 8)
@@ -109,40 +108,43 @@ class Auto(Planner):
 
     name: ClassVar[str] = "auto"
 
+    class Options(PlannerOptions):
+        """What is planned for.
+
+        round             of the jobs; None: what their fields say
+        allow_estimated   profiles that were scaled from another GPU's count too
+        """
+
+        round: Round | None = None
+        allow_estimated: bool = False
+
     def plan(
         self,
         model: SuperModel,
         shape: MeshShape | None = None,
         profile: Any | None = None,
-        **options: Any,
+        options: PlannerOptions | Mapping[str, Any] | None = None,
     ) -> Plan:
         """The best plan of `processes` GPUs, or of a mesh.
 
         profile   a Profile, or what `profile_for` takes; None: that of the device at hand
-        options   `processes`; `gpus_per_node`; `round`, a `load.Round`, by default what the jobs'
-                  fields say; `max_row_tokens`; `allow_estimated`, False by default
         raises    ProfileMissing, MeshDoesNotFit, JobTooLong, NoPlanFits
         """
+        chosen = self.Options.model_validate(options or {})
         if shape is not None:
             require_mesh_fits(model, shape)
-        known = profile
-        if not isinstance(known, Profile):
-            allowed = bool(options.get("allow_estimated", False))
-            facts = facts_of(model)
-            known = (
-                profile_for(facts, known, allow_estimated=allowed)
-                if known
-                else profile_here(facts, allow_estimated=allowed)
+        if not isinstance(profile, Profile):
+            facts, estimated = facts_of(model), chosen.allow_estimated
+            profile = (
+                profile_for(facts, profile, allow_estimated=estimated)
+                if profile
+                else profile_here(facts, allow_estimated=estimated)
             )
-        work = options.get("round") or round_of_jobs(
-            model.jobs, **{k: v for k, v in options.items() if k == "max_row_tokens"}
-        )
-        meshes = [shape] if shape else None
-        processes = shape.size if shape else int(options.get("processes", 1))
-        per_node = int(options.get("gpus_per_node", GPUS_PER_NODE))
-        found = search(model, known, work, processes, per_node, meshes)
-        require_memory(found, work)
-        return found.best()
+        work = chosen.round or round_of_jobs(model.jobs, max_row_tokens=chosen.max_row_tokens)
+        processes, meshes = (shape.size, [shape]) if shape else (chosen.processes, None)
+        plans = search(model, profile, work, processes, chosen.gpus_per_node, meshes)
+        require_memory(plans, work)
+        return plans.best()
 
 
 def device_name() -> str:

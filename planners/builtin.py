@@ -1,18 +1,29 @@
-"""One process that holds everything."""
+"""The planners that cut a model by one rule: single, replicated, fsdp, tensor and pipeline."""
 
 from __future__ import annotations
 
+import math
+from collections.abc import Mapping
 from typing import Any, ClassVar
 
 import torch
+from pydantic import PositiveInt
 
-from tlora_fx.cost.plan import MeshShape, Plan, model_fingerprint
+from tlora_fx.cost.pipeline_simulation import require_schedule
+from tlora_fx.cost.plan import MeshShape, Plan, Schedule, model_fingerprint
 from tlora_fx.errors import PlanNotRunnable
 from tlora_fx.ir.graph import HEAD, Block
 from tlora_fx.model.supermodel import SuperModel
+from tlora_fx.parallel.apply import require_shardable
+from tlora_fx.parallel.pipeline import cut_stages
 from tlora_fx.parallel.prepare import require_fits
 from tlora_fx.passes.tensor_parallel.shard import nothing_cut
-from tlora_fx.planners.protocol import Planner
+from tlora_fx.planners.protocol import Planner, PlannerOptions
+from tlora_fx.planners.stage_cuts import balanced_cuts
+
+# With four micro-batches a stage, waiting is at most a fifth of the time; more are smaller, and
+# each costs its launches.
+MICRO_BATCHES_A_STAGE = 4
 
 
 class Single(Planner):
@@ -20,115 +31,122 @@ class Single(Planner):
 
     name: ClassVar[str] = "single"
 
+    class Options(PlannerOptions):
+        """`recompute`: layers are computed again in the backward."""
+
+        recompute: bool = False
+
     def plan(
         self,
         model: SuperModel,
         shape: MeshShape | None = None,
         profile: Any | None = None,
-        **options: Any,
+        options: PlannerOptions | Mapping[str, Any] | None = None,
     ) -> Plan:
         """The plan of one process.
 
-        options   `recompute`: layers are computed again in the backward
         raises    PlanNotRunnable for a mesh of several processes
         """
+        chosen = self.Options.model_validate(options or {})
         if shape is not None and shape.size > 1:
             raise PlanNotRunnable(
                 "the plan 'single' is for one process",
                 found=f"a mesh of {shape}",
                 help="choose replicated, fsdp, pipeline, tensor or auto",
             )
-        recompute = bool(options.get("recompute", False))
-        return Plan(planner=self.name, model=model_fingerprint(model), recompute=recompute)
-
-
-# Every process holds the whole model and runs rows of its own.
+        return Plan(planner=self.name, model=model_fingerprint(model), recompute=chosen.recompute)
 
 
 class Replicated(Planner):
-    """Data parallelism: adapters' gradients are summed once a round, and nothing else is sent."""
+    """Data parallelism: adapters' gradients are summed once a round, and nothing else is sent.
+
+    Every process holds the whole model and runs rows of its own.
+    """
 
     name: ClassVar[str] = "replicated"
 
+    class Options(PlannerOptions):
+        """`recompute`: layers are computed again in the backward."""
+
+        recompute: bool = False
+
     def plan(
         self,
         model: SuperModel,
         shape: MeshShape | None = None,
         profile: Any | None = None,
-        **options: Any,
+        options: PlannerOptions | Mapping[str, Any] | None = None,
     ) -> Plan:
         """The plan of `processes` replicas, or of a mesh with dp alone.
 
-        options   `recompute`: layers are computed again in the backward
         raises    PlanNotRunnable for another mesh
         """
-        shape = replicas(self.name, shape, options)
-        recompute = bool(options.get("recompute", False))
+        chosen = self.Options.model_validate(options or {})
         return Plan(
-            planner=self.name, mesh=shape, model=model_fingerprint(model), recompute=recompute
+            planner=self.name,
+            mesh=_replicas(self.name, shape or MeshShape(dp=chosen.processes)),
+            model=model_fingerprint(model),
+            recompute=chosen.recompute,
         )
-
-
-def replicas(name: str, shape: MeshShape | None, options: dict[str, Any]) -> MeshShape:
-    """The mesh of a plan that has replicas only.
-
-    raises    PlanNotRunnable for another mesh
-    """
-    shape = shape or MeshShape(dp=int(options.get("processes", 1)))
-    if shape.pp > 1 or shape.tp > 1:
-        raise PlanNotRunnable(
-            f"the plan '{name}' has replicas only",
-            expected=f"a mesh of {MeshShape(dp=shape.size)}",
-            found=f"a mesh of {shape}",
-            help="choose pipeline, tensor or auto for the other dimensions",
-        )
-    return shape
-
-
-# Replicas that share one copy of the frozen base: each layer is gathered while it is needed.
 
 
 class Fsdp(Planner):
-    """FSDP2 over the frozen base; adapters and their optimizers stay whole on each replica."""
+    """FSDP2 over the frozen base: replicas share one copy, and gather a layer while it is needed.
+
+    Adapters and their optimizers stay whole on each replica.
+    """
 
     name: ClassVar[str] = "fsdp"
+
+    class Options(PlannerOptions):
+        """Both are chosen by `memory_bytes` where they are left out.
+
+        Without `memory_bytes` weights are gathered twice and nothing is recomputed.
+
+        keep_gathered   weights are kept from a layer's forward to its backward
+        recompute       layers are computed again in the backward
+        """
+
+        keep_gathered: bool | None = None
+        recompute: bool | None = None
 
     def plan(
         self,
         model: SuperModel,
         shape: MeshShape | None = None,
         profile: Any | None = None,
-        **options: Any,
+        options: PlannerOptions | Mapping[str, Any] | None = None,
     ) -> Plan:
         """The plan of `processes` replicas, or of a mesh with dp alone.
 
-        options   `keep_gathered`, `recompute`: chosen by the memory where they are left out;
-                  `memory_bytes`: of one device, without which weights are gathered twice and
-                  nothing is recomputed; `max_row_tokens`: of the longest row
+        raises    PlanNotRunnable for another mesh
         """
-        shape = replicas(self.name, shape, options)
-        kept, again = choose(
-            model, shape.dp, options.get("memory_bytes"), int(options.get("max_row_tokens", 16384))
-        )
+        chosen = self.Options.model_validate(options or {})
+        mesh = _replicas(self.name, shape or MeshShape(dp=chosen.processes))
+        keep, recompute = choose(model, mesh.dp, chosen.memory_bytes, chosen.max_row_tokens)
         return Plan(
             planner=self.name,
-            mesh=shape,
+            mesh=mesh,
             model=model_fingerprint(model),
             shard_base=True,
-            keep_gathered=_given(options.get("keep_gathered"), kept),
-            recompute=_given(options.get("recompute"), again),
+            keep_gathered=keep if chosen.keep_gathered is None else chosen.keep_gathered,
+            recompute=recompute if chosen.recompute is None else chosen.recompute,
         )
 
 
-def _given(option: bool | None, chosen: bool) -> bool:
-    return chosen if option is None else bool(option)
+def _replicas(name: str, mesh: MeshShape) -> MeshShape:
+    if mesh.pp > 1 or mesh.tp > 1:
+        raise PlanNotRunnable(
+            f"the plan '{name}' has replicas only",
+            expected=f"a mesh of {MeshShape(dp=mesh.size)}",
+            found=f"a mesh of {mesh}",
+            help="choose pipeline, tensor or auto for the other dimensions",
+        )
+    return mesh
 
 
-# What fits into a device's memory: keep gathered weights, keep activations, or neither.
-#
-# A bound by counting, without a measurement: all values of a layer's graph with a token dimension
-# are taken as kept.
-
+# What fits into a device's memory: a bound by counting, without a measurement. All values of a
+# layer's graph with a token dimension are taken as kept.
 
 # What the allocator, libraries and what is not counted here may take.
 USABLE = 0.85
@@ -175,18 +193,12 @@ def _kept_bytes(block: Block, row_tokens: int) -> int:
     for value in values:
         if isinstance(value, torch.Tensor) and any(_is_token(size) for size in value.shape):
             sizes = (row_tokens if _is_token(size) else int(size) for size in value.shape)
-            numel = 1
-            for size in sizes:
-                numel *= size
-            kept += numel * value.element_size()
+            kept += math.prod(sizes) * value.element_size()
     return kept
 
 
 def _is_token(size: object) -> bool:
     return isinstance(size, torch.SymInt)
-
-
-# Every matrix is cut over processes, which compute each layer together.
 
 
 class Tensor(Planner):
@@ -198,41 +210,133 @@ class Tensor(Planner):
 
     name: ClassVar[str] = "tensor"
 
+    class Options(PlannerOptions):
+        """What can be chosen of pieces.
+
+        recompute      layers are computed again in the backward
+        nano_batches   parts of a row whose sums and products overlap
+        """
+
+        recompute: bool = False
+        nano_batches: PositiveInt = 1
+
     def plan(
         self,
         model: SuperModel,
         shape: MeshShape | None = None,
         profile: Any | None = None,
-        **options: Any,
+        options: PlannerOptions | Mapping[str, Any] | None = None,
     ) -> Plan:
         """The plan of `processes` pieces, or of a mesh with tp, and replicas beside it.
 
-        options   `recompute`: layers are computed again in the backward; `nano_batches`: parts of
-                  a row whose sums and products overlap
         raises    MeshDoesNotFit where heads or widths do not divide; PlanNotRunnable where no
                   matrix can be cut, and for a mesh with stages
         """
-        shape = shape or MeshShape(tp=int(options.get("processes", 1)))
-        if shape.pp > 1:
+        chosen = self.Options.model_validate(options or {})
+        mesh = shape or MeshShape(tp=chosen.processes)
+        if mesh.pp > 1:
             raise PlanNotRunnable(
                 f"the plan '{self.name}' has pieces and replicas only",
-                expected=f"a mesh of {MeshShape(tp=shape.tp, dp=shape.dp * shape.pp)}",
-                found=f"a mesh of {shape}",
+                expected=f"a mesh of {MeshShape(tp=mesh.tp, dp=mesh.dp * mesh.pp)}",
+                found=f"a mesh of {mesh}",
                 help="choose pipeline or auto for stages",
             )
-        require_fits(model, shape)
-        reasons = nothing_cut(model.group, shape.tp) if shape.tp > 1 else []
+        require_fits(model, mesh)
+        reasons = nothing_cut(model.group, mesh.tp) if mesh.tp > 1 else []
         if reasons:
             raise PlanNotRunnable(
-                f"no layer of the base can be cut over tp={shape.tp} processes",
+                f"no layer of the base can be cut over tp={mesh.tp} processes",
                 base=model.backbone.title,
                 found="\n".join(reasons),
                 help="choose replicated, fsdp or pipeline",
             )
         return Plan(
             planner=self.name,
-            mesh=shape,
+            mesh=mesh,
             model=model_fingerprint(model),
-            recompute=bool(options.get("recompute", False)),
-            nano_batches=int(options.get("nano_batches", 1)),
+            recompute=chosen.recompute,
+            nano_batches=chosen.nano_batches,
         )
+
+
+class PipelineParallel(Planner):
+    """Layers cut into stages by their cost, run by a schedule of torch."""
+
+    name: ClassVar[str] = "pipeline"
+
+    class Options(PlannerOptions):
+        """What can be chosen of stages.
+
+        schedule             the order in which stages work
+        stages_per_process   of an interleaved schedule
+        micro_batches        forwards of a replica a round; None: chosen by the jobs' batches
+        cuts                 where stages begin; None: balanced
+        costs                of each layer, forward and backward, in any unit
+        recompute            layers are computed again in the backward
+        shard_base           each stage's layers are sharded over its replicas
+        keep_gathered        until the end of a round, not for one use
+        """
+
+        schedule: Schedule = "1f1b"
+        stages_per_process: PositiveInt = 2
+        micro_batches: PositiveInt | None = None
+        cuts: tuple[int, ...] | None = None
+        costs: tuple[float, ...] | None = None
+        recompute: bool = False
+        shard_base: bool = False
+        keep_gathered: bool = False
+
+    def plan(
+        self,
+        model: SuperModel,
+        shape: MeshShape | None = None,
+        profile: Any | None = None,
+        options: PlannerOptions | Mapping[str, Any] | None = None,
+    ) -> Plan:
+        """The plan of `processes` stages, or of a mesh with pp, and whatever else it has.
+
+        raises    MeshDoesNotFit, NoStage, ScheduleRefused, PlanNotRunnable
+        """
+        chosen = self.Options.model_validate(options or {})
+        mesh = shape or MeshShape(pp=chosen.processes)
+        if mesh.pp == 1:
+            raise PlanNotRunnable(
+                "a pipeline has several stages",
+                found=f"a mesh of {mesh}",
+                help="give a mesh with pp of 2 or more, or choose single, replicated or fsdp",
+            )
+        require_fits(model, mesh)
+        stages = mesh.pp * (chosen.stages_per_process if chosen.schedule == "interleaved" else 1)
+        cuts = chosen.cuts
+        if cuts is None:
+            cuts = balanced_cuts(model, stages, chosen.costs, recompute=chosen.recompute)
+        cut_stages(model, cuts)
+        micro_batches = chosen.micro_batches or _micro_batches(model, mesh)
+        require_schedule(chosen.schedule, len(cuts) + 1, mesh.pp, micro_batches)
+        if chosen.shard_base and mesh.dp == 1:
+            raise PlanNotRunnable(
+                "the base cannot be sharded over replicas",
+                plan=f"{self.name} on {mesh}",
+                reason="shards lie on the replicas of a stage, and the mesh has dp=1",
+                help="give a mesh with dp of 2 or more, or leave shard_base out",
+            )
+        plan = Plan(
+            planner=self.name,
+            mesh=mesh,
+            model=model_fingerprint(model),
+            cuts=cuts,
+            schedule=chosen.schedule,
+            micro_batches=micro_batches,
+            shard_base=chosen.shard_base,
+            keep_gathered=chosen.shard_base and chosen.keep_gathered,
+            recompute=chosen.recompute,
+        )
+        require_shardable(model, plan)
+        return plan
+
+
+def _micro_batches(model: SuperModel, mesh: MeshShape) -> int:
+    """Several a stage, but no more than there are sequences; whole rounds over the processes."""
+    sequences = sum(job.per_device_train_batch_size for job in model.jobs)
+    wanted = min(MICRO_BATCHES_A_STAGE * mesh.pp, sequences // mesh.dp)
+    return max(1, wanted // mesh.pp) * mesh.pp

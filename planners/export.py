@@ -29,7 +29,7 @@ from tlora_fx.errors import ForeignPlanError, PlanNotRunnable, ProfileFileError
 from tlora_fx.model.supermodel import SuperModel
 from tlora_fx.parallel.apply import require_shardable
 from tlora_fx.parallel.prepare import require_fits
-from tlora_fx.planners.protocol import Planner
+from tlora_fx.planners.protocol import Planner, PlannerOptions
 
 # What the file formats of other planners have in common: a layer's times by batch and tp.
 #
@@ -144,31 +144,35 @@ class Galvatron(Planner):
 
     name: ClassVar[str] = "galvatron"
 
+    class Options(PlannerOptions):
+        """`file`: the path of a `galvatron_config_*.json`."""
+
+        file: Path | None = None
+
     def plan(
         self,
         model: SuperModel,
         shape: MeshShape | None = None,
         profile: Any | None = None,
-        **options: Any,
+        options: PlannerOptions | Mapping[str, Any] | None = None,
     ) -> Plan:
-        """The plan in a file `galvatron_config_*.json`.
+        """The plan in a file of Galvatron.
 
-        options   `file`: its path; `processes`: GPUs, where no mesh is given
         raises    ForeignPlanError, MeshDoesNotFit, PlanNotRunnable
         """
-        if "file" not in options:
+        chosen = self.Options.model_validate(options or {})
+        if chosen.file is None:
             raise PlanNotRunnable(
                 "the planner 'galvatron' reads a file that Galvatron has written",
                 help="give the option file=galvatron_config_....json",
             )
-        processes = shape.size if shape else int(options.get("processes", 1))
-        plan = read_galvatron(Path(options["file"]), processes)
+        plan = read_galvatron(chosen.file, shape.size if shape else chosen.processes)
         require_fits(model, plan.mesh)
         layers = len(model.layer_order())
         if plan.cuts and plan.cuts[-1] >= layers:
             raise ForeignPlanError(
                 "the plan was made for a model with more layers",
-                file=options["file"],
+                file=chosen.file,
                 expected=f"{layers} layers",
                 found=f"a stage that begins at layer {plan.cuts[-1]}",
                 help="search again with the profile of this model",

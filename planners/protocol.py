@@ -1,7 +1,7 @@
 """What every planner offers.
 
-A planner is a class with a name. Other packages offer theirs in the entry-point group
-`tlora_fx.planners`.
+A planner is a class with a name and a model of its options. Other packages offer theirs in the
+entry-point group `tlora_fx.planners`.
 """
 
 from __future__ import annotations
@@ -9,12 +9,24 @@ from __future__ import annotations
 import inspect
 import pkgutil
 from abc import ABC, abstractmethod
+from collections.abc import Mapping
 from importlib import import_module
 from importlib.metadata import entry_points
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Self
 
-from tlora_fx.cost.plan import MeshShape, Plan
-from tlora_fx.errors import PluginBroken, UnknownPlanner, nearest
+from pydantic import (
+    BaseModel,
+    ConfigDict,
+    ModelWrapValidatorHandler,
+    PositiveInt,
+    ValidationError,
+    model_validator,
+)
+
+from tlora_fx.cost.load import MAX_ROW_TOKENS
+from tlora_fx.cost.plan import TAKEN_OUT, MeshShape, Plan
+from tlora_fx.cost.step_time import GPUS_PER_NODE
+from tlora_fx.errors import PlanNotRunnable, PluginBroken, UnknownPlanner, nearest
 from tlora_fx.model.supermodel import SuperModel
 from tlora_fx.parallel.mesh import Mesh
 from tlora_fx.parallel.runner import StepRunner
@@ -23,10 +35,57 @@ from tlora_fx.pipeline.registry import PLANNERS, load_plugin
 PACKAGE = "tlora_fx.planners"
 
 
+class PlannerOptions(BaseModel):
+    """What every planner is told of the processes; each planner adds options of its own.
+
+    processes        GPUs to plan for, where no mesh is given
+    gpus_per_node    of these
+    memory_bytes     of one device; None where it is not known
+    max_row_tokens   of the longest row
+    raises           PlanNotRunnable, naming the option
+    """
+
+    model_config = ConfigDict(frozen=True, extra="forbid", arbitrary_types_allowed=True)
+
+    processes: PositiveInt = 1
+    gpus_per_node: PositiveInt = GPUS_PER_NODE
+    memory_bytes: int | None = None
+    max_row_tokens: PositiveInt = MAX_ROW_TOKENS
+
+    @model_validator(mode="wrap")
+    @classmethod
+    def _refuse_by_name(cls, options: Any, validate: ModelWrapValidatorHandler[Self]) -> Self:
+        try:
+            return validate(options)
+        except ValidationError as error:
+            raise _refusal(cls, error) from error
+
+
+def _refusal(options: type[PlannerOptions], error: ValidationError) -> PlanNotRunnable:
+    """The first mistake in a planner's options."""
+    mistake = error.errors()[0]
+    name, value = ".".join(map(str, mistake["loc"])), mistake["input"]
+    if mistake["type"] == "extra_forbidden":
+        known = list(options.model_fields)
+        return PlanNotRunnable(
+            f"the planner has no option '{name}'",
+            reason=TAKEN_OUT.get(name),
+            nearest=nearest(name, known),
+            help="its options: " + ", ".join(known),
+        )
+    return PlanNotRunnable(
+        f"the planner's option '{name}' cannot be {value!r}",
+        reason=TAKEN_OUT.get(value) if isinstance(value, str) else None,
+        found=mistake["msg"],
+        help="give another value, or leave the option out",
+    )
+
+
 class Planner(ABC):
     """Decides how a model is cut over processes."""
 
     name: ClassVar[str]
+    Options: ClassVar[type[PlannerOptions]] = PlannerOptions
 
     @abstractmethod
     def plan(
@@ -34,13 +93,14 @@ class Planner(ABC):
         model: SuperModel,
         shape: MeshShape | None = None,
         profile: Any | None = None,
-        **options: Any,
+        options: PlannerOptions | Mapping[str, Any] | None = None,
     ) -> Plan:
         """A plan for a model on a mesh; the same for the same arguments, on every process.
 
         model     compiled; weights are not needed
         shape     the mesh, or None where the planner is to choose it (`processes` in options)
         profile   measured times of layers, where the planner uses them
+        options   an instance of `Options`, or its fields
         raises    MeshDoesNotFit, PlanNotRunnable
         """
 
@@ -56,8 +116,8 @@ def find_planner(name: str) -> Planner:
 
     raises    UnknownPlanner where there is none, PluginBroken where it cannot be imported
     """
-    if own := _own_planners().get(name):
-        return own()
+    if builtin := _own_planners().get(name):
+        return builtin()
     offered = [entry for entry in entry_points(group=PLANNERS) if entry.name == name]
     if not offered:
         known = planner_names()
@@ -67,19 +127,16 @@ def find_planner(name: str) -> Planner:
             help="known planners: " + ", ".join(known),
         )
     plugin = load_plugin(offered[0])
-    wrong = plugin.broken
-    if not wrong and not (plugin.found and issubclass(plugin.found, Planner)):
-        wrong = f"{plugin.target} is no Planner"
-    if wrong or plugin.found is None:
-        raise PluginBroken(
-            f"planner '{name}' is broken",
-            package=plugin.package or None,
-            entry=plugin.target,
-            found=wrong,
-            help="mend or uninstall that package",
-        )
-    found: Planner = plugin.found()
-    return found
+    kind, broken = plugin.found, plugin.broken
+    if kind is not None and issubclass(kind, Planner) and not broken:
+        return kind()
+    raise PluginBroken(
+        f"planner '{name}' is broken",
+        package=plugin.package or None,
+        entry=plugin.target,
+        found=broken or f"{plugin.target} is no Planner",
+        help="mend or uninstall that package",
+    )
 
 
 def planner_names() -> list[str]:
@@ -90,8 +147,8 @@ def planner_names() -> list[str]:
 def _own_planners() -> dict[str, type[Planner]]:
     """The planners of this package, by name."""
     modules = pkgutil.iter_modules(import_module(PACKAGE).__path__)
-    own = [kind for entry in modules for kind in _planners_in(f"{PACKAGE}.{entry.name}")]
-    return {kind.name: kind for kind in own}
+    kinds = (kind for entry in modules for kind in _planners_in(f"{PACKAGE}.{entry.name}"))
+    return {kind.name: kind for kind in kinds}
 
 
 def _planners_in(module: str) -> list[type[Planner]]:

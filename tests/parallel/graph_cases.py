@@ -121,7 +121,7 @@ def _shake(model: Any) -> None:
 
 def _plan(model: Any, case: Case) -> Any:
     shape = MeshShape.parse(case["mesh"])
-    return find_planner(case["planner"]).plan(model, shape, **case.get("options", {}))
+    return find_planner(case["planner"]).plan(model, shape, options=case.get("options"))
 
 
 def _round(runner: Any, rows: Any, weights: Any, leaves: Any) -> list[Any]:

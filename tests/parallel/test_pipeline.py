@@ -116,7 +116,9 @@ def test_the_planner_gives_more_layers_to_a_stage_without_backward(model):
 
 def test_an_interleaved_plan_has_several_stages_a_process(model):
     """By default two."""
-    plan = find_planner("pipeline").plan(model, MeshShape(pp=2), schedule="interleaved")
+    plan = find_planner("pipeline").plan(
+        model, MeshShape(pp=2), options={"schedule": "interleaved"}
+    )
 
     assert plan.stages == 4
 
@@ -124,20 +126,20 @@ def test_an_interleaved_plan_has_several_stages_a_process(model):
 def test_too_few_micro_batches_are_refused_by_the_planner(model):
     """1F1B fills its stages first."""
     with pytest.raises(ScheduleRefused, match="at least as many micro-batches"):
-        find_planner("pipeline").plan(model, MeshShape(pp=4), micro_batches=3)
+        find_planner("pipeline").plan(model, MeshShape(pp=4), options={"micro_batches": 3})
 
 
 @pytest.mark.parametrize("options", [{"processes": 1}, {"processes": 2, "schedule": "1f2b"}])
 def test_a_plan_that_is_no_pipeline_is_refused(model, options):
     """One stage, or a schedule that does not exist."""
     with pytest.raises(PlanNotRunnable):
-        find_planner("pipeline").plan(model, **options)
+        find_planner("pipeline").plan(model, options=options)
 
 
 def test_a_schedule_that_was_taken_out_is_refused_with_the_reason(model):
     """By its name."""
     with pytest.raises(PlanNotRunnable, match="never measured on GPUs"):
-        find_planner("pipeline").plan(model, MeshShape(pp=2), schedule="zero-bubble")
+        find_planner("pipeline").plan(model, MeshShape(pp=2), options={"schedule": "zero-bubble"})
 
 
 def test_a_plan_goes_through_a_file(model, tmp_path: Path):

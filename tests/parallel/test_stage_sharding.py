@@ -48,7 +48,7 @@ def run_both(folder: Path) -> dict[str, dict[str, Any]]:
 def run_staged(made: SuperModel, options: dict[str, Any]) -> dict[str, Any]:
     """Two rounds, and what this process gathered when."""
     given = {"shard_base": True, "micro_batches": MICRO_BATCHES} | options
-    plan = find_planner("pipeline").plan(made, MESH, **given)
+    plan = find_planner("pipeline").plan(made, MESH, options=given)
     model = SuperModel(made.group, made.backbone, made.jobs)
     mesh = open_mesh(plan.mesh, "cpu")
     load(model, plan, mesh, base_tensors(model.backbone))
@@ -189,14 +189,14 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> SuperModel:
 def test_shards_need_replicas(model: SuperModel) -> None:
     """Nobody would hold the rest."""
     with pytest.raises(PlanNotRunnable, match="dp=1"):
-        find_planner("pipeline").plan(model, MeshShape(pp=2), shard_base=True)
+        find_planner("pipeline").plan(model, MeshShape(pp=2), options={"shard_base": True})
 
 
 def test_a_pipeline_is_sharded_where_that_is_asked_for(model: SuperModel) -> None:
     """Weights are let go of after each use, unless they are to be kept."""
     planner = find_planner("pipeline")
-    plain, used = planner.plan(model, MESH), planner.plan(model, MESH, shard_base=True)
-    kept = planner.plan(model, MESH, shard_base=True, keep_gathered=True)
+    plain, used = planner.plan(model, MESH), planner.plan(model, MESH, options={"shard_base": True})
+    kept = planner.plan(model, MESH, options={"shard_base": True, "keep_gathered": True})
 
     assert (plain.shard_base, used.shard_base, kept.shard_base) == (False, True, True)
     assert (used.keep_gathered, kept.keep_gathered) == (False, True)

@@ -84,7 +84,7 @@ def test_a_tensor_plan_has_pieces_and_replicas(model):
     """From a number of processes, or from a mesh."""
     planner = find_planner("tensor")
 
-    assert planner.plan(model, processes=2).mesh == MeshShape(tp=2)
+    assert planner.plan(model, options={"processes": 2}).mesh == MeshShape(tp=2)
     assert planner.plan(model, MeshShape(tp=2, dp=2)).mesh == MeshShape(tp=2, dp=2)
 
 
@@ -93,7 +93,7 @@ def test_a_tensor_plan_refuses_stages_and_heads_that_do_not_divide(model):
     with pytest.raises(PlanNotRunnable, match="pipeline"):
         find_planner("tensor").plan(model, MeshShape(tp=2, pp=2))
     with pytest.raises(MeshDoesNotFit, match="key-value heads"):
-        find_planner("tensor").plan(model, processes=4)
+        find_planner("tensor").plan(model, options={"processes": 4})
 
 
 def test_a_tensor_plan_refuses_a_model_of_which_nothing_can_be_cut(tmp_path):
@@ -103,5 +103,5 @@ def test_a_tensor_plan_refuses_a_model_of_which_nothing_can_be_cut(tmp_path):
     whole = compile([models.job("one", base, **own)])
 
     with pytest.raises(PlanNotRunnable, match="c_attn stays whole") as refused:
-        find_planner("tensor").plan(whole, processes=2)
+        find_planner("tensor").plan(whole, options={"processes": 2})
     assert "draws masks by the number of the head" in str(refused.value)

@@ -67,7 +67,7 @@ def sharded(
     base = BaseSpec(config=folder / "base", dtype="float64", seed=7)
     lora = {"r": 2, "layers_to_transform": [1, 2, 3], "init_lora_weights": False}
     model = compile([make_job(base, name, lora=lora) for name in ("a", "b")])
-    plan = find_planner("fsdp").plan(model, MeshShape(dp=processes), **options)
+    plan = find_planner("fsdp").plan(model, MeshShape(dp=processes), options=options)
     model, mesh = prepared(model, plan), open_mesh(plan.mesh, "cpu")
     load(model, plan, mesh, base_tensors(model.backbone))
     start_adapters(model)
@@ -88,7 +88,7 @@ def train(folder: Path, name: str, case: Case) -> list[tuple[str, float]]:
         data = make_data(jobs, longest=7)
     model = compile(jobs)
     shape = MeshShape.parse(case.get("mesh", ""))
-    plan = find_planner(case["planner"]).plan(model, shape, **case.get("options", {}))
+    plan = find_planner(case["planner"]).plan(model, shape, options=case.get("options"))
     trainer = Trainer(
         model, output=folder / name, data=data, plan=plan, mesh=open_mesh(plan.mesh, _device()),
         resume=case.get("resume", False), max_row_tokens=case.get("row_tokens", 60),

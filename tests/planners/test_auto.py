@@ -61,7 +61,7 @@ def test_a_cpu_without_a_profile_is_no_gpu_without_a_data_sheet(model, monkeypat
 
     for allowed in (False, True):
         with pytest.raises(ProfileMissing, match="on this CPU") as raised:
-            Auto().plan(model, processes=2, allow_estimated=allowed)
+            Auto().plan(model, options={"processes": 2, "allow_estimated": allowed})
         assert "--plan replicated, tensor, fsdp or pipeline" in str(raised.value)
         assert "tlora-fx profile" in str(raised.value)
 
@@ -119,7 +119,7 @@ def test_what_never_fits_is_an_error(model, profile):
     small = profile.model_copy(update={"hardware": hardware})
 
     with pytest.raises(JobTooLong):
-        Auto().plan(model, profile=small, processes=2, round=small_round())
+        Auto().plan(model, profile=small, options={"processes": 2, "round": small_round()})
     with pytest.raises(NoPlanFits, match="tp=3 does not stay inside"):
         search(model, profile, small_round(), 3, meshes=[MeshShape(tp=3)]).best()
 
@@ -136,7 +136,7 @@ def test_training_asks_for_measurements(model, monkeypatch, tmp_path):
     monkeypatch.setattr(profile_sources, "SHIPPED", tmp_path)
 
     with pytest.raises(ProfileMissing, match="tlora-fx profile"):
-        Auto().plan(model, profile="h200", processes=2)
+        Auto().plan(model, profile="h200", options={"processes": 2})
 
 
 def test_planners_are_found_by_name():

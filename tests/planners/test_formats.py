@@ -91,7 +91,7 @@ def test_galvatron_reads_memory_by_length_and_tp(cost, tmp_path):
 
 def test_a_plan_of_galvatrons_becomes_ours(model, tmp_path):
     """Its cuts, sizes and schedule; and what it assumes is said."""
-    plan = Galvatron().plan(model, file=plan_file(tmp_path), processes=8)
+    plan = Galvatron().plan(model, options={"file": plan_file(tmp_path), "processes": 8})
 
     assert plan.mesh == MeshShape(pp=2, dp=2, tp=2)
     assert plan.cuts == (1,)
@@ -136,9 +136,9 @@ def test_what_is_no_plan_is_refused(model, tmp_path):
         read_galvatron(tmp_path / "other.json", 8)
     path = plan_file(tmp_path, pp_division="9,9")
     with pytest.raises(ForeignPlanError, match="more layers"):
-        Galvatron().plan(model, file=path, processes=8)
+        Galvatron().plan(model, options={"file": path, "processes": 8})
     with pytest.raises(PlanNotRunnable, match="reads a file"):
-        Galvatron().plan(model, processes=8)
+        Galvatron().plan(model, options={"processes": 8})
 
 
 def test_metis_finds_its_files(cost, tmp_path):

@@ -136,7 +136,7 @@ def test_planners_of_replicas_refuse_other_dimensions(model: SuperModel) -> None
 
 def test_a_plan_that_recomputes_marks_the_layers(model: SuperModel) -> None:
     """The pass runs once, on a model without weights; the loss stays as it is."""
-    plan = find_planner("single").plan(model, recompute=True)
+    plan = find_planner("single").plan(model, options={"recompute": True})
 
     made = prepared(model, plan)
 
@@ -307,3 +307,20 @@ def test_nano_batches_within_a_pipeline_are_refused(
 
     with pytest.raises(PlanNotRunnable, match="whole micro-batches"):
         Trainer(model, output=tmp_path, device="cpu", plan=plan, nano_batches=deciding)
+
+
+@pytest.mark.parametrize(
+    ("planner", "options", "told"),
+    [
+        ("tensor", {"sequence_parallel": True}, "sequence parallelism was taken out"),
+        ("fsdp", {"recompte": True}, "nearest  *recompute"),
+        ("pipeline", {"schedule": "1f2b"}, "1f1b"),
+        ("single", {"processes": 0}, "option 'processes' cannot be 0"),
+    ],
+)
+def test_an_option_that_a_planner_does_not_have_is_refused_by_its_name(
+    model: SuperModel, planner: str, options: dict[str, Any], told: str
+) -> None:
+    """With the nearest name, the values there are, or why it was taken out."""
+    with pytest.raises(PlanNotRunnable, match=told):
+        find_planner(planner).plan(model, options=options)

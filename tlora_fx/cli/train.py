@@ -173,12 +173,10 @@ def _prepared(
     given = load_job_file(asked.jobs)
     data = load_all_data(given.jobs)
     model = compile(given, asked.pipeline, on_failure=partial(keep_replay, Path("tlora-fx-replay")))
-    options = {
-        "max_row_tokens": asked.max_row_tokens,
-        "memory_bytes": memory,
-        "shard_base": asked.shard_base,
-    }
-    plan = choose_plan(asked.plan, model, launch, shape, **options)
+    options: dict[str, object] = {"max_row_tokens": asked.max_row_tokens, "memory_bytes": memory}
+    if asked.plan == "pipeline":
+        options["shard_base"] = asked.shard_base
+    plan = choose_plan(asked.plan, model, launch, shape, options)
     if asked.nano_batches is not None:
         plan = plan.model_copy(update={"nano_batches": asked.nano_batches})
     require_fits(model, plan.mesh)

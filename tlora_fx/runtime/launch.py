@@ -115,46 +115,50 @@ def leave() -> None:
         dist.destroy_process_group()
 
 
-def require_plan_file(asked: str) -> None:
+def require_plan_file(name: str) -> None:
     """Refuse the name of a plan's file where there is none.
 
     raises    PlanFileError
     """
-    if Path(asked).suffix == ".json" and not Path(asked).exists():
+    if Path(name).suffix == ".json" and not Path(name).exists():
         raise PlanFileError(
             "there is no such plan",
-            file=asked,
+            file=name,
             help="name a file that is there, or write one with `tlora-fx plan -o`",
         )
 
 
 def choose_plan(
-    asked: str, model: SuperModel, launch: Launch, shape: MeshShape | None, **options: Any
+    name: str,
+    model: SuperModel,
+    launch: Launch,
+    shape: MeshShape | None,
+    options: Mapping[str, Any] | None = None,
 ) -> Plan:
     """The plan that a name or a file means, for the processes that there are.
 
+    name      of a planner, or a plan's file
     shape     the mesh; of a file it must be the file's own
     options   of the planner
     raises    UnknownPlanner, PlanFileError, PlanNotForModel, LaunchError, PlanNotRunnable
     """
     if shape is not None:
-        _require_size(shape, launch, asked)
-    require_plan_file(asked)
-    if Path(asked).suffix == ".json" or Path(asked).is_file():
-        plan = _require_mesh(Plan.load(asked), shape, asked)
+        _require_size(shape, launch, name)
+    require_plan_file(name)
+    if Path(name).suffix == ".json" or Path(name).is_file():
+        plan = _require_mesh(Plan.load(name), shape, name)
     else:
-        planner = find_planner(asked)
-        options |= {"processes": launch.size, "gpus_per_node": launch.per_machine}
-        plan = planner.plan(model, shape, None, **options)
+        known = {"processes": launch.size, "gpus_per_node": launch.per_machine}
+        plan = find_planner(name).plan(model, shape, options={**(options or {}), **known})
     plan.require_model(model)
-    _require_size(plan.mesh, launch, asked)
+    _require_size(plan.mesh, launch, name)
     return plan
 
 
-def _require_mesh(plan: Plan, shape: MeshShape | None, asked: str) -> Plan:
+def _require_mesh(plan: Plan, shape: MeshShape | None, name: str) -> Plan:
     if shape is not None and shape != plan.mesh:
         raise LaunchError(
-            f"the plan '{asked}' is for another mesh",
+            f"the plan '{name}' is for another mesh",
             expected=plan.mesh,
             found=shape,
             help="leave the mesh out, or name a planner that makes a plan for it",
@@ -162,15 +166,15 @@ def _require_mesh(plan: Plan, shape: MeshShape | None, asked: str) -> Plan:
     return plan
 
 
-def _require_size(shape: MeshShape, launch: Launch, asked: str) -> None:
+def _require_size(shape: MeshShape, launch: Launch, name: str) -> None:
     if shape.size == launch.size:
         return
-    given = [word for word in sys.argv[1:] if word]
+    arguments = [word for word in sys.argv[1:] if word]
     command = shlex.join(
-        ["torchrun", "--nproc-per-node", str(shape.size), "-m", "tlora_fx", *given]
+        ["torchrun", "--nproc-per-node", str(shape.size), "-m", "tlora_fx", *arguments]
     )
     raise LaunchError(
-        f"the plan '{asked}' needs {shape.size} processes",
+        f"the plan '{name}' needs {shape.size} processes",
         expected=f"{shape.size} ({shape})",
         found=f"{launch.size}",
         help=command,

@@ -218,7 +218,7 @@ def _plan(order: WorkerConfig, model: SuperModel, launch: Launch) -> Plan:
     elif shape.size == 1:
         name = "single"
     options = {"max_row_tokens": order.max_row_tokens, "processes": launch.size}
-    return find_planner(name).plan(model, shape, None, **options)
+    return find_planner(name).plan(model, shape, options=options)
 
 
 class _Telling(Silent):
