@@ -33,7 +33,7 @@ from benchmarks.step_mixes import SEED, Shape
 from tlora_fx.config.job import Job
 from tlora_fx.runtime.data import DataReport, JobData, Sample
 from tlora_fx.runtime.interrupt import Interrupts
-from tlora_fx.runtime.trainer import Trainer
+from tlora_fx.runtime.trainer import Trainer, TrainerOptions
 
 EXACT, FEW, GRAPHS = "exact", "few lengths", "graphs"
 #: Tokens of a sequence, evenly drawn.
@@ -81,7 +81,7 @@ def arms_of(shape: Shape, given: argparse.Namespace, folder: Path) -> dict[str, 
     for name in (EXACT, FEW, GRAPHS)[: 3 if given.device == "cuda" else 2]:
         arms[name] = Trainer(
             model, output=folder / name, device=given.device, data=data,
-            compiled=not given.eager, cuda_graphs=name == GRAPHS,
+            options=TrainerOptions(compiled=not given.eager, cuda_graphs=name == GRAPHS),
         )  # fmt: skip
         arms[name].prepare(data)
         arms[name].rows.lengthened = name != EXACT

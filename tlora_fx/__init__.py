@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from tlora_fx.config.job_file import JobFile, load_job_file
     from tlora_fx.errors import TloraError
     from tlora_fx.model.supermodel import SuperModel
-    from tlora_fx.runtime.trainer import Trainer
+    from tlora_fx.runtime.trainer import Trainer, TrainerCallback, TrainerOptions
     from tlora_fx.tools.explain import why_not
 
 __all__ = [
@@ -28,6 +28,8 @@ __all__ = [
     "SuperModel",
     "TloraError",
     "Trainer",
+    "TrainerCallback",
+    "TrainerOptions",
     "__version__",
     "compile",
     "load_job_file",
@@ -45,6 +47,8 @@ _HOMES = {
     "SuperModel": "tlora_fx.model.supermodel",
     "TloraError": "tlora_fx.errors",
     "Trainer": "tlora_fx.runtime.trainer",
+    "TrainerCallback": "tlora_fx.runtime.trainer",
+    "TrainerOptions": "tlora_fx.runtime.trainer",
     "compile": "tlora_fx.compiler",
     "load_job_file": "tlora_fx.config.job_file",
     "run_passes": "tlora_fx.compiler",

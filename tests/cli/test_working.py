@@ -12,8 +12,7 @@ from rich.console import Console
 from rich.table import Table
 
 from tlora_fx.cli.bars import Bars
-from tlora_fx.cli.whole_tables import print_whole
-from tlora_fx.cli.working import Working
+from tlora_fx.cli.terminal import Working, print_whole
 
 
 def plain(width=80):

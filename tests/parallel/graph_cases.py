@@ -21,7 +21,7 @@ from tlora_fx.parallel.mesh import open_mesh
 from tlora_fx.parallel.prepare import prepared
 from tlora_fx.planners.protocol import find_planner
 from tlora_fx.runtime.adapters import base_tensors, start_adapters
-from tlora_fx.runtime.trainer import Trainer
+from tlora_fx.runtime.trainer import Trainer, TrainerOptions
 
 WIDE = {"hidden_size": 128, "intermediate_size": 256, "num_attention_heads": 4}
 SPLITS = [(2, 0, 3), (1, 3, 1), (0, 4, 1), (3, 1, 1), (2, 2, 1)]
@@ -89,7 +89,7 @@ def train_graphs(folder: Path, case: Mapping[str, Any]) -> dict[str, Any]:
         plan = _plan(model, case)
         trainer = Trainer(
             model, output=folder / f"{case['name']} {wanted}", data=make_data(jobs, longest=6),
-            plan=plan, mesh=open_mesh(plan.mesh, _device()), cuda_graphs=wanted,
+            plan=plan, device=_device(), options=TrainerOptions(cuda_graphs=wanted),
         )  # fmt: skip
         runs = trainer.run()
         found["graphs" if wanted else "launched"] = [run.loss for run in runs]

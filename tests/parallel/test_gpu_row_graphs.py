@@ -16,7 +16,7 @@ from tlora_fx.parallel.apply import apply, load
 from tlora_fx.parallel.cuda_graphs import RowGraphs
 from tlora_fx.parallel.mesh import Mesh
 from tlora_fx.runtime.adapters import base_tensors, start_adapters
-from tlora_fx.runtime.trainer import Trainer
+from tlora_fx.runtime.trainer import Trainer, TrainerOptions
 from tlora_fx.runtime.verify import bounds_of, verify
 
 pytestmark = pytest.mark.gpu
@@ -128,7 +128,11 @@ def test_a_trainer_replays_rows(tmp_path):
     for wanted in (True, False):
         model, data = compile(jobs), make_data(jobs, longest=6)
         trainer = Trainer(
-            model, output=tmp_path / str(wanted), device="cuda", data=data, cuda_graphs=wanted
+            model,
+            output=tmp_path / str(wanted),
+            device="cuda",
+            data=data,
+            options=TrainerOptions(cuda_graphs=wanted),
         )
         trainer.run()
         assert all(run.status == "done" for run in trainer.runs)

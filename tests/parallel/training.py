@@ -23,7 +23,7 @@ from tlora_fx.parallel.runner import StepRunner
 from tlora_fx.planners.protocol import find_planner
 from tlora_fx.runtime.adapters import base_tensors, start_adapters
 from tlora_fx.runtime.controllers import NanoBatches, find_controller
-from tlora_fx.runtime.trainer import Trainer
+from tlora_fx.runtime.trainer import Trainer, TrainerOptions
 
 EVERYWHERE = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
 Case = Mapping[str, Any]
@@ -90,9 +90,12 @@ def train(folder: Path, name: str, case: Case) -> list[tuple[str, float]]:
     shape = MeshShape.parse(case.get("mesh", ""))
     plan = find_planner(case["planner"]).plan(model, shape, options=case.get("options"))
     trainer = Trainer(
-        model, output=folder / name, data=data, plan=plan, mesh=open_mesh(plan.mesh, _device()),
-        resume=case.get("resume", False), max_row_tokens=case.get("row_tokens", 60),
-        nano_batches=_deciding(case.get("controller")),
+        model, output=folder / name, data=data, plan=plan, device=_device(),
+        resume=case.get("resume", False),
+        options=TrainerOptions(
+            max_row_tokens=case.get("row_tokens", 60),
+            nano_batches=_deciding(case.get("controller")),
+        ),
     )  # fmt: skip
     if case.get("compiled"):
         # True: as Dynamo sees it, without compiling.

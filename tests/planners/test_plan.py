@@ -41,7 +41,7 @@ from tlora_fx.runtime.batching import Cutting, cut_round
 from tlora_fx.runtime.controllers import NanoBatches, find_controller
 from tlora_fx.runtime.distributed import _require_one_table, require_elementwise
 from tlora_fx.runtime.launch import Launch, choose_plan
-from tlora_fx.runtime.trainer import Trainer
+from tlora_fx.runtime.trainer import Trainer, TrainerOptions
 
 
 @pytest.fixture(scope="module")
@@ -304,9 +304,10 @@ def test_nano_batches_within_a_pipeline_are_refused(
         planner="pipeline", mesh=MeshShape(pp=2), cuts=(1,), nano_batches=1 if controlled else 2
     )
     deciding = NanoBatches(find_controller("fixed")) if controlled else None
+    options = TrainerOptions(nano_batches=deciding)
 
     with pytest.raises(PlanNotRunnable, match="whole micro-batches"):
-        Trainer(model, output=tmp_path, device="cpu", plan=plan, nano_batches=deciding)
+        Trainer(model, output=tmp_path, device="cpu", plan=plan, options=options)
 
 
 @pytest.mark.parametrize(

@@ -14,7 +14,7 @@ from tlora_fx.compiler import compile
 from tlora_fx.config.job import BaseSpec
 from tlora_fx.errors import BaseNotLoadable, JobsDiffer, ResumeMismatch, UnknownTarget
 from tlora_fx.runtime.adapters import base_tensors
-from tlora_fx.runtime.trainer import Silent, Trainer
+from tlora_fx.runtime.trainer import Trainer, TrainerCallback
 from tlora_fx.runtime.verify import bounds_of, verify
 
 
@@ -121,7 +121,7 @@ def test_resuming_before_the_first_checkpoint_starts_anew_and_says_so(tmp_path):
     """Metrics of the lost steps are dropped, not repeated."""
     heard = []
 
-    class Stop(Silent):
+    class Stop(TrainerCallback):
         def stepped(self, report):
             if report.step == 2:
                 raise RuntimeError("killed")
@@ -132,10 +132,10 @@ def test_resuming_before_the_first_checkpoint_starts_anew_and_says_so(tmp_path):
     jobs = [make_job(tiny_base(tmp_path / "base"), "a")]
     train(jobs, tmp_path / "whole")
     with pytest.raises(RuntimeError, match="killed"):
-        train(jobs, tmp_path / "cut", watch=Stop())
-    watch = Stop()
-    watch.stepped = lambda report: None
-    train(jobs, tmp_path / "cut", resume=True, watch=watch)
+        train(jobs, tmp_path / "cut", callback=Stop())
+    callback = Stop()
+    callback.stepped = lambda report: None
+    train(jobs, tmp_path / "cut", resume=True, callback=callback)
 
     assert "no checkpoint" in heard[0]
     assert losses_of(tmp_path / "cut", jobs) == losses_of(tmp_path / "whole", jobs)

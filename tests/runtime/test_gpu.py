@@ -7,7 +7,7 @@ import torch
 
 from tests.runtime.groups import losses_of, make_data, make_job, tiny_base
 from tlora_fx.compiler import compile
-from tlora_fx.runtime.trainer import Silent, Trainer
+from tlora_fx.runtime.trainer import Trainer, TrainerCallback
 from tlora_fx.runtime.verify import bounds_of, verify
 
 pytestmark = pytest.mark.gpu
@@ -40,7 +40,7 @@ def test_a_resumed_run_on_a_gpu_has_the_losses_of_an_uninterrupted_one(tmp_path)
     base = tiny_base(tmp_path / "base", "float32")
     data = make_data(mixed_jobs(base))
 
-    class Stop(Silent):
+    class Stop(TrainerCallback):
         def stepped(self, report):
             if report.step == 3:
                 raise RuntimeError("killed")
@@ -50,7 +50,7 @@ def test_a_resumed_run_on_a_gpu_has_the_losses_of_an_uninterrupted_one(tmp_path)
     whole.run()
     with pytest.raises(RuntimeError, match="killed"):
         Trainer(
-            compile(jobs), output=tmp_path / "cut", device="cuda", data=data, watch=Stop()
+            compile(jobs), output=tmp_path / "cut", device="cuda", data=data, callback=Stop()
         ).run()
     Trainer(compile(jobs), output=tmp_path / "cut", device="cuda", data=data, resume=True).run()
 

@@ -102,9 +102,9 @@ def test_every_plan_of_the_command_line_is_looked_at(monkeypatch, tmp_path):
         "jobs: [{name: a, lora: {r: 2, target_modules: [q_proj]}, data: {path: x.jsonl}}]\n"
     )
     (tmp_path / "x.jsonl").write_text('{"text": "a"}\n')
-    asked = train._TrainOptions(path, tmp_path, False, "cpu", None, 64, "single", None, None)
+    options = train.TrainOptions(jobs=path, output=tmp_path, max_row_tokens=64, plan="single")
 
-    _, model, plan = train._prepared(asked, Launch(), None)
+    _, model, plan = train._prepared(options, Launch(), None)
 
     ((given, chosen, _, tokens),) = seen
     assert (given, chosen, tokens) == (model, plan, 64)

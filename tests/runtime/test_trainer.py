@@ -16,7 +16,7 @@ from tlora_fx.compiler import compile
 from tlora_fx.errors import CheckpointError, ResumeMismatch, RunFolderError
 from tlora_fx.runtime.adapters import adapter_tensors
 from tlora_fx.runtime.checkpoint import CheckpointStore
-from tlora_fx.runtime.trainer import Silent, Trainer
+from tlora_fx.runtime.trainer import Trainer, TrainerCallback, TrainerOptions
 from tlora_fx.runtime.verify import adapter_difference
 
 
@@ -80,7 +80,7 @@ def test_python_and_rows_of_any_size_give_the_same_adapters(base, tmp_path):
     """Rows closed at 8 tokens train every job as one large row does."""
     jobs = three_jobs(base)
     one = train(jobs, tmp_path / "large")
-    two = train(jobs, tmp_path / "small", max_row_tokens=8)
+    two = train(jobs, tmp_path / "small", options=TrainerOptions(max_row_tokens=8))
 
     for job in jobs:
         assert_close(trained(one, job.name), trained(two, job.name), 1e-7)
@@ -147,7 +147,7 @@ def test_a_job_trains_in_any_mix_as_it_does_alone(base, tmp_path_factory, mix, c
     assert one == pytest.approx(two, rel=1e-9)
 
 
-class Poison(Silent):
+class Poison(TrainerCallback):
     """Puts a NaN into one job's adapter after its second step."""
 
     def __init__(self, model, job):
@@ -168,7 +168,7 @@ def test_a_nan_stops_its_job_and_leaves_the_neighbours_alone(base, tmp_path):
         output=tmp_path / "sick",
         device="cpu",
         data=make_data(jobs),
-        watch=Poison(model, "a"),
+        callback=Poison(model, "a"),
     )
     runs = {run.job.name: run for run in trainer.run()}
 
@@ -179,7 +179,7 @@ def test_a_nan_stops_its_job_and_leaves_the_neighbours_alone(base, tmp_path):
         assert_close(trained(healthy, name), trained(model, name), 1e-7)
 
 
-class Stop(Silent):
+class Stop(TrainerCallback):
     """Ends the process's run after some steps, as Ctrl-C would."""
 
     def __init__(self, steps):
@@ -196,7 +196,7 @@ def test_ctrl_c_leaves_a_checkpoint_from_which_the_run_goes_on_bitwise(base, tmp
     jobs = three_jobs(base)
     whole = train(jobs, tmp_path / "whole")
     with pytest.raises(KeyboardInterrupt):
-        train(jobs, tmp_path / "cut", watch=Stop(4))
+        train(jobs, tmp_path / "cut", callback=Stop(4))
     resumed = train(jobs, tmp_path / "cut", resume=True)
 
     assert losses_of(tmp_path / "cut", jobs) == losses_of(tmp_path / "whole", jobs)
@@ -249,7 +249,7 @@ def test_a_full_disk_costs_one_checkpoint_and_not_the_run(base, tmp_path, monkey
     """The run warns and goes on; the checkpoint before stays whole."""
     heard = []
 
-    class Listen(Silent):
+    class Listen(TrainerCallback):
         def warned(self, text):
             heard.append(text)
 
@@ -262,7 +262,7 @@ def test_a_full_disk_costs_one_checkpoint_and_not_the_run(base, tmp_path, monkey
 
     monkeypatch.setattr(CheckpointStore, "save", refuse_once)
     jobs = [make_job(base, "a", save_steps=1)]
-    train(jobs, tmp_path / "run", watch=Listen())
+    train(jobs, tmp_path / "run", callback=Listen())
 
     assert len(heard) == 1
     assert CheckpointStore(tmp_path / "run").load().jobs["a"].step == 4

@@ -4,20 +4,20 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn
 from rich.progress import TimeRemainingColumn as Remaining
 
-from tlora_fx.cli.working import EVERY_SECONDS
+from tlora_fx.cli.terminal import EVERY_SECONDS
+from tlora_fx.runtime.trainer import TrainerCallback
 
 if TYPE_CHECKING:
     from tlora_fx.runtime.job_run import JobRun, StepReport
 
 
-class Bars:
+class Bars(TrainerCallback):
     """A progress bar a job, on a terminal.
 
     Where there is none: a line every `every_seconds`, and one at each job's end.
@@ -74,9 +74,6 @@ class Bars:
         elif not self.console.is_terminal:
             self.console.print(f"{run.job.name}: done after {run.step} steps, loss {run.loss:.4f}")
 
-    def saved(self, path: Path, runs: Sequence[JobRun]) -> None:
-        """Say nothing: checkpoints are no news."""
-
     def warned(self, text: str) -> None:
         """Print a warning above the bars."""
         self.progress.console.print(f"warning: {text}", style="yellow", markup=False)
@@ -86,13 +83,13 @@ class Bars:
         now, (before, steps) = time.monotonic(), self._told
         if now - before < self._every_seconds:
             return
-        name, (step, last) = max(self._steps.items(), key=lambda one: one[1][1] - one[1][0])
+        name, (step, last) = max(self._steps.items(), key=lambda job: job[1][1] - job[1][0])
         done = step - steps.get(name, 0)
         if done <= 0:
             return
         others = len(self._steps) - 1
         more = f" and {others} more" if others else ""
         pace = (now - before) / done
-        told = f"{name}{more}: step {step} of {last}, {pace:.2g} s a step"
-        self.console.print(told, highlight=False, markup=False, soft_wrap=True)
+        line = f"{name}{more}: step {step} of {last}, {pace:.2g} s a step"
+        self.console.print(line, highlight=False, markup=False, soft_wrap=True)
         self._told = (now, {name: step for name, (step, _) in self._steps.items()})

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from tlora_fx.cli.pipeline_options import AddPass, PipelineText, asked
+from tlora_fx.cli.options import AddPass, PipelineText, pipeline_of
 
 if TYPE_CHECKING:
     from tlora_fx.pipeline import Pipeline
@@ -42,7 +42,7 @@ def run(
     With --check numerics the losses and gradients of a state are compared with those of the traced
     graphs. Exits with 0 where the pass is named, 1 where none can be.
     """
-    passes = asked(pipeline, add_pass)
+    passes = pipeline_of(pipeline, add_pass)
     if keep is not None:
         keep.mkdir(parents=True, exist_ok=True)
         finding = _hunt(jobs, check, passes, keep, verbose)

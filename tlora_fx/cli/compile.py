@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 from rich.console import Console
 
-from tlora_fx.cli.pipeline_options import (
+from tlora_fx.cli.options import (
     AddPass,
     DumpChanged,
     PipelineText,
@@ -20,8 +20,8 @@ from tlora_fx.cli.pipeline_options import (
     StopAfter,
     Time,
     VerifyPasses,
-    asked,
-    watching,
+    instruments_of,
+    pipeline_of,
 )
 
 if TYPE_CHECKING:
@@ -62,8 +62,8 @@ def run(
         from tlora_fx.inspect.dump import dump
         from tlora_fx.inspect.program import Recorder
         from tlora_fx.tools.replay import keep_replay
-    passes = asked(pipeline, add_pass)
-    instruments = watching(time, print_after, dump_changed)
+    passes = pipeline_of(pipeline, add_pass)
+    instruments = instruments_of(time, print_after, dump_changed)
     on_failure = partial(keep_replay, output / "replay")
     if stop_after is not None:
         run_passes(

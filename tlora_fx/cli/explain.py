@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from tlora_fx.cli.pipeline_options import AddPass, PipelineText
+from tlora_fx.cli.options import AddPass, PipelineText
 
 
 def run(
@@ -23,9 +23,9 @@ def run(
 
     Compiles the jobs from the base's config alone.
     """
-    from tlora_fx.cli.pipeline_options import asked
+    from tlora_fx.cli.options import pipeline_of
     from tlora_fx.config.job_file import load_job_file
     from tlora_fx.tools.explain import render, why_not
 
     given = load_job_file(jobs)
-    typer.echo(render(why_not(given, node, job, asked(pipeline, add_pass))), nl=False)
+    typer.echo(render(why_not(given, node, job, pipeline_of(pipeline, add_pass))), nl=False)

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from tlora_fx.cli.pipeline_options import AddPass, PipelineText
+from tlora_fx.cli.options import AddPass, PipelineText, pipeline_of, takes_options
 
 if TYPE_CHECKING:
     from tlora_fx.inspect.schema import Program
@@ -15,88 +16,99 @@ if TYPE_CHECKING:
     from tlora_fx.tools.subject import Subject
 
 
-def run(
+@dataclass(frozen=True, slots=True)
+class InspectOptions:
+    """What the command line says."""
+
     what: Annotated[
         Path | None,
         typer.Argument(metavar="[MODEL]", help="A folder that `compile` wrote, or a job file."),
-    ] = None,
-    code: Annotated[bool, typer.Option("--code", help="The program, shapes inline.")] = False,
+    ] = None
+    code: Annotated[bool, typer.Option("--code", help="The program, shapes inline.")] = False
     node: Annotated[
         str | None,
         typer.Option("--node", metavar="NAME", help="A module, or a node as the code names it."),
-    ] = None,
+    ] = None
     diff: Annotated[
         tuple[str, str] | None,
         typer.Option(
             "--diff", metavar="A B", help="Two passes; without a model, two folders or job files."
         ),
-    ] = None,
+    ] = None
     after: Annotated[
         str | None,
         typer.Option("--after", metavar="PASS", help="As this pass left it; `trace` for none."),
-    ] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="The view's data.")] = False,
-    html: Annotated[Path | None, typer.Option("--html", help="Write one page of it all.")] = None,
-    graphml: Annotated[Path | None, typer.Option("--graphml", help="Write as GraphML.")] = None,
-    dot: Annotated[Path | None, typer.Option("--dot", help="Write for Graphviz.")] = None,
-    pipeline: PipelineText = None,
-    add_pass: AddPass = None,
-) -> None:
+    ] = None
+    as_json: Annotated[bool, typer.Option("--json", help="The view's data.")] = False
+    html: Annotated[Path | None, typer.Option("--html", help="Write one page of it all.")] = None
+    graphml: Annotated[Path | None, typer.Option("--graphml", help="Write as GraphML.")] = None
+    dot: Annotated[Path | None, typer.Option("--dot", help="Write for Graphviz.")] = None
+    pipeline: PipelineText = None
+    add_pass: AddPass = None
+
+    @property
+    def files(self) -> list[Path]:
+        """What is to be written."""
+        return [path for path in (self.html, self.graphml, self.dot) if path is not None]
+
+    def subject(self, what: Path) -> Subject:
+        """A model to look into, with the passes that were named."""
+        from tlora_fx.tools.subject import subject_of
+
+        if self.pipeline is None and not self.add_pass:
+            return subject_of(what)
+        return subject_of(what, lambda: pipeline_of(self.pipeline, self.add_pass))
+
+
+@takes_options
+def run(options: InspectOptions) -> None:
     """Show a compiled model: what is shared, by whom, what it costs, and where nodes come from.
 
     Without a view: a summary and the module tree, with repeated layers folded.
     """
-    views = {"--code": code, "--node": node, "--diff": diff}
-    files = {"--html": html, "--graphml": graphml, "--dot": dot}
-    asked = [name for name, value in (views | files).items() if value]
-    _check(what, asked, after=after, as_json=as_json, changed=bool(pipeline or add_pass))
-    if diff is not None:
-        _diff(what, diff, as_json, pipeline, add_pass)
+    _require_one_view(options)
+    if options.diff is not None:
+        _diff(options, options.diff)
         return
-    assert what is not None
-    subject = _subject(what, pipeline, add_pass)
-    if any(files.values()):
-        _write(subject, after, html, graphml, dot)
-    elif node is not None:
-        _node(_program(subject, after), node, as_json)
-    elif code or after is not None:
-        _code(subject, after, as_json)
+    assert options.what is not None
+    subject = options.subject(options.what)
+    if options.files:
+        _write(subject, options)
+    elif options.node is not None:
+        _node(_program(subject, options.after), options.node, options.as_json)
+    elif options.code or options.after is not None:
+        _code(subject, options.after, options.as_json)
     else:
-        _listing(subject, as_json)
+        _listing(subject, options.as_json)
 
 
-def _check(
-    what: Path | None, asked: list[str], *, after: str | None, as_json: bool, changed: bool
-) -> None:
+def _require_one_view(options: InspectOptions) -> None:
     from tlora_fx.errors import InspectMisuse
 
-    files = [name for name in asked if name in ("--html", "--graphml", "--dot")]
-    mistake = ""
-    if what is None and "--diff" not in asked:
+    names = ("code", "node", "diff", "html", "graphml", "dot")
+    views = [f"--{name}" for name in names if getattr(options, name)]
+    files = views[len(views) - len(options.files) :]
+    what, mistake = options.what, ""
+    if what is None and options.diff is None:
         mistake = "there is nothing to inspect"
-    elif len(asked) > 1 and len(files) < len(asked):
-        mistake = f"{' and '.join(asked)} are two views"
-    elif as_json and files:
+    elif len(views) > 1 and len(files) < len(views):
+        mistake = f"{' and '.join(views)} are two views"
+    elif options.as_json and files:
         mistake = f"--json prints data, {files[0]} writes a file of its own"
-    elif after is not None and {"--diff", "--html"} & set(asked):
+    elif options.after is not None and {"--diff", "--html"} & set(views):
         mistake = "--after shows one state, and this view shows several"
-    elif changed and what is not None and what.suffix not in (".yaml", ".yml"):
+    elif (
+        (options.pipeline or options.add_pass)
+        and what is not None
+        and what.suffix not in (".yaml", ".yml")
+    ):
         mistake = "passes run on a job file, and this is a compiled model"
     if mistake:
         raise InspectMisuse(
             mistake,
-            found=" ".join(filter(None, (str(what or ""), *asked))) or None,
+            found=" ".join(filter(None, (str(what or ""), *views))) or None,
             help="name a folder that `tlora-fx compile` wrote or a job file, and one view",
         )
-
-
-def _subject(what: Path, pipeline: str | None, add_pass: list[str] | None) -> Subject:
-    from tlora_fx.cli.pipeline_options import asked
-    from tlora_fx.tools.subject import subject_of
-
-    if pipeline is None and not add_pass:
-        return subject_of(what)
-    return subject_of(what, lambda: asked(pipeline, add_pass))
 
 
 def _program(subject: Subject, after: str | None) -> Program:
@@ -137,46 +149,38 @@ def _node(program: Program, name: str, as_json: bool) -> None:
         _print([[]] * bool(number) + match_lines(program, match, width))
 
 
-def _diff(
-    what: Path | None,
-    names: tuple[str, str],
-    as_json: bool,
-    pipeline: str | None,
-    add_pass: list[str] | None,
-) -> None:
+def _diff(options: InspectOptions, names: tuple[str, str]) -> None:
     from tlora_fx.inspect.diff import WIDTH, difference, difference_lines
 
-    if what is None:
-        first, second = (_subject(Path(name), pipeline, add_pass).program for name in names)
+    if options.what is None:
+        first, second = (options.subject(Path(name)).program for name in names)
     else:
-        subject = _subject(what, pipeline, add_pass)
+        subject = options.subject(options.what)
         first, second = (subject.state(name) for name in names)
     diff = difference(first, second, names)
-    if as_json:
+    if options.as_json:
         typer.echo(diff.to_json(), nl=False)
     else:
         _print(difference_lines(diff, _width(WIDTH)))
 
 
-def _write(
-    subject: Subject, after: str | None, html: Path | None, graphml: Path | None, dot: Path | None
-) -> None:
+def _write(subject: Subject, options: InspectOptions) -> None:
     """Write the files that were asked for."""
     from tlora_fx.inspect.schema import write_file
 
-    if html is not None:
+    if options.html is not None:
         from tlora_fx.inspect.html import write_html
 
-        write_html(subject.all_stages(), html, subject.name)
-    if graphml is not None:
+        write_html(subject.all_stages(), options.html, subject.name)
+    if options.graphml is not None:
         from tlora_fx.inspect.networks import render_graphml
 
-        write_file(graphml, render_graphml(_program(subject, after)), "the graph")
-    if dot is not None:
+        write_file(options.graphml, render_graphml(_program(subject, options.after)), "the graph")
+    if options.dot is not None:
         from tlora_fx.inspect.networks import render_dot
 
-        write_file(dot, render_dot(_program(subject, after)), "the graph")
-    for path in filter(None, (html, graphml, dot)):
+        write_file(options.dot, render_dot(_program(subject, options.after)), "the graph")
+    for path in options.files:
         typer.echo(f"written   {path}")
 
 

@@ -3,19 +3,25 @@
 from __future__ import annotations
 
 import datetime
-import inspect
-from collections.abc import Callable, Iterator
-from dataclasses import fields, replace
-from functools import wraps
+from collections.abc import Iterator
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal, get_args, get_type_hints
+from typing import TYPE_CHECKING, Annotated, Literal, get_args
 
 import typer
 from rich.console import Console
 from rich.table import Table
 
-from tlora_fx.codegen.compiled_check import Resources, faults, resources
-from tlora_fx.codegen.kernels import build, emitter
+from tlora_fx.cli.options import takes_options
+from tlora_fx.codegen.compiled_check import (
+    Resources,
+    faults,
+    require_architecture,
+    resources,
+    specs_of,
+)
+from tlora_fx.codegen.kernels import build, emitter, first_line, stem
+from tlora_fx.codegen.loading import cache_folder
 from tlora_fx.codegen.spec import KINDS, KernelSpec, Tile
 from tlora_fx.errors import (
     KernelNotCompilable,
@@ -30,52 +36,39 @@ if TYPE_CHECKING:
     from tlora_fx.ops.kernels.support import Site
 
 
-# The options that name one kernel, for the commands of `tlora-fx kernels` that take them.
-
-
 _SHORT = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32", "fp64": "float64"}
 
 
-def asked(
-    kind: Annotated[str, typer.Argument(help="One of `tlora-fx kernels list`.")],
-    inner: Annotated[int, typer.Option("--in", help="Inputs of the frozen linear.")],
-    outer: Annotated[int, typer.Option("--out", help="Its outputs.")],
-    dtype: Annotated[str, typer.Option(help="bf16, fp16, fp32 or fp64.")] = "bf16",
-    adapter_dtype: Annotated[str, typer.Option(help="Of the stored adapters.")] = "fp32",
-    rank_block: Annotated[int, typer.Option(help="Ranks are padded to a multiple.")] = 16,
-    dropout: Annotated[bool, typer.Option("--dropout", help="Some job drops.")] = False,
-    bias: Annotated[bool, typer.Option("--bias", help="The linear has a bias.")] = False,
-    weight_layout: Annotated[str, typer.Option(help="out_in, or in_out as in Conv1D.")] = "out_in",
+@dataclass(frozen=True, slots=True)
+class KernelOptions:
+    """The options that name one kernel, for the commands that take one."""
+
+    kind: Annotated[str, typer.Argument(help="One of `tlora-fx kernels list`.")]
+    inner: Annotated[int, typer.Option("--in", help="Inputs of the frozen linear.")]
+    outer: Annotated[int, typer.Option("--out", help="Its outputs.")]
+    dtype: Annotated[str, typer.Option(help="bf16, fp16, fp32 or fp64.")] = "bf16"
+    adapter_dtype: Annotated[str, typer.Option(help="Of the stored adapters.")] = "fp32"
+    rank_block: Annotated[int, typer.Option(help="Ranks are padded to a multiple.")] = 16
+    dropout: Annotated[bool, typer.Option("--dropout", help="Some job drops.")] = False
+    bias: Annotated[bool, typer.Option("--bias", help="The linear has a bias.")] = False
+    weight_layout: Annotated[str, typer.Option(help="out_in, or in_out as in Conv1D.")] = "out_in"
     accumulate: Annotated[
         bool, typer.Option("--accumulate", help="Add to what the output holds.")
-    ] = False,
-    sites: Annotated[int, typer.Option(help="Linears that share the input.")] = 1,
-    extend: Annotated[str, typer.Option(help="For concat-K: tail or copy.")] = "",
-    job_capacity: Annotated[int, typer.Option(help="Most jobs of a row.")] = 64,
-    arch: Annotated[int, typer.Option(help="Compute capability: 80, 90, 100.")] = 90,
+    ] = False
+    sites: Annotated[int, typer.Option(help="Linears that share the input.")] = 1
+    extend: Annotated[str, typer.Option(help="For concat-K: tail or copy.")] = ""
+    job_capacity: Annotated[int, typer.Option(help="Most jobs of a row.")] = 64
+    arch: Annotated[int, typer.Option(help="Compute capability: 80, 90, 100.")] = 90
     tile: Annotated[
         str | None,
         typer.Option(help="rows,columns,depth,warps,stages,chunk,slab instead of the rule's."),
-    ] = None,
-) -> KernelSpec:
-    """The spec that options name; raises UnknownKernel, KernelSpecError."""
-    return KernelSpec(
-        kind,  # type: ignore[arg-type]  # the spec checks every word
-        inner,
-        outer,
-        dtype=_SHORT.get(dtype, dtype),  # type: ignore[arg-type]
-        adapter_dtype=_SHORT.get(adapter_dtype, adapter_dtype),  # type: ignore[arg-type]
-        rank_block=rank_block,
-        dropout=dropout,
-        bias=bias,
-        weight_layout=weight_layout,  # type: ignore[arg-type]
-        accumulate=accumulate,
-        sites=sites,
-        extend=extend,  # type: ignore[arg-type]
-        job_capacity=job_capacity,
-        arch=arch,
-        tile=_tile(tile),
-    )
+    ] = None
+
+    def spec(self) -> KernelSpec:
+        """What they name; raises UnknownKernel, KernelSpecError."""
+        words = {field.name: getattr(self, field.name) for field in fields(self)}
+        words |= {name: _SHORT.get(words[name], words[name]) for name in ("dtype", "adapter_dtype")}
+        return KernelSpec(**words | {"tile": _tile(self.tile)})
 
 
 def _tile(text: str | None) -> Tile | None:
@@ -92,29 +85,6 @@ def _tile(text: str | None) -> Tile | None:
     return Tile(*(int(word) for word in words))
 
 
-def takes_kernel(run: Callable[..., None]) -> Callable[..., None]:
-    """Give a command, whose first argument is a KernelSpec, the options of `asked` in its place."""
-    naming = inspect.signature(asked).parameters
-    _, *own = inspect.signature(run).parameters.values()
-
-    @wraps(run)
-    def command(**given: Any) -> None:
-        spec = asked(**{name: given.pop(name) for name in naming})
-        run(spec, **given)
-
-    hints = get_type_hints(asked, include_extras=True) | get_type_hints(run, include_extras=True)
-    command.__signature__ = inspect.Signature(  # type: ignore[attr-defined]
-        [
-            told.replace(kind=inspect.Parameter.KEYWORD_ONLY, annotation=hints[told.name])
-            for told in (*naming.values(), *own)
-        ]
-    )
-    # What `wraps` copied speaks of the spec, which typer cannot ask for.
-    command.__annotations__ = hints
-    del command.__wrapped__
-    return command
-
-
 CHECKED_ARCHITECTURES = (80, 90, 100)
 
 group = typer.Typer(
@@ -129,9 +99,6 @@ group = typer.Typer(
 @group.command("list")
 def list_kinds() -> None:
     """List the kinds of kernels, and the generated files in the cache."""
-    from tlora_fx.codegen.kernels import emitter, first_line
-    from tlora_fx.codegen.loading import cache_folder
-
     table = Table("kind", "what it does", box=None, pad_edge=False)
     for kind in KINDS:
         table.add_row(kind, first_line(emitter(kind).__doc__))
@@ -155,18 +122,16 @@ def _cached(files: list[Path]) -> Table:
 
 
 @group.command()
-@takes_kernel
-def show(spec: KernelSpec) -> None:
+@takes_options
+def show(kernel: KernelOptions) -> None:
     """Print the source of one kernel."""
-    from tlora_fx.codegen.kernels import build
-
-    typer.echo(build(spec).text, nl=False)
+    typer.echo(build(kernel.spec()).text, nl=False)
 
 
 @group.command()
-@takes_kernel
+@takes_options
 def explain(
-    spec: KernelSpec,
+    kernel: KernelOptions,
     tokens: Annotated[int, typer.Option(min=1, help="Tokens of a call.")] = 8192,
     ranks: Annotated[str, typer.Option(help="Ranks of its jobs, equally long.")] = "16,16,16,16",
     gpu: Annotated[str, typer.Option(help="Whose measurements decide.")] = "NVIDIA H200",
@@ -175,11 +140,9 @@ def explain(
 
     Compiles for --arch without a GPU, where Triton is installed.
     """
-    words = ranks.split(",")
+    spec, words = kernel.spec(), ranks.split(",")
     if not all(word.strip().isdecimal() for word in words) or not any(map(int, words)):
         raise typer.BadParameter(f"--ranks are numbers, such as 4,8,16; not {ranks!r}")
-    from tlora_fx.codegen.compiled_check import require_architecture
-
     require_architecture(spec.arch)
     console = Console(highlight=False, markup=False)
     for part in page(spec, tokens, [int(word) for word in words], gpu):
@@ -199,8 +162,6 @@ def check(
 
     Exits with 1 where a kernel has a fault.
     """
-    from tlora_fx.codegen.compiled_check import require_architecture, specs_of
-
     for one in arch or ():
         require_architecture(one)
     if wrong := [kind for kind in kinds or () if kind not in KINDS]:
@@ -223,9 +184,6 @@ def check(
 
 
 def _checked(spec: KernelSpec, arch: int) -> tuple[str, bool]:
-    from tlora_fx.codegen.compiled_check import faults, resources
-    from tlora_fx.codegen.kernels import stem
-
     name = stem(spec).removesuffix(f"_sm{spec.arch}")
     head = f"{name:<48} sm_{arch:<4}"
     try:
@@ -256,11 +214,11 @@ def tune(
     ] = False,
 ) -> None:
     """Time plans and tiles on this machine's GPU and keep the best in a table."""
-    given = [_shape(text) for text in shapes] if shapes else None
+    linears = [_shape(text) for text in shapes] if shapes else None
     from tlora_fx.ops.kernels.tune import tune as measure
 
     measure(
-        given,
+        linears,
         tokens,
         ranks,
         "bfloat16" if dtype == "bf16" else "float16",

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import shlex
 from collections.abc import Iterable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -11,8 +12,8 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
-from tlora_fx.cli.whole_tables import print_whole
-from tlora_fx.cli.working import Working
+from tlora_fx.cli.options import takes_options
+from tlora_fx.cli.terminal import Working, print_whole
 
 if TYPE_CHECKING:
     from tlora_fx.config.job_file import JobFile
@@ -31,60 +32,76 @@ MAX_ROW_TOKENS = 16384
 NODE = 8
 
 
-def run(
-    jobs: Annotated[Path, typer.Argument(help="Job file (YAML).")],
-    gpus: Annotated[int, typer.Option(min=1, help="How many GPUs there are.")],
+@dataclass(frozen=True, slots=True)
+class PlanOptions:
+    """What the command line says."""
+
+    jobs: Annotated[Path, typer.Argument(help="Job file (YAML).")]
+    gpus: Annotated[int, typer.Option(min=1, help="How many GPUs there are.")]
     gpu: Annotated[
         str | None, typer.Option(help="h200, a profile's file, roofline:h200; this one.")
-    ] = None,
+    ] = None
     nodes: Annotated[
         int | None, typer.Option(min=1, help="Over how many nodes; 8 GPUs a node by default.")
-    ] = None,
+    ] = None
     output: Annotated[
         Path | None, typer.Option("-o", "--output", help="File for the best plan.")
-    ] = None,
+    ] = None
     tokens: Annotated[
         int | None, typer.Option(min=2, help="Tokens of a round; else by the jobs' batches.")
-    ] = None,
+    ] = None
     length: Annotated[
         int | None, typer.Option(min=2, help="Tokens of a sequence; else each job's max_length.")
-    ] = None,
-    max_row_tokens: Annotated[
-        int, typer.Option(min=2, help="Tokens of one forward.")
-    ] = MAX_ROW_TOKENS,
+    ] = None
+    max_row_tokens: Annotated[int, typer.Option(min=2, help="Tokens of one forward.")] = (
+        MAX_ROW_TOKENS
+    )
     allow_estimated: Annotated[
         bool, typer.Option("--allow-estimated", help="Plan by a scaled profile or a roofline.")
-    ] = False,
+    ] = False
     export: Annotated[
         str | None, typer.Option(help="Write the profile for galvatron, metis or sailor.")
-    ] = None,
-    folder: Annotated[Path, typer.Option(help="Folder for --export.")] = Path("exported"),
-    show: Annotated[int, typer.Option(min=1, help="How many plans to print.")] = 10,
-) -> None:
+    ] = None
+    folder: Annotated[Path, typer.Option(help="Folder for --export.")] = Path("exported")
+    show: Annotated[int, typer.Option(min=1, help="How many plans to print.")] = 10
+
+
+@takes_options
+def run(options: PlanOptions) -> None:
     """Find the fastest plan that fits into memory, and print those that come next.
 
     Times and memory come from a measured profile of the model's layers (`tlora-fx profile`). Where
     there is none for this model on this GPU, --allow-estimated takes the nearest one, scaled, or
     the GPU's data sheet; the table then says so.
     """
-    per_node = per_node_of(gpus, nodes)
-    _require_format(export)
-    given, model = _compiled(jobs, gpu)
+    per_node = per_node_of(options.gpus, options.nodes)
+    _require_format(options.export)
+    job_file, model = _compiled(options.jobs, options.gpu)
     from tlora_fx.cost.load import round_of_jobs
     from tlora_fx.planners.auto import require_memory, search
 
-    profile = _profile(model, gpu, allow_estimated)
-    work = round_of_jobs(given.jobs, length=length, tokens=tokens, max_row_tokens=max_row_tokens)
-    found = search(model, profile, work, gpus, per_node)
-    require_memory(found, work)
+    profile = _profile(model, options.gpu, options.allow_estimated)
+    work = round_of_jobs(
+        job_file.jobs,
+        length=options.length,
+        tokens=options.tokens,
+        max_row_tokens=options.max_row_tokens,
+    )
+    plans = search(model, profile, work, options.gpus, per_node)
+    require_memory(plans, work)
     console = Console(highlight=False, soft_wrap=True)
-    _print(console, head(given, work, found, gpus, per_node), found, show)
-    if export is not None:
-        length = length or max(job.max_length for job in given.jobs)
-        _written(console, exported(found, export, folder, length, gpus, per_node))
-    if output is not None:
-        options = _as_predicted(profile, max_row_tokens)
-        _save(console, found.best(), jobs, output, per_node, options)
+    _print(console, head(job_file, work, plans, options.gpus, per_node), plans, options.show)
+    if options.export is not None:
+        length = options.length or max(job.max_length for job in job_file.jobs)
+        nodes = -(-options.gpus // per_node)
+        files = exported(plans, options.export, options.folder, length, nodes, per_node)
+        _print_written(console, files)
+    if options.output is not None:
+        best = plans.best()
+        best.save(options.output)
+        train = _as_predicted(profile, options.max_row_tokens)
+        line = command(best, options.jobs, options.output, per_node, train)
+        _print_written(console, [f"{options.output}: {line}"])
 
 
 def per_node_of(gpus: int, nodes: int | None) -> int:
@@ -100,9 +117,9 @@ def per_node_of(gpus: int, nodes: int | None) -> int:
     if gpus % count == 0 and nodes is not None:
         return gpus // count
     fitting = [n for n in range(1, gpus + 1) if gpus % n == 0]
-    told = f"over {nodes} nodes" if nodes else f"over nodes of {NODE}"
+    spread = f"over {nodes} nodes" if nodes else f"over nodes of {NODE}"
     raise typer.BadParameter(
-        f"{gpus} GPUs cannot be spread evenly {told}: a plan wants as many on each. "
+        f"{gpus} GPUs cannot be spread evenly {spread}: a plan wants as many on each. "
         f"--nodes may be {', '.join(map(str, fitting))}"
     )
 
@@ -124,20 +141,12 @@ def _compiled(jobs: Path, gpu: str | None) -> tuple[JobFile, SuperModel]:
     """The jobs of a file, and their model; nothing is compiled for a profile that is none."""
     from tlora_fx.config.job_file import load_job_file
 
-    given = load_job_file(jobs)
+    job_file = load_job_file(jobs)
     _require_file(gpu)
     with Working(Console(stderr=True), "compiling the jobs"):
         from tlora_fx.compiler import compile
 
-        return given, compile(given)
-
-
-def _save(
-    console: Console, best: Plan, jobs: Path, output: Path, per_node: int, options: list[str]
-) -> None:
-    """Write the best plan, and say what trains by it."""
-    best.save(output)
-    _written(console, [f"{output}: {command(best, jobs, output, per_node, options)}"])
+        return job_file, compile(job_file)
 
 
 def _as_predicted(profile: Profile, max_row_tokens: int) -> list[str]:
@@ -187,52 +196,45 @@ def _profile(model: SuperModel, gpu: str | None, allow_estimated: bool) -> Profi
         ) from error
 
 
-def _written(console: Console, files: Iterable[object]) -> None:
+def _print_written(console: Console, files: Iterable[object]) -> None:
     for file in files:
         console.print(f"written   {file}", markup=False)
 
 
-def _print(console: Console, lines: list[str], found: PlanSearch, show: int) -> None:
+def _print(console: Console, lines: list[str], plans: PlanSearch, show: int) -> None:
     for line in lines:
         console.print(line, markup=False)
-    print_whole(console, table(found, show))
-    for line in [*dropped(found), *idle(found)]:
+    print_whole(console, table(plans, show))
+    for line in [*dropped(plans), *idle(plans)]:
         console.print(line, markup=False)
 
 
 def exported(
-    found: PlanSearch, format: str, folder: Path, length: int, gpus: int, per_node: int
+    plans: PlanSearch, format: str, folder: Path, length: int, nodes: int, per_node: int
 ) -> list[Path]:
     """Write the profile in another planner's format, for sequences of one length."""
     from tlora_fx.planners.export import write_galvatron, write_metis, write_sailor
 
-    nodes = -(-gpus // per_node)
     if format == "galvatron":
         return write_galvatron(
-            found.cost, folder, length=length, nodes=nodes, gpus_per_node=per_node
+            plans.cost, folder, length=length, nodes=nodes, gpus_per_node=per_node
         )
     if format == "metis":
-        return write_metis(found.cost, folder, length=length, nodes=nodes, gpus_per_node=per_node)
+        return write_metis(plans.cost, folder, length=length, nodes=nodes, gpus_per_node=per_node)
     assert format in FORMATS
-    return write_sailor(found.cost, folder, length=length)
+    return write_sailor(plans.cost, folder, length=length)
 
 
-def head(given: JobFile, work: Round, found: PlanSearch, gpus: int, per_node: int) -> list[str]:
+def head(job_file: JobFile, work: Round, plans: PlanSearch, gpus: int, per_node: int) -> list[str]:
     """What was planned for, in a few lines."""
-    profile, load = found.cost.profile, work.load
-    told = {
-        "measured": "measured",
-        "scaled": "ESTIMATED: scaled",
-        "roofline": "ESTIMATED: roofline",
-    }
-    source = told[profile.source]
-    talk = found.cost.collectives
-    if talk.estimated and not profile.estimated:
+    profile, load = plans.cost.profile, work.load
+    source = profile.source if profile.source == "measured" else f"ESTIMATED: {profile.source}"
+    if plans.cost.collectives.estimated and not profile.estimated:
         source += "; links by data sheet"
     a_round = f"{load.total:,} tokens in {load.sequences:,} sequences a round"
-    launched = found.cost.facts.launched if profile.knows_graphs else ()
+    launched = plans.cost.facts.launched if profile.knows_graphs else ()
     return [
-        f"jobs      {len(given.jobs)}, {a_round}",
+        f"jobs      {len(job_file.jobs)}, {a_round}",
         f"mesh      {gpus} GPUs, {per_node} a node, {profile.hardware.gpu}",
         f"profile   {profile.name} ({source})",
         *([f"graphs    none, because of {', '.join(launched)}"] if launched else []),
@@ -240,24 +242,24 @@ def head(given: JobFile, work: Round, found: PlanSearch, gpus: int, per_node: in
     ]
 
 
-def table(found: PlanSearch, count: int) -> Table:
+def table(plans: PlanSearch, count: int) -> Table:
     """The best plans, one a row; `rows` are the micro-batches of a replica."""
-    made = Table(box=None, pad_edge=False)
+    rows = Table(box=None, pad_edge=False)
     for name in ("pp", "dp", "tp", "rows", "ms", "tokens/s", "GiB", *PARTS):
-        made.add_column(name, justify="right")
-    made.add_column("plan")
-    for one in found.running[:count]:
-        made.add_row(*_cells(one, found.tokens))
-    return made
+        rows.add_column(name, justify="right")
+    rows.add_column("plan")
+    for candidate in plans.running[:count]:
+        rows.add_row(*_cells(candidate, plans.tokens))
+    return rows
 
 
-def dropped(found: PlanSearch) -> list[str]:
+def dropped(plans: PlanSearch) -> list[str]:
     """What cannot run, one line for each reason."""
     reasons: dict[str, list[str]] = {}
-    for one in found.dropped:
-        kind = "does not fit into memory" if one.memory is not None else one.reason
-        reasons.setdefault(kind, []).append(f"({one.plan.mesh})")
-    lines = [f"{len(found.running)} plans run; {len(found.dropped)} do not"]
+    for candidate in plans.dropped:
+        reason = "does not fit into memory" if candidate.memory is not None else candidate.reason
+        reasons.setdefault(reason, []).append(f"({candidate.plan.mesh})")
+    lines = [f"{len(plans.running)} plans run; {len(plans.dropped)} do not"]
     for reason, meshes in reasons.items():
         named = list(dict.fromkeys(meshes))
         more = f" and {len(named) - 4} more" if len(named) > 4 else ""
@@ -265,25 +267,25 @@ def dropped(found: PlanSearch) -> list[str]:
     return lines
 
 
-def idle(found: PlanSearch) -> list[str]:
+def idle(plans: PlanSearch) -> list[str]:
     """A note where the best plan has replicas for which a round has no sequence."""
-    if not found.running:
+    if not plans.running:
         return []
-    mesh = found.running[0].plan.mesh
-    without = mesh.dp - found.sequences
+    mesh = plans.running[0].plan.mesh
+    without = mesh.dp - plans.sequences
     if without <= 0:
         return []
     count = without * mesh.tp * mesh.pp
-    told = (
-        f"note: a round has {found.sequences} sequences for the {mesh.dp} replicas of the first "
+    note = (
+        f"note: a round has {plans.sequences} sequences for the {mesh.dp} replicas of the first "
         f"plan, so {count} of {mesh.size} GPUs have nothing to do: larger batches would use them, "
         "or fewer GPUs do"
     )
-    return [told]
+    return [note]
 
 
-def _cells(one: Candidate, tokens: int) -> list[str]:
-    plan, time, memory = one.plan, one.time, one.memory
+def _cells(candidate: Candidate, tokens: int) -> list[str]:
+    plan, time, memory = candidate.plan, candidate.time, candidate.memory
     assert time is not None
     assert memory is not None
     words: list[str] = [plan.schedule] if plan.mesh.pp > 1 else []

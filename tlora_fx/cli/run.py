@@ -16,7 +16,7 @@ from rich.console import Console
 from rich.live import Live
 from rich.table import Table
 
-from tlora_fx.cli import durations
+from tlora_fx.cli.options import seconds
 from tlora_fx.scheduler.formations import Formation, NoWatch
 from tlora_fx.scheduler.loop import Loop
 from tlora_fx.scheduler.service import SubmittedFile
@@ -92,7 +92,7 @@ def run(
 
 
 def _seconds(horizon: str, save_every: str) -> tuple[float, float]:
-    return durations.seconds(horizon, "--horizon"), durations.seconds(save_every, "--save-every")
+    return seconds(horizon, "--horizon"), seconds(save_every, "--save-every")
 
 
 def _warn(page: Page, texts: Iterable[str]) -> None:

@@ -13,7 +13,7 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
-from tlora_fx.cli import durations
+from tlora_fx.cli.options import seconds
 
 if TYPE_CHECKING:
     from tlora_fx.simulator.report import Report
@@ -220,7 +220,7 @@ def scenario_of(given: Mapping[str, Any]) -> Scenario:
             given["gpus"], given["gpus_per_node"], given["nodes_per_rack"], given["gpu"]
         ),
         month=given["month"],
-        horizon=durations.seconds(given["horizon"], "--horizon"),
+        horizon=seconds(given["horizon"], "--horizon"),
         switch_seconds=given["switch_seconds"],
         runnable=given["runnable"],
         allow_estimated=given["allow_estimated"],

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
@@ -13,9 +13,8 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 from rich.console import Console
 
-from tlora_fx.cli.bars import Bars
-from tlora_fx.cli.whole_tables import print_whole
-from tlora_fx.cli.working import Working
+from tlora_fx.cli.options import takes_options
+from tlora_fx.cli.terminal import Working, print_whole
 
 if TYPE_CHECKING:
     from tlora_fx.cost.plan import Plan
@@ -24,39 +23,46 @@ if TYPE_CHECKING:
     from tlora_fx.runtime.data import JobData
     from tlora_fx.runtime.job_run import JobRun
     from tlora_fx.runtime.launch import Launch
+    from tlora_fx.runtime.trainer import Trainer
 
 
-def run(
-    jobs: Annotated[Path, typer.Argument(help="Job file (YAML).")],
-    output: Annotated[Path, typer.Option("-o", "--output", help="Folder for what comes out.")],
-    resume: Annotated[bool, typer.Option(help="Go on from the newest checkpoint.")] = False,
-    device: Annotated[str | None, typer.Option(help="cpu, cuda, cuda:1, ...")] = None,
-    pipeline: Annotated[str | None, typer.Option(help="Passes instead of the default.")] = None,
-    max_row_tokens: Annotated[int, typer.Option(min=2, help="Tokens of one forward.")] = 16384,
+@dataclass(frozen=True, slots=True)
+class TrainOptions:
+    """What the command line says."""
+
+    jobs: Annotated[Path, typer.Argument(help="Job file (YAML).")]
+    output: Annotated[Path, typer.Option("-o", "--output", help="Folder for what comes out.")]
+    resume: Annotated[bool, typer.Option(help="Go on from the newest checkpoint.")] = False
+    device: Annotated[str | None, typer.Option(help="cpu, cuda, cuda:1, ...")] = None
+    pipeline: Annotated[str | None, typer.Option(help="Passes instead of the default.")] = None
+    max_row_tokens: Annotated[int, typer.Option(min=2, help="Tokens of one forward.")] = 16384
     plan: Annotated[
         str | None, typer.Option(help="auto, fsdp, pipeline, tensor, ... or a plan file.")
-    ] = None,
-    mesh: Annotated[str | None, typer.Option(help="Processes, such as pp=2,dp=2.")] = None,
+    ] = None
+    mesh: Annotated[str | None, typer.Option(help="Processes, such as pp=2,dp=2.")] = None
     compiled: Annotated[
         bool, typer.Option("--compile", help="Compile the layers; the first rounds take longer.")
-    ] = False,
+    ] = False
     nano_batches: Annotated[
         int | None,
         typer.Option(min=1, help="Parts of a row that overlap, unless a controller chooses."),
-    ] = None,
+    ] = None
     controller: Annotated[
         str | None, typer.Option(help="Changes their number: keep-best, aimd or fixed.")
-    ] = None,
+    ] = None
     shard_base: Annotated[
         bool, typer.Option("--shard-base", help="pipeline: shard each stage over its replicas.")
-    ] = False,
+    ] = False
     cuda_graphs: Annotated[
         bool, typer.Option(help="On a GPU, run small rows of sizes that come again as CUDA graphs.")
-    ] = True,
+    ] = True
     collective_timeout: Annotated[
         float, typer.Option(min=1, help="Seconds that processes wait for another, after a round.")
-    ] = 300,
-) -> None:
+    ] = 300
+
+
+@takes_options
+def run(options: TrainOptions) -> None:
     """Train all jobs of a file together, each to its own last step.
 
     Leaves one PEFT adapter folder, metrics.jsonl and status.json a job, and checkpoints. Started by
@@ -67,97 +73,65 @@ def run(
     from tlora_fx.runtime.run_folder import how_to_go_on, require_new
 
     launch = Launch.found()
-    if launch.rank == 0 and not resume and not launch.again:
-        require_new(output)
-    asked = _TrainOptions(
-        jobs, output, resume or launch.again, device, pipeline, max_row_tokens,
-        plan or ("auto" if launch.size > 1 else "single"), mesh,
-        timedelta(seconds=collective_timeout), compiled, nano_batches, controller,
-        shard_base, cuda_graphs,
-    )  # fmt: skip
-    require_plan_file(asked.plan)
-    exits_at_once(lambda: _train(asked, launch), launch, lambda: how_to_go_on(output))
+    if launch.rank == 0 and not options.resume and not launch.again:
+        require_new(options.output)
+    plan = options.plan or ("auto" if launch.size > 1 else "single")
+    require_plan_file(plan)
+    options = replace(options, plan=plan, resume=options.resume or launch.again)
+    exits_at_once(lambda: _train(options, launch), launch, lambda: how_to_go_on(options.output))
 
 
-@dataclass(frozen=True, slots=True)
-class _TrainOptions:
-    """What the command line says."""
-
-    jobs: Path
-    output: Path
-    resume: bool
-    device: str | None
-    pipeline: str | None
-    max_row_tokens: int
-    plan: str
-    mesh: str | None
-    longest_wait: timedelta
-    compiled: bool = False
-    nano_batches: int | None = None
-    controller: str | None = None
-    shard_base: bool = False
-    cuda_graphs: bool = True
-
-
-def _train(asked: _TrainOptions, launch: Launch) -> None:
+def _train(options: TrainOptions, launch: Launch) -> None:
     """What each process does."""
-    from tlora_fx.parallel.mesh import open_mesh
+    from tlora_fx.cli.bars import Bars
     from tlora_fx.runtime.distributed import Ranks
     from tlora_fx.runtime.launch import join, memory_bytes
+    from tlora_fx.runtime.trainer import Trainer, TrainerOptions
 
     # One process speaks for all.
-    console = Console(stderr=True, quiet=launch.rank > 0)
-    device = launch.device(asked.device)
+    console = Console(stderr=True, quiet=launch.rank > 0, highlight=False)
+    device = launch.device(options.device)
     everyone = Ranks(join(launch, device))
     memory = memory_bytes(device, everyone)
     with Working(console, "compiling and loading the data"):
-        data, model, plan = everyone.together(lambda: _prepared(asked, launch, memory))
-    for name, own in data.items():
-        for line in own.report.lines():
-            console.print(f"{name}: {line}", highlight=False, markup=False)
+        data, model, plan = everyone.together(lambda: _prepared(options, launch, memory))
+    for name, samples in data.items():
+        for line in samples.report.lines():
+            console.print(f"{name}: {line}", markup=False)
     if launch.size > 1:
-        console.print(f"plan: {plan.planner} on {plan.mesh}", highlight=False)
+        console.print(f"plan: {plan.planner} on {plan.mesh}")
     with Bars(console) as bars:
-        for text in _warnings(asked, plan):
+        for text in _warnings(options, plan):
             bars.warned(text)
-        from tlora_fx.runtime.trainer import Trainer
-
         trainer = everyone.together(
             lambda: Trainer(
                 model,
-                output=asked.output,
-                resume=asked.resume,
+                output=options.output,
+                device=device,
+                resume=options.resume,
                 data=data,
-                max_row_tokens=asked.max_row_tokens,
-                watch=bars,
                 plan=plan,
-                mesh=open_mesh(plan.mesh, device),
-                longest_wait=asked.longest_wait,
-                compiled=asked.compiled,
-                cuda_graphs=asked.cuda_graphs,
-                nano_batches=_deciding(asked),
+                callback=bars,
+                options=TrainerOptions(
+                    max_row_tokens=options.max_row_tokens,
+                    compiled=options.compiled,
+                    cuda_graphs=options.cuda_graphs,
+                    nano_batches=_controlled(options),
+                    longest_wait=timedelta(seconds=options.collective_timeout),
+                ),
             )
         )
         runs = trainer.run()
     if launch.rank == 0:
-        _tell(runs, asked.output)
-        if trainer.rows.padding:
-            part = trainer.rows.padding / (trainer.rows.padding + trainer.rows.tokens)
-            told = f"rows: {part:.1%} padding, so that their lengths come again"
-            console.print(told, highlight=False)
-        graphs = trainer.graphs
-        if graphs is not None and graphs.refused:
-            told = f"rows did not run as CUDA graphs: {graphs.refused.splitlines()[0]}"
-            console.print(told, highlight=False, markup=False)
-        elif graphs is not None and graphs.roomless:
-            told = f"rows: {graphs.roomless} times there was no memory for a CUDA graph"
-            console.print(told, highlight=False)
+        _show(runs, options.output)
+        for line in _notes(trainer):
+            console.print(line, markup=False)
     if any(job.status == "failed" for job in runs):
         sys.exit(1)
 
 
 def _prepared(
-    asked: _TrainOptions, launch: Launch, memory: int | None
+    options: TrainOptions, launch: Launch, memory: int | None
 ) -> tuple[Mapping[str, JobData], SuperModel, Plan]:
     """The data, the compiled model and the plan; no weight is loaded yet."""
     from tlora_fx.compiler import compile
@@ -169,29 +143,34 @@ def _prepared(
     from tlora_fx.runtime.launch import choose_plan
     from tlora_fx.tools.replay import keep_replay
 
-    shape = None if asked.mesh is None else MeshShape.parse(asked.mesh)
-    given = load_job_file(asked.jobs)
-    data = load_all_data(given.jobs)
-    model = compile(given, asked.pipeline, on_failure=partial(keep_replay, Path("tlora-fx-replay")))
-    options: dict[str, object] = {"max_row_tokens": asked.max_row_tokens, "memory_bytes": memory}
-    if asked.plan == "pipeline":
-        options["shard_base"] = asked.shard_base
-    plan = choose_plan(asked.plan, model, launch, shape, options)
-    if asked.nano_batches is not None:
-        plan = plan.model_copy(update={"nano_batches": asked.nano_batches})
+    shape = None if options.mesh is None else MeshShape.parse(options.mesh)
+    job_file = load_job_file(options.jobs)
+    data = load_all_data(job_file.jobs)
+    on_failure = partial(keep_replay, Path("tlora-fx-replay"))
+    model = compile(job_file, options.pipeline, on_failure=on_failure)
+    assert options.plan is not None
+    of_planner: dict[str, object] = {
+        "max_row_tokens": options.max_row_tokens,
+        "memory_bytes": memory,
+    }
+    if options.plan == "pipeline":
+        of_planner["shard_base"] = options.shard_base
+    plan = choose_plan(options.plan, model, launch, shape, of_planner)
+    if options.nano_batches is not None:
+        plan = plan.model_copy(update={"nano_batches": options.nano_batches})
     require_fits(model, plan.mesh)
-    if asked.shard_base and not plan.shard_base:
+    if options.shard_base and not plan.shard_base:
         raise PlanNotRunnable(
             "this plan holds the base whole on every replica",
             plan=f"{plan.planner} on {plan.mesh}",
             found="--shard-base",
             help="choose fsdp, or pipeline with a mesh that has dp, or leave --shard-base out",
         )
-    check_memory(model, plan, data, asked.max_row_tokens)
+    check_memory(model, plan, data, options.max_row_tokens)
     return data, model, plan
 
 
-def _warnings(asked: _TrainOptions, plan: Plan) -> Iterator[str]:
+def _warnings(options: TrainOptions, plan: Plan) -> Iterator[str]:
     """What a user should know of a plan before it runs."""
     estimate = plan.estimate
     if estimate is not None and estimate.estimated:
@@ -199,21 +178,33 @@ def _warnings(asked: _TrainOptions, plan: Plan) -> Iterator[str]:
             f"the plan rests on estimated times ({estimate.profile}): `tlora-fx profile` measures "
             "them, then plan again"
         )
-    if not asked.compiled and (asked.controller is not None or plan.nano_batches > 1):
+    if not options.compiled and (options.controller is not None or plan.nano_batches > 1):
         yield "nothing overlaps between nano-batches without --compile"
 
 
-def _deciding(asked: _TrainOptions) -> NanoBatches | None:
-    """What chooses the number of nano-batches, where that was asked for."""
+def _controlled(options: TrainOptions) -> NanoBatches | None:
+    """What chooses the number of nano-batches, where a controller was named."""
     from tlora_fx.runtime.controllers import NanoBatches, find_controller
 
-    if asked.controller is None:
+    if options.controller is None:
         return None
-    options = {"count": asked.nano_batches or 1} if asked.controller == "fixed" else {}
-    return NanoBatches(find_controller(asked.controller, **options))
+    fixed = {"count": options.nano_batches or 1} if options.controller == "fixed" else {}
+    return NanoBatches(find_controller(options.controller, **fixed))
 
 
-def _tell(runs: Sequence[JobRun], output: Path) -> None:
+def _notes(trainer: Trainer) -> Iterator[str]:
+    """What a user should know of how the rows ran."""
+    rows, graphs = trainer.rows, trainer.graphs
+    if rows.padding:
+        part = rows.padding / (rows.padding + rows.tokens)
+        yield f"rows: {part:.1%} padding, so that their lengths come again"
+    if graphs is not None and graphs.refused:
+        yield f"rows did not run as CUDA graphs: {graphs.refused.splitlines()[0]}"
+    elif graphs is not None and graphs.roomless:
+        yield f"rows: {graphs.roomless} times there was no memory for a CUDA graph"
+
+
+def _show(runs: Sequence[JobRun], output: Path) -> None:
     """Where everything lies."""
     from rich.table import Table
 

@@ -9,8 +9,7 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
-from tlora_fx.cli.whole_tables import print_whole
-from tlora_fx.cli.working import Working
+from tlora_fx.cli.terminal import Working, print_whole
 from tlora_fx.errors import VerifyError
 
 if TYPE_CHECKING:

@@ -278,7 +278,7 @@ def _broken(error: Exception) -> PlanNotRunnable:
         "a row could not be captured as a CUDA graph",
         found=f"{type(error).__name__}: {error}",
         reason="its gathers or its sums over processes were interrupted",
-        help="train without graphs: --no-cuda-graphs, or Trainer(cuda_graphs=False)",
+        help="train without graphs: --no-cuda-graphs, or TrainerOptions(cuda_graphs=False)",
     )
 
 

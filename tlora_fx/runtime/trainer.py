@@ -5,13 +5,14 @@ from __future__ import annotations
 import time
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
+from dataclasses import dataclass
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
-from typing import Protocol
 
 import torch
 
 from tlora_fx.compiler import Jobs, as_jobs
+from tlora_fx.cost.load import MAX_ROW_TOKENS
 from tlora_fx.cost.plan import Plan
 from tlora_fx.errors import CheckpointError
 from tlora_fx.model.batch import PackedBatch
@@ -26,7 +27,7 @@ from tlora_fx.parallel.apply import (
     require_shardable,
 )
 from tlora_fx.parallel.cuda_graphs import RowGraphs
-from tlora_fx.parallel.mesh import FIRST_STEP, Mesh, limit_waits
+from tlora_fx.parallel.mesh import FIRST_STEP, limit_waits, open_mesh
 from tlora_fx.parallel.prepare import prepared, require_fits
 from tlora_fx.runtime.adapters import adapter_tensors, base_tensors, start_adapters
 from tlora_fx.runtime.batching import (
@@ -62,8 +63,8 @@ from tlora_fx.runtime.job_run import JobRun, StepReport
 from tlora_fx.runtime.run_folder import NoFolder, RunFolder
 
 
-class Watcher(Protocol):
-    """What hears of a run while it goes on; every method may do nothing."""
+class TrainerCallback:
+    """What hears of a run while it goes on; every method does nothing until it is overridden."""
 
     def started(self, runs: Sequence[JobRun]) -> None:
         """Training begins, or goes on."""
@@ -81,45 +82,39 @@ class Watcher(Protocol):
         """Something went wrong that does not stop the run."""
 
 
-class Silent:
-    """A watcher that keeps quiet."""
+@dataclass(frozen=True, slots=True)
+class TrainerOptions:
+    """How rows run.
 
-    def started(self, runs: Sequence[JobRun]) -> None:
-        """Say nothing."""
+    max_row_tokens   rows are closed before they grow beyond this
+    compiled         layers are compiled by torch.compile; the first rounds take longer
+    cuda_graphs      on a GPU small rows run as CUDA graphs where that is possible (see
+                     `parallel.cuda_graphs`); never in strict mode
+    nano_batches     chooses into how many nano-batches rows are cut, round after round
+    longest_wait     after the first round no process waits longer for another
+    """
 
-    def stepped(self, report: StepReport) -> None:
-        """Say nothing."""
-
-    def ended(self, run: JobRun) -> None:
-        """Say nothing."""
-
-    def saved(self, path: Path, runs: Sequence[JobRun]) -> None:
-        """Say nothing."""
-
-    def warned(self, text: str) -> None:
-        """Say nothing."""
+    max_row_tokens: int = MAX_ROW_TOKENS
+    compiled: bool = False
+    cuda_graphs: bool = True
+    nano_batches: NanoBatches | None = None
+    longest_wait: timedelta = FIRST_STEP
 
 
 class Trainer:
     """Trains the jobs of a model.
 
-    model            what `tlora_fx.compile` made
-    jobs             the same jobs
-    output           folder for adapters, metrics and checkpoints; by default a new one in runs/
-    device           by default the GPU where there is one
-    resume           go on from the newest checkpoint in `output`
-    data             samples by job name, instead of what the jobs' `data` names
-    max_row_tokens   rows are closed before they grow beyond this
-    watch            hears of every step, on the leader
-    plan             how the model runs on a mesh; by default on one device
-    mesh             the processes, where there are several: each makes a trainer of its own, with
-                     the same arguments, and the leader writes for all
-    longest_wait     after the first round no process waits longer for another
-    compiled         layers are compiled by torch.compile; the first rounds take longer
-    cuda_graphs      on a GPU small rows run as CUDA graphs where that is possible (see
-                     `planners.row_graphs`); never in strict mode
-    nano_batches     chooses into how many nano-batches rows are cut, round after round
-    carried          the run is a piece of a longer one: where its jobs come from and write to
+    model      what `tlora_fx.compile` made
+    jobs       the same jobs
+    output     folder for adapters, metrics and checkpoints; by default a new one in runs/
+    device     by default the GPU where there is one
+    resume     go on from the newest checkpoint in `output`; or the run is a piece of a longer one:
+               where its jobs come from and write to
+    data       samples by job name, instead of what the jobs' `data` names
+    plan       how the model runs on a mesh; by default on one device. Where there are several
+               processes, each makes a trainer with the same arguments; the leader writes for all
+    callback   hears of every step, on the leader
+    options    how rows run
     """
 
     def __init__(
@@ -129,34 +124,29 @@ class Trainer:
         *,
         output: Path | str | None = None,
         device: torch.device | str | None = None,
-        resume: bool = False,
+        resume: bool | ResumeSources = False,
         data: Mapping[str, JobData] | None = None,
-        max_row_tokens: int = 16384,
-        watch: Watcher | None = None,
         plan: Plan | None = None,
-        mesh: Mesh | None = None,
-        longest_wait: timedelta = FIRST_STEP,
-        nano_batches: NanoBatches | None = None,
-        compiled: bool = False,
-        cuda_graphs: bool = True,
-        carried: ResumeSources | None = None,
+        callback: TrainerCallback | None = None,
+        options: TrainerOptions = TrainerOptions(),
     ) -> None:
         self.plan = plan or Plan(planner="single")
-        self.mesh = mesh or Mesh.alone(device or default_device())
-        require_nano(self.plan, nano_batches is not None or self.plan.nano_batches > 1)
+        nano = options.nano_batches
+        require_nano(self.plan, nano is not None or self.plan.nano_batches > 1)
         self.model = prepared(model, self.plan)
         self.jobs = list(model.jobs) if jobs is None else as_jobs(jobs)
         require_same_jobs(model.jobs, self.jobs)
+        self.options = options
+        self.mesh = open_mesh(self.plan.mesh, device or default_device())
+        self.device = self.mesh.device
+        self.resume = resume is True
+        self.carried = resume if isinstance(resume, ResumeSources) else None
         stamp = datetime.now(UTC).strftime("%Y%m%d-%H%M%S")
         # Without a path every process would name another folder; only the leader's is used.
         folder = RunFolder if self.mesh.leader else NoFolder
-        self.folder = folder(output or Path("runs") / stamp, carried.jobs if carried else None)
-        self.device = self.mesh.device
-        self.resume = resume
-        self.carried = carried
-        self.max_row_tokens = max_row_tokens
-        self.watch: Watcher = watch if watch is not None and self.mesh.leader else Silent()
-        self.longest_wait = longest_wait
+        job_folders = self.carried.jobs if self.carried else None
+        self.folder = folder(output or Path("runs") / stamp, job_folders)
+        self.callback = (self.mesh.leader and callback) or TrainerCallback()
         self.ranks = Ranks(self.mesh)
         self.gathering = StateGatherer(self.model, self.mesh)
         self.store = CheckpointStore(self.folder.path)
@@ -167,11 +157,10 @@ class Trainer:
         self.rows = RowBucketer(model.group.form == "packed", lengthened)
         self._data = data
         self._runner: RowRunner | ReducingRunner | None = None
-        self._compiled = compiled
-        self._cuda_graphs = cuda_graphs and lengthened
-        self._nano = nano_batches
-        self._choice = self.plan.nano_batches if nano_batches is None else nano_batches.count
-        self._cutting = Cutting.of(self.model, max_row_tokens)
+        self._cuda_graphs = options.cuda_graphs and lengthened
+        self._nano = nano
+        self._choice = self.plan.nano_batches if nano is None else nano.count
+        self._cutting = Cutting.of(self.model, options.max_row_tokens)
         self._seconds = 0.0
         self._limited = False
         self._tokens = 0
@@ -190,7 +179,7 @@ class Trainer:
             interrupts = stack.enter_context(Interrupts(grace))
             stack.callback(self._let_go)
             self.prepare(data)
-            self.watch.started(self.runs)
+            self.callback.started(self.runs)
             stopped = False
             while self._active() and not stopped:
                 stopped = not self._round(interrupts)
@@ -228,11 +217,11 @@ class Trainer:
         start_adapters(self.model)
         if self.model.group.form == "batch":
             probe_batch_form(self.model)
-        if self._compiled and not self.model.is_compiled:
+        if self.options.compiled and not self.model.is_compiled:
             self.model.compile()
-        largest = longest_row(self.jobs, data, self.max_row_tokens, self.plan.parts)
-        room = largest if self._cuda_graphs else 0
-        self._runner = apply(self.model, self.plan, self.mesh, largest_row=room)
+        largest = longest_row(self.jobs, data, self.options.max_row_tokens, self.plan.parts)
+        largest_captured = largest if self._cuda_graphs else 0
+        self._runner = apply(self.model, self.plan, self.mesh, largest_row=largest_captured)
         self.runs = [
             JobRun(i, job, data[job.name], self.model.job_parameters(job.name), self.folder)
             for i, job in enumerate(self.jobs)
@@ -256,7 +245,7 @@ class Trainer:
     def _rows(self, batches: Mapping[int, MicroBatches]) -> list[PackedBatch]:
         """The rows of a round, the same on every process."""
         steps = {index: self.runs[index].step for index in batches}
-        rows = rows_of_round(self.jobs, batches, steps, self.max_row_tokens)
+        rows = rows_of_round(self.jobs, batches, steps, self.options.max_row_tokens)
         return self.rows.made(cut_round(rows, self.plan.parts, self._cutting))
 
     def _run_rows(
@@ -267,8 +256,8 @@ class Trainer:
         for index, micro_batches in batches.items():
             counts[index] = self.runs[index].targets(micro_batches)
         weights = torch.where(counts > 0, 1 / counts.clamp(min=1), 0).to(self.device)
-        told = self._runner.run(rows, weights).tolist() if batches else []
-        return {index: told[index] for index in batches}
+        losses = self._runner.run(rows, weights).tolist() if batches else []
+        return {index: losses[index] for index in batches}
 
     def _active(self) -> list[JobRun]:
         return [run for run in self.runs if run.status == "running"]
@@ -294,7 +283,7 @@ class Trainer:
         self.rounds += 1
         self._finish(active, batches, losses, norms, started, due=agreed.due)
         if not self._limited:
-            limit_waits(self.mesh, self.longest_wait)
+            limit_waits(self.mesh, self.options.longest_wait)
             self._limited = True
         return True
 
@@ -323,10 +312,10 @@ class Trainer:
             self._seconds = time.perf_counter() - started
             report = run.finish_step(losses[index], batches[index], self._seconds, norms[index])
             if report is not None:
-                self.watch.stepped(report)
+                self.callback.stepped(report)
             if run.status != "running":
                 self._write(run)
-                self.watch.ended(run)
+                self.callback.ended(run)
             due = due or run.status != "running" or run.step % run.job.save_steps == 0
         if due and self._active():
             self._save(last=False)
@@ -360,14 +349,14 @@ class Trainer:
         except CheckpointError as error:
             if last:
                 raise
-            self.watch.warned(str(error))
+            self.callback.warned(str(error))
         else:
-            self.watch.saved(path, self.runs)
+            self.callback.saved(path, self.runs)
 
     def _carry(self, carried: ResumeSources) -> None:
         """Take jobs over from the runs that they come from."""
-        own = self.ranks.together(carried.states if self.mesh.leader else dict[str, JobState])
-        states = self.ranks.from_leader(own)
+        read = self.ranks.together(carried.states if self.mesh.leader else dict[str, JobState])
+        states = self.ranks.from_leader(read)
         for run in self.runs:
             name = run.job.name
             if name in states:
@@ -382,7 +371,7 @@ class Trainer:
         checkpoint = self.ranks.together(self._read_checkpoint)
         checkpoint = self.ranks.from_leader(checkpoint)
         if checkpoint is None:
-            self.watch.warned("there is no checkpoint yet: every job starts anew")
+            self.callback.warned("there is no checkpoint yet: every job starts anew")
             for run in self.runs:
                 run.metrics.truncate_after(0)
             return

@@ -25,13 +25,12 @@ from tlora_fx.config.job import Job
 from tlora_fx.cost.plan import MeshShape, Plan
 from tlora_fx.durable import replace_file
 from tlora_fx.errors import TloraError
-from tlora_fx.parallel.mesh import open_mesh
 from tlora_fx.planners.protocol import find_planner
 from tlora_fx.runtime.checkpoint import ResumeSources
 from tlora_fx.runtime.checks import load_all_data
 from tlora_fx.runtime.distributed import Ranks
 from tlora_fx.runtime.launch import Launch, exits_at_once, join
-from tlora_fx.runtime.trainer import Silent, Trainer
+from tlora_fx.runtime.trainer import Trainer, TrainerCallback, TrainerOptions
 from tlora_fx.scheduler.requests import quiet_import
 
 if TYPE_CHECKING:
@@ -188,12 +187,10 @@ def _trainer(order: WorkerConfig, launch: Launch, teller: EventWriter | None) ->
         output=order.output,
         device=device,
         data=data,
-        max_row_tokens=order.max_row_tokens,
-        watch=None if teller is None else _Telling(teller),
+        resume=ResumeSources(Path(order.job_folders), sources, order.save_seconds),
         plan=plan,
-        mesh=open_mesh(plan.mesh, device),
-        compiled=order.compiled,
-        carried=ResumeSources(Path(order.job_folders), sources, order.save_seconds),
+        callback=None if teller is None else _Telling(teller),
+        options=TrainerOptions(max_row_tokens=order.max_row_tokens, compiled=order.compiled),
     )
 
 
@@ -221,8 +218,8 @@ def _plan(order: WorkerConfig, model: SuperModel, launch: Launch) -> Plan:
     return find_planner(name).plan(model, shape, options=options)
 
 
-class _Telling(Silent):
-    """A watcher that tells the parent."""
+class _Telling(TrainerCallback):
+    """Tells the parent."""
 
     def __init__(self, teller: EventWriter) -> None:
         self.teller = teller

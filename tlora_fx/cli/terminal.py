@@ -1,4 +1,4 @@
-"""What a command is at: a spinner on a terminal, else a line at first and one every ten seconds."""
+"""What commands show on a terminal, and without one: what they are at, and whole tables."""
 
 from __future__ import annotations
 
@@ -7,13 +7,18 @@ import time
 from types import TracebackType
 
 from rich.console import Console
+from rich.measure import Measurement
 from rich.status import Status
+from rich.table import Table
 
 EVERY_SECONDS = 10.0
 
 
 class Working:
-    """Says on a console that something takes its time: `with Working(console, "measuring"):`."""
+    """Says on a console that something takes its time: `with Working(console, "measuring"):`.
+
+    A spinner on a terminal; else a line at first, and one every ten seconds.
+    """
 
     def __init__(self, console: Console, text: str, every_seconds: float = EVERY_SECONDS) -> None:
         self.console = console
@@ -58,3 +63,16 @@ class Working:
 
     def _say(self, text: str) -> None:
         self.console.print(text, highlight=False, markup=False, soft_wrap=True)
+
+
+def print_whole(console: Console, table: Table) -> None:
+    """Print a table as wide as its content: a pipe or a narrow terminal gets every number of it."""
+    wanted = Measurement.get(console, console.options.update_width(2**15), table).maximum
+    whole = Console(
+        file=console.file,
+        highlight=False,
+        width=max(wanted, console.width),
+        force_terminal=console.is_terminal,
+        no_color=console.no_color,
+    )
+    whole.print(table, soft_wrap=True)

@@ -1,0 +1,104 @@
+"""How commands take their options: one dataclass a command, options that several share, times."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from inspect import Parameter, Signature, signature
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, Literal, get_type_hints
+
+import typer
+
+if TYPE_CHECKING:
+    from tlora_fx.pipeline import Instrument, Pipeline
+
+
+def takes_options(command: Callable[..., None]) -> Callable[..., None]:
+    """Let typer ask for the fields of a command's first argument, a dataclass.
+
+    Each field is annotated as typer wants a parameter, so that an option is stated once. What
+    other parameters the command has come behind them.
+    """
+    first, *others = signature(command).parameters.values()
+    own = get_type_hints(command, include_extras=True)
+    options = own.pop(first.name)
+    hints = get_type_hints(options, include_extras=True) | own
+    fields = signature(options).parameters
+
+    def run(**values: Any) -> None:
+        command(options(**{name: values.pop(name) for name in fields}), **values)
+
+    run.__name__, run.__doc__ = command.__name__, command.__doc__
+    run.__annotations__ = hints
+    run.__signature__ = Signature(  # type: ignore[attr-defined]
+        [
+            parameter.replace(kind=Parameter.KEYWORD_ONLY, annotation=hints[parameter.name])
+            for parameter in (*fields.values(), *others)
+        ]
+    )
+    return run
+
+
+# Options of every command that runs passes.
+
+Checks = Literal["none", "structure", "numerics"]
+PipelineText = Annotated[
+    str | None,
+    typer.Option("--pipeline", help="Passes instead of the default; see `tlora-fx passes`."),
+]
+AddPass = Annotated[
+    list[str] | None,
+    typer.Option("--add-pass", help="One more pass: NAME@after:NAME or NAME@before:NAME."),
+]
+VerifyPasses = Annotated[
+    Checks | None,
+    typer.Option("--verify", help="Checks after each pass. Default: structure."),
+]
+Time = Annotated[bool, typer.Option("--time", help="Print how long each pass takes.")]
+PrintAfter = Annotated[
+    list[str] | None,
+    typer.Option("--print-after", help="Print graphs after a pass: NAME, all or changed."),
+]
+DumpChanged = Annotated[
+    Path | None,
+    typer.Option("--dump-changed", help="Folder for the graphs after each pass that changed any."),
+]
+StopAfter = Annotated[str | None, typer.Option("--stop-after", help="The last pass to run.")]
+
+
+def pipeline_of(pipeline: str | None, added: list[str] | None) -> Pipeline:
+    """The pipeline that the options mean.
+
+    raises    PipelineError, PluginBroken
+    """
+    from tlora_fx.compiler import resolve_pipeline
+
+    return resolve_pipeline(pipeline, added or ())
+
+
+def instruments_of(
+    time: bool, print_after: list[str] | None, dump_changed: Path | None
+) -> list[Instrument]:
+    """What does the watching that the options ask for, on stderr."""
+    from tlora_fx.inspect.instruments import Watch
+
+    return Watch(time, tuple(print_after or ()), dump_changed).instruments()
+
+
+# Times as people write them: 60s, 5m, 1h.
+
+_DURATION = re.compile(r"(\d+(?:\.\d+)?)\s*(s|m|h|)")
+_UNIT = {"": 1.0, "s": 1.0, "m": 60.0, "h": 3600.0}
+
+
+def seconds(text: str, option: str) -> float:
+    """The seconds of a time above 0; without a unit they are seconds.
+
+    raises    typer.BadParameter, which names the option
+    """
+    match = _DURATION.fullmatch(text.strip())
+    value = float(match[1]) * _UNIT[match[2]] if match else 0.0
+    if not value:
+        raise typer.BadParameter(f"{option} is a time, such as 60s or 5m; not {text!r}")
+    return value
