@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-import builtins
 import json
 from pathlib import Path
 from typing import Any
 
+import pyarrow
+import pyarrow.parquet
 import pytest
 
 from tlora_fx.config.job import DataSpec
-from tlora_fx.errors import DataFileError, MissingPackageError
+from tlora_fx.errors import DataFileError
 from tlora_fx.runtime.data import DataRow, read_rows
 
 ROWS = [{"text": "a"}, {"text": "é"}]
@@ -70,17 +71,14 @@ def test_a_json_file_that_is_no_list_is_refused(tmp_path: Path, content: str) ->
 
 def test_parquet_gives_the_same_rows(tmp_path: Path) -> None:
     """Parquet rows have the columns of the file."""
-    pyarrow = pytest.importorskip("pyarrow")
-    parquet = pytest.importorskip("pyarrow.parquet")
     path = tmp_path / "a.parquet"
-    parquet.write_table(pyarrow.Table.from_pylist(ROWS), path)
+    pyarrow.parquet.write_table(pyarrow.Table.from_pylist(ROWS), path)
 
     assert [row.fields for row in rows(path)] == ROWS
 
 
 def test_a_broken_parquet_file_is_refused(tmp_path: Path) -> None:
     """Bytes that are no Parquet name the file."""
-    pytest.importorskip("pyarrow")
     path = tmp_path / "a.parquet"
     path.write_bytes(b"no parquet")
 
@@ -88,26 +86,32 @@ def test_a_broken_parquet_file_is_refused(tmp_path: Path) -> None:
         rows(path)
 
 
-@pytest.mark.parametrize(
-    ("path", "package"), [("a.parquet", "pyarrow"), ("someone/data", "datasets")]
-)
-def test_a_missing_package_is_named(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, path: str, package: str
-) -> None:
-    """Data that needs a package which is absent says which, and what else to do."""
-    real = builtins.__import__
+def test_reading_parquet_leaves_no_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nor is a name with stars and brackets a pattern."""
+    import datasets
 
-    def absent(name: str, *rest: Any, **options: Any) -> Any:
-        if name.partition(".")[0] == package:
-            raise ImportError(name)
-        return real(name, *rest, **options)
+    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "cache")
+    path = tmp_path / "[a] *.parquet"
+    pyarrow.parquet.write_table(pyarrow.Table.from_pylist(ROWS), path)
 
-    monkeypatch.setattr(builtins, "__import__", absent)
-    monkeypatch.chdir(tmp_path)
-    (tmp_path / "a.parquet").touch()
+    assert [row.fields for row in rows(path)] == ROWS
+    assert not (tmp_path / "cache").exists()
 
-    with pytest.raises(MissingPackageError, match=f"pip install {package}"):
-        rows(path)
+
+def test_a_data_set_of_the_hub_has_rows_by_number(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its split is the job's; one that cannot be loaded is an error with its reason."""
+    import datasets
+
+    def load(name: str, split: str) -> list[Any]:
+        if split != "train":
+            raise ValueError("no such split")
+        return ROWS
+
+    monkeypatch.setattr(datasets, "load_dataset", load)
+
+    assert rows("someone/data") == [DataRow(f"someone/data: row {n}", ROWS[n - 1]) for n in (1, 2)]
+    with pytest.raises(DataFileError, match="no such split"):
+        read_rows(DataSpec(path="someone/data", split="test"), "a")
 
 
 @pytest.mark.parametrize(

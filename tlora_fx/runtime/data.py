@@ -5,6 +5,7 @@ What a step takes depends on the job alone: on its data, its seed, and the numbe
 
 from __future__ import annotations
 
+import glob
 import json
 import math
 import re
@@ -13,6 +14,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple, overload
 
 import numpy as np
@@ -25,7 +27,6 @@ from tlora_fx.errors import (
     EmptyDataError,
     MalformedRowError,
     MissingColumnError,
-    MissingPackageError,
     NoTargetsError,
     nearest,
 )
@@ -314,8 +315,7 @@ def _text(tokenizer: PreTrainedTokenizerBase, name: str) -> str:
 # Read the rows of a job's data: JSONL, JSON, Parquet, or a data set of the hub.
 #
 # A row that cannot be read is an error that names file and line, or is counted when the job skips
-# bad rows.
-
+# bad rows. So JSON is read here: `datasets`, which reads the rest, refuses a file for one bad row.
 
 SUFFIXES = (".jsonl", ".json", ".parquet")
 _OTHER_SUFFIXES = (".csv", ".tsv", ".txt", ".gz", ".zst", ".zip", ".arrow", ".jsonlines", ".ndjson")
@@ -337,7 +337,7 @@ class DataRow(NamedTuple):
 def read_rows(spec: DataSpec, job: str) -> Iterator[DataRow]:
     """All rows of the data of `job`, in file order; blank lines of JSONL are no rows.
 
-    raises  DataFileError, MissingPackageError
+    raises  DataFileError
     """
     path = Path(spec.path)
     if not _is_file(spec.path):
@@ -412,39 +412,20 @@ def _json_rows(path: Path, job: str) -> Iterator[DataRow]:
 
 
 def _parquet_rows(path: Path, job: str) -> Iterator[DataRow]:
-    try:
-        import pyarrow
-        import pyarrow.parquet
-    except ImportError:
-        raise MissingPackageError(
-            "reading Parquet needs the package pyarrow",
-            path=path,
-            job=job,
-            help="pip install pyarrow, or convert the file to JSONL",
-        ) from None
-    number = 0
-    try:
-        with pyarrow.parquet.ParquetFile(path) as file:
-            for batch in file.iter_batches():
-                for fields in batch.to_pylist():
-                    number += 1
-                    yield _row(f"{path}: row {number}", fields)
-    except pyarrow.ArrowException as error:
-        what = "the data file is no Parquet that can be read"
-        raise DataFileError(what, path=path, job=job, found=error) from None
+    file = glob.escape(str(path))
+    with TemporaryDirectory() as cache:
+        try:
+            yield from _loaded(
+                path, "parquet", data_files=file, split="train", streaming=True, cache_dir=cache
+            )
+        except ValueError as error:
+            what = "the data file is no Parquet that can be read"
+            raise DataFileError(what, path=path, job=job, found=error) from None
 
 
 def _hub_rows(spec: DataSpec, job: str) -> Iterator[DataRow]:
     try:
-        import datasets
-    except ImportError:
-        raise MissingPackageError(
-            f"reading '{spec.path}' from the hub needs the package datasets",
-            job=job,
-            help="pip install datasets, or name a local .jsonl, .json or .parquet file",
-        ) from None
-    try:
-        table = datasets.load_dataset(spec.path, split=spec.split)
+        return _loaded(spec.path, spec.path, split=spec.split)
     except (OSError, ValueError, RuntimeError) as error:
         raise DataFileError(
             f"the data set '{spec.path}' cannot be loaded",
@@ -453,7 +434,14 @@ def _hub_rows(spec: DataSpec, job: str) -> Iterator[DataRow]:
             found=str(error).splitlines()[0] if str(error) else type(error).__name__,
             help="check the id and the split; a local file is written with its suffix",
         ) from error
-    return (_row(f"{spec.path}: row {number}", fields) for number, fields in enumerate(table, 1))
+
+
+def _loaded(title: Path | str, name: str, **options: Any) -> Iterator[DataRow]:
+    """The rows of what `datasets` loads under a name."""
+    import datasets
+
+    table = datasets.load_dataset(name, **options)
+    return (_row(f"{title}: row {number}", fields) for number, fields in enumerate(table, 1))
 
 
 def _row(where: str, value: object) -> DataRow:
