@@ -22,7 +22,8 @@ from tlora_fx.cost.load import Work
 from tlora_fx.cost.profile import CollectivePoint, LayerPoint, LayerProfile, Profile
 from tlora_fx.cost.profile_sources import covers, profile_for, roofline_profile, scaled
 from tlora_fx.errors import ProfileFileError, ProfileMissing, UnknownGpu
-from tlora_fx.runtime.profiler import Asked, collective_points, joined, profile_jobs
+from tlora_fx.runtime.profiler import ProfileRequest, joined, profile_jobs
+from tlora_fx.runtime.timing import collective_points
 
 AMOUNTS, COUNTS = st.floats(0, 1e6, allow_nan=False), st.integers(0, 100)
 WORKS = st.builds(
@@ -41,10 +42,11 @@ def measured(tmp_path_factory):
     """A profile of a tiny model, measured here: its times mean nothing, its form is what counts."""
     base = tiny_base(tmp_path_factory.mktemp("tiny"), "float32", num_hidden_layers=3)
     jobs = [make_job(base, "one"), make_job(base, "two", lora={"r": 2})]
-    asked = Asked(
-        torch.device("cpu"), tokens=(16, 32), lengths=(8, 16), tp=(1, 2), rounds=1, compiled=False
-    )
-    return profile_jobs(jobs, asked, "tlora-fx profile jobs.yaml")
+    request = ProfileRequest(
+        torch.device("cpu"), tokens=(16, 32), lengths=(8, 16), tp=(1, 2), rounds=1, compiled=False,
+        command="tlora-fx profile jobs.yaml",
+    )  # fmt: skip
+    return profile_jobs(jobs, request)
 
 
 def test_a_profile_survives_its_file(measured, tmp_path):
@@ -73,11 +75,11 @@ def test_what_is_measured_has_every_part(measured):
 def test_only_pieces_may_be_measured(tmp_path):
     """Head and loss are those of a whole model: a piece of the head knows a part of the targets."""
     base = tiny_base(tmp_path, "float32", vocab_size=64)
-    asked = Asked(
+    request = ProfileRequest(
         torch.device("cpu"), tokens=(64,), lengths=(16,), tp=(2,), rounds=1, compiled=False
     )
 
-    found = profile_jobs([make_job(base, "one")], asked)
+    found = profile_jobs([make_job(base, "one")], request)
 
     assert {layer.tp for layer in found.layers} == {2}
     assert all(one.forward_ms > 0 for one in (*found.loss, *found.root))

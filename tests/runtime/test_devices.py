@@ -8,7 +8,6 @@ import torch
 from tlora_fx.errors import DeviceUnknown
 from tlora_fx.runtime.distributed import device_named
 from tlora_fx.runtime.launch import Launch
-from tlora_fx.runtime.profiler import _device
 
 
 @pytest.fixture
@@ -40,12 +39,12 @@ def test_each_process_of_a_machine_has_its_own(gpus):
     assert gpus == [torch.device("cuda:1")]
 
 
-def test_each_process_that_measures_has_its_own(gpus, monkeypatch):
-    """`torchrun ... profile` too, whether or not a device is named."""
-    monkeypatch.setenv("LOCAL_RANK", "1")
+def test_each_process_that_torchrun_starts_has_its_own(gpus):
+    """Whether or not a device is named."""
+    launch = Launch.found({"RANK": "3", "LOCAL_RANK": "1", "WORLD_SIZE": "4"})
 
-    assert _device(None) == _device("cuda") == torch.device("cuda:1")
-    assert _device("cpu") == torch.device("cpu")
+    assert launch.device(None) == launch.device("cuda") == torch.device("cuda:1")
+    assert launch.device("cpu") == torch.device("cpu")
 
 
 @pytest.mark.parametrize("name", ["tpu", "cuda:2", "cuda:x", "cuda:-1", "CPU"])

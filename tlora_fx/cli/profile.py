@@ -47,57 +47,58 @@ def run(
     `train --plan auto` find what was written.
     """
     from tlora_fx.config.job_file import load_job_file
-    from tlora_fx.runtime.profiler import Wanted, profile_file
+    from tlora_fx.runtime.launch import Launch
+    from tlora_fx.runtime.profiler import ProfileRequest, profile_file
 
-    wanted = Wanted(
+    request = ProfileRequest(
+        device=Launch.found().device(device),
         tokens=_numbers(QUICK_TOKENS if quick else tokens, "--tokens"),
         lengths=_numbers(lengths, "--lengths"),
         tp=_numbers(tp, "--tp"),
         rounds=QUICK_ROUNDS if quick else rounds,
         compiled=not eager,
-        device=device,
         command=shlex.join(["tlora-fx", *sys.argv[1:]]),
     )
     # One process speaks for all of a torchrun.
     console = Console(stderr=True, quiet=os.environ.get("RANK", "0") != "0")
     with Working(console, "measuring"):
-        found, path = profile_file(load_job_file(jobs).jobs, wanted, output, add=add)
-    if found is None:
+        profile, path = profile_file(load_job_file(jobs).jobs, request, output, add=add)
+    if profile is None:
         return
     out = Console(highlight=False, soft_wrap=True)
-    for part in page(found):
+    for part in page(profile):
         if isinstance(part, Table):
             print_whole(out, part)
         else:
             out.print(part)
-    for line in noisy(found):
+    for line in noisy(profile):
         out.print(line, markup=False)
     out.print(f"written   {path}", markup=False)
 
 
 def page(profile: Profile) -> list[Table | str]:
     """What was measured, a table for each part."""
-    made = Table("layer", "tp", "tokens", "length", "adapters", box=None, pad_edge=False)
+    layers = Table("layer", "tp", "tokens", "length", "adapters", box=None, pad_edge=False)
     for name in (
         "forward ms", "backward ms", "as graphs", "first ms", "frozen ms", "saved MiB", "noise",
     ):  # fmt: skip
-        made.add_column(name, justify="right")
+        layers.add_column(name, justify="right")
     for layer in profile.layers:
-        for one in layer.points:
-            made.add_row(
-                layer.structure if one is layer.points[0] else "",
+        for point in layer.points:
+            layers.add_row(
+                layer.structure if point is layer.points[0] else "",
                 str(layer.tp),
-                str(one.tokens),
-                f"{one.squares / one.tokens:.0f}",
-                str(one.job_sites) if one.sites else "bare",
-                f"{one.forward_ms:.3f}",
-                f"{one.backward_ms:.3f}",
-                "" if one.captured is None
-                else f"{one.captured.forward_ms:.3f} + {one.captured.backward_ms:.3f}",
-                "" if one.first_ms is None else f"{one.first_ms:.3f}",
-                "" if one.frozen_ms is None else f"{one.frozen_ms:.3f}",
-                f"{one.saved_bytes / 2**20:.1f}",
-                f"{one.noise:.1%}",
+                str(point.tokens),
+                f"{point.squares / point.tokens:.0f}",
+                str(point.job_sites) if point.sites else "bare",
+                f"{point.forward_ms:.3f}",
+                f"{point.backward_ms:.3f}",
+                "" if point.captured is None
+                else f"{point.captured.forward_ms:.3f} + {point.captured.backward_ms:.3f}",
+                "" if point.first_ms is None else f"{point.first_ms:.3f}",
+                "" if point.frozen_ms is None else f"{point.frozen_ms:.3f}",
+                f"{point.saved_bytes / 2**20:.1f}",
+                f"{point.noise:.1%}",
             )  # fmt: skip
     ends = Table("part", "size", "ms", box=None, pad_edge=False)
     for root in profile.root:
@@ -108,15 +109,15 @@ def page(profile: Profile) -> list[Table | str]:
         ends.add_row("head and loss", f"{loss.targets} targets", f"{both:.3f}")
     for step in profile.optimizer:
         ends.add_row("optimizer of a job", f"{step.tensors} tensors", f"{step.ms:.3f}")
-    for talk in profile.collectives:
-        size = f"{talk.payload_bytes / 2**20:.1f} MiB over {talk.processes}"
-        ends.add_row(f"{talk.operation}, {talk.tier}", size, f"{talk.ms:.3f}")
+    for sent in profile.collectives:
+        size = f"{sent.payload_bytes / 2**20:.1f} MiB over {sent.processes}"
+        ends.add_row(f"{sent.operation}, {sent.tier}", size, f"{sent.ms:.3f}")
     shape = profile.shape
     head = (
         f"{profile.name}: hidden {shape.hidden}, {shape.layers} layers, {profile.hardware.gpu}, "
         f"{'compiled' if profile.compiled else 'eager'}"
     )
-    return [head, "", made, "", ends, ""]
+    return [head, "", layers, "", ends, ""]
 
 
 def noisy(profile: Profile) -> list[str]:
@@ -125,11 +126,11 @@ def noisy(profile: Profile) -> list[str]:
         return []
     points = [one for layer in profile.layers for one in layer.points]
     count = sum(one.noise > MUCH_NOISE for one in points)
-    told = (
+    note = (
         f"note: noise is above {MUCH_NOISE:.0%} in {count} of {len(points)} rows, "
         f"{profile.noise:.0%} at most: measure again on an idle machine, or with more --rounds"
     )
-    return [told]
+    return [note]
 
 
 def _numbers(text: str, option: str) -> tuple[int, ...]:
