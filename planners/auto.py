@@ -21,6 +21,7 @@ from tlora_fx.cost.plan import Estimate, MeshShape, Plan, Schedule, model_finger
 from tlora_fx.cost.profile import Profile
 from tlora_fx.cost.profile_sources import profile_for
 from tlora_fx.cost.step_time import (
+    GPUS_PER_NODE,
     SQUARE,
     CostModel,
     StepTime,

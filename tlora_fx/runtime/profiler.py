@@ -375,9 +375,10 @@ def _timed(
     shared += [value for value in called.layers[layer.path] if isinstance(value, Tensor)]
     _run(above)
     memory = bytes_of(above, request.device, shared)
-    work = work_of(layer, called.load, sampled.facts.hidden, sampled.tp)
+    work = work_of([layer], [called.load], sampled.facts.hidden, sampled.tp)
     point = LayerPoint(
-        **work._asdict(),
+        tokens=called.load.total,
+        **{name: float(values[0, 0, 0]) for name, values in work._asdict().items()},
         forward_ms=0,
         backward_ms=0,
         saved_bytes=memory.saved,

@@ -10,7 +10,7 @@ from tlora_fx.errors import PlanNotRunnable
 
 def test_four_processes_are_two_pairs(jobs):
     """Replicas of pairs."""
-    plan = TensorPairs().plan(tlora_fx.compile(jobs), processes=4)
+    plan = TensorPairs().plan(tlora_fx.compile(jobs), options={"processes": 4})
 
     assert plan.mesh == MeshShape(dp=2, tp=2)
 
