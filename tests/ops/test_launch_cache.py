@@ -71,7 +71,7 @@ def test_products_are_written_down_and_new_tensors_are_not_forgotten():
     left, right, out = torch.randn(4, 6), torch.randn(8, 5), torch.zeros(4, 5)
     recording = Recording()
     with recording.on():
-        made = recording.made(lambda: torch.zeros(6, 5))
+        made = recording.note_new(lambda: torch.zeros(6, 5))
         made.copy_(right[2:])
         torch.mm(left, made, out=out)
     assert tape.started is None

@@ -102,7 +102,7 @@ class Run:
         """A tensor that a kernel fills."""
         if self.recording is None:
             return empty(shape, dtype=dtype, device=self.device)
-        return self.recording.made(partial(empty, shape, dtype=dtype, device=self.device))
+        return self.recording.note_new(partial(empty, shape, dtype=dtype, device=self.device))
 
     def serve(self, function: Callable[..., None], *args: Any) -> None:
         """function(self, *args), or what it started for arguments like these; see launch_cache.py.

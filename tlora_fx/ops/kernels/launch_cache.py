@@ -3,7 +3,7 @@
 Between two calls for rows of equal length only addresses differ. Which plan, tile and kernel
 serves a call, on which grid, follows from shapes, strides and settings: these are the key of a
 recipe. The second call of a kind is written down: each launch, and each product of cuBLAS, with its
-arguments as places in the call's own tensors. Later calls start the same with the addresses of
+arguments as offsets into the call's own tensors. Later calls start the same with the addresses of
 theirs. A recipe holds no address and no tensor, so it serves all layers of a shape.
 
 Whatever cannot be told from the call's own tensors is not written down, and runs as it is.
@@ -50,7 +50,7 @@ class Recording:
     entries   KernelLaunch of kernels and products
     fresh     tensors that the call made on its way
     fault     why it cannot be started again, or ""
-    packs     places of sites whose adapters are packed, and whether into the weight's room too
+    packs     indices of sites whose adapters are packed, and whether into the weight's room too
     needs     the same of adapters that must be packed before
     """
 
@@ -60,7 +60,7 @@ class Recording:
     packs: list[tuple[int, bool]] = field(default_factory=list)
     needs: list[tuple[int, bool]] = field(default_factory=list)
 
-    def made(self, make: Callable[[], Tensor]) -> Tensor:
+    def note_new(self, make: Callable[[], Tensor]) -> Tensor:
         """A new tensor, noted as one."""
         with tape.away():
             tensor = make()
@@ -81,11 +81,12 @@ class Recording:
         """How to do the same with other tensors in the place of these; raises NotRecordable."""
         if self.fault:
             raise NotRecordable(self.fault)
-        places = _Places([*tensors, *self.fresh])
+        held = _Addresses([*tensors, *self.fresh])
         steps = [
-            _launch(one, places) if one.by_address else _call(one, places) for one in self.entries
+            _launch(launch, held) if launch.by_address else _call(launch, held)
+            for launch in self.entries
         ]
-        fresh = [(one.shape, one.dtype) for one in self.fresh]
+        fresh = [(tensor.shape, tensor.dtype) for tensor in self.fresh]
         return Recipe(steps, fresh, self.packs, self.needs)
 
 
@@ -127,10 +128,12 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         result, recording = func(*args, **kwargs), self.recording
         if tape.started is None:
             return result
-        given = (*args, *kwargs.values())
-        if func._schema.is_mutable and not any(isinstance(one, list | tuple) for one in given):
+        arguments = (*args, *kwargs.values())
+        if func._schema.is_mutable and not any(
+            isinstance(value, list | tuple) for value in arguments
+        ):
             again = _again(func, len(args), tuple(kwargs))
-            recording.entries.append(KernelLaunch(again, given, by_address=False))
+            recording.entries.append(KernelLaunch(again, arguments, by_address=False))
         elif func._schema.is_mutable or not _is_view(func, result):
             recording.fault = str(func)
         return result
@@ -139,13 +142,13 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
 def _is_view(func: Any, result: Any) -> bool:
     """Whether an operator that writes nothing makes no tensor but views; or none at all."""
     return not isinstance(result, Tensor | list | tuple) or all(
-        one.alias_info is not None for one in func._schema.returns
+        returned.alias_info is not None for returned in func._schema.returns
     )
 
 
 def _again(func: Any, count: int, names: tuple[str, ...]) -> Start:
-    def start(_: int, given: Sequence[Any]) -> None:
-        func(*given[:count], **dict(zip(names, given[count:], strict=True)))
+    def start(_: int, arguments: Sequence[Any]) -> None:
+        func(*arguments[:count], **dict(zip(names, arguments[count:], strict=True)))
 
     return start
 
@@ -188,25 +191,25 @@ class Recipe:
         return True
 
 
-class _Places:
+class _Addresses:
     """Finds addresses in a call's tensors."""
 
     def __init__(self, tensors: Sequence[Tensor]) -> None:
         self.tensors = tensors
-        self.spans = [(one.data_ptr(), _extent(one)) for one in tensors]
+        self.spans = [(tensor.data_ptr(), _extent(tensor)) for tensor in tensors]
 
     def find(self, tensor: Tensor) -> tuple[int, int]:
         """The one tensor that an address lies in, and how many bytes behind its start."""
         address = tensor.data_ptr()
-        same = [place for place, (start, _) in enumerate(self.spans) if start == address]
-        found = same or [
-            place
-            for place, (start, extent) in enumerate(self.spans)
+        same = [index for index, (start, _) in enumerate(self.spans) if start == address]
+        holders = same or [
+            index
+            for index, (start, extent) in enumerate(self.spans)
             if start < address < start + extent
         ]
-        if len(found) != 1:
-            raise NotRecordable(f"{len(found)} tensors of the call hold an argument")
-        return found[0], address - self.spans[found[0]][0]
+        if len(holders) != 1:
+            raise NotRecordable(f"{len(holders)} tensors of the call hold an argument")
+        return holders[0], address - self.spans[holders[0]][0]
 
 
 def _extent(tensor: Tensor) -> int:
@@ -233,27 +236,27 @@ class _Base:
         return self.address
 
 
-def _launch(one: KernelLaunch, places: _Places) -> Step:
+def _launch(launch: KernelLaunch, held: _Addresses) -> Step:
     """A kernel's launch with addresses."""
-    fixed: list[Any] = list(one.arguments)
+    fixed: list[Any] = list(launch.arguments)
     moving: list[tuple[int, int, int]] = []
     boxes: list[tuple[int, int, int, Any, dict[int, Any]]] = []
-    for place, value in enumerate(one.arguments):
+    for index, value in enumerate(launch.arguments):
         if isinstance(value, Tensor):
-            fixed[place] = 0
+            fixed[index] = 0
             if value.numel():
-                moving.append((place, *places.find(value)))
+                moving.append((index, *held.find(value)))
         elif hasattr(value, "block_shape"):
             like = copy(value)
-            like.base = fixed[place] = None
-            boxes.append((place, *places.find(value.base), like, {}))
-    start = one.start
+            like.base = fixed[index] = None
+            boxes.append((index, *held.find(value.base), like, {}))
+    start = launch.start
 
     def step(_: Sequence[Tensor], addresses: Sequence[int], stream: int) -> None:
-        given = fixed.copy()
-        for place, source, offset in moving:
-            given[place] = addresses[source] + offset
-        for place, source, offset, like, known in boxes:
+        arguments = fixed.copy()
+        for index, source, offset in moving:
+            arguments[index] = addresses[source] + offset
+        for index, source, offset, like, known in boxes:
             address = addresses[source] + offset
             box = known.get(address)
             if box is None:
@@ -261,34 +264,34 @@ def _launch(one: KernelLaunch, places: _Places) -> Step:
                     known.clear()
                 box = known[address] = copy(like)
                 box.base = _Base(address)
-            given[place] = box
-        start(stream, given)
+            arguments[index] = box
+        start(stream, arguments)
 
     return step
 
 
-def _call(one: KernelLaunch, places: _Places) -> Step:
+def _call(launch: KernelLaunch, held: _Addresses) -> Step:
     """A product of torch's, or an interpreted kernel, with tensors."""
     moving: list[tuple[int, int, int, Geometry, Any]] = []
-    for place, value in enumerate(one.arguments):
+    for index, value in enumerate(launch.arguments):
         box = value if hasattr(value, "block_shape") else None
         tensor = value if box is None else value.base
         if isinstance(tensor, Tensor):
             like = copy(box)
             if like is not None:
                 like.base = None
-            moving.append((place, *places.find(tensor), _geometry(tensor), like))
-    start, fixed = one.start, list(one.arguments)
-    for place, *_ in moving:
-        fixed[place] = None
+            moving.append((index, *held.find(tensor), _geometry(tensor), like))
+    start, fixed = launch.start, list(launch.arguments)
+    for index, *_ in moving:
+        fixed[index] = None
     direct = [
-        offset == 0 and geometry == _geometry(places.tensors[source])
+        offset == 0 and geometry == _geometry(held.tensors[source])
         for _, source, offset, geometry, _ in moving
     ]
 
     def step(tensors: Sequence[Tensor], _: Sequence[int], stream: int) -> None:
-        given = fixed.copy()
-        for same, (place, source, offset, geometry, box) in zip(direct, moving, strict=True):
+        arguments = fixed.copy()
+        for same, (index, source, offset, geometry, box) in zip(direct, moving, strict=True):
             value: Any = tensors[source]
             if not same:
                 value = _seen(value, offset, geometry)
@@ -296,8 +299,8 @@ def _call(one: KernelLaunch, places: _Places) -> Step:
                 like = copy(box)
                 like.base = value
                 value = like
-            given[place] = value
-        start(stream, given)
+            arguments[index] = value
+        start(stream, arguments)
 
     return step
 
