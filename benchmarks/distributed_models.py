@@ -18,10 +18,9 @@ from benchmarks.step_mixes import ALPHA, RANKS, SEED, Shape
 from tlora_fx.cost.plan import MeshShape, Plan
 from tlora_fx.model.batch import JobTokens, PackedBatch, pack
 from tlora_fx.model.supermodel import SuperModel
-from tlora_fx.parallel.apply import apply, load, shards
+from tlora_fx.parallel.apply import StepRunner, apply, load, shards
 from tlora_fx.parallel.mesh import Mesh, open_mesh
 from tlora_fx.parallel.prepare import planned_passes, prepared
-from tlora_fx.parallel.runner import StepRunner
 from tlora_fx.runtime.adapters import base_tensors, start_adapters
 
 RATE = 1e-4

@@ -8,7 +8,7 @@ from tlora_fx.cost.load import Round
 from tlora_fx.cost.plan import MeshShape, Plan
 from tlora_fx.cost.step_time import CostModel
 from tlora_fx.model.supermodel import SuperModel
-from tlora_fx.parallel.pipeline import legal_cuts
+from tlora_fx.parallel.stages import legal_cuts
 from tlora_fx.planners.auto import INTERLEAVED_STAGES, balanced_stages
 
 

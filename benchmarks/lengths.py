@@ -24,9 +24,8 @@ from benchmarks.results_file import RESULTS, console, described, write
 from benchmarks.step_mixes import SEED, Shape
 from tlora_fx.cost.plan import Plan
 from tlora_fx.model.batch import JobTokens, PackedBatch, pack, repeating_length
-from tlora_fx.parallel.apply import apply
+from tlora_fx.parallel.apply import StepRunner, apply
 from tlora_fx.parallel.mesh import Mesh
-from tlora_fx.parallel.runner import StepRunner
 
 JOBS = 8
 

@@ -31,9 +31,9 @@ from tlora_fx.cost.step_time import (
 from tlora_fx.errors import NoPlanFits, ProfileMissing, TloraError, UnknownGpu
 from tlora_fx.model.supermodel import SuperModel
 from tlora_fx.parallel.apply import require_shardable
-from tlora_fx.parallel.pipeline import legal_cuts
 from tlora_fx.parallel.prepare import obstacles
 from tlora_fx.parallel.prepare import require_fits as require_mesh_fits
+from tlora_fx.parallel.stages import legal_cuts
 from tlora_fx.planners.protocol import Planner, PlannerOptions
 from tlora_fx.planners.stage_cuts import cut_layers
 

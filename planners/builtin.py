@@ -15,8 +15,8 @@ from tlora_fx.errors import PlanNotRunnable
 from tlora_fx.ir.graph import HEAD, Block
 from tlora_fx.model.supermodel import SuperModel
 from tlora_fx.parallel.apply import require_shardable
-from tlora_fx.parallel.pipeline import cut_stages
 from tlora_fx.parallel.prepare import require_fits
+from tlora_fx.parallel.stages import cut_stages
 from tlora_fx.passes.tensor_parallel.shard import nothing_cut
 from tlora_fx.planners.protocol import Planner, PlannerOptions
 from tlora_fx.planners.stage_cuts import balanced_cuts

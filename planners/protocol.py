@@ -12,7 +12,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from importlib import import_module
 from importlib.metadata import entry_points
-from typing import Any, ClassVar, Self
+from typing import TYPE_CHECKING, Any, ClassVar, Self
 
 from pydantic import (
     BaseModel,
@@ -29,8 +29,10 @@ from tlora_fx.cost.step_time import GPUS_PER_NODE
 from tlora_fx.errors import PlanNotRunnable, PluginBroken, UnknownPlanner, nearest
 from tlora_fx.model.supermodel import SuperModel
 from tlora_fx.parallel.mesh import Mesh
-from tlora_fx.parallel.runner import StepRunner
 from tlora_fx.pipeline.registry import PLANNERS, load_plugin
+
+if TYPE_CHECKING:
+    from tlora_fx.parallel.apply import StepRunner
 
 PACKAGE = "tlora_fx.planners"
 

@@ -15,7 +15,7 @@ from torch import nn
 from tlora_fx.errors import NoStage
 from tlora_fx.ir.graph import HEAD, LOSS
 from tlora_fx.model.supermodel import SuperModel
-from tlora_fx.parallel.pipeline import legal_cuts
+from tlora_fx.parallel.stages import legal_cuts
 
 # Sums of the same costs in another order differ by rounding.
 ROUNDING = 1 + 1e-9

@@ -30,7 +30,7 @@ from tlora_fx.cost.load import Load
 from tlora_fx.cost.plan import MeshShape, Plan
 from tlora_fx.cost.profile_sources import profile_for
 from tlora_fx.cost.step_time import CostModel
-from tlora_fx.parallel.pipeline import legal_cuts
+from tlora_fx.parallel.stages import legal_cuts
 
 SHAPE = Shape(
     layers=9, hidden=32, intermediate=48, heads=4, key_value_heads=4, vocabulary=97, dtype="float32"

@@ -15,7 +15,7 @@ from tlora_fx.errors import NoStage, PipelineBroken, TokensMismatch
 from tlora_fx.ir.graph import placeholders
 from tlora_fx.ir.storage import LocalShard
 from tlora_fx.model.supermodel import SuperModel
-from tlora_fx.parallel.pipeline import StageModule, cut_stages, held_by, legal_cuts
+from tlora_fx.parallel.stages import StageModule, cut_stages, held_by, legal_cuts
 from tlora_fx.planners.stage_cuts import balanced_cuts, cut_layers, layer_products
 
 

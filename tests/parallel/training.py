@@ -16,10 +16,9 @@ from tlora_fx.config.job import BaseSpec, Job
 from tlora_fx.cost.plan import MeshShape
 from tlora_fx.errors import TloraError
 from tlora_fx.model.supermodel import SuperModel
-from tlora_fx.parallel.apply import apply, load
+from tlora_fx.parallel.apply import StepRunner, apply, load
 from tlora_fx.parallel.mesh import open_mesh
 from tlora_fx.parallel.prepare import prepared
-from tlora_fx.parallel.runner import StepRunner
 from tlora_fx.planners.protocol import find_planner
 from tlora_fx.runtime.adapters import base_tensors, start_adapters
 from tlora_fx.runtime.controllers import NanoBatches, find_controller

@@ -184,7 +184,7 @@ def test_a_lost_gradient_stops_the_run(model: SuperModel) -> None:
     first = FirstStep(model, Mesh.alone("cpu"))
 
     with pytest.raises(NoGradient, match="q_proj: a, b"):
-        first.demand([_packed(model, row)])
+        first.require_gradients([_packed(model, row)])
 
 
 def test_a_model_that_never_ran_is_given_back(base: Any) -> None:

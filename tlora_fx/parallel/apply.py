@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
+from typing import Protocol
 
 import torch
 import torch.distributed as dist
@@ -22,141 +23,13 @@ from tlora_fx.parallel.cuda_graphs import RowGraphs
 from tlora_fx.parallel.fsdp import Sharded, gathered_bytes, shard_base, shard_layer
 from tlora_fx.parallel.mesh import Mesh
 from tlora_fx.parallel.nano_batches import NanoModel
-from tlora_fx.parallel.runner import StepRunner
-
-# Gradients of all adapters in a few flat buffers, each summed by one all-reduce.
-#
-# Gradients of banks become views of the buffers, so nothing is copied before or after.
-
-
-# Kernels and reductions choose their arithmetic by alignment: every gradient begins on a boundary.
-BOUNDARY_BYTES = 256
-
-
-class GradientBuckets:
-    """The gradients of what a process trains, by dtype and by who has to agree on them.
-
-    The half of an adapter that is whole while the other is cut over tp has a partial gradient on
-    each process of tp; all else only over dp.
-    """
-
-    def __init__(self, model: SuperModel, mesh: Mesh) -> None:
-        partial = {id(leaf) for leaf in model.partial_sums()}
-        sorted_leaves: dict[tuple[dist.ProcessGroup, torch.dtype], list[nn.Parameter]] = {}
-        for leaf in trained_leaves(model):
-            group = mesh.dp_tp if id(leaf) in partial else mesh.dp
-            if group is not None:
-                sorted_leaves.setdefault((group, leaf.dtype), []).append(leaf)
-        self.buckets = [
-            (group, _move_gradients(leaves)) for (group, _), leaves in sorted_leaves.items()
-        ]
-        model.forget_views()
-
-    @torch.no_grad()
-    def reduce(self) -> None:
-        """Sum every gradient over the processes that hold parts of it."""
-        for group, flat in self.buckets:
-            dist.all_reduce(flat, group=group)
-
-
-def trained_leaves(model: SuperModel) -> list[nn.Parameter]:
-    """Every leaf that this process trains: halves of banks, and what jobs train outside of them."""
-    leaves = model.net.parameters()
-    return [leaf for leaf in leaves if leaf.requires_grad and not leaf.is_meta]
-
-
-def _move_gradients(leaves: Sequence[nn.Parameter]) -> Tensor:
-    """A flat buffer of zeros whose pieces are the gradients of these leaves."""
-    size = leaves[0].element_size()
-    step = max(1, BOUNDARY_BYTES // size)
-    places = [0]
-    for leaf in leaves:
-        places.append(places[-1] + -(-leaf.numel() // step) * step)
-    flat = torch.zeros(places[-1], dtype=leaves[0].dtype, device=leaves[0].device)
-    for leaf, place in zip(leaves, places, strict=False):
-        leaf.grad = flat[place : place + leaf.numel()].view(leaf.shape)
-    return flat
-
-
-# Whether gradients reached every adapter that had something to learn from, in the first step.
-
-
-class FirstStep:
-    """Watches the first step of a run over several processes.
-
-    A schedule or a pass that loses a gradient would otherwise train on without a word.
-    """
-
-    def __init__(self, model: SuperModel, mesh: Mesh) -> None:
-        self.model, self.mesh = model, mesh
-        reached: set[int] = set()
-
-        def reach(leaf: nn.Parameter) -> None:
-            # No more than this is kept by the leaves, of a model that never runs too.
-            reached.add(id(leaf))
-
-        self._reached = reached
-        self._handles: list[RemovableHandle] = [
-            leaf.register_post_accumulate_grad_hook(reach)  # type: ignore[no-untyped-call]
-            for leaf in trained_leaves(model)
-        ]
-
-    def demand(self, rows: Sequence[PackedBatch]) -> None:
-        """Refuse a step in which an adapter got no gradient; called after its backward.
-
-        rows     of the whole round
-        raises   NoGradient, on every process
-        """
-        for handle in self._handles:
-            handle.remove()
-        mine = self._missed(_jobs_with_targets(rows))
-        told: list[list[str]] = [[] for _ in range(self.mesh.size)]
-        if self.mesh.world is not None:
-            dist.all_gather_object(told, mine, group=self.mesh.world)
-        else:
-            told = [mine]
-        for rank, missed in enumerate(told):
-            if missed:
-                more = f"\nand {len(missed) - 5} more" if missed[5:] else ""
-                raise NoGradient(
-                    "no gradient reached an adapter in the first step",
-                    rank=rank,
-                    found="\n".join(missed[:5]) + more,
-                    help="please report this, with the job file and the plan",
-                )
-
-    def _missed(self, jobs: set[int]) -> list[str]:
-        """Sites, with their jobs, that no gradient reached."""
-        names = self.model.group.job_names
-        missed: list[str] = []
-        late = {id(leaf) for leaf in trained_leaves(self.model)} - self._reached
-        for path, bank in self.model.banks.items():
-            own = [names[job] for job in sorted(jobs) if bank.serves(job)]
-            if own and late & {id(bank.a), id(bank.b)}:
-                missed.append(f"{path}: {', '.join(own)}")
-        for job in sorted(jobs):
-            for name, parameter in self.model.job_parameters(names[job]).items():
-                if id(parameter) in late:
-                    missed.append(f"{name}: {names[job]}")
-        return missed
-
-
-def _jobs_with_targets(rows: Sequence[PackedBatch]) -> set[int]:
-    found: set[int] = set()
-    for row in rows:
-        ends = row.target_segments.tolist()
-        found |= {job for job in range(len(ends) - 1) if ends[job + 1] > ends[job]}
-    return found
-
-
-Forward = Callable[[PackedBatch], Tensor]
 
 
 def part_of(model: SuperModel, plan: Plan, mesh: Mesh) -> LocalShard:
     """What of a prepared model this process holds."""
     held: frozenset[str] | None = None
     if plan.mesh.pp > 1:
-        from tlora_fx.parallel.pipeline import held_by
+        from tlora_fx.parallel.stages import held_by
 
         held = held_by(model, plan, mesh.pp_rank)
     return LocalShard(held, mesh.tp_rank, plan.mesh.tp)
@@ -209,14 +82,14 @@ def _graphs(model: SuperModel, mesh: Mesh, largest_row: int, sharded: Sharded | 
     """What runs small rows as CUDA graphs, or knows why none can be captured."""
     gathering = None if sharded is None else sharded.gathering
     gathered = 0 if sharded is None else gathered_bytes(model)
-    made = RowGraphs(
+    graphs = RowGraphs(
         model, mesh.device, largest_row, group=mesh.tp, gathering=gathering, gathered=gathered
     )
     if reasons := why_launched(model.group):
-        made.refused = f"tables of jobs are read on the host by {', '.join(reasons)}"
+        graphs.refused = f"tables of jobs are read on the host by {', '.join(reasons)}"
     elif sharded is not None and gathering is None:
-        made.refused = "the sharded base is gathered by a collective"
-    return made
+        graphs.refused = "the sharded base is gathered by a collective"
+    return graphs
 
 
 def shards(plan: Plan) -> bool:
@@ -258,6 +131,25 @@ def require_shardable(model: SuperModel, plan: Plan) -> None:
             reason=why,
             help="use a plan with shard_base: false",
         )
+
+
+class StepRunner(Protocol):
+    """Runs forward and backward of whole rounds under one plan.
+
+    Runners of whole rows also have `nano_batches`, a number that may change between rounds.
+    """
+
+    def run(self, rows: Sequence[PackedBatch], weights: Tensor) -> Tensor:
+        """One round: forward, backward, and each job's loss.
+
+        Afterwards the gradients of this process's parameters hold the whole round's: summed over
+        replicas, and over tp where a replicated half of an adapter needs it.
+
+        rows      the whole round's rows on the CPU, the same on every process; their number is a
+                  multiple of dp * micro_batches. Replica d runs rows d, d + dp, d + 2 dp, ...
+        weights   [J] on the process's device: what a job's loss sum is multiplied with
+        returns   [J] each job's weighted loss sum over the round, the same on every process
+        """
 
 
 class RowRunner:
@@ -338,9 +230,131 @@ class ReducingRunner:
         """
         total = self.inner.run(rows, weights)
         if self._first is not None:
-            self._first.demand(rows)
+            self._first.require_gradients(rows)
             self._first = None
         self.buckets.reduce()
         if self.mesh.dp is not None:
             dist.all_reduce(total, group=self.mesh.dp)
         return total
+
+
+# Gradients of all adapters in a few flat buffers, each summed by one all-reduce.
+#
+# Gradients of banks become views of the buffers, so nothing is copied before or after.
+
+# Kernels and reductions choose their arithmetic by alignment: every gradient begins on a boundary.
+BOUNDARY_BYTES = 256
+
+
+class GradientBuckets:
+    """The gradients of what a process trains, by dtype and by who has to agree on them.
+
+    The half of an adapter that is whole while the other is cut over tp has a partial gradient on
+    each process of tp; all else only over dp.
+    """
+
+    def __init__(self, model: SuperModel, mesh: Mesh) -> None:
+        partial = {id(leaf) for leaf in model.partial_sums()}
+        sorted_leaves: dict[tuple[dist.ProcessGroup, torch.dtype], list[nn.Parameter]] = {}
+        for leaf in trained_leaves(model):
+            group = mesh.dp_tp if id(leaf) in partial else mesh.dp
+            if group is not None:
+                sorted_leaves.setdefault((group, leaf.dtype), []).append(leaf)
+        self.buckets = [
+            (group, _move_gradients(leaves)) for (group, _), leaves in sorted_leaves.items()
+        ]
+        model.forget_views()
+
+    @torch.no_grad()
+    def reduce(self) -> None:
+        """Sum every gradient over the processes that hold parts of it."""
+        for group, flat in self.buckets:
+            dist.all_reduce(flat, group=group)
+
+
+def trained_leaves(model: SuperModel) -> list[nn.Parameter]:
+    """Every leaf that this process trains: halves of banks, and what jobs train outside of them."""
+    leaves = model.net.parameters()
+    return [leaf for leaf in leaves if leaf.requires_grad and not leaf.is_meta]
+
+
+def _move_gradients(leaves: Sequence[nn.Parameter]) -> Tensor:
+    """A flat buffer of zeros whose pieces are the gradients of these leaves."""
+    size = leaves[0].element_size()
+    step = max(1, BOUNDARY_BYTES // size)
+    starts = [0]
+    for leaf in leaves:
+        starts.append(starts[-1] + -(-leaf.numel() // step) * step)
+    flat = torch.zeros(starts[-1], dtype=leaves[0].dtype, device=leaves[0].device)
+    for leaf, start in zip(leaves, starts, strict=False):
+        leaf.grad = flat[start : start + leaf.numel()].view(leaf.shape)
+    return flat
+
+
+# Whether gradients reached every adapter that had something to learn from, in the first step.
+
+
+class FirstStep:
+    """Watches the first step of a run over several processes.
+
+    A schedule or a pass that loses a gradient would otherwise train on without a word.
+    """
+
+    def __init__(self, model: SuperModel, mesh: Mesh) -> None:
+        self.model, self.mesh = model, mesh
+        reached: set[int] = set()
+
+        def reach(leaf: nn.Parameter) -> None:
+            # No more than this is kept by the leaves, of a model that never runs too.
+            reached.add(id(leaf))
+
+        self._reached = reached
+        self._handles: list[RemovableHandle] = [
+            leaf.register_post_accumulate_grad_hook(reach)  # type: ignore[no-untyped-call]
+            for leaf in trained_leaves(model)
+        ]
+
+    def require_gradients(self, rows: Sequence[PackedBatch]) -> None:
+        """Refuse a step in which an adapter got no gradient; called after its backward.
+
+        rows     of the whole round
+        raises   NoGradient, on every process
+        """
+        for handle in self._handles:
+            handle.remove()
+        mine = self._missed(_jobs_with_targets(rows))
+        by_rank = [mine] * self.mesh.size
+        if self.mesh.world is not None:
+            dist.all_gather_object(by_rank, mine, group=self.mesh.world)
+        for rank, missed in enumerate(by_rank):
+            if missed:
+                more = f"\nand {len(missed) - 5} more" if missed[5:] else ""
+                raise NoGradient(
+                    "no gradient reached an adapter in the first step",
+                    rank=rank,
+                    found="\n".join(missed[:5]) + more,
+                    help="please report this, with the job file and the plan",
+                )
+
+    def _missed(self, jobs: set[int]) -> list[str]:
+        """Sites, with their jobs, that no gradient reached."""
+        names = self.model.group.job_names
+        missed: list[str] = []
+        late = {id(leaf) for leaf in trained_leaves(self.model)} - self._reached
+        for path, bank in self.model.banks.items():
+            served = [names[job] for job in sorted(jobs) if bank.serves(job)]
+            if served and late & {id(bank.a), id(bank.b)}:
+                missed.append(f"{path}: {', '.join(served)}")
+        for job in sorted(jobs):
+            for name, parameter in self.model.job_parameters(names[job]).items():
+                if id(parameter) in late:
+                    missed.append(f"{name}: {names[job]}")
+        return missed
+
+
+def _jobs_with_targets(rows: Sequence[PackedBatch]) -> set[int]:
+    jobs: set[int] = set()
+    for row in rows:
+        ends = row.target_segments.tolist()
+        jobs |= {job for job in range(len(ends) - 1) if ends[job + 1] > ends[job]}
+    return jobs
