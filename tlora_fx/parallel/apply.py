@@ -58,7 +58,7 @@ def apply(
     model         prepared for the plan and loaded; its parameters' gradients move, so that
                   `job_parameters` is to be asked for afterwards
     largest_row   tokens of the largest row that may come: where it is given, on a GPU, small rows
-                  in packed form run as CUDA graphs under plans that can (see `row_graphs`)
+                  in packed form run as CUDA graphs under plans that can (see `cuda_graphs`)
     raises        PlanNotRunnable
     """
     assert plan.mesh == mesh.shape, (plan.mesh, mesh.shape)

@@ -1,8 +1,8 @@
-"""The processes of a run: where each stands, and with whom it talks.
+"""The processes of a run: where each stands, and its groups.
 
-Ranks count along tp first, then dp, then pp, so that the processes that talk most stand closest.
-Every group carries tensors of the device and of the host: collectives of host tensors go over gloo
-wherever the device has a library of its own.
+Ranks count along tp first, then dp, then pp, so that the processes that communicate most stand
+closest. Every group carries tensors of the device and of the host: collectives of host tensors go
+over gloo wherever the device has a library of its own.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ class Mesh:
     shape                       how many processes stand along each dimension
     device                      the process's own
     rank                        among all processes
-    pp_rank, dp_rank, tp_rank   its place along each dimension
+    pp_rank, dp_rank, tp_rank   its index along each dimension
     pp, dp, tp                  the groups along one dimension through this process; None where
                                 the process is alone in it
     dp_tp                       all processes of its stage
@@ -50,7 +50,7 @@ class Mesh:
 
     @staticmethod
     def alone(device: torch.device | str) -> Mesh:
-        """The mesh of a single process, which talks to nobody."""
+        """The mesh of a single process, which has no group."""
         return Mesh(MeshShape(), torch.device(device))
 
     @property
@@ -98,8 +98,8 @@ def _stage_group(shape: MeshShape, groups: dict[str, Group]) -> Group:
     stage = shape.dp * shape.tp
     ranks = [list(range(first, first + stage)) for first in range(0, shape.size, stage)]
     # Every process takes part in making every group.
-    made: list[dist.ProcessGroup] = [dist.new_group(own) for own in ranks]
-    return made[dist.get_rank() // stage]
+    by_stage: list[dist.ProcessGroup] = [dist.new_group(stage_ranks) for stage_ranks in ranks]
+    return by_stage[dist.get_rank() // stage]
 
 
 def limit_waits(mesh: Mesh, timeout: timedelta) -> None:

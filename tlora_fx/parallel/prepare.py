@@ -18,7 +18,7 @@ NOTED_BY = "planners"
 def planned_passes(plan: Plan) -> list[str]:
     """The passes of a plan, in order, each as pipelines write it.
 
-    Nano-batches are none of them: their number may change while a model trains (nano_model.py).
+    Nano-batches are none of them: their number may change while a model trains (`NanoModel`).
     """
     texts = []
     if plan.mesh.tp > 1:
@@ -49,13 +49,13 @@ def prepared(model: SuperModel, plan: Plan, *, verify: Verify = "structure") -> 
         )
     find_passes()
     runner = Runner(Pipeline(()), verify=verify)
-    for place, text in enumerate(texts, 1):
-        runner.run_one(Event(place, parse_pass(text), "group", model.group))
+    for number, text in enumerate(texts, 1):
+        runner.run_one(Event(number, parse_pass(text), "group", model.group))
     model.group.notes.append((NOTED_BY, f"prepared for {plan.planner} on {plan.mesh}"))
-    made = SuperModel(model.group, model.backbone, model.jobs)
+    planned = SuperModel(model.group, model.backbone, model.jobs)
     if model.compiled_with is not None:
-        made.compile(**model.compiled_with)
-    return made
+        planned.compile(**model.compiled_with)
+    return planned
 
 
 # Whether a mesh can run a model, and which meshes of the same size could.
@@ -63,13 +63,13 @@ def prepared(model: SuperModel, plan: Plan, *, verify: Verify = "structure") -> 
 
 def obstacles(model: SuperModel, shape: MeshShape) -> list[str]:
     """Why a mesh cannot run a model, a sentence each; none where it can."""
-    found: list[str] = []
+    reasons: list[str] = []
     layers = len(model.layer_order())
     if shape.pp > max(layers, 1):
-        found.append(f"pp={shape.pp} stages need a layer each, and the model has {layers}")
+        reasons.append(f"pp={shape.pp} stages need a layer each, and the model has {layers}")
     if shape.tp > 1:
-        found.extend(_cuts_of_matrices(model.backbone.config, shape.tp))
-    return found
+        reasons.extend(_cuts_of_matrices(model.backbone.config, shape.tp))
+    return reasons
 
 
 def fitting_meshes(model: SuperModel, processes: int) -> list[MeshShape]:
@@ -89,13 +89,13 @@ def require_fits(model: SuperModel, shape: MeshShape) -> None:
 
     raises    MeshDoesNotFit, with the meshes of the same size that can
     """
-    found = obstacles(model, shape)
-    if found:
+    reasons = obstacles(model, shape)
+    if reasons:
         others = ", ".join(f"({mesh})" for mesh in fitting_meshes(model, shape.size))
         raise MeshDoesNotFit(
             f"a mesh of {shape} cannot run this model",
             base=model.backbone.title,
-            found="\n".join(found),
+            found="\n".join(reasons),
             help=f"these meshes of {shape.size} can: {others}",
         )
 

@@ -43,13 +43,13 @@ def rows_of_round(
     max_row_tokens   a row is closed before it grows beyond this; a larger micro-batch has one alone
     """
     offsets = dict.fromkeys(batches, 0)
-    for place in range(max(map(len, batches.values()), default=0)):
+    for number in range(max(map(len, batches.values()), default=0)):
         row = _empty(jobs)
         size = 0
         for index, micro_batches in batches.items():
-            if place >= len(micro_batches):
+            if number >= len(micro_batches):
                 continue
-            samples = micro_batches[place]
+            samples = micro_batches[number]
             tokens = sum(len(sample.input_ids) for sample in samples)
             if size and size + tokens > max_row_tokens:
                 yield row

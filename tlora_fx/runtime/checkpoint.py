@@ -99,26 +99,26 @@ class CheckpointStore:
         raises    CheckpointError when the disk refuses; the checkpoints before stay pointed to
         """
         _check_names(jobs)
-        fresh = made = None
+        fresh = finished = None
         try:
             self.folder.mkdir(parents=True, exist_ok=True)
             before = [name for name in self._names() if name not in self._damaged]
             self._tidy(before)
             fresh = Path(tempfile.mkdtemp(prefix=f"step-{step:06d}.tmp-", dir=self.folder))
             _write(fresh, step, jobs, run)
-            made = fresh.rename(self._free_name(step))
+            finished = fresh.rename(self._free_name(step))
             sync_folder(self.folder)
-            kept = [made.name, *before][:KEPT]
+            kept = [finished.name, *before][:KEPT]
             replace_file(self.folder / "latest", "".join(f"{n}\n" for n in kept).encode())
         except BaseException as error:
-            for folder in filter(None, (fresh, made)):
+            for folder in filter(None, (fresh, finished)):
                 if folder.name not in self._listed():
                     shutil.rmtree(folder, ignore_errors=True)
             if isinstance(error, OSError):
                 raise _refused(self.folder, step, error) from error
             raise
         self._tidy(kept)
-        return made
+        return finished
 
     def load(self, only: frozenset[str] | None = None) -> Checkpoint | None:
         """The newest whole checkpoint, or None where none was ever finished.
@@ -133,7 +133,7 @@ class CheckpointStore:
         reasons: list[str] = []
         for name in names:
             try:
-                found = _read(self.folder / name, only)
+                checkpoint = _read(self.folder / name, only)
             except _Damaged as damage:
                 self._damaged.add(name)
                 reasons.append(f"{name}: {damage}")
@@ -142,7 +142,7 @@ class CheckpointStore:
                 passed_over = "; ".join(reasons)
                 message = f"damaged checkpoint passed over ({passed_over}); going on from {name}"
                 warnings.warn(message, CheckpointWarning, stacklevel=2)
-            return found
+            return checkpoint
         if reasons:
             raise CheckpointError(
                 "no checkpoint is whole",
@@ -169,8 +169,8 @@ class CheckpointStore:
         """Names to trust, newest first: what `latest` lists, or else every finished folder."""
         if listed := self._listed():
             return listed
-        found = [p.name for p in self.folder.glob("step-*") if _NAME.fullmatch(p.name)]
-        return sorted(found, key=_age, reverse=True)
+        finished = [p.name for p in self.folder.glob("step-*") if _NAME.fullmatch(p.name)]
+        return sorted(finished, key=_age, reverse=True)
 
     def _listed(self) -> list[str]:
         """What `latest` lists, or nothing when it is missing or is not a list of checkpoints."""
@@ -338,11 +338,11 @@ class ResumeSources:
         wanted: dict[Path, list[str]] = {}
         for name, folder in self.sources.items():
             wanted.setdefault(folder, []).append(name)
-        found: dict[str, JobState] = {}
+        states: dict[str, JobState] = {}
         for folder, names in wanted.items():
             checkpoint = CheckpointStore(folder).load(frozenset(names))
-            states = {} if checkpoint is None else checkpoint.jobs
-            missing = [name for name in names if name not in states]
+            saved = {} if checkpoint is None else checkpoint.jobs
+            missing = [name for name in names if name not in saved]
             if missing:
                 raise CheckpointError(
                     "a job's committed state is gone",
@@ -350,5 +350,5 @@ class ResumeSources:
                     folder=folder,
                     help="restore it from a backup; without it the job would start anew",
                 )
-            found |= states
-        return found
+            states |= saved
+        return states

@@ -59,7 +59,9 @@ def load_tokenizer(spec: BaseSpec) -> PreTrainedTokenizerBase:
     try:
         if source is None:
             raise ValueError("the base is an nn.Module, which has no tokenizer")
-        found = AutoTokenizer.from_pretrained(source, trust_remote_code=spec.trust_remote_code)
+        tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(
+            source, trust_remote_code=spec.trust_remote_code
+        )
     except (OSError, ValueError, KeyError) as error:
         raise TokenizerNotLoadable(
             "the base's tokenizer cannot be loaded",
@@ -68,7 +70,7 @@ def load_tokenizer(spec: BaseSpec) -> PreTrainedTokenizerBase:
             help="set base.tokenizer to a hub id or a folder with tokenizer.json, "
             "or give Trainer(data=...)",
         ) from error
-    return found
+    return tokenizer
 
 
 def check_fits(backbone: Backbone, data: Mapping[str, JobData]) -> None:
@@ -78,9 +80,9 @@ def check_fits(backbone: Backbone, data: Mapping[str, JobData]) -> None:
     """
     vocabulary = getattr(backbone.config, "vocab_size", None)
     positions = getattr(backbone.config, "max_position_embeddings", None)
-    for name, own in data.items():
-        longest = max(len(sample.input_ids) for sample in own.samples)
-        largest = max(max(sample.input_ids) for sample in own.samples)
+    for name, job_data in data.items():
+        longest = max(len(sample.input_ids) for sample in job_data.samples)
+        largest = max(max(sample.input_ids) for sample in job_data.samples)
         if vocabulary is not None and largest >= vocabulary:
             raise DataDoesNotFit(
                 f"job '{name}' has tokens that the base does not know",
@@ -100,7 +102,6 @@ def check_fits(backbone: Backbone, data: Mapping[str, JobData]) -> None:
 
 
 # Whether a model, a checkpoint and jobs belong together.
-
 
 #: What may change of a job between a run and its resuming; the base counts by its fingerprint.
 FREE = frozenset({"max_steps", "num_train_epochs", "save_steps", "base", "schedule"})
@@ -132,25 +133,25 @@ def require_same_run(checkpoint: Checkpoint, identity: dict[str, object]) -> Non
             )
 
 
-def require_same_jobs(compiled: Sequence[Job], given: Sequence[Job]) -> None:
+def require_same_jobs(compiled: Sequence[Job], jobs: Sequence[Job]) -> None:
     """Refuse to train other jobs than a model was compiled for.
 
     raises    ResumeMismatch
     """
-    if [job.name for job in compiled] != [job.name for job in given]:
+    if [job.name for job in compiled] != [job.name for job in jobs]:
         raise ResumeMismatch(
             "the model was compiled for other jobs",
             expected=", ".join(job.name for job in compiled),
-            found=", ".join(job.name for job in given),
+            found=", ".join(job.name for job in jobs),
             help="compile the jobs that you train",
         )
-    for one, two in zip(compiled, given, strict=True):
-        mine, theirs = _what_is_compiled(one), _what_is_compiled(two)
-        if mine != theirs:
-            expected, found = _first_difference(mine, theirs)
+    for compiled_job, job in zip(compiled, jobs, strict=True):
+        before, now = _what_is_compiled(compiled_job), _what_is_compiled(job)
+        if before != now:
+            expected, found = _first_difference(before, now)
             raise ResumeMismatch(
-                f"the model was compiled for another job '{one.name}'",
-                job=one.name,
+                f"the model was compiled for another job '{job.name}'",
+                job=job.name,
                 expected=expected,
                 found=found,
                 help="compile the jobs that you train",
@@ -167,17 +168,17 @@ def _what_is_compiled(job: Job) -> dict[str, object]:
     }
 
 
-def _first_difference(one: object, two: object) -> tuple[object, object]:
+def _first_difference(first: object, second: object) -> tuple[object, object]:
     """Where two nested mappings part."""
-    while isinstance(one, dict) and isinstance(two, dict):
-        key = next((k for k in {**one, **two} if one.get(k) != two.get(k)), None)
+    while isinstance(first, dict) and isinstance(second, dict):
+        key = next((k for k in {**first, **second} if first.get(k) != second.get(k)), None)
         if key is None:
             break
-        inner = one.get(key), two.get(key)
+        inner = first.get(key), second.get(key)
         if not all(isinstance(value, dict) for value in inner):
             return f"{key}: {inner[0]}", f"{key}: {inner[1]}"
-        one, two = inner
-    return one, two
+        first, second = inner
+    return first, second
 
 
 # Probe a model in batch form: whether it looks ahead, or sees padding.
@@ -186,7 +187,6 @@ def _first_difference(one: object, two: object) -> tuple[object, object]:
 # state of a token, and so its logits, change neither with later tokens, nor with padding behind
 # it, nor with other lines. The probe changes each of these and watches the last hidden states of
 # early tokens.
-
 
 LENGTH, WATCHED, WIDE = 12, 6, 21
 # Other tokens in equal shapes change no bit of a causal model; float32 and wider get some room.
@@ -248,7 +248,7 @@ def _early_states(model: SuperModel, lines: Sequence[list[int]]) -> Tensor:
     return seen[0].to(torch.promote_types(seen[0].dtype, torch.float32))
 
 
-# Whether the jobs' longest samples have room on the GPU at hand, by what was measured there.
+# Whether the jobs' longest samples fit on the GPU at hand, by what was measured there.
 
 
 def check_memory(
@@ -279,7 +279,7 @@ def longest_round(jobs: Sequence[Job], data: Mapping[str, JobData], max_row_toke
     """A round in which every job brings its longest samples."""
     batches = []
     for job in jobs:
-        lengths = sorted((len(one.input_ids) for one in data[job.name].samples), reverse=True)
+        lengths = sorted((len(sample.input_ids) for sample in data[job.name].samples), reverse=True)
         size = job.per_device_train_batch_size
         count = min(job.gradient_accumulation_steps, -(-len(lengths) // size))
         batches.append([tuple(lengths[n * size : (n + 1) * size]) for n in range(count)])
@@ -297,7 +297,9 @@ def longest_row(
     single = [sizes[0] for sizes in each if sizes]
     bound = max(max(single, default=0), min(max_row_tokens, sum(single)))
     if parts > 1:
-        longest = (len(one.input_ids) for own in data.values() for one in own.samples)
+        longest = (
+            len(sample.input_ids) for job_data in data.values() for sample in job_data.samples
+        )
         whole = sum(map(sum, each))
         bound = max(bound, min(max(max_row_tokens, max(longest, default=0)), whole))
     return repeating_length(bound)
@@ -305,7 +307,7 @@ def longest_row(
 
 def _largest_batches(job: Job, data: JobData) -> list[int]:
     """Tokens of a step's micro-batches if a job's longest samples meet, the largest first."""
-    lengths = sorted((len(one.input_ids) for one in data.samples), reverse=True)
+    lengths = sorted((len(sample.input_ids) for sample in data.samples), reverse=True)
     size = job.per_device_train_batch_size
     count = min(job.gradient_accumulation_steps, -(-len(lengths) // size))
     return [sum(lengths[n * size : (n + 1) * size]) for n in range(count)]

@@ -69,23 +69,23 @@ class Ranks:
     def __init__(self, mesh: Mesh) -> None:
         self.mesh = mesh
 
-    def agree(self, note: RoundNotice) -> Agreed:
+    def agree(self, notice: RoundNotice) -> Agreed:
         """Tell all processes of the round to come, and hear of theirs.
 
         raises    RanksParted, on every process, where one has other rows
         """
         if self.mesh.world is None:
-            return Agreed(bool(note.asked), note.choice, note.step_micros, bool(note.due))
-        mine = torch.tensor(note, dtype=torch.int64)
-        told = [torch.empty_like(mine) for _ in range(self.mesh.size)]
-        dist.all_gather(told, mine, group=self.mesh.world)
-        notes = [RoundNotice(*row.tolist()) for row in told]
-        _require_one_table([each.table for each in notes])
+            return Agreed(bool(notice.asked), notice.choice, notice.step_micros, bool(notice.due))
+        mine = torch.tensor(notice, dtype=torch.int64)
+        gathered = [torch.empty_like(mine) for _ in range(self.mesh.size)]
+        dist.all_gather(gathered, mine, group=self.mesh.world)
+        notices = [RoundNotice(*row.tolist()) for row in gathered]
+        _require_one_table([notice.table for notice in notices])
         return Agreed(
-            any(each.asked for each in notes),
-            notes[0].choice,
-            max(each.step_micros for each in notes),
-            bool(notes[0].due),
+            any(notice.asked for notice in notices),
+            notices[0].choice,
+            max(notice.step_micros for notice in notices),
+            bool(notices[0].due),
         )
 
     def together(self, action: Callable[[], T]) -> T:
@@ -95,31 +95,31 @@ class Ranks:
         """
         error: TloraError | None = None
         try:
-            made = action()
-        except TloraError as own:
-            error = own
-        told = self.tell_all("" if error is None else str(error))
-        failed = [rank for rank, text in enumerate(told) if text]
+            result = action()
+        except TloraError as raised:
+            error = raised
+        reasons = self.tell_all("" if error is None else str(error))
+        failed = [rank for rank, reason in enumerate(reasons) if reason]
         if error is None and failed:
             error = RankFailed(
                 f"process {failed[0]} cannot go on",
                 rank=", ".join(map(str, failed)),
-                reason=told[failed[0]],
+                reason=reasons[failed[0]],
                 help="mend it there, and start all processes again",
             )
         if error is not None:
             # Every process raises: it is enough that one tells.
             error.__dict__["shared"] = True
             raise error
-        return made
+        return result
 
     def tell_all(self, value: T) -> list[T]:
         """What every process says, by rank."""
         if self.mesh.world is None:
             return [value]
-        told: list[T | None] = [None] * self.mesh.size
-        dist.all_gather_object(told, value, group=self.mesh.world)
-        return told  # type: ignore[return-value]
+        values: list[T | None] = [None] * self.mesh.size
+        dist.all_gather_object(values, value, group=self.mesh.world)
+        return values  # type: ignore[return-value]
 
     def from_leader(self, value: T) -> T:
         """The leader's value, on every process."""
@@ -181,12 +181,12 @@ def device_named(name: str | None) -> torch.device:
     """
     count = torch.cuda.device_count() if torch.cuda.is_available() else 0
     wanted = name or ("cuda" if count else "cpu")
-    kind, _, place = wanted.partition(":")
+    kind, _, number = wanted.partition(":")
     if wanted == "cpu":
         return torch.device("cpu")
-    if kind == "cuda" and place in ("", *map(str, range(count))) and count:
-        return torch.device("cuda", int(place or 0))
-    known = ["cpu", *(f"cuda:{place}" for place in range(count))]
+    if kind == "cuda" and number in ("", *map(str, range(count))) and count:
+        return torch.device("cuda", int(number or 0))
+    known = ["cpu", *(f"cuda:{index}" for index in range(count))]
     raise DeviceUnknown(
         f"this machine has no device '{wanted}'",
         expected=", ".join(known),
@@ -199,7 +199,6 @@ def device_named(name: str | None) -> torch.device:
 #
 # Checkpoints and adapter folders hold whole tensors under PEFT's names, whatever plan made them.
 # The leader writes them; replicas hold the same, so only the processes of the first one send.
-
 
 Shards = Mapping[str, Shard | None]
 
@@ -229,8 +228,8 @@ class StateGatherer:
             return state
         adapter = self._gathered(state.adapter, self._adapter_shards(job))
         optimizer = self._gathered(state.optimizer, self._optimizer_shards(job, state.optimizer))
-        told = self._values(dict(state.optimizer_values))
-        return replace(state, adapter=adapter, optimizer=optimizer, optimizer_values=told)
+        values = self._values(dict(state.optimizer_values))
+        return replace(state, adapter=adapter, optimizer=optimizer, optimizer_values=values)
 
     def whole_adapter(self, job: str, adapter: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
         """An adapter with whole tensors on the leader; on others what they hold."""
@@ -272,9 +271,9 @@ class StateGatherer:
         }
 
     def _values(self, values: dict[str, Any]) -> dict[str, Any]:
-        told: list[Any] = [None] * self.mesh.size
-        dist.all_gather_object(told, values["state"], group=self.mesh.world)
-        merged = {name: value for own in told for name, value in own.items()}
+        states: list[Any] = [None] * self.mesh.size
+        dist.all_gather_object(states, values["state"], group=self.mesh.world)
+        merged = {name: value for state in states for name, value in state.items()}
         return {**values, "state": merged}
 
     def _gathered(self, tensors: Mapping[str, Tensor], shards: Shards) -> Mapping[str, Tensor]:
@@ -284,32 +283,34 @@ class StateGatherer:
             for name, tensor in tensors.items()
         ]
         sends = self.mesh.dp_rank == 0
-        told: list[Any] = [None] * self.mesh.size
-        dist.all_gather_object(told, mine if sends else [], group=self.mesh.world)
+        by_rank: list[Any] = [None] * self.mesh.size
+        dist.all_gather_object(by_rank, mine if sends else [], group=self.mesh.world)
         if not self.mesh.leader:
             if mine and sends:
-                dist.send(_bytes_of([tensors[one.name] for one in mine]), 0, self.mesh.world)
+                dist.send(_bytes_of([tensors[sent.name] for sent in mine]), 0, self.mesh.world)
             return tensors
         pieces: dict[str, dict[int, Tensor]] = {}
         cuts: dict[str, Shard | None] = {}
-        for rank, listed in enumerate(told):
-            own = [tensors[one.name] for one in mine] if rank == 0 else self._received(rank, listed)
-            for one, tensor in zip(listed, own, strict=True):
-                index = 0 if one.shard is None else one.shard.index
-                pieces.setdefault(one.name, {}).setdefault(index, tensor.cpu())
-                cuts[one.name] = one.shard
+        for rank, listed in enumerate(by_rank):
+            received = (
+                [tensors[sent.name] for sent in mine] if rank == 0 else self._received(rank, listed)
+            )
+            for sent, tensor in zip(listed, received, strict=True):
+                index = 0 if sent.shard is None else sent.shard.index
+                pieces.setdefault(sent.name, {}).setdefault(index, tensor.cpu())
+                cuts[sent.name] = sent.shard
         return {name: _joined(pieces[name], cuts[name]) for name in sorted(pieces)}
 
     def _received(self, rank: int, listed: list[_Sent]) -> list[Tensor]:
         if not listed:
             return []
-        sizes = [one.dtype.itemsize * torch.Size(one.shape).numel() for one in listed]
+        sizes = [sent.dtype.itemsize * torch.Size(sent.shape).numel() for sent in listed]
         flat = torch.empty(sum(sizes), dtype=torch.uint8)
         dist.recv(flat, rank, self.mesh.world)
         pieces = torch.split(flat, sizes)
         return [
-            piece.clone().view(one.dtype).reshape(one.shape)
-            for piece, one in zip(pieces, listed, strict=True)
+            piece.clone().view(sent.dtype).reshape(sent.shape)
+            for piece, sent in zip(pieces, listed, strict=True)
         ]
 
 
@@ -362,8 +363,8 @@ def gradient_norms(runs: Sequence[JobRun], model: SuperModel, mesh: Mesh) -> dic
             norms = torch.stack(list(torch._foreach_norm(counted)))
             squares[run.index] = norms.double().square().sum()
     dist.all_reduce(squares, group=mesh.world)
-    told = squares.tolist()
-    return {run.index: math.sqrt(told[run.index]) for run in runs}
+    by_job = squares.tolist()
+    return {run.index: math.sqrt(by_job[run.index]) for run in runs}
 
 
 def _whole_norms(runs: Sequence[JobRun], device: torch.device) -> dict[int, float]:
@@ -371,5 +372,5 @@ def _whole_norms(runs: Sequence[JobRun], device: torch.device) -> dict[int, floa
     if not runs:
         return {}
     norms = [run.optimizer.measured_norm().to(device, torch.float64) for run in runs]
-    told = torch.stack(norms).tolist()
-    return {run.index: norm for run, norm in zip(runs, told, strict=True)}
+    values = torch.stack(norms).tolist()
+    return {run.index: norm for run, norm in zip(runs, values, strict=True)}

@@ -75,12 +75,12 @@ class Launch:
         per_machine = int(environment.get("LOCAL_WORLD_SIZE", size))
         return Launch(rank, size, local, per_machine, int(environment.get(RESTARTS, "0")))
 
-    def device(self, asked: str | None) -> torch.device:
+    def device(self, name: str | None) -> torch.device:
         """This process's device: of GPUs, each process of a machine has its own.
 
         raises    DeviceUnknown
         """
-        device = device_named(asked)
+        device = device_named(name)
         if device.type == "cuda" and self.size > 1:
             device = torch.device("cuda", self.local_rank)
         if device.type == "cuda":
@@ -91,7 +91,7 @@ class Launch:
 def join(launch: Launch, device: torch.device) -> Mesh:
     """Join the other processes; for one process nothing is opened.
 
-    returns   all processes as replicas, to talk before there is a plan
+    returns   all processes as replicas, for what comes before there is a plan
     raises    RanksDiffer, on every process, where versions differ
     """
     if launch.size == 1:
@@ -183,10 +183,10 @@ def _require_size(shape: MeshShape, launch: Launch, name: str) -> None:
 
 def _require_same_versions(ranks: Ranks) -> None:
     mine = {"torch": str(torch.__version__), "tlora-fx": __version__}
-    told = ranks.tell_all(mine)
+    by_rank = ranks.tell_all(mine)
     for name in mine:
-        versions = [versions[name] for versions in told]
-        apart = next((rank for rank, one in enumerate(versions) if one != versions[0]), None)
+        versions = [versions[name] for versions in by_rank]
+        apart = next((rank for rank, v in enumerate(versions) if v != versions[0]), None)
         if apart is not None:
             raise RanksDiffer(
                 f"processes have different versions of {name}",
@@ -198,8 +198,8 @@ def _require_same_versions(ranks: Ranks) -> None:
 
 def memory_bytes(device: torch.device, ranks: Ranks) -> int | None:
     """Memory of the smallest device, None where that does not limit."""
-    own = torch.cuda.mem_get_info(device)[1] if device.type == "cuda" else 0
-    return min(ranks.tell_all(own)) or None
+    total = torch.cuda.mem_get_info(device)[1] if device.type == "cuda" else 0
+    return min(ranks.tell_all(total)) or None
 
 
 def exits_at_once(

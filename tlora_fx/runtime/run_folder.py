@@ -15,7 +15,6 @@ from tlora_fx.errors import MetricsError, RunFolderError
 
 # A job's metrics: one JSON line for each optimizer step.
 
-
 FIELDS = ("step", "loss", "grad_norm", "learning_rate", "tokens", "seconds")
 
 
@@ -213,8 +212,8 @@ def require_new(path: Path) -> None:
             found="a file of that name",
             help="choose another folder with -o",
         )
-    there = path.iterdir() if path.is_dir() else ()
-    used = sorted(entry.name for entry in there if entry.name != LOCK)
+    entries = path.iterdir() if path.is_dir() else ()
+    used = sorted(entry.name for entry in entries if entry.name != LOCK)
     if used:
         raise RunFolderError(
             "the output folder is in use",
