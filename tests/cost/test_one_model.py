@@ -23,6 +23,7 @@ from tlora_fx.cost.layouts import Pairs
 from tlora_fx.cost.load import Round
 from tlora_fx.cost.memory import memory_of
 from tlora_fx.cost.model_facts import BASES, demand_of
+from tlora_fx.cost.plan import MeshShape, Plan
 from tlora_fx.cost.step_time import CostModel, step_time, total
 from tlora_fx.ops.kernels import packed
 
@@ -121,3 +122,19 @@ def test_known_bases_are_as_their_models_compile(base):
         assert getattr(named, name) == getattr(compiled, name)
     for name in ("structure", "weight_bytes", "room_bytes", "matrices", "attention", "trained"):
         assert getattr(named.layers[0], name) == getattr(compiled.layers[0], name)
+
+
+@pytest.mark.slow
+def test_a_compiled_model_is_costed_as_its_base_by_name():
+    """The facts of llama-3-8b's own jobs give the same times and memory."""
+    base, work = "llama-3-8b", Round((((160,) * 4,) * len(RANKS),))
+    compiled = facts_of(compile(load_job_file(SHAPES / base / "jobs.yaml")))
+    named = BASES[base].facts({f"job-{index}": rank for index, rank in enumerate(RANKS)})
+    for fields in ({}, {"mesh": MeshShape(dp=4), "shard_base": True}, {"mesh": MeshShape(tp=2)}):
+        plan = Plan(planner="auto", **fields)
+        models = [CostModel(facts, shipped(base)) for facts in (compiled, named)]
+        times = [step_time(model, plan, work).seconds for model in models]
+        sizes = [memory_of(model, plan, work).total for model in models]
+
+        assert times[0] == pytest.approx(times[1], rel=1e-6)
+        assert sizes[0] == pytest.approx(sizes[1], rel=1e-6)
