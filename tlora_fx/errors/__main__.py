@@ -1,4 +1,4 @@
-"""`python -m tlora_fx.errors` prints docs/errors.md."""
+"""`python -m tlora_fx.errors` prints docs/errors.md from the docstrings of all error classes."""
 
 from __future__ import annotations
 
@@ -6,9 +6,6 @@ import inspect
 from collections.abc import Iterator, Mapping
 
 from tlora_fx.errors import TloraError
-
-# Render the page of all error classes, `docs/errors.md`, from their docstrings.
-
 
 _HEAD = """# Errors
 

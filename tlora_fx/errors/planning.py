@@ -213,3 +213,30 @@ class TensorGroupMissing(TloraError):
     """A tensor-parallel graph runs without a group; call `tlora_fx.ops.use_group("tp", group)`."""
 
     code = "T0830"
+
+
+# Stages of a pipeline, and what runs them.
+
+
+class NoStage(TloraError):
+    """A model cannot be cut into stages here; the message names possible cuts."""
+
+    code = "T0840"
+
+
+class TokensMismatch(TloraError):
+    """A stage got hidden values of other tokens than its micro-batch."""
+
+    code = "T0841"
+
+
+class ScheduleRefused(TloraError):
+    """A schedule does not run with this number of micro-batches or stages."""
+
+    code = "T0842"
+
+
+class PipelineBroken(TloraError):
+    """A stage computed something else than its graph says: a defect."""
+
+    code = "T0843"

@@ -198,3 +198,36 @@ class ReportNotWritable(TloraError):
     """The folder of a report cannot be written."""
 
     code = "T0936"
+
+
+# The loop, the simulated clock and the replay of traces.
+
+
+class SubmittedTwice(TloraError):
+    """A job was submitted twice under one name."""
+
+    code = "T0970"
+
+
+class DecisionWrong(TloraError):
+    """A policy's decision cannot be run."""
+
+    code = "T0971"
+
+
+class ReplayStalled(TloraError):
+    """Jobs wait in a replay, nothing runs, and the policy starts none: a defect of the policy."""
+
+    code = "T0972"
+
+
+class ReplayOptionWrong(TloraError):
+    """An option of a replay has an invalid value."""
+
+    code = "T0973"
+
+
+class ClockBackwards(TloraError):
+    """A simulated clock was asked to go back."""
+
+    code = "T0974"
