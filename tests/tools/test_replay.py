@@ -179,6 +179,7 @@ def changed(folder, tmp_path, **fields):
     ("fields", "error", "said"),
     [
         ({"format": 7}, ReplayNotReadable, "another format"),
+        ({"format": 1}, ReplayNotReadable, "replay it with the version that wrote it"),
         ({"place": "five"}, ReplayNotReadable, "place"),
         ({"place": 6}, ReplayNotReadable, "does not hold together"),
         ({"place": 1, "name": PASSES[0]}, ReplayNotReadable, "does not hold together"),
@@ -189,7 +190,7 @@ def changed(folder, tmp_path, **fields):
             "gone 1",
         ),
     ],
-    ids=["format", "type", "place", "graphs", "pipeline", "package"],
+    ids=["format", "before-modules-moved", "type", "place", "graphs", "pipeline", "package"],
 )
 def test_a_folder_that_cannot_be_replayed_says_why(folder, tmp_path, fields, error, said):
     """Damaged, of another version, or of a package that is gone."""

@@ -5,8 +5,15 @@ and further passes run on it as on the original. Nothing in a file is executed: 
 looked up by name among those that graphs may call.
 """
 
-from tlora_fx.graph_file.document import Document, from_document, to_document
-from tlora_fx.graph_file.folder import load_document, load_graphs, save_document, save_graphs
+from tlora_fx.graph_file.document import (
+    Document,
+    from_document,
+    load_document,
+    load_graphs,
+    save_document,
+    save_graphs,
+    to_document,
+)
 
 __all__ = [
     "Document",

@@ -1,4 +1,4 @@
-"""What `replay.json` says."""
+"""Keep the graphs before a pass that fails, and run it on them again, alone: `tlora-fx replay`."""
 
 from __future__ import annotations
 
@@ -39,11 +39,15 @@ from tlora_fx.pipeline import (
 from tlora_fx.pipeline.registry import PASSES
 from tlora_fx.version import __version__
 
-FORMAT = 1
+# Format 1 held graphs that named modules which have moved since.
+FORMAT = 2
 RECORD = "replay.json"
 GRAPHS = "graph"
 BUFFERS = "buffers.safetensors"
 PACKAGES = ("torch", "transformers", "peft")
+OURS = "tlora_fx."
+# The options of the numerical check that decide its row and weights.
+NUMERICS = ("memory_bytes", "tokens", "seed")
 
 
 @dataclass(frozen=True, slots=True)
@@ -118,13 +122,13 @@ def load_replay(folder: Path) -> RecordedFailure:
         )
     try:
         data: Any = json.loads(path.read_text(encoding="utf-8"))
-        found = data.get("format") if isinstance(data, dict) else None
-        if found != FORMAT:
+        number = data.get("format") if isinstance(data, dict) else None
+        if number != FORMAT:
             raise ReplayNotReadable(
                 "the replay folder is of another format",
                 file=path,
                 expected=FORMAT,
-                found=found,
+                found=number,
                 help="replay it with the version that wrote it",
             )
         return TypeAdapter(RecordedFailure).validate_python(data)
@@ -148,9 +152,6 @@ def versions() -> dict[str, str]:
     return found
 
 
-# Run a pass that failed once more, alone, under the checks that it failed.
-
-
 def run_replay(folder: Path) -> TloraError | None:
     """Run the pass of a replay folder alone.
 
@@ -158,13 +159,13 @@ def run_replay(folder: Path) -> TloraError | None:
     raises    ReplayNotReadable, GraphFileNotReadable, PipelineError or PluginBroken where the pass
               cannot be run
     """
-    replay = load_replay(folder)
+    record = load_replay(folder)
     find_passes()
-    for foreign in replay.foreign:
+    for foreign in record.foreign:
         _import(foreign)
-    pipeline = resolve_pipeline(replay.pipeline)
-    event = _event(replay, pipeline, from_document(load_document(folder / GRAPHS)), folder)
-    runner = Runner(pipeline, _instruments(replay, folder), replay.verify)
+    pipeline = resolve_pipeline(record.pipeline)
+    event = _event(record, pipeline, from_document(load_document(folder / GRAPHS)), folder)
+    runner = Runner(pipeline, _instruments(record, folder), record.verify)
     runner.start()
     try:
         runner.run_one(event)
@@ -179,35 +180,35 @@ def left_out(folder: Path) -> list[str]:
     returns   such as "hint (my_package.Hint), of 96 nodes"
     raises    GraphFileNotReadable
     """
-    kinds = Counter(tag.rpartition(": ")[2] for tag in load_document(folder / GRAPHS).left_out)
+    kinds = Counter(tag.rpartition(": ")[2] for tag in load_document(folder / GRAPHS).data.left_out)
     return [f"{kind}, of {plural(times, 'node')}" for kind, times in kinds.items()]
 
 
 def _event(
-    replay: RecordedFailure, pipeline: Pipeline, graphs: JobGraph | GroupGraph, folder: Path
+    record: RecordedFailure, pipeline: Pipeline, graphs: JobGraph | GroupGraph, folder: Path
 ) -> Event:
     passes = pipeline.passes
-    item = passes[replay.place - 1] if 0 < replay.place <= len(passes) else None
+    item = passes[record.place - 1] if 0 < record.place <= len(passes) else None
     fits = (isinstance(item, JobPass) and isinstance(graphs, JobGraph)) or (
         isinstance(item, GroupPass) and isinstance(graphs, GroupGraph)
     )
-    if item is None or item.name != replay.name or not fits:
+    if item is None or item.name != record.name or not fits:
         raise ReplayNotReadable(
             "the replay folder does not hold together",
             file=folder / RECORD,
-            expected=f"pass {replay.place} of the pipeline is '{replay.name}', and takes the "
+            expected=f"pass {record.place} of the pipeline is '{record.name}', and takes the "
             f"graphs of {GRAPHS}/",
-            found=f"{replay.pipeline}, and the graphs of {replay.subject}",
+            found=f"{record.pipeline}, and the graphs of {record.subject}",
             help="compile again to write it anew",
         )
-    return Event(replay.place, item, replay.subject, graphs)
+    return Event(record.place, item, record.subject, graphs)
 
 
-def _instruments(replay: RecordedFailure, folder: Path) -> list[Instrument]:
-    if replay.verify != "numerics":
+def _instruments(record: RecordedFailure, folder: Path) -> list[Instrument]:
+    if record.verify != "numerics":
         return []
     try:
-        numerics = Numerics(**replay.numerics)  # type: ignore[arg-type]
+        numerics = Numerics(**record.numerics)  # type: ignore[arg-type]
         numerics.take(safetensors.torch.load((folder / BUFFERS).read_bytes()))
     except (OSError, TypeError, SafetensorError) as error:
         raise ReplayNotReadable(
@@ -243,39 +244,32 @@ def _import(foreign: ForeignPass) -> None:
     )
 
 
-# Write a replay folder for a pass that failed.
-#
-# Graphs are not copied before every pass, which would cost time. Where one fails, the jobs are
-# compiled again and halted just before it.
-
-
-OURS = "tlora_fx."
-NUMERICS = ("memory_bytes", "tokens", "seed")
-
-
-def keep_replay(folder: Path, given: Prepared, runner: Runner, error: TloraError) -> None:
+def keep_replay(folder: Path, prepared: Prepared, runner: Runner, error: TloraError) -> None:
     """Write a replay folder for an error, which gets a note of what came of it; never raises.
+
+    Graphs are not copied before every pass, which would cost time. Where one fails, the jobs are
+    compiled again and halted just before it.
 
     folder    where to; a name beside it where something else lies there
     runner    that met the error
     """
     try:
-        event = _before(given, runner)
+        event = _before(prepared, runner)
         if event is None:
             error.add_note("no replay folder is written: it was no pass that failed, or it ran now")
             return
-        free = _free(folder)
-        write_replay(free, given, event, runner, error)
+        target = _free(folder)
+        write_replay(target, prepared, event, runner, error)
     except (Exception, KeyboardInterrupt) as trouble:  # noqa: BLE001  (the error is what counts)
         error.add_note(
             f"no replay folder could be written: {str(trouble) or type(trouble).__name__}"
         )
     else:
-        error.add_note(f"to run this pass again, alone: tlora-fx replay {free}")
+        error.add_note(f"to run this pass again, alone: tlora-fx replay {target}")
 
 
 def write_replay(
-    folder: Path, given: Prepared, event: Event, runner: Runner, error: TloraError
+    folder: Path, prepared: Prepared, event: Event, runner: Runner, error: TloraError
 ) -> None:
     """Write the graphs before a pass, and all that running it again needs.
 
@@ -288,17 +282,17 @@ def write_replay(
     save_document(document, folder / GRAPHS)
     failing = f"{event.place} {event.item} on {event.subject}"
     if runner.verify == "numerics":
-        buffers = {name: value.clone() for name, value in buffers_of(given.backbone).items()}
+        buffers = {name: value.clone() for name, value in buffers_of(prepared.backbone).items()}
         (folder / BUFFERS).write_bytes(safetensors.torch.save(buffers))
-    told = {
+    texts = {
         "before.py": state_source(event.graphs),
         "pipeline.txt": f"{runner.pipeline}\nfailing: {failing}\n",
         "inputs.json": json.dumps(_inputs(document), indent=2) + "\n",
         "error.txt": "".join(traceback.format_exception(error)),
     }
-    for name, text in told.items():
+    for name, text in texts.items():
         (folder / name).write_text(text, encoding="utf-8")
-    replay = RecordedFailure(
+    record = RecordedFailure(
         str(runner.pipeline),
         event.place,
         event.item.name,
@@ -309,10 +303,10 @@ def write_replay(
         _foreign(runner.pipeline),
         _numerics(runner),
     )
-    replay.save(folder)
+    record.save(folder)
 
 
-def _before(given: Prepared, runner: Runner) -> Event | None:
+def _before(prepared: Prepared, runner: Runner) -> Event | None:
     """The failing pass and its graphs as they were; None where it does not come to that again."""
     if runner.failed is None:
         return None
@@ -321,7 +315,7 @@ def _before(given: Prepared, runner: Runner) -> Event | None:
         runner.pipeline, (), runner.verify, limits=dict(runner.limits), halt_at=number
     )  # fmt: skip
     try:
-        fuse(given, again)
+        fuse(prepared, again)
     except Halted as halted:
         return halted.event
     except TloraError:
@@ -365,16 +359,15 @@ def _numerics(runner: Runner) -> dict[str, int | None]:
 def _inputs(document: Document) -> dict[str, Any]:
     """What the graphs take: shapes with the names of sizes, and what these were while tracing."""
     data = document.data
-    owner = data["job"] if data["kind"] == "job" else data["base"]
-    place = owner["structure"]
-    if data["kind"] == "group" and data["structures"][data["own"]]["root"]["nodes"]:
-        place = data["own"]
+    index = data.jobs[0].structure
+    if data.group is not None and data.structures[data.group.own].root.nodes:
+        index = data.group.own
     inputs: dict[str, Any] = {}
-    sizes: dict[str, Any] = {}
-    for node in data["structures"][place]["root"]["nodes"]:
-        value = (node["meta"].get("val") or {}).get("value")
-        if node["op"] == "placeholder" and value is not None:
-            inputs[node["target"]] = {"shape": value["shape"], "dtype": value["dtype"]}
-            known = data["modes"][value["mode"]] if value["mode"] is not None else {}
-            sizes |= {name: known[name]["hint"] for name in value["shape"] if name in known}
+    sizes: dict[str, int] = {}
+    for node in data.structures[index].root.nodes:
+        value = (node.meta.get("val") or {}).get("value")
+        if node.op == "placeholder" and value is not None:
+            inputs[node.target] = {"shape": value["shape"], "dtype": value["dtype"]}
+            known = data.modes[value["mode"]] if value["mode"] is not None else {}
+            sizes |= {name: known[name].hint for name in value["shape"] if name in known}
     return {"inputs": inputs, "sizes": sizes}
