@@ -79,7 +79,7 @@ def _become(words: tuple[str, ...], folder: str, env: dict[str, str], files: lis
     os.chdir(folder)
     os.environ.clear()
     os.environ.update(env)
-    traced_once.install(reads=True)
+    traced_once.install()
     kind, what, *more = words
     sys.path[0] = folder
     sys.argv = [what if kind == "-m" else "-c", *more]

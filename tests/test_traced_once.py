@@ -38,7 +38,7 @@ def test_a_graph_of_another_process_compiles_to_the_same_model(
     monkeypatch.setattr(traced_once, "_known", {})
     monkeypatch.setattr(traced_once, "_write", None)
 
-    traced_once.install(reads=True)
+    traced_once.install()
     read = fingerprint(compile(jobs).group)
 
     assert len(left) == 1 + len(jobs)

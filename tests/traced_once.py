@@ -1,11 +1,11 @@
-"""Equal models are traced once in a process: most of what compiling a small model takes is tracing.
+"""Equal models are traced once in a test run: tracing is most of compiling a small model.
 
 A compilation gets a copy of the graph that an earlier one traced, if all that decides it is equal:
 the base's config, modules and code, and the job's adapters. Tests of tracing (tests/tracing) trace
 each time.
 
-Processes that tests fork read what any process of the test run has traced (`install(reads=True)`),
-if the model's code is a library's. The graphs lie in the folder that TRACES names.
+Processes read what any process of the test run has traced, if the model's code is a library's. The
+graphs lie in the folder that TRACES names.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from typing import Any
 import torch
 from peft.tuners.lora.layer import LoraLayer
 
-from tlora_fx import compiler as _ladder
+from tlora_fx import compiler as _compiler
 from tlora_fx.config.job import Job
 from tlora_fx.errors import GraphNotStorable
 from tlora_fx.graph_file import Document, from_document, to_document
@@ -37,30 +37,27 @@ with suppress(ImportError):
     import peft.tuners.lora.bnb  # noqa: F401
 
 Trace = Callable[..., JobGraph]
-ladder: Any = _ladder
+compiler: Any = _compiler
 _known: dict[Hashable, JobGraph] = {}
 TRACES = "TLORA_FX_TEST_TRACES"
 LIBRARIES = ("torch", "transformers", "peft")
 INSTALLED = str(Path(torch.__file__).parents[1])
-_reads = False
 
 
-def install(reads: bool = False) -> None:
-    """Let the driver ask for a known graph before it traces.
-
-    reads   those too that other processes traced
-    """
-    global _reads  # noqa: PLW0603  (of a process, as what it patches is)
-    _reads = reads
-    if not hasattr(ladder.trace_job, "plain"):
-        ladder.trace_base = _base(ladder.trace_base)
-        ladder.trace_job = _job(ladder.trace_job)
+def install() -> None:
+    """Let the compiler ask for a known graph before it traces."""
+    if not hasattr(compiler.trace_job, "plain"):
+        compiler.trace_base = _base(compiler.trace_base)
+        compiler.trace_job = _job(compiler.trace_job)
 
 
 def uninstall() -> None:
     """Trace each time."""
-    if hasattr(ladder.trace_job, "plain"):
-        ladder.trace_base, ladder.trace_job = ladder.trace_base.plain, ladder.trace_job.plain
+    if hasattr(compiler.trace_job, "plain"):
+        compiler.trace_base, compiler.trace_job = (
+            compiler.trace_base.plain,
+            compiler.trace_job.plain,
+        )
 
 
 def _base(plain: Trace) -> Trace:
@@ -108,11 +105,6 @@ def _kept(words: str | None, trace: Callable[[], JobGraph]) -> JobGraph:
     if not folder or words is None:
         return trace()
     path = Path(folder) / hashlib.sha256(words.encode()).hexdigest()
-    if not _reads:
-        graph = trace()
-        if not path.exists():
-            _write(path, graph)
-        return graph
     with path.with_suffix(".lock").open("w") as lock:
         # Processes of one group want the same at once: one traces, the others wait.
         fcntl.flock(lock, fcntl.LOCK_EX)
@@ -131,7 +123,7 @@ def _write(path: Path, graph: JobGraph) -> None:
         document: Document = to_document(graph)
     except GraphNotStorable:
         return
-    if not document.left_out:
+    if not document.data.left_out:
         written = path.with_suffix(f".{os.getpid()}")
         written.write_bytes(pickle.dumps(document))
         written.rename(path)
