@@ -67,7 +67,7 @@ def test_a_lowered_branch_fits_both_patterns(asked):
 
     assert found.state == "lowered"
     assert [attempt.fits for attempt in found.attempts] == [True, True]
-    assert found.told == "rank 4, scaling 2, dropout 0.1"
+    assert found.reason == "rank 4, scaling 2, dropout 0.1"
 
 
 def test_a_branch_that_fits_no_pattern_names_node_and_line(asked):
@@ -85,9 +85,9 @@ def test_a_branch_that_fits_no_pattern_names_node_and_line(asked):
 def test_an_untargeted_module_says_which_field_leaves_it_out(asked):
     """target_modules, or layers_to_transform."""
     assert (
-        answer(asked("layers.0.mlp.up_proj"), "plain").told == "target_modules: down_proj, q_proj"
+        answer(asked("layers.0.mlp.up_proj"), "plain").reason == "target_modules: down_proj, q_proj"
     )
-    assert answer(asked("layers.0.self_attn.v_proj"), "some").told == (
+    assert answer(asked("layers.0.self_attn.v_proj"), "some").reason == (
         "layers_to_transform leaves it out: 1, 2"
     )
 

@@ -45,19 +45,19 @@ def run(
     passes = pipeline_of(pipeline, add_pass)
     if keep is not None:
         keep.mkdir(parents=True, exist_ok=True)
-        finding = _hunt(jobs, check, passes, keep, verbose)
+        finding = _bisect(jobs, check, passes, keep, verbose)
     else:
         with tempfile.TemporaryDirectory(prefix="tlora-fx-bisect-") as folder:
-            finding = _hunt(jobs, check, passes, Path(folder), verbose)
+            finding = _bisect(jobs, check, passes, Path(folder), verbose)
     for line in finding.lines:
         typer.echo(line)
     if not finding.place:
         raise typer.Exit(1)
 
 
-def _hunt(jobs: Path, check: str, passes: Pipeline, folder: Path, verbose: bool) -> Finding:
+def _bisect(jobs: Path, check: str, passes: Pipeline, folder: Path, verbose: bool) -> Finding:
     from tlora_fx.compiler import prepare
-    from tlora_fx.tools.bisect import CommandCheck, Hunt, NumericsCheck, trace_states
+    from tlora_fx.tools.bisect import Bisector, CommandCheck, NumericsCheck, trace_states
 
     def say(line: str, output: str) -> None:
         typer.echo(line, err=True)
@@ -69,7 +69,7 @@ def _hunt(jobs: Path, check: str, passes: Pipeline, folder: Path, verbose: bool)
     given = prepare(jobs)
     states = trace_states(given, passes)
     judge = NumericsCheck(given.backbone) if check == NUMERICS else CommandCheck(check)
-    hunt = Hunt(
+    bisector = Bisector(
         states,
         lambda place: trace_states(given, passes, limits={place: 0}),
         judge,
@@ -77,4 +77,4 @@ def _hunt(jobs: Path, check: str, passes: Pipeline, folder: Path, verbose: bool)
         given.backbone.title,
         say,
     )
-    return hunt.find()
+    return bisector.find()

@@ -1,4 +1,9 @@
-"""What judges a state: a command of the user's, or the numbers that it computes."""
+"""Find the pass, and the rewrite in it, that breaks a check.
+
+The states of a compilation are the traced graphs after the first passes of its pipeline. A check
+judges a state: a command of the user's, or the numbers that the state computes. Halving finds the
+first bad state, then the first bad number of rewrites of the pass that made it.
+"""
 
 from __future__ import annotations
 
@@ -33,10 +38,181 @@ from tlora_fx.numerics.rows import ProbeRows
 from tlora_fx.numerics.tensors import Seeded, Unchecked, buffers_of
 from tlora_fx.pipeline import Event, GroupPass, Instrument, JobPass, Pipeline, Runner, Verify
 
-# Halve a row of states until the first bad one is left.
-
-
 Verdict = Literal["good", "bad", "skip"]
+Key = tuple[str, str]
+
+WORDS = {"good": "good", "bad": "BAD", "skip": "cannot tell"}
+VARIABLE = "TLORA_FX_STATE"
+HOLE = "{}"
+CANNOT_TELL = 125
+SHELLS_OWN = {126: "it may not be executed", 127: "there is no such command"}
+PROGRAM = "program.py"
+GIB = 2**30
+SHOWN = 8
+
+
+@dataclass(frozen=True, slots=True)
+class Finding:
+    """What a bisection found.
+
+    lines      for people
+    place      of the pass that breaks the check, counted from 1; 0 where none could be named
+    name       of that pass
+    rewrite    its rewrite that does, "" where none could be named
+    runs       of the check until the pass was named, and all in all
+    """
+
+    lines: tuple[str, ...]
+    place: int = 0
+    name: str = ""
+    rewrite: str = ""
+    runs: tuple[int, int] = (0, 0)
+
+
+@dataclass(slots=True)
+class Bisector:
+    """One bisection.
+
+    states     of the compilation
+    retrace    traces anew, so that a pass may leave all as it is: for rewrites held back
+    check      judges states
+    folder     for the states that the check looks at
+    base       as the job file names it
+    say        told each run, and what the check printed
+    """
+
+    states: States
+    retrace: Callable[[int], States]
+    check: Check
+    folder: Path
+    base: str
+    say: Callable[[str, str], None]
+    runs: int = 0
+    _kept: dict[int, PassState] = field(default_factory=dict)
+
+    def find(self) -> Finding:
+        """Name the pass and the rewrite.
+
+        raises    BisectFails where the check cannot be run, or changes its mind
+        """
+        self.check.begin(self.states.start)
+        passes = len(self.states.pipeline.passes)
+        most = ceil(log2(passes + 2)) + 1
+        self.say(
+            f"{plural(passes, 'pass')}: at most {plural(most, 'run')} of the check until the pass "
+            "is named, if it can judge every state",
+            "",
+        )
+        bracket = first_bad(passes + 1, self._judge_pass)
+        if not bracket.sure or bracket.bad in (0, passes + 1):
+            return Finding(tuple(_unnamed(bracket, self._names())), runs=(self.runs, self.runs))
+        self._require_steady(bracket)
+        place, named = bracket.bad, self.runs
+        verdict = f"pass {place} '{self._names()[place]}' breaks the check"
+        rewrite, more = self._find_rewrite(place)
+        return Finding((verdict, *more), place, self._names()[place], rewrite, (named, self.runs))
+
+    def _names(self) -> list[str]:
+        """The name of the last pass of each state."""
+        return ["trace", *(item.name for item in self.states.pipeline.passes)]
+
+    def _judge_pass(self, place: int) -> Verdict:
+        state = self.states.after(place)
+        self._kept[place] = state
+        return self._judge(state, f"after {place} {self._names()[place]}", f"{place:02}")
+
+    def _judge(self, state: PassState, title: str, number: str) -> Verdict:
+        self.runs += 1
+        judged = self._verdict(state, number)
+        reason = f" ({judged.reason})" if judged.reason else ""
+        self.say(f"run {self.runs:<3} {title:<40} {WORDS[judged.verdict]}{reason}", judged.output)
+        return judged.verdict
+
+    def _verdict(self, state: PassState, number: str) -> Judged:
+        name = self._names()[state.place]
+        folder = self.folder / f"{number}-{name}"
+        if self.check.needs_folder:
+            write_state(state, folder, name, self.base)
+        return self.check.judge(state, folder)
+
+    def _require_steady(self, bracket: Bracket) -> None:
+        """The check fails again on the state that it failed on."""
+        state, name = self._kept[bracket.bad], self._names()[bracket.bad]
+        if self._judge(state, f"after {bracket.bad} {name}, again", f"{bracket.bad:02}") != "bad":
+            raise BisectFails(
+                "the check is not steady: the same graphs were bad, and then were not",
+                state=f"after pass {bracket.bad} '{name}'",
+                help="seed what is random in the check",
+            )
+
+    def _find_rewrite(self, place: int) -> tuple[str, list[str]]:
+        """The rewrite, and what there is to say of it."""
+        after = self._kept[place]
+        if not after.rewrites:
+            nodes = touched(self.states.after(place - 1).group, after.group)
+            unasked = "it asks for no single rewrites, so all of it is meant"
+            return "", [unasked, *lines(nodes)]
+        try:
+            self.states.after(place, 0)
+        except NotFoldable:
+            self.states = self.retrace(place)
+            self.check.begin(self.states.start)
+            after = self.states.after(place)
+            if self._judge(after, f"after {place}, traced for holding back", "exact") != "bad":
+                return "", ["traced so that rewrites can be held back, the check holds"]
+        except TloraError as error:
+            return "", [f"its rewrites cannot be held back: {error.what}"]
+        total = len(after.rewrites)
+        most = plural(ceil(log2(total + 1)), "run")
+        self.say(
+            f"{plural(total, 'rewrite')} in it: at most {most} more, if every state can be judged",
+            "",
+        )
+        bracket = first_bad(
+            total + 1, lambda n: self._judge_limit(place, n, total), last_is_bad=True
+        )
+        if bracket.bad == 0:
+            held = plural(total, "rewrite")
+            return "", [f"with its {held} held back, too: the fault is in the rest"]
+        if not bracket.sure:
+            between = after.rewrites[max(bracket.good, 0) : bracket.bad]
+            return "", ["one of these rewrites, which could not be told apart:", *between[:20]]
+        return self._describe(place, bracket, after.rewrites)
+
+    def _describe(
+        self, place: int, bracket: Bracket, rewrites: tuple[str, ...]
+    ) -> tuple[str, list[str]]:
+        rewrite = rewrites[bracket.bad - 1]
+        before, after = (self.states.after(place, n).group for n in (bracket.good, bracket.bad))
+        told = f"rewrite {bracket.bad} of {len(rewrites)}: {rewrite}"
+        return rewrite, [told, *lines(touched(before, after))]
+
+    def _judge_limit(self, place: int, limit: int, total: int) -> Verdict:
+        title = f"{limit} of {total} rewrites"
+        try:
+            state = self.states.after(place, limit)
+        except TloraError as error:
+            self.say(f"        {title:<40} cannot tell ({error.what})", "")
+            return "skip"
+        return self._judge(state, title, f"{place:02}-{limit:04}")
+
+
+def _unnamed(bracket: Bracket, names: list[str]) -> list[str]:
+    """What to say where no pass can be named."""
+    if bracket.bad == 0:
+        return [
+            "the check fails before the first pass: no pass breaks it",
+            "is the command right? `-v` shows what it prints, `--keep DIR` what it was given",
+        ]
+    if bracket.sure:
+        return ["the check never fails: it holds after the last pass"]
+    last = "the start" if bracket.good < 0 else f"pass {bracket.good} '{names[bracket.good]}'"
+    if bracket.bad == len(names):
+        return [f"no state is bad, and after {last} the check cannot tell"]
+    blamed = ", ".join(
+        f"{place} '{names[place]}'" for place in range(bracket.good + 1, bracket.bad + 1)
+    )
+    return [f"the check cannot tell apart which of these breaks it: {blamed}"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,11 +258,7 @@ def first_bad(
             skipped.add(place)
 
 
-# The states of a compilation: the traced graphs after the first passes of a pipeline.
-#
-# Jobs are compiled once, to see in which form and how far folded. What was traced then is kept as
-# a document, and every state is made from it: no state is traced for itself, so none is in another
-# form than the model.
+# What is judged: the graphs after some passes.
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,6 +277,8 @@ class PassState:
 @dataclass(slots=True)
 class States:
     """Makes states; the nearest one before is kept.
+
+    No state is traced for itself: all are made from what was traced once, so all have its form.
 
     pipeline    the passes
     start       the traced graphs
@@ -125,19 +299,19 @@ class States:
         limits = {} if limit is None else {place: limit}
         runner = Runner(self.pipeline, (), self.verify, limits=limits)
         last = place if limit is None else place - 1
-        begun = max((known for known in self._kept if known <= last), default=0)
-        document, told = self._kept.get(begun, (self.start, ()))
+        start = max((known for known in self._kept if known <= last), default=0)
+        document, rewrites = self._kept.get(start, (self.start, ()))
         group = from_document(document)
         assert isinstance(group, GroupGraph)
-        for number in range(begun + 1, place + 1):
+        for number in range(start + 1, place + 1):
             run_everywhere(runner, number, group)
         if place in runner.rewrites:
-            told = tuple(runner.rewrites[place].told)
-        elif begun < place:
-            told = ()
-        if limit is None and begun < place:
-            self._kept[place] = (to_document(group), told)
-        return PassState(place, group, told)
+            rewrites = tuple(runner.rewrites[place].descriptions)
+        elif start < place:
+            rewrites = ()
+        if limit is None and start < place:
+            self._kept[place] = (to_document(group), rewrites)
+        return PassState(place, group, rewrites)
 
 
 class _Traced(Instrument):
@@ -156,7 +330,7 @@ class _Traced(Instrument):
 
 
 def trace_states(
-    given: Prepared,
+    prepared: Prepared,
     pipeline: Pipeline,
     verify: Verify = "structure",
     limits: dict[int, int] | None = None,
@@ -168,7 +342,7 @@ def trace_states(
     raises    TloraError, where compiling fails
     """
     traced = _Traced()
-    group = fuse(given, Runner(pipeline, [traced], verify, limits=limits))
+    group = fuse(prepared, Runner(pipeline, [traced], verify, limits=limits))
     copies: dict[int, JobGraph] = {}
     for live, document in traced.kept:
         copy = from_document(document)
@@ -200,18 +374,15 @@ def run_everywhere(runner: Runner, place: int, group: GroupGraph) -> None:
             other.plan, other.constants = first.plan, first.constants
 
 
-VARIABLE = "TLORA_FX_STATE"
-HOLE = "{}"
-CANNOT_TELL = 125
-SHELLS_OWN = {126: "it may not be executed", 127: "there is no such command"}
+# What judges.
 
 
 @dataclass(frozen=True, slots=True)
 class Judged:
-    """A verdict, and what was said with it."""
+    """A verdict, and its reason in words."""
 
     verdict: Verdict
-    told: str = ""
+    reason: str = ""
     output: str = ""
 
 
@@ -248,9 +419,9 @@ class CommandCheck(Check):
 
     def judge(self, state: PassState, folder: Path) -> Judged:
         """Run the command in the working folder."""
-        asked = self.command.replace(HOLE, shlex.quote(str(folder)))
-        ran = subprocess.run(  # noqa: S602  (a check is a shell command, as its user wrote it)
-            asked,
+        command = self.command.replace(HOLE, shlex.quote(str(folder)))
+        process = subprocess.run(  # noqa: S602  (a check is a shell command, as its user wrote it)
+            command,
             shell=True,
             env={**os.environ, VARIABLE: str(folder)},
             stdout=subprocess.PIPE,
@@ -258,24 +429,18 @@ class CommandCheck(Check):
             stdin=subprocess.DEVNULL,
             check=False,
         )
-        output = ran.stdout.decode(errors="replace")
-        code = ran.returncode
+        output = process.stdout.decode(errors="replace")
+        code = process.returncode
         if code < 0 or code > CANNOT_TELL:
             raise BisectFails(
                 "the check cannot be run",
-                command=asked,
+                command=command,
                 found=f"exit {code}: {SHELLS_OWN.get(code, 'a signal ended it')}",
                 output=output[-2000:].rstrip() or None,
                 help="a check exits with 0 for good, 1 to 124 for bad, 125 where it cannot tell",
             )
         verdict: Verdict = "good" if code == 0 else "skip" if code == CANNOT_TELL else "bad"
         return Judged(verdict, f"exit {code}", output)
-
-
-# A state in a folder, for a command that judges it.
-
-
-PROGRAM = "program.py"
 
 
 def write_state(state: PassState, folder: Path, name: str, base: str) -> None:
@@ -291,12 +456,6 @@ def write_state(state: PassState, folder: Path, name: str, base: str) -> None:
     (folder / PROGRAM).write_text(code, encoding="utf-8")
     program = make_program(state.group, name, base)
     (folder / Program.FILE).write_text(program.to_json(), encoding="utf-8")
-
-
-# A check of its own: losses and gradients of a state against those of the traced graphs.
-
-
-GIB = 2**30
 
 
 @dataclass(frozen=True, slots=True)
@@ -335,7 +494,7 @@ class NumericsCheck(Check):
         """Run both on a small seeded row."""
         try:
             known = self._reference()
-            found = max(
+            largest = max(
                 (self._difference(known, state.group, layers) for layers in known.layers),
                 default=0.0,
             )
@@ -344,8 +503,8 @@ class NumericsCheck(Check):
         except CannotRun as error:
             return Judged("bad" if error.refused else "skip", str(error))
         limit = bound_of(known.start, state.group) * max(1, state.place)
-        verdict: Verdict = "good" if found <= limit else "bad"
-        return Judged(verdict, f"largest difference {found:.1e}, limit {limit:.0e}")
+        verdict: Verdict = "good" if largest <= limit else "bad"
+        return Judged(verdict, f"largest difference {largest:.1e}, limit {limit:.0e}")
 
     def _difference(self, known: _Reference, group: GroupGraph, layers: frozenset[str]) -> float:
         jobs = known.layers[layers]
@@ -377,15 +536,11 @@ class NumericsCheck(Check):
 def _of(outcome: StepOutcome, jobs: list[str]) -> StepOutcome:
     """What some jobs got."""
     losses = {job: loss for job, loss in outcome.losses.items() if job in jobs}
-    own = {key: value for key, value in outcome.gradients.items() if key[0] in jobs}
-    return StepOutcome(losses, own)
+    gradients = {key: value for key, value in outcome.gradients.items() if key[0] in jobs}
+    return StepOutcome(losses, gradients)
 
 
-# Which nodes a pass, or one rewrite of it, took away, made, and gave other arguments.
-
-
-SHOWN = 8
-Key = tuple[str, str]
+# What a pass, or one rewrite of it, did to nodes.
 
 
 @dataclass(frozen=True, slots=True)
@@ -404,8 +559,8 @@ class Touched:
     source: str
 
     def __str__(self) -> str:
-        told = "  ".join(part for part in (self.place, self.target, self.source) if part)
-        return f"  {self.kind:<15}  {told}"
+        text = "  ".join(part for part in (self.place, self.target, self.source) if part)
+        return f"  {self.kind:<15}  {text}"
 
 
 def touched(before: GroupGraph, after: GroupGraph) -> list[Touched]:
@@ -413,25 +568,25 @@ def touched(before: GroupGraph, after: GroupGraph) -> list[Touched]:
 
     A node that reads what was replaced is not told, only what replaced it.
     """
-    one, two = dict(_keyed(before)), dict(_keyed(after))
-    both = one.keys() & two.keys()
-    found = [_told("gone", key, *node) for key, node in one.items() if key not in two]
-    found += [_told("made", key, *node) for key, node in two.items() if key not in one]
-    for key, node in two.items():
-        if key in both and _code(key, one[key][1], both) != _code(key, node[1], both):
-            found.append(_told("other arguments", key, *node))
-    return found
+    old, new = dict(_keyed(before)), dict(_keyed(after))
+    both = old.keys() & new.keys()
+    differences = [_touched("gone", key, *node) for key, node in old.items() if key not in new]
+    differences += [_touched("made", key, *node) for key, node in new.items() if key not in old]
+    for key, node in new.items():
+        if key in both and _code(key, old[key][1], both) != _code(key, node[1], both):
+            differences.append(_touched("other arguments", key, *node))
+    return differences
 
 
 def lines(nodes: list[Touched]) -> list[str]:
     """Some nodes of each kind, a line each."""
-    told: list[str] = []
+    texts: list[str] = []
     for kind in dict.fromkeys(node.kind for node in nodes):
         members = [node for node in nodes if node.kind == kind]
-        told.extend(str(node) for node in members[:SHOWN])
+        texts.extend(str(node) for node in members[:SHOWN])
         if len(members) > SHOWN:
-            told.append(f"  {kind:<15}  and {len(members) - SHOWN} more")
-    return told
+            texts.append(f"  {kind:<15}  and {len(members) - SHOWN} more")
+    return texts
 
 
 def _keyed(group: GroupGraph) -> Iterator[tuple[Key, tuple[str, fx.Node]]]:
@@ -449,181 +604,15 @@ def _keyed(group: GroupGraph) -> Iterator[tuple[Key, tuple[str, fx.Node]]]:
 def _code(key: Key, node: fx.Node, both: set[Key]) -> str:
     """What a node calls with what; nodes by their keys, those of one state only without."""
 
-    def named(given: fx.Node) -> str:
-        origin = origin_of(given)
+    def named(argument: fx.Node) -> str:
+        origin = origin_of(argument)
         known = origin is not None and (key[0], origin.key) in both
         return f"%{origin.key}" if origin is not None and known else "%"
 
     return str((str(node.target), *fx.map_arg((node.args, node.kwargs), named)))
 
 
-def _told(kind: str, key: Key, where: str, node: fx.Node) -> Touched:
+def _touched(kind: str, key: Key, where: str, node: fx.Node) -> Touched:
     place = f"{where}.{node.name}" if where else node.name
     source = str(node.meta.get("source") or "")
     return Touched(kind, key[0] + place, str(node.target), source)
-
-
-# The hunt: first the pass, then the rewrite inside it.
-
-
-WORDS = {"good": "good", "bad": "BAD", "skip": "cannot tell"}
-
-
-@dataclass(frozen=True, slots=True)
-class Finding:
-    """What a hunt found.
-
-    lines      for people
-    place      of the pass that breaks the check, counted from 1; 0 where none could be named
-    name       of that pass
-    rewrite    its rewrite that does, "" where none could be named
-    runs       of the check until the pass was named, and all in all
-    """
-
-    lines: tuple[str, ...]
-    place: int = 0
-    name: str = ""
-    rewrite: str = ""
-    runs: tuple[int, int] = (0, 0)
-
-
-@dataclass(slots=True)
-class Hunt:
-    """One bisection.
-
-    states     of the compilation
-    retrace    traces anew, so that a pass may leave all as it is: for rewrites held back
-    check      judges states
-    folder     for the states that the check looks at
-    base       as the job file names it
-    say        told each run, and what the check printed
-    """
-
-    states: States
-    retrace: Callable[[int], States]
-    check: Check
-    folder: Path
-    base: str
-    say: Callable[[str, str], None]
-    runs: int = 0
-    _kept: dict[int, PassState] = field(default_factory=dict)
-
-    def find(self) -> Finding:
-        """Name the pass and the rewrite.
-
-        raises    BisectFails where the check cannot be run, or changes its mind
-        """
-        self.check.begin(self.states.start)
-        passes = len(self.states.pipeline.passes)
-        most = ceil(log2(passes + 2)) + 1
-        self.say(
-            f"{plural(passes, 'pass')}: at most {plural(most, 'run')} of the check until the pass "
-            "is named, if it can judge every state",
-            "",
-        )
-        found = first_bad(passes + 1, self._judge_pass)
-        if not found.sure or found.bad in (0, passes + 1):
-            return Finding(tuple(_unnamed(found, self._names())), runs=(self.runs, self.runs))
-        self._require_steady(found)
-        place, named = found.bad, self.runs
-        told = f"pass {place} '{self._names()[place]}' breaks the check"
-        rewrite, more = self._find_rewrite(place)
-        return Finding((told, *more), place, self._names()[place], rewrite, (named, self.runs))
-
-    def _names(self) -> list[str]:
-        """The name of the last pass of each state."""
-        return ["trace", *(item.name for item in self.states.pipeline.passes)]
-
-    def _judge_pass(self, place: int) -> Verdict:
-        state = self.states.after(place)
-        self._kept[place] = state
-        return self._judge(state, f"after {place} {self._names()[place]}", f"{place:02}")
-
-    def _judge(self, state: PassState, title: str, number: str) -> Verdict:
-        self.runs += 1
-        judged = self._verdict(state, number)
-        told = f" ({judged.told})" if judged.told else ""
-        self.say(f"run {self.runs:<3} {title:<40} {WORDS[judged.verdict]}{told}", judged.output)
-        return judged.verdict
-
-    def _verdict(self, state: PassState, number: str) -> Judged:
-        name = self._names()[state.place]
-        folder = self.folder / f"{number}-{name}"
-        if self.check.needs_folder:
-            write_state(state, folder, name, self.base)
-        return self.check.judge(state, folder)
-
-    def _require_steady(self, found: Bracket) -> None:
-        """The check fails again on the state that it failed on."""
-        state, name = self._kept[found.bad], self._names()[found.bad]
-        if self._judge(state, f"after {found.bad} {name}, again", f"{found.bad:02}") != "bad":
-            raise BisectFails(
-                "the check is not steady: the same graphs were bad, and then were not",
-                state=f"after pass {found.bad} '{name}'",
-                help="seed what is random in the check",
-            )
-
-    def _find_rewrite(self, place: int) -> tuple[str, list[str]]:
-        """The rewrite, and what there is to say of it."""
-        after = self._kept[place]
-        if not after.rewrites:
-            nodes = touched(self.states.after(place - 1).group, after.group)
-            unasked = "it asks for no single rewrites, so all of it is meant"
-            return "", [unasked, *lines(nodes)]
-        try:
-            self.states.after(place, 0)
-        except NotFoldable:
-            self.states = self.retrace(place)
-            self.check.begin(self.states.start)
-            after = self.states.after(place)
-            if self._judge(after, f"after {place}, traced for holding back", "exact") != "bad":
-                return "", ["traced so that rewrites can be held back, the check holds"]
-        except TloraError as error:
-            return "", [f"its rewrites cannot be held back: {error.what}"]
-        total = len(after.rewrites)
-        most = plural(ceil(log2(total + 1)), "run")
-        self.say(
-            f"{plural(total, 'rewrite')} in it: at most {most} more, if every state can be judged",
-            "",
-        )
-        found = first_bad(total + 1, lambda n: self._judge_limit(place, n, total), last_is_bad=True)
-        if found.bad == 0:
-            held = plural(total, "rewrite")
-            return "", [f"with its {held} held back, too: the fault is in the rest"]
-        if not found.sure:
-            between = after.rewrites[max(found.good, 0) : found.bad]
-            return "", ["one of these rewrites, which could not be told apart:", *between[:20]]
-        return self._told(place, found, after.rewrites)
-
-    def _told(self, place: int, found: Bracket, rewrites: tuple[str, ...]) -> tuple[str, list[str]]:
-        rewrite = rewrites[found.bad - 1]
-        before, after = (self.states.after(place, n).group for n in (found.good, found.bad))
-        told = f"rewrite {found.bad} of {len(rewrites)}: {rewrite}"
-        return rewrite, [told, *lines(touched(before, after))]
-
-    def _judge_limit(self, place: int, limit: int, total: int) -> Verdict:
-        title = f"{limit} of {total} rewrites"
-        try:
-            state = self.states.after(place, limit)
-        except TloraError as error:
-            self.say(f"        {title:<40} cannot tell ({error.what})", "")
-            return "skip"
-        return self._judge(state, title, f"{place:02}-{limit:04}")
-
-
-def _unnamed(found: Bracket, names: list[str]) -> list[str]:
-    """What to say where no pass can be named."""
-    if found.bad == 0:
-        return [
-            "the check fails before the first pass: no pass breaks it",
-            "is the command right? `-v` shows what it prints, `--keep DIR` what it was given",
-        ]
-    if found.sure:
-        return ["the check never fails: it holds after the last pass"]
-    last = "the start" if found.good < 0 else f"pass {found.good} '{names[found.good]}'"
-    if found.bad == len(names):
-        return [f"no state is bad, and after {last} the check cannot tell"]
-    blamed = ", ".join(
-        f"{place} '{names[place]}'" for place in range(found.good + 1, found.bad + 1)
-    )
-    return [f"the check cannot tell apart which of these breaks it: {blamed}"]

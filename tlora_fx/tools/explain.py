@@ -1,4 +1,4 @@
-"""What an explanation holds."""
+"""Say what became of one module of the base, and why, for each job: `tlora-fx explain`."""
 
 from __future__ import annotations
 
@@ -36,6 +36,20 @@ from tlora_fx.tracing.adapters import config_with_targets
 
 State = Literal["lowered", "as it is", "not targeted", "inside", "around"]
 
+aten, ops = torch.ops.aten, torch.ops.tlora_fx
+# Modules that are named where nothing comes near, and adapters inside a module.
+SOME = 8
+MANY = 12
+STATES = {
+    "lowered": "lowered",
+    "as it is": "runs as it is",
+    "not targeted": "not targeted",
+    "inside": "no site of its own",
+    "around": "adapters inside",
+}
+INDENT = "  "
+_TAIL = re.compile(r"\.(?:base_layer|lora_\w+|weight|bias)(?:\..*)?$")
+
 
 @dataclass(frozen=True, slots=True)
 class Attempt:
@@ -67,13 +81,13 @@ class JobAnswer:
 
     state      "lowered"; "as it is": its own nodes run; "not targeted"; "inside": the module lies
                in one of which the job trains a copy; "around": its adapters sit on modules inside
-    told       why, and the numbers of the adapter, as one phrase
+    reason     why, and the numbers of the adapter, as one phrase
     attempts   the patterns that were tried
     """
 
     job: str
     state: State
-    told: str
+    reason: str
     attempts: tuple[Attempt, ...] = ()
 
 
@@ -101,88 +115,221 @@ class Explanation:
     layers: tuple[str, ...]
 
 
-# Which layers share code, and what tells the others apart.
+def why_not(
+    jobs: Jobs, node: str, job: str | None = None, pipeline: str | Pipeline | None = None
+) -> Explanation:
+    """What became of a module of the base, and why, for each job. Compiles without weights.
+
+    jobs       a job file, its path, or jobs
+    node       a module (`layers.3.mlp.down_proj`, the layer spelled in any way), or a node by name
+    job        one job only
+    pipeline   passes to run instead of the default
+    raises     UnknownNode with the nearest name; TloraError as `compile` does
+    """
+    prepared, recorder = prepare(jobs), PatternRecorder()
+    _wanted(prepared, job)
+    group = fuse(prepared, Runner(resolve_pipeline(pipeline), [recorder]))
+    return explain_group(prepared, group, recorder, node, job)
 
 
-def about_layers(group: GroupGraph, module: str) -> tuple[str, ...]:
-    """Which layers share a module's code, and why those that do not do not."""
-    layers = group.base.plan.layers if group.base.plan else ()
-    layer = next((path for path in layers if under(module, path)), "")
-    noted = [
-        f"not folded further: {text}" if by == "fold-layers" else text
-        for by, text in group.notes
-        if by == "fold-layers" or "folded" in text
-    ]
-    if not layer:
-        outside = "it lies outside the layers, in the root" if layers else "layers are not folded"
-        return (outside, *noted)
-    block = next((block for block in group.blocks.values() if layer in block.instances), None)
-    if block is None:
-        return ("layers are not folded: each is code of its own", *noted)
-    told = [f"{layers_label(block.instances)}: code of block {block.name}"]
-    for other in group.blocks.values():
-        if other is not block and set(other.instances) <= set(layers):
-            why = "; ".join(_differences(group, block, other))
-            told.append(f"{layers_label(other.instances)}: code of block {other.name}, {why}")
-    return (*told, *noted)
+def explain_group(
+    prepared: Prepared,
+    group: GroupGraph,
+    recorder: PatternRecorder,
+    node: str,
+    job: str | None = None,
+) -> Explanation:
+    """What became of a module of jobs that are compiled.
+
+    prepared, group   the jobs, and what the passes made of them
+    recorder          what watched them
+    raises            UnknownNode with the nearest name
+    """
+    wanted = _wanted(prepared, job)
+    modules = dict(prepared.backbone.model.named_modules())
+    named = find_name(node, modules, group)
+    explainer = _Explainer(prepared, group, recorder, named.module)
+    return Explanation(
+        named.module,
+        _kind(modules.get(named.module)),
+        node_text(named.node, named.block) if named.node is not None else "",
+        named.others,
+        tuple(explainer.answer(place) for place in wanted),
+        tuple(dict.fromkeys(explainer.dropouts(wanted))),
+        tuple(dict.fromkeys(explainer.sharing(wanted))),
+        about_layers(group, named.module),
+    )
 
 
-def _differences(group: GroupGraph, mine: Block, other: Block) -> Iterator[str]:
-    """What tells another structure of layers apart."""
-    here, there = mine.instances[0], other.instances[0]
-    found = False
-    if not _same_code(group.base, here, there):
-        found = True
-        yield "the base computes other things there"
-    for job in group.jobs:
-        if not _same_code(job, here, there):
-            for told in _other_sites(job, here, there):
-                found = True
-                yield f"job '{job.name}' {told}"
-    if not found:
-        yield "its code differs"
+def _wanted(prepared: Prepared, job: str | None) -> list[int]:
+    names = [spec.name for spec in prepared.jobs]
+    if job is None:
+        return list(range(len(names)))
+    if job not in names:
+        raise UnknownNode(
+            "the job file has no such job",
+            found=job,
+            nearest=nearest(job, names),
+            help="its jobs are " + ", ".join(names),
+        )
+    return [names.index(job)]
 
 
-def _same_code(graph: JobGraph, here: str, there: str) -> bool:
-    return any({here, there} <= set(block.instances) for block in graph.blocks.values())
+def _kind(module: Any) -> str:
+    """A module's class and sizes; of one that holds others the class alone."""
+    if module is None:
+        return ""
+    text = repr(module)
+    return type(module).__name__ if "\n" in text else text
 
 
-def _other_sites(job: JobGraph, here: str, there: str) -> Iterator[str]:
-    mine, theirs = _sites(job, here), _sites(job, there)
-    ours, others = (", ".join(sorted(a - b)) for a, b in _both_ways({*mine}, {*theirs}))
-    if ours:
-        yield f"does not adapt {ours} there"
-    if others:
-        yield f"adapts {others} there, not here"
-    for path in sorted(set(mine) & set(theirs)):
-        one, two = _numbers_layers(mine[path]), _numbers_layers(theirs[path])
-        if one != two:
-            yield f"adapts {path} with {two} there, with {one} here"
+@dataclass(frozen=True, slots=True)
+class _Explainer:
+    """Answers for one module."""
+
+    prepared: Prepared
+    group: GroupGraph
+    recorder: PatternRecorder
+    module: str
+
+    @property
+    def place(self) -> tuple[str, str]:
+        """The block that the module's layer runs ("" for the root), and the path inside it."""
+        for block in self.group.blocks.values():
+            for layer in block.instances:
+                if under(self.module, layer):
+                    return block.name, self.module[len(layer) + 1 :]
+        return "", self.module
+
+    def answer(self, place: int) -> JobAnswer:
+        """What one job has at the module."""
+        job, sites = self.prepared.jobs[place], self.prepared.sites[place]
+        site = sites.get(self.module)
+        if site is not None:
+            return self._at_site(job, site)
+        around = copied_around(sites, self.module)
+        if around:
+            return JobAnswer(job.name, "inside", f"{around} is a copy that the job trains")
+        inside = [own for path, own in sites.items() if under(path, self.module)]
+        if inside:
+            return JobAnswer(job.name, "around", self._inside(job, inside))
+        why = why_not_targeted(job, self.prepared.backbone, self.module)
+        return JobAnswer(job.name, "not targeted", why)
+
+    def _at_site(self, job: Job, site: AdapterSite) -> JobAnswer:
+        block, path = self.place
+        attempts = self.recorder.attempts.get(TracedBranch(block, path, job.name), ())
+        if self._is_lowered(site.path, job.name):
+            return JobAnswer(job.name, "lowered", _adapter_numbers(site), attempts)
+        reasons = [attempt.why for attempt in attempts if not attempt.fits]
+        reason = KINDS.get(site.kind, "") or (
+            reasons[0] if reasons else "no branch of it was found"
+        )
+        if attempts and not reasons:
+            reason = "its pattern fits, and no pass lowered it"
+        return JobAnswer(job.name, "as it is", reason, attempts)
+
+    def _inside(self, job: Job, inside: list[AdapterSite]) -> str:
+        """The adapters on modules inside, lowered ones and others."""
+        by_state: dict[str, list[str]] = {}
+        for site in inside:
+            lowered = self._is_lowered(site.path, job.name)
+            kind = KINDS.get(site.kind, site.kind)
+            state = "lowered" if lowered else f"as it is ({kind})"
+            by_state.setdefault(state, []).append(site.path[len(self.module) + 1 :].lstrip("."))
+        return "; ".join(f"{state} {_some(names)}" for state, names in by_state.items())
+
+    def _is_lowered(self, path: str, job: str) -> bool:
+        return any(
+            lowered_site(node) is not None and job in node.meta["jobs"]
+            for node, at in self._nodes()
+            if at == path
+        )
+
+    def _nodes(self) -> Iterator[tuple[fx.Node, str]]:
+        """All nodes with their module's whole path, in the layer that the module lies in."""
+        for name, graph in named_graphs(self.group):
+            layer = ""
+            if name:
+                instances = self.group.blocks[name].instances
+                own = next((item for item in instances if under(self.module, item)), None)
+                near = own or next((i for i in instances if under(i, self.module)), None)
+                in_plan = self.group.base.plan and instances[0] in self.group.base.plan.layers
+                layer = near or instances[0] if in_plan else ""
+            for node in graph.nodes:
+                path = str(node.meta.get("site") or node.meta.get("path") or "")
+                yield node, ".".join(part for part in (layer, path) if part)
+
+    def _here(self) -> Iterator[fx.Node]:
+        return (node for node, path in self._nodes() if under(path, self.module))
+
+    def dropouts(self, wanted: list[int]) -> Iterator[str]:
+        """What became of every dropout at the module."""
+        for place in wanted:
+            job, site = self.prepared.jobs[place].name, self.prepared.sites[place].get(self.module)
+            if site is not None and site.dropout and self._is_lowered(self.module, job):
+                rate = f"rate {site.dropout:g} inside multi_lora_linear"
+                yield f"{job}: {rate}, masks keyed to the job"
+        names = {self.prepared.jobs[place].name for place in wanted}
+        for node in self._here():
+            jobs = set(node.meta.get("jobs") or names)
+            whose = node.meta["jobs"][0] if node.meta.get("role") == "adapter" else "all jobs"
+            told = _dropout(node) if jobs & names else ""
+            if told:
+                yield f"{whose}: {told}"
+
+    def sharing(self, wanted: list[int]) -> Iterator[str]:
+        """What of the base runs once for all jobs, and which job replaces it."""
+        shared = [
+            node
+            for node in self._here()
+            if node.op == "call_function"
+            and (node.meta.get("role") == "shared" or lowered_site(node) is not None)
+        ]
+        if shared:
+            yield f"{plural(len(shared), 'operator')} of the base, once for all jobs"
+        else:
+            yield "no operator of the base stands here by itself"
+        block, path = self.place
+        near = (self.module, *(f"{b.instances[0]}.{path}" for n, b in self._blocks() if n == block))
+        for by, note in self.group.notes:
+            names = [f"job '{self.prepared.jobs[place].name}'" for place in wanted]
+            if by == "fuse-backbone" and any(note.startswith(name) for name in names):
+                where = note.partition("base's ")[2].split(" ")[0]
+                if any(under(where, path) for path in near):
+                    yield note
+
+    def _blocks(self) -> Iterator[tuple[str, Any]]:
+        yield from self.group.blocks.items()
 
 
-def _both_ways(one: set[str], two: set[str]) -> Iterator[tuple[set[str], set[str]]]:
-    yield one, two
-    yield two, one
+def _some(names: list[str]) -> str:
+    return ", ".join(names[:MANY]) + (f" and {len(names) - MANY} more" if len(names) > MANY else "")
 
 
-def _sites(job: JobGraph, layer: str) -> dict[str, AdapterSite]:
-    return {path[len(layer) + 1 :]: site for path, site in job.sites.items() if under(path, layer)}
+def _adapter_numbers(site: AdapterSite) -> str:
+    return f"rank {site.rank}, scaling {site.scaling:g}, dropout {site.dropout:g}"
 
 
-def _numbers_layers(site: AdapterSite) -> str:
-    return f"rank {site.rank}, scaling {site.scaling:g}"
+def _dropout(node: fx.Node) -> str:
+    """What became of a dropout; "" where a node is none."""
+    if is_call(node, ops.keyed_dropout.default):
+        rate: Any = node.args[1]
+        return f"rate {rate.meta['rate']:g}, masks keyed to the job"
+    if is_call(node, ops.packed_attention.default) and node.args[ATTENTION_RATE]:
+        return f"rate {node.args[ATTENTION_RATE]:g} on attention weights, masks keyed to the job"
+    if is_call(node, aten.dropout.default):
+        if not node.args[1] or not node.args[2]:
+            return "rate 0: it drops nothing, and needs no masks"
+        return f"rate {node.args[1]:g}, not keyed: no key-dropouts ran on it"
+    return ""
 
 
 # Which module or node a user means.
 
 
-#: Modules that are named where nothing comes near.
-SOME = 8
-_TAIL = re.compile(r"\.(?:base_layer|lora_\w+|weight|bias)(?:\..*)?$")
-
-
 @dataclass(frozen=True, slots=True)
-class FoundSite:
+class NamedModule:
     """A module, and the node in it that was asked for.
 
     module   path in the base
@@ -197,7 +344,7 @@ class FoundSite:
     block: str = ""
 
 
-def find_name(asked: str, modules: Mapping[str, object], group: GroupGraph) -> FoundSite:
+def find_name(asked: str, modules: Mapping[str, object], group: GroupGraph) -> NamedModule:
     """The module that a name means: a path or the end of one, a node's name, or its origin's key.
 
     `layers.3.mlp.up_proj`, `model.layers[3].mlp.up_proj.weight`, `layers_0_31.mlp.up_proj` and
@@ -207,13 +354,13 @@ def find_name(asked: str, modules: Mapping[str, object], group: GroupGraph) -> F
     """
     path = _plain(asked, group)
     if path in modules and path:
-        return FoundSite(path)
+        return NamedModule(path)
     ends = [name for name in modules if name.endswith(f".{path}")]
     if ends:
-        return FoundSite(ends[0], len(ends) - 1)
+        return NamedModule(ends[0], len(ends) - 1)
     for block, node in _nodes(group):
         if asked in _names_of(block, node):
-            return FoundSite(_module_of(block, node, group), 0, node, block)
+            return NamedModule(_module_of(block, node, group), 0, node, block)
     raise _unknown(asked, path, modules, group)
 
 
@@ -358,7 +505,7 @@ def _source_of(node: fx.Node) -> str:
     return ""
 
 
-# Why a job does not target a module: PEFT's own matching is asked again, with less said.
+# Why a job does not target a module: PEFT's own matching is asked again, one field left out.
 
 
 def copied_around(sites: dict[str, AdapterSite], module: str) -> str:
@@ -373,13 +520,13 @@ def why_not_targeted(job: Job, backbone: Backbone, module: str) -> str:
 
     config: Any = config_with_targets(job, backbone)
     for field in ("exclude_modules", "layers_to_transform", "modules_to_save"):
-        given = getattr(config, field, None)
-        if given is None:
+        value = getattr(config, field, None)
+        if value is None:
             continue
         without = copy.deepcopy(config)
         setattr(without, field, None)
         if check_target_module_exists(without, module) is True:
-            return f"{field} leaves it out: {_told(given)}"
+            return f"{field} leaves it out: {_joined(value)}"
     return f"target_modules: {_asked(job, config)}"
 
 
@@ -387,238 +534,79 @@ def _asked(job: Job, config: Any) -> str:
     """What the job file says; what PEFT makes of it where the file says nothing."""
     asked = job.lora_config().target_modules
     if asked is not None:
-        return _told(asked)
-    return f"{_told(config.target_modules)} (PEFT's for this base)"
+        return _joined(asked)
+    return f"{_joined(config.target_modules)} (PEFT's for this base)"
 
 
-def _told(given: Any) -> str:
-    if isinstance(given, str) or not isinstance(given, Iterable):
-        return str(given)
-    return ", ".join(sorted(map(str, given)))
+def _joined(names: Any) -> str:
+    if isinstance(names, str) or not isinstance(names, Iterable):
+        return str(names)
+    return ", ".join(sorted(map(str, names)))
 
 
-# Compile jobs and say what became of one module.
+# Which layers share code, and what tells the others apart.
 
 
-aten, ops = torch.ops.aten, torch.ops.tlora_fx
-MANY = 12
+def about_layers(group: GroupGraph, module: str) -> tuple[str, ...]:
+    """Which layers share a module's code, and why those that do not do not."""
+    layers = group.base.plan.layers if group.base.plan else ()
+    layer = next((path for path in layers if under(module, path)), "")
+    noted = [
+        f"not folded further: {text}" if by == "fold-layers" else text
+        for by, text in group.notes
+        if by == "fold-layers" or "folded" in text
+    ]
+    if not layer:
+        outside = "it lies outside the layers, in the root" if layers else "layers are not folded"
+        return (outside, *noted)
+    block = next((block for block in group.blocks.values() if layer in block.instances), None)
+    if block is None:
+        return ("layers are not folded: each is code of its own", *noted)
+    told = [f"{layers_label(block.instances)}: code of block {block.name}"]
+    for other in group.blocks.values():
+        if other is not block and set(other.instances) <= set(layers):
+            why = "; ".join(_differences(group, block, other))
+            told.append(f"{layers_label(other.instances)}: code of block {other.name}, {why}")
+    return (*told, *noted)
 
 
-def why_not(
-    jobs: Jobs, node: str, job: str | None = None, pipeline: str | Pipeline | None = None
-) -> Explanation:
-    """What became of a module of the base, and why, for each job. Compiles without weights.
-
-    jobs       a job file, its path, or jobs
-    node       a module (`layers.3.mlp.down_proj`, the layer spelled in any way), or a node by name
-    job        one job only
-    pipeline   passes to run instead of the default
-    raises     UnknownNode with the nearest name; TloraError as `compile` does
-    """
-    given, record = prepare(jobs), PatternRecorder()
-    _wanted(given, job)
-    group = fuse(given, Runner(resolve_pipeline(pipeline), [record]))
-    return explain_group(given, group, record, node, job)
-
-
-def explain_group(
-    given: Prepared, group: GroupGraph, record: PatternRecorder, node: str, job: str | None = None
-) -> Explanation:
-    """What became of a module of jobs that are compiled.
-
-    given, group   the jobs, and what the passes made of them
-    record         what watched them
-    raises         UnknownNode with the nearest name
-    """
-    wanted = _wanted(given, job)
-    modules = dict(given.backbone.model.named_modules())
-    found = find_name(node, modules, group)
-    asker = _Asker(given, group, record, found.module)
-    return Explanation(
-        found.module,
-        _kind(modules.get(found.module)),
-        node_text(found.node, found.block) if found.node is not None else "",
-        found.others,
-        tuple(asker.answer(place) for place in wanted),
-        tuple(dict.fromkeys(asker.dropouts(wanted))),
-        tuple(dict.fromkeys(asker.sharing(wanted))),
-        about_layers(group, found.module),
-    )
+def _differences(group: GroupGraph, mine: Block, other: Block) -> Iterator[str]:
+    """What tells another structure of layers apart."""
+    here, there = mine.instances[0], other.instances[0]
+    found = False
+    if not _same_code(group.base, here, there):
+        found = True
+        yield "the base computes other things there"
+    for job in group.jobs:
+        if not _same_code(job, here, there):
+            for told in _other_sites(job, here, there):
+                found = True
+                yield f"job '{job.name}' {told}"
+    if not found:
+        yield "its code differs"
 
 
-def _wanted(given: Prepared, job: str | None) -> list[int]:
-    names = [own.name for own in given.jobs]
-    if job is None:
-        return list(range(len(names)))
-    if job not in names:
-        raise UnknownNode(
-            "the job file has no such job",
-            found=job,
-            nearest=nearest(job, names),
-            help="its jobs are " + ", ".join(names),
-        )
-    return [names.index(job)]
+def _same_code(graph: JobGraph, here: str, there: str) -> bool:
+    return any({here, there} <= set(block.instances) for block in graph.blocks.values())
 
 
-def _kind(module: Any) -> str:
-    """A module's class and sizes; of one that holds others the class alone."""
-    if module is None:
-        return ""
-    text = repr(module)
-    return type(module).__name__ if "\n" in text else text
+def _other_sites(job: JobGraph, here: str, there: str) -> Iterator[str]:
+    mine, theirs = _sites(job, here), _sites(job, there)
+    if only_here := sorted(set(mine) - set(theirs)):
+        yield f"does not adapt {', '.join(only_here)} there"
+    if only_there := sorted(set(theirs) - set(mine)):
+        yield f"adapts {', '.join(only_there)} there, not here"
+    for path in sorted(set(mine) & set(theirs)):
+        numbers = [f"rank {at[path].rank}, scaling {at[path].scaling:g}" for at in (mine, theirs)]
+        if numbers[0] != numbers[1]:
+            yield f"adapts {path} with {numbers[1]} there, with {numbers[0]} here"
 
 
-@dataclass(frozen=True, slots=True)
-class _Asker:
-    """Answers for one module."""
-
-    given: Prepared
-    group: GroupGraph
-    record: PatternRecorder
-    module: str
-
-    @property
-    def place(self) -> tuple[str, str]:
-        """The block that the module's layer runs ("" for the root), and the path inside it."""
-        for block in self.group.blocks.values():
-            for layer in block.instances:
-                if under(self.module, layer):
-                    return block.name, self.module[len(layer) + 1 :]
-        return "", self.module
-
-    def answer(self, place: int) -> JobAnswer:
-        """What one job has at the module."""
-        job, sites = self.given.jobs[place], self.given.sites[place]
-        site = sites.get(self.module)
-        if site is not None:
-            return self._at_site(job, site)
-        around = copied_around(sites, self.module)
-        if around:
-            return JobAnswer(job.name, "inside", f"{around} is a copy that the job trains")
-        inside = [own for path, own in sites.items() if under(path, self.module)]
-        if inside:
-            return JobAnswer(job.name, "around", self._inside(job, inside))
-        why = why_not_targeted(job, self.given.backbone, self.module)
-        return JobAnswer(job.name, "not targeted", why)
-
-    def _at_site(self, job: Job, site: AdapterSite) -> JobAnswer:
-        block, path = self.place
-        attempts = self.record.attempts.get(TracedBranch(block, path, job.name), ())
-        if self._is_lowered(site.path, job.name):
-            return JobAnswer(job.name, "lowered", _numbers(site), attempts)
-        reasons = [attempt.why for attempt in attempts if not attempt.fits]
-        told = KINDS.get(site.kind, "") or (reasons[0] if reasons else "no branch of it was found")
-        if attempts and not reasons:
-            told = "its pattern fits, and no pass lowered it"
-        return JobAnswer(job.name, "as it is", told, attempts)
-
-    def _inside(self, job: Job, inside: list[AdapterSite]) -> str:
-        """The adapters on modules inside, lowered ones and others."""
-        found: dict[str, list[str]] = {}
-        for site in inside:
-            lowered = self._is_lowered(site.path, job.name)
-            kind = KINDS.get(site.kind, site.kind)
-            state = "lowered" if lowered else f"as it is ({kind})"
-            found.setdefault(state, []).append(site.path[len(self.module) + 1 :].lstrip("."))
-        return "; ".join(f"{state} {_some(names)}" for state, names in found.items())
-
-    def _is_lowered(self, path: str, job: str) -> bool:
-        return any(
-            lowered_site(node) is not None and job in node.meta["jobs"]
-            for node, at in self._nodes()
-            if at == path
-        )
-
-    def _nodes(self) -> Iterator[tuple[fx.Node, str]]:
-        """All nodes with their module's whole path, in the layer that the module lies in."""
-        for name, graph in named_graphs(self.group):
-            layer = ""
-            if name:
-                instances = self.group.blocks[name].instances
-                own = next((item for item in instances if under(self.module, item)), None)
-                near = own or next((i for i in instances if under(i, self.module)), None)
-                in_plan = self.group.base.plan and instances[0] in self.group.base.plan.layers
-                layer = near or instances[0] if in_plan else ""
-            for node in graph.nodes:
-                path = str(node.meta.get("site") or node.meta.get("path") or "")
-                yield node, ".".join(part for part in (layer, path) if part)
-
-    def _here(self) -> Iterator[fx.Node]:
-        return (node for node, path in self._nodes() if under(path, self.module))
-
-    def dropouts(self, wanted: list[int]) -> Iterator[str]:
-        """What became of every dropout at the module."""
-        for place in wanted:
-            job, site = self.given.jobs[place].name, self.given.sites[place].get(self.module)
-            if site is not None and site.dropout and self._is_lowered(self.module, job):
-                rate = f"rate {site.dropout:g} inside multi_lora_linear"
-                yield f"{job}: {rate}, masks keyed to the job"
-        names = {self.given.jobs[place].name for place in wanted}
-        for node in self._here():
-            jobs = set(node.meta.get("jobs") or names)
-            whose = node.meta["jobs"][0] if node.meta.get("role") == "adapter" else "all jobs"
-            told = _dropout(node) if jobs & names else ""
-            if told:
-                yield f"{whose}: {told}"
-
-    def sharing(self, wanted: list[int]) -> Iterator[str]:
-        """What of the base runs once for all jobs, and which job replaces it."""
-        shared = [
-            node
-            for node in self._here()
-            if node.op == "call_function"
-            and (node.meta.get("role") == "shared" or lowered_site(node) is not None)
-        ]
-        if shared:
-            yield f"{plural(len(shared), 'operator')} of the base, once for all jobs"
-        else:
-            yield "no operator of the base stands here by itself"
-        block, path = self.place
-        near = (self.module, *(f"{b.instances[0]}.{path}" for n, b in self._blocks() if n == block))
-        for by, note in self.group.notes:
-            names = [f"job '{self.given.jobs[place].name}'" for place in wanted]
-            if by == "fuse-backbone" and any(note.startswith(name) for name in names):
-                where = note.partition("base's ")[2].split(" ")[0]
-                if any(under(where, path) for path in near):
-                    yield note
-
-    def _blocks(self) -> Iterator[tuple[str, Any]]:
-        yield from self.group.blocks.items()
-
-
-def _some(names: list[str]) -> str:
-    return ", ".join(names[:MANY]) + (f" and {len(names) - MANY} more" if len(names) > MANY else "")
-
-
-def _numbers(site: AdapterSite) -> str:
-    return f"rank {site.rank}, scaling {site.scaling:g}, dropout {site.dropout:g}"
-
-
-def _dropout(node: fx.Node) -> str:
-    """What became of a dropout; "" where a node is none."""
-    if is_call(node, ops.keyed_dropout.default):
-        rate: Any = node.args[1]
-        return f"rate {rate.meta['rate']:g}, masks keyed to the job"
-    if is_call(node, ops.packed_attention.default) and node.args[ATTENTION_RATE]:
-        return f"rate {node.args[ATTENTION_RATE]:g} on attention weights, masks keyed to the job"
-    if is_call(node, aten.dropout.default):
-        if not node.args[1] or not node.args[2]:
-            return "rate 0: it drops nothing, and needs no masks"
-        return f"rate {node.args[1]:g}, not keyed: no key-dropouts ran on it"
-    return ""
+def _sites(job: JobGraph, layer: str) -> dict[str, AdapterSite]:
+    return {path[len(layer) + 1 :]: site for path, site in job.sites.items() if under(path, layer)}
 
 
 # An explanation as plain text.
-
-
-STATES = {
-    "lowered": "lowered",
-    "as it is": "runs as it is",
-    "not targeted": "not targeted",
-    "inside": "no site of its own",
-    "around": "adapters inside",
-}
-INDENT = "  "
 
 
 def render(found: Explanation) -> str:
@@ -640,7 +628,7 @@ def render(found: Explanation) -> str:
 
 
 def _answer(answer: JobAnswer) -> Iterator[str]:
-    yield f"{INDENT}{answer.job}: {STATES[answer.state]}: {answer.told}"
+    yield f"{INDENT}{answer.job}: {STATES[answer.state]}: {answer.reason}"
     if answer.state == "lowered":
         return
     for attempt in answer.attempts:

@@ -13,7 +13,7 @@ from tlora_fx.errors import BisectFails
 from tlora_fx.graph_file import to_document
 from tlora_fx.ir.graph import GroupGraph
 from tlora_fx.pipeline import JobPass, Pipeline, rewrite_allowed
-from tlora_fx.tools.bisect import Check, CommandCheck, Hunt, Judged, States
+from tlora_fx.tools.bisect import Bisector, Check, CommandCheck, Judged, States
 
 REWRITES = 3
 
@@ -66,22 +66,24 @@ class Always(Check):
         return Judged(self.verdicts[-1])
 
 
-def hunt(tmp_path, check, passes=12, rewrites=REWRITES):
-    """A hunt over passes that each make a few marks, and all that it said."""
+def bisection(tmp_path, check, passes=12, rewrites=REWRITES):
+    """A bisection of passes that each make a few marks, and all that it said."""
     group = GroupGraph(small_graph(with_ids=True), [])
     items = tuple(Mark(number, rewrites) for number in range(1, passes + 1))
     said = []
     states = States(Pipeline(items), to_document(group))
-    made = Hunt(states, lambda place: states, check, tmp_path, "base", lambda *x: said.append(x))
-    return made, said
+    bisector = Bisector(
+        states, lambda place: states, check, tmp_path, "base", lambda *x: said.append(x)
+    )
+    return bisector, said
 
 
 @pytest.mark.parametrize("culprit", range(1, 13))
 def test_the_pass_is_named_in_five_runs(tmp_path, culprit):
     """For twelve passes, whichever it is; then the rewrite."""
-    made, _ = hunt(tmp_path, HasMark(culprit + 0.1))
+    bisector, _ = bisection(tmp_path, HasMark(culprit + 0.1))
 
-    found = made.find()
+    found = bisector.find()
 
     assert (found.place, found.name) == (culprit, "mark")
     assert found.rewrite == f"mark {culprit} time 1"
@@ -91,22 +93,22 @@ def test_the_pass_is_named_in_five_runs(tmp_path, culprit):
 
 def test_the_finding_names_the_nodes_that_the_rewrite_made(tmp_path):
     """With what they call."""
-    made, said = hunt(tmp_path, HasMark(7.2))
+    bisector, said = bisection(tmp_path, HasMark(7.2))
 
-    text = "\n".join(made.find().lines)
+    text = "\n".join(bisector.find().lines)
 
     assert "pass 7 'mark' breaks the check" in text
     assert "rewrite 3 of 3: mark 7 time 2" in text
     assert "made" in text
     assert "aten.add.Scalar" in text
-    assert sum("run" in line[:3] for line, _ in said) == made.runs
+    assert sum("run" in line[:3] for line, _ in said) == bisector.runs
 
 
 def test_the_runs_are_told_beforehand(tmp_path):
     """As many as they can be if none is wasted on a state that cannot be judged."""
-    made, said = hunt(tmp_path, HasMark(1), passes=1, rewrites=1)
+    bisector, said = bisection(tmp_path, HasMark(1), passes=1, rewrites=1)
 
-    made.find()
+    bisector.find()
 
     told = [line for line, _ in said if not line.startswith("run ")]
     assert told == [
@@ -117,10 +119,10 @@ def test_the_runs_are_told_beforehand(tmp_path):
 
 def test_a_pass_without_counted_rewrites_is_meant_as_a_whole(tmp_path):
     """And its nodes are told."""
-    made, _ = hunt(tmp_path, HasMark(3), rewrites=1)
-    made.states.pipeline = Pipeline(tuple(Unasked(n) for n in range(1, 13)))
+    bisector, _ = bisection(tmp_path, HasMark(3), rewrites=1)
+    bisector.states.pipeline = Pipeline(tuple(Unasked(n) for n in range(1, 13)))
 
-    found = made.find()
+    found = bisector.find()
 
     assert (found.place, found.rewrite) == (3, "")
     assert "asks for no single rewrites" in found.lines[1]
@@ -145,9 +147,9 @@ class Unasked(Mark):
 )
 def test_a_check_that_always_says_the_same_blames_no_pass(tmp_path, verdict, said):
     """A wrong command must not look like a culprit."""
-    made, _ = hunt(tmp_path, Always(verdict))
+    bisector, _ = bisection(tmp_path, Always(verdict))
 
-    found = made.find()
+    found = bisector.find()
 
     assert found.place == 0
     assert said in found.lines[0]
@@ -155,9 +157,9 @@ def test_a_check_that_always_says_the_same_blames_no_pass(tmp_path, verdict, sai
 
 def test_a_check_that_changes_its_mind_is_refused(tmp_path):
     """The state that was bad is judged twice."""
-    made, _ = hunt(tmp_path, Always("bad", "good", "good", "good", "good"), passes=3)
+    bisector, _ = bisection(tmp_path, Always("bad", "good", "good", "good", "good"), passes=3)
 
-    assert "not steady" in error_of(made.find, BisectFails)
+    assert "not steady" in error_of(bisector.find, BisectFails)
 
 
 @pytest.mark.parametrize(
@@ -170,7 +172,7 @@ def test_a_commands_exit_code_is_its_verdict(tmp_path, command, verdict):
 
 
 @pytest.mark.parametrize("command", ["exit 126", "no-such-command-here", "kill -9 $$", "exit 255"])
-def test_a_command_that_cannot_run_stops_the_hunt(tmp_path, command):
+def test_a_command_that_cannot_run_stops_the_bisection(tmp_path, command):
     """It is no verdict on the graphs."""
     check = CommandCheck(command)
 
@@ -188,8 +190,8 @@ def test_a_command_gets_the_folder_in_both_ways(tmp_path):
 
 def test_the_folder_holds_graphs_code_and_data(tmp_path):
     """What the command may look at."""
-    made, _ = hunt(tmp_path, CommandCheck("ls {}"), passes=1)
-    made.find()
+    bisector, _ = bisection(tmp_path, CommandCheck("ls {}"), passes=1)
+    bisector.find()
 
     assert {path.name for path in (tmp_path / "01-mark").iterdir()} == {
         "constants.safetensors", "graph.json", "program.json", "program.py",
