@@ -4,10 +4,9 @@ Patterns say why they do not fit (matching.py). Rewriting helpers keep shapes, t
 and count as rewrites that a bisection may hold back (rewriter.py, outlining.py).
 """
 
+from tlora_fx.rewriting.matching import Match, Miss, find, match, nearest_match
 from tlora_fx.rewriting.outlining import OutlinedGraph, inline_block, outline, outline_block
 from tlora_fx.rewriting.patterns import (
-    Match,
-    Miss,
     Pattern,
     add,
     anything,
@@ -15,10 +14,7 @@ from tlora_fx.rewriting.patterns import (
     call,
     constant,
     either,
-    find,
-    match,
     mul,
-    nearest_match,
     stored,
     uncast,
     where,

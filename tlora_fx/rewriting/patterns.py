@@ -12,8 +12,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cache
-from typing import Any, ClassVar, NamedTuple
-from typing import Literal as Literal_imported
+from typing import Any, ClassVar, NamedTuple, TypeAlias
 
 import torch
 from torch import fx
@@ -21,9 +20,9 @@ from torch import fx
 from tlora_fx.errors import PatternWrong, nearest
 from tlora_fx.ir.graph import TensorRef, is_call
 
-# The arguments of a call by name, as its operator's schema has them.
-
-
+aten = torch.ops.aten
+CASTS = (aten.to.dtype, aten._to_copy.default)
+Captures = Mapping[str, Any]
 # Stands for the default of an argument that must be given.
 REQUIRED: Any = object()
 
@@ -47,11 +46,8 @@ def arguments_of(node: fx.Node) -> dict[str, Any]:
     """
     known = parameters_of(node.target)
     if known is None:
-        return {**{str(place): arg for place, arg in enumerate(node.args)}, **node.kwargs}
+        return {**{str(index): arg for index, arg in enumerate(node.args)}, **node.kwargs}
     return {**known, **dict(zip(known, node.args, strict=False)), **node.kwargs}
-
-
-# The state of a search for a pattern: captures, conditions that held, the nearest failure.
 
 
 class ArgumentPosition(NamedTuple):
@@ -61,20 +57,23 @@ class ArgumentPosition(NamedTuple):
     argument: str
 
 
+Position: TypeAlias = ArgumentPosition | None
+
+
 class Condition(NamedTuple):
     """One condition, on one value. Told only when somebody asks: most are never read."""
 
     pattern: Pattern
     value: Any
-    place: ArgumentPosition | None
+    position: Position
 
     def holds(self) -> str:
         """The condition as a sentence."""
-        return f"{subject(self.pattern, self.place)} {self.pattern.is_what()}"
+        return f"{subject(self.pattern, self.position)} {self.pattern.is_what()}"
 
     def fails(self) -> str:
         """What is there instead, as a sentence."""
-        return self.pattern.is_not(subject(self.pattern, self.place), self.value)
+        return self.pattern.is_not(subject(self.pattern, self.position), self.value)
 
 
 class SearchState(NamedTuple):
@@ -87,7 +86,7 @@ class SearchState(NamedTuple):
 
     captures: Mapping[str, Any]
     reached: int = 0
-    last: tuple[tuple[Pattern, Any, ArgumentPosition | None], Any] | None = None
+    last: tuple[tuple[Pattern, Any, Position], Any] | None = None
     nodes: tuple[fx.Node, Any] | None = None
 
     def through(self, node: fx.Node) -> SearchState:
@@ -111,22 +110,20 @@ class PatternSearch:
     failed: Condition | None = None
     state: SearchState = field(default_factory=lambda: SearchState({}, -1))
 
-    def fail(
-        self, state: SearchState, pattern: Pattern, value: Any, place: ArgumentPosition | None
-    ) -> None:
+    def fail(self, state: SearchState, pattern: Pattern, value: Any, position: Position) -> None:
         """A condition did not hold."""
         if state.reached > self.state.reached:
-            self.failed, self.state = Condition(pattern, value, place), state
+            self.failed, self.state = Condition(pattern, value, position), state
 
 
-def subject(pattern: Pattern, place: ArgumentPosition | None) -> str:
+def subject(pattern: Pattern, position: Position) -> str:
     """What a sentence calls a value."""
     if pattern.name:
         return f"its {pattern.name}"
-    if place is None:
+    if position is None:
         return "it"
-    owner = f"its {place.call.name}" if place.call.name else "it"
-    return f"the {place.argument} of {owner}"
+    owner = f"its {position.call.name}" if position.call.name else "it"
+    return f"the {position.argument} of {owner}"
 
 
 def _linked(last: tuple[Any, Any] | None) -> Iterator[Any]:
@@ -148,27 +145,35 @@ class Pattern:
     name: str = field(default="", kw_only=True)
 
     def walk(
-        self, value: Any, state: SearchState, search: PatternSearch, place: ArgumentPosition | None
+        self,
+        value: Any,
+        state: SearchState,
+        search: PatternSearch,
+        position: Position,
     ) -> Iterator[SearchState]:
         """Every way in which the pattern fits a value; failures are told to the search."""
-        found = self.step(value, state, search, place)
+        found = self.step(value, state, search, position)
         if found is not None:
             yield found
 
     def step(
-        self, value: Any, state: SearchState, search: PatternSearch, place: ArgumentPosition | None
+        self,
+        value: Any,
+        state: SearchState,
+        search: PatternSearch,
+        position: Position,
     ) -> SearchState | None:
         """The one way in which the pattern fits a value."""
         if not self.fits(value):
-            search.fail(state, self, value, place)
+            search.fail(state, self, value, position)
             return None
         captures, count, last, nodes = state
         if not self.name:
-            return SearchState(captures, count + 1, ((self, value, place), last), nodes)
+            return SearchState(captures, count + 1, ((self, value, position), last), nodes)
         if self.name in captures:
-            return _same(self, value, state, search, place)
+            return _same(self, value, state, search, position)
         named = {**captures, self.name: value}
-        return SearchState(named, count + 1, ((self, value, place), last), nodes)
+        return SearchState(named, count + 1, ((self, value, position), last), nodes)
 
     def fits(self, value: Any) -> bool:
         """Whether the pattern fits a value, captures and arguments aside."""
@@ -180,7 +185,7 @@ class Pattern:
 
     def is_not(self, subject: str, value: Any) -> str:
         """What is there instead."""
-        return f"{subject} is {told(value)}; what is wanted {self.is_what()}"
+        return f"{subject} is {describe(value)}; what is wanted {self.is_what()}"
 
     def targets(self) -> frozenset[Any] | None:
         """The operators that its root may call, None for any node."""
@@ -213,13 +218,17 @@ class Anything(Pattern):
     __slots__ = ()
 
     def step(
-        self, value: Any, state: SearchState, search: PatternSearch, place: ArgumentPosition | None
+        self,
+        value: Any,
+        state: SearchState,
+        search: PatternSearch,
+        position: Position,
     ) -> SearchState | None:
         """Captures; only a known name is a condition."""
         if not self.name:
             return state
         if self.name in state.captures:
-            return _same(self, value, state, search, place)
+            return _same(self, value, state, search, position)
         captures, count, last, nodes = state
         return SearchState({**captures, self.name: value}, count, last, nodes)
 
@@ -245,15 +254,15 @@ def _same(
     value: Any,
     state: SearchState,
     search: PatternSearch,
-    place: ArgumentPosition | None,
+    position: Position,
 ) -> SearchState | None:
     """Nodes are the same by identity, all else by type and content."""
     captures, count, last, nodes = state
     known, condition = captures[pattern.name], Same(pattern.name)
     equal = type(value) is type(known) and not isinstance(value, fx.Node) and value == known
     if value is known or equal:
-        return SearchState(captures, count + 1, ((condition, value, place), last), nodes)
-    search.fail(state, condition, value, place)
+        return SearchState(captures, count + 1, ((condition, value, position), last), nodes)
+    search.fail(state, condition, value, position)
     return None
 
 
@@ -267,10 +276,14 @@ class Stored(Pattern):
     owner: str = ""
 
     def step(
-        self, value: Any, state: SearchState, search: PatternSearch, place: ArgumentPosition | None
+        self,
+        value: Any,
+        state: SearchState,
+        search: PatternSearch,
+        position: Position,
     ) -> SearchState | None:
         """A stored tensor is one of the nodes that the pattern describes."""
-        found = Pattern.step(self, value, state, search, place)
+        found = Pattern.step(self, value, state, search, position)
         return None if found is None else found.through(value)
 
     def fits(self, value: Any) -> bool:
@@ -288,7 +301,7 @@ class Stored(Pattern):
         """Computed, or another's."""
         if isinstance(value, fx.Node) and value.op == "get_attr":
             return f"{subject} is {value.target}, not one of the {self.owner}"
-        return f"{subject} is computed, not stored ({told(value)})"
+        return f"{subject} is computed, not stored ({describe(value)})"
 
 
 @dataclass(slots=True, eq=False)
@@ -314,7 +327,7 @@ class Constant(Pattern):
     def is_not(self, subject: str, value: Any) -> str:
         """Computed, or another value."""
         if isinstance(value, fx.Node):
-            return f"{subject} is computed ({told(value)})"
+            return f"{subject} is computed ({describe(value)})"
         return f"{subject} is {value!r}"
 
 
@@ -336,7 +349,7 @@ class Literal(Pattern):
 
     def is_not(self, subject: str, value: Any) -> str:
         """The value that it is."""
-        return f"{subject} is {told(value)}, not {self.value!r}"
+        return f"{subject} is {describe(value)}, not {self.value!r}"
 
     def shown(self) -> str:
         """The value."""
@@ -350,12 +363,16 @@ class Default(Literal):
     argument: str = ""
 
     def step(
-        self, value: Any, state: SearchState, search: PatternSearch, place: ArgumentPosition | None
+        self,
+        value: Any,
+        state: SearchState,
+        search: PatternSearch,
+        position: Position,
     ) -> SearchState | None:
         """A condition only where it fails."""
         if self.fits(value):
             return state
-        search.fail(state, self, value, place)
+        search.fail(state, self, value, position)
         return None
 
     def is_what(self) -> str:
@@ -367,24 +384,24 @@ class Default(Literal):
         whose = subject.partition(" of ")[2] or subject
         if self.value is None:
             return f"{whose} has a {self.argument}"
-        return f"{whose} has {self.argument} = {told(value)}, not {self.value!r}"
+        return f"{whose} has {self.argument} = {describe(value)}, not {self.value!r}"
 
 
 def walk_all(
-    pairs: Sequence[tuple[Pattern, Any, ArgumentPosition | None]],
+    pairs: Sequence[tuple[Pattern, Any, Position]],
     state: SearchState,
     search: PatternSearch,
     at: int = 0,
 ) -> Iterator[SearchState]:
     """Every way in which patterns fit values one by one."""
     while at < len(pairs):
-        pattern, value, place = pairs[at]
+        pattern, value, position = pairs[at]
         at += 1
         if pattern.branching:
-            for found in pattern.walk(value, state, search, place):
+            for found in pattern.walk(value, state, search, position):
                 yield from walk_all(pairs, found, search, at)
             return
-        one = pattern.step(value, state, search, place)
+        one = pattern.step(value, state, search, position)
         if one is None:
             return
         state = one
@@ -396,21 +413,18 @@ def inside(part: Pattern) -> str:
     return part.name if part.name and part.parts() else part.shown()
 
 
-def told(value: Any) -> str:
+def describe(value: Any) -> str:
     """A value in a sentence: what a node calls, or the value."""
     if isinstance(value, fx.Node):
         return f"the input {value.target}" if value.op == "placeholder" else str(value.target)
     return "nothing" if value is None else repr(value)
 
 
-# The pattern of a call, whose arguments are described by patterns.
-
-
 class _Slot(NamedTuple):
-    """An argument that has a condition: its place among the positional ones, and its default."""
+    """An argument that has a condition: its number among the positional ones, and its default."""
 
-    place: ArgumentPosition
-    position: int
+    position: ArgumentPosition
+    number: int
     default: Any
     pattern: Pattern
 
@@ -444,18 +458,22 @@ class Call(Pattern):
         self.slots.update({target: self._slots_of(target) for target in self.operators})
 
     def walk(
-        self, value: Any, state: SearchState, search: PatternSearch, place: ArgumentPosition | None
+        self,
+        value: Any,
+        state: SearchState,
+        search: PatternSearch,
+        position: Position,
     ) -> Iterator[SearchState]:
         """The operator, then argument by argument."""
-        found = self.step(value, state, search, place)
+        found = self.step(value, state, search, position)
         if found is None:
             return
         found = found.through(value)
         args, kwargs = value.args, value.kwargs
         pairs = []
-        for at, position, default, pattern in self.slots[value.target]:
-            if position < len(args):
-                pairs.append((pattern, args[position], at))
+        for at, number, default, pattern in self.slots[value.target]:
+            if number < len(args):
+                pairs.append((pattern, args[number], at))
             else:
                 pairs.append((pattern, kwargs.get(at.argument, default), at))
         yield from walk_all(pairs, found, search)
@@ -477,7 +495,7 @@ class Call(Pattern):
 
     def is_not(self, subject: str, value: Any) -> str:
         """Another operator."""
-        return f"{subject} is {told(value)}, not {' or '.join(map(str, self.operators))}"
+        return f"{subject} is {describe(value)}, not {' or '.join(map(str, self.operators))}"
 
     def targets(self) -> frozenset[Any] | None:
         """Its operators."""
@@ -486,18 +504,18 @@ class Call(Pattern):
     def _slots_of(self, target: Any) -> list[_Slot]:
         known = parameters_of(target)
         if known is None:
-            known = {str(place): REQUIRED for place in range(len(self.given))}
+            known = {str(index): REQUIRED for index in range(len(self.given))}
         wanted = {**dict(zip(known, self.given, strict=False)), **dict(self.named)}
         self._require_known(target, wanted, known)
-        found = []
-        for position, (argument, default) in enumerate(known.items()):
+        slots = []
+        for index, (argument, default) in enumerate(known.items()):
             pattern = wanted.get(argument)
             if pattern is None and not self.opened:
                 pattern = Default(default, argument)
-            keeps = self.commutes and position < 2
+            keeps = self.commutes and index < 2
             if pattern is not None and (keeps or type(pattern) is not Anything or pattern.name):
-                found.append(_Slot(ArgumentPosition(self, argument), position, default, pattern))
-        return found
+                slots.append(_Slot(ArgumentPosition(self, argument), index, default, pattern))
+        return slots
 
     def _require_known(
         self, target: Any, wanted: dict[str, Pattern], known: dict[str, Any]
@@ -529,14 +547,6 @@ def _short(target: Any) -> str:
     return str(getattr(target, "__name__", target)).partition(".")[0]
 
 
-# Patterns made of others: lists, choices, what stands behind casts, and further conditions.
-
-
-aten = torch.ops.aten
-CASTS = (aten.to.dtype, aten._to_copy.default)
-Captures = Mapping[str, Any]
-
-
 @dataclass(slots=True, eq=False)
 class Sequenced(Pattern):
     """A list of patterns, for operators that take lists."""
@@ -546,13 +556,17 @@ class Sequenced(Pattern):
     items: tuple[Pattern, ...] = ()
 
     def walk(
-        self, value: Any, state: SearchState, search: PatternSearch, place: ArgumentPosition | None
+        self,
+        value: Any,
+        state: SearchState,
+        search: PatternSearch,
+        position: Position,
     ) -> Iterator[SearchState]:
         """As many values, each by its own pattern."""
         if not isinstance(value, (list, tuple)) or len(value) != len(self.items):
-            search.fail(state, self, value, place)
+            search.fail(state, self, value, position)
             return
-        pairs = [(item, part, place) for item, part in zip(self.items, value, strict=True)]
+        pairs = [(item, part, position) for item, part in zip(self.items, value, strict=True)]
         yield from walk_all(pairs, state, search)
 
     def is_what(self) -> str:
@@ -577,13 +591,17 @@ class Cast(Pattern):
     inner: Pattern = field(default_factory=Anything)
 
     def walk(
-        self, value: Any, state: SearchState, search: PatternSearch, place: ArgumentPosition | None
+        self,
+        value: Any,
+        state: SearchState,
+        search: PatternSearch,
+        position: Position,
     ) -> Iterator[SearchState]:
         """See through to what is cast."""
         while isinstance(value, fx.Node) and is_call(value, *CASTS):
             state = state.through(value)
             value = value.args[0]
-        return self.inner.walk(value, state, search, place)
+        return self.inner.walk(value, state, search, position)
 
     def parts(self) -> tuple[Pattern, ...]:
         """What is behind the casts."""
@@ -603,11 +621,15 @@ class Either(Pattern):
     choices: tuple[Pattern, ...] = ()
 
     def walk(
-        self, value: Any, state: SearchState, search: PatternSearch, place: ArgumentPosition | None
+        self,
+        value: Any,
+        state: SearchState,
+        search: PatternSearch,
+        position: Position,
     ) -> Iterator[SearchState]:
         """Each in turn."""
         for choice in self.choices:
-            yield from choice.walk(value, state, search, place)
+            yield from choice.walk(value, state, search, position)
 
     def targets(self) -> frozenset[Any] | None:
         """Those of any choice."""
@@ -639,10 +661,14 @@ class Where(Pattern):
     test: Callable[[Captures], bool] = bool
 
     def walk(
-        self, value: Any, state: SearchState, search: PatternSearch, place: ArgumentPosition | None
+        self,
+        value: Any,
+        state: SearchState,
+        search: PatternSearch,
+        position: Position,
     ) -> Iterator[SearchState]:
         """The pattern's ways for which the condition holds."""
-        for found in self.inner.walk(value, state, search, place):
+        for found in self.inner.walk(value, state, search, position):
             captures, count, last, nodes = found
             if self.test(captures):
                 yield SearchState(captures, count + 1, ((self, value, None), last), nodes)
@@ -668,114 +694,6 @@ class Where(Pattern):
     def shown(self) -> str:
         """With its condition."""
         return f"{inside(self.inner)} where {self.says}"
-
-
-# Match patterns: what fits, with its captures, or what came nearest and why it does not fit.
-
-
-@dataclass(frozen=True, slots=True)
-class Match:
-    """A pattern that fits.
-
-    pattern      what fits
-    node         the node at its root
-    captures     values by name, those that were given too
-    nodes        the calls and stored tensors that the pattern describes, the root first
-    conditions   what held, in order
-    """
-
-    pattern: Pattern
-    node: fx.Node
-    captures: Mapping[str, Any]
-    nodes: tuple[fx.Node, ...]
-    conditions: tuple[Condition, ...]
-
-    @property
-    def held(self) -> tuple[str, ...]:
-        """The conditions in words."""
-        return tuple(condition.holds() for condition in self.conditions)
-
-    def __bool__(self) -> Literal_imported[True]:
-        return True
-
-    def __getitem__(self, name: str) -> Any:
-        return self.captures[name]
-
-
-@dataclass(frozen=True, slots=True)
-class Miss:
-    """A pattern that does not fit, and how near it came.
-
-    conditions   what held, in order
-    failure      the condition that did not
-    node         where: the node that it is about, or the last one before it
-    """
-
-    pattern: Pattern
-    conditions: tuple[Condition, ...]
-    failure: Condition
-    node: fx.Node | None
-
-    @property
-    def held(self) -> tuple[str, ...]:
-        """The conditions that held, in words."""
-        return tuple(condition.holds() for condition in self.conditions)
-
-    @property
-    def failed(self) -> str:
-        """The condition that did not hold, in words."""
-        return self.failure.holds()
-
-    @property
-    def why(self) -> str:
-        """What is there instead, as one sentence."""
-        return self.failure.fails()
-
-    def __bool__(self) -> Literal_imported[False]:
-        return False
-
-
-def match(pattern: Pattern, node: Any, given: Mapping[str, Any] | None = None) -> Match | Miss:
-    """Match a pattern at a node.
-
-    given     captures that are known before, such as the value that a call must read
-    returns   a Match, which is true, or a Miss, which is false
-    """
-    search, start = PatternSearch(), SearchState(dict(given or {}))
-    for state in pattern.walk(node, start, search, None):
-        return _found(pattern, node, state)
-    return _missed(pattern, search)
-
-
-def nearest_match(
-    choices: Sequence[Pattern], node: Any, given: Mapping[str, Any] | None = None
-) -> Match | Miss:
-    """The first of several patterns that fits, or the Miss that came nearest."""
-    misses = []
-    for pattern in choices:
-        found = match(pattern, node, given)
-        if isinstance(found, Match):
-            return found
-        misses.append(found)
-    return max(misses, key=lambda miss: len(miss.conditions))
-
-
-def find(
-    graph: fx.Graph, pattern: Pattern, given: Mapping[str, Any] | None = None
-) -> Iterator[Match]:
-    """All matches in a graph, in its order; the graph may be rewritten while they are found.
-
-    A node that an earlier match's rewrite has erased, or one that has no readers, is passed over.
-    """
-    targets = pattern.targets()
-    for node in list(graph.nodes):
-        if targets is not None and (node.op != "call_function" or node.target not in targets):
-            continue
-        if node._erased or not node.users:
-            continue
-        found = match(pattern, node, given)
-        if isinstance(found, Match):
-            yield found
 
 
 def call(
@@ -804,14 +722,14 @@ def call(
     )
 
 
-def add(one: Any, two: Any, name: str = "") -> Pattern:
+def add(left: Any, right: Any, name: str = "") -> Pattern:
     """A sum in either order, unscaled."""
-    return call(aten.add.Tensor, one, two, name=name, commutes=True)
+    return call(aten.add.Tensor, left, right, name=name, commutes=True)
 
 
-def mul(one: Any, two: Any, name: str = "") -> Pattern:
+def mul(left: Any, right: Any, name: str = "") -> Pattern:
     """A product in either order, element by element."""
-    return call(aten.mul.Tensor, one, two, name=name, commutes=True)
+    return call(aten.mul.Tensor, left, right, name=name, commutes=True)
 
 
 def anything(name: str = "") -> Pattern:
@@ -854,18 +772,3 @@ def _pattern(item: Any) -> Pattern:
     if isinstance(item, (list, tuple)):
         return Sequenced(tuple(_pattern(inner) for inner in item))
     return Literal(item)
-
-
-def _found(pattern: Pattern, node: fx.Node, state: SearchState) -> Match:
-    nodes, conditions = state.described(), state.conditions()
-    return Match(pattern, node, state.captures, nodes, conditions)
-
-
-def _missed(pattern: Pattern, search: PatternSearch) -> Miss:
-    failed = search.failed
-    assert failed is not None
-    before = search.state.described()
-    at = failed.value if isinstance(failed.value, fx.Node) else None
-    if at is None and before:
-        at = before[-1]
-    return Miss(pattern, search.state.conditions(), failed, at)

@@ -18,7 +18,8 @@ from tlora_fx.errors import RewriteMismatch
 from tlora_fx.ir.graph import TensorRef, derive
 from tlora_fx.ir.shapes import fake_like, fake_mode_of, give_value
 from tlora_fx.pipeline import rewrite_allowed
-from tlora_fx.rewriting.patterns import Match, Pattern, find
+from tlora_fx.rewriting.matching import Match, find
+from tlora_fx.rewriting.patterns import Pattern
 
 # What new nodes take from the node that they stand for; "axis" only where the value is the same.
 TAGS = ("role", "jobs", "site", "path", "source")
