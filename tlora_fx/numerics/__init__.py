@@ -1,9 +1,9 @@
 """Whether passes keep losses and gradients: graphs run before and after each pass.
 
 `Numerics` is the instrument (instrument.py). It copies the graphs before a pass (state.py), runs
-one layer of each structure on a small row (rows.py, evaluate.py, interpreter.py, reading.py,
-dropouts.py) with seeded weights (tensors.py) where they fit a stated memory (memory.py), compares
-what comes out (compare.py), and names the node where values first part (trace.py, parting.py).
+one layer of each structure on a small row (rows.py, evaluate.py, interpreter.py, reading.py) with
+seeded weights (tensors.py) where they fit a stated memory (memory.py), compares what comes out
+(compare.py), and names the node at which values first diverge (first_divergence.py).
 """
 
 from tlora_fx.numerics.compare import BOUNDS

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from tlora_fx.ir.graph import AdapterSite, GroupGraph, JobGraph
 from tlora_fx.model.batch import PackedBatch
-from tlora_fx.numerics.interpreter import Interpreter, Setting, Watch
+from tlora_fx.numerics.interpreter import Interpreter, Setting, ValueCallback
 from tlora_fx.numerics.rows import ProbeRows
 from tlora_fx.numerics.tensors import Seeded
 
@@ -37,7 +37,7 @@ def evaluate(
     layers: frozenset[str],
     rows: ProbeRows,
     tensors: Seeded,
-    watch: Mapping[str, Watch] | None = None,
+    watch: Mapping[str, ValueCallback] | None = None,
 ) -> StepOutcome:
     """Run graphs forward and backward.
 

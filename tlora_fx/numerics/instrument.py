@@ -14,13 +14,16 @@ from tlora_fx.ir.graph import GroupGraph
 from tlora_fx.model.backbone import Backbone
 from tlora_fx.numerics.compare import Difference, bound_of, finite, identical, worst
 from tlora_fx.numerics.evaluate import State, StepOutcome, evaluate
-from tlora_fx.numerics.first_divergence import FirstDivergence, find_parting
+from tlora_fx.numerics.first_divergence import (
+    FirstDivergence,
+    StepTrace,
+    find_first_divergence,
+)
 from tlora_fx.numerics.interpreter import CannotRun
 from tlora_fx.numerics.memory import bytes_needed
 from tlora_fx.numerics.rows import ProbeRows
 from tlora_fx.numerics.state import copy_state, layer_calls, layers_to_run
 from tlora_fx.numerics.tensors import Seeded, Unchecked, buffers_of
-from tlora_fx.numerics.trace import StepTrace
 from tlora_fx.pipeline import Done, Event, Instrument, Pipeline, Runner
 
 log = logging.getLogger(__name__)
@@ -144,7 +147,8 @@ class Numerics(Instrument):
         if word == "bound" and found.relative <= bound:
             return f"within bound, {found.relative:.1e}"
         limit = bound if word == "bound" else None
-        raise _broken(done, found, limit, self._parting(held, done, layers, rows, limit))
+        divergence = self._first_divergence(held, done, layers, rows, limit)
+        raise _broken(done, found, limit, divergence)
 
     def _rows(self, state: State) -> ProbeRows:
         names = state.job_names if isinstance(state, GroupGraph) else [state.name]
@@ -191,7 +195,7 @@ class Numerics(Instrument):
         except CannotRun as error:
             raise Unchecked(str(error)) from error
 
-    def _parting(
+    def _first_divergence(
         self,
         held: State,
         done: Done,
@@ -203,7 +207,7 @@ class Numerics(Instrument):
         before, after = StepTrace(held), StepTrace(done.graphs)
         evaluate(held, layers, rows, self._tensors, before.watches())
         evaluate(done.graphs, layers, rows, self._tensors, after.watches())
-        return find_parting(before, after, rows, held.form, done.item.name, bound)
+        return find_first_divergence(before, after, rows, held.form, done.item.name, bound)
 
 
 def watch_numerics(runner: Runner, backbone: Backbone) -> None:
@@ -214,27 +218,27 @@ def watch_numerics(runner: Runner, backbone: Backbone) -> None:
 
 
 def _broken(
-    done: Done, found: Difference, limit: float | None, parting: FirstDivergence | None
+    done: Done, found: Difference, limit: float | None, divergence: FirstDivergence | None
 ) -> NumericsBroken:
-    told = "exact" if limit is None else "bound"
+    word = "exact" if limit is None else "bound"
     facts: dict[str, object] = {
         "graphs": done.subject,
         "job": found.job or None,
         "expected": "the same bits" if limit is None else f"{found.what} within {limit:.0e}",
         "found": f"{found.what} differs by {found.relative:.1e}",
     }
-    if parting is None:
+    if divergence is None:
         facts["node"] = "none that can be told: no value that survives the pass differs"
     else:
-        node = parting.step.node
+        node = divergence.step.node
         facts["node"] = node.format_node()
-        if parting.gradient_of is not None:
-            facts["parts"] = f"in the backward: the gradient of %{parting.gradient_of.node.name}"
-        facts["layer"] = parting.step.place.layer or None
+        if divergence.gradient_of is not None:
+            facts["parts"] = f"in the backward: the gradient of %{divergence.gradient_of.node.name}"
+        facts["layer"] = divergence.step.place.layer or None
         facts["source"] = node.meta.get("source") or None
-        facts["made by"] = parting.step.origin.made_by
+        facts["made by"] = divergence.step.origin.made_by
     return NumericsBroken(
-        f"pass '{done.item.name}' declares preserves_numerics = \"{told}\" and does not keep it",
+        f"pass '{done.item.name}' declares preserves_numerics = \"{word}\" and does not keep it",
         help="mend the pass where values first part, or declare what it keeps",
         **facts,
     )

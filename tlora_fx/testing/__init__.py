@@ -17,21 +17,13 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from tlora_fx.testing.equivalence import around, assert_equivalent
-    from tlora_fx.testing.small import small_base, small_job
+    from tlora_fx.testing.equivalence import around, assert_equivalent, small_base, small_job
 
 __all__ = ["around", "assert_equivalent", "small_base", "small_job"]
 
-# Imported when used: a session of pytest that only takes the plugin does not wait for torch.
-_HOMES = {
-    "around": "equivalence",
-    "assert_equivalent": "equivalence",
-    "small_base": "small",
-    "small_job": "small",
-}
-
 
 def __getattr__(name: str) -> Any:
-    if name not in _HOMES:
+    """Import when used: a session of pytest that only takes the plugin does not wait for torch."""
+    if name not in __all__:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}", name=name)
-    return getattr(import_module(f"{__name__}.{_HOMES[name]}"), name)
+    return getattr(import_module(f"{__name__}.equivalence"), name)

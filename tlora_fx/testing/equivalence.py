@@ -1,8 +1,12 @@
-"""Whether two states of graphs compute the same losses and gradients."""
+"""A model and jobs small enough for a test, and whether two states of their graphs agree."""
 
 from __future__ import annotations
 
+from pathlib import Path
+from typing import Any
+
 from tlora_fx.compiler import Jobs, resolve_pipeline, run_passes
+from tlora_fx.config.job import BaseSpec, DtypeName, Job
 from tlora_fx.errors import PipelineError
 from tlora_fx.ir.graph import GroupGraph
 from tlora_fx.numerics.compare import bound_of, identical, worst
@@ -11,6 +15,44 @@ from tlora_fx.numerics.rows import ProbeRows
 from tlora_fx.numerics.state import layers_to_run
 from tlora_fx.numerics.tensors import Seeded
 from tlora_fx.pipeline import Pipeline
+
+SIZES: dict[str, Any] = {
+    "vocab_size": 61,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 64,
+    "pad_token_id": 0,
+    "bos_token_id": 1,
+    "eos_token_id": 1,
+}
+
+
+def small_base(
+    folder: Path, model_type: str = "llama", dtype: DtypeName = "float32", **config: Any
+) -> BaseSpec:
+    """A base of three layers; its weights are drawn from a seed.
+
+    folder       where its config.json is written
+    model_type   one of transformers', such as "qwen3" or "gpt2"
+    config       fields of its config instead of the small ones
+    """
+    from transformers import AutoConfig
+
+    written = AutoConfig.for_model(model_type, **{**SIZES, **config})
+    written.save_pretrained(folder)
+    return BaseSpec(config=folder, dtype=dtype)
+
+
+def small_job(name: str, base: BaseSpec, **lora: Any) -> Job:
+    """A job that is compiled and not trained.
+
+    lora   fields of its LoraConfig; rank 4 on q_proj and down_proj where nothing is said
+    """
+    fields = {"r": 4, "target_modules": ["q_proj", "down_proj"], **lora}
+    return Job(name=name, base=base, lora=fields, data={"path": "unused.jsonl"})
 
 
 def around(
@@ -51,10 +93,10 @@ def assert_equivalent(
     layers = layers_to_run(before) | layers_to_run(after)
     rows = ProbeRows(before.job_names, before.form, seed, None, before.vocabulary)
     tensors = Seeded(seed, {})
-    one, two = (evaluate(state, layers, rows, tensors) for state in (before, after))
-    if identical(one, two):
+    outcomes = [evaluate(state, layers, rows, tensors) for state in (before, after)]
+    if identical(*outcomes):
         return
-    found, bound = worst(one, two), bound_of(before)
+    found, bound = worst(*outcomes), bound_of(before)
     if exact or not found.relative <= bound:
         limit = "the same bits" if exact else f"at most {bound:.0e}"
         raise AssertionError(
