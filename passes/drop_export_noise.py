@@ -19,14 +19,70 @@ from tlora_fx.ir.graph import JobGraph, is_call
 from tlora_fx.pipeline import JobPass, Numerics, register
 from tlora_fx.rewriting import Rewriter
 
-# Write operators that work in place as operators that return a new tensor.
+aten = torch.ops.aten
+
+
+@register
+@dataclass(frozen=True, slots=True)
+class DropExportNoise(JobPass):
+    """Drop metadata assertions, casts and slices that do nothing, and dead code."""
+
+    name: ClassVar[str] = "drop-export-noise"
+    preserves_numerics: ClassVar[Numerics] = "exact"
+
+    def run(self, graph: JobGraph) -> None:
+        functionalise(graph.root, graph.name)
+        rewriter = Rewriter(graph.root)
+        for node in list(graph.root.nodes):
+            if is_call(node, *ASSERTIONS):
+                graph.root.erase_node(node)
+                continue
+            if is_call(node, aten.to.device):
+                _forget_device(node)
+            if is_call(node, aten.view.default, aten.reshape.default):
+                _spell_out(node)
+            if _does_nothing(node):
+                rewriter.bypass(node, node.args[0])
+        rewriter.erase_dead()
+
+
+def _does_nothing(node: fx.Node) -> bool:
+    if is_call(node, aten.to.dtype, aten._to_copy.default, aten.to.dtype_layout):
+        return _same_type(node)
+    if is_call(node, aten.slice.Tensor):
+        start = node.args[2] if len(node.args) > 2 else None
+        stop = node.args[3] if len(node.args) > 3 else None
+        step = node.args[4] if len(node.args) > 4 else 1
+        return bool(start in (0, None) and stop in (END, None) and step == 1)
+    return is_call(node, aten.alias.default, aten.lift_fresh_copy.default)
+
+
+def _spell_out(node: fx.Node) -> None:
+    """Replace -1 in a shape by the size that it stands for: an empty segment cannot tell it."""
+    value, shape = node.meta["val"], list(node.args[1])  # type: ignore[arg-type]
+    for place, size in enumerate(shape):
+        if isinstance(size, int) and size == -1 and isinstance(value.shape[place], int):
+            shape[place] = value.shape[place]
+    node.update_arg(1, shape)
+
+
+def _forget_device(node: fx.Node) -> None:
+    """All of a row lives on one device, so what is left of `to(device, dtype)` is the dtype."""
+    node.target = aten.to.dtype
+    node.args = (node.args[0], node.args[2])
+    node.kwargs = {}
+
+
+def _same_type(node: fx.Node) -> bool:
+    before, after = node.args[0].meta["val"], node.meta["val"]  # type: ignore[union-attr]
+    return bool(before.dtype == after.dtype and before.layout == after.layout)
+
+
+# Operators that work in place, as operators that return a new tensor.
 #
 # That is the same only where nobody looks at the old memory again: the tensor was made by the
 # model itself, and neither it nor a view of it is read after the write, but through the write's
 # result. Every other write is refused, for a shared graph cannot repeat it.
-
-
-aten = torch.ops.aten
 
 
 def functionalise(graph: fx.Graph, job: str) -> None:
@@ -35,7 +91,7 @@ def functionalise(graph: fx.Graph, job: str) -> None:
     job       whose graph it is, "" for the base
     raises    BaseNotTraceable, naming the operator and its source line
     """
-    order = {node: place for place, node in enumerate(graph.nodes)}
+    order = {node: index for index, node in enumerate(graph.nodes)}
     for node in [node for node in graph.nodes if _writes(node)]:
         _replace(graph, node, order, job)
 
@@ -53,17 +109,17 @@ def _replace(graph: fx.Graph, node: fx.Node, order: dict[fx.Node, int], job: str
     owner = _memory(written)
     if owner.op != "call_function":
         _refuse(node, job, f"it writes into {owner.op} {owner.target}")
-    place = order[node]
+    index = order[node]
     for alias in _aliases(owner):
-        old = alias is not written and order[alias] < place
-        if old and any(order[user] > place for user in alias.users):
+        old = alias is not written and order[alias] < index
+        if old and any(order[user] > index for user in alias.users):
             _refuse(node, job, f"the memory that it writes is read again as {alias.name}")
     with graph.inserting_before(node):
-        made = graph.call_function(twin, node.args, node.kwargs)
-    made.meta = dict(node.meta)
-    order[made] = place
-    written.replace_all_uses_with(made, lambda user: order[user] > place)
-    node.replace_all_uses_with(made)
+        pure = graph.call_function(twin, node.args, node.kwargs)
+    pure.meta = dict(node.meta)
+    order[pure] = index
+    written.replace_all_uses_with(pure, lambda user: order[user] > index)
+    node.replace_all_uses_with(pure)
     graph.erase_node(node)
 
 
@@ -126,59 +182,3 @@ ASSERTIONS = (
     aten.sym_constrain_range.default,
     aten.sym_constrain_range_for_size.default,
 )
-
-
-@register
-@dataclass(frozen=True, slots=True)
-class DropExportNoise(JobPass):
-    """Drop metadata assertions, casts and slices that do nothing, and dead code."""
-
-    name: ClassVar[str] = "drop-export-noise"
-    preserves_numerics: ClassVar[Numerics] = "exact"
-
-    def run(self, graph: JobGraph) -> None:
-        functionalise(graph.root, graph.name)
-        rewriter = Rewriter(graph.root)
-        for node in list(graph.root.nodes):
-            if is_call(node, *ASSERTIONS):
-                graph.root.erase_node(node)
-                continue
-            if is_call(node, aten.to.device):
-                _forget_device(node)
-            if is_call(node, aten.view.default, aten.reshape.default):
-                _spell_out(node)
-            if _does_nothing(node):
-                rewriter.bypass(node, node.args[0])
-        rewriter.erase_dead()
-
-
-def _does_nothing(node: fx.Node) -> bool:
-    if is_call(node, aten.to.dtype, aten._to_copy.default, aten.to.dtype_layout):
-        return _same_type(node)
-    if is_call(node, aten.slice.Tensor):
-        start = node.args[2] if len(node.args) > 2 else None
-        stop = node.args[3] if len(node.args) > 3 else None
-        step = node.args[4] if len(node.args) > 4 else 1
-        return bool(start in (0, None) and stop in (END, None) and step == 1)
-    return is_call(node, aten.alias.default, aten.lift_fresh_copy.default)
-
-
-def _spell_out(node: fx.Node) -> None:
-    """Replace -1 in a shape by the size that it stands for: an empty segment cannot tell it."""
-    value, shape = node.meta["val"], list(node.args[1])  # type: ignore[arg-type]
-    for place, size in enumerate(shape):
-        if isinstance(size, int) and size == -1 and isinstance(value.shape[place], int):
-            shape[place] = value.shape[place]
-    node.update_arg(1, shape)
-
-
-def _forget_device(node: fx.Node) -> None:
-    """All of a row lives on one device, so what is left of `to(device, dtype)` is the dtype."""
-    node.target = aten.to.dtype
-    node.args = (node.args[0], node.args[2])
-    node.kwargs = {}
-
-
-def _same_type(node: fx.Node) -> bool:
-    before, after = node.args[0].meta["val"], node.meta["val"]  # type: ignore[union-attr]
-    return bool(before.dtype == after.dtype and before.layout == after.layout)

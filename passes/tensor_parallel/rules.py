@@ -226,7 +226,7 @@ def _dropout(call: Operands) -> Cut:
     return call.cut(call.node.args[0])
 
 
-# How operators that part a dimension carry pieces, along the cut too (see shard_rules.py).
+# Operators that part a dimension, along the cut too.
 #
 # Where q, k and v, or gate and up, lie one after the other in one matrix, a model parts the result
 # along what is cut. Pieces of each part are what every process wants, so the matrix must be cut
@@ -332,7 +332,7 @@ def _calls(node: fx.Node, targets: tuple[Any, ...]) -> bool:
     return getattr(node.target, "overloadpacket", None) in targets
 
 
-# How operators that move, join and reduce dimensions carry pieces (see shard_rules.py).
+# Operators that move, join and reduce dimensions.
 
 
 @rule(aten.view, aten.reshape, aten._unsafe_view, runs="kept")

@@ -47,346 +47,17 @@ from tlora_fx.passes.tensor_parallel.rules import (
 from tlora_fx.pipeline import GroupPass, Numerics, register, rewrite_allowed
 from tlora_fx.rewriting import Maker, Rewriter, arguments_of
 
-# Linears whose matrices may be cut into pieces.
-#
-# By columns each process computes a piece of the result: of an adapter A stays whole and B is cut.
-# By rows each process reads a piece of the input and computes a part of a sum: A is cut, B stays
-# whole. A matrix that holds several, such as q, k and v, is cut by columns run by run.
-
-
 aten = torch.ops.aten
+ops = torch.ops.tlora_fx
 PLAIN = (aten.linear.default, aten.addmm.default, aten.mm.default)
 TURNED = aten.t.default
 # Columns that one draw of a dropout mask decides.
 OCTET = 8
-
-
-@dataclass(frozen=True, slots=True)
-class Matrix:
-    """A frozen matrix, its bias and its adapters.
-
-    stored    the node that reads it, None where it is computed
-    outer     the dimension of the stored tensor along which results lie
-    bias      the node that the bias comes from, None without one
-    a, b      the nodes of the bank, None without adapters
-    runs      sizes of what lies one after the other along results, each cut by itself; () for one
-    """
-
-    stored: fx.Node | None
-    outer: int
-    bias: Any
-    a: fx.Node | None = None
-    b: fx.Node | None = None
-    runs: tuple[int, ...] = ()
-
-    def size(self, dim: int) -> int:
-        """How many columns results have (dim 0), or inputs (1)."""
-        assert self.stored is not None
-        return int(self.stored.meta["val"].shape[dim if self.outer == 0 else 1 - dim])
-
-    def cut(self, place: int) -> Cut:
-        """The cut of a value that has results along a dimension."""
-        return Runs(place, self.runs) if self.runs else place
-
-    def cuts(self, dim: int) -> Iterator[tuple[fx.Node, Cut]]:
-        """Which stored tensors are cut, and how, by columns (0) or rows (1)."""
-        assert self.stored is not None
-        if dim == 1:
-            yield self.stored, 1 - self.outer
-            if self.a is not None:
-                yield self.a, 1
-            return
-        yield self.stored, self.cut(self.outer)
-        if self.bias is not None:
-            yield self.bias, self.cut(0)
-        if self.b is not None:
-            yield self.b, self.cut(1)
-
-
-@dataclass(frozen=True, slots=True)
-class Linears:
-    """One operator that multiplies with frozen matrices, all reading one input.
-
-    drops   whether jobs may drop columns of the input
-    """
-
-    node: fx.Node
-    x: fx.Node
-    matrices: tuple[Matrix, ...]
-    drops: bool = False
-
-    @property
-    def told(self) -> str:
-        """The modules that it stands for."""
-        users = [user.meta.get("site") for user in self.node.users]
-        named = users if is_call(self.node, SEVERAL) else [self.node.meta.get("site")]
-        own = [str(name) for name in named if name]
-        return ", ".join(own) or str(self.node.meta.get("path")) or self.node.name
-
-    def in_runs(self, runs: Mapping[int, tuple[int, ...]]) -> Linears:
-        """The same, with the runs of matrices by their place."""
-        own = (replace(one, runs=runs.get(place, ())) for place, one in enumerate(self.matrices))
-        return replace(self, matrices=tuple(own))
-
-    def misfit(self, dim: int, pieces: int) -> str:
-        """Why it cannot be cut by columns (0) or rows (1); "" where it can."""
-        if dim == 1 and is_call(self.node, SEVERAL):
-            return "several matrices multiply one piece of a value"
-        for matrix in self.matrices:
-            reason = self._fixed(matrix) or _divides(matrix, dim, pieces)
-            if reason:
-                return reason
-        if dim == 1 and self.drops and self.matrices[0].size(1) // pieces % OCTET:
-            wide = self.matrices[0].size(1)
-            return f"dropout draws {OCTET} columns at once, and {wide} / {pieces} is no multiple"
-        return ""
-
-    def _fixed(self, matrix: Matrix) -> str:
-        """Why a matrix stays whole whatever the number of pieces."""
-        read = [matrix.stored] if matrix.bias is None else [matrix.stored, matrix.bias]
-        for node in read:
-            ref = node.meta.get("tensor") if node is not None else None
-            if node is None or ref is None or ref.owner != "base":
-                return "its matrix or its bias is none of the frozen base's"
-            if ref.original is not None:
-                return f"its matrix is stored as {ref.form}"
-            others = sorted(_readers(node) - {self.node}, key=str)
-            if others:
-                return f"{_told(others[0])} reads its matrix or its bias too"
-        return ""
-
-
-def linears(node: fx.Node) -> Linears | None:
-    """The frozen linears of a node.
-
-    returns   None where it is none, multiplies with what is computed, or is a part of one job's
-              branch that runs as it is
-    """
-    if is_call(node, ONE):
-        given = lowered_arguments(node)
-        return Linears(node, given["x"], (_matrix(given),), bool(given["drops"]))
-    if is_call(node, SEVERAL):
-        given = lowered_arguments(node)
-        count = len(given["weight"])
-        own = [{name: given[name][place] for name in LISTED} for place in range(count)]
-        return Linears(node, given["x"], tuple(map(_matrix, own)), bool(given["drops"]))
-    if not is_call(node, *PLAIN) or node.meta.get("role") == "adapter":
-        return None
-    given = arguments_of(node)
-    if is_call(node, aten.linear.default):
-        found = Linears(node, given["input"], (_stored(given["weight"], 0, given["bias"]),))
-    elif is_call(node, aten.addmm.default):
-        plain = (given["beta"], given["alpha"]) == (1, 1)
-        matrix = _stored(given["mat2"], 1, given["self"]) if plain else Matrix(None, 0, None)
-        found = Linears(node, given["mat1"], (matrix,))
-    else:
-        found = Linears(node, given["self"], (_stored(given["mat2"], 1, None),))
-    return found if found.matrices[0].stored is not None else None
-
-
-def _matrix(given: dict[str, Any]) -> Matrix:
-    plain = _stored(given["weight"], 0, given["bias"])
-    return Matrix(plain.stored, plain.outer, plain.bias, given["a"], given["b"])
-
-
-def _stored(weight: fx.Node, outer: int, bias: Any) -> Matrix:
-    """A matrix by what it is read from; `outer` is where results lie in what is multiplied."""
-    if is_call(weight, TURNED):
-        weight, outer = weight.args[0], 1 - outer  # type: ignore[assignment]
-    return Matrix(weight if weight.op == "get_attr" else None, outer, bias)
-
-
-def _readers(stored: fx.Node) -> set[fx.Node]:
-    """Who reads a stored tensor, turned or not, by this node or another one."""
-    same = [n for n in stored.graph.nodes if n.op == "get_attr" and n.target == stored.target]
-    users = [user for node in same for user in node.users]
-    turned = [reader for user in users if is_call(user, TURNED) for reader in user.users]
-    return {user for user in users if not is_call(user, TURNED)} | set(turned)
-
-
-def _told(node: fx.Node) -> str:
-    """What reads a tensor, in words."""
-    if node.meta.get("role") == "adapter":
-        return f"a branch of job '{node.meta['jobs'][0]}' that runs as it is"
-    return node.name
-
-
-def _divides(matrix: Matrix, dim: int, pieces: int) -> str:
-    sizes = (dim == 0 and matrix.runs) or (matrix.size(dim),)
-    told = f"{', '.join(map(str, sizes))} {('outputs', 'inputs')[dim]}"
-    return f"its {told} do not divide by {pieces}" * any(size % pieces for size in sizes)
-
-
-# Find which matrices of a graph can be cut so that every piece of a value ends in a sum.
-#
-# All linears are cut by columns at first, and the pieces are followed (shard_rules.py) to the
-# linears that take them by rows. Where an operator parts what is cut, the linears that it came
-# from are cut run by run; where it cannot take a piece, they stay whole; and the search begins
-# again.
-
-
 COLUMNS, ROWS = 0, 1
 # Linears, and which of their results.
 Sources = frozenset[tuple[fx.Node, int]]
 # For linears, and each of their results, the runs that it is cut by.
 AllRuns = dict[fx.Node, dict[int, tuple[int, ...]]]
-
-
-@dataclass(slots=True)
-class Cuts:
-    """How a graph is cut.
-
-    by_columns, by_rows   linears
-    whole                 why the other linears stay as they are
-    values                how values are cut
-    stored                how other frozen tensors are cut
-    entries               operators that read pieces, and the whole values that they read beside
-    """
-
-    by_columns: list[Linears] = field(default_factory=list)
-    by_rows: list[Linears] = field(default_factory=list)
-    whole: dict[str, str] = field(default_factory=dict)
-    values: dict[fx.Node, Cut] = field(default_factory=dict)
-    stored: dict[fx.Node, Cut] = field(default_factory=dict)
-    entries: list[tuple[fx.Node, fx.Node]] = field(default_factory=list)
-
-
-class _StayWhole(Exception):
-    """Linears that must stay whole; the text says why."""
-
-    def __init__(self, sources: Sources, reason: str) -> None:
-        super().__init__(reason)
-        self.sources = sources
-
-
-class _ByRuns(Exception):
-    """Linears must be cut by other runs, which are written down."""
-
-
-def search(graph: fx.Graph, pieces: int, *, open_end: bool = False) -> Cuts:
-    """The largest set of linears that can be cut.
-
-    open_end   whether the graph may return pieces, along its result's last dimension
-    """
-    kept: dict[fx.Node, str] = {}
-    runs: AllRuns = defaultdict(dict)
-    while True:
-        walk = _ShardWalk(pieces, kept, runs)
-        try:
-            walk.over(graph, open_end)
-        except _StayWhole as refused:
-            kept.update({node: str(refused) for node, _ in refused.sources})
-        except _ByRuns:
-            continue
-        else:
-            return walk.cuts
-
-
-class _ShardWalk:
-    """One walk through a graph, until an operator cannot take a piece."""
-
-    def __init__(self, pieces: int, kept: dict[fx.Node, str], runs: AllRuns) -> None:
-        self.pieces, self.kept, self.runs = pieces, kept, runs
-        self.cuts = Cuts()
-        self.sources: dict[fx.Node, Sources] = {}
-
-    def over(self, graph: fx.Graph, open_end: bool) -> None:
-        """Follow pieces through a graph; raises _StayWhole, _ByRuns."""
-        for node in graph.nodes:
-            if node.op not in ("placeholder", "get_attr", "output"):
-                self._visit(node)
-        end = output_of(graph)
-        held = self._held(end.all_input_nodes)
-        if held and not (open_end and self._ends_in_pieces(end)):
-            raise _StayWhole(self._of(held), "its pieces are what the graph returns")
-
-    def _ends_in_pieces(self, end: fx.Node) -> bool:
-        (last, *others) = end.all_input_nodes
-        cut = self.cuts.values.get(last)
-        return not others and cut == len(last.meta["val"].shape) - 1
-
-    def _visit(self, node: fx.Node) -> None:
-        found, held = linears(node), self._held(node.all_input_nodes)
-        if found is not None and not held:
-            self._by_columns(found)
-        elif found is not None:
-            self._by_rows(found, held)
-        elif held:
-            self._carry(node, held)
-
-    def _by_columns(self, found: Linears) -> None:
-        found = found.in_runs(self.runs[found.node])
-        reason = self.kept.get(found.node) or found.misfit(COLUMNS, self.pieces)
-        if reason:
-            self.cuts.whole[found.told] = reason
-            return
-        value = found.node.meta["val"]
-        several = isinstance(value, (list, tuple))
-        results = zip(found.matrices, value if several else [value], strict=True)
-        cuts = tuple(matrix.cut(one.dim() - 1) for matrix, one in results)
-        self.cuts.by_columns.append(found)
-        self.cuts.values[found.node] = cuts if several else cuts[0]
-        self.sources[found.node] = frozenset((found.node, place) for place in range(len(cuts)))
-
-    def _by_rows(self, found: Linears, held: list[fx.Node]) -> None:
-        last = found.x.meta["val"].dim() - 1
-        if held != [found.x] or self.cuts.values[found.x] != last:
-            raise _StayWhole(self._of(held), f"{found.told} takes no such pieces")
-        reason = found.misfit(ROWS, self.pieces)
-        if reason:
-            raise _StayWhole(self._of(held), f"{found.told} cannot take pieces: {reason}")
-        self.cuts.by_rows.append(found)
-
-    def _carry(self, node: fx.Node, held: list[fx.Node]) -> None:
-        operands = Operands(node, self.pieces, self.cuts.values)
-        try:
-            cut = carried(operands)
-        except CannotCarry as reason:
-            if isinstance(reason, NeedsRuns) and self._take_runs(self._of(held), reason):
-                raise _ByRuns from None
-            where = node.meta.get("path") or "the root"
-            told = f"its pieces reach no sum: at {where}, {node.name}: {reason}"
-            raise _StayWhole(self._of(held), told) from None
-        self.cuts.stored.update(operands.stored)
-        if cut is None:
-            return
-        self.cuts.values[node] = cut
-        self.sources[node] = self._of(held)
-        if is_call(node, operator.getitem) and all(one is held[0] for one, _ in self._of(held)):
-            self.sources[node] = frozenset({(held[0], int(node.args[1]))})  # type: ignore[arg-type]
-        for beside in node.all_input_nodes:
-            if beside not in held and beside.op != "get_attr" and _is_float(beside):
-                self.cuts.entries.append((node, beside))
-
-    def _take_runs(self, sources: Sources, asked: NeedsRuns) -> bool:
-        """Let linears be cut by the runs that an operator asks for; False where they cannot."""
-        matrices = {found.node: found.matrices for found in self.cuts.by_columns}
-        changed = False
-        for node, place in sources:
-            size = matrices[node][place].size(COLUMNS)
-            if size % asked.size:
-                return False
-            ends = {end * (size // asked.size) for end in asked.ends} | {0, size}
-            ends |= ends_of(self.runs[node].get(place, ()))
-            runs = tuple(stop - start for start, stop in pairwise(sorted(ends)))
-            changed |= self.runs[node].get(place, (size,)) != runs
-            self.runs[node][place] = runs
-        return changed
-
-    def _held(self, nodes: Iterable[fx.Node]) -> list[fx.Node]:
-        return [node for node in nodes if self.cuts.values.get(node) is not None]
-
-    def _of(self, nodes: list[fx.Node]) -> Sources:
-        """The linears that pieces came from."""
-        return frozenset().union(*(self.sources[node] for node in nodes))
-
-
-def _is_float(node: fx.Node) -> bool:
-    value = node.meta.get("val")
-    return isinstance(value, torch.Tensor) and value.dtype.is_floating_point
-
-
-ops = torch.ops.tlora_fx
 
 
 @register
@@ -417,7 +88,7 @@ class ShardTensor(GroupPass):
             if where == HEAD and not self.head:
                 continue
             cuts = search(graph, self.size, open_end=where == HEAD)
-            group.notes.extend((self.name, told) for told in _told_whole(where, cuts))
+            group.notes.extend((self.name, told) for told in _whole_notes(where, cuts))
             if cuts.by_columns and rewrite_allowed(f"pieces in {where or 'the root'}"):
                 _cut(graph, cuts, self.size)
                 _join(group, graph, cuts, learned, open_end=where == HEAD)
@@ -432,11 +103,11 @@ def nothing_cut(group: GroupGraph, size: int) -> list[str]:
         cuts = search(graph, size) if where != HEAD else Cuts()
         if cuts.by_columns:
             return []
-        told.extend(_told_whole(where, cuts))
+        told.extend(_whole_notes(where, cuts))
     return told or ["the model has no linear of the frozen base"]
 
 
-def _told_whole(where: str, cuts: Cuts) -> list[str]:
+def _whole_notes(where: str, cuts: Cuts) -> list[str]:
     """What stays whole in a graph, and why."""
     pairs = cuts.whole.items()
     return [f"{f'{where}.{told}'.strip('.')} stays whole: {reason}" for told, reason in pairs]
@@ -568,3 +239,327 @@ def _reached(graph: fx.Graph, start: set[fx.Node]) -> Iterator[fx.Node]:
         if (trained or given) and not is_call(node, aten.detach.default):
             reached.add(node)
     yield from reached
+
+
+# Which matrices of a graph can be cut so that every piece of a value ends in a sum.
+#
+# All linears are cut by columns at first, and the pieces are followed by the rules to the linears
+# that take them by rows. Where an operator parts what is cut, the linears that it came from are cut
+# run by run; where it cannot take a piece, they stay whole; and the search begins again.
+
+
+@dataclass(slots=True)
+class Cuts:
+    """How a graph is cut.
+
+    by_columns, by_rows   linears
+    whole                 why the other linears stay as they are
+    values                how values are cut
+    stored                how other frozen tensors are cut
+    entries               operators that read pieces, and the whole values that they read beside
+    """
+
+    by_columns: list[Linears] = field(default_factory=list)
+    by_rows: list[Linears] = field(default_factory=list)
+    whole: dict[str, str] = field(default_factory=dict)
+    values: dict[fx.Node, Cut] = field(default_factory=dict)
+    stored: dict[fx.Node, Cut] = field(default_factory=dict)
+    entries: list[tuple[fx.Node, fx.Node]] = field(default_factory=list)
+
+
+class _StayWhole(Exception):
+    """Linears that must stay whole; the text says why."""
+
+    def __init__(self, sources: Sources, reason: str) -> None:
+        super().__init__(reason)
+        self.sources = sources
+
+
+class _ByRuns(Exception):
+    """Linears must be cut by other runs, which are written down."""
+
+
+def search(graph: fx.Graph, pieces: int, *, open_end: bool = False) -> Cuts:
+    """The largest set of linears that can be cut.
+
+    open_end   whether the graph may return pieces, along its result's last dimension
+    """
+    kept: dict[fx.Node, str] = {}
+    runs: AllRuns = defaultdict(dict)
+    while True:
+        walk = _ShardWalk(pieces, kept, runs)
+        try:
+            walk.over(graph, open_end)
+        except _StayWhole as refused:
+            kept.update({node: str(refused) for node, _ in refused.sources})
+        except _ByRuns:
+            continue
+        else:
+            return walk.cuts
+
+
+class _ShardWalk:
+    """One walk through a graph, until an operator cannot take a piece."""
+
+    def __init__(self, pieces: int, kept: dict[fx.Node, str], runs: AllRuns) -> None:
+        self.pieces, self.kept, self.runs = pieces, kept, runs
+        self.cuts = Cuts()
+        self.sources: dict[fx.Node, Sources] = {}
+
+    def over(self, graph: fx.Graph, open_end: bool) -> None:
+        """Follow pieces through a graph; raises _StayWhole, _ByRuns."""
+        for node in graph.nodes:
+            if node.op not in ("placeholder", "get_attr", "output"):
+                self._visit(node)
+        end = output_of(graph)
+        held = self._held(end.all_input_nodes)
+        if held and not (open_end and self._ends_in_pieces(end)):
+            raise _StayWhole(self._of(held), "its pieces are what the graph returns")
+
+    def _ends_in_pieces(self, end: fx.Node) -> bool:
+        (last, *others) = end.all_input_nodes
+        cut = self.cuts.values.get(last)
+        return not others and cut == len(last.meta["val"].shape) - 1
+
+    def _visit(self, node: fx.Node) -> None:
+        found, held = linears(node), self._held(node.all_input_nodes)
+        if found is not None and not held:
+            self._by_columns(found)
+        elif found is not None:
+            self._by_rows(found, held)
+        elif held:
+            self._carry(node, held)
+
+    def _by_columns(self, found: Linears) -> None:
+        found = found.in_runs(self.runs[found.node])
+        reason = self.kept.get(found.node) or found.misfit(COLUMNS, self.pieces)
+        if reason:
+            self.cuts.whole[found.modules] = reason
+            return
+        value = found.node.meta["val"]
+        several = isinstance(value, (list, tuple))
+        results = zip(found.matrices, value if several else [value], strict=True)
+        cuts = tuple(matrix.cut(one.dim() - 1) for matrix, one in results)
+        self.cuts.by_columns.append(found)
+        self.cuts.values[found.node] = cuts if several else cuts[0]
+        self.sources[found.node] = frozenset((found.node, place) for place in range(len(cuts)))
+
+    def _by_rows(self, found: Linears, held: list[fx.Node]) -> None:
+        last = found.x.meta["val"].dim() - 1
+        if held != [found.x] or self.cuts.values[found.x] != last:
+            raise _StayWhole(self._of(held), f"{found.modules} takes no such pieces")
+        reason = found.misfit(ROWS, self.pieces)
+        if reason:
+            raise _StayWhole(self._of(held), f"{found.modules} cannot take pieces: {reason}")
+        self.cuts.by_rows.append(found)
+
+    def _carry(self, node: fx.Node, held: list[fx.Node]) -> None:
+        operands = Operands(node, self.pieces, self.cuts.values)
+        try:
+            cut = carried(operands)
+        except CannotCarry as reason:
+            if isinstance(reason, NeedsRuns) and self._take_runs(self._of(held), reason):
+                raise _ByRuns from None
+            where = node.meta.get("path") or "the root"
+            told = f"its pieces reach no sum: at {where}, {node.name}: {reason}"
+            raise _StayWhole(self._of(held), told) from None
+        self.cuts.stored.update(operands.stored)
+        if cut is None:
+            return
+        self.cuts.values[node] = cut
+        self.sources[node] = self._of(held)
+        if is_call(node, operator.getitem) and all(one is held[0] for one, _ in self._of(held)):
+            self.sources[node] = frozenset({(held[0], int(node.args[1]))})  # type: ignore[arg-type]
+        for beside in node.all_input_nodes:
+            if beside not in held and beside.op != "get_attr" and _is_float(beside):
+                self.cuts.entries.append((node, beside))
+
+    def _take_runs(self, sources: Sources, asked: NeedsRuns) -> bool:
+        """Let linears be cut by the runs that an operator asks for; False where they cannot."""
+        matrices = {found.node: found.matrices for found in self.cuts.by_columns}
+        changed = False
+        for node, place in sources:
+            size = matrices[node][place].size(COLUMNS)
+            if size % asked.size:
+                return False
+            ends = {end * (size // asked.size) for end in asked.ends} | {0, size}
+            ends |= ends_of(self.runs[node].get(place, ()))
+            runs = tuple(stop - start for start, stop in pairwise(sorted(ends)))
+            changed |= self.runs[node].get(place, (size,)) != runs
+            self.runs[node][place] = runs
+        return changed
+
+    def _held(self, nodes: Iterable[fx.Node]) -> list[fx.Node]:
+        return [node for node in nodes if self.cuts.values.get(node) is not None]
+
+    def _of(self, nodes: list[fx.Node]) -> Sources:
+        """The linears that pieces came from."""
+        return frozenset().union(*(self.sources[node] for node in nodes))
+
+
+def _is_float(node: fx.Node) -> bool:
+    value = node.meta.get("val")
+    return isinstance(value, torch.Tensor) and value.dtype.is_floating_point
+
+
+# Linears whose matrices may be cut.
+#
+# By columns each process computes a piece of the result: of an adapter A stays whole and B is cut.
+# By rows each process reads a piece of the input and computes a part of a sum: A is cut, B stays
+# whole. A matrix that holds several, such as q, k and v, is cut by columns run by run.
+
+
+@dataclass(frozen=True, slots=True)
+class Matrix:
+    """A frozen matrix, its bias and its adapters.
+
+    stored    the node that reads it, None where it is computed
+    outer     the dimension of the stored tensor along which results lie
+    bias      the node that the bias comes from, None without one
+    a, b      the nodes of the bank, None without adapters
+    runs      sizes of what lies one after the other along results, each cut by itself; () for one
+    """
+
+    stored: fx.Node | None
+    outer: int
+    bias: Any
+    a: fx.Node | None = None
+    b: fx.Node | None = None
+    runs: tuple[int, ...] = ()
+
+    def size(self, dim: int) -> int:
+        """How many columns results have (dim 0), or inputs (1)."""
+        assert self.stored is not None
+        return int(self.stored.meta["val"].shape[dim if self.outer == 0 else 1 - dim])
+
+    def cut(self, place: int) -> Cut:
+        """The cut of a value that has results along a dimension."""
+        return Runs(place, self.runs) if self.runs else place
+
+    def cuts(self, dim: int) -> Iterator[tuple[fx.Node, Cut]]:
+        """Which stored tensors are cut, and how, by columns (0) or rows (1)."""
+        assert self.stored is not None
+        if dim == 1:
+            yield self.stored, 1 - self.outer
+            if self.a is not None:
+                yield self.a, 1
+            return
+        yield self.stored, self.cut(self.outer)
+        if self.bias is not None:
+            yield self.bias, self.cut(0)
+        if self.b is not None:
+            yield self.b, self.cut(1)
+
+
+@dataclass(frozen=True, slots=True)
+class Linears:
+    """One operator that multiplies with frozen matrices, all reading one input.
+
+    drops   whether jobs may drop columns of the input
+    """
+
+    node: fx.Node
+    x: fx.Node
+    matrices: tuple[Matrix, ...]
+    drops: bool = False
+
+    @property
+    def modules(self) -> str:
+        """The modules that it stands for."""
+        users = [user.meta.get("site") for user in self.node.users]
+        named = users if is_call(self.node, SEVERAL) else [self.node.meta.get("site")]
+        own = [str(name) for name in named if name]
+        return ", ".join(own) or str(self.node.meta.get("path")) or self.node.name
+
+    def in_runs(self, runs: Mapping[int, tuple[int, ...]]) -> Linears:
+        """The same, with the runs of matrices by their index."""
+        cut = (replace(one, runs=runs.get(index, ())) for index, one in enumerate(self.matrices))
+        return replace(self, matrices=tuple(cut))
+
+    def misfit(self, dim: int, pieces: int) -> str:
+        """Why it cannot be cut by columns (0) or rows (1); "" where it can."""
+        if dim == 1 and is_call(self.node, SEVERAL):
+            return "several matrices multiply one piece of a value"
+        for matrix in self.matrices:
+            reason = self._fixed(matrix) or _divides(matrix, dim, pieces)
+            if reason:
+                return reason
+        if dim == 1 and self.drops and self.matrices[0].size(1) // pieces % OCTET:
+            wide = self.matrices[0].size(1)
+            return f"dropout draws {OCTET} columns at once, and {wide} / {pieces} is no multiple"
+        return ""
+
+    def _fixed(self, matrix: Matrix) -> str:
+        """Why a matrix stays whole whatever the number of pieces."""
+        read = [matrix.stored] if matrix.bias is None else [matrix.stored, matrix.bias]
+        for node in read:
+            ref = node.meta.get("tensor") if node is not None else None
+            if node is None or ref is None or ref.owner != "base":
+                return "its matrix or its bias is none of the frozen base's"
+            if ref.original is not None:
+                return f"its matrix is stored as {ref.form}"
+            others = sorted(_readers(node) - {self.node}, key=str)
+            if others:
+                return f"{_reader_name(others[0])} reads its matrix or its bias too"
+        return ""
+
+
+def linears(node: fx.Node) -> Linears | None:
+    """The frozen linears of a node.
+
+    returns   None where it is none, multiplies with what is computed, or is a part of one job's
+              branch that runs as it is
+    """
+    if is_call(node, ONE):
+        given = lowered_arguments(node)
+        return Linears(node, given["x"], (_matrix(given),), bool(given["drops"]))
+    if is_call(node, SEVERAL):
+        given = lowered_arguments(node)
+        count = len(given["weight"])
+        own = [{name: given[name][place] for name in LISTED} for place in range(count)]
+        return Linears(node, given["x"], tuple(map(_matrix, own)), bool(given["drops"]))
+    if not is_call(node, *PLAIN) or node.meta.get("role") == "adapter":
+        return None
+    given = arguments_of(node)
+    if is_call(node, aten.linear.default):
+        found = Linears(node, given["input"], (_stored(given["weight"], 0, given["bias"]),))
+    elif is_call(node, aten.addmm.default):
+        plain = (given["beta"], given["alpha"]) == (1, 1)
+        matrix = _stored(given["mat2"], 1, given["self"]) if plain else Matrix(None, 0, None)
+        found = Linears(node, given["mat1"], (matrix,))
+    else:
+        found = Linears(node, given["self"], (_stored(given["mat2"], 1, None),))
+    return found if found.matrices[0].stored is not None else None
+
+
+def _matrix(given: dict[str, Any]) -> Matrix:
+    plain = _stored(given["weight"], 0, given["bias"])
+    return Matrix(plain.stored, plain.outer, plain.bias, given["a"], given["b"])
+
+
+def _stored(weight: fx.Node, outer: int, bias: Any) -> Matrix:
+    """A matrix by what it is read from; `outer` is where results lie in what is multiplied."""
+    if is_call(weight, TURNED):
+        weight, outer = weight.args[0], 1 - outer  # type: ignore[assignment]
+    return Matrix(weight if weight.op == "get_attr" else None, outer, bias)
+
+
+def _readers(stored: fx.Node) -> set[fx.Node]:
+    """Who reads a stored tensor, turned or not, by this node or another one."""
+    same = [n for n in stored.graph.nodes if n.op == "get_attr" and n.target == stored.target]
+    users = [user for node in same for user in node.users]
+    turned = [reader for user in users if is_call(user, TURNED) for reader in user.users]
+    return {user for user in users if not is_call(user, TURNED)} | set(turned)
+
+
+def _reader_name(node: fx.Node) -> str:
+    """What reads a tensor, in words."""
+    if node.meta.get("role") == "adapter":
+        return f"a branch of job '{node.meta['jobs'][0]}' that runs as it is"
+    return node.name
+
+
+def _divides(matrix: Matrix, dim: int, pieces: int) -> str:
+    sizes = (dim == 0 and matrix.runs) or (matrix.size(dim),)
+    named = f"{', '.join(map(str, sizes))} {('outputs', 'inputs')[dim]}"
+    return f"its {named} do not divide by {pieces}" * any(size % pieces for size in sizes)

@@ -295,7 +295,7 @@ def _segment_switch(node: fx.Node, axis_of: Callable[[Any], Axis]) -> Axis:
     return 1
 
 
-# How operators that pick, split and join places carry the row's axis (see token_rules.py).
+# Operators that pick, split and join.
 
 
 @rule(aten.cat, aten.stack)

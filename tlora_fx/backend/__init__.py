@@ -16,7 +16,7 @@ from torch import fx
 from tlora_fx.backend import options as notices
 from tlora_fx.backend.lora_regions import Left, Lowered, lower_sites
 from tlora_fx.backend.options import BackendWarning, Options, read_options
-from tlora_fx.backend.rewrite import Splicer, declare_tables
+from tlora_fx.backend.rewrite import SiteRewriter, declare_tables
 from tlora_fx.backend.sites import (
     GraphRegion,
     regions_of,
@@ -89,16 +89,16 @@ def lower_graph(gm: fx.GraphModule, wanted: Options | None = None) -> tuple[int,
 
 def _lower_region(region: GraphRegion, wanted: Options) -> tuple[int, list[Left]]:
     sites = [site for site in sites_of(region.module.graph) if site.active]
-    splicer = Splicer(region.module)
+    rewriter = SiteRewriter(region.module)
     lowered = 0
     left = [_stray(name, user) for name, user in strays(region, sites).items()]
     for found in lower_sites(region, sites, wanted.compute):
         if isinstance(found, Left):
             left.append(found)
         elif reason := _unfit(found, wanted):
-            left.append(Left(found.site.path, reason))
+            left.append(Left(found.calls.path, reason))
         else:
-            splicer.splice(found)
+            rewriter.replace(found)
             lowered += 1
     if lowered:
         region.module.graph.lint()

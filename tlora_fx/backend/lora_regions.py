@@ -1,6 +1,6 @@
 """Dynamo's LoRA layers as a group of one job, on which lower-adapters works as on any other.
 
-Each LoRA layer becomes an island: the frozen linear, and the branch between segment reads and a
+Each LoRA layer becomes a subgraph: the frozen linear, and the branch between segment reads and a
 segment write, in the vocabulary of tracing. All else of Dynamo's graph stays out of it, so what
 this room does not know is never rewritten. The job owns every token: its segment is the whole.
 """
@@ -42,6 +42,7 @@ TABLES = {
 class Lowered:
     """A site that becomes one operator; nodes are Dynamo's.
 
+    calls        the LoRA layer
     result       what the layer hands on
     x            its input, [..., in]
     weight       the frozen weight, [out, in], or [in, out] where `transposed`
@@ -52,7 +53,7 @@ class Lowered:
     compute      dtype in which the adapter is multiplied
     """
 
-    site: LoraCalls
+    calls: LoraCalls
     result: fx.Node
     x: fx.Node
     weight: fx.Node
@@ -73,7 +74,7 @@ class Left:
     reason: str
 
 
-class NotAnIsland(Exception):
+class NotLowerable(Exception):
     """Why a LoRA layer has no frozen result or result of its own."""
 
 
@@ -85,23 +86,23 @@ def lower_sites(region: GraphRegion, sites: list[LoraCalls], compute: str) -> li
     """
     if not sites:
         return []
-    islands = _Islands(region)
-    found: list[Lowered | Left] = []
+    sites_graph = _SiteGraph(region)
+    results: list[Lowered | Left] = []
     writes: dict[int, fx.Node] = {}
-    for place, site in enumerate(sites):
+    for index, site in enumerate(sites):
         try:
-            writes[place] = islands.add(site)
-            found.append(Left(site.path, ""))
-        except NotAnIsland as reason:
-            found.append(Left(site.path, str(reason)))
+            writes[index] = sites_graph.add(site)
+            results.append(Left(site.path, ""))
+        except NotLowerable as reason:
+            results.append(Left(site.path, str(reason)))
     if not writes:
-        return found
-    islands.graph.output(tuple(writes.values()))
-    _run_pass(islands.graph, compute)
-    results: Any = output_of(islands.graph).args[0]
-    for place, result in zip(writes, results, strict=True):
-        found[place] = islands.read_back(sites[place], result)
-    return found
+        return results
+    sites_graph.graph.output(tuple(writes.values()))
+    _run_pass(sites_graph.graph, compute)
+    outputs: Any = output_of(sites_graph.graph).args[0]
+    for index, output in zip(writes, outputs, strict=True):
+        results[index] = sites_graph.read_back(sites[index], output)
+    return results
 
 
 def _run_pass(graph: fx.Graph, compute: Any) -> None:
@@ -114,16 +115,16 @@ def _ends(site: LoraCalls) -> tuple[fx.Node, fx.Node]:
     """The results of a LoRA layer and of its frozen module."""
     results, anchors = site.results(), site.anchors()
     if len(site.adapters) > 1:
-        raise NotAnIsland(f"{len(site.adapters)} adapters are active on it")
+        raise NotLowerable(f"{len(site.adapters)} adapters are active on it")
     if len(results) != 1:
-        raise NotAnIsland(f"it hands on {len(results)} values; it may run more than once")
+        raise NotLowerable(f"it hands on {len(results)} values; it may run more than once")
     if len(anchors) != 1 or not isinstance(value_of(anchors[0]), Tensor):
-        raise NotAnIsland(f"its frozen module hands on {len(anchors)} values")
+        raise NotLowerable(f"its frozen module hands on {len(anchors)} values")
     return results[0], anchors[0]
 
 
-class _Islands:
-    """The islands of one region while they are made.
+class _SiteGraph:
+    """The sites_graph of one region while they are made.
 
     graph    inputs are the tables and what sites read, the output is all sites' results
     stands   node of `graph` to Dynamo's
@@ -268,14 +269,16 @@ class _Islands:
 def _refuse(site: LoraCalls, region: GraphRegion) -> None:
     """Refuse what the pattern fits and the operator does not compute.
 
-    raises    NotAnIsland
+    raises    NotLowerable
     """
     frozen = {source for node in site.frozen for source in node.all_input_nodes}
     stored = [tensor_of(source) for source in frozen & region.stored]
     if torch.is_grad_enabled() and any(value.requires_grad for value in stored):
-        raise NotAnIsland("its frozen linear is trained")
+        raise NotLowerable("its frozen linear is trained")
     if any(_mixes(node) for node in site.nodes):
-        raise NotAnIsland("its products compute in another dtype than their operands', as autocast")
+        raise NotLowerable(
+            "its products compute in another dtype than their operands', as autocast"
+        )
 
 
 def _mixes(node: fx.Node) -> bool:

@@ -17,6 +17,9 @@ from tlora_fx.backend.sites import running_modules
 from tlora_fx.errors import BackendOptionError, nearest
 
 COMPUTE = ("float32", "base")
+SHOWN = 3
+_said: set[str] = set()
+_with_branches: WeakSet[nn.Module] = WeakSet()
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,11 +114,6 @@ def _wrong(name: str, expected: str, value: Any) -> BackendOptionError:
 
 
 # What the backend tells its user: once each, and as counters.
-
-
-SHOWN = 3
-_said: set[str] = set()
-_with_branches: WeakSet[nn.Module] = WeakSet()
 
 
 class BackendWarning(UserWarning):

@@ -31,12 +31,12 @@ PREFIX = "tlora_fx_"
 @functools.cache
 def stamp() -> str:
     """A hash of the sources of all operators."""
-    found = hashlib.blake2b(digest_size=6)
+    digest = hashlib.blake2b(digest_size=6)
     root = Path(ops.__file__).parents[1]
     for room in SOURCES:
         for path in sorted((root / room).rglob("*.py")):
-            found.update(path.name.encode() + path.read_bytes())
-    return found.hexdigest()
+            digest.update(path.name.encode() + path.read_bytes())
+    return digest.hexdigest()
 
 
 def declare_tables(root: fx.GraphModule) -> None:
@@ -55,7 +55,7 @@ def declare_tables(root: fx.GraphModule) -> None:
             known.setdefault(name, ConstantSource(name))
 
 
-class Splicer:
+class SiteRewriter:
     """Lowers sites of one graph module, in the order in which they run."""
 
     def __init__(self, module: fx.GraphModule) -> None:
@@ -63,39 +63,39 @@ class Splicer:
         self.graph = module.graph
         self.made: dict[Any, fx.Node] = {}
 
-    def splice(self, found: Lowered) -> None:
+    def replace(self, site: Lowered) -> None:
         """Replace a site's calls by one operator."""
-        with self.graph.inserting_before(found.result):
-            weight = self._transposed(found.weight) if found.transposed else found.weight
-            columns = self._transposed(found.b)
-            tables = self._tables(found)
+        with self.graph.inserting_before(site.result):
+            weight = self._transposed(site.weight) if site.transposed else site.weight
+            columns = self._transposed(site.b)
+            tables = self._tables(site)
             args = (
-                found.x, weight, found.bias, found.a, columns, *tables, found.compute,
-                *_rank_and_drops(found),
+                site.x, weight, site.bias, site.a, columns, *tables, site.compute,
+                *_rank_and_drops(site),
             )  # fmt: skip
             lowered = self.graph.call_function(torch.ops.tlora_fx.multi_lora_linear.default, args)
-        lowered.meta = dict(found.result.meta)
-        found.result.replace_all_uses_with(lowered)
-        numbers = [n for n in (found.scaling, found.dropout) if isinstance(n, fx.Node)]
-        for node in dict.fromkeys([*reversed(found.site.nodes), *numbers]):
+        lowered.meta = dict(site.result.meta)
+        site.result.replace_all_uses_with(lowered)
+        numbers = [n for n in (site.scaling, site.dropout) if isinstance(n, fx.Node)]
+        for node in dict.fromkeys([*reversed(site.calls.nodes), *numbers]):
             if not node.users:
                 self.graph.erase_node(node)
 
-    def _tables(self, found: Lowered) -> list[fx.Node]:
+    def _tables(self, site: Lowered) -> list[fx.Node]:
         """The operator's tables, from ranks to site, in the order in which it takes them."""
         small = torch.int32
-        rank, drops = _rank_and_drops(found)
-        site = site_id(found.site.path) if drops else 0
+        rank, drops = _rank_and_drops(site)
+        number = site_id(site.calls.path) if drops else 0
         return [
             self._table("ranks", torch.tensor([0, rank], dtype=small)),
-            self._number("scales", found.scaling),
-            self._number("rates", found.dropout),
+            self._number("scales", site.scaling),
+            self._number("rates", site.dropout),
             self._table("segments", torch.tensor([0, 1], dtype=small)),
             self._keys() if drops else self._table("keys", torch.zeros(1, 2, dtype=torch.int64)),
-            self._token_index(tensor_of(found.x), found.x)
+            self._token_index(tensor_of(site.x), site.x)
             if drops
             else self._table("token_index", torch.zeros(0, dtype=small)),
-            self._table("site", torch.tensor(site, dtype=torch.int64)),
+            self._table("site", torch.tensor(number, dtype=torch.int64)),
         ]
 
     def _number(self, name: str, number: float | fx.Node) -> fx.Node:
@@ -175,7 +175,7 @@ class Splicer:
         return self.made[key]
 
 
-def _rank_and_drops(found: Lowered) -> tuple[int, bool]:
+def _rank_and_drops(site: Lowered) -> tuple[int, bool]:
     """A site's rank, and whether it drops or may drop in some run."""
-    drops = isinstance(found.dropout, fx.Node) or found.dropout > 0
-    return int(tensor_of(found.a).shape[0]), drops
+    drops = isinstance(site.dropout, fx.Node) or site.dropout > 0
+    return int(tensor_of(site.a).shape[0]), drops

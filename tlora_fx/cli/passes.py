@@ -82,7 +82,7 @@ def _entry(cls: type[Pass], package: str = "") -> Iterator[str]:
     yield from _filled(f"  {cls.name:<22} ", f"{_first_line(cls)}{origin}")
     for option in options_of(cls):
         given = f"={option.default}" if option.default else " (must be given)"
-        yield from _filled(f"  {'':<22} {option.name}{given}  ", option.told)
+        yield from _filled(f"  {'':<22} {option.name}{given}  ", option.help)
 
 
 def page(cls: type[Pass]) -> Iterator[str]:
@@ -111,8 +111,8 @@ def page(cls: type[Pass]) -> Iterator[str]:
     for option in options:
         default = f"default {option.default}" if option.default else "must be given"
         yield f"  {option.name:<14}{option.kind}, {default}"
-        if option.told:
-            yield from _filled(f"  {'':<14}", option.told)
+        if option.help:
+            yield from _filled(f"  {'':<14}", option.help)
 
 
 NUMERICS = {

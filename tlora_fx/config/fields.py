@@ -1,7 +1,7 @@
-"""Which fields of PEFT's LoraConfig a job may use, and why the others are refused.
+"""Which fields of PEFT's LoraConfig, optimizers and schedules a job may name.
 
-The tables are static, so that a job file with a mistake is refused without importing PEFT; a test
-holds them against the dataclass fields of the PEFT that is installed.
+The tables are static, so that a job file with a mistake is refused without importing PEFT or torch;
+tests hold them against the installed PEFT, torch and transformers.
 """
 
 from __future__ import annotations
@@ -205,8 +205,8 @@ def peft_defaults() -> Mapping[str, object]:
     def default(field: dataclasses.Field[Any]) -> object:
         if field.default is not dataclasses.MISSING:
             return field.default
-        made = field.default_factory
-        return made() if made is not dataclasses.MISSING else None
+        factory = field.default_factory
+        return factory() if factory is not dataclasses.MISSING else None
 
     return {field.name: default(field) for field in dataclasses.fields(peft.LoraConfig)}
 
@@ -214,12 +214,12 @@ def peft_defaults() -> Mapping[str, object]:
 def lora_mapping(value: object) -> dict[str, Any]:
     """Validate the `lora` mapping of a job: only honoured fields, only those that were given."""
     spec = LoraSpec.model_validate(value)
-    given = {name: getattr(spec, name) for name in sorted(spec.model_fields_set)}
-    if "lora_alpha" in given:
-        given["lora_alpha"] = _whole(spec.lora_alpha)
-    if "alpha_pattern" in given:
-        given["alpha_pattern"] = {key: _whole(x) for key, x in spec.alpha_pattern.items()}
-    return given
+    fields = {name: getattr(spec, name) for name in sorted(spec.model_fields_set)}
+    if "lora_alpha" in fields:
+        fields["lora_alpha"] = _whole(spec.lora_alpha)
+    if "alpha_pattern" in fields:
+        fields["alpha_pattern"] = {key: _whole(x) for key, x in spec.alpha_pattern.items()}
+    return fields
 
 
 def _whole(number: float) -> int | float:
@@ -227,10 +227,7 @@ def _whole(number: float) -> int | float:
     return int(number) if number == int(number) else number
 
 
-# Which optimizers and schedules a job may name, and which arguments they take.
-#
-# The tables are static, so that a job file with a mistake is refused without importing torch; a
-# test holds them against the installed torch and transformers.
+# Optimizers and schedules, and the arguments that they take.
 
 
 OptimizerName = Literal[
@@ -269,7 +266,7 @@ OPTIMIZERS: Mapping[str, tuple[str, frozenset[str]]] = {
 #: Optimizers that take the job's betas and epsilon.
 ADAM_LIKE = frozenset({"adamw", "adam", "nadam", "radam", "adamax"})
 
-_OWN_FIELDS: Mapping[str, str] = {
+_JOB_FIELDS: Mapping[str, str] = {
     "lr": "learning_rate",
     "betas": "adam_beta1 and adam_beta2",
     "eps": "adam_epsilon",
@@ -309,8 +306,8 @@ def check_optimizer_arguments(name: str, given: Mapping[str, Any]) -> PydanticCu
     for key in given:
         if key in allowed:
             continue
-        own = _OWN_FIELDS.get(key)
-        help = f"use {own}" if own else ""
+        field = _JOB_FIELDS.get(key)
+        help = f"use {field}" if field else ""
         return _unknown(key, f"the optimizer '{name}'", allowed, help)
     return None
 

@@ -111,11 +111,11 @@ class BaseSpec(Spec):
         if not {"model", "config"} <= set(info.data):
             return module
         sources = {"model": info.data["model"], "config": info.data["config"], "module": module}
-        given = [f"'{name}'" for name, source in sources.items() if source is not None]
-        if not given:
+        named = [f"'{name}'" for name, source in sources.items() if source is not None]
+        if not named:
             raise refuse("the base has no source", help="give 'model' or 'config'")
-        if len(given) > 1:
-            raise refuse(f"{' and '.join(given)} exclude each other in 'base'", help="keep one")
+        if len(named) > 1:
+            raise refuse(f"{' and '.join(named)} exclude each other in 'base'", help="keep one")
         return module
 
 

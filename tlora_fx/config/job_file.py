@@ -20,17 +20,247 @@ from tlora_fx.config.job import BaseSpec, Job, is_written_as_path
 from tlora_fx.config.validation import Mistake, Spec, collecting, mistakes_in
 from tlora_fx.errors import JobFileError, JobFileMissingError, JobFileSyntaxError, nearest
 
-# Read YAML into plain values, and remember the line of each key.
-#
-# Stricter than PyYAML's safe loader: a key stands once, no tag builds an object, an alias cannot
-# hold itself, and a file cannot unfold into millions of nodes. Scalars follow YAML 1.2: `2e-4` is
-# a number; `yes`, `no`, `1:30` and dates are text.
-
-
 KeyPath: TypeAlias = tuple[str | int, ...]
 
 NODE_LIMIT = 100_000
 _TAG = "tag:yaml.org,2002:"
+
+SHARED = ("adapter_dtype", "adapter_compute")
+KEYS = ("base", *SHARED, "defaults", "jobs")
+DATA_SUFFIXES = (".jsonl", ".json", ".parquet")
+
+SpecT = TypeVar("SpecT", bound=Spec)
+
+#: A job's own choice replaces what the defaults chose instead of it.
+_EITHER = (
+    ("lora", "adapter"),
+    ("max_steps", "num_train_epochs"),
+    ("warmup_steps", "warmup_ratio"),
+)
+
+
+@dataclass(frozen=True, slots=True)
+class JobFile:
+    """The jobs of one file, in its order.
+
+    base  the base that all jobs share
+    path  the file, or None when made in Python
+    """
+
+    base: BaseSpec
+    jobs: tuple[Job, ...]
+    path: Path | None = None
+
+    def __post_init__(self) -> None:
+        counts = Counter(job.name for job in self.jobs)
+        twice = [name for name, count in counts.items() if count > 1]
+        if twice:
+            raise JobFileError(
+                f"{counts[twice[0]]} jobs are named '{twice[0]}'",
+                file=self.path,
+                help="each job needs a name of its own: it names the folder of its adapter",
+            )
+
+
+@dataclass(frozen=True, slots=True)
+class _LocatedMistake:
+    """A mistake with its line and its job."""
+
+    line: int
+    job: str | None
+    mistake: Mistake
+
+
+def load_job_file(path: str | Path) -> JobFile:
+    """Read and check a job file.
+
+    raises  JobFileMissingError, JobFileSyntaxError, or JobFileError with all mistakes
+    """
+    path = Path(path)
+    source = read_yaml(path)
+    reader = _JobFileReader(path, source, [])
+    jobs = reader.jobs()
+    if reader.mistakes or jobs is None:
+        raise _error(path, reader.mistakes)
+    return JobFile(jobs[0].base, tuple(jobs), path)
+
+
+@dataclass(frozen=True, slots=True)
+class _JobFileReader:
+    path: Path
+    source: Located
+    mistakes: list[_LocatedMistake]
+
+    def add(self, at: KeyPath, mistake: Mistake, job: str | None = None) -> None:
+        self.mistakes.append(_LocatedMistake(self.source.line(at), job, mistake))
+
+    def jobs(self) -> list[Job] | None:
+        """All jobs, as far as they are right; None when the file has none."""
+        top = self.source.value
+        if not isinstance(top, dict):
+            self.add((), Mistake((), "the job file is no mapping", help=f"keys: {', '.join(KEYS)}"))
+            return None
+        self._unknown_keys(top)
+        base = self._base(top.get("base"))
+        entries = top.get("jobs")
+        defaults = top.get("defaults") or {}
+        if not isinstance(defaults, dict):
+            self.add(("defaults",), Mistake((), "'defaults' is no mapping"))
+            defaults = {}
+        if not isinstance(entries, list) or not entries:
+            self.add(("jobs",), Mistake((), "'jobs' is no list with at least one job"))
+            return None
+        shared = {"base": base} | {key: top[key] for key in SHARED if key in top}
+        jobs = [self._job(index, shared, defaults) for index in range(len(entries))]
+        self._duplicates(entries)
+        return [job for job in jobs if job is not None] or None
+
+    def _unknown_keys(self, top: dict[str, Any]) -> None:
+        for key in top:
+            if key in KEYS:
+                continue
+            near = nearest(key, KEYS)
+            help = f"did you mean '{near}'?" if near else f"known keys: {', '.join(KEYS)}"
+            if key in Job.model_fields:
+                help = "it belongs into a job, or into 'defaults'"
+            self.add((key,), Mistake((key,), f"unknown key '{key}' beside 'jobs'", help=help))
+
+    def _base(self, value: object) -> BaseSpec | None:
+        if value is None:
+            self.add(("base",), Mistake((), "'base' is missing", help="name the base model"))
+            return None
+        if isinstance(value, dict):
+            value = dict(value)
+            for key in ("model", "tokenizer"):
+                value[key] = self._here(value.get(key), must_exist=True)
+            value["config"] = self._here(value.get("config"))
+        base, mistakes = _validated(BaseSpec, value)
+        for mistake in mistakes:
+            self.add(("base", *mistake.loc), mistake)
+        return base
+
+    def _job(self, index: int, shared: dict[str, Any], defaults: dict[str, Any]) -> Job | None:
+        entry = self.source.value["jobs"][index]
+        at: KeyPath = ("jobs", index)
+        if not isinstance(entry, dict):
+            self.add(at, Mistake((), f"job {index + 1} is no mapping"))
+            return None
+        name = entry.get("name")
+        label = name if isinstance(name, str) else f"number {index + 1}"
+        for key in ("base", *SHARED):
+            if key in entry or key in defaults:
+                where = (*at, key) if key in entry else ("defaults", key)
+                help = "write it once, beside 'jobs': all jobs share it"
+                self.add(where, Mistake((key,), f"'{key}' cannot differ by job", help=help), label)
+        merged = self._with_paths(_merge(_without_rivals(defaults, entry), entry)) | shared
+        if shared["base"] is None:
+            # The base has its own mistakes by now; the job is checked against any base.
+            merged["base"] = BaseSpec(model="-")
+        job, mistakes = _validated(Job, merged)
+        for mistake in mistakes:
+            self.add(self._location(index, mistake.loc), mistake, label)
+        return job
+
+    def _location(self, index: int, loc: KeyPath) -> KeyPath:
+        """Where a key of a job stands: in the job, beside 'jobs', or in the defaults."""
+        if loc and loc[0] in SHARED:
+            return loc
+        for end in range(len(loc), 0, -1):
+            for path in (("jobs", index, *loc[:end]), ("defaults", *loc[:end])):
+                if path in self.source.lines:
+                    return path
+        return ("jobs", index)
+
+    def _duplicates(self, entries: list[Any]) -> None:
+        first: dict[str, int] = {}
+        for index, entry in enumerate(entries):
+            name = entry.get("name") if isinstance(entry, dict) else None
+            if not isinstance(name, str):
+                continue
+            if name in first:
+                line = self.source.line(("jobs", first[name], "name"))
+                what = f"the name '{name}' is taken by the job in line {line}"
+                self.add(("jobs", index, "name"), Mistake(("name",), what), name)
+            first.setdefault(name, index)
+
+    def _with_paths(self, job: dict[str, Any]) -> dict[str, Any]:
+        job = dict(job)
+        if "adapter" in job:
+            job["adapter"] = self._here(job["adapter"])
+        data = job.get("data")
+        if isinstance(data, dict) and "path" in data:
+            job["data"] = data | {"path": self._here(data["path"], must_exist=True)}
+        return job
+
+    def _here(self, value: object, *, must_exist: bool = False) -> object:
+        """A relative path as seen from the file's folder.
+
+        must_exist  leave text alone that may be a hub id: no such file, and not written as a path
+        """
+        if not isinstance(value, str) or not value:
+            return value
+        path = self.path.absolute().parent / Path(value).expanduser()
+        written = is_written_as_path(value) or value.endswith(DATA_SUFFIXES)
+        return str(path) if written or not must_exist or path.exists() else value
+
+
+def _validated(spec: type[SpecT], value: object) -> tuple[SpecT | None, list[Mistake]]:
+    with collecting():
+        try:
+            return spec.model_validate(value), []
+        except ValidationError as error:
+            return None, mistakes_in(error, spec)
+
+
+def _without_rivals(defaults: Mapping[str, Any], job: Mapping[str, Any]) -> dict[str, Any]:
+    kept = dict(defaults)
+    for pair in _EITHER:
+        for mine, other in (pair, pair[::-1]):
+            if job.get(mine) is not None and mine not in kept and other not in job:
+                kept.pop(other, None)
+    return kept
+
+
+def _merge(under: Mapping[str, Any], over: Mapping[str, Any]) -> dict[str, Any]:
+    """`over` laid on `under`, nested mappings too."""
+    merged = dict(under)
+    for key, value in over.items():
+        below = merged.get(key)
+        nested = isinstance(below, Mapping) and isinstance(value, Mapping)
+        merged[key] = _merge(merged[key], value) if nested else value
+    return merged
+
+
+def _error(path: Path, located: list[_LocatedMistake]) -> JobFileError:
+    """One error for all mistakes; a mistake in the defaults is told once, not once a job."""
+    jobs: dict[tuple[int, Mistake], list[str]] = {}
+    for item in sorted(located, key=lambda item: item.line):
+        jobs.setdefault((item.line, item.mistake), []).extend([item.job] if item.job else [])
+    rows = [
+        (line, mistake, ", ".join(dict.fromkeys(names))) for (line, mistake), names in jobs.items()
+    ]
+    if len(rows) == 1:
+        [(line, mistake, names)] = rows
+        return JobFileError(
+            mistake.what,
+            file=f"{path}:{line}",
+            job=names or None,
+            expected=mistake.expected or None,
+            found=mistake.found or None,
+            help=mistake.help,
+        )
+    lines = [
+        f"line {line}" + (f", job {names}" if names else "") + f": {mistake.line()}"
+        for line, mistake, names in rows
+    ]
+    return JobFileError(f"{len(rows)} mistakes", file=path, mistakes="\n".join(lines))
+
+
+# YAML as plain values, and the line of each key.
+#
+# Stricter than PyYAML's safe loader: a key stands once, no tag builds an object, an alias cannot
+# hold itself, and a file cannot unfold into millions of nodes. Scalars follow YAML 1.2: `2e-4` is
+# a number; `yes`, `no`, `1:30` and dates are text.
 
 
 class _Loader(yaml.SafeLoader):
@@ -161,7 +391,7 @@ class _YamlWalk:
             raise self.error("a whole number cannot be read", node) from None
 
     def _mapping(self, node: yaml.MappingNode, at: KeyPath) -> dict[str, Any]:
-        found: dict[str, Any] = {}
+        mapping: dict[str, Any] = {}
         merged: list[yaml.Node] = []
         for key_node, value_node in node.value:
             if key_node.tag == _TAG + "merge":
@@ -169,18 +399,18 @@ class _YamlWalk:
                 merged.extend(value_node.value if several else [value_node])
                 continue
             key = self._key(key_node)
-            if key in found:
+            if key in mapping:
                 first = self.lines[(*at, key)]
                 raise self.error(f"the key '{key}' stands twice, first in line {first}", key_node)
             self.lines[(*at, key)] = key_node.start_mark.line + 1
-            found[key] = self.value(value_node, (*at, key))
+            mapping[key] = self.value(value_node, (*at, key))
         for other in merged:
             # What stands here wins over what is merged in, and so does its line.
             extra = self.value(other, at)
             if not isinstance(extra, dict):
                 raise self.error("'<<' merges mappings only", other)
-            found = extra | found
-        return found
+            mapping = extra | mapping
+        return mapping
 
     def _key(self, node: yaml.Node) -> str:
         if not isinstance(node, yaml.ScalarNode):
@@ -189,234 +419,3 @@ class _YamlWalk:
 
     def error(self, what: str, node: yaml.Node) -> JobFileSyntaxError:
         return JobFileSyntaxError(what, file=f"{self.path}:{node.start_mark.line + 1}")
-
-
-SHARED = ("adapter_dtype", "adapter_compute")
-KEYS = ("base", *SHARED, "defaults", "jobs")
-DATA_SUFFIXES = (".jsonl", ".json", ".parquet")
-
-SpecT = TypeVar("SpecT", bound=Spec)
-
-#: A job's own choice replaces what the defaults chose instead of it.
-_EITHER = (
-    ("lora", "adapter"),
-    ("max_steps", "num_train_epochs"),
-    ("warmup_steps", "warmup_ratio"),
-)
-
-
-@dataclass(frozen=True, slots=True)
-class JobFile:
-    """The jobs of one file, in its order.
-
-    base  the base that all jobs share
-    path  the file, or None when made in Python
-    """
-
-    base: BaseSpec
-    jobs: tuple[Job, ...]
-    path: Path | None = None
-
-    def __post_init__(self) -> None:
-        counts = Counter(job.name for job in self.jobs)
-        twice = [name for name, count in counts.items() if count > 1]
-        if twice:
-            raise JobFileError(
-                f"{counts[twice[0]]} jobs are named '{twice[0]}'",
-                file=self.path,
-                help="each job needs a name of its own: it names the folder of its adapter",
-            )
-
-
-@dataclass(frozen=True, slots=True)
-class _Placed:
-    """A mistake with its line and its job."""
-
-    line: int
-    job: str | None
-    mistake: Mistake
-
-
-def load_job_file(path: str | Path) -> JobFile:
-    """Read and check a job file.
-
-    raises  JobFileMissingError, JobFileSyntaxError, or JobFileError with all mistakes
-    """
-    path = Path(path)
-    source = read_yaml(path)
-    reader = _JobFileReader(path, source, [])
-    jobs = reader.jobs()
-    if reader.mistakes or jobs is None:
-        raise _error(path, reader.mistakes)
-    return JobFile(jobs[0].base, tuple(jobs), path)
-
-
-@dataclass(frozen=True, slots=True)
-class _JobFileReader:
-    path: Path
-    source: Located
-    mistakes: list[_Placed]
-
-    def add(self, at: KeyPath, mistake: Mistake, job: str | None = None) -> None:
-        self.mistakes.append(_Placed(self.source.line(at), job, mistake))
-
-    def jobs(self) -> list[Job] | None:
-        """All jobs, as far as they are right; None when the file has none."""
-        top = self.source.value
-        if not isinstance(top, dict):
-            self.add((), Mistake((), "the job file is no mapping", help=f"keys: {', '.join(KEYS)}"))
-            return None
-        self._unknown_keys(top)
-        base = self._base(top.get("base"))
-        entries = top.get("jobs")
-        defaults = top.get("defaults") or {}
-        if not isinstance(defaults, dict):
-            self.add(("defaults",), Mistake((), "'defaults' is no mapping"))
-            defaults = {}
-        if not isinstance(entries, list) or not entries:
-            self.add(("jobs",), Mistake((), "'jobs' is no list with at least one job"))
-            return None
-        shared = {"base": base} | {key: top[key] for key in SHARED if key in top}
-        found = [self._job(index, shared, defaults) for index in range(len(entries))]
-        self._duplicates(entries)
-        return [job for job in found if job is not None] or None
-
-    def _unknown_keys(self, top: dict[str, Any]) -> None:
-        for key in top:
-            if key in KEYS:
-                continue
-            near = nearest(key, KEYS)
-            help = f"did you mean '{near}'?" if near else f"known keys: {', '.join(KEYS)}"
-            if key in Job.model_fields:
-                help = "it belongs into a job, or into 'defaults'"
-            self.add((key,), Mistake((key,), f"unknown key '{key}' beside 'jobs'", help=help))
-
-    def _base(self, value: object) -> BaseSpec | None:
-        if value is None:
-            self.add(("base",), Mistake((), "'base' is missing", help="name the base model"))
-            return None
-        if isinstance(value, dict):
-            value = dict(value)
-            for key in ("model", "tokenizer"):
-                value[key] = self._here(value.get(key), must_exist=True)
-            value["config"] = self._here(value.get("config"))
-        base, mistakes = _validated(BaseSpec, value)
-        for mistake in mistakes:
-            self.add(("base", *mistake.loc), mistake)
-        return base
-
-    def _job(self, index: int, shared: dict[str, Any], defaults: dict[str, Any]) -> Job | None:
-        entry = self.source.value["jobs"][index]
-        at: KeyPath = ("jobs", index)
-        if not isinstance(entry, dict):
-            self.add(at, Mistake((), f"job {index + 1} is no mapping"))
-            return None
-        name = entry.get("name")
-        label = name if isinstance(name, str) else f"number {index + 1}"
-        for key in ("base", *SHARED):
-            if key in entry or key in defaults:
-                where = (*at, key) if key in entry else ("defaults", key)
-                help = "write it once, beside 'jobs': all jobs share it"
-                self.add(where, Mistake((key,), f"'{key}' cannot differ by job", help=help), label)
-        merged = self._with_paths(_merge(_without_rivals(defaults, entry), entry)) | shared
-        if shared["base"] is None:
-            # The base has its own mistakes by now; the job is checked against any base.
-            merged["base"] = BaseSpec(model="-")
-        job, mistakes = _validated(Job, merged)
-        for mistake in mistakes:
-            self.add(self._place(index, mistake.loc), mistake, label)
-        return job
-
-    def _place(self, index: int, loc: KeyPath) -> KeyPath:
-        """Where a key of a job stands: in the job, beside 'jobs', or in the defaults."""
-        if loc and loc[0] in SHARED:
-            return loc
-        for end in range(len(loc), 0, -1):
-            for place in (("jobs", index, *loc[:end]), ("defaults", *loc[:end])):
-                if place in self.source.lines:
-                    return place
-        return ("jobs", index)
-
-    def _duplicates(self, entries: list[Any]) -> None:
-        first: dict[str, int] = {}
-        for index, entry in enumerate(entries):
-            name = entry.get("name") if isinstance(entry, dict) else None
-            if not isinstance(name, str):
-                continue
-            if name in first:
-                line = self.source.line(("jobs", first[name], "name"))
-                what = f"the name '{name}' is taken by the job in line {line}"
-                self.add(("jobs", index, "name"), Mistake(("name",), what), name)
-            first.setdefault(name, index)
-
-    def _with_paths(self, job: dict[str, Any]) -> dict[str, Any]:
-        job = dict(job)
-        if "adapter" in job:
-            job["adapter"] = self._here(job["adapter"])
-        data = job.get("data")
-        if isinstance(data, dict) and "path" in data:
-            job["data"] = data | {"path": self._here(data["path"], must_exist=True)}
-        return job
-
-    def _here(self, value: object, *, must_exist: bool = False) -> object:
-        """A relative path as seen from the file's folder.
-
-        must_exist  leave text alone that may be a hub id: no such file, and not written as a path
-        """
-        if not isinstance(value, str) or not value:
-            return value
-        path = self.path.absolute().parent / Path(value).expanduser()
-        written = is_written_as_path(value) or value.endswith(DATA_SUFFIXES)
-        return str(path) if written or not must_exist or path.exists() else value
-
-
-def _validated(spec: type[SpecT], value: object) -> tuple[SpecT | None, list[Mistake]]:
-    with collecting():
-        try:
-            return spec.model_validate(value), []
-        except ValidationError as error:
-            return None, mistakes_in(error, spec)
-
-
-def _without_rivals(defaults: Mapping[str, Any], job: Mapping[str, Any]) -> dict[str, Any]:
-    kept = dict(defaults)
-    for pair in _EITHER:
-        for mine, other in (pair, pair[::-1]):
-            if job.get(mine) is not None and mine not in kept and other not in job:
-                kept.pop(other, None)
-    return kept
-
-
-def _merge(under: Mapping[str, Any], over: Mapping[str, Any]) -> dict[str, Any]:
-    """`over` laid on `under`, nested mappings too."""
-    merged = dict(under)
-    for key, value in over.items():
-        below = merged.get(key)
-        nested = isinstance(below, Mapping) and isinstance(value, Mapping)
-        merged[key] = _merge(merged[key], value) if nested else value
-    return merged
-
-
-def _error(path: Path, placed: list[_Placed]) -> JobFileError:
-    """One error for all mistakes; a mistake in the defaults is told once, not once a job."""
-    jobs: dict[tuple[int, Mistake], list[str]] = {}
-    for one in sorted(placed, key=lambda one: one.line):
-        jobs.setdefault((one.line, one.mistake), []).extend([one.job] if one.job else [])
-    rows = [
-        (line, mistake, ", ".join(dict.fromkeys(names))) for (line, mistake), names in jobs.items()
-    ]
-    if len(rows) == 1:
-        [(line, mistake, names)] = rows
-        return JobFileError(
-            mistake.what,
-            file=f"{path}:{line}",
-            job=names or None,
-            expected=mistake.expected or None,
-            found=mistake.found or None,
-            help=mistake.help,
-        )
-    lines = [
-        f"line {line}" + (f", job {names}" if names else "") + f": {mistake.line()}"
-        for line, mistake, names in rows
-    ]
-    return JobFileError(f"{len(rows)} mistakes", file=path, mistakes="\n".join(lines))

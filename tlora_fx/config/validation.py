@@ -129,9 +129,9 @@ def mistakes_in(error: ValidationError, spec: type[Spec]) -> list[Mistake]:
 def job_error(mistakes: list[Mistake], *, job: object) -> JobError:
     """The error for the mistakes of a job that was written in Python."""
     if len(mistakes) == 1:
-        [one] = mistakes
-        found, expected = one.found or None, one.expected or None
-        return JobError(one.what, help=one.help, job=job, expected=expected, found=found)
+        [mistake] = mistakes
+        found, expected = mistake.found or None, mistake.expected or None
+        return JobError(mistake.what, help=mistake.help, job=job, expected=expected, found=found)
     rows = {str(index): mistake.line() for index, mistake in enumerate(mistakes, 1)}
     return JobError(f"{len(mistakes)} mistakes in a job", help="", job=job, **rows)
 

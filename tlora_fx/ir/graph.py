@@ -15,7 +15,7 @@ role      "backbone", "adapter", "shared", "table" or "loss"
 jobs      names of the jobs that the node serves
 site      on adapter nodes: path of the frozen module that the adapter sits on
 part      on plain LoRA nodes: "a", "b", "dropout", "scale" or "sum"
-origin    `Origin`: which pass made the node, and from which nodes (provenance.py)
+origin    `Origin`: which pass made the node, and from which nodes
 """
 
 from __future__ import annotations
@@ -45,6 +45,10 @@ HEAD = "head"
 LOSS = "loss"
 # What PEFT puts before the paths of a base's modules.
 PEFT_PREFIX = "base_model.model."
+# Tags of nodes, and who made what was traced.
+ORIGIN = "origin"
+MADE_FROM = "made_from"
+TRACE = "trace"
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,7 +60,7 @@ class TensorRef:
     name       canonical name in the base, PEFT's name in the job's model, or the constant's name;
                relative to the layer inside a block
     form       for a frozen tensor that is stored in another form: the function that makes it of
-               the base's, "module:name" (stored.py)
+               the base's, "module:name" (storage.py)
     original   that tensor as the base has it
     shard      how it is cut where each process holds one piece; `shape` is then a piece's
     """
@@ -127,11 +131,11 @@ class LayerPlan:
 
         One of each structure that has two layers; in a whole plan all.
         """
-        found: dict[str, str] = {}
+        twins: dict[str, str] = {}
         for layer, first in self.representative.items():
-            if layer != first and (self.whole or first not in found.values()):
-                found[layer] = first
-        return found
+            if layer != first and (self.whole or first not in twins.values()):
+                twins[layer] = first
+        return twins
 
 
 @dataclass(slots=True)
@@ -232,8 +236,8 @@ def placeholders(graph: fx.Graph) -> dict[str, fx.Node]:
 
 def output_of(graph: fx.Graph) -> fx.Node:
     """The output node of a graph."""
-    found: fx.Node = next(node for node in reversed(graph.nodes) if node.op == "output")
-    return found
+    output: fx.Node = next(node for node in reversed(graph.nodes) if node.op == "output")
+    return output
 
 
 def is_call(node: fx.Node, *targets: Any) -> bool:
@@ -243,12 +247,12 @@ def is_call(node: fx.Node, *targets: Any) -> bool:
 
 def digraph(graph: fx.Graph) -> nx.DiGraph:
     """Which node is read by which, for networkx; the output is left out."""
-    made = nx.DiGraph()
+    readers = nx.DiGraph()
     for node in graph.nodes:
         if node.op != "output":
-            made.add_node(node)
-            made.add_edges_from((source, node) for source in node.all_input_nodes)
-    return made
+            readers.add_node(node)
+            readers.add_edges_from((source, node) for source in node.all_input_nodes)
+    return readers
 
 
 def shape_of(node: fx.Node) -> tuple[Any, ...] | None:
@@ -264,14 +268,9 @@ def under(path: str, parent: str) -> bool:
 
 # Where nodes come from: which pass made a node, and from which nodes.
 #
-# Every node carries an `Origin` in `node.meta["origin"]`. It stays the same while the node
-# survives, also where a pass copies the node into another graph. A pass that makes a node of
-# others says so with `derive`; what it does not say, `record` fills in after the pass.
-
-
-ORIGIN = "origin"
-MADE_FROM = "made_from"
-TRACE = "trace"
+# An `Origin` stays the same while its node survives, also where a pass copies the node into another
+# graph. A pass that makes a node of others says so with `derive`; what it does not say, `record`
+# fills in after the pass.
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -293,8 +292,8 @@ class Origin:
 
 def origin_of(node: fx.Node) -> Origin | None:
     """The origin of a node, None before it was recorded."""
-    found: Origin | None = node.meta.get(ORIGIN)
-    return found
+    origin: Origin | None = node.meta.get(ORIGIN)
+    return origin
 
 
 def derive(node: fx.Node, *sources: fx.Node) -> fx.Node:
@@ -308,11 +307,11 @@ def ancestry(origin: Origin) -> Iterator[Origin]:
     seen = {id(origin)}
     stack = list(reversed(origin.sources))
     while stack:
-        found = stack.pop()
-        if id(found) not in seen:
-            seen.add(id(found))
-            yield found
-            stack.extend(reversed(found.sources))
+        ancestor = stack.pop()
+        if id(ancestor) not in seen:
+            seen.add(id(ancestor))
+            yield ancestor
+            stack.extend(reversed(ancestor.sources))
 
 
 def record(graphs: Iterable[tuple[str, fx.Graph]], made_by: str, owner: str) -> None:
@@ -371,8 +370,8 @@ def _key(node: fx.Node, owner: str, where: str, taken: set[str], before: set[str
     called = str(target)
     if node.op == "call_function":
         called = str(getattr(target, "__name__", target)).partition(".")[0]
-    place = ".".join(part for part in (where, str(node.meta.get("path") or "")) if part)
-    plain = re.sub(r"\s+", " ", f"{owner}/{place}:{called}")
+    path = ".".join(part for part in (where, str(node.meta.get("path") or "")) if part)
+    plain = re.sub(r"\s+", " ", f"{owner}/{path}:{called}")
     key, number = plain, 1
     while key in taken or key in before:
         number += 1

@@ -59,13 +59,13 @@ class LoweredSite:
     @property
     def inputs(self) -> list[fx.Node]:
         """The nodes that the operator reads for this site."""
-        return [given for given in self.arguments.values() if isinstance(given, fx.Node)]
+        return [value for value in self.arguments.values() if isinstance(value, fx.Node)]
 
     @property
     def branches(self) -> Mapping[str, Any]:
         """The branches that the operator stands for, by job."""
-        found: Mapping[str, Any] = self.result.meta.get("branches") or {}
-        return found
+        branches: Mapping[str, Any] = self.result.meta.get("branches") or {}
+        return branches
 
 
 def lowered_sites(graph: fx.Graph) -> Iterator[LoweredSite]:
@@ -79,11 +79,11 @@ def lowered_site(node: fx.Node) -> LoweredSite | None:
         return LoweredSite(node, node, lowered_arguments(node))
     if not is_call(node, operator.getitem):
         return None
-    call, place = node.args
+    call, index = node.args
     if not isinstance(call, fx.Node) or not serves_several(call):
         return None
-    given = lowered_arguments(call)
-    own = {name: value[place] if name in LISTED else value for name, value in given.items()}
+    shared = lowered_arguments(call)
+    own = {name: value[index] if name in LISTED else value for name, value in shared.items()}
     return LoweredSite(node, call, own)
 
 
@@ -100,10 +100,10 @@ def is_lowered(node: fx.Node) -> bool:
 def lowered_arguments(call: fx.Node) -> dict[str, Any]:
     """What an operator of lowered sites is given, by multi_lora_linear's names, defaults too."""
     target: Any = call.target
-    found: dict[str, Any] = {}
-    for place, argument in enumerate(target._schema.arguments):
+    arguments: dict[str, Any] = {}
+    for index, argument in enumerate(target._schema.arguments):
         name = SINGULAR.get(argument.name, argument.name)
         default = argument.default_value if argument.has_default_value() else None
-        given = call.args[place] if place < len(call.args) else None
-        found[name] = call.kwargs.get(argument.name, default) if given is None else given
-    return found
+        value = call.args[index] if index < len(call.args) else None
+        arguments[name] = call.kwargs.get(argument.name, default) if value is None else value
+    return arguments

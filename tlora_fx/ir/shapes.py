@@ -166,7 +166,7 @@ def _check_layer_inputs(call: fx.Node, block: Block) -> None:
         return
     expected, found = f"{len(wanted)} inputs", f"{len(given)} inputs"
     if wrong is not None:
-        expected, found = (_told(node) for node in wrong)
+        expected, found = (_value_text(node) for node in wrong)
     raise GraphInvalid(
         "a layer is called with other values than its code takes",
         node=call.format_node(),
@@ -188,7 +188,7 @@ def _fits(wanted: fx.Node, given: Any) -> bool:
     return not any(isinstance(a, int) and isinstance(b, int) and a != b for a, b in sizes)
 
 
-def _told(given: Any) -> str:
+def _value_text(given: Any) -> str:
     value = given.meta.get("val") if isinstance(given, fx.Node) else given
     kind = f"{list(value.shape)} {value.dtype}" if isinstance(value, Tensor) else type(value)
     return f"{kind} ({given})"

@@ -1,8 +1,8 @@
-"""Frozen tensors that are kept in another form than the base has them, such as int8.
+"""How a model's tensors are stored: in another form than the base's, or one piece a process.
 
-A pass says so in the `TensorRef` of a get_attr node: which tensor of the base, and which function
-makes of it what is stored. It runs once, when the model takes its weights; what it was made of is
-let go.
+A pass names the form, such as int8, in the `TensorRef` of a get_attr node: which tensor of the
+base, and which function makes of it what is stored. It runs once, when the model takes its weights;
+the original is let go.
 """
 
 from __future__ import annotations
@@ -38,8 +38,8 @@ def stored_as(ref: TensorRef, form: Form) -> TensorRef:
             expected="a tensor of the base as it is, and a function at the top of a module",
             help="only frozen tensors have other forms, and functions are found by their name",
         )
-    made = form(torch.empty(ref.shape, dtype=ref.dtype, device="meta"))
-    return replace(ref, shape=tuple(made.shape), dtype=made.dtype, form=name, original=ref)
+    stored = form(torch.empty(ref.shape, dtype=ref.dtype, device="meta"))
+    return replace(ref, shape=tuple(stored.shape), dtype=stored.dtype, form=name, original=ref)
 
 
 def stored_value(ref: TensorRef, base: Tensor) -> Tensor:
@@ -49,25 +49,25 @@ def stored_value(ref: TensorRef, base: Tensor) -> Tensor:
     """
     if ref.original is None:
         return base
-    made = _form(ref)(base.to(ref.original.dtype)).detach()
-    if tuple(made.shape) != ref.shape or made.dtype != ref.dtype:
+    stored = _form(ref)(base.to(ref.original.dtype)).detach()
+    if tuple(stored.shape) != ref.shape or stored.dtype != ref.dtype:
         raise StoredFormWrong(
             "a stored form has another shape or dtype than the graph says",
             tensor=ref.name,
             form=ref.form,
             expected=f"{list(ref.shape)} {ref.dtype}",
-            found=f"{list(made.shape)} {made.dtype}",
+            found=f"{list(stored.shape)} {stored.dtype}",
             help="the function must not depend on the values of the tensor, nor change later",
         )
-    return made
+    return stored
 
 
 def _form(ref: TensorRef) -> Form:
     module, _, name = ref.form.partition(":")
     try:
-        found: Any = import_module(module)
+        function: Any = import_module(module)
         for part in name.split("."):
-            found = getattr(found, part)
+            function = getattr(function, part)
     except (ImportError, AttributeError) as error:
         raise StoredFormWrong(
             "the function of a stored form cannot be found",
@@ -76,10 +76,7 @@ def _form(ref: TensorRef) -> Form:
             found=f"{type(error).__name__}: {error}",
             help="install the package that the pass comes from",
         ) from error
-    return cast(Form, found)
-
-
-# Which part of a model one process holds.
+    return cast(Form, function)
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,8 +108,8 @@ class Shard:
     def full_shape(self, shape: tuple[int, ...]) -> tuple[int, ...]:
         """The shape of the whole tensor, from a piece's."""
         return tuple(
-            size * self.count if place == self.dimension else size
-            for place, size in enumerate(shape)
+            size * self.count if dimension == self.dimension else size
+            for dimension, size in enumerate(shape)
         )
 
 

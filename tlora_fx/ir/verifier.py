@@ -1,4 +1,4 @@
-"""What must hold of the tags of nodes after every pass.
+"""What must hold of the tags of nodes after every pass, and what a pass changed.
 
 An adapter node belongs to exactly one job, and only that job's nodes read it; a lowered operator
 takes each job's rows by themselves, so it serves the jobs that it names. A shared node may serve
@@ -22,12 +22,125 @@ from tlora_fx.errors import TagsBroken
 from tlora_fx.ir.graph import GroupGraph, JobGraph, is_call, output_of
 from tlora_fx.ir.lora_sites import is_lowered, lowered_arguments, serves_several
 
-# A hash of graphs, by which the pipeline sees what a pass changed.
-
-
+ROLES = ("backbone", "adapter", "shared", "table", "loss")
+WRITE = torch.ops.tlora_fx.segment_write.default
 # What decides the values of tables that passes make.
 NUMBERS = ("rate", "site_path", "site_number")
 TAGS = ("role", "jobs", "site", "part", "axis", "path", "as_it_is")
+
+
+def check_tags(graphs: JobGraph | GroupGraph) -> None:
+    """Check all graphs that are tagged.
+
+    raises    TagsBroken, naming the node
+    """
+    for owner in owners(graphs):
+        if not any("role" in node.meta for node in owner.root.nodes):
+            continue
+        fused = isinstance(owner, GroupGraph)
+        names = tuple(owner.job_names) if isinstance(owner, GroupGraph) else (owner.name,)
+        nodes = [
+            (where, node)
+            for where, graph in named_graphs(owner)
+            for node in graph.nodes
+            if node.op != "output"
+        ]
+        for where, node in nodes:
+            _check_node(node, where, names)
+        for where, node in nodes if fused else ():
+            if node.meta["role"] == "adapter":
+                _check_readers(node, where, tuple(node.meta["jobs"]))
+        if isinstance(owner, GroupGraph):
+            _check_loss(owner)
+
+
+def hands_to_all(node: fx.Node) -> bool:
+    """Whether an adapter's node holds rows of all jobs, of which it changed some jobs' parts."""
+    return is_call(node, WRITE) or is_lowered(node)
+
+
+def _check_node(node: fx.Node, where: str, names: tuple[str, ...]) -> None:
+    role, jobs = node.meta.get("role"), tuple(node.meta.get("jobs") or ())
+    if role not in ROLES:
+        raise _broken(node, where, f"one of {', '.join(ROLES)}", f"role {role!r}")
+    if not set(jobs) <= set(names):
+        raise _broken(node, where, f"jobs among {', '.join(names)}", ", ".join(jobs))
+    if role == "adapter" and len(jobs) != 1 and not _serves_several(node):
+        raise _broken(node, where, "an adapter node of exactly one job", _names(jobs))
+    if role == "shared" and jobs != names:
+        raise _broken(node, where, "a shared node that serves all jobs", _names(jobs))
+    if serves_several(node):
+        _check_results(node, where)
+
+
+def _check_results(node: fx.Node, where: str) -> None:
+    """Each site of an operator has one result, which carries the site's tags."""
+    sites = len(lowered_arguments(node)["weight"])
+    indices = {user.args[1] for user in node.users if is_call(user, operator.getitem)}
+    if len(node.users) != sites or indices != set(range(sites)):
+        found = ", ".join(user.format_node() or user.name for user in node.users) or "none"
+        raise _broken(node, where, f"a getitem for each of its {sites} sites", found)
+
+
+def _check_readers(node: fx.Node, where: str, jobs: tuple[str, ...]) -> None:
+    """What one job's node computes reaches others through a segment write only."""
+    if hands_to_all(node):
+        return
+    for user in node.users:
+        theirs = tuple(user.meta.get("jobs") or ())
+        if (
+            user.op == "output"
+            or user.meta.get("role") != "adapter"
+            or not set(jobs) <= set(theirs)
+        ):
+            found = f"{user.name}, {user.meta.get('role')} of {_names(theirs)}, reads it"
+            raise _broken(node, where, f"read by nodes of {_names(jobs)} only", found)
+
+
+def _serves_several(node: fx.Node) -> bool:
+    """Whether a node is a lowered operator, or computes what only such operators read."""
+    if is_lowered(node):
+        return True
+    return bool(node.users) and all(_serves_several(user) for user in node.users)
+
+
+def _check_loss(group: GroupGraph) -> None:
+    losses = [node for graph in group.graphs() for node in graph.nodes if _is_loss(node)]
+    if not losses:
+        return
+    returned = list(_nodes(output_of(group.root).args))
+    if len(losses) != 1 or returned != losses:
+        found = ", ".join(node.name for node in losses)
+        raise _broken(losses[-1], "", "one loss, which the model returns", found)
+    shape = tuple(losses[0].meta["val"].shape)
+    if shape != (len(group.jobs),):
+        raise _broken(losses[0], "", f"a loss for each of {len(group.jobs)} jobs", str(shape))
+
+
+def _is_loss(node: fx.Node) -> bool:
+    return node.meta.get("role") == "loss"
+
+
+def _nodes(value: object) -> Iterator[fx.Node]:
+    return (item for item in pytree.tree_leaves(value) if isinstance(item, fx.Node))
+
+
+def _names(jobs: tuple[str, ...]) -> str:
+    return ", ".join(jobs) or "no job"
+
+
+def _broken(node: fx.Node, where: str, expected: str, found: str) -> TagsBroken:
+    return TagsBroken(
+        "a node's tags do not hold",
+        node=f"{where}.{node.name}" if where else node.name,
+        target=node.target,
+        expected=expected,
+        found=found,
+        help="new nodes take role and jobs from the nodes that they are made of",
+    )
+
+
+# A hash of graphs, by which the pipeline sees what a pass changed.
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,146 +207,31 @@ def _numbers(owner: JobGraph | GroupGraph) -> Iterator[str]:
 
 
 def _code(graph: fx.Graph) -> Iterator[str]:
-    places = {node: place for place, node in enumerate(graph.nodes)}
+    indices = {node: index for index, node in enumerate(graph.nodes)}
     for node in graph.nodes:
         tensor = (
             f" {node.meta['tensor']}" if node.op == "get_attr" and "tensor" in node.meta else ""
         )
-        kwargs = _shown(node.kwargs, places) if node.kwargs else ""
-        own = "".join(f" {tag}={node.meta[tag]}" for tag in NUMBERS if tag in node.meta)
+        kwargs = _shnumbers(node.kwargs, indices) if node.kwargs else ""
+        numbers = "".join(f" {tag}={node.meta[tag]}" for tag in NUMBERS if tag in node.meta)
         for job, branch in (node.meta.get("branches") or {}).items():
-            own += f" {job} {branch.scaling} {branch.dropout}"
-        yield f"{node.op} {node.target} {_shown(node.args, places)}{kwargs}{tensor}{own}"
+            numbers += f" {job} {branch.scaling} {branch.dropout}"
+        yield f"{node.op} {node.target} {_shnumbers(node.args, indices)}{kwargs}{tensor}{numbers}"
 
 
-def _shown(value: Any, places: dict[fx.Node, int]) -> str:
-    """An argument as text, nodes by their place."""
+def _shnumbers(value: Any, indices: dict[fx.Node, int]) -> str:
+    """An argument as text, nodes by their index."""
     if isinstance(value, fx.Node):
-        return f"%{places.get(value, -1)}"
+        return f"%{indices.get(value, -1)}"
     if isinstance(value, (list, tuple)):
-        return f"({','.join(_shown(item, places) for item in value)})"
+        return f"({','.join(_shnumbers(item, indices) for item in value)})"
     if isinstance(value, dict):
-        return ",".join(f"{name}={_shown(item, places)}" for name, item in value.items())
+        return ",".join(f"{name}={_shnumbers(item, indices)}" for name, item in value.items())
     if isinstance(value, slice):
-        return f"slice{_shown((value.start, value.stop, value.step), places)}"
+        return f"slice{_shnumbers((value.start, value.stop, value.step), indices)}"
     return repr(value)
 
 
 def _tags(graph: fx.Graph) -> Iterator[str]:
     for node in graph.nodes:
         yield " ".join(str(node.meta.get(tag)) for tag in TAGS)
-
-
-ROLES = ("backbone", "adapter", "shared", "table", "loss")
-WRITE = torch.ops.tlora_fx.segment_write.default
-
-
-def check_tags(graphs: JobGraph | GroupGraph) -> None:
-    """Check all graphs that are tagged.
-
-    raises    TagsBroken, naming the node
-    """
-    for owner in owners(graphs):
-        if not any("role" in node.meta for node in owner.root.nodes):
-            continue
-        fused = isinstance(owner, GroupGraph)
-        names = tuple(owner.job_names) if isinstance(owner, GroupGraph) else (owner.name,)
-        nodes = [
-            (where, node)
-            for where, graph in named_graphs(owner)
-            for node in graph.nodes
-            if node.op != "output"
-        ]
-        for where, node in nodes:
-            _check_node(node, where, names)
-        for where, node in nodes if fused else ():
-            if node.meta["role"] == "adapter":
-                _check_readers(node, where, tuple(node.meta["jobs"]))
-        if isinstance(owner, GroupGraph):
-            _check_loss(owner)
-
-
-def hands_to_all(node: fx.Node) -> bool:
-    """Whether an adapter's node holds rows of all jobs, of which it changed some jobs' parts."""
-    return is_call(node, WRITE) or is_lowered(node)
-
-
-def _check_node(node: fx.Node, where: str, names: tuple[str, ...]) -> None:
-    role, jobs = node.meta.get("role"), tuple(node.meta.get("jobs") or ())
-    if role not in ROLES:
-        raise _broken(node, where, f"one of {', '.join(ROLES)}", f"role {role!r}")
-    if not set(jobs) <= set(names):
-        raise _broken(node, where, f"jobs among {', '.join(names)}", ", ".join(jobs))
-    if role == "adapter" and len(jobs) != 1 and not _serves_several(node):
-        raise _broken(node, where, "an adapter node of exactly one job", _told(jobs))
-    if role == "shared" and jobs != names:
-        raise _broken(node, where, "a shared node that serves all jobs", _told(jobs))
-    if serves_several(node):
-        _check_results(node, where)
-
-
-def _check_results(node: fx.Node, where: str) -> None:
-    """Each site of an operator has one result, which carries the site's tags."""
-    sites = len(lowered_arguments(node)["weight"])
-    places = {user.args[1] for user in node.users if is_call(user, operator.getitem)}
-    if len(node.users) != sites or places != set(range(sites)):
-        found = ", ".join(user.format_node() or user.name for user in node.users) or "none"
-        raise _broken(node, where, f"a getitem for each of its {sites} sites", found)
-
-
-def _check_readers(node: fx.Node, where: str, jobs: tuple[str, ...]) -> None:
-    """What one job's node computes reaches others through a segment write only."""
-    if hands_to_all(node):
-        return
-    for user in node.users:
-        theirs = tuple(user.meta.get("jobs") or ())
-        if (
-            user.op == "output"
-            or user.meta.get("role") != "adapter"
-            or not set(jobs) <= set(theirs)
-        ):
-            found = f"{user.name}, {user.meta.get('role')} of {_told(theirs)}, reads it"
-            raise _broken(node, where, f"read by nodes of {_told(jobs)} only", found)
-
-
-def _serves_several(node: fx.Node) -> bool:
-    """Whether a node is a lowered operator, or computes what only such operators read."""
-    if is_lowered(node):
-        return True
-    return bool(node.users) and all(_serves_several(user) for user in node.users)
-
-
-def _check_loss(group: GroupGraph) -> None:
-    losses = [node for graph in group.graphs() for node in graph.nodes if _is_loss(node)]
-    if not losses:
-        return
-    returned = list(_nodes(output_of(group.root).args))
-    if len(losses) != 1 or returned != losses:
-        found = ", ".join(node.name for node in losses)
-        raise _broken(losses[-1], "", "one loss, which the model returns", found)
-    shape = tuple(losses[0].meta["val"].shape)
-    if shape != (len(group.jobs),):
-        raise _broken(losses[0], "", f"a loss for each of {len(group.jobs)} jobs", str(shape))
-
-
-def _is_loss(node: fx.Node) -> bool:
-    return node.meta.get("role") == "loss"
-
-
-def _nodes(value: object) -> Iterator[fx.Node]:
-    return (item for item in pytree.tree_leaves(value) if isinstance(item, fx.Node))
-
-
-def _told(jobs: tuple[str, ...]) -> str:
-    return ", ".join(jobs) or "no job"
-
-
-def _broken(node: fx.Node, where: str, expected: str, found: str) -> TagsBroken:
-    return TagsBroken(
-        "a node's tags do not hold",
-        node=f"{where}.{node.name}" if where else node.name,
-        target=node.target,
-        expected=expected,
-        found=found,
-        help="new nodes take role and jobs from the nodes that they are made of",
-    )

@@ -23,30 +23,6 @@ from tlora_fx.model.batch import JobTokens, PackedBatch, pack, pad
 from tlora_fx.model.loss import ChunkedLoss
 from tlora_fx.ops.torch_compile import allow_empty_grids, mark_compile_caches
 
-# Layers whose inner values are computed again in the backward instead of being kept.
-#
-# Dropout masks are keyed, so what is computed again is the same, bit for bit.
-
-
-Forward = Callable[..., Any]
-
-
-def recomputed(forward: Forward) -> Forward:
-    """Decorate a layer's forward: only its inputs are kept for the backward.
-
-    forward   `forward(self, *tensors)`; what it is decorated of stays at `.inner`
-    """
-
-    @wraps(forward)
-    def run(*args: Any) -> Any:
-        if not torch.is_grad_enabled():
-            return forward(*args)
-        return checkpoint(forward, *args, use_reentrant=False, preserve_rng_state=False)
-
-    run.inner = forward  # type: ignore[attr-defined]
-    return run
-
-
 # Sizes below it are constants to torch: it would make code for each.
 SMALLEST_DYNAMIC = 2
 # Tables of one size for all rows, and those as long as the row has targets (see batch.py).
@@ -54,6 +30,7 @@ PER_JOB = ("segments", "keys", "target_segments")
 PER_TARGET = ("target_rows", "targets")
 
 Sizes = Sequence[Sequence[int]]
+Forward = Callable[..., Any]
 
 
 class CompiledMethod:
@@ -124,19 +101,34 @@ def _sizes(name: str, value: Tensor) -> tuple[int, ...]:
     if name in PER_TARGET:
         return (0,)
     sizes = enumerate(value.shape)
-    return tuple(place for place, size in sizes if isinstance(size, torch.SymInt))
+    return tuple(dimension for dimension, size in sizes if isinstance(size, torch.SymInt))
 
 
-# Export a Shared Super-Model as one flat `torch.export` program.
-#
-# The program runs where torch and `tlora_fx.ops` are, without transformers, PEFT and the graphs
-# that it was made of.
+def recomputed(forward: Forward) -> Forward:
+    """Decorate a layer's forward: only its inputs are kept for the backward.
+
+    Dropout masks are keyed, so what is computed again is the same, bit for bit.
+
+    forward   `forward(self, *tensors)`; what it is decorated of stays at `.inner`
+    """
+
+    @wraps(forward)
+    def run(*args: Any) -> Any:
+        if not torch.is_grad_enabled():
+            return forward(*args)
+        return checkpoint(forward, *args, use_reentrant=False, preserve_rng_state=False)
+
+    run.inner = forward  # type: ignore[attr-defined]
+    return run
 
 
 def export_net(
     net: nn.Module, group: GroupGraph, loss: ChunkedLoss, max_targets: int
 ) -> ExportedProgram:
-    """Trace a net over one row that stands for all others.
+    """A net as one flat `torch.export` program, traced over one row that stands for all others.
+
+    It runs where torch and `tlora_fx.ops` are, without transformers, PEFT and the graphs that it
+    was made of.
 
     net           the modules that run the group's root
     loss          the net's loss
@@ -146,7 +138,7 @@ def export_net(
     row = _example(group).to(device)
     sizes = row_sizes(group.root)
     inputs = {name: getattr(row, name) for name in sizes}
-    dynamic = {name: dict.fromkeys(places, Dim.DYNAMIC) for name, places in sizes.items()}
+    dynamic = {name: dict.fromkeys(dimensions, Dim.DYNAMIC) for name, dimensions in sizes.items()}
     loss.pieces = loss.pieces_for(max_targets)
     try:
         return export(net, (), inputs, dynamic_shapes=dynamic, strict=False)

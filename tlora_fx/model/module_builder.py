@@ -1,4 +1,4 @@
-"""Hang a fused graph's tensors and adapter banks, empty, into the modules that run it."""
+"""Build the modules that run a fused graph, with its tensors and adapter banks, all empty."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ class Container(nn.Module):
 
 
 class TensorLocation(NamedTuple):
-    """Where a tensor hangs.
+    """Where a tensor is stored.
 
     path    of the tensor in the whole net
     cut     how it is cut where processes hold pieces
@@ -50,12 +50,12 @@ class TensorLocation(NamedTuple):
 
     @property
     def tensor(self) -> Tensor:
-        """What hangs there."""
+        """What is stored there."""
         found = self.module._parameters.get(self.slot)
         return cast(Tensor, found if found is not None else self.module._buffers[self.slot])
 
     def fill(self, tensor: Tensor) -> None:
-        """Hang a frozen tensor there."""
+        """Store a frozen tensor there."""
         if self.slot in self.module._parameters:
             self.module._parameters[self.slot] = nn.Parameter(tensor, requires_grad=False)
         else:
@@ -79,13 +79,13 @@ class Weight(NamedTuple):
 
 @dataclass(slots=True)
 class ModuleLayout:
-    """The modules of a fused graph, and where everything hangs.
+    """The modules of a fused graph, and where their tensors are.
 
     base       frozen tensors by the base's names
     reformed   frozen tensors in other forms
     own        what one job trains outside of banks: by job, by PEFT's name
     banks      adapters of every lowered site, by its path in the base
-    homes      where each bank's site hangs in the net, by the same path
+    homes      where each bank's site is in the net, by the same path
     weights    frozen weights of sites
     """
 
@@ -102,41 +102,43 @@ def build_module(group: GroupGraph, source: str) -> ModuleLayout:
     """Modules of the classes in `source`, with all tensors of the group's graphs on meta."""
     classes = _run_source(source)
     root = cast(nn.Module, classes["Root"]())
-    hanging = _Hanging(group, ModuleLayout(root, own={name: {} for name in group.job_names}))
-    hanging.tensors(root, group.root, "")
+    builder = _TensorBuilder(group, ModuleLayout(root, own={name: {} for name in group.job_names}))
+    builder.add_tensors(root, group.root, "")
     for block in group.blocks.values():
         for layer in block.instances:
             module = cast(nn.Module, classes[class_name(block)]())
             if block.name == HEAD:
-                _hang_module(root, LOSS, _chunked_loss(group, module, block))
-                hanging.tensors(module, block.graph, "", f"{LOSS}.head")
+                _add_module(root, LOSS, _chunked_loss(group, module, block))
+                builder.add_tensors(module, block.graph, "", f"{LOSS}.head")
             else:
-                _hang_module(root, layer, module)
-                hanging.tensors(module, block.graph, layer, layer)
-    return hanging.hung
+                _add_module(root, layer, module)
+                builder.add_tensors(module, block.graph, layer, layer)
+    return builder.layout
 
 
-class _Hanging:
-    """Hangs the tensors of one graph after the other."""
+class _TensorBuilder:
+    """Stores the tensors of one graph after the other in its modules."""
 
-    def __init__(self, group: GroupGraph, hung: ModuleLayout) -> None:
-        self.group, self.hung = group, hung
+    def __init__(self, group: GroupGraph, layout: ModuleLayout) -> None:
+        self.group, self.layout = group, layout
 
-    def tensors(self, module: nn.Module, graph: fx.Graph, layer: str, within: str = "") -> None:
-        """Hang what a graph reads.
+    def add_tensors(self, module: nn.Module, graph: fx.Graph, layer: str, within: str = "") -> None:
+        """Store empty what a graph reads.
 
         layer    path of the layer in the base, "" for the root and the head
         within   path of `module` in the net
         """
         for site in lowered_sites(graph):
-            bank = self.hung.banks.get(_joined(layer, site.path)) or self._bank(module, site, layer)
-            self.hung.homes[_joined(layer, site.path)] = _joined(within, site.path)
+            bank = self.layout.banks.get(_joined(layer, site.path)) or self._bank(
+                module, site, layer
+            )
+            self.layout.homes[_joined(layer, site.path)] = _joined(within, site.path)
             weight = site.arguments.get("weight")
             if isinstance(weight, fx.Node) and _is_of_base(weight):
-                self.hung.weights.append(Weight(_place(module, weight, within), bank))
+                self.layout.weights.append(Weight(_location(module, weight, within), bank))
         for node in graph.nodes:
             if node.op == "get_attr":
-                self._tensor(_place(module, node, within), node, layer)
+                self._tensor(_location(module, node, within), node, layer)
 
     def _bank(self, module: nn.Module, site: LoweredSite, layer: str) -> AdapterBank:
         path = _joined(layer, site.path)
@@ -149,8 +151,8 @@ class _Hanging:
         key = site_id(f"{path}.lora_dropout")
         rows, cuts = self._bank_rows(site, layer), (a.shard, b.shard)
         bank = AdapterBank(sites, shape, a.dtype, key, rows, cuts)
-        _hang_module(module, f"{site.path}.lora", bank)
-        self.hung.banks[path] = bank
+        _add_module(module, f"{site.path}.lora", bank)
+        self.layout.banks[path] = bank
         return bank
 
     def _bank_rows(self, site: LoweredSite, layer: str) -> int:
@@ -174,16 +176,16 @@ class _Hanging:
         if ref.owner == "job":
             owner._parameters[slot] = nn.Parameter(empty)
             peft = f"{PEFT_PREFIX}{name}" if layer else ref.name
-            self.hung.own[node.meta["jobs"][0]][peft] = place
+            self.layout.own[node.meta["jobs"][0]][peft] = place
         elif ref.original is not None:
             owner.register_buffer(slot, empty, persistent=False)
-            self.hung.reformed.append(Reformed(place, name, ref))
+            self.layout.reformed.append(Reformed(place, name, ref))
         elif ref.owner == "base":
             if ref.dtype.is_floating_point:
                 owner._parameters[slot] = nn.Parameter(empty, requires_grad=False)
             else:
                 owner.register_buffer(slot, empty, persistent=False)
-            self.hung.base.setdefault(name, []).append(place)
+            self.layout.base.setdefault(name, []).append(place)
         elif ref.owner == "constant":
             owner.register_buffer(slot, self.group.constants[ref.name], persistent=False)
         else:
@@ -217,8 +219,8 @@ def _joined(*parts: str) -> str:
     return ".".join(part for part in parts if part)
 
 
-def _place(module: nn.Module, node: fx.Node, within: str) -> TensorLocation:
-    """Where a get_attr node's tensor hangs."""
+def _location(module: nn.Module, node: fx.Node, within: str) -> TensorLocation:
+    """Where a get_attr node's tensor is stored."""
     target = str(node.target)
     owner, slot = _owner_of(module, target)
     return TensorLocation(owner, slot, _joined(within, target), node.meta["tensor"].shard)
@@ -233,8 +235,8 @@ def _owner_of(module: nn.Module, target: str) -> tuple[nn.Module, str]:
     return module, name
 
 
-def _hang_module(root: nn.Module, path: str, module: nn.Module) -> None:
-    """Hang a module at a path; what containers already hung there move into it."""
+def _add_module(root: nn.Module, path: str, module: nn.Module) -> None:
+    """Put a module at a path; what a container holds there moves into it."""
     owner, name = _owner_of(root, path)
     before = owner._modules.get(name)
     for child, inner in (before._modules if before is not None else {}).items():

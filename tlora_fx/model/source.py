@@ -28,7 +28,7 @@ from tlora_fx.ir.lora_sites import (
 HEADER = '''"""Shared Super-Model of {jobs} on {base}, written by tlora-fx.
 
 Each class is a graph: Root calls the layers, a layer class serves all layers of its structure.
-Modules own their tensors; `tlora_fx.compile` builds them and hangs them into these classes.
+Modules own their tensors; `tlora_fx.compile` builds them and stores them in these classes.
 T is the number of tokens in the row, T0 that of the first job's, and so on.
 """
 

@@ -47,28 +47,28 @@ class SuperModel(nn.Module):
         self.ready = False
         self.part = LocalShard()
         self._unused: dict[str, Tensor] = {}
-        self._roomy = False
+        self._wants_room = False
         self._compiled_with: Mapping[str, Any] | None = None
         self._parameters_of: dict[str, dict[str, nn.Parameter]] = {}
         self._inputs = tuple(placeholders(group.root))
-        self._hung = build_module(group, self.source)
-        self.net = self._hung.net
+        self._layout = build_module(group, self.source)
+        self.net = self._layout.net
 
     @property
     def banks(self) -> Mapping[str, AdapterBank]:
         """The adapter storage of every lowered site, by the site's path in the base."""
-        return self._hung.banks
+        return self._layout.banks
 
     @property
     def is_compiled(self) -> bool:
         """Whether `compile` was called."""
-        return self._roomy
+        return self._wants_room
 
     @property
     def compiled_with(self) -> Mapping[str, Any] | None:
         """What the last `compile` was given, another mapping each time; None where there was none.
 
-        Who hangs other code over the model's layers compiles it alike.
+        Code that replaces the model's layers is compiled the same way.
         """
         return self._compiled_with
 
@@ -105,7 +105,7 @@ class SuperModel(nn.Module):
         """
         options = {"fullgraph": fullgraph, "dynamic": dynamic, **options}
         self._compiled_with = options
-        self._roomy = True
+        self._wants_room = True
         self._leave_room()
         layers = [block for block in self.group.blocks.values() if block.name != HEAD]
         if not layers:
@@ -167,8 +167,8 @@ class SuperModel(nn.Module):
             for module in self.net.modules():
                 if name in module._buffers:
                     module._buffers[name] = value.to(device)
-        used = {entry.name for entry in self._hung.reformed} - self._copied()
-        unused = [name for name in base if name not in self._hung.base and name not in used]
+        used = {entry.name for entry in self._layout.reformed} - self._copied()
+        unused = [name for name in base if name not in self._layout.base and name not in used]
         self._unused = {name: base[name].to(device) for name in unused}
         self.ready = True
         self.forget_views()
@@ -227,8 +227,8 @@ class SuperModel(nn.Module):
 
         raises    SuperModelMisuse before `materialize`, or for a tensor that nobody has
         """
-        if name in self._hung.base:
-            tensor: Any = self._hung.base[name][0].tensor
+        if name in self._layout.base:
+            tensor: Any = self._layout.base[name][0].tensor
             return cast(Tensor, tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor)
         if name not in self._unused:
             raise SuperModelMisuse("the base has no such tensor", tensor=name, help="load it first")
@@ -250,9 +250,9 @@ class SuperModel(nn.Module):
             name: [] for name in (*layers, "")
         }
         every: list[tuple[str | Reformed, TensorLocation]] = [
-            (name, place) for name, places in self._hung.base.items() for place in places
+            (name, place) for name, places in self._layout.base.items() for place in places
         ]
-        every += [(entry, entry.place) for entry in self._hung.reformed]
+        every += [(entry, entry.place) for entry in self._layout.reformed]
         known = set(layers)
         for name, place in every:
             if self.part.holds(place.path):
@@ -290,7 +290,7 @@ class SuperModel(nn.Module):
 
     def _make_room_for_training(self, device: torch.device) -> None:
         """Zeroed memory for what this process trains, and for its gradients."""
-        for job in self._hung.own:
+        for job in self._layout.own:
             for _, place in self._held_own(job):
                 leaf = nn.Parameter(torch.zeros_like(place.tensor, device=device))
                 leaf.grad = torch.zeros_like(leaf)
@@ -301,26 +301,28 @@ class SuperModel(nn.Module):
                 bank.offset_columns(self.part.tp_rank)
 
     def _held_banks(self) -> dict[str, AdapterBank]:
-        banks, homes = self._hung.banks.items(), self._hung.homes
+        banks, homes = self._layout.banks.items(), self._layout.homes
         return {path: bank for path, bank in banks if self.part.holds(homes[path])}
 
     def _held_own(self, job: str) -> list[tuple[str, TensorLocation]]:
-        own = self._hung.own[job].items()
+        own = self._layout.own[job].items()
         return [(name, place) for name, place in own if self.part.holds(place.path)]
 
     def _copied(self) -> set[str]:
         """The tensors of the base of which a job trains a copy, which starts as they are."""
-        names = [name.removeprefix(PEFT_PREFIX) for own in self._hung.own.values() for name in own]
+        names = [
+            name.removeprefix(PEFT_PREFIX) for own in self._layout.own.values() for name in own
+        ]
         return {name.replace(".modules_to_save.default.", ".") for name in names}
 
     def _leave_room(self) -> None:
         """Give the weights of a compiled model's sites room for adapters."""
-        if not (self.ready and self._roomy):
+        if not (self.ready and self._wants_room):
             return
-        every = [place for places in self._hung.base.values() for place in places]
+        every = [place for places in self._layout.base.values() for place in places]
         slots = [place.tensor for place in every if self.part.holds(place.path)]
         owners = Counter(slot.data_ptr() for slot in slots)
-        for place, bank in self._hung.weights:
+        for place, bank in self._layout.weights:
             weight = place.tensor
             if self.part.holds(place.path) and owners[weight.data_ptr()] == 1:
                 weight.data = roomy_weight(weight, len(bank.a))

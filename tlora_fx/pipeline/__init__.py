@@ -6,7 +6,7 @@ while instruments watch (instrument.py).
 """
 
 from tlora_fx.pipeline.instrument import Change, Done, Event, Instrument
-from tlora_fx.pipeline.passes import GroupPass, JobPass, Numerics, Option, Pass, options_of
+from tlora_fx.pipeline.passes import GroupPass, JobPass, Numerics, Pass, PassOption, options_of
 from tlora_fx.pipeline.registry import (
     REGISTRY,
     Plugin,
@@ -30,8 +30,8 @@ __all__ = [
     "Instrument",
     "JobPass",
     "Numerics",
-    "Option",
     "Pass",
+    "PassOption",
     "Pipeline",
     "Plugin",
     "Rewrites",

@@ -72,29 +72,29 @@ class GroupPass(Pass):
 
 
 @dataclass(frozen=True, slots=True)
-class Option:
+class PassOption:
     """An option of a pass, as the text form spells it.
 
     kind       its type, such as "int"
     default    as the text form shows it, "" where it must be given
-    told       what it does, from the class's docstring
+    help       what it does, from the class's docstring
     """
 
     name: str
     kind: str
     default: str
-    told: str
+    help: str
 
 
-def options_of(cls: type[Pass]) -> list[Option]:
+def options_of(cls: type[Pass]) -> list[PassOption]:
     """The options of a pass, in order, with what its docstring says of them."""
     hints = get_type_hints(cls)
     return [
-        Option(
+        PassOption(
             field.name.replace("_", "-"),
             _kind(hints[field.name]),
             "" if (value := default_of(field)) is dataclasses.MISSING else show_value(value),
-            _told(cls, field.name),
+            _help_of(cls, field.name),
         )
         for field in dataclasses.fields(cls)
     ]
@@ -152,16 +152,16 @@ def _kind(hint: Any) -> str:
     return hint.__name__ if isinstance(hint, type) else str(hint).replace("typing.", "")
 
 
-def _told(cls: type[Pass], field: str) -> str:
+def _help_of(cls: type[Pass], field: str) -> str:
     """What a docstring says of a field: "field   text", gone on with on deeper lines."""
     lines = (inspect.getdoc(cls) or "").splitlines()
-    found: list[str] = []
+    parts: list[str] = []
     for line in lines:
-        begun = re.match(rf"{field}\s{{2,}}(\S.*)", line)
-        if begun:
-            found = [begun[1]]
-        elif found and line.startswith(" "):
-            found.append(line.strip())
-        elif found:
+        start = re.match(rf"{field}\s{{2,}}(\S.*)", line)
+        if start:
+            parts = [start[1]]
+        elif parts and line.startswith(" "):
+            parts.append(line.strip())
+        elif parts:
             break
-    return " ".join(found)
+    return " ".join(parts)

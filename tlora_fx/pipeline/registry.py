@@ -35,18 +35,18 @@ def register(cls: P) -> P:
             help="names have small letters, digits and '-'",
         )
     known = REGISTRY.get(cls.name, cls)
-    if _place(known) != _place(cls):
+    if _full_name(known) != _full_name(cls):
         raise PipelineError(
             f"two passes are called '{cls.name}'",
-            expected=_place(known),
-            found=_place(cls),
+            expected=_full_name(known),
+            found=_full_name(cls),
             help="give one of them another name",
         )
     REGISTRY[cls.name] = cls
     return cls
 
 
-def _place(cls: type) -> str:
+def _full_name(cls: type) -> str:
     return f"{cls.__module__}.{cls.__qualname__}"
 
 

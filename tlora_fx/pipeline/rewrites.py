@@ -16,17 +16,17 @@ from dataclasses import dataclass, field
 class Rewrites:
     """The rewrites of one pass, over all graphs that it ran on.
 
-    limit    how many are allowed, None for all
-    told     what each was, in order, the refused ones too
+    limit          how many are allowed, None for all
+    descriptions   what each was, in order, the refused ones too
     """
 
     limit: int | None = None
-    told: list[str] = field(default_factory=list)
+    descriptions: list[str] = field(default_factory=list)
 
     def take(self, what: str) -> bool:
         """Count one more; whether it may be made."""
-        self.told.append(what)
-        return self.limit is None or len(self.told) <= self.limit
+        self.descriptions.append(what)
+        return self.limit is None or len(self.descriptions) <= self.limit
 
 
 _running: ContextVar[Rewrites | None] = ContextVar("rewrites", default=None)

@@ -68,16 +68,16 @@ class Pipeline:
 
         raises    PipelineError
         """
-        asked = _ADDED.fullmatch(text.strip())
-        if asked is None:
+        request = _ADDED.fullmatch(text.strip())
+        if request is None:
             raise PipelineError(
                 "it cannot be read where a pass is to be added",
                 found=text,
                 expected="name{option=value}@after:name, or @before:name",
                 help="for example: my-pass@after:fuse-backbone",
             )
-        added = parse_pass(asked["text"])
-        place = self.place_of(asked["anchor"]) - (asked["side"] == "before")
+        added = parse_pass(request["text"])
+        place = self.place_of(request["anchor"]) - (request["side"] == "before")
         return checked((*self.passes[:place], added, *self.passes[place:]))
 
 

@@ -22,47 +22,14 @@ from tlora_fx.ir.graph import INPUTS, PEFT_PREFIX, TABLES, Form, TensorRef
 from tlora_fx.ir.shapes import fake_like, fake_mode_of
 from tlora_fx.tracing.attention import row_of, unpacked_lines
 
-# Numbers that model code writes into tensors keep their values while tracing on meta.
-#
-# `torch.tensor([2], device=x.device)` and `x[..., [2]]` make a tensor where x lies; on the meta
-# device it has no values, and the graph would hold an empty constant. Within `real_constants` such
-# a tensor is made on the CPU first.
-
-
 MAKERS = (torch.tensor, torch.as_tensor, torch.scalar_tensor)
-
-
-class RealConstants(TorchFunctionMode):
-    """Makes tensors from Python data on the CPU, then moves them."""
-
-    def __torch_function__(
-        self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
-        named = dict(kwargs or {})
-        if func in MAKERS and named.get("device") is not None:
-            device = named.pop("device")
-            return func(*args, **named).to(device)
-        if func is Tensor.new_tensor:
-            return torch.tensor(args[1], dtype=args[0].dtype).to(args[0].device, **named)
-        if func is Tensor.__getitem__:
-            args = (args[0], _index(args[1]))
-        return func(*args, **named)
-
-
-def _index(index: Any) -> Any:
-    """An index whose lists are tensors."""
-    if isinstance(index, tuple):
-        return tuple(_index(item) for item in index)
-    return torch.tensor(index) if isinstance(index, list) else index
-
-
 OWN_ROOTS = (str(Path(torch.__file__).parent), str(Path(__file__).parent.parent))
 
 # Sizes of the row that is traced: all different, so that no two dimensions are taken for one.
 TOKENS, LINES, WIDTH, SEQUENCES, JOBS = 29, 7, 11, 5, 3
 
 
-class RowModule(nn.Module):
+class TracedRow(nn.Module):
     """A model called with the inputs that every graph of ours takes.
 
     keywords   whether it takes them by transformers' names, or the ids alone
@@ -90,12 +57,40 @@ class RowModule(nn.Module):
         return cast(Tensor, logits[0] if isinstance(logits, tuple) else logits)
 
 
+class RealConstants(TorchFunctionMode):
+    """Makes tensors from Python data on the CPU, then moves them.
+
+    `torch.tensor([2], device=x.device)` and `x[..., [2]]` make a tensor where x lies; on the meta
+    device it has no values, and the graph would hold an empty constant.
+    """
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        named = dict(kwargs or {})
+        if func in MAKERS and named.get("device") is not None:
+            device = named.pop("device")
+            return func(*args, **named).to(device)
+        if func is Tensor.new_tensor:
+            return torch.tensor(args[1], dtype=args[0].dtype).to(args[0].device, **named)
+        if func is Tensor.__getitem__:
+            args = (args[0], _index(args[1]))
+        return func(*args, **named)
+
+
+def _index(index: Any) -> Any:
+    """An index whose lists are tensors."""
+    if isinstance(index, tuple):
+        return tuple(_index(item) for item in index)
+    return torch.tensor(index) if isinstance(index, list) else index
+
+
 def accepts_positions(model: nn.Module) -> bool:
     """Whether a model's forward takes position_ids, without which rows cannot be packed."""
     return "position_ids" in inspect.signature(model.forward).parameters
 
 
-def export_row(row: RowModule, subject: str) -> fx.GraphModule:
+def export_row(row: TracedRow, subject: str) -> fx.GraphModule:
     """Trace a model over one row of dynamic size, on meta.
 
     subject   whose model it is, for errors
@@ -150,7 +145,7 @@ def _model_line(error: BaseException) -> str | None:
 
 
 def import_graph(
-    module: fx.GraphModule, row: RowModule, base_names: dict[int, str]
+    module: fx.GraphModule, row: TracedRow, base_names: dict[int, str]
 ) -> tuple[fx.Graph, dict[str, Tensor]]:
     """Copy an exported graph into one of ours.
 
@@ -166,7 +161,7 @@ def import_graph(
 class _Importer:
     """State of one import: the new graph, and what it has read so far."""
 
-    def __init__(self, module: fx.GraphModule, row: RowModule, base_names: dict[int, str]) -> None:
+    def __init__(self, module: fx.GraphModule, row: TracedRow, base_names: dict[int, str]) -> None:
         self.module, self.row, self.base_names = module, row, base_names
         self.graph = fx.Graph()
         self.constants: dict[str, Tensor] = {}

@@ -15,7 +15,7 @@ from tlora_fx.ir.graph import AdapterSite, Form, JobGraph, LayerPlan
 from tlora_fx.model.backbone import Backbone
 from tlora_fx.tracing import attention
 from tlora_fx.tracing.adapters import check_wrapped, layer_signature
-from tlora_fx.tracing.export import RowModule, accepts_positions, export_row, import_graph
+from tlora_fx.tracing.export import TracedRow, accepts_positions, export_row, import_graph
 from tlora_fx.tracing.layers import plan_layers, pruned_copy
 
 if TYPE_CHECKING:
@@ -77,7 +77,7 @@ def _trace(
     if job is not None:
         model = _wrap(model, job, config or job.lora_config(), backbone)
         check_wrapped(model, sites or {}, job)
-    row = RowModule(model, form, keywords=backbone.config is not None)
+    row = TracedRow(model, form, keywords=backbone.config is not None)
     index_read.clear()
     module = export_row(row, subject)
     if index_read and set(plan.representative) != set(plan.representative.values()):
