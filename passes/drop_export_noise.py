@@ -60,9 +60,9 @@ def _does_nothing(node: fx.Node) -> bool:
 def _spell_out(node: fx.Node) -> None:
     """Replace -1 in a shape by the size that it stands for: an empty segment cannot tell it."""
     value, shape = node.meta["val"], list(node.args[1])  # type: ignore[arg-type]
-    for place, size in enumerate(shape):
-        if isinstance(size, int) and size == -1 and isinstance(value.shape[place], int):
-            shape[place] = value.shape[place]
+    for dimension, size in enumerate(shape):
+        if isinstance(size, int) and size == -1 and isinstance(value.shape[dimension], int):
+            shape[dimension] = value.shape[dimension]
     node.update_arg(1, shape)
 
 
@@ -144,13 +144,13 @@ def _memory(node: fx.Node) -> fx.Node:
 
 def _aliases(owner: fx.Node) -> set[fx.Node]:
     """A node and all that may be views of it."""
-    found, stack = {owner}, [owner]
+    aliases, stack = {owner}, [owner]
     while stack:
         for user in stack.pop().users:
-            if user not in found and _may_alias(user) and user.all_input_nodes[0] in found:
-                found.add(user)
+            if user not in aliases and _may_alias(user) and user.all_input_nodes[0] in aliases:
+                aliases.add(user)
                 stack.append(user)
-    return found
+    return aliases
 
 
 def _may_alias(node: fx.Node) -> bool:

@@ -113,15 +113,15 @@ def canonical(graph: fx.Graph) -> list[Hashable]:
 
 
 def _require_equal(left: OutlinedGraph, right: OutlinedGraph, layers: str) -> None:
-    one, two = canonical(left.graph), canonical(right.graph)
-    for mine, theirs in zip(one, two, strict=False):
+    left_rows, right_rows = canonical(left.graph), canonical(right.graph)
+    for mine, theirs in zip(left_rows, right_rows, strict=False):
         if mine != theirs:
             raise NotFoldable(
                 "two layers of equal structure trace to different graphs",
                 layers=layers,
                 found=f"{mine}\n{theirs}",
             )
-    if len(one) != len(two):
+    if len(left_rows) != len(right_rows):
         raise NotFoldable(
             "two layers of equal structure trace to graphs of different length",
             layers=layers,
@@ -160,7 +160,7 @@ def _require_same_context(
     for layer, first in plan.twins().items():
         slot = carried.get(first)
         pairs = enumerate(zip(bodies[layer].inputs, bodies[first].inputs, strict=True))
-        if any(place != slot and one is not two for place, (one, two) in pairs):
+        if any(index != slot and mine is not theirs for index, (mine, theirs) in pairs):
             raise NotFoldable("equal layers are called with different values", layer=layer)
 
 
@@ -188,22 +188,22 @@ def _call_layers(
         if any(user not in owner for user in bodies[layer].result.users):
             raise LayersNotChained("a value between layers is used after them", layer=layer)
     new = fx.Graph()
-    made: dict[fx.Node, fx.Node] = {}
+    copies: dict[fx.Node, fx.Node] = {}
     running: fx.Node | None = None
     for node in root.nodes:
         if node not in owner:
-            made[node] = new.node_copy(node, lambda n: made[n])
-            made[node].meta = dict(node.meta)
+            copies[node] = new.node_copy(node, lambda n: copies[n])
+            copies[node].meta = dict(node.meta)
         elif running is None and node.op == "call_function":
-            running = _emit_calls(new, made, plan, bodies, carried)
-            made[last] = running
+            running = _emit_calls(new, copies, plan, bodies, carried)
+            copies[last] = running
     Rewriter(new).erase_dead()
     return new
 
 
 def _emit_calls(
     new: fx.Graph,
-    made: dict[fx.Node, fx.Node],
+    copies: dict[fx.Node, fx.Node],
     plan: LayerPlan,
     bodies: dict[str, OutlinedGraph],
     carried: dict[str, int],
@@ -215,11 +215,11 @@ def _emit_calls(
         body = bodies[first]
         slot = carried.get(first)
         for source in body.inputs:
-            if source not in made and source not in results:
+            if source not in copies and source not in results:
                 raise LayersNotChained("a layer reads what is made between layers", layer=layer)
         args = [
-            running if place == slot and running is not None else made[source]
-            for place, source in enumerate(body.inputs)
+            running if index == slot and running is not None else copies[source]
+            for index, source in enumerate(body.inputs)
         ]
         running = new.call_module(layer, tuple(args))
         running.meta.update(

@@ -110,13 +110,13 @@ class _Structure:
     def _inputs(self, layer: str, mine: Block, theirs: Block) -> dict[fx.Node, fx.Node]:
         """Which input of the job's layer is which of the base's: by what the roots pass in."""
         own_call, base_call = _call_of(self.job, layer), _call_of(self.base, layer)
-        place: dict[Any, int] = {arg: slot for slot, arg in enumerate(base_call.args)}
+        slots: dict[Any, int] = {arg: slot for slot, arg in enumerate(base_call.args)}
         stands: dict[Any, fx.Node] = dict(self.root.stands)
         base_inputs = list(placeholders(theirs.graph).values())
         return {
-            node: base_inputs[place[stands[arg]]]
+            node: base_inputs[slots[stands[arg]]]
             for node, arg in zip(placeholders(mine.graph).values(), own_call.args, strict=True)
-            if stands.get(arg) in place
+            if stands.get(arg) in slots
         }
 
 
@@ -153,7 +153,9 @@ def _fuse_root(group: GroupGraph, aligned: list[_Structure]) -> fx.Graph:
 def _missing_notes(group: GroupGraph, aligned: list[_Structure]) -> list[tuple[str, str]]:
     notes = []
     for job, structure in zip(group.jobs, aligned, strict=True):
-        named = [(f"{key[1]}.", found) for key, found in structure.blocks.items()]
+        named = [
+            (f"{key[1]}.", block_alignment) for key, block_alignment in structure.blocks.items()
+        ]
         for where, alignment in [("", structure.root), *named]:
             for node in alignment.missing:
                 path = where + (node.meta.get("path") or node.name)
@@ -195,13 +197,13 @@ class _BranchWriter:
             if node.op == "output":
                 self.graph.output(fx.map_arg(node.args[0], lambda n: self.after[n]))
                 continue
-            made = self.graph.node_copy(node, lambda n: self.after[n])
-            made.meta = {**node.meta, "role": "shared", "jobs": tuple(names)}
+            copied = self.graph.node_copy(node, lambda n: self.after[n])
+            copied.meta = {**node.meta, "role": "shared", "jobs": tuple(names)}
             if node.op == "call_module":
-                made.args = self._call_args(node)
+                copied.args = self._call_args(node)
             if node.op == "placeholder" and str(node.target) in TABLES:
-                self.tables[str(node.target)] = made
-            self.before[node] = self.after[node] = made
+                self.tables[str(node.target)] = copied
+            self.before[node] = self.after[node] = copied
             for entry in self.branches.get(node, ()):
                 self._write_branch(*entry)
         return self.graph
@@ -210,16 +212,16 @@ class _BranchWriter:
         """All placeholders first: the base's own, then the tables that branches may need."""
         for node in self.base.nodes:
             if node.op == "placeholder":
-                made = self.graph.node_copy(node)
-                made.meta = {**node.meta, "role": "shared", "jobs": tuple(self.group.job_names)}
-                self.before[node] = self.after[node] = made
-                self.tables[str(node.target)] = made
+                copied = self.graph.node_copy(node)
+                copied.meta = {**node.meta, "role": "shared", "jobs": tuple(self.group.job_names)}
+                self.before[node] = self.after[node] = copied
+                self.tables[str(node.target)] = copied
         root = placeholders(self.group.base.root)
         for name in INPUTS if not self.layer else ("segments", "token_index", "keys"):
             if name not in self.tables:
-                made = self.graph.placeholder(name)
-                made.meta = {**root[name].meta, "role": "table", "jobs": ()}
-                self.tables[name] = made
+                copied = self.graph.placeholder(name)
+                copied.meta = {**root[name].meta, "role": "table", "jobs": ()}
+                self.tables[name] = copied
 
     def _call_args(self, call: fx.Node) -> tuple[fx.Node, ...]:
         """What a fused layer takes: the base layer's arguments, then the tables added to it."""
@@ -233,28 +235,28 @@ class _BranchWriter:
     ) -> None:
         axis = branch.anchor.meta["axis"]
         site = self.sites[index].get(branch.site)
-        made: dict[fx.Node, fx.Node] = {}
+        copies: dict[fx.Node, fx.Node] = {}
 
         def take(source: fx.Node) -> fx.Node:
-            if source not in made:
-                made[source] = self._job_value(index, job, alignment, source)
-            return made[source]
+            if source not in copies:
+                copies[source] = self._job_value(index, job, alignment, source)
+            return copies[source]
 
         for node in branch.nodes:
             if node.op == "get_attr":
-                made[node] = self._job_tensor(index, job, node, site)
+                copies[node] = self._job_tensor(index, job, node, site)
                 continue
-            sizes = [n for n in node.all_input_nodes if n not in made and _is_row_size(n)]
+            sizes = [n for n in node.all_input_nodes if n not in copies and _is_row_size(n)]
             for size in sizes:
-                made[size] = self._segment_size(job, size, alignment, take)
-            made[node] = self.graph.node_copy(node, take)
-            made[node].meta = {**node.meta, "role": "adapter", "jobs": (job.name,)}
-            made[node].meta["site"] = branch.site
-            derive(made[node], node)
-            _set_numbers(made[node], site)
+                copies[size] = self._segment_size(job, size, alignment, take)
+            copies[node] = self.graph.node_copy(node, take)
+            copies[node].meta = {**node.meta, "role": "adapter", "jobs": (job.name,)}
+            copies[node].meta["site"] = branch.site
+            derive(copies[node], node)
+            _set_numbers(copies[node], site)
         args = (
             self.after[branch.anchor],
-            made[branch.result],
+            copies[branch.result],
             self.tables["segments"],
             index,
             axis,
@@ -286,13 +288,13 @@ class _BranchWriter:
         segments = self.tables["segments"]
 
         def call(target: Any, *args: Any) -> fx.Node:
-            made = self.graph.call_function(target, args)
-            made.meta.update(role="table", jobs=(job.name,), path="", source="")
-            return made
+            table = self.graph.call_function(target, args)
+            table.meta.update(role="table", jobs=(job.name,), path="", source="")
+            return table
 
         if name == "keys":
             return call(aten.slice.Tensor, self.tables[name], 0, index, index + 1)
-        start, stop = (call(aten.select.int, segments, 0, place) for place in (index, index + 1))
+        start, stop = (call(aten.select.int, segments, 0, bound) for bound in (index, index + 1))
         if name == "segments":
             bounds = call(aten.slice.Tensor, segments, 0, index, index + 2)
         else:
@@ -325,17 +327,17 @@ class _BranchWriter:
         if ref.owner == "constant":
             name = f"j{index}_{ref.name}"
             self.group.constants[name] = job.constants[ref.name]
-            made = self.graph.create_node("get_attr", name)
-            made.meta = {**node.meta, "tensor": TensorRef("constant", name, ref.shape, ref.dtype)}
-            return derive(made, node)
+            stored = self.graph.create_node("get_attr", name)
+            stored.meta = {**node.meta, "tensor": TensorRef("constant", name, ref.shape, ref.dtype)}
+            return derive(stored, node)
         shape = _with_rank(ref, site)
         target = f"j{index}.{node.target}"
-        made = self.graph.create_node("get_attr", target)
-        made.meta = {**node.meta, "role": "adapter", "jobs": (job.name,)}
-        derive(made, node)
-        made.meta["tensor"] = TensorRef("job", ref.name, shape, ref.dtype)
-        made.meta["val"] = fake_like(self.mode, shape, ref.dtype)
-        return made
+        stored = self.graph.create_node("get_attr", target)
+        stored.meta = {**node.meta, "role": "adapter", "jobs": (job.name,)}
+        derive(stored, node)
+        stored.meta["tensor"] = TensorRef("job", ref.name, shape, ref.dtype)
+        stored.meta["val"] = fake_like(self.mode, shape, ref.dtype)
+        return stored
 
     def _tag(self, node: fx.Node, job: JobGraph, site: str, value: Any) -> None:
         node.meta.update(

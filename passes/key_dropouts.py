@@ -74,8 +74,8 @@ class _Keyed:
         self.number = _number(node, taken)
         self.path = node.meta["path"].removesuffix(".default")
         # Counted over the whole graph: no two dropouts share a table, whatever they are called.
-        place = sum(taken.values()) + len(taken) - 1
-        self.attribute = f"keyed.dropout_{place}_{re.sub('[^A-Za-z0-9]', '_', self.path)}"
+        number = sum(taken.values()) + len(taken) - 1
+        self.attribute = f"keyed.dropout_{number}_{re.sub('[^A-Za-z0-9]', '_', self.path)}"
 
     def replace(self) -> None:
         """Put keyed_dropout in place of dropout."""
@@ -100,8 +100,8 @@ class _Keyed:
     ) -> fx.Node:
         """A table of this dropout, stored beside the module that it belongs to."""
         ref = TensorRef("buffer", f"{self.attribute}.{name}", shape, dtype)
-        place = {"site_path": self.path, "site_number": self.number}
-        return make.tagged(role="table", jobs=()).tensor(ref, **place, **meta)
+        location = {"site_path": self.path, "site_number": self.number}
+        return make.tagged(role="table", jobs=()).tensor(ref, **location, **meta)
 
     def _tables(self) -> tuple[fx.Node, fx.Node, fx.Node]:
         return self.tables["segments"], self.tables["keys"], self.tables["token_index"]

@@ -175,12 +175,12 @@ def match_frozen(anchor: Any) -> Frozen:
 
     raises    NoMatch
     """
-    found = nearest_match(list(FROZEN.values()), anchor)
-    if isinstance(found, Miss):
-        why = found.why if found.held else f"its module is no linear ({anchor.target})"
-        raise NoMatch(why, found)
-    transposed = found.pattern is FROZEN["Conv1D"]
-    return Frozen(found["x"], found["weight"], found.captures.get("bias"), transposed)
+    matched = nearest_match(list(FROZEN.values()), anchor)
+    if isinstance(matched, Miss):
+        why = matched.why if matched.held else f"its module is no linear ({anchor.target})"
+        raise NoMatch(why, matched)
+    transposed = matched.pattern is FROZEN["Conv1D"]
+    return Frozen(matched["x"], matched["weight"], matched.captures.get("bias"), transposed)
 
 
 def match_operator(anchor: Any, writes: Sequence[fx.Node]) -> Frozen | Other:
@@ -193,7 +193,7 @@ def match_operator(anchor: Any, writes: Sequence[fx.Node]) -> Frozen | Other:
         return match_frozen(anchor)
     except NoMatch as reason:
         plain = (match(BRANCH, write, {RESULT: anchor}) for write in writes)
-        inputs = (found[INPUT] for found in plain if isinstance(found, Match))
+        inputs = (matched[INPUT] for matched in plain if isinstance(matched, Match))
         return Other(next((x for x in inputs if _is_made_of(anchor, x)), None), str(reason))
 
 
@@ -216,15 +216,15 @@ def match_branch(write: fx.Node, anchor: fx.Node, x: fx.Node) -> LoraBranch:
     x         the frozen operator's input
     raises    NoMatch naming the first condition that fails
     """
-    found = match_nodes(write, anchor, x)
-    if isinstance(found, Miss):
-        raise NoMatch(found.why, found)
+    matched = match_nodes(write, anchor, x)
+    if isinstance(matched, Miss):
+        raise NoMatch(matched.why, matched)
     return LoraBranch(
-        int(found["job"]),
-        found["A's weight"],
-        found["B's weight"],
-        float(found["scaling"]),
-        float(found.captures.get("rate", 0.0)),
+        int(matched["job"]),
+        matched["A's weight"],
+        matched["B's weight"],
+        float(matched["scaling"]),
+        float(matched.captures.get("rate", 0.0)),
     )
 
 
@@ -261,29 +261,29 @@ class LowerAdapters(GroupPass):
     ) -> None:
         site = str(writes[0].meta["site"])
         frozen = match_operator(anchor, writes)
-        found: list[tuple[fx.Node, LoraBranch]] = []
+        branches: list[tuple[fx.Node, LoraBranch]] = []
         for write in writes:
             try:
-                found.append((write, match_branch(write, anchor, _input_of(frozen))))
+                branches.append((write, match_branch(write, anchor, _input_of(frozen))))
             except NoMatch as reason:
                 why = frozen.why if isinstance(frozen, Other) else str(reason)
                 self._keep(group, where, site, write, why)
-        if found and not self._replace(group, graph, anchor, frozen, where, found):
-            for write, _ in found:
+        if branches and not self._replace(group, graph, anchor, frozen, where, branches):
+            for write, _ in branches:
                 self._keep(group, where, site, write, "the rewrite is held back by a bisection")
 
     def _keep(self, group: GroupGraph, where: str, site: str, write: fx.Node, reason: str) -> None:
-        place = f"{where}.{site}" if where else site
+        path = f"{where}.{site}" if where else site
         (job,) = write.meta["jobs"]
         if not group.exact and _is_plain(group, job, where, site):
             raise NotFoldable(
                 "a plain LoRA branch cannot be lowered",
-                site=place,
+                site=path,
                 job=job,
                 found=reason,
             )
         write.meta["as_it_is"] = reason
-        group.notes.append((self.name, f"{place} of job '{job}' runs as it is: {reason}"))
+        group.notes.append((self.name, f"{path} of job '{job}' runs as it is: {reason}"))
 
     def _replace(
         self,
@@ -292,26 +292,26 @@ class LowerAdapters(GroupPass):
         anchor: fx.Node,
         frozen: Frozen | Other,
         where: str,
-        found: list[tuple[fx.Node, LoraBranch]],
+        branches: list[tuple[fx.Node, LoraBranch]],
     ) -> bool:
         """Put one operator in place of the linear and its branches; False where held back.
 
         Where the branches stand behind another operator, that one stays.
         """
-        writes = [write for write, _ in found]
+        writes = [write for write, _ in branches]
         jobs = tuple(write.meta["jobs"][0] for write in writes)
         site = str(writes[0].meta["site"])
         tables = placeholders(graph)
-        dtype = found[0][1].a.meta["tensor"].dtype
+        dtype = branches[0][1].a.meta["tensor"].dtype
         asked = group.compute if self.compute == "job" else self.compute
         compute = anchor.meta["val"].dtype if asked == "base" else dtype
-        capacity = _capacity(group, where, site, found)
+        capacity = _capacity(group, where, site, branches)
         operator = ADD if isinstance(frozen, Other) else ONE
 
         def build(make: Maker) -> fx.Node:
             bank = {
                 name: make.tensor(TensorRef("buffer", f"{site}.{BANK}.{name}", shape, kind))
-                for name, shape, kind in _bank_tensors(len(group.jobs), found, dtype)
+                for name, shape, kind in _bank_tensors(len(group.jobs), branches, dtype)
             }
             served = _served(make, frozen, writes[0])
             return make(
@@ -329,7 +329,7 @@ class LowerAdapters(GroupPass):
         )
         if lowered is None:
             return False
-        lowered.meta["branches"] = {jobs[i]: branch for i, (_, branch) in enumerate(found)}
+        lowered.meta["branches"] = {jobs[i]: branch for i, (_, branch) in enumerate(branches)}
         for write in writes:
             if not write._erased:
                 write.replace_all_uses_with(write.args[0])  # type: ignore[arg-type]
@@ -353,16 +353,16 @@ def _served(make: Maker, frozen: Frozen | Other, write: fx.Node) -> tuple[Any, .
 
 
 def _capacity(
-    group: GroupGraph, where: str, site: str, found: list[tuple[fx.Node, LoraBranch]]
+    group: GroupGraph, where: str, site: str, branches: list[tuple[fx.Node, LoraBranch]]
 ) -> tuple[int, bool]:
     """The largest rank of a job at a site, in any layer that shares its code; whether any drops."""
     layers = group.blocks[where].instances if where else ("",)
     paths = [f"{layer}.{site}".strip(".") for layer in layers]
-    lowered = [group.jobs[branch.job].sites for _, branch in found]
+    lowered = [group.jobs[branch.job].sites for _, branch in branches]
     adapters = [own[path] for own in lowered for path in paths if path in own]
     if not adapters:  # a graph that Dynamo recorded: what its branches say is all there is
-        ranks = [int(branch.a.meta["tensor"].shape[0]) for _, branch in found]
-        return max(ranks), any(branch.dropout > 0 for _, branch in found)
+        ranks = [int(branch.a.meta["tensor"].shape[0]) for _, branch in branches]
+        return max(ranks), any(branch.dropout > 0 for _, branch in branches)
     return max(own.rank for own in adapters), any(own.dropout > 0 for own in adapters)
 
 
@@ -387,11 +387,11 @@ def chains(graph: fx.Graph) -> dict[fx.Node, list[fx.Node]]:
 
 
 def _bank_tensors(
-    jobs: int, found: list[tuple[fx.Node, LoraBranch]], dtype: torch.dtype
+    jobs: int, branches: list[tuple[fx.Node, LoraBranch]], dtype: torch.dtype
 ) -> list[tuple[str, tuple[int, ...], torch.dtype]]:
     """Name, shape and dtype of what a site's AdapterBank holds."""
-    rank = sum(branch.a.meta["tensor"].shape[0] for _, branch in found)
-    a, b = found[0][1].a.meta["tensor"], found[0][1].b.meta["tensor"]
+    rank = sum(branch.a.meta["tensor"].shape[0] for _, branch in branches)
+    a, b = branches[0][1].a.meta["tensor"], branches[0][1].b.meta["tensor"]
     return [
         ("a", (rank, a.shape[1]), dtype),
         ("b", (rank, b.shape[0]), dtype),
@@ -404,11 +404,11 @@ def _bank_tensors(
 
 def _inside(anchor: fx.Node, writes: list[fx.Node]) -> list[fx.Node]:
     """The nodes of branches: those between their reads and their writes."""
-    found: dict[fx.Node, None] = {}
+    inside: dict[fx.Node, None] = {}
     stack = [node for write in writes for node in (write, write.args[1])]
     while stack:
         node: Any = stack.pop()
-        if node is not anchor and node not in found and node.meta.get("role") == "adapter":
-            found[node] = None
+        if node is not anchor and node not in inside and node.meta.get("role") == "adapter":
+            inside[node] = None
             stack.extend([] if node in writes else node.all_input_nodes)
-    return list(found)
+    return list(inside)

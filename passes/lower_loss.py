@@ -126,11 +126,11 @@ def _with_weights(root: fx.Graph, members: set[fx.Node]) -> set[fx.Node]:
             node.op == "call_function" and all(n in fixed for n in node.all_input_nodes)
         ):
             fixed.add(node)
-    found = set(members)
+    nodes = set(members)
     for node in reversed(root.nodes):
-        if node in fixed and node.users and all(user in found for user in node.users):
-            found.add(node)
-    return found
+        if node in fixed and node.users and all(user in nodes for user in node.users):
+            nodes.add(node)
+    return nodes
 
 
 def _narrowest(root: fx.Graph, ways: nx.DiGraph, before: set[fx.Node]) -> fx.Node | None:
@@ -138,20 +138,20 @@ def _narrowest(root: fx.Graph, ways: nx.DiGraph, before: set[fx.Node]) -> fx.Nod
     inputs = placeholders(root)
     given = [inputs[name] for name in ROW if name in inputs]
     from_row = set().union(*(nx.descendants(ways, node) for node in given)) & before
-    order = {node: place for place, node in enumerate(root.nodes)}
+    order = {node: index for index, node in enumerate(root.nodes)}
     carrying = [n for n in root.nodes if n in from_row and _holds_tensors(n)]
     products = [order[node] for node in carrying if _is_product(node)]
     row = str(list(inputs[ROW[0]].meta["val"].shape))
     members = set(carrying)
-    found: fx.Node | None = None
+    narrowest: fx.Node | None = None
     last_use = -1
     for node in [*given, *carrying]:
         shape = list(shape_of(node) or ())
         holds_row = len(shape) == 3 and str(shape[:2]) == row
         if holds_row and last_use <= order[node] and products and products[-1] > order[node]:
-            found = node
+            narrowest = node
         last_use = max([last_use, *(order[user] for user in node.users if user in members)])
-    return found
+    return narrowest
 
 
 def _outline(hidden: fx.Node, members: list[fx.Node], jobs: list[str]) -> fx.Graph:

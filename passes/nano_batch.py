@@ -150,9 +150,9 @@ def _clone_calls(
         for part in range(count):
             args = _picked(call.args, parts, part)
             with group.root.inserting_before(call):
-                made = group.root.call_module(str(call.target), args)
-            made.meta.update(_kept(call))
-            parts[call].append(derive(made, call))
+                clone = group.root.call_module(str(call.target), args)
+            clone.meta.update(_kept(call))
+            parts[call].append(derive(clone, call))
     return parts[calls[-1]]
 
 
@@ -248,8 +248,8 @@ def _kept(call: fx.Node) -> dict[str, Any]:
     return {name: call.meta[name] for name in names if name in call.meta}
 
 
-def _item(make: Maker, made: fx.Node, place: int) -> fx.Node:
-    item = make(operator.getitem, made, place)
+def _item(make: Maker, source: fx.Node, index: int) -> fx.Node:
+    item = make(operator.getitem, source, index)
     item.meta["axis"] = None
     return item
 

@@ -52,15 +52,15 @@ class QuantizeBase(GroupPass):
     def run(self, group: GroupGraph) -> None:
         require_package(self.to)
         for where, graph in named_graphs(group):
-            found = list(_products(graph))
-            inside = {node for product in found for node in product.nodes}
+            candidates = list(_products(graph))
+            inside = {node for product in candidates for node in product.nodes}
             calls: dict[fx.Node, list[Product]] = {}
-            for product in found:
+            for product in candidates:
                 if self._fits(group, where, product, inside):
                     calls.setdefault(product.call, []).append(product)
             for call, products in calls.items():
-                told = ", ".join(f"{where}.{product.path}".strip(".") for product in products)
-                if rewrite_allowed(f"{self.to} at {told}"):
+                paths = ", ".join(f"{where}.{product.path}".strip(".") for product in products)
+                if rewrite_allowed(f"{self.to} at {paths}"):
                     self._rewrite(graph, call, products)
             Rewriter(graph).erase_dead()
 
@@ -74,8 +74,8 @@ class QuantizeBase(GroupPass):
         if others:
             reason = f"{', '.join(others)} reads its matrix too"
         if reason:
-            place = f"{where}.{product.path}".strip(".")
-            group.notes.append((self.name, f"{place} is not stored in {self.to}: {reason}"))
+            path = f"{where}.{product.path}".strip(".")
+            group.notes.append((self.name, f"{path} is not stored in {self.to}: {reason}"))
         return not reason
 
     def _rewrite(self, graph: fx.Graph, call: fx.Node, products: Sequence[Product]) -> None:
@@ -129,8 +129,8 @@ class Product:
     @property
     def ref(self) -> TensorRef:
         """The matrix as the base has it."""
-        found: TensorRef = self.weight.meta["tensor"]
-        return found
+        ref: TensorRef = self.weight.meta["tensor"]
+        return ref
 
     @property
     def shape(self) -> tuple[int, int]:
@@ -150,10 +150,10 @@ def _products(graph: fx.Graph) -> Iterator[Product]:
     for node in reversed(graph.nodes):
         if node.op != "call_function" or not node.users or node in inside:
             continue
-        found = _lowered_product(node) or _plain_product(node)
-        if found is not None and _is_frozen(found):
-            inside |= found.nodes
-            yield found
+        product = _lowered_product(node) or _plain_product(node)
+        if product is not None and _is_frozen(product):
+            inside |= product.nodes
+            yield product
 
 
 def _lowered_product(node: fx.Node) -> Product | None:
@@ -168,12 +168,14 @@ def _lowered_product(node: fx.Node) -> Product | None:
 
 
 def _plain_product(node: fx.Node) -> Product | None:
-    found = nearest_match(list(FROZEN.values()), node)
-    if not isinstance(found, Match):
+    matched = nearest_match(list(FROZEN.values()), node)
+    if not isinstance(matched, Match):
         return None
-    turned = found.pattern is FROZEN["Conv1D"]
-    bias = found.captures.get("bias")
-    return Product(node, node, frozenset(found.nodes), found["x"], found["weight"], bias, turned)
+    turned = matched.pattern is FROZEN["Conv1D"]
+    bias = matched.captures.get("bias")
+    return Product(
+        node, node, frozenset(matched.nodes), matched["x"], matched["weight"], bias, turned
+    )
 
 
 def _is_frozen(product: Product) -> bool:

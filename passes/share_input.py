@@ -51,23 +51,23 @@ class ShareInput(GroupPass):
             for results in list(_sharing(graph, most)):
                 sites = [site for node in results if (site := lowered_site(node)) is not None]
                 needed = _needed(graph, sites)
-                told = ", ".join(f"{where}.{site.path}".strip(".") for site in sites)
-                if needed is not None and rewrite_allowed(f"multi_lora_linears at {told}"):
+                paths = ", ".join(f"{where}.{site.path}".strip(".") for site in sites)
+                if needed is not None and rewrite_allowed(f"multi_lora_linears at {paths}"):
                     _share(graph, sites, needed, group.job_names)
 
 
 def _sharing(graph: fx.Graph, most: int) -> Iterator[list[fx.Node]]:
     """The results of sites that may become one operator, two at least, in the graph's order."""
-    found: dict[Any, list[list[LoweredSite]]] = {}
+    groups: dict[Any, list[list[LoweredSite]]] = {}
     for site in lowered_sites(graph):
         if not is_call(site.call, ONE):
             continue
         dtype = site.arguments["a"].meta["val"].dtype
-        sets = found.setdefault((dtype, *(site.arguments[name] for name in COMMON)), [[]])
+        sets = groups.setdefault((dtype, *(site.arguments[name] for name in COMMON)), [[]])
         if len(sets[-1]) == most or _needed(graph, [*sets[-1], site]) is None:
             sets.append([])
         sets[-1].append(site)
-    for sites in (sites for sets in found.values() for sites in sets if len(sites) > 1):
+    for sites in (sites for sets in groups.values() for sites in sets if len(sites) > 1):
         yield [site.result for site in sites]
 
 
@@ -76,18 +76,18 @@ def _needed(graph: fx.Graph, sites: list[LoweredSite]) -> list[fx.Node] | None:
 
     returns   None where one site reads what another one computes
     """
-    found: dict[fx.Node, None] = {}
-    order = {node: place for place, node in enumerate(graph.nodes)}
+    needed: dict[fx.Node, None] = {}
+    order = {node: index for index, node in enumerate(graph.nodes)}
     results = [site.result for site in sites]
     stack = list(results)
     while stack:
         for source in stack.pop().all_input_nodes:
             if source in results:
                 return None
-            if source not in found and order[source] > order[results[0]]:
-                found[source] = None
+            if source not in needed and order[source] > order[results[0]]:
+                needed[source] = None
                 stack.append(source)
-    return sorted(found, key=order.__getitem__)
+    return sorted(needed, key=order.__getitem__)
 
 
 def _share(
@@ -107,8 +107,8 @@ def _share(
     make = Rewriter(graph).at(results[0], tags)
     shared = make(SEVERAL, *_arguments(sites))
     derive(shared, *results)
-    made = [_result(make, shared, place, old) for place, old in enumerate(results)]
-    for old, new in zip(results, made, strict=True):
+    shared_results = [_result(make, shared, index, old) for index, old in enumerate(results)]
+    for old, new in zip(results, shared_results, strict=True):
         old.replace_all_uses_with(new)
         graph.erase_node(old)
 
@@ -127,11 +127,11 @@ def _arguments(sites: list[LoweredSite]) -> Iterator[Any]:
             yield common
 
 
-def _result(make: Maker, shared: fx.Node, place: int, old: fx.Node) -> fx.Node:
+def _result(make: Maker, shared: fx.Node, index: int, old: fx.Node) -> fx.Node:
     """One site's result, with everything that passes know of the node that it stands for."""
-    made = make(operator.getitem, shared, place)
-    made.meta.update({tag: value for tag, value in old.meta.items() if tag not in OWN})
-    return derive(made, old)
+    result = make(operator.getitem, shared, index)
+    result.meta.update({tag: value for tag, value in old.meta.items() if tag not in OWN})
+    return derive(result, old)
 
 
 def _common(paths: list[str]) -> str:

@@ -240,13 +240,13 @@ def _require_one_base(jobs: Sequence[Job]) -> None:
         raise JobsDiffer("two jobs have one name", found=", ".join(doubled), help="rename one")
     for job in jobs[1:]:
         for field in ("base", "adapter_dtype", "adapter_compute"):
-            one, two = getattr(first, field), getattr(job, field)
-            if one != two:
+            expected, found = getattr(first, field), getattr(job, field)
+            if expected != found:
                 raise JobsDiffer(
                     f"jobs '{first.name}' and '{job.name}' cannot share a backbone",
                     field=field,
-                    expected=f"{one} (job {first.name})",
-                    found=f"{two} (job {job.name})",
+                    expected=f"{expected} (job {first.name})",
+                    found=f"{found} (job {job.name})",
                     help="load both with one base and dtype, or put them into different groups",
                 )
 
@@ -297,7 +297,7 @@ def fuse(given: Prepared, runner: Runner) -> GroupGraph:
                 group.notes.insert(0, ("trace", f"rows are padded, not packed: {refused.what}"))
                 group.notes.insert(1, ("trace", str(refused)))
             for job, sites in zip(given.jobs, given.sites, strict=True):
-                group.notes.extend(("trace", told) for told in idle_patterns(job, sites))
+                group.notes.extend(("trace", note) for note in idle_patterns(job, sites))
             return group
     raise AssertionError("no form was tried")
 

@@ -134,27 +134,27 @@ def rule(*targets: Any, runs: OfRuns = "refused") -> Callable[[Rule], Rule]:
 
 def find_rule(target: Any) -> Rule | None:
     """The rule of an operator, for all its overloads alike."""
-    found = RULES.get(_key(target))
-    if found is None and torch.Tag.pointwise in getattr(target, "tags", ()):
+    known = RULES.get(_key(target))
+    if known is None and torch.Tag.pointwise in getattr(target, "tags", ()):
         return pointwise
-    return found
+    return known
 
 
 def carried(call: Operands) -> Cut:
     """The cut of a call's result; raises CannotCarry."""
-    found = find_rule(call.node.target)
-    if found is None:
+    function = find_rule(call.node.target)
+    if function is None:
         raise CannotCarry(f"{call.node.target} has no rule for pieces")
     known = RUNS.get(_key(call.node.target), "kept")
     cuts = (call.cuts.get(value) for value in call.node.all_input_nodes)
     if known == "known" or not any(isinstance(cut, Runs) for cut in cuts):
-        return found(call)
+        return function(call)
     if known == "refused":
         raise CannotCarry("its pieces are parts of several runs")
-    return _keep_runs(call, found)
+    return _keep_runs(call, function)
 
 
-def _keep_runs(call: Operands, found: Rule) -> Runs:
+def _keep_runs(call: Operands, function: Rule) -> Runs:
     """The same runs in the result."""
     held = [value for value in call.node.all_input_nodes if call.cuts.get(value) is not None]
     runs = {call.runs(value) for value in held}
@@ -162,7 +162,7 @@ def _keep_runs(call: Operands, found: Rule) -> Runs:
     if others:
         ends = set().union(*map(ends_of, runs))
         raise NeedsRuns("it joins pieces of other runs", ends, max(ends))
-    dim = found(call)
+    dim = function(call)
     for value, own in call.stored.items():
         call.stored[value] = Runs(own, sizes)
     return Runs(dim, _scaled(sizes, call.node.meta["val"].shape[dim], call.pieces))
@@ -202,16 +202,16 @@ def pointwise(call: Operands) -> Cut:
     """Every element by itself; shapes broadcast from the right."""
     ndim = rank_of(call.node)
     operands = [n for n in call.node.all_input_nodes if isinstance(n.meta["val"], torch.Tensor)]
-    places = {call.cut(n) - rank_of(n) + ndim for n in operands if call.cut(n) is not None}
-    if len(places) > 1:
-        raise CannotCarry(f"it joins pieces along different dimensions {sorted(places)}")
-    (place,) = places
+    dims = {call.cut(n) - rank_of(n) + ndim for n in operands if call.cut(n) is not None}
+    if len(dims) > 1:
+        raise CannotCarry(f"it joins pieces along different dimensions {sorted(dims)}")
+    (dim,) = dims
     for other in operands:
-        own = place - ndim + rank_of(other)
+        own = dim - ndim + rank_of(other)
         whole = call.cut(other) is None and own >= 0 and other.meta["val"].shape[own] != 1
         if whole and not call.take(other, own):
             raise CannotCarry(f"it joins a piece with the whole of '{other.name}'")
-    return place
+    return dim
 
 
 @rule(aten.type_as, runs="kept")
@@ -309,15 +309,15 @@ def _ranges(node: fx.Node) -> list[Range]:
     size = source.meta["val"].shape[dim]
     if _calls(node, SLICE):
         bounds = [given[name] for name in ("start", "end", "step")]
-        if not isinstance(size, int) or any(isinstance(one, fx.Node) for one in bounds):
+        if not isinstance(size, int) or any(isinstance(item, fx.Node) for item in bounds):
             return []
         start, stop, step = slice(*bounds).indices(size)
         return [(start, stop)] if step == 1 else []
     sizes = [part.shape[dim] for part in value]
     named = node.args[1] if isinstance(node.args[1], (list, tuple)) else [node.args[1]]
-    if not all(isinstance(one, int) for one in (*sizes, *named)):
+    if not all(isinstance(item, int) for item in (*sizes, *named)):
         return []
-    return [(sum(sizes[:place]), sum(sizes[: place + 1])) for place in range(len(sizes))]
+    return [(sum(sizes[:index]), sum(sizes[: index + 1])) for index in range(len(sizes))]
 
 
 def _dim(node: fx.Node) -> int:
@@ -343,15 +343,15 @@ def _reshape(call: Operands) -> Cut:
     before, after = source.meta["val"].shape, call.node.meta["val"].shape
     outside = str(prod(before[:cut]))
     fixed = [dim for dim, size in enumerate(after) if isinstance(size, int) and size != 1]
-    found = [dim for dim in fixed if str(prod(after[:dim])) == outside]
-    if not found:
+    kept = [dim for dim in fixed if str(prod(after[:dim])) == outside]
+    if not kept:
         raise CannotCarry("it folds the pieces into another dimension")
-    size, sizes = after[found[0]], call.node.args[1]
+    size, sizes = after[kept[0]], call.node.args[1]
     if size % call.pieces:
         raise CannotCarry(f"its {size} do not divide by {call.pieces}")
-    if isinstance(sizes[found[0]], fx.Node):  # type: ignore[index]
+    if isinstance(sizes[kept[0]], fx.Node):  # type: ignore[index]
         raise CannotCarry("it computes the size of what is cut")
-    return found[0]
+    return kept[0]
 
 
 @rule(aten.expand, runs="kept")
@@ -374,8 +374,8 @@ def _flatten(call: Operands) -> Cut:
 @rule(aten.transpose, aten.swapaxes, runs="kept")
 def _transpose(call: Operands) -> Cut:
     cut, ndim = call.cut(call.node.args[0]), rank_of(call.node)
-    one, two = (dim_of(int(d), ndim) for d in call.node.args[1:3])  # type: ignore[arg-type]
-    return {one: two, two: one}.get(cut, cut)
+    first, second = (dim_of(int(d), ndim) for d in call.node.args[1:3])  # type: ignore[arg-type]
+    return {first: second, second: first}.get(cut, cut)
 
 
 @rule(aten.permute, runs="kept")
@@ -511,7 +511,7 @@ def _attention(call: Operands) -> Cut:
     return cut
 
 
-def _differs(value: fx.Node, place: int, ndim: int) -> bool:
+def _differs(value: fx.Node, dim: int, ndim: int) -> bool:
     """Whether a whole value differs along a dimension of what it is broadcast to."""
-    own = place - ndim + rank_of(value)
+    own = dim - ndim + rank_of(value)
     return own >= 0 and bool(value.meta["val"].shape[own] != 1)

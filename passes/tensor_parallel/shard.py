@@ -88,7 +88,7 @@ class ShardTensor(GroupPass):
             if where == HEAD and not self.head:
                 continue
             cuts = search(graph, self.size, open_end=where == HEAD)
-            group.notes.extend((self.name, told) for told in _whole_notes(where, cuts))
+            group.notes.extend((self.name, note) for note in _whole_notes(where, cuts))
             if cuts.by_columns and rewrite_allowed(f"pieces in {where or 'the root'}"):
                 _cut(graph, cuts, self.size)
                 _join(group, graph, cuts, learned, open_end=where == HEAD)
@@ -98,33 +98,35 @@ class ShardTensor(GroupPass):
 
 def nothing_cut(group: GroupGraph, size: int) -> list[str]:
     """Why no matrix of any layer can be cut into so many pieces; [] where one can."""
-    told: list[str] = []
+    notes: list[str] = []
     for where, graph in named_graphs(group):
         cuts = search(graph, size) if where != HEAD else Cuts()
         if cuts.by_columns:
             return []
-        told.extend(_whole_notes(where, cuts))
-    return told or ["the model has no linear of the frozen base"]
+        notes.extend(_whole_notes(where, cuts))
+    return notes or ["the model has no linear of the frozen base"]
 
 
 def _whole_notes(where: str, cuts: Cuts) -> list[str]:
     """What stays whole in a graph, and why."""
     pairs = cuts.whole.items()
-    return [f"{f'{where}.{told}'.strip('.')} stays whole: {reason}" for told, reason in pairs]
+    return [f"{f'{where}.{modules}'.strip('.')} stays whole: {reason}" for modules, reason in pairs]
 
 
 def _cut(graph: fx.Graph, cuts: Cuts, pieces: int) -> None:
     """Give stored tensors and named sizes those of one piece."""
-    linears = [(one, COLUMNS) for one in cuts.by_columns] + [(one, ROWS) for one in cuts.by_rows]
+    linears = [(linear, COLUMNS) for linear in cuts.by_columns] + [
+        (linear, ROWS) for linear in cuts.by_rows
+    ]
     stored = dict(cuts.stored)
-    for found, way in linears:
-        for matrix in found.matrices:
+    for linear, way in linears:
+        for matrix in linear.matrices:
             stored.update(matrix.cuts(way))
     mode = fake_mode_of(graph)
     for node, cut in stored.items():
         ref, dim = node.meta["tensor"], dim_of_cut(cut)
         runs = cut.sizes if isinstance(cut, Runs) else ()
-        shape = tuple(n // pieces if place == dim else n for place, n in enumerate(ref.shape))
+        shape = tuple(n // pieces if index == dim else n for index, n in enumerate(ref.shape))
         node.meta["tensor"] = replace(ref, shape=shape, shard=(dim, pieces, runs))
         node.meta["val"] = fake_like(mode, shape, ref.dtype)
     for node, cut in cuts.values.items():
@@ -140,8 +142,8 @@ def _join(
     """Put the operators where whole values and pieces meet."""
     whole: dict[fx.Node, dict[fx.Node, None]] = {}
     if not open_end:
-        for found in cuts.by_columns:
-            whole.setdefault(found.x, {})[found.node] = None
+        for linear in cuts.by_columns:
+            whole.setdefault(linear.x, {})[linear.node] = None
         for reader, value in cuts.entries:
             if value in learning:
                 whole.setdefault(value, {})[reader] = None
@@ -151,39 +153,39 @@ def _join(
         _keep_axis(copied, value)
         for reader in readers:
             reader.replace_input_with(value, copied)
-    for found in cuts.by_rows:
-        _sum(group, graph, found)
+    for linear in cuts.by_rows:
+        _sum(group, graph, linear)
 
 
-def _sum(group: GroupGraph, graph: fx.Graph, found: Linears) -> None:
+def _sum(group: GroupGraph, graph: fx.Graph, linear: Linears) -> None:
     """Sum the parts that processes compute of a linear, then add its bias, once."""
-    node, (matrix,) = found.node, found.matrices
+    node, (matrix,) = linear.node, linear.matrices
     readers = list(node.users)
     if matrix.bias is not None:
-        node = _without_bias(graph, found)
+        node = _without_bias(graph, linear)
     make = _maker(group, graph, node.next, path=node.meta.get("path") or "")
     result = make(ops.tp_reduce.default, node, GROUP)
     if matrix.bias is not None:
         result = make(aten.add.Tensor, result, matrix.bias)
-    for made in make.made:
-        _keep_axis(made, node)
+    for added in make.made:
+        _keep_axis(added, node)
     for reader in readers:
-        reader.replace_input_with(found.node, result)
-    if node is not found.node:
-        graph.erase_node(found.node)
+        reader.replace_input_with(linear.node, result)
+    if node is not linear.node:
+        graph.erase_node(linear.node)
 
 
-def _without_bias(graph: fx.Graph, found: Linears) -> fx.Node:
+def _without_bias(graph: fx.Graph, linear: Linears) -> fx.Node:
     """The same linear without its bias."""
-    node = found.node
+    node = linear.node
     if is_call(node, aten.addmm.default):
         given = arguments_of(node)
         plain = Rewriter(graph).at(node)(aten.mm.default, given["mat1"], given["mat2"])
         _keep_axis(plain, node)
         return plain
-    place = [one.name for one in node.target._schema.arguments].index("bias")  # type: ignore[union-attr]
-    if len(node.args) > place:
-        node.update_arg(place, None)
+    index = [argument.name for argument in node.target._schema.arguments].index("bias")  # type: ignore[union-attr]
+    if len(node.args) > index:
+        node.update_arg(index, None)
     else:
         node.update_kwarg("bias", None)
     return node
@@ -204,27 +206,27 @@ def _maker(group: GroupGraph, graph: fx.Graph, before: fx.Node, **tags: str) -> 
     return Rewriter(graph).at(before, {"role": "shared", "jobs": jobs, "site": "", **tags})
 
 
-def _keep_axis(made: fx.Node, like: fx.Node) -> None:
+def _keep_axis(node: fx.Node, like: fx.Node) -> None:
     if "axis" in like.meta:
-        made.meta["axis"] = like.meta["axis"]
+        node.meta["axis"] = like.meta["axis"]
 
 
 def learning(group: GroupGraph) -> set[fx.Node]:
     """The values of all graphs that depend on what jobs train."""
-    found = set(_reached(group.root, set()))
+    reached = set(_reached(group.root, set()))
     for block in group.blocks.values():
         inputs = list(placeholders(block.graph).values())
         calls = [
             n for n in group.root.nodes if n.op == "call_module" and n.target in block.instances
         ]
         start = {
-            inputs[place]
+            inputs[index]
             for call in calls
-            for place, given in enumerate(call.args)
-            if given in found
+            for index, given in enumerate(call.args)
+            if given in reached
         }
-        found |= set(_reached(block.graph, start))
-    return found
+        reached |= set(_reached(block.graph, start))
+    return reached
 
 
 def _reached(graph: fx.Graph, start: set[fx.Node]) -> Iterator[fx.Node]:
@@ -322,36 +324,36 @@ class _ShardWalk:
         return not others and cut == len(last.meta["val"].shape) - 1
 
     def _visit(self, node: fx.Node) -> None:
-        found, held = linears(node), self._held(node.all_input_nodes)
-        if found is not None and not held:
-            self._by_columns(found)
-        elif found is not None:
-            self._by_rows(found, held)
+        linear, held = linears(node), self._held(node.all_input_nodes)
+        if linear is not None and not held:
+            self._by_columns(linear)
+        elif linear is not None:
+            self._by_rows(linear, held)
         elif held:
             self._carry(node, held)
 
-    def _by_columns(self, found: Linears) -> None:
-        found = found.in_runs(self.runs[found.node])
-        reason = self.kept.get(found.node) or found.misfit(COLUMNS, self.pieces)
+    def _by_columns(self, linear: Linears) -> None:
+        linear = linear.in_runs(self.runs[linear.node])
+        reason = self.kept.get(linear.node) or linear.misfit(COLUMNS, self.pieces)
         if reason:
-            self.cuts.whole[found.modules] = reason
+            self.cuts.whole[linear.modules] = reason
             return
-        value = found.node.meta["val"]
+        value = linear.node.meta["val"]
         several = isinstance(value, (list, tuple))
-        results = zip(found.matrices, value if several else [value], strict=True)
-        cuts = tuple(matrix.cut(one.dim() - 1) for matrix, one in results)
-        self.cuts.by_columns.append(found)
-        self.cuts.values[found.node] = cuts if several else cuts[0]
-        self.sources[found.node] = frozenset((found.node, place) for place in range(len(cuts)))
+        results = zip(linear.matrices, value if several else [value], strict=True)
+        cuts = tuple(matrix.cut(result.dim() - 1) for matrix, result in results)
+        self.cuts.by_columns.append(linear)
+        self.cuts.values[linear.node] = cuts if several else cuts[0]
+        self.sources[linear.node] = frozenset((linear.node, index) for index in range(len(cuts)))
 
-    def _by_rows(self, found: Linears, held: list[fx.Node]) -> None:
-        last = found.x.meta["val"].dim() - 1
-        if held != [found.x] or self.cuts.values[found.x] != last:
-            raise _StayWhole(self._of(held), f"{found.modules} takes no such pieces")
-        reason = found.misfit(ROWS, self.pieces)
+    def _by_rows(self, linear: Linears, held: list[fx.Node]) -> None:
+        last = linear.x.meta["val"].dim() - 1
+        if held != [linear.x] or self.cuts.values[linear.x] != last:
+            raise _StayWhole(self._of(held), f"{linear.modules} takes no such pieces")
+        reason = linear.misfit(ROWS, self.pieces)
         if reason:
-            raise _StayWhole(self._of(held), f"{found.modules} cannot take pieces: {reason}")
-        self.cuts.by_rows.append(found)
+            raise _StayWhole(self._of(held), f"{linear.modules} cannot take pieces: {reason}")
+        self.cuts.by_rows.append(linear)
 
     def _carry(self, node: fx.Node, held: list[fx.Node]) -> None:
         operands = Operands(node, self.pieces, self.cuts.values)
@@ -361,8 +363,8 @@ class _ShardWalk:
             if isinstance(reason, NeedsRuns) and self._take_runs(self._of(held), reason):
                 raise _ByRuns from None
             where = node.meta.get("path") or "the root"
-            told = f"its pieces reach no sum: at {where}, {node.name}: {reason}"
-            raise _StayWhole(self._of(held), told) from None
+            why = f"its pieces reach no sum: at {where}, {node.name}: {reason}"
+            raise _StayWhole(self._of(held), why) from None
         self.cuts.stored.update(operands.stored)
         if cut is None:
             return
@@ -376,17 +378,17 @@ class _ShardWalk:
 
     def _take_runs(self, sources: Sources, asked: NeedsRuns) -> bool:
         """Let linears be cut by the runs that an operator asks for; False where they cannot."""
-        matrices = {found.node: found.matrices for found in self.cuts.by_columns}
+        matrices = {linear.node: linear.matrices for linear in self.cuts.by_columns}
         changed = False
-        for node, place in sources:
-            size = matrices[node][place].size(COLUMNS)
+        for node, index in sources:
+            size = matrices[node][index].size(COLUMNS)
             if size % asked.size:
                 return False
             ends = {end * (size // asked.size) for end in asked.ends} | {0, size}
-            ends |= ends_of(self.runs[node].get(place, ()))
+            ends |= ends_of(self.runs[node].get(index, ()))
             runs = tuple(stop - start for start, stop in pairwise(sorted(ends)))
-            changed |= self.runs[node].get(place, (size,)) != runs
-            self.runs[node][place] = runs
+            changed |= self.runs[node].get(index, (size,)) != runs
+            self.runs[node][index] = runs
         return changed
 
     def _held(self, nodes: Iterable[fx.Node]) -> list[fx.Node]:
@@ -432,9 +434,9 @@ class Matrix:
         assert self.stored is not None
         return int(self.stored.meta["val"].shape[dim if self.outer == 0 else 1 - dim])
 
-    def cut(self, place: int) -> Cut:
+    def cut(self, dim: int) -> Cut:
         """The cut of a value that has results along a dimension."""
-        return Runs(place, self.runs) if self.runs else place
+        return Runs(dim, self.runs) if self.runs else dim
 
     def cuts(self, dim: int) -> Iterator[tuple[fx.Node, Cut]]:
         """Which stored tensors are cut, and how, by columns (0) or rows (1)."""
@@ -473,7 +475,9 @@ class Linears:
 
     def in_runs(self, runs: Mapping[int, tuple[int, ...]]) -> Linears:
         """The same, with the runs of matrices by their index."""
-        cut = (replace(one, runs=runs.get(index, ())) for index, one in enumerate(self.matrices))
+        cut = (
+            replace(matrix, runs=runs.get(index, ())) for index, matrix in enumerate(self.matrices)
+        )
         return replace(self, matrices=tuple(cut))
 
     def misfit(self, dim: int, pieces: int) -> str:
@@ -516,20 +520,20 @@ def linears(node: fx.Node) -> Linears | None:
     if is_call(node, SEVERAL):
         given = lowered_arguments(node)
         count = len(given["weight"])
-        own = [{name: given[name][place] for name in LISTED} for place in range(count)]
+        own = [{name: given[name][index] for name in LISTED} for index in range(count)]
         return Linears(node, given["x"], tuple(map(_matrix, own)), bool(given["drops"]))
     if not is_call(node, *PLAIN) or node.meta.get("role") == "adapter":
         return None
     given = arguments_of(node)
     if is_call(node, aten.linear.default):
-        found = Linears(node, given["input"], (_stored(given["weight"], 0, given["bias"]),))
+        linear = Linears(node, given["input"], (_stored(given["weight"], 0, given["bias"]),))
     elif is_call(node, aten.addmm.default):
         plain = (given["beta"], given["alpha"]) == (1, 1)
         matrix = _stored(given["mat2"], 1, given["self"]) if plain else Matrix(None, 0, None)
-        found = Linears(node, given["mat1"], (matrix,))
+        linear = Linears(node, given["mat1"], (matrix,))
     else:
-        found = Linears(node, given["self"], (_stored(given["mat2"], 1, None),))
-    return found if found.matrices[0].stored is not None else None
+        linear = Linears(node, given["self"], (_stored(given["mat2"], 1, None),))
+    return linear if linear.matrices[0].stored is not None else None
 
 
 def _matrix(given: dict[str, Any]) -> Matrix:

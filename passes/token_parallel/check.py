@@ -137,17 +137,19 @@ class _Checker:
         held = any(source.meta["axis"] is not None for source in node.all_input_nodes)
         if not isinstance(value, (torch.Tensor, tuple, list)):
             return self._number(node, held)
-        found = find_rule(node.target)
-        if not held and (found is None or not self._has_row(value)):
+        function = find_rule(node.target)
+        if not held and (function is None or not self._has_row(value)):
             if self._has_row(value):
                 self._refuse(node, "it makes values from places in the row")
             return None
         if not held and _name(node.target) not in UNIFORM:
             self._refuse(node, "it takes values by their place in the row")
-        if found is None:
+        if function is None:
             return self._refuse(node, None)
         try:
-            axis = found(node, lambda arg: arg.meta["axis"] if isinstance(arg, fx.Node) else None)
+            axis = function(
+                node, lambda arg: arg.meta["axis"] if isinstance(arg, fx.Node) else None
+            )
         except MixesTokens as reason:
             self._refuse(node, str(reason))
         return self._by_shape(value) if axis is None and self._has_row(value) else axis

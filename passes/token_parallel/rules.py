@@ -44,10 +44,10 @@ def rule(*targets: Any) -> Callable[[Rule], Rule]:
 
 def find_rule(target: Any) -> Rule | None:
     """The rule of an operator, for all its overloads alike."""
-    found = RULES.get(_key(target))
-    if found is None and torch.Tag.pointwise in getattr(target, "tags", ()):
+    known = RULES.get(_key(target))
+    if known is None and torch.Tag.pointwise in getattr(target, "tags", ()):
         return pointwise
-    return found
+    return known
 
 
 def _key(target: Any) -> str:
@@ -140,8 +140,8 @@ def _embedding(node: fx.Node, axis_of: Callable[[Any], Axis]) -> Axis:
 @rule(aten.transpose, aten.swapaxes)
 def _transpose(node: fx.Node, axis_of: Callable[[Any], Axis]) -> Axis:
     axis, ndim = axis_of(node.args[0]), rank_of(node)
-    one, two = (dim_of(int(d), ndim) for d in node.args[1:3])  # type: ignore[arg-type]
-    return {one: two, two: one}.get(axis, axis)
+    first, second = (dim_of(int(d), ndim) for d in node.args[1:3])  # type: ignore[arg-type]
+    return {first: second, second: first}.get(axis, axis)
 
 
 @rule(aten.t)
@@ -194,8 +194,8 @@ def _times(sizes: Any) -> Any:
     return product
 
 
-def _same(one: Any, two: Any) -> bool:
-    return str(one) == str(two)
+def _same(left: Any, right: Any) -> bool:
+    return str(left) == str(right)
 
 
 def _symbols(size: Any) -> set[str]:
@@ -342,8 +342,8 @@ def _split(node: fx.Node, axis_of: Callable[[Any], Axis]) -> Axis:
 @rule(operator.getitem)
 def _getitem(node: fx.Node, axis_of: Callable[[Any], Axis]) -> Axis:
     axes = axis_of(node.args[0])
-    place: Any = node.args[1]
-    return axes[place] if isinstance(axes, tuple) else axes
+    index: Any = node.args[1]
+    return axes[index] if isinstance(axes, tuple) else axes
 
 
 @rule(aten.index)

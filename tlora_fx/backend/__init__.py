@@ -92,13 +92,13 @@ def _lower_region(region: GraphRegion, wanted: Options) -> tuple[int, list[Left]
     rewriter = SiteRewriter(region.module)
     lowered = 0
     left = [_stray(name, user) for name, user in strays(region, sites).items()]
-    for found in lower_sites(region, sites, wanted.compute):
-        if isinstance(found, Left):
-            left.append(found)
-        elif reason := _unfit(found, wanted):
-            left.append(Left(found.calls.path, reason))
+    for result in lower_sites(region, sites, wanted.compute):
+        if isinstance(result, Left):
+            left.append(result)
+        elif reason := _unfit(result, wanted):
+            left.append(Left(result.calls.path, reason))
         else:
-            rewriter.replace(found)
+            rewriter.replace(result)
             lowered += 1
     if lowered:
         region.module.graph.lint()
@@ -115,13 +115,13 @@ def _stray(name: str, user: fx.Node) -> Left:
     return Left(layer or name, OUTSIDE if layer else CUT)
 
 
-def _unfit(found: Lowered, wanted: Options) -> str:
+def _unfit(site: Lowered, wanted: Options) -> str:
     """Why the operator may not draw the masks of a branch, or ""."""
-    rate = value_of(found.dropout) if isinstance(found.dropout, fx.Node) else found.dropout
+    rate = value_of(site.dropout) if isinstance(site.dropout, fx.Node) else site.dropout
     if rate >= 1:  # a guard where the rate is an input, so that 1 compiles again
         return "it drops everything"
     fallback = torch._inductor.config.fallback_random
-    if found.dropout != 0 and wanted.inductor.get("fallback_random", fallback):
+    if site.dropout != 0 and wanted.inductor.get("fallback_random", fallback):
         return "fallback_random asks for the masks of eager mode"
     return ""
 

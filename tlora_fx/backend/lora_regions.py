@@ -155,25 +155,25 @@ class _SiteGraph:
             for source in node.all_input_nodes:
                 if source not in site.nodes and source not in self.outer and not is_number(source):
                     self.outer[source] = self._outside(source)
-        made: dict[fx.Node, Any] = {}
+        copies: dict[fx.Node, Any] = {}
         for node in site.nodes:
             if not is_number(node):
-                self._copy(site, node, made, anchor)
-        args = (made[anchor], made[result], self.tables["segments"], 0, 0)
+                self._copy(site, node, copies, anchor)
+        args = (copies[anchor], copies[result], self.tables["segments"], 0, 0)
         write = self.graph.call_function(ops.segment_write.default, args)
         self._tag(write, site, result)
-        self.numbers[site.path] = self._numbers(write, made[anchor])
+        self.numbers[site.path] = self._numbers(write, copies[anchor])
         return write
 
     def _numbers(self, write: fx.Node, anchor: fx.Node) -> dict[str, fx.Node]:
         """Scaling and rate of a site's branch that only the run knows; Dynamo's nodes."""
         try:
-            found = match_nodes(write, anchor, match_frozen(anchor).x)
+            matched = match_nodes(write, anchor, match_frozen(anchor).x)
         except NoMatch:
             return {}
-        if isinstance(found, Miss):
+        if isinstance(matched, Miss):
             return {}
-        calls = {"scaling": found["scaled branch"], "dropout": found.captures.get("dropout")}
+        calls = {"scaling": matched["scaled branch"], "dropout": matched.captures.get("dropout")}
         return {
             name: source
             for name, call in calls.items()
@@ -186,18 +186,18 @@ class _SiteGraph:
         """What a site reads from the rest: a stored tensor, or a value."""
         value = value_of(source)
         if source in self.region.stored and isinstance(value, Tensor):
-            made = self.graph.create_node("get_attr", source.name)
+            outer = self.graph.create_node("get_attr", source.name)
             owner: Any = "job" if value.requires_grad else "base"
             ref = TensorRef(owner, source.name, tuple(value.shape), value.dtype)
-            made.meta["tensor"] = ref
+            outer.meta["tensor"] = ref
         else:
-            made = self.graph.placeholder(source.name)
-        made.meta.update(val=value, path="", role="shared", jobs=(THE_JOB,))
-        self.stands[made] = source
-        return made
+            outer = self.graph.placeholder(source.name)
+        outer.meta.update(val=value, path="", role="shared", jobs=(THE_JOB,))
+        self.stands[outer] = source
+        return outer
 
     def _copy(
-        self, site: LoraCalls, node: fx.Node, made: dict[fx.Node, Any], anchor: fx.Node
+        self, site: LoraCalls, node: fx.Node, copies: dict[fx.Node, Any], anchor: fx.Node
     ) -> None:
         """Copy one call in the vocabulary of tracing."""
         branch = node not in site.frozen
@@ -205,9 +205,9 @@ class _SiteGraph:
         def take(source: fx.Node) -> Any:
             if is_number(source):
                 return STAND_IN
-            value: fx.Node = made[source] if source in made else self.outer[source]
+            value: fx.Node = copies[source] if source in copies else self.outer[source]
             stored = source in self.region.stored
-            shared = source is anchor or source not in made
+            shared = source is anchor or source not in copies
             if branch and shared and not stored and isinstance(value_of(source), Tensor):
                 return self._read(site, value, source)
             return value
@@ -217,12 +217,12 @@ class _SiteGraph:
             args, kwargs = fx.map_arg((node.args, node.kwargs), take)
             copy = self.graph.create_node(node.op, node.target, args, kwargs)
         elif call.target is None:
-            made[node] = fx.map_arg(call.args, take)[0]
+            copies[node] = fx.map_arg(call.args, take)[0]
             return
         else:
             copy = self.graph.call_function(call.target, fx.map_arg(call.args, take))
         self._tag(copy, site, node)
-        made[node] = copy
+        copies[node] = copy
 
     def _read(self, site: LoraCalls, value: fx.Node, source: fx.Node) -> fx.Node:
         """The job's segment of a value, which is all of it."""
@@ -231,9 +231,9 @@ class _SiteGraph:
         self._tag(read, site, source)
         return read
 
-    def _tag(self, made: fx.Node, site: LoraCalls, node: fx.Node) -> None:
-        self.stands[made] = node
-        made.meta.update(
+    def _tag(self, copy: fx.Node, site: LoraCalls, node: fx.Node) -> None:
+        self.stands[copy] = node
+        copy.meta.update(
             val=value_of(node), path=site.path, site=site.path, jobs=(THE_JOB,), role="adapter"
         )
 

@@ -103,9 +103,9 @@ class SiteRewriter:
         if not isinstance(number, fx.Node):
             return self._table(name, torch.tensor([number], dtype=torch.float64))
         source: Any = number.args[0]
-        made = self.graph.call_function(torch.reshape, (source, (1,)))
-        made.meta["example_value"] = tensor_of(source).reshape(1)
-        return made
+        table = self.graph.call_function(torch.reshape, (source, (1,)))
+        table.meta["example_value"] = tensor_of(source).reshape(1)
+        return table
 
     def _table(self, name: str, value: Tensor) -> fx.Node:
         """A buffer that holds a table; equal tables are one."""
@@ -116,21 +116,21 @@ class SiteRewriter:
             # order differs in every process.
             self.module.register_buffer(attribute, value, persistent=True)
             with self.graph.inserting_before(self._first_call()):
-                made = self.graph.get_attr(attribute)
-            made.meta["example_value"] = value
-            self.made[key] = made
+                table = self.graph.get_attr(attribute)
+            table.meta["example_value"] = value
+            self.made[key] = table
         return self.made[key]
 
     def _first_call(self) -> fx.Node:
-        found: fx.Node = next(node for node in self.graph.nodes if node.op != "placeholder")
-        return found
+        first: fx.Node = next(node for node in self.graph.nodes if node.op != "placeholder")
+        return first
 
     def _keys(self) -> fx.Node:
         """One draw of torch's generator a forward, from which all masks follow."""
         if "keys" not in self.made:
-            made = self.graph.call_function(torch.randint, (0, WORDS, (1, 2)))
-            made.meta["example_value"] = torch.empty(1, 2, dtype=torch.int64, device="meta")
-            self.made["keys"] = made
+            keys = self.graph.call_function(torch.randint, (0, WORDS, (1, 2)))
+            keys.meta["example_value"] = torch.empty(1, 2, dtype=torch.int64, device="meta")
+            self.made["keys"] = keys
         return self.made["keys"]
 
     def _token_index(self, value: Tensor, x: fx.Node) -> fx.Node:
@@ -139,39 +139,40 @@ class SiteRewriter:
         key = ("token_index", str(leading), value.device)
         if key not in self.made:
             count: Any = 1
-            for place, size in enumerate(leading):
-                known = size if isinstance(size, int) else self._size(x, place, size)
+            for dimension, size in enumerate(leading):
+                known = size if isinstance(size, int) else self._size(x, dimension, size)
                 count = self._product(count, known)
-            made = self.graph.call_function(
+            index = self.graph.call_function(
                 torch.arange, (count,), {"dtype": torch.int32, "device": value.device}
             )
-            made.meta["example_value"] = value.new_empty(leading.numel(), dtype=torch.int32)
-            self.made[key] = made
+            index.meta["example_value"] = value.new_empty(leading.numel(), dtype=torch.int32)
+            self.made[key] = index
         return self.made[key]
 
-    def _size(self, x: fx.Node, place: int, size: Any) -> fx.Node:
-        made = self.graph.call_method("size", (x, place))
-        made.meta["example_value"] = size
-        return made
+    def _size(self, x: fx.Node, dimension: int, size: Any) -> fx.Node:
+        call = self.graph.call_method("size", (x, dimension))
+        call.meta["example_value"] = size
+        return call
 
-    def _product(self, one: Any, two: Any) -> Any:
-        if not isinstance(one, fx.Node) and not isinstance(two, fx.Node):
-            return one * two
-        if not isinstance(one, fx.Node) and one == 1:
-            return two
-        made = self.graph.call_function(operator.mul, (one, two))
+    def _product(self, left: Any, right: Any) -> Any:
+        if not isinstance(left, fx.Node) and not isinstance(right, fx.Node):
+            return left * right
+        if not isinstance(left, fx.Node) and left == 1:
+            return right
+        product = self.graph.call_function(operator.mul, (left, right))
         one_value, two_value = (
-            item.meta["example_value"] if isinstance(item, fx.Node) else item for item in (one, two)
+            item.meta["example_value"] if isinstance(item, fx.Node) else item
+            for item in (left, right)
         )
-        made.meta["example_value"] = one_value * two_value
-        return made
+        product.meta["example_value"] = one_value * two_value
+        return product
 
     def _transposed(self, matrix: fx.Node) -> fx.Node:
         key = ("t", matrix)
         if key not in self.made:
-            made = self.graph.call_function(aten.t.default, (matrix,))
-            made.meta["example_value"] = tensor_of(matrix).t()
-            self.made[key] = made
+            transposed = self.graph.call_function(aten.t.default, (matrix,))
+            transposed.meta["example_value"] = tensor_of(matrix).t()
+            self.made[key] = transposed
         return self.made[key]
 
 

@@ -74,10 +74,10 @@ def regions_of(root: fx.GraphModule) -> list[GraphRegion]:
         for node in root.graph.nodes
         if node.op == "get_attr" or isinstance(node.meta.get("example_value"), nn.Parameter)
     }
-    found = [GraphRegion(root, frozenset(stored))]
-    for region in found:
-        found.extend(_inner(region))
-    return found
+    regions = [GraphRegion(root, frozenset(stored))]
+    for region in regions:
+        regions.extend(_inner(region))
+    return regions
 
 
 def _inner(region: GraphRegion) -> Iterator[GraphRegion]:
@@ -100,7 +100,7 @@ def sites_of(graph: fx.Graph) -> list[LoraCalls]:
     peft = sys.modules.get("peft.tuners.lora.layer")
     if peft is None:
         return []
-    found: dict[str, LoraCalls] = {}
+    sites: dict[str, LoraCalls] = {}
     for node in graph.nodes:
         if not node.op.startswith("call_"):
             continue
@@ -108,13 +108,13 @@ def sites_of(graph: fx.Graph) -> list[LoraCalls]:
         owner = next((path for path, kind in modules if _is_a(kind, peft.LoraLayer)), None)
         if owner is None:
             continue
-        site = found.setdefault(owner, LoraCalls(owner))
+        site = sites.setdefault(owner, LoraCalls(owner))
         site.nodes.append(node)
         inside = [path.removeprefix(f"{owner}.") for path, _ in modules if under(path, owner)]
         if "base_layer" in inside:
             site.frozen.add(node)
         site.adapters |= {path.removeprefix(FIRST) for path in inside if path.startswith(FIRST)}
-    return list(found.values())
+    return list(sites.values())
 
 
 def strays(region: GraphRegion, sites: list[LoraCalls]) -> dict[str, fx.Node]:
@@ -131,14 +131,14 @@ def strays(region: GraphRegion, sites: list[LoraCalls]) -> dict[str, fx.Node]:
 
 def running_modules() -> list[nn.Module]:
     """Modules that Python runs while Dynamo compiles, inner before outer."""
-    found: dict[int, nn.Module] = {}
+    modules: dict[int, nn.Module] = {}
     frame: FrameType | None = sys._getframe()
     while frame is not None:
         owner = frame.f_locals.get("self")
         if isinstance(owner, nn.Module):
-            found.setdefault(id(owner), owner)
+            modules.setdefault(id(owner), owner)
         frame = frame.f_back
-    return list(found.values())
+    return list(modules.values())
 
 
 def running_layer() -> str:

@@ -302,11 +302,11 @@ class ModesIn:
         )
         options = {"dtype": getattr(torch, data["dtype"]), "device": data["device"]}
         if mode is None:
-            made = torch.empty_strided(shape, stride, **options)
+            tensor = torch.empty_strided(shape, stride, **options)
         else:
             with self.modes[mode]:
-                made = torch.empty_strided(shape, stride, **options)
-        return made.requires_grad_(data["requires_grad"])
+                tensor = torch.empty_strided(shape, stride, **options)
+        return tensor.requires_grad_(data["requires_grad"])
 
     def _size(self, tree: Any, mode: int | None) -> int | torch.SymInt:
         if isinstance(tree, int):
@@ -349,5 +349,5 @@ def _symbol(env: _NamedSizes, name: str, size: SizeData) -> Any:
 
 def _hints(env: ShapeEnv) -> dict[sympy.Symbol, Any]:
     """What the symbols were while tracing; torch renamed the table in 2.13."""
-    found = getattr(env, "backed_var_to_val", None)
-    return found if found is not None else env.var_to_val
+    hints = getattr(env, "backed_var_to_val", None)
+    return hints if hints is not None else env.var_to_val

@@ -235,8 +235,8 @@ def target_of(text: str) -> Callable[..., Any]:
 
     raises    GraphFileNotReadable for what is no operator, or is not there
     """
-    found = _overload(text) if text.startswith(OPERATORS) else _plain_function(text)
-    if found is None:
+    target = _overload(text) if text.startswith(OPERATORS) else _plain_function(text)
+    if target is None:
         raise GraphFileNotReadable(
             "the graph calls an operator that is not there",
             found=text,
@@ -245,7 +245,7 @@ def target_of(text: str) -> Callable[..., Any]:
             if text.startswith(OPERATORS)
             else "graph files name operators of torch.ops, operator and math only",
         )
-    return found
+    return target
 
 
 def _overload(text: str) -> Callable[..., Any] | None:
@@ -254,27 +254,31 @@ def _overload(text: str) -> Callable[..., Any] | None:
         return None
     space, name, overload = names
     try:
-        found = getattr(getattr(getattr(torch.ops, space), name), overload)
+        overloaded = getattr(getattr(getattr(torch.ops, space), name), overload)
     except (AttributeError, RuntimeError):
         return None
-    return found if isinstance(found, torch._ops.OpOverload) and _is_pure(found) else None
+    return (
+        overloaded
+        if isinstance(overloaded, torch._ops.OpOverload) and _is_pure(overloaded)
+        else None
+    )
 
 
-def _is_pure(found: torch._ops.OpOverload) -> bool:
+def _is_pure(operation: torch._ops.OpOverload) -> bool:
     """Whether an operator keeps to the tensors that it is given, as far as its schema tells."""
-    named = {item.name for item in found._schema.arguments if "str" in str(item.type)}
-    return found.namespace not in REFUSED_SPACES and not named.intersection(FILE_ARGUMENTS)
+    named = {item.name for item in operation._schema.arguments if "str" in str(item.type)}
+    return operation.namespace not in REFUSED_SPACES and not named.intersection(FILE_ARGUMENTS)
 
 
 def _plain_function(text: str) -> Callable[..., Any] | None:
     """A function of operator, math or builtins that works on numbers, or torch's on sizes."""
     home, _, name = text.partition(".")
     homes: dict[str, types.ModuleType] = {"operator": operator, "math": math}
-    found: Any = None
+    function: Any = None
     if home in homes and not name.startswith("_") and name not in REFUSED:
-        found = getattr(homes[home], name, None)
+        function = getattr(homes[home], name, None)
     elif home == "builtins" and name in BUILTINS:
-        found = getattr(builtins, name)
+        function = getattr(builtins, name)
     elif home == "torch" and name.startswith("sym_"):
-        found = getattr(torch, name, None)
-    return found if callable(found) else None
+        function = getattr(torch, name, None)
+    return function if callable(function) else None

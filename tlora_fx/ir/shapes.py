@@ -159,12 +159,12 @@ def remember_runs(graph: fx.Graph) -> None:
 def _check_layer_inputs(call: fx.Node, block: Block) -> None:
     """A layer is given what its code was written for: as many values, of the same types."""
     wanted = [node for node in block.graph.nodes if node.op == "placeholder"]
-    given = call.args
-    pairs = list(zip(wanted, given, strict=False))
+    passed = call.args
+    pairs = list(zip(wanted, passed, strict=False))
     wrong = next((pair for pair in pairs if not _fits(*pair)), None)
-    if len(wanted) == len(given) and wrong is None:
+    if len(wanted) == len(passed) and wrong is None:
         return
-    expected, found = f"{len(wanted)} inputs", f"{len(given)} inputs"
+    expected, found = f"{len(wanted)} inputs", f"{len(passed)} inputs"
     if wrong is not None:
         expected, found = (_value_text(node) for node in wrong)
     raise GraphInvalid(
@@ -178,13 +178,13 @@ def _check_layer_inputs(call: fx.Node, block: Block) -> None:
 
 def _fits(wanted: fx.Node, given: Any) -> bool:
     """Whether a value may stand for a layer's input; symbols are taken on trust."""
-    one = wanted.meta.get("val")
-    two = given.meta.get("val") if isinstance(given, fx.Node) else given
-    if not isinstance(one, Tensor) or not isinstance(two, Tensor):
-        return isinstance(one, Tensor) == isinstance(two, Tensor)
-    if one.dtype != two.dtype or one.dim() != two.dim():
+    expected = wanted.meta.get("val")
+    value = given.meta.get("val") if isinstance(given, fx.Node) else given
+    if not isinstance(expected, Tensor) or not isinstance(value, Tensor):
+        return isinstance(expected, Tensor) == isinstance(value, Tensor)
+    if expected.dtype != value.dtype or expected.dim() != value.dim():
         return False
-    sizes = zip(one.shape, two.shape, strict=True)
+    sizes = zip(expected.shape, value.shape, strict=True)
     return not any(isinstance(a, int) and isinstance(b, int) and a != b for a, b in sizes)
 
 
@@ -194,20 +194,22 @@ def _value_text(given: Any) -> str:
     return f"{kind} ({given})"
 
 
-def _same(one: Any, two: Any) -> bool:
+def _same(left: Any, right: Any) -> bool:
     """Whether two arguments are the same to a fake run: shape, strides and type; else content."""
-    if one is two:
+    if left is right:
         return True
-    if type(one) is not type(two):
+    if type(left) is not type(right):
         return False
-    if isinstance(one, FakeTensor):
-        return _form(one) == _form(two)
-    if isinstance(one, torch.SymInt):
-        return bool(one.node.expr == two.node.expr)
-    if isinstance(one, (list, tuple)):
-        return len(one) == len(two) and all(_same(a, b) for a, b in zip(one, two, strict=True))
-    if isinstance(one, dict):
-        return list(one) == list(two) and all(_same(one[name], two[name]) for name in one)
-    if isinstance(one, slice):
-        return _same((one.start, one.stop, one.step), (two.start, two.stop, two.step))
-    return isinstance(one, (int, float, str)) and one == two
+    if isinstance(left, FakeTensor):
+        return _form(left) == _form(right)
+    if isinstance(left, torch.SymInt):
+        return bool(left.node.expr == right.node.expr)
+    if isinstance(left, (list, tuple)):
+        return len(left) == len(right) and all(
+            _same(a, b) for a, b in zip(left, right, strict=True)
+        )
+    if isinstance(left, dict):
+        return list(left) == list(right) and all(_same(left[name], right[name]) for name in left)
+    if isinstance(left, slice):
+        return _same((left.start, left.stop, left.step), (right.start, right.stop, right.step))
+    return isinstance(left, (int, float, str)) and left == right

@@ -56,7 +56,7 @@ class AdapterBank(nn.Module):
         super().__init__()
         self.shards = shards
         sizes = [0 if site is None else site.rank for site in sites]
-        offsets = [sum(sizes[:place]) for place in range(len(sizes) + 1)]
+        offsets = [sum(sizes[:end]) for end in range(len(sizes) + 1)]
         scales = [0.0 if site is None else site.scaling for site in sites]
         rates = [0.0 if site is None else site.dropout for site in sites]
         rows = offsets[-1] if rows is None else rows
@@ -99,11 +99,11 @@ class AdapterBank(nn.Module):
     def job_parameters(self, job: int) -> tuple[nn.Parameter, nn.Parameter]:
         """One job's A [r, in] and B [out, r] with their gradients, all views of the bank."""
         start, stop = self.ranks[job : job + 2].tolist()
-        made = []
+        views = []
         for leaf, turned in ((self.a, False), (self.b, True)):
             assert leaf.grad is not None
             value, grad = leaf.data[start:stop], leaf.grad[start:stop]
             view = nn.Parameter(value.t() if turned else value)
             view.grad = grad.t() if turned else grad
-            made.append(view)
-        return made[0], made[1]
+            views.append(view)
+        return views[0], views[1]

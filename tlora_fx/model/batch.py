@@ -141,7 +141,7 @@ def pack(jobs: Sequence[JobTokens], length: int = SMALLEST) -> PackedBatch:
     rows, targets, target_segments = _targets(jobs, starts, width=None)
     if len(ids) < length:
         owner = max((j for j, job in enumerate(jobs) if job.sequences), default=len(jobs) - 1)
-        longest = max((len(one) for one in jobs[owner].sequences), default=length)
+        longest = max((len(sequence_ids) for sequence_ids in jobs[owner].sequences), default=length)
         segments[owner + 1 :] = [length] * (len(jobs) - owner)
         while (missing := length - len(ids)) > 0:
             piece = min(missing, longest)

@@ -68,13 +68,13 @@ class ChunkedLoss(nn.Module):
         if self.pieces is not None:
             row = (hidden, target_rows, targets, target_segments)
             return self._in_pieces(self.pieces, *row, *tables)
-        given = dict(zip(self.tables, tables, strict=True))
+        row_tables = dict(zip(self.tables, tables, strict=True))
         flat = hidden.reshape(-1, hidden.shape[-1])
         if target_rows.shape[0] == 0:
             wide = torch.promote_types(torch.float32, hidden.dtype)
             return flat[:0].sum().to(wide).expand(target_segments.shape[0] - 1)
         losses = [
-            self._losses(flat, target_rows, targets, target_segments, given, start, stop)
+            self._losses(flat, target_rows, targets, target_segments, row_tables, start, stop)
             for start, stop in pairwise(self._cuts(target_rows.shape[0]))
         ]
         return cast(Tensor, segment_sum(torch.cat(losses), target_segments))
@@ -100,7 +100,7 @@ class ChunkedLoss(nn.Module):
         target_rows: Tensor,
         targets: Tensor,
         target_segments: Tensor,
-        given: dict[str, Tensor],
+        row_tables: dict[str, Tensor],
         start: int,
         stop: int,
     ) -> Tensor:
@@ -109,7 +109,7 @@ class ChunkedLoss(nn.Module):
         args = (
             flat.index_select(0, rows).unsqueeze(self.width_dim),
             targets[start:stop],
-            *self._tables_of(given, rows, target_segments, start, stop),
+            *self._tables_of(row_tables, rows, target_segments, start, stop),
         )
         losses = checkpoint(self.chunk, *args, use_reentrant=False, preserve_rng_state=False)
         return cast(Tensor, losses)
@@ -135,16 +135,18 @@ class ChunkedLoss(nn.Module):
         flat = F.pad(hidden.reshape(-1, hidden.shape[-1])[target_rows], (0, 0, 0, padding))
         wanted = F.pad(targets, (0, padding), value=IGNORED)
         segments = torch.cat([target_segments[:-1], target_segments[-1:] + padding])
-        given = dict(zip(self.tables, tables, strict=True))
-        if "token_index" in given:
-            index = given["token_index"].reshape(-1)[target_rows]
-            given["token_index"] = F.pad(index, (0, padding))
+        row_tables = dict(zip(self.tables, tables, strict=True))
+        if "token_index" in row_tables:
+            index = row_tables["token_index"].reshape(-1)[target_rows]
+            row_tables["token_index"] = F.pad(index, (0, padding))
         every = torch.arange(pieces * size, device=flat.device)
         losses = [
             self.chunk(
                 flat[start : start + size].unsqueeze(self.width_dim),
                 wanted[start : start + size],
-                *self._tables_of(given, every[start : start + size], segments, start, start + size),
+                *self._tables_of(
+                    row_tables, every[start : start + size], segments, start, start + size
+                ),
             )
             for start in (piece * size for piece in range(pieces))
         ]
@@ -156,16 +158,16 @@ class ChunkedLoss(nn.Module):
         return [rows, (0,), *(rows if name == "token_index" else () for name in self.tables)]
 
     def _tables_of(
-        self, given: dict[str, Tensor], rows: Tensor, segments: Tensor, start: int, stop: int
+        self, row_tables: dict[str, Tensor], rows: Tensor, segments: Tensor, start: int, stop: int
     ) -> tuple[Tensor, ...]:
         """The row's tables for the rows of one chunk."""
-        made: dict[str, Any] = dict(given)
-        if "segments" in given:
-            made["segments"] = (segments.clamp(start, stop) - start).to(torch.int32)
-        if "token_index" in given:
-            index = given["token_index"].reshape(-1).index_select(0, rows)
-            made["token_index"] = index.unsqueeze(self.width_dim)
-        return tuple(made[name] for name in self.tables)
+        chunk_tables: dict[str, Any] = dict(row_tables)
+        if "segments" in row_tables:
+            chunk_tables["segments"] = (segments.clamp(start, stop) - start).to(torch.int32)
+        if "token_index" in row_tables:
+            index = row_tables["token_index"].reshape(-1).index_select(0, rows)
+            chunk_tables["token_index"] = index.unsqueeze(self.width_dim)
+        return tuple(chunk_tables[name] for name in self.tables)
 
     def chunk(self, hidden: Tensor, targets: Tensor, *tables: Tensor) -> Tensor:
         """The loss of each of n rows.

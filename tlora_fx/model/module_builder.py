@@ -32,8 +32,8 @@ from tlora_fx.ops import site_id
 class Container(nn.Module):
     """A module that only holds others; `container[0]` is its child named "0"."""
 
-    def __getitem__(self, place: int) -> nn.Module:
-        return cast(nn.Module, self._modules[str(place)])
+    def __getitem__(self, index: int) -> nn.Module:
+        return cast(nn.Module, self._modules[str(index)])
 
 
 class TensorLocation(NamedTuple):
@@ -51,8 +51,8 @@ class TensorLocation(NamedTuple):
     @property
     def tensor(self) -> Tensor:
         """What is stored there."""
-        found = self.module._parameters.get(self.slot)
-        return cast(Tensor, found if found is not None else self.module._buffers[self.slot])
+        parameter = self.module._parameters.get(self.slot)
+        return cast(Tensor, parameter if parameter is not None else self.module._buffers[self.slot])
 
     def fill(self, tensor: Tensor) -> None:
         """Store a frozen tensor there."""
@@ -65,7 +65,7 @@ class TensorLocation(NamedTuple):
 class Reformed(NamedTuple):
     """A frozen tensor of the base, by name, that is stored in another form."""
 
-    place: TensorLocation
+    location: TensorLocation
     name: str
     ref: TensorRef
 
@@ -73,7 +73,7 @@ class Reformed(NamedTuple):
 class Weight(NamedTuple):
     """The frozen weight of a site, and its adapters."""
 
-    place: TensorLocation
+    location: TensorLocation
     bank: AdapterBank
 
 
@@ -166,9 +166,9 @@ class _TensorBuilder:
         ]  # fmt: skip
         return max(sum(own.rank for own in sites) for sites in adapters)
 
-    def _tensor(self, place: TensorLocation, node: fx.Node, layer: str) -> None:
+    def _tensor(self, location: TensorLocation, node: fx.Node, layer: str) -> None:
         ref: TensorRef = node.meta["tensor"]
-        owner, slot = place.module, place.slot
+        owner, slot = location.module, location.slot
         if slot in owner._parameters or slot in owner._buffers:
             return
         empty = torch.empty(ref.shape, dtype=ref.dtype, device="meta")
@@ -176,16 +176,16 @@ class _TensorBuilder:
         if ref.owner == "job":
             owner._parameters[slot] = nn.Parameter(empty)
             peft = f"{PEFT_PREFIX}{name}" if layer else ref.name
-            self.layout.own[node.meta["jobs"][0]][peft] = place
+            self.layout.own[node.meta["jobs"][0]][peft] = location
         elif ref.original is not None:
             owner.register_buffer(slot, empty, persistent=False)
-            self.layout.reformed.append(Reformed(place, name, ref))
+            self.layout.reformed.append(Reformed(location, name, ref))
         elif ref.owner == "base":
             if ref.dtype.is_floating_point:
                 owner._parameters[slot] = nn.Parameter(empty, requires_grad=False)
             else:
                 owner.register_buffer(slot, empty, persistent=False)
-            self.layout.base.setdefault(name, []).append(place)
+            self.layout.base.setdefault(name, []).append(location)
         elif ref.owner == "constant":
             owner.register_buffer(slot, self.group.constants[ref.name], persistent=False)
         else:

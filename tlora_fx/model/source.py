@@ -187,11 +187,11 @@ class _Printer:
 
     def lines(self) -> Iterator[str]:
         """The statements of forward, each with the shape of what it makes."""
-        place = ""
+        above = ""
         for node in self.graph.nodes:
             here = _place(node)
-            if here and here != place and node.op == "call_function":
-                place = here
+            if here and here != above and node.op == "call_function":
+                above = here
                 yield f"# {here}"
             yield from self.code(node)
 
@@ -307,9 +307,9 @@ def _place(node: fx.Node) -> str:
 def _site_of(node: fx.Node) -> str:
     """The module whose adapters a node applies, or that holds all of them; "" for all else."""
     if serves_several(node):
-        place = str(node.meta.get("path") or "")
+        path = str(node.meta.get("path") or "")
         banks = lowered_arguments(node)["a"]
-        return place if place and all(under(str(bank.target), place) for bank in banks) else ""
+        return path if path and all(under(str(bank.target), path) for bank in banks) else ""
     if not is_call(node, ONE, ADD):
         return ""
     bank: Any = lowered_arguments(node)["a"]

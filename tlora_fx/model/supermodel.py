@@ -148,18 +148,20 @@ class SuperModel(nn.Module):
         """
         self.part, device = part or LocalShard(), torch.device(device)
         held = self._held_by_layer()
-        places = Counter(name for own in held.values() for name, _ in own if isinstance(name, str))
+        places = Counter(
+            name for entries in held.values() for name, _ in entries if isinstance(name, str)
+        )
         tied: dict[object, Tensor] = {}
-        for layer, own in held.items():
-            for name, place in own:
+        for layer, entries in held.items():
+            for name, location in entries:
                 if isinstance(name, Reformed):
-                    place.fill(self._reformed(name, base, device))
+                    location.fill(self._reformed(name, base, device))
                     continue
-                key = (name, place.cut)
-                tensor = tied[key] if key in tied else self._taken(name, place, base, device)
+                key = (name, location.cut)
+                tensor = tied[key] if key in tied else self._taken(name, location, base, device)
                 if places[name] > 1:
                     tied[key] = tensor
-                place.fill(tensor)
+                location.fill(tensor)
             if layer and loaded is not None:
                 loaded(layer)
         self._make_room_for_training(device)
@@ -188,24 +190,26 @@ class SuperModel(nn.Module):
         """
         if job not in self._parameters_of:
             index = self.group.job_names.index(job)
-            found: dict[str, Any] = {name: place.tensor for name, place in self._held_own(job)}
+            parameters: dict[str, Any] = {
+                name: location.tensor for name, location in self._held_own(job)
+            }
             for path, bank in self._held_banks().items():
                 if bank.serves(index):
-                    found.update(zip(_names(path), bank.job_parameters(index), strict=True))
-            self._parameters_of[job] = dict(sorted(found.items()))
+                    parameters.update(zip(_names(path), bank.job_parameters(index), strict=True))
+            self._parameters_of[job] = dict(sorted(parameters.items()))
         return self._parameters_of[job]
 
     def shards(self, job: str) -> dict[str, Shard | None]:
         """Which piece of the whole each of a job's parameters is; None where it is the whole."""
-        found: dict[str, Shard | None] = {name: None for name, _ in self._held_own(job)}
+        shards: dict[str, Shard | None] = {name: None for name, _ in self._held_own(job)}
         index = self.group.job_names.index(job)
         for path, bank in self._held_banks().items():
             if bank.serves(index):
                 a, b = (self.part.shard(cut) for cut in bank.shards)
                 # B is the bank's b transposed.
                 turned = None if b is None else replace(b, dimension=1 - b.dimension)
-                found.update(zip(_names(path), (a, turned), strict=True))
-        return dict(sorted(found.items()))
+                shards.update(zip(_names(path), (a, turned), strict=True))
+        return dict(sorted(shards.items()))
 
     def partial_sums(self) -> list[nn.Parameter]:
         """The halves of banks whose gradients are to be summed over all pieces.
@@ -246,36 +250,38 @@ class SuperModel(nn.Module):
     def _held_by_layer(self) -> dict[str, list[tuple[str | Reformed, TensorLocation]]]:
         """What this process takes of the base, layer by layer, what is in none at the end."""
         layers = self.layer_order()
-        found: dict[str, list[tuple[str | Reformed, TensorLocation]]] = {
+        by_layer: dict[str, list[tuple[str | Reformed, TensorLocation]]] = {
             name: [] for name in (*layers, "")
         }
         every: list[tuple[str | Reformed, TensorLocation]] = [
-            (name, place) for name, places in self._layout.base.items() for place in places
+            (name, location) for name, places in self._layout.base.items() for location in places
         ]
-        every += [(entry, entry.place) for entry in self._layout.reformed]
+        every += [(entry, entry.location) for entry in self._layout.reformed]
         known = set(layers)
-        for name, place in every:
-            if self.part.holds(place.path):
-                parts = place.path.split(".")
+        for name, location in every:
+            if self.part.holds(location.path):
+                parts = location.path.split(".")
                 paths = (".".join(parts[:end]) for end in range(len(parts), 0, -1))
-                found[next((path for path in paths if path in known), "")].append((name, place))
-        return found
+                by_layer[next((path for path in paths if path in known), "")].append(
+                    (name, location)
+                )
+        return by_layer
 
     def _taken(
-        self, name: str, place: TensorLocation, base: Mapping[str, Tensor], device: torch.device
+        self, name: str, location: TensorLocation, base: Mapping[str, Tensor], device: torch.device
     ) -> Tensor:
         """A tensor of the base, or this process's piece of it, on the device."""
         tensor = base.get(name, self.backbone.values.get(name))
-        shard, shape = self.part.shard(place.cut), tuple(place.tensor.shape)
+        shard, shape = self.part.shard(location.cut), tuple(location.tensor.shape)
         expected = shape if shard is None else shard.full_shape(shape)
         if tensor is None or tuple(tensor.shape) != expected:
             raise _wrong(name, expected, tensor)
         if shard is None:
-            return tensor.detach().to(device, place.tensor.dtype)
+            return tensor.detach().to(device, location.tensor.dtype)
         # A view would keep the whole tensor in memory.
         piece = shard.of(tensor.detach())
         return piece.to(
-            device, place.tensor.dtype, copy=True, memory_format=torch.contiguous_format
+            device, location.tensor.dtype, copy=True, memory_format=torch.contiguous_format
         )
 
     def _reformed(
@@ -291,10 +297,10 @@ class SuperModel(nn.Module):
     def _make_room_for_training(self, device: torch.device) -> None:
         """Zeroed memory for what this process trains, and for its gradients."""
         for job in self._layout.own:
-            for _, place in self._held_own(job):
-                leaf = nn.Parameter(torch.zeros_like(place.tensor, device=device))
+            for _, location in self._held_own(job):
+                leaf = nn.Parameter(torch.zeros_like(location.tensor, device=device))
                 leaf.grad = torch.zeros_like(leaf)
-                place.module._parameters[place.slot] = leaf
+                location.module._parameters[location.slot] = leaf
         for bank in self._held_banks().values():
             bank.materialize(device)
             if bank.shards[0] is not None:
@@ -306,7 +312,7 @@ class SuperModel(nn.Module):
 
     def _held_own(self, job: str) -> list[tuple[str, TensorLocation]]:
         own = self._layout.own[job].items()
-        return [(name, place) for name, place in own if self.part.holds(place.path)]
+        return [(name, location) for name, location in own if self.part.holds(location.path)]
 
     def _copied(self) -> set[str]:
         """The tensors of the base of which a job trains a copy, which starts as they are."""
@@ -319,12 +325,12 @@ class SuperModel(nn.Module):
         """Give the weights of a compiled model's sites room for adapters."""
         if not (self.ready and self._wants_room):
             return
-        every = [place for places in self._layout.base.values() for place in places]
-        slots = [place.tensor for place in every if self.part.holds(place.path)]
+        every = [location for places in self._layout.base.values() for location in places]
+        slots = [location.tensor for location in every if self.part.holds(location.path)]
         owners = Counter(slot.data_ptr() for slot in slots)
-        for place, bank in self._layout.weights:
-            weight = place.tensor
-            if self.part.holds(place.path) and owners[weight.data_ptr()] == 1:
+        for location, bank in self._layout.weights:
+            weight = location.tensor
+            if self.part.holds(location.path) and owners[weight.data_ptr()] == 1:
                 weight.data = roomy_weight(weight, len(bank.a))
 
     def _require_weights(self) -> None:

@@ -64,7 +64,7 @@ def finite(outcome: StepOutcome) -> bool:
 
 def identical(before: StepOutcome, after: StepOutcome) -> bool:
     """Whether everything is the same to the bit."""
-    return all(_equal(one, two) for _, _, one, two in _pairs(before, after))
+    return all(_equal(was, now) for _, _, was, now in _pairs(before, after))
 
 
 def worst(before: StepOutcome, after: StepOutcome) -> Difference:
@@ -74,11 +74,11 @@ def worst(before: StepOutcome, after: StepOutcome) -> Difference:
                  default=0.0)
         for job in before.losses
     }  # fmt: skip
-    found = [
-        Difference(job, what, relative(one, two, FLOOR * largest.get(job, 0.0)))
-        for job, what, one, two in _pairs(before, after)
+    differences = [
+        Difference(job, what, relative(was, now, FLOOR * largest.get(job, 0.0)))
+        for job, what, was, now in _pairs(before, after)
     ]
-    return max(found, key=lambda difference: difference.relative)
+    return max(differences, key=lambda difference: difference.relative)
 
 
 def relative(before: Tensor, after: Tensor, floor: float = 0.0) -> float:
@@ -97,17 +97,17 @@ def _pairs(before: StepOutcome, after: StepOutcome) -> Iterator[tuple[str, str, 
     for job, loss in before.losses.items():
         yield job, "loss", loss, after.losses[job]
     for key in dict.fromkeys([*before.gradients, *after.gradients]):
-        one, two = before.gradients.get(key), after.gradients.get(key)
-        known = one if one is not None else two
+        was, now = before.gradients.get(key), after.gradients.get(key)
+        known = was if was is not None else now
         assert known is not None
         zero = torch.zeros_like(known)
         yield (
             key[0],
             f"gradient of {key[1]}",
-            zero if one is None else one,
-            zero if two is None else two,
+            zero if was is None else was,
+            zero if now is None else now,
         )
 
 
-def _equal(one: Tensor, two: Tensor) -> bool:
-    return one.dtype == two.dtype and torch.equal(one, two)
+def _equal(left: Tensor, right: Tensor) -> bool:
+    return left.dtype == right.dtype and torch.equal(left, right)

@@ -45,26 +45,26 @@ def evaluate(
     watch     by the job whose graphs run alone, "" for a fused group: told every value
     raises    CannotRun, Unchecked
     """
-    found = StepOutcome()
+    outcome = StepOutcome()
     with torch.enable_grad():
         if isinstance(state, GroupGraph) and state.fused:
             setting = Setting(rows.together(), rows.names, layers, (watch or {}).get(""))
-            _step(Interpreter(state, setting, tensors, {}), rows.names, found)
-            return found
+            _step(Interpreter(state, setting, tensors, {}), rows.names, outcome)
+            return outcome
         traced_with: dict[int, Mapping[str, AdapterSite]] = {}
         for job in state.jobs if isinstance(state, GroupGraph) else [state]:
             first = traced_with.setdefault(id(job.root), job.sites)
             setting = Setting(rows.alone(job.name), [job.name], layers, (watch or {}).get(job.name))
-            _step(Interpreter(job, setting, tensors, first), [job.name], found)
-    return found
+            _step(Interpreter(job, setting, tensors, first), [job.name], outcome)
+    return outcome
 
 
-def _step(interpreter: Interpreter, names: list[str], found: StepOutcome) -> None:
+def _step(interpreter: Interpreter, names: list[str], outcome: StepOutcome) -> None:
     """One step of the jobs of a row."""
     result = interpreter.run()
     row = interpreter.setting.row
     losses = result if result.dim() == 1 else token_losses(result, row)
-    found.losses.update(zip(names, losses.detach(), strict=True))
+    outcome.losses.update(zip(names, losses.detach(), strict=True))
     reader = interpreter.reader
     leaves = dict(reader.leaves)
     leaves.update({("", name): vector for name, vector in reader.vectors.items()})
@@ -73,7 +73,7 @@ def _step(interpreter: Interpreter, names: list[str], found: StepOutcome) -> Non
         return
     gradients = torch.autograd.grad(losses.sum(), list(leaves.values()), allow_unused=True)
     for (key, leaf), gradient in zip(leaves.items(), gradients, strict=True):
-        found.gradients[key] = torch.zeros_like(leaf) if gradient is None else gradient
+        outcome.gradients[key] = torch.zeros_like(leaf) if gradient is None else gradient
 
 
 def token_losses(logits: Tensor, row: PackedBatch) -> Tensor:

@@ -90,8 +90,8 @@ class _Comparison:
         """Whether a step gives what its counterpart gave; None where it has none."""
         key = (step, what)
         if key not in self._verdicts:
-            found = [self._compared(step, job, [twin], what) for job, twin in self._twins(step)]
-            known = [verdict for verdict in found if verdict is not None]
+            verdicts = [self._compared(step, job, [twin], what) for job, twin in self._twins(step)]
+            known = [verdict for verdict in verdicts if verdict is not None]
             self._verdicts[key] = all(known) if known else None
         return self._verdicts[key]
 
@@ -111,14 +111,14 @@ class _Comparison:
 
     def _replaces(self, step: Step) -> bool | None:
         """Whether a new node gives what the last of its sources gave that has its shape."""
-        found = []
+        verdicts = []
         for job in self._jobs(step):
             twins = [
                 t for origin in step.origin.sources if (t := self._find(step, job, origin.key))
             ]
             twins.sort(key=self.index.order.__getitem__, reverse=True)
-            found.append(self._compared(step, job, twins, "value"))
-        known = [verdict for verdict in found if verdict is not None]
+            verdicts.append(self._compared(step, job, twins, "value"))
+        known = [verdict for verdict in verdicts if verdict is not None]
         return all(known) if known else None
 
     def _twins(self, step: Step) -> Iterator[tuple[str, Step]]:
@@ -143,10 +143,10 @@ class _Comparison:
         return jobs if step.role == "adapter" and len(jobs) == 1 else self.rows.names
 
     def _find(self, step: Step, job: str, key: str) -> Step | None:
-        found = self.index.find(job, step.place, key)
-        if found is None and self.by_job and key.startswith("base/"):
+        twin = self.index.find(job, step.place, key)
+        if twin is None and self.by_job and key.startswith("base/"):
             return self.index.find_base(job, step.place, key)
-        return found
+        return twin
 
     def _compared(self, step: Step, job: str, twins: list[Step], what: What) -> bool | None:
         """Whether a step agrees with the first of these that has its shape."""
@@ -188,10 +188,10 @@ class _Comparison:
             ):
                 return before.flatten(0, 1)[wanted], after.flatten(0, 1)
         if self.form == "batch" and before.dim() == after.dim():
-            for dim, (one, two) in enumerate(zip(before.shape, after.shape, strict=True)):
+            for dim, (was, now) in enumerate(zip(before.shape, after.shape, strict=True)):
                 before, after = (
-                    before.narrow(dim, 0, min(one, two)),
-                    after.narrow(dim, 0, min(one, two)),
+                    before.narrow(dim, 0, min(was, now)),
+                    after.narrow(dim, 0, min(was, now)),
                 )
         return before, after
 
@@ -248,9 +248,9 @@ class Step:
     @property
     def origin(self) -> Origin:
         """Where the node comes from."""
-        found = origin_of(self.node)
-        assert found is not None
-        return found
+        origin = origin_of(self.node)
+        assert origin is not None
+        return origin
 
     @property
     def role(self) -> str:
@@ -301,8 +301,8 @@ class StepTrace:
         if node.op == "placeholder":
             makers = (self._makers.get(id(item)) for item in live)
             return [maker[1] for maker in makers if maker is not None]
-        found = (self._known.get((part, layer, source)) for source in node.all_input_nodes)
-        return [step for step in found if step is not None]
+        steps = (self._known.get((part, layer, source)) for source in node.all_input_nodes)
+        return [step for step in steps if step is not None]
 
 
 def _keeper(step: Step, slot: int) -> Any:
@@ -316,7 +316,7 @@ class StepIndex:
     """Steps by part, layer and key of their origin; the backbone's also by the base's key."""
 
     def __init__(self, trace: StepTrace) -> None:
-        self.order = {step: place for place, step in enumerate(trace.steps)}
+        self.order = {step: index for index, step in enumerate(trace.steps)}
         self._by_key: dict[tuple[str, str, str], Step] = {}
         self._by_base: dict[tuple[str, str, str], Step] = {}
         for step in trace.steps:

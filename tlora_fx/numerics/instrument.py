@@ -140,15 +140,15 @@ class Numerics(Instrument):
         self._last = (done.graphs, layers, after)
         if identical(before, after):
             return "exact"
-        found = worst(before, after)
+        largest = worst(before, after)
         word, bound = done.item.preserves_numerics, bound_of(held)
         if word == "no":
-            return f"other numbers, as declared: {found.relative:.1e}"
-        if word == "bound" and found.relative <= bound:
-            return f"within bound, {found.relative:.1e}"
+            return f"other numbers, as declared: {largest.relative:.1e}"
+        if word == "bound" and largest.relative <= bound:
+            return f"within bound, {largest.relative:.1e}"
         limit = bound if word == "bound" else None
         divergence = self._first_divergence(held, done, layers, rows, limit)
-        raise _broken(done, found, limit, divergence)
+        raise _broken(done, largest, limit, divergence)
 
     def _rows(self, state: State) -> ProbeRows:
         names = state.job_names if isinstance(state, GroupGraph) else [state.name]
@@ -166,12 +166,12 @@ class Numerics(Instrument):
     ) -> StepOutcome:
         """The outcome before a pass: that after the last one, where the same layers ran."""
         if self._last is not None and self._last[0] is done.graphs and self._last[1] == layers:
-            found = self._last[2]
+            outcome = self._last[2]
         else:
-            found = self._run(held, layers, rows)
-        if not finite(found):
+            outcome = self._run(held, layers, rows)
+        if not finite(outcome):
             raise Unchecked("losses or gradients before it are not finite")
-        return found
+        return outcome
 
     def _after(self, done: Done, layers: frozenset[str], rows: ProbeRows) -> StepOutcome:
         try:

@@ -85,8 +85,8 @@ class Interpreter:
         """
         row = self.setting.row
         given = [getattr(row, name) for name in placeholders(self.owner.root)]
-        found: Tensor = self._graph(GraphLocation("", "", self.owner.root), given)
-        return found
+        result: Tensor = self._graph(GraphLocation("", "", self.owner.root), given)
+        return result
 
     def _graph(self, place: GraphLocation, given: list[Any]) -> Any:
         values: dict[fx.Node, Any] = {}
@@ -149,8 +149,8 @@ class Interpreter:
         tables = tuple(placeholders(block.graph))[1:]
         size = int(logits.meta["val"].shape[-1])
         loss = ChunkedLoss(head, size, tables, lines=self.owner.form == "batch")
-        found: Tensor = loss(*given)
-        return found
+        losses: Tensor = loss(*given)
+        return losses
 
     def head(self, block: Block, given: list[Any]) -> Any:
         """Run the head on the rows of one chunk."""
@@ -267,7 +267,7 @@ def _is_row(size: Any) -> bool:
 def _number_all(graph: fx.Graph) -> dict[fx.Node, int]:
     """How many dropouts of the same module and job come before each, as key-dropouts counts."""
     taken: dict[str, int] = {}
-    found: dict[fx.Node, int] = {}
+    numbers: dict[fx.Node, int] = {}
     for node in graph.nodes:
         drops = (is_dropout(node) and node.args[1] and node.args[2]) or (
             is_call(node, ATTENTION) and node.args[ATTENTION_RATE]
@@ -276,5 +276,5 @@ def _number_all(graph: fx.Graph) -> dict[fx.Node, int]:
             job = node.meta.get("jobs") if node.meta.get("role") == "adapter" else ""
             key = f"{node.meta.get('path')} {job}"
             taken[key] = taken.get(key, -1) + 1
-            found[node] = taken[key]
-    return found
+            numbers[node] = taken[key]
+    return numbers

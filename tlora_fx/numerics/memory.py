@@ -69,29 +69,29 @@ def _weights(state: State, layer: str, graph: fx.Graph) -> Iterator[tuple[tuple[
 
 def _values(graph: fx.Graph, sizes: dict[Any, int]) -> int:
     """Bytes of all values that operators make."""
-    found = 0
+    total = 0
     for node in graph.nodes:
         if node.op == "call_function":
             value = node.meta.get("val")
             for item in value if isinstance(value, (tuple, list)) else (value,):
                 if isinstance(item, Tensor):
                     shape = (_size(size, sizes) for size in item.shape)
-                    found += math.prod(shape) * item.dtype.itemsize
-    return found
+                    total += math.prod(shape) * item.dtype.itemsize
+    return total
 
 
 def _sizes(state: State, row: PackedBatch) -> dict[Any, int]:
     """What the symbols of a graph's shapes are in a row."""
-    found: dict[Any, int] = {}
+    known: dict[Any, int] = {}
     for name, node in placeholders(state.root).items():
         real = getattr(row, name)
         for symbol, size in zip(node.meta["val"].shape, real.shape, strict=False):
             if isinstance(symbol, torch.SymInt):
-                found[symbol.node.expr] = size
+                known[symbol.node.expr] = size
     bounds = row.segments.tolist()
     for job in range(len(bounds) - 1):
-        found[FIRST_SEGMENT_SIZE + 2 * job] = bounds[job + 1] - bounds[job]
-    return found
+        known[FIRST_SEGMENT_SIZE + 2 * job] = bounds[job + 1] - bounds[job]
+    return known
 
 
 def _size(size: Any, sizes: dict[Any, int]) -> int:

@@ -79,11 +79,11 @@ class Reader:
         if ref.owner == "job":
             return self._own(self._job_of(node), ref, place)
         original = ref.original or ref
-        found = self.tensors.base(place.path(ref.name), original.shape, original.dtype)
-        found = stored_value(ref, found)
+        value = self.tensors.base(place.path(ref.name), original.shape, original.dtype)
+        value = stored_value(ref, value)
         if isinstance(self.owner, JobGraph) and not self.owner.name:
-            return self._vector(place.path(ref.name), found)
-        return found
+            return self._vector(place.path(ref.name), value)
+        return value
 
     def scaling(self, node: fx.Node, place: GraphLocation) -> Any:
         """What a branch is multiplied with: the site's number where the code has the traced one."""
@@ -125,15 +125,15 @@ class Reader:
         return self._leaf(job, name, shape, ref.dtype)
 
     def _leaf(self, job: str, name: str, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-        found = self.tensors.own(job, name, shape, dtype)
-        self.leaves[job, name] = found
-        return found
+        leaf = self.tensors.own(job, name, shape, dtype)
+        self.leaves[job, name] = leaf
+        return leaf
 
-    def _vector(self, name: str, found: Tensor) -> Tensor:
-        if found.dim() > 1 or not found.is_floating_point() or name in self.tensors.buffers:
-            return found
+    def _vector(self, name: str, value: Tensor) -> Tensor:
+        if value.dim() > 1 or not value.is_floating_point() or name in self.tensors.buffers:
+            return value
         if name not in self.vectors:
-            self.vectors[name] = found.detach().requires_grad_()
+            self.vectors[name] = value.detach().requires_grad_()
         return self.vectors[name]
 
     def _buffer(self, node: fx.Node, ref: TensorRef, place: GraphLocation) -> Tensor:
@@ -171,7 +171,7 @@ class Reader:
 
 def _lowered_at(graph: fx.Graph, site: str) -> Mapping[str, Any]:
     """The branches that the lowered operator at a site serves, by job."""
-    for found in lowered_sites(graph):
-        if found.path == site:
-            return found.branches
+    for lowered in lowered_sites(graph):
+        if lowered.path == site:
+            return lowered.branches
     raise Unchecked(f"no operator reads the adapters of {site}")

@@ -32,8 +32,8 @@ class ProbeRows:
         self.names = list(names)
         self._form = form
         self._parts = [
-            _part(Random(f"{seed} {name}"), place, asked, vocabulary)  # noqa: S311  (no secrets)
-            for place, name in enumerate(names)
+            _part(Random(f"{seed} {name}"), index, asked, vocabulary)  # noqa: S311  (no secrets)
+            for index, name in enumerate(names)
         ]
         units = [_units(part, form) for part in self._parts]
         self.segments = [0, *accumulate(units)]

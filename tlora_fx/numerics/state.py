@@ -34,10 +34,10 @@ def copy_state(graphs: JobGraph | GroupGraph) -> JobGraph | GroupGraph:
 def copy_graph(graph: fx.Graph) -> fx.Graph:
     """A graph's nodes anew, each with a copy of its meta."""
     copied = fx.Graph()
-    made: dict[fx.Node, fx.Node] = {}
+    copies: dict[fx.Node, fx.Node] = {}
     for node in graph.nodes:
-        made[node] = copied.node_copy(node, lambda source: made[source])
-        made[node].meta = dict(node.meta)
+        copies[node] = copied.node_copy(node, lambda source: copies[source])
+        copies[node].meta = dict(node.meta)
     return copied
 
 
@@ -80,7 +80,7 @@ def _one_of_each(group: GroupGraph) -> Iterator[str]:
     seen = set()
     blocks = [_blocks_by_layer(graph) for graph in (group.base, *group.jobs)]
     for layer in blocks[0]:
-        key = tuple(found.get(layer) for found in blocks)
+        key = tuple(by_layer.get(layer) for by_layer in blocks)
         if key not in seen:
             seen.add(key)
             yield layer

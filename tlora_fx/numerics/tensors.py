@@ -77,7 +77,7 @@ class Seeded:
         else:
             drawn = drawn * NOISE + (0.0 if name.endswith("bias") else 1.0)
         pool = drawn.to(dtype)
-        made = torch.empty(count, dtype=dtype)
+        tensor = torch.empty(count, dtype=dtype)
         for start in range(0, count, PERIOD):
-            made[start : start + PERIOD] = pool[: count - start]
-        return made.view(shape)
+            tensor[start : start + PERIOD] = pool[: count - start]
+        return tensor.view(shape)

@@ -126,7 +126,7 @@ def show_value(value: object) -> str:
 
 def _escaped(quoted: re.Match[str]) -> str:
     """A JSON string whose characters do not split a pipeline's text."""
-    return _SPLITS.sub(lambda found: f"\\u{ord(found[0]):04x}", quoted[0])
+    return _SPLITS.sub(lambda split: f"\\u{ord(split[0]):04x}", quoted[0])
 
 
 def _no_text(value: object, why: str) -> PipelineError:

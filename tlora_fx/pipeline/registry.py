@@ -146,9 +146,9 @@ def load_plugin(entry: EntryPoint) -> Plugin:
     """Import what any entry point names; never raises."""
     package = f"{entry.dist.name} {entry.dist.version}" if entry.dist else ""
     try:
-        found = entry.load()
+        loaded = entry.load()
     except (Exception, SystemExit) as error:  # noqa: BLE001  (whatever a stranger's module raises)
         return Plugin(entry.name, package, entry.value, None, f"{type(error).__name__}: {error}")
-    if not isinstance(found, type):
+    if not isinstance(loaded, type):
         return Plugin(entry.name, package, entry.value, None, f"{entry.value} is no class")
-    return Plugin(entry.name, package, entry.value, found)
+    return Plugin(entry.name, package, entry.value, loaded)

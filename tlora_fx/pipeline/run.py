@@ -269,11 +269,11 @@ def _failed(event: Event, error: Exception) -> PassFailed:
 
 def _node_at(traceback: TracebackType | None) -> fx.Node | None:
     """The node that the innermost frame with one was at: what it calls `node`, else the last."""
-    found: fx.Node | None = None
+    innermost: fx.Node | None = None
     while traceback is not None:
         names = traceback.tb_frame.f_locals
         nodes = {name: value for name, value in names.items() if isinstance(value, fx.Node)}
         if nodes:
-            found = nodes.get("node", next(reversed(nodes.values())))
+            innermost = nodes.get("node", next(reversed(nodes.values())))
         traceback = traceback.tb_next
-    return found
+    return innermost

@@ -94,26 +94,26 @@ def parse_pass(text: str) -> Pass:
 
     raises    PipelineError
     """
-    found = _parse(text)
-    if len(found) != 1:
+    passes = _parse(text)
+    if len(passes) != 1:
         raise PipelineError("one pass is expected", found=text, help="write name{option=value}")
-    return found[0]
+    return passes[0]
 
 
 def _parse(text: str) -> list[Pass]:
     passes: list[Pass] = []
-    place = 0
-    while place < len(text.rstrip()):
-        match = _PASS_TEXT.match(text, place)
+    position = 0
+    while position < len(text.rstrip()):
+        match = _PASS_TEXT.match(text, position)
         if match is None:
             raise PipelineError(
                 "the pipeline cannot be read",
-                at=text[place:],
+                at=text[position:],
                 expected="name{option=value option=value},name,...",
                 help="separate passes by commas, options by spaces",
             )
         passes.append(_make(match[1], match[2] or ""))
-        place = match.end()
+        position = match.end()
     return passes
 
 
@@ -147,11 +147,11 @@ def checked(passes: Iterable[Pass]) -> Pipeline:
 
 def _providers(facts: Iterable[str]) -> list[str]:
     """The passes that make these facts hold; a fact that no known pass provides stands itself."""
-    found: dict[str, None] = {}
+    providers: dict[str, None] = {}
     for fact in sorted(facts):
         makers = [name for name, cls in sorted(REGISTRY.items()) if fact in cls.provides]
-        found.update(dict.fromkeys([fact] if fact in REGISTRY or not makers else makers[:1]))
-    return list(found)
+        providers.update(dict.fromkeys([fact] if fact in REGISTRY or not makers else makers[:1]))
+    return list(providers)
 
 
 def _make(name: str, options: str) -> Pass:

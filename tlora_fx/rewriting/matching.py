@@ -91,10 +91,10 @@ def nearest_match(
     """The first of several patterns that fits, or the Miss that came nearest."""
     misses = []
     for pattern in choices:
-        found = match(pattern, node, given)
-        if isinstance(found, Match):
-            return found
-        misses.append(found)
+        result = match(pattern, node, given)
+        if isinstance(result, Match):
+            return result
+        misses.append(result)
     return max(misses, key=lambda miss: len(miss.conditions))
 
 
@@ -111,9 +111,9 @@ def find(
             continue
         if node._erased or not node.users:
             continue
-        found = match(pattern, node, given)
-        if isinstance(found, Match):
-            yield found
+        result = match(pattern, node, given)
+        if isinstance(result, Match):
+            yield result
 
 
 def _match_of(pattern: Pattern, node: fx.Node, state: SearchState) -> Match:

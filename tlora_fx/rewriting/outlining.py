@@ -50,8 +50,8 @@ class OutlinedGraph:
     @property
     def result(self) -> fx.Node:
         """The one result."""
-        (found,) = self.results
-        return found
+        (result,) = self.results
+        return result
 
 
 def outline(
@@ -76,8 +76,8 @@ def outline(
     for node in copier.nodes:
         copier.copy(node)
     results = [n for n in copier.nodes if any(user not in copier.inside for user in n.users)]
-    made = [copier.made[node] for node in results]
-    copier.body.output(made[0] if len(made) == 1 else tuple(made))
+    outputs = [copier.made[node] for node in results]
+    copier.body.output(outputs[0] if len(outputs) == 1 else tuple(outputs))
     return OutlinedGraph(copier.body, copier.inputs, results, copier.nodes)
 
 
@@ -127,7 +127,7 @@ def inline_block(graphs: JobGraph | GroupGraph, call: fx.Node) -> list[fx.Node] 
     name, block = next((n, b) for n, b in graphs.blocks.items() if path in b.instances)
     if not rewrite_allowed(f"inline {path}"):
         return None
-    made: dict[fx.Node, fx.Node] = dict(
+    copies: dict[fx.Node, fx.Node] = dict(
         zip(placeholders(block.graph).values(), call.args, strict=True)  # type: ignore[arg-type]
     )
     result = output_of(block.graph).args[0]
@@ -137,11 +137,11 @@ def inline_block(graphs: JobGraph | GroupGraph, call: fx.Node) -> list[fx.Node] 
         if node.op in ("placeholder", "output"):
             continue
         with graphs.root.inserting_before(call):
-            made[node] = graphs.root.node_copy(node, lambda n: made[n])
-        made[node].meta = dict(node.meta)
-        _make_absolute(made[node], path)
-        new.append(made[node])
-    call.replace_all_uses_with(made[result])
+            copies[node] = graphs.root.node_copy(node, lambda n: copies[n])
+        copies[node].meta = dict(node.meta)
+        _make_absolute(copies[node], path)
+        new.append(copies[node])
+    call.replace_all_uses_with(copies[result])
     graphs.root.erase_node(call)
     left = tuple(layer for layer in block.instances if layer != path)
     if left:
@@ -163,11 +163,11 @@ class _Copier:
 
     def pass_in(self, source: fx.Node, name: str) -> None:
         """Make an outer node an input."""
-        self.made[source] = made = self.body.placeholder(name)
-        made.meta = dict(source.meta)
+        self.made[source] = copied = self.body.placeholder(name)
+        copied.meta = dict(source.meta)
         if self.jobs and hands_to_all(source):
-            made.meta = {tag: value for tag, value in made.meta.items() if tag not in OF_A_SITE}
-            made.meta.update(role="shared", jobs=self.jobs)
+            copied.meta = {tag: value for tag, value in copied.meta.items() if tag not in OF_A_SITE}
+            copied.meta.update(role="shared", jobs=self.jobs)
         self.inputs.append(source)
 
     def pass_in_all(self) -> None:
@@ -181,12 +181,12 @@ class _Copier:
 
     def copy(self, node: fx.Node) -> fx.Node:
         """Copy a node, and what it needs first."""
-        made = self.body.node_copy(node, self._take)
-        made.meta = dict(node.meta)
+        copied = self.body.node_copy(node, self._take)
+        copied.meta = dict(node.meta)
         if self.path:
-            _make_relative(made, self.path)
-        self.made[node] = made
-        return made
+            _make_relative(copied, self.path)
+        self.made[node] = copied
+        return copied
 
     def _take(self, source: fx.Node) -> fx.Node:
         if source in self.made:
@@ -204,19 +204,19 @@ class _Copier:
                 if not isinstance(extent, int) and str(extent) == str(value):
                     with self.body.inserting_after(self.made[self.inputs[-1]]):
                         args = (self.made[source], dim)
-                        made = self.body.call_function(torch.ops.aten.sym_size.int, args)
-                    made.meta = {**size.meta, "path": ""}
-                    self.made[size] = made
-                    return made
+                        copied = self.body.call_function(torch.ops.aten.sym_size.int, args)
+                    copied.meta = {**size.meta, "path": ""}
+                    self.made[size] = copied
+                    return copied
         if size.op != "call_function" or not size.all_input_nodes or not _is_size(size):
             raise NotOutlinable(
                 "a piece of a graph needs a size that none of its inputs has",
                 found=size.format_node(),
             )
-        made = self.body.node_copy(size, self._take)
-        made.meta = {**size.meta, "path": ""}
-        self.made[size] = made
-        return made
+        copied = self.body.node_copy(size, self._take)
+        copied.meta = {**size.meta, "path": ""}
+        self.made[size] = copied
+        return copied
 
 
 def _input_name(source: fx.Node) -> str:

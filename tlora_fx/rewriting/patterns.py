@@ -96,7 +96,7 @@ class SearchState(NamedTuple):
 
     def conditions(self) -> tuple[Condition, ...]:
         """Those that held, in order."""
-        return tuple(Condition(*found) for found in _linked(self.last))[::-1]
+        return tuple(Condition(*condition) for condition in _linked(self.last))[::-1]
 
     def described(self) -> tuple[fx.Node, ...]:
         """The nodes that the pattern describes, in order, each once."""
@@ -128,8 +128,8 @@ def subject(pattern: Pattern, position: Position) -> str:
 
 def _linked(last: tuple[Any, Any] | None) -> Iterator[Any]:
     while last is not None:
-        found, last = last
-        yield found
+        item, last = last
+        yield item
 
 
 @dataclass(slots=True, eq=False)
@@ -152,9 +152,9 @@ class Pattern:
         position: Position,
     ) -> Iterator[SearchState]:
         """Every way in which the pattern fits a value; failures are told to the search."""
-        found = self.step(value, state, search, position)
-        if found is not None:
-            yield found
+        fitted = self.step(value, state, search, position)
+        if fitted is not None:
+            yield fitted
 
     def step(
         self,
@@ -201,14 +201,14 @@ class Pattern:
 
     def __str__(self) -> str:
         """A line for itself, and one for each part that has a name and parts of its own."""
-        found: dict[str, Pattern] = {}
+        named: dict[str, Pattern] = {}
         stack = list(self.parts())
         while stack:
             part = stack.pop(0)
             if part.name and part.parts():
-                found.setdefault(part.name, part)
+                named.setdefault(part.name, part)
             stack = [*part.parts(), *stack]
-        lines = [f"{name} = {part.shown()}" for name, part in found.items()]
+        lines = [f"{name} = {part.shown()}" for name, part in named.items()]
         return "\n".join([self.shown(), *lines])
 
 
@@ -245,8 +245,8 @@ class Same(Pattern):
 
     def is_not(self, subject: str, value: Any) -> str:
         """Another value."""
-        found = value.name if isinstance(value, fx.Node) else repr(value)
-        return f"{subject} is {found}, not the {self.known}"
+        actual = value.name if isinstance(value, fx.Node) else repr(value)
+        return f"{subject} is {actual}, not the {self.known}"
 
 
 def _same(
@@ -283,8 +283,8 @@ class Stored(Pattern):
         position: Position,
     ) -> SearchState | None:
         """A stored tensor is one of the nodes that the pattern describes."""
-        found = Pattern.step(self, value, state, search, position)
-        return None if found is None else found.through(value)
+        fitted = Pattern.step(self, value, state, search, position)
+        return None if fitted is None else fitted.through(value)
 
     def fits(self, value: Any) -> bool:
         """Whether it is a get_attr node of this owner."""
@@ -398,13 +398,13 @@ def walk_all(
         pattern, value, position = pairs[at]
         at += 1
         if pattern.branching:
-            for found in pattern.walk(value, state, search, position):
-                yield from walk_all(pairs, found, search, at)
+            for way in pattern.walk(value, state, search, position):
+                yield from walk_all(pairs, way, search, at)
             return
-        one = pattern.step(value, state, search, position)
-        if one is None:
+        fitted = pattern.step(value, state, search, position)
+        if fitted is None:
             return
-        state = one
+        state = fitted
     yield state
 
 
@@ -465,10 +465,10 @@ class Call(Pattern):
         position: Position,
     ) -> Iterator[SearchState]:
         """The operator, then argument by argument."""
-        found = self.step(value, state, search, position)
-        if found is None:
+        fitted = self.step(value, state, search, position)
+        if fitted is None:
             return
-        found = found.through(value)
+        fitted = fitted.through(value)
         args, kwargs = value.args, value.kwargs
         pairs = []
         for at, number, default, pattern in self.slots[value.target]:
@@ -476,10 +476,12 @@ class Call(Pattern):
                 pairs.append((pattern, args[number], at))
             else:
                 pairs.append((pattern, kwargs.get(at.argument, default), at))
-        yield from walk_all(pairs, found, search)
+        yield from walk_all(pairs, fitted, search)
         if self.commutes:
-            (one, left, here), (two, right, there), *rest = pairs
-            yield from walk_all([(one, right, there), (two, left, here), *rest], found, search)
+            (first, left, here), (second, right, there), *rest = pairs
+            yield from walk_all(
+                [(first, right, there), (second, left, here), *rest], fitted, search
+            )
 
     def fits(self, value: Any) -> bool:
         """Whether it calls one of the operators."""
@@ -633,9 +635,9 @@ class Either(Pattern):
 
     def targets(self) -> frozenset[Any] | None:
         """Those of any choice."""
-        found = [choice.targets() for choice in self.choices]
-        known = [targets for targets in found if targets is not None]
-        return frozenset().union(*known) if len(known) == len(found) else None
+        each = [choice.targets() for choice in self.choices]
+        known = [targets for targets in each if targets is not None]
+        return frozenset().union(*known) if len(known) == len(each) else None
 
     def parts(self) -> tuple[Pattern, ...]:
         """Its choices."""
@@ -668,12 +670,12 @@ class Where(Pattern):
         position: Position,
     ) -> Iterator[SearchState]:
         """The pattern's ways for which the condition holds."""
-        for found in self.inner.walk(value, state, search, position):
-            captures, count, last, nodes = found
+        for way in self.inner.walk(value, state, search, position):
+            captures, count, last, nodes = way
             if self.test(captures):
                 yield SearchState(captures, count + 1, ((self, value, None), last), nodes)
             else:
-                search.fail(found, self, value, None)
+                search.fail(way, self, value, None)
 
     def is_what(self) -> str:
         """The condition."""

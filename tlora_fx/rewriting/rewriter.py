@@ -43,10 +43,10 @@ class Maker:
         raises    GraphInvalid where it does not take what it is given
         """
         with self._graph.inserting_before(self._before):
-            made = self._graph.call_function(target, args, kwargs)
-        self._keep(made)
-        give_value(made, self._mode)
-        return made
+            node = self._graph.call_function(target, args, kwargs)
+        self._keep(node)
+        give_value(node, self._mode)
+        return node
 
     def tensor(self, ref: TensorRef, target: str = "", **meta: Any) -> fx.Node:
         """Read a stored tensor.
@@ -55,10 +55,10 @@ class Maker:
         meta     what else is known of it, instead of what it takes from the node replaced
         """
         with self._graph.inserting_before(self._before):
-            made = self._graph.create_node("get_attr", target or ref.name)
-        self._keep(made)
-        made.meta.update(tensor=ref, val=fake_like(self._mode, ref.shape, ref.dtype), **meta)
-        return made
+            node = self._graph.create_node("get_attr", target or ref.name)
+        self._keep(node)
+        node.meta.update(tensor=ref, val=fake_like(self._mode, ref.shape, ref.dtype), **meta)
+        return node
 
     def tagged(self, **tags: Any) -> Maker:
         """The same place, for nodes with other tags: `make.tagged(role="table")(op, x)`."""
@@ -178,8 +178,8 @@ class Rewriter:
     ) -> Maker:
         own = {key: like.meta[key] for key in TAGS if key in like.meta}
         # Inputs and stored tensors belong to no call: what is made of them runs for a reader.
-        place = like if like.meta.get("path") else next(iter(like.users), like)
-        near = {key: place.meta.get(key) or "" for key in ("path", "source")}
+        caller = like if like.meta.get("path") else next(iter(like.users), like)
+        near = {key: caller.meta.get(key) or "" for key in ("path", "source")}
         return Maker(self.graph, before, {**near, **own, **(tags or {})}, dict.fromkeys(sources))
 
 
@@ -188,8 +188,8 @@ def _take_over(maker: Maker, node: fx.Node, new: fx.Node) -> None:
     _require_type(node, new)
     if "axis" in node.meta:
         new.meta.setdefault("axis", node.meta["axis"])
-    made = set(maker.made)
-    node.replace_all_uses_with(new, lambda user: user not in made)
+    own = set(maker.made)
+    node.replace_all_uses_with(new, lambda user: user not in own)
 
 
 def _require_type(old: fx.Node, new: fx.Node) -> None:
@@ -206,13 +206,13 @@ def _require_type(old: fx.Node, new: fx.Node) -> None:
     )
 
 
-def _agree(one: Any, two: Any) -> bool:
+def _agree(left: Any, right: Any) -> bool:
     """Whether two values are of one type, as far as symbols tell."""
-    if not isinstance(one, torch.Tensor) or not isinstance(two, torch.Tensor):
-        return type(one) is type(two)
-    if one.dtype != two.dtype or one.dim() != two.dim():
+    if not isinstance(left, torch.Tensor) or not isinstance(right, torch.Tensor):
+        return type(left) is type(right)
+    if left.dtype != right.dtype or left.dim() != right.dim():
         return False
-    pairs = zip(one.shape, two.shape, strict=True)
+    pairs = zip(left.shape, right.shape, strict=True)
     return not any(statically_known_true(here != there) for here, there in pairs)
 
 
@@ -231,5 +231,5 @@ def _following(node: fx.Node) -> fx.Node:
 
 
 def _told(verb: str, node: fx.Node) -> str:
-    place = node.meta.get("path") or "the root"
-    return f"{verb} {node.name} at {place}"
+    path = node.meta.get("path") or "the root"
+    return f"{verb} {node.name} at {path}"

@@ -68,15 +68,15 @@ def around(
     passes = resolve_pipeline(pipeline)
     longer = passes.adding(added)
     pairs = zip(longer.passes, (*passes.passes, None), strict=True)
-    place = next(place for place, (new, old) in enumerate(pairs) if new != old)
-    earlier = Pipeline(longer.passes[:place])
+    index = next(index for index, (new, old) in enumerate(pairs) if new != old)
+    earlier = Pipeline(longer.passes[:index])
     if not earlier.passes:
         raise PipelineError(
             "there are no graphs before the first pass to compare with",
             found=added,
             help="add it after a pass: @after:drop-export-noise",
         )
-    return run_passes(jobs, earlier), run_passes(jobs, Pipeline(longer.passes[: place + 1]))
+    return run_passes(jobs, earlier), run_passes(jobs, Pipeline(longer.passes[: index + 1]))
 
 
 def assert_equivalent(
@@ -96,9 +96,10 @@ def assert_equivalent(
     outcomes = [evaluate(state, layers, rows, tensors) for state in (before, after)]
     if identical(*outcomes):
         return
-    found, bound = worst(*outcomes), bound_of(before)
-    if exact or not found.relative <= bound:
+    largest, bound = worst(*outcomes), bound_of(before)
+    if exact or not largest.relative <= bound:
         limit = "the same bits" if exact else f"at most {bound:.0e}"
         raise AssertionError(
-            f"{found.what} of job '{found.job}' differs by {found.relative:.1e}, expected {limit}"
+            f"{largest.what} of job '{largest.job}' differs by {largest.relative:.1e}, "
+            f"expected {limit}"
         )

@@ -43,5 +43,5 @@ def golden(request: pytest.FixtureRequest) -> Callable[[str, str], None]:
 def golden_folder(beside: Path, root: Path) -> Path:
     """The folder of accepted texts for a test in a folder."""
     above = [folder for folder in (beside, *beside.parents) if folder.is_relative_to(root)]
-    found = (folder / FOLDER for folder in above if (folder / FOLDER).is_dir())
-    return next(found, beside / FOLDER)
+    folders = (folder / FOLDER for folder in above if (folder / FOLDER).is_dir())
+    return next(folders, beside / FOLDER)

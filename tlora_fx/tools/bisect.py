@@ -184,8 +184,8 @@ class Bisector:
     ) -> tuple[str, list[str]]:
         rewrite = rewrites[bracket.bad - 1]
         before, after = (self.states.after(place, n).group for n in (bracket.good, bracket.bad))
-        told = f"rewrite {bracket.bad} of {len(rewrites)}: {rewrite}"
-        return rewrite, [told, *lines(touched(before, after))]
+        text = f"rewrite {bracket.bad} of {len(rewrites)}: {rewrite}"
+        return rewrite, [text, *lines(touched(before, after))]
 
     def _judge_limit(self, place: int, limit: int, total: int) -> Verdict:
         title = f"{limit} of {total} rewrites"
@@ -244,18 +244,18 @@ def first_bad(
     good, bad = -1, states - 1 if last_is_bad else states
     skipped: set[int] = set()
     while True:
-        left = [place for place in range(good + 1, bad) if place not in skipped]
+        left = [state for state in range(good + 1, bad) if state not in skipped]
         if not left:
             return Bracket(good, bad)
         middle = (good + bad) // 2
-        place = min(left, key=lambda candidate: abs(candidate - middle))
-        verdict = judge(place)
+        state = min(left, key=lambda candidate: abs(candidate - middle))
+        verdict = judge(state)
         if verdict == "good":
-            good = place
+            good = state
         elif verdict == "bad":
-            bad = place
+            bad = state
         else:
-            skipped.add(place)
+            skipped.add(state)
 
 
 # What is judged: the graphs after some passes.
@@ -613,6 +613,6 @@ def _code(key: Key, node: fx.Node, both: set[Key]) -> str:
 
 
 def _touched(kind: str, key: Key, where: str, node: fx.Node) -> Touched:
-    place = f"{where}.{node.name}" if where else node.name
+    name = f"{where}.{node.name}" if where else node.name
     source = str(node.meta.get("source") or "")
-    return Touched(kind, key[0] + place, str(node.target), source)
+    return Touched(kind, key[0] + name, str(node.target), source)

@@ -154,7 +154,7 @@ def explain_group(
         _kind(modules.get(named.module)),
         node_text(named.node, named.block) if named.node is not None else "",
         named.others,
-        tuple(explainer.answer(place) for place in wanted),
+        tuple(explainer.answer(index) for index in wanted),
         tuple(dict.fromkeys(explainer.dropouts(wanted))),
         tuple(dict.fromkeys(explainer.sharing(wanted))),
         about_layers(group, named.module),
@@ -201,9 +201,9 @@ class _Explainer:
                     return block.name, self.module[len(layer) + 1 :]
         return "", self.module
 
-    def answer(self, place: int) -> JobAnswer:
+    def answer(self, index: int) -> JobAnswer:
         """What one job has at the module."""
-        job, sites = self.prepared.jobs[place], self.prepared.sites[place]
+        job, sites = self.prepared.jobs[index], self.prepared.sites[index]
         site = sites.get(self.module)
         if site is not None:
             return self._at_site(job, site)
@@ -265,18 +265,18 @@ class _Explainer:
 
     def dropouts(self, wanted: list[int]) -> Iterator[str]:
         """What became of every dropout at the module."""
-        for place in wanted:
-            job, site = self.prepared.jobs[place].name, self.prepared.sites[place].get(self.module)
+        for index in wanted:
+            job, site = self.prepared.jobs[index].name, self.prepared.sites[index].get(self.module)
             if site is not None and site.dropout and self._is_lowered(self.module, job):
                 rate = f"rate {site.dropout:g} inside multi_lora_linear"
                 yield f"{job}: {rate}, masks keyed to the job"
-        names = {self.prepared.jobs[place].name for place in wanted}
+        names = {self.prepared.jobs[index].name for index in wanted}
         for node in self._here():
             jobs = set(node.meta.get("jobs") or names)
             whose = node.meta["jobs"][0] if node.meta.get("role") == "adapter" else "all jobs"
-            told = _dropout(node) if jobs & names else ""
-            if told:
-                yield f"{whose}: {told}"
+            text = _dropout(node) if jobs & names else ""
+            if text:
+                yield f"{whose}: {text}"
 
     def sharing(self, wanted: list[int]) -> Iterator[str]:
         """What of the base runs once for all jobs, and which job replaces it."""
@@ -293,7 +293,7 @@ class _Explainer:
         block, path = self.place
         near = (self.module, *(f"{b.instances[0]}.{path}" for n, b in self._blocks() if n == block))
         for by, note in self.group.notes:
-            names = [f"job '{self.prepared.jobs[place].name}'" for place in wanted]
+            names = [f"job '{self.prepared.jobs[index].name}'" for index in wanted]
             if by == "fuse-backbone" and any(note.startswith(name) for name in names):
                 where = note.partition("base's ")[2].split(" ")[0]
                 if any(under(where, path) for path in near):
@@ -457,9 +457,9 @@ class PatternRecorder(Instrument):
                 frozen = nearest_match(list(FROZEN.values()), anchor)
                 first = _attempt("a frozen linear", frozen, block)
                 for write in writes:
-                    place = TracedBranch(block, str(write.meta["site"]), write.meta["jobs"][0])
-                    found = self.attempts.get(place, ())
-                    self.attempts[place] = (*found, first, *_second(write, anchor, frozen, block))
+                    branch = TracedBranch(block, str(write.meta["site"]), write.meta["jobs"][0])
+                    known = self.attempts.get(branch, ())
+                    self.attempts[branch] = (*known, first, *_second(write, anchor, frozen, block))
 
 
 def _second(
@@ -468,23 +468,23 @@ def _second(
     """The branch is looked at only where the module is a frozen linear."""
     if isinstance(frozen, Miss):
         return ()
-    found = match_nodes(write, anchor, frozen["x"])
-    return (_attempt("a plain LoRA branch", found, block),)
+    matched = match_nodes(write, anchor, frozen["x"])
+    return (_attempt("a plain LoRA branch", matched, block),)
 
 
-def _attempt(what: str, found: Match | Miss, block: str) -> Attempt:
-    held = tuple(dict.fromkeys(found.held))
-    if isinstance(found, Match):
-        return Attempt(what, True, str(found.pattern), held)
+def _attempt(what: str, result: Match | Miss, block: str) -> Attempt:
+    held = tuple(dict.fromkeys(result.held))
+    if isinstance(result, Match):
+        return Attempt(what, True, str(result.pattern), held)
     return Attempt(
         what,
         False,
-        str(found.pattern),
+        str(result.pattern),
         held,
-        found.failed,
-        found.why,
-        "" if found.node is None else node_text(found.node, block),
-        "" if found.node is None else _source_of(found.node),
+        result.failed,
+        result.why,
+        "" if result.node is None else node_text(result.node, block),
+        "" if result.node is None else _source_of(result.node),
     )
 
 
@@ -562,27 +562,27 @@ def about_layers(group: GroupGraph, module: str) -> tuple[str, ...]:
     block = next((block for block in group.blocks.values() if layer in block.instances), None)
     if block is None:
         return ("layers are not folded: each is code of its own", *noted)
-    told = [f"{layers_label(block.instances)}: code of block {block.name}"]
+    lines = [f"{layers_label(block.instances)}: code of block {block.name}"]
     for other in group.blocks.values():
         if other is not block and set(other.instances) <= set(layers):
             why = "; ".join(_differences(group, block, other))
-            told.append(f"{layers_label(other.instances)}: code of block {other.name}, {why}")
-    return (*told, *noted)
+            lines.append(f"{layers_label(other.instances)}: code of block {other.name}, {why}")
+    return (*lines, *noted)
 
 
 def _differences(group: GroupGraph, mine: Block, other: Block) -> Iterator[str]:
     """What tells another structure of layers apart."""
     here, there = mine.instances[0], other.instances[0]
-    found = False
+    differs = False
     if not _same_code(group.base, here, there):
-        found = True
+        differs = True
         yield "the base computes other things there"
     for job in group.jobs:
         if not _same_code(job, here, there):
-            for told in _other_sites(job, here, there):
-                found = True
-                yield f"job '{job.name}' {told}"
-    if not found:
+            for difference in _other_sites(job, here, there):
+                differs = True
+                yield f"job '{job.name}' {difference}"
+    if not differs:
         yield "its code differs"
 
 
@@ -609,20 +609,24 @@ def _sites(job: JobGraph, layer: str) -> dict[str, AdapterSite]:
 # An explanation as plain text.
 
 
-def render(found: Explanation) -> str:
+def render(explanation: Explanation) -> str:
     """The whole text, with a line feed at its end."""
-    lines = [f"{found.module}   {found.kind}".rstrip()]
-    if found.node:
-        lines.append(f"node      {found.node}")
-    if found.others:
-        lines.append(f"also      {found.others} other modules have this name")
+    lines = [f"{explanation.module}   {explanation.kind}".rstrip()]
+    if explanation.node:
+        lines.append(f"node      {explanation.node}")
+    if explanation.others:
+        lines.append(f"also      {explanation.others} other modules have this name")
     lines += ["", "Adapters"]
-    for answer in found.jobs:
+    for answer in explanation.jobs:
         lines += _answer(answer)
-    sections = (("Dropout", found.dropouts), ("Sharing", found.sharing), ("Layers", found.layers))
-    for title, told in sections:
+    sections = (
+        ("Dropout", explanation.dropouts),
+        ("Sharing", explanation.sharing),
+        ("Layers", explanation.layers),
+    )
+    for title, texts in sections:
         lines += ["", title]
-        for item in told or ("none",):
+        for item in texts or ("none",):
             lines += [INDENT + line for line in item.splitlines()]
     return "\n".join(lines) + "\n"
 
@@ -649,5 +653,5 @@ def _attempt_text(attempt: Attempt) -> Iterator[str]:
     if attempt.source:
         yield f"{INDENT}from      {attempt.source}"
     yield f"{INDENT}to match  {attempt.wanted}"
-    for place, line in enumerate(attempt.pattern.splitlines()):
-        yield f"{INDENT}{'nearest   ' if not place else 10 * ' '}{line}"
+    for index, line in enumerate(attempt.pattern.splitlines()):
+        yield f"{INDENT}{'nearest   ' if not index else 10 * ' '}{line}"

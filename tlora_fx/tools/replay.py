@@ -143,13 +143,13 @@ def load_replay(folder: Path) -> RecordedFailure:
 
 def versions() -> dict[str, str]:
     """The versions on which a failure may depend."""
-    found = {"tlora-fx": __version__, "python": platform.python_version()}
+    installed = {"tlora-fx": __version__, "python": platform.python_version()}
     for name in PACKAGES:
         try:
-            found[name] = version(name)
+            installed[name] = version(name)
         except PackageNotFoundError:
-            found[name] = "missing"
-    return found
+            installed[name] = "missing"
+    return installed
 
 
 def run_replay(folder: Path) -> TloraError | None:
@@ -230,16 +230,16 @@ def _import(foreign: ForeignPass) -> None:
     try:
         importlib.import_module(foreign.module)
     except Exception as error:  # noqa: BLE001  (whatever a stranger's module raises is its reason)
-        found = f"{type(error).__name__}: {error}"
+        reason = f"{type(error).__name__}: {error}"
     else:
         if foreign.name in pass_names():
             return
-        found = f"importing {foreign.module} does not register it"
+        reason = f"importing {foreign.module} does not register it"
     raise ReplayNotReadable(
         f"the pass '{foreign.name}' is not there",
         package=foreign.package or None,
         module=foreign.module,
-        found=found,
+        found=reason,
         help="install the package, or put its module on PYTHONPATH",
     )
 
@@ -338,14 +338,14 @@ def _may_be_written(folder: Path) -> bool:
 
 def _foreign(pipeline: Pipeline) -> tuple[ForeignPass, ...]:
     offered = {entry.name: entry.dist for entry in entry_points(group=PASSES)}
-    found = []
+    passes = []
     for item in pipeline.passes:
         module = type(item).__module__
         if not module.startswith(OURS):
             package = offered.get(item.name)
             known = f"{package.name} {package.version}" if package is not None else ""
-            found.append(ForeignPass(item.name, module, known))
-    return tuple(dict.fromkeys(found))
+            passes.append(ForeignPass(item.name, module, known))
+    return tuple(dict.fromkeys(passes))
 
 
 def _numerics(runner: Runner) -> dict[str, int | None]:

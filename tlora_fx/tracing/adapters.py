@@ -80,16 +80,16 @@ def idle_patterns(job: Job, sites: dict[str, AdapterSite]) -> list[str]:
 
     config: Any = job.lora_config()
     adapted = [path for path, site in sites.items() if site.rank]
-    told = []
+    notes = []
     for field in ("rank_pattern", "alpha_pattern"):
         keys = getattr(config, field)
         used = {get_pattern_key(keys.keys(), path) for path in adapted}
-        told += [
+        notes += [
             f"job '{job.name}': '{key}' in {field} fits no adapted module, so it changes nothing"
             for key in keys
             if key not in used
         ]
-    return told
+    return notes
 
 
 def _site(path: str, module: nn.Module, config: Any) -> AdapterSite:

@@ -169,27 +169,29 @@ class _Importer:
 
     def inline(self, module: fx.GraphModule, inputs: list[Any] | None) -> Any:
         """Copy a module's nodes; returns what its output node returns."""
-        made: dict[fx.Node, Any] = {}
+        copies: dict[fx.Node, Any] = {}
         given = iter(inputs or ())
         names = iter(INPUTS)
 
         def value_of(node: fx.Node) -> Any:
-            return made[node]
+            return copies[node]
 
         for node in module.graph.nodes:
             args: Any = fx.map_arg(node.args, value_of) if node.op != "get_attr" else ()
             if node.op == "placeholder":
-                made[node] = self._placeholder(node, next(names)) if inputs is None else next(given)
+                copies[node] = (
+                    self._placeholder(node, next(names)) if inputs is None else next(given)
+                )
             elif node.op == "get_attr":
                 attribute = getattr(module, node.target, None)
                 if isinstance(attribute, fx.GraphModule):
-                    made[node] = attribute
+                    copies[node] = attribute
                 else:
-                    made[node] = self._attribute(module, node)
+                    copies[node] = self._attribute(module, node)
             elif node.op == "output":
                 return args[0]
             elif node.op == "call_function":
-                made[node] = self._call(node, args, fx.map_arg(node.kwargs, value_of))
+                copies[node] = self._call(node, args, fx.map_arg(node.kwargs, value_of))
         raise AssertionError("a graph without output")
 
     def _call(self, node: fx.Node, args: Any, kwargs: Any) -> Any:
@@ -200,8 +202,8 @@ class _Importer:
             return result if enabled else [self._detached(item) for item in result]
         if name == "wrap_with_autocast":
             submodule, inputs = next(
-                (arg, args[place + 1 :])
-                for place, arg in enumerate(args)
+                (arg, args[index + 1 :])
+                for index, arg in enumerate(args)
                 if isinstance(arg, fx.GraphModule)
             )
             return self.inline(submodule, list(inputs))
@@ -213,28 +215,28 @@ class _Importer:
     def _detached(self, value: Any) -> Any:
         if not isinstance(value, fx.Node) or not value.meta["val"].is_floating_point():
             return value
-        made = self.graph.call_function(torch.ops.aten.detach.default, (value,))
-        made.meta = dict(value.meta)
-        return made
+        detached = self.graph.call_function(torch.ops.aten.detach.default, (value,))
+        detached.meta = dict(value.meta)
+        return detached
 
     def _placeholder(self, node: fx.Node, name: str) -> fx.Node:
-        made = self.graph.placeholder(name)
-        made.meta.update(val=node.meta["val"], path="", source="")
-        return made
+        copied = self.graph.placeholder(name)
+        copied.meta.update(val=node.meta["val"], path="", source="")
+        return copied
 
     def _attribute(self, module: fx.GraphModule, node: fx.Node) -> fx.Node:
         target = str(node.target)
         ref = self._reference(module, target, node)
         key = f"{ref.owner}:{ref.name}"
         if key not in self.attributes:
-            made = self.graph.create_node("get_attr", ref.name.removeprefix(PEFT_PREFIX))
-            made.meta.update(val=node.meta.get("val"), path="", source="", tensor=ref)
+            copied = self.graph.create_node("get_attr", ref.name.removeprefix(PEFT_PREFIX))
+            copied.meta.update(val=node.meta.get("val"), path="", source="", tensor=ref)
             if ref.owner == "constant":
                 mode = fake_mode_of(self.module.graph)
-                made.meta["val"] = fake_like(mode, ref.shape, ref.dtype)
-            elif made.meta["val"] is None:
-                made.meta["val"] = _get(module, target)
-            self.attributes[key] = made
+                copied.meta["val"] = fake_like(mode, ref.shape, ref.dtype)
+            elif copied.meta["val"] is None:
+                copied.meta["val"] = _get(module, target)
+            self.attributes[key] = copied
         return self.attributes[key]
 
     def _reference(self, module: fx.GraphModule, target: str, node: fx.Node) -> TensorRef:
@@ -263,16 +265,16 @@ class _Importer:
         self.constants[name] = value
         return name
 
-    def _add(self, made: fx.Node, node: fx.Node) -> fx.Node:
+    def _add(self, copied: fx.Node, node: fx.Node) -> fx.Node:
         stack = list((node.meta.get("nn_module_stack") or {}).values())
         path = str(stack[-1][0]) if stack else ""
         path = path.removeprefix("L['self'].").removeprefix("model")
-        made.meta.update(
+        copied.meta.update(
             val=node.meta.get("val"),
             path=path.removeprefix(".").removeprefix(PEFT_PREFIX.rstrip(".")).removeprefix("."),
             source=_source_line(node.meta.get("stack_trace")),
         )
-        return made
+        return copied
 
 
 def _without_value(node: fx.Node) -> BaseNotTraceable:
@@ -286,11 +288,11 @@ def _without_value(node: fx.Node) -> BaseNotTraceable:
 
 
 def _get(module: nn.Module, target: str) -> Tensor:
-    found: Any = module
+    value: Any = module
     for name in target.split("."):
-        found = getattr(found, name)
-    assert isinstance(found, Tensor)
-    return found
+        value = getattr(value, name)
+    assert isinstance(value, Tensor)
+    return value
 
 
 def _source_line(stack_trace: str | None) -> str:

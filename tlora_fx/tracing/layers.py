@@ -84,7 +84,7 @@ def index_attributes(model: nn.Module, layers: list[str]) -> set[tuple[str, str]
     """Attributes (path inside the layer, name) that hold the layer's own index in every layer."""
     if len(layers) < SMALLEST_LIST:
         return set()
-    found: set[tuple[str, str]] | None = None
+    common: set[tuple[str, str]] | None = None
     for index, layer in enumerate(layers):
         here = {
             (path, name)
@@ -92,8 +92,8 @@ def index_attributes(model: nn.Module, layers: list[str]) -> set[tuple[str, str]
             for name, value in vars(module).items()
             if type(value) in (int, LayerIndex) and int.__eq__(value, index)
         }
-        found = here if found is None else found & here
-    return found or set()
+        common = here if common is None else common & here
+    return common or set()
 
 
 def structure_key(backbone: Backbone, layer: str, skipped: set[tuple[str, str]]) -> Hashable:

@@ -79,5 +79,5 @@ def _split(backbone: Backbone, path: str, module: nn.Module) -> None:
 
 def _original_length(config: Any) -> int:
     parameters = getattr(config, "rope_parameters", None) or {}
-    found = parameters.get("original_max_position_embeddings")
-    return int(found or config.original_max_position_embeddings)
+    length = parameters.get("original_max_position_embeddings")
+    return int(length or config.original_max_position_embeddings)
