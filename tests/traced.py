@@ -12,7 +12,7 @@ from tlora_fx.ir.graph import GroupGraph
 from tlora_fx.model.backbone import load_backbone
 from tlora_fx.pipeline import Runner, parse_pipeline
 from tlora_fx.tracing.adapters import resolve_sites
-from tlora_fx.tracing.job_graph import trace_base, trace_job
+from tlora_fx.tracing.export import trace_base, trace_job
 
 KINDS = {
     "plain": {"r": 4, "target_modules": ["q_proj", "down_proj"], "lora_dropout": 0.1},

@@ -38,7 +38,7 @@ from tlora_fx.model.supermodel import SuperModel
 from tlora_fx.numerics import Numerics, watch_numerics
 from tlora_fx.pipeline import Instrument, Pipeline, Runner, Verify, parse_pipeline
 from tlora_fx.tracing.adapters import idle_patterns, layer_signature, resolve_sites
-from tlora_fx.tracing.job_graph import trace_base, trace_job
+from tlora_fx.tracing.export import trace_base, trace_job
 from tlora_fx.tracing.layers import layer_list
 from tlora_fx.tracing.rope import prepare_rope
 

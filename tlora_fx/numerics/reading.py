@@ -19,7 +19,7 @@ from tlora_fx.ir.storage import stored_value
 from tlora_fx.model.adapter_bank import AdapterBank
 from tlora_fx.numerics.tensors import Seeded, Unchecked
 from tlora_fx.ops import site_id
-from tlora_fx.tracing.job_graph import SOME_RATE
+from tlora_fx.tracing.export import SOME_RATE
 
 BANK = ".lora."
 DOWN, UP, DROPOUT = ".lora_A.default.weight", ".lora_B.default.weight", ".lora_dropout"
