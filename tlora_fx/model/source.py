@@ -28,7 +28,7 @@ from tlora_fx.ir.lora_sites import (
 HEADER = '''"""Shared Super-Model of {jobs} on {base}, written by tlora-fx.
 
 Each class is a graph: Root calls the layers, a layer class serves all layers of its structure.
-Modules own their tensors; `tlora_fx.compile` builds them and stores them in these classes.
+Modules own their tensors; `tlora_fx.compile` builds them and hangs them into these classes.
 T is the number of tokens in the row, T0 that of the first job's, and so on.
 """
 
@@ -89,11 +89,11 @@ def graphs_source(graphs: JobGraph | GroupGraph) -> str:
 def _classes(graphs: JobGraph | GroupGraph, told_root: str) -> Iterator[str]:
     names = size_names(graphs)
     for block in graphs.blocks.values():
-        told = block.instances[0]
+        docstring = block.instances[0]
         if len(block.instances) > 1:
-            told += f" to {block.instances[-1]}, {len(block.instances)} layers"
+            docstring += f" to {block.instances[-1]}, {len(block.instances)} layers"
         inputs = input_names(graphs.root, block)
-        code = class_source(class_name(block), told, block.graph, names, inputs)
+        code = class_source(class_name(block), docstring, block.graph, names, inputs)
         yield (
             code.replace(FORWARD, f"{INDENT}@recomputed\n{FORWARD}", 1) if block.recompute else code
         )
@@ -102,7 +102,7 @@ def _classes(graphs: JobGraph | GroupGraph, told_root: str) -> Iterator[str]:
 
 def class_source(
     name: str,
-    told: str,
+    docstring: str,
     graph: fx.Graph,
     sizes: dict[str, str],
     inputs: dict[str, str] | None = None,
@@ -113,9 +113,9 @@ def class_source(
     inputs   what placeholders are called, where their own names say little
     """
     printer = _Printer(graph, sizes, inputs or {})
-    given = ["self", *(printer.names[n] for n in placeholders(graph).values())]
-    head = _filled(FORWARD, given, "):")
-    lines = [f"class {name}(nn.Module):", f'{INDENT}"""{told}"""', "", *head]
+    parameters = ["self", *(printer.names[n] for n in placeholders(graph).values())]
+    head = _filled(FORWARD, parameters, "):")
+    lines = [f"class {name}(nn.Module):", f'{INDENT}"""{docstring}"""', "", *head]
     lines.extend(BODY + line for line in printer.lines())
     return "\n".join(lines) + "\n"
 
@@ -316,17 +316,17 @@ def _site_of(node: fx.Node) -> str:
     return str(bank.target).removesuffix(".lora.a") if bank.op == "get_attr" else ""
 
 
-def _filled(head: str, given: list[str], tail: str, note: str = "", before: int = 0) -> list[str]:
+def _filled(head: str, words: list[str], tail: str, note: str = "", before: int = 0) -> list[str]:
     """A call on one line where it fits, else its arguments on lines of their own.
 
     before    columns that stand before every line
     """
-    line = f"{head}{', '.join(given)}{tail}{note}"
+    line = f"{head}{', '.join(words)}{tail}{note}"
     if before + len(line) <= LONGEST:
         return [line]
     margin = " " * (len(head) - len(head.lstrip()))
     lines = [margin + INDENT]
-    for word in given:
+    for word in words:
         if lines[-1].strip() and before + len(lines[-1]) + len(word) + 1 > WIDTH:
             lines.append(margin + INDENT)
         lines[-1] += f"{word}, "
