@@ -170,7 +170,7 @@ def test_a_bisection_may_hold_it_back(lowered):
         ShareInput().run(group)
 
     first, second = (f"layers_0_3.self_attn.{name}" for name in ("q_proj", "v_proj"))
-    assert rewrites.told == [f"multi_lora_linears at {first}, {second}"]
+    assert rewrites.descriptions == [f"multi_lora_linears at {first}, {second}"]
     assert _operators(group) == []
 
 

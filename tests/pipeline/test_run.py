@@ -184,7 +184,7 @@ def test_rewrites_beyond_the_limit_are_held_back():
     runner = Runner(Pipeline((Does(twice),)), limits={1: 1})
     runner.run_job(graph)
 
-    assert runner.rewrites[1].told == ["relu 0", "relu 1"]
+    assert runner.rewrites[1].descriptions == ["relu 0", "relu 1"]
     assert len(graph.root.nodes) == 4
 
 

@@ -124,11 +124,13 @@ def test_a_wrong_pipeline_says_how_to_mend_it(text, told):
 
 
 def test_every_pass_is_known_by_the_name_of_its_file():
-    """passes/fuse_backbone.py holds FuseBackbone, which is `fuse-backbone`."""
+    """passes/fuse_backbone.py holds `fuse-backbone`, token_parallel/check.py the check of it."""
     for name, cls in REGISTRY.items():
         if cls in (Options, Needs):
             continue
-        assert cls.__module__.rpartition(".")[2] == name.replace("-", "_")
+        *folder, file = cls.__module__.removeprefix("tlora_fx.passes.").split(".")
+        words = [file, *folder[0].split("_")] if folder else file.split("_")
+        assert name.split("-") == words[: len(name.split("-"))]
         assert cls.__name__.lower() == name.replace("-", "")
         assert dataclasses.is_dataclass(cls)
 
@@ -187,4 +189,4 @@ def test_options_are_told_from_the_dataclass():
     (option,) = options_of(LowerAdapters)
 
     assert (option.name, option.kind, option.default) == ("compute", "job | base | float32", "job")
-    assert option.told.startswith("dtype in which adapters multiply")
+    assert option.help.startswith("dtype in which adapters multiply")

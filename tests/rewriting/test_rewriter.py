@@ -78,7 +78,7 @@ def test_a_rewrite_that_is_held_back_leaves_the_graph_as_it_is(small, rewriter):
         assert rewriter.bypass(small["cast"], small["x"]) is False
 
     assert small.targets() == before
-    assert rewrites.told == [
+    assert rewrites.descriptions == [
         "replace scaled at mlp",
         "insert after total at mlp",
         "drop cast at mlp",
