@@ -74,4 +74,4 @@ def test_writes_that_others_see_are_refused(write):
     text = error_of(lambda: compile(hand_written(InPlace(write))), BaseNotTraceable)
 
     assert "in place" in text
-    assert "test_in_place.py" in text
+    assert "test_functionalise.py" in text
