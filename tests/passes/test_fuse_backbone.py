@@ -261,4 +261,4 @@ def test_random_numbers_of_a_base_are_refused_by_name():
     text = error_of(lambda: compile(jobs), CompileError)
 
     assert "rrelu" in text
-    assert "test_fusing.py" in text
+    assert "test_fuse_backbone.py" in text
