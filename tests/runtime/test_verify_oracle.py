@@ -291,7 +291,7 @@ def test_a_watcher_sees_each_step():
         start_of(job, base),
         2,
         masks=False,
-        watch=lambda step, loss, gradients: seen.append((step, loss, set(gradients))),
+        on_step=lambda step, loss, gradients: seen.append((step, loss, set(gradients))),
     )
 
     assert [(step, loss) for step, loss, _ in seen] == list(enumerate(solo.losses))

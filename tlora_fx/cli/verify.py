@@ -29,33 +29,33 @@ def run(
     from tlora_fx.config.job_file import load_job_file
 
     console = Console(stderr=True)
-    given = load_job_file(jobs)
+    job_file = load_job_file(jobs)
     with Working(console, "compiling, training fused and alone") as working:
         from tlora_fx.runtime.verify import bounds_of, verify
 
-        bounds = bounds_of(given.base.dtype, device)
-        found: list[JobDifference] = []
-        for difference in verify(given, steps, device=device):
-            found.append(difference)
+        bounds = bounds_of(job_file.base.dtype, device)
+        differences: list[JobDifference] = []
+        for difference in verify(job_file, steps, device=device):
+            differences.append(difference)
             working.now(f"compared {difference.job}: {difference.against}")
-    paper = Console()
-    print_whole(paper, _table(found, bounds))
-    beyond = [row for row in found if not row.within(bounds)]
+    out = Console()
+    print_whole(out, _table(differences, bounds))
+    beyond = [row for row in differences if not row.within(bounds)]
     if beyond:
         raise VerifyError(
             "jobs trained fused differ from the same jobs trained alone",
             jobs=", ".join(f"{row.job} ({row.against})" for row in beyond),
             help="please report this with the job file",
         )
-    paper.print(f"{len({row.job for row in found})} jobs train fused as they train alone")
+    out.print(f"{len({row.job for row in differences})} jobs train fused as they train alone")
 
 
-def _table(found: list[JobDifference], bounds: Bounds) -> Table:
+def _table(differences: list[JobDifference], bounds: Bounds) -> Table:
     table = Table(box=None, pad_edge=False, title_justify="left")
     for title in ("job", "against", "steps", "loss", "gradient", "adapter", ""):
         left = title in ("job", "against", "")
         table.add_column(title, justify="left" if left else "right", no_wrap=True)
-    for row in found:
+    for row in differences:
         numbers = (f"{value:.1e}" for value in (row.loss, row.gradient, row.adapter))
         verdict = "ok" if row.within(bounds) else "BEYOND"
         table.add_row(row.job, row.against, str(row.steps), *numbers, verdict)

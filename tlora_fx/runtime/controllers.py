@@ -72,7 +72,7 @@ class Fixed:
     _seconds: list[float] = field(default_factory=list, init=False)
 
     def __post_init__(self) -> None:
-        _demand(self.count >= 1 and self.horizon >= 1, self)
+        _require(self.count >= 1 and self.horizon >= 1, self)
 
     def next(self) -> int:
         """N of the next step."""
@@ -112,7 +112,7 @@ class Aimd:
     _seconds: list[float] = field(default_factory=list, init=False)
 
     def __post_init__(self) -> None:
-        _demand(self.alpha >= 1 and 0 < self.beta < 1 and self.horizon >= 1, self)
+        _require(self.alpha >= 1 and 0 < self.beta < 1 and self.horizon >= 1, self)
 
     def next(self) -> int:
         """N of the next step."""
@@ -184,8 +184,8 @@ class KeepBest:
 
     def __post_init__(self) -> None:
         rising = list(self.counts) == sorted(set(self.counts)) and bool(self.counts)
-        _demand(rising and self.counts[0] >= 1 and min(self.horizon, self.reach) >= 1, self)
-        _demand(0 <= self.margin < 1 and self.settle >= 0 and 1 <= self.rest <= self.longest, self)
+        _require(rising and self.counts[0] >= 1 and min(self.horizon, self.reach) >= 1, self)
+        _require(0 <= self.margin < 1 and self.settle >= 0 and 1 <= self.rest <= self.longest, self)
         self._step, self._rest, self._unmeasured = self.reach, self.rest, self.settle
         self._alarm = self.shift
 
@@ -307,7 +307,7 @@ class NanoBatches:
     def __init__(self, controller: Controller, counts: Sequence[int] = COUNTS) -> None:
         self.controller = controller
         self.counts = tuple(counts)
-        _demand(bool(counts) and counts[0] == 1 and list(counts) == sorted(set(counts)), counts)
+        _require(bool(counts) and counts[0] == 1 and list(counts) == sorted(set(counts)), counts)
         self._told = 0
         self._tokens = 0
 
@@ -341,7 +341,7 @@ def _decide(decisions: list[ControllerDecision], count: int, took: float, why: s
     decisions.append(ControllerDecision(len(decisions) + 1, count, took, why))
 
 
-def _demand(holds: bool, found: object) -> None:
+def _require(holds: bool, found: object) -> None:
     if not holds:
         raise ControllerWrong(
             "a controller cannot work with these numbers",

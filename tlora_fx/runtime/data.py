@@ -34,453 +34,6 @@ from tlora_fx.errors import (
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-
-# Decide from the columns of a data set how its rows become samples.
-
-
-Format = Literal["prompt-completion", "messages", "text"]
-
-#: What data sets often call our columns.
-_USUAL: Mapping[str, tuple[str, ...]] = {
-    "prompt": ("question", "instruction", "input", "query"),
-    "completion": ("answer", "output", "response", "target", "solution"),
-    "messages": ("conversations", "conversation", "chat", "dialog"),
-    "text": ("content", "document"),
-}
-
-
-@dataclass(frozen=True, slots=True)
-class SampleLayout:
-    """How rows become samples.
-
-    format         what a row holds
-    columns        our column names mapped to those of the data
-    on_completion  whether only the completion, or the assistant's turns, are trained
-    """
-
-    format: Format
-    columns: Mapping[str, str]
-    on_completion: bool
-
-
-def find_layout(spec: DataSpec, columns: Iterable[str], *, where: str, job: str) -> SampleLayout:
-    """The layout of data with these columns.
-
-    where   the row that the columns are of
-    raises  MissingColumnError, AmbiguousFormatError
-    """
-    present = set(columns)
-    formats = _wanted(spec)
-    fitting = [one for one in formats if all(name in present for name in _map(spec, one).values())]
-    if len(fitting) > 1:
-        raise AmbiguousFormatError(
-            f"the columns fit the formats {' and '.join(fitting)}",
-            file=where,
-            job=job,
-            help="set format in the job's data",
-        )
-    if not fitting:
-        raise _missing(spec, formats, sorted(present), where, job)
-    [format] = fitting
-    on_completion = format != "text" if spec.loss_on == "auto" else spec.loss_on == "completion"
-    if format == "text" and on_completion:
-        raise MissingColumnError(
-            "the data is plain text and has no completion to train on",
-            file=where,
-            job=job,
-            help="set loss_on: all, or map the columns prompt and completion",
-        )
-    return SampleLayout(format, _map(spec, format), on_completion)
-
-
-def _wanted(spec: DataSpec) -> list[Format]:
-    formats: list[Format] = ["prompt-completion", "messages", "text"]
-    if spec.format != "auto":
-        return [spec.format]
-    if spec.columns:
-        return [one for one in formats if set(spec.columns) <= COLUMNS_OF[one]]
-    return formats
-
-
-def _map(spec: DataSpec, format: Format) -> dict[str, str]:
-    mapped: Mapping[str, str] = {str(ours): theirs for ours, theirs in spec.columns.items()}
-    return {name: mapped.get(name, name) for name in sorted(COLUMNS_OF[format])}
-
-
-def _missing(
-    spec: DataSpec, formats: list[Format], present: list[str], where: str, job: str
-) -> MissingColumnError:
-    found = ", ".join(present) or "none"
-    if len(formats) > 1:
-        return MissingColumnError(
-            "the data has no prompt and completion, no messages, and no text",
-            file=where,
-            job=job,
-            found=f"columns {found}",
-            help=_mapping_help(present) or "map the data's names under columns",
-        )
-    absent = [name for name in _map(spec, formats[0]).values() if name not in present]
-    near = [near for name in absent if (near := nearest(name, present))]
-    return MissingColumnError(
-        f"the data has no column {' and no column '.join(repr(name) for name in absent)}",
-        file=where,
-        job=job,
-        found=f"columns {found}",
-        help=f"did you mean {' and '.join(repr(name) for name in near)}?"
-        if near
-        else _mapping_help(present) or "map the data's names under columns",
-    )
-
-
-def _mapping_help(present: list[str]) -> str:
-    """The mapping that fits names which data sets often use, or nothing."""
-    guess = {
-        ours: next((name for name in usual if name in present), ours if ours in present else "")
-        for ours, usual in _USUAL.items()
-    }
-    for names in (("prompt", "completion"), ("messages",), ("text",)):
-        if all(guess[name] for name in names):
-            pairs = ", ".join(f"{name}: {guess[name]}" for name in names)
-            return f"perhaps columns: {{{pairs}}}"
-    return ""
-
-
-# Turn rows into token ids and the mask of the tokens that are trained.
-#
-# Texts are tokenised as TRL's SFTTrainer does: the prompt alone, and prompt and completion as one
-# text; an end-of-sequence token closes a sample. The beginning-of-sequence token is whatever the
-# tokenizer adds, and stands once.
-
-
-_GENERATION = re.compile(r"\{%-?\s*generation\s*-?%\}")
-
-
-class BadRowError(ValueError):
-    """A row has values that make no sample. Internal: callers count it or name the row."""
-
-
-class PrefixError(BadRowError):
-    """A chat template renders the start of a conversation otherwise than the whole of it."""
-
-
-@dataclass(frozen=True, slots=True)
-class Encoded:
-    """The tokens of one row before truncation.
-
-    ids             token ids
-    targets         per token, whether it is trained
-    prefix_differs  the prompt's tokens alone are no prefix of the sample's
-    """
-
-    ids: list[int]
-    targets: list[bool]
-    prefix_differs: bool = False
-
-
-@dataclass(frozen=True, slots=True)
-class TextEncoder:
-    """Encodes the rows of one layout with one tokenizer."""
-
-    tokenizer: PreTrainedTokenizerBase
-    layout: SampleLayout
-
-    def encode(self, fields: Mapping[str, Any]) -> Encoded:
-        """The tokens of a row.
-
-        raises  BadRowError when a column is missing or has a wrong type
-        """
-        for name in self.layout.columns.values():
-            if fields.get(name) is None:
-                raise BadRowError(f"no value in the column '{name}'")
-        ours = {name: fields[theirs] for name, theirs in self.layout.columns.items()}
-        if self.layout.format == "messages":
-            return self._chat(_messages(ours["messages"]), _tools(fields.get("tools")))
-        for name, value in ours.items():
-            if not isinstance(value, str):
-                theirs = self.layout.columns[name]
-                raise BadRowError(f"the column '{theirs}' holds {type(value).__name__}, no text")
-        if self.layout.format == "text":
-            ids = self._closed(ours["text"])
-            return Encoded(ids, [True] * len(ids))
-        return self._completion(ours["prompt"], ours["completion"])
-
-    def _completion(self, prompt: str, completion: str) -> Encoded:
-        before = self._ids(prompt)
-        ids = self._closed(prompt + completion)
-        # A tokenizer may merge across the border. All tokens from the first that differs on hold
-        # some of the completion.
-        start = _common(before, ids)
-        differs = start < len(before)
-        if not self.layout.on_completion:
-            return Encoded(ids, [True] * len(ids), differs)
-        trained = bool(completion)
-        return Encoded(ids, [trained and at >= start for at in range(len(ids))], differs)
-
-    def _ids(self, text: str) -> list[int]:
-        """The tokens of a text with what the tokenizer adds before it, and nothing after it."""
-        made = self.tokenizer(text, add_special_tokens=True, truncation=False, verbose=False)
-        ids: list[int] = list(made["input_ids"])
-        bos, eos = self.tokenizer.bos_token_id, self.tokenizer.eos_token_id
-        if (
-            bos is not None
-            and ids[:2] == [bos, bos]
-            and text.startswith(_text(self.tokenizer, "bos"))
-        ):
-            ids = ids[1:]
-        written = eos is not None and text.endswith(_text(self.tokenizer, "eos"))
-        added = ids[-2:] == [eos, eos] if written else ids[-1:] == [eos]
-        return ids[:-1] if eos is not None and added else ids
-
-    def _closed(self, text: str) -> list[int]:
-        ids = self._ids(text)
-        eos = self.tokenizer.eos_token_id
-        return ids if eos is None or ids[-1:] == [eos] else [*ids, eos]
-
-    def _chat(self, messages: list[dict[str, Any]], tools: Any) -> Encoded:
-        if not self.layout.on_completion:
-            ids = self._render(messages, tools)
-            return Encoded(ids, [True] * len(ids))
-        if self.tokenizer.is_fast and _GENERATION.search(template_of(self.tokenizer)):
-            made = self._template(messages, tools, return_assistant_tokens_mask=True)
-            return Encoded(list(made["input_ids"]), [bool(x) for x in made["assistant_masks"]])
-        return self._by_prefix(messages, tools)
-
-    def _by_prefix(self, messages: list[dict[str, Any]], tools: Any) -> Encoded:
-        """Find each assistant turn as what it adds to the conversation before it."""
-        ids = self._render(messages, tools)
-        targets = [False] * len(ids)
-        for turn, message in enumerate(messages):
-            if message["role"] != "assistant":
-                continue
-            head = messages[:turn]
-            before = self._render(head, tools, add_generation_prompt=True) if head else []
-            after = self._render(messages[: turn + 1], tools)
-            if ids[: len(after)] != after or after[: len(before)] != before:
-                raise PrefixError(f"the template shows turn {turn + 1} otherwise in the whole chat")
-            targets[len(before) : len(after)] = [True] * (len(after) - len(before))
-        return Encoded(ids, targets)
-
-    def _render(self, messages: list[dict[str, Any]], tools: Any, **options: Any) -> list[int]:
-        return list(self._template(messages, tools, **options)["input_ids"])
-
-    def _template(self, messages: list[dict[str, Any]], tools: Any, **options: Any) -> Any:
-        from jinja2 import TemplateError
-
-        try:
-            return self.tokenizer.apply_chat_template(
-                messages, tools=tools or None, tokenize=True, return_dict=True, **options
-            )
-        except (TemplateError, TypeError, ValueError, KeyError) as error:
-            raise BadRowError(f"the chat template refuses the messages: {error}") from error
-
-
-def template_of(tokenizer: PreTrainedTokenizerBase) -> str:
-    """The chat template that plain conversations use, or nothing when the tokenizer has none."""
-    try:
-        return str(tokenizer.get_chat_template())
-    except ValueError:
-        return ""
-
-
-def _messages(value: object) -> list[dict[str, Any]]:
-    if not isinstance(value, list) or not value:
-        raise BadRowError("the messages are no list with at least one message")
-    messages = []
-    for number, message in enumerate(value, 1):
-        if not isinstance(message, dict) or not isinstance(message.get("role"), str):
-            raise BadRowError(f"message {number} is no object with a role")
-        content = message.get("content")
-        if not isinstance(content, str) and not message.get("tool_calls"):
-            raise BadRowError(f"message {number} has no text in 'content'")
-        messages.append({key: item for key, item in message.items() if item is not None})
-    return messages
-
-
-def _tools(value: object) -> object:
-    if value is None or isinstance(value, list):
-        return value
-    raise BadRowError(f"the column 'tools' holds {type(value).__name__}, no list")
-
-
-def _common(left: list[int], right: list[int]) -> int:
-    """How many tokens both start with."""
-    pairs = zip(left, right, strict=False)
-    return next((at for at, (a, b) in enumerate(pairs) if a != b), min(len(left), len(right)))
-
-
-def _text(tokenizer: PreTrainedTokenizerBase, name: str) -> str:
-    return str(getattr(tokenizer, f"{name}_token"))
-
-
-# Read the rows of a job's data: JSONL, JSON, Parquet, or a data set of the hub.
-#
-# A row that cannot be read is an error that names file and line, or is counted when the job skips
-# bad rows. So JSON is read here: `datasets`, which reads the rest, refuses a file for one bad row.
-
-SUFFIXES = (".jsonl", ".json", ".parquet")
-_OTHER_SUFFIXES = (".csv", ".tsv", ".txt", ".gz", ".zst", ".zip", ".arrow", ".jsonlines", ".ndjson")
-
-
-class DataRow(NamedTuple):
-    """One row of the data.
-
-    where   file and line (from 1), or file and row (from 1), for messages
-    fields  the row's columns, or None when it is bad
-    reason  why it is bad
-    """
-
-    where: str
-    fields: Mapping[str, Any] | None
-    reason: str = ""
-
-
-def read_rows(spec: DataSpec, job: str) -> Iterator[DataRow]:
-    """All rows of the data of `job`, in file order; blank lines of JSONL are no rows.
-
-    raises  DataFileError
-    """
-    path = Path(spec.path)
-    if not _is_file(spec.path):
-        return _hub_rows(spec, job)
-    if path.is_dir():
-        raise DataFileError("the data is a folder", path=path, job=job, help="name a file in it")
-    if not path.is_file():
-        raise DataFileError("the data file does not exist", path=path, job=job)
-    readers: Mapping[str, Callable[[Path, str], Iterator[DataRow]]] = {
-        ".jsonl": _jsonl_rows,
-        ".json": _json_rows,
-        ".parquet": _parquet_rows,
-    }
-    reader = readers.get(path.suffix.lower())
-    if reader is None:
-        raise DataFileError(
-            f"files of type '{path.suffix}' are not read",
-            path=path,
-            job=job,
-            expected=" ".join(SUFFIXES),
-        )
-    return _opened(reader, path, job)
-
-
-def _is_file(path: str) -> bool:
-    known = path.lower().endswith(SUFFIXES + _OTHER_SUFFIXES)
-    return known or is_written_as_path(path) or Path(path).exists()
-
-
-def _opened(
-    reader: Callable[[Path, str], Iterator[DataRow]], path: Path, job: str
-) -> Iterator[DataRow]:
-    try:
-        yield from reader(path, job)
-    except OSError as error:
-        what = "the data file cannot be read"
-        raise DataFileError(what, path=path, job=job, found=error.strerror or error) from error
-
-
-def _jsonl_rows(path: Path, job: str) -> Iterator[DataRow]:
-    with path.open("rb") as file:
-        for number, line in enumerate(file, 1):
-            where = f"{path}:{number}"
-            text = line.removeprefix(b"\xef\xbb\xbf") if number == 1 else line
-            if not text.strip():
-                continue
-            try:
-                value = json.loads(text.decode("utf-8"))
-            except (ValueError, RecursionError) as error:
-                yield DataRow(where, None, f"no JSON: {_json_reason(error)}")
-            else:
-                yield _row(where, value)
-
-
-def _json_rows(path: Path, job: str) -> Iterator[DataRow]:
-    try:
-        value = json.loads(path.read_text(encoding="utf-8-sig"))
-    except (ValueError, RecursionError) as error:
-        at = f"{path}:{error.lineno}" if isinstance(error, json.JSONDecodeError) else path
-        what = "the data file is no JSON"
-        raise DataFileError(what, path=at, job=job, found=_json_reason(error)) from None
-    if not isinstance(value, list):
-        raise DataFileError(
-            "the data file holds no list of rows",
-            path=path,
-            job=job,
-            found=type(value).__name__,
-            help="write [{...}, {...}], or one object a line into a .jsonl file",
-        )
-    for number, item in enumerate(value, 1):
-        yield _row(f"{path}: row {number}", item)
-
-
-def _parquet_rows(path: Path, job: str) -> Iterator[DataRow]:
-    file = glob.escape(str(path))
-    with TemporaryDirectory() as cache:
-        try:
-            yield from _loaded(
-                path, "parquet", data_files=file, split="train", streaming=True, cache_dir=cache
-            )
-        except ValueError as error:
-            what = "the data file is no Parquet that can be read"
-            raise DataFileError(what, path=path, job=job, found=error) from None
-
-
-def _hub_rows(spec: DataSpec, job: str) -> Iterator[DataRow]:
-    try:
-        return _loaded(spec.path, spec.path, split=spec.split)
-    except (OSError, ValueError, RuntimeError) as error:
-        raise DataFileError(
-            f"the data set '{spec.path}' cannot be loaded",
-            job=job,
-            split=spec.split,
-            found=str(error).splitlines()[0] if str(error) else type(error).__name__,
-            help="check the id and the split; a local file is written with its suffix",
-        ) from error
-
-
-def _loaded(title: Path | str, name: str, **options: Any) -> Iterator[DataRow]:
-    """The rows of what `datasets` loads under a name."""
-    import datasets
-
-    table = datasets.load_dataset(name, **options)
-    return (_row(f"{title}: row {number}", fields) for number, fields in enumerate(table, 1))
-
-
-def _row(where: str, value: object) -> DataRow:
-    if isinstance(value, dict):
-        return DataRow(where, value)
-    return DataRow(where, None, f"the row is no object but {type(value).__name__}")
-
-
-def _json_reason(error: Exception) -> str:
-    if isinstance(error, json.JSONDecodeError):
-        return f"{error.msg} at column {error.colno}"
-    if isinstance(error, UnicodeDecodeError):
-        return f"no UTF-8 at byte {error.start}"
-    return "nested too deeply" if isinstance(error, RecursionError) else str(error)
-
-
-@dataclass(slots=True)
-class BadRows:
-    """What to do with bad rows: raise, or count them and keep the first reasons."""
-
-    job: str
-    skip: bool
-    count: int = 0
-    first: tuple[str, ...] = ()
-
-    def add(self, where: str, reason: str) -> None:
-        """Count a bad row.
-
-        raises  MalformedRowError unless the job skips bad rows
-        """
-        if not self.skip:
-            help = "mend the row, or set skip_bad_rows: true in the job's data"
-            what = "a row of the data cannot be used"
-            raise MalformedRowError(what, file=where, job=self.job, found=reason, help=help)
-        self.count += 1
-        if len(self.first) < 5:
-            self.first = (*self.first, f"{where}: {reason}")
-
-
 NO_TARGET = -100
 
 
@@ -714,3 +267,448 @@ def _keep(encoded: Encoded, job: Job, report: DataReport, table: SampleTable) ->
     report.target_tokens += trained
     labels = [token if on else NO_TARGET for token, on in zip(ids, targets, strict=True)]
     table.append(ids, labels)
+
+
+@dataclass(slots=True)
+class BadRows:
+    """What to do with bad rows: raise, or count them and keep the first reasons."""
+
+    job: str
+    skip: bool
+    count: int = 0
+    first: tuple[str, ...] = ()
+
+    def add(self, where: str, reason: str) -> None:
+        """Count a bad row.
+
+        raises  MalformedRowError unless the job skips bad rows
+        """
+        if not self.skip:
+            help = "mend the row, or set skip_bad_rows: true in the job's data"
+            what = "a row of the data cannot be used"
+            raise MalformedRowError(what, file=where, job=self.job, found=reason, help=help)
+        self.count += 1
+        if len(self.first) < 5:
+            self.first = (*self.first, f"{where}: {reason}")
+
+
+# Read the rows of a job's data: JSONL, JSON, Parquet, or a data set of the hub.
+#
+# A row that cannot be read is an error that names file and line, or is counted when the job skips
+# bad rows. So JSON is read here: `datasets`, which reads the rest, refuses a file for one bad row.
+
+SUFFIXES = (".jsonl", ".json", ".parquet")
+_OTHER_SUFFIXES = (".csv", ".tsv", ".txt", ".gz", ".zst", ".zip", ".arrow", ".jsonlines", ".ndjson")
+
+
+class DataRow(NamedTuple):
+    """One row of the data.
+
+    where   file and line (from 1), or file and row (from 1), for messages
+    fields  the row's columns, or None when it is bad
+    reason  why it is bad
+    """
+
+    where: str
+    fields: Mapping[str, Any] | None
+    reason: str = ""
+
+
+def read_rows(spec: DataSpec, job: str) -> Iterator[DataRow]:
+    """All rows of the data of `job`, in file order; blank lines of JSONL are no rows.
+
+    raises  DataFileError
+    """
+    path = Path(spec.path)
+    if not _is_file(spec.path):
+        return _hub_rows(spec, job)
+    if path.is_dir():
+        raise DataFileError("the data is a folder", path=path, job=job, help="name a file in it")
+    if not path.is_file():
+        raise DataFileError("the data file does not exist", path=path, job=job)
+    readers: Mapping[str, Callable[[Path, str], Iterator[DataRow]]] = {
+        ".jsonl": _jsonl_rows,
+        ".json": _json_rows,
+        ".parquet": _parquet_rows,
+    }
+    reader = readers.get(path.suffix.lower())
+    if reader is None:
+        raise DataFileError(
+            f"files of type '{path.suffix}' are not read",
+            path=path,
+            job=job,
+            expected=" ".join(SUFFIXES),
+        )
+    return _opened(reader, path, job)
+
+
+def _is_file(path: str) -> bool:
+    known = path.lower().endswith(SUFFIXES + _OTHER_SUFFIXES)
+    return known or is_written_as_path(path) or Path(path).exists()
+
+
+def _opened(
+    reader: Callable[[Path, str], Iterator[DataRow]], path: Path, job: str
+) -> Iterator[DataRow]:
+    try:
+        yield from reader(path, job)
+    except OSError as error:
+        what = "the data file cannot be read"
+        raise DataFileError(what, path=path, job=job, found=error.strerror or error) from error
+
+
+def _jsonl_rows(path: Path, job: str) -> Iterator[DataRow]:
+    with path.open("rb") as file:
+        for number, line in enumerate(file, 1):
+            where = f"{path}:{number}"
+            text = line.removeprefix(b"\xef\xbb\xbf") if number == 1 else line
+            if not text.strip():
+                continue
+            try:
+                value = json.loads(text.decode("utf-8"))
+            except (ValueError, RecursionError) as error:
+                yield DataRow(where, None, f"no JSON: {_json_reason(error)}")
+            else:
+                yield _row(where, value)
+
+
+def _json_rows(path: Path, job: str) -> Iterator[DataRow]:
+    try:
+        value = json.loads(path.read_text(encoding="utf-8-sig"))
+    except (ValueError, RecursionError) as error:
+        at = f"{path}:{error.lineno}" if isinstance(error, json.JSONDecodeError) else path
+        what = "the data file is no JSON"
+        raise DataFileError(what, path=at, job=job, found=_json_reason(error)) from None
+    if not isinstance(value, list):
+        raise DataFileError(
+            "the data file holds no list of rows",
+            path=path,
+            job=job,
+            found=type(value).__name__,
+            help="write [{...}, {...}], or one object a line into a .jsonl file",
+        )
+    for number, item in enumerate(value, 1):
+        yield _row(f"{path}: row {number}", item)
+
+
+def _parquet_rows(path: Path, job: str) -> Iterator[DataRow]:
+    file = glob.escape(str(path))
+    with TemporaryDirectory() as cache:
+        try:
+            yield from _loaded(
+                path, "parquet", data_files=file, split="train", streaming=True, cache_dir=cache
+            )
+        except ValueError as error:
+            what = "the data file is no Parquet that can be read"
+            raise DataFileError(what, path=path, job=job, found=error) from None
+
+
+def _hub_rows(spec: DataSpec, job: str) -> Iterator[DataRow]:
+    try:
+        return _loaded(spec.path, spec.path, split=spec.split)
+    except (OSError, ValueError, RuntimeError) as error:
+        raise DataFileError(
+            f"the data set '{spec.path}' cannot be loaded",
+            job=job,
+            split=spec.split,
+            found=str(error).splitlines()[0] if str(error) else type(error).__name__,
+            help="check the id and the split; a local file is written with its suffix",
+        ) from error
+
+
+def _loaded(title: Path | str, name: str, **options: Any) -> Iterator[DataRow]:
+    """The rows of what `datasets` loads under a name."""
+    import datasets
+
+    table = datasets.load_dataset(name, **options)
+    return (_row(f"{title}: row {number}", fields) for number, fields in enumerate(table, 1))
+
+
+def _row(where: str, value: object) -> DataRow:
+    if isinstance(value, dict):
+        return DataRow(where, value)
+    return DataRow(where, None, f"the row is no object but {type(value).__name__}")
+
+
+def _json_reason(error: Exception) -> str:
+    if isinstance(error, json.JSONDecodeError):
+        return f"{error.msg} at column {error.colno}"
+    if isinstance(error, UnicodeDecodeError):
+        return f"no UTF-8 at byte {error.start}"
+    return "nested too deeply" if isinstance(error, RecursionError) else str(error)
+
+
+# Decide from the columns of a data set how its rows become samples.
+
+Format = Literal["prompt-completion", "messages", "text"]
+
+#: What data sets often call our columns.
+_USUAL: Mapping[str, tuple[str, ...]] = {
+    "prompt": ("question", "instruction", "input", "query"),
+    "completion": ("answer", "output", "response", "target", "solution"),
+    "messages": ("conversations", "conversation", "chat", "dialog"),
+    "text": ("content", "document"),
+}
+
+
+@dataclass(frozen=True, slots=True)
+class SampleLayout:
+    """How rows become samples.
+
+    format         what a row holds
+    columns        our column names mapped to those of the data
+    on_completion  whether only the completion, or the assistant's turns, are trained
+    """
+
+    format: Format
+    columns: Mapping[str, str]
+    on_completion: bool
+
+
+def find_layout(spec: DataSpec, columns: Iterable[str], *, where: str, job: str) -> SampleLayout:
+    """The layout of data with these columns.
+
+    where   the row that the columns are of
+    raises  MissingColumnError, AmbiguousFormatError
+    """
+    present = set(columns)
+    formats = _wanted(spec)
+    fitting = [format for format in formats if present.issuperset(_map(spec, format).values())]
+    if len(fitting) > 1:
+        raise AmbiguousFormatError(
+            f"the columns fit the formats {' and '.join(fitting)}",
+            file=where,
+            job=job,
+            help="set format in the job's data",
+        )
+    if not fitting:
+        raise _missing(spec, formats, sorted(present), where, job)
+    [format] = fitting
+    on_completion = format != "text" if spec.loss_on == "auto" else spec.loss_on == "completion"
+    if format == "text" and on_completion:
+        raise MissingColumnError(
+            "the data is plain text and has no completion to train on",
+            file=where,
+            job=job,
+            help="set loss_on: all, or map the columns prompt and completion",
+        )
+    return SampleLayout(format, _map(spec, format), on_completion)
+
+
+def _wanted(spec: DataSpec) -> list[Format]:
+    formats: list[Format] = ["prompt-completion", "messages", "text"]
+    if spec.format != "auto":
+        return [spec.format]
+    if spec.columns:
+        return [format for format in formats if set(spec.columns) <= COLUMNS_OF[format]]
+    return formats
+
+
+def _map(spec: DataSpec, format: Format) -> dict[str, str]:
+    mapped: Mapping[str, str] = {str(ours): theirs for ours, theirs in spec.columns.items()}
+    return {name: mapped.get(name, name) for name in sorted(COLUMNS_OF[format])}
+
+
+def _missing(
+    spec: DataSpec, formats: list[Format], present: list[str], where: str, job: str
+) -> MissingColumnError:
+    found = ", ".join(present) or "none"
+    if len(formats) > 1:
+        return MissingColumnError(
+            "the data has no prompt and completion, no messages, and no text",
+            file=where,
+            job=job,
+            found=f"columns {found}",
+            help=_mapping_help(present) or "map the data's names under columns",
+        )
+    absent = [name for name in _map(spec, formats[0]).values() if name not in present]
+    near = [near for name in absent if (near := nearest(name, present))]
+    return MissingColumnError(
+        f"the data has no column {' and no column '.join(repr(name) for name in absent)}",
+        file=where,
+        job=job,
+        found=f"columns {found}",
+        help=f"did you mean {' and '.join(repr(name) for name in near)}?"
+        if near
+        else _mapping_help(present) or "map the data's names under columns",
+    )
+
+
+def _mapping_help(present: list[str]) -> str:
+    """The mapping that fits names which data sets often use, or nothing."""
+    guess = {
+        ours: next((name for name in usual if name in present), ours if ours in present else "")
+        for ours, usual in _USUAL.items()
+    }
+    for names in (("prompt", "completion"), ("messages",), ("text",)):
+        if all(guess[name] for name in names):
+            pairs = ", ".join(f"{name}: {guess[name]}" for name in names)
+            return f"perhaps columns: {{{pairs}}}"
+    return ""
+
+
+# Turn rows into token ids and the mask of the tokens that are trained.
+#
+# Texts are tokenised as TRL's SFTTrainer does: the prompt alone, and prompt and completion as one
+# text; an end-of-sequence token closes a sample. The beginning-of-sequence token is whatever the
+# tokenizer adds, and stands once.
+
+_GENERATION = re.compile(r"\{%-?\s*generation\s*-?%\}")
+
+
+class BadRowError(ValueError):
+    """A row has values that make no sample. Internal: callers count it or name the row."""
+
+
+class PrefixError(BadRowError):
+    """A chat template renders the start of a conversation otherwise than the whole of it."""
+
+
+@dataclass(frozen=True, slots=True)
+class Encoded:
+    """The tokens of one row before truncation.
+
+    ids             token ids
+    targets         per token, whether it is trained
+    prefix_differs  the prompt's tokens alone are no prefix of the sample's
+    """
+
+    ids: list[int]
+    targets: list[bool]
+    prefix_differs: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class TextEncoder:
+    """Encodes the rows of one layout with one tokenizer."""
+
+    tokenizer: PreTrainedTokenizerBase
+    layout: SampleLayout
+
+    def encode(self, fields: Mapping[str, Any]) -> Encoded:
+        """The tokens of a row.
+
+        raises  BadRowError when a column is missing or has a wrong type
+        """
+        for name in self.layout.columns.values():
+            if fields.get(name) is None:
+                raise BadRowError(f"no value in the column '{name}'")
+        ours = {name: fields[theirs] for name, theirs in self.layout.columns.items()}
+        if self.layout.format == "messages":
+            return self._chat(_messages(ours["messages"]), _tools(fields.get("tools")))
+        for name, value in ours.items():
+            if not isinstance(value, str):
+                theirs = self.layout.columns[name]
+                raise BadRowError(f"the column '{theirs}' holds {type(value).__name__}, no text")
+        if self.layout.format == "text":
+            ids = self._closed(ours["text"])
+            return Encoded(ids, [True] * len(ids))
+        return self._completion(ours["prompt"], ours["completion"])
+
+    def _completion(self, prompt: str, completion: str) -> Encoded:
+        before = self._ids(prompt)
+        ids = self._closed(prompt + completion)
+        # A tokenizer may merge across the border. All tokens from the first that differs on hold
+        # some of the completion.
+        start = _common(before, ids)
+        differs = start < len(before)
+        if not self.layout.on_completion:
+            return Encoded(ids, [True] * len(ids), differs)
+        trained = bool(completion)
+        return Encoded(ids, [trained and at >= start for at in range(len(ids))], differs)
+
+    def _ids(self, text: str) -> list[int]:
+        """The tokens of a text with what the tokenizer adds before it, and nothing after it."""
+        encoding = self.tokenizer(text, add_special_tokens=True, truncation=False, verbose=False)
+        ids: list[int] = list(encoding["input_ids"])
+        bos, eos = self.tokenizer.bos_token_id, self.tokenizer.eos_token_id
+        if (
+            bos is not None
+            and ids[:2] == [bos, bos]
+            and text.startswith(_text(self.tokenizer, "bos"))
+        ):
+            ids = ids[1:]
+        written = eos is not None and text.endswith(_text(self.tokenizer, "eos"))
+        added = ids[-2:] == [eos, eos] if written else ids[-1:] == [eos]
+        return ids[:-1] if eos is not None and added else ids
+
+    def _closed(self, text: str) -> list[int]:
+        ids = self._ids(text)
+        eos = self.tokenizer.eos_token_id
+        return ids if eos is None or ids[-1:] == [eos] else [*ids, eos]
+
+    def _chat(self, messages: list[dict[str, Any]], tools: Any) -> Encoded:
+        if not self.layout.on_completion:
+            ids = self._render(messages, tools)
+            return Encoded(ids, [True] * len(ids))
+        if self.tokenizer.is_fast and _GENERATION.search(template_of(self.tokenizer)):
+            encoding = self._template(messages, tools, return_assistant_tokens_mask=True)
+            trained = [bool(mask) for mask in encoding["assistant_masks"]]
+            return Encoded(list(encoding["input_ids"]), trained)
+        return self._by_prefix(messages, tools)
+
+    def _by_prefix(self, messages: list[dict[str, Any]], tools: Any) -> Encoded:
+        """Find each assistant turn as what it adds to the conversation before it."""
+        ids = self._render(messages, tools)
+        targets = [False] * len(ids)
+        for turn, message in enumerate(messages):
+            if message["role"] != "assistant":
+                continue
+            head = messages[:turn]
+            before = self._render(head, tools, add_generation_prompt=True) if head else []
+            after = self._render(messages[: turn + 1], tools)
+            if ids[: len(after)] != after or after[: len(before)] != before:
+                raise PrefixError(f"the template shows turn {turn + 1} otherwise in the whole chat")
+            targets[len(before) : len(after)] = [True] * (len(after) - len(before))
+        return Encoded(ids, targets)
+
+    def _render(self, messages: list[dict[str, Any]], tools: Any, **options: Any) -> list[int]:
+        return list(self._template(messages, tools, **options)["input_ids"])
+
+    def _template(self, messages: list[dict[str, Any]], tools: Any, **options: Any) -> Any:
+        from jinja2 import TemplateError
+
+        try:
+            return self.tokenizer.apply_chat_template(
+                messages, tools=tools or None, tokenize=True, return_dict=True, **options
+            )
+        except (TemplateError, TypeError, ValueError, KeyError) as error:
+            raise BadRowError(f"the chat template refuses the messages: {error}") from error
+
+
+def template_of(tokenizer: PreTrainedTokenizerBase) -> str:
+    """The chat template that plain conversations use, or nothing when the tokenizer has none."""
+    try:
+        return str(tokenizer.get_chat_template())
+    except ValueError:
+        return ""
+
+
+def _messages(value: object) -> list[dict[str, Any]]:
+    if not isinstance(value, list) or not value:
+        raise BadRowError("the messages are no list with at least one message")
+    messages = []
+    for number, message in enumerate(value, 1):
+        if not isinstance(message, dict) or not isinstance(message.get("role"), str):
+            raise BadRowError(f"message {number} is no object with a role")
+        content = message.get("content")
+        if not isinstance(content, str) and not message.get("tool_calls"):
+            raise BadRowError(f"message {number} has no text in 'content'")
+        messages.append({key: item for key, item in message.items() if item is not None})
+    return messages
+
+
+def _tools(value: object) -> object:
+    if value is None or isinstance(value, list):
+        return value
+    raise BadRowError(f"the column 'tools' holds {type(value).__name__}, no list")
+
+
+def _common(left: list[int], right: list[int]) -> int:
+    """How many tokens both start with."""
+    pairs = zip(left, right, strict=False)
+    return next((at for at, (a, b) in enumerate(pairs) if a != b), min(len(left), len(right)))
+
+
+def _text(tokenizer: PreTrainedTokenizerBase, name: str) -> str:
+    return str(getattr(tokenizer, f"{name}_token"))
