@@ -13,7 +13,9 @@ from tlora_fx.scheduler.state import ActiveJob, JobRequest
 
 
 def job(name: str, *, gpus: int = 1, lends: float = 0.0, solo: float = 1.0) -> ActiveJob:
-    return ActiveJob(JobRequest(name, "base", demand(1, 128, 2), gpus, 100, lends=lends), solo)
+    return ActiveJob(
+        JobRequest(name, "base", demand(1, 128, 2), gpus, 100, max_slowdown_opt_in=lends), solo
+    )
 
 
 def test_a_lender_gets_what_it_gives_up_past_its_bound():

@@ -3,18 +3,16 @@
 from __future__ import annotations
 
 import io
-import json
 from dataclasses import replace
 
 import pytest
 from rich.console import Console
 
-from tests.scheduler.toy import Roofline, drawn, state
-from tlora_fx.errors import JobNotInState, StateFileError
+from tests.scheduler.toy import drawn, state
+from tlora_fx.errors import JobNotInState
 from tlora_fx.scheduler.explain import explain
 from tlora_fx.scheduler.policies import find_policy
 from tlora_fx.scheduler.state import Decision, Group
-from tlora_fx.scheduler.store import state_from_json, state_to_json
 
 
 @pytest.fixture
@@ -114,35 +112,3 @@ def test_a_job_that_is_not_active_is_an_error(asked):
     moment, decision = asked
     with pytest.raises(JobNotInState, match="did you mean 'j0003'"):
         explain(moment, decision, "j003")
-
-
-def test_a_state_comes_back_from_its_file(asked):
-    """Jobs, groups and cluster; the estimator by its name."""
-    moment, decision = asked
-    moment.groups = decision.groups
-    names = []
-
-    found = state_from_json(
-        state_to_json(moment, "h200.json"), lambda name: names.append(name) or Roofline()
-    )
-
-    assert names == ["h200.json"]
-    assert found.groups == moment.groups
-    assert found.jobs == moment.jobs
-    assert found.cluster == moment.cluster
-
-
-@pytest.mark.parametrize("text", ["", "[]", "{}", '{"format": "tlora-fx state 1"}'])
-def test_what_is_no_state_is_refused(text):
-    """By name, before anything is computed from it."""
-    with pytest.raises(StateFileError):
-        state_from_json(text, lambda name: Roofline())
-
-
-def test_a_state_with_a_strange_field_is_refused(asked):
-    """A cluster of another version is not guessed at."""
-    found = json.loads(state_to_json(asked[0], "x"))
-    found["cluster"]["spine"] = 1
-
-    with pytest.raises(StateFileError, match="not whole"):
-        state_from_json(json.dumps(found), lambda name: Roofline())

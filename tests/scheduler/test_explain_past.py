@@ -23,9 +23,9 @@ from tlora_fx.scheduler.store import (
     Snapshot,
     add_history,
     load_history,
-    load_moment,
+    load_snapshot,
     rows_of_run,
-    save_moment,
+    save_snapshot,
 )
 
 GPUS = 64
@@ -54,7 +54,7 @@ def run(tmp_path):
     ledger.tell(Failed(81.0, epoch, failed, "loss is not finite"))
     left = {name: job for name, job in jobs.items() if name not in (done, failed)}
     later = SchedulerState(120.0, Cluster(GPUS), estimator, left)
-    save_moment(tmp_path / "state.json", Snapshot(later, policy))
+    save_snapshot(tmp_path / "state.json", Snapshot(later, policy))
     ledger.decide(later.now, policy.decide(later))
     ledger.submit(JobRequest("late", "base", requests[0].demand, 1, 5, submitted=130.0))
     ledger.refuse(JobRequest("wide", "base", requests[0].demand, 99, 5), "it asks for 99 GPUs")
@@ -63,7 +63,7 @@ def run(tmp_path):
 
 
 def asked(folder, job):
-    return explained(load_moment(folder / "state.json"), History.of_run(folder), job)
+    return explained(load_snapshot(folder / "state.json"), History.of_run(folder), job)
 
 
 def test_a_job_that_has_ended_is_told_its_last_decision(run):
@@ -82,7 +82,7 @@ def test_a_job_that_has_ended_is_told_its_last_decision(run):
 def test_its_alternatives_are_those_of_that_moment(run):
     """The same rows as if it had been asked before it ended."""
     folder, (done, _), decision = run
-    moment, history = load_moment(folder / "state.json"), History.of_run(folder)
+    moment, history = load_snapshot(folder / "state.json"), History.of_run(folder)
     estimator = moment.state.estimator
     jobs = {
         name: ActiveJob(one.request, estimator.solo(one.request.base, one.request.demand,
@@ -113,7 +113,7 @@ def moved(moment, cluster):
 def test_a_past_decision_is_told_although_its_gpus_have_gone(run, gpus, lost):
     """With all GPUs that it used, what is told is what was told before they went."""
     folder, (done, failed), decision = run
-    moment, history = load_moment(folder / "state.json"), History.of_run(folder)
+    moment, history = load_snapshot(folder / "state.json"), History.of_run(folder)
     used = max(gpu for group in decision.groups for gpu in group.place) + 1
     whole = moved(moment, Cluster(max(gpus, used)))
     there = Cluster(gpus, lost=frozenset(node for node in lost if node < -(-gpus // 8)))
@@ -132,10 +132,10 @@ def test_a_past_decision_is_told_although_its_gpus_have_gone(run, gpus, lost):
 def test_a_machine_that_has_fewer_slots_now_was_one_node_then(run):
     """What was decided on four slots is told as of four in one node."""
     folder, (done, _), _ = run
-    moment, history = load_moment(folder / "state.json"), History.of_run(folder)
+    moment, history = load_snapshot(folder / "state.json"), History.of_run(folder)
     place = (2, 3)
     decided = history.decisions[0]
-    only = replace(decided, decision=Decision((Group((done,), 2, place, 1.0, 60.0),), ()))
+    only = replace(decided, groups=(Group((done,), 2, place, 1.0, 60.0),), waiting=())
     past = History({done: history.jobs[done]}, (), (only,))
     two = moved(moment, Cluster(2, 2, 1))
     four = moved(moment, Cluster(4, 4, 1))
@@ -160,7 +160,7 @@ def test_a_job_that_was_refused_or_not_seen_yet_has_an_answer(run):
 def test_what_was_decided_is_told_and_not_what_would_be(run):
     """A policy that is asked again may answer otherwise; the ledger knows what it said."""
     folder, _, _ = run
-    moment = load_moment(folder / "state.json")
+    moment = load_snapshot(folder / "state.json")
     job = next(iter(moment.state.jobs))
     alone = Group((job,), 1, (3,), moment.state.jobs[job].solo_seconds, 120.0)
     ledger = Ledger(folder / "ledger.sqlite")
@@ -178,7 +178,7 @@ def test_what_was_decided_is_told_and_not_what_would_be(run):
 def test_a_step_is_told_term_by_term(run):
     """The terms of the group as it was decided add up to its step."""
     folder, (done, _), decision = run
-    moment, history = load_moment(folder / "state.json"), History.of_run(folder)
+    moment, history = load_snapshot(folder / "state.json"), History.of_run(folder)
     [group] = [group for group in decision.groups if done in group.jobs]
     text = explained(moment, history, done, terms=True)
     lines = text[text.index("  a step of") :].splitlines()
@@ -216,7 +216,7 @@ def test_the_past_travels_with_a_saved_state(run, tmp_path):
 
     assert "a secret" not in copy.read_text()
     for job in (done, failed, "late", "wide"):
-        assert explained(load_moment(copy), load_history(copy), job) == asked(folder, job)
+        assert explained(load_snapshot(copy), load_history(copy), job) == asked(folder, job)
 
 
 def test_only_decisions_that_somebody_may_ask_for_are_kept(tmp_path):

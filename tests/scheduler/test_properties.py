@@ -34,7 +34,7 @@ def jobs(draw, least: int = 1, most: int = 12, bases: tuple[str, ...] = ("one", 
                 submitted=float(rng.randrange(0, 100)),
                 steps=rng.choice((1, 50, 1000)),
                 max_slowdown=bound,
-                lends=rng.choice((0.0, 0.0, bound * 1.5)),
+                max_slowdown_opt_in=rng.choice((0.0, 0.0, bound * 1.5)),
                 deadline=rng.choice((None, None, 150.0, 400.0)),
             )
         )

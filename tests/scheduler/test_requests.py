@@ -46,7 +46,7 @@ def test_a_request_is_what_the_job_says(base):
     found = request_of(one, lengths=[10, 20, 5000], submitted=5.0)
 
     assert (found.name, found.gpus, found.steps, found.max_slowdown) == ("one", 2, 7, 2.0)
-    assert (found.submitted, found.deadline, found.lends) == (5.0, 65.0, 3.0)
+    assert (found.submitted, found.deadline, found.max_slowdown_opt_in) == (5.0, 65.0, 3.0)
     assert found.longest == one.max_length
     assert found.demand.samples == 8
     assert found.demand.tokens == pytest.approx(8 * (30 + one.max_length) / 3)

@@ -17,8 +17,8 @@ from hypothesis import strategies as st
 from tlora_fx.cost.demand import Demand
 from tlora_fx.errors import LedgerError
 from tlora_fx.scheduler.executor import Committed, Drained, Failed, Finished, GroupStarted
-from tlora_fx.scheduler.state import Decision, Group, JobRequest
-from tlora_fx.scheduler.store import Ledger, request_json, request_of_json
+from tlora_fx.scheduler.state import REQUEST, Decision, Group, JobRequest
+from tlora_fx.scheduler.store import Ledger
 
 
 def request(name: str, steps: int = 10) -> JobRequest:
@@ -53,10 +53,19 @@ def test_a_job_is_read_back_as_it_was_submitted():
 
 def test_a_request_of_before_graphs_is_read():
     """A run's ledger from then says nothing of them."""
-    fields = json.loads(request_json(request("a")))
+    fields = REQUEST.dump_python(request("a"))
     del fields["demand"]["launched"]
 
-    assert request_of_json(json.dumps(fields)) == request("a")
+    assert REQUEST.validate_json(json.dumps(fields)) == request("a")
+
+
+def test_a_request_that_lends_is_read_by_its_older_name():
+    """A ledger of before calls the slowdown that a job consents to `lends`."""
+    fields = REQUEST.dump_python(request("a"))
+    del fields["max_slowdown_opt_in"]
+
+    found = REQUEST.validate_json(json.dumps(fields | {"lends": 2.5}))
+    assert found.max_slowdown_opt_in == 2.5
 
 
 def test_submitting_twice_changes_nothing(ledger):
@@ -125,7 +134,8 @@ def test_decisions_are_read_back(ledger):
     decision = Decision((Group(("a",), 1, (0,), 0.5, 2.0),), ("b",))
     ledger.decide(3.0, decision, {"a": -4.5})
 
-    assert ledger.decisions() == [(3.0, decision)]
+    [record] = ledger.decisions()
+    assert (record.time, record.decision) == (3.0, decision)
     assert by_name(ledger)["a"].credit == -4.5
 
 

@@ -53,14 +53,14 @@ def explain(
     ended the last decision about it is told, of one that was refused the reason.
     """
     from tlora_fx.scheduler.explain import explained
-    from tlora_fx.scheduler.store import History, load_history, load_moment
+    from tlora_fx.scheduler.store import History, load_history, load_snapshot
 
     if saved.is_dir():
         history = History.of_run(saved)
         undecided = history is not None and not history.decisions
-        moment = None if undecided else load_moment(_newest(saved))
+        moment = None if undecided else load_snapshot(_newest(saved))
     else:
-        moment, history = load_moment(saved), load_history(saved)
+        moment, history = load_snapshot(saved), load_history(saved)
     text = explained(moment, history, job, terms=terms)
     Console(soft_wrap=True, highlight=False).print(text, markup=False)
 

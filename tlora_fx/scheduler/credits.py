@@ -111,12 +111,12 @@ def _given(job: ActiveJob, step_seconds: float) -> float:
     slowdown = step_seconds / job.solo_seconds
     if slowdown <= request.max_slowdown:
         return 0.0
-    if request.lends <= request.max_slowdown:
+    if request.max_slowdown_opt_in <= request.max_slowdown:
         return 0.0
-    if slowdown > request.lends * (1 + 1e3 * ROUNDING):
+    if slowdown > request.max_slowdown_opt_in * (1 + 1e3 * ROUNDING):
         raise CreditRefused(
             f"job '{request.name}' did not consent to be slowed down so much",
-            expected=f"at most {max(request.lends, request.max_slowdown):.4g} times",
+            expected=f"at most {max(request.max_slowdown_opt_in, request.max_slowdown):.4g} times",
             found=f"{slowdown:.4g} times",
         )
     return request.gpus * (1 - request.max_slowdown / slowdown)
@@ -169,4 +169,4 @@ class Credits:
 
     def _concerns(self, job: ActiveJob) -> bool:
         request = job.request
-        return request.lends > request.max_slowdown or job.credit != 0.0
+        return request.max_slowdown_opt_in > request.max_slowdown or job.credit != 0.0

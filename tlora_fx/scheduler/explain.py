@@ -25,7 +25,7 @@ from tlora_fx.scheduler.state import (
     limit_seconds,
     slowdown,
 )
-from tlora_fx.scheduler.store import Decided, EpochRecord, History, JobRecord, Snapshot
+from tlora_fx.scheduler.store import DecisionRecord, EpochRecord, History, JobRecord, Snapshot
 
 MOST_ROWS = 24
 
@@ -385,7 +385,7 @@ def _group(decision: Decision, job: str) -> Group | None:
     return next((group for group in decision.groups if job in group.jobs), None)
 
 
-def _standing_explain_past(record: JobRecord, last: Decided | None) -> Iterator[str]:
+def _standing_explain_past(record: JobRecord, last: DecisionRecord | None) -> Iterator[str]:
     """Of a job about which nothing is to be decided, or nothing was yet."""
     match record.status:
         case "done":
@@ -426,7 +426,7 @@ def _before(
         yield from _terms(state, last.decision, job)
 
 
-def _as_it_was(state: SchedulerState, history: History, decided: Decided) -> SchedulerState:
+def _as_it_was(state: SchedulerState, history: History, decided: DecisionRecord) -> SchedulerState:
     """The moment of an earlier decision.
 
     How far jobs were then is not known, so their deadlines are left out of it. Nor is the cluster:

@@ -82,7 +82,7 @@ class RetryPolicy:
         for name in self._records:
             if name in seen and self.suspects(name):
                 job = seen[name]
-                request = replace(job.request, max_slowdown=ALONE, lends=0.0)
+                request = replace(job.request, max_slowdown=ALONE, max_slowdown_opt_in=0.0)
                 seen[name] = ActiveJob(request, job.solo_seconds, job.steps_done, job.credit)
         return seen
 

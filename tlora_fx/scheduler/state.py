@@ -5,7 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from enum import IntEnum
-from typing import Protocol
+from typing import Annotated, ClassVar, Protocol
+
+from pydantic import AliasChoices, ConfigDict, Field, PlainSerializer, TypeAdapter
 
 from tlora_fx.cost.cluster import Cluster
 from tlora_fx.cost.demand import Demand
@@ -54,20 +56,32 @@ class JobRequest:
     submitted      seconds
     max_slowdown   in a group of two or more it is at most this much slower than alone
     deadline       seconds; None: none
-    lends          the slowdown that it consents to, where others gain by it; at least max_slowdown
     longest        tokens of its longest sample
+
+    max_slowdown_opt_in   the slowdown that it consents to, where others gain by it; at least
+                          max_slowdown
     """
+
+    __pydantic_config__: ClassVar = ConfigDict(
+        extra="forbid", coerce_numbers_to_str=True, ser_json_inf_nan="constants"
+    )
 
     name: str
     base: str
-    demand: Demand
+    demand: Annotated[Demand, PlainSerializer(Demand._asdict)]
     gpus: int
     steps: int
     submitted: float = 0.0
     max_slowdown: float = MAX_SLOWDOWN
     deadline: float | None = None
-    lends: float = 0.0
+    max_slowdown_opt_in: Annotated[
+        float, Field(validation_alias=AliasChoices("max_slowdown_opt_in", "lends"))
+    ] = 0.0
     longest: int = 0
+
+
+#: Reads and writes a request, in whatever file it stands.
+REQUEST = TypeAdapter(JobRequest)
 
 
 @dataclass(slots=True)
@@ -188,7 +202,9 @@ def limit_seconds(job: ActiveJob, now: float, *, lending: bool = False) -> float
     lending   up to the slowdown that it consented to lend, instead of its bound
     """
     request = job.request
-    bound = max(request.max_slowdown, request.lends) if lending else request.max_slowdown
+    bound = (
+        max(request.max_slowdown, request.max_slowdown_opt_in) if lending else request.max_slowdown
+    )
     limit = bound * job.solo_seconds
     if request.deadline is None or job.steps_left <= 0:
         return limit

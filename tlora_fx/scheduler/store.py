@@ -7,19 +7,18 @@ is done, and from which committed state each other job goes on.
 
 from __future__ import annotations
 
-import dataclasses
 import json
 import sqlite3
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager
-from dataclasses import asdict, dataclass, fields, is_dataclass
+from dataclasses import dataclass, fields, is_dataclass
+from functools import cache
 from pathlib import Path
-from typing import Any, ClassVar, Literal, Self
+from typing import Any, Literal, Self, TypeVar
 
-from pydantic import TypeAdapter, ValidationError
+from pydantic import BaseModel, ConfigDict, Json, TypeAdapter, ValidationError
 
 from tlora_fx.cost.cluster import Cluster
-from tlora_fx.cost.demand import Demand
 from tlora_fx.cost.estimator import Estimator, Layout, ProfileEstimator
 from tlora_fx.cost.model_facts import ModelFacts
 from tlora_fx.cost.profile import Profile
@@ -35,7 +34,15 @@ from tlora_fx.scheduler.executor import (
     GroupStarted,
 )
 from tlora_fx.scheduler.policies import find_policy
-from tlora_fx.scheduler.state import ActiveJob, Decision, Group, JobRequest, Policy, SchedulerState
+from tlora_fx.scheduler.state import (
+    REQUEST,
+    ActiveJob,
+    Decision,
+    Group,
+    JobRequest,
+    Policy,
+    SchedulerState,
+)
 
 # The rows of the ledger, as they are read back.
 
@@ -58,12 +65,8 @@ class JobRecord:
     ended           seconds; None: not yet
     """
 
-    COLUMNS: ClassVar[str] = (
-        "request, spec, status, reason, steps, epoch, path, credit, first_started, ended"
-    )
-
-    request: JobRequest
-    spec: Mapping[str, Any]
+    request: Json[JobRequest]
+    spec: Json[Mapping[str, Any]]
     status: Status
     reason: str
     steps: float
@@ -77,12 +80,6 @@ class JobRecord:
     def name(self) -> str:
         """The job's name."""
         return self.request.name
-
-    @classmethod
-    def of(cls, row: Sequence[Any]) -> Self:
-        """From a row with these columns."""
-        request, spec, *others = row
-        return cls(request_of_json(request), json.loads(spec), *others)
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,11 +96,9 @@ class EpochRecord:
     how        it ended: "drained", "killed", "failed: ..."
     """
 
-    COLUMNS: ClassVar[str] = "epoch, jobs, gpus, layout, seconds, launched, started, ended, how"
-
     epoch: int
-    jobs: tuple[str, ...]
-    place: tuple[int, ...]
+    jobs: Json[tuple[str, ...]]
+    place: Json[tuple[int, ...]]
     layout: str
     seconds: float
     launched: float
@@ -111,31 +106,53 @@ class EpochRecord:
     ended: float | None
     how: str
 
-    @classmethod
-    def of(cls, row: Sequence[Any]) -> Self:
-        """From a row with these columns."""
-        epoch, jobs, place, *others = row
-        return cls(epoch, tuple(json.loads(jobs)), tuple(json.loads(place)), *others)
+
+@dataclass(frozen=True, slots=True)
+class DecisionRecord:
+    """What was decided at a moment; without reasons.
+
+    time       seconds
+    """
+
+    time: float
+    groups: Json[tuple[Group, ...]]
+    waiting: Json[tuple[str, ...]]
+
+    @property
+    def decision(self) -> Decision:
+        """What the policy answered."""
+        return Decision(self.groups, self.waiting)
+
+    @property
+    def jobs(self) -> list[str]:
+        """All that were active then."""
+        return [name for group in self.groups for name in group.jobs] + list(self.waiting)
 
 
-def decision_of_json(groups: str, waiting: str) -> Decision:
-    """The decision that two texts are of, without its reasons."""
-    made = [
-        Group(**{**group, "jobs": tuple(group["jobs"]), "place": tuple(group["place"])})
-        for group in json.loads(groups)
-    ]
-    return Decision(tuple(made), tuple(json.loads(waiting)))
+_GROUPS = TypeAdapter(tuple[Group, ...])
+Record = TypeVar("Record", JobRecord, EpochRecord, DecisionRecord)
+#: The columns of each record, in the order of its fields.
+_SELECT = {
+    "jobs": "SELECT request, spec, status, reason, steps, epoch, path, credit, first_started, ended"
+    " FROM jobs ORDER BY place",
+    "epochs": "SELECT epoch, jobs, gpus, layout, seconds, launched, started, ended, how"
+    " FROM epochs ORDER BY epoch",
+    "decisions": "SELECT time, groups, waiting FROM decisions ORDER BY number",
+}
 
 
-def request_json(request: JobRequest) -> str:
-    """A request as text."""
-    return json.dumps({**asdict(request), "demand": request.demand._asdict()})
+def records(kind: type[Record], rows: Iterable[Sequence[Any]]) -> list[Record]:
+    """Rows of the ledger as records.
+
+    raises   ValueError where they are none
+    """
+    names = [field.name for field in fields(kind)]
+    return _adapter(kind).validate_python([dict(zip(names, row, strict=True)) for row in rows])
 
 
-def request_of_json(text: str) -> JobRequest:
-    """The request that a text is of."""
-    fields = json.loads(text)
-    return JobRequest(**{**fields, "demand": Demand(**fields["demand"])})
+@cache
+def _adapter(kind: Any) -> Any:
+    return TypeAdapter(list[kind])
 
 
 FORMAT = 1
@@ -178,15 +195,8 @@ class Ledger:
                 reason=error,
                 help="choose another folder with -o, or mend the disk",
             ) from error
-        written_by = int(self.fact("format", str(FORMAT)))
-        if written_by != FORMAT:
-            raise LedgerError(
-                "the run's ledger has another format",
-                file=self.path,
-                expected=FORMAT,
-                found=written_by,
-                help="go on with the version of tlora-fx that began the run",
-            )
+        version = int(self.fact("format", str(FORMAT)))
+        _require_version(self.path, version, "go on with the version that began the run")
 
     def close(self) -> None:
         """Close the file."""
@@ -221,7 +231,8 @@ class Ledger:
     def _enter(
         self, request: JobRequest, spec: Mapping[str, Any] | None, status: str, reason: str
     ) -> None:
-        row = (request.name, request_json(request), json.dumps(spec or {}), status, reason)
+        text = REQUEST.dump_json(request).decode()
+        row = (request.name, text, json.dumps(spec or {}), status, reason)
         with self._transition() as base:
             base.execute(
                 "INSERT OR IGNORE INTO jobs (name, request, spec, status, reason) "
@@ -233,7 +244,7 @@ class Ledger:
         self, time: float, decision: Decision, credit: Mapping[str, float] | None = None
     ) -> None:
         """What was decided, and the credit of jobs from then on."""
-        groups = json.dumps([asdict(group) for group in decision.groups])
+        groups = _GROUPS.dump_json(decision.groups).decode()
         with self._transition() as base:
             base.execute(
                 "INSERT INTO decisions (time, groups, waiting) VALUES (?, ?, ?)",
@@ -294,23 +305,20 @@ class Ledger:
 
     def jobs(self) -> list[JobRecord]:
         """All jobs, in the order in which they were submitted."""
-        rows = self._base.execute(f"SELECT {JobRecord.COLUMNS} FROM jobs ORDER BY place")  # noqa: S608
-        return [JobRecord.of(row) for row in rows]
+        return records(JobRecord, self._base.execute(_SELECT["jobs"]))
 
     def epochs(self) -> list[EpochRecord]:
         """All formations of groups, in their order."""
-        rows = self._base.execute(f"SELECT {EpochRecord.COLUMNS} FROM epochs ORDER BY epoch")  # noqa: S608
-        return [EpochRecord.of(row) for row in rows]
+        return records(EpochRecord, self._base.execute(_SELECT["epochs"]))
 
     def next_epoch(self) -> int:
         """A number that no formation has had."""
         [last] = self._base.execute("SELECT coalesce(max(epoch), 0) FROM epochs").fetchone()
         return int(last) + 1
 
-    def decisions(self) -> list[tuple[float, Decision]]:
+    def decisions(self) -> list[DecisionRecord]:
         """What was decided when; without reasons."""
-        rows = self._base.execute("SELECT time, groups, waiting FROM decisions ORDER BY number")
-        return [(time, decision_of_json(groups, waiting)) for time, groups, waiting in rows]
+        return records(DecisionRecord, self._base.execute(_SELECT["decisions"]))
 
     def note_file(self, path: str, sha256: str, told: str) -> None:
         """Remember what was said of a job file."""
@@ -378,31 +386,7 @@ def _end(base: sqlite3.Connection, epoch: int, how: str, time: float) -> None:
 
 
 LEDGER = "ledger.sqlite"
-#: What came with a job is for whoever runs it, and is not carried along.
-_JOBS = JobRecord.COLUMNS.replace("spec", "'{}'", 1)
-_QUERIES = {
-    "jobs": f"SELECT {_JOBS} FROM jobs ORDER BY place",  # noqa: S608
-    "epochs": f"SELECT {EpochRecord.COLUMNS} FROM epochs ORDER BY epoch",  # noqa: S608
-    "decisions": "SELECT time, groups, waiting FROM decisions ORDER BY number",
-}
-
-
-@dataclass(frozen=True, slots=True)
-class Decided:
-    """What was decided at a moment; without reasons.
-
-    time       seconds
-    """
-
-    time: float
-    decision: Decision
-
-    @property
-    def jobs(self) -> list[str]:
-        """All that were active then."""
-        return [name for group in self.decision.groups for name in group.jobs] + list(
-            self.decision.waiting
-        )
+Rows = dict[str, list[list[Any]]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -416,7 +400,7 @@ class History:
 
     jobs: Mapping[str, JobRecord]
     epochs: tuple[EpochRecord, ...] = ()
-    decisions: tuple[Decided, ...] = ()
+    decisions: tuple[DecisionRecord, ...] = ()
 
     @classmethod
     def of_run(cls, folder: Path) -> History | None:
@@ -428,34 +412,33 @@ class History:
         return cls.of_rows(_read(path)) if path.is_file() else None
 
     @classmethod
-    def of_rows(cls, rows: Mapping[str, Iterable[Sequence[Any]]]) -> History:
+    def of_rows(cls, rows: Rows) -> History:
         """From rows of the ledger's tables.
 
-        raises   KeyError, TypeError, ValueError where they are none
+        raises   KeyError, ValueError where they are none
         """
-        jobs = [JobRecord.of(row) for row in rows["jobs"]]
-        epochs = tuple(EpochRecord.of(row) for row in rows["epochs"])
-        decisions = [
-            Decided(time, decision_of_json(groups, waiting))
-            for time, groups, waiting in rows["decisions"]
-        ]
-        return cls({job.name: job for job in jobs}, epochs, tuple(_last(decisions)))
+        jobs = records(JobRecord, rows["jobs"])
+        epochs = tuple(records(EpochRecord, rows["epochs"]))
+        decisions = tuple(_last(records(DecisionRecord, rows["decisions"])))
+        return cls({job.name: job for job in jobs}, epochs, decisions)
 
-    def last(self, job: str) -> Decided | None:
+    def last(self, job: str) -> DecisionRecord | None:
         """The last decision about a job."""
-        return next((one for one in reversed(self.decisions) if job in one.jobs), None)
+        return next((record for record in reversed(self.decisions) if job in record.jobs), None)
 
     def at(self, time: float) -> Decision | None:
         """What was decided at a moment."""
-        return next((one.decision for one in self.decisions if one.time == time), None)
+        return next((record.decision for record in self.decisions if record.time == time), None)
 
     def formations(self, job: str) -> list[EpochRecord]:
         """The groups that a job was in."""
         return [epoch for epoch in self.epochs if job in epoch.jobs]
 
 
-def rows_of_run(folder: Path) -> dict[str, list[list[Any]]] | None:
+def rows_of_run(folder: Path) -> Rows | None:
     """The rows of a run's ledger that tell its past, as JSON can hold them; None: it has none.
+
+    What came with a job is for whoever runs it, and is not carried along.
 
     raises   LedgerError
     """
@@ -463,33 +446,29 @@ def rows_of_run(folder: Path) -> dict[str, list[list[Any]]] | None:
     if not path.is_file():
         return None
     rows = _read(path)
-    found = [Decided(row[0], decision_of_json(row[1], row[2])) for row in rows["decisions"]]
-    kept = {one.time for one in _last(found)}
-    return rows | {"decisions": [row for row in rows["decisions"] if row[0] in kept]}
+    kept = {record.time for record in _last(records(DecisionRecord, rows["decisions"]))}
+    return {
+        "jobs": [[request, "{}", *rest] for request, _, *rest in rows["jobs"]],
+        "epochs": rows["epochs"],
+        "decisions": [row for row in rows["decisions"] if row[0] in kept],
+    }
 
 
-def _last(decisions: Sequence[Decided]) -> list[Decided]:
+def _last(decisions: Sequence[DecisionRecord]) -> list[DecisionRecord]:
     """The newest decision, and the last one about each job."""
-    last = {name: one for one in decisions for name in one.jobs}
-    wanted = {id(one) for one in (*last.values(), *decisions[-1:])}
-    return [one for one in decisions if id(one) in wanted]
+    last = {name: record for record in decisions for name in record.jobs}
+    wanted = {id(record) for record in (*last.values(), *decisions[-1:])}
+    return [record for record in decisions if id(record) in wanted]
 
 
-def _read(path: Path) -> dict[str, list[list[Any]]]:
+def _read(path: Path) -> Rows:
     try:
         with closing(sqlite3.connect(f"{path.absolute().as_uri()}?mode=ro", uri=True)) as base:
-            [written_by] = base.execute("SELECT value FROM facts WHERE name = 'format'").fetchone()
-            if int(written_by) != FORMAT:
-                raise LedgerError(
-                    "the run's ledger has another format",
-                    file=path,
-                    expected=FORMAT,
-                    found=written_by,
-                    help="read it with the version of tlora-fx that wrote it",
-                )
+            [version] = base.execute("SELECT value FROM facts WHERE name = 'format'").fetchone()
+            _require_version(path, int(version), "read it with the version that wrote it")
             base.execute("BEGIN")
             return {
-                name: [list(row) for row in base.execute(query)] for name, query in _QUERIES.items()
+                name: [list(row) for row in base.execute(query)] for name, query in _SELECT.items()
             }
     except (sqlite3.Error, TypeError, ValueError) as error:
         raise LedgerError(
@@ -500,112 +479,31 @@ def _read(path: Path) -> dict[str, list[list[Any]]]:
         ) from error
 
 
-# A moment of a cluster as text, for `tlora-fx schedule explain` and for reports of mistakes.
-#
-# The estimator is not in it, only its name: whoever reads the file says what that name stands for.
+def _require_version(path: Path | str, version: int, help: str) -> None:
+    """Refuse a ledger of another version.
 
-
-FORMAT_state_file = "tlora-fx state 1"
-
-
-def state_to_json(state: SchedulerState, estimator: str) -> str:
-    """A state as JSON.
-
-    estimator   what finds the estimator again, such as the path of a profile
+    raises   LedgerError
     """
-    cluster = dataclasses.asdict(state.cluster) | {"lost": sorted(state.cluster.lost)}
-    found = {
-        "format": FORMAT_state_file,
-        "estimator": estimator,
-        "now": state.now,
-        "horizon": state.horizon,
-        "switch_seconds": state.switch_seconds,
-        "cluster": cluster,
-        "jobs": [_job_fields(job) for job in state.jobs.values()],
-        "groups": [dataclasses.asdict(group) for group in state.groups],
-    }
-    return json.dumps(found, indent=2) + "\n"
-
-
-def state_from_json(text: str, estimator_of: Callable[[str], Estimator]) -> SchedulerState:
-    """A state from what `state_to_json` wrote.
-
-    estimator_of   the estimator of a name
-    raises         StateFileError
-    """
-    try:
-        found = json.loads(text)
-    except ValueError as error:
-        raise StateFileError("this is no file of a state", found=error) from None
-    if not isinstance(found, Mapping) or found.get("format") != FORMAT_state_file:
-        kind = found.get("format") if isinstance(found, Mapping) else type(found).__name__
-        raise StateFileError("this is no file of a state", expected=FORMAT_state_file, found=kind)
-    try:
-        jobs = [_job(fields) for fields in found["jobs"]]
-        cluster = found["cluster"]
-        return SchedulerState(
-            float(found["now"]),
-            Cluster(**(cluster | {"lost": frozenset(cluster["lost"])})),
-            estimator_of(found["estimator"]),
-            {job.name: job for job in jobs},
-            tuple(_group(fields) for fields in found["groups"]),
-            float(found["horizon"]),
-            float(found["switch_seconds"]),
+    if version != FORMAT:
+        raise LedgerError(
+            "the run's ledger has another format",
+            file=path,
+            expected=FORMAT,
+            found=version,
+            help=help,
         )
-    except (KeyError, TypeError, ValueError, AttributeError) as error:
-        raise StateFileError(
-            "the file of a state is not whole",
-            found=f"{type(error).__name__}: {error}",
-            help="write it again with the same version of tlora-fx",
-        ) from None
 
 
-def request_to_fields(request: JobRequest) -> dict[str, Any]:
-    """A request as what JSON can hold."""
-    fields = {one.name: getattr(request, one.name) for one in dataclasses.fields(request)}
-    return fields | {"demand": request.demand._asdict()}
-
-
-def request_from_fields(fields: Mapping[str, Any]) -> JobRequest:
-    """A request from `request_to_fields`.
-
-    raises   KeyError, TypeError
-    """
-    return JobRequest(**(dict(fields) | {"demand": Demand(**fields["demand"])}))
-
-
-def _job_fields(job: ActiveJob) -> dict[str, Any]:
-    return {
-        "request": request_to_fields(job.request),
-        "solo_seconds": job.solo_seconds,
-        "steps_done": job.steps_done,
-        "credit": job.credit,
-    }
-
-
-def _job(fields: Mapping[str, Any]) -> ActiveJob:
-    request = request_from_fields(fields["request"])
-    done, credit = float(fields["steps_done"]), float(fields["credit"])
-    return ActiveJob(request, float(fields["solo_seconds"]), done, credit)
-
-
-def _group(fields: Mapping[str, Any]) -> Group:
-    return Group(
-        **(dict(fields) | {"jobs": tuple(fields["jobs"]), "place": tuple(fields["place"])})
-    )
-
-
-# A moment of a run as a file: a state, the policy that decides, and what it expects of times.
+# A snapshot of a run as a file: a state, the policy that decides, and what it expects of times.
 #
 # The profiles lie in it too, so that a decision can be asked about on another machine, and later.
 
 
-FORMAT_moment_file = "tlora-fx moment 1"
+FORMAT_SNAPSHOT, FORMAT_STATE = "tlora-fx moment 1", "tlora-fx state 1"
 NO_STATE = "this is no saved state of the scheduler"
 HOW_TO_SAVE = "`tlora-fx schedule state RUN -o STATE.json` writes one; or name a run's folder"
 #: Of a file that is none, so many names of fields are told.
 FIELDS = 8
-_FACTS = TypeAdapter(ModelFacts)
 
 
 @dataclass(frozen=True, slots=True)
@@ -616,63 +514,159 @@ class Snapshot:
     policy: Policy
 
 
-def save_moment(path: Path, moment: Snapshot) -> None:
-    """Write a moment.
+class _Section(BaseModel):
+    model_config = ConfigDict(extra="forbid", ser_json_inf_nan="constants")
+
+
+class _PolicySection(_Section):
+    name: str
+    options: dict[str, Any]
+
+
+class _EstimatorSection(_Section):
+    # Profiles and facts may say more than they did.
+    model_config = ConfigDict(extra="ignore")
+
+    profiles: dict[str, Profile] = {}
+    shapes: dict[str, ModelFacts] = {}
+    options: dict[str, Any]
+
+    @classmethod
+    def of(cls, estimator: Estimator) -> Self:
+        """What makes the same estimator again.
+
+        raises   StateFileError for one that has no file form
+        """
+        if not isinstance(estimator, ProfileEstimator | SyntheticEstimator):
+            raise StateFileError(
+                "this estimator cannot be written into a file",
+                found=type(estimator).__name__,
+                expected="ProfileEstimator or SyntheticEstimator",
+            )
+        own = {
+            field.name: getattr(estimator, field.name) for field in fields(estimator) if field.init
+        }
+        measured = {name: own.pop(name) for name in ("profiles", "shapes") if name in own}
+        options = {name: own[name] for name in sorted(own.keys() - {"cluster", "evaluations"})}
+        return cls(**measured, options=options)
+
+    def estimator(self, kind: str, cluster: Cluster) -> Estimator:
+        """The estimator of that kind."""
+        options = {
+            name: tuple(value) if isinstance(value, list) else value
+            for name, value in self.options.items()
+        }
+        if kind == "synthetic":
+            return SyntheticEstimator(cluster=cluster, **options)
+        return ProfileEstimator(self.profiles, cluster, self.shapes, **options)
+
+
+class _StateSection(_Section):
+    format: Literal["tlora-fx state 1"]
+    estimator: Literal["profile", "synthetic"]
+    now: float
+    horizon: float
+    switch_seconds: float
+    cluster: Cluster
+    jobs: tuple[ActiveJob, ...]
+    groups: tuple[Group, ...]
+
+
+class _SnapshotFile(_Section):
+    format: Literal["tlora-fx moment 1"]
+    policy: _PolicySection
+    estimator: _EstimatorSection
+    state: _StateSection
+    history: Rows | None = None
+
+    @classmethod
+    def read(cls, path: Path) -> Self:
+        """A file as it was written.
+
+        raises   StateFileError
+        """
+        try:
+            content = json.loads(path.read_bytes())
+            _require_format(path, content)
+            return cls.model_validate(content)
+        except (OSError, ValueError) as error:
+            raise _no_state(path, error) from error
+
+    def write(self, path: Path) -> None:
+        """Replace the file."""
+        text = json.dumps(self.model_dump(mode="json"), indent=1)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        replace_file(path, text.encode() + b"\n")
+
+
+def save_snapshot(path: Path, snapshot: Snapshot) -> None:
+    """Write a snapshot.
 
     raises   StateFileError for an estimator that has no file form
     """
-    kind, estimator = _estimator_fields(moment.state.estimator)
-    written = {
-        "format": FORMAT_moment_file,
-        "policy": {"name": moment.policy.name, "options": policy_options(moment.policy)},
-        "estimator": estimator,
-        "state": json.loads(state_to_json(moment.state, kind)),
-    }
-    path.parent.mkdir(parents=True, exist_ok=True)
-    replace_file(path, json.dumps(written, indent=1).encode() + b"\n")
+    state, policy = snapshot.state, snapshot.policy
+    profiled = isinstance(state.estimator, ProfileEstimator)
+    _SnapshotFile(
+        format="tlora-fx moment 1",
+        policy=_PolicySection(name=policy.name, options=policy_options(policy)),
+        estimator=_EstimatorSection.of(state.estimator),
+        state=_StateSection(
+            format="tlora-fx state 1",
+            estimator="profile" if profiled else "synthetic",
+            now=state.now,
+            horizon=state.horizon,
+            switch_seconds=state.switch_seconds,
+            cluster=state.cluster,
+            jobs=tuple(state.jobs.values()),
+            groups=state.groups,
+        ),
+    ).write(path)
 
 
-def add_history(path: Path, rows: Mapping[str, Any]) -> None:
-    """Put the past of a run into a moment's file.
+def load_snapshot(path: Path) -> Snapshot:
+    """Read a snapshot back.
+
+    raises   StateFileError; UnknownPolicy where another package's policy is missing
+    """
+    file = _SnapshotFile.read(path)
+    state = file.state
+    try:
+        estimator = file.estimator.estimator(state.estimator, state.cluster)
+    except TypeError as error:
+        raise _no_state(path, error) from error
+    return Snapshot(
+        SchedulerState(
+            state.now,
+            state.cluster,
+            estimator,
+            {job.name: job for job in state.jobs},
+            state.groups,
+            state.horizon,
+            state.switch_seconds,
+        ),
+        find_policy(file.policy.name, **file.policy.options),
+    )
+
+
+def add_history(path: Path, rows: Rows) -> None:
+    """Put the past of a run into a snapshot's file.
 
     rows     of `rows_of_run`
     raises   StateFileError
     """
-    load_moment(path)
-    written = json.loads(path.read_bytes()) | {"history": rows}
-    replace_file(path, json.dumps(written, indent=1).encode() + b"\n")
+    _SnapshotFile.read(path).model_copy(update={"history": rows}).write(path)
 
 
 def load_history(path: Path) -> History | None:
-    """The past that was put into a moment's file; None: none was.
+    """The past that was put into a snapshot's file; None: none was.
 
     raises   StateFileError
     """
+    rows = _SnapshotFile.read(path).history
     try:
-        rows = json.loads(path.read_bytes()).get("history")
         return None if rows is None else History.of_rows(rows)
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+    except (KeyError, ValueError) as error:
         raise _no_state(path, error) from error
-
-
-def load_moment(path: Path) -> Snapshot:
-    """Read a moment back.
-
-    raises   StateFileError; UnknownPolicy where another package's policy is missing
-    """
-    try:
-        written = json.loads(path.read_bytes())
-        _require_format(path, written)
-        cluster = written["state"]["cluster"]
-        cluster = Cluster(**(cluster | {"lost": frozenset(cluster["lost"])}))
-        state = state_from_json(
-            json.dumps(written["state"]),
-            lambda kind: _estimator(kind, written["estimator"], cluster),
-        )
-        policy = find_policy(written["policy"]["name"], **written["policy"]["options"])
-    except (OSError, ValueError, KeyError, TypeError, ValidationError) as error:
-        raise _no_state(path, error) from error
-    return Snapshot(state, policy)
 
 
 def _require_format(path: Path, written: object) -> None:
@@ -685,15 +679,15 @@ def _require_format(path: Path, written: object) -> None:
         raise StateFileError(
             NO_STATE,
             file=path,
-            expected=f"a JSON object whose format is '{FORMAT_moment_file}'",
+            expected=f"a JSON object whose format is '{FORMAT_SNAPSHOT}'",
             found=f"an object with {', '.join(fields[:FIELDS])}" if fields else "nothing of it",
             help=HOW_TO_SAVE,
         )
-    if written["format"] != FORMAT_moment_file:
+    if written["format"] != FORMAT_SNAPSHOT:
         raise StateFileError(
             "the file has another format",
             file=path,
-            expected=FORMAT_moment_file,
+            expected=FORMAT_SNAPSHOT,
             found=written["format"],
             help="read it with the version of tlora-fx that wrote it",
         )
@@ -702,8 +696,11 @@ def _require_format(path: Path, written: object) -> None:
 def _no_state(path: Path, error: Exception) -> StateFileError:
     if isinstance(error, FileNotFoundError):
         return StateFileError("there is no such file", file=path, help=HOW_TO_SAVE)
-    lacks = f"it has no {error.args[0]!r}" if isinstance(error, KeyError) else error
-    return StateFileError(NO_STATE, file=path, reason=lacks, help=HOW_TO_SAVE)
+    reason: object = error
+    if isinstance(error, ValidationError):
+        first = error.errors()[0]
+        reason = f"{'.'.join(map(str, first['loc']))}: {first['msg']}"
+    return StateFileError(NO_STATE, file=path, reason=reason, help=HOW_TO_SAVE)
 
 
 def policy_options(policy: Policy) -> dict[str, Any]:
@@ -713,42 +710,3 @@ def policy_options(policy: Policy) -> dict[str, Any]:
     values = {one.name: getattr(policy, one.name) for one in fields(policy) if one.init}
     plain = bool | int | float | str
     return {name: value for name, value in values.items() if isinstance(value, plain)}
-
-
-def _estimator_fields(estimator: Estimator) -> tuple[str, dict[str, Any]]:
-    if isinstance(estimator, ProfileEstimator):
-        return "profile", {
-            "profiles": {name: p.model_dump(mode="json") for name, p in estimator.profiles.items()},
-            "shapes": {
-                name: _FACTS.dump_python(facts, mode="json")
-                for name, facts in estimator.shapes.items()
-            },
-            "options": _options(estimator, {"profiles", "cluster", "shapes", "evaluations"}),
-        }
-    if isinstance(estimator, SyntheticEstimator):
-        return "synthetic", {"options": _options(estimator, {"cluster", "evaluations"})}
-    raise StateFileError(
-        "this estimator cannot be written into a file",
-        found=type(estimator).__name__,
-        expected="ProfileEstimator or SyntheticEstimator",
-    )
-
-
-def _options(estimator: ProfileEstimator | SyntheticEstimator, but: set[str]) -> dict[str, Any]:
-    names = {one.name for one in fields(estimator) if one.init} - but
-    return {name: getattr(estimator, name) for name in sorted(names)}
-
-
-def _estimator(kind: str, written: Mapping[str, Any], cluster: Cluster) -> Estimator:
-    given = written["options"].items()
-    options: dict[str, Any] = {
-        name: tuple(one) if isinstance(one, list) else one for name, one in given
-    }
-    if kind == "synthetic":
-        return SyntheticEstimator(cluster=cluster, **options)
-    return ProfileEstimator(
-        {name: Profile.model_validate(one) for name, one in written["profiles"].items()},
-        cluster,
-        {name: _FACTS.validate_python(one) for name, one in written["shapes"].items()},
-        **options,
-    )

@@ -1,4 +1,4 @@
-"""Moments of a run as files: read back they are decided upon as they were."""
+"""Snapshots of a run as files: read back they are decided upon as they were."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ from tlora_fx.cost.profile_sources import SHIPPED
 from tlora_fx.cost.synthetic import SyntheticEstimator
 from tlora_fx.errors import StateFileError
 from tlora_fx.scheduler.policies import POLICIES, find_policy
-from tlora_fx.scheduler.state import ActiveJob, JobRequest, SchedulerState
-from tlora_fx.scheduler.store import Snapshot, load_moment, save_moment
+from tlora_fx.scheduler.state import ActiveJob, Group, JobRequest, SchedulerState
+from tlora_fx.scheduler.store import Snapshot, load_snapshot, save_snapshot
 
 BASE = "llama-3-8b"
 PROFILE = SHIPPED / "llama-3-8b-nvidia-h200.json"
@@ -39,53 +39,58 @@ def by_profile(cluster):
 
 @pytest.mark.parametrize("policy", POLICIES)
 @pytest.mark.parametrize("kind", ["profile", "synthetic"])
-def test_a_moment_is_decided_as_it_was(tmp_path, kind, policy):
+def test_a_snapshot_is_decided_as_it_was(tmp_path, kind, policy):
     """The same groups, by the same policy, from the same expectations."""
     cluster = Cluster(4, 4, 1, "h200")
     estimator = by_profile(cluster) if kind == "profile" else SyntheticEstimator(cluster=cluster)
     before = Snapshot(state(estimator, cluster), find_policy(policy))
-    save_moment(tmp_path / "state.json", before)
-    after = load_moment(tmp_path / "state.json")
+    before.state.groups = (Group(("job-0", "job-1"), 2, (0, 1), 0.5, 3.0),)
+    save_snapshot(tmp_path / "state.json", before)
+    after = load_snapshot(tmp_path / "state.json")
 
     assert after.policy == before.policy
     assert after.state.jobs == before.state.jobs
+    assert after.state.groups == before.state.groups
     assert after.state.cluster == cluster
     assert after.policy.decide(after.state) == before.policy.decide(before.state)
 
 
-def test_a_moment_of_before_graphs_is_read(tmp_path):
+def test_a_snapshot_of_before_graphs_is_read(tmp_path):
     """Neither facts nor demands said then whether rows run as graphs."""
     cluster = Cluster(4, 4, 1, "h200")
     before = Snapshot(state(by_profile(cluster), cluster), find_policy("tlora"))
     file = tmp_path / "state.json"
-    save_moment(file, before)
+    save_snapshot(file, before)
     written = json.loads(file.read_bytes())
     del written["estimator"]["shapes"][BASE]["launched"]
     for one in written["state"]["jobs"]:
         del one["request"]["demand"]["launched"]
     file.write_text(json.dumps(written))
 
-    assert load_moment(file).state.jobs == before.state.jobs
+    assert load_snapshot(file).state.jobs == before.state.jobs
 
 
 def test_an_estimator_without_a_file_form_is_refused(tmp_path):
     """Nothing is written."""
     cluster = Cluster(2, 2)
-    moment = Snapshot(SchedulerState(0.0, cluster, Roofline(), {}), find_policy("tlora"))
+    snapshot = Snapshot(SchedulerState(0.0, cluster, Roofline(), {}), find_policy("tlora"))
     with pytest.raises(StateFileError, match="cannot be written"):
-        save_moment(tmp_path / "state.json", moment)
+        save_snapshot(tmp_path / "state.json", snapshot)
 
     assert not (tmp_path / "state.json").exists()
 
 
-@pytest.mark.parametrize("content", ["", "[]", "{}", '{"format": "tlora-fx moment 9"}'])
-def test_a_file_that_is_no_moment_is_refused(tmp_path, content):
+@pytest.mark.parametrize(
+    "content",
+    ["", "[]", "{}", '{"format": "tlora-fx moment 9"}', '{"format": "tlora-fx moment 1"}'],
+)
+def test_a_file_that_is_no_snapshot_is_refused(tmp_path, content):
     """Whatever is in it."""
     path = tmp_path / "state.json"
     path.write_text(content)
 
     with pytest.raises(StateFileError):
-        load_moment(path)
+        load_snapshot(path)
 
 
 def test_another_file_is_told_from_a_state(tmp_path):
@@ -93,25 +98,39 @@ def test_another_file_is_told_from_a_state(tmp_path):
     path = tmp_path / "profile.json"
     path.write_text('{"name": "a profile", "hardware": {}}')
     with pytest.raises(StateFileError) as caught:
-        load_moment(path)
+        load_snapshot(path)
     told = str(caught.value)
     assert "'tlora-fx moment 1'" in told
     assert "an object with name, hardware" in told
     assert "KeyError" not in told
 
     with pytest.raises(StateFileError, match="there is no such file"):
-        load_moment(tmp_path / "nowhere.json")
+        load_snapshot(tmp_path / "nowhere.json")
 
 
-def test_a_moment_that_is_cut_is_refused(tmp_path):
+def test_a_snapshot_that_is_cut_is_refused(tmp_path):
     """A field that is missing is named."""
     cluster = Cluster(2, 2)
-    moment = Snapshot(state(SyntheticEstimator(cluster=cluster), cluster), find_policy("tlora"))
+    snapshot = Snapshot(state(SyntheticEstimator(cluster=cluster), cluster), find_policy("tlora"))
     path = tmp_path / "state.json"
-    save_moment(path, moment)
+    save_snapshot(path, snapshot)
     written = json.loads(path.read_text())
     del written["state"]["jobs"]
     path.write_text(json.dumps(written))
 
     with pytest.raises(StateFileError, match="jobs"):
-        load_moment(path)
+        load_snapshot(path)
+
+
+def test_a_snapshot_with_a_strange_field_is_refused(tmp_path):
+    """A cluster of another version is not guessed at."""
+    cluster = Cluster(2, 2)
+    snapshot = Snapshot(state(SyntheticEstimator(cluster=cluster), cluster), find_policy("tlora"))
+    path = tmp_path / "state.json"
+    save_snapshot(path, snapshot)
+    written = json.loads(path.read_text())
+    written["state"]["cluster"]["spine"] = 1
+    path.write_text(json.dumps(written))
+
+    with pytest.raises(StateFileError, match="spine"):
+        load_snapshot(path)
