@@ -183,7 +183,7 @@ requests = st.builds(
     submitted=numbers,
     max_slowdown=st.floats(1, 4),
     deadline=st.none() | st.floats(1, 1e6),
-    lends=st.floats(1, 4),
+    max_slowdown_opt_in=st.floats(1, 4),
     longest=st.integers(0, 4096),
 )
 

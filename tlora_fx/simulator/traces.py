@@ -10,16 +10,17 @@ import json
 import math
 import random
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, fields, replace
 from datetime import UTC, datetime
-from functools import partial
 from pathlib import Path
-from typing import IO, Any, NamedTuple
+from typing import IO, Any, ClassVar, NamedTuple
+
+from pydantic import ValidationError
 
 from tlora_fx.cost.demand import Demand
 from tlora_fx.errors import TraceColumnMissing, TraceEmpty, TraceFileError, TraceRowsWrong, nearest
-from tlora_fx.scheduler.state import MAX_SLOWDOWN, JobRequest
+from tlora_fx.scheduler.state import REQUEST, JobRequest
 
 MONTH_SECONDS = 30 * 86400.0
 
@@ -155,13 +156,6 @@ def in_order(jobs: Iterable[TraceJob]) -> tuple[tuple[TraceJob, ...], int]:
     return tuple(sorted(given, key=lambda job: job.submitted) if back else given), back
 
 
-def with_months(jobs: Iterable[TraceJob]) -> list[TraceJob]:
-    """Months of 30 days from the first job, for traces without a calendar."""
-    given = list(jobs)
-    first = min((job.submitted for job in given), default=0.0)
-    return [job._replace(month=int((job.submitted - first) // MONTH_SECONDS)) for job in given]
-
-
 def described(trace: Trace) -> dict[str, Any]:
     """What a report says of a trace, in plain values."""
     jobs = trace.jobs
@@ -194,9 +188,8 @@ class WrongRow(Exception):
 
 def number(row: Row, column: str) -> float:
     """A finite number of a row."""
-    given = row.get(column)
     try:
-        value = float(given)  # type: ignore[arg-type]
+        value = float(row.get(column))  # type: ignore[arg-type]
     except (TypeError, ValueError):
         raise WrongRow(f"{column} is not a number") from None
     if not math.isfinite(value):
@@ -212,18 +205,18 @@ def whole(row: Row, column: str) -> int:
     return int(value)
 
 
-def moment(row: Row, column: str) -> datetime:
+def date(row: Row, column: str) -> datetime:
     """A date with time, as ISO text or in seconds since 1970."""
-    given = str(row.get(column) or "").strip()
+    text = str(row.get(column) or "").strip()
     try:
-        return datetime.fromtimestamp(float(given), UTC)
+        return datetime.fromtimestamp(float(text), UTC)
     except (ValueError, OverflowError, OSError):
         pass
     try:
-        found = datetime.fromisoformat(given)
+        parsed = datetime.fromisoformat(text)
     except ValueError:
         raise WrongRow(f"{column} is no date") from None
-    return found if found.tzinfo else found.replace(tzinfo=UTC)
+    return parsed if parsed.tzinfo else parsed.replace(tzinfo=UTC)
 
 
 def duration(row: Row, column: str) -> float:
@@ -241,14 +234,12 @@ def gpus(count: int) -> int:
     return count
 
 
-def jobs_of(
-    rows: Iterable[tuple[int, Row]], one: Callable[[Row], TraceJob], dropped: Dropped
-) -> Iterator[TraceJob]:
-    """The jobs of numbered rows; what is wrong is counted and left out."""
+def jobs_of(path: Path, reader: TraceReader, dropped: Dropped) -> Iterator[TraceJob]:
+    """The jobs of a file; what is wrong is counted and left out."""
     seen: set[str] = set()
-    for line, row in rows:
+    for line, row in rows_of(path):
         try:
-            job = one(row)
+            job = reader.job(row)
             if job.name in seen:
                 raise WrongRow("a name that stands twice")
         except WrongRow as reason:
@@ -324,193 +315,251 @@ def opened(path: Path) -> IO[str]:
 
 def _object(text: str, line: int, path: Path) -> dict[str, Any]:
     try:
-        found = json.loads(text)
+        content = json.loads(text)
     except ValueError as error:
         raise TraceFileError(
             "a line that is no JSON object", file=path, line=line, found=error
         ) from None
-    if not isinstance(found, dict):
+    if not isinstance(content, dict):
         raise TraceFileError("a line that is no JSON object", file=path, line=line, found=text)
-    return found
+    return content
 
 
-# AcmeTrace's CSV: jobs of the clusters Seren and Kalos, March to August 2023.
-#
-# source   github.com/InternLM/AcmeTrace, trace_seren.csv and trace_kalos.csv
+# Readers: how the rows of each kind of file become jobs.
 
 
-#: Without these there is no job; user, cpu_num, queue and gpu_time are not read.
-NEEDED = ("job_id", "gpu_num", "type", "state", "submit_time", "duration")
-#: Read where they are there: they show clocks that run backwards.
-CLOCKS = ("start_time", "end_time")
-RULES = ("a job's duration is the observed one, whatever its last state",)
+class TraceReader:
+    """How the rows of one file become jobs.
+
+    columns     that the format cannot do without
+    rules       how what the file does not say is filled in, one line each
+    synthetic   whether any of its numbers were drawn rather than observed
+    requests    whole requests by name, where the file has them
+    """
+
+    columns: ClassVar[tuple[str, ...]]
+    rules: tuple[str, ...] = ()
+    synthetic = False
+    requests: dict[str, JobRequest] | None = None
+
+    def __init__(self, seed: int) -> None:
+        self.seed = seed
+
+    def job(self, row: Row) -> TraceJob:
+        """A row as a job.
+
+        raises   WrongRow
+        """
+        raise NotImplementedError
+
+    def with_months(self, jobs: Iterable[TraceJob]) -> list[TraceJob]:
+        """Months of 30 days from the first job, for traces without a calendar."""
+        jobs = list(jobs)
+        first = min((job.submitted for job in jobs), default=0.0)
+        return [job._replace(month=int((job.submitted - first) // MONTH_SECONDS)) for job in jobs]
 
 
-def job_of(row: Row) -> TraceJob:
-    """A row as a job; its month is that of the calendar, counted from the year 0."""
-    submitted = moment(row, "submit_time")
-    told = [moment(row, name) for name in CLOCKS if str(row.get(name) or "").strip()]
-    _forward([submitted, *told])
-    return TraceJob(
-        name=_name(row),
-        submitted=submitted.timestamp(),
-        duration_seconds=duration(row, "duration"),
-        gpus=gpus(whole(row, "gpu_num")),
-        type=str(row.get("type") or "Other").strip() or "Other",
-        state=str(row.get("state") or "").strip().upper(),
-        month=submitted.year * 12 + submitted.month,
+class AcmeReader(TraceReader):
+    """AcmeTrace's CSV: jobs of the clusters Seren and Kalos, March to August 2023.
+
+    user, cpu_num, queue and gpu_time are not read; clocks, where they are there, show whether time
+    runs backwards.
+
+    source   github.com/InternLM/AcmeTrace, trace_seren.csv and trace_kalos.csv
+    """
+
+    columns = ("job_id", "gpu_num", "type", "state", "submit_time", "duration")
+    rules = ("a job's duration is the observed one, whatever its last state",)
+
+    def job(self, row: Row) -> TraceJob:
+        """A row as a job; its month is that of the calendar, counted from the year 0."""
+        submitted = date(row, "submit_time")
+        clocks = [name for name in ("start_time", "end_time") if str(row.get(name) or "").strip()]
+        times = [submitted, *(date(row, name) for name in clocks)]
+        if any(after < before for before, after in itertools.pairwise(times)):
+            raise WrongRow("clocks that run backwards")
+        name = str(row.get("job_id") or "").strip()
+        if not name:
+            raise WrongRow("no job_id")
+        return TraceJob(
+            name=name,
+            submitted=submitted.timestamp(),
+            duration_seconds=duration(row, "duration"),
+            gpus=gpus(whole(row, "gpu_num")),
+            type=str(row.get("type") or "Other").strip() or "Other",
+            state=str(row.get("state") or "").strip().upper(),
+            month=submitted.year * 12 + submitted.month,
+        )
+
+    def with_months(self, jobs: Iterable[TraceJob]) -> list[TraceJob]:
+        """Months of the calendar from the first one."""
+        jobs = list(jobs)
+        first = min((job.month for job in jobs), default=0)
+        return [job._replace(month=job.month - first) for job in jobs]
+
+
+class KalosReader(TraceReader):
+    """The converted Kalos file: completed jobs of AcmeTrace's smaller cluster, as iterations.
+
+    A worker is a node, which shows in the counts (62 and 63 workers of 8 are the 496 and 504 GPUs
+    of AcmeTrace's own distribution). The converter drew the iterations from the duration at half a
+    second each, and its networking time stands for the type (Pretrain, or any other).
+    """
+
+    columns = (
+        "job_id",
+        "arrival_time",
+        "num_iteration",
+        "iteration_computing_time",
+        "gpu_workers",
+        "gpu_per_worker",
+    )
+    rules = (
+        "duration = num_iteration * iteration_computing_time",
+        "GPUs = gpu_workers * gpu_per_worker (a worker is a node)",
+        "type = Pretrain where the networking time exceeds the computing time, else Other",
     )
 
-
-def _forward(moments: list[datetime]) -> None:
-    if any(b < a for a, b in itertools.pairwise(moments)):
-        raise WrongRow("clocks that run backwards")
-
-
-def _name(row: Row) -> str:
-    name = str(row.get("job_id") or "").strip()
-    if not name:
-        raise WrongRow("no job_id")
-    return name
-
-
-# The converted Kalos file: completed jobs of AcmeTrace's smaller cluster, as iterations.
-#
-# A job's GPUs are `gpu_workers * gpu_per_worker`: a worker is a node, which shows in the counts
-# (62 and 63 workers of 8 are the 496 and 504 GPUs of AcmeTrace's own distribution). Its duration
-# is `num_iteration * iteration_computing_time`; the converter drew the iterations from the
-# duration at half a second each, and its networking time stands for the type (Pretrain, or any
-# other).
+    def job(self, row: Row) -> TraceJob:
+        """A row as a job."""
+        computing = duration(row, "iteration_computing_time")
+        count = number(row, "gpu_workers") * number(row, "gpu_per_worker")
+        if count != int(count):
+            raise WrongRow("gpu_workers * gpu_per_worker is not a whole number")
+        networking = "iteration_networking_time"
+        pretrain = bool(row.get(networking)) and number(row, networking) > computing
+        return TraceJob(
+            name=str(row["job_id"]),
+            submitted=number(row, "arrival_time"),
+            duration_seconds=duration(row, "num_iteration") * computing,
+            gpus=gpus(int(count)),
+            type="Pretrain" if pretrain else "Other",
+        )
 
 
-NEEDED_kalos = (
-    "job_id",
-    "arrival_time",
-    "num_iteration",
-    "iteration_computing_time",
-    "gpu_workers",
-    "gpu_per_worker",
-)
-RULES_kalos = (
-    "duration = num_iteration * iteration_computing_time",
-    "GPUs = gpu_workers * gpu_per_worker (a worker is a node)",
-    "type = Pretrain where the networking time exceeds the computing time, else Other",
-)
+#: GPU-hours, least and most, of the Pollux paper's classes small, medium, large and extra large;
+#: the paper's small class begins at 0, ours at six minutes.
+SMALL, MEDIUM, LARGE, EXTRA_LARGE = (0.1, 1.0), (1.0, 10.0), (10.0, 100.0), (100.0, 1000.0)
+GPU_HOURS = {
+    "cifar10": SMALL,
+    "ncf": SMALL,
+    "deepspeech2": MEDIUM,
+    "bert": MEDIUM,
+    "yolov3": LARGE,
+    "imagenet": EXTRA_LARGE,
+}
 
 
-def job_of_kalos(row: Row) -> TraceJob:
-    """A row as a job."""
-    each = duration(row, "iteration_computing_time")
-    count = number(row, "gpu_workers") * number(row, "gpu_per_worker")
-    if count != int(count):
-        raise WrongRow("gpu_workers * gpu_per_worker is not a whole number")
-    return TraceJob(
-        name=str(row["job_id"]),
-        submitted=number(row, "arrival_time"),
-        duration_seconds=duration(row, "num_iteration") * each,
-        gpus=gpus(int(count)),
-        type=_type(row, each),
+class PolluxReader(TraceReader):
+    """Pollux's workload CSVs: 160 jobs in eight hours, with applications and without durations.
+
+    What a job does in GPU-hours is drawn, log-uniformly, from the size class of its application in
+    the Pollux paper. The draw belongs to the seed and the job's name.
+
+    source   github.com/petuum/adaptdl, branch osdi21-artifact; Pollux (OSDI 2021), section 5.1
+    """
+
+    columns = ("name", "time", "application", "num_replicas")
+    rules = (
+        (
+            "the file has no durations: GPU-hours are drawn log-uniformly from the size class of "
+            "the application (cifar10, ncf 0.1-1; deepspeech2, bert 1-10; yolov3 10-100; imagenet "
+            "100-1000), duration = GPU-hours / num_replicas"
+        ),
     )
+    synthetic = True
 
-
-def _type(row: Row, each: float) -> str:
-    if not row.get("iteration_networking_time"):
-        return "Other"
-    return "Pretrain" if number(row, "iteration_networking_time") > each else "Other"
-
-
-# Our own traces: whole job requests, one a line, as JSON or as CSV.
-#
-# What `tlora-fx simulate --save-trace` writes: the jobs after every choice was made, so that the
-# same replay can be done again, or elsewhere, without the trace they came from.
+    def job(self, row: Row) -> TraceJob:
+        """A row as a job."""
+        application = str(row.get("application") or "").strip()
+        if application not in GPU_HOURS:
+            raise WrongRow(f"an application of unknown size: {application or 'none'}")
+        count, name = gpus(whole(row, "num_replicas")), str(row["name"])
+        least, most = GPU_HOURS[application]
+        key = hashlib.sha256(f"{self.seed}/{name}".encode()).digest()
+        draw = random.Random(key).random()  # noqa: S311  (a draw, not a secret)
+        hours = least * (most / least) ** draw
+        return TraceJob(name, number(row, "time"), hours * 3600.0 / count, count, application)
 
 
 DEMAND = tuple(f"demand.{name}" for name in Demand._fields)
-# Older files have no such columns.
-LATER = ("demand.launched",)
-NEEDED_own_trace = (
-    "name", "base", "gpus", "steps", "submitted", *(one for one in DEMAND if one not in LATER),
-)  # fmt: skip
-OPTIONAL = (
-    *LATER,
-    "max_slowdown",
-    "deadline",
-    "lends",
-    "longest",
-    "type",
-    "duration_seconds",
-    "origin",
-)
-RULES_own_trace = ("jobs are replayed as they are written: no other choice applies",)
+REQUEST_FIELDS = tuple(field.name for field in fields(JobRequest) if field.name != "demand")
 
 
-def reader() -> tuple[Callable[[Row], TraceJob], dict[str, JobRequest], set[str]]:
-    """What reads a row as a job, the requests that it has read, and where they came from."""
-    requests: dict[str, JobRequest] = {}
-    origins: set[str] = set()
+class OwnReader(TraceReader):
+    """Our own traces: whole job requests, one a line, as JSON or as CSV.
 
-    def job_of(row: Row) -> TraceJob:
-        request = _request(row)
-        requests.setdefault(request.name, request)
+    What `tlora-fx simulate --save-trace` writes: the jobs after every choice was made, so that the
+    same replay can be done again, or elsewhere, without the trace they came from.
+    """
+
+    # Older files have no `demand.launched`.
+    columns = ("name", "base", "gpus", "steps", "submitted", *DEMAND[:-1])
+
+    def __init__(self, seed: int) -> None:
+        super().__init__(seed)
+        self.requests: dict[str, JobRequest] = {}
+        self.origins: set[str] = set()
+
+    def job(self, row: Row) -> TraceJob:
+        """A row as a job; its request is kept."""
+        request = request_of_row(row)
+        self.requests.setdefault(request.name, request)
         if row.get("origin"):
-            origins.add(str(row["origin"]))
+            self.origins.add(str(row["origin"]))
         seconds = duration(row, "duration_seconds") if row.get("duration_seconds") else 0.0
         kind = str(row.get("type") or "job")
         return TraceJob(request.name, request.submitted, seconds, request.gpus, kind)
 
-    return job_of, requests, origins
+    @property
+    def rules(self) -> tuple[str, ...]:  # type: ignore[override]
+        """That nothing is filled in, and where the jobs came from."""
+        origins = (f"the jobs came from: {origin}" for origin in sorted(self.origins))
+        return ("jobs are replayed as they are written: no other choice applies", *origins)
+
+    @property
+    def synthetic(self) -> bool:  # type: ignore[override]
+        """Whether the jobs came from a synthetic trace."""
+        return any("synthetic" in origin for origin in self.origins)
 
 
-def _request(row: Row) -> JobRequest:
-    steps = whole(row, "steps")
-    if steps < 1:
-        raise WrongRow("fewer steps than one")
-    slowdown = number(row, "max_slowdown") if row.get("max_slowdown") else MAX_SLOWDOWN
-    if slowdown < 1:
+def request_of_row(row: Row) -> JobRequest:
+    """The request that a row of our own traces is of.
+
+    raises   WrongRow
+    """
+    given = {name: value for name, value in row.items() if value not in ("", None)}
+    known = {name: given[name] for name in (*REQUEST_FIELDS, "lends") if name in given}
+    demand = {name.removeprefix("demand."): given[name] for name in DEMAND if name in given}
+    try:
+        request = REQUEST.validate_python({**known, "demand": demand})
+    except ValidationError as error:
+        first = error.errors()[0]
+        raise WrongRow(f"{'.'.join(map(str, first['loc']))}: {first['msg']}") from None
+    numbers = (*request.demand, request.submitted, request.max_slowdown)
+    if not all(map(math.isfinite, numbers)):
+        raise WrongRow("a number that is not finite")
+    if min(request.demand) < 0:
+        raise WrongRow("negative demand")
+    if min(request.gpus, request.steps) < 1:
+        raise WrongRow("fewer GPUs or steps than one")
+    if request.max_slowdown < 1:
         raise WrongRow("max_slowdown below 1")
-    return JobRequest(
-        name=str(row["name"]),
-        base=str(row["base"]),
-        demand=Demand(
-            *(
-                duration(row, one) if one in NEEDED_own_trace or row.get(one) else 0.0
-                for one in DEMAND
-            )
-        ),
-        gpus=_some(whole(row, "gpus")),
-        steps=steps,
-        submitted=number(row, "submitted"),
-        max_slowdown=slowdown,
-        deadline=number(row, "deadline") if row.get("deadline") else None,
-        lends=number(row, "lends") if row.get("lends") else 0.0,
-        longest=whole(row, "longest") if row.get("longest") else 0,
-    )
-
-
-def _some(count: int) -> int:
-    if count < 1:
-        raise WrongRow("fewer GPUs than one")
-    return count
+    return request
 
 
 def row_of(request: JobRequest, job: TraceJob | None, origin: str) -> dict[str, Any]:
     """A request as a row."""
-    row: dict[str, Any] = {
-        "name": request.name,
-        "base": request.base,
-        "gpus": request.gpus,
-        "steps": request.steps,
-        "submitted": request.submitted,
-        **dict(zip(DEMAND, request.demand, strict=True)),
-        "max_slowdown": request.max_slowdown,
-        "deadline": request.deadline,
-        "lends": request.lends,
-        "longest": request.longest,
+    row = REQUEST.dump_python(request)
+    demand = row.pop("demand")
+    return {
+        **{name: row.pop(name) for name in OwnReader.columns[:5]},
+        **{f"demand.{name}": value for name, value in demand.items()},
+        **row,
         "type": job.type if job else "job",
         "duration_seconds": job.duration_seconds if job else None,
         "origin": origin,
     }
-    return row
 
 
 def write_own(
@@ -536,78 +585,20 @@ def _lines(rows: Sequence[Mapping[str, Any]]) -> str:
 
 def _csv(rows: Sequence[Mapping[str, Any]]) -> str:
     out = io.StringIO(newline="")
-    writer = csv.DictWriter(out, [*NEEDED_own_trace, *OPTIONAL], lineterminator="\n")
+    writer = csv.DictWriter(out, list(rows[0]) if rows else OwnReader.columns, lineterminator="\n")
     writer.writeheader()
     writer.writerows(rows)
     return out.getvalue()
 
 
-# Pollux's workload CSVs: 160 jobs in eight hours, with applications and without durations.
-#
-# What a job does in GPU-hours is drawn, log-uniformly, from the size class of its application in
-# the Pollux paper; its duration is that over its GPUs. The draw belongs to the seed and the job's
-# name.
-#
-# source   github.com/petuum/adaptdl, branch osdi21-artifact; Pollux (OSDI 2021), section 5.1
-
-
-NEEDED_pollux = ("name", "time", "application", "num_replicas")
-#: GPU-hours, least and most, of the paper's classes small, medium, large and extra large; the
-#: paper's small class begins at 0, ours at six minutes.
-SMALL, MEDIUM, LARGE, EXTRA_LARGE = (0.1, 1.0), (1.0, 10.0), (10.0, 100.0), (100.0, 1000.0)
-GPU_HOURS = {
-    "cifar10": SMALL,
-    "ncf": SMALL,
-    "deepspeech2": MEDIUM,
-    "bert": MEDIUM,
-    "yolov3": LARGE,
-    "imagenet": EXTRA_LARGE,
-}
-RULES_pollux = (
-    (
-        "the file has no durations: GPU-hours are drawn log-uniformly from the size class of the "
-        "application (cifar10, ncf 0.1-1; deepspeech2, bert 1-10; yolov3 10-100; imagenet "
-        "100-1000), duration = GPU-hours / num_replicas"
-    ),
-)
-
-
-def reader_pollux(seed: int) -> Callable[[Row], TraceJob]:
-    """What reads a row as a job, with durations drawn by a seed."""
-
-    def job_of(row: Row) -> TraceJob:
-        application = str(row.get("application") or "").strip()
-        if application not in GPU_HOURS:
-            raise WrongRow(f"an application of unknown size: {application or 'none'}")
-        count = gpus(whole(row, "num_replicas"))
-        name = str(row["name"])
-        return TraceJob(
-            name=name,
-            submitted=number(row, "time"),
-            duration_seconds=_gpu_hours(application, name, seed) * 3600.0 / count,
-            gpus=count,
-            type=application,
-        )
-
-    return job_of
-
-
-def _gpu_hours(application: str, name: str, seed: int) -> float:
-    least, most = GPU_HOURS[application]
-    key = hashlib.sha256(f"{seed}/{name}".encode()).digest()
-    draw = random.Random(key).random()  # noqa: S311  (a draw, not a secret)
-    return float(least * (most / least) ** draw)
-
-
 # Read a trace file of any format that is known.
 
 
-#: What each format cannot do without.
-NEEDED_trace_files = {
-    "acme": NEEDED,
-    "pollux": NEEDED_pollux,
-    "kalos": NEEDED_kalos,
-    "own": NEEDED_own_trace,
+READERS: dict[str, type[TraceReader]] = {
+    "acme": AcmeReader,
+    "pollux": PolluxReader,
+    "kalos": KalosReader,
+    "own": OwnReader,
 }
 
 
@@ -623,15 +614,15 @@ def read_trace(
     """
     header = header_of(path)
     kind = format or guessed(path, header)
-    if kind not in NEEDED_trace_files:
-        close = nearest(kind, NEEDED_trace_files)
-        hint = f"did you mean {close!r}?" if close else f"one of {', '.join(NEEDED_trace_files)}"
+    if kind not in READERS:
+        close = nearest(kind, READERS)
+        hint = f"did you mean {close!r}?" if close else f"one of {', '.join(READERS)}"
         raise TraceFileError(f"no trace format is called {kind!r}", help=hint)
     if kind == "own" and "demand" in header:
         raise TraceFileError("demand is written flat, as demand.samples and so on", file=path)
-    require_columns(path, header, NEEDED_trace_files[kind], kind)
-    dropped = Dropped()
-    trace = _read(path, kind, dropped, seed)
+    require_columns(path, header, READERS[kind].columns, kind)
+    dropped, reader = Dropped(), READERS[kind](seed)
+    jobs, back = in_order(reader.with_months(jobs_of(path, reader, dropped)))
     if bad_rows == "refuse" and dropped.wrong:
         raise TraceRowsWrong(
             f"{dropped.wrong.total():,} rows of the trace are wrong",
@@ -639,15 +630,16 @@ def read_trace(
             found="\n".join(Dropped(wrong=dropped.wrong, first=dropped.first).lines("wrong")),
             help="mend them, or leave them out with --bad-rows drop",
         )
-    if not trace.jobs:
+    if not jobs:
         raise TraceEmpty(
-            "the trace has no job", file=path, found="\n".join(dropped.lines()), help=_format_help()
+            "the trace has no job",
+            file=path,
+            found="\n".join(dropped.lines()),
+            help="see docs/simulating.md for what a row must say",
         )
-    return trace
-
-
-def _format_help() -> str:
-    return "see docs/simulating.md for what a row must say"
+    notes = (f"{back:,} rows were submitted before the row above them: sorted",) if back else ()
+    rules = (*reader.rules, *notes)
+    return Trace(jobs, path.name, kind, reader.synthetic, rules, dropped, reader.requests)
 
 
 def guessed(path: Path, header: Sequence[str]) -> str:
@@ -656,8 +648,8 @@ def guessed(path: Path, header: Sequence[str]) -> str:
     raises    TraceFileError where it has less than a third of any format's
     """
     shares = {
-        name: sum(column in header for column in needed) / len(needed)
-        for name, needed in NEEDED_trace_files.items()
+        name: sum(column in header for column in reader.columns) / len(reader.columns)
+        for name, reader in READERS.items()
     }
     best = max(shares, key=lambda name: shares[name])
     if shares[best] < 1 / 3:
@@ -665,41 +657,9 @@ def guessed(path: Path, header: Sequence[str]) -> str:
             "a file with the columns of no trace that is known",
             file=path,
             expected="\n".join(
-                f"{name}: {', '.join(needed)}" for name, needed in NEEDED_trace_files.items()
+                f"{name}: {', '.join(reader.columns)}" for name, reader in READERS.items()
             ),
             found=", ".join(header)[:200] or "an empty file",
             help="say which it is with --format, or convert it (docs/simulating.md)",
         )
     return best
-
-
-def _read(path: Path, kind: str, dropped: Dropped, seed: int) -> Trace:
-    rows = rows_of(path)
-    make = partial(Trace, source=path.name, format=kind, dropped=dropped)
-    if kind == "own":
-        one, requests, origins = reader()
-        jobs, notes = _sorted(with_months(jobs_of(rows, one, dropped)))
-        told = (*RULES_own_trace, *(f"the jobs came from: {origin}" for origin in sorted(origins)))
-        drawn = any("synthetic" in origin for origin in origins)
-        return make(jobs=jobs, synthetic=drawn, rules=(*told, *notes), requests=requests)
-    if kind == "pollux":
-        found = with_months(jobs_of(rows, reader_pollux(seed), dropped))
-        jobs, notes = _sorted(found)
-        return make(jobs=jobs, synthetic=True, rules=(*RULES_pollux, *notes))
-    if kind == "kalos":
-        jobs, notes = _sorted(with_months(jobs_of(rows, job_of_kalos, dropped)))
-        return make(jobs=jobs, rules=(*RULES_kalos, *notes))
-    jobs, notes = _sorted(_from_first_month(list(jobs_of(rows, job_of, dropped))))
-    return make(jobs=jobs, rules=(*RULES, *notes))
-
-
-def _from_first_month(jobs: list[TraceJob]) -> list[TraceJob]:
-    first = min((job.month for job in jobs), default=0)
-    return [job._replace(month=job.month - first) for job in jobs]
-
-
-def _sorted(jobs: list[TraceJob]) -> tuple[tuple[TraceJob, ...], tuple[str, ...]]:
-    ordered, back = in_order(jobs)
-    if not back:
-        return ordered, ()
-    return ordered, (f"{back:,} rows were submitted before the row above them: sorted",)
