@@ -14,7 +14,7 @@ import resource
 import time
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
@@ -27,7 +27,7 @@ from tlora_fx.cost.estimator import Estimator, ProfileEstimator
 from tlora_fx.cost.profile_sources import profiles_for
 from tlora_fx.cost.synthetic import SyntheticEstimator
 from tlora_fx.scheduler.policies import find_policy
-from tlora_fx.simulator.replay import replay
+from tlora_fx.simulator.replay import OPTIONS, replay
 from tlora_fx.simulator.sweep import Choices, workload_of
 from tlora_fx.simulator.synthetic import Draw, generate, shipped_fit
 
@@ -68,7 +68,11 @@ def measured(case: Case) -> dict[str, Any]:
     workload = workload_of(trace, Choices(seed=case.seed), cluster, estimator)
     drawn = time.process_time()
     summary = replay(
-        workload.requests, find_policy(case.policy), estimator, cluster, horizon=case.horizon
+        workload.requests,
+        find_policy(case.policy),
+        estimator,
+        cluster,
+        options=replace(OPTIONS, horizon=case.horizon),
     ).summary
     spent = time.process_time() - drawn
     decisions = summary.decision_wall_seconds

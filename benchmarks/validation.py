@@ -33,9 +33,10 @@ from tlora_fx.config.job import Job
 from tlora_fx.config.job_file import load_job_file
 from tlora_fx.cost.demand import Demand
 from tlora_fx.scheduler.executor import Drained, ExecutorEvent, Failed, Progress
-from tlora_fx.scheduler.formations import NoWatch
+from tlora_fx.scheduler.formations import Callback
 from tlora_fx.scheduler.local.executor import LocalOptions, cpu_threads
 from tlora_fx.scheduler.local.worker import EventReader
+from tlora_fx.scheduler.loop import LoopOptions
 from tlora_fx.scheduler.policies import find_policy
 from tlora_fx.scheduler.service import (
     Estimates,
@@ -62,16 +63,13 @@ PRESETS: dict[str, dict[str, Any]] = {
 LIMIT_SECONDS = 1200.0
 
 
-class Quiet(NoWatch):
+class Quiet(Callback):
     """Says what is wrong, and nothing else."""
 
-    def went_on(self, jobs: int, done: int) -> None:
-        """Nothing."""
-
-    def took(self, found: SubmittedFile) -> None:
+    def read_file(self, file: SubmittedFile) -> None:
         """A file of ours should hold no mistake."""
-        if found.mistake:
-            print(found.mistake, file=sys.stderr)
+        if file.mistake:
+            print(file.mistake, file=sys.stderr)
 
 
 @dataclass(slots=True)
@@ -102,7 +100,7 @@ class Bench:
         local = LocalOptions(self.device, save_seconds=self.asked.save_seconds,
                              compiled=self.asked.compile)  # fmt: skip
         return RunOptions(
-            horizon=self.asked.horizon, switch_seconds=switch_seconds, linger=0.0, learns=False,
+            loop=LoopOptions(self.asked.horizon, switch_seconds), linger=0.0, learns=False,
             layout_of=self.estimates.layout_of, local=local,
         )  # fmt: skip
 
@@ -222,7 +220,8 @@ def compare(
     requests = [record.request for record in records]
     told = replay(
         requests, find_policy(policy), bench.estimates.estimator, bench.estimates.cluster,
-        horizon=bench.asked.horizon, switch_seconds=switch_seconds, join_seconds=join_seconds,
+        options=LoopOptions(bench.asked.horizon, switch_seconds, at_once="end"),
+        join_seconds=join_seconds,
     )  # fmt: skip
     jobs: list[dict[str, Any]] = []
     for record in records:

@@ -23,6 +23,7 @@ from benchmarks.validation import Bench
 from benchmarks.validation_workload import base_of, workload
 from tlora_fx.cost.cluster import Cluster
 from tlora_fx.cost.profile import Profile
+from tlora_fx.scheduler.loop import LoopOptions
 from tlora_fx.scheduler.policies import find_policy
 from tlora_fx.scheduler.service import Estimates
 from tlora_fx.simulator.replay import replay
@@ -54,7 +55,7 @@ def again(
     options = bench.asked
     ran = replay(
         requests, find_policy(policy), bench.estimates.estimator, bench.estimates.cluster,
-        horizon=options.horizon, switch_seconds=switch, join_seconds=join,
+        options=LoopOptions(options.horizon, switch, at_once="end"), join_seconds=join,
     )  # fmt: skip
     made = []
     for job in told:

@@ -7,8 +7,8 @@ from dataclasses import dataclass, field
 
 from tests.scheduler.looping import Plain
 from tlora_fx.cost.cluster import Cluster
-from tlora_fx.scheduler.formations import NoWatch, StepTimes
-from tlora_fx.scheduler.loop import Loop
+from tlora_fx.scheduler.formations import Callback, StepTimes
+from tlora_fx.scheduler.loop import Loop, LoopOptions
 from tlora_fx.scheduler.policies import find_policy
 from tlora_fx.scheduler.state import Decision, Group, Policy, SchedulerState
 from tlora_fx.scheduler.store import Ledger
@@ -41,6 +41,7 @@ def rig(
     estimator: Plain | None = None,
     ledger: Ledger | None = None,
     disturbances: Disturbances | None = None,
+    callback: Callback | None = None,
     switch_seconds: float = 0.0,
     **options: object,
 ) -> Rig:
@@ -59,9 +60,9 @@ def rig(
         times.estimator,
         executor,
         ledger,
-        switch_seconds=switch_seconds,
+        options=LoopOptions(switch_seconds=switch_seconds, **options),  # type: ignore[arg-type]
+        callback=callback,
         times=times,
-        **options,  # type: ignore[arg-type]
     )
     return Rig(loop, executor, clock)
 
@@ -79,7 +80,7 @@ class Scripted:
         return Decision(tuple(self.say(state)))
 
 
-class Counting(NoWatch):
+class Counting(Callback):
     """Counts launches, and notes when jobs end."""
 
     def __init__(self) -> None:

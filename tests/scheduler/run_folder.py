@@ -17,8 +17,9 @@ import yaml
 from tests.scheduler.toy import Roofline
 from tlora_fx.cost.cluster import Cluster
 from tlora_fx.cost.demand import Demand
-from tlora_fx.scheduler.formations import NoWatch
+from tlora_fx.scheduler.formations import Callback
 from tlora_fx.scheduler.local.executor import LocalOptions
+from tlora_fx.scheduler.loop import LoopOptions
 from tlora_fx.scheduler.policies import find_policy
 from tlora_fx.scheduler.service import RunOptions, opened
 from tlora_fx.scheduler.state import JobRequest
@@ -28,17 +29,17 @@ QUICKSTART = Path(__file__).parents[2] / "examples" / "quickstart"
 FAKE = "tests.scheduler.fake_worker"
 
 
-class Heard(NoWatch):
+class Heard(Callback):
     """What a run said."""
 
     def __init__(self):
         self.said = []
 
-    def went_on(self, jobs, done):
+    def resumed(self, jobs, done):
         self.said.append(("went on", jobs, done))
 
-    def took(self, found):
-        self.said.append(("took", found.path.name, [job.name for job in found.jobs], found.mistake))
+    def read_file(self, file):
+        self.said.append(("took", file.path.name, [job.name for job in file.jobs], file.mistake))
 
     def refused(self, time, request, reason):
         self.said.append(("refused", request.name, reason))
@@ -82,21 +83,23 @@ def request(job, now):
 def options(**changed):
     more = {name: changed.pop(name) for name in ("step_seconds", "warn_at") if name in changed}
     local = LocalOptions(save_seconds=0.05, more={"step_seconds": 0.01} | more)
-    fixed = {"horizon": 0.4, "switch_seconds": 0.1, "linger": 0.0, "worker": FAKE, "local": local}
+    loop = {name: changed.pop(name) for name in ("horizon", "switch_seconds") if name in changed}
+    loop = LoopOptions(**({"horizon": 0.4, "switch_seconds": 0.1} | loop))
+    fixed = {"loop": loop, "linger": 0.0, "worker": FAKE, "local": local}
     return RunOptions(**(fixed | changed))
 
 
 def run(jobs: Path, output: Path, heard=None, until=lambda running: False, **changed):
     """Run until all is done, or something is true."""
     policy = find_policy(changed.pop("policy", "tlora"))
-    listen = heard or Heard()
+    callback = heard or Heard()
     cluster = Cluster(2, 2, 1, "cpu")
     with opened(
-        jobs, output, cluster, policy, Roofline(), Prepared(), listen, options(**changed)
+        jobs, output, cluster, policy, Roofline(), Prepared(), callback, options(**changed)
     ) as running:
         while running.turn() and not until(running):
             time.sleep(0.01)
-    return listen
+    return callback
 
 
 def forked(jobs: Path, output: Path, **changed) -> int:

@@ -75,16 +75,16 @@ def test_forming_a_group_costs_the_switch():
 
 def test_a_group_goes_on_when_one_of_its_jobs_ends():
     """Nothing is launched anew, and the one that is left runs at its own speed."""
-    watch = Counting()
-    made = rig(Scripted(together("a", "b")), switch_seconds=20.0, watch=watch)
+    callback = Counting()
+    made = rig(Scripted(together("a", "b")), switch_seconds=20.0, callback=callback)
     made.loop.submit(request("a", steps=10))
     made.loop.submit(request("b", steps=20))
     made.go(1000.0)
 
     # 10 steps of 0.5 + 2000 tokens / 2 GPUs, then 10 of 0.5 + 1000 / 2.
     assert made.loop.idle
-    assert watch.ends == [pytest.approx(20 + 10 * 1.5), pytest.approx(20 + 10 * 1.5 + 10 * 1.0)]
-    assert watch.launches == 1
+    assert callback.ends == [pytest.approx(20 + 10 * 1.5), pytest.approx(20 + 10 * 1.5 + 10 * 1.0)]
+    assert callback.launches == 1
 
 
 def test_groups_that_stay_are_left_alone():

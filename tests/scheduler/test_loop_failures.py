@@ -89,7 +89,7 @@ def test_a_job_at_fault_ends_and_its_neighbours_go_on():
 def test_a_job_that_lends_is_credited_while_its_group_runs():
     """What it gives past its bound stands in its credit, and its neighbour owes it."""
     made = rig(Scripted(together("a", "b")))
-    made.loop.submit(request("a", steps=1000, max_slowdown=1.0, lends=3.0, gpus=2))
+    made.loop.submit(request("a", steps=1000, max_slowdown=1.0, max_slowdown_opt_in=3.0, gpus=2))
     made.loop.submit(request("b", steps=1000, max_slowdown=3.0))
     made.go(100.0)
     jobs = made.loop.state(100.0).jobs

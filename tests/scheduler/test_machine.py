@@ -12,8 +12,8 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 
 from tests.scheduler.looping import Plain, request
 from tlora_fx.cost.cluster import Cluster
-from tlora_fx.scheduler.formations import NoWatch, StepTimes, membership
-from tlora_fx.scheduler.loop import Loop
+from tlora_fx.scheduler.formations import Callback, StepTimes, membership
+from tlora_fx.scheduler.loop import Loop, LoopOptions
 from tlora_fx.scheduler.policies import find_policy
 from tlora_fx.scheduler.state import broken
 from tlora_fx.simulator.replay import Clock, Disturbances, SimulatedExecutor
@@ -24,7 +24,7 @@ IGNORE_BOUNDS = {"mlora-fifo", "mlora-memory", "no-scheduler"}
 POLICIES = ("tlora", "tlora-paper", "megatron", "mlora-fifo", "mlora-memory", "no-kernel-fuser")
 
 
-class Held(NoWatch):
+class Held(Callback):
     """Adds up the GPU-seconds that runs hold and those that nobody does, each for itself."""
 
     def __init__(self, capacity: int) -> None:
@@ -71,15 +71,13 @@ class Machine(RuleBasedStateMachine):
             switch_seconds=SWITCH,
             disturbances=Disturbances(commit_seconds=COMMIT),
         )
-        self.watch = Held(cluster.capacity())
+        self.callback = Held(cluster.capacity())
         self.loop = Loop(
             find_policy(self.policy),
             self.times.estimator,
             self.executor,
-            horizon=30.0,
-            switch_seconds=SWITCH,
-            runnable=runnable,
-            watch=self.watch,
+            options=LoopOptions(horizon=30.0, switch_seconds=SWITCH, runnable=runnable),
+            callback=self.callback,
             times=self.times,
         )
         self.submitted: dict[str, float] = {}
@@ -113,7 +111,7 @@ class Machine(RuleBasedStateMachine):
             base=base,
             submitted=now,
             max_slowdown=slowdown,
-            lends=max(lends, slowdown) if lends else 0.0,
+            max_slowdown_opt_in=max(lends, slowdown) if lends else 0.0,
             deadline=None if hurry is None else now + hurry,
         )
         self.submitted[name] = float(steps)
@@ -178,7 +176,7 @@ class Machine(RuleBasedStateMachine):
         assert {name for name, how in self.loop.ended.items() if not how} == active
         assert set(self.loop.ended) == set(self.submitted)
         done = sorted(name for name, how in self.loop.ended.items() if how == "done")
-        assert sorted(self.watch.finished) == done
+        assert sorted(self.callback.finished) == done
 
     @invariant()
     def groups_are_whole(self):
@@ -232,12 +230,12 @@ class Machine(RuleBasedStateMachine):
         """P12: what runs held and what was idle is all that there was."""
         if not hasattr(self, "loop"):
             return
-        self.watch.passes(self.clock.now)
+        self.callback.passes(self.clock.now)
         running = sum(
             (self.clock.now - run.time) * len(run.launched.place) for run in self.loop.runs.values()
         )
-        found = self.watch.allocated + running + self.watch.idle
-        assert found == pytest.approx(self.watch.total, rel=1e-9, abs=1e-6)
+        found = self.callback.allocated + running + self.callback.idle
+        assert found == pytest.approx(self.callback.total, rel=1e-9, abs=1e-6)
 
     def teardown(self):
         """P9: left alone, with all nodes back, every job ends."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -13,15 +14,16 @@ from tests.scheduler.looping import Plain, request
 from tlora_fx.cost.cluster import Cluster
 from tlora_fx.scheduler.policies import find_policy
 from tlora_fx.simulator.metrics import COLUMNS, BucketedSum, Distribution, thirds
-from tlora_fx.simulator.replay import replay
+from tlora_fx.simulator.replay import OPTIONS, replay
 
 
 def summary(**options):
+    loop = replace(OPTIONS, **options)
     """Of six jobs on four GPUs."""
     jobs = [
         request(f"j{place}", submitted=10.0 * place, steps=50 * (place + 1)) for place in range(6)
     ]
-    return replay(jobs, find_policy("megatron"), Plain(), Cluster(4, 4), **options).summary
+    return replay(jobs, find_policy("megatron"), Plain(), Cluster(4, 4), options=loop).summary
 
 
 def test_a_distribution_of_nothing_is_all_zero():

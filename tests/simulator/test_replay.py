@@ -16,7 +16,7 @@ from tlora_fx.errors import ReplayOptionWrong, ReplayStalled, SubmittedTwice
 from tlora_fx.scheduler.policies import find_policy
 from tlora_fx.scheduler.state import Decision
 from tlora_fx.simulator.metrics import DONE, FAILED
-from tlora_fx.simulator.replay import Disturbances, replay
+from tlora_fx.simulator.replay import OPTIONS, Disturbances, replay
 
 CLUSTER = Cluster(16, 4, 2)
 POLICIES = ("tlora", "megatron", "mlora-fifo")
@@ -40,7 +40,9 @@ def draw(count=60, gap=20.0, seed=0, **changes):
 def run(jobs, policy="tlora", *, cluster=CLUSTER, estimator=None, **options):
     """A replay, a policy by its name."""
     chosen = find_policy(policy) if isinstance(policy, str) else policy
-    return replay(jobs, chosen, estimator or Plain(), cluster, **options)
+    names = [name for name in ("horizon", "switch_seconds", "at_once") if name in options]
+    loop = replace(OPTIONS, **{name: options.pop(name) for name in names})
+    return replay(jobs, chosen, estimator or Plain(), cluster, options=loop, **options)
 
 
 def same(a, b):

@@ -17,8 +17,8 @@ from rich.live import Live
 from rich.table import Table
 
 from tlora_fx.cli.options import seconds
-from tlora_fx.scheduler.formations import Formation, NoWatch
-from tlora_fx.scheduler.loop import Loop
+from tlora_fx.scheduler.formations import Callback, Formation
+from tlora_fx.scheduler.loop import Loop, LoopOptions
 from tlora_fx.scheduler.service import SubmittedFile
 from tlora_fx.scheduler.state import ActiveJob, JobRequest
 from tlora_fx.scheduler.store import JobRecord, Ledger
@@ -74,7 +74,7 @@ def run(
     cluster, kind = machine(device, slots)
     estimates = Estimates(cluster, tuple(profile or ()))
     options = RunOptions(
-        horizon=seconds,
+        loop=LoopOptions(seconds, switch_seconds=10.0),
         linger=None if forever else 0.0 if until_empty else seconds,
         layout_of=estimates.layout_of,
         local=LocalOptions(kind, saving, max_row_tokens, compiled),
@@ -155,7 +155,7 @@ def _end(records: list[JobRecord], output: Path, *, stopped: bool) -> None:
 SHOWN = 30
 
 
-class Page(NoWatch):
+class Page(Callback):
     """Shows a run on a terminal; prints a line for each thing that happens where there is none."""
 
     def __init__(self, console: Console) -> None:
@@ -180,17 +180,17 @@ class Page(NoWatch):
         """A line that stays."""
         self.console.print(text, style=style, markup=False, highlight=False, soft_wrap=True)
 
-    def went_on(self, jobs: int, done: int) -> None:
+    def resumed(self, jobs: int, done: int) -> None:
         """The run goes on with what an earlier process began."""
         self.say(f"going on with {jobs} jobs, of which {done} have ended")
 
-    def took(self, found: SubmittedFile) -> None:
+    def read_file(self, file: SubmittedFile) -> None:
         """A job file was read, or is bad."""
-        if found.jobs:
-            self.say(f"{found.path.name}: {', '.join(job.name for job in found.jobs)}")
-        if found.mistake:
-            self.say(f"{found.path.name} is left out as far as it is wrong:", "yellow")
-            self.say(found.mistake, "yellow")
+        if file.jobs:
+            self.say(f"{file.path.name}: {', '.join(job.name for job in file.jobs)}")
+        if file.mistake:
+            self.say(f"{file.path.name} is left out as far as it is wrong:", "yellow")
+            self.say(file.mistake, "yellow")
 
     def refused(self, time: float, request: JobRequest, reason: str) -> None:
         """A job will never run."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, NamedTuple, Protocol
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
@@ -15,6 +15,7 @@ from tlora_fx.scheduler.executor import Executor
 from tlora_fx.scheduler.state import ActiveJob, Decision, Group, JobRequest
 
 if TYPE_CHECKING:
+    from tlora_fx.scheduler.service import SubmittedFile
     from tlora_fx.scheduler.store import Ledger
 
 
@@ -118,11 +119,8 @@ class StepTimes:
         return found
 
 
-# Who wants to know what the loop does: metrics of a replay, a live table.
-
-
-class Watch(Protocol):
-    """Told of everything that happens, in the order in which it does."""
+class Callback:
+    """Hears of everything that a run does, in that order; each method does nothing by default."""
 
     def submitted(self, time: float, job: ActiveJob) -> None:
         """A job is waiting."""
@@ -153,38 +151,11 @@ class Watch(Protocol):
     def capacity(self, time: float, gpus: int) -> None:
         """How many GPUs there are from now on."""
 
+    def resumed(self, jobs: int, done: int) -> None:
+        """A run goes on with what an earlier process began."""
 
-class NoWatch:
-    """Nobody wants to know."""
-
-    def submitted(self, time: float, job: ActiveJob) -> None:
-        """Nothing."""
-
-    def refused(self, time: float, request: JobRequest, reason: str) -> None:
-        """Nothing."""
-
-    def decided(
-        self, time: float, decision: Decision, wall_seconds: float, evaluations: int
-    ) -> None:
-        """Nothing."""
-
-    def launched(self, time: float, run: Formation) -> None:
-        """Nothing."""
-
-    def warned(self, time: float, run: Formation, text: str) -> None:
-        """Nothing."""
-
-    def left(self, time: float, run: Formation, job: ActiveJob, reason: str) -> None:
-        """Nothing."""
-
-    def ended(self, time: float, run: Formation, how: str) -> None:
-        """Nothing."""
-
-    def gave_up(self, time: float, job: ActiveJob, reason: str) -> None:
-        """Nothing."""
-
-    def capacity(self, time: float, gpus: int) -> None:
-        """Nothing."""
+    def read_file(self, file: SubmittedFile) -> None:
+        """A job file was read, or is invalid."""
 
 
 #: How a group shall be spread over its GPUs; None: as the executor finds best.
@@ -199,13 +170,17 @@ class Formations:
     """
 
     def __init__(
-        self, executor: Executor, ledger: Ledger | None, watch: Watch, layout_of: LayoutOf | None
+        self,
+        executor: Executor,
+        ledger: Ledger | None,
+        callback: Callback,
+        layout_of: LayoutOf | None,
     ) -> None:
         self.runs: dict[int, Formation] = {}
         self.pending: list[Group] = []
         self._executor = executor
         self._ledger = ledger
-        self._watch = watch
+        self._callback = callback
         self._layout_of = layout_of
         self._next = ledger.next_epoch() if ledger else 1
         self._held: set[int] = set()
@@ -264,7 +239,7 @@ class Formations:
         self._busy.difference_update(run.jobs)
         if self._ledger and how not in {"drained", "failed"}:
             self._ledger.end(run.epoch, how, now)
-        self._watch.ended(now, run, how)
+        self._callback.ended(now, run, how)
         self.touched()
 
     def freed(self, name: str) -> None:
@@ -309,5 +284,5 @@ class Formations:
         self._held.update(group.place)
         self._busy.update(group.jobs)
         self._executor.launch(group, epoch, requests, steps, layout)
-        self._watch.launched(now, run)
+        self._callback.launched(now, run)
         return True

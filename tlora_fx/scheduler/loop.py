@@ -14,6 +14,7 @@ source   tLoRA, Algorithm 1; field notes, "Reading Algorithm 1"
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import asdict, dataclass
 from heapq import heappop, heappush
 from time import perf_counter
 from typing import TYPE_CHECKING, Literal, Protocol, cast
@@ -36,7 +37,7 @@ from tlora_fx.scheduler.executor import (
     Warned,
 )
 from tlora_fx.scheduler.failures import RetryPolicy
-from tlora_fx.scheduler.formations import Formation, Formations, LayoutOf, NoWatch, StepTimes, Watch
+from tlora_fx.scheduler.formations import Callback, Formation, Formations, LayoutOf, StepTimes
 from tlora_fx.scheduler.state import ActiveJob, Decision, Group, JobRequest, Policy, SchedulerState
 
 if TYPE_CHECKING:
@@ -166,7 +167,7 @@ class Events:
             case GroupStarted():
                 run.started = event.time
             case Warned():
-                self.loop.watch.warned(event.time, run, event.text)
+                self.loop.callback.warned(event.time, run, event.text)
             case Drained():
                 self._drained(event, run)
             case Failed(job=None):
@@ -177,7 +178,7 @@ class Events:
     def _committed(self, steps: Mapping[str, float], run: Formation) -> None:
         run.committed.update({name: done for name, done in steps.items() if name in run.jobs})
         run.advanced(steps)
-        self.loop.trouble.committed(steps)
+        self.loop.retries.committed(steps)
 
     def _drained(self, event: Drained, run: Formation) -> None:
         self.loop.credits.settle(run, event.time)
@@ -206,7 +207,7 @@ class Events:
         loop = self.loop
         job = run.jobs[name]
         loop.credits.settle(run, time)
-        loop.watch.left(time, run, job, reason)
+        loop.callback.left(time, run, job, reason)
         loop.formations.freed(name)
         self._ends(name, reason)
         others = [other.request for key, other in run.jobs.items() if key != name]
@@ -223,7 +224,7 @@ class Events:
         loop = self.loop
         loop.window.remove(name)
         loop.window.fill()
-        loop.trouble.forget(name)
+        loop.retries.forget(name)
         loop.credits.close(name)
         loop.ended[name] = f"failed: {reason}" if reason else "done"
         loop.formations.drop(lambda group: name in group.jobs)
@@ -235,16 +236,16 @@ class Events:
         loop.credits.settle(run, event.time)
         for name, job in run.jobs.items():
             job.steps_done = event.steps.get(name, run.committed[name])
-        self.loop.trouble.committed(event.steps)
+        self.loop.retries.committed(event.steps)
         loop.formations.end(run, "failed", event.time)
         loop.changed = loop.prompted = True
         if any(loop.cluster.node(gpu) in loop.cluster.lost for gpu in run.launched.place):
             return
-        for job in loop.trouble.failed(run.jobs.values()):
-            reason = f"its group failed {loop.trouble.tries} times alone: {event.reason}"
+        for job in loop.retries.failed(run.jobs.values()):
+            reason = f"its group failed {loop.retries.tries} times alone: {event.reason}"
             if loop.ledger:
                 loop.ledger.give_up(job.name, reason, event.time)
-            loop.watch.gave_up(event.time, job, reason)
+            loop.callback.gave_up(event.time, job, reason)
             self._ends(job.name, reason)
 
     def _of_node(self, event: ExecutorEvent, now: float) -> None:
@@ -260,7 +261,7 @@ class Events:
                     run.leaving = True
             loop.formations.drop(lambda group: any(cluster.node(g) == node for g in group.place))
             loop.formations.touched()
-        loop.watch.capacity(now, loop.cluster.capacity())
+        loop.callback.capacity(now, loop.cluster.capacity())
 
 
 # The jobs that are not done: those that a policy sees, and behind them the queue.
@@ -333,13 +334,38 @@ class Window:
         )
 
 
-HORIZON_SECONDS = 60.0
-SWITCH_SECONDS = 20.0
-RUNNABLE = 128
-REFRESH = 10
-TRIES = 3
 AtOnce = Literal["never", "end", "always"]
-AT_ONCE: AtOnce = "always"
+
+
+@dataclass(frozen=True, slots=True)
+class LoopOptions:
+    """When it is decided, and what policies see.
+
+    horizon          seconds between decisions
+    switch_seconds   what policies are told that forming a group costs
+    runnable         most jobs that a policy sees
+    at_once          what makes it decide before the horizon, if a job waits and a GPU is free: the
+                     end of a job or a change of nodes ("end"), arrivals too ("always"), or nothing
+    refresh          horizons after which it is decided anew though nothing changed; 0: never
+    tries            failures alone, without progress between, after which a job is given up
+    raises           ReplayOptionWrong
+    """
+
+    horizon: float = 60.0
+    switch_seconds: float = 20.0
+    runnable: int = 128
+    at_once: AtOnce = "always"
+    refresh: int = 10
+    tries: int = 3
+
+    def __post_init__(self) -> None:
+        counts = self.runnable >= 1 and self.refresh >= 0 and self.tries >= 1
+        if not (counts and self.horizon > 0 and self.switch_seconds >= 0):
+            raise ReplayOptionWrong(
+                "an option of the loop cannot have this value",
+                expected="horizon > 0, switch_seconds >= 0, refresh >= 0, runnable and tries >= 1",
+                found=", ".join(f"{name} {value}" for name, value in asdict(self).items()),
+            )
 
 
 class Loop:
@@ -349,19 +375,13 @@ class Loop:
     estimator        predicts; T_solo is its
     executor         runs
     ledger           what must outlive this process; None: nothing
-    horizon          seconds between decisions
-    switch_seconds   what policies are told that forming a group costs
-    runnable         most jobs that a policy sees
-    at_once          what makes it decide before the horizon, if a job waits and a GPU is free: the
-                     end of a job or a change of nodes ("end"), arrivals too ("always"), or nothing
-    refresh          horizons after which it is decided anew though nothing changed; 0: never
-    tries            failures alone, without progress between, after which a job is given up
-    watch            is told of everything
+    callback         hears of everything
     layout_of        how a group is spread over its GPUs; None: as the executor finds best
     times            step times shared with a simulated executor
 
     cluster          the GPUs, as last heard
     decision         the last one
+    switch_seconds   of the options; whoever knows better may change it
     """
 
     def __init__(
@@ -371,37 +391,21 @@ class Loop:
         executor: Executor,
         ledger: Ledger | None = None,
         *,
-        horizon: float = HORIZON_SECONDS,
-        switch_seconds: float = SWITCH_SECONDS,
-        runnable: int = RUNNABLE,
-        at_once: AtOnce = AT_ONCE,
-        refresh: int = REFRESH,
-        tries: int = TRIES,
-        watch: Watch | None = None,
+        options: LoopOptions | None = None,
+        callback: Callback | None = None,
         layout_of: LayoutOf | None = None,
         times: StepTimes | None = None,
     ) -> None:
-        if not horizon > 0 or switch_seconds < 0 or runnable < 1 or refresh < 0 or tries < 1:
-            raise ReplayOptionWrong(
-                "an option of the loop cannot have this value",
-                expected="horizon > 0, switch_seconds >= 0, refresh >= 0, runnable and tries >= 1",
-                found=f"horizon {horizon}, switch_seconds {switch_seconds}, runnable {runnable}, "
-                f"refresh {refresh}, tries {tries}",
-            )
-        self.policy, self.estimator, self.executor, self.ledger = (
-            policy,
-            estimator,
-            executor,
-            ledger,
-        )
-        self.horizon, self.switch_seconds, self.refresh = horizon, switch_seconds, refresh
-        self.at_once = at_once
-        self.watch: Watch = watch or NoWatch()
+        self.policy, self.estimator, self.executor = policy, estimator, executor
+        self.ledger = ledger
+        self.options = options or LoopOptions()
+        self.switch_seconds = self.options.switch_seconds
+        self.callback = callback or Callback()
         self.times = times or StepTimes(estimator)
-        self.window = Window(runnable)
-        self.trouble = RetryPolicy(tries)
-        self.credits = Credits(switch_seconds)
-        self.formations = Formations(executor, ledger, self.watch, layout_of)
+        self.window = Window(self.options.runnable)
+        self.retries = RetryPolicy(self.options.tries)
+        self.credits = Credits(self.switch_seconds)
+        self.formations = Formations(executor, ledger, self.callback, layout_of)
         self.decision = Decision(())
         self.cluster = executor.inventory()
         self.ended: dict[str, str] = {}
@@ -463,17 +467,17 @@ class Loop:
             self.ended[name] = f"refused: {reason}"
             if self.ledger:
                 self.ledger.refuse(request, reason)
-            self.watch.refused(self.now, request, reason)
+            self.callback.refused(self.now, request, reason)
             return reason
         self.ended[name] = ""
         if self.ledger:
             self.ledger.submit(request)
         job = ActiveJob(request, solo, min(steps_done, float(request.steps)), credit)
         self.credits.open(job)
-        self.watch.submitted(max(self.now, request.submitted), job)
+        self.callback.submitted(max(self.now, request.submitted), job)
         if self.window.put(job):
             self.changed = True
-            self.prompted |= self.at_once == "always"
+            self.prompted |= self.options.at_once == "always"
         return None
 
     def advance(self, now: float) -> None:
@@ -498,10 +502,10 @@ class Loop:
         if self.stopping or not self.window.jobs:
             return None
         if self.changed:
-            return max(now, self._decided + self.horizon)
-        if not self.refresh or len(self.window.jobs) < 2:
+            return max(now, self._decided + self.options.horizon)
+        if not self.options.refresh or len(self.window.jobs) < 2:
             return None
-        return max(now, self._decided + self.horizon * self.refresh)
+        return max(now, self._decided + self.options.horizon * self.options.refresh)
 
     def state(self, now: float) -> SchedulerState:
         """What a policy is shown."""
@@ -512,9 +516,9 @@ class Loop:
             now,
             self.cluster,
             self.estimator,
-            self.trouble.shown(self.window.jobs),
+            self.retries.shown(self.window.jobs),
             self.formations.standing(),
-            self.horizon,
+            self.options.horizon,
             self.switch_seconds,
         )
 
@@ -531,8 +535,8 @@ class Loop:
         self.decision = decision
         if self.ledger:
             self.ledger.decide(now, decision, {job.name: job.credit for job in state.jobs.values()})
-        self.watch.decided(now, decision, wall, evaluations)
-        self.formations.want([self.trouble.parted(group) for group in decision.groups])
+        self.callback.decided(now, decision, wall, evaluations)
+        self.formations.want([self.retries.parted(group) for group in decision.groups])
         return decision
 
     def drain_all(self, now: float) -> None:
@@ -546,9 +550,9 @@ class Loop:
     def _due(self, now: float) -> bool:
         if self.stopping or not self.window.jobs:
             return False
-        if self.changed and now >= self._decided + self.horizon:
+        if self.changed and now >= self._decided + self.options.horizon:
             return True
-        if self.prompted and self.at_once != "never" and self._could_start():
+        if self.prompted and self.options.at_once != "never" and self._could_start():
             return True
         due = self.next_due(now)
         return due is not None and due <= now

@@ -36,7 +36,7 @@ from tlora_fx.errors import (
 from tlora_fx.model.backbone import Backbone, load_backbone
 from tlora_fx.runtime.checks import check_fits, load_tokenizer
 from tlora_fx.runtime.data import load_job_data
-from tlora_fx.scheduler.formations import LayoutOf, Watch
+from tlora_fx.scheduler.formations import Callback, LayoutOf
 from tlora_fx.scheduler.local.executor import (
     RESERVED,
     LocalExecutor,
@@ -47,10 +47,10 @@ from tlora_fx.scheduler.local.executor import (
     sources,
 )
 from tlora_fx.scheduler.local.processes import WORKER, ForkServer
-from tlora_fx.scheduler.loop import Loop
+from tlora_fx.scheduler.loop import Loop, LoopOptions
 from tlora_fx.scheduler.requests import base_of, facts_of_job, request_of, shape_of
 from tlora_fx.scheduler.state import Decision, Group, JobRequest, Policy, SchedulerState
-from tlora_fx.scheduler.store import JobRecord, Ledger, Snapshot, save_moment
+from tlora_fx.scheduler.store import JobRecord, Ledger, Snapshot, save_snapshot
 
 # What a run expects of its jobs, from profiles that were measured on this machine.
 
@@ -316,34 +316,20 @@ def _stamp(path: Path) -> tuple[int, int] | None:
 LOOK_SECONDS = 1.0
 
 
-class Listening(Watch, Protocol):
-    """What hears of a run: of its loop, and of its folder."""
-
-    def went_on(self, jobs: int, done: int) -> None:
-        """The run goes on with what an earlier process began."""
-
-    def took(self, found: SubmittedFile) -> None:
-        """A job file was read, or is bad."""
-
-
 @dataclass(frozen=True, slots=True)
 class RunOptions:
     """How a run is run.
 
-    horizon           seconds between decisions
-    switch_seconds    that forming a group is expected to cost, until some were formed: then it is
-                      the median of what they took
-    runnable          most jobs that the policy sees at once
-    linger            seconds that the folder stays without a new file before a run without work
-                      ends; None: never
-    learns            whether it learns what forming a group costs
-    layout_of         how a group is spread over its GPUs; None: over all of them, by rows
-    worker            module of the workers
+    loop        its `switch_seconds` hold until some groups were formed: then it is the median of
+                what they took
+    linger      seconds that the folder stays without a new file before a run without work ends;
+                None: never
+    learns      whether it learns what forming a group costs
+    layout_of   how a group is spread over its GPUs; None: over all of them, by rows
+    worker      module of the workers
     """
 
-    horizon: float = 60.0
-    switch_seconds: float = 10.0
-    runnable: int = 128
+    loop: LoopOptions = field(default_factory=lambda: LoopOptions(switch_seconds=10.0))
     linger: float | None = 60.0
     learns: bool = True
     layout_of: LayoutOf | None = None
@@ -369,7 +355,7 @@ def opened(
     policy: Policy,
     estimator: Estimator,
     prepare: Preparing,
-    listen: Listening,
+    callback: Callback,
     options: RunOptions,
 ) -> Iterator[SchedulerService]:
     """Begin a run, or go on with it; at the end every group is drained.
@@ -399,15 +385,13 @@ def opened(
                 estimator,
                 executor,
                 ledger,
-                horizon=options.horizon,
-                switch_seconds=options.switch_seconds,
-                runnable=options.runnable,
-                watch=listen,
+                options=options.loop,
+                callback=callback,
                 layout_of=options.layout_of,
             )
             files = JobFolder(jobs, ledger, specs)
             running = SchedulerService(
-                files, loop, executor, ledger, prepare, listen, options, specs
+                files, loop, executor, ledger, prepare, callback, options, specs
             )
             running.go_on(records)
             yield running
@@ -425,7 +409,7 @@ class SchedulerService:
     executor: LocalExecutor
     ledger: Ledger
     prepare: Preparing
-    listen: Listening
+    callback: Callback
     options: RunOptions
     specs: dict[str, Mapping[str, Any]]
     stopping: bool = False
@@ -438,7 +422,7 @@ class SchedulerService:
         self._busy = self.executor.now()
         left = [record for record in records if record.status in ("queued", "running")]
         if records:
-            self.listen.went_on(len(records), len(records) - len(left))
+            self.callback.resumed(len(records), len(records) - len(left))
         for record in left:
             self.prepare.learn(Job.model_validate(record.spec))
             self.loop.submit(record.request, steps_done=record.steps, credit=record.credit)
@@ -477,7 +461,7 @@ class SchedulerService:
 
     def _take(self, found: SubmittedFile) -> None:
         """Submit a file's jobs; the file is settled when all of them are in the ledger."""
-        self.listen.took(found)
+        self.callback.read_file(found)
         for job in found.jobs:
             self.submit(job)
         self.files.settle(found)
@@ -493,7 +477,7 @@ class SchedulerService:
         except TloraError as error:
             request = JobRequest(job.name, "", Demand(), 0, 0, submitted=now)
             self.ledger.refuse(request, str(error), spec)
-            self.listen.refused(now, request, str(error))
+            self.callback.refused(now, request, str(error))
             return
         # First the ledger, with all that a worker needs: the loop knows the request alone.
         self.ledger.submit(request, spec)
@@ -510,7 +494,7 @@ class Recorded:
         """What the policy decides."""
         # Estimators of other people need no file form.
         with suppress(StateFileError):
-            save_moment(self.path, Snapshot(state, self.policy))
+            save_snapshot(self.path, Snapshot(state, self.policy))
         return self.policy.decide(state, explain=explain)
 
 

@@ -17,7 +17,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from tlora_fx.cost.cluster import Cluster
-from tlora_fx.scheduler.formations import Formation, NoWatch, StepTimes
+from tlora_fx.scheduler.formations import Callback, Formation, StepTimes
 from tlora_fx.scheduler.state import ROUNDING, ActiveJob, Decision, JobRequest
 
 Floats = NDArray[np.float64]
@@ -504,7 +504,7 @@ class Open:
     busy_seconds: float
 
 
-class MetricsRecorder(NoWatch):
+class MetricsRecorder(Callback):
     """The metrics of a replay in the making."""
 
     def __init__(
@@ -636,7 +636,7 @@ class MetricsRecorder(NoWatch):
         for row, job in rows:
             slowdown = step.seconds / job.solo_seconds * (1 - ROUNDING)
             if slowdown > job.request.max_slowdown:
-                consent = slowdown <= job.request.lends
+                consent = slowdown <= job.request.max_slowdown_opt_in
                 (self.table.lent if consent else self.table.violated)[row] = True
 
     def _close(

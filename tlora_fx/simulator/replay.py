@@ -14,7 +14,6 @@ from heapq import heappop, heappush
 from math import exp, floor, inf, isfinite
 from random import Random
 from time import perf_counter
-from typing import Any
 
 import numpy as np
 
@@ -32,7 +31,7 @@ from tlora_fx.scheduler.executor import (
     Progress,
 )
 from tlora_fx.scheduler.formations import StepTimes
-from tlora_fx.scheduler.loop import HORIZON_SECONDS, REFRESH, RUNNABLE, SWITCH_SECONDS, AtOnce, Loop
+from tlora_fx.scheduler.loop import Loop, LoopOptions
 from tlora_fx.scheduler.state import Group, JobRequest, Policy
 from tlora_fx.simulator.metrics import (
     DONE,
@@ -483,42 +482,46 @@ class ReplayResult:
     jobs: JobTable
 
 
+#: An arrival between horizons waits for the next one.
+OPTIONS = LoopOptions(at_once="end")
+
+
 def replay(
     requests: Iterable[JobRequest],
     policy: Policy,
     estimator: Estimator,
     cluster: Cluster,
     *,
-    horizon: float = HORIZON_SECONDS,
-    switch_seconds: float = SWITCH_SECONDS,
+    options: LoopOptions = OPTIONS,
     join_seconds: float = 0.0,
-    runnable: int = RUNNABLE,
-    at_once: AtOnce = "end",
-    refresh: int = REFRESH,
-    seed: int = 0,
     disturbances: Disturbances | None = None,
     progress: Tell | None = None,
 ) -> ReplayResult:
     """Replay jobs to the end of the last one.
 
     requests         any order; they are taken by submission
-    switch_seconds   from the launch of a job alone to its first step; policies reckon with it for
-                     every group
+    options          `switch_seconds` pass from the launch of a job alone to its first step, and
+                     policies reckon with them for every group
     join_seconds     that each further job of a group adds to it
-    at_once, refresh as of `Loop`; an arrival between horizons waits for the next one by default
-    seed             of disturbances, where none are given
+    disturbances     None: predictions come true
     progress         called every thousand jobs that ended
-    raises           ReplayStalled, ReplayOptionWrong, DecisionWrong, SubmittedTwice
+    raises           ReplayStalled, DecisionWrong, SubmittedTwice
     """
-    engine = _Engine(
-        sorted(requests, key=lambda request: (request.submitted, request.name)),
-        policy,
-        estimator,
+    ordered = sorted(requests, key=lambda request: (request.submitted, request.name))
+    times = StepTimes(estimator)
+    clock = Clock(min(0.0, ordered[0].submitted if ordered else 0.0))
+    executor = SimulatedExecutor(
         cluster,
-        (switch_seconds, join_seconds),
-        disturbances or Disturbances(seed=seed),
-        {"horizon": horizon, "runnable": runnable, "at_once": at_once, "refresh": refresh},
+        times,
+        clock,
+        switch_seconds=options.switch_seconds,
+        join_seconds=join_seconds,
+        disturbances=disturbances,
     )
+    table = JobTable.of(ordered)
+    recorder = MetricsRecorder(table, times, cluster, options.switch_seconds, join_seconds)
+    loop = Loop(policy, estimator, executor, options=options, callback=recorder, times=times)
+    engine = _Engine(ordered, executor, loop, recorder)
     engine.run(progress)
     return engine.replayed()
 
@@ -529,39 +532,13 @@ class _Engine:
     def __init__(
         self,
         requests: Sequence[JobRequest],
-        policy: Policy,
-        estimator: Estimator,
-        cluster: Cluster,
-        switch: tuple[float, float],
-        disturbances: Disturbances,
-        options: dict[str, Any],
+        executor: SimulatedExecutor,
+        loop: Loop,
+        recorder: MetricsRecorder,
     ) -> None:
         self.begun = perf_counter()
-        self.requests, self.options = requests, options
-        self.table = JobTable.of(requests)
-        self.times = StepTimes(estimator)
-        switch_seconds, join_seconds = switch
-        self.recorder = MetricsRecorder(
-            self.table, self.times, cluster, switch_seconds, join_seconds
-        )
-        self.clock = Clock(min(0.0, self.recorder.begin))
-        self.executor = SimulatedExecutor(
-            cluster,
-            self.times,
-            self.clock,
-            switch_seconds=switch_seconds,
-            join_seconds=join_seconds,
-            disturbances=disturbances,
-        )
-        self.loop = Loop(
-            policy,
-            estimator,
-            self.executor,
-            switch_seconds=switch_seconds,
-            watch=self.recorder,
-            times=self.times,
-            **options,
-        )
+        self.requests, self.executor, self.loop, self.recorder = requests, executor, loop, recorder
+        self.clock = executor.clock
         self.loaded: Span | None = None
         self.stalled = 0
 
@@ -633,21 +610,22 @@ class _Engine:
 
     def replayed(self) -> ReplayResult:
         """All numbers."""
-        recorder, table = self.recorder, self.table
+        recorder, table = self.recorder, self.recorder.table
         end = float(np.nanmax(table.ended)) if np.isfinite(table.ended).any() else self.clock.now
         whole = recorder.cut(max(end, self.clock.now), self.loop.runs.values())
         gone = np.where(np.isfinite(table.ended), table.ended, self.clock.now)
         there = table.outcome != REFUSED
         recorder.series.count_waiting(table.submitted[there], gone[there])
         loaded = self.loaded if self.loaded and self.loaded.seconds > 0 else whole
+        options = self.loop.options
         summary = Summary(
             policy=self.loop.policy.name,
             gpus=self.recorder.cluster.gpus,
-            horizon_seconds=self.loop.horizon,
-            switch_seconds=self.loop.switch_seconds,
-            runnable=self.loop.window.runnable,
+            horizon_seconds=options.horizon,
+            switch_seconds=options.switch_seconds,
+            runnable=options.runnable,
             seed=self.executor.disturbances.seed,
-            options={**self.options, **asdict(self.executor.disturbances)},
+            options=asdict(options) | asdict(self.executor.disturbances),
             jobs=len(table.names),
             finished=table.count(DONE),
             failed=table.count(FAILED),
