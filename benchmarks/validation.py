@@ -42,7 +42,6 @@ from tlora_fx.scheduler.service import (
     Estimates,
     RunOptions,
     SchedulerService,
-    SubmittedFile,
     machine,
     opened,
 )
@@ -66,10 +65,10 @@ LIMIT_SECONDS = 1200.0
 class Quiet(Callback):
     """Says what is wrong, and nothing else."""
 
-    def read_file(self, file: SubmittedFile) -> None:
+    def read_file(self, name: str, jobs: Sequence[str], mistake: str) -> None:
         """A file of ours should hold no mistake."""
-        if file.mistake:
-            print(file.mistake, file=sys.stderr)
+        if mistake:
+            print(mistake, file=sys.stderr)
 
 
 @dataclass(slots=True)

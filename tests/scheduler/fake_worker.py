@@ -45,7 +45,7 @@ class _Fake:
         self.specs = {job["name"]: job for job in order.jobs}
         self.output = Path(order.output)
         self.root = Path(order.job_folders)
-        self.teller = EventWriter(order.told, every_seconds=0.01)
+        self.writer = EventWriter(order.event_log, every_seconds=0.01)
         self.stopping = False
         self.rounds = 0
         self.jobs = {name: self.restored(name) for name in self.specs}
@@ -71,7 +71,7 @@ class _Fake:
         steps = {name: job["step"] for name, job in self.jobs.items()}
         for name, step in steps.items():
             self.audit("begin", name, step)
-        self.teller.tell("started", steps=steps)
+        self.writer.write("started", steps=steps)
         saved = time.monotonic()
         while not self.stopping and self.running():
             due = self.round() or time.monotonic() - saved >= self.order.save_seconds
@@ -79,7 +79,7 @@ class _Fake:
                 self.save()
                 saved = time.monotonic()
         self.save()
-        self.teller.tell("ended")
+        self.writer.write("ended")
 
     def stop(self, number: int, frame: object) -> None:
         self.stopping = True
@@ -91,12 +91,12 @@ class _Fake:
         """A step of each job; whether one ended."""
         active = self.running()
         if self.rounds == self.order.options.get("warn_at"):
-            self.teller.tell("warned", text="the disk is full")
+            self.writer.write("warned", text="the disk is full")
         time.sleep(self.order.options.get("step_seconds", 0.01))
         self.rounds += 1
         for name in active:
             self.step(name)
-        self.teller.progress({name: job["step"] for name, job in self.jobs.items()})
+        self.writer.progress({name: job["step"] for name, job in self.jobs.items()})
         return len(self.running()) < len(active)
 
     def step(self, name: str) -> None:
@@ -138,4 +138,4 @@ class _Fake:
         }
         for name, job in self.jobs.items():
             self.audit("commit", name, job["step"])
-        self.teller.tell("saved", steps={n: j["step"] for n, j in self.jobs.items()}, ended=ended)
+        self.writer.write("saved", steps={n: j["step"] for n, j in self.jobs.items()}, ended=ended)

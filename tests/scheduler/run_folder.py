@@ -38,8 +38,8 @@ class Heard(Callback):
     def resumed(self, jobs, done):
         self.said.append(("went on", jobs, done))
 
-    def read_file(self, file):
-        self.said.append(("took", file.path.name, [job.name for job in file.jobs], file.mistake))
+    def read_file(self, name, jobs, mistake):
+        self.said.append(("took", name, jobs, mistake))
 
     def refused(self, time, request, reason):
         self.said.append(("refused", request.name, reason))

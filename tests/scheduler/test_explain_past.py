@@ -50,8 +50,8 @@ def run(tmp_path):
         ledger.launch(group, epoch, None, 61.0)
     shared = max(decision.groups, key=lambda group: len(group.jobs))
     (done, failed), epoch = shared.jobs[:2], decision.groups.index(shared) + 1
-    ledger.tell(Finished(80.0, epoch, done, float(jobs[done].request.steps)))
-    ledger.tell(Failed(81.0, epoch, failed, "loss is not finite"))
+    ledger.record(Finished(80.0, epoch, done, float(jobs[done].request.steps)))
+    ledger.record(Failed(81.0, epoch, failed, "loss is not finite"))
     left = {name: job for name, job in jobs.items() if name not in (done, failed)}
     later = SchedulerState(120.0, Cluster(GPUS), estimator, left)
     save_snapshot(tmp_path / "state.json", Snapshot(later, policy))
@@ -241,8 +241,8 @@ def test_a_ledger_is_read_while_another_writes_it(tmp_path):
     with ledger._transition() as base:
         base.execute("UPDATE jobs SET steps = 3")
         assert History.of_run(tmp_path).jobs[one.name].steps == 0
-    ledger.tell(Committed(1.0, 1, {one.name: 4.0}))
-    ledger.tell(Drained(2.0, 1, {one.name: 5.0}))
+    ledger.record(Committed(1.0, 1, {one.name: 4.0}))
+    ledger.record(Drained(2.0, 1, {one.name: 5.0}))
 
     assert History.of_run(tmp_path).jobs[one.name].steps == 5
     ledger.close()

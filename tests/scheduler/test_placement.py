@@ -6,7 +6,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tlora_fx.cost.cluster import Cluster
-from tlora_fx.scheduler.placement import Placer, tier_for
+from tlora_fx.scheduler.search.objective import tier_for
+from tlora_fx.scheduler.search.placement import Placer
 
 
 def test_a_small_group_goes_where_least_is_left_over():

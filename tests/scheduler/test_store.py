@@ -70,7 +70,7 @@ def test_a_request_that_lends_is_read_by_its_older_name():
 
 def test_submitting_twice_changes_nothing(ledger):
     """A run that goes on submits what it finds in its folder."""
-    ledger.tell(Committed(6.0, 1, {"a": 4.0}, "here"))
+    ledger.record(Committed(6.0, 1, {"a": 4.0}, "here"))
     ledger.submit(request("a", steps=99))
 
     record = by_name(ledger)["a"]
@@ -79,8 +79,8 @@ def test_submitting_twice_changes_nothing(ledger):
 
 def test_jobs_of_a_failed_group_are_queued_at_their_last_commits(ledger):
     """What was not committed is done again, and nothing else."""
-    ledger.tell(Committed(6.0, 1, {"a": 4.0, "b": 3.0}, "here"))
-    ledger.tell(Failed(7.0, 1, None, "killed"))
+    ledger.record(Committed(6.0, 1, {"a": 4.0, "b": 3.0}, "here"))
+    ledger.record(Failed(7.0, 1, None, "killed"))
 
     assert {r.name: (r.status, r.steps) for r in ledger.jobs()} == {
         "a": ("queued", 4.0),
@@ -91,9 +91,9 @@ def test_jobs_of_a_failed_group_are_queued_at_their_last_commits(ledger):
 
 def test_a_job_that_is_done_stays_done(ledger):
     """Its group may fail afterwards, or tell of it again."""
-    ledger.tell(Finished(6.0, 1, "a", 10.0))
-    ledger.tell(Failed(7.0, 1, "a", "late"))
-    ledger.tell(Failed(7.0, 1, None, "killed"))
+    ledger.record(Finished(6.0, 1, "a", 10.0))
+    ledger.record(Failed(7.0, 1, "a", "late"))
+    ledger.record(Failed(7.0, 1, None, "killed"))
     ledger.launch(Group(("a", "b"), 1, (0,)), 2, None, 8.0)
 
     record = by_name(ledger)["a"]
@@ -102,7 +102,7 @@ def test_a_job_that_is_done_stays_done(ledger):
 
 def test_a_job_at_fault_ends_and_its_neighbour_goes_on(ledger):
     """Its reason is kept for its user."""
-    ledger.tell(Failed(6.0, 1, "b", "loss nan"))
+    ledger.record(Failed(6.0, 1, "b", "loss nan"))
 
     jobs = by_name(ledger)
     assert (jobs["a"].status, jobs["b"].status) == ("running", "failed")
@@ -111,8 +111,8 @@ def test_a_job_at_fault_ends_and_its_neighbour_goes_on(ledger):
 
 def test_a_drained_group_is_over(ledger):
     """Its jobs wait, and its times are known."""
-    ledger.tell(GroupStarted(5.5, 1))
-    ledger.tell(Drained(9.0, 1, {"a": 7.0}))
+    ledger.record(GroupStarted(5.5, 1))
+    ledger.record(Drained(9.0, 1, {"a": 7.0}))
 
     [epoch] = ledger.epochs()
     assert (epoch.launched, epoch.started, epoch.ended, epoch.how) == (5.0, 5.5, 9.0, "drained")
@@ -150,7 +150,7 @@ def test_commits_only_go_forward(told):
     ledger.submit(request("a"))
     before = (0.0, 0)
     for epoch, steps in told:
-        ledger.tell(Committed(0.0, epoch, {"a": steps}, f"epoch-{epoch}"))
+        ledger.record(Committed(0.0, epoch, {"a": steps}, f"epoch-{epoch}"))
         [record] = ledger.jobs()
         now = (record.steps, record.epoch or 0)
 

@@ -12,7 +12,14 @@ from hypothesis import strategies as st
 from tlora_fx.cost.cluster import Cluster
 from tlora_fx.errors import ReplayChoiceWrong, TraceEmpty
 from tlora_fx.scheduler.state import JobRequest
-from tlora_fx.simulator.sweep import Choices, batch_by_gpus, known_demand, workload_of
+from tlora_fx.simulator.sweep import (
+    Choices,
+    batch_by_gpus,
+    checked,
+    known_demand,
+    option_rows,
+    workload_of,
+)
 from tlora_fx.simulator.synthetic import Draw, generate, shipped_fit
 from tlora_fx.simulator.traces import Trace, TraceJob
 
@@ -29,7 +36,7 @@ def trace(*jobs):
 
 
 def made(given, cluster=None, **choices):
-    return workload_of(given, Choices(**choices), cluster or Cluster(128), Quarter())
+    return workload_of(given, checked(Choices, choices), cluster or Cluster(128), Quarter())
 
 
 ONE = TraceJob("a", 100.0, 60.0, 8, "Eval", "COMPLETED")
@@ -189,7 +196,7 @@ def test_choices_that_make_no_sense_are_refused(choices):
 
 
 def test_every_choice_is_told():
-    """With its value; a new choice needs a line."""
-    told = {name.replace("-", "_") for name, _, _ in Choices().told()}
+    """With its value; a new choice is described."""
+    told = {name.replace("-", "_") for name, _, _ in option_rows(Choices, Choices())}
 
     assert told | {"seed"} == set(Choices.__dataclass_fields__)

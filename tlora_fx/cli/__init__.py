@@ -59,7 +59,7 @@ COMMANDS = {
     "profile": "Measure a model's layers on the device at hand.",
     "replay": "Run a pass that failed once more, alone.",
     "run": "Train the jobs of a folder on this machine, grouped anew at each horizon.",
-    "schedule": "Save a moment of a run, and ask why the scheduler decided as it did.",
+    "schedule": "Save a snapshot of a run, and ask why the scheduler decided as it did.",
     "simulate": "Replay a trace of jobs under scheduling policies, on a simulated clock.",
     "train": "Train all jobs of a file together, each to its own last step.",
     "verify": "Show that each job trains as it would alone.",

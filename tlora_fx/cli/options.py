@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from inspect import Parameter, Signature, signature
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal, get_type_hints
+from types import UnionType
+from typing import TYPE_CHECKING, Annotated, Any, Literal, get_args, get_origin, get_type_hints
 
 import typer
 
@@ -38,6 +39,59 @@ def takes_options(command: Callable[..., None]) -> Callable[..., None]:
         ]
     )
     return run
+
+
+# Options that are the fields of models below the command line.
+
+
+def with_options(
+    *kinds: Any,
+    names: Mapping[str, tuple[str, ...]] | None = None,
+    parsers: Mapping[str, Callable[[Any], object]] | None = None,
+) -> Callable[[Callable[..., None]], Callable[..., None]]:
+    """Give a command, which takes all as keywords, an option for each described field.
+
+    kinds     pydantic dataclasses
+    names     of options that have others than their field's
+    parsers   of options that are written otherwise than their values
+    """
+    parameters = [
+        _parameter(name, field, (names or {}).get(name, ()), (parsers or {}).get(name))
+        for kind in kinds
+        for name, field in kind.__pydantic_fields__.items()
+        if field.description
+    ]
+
+    def decorated(command: Callable[..., None]) -> Callable[..., None]:
+        command.__signature__ = Signature(parameters)  # type: ignore[attr-defined]
+        command.__annotations__ = {one.name: one.annotation for one in parameters}
+        return command
+
+    return decorated
+
+
+def _parameter(
+    name: str, field: Any, names: tuple[str, ...], parser: Callable[[Any], object] | None
+) -> Parameter:
+    default = field.default
+    if isinstance(default, tuple):
+        default = ",".join(map(str, default))
+    if default is False and not names:
+        names = (f"--{name.replace('_', '-')}",)
+    help = f"{field.description[:1].upper()}{field.description[1:]}."
+    literal = get_origin(field.annotation) is Literal
+    words = get_args(field.annotation) if literal else ()
+    option = typer.Option(*names, help=help, parser=parser, metavar="|".join(words) or None)
+    annotation = Annotated[_plain(field.annotation), option]  # type: ignore[valid-type]
+    return Parameter(name, Parameter.KEYWORD_ONLY, default=default, annotation=annotation)
+
+
+def _plain(kind: Any) -> Any:
+    """What a command line can hold of a kind: text where it is a list or a choice."""
+    if get_origin(kind) is UnionType:
+        [kind] = [part for part in get_args(kind) if part is not type(None)]
+        return _plain(kind) | None
+    return kind if kind in (int, float, bool, Path) else str
 
 
 # Options of every command that runs passes.
@@ -92,12 +146,12 @@ _DURATION = re.compile(r"(\d+(?:\.\d+)?)\s*(s|m|h|)")
 _UNIT = {"": 1.0, "s": 1.0, "m": 60.0, "h": 3600.0}
 
 
-def seconds(text: str, option: str) -> float:
+def seconds(text: str | float, option: str) -> float:
     """The seconds of a time above 0; without a unit they are seconds.
 
     raises    typer.BadParameter, which names the option
     """
-    match = _DURATION.fullmatch(text.strip())
+    match = _DURATION.fullmatch(str(text).strip())
     value = float(match[1]) * _UNIT[match[2]] if match else 0.0
     if not value:
         raise typer.BadParameter(f"{option} is a time, such as 60s or 5m; not {text!r}")

@@ -5,7 +5,8 @@ from __future__ import annotations
 import signal
 import sys
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
 from types import FrameType
@@ -16,83 +17,94 @@ from rich.console import Console
 from rich.live import Live
 from rich.table import Table
 
-from tlora_fx.cli.options import seconds
-from tlora_fx.scheduler.formations import Callback, Formation
+from tlora_fx.cli.options import seconds, takes_options
+from tlora_fx.scheduler.formations import Callback, Formation, LayoutOf
 from tlora_fx.scheduler.loop import Loop, LoopOptions
-from tlora_fx.scheduler.service import SubmittedFile
 from tlora_fx.scheduler.state import ActiveJob, JobRequest
 from tlora_fx.scheduler.store import JobRecord, Ledger
 
 if TYPE_CHECKING:
-    from tlora_fx.scheduler.service import SchedulerService
+    from tlora_fx.scheduler.service import RunOptions, SchedulerService
 
 
 TURN_SECONDS = 0.05
 SHOW_SECONDS = 0.5
 
 
-def run(
-    jobs: Annotated[Path, typer.Argument(help="Folder of job files (YAML), or one file.")],
+@dataclass(frozen=True, slots=True)
+class RunCommandOptions:
+    """What the command line says."""
+
+    jobs: Annotated[Path, typer.Argument(help="Folder of job files (YAML), or one file.")]
     output: Annotated[
         Path | None,
         typer.Option("-o", "--output", help="Folder for what comes out; else runs/DATE-TIME."),
-    ] = None,
+    ] = None
     policy: Annotated[
         str, typer.Option(help="Who trains together: tlora, megatron:backfill=true, ...")
-    ] = "tlora",
-    horizon: Annotated[str, typer.Option(help="Between decisions, such as 60s or 5m.")] = "60s",
+    ] = "tlora"
+    horizon: Annotated[str, typer.Option(help="Between decisions, such as 60s or 5m.")] = "60s"
     slots: Annotated[
         int | None, typer.Option(min=1, help="GPUs to use, or parts of the CPU; by default all.")
-    ] = None,
-    device: Annotated[str | None, typer.Option(help="cpu or cuda.")] = None,
+    ] = None
+    device: Annotated[str | None, typer.Option(help="cpu or cuda.")] = None
     profile: Annotated[
         list[Path] | None, typer.Option(help="Measured profile of a base; may be repeated.")
-    ] = None,
+    ] = None
     until_empty: Annotated[
         bool, typer.Option("--until-empty", help="End as soon as every job has ended.")
-    ] = False,
-    forever: Annotated[
-        bool, typer.Option("--forever", help="Wait for more jobs until Ctrl-C.")
-    ] = False,
-    save_every: Annotated[str, typer.Option(help="Between checkpoints of a group.")] = "60s",
-    max_row_tokens: Annotated[int, typer.Option(min=2, help="Tokens of one forward.")] = 16384,
+    ] = False
+    forever: Annotated[bool, typer.Option("--forever", help="Wait for more jobs until Ctrl-C.")] = (
+        False
+    )
+    save_every: Annotated[str, typer.Option(help="Between checkpoints of a group.")] = "60s"
+    max_row_tokens: Annotated[int, typer.Option(min=2, help="Tokens of one forward.")] = 16384
     compiled: Annotated[
         bool, typer.Option("--compile", help="Compile the layers; groups take longer to start.")
-    ] = False,
-) -> None:
+    ] = False
+
+    def service(self, kind: str, layout_of: LayoutOf) -> RunOptions:
+        """Of the run that they ask for.
+
+        kind   "cpu" or "cuda"
+        """
+        from tlora_fx.scheduler.local.executor import LocalOptions
+        from tlora_fx.scheduler.service import RunOptions
+
+        horizon = seconds(self.horizon, "--horizon")
+        saving = seconds(self.save_every, "--save-every")
+        return RunOptions(
+            LoopOptions(horizon, switch_seconds=10.0),
+            linger=None if self.forever else 0.0 if self.until_empty else horizon,
+            layout_of=layout_of,
+            local=LocalOptions(kind, saving, self.max_row_tokens, self.compiled),
+        )
+
+
+@takes_options
+def run(options: RunCommandOptions) -> None:
     """Train the jobs of a folder, grouped anew at each horizon.
 
     Job files may be added at any time. Killed, or stopped by Ctrl-C, it goes on when it is started
     again with the same -o. It ends when every job has ended and no file came for one horizon.
     """
-    from tlora_fx.scheduler.local.executor import LocalOptions
     from tlora_fx.scheduler.policies import policy_of
-    from tlora_fx.scheduler.service import Estimates, RunOptions, machine, opened
+    from tlora_fx.scheduler.service import Estimates, machine, opened
 
-    seconds, saving = _seconds(horizon, save_every)
-    chosen = policy_of(policy)
-    cluster, kind = machine(device, slots)
-    estimates = Estimates(cluster, tuple(profile or ()))
-    options = RunOptions(
-        loop=LoopOptions(seconds, switch_seconds=10.0),
-        linger=None if forever else 0.0 if until_empty else seconds,
-        layout_of=estimates.layout_of,
-        local=LocalOptions(kind, saving, max_row_tokens, compiled),
-    )
-    output = output or _by_date()
+    policy = policy_of(options.policy)
+    cluster, kind = machine(options.device, options.slots)
+    estimates = Estimates(cluster, tuple(options.profile or ()))
+    service = options.service(kind, estimates.layout_of)
+    output = options.output or _by_date()
     page = Page(Console(stderr=True))
-    page.say(f"{output}: {cluster.gpus} × {cluster.gpu}, policy {chosen.name}")
+    page.say(f"{output}: {cluster.gpus} × {cluster.gpu}, policy {policy.name}")
     _warn(page, estimates.threads())
     with opened(
-        jobs, output, cluster, chosen, estimates.estimator, estimates, page, options
+        options.jobs, output, cluster, policy, estimates.estimator, estimates, page, service
     ) as running:
         stopped = _until_over(running, page)
         records = running.ledger.jobs()
     _end(records, output, stopped=stopped)
-
-
-def _seconds(horizon: str, save_every: str) -> tuple[float, float]:
-    return seconds(horizon, "--horizon"), seconds(save_every, "--save-every")
 
 
 def _warn(page: Page, texts: Iterable[str]) -> None:
@@ -107,9 +119,9 @@ def _by_date() -> Path:
 
 def _until_over(running: SchedulerService, page: Page) -> bool:
     """Turn a run until it is over; whether it was stopped."""
-    asked = _RunOptions(running)
+    signals = _StopSignals(running)
     shown = float("-inf")
-    with asked, page:
+    with signals, page:
         while running.turn():
             if time.monotonic() - shown >= SHOW_SECONDS:
                 page.show(running.loop, running.ledger)
@@ -118,7 +130,7 @@ def _until_over(running: SchedulerService, page: Page) -> bool:
     return running.stopping
 
 
-class _RunOptions:
+class _StopSignals:
     """Ctrl-C or SIGTERM drains all groups; the second one leaves them to end by themselves."""
 
     def __init__(self, running: SchedulerService) -> None:
@@ -184,13 +196,13 @@ class Page(Callback):
         """The run goes on with what an earlier process began."""
         self.say(f"going on with {jobs} jobs, of which {done} have ended")
 
-    def read_file(self, file: SubmittedFile) -> None:
-        """A job file was read, or is bad."""
-        if file.jobs:
-            self.say(f"{file.path.name}: {', '.join(job.name for job in file.jobs)}")
-        if file.mistake:
-            self.say(f"{file.path.name} is left out as far as it is wrong:", "yellow")
-            self.say(file.mistake, "yellow")
+    def read_file(self, name: str, jobs: Sequence[str], mistake: str) -> None:
+        """A job file was read: its new jobs, and what is wrong with it."""
+        if jobs:
+            self.say(f"{name}: {', '.join(jobs)}")
+        if mistake:
+            self.say(f"{name} is left out as far as it is wrong:", "yellow")
+            self.say(mistake, "yellow")
 
     def refused(self, time: float, request: JobRequest, reason: str) -> None:
         """A job will never run."""
@@ -222,18 +234,18 @@ class Page(Callback):
 
 def table(records: Iterable[JobRecord], loop: Loop) -> Table:
     """Jobs, groups, steps, slowdown and state; those that have ended last."""
-    made = Table(box=None, pad_edge=False)
+    output_table = Table(box=None, pad_edge=False)
     for title in ("job", "state", "group", "steps", "of", "slowdown"):
         right = title in ("steps", "of", "slowdown")
-        made.add_column(title, justify="right" if right else "left")
+        output_table.add_column(title, justify="right" if right else "left")
     runs = {name: run for run in loop.runs.values() for name in run.jobs}
     order = {"running": 0, "queued": 1, "failed": 2, "refused": 3, "done": 4}
     rows = sorted(records, key=lambda record: order[record.status])
     for record in rows[:SHOWN]:
-        made.add_row(*_row(record, runs.get(record.name)))
+        output_table.add_row(*_row(record, runs.get(record.name)))
     if len(rows) > SHOWN:
-        made.add_row(f"and {len(rows) - SHOWN} more")
-    return made
+        output_table.add_row(f"and {len(rows) - SHOWN} more")
+    return output_table
 
 
 def _row(record: JobRecord, run: Formation | None) -> tuple[str, ...]:
@@ -254,15 +266,15 @@ def _place(run: Formation) -> str:
 
 def summary(records: Iterable[JobRecord], output: Path) -> Table:
     """What came out."""
-    made = Table(box=None, pad_edge=False)
+    output_table = Table(box=None, pad_edge=False)
     for title in ("job", "status", "steps", "queued s", "run s", "adapter"):
         right = title in ("steps", "queued s", "run s")
-        made.add_column(title, justify="right" if right else "left")
+        output_table.add_column(title, justify="right" if right else "left")
     for record in records:
         submitted = record.request.submitted
         started, ended = record.first_started, record.ended
         queued = "" if started is None else f"{started - submitted:.1f}"
         ran = "" if started is None or ended is None else f"{ended - started:.1f}"
         folder = str(output / record.name) if record.status == "done" else ""
-        made.add_row(record.name, record.status, f"{record.steps:.0f}", queued, ran, folder)
-    return made
+        output_table.add_row(record.name, record.status, f"{record.steps:.0f}", queued, ran, folder)
+    return output_table

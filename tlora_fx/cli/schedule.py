@@ -1,4 +1,4 @@
-"""`tlora-fx schedule`: save a moment of a run, and ask why the scheduler decided as it did."""
+"""`tlora-fx schedule`: save a snapshot of a run, and ask why the scheduler decided as it did."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from tlora_fx.errors import StateFileError
 NEWEST = "state.json"
 
 group = typer.Typer(
-    help="Save a moment of a run, and ask why the scheduler decided as it did.",
+    help="Save a snapshot of a run, and ask why the scheduler decided as it did.",
     no_args_is_help=True,
     add_completion=False,
     rich_markup_mode=None,
@@ -58,10 +58,10 @@ def explain(
     if saved.is_dir():
         history = History.of_run(saved)
         undecided = history is not None and not history.decisions
-        moment = None if undecided else load_snapshot(_newest(saved))
+        snapshot = None if undecided else load_snapshot(_newest(saved))
     else:
-        moment, history = load_snapshot(saved), load_history(saved)
-    text = explained(moment, history, job, terms=terms)
+        snapshot, history = load_snapshot(saved), load_history(saved)
+    text = explained(snapshot, history, job, terms=terms)
     Console(soft_wrap=True, highlight=False).print(text, markup=False)
 
 

@@ -14,7 +14,8 @@ from tlora_fx.cost.demand import Demand
 from tlora_fx.cost.estimator import ProfileEstimator, table_of
 from tlora_fx.cost.synthetic import SyntheticEstimator
 from tlora_fx.errors import BaseUnknown, JobNotInState, nearest
-from tlora_fx.scheduler.placement import Placer, tier_for
+from tlora_fx.scheduler.search.objective import tier_for
+from tlora_fx.scheduler.search.placement import Placer
 from tlora_fx.scheduler.state import (
     ROUNDING,
     ActiveJob,
@@ -56,7 +57,7 @@ class Alternative:
 
 @dataclass(frozen=True, slots=True)
 class DecisionExplanation:
-    """All that can be said of one job in one moment.
+    """All that can be said of one job in one snapshot.
 
     standing       in a sentence
     alternatives   what was decided first, then the others by their gain
@@ -119,25 +120,25 @@ def explain(state: SchedulerState, decision: Decision, job: str) -> DecisionExpl
             expected=", ".join(list(state.jobs)[:12]),
             help=f"did you mean '{near}'?" if near else "name an active job",
         )
-    own = next((group for group in decision.groups if job in group.jobs), None)
-    weigher = _Weigher(state, decision, job, own)
+    group = next((group for group in decision.groups if job in group.jobs), None)
+    weigher = _Weigher(state, decision, job, group)
     reasons = tuple(reason for reason in decision.reasons if reason.job == job)
-    ranked = sorted(weigher.others(), key=lambda one: (bool(one.why_not), -(one.gain or 0.0)))
+    ranked = sorted(weigher.others(), key=lambda row: (bool(row.why_not), -(row.gain or 0.0)))
     shown = ranked[:MOST_ROWS]
-    first = (weigher.decided(own),) if own else ()
+    first = (weigher.decided(group),) if group else ()
     left_out = len(ranked) - len(shown)
     return DecisionExplanation(
-        job, _standing(decision, job, own), (*first, *shown), left_out, reasons
+        job, _standing(decision, job, group), (*first, *shown), left_out, reasons
     )
 
 
-def _standing(decision: Decision, job: str, own: Group | None) -> str:
-    if own is None:
+def _standing(decision: Decision, job: str, group: Group | None) -> str:
+    if group is None:
         waiting = list(decision.waiting)
-        place = f", number {waiting.index(job) + 1} of {len(waiting)}" if job in waiting else ""
-        return f"waits{place}"
-    others = [name for name in own.jobs if name != job]
-    gpus = f"{own.gpus} GPU{'s' if own.gpus > 1 else ''}"
+        position = f", number {waiting.index(job) + 1} of {len(waiting)}" if job in waiting else ""
+        return f"waits{position}"
+    others = [name for name in group.jobs if name != job]
+    gpus = f"{group.gpus} GPU{'s' if group.gpus > 1 else ''}"
     return f"on {gpus} with {', '.join(others)}" if others else f"alone on {gpus}"
 
 
@@ -145,16 +146,16 @@ class _Weigher:
     """Evaluates the alternatives of one job."""
 
     def __init__(
-        self, state: SchedulerState, decision: Decision, job: str, own: Group | None
+        self, state: SchedulerState, decision: Decision, job: str, group: Group | None
     ) -> None:
-        self.state, self.decision, self.job, self.own = state, decision, job, own
+        self.state, self.decision, self.job, self.own = state, decision, job, group
         self._base = state.jobs[job].request.base
         self._free: Placer | None = None
 
-    def decided(self, own: Group) -> Alternative:
+    def decided(self, group: Group) -> Alternative:
         """What was decided."""
-        rest = tuple(name for name in own.jobs if name != self.job)
-        return self._weigh("as decided", (self.job, *rest), own.gpus, None)
+        rest = tuple(name for name in group.jobs if name != self.job)
+        return self._weigh("as decided", (self.job, *rest), group.gpus, None)
 
     def others(self) -> Iterator[Alternative]:
         """All groups that the job could be in instead, and what its group is without each."""
@@ -201,9 +202,9 @@ class _Weigher:
         if place is None:
             return False
         self._free.take(place)
-        found = not beside or self._free.find(beside) is not None
+        fits = not beside or self._free.find(beside) is not None
         self._free.give(place)
-        return found
+        return fits
 
     def _room(self, *leaving: Group | None) -> Placer:
         """The GPUs that are free once some groups have left theirs."""
@@ -227,9 +228,9 @@ class _Weigher:
         """Of some jobs as a group of their own."""
         if not jobs:
             return 0.0
-        found = self._weigh("", tuple(jobs), gpus, None)
+        alternative = self._weigh("", tuple(jobs), gpus, None)
         total = sum(self.state.jobs[name].solo_seconds for name in jobs)
-        return total / found.seconds if isfinite(found.seconds) else 0.0
+        return total / alternative.seconds if isfinite(alternative.seconds) else 0.0
 
     def _weigh(
         self,
@@ -249,17 +250,17 @@ class _Weigher:
         members = [self.state.jobs[name] for name in jobs]
         demand = Demand.total(job.request.demand for job in members)
         tier = tier_for(self.state.cluster, gpus)
-        found = self.state.estimator.explain(members[0].request.base, demand, gpus, tier)
-        fits = found.layout is not None and isfinite(found.seconds)
-        seconds = found.seconds if fits else inf
+        prediction = self.state.estimator.explain(members[0].request.base, demand, gpus, tier)
+        fits = prediction.layout is not None and isfinite(prediction.seconds)
+        seconds = prediction.seconds if fits else inf
         gain = None
         if before is not None and fits:
             gain = sum(job.solo_seconds for job in members) / seconds - before
-        why_not = self._why_not(members, gpus, seconds, found.why_not)
+        why_not = self._why_not(members, gpus, seconds, prediction.why_not)
         if not why_not and leaves and not self._finds(gpus, beside):
             why_not = f"no place is left for {', '.join(leaves)}"
         slow = tuple(slowdown(job, seconds) for job in members)
-        return Alternative(what, jobs, gpus, seconds, found.memory_bytes, slow, gain, why_not)
+        return Alternative(what, jobs, gpus, seconds, prediction.memory_bytes, slow, gain, why_not)
 
     def _why_not(
         self, members: Sequence[ActiveJob], gpus: int, seconds: float, why_not: str
@@ -278,18 +279,20 @@ class _Weigher:
         return ""
 
 
-def _cells(one: Alternative) -> tuple[str, ...]:
-    fits = isfinite(one.seconds)
-    worst = max(range(len(one.jobs)), key=lambda index: one.slowdowns[index])
+def _cells(alternative: Alternative) -> tuple[str, ...]:
+    fits = isfinite(alternative.seconds)
+    worst = max(range(len(alternative.jobs)), key=lambda index: alternative.slowdowns[index])
     return (
-        one.what,
-        str(one.gpus),
-        f"{one.seconds * 1e3:.1f} ms" if fits else "-",
-        _bytes(one.memory_bytes) if fits else "-",
-        f"{one.slowdowns[0]:.2f}" if fits else "-",
-        f"{one.slowdowns[worst]:.2f} {one.jobs[worst]}" if fits and len(one.jobs) > 1 else "-",
-        "-" if one.gain is None else f"{one.gain:+.3f}",
-        one.why_not,
+        alternative.what,
+        str(alternative.gpus),
+        f"{alternative.seconds * 1e3:.1f} ms" if fits else "-",
+        _bytes(alternative.memory_bytes) if fits else "-",
+        f"{alternative.slowdowns[0]:.2f}" if fits else "-",
+        f"{alternative.slowdowns[worst]:.2f} {alternative.jobs[worst]}"
+        if fits and len(alternative.jobs) > 1
+        else "-",
+        "-" if alternative.gain is None else f"{alternative.gain:+.3f}",
+        alternative.why_not,
     )
 
 
@@ -311,28 +314,28 @@ def _bytes(count: float) -> str:
 
 
 def explained(
-    moment: Snapshot | None, history: History | None, job: str, *, terms: bool = False
+    snapshot: Snapshot | None, history: History | None, job: str, *, terms: bool = False
 ) -> str:
     """All that a state and a ledger tell of a job.
 
-    moment    the newest state of the run; None: nothing was decided yet
+    snapshot  the newest state of the run; None: nothing was decided yet
     history   of the run; None: nobody has it
     terms     tell what the step of its group, or of the job alone where it waits, is made of
     raises    JobNotInState
     """
     record = history.jobs.get(job) if history else None
-    active = moment.state.jobs if moment else {}
+    active = snapshot.state.jobs if snapshot else {}
     ended = record is not None and record.status not in ("queued", "running")
     if record is None and job not in active:
         raise _unknown(job, [*active, *(history.jobs if history else {})])
     lines: list[str] = []
-    if moment is not None and job in active and not ended:
-        lines += _now(moment, history, job, terms=terms)
+    if snapshot is not None and job in active and not ended:
+        lines += _now(snapshot, history, job, terms=terms)
     elif record is not None:
-        lines += _standing_explain_past(record, history.last(job) if history else None)
-        lines += _before(moment, history, job, terms=terms)
+        lines += _ending(record, history.last(job) if history else None)
+        lines += _before(snapshot, history, job, terms=terms)
     if record is not None and history is not None:
-        lines += _told_explain_past(record, history.formations(job))
+        lines += _times(record, history.formations(job))
     return "\n".join(lines)
 
 
@@ -347,19 +350,19 @@ def _unknown(job: str, known: list[str]) -> JobNotInState:
     )
 
 
-def _now(moment: Snapshot, history: History | None, job: str, *, terms: bool) -> Iterator[str]:
+def _now(snapshot: Snapshot, history: History | None, job: str, *, terms: bool) -> Iterator[str]:
     """Of an active job: what was decided last, with the policy's reasons."""
-    again = moment.policy.decide(moment.state, explain=True)
-    decided = (history.at(moment.state.now) if history else None) or again
+    again = snapshot.policy.decide(snapshot.state, explain=True)
+    decided = (history.at(snapshot.state.now) if history else None) or again
     if _alike(decided, again, job):
         decided = replace(decided, reasons=again.reasons)
-        yield str(explain(moment.state, decided, job))
+        yield str(explain(snapshot.state, decided, job))
     else:
-        yield str(explain(moment.state, decided, job))
-        other = explain(moment.state, again, job)
+        yield str(explain(snapshot.state, decided, job))
+        other = explain(snapshot.state, again, job)
         yield f"  asked again without its past, the policy would answer: {other.standing}"
     if terms:
-        yield from _terms(moment.state, decided, job)
+        yield from _terms(snapshot.state, decided, job)
 
 
 def _terms(state: SchedulerState, decision: Decision, job: str) -> Iterator[str]:
@@ -370,22 +373,24 @@ def _terms(state: SchedulerState, decision: Decision, job: str) -> Iterator[str]
     gpus = group.gpus if group else requests[0].gpus
     tier = state.cluster.tier(group.place) if group else tier_for(state.cluster, gpus)
     demand = Demand.total(request.demand for request in requests)
-    found = state.estimator.explain(requests[0].base, demand, gpus, tier)
+    prediction = state.estimator.explain(requests[0].base, demand, gpus, tier)
     yield f"  a step of {', '.join(names)} on {gpus} GPU{'s' * (gpus > 1)}:"
-    yield from (f"    {line}" for line in table_of(found).splitlines())
+    yield from (f"    {line}" for line in table_of(prediction).splitlines())
 
 
-def _alike(one: Decision, other: Decision, job: str) -> bool:
+def _alike(decision: Decision, other: Decision, job: str) -> bool:
     """Whether two decisions say the same of a job."""
-    own, others = (_group(decision, job) for decision in (one, other))
-    return own is others is None or (own is not None and others is not None and own.same_as(others))
+    group, other_group = _group(decision, job), _group(other, job)
+    if group is None or other_group is None:
+        return group is other_group
+    return group.same_as(other_group)
 
 
 def _group(decision: Decision, job: str) -> Group | None:
     return next((group for group in decision.groups if job in group.jobs), None)
 
 
-def _standing_explain_past(record: JobRecord, last: DecisionRecord | None) -> Iterator[str]:
+def _ending(record: JobRecord, last: DecisionRecord | None) -> Iterator[str]:
     """Of a job about which nothing is to be decided, or nothing was yet."""
     match record.status:
         case "done":
@@ -400,22 +405,22 @@ def _standing_explain_past(record: JobRecord, last: DecisionRecord | None) -> It
 
 
 def _before(
-    moment: Snapshot | None, history: History | None, job: str, *, terms: bool
+    snapshot: Snapshot | None, history: History | None, job: str, *, terms: bool
 ) -> Iterator[str]:
     """The last decision about a job, and what else there was then."""
     last = history.last(job) if history else None
-    if last is None or moment is None or history is None:
+    if last is None or snapshot is None or history is None:
         return
     try:
-        state = _as_it_was(moment.state, history, last)
-        told = str(explain(state, last.decision, job))
+        state = _as_it_was(snapshot.state, history, last)
+        text = str(explain(state, last.decision, job))
     except BaseUnknown as error:
         yield f"  decided at {last.time:.1f} s; what else there was cannot be told: {error.what}"
         return
-    first, *rows = told.splitlines()
+    first, *rows = text.splitlines()
     yield f"  decided at {last.time:.1f} s: {first.removeprefix(f'{job}: ')}"
-    if state.cluster != moment.state.cluster:
-        left = moment.state.cluster.capacity()
+    if state.cluster != snapshot.state.cluster:
+        left = snapshot.state.cluster.capacity()
         verb = "is" if left == 1 else "are"
         yield (
             f"  on {_gpus(state.cluster)}, of which {left} {verb} left now: what else "
@@ -427,7 +432,7 @@ def _before(
 
 
 def _as_it_was(state: SchedulerState, history: History, decided: DecisionRecord) -> SchedulerState:
-    """The moment of an earlier decision.
+    """The snapshot of an earlier decision.
 
     How far jobs were then is not known, so their deadlines are left out of it. Nor is the cluster:
     where GPUs of the decision have gone since, all that it used are taken to have been there.
@@ -463,7 +468,7 @@ def _gpus(cluster: Cluster) -> str:
     return f"{cluster.gpus} GPU{'s' * (cluster.gpus > 1)}"
 
 
-def _told_explain_past(record: JobRecord, formations: list[EpochRecord]) -> Iterator[str]:
+def _times(record: JobRecord, formations: list[EpochRecord]) -> Iterator[str]:
     """Its times and groups."""
     request = record.request
     yield f"  submitted at {request.submitted:.1f} s"

@@ -15,7 +15,6 @@ from tlora_fx.scheduler.executor import Executor
 from tlora_fx.scheduler.state import ActiveJob, Decision, Group, JobRequest
 
 if TYPE_CHECKING:
-    from tlora_fx.scheduler.service import SubmittedFile
     from tlora_fx.scheduler.store import Ledger
 
 
@@ -106,17 +105,17 @@ class StepTimes:
         gpus, tier = len(place), cluster.tier(place)
         base = requests[0].base
         key = (base, gpus, tier, *sorted([request.demand for request in requests]))
-        found = self._known.get(key)
-        if found is None:
+        step = self._known.get(key)
+        if step is None:
             rows = np.sum([request.demand for request in requests], axis=0)[None]
             held = np.array([float(gpus)])
             seconds = self.estimator.seconds(base, rows, held, [tier])
             busy = self.estimator.busy(base, rows, held, seconds)
-            found = GroupStepTime(float(seconds[0]), float(busy[0] * seconds[0]) * gpus)
+            step = GroupStepTime(float(seconds[0]), float(busy[0] * seconds[0]) * gpus)
             if len(self._known) >= KEPT:
                 self._known.clear()
-            self._known[key] = found
-        return found
+            self._known[key] = step
+        return step
 
 
 class Callback:
@@ -154,8 +153,8 @@ class Callback:
     def resumed(self, jobs: int, done: int) -> None:
         """A run goes on with what an earlier process began."""
 
-    def read_file(self, file: SubmittedFile) -> None:
-        """A job file was read, or is invalid."""
+    def read_file(self, name: str, jobs: Sequence[str], mistake: str) -> None:
+        """A job file was read: its new jobs, and what is wrong with it."""
 
 
 #: How a group shall be spread over its GPUs; None: as the executor finds best.

@@ -146,7 +146,7 @@ class Events:
             self.pull()
         for event in events:
             if self.loop.ledger and not isinstance(event, Progress):
-                self.loop.ledger.tell(event)
+                self.loop.ledger.record(event)
             if isinstance(event, GroupEvent):
                 run = self.loop.formations.runs.get(event.epoch)
                 if run is not None:

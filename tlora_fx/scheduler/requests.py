@@ -169,10 +169,14 @@ def facts_of_job(job: Job) -> ModelFacts:
 
     raises    what compiling raises: the base cannot be loaded, its targets are unknown, ...
     """
-    fields = job.lora_fields
-    rank = int(fields.get("r", DEFAULT_RANK))
-    scales = not any(fields.get(name) not in (None, False, "none", {}) for name in _WITHOUT_RANK)
-    shape = {name: value for name, value in fields.items() if name not in _SCALING or not scales}
+    lora_fields = job.lora_fields
+    rank = int(lora_fields.get("r", DEFAULT_RANK))
+    scales = not any(
+        lora_fields.get(name) not in (None, False, "none", {}) for name in _WITHOUT_RANK
+    )
+    shape = {
+        name: value for name, value in lora_fields.items() if name not in _SCALING or not scales
+    }
     dtypes = [job.adapter_dtype, job.adapter_compute]
     key = _digest({"base": _base_fields(job.base), "lora": shape, "dtypes": dtypes})
     if key not in _compiled:
@@ -202,9 +206,11 @@ def _ranked(facts: ModelFacts, name: str, rank: int) -> ModelFacts:
     """The facts of the same job with another rank: whatever it trains is proportional to it."""
     before = max((site.ranks[0] for layer in facts.layers for site in layer.sites), default=rank)
 
-    def layer(one: LayerFacts) -> LayerFacts:
-        sites = tuple(replace(site, ranks=(rank,) if site.ranks[0] else (0,)) for site in one.sites)
-        return replace(one, sites=sites, trained=(one.trained[0] * rank // before,))
+    def layer(layer_facts: LayerFacts) -> LayerFacts:
+        sites = tuple(
+            replace(site, ranks=(rank,) if site.ranks[0] else (0,)) for site in layer_facts.sites
+        )
+        return replace(layer_facts, sites=sites, trained=(layer_facts.trained[0] * rank // before,))
 
     return replace(
         facts,
@@ -220,8 +226,8 @@ def _samples(job: Job) -> int:
 
 def _base_fields(base: BaseSpec) -> Mapping[str, object]:
     """What tells two bases apart."""
-    found: dict[str, object] = base.model_dump(mode="json", exclude={"tokenizer"})
-    return found if base.module is None else {**found, "module": id(base.module)}
+    fields: dict[str, object] = base.model_dump(mode="json", exclude={"tokenizer"})
+    return fields if base.module is None else {**fields, "module": id(base.module)}
 
 
 def _digest(fields: Mapping[str, object]) -> str:

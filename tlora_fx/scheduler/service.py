@@ -99,7 +99,7 @@ class Estimates:
     estimator: ProfileEstimator = field(init=False)
     _given: list[Profile] = field(init=False)
     _backbones: dict[str, Backbone] = field(default_factory=dict)
-    _told: dict[str, str] = field(default_factory=dict)
+    _unmeasured_for: dict[str, str] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         self._given = [Profile.load(path) for path in self.files]
@@ -130,7 +130,7 @@ class Estimates:
             try:
                 profile = self._profile(base, shape)
             except ProfileMismatch:
-                self._told.setdefault(base, job.name)
+                self._unmeasured_for.setdefault(base, job.name)
                 raise
             self.estimator.add(base, profile, shape)
             self._backbones[base] = load_backbone(job.base)
@@ -156,19 +156,19 @@ class Estimates:
         ]
 
     def _profile(self, base: str, shape: ModelFacts) -> Profile:
-        given = [profile for profile in self._given if covers(profile, shape)]
+        covering = [profile for profile in self._given if covers(profile, shape)]
         try:
-            found = profiles_for(
+            profiles = profiles_for(
                 [base],
                 self.cluster.gpu,
                 shapes={base: shape},
-                given={base: given[0]} if given else None,
+                given={base: covering[0]} if covering else None,
             )
         except (UnknownGpu, ProfileMissing, ProfileMismatch) as error:
             # Nothing can be scaled to hardware without a data sheet, such as a CPU; and what was
             # scaled is no ground to refuse or slow down somebody's job.
             raise self._unmeasured(base, error.facts.get("found")) from None
-        return found[base]
+        return profiles[base]
 
     def _unmeasured(self, base: str, nearest: str | None) -> ProfileMismatch:
         """The whole mistake for the first job of a base, a line for the others.
@@ -176,9 +176,9 @@ class Estimates:
         nearest   what is there instead, if anything
         """
         where = f"on this machine's {self.cluster.gpu}"
-        if base in self._told:
+        if base in self._unmeasured_for:
             return ProfileMismatch(
-                f"base '{base}' was not measured {where}, as told of '{self._told[base]}'"
+                f"base '{base}' was not measured {where}, as told of '{self._unmeasured_for[base]}'"
             )
         others = ", ".join(profile.name for profile in self._given)
         there = f"profiles of other bases: {others}" if others else nearest or "no profile"
@@ -269,9 +269,9 @@ class JobFolder:
         fresh = tuple(job for job in jobs if job.name not in self.specs)
         return [SubmittedFile(path, content, fresh, self._differing(path, jobs))]
 
-    def settle(self, found: SubmittedFile) -> None:
+    def settle(self, file: SubmittedFile) -> None:
         """Remember a file, once all its jobs are in the ledger."""
-        self.ledger.note_file(str(found.path.absolute()), found.sha256, found.mistake or TAKEN)
+        self.ledger.note_file(str(file.path.absolute()), file.sha256, file.mistake or TAKEN)
 
     def _differing(self, path: Path, jobs: tuple[Job, ...]) -> str:
         """What is said of jobs that are known otherwise."""
@@ -307,10 +307,10 @@ def require_folder(path: Path) -> None:
 
 def _stamp(path: Path) -> tuple[int, int] | None:
     try:
-        found = path.stat()
+        status = path.stat()
     except OSError:
         return None
-    return found.st_mtime_ns, found.st_size
+    return status.st_mtime_ns, status.st_size
 
 
 LOOK_SECONDS = 1.0
@@ -377,7 +377,7 @@ def opened(
         )
         executor = LocalExecutor(
             output, cluster, specs, server, options=options.local, sources=sources(ledger),
-            started=started, commits=ledger.tell,
+            started=started, commits=ledger.record,
         )  # fmt: skip
         try:
             loop = Loop(
@@ -432,8 +432,8 @@ class SchedulerService:
         now = self.executor.now()
         if not self.stopping and time.monotonic() - self._looked >= LOOK_SECONDS:
             self._looked = time.monotonic()
-            for found in self.files.look():
-                self._take(found)
+            for file in self.files.look():
+                self._take(file)
                 self._busy = now
         if self.stopping and not self.loop.stopping:
             self.loop.drain_all(now)
@@ -459,12 +459,13 @@ class SchedulerService:
         """
         self.stopping = True
 
-    def _take(self, found: SubmittedFile) -> None:
+    def _take(self, file: SubmittedFile) -> None:
         """Submit a file's jobs; the file is settled when all of them are in the ledger."""
-        self.callback.read_file(found)
-        for job in found.jobs:
+        names = [job.name for job in file.jobs]
+        self.callback.read_file(file.path.name, names, file.mistake)
+        for job in file.jobs:
             self.submit(job)
-        self.files.settle(found)
+        self.files.settle(file)
 
     def submit(self, job: Job) -> None:
         """Submit a job, or say why it will never run."""

@@ -12,7 +12,6 @@ import sqlite3
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager
 from dataclasses import dataclass, fields, is_dataclass
-from functools import cache
 from pathlib import Path
 from typing import Any, Literal, Self, TypeVar
 
@@ -131,6 +130,11 @@ class DecisionRecord:
 
 _GROUPS = TypeAdapter(tuple[Group, ...])
 Record = TypeVar("Record", JobRecord, EpochRecord, DecisionRecord)
+_RECORDS: dict[Any, TypeAdapter[Any]] = {
+    JobRecord: TypeAdapter(list[JobRecord]),
+    EpochRecord: TypeAdapter(list[EpochRecord]),
+    DecisionRecord: TypeAdapter(list[DecisionRecord]),
+}
 #: The columns of each record, in the order of its fields.
 _SELECT = {
     "jobs": "SELECT request, spec, status, reason, steps, epoch, path, credit, first_started, ended"
@@ -147,12 +151,9 @@ def records(kind: type[Record], rows: Iterable[Sequence[Any]]) -> list[Record]:
     raises   ValueError where they are none
     """
     names = [field.name for field in fields(kind)]
-    return _adapter(kind).validate_python([dict(zip(names, row, strict=True)) for row in rows])
-
-
-@cache
-def _adapter(kind: Any) -> Any:
-    return TypeAdapter(list[kind])
+    content = [dict(zip(names, row, strict=True)) for row in rows]
+    read: list[Record] = _RECORDS[kind].validate_python(content)
+    return read
 
 
 FORMAT = 1
@@ -270,8 +271,8 @@ class Ledger:
                 [(time, name) for name in group.jobs],
             )
 
-    def tell(self, event: ExecutorEvent) -> None:
-        """Write down what an executor told; progress that is not committed leaves no trace."""
+    def record(self, event: ExecutorEvent) -> None:
+        """Write down an event of an executor; progress that is not committed leaves no trace."""
         with self._transition() as base:
             match event:
                 case GroupStarted():
@@ -499,7 +500,7 @@ def _require_version(path: Path | str, version: int, help: str) -> None:
 # The profiles lie in it too, so that a decision can be asked about on another machine, and later.
 
 
-FORMAT_SNAPSHOT, FORMAT_STATE = "tlora-fx moment 1", "tlora-fx state 1"
+FORMAT_SNAPSHOT: Literal["tlora-fx moment 1"] = "tlora-fx moment 1"
 NO_STATE = "this is no saved state of the scheduler"
 HOW_TO_SAVE = "`tlora-fx schedule state RUN -o STATE.json` writes one; or name a run's folder"
 #: Of a file that is none, so many names of fields are told.
@@ -543,16 +544,18 @@ class _EstimatorSection(_Section):
                 found=type(estimator).__name__,
                 expected="ProfileEstimator or SyntheticEstimator",
             )
-        own = {
+        values = {
             field.name: getattr(estimator, field.name) for field in fields(estimator) if field.init
         }
-        measured = {name: own.pop(name) for name in ("profiles", "shapes") if name in own}
-        options = {name: own[name] for name in sorted(own.keys() - {"cluster", "evaluations"})}
+        measured = {name: values.pop(name) for name in ("profiles", "shapes") if name in values}
+        options = {
+            name: values[name] for name in sorted(values.keys() - {"cluster", "evaluations"})
+        }
         return cls(**measured, options=options)
 
     def estimator(self, kind: str, cluster: Cluster) -> Estimator:
         """The estimator of that kind."""
-        options = {
+        options: dict[str, Any] = {
             name: tuple(value) if isinstance(value, list) else value
             for name, value in self.options.items()
         }
@@ -562,7 +565,7 @@ class _EstimatorSection(_Section):
 
 
 class _StateSection(_Section):
-    format: Literal["tlora-fx state 1"]
+    format: Literal["tlora-fx state 1"] = "tlora-fx state 1"
     estimator: Literal["profile", "synthetic"]
     now: float
     horizon: float
@@ -573,7 +576,7 @@ class _StateSection(_Section):
 
 
 class _SnapshotFile(_Section):
-    format: Literal["tlora-fx moment 1"]
+    format: Literal["tlora-fx moment 1"] = FORMAT_SNAPSHOT
     policy: _PolicySection
     estimator: _EstimatorSection
     state: _StateSection
@@ -607,11 +610,9 @@ def save_snapshot(path: Path, snapshot: Snapshot) -> None:
     state, policy = snapshot.state, snapshot.policy
     profiled = isinstance(state.estimator, ProfileEstimator)
     _SnapshotFile(
-        format="tlora-fx moment 1",
         policy=_PolicySection(name=policy.name, options=policy_options(policy)),
         estimator=_EstimatorSection.of(state.estimator),
         state=_StateSection(
-            format="tlora-fx state 1",
             estimator="profile" if profiled else "synthetic",
             now=state.now,
             horizon=state.horizon,
@@ -707,6 +708,6 @@ def policy_options(policy: Policy) -> dict[str, Any]:
     """The options of a policy that a file can hold: numbers, words, flags."""
     if not is_dataclass(policy):
         return {}
-    values = {one.name: getattr(policy, one.name) for one in fields(policy) if one.init}
+    values = {field.name: getattr(policy, field.name) for field in fields(policy) if field.init}
     plain = bool | int | float | str
     return {name: value for name, value in values.items() if isinstance(value, plain)}

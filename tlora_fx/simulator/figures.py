@@ -50,7 +50,7 @@ class Axis:
             return [10.0**power for power in range(least, most + 1, every)]
         step = round_step((self.high - self.low) / 5)
         first = math.ceil(self.low / step)
-        return [step * place for place in range(first, int(self.high / step + 1e-9) + 1)]
+        return [step * index for index in range(first, int(self.high / step + 1e-9) + 1)]
 
 
 def round_step(given: float) -> float:
@@ -167,24 +167,24 @@ def lines(
     top     where the vertical axis ends; None: at the highest value
     marks   whether each value is a dot
     """
-    all_x = [x for one in series for x in one.x]
+    all_x = [x for line in series for x in line.x]
     across = axis_of(all_x, LEFT, WIDTH - RIGHT, log=log_x, zero=False)
     up = _upright(series, top, log=log_y)
     body = [_frame(across, up, x_label, y_label)]
-    for one in series:
+    for line in series:
         points = [
             (across.at(x), up.at(y))
-            for x, y in zip(one.x, one.values, strict=True)
+            for x, y in zip(line.x, line.values, strict=True)
             if y is not None
         ]
         path = " ".join(f"{x:.1f},{y:.1f}" for x, y in points)
-        body.append(f'<polyline class="line s{one.colour % COLOURS}" points="{path}"/>')
+        body.append(f'<polyline class="line s{line.colour % COLOURS}" points="{path}"/>')
         if marks:
             body += [
-                f'<circle class="dot s{one.colour % COLOURS}" cx="{x:.1f}" cy="{y:.1f}" r="3"/>'
+                f'<circle class="dot s{line.colour % COLOURS}" cx="{x:.1f}" cy="{y:.1f}" r="3"/>'
                 for x, y in points
             ]
-        body += [_whisker(across.at(x), up, low, high) for x, low, high in _spread(one, one.x)]
+        body += [_whisker(across.at(x), up, low, high) for x, low, high in _spread(line, line.x)]
     return _svg(title, series, body)
 
 
@@ -204,31 +204,31 @@ def bars(
     top        where the vertical axis ends; None: above the highest value
     log        powers of ten on the vertical axis, which then does not begin at 0
     """
-    highest = max((v for one in series for v in (*one.values, *one.high) if v), default=1.0)
+    highest = max((v for row in series for v in (*row.values, *row.high) if v), default=1.0)
     up = _upright(series, top or highest * (1.5 if log else 1.06), log=log)
     room = (WIDTH - LEFT - RIGHT) / max(1, len(groups))
     wide = room * 0.8 / max(1, len(series))
     body = [_frame(None, up, "", f"{y_label}, log" if log else y_label)]
-    for place, group in enumerate(groups):
-        start = LEFT + room * (place + 0.1)
-        middle = LEFT + room * (place + 0.5)
+    for index, group in enumerate(groups):
+        start = LEFT + room * (index + 0.1)
+        middle = LEFT + room * (index + 0.5)
         body.append(_group_label(middle, group, room))
-        for which, one in enumerate(series):
-            value = one.values[place]
+        for position, row in enumerate(series):
+            value = row.values[index]
             if value is None:
                 continue
-            x, y = start + wide * which, up.at(value)
-            shade = (colours[place] if colours else one.colour) % COLOURS
+            x, y = start + wide * position, up.at(value)
+            shade = (colours[index] if colours else row.colour) % COLOURS
             body.append(
                 f'<rect class="bar s{shade}" x="{x:.1f}" y="{y:.1f}" '
                 f'width="{max(1.0, wide - 1.5):.1f}" height="{up.start - y:.1f}">'
-                f"<title>{escape(one.name)}, {escape(group)}: {shown(value)}</title></rect>"
+                f"<title>{escape(row.name)}, {escape(group)}: {shown(value)}</title></rect>"
             )
             middle = x + wide / 2 - 0.75
             end = value
-            if one.low and one.high:
-                body.append(_whisker(middle, up, one.low[place], one.high[place]))
-                end = one.high[place] or value
+            if row.low and row.high:
+                body.append(_whisker(middle, up, row.low[index], row.high[index]))
+                end = row.high[index] or value
             if len(series) * len(groups) <= 12:
                 body.append(_text(middle, up.at(end) - 5, shown(value), "value"))
     return _svg(title, series if len(series) > 1 else (), body)
@@ -237,18 +237,18 @@ def bars(
 def _upright(series: Sequence[Series], top: float | None, *, log: bool = False) -> Axis:
     values = [
         value
-        for one in series
-        for row in (one.values, one.high)
+        for line in series
+        for row in (line.values, line.high)
         for value in row
         if value is not None
     ]
     return axis_of([*values, *([top] if top else [])], HEIGHT - BOTTOM, TOP, log=log)
 
 
-def _spread(one: Series, x: Sequence[float]) -> list[tuple[float, float | None, float | None]]:
-    if not one.low or not one.high:
+def _spread(line: Series, x: Sequence[float]) -> list[tuple[float, float | None, float | None]]:
+    if not line.low or not line.high:
         return []
-    return list(zip(x, one.low, one.high, strict=True))
+    return list(zip(x, line.low, line.high, strict=True))
 
 
 def _whisker(x: float, up: Axis, low: float | None, high: float | None) -> str:
@@ -298,23 +298,23 @@ def _text(x: float, y: float, text: str, kind: str) -> str:
 
 def _svg(title: str, series: Sequence[Series], body: Sequence[str]) -> str:
     legend, height = _legend(series)
-    told = "; ".join(one.name for one in series)
+    names = "; ".join(line.name for line in series)
     return (
         f'<svg viewBox="0 0 {WIDTH} {HEIGHT + height}" role="img" '
         f'aria-label="{escape(title, quote=True)}">'
-        f"<title>{escape(title)}</title><desc>{escape(told)}</desc>{''.join(body)}{legend}</svg>"
+        f"<title>{escape(title)}</title><desc>{escape(names)}</desc>{''.join(body)}{legend}</svg>"
     )
 
 
 def _legend(series: Sequence[Series]) -> tuple[str, int]:
     """The names of the series below the figure, and the height that they take."""
     parts, x, y = [], float(LEFT), HEIGHT - 2
-    for one in series:
-        wide = 26 + 7.2 * len(one.name)
+    for line in series:
+        wide = 26 + 7.2 * len(line.name)
         if x + wide > WIDTH - RIGHT and x > LEFT:
             x, y = float(LEFT), y + 18
-        place = f'x="{x:.1f}" y="{y - 9}" width="12" height="10"'
-        parts.append(f'<rect class="bar s{one.colour % COLOURS}" {place}/>')
-        parts.append(_text(x + 17, y, one.name, "start"))
+        size = f'x="{x:.1f}" y="{y - 9}" width="12" height="10"'
+        parts.append(f'<rect class="bar s{line.colour % COLOURS}" {size}/>')
+        parts.append(_text(x + 17, y, line.name, "start"))
         x += wide
     return "".join(parts), (y - HEIGHT + 10 if series else 0)

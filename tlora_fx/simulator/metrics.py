@@ -49,10 +49,17 @@ class Distribution:
         given = given[np.isfinite(given)]
         if not len(given):
             return cls(0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, ())
-        found = [float(value) for value in np.percentile(given, PERCENTS)]
+        quantiles = [float(value) for value in np.percentile(given, PERCENTS)]
         mean = float(given.mean())
         return cls(
-            len(given), mean, found[50], found[95], found[99], found[0], found[100], tuple(found)
+            len(given),
+            mean,
+            quantiles[50],
+            quantiles[95],
+            quantiles[99],
+            quantiles[0],
+            quantiles[100],
+            tuple(quantiles),
         )
 
 
@@ -233,14 +240,14 @@ class Summary:
 
     def as_json(self) -> dict[str, Any]:
         """Plain values, with the rates of the spans; what never happens is null."""
-        found = asdict(self)
-        found["options"] = {name: _plain(value) for name, value in self.options.items()}
+        document = asdict(self)
+        document["options"] = {name: _plain(value) for name, value in self.options.items()}
         for name, span in (("whole", self.whole), ("loaded", self.loaded)):
-            found[name] |= {rate: getattr(span, rate) for rate in RATES}
-        found["series"] = {
+            document[name] |= {rate: getattr(span, rate) for rate in RATES}
+        document["series"] = {
             name: [getattr(point, name) for point in self.series] for name in SeriesPoint._fields
         }
-        return found
+        return document
 
 
 #: The properties of `Span` that its JSON has too.
@@ -346,8 +353,8 @@ class JobTable:
     @property
     def done(self) -> Flags:
         """Which jobs finished."""
-        found: Flags = self.outcome == DONE
-        return found
+        done: Flags = self.outcome == DONE
+        return done
 
     def count(self, outcome: int) -> int:
         """How many jobs came to that."""
@@ -355,8 +362,8 @@ class JobTable:
 
     def completion_seconds(self) -> Floats:
         """From submission to the end, of finished jobs."""
-        found: Floats = (self.ended - self.submitted)[self.done]
-        return found
+        seconds: Floats = (self.ended - self.submitted)[self.done]
+        return seconds
 
     def distributions(self) -> dict[str, Distribution]:
         """Of finished jobs, by the names that `Summary` has for them."""
@@ -385,14 +392,14 @@ class JobTable:
         """Thirds of the finished jobs by the GPU-seconds of one step alone."""
         rows = np.flatnonzero(self.done)
         third = thirds((self.gpus * self.solo_seconds)[rows])
-        found = []
-        for place, name in enumerate(names):
-            own = rows[third == place]
-            grouped, run = self.grouped_seconds[own], self.run_seconds[own].sum()
-            share = float(np.mean(grouped > 0)) if len(own) else 0.0
+        classes = []
+        for index, name in enumerate(names):
+            members = rows[third == index]
+            grouped, run = self.grouped_seconds[members], self.run_seconds[members].sum()
+            share = float(np.mean(grouped > 0)) if len(members) else 0.0
             time_share = float(grouped.sum() / run) if run else 0.0
-            found.append(SizeClass(name, len(own), share, time_share))
-        return tuple(found)
+            classes.append(SizeClass(name, len(members), share, time_share))
+        return tuple(classes)
 
 
 # Amounts over time in a bounded number of buckets, however long a replay is.
@@ -454,14 +461,14 @@ class BucketedSum:
 
     def points(self, end: float) -> tuple[SeriesPoint, ...]:
         """Means of each bucket that has begun before the end."""
-        found = []
-        for place, row in enumerate(self.sums):
-            time = self.begin + place * self.width
+        points = []
+        for index, row in enumerate(self.sums):
+            time = self.begin + index * self.width
             seconds = min(self.width, end - time)
             if seconds <= 0:
                 break
-            found.append(SeriesPoint(time, seconds, *(float(value) / seconds for value in row)))
-        return tuple(found)
+            points.append(SeriesPoint(time, seconds, *(float(value) / seconds for value in row)))
+        return tuple(points)
 
     def _reach(self, time: float) -> None:
         count = len(self.sums)
@@ -476,8 +483,8 @@ def _since(times: Floats, edges: Floats) -> Floats:
     times = np.sort(times)
     before = np.searchsorted(times, edges)
     sums = np.concatenate([[0.0], np.cumsum(times - edges[0])])
-    found: Floats = before * (edges - edges[0]) - sums[before]
-    return found
+    sums_before: Floats = before * (edges - edges[0]) - sums[before]
+    return sums_before
 
 
 # Watches a loop over a simulated clock, and sums up what it does.
@@ -489,7 +496,7 @@ def _since(times: Floats, edges: Floats) -> Floats:
 
 
 @dataclass(slots=True)
-class Open:
+class OpenAccount:
     """A run's account since its jobs last changed.
 
     time          when that was
@@ -525,7 +532,7 @@ class MetricsRecorder(Callback):
         self.evaluations = self.formations = self.switches = self.moves = 0
         self.group_failures = self.node_losses = 0
         self.job_seconds = self.group_seconds = 0.0
-        self._open: dict[int, Open] = {}
+        self._open: dict[int, OpenAccount] = {}
         self._held = 0
         self._capacity = cluster.capacity()
         self._time = self._counted = self.begin
@@ -630,7 +637,7 @@ class MetricsRecorder(Callback):
         step = self.times.of(requests, run.launched.place, self.cluster)
         rows = [(self.table.index[job.name], job) for job in jobs]
         steps = [steps_done.get(job.name, job.steps_done) for job in jobs]
-        self._open[run.epoch] = Open(time, rows, steps, step.busy_seconds)
+        self._open[run.epoch] = OpenAccount(time, rows, steps, step.busy_seconds)
         if len(jobs) < 2:
             return
         for row, job in rows:
@@ -656,8 +663,10 @@ class MetricsRecorder(Callback):
         pairs = list(zip(account.jobs, account.steps, strict=True))
         advanced = [job.steps_done - before for (_, job), before in pairs]
         if leaver is not None:
-            own = next(place for place, (_, job) in enumerate(account.jobs) if job is leaver)
-            advanced = [advanced[own]] * len(pairs)
+            index = next(
+                position for position, (_, job) in enumerate(account.jobs) if job is leaver
+            )
+            advanced = [advanced[index]] * len(pairs)
         for (row, _), steps in zip(account.jobs, advanced, strict=True):
             self.table.steps_done[row] += steps
         self._count_work(run, account, advanced, begin, time)
@@ -666,7 +675,7 @@ class MetricsRecorder(Callback):
             for ((_, job), before), steps in zip(pairs, advanced, strict=True)
         }
 
-    def _count_jobs(self, account: Open, seconds: float, stepping: float) -> None:
+    def _count_jobs(self, account: OpenAccount, seconds: float, stepping: float) -> None:
         table, many = self.table, len(account.jobs) > 1
         for row, _ in account.jobs:
             table.run_seconds[row] += seconds
@@ -677,7 +686,7 @@ class MetricsRecorder(Callback):
         self.group_seconds += seconds
 
     def _count_work(
-        self, run: Formation, account: Open, advanced: list[float], begin: float, time: float
+        self, run: Formation, account: OpenAccount, advanced: list[float], begin: float, time: float
     ) -> None:
         gpus = len(run.launched.place)
         seconds, stepping = time - account.time, time - begin

@@ -159,12 +159,12 @@ class SimulatedGroup:
         "_launched",
         "_steps",
         "_targets",
+        "announced",
         "begins",
         "epoch",
         "group",
         "requests",
         "seconds",
-        "told",
         "version",
     )
 
@@ -179,7 +179,7 @@ class SimulatedGroup:
     ) -> None:
         self.group, self.epoch, self.seconds = group, epoch, seconds
         self.begins = begins
-        self.version, self.told = 0, False
+        self.version, self.announced = 0, False
         self._launched = {job.name: steps_done.get(job.name, 0.0) for job in jobs}
         self._targets = {job.name: job.steps - self._launched[job.name] for job in jobs}
         self.requests = sorted(jobs, key=lambda job: (-self._targets[job.name], job.name))
@@ -266,7 +266,7 @@ class SimulatedExecutor:
         self._places: dict[int, tuple[int, ...]] = {}
         self._owner: dict[int, int] = {}
         self._heap: list[tuple[float, int, int]] = []
-        self._told: list[ExecutorEvent] = []
+        self._events: list[ExecutorEvent] = []
         self._fails: dict[int, float] = {}
         self._losses: dict[int, Iterator[tuple[float, float]]] = {}
         self._pulled = -inf
@@ -290,8 +290,10 @@ class SimulatedExecutor:
         for gpu in group.place:
             owner = self._owner.get(gpu)
             if owner is not None or self._cluster.node(gpu) in lost:
-                found = "it is not there" if owner is None else f"formation {owner} holds it"
-                raise PlaceTaken(f"GPU {gpu} is not free", group=", ".join(group.jobs), found=found)
+                reason = "it is not there" if owner is None else f"formation {owner} holds it"
+                raise PlaceTaken(
+                    f"GPU {gpu} is not free", group=", ".join(group.jobs), found=reason
+                )
         self._places[epoch] = group.place
         self._owner.update(dict.fromkeys(group.place, epoch))
 
@@ -314,10 +316,10 @@ class SimulatedExecutor:
         now = self.clock.now
         seconds = self._seconds(jobs, group.place, epoch)
         begin = now + self.switch_seconds + self.join_seconds * (len(jobs) - 1)
-        made = SimulatedGroup(group, epoch, jobs, steps_done, begin, seconds)
-        self._groups[epoch] = made
+        running = SimulatedGroup(group, epoch, jobs, steps_done, begin, seconds)
+        self._groups[epoch] = running
         self._fails[epoch] = now + self.disturbances.group_fails_after(epoch, group.gpus)
-        self._plan(made)
+        self._plan(running)
 
     def events(self) -> list[ExecutorEvent]:
         """What happened since the last call, in order of time."""
@@ -330,8 +332,8 @@ class SimulatedExecutor:
             group = self._groups.get(key)
             if group is not None and group.version == version:
                 self._group_event(group, time)
-        told, self._told = self._told, []
-        return told
+        events, self._events = self._events, []
+        return events
 
     def progress(self) -> list[Progress]:
         """Of all that runs, now."""
@@ -347,10 +349,10 @@ class SimulatedExecutor:
 
     def drain(self, group: Group, epoch: int) -> None:
         """The group stops at once, and says where."""
-        found = self._groups.pop(epoch, None)
-        if found is not None:
+        running = self._groups.pop(epoch, None)
+        if running is not None:
             now = self.clock.now
-            self._told.append(Drained(now, epoch, found.steps(now)))
+            self._events.append(Drained(now, epoch, running.steps(now)))
 
     def kill(self, group: Group, epoch: int) -> None:
         """The group stops, and what it has not committed is lost."""
@@ -379,28 +381,28 @@ class SimulatedExecutor:
 
     def fail_group(self, epoch: int, reason: str = "a simulated failure") -> None:
         """A group ends; its jobs go on from their last commits."""
-        found = self._groups.pop(epoch, None)
-        if found is not None:
-            steps = self._safe(found)
-            self._told.append(Failed(self.clock.now, epoch, None, reason, steps))
+        running = self._groups.pop(epoch, None)
+        if running is not None:
+            steps = self._safe(running)
+            self._events.append(Failed(self.clock.now, epoch, None, reason, steps))
 
     def fail_job(self, epoch: int, job: str, reason: str = "a simulated failure") -> None:
         """A job is at fault and ends; its group goes on."""
         now = self.clock.now
-        found = self._groups.get(epoch)
-        if found is None or all(request.name != job for request in found.requests):
+        running = self._groups.get(epoch)
+        if running is None or all(request.name != job for request in running.requests):
             return
-        steps = self._safe(found, job)
-        found.drop_job(job, now)
-        self._told.append(Failed(now, epoch, job, reason, {job: steps[job]}))
-        self._goes_on(found)
+        steps = self._safe(running, job)
+        running.drop_job(job, now)
+        self._events.append(Failed(now, epoch, job, reason, {job: steps[job]}))
+        self._goes_on(running)
 
     def lose_node(self, node: int) -> None:
         """A node goes away, and what runs on it fails."""
         if node in self._cluster.lost:
             return
         self._cluster = replace(self._cluster, lost=self._cluster.lost | {node})
-        self._told.append(NodeLost(self.clock.now, node))
+        self._events.append(NodeLost(self.clock.now, node))
         hit = {self._owner[gpu] for gpu in self._owner if self._cluster.node(gpu) == node}
         for epoch in sorted(hit):
             self.fail_group(epoch, f"node {node} was lost")
@@ -409,7 +411,7 @@ class SimulatedExecutor:
         """A lost node is there again."""
         if node in self._cluster.lost:
             self._cluster = replace(self._cluster, lost=self._cluster.lost - {node})
-            self._told.append(NodeBack(self.clock.now, node))
+            self._events.append(NodeBack(self.clock.now, node))
 
     def _safe(self, group: SimulatedGroup, job: str | None = None) -> dict[str, float]:
         """Steps at the last commit; what was done since is lost, of one job or of all."""
@@ -424,11 +426,11 @@ class SimulatedExecutor:
         if time >= self._fails[group.epoch] and time < group.next_end():
             self.fail_group(group.epoch)
             return
-        if not group.told:
-            group.told = True
-            self._told.append(GroupStarted(group.begins, group.epoch))
+        if not group.announced:
+            group.announced = True
+            self._events.append(GroupStarted(group.begins, group.epoch))
         for request in group.end_jobs(time):
-            self._told.append(Finished(time, group.epoch, request.name, float(request.steps)))
+            self._events.append(Finished(time, group.epoch, request.name, float(request.steps)))
         self._goes_on(group)
 
     def _goes_on(self, group: SimulatedGroup) -> None:

@@ -20,7 +20,17 @@ from tlora_fx.durable import replace_file
 from tlora_fx.errors import ReportNotWritable
 from tlora_fx.simulator.figures import TINY, Figure, Number, Series, bars, lines, shown
 from tlora_fx.simulator.metrics import SIZES, Distribution, Summary
-from tlora_fx.simulator.sweep import SEEDS, JobSource, Scenario, ScenarioResult, SweepPlan
+from tlora_fx.simulator.sweep import (
+    Choices,
+    ClusterOptions,
+    JobSource,
+    ReplayOptions,
+    Scenario,
+    ScenarioResult,
+    SweepOptions,
+    SweepPlan,
+    option_rows,
+)
 from tlora_fx.version import __version__
 
 # The numbers of a replay that reports compare, and their spread over seeds.
@@ -42,8 +52,8 @@ class Metric:
 
 
 def _metric(key: str, title: str, path: str, better: str = "neither", scale: float = 1.0) -> Metric:
-    found = attrgetter(path)
-    return Metric(key, title, lambda summary: float(found(summary)) * scale, better)  # type: ignore[arg-type]
+    read = attrgetter(path)
+    return Metric(key, title, lambda summary: float(read(summary)) * scale, better)  # type: ignore[arg-type]
 
 
 THROUGHPUT = _metric(
@@ -141,10 +151,10 @@ def trained_while_loaded(outcomes: Sequence[ScenarioResult]) -> bool:
 
 def by_policy(scenarios: Iterable[Scenario], outcomes: Outcomes) -> dict[str, list[ScenarioResult]]:
     """Outcomes by policy, in the order in which the policies come first."""
-    found: dict[str, list[ScenarioResult]] = {}
+    policies: dict[str, list[ScenarioResult]] = {}
     for scenario in scenarios:
-        found.setdefault(scenario.policy, []).append(outcomes[scenario])
-    return found
+        policies.setdefault(scenario.policy, []).append(outcomes[scenario])
+    return policies
 
 
 @dataclass(frozen=True, slots=True)
@@ -164,7 +174,7 @@ def ratios(
     policies: Mapping[str, Sequence[ScenarioResult]], ours: str, baselines: Iterable[str]
 ) -> list[Ratio]:
     """A policy against each baseline that was replayed."""
-    found = []
+    found_ratios = []
     for name in baselines:
         if name not in policies or ours not in policies or name == ours:
             continue
@@ -172,9 +182,9 @@ def ratios(
         throughput = [_over(THROUGHPUT, a, b) for a, b in pairs]
         completion = [_over(COMPLETION, b, a) for a, b in pairs]
         if all(value > 0 for value in (*throughput, *completion)):
-            made = Ratio(name, Spread.of_ratios(throughput), Spread.of_ratios(completion))
-            found.append(made)
-    return found
+            ratio = Ratio(name, Spread.of_ratios(throughput), Spread.of_ratios(completion))
+            found_ratios.append(ratio)
+    return found_ratios
 
 
 def _over(metric: Metric, above: ScenarioResult, below: ScenarioResult) -> float:
@@ -215,30 +225,34 @@ def colour(policy: str) -> int:
 
 def compared(policies: Policies, metric: Metric, name: str, title: str, shows: str) -> Figure:
     """A metric of each policy as bars."""
-    found = {policy: spread(metric, outcomes) for policy, outcomes in policies.items()}
-    names = list(found)
-    series = [series_of(metric.title, list(found.values()))]
+    spreads = {policy: spread(metric, outcomes) for policy, outcomes in policies.items()}
+    names = list(spreads)
+    series = [series_of(metric.title, list(spreads.values()))]
     shades = [colour(policy) for policy in names]
     svg = bars(title, metric.title, names, series, colours=shades, log=wide(series))
-    rows = [(policy, metric.key, *numbers_report_figures(found[policy])) for policy in names]
+    rows = [(policy, metric.key, *spread_cells(spreads[policy])) for policy in names]
     return Figure(name, title, shows, svg, ("policy", "metric", *SPREAD), tuple(rows))
 
 
 SPREAD = ("mean", "least", "most", "seeds")
 
 
-def numbers_report_figures(one: Spread | None) -> tuple[Number, ...]:
+def spread_cells(over_seeds: Spread | None) -> tuple[Number, ...]:
     """Mean, least, most and how many seeds, for a table."""
-    return (one.mean, one.low, one.high, one.count) if one else (None, None, None, 0)
+    return (
+        (over_seeds.mean, over_seeds.low, over_seeds.high, over_seeds.count)
+        if over_seeds
+        else (None, None, None, 0)
+    )
 
 
 def series_of(name: str, spreads: Sequence[Spread | None], colour: int = 0) -> Series:
     """A row of bars, or a line, with its spread over the seeds."""
     return Series(
         name,
-        [one.mean if one else None for one in spreads],
-        [one.low if one else None for one in spreads],
-        [one.high if one else None for one in spreads],
+        [item.mean if item else None for item in spreads],
+        [item.low if item else None for item in spreads],
+        [item.high if item else None for item in spreads],
         colour=colour,
     )
 
@@ -259,7 +273,7 @@ def distribution(
         values = _pooled([of(outcome) for outcome in outcomes])
         if not values:
             continue
-        parts = [(place + 1) / len(values) for place in range(len(values))]
+        parts = [(index + 1) / len(values) for index in range(len(values))]
         series.append(Series(policy, parts, x=values, colour=colour(policy)))
         rows += [(policy, value, part) for value, part in zip(values, parts, strict=True)]
     svg = lines(title, label, "part of jobs", series, log_x=log, top=1.0, marks=False)
@@ -268,10 +282,10 @@ def distribution(
 
 def _pooled(distributions: Iterable[Distribution]) -> list[float]:
     """101 quantiles of several distributions together."""
-    values = sorted(value for one in distributions for value in one.quantiles)
+    values = sorted(value for each in distributions for value in each.quantiles)
     if len(values) <= 101:
         return values
-    return [values[round(place * (len(values) - 1) / 100)] for place in range(101)]
+    return [values[round(index * (len(values) - 1) / 100)] for index in range(101)]
 
 
 def split(policies: Policies) -> Figure:
@@ -300,7 +314,7 @@ def utilisation(policies: Policies) -> Figure:
 
 def wide(series: Sequence[Series]) -> bool:
     """Whether values differ so much that their axis is logarithmic."""
-    there = [value for one in series for value in one.values if value and value > TINY]
+    there = [value for row in series for value in row.values if value and value > TINY]
     return bool(there) and max(there) > WIDE * min(there)
 
 
@@ -314,11 +328,11 @@ def _side_by_side(
 ) -> Figure:
     names = list(policies)
     series, rows = [], []
-    for place, (told, metric) in enumerate(metrics):
-        found = [spread(metric, policies[policy]) for policy in names]
-        series.append(series_of(told, found, colour=place * 2))
-        pairs = zip(names, found, strict=True)
-        rows += [(policy, metric.key, *numbers_report_figures(one)) for policy, one in pairs]
+    for index, (part, metric) in enumerate(metrics):
+        spreads = [spread(metric, policies[policy]) for policy in names]
+        series.append(series_of(part, spreads, colour=index * 2))
+        pairs = zip(names, spreads, strict=True)
+        rows += [(policy, metric.key, *spread_cells(item)) for policy, item in pairs]
     percent = label.startswith("%")
     log = not percent and wide(series)
     svg = bars(title, label, names, series, top=100 if percent else None, log=log)
@@ -329,7 +343,7 @@ def grouping(policies: Policies) -> Figure:
     """Which jobs share a group, by their size."""
     series, rows = [], []
     for policy, outcomes in policies.items():
-        found = [
+        spreads = [
             Spread.of(
                 100 * size.grouped_job_share
                 for outcome in outcomes
@@ -339,11 +353,10 @@ def grouping(policies: Policies) -> Figure:
             for wanted in SIZES
         ]
         rows += [
-            (policy, size, *numbers_report_figures(one))
-            for size, one in zip(SIZES, found, strict=True)
+            (policy, size, *spread_cells(item)) for size, item in zip(SIZES, spreads, strict=True)
         ]
         if not policy.startswith("megatron"):
-            series.append(series_of(policy, found, colour(policy)))
+            series.append(series_of(policy, spreads, colour(policy)))
     title = "Jobs that share a group, by size"
     shows = (
         "Thirds of the jobs by GPU-seconds of one step alone. A job counts "
@@ -355,13 +368,17 @@ def grouping(policies: Policies) -> Figure:
 
 def ablation(policies: Policies) -> list[Figure]:
     """What kernel fuser and scheduler bring; nothing where they were not replayed."""
-    own = {name: policies[name] for name in ABLATIONS if name in policies}
-    if len(own) < 2:
+    compared_policies = {name: policies[name] for name in ABLATIONS if name in policies}
+    if len(compared_policies) < 2:
         return []
-    told = "Without fused kernels, and with mLoRA's grouping in place of ours."
+    shows = "Without fused kernels, and with mLoRA's grouping in place of ours."
     return [
-        compared(own, THROUGHPUT, "ablation-throughput", "Ablation: throughput", told),
-        compared(own, COMPLETION, "ablation-completion", "Ablation: completion", told),
+        compared(
+            compared_policies, THROUGHPUT, "ablation-throughput", "Ablation: throughput", shows
+        ),
+        compared(
+            compared_policies, COMPLETION, "ablation-completion", "Ablation: completion", shows
+        ),
     ]
 
 
@@ -426,25 +443,25 @@ def place(value: float, paper: tuple[float, float]) -> str:
     return f"above the paper's {low:g}–{high:g}" if value > high else f"within {low:g}–{high:g}"
 
 
-def ratio_text(one: Spread) -> str:
+def ratio_text(ratio: Spread) -> str:
     """Mean and spread of a ratio."""
-    if one.count == 1:
-        return f"{one.mean:.2f}×"
-    return f"{one.mean:.2f}× ({one.low:.2f}–{one.high:.2f}, {one.count} seeds)"
+    if ratio.count == 1:
+        return f"{ratio.mean:.2f}×"
+    return f"{ratio.mean:.2f}× ({ratio.low:.2f}–{ratio.high:.2f}, {ratio.count} seeds)"
 
 
 def _verdicts(ratios: Sequence[Ratio]) -> Iterator[str]:
-    for one in ratios:
+    for ratio in ratios:
         yield (
-            f"Against {one.baseline}: throughput {ratio_text(one.throughput)}, "
-            f"{place(one.throughput.mean, PAPER_THROUGHPUT)}; mean completion, theirs over ours, "
-            f"{ratio_text(one.completion)}, {place(one.completion.mean, PAPER_COMPLETION)}."
+            f"Against {ratio.baseline}: throughput {ratio_text(ratio.throughput)}, "
+            f"{place(ratio.throughput.mean, PAPER_THROUGHPUT)}; mean completion, theirs over ours, "
+            f"{ratio_text(ratio.completion)}, {place(ratio.completion.mean, PAPER_COMPLETION)}."
         )
 
 
 def _mean(policies: Policies, name: str, metric: Metric) -> float | None:
-    found = spread(metric, policies.get(name, []))
-    return found.mean if found else None
+    over_seeds = spread(metric, policies.get(name, []))
+    return over_seeds.mean if over_seeds else None
 
 
 def offered_load(outcome: ScenarioResult) -> float:
@@ -457,10 +474,10 @@ def offered_load(outcome: ScenarioResult) -> float:
 def _load(policies: Policies) -> Iterator[str]:
     loads = [offered_load(outcome) for outcome in policies[OURS]]
     load = sum(loads) / len(loads)
-    told = ", ".join(f"{part:.0%} under {name}" for name, part in _queue_parts(policies).items())
+    parts = ", ".join(f"{part:.0%} under {name}" for name, part in _queue_parts(policies).items())
     text = (
         f"Load: alone, on the GPUs that they ask for, the jobs would take {load:.2f} times the GPU "
-        f"time that the cluster has while they arrive. Queue is, of mean completion, {told}."
+        f"time that the cluster has while they arrive. Queue is, of mean completion, {parts}."
     )
     if load < 1:
         text += (
@@ -583,18 +600,18 @@ def _kernels(policies: Policies) -> Iterator[str]:
 
     scenario = policies[OURS][0].scenario
     base, rank, batch = scenario.choices.bases[0], 8, 4
-    one = demand_of(base, rank, batch, scenario.choices.mean_tokens)
-    rows = [one.row(), Demand.total([one] * 8).row()]
-    told, lone = [], []
+    demand = demand_of(base, rank, batch, scenario.choices.mean_tokens)
+    rows = [demand.row(), Demand.total([demand] * 8).row()]
+    sentences, lone = [], []
     for words, fused in (("with fused kernels", True), ("without", False)):
         estimator = estimator_of(scenario, [base], fused=fused)
         steps = estimator.seconds(base, np.array(rows), np.ones(2), ["gpu", "gpu"])
         lone.append(steps[0])
         alone, eight = (f"{1e3 * step:.0f} ms" for step in steps)
-        told.append(f"{alone} for one job and {eight} for eight together {words}")
+        sentences.append(f"{alone} for one job and {eight} for eight together {words}")
     yield (
         f"Kernels: by the estimator a step of {base} on one GPU (rank {rank}, {batch} samples of "
-        f"{scenario.choices.mean_tokens:g} tokens) takes {', '.join(told)}."
+        f"{scenario.choices.mean_tokens:g} tokens) takes {', '.join(sentences)}."
         + (BETTER_ALONE if lone[1] < lone[0] else "")
     )
 
@@ -605,17 +622,17 @@ def _ratio(policies: Policies, metric: Metric, above: str, below: str) -> float:
 
 
 def _bounds_kept(policies: Policies) -> Iterator[str]:
-    told = [
+    shares = [
         f"{share:.0%} of the jobs under {name}"
         for name, outcomes in policies.items()
         if (share := sum(o.summary.violating_job_share for o in outcomes) / len(outcomes)) > 0.0005
     ]
     bound = policies[OURS][0].scenario.choices.max_slowdown
-    if told:
+    if shares:
         yield (
             f"Bounds: steps slower than {bound:g} times alone in a shared group were met by "
-            f"{', '.join(told)}, and by none under the others. A policy that breaks the bound buys "
-            "throughput with it."
+            f"{', '.join(shares)}, and by none under the others. A policy that breaks the bound "
+            "buys throughput with it."
         )
     else:
         yield f"Bounds: no job was in a shared group slower than {bound:g} times alone."
@@ -650,7 +667,7 @@ SweepRow = tuple[float, Policies]
 def figures_of(plan: SweepPlan, outcomes: Outcomes) -> list[Figure]:
     """All figures for which there are replays."""
     policies = by_policy(plan.main, outcomes)
-    found = [
+    figures = [
         compared(
             policies,
             THROUGHPUT,
@@ -683,8 +700,8 @@ def figures_of(plan: SweepPlan, outcomes: Outcomes) -> list[Figure]:
     ]
     for name, rows in plan.sweeps.items():
         points = [(value, by_policy(scenarios, outcomes)) for value, scenarios in rows]
-        found += sweep(name, points, policies, synthetic=plan.main[0].source.synthetic)
-    return [replace(one, paper=PAPER.get(one.name, "")) for one in found]
+        figures += sweep(name, points, policies, synthetic=plan.main[0].source.synthetic)
+    return [replace(figure, paper=PAPER.get(figure.name, "")) for figure in figures]
 
 
 #: What each figure redraws, by the paper's captions.
@@ -731,11 +748,11 @@ def sweep(
         shows = _replayed(points)
     if name == "nano":
         return [_nano(points, main)]
-    made = []
+    figures = []
     for metric, what in ((THROUGHPUT, "throughput"), (COMPLETION, "completion")):
         title = f"{what.capitalize()} by {BY[name]}"
-        made.append(_over_report_sweeps(points, metric, f"{name}-{what}", title, shows, label))
-    return made
+        figures.append(_over_values(points, metric, f"{name}-{what}", title, shows, label))
+    return figures
 
 
 def _replayed(points: Sequence[SweepRow]) -> str:
@@ -744,23 +761,23 @@ def _replayed(points: Sequence[SweepRow]) -> str:
     if len(set(jobs)) == 1:
         return ""
     pairs = zip(points, jobs, strict=True)
-    told = ", ".join(f"{count:,} on {size:g}" for (size, _), count in pairs)
-    return f"Jobs larger than a cluster are left out of it, so that it replays fewer: {told}."
+    counts = ", ".join(f"{count:,} on {size:g}" for (size, _), count in pairs)
+    return f"Jobs larger than a cluster are left out of it, so that it replays fewer: {counts}."
 
 
-def _over_report_sweeps(
+def _over_values(
     points: Sequence[SweepRow], metric: Metric, name: str, title: str, shows: str, label: str
 ) -> Figure:
     x = [value for value, _ in points]
     policies = dict.fromkeys(policy for _, row in points for policy in row)
     series, rows = [], []
     for policy in policies:
-        found = [spread(metric, row.get(policy, [])) for _, row in points]
-        one = series_of(policy, found, colour(policy))
-        series.append(Series(one.name, one.values, one.low, one.high, x, one.colour))
+        spreads = [spread(metric, row.get(policy, [])) for _, row in points]
+        line = series_of(policy, spreads, colour(policy))
+        series.append(Series(line.name, line.values, line.low, line.high, x, line.colour))
         rows += [
-            (policy, value, metric.key, *numbers_report_figures(each))
-            for value, each in zip(x, found, strict=True)
+            (policy, value, metric.key, *spread_cells(item))
+            for value, item in zip(x, spreads, strict=True)
         ]
     svg = lines(title, label, metric.title, series, log_y=wide(series))
     return Figure(name, title, shows, svg, ("policy", label, "metric", *SPREAD), tuple(rows))
@@ -769,22 +786,22 @@ def _over_report_sweeps(
 def _nano(points: Sequence[SweepRow], main: Policies) -> Figure:
     """Throughput with a fixed count of nano-batches, beside the best of each group."""
     names = [f"{value:g}" for value, _ in points]
-    found = [spread(THROUGHPUT, row["tlora"]) for _, row in points]
+    spreads = [spread(THROUGHPUT, row["tlora"]) for _, row in points]
     if "tlora" in main:
-        count = found[0].count if found and found[0] else 1
+        count = spreads[0].count if spreads and spreads[0] else 1
         names.append("best of each")
-        found.append(spread(THROUGHPUT, main["tlora"][:count]))
+        spreads.append(spread(THROUGHPUT, main["tlora"][:count]))
     title = "Throughput by nano-batches"
-    told = (
+    shows = (
         "A fixed count in every group, and the best of each (policy tlora). By the estimator, "
         "counts matter only where a group's layout is tensor-parallel."
     )
-    svg = bars(title, THROUGHPUT.title, names, [series_of(THROUGHPUT.title, found)])
+    svg = bars(title, THROUGHPUT.title, names, [series_of(THROUGHPUT.title, spreads)])
     rows = [
-        (count, THROUGHPUT.key, *numbers_report_figures(one))
-        for count, one in zip(names, found, strict=True)
+        (count, THROUGHPUT.key, *spread_cells(item))
+        for count, item in zip(names, spreads, strict=True)
     ]
-    return Figure("nano", title, told, svg, ("nano-batches", "metric", *SPREAD), tuple(rows))
+    return Figure("nano", title, shows, svg, ("nano-batches", "metric", *SPREAD), tuple(rows))
 
 
 PAGE = "index.html"
@@ -857,48 +874,38 @@ class Report:
 def chosen(plan: SweepPlan) -> list[tuple[str, str, str]]:
     """Option, value and meaning of all that was chosen; where that is not the default, that too."""
     base = plan.main[0]
-    given = _told(base, sorted({one.seed for one in plan.main}))
-    source = JobSource(trace=base.source.trace)
-    usual = _told(Scenario("", source=source), list(range(SEEDS)))
+    seeds = sorted({scenario.seed for scenario in plan.main})
+    rows = _choice_rows(base, seeds)
+    usual = Scenario("", source=JobSource(trace=base.source.trace))
+    usual_rows = _choice_rows(usual, range(SweepOptions().seeds))
     return [
-        (name, value, meaning if value == other else f"{meaning}; by default {other}")
-        for (name, value, meaning), (_, other, _) in zip(given, usual, strict=True)
+        (name, value, meaning if value == default else f"{meaning}; by default {default}")
+        for (name, value, meaning), (_, default, _) in zip(rows, usual_rows, strict=True)
     ]
 
 
-def _told(base: Scenario, seeds: Sequence[int]) -> list[tuple[str, str, str]]:
+def _choice_rows(scenario: Scenario, seeds: Sequence[int]) -> list[tuple[str, str, str]]:
     """Option, value and meaning."""
-    jobs, *choices = base.choices.told()
-    if base.source.synthetic:
-        jobs = ("jobs", f"{base.source.jobs:,}", "that are drawn")
+    jobs, *choices = option_rows(Choices, scenario.choices)
+    if scenario.source.synthetic:
+        jobs = ("jobs", f"{scenario.source.jobs:,}", "that are drawn")
     return [
         jobs,
         *choices,
-        ("month", "all" if base.month is None else f"{base.month}", "of the trace"),
-        ("gpus", f"{base.cluster.gpus}", "of the cluster"),
-        ("gpu", base.cluster.gpu, "their kind"),
-        ("gpus-per-node", f"{base.cluster.gpus_per_node}", "in one node"),
-        ("nodes-per-rack", f"{base.cluster.nodes_per_rack}", "in one rack"),
-        ("runnable", f"{base.runnable}", "jobs that a policy sees at once"),
-        ("horizon", f"{base.horizon:g} s", "between decisions"),
-        ("switch-seconds", f"{base.switch_seconds:g} s", "that forming a group costs it"),
+        *option_rows(ClusterOptions, scenario.cluster),
+        *option_rows(ReplayOptions, scenario),
         ("seeds", ", ".join(map(str, seeds)), "of all that is drawn"),
-        ("bad-rows", base.source.bad_rows, "rows that say what no job can be"),
-        (
-            "allow-estimated",
-            "yes" if base.allow_estimated else "no",
-            "profiles that were scaled from other hardware",
-        ),
+        *(row for row in option_rows(JobSource, scenario.source) if row[0] == "bad-rows"),
     ]
 
 
 def _cell(metric: Metric, outcomes: Sequence[ScenarioResult]) -> str:
-    found = spread(metric, outcomes)
-    if found is None or (metric in TRAINED and not trained_while_loaded(outcomes)):
+    over_seeds = spread(metric, outcomes)
+    if over_seeds is None or (metric in TRAINED and not trained_while_loaded(outcomes)):
         return "–"
-    if found.count == 1 or shown(found.low) == shown(found.high):
-        return shown(found.mean)
-    return f"{shown(found.mean)} ({shown(found.low)}–{shown(found.high)})"
+    if over_seeds.count == 1 or shown(over_seeds.low) == shown(over_seeds.high):
+        return shown(over_seeds.mean)
+    return f"{shown(over_seeds.mean)} ({shown(over_seeds.low)}–{shown(over_seeds.high)})"
 
 
 def require_folder(folder: Path) -> None:
@@ -947,15 +954,15 @@ def metrics_csv(report: Report) -> str:
     writer = csv.writer(out, lineterminator="\n")
     writer.writerow(("policy", "seed", *(metric.key for metric in METRICS)))
     for policy, outcomes in report.policies.items():
-        for one in outcomes:
-            values = [metric.of(one.summary) for metric in METRICS]
-            writer.writerow((policy, one.scenario.seed, *values))
+        for outcome in outcomes:
+            values = [metric.of(outcome.summary) for metric in METRICS]
+            writer.writerow((policy, outcome.scenario.seed, *values))
     return out.getvalue()
 
 
 def numbers(report: Report) -> str:
     """Every scenario with its summary, as JSON."""
-    told = [
+    replays = [
         {
             "scenario": _plain(asdict(outcome.scenario)),
             "trace": outcome.trace,
@@ -970,15 +977,17 @@ def numbers(report: Report) -> str:
         "command": report.command,
         "synthetic": report.synthetic,
         "paper": {"throughput": PAPER_THROUGHPUT, "completion": PAPER_COMPLETION},
-        "ratios": [asdict(one) for one in report.ratios],
+        "ratios": [asdict(ratio) for ratio in report.ratios],
     }
-    return json.dumps({**head, "replays": told}, indent=1)
+    return json.dumps({**head, "replays": replays}, indent=1)
 
 
 def _plain(value: Any) -> Any:
     if isinstance(value, Mapping):
         return {key: _plain(item) for key, item in value.items()}
-    return sorted(value) if isinstance(value, frozenset) else value
+    if isinstance(value, frozenset):
+        return sorted(value)
+    return str(value) if isinstance(value, Path) else value
 
 
 def page(report: Report) -> str:

@@ -16,10 +16,20 @@ from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from pathlib import Path
 from statistics import NormalDist
-from typing import Any, Literal
+from typing import Annotated, Any, Literal, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
+from pydantic import (
+    AfterValidator,
+    BeforeValidator,
+    Field,
+    PositiveInt,
+    ValidationError,
+    ValidationInfo,
+    field_validator,
+)
+from pydantic.dataclasses import dataclass as validated
 
 from tlora_fx.cost.cluster import Cluster
 from tlora_fx.cost.demand import Demand
@@ -31,151 +41,58 @@ from tlora_fx.scheduler.policies import policy_of
 from tlora_fx.scheduler.policies.oracle import MOST_JOBS
 from tlora_fx.scheduler.state import MAX_SLOWDOWN, JobRequest
 from tlora_fx.simulator.metrics import Summary
-from tlora_fx.simulator.replay import replay
+from tlora_fx.simulator.replay import OPTIONS, Disturbances, replay
 from tlora_fx.simulator.synthetic import Draw, fit_of_file, generate, shipped_fit
 from tlora_fx.simulator.traces import Dropped, Trace, TraceJob, described, read_trace
 
-# How a trace becomes jobs: what it does not say, chosen and stated.
-#
-# source   field notes, "Replaying AcmeTrace"; tLoRA, section 4.1
+# The options of a replay. Each is stated once: name, kind, default, what it means, what it may be.
 
 
-@dataclass(frozen=True, slots=True)
-class Choices:
-    """How a trace becomes jobs; the defaults are the field notes'.
+def option(default: Any, text: str, *, none: str = "all", unit: str = "", **limits: Any) -> Any:
+    """A field that is an option of `tlora-fx simulate` too.
 
-    jobs            the first so many of the trace; None: all
-    scale           arrivals so many times sooner
-    rebase          the first job is submitted at second 0
-    states          last states that are replayed; empty: all
-    types           types that are replayed; empty: all
-    cpu_jobs        drop jobs that ask for no GPU, or give them one
-    too_large       drop jobs that are larger than the cluster, or give them all of it
-    steps           of every job; None: max(1, round(duration / T_solo))
-    bases           drawn uniformly
-    ranks           drawn uniformly
-    batches         sequences of a step, drawn uniformly or by the job's GPUs
-    batch_rule      independent, or gpus: the largest batch that is not above the job's GPUs
-    mean_tokens     of a sample
-    spread          of the logarithm of a sample's tokens
-    most_tokens     of a sample
-    lengths         typical: a step's samples are quantiles of the distribution, alike for all jobs
-                    of one batch; drawn: each job's own
-    max_slowdown    of every job, in groups of two or more
-    seed            of the draws
+    text     what it means
+    none     what it stands for where nothing is named
+    unit     of its value, in reports
+    limits   of pydantic's `Field`
     """
-
-    jobs: int | None = None
-    scale: float = 1.0
-    rebase: bool = True
-    states: tuple[str, ...] = ()
-    types: tuple[str, ...] = ()
-    cpu_jobs: Literal["drop", "one-gpu"] = "drop"
-    too_large: Literal["drop", "clip"] = "drop"
-    steps: int | None = None
-    bases: tuple[str, ...] = ("llama-3-8b", "qwen3-8b")
-    ranks: tuple[int, ...] = (2, 4, 8, 16)
-    batches: tuple[int, ...] = (1, 2, 4, 8)
-    batch_rule: Literal["independent", "gpus"] = "independent"
-    mean_tokens: float = 130.0
-    spread: float = 0.387
-    most_tokens: int = 422
-    lengths: Literal["typical", "drawn"] = "typical"
-    max_slowdown: float = MAX_SLOWDOWN
-    seed: int = 0
-
-    def told(self) -> list[tuple[str, str, str]]:
-        """Option, value and meaning of each choice."""
-        steps = str(self.steps) if self.steps else "max(1, round(duration / T_solo))"
-        by_gpus = "the largest of these not above the job's GPUs"
-        batch = by_gpus if self.batch_rule == "gpus" else "drawn, whatever the GPUs"
-        return [
-            ("jobs", "all" if self.jobs is None else f"{self.jobs:,}", "the first of the trace"),
-            ("scale", f"{self.scale:g}", "arrivals so many times sooner"),
-            ("rebase", _yes(self.rebase), "the first job is submitted at second 0"),
-            ("states", ", ".join(self.states) or "all", "last states that are replayed"),
-            ("types", ", ".join(self.types) or "all", "types that are replayed"),
-            ("cpu-jobs", self.cpu_jobs, "jobs with gpu_num = 0"),
-            ("too-large", self.too_large, "jobs with more GPUs than the cluster"),
-            ("steps", steps, "so that each job alone lasts as long as in the trace"),
-            ("bases", ", ".join(self.bases), "drawn uniformly"),
-            ("ranks", _list(self.ranks), "drawn uniformly"),
-            ("batches", _list(self.batches), f"sequences a step; {batch}"),
-            ("batch-rule", self.batch_rule, "the paper is unclear: independent or gpus"),
-            ("mean-tokens", f"{self.mean_tokens:g}", "of a sample; GSM8K's is about 130"),
-            ("spread", f"{self.spread:g}", "of the logarithm of a sample's tokens"),
-            ("most-tokens", f"{self.most_tokens}", "of a sample; GSM8K's longest has 422"),
-            ("lengths", self.lengths, "typical: quantiles, alike for all jobs of one batch"),
-            ("max-slowdown", f"{self.max_slowdown:g}", "in every group of two or more"),
-        ]
+    shown: dict[str, Any] = {"none": none, "unit": unit}
+    return Field(default, description=text, json_schema_extra=shown, kw_only=True, **limits)
 
 
-def _yes(value: bool) -> str:
-    return "yes" if value else "no"
+def words(text: str) -> list[str]:
+    """The parts between commas; "all" is none."""
+    return [] if text == "all" else [word.strip() for word in text.split(",") if word.strip()]
 
 
-def _list(values: Sequence[int]) -> str:
-    return ", ".join(map(str, values))
+def _listed(value: object) -> object:
+    return words(value) if isinstance(value, str) else value
 
 
-def require_choices(choices: Choices) -> None:
-    """Refuse choices that make no sense.
-
-    raises    ReplayChoiceWrong
-    """
-    wrong = [
-        ("scale", choices.scale > 0, "a number above 0"),
-        ("jobs", choices.jobs is None or choices.jobs > 0, "a whole number above 0"),
-        ("steps", choices.steps is None or choices.steps > 0, "a whole number above 0"),
-        ("bases", bool(choices.bases), "one base or more"),
-        ("ranks", bool(choices.ranks) and min(choices.ranks) > 0, "ranks above 0"),
-        ("batches", bool(choices.batches) and min(choices.batches) > 0, "batches above 0"),
-        ("mean-tokens", choices.mean_tokens >= 2, "2 tokens or more"),
-        ("most-tokens", choices.most_tokens >= choices.mean_tokens, "no less than the mean"),
-        ("spread", choices.spread >= 0, "0 or more"),
-        ("max-slowdown", choices.max_slowdown >= 1, "1 or more"),
-        ("cpu-jobs", choices.cpu_jobs in {"drop", "one-gpu"}, "drop or one-gpu"),
-        ("too-large", choices.too_large in {"drop", "clip"}, "drop or clip"),
-        ("batch-rule", choices.batch_rule in {"independent", "gpus"}, "independent or gpus"),
-        ("lengths", choices.lengths in {"typical", "drawn"}, "typical or drawn"),
-    ]
-    for name, fine, expected in wrong:
-        if not fine:
-            found = getattr(choices, name.replace("-", "_"))
-            raise ReplayChoiceWrong(f"--{name} makes no sense", expected=expected, found=found)
+def _upper(words: tuple[str, ...]) -> tuple[str, ...]:
+    return tuple(word.upper() for word in words)
 
 
-SYNTHETIC = "synthetic"
-#: Of the main comparison, unless another number is asked for.
-SEEDS = 5
-SCALES = (0.5, 1.0, 2.0, 5.0)
-CLUSTER_SIZES = (32, 64, 128, 256)
-NANO_BATCHES = (1, 2, 4, 8)
-#: Of a synthetic trace, which has no months: how the paper says that they differ.
-INTENSITIES = (1.0, 2.0, 4.0)
-SWEEPS = ("scale", "cluster", "months", "nano")
+Words = Annotated[tuple[str, ...], BeforeValidator(_listed)]
+Counts = Annotated[tuple[PositiveInt, ...], BeforeValidator(_listed)]
 
 
-@dataclass(frozen=True, slots=True)
+@validated(frozen=True)
 class JobSource:
     """Where the jobs come from.
 
-    trace       a file, or "synthetic"
-    format      of the file; None: by its columns
-    bad_rows    drop or refuse
-    jobs        of a synthetic trace
-    intensity   of a synthetic trace's arrivals
-    burstiness  of a synthetic trace's arrivals
-    marginals   a synthetic trace is fitted to; None: the shipped fit
+    jobs    of a synthetic trace
     """
 
-    trace: str = SYNTHETIC
-    format: str | None = None
-    bad_rows: str = "drop"
+    trace: str = option("synthetic", "file, or 'synthetic'")
+    format: str | None = option(None, "acme, pollux, kalos, own; by its columns")
+    bad_rows: Literal["drop", "refuse"] = option(
+        "drop", "rows that say what no job can be: left out and counted, or refused"
+    )
     jobs: int = 1000
-    intensity: float = 1.0
-    burstiness: float = 1.0
-    marginals: str | None = None
+    intensity: float = option(1.0, "synthetic arrivals, times the trace's rate")
+    burstiness: float = option(1.0, "variation of synthetic arrivals; 1: Poisson")
+    marginals: Path | None = option(None, "a synthetic trace is fitted to this file")
 
     @property
     def synthetic(self) -> bool:
@@ -183,29 +100,156 @@ class JobSource:
         return self.trace == SYNTHETIC
 
 
-@dataclass(frozen=True, slots=True)
-class Scenario:
+@validated(frozen=True)
+class Choices:
+    """How a trace becomes jobs; the defaults are the field notes'.
+
+    seed    of the draws
+
+    source  field notes, "Replaying AcmeTrace"; tLoRA, section 4.1
+    """
+
+    jobs: int | None = option(None, "the first of the trace; 1,000 if synthetic", ge=1)
+    scale: float = option(1.0, "arrivals so many times sooner", gt=0)
+    rebase: bool = option(True, "the first job is submitted at second 0")
+    states: Annotated[Words, AfterValidator(_upper)] = option(
+        (), "last states that are replayed, such as COMPLETED"
+    )
+    types: Words = option((), "types that are replayed, such as SFT,Eval")
+    cpu_jobs: Literal["drop", "one-gpu"] = option("drop", "jobs with gpu_num = 0")
+    too_large: Literal["drop", "clip"] = option("drop", "jobs with more GPUs than the cluster")
+    steps: int | None = option(
+        None,
+        "of every job, so that each alone lasts as long as in the trace",
+        none="max(1, round(duration / T_solo))",
+        ge=1,
+    )
+    bases: Words = option(("llama-3-8b", "qwen3-8b"), "drawn uniformly", min_length=1)
+    ranks: Counts = option((2, 4, 8, 16), "drawn uniformly", min_length=1)
+    batches: Counts = option((1, 2, 4, 8), "sequences of a step", min_length=1)
+    batch_rule: Literal["independent", "gpus"] = option(
+        "independent",
+        "drawn, whatever the GPUs; or the largest batch not above them (the paper is unclear)",
+    )
+    mean_tokens: float = option(130.0, "of a sample; GSM8K's is about 130", ge=2)
+    spread: float = option(0.387, "of the logarithm of a sample's tokens", ge=0)
+    most_tokens: int = option(422, "of a sample; GSM8K's longest has 422", ge=2)
+    lengths: Literal["typical", "drawn"] = option(
+        "typical", "typical: quantiles, alike for all jobs of one batch; drawn: each job's own"
+    )
+    max_slowdown: float = option(MAX_SLOWDOWN, "in every group of two or more", ge=1)
+    seed: int = 0
+
+    @field_validator("most_tokens")
+    @classmethod
+    def _no_less_than_the_mean(cls, most: int, info: ValidationInfo) -> int:
+        if most < info.data.get("mean_tokens", 0):
+            raise ValueError("no less than the mean")
+        return most
+
+
+@validated(frozen=True, kw_only=True)
+class ReplayOptions:
+    """How the scheduler is replayed."""
+
+    month: int | None = option(None, "of the trace, counted from 1", ge=1)
+    runnable: int = option(128, "jobs that a policy sees at once", ge=1)
+    horizon: float = option(60.0, "between decisions, such as 60s or 5m", unit=" s", gt=0)
+    switch_seconds: float = option(20.0, "that forming a group costs it", unit=" s", ge=0)
+    allow_estimated: bool = option(False, "profiles that were scaled from other hardware")
+
+
+@validated(frozen=True)
+class ClusterOptions:
+    """The GPUs that there are."""
+
+    gpus: int = option(128, "of the cluster", ge=1)
+    gpu: str = option("h200", "their kind")
+    gpus_per_node: int = option(8, "in one node", ge=1)
+    nodes_per_rack: int = option(4, "in one rack", ge=1)
+
+
+@validated(frozen=True)
+class SweepOptions:
+    """What is compared."""
+
+    policies: str = option("all", "all, or names, such as tlora,megatron:backfill=true")
+    seeds: int = option(5, "how many", ge=1)
+    seed: int = option(0, "the first one", ge=0)
+    sweeps: str = option("none", "all, none, or some of scale, cluster, months, nano")
+    sweep_seeds: int = option(1, "of each point of a sweep", ge=1)
+    cluster_sizes: Counts = option((32, 64, 128, 256), "of the sweep over them")
+
+
+Options = TypeVar("Options")
+
+
+def checked(kind: type[Options], values: Mapping[str, Any]) -> Options:
+    """Options of one kind, by their names; None is the default.
+
+    raises    ReplayChoiceWrong
+    """
+    fields = kind.__dataclass_fields__  # type: ignore[attr-defined]
+    try:
+        return kind(**{name: values[name] for name in fields if values.get(name) is not None})
+    except ValidationError as error:
+        first = error.errors()[0]
+        raise ReplayChoiceWrong(
+            f"--{str(first['loc'][0]).replace('_', '-')} makes no sense",
+            expected=first["msg"].removeprefix("Input should be "),
+            found=first["input"],
+        ) from None
+
+
+def option_rows(kind: Any, values: object) -> list[tuple[str, str, str]]:
+    """Name, value and meaning of each option of a kind.
+
+    values   has them as attributes
+    """
+    return [
+        (name.replace("_", "-"), _shown(getattr(values, name), **extra), str(field.description))
+        for name, field in kind.__pydantic_fields__.items()
+        if (extra := field.json_schema_extra)
+    ]
+
+
+def _shown(value: Any, none: str, unit: str) -> str:
+    match value:
+        case None | ():
+            return none
+        case bool():
+            return "yes" if value else "no"
+        case tuple():
+            return ", ".join(map(str, value))
+        case int():
+            return f"{value:,}"
+        case float():
+            return f"{value:g}{unit}"
+        case _:
+            return str(value)
+
+
+SYNTHETIC = "synthetic"
+SCALES = (0.5, 1.0, 2.0, 5.0)
+NANO_BATCHES = (1, 2, 4, 8)
+#: Of a synthetic trace, which has no months: how the paper says that they differ.
+INTENSITIES = (1.0, 2.0, 4.0)
+SWEEPS = ("scale", "cluster", "months", "nano")
+
+
+@validated(frozen=True)
+class Scenario(ReplayOptions):
     """One replay.
 
-    month            of the trace, counted from 1; None: all
     nano_batches     of every group; None: the best of each
-    horizon          seconds between decisions
-    switch_seconds   what forming a group costs it
-    runnable         jobs that the policy sees
-    allow_estimated  profiles that were scaled from other hardware
     """
 
     policy: str
     seed: int = 0
-    source: JobSource = field(default_factory=JobSource)
-    choices: Choices = field(default_factory=Choices)
-    cluster: Cluster = field(default_factory=lambda: Cluster(128))
-    month: int | None = None
+    source: JobSource = JobSource()
+    choices: Choices = Choices()
+    cluster: Cluster = Cluster(128)
     nano_batches: int | None = None
-    horizon: float = 60.0
-    switch_seconds: float = 20.0
-    runnable: int = 128
-    allow_estimated: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -232,7 +276,7 @@ def load(source: JobSource, seed: int) -> Trace:
         return read_trace(
             Path(source.trace), format=source.format, bad_rows=source.bad_rows, seed=seed
         )
-    fit = fit_of_file(Path(source.marginals)) if source.marginals else shipped_fit()
+    fit = fit_of_file(source.marginals) if source.marginals else shipped_fit()
     return generate(fit, Draw(source.jobs, source.intensity, source.burstiness, seed))
 
 
@@ -243,9 +287,9 @@ def run(scenario: Scenario) -> ScenarioResult:
     if scenario.month is not None:
         trace = trace.month(scenario.month)
     summary, workload = replayed(scenario, trace)
-    told = described(replace(trace, jobs=tuple(workload.jobs.values())))
+    facts = described(replace(trace, jobs=tuple(workload.jobs.values())))
     return ScenarioResult(
-        scenario, summary, told, workload.dropped.rows(), time.perf_counter() - start
+        scenario, summary, facts, workload.dropped.rows(), time.perf_counter() - start
     )
 
 
@@ -259,12 +303,12 @@ def run_all(
     done    called after each
     """
     wanted = list(dict.fromkeys(scenarios))
-    found: dict[Scenario, ScenarioResult] = {}
+    outcomes: dict[Scenario, ScenarioResult] = {}
     for outcome in _outcomes(wanted, min(processes, len(wanted))):
-        found[outcome.scenario] = outcome
+        outcomes[outcome.scenario] = outcome
         if done is not None:
             done(outcome)
-    return found
+    return outcomes
 
 
 def _outcomes(wanted: Sequence[Scenario], processes: int) -> Iterator[ScenarioResult]:
@@ -296,7 +340,7 @@ class SweepPlan:
 
     def scenarios(self) -> list[Scenario]:
         """All of them; some twice."""
-        others = [one for rows in self.sweeps.values() for _, row in rows for one in row]
+        others = [scenario for rows in self.sweeps.values() for _, row in rows for scenario in row]
         return [*self.main, *others]
 
 
@@ -307,7 +351,7 @@ def plan_of(
     sweeps: Sequence[str] = (),
     *,
     sweep_seeds: int = 1,
-    sizes: Sequence[int] = CLUSTER_SIZES,
+    sizes: Sequence[int] = SweepOptions().cluster_sizes,
     months: int = 1,
 ) -> SweepPlan:
     """What has to be replayed.
@@ -318,20 +362,22 @@ def plan_of(
     first = base.seed
     main = _each([base], policies, range(first, first + seeds))
     few = range(first, first + min(seeds, sweep_seeds))
-    found: dict[str, list[tuple[float, tuple[Scenario, ...]]]] = {}
+    by_sweep: dict[str, list[tuple[float, tuple[Scenario, ...]]]] = {}
     for name in sweeps:
-        own = ("tlora",) if name == "nano" else policies
+        shown_policies = ("tlora",) if name == "nano" else policies
         rows = variations(base, name, sizes, months)
-        found[name] = [(value, tuple(_each([one], own, few))) for value, one in rows]
-    return SweepPlan(tuple(main), found)
+        by_sweep[name] = [
+            (value, tuple(_each([scenario], shown_policies, few))) for value, scenario in rows
+        ]
+    return SweepPlan(tuple(main), by_sweep)
 
 
 def _each(
     bases: Sequence[Scenario], policies: Sequence[str], seeds: Iterable[int]
 ) -> list[Scenario]:
     return [
-        replace(one, policy=policy, seed=seed, choices=replace(one.choices, seed=seed))
-        for one in bases
+        replace(base, policy=policy, seed=seed, choices=replace(base.choices, seed=seed))
+        for base in bases
         for seed in seeds
         for policy in policies
     ]
@@ -394,26 +440,27 @@ def workload_of(
     the same job whatever else is dropped.
 
     demand_of   base, rank, batch, lengths -> Demand; None: for the bases that are known
-    raises      ReplayChoiceWrong, TraceEmpty
+    raises      TraceEmpty
     """
-    require_choices(choices)
     dropped = Dropped() if trace.requests is not None else trace.dropped.together(Dropped())
     most = cluster.capacity()
-    given = trace.first(choices.jobs) if choices.jobs else trace
+    jobs = trace.first(choices.jobs) if choices.jobs else trace
     if trace.requests is not None:
-        made = _own(given, choices, most, dropped)
+        pairs = _own(jobs, choices, most, dropped)
     else:
-        made = list(_chosen(given, choices, most, estimator, demand_of, dropped))
-    if not made:
+        pairs = list(_chosen(jobs, choices, most, estimator, demand_of, dropped))
+    if not pairs:
         raise TraceEmpty(
             "no job of the trace can be replayed",
             trace=trace.source,
             found="\n".join(dropped.lines()),
             help=_what_would_do(dropped, most),
         )
-    start = made[0][1].submitted if choices.rebase else 0.0
-    requests = tuple(at_time(one, (one.submitted - start) / choices.scale) for _, one in made)
-    return Workload(requests, {job.name: job for job, _ in made}, dropped)
+    start = pairs[0][1].submitted if choices.rebase else 0.0
+    requests = tuple(
+        at_time(request, (request.submitted - start) / choices.scale) for _, request in pairs
+    )
+    return Workload(requests, {job.name: job for job, _ in pairs}, dropped)
 
 
 def _what_would_do(dropped: Dropped, most: int) -> str:
@@ -435,13 +482,13 @@ def _own(
     trace: Trace, choices: Choices, most: int, dropped: Dropped
 ) -> list[tuple[TraceJob, JobRequest]]:
     assert trace.requests is not None
-    made = []
+    pairs = []
     for job in trace.jobs:
         request = trace.requests[job.name]
         gpus = _gpus(job, choices, most, dropped)
         if gpus:
-            made.append((job, replace(request, gpus=gpus)))
-    return made
+            pairs.append((job, replace(request, gpus=gpus)))
+    return pairs
 
 
 def _gpus(job: TraceJob, choices: Choices, most: int, dropped: Dropped) -> int:
@@ -479,15 +526,15 @@ def _chosen(
     batches = random.integers(len(choices.batches), size=count).tolist()
     demands = Demands(choices, demand_of or known_demand, random)
     known: dict[tuple[str, int, int], tuple[float, Demand]] = {}
-    made = []
-    for place, job in enumerate(trace.jobs):
+    pairs = []
+    for index, job in enumerate(trace.jobs):
         gpus = _gpus(job, choices, most, dropped)
         if not gpus:
             continue
-        base, rank = choices.bases[bases[place]], choices.ranks[ranks[place]]
+        base, rank = choices.bases[bases[index]], choices.ranks[ranks[index]]
         batch = batch_by_gpus(choices.batches, gpus)
         if choices.batch_rule == "independent":
-            batch = choices.batches[batches[place]]
+            batch = choices.batches[batches[index]]
         demand, longest = demands.of(base, rank, batch)
         # Hashing a demand takes longer than all else here; its identity will do.
         key = (base, id(demand), gpus)
@@ -508,8 +555,8 @@ def _chosen(
             choices.max_slowdown,
             longest=longest,
         )
-        made.append((job, request))
-    return made
+        pairs.append((job, request))
+    return pairs
 
 
 def batch_by_gpus(batches: Sequence[int], gpus: int) -> int:
@@ -569,18 +616,21 @@ def replayed(scenario: Scenario, trace: Trace, **options: Any) -> tuple[Summary,
     """
     policy = policy_of(scenario.policy)
     workload = workload_in(scenario, trace)
-    found = replay(
+    result = replay(
         workload.requests,
         policy,
         estimator_of(scenario, bases_of(scenario, trace), fused=getattr(policy, "fused", True)),
         scenario.cluster,
-        horizon=scenario.horizon,
-        switch_seconds=scenario.switch_seconds,
-        runnable=scenario.runnable,
-        seed=scenario.seed,
+        options=replace(
+            OPTIONS,
+            horizon=scenario.horizon,
+            switch_seconds=scenario.switch_seconds,
+            runnable=scenario.runnable,
+        ),
+        disturbances=Disturbances(seed=scenario.seed),
         **options,
     )
-    return found.summary, workload
+    return result.summary, workload
 
 
 def workload_in(scenario: Scenario, trace: Trace) -> Workload:
@@ -627,25 +677,13 @@ def require_ready(plan: SweepPlan) -> None:
               all that reading a trace does
     """
     base = plan.main[0]
-    demand_times(base)
     trace = load(base.source, base.seed)
     if base.month is not None:
         trace = trace.month(base.month)
-    made = workload_in(base, trace)
-    require_few_for_oracle({one.policy for one in plan.scenarios()}, base.runnable, made.requests)
-
-
-def demand_times(scenario: Scenario) -> None:
-    """Refuse times that make no sense.
-
-    raises    ReplayChoiceWrong
-    """
-    for name, found, fine, expected in (
-        ("horizon", scenario.horizon, scenario.horizon > 0, "seconds above 0"),
-        ("switch-seconds", scenario.switch_seconds, scenario.switch_seconds >= 0, "0 or more"),
-    ):
-        if not fine:
-            raise ReplayChoiceWrong(f"--{name} makes no sense", expected=expected, found=found)
+    workload = workload_in(base, trace)
+    require_few_for_oracle(
+        {scenario.policy for scenario in plan.scenarios()}, base.runnable, workload.requests
+    )
 
 
 def require_few_for_oracle(
@@ -658,7 +696,7 @@ def require_few_for_oracle(
     """
     if runnable <= MOST_JOBS or all(policy_of(name).name != "oracle" for name in policies):
         return
-    [(base, most)] = Counter(one.base for one in requests).most_common(1)
+    [(base, most)] = Counter(request.base for request in requests).most_common(1)
     if most > MOST_JOBS:
         raise TooManyForOracle(
             "the exact policy might see too many jobs of one base",

@@ -12,12 +12,13 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 import numpy as np
 from numpy.typing import NDArray
+from pydantic import PlainSerializer, PlainValidator, TypeAdapter
 
 from tlora_fx.errors import MarginalsFileError, ReplayChoiceWrong
 from tlora_fx.simulator.traces import MONTH_SECONDS, Trace, TraceJob
@@ -30,7 +31,21 @@ from tlora_fx.simulator.traces import MONTH_SECONDS, Trace, TraceJob
 # tilts the distribution of durations by a power of the duration (iterated proportional fitting).
 
 
+def _rounded(value: NDArray[Any]) -> list[Any]:
+    return [_rounded(row) if np.ndim(row) else round(float(row), 6) for row in value]
+
+
+def _shares(value: Any) -> NDArray[Any]:
+    numbers = np.array(value, dtype=float)
+    return np.asarray(numbers / numbers.sum(axis=-1, keepdims=True))
+
+
 Numbers = NDArray[Any]
+#: As they are read from a file, and written into one.
+Floats = Annotated[
+    Numbers, PlainValidator(partial(np.array, dtype=float)), PlainSerializer(_rounded)
+]
+Shares = Annotated[Numbers, PlainValidator(_shares), PlainSerializer(_rounded)]
 SHIPPED = Path(__file__).parent / "assets" / "acme_seren_fit.json"
 #: March to August 2023.
 TRACE_DAYS = 184
@@ -52,11 +67,11 @@ class Fit:
     source: str
     jobs_per_second: float
     types: tuple[str, ...]
-    type_shares: Numbers
-    buckets: Numbers
+    type_shares: Shares
+    buckets: Shares
     gpus: tuple[int, ...]
-    log_weights: Numbers
-    tilts: Numbers
+    log_weights: Floats
+    tilts: Floats
 
     @cached_property
     def gpus_given_bucket(self) -> Numbers:
@@ -67,23 +82,15 @@ class Fit:
 
     def to_json(self) -> str:
         """As text, for `fit_of_file`."""
-        told = {
+        document = {
             "source": self.source,
             "licence": "CC-BY-4.0 (the data that this was fitted to)",
-            "jobs_per_second": self.jobs_per_second,
-            "types": self.types,
-            "type_shares": _rounded(self.type_shares),
-            "buckets": [_rounded(row) for row in self.buckets],
-            "gpus": self.gpus,
-            "log_weights": _rounded(self.log_weights),
-            "tilts": _rounded(self.tilts),
-        }
-        lines = ",\n".join(f"  {json.dumps(key)}: {json.dumps(told[key])}" for key in told)
+        } | _FIT.dump_python(self)
+        lines = ",\n".join(f"  {json.dumps(key)}: {json.dumps(document[key])}" for key in document)
         return "{\n" + lines.replace("], [", "],\n    [") + "\n}\n"
 
 
-def _rounded(row: Numbers) -> list[float]:
-    return [round(float(value), 6) for value in row]
+_FIT = TypeAdapter(Fit)
 
 
 def bucket_means(count: int) -> Numbers:
@@ -133,19 +140,8 @@ def _loaded(path: Path) -> dict[str, Any]:
 
 def _read_fit(given: Mapping[str, Any], path: Path) -> Fit:
     try:
-        buckets = np.array(given["buckets"], dtype=float)
-        shares = np.array(given["type_shares"], dtype=float)
-        return Fit(
-            source=str(given["source"]),
-            jobs_per_second=float(given["jobs_per_second"]),
-            types=tuple(given["types"]),
-            type_shares=shares / shares.sum(),
-            buckets=buckets / buckets.sum(axis=1, keepdims=True),
-            gpus=tuple(int(count) for count in given["gpus"]),
-            log_weights=np.array(given["log_weights"], dtype=float),
-            tilts=np.array(given["tilts"], dtype=float),
-        )
-    except (KeyError, TypeError, ValueError) as error:
+        return _FIT.validate_python(given)
+    except (TypeError, ValueError) as error:
         raise MarginalsFileError("a fit that lacks something", file=path, found=error) from None
 
 
@@ -174,10 +170,10 @@ def _gpu_time(given: Mapping[str, Any], cluster: str) -> Mapping[str, float]:
 
 
 def _steps(cumulative: list[float]) -> Numbers:
-    found = np.diff(np.array(cumulative, dtype=float), prepend=0.0)
-    if (found < 0).any() or found.sum() <= 0:
+    counts = np.diff(np.array(cumulative, dtype=float), prepend=0.0)
+    if (counts < 0).any() or counts.sum() <= 0:
         raise ValueError("counts that fall")
-    return found
+    return counts
 
 
 def gpu_table(
@@ -291,12 +287,12 @@ def chosen(random: np.random.Generator, table: Numbers, rows: Numbers) -> Number
     rows     [n] which row each draw is from
     returns  [n] columns
     """
-    found = np.zeros(len(rows), dtype=np.int64)
+    columns = np.zeros(len(rows), dtype=np.int64)
     draws = random.random(len(rows))
     for row in range(len(table)):
-        mine = rows == row
-        found[mine] = np.searchsorted(np.cumsum(table[row])[:-1], draws[mine], side="right")
-    return found
+        drawn = rows == row
+        columns[drawn] = np.searchsorted(np.cumsum(table[row])[:-1], draws[drawn], side="right")
+    return columns
 
 
 def _arrivals(random: np.random.Generator, rate: float, draw: Draw) -> Numbers:

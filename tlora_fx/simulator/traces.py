@@ -77,9 +77,9 @@ class Dropped:
 
     def rows(self) -> list[tuple[str, str, int, str]]:
         """Kind, reason, count and first place of each reason, the most frequent first."""
-        found = [("wrong", *pair) for pair in self.wrong.most_common()]
-        found += [("rule", *pair) for pair in self.by_rule.most_common()]
-        return [(kind, reason, count, self.first[reason]) for kind, reason, count in found]
+        counts = [("wrong", *pair) for pair in self.wrong.most_common()]
+        counts += [("rule", *pair) for pair in self.by_rule.most_common()]
+        return [(kind, reason, count, self.first[reason]) for kind, reason, count in counts]
 
     def lines(self, verdict: str = "left out") -> list[str]:
         """For people; one line where nothing was left out.

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar
 
-from tlora_fx.scheduler.placement import Placer
+from tlora_fx.scheduler.search.placement import Placer
 from tlora_fx.scheduler.state import ActiveJob, Decision, Group, SchedulerState
 
 

@@ -76,10 +76,10 @@ class RunningGroup:
     at_fault: str | None = None
     reason: str = ""
     settled: set[str] = field(default_factory=set)
-    listener: EventReader = field(init=False)
+    event_reader: EventReader = field(init=False)
 
     def __post_init__(self) -> None:
-        self.listener = EventReader(self.folder / "told.jsonl")
+        self.event_reader = EventReader(self.folder / "told.jsonl")
 
     @property
     def output(self) -> Path:
@@ -108,8 +108,8 @@ class RunningGroup:
         codes = [self.server.code(worker) for worker in self.workers]
         whole = all(code is not None for code in codes)
         # Read after the codes: once all have ended, nothing more is told.
-        for line in self.listener.lines():
-            yield from self._told(line)
+        for line in self.event_reader.lines():
+            yield from self._read(line)
         if whole:
             self.over = True
             yield from self._end(now, [code for code in codes if code is not None])
@@ -117,7 +117,7 @@ class RunningGroup:
             # The others wait for one that has died.
             self.send(signal.SIGKILL)
 
-    def _told(self, line: Mapping[str, Any]) -> Iterator[GroupEvent]:
+    def _read(self, line: Mapping[str, Any]) -> Iterator[GroupEvent]:
         time = self.clock(line["time"])
         match line["kind"]:
             case "started":
@@ -151,7 +151,7 @@ class RunningGroup:
         if self.at_fault is not None and self.at_fault not in self.settled:
             yield Failed(now, self.epoch, self.at_fault, self.reason)
         stopped = self.asked and all(code in (0, 128 + signal.SIGTERM) for code in codes)
-        yield from self._untold(now)
+        yield from self._unwritten(now)
         if stopped or not any(codes):
             yield Drained(now, self.epoch, dict(self.committed))
         else:
@@ -159,7 +159,7 @@ class RunningGroup:
                 now, self.epoch, None, self.reason or self._why(codes), dict(self.committed)
             )
 
-    def _untold(self, now: float) -> Iterator[GroupEvent]:
+    def _unwritten(self, now: float) -> Iterator[GroupEvent]:
         """A checkpoint that was written, and its writer killed before it told."""
         ended = {}
         steps = {}
@@ -306,8 +306,8 @@ class LocalExecutor:
         place = self._held[epoch]
         size = 1 if layout is None else min(layout.mesh.size, len(place))
         gpus = place[:size]
-        order = self._order(folder, epoch, group, gpus, layout)
-        order.write(folder / "order.json")
+        config = self._config(folder, epoch, group, gpus, layout)
+        config.write(folder / "order.json")
         workers = tuple(
             self._server.start(folder / "order.json", folder / f"rank-{rank}.log", environment)
             for rank, environment in enumerate(_environments(gpus))
@@ -317,7 +317,7 @@ class LocalExecutor:
             {name: self.sources[name].steps for name in group.jobs if name in self.sources},
         )  # fmt: skip
 
-    def _order(
+    def _config(
         self,
         folder: Path,
         epoch: int,
@@ -334,7 +334,7 @@ class LocalExecutor:
             },
             output=str(folder / "train"),
             job_folders=str(self.folder),
-            told=str(folder / "told.jsonl"),
+            event_log=str(folder / "told.jsonl"),
             device=options.device,
             gpus=gpus,
             mesh="" if layout is None or len(gpus) == 1 else str(layout.mesh),
@@ -380,9 +380,9 @@ class LocalExecutor:
             time.sleep(0.01)
         # What it has committed counts, though nobody is told; a job that was done will find that it
         # is when it is launched again.
-        found = [e for e in running.events(self.now()) if isinstance(e, Committed)]
-        self._note(found)
-        for event in found:
+        commits = [e for e in running.events(self.now()) if isinstance(e, Committed)]
+        self._note(commits)
+        for event in commits:
             self._commits(event)
         running.over = True
 
@@ -515,15 +515,15 @@ def recover(ledger: Ledger, folder: Path, now: float) -> list[int]:
     for record in open_epochs:
         train = folder / "groups" / f"{record.epoch:06d}" / "train"
         counters = CheckpointStore(train).counters()
-        steps = {job: float(own["step"]) for job, own in counters.items()}
+        steps = {job: float(counters_of_job["step"]) for job, counters_of_job in counters.items()}
         if steps:
-            ledger.tell(Committed(now, record.epoch, steps, str(train)))
-        for job, own in counters.items():
-            if own["status"] == "done":
-                ledger.tell(Finished(now, record.epoch, job, steps[job]))
-            elif own["status"] == "failed":
-                ledger.tell(Failed(now, record.epoch, job, own["reason"]))
-        ledger.tell(Failed(now, record.epoch, None, KILLED))
+            ledger.record(Committed(now, record.epoch, steps, str(train)))
+        for job, counters_of_job in counters.items():
+            if counters_of_job["status"] == "done":
+                ledger.record(Finished(now, record.epoch, job, steps[job]))
+            elif counters_of_job["status"] == "failed":
+                ledger.record(Failed(now, record.epoch, job, counters_of_job["reason"]))
+        ledger.record(Failed(now, record.epoch, None, KILLED))
     return [record.epoch for record in open_epochs]
 
 

@@ -1,4 +1,4 @@
-"""One process of a group: trains what its order says, and tells how it goes.
+"""One process of a group: trains what its config says, and writes how it goes into an event log.
 
 It runs `Trainer` as `tlora-fx train` does. SIGTERM drains it: the round is finished, a checkpoint
 written, and the process ends.
@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self
 
 import torch
+from pydantic import TypeAdapter
 
 import tlora_fx.passes
 import tlora_fx.planners
@@ -50,7 +51,7 @@ class WorkerConfig:
     sources          by job, the run folder whose newest checkpoint it goes on from
     output           run folder of the group: its checkpoints
     job_folders      folder of the jobs' own folders
-    told             file that the worker appends its lines to
+    event_log        file that the worker appends its events to
     device           "cpu" or "cuda"
     gpus             that the processes have, one each
     mesh             such as "dp=2"
@@ -65,7 +66,7 @@ class WorkerConfig:
     sources: Mapping[str, str]
     output: str
     job_folders: str
-    told: str
+    event_log: str
     device: str = "cpu"
     gpus: tuple[int, ...] = (0,)
     mesh: str = ""
@@ -76,17 +77,16 @@ class WorkerConfig:
     options: Mapping[str, Any] = field(default_factory=dict)
 
     def write(self, path: Path) -> None:
-        """Leave the order where its worker finds it."""
+        """Leave the config where its worker finds it."""
         replace_file(path, json.dumps(asdict(self), indent=1).encode())
 
     @classmethod
     def read(cls, path: Path) -> Self:
-        """The order in a file."""
-        fields = json.loads(path.read_bytes())
-        return cls(**{**fields, "jobs": tuple(fields["jobs"]), "gpus": tuple(fields["gpus"])})
+        """The config in a file."""
+        return TypeAdapter(cls).validate_json(path.read_bytes())
 
 
-# The lines that a worker tells: appended to a file, read while it grows.
+# The event log of a worker: lines appended to a file, read while it grows.
 #
 # A file outlives both ends: a worker whose parent is gone writes on undisturbed, and a line that a
 # kill has torn has no end and is never read.
@@ -95,25 +95,25 @@ class WorkerConfig:
 class EventWriter:
     """Appends lines, for a worker.
 
-    every_seconds   progress is told at most so often
+    every_seconds   progress is written at most so often
     """
 
     def __init__(self, path: Path | str, every_seconds: float = 0.2) -> None:
         self._file = Path(path).open("ab", buffering=0)  # noqa: SIM115  (open while it trains)
         self._every = every_seconds
-        self._told_at = 0.0
+        self._last = 0.0
 
-    def tell(self, kind: str, **facts: Any) -> None:
+    def write(self, kind: str, **facts: Any) -> None:
         """Append one line, with the time of day."""
         line = json.dumps({"kind": kind, "time": time.time(), **facts})
         self._file.write(line.encode() + b"\n")
 
     def progress(self, steps: Mapping[str, int]) -> None:
-        """Tell the steps done, unless that was told a moment ago."""
+        """Write the steps done, unless that was written a moment ago."""
         now = time.monotonic()
-        if now - self._told_at >= self._every:
-            self._told_at = now
-            self.tell("progress", steps=dict(steps))
+        if now - self._last >= self._every:
+            self._last = now
+            self.write("progress", steps=dict(steps))
 
 
 class EventReader:
@@ -124,7 +124,7 @@ class EventReader:
         self._read = 0
 
     def lines(self) -> list[dict[str, Any]]:
-        """What was told since the last call; a line without its end waits."""
+        """What was written since the last call; a line without its end waits."""
         try:
             with self.path.open("rb") as file:
                 file.seek(self._read)
@@ -145,99 +145,99 @@ def warm() -> None:
 
 
 def main(path: Path) -> bool:
-    """Train the jobs of an order until they are done or somebody asks to stop.
+    """Train the jobs of a config until they are done or somebody asks to stop.
 
     returns   whether that was possible: a fork of a process that has asked the driver for GPUs
               cannot use any
     """
-    order = WorkerConfig.read(path)
-    if order.device == "cuda" and torch.cuda._is_in_bad_fork():
+    config = WorkerConfig.read(path)
+    if config.device == "cuda" and torch.cuda._is_in_bad_fork():
         return False
     launch = Launch.found()
-    exits_at_once(lambda: _train(order, launch), launch)
+    exits_at_once(lambda: _train(config, launch), launch)
     return True
 
 
-def _train(order: WorkerConfig, launch: Launch) -> None:
-    """What each process does; the first one tells."""
-    teller = EventWriter(order.told) if launch.rank == 0 else None
+def _train(config: WorkerConfig, launch: Launch) -> None:
+    """What each process does; the first one writes events."""
+    writer = EventWriter(config.event_log) if launch.rank == 0 else None
     try:
         with suppress(KeyboardInterrupt):
-            _trainer(order, launch, teller).run()
+            _trainer(config, launch, writer).run()
     except TloraError as error:
-        if teller is not None:
+        if writer is not None:
             job = error.facts.get("job")
-            teller.tell("failed", reason=str(error), job=job)
+            writer.write("failed", reason=str(error), job=job)
         raise SystemExit(str(error)) from error
-    if teller is not None:
-        teller.tell("ended")
+    if writer is not None:
+        writer.write("ended")
 
 
-def _trainer(order: WorkerConfig, launch: Launch, teller: EventWriter | None) -> Trainer:
-    jobs = [Job.model_validate(job) for job in order.jobs]
-    device = _device(order, launch)
+def _trainer(config: WorkerConfig, launch: Launch, writer: EventWriter | None) -> Trainer:
+    jobs = [Job.model_validate(job) for job in config.jobs]
+    device = _device(config, launch)
     everyone = Ranks(join(launch, device))
     data = everyone.together(lambda: load_all_data(jobs))
     model = everyone.together(lambda: compile(jobs))
-    plan = everyone.together(lambda: _plan(order, model, launch))
-    sources = {job: Path(folder) for job, folder in order.sources.items()}
+    plan = everyone.together(lambda: _plan(config, model, launch))
+    sources = {job: Path(folder) for job, folder in config.sources.items()}
     return Trainer(
         model,
         jobs,
-        output=order.output,
+        output=config.output,
         device=device,
         data=data,
-        resume=ResumeSources(Path(order.job_folders), sources, order.save_seconds),
+        resume=ResumeSources(Path(config.job_folders), sources, config.save_seconds),
         plan=plan,
-        callback=None if teller is None else _Telling(teller),
-        options=TrainerOptions(max_row_tokens=order.max_row_tokens, compiled=order.compiled),
+        callback=None if writer is None else EventCallback(writer),
+        options=TrainerOptions(max_row_tokens=config.max_row_tokens, compiled=config.compiled),
     )
 
 
-def _device(order: WorkerConfig, launch: Launch) -> torch.device:
-    if order.device != "cuda":
-        return launch.device(order.device)
-    device = torch.device("cuda", order.gpus[launch.rank])
+def _device(config: WorkerConfig, launch: Launch) -> torch.device:
+    if config.device != "cuda":
+        return launch.device(config.device)
+    device = torch.device("cuda", config.gpus[launch.rank])
     torch.cuda.set_device(device)
     return device
 
 
-def _plan(order: WorkerConfig, model: SuperModel, launch: Launch) -> Plan:
+def _plan(config: WorkerConfig, model: SuperModel, launch: Launch) -> Plan:
     """The plan of a layout: its mesh says which planner made it."""
-    shape = MeshShape.parse(order.mesh) if order.mesh else MeshShape(dp=launch.size)
+    shape = MeshShape.parse(config.mesh) if config.mesh else MeshShape(dp=launch.size)
     name = "replicated"
     if shape.pp > 1:
         name = "pipeline"
-    elif order.shard_base:
+    elif config.shard_base:
         name = "fsdp"
     elif shape.tp > 1:
         name = "tensor"
     elif shape.size == 1:
         name = "single"
-    options = {"max_row_tokens": order.max_row_tokens, "processes": launch.size}
+    options = {"max_row_tokens": config.max_row_tokens, "processes": launch.size}
     return find_planner(name).plan(model, shape, options=options)
 
 
-class _Telling(TrainerCallback):
-    """Tells the parent."""
+class EventCallback(TrainerCallback):
+    """Writes what the trainer does into the event log."""
 
-    def __init__(self, teller: EventWriter) -> None:
-        self.teller = teller
+    def __init__(self, writer: EventWriter) -> None:
+        self.writer = writer
         self.steps: dict[str, int] = {}
 
     def started(self, runs: Sequence[JobRun]) -> None:
         """The first step begins."""
         self.steps = {run.job.name: run.step for run in runs}
-        self.teller.tell("started", steps=self.steps)
+        self.writer.write("started", steps=self.steps)
 
     def stepped(self, report: StepReport) -> None:
         """A step is done; it is not safe yet."""
         self.steps[report.job] = report.step
-        self.teller.progress(self.steps)
+        self.writer.progress(self.steps)
 
     def saved(self, path: Path, runs: Sequence[JobRun]) -> None:
         """All that is done is safe."""
-        self.teller.tell(
+        self.writer.write(
             "saved",
             steps={run.job.name: run.step for run in runs},
             ended={run.job.name: [run.status, run.reason] for run in runs if _ended(run)},
@@ -245,7 +245,7 @@ class _Telling(TrainerCallback):
 
     def warned(self, text: str) -> None:
         """Something went wrong, and training goes on."""
-        self.teller.tell("warned", text=text)
+        self.writer.write("warned", text=text)
 
 
 def _ended(run: JobRun) -> bool:

@@ -11,9 +11,9 @@ from math import inf, isfinite
 from typing import ClassVar, Literal
 
 from tlora_fx.cost.demand import Demand
-from tlora_fx.scheduler.placement import Placer
 from tlora_fx.scheduler.policies.tlora import Tlora
 from tlora_fx.scheduler.search.objective import seconds_of
+from tlora_fx.scheduler.search.placement import Placer
 from tlora_fx.scheduler.state import ActiveJob, Decision, Group, Reason, SchedulerState, arrival
 
 
@@ -45,14 +45,14 @@ class Allocation:
 
     state: SchedulerState
     placer: Placer
-    seats: list[Slot]
+    slots: list[Slot]
     waiting: list[ActiveJob]
     notes: dict[str, str] = field(default_factory=dict)
 
     @classmethod
     def of(cls, state: SchedulerState) -> Allocation:
         """As a moment has them."""
-        placer, seats = Placer(state.cluster), []
+        placer, slots = Placer(state.cluster), []
         held: set[str] = set()
         for group in state.groups:
             jobs = [state.jobs[name] for name in group.jobs if name in state.jobs]
@@ -60,45 +60,45 @@ class Allocation:
                 continue
             placer.take(group.place)
             whole = len(jobs) == len(group.jobs)
-            seats.append(Slot(jobs, group.place, group.formed, group if whole else None))
+            slots.append(Slot(jobs, group.place, group.formed, group if whole else None))
             held.update(job.name for job in jobs)
         waiting = [job for name, job in state.jobs.items() if name not in held]
-        return cls(state, placer, seats, sorted(waiting, key=arrival))
+        return cls(state, placer, slots, sorted(waiting, key=arrival))
 
     def seconds(self, base: str, demand: Demand, gpus: int) -> float:
         """Of a step of a group on so many GPUs; infinite where nothing fits."""
         return seconds_of(self.state, base, demand.row(), gpus)
 
-    def resize(self, seat: Slot, gpus: int) -> bool:
+    def resize(self, slot: Slot, gpus: int) -> bool:
         """Give a group so many GPUs, near those that it has; False leaves it as it is."""
-        self.placer.give(seat.place)
-        found = self.placer.find(gpus, keep=seat.place)
-        if found is None:
-            self.placer.take(seat.place)
+        self.placer.give(slot.place)
+        place = self.placer.find(gpus, keep=slot.place)
+        if place is None:
+            self.placer.take(slot.place)
             return False
-        self.placer.take(found)
-        if found != seat.place:
-            seat.place, seat.group = found, None
+        self.placer.take(place)
+        if place != slot.place:
+            slot.place, slot.group = place, None
         return True
 
-    def seat(self, jobs: Sequence[ActiveJob], gpus: int) -> Slot | None:
+    def open(self, jobs: Sequence[ActiveJob], gpus: int) -> Slot | None:
         """A new group; None where there is no room."""
-        found = self.placer.find(gpus)
-        if found is None:
+        place = self.placer.find(gpus)
+        if place is None:
             return None
-        self.placer.take(found)
-        self.seats.append(Slot(list(jobs), found, self.state.now))
-        return self.seats[-1]
+        self.placer.take(place)
+        self.slots.append(Slot(list(jobs), place, self.state.now))
+        return self.slots[-1]
 
     def groups(self) -> tuple[Group, ...]:
         """As a decision has them."""
-        return tuple(seat.group or self._group(seat) for seat in self.seats)
+        return tuple(slot.group or self._group(slot) for slot in self.slots)
 
-    def _group(self, seat: Slot) -> Group:
-        gpus = len(seat.place)
-        seconds = self.seconds(seat.base, seat.demand(), gpus)
-        names = tuple(job.name for job in seat.jobs)
-        return Group(names, gpus, seat.place, seconds, self.state.now)
+    def _group(self, slot: Slot) -> Group:
+        gpus = len(slot.place)
+        seconds = self.seconds(slot.base, slot.demand(), gpus)
+        names = tuple(job.name for job in slot.jobs)
+        return Group(names, gpus, slot.place, seconds, self.state.now)
 
 
 def names_of(jobs: Iterable[ActiveJob]) -> tuple[str, ...]:
@@ -126,19 +126,19 @@ class Megatron:
 
     def decide(self, state: SchedulerState, *, explain: bool = False) -> Decision:
         """The groups from now to the next decision."""
-        standing = Allocation.of(state)
+        allocation = Allocation.of(state)
         left: list[ActiveJob] = []
-        for job in standing.waiting:
+        for job in allocation.waiting:
             blocked = bool(left) and not self.backfill
-            if blocked or standing.seat([job], job.request.gpus) is None:
+            if blocked or allocation.open([job], job.request.gpus) is None:
                 left.append(job)
-        reasons = _reasons(standing, left) if explain else ()
-        return Decision(standing.groups(), names_of(left), reasons)
+        reasons = _reasons(allocation, left) if explain else ()
+        return Decision(allocation.groups(), names_of(left), reasons)
 
 
-def _reasons(standing: Allocation, left: list[ActiveJob]) -> tuple[Reason, ...]:
-    alone = [Reason(job.name, "alone") for seat in standing.seats for job in seat.jobs]
-    detail = f"{standing.placer.free} GPUs are free"
+def _reasons(allocation: Allocation, left: list[ActiveJob]) -> tuple[Reason, ...]:
+    alone = [Reason(job.name, "alone") for slot in allocation.slots for job in slot.jobs]
+    detail = f"{allocation.placer.free} GPUs are free"
     return (*alone, *(Reason(job.name, "waits", detail=detail) for job in left))
 
 
@@ -175,34 +175,34 @@ class MloraFifo:
 
     def decide(self, state: SchedulerState, *, explain: bool = False) -> Decision:
         """The groups from now to the next decision."""
-        standing = Allocation.of(state)
-        for seat in standing.seats if standing.waiting else ():
+        allocation = Allocation.of(state)
+        for slot in allocation.slots if allocation.waiting else ():
             # What only jobs that have ended had asked for goes to those that wait.
-            standing.resize(seat, min(len(seat.place), self._gpus(seat.jobs)))
+            allocation.resize(slot, min(len(slot.place), self._gpus(slot.jobs)))
         left: list[ActiveJob] = []
         reasons: list[Reason] = []
-        for job in standing.waiting:
-            found = None if left else self._take(standing, job)
-            if found is None:
+        for job in allocation.waiting:
+            joined = None if left else self._take(allocation, job)
+            if joined is None:
                 left.append(job)
                 reasons.append(Reason(job.name, "waits", detail="no group has room for it"))
             else:
-                others = tuple(name for name in names_of(found.jobs) if name != job.name)
+                others = tuple(name for name in names_of(joined.jobs) if name != job.name)
                 reasons.append(Reason(job.name, "joined" if others else "alone", others))
         kept = tuple(reasons) if explain else ()
-        return Decision(standing.groups(), names_of(left), kept)
+        return Decision(allocation.groups(), names_of(left), kept)
 
-    def _take(self, standing: Allocation, job: ActiveJob) -> Slot | None:
+    def _take(self, allocation: Allocation, job: ActiveJob) -> Slot | None:
         """Where a job goes; None where there is no room."""
-        for seat in standing.seats:
-            if seat.base == job.request.base and len(seat.jobs) < self.cap:
-                gpus = self._gpus([*seat.jobs, job])
-                seconds = standing.seconds(seat.base, seat.demand(job), gpus)
-                if isfinite(seconds) and standing.resize(seat, gpus):
-                    seat.jobs.append(job)
-                    seat.group = None
-                    return seat
-        return standing.seat([job], job.request.gpus)
+        for slot in allocation.slots:
+            if slot.base == job.request.base and len(slot.jobs) < self.cap:
+                gpus = self._gpus([*slot.jobs, job])
+                seconds = allocation.seconds(slot.base, slot.demand(job), gpus)
+                if isfinite(seconds) and allocation.resize(slot, gpus):
+                    slot.jobs.append(job)
+                    slot.group = None
+                    return slot
+        return allocation.open([job], job.request.gpus)
 
     def _gpus(self, jobs: list[ActiveJob]) -> int:
         wanted = [job.request.gpus for job in jobs]

@@ -15,9 +15,8 @@ from numpy.typing import NDArray
 
 from tlora_fx.cost.demand import Array
 from tlora_fx.errors import TooManyForOracle
-from tlora_fx.scheduler.placement import tier_for
 from tlora_fx.scheduler.policies.paper import fill
-from tlora_fx.scheduler.search.objective import OBJECTIVES, Objective
+from tlora_fx.scheduler.search.objective import OBJECTIVES, Objective, tier_for
 from tlora_fx.scheduler.state import (
     ROUNDING,
     ActiveJob,
@@ -86,10 +85,10 @@ def best_grouping(state: SchedulerState, objective: Objective = "weighted") -> G
 
 def by_base(jobs: Mapping[str, ActiveJob]) -> dict[str, list[ActiveJob]]:
     """Jobs that may share, in order of their arrival."""
-    found: dict[str, list[ActiveJob]] = {}
+    groups: dict[str, list[ActiveJob]] = {}
     for job in sorted(jobs.values(), key=arrival):
-        found.setdefault(job.request.base, []).append(job)
-    return found
+        groups.setdefault(job.request.base, []).append(job)
+    return groups
 
 
 def subsets(state: SchedulerState, jobs: Sequence[ActiveJob], objective: Objective) -> Subsets:
@@ -126,14 +125,14 @@ def _partition(worth: Array, count: int) -> tuple[list[int], float]:
     for low in reversed(range(count)):
         # Bits above the lowest one, as a number of their own.
         step = 1 << (low + 1)
-        own, others = worth[1 << low :: step], best[::step]
-        best[1 << low :: step] = _convolved(own, others)
+        containing, others = worth[1 << low :: step], best[::step]
+        best[1 << low :: step] = _convolved(containing, others)
     masks, mask = [], (1 << count) - 1
     while mask:
         low = mask & -mask
         parts = _subsets_of(mask ^ low)
-        found = worth[parts | low] + best[mask ^ low ^ parts]
-        masks.append(int(parts[np.argmax(found)]) | low)
+        worths = worth[parts | low] + best[mask ^ low ^ parts]
+        masks.append(int(parts[np.argmax(worths)]) | low)
         mask ^= masks[-1]
     return masks, float(best[-1])
 
@@ -146,8 +145,8 @@ def _convolved(first: Array, second: Array) -> Array:
     size = len(first)
     if size <= 1 << _SMALL:
         parts, wholes, starts = _ways(size)
-        found: Array = np.maximum.reduceat(first[parts] + second[wholes ^ parts], starts)
-        return found
+        best: Array = np.maximum.reduceat(first[parts] + second[wholes ^ parts], starts)
+        return best
     half = size // 2
     left = _convolved(first[:half], second[:half])
     right = np.maximum(
@@ -166,11 +165,11 @@ def _ways(size: int) -> tuple[Indices, Indices, Indices]:
 
 def _subsets_of(mask: int) -> Indices:
     """All subsets of a set, the empty one first."""
-    found = np.zeros(1, np.int64)
+    subsets = np.zeros(1, np.int64)
     while mask:
         low = mask & -mask
-        found, mask = np.concatenate((found, found | low)), mask ^ low
-    return found
+        subsets, mask = np.concatenate((subsets, subsets | low)), mask ^ low
+    return subsets
 
 
 @dataclass(slots=True)
@@ -194,12 +193,12 @@ class Oracle:
 
         raises   TooManyForOracle
         """
-        found = best_grouping(state, self.objective)
+        best = best_grouping(state, self.objective)
         jobs, now = state.jobs, state.now
         groups = sorted(
-            found.groups, key=lambda group: min(pressed_first(jobs[name], now) for name in group)
+            best.groups, key=lambda group: min(pressed_first(jobs[name], now) for name in group)
         )
-        detail = f"of all groupings the best is worth {found.worth:.4g}"
+        detail = f"of all groupings the best is worth {best.worth:.4g}"
         reasons = tuple(
             Reason(name, "grouped", tuple(other for other in group if other != name), None, detail)
             for group in groups

@@ -22,7 +22,6 @@ import numpy as np
 
 from tlora_fx.cost.cluster import Cluster
 from tlora_fx.cost.demand import Demand
-from tlora_fx.scheduler.placement import Placer
 from tlora_fx.scheduler.policies.tlora import Unchanged
 from tlora_fx.scheduler.search.moves import LEAST_GAIN
 from tlora_fx.scheduler.search.objective import (
@@ -36,7 +35,7 @@ from tlora_fx.scheduler.search.objective import (
     seconds_of,
     sized,
 )
-from tlora_fx.scheduler.search.placement import arrange
+from tlora_fx.scheduler.search.placement import Placer, arrange
 from tlora_fx.scheduler.state import (
     ROUNDING,
     Decision,
@@ -75,13 +74,13 @@ def fill(
         if jobs in placed or (blocked and not overtake):
             continue
         gpus = _asked(state, jobs)
-        old = [gpu for group in state.groups if set(group.jobs) & set(jobs) for gpu in group.place]
-        found = placer.find(gpus, keep=old)
-        if found is None:
+        held = [gpu for group in state.groups if set(group.jobs) & set(jobs) for gpu in group.place]
+        gpu_ids = placer.find(gpus, keep=held)
+        if gpu_ids is None:
             blocked = True
             continue
-        placer.take(found)
-        placed[jobs] = Group(jobs, gpus, found, _seconds(state, jobs, gpus), state.now)
+        placer.take(gpu_ids)
+        placed[jobs] = Group(jobs, gpus, gpu_ids, _seconds(state, jobs, gpus), state.now)
     waiting = tuple(name for jobs in groups if jobs not in placed for name in jobs)
     return Decision(tuple(placed[jobs] for jobs in groups if jobs in placed), waiting, reasons)
 
@@ -107,18 +106,18 @@ MOST_KNOWN = 200_000
 class Cutter:
     """Evaluates suffixes, at most so many in a round, and remembers them."""
 
-    def __init__(self, pricer: GroupValuation, budget: int, known: dict[int, float]) -> None:
+    def __init__(self, valuation: GroupValuation, budget: int, known: dict[int, float]) -> None:
         """Begin a round.
 
         budget   groups that may be evaluated
         known    seconds of groups by the keys of their jobs; kept from round to round
         """
-        self.pricer = pricer
+        self.valuation = valuation
         self.budget = budget
         self.evaluations = 0
         self.reasons: list[Reason] = []
         self._known = known
-        self._keys = {name: hash(job.request) for name, job in pricer.state.jobs.items()}
+        self._keys = {name: hash(job.request) for name, job in valuation.state.jobs.items()}
         if len(known) > MOST_KNOWN:
             known.clear()
 
@@ -138,32 +137,32 @@ class Cutter:
 
     def merged(self, seed: CandidateGroup, others: Sequence[CandidateGroup]) -> CandidateGroup:
         """One unit of several, on all GPUs that their jobs asked for."""
-        found = seed
+        group = seed
         for other in others:
-            found = found.with_(other, found.asked + other.asked, 0.0)
-        found.gpus = found.asked
-        found.seconds = self.seconds(self.key(found), found)
-        return found
+            group = group.with_(other, group.asked + other.asked, 0.0)
+        group.gpus = group.asked
+        group.seconds = self.seconds(self.key(group), group)
+        return group
 
     def key(self, unit: CandidateGroup) -> int:
         """A number that stands for a set of jobs."""
-        found = 0
+        key = 0
         for name in unit.jobs:
-            found ^= self._keys[name]
-        return found
+            key ^= self._keys[name]
+        return key
 
     def seconds(self, key: int, unit: CandidateGroup) -> float:
         """Of a group's step on all its jobs' GPUs; infinite once the budget is spent."""
         if key in self._known:
             return self._known[key]
-        if self.evaluations >= self.budget or unit.asked > self.pricer.capacity:
+        if self.evaluations >= self.budget or unit.asked > self.valuation.capacity:
             return inf
         self.evaluations += 1
-        index = np.array([self.pricer.bases.index(unit.base)])
+        index = np.array([self.valuation.bases.index(unit.base)])
         gpus = np.array([float(unit.asked)])
-        found = float(self.pricer.seconds(index, unit.demand[None], gpus)[0])
-        self._known[key] = found
-        return found
+        seconds = float(self.valuation.seconds(index, unit.demand[None], gpus)[0])
+        self._known[key] = seconds
+        return seconds
 
     def _tell(
         self, seed: CandidateGroup, queue: Sequence[CandidateGroup], taken: int, gain: float
@@ -186,7 +185,7 @@ class _Suffixes:
         self._queue = queue
         self._total = [seed]
         self._keys = [cutter.key(seed)]
-        self._parts = [cutter.pricer.worth(seed)]
+        self._parts = [cutter.valuation.worth(seed)]
         self._gains: dict[int, float] = {0: 0.0}
 
     def gain(self, count: int) -> float:
@@ -196,18 +195,18 @@ class _Suffixes:
         return self._gains[count]
 
     def _compute(self, count: int) -> float:
-        cutter, pricer = self._cutter, self._cutter.pricer
+        cutter, valuation = self._cutter, self._cutter.valuation
         while len(self._total) <= count:
             other = self._queue[len(self._queue) - len(self._total)]
             last = self._total[-1]
             self._total.append(last.with_(other, last.asked + other.asked, 0.0))
             self._keys.append(self._keys[-1] ^ cutter.key(other))
-            self._parts.append(self._parts[-1] + pricer.worth(other))
+            self._parts.append(self._parts[-1] + valuation.worth(other))
         unit = self._total[count]
         seconds = cutter.seconds(self._keys[count], unit)
         if not isfinite(seconds) or seconds > unit.limit * (1 + ROUNDING):
             return -inf
-        return pricer.mass(unit) / seconds - self._parts[count]
+        return valuation.mass(unit) / seconds - self._parts[count]
 
 
 @dataclass(slots=True)
@@ -242,23 +241,23 @@ class TloraPaper:
         if not explain and (last := self._unchanged.answer(state)) is not None:
             return last
         memory = self._memory if self.warm else PolicyMemory()
-        gathering = CandidateCollector(state, memory, lending=False)
-        found = gathering.round(0.0)
-        pricer = GroupValuation(state, self.objective)
-        sized(pricer, gathering, found, pooled=True)
-        units, fresh = found.units, found.fresh
+        collector = CandidateCollector(state, memory, lending=False)
+        search_round = collector.round(0.0)
+        valuation = GroupValuation(state, self.objective)
+        sized(valuation, collector, search_round, pooled=True)
+        units, fresh = search_round.units, search_round.fresh
         if not self.warm:
-            units = [gathering.alone(job) for job in state.jobs.values()]
+            units = [collector.alone(job) for job in state.jobs.values()]
             fresh = [True] * len(units)
         old = frozenset(id(unit) for unit, new in zip(units, fresh, strict=True) if not new)
-        cutter = Cutter(pricer, budget(len(state.jobs)), self._known)
+        cutter = Cutter(valuation, budget(len(state.jobs)), self._known)
         places = _places(state, units)
         for unit_of in _tiers(state.cluster):
             units = _tier(state, cutter, units, places, unit_of, old)
         self.evaluations = cutter.evaluations
         if not self.warm:
             units = [_home(state, unit) for unit in units]
-        placed = arrange(state, gathering, units, reserve=True)
+        placed = arrange(state, collector, units, reserve=True)
         waiting = tuple(name for unit in placed.waiting for name in unit.jobs)
         reasons = tuple(cutter.reasons) if explain else ()
         reasons += tuple(Reason(name, "waits") for name in waiting) if explain else ()
@@ -337,12 +336,12 @@ def _keys(
         np.array([float(unit.gpus) for unit in units]),
         np.array([unit.seconds for unit in units]),
     )
-    found = {}
+    keys = {}
     for unit, free in zip(units, left, strict=True):
         jobs = [state.jobs[name] for name in unit.jobs]
         pressed = max(urgency(job, state.now, unit.seconds) for job in jobs)
-        found[id(unit)] = (-int(pressed), float(free), *min(arrival(job) for job in jobs))
-    return found
+        keys[id(unit)] = (-int(pressed), float(free), *min(arrival(job) for job in jobs))
+    return keys
 
 
 def _tiers(cluster: Cluster) -> tuple[Callable[[int], int], ...]:
@@ -361,15 +360,15 @@ def _places(state: SchedulerState, units: list[CandidateGroup]) -> dict[str, fro
     for group in state.groups:
         if placer.has(group.place):
             placer.take(group.place)
-    found = {}
+    nodes = {}
     for unit in units:
         for name in unit.jobs:
-            place = running.get(name)
-            if place is None:
-                place = placer.find(state.jobs[name].request.gpus) or ()
-                placer.take(place)
-            found[name] = frozenset(cluster.node(gpu) for gpu in place)
-    return found
+            gpu_ids = running.get(name)
+            if gpu_ids is None:
+                gpu_ids = placer.find(state.jobs[name].request.gpus) or ()
+                placer.take(gpu_ids)
+            nodes[name] = frozenset(cluster.node(gpu) for gpu in gpu_ids)
+    return nodes
 
 
 def _home(state: SchedulerState, unit: CandidateGroup) -> CandidateGroup:

@@ -81,9 +81,9 @@ class Depth:
 
 
 def search(
-    pricer: GroupValuation,
-    gathering: CandidateCollector,
-    found: SearchRound,
+    valuation: GroupValuation,
+    collector: CandidateCollector,
+    search_round: SearchRound,
     depth: Depth,
     *,
     full: bool,
@@ -92,41 +92,45 @@ def search(
 
     full   look at all groups, not only at what is new or changed
     """
-    if not full and not any(found.fresh):
-        return SearchResult(found.units, found.units)
-    merger = Merger(pricer, found.units, depth.breadth)
-    merged = merger.run(np.array([full or fresh for fresh in found.fresh]))
+    if not full and not any(search_round.fresh):
+        return SearchResult(search_round.units, search_round.units)
+    merger = Merger(valuation, search_round.units, depth.breadth)
+    merged = merger.run(np.array([full or fresh for fresh in search_round.fresh]))
     result = SearchResult(merged, merged, merger)
-    jobs = gathering.state.jobs
+    jobs = collector.state.jobs
     if not full or len(jobs) > depth.breadth:
         return result
-    alone = {name: gathering.alone(job) for name, job in jobs.items()}
+    alone = {name: collector.alone(job) for name, job in jobs.items()}
     starts = [merged]
-    if len(found.units) <= depth.thorough and not any(unit.settled for unit in found.units):
-        starts += others(pricer, found.units)
+    if len(search_round.units) <= depth.thorough and not any(
+        unit.settled for unit in search_round.units
+    ):
+        starts += others(valuation, search_round.units)
     best: tuple[float, Mover | None] = (-np.inf, None)
     for start in starts:
-        mover = Mover(pricer, resized(pricer, start), alone)
+        mover = Mover(valuation, resized(valuation, start), alone)
         units = mover.run(depth.moves)
-        worth = net_worth(pricer, units, found.units)
+        worth = net_worth(valuation, units, search_round.units)
         if worth > best[0] + 1e-9:
             best, result.units, result.moves = (worth, mover), units, mover.moves
     return result
 
 
-def others(pricer: GroupValuation, units: Sequence[CandidateGroup]) -> list[list[CandidateGroup]]:
+def others(
+    valuation: GroupValuation, units: Sequence[CandidateGroup]
+) -> list[list[CandidateGroup]]:
     """Groupings that were found in other ways."""
-    packs = [UnitPacker(pricer, units, HOSTS, shared=shared).run() for shared in (True, False)]
-    return [*packs, *(segmented(pricer, units, key, len(units)) for key in KEYS)]
+    packs = [UnitPacker(valuation, units, HOSTS, shared=shared).run() for shared in (True, False)]
+    return [*packs, *(segmented(valuation, units, key, len(units)) for key in KEYS)]
 
 
 def net_worth(
-    pricer: GroupValuation, units: Sequence[CandidateGroup], before: Sequence[CandidateGroup]
+    valuation: GroupValuation, units: Sequence[CandidateGroup], before: Sequence[CandidateGroup]
 ) -> float:
     """Of units, less what re-forming those costs that were there before and are not now."""
     kept = {id(unit) for unit in units}
-    return sum(pricer.worth(unit) for unit in units) - sum(
-        pricer.lost(unit) / pricer.window for unit in before if id(unit) not in kept
+    return sum(valuation.worth(unit) for unit in units) - sum(
+        valuation.lost(unit) / valuation.window for unit in before if id(unit) not in kept
     )
 
 
@@ -134,13 +138,13 @@ def net_worth(
 
 
 def reasons_of(
-    state: SchedulerState, found: SearchRound, result: SearchResult, placed: Placed
+    state: SchedulerState, search_round: SearchRound, result: SearchResult, placed: Placed
 ) -> tuple[Reason, ...]:
     """One or more for every job that something was decided about."""
     reasons = []
     for merge in result.merger.merges if result.merger else ():
-        for own, others in ((merge.jobs, merge.others), (merge.others, merge.jobs)):
-            reasons += [Reason(name, "merged", others, merge.gain) for name in own]
+        for members, others in ((merge.jobs, merge.others), (merge.others, merge.jobs)):
+            reasons += [Reason(name, "merged", others, merge.gain) for name in members]
     for move in result.moves:
         others = move.others or ()
         verdict = "moved" if others else "split off"
@@ -152,7 +156,7 @@ def reasons_of(
             reasons.append(Reason(name, "kept apart", refusal.others, refusal.gain, detail))
     reasons += [
         Reason(name, "taken out", detail="its group would slow it down past its bound")
-        for name in found.broke
+        for name in search_round.broke
     ]
     for name, unit in by_jobs(placed.running).items():
         less = unit.asked - unit.gpus
@@ -266,75 +270,75 @@ class Tlora:
         due = self._saved >= depth.cost(len(state.jobs), len(state.groups) + 1)
         if not due and not explain and (last := self._unchanged.answer(state)) is not None:
             return last
-        gathering = CandidateCollector(state, self._memory, lending=self.lending)
-        found = gathering.round(self.dwell_seconds)
-        if not due and not explain and all(unit.settled for unit in found.units):
-            return self._keep(state, found)
-        pricer = self._pricer(state, gathering, found)
-        sized(pricer, gathering, found)
-        full = due or all(found.fresh)
+        collector = CandidateCollector(state, self._memory, lending=self.lending)
+        search_round = collector.round(self.dwell_seconds)
+        if not due and not explain and all(unit.settled for unit in search_round.units):
+            return self._keep(state, search_round)
+        valuation = self._valuation(state, collector, search_round)
+        sized(valuation, collector, search_round)
+        full = due or all(search_round.fresh)
         if full:
             self._saved = 0.0
-        result = search(pricer, gathering, found, depth, full=full)
-        placed = self._place(state, gathering, found, result, pricer)
+        result = search(valuation, collector, search_round, depth, full=full)
+        placed = self._place(state, collector, search_round, result, valuation)
         answer = self._answer(state, placed)
         if explain:
-            reasons = reasons_of(state, found, result, placed)
+            reasons = reasons_of(state, search_round, result, placed)
             answer = Decision(answer.groups, answer.waiting, reasons)
         self._unchanged.keep(state, answer)
         return answer
 
-    def _keep(self, state: SchedulerState, found: SearchRound) -> Decision:
+    def _keep(self, state: SchedulerState, search_round: SearchRound) -> Decision:
         """Everybody runs and nobody is new."""
-        groups = tuple(unit.homes[0] for unit in found.units)
+        groups = tuple(unit.homes[0] for unit in search_round.units)
         self._memory = PolicyMemory()
-        for group, unit in zip(groups, found.units, strict=True):
+        for group, unit in zip(groups, search_round.units, strict=True):
             self._memory.running[_key(group)] = unit
         answer = Decision(groups)
         self._unchanged.keep(state, answer)
         return answer
 
-    def _pricer(
-        self, state: SchedulerState, gathering: CandidateCollector, found: SearchRound
+    def _valuation(
+        self, state: SchedulerState, collector: CandidateCollector, search_round: SearchRound
     ) -> GroupValuation:
         """What groups are worth now."""
         window = self.payback * state.horizon
-        pricer = GroupValuation(state, self.objective, window=window, known=self._known)
-        self._use(state, gathering, pricer)
-        pricer.crowded = sum(self._used[name] for name in state.jobs) > state.cluster.capacity()
-        if pricer.crowded:
-            running = [unit for unit in found.units if unit.homes] or found.units
-            work = sum(pricer.mass(unit) / unit.seconds for unit in running)
-            pricer.price = work / sum(unit.gpus for unit in running)
-        return pricer
+        valuation = GroupValuation(state, self.objective, window=window, known=self._known)
+        self._use(state, collector, valuation)
+        valuation.crowded = sum(self._used[name] for name in state.jobs) > state.cluster.capacity()
+        if valuation.crowded:
+            running = [unit for unit in search_round.units if unit.homes] or search_round.units
+            work = sum(valuation.mass(unit) / unit.seconds for unit in running)
+            valuation.price = work / sum(unit.gpus for unit in running)
+        return valuation
 
     def _use(
-        self, state: SchedulerState, gathering: CandidateCollector, pricer: GroupValuation
+        self, state: SchedulerState, collector: CandidateCollector, valuation: GroupValuation
     ) -> None:
         """How many of the GPUs that it asked for each job would use, alone."""
         known = self._used
         self._used = {name: known[name] for name in state.jobs if name in known}
-        new = [gathering.alone(job) for name, job in state.jobs.items() if name not in known]
-        for unit, knee in zip(new, released(pricer, new, self.knee), strict=True):
+        new = [collector.alone(job) for name, job in state.jobs.items() if name not in known]
+        for unit, knee in zip(new, released(valuation, new, self.knee), strict=True):
             self._used[unit.jobs[0]] = knee.gpus
 
     def _place(
         self,
         state: SchedulerState,
-        gathering: CandidateCollector,
-        found: SearchRound,
+        collector: CandidateCollector,
+        search_round: SearchRound,
         result: SearchResult,
-        pricer: GroupValuation,
+        valuation: GroupValuation,
     ) -> Placed:
         """Places for all that find one; what runs must not lose its own by a search."""
-        ran = {name for unit in found.units if unit.homes for name in unit.jobs}
-        units = released(pricer, result.units, self.knee)
-        placed = arrange(state, gathering, units, reserve=self.reserve)
+        ran = {name for unit in search_round.units if unit.homes for name in unit.jobs}
+        units = released(valuation, result.units, self.knee)
+        placed = arrange(state, collector, units, reserve=self.reserve)
         if result.units is not result.safe:
             runs = {name for unit in placed.running for name in unit.jobs}
             if not ran <= runs:
-                units = released(pricer, result.safe, self.knee)
-                placed = arrange(state, gathering, units, reserve=self.reserve)
+                units = released(valuation, result.safe, self.knee)
+                placed = arrange(state, collector, units, reserve=self.reserve)
         return placed
 
     def _answer(self, state: SchedulerState, placed: Placed) -> Decision:

@@ -45,21 +45,21 @@ class Merger:
     """Units of one moment and the gains of merging them."""
 
     def __init__(
-        self, pricer: GroupValuation, units: Sequence[CandidateGroup], breadth: int
+        self, valuation: GroupValuation, units: Sequence[CandidateGroup], breadth: int
     ) -> None:
         """Begin.
 
         units     in an order that does not depend on how they came
         breadth   units that are all compared with each other; of more, a quarter as many partners
         """
-        self.pricer = pricer
+        self.valuation = valuation
         self.units: list[CandidateGroup | None] = list(units)
         self.merges: list[Merge] = []
         n = len(units)
-        self._many = pricer.many(units)
+        self._many = valuation.many(units)
         self._gpus = np.array([float(unit.gpus) for unit in units])
-        self._worth = np.array([pricer.worth(unit) for unit in units])
-        self._lost = np.array([pricer.lost(unit) for unit in units])
+        self._worth = np.array([valuation.worth(unit) for unit in units])
+        self._lost = np.array([valuation.lost(unit) for unit in units])
         self._left = np.array([unit.left for unit in units])
         self._open = np.array([not unit.held for unit in units])
         self._gain = np.full((n, n), -np.inf)
@@ -93,28 +93,28 @@ class Merger:
 
     def refused(self) -> list[Merge]:
         """The best merge of each unit that was looked at and not made."""
-        found = []
+        refused = []
         for row, unit in enumerate(self.units):
             if unit is None or not len(self._gain):
                 continue
             column = int(self._gain[row].argmax())
             other = self.units[column]
             if other is not None and np.isfinite(self._gain[row, column]):
-                found.append(Merge(unit.jobs, other.jobs, float(self._gain[row, column])))
-        return found
+                refused.append(Merge(unit.jobs, other.jobs, float(self._gain[row, column])))
+        return refused
 
     def _merge(self, a: int, b: int) -> None:
         """Put b into a."""
-        one, other = self.units[a], self.units[b]
-        assert one is not None
+        unit, other = self.units[a], self.units[b]
+        assert unit is not None
         assert other is not None
-        self.merges.append(Merge(one.jobs, other.jobs, float(self._gain[a, b])))
-        merged = one.with_(other, int(self._on[a, b]), float(self._took[a, b]))
+        self.merges.append(Merge(unit.jobs, other.jobs, float(self._gain[a, b])))
+        merged = unit.with_(other, int(self._on[a, b]), float(self._took[a, b]))
         self.units[a], self.units[b] = merged, None
         many = self._many
         many.demand[a], many.asked[a] = merged.demand, merged.asked
         many.mass[a], many.limit[a], many.single[a] = many.mass[a] + many.mass[b], merged.limit, 0
-        self._gpus[a], self._worth[a] = merged.gpus, self.pricer.worth(merged)
+        self._gpus[a], self._worth[a] = merged.gpus, self.valuation.worth(merged)
         self._lost[a] += self._lost[b]
         self._left[a], self._open[b] = merged.left, False
         for line in (a, b):
@@ -133,9 +133,9 @@ class Merger:
                 few = min(self._partners, len(partners))
                 spread = np.linspace(0, len(partners) - 1, few).astype(np.int64)
                 partners = partners[spread]
-            own = rows[bases[rows] == base]
-            firsts.append(np.repeat(own, len(partners)))
-            seconds.append(np.tile(partners, len(own)))
+            rows_of_base = rows[bases[rows] == base]
+            firsts.append(np.repeat(rows_of_base, len(partners)))
+            seconds.append(np.tile(partners, len(rows_of_base)))
         if not firsts:
             return np.zeros(0, np.int64), np.zeros(0, np.int64)
         first, second = np.concatenate(firsts), np.concatenate(seconds)
@@ -156,10 +156,10 @@ class Merger:
             np.minimum(many.limit[a], many.limit[b]),
             np.zeros(len(a), dtype=np.bool_),
         )
-        worth, gpus, seconds = self.pricer.best(both, self._choices(a, b, both.asked))
+        worth, gpus, seconds = self.valuation.best(both, self._choices(a, b, both.asked))
         allowed = np.isfinite(worth)
         steps = np.minimum(self._left[a], self._left[b])
-        lasting = np.minimum(self.pricer.window, steps * np.where(allowed, seconds, 1.0))
+        lasting = np.minimum(self.valuation.window, steps * np.where(allowed, seconds, 1.0))
         cost = (self._lost[a] + self._lost[b]) / np.maximum(lasting, 1e-9)
         gain = np.where(allowed, worth - self._worth[a] - self._worth[b] - cost, -np.inf)
         self._gain[a, b] = self._gain[b, a] = gain
@@ -167,7 +167,7 @@ class Merger:
         self._took[a, b] = self._took[b, a] = seconds
 
     def _choices(self, a: Ints, b: Ints, asked: Array) -> Array:
-        if not self.pricer.crowded:
+        if not self.valuation.crowded:
             return asked[None]
         widest = np.maximum(self._gpus[a], self._gpus[b])
         return np.stack([widest, np.minimum(self._gpus[a] + self._gpus[b], asked)])
@@ -175,8 +175,8 @@ class Merger:
     def _by_residual(self) -> Ints:
         many = self._many
         seconds = np.array([unit.seconds for unit in self.units if unit is not None])
-        bases = [self.pricer.bases[index] for index in many.bases]
-        left = residuals(self.pricer.state.estimator, bases, many.demand, self._gpus, seconds)
+        bases = [self.valuation.bases[index] for index in many.bases]
+        left = residuals(self.valuation.state.estimator, bases, many.demand, self._gpus, seconds)
         return np.argsort(left, kind="stable")
 
 
@@ -198,7 +198,7 @@ class Mover:
 
     def __init__(
         self,
-        pricer: GroupValuation,
+        valuation: GroupValuation,
         units: Sequence[CandidateGroup],
         alone: Mapping[str, CandidateGroup],
     ) -> None:
@@ -206,17 +206,17 @@ class Mover:
 
         alone   each job as a unit of its own, on the GPUs that it asked for
         """
-        self.pricer = pricer
+        self.valuation = valuation
         self.moves: list[Move] = []
         # An empty unit at the end is where a job goes that is split off.
         self.units: list[CandidateGroup | None] = [*units, None]
         self.names = [name for unit in units for name in unit.jobs]
         self._alone = [alone[name] for name in self.names]
-        self._jobs = pricer.many(self._alone)
+        self._jobs = valuation.many(self._alone)
         self._at = np.repeat(np.arange(len(units)), [len(unit.jobs) for unit in units])
         self._gpus = np.array([float(unit.gpus) for unit in self._alone])
         count, rooms = len(self.names), len(self.units)
-        self._tables = pricer.many([*units, units[0]])
+        self._tables = valuation.many([*units, units[0]])
         self._unit_gpus = np.array([float(unit.gpus) for unit in (*units, units[0])])
         self._worth, self._lost = np.zeros(rooms), np.zeros(rooms)
         self._left, self._open = np.zeros(rooms), np.ones(rooms, dtype=np.bool_)
@@ -243,18 +243,18 @@ class Mover:
         swap = self._instead + self._instead.T
         swap -= (worth + cost)[at][:, None] + (worth + cost)[at][None, :]
         job, room = np.unravel_index(int(to.argmax()), to.shape)
-        one, other = np.unravel_index(int(swap.argmax()), swap.shape)
-        if max(to[job, room], swap[one, other]) <= LEAST_GAIN:
+        first, second = np.unravel_index(int(swap.argmax()), swap.shape)
+        if max(to[job, room], swap[first, second]) <= LEAST_GAIN:
             return False
-        if to[job, room] >= swap[one, other]:
+        if to[job, room] >= swap[first, second]:
             self._move(int(job), int(room), float(to[job, room]))
         else:
-            self._swap(int(one), int(other), float(swap[one, other]))
+            self._swap(int(first), int(second), float(swap[first, second]))
         return True
 
     def _lasting(self) -> Array:
         """Seconds for which a gain of each unit lasts."""
-        return np.minimum(self.pricer.window, self._left)
+        return np.minimum(self.valuation.window, self._left)
 
     def _move(self, job: int, room: int, gain: float) -> None:
         source, target = int(self._at[job]), self.units[room]
@@ -265,12 +265,12 @@ class Mover:
             self._grow()
         self._rebuild([source, room])
 
-    def _swap(self, one: int, other: int, gain: float) -> None:
-        here, there = int(self._at[one]), int(self._at[other])
+    def _swap(self, first: int, second: int, gain: float) -> None:
+        here, there = int(self._at[first]), int(self._at[second])
         target = self.units[there]
         assert target is not None
-        self.moves.append(Move(self.names[one], target.jobs, self.names[other], gain))
-        self._at[one], self._at[other] = there, here
+        self.moves.append(Move(self.names[first], target.jobs, self.names[second], gain))
+        self._at[first], self._at[second] = there, here
         self._rebuild([here, there])
 
     def _grow(self) -> None:
@@ -299,8 +299,8 @@ class Mover:
                 unit = unit.with_(self._alone[index], 1, 1.0)
             unit.homes = before.homes if before is not None else ()
             gpus = self._choice(before, unit.asked)
-            many = self.pricer.many([unit])
-            _, chosen, seconds = self.pricer.best(many, gpus[:, None])
+            many = self.valuation.many([unit])
+            _, chosen, seconds = self.valuation.best(many, gpus[:, None])
             unit.gpus, unit.seconds = int(chosen[0]), float(seconds[0])
             self.units[room] = unit
         last = len(self.units) - 1
@@ -310,7 +310,7 @@ class Mover:
 
     def _choice(self, before: CandidateGroup | None, asked: int) -> Array:
         """GPUs that a changed unit may have, ascending."""
-        if not self.pricer.crowded or before is None:
+        if not self.valuation.crowded or before is None:
             return np.array([float(asked)])
         kept = min(before.gpus, asked)
         return np.unique(np.array([max(1, kept // 2), kept, min(asked, kept + 1)], dtype=float))
@@ -325,11 +325,11 @@ class Mover:
             self._worth[room], self._lost[room], self._left[room] = 0.0, 0.0, np.inf
             self._open[room] = room == len(self.units) - 1
             return
-        tables.bases[room] = self.pricer.bases.index(unit.base)
+        tables.bases[room] = self.valuation.bases.index(unit.base)
         tables.demand[room], tables.asked[room] = unit.demand, unit.asked
-        tables.mass[room], tables.limit[room] = self.pricer.mass(unit), unit.limit
-        self._unit_gpus[room], self._worth[room] = unit.gpus, self.pricer.worth(unit)
-        self._lost[room], self._left[room] = self.pricer.lost(unit), unit.left * unit.seconds
+        tables.mass[room], tables.limit[room] = self.valuation.mass(unit), unit.limit
+        self._unit_gpus[room], self._worth[room] = unit.gpus, self.valuation.worth(unit)
+        self._lost[room], self._left[room] = self.valuation.lost(unit), unit.left * unit.seconds
         self._open[room] = not unit.held
 
     def _evaluate(self, rooms: list[int]) -> None:
@@ -337,12 +337,12 @@ class Mover:
         at, open_ = self._at, self._open
         changed = np.zeros(len(self.units), dtype=np.bool_)
         changed[rooms] = True
-        own = np.flatnonzero(changed[at] & open_[at])
+        moved = np.flatnonzero(changed[at] & open_[at])
         self._rest = self._limits_without(rooms)
         stuck = ~open_[at]
         self._without[stuck] = LEAST
         self._instead[stuck] = LEAST
-        self._without[own] = self._of(own, None, at[own])
+        self._without[moved] = self._of(moved, None, at[moved])
         everyone = np.flatnonzero(open_[at])
         empty = len(self.units) - 1
         for room in rooms:
@@ -352,10 +352,10 @@ class Mover:
             fits = everyone if room == empty else everyone[self._same_base(everyone, room)]
             fits = fits[at[fits] != room]
             self._with[fits, room] = self._of(None, fits, np.full(len(fits), room))
-        first = np.repeat(own, len(everyone))
-        second = np.tile(everyone, len(own))
+        first = np.repeat(moved, len(everyone))
+        second = np.tile(everyone, len(moved))
         apart = (at[first] != at[second]) & (self._jobs.bases[first] == self._jobs.bases[second])
-        self._instead[own] = LEAST
+        self._instead[moved] = LEAST
         first, second = first[apart], second[apart]
         self._instead[first, second] = self._of(first, second, at[first])
 
@@ -390,11 +390,11 @@ class Mover:
             choices = self._choices(
                 gpus[full], asked[full], swap=out is not None and into is not None
             )
-            worth[full] = self.pricer.best(part, choices)[0]
+            worth[full] = self.valuation.best(part, choices)[0]
         return worth
 
     def _choices(self, gpus: Array, asked: Array, *, swap: bool) -> Array:
-        if not self.pricer.crowded:
+        if not self.valuation.crowded:
             return asked[None]
         kept = np.minimum(np.where(gpus > 0, gpus, asked), asked)
         if swap:
@@ -409,10 +409,10 @@ class Mover:
             inside = np.flatnonzero(self._at == room)
             if not len(inside):
                 continue
-            own = self._jobs.limit[inside]
-            ranked = np.argsort(own, kind="stable")
-            limits[inside] = own[ranked[0]]
-            limits[inside[ranked[0]]] = own[ranked[1]] if len(inside) > 1 else np.inf
+            own_limits = self._jobs.limit[inside]
+            ranked = np.argsort(own_limits, kind="stable")
+            limits[inside] = own_limits[ranked[0]]
+            limits[inside[ranked[0]]] = own_limits[ranked[1]] if len(inside) > 1 else np.inf
         return limits
 
 
@@ -432,19 +432,24 @@ class UnitPacker:
     """Units of one moment, and what merging two to six of them gains."""
 
     def __init__(
-        self, pricer: GroupValuation, units: Sequence[CandidateGroup], hosts: int, *, shared: bool
+        self,
+        valuation: GroupValuation,
+        units: Sequence[CandidateGroup],
+        hosts: int,
+        *,
+        shared: bool,
     ) -> None:
         """Begin.
 
         hosts    how many of the idlest units count as hosts
         shared   a gain counts for each of its merges by a part
         """
-        self.pricer = pricer
+        self.valuation = valuation
         self.units: list[CandidateGroup] = list(units)
         self._shared = shared
         self._alive = np.ones(len(units), dtype=np.bool_)
-        self._many = pricer.many(units)
-        self._worth = np.array([pricer.worth(unit) for unit in units])
+        self._many = valuation.many(units)
+        self._worth = np.array([valuation.worth(unit) for unit in units])
         self._gpus = np.array([float(unit.gpus) for unit in units])
         idle = np.argsort(self._many.demand[:, 2] / self._many.asked, kind="stable")
         self._hosts = np.zeros(len(units), dtype=np.bool_)
@@ -472,8 +477,8 @@ class UnitPacker:
         unit.gpus, unit.seconds = int(self._on[best]), float(self._took[best])
         self.units[a], many = unit, self._many
         many.demand[a], many.asked[a], many.limit[a] = unit.demand, unit.asked, unit.limit
-        many.mass[a], self._gpus[a] = self.pricer.mass(unit), unit.gpus
-        self._worth[a] = self.pricer.worth(unit)
+        many.mass[a], self._gpus[a] = self.valuation.mass(unit), unit.gpus
+        self._worth[a] = self.valuation.worth(unit)
         self._hosts[a] = self._hosts[a] or bool(self._hosts[gone].any())
         self._alive[gone] = False
         self._keep(~np.isin(self._sets, [a, *gone]).any(axis=1) & ~self._passing)
@@ -494,11 +499,11 @@ class UnitPacker:
                 [np.repeat(pairs[:, :2], len(others), axis=0), np.tile(others, len(pairs))]
             )
             sets.append(_padded(_sorted(triples)))
-        found = np.unique(np.concatenate(sets), axis=0)
-        self._fill(found[self._fit(found)], passing=False)
+        candidates = np.unique(np.concatenate(sets), axis=0)
+        self._fill(candidates[self._fit(candidates)], passing=False)
         if len(alive) > 3:
-            found = self._carriers(alive)
-            self._fill(found[self._fit(found)], passing=True)
+            candidates = self._carriers(alive)
+            self._fill(candidates[self._fit(candidates)], passing=True)
 
     def _fit(self, sets: Ints) -> NDArray[np.bool_]:
         """Whether the members of each set are distinct and of one base."""
@@ -511,47 +516,47 @@ class UnitPacker:
         limit, bases = self._many.limit, self._many.bases
         hosts = self._idle[self._alive[self._idle] & self._hosts[self._idle]]
         widest = hosts[np.argsort(-self._many.asked[hosts], kind="stable")]
-        found = []
+        sets = []
         for least in hosts:
             for order in (hosts, widest):
                 bear = order[(limit[order] >= limit[least]) & (bases[order] == bases[least])]
                 for count in range(3, min(WIDTH, len(bear) + 1)):
                     rows = np.tile(bear[:count], (len(alive), 1))
-                    found.append(_padded(_sorted(np.column_stack([rows, alive]))))
-        if not found:
+                    sets.append(_padded(_sorted(np.column_stack([rows, alive]))))
+        if not sets:
             return np.zeros((0, WIDTH), dtype=np.int64)
-        return np.unique(np.concatenate(found), axis=0)
+        return np.unique(np.concatenate(sets), axis=0)
 
     def _fill(self, sets: Ints, *, passing: bool) -> None:
         if not len(sets):
             return
-        many, own = self._many, sets >= 0
+        many, member = self._many, sets >= 0
         total = CandidateBatch(
             many.bases[sets[:, 0]],
-            np.where(own[:, :, None], many.demand[sets], 0.0).sum(axis=1),
-            np.where(own, many.asked[sets], 0.0).sum(axis=1),
-            np.where(own, many.mass[sets], 0.0).sum(axis=1),
-            np.where(own, many.limit[sets], np.inf).min(axis=1),
+            np.where(member[:, :, None], many.demand[sets], 0.0).sum(axis=1),
+            np.where(member, many.asked[sets], 0.0).sum(axis=1),
+            np.where(member, many.mass[sets], 0.0).sum(axis=1),
+            np.where(member, many.limit[sets], np.inf).min(axis=1),
             np.zeros(len(sets), dtype=np.bool_),
         )
-        worth, gpus, seconds = self.pricer.best(total, self._choices(sets, own, total.asked))
-        gain = worth - np.where(own, self._worth[sets], 0.0).sum(axis=1)
+        worth, gpus, seconds = self.valuation.best(total, self._choices(sets, member, total.asked))
+        gain = worth - np.where(member, self._worth[sets], 0.0).sum(axis=1)
         self._sets = np.concatenate([self._sets, sets])
-        merges = own.sum(axis=1) - 1
+        merges = member.sum(axis=1) - 1
         self._gain = np.append(self._gain, gain / merges if self._shared else gain)
         self._passing = np.append(self._passing, np.full(len(sets), passing))
         self._on, self._took = np.append(self._on, gpus), np.append(self._took, seconds)
 
-    def _choices(self, sets: Ints, own: NDArray[np.bool_], asked: Array) -> Array:
-        if not self.pricer.crowded:
+    def _choices(self, sets: Ints, member: NDArray[np.bool_], asked: Array) -> Array:
+        if not self.valuation.crowded:
             return asked[None]
-        gpus = np.where(own, self._gpus[sets], 0.0)
+        gpus = np.where(member, self._gpus[sets], 0.0)
         return np.stack([gpus.max(axis=1), np.minimum(gpus.sum(axis=1), asked)])
 
 
-def _pairs(one: Ints, other: Ints) -> Ints:
+def _pairs(left: Ints, right: Ints) -> Ints:
     """All pairs as sorted rows [n, WIDTH]."""
-    first, second = np.repeat(one, len(other)), np.tile(other, len(one))
+    first, second = np.repeat(left, len(right)), np.tile(right, len(left))
     apart = first != second
     first, second = first[apart], second[apart]
     return _padded(np.column_stack([np.minimum(first, second), np.maximum(first, second)]))
@@ -593,7 +598,7 @@ KEYS: tuple[Key, ...] = (by_limit, by_load)
 
 
 def segmented(
-    pricer: GroupValuation, units: Sequence[CandidateGroup], key: Key, longest: int
+    valuation: GroupValuation, units: Sequence[CandidateGroup], key: Key, longest: int
 ) -> list[CandidateGroup]:
     """The best cut of units, sorted by a key within each base.
 
@@ -602,47 +607,49 @@ def segmented(
     rows: dict[str, list[CandidateGroup]] = {}
     for unit in units:
         rows.setdefault(unit.base, []).append(unit)
-    found: list[CandidateGroup] = []
+    segments: list[CandidateGroup] = []
     for _, row in sorted(rows.items()):
-        found += _cut(pricer, sorted(row, key=key), longest)
-    return found
+        segments += _cut(valuation, sorted(row, key=key), longest)
+    return segments
 
 
-def _cut(pricer: GroupValuation, row: list[CandidateGroup], longest: int) -> list[CandidateGroup]:
+def _cut(
+    valuation: GroupValuation, row: list[CandidateGroup], longest: int
+) -> list[CandidateGroup]:
     """The best segments of one row."""
     count = len(row)
     first, last = np.triu_indices(count)
     short = last - first < longest
     first, last = first[short], last[short]
-    worth, gpus, seconds = _evaluate(pricer, row, first, last)
+    worth, gpus, seconds = _evaluate(valuation, row, first, last)
     ends = zip(first.tolist(), last.tolist(), strict=True)
-    table = {pair: place for place, pair in enumerate(ends)}
+    table = {pair: index for index, pair in enumerate(ends)}
     best, cut = [0.0], [0]
     for j in range(count):
         options = range(max(0, j - longest + 1), j + 1)
         value, start = max((best[i] + worth[table[i, j]], -i) for i in options)
         best.append(value)
         cut.append(-start)
-    found: list[CandidateGroup] = []
+    segments: list[CandidateGroup] = []
     end = count
     while end:
         start = cut[end]
-        place = table[start, end - 1]
+        index = table[start, end - 1]
         unit = row[start]
         if end - start > 1:
             for other in row[start + 1 : end]:
                 unit = unit.with_(other, 1, 1.0)
-            unit.gpus, unit.seconds = int(gpus[place]), float(seconds[place])
-        found.append(unit)
+            unit.gpus, unit.seconds = int(gpus[index]), float(seconds[index])
+        segments.append(unit)
         end = start
-    return found[::-1]
+    return segments[::-1]
 
 
 def _evaluate(
-    pricer: GroupValuation, row: list[CandidateGroup], first: Ints, last: Ints
+    valuation: GroupValuation, row: list[CandidateGroup], first: Ints, last: Ints
 ) -> tuple[Array, Array, Array]:
     """What each segment is worth, on which GPUs, and its seconds."""
-    many = pricer.many(row)
+    many = valuation.many(row)
     limit = np.minimum.accumulate(np.where(np.tri(len(row), dtype=bool).T, many.limit, np.inf), 1)
     segments = CandidateBatch(
         np.full(len(first), many.bases[0]),
@@ -652,14 +659,14 @@ def _evaluate(
         limit[first, last],
         np.zeros(len(first), dtype=np.bool_),
     )
-    choices = powers(segments.asked) if pricer.crowded else segments.asked[None]
-    worth, gpus, seconds = pricer.best(segments, choices)
+    choices = powers(segments.asked) if valuation.crowded else segments.asked[None]
+    worth, gpus, seconds = valuation.best(segments, choices)
     alone = first == last
-    worth[alone] = [pricer.worth(unit) for unit in row]
-    lost = np.array([pricer.lost(unit) for unit in row])
+    worth[alone] = [valuation.worth(unit) for unit in row]
+    lost = np.array([valuation.lost(unit) for unit in row])
     left = np.array([unit.left for unit in row])
     fewest = np.minimum.accumulate(np.where(np.tri(len(row), dtype=bool).T, left, np.inf), 1)
-    lasting = np.minimum(pricer.window, fewest[first, last] * np.where(alone, 1.0, seconds))
+    lasting = np.minimum(valuation.window, fewest[first, last] * np.where(alone, 1.0, seconds))
     cost = (_sums(lost)[last + 1] - _sums(lost)[first]) / np.maximum(lasting, 1e-9)
     held = np.array([float(unit.held) for unit in row])
     barred = (_sums(held)[last + 1] - _sums(held)[first] > 0) & ~alone

@@ -11,6 +11,7 @@ GPUs, so groups share as few GPUs as their bounds allow, and jobs that wait can 
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
@@ -19,10 +20,9 @@ from typing import Literal
 import numpy as np
 from numpy.typing import NDArray
 
-from tlora_fx.cost.cluster import Cluster
+from tlora_fx.cost.cluster import Cluster, Tier
 from tlora_fx.cost.demand import Array
 from tlora_fx.cost.estimator import Estimator
-from tlora_fx.scheduler.placement import tier_for
 from tlora_fx.scheduler.state import (
     ROUNDING,
     ActiveJob,
@@ -93,7 +93,7 @@ class CandidateGroup:
 class CandidateBatch:
     """n candidate groups, as arrays.
 
-    bases    [n] index into `Pricer.bases`
+    bases    [n] index into `GroupValuation.bases`
     demand   [n, 12]
     asked    [n] most GPUs that each may hold
     mass     [n] what its seconds divide
@@ -123,19 +123,19 @@ class StepTimeCache:
             self._times.clear()
             self._of = of
 
-    def seconds(self, pricer: GroupValuation, base: str, demand: Array, gpus: Array) -> Array:
+    def seconds(self, valuation: GroupValuation, base: str, demand: Array, gpus: Array) -> Array:
         """Of n groups of one base; only what is new is asked for."""
         rows = np.column_stack([demand, gpus])
         text, width, times = rows.tobytes(), rows.itemsize * rows.shape[1], self._times
         name = base.encode()
         keys = [name + text[at : at + width] for at in range(0, len(text), width)]
-        found = [times.get(key, -1.0) for key in keys]
-        missing = [place for place, value in enumerate(found) if value < 0]
+        seconds = [times.get(key, -1.0) for key in keys]
+        missing = [index for index, value in enumerate(seconds) if value < 0]
         if missing:
-            new = pricer.ask(base, demand[missing], gpus[missing]).tolist()
-            for place, value in zip(missing, new, strict=True):
-                found[place] = times[keys[place]] = value
-        return np.array(found)
+            new = valuation.ask(base, demand[missing], gpus[missing]).tolist()
+            for index, value in zip(missing, new, strict=True):
+                seconds[index] = times[keys[index]] = value
+        return np.array(seconds)
 
 
 @dataclass(slots=True)
@@ -184,7 +184,7 @@ class GroupValuation:
 
     def many(self, units: Sequence[CandidateGroup]) -> CandidateBatch:
         """Units as arrays."""
-        index = {base: place for place, base in enumerate(self.bases)}
+        index = {base: number for number, base in enumerate(self.bases)}
         return CandidateBatch(
             np.array([index[unit.base] for unit in units], dtype=np.int64),
             np.stack([unit.demand for unit in units]),
@@ -196,15 +196,15 @@ class GroupValuation:
 
     def seconds(self, bases: Ints, demand: Array, gpus: Array) -> Array:
         """Of one step of n groups on so many GPUs each, at most as many as there are."""
-        found = np.empty(len(gpus))
+        seconds = np.empty(len(gpus))
         for index in np.unique(bases):
-            own = np.flatnonzero(bases == index)
+            rows = np.flatnonzero(bases == index)
             name = self.bases[index]
-            if self.known is not None and len(own) <= MOST_LOOKED_UP:
-                found[own] = self.known.seconds(self, name, demand[own], gpus[own])
+            if self.known is not None and len(rows) <= MOST_LOOKED_UP:
+                seconds[rows] = self.known.seconds(self, name, demand[rows], gpus[rows])
             else:
-                found[own] = self.ask(name, demand[own], gpus[own])
-        return found
+                seconds[rows] = self.ask(name, demand[rows], gpus[rows])
+        return seconds
 
     def ask(self, base: str, demand: Array, gpus: Array) -> Array:
         """The estimator."""
@@ -238,6 +238,25 @@ class GroupValuation:
         return worth, gpus, seconds
 
 
+def tier_for(cluster: Cluster, count: int) -> Tier:
+    """How far apart so many GPUs stand, wherever they are placed.
+
+    A group spans racks only where it is wider than every rack is now, lost nodes not counted.
+    """
+    tier = cluster.least_tier(count)
+    if tier == "rack" and cluster.lost and count > widest_rack(cluster):
+        return "cluster"
+    return tier
+
+
+def widest_rack(cluster: Cluster) -> int:
+    """GPUs of the rack that has most, lost nodes not counted."""
+    if not cluster.lost:
+        return min(cluster.gpus, cluster.gpus_per_node * cluster.nodes_per_rack)
+    racks = Counter(cluster.node(gpu) // cluster.nodes_per_rack for gpu in cluster.present())
+    return max(racks.values(), default=0)
+
+
 @lru_cache(maxsize=8)
 def _tiers_of(cluster: Cluster) -> NDArray[np.object_]:
     """The tier of every number of GPUs."""
@@ -259,8 +278,8 @@ def seconds_of(state: SchedulerState, base: str, demand: Array, gpus: int) -> fl
     demand   [12]
     """
     tiers = [tier_for(state.cluster, gpus)]
-    found = state.estimator.seconds(base, demand[None], np.array([float(gpus)]), tiers)
-    return float(found[0])
+    seconds = state.estimator.seconds(base, demand[None], np.array([float(gpus)]), tiers)
+    return float(seconds[0])
 
 
 # The units that a round begins with: what runs, what was to run, and what is new.
@@ -415,9 +434,9 @@ def by_jobs(units: Iterable[CandidateGroup]) -> Mapping[str, CandidateGroup]:
 
 
 def sized(
-    pricer: GroupValuation,
-    gathering: CandidateCollector,
-    found: SearchRound,
+    valuation: GroupValuation,
+    collector: CandidateCollector,
+    search_round: SearchRound,
     *,
     pooled: bool = False,
 ) -> None:
@@ -428,88 +447,88 @@ def sized(
 
     pooled   all that a group's jobs asked for, not fewer
     """
-    slim(pricer, found)
-    for place in range(len(found.units)):
-        unit = found.units[place]
-        while unit.homes and not unit.settled and not _size(pricer, [unit], pooled):
-            tightest = min(unit.jobs, key=lambda name: (gathering.limit(name), name))
-            unit = _without(gathering, unit, tightest)
-            found.units[place] = unit
-            found.units.append(gathering.alone(gathering.state.jobs[tightest]))
-            found.fresh.append(True)
-            found.broke.append(tightest)
+    slim(valuation, search_round)
+    for index in range(len(search_round.units)):
+        unit = search_round.units[index]
+        while unit.homes and not unit.settled and not _size(valuation, [unit], pooled):
+            tightest = min(unit.jobs, key=lambda name: (collector.limit(name), name))
+            unit = _without(collector, unit, tightest)
+            search_round.units[index] = unit
+            search_round.units.append(collector.alone(collector.state.jobs[tightest]))
+            search_round.fresh.append(True)
+            search_round.broke.append(tightest)
     new = [
         unit
-        for unit, fresh in zip(found.units, found.fresh, strict=True)
-        if fresh and not unit.homes and pricer.crowded and not pooled
+        for unit, fresh in zip(search_round.units, search_round.fresh, strict=True)
+        if fresh and not unit.homes and valuation.crowded and not pooled
     ]
     if new:
-        _size(pricer, new, pooled)
+        _size(valuation, new, pooled)
 
 
-def slim(pricer: GroupValuation, found: SearchRound) -> None:
+def slim(valuation: GroupValuation, search_round: SearchRound) -> None:
     """Where not all find room, groups give back what only jobs that have ended had asked for."""
-    if sum(unit.gpus for unit in found.units) <= pricer.capacity:
+    if sum(unit.gpus for unit in search_round.units) <= valuation.capacity:
         return
-    for place, unit in enumerate(found.units):
+    for index, unit in enumerate(search_round.units):
         if unit.gpus > unit.asked:
             unit.settled = unit.held = False
-            found.fresh[place] = True
+            search_round.fresh[index] = True
 
 
-def _without(gathering: CandidateCollector, unit: CandidateGroup, name: str) -> CandidateGroup:
+def _without(collector: CandidateCollector, unit: CandidateGroup, name: str) -> CandidateGroup:
     """A unit without one of its jobs, where it was."""
-    stay = [gathering.state.jobs[other] for other in unit.jobs if other != name]
-    rest = gathering.unit(stay, unit.gpus, unit.seconds)
+    stay = [collector.state.jobs[other] for other in unit.jobs if other != name]
+    rest = collector.unit(stay, unit.gpus, unit.seconds)
     rest.homes = unit.homes
     return rest
 
 
-def _size(pricer: GroupValuation, units: Sequence[CandidateGroup], pooled: bool) -> bool:
+def _size(valuation: GroupValuation, units: Sequence[CandidateGroup], pooled: bool) -> bool:
     """The best number of GPUs for each; False where there is none for one of them."""
-    many = pricer.many(units)
+    many = valuation.many(units)
     choices = many.asked[None] if pooled else powers(many.asked)
-    worth, gpus, seconds = pricer.best(many, choices)
-    for unit, one, count, step in zip(units, worth, gpus, seconds, strict=True):
-        if np.isfinite(one):
+    worth, gpus, seconds = valuation.best(many, choices)
+    for unit, value, count, step in zip(units, worth, gpus, seconds, strict=True):
+        if np.isfinite(value):
             unit.gpus, unit.seconds = int(count), float(step)
     return bool(np.isfinite(worth).all()) or all(len(unit.jobs) == 1 for unit in units)
 
 
-def resized(pricer: GroupValuation, units: Sequence[CandidateGroup]) -> list[CandidateGroup]:
+def resized(valuation: GroupValuation, units: Sequence[CandidateGroup]) -> list[CandidateGroup]:
     """Units on the GPUs that are best for them, where the change pays for itself."""
     movable = [unit for unit in units if not unit.held]
     if not movable:
         return list(units)
-    many = pricer.many(movable)
-    worth, gpus, seconds = pricer.best(many, powers(many.asked))
+    many = valuation.many(movable)
+    worth, gpus, seconds = valuation.best(many, powers(many.asked))
     better: dict[int, CandidateGroup] = {}
-    for unit, one, count, step in zip(movable, worth, gpus, seconds, strict=True):
-        lasting = max(min(pricer.window, unit.left * unit.seconds), 1e-9)
-        gain = one - pricer.worth(unit) - pricer.lost(unit) / lasting
-        if np.isfinite(one) and gain > 1e-9 and count != unit.gpus:
+    for unit, value, count, step in zip(movable, worth, gpus, seconds, strict=True):
+        lasting = max(min(valuation.window, unit.left * unit.seconds), 1e-9)
+        gain = value - valuation.worth(unit) - valuation.lost(unit) / lasting
+        if np.isfinite(value) and gain > 1e-9 and count != unit.gpus:
             better[id(unit)] = replace(unit, gpus=int(count), seconds=float(step), settled=False)
     return [better.get(id(unit), unit) for unit in units]
 
 
 def released(
-    pricer: GroupValuation, units: Sequence[CandidateGroup], knee: float
+    valuation: GroupValuation, units: Sequence[CandidateGroup], knee: float
 ) -> list[CandidateGroup]:
     """Units that are not running yet without the GPUs that bring them next to nothing.
 
     knee   a step may grow by no more than this part of itself
     """
     new = [unit for unit in units if not unit.settled]
-    if not new or pricer.crowded:
+    if not new or valuation.crowded:
         return list(units)
-    many = pricer.many(new)
-    worth, gpus, seconds = pricer.table(many, powers(many.asked))
+    many = valuation.many(new)
+    worth, gpus, seconds = valuation.table(many, powers(many.asked))
     smaller: dict[int, CandidateGroup] = {}
-    for place, unit in enumerate(new):
-        fits = np.isfinite(worth[:, place]) & (seconds[:, place] <= unit.seconds * (1 + knee))
+    for index, unit in enumerate(new):
+        fits = np.isfinite(worth[:, index]) & (seconds[:, index] <= unit.seconds * (1 + knee))
         least = int(np.argmax(fits))
-        if fits[least] and gpus[least, place] < unit.gpus:
-            count, step = int(gpus[least, place]), float(seconds[least, place])
+        if fits[least] and gpus[least, index] < unit.gpus:
+            count, step = int(gpus[least, index]), float(seconds[least, index])
             smaller[id(unit)] = replace(unit, gpus=count, seconds=step)
     return [smaller.get(id(unit), unit) for unit in units]
 
@@ -537,7 +556,7 @@ def residuals(
     left = np.zeros(len(bases))
     names = np.array(bases)
     for base in dict.fromkeys(bases):
-        own = names == base
-        busy = estimator.busy(base, demands[own], gpus[own], seconds[own])
-        left[own] = (1.0 - np.asarray(busy)) * gpus[own]
+        rows = names == base
+        busy = estimator.busy(base, demands[rows], gpus[rows], seconds[rows])
+        left[rows] = (1.0 - np.asarray(busy)) * gpus[rows]
     return np.where(np.isfinite(seconds), left, 0.0)

@@ -1,4 +1,8 @@
-"""Find GPUs for units: what runs keeps its place, then those that wait, the most pressed first.
+"""Which GPUs groups get: what runs keeps its own, then those that wait, the most pressed first.
+
+A group that fits into a node stands in one node, one that fits into a rack in one rack. Places are
+chosen so that what is free stays whole: the fullest node that has room, then the fullest rack.
+The same questions in the same order get the same places.
 
 A unit that is pressed and finds no room has nodes set aside for it; others start there only if
 they end before it could begin. So wide jobs are not overtaken for ever (EASY backfill, by node).
@@ -6,11 +10,17 @@ they end before it could begin. So wide jobs are not overtaken for ever (EASY ba
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 
-from tlora_fx.scheduler.placement import Placer
-from tlora_fx.scheduler.search.objective import CandidateCollector, CandidateGroup, seconds_of
+from tlora_fx.cost.cluster import Cluster
+from tlora_fx.scheduler.search.objective import (
+    CandidateCollector,
+    CandidateGroup,
+    seconds_of,
+    widest_rack,
+)
 from tlora_fx.scheduler.state import (
     ROUNDING,
     ActiveJob,
@@ -20,6 +30,130 @@ from tlora_fx.scheduler.state import (
     pressed_first,
     urgency,
 )
+
+
+class Placer:
+    """The free GPUs of a cluster, by node; lost nodes have none."""
+
+    def __init__(self, cluster: Cluster) -> None:
+        self.cluster = cluster
+        self._free: dict[int, set[int]] = {}
+        self._barred: frozenset[int] = frozenset()
+        size = cluster.gpus_per_node
+        for node in range(cluster.nodes):
+            if node not in cluster.lost:
+                last = min(cluster.gpus, (node + 1) * size)
+                self._free[node] = set(range(node * size, last))
+        self._widest = widest_rack(cluster)
+        self._present = {node: len(gpus) for node, gpus in self._free.items()}
+        self._count = sum(self._present.values())
+
+    @property
+    def free(self) -> int:
+        """How many GPUs are free."""
+        return self._count
+
+    def free_in(self, node: int) -> int:
+        """How many GPUs of a node are free."""
+        return len(self._free.get(node, ()))
+
+    @property
+    def nodes(self) -> Sequence[int]:
+        """The nodes that are there."""
+        return list(self._present)
+
+    def has(self, place: Iterable[int]) -> bool:
+        """Whether all of these GPUs are free."""
+        per_node = self.cluster.gpus_per_node
+        return all(gpu in self._free.get(gpu // per_node, ()) for gpu in place)
+
+    def take(self, place: Sequence[int]) -> None:
+        """Take free GPUs."""
+        per_node = self.cluster.gpus_per_node
+        for gpu in place:
+            self._free[gpu // per_node].remove(gpu)
+        self._count -= len(place)
+
+    def give(self, place: Sequence[int]) -> None:
+        """Give GPUs back; those of lost nodes are gone."""
+        per_node = self.cluster.gpus_per_node
+        for gpu in place:
+            if gpu // per_node in self._free:
+                self._free[gpu // per_node].add(gpu)
+                self._count += 1
+
+    @contextmanager
+    def without(self, nodes: Iterable[int]) -> Iterator[None]:
+        """Inside, `find` leaves some nodes alone."""
+        before, self._barred = self._barred, self._barred | frozenset(nodes)
+        try:
+            yield
+        finally:
+            self._barred = before
+
+    def find(self, count: int, keep: Sequence[int] = ()) -> tuple[int, ...] | None:
+        """Free GPUs for a group; None where there is no such place now.
+
+        count   how many GPUs
+        keep    free GPUs that it would rather have, as where it runs already
+        """
+        if count > self._count:
+            return None
+        if len(keep) == count and not self._barred and self.has(keep):
+            return tuple(keep)
+        nodes = self._nodes_for(count, keep)
+        if nodes is None:
+            return None
+        wanted = set(keep)
+        gpu_ids: list[int] = []
+        for node in nodes:
+            free = sorted(self._free[node], key=lambda gpu: (gpu not in wanted, gpu))
+            gpu_ids += free[: count - len(gpu_ids)]
+            if len(gpu_ids) == count:
+                return tuple(sorted(gpu_ids))
+        return None
+
+    def _nodes_for(self, count: int, keep: Sequence[int]) -> list[int] | None:
+        """The nodes to take GPUs from, in order."""
+        rooms = {node: len(gpus) for node, gpus in self._free.items() if gpus}
+        for node in self._barred:
+            rooms.pop(node, None)
+        size = self.cluster.gpus_per_node
+        held = dict.fromkeys(rooms, 0)
+        for gpu in keep:
+            if gpu // size in held:
+                held[gpu // size] += 1
+        if count <= size:
+            return _tightest(rooms, held, count)
+        racks: dict[int, list[int]] = {}
+        for node in rooms:
+            racks.setdefault(node // self.cluster.nodes_per_rack, []).append(node)
+        if count <= self._widest:
+            free_in_racks = {
+                rack: sum(rooms[node] for node in nodes) for rack, nodes in racks.items()
+            }
+            held_in_racks = {
+                rack: sum(held[node] for node in nodes) for rack, nodes in racks.items()
+            }
+            best = _tightest(free_in_racks, held_in_racks, count)
+            return None if best is None else _fullest(racks[best[0]], rooms, held)
+        return _fullest(list(rooms), rooms, held)
+
+
+def _tightest(rooms: dict[int, int], held: dict[int, int], count: int) -> list[int] | None:
+    """Of the units with room, the one that holds most of the group, then the least free one."""
+    fits = [unit for unit, room in rooms.items() if room >= count]
+    if not fits:
+        return None
+    return [min(fits, key=lambda unit: (-held[unit], rooms[unit], unit))]
+
+
+def _fullest(nodes: list[int], rooms: dict[int, int], held: dict[int, int]) -> list[int]:
+    """Nodes with most of the group first, then those with most room: the group spans few."""
+    return sorted(nodes, key=lambda node: (-held[node], -rooms[node], node))
+
+
+# Places for the units of a round.
 
 
 @dataclass(slots=True)
@@ -38,17 +172,17 @@ class Placed:
 
     def groups(self, now: float) -> tuple[Group, ...]:
         """Of the units that run, in their order; what did not change is what it was."""
-        found = []
+        groups = []
         for unit in self.running:
             place = self.places[id(unit)]
             new = Group(unit.jobs, len(place), place, unit.seconds, now)
-            found.append(unit.homes[0] if unit.settled else new)
-        return tuple(found)
+            groups.append(unit.homes[0] if unit.settled else new)
+        return tuple(groups)
 
 
 def arrange(
     state: SchedulerState,
-    gathering: CandidateCollector,
+    collector: CandidateCollector,
     units: Sequence[CandidateGroup],
     *,
     reserve: bool,
@@ -60,7 +194,7 @@ def arrange(
     arranging = Arranging(state)
     waiting = [unit for unit in units if not unit.homes]
     for unit in arranging.settle([unit for unit in units if unit.homes]):
-        waiting += _undo(state, gathering, arranging, unit)
+        waiting += _undo(state, collector, arranging, unit)
     keys = {
         id(unit): min(pressed_first(state.jobs[name], state.now) for name in unit.jobs)
         for unit in waiting
@@ -71,7 +205,7 @@ def arrange(
 
 
 def _undo(
-    state: SchedulerState, gathering: CandidateCollector, arranging: Arranging, unit: CandidateGroup
+    state: SchedulerState, collector: CandidateCollector, arranging: Arranging, unit: CandidateGroup
 ) -> list[CandidateGroup]:
     """Leave what runs where it is; the others wait."""
     left = set(unit.jobs)
@@ -81,30 +215,30 @@ def _undo(
         if not jobs:
             arranging.placer.give(home.place)
             continue
-        one, out = _at_home(state, gathering, jobs, home)
+        unit_at_home, out = _at_home(state, collector, jobs, home)
         left |= out
-        arranging.placer.give(home.place[one.gpus :])
-        arranging.put(one, home.place[: one.gpus])
+        arranging.placer.give(home.place[unit_at_home.gpus :])
+        arranging.put(unit_at_home, home.place[: unit_at_home.gpus])
     jobs = [state.jobs[name] for name in unit.jobs if name in left]
-    return [gathering.alone(job) for job in jobs]
+    return [collector.alone(job) for job in jobs]
 
 
 def _at_home(
-    state: SchedulerState, gathering: CandidateCollector, jobs: list[ActiveJob], home: Group
+    state: SchedulerState, collector: CandidateCollector, jobs: list[ActiveJob], home: Group
 ) -> tuple[CandidateGroup, set[str]]:
     """What is left of a group on its GPUs, and the jobs that cannot stay with it."""
-    one = gathering.unit(jobs, home.gpus, home.seconds)
-    one.homes, one.settled = (home,), len(jobs) == len(home.jobs)
+    unit = collector.unit(jobs, home.gpus, home.seconds)
+    unit.homes, unit.settled = (home,), len(jobs) == len(home.jobs)
     out: set[str] = set()
-    while not one.settled:
+    while not unit.settled:
         stay = [job for job in jobs if job.name not in out]
-        one = gathering.unit(stay, home.gpus, home.seconds)
-        one.homes, one.gpus = (home,), min(home.gpus, one.asked)
-        one.seconds = seconds_of(state, one.base, one.demand, one.gpus)
-        if len(stay) == 1 or one.seconds <= one.limit * (1 + ROUNDING):
+        unit = collector.unit(stay, home.gpus, home.seconds)
+        unit.homes, unit.gpus = (home,), min(home.gpus, unit.asked)
+        unit.seconds = seconds_of(state, unit.base, unit.demand, unit.gpus)
+        if len(stay) == 1 or unit.seconds <= unit.limit * (1 + ROUNDING):
             break
-        out.add(min((gathering.limit(job.name), job.name) for job in stay)[1])
-    return one, out
+        out.add(min((collector.limit(job.name), job.name) for job in stay)[1])
+    return unit, out
 
 
 def _pressed(state: SchedulerState, unit: CandidateGroup) -> bool:
@@ -134,13 +268,13 @@ class Arranging:
         for unit in sorted(moving, key=lambda unit: (unit.gpus, unit.jobs)):
             old = [gpu for home in unit.homes for gpu in home.place]
             self.placer.give(old)
-            found = self.placer.find(unit.gpus, keep=old)
-            if found is None:
+            place = self.placer.find(unit.gpus, keep=old)
+            if place is None:
                 self.placer.take(old)
                 homeless.append(unit)
             else:
-                self.placer.take(found)
-                self.put(unit, found)
+                self.placer.take(place)
+                self.put(unit, place)
         return homeless
 
     def start(
@@ -157,15 +291,15 @@ class Arranging:
         now, ready = self.state.now, 0.0
         for unit in units:
             reserved = self.placed.reserved
-            found = None
+            place = None
             if reserved and now + self._lasts(unit) > ready:
                 with self.placer.without(reserved):
-                    found = self.placer.find(unit.gpus)
+                    place = self.placer.find(unit.gpus)
             else:
-                found = self.placer.find(unit.gpus)
-            if found is not None:
-                self.placer.take(found)
-                self.put(unit, found)
+                place = self.placer.find(unit.gpus)
+            if place is not None:
+                self.placer.take(place)
+                self.put(unit, place)
                 continue
             if reserve and not reserved and pressed(unit):
                 self.placed.reserved, ready = self._reservation(unit.gpus)
@@ -204,20 +338,20 @@ class Arranging:
         within = count <= size * cluster.nodes_per_rack
         racks = {node // cluster.nodes_per_rack if within else 0 for node in ready}
         for rack in sorted(racks):
-            own = [n for n in ready if not within or n // cluster.nodes_per_rack == rack]
-            found = _soonest({node: ready[node] for node in own}, count)
-            if found is not None and (best is None or found[0] < best[0]):
-                best = found
+            nodes = [n for n in ready if not within or n // cluster.nodes_per_rack == rack]
+            soonest = _soonest({node: ready[node] for node in nodes}, count)
+            if soonest is not None and (best is None or soonest[0] < best[0]):
+                best = soonest
         return (frozenset(best[1]), best[0]) if best else (frozenset(), self.state.now)
 
 
 def _soonest(ready: dict[int, list[float]], count: int) -> tuple[float, list[int]] | None:
     """Whole nodes, soonest free first, until there are so many GPUs."""
-    found: list[int] = []
+    nodes: list[int] = []
     have = 0
     for when, node in sorted((times[-1], node) for node, times in ready.items()):
-        found.append(node)
+        nodes.append(node)
         have += len(ready[node])
         if have >= count:
-            return when, found
+            return when, nodes
     return None
