@@ -81,12 +81,12 @@ class PlanSearch:
     @property
     def running(self) -> list[Candidate]:
         """Those that run, best first."""
-        return [one for one in self.candidates if one.runs]
+        return [candidate for candidate in self.candidates if candidate.runs]
 
     @property
     def dropped(self) -> list[Candidate]:
         """Those that do not."""
-        return [one for one in self.candidates if not one.runs]
+        return [candidate for candidate in self.candidates if not candidate.runs]
 
     def best(self) -> Plan:
         """The plan with the shortest step, with its estimate.
@@ -94,7 +94,7 @@ class PlanSearch:
         raises    NoPlanFits
         """
         if not self.running:
-            reasons = dict.fromkeys(f"{one.plan.mesh}: {one.reason}" for one in self.dropped)
+            reasons = dict.fromkeys(f"{c.plan.mesh}: {c.reason}" for c in self.dropped)
             raise NoPlanFits(
                 "no plan for this model and these GPUs can run",
                 base=self.cost.facts.title,
@@ -185,21 +185,22 @@ def search(
     meshes   those to look at; None: all of that size
     """
     cost = CostModel(facts_of(model), profile, gpus_per_node)
-    print_of, legal = model_fingerprint(model), _legal(model)
-    found: list[Candidate] = []
+    fingerprint, legal = model_fingerprint(model), _legal(model)
+    candidates: list[Candidate] = []
     for mesh in meshes or list(every_mesh(processes)):
         reason = _obstacle(model, mesh, gpus_per_node)
         if reason:
-            found.append(Candidate(_first(mesh), reason=reason))
+            candidates.append(Candidate(_first(mesh), reason=reason))
             continue
-        for plan in variants(cost, mesh, work, legal):
-            one = _judged(model, cost, plan.model_copy(update={"model": print_of}), work)
-            found.append(one)
-            if one.memory is not None and not one.runs:
-                found.append(_judged(model, cost, recomputing(cost, one.plan, work, legal), work))
-    ordered = sorted(found, key=_order)
-    judged = tuple(_estimated(one, cost) for one in ordered)
-    return PlanSearch(judged, work.load.total, cost, work.load.sequences)
+        for variant in variants(cost, mesh, work, legal):
+            plan = variant.model_copy(update={"model": fingerprint})
+            candidate = _judged(model, cost, plan, work)
+            candidates.append(candidate)
+            if candidate.memory is not None and not candidate.runs:
+                again = recomputing(cost, plan, work, legal)
+                candidates.append(_judged(model, cost, again, work))
+    ordered = tuple(_estimated(candidate, cost) for candidate in sorted(candidates, key=_order))
+    return PlanSearch(ordered, work.load.total, cost, work.load.sequences)
 
 
 def _first(mesh: MeshShape) -> Plan:
@@ -271,21 +272,21 @@ def balanced_stages(
     plan   without stages, on the replicas and parts of each process of a stage
     """
     loads = work.parts(plan.mesh.dp * pp, SQUARE * cost.facts.hidden)
-    load = max(loads, key=lambda one: one.total)
+    load = max(loads, key=lambda load: load.total)
     return tuple(cut_layers(layers_ms(cost, plan, load), stages, legal))
 
 
-def require_memory(found: PlanSearch, work: Round) -> None:
+def require_memory(plans: PlanSearch, work: Round) -> None:
     """Name the job that is too long, where every plan that could run lacks memory.
 
     raises    JobTooLong
     """
-    if found.running:
+    if plans.running:
         return
-    short = [one for one in found.dropped if one.memory is not None]
+    short = [candidate for candidate in plans.dropped if candidate.memory is not None]
     if short:
-        nearest = min(short, key=lambda one: one.memory.total if one.memory else 0.0)
-        require_fits(found.cost, nearest.plan, work)
+        nearest = min(short, key=lambda c: c.memory.total if c.memory else 0.0)
+        require_fits(plans.cost, nearest.plan, work)
 
 
 def _legal(model: SuperModel) -> list[int]:
@@ -316,12 +317,12 @@ def _judged(model: SuperModel, cost: CostModel, plan: Plan, work: Round) -> Cand
     return Candidate(plan, time, memory, f"needs {needs:.1f} GiB of {has:.1f}")
 
 
-def _order(one: Candidate) -> tuple[bool, float, int, str]:
+def _order(candidate: Candidate) -> tuple[bool, float, int, str]:
     """Best first; of equal ones the simplest; what does not run last."""
-    seconds = one.time.seconds if one.time and one.runs else 0.0
-    mesh = one.plan.mesh
-    kinds = sum(size > 1 for size in (mesh.pp, mesh.dp, mesh.tp)) + one.plan.shard_base
-    return not one.runs, seconds, kinds, str(one.plan)
+    seconds = candidate.time.seconds if candidate.time and candidate.runs else 0.0
+    mesh = candidate.plan.mesh
+    kinds = sum(size > 1 for size in (mesh.pp, mesh.dp, mesh.tp)) + candidate.plan.shard_base
+    return not candidate.runs, seconds, kinds, str(candidate.plan)
 
 
 def is_estimated(cost: CostModel, plan: Plan) -> bool:
@@ -331,20 +332,20 @@ def is_estimated(cost: CostModel, plan: Plan) -> bool:
     """
     profile, tp = cost.profile, plan.mesh.tp
     return profile.estimated or any(
-        profile.layer(one.structure, tp) is None for one in cost.facts.layers
+        profile.layer(layer.structure, tp) is None for layer in cost.facts.layers
     )
 
 
-def _estimated(one: Candidate, cost: CostModel) -> Candidate:
+def _estimated(candidate: Candidate, cost: CostModel) -> Candidate:
     """The candidate with its estimate in its plan."""
-    if one.time is None or one.memory is None:
-        return one
-    estimated = is_estimated(cost, one.plan)
-    by_sheet = cost.collectives.estimated and one.plan.mesh.size > 1 and not estimated
+    if candidate.time is None or candidate.memory is None:
+        return candidate
+    estimated = is_estimated(cost, candidate.plan)
+    by_sheet = cost.collectives.estimated and candidate.plan.mesh.size > 1 and not estimated
     estimate = Estimate(
-        step_seconds=one.time.seconds,
-        memory_bytes=round(one.memory.total),
+        step_seconds=candidate.time.seconds,
+        memory_bytes=round(candidate.memory.total),
         profile=cost.profile.name + ("; links by data sheet" if by_sheet else ""),
         estimated=estimated,
     )
-    return replace(one, plan=one.plan.model_copy(update={"estimate": estimate}))
+    return replace(candidate, plan=candidate.plan.model_copy(update={"estimate": estimate}))

@@ -1,7 +1,8 @@
-"""Write a model's profile as Galvatron reads it, and read its plan back.
+"""Write a model's profile as Galvatron, Metis and Sailor read it, and read Galvatron's plan back.
 
-Files are named and keyed as Hetu-Galvatron's search engine reads them: computation in milliseconds
-of a sample's forward, memory in MB, bandwidths in GB/s, times of collectives in milliseconds by MB.
+Files of Galvatron are named and keyed as Hetu-Galvatron's search engine reads them: computation in
+milliseconds of a sample's forward, memory in MB, bandwidths in GB/s, times of collectives in
+milliseconds by MB.
 Galvatron cannot say that a base is frozen: it takes the backward as twice the forward, and counts
 gradients and optimizer states of all parameters. A plan of its is labelled so.
 
@@ -37,7 +38,6 @@ from tlora_fx.planners.protocol import Planner, PlannerOptions
 # equal sequences. A Shared Super-Model is to them one model whose batch is that of all jobs
 # together, and whose parameters are the frozen base's; that those do not train is what none of
 # them can say.
-
 
 MIB = 2**20
 #: Said wherever a plan of theirs is used.
@@ -479,7 +479,6 @@ def _device(cost: CostModel) -> str:
 #
 # source    https://github.com/eth-easl/sailor, docs/PROFILING.md and the profiles beside it
 
-
 DIGITS = 6
 
 
@@ -498,14 +497,14 @@ def write_sailor(
     """
     model = Path(cost.facts.title).name
     gpu = cost.profile.hardware.gpu.replace(" ", "-")
-    profile = profile_data_sailor(cost, length, batches, max_tp)
+    profile = sailor_times(cost, length, batches, max_tp)
     return [
         write_json(folder / "profiles" / model / gpu / "profile.json", profile),
         write_json(folder / "llm_info.json", {model: memory_data(cost, length, max_tp)}),
     ]
 
 
-def profile_data_sailor(
+def sailor_times(
     cost: CostModel, length: int, batches: Sequence[int], max_tp: int
 ) -> dict[str, Any]:
     """Seconds by micro-batch, tp and layer; every layer carries the whole update, as theirs do."""

@@ -162,8 +162,8 @@ def check(
 
     Exits with 1 where a kernel has a fault.
     """
-    for one in arch or ():
-        require_architecture(one)
+    for number in arch or ():
+        require_architecture(number)
     if wrong := [kind for kind in kinds or () if kind not in KINDS]:
         raise UnknownKernel(
             f"there is no kernel kind {wrong[0]!r}",
@@ -174,8 +174,8 @@ def check(
     broken = 0
     console = Console()
     for spec in specs:
-        for one in arch or CHECKED_ARCHITECTURES:
-            line, good = _checked(spec, one)
+        for number in arch or CHECKED_ARCHITECTURES:
+            line, good = _checked(spec, number)
             broken += not good
             console.print(line, soft_wrap=True, highlight=False, markup=False)
     console.print(f"{len(specs)} specs, {broken} faults", highlight=False)
@@ -187,14 +187,14 @@ def _checked(spec: KernelSpec, arch: int) -> tuple[str, bool]:
     name = stem(spec).removesuffix(f"_sm{spec.arch}")
     head = f"{name:<48} sm_{arch:<4}"
     try:
-        found = resources(spec, arch)
+        used = resources(spec, arch)
     except KernelToolMissing:
         raise
     except TloraError as error:
         return f"{head} {error}", False
-    wrong = faults(spec, found)
-    told = f"{found.registers:>4} registers {found.shared_bytes:>7} shared {found.total:>6} instr."
-    return f"{head}{told}  {'; '.join(wrong) or 'ok'}", not wrong
+    wrong = faults(spec, used)
+    sizes = f"{used.registers:>4} registers {used.shared_bytes:>7} shared {used.total:>6} instr."
+    return f"{head}{sizes}  {'; '.join(wrong) or 'ok'}", not wrong
 
 
 @group.command()
@@ -237,7 +237,6 @@ def _shape(text: str) -> tuple[int, int]:
 
 # What `tlora-fx kernels explain` says of one kernel.
 
-
 # Measured on an H200: a copy, and a bf16 matrix product.
 H200_BYTES_PER_SECOND, H200_FLOP_PER_SECOND = 4.27e12, 752e12
 
@@ -249,7 +248,7 @@ def page(spec: KernelSpec, tokens: int, ranks: list[int], gpu: str) -> Iterator[
     gpu             whose measurements are looked up
     """
     site = _site(spec, ranks)
-    tile, why = _tile_kernel_page(spec, site, tokens, gpu)
+    tile, why = _tile_and_reason(spec, site, tokens, gpu)
     generated = build(replace(spec, tile=tile))
     yield generated.spec.text()
     yield f"file  {generated.name}.py\n"
@@ -260,12 +259,12 @@ def page(spec: KernelSpec, tokens: int, ranks: list[int], gpu: str) -> Iterator[
     yield _cost_table(generated.spec, tokens, ranks)
     yield ""
     try:
-        found = resources(generated.spec)
+        used = resources(generated.spec)
     except (KernelToolMissing, KernelNotCompilable) as error:
         yield str(error)
         return
-    yield _resource_table(found)
-    for fault in faults(generated.spec, found):
+    yield _resource_table(used)
+    for fault in faults(generated.spec, used):
         yield f"fault          {fault}"
 
 
@@ -289,7 +288,7 @@ def _site(spec: KernelSpec, ranks: list[int]) -> Site:
     )
 
 
-def _tile_kernel_page(
+def _tile_and_reason(
     spec: KernelSpec, site: Site, tokens: int, gpu: str
 ) -> tuple[Tile | None, str]:
     from tlora_fx.ops.kernels import select
@@ -338,16 +337,16 @@ def _cost_table(spec: KernelSpec, tokens: int, ranks: list[int]) -> Table:
     return table
 
 
-def _resource_table(found: Resources) -> Table:
-    table = Table("compiled", f"for sm_{found.arch}", box=None, pad_edge=False)
+def _resource_table(used: Resources) -> Table:
+    table = Table("compiled", f"for sm_{used.arch}", box=None, pad_edge=False)
     rows = {
-        "registers": found.registers,
-        "spills": found.spills,
-        "shared bytes": found.shared_bytes,
-        "instructions": found.total,
-        "tensor core": found.tensor_core,
-        "bulk loads": found.bulk_loads,
-        "16-byte loads": found.wide_loads,
+        "registers": used.registers,
+        "spills": used.spills,
+        "shared bytes": used.shared_bytes,
+        "instructions": used.total,
+        "tensor core": used.tensor_core,
+        "bulk loads": used.bulk_loads,
+        "16-byte loads": used.wide_loads,
     }
     for name, value in rows.items():
         table.add_row(name, f"{value:,}")

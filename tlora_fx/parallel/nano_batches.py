@@ -39,7 +39,6 @@ from tlora_fx.pipeline.instrument import Event
 # A collective at the end of a layer hides behind another nano-batch's next layer only where both
 # lie in one graph. Equal regions share code, as equal layers do.
 
-
 REGIONS = "regions"
 LAYERS = "layers"
 
@@ -332,7 +331,6 @@ def _leads_to_start(tasks: Sequence[ScheduledTask]) -> list[bool]:
 #
 # Works on the graphs that AOT autograd makes, where a collective is two nodes: one of
 # `_c10d_functional` that starts it, and `wait_tensor`.
-
 
 WAIT = "_c10d_functional::wait_tensor"
 INDUCTOR = "inductor"

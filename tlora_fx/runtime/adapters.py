@@ -126,7 +126,6 @@ def tensor_bytes(tensors: Mapping[str, Tensor]) -> bytes:
 
 # The base's weights: loaded by transformers, drawn at random, or taken from a given module.
 
-
 PIECE = 1 << 22
 
 
@@ -173,8 +172,8 @@ def _loaded(backbone: Backbone) -> dict[str, Tensor]:
             help="give the checkpoint that belongs to the config; nothing is drawn in its place",
         )
     canonical = canonical_names(backbone)
-    found = model.state_dict()
-    return {canonical[name]: tensor for name, tensor in found.items() if name in canonical}
+    state = model.state_dict()
+    return {canonical[name]: tensor for name, tensor in state.items() if name in canonical}
 
 
 def canonical_names(backbone: Backbone) -> Mapping[str, str]:
@@ -346,8 +345,8 @@ class _Starter:
         for part, rule in rules.items():
             if part in name:
                 return rule(parameter, path)
-        own = path.replace(".modules_to_save.default.", ".").replace(".base_layer.", ".")
-        return self.model.base_tensor_or_value(self.canonical[own])
+        name = path.replace(".modules_to_save.default.", ".").replace(".base_layer.", ".")
+        return self.model.base_tensor_or_value(self.canonical[name])
 
     def _down(self, like: Tensor, path: str) -> Tensor:
         if self.init == "gaussian":

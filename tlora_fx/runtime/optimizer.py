@@ -32,7 +32,6 @@ if TYPE_CHECKING:
 # small ones costs the host more than the kernels cost a GPU. Here their list is made once; what
 # the operators get, and in which order, is the same.
 
-
 # CUDA's reductions read so many numbers at once where their address allows it.
 _VECTOR = 4
 # Where torch.nn.utils hands whole lists to an operator.
@@ -133,7 +132,6 @@ def _wide_dtype(gradient: Tensor) -> torch.dtype:
 # on each step: for hundreds of small parameters a few milliseconds of the host, while a GPU needs
 # a tenth of one. The optimizer stays the owner of state and options; this holds its tensors in the
 # lists that its kernel takes.
-
 
 # What the kernels take; where a torch has others, its own step calls them.
 _ARGUMENTS = (
