@@ -2,9 +2,16 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 from torch._subclasses import FakeTensorMode
+from torch.fx.experimental.symbolic_shapes import (
+    DimDynamic,
+    ShapeEnv,
+    StatelessSymbolicContext,
+)
 
 from tlora_fx.ops import multi_lora_add
 from tlora_fx.ops.kernels import support
@@ -72,3 +79,21 @@ def test_branches_behind_another_operator_say_it_too(lora, monkeypatch):
             multi_lora_add(y, x, a, b, *tables)
 
     assert said == ["PyTorch serves the adapters of 32→49: sizes are not multiples of 16"]
+
+
+def test_the_reason_is_logged_where_sizes_are_symbols(group, caplog):
+    """`torch.compile` with dynamic shapes asks with sizes that cannot be hashed."""
+    mode = FakeTensorMode(shape_env=ShapeEnv(), allow_non_fake_inputs=True)
+    x, site = group(torch.float32)
+
+    def dynamic(value):
+        return mode.from_tensor(
+            value, symbolic_context=StatelessSymbolicContext([DimDynamic.DYNAMIC] * value.dim())
+        )
+
+    with mode, caplog.at_level("INFO", "tlora_fx.kernels"):
+        x, a, b, weight = (dynamic(value) for value in (x, site.a[0], site.b[0], site.weights[0]))
+        site = replace(site, weights=[weight], a=[a], b=[b])
+        assert support.kernel_group(torch.empty(x.shape, device="cuda"), site) is None
+
+    assert "PyTorch serves the adapters" in caplog.text

@@ -172,7 +172,7 @@ def kernel_group(x: Tensor, group: SiteGroup) -> KernelGroup | None:
     reason = why_not(x, group)
     if reason:
         if device == "cuda":
-            _say(reason, group.inner, tuple(b.shape[1] for b in group.b))
+            _say(reason, str(group.inner), tuple(str(b.shape[1]) for b in group.b))
         return None
     kernels = KernelGroup.of(x, group)
     if len(facts) > _ALONE:
@@ -303,7 +303,7 @@ def _name(dtype: torch.dtype) -> Dtype:
 
 
 @lru_cache(maxsize=1024)
-def _say(reason: str, inner: int, outers: tuple[int, ...]) -> None:
-    """Log once a shape."""
+def _say(reason: str, inner: str, outers: tuple[str, ...]) -> None:
+    """Log once a shape; sizes are texts, because symbols cannot be hashed."""
     shapes = ", ".join(f"{inner}→{outer}" for outer in outers)
     logger.info("PyTorch serves the adapters of %s: %s", shapes, reason)
