@@ -21,9 +21,9 @@ from typing import Any
 from rich.table import Table
 
 from benchmarks.results_file import RESULTS, console, described, write
-from tlora_fx.cost.cluster import Cluster
 from tlora_fx.cost.estimator import Estimator, ProfileEstimator
-from tlora_fx.cost.model_facts import demand_of
+from tlora_fx.cost.hardware import Cluster
+from tlora_fx.cost.load import demand_of
 from tlora_fx.cost.profile_sources import profiles_for
 from tlora_fx.scheduler.policies import find_policy
 from tlora_fx.scheduler.state import ActiveJob, JobRequest, Policy, SchedulerState

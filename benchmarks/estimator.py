@@ -14,10 +14,9 @@ import time
 import numpy as np
 
 from benchmarks.results_file import RESULTS, described, write
-from tlora_fx.cost.cluster import Cluster
-from tlora_fx.cost.demand import Array, Demand
 from tlora_fx.cost.estimator import ProfileEstimator
-from tlora_fx.cost.model_facts import demand_of
+from tlora_fx.cost.hardware import Cluster
+from tlora_fx.cost.load import Array, Demand, demand_of
 from tlora_fx.cost.profile import Profile
 from tlora_fx.cost.profile_sources import SHIPPED
 

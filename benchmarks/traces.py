@@ -20,7 +20,7 @@ from typing import Any
 from rich.table import Table
 
 from benchmarks.results_file import RESULTS, console, described, write
-from tlora_fx.cost.cluster import Cluster
+from tlora_fx.cost.hardware import Cluster
 from tlora_fx.simulator.report import (
     BASELINES,
     METRICS,

@@ -31,7 +31,7 @@ from benchmarks.results_file import RESULTS, console, described, write
 from benchmarks.validation_workload import Planned, base_of, workload, write_file
 from tlora_fx.config.job import Job
 from tlora_fx.config.job_file import load_job_file
-from tlora_fx.cost.demand import Demand
+from tlora_fx.cost.load import Demand
 from tlora_fx.scheduler.executor import Drained, ExecutorEvent, Failed, Progress
 from tlora_fx.scheduler.formations import Callback
 from tlora_fx.scheduler.local.executor import LocalOptions, cpu_threads

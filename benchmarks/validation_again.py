@@ -21,7 +21,7 @@ from rich.table import Table
 from benchmarks.results_file import RESULTS, console
 from benchmarks.validation import Bench
 from benchmarks.validation_workload import base_of, workload
-from tlora_fx.cost.cluster import Cluster
+from tlora_fx.cost.hardware import Cluster
 from tlora_fx.cost.profile import Profile
 from tlora_fx.scheduler.loop import LoopOptions
 from tlora_fx.scheduler.policies import find_policy

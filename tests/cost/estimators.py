@@ -6,10 +6,9 @@ from functools import cache
 
 import numpy as np
 
-from tlora_fx.cost.cluster import Cluster
-from tlora_fx.cost.demand import Demand
 from tlora_fx.cost.estimator import ProfileEstimator
-from tlora_fx.cost.model_facts import demand_of
+from tlora_fx.cost.hardware import Cluster
+from tlora_fx.cost.load import Demand, demand_of
 from tlora_fx.cost.profile import Profile
 from tlora_fx.cost.profile_sources import SHIPPED
 

@@ -9,10 +9,10 @@ from hypothesis import strategies as st
 
 from tests.cost.estimators import BASE, estimator, seconds, shipped, some
 from tests.parallel.graph_times import without_graphs
-from tlora_fx.cost.cluster import TIERS, Cluster
-from tlora_fx.cost.demand import Demand
 from tlora_fx.cost.estimator import ProfileEstimator, table_of
-from tlora_fx.cost.model_facts import BASES, demand_of
+from tlora_fx.cost.hardware import TIERS, Cluster
+from tlora_fx.cost.load import Demand, demand_of
+from tlora_fx.cost.model_facts import BASES
 from tlora_fx.cost.profile_sources import profiles_for
 from tlora_fx.errors import BaseUnknown, EstimatorOption, ProfileMismatch, TargetUnknown
 

@@ -15,14 +15,13 @@ from tests.cost.estimators import estimator, shipped
 from tlora_fx.compiler import compile
 from tlora_fx.config.job_file import load_job_file
 from tlora_fx.cost import model_facts
-from tlora_fx.cost.cluster import Cluster
-from tlora_fx.cost.demand import Demand
 from tlora_fx.cost.estimator import Base
 from tlora_fx.cost.facts import facts_of
+from tlora_fx.cost.hardware import Cluster
 from tlora_fx.cost.layouts import Pairs
-from tlora_fx.cost.load import Round
+from tlora_fx.cost.load import Demand, Round, demand_of
 from tlora_fx.cost.memory import memory_of
-from tlora_fx.cost.model_facts import BASES, demand_of
+from tlora_fx.cost.model_facts import BASES
 from tlora_fx.cost.plan import MeshShape, Plan
 from tlora_fx.cost.step_time import CostModel, step_time, total
 from tlora_fx.ops.kernels import packed

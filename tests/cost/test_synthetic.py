@@ -8,7 +8,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from tests.cost.estimators import some
-from tlora_fx.cost.demand import Demand
+from tlora_fx.cost.load import Demand
 from tlora_fx.cost.synthetic import SyntheticEstimator
 
 JOBS = st.builds(

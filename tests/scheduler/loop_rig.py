@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from tests.scheduler.looping import Plain
-from tlora_fx.cost.cluster import Cluster
+from tlora_fx.cost.hardware import Cluster
 from tlora_fx.scheduler.formations import Callback, StepTimes
 from tlora_fx.scheduler.loop import Loop, LoopOptions
 from tlora_fx.scheduler.policies import find_policy

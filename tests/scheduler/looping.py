@@ -7,9 +7,9 @@ from typing import Any
 
 import numpy as np
 
-from tlora_fx.cost.cluster import Tier
-from tlora_fx.cost.demand import COLUMN, Array, Demand
 from tlora_fx.cost.estimator import Layout, Prediction
+from tlora_fx.cost.hardware import Tier
+from tlora_fx.cost.load import COLUMN, Array, Demand
 from tlora_fx.scheduler.state import JobRequest
 
 TOKENS = COLUMN["tokens"]

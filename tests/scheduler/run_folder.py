@@ -15,8 +15,8 @@ from pathlib import Path
 import yaml
 
 from tests.scheduler.toy import Roofline
-from tlora_fx.cost.cluster import Cluster
-from tlora_fx.cost.demand import Demand
+from tlora_fx.cost.hardware import Cluster
+from tlora_fx.cost.load import Demand
 from tlora_fx.scheduler.formations import Callback
 from tlora_fx.scheduler.local.executor import LocalOptions
 from tlora_fx.scheduler.loop import LoopOptions

@@ -10,7 +10,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from tests.scheduler.toy import drawn
-from tlora_fx.cost.cluster import Cluster
+from tlora_fx.cost.hardware import Cluster
 from tlora_fx.cost.synthetic import SyntheticEstimator
 from tlora_fx.errors import JobNotInState, LedgerError, StateFileError
 from tlora_fx.scheduler.executor import Committed, Drained, Failed, Finished

@@ -12,8 +12,8 @@ from contextlib import closing
 import pytest
 
 from tests.scheduler.fake_worker import adapter_of
-from tlora_fx.cost.cluster import Cluster
-from tlora_fx.cost.demand import Demand
+from tlora_fx.cost.hardware import Cluster
+from tlora_fx.cost.load import Demand
 from tlora_fx.errors import PlaceTaken
 from tlora_fx.scheduler.executor import Committed, Drained, Failed, Finished, GroupStarted, Progress
 from tlora_fx.scheduler.local.executor import LocalExecutor, LocalOptions

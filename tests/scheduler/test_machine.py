@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from tests.scheduler.looping import Plain, request
-from tlora_fx.cost.cluster import Cluster
+from tlora_fx.cost.hardware import Cluster
 from tlora_fx.scheduler.formations import Callback, StepTimes, membership
 from tlora_fx.scheduler.loop import Loop, LoopOptions
 from tlora_fx.scheduler.policies import find_policy

@@ -10,7 +10,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from tests.scheduler.toy import Roofline, active, checked, request
-from tlora_fx.cost.cluster import Cluster
+from tlora_fx.cost.hardware import Cluster
 from tlora_fx.scheduler.policies import POLICIES, find_policy
 from tlora_fx.scheduler.state import Decision, Group, JobRequest, SchedulerState, keeps
 

@@ -9,7 +9,8 @@ import pytest
 from tests.models import base_of as base_in
 from tests.models import job
 from tlora_fx.config.job_file import load_job_file
-from tlora_fx.cost.model_facts import BASES, demand_of, find_base
+from tlora_fx.cost.load import demand_of
+from tlora_fx.cost.model_facts import BASES, find_base
 from tlora_fx.errors import BaseUnknown, JobError, StepsUnknown
 from tlora_fx.scheduler.requests import (
     base_of,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from tlora_fx.cost.cluster import Cluster
+from tlora_fx.cost.hardware import Cluster
 from tlora_fx.cost.model_facts import find_base
 from tlora_fx.errors import ProfileMismatch
 from tlora_fx.scheduler.service import Estimates

@@ -16,9 +16,9 @@ from tests.scheduler.fork_here import ForkHere
 from tests.scheduler.run_folder import QUICKSTART, Heard, kill, records
 from tlora_fx.compiler import compile
 from tlora_fx.config.job_file import load_job_file
-from tlora_fx.cost.cluster import Cluster
-from tlora_fx.cost.demand import Demand
 from tlora_fx.cost.estimator import Layout
+from tlora_fx.cost.hardware import Cluster
+from tlora_fx.cost.load import Demand
 from tlora_fx.cost.plan import MeshShape
 from tlora_fx.runtime.run_folder import read_metrics
 from tlora_fx.runtime.trainer import Trainer

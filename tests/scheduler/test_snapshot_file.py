@@ -7,9 +7,10 @@ import json
 import pytest
 
 from tests.scheduler.toy import Roofline
-from tlora_fx.cost.cluster import Cluster
 from tlora_fx.cost.estimator import ProfileEstimator
-from tlora_fx.cost.model_facts import demand_of, find_base
+from tlora_fx.cost.hardware import Cluster
+from tlora_fx.cost.load import demand_of
+from tlora_fx.cost.model_facts import find_base
 from tlora_fx.cost.profile import Profile
 from tlora_fx.cost.profile_sources import SHIPPED
 from tlora_fx.cost.synthetic import SyntheticEstimator

@@ -14,7 +14,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tlora_fx.cost.demand import Demand
+from tlora_fx.cost.load import Demand
 from tlora_fx.errors import LedgerError
 from tlora_fx.scheduler.executor import Committed, Drained, Failed, Finished, GroupStarted
 from tlora_fx.scheduler.state import REQUEST, Decision, Group, JobRequest
@@ -164,7 +164,7 @@ def test_what_was_confirmed_is_there_after_a_kill(tmp_path):
     """A process that is killed while it writes leaves all that it had printed."""
     script = textwrap.dedent("""
         import sys
-        from tlora_fx.cost.demand import Demand
+        from tlora_fx.cost.load import Demand
         from tlora_fx.scheduler.store import Ledger
         from tlora_fx.scheduler.state import JobRequest
         ledger = Ledger(sys.argv[1])

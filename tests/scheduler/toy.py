@@ -7,9 +7,9 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from tlora_fx.cost.cluster import Cluster, Tier
-from tlora_fx.cost.demand import COLUMN, Array, Demand
 from tlora_fx.cost.estimator import Layout, Prediction
+from tlora_fx.cost.hardware import Cluster, Tier
+from tlora_fx.cost.load import COLUMN, Array, Demand
 from tlora_fx.cost.plan import MeshShape
 from tlora_fx.scheduler.state import ActiveJob, Decision, Group, JobRequest, SchedulerState
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from tlora_fx.cost.cluster import Cluster
+from tlora_fx.cost.hardware import Cluster
 from tlora_fx.simulator.metrics import Distribution, SeriesPoint, SizeClass, Span, Summary
 from tlora_fx.simulator.sweep import JobSource, Scenario, ScenarioResult
 

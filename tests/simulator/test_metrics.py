@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.scheduler.looping import Plain, request
-from tlora_fx.cost.cluster import Cluster
+from tlora_fx.cost.hardware import Cluster
 from tlora_fx.scheduler.policies import find_policy
 from tlora_fx.simulator.metrics import COLUMNS, BucketedSum, Distribution, thirds
 from tlora_fx.simulator.replay import OPTIONS, replay

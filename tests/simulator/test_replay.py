@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.scheduler.looping import Plain, request
-from tlora_fx.cost.cluster import Cluster
+from tlora_fx.cost.hardware import Cluster
 from tlora_fx.errors import ReplayOptionWrong, ReplayStalled, SubmittedTwice
 from tlora_fx.scheduler.policies import find_policy
 from tlora_fx.scheduler.state import Decision

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.scheduler.looping import Plain, request
-from tlora_fx.cost.cluster import Cluster
+from tlora_fx.cost.hardware import Cluster
 from tlora_fx.errors import PlaceTaken
 from tlora_fx.scheduler.executor import Drained, Failed, Finished, GroupStarted, NodeBack, NodeLost
 from tlora_fx.scheduler.formations import StepTimes

@@ -7,7 +7,7 @@ import pickle
 import pytest
 
 from tests.simulator.replayed import base
-from tlora_fx.cost.cluster import Cluster
+from tlora_fx.cost.hardware import Cluster
 from tlora_fx.errors import PolicyOptionWrong, ProfileMismatch, UnknownPolicy
 from tlora_fx.scheduler.policies import policy_of
 from tlora_fx.simulator.report import Report, page

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tlora_fx.cost.demand import Demand
+from tlora_fx.cost.load import Demand
 from tlora_fx.errors import TraceColumnMissing, TraceEmpty, TraceFileError, TraceRowsWrong
 from tlora_fx.scheduler.state import JobRequest
 from tlora_fx.simulator.traces import Trace, TraceJob, read_trace, write_own

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tlora_fx.cost.cluster import Cluster
+from tlora_fx.cost.hardware import Cluster
 from tlora_fx.errors import ReplayChoiceWrong, TraceEmpty
 from tlora_fx.scheduler.state import JobRequest
 from tlora_fx.simulator.sweep import (

@@ -17,7 +17,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.table import Table
 
 from tlora_fx.cli.options import seconds, with_options
-from tlora_fx.cost.cluster import Cluster
+from tlora_fx.cost.hardware import Cluster
 from tlora_fx.scheduler.policies import POLICIES, policy_of
 from tlora_fx.simulator.report import Report, chosen, reasons, require_folder, write_report
 from tlora_fx.simulator.sweep import (

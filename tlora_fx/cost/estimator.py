@@ -13,12 +13,10 @@ from typing import Protocol
 
 import numpy as np
 
-from tlora_fx.cost.cluster import Cluster, Tier
-from tlora_fx.cost.demand import COLUMN, Array, Demand
 from tlora_fx.cost.fit import QUANTITIES, SAVED, Line, Links
-from tlora_fx.cost.hardware import GIB, gpu_of_device
+from tlora_fx.cost.hardware import GIB, Cluster, Tier, gpu_of_device
 from tlora_fx.cost.layouts import SPINE, Groups, Layouts, Pairs, Sites
-from tlora_fx.cost.load import MAX_ROW_TOKENS, Mask, is_small
+from tlora_fx.cost.load import COLUMN, MAX_ROW_TOKENS, Array, Demand, Mask, is_small
 from tlora_fx.cost.memory import Held, in_flight, memory_terms, usable_bytes
 from tlora_fx.cost.model_facts import (
     ADAM_STATES,

@@ -25,9 +25,8 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from tlora_fx.cost.demand import Array
-from tlora_fx.cost.hardware import GPUS, Tier, gpu_of_device
-from tlora_fx.cost.load import Indices, Mask, Rows, Work
+from tlora_fx.cost.hardware import GPUS, LinkTier, gpu_of_device
+from tlora_fx.cost.load import Array, Indices, Mask, Rows, Work
 from tlora_fx.cost.model_facts import LayerFacts, ModelFacts
 from tlora_fx.cost.profile import (
     CollectivePoint,
@@ -412,9 +411,9 @@ class CollectiveTimes:
     def __init__(self, profile: Profile) -> None:
         self.profile = profile
         self.estimated = False
-        self._known: dict[tuple[Operation, Tier], Array] = {}
+        self._known: dict[tuple[Operation, LinkTier], Array] = {}
 
-    def line(self, operation: Operation, tier: Tier, processes: int) -> Line:
+    def line(self, operation: Operation, tier: LinkTier, processes: int) -> Line:
         """One collective among so many processes; nothing where a process is alone."""
         if processes < 2:
             return Line()
@@ -425,21 +424,23 @@ class CollectiveTimes:
         _, hops, sent = _ring(operation, processes)
         return Line(start + hop * hops, per_byte * sent)
 
-    def ms(self, operation: Operation, tier: Tier, processes: int, payload_bytes: float) -> float:
+    def ms(
+        self, operation: Operation, tier: LinkTier, processes: int, payload_bytes: float
+    ) -> float:
         """One collective; nothing where a process is alone or has nothing to say."""
         if payload_bytes <= 0:
             return 0.0
         return float(self.line(operation, tier, processes)(payload_bytes))
 
-    def measured(self, operation: Operation, tier: Tier) -> bool:
+    def measured(self, operation: Operation, tier: LinkTier) -> bool:
         """Whether the profile has points of an operation at a distance."""
         return bool(self._points(operation, tier))
 
-    def _points(self, operation: Operation, tier: Tier) -> list[CollectivePoint]:
+    def _points(self, operation: Operation, tier: LinkTier) -> list[CollectivePoint]:
         points = self.profile.collectives
         return [one for one in points if (one.operation, one.tier) == (operation, tier)]
 
-    def _coefficients(self, operation: Operation, tier: Tier) -> Array:
+    def _coefficients(self, operation: Operation, tier: LinkTier) -> Array:
         points = self._points(operation, tier)
         if not points:
             self.estimated = True

@@ -11,13 +11,14 @@ for the networks.
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Literal
 
 from tlora_fx.errors import UnknownGpu, nearest
 
-Tier = Literal["node", "network"]
+LinkTier = Literal["node", "network"]
 GIB = 2**30
 PEER_COPIES = "TLORA_FX_PEER_COPIES"
 
@@ -48,7 +49,7 @@ class Gpu:
         found = self.tflops.get(dtype)
         return found if found is not None else self.tflops["float32"] / 2
 
-    def link_gbps(self, tier: Tier) -> float:
+    def link_gbps(self, tier: LinkTier) -> float:
         """The bandwidth of one direction, within a node or between nodes."""
         return self.node_gbps if tier == "node" else self.network_gbps
 
@@ -94,3 +95,68 @@ def gpu_of_device(name: str) -> Gpu | None:
 def wants_peer_copies() -> bool:
     """Whether GPUs may copy shards out of each other's memory (`peer_copies`)."""
     return os.environ.get(PEER_COPIES) != "off"
+
+
+#: The smallest unit that holds some GPUs.
+Tier = Literal["gpu", "node", "rack", "cluster"]
+TIERS: tuple[Tier, ...] = ("gpu", "node", "rack", "cluster")
+
+
+@dataclass(frozen=True, slots=True)
+class Cluster:
+    """GPUs of one kind; GPU g stands in node g // gpus_per_node.
+
+    gpus             how many there are
+    gpus_per_node    in one node
+    nodes_per_rack   in one rack
+    gpu              short name of their kind, such as "h200"
+    lost             nodes that are not there now
+    """
+
+    gpus: int
+    gpus_per_node: int = 8
+    nodes_per_rack: int = 4
+    gpu: str = "h200"
+    lost: frozenset[int] = frozenset()
+
+    @property
+    def nodes(self) -> int:
+        """How many nodes there are, lost ones included."""
+        return -(-self.gpus // self.gpus_per_node)
+
+    def node(self, gpu: int) -> int:
+        """The node of a GPU."""
+        return gpu // self.gpus_per_node
+
+    def present(self) -> list[int]:
+        """The GPUs that are there."""
+        return list(_present(self))
+
+    def capacity(self) -> int:
+        """How many GPUs are there."""
+        return len(_present(self))
+
+    def tier(self, gpus: Iterable[int]) -> Tier:
+        """The smallest unit that holds some GPUs."""
+        own = set(gpus)
+        nodes = {self.node(gpu) for gpu in own}
+        if len(own) <= 1:
+            return "gpu"
+        if len(nodes) == 1:
+            return "node"
+        racks = {node // self.nodes_per_rack for node in nodes}
+        return "rack" if len(racks) == 1 else "cluster"
+
+    def least_tier(self, count: int) -> Tier:
+        """The smallest unit that could hold so many GPUs."""
+        if count <= 1:
+            return "gpu"
+        if count <= self.gpus_per_node:
+            return "node"
+        return "rack" if count <= self.gpus_per_node * self.nodes_per_rack else "cluster"
+
+
+@lru_cache(maxsize=64)
+def _present(cluster: Cluster) -> tuple[int, ...]:
+    """Asked several times in each decision, and the same for as long as no node is lost."""
+    return tuple(gpu for gpu in range(cluster.gpus) if cluster.node(gpu) not in cluster.lost)

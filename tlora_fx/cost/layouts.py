@@ -16,11 +16,19 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from tlora_fx.cost.cluster import Cluster, Tier
-from tlora_fx.cost.demand import COLUMN, Array
 from tlora_fx.cost.fit import Line, Links
-from tlora_fx.cost.hardware import Tier as Link
-from tlora_fx.cost.load import MAX_ROW_TOKENS, Indices, Mask, Rows, Work, is_small, narrowed
+from tlora_fx.cost.hardware import Cluster, LinkTier, Tier
+from tlora_fx.cost.load import (
+    COLUMN,
+    MAX_ROW_TOKENS,
+    Array,
+    Indices,
+    Mask,
+    Rows,
+    Work,
+    is_small,
+    narrowed,
+)
 from tlora_fx.cost.model_facts import ModelFacts
 from tlora_fx.cost.plan import MeshShape, Plan
 from tlora_fx.cost.profile import Operation
@@ -120,7 +128,7 @@ class Layouts:
         times = self.cost.collectives
         return links_of(times, mesh, lambda name: self._link(mesh, name, reach), slower=slower)
 
-    def _link(self, mesh: MeshShape, dimension: str, reach: int) -> Link:
+    def _link(self, mesh: MeshShape, dimension: str, reach: int) -> LinkTier:
         """What neighbours along a dimension talk over."""
         few = reach in {FEW_OVER_RACK, FEW_OVER_CLUSTER}
         return "network" if few else self.cost.tier(mesh, dimension)

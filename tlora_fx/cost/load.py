@@ -8,22 +8,23 @@ before any data is read. What layers have to do for many rows at once stands in 
 from __future__ import annotations
 
 from bisect import bisect_left, bisect_right
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from itertools import accumulate, pairwise
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple, Self
 
 import numpy as np
 from numpy.typing import NDArray
 
-from tlora_fx.cost.demand import Array
-from tlora_fx.cost.model_facts import CAPTURED_TOKENS, LayerFacts
+from tlora_fx.cost.model_facts import ALL_LINEAR, CAPTURED_TOKENS, BaseShape, LayerFacts, find_base
+from tlora_fx.errors import TargetUnknown, nearest
 
 if TYPE_CHECKING:
     from tlora_fx.config.job import Job
     from tlora_fx.model.batch import PackedBatch
 
+Array = NDArray[np.float64]
 Indices = NDArray[np.intp]
 Mask = NDArray[np.bool_]
 #: Tokens of one forward, at most.
@@ -244,6 +245,111 @@ def _covers(before: Sequence[float], parts: int, bound: float) -> bool:
 
 def _slack(before: Sequence[float]) -> float:
     return 1e-9 * before[-1]
+
+
+class Demand(NamedTuple):
+    """One optimizer step of a job, or the sum over a group.
+
+    jobs          how many jobs: 1, or the group's size
+    samples       sequences of the whole step, accumulation included
+    tokens        of all samples
+    squares       sum of squared lengths, what attention grows with
+    targets       tokens with a loss
+    adapters      adapters of one layer, summed over its sites: 7 for all linears of a Llama layer
+    rank          sum of the ranks of these adapters, each times its site's (in + out) columns
+    site_tokens   tokens times (in + out) columns, summed over a layer's adapted sites
+    rank_tokens   tokens times rank times (in + out) columns, summed over a layer's adapters
+    tensors       trained tensors of all layers
+    parameters    trained numbers of all layers
+    launched      jobs whose operators no CUDA graph can hold: 1, or 0; one of them keeps a group's
+                  rows from running as graphs
+    """
+
+    jobs: float = 0.0
+    samples: float = 0.0
+    tokens: float = 0.0
+    squares: float = 0.0
+    targets: float = 0.0
+    adapters: float = 0.0
+    rank: float = 0.0
+    site_tokens: float = 0.0
+    rank_tokens: float = 0.0
+    tensors: float = 0.0
+    parameters: float = 0.0
+    launched: float = 0.0
+
+    def plus(self, other: Demand) -> Demand:
+        """Both together."""
+        return Demand(*(a + b for a, b in zip(self, other, strict=True)))
+
+    def row(self) -> Array:
+        """As a row of a matrix of demands [12]."""
+        return np.array(self, dtype=np.float64)
+
+    @classmethod
+    def total(cls, demands: Iterable[Demand]) -> Self:
+        """The sum of some; zero where there are none."""
+        rows = [demand.row() for demand in demands]
+        return cls(*map(float, np.sum(rows, axis=0))) if rows else cls()
+
+
+#: The column of each field in a matrix of demands.
+COLUMN = {name: place for place, name in enumerate(Demand._fields)}
+
+
+def demand_of(
+    base: BaseShape | str,
+    rank: int,
+    batch: int,
+    lengths: float | Sequence[int],
+    targets: str | Iterable[str] = ALL_LINEAR,
+    accumulation: int = 1,
+) -> Demand:
+    """What one step of a job on a known base asks for.
+
+    lengths        tokens of each sample, or the lengths of all samples, of which the mean counts
+    targets        "all-linear", or ends of the linears' names
+    accumulation   micro-batches of a step
+    raises         BaseUnknown, TargetUnknown
+    """
+    shape = find_base(base) if isinstance(base, str) else base
+    samples = batch * accumulation
+    each = np.atleast_1d(np.asarray(lengths, dtype=np.float64))
+    tokens = samples * float(each.mean())
+    widths = [sum(shape.linears[name]) for name in _targets(shape, targets)]
+    columns = float(sum(widths))
+    return Demand(
+        jobs=1.0,
+        samples=float(samples),
+        tokens=tokens,
+        squares=samples * float((each * each).mean()),
+        targets=samples * float(np.maximum(each - 1, 0).mean()),
+        adapters=float(len(widths)),
+        rank=rank * columns,
+        site_tokens=tokens * columns,
+        rank_tokens=tokens * rank * columns,
+        tensors=2.0 * len(widths) * shape.layers,
+        parameters=rank * columns * shape.layers,
+    )
+
+
+def _targets(shape: BaseShape, targets: str | Iterable[str]) -> list[str]:
+    """Names of linears, each once.
+
+    raises    TargetUnknown
+    """
+    known = list(shape.linears)
+    if targets == ALL_LINEAR:
+        return known
+    wanted = [targets] if isinstance(targets, str) else list(targets)
+    for name in wanted:
+        if name not in known:
+            raise TargetUnknown(
+                f"base '{shape.name}' has no linear '{name}'",
+                nearest=nearest(name, known),
+                help=f"name some of {', '.join(known)}, or {ALL_LINEAR}",
+            )
+    return sorted(set(wanted), key=known.index)
 
 
 class Work(NamedTuple):

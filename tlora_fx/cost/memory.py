@@ -10,10 +10,9 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from tlora_fx.cost.demand import Array
 from tlora_fx.cost.fit import SAVED
 from tlora_fx.cost.hardware import GIB
-from tlora_fx.cost.load import Mask, Round, Rows
+from tlora_fx.cost.load import Array, Mask, Round, Rows
 from tlora_fx.cost.plan import Plan
 from tlora_fx.cost.profile import Profile
 from tlora_fx.cost.step_time import (

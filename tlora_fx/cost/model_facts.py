@@ -7,13 +7,10 @@ quickly. Sizes are those of the whole model, also where a pass has cut its tenso
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 
-import numpy as np
-
-from tlora_fx.cost.demand import Demand
-from tlora_fx.errors import BaseUnknown, TargetUnknown, nearest
+from tlora_fx.errors import BaseUnknown, nearest
 
 #: Rows of up to so many tokens a process of tp run as CUDA graphs: larger ones are bound by the GPU
 #: anyway, and a graph keeps its memory.
@@ -275,58 +272,3 @@ def find_base(name: str) -> BaseShape:
         nearest=nearest(name, BASES),
         help=f"known by name: {', '.join(BASES)}; others are read from a job file",
     )
-
-
-def demand_of(
-    base: BaseShape | str,
-    rank: int,
-    batch: int,
-    lengths: float | Sequence[int],
-    targets: str | Iterable[str] = ALL_LINEAR,
-    accumulation: int = 1,
-) -> Demand:
-    """What one step of a job on a known base asks for.
-
-    lengths        tokens of each sample, or the lengths of all samples, of which the mean counts
-    targets        "all-linear", or ends of the linears' names
-    accumulation   micro-batches of a step
-    raises         BaseUnknown, TargetUnknown
-    """
-    shape = find_base(base) if isinstance(base, str) else base
-    samples = batch * accumulation
-    each = np.atleast_1d(np.asarray(lengths, dtype=np.float64))
-    tokens = samples * float(each.mean())
-    widths = [sum(shape.linears[name]) for name in _targets(shape, targets)]
-    columns = float(sum(widths))
-    return Demand(
-        jobs=1.0,
-        samples=float(samples),
-        tokens=tokens,
-        squares=samples * float((each * each).mean()),
-        targets=samples * float(np.maximum(each - 1, 0).mean()),
-        adapters=float(len(widths)),
-        rank=rank * columns,
-        site_tokens=tokens * columns,
-        rank_tokens=tokens * rank * columns,
-        tensors=2.0 * len(widths) * shape.layers,
-        parameters=rank * columns * shape.layers,
-    )
-
-
-def _targets(shape: BaseShape, targets: str | Iterable[str]) -> list[str]:
-    """Names of linears, each once.
-
-    raises    TargetUnknown
-    """
-    known = list(shape.linears)
-    if targets == ALL_LINEAR:
-        return known
-    wanted = [targets] if isinstance(targets, str) else list(targets)
-    for name in wanted:
-        if name not in known:
-            raise TargetUnknown(
-                f"base '{shape.name}' has no linear '{name}'",
-                nearest=nearest(name, known),
-                help=f"name some of {', '.join(known)}, or {ALL_LINEAR}",
-            )
-    return sorted(set(wanted), key=known.index)

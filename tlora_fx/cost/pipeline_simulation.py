@@ -14,7 +14,7 @@ from typing import Any, Literal, NamedTuple
 
 import numpy as np
 
-from tlora_fx.cost.demand import Array
+from tlora_fx.cost.load import Array
 from tlora_fx.cost.plan import Schedule
 from tlora_fx.errors import ScheduleRefused
 

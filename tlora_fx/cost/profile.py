@@ -12,7 +12,7 @@ from typing import Literal, Self
 
 from pydantic import BaseModel, ConfigDict, Field, NonNegativeFloat, PositiveInt, ValidationError
 
-from tlora_fx.cost.hardware import Tier
+from tlora_fx.cost.hardware import LinkTier
 from tlora_fx.durable import replace_file
 from tlora_fx.errors import ProfileFileError
 
@@ -191,7 +191,7 @@ class CollectivePoint(_Part):
     """One collective; `payload_bytes` is what each process has in the end."""
 
     operation: Operation
-    tier: Tier
+    tier: LinkTier
     processes: PositiveInt
     payload_bytes: PositiveInt
     ms: NonNegativeFloat

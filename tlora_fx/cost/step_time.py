@@ -17,7 +17,6 @@ from itertools import pairwise
 
 import numpy as np
 
-from tlora_fx.cost.demand import Array
 from tlora_fx.cost.fit import (
     TIMES,
     CollectiveTimes,
@@ -29,8 +28,8 @@ from tlora_fx.cost.fit import (
     Links,
     fit_nonnegative,
 )
-from tlora_fx.cost.hardware import Tier, gpu_of_device, wants_peer_copies
-from tlora_fx.cost.load import Load, Mask, Round, Rows, is_small
+from tlora_fx.cost.hardware import LinkTier, gpu_of_device, wants_peer_copies
+from tlora_fx.cost.load import Array, Load, Mask, Round, Rows, is_small
 from tlora_fx.cost.model_facts import ModelFacts
 from tlora_fx.cost.pipeline_simulation import Order, Times, schedule_order, simulate
 from tlora_fx.cost.plan import MeshShape, Plan, Schedule
@@ -121,7 +120,7 @@ class CostModel:
         layers = [kind.layer for kind in self.kinds]
         return Rows.of(layers, loads, self.facts.hidden, tp)
 
-    def tier(self, mesh: MeshShape, dimension: str) -> Tier:
+    def tier(self, mesh: MeshShape, dimension: str) -> LinkTier:
         """The furthest that two neighbours along a dimension are apart.
 
         Ranks count along tp first, then dp, then pp.
@@ -151,7 +150,7 @@ class CostModel:
 def links_of(
     times: CollectiveTimes,
     mesh: MeshShape,
-    tier: Callable[[str], Tier],
+    tier: Callable[[str], LinkTier],
     *,
     sharded: bool = True,
     slower: float = 1.0,

@@ -13,9 +13,9 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from tlora_fx.cost.cluster import Cluster, Tier
-from tlora_fx.cost.demand import COLUMN, Array, Demand
 from tlora_fx.cost.estimator import Layout, Prediction
+from tlora_fx.cost.hardware import Cluster, Tier
+from tlora_fx.cost.load import COLUMN, Array, Demand
 from tlora_fx.cost.plan import MeshShape
 
 #: Bytes of a trained number with its gradient and the optimizer's states; of one gradient.

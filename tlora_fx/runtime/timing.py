@@ -20,7 +20,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from tlora_fx.cost.hardware import Tier
+from tlora_fx.cost.hardware import LinkTier
 from tlora_fx.cost.profile import CollectivePoint, Operation
 from tlora_fx.errors import TloraError
 from tlora_fx.parallel.cuda_graphs import forget_capture
@@ -254,14 +254,14 @@ def collective_points(
     for size in sorted({2, max(2, world // 2), world}):
         group = dist.new_group(list(range(size)))
         if dist.get_rank() < size:
-            tier: Tier = "node" if size <= per_node else "network"
+            tier: LinkTier = "node" if size <= per_node else "network"
             points.extend(_points(device, group, size, tier, rounds))
         dist.barrier()
     return points
 
 
 def _points(
-    device: torch.device, group: dist.ProcessGroup | None, size: int, tier: Tier, rounds: int
+    device: torch.device, group: dist.ProcessGroup | None, size: int, tier: LinkTier, rounds: int
 ) -> list[CollectivePoint]:
     points = []
     for payload in SIZES if device.type == "cuda" else ON_CPU:

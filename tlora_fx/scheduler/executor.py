@@ -16,8 +16,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
-from tlora_fx.cost.cluster import Cluster
 from tlora_fx.cost.estimator import Layout
+from tlora_fx.cost.hardware import Cluster
 from tlora_fx.scheduler.state import Group, JobRequest
 
 

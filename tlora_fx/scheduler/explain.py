@@ -9,9 +9,9 @@ from math import inf, isfinite
 from rich.table import Table
 from rich.text import Text
 
-from tlora_fx.cost.cluster import Cluster
-from tlora_fx.cost.demand import Demand
 from tlora_fx.cost.estimator import ProfileEstimator, table_of
+from tlora_fx.cost.hardware import Cluster
+from tlora_fx.cost.load import Demand
 from tlora_fx.cost.synthetic import SyntheticEstimator
 from tlora_fx.errors import BaseUnknown, JobNotInState, nearest
 from tlora_fx.scheduler.search.objective import tier_for

@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
-from tlora_fx.cost.cluster import Cluster
 from tlora_fx.cost.estimator import Estimator, Layout
+from tlora_fx.cost.hardware import Cluster
 from tlora_fx.errors import PlaceTaken
 from tlora_fx.scheduler.executor import Executor
 from tlora_fx.scheduler.state import ActiveJob, Decision, Group, JobRequest

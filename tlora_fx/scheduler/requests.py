@@ -20,7 +20,7 @@ from pathlib import Path
 import numpy as np
 
 from tlora_fx.config.job import BaseSpec, Job
-from tlora_fx.cost.demand import Demand
+from tlora_fx.cost.load import Demand
 from tlora_fx.cost.model_facts import LayerFacts, ModelFacts
 from tlora_fx.errors import StepsUnknown
 from tlora_fx.scheduler.state import JobRequest

@@ -18,9 +18,9 @@ from typing import Any, Protocol
 
 from tlora_fx.config.job import Job
 from tlora_fx.config.job_file import load_job_file
-from tlora_fx.cost.cluster import Cluster
-from tlora_fx.cost.demand import Demand
 from tlora_fx.cost.estimator import Estimator, Layout, ProfileEstimator
+from tlora_fx.cost.hardware import Cluster
+from tlora_fx.cost.load import Demand
 from tlora_fx.cost.model_facts import ModelFacts
 from tlora_fx.cost.profile import Profile
 from tlora_fx.cost.profile_sources import covers, profiles_for, require_profile

@@ -9,9 +9,9 @@ from typing import Annotated, ClassVar, Protocol
 
 from pydantic import AliasChoices, ConfigDict, Field, PlainSerializer, TypeAdapter
 
-from tlora_fx.cost.cluster import Cluster
-from tlora_fx.cost.demand import Demand
 from tlora_fx.cost.estimator import Estimator
+from tlora_fx.cost.hardware import Cluster
+from tlora_fx.cost.load import Demand
 
 # Jobs that train together, and where.
 

@@ -17,8 +17,8 @@ from typing import Any, Literal, Self, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Json, TypeAdapter, ValidationError
 
-from tlora_fx.cost.cluster import Cluster
 from tlora_fx.cost.estimator import Estimator, Layout, ProfileEstimator
+from tlora_fx.cost.hardware import Cluster
 from tlora_fx.cost.model_facts import ModelFacts
 from tlora_fx.cost.profile import Profile
 from tlora_fx.cost.synthetic import SyntheticEstimator

@@ -16,7 +16,7 @@ from typing import Any, NamedTuple, Self
 import numpy as np
 from numpy.typing import NDArray
 
-from tlora_fx.cost.cluster import Cluster
+from tlora_fx.cost.hardware import Cluster
 from tlora_fx.scheduler.formations import Callback, Formation, StepTimes
 from tlora_fx.scheduler.state import ROUNDING, ActiveJob, Decision, JobRequest
 

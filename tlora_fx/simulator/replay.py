@@ -17,8 +17,8 @@ from time import perf_counter
 
 import numpy as np
 
-from tlora_fx.cost.cluster import Cluster
 from tlora_fx.cost.estimator import Estimator, Layout
+from tlora_fx.cost.hardware import Cluster
 from tlora_fx.errors import ClockBackwards, PlaceTaken, ReplayOptionWrong, ReplayStalled
 from tlora_fx.scheduler.executor import (
     Drained,

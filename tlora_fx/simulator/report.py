@@ -594,8 +594,7 @@ def _kernels(policies: Policies) -> Iterator[str]:
     """What fused kernels are worth by the estimator, for one job and for eight."""
     if "no-kernel-fuser" not in policies:
         return
-    from tlora_fx.cost.demand import Demand
-    from tlora_fx.cost.model_facts import demand_of
+    from tlora_fx.cost.load import Demand, demand_of
     from tlora_fx.simulator.sweep import estimator_of
 
     scenario = policies[OURS][0].scenario

@@ -31,9 +31,9 @@ from pydantic import (
 )
 from pydantic.dataclasses import dataclass as validated
 
-from tlora_fx.cost.cluster import Cluster
-from tlora_fx.cost.demand import Demand
 from tlora_fx.cost.estimator import Estimator, ProfileEstimator
+from tlora_fx.cost.hardware import Cluster
+from tlora_fx.cost.load import Demand
 from tlora_fx.cost.profile import Profile
 from tlora_fx.cost.profile_sources import profiles_for
 from tlora_fx.errors import ProfileMismatch, ReplayChoiceWrong, TooManyForOracle, TraceEmpty
@@ -566,7 +566,7 @@ def batch_by_gpus(batches: Sequence[int], gpus: int) -> int:
 
 def known_demand(base: str, rank: int, batch: int, lengths: Sequence[int]) -> Demand:
     """The demand of a base that is known by its short name."""
-    from tlora_fx.cost.model_facts import demand_of
+    from tlora_fx.cost.load import demand_of
 
     return demand_of(base, rank, batch, lengths)
 

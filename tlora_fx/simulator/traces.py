@@ -18,7 +18,7 @@ from typing import IO, Any, ClassVar, NamedTuple
 
 from pydantic import ValidationError
 
-from tlora_fx.cost.demand import Demand
+from tlora_fx.cost.load import Demand
 from tlora_fx.errors import TraceColumnMissing, TraceEmpty, TraceFileError, TraceRowsWrong, nearest
 from tlora_fx.scheduler.state import REQUEST, JobRequest
 

@@ -2,8 +2,8 @@
 
 from tlora_fx_extension.shortest_first import ShortestFirst
 
-from tlora_fx.cost.cluster import Cluster
-from tlora_fx.cost.model_facts import demand_of
+from tlora_fx.cost.hardware import Cluster
+from tlora_fx.cost.load import demand_of
 from tlora_fx.scheduler.state import ActiveJob, JobRequest, SchedulerState
 
 DEMAND = demand_of("llama-3-8b", rank=8, batch=4, lengths=130)

@@ -25,8 +25,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import IO, Any
 
-from tlora_fx.cost.cluster import Cluster
 from tlora_fx.cost.estimator import Layout
+from tlora_fx.cost.hardware import Cluster
 from tlora_fx.errors import PlaceTaken, RunFolderError, WorkerLost
 from tlora_fx.runtime.checkpoint import CheckpointStore
 from tlora_fx.scheduler.executor import (

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from math import inf, isfinite
 from typing import ClassVar, Literal
 
-from tlora_fx.cost.demand import Demand
+from tlora_fx.cost.load import Demand
 from tlora_fx.scheduler.policies.tlora import Tlora
 from tlora_fx.scheduler.search.objective import seconds_of
 from tlora_fx.scheduler.search.placement import Placer

@@ -13,7 +13,7 @@ from typing import ClassVar
 import numpy as np
 from numpy.typing import NDArray
 
-from tlora_fx.cost.demand import Array
+from tlora_fx.cost.load import Array
 from tlora_fx.errors import TooManyForOracle
 from tlora_fx.scheduler.policies.paper import fill
 from tlora_fx.scheduler.search.objective import OBJECTIVES, Objective, tier_for

@@ -20,8 +20,8 @@ from typing import ClassVar
 
 import numpy as np
 
-from tlora_fx.cost.cluster import Cluster
-from tlora_fx.cost.demand import Demand
+from tlora_fx.cost.hardware import Cluster
+from tlora_fx.cost.load import Demand
 from tlora_fx.scheduler.policies.tlora import Unchanged
 from tlora_fx.scheduler.search.moves import LEAST_GAIN
 from tlora_fx.scheduler.search.objective import (

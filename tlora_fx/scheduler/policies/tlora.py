@@ -17,7 +17,7 @@ from typing import ClassVar
 
 import numpy as np
 
-from tlora_fx.cost.cluster import Cluster
+from tlora_fx.cost.hardware import Cluster
 from tlora_fx.scheduler.search.moves import KEYS, Merger, Move, Mover, UnitPacker, segmented
 from tlora_fx.scheduler.search.objective import (
     OBJECTIVES,

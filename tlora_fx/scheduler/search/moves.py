@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 from numpy.typing import NDArray
 
-from tlora_fx.cost.demand import Array
+from tlora_fx.cost.load import Array
 from tlora_fx.scheduler.search.objective import (
     CandidateBatch,
     CandidateGroup,

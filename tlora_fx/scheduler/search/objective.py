@@ -20,9 +20,9 @@ from typing import Literal
 import numpy as np
 from numpy.typing import NDArray
 
-from tlora_fx.cost.cluster import Cluster, Tier
-from tlora_fx.cost.demand import Array
 from tlora_fx.cost.estimator import Estimator
+from tlora_fx.cost.hardware import Cluster, Tier
+from tlora_fx.cost.load import Array
 from tlora_fx.scheduler.state import (
     ROUNDING,
     ActiveJob,
