@@ -35,7 +35,7 @@ def base(tmp_path_factory):
 
 def test_a_request_is_what_the_job_says(base):
     """Batch, accumulation, lengths and what it asks of the scheduler."""
-    asked = {"gpus": 2, "max_slowdown": 2.0, "deadline": 60.0, "lends": 3.0}
+    asked = {"gpus": 2, "max_slowdown": 2.0, "deadline": 60.0, "max_slowdown_opt_in": 3.0}
     one = job("one", base, target_modules=LINEARS).model_copy(
         update={
             "per_device_train_batch_size": 4,
@@ -135,7 +135,7 @@ def test_lengths_are_those_of_the_data():
     [
         ({"gpus": 0}, "1 <= n"),
         ({"gpu": 1}, "did you mean 'gpus'"),
-        ({"lends": 1.2}, "below 'max_slowdown'"),
+        ({"max_slowdown_opt_in": 1.2}, "below 'max_slowdown'"),
         ({"max_slowdown": 0.5}, "1 <= n"),
         ({"deadline": -1.0}, "0 < n"),
     ],

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
 
 from pydantic import (
+    AliasChoices,
     BeforeValidator,
     Field,
     StrictBool,
@@ -159,22 +160,26 @@ class ScheduleSpec(Spec):
     gpus          what it would have alone
     max_slowdown  in a group it is at most this much slower than alone
     deadline      seconds after its submission; None: none
-    lends         the slowdown it consents to where other jobs gain by it, for credit; None: none
+    max_slowdown_opt_in   the slowdown it consents to where other jobs gain by it, for credit;
+                          None: none. Job files of before call it `lends`
     """
 
     gpus: StrictInt = Field(default=1, ge=1)
     max_slowdown: StrictFloat = Field(default=1.5, ge=1)
     deadline: StrictFloat | None = Field(default=None, gt=0)
-    lends: StrictFloat | None = Field(default=None, ge=1)
+    max_slowdown_opt_in: StrictFloat | None = Field(
+        default=None, ge=1, validation_alias=AliasChoices("max_slowdown_opt_in", "lends")
+    )
 
-    @field_validator("lends")
+    @field_validator("max_slowdown_opt_in")
     @classmethod
-    def _more_than_it_must(cls, lends: float | None, info: ValidationInfo) -> float | None:
-        most = info.data.get("max_slowdown")
-        if lends is not None and most is not None and lends < most:
-            help = f"give {most:g} or more, or a smaller 'max_slowdown'"
-            raise refuse("'lends' is below 'max_slowdown', which holds anyway", help=help)
-        return lends
+    def _more_than_it_must(cls, most: float | None, info: ValidationInfo) -> float | None:
+        bound = info.data.get("max_slowdown")
+        if most is not None and bound is not None and most < bound:
+            help = f"give {bound:g} or more, or a smaller 'max_slowdown'"
+            what = "'max_slowdown_opt_in' is below 'max_slowdown', which holds anyway"
+            raise refuse(what, help=help)
+        return most
 
 
 def _epochs_by_default(data: dict[str, Any]) -> float | None:

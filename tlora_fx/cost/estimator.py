@@ -123,7 +123,7 @@ class ProfileEstimator:
     """An `Estimator` by profiles.
 
     profiles       by base
-    cluster        whose nodes and racks decide what talks over which link
+    cluster        whose nodes and racks decide what crosses which link
     shapes         facts of bases that are not known by name; a base not among them is looked up
     fused          False: adapters run one after the other (the ablation without a kernel fuser)
     nano_batches   numbers of nano-batches to choose from under tensor parallelism
@@ -284,7 +284,7 @@ class Base:
 
     def groups(self, demands: Array, gpus: Array, tiers: list[Tier]) -> Groups:
         """What groups ask for, on GPUs that are so far apart."""
-        return Groups(demands, self.layouts.reach(gpus, tiers), self.sites.work(demands))
+        return Groups(demands, self.layouts.span(gpus, tiers), self.sites.work(demands))
 
     def pairs(self, groups: Groups, gpus: Array) -> tuple[Pairs, Mask]:
         """All pairs that can be the fastest; and of the groups those that fit however they run."""
@@ -306,7 +306,7 @@ class Base:
                 terms[name] = np.zeros(len(pairs.layout))
                 terms[name][staged] = values
         numbers = pairs.of_group("parameters") * layouts.trained[pairs.layout]
-        reduce = layouts.line("reduce", pairs.layout, pairs.reach)
+        reduce = layouts.line("reduce", pairs.layout, pairs.span)
         host = self.cost.ends.host_ms(pairs.groups.column("tokens"))
         return {
             "host": host[pairs.rows.load],
@@ -392,7 +392,7 @@ class Base:
     def _forwards(self, pairs: Pairs, nano: int, *, sharded: bool) -> Terms:
         layouts, rows, parts = self.layouts, pairs.rows, None
         tp = layouts.tp[pairs.layout]
-        links = self._links(pairs, "talk", *(["gather"] if sharded else []))
+        links = self._links(pairs, "comm", *(["gather"] if sharded else []))
         if nano > 1:
             rows = replace(rows, launched=np.ones_like(rows.launched))
             parts = rows.split(nano)
@@ -419,7 +419,7 @@ class Base:
             chosen = np.flatnonzero((pp == stages) & (pairs.count == count))
             own = pairs.only(chosen)
             plan = self.layouts.plans[own.layout[0]]
-            tp, links = self.layouts.tp[own.layout], self._links(own, "talk", "send")
+            tp, links = self.layouts.tp[own.layout], self._links(own, "comm", "send")
             each = [
                 self.clock.stage_ms(own.rows, tp, links, stage)
                 for stage in stages_of(plan, len(facts.layers))
@@ -439,7 +439,7 @@ class Base:
         """Bytes of the fullest process, of layouts with so many stages."""
         layouts, layers = self.layouts, len(self.cost.facts.layers)
         plan, tp = layouts.plans[pairs.layout[0]], layouts.tp[pairs.layout]
-        rows, copies = pairs.fullest(layouts), layouts.copies[pairs.layout, pairs.reach]
+        rows, copies = pairs.fullest(layouts), layouts.copies[pairs.layout, pairs.span]
         # A stage's adapters count whole, also those that tp cuts.
         part = trained_part(tp) if stages == 1 else 1.0
         numbers = pairs.of_group("parameters") * part
@@ -466,9 +466,9 @@ class Base:
 
     def _links(self, pairs: Pairs, *names: str) -> Links:
         """What processes of layouts say to each other, as far as it is asked for."""
-        lines = {name: self.layouts.line(name, pairs.layout, pairs.reach) for name in names}
-        nothing = {name: Line() for name in ("talk", "reduce", "gather", "send")}
-        copies = self.layouts.copies[pairs.layout, pairs.reach] if "gather" in names else _NEVER
+        lines = {name: self.layouts.line(name, pairs.layout, pairs.span) for name in names}
+        nothing = {name: Line() for name in ("comm", "reduce", "gather", "send")}
+        copies = self.layouts.copies[pairs.layout, pairs.span] if "gather" in names else _NEVER
         return Links(**nothing | lines, copies=copies)
 
     def _behind(self, pairs: Pairs) -> Array:
@@ -536,14 +536,14 @@ class LayoutCosts:
     def prediction(self) -> Prediction:
         """The fastest one, told."""
         place, known = int(self.ms().argmin()), self.known
-        layout, reach = int(self.pairs.layout[place]), int(self.pairs.reach[place])
+        layout, span = int(self.pairs.layout[place]), int(self.pairs.span[place])
         mesh = known.layouts.plans[layout].mesh
         seconds = {name: float(one[place]) * 1e-3 for name, one in self.terms.items()}
         memory = {name: float(one[place]) for name, one in self.memory.items()}
         step = sum(seconds.values())
         needed = float(operations(known.cost.facts, self.pairs.groups.demands)[0])
         peak = known.peak_flops * mesh.size
-        measured = known.layouts.measured(mesh, reach, sharded=self.sharded)
+        measured = known.layouts.measured(mesh, span, sharded=self.sharded)
         exact = known.clock.tables.exact[known.tp.index(mesh.tp)]
         return Prediction(
             seconds=step,
@@ -560,7 +560,7 @@ class LayoutCosts:
         """Jobs that keep a layout's rows from running as CUDA graphs; 0 where others would not."""
         layouts, layout = self.known.layouts, self.pairs.layout[place]
         small = is_small(self.pairs.rows.tokens[place], layouts.tp[layout])
-        near = not self.sharded or layouts.copies[layout, self.pairs.reach[place]]
+        near = not self.sharded or layouts.copies[layout, self.pairs.span[place]]
         captures = layouts.captures[layout] and small and near
         launched = int(self.pairs.groups.column("launched")[0])
         return launched if captures and self.known.cost.profile.knows_graphs else 0

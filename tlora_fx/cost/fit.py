@@ -464,14 +464,14 @@ def _ring(operation: Operation, processes: int) -> tuple[float, float, float]:
 class Links:
     """What processes of a mesh say to each other; of m meshes, arrays [m].
 
-    talk     an all-reduce over tp
+    comm     an all-reduce over tp
     reduce   sums of adapters' gradients over replicas, and of replicated halves over tp
     gather   an all-gather of a sharded base over replicas
     send     from one stage to the next
     copies   whether weights are copied from peers to where layers read them (`peer_copies`)
     """
 
-    talk: Line
+    comm: Line
     reduce: Line
     gather: Line
     send: Line

@@ -43,7 +43,7 @@ MICRO_BATCHES = 4
 #: more than that: few GPUs over a rack, few over the cluster, a rack's number over the cluster.
 #: Where they stand together, a layout that uses fewer stands in a smaller unit.
 NODE, RACK, CLUSTER, FEW_OVER_RACK, FEW_OVER_CLUSTER, SOME_OVER_CLUSTER = range(6)
-REACHES = 6
+SPANS = 6
 #: Beyond a rack the network is this many times slower: an assumption, as of a spine with two hosts
 #: to each uplink. No profile has measured it.
 SPINE = 2.0
@@ -84,21 +84,21 @@ class Layouts:
         self.held = np.array([-(-layers // mesh.pp) / layers for mesh in meshes])
         self.trained = self.held * trained_part(self.tp)
         self.before = np.array([float(_before(mesh)) for mesh in meshes])
-        each = [[self._links(mesh, reach) for reach in range(REACHES)] for mesh in meshes]
+        each = [[self._links(mesh, span) for span in range(SPANS)] for mesh in meshes]
         self.copies = np.array([[one.copies for one in own] for own in each])
         self._lines = {
             name: tuple(
                 np.array([getattr(one, name)[part] for own in each for one in own])
                 for part in (0, 1)
             )
-            for name in ("talk", "reduce", "gather", "send")
+            for name in ("comm", "reduce", "gather", "send")
         }
 
     def count(self, gpus: Array) -> Indices:
         """How many layouts use at most so many GPUs: they are the first ones."""
         return np.searchsorted(self.used, gpus, side="right")
 
-    def reach(self, gpus: Array, tiers: list[Tier]) -> Indices:
+    def span(self, gpus: Array, tiers: list[Tier]) -> Indices:
         """How far the GPUs of each group are spread, as the tables of links count it."""
         kinds = {"gpu": NODE, "node": NODE, "rack": RACK, "cluster": CLUSTER}
         found = np.fromiter((kinds[tier] for tier in tiers), dtype=np.intp, count=len(tiers))
@@ -106,37 +106,37 @@ class Layouts:
         some = (found == CLUSTER) & ~few & (gpus <= self._rack)
         return np.asarray(found + 2 * few + 3 * some)
 
-    def line(self, name: str, layout: Indices, reach: Indices) -> Line:
+    def line(self, name: str, layout: Indices, span: Indices) -> Line:
         """One of the fields of Links, of m layouts."""
         starts, per_byte = self._lines[name]
-        index = layout * REACHES + reach
+        index = layout * SPANS + span
         return Line(starts.take(index), per_byte.take(index))
 
-    def measured(self, mesh: MeshShape, reach: int, *, sharded: bool) -> bool:
+    def measured(self, mesh: MeshShape, span: int, *, sharded: bool) -> bool:
         """Whether the profile has measured all links that a layout uses."""
         wanted: list[tuple[Operation, str, int]] = [
             ("all-reduce", "tp", mesh.tp), ("all-reduce", "dp", mesh.dp), ("send", "pp", mesh.pp)
         ]  # fmt: skip
         if sharded:
             wanted.append(("all-gather", "dp", mesh.dp))
-        links = [(name, self._link(mesh, of, reach)) for name, of, n in wanted if n > 1]
-        far = self._beyond(mesh, reach) and any(link == "network" for _, link in links)
+        links = [(name, self._link(mesh, of, span)) for name, of, n in wanted if n > 1]
+        far = self._beyond(mesh, span) and any(link == "network" for _, link in links)
         return not far and all(self.cost.collectives.measured(*link) for link in links)
 
-    def _links(self, mesh: MeshShape, reach: int) -> Links:
-        slower = self.spine if self._beyond(mesh, reach) else 1.0
+    def _links(self, mesh: MeshShape, span: int) -> Links:
+        slower = self.spine if self._beyond(mesh, span) else 1.0
         times = self.cost.collectives
-        return links_of(times, mesh, lambda name: self._link(mesh, name, reach), slower=slower)
+        return links_of(times, mesh, lambda name: self._link(mesh, name, span), slower=slower)
 
-    def _link(self, mesh: MeshShape, dimension: str, reach: int) -> LinkTier:
-        """What neighbours along a dimension talk over."""
-        few = reach in {FEW_OVER_RACK, FEW_OVER_CLUSTER}
+    def _link(self, mesh: MeshShape, dimension: str, span: int) -> LinkTier:
+        """What neighbours along a dimension communicate over."""
+        few = span in {FEW_OVER_RACK, FEW_OVER_CLUSTER}
         return "network" if few else self.cost.tier(mesh, dimension)
 
-    def _beyond(self, mesh: MeshShape, reach: int) -> bool:
+    def _beyond(self, mesh: MeshShape, span: int) -> bool:
         """Whether a layout's network is that between racks."""
-        large = reach == CLUSTER and mesh.size > self._rack
-        return large or reach in {FEW_OVER_CLUSTER, SOME_OVER_CLUSTER}
+        large = span == CLUSTER and mesh.size > self._rack
+        return large or span in {FEW_OVER_CLUSTER, SOME_OVER_CLUSTER}
 
     @property
     def _rack(self) -> int:
@@ -225,12 +225,12 @@ class Groups:
     """What n groups ask for.
 
     demands   [n, 12]
-    reach     [n] how far their GPUs are spread
+    span     [n] how far their GPUs are spread
     work      beside the tokens
     """
 
     demands: Array
-    reach: Indices
+    span: Indices
     work: Work
 
     def column(self, name: str) -> Array:
@@ -244,14 +244,14 @@ class Pairs:
     """m pairs of a group and a layout.
 
     groups          all of them
-    layout, reach   [m] places; of the group
+    layout, span   [m] places; of the group
     rows            one row of the busiest replica, of the group that is its load
     count           [m] rows of a replica
     """
 
     groups: Groups
     layout: Indices
-    reach: Indices
+    span: Indices
     rows: Rows
     count: Array
 
@@ -282,7 +282,7 @@ class Pairs:
             part=part,
             work=groups.work,
         )
-        return cls(groups, layout, groups.reach[group], rows, count)
+        return cls(groups, layout, groups.span[group], rows, count)
 
     @classmethod
     def possible(cls, groups: Groups, layouts: Layouts, gpus: Array, roomy: Mask) -> Pairs:
@@ -308,7 +308,7 @@ class Pairs:
     def only(self, chosen: Mask | Indices) -> Pairs:
         """Some of them."""
         return Pairs(
-            self.groups, self.layout[chosen], self.reach[chosen], self.rows.only(chosen),
+            self.groups, self.layout[chosen], self.span[chosen], self.rows.only(chosen),
             self.count[chosen],
         )  # fmt: skip
 

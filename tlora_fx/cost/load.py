@@ -208,7 +208,7 @@ def balanced_cuts(costs: Sequence[float], parts: int) -> list[int]:
     """
     before = [0.0, *accumulate(costs)]
     bound = _bottleneck(before, parts)
-    # first[p]: the earliest place from which p parts reach the end.
+    # first[p]: the earliest place from which p parts span the end.
     first = [len(costs)]
     for _ in range(parts):
         first.append(bisect_left(before, before[first[-1]] - bound - _slack(before)))

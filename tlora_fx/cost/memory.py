@@ -96,10 +96,10 @@ def memory_terms(clock: RowClock, rows: Rows, held: Held) -> Terms:
     base = sum(weights) / tp + root * (stage.first or (stage.last and tied)) + head * stage.last
     base = base / held.dp if held.sharded else base + held.room
     one, layers = _row_bytes(clock, rows, held)
-    talk = np.where(np.asarray(tp) > 1, 2.0 * cost.hidden_bytes * rows.tokens, 0.0)
-    loss = cost.ends.loss_bytes(rows.targets, tp) + talk
+    comm = np.where(np.asarray(tp) > 1, 2.0 * cost.hidden_bytes * rows.tokens, 0.0)
+    loss = cost.ends.loss_bytes(rows.targets, tp) + comm
     kept, nothing = one * held.flying, np.zeros_like(one)
-    moments: list[list[Array | float]] = [[nothing, kept, layers + talk]]
+    moments: list[list[Array | float]] = [[nothing, kept, layers + comm]]
     if not held.sharded and stage.last:
         moments.append([nothing, kept, loss])
     if held.sharded:

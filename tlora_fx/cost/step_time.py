@@ -166,10 +166,10 @@ def links_of(
         link = tier(dimension)
         return times.line(operation, link, processes).slower(slower if link == "network" else 1.0)
 
-    talk = line("all-reduce", "tp")
+    comm = line("all-reduce", "tp")
     return Links(
-        talk=talk,
-        reduce=line("all-reduce", "dp").plus(talk, 0.5),
+        comm=comm,
+        reduce=line("all-reduce", "dp").plus(comm, 0.5),
         gather=line("all-gather", "dp") if sharded else Line(),
         send=line("send", "pp"),
         copies=np.array(wants_peer_copies() and tier("dp") == "node"),
@@ -306,7 +306,7 @@ class RowClock:
         """
         cost, part = self.cost, rows if parts is None else parts
         base, attention, adapters = self._device(part)
-        talk = nano * TALKS * links.talk(rows.tokens / nano * cost.hidden_bytes)
+        comm = nano * TALKS * links.comm(rows.tokens / nano * cost.hidden_bytes)
         loss = cost.ends.loss_both_ms(rows.targets, rows.launched)
         layers = {
             "base": base,
@@ -319,12 +319,12 @@ class RowClock:
         terms = {
             **layers,
             "root": cost.ends.root_ms(rows.tokens, rows.launched),
-            "loss": loss / tp + links.talk(rows.targets * cost.hidden_bytes),
-            "tensor-parallel": self.runs.sum() * talk,
+            "loss": loss / tp + links.comm(rows.targets * cost.hidden_bytes),
+            "tensor-parallel": self.runs.sum() * comm,
         }
         if nano > 1:
             compute = nano * self.compute(part)
-            hidden = np.minimum(compute, talk) * (1 - 1 / nano)
+            hidden = np.minimum(compute, comm) * (1 - 1 / nano)
             terms["overlap"] = -np.einsum("dk,dkm->m", self.runs, hidden)
         return terms
 
@@ -345,14 +345,14 @@ class RowClock:
         sharding   of the base; None where it is whole
         """
         cost = self.cost
-        talk = nano * TALKS * links.talk(rows.tokens / nano * cost.hidden_bytes)
-        there, back = self._directions(rows if parts is None else parts, talk, nano)
+        comm = nano * TALKS * links.comm(rows.tokens / nano * cost.hidden_bytes)
+        there, back = self._directions(rows if parts is None else parts, comm, nano)
         nothing = np.zeros(len(rows.tokens))
         root = cost.ends.root_ms(rows.tokens, rows.launched) if stage.first else nothing
         loss = nothing, nothing
         if stage.last:
             forward, backward = cost.ends.loss_ms(rows.targets, rows.launched)
-            loss = forward / tp, backward / tp + links.talk(rows.targets * cost.hidden_bytes)
+            loss = forward / tp, backward / tp + links.comm(rows.targets * cost.hidden_bytes)
         kinds = [cost.kind_of[layer] for layer in stage.layers]
         if sharding is None:
             counts = self.counts(kinds)
@@ -419,14 +419,14 @@ class RowClock:
             waits[late] = np.einsum("dk,dkm->m", self.runs, np.maximum(behind, 0.0))
         return waits
 
-    def _directions(self, part: Rows, talk: Array, nano: int) -> tuple[Array, Array]:
+    def _directions(self, part: Rows, comm: Array, nano: int) -> tuple[Array, Array]:
         """One layer of each kind with its all-reduces [k, m]: forward; backward, or both again.
 
         part   a nano-batch of each row, whose communication and compute overlap
-        talk   [m] of all of them, in one direction
+        comm   [m] of all of them, in one direction
         """
         compute = nano * self.compute(part)
-        there, back = np.maximum(compute, talk) + np.minimum(compute, talk) / nano
+        there, back = np.maximum(compute, comm) + np.minimum(compute, comm) / nano
         again = there if self.recompute else 0.0
         return there, (back + again) * self.learns[:, None]
 
@@ -537,7 +537,7 @@ def row_ms(cost: CostModel, plan: Plan, loads: Sequence[Load]) -> Array:
     """Forward and backward of rows by a process that runs all layers [m].
 
     As a CUDA graph where it is small, both the plan and the model let rows run so, and a sharded
-    base lies in one node, where processes reach each other's memory.
+    base lies in one node, where processes span each other's memory.
     """
     mesh, sharded = plan.mesh, plan.shard_base and plan.mesh.dp > 1
     links, clock = cost.links(mesh, sharded=sharded), clock_of(cost, plan)

@@ -21,7 +21,7 @@ from tlora_fx.cost.plan import MeshShape
 #: Bytes of a trained number with its gradient and the optimizer's states; of one gradient.
 TRAINED_BYTES, GRADIENT_BYTES = 16.0, 4.0
 #: Seconds of starting a layer's all-reduce: under tp, and of gradients.
-TALK_SECONDS, REDUCE_SECONDS = 20e-6, 50e-6
+COMM_SECONDS, REDUCE_SECONDS = 20e-6, 50e-6
 
 
 @dataclass
@@ -144,27 +144,27 @@ class SyntheticEstimator:
         compute = used / (tp * self.flops * self.reached)
         whole, each = self.fused_seconds if self.fused else (0.0, self.unfused_seconds)
         hidden_bytes = tokens * self.hidden * 2 * 2 * (tp - 1) / tp
-        talk = self.layers * 4 * (TALK_SECONDS + hidden_bytes / self.node_bandwidth) * (tp > 1)
+        comm = self.layers * 4 * (COMM_SECONDS + hidden_bytes / self.node_bandwidth) * (tp > 1)
         bandwidth = np.where(far, self.network_bandwidth, self.node_bandwidth)
         gradients = trained * GRADIENT_BYTES * 2 * (dp - 1) / dp / tp
         reduce = (dp > 1) * (REDUCE_SECONDS * self.layers + gradients / bandwidth)
-        hidden = self._overlap(compute, talk + reduce)
+        hidden = self._overlap(compute, comm + reduce)
         fits = sum(self._room(demands, gpus, tp).values()) <= self.memory_bytes
         possible = fits & (gpus >= tp)
         return {
             "group": np.where(possible, self.group_seconds, np.inf),
             "adapters": whole + each * jobs,
             "base": compute,
-            "tensor-parallel": talk + np.zeros_like(compute),
+            "tensor-parallel": comm + np.zeros_like(compute),
             "reduce": reduce,
             "overlap": hidden,
         }
 
-    def _overlap(self, compute: Array, talk: Array) -> Array:
+    def _overlap(self, compute: Array, comm: Array) -> Array:
         """What the best number of nano-batches saves, never positive."""
-        more, less = np.maximum(compute, talk), np.minimum(compute, talk)
+        more, less = np.maximum(compute, comm), np.minimum(compute, comm)
         each = [more + less / n + self.nano_seconds * (n - 1) for n in self.nano_batches]
-        return np.where(talk > 0, np.minimum(np.min(each, axis=0) - more - less, 0.0), 0.0)
+        return np.where(comm > 0, np.minimum(np.min(each, axis=0) - more - less, 0.0), 0.0)
 
     @staticmethod
     def _total(terms: dict[str, Array]) -> Array:

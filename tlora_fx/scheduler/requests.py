@@ -98,7 +98,7 @@ def request_of(
         submitted=submitted,
         max_slowdown=spec.max_slowdown,
         deadline=None if spec.deadline is None else submitted + spec.deadline,
-        max_slowdown_opt_in=spec.lends or 0.0,
+        max_slowdown_opt_in=spec.max_slowdown_opt_in or 0.0,
         longest=int(each.max()),
     )
 
