@@ -7,7 +7,7 @@ import io
 import json
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, astuple, dataclass, replace
 from functools import cached_property
 from importlib.resources import files
 from operator import attrgetter
@@ -42,41 +42,41 @@ class Metric:
 
     key      of its column in CSV files; ends in its unit
     title    for people
+    path     of the summary's attribute
     better   what is better
+    scale    of the attribute's unit in the metric's
     """
 
     key: str
     title: str
-    of: Callable[[Summary], float]
+    path: str
     better: Literal["more", "less", "neither"] = "neither"
+    scale: float = 1.0
+
+    def of(self, summary: Summary) -> float:
+        """The number itself."""
+        return float(attrgetter(self.path)(summary)) * self.scale
 
 
-def _metric(key: str, title: str, path: str, better: str = "neither", scale: float = 1.0) -> Metric:
-    read = attrgetter(path)
-    return Metric(key, title, lambda summary: float(read(summary)) * scale, better)  # type: ignore[arg-type]
-
-
-THROUGHPUT = _metric(
+THROUGHPUT = Metric(
     "samples_per_second", "samples/s while jobs arrive", "loaded.samples_per_second", "more"
 )
-COMPLETION = _metric(
+COMPLETION = Metric(
     "completion_mean_seconds", "completion, mean (s)", "completion_seconds.mean", "less"
 )
-ALLOCATED = _metric(
-    "allocated_percent", "GPUs allocated (%)", "loaded.allocated_share", "more", 100
-)
-BUSY = _metric("busy_percent", "GPUs busy (%)", "loaded.busy_share", "more", 100)
-QUEUE = _metric("queue_mean_seconds", "of it queue, mean (s)", "queue_seconds.mean", "less")
-RUN = _metric("run_mean_seconds", "of it run, mean (s)", "run_seconds.mean", "less")
-SLOWDOWN = _metric("slowdown_mean", "slowdown of a step, mean", "slowdown.mean", "less")
+ALLOCATED = Metric("allocated_percent", "GPUs allocated (%)", "loaded.allocated_share", "more", 100)
+BUSY = Metric("busy_percent", "GPUs busy (%)", "loaded.busy_share", "more", 100)
+QUEUE = Metric("queue_mean_seconds", "of it queue, mean (s)", "queue_seconds.mean", "less")
+RUN = Metric("run_mean_seconds", "of it run, mean (s)", "run_seconds.mean", "less")
+SLOWDOWN = Metric("slowdown_mean", "slowdown of a step, mean", "slowdown.mean", "less")
 
-WHOLE = _metric(
+WHOLE = Metric(
     "whole_samples_per_second", "samples/s to the end", "whole.samples_per_second", "more"
 )
-WEIGHTED = _metric(
+WEIGHTED = Metric(
     "weighted_speedup", "weighted speed-up while jobs arrive", "loaded.weighted_speedup", "more"
 )
-LONE_WORK = _metric("lone_work_share", "lone work per GPU-second", "loaded.lone_work_share", "more")
+LONE_WORK = Metric("lone_work_share", "lone work per GPU-second", "loaded.lone_work_share", "more")
 #: Of what was trained while jobs arrive: they say nothing where that is nothing.
 TRAINED = (THROUGHPUT, WEIGHTED, LONE_WORK, BUSY)
 
@@ -86,29 +86,29 @@ METRICS: tuple[Metric, ...] = (
     WEIGHTED,
     LONE_WORK,
     COMPLETION,
-    _metric("completion_p50_seconds", "completion, p50 (s)", "completion_seconds.p50", "less"),
-    _metric("completion_p95_seconds", "completion, p95 (s)", "completion_seconds.p95", "less"),
-    _metric("completion_p99_seconds", "completion, p99 (s)", "completion_seconds.p99", "less"),
+    Metric("completion_p50_seconds", "completion, p50 (s)", "completion_seconds.p50", "less"),
+    Metric("completion_p95_seconds", "completion, p95 (s)", "completion_seconds.p95", "less"),
+    Metric("completion_p99_seconds", "completion, p99 (s)", "completion_seconds.p99", "less"),
     QUEUE,
     RUN,
-    _metric("stretch_p50", "completion / lone time, p50", "stretch.p50", "less"),
+    Metric("stretch_p50", "completion / lone time, p50", "stretch.p50", "less"),
     ALLOCATED,
     BUSY,
     SLOWDOWN,
-    _metric("slowdown_p99", "slowdown of a step, p99", "slowdown.p99", "less"),
-    _metric("violating_percent", "jobs beyond their bound (%)", "violating_job_share", "less", 100),
-    _metric("grouped_percent", "jobs that ever shared (%)", "grouped_job_share", scale=100),
-    _metric("group_jobs", "jobs in a group, mean", "group_jobs"),
-    _metric("switches", "switches", "switches", "less"),
-    _metric("moves", "moves of jobs", "moves", "less"),
-    _metric("evaluations", "evaluations of the estimator", "evaluations", "less"),
-    _metric("decisions", "decisions", "decisions"),
-    _metric("decision_p50_ms", "a decision, p50 (ms)", "decision_wall_seconds.p50", "less", 1e3),
-    _metric("decision_p99_ms", "a decision, p99 (ms)", "decision_wall_seconds.p99", "less", 1e3),
-    _metric("finished", "jobs finished", "finished", "more"),
-    _metric("unfinished", "jobs unfinished", "unfinished", "less"),
-    _metric("refused", "jobs refused", "refused", "less"),
-    _metric("failed", "jobs failed", "failed", "less"),
+    Metric("slowdown_p99", "slowdown of a step, p99", "slowdown.p99", "less"),
+    Metric("violating_percent", "jobs beyond their bound (%)", "violating_job_share", "less", 100),
+    Metric("grouped_percent", "jobs that ever shared (%)", "grouped_job_share", scale=100),
+    Metric("group_jobs", "jobs in a group, mean", "group_jobs"),
+    Metric("switches", "switches", "switches", "less"),
+    Metric("moves", "moves of jobs", "moves", "less"),
+    Metric("evaluations", "evaluations of the estimator", "evaluations", "less"),
+    Metric("decisions", "decisions", "decisions"),
+    Metric("decision_p50_ms", "a decision, p50 (ms)", "decision_wall_seconds.p50", "less", 1e3),
+    Metric("decision_p99_ms", "a decision, p99 (ms)", "decision_wall_seconds.p99", "less", 1e3),
+    Metric("finished", "jobs finished", "finished", "more"),
+    Metric("unfinished", "jobs unfinished", "unfinished", "less"),
+    Metric("refused", "jobs refused", "refused", "less"),
+    Metric("failed", "jobs failed", "failed", "less"),
 )
 
 Outcomes = Mapping[Scenario, ScenarioResult]
@@ -196,22 +196,10 @@ def _over(metric: Metric, above: ScenarioResult, below: ScenarioResult) -> float
 
 
 #: A policy keeps its colour in all figures.
-COLOUR = {
-    name: place
-    for place, name in enumerate(
-        (
-            "tlora",
-            "tlora-paper",
-            "mlora-fifo",
-            "mlora-memory",
-            "megatron",
-            "no-scheduler",
-            "no-kernel-fuser",
-            "megatron:backfill=true",
-        )
-    )
-}
-OTHER_COLOUR = 8
+COLOURED = (
+    *("tlora", "tlora-paper", "mlora-fifo", "mlora-memory", "megatron"),
+    *("no-scheduler", "no-kernel-fuser", "megatron:backfill=true"),
+)
 #: Where values differ by more, their axis is logarithmic.
 WIDE = 20
 ABLATIONS = ("tlora", "no-kernel-fuser", "no-scheduler")
@@ -220,7 +208,7 @@ Policies = dict[str, list[ScenarioResult]]
 
 def colour(policy: str) -> int:
     """Of a policy."""
-    return COLOUR.get(policy, OTHER_COLOUR)
+    return COLOURED.index(policy) if policy in COLOURED else len(COLOURED)
 
 
 def compared(policies: Policies, metric: Metric, name: str, title: str, shows: str) -> Figure:
@@ -239,21 +227,20 @@ SPREAD = ("mean", "least", "most", "seeds")
 
 def spread_cells(over_seeds: Spread | None) -> tuple[Number, ...]:
     """Mean, least, most and how many seeds, for a table."""
-    return (
-        (over_seeds.mean, over_seeds.low, over_seeds.high, over_seeds.count)
-        if over_seeds
-        else (None, None, None, 0)
-    )
+    return astuple(over_seeds) if over_seeds else (None, None, None, 0)
 
 
-def series_of(name: str, spreads: Sequence[Spread | None], colour: int = 0) -> Series:
+def series_of(
+    name: str, spreads: Sequence[Spread | None], colour: int = 0, x: Sequence[float] = ()
+) -> Series:
     """A row of bars, or a line, with its spread over the seeds."""
     return Series(
         name,
         [item.mean if item else None for item in spreads],
         [item.low if item else None for item in spreads],
         [item.high if item else None for item in spreads],
-        colour=colour,
+        x,
+        colour,
     )
 
 
@@ -288,37 +275,13 @@ def _pooled(distributions: Iterable[Distribution]) -> list[float]:
     return [values[round(index * (len(values) - 1) / 100)] for index in range(101)]
 
 
-def split(policies: Policies) -> Figure:
-    """Completion time in its two parts."""
-    return _side_by_side(
-        policies,
-        (("queue", QUEUE), ("run", RUN)),
-        "completion-split",
-        "Completion time, in two parts",
-        "Mean seconds in the queue and in a group; the paper gives their sum.",
-        "mean seconds",
-    )
-
-
-def utilisation(policies: Policies) -> Figure:
-    """GPUs that are held, and GPUs that compute."""
-    return _side_by_side(
-        policies,
-        (("allocated", ALLOCATED), ("busy, by the estimator", BUSY)),
-        "utilisation",
-        "GPU utilisation",
-        "GPUs held by a group, and GPUs computing at the roofline, while jobs arrive.",
-        "% of GPU time",
-    )
-
-
 def wide(series: Sequence[Series]) -> bool:
     """Whether values differ so much that their axis is logarithmic."""
     there = [value for row in series for value in row.values if value and value > TINY]
     return bool(there) and max(there) > WIDE * min(there)
 
 
-def _side_by_side(
+def side_by_side(
     policies: Policies,
     metrics: Sequence[tuple[str, Metric]],
     name: str,
@@ -326,6 +289,7 @@ def _side_by_side(
     shows: str,
     label: str,
 ) -> Figure:
+    """Metrics of each policy as bars beside each other."""
     names = list(policies)
     series, rows = [], []
     for index, (part, metric) in enumerate(metrics):
@@ -368,17 +332,13 @@ def grouping(policies: Policies) -> Figure:
 
 def ablation(policies: Policies) -> list[Figure]:
     """What kernel fuser and scheduler bring; nothing where they were not replayed."""
-    compared_policies = {name: policies[name] for name in ABLATIONS if name in policies}
-    if len(compared_policies) < 2:
+    ablated = {name: policies[name] for name in ABLATIONS if name in policies}
+    if len(ablated) < 2:
         return []
     shows = "Without fused kernels, and with mLoRA's grouping in place of ours."
     return [
-        compared(
-            compared_policies, THROUGHPUT, "ablation-throughput", "Ablation: throughput", shows
-        ),
-        compared(
-            compared_policies, COMPLETION, "ablation-completion", "Ablation: completion", shows
-        ),
+        compared(ablated, metric, f"ablation-{what}", f"Ablation: {what}", shows)
+        for metric, what in ((THROUGHPUT, "throughput"), (COMPLETION, "completion"))
     ]
 
 
@@ -422,7 +382,12 @@ def reasons(policies: Policies, ratios: Sequence[Ratio]) -> list[str]:
     if OURS not in policies:
         return []
     return [
-        *_verdicts(ratios),
+        *(
+            f"Against {ratio.baseline}: throughput {ratio_text(ratio.throughput)}, "
+            f"{place(ratio.throughput.mean, PAPER_THROUGHPUT)}; mean completion, theirs over ours, "
+            f"{ratio_text(ratio.completion)}, {place(ratio.completion.mean, PAPER_COMPLETION)}."
+            for ratio in ratios
+        ),
         *_load(policies),
         *_held(policies),
         *_bound(policies),
@@ -448,15 +413,6 @@ def ratio_text(ratio: Spread) -> str:
     if ratio.count == 1:
         return f"{ratio.mean:.2f}×"
     return f"{ratio.mean:.2f}× ({ratio.low:.2f}–{ratio.high:.2f}, {ratio.count} seeds)"
-
-
-def _verdicts(ratios: Sequence[Ratio]) -> Iterator[str]:
-    for ratio in ratios:
-        yield (
-            f"Against {ratio.baseline}: throughput {ratio_text(ratio.throughput)}, "
-            f"{place(ratio.throughput.mean, PAPER_THROUGHPUT)}; mean completion, theirs over ours, "
-            f"{ratio_text(ratio.completion)}, {place(ratio.completion.mean, PAPER_COMPLETION)}."
-        )
 
 
 def _mean(policies: Policies, name: str, metric: Metric) -> float | None:
@@ -682,8 +638,22 @@ def figures_of(plan: SweepPlan, outcomes: Outcomes) -> list[Figure]:
             "seconds from submission to end",
             lambda outcome: outcome.summary.completion_seconds,
         ),
-        split(policies),
-        utilisation(policies),
+        side_by_side(
+            policies,
+            (("queue", QUEUE), ("run", RUN)),
+            "completion-split",
+            "Completion time, in two parts",
+            "Mean seconds in the queue and in a group; the paper gives their sum.",
+            "mean seconds",
+        ),
+        side_by_side(
+            policies,
+            (("allocated", ALLOCATED), ("busy, by the estimator", BUSY)),
+            "utilisation",
+            "GPU utilisation",
+            "GPUs held by a group, and GPUs computing at the roofline, while jobs arrive.",
+            "% of GPU time",
+        ),
         grouping(policies),
         *ablation(policies),
         distribution(
@@ -772,8 +742,7 @@ def _over_values(
     series, rows = [], []
     for policy in policies:
         spreads = [spread(metric, row.get(policy, [])) for _, row in points]
-        line = series_of(policy, spreads, colour(policy))
-        series.append(Series(line.name, line.values, line.low, line.high, x, line.colour))
+        series.append(series_of(policy, spreads, colour(policy), x))
         rows += [
             (policy, value, metric.key, *spread_cells(item))
             for value, item in zip(x, spreads, strict=True)
