@@ -10,7 +10,7 @@ import csv
 import io
 import math
 import re
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from html import escape
 
@@ -144,11 +144,16 @@ class Figure:
 
     def csv(self) -> str:
         """The table as CSV."""
-        out = io.StringIO(newline="")
-        writer = csv.writer(out, lineterminator="\n")
-        writer.writerow(self.columns)
-        writer.writerows(self.rows)
-        return out.getvalue()
+        return csv_of(self.columns, self.rows)
+
+
+def csv_of(columns: Sequence[str], rows: Iterable[Sequence[Number]]) -> str:
+    """A table as CSV."""
+    out = io.StringIO(newline="")
+    writer = csv.writer(out, lineterminator="\n")
+    writer.writerow(columns)
+    writer.writerows(rows)
+    return out.getvalue()
 
 
 def lines(

@@ -407,16 +407,7 @@ class JobTable:
 
 BUCKETS = 512
 FIRST_SECONDS = 60.0
-COLUMNS = (
-    "capacity",
-    "allocated",
-    "busy",
-    "running",
-    "waiting",
-    "groups",
-    "samples",
-    "lone",
-)
+COLUMNS = ("capacity", "allocated", "busy", "running", "waiting", "groups", "samples", "lone")
 
 
 class BucketedSum:

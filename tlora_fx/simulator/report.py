@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import csv
-import io
 import json
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -18,7 +16,7 @@ import numpy as np
 
 from tlora_fx.durable import replace_file
 from tlora_fx.errors import ReportNotWritable
-from tlora_fx.simulator.figures import TINY, Figure, Number, Series, bars, lines, shown
+from tlora_fx.simulator.figures import TINY, Figure, Number, Series, bars, csv_of, lines, shown
 from tlora_fx.simulator.metrics import SIZES, Distribution, Summary
 from tlora_fx.simulator.sweep import (
     Choices,
@@ -214,11 +212,10 @@ def colour(policy: str) -> int:
 def compared(policies: Policies, metric: Metric, name: str, title: str, shows: str) -> Figure:
     """A metric of each policy as bars."""
     spreads = {policy: spread(metric, outcomes) for policy, outcomes in policies.items()}
-    names = list(spreads)
     series = [series_of(metric.title, list(spreads.values()))]
-    shades = [colour(policy) for policy in names]
-    svg = bars(title, metric.title, names, series, colours=shades, log=wide(series))
-    rows = [(policy, metric.key, *spread_cells(spreads[policy])) for policy in names]
+    shades = [colour(policy) for policy in spreads]
+    svg = bars(title, metric.title, list(spreads), series, colours=shades, log=wide(series))
+    rows = [(policy, metric.key, *spread_cells(item)) for policy, item in spreads.items()]
     return Figure(name, title, shows, svg, ("policy", "metric", *SPREAD), tuple(rows))
 
 
@@ -370,6 +367,10 @@ def waiting(policies: Policies) -> Figure:
 PAPER_THROUGHPUT = (1.2, 1.8)
 PAPER_COMPLETION = (2.3, 5.4)
 OURS = "tlora"
+LESS_THAN_ROOM = (
+    " With less work than room, throughput while jobs arrive is near what arrives, whatever the "
+    "policy."
+)
 BETTER_ALONE = (
     " Alone, then, a job is faster without them by what was measured: policies that run many jobs "
     "alone gain by unfused kernels, which is a fact about short rows and not about grouping."
@@ -431,16 +432,11 @@ def _load(policies: Policies) -> Iterator[str]:
     loads = [offered_load(outcome) for outcome in policies[OURS]]
     load = sum(loads) / len(loads)
     parts = ", ".join(f"{part:.0%} under {name}" for name, part in _queue_parts(policies).items())
-    text = (
+    yield (
         f"Load: alone, on the GPUs that they ask for, the jobs would take {load:.2f} times the GPU "
         f"time that the cluster has while they arrive. Queue is, of mean completion, {parts}."
+        + (LESS_THAN_ROOM if load < 1 else "")
     )
-    if load < 1:
-        text += (
-            " With less work than room, throughput while jobs arrive is near what arrives, "
-            "whatever the policy."
-        )
-    yield text
 
 
 def _queue_parts(policies: Policies) -> dict[str, float]:
@@ -532,18 +528,13 @@ def _spare(policies: Policies) -> Iterator[str]:
 
 
 def _parts(policies: Policies) -> Iterator[str]:
-    for name, what in (
-        ("no-kernel-fuser", "The kernel fuser"),
-        ("no-scheduler", "The scheduler"),
-    ):
-        if name not in policies:
-            continue
-        throughput = _ratio(policies, THROUGHPUT, OURS, name)
-        completion = _ratio(policies, COMPLETION, name, OURS)
-        yield (
-            f"{what}, by what its absence costs: throughput {throughput:.2f}×, completion "
-            f"{completion:.2f}×."
-        )
+    for name, what in (("no-kernel-fuser", "kernel fuser"), ("no-scheduler", "scheduler")):
+        if name in policies:
+            yield (
+                f"The {what}, by what its absence costs: throughput "
+                f"{_ratio(policies, THROUGHPUT, OURS, name):.2f}×, completion "
+                f"{_ratio(policies, COMPLETION, name, OURS):.2f}×."
+            )
 
 
 def _kernels(policies: Policies) -> Iterator[str]:
@@ -691,14 +682,7 @@ PAPER = {
 }
 
 
-TOLD = {
-    "scale": "arrivals, times as dense",
-    "cluster": "GPUs of the cluster",
-    "months": "month",
-    "nano": "nano-batches of every group",
-}
-
-
+TOLD = {"scale": "arrivals, times as dense", "cluster": "GPUs of the cluster", "months": "month"}
 BY = {"scale": "density of arrivals", "cluster": "size of the cluster", "months": "month"}
 
 
@@ -706,6 +690,8 @@ def sweep(
     name: str, points: Sequence[SweepRow], main: Policies, *, synthetic: bool
 ) -> list[Figure]:
     """Throughput and completion over what was varied."""
+    if name == "nano":
+        return [_nano(points, main)]
     label, shows = TOLD[name], ""
     if name == "months" and synthetic:
         label = "arrivals, times as dense as the trace's mean"
@@ -715,13 +701,12 @@ def sweep(
         )
     if name == "cluster":
         shows = _replayed(points)
-    if name == "nano":
-        return [_nano(points, main)]
-    figures = []
-    for metric, what in ((THROUGHPUT, "throughput"), (COMPLETION, "completion")):
-        title = f"{what.capitalize()} by {BY[name]}"
-        figures.append(_over_values(points, metric, f"{name}-{what}", title, shows, label))
-    return figures
+    return [
+        _over_values(
+            points, metric, f"{name}-{what}", f"{what.capitalize()} by {BY[name]}", shows, label
+        )
+        for metric, what in ((THROUGHPUT, "throughput"), (COMPLETION, "completion"))
+    ]
 
 
 def _replayed(points: Sequence[SweepRow]) -> str:
@@ -918,14 +903,15 @@ def write_report(report: Report, folder: Path) -> Path:
 
 def metrics_csv(report: Report) -> str:
     """Each policy, seed and metric."""
-    out = io.StringIO(newline="")
-    writer = csv.writer(out, lineterminator="\n")
-    writer.writerow(("policy", "seed", *(metric.key for metric in METRICS)))
-    for policy, outcomes in report.policies.items():
-        for outcome in outcomes:
-            values = [metric.of(outcome.summary) for metric in METRICS]
-            writer.writerow((policy, outcome.scenario.seed, *values))
-    return out.getvalue()
+    columns = ("policy", "seed", *(metric.key for metric in METRICS))
+    return csv_of(
+        columns,
+        (
+            (policy, outcome.scenario.seed, *(metric.of(outcome.summary) for metric in METRICS))
+            for policy, outcomes in report.policies.items()
+            for outcome in outcomes
+        ),
+    )
 
 
 def numbers(report: Report) -> str:
