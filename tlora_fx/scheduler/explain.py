@@ -120,16 +120,14 @@ def explain(state: SchedulerState, decision: Decision, job: str) -> DecisionExpl
             expected=", ".join(list(state.jobs)[:12]),
             help=f"did you mean '{near}'?" if near else "name an active job",
         )
-    group = next((group for group in decision.groups if job in group.jobs), None)
+    group = _group(decision, job)
     weigher = _Weigher(state, decision, job, group)
     reasons = tuple(reason for reason in decision.reasons if reason.job == job)
     ranked = sorted(weigher.others(), key=lambda row: (bool(row.why_not), -(row.gain or 0.0)))
     shown = ranked[:MOST_ROWS]
     first = (weigher.decided(group),) if group else ()
-    left_out = len(ranked) - len(shown)
-    return DecisionExplanation(
-        job, _standing(decision, job, group), (*first, *shown), left_out, reasons
-    )
+    standing, left_out = _standing(decision, job, group), len(ranked) - len(shown)
+    return DecisionExplanation(job, standing, (*first, *shown), left_out, reasons)
 
 
 def _standing(decision: Decision, job: str, group: Group | None) -> str:
@@ -182,10 +180,8 @@ class _Weigher:
                 gpus = self._fitting(least + more, least, 0)
                 yield self._weigh(f"and {name}, which waits", jobs, gpus, before)
         for name in rest if own and len(rest) > 1 else ():
-            jobs, more = (
-                (self.job, *(other for other in rest if other != name)),
-                self._asked((name,)),
-            )
+            jobs = (self.job, *(other for other in rest if other != name))
+            more = self._asked((name,))
             base = before - self._apart_worth((name,), more)
             gpus = min(self._asked(jobs), own.gpus if own else 0)
             yield self._weigh(f"without {name}", jobs, gpus, base, (name,), more)
@@ -354,11 +350,11 @@ def _now(snapshot: Snapshot, history: History | None, job: str, *, terms: bool) 
     """Of an active job: what was decided last, with the policy's reasons."""
     again = snapshot.policy.decide(snapshot.state, explain=True)
     decided = (history.at(snapshot.state.now) if history else None) or again
-    if _alike(decided, again, job):
+    alike = _alike(decided, again, job)
+    if alike:
         decided = replace(decided, reasons=again.reasons)
-        yield str(explain(snapshot.state, decided, job))
-    else:
-        yield str(explain(snapshot.state, decided, job))
+    yield str(explain(snapshot.state, decided, job))
+    if not alike:
         other = explain(snapshot.state, again, job)
         yield f"  asked again without its past, the policy would answer: {other.standing}"
     if terms:

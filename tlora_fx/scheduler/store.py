@@ -233,13 +233,11 @@ class Ledger:
         self, request: JobRequest, spec: Mapping[str, Any] | None, status: str, reason: str
     ) -> None:
         text = REQUEST.dump_json(request).decode()
-        row = (request.name, text, json.dumps(spec or {}), status, reason)
+        query = (
+            "INSERT OR IGNORE INTO jobs (name, request, spec, status, reason) VALUES (?,?,?,?,?)"
+        )
         with self._transition() as base:
-            base.execute(
-                "INSERT OR IGNORE INTO jobs (name, request, spec, status, reason) "
-                "VALUES (?, ?, ?, ?, ?)",
-                row,
-            )
+            base.execute(query, (request.name, text, json.dumps(spec or {}), status, reason))
 
     def decide(
         self, time: float, decision: Decision, credit: Mapping[str, float] | None = None
@@ -468,9 +466,7 @@ def _read(path: Path) -> Rows:
             [version] = base.execute("SELECT value FROM facts WHERE name = 'format'").fetchone()
             _require_version(path, int(version), "read it with the version that wrote it")
             base.execute("BEGIN")
-            return {
-                name: [list(row) for row in base.execute(query)] for name, query in _SELECT.items()
-            }
+            return {name: list(map(list, base.execute(query))) for name, query in _SELECT.items()}
     except (sqlite3.Error, TypeError, ValueError) as error:
         raise LedgerError(
             "the run's ledger cannot be read",
@@ -486,13 +482,8 @@ def _require_version(path: Path | str, version: int, help: str) -> None:
     raises   LedgerError
     """
     if version != FORMAT:
-        raise LedgerError(
-            "the run's ledger has another format",
-            file=path,
-            expected=FORMAT,
-            found=version,
-            help=help,
-        )
+        what = "the run's ledger has another format"
+        raise LedgerError(what, file=path, expected=FORMAT, found=version, help=help)
 
 
 # A snapshot of a run as a file: a state, the policy that decides, and what it expects of times.
