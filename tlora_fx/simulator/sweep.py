@@ -360,27 +360,22 @@ def plan_of(
     months   that the trace has
     """
     first = base.seed
-    main = _each([base], policies, range(first, first + seeds))
+    main = _each(base, policies, range(first, first + seeds))
     few = range(first, first + min(seeds, sweep_seeds))
     by_sweep: dict[str, list[tuple[float, tuple[Scenario, ...]]]] = {}
     for name in sweeps:
         shown_policies = ("tlora",) if name == "nano" else policies
         rows = variations(base, name, sizes, months)
-        by_sweep[name] = [
-            (value, tuple(_each([scenario], shown_policies, few))) for value, scenario in rows
-        ]
-    return SweepPlan(tuple(main), by_sweep)
+        by_sweep[name] = [(value, _each(scenario, shown_policies, few)) for value, scenario in rows]
+    return SweepPlan(main, by_sweep)
 
 
-def _each(
-    bases: Sequence[Scenario], policies: Sequence[str], seeds: Iterable[int]
-) -> list[Scenario]:
-    return [
+def _each(base: Scenario, policies: Sequence[str], seeds: Iterable[int]) -> tuple[Scenario, ...]:
+    return tuple(
         replace(base, policy=policy, seed=seed, choices=replace(base.choices, seed=seed))
-        for base in bases
         for seed in seeds
         for policy in policies
-    ]
+    )
 
 
 def variations(
@@ -482,13 +477,11 @@ def _own(
     trace: Trace, choices: Choices, most: int, dropped: Dropped
 ) -> list[tuple[TraceJob, JobRequest]]:
     assert trace.requests is not None
-    pairs = []
-    for job in trace.jobs:
-        request = trace.requests[job.name]
-        gpus = _gpus(job, choices, most, dropped)
-        if gpus:
-            pairs.append((job, replace(request, gpus=gpus)))
-    return pairs
+    return [
+        (job, replace(trace.requests[job.name], gpus=gpus))
+        for job in trace.jobs
+        if (gpus := _gpus(job, choices, most, dropped))
+    ]
 
 
 def _gpus(job: TraceJob, choices: Choices, most: int, dropped: Dropped) -> int:
