@@ -1,0 +1,179 @@
+"""`verify` in float32 on the dense decoders that the installed transformers offers.
+
+    python -m benchmarks.verify_decoders
+    python -m benchmarks.verify_decoders --only glm4 ctrl
+
+Each decoder has two layers and a vocabulary of 128, and all dropouts that its config names. Two
+jobs adapt all its linears. Their samples get longer from step to step, so the first steps hold
+only short ones. The table has each decoder's largest differences over both jobs, and the noise of
+the base itself where that difference was found.
+"""
+
+from __future__ import annotations
+
+import argparse
+import random
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+import torch
+from rich.table import Table
+from transformers import AutoConfig
+from transformers.utils import logging
+
+from benchmarks.results_file import RESULTS, console, described, write
+from tlora_fx.compiler import compile
+from tlora_fx.config.job import BaseSpec, Job
+from tlora_fx.errors import TloraError
+from tlora_fx.runtime.data import DataReport, JobData, Sample
+from tlora_fx.runtime.verify import JobDifference, bounds_of, verify
+
+VOCABULARY = 128
+STEPS = 6
+SIZES: dict[str, Any] = {
+    "vocab_size": VOCABULARY, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2,
+    "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 8,
+    "max_position_embeddings": 64, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 1,
+}  # fmt: skip
+# What a config calls otherwise, or needs besides.
+CHANGES: dict[str, dict[str, Any]] = {}
+DECODERS = (
+    "apertus", "arcee", "biogpt", "bitnet", "bloom", "codegen", "cohere", "cohere2", "ctrl", "cwm",
+    "diffllama", "doge", "ernie4_5", "exaone4", "falcon", "gemma", "gemma2", "gemma3_text", "glm",
+    "glm4", "gpt2", "gpt_bigcode", "gpt_neo", "gpt_neox", "gpt_neox_japanese", "gptj", "granite",
+    "granite_swa", "helium", "hunyuan_v1_dense", "hyperclovax", "jais2", "llama", "minicpm3",
+    "ministral", "ministral3", "mistral", "modernbert-decoder", "mpt", "nanochat", "nemotron",
+    "olmo", "olmo2", "olmo3", "openai-gpt", "opt", "persimmon", "phi", "phi3", "qwen2", "qwen3",
+    "seed_oss", "smollm3", "stablelm", "starcoder2", "vaultgemma", "xglm", "youtu",
+)  # fmt: skip
+
+
+def main() -> None:
+    """Measure, print and write."""
+    given = _arguments()
+    torch.set_num_threads(1)
+    logging.set_verbosity_error()  # type: ignore[no-untyped-call]
+    found: dict[str, Any] = described("verify_decoders", "cpu")
+    found |= {"bounds": _triple(bounds_of("float32", "cpu")), "steps": STEPS, "rows": []}
+    out = console()
+    for name in given.only or DECODERS:
+        for row in measured(name):
+            found["rows"].append(row)
+            out.print(*(f"{key}={value}" for key, value in row.items()), soft_wrap=True)
+    out.print(_table(found["rows"]))
+    passed = {row["decoder"] for row in found["rows"] if row["ok"]}
+    failed = {row["decoder"] for row in found["rows"] if not row["ok"]}
+    found["passed"] = len(passed - failed)
+    out.print(f"{found['passed']} decoders pass; not: {', '.join(sorted(failed)) or 'none'}")
+    if given.out:
+        write(Path(given.out) / f"verify-dense-decoders-{found['date']}.json", found)
+
+
+def measured(name: str) -> Iterator[dict[str, Any]]:
+    """A row for each way of dropout, or one that says why there is none."""
+    began = time.perf_counter()
+    with TemporaryDirectory() as folder:
+        try:
+            jobs = jobs_on(base_of(name, Path(folder)))
+            form = compile(jobs).group.form
+            differences = list(verify(jobs, STEPS, device="cpu", data=data_of(jobs)))
+        except Exception as error:  # noqa: BLE001  (a table of what each decoder comes to)
+            kind = error.code if isinstance(error, TloraError) else type(error).__name__
+            yield {"decoder": name, "ok": False, "error": f"{kind}: {str(error).splitlines()[0]}"}
+            return
+    seconds = time.perf_counter() - began
+    for against in dict.fromkeys(row.against for row in differences):
+        rows = [row for row in differences if row.against == against]
+        yield {
+            "decoder": name, "form": form, "against": against, "steps": STEPS,
+            **{key: _worst(rows, key) for key in ("loss", "gradient", "adapter")},
+            "ok": all(row.within(bounds_of("float32", "cpu")) for row in rows),
+            "seconds": round(seconds, 1),
+        }  # fmt: skip
+
+
+def base_of(name: str, folder: Path) -> BaseSpec:
+    """A small decoder in float32 that drops wherever its config has a rate."""
+    config = AutoConfig.for_model(name, **SIZES | CHANGES.get(name, {}))
+    for field, value in list(vars(config).items()):
+        if isinstance(value, float) and ("drop" in field) and field != "layerdrop":
+            setattr(config, field, 0.1)
+        elif field == "layerdrop":
+            config.layerdrop = 0.0
+    config.save_pretrained(folder)
+    return BaseSpec(config=folder, dtype="float32", seed=3)
+
+
+def jobs_on(base: BaseSpec) -> list[Job]:
+    """Two jobs on all linears."""
+    first = {"r": 8, "lora_alpha": 16, "lora_dropout": 0.1, "target_modules": "all-linear"}
+    second = {"r": 4, "lora_alpha": 4, "target_modules": "all-linear"}
+    settings: dict[str, Any] = {
+        "base": base, "data": {"path": "unused.jsonl"}, "learning_rate": 1e-3, "max_steps": STEPS,
+        "shuffle": False, "per_device_train_batch_size": 3,
+    }  # fmt: skip
+    return [
+        Job(name="a", lora=first, seed=1, **settings),
+        Job(name="b", lora=second, seed=2, gradient_accumulation_steps=2, **settings),
+    ]
+
+
+def data_of(jobs: list[Job]) -> dict[str, JobData]:
+    """Fifty samples a job, from 2 tokens to 51."""
+    data: dict[str, JobData] = {}
+    for job in jobs:
+        draw = random.Random(job.name)  # noqa: S311  (tokens to train on)
+        samples = []
+        for length in range(2, 52):
+            ids = tuple(draw.randrange(2, VOCABULARY) for _ in range(length))
+            free = length // 4
+            samples.append(Sample(ids, (-100,) * free + ids[free:]))
+        data[job.name] = JobData(job, samples, DataReport())
+    return data
+
+
+def _worst(rows: list[JobDifference], key: str) -> dict[str, float]:
+    """The largest difference, with the noise and the bound of its job."""
+    row = max(rows, key=lambda row: float(getattr(row, key)))
+    bound = bounds_of("float32", "cpu").over(row.noise)
+    return {
+        "difference": getattr(row, key),
+        "noise": getattr(row.noise, key),
+        "bound": getattr(bound, key),
+    }
+
+
+def _triple(bounds: Any) -> dict[str, float]:
+    return {key: getattr(bounds, key) for key in ("loss", "gradient", "adapter", "lift")}
+
+
+def _table(rows: list[dict[str, Any]]) -> Table:
+    table = Table(box=None, title="largest relative difference / noise of the base")
+    for title in ("decoder", "form", "dropout", "steps", "loss", "gradient", "adapter", ""):
+        table.add_column(title, no_wrap=title != "")
+    for row in rows:
+        if "error" in row:
+            table.add_row(row["decoder"], "", "", "", "", "", "", row["error"])
+            continue
+        cells = (
+            f"{row[key]['difference']:.1e} / {row[key]['noise']:.1e}"
+            for key in ("loss", "gradient", "adapter")
+        )
+        way = "off" if "dropout 0" in row["against"] else "on"
+        verdict = "ok" if row["ok"] else "BEYOND"
+        table.add_row(row["decoder"], row["form"], way, str(row["steps"]), *cells, verdict)
+    return table
+
+
+def _arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--only", nargs="*", help="model types, instead of all")
+    parser.add_argument("--out", default=str(RESULTS), help="folder of the result; empty: none")
+    return parser.parse_args()
+
+
+if __name__ == "__main__":
+    main()

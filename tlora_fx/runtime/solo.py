@@ -1,0 +1,632 @@
+"""A job trained alone, by plain transformers, PEFT and torch.optim: what `verify` compares with.
+
+Nothing here compiles, packs or fuses. Rows are padded on the right, the model is called as any user
+would call it, and a transformers model takes its own loss. With masks on, every dropout draws the
+job's keyed masks instead of a generator's; the rest stays as it is.
+
+Shared with the fused path is what defines a job: the fields of its job file, the base's weights,
+the tokens and labels of its samples, and of the keyed masks Philox and the number of a site.
+Everything from samples to the loss is written here once more: which samples a step takes, padding,
+the shift of the labels, the count of targets, the loss over them, and each token's index in the
+step, by which its dropout draws.
+"""
+
+from __future__ import annotations
+
+import copy
+import inspect
+import math
+import warnings
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
+from contextvars import ContextVar
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+
+from tlora_fx.config.job import Job
+from tlora_fx.errors import OracleError
+from tlora_fx.ops.dropout import keep_scale, threshold_of
+from tlora_fx.ops.philox import sixteens
+from tlora_fx.ops.tables import site_id
+
+if TYPE_CHECKING:
+    from peft import PeftModel
+
+    from tlora_fx.runtime.data import JobData, Sample
+
+NO_TARGET = -100
+DROPOUTS = (nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d, nn.AlphaDropout)
+StepCallback = Callable[[int, float, dict[str, Tensor]], None]
+
+
+@dataclass(slots=True)
+class SoloRun:
+    """What a job did alone.
+
+    losses      loss of each step: sum over its targets divided by their number
+    norms       2-norm of each step's gradients, before clipping
+    gradients   of each step before clipping, by the names of `adapters`; empty with `on_step`
+    adapters    the trained tensors after the last step, as PEFT's get_peft_model_state_dict
+    """
+
+    losses: list[float] = field(default_factory=list)
+    norms: list[float] = field(default_factory=list)
+    gradients: list[dict[str, Tensor]] = field(default_factory=list)
+    adapters: dict[str, Tensor] = field(default_factory=dict)
+
+
+def train_alone(
+    job: Job,
+    base_model: nn.Module,
+    data: JobData,
+    start: Mapping[str, Tensor],
+    steps: int,
+    masks: bool,
+    on_step: StepCallback | None = None,
+) -> SoloRun:
+    """Train a job by itself for some steps from its start.
+
+    base_model   a transformers causal LM, or any module from ids [B, S] to logits [B, S, V], with
+                 real weights; neither it nor its config is changed, and its matrices are shared
+    data         the job's samples
+    start        every tensor that the job trains, by PEFT's names
+    masks        True: dropout as the job file says, by keyed masks; False: every rate is zero
+    on_step      called with (step, loss, gradients) after each backward, in place of keeping them
+    raises       OracleError when `start` does not fit, or a dropout has no keyed masks
+    """
+    solo = SoloTrainer(job, base_model, data.samples, start, masks)
+    run = SoloRun()
+    for step in range(steps):
+        loss, gradients = solo.gradients(solo.order.batches(step), step)
+        run.norms.append(solo.update())
+        run.losses.append(loss)
+        if on_step is None:
+            run.gradients.append(gradients)
+        else:
+            on_step(step, loss, gradients)
+    run.adapters = solo.adapters()
+    return run
+
+
+class SoloTrainer:
+    """One job on a copy of the base; arguments as of `train_alone`.
+
+    order   which samples each of its steps takes
+    """
+
+    def __init__(
+        self,
+        job: Job,
+        base_model: nn.Module,
+        samples: Sequence[Sample],
+        start: Mapping[str, Tensor],
+        masks: bool,
+    ) -> None:
+        self.order = SampleOrder(job, samples)
+        base = _own_copy(base_model)
+        if not masks:
+            _silence_dropout(base)
+        _choose_attention(base)
+        self._model = _wrapped(job, base, masks)
+        self.load(start)
+        self._model.train()
+        self._drop = KeyedDropout(self._model, job.seed) if masks else None
+        self._params = [param for param in self._model.parameters() if param.requires_grad]
+        self._optimizer, self._schedule = _optimizer(job, self._params, self.order.steps)
+        self._largest_norm = job.max_grad_norm or float("inf")
+
+    def load(self, adapter: Mapping[str, Tensor]) -> None:
+        """Take the values of every tensor that the job trains.
+
+        raises   OracleError when they are not the job's
+        """
+        _load_start(self._model, adapter)
+
+    def gradients(
+        self, batches: Sequence[Sequence[Line]], step: int
+    ) -> tuple[float, dict[str, Tensor]]:
+        """The loss of one optimizer step, and the gradients by PEFT's names.
+
+        step   by which its dropouts draw
+        """
+        self._optimizer.zero_grad()
+        loss = _backward(self._model, batches, self._drop, step)
+        return loss, _gradients(self._model)
+
+    def update(self) -> float:
+        """Let the optimizer take its step; returns the norm of the gradients before clipping."""
+        norm = torch.nn.utils.clip_grad_norm_(self._params, self._largest_norm)
+        self._optimizer.step()
+        self._schedule.step()
+        return float(norm)
+
+    def adapters(self) -> dict[str, Tensor]:
+        """Copies of the trained tensors, by PEFT's names."""
+        return {name: tensor.detach().clone() for name, tensor in _saved(self._model).items()}
+
+
+@dataclass(frozen=True, slots=True)
+class Line:
+    """A sequence as one line of a batch.
+
+    labels   not shifted, -100 where a token is no target
+    first    index of its first token in the job's step
+    """
+
+    ids: Sequence[int]
+    labels: Sequence[int]
+    first: int
+
+
+@dataclass(frozen=True)
+class SampleOrder:
+    """Which samples each optimizer step of a job takes: a part of what defines the job.
+
+    An epoch takes each sample once, in the order of the file, or where the job shuffles in the
+    permutation that NumPy's default generator draws from (seed, epoch). Micro-batches hold
+    `per_device_train_batch_size` samples, steps `gradient_accumulation_steps` micro-batches; the
+    last of each may be smaller. Steps are counted through all epochs.
+    """
+
+    job: Job
+    samples: Sequence[Sample]
+
+    @property
+    def steps(self) -> int:
+        """Optimizer steps of the whole job."""
+        if self.job.max_steps is not None:
+            return self.job.max_steps
+        return math.ceil((self.job.num_train_epochs or 1.0) * len(self._steps_of_epoch()))
+
+    def batches(self, step: int) -> list[list[Line]]:
+        """The micro-batches of a step."""
+        starts = self._steps_of_epoch()
+        epoch, number = divmod(step, len(starts))
+        order = np.arange(len(self.samples))
+        if self.job.shuffle:
+            order = np.random.default_rng((self.job.seed, epoch)).permutation(len(self.samples))
+        taken = [self.samples[int(index)] for index in order[starts[number] :][: starts.step]]
+        size = self.job.per_device_train_batch_size
+        return lines_of([taken[first : first + size] for first in range(0, len(taken), size)])
+
+    def _steps_of_epoch(self) -> range:
+        """Where in the order of an epoch each of its steps begins."""
+        size = self.job.per_device_train_batch_size * self.job.gradient_accumulation_steps
+        return range(0, len(self.samples), size)
+
+
+def lines_of(batches: Sequence[Sequence[Sample]]) -> list[list[Line]]:
+    """The micro-batches of one step, whose tokens are counted through all of them."""
+    lines: list[list[Line]] = []
+    first = 0
+    for batch in batches:
+        lines.append([])
+        for sample in batch:
+            lines[-1].append(Line(sample.input_ids, sample.labels, first))
+            first += len(sample.input_ids)
+    return lines
+
+
+def in_another_layout(batches: Sequence[Sequence[Line]]) -> list[list[Line]]:
+    """The same step in batches of other shapes: the same numbers but for rounding.
+
+    Each line of a batch has a batch of its own. A line that had one shares it with a copy of
+    itself, which has no targets.
+    """
+    layout: list[list[Line]] = []
+    for batch in batches:
+        if len(batch) > 1:
+            layout.extend([line] for line in batch)
+        else:
+            layout.extend([line, _without_targets(line)] for line in batch)
+    return layout
+
+
+def _without_targets(line: Line) -> Line:
+    return Line(line.ids, [NO_TARGET] * len(line.ids), line.first)
+
+
+def _backward(
+    model: PeftModel,
+    batches: Sequence[Sequence[Line]],
+    drop: KeyedDropout | None,
+    step: int,
+) -> float:
+    """Add the gradients of one optimizer step; returns its loss."""
+    labels = [line.labels for batch in batches for line in batch]
+    targets = sum(label != NO_TARGET for line in labels for label in line[1:])
+    device = next(model.parameters()).device
+    total = 0.0
+    for batch in batches:
+        ids, labels_of, attended, index = (part.to(device) for part in pad(batch))
+        with nullcontext() if drop is None else drop.row(step, index):
+            loss = _loss(model, ids, labels_of, attended, targets)
+        torch.autograd.backward(loss)
+        total += loss.item()
+    return total
+
+
+def pad(batch: Sequence[Line]) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Ids, labels, attention mask and token indices, int64 [B, S], padded on the right.
+
+    The indices of a line count on through its padding, where nothing reads them.
+    """
+    width = max(len(line.ids) for line in batch)
+    ids = torch.zeros(len(batch), width, dtype=torch.int64)
+    labels, attended = torch.full_like(ids, NO_TARGET), torch.zeros_like(ids)
+    for row, line in enumerate(batch):
+        ids[row, : len(line.ids)] = torch.tensor(line.ids)
+        labels[row, : len(line.ids)] = torch.tensor(line.labels)
+        attended[row, : len(line.ids)] = 1
+    first = torch.tensor([line.first for line in batch])
+    return ids, labels, attended, first[:, None] + torch.arange(width)
+
+
+def _loss(model: PeftModel, ids: Tensor, labels: Tensor, attended: Tensor, targets: int) -> Tensor:
+    """The token losses of a micro-batch, summed, over the number of targets of the whole step."""
+    if _is_transformers(model):
+        out = model(
+            input_ids=ids,
+            attention_mask=attended,
+            labels=labels,
+            num_items_in_batch=torch.tensor(targets, device=ids.device),
+            use_cache=False,
+        )
+        loss: Tensor = out.loss
+        return loss
+    out = model(ids)
+    logits = getattr(out, "logits", out)
+    flat = logits[:, :-1].float().flatten(0, 1)
+    return F.cross_entropy(flat, labels[:, 1:].flatten(), reduction="sum") / targets
+
+
+def _is_transformers(model: PeftModel) -> bool:
+    """Whether the base takes labels and returns transformers' own loss."""
+    from transformers import PreTrainedModel
+
+    return isinstance(model.get_base_model(), PreTrainedModel)
+
+
+def _own_copy(base_model: nn.Module) -> nn.Module:
+    """A copy that shares the frozen matrices, so that a large base is held once.
+
+    Vectors are copied: `bias: all` trains the base's own.
+    """
+    memo: dict[int, Any] = {
+        id(param): nn.Parameter(param.detach(), requires_grad=False)
+        for param in base_model.parameters()
+        if param.dim() > 1
+    }
+    return copy.deepcopy(base_model, memo)
+
+
+def _choose_attention(model: Any) -> None:
+    """Take PyTorch's attention, or eager attention where a class has no other.
+
+    Ours is eager too. It is taken where attention drops, and in float64: there transformers' eager
+    attention rounds to float32, in which a padded line that a window leaves empty becomes NaN.
+    """
+    if not hasattr(model, "set_attn_implementation"):
+        return
+    supported = getattr(model, "_supports_sdpa", False)
+    plain = "sdpa" if supported else "eager"
+    if has_attention_dropout(model) or (not supported and model.dtype == torch.float64):
+        register_attention()
+        plain = EAGER
+    model.set_attn_implementation(plain)
+
+
+def _wrapped(job: Job, model: nn.Module, dropout: bool) -> PeftModel:
+    from peft import get_peft_model
+
+    config = job.lora_config()
+    if not dropout:
+        config.lora_dropout = 0.0
+    if "labels" not in inspect.signature(model.forward).parameters:
+        config.task_type = None  # PEFT's class for language models hands on arguments it lacks.
+    with torch.random.fork_rng(devices=[]), warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        wrapped: PeftModel = get_peft_model(
+            model,
+            config,
+            autocast_adapter_dtype=job.adapter_dtype == "float32",
+        )
+    return wrapped
+
+
+def _load_start(model: PeftModel, start: Mapping[str, Tensor]) -> None:
+    from peft import set_peft_model_state_dict
+
+    expected = _saved(model)
+    differ = sorted(
+        name
+        for name in expected.keys() | start.keys()
+        if name not in expected or name not in start or expected[name].shape != start[name].shape
+    )
+    if differ:
+        raise OracleError(
+            "the adapter to start from is not the one that PEFT makes for this job",
+            tensor=differ[0],
+            expected=_shape(expected.get(differ[0])),
+            found=_shape(start.get(differ[0])),
+            help="start both sides from the adapter of one job",
+        )
+    set_peft_model_state_dict(model, {name: tensor.clone() for name, tensor in start.items()})
+
+
+def _shape(tensor: Tensor | None) -> str:
+    return "nothing" if tensor is None else str(list(tensor.shape))
+
+
+def _saved(model: PeftModel, state: dict[str, Tensor] | None = None) -> dict[str, Tensor]:
+    """The trained tensors by PEFT's names; of `state`, by parameter names, where given."""
+    from peft import get_peft_model_state_dict
+
+    tensors: dict[str, Tensor] = get_peft_model_state_dict(
+        model, state_dict=state, save_embedding_layers=False
+    )
+    return tensors
+
+
+def _gradients(model: PeftModel) -> dict[str, Tensor]:
+    """Copies of the gradients, zeros where there is none, by PEFT's names."""
+    gradients = {
+        name: torch.zeros_like(param) if param.grad is None else param.grad.clone()
+        for name, param in model.named_parameters()
+        if param.requires_grad
+    }
+    return {name: tensor.detach() for name, tensor in _saved(model, gradients).items()}
+
+
+def _silence_dropout(model: nn.Module) -> None:
+    """Set every dropout rate of a base to zero: modules', attributes' and configs'."""
+    for module in model.modules():
+        if isinstance(module, DROPOUTS):
+            module.p = 0.0
+        for owner in (module, getattr(module, "config", None)):
+            for name, value in list(vars(owner).items() if owner is not None else ()):
+                rate = isinstance(value, float) and ("dropout" in name or "pdrop" in name)
+                if rate and value > 0:
+                    setattr(owner, name, 0.0)
+
+
+def _optimizer(
+    job: Job, params: list[nn.Parameter], steps: int
+) -> tuple[torch.optim.Optimizer, torch.optim.lr_scheduler.LRScheduler]:
+    from transformers import get_scheduler
+
+    make: Any = getattr(torch.optim, job.optimizer_class())
+    optimizer: torch.optim.Optimizer = make(params, **job.optimizer_arguments())
+    schedule = get_scheduler(
+        job.lr_scheduler_type,
+        optimizer,
+        num_warmup_steps=job.warmup(steps),
+        num_training_steps=steps,
+        scheduler_specific_kwargs=dict(job.lr_scheduler_kwargs),
+    )
+    return optimizer, schedule
+
+
+# Keyed masks for a model trained alone: every dropout draws its job's masks.
+#
+# Dropout calls are caught as torch sees them, so a module of the base, PEFT's `lora_dropout` and a
+# call in a model's own code are one case. Attention weights get theirs from an eager attention
+# that is registered with transformers.
+#
+# Adapted from transformers' eager attention: grouped heads, soft cap, attention sinks; the softmax
+# runs in float32 or the query's dtype where that is wider.
+
+EAGER = "tlora_oracle_eager"
+PEFT_PREFIX = "base_model.model."
+
+_ACTIVE: ContextVar[KeyedDropout | None] = ContextVar("active", default=None)
+
+
+class KeyedDropout:
+    """Draws a model's dropouts from a job's keys.
+
+    model   its modules name the sites: their path, without PEFT's prefix and adapter name
+    seed    the job's
+    """
+
+    def __init__(self, model: nn.Module, seed: int) -> None:
+        self.seed = seed
+        self.step = 0
+        self.index = torch.empty(0, 0, dtype=torch.int64)
+        self._inside: list[str] = []
+        self._calls: dict[str, int] = {}
+        for path, module in model.named_modules():
+            site = path.removeprefix(PEFT_PREFIX).removesuffix(".default")
+            module.register_forward_pre_hook(self._enter(site))
+            module.register_forward_hook(self._leave, always_call=True)
+
+    @contextmanager
+    def row(self, step: int, index: Tensor) -> Iterator[None]:
+        """Within this, the model runs a padded micro-batch.
+
+        step    the job's optimizer step, from 0
+        index   int64 [B, S], each position's token index in the job's step
+        """
+        self.step, self.index = step, index
+        self._inside.clear()
+        self._calls.clear()
+        token = _ACTIVE.set(self)
+        try:
+            with _CatchDropout(self):
+                yield
+        finally:
+            _ACTIVE.reset(token)
+
+    def site(self) -> str:
+        """The name of the running module's next dropout: its path, then path#1, path#2."""
+        path = self._inside[-1] if self._inside else "dropout"
+        number = self._calls[path] = self._calls.get(path, -1) + 1
+        return f"{path}#{number}" if number else path
+
+    def drop(self, x: Tensor, rate: float) -> Tensor:
+        """Dropout of values that belong to tokens.
+
+        x        [B, S, ...] or [B * S, ...]; what follows the tokens flattens to columns
+        raises   OracleError when the first dimensions are not the tokens
+        """
+        path = self.site()
+        tokens = self.index.numel()
+        if x.shape[:2] != self.index.shape and x.shape[:1] != (tokens,):
+            raise OracleError(
+                "a dropout's values do not belong to single tokens, so they have no keyed mask",
+                module=path,
+                expected=f"[{self.index.shape[0]}, {self.index.shape[1]}, ...]",
+                found=list(x.shape),
+                help="set this dropout's rate to 0 in the base's config",
+            )
+        columns = x.numel() // tokens
+        blocks = torch.arange(-(-columns // 8), device=x.device)
+        third, zero = blocks.new_tensor(site_id(path)), blocks.new_zeros(())
+        rows = self.index.reshape(-1, 1)
+        values = sixteens(rows, blocks, third, zero, (self.seed, self.step)).flatten(1)
+        keep = values[:, :columns] >= threshold_of(rate) - 32768
+        return torch.where(keep.reshape(x.shape), x * keep_scale(rate), 0.0).to(x.dtype)
+
+    def drop_attention(self, weights: Tensor, rate: float) -> Tensor:
+        """Dropout of attention weights [B, H, S, S].
+
+        A query takes a token's place, its keys that of columns; heads differ in the counter.
+        """
+        batch, heads, width, _ = weights.shape
+        site, key = site_id(self.site()), (self.seed, self.step)
+        device = weights.device
+        head = torch.arange(1, heads + 1, device=device)[:, None, None]
+        third = torch.tensor(site, device=device)
+        keep = torch.empty(weights.shape, dtype=torch.bool, device=device)
+        for line in range(batch):
+            # A line's tokens are consecutive, so its keys fill a run of blocks of eight.
+            first = int(self.index[line, 0])
+            blocks = torch.arange(first // 8, (first + width - 1) // 8 + 1, device=device)
+            query = self.index[line][None, :, None]
+            values = sixteens(query, blocks, third, head, key).flatten(2)
+            values = values[..., first % 8 : first % 8 + width]
+            keep[line] = values >= threshold_of(rate) - 32768
+        return torch.where(keep, weights * keep_scale(rate), 0.0).to(weights.dtype)
+
+    def _enter(self, site: str) -> Callable[[nn.Module, Any], None]:
+        def hook(module: nn.Module, inputs: Any) -> None:
+            self._inside.append(site)
+
+        return hook
+
+    def _leave(self, module: nn.Module, inputs: Any, output: Any) -> None:
+        self._inside.pop()
+
+
+class _CatchDropout(TorchFunctionMode):
+    """Hands F.dropout to keyed masks and refuses dropout that has none."""
+
+    def __init__(self, keyed: KeyedDropout) -> None:
+        super().__init__()
+        self._keyed = keyed
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        named = kwargs or {}
+        if func is F.dropout:
+            return self._dropout(*args, **named)
+        if func in _UNKEYED and _rate_of(func, args, named) > 0:
+            raise OracleError(
+                "a dropout has no keyed masks",
+                function=func.__name__,
+                module=self._keyed.site(),
+                help="set this dropout's rate to 0 in the base's config",
+            )
+        return func(*args, **named)
+
+    def _dropout(
+        self, x: Tensor, p: float = 0.5, training: bool = True, inplace: bool = False
+    ) -> Tensor:
+        return self._keyed.drop(x, p) if training and p > 0 else x
+
+
+_UNKEYED = {
+    F.scaled_dot_product_attention: ("dropout_p", 4, 0.0),
+    F.multi_head_attention_forward: ("dropout_p", 10, 0.0),
+    F.alpha_dropout: ("p", 1, 0.5),
+    F.feature_alpha_dropout: ("p", 1, 0.5),
+    F.dropout1d: ("p", 1, 0.5),
+    F.dropout2d: ("p", 1, 0.5),
+    F.dropout3d: ("p", 1, 0.5),
+}
+
+
+def _rate_of(func: Any, args: tuple[Any, ...], named: dict[str, Any]) -> float:
+    """The rate that a call drops at, 0 outside of training."""
+    name, index, default = _UNKEYED[func]
+    training = named.get("training", args[2] if name == "p" and len(args) > 2 else True)
+    rate = named.get(name, args[index] if len(args) > index else default)
+    return float(rate) if training else 0.0
+
+
+def has_attention_dropout(model: nn.Module) -> bool:
+    """Whether a transformers model's config drops attention weights in training."""
+    config = getattr(model, "config", None)
+    return any(
+        isinstance(rate, float) and rate > 0 and "att" in name and "drop" in name
+        for name, rate in (vars(config) if config is not None else {}).items()
+    )
+
+
+def register_attention() -> None:
+    """Make `attend` known to transformers as EAGER, with the masks of its own eager attention."""
+    from transformers import AttentionInterface, AttentionMaskInterface
+    from transformers.masking_utils import eager_mask
+
+    AttentionInterface.register(EAGER, attend)
+    AttentionMaskInterface.register(EAGER, eager_mask)
+
+
+def attend(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    scaling: float | None = None,
+    dropout: float = 0.0,
+    softcap: float | None = None,
+    s_aux: Tensor | None = None,
+    **_: Any,
+) -> tuple[Tensor, Tensor]:
+    """Eager attention whose dropout draws keyed masks.
+
+    query            [B, H, S, D]
+    key, value       [B, H_kv, S, D]
+    attention_mask   [B, 1, S, S], added: causality, window and padding
+    s_aux            [H], attention sinks
+    returns          [B, S, H, D], and the weights [B, H, S, S]
+    """
+    if attention_mask is None or key.shape[2] != query.shape[2]:
+        raise OracleError(
+            "attention with dropout needs a mask over the row's own tokens",
+            module=type(module).__name__,
+            help="set the attention dropout of the base's config to 0",
+        )
+    groups = query.shape[1] // key.shape[1]
+    key, value = (part.repeat_interleave(groups, dim=1) for part in (key, value))
+    scores = query @ key.transpose(2, 3) * (query.shape[-1] ** -0.5 if scaling is None else scaling)
+    if softcap:
+        scores = torch.tanh(scores / softcap) * softcap
+    scores = scores + attention_mask
+    if s_aux is not None:
+        sinks = s_aux.reshape(1, -1, 1, 1).expand(*scores.shape[:3], 1)
+        scores = torch.cat([scores, sinks.to(scores.dtype)], dim=-1)
+    wide = torch.promote_types(query.dtype, torch.float32)
+    weights = torch.softmax(scores, dim=-1, dtype=wide).to(query.dtype)[..., : key.shape[2]]
+    keyed = _ACTIVE.get()
+    if dropout > 0 and keyed is not None:
+        weights = keyed.drop_attention(weights, dropout)
+    return (weights @ value).transpose(1, 2).contiguous(), weights
