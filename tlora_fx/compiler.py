@@ -21,6 +21,7 @@ from tlora_fx.errors import (
     BaseNotTraceable,
     BaseRefused,
     CompileError,
+    FusedDiffers,
     FusionError,
     GraphInvalid,
     JobsDiffer,
@@ -36,6 +37,7 @@ from tlora_fx.ir.graph import AdapterSite, Form, GroupGraph, JobGraph
 from tlora_fx.model.backbone import Backbone, load_backbone
 from tlora_fx.model.supermodel import SuperModel
 from tlora_fx.numerics import Numerics, watch_numerics
+from tlora_fx.numerics.probe import probe_compiled
 from tlora_fx.pipeline import Instrument, Pipeline, Runner, Verify, parse_pipeline
 from tlora_fx.tracing.adapters import idle_patterns, layer_signature, resolve_sites
 from tlora_fx.tracing.export import trace_base, trace_job
@@ -97,7 +99,8 @@ def compile(
     given = _prepare_for(jobs, passes, dropout)
     if watch.stop_after is not None:
         passes = passes.until(watch.stop_after)
-    group = _fuse(given, _runner(passes, instruments, verify, watch), on_failure)
+    runner = _runner(passes, instruments, verify, watch)
+    group = _fuse(given, runner, on_failure, probed=watch.stop_after is None)
     if watch.stop_after is not None:
         raise StoppedAfter(
             f"compiling stopped after pass '{watch.stop_after}'",
@@ -160,11 +163,13 @@ def _require_fusing(passes: Pipeline) -> None:
         )
 
 
-def _fuse(given: Prepared, runner: Runner, on_failure: OnFailure | None) -> GroupGraph:
+def _fuse(
+    given: Prepared, runner: Runner, on_failure: OnFailure | None, *, probed: bool = False
+) -> GroupGraph:
     """Fuse; where a pass is at fault, tell who asked to know."""
     watch_numerics(runner, given.backbone)
     try:
-        return fuse(given, runner)
+        return fuse(given, runner, probed=probed)
     except (GraphInvalid, FusionError) as error:
         if on_failure is not None:
             on_failure(given, runner, error)
@@ -273,8 +278,10 @@ def _refuse_auxiliary_losses(backbone: Backbone) -> None:
 # Trace and fuse as the models allow: packed rows or padded ones, layers folded or not.
 
 
-def fuse(given: Prepared, runner: Runner) -> GroupGraph:
+def fuse(given: Prepared, runner: Runner, *, probed: bool = False) -> GroupGraph:
     """Run a pipeline over the jobs: packed where the base allows it, else padded.
+
+    probed    the fused graph is tried against the base alone
 
     raises    CompileError
     """
@@ -286,7 +293,9 @@ def fuse(given: Prepared, runner: Runner) -> GroupGraph:
     for form in forms:
         try:
             group = _fuse_folded(given, runner, form)
-        except (AttentionNotPackable, NotTokenParallel, BaseNotTraceable) as error:
+            if probed:
+                _probe(group, given)
+        except (AttentionNotPackable, NotTokenParallel, BaseNotTraceable, FusedDiffers) as error:
             if refused is not None:
                 error.add_note(f"and before that, in packed form:\n{refused}")
             if form == forms[-1]:
@@ -300,6 +309,14 @@ def fuse(given: Prepared, runner: Runner) -> GroupGraph:
                 group.notes.extend(("trace", note) for note in idle_patterns(job, sites))
             return group
     raise AssertionError("no form was tried")
+
+
+def _probe(group: GroupGraph, given: Prepared) -> None:
+    """Try the fused graph against the base alone; the report says where that cannot be done."""
+    found = probe_compiled(group, given.backbone, given.jobs)
+    log.info("%s", found)
+    if found.skipped:
+        group.notes.append(("probe", str(found)))
 
 
 def _fuse_folded(given: Prepared, runner: Runner, form: Form) -> GroupGraph:

@@ -147,10 +147,13 @@ class UnknownNode(CompileError):
     code = "T0236"
 
 
-class BatchFormUnsafe(CompileError):
-    """In batch form, earlier logits change with later tokens or padding."""
+class FusedDiffers(CompileError):
+    """The fused graph does not compute what the base computes alone.
 
-    code = "T0213"
+    The base's code depends on what tracing does not keep: a length, state of its own, a mask.
+    """
+
+    code = "T0239"
 
 
 class SuperModelMisuse(CompileError):

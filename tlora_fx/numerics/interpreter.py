@@ -1,4 +1,4 @@
-"""Run graphs at any stage of the pipeline, on real tensors on the CPU."""
+"""Run graphs at any stage of the pipeline, on real tensors."""
 
 from __future__ import annotations
 
@@ -32,6 +32,7 @@ from tlora_fx.ops import site_id
 
 ATTENTION = torch.ops.tlora_fx.packed_attention.default
 ATTENTION_SITE, ATTENTION_RATE = 8, 14
+HALF = (torch.bfloat16, torch.float16)
 ValueCallback = Callable[[fx.Node, GraphLocation, Any], None]
 
 
@@ -55,12 +56,18 @@ class Setting:
     names     its jobs
     layers    which layers run; others hand their input on
     watch     told every value, in order
+    silent    no dropout drops
+    logits    the head runs on all tokens of the row, and logits are returned in place of losses
+    wide      half precision runs as this dtype
     """
 
     row: PackedBatch
     names: list[str]
     layers: frozenset[str]
     watch: ValueCallback | None = None
+    silent: bool = False
+    logits: bool = False
+    wide: torch.dtype | None = None
 
 
 class Interpreter:
@@ -74,7 +81,8 @@ class Interpreter:
         traced_with: Mapping[str, AdapterSite],
     ) -> None:
         self.owner, self.setting = owner, setting
-        self.reader = Reader(owner, tensors, traced_with)
+        self.reader = Reader(owner, tensors, traced_with, silent=setting.silent)
+        self.device = setting.row.input_ids.device
         self.dropouts = Dropouts(setting.row, setting.names, owner.form, self.reader)
         self._blocks = {layer: b for b in owner.blocks.values() for layer in b.instances}
 
@@ -93,7 +101,7 @@ class Interpreter:
         inputs = iter(given)
         for node in place.graph.nodes:
             if node.op == "output":
-                return _filled(node.args[0], values)
+                return self._filled(node.args[0], values)
             if node.op == "placeholder":
                 values[node] = next(inputs)
             elif node.op == "get_attr":
@@ -108,7 +116,10 @@ class Interpreter:
 
     def _read(self, node: fx.Node, place: GraphLocation) -> Tensor:
         try:
-            return self.reader.tensor(node, place)
+            value = self.reader.tensor(node, place)
+            if node.meta["tensor"].owner == "constant":
+                return value.to(self.device, self._dtype(value.dtype))
+            return value
         except Unchecked:
             raise
         except Exception as error:
@@ -116,7 +127,7 @@ class Interpreter:
 
     def _call(self, node: fx.Node, place: GraphLocation, values: dict[fx.Node, Any]) -> Any:
         target: Any = node.target
-        args, kwargs = _filled((node.args, node.kwargs), values)
+        args, kwargs = self._filled((node.args, node.kwargs), values)
         try:
             if is_dropout(node):
                 return self.dropouts.drop(node, args, place)
@@ -129,6 +140,21 @@ class Interpreter:
             raise
         except Exception as error:
             raise CannotRun(node, place, error) from error
+
+    def _filled(self, given: Any, values: dict[fx.Node, Any]) -> Any:
+        """Arguments with values in place of nodes, on the row's device and in its precision."""
+
+        def fill(value: Any) -> Any:
+            if isinstance(value, fx.Node):
+                return values[value]
+            if isinstance(value, torch.dtype):
+                return self._dtype(value)
+            return self.device if isinstance(value, torch.device) else value
+
+        return map_aggregate(given, fill)
+
+    def _dtype(self, kind: torch.dtype) -> torch.dtype:
+        return self.setting.wide if self.setting.wide and kind in HALF else kind
 
     def _module(self, node: fx.Node, values: dict[fx.Node, Any]) -> Any:
         path = str(node.target)
@@ -147,6 +173,9 @@ class Interpreter:
         logits: Any = output_of(block.graph).args[0]
         head = _Head(self, block)
         tables = tuple(placeholders(block.graph))[1:]
+        if self.setting.logits:
+            every: Tensor = self.head(block, [given[0], *given[4:]])
+            return every
         size = int(logits.meta["val"].shape[-1])
         loss = ChunkedLoss(head, size, tables, lines=self.owner.form == "batch")
         losses: Tensor = loss(*given)
@@ -171,17 +200,6 @@ class _Head(nn.Module):
 
 def _is_layer(arg: Any) -> bool:
     return isinstance(arg, fx.Node) and arg.op == "call_module"
-
-
-def _filled(given: Any, values: dict[fx.Node, Any]) -> Any:
-    """Arguments with values in place of nodes; all of a row lies on the CPU."""
-
-    def fill(value: Any) -> Any:
-        if isinstance(value, fx.Node):
-            return values[value]
-        return torch.device("cpu") if isinstance(value, torch.device) else value
-
-    return map_aggregate(given, fill)
 
 
 # Dropouts that are not yet keyed to their jobs draw the masks that key-dropouts gives them, so that
@@ -225,6 +243,8 @@ class Dropouts:
         self, node: fx.Node, args: tuple[Any, ...], place: GraphLocation
     ) -> tuple[Any, ...]:
         """The arguments of an attention with dropout, its site among them."""
+        if self.reader.silent and len(args) > ATTENTION_RATE:
+            return (*args[:ATTENTION_RATE], 0.0, *args[ATTENTION_RATE + 1 :])
         if (
             len(args) <= ATTENTION_RATE
             or not args[ATTENTION_RATE]

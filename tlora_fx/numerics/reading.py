@@ -48,6 +48,7 @@ class Reader:
 
     owner         whose graphs they are
     traced_with   sites of the job that the graphs were traced for: their numbers stand in the code
+    silent        every dropout rate is 0
     leaves        what was read of jobs' own tensors, by job and name
     vectors       the base's vectors that were read, as leaves: a base alone trains nothing else
     """
@@ -57,8 +58,11 @@ class Reader:
         owner: JobGraph | GroupGraph,
         tensors: Seeded,
         traced_with: Mapping[str, AdapterSite],
+        *,
+        silent: bool = False,
     ) -> None:
         self.owner, self.tensors, self.traced_with = owner, tensors, traced_with
+        self.silent = silent
         self.leaves: dict[tuple[str, str], Tensor] = {}
         self.vectors: dict[str, Tensor] = {}
         self._sites = {
@@ -93,6 +97,8 @@ class Reader:
 
     def rate(self, node: fx.Node, written: float, place: GraphLocation) -> float:
         """The rate of a dropout, likewise; that of a branch may be a placeholder."""
+        if self.silent:
+            return 0.0
         path = str(node.meta.get("path", "")).removesuffix(".default")
         if not path.endswith(DROPOUT):
             return written
@@ -142,7 +148,8 @@ class Reader:
         if found:
             return self._bank(site, name, ref, place)
         if "rate" in node.meta:
-            return torch.full(ref.shape, node.meta["rate"], dtype=ref.dtype)
+            rate = 0.0 if self.silent else node.meta["rate"]
+            return torch.full(ref.shape, rate, dtype=ref.dtype)
         if "site_path" in node.meta:
             number = int(node.meta["site_number"])
             path = place.path(str(node.meta["site_path"])) + (f"#{number}" if number else "")
@@ -157,7 +164,8 @@ class Reader:
         sites = [job.sites.get(path) if job.name in lowered else None for job in self.owner.jobs]
         if name not in ("a", "b"):
             key = site_id(path + DROPOUT)
-            return AdapterBank(sites, (1, 1), torch.float32, key).get_buffer(name)
+            table = AdapterBank(sites, (1, 1), torch.float32, key).get_buffer(name)
+            return torch.zeros_like(table) if self.silent and name == "rates" else table
         parts = []
         for job, own in zip(self.owner.jobs, sites, strict=True):
             if own is not None and name == "a":

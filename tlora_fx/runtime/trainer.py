@@ -43,7 +43,7 @@ from tlora_fx.runtime.checks import (
     identity,
     load_all_data,
     longest_row,
-    probe_batch_form,
+    probe_base,
     require_same_jobs,
     require_same_run,
 )
@@ -214,9 +214,9 @@ class Trainer:
         if not self.model.ready:
             base = base_tensors(self.model.backbone, self.device)
             load(self.model, self.plan, self.mesh, base)
+            if self.plan.planner in ("single", "replicated"):
+                probe_base(self.model, data)
         start_adapters(self.model)
-        if self.model.group.form == "batch":
-            probe_batch_form(self.model)
         if self.options.compiled and not self.model.is_compiled:
             self.model.compile()
         largest = longest_row(self.jobs, data, self.options.max_row_tokens, self.plan.parts)

@@ -50,7 +50,7 @@ def _split(backbone: Backbone, path: str, module: nn.Module) -> None:
     from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
     config: Any = module.config
-    limit = _original_length(config)
+    limit = original_length(config)
     long, _ = ROPE_INIT_FUNCTIONS["longrope"](config, "cpu", seq_len=limit + 1)
     twin = long.to("meta")
     module.register_buffer(LONG, twin, persistent=False)
@@ -77,7 +77,13 @@ def _split(backbone: Backbone, path: str, module: nn.Module) -> None:
     module.forward = types.MethodType(forward, module)
 
 
-def _original_length(config: Any) -> int:
+def has_longrope(model: nn.Module) -> bool:
+    """Whether a base's rotary frequencies depend on the longest sequence of a batch."""
+    return any(getattr(module, "rope_type", None) == "longrope" for module in model.modules())
+
+
+def original_length(config: Any) -> int:
+    """The longest sequence that takes a longrope base's short frequencies."""
     parameters = getattr(config, "rope_parameters", None) or {}
     length = parameters.get("original_max_position_embeddings")
     return int(length or config.original_max_position_embeddings)

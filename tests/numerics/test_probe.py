@@ -1,0 +1,185 @@
+"""The probe: a fused graph against the unmodified base, each sequence alone."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from tests.models import FAMILIES, Plain, base_of, error_of, hand_written, job, mixed_jobs, plain
+from tlora_fx.compiler import compile, prepare
+from tlora_fx.config.job import BaseSpec
+from tlora_fx.errors import FusedDiffers, TloraError
+from tlora_fx.numerics import probe
+from tlora_fx.numerics.probe import Probed, probe_compiled, probe_loaded
+from tlora_fx.runtime.adapters import base_tensors
+
+DTYPES = {"float64": torch.float64, "float32": torch.float32, "bfloat16": torch.bfloat16}
+
+
+def probed(model) -> Probed:
+    """What the probe finds of a compiled model."""
+    return probe_compiled(model.group, model.backbone, model.jobs)
+
+
+@pytest.mark.parametrize("family", ["llama", "gemma2", "gpt2", "phi3-longrope", "falcon"])
+@pytest.mark.parametrize("dtype", ["float64", "bfloat16"])
+def test_a_base_that_fuses_right_equals_itself(tmp_path, family, dtype):
+    """Logits and gradients of every trained structure, in either precision."""
+    model = compile(mixed_jobs(base_of(tmp_path, family, dtype), FAMILIES[family].targets))
+
+    found = probed(model)
+
+    assert not found.skipped
+    assert found.lengths
+    assert max(found.logits, found.gradient) < (1e-6 if dtype == "float64" else 1e-4)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("attention", ["auto", "batch"])
+def test_a_causal_module_passes(dtype, attention):
+    """Masked attention and dropout of a hand-written module."""
+    base = BaseSpec(module=Plain(layers=2, rate=0.1).to(DTYPES[dtype]), dtype=dtype,
+                    attention=attention)  # fmt: skip
+    model = compile([job("one", base, r=2, target_modules=["out"], lora_dropout=0.2)])
+
+    assert not probed(model).skipped
+
+
+class LengthScaled(Plain):
+    """Divides by the length of the line."""
+
+    def forward(self, ids: Tensor) -> Tensor:
+        """Logits that depend on S."""
+        hidden = self.embed(ids) / ids.shape[1] ** 0.5
+        return self.head(hidden + self.layers[0].out(hidden))
+
+
+class Reversed(torch.autograd.Function):
+    """The identity, with the gradient turned round."""
+
+    @staticmethod
+    def forward(ctx, x):
+        """What is given."""
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx, gradient):
+        """Its opposite."""
+        return -gradient
+
+
+class GradientReversal(Plain):
+    """Hides a sign in the backward."""
+
+    def forward(self, ids: Tensor) -> Tensor:
+        """Right logits, wrong gradients."""
+        hidden = self.embed(ids)
+        for layer in self.layers:
+            hidden = Reversed.apply(layer(hidden))
+        return self.head(hidden)
+
+
+class LongBranch(Plain):
+    """Does otherwise beyond 40 tokens."""
+
+    def forward(self, ids: Tensor) -> Tensor:
+        """Doubled beyond 40."""
+        hidden = super().forward(ids)
+        return hidden * 2 if ids.shape[1] > 40 else hidden
+
+
+class Counting(Plain):
+    """Scales by how often it was called."""
+
+    calls = 0
+
+    def forward(self, ids: Tensor) -> Tensor:
+        """More each time."""
+        self.calls += 1
+        return super().forward(ids) * self.calls
+
+
+class LateMixer(Plain):
+    """Looks ahead behind a projection that starts at zero."""
+
+    def __init__(self) -> None:
+        super().__init__(layers=2)
+        self.mix = nn.Linear(32, 32, bias=False)
+        nn.init.zeros_(self.mix.weight)
+
+    def forward(self, ids: Tensor) -> Tensor:
+        """The mean of all tokens, times zero at the start."""
+        hidden = self.embed(ids)
+        for layer in self.layers:
+            hidden = layer(hidden)
+        return self.head(hidden + self.mix(hidden.mean(1, keepdim=True)))
+
+
+NASTY = {
+    "looks ahead": lambda: Plain(layers=2, ahead=1),
+    "looks far ahead": lambda: Plain(layers=2, ahead=99),
+    "length": lambda: LengthScaled(layers=2),
+    "gradient reversal": lambda: GradientReversal(layers=2),
+    "long branch": lambda: LongBranch(layers=2),
+    "counter": lambda: Counting(layers=2),
+    "mixer behind zeros": LateMixer,
+}
+
+
+@pytest.mark.parametrize("name", NASTY)
+@pytest.mark.parametrize("attention", ["auto", "batch"])
+def test_a_base_that_does_otherwise_alone_is_refused(name, attention):
+    """Whatever rule speaks first, no such base compiles."""
+    jobs = hand_written(NASTY[name](), attention)
+
+    error_of(lambda: compile(jobs), TloraError)
+
+
+def test_the_error_names_the_first_module_that_differs(monkeypatch):
+    """The layer's own module, not what reads it."""
+    model = compile(hand_written(plain(layers=3)))
+    wrong = copy.deepcopy(plain(layers=3))
+    wrong.layers[1].norm.eps = 0.3
+    monkeypatch.setattr(probe, "build_skeleton", None)
+    model.backbone.spec = model.backbone.spec.model_copy(update={"module": wrong})
+
+    text = error_of(lambda: probed(model), FusedDiffers)
+
+    assert "layers.1.norm" in text
+    assert "%" in text
+
+
+def test_loaded_weights_are_tried_at_the_longest_length(tmp_path):
+    """The base's own tensors, and the length of the data."""
+    base = base_of(tmp_path, "llama", "float64")
+    model = compile([job("one", base, r=2, target_modules=["q_proj"])])
+    tensors = base_tensors(model.backbone)
+
+    found = probe_loaded(model.group, model.backbone, model.jobs, tensors.__getitem__, 29)
+
+    assert 29 in found.lengths
+    assert found.gradient < 1e-6
+
+
+def test_a_large_base_runs_one_layer_of_each_end(tmp_path, monkeypatch):
+    """The first and the last of equal layers; those between hand on what they get."""
+    monkeypatch.setattr(probe, "SMALL_BASE", 1)
+    base = base_of(tmp_path, "llama", "float32", num_hidden_layers=6)
+    model = compile([job("one", base, r=2, target_modules="all-linear")])
+
+    found = probed(model)
+
+    assert not found.skipped
+    assert found.gradient < 1e-4
+
+
+def test_what_is_too_large_is_said(tmp_path, monkeypatch):
+    """No weights are drawn beyond the stated memory."""
+    monkeypatch.setattr(probe, "WEIGHTS", 10)
+    model = compile([job("one", base_of(tmp_path, "llama"), r=2, target_modules=["q_proj"])])
+
+    assert "too many to draw" in str(probed(model))
+    assert prepare(model.jobs).backbone is not None

@@ -1,0 +1,648 @@
+"""Try a fused graph against the base itself: what no rule foresaw shows in the numbers.
+
+Each job runs alone, a sequence at a time, on the base as its author wrote it, wrapped by PEFT:
+nothing traced, packed or fused. The fused graph runs all sequences in one row. Logits of every
+sequence and gradients of every tensor that a job trains must agree. Dropout is off on both sides;
+the model is in training mode.
+"""
+
+from __future__ import annotations
+
+import copy
+import inspect
+import math
+import warnings
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from random import Random
+from typing import Any, cast
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+
+from tlora_fx.config.job import Job
+from tlora_fx.errors import FusedDiffers
+from tlora_fx.ir.graph import HEAD, PEFT_PREFIX, GroupGraph, TensorRef
+from tlora_fx.model.backbone import Backbone, build_skeleton
+from tlora_fx.model.batch import JobTokens, PackedBatch, pack, pad
+from tlora_fx.numerics.compare import BOUNDS as COMPARED
+from tlora_fx.numerics.compare import bound_of, relative
+from tlora_fx.numerics.interpreter import HALF, CannotRun, Interpreter, Setting
+from tlora_fx.numerics.reading import GraphLocation
+from tlora_fx.numerics.rows import LARGEST_ID
+from tlora_fx.numerics.tensors import Seeded, Unchecked, buffers_of
+from tlora_fx.tracing.layers import layer_list
+from tlora_fx.tracing.rope import has_longrope, original_length
+
+#: Lengths that models branch on: short, odd, beyond a usual block.
+LENGTHS = (2, 17, 17, 65)
+NEIGHBOUR = 3
+#: Layers of a base with fewer parameters all run, of a larger one the first and last of each kind.
+SMALL_BASE = 1 << 26
+#: Multiplications that a probe of a large base may take, and its bytes of weights.
+PRODUCTS, WEIGHTS = 4e10, 6 << 30
+#: Sums of a model run in another order on either side. In half precision PEFT multiplies adapters
+#: in float32, and a lowered adapter in the base's dtype.
+BOUNDS = {torch.float64: 1e-8, torch.float32: 1e-4, torch.float16: 2e-2, torch.bfloat16: 1e-1}
+#: What passes where half precision runs wider, and the graph has constants that were rounded to it.
+ROUNDED = 1e-2
+#: How far the base's own noise lifts a bound: so many times what it is, so many times the bound.
+TIMES_NOISE, MOST = 10.0, 10.0
+
+
+@dataclass(frozen=True, slots=True)
+class Probed:
+    """What a probe found.
+
+    lengths    of the sequences that ran
+    logits     the largest relative difference of a sequence's logits from those alone
+    gradient   the same of all gradients of a job
+    bound      what passes
+    skipped    why nothing was compared, "" where it was
+    """
+
+    lengths: tuple[int, ...] = ()
+    logits: float = 0.0
+    gradient: float = 0.0
+    bound: float = 0.0
+    skipped: str = ""
+
+    def __str__(self) -> str:
+        if self.skipped:
+            return f"not tried against the base alone: {self.skipped}"
+        return (
+            f"equals the base alone at lengths {', '.join(map(str, self.lengths))}: logits within "
+            f"{self.logits:.1e}, gradients within {self.gradient:.1e}"
+        )
+
+
+def probe_compiled(group: GroupGraph, backbone: Backbone, jobs: Sequence[Job]) -> Probed:
+    """Try a fused graph on random weights on the CPU, half precision as float32.
+
+    A base that is large runs with the first and the last layer of each structure; one beyond the
+    stated memory is not tried before its weights are there.
+
+    raises    FusedDiffers, naming job, sequence and the first module whose values part
+    """
+    wide = torch.float32 if backbone.dtype in HALF else None
+    layers = _layers(group, backbone)
+    count = _parameters(backbone, layers)
+    if count * (wide or backbone.dtype).itemsize > WEIGHTS:
+        return Probed(skipped=f"{count / 1e9:.1f} billion parameters are too many to draw")
+    lengths = _lengths(backbone, max(2 * LENGTHS[1], int(PRODUCTS / (8 * count))))
+    tensors = _Wide(0, buffers_of(backbone), wide)
+    return _Probe(group, backbone, jobs, tensors, layers, lengths, wide).run()
+
+
+def probe_loaded(
+    group: GroupGraph,
+    backbone: Backbone,
+    jobs: Sequence[Job],
+    value: Callable[[str], Tensor],
+    longest: int,
+    tokens: int = 2048,
+) -> Probed:
+    """Try a fused graph on the base's weights, where they lie.
+
+    value     a tensor of the base by canonical name
+    longest   tokens of the jobs' longest sample
+    tokens    how many run at most
+    raises    FusedDiffers, naming job, sequence and the first module whose values part
+    """
+    layers = frozenset(path for paths in _instances(group) for path in paths)
+    lengths = _lengths(backbone, tokens, longest)
+    return _Probe(group, backbone, jobs, _Loaded(value), layers, lengths, None).run()
+
+
+class _BaseFails(Unchecked):
+    """The base itself raises on so many tokens."""
+
+    def __init__(self, tokens: int, error: Exception) -> None:
+        super().__init__(f"the base fails on {tokens} tokens: {type(error).__name__}: {error}")
+        self.tokens = tokens
+
+
+class _Wide(Seeded):
+    """Seeded tensors, half precision in a wider dtype."""
+
+    def __init__(self, seed: int, buffers: Mapping[str, Tensor], wide: torch.dtype | None) -> None:
+        super().__init__(seed, buffers)
+        self._wide = wide
+
+    def _dtype(self, dtype: torch.dtype) -> torch.dtype:
+        return self._wide if self._wide is not None and dtype in HALF else dtype
+
+    def base(self, name: str, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+        """A tensor of the base."""
+        return super().base(name, shape, self._dtype(dtype))
+
+    def own(self, job: str, name: str, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+        """A tensor that a job trains."""
+        return super().own(job, name, shape, self._dtype(dtype))
+
+
+class _Loaded(Seeded):
+    """The base's own tensors; those of jobs are drawn."""
+
+    def __init__(self, value: Callable[[str], Tensor]) -> None:
+        super().__init__(0, {})
+        self._value = value
+
+    def base(self, name: str, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+        """A tensor of the base, where it lies."""
+        return self._value(name).detach().to(dtype)
+
+    def _draw(self, name: str, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+        return super()._draw(name, shape, dtype).to(self.device)
+
+    device = torch.device("cpu")
+
+
+def _instances(group: GroupGraph) -> list[tuple[str, ...]]:
+    """The layers of each structure; none where the graph is not folded."""
+    return [block.instances for block in group.blocks.values() if block.name != HEAD]
+
+
+def _layers(group: GroupGraph, backbone: Backbone) -> frozenset[str]:
+    """Which layers run: of a large base the first and the last of each structure."""
+    every = _instances(group)
+    if sum(parameter.numel() for parameter in backbone.model.parameters()) <= SMALL_BASE:
+        return frozenset(path for paths in every for path in paths)
+    return frozenset(path for paths in every for path in (paths[0], paths[-1]))
+
+
+def _left_out(model: nn.Module, layers: frozenset[str]) -> list[str]:
+    """The layers that do not run; none where the graph is not folded."""
+    return [path for path in layer_list(model) if path not in layers] if layers else []
+
+
+def _parameters(backbone: Backbone, layers: frozenset[str]) -> int:
+    """How many numbers the base has outside of the layers that do not run."""
+    left_out = tuple(f"{path}." for path in _left_out(backbone.model, layers))
+    return sum(
+        parameter.numel()
+        for name, parameter in backbone.model.named_parameters()
+        if not name.startswith(left_out)
+    )
+
+
+def _lengths(backbone: Backbone, tokens: int, longest: int = 0) -> tuple[int, ...]:
+    """Lengths of the sequences to run, of so many tokens together; the first two always."""
+    config = backbone.config
+    most = getattr(config, "max_position_embeddings", None) or math.inf
+    windows = {
+        value + 2
+        for name, value in (vars(config).items() if config is not None else ())
+        if type(value) is int and value > 1 and ("window" in name or "chunk" in name)
+    }
+    # A job's sequences share one set of longrope's frequencies, so all lie on one side of it.
+    turn = original_length(config) if has_longrope(backbone.model) else 0
+    short = sum(length <= turn for length in LENGTHS) > 1
+    wanted = [*LENGTHS, *sorted(windows), longest]
+    taken: list[int] = []
+    for length in wanted:
+        if turn and (length <= turn) != short:
+            continue
+        if 1 < length <= most and (len(taken) < 2 or sum(taken) + length <= tokens):
+            taken.append(length)
+    return tuple(taken)
+
+
+@dataclass(slots=True)
+class _Outcome:
+    """One job's logits by sequence, and its gradients by name."""
+
+    logits: list[Tensor]
+    gradients: dict[str, Tensor]
+
+
+class _Probe:
+    """One comparison of a fused graph with the base alone."""
+
+    def __init__(
+        self,
+        group: GroupGraph,
+        backbone: Backbone,
+        jobs: Sequence[Job],
+        tensors: Seeded,
+        layers: frozenset[str],
+        lengths: tuple[int, ...],
+        wide: torch.dtype | None,
+    ) -> None:
+        self.group, self.backbone, self.jobs = group, backbone, list(jobs)
+        self.tensors, self.layers, self.lengths, self.wide = tensors, layers, lengths, wide
+        self.device = torch.device("cpu")
+        self.chosen = _one_of_each(group, self.jobs)
+        self.alone = _Alone(backbone, tensors, layers, wide)
+
+    def run(self) -> Probed:
+        """Compare, at all lengths at which the base runs.
+
+        raises    FusedDiffers
+        """
+        stored = next((ref for ref in _references(self.group) if ref.form), None)
+        if stored is not None:
+            return Probed(skipped=f"the graph holds {stored.name} in another form than the base")
+        while self.lengths:
+            try:
+                return self._compared()
+            except _BaseFails as failure:
+                self.lengths = tuple(n for n in self.lengths if n < failure.tokens)
+                reason = str(failure)
+            except Unchecked as unchecked:
+                return Probed(skipped=str(unchecked))
+        return Probed(skipped=reason)
+
+    def _compared(self) -> Probed:
+        self.alone.load()
+        self.device = self.alone.device
+        alone = {
+            index: self.alone.run(self.jobs[index], self._sequences(index)) for index in self.chosen
+        }
+        fused = self._fused()
+        worst_logits = worst_gradient = 0.0
+        for index, outcome in alone.items():
+            job, bound = self.jobs[index], self._bound()
+            if not all(bool(torch.isfinite(part).all()) for part in outcome.logits):
+                return Probed(skipped="the base's logits are not finite on these weights")
+            mine = fused[job.name]
+            logits = [relative(a, b) for a, b in zip(outcome.logits, mine.logits, strict=True)]
+            gradient = relative(_flat(outcome.gradients), _flat(mine.gradients, outcome.gradients))
+            if max([*logits, gradient]) > bound:
+                bound = self._lifted(job, index, outcome, bound)
+            if max([*logits, gradient]) > bound:
+                raise self._differs(job, index, logits, gradient, bound)
+            worst_logits = max([worst_logits, *logits])
+            worst_gradient = max(worst_gradient, gradient)
+        return Probed(self.lengths, worst_logits, worst_gradient, self._bound())
+
+    def _bound(self) -> float:
+        """What passes: by the narrowest dtype in which the graph computes, or runs here."""
+        if self.wide is not None:
+            rounded = any(value.dtype in HALF for value in self.group.constants.values())
+            return ROUNDED if rounded else BOUNDS[self.wide]
+        if self.backbone.dtype in HALF:
+            return BOUNDS[self.backbone.dtype]
+        exact = bound_of(self.group) <= COMPARED[torch.float64]
+        return BOUNDS[torch.float64 if exact else torch.float32]
+
+    def _lifted(self, job: Job, index: int, alone: _Outcome, bound: float) -> float:
+        """The bound, lifted by the base's own noise: a sequence alone against itself twice."""
+        twice = self.alone.run(job, self._sequences(index), copies=2)
+        noise = max(
+            relative(_flat(alone.gradients), _flat(twice.gradients)),
+            *(relative(a, b) for a, b in zip(alone.logits, twice.logits, strict=True)),
+        )
+        return max(bound, min(TIMES_NOISE * noise, MOST * bound))
+
+    def _sequences(self, index: int) -> list[list[int]]:
+        """The tokens of a job: all lengths where it is compared, else a short neighbour."""
+        source = Random(f"probe {index}")  # noqa: S311  (tokens to try, no secrets)
+        largest = min(self.group.vocabulary, LARGEST_ID) - 1
+        lengths = self.lengths if index in self.chosen else (NEIGHBOUR,)
+        return [[source.randint(min(1, largest), largest) for _ in range(n)] for n in lengths]
+
+    def _row(self) -> PackedBatch:
+        parts = []
+        for index, job in enumerate(self.jobs):
+            sequences = self._sequences(index)
+            parts.append(JobTokens(sequences, sequences, seed=job.seed))
+        return (pack if self.group.form == "packed" else pad)(parts).to(self.device)
+
+    def _fused(self, watch: Any = None) -> dict[str, _Outcome]:
+        row = self._row()
+        names = [job.name for job in self.jobs]
+        setting = Setting(row, names, self.layers, watch, silent=True, logits=True, wide=self.wide)
+        interpreter = Interpreter(self.group, setting, self.tensors, {})
+        try:
+            with torch.enable_grad():
+                logits = interpreter.run()
+        except CannotRun as error:
+            raise Unchecked(str(error)) from error
+        leaves = {key: leaf for key, leaf in interpreter.reader.leaves.items() if leaf.is_leaf}
+        parts: dict[str, list[Tensor]] = {name: [] for name in names}
+        losses = []
+        for name, slot in self._slots():
+            part = logits[slot]
+            ids = row.input_ids[slot]
+            parts[name].append(part.detach())
+            losses.append(_loss(part, ids))
+        gradients = torch.autograd.grad(
+            torch.stack(losses).sum(), list(leaves.values()), allow_unused=True
+        )
+        outcomes = {name: _Outcome(parts[name], {}) for name in names}
+        for (name, key), gradient in zip(leaves, gradients, strict=True):
+            if gradient is not None:
+                outcomes[name].gradients[key] = gradient
+        return outcomes
+
+    def _slots(self) -> Iterator[tuple[str, Any]]:
+        """Whose each sequence of the row is, and where its tokens lie."""
+        start = line = 0
+        for index, job in enumerate(self.jobs):
+            for sequence in self._sequences(index):
+                length = len(sequence)
+                packed = self.group.form == "packed"
+                yield job.name, (0, slice(start, start + length)) if packed else (
+                    line, slice(0, length)
+                )  # fmt: skip
+                start, line = start + length, line + 1
+
+    def _differs(
+        self, job: Job, index: int, logits: list[float], gradient: float, bound: float
+    ) -> FusedDiffers:
+        worst = max(range(len(logits)), key=lambda number: logits[number])
+        forward = logits[worst] > bound
+        where = self._first_part(job, index, worst, bound) if forward else {}
+        what = (
+            f"logits of {self.lengths[worst]} tokens differ by {logits[worst]:.1e}"
+            if forward
+            else f"logits agree, gradients differ by {gradient:.1e}"
+        )
+        return FusedDiffers(
+            f"the base does not compute for job '{job.name}' in a shared row what it does alone",
+            job=job.name,
+            form=self.group.form,
+            **where,
+            expected=f"a relative difference of at most {bound:.0e}",
+            found=what,
+            help="the base's code depends on something that tracing does not keep, such as the "
+            "length, its own state, a mask or an autograd function; "
+            + (
+                "set base.attention: batch"
+                if self.group.form == "packed"
+                else "it cannot be shared by jobs"
+            ),
+        )
+
+    def _first_part(self, job: Job, index: int, worst: int, bound: float) -> dict[str, object]:
+        """The first module, as the base runs, whose value is another one in the fused graph."""
+        slots = [slot for name, slot in self._slots() if name == job.name]
+        values: dict[str, tuple[Any, Tensor]] = {}
+
+        def watch(node: Any, place: GraphLocation, value: Any) -> None:
+            if node.op == "call_function" and isinstance(value, Tensor) and value.dim() > 1:
+                path = place.path(str(node.meta.get("path", "")))
+                values[path] = (node, value.detach())
+
+        self._fused(watch)
+        slot = slots[worst]
+        for path, value in self.alone.outputs(job, self._sequences(index)[worst]):
+            if path not in values:
+                continue
+            node, whole = values[path]
+            if whole.dim() != value.dim() or whole.shape[-1] != value.shape[-1]:
+                continue
+            part = whole[slot]
+            if part.shape == value[0].shape and relative(value[0], part) > bound:
+                return {
+                    "module": path,
+                    "node": node.format_node(),
+                    "source": node.meta.get("source") or None,
+                }
+        return {}
+
+
+def _references(group: GroupGraph) -> Iterator[TensorRef]:
+    for graph in group.graphs():
+        for node in graph.nodes:
+            ref = node.meta.get("tensor")
+            if isinstance(ref, TensorRef):
+                yield ref
+
+
+def _one_of_each(group: GroupGraph, jobs: Sequence[Job]) -> list[int]:
+    """The first job of each structure: what it trains, and of which kind."""
+    seen: dict[Hashable, int] = {}
+    for index, job in enumerate(jobs):
+        kinds = frozenset((path, site.kind) for path, site in group.jobs[index].sites.items())
+        seen.setdefault((kinds, str(job.lora_config().bias), job.adapter_dtype), index)
+    return list(seen.values())
+
+
+def _loss(logits: Tensor, ids: Tensor) -> Tensor:
+    """The mean token loss of a sequence, of the tokens themselves: any loss serves."""
+    wide = torch.promote_types(torch.float32, logits.dtype)
+    return F.cross_entropy(logits.to(wide), ids)
+
+
+def _flat(gradients: Mapping[str, Tensor], like: Mapping[str, Tensor] | None = None) -> Tensor:
+    """All gradients as one vector, zeros for those that are not there."""
+    names = sorted(like if like is not None else gradients)
+    parts = [
+        gradients[name] if name in gradients else torch.zeros_like((like or gradients)[name])
+        for name in names
+    ]
+    return torch.cat([part.flatten().double() for part in parts]) if parts else torch.zeros(0)
+
+
+class _Alone:
+    """The base as its author wrote it, with the probe's weights; jobs are wrapped around it."""
+
+    def __init__(
+        self,
+        backbone: Backbone,
+        tensors: Seeded,
+        layers: frozenset[str],
+        wide: torch.dtype | None,
+    ) -> None:
+        self.backbone, self.tensors, self.layers, self.wide = backbone, tensors, layers, wide
+        self.module: nn.Module = nn.Module()
+        self._models: dict[str, Any] = {}
+        self._wants_positions = False
+        self.device = torch.device("cpu")
+
+    def load(self) -> None:
+        """Build it.
+
+        raises    Unchecked where it cannot be built with drawn weights
+        """
+        spec = self.backbone.spec
+        if getattr(self.backbone.config, "quantization_config", None) is not None:
+            raise Unchecked("the base is quantised")
+        if spec.module is not None:
+            shared = {id(t): t for t in (*spec.module.parameters(), *spec.module.buffers())}
+            module = copy.deepcopy(spec.module, shared)
+        else:
+            wider = {} if self.wide is None else {"dtype": str(self.wide).removeprefix("torch.")}
+            built: Any = build_skeleton(spec.model_copy(update=wider))
+            module = built
+            if getattr(module, "_supports_sdpa", False):
+                built.set_attn_implementation("sdpa")
+        for path in _left_out(module, self.layers):
+            _replace(module, path)
+        self._take(module)
+        self.module = module.train()
+        self._models.clear()
+        wanted = inspect.signature(module.forward).parameters.get("position_ids")
+        self._wants_positions = wanted is not None and wanted.default is wanted.empty
+
+    def _take(self, module: nn.Module) -> None:
+        """Give every parameter its value, ties kept, and every buffer a copy of its own."""
+        canonical = {
+            name: self.backbone.names[id(tensor)]
+            for name, tensor in self.backbone.model.named_parameters(remove_duplicate=False)
+        }
+        known: dict[str, nn.Parameter] = {}
+        for path, part in module.named_modules():
+            for slot, parameter in part._parameters.items():
+                if parameter is None:
+                    continue
+                name = canonical[f"{path}.{slot}".strip(".")]
+                if name not in known:
+                    value = self.tensors.base(name, tuple(parameter.shape), parameter.dtype)
+                    known[name] = nn.Parameter(value, requires_grad=False)
+                part._parameters[slot] = known[name]
+        if known:
+            self.device = next(iter(known.values())).device
+            if isinstance(self.tensors, _Loaded):
+                self.tensors.device = self.device
+        for path, part in module.named_modules():
+            for slot, buffer in part._buffers.items():
+                if buffer is None:
+                    continue
+                # What the base rounded to half precision stays so.
+                kept = self.backbone.values.get(f"{path}.{slot}".strip("."), buffer)
+                value = kept if buffer.is_meta or kept.dtype in HALF else buffer
+                kind = self.wide if self.wide is not None and value.dtype in HALF else value.dtype
+                part._buffers[slot] = value.detach().clone().to(self.device, kind)
+
+    def run(self, job: Job, sequences: Sequence[Sequence[int]], copies: int = 1) -> _Outcome:
+        """One forward and backward of each sequence alone.
+
+        copies    lines of the batch that a sequence is run in, all the same
+        raises    Unchecked where the base does not run
+        """
+        model = self._wrapped(job)
+        outcome = _Outcome([], {})
+        for parameter in model.parameters():
+            parameter.grad = None
+        for sequence in sequences:
+            ids = torch.tensor([sequence] * copies, device=self.device)
+            logits = self._logits(model, ids)
+            outcome.logits.append(logits[0].detach())
+            loss = torch.stack([_loss(line, ids[0]) for line in logits]).mean()
+            if loss.requires_grad:
+                torch.autograd.backward(loss)
+        for name, parameter in model.named_parameters():
+            if parameter.requires_grad:
+                value = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
+                outcome.gradients[name.removeprefix(PEFT_PREFIX)] = value.detach()
+        return outcome
+
+    def outputs(self, job: Job, sequence: Sequence[int]) -> list[tuple[str, Tensor]]:
+        """The value of every module for one sequence, in the order in which they end."""
+        model = self._wrapped(job)
+        seen: list[tuple[str, Tensor]] = []
+        handles = []
+        for path, module in model.named_modules():
+            name = path.removeprefix(PEFT_PREFIX)
+
+            def keep(_: nn.Module, __: Any, output: Any, name: str = name) -> None:
+                first = output[0] if isinstance(output, tuple) and output else output
+                if isinstance(first, Tensor):
+                    seen.append((name, first.detach()))
+
+            handles.append(module.register_forward_hook(keep))
+        try:
+            with torch.no_grad():
+                self._logits(model, torch.tensor([list(sequence)], device=self.device))
+        finally:
+            for handle in handles:
+                handle.remove()
+        return seen
+
+    def _logits(self, model: nn.Module, ids: Tensor) -> Tensor:
+        try:
+            with _Still(self.wide):
+                if self.backbone.config is not None:
+                    out: Any = model(input_ids=ids, use_cache=False)
+                elif self._wants_positions:
+                    positions = torch.arange(ids.shape[1], device=ids.device).expand_as(ids)
+                    out = model(ids, position_ids=positions)
+                else:
+                    out = model(ids)
+        except Exception as error:
+            raise _BaseFails(ids.shape[1], error) from error
+        logits: Any = getattr(out, "logits", out)
+        result: Tensor = logits[0] if isinstance(logits, tuple) else logits
+        return result
+
+    def _wrapped(self, job: Job) -> nn.Module:
+        """The base with a job's adapters, by PEFT, drawn by name."""
+        from peft import get_peft_model
+
+        if job.name in self._models:
+            model: nn.Module = self._models[job.name]
+            return model
+        shared = {
+            id(tensor): tensor for tensor in (*self.module.parameters(), *self.module.buffers())
+        }
+        base: Any = copy.deepcopy(self.module, shared)
+        config = job.lora_config()
+        if not hasattr(base, "prepare_inputs_for_generation"):
+            config.task_type = None  # PEFT's class for language models wants to generate
+        with torch.random.fork_rng(devices=[]), warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            wrapped: Any = get_peft_model(
+                base, config, autocast_adapter_dtype=job.adapter_dtype == "float32"
+            )
+        wrapped.train()
+        for path, module in wrapped.named_modules():
+            for slot, parameter in module._parameters.items():
+                if parameter is None or not parameter.requires_grad:
+                    continue
+                name = f"{path}.{slot}".removeprefix(PEFT_PREFIX)
+                drawn = self.tensors.own(job.name, name, tuple(parameter.shape), parameter.dtype)
+                leaf = nn.Parameter(drawn.detach().to(self.device))
+                module._parameters[slot] = leaf
+        self._models = {job.name: wrapped}
+        return cast(nn.Module, wrapped)
+
+
+class _Skipped(nn.Module):
+    """Stands for a layer that does not run: what it is given goes on."""
+
+    def forward(self, hidden: Any, *_: Any, **__: Any) -> Any:
+        """The hidden state."""
+        return hidden
+
+
+def _replace(module: nn.Module, path: str) -> None:
+    parent, _, name = path.rpartition(".")
+    module.get_submodule(parent)._modules[name] = _Skipped()
+
+
+class _Still(TorchFunctionMode):
+    """No dropout drops, and half precision that code asks for by name is wider."""
+
+    def __init__(self, wide: torch.dtype | None) -> None:
+        super().__init__()
+        self._wide = wide
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        named = dict(kwargs or {})
+        if func in _DROPOUTS:
+            return args[0] if args else named["input"]
+        if func is F.scaled_dot_product_attention:
+            named.pop("dropout_p", None)
+            args = (*args[:4], *((0.0,) if len(args) > 4 else ()), *args[5:])
+        if self._wide is not None:
+            args = tuple(self._wider(arg) for arg in args)
+            named = {name: self._wider(arg) for name, arg in named.items()}
+            if func in (Tensor.half, Tensor.bfloat16):
+                return args[0].to(self._wide)
+        return func(*args, **named)
+
+    def _wider(self, arg: Any) -> Any:
+        return self._wide if isinstance(arg, torch.dtype) and arg in HALF else arg
+
+
+_DROPOUTS = {
+    F.dropout, F.dropout1d, F.dropout2d, F.dropout3d, F.alpha_dropout, F.feature_alpha_dropout,
+    torch.dropout,
+}  # fmt: skip
