@@ -92,7 +92,7 @@ def probe_compiled(group: GroupGraph, backbone: Backbone, jobs: Sequence[Job]) -
     if count * (wide or backbone.dtype).itemsize > WEIGHTS:
         return Probed(skipped=f"{count / 1e9:.1f} billion parameters are too many to draw")
     lengths = _lengths(backbone, max(2 * LENGTHS[1], int(PRODUCTS / (8 * count))))
-    tensors = _Wide(0, buffers_of(backbone), wide)
+    tensors = _Wide(backbone, wide)
     return _Probe(group, backbone, jobs, tensors, layers, lengths, wide).run()
 
 
@@ -125,22 +125,39 @@ class _BaseFails(Unchecked):
 
 
 class _Wide(Seeded):
-    """Seeded tensors, half precision in a wider dtype."""
+    """Seeded tensors of a base, half precision in a wider dtype."""
 
-    def __init__(self, seed: int, buffers: Mapping[str, Tensor], wide: torch.dtype | None) -> None:
-        super().__init__(seed, buffers)
+    def __init__(self, backbone: Backbone, wide: torch.dtype | None) -> None:
+        super().__init__(0, buffers_of(backbone))
         self._wide = wide
+        self._tables = _embeddings(backbone)
 
     def _dtype(self, dtype: torch.dtype) -> torch.dtype:
         return self._wide if self._wide is not None and dtype in HALF else dtype
 
     def base(self, name: str, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-        """A tensor of the base."""
-        return super().base(name, shape, self._dtype(dtype))
+        """A tensor of the base; of an embedding the rows that the probe's tokens read."""
+        dtype = self._dtype(dtype)
+        if name in self._tables and name not in self._base:
+            table = torch.empty(shape, dtype=dtype)
+            rows = min(shape[0], LARGEST_ID)
+            table[:rows] = self._draw(f"base {name}", (rows, *shape[1:]), dtype)
+            self._base[name] = table
+        return super().base(name, shape, dtype)
 
     def own(self, job: str, name: str, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
         """A tensor that a job trains."""
         return super().own(job, name, shape, self._dtype(dtype))
+
+
+def _embeddings(backbone: Backbone) -> set[str]:
+    """The tables of embeddings that nothing else reads, by canonical name."""
+    readers: dict[str, set[type[nn.Module]]] = {}
+    for module in backbone.model.modules():
+        for parameter in module._parameters.values():
+            if parameter is not None:
+                readers.setdefault(backbone.names[id(parameter)], set()).add(type(module))
+    return {name for name, kinds in readers.items() if kinds == {nn.Embedding}}
 
 
 class _Loaded(Seeded):
