@@ -13,6 +13,7 @@ import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import cache
 from importlib.resources import files
+from types import MappingProxyType
 
 from tlora_fx.codegen.spec import Dtype, KernelSpec
 
@@ -21,21 +22,30 @@ _MARK = re.compile(r"\s*#(?P<kind>[?*]) (?P<what>[\w ]*\w)(?P<opens> \[)?$")
 _DESCRIPTOR = ["from triton.tools.tensor_descriptor import TensorDescriptor"]
 _NAME = re.compile(r"\$(?:(\w+)|\{(\w+)\})")
 
+# What arguments of kernels are by their names, without the number of a site.
+_SITE = re.compile(r"_\d+$")
+_TABLES = ("segments", "slots", "ranks", "keys", "thresholds", "token_index")
+_POINTERS = dict.fromkeys(_TABLES, "*i32") | {"flags": "*fp32", "scales": "*fp32", "bits": "*u8"}
+_VALUES = ("x", "dy", "y", "dx", "s", "ds", "a", "b", "a_packed", "b_packed", "weight", "bias")
+_VALUES += ("extended",)
+_SHARES = ("ds_parts", "da_parts", "db_parts")
+_GRADIENTS = ("da", "db")
+
 
 def module(
     spec: KernelSpec,
     *,
     constants: Mapping[str, object],
-    signature: Mapping[str, str],
     body: str,
     functions: Sequence[str] = (),
+    types: Mapping[str, str] = MappingProxyType({}),
 ) -> str:
     """A module's text: imports, constants, shared functions, then the kernel and its launch.
 
     constants  become `NAME = tl.constexpr(value)`, the only globals that a kernel may read
-    signature  type of each argument of the kernel, in order, as Triton writes it
     body       as `fill` returns it
     functions  names in the device library; functions that these call come along
+    types      of arguments whose names do not tell them, as Triton writes it (see `_signature`)
     """
     meta: dict[str, object] = {"num_warps": spec.cut.warps, "num_stages": spec.cut.stages}
     if overlaps(spec):
@@ -46,13 +56,76 @@ def module(
     imports += _DESCRIPTOR if "TensorDescriptor" in body else []
     imports[:0] = ["import torch"] if "torch." in body else []
     lines = [f"{name} = tl.constexpr({value!r})" for name, value in constants.items()]
-    lines += ["", "SIGNATURE = {", *(f'    "{a}": "{kind}",' for a, kind in signature.items()), "}"]
+    signature = _signature(spec, body, types).items()
+    lines += ["", "SIGNATURE = {", *(f'    "{name}": "{kind}",' for name, kind in signature), "}"]
     lines += [f"META = {json.dumps(meta).replace('true', 'True')}"]
     # Profilers show the function's name; `launch` starts what stands in `kernel`.
     body = body.strip("\n").replace("\ndef kernel(", f"\ndef {spec.kind}(")
     body = body.replace("\n\n\ndef launch(", f"\n\n\nkernel = {spec.kind}\n\n\ndef launch(")
     parts = [*(_library()[name] for name in _with_called(functions)), body]
     return "\n".join([*imports, "", *lines]) + "\n\n\n" + "\n\n\n".join(parts) + "\n"
+
+
+def _signature(spec: KernelSpec, body: str, types: Mapping[str, str]) -> dict[str, str]:
+    """The type of each argument of a body's kernel, in order; what is no pointer is an int32."""
+    known = _POINTERS | dict.fromkeys(_VALUES, f"*{short(spec.dtype)}")
+    known |= dict.fromkeys(_SHARES, part_type(spec)) | types
+    known |= dict.fromkeys(_GRADIENTS, f"*{short(spec.adapter_dtype)}")
+    functions = (node for node in ast.parse(body).body if isinstance(node, ast.FunctionDef))
+    arguments = [node.args.args for node in functions if node.name == "kernel"]
+    names = [argument.arg for listed in arguments for argument in listed]
+    return {name: known.get(_SITE.sub("", name), "i32") for name in names}
+
+
+def part_type(spec: KernelSpec) -> str:
+    """A pointer to sums that other kernels add up, as Triton writes it."""
+    return "*fp64" if spec.dtype == "float64" else "*fp32"
+
+
+def constants_of(spec: KernelSpec, names: str, **own: object) -> dict[str, object]:
+    """The constants of these names, in this order.
+
+    own   those that a spec and its tile do not tell
+    """
+    tile = spec.cut
+    known = {
+        "INNER": spec.inner,
+        "OUTER": spec.outer,
+        "RANK_BLOCK": spec.rank_block,
+        "JOBS": spec.job_capacity,
+        "ROWS": tile.rows,
+        "COLUMNS": tile.columns,
+        "DEPTH": tile.depth,
+        "CHUNK": tile.chunk,
+        "SLAB": tile.slab,
+        **own,
+    }
+    return {name: known[name] for name in names.split()}
+
+
+def common_values(spec: KernelSpec) -> dict[str, object]:
+    """What templates of all kinds name alike, for `fill`."""
+    wide = accumulator(spec.dtype)
+    return {
+        "dtype": spec.dtype,
+        "adapter_dtype": spec.adapter_dtype,
+        "wide": wide,
+        "part": wide.removeprefix("tl."),
+        "precision": precision(spec.dtype),
+        "inner": spec.inner,
+        "outer": spec.outer,
+        "rank_block": spec.rank_block,
+        "rows": spec.cut.rows,
+        "chunk": spec.cut.chunk,
+        "sites": spec.sites,
+        "several": spec.sites > 1,
+        "dropout": spec.dropout,
+        "bias": spec.bias,
+        "accumulate": spec.accumulate,
+        "extend": spec.extend,
+        "copy": spec.extend == "copy",
+        "overlap": overlaps(spec),
+    }
 
 
 def overlaps(spec: KernelSpec) -> bool:

@@ -11,7 +11,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from tlora_fx.codegen.spec import KernelSpec, Tile
-from tlora_fx.codegen.template import accumulator, fill, module, overlaps, precision, short, size
+from tlora_fx.codegen.template import common_values, constants_of, fill, module, size
 from tlora_fx.errors import KernelSpecError
 
 # Rows, columns, slab and warps of a tile that tuning tries.
@@ -182,19 +182,12 @@ def source(spec: KernelSpec) -> str:
             expected="tile.slab a multiple of tile.columns",
             found=tile,
         )
-    constants = {
-        "OUTER": spec.outer,
-        "BYTES": -(-spec.outer // 8),
-        "ROWS": tile.rows,
-        "COLUMNS": tile.columns,
-        "SLAB": tile.slab,
-        "RANK_BLOCK": spec.rank_block,
-        "JOBS": spec.job_capacity,
-    }
-    shared = ["segment_tile"] + ["expand_bits"] * spec.dropout
-    body = fill(_BODY, _values(spec))
+    names = "OUTER BYTES ROWS COLUMNS SLAB RANK_BLOCK JOBS"
     return module(
-        spec, constants=constants, signature=_signature(spec), functions=shared, body=body
+        spec,
+        constants=constants_of(spec, names, BYTES=-(-spec.outer // 8)),
+        functions=["segment_tile"] + ["expand_bits"] * spec.dropout,
+        body=fill(_BODY, _values(spec)),
     )
 
 
@@ -203,20 +196,9 @@ def _values(spec: KernelSpec) -> dict[str, object]:
     sign = "+=" if spec.accumulate else "="
     parts = "Σ mask∘(S B) of the sites" if several else "mask∘(S B)"
     empty = " + ".join(f"width_{k}" for k in range(spec.sites))
-    return {
-        "dtype": spec.dtype,
-        "overlap": overlaps(spec),
-        "wide": accumulator(spec.dtype),
-        "precision": precision(spec.dtype),
-        "outer": spec.outer,
-        "rows": spec.cut.rows,
+    return common_values(spec) | {
         "slabs": -(-spec.outer // spec.cut.slab),
         "bytes": -(-spec.outer // 8),
-        "sites": spec.sites,
-        "several": several,
-        "dropout": spec.dropout,
-        "bias": spec.bias,
-        "accumulate": spec.accumulate,
         "ragged": spec.outer % spec.cut.slab,
         "empty": f"{empty} == 0",
         "does": f"y {sign} {parts if spec.dropout else parts.replace('mask∘', '')}"
@@ -226,17 +208,6 @@ def _values(spec: KernelSpec) -> dict[str, object]:
         "bias_doc": f"[{spec.outer}] in {spec.dtype}" if spec.bias else "not read",
         "unread": "" if spec.dropout else "; not read",
     }
-
-
-def _signature(spec: KernelSpec) -> dict[str, str]:
-    data = f"*{short(spec.dtype)}"
-    types = {"y": data, "y_stride": "i32", "tokens": "i32", "segments": "*i32", "jobs": "i32"}
-    types |= {"bias": data} if spec.bias else {}
-    site = {"s": data, "s_stride": "i32", "b": data, "slots": "*i32"}
-    site |= {"thresholds": "*i32", "bits": "*u8"} if spec.dropout else {}
-    for k in range(spec.sites):
-        types |= {f"{name}_{k}": kind for name, kind in site.items()}
-    return types
 
 
 def flops(spec: KernelSpec) -> str:

@@ -14,10 +14,10 @@ asked for one tile ahead and arrive in registers while the main loop of the tile
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 
 from tlora_fx.codegen.spec import SHARED_BYTES, KernelSpec, Tile
-from tlora_fx.codegen.template import accumulator, fill, module, overlaps, precision, short, size
+from tlora_fx.codegen.template import common_values, constants_of, fill, module, short, size
 from tlora_fx.errors import KernelSpecError
 
 GROUP = 8  # rows of tiles that are walked down before the next column of tiles
@@ -461,27 +461,23 @@ def _source(spec: KernelSpec, roles: Roles) -> str:
                 help="the operators use the sidecar plan for such a layer",
             )
     tile = spec.cut
-    constants: dict[str, object] = {
-        "SUMMED": roles.summed,
-        "WIDTH": roles.width,
-        "ROWS": tile.rows,
-        "COLUMNS": tile.columns,
-        "PART": tile.columns // _parts(spec),
-        "DEPTH": tile.depth,
-        "GATHER": _gather(spec, tile),
-        "GRANULE": GRANULE,
-        "GROUP": GROUP,
-        "JOBS": spec.job_capacity,
-    }
-    if spec.dropout:
-        constants["BITS"] = _word(roles)
-    shared = ["tile_corner", "column_halves", *(["expand_words"] if spec.dropout else [])]
+    names = "SUMMED WIDTH ROWS COLUMNS PART DEPTH GATHER GRANULE GROUP JOBS"
     return module(
         spec,
-        constants=constants,
-        signature=_signature(spec, roles),
-        functions=shared,
+        constants=constants_of(
+            spec,
+            names + " BITS" * spec.dropout,
+            SUMMED=roles.summed,
+            WIDTH=roles.width,
+            PART=tile.columns // _parts(spec),
+            GATHER=_gather(spec, tile),
+            GRANULE=GRANULE,
+            GROUP=GROUP,
+            BITS=_word(roles),
+        ),
+        functions=["tile_corner", "column_halves", *(["expand_words"] if spec.dropout else [])],
         body=fill(_BODY, _values(spec, roles)),
+        types=_types(spec, roles),
     )
 
 
@@ -507,70 +503,54 @@ def _values(spec: KernelSpec, roles: Roles) -> dict[str, object]:
     if not bulk:
         part = f"tile_of({roles.left}, left_stride, row, depth, tokens, SUMMED, ROWS, DEPTH)"
         frozen = f"tile_of(weight, {pitch}, {corner}, {stored}, {box})"
-    return {
-        "arguments": roles.arguments,
-        "formula": roles.formula,
-        "left": roles.left,
-        "low": roles.low,
-        "high": roles.high,
-        "out": roles.out,
-        "summed": roles.summed,
-        "width": roles.width,
-        "dtype": spec.dtype,
-        "overlap": overlaps(spec),
-        "wide": accumulator(spec.dtype),
-        "precision": precision(spec.dtype),
-        "dropout": drop,
-        "bias": spec.bias,
-        "forward": spec.kind == "forward",
-        "bias_doc": f"[{roles.width}]" if spec.bias else "not read",
-        "accumulate": spec.accumulate,
-        "write_it": "add it to what is there" if spec.accumulate else "store it",
-        "quarters": _parts(spec) == 4,
-        "words": _word(roles) == 32,
-        "all_set": -1 if _word(roles) == 32 else 255,
-        "thresholds": ", thresholds" if drop else "",
-        "and_drops": ", and\n             in the last bit whether it drops anything"
-        if drop
-        else "",
-        "tables": "ends, segments, slots, " + ("thresholds, " if drop else "") + "jobs",
-        "bulk": bulk,
-        "ahead": ahead,
-        "first_step": "GATHER" if ahead else "0",
-        "stride_of": "" if bulk else "out_stride, ",
-        "height": "" if bulk else ", tokens",
-        "part": part,
-        "frozen": frozen,
-        "turned": "frozen.T" if roles.turned else "frozen",
-        "weight_shape": f"[{stored}]",
-        "weight_doc": str(
-            [roles.width, roles.summed] if roles.turned else [roles.summed, roles.width]
-        ),
-        "weight_box": ", ".join(str(side) for side in _box(spec, roles)),
-        "mask_bytes": -(-roles.width // 8),
-        "rows": tile.rows,
-        "depth": tile.depth,
-        "part_width": tile.columns // _parts(spec),
-        "across": -(-roles.width // tile.columns),
-        "twice": "2 * " if _pairs(spec, _parts(spec)) else "",
-    }
+    return (
+        common_values(spec)
+        | asdict(roles)
+        | {
+            "forward": spec.kind == "forward",
+            "bias_doc": f"[{roles.width}]" if spec.bias else "not read",
+            "write_it": "add it to what is there" if spec.accumulate else "store it",
+            "quarters": _parts(spec) == 4,
+            "words": _word(roles) == 32,
+            "all_set": -1 if _word(roles) == 32 else 255,
+            "thresholds": ", thresholds" if drop else "",
+            "and_drops": ", and\n             in the last bit whether it drops anything"
+            if drop
+            else "",
+            "tables": "ends, segments, slots, " + ("thresholds, " if drop else "") + "jobs",
+            "bulk": bulk,
+            "ahead": ahead,
+            "first_step": "GATHER" if ahead else "0",
+            "stride_of": "" if bulk else "out_stride, ",
+            "height": "" if bulk else ", tokens",
+            "part": part,
+            "frozen": frozen,
+            "turned": "frozen.T" if roles.turned else "frozen",
+            "weight_shape": f"[{stored}]",
+            "weight_doc": str(
+                [roles.width, roles.summed] if roles.turned else [roles.summed, roles.width]
+            ),
+            "weight_box": ", ".join(str(side) for side in _box(spec, roles)),
+            "mask_bytes": -(-roles.width // 8),
+            "depth": tile.depth,
+            "part_width": tile.columns // _parts(spec),
+            "across": -(-roles.width // tile.columns),
+            "twice": "2 * " if _pairs(spec, _parts(spec)) else "",
+        }
+    )
 
 
-def _signature(spec: KernelSpec, roles: Roles) -> dict[str, str]:
-    kind, tile = short(spec.dtype), spec.cut
+def _types(spec: KernelSpec, roles: Roles) -> dict[str, str]:
+    """Tiles that are copied in bulk come by descriptors; masks may be read by whole words."""
+    types = {"bits": "*i32"} if _word(roles) == 32 else {}
+    if spec.arch < BULK:
+        return types
+    tile = spec.cut
     boxes = {
         roles.left: (tile.rows, tile.depth),
         "weight": _box(spec, roles),
         roles.out: (tile.rows, tile.columns // _parts(spec)),
     }
-    types = {name: f"tensordesc<{kind}[{box[0]}, {box[1]}]>" for name, box in boxes.items()}
-    if spec.arch < BULK:
-        pointer = f"*{kind}"
-        types = {roles.left: pointer, "left_stride": "i32", "weight": pointer}
-        types |= {roles.out: pointer, "out_stride": "i32"}
-    types |= {"bias": f"*{kind}"} if spec.bias else {}
-    types |= {roles.low: f"*{kind}", "stride": "i32", roles.high: f"*{kind}"}
-    types |= {"segments": "*i32", "slots": "*i32"}
-    if spec.dropout:
-        types |= {"thresholds": "*i32", "bits": "*i32" if _word(roles) == 32 else "*u8"}
-    return types | {"jobs": "i32", "tokens": "i32"}
+    return types | {
+        name: f"tensordesc<{short(spec.dtype)}[{box[0]}, {box[1]}]>" for name, box in boxes.items()
+    }

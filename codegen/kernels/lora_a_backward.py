@@ -17,7 +17,7 @@ from __future__ import annotations
 
 from tlora_fx.codegen.kernels.lora_b_backward import chunk_of, padded_rank_rows
 from tlora_fx.codegen.spec import SHARED_BYTES, KernelSpec, Tile
-from tlora_fx.codegen.template import accumulator, fill, module, overlaps, precision, short, size
+from tlora_fx.codegen.template import common_values, constants_of, fill, module, size
 
 _BODY = '''
 @triton.jit(
@@ -219,19 +219,10 @@ def _shared(spec: KernelSpec, tile: Tile) -> int:
 
 def source(spec: KernelSpec) -> str:
     """The module's text."""
-    constants = {
-        "INNER": spec.inner,
-        "RANK_BLOCK": spec.rank_block,
-        "ROWS": spec.cut.rows,
-        "COLUMNS": spec.cut.columns,
-        "CHUNK": spec.cut.chunk,
-        "JOBS": spec.job_capacity,
-    }
-    constants |= {"BYTES": _bytes(spec)} if spec.dropout else {}
+    names = "INNER RANK_BLOCK ROWS COLUMNS CHUNK JOBS" + " BYTES" * spec.dropout
     return module(
         spec,
-        constants=constants,
-        signature=_signature(spec),
+        constants=constants_of(spec, names, BYTES=_bytes(spec)),
         functions=["segment_tile", *(["expand_bits"] if spec.dropout else [])],
         body=fill(_BODY, _values(spec)),
     )
@@ -242,22 +233,10 @@ def _values(spec: KernelSpec) -> dict[str, object]:
     ragged = spec.inner % spec.cut.columns != 0
     several = spec.sites > 1
     somebody = " | ".join(f"owned_{k}" for k in sites)
-    wide = accumulator(spec.dtype)
-    return {
-        "dtype": spec.dtype,
-        "overlap": overlaps(spec),
-        "wide": wide,
-        "part": wide.removeprefix("tl."),
-        "precision": precision(spec.dtype),
-        "inner": spec.inner,
+    return common_values(spec) | {
         "bytes": _bytes(spec),
-        "rank_block": spec.rank_block,
-        "chunk": spec.cut.chunk,
         "strips": -(-spec.inner // spec.cut.columns),
-        "sites": spec.sites,
-        "several": several,
         "count": f"{spec.sites} sites" if several else "one site",
-        "dropout": spec.dropout,
         "unread": "" if spec.dropout else ", not read",
         "ragged": ragged,
         "nobody": f"not ({somebody})" if several else "not owned_0",
@@ -266,17 +245,6 @@ def _values(spec: KernelSpec) -> dict[str, object]:
 
 def _bytes(spec: KernelSpec) -> int:
     return -(-spec.inner // 8)
-
-
-def _signature(spec: KernelSpec) -> dict[str, str]:
-    own = f"*{short(spec.dtype)}"
-    part = "*fp64" if spec.dtype == "float64" else "*fp32"
-    types = {"x": own, "x_stride": "i32", "segments": "*i32", "jobs": "i32"}
-    for k in range(spec.sites):
-        types |= {f"ds_{k}": own, f"width_{k}": "i32", f"slots_{k}": "*i32"}
-        types |= {f"thresholds_{k}": "*i32", f"bits_{k}": "*u8"} if spec.dropout else {}
-        types |= {f"da_parts_{k}": part}
-    return types
 
 
 def flops(spec: KernelSpec) -> str:

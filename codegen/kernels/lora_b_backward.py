@@ -21,7 +21,7 @@ With `extend` = "copy" dy also goes, row by row, to where concat-K wants it.
 from __future__ import annotations
 
 from tlora_fx.codegen.spec import SHARED_BYTES, KernelSpec, Tile
-from tlora_fx.codegen.template import accumulator, fill, module, overlaps, precision, short, size
+from tlora_fx.codegen.template import common_values, constants_of, fill, module, size
 
 # Widths for which a Hopper has programs enough with slabs of 512 (H200, 8,192 x 4,096: 23.1 against
 # 23.9 microseconds, and half the shares for `sum_ds`; 8,192 x 14,336 is faster with 256).
@@ -232,19 +232,10 @@ def _halves(spec: KernelSpec) -> bool:
 
 def source(spec: KernelSpec) -> str:
     """The module's text."""
-    constants = {
-        "OUTER": spec.outer,
-        "RANK_BLOCK": spec.rank_block,
-        "ROWS": spec.cut.rows,
-        "SLAB": spec.cut.slab,
-        "CHUNK": spec.cut.chunk,
-        "JOBS": spec.job_capacity,
-    }
-    constants |= {"HALF": spec.rank_block // 2} if _halves(spec) else {}
+    names = "OUTER RANK_BLOCK ROWS SLAB CHUNK JOBS" + " HALF" * _halves(spec)
     return module(
         spec,
-        constants=constants,
-        signature=_signature(spec),
+        constants=constants_of(spec, names, HALF=spec.rank_block // 2),
         functions=["segment_tile", *(["column_halves"] if _halves(spec) else [])],
         body=fill(_BODY, _values(spec)),
     )
@@ -253,38 +244,18 @@ def source(spec: KernelSpec) -> str:
 def _values(spec: KernelSpec) -> dict[str, object]:
     ragged = spec.outer % spec.cut.slab != 0
     copy = spec.extend == "copy"
-    columns, owned = ["inside[None, :]"] * ragged, ["owned"] * copy
-    b_mask, db_mask = " & ".join([*columns, *owned]), " & ".join([*columns, *owned])
-    return {
-        "dtype": spec.dtype,
-        "overlap": overlaps(spec),
-        "wide": accumulator(spec.dtype),
-        "part": accumulator(spec.dtype).removeprefix("tl."),
-        "precision": precision(spec.dtype),
-        "outer": spec.outer,
-        "rank_block": spec.rank_block,
-        "chunk": spec.cut.chunk,
+    mask = " & ".join(["inside[None, :]"] * ragged + ["owned"] * copy)
+    return common_values(spec) | {
         "slabs": slabs_of(spec),
         "ragged": ragged,
         "halves": _halves(spec),
-        "copy": copy,
-        "b_mask": f", mask={b_mask}, other=0.0" if b_mask else "",
-        "db_mask": f", mask={db_mask}" if db_mask else "",
+        "b_mask": f", mask={mask}, other=0.0" if mask else "",
+        "db_mask": f", mask={mask}" if mask else "",
         "and_copy": ", and copy dy" if copy else "",
         "extended_doc": f"[M, {spec.outer} + T] in {spec.dtype}, gets dy in its first columns"
         if copy
         else "not read",
     }
-
-
-def _signature(spec: KernelSpec) -> dict[str, str]:
-    own = f"*{short(spec.dtype)}"
-    part = "*fp64" if spec.dtype == "float64" else "*fp32"
-    types = {"dy": own, "dy_stride": "i32", "tokens": "i32", "s": own, "width": "i32"}
-    types |= {"b_packed": own, "segments": "*i32", "slots": "*i32", "jobs": "i32"}
-    types |= {"ds_parts": part, "db_parts": part}
-    copied = {"extended": own, "extended_stride": "i32"}
-    return types | (copied if spec.extend == "copy" else {})
 
 
 def flops(spec: KernelSpec) -> str:

@@ -12,7 +12,7 @@ their own order, cleaned too: Bᵀ behind W's columns, A below W's rows.
 from __future__ import annotations
 
 from tlora_fx.codegen.spec import KernelSpec, Tile
-from tlora_fx.codegen.template import accumulator, fill, module, overlaps, short, size
+from tlora_fx.codegen.template import common_values, constants_of, fill, module, short, size
 from tlora_fx.errors import KernelSpecError
 
 STRIP = 512  # columns that share a flag; the kernels that read flags rely on it
@@ -166,23 +166,19 @@ def source(spec: KernelSpec) -> str:
             expected=f"rank_block up to {_WIDEST_TAIL_BLOCK}",
             found=spec.rank_block,
         )
-    strips = _strips(spec.inner), _strips(spec.outer)
-    constants = {
-        "INNER": spec.inner,
-        "OUTER": spec.outer,
-        "RANK_BLOCK": spec.rank_block,
-        "STRIP": STRIP,
-        "COLUMNS": spec.cut.columns,
-        "A_STRIPS": strips[0],
-        "B_STRIPS": strips[1],
-        "JOBS": spec.job_capacity,
-    }
+    adapters = f"*{short(spec.adapter_dtype)}"
     return module(
         spec,
-        constants=constants,
-        signature=_signature(spec),
+        constants=constants_of(
+            spec,
+            "INNER OUTER RANK_BLOCK STRIP COLUMNS A_STRIPS B_STRIPS JOBS",
+            STRIP=STRIP,
+            A_STRIPS=_strips(spec.inner),
+            B_STRIPS=_strips(spec.outer),
+        ),
         functions=["job_of"],
         body=fill(_BODY, _values(spec)),
+        types={"a": adapters, "b": adapters, "tail": f"*{short(spec.dtype)}"},
     )
 
 
@@ -193,19 +189,11 @@ def _values(spec: KernelSpec) -> dict[str, object]:
     as_rows = "extend_rows({0}, tail + first_row * stride, stride, first, left, {2}, {3})"
     as_columns = "extend_columns({0}, tail + {1} + first, stride, first, left, {2}, {3})"
     a_form, b_form = (as_rows, as_columns) if upright else (as_columns, as_rows)
-    return {
-        "dtype": spec.dtype,
-        "overlap": overlaps(spec),
-        "adapter_dtype": spec.adapter_dtype,
-        "wide": accumulator(spec.dtype),
-        "inner": spec.inner,
-        "outer": spec.outer,
-        "rank_block": spec.rank_block,
+    return common_values(spec) | {
         "strips": _strips(spec.inner) + _strips(spec.outer),
         "below": below,
         "below_name": "OUTER" if upright else "INNER",
         "programs": "blocks + tail_blocks" if spec.extend else "blocks",
-        "extend": spec.extend,
         "extend_a": a_form.format("a", "OUTER", "strip", "INNER"),
         "extend_b": b_form.format("b", "INNER", "strip - A_STRIPS", "OUTER"),
         "tail_shape": "[OUTER + T, INNER + T]" if upright else "[INNER + T, OUTER + T]",
@@ -214,13 +202,6 @@ def _values(spec: KernelSpec) -> dict[str, object]:
         if spec.extend
         else "not read",
     }
-
-
-def _signature(spec: KernelSpec) -> dict[str, str]:
-    adapters, packed = f"*{short(spec.adapter_dtype)}", f"*{short(spec.dtype)}"
-    types = {"a": adapters, "b": adapters, "ranks": "*i32", "slots": "*i32", "jobs": "i32"}
-    types |= {"a_packed": packed, "b_packed": packed, "flags": "*fp32"}
-    return types | ({"tail": packed, "stride": "i32", "blocks": "i32"} if spec.extend else {})
 
 
 def _strips(columns: int) -> int:

@@ -22,7 +22,7 @@ from textwrap import indent
 
 from tlora_fx.codegen.kernels import sums
 from tlora_fx.codegen.spec import KernelSpec, Tile
-from tlora_fx.codegen.template import accumulator, fill, module, overlaps, precision, short, size
+from tlora_fx.codegen.template import common_values, constants_of, fill, module, part_type, size
 from tlora_fx.errors import KernelSpecError
 
 _FEW = 4096  # tokens up to which tiles of all columns are too few for an H200
@@ -457,22 +457,16 @@ def source(spec: KernelSpec) -> str:
             "multiple of tile.depth",
             found=tile,
         )
-    constants = {
-        "INNER": spec.inner,
-        "BYTES": _bytes(spec),
-        "ROWS": tile.rows,
-        "DEPTH": tile.depth,
-        "RANK_BLOCK": spec.rank_block,
-        "PANEL": tile.columns,
-        "JOBS": spec.job_capacity,
-    }
+    names = "INNER BYTES ROWS DEPTH RANK_BLOCK PANEL JOBS" + " SLAB" * (tile.slab > 0)
     shared = ["segment_tile"] + ["fault_flags"] * (not tile.slab)
     shared += ["draw_bits", "spread_bits"] * spec.dropout
     values = _values(spec)
-    constants |= {"SLAB": tile.slab} if tile.slab else {}
-    body = fill(_BODY, values | {"dispatch": _dispatch(spec, fill(_CALL, values))})
     return module(
-        spec, constants=constants, signature=_signature(spec), functions=shared, body=body
+        spec,
+        constants=constants_of(spec, names, BYTES=_bytes(spec), PANEL=tile.columns),
+        functions=shared,
+        body=fill(_BODY, values | {"dispatch": _dispatch(spec, fill(_CALL, values))}),
+        types={"s": part_type(spec)} if tile.slab else {},
     )
 
 
@@ -485,32 +479,22 @@ def _values(spec: KernelSpec) -> dict[str, object]:
         f"per site {{}} [{slabs_of(spec)}, M, W], shares of S, not yet scaled; written where a "
     )
     shares += "job\n                  has a rank"
-    wide = accumulator(spec.dtype)
     drops = [f"(threshold_{k} > 0)" for k in sites]
     bits = f"per site uint8 [M, {_bytes(spec)}]; undefined where a job has no adapter or no dropout"
     extended = f"[M, {spec.inner} + T or wider]: "
     gets = " and ".join(["x"] * copy + ["S"] * tails) if copy else "x is its view; S"
-    return {
-        "dtype": spec.dtype,
-        "overlap": overlaps(spec),
-        "wide": wide,
-        "precision": precision(spec.dtype),
-        "inner": spec.inner,
-        "rows": spec.cut.rows,
-        "rank_block": spec.rank_block,
-        "sites": spec.sites,
-        "dropout": spec.dropout,
+    common = common_values(spec)
+    return common | {
         "dropout_sites": spec.sites * spec.dropout,
         "split": split,
         "slabs": slabs_of(spec),
         "whole_sites": spec.sites * (not split),
         "s_name": "the shares of s" if split else "s",
-        "s_doc": shares.format(wide.removeprefix("tl.")) if split else whole,
+        "s_doc": shares.format(common["part"]) if split else whole,
         "flags_doc": "not read" if split else flags.format(spec.rank_block),
         "unscaled": "; not read" if split else "",
         "tails": tails,
         "extended": copy or tails,
-        "copy": copy,
         "ragged": spec.inner % (spec.cut.slab or spec.cut.depth),
         "some_drop": " | ".join(drops) if len(drops) > 1 else drops[0][1:-1],
         "widest": _largest([f"width_{k}" for k in sites]),
@@ -554,25 +538,6 @@ def _largest(names: list[str]) -> str:
     for name in names[1:]:
         largest = f"tl.maximum({largest}, {name})"
     return largest
-
-
-def _signature(spec: KernelSpec) -> dict[str, str]:
-    data = f"*{short(spec.dtype)}"
-    types = {"x": data, "x_stride": "i32", "tokens": "i32", "segments": "*i32", "jobs": "i32"}
-    split, part = bool(spec.cut.slab), "*fp64" if spec.dtype == "float64" else "*fp32"
-    site = {"a": data}
-    site |= {} if split else {"flags": "*fp32", "strips": "i32"}
-    site |= {"slots": "*i32"} | ({} if split else {"scales": "*fp32"})
-    site |= {"s": part if split else data, "s_stride": "i32"}
-    site |= (
-        {"thresholds": "*i32", "site": "i32", "octet": "i32", "bits": "*u8"} if spec.dropout else {}
-    )
-    tails, copy = spec.extend != "" and not split, spec.extend == "copy"
-    site |= {"ranks": "*i32", "tail": "i32", "tail_width": "i32"} if tails else {}
-    for k in range(spec.sites):
-        types |= {f"{name}_{k}": kind for name, kind in site.items()}
-    types |= {"keys": "*i32", "token_index": "*i32"} if spec.dropout else {}
-    return types | ({"extended": data, "extended_stride": "i32"} if copy or tails else {})
 
 
 def _bytes(spec: KernelSpec) -> int:

@@ -10,7 +10,7 @@ from tlora_fx.codegen.kernels import lora_b_backward
 from tlora_fx.codegen.kernels.lora_b_backward import chunk_of, padded_rank_rows, slabs_of
 from tlora_fx.codegen.kernels.pack import STRIP
 from tlora_fx.codegen.spec import KernelSpec, Tile
-from tlora_fx.codegen.template import accumulator, fill, module, overlaps, short, size
+from tlora_fx.codegen.template import common_values, constants_of, fill, module, size
 
 _ELEMENTS = 512  # of dS in a program: 16 bytes of float32 for each of 128 threads
 _SLABS = 16  # that a thread loads before it adds them
@@ -227,23 +227,17 @@ class _SumDs:
 
     def source(self, spec: KernelSpec) -> str:
         """The module's text."""
-        constants = {
-            "OUTER": spec.outer,
-            "RANK_BLOCK": spec.rank_block,
-            "STRIPS": _strips(spec),
-            "ROWS": spec.cut.rows,
-            "SLABS": slabs_of(spec),
-            "BATCH": _batch(spec),
-            "JOBS": spec.job_capacity,
-        }
-        if not spec.extend:
-            del constants["OUTER"]
-        else:
-            constants["TAIL_STEP"] = 64
+        names = "RANK_BLOCK STRIPS ROWS SLABS BATCH JOBS"
         return module(
             spec,
-            constants=constants,
-            signature=_ds_signature(spec),
+            constants=constants_of(
+                spec,
+                f"OUTER {names} TAIL_STEP" if spec.extend else names,
+                STRIPS=_strips(spec),
+                SLABS=slabs_of(spec),
+                BATCH=_batch(spec),
+                TAIL_STEP=64,
+            ),
             functions=["segment_tile", "fault_flags"],
             body=fill(_DS, _ds_values(spec)),
         )
@@ -273,17 +267,9 @@ def _tile(spec: KernelSpec, slab: int, elements: int) -> Tile:
 
 def _ds_values(spec: KernelSpec) -> dict[str, object]:
     tables = ["segments", "slots", "scales", *(["ranks"] if spec.extend else [])]
-    wide = accumulator(spec.dtype)
-    return {
-        "dtype": spec.dtype,
-        "overlap": overlaps(spec),
-        "wide": wide,
-        "part": wide.removeprefix("tl."),
-        "rank_block": spec.rank_block,
-        "rows": spec.cut.rows,
+    return common_values(spec) | {
         "slabs": slabs_of(spec),
         "strips": _strips(spec),
-        "extend": spec.extend,
         "ragged": slabs_of(spec) % _batch(spec) != 0,
         "tables": str(tables).replace("'", '"'),
         "and_tail": ", and the tail of dy" if spec.extend else "",
@@ -293,15 +279,6 @@ def _ds_values(spec: KernelSpec) -> dict[str, object]:
         if spec.extend
         else "not read",
     }
-
-
-def _ds_signature(spec: KernelSpec) -> dict[str, str]:
-    own = f"*{short(spec.dtype)}"
-    part = "*fp64" if spec.dtype == "float64" else "*fp32"
-    types = {"ds_parts": part, "tokens": "i32", "flags": "*fp32", "segments": "*i32"}
-    types |= {"slots": "*i32", "scales": "*fp32", "jobs": "i32", "ds": own, "width": "i32"}
-    tail = {"ranks": "*i32", "extended": own, "extended_stride": "i32"}
-    return types | (tail if spec.extend else {})
 
 
 def _batch(spec: KernelSpec) -> int:
@@ -333,32 +310,18 @@ class _SumGradients:
 
     def source(self, spec: KernelSpec) -> str:
         """The module's text."""
-        constants = {
-            "INNER": spec.inner,
-            "OUTER": spec.outer,
-            "COLUMNS": spec.cut.columns,
-            "BATCH": spec.cut.rows,
-            "A_STRIPS": -(-spec.inner // spec.cut.columns),
-            "CHUNK": spec.cut.chunk,
-            "JOBS": spec.job_capacity,
-        }
-        wide = accumulator(spec.dtype)
-        values = {
-            "wide": wide,
-            "overlap": overlaps(spec),
-            "part": wide.removeprefix("tl."),
-            "adapter_dtype": spec.adapter_dtype,
-            "inner": spec.inner,
-            "outer": spec.outer,
-            "chunk": spec.cut.chunk,
-            "strips": -(-spec.inner // spec.cut.columns) - (-spec.outer // spec.cut.columns),
-        }
+        a_strips = -(-spec.inner // spec.cut.columns)
+        strips = a_strips - (-spec.outer // spec.cut.columns)
         return module(
             spec,
-            constants=constants,
-            signature=_gradients_signature(spec),
+            constants=constants_of(
+                spec,
+                "INNER OUTER COLUMNS BATCH A_STRIPS CHUNK JOBS",
+                BATCH=spec.cut.rows,
+                A_STRIPS=a_strips,
+            ),
             functions=["job_of", "chunks_of"],
-            body=fill(_GRADIENTS, values),
+            body=fill(_GRADIENTS, common_values(spec) | {"strips": strips}),
         )
 
     def flops(self, spec: KernelSpec) -> str:
@@ -378,13 +341,6 @@ class _SumGradients:
         rank = -(-rank_rows // max(tokens, 1))
         adds = padded * columns // spec.cut.chunk
         return adds, part * adds + size(spec.adapter_dtype) * rank * columns
-
-
-def _gradients_signature(spec: KernelSpec) -> dict[str, str]:
-    part = "*fp64" if spec.dtype == "float64" else "*fp32"
-    own = f"*{short(spec.adapter_dtype)}"
-    types = {"da_parts": part, "db_parts": part, "width": "i32", "segments": "*i32"}
-    return types | {"ranks": "*i32", "jobs": "i32", "da": own, "db": own}
 
 
 sum_ds = _SumDs()

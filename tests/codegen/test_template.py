@@ -49,7 +49,7 @@ def test_a_shared_function_brings_the_functions_that_it_calls():
     """Callees come first, each once, from @triton.jit to the last line."""
     spec = KernelSpec("pack", 8, 8, arch=80, tile=Tile(1, 1, 1, 1, 1))
     used = ["draw_bits", "philox_words"]
-    text = module(spec, constants={}, signature={}, functions=used, body="pass")
+    text = module(spec, constants={}, functions=used, body="pass")
     functions = [node for node in ast.parse(text).body if isinstance(node, ast.FunctionDef)]
 
     assert [node.name for node in functions] == ["philox_multiply", "philox_words", "draw_bits"]
