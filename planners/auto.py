@@ -1,12 +1,12 @@
 """Choose a plan: all ways to cut a model over so many GPUs, costed by a profile.
 
 Only what `apply` runs is offered. What cannot run, or does not fit into memory, is kept with its
-reason, so that a user sees why it was not chosen.
+reason, so that a user sees why it was not options.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
@@ -31,7 +31,7 @@ from tlora_fx.cost.step_time import (
 from tlora_fx.errors import NoPlanFits, ProfileMissing, TloraError, UnknownGpu
 from tlora_fx.model.supermodel import SuperModel
 from tlora_fx.parallel.apply import require_shardable
-from tlora_fx.parallel.prepare import obstacles
+from tlora_fx.parallel.prepare import every_mesh, obstacles
 from tlora_fx.parallel.prepare import require_fits as require_mesh_fits
 from tlora_fx.parallel.stages import legal_cuts
 from tlora_fx.planners.protocol import Planner, PlannerOptions
@@ -60,7 +60,7 @@ class Candidate:
 
     @property
     def runs(self) -> bool:
-        """Whether it can be chosen."""
+        """Whether it can be options."""
         return not self.reason
 
 
@@ -119,31 +119,26 @@ class Auto(Planner):
         round: Round | None = None
         allow_estimated: bool = False
 
-    def plan(
-        self,
-        model: SuperModel,
-        shape: MeshShape | None = None,
-        profile: Any | None = None,
-        options: PlannerOptions | Mapping[str, Any] | None = None,
+    def make(
+        self, model: SuperModel, shape: MeshShape | None, options: Options, profile: Any
     ) -> Plan:
         """The best plan of `processes` GPUs, or of a mesh.
 
         profile   a Profile, or what `profile_for` takes; None: that of the device at hand
         raises    ProfileMissing, MeshDoesNotFit, JobTooLong, NoPlanFits
         """
-        chosen = self.Options.model_validate(options or {})
         if shape is not None:
             require_mesh_fits(model, shape)
         if not isinstance(profile, Profile):
-            facts, estimated = facts_of(model), chosen.allow_estimated
+            facts, estimated = facts_of(model), options.allow_estimated
             profile = (
                 profile_for(facts, profile, allow_estimated=estimated)
                 if profile
                 else profile_here(facts, allow_estimated=estimated)
             )
-        work = chosen.round or round_of_jobs(model.jobs, max_row_tokens=chosen.max_row_tokens)
-        processes, meshes = (shape.size, [shape]) if shape else (chosen.processes, None)
-        plans = search(model, profile, work, processes, chosen.gpus_per_node, meshes)
+        work = options.round or round_of_jobs(model.jobs, max_row_tokens=options.max_row_tokens)
+        processes, meshes = (shape.size, [shape]) if shape else (options.processes, None)
+        plans = search(model, profile, work, processes, options.gpus_per_node, meshes)
         require_memory(plans, work)
         return plans.best()
 
@@ -187,7 +182,7 @@ def search(
     cost = CostModel(facts_of(model), profile, gpus_per_node)
     fingerprint, legal = model_fingerprint(model), _legal(model)
     candidates: list[Candidate] = []
-    for mesh in meshes or list(every_mesh(processes)):
+    for mesh in meshes or every_mesh(processes):
         reason = _obstacle(model, mesh, gpus_per_node)
         if reason:
             candidates.append(Candidate(_first(mesh), reason=reason))
@@ -206,15 +201,6 @@ def search(
 def _first(mesh: MeshShape) -> Plan:
     """A mesh as a plan, of which nothing else is known."""
     return Plan(planner=Auto.name).model_copy(update={"mesh": mesh})
-
-
-def every_mesh(processes: int) -> Iterator[MeshShape]:
-    """All meshes of so many processes."""
-    sizes = [size for size in range(1, processes + 1) if processes % size == 0]
-    for pp in sizes:
-        for tp in sizes:
-            if processes % (pp * tp) == 0:
-                yield MeshShape(pp=pp, dp=processes // (pp * tp), tp=tp)
 
 
 def variants(cost: CostModel, mesh: MeshShape, work: Round, legal: Sequence[int]) -> Iterator[Plan]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
 from typing import Any, ClassVar
 
 import torch
@@ -26,35 +25,32 @@ from tlora_fx.planners.stage_cuts import balanced_cuts
 MICRO_BATCHES_A_STAGE = 4
 
 
+class RecomputeOptions(PlannerOptions):
+    """`recompute`: layers are computed again in the backward."""
+
+    recompute: bool = False
+
+
 class Single(Planner):
     """Run on one device."""
 
     name: ClassVar[str] = "single"
+    Options = RecomputeOptions
 
-    class Options(PlannerOptions):
-        """`recompute`: layers are computed again in the backward."""
-
-        recompute: bool = False
-
-    def plan(
-        self,
-        model: SuperModel,
-        shape: MeshShape | None = None,
-        profile: Any | None = None,
-        options: PlannerOptions | Mapping[str, Any] | None = None,
+    def make(
+        self, model: SuperModel, shape: MeshShape | None, options: RecomputeOptions, profile: Any
     ) -> Plan:
         """The plan of one process.
 
         raises    PlanNotRunnable for a mesh of several processes
         """
-        chosen = self.Options.model_validate(options or {})
         if shape is not None and shape.size > 1:
             raise PlanNotRunnable(
                 "the plan 'single' is for one process",
                 found=f"a mesh of {shape}",
                 help="choose replicated, fsdp, pipeline, tensor or auto",
             )
-        return Plan(planner=self.name, model=model_fingerprint(model), recompute=chosen.recompute)
+        return Plan(planner=self.name, model=model_fingerprint(model), recompute=options.recompute)
 
 
 class Replicated(Planner):
@@ -64,29 +60,20 @@ class Replicated(Planner):
     """
 
     name: ClassVar[str] = "replicated"
+    Options = RecomputeOptions
 
-    class Options(PlannerOptions):
-        """`recompute`: layers are computed again in the backward."""
-
-        recompute: bool = False
-
-    def plan(
-        self,
-        model: SuperModel,
-        shape: MeshShape | None = None,
-        profile: Any | None = None,
-        options: PlannerOptions | Mapping[str, Any] | None = None,
+    def make(
+        self, model: SuperModel, shape: MeshShape | None, options: RecomputeOptions, profile: Any
     ) -> Plan:
         """The plan of `processes` replicas, or of a mesh with dp alone.
 
         raises    PlanNotRunnable for another mesh
         """
-        chosen = self.Options.model_validate(options or {})
         return Plan(
             planner=self.name,
-            mesh=_replicas(self.name, shape or MeshShape(dp=chosen.processes)),
+            mesh=_replicas(self.name, shape or MeshShape(dp=options.processes)),
             model=model_fingerprint(model),
-            recompute=chosen.recompute,
+            recompute=options.recompute,
         )
 
 
@@ -110,27 +97,22 @@ class Fsdp(Planner):
         keep_gathered: bool | None = None
         recompute: bool | None = None
 
-    def plan(
-        self,
-        model: SuperModel,
-        shape: MeshShape | None = None,
-        profile: Any | None = None,
-        options: PlannerOptions | Mapping[str, Any] | None = None,
+    def make(
+        self, model: SuperModel, shape: MeshShape | None, options: Options, profile: Any
     ) -> Plan:
         """The plan of `processes` replicas, or of a mesh with dp alone.
 
         raises    PlanNotRunnable for another mesh
         """
-        chosen = self.Options.model_validate(options or {})
-        mesh = _replicas(self.name, shape or MeshShape(dp=chosen.processes))
-        keep, recompute = choose(model, mesh.dp, chosen.memory_bytes, chosen.max_row_tokens)
+        mesh = _replicas(self.name, shape or MeshShape(dp=options.processes))
+        keep, recompute = choose(model, mesh.dp, options.memory_bytes, options.max_row_tokens)
         return Plan(
             planner=self.name,
             mesh=mesh,
             model=model_fingerprint(model),
             shard_base=True,
-            keep_gathered=keep if chosen.keep_gathered is None else chosen.keep_gathered,
-            recompute=recompute if chosen.recompute is None else chosen.recompute,
+            keep_gathered=keep if options.keep_gathered is None else options.keep_gathered,
+            recompute=recompute if options.recompute is None else options.recompute,
         )
 
 
@@ -220,20 +202,15 @@ class Tensor(Planner):
         recompute: bool = False
         nano_batches: PositiveInt = 1
 
-    def plan(
-        self,
-        model: SuperModel,
-        shape: MeshShape | None = None,
-        profile: Any | None = None,
-        options: PlannerOptions | Mapping[str, Any] | None = None,
+    def make(
+        self, model: SuperModel, shape: MeshShape | None, options: Options, profile: Any
     ) -> Plan:
         """The plan of `processes` pieces, or of a mesh with tp, and replicas beside it.
 
         raises    MeshDoesNotFit where heads or widths do not divide; PlanNotRunnable where no
                   matrix can be cut, and for a mesh with stages
         """
-        chosen = self.Options.model_validate(options or {})
-        mesh = shape or MeshShape(tp=chosen.processes)
+        mesh = shape or MeshShape(tp=options.processes)
         if mesh.pp > 1:
             raise PlanNotRunnable(
                 f"the plan '{self.name}' has pieces and replicas only",
@@ -254,8 +231,8 @@ class Tensor(Planner):
             planner=self.name,
             mesh=mesh,
             model=model_fingerprint(model),
-            recompute=chosen.recompute,
-            nano_batches=chosen.nano_batches,
+            recompute=options.recompute,
+            nano_batches=options.nano_batches,
         )
 
 
@@ -286,19 +263,14 @@ class PipelineParallel(Planner):
         shard_base: bool = False
         keep_gathered: bool = False
 
-    def plan(
-        self,
-        model: SuperModel,
-        shape: MeshShape | None = None,
-        profile: Any | None = None,
-        options: PlannerOptions | Mapping[str, Any] | None = None,
+    def make(
+        self, model: SuperModel, shape: MeshShape | None, options: Options, profile: Any
     ) -> Plan:
         """The plan of `processes` stages, or of a mesh with pp, and whatever else it has.
 
         raises    MeshDoesNotFit, NoStage, ScheduleRefused, PlanNotRunnable
         """
-        chosen = self.Options.model_validate(options or {})
-        mesh = shape or MeshShape(pp=chosen.processes)
+        mesh = shape or MeshShape(pp=options.processes)
         if mesh.pp == 1:
             raise PlanNotRunnable(
                 "a pipeline has several stages",
@@ -306,14 +278,14 @@ class PipelineParallel(Planner):
                 help="give a mesh with pp of 2 or more, or choose single, replicated or fsdp",
             )
         require_fits(model, mesh)
-        stages = mesh.pp * (chosen.stages_per_process if chosen.schedule == "interleaved" else 1)
-        cuts = chosen.cuts
+        stages = mesh.pp * (options.stages_per_process if options.schedule == "interleaved" else 1)
+        cuts = options.cuts
         if cuts is None:
-            cuts = balanced_cuts(model, stages, chosen.costs, recompute=chosen.recompute)
+            cuts = balanced_cuts(model, stages, options.costs, recompute=options.recompute)
         cut_stages(model, cuts)
-        micro_batches = chosen.micro_batches or _micro_batches(model, mesh)
-        require_schedule(chosen.schedule, len(cuts) + 1, mesh.pp, micro_batches)
-        if chosen.shard_base and mesh.dp == 1:
+        micro_batches = options.micro_batches or _micro_batches(model, mesh)
+        require_schedule(options.schedule, len(cuts) + 1, mesh.pp, micro_batches)
+        if options.shard_base and mesh.dp == 1:
             raise PlanNotRunnable(
                 "the base cannot be sharded over replicas",
                 plan=f"{self.name} on {mesh}",
@@ -325,11 +297,11 @@ class PipelineParallel(Planner):
             mesh=mesh,
             model=model_fingerprint(model),
             cuts=cuts,
-            schedule=chosen.schedule,
+            schedule=options.schedule,
             micro_batches=micro_batches,
-            shard_base=chosen.shard_base,
-            keep_gathered=chosen.shard_base and chosen.keep_gathered,
-            recompute=chosen.recompute,
+            shard_base=options.shard_base,
+            keep_gathered=options.shard_base and options.keep_gathered,
+            recompute=options.recompute,
         )
         require_shardable(model, plan)
         return plan

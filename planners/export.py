@@ -13,14 +13,14 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 from pathlib import Path
 from typing import Any, ClassVar
 
 from tlora_fx.cost.fit import SAVED
-from tlora_fx.cost.hardware import gpu_of_device
+from tlora_fx.cost.hardware import LinkTier, gpu_of_device
 from tlora_fx.cost.load import Load
 from tlora_fx.cost.plan import MeshShape, Plan, Schedule, model_fingerprint
 from tlora_fx.cost.profile import Operation
@@ -53,7 +53,6 @@ class LayerRow:
 
     forward_ms: float
     backward_ms: float
-    parameters: float
     weight_bytes: float
     input_numbers: float
     output_numbers: float
@@ -76,11 +75,9 @@ def layer_rows(cost: CostModel, batch: int, length: int, tp: int) -> list[LayerR
     times, saved = clock.compute(rows)[..., 0], clock.tables.values(rows, slice(SAVED, SAVED + 1))
     there, back = cost.ends.loss_ms(rows.targets, rows.launched)
     hidden = float(load.total * facts.hidden)
-    size = facts.itemsize
     first = LayerRow(
         forward_ms=float(cost.ends.root_ms(rows.tokens, rows.launched)[0]),
         backward_ms=0.0,
-        parameters=facts.root_bytes / size,
         weight_bytes=facts.root_bytes,
         input_numbers=float(load.total),
         output_numbers=hidden,
@@ -88,22 +85,20 @@ def layer_rows(cost: CostModel, batch: int, length: int, tp: int) -> list[LayerR
     )
     layers = [first]
     for kind, layer in zip(cost.kind_of, facts.layers, strict=True):
-        bytes_of = layer.weight_bytes / tp
         layers.append(
             LayerRow(
                 forward_ms=float(times[0, kind]),
                 backward_ms=float(times[1, kind]),
-                parameters=bytes_of / size,
-                weight_bytes=bytes_of,
+                weight_bytes=layer.weight_bytes / tp,
                 input_numbers=hidden,
                 output_numbers=hidden,
                 kept_bytes=float(saved[0, kind, 0]),
             )
         )
-    head = facts.head_bytes or facts.hidden * facts.vocabulary * size
+    head = facts.head_bytes or facts.hidden * facts.vocabulary * facts.itemsize
     logits = float(load.targets * facts.vocabulary) / tp
     loss = float(there[0]) / tp, float(back[0]) / tp
-    last = (*loss, head / tp / size, head / tp, hidden, logits)
+    last = (*loss, head / tp, hidden, logits)
     return [*layers, LayerRow(*last, kept_bytes=float(cost.ends.loss_bytes(rows.targets, tp)[0]))]
 
 
@@ -127,14 +122,14 @@ def write_json(path: Path, data: Mapping[str, Any]) -> Path:
 
 def powers_of_two(most: int) -> Sequence[int]:
     """1, 2, 4, ... up to a number."""
-    return [1 << place for place in range(most.bit_length()) if 1 << place <= most]
+    return [1 << power for power in range(most.bit_length())]
 
 
 PRECISIONS = {"bfloat16": "bf16", "float16": "fp16", "float32": "fp32"}
 PIPELINES: dict[str, Schedule] = {"gpipe": "gpipe", "pipedream_flush": "1f1b"}
 #: Eight at least, of which they fit lines.
 BATCHES = (1, 2, 3, 4, 5, 6, 7, 8)
-MEGABYTES = tuple(1 << place for place in range(11))
+MEGABYTES = tuple(1 << power for power in range(11))
 #: What Galvatron assumes of a parameter, in its own bytes: weight, gradient, two moments.
 STATES = 4
 
@@ -149,30 +144,25 @@ class Galvatron(Planner):
 
         file: Path | None = None
 
-    def plan(
-        self,
-        model: SuperModel,
-        shape: MeshShape | None = None,
-        profile: Any | None = None,
-        options: PlannerOptions | Mapping[str, Any] | None = None,
+    def make(
+        self, model: SuperModel, shape: MeshShape | None, options: Options, profile: Any
     ) -> Plan:
         """The plan in a file of Galvatron.
 
         raises    ForeignPlanError, MeshDoesNotFit, PlanNotRunnable
         """
-        chosen = self.Options.model_validate(options or {})
-        if chosen.file is None:
+        if options.file is None:
             raise PlanNotRunnable(
                 "the planner 'galvatron' reads a file that Galvatron has written",
                 help="give the option file=galvatron_config_....json",
             )
-        plan = read_galvatron(chosen.file, shape.size if shape else chosen.processes)
+        plan = read_galvatron(options.file, shape.size if shape else options.processes)
         require_fits(model, plan.mesh)
         layers = len(model.layer_order())
         if plan.cuts and plan.cuts[-1] >= layers:
             raise ForeignPlanError(
                 "the plan was made for a model with more layers",
-                file=chosen.file,
+                file=options.file,
                 expected=f"{layers} layers",
                 found=f"a stage that begins at layer {plan.cuts[-1]}",
                 help="search again with the profile of this model",
@@ -212,14 +202,14 @@ def write_galvatron(
 
 def computation(cost: CostModel, length: int) -> dict[str, float]:
     """Milliseconds of the forward of one layer, and of all else, for each sample of a batch."""
-    found: dict[str, float] = {}
+    times: dict[str, float] = {}
     for batch in BATCHES:
         first, *layers, last = layer_rows(cost, batch, length, 1)
-        each = sum(row.forward_ms for row in layers) / max(len(layers), 1)
         other = first.forward_ms + last.forward_ms
-        found[f"layertype_0_bsz{batch}_seq{length}"] = each / batch
-        found[f"layertype_other_0_bsz{batch}_seq{length}"] = other / batch
-    return found
+        key = f"bsz{batch}_seq{length}"
+        times[f"layertype_0_{key}"] = _mean([row.forward_ms for row in layers]) / batch
+        times[f"layertype_other_0_{key}"] = other / batch
+    return times
 
 
 def memory(cost: CostModel, length: int, gpus_per_node: int) -> dict[str, Any]:
@@ -231,9 +221,9 @@ def memory(cost: CostModel, length: int, gpus_per_node: int) -> dict[str, Any]:
     kept = {str(tp): _mean([row.kept_bytes for row in rows[tp][1:-1]]) / MIB for tp in sizes}
     kept["checkpoint"] = load.total * cost.facts.hidden * cost.facts.itemsize / MIB
 
-    def other(places: Sequence[int]) -> dict[str, dict[str, float]]:
+    def other(indices: Sequence[int]) -> dict[str, dict[str, float]]:
         def total(tp: int, name: str) -> float:
-            return sum(float(getattr(rows[tp][place], name)) for place in places) / MIB
+            return sum(float(getattr(rows[tp][index], name)) for index in indices) / MIB
 
         return {
             "model_states": {str(tp): STATES * total(1, "weight_bytes") / tp for tp in sizes},
@@ -255,15 +245,14 @@ def memory(cost: CostModel, length: int, gpus_per_node: int) -> dict[str, Any]:
 
 def bandwidths(cost: CostModel, gpus: int, per_node: int) -> dict[str, float]:
     """GB/s of all-reduce over so many GPUs, neighbours (consec_1) or spread out (consec_0)."""
-    found: dict[str, float] = {}
-    for size in reversed(powers_of_two(gpus)):
-        for near in (1, 0):
-            if size >= 2 and (near or size < gpus):
-                spread = size if near else gpus
-                found[f"allreduce_size_{size}_consec_{near}"] = _bandwidth(
-                    cost, "all-reduce", size, spread, per_node
-                )
-    return found
+    return {
+        f"allreduce_size_{size}_consec_{near}": _bandwidth(
+            cost, "all-reduce", size, size if near else gpus, per_node
+        )
+        for size in reversed(powers_of_two(gpus))
+        for near in (1, 0)
+        if size >= 2 and (near or size < gpus)
+    }
 
 
 def point_to_point(cost: CostModel, gpus: int, per_node: int) -> dict[str, float]:
@@ -367,8 +356,8 @@ def _bandwidth(
 ) -> float:
     """GB/s as they count them: bytes of a large payload over its time."""
     payload = 256 * MIB
-    tier = "node" if spread <= per_node else "network"
-    ms = cost.collectives.ms(operation, "node" if tier == "node" else "network", size, payload)
+    tier: LinkTier = "node" if spread <= per_node else "network"
+    ms = cost.collectives.ms(operation, tier, size, payload)
     return payload / ms / 1e6 if ms else 0.0
 
 
@@ -409,7 +398,7 @@ def write_metis(
         for tp in powers_of_two(max_tp)
         for batch in batches
     ]
-    addresses = [f"0.0.0.{place + 1}" for place in range(nodes)]
+    addresses = [f"0.0.0.{node + 1}" for node in range(nodes)]
     entry = cluster_entry(cost, device)
     written.append(write_json(folder / "clusterfile.json", dict.fromkeys(addresses, entry)))
     hosts = folder / "hostfile"
@@ -514,24 +503,21 @@ def sailor_times(
     def seconds(row: LayerRow) -> list[float]:
         return [round(row.forward_ms * 1e-3, DIGITS), round(row.backward_ms * 1e-3, DIGITS), update]
 
-    return {
-        str(batch): {
-            str(tp): {
-                str(place): seconds(row)
-                for place, row in enumerate(layer_rows(cost, batch, length, tp))
-            }
-            for tp in powers_of_two(max_tp)
-        }
-        for batch in batches
-    }
+    return {str(batch): _by_layer(cost, batch, length, max_tp, seconds) for batch in batches}
 
 
 def memory_data(cost: CostModel, length: int, max_tp: int) -> dict[str, Any]:
     """Sizes by tp and layer, of a micro-batch of one sequence."""
+    return _by_layer(cost, 1, length, max_tp, lambda row: _sizes(row, cost.facts.itemsize))
+
+
+def _by_layer(
+    cost: CostModel, batch: int, length: int, max_tp: int, told: Callable[[LayerRow], Any]
+) -> dict[str, Any]:
+    """What is to be told of each layer, by tp and layer."""
     return {
         str(tp): {
-            str(place): _sizes(row, cost.facts.itemsize)
-            for place, row in enumerate(layer_rows(cost, 1, length, tp))
+            str(index): told(row) for index, row in enumerate(layer_rows(cost, batch, length, tp))
         }
         for tp in powers_of_two(max_tp)
     }
@@ -539,7 +525,7 @@ def memory_data(cost: CostModel, length: int, max_tp: int) -> dict[str, Any]:
 
 def _sizes(row: LayerRow, itemsize: int) -> dict[str, int]:
     return {
-        "params_floats": round(row.parameters),
+        "params_floats": round(row.weight_bytes / itemsize),
         "act_output_floats": round(row.output_numbers),
         "act_input_floats": round(row.input_numbers),
         "act_mem_floats": round(row.kept_bytes / itemsize),

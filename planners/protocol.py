@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import inspect
 import pkgutil
-from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from importlib import import_module
 from importlib.metadata import entry_points
@@ -83,13 +82,12 @@ def _refusal(options: type[PlannerOptions], error: ValidationError) -> PlanNotRu
     )
 
 
-class Planner(ABC):
-    """Decides how a model is cut over processes."""
+class Planner:
+    """Decides how a model is cut over processes; one of these overrides `make`."""
 
     name: ClassVar[str]
     Options: ClassVar[type[PlannerOptions]] = PlannerOptions
 
-    @abstractmethod
     def plan(
         self,
         model: SuperModel,
@@ -105,6 +103,11 @@ class Planner(ABC):
         options   an instance of `Options`, or its fields
         raises    MeshDoesNotFit, PlanNotRunnable
         """
+        return self.make(model, shape, self.Options.model_validate(options or {}), profile)
+
+    def make(self, model: SuperModel, shape: MeshShape | None, options: Any, profile: Any) -> Plan:
+        """What `plan` returns, by options that were validated: an instance of `Options`."""
+        raise NotImplementedError
 
     def apply(self, model: SuperModel, plan: Plan, mesh: Mesh) -> StepRunner:
         """Make a model ready to run under a plan; all planners share one way."""
@@ -159,5 +162,5 @@ def _planners_in(module: str) -> list[type[Planner]]:
     return [
         kind
         for kind in classes
-        if kind.__module__ == module and issubclass(kind, Planner) and not inspect.isabstract(kind)
+        if kind.__module__ == module and issubclass(kind, Planner) and kind is not Planner
     ]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from itertools import product
 from typing import Any
 
 from tlora_fx.compiler import find_passes
@@ -72,16 +73,19 @@ def obstacles(model: SuperModel, shape: MeshShape) -> list[str]:
     return reasons
 
 
-def fitting_meshes(model: SuperModel, processes: int) -> list[MeshShape]:
-    """All meshes of so many processes that can run a model."""
+def every_mesh(processes: int) -> list[MeshShape]:
+    """All meshes of so many processes."""
     sizes = [size for size in range(1, processes + 1) if processes % size == 0]
-    shapes = [
+    return [
         MeshShape(pp=pp, dp=processes // (pp * tp), tp=tp)
-        for pp in sizes
-        for tp in sizes
+        for pp, tp in product(sizes, sizes)
         if processes % (pp * tp) == 0
     ]
-    return [shape for shape in shapes if not obstacles(model, shape)]
+
+
+def fitting_meshes(model: SuperModel, processes: int) -> list[MeshShape]:
+    """All meshes of so many processes that can run a model."""
+    return [shape for shape in every_mesh(processes) if not obstacles(model, shape)]
 
 
 def require_fits(model: SuperModel, shape: MeshShape) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import Any, ClassVar
 
 from tlora_fx.cost.plan import MeshShape, Plan, model_fingerprint
@@ -16,16 +15,11 @@ class TensorPairs(Planner):
 
     name: ClassVar[str] = "tensor-pairs"
 
-    def plan(
-        self,
-        model: SuperModel,
-        shape: MeshShape | None = None,
-        profile: Any | None = None,
-        options: PlannerOptions | Mapping[str, Any] | None = None,
+    def make(
+        self, model: SuperModel, shape: MeshShape | None, options: PlannerOptions, profile: Any
     ) -> Plan:
         """A plan of pairs; its mesh is chosen by `processes` where none is given."""
-        processes = self.Options.model_validate(options or {"processes": 2}).processes
-        shape = shape or MeshShape(dp=max(1, processes // 2), tp=2)
+        shape = shape or MeshShape(dp=max(1, options.processes // 2), tp=2)
         if shape.tp != 2 or shape.pp > 1:
             raise PlanNotRunnable(
                 "the plan 'tensor-pairs' needs pairs", expected="tp=2", found=f"a mesh of {shape}"
