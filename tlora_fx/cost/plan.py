@@ -191,7 +191,7 @@ class Plan(BaseModel):
             raise PlanFileError(
                 "this file is no plan",
                 file=path,
-                found=_told(error),
+                found="\n".join(mistakes(error, "plan")),
                 help="write one with `tlora-fx plan`, or from Python with Plan.save",
             ) from error
 
@@ -222,8 +222,9 @@ def model_fingerprint(model: SuperModel) -> str:
     return hashlib.sha256(text.encode()).hexdigest()[:16]
 
 
-def _told(error: OSError | ValidationError) -> str:
+def mistakes(error: OSError | ValidationError, whole: str) -> list[str]:
+    """What is wrong with a file, a line each; `whole` names what has no place in it."""
     if isinstance(error, OSError):
-        return str(error)
-    rows = [f"{'.'.join(map(str, one['loc'])) or 'plan'}: {one['msg']}" for one in error.errors()]
-    return "\n".join(rows)
+        return [str(error)]
+    pairs = ((".".join(map(str, row["loc"])), row["msg"]) for row in error.errors())
+    return [f"{place or whole}: {message}" for place, message in pairs]

@@ -13,6 +13,7 @@ from typing import Literal, Self
 from pydantic import BaseModel, ConfigDict, Field, NonNegativeFloat, PositiveInt, ValidationError
 
 from tlora_fx.cost.hardware import LinkTier
+from tlora_fx.cost.plan import mistakes
 from tlora_fx.durable import replace_file
 from tlora_fx.errors import ProfileFileError
 
@@ -290,7 +291,7 @@ class Profile(_Part):
             raise ProfileFileError(
                 "this file is no profile",
                 file=path,
-                found=_told(error),
+                found="\n".join(mistakes(error, "profile")[:5]),
                 help="write one with `tlora-fx profile`",
             ) from error
         if found.format != SCHEMA:
@@ -307,12 +308,3 @@ class Profile(_Part):
 def name_of(title: str, gpu: str) -> str:
     """A name for files: letters, digits and hyphens."""
     return re.sub(r"[^a-z0-9.]+", "-", f"{Path(title).name} {gpu}".lower()).strip("-")
-
-
-def _told(error: OSError | ValidationError) -> str:
-    if isinstance(error, OSError):
-        return str(error)
-    rows = [
-        f"{'.'.join(map(str, one['loc'])) or 'profile'}: {one['msg']}" for one in error.errors()
-    ]
-    return "\n".join(rows[:5])

@@ -215,83 +215,40 @@ def quantised(form: str, part: int, weight: Tensor) -> Tensor:
         return FORMS[form].quantise(weight.contiguous())[part]
 
 
-def stored_parts(form: str, turned: bool = False) -> list[tuple[str, Callable[[Tensor], Tensor]]]:
+Part = Callable[[Tensor], Tensor]
+_PARTS: dict[tuple[str, bool], list[tuple[str, Part]]] = {}
+
+
+def stored_parts(form: str, turned: bool = False) -> list[tuple[str, Part]]:
     """Name of each part of a form, and the function that makes it of a matrix (see stored.py).
 
     turned   of a matrix [in, out]
     """
-    functions = _FUNCTIONS[form, turned]
-    return list(zip(FORMS[form].parts, functions, strict=True))
+    return list(_PARTS[form, turned])
 
 
-def nf4_codes(weight: Tensor) -> Tensor:
-    """Two 4-bit codes a byte, of a matrix [out, in]."""
-    return quantised("nf4", 0, weight)
+def _part(name: str) -> Part:
+    """The function of a name such as `nf4_codes`, or `nf4_codes_turned` for a matrix [in, out].
+
+    Graphs know these functions by their names, so each is a function of this module.
+    """
+    form, part, *rest = name.split("_")
+    index = FORMS[form].parts.index(part)
+
+    def make(weight: Tensor) -> Tensor:
+        return quantised(form, index, weight.t() if rest else weight)
+
+    make.__name__ = make.__qualname__ = name
+    _PARTS.setdefault((form, bool(rest)), []).append((part, make))
+    return make
 
 
-def nf4_scales(weight: Tensor) -> Tensor:
-    """The largest number of each block, of a matrix [out, in]."""
-    return quantised("nf4", 1, weight)
-
-
-def int8_values(weight: Tensor) -> Tensor:
-    """int8 [out, in]."""
-    return quantised("int8", 0, weight)
-
-
-def int8_scales(weight: Tensor) -> Tensor:
-    """float32 [out, 1]."""
-    return quantised("int8", 1, weight)
-
-
-def float8_values(weight: Tensor) -> Tensor:
-    """float8_e4m3fn [out, in]."""
-    return quantised("float8", 0, weight)
-
-
-def float8_scales(weight: Tensor) -> Tensor:
-    """float32 [out, 1]."""
-    return quantised("float8", 1, weight)
-
-
-def nf4_codes_turned(weight: Tensor) -> Tensor:
-    """`nf4_codes` of a matrix [in, out]."""
-    return nf4_codes(weight.t())
-
-
-def nf4_scales_turned(weight: Tensor) -> Tensor:
-    """`nf4_scales` of a matrix [in, out]."""
-    return nf4_scales(weight.t())
-
-
-def int8_values_turned(weight: Tensor) -> Tensor:
-    """`int8_values` of a matrix [in, out]."""
-    return int8_values(weight.t())
-
-
-def int8_scales_turned(weight: Tensor) -> Tensor:
-    """`int8_scales` of a matrix [in, out]."""
-    return int8_scales(weight.t())
-
-
-def float8_values_turned(weight: Tensor) -> Tensor:
-    """`float8_values` of a matrix [in, out]."""
-    return float8_values(weight.t())
-
-
-def float8_scales_turned(weight: Tensor) -> Tensor:
-    """`float8_scales` of a matrix [in, out]."""
-    return float8_scales(weight.t())
-
-
-_FUNCTIONS = {
-    ("nf4", False): (nf4_codes, nf4_scales),
-    ("int8", False): (int8_values, int8_scales),
-    ("float8", False): (float8_values, float8_scales),
-    ("nf4", True): (nf4_codes_turned, nf4_scales_turned),
-    ("int8", True): (int8_values_turned, int8_scales_turned),
-    ("float8", True): (float8_values_turned, float8_scales_turned),
-}
+nf4_codes, nf4_codes_turned = _part("nf4_codes"), _part("nf4_codes_turned")
+nf4_scales, nf4_scales_turned = _part("nf4_scales"), _part("nf4_scales_turned")
+int8_values, int8_values_turned = _part("int8_values"), _part("int8_values_turned")
+int8_scales, int8_scales_turned = _part("int8_scales"), _part("int8_scales_turned")
+float8_values, float8_values_turned = _part("float8_values"), _part("float8_values_turned")
+float8_scales, float8_scales_turned = _part("float8_scales"), _part("float8_scales_turned")
 
 
 @torch.library.custom_op(
