@@ -9,7 +9,7 @@ import torch
 from torch._inductor.async_compile import AsyncCompile
 from torch._inductor.utils import run_and_get_code
 
-from tlora_fx.ops import lora_loop, multi_lora_linear, multi_lora_linears
+from tlora_fx.ops import lora, multi_lora_linear, multi_lora_linears
 from tlora_fx.ops.kernels import packed, strict, support, with_room
 
 WIDTH, HIDDEN, ROOM, TOKENS = 32, 48, 64, 11
@@ -20,7 +20,7 @@ def seen(monkeypatch):
     """Traced graphs are made as if kernels served; what x and dys the operators were given."""
     torch._dynamo.reset()
     given, sites = [], packed._sites
-    forward, backward = lora_loop.forward, lora_loop.input_gradient
+    forward, backward = lora.loop_forward, lora.loop_input_gradient
 
     def note(kind, *values):
         given.extend((kind, one.shape[-1], one.stride(-2) - one.shape[-1]) for one in values)
@@ -39,8 +39,8 @@ def seen(monkeypatch):
             return sites(like, group)
 
     monkeypatch.setattr(packed, "_sites", served_sites)
-    monkeypatch.setattr(lora_loop, "forward", noted_forward)
-    monkeypatch.setattr(lora_loop, "input_gradient", noted_backward)
+    monkeypatch.setattr(lora, "loop_forward", noted_forward)
+    monkeypatch.setattr(lora, "loop_input_gradient", noted_backward)
     yield given
     torch._dynamo.reset()
 

@@ -19,7 +19,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor, wait
 from contextlib import ExitStack
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from itertools import accumulate, product
 from multiprocessing import get_context
@@ -180,10 +180,7 @@ def _points(
 def _measure(point: Point, dtype: Dtype, device: torch.device, log: _Log, console: Console) -> None:
     """All that is to be known of one site."""
     with select.force_plan("fused"):
-        case = Case.make(
-            point.shape, point.tokens, point.ranks, getattr(torch, dtype), point.drops, device,
-            point.beside,
-        )  # fmt: skip
+        case = Case.make(point, dtype, device)
     tiles: dict[Kind, Tile] = {}
     for kind in point.kinds:
         if log.is_over:
@@ -299,7 +296,7 @@ def _tasks(points: Sequence[Point], dtype: Dtype, device: torch.device) -> Itera
         )  # fmt: skip
         sites = 1 + len(point.beside)
         for tile in _candidates(kind, site, sites, point.tokens):
-            task = Task(kind, point.shape, point.ranks, point.drops, dtype, tile, point.beside)
+            task = Task(kind, replace(point, tokens=_SHORT), dtype, tile)
             if (name := (_spec(kind, site, sites), tile)) not in tried:
                 tried.add(name)
                 yield task
@@ -340,15 +337,12 @@ def _short(tile: Tile | None) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Task:
-    """One kernel: the site that runs it, and how it cuts its work."""
+    """One kernel: the site that runs it, on a short row, and how it cuts its work."""
 
     kind: Kind
-    shape: tuple[int, int]
-    ranks: tuple[int, ...]
-    drops: bool
+    point: Point
     dtype: Dtype
     tile: Tile
-    beside: tuple[int, ...] = ()
 
 
 def precompile(tasks: Sequence[Task], seconds: float) -> None:
@@ -378,22 +372,17 @@ def _compile(tasks: Sequence[Task]) -> None:
 
 
 def _run_once(task: Task) -> None:
-    case = _case(task.shape, task.ranks, task.drops, task.dtype, task.beside)
-    directed = task.kind in ("forward", "input_gradient")
-    call = case.direction(task.kind) if directed else case.kernel(task.kind)
+    case = _case(task.point, task.dtype)
+    call = case.direction(task.kind) if task.kind in DIRECTIONS else case.kernel(task.kind)
     with select.force_tiles({task.kind: task.tile}), select.force_plan("fused"):
         call()
     torch.cuda.synchronize()
 
 
 @lru_cache(maxsize=4)
-def _case(
-    shape: tuple[int, int], ranks: tuple[int, ...], drops: bool, dtype: Dtype,
-    beside: tuple[int, ...],
-) -> Case:  # fmt: skip
-    device = torch.device("cuda", torch.cuda.current_device())
+def _case(point: Point, dtype: Dtype) -> Case:
     with select.force_plan("fused"):
-        return Case.make(shape, _SHORT, ranks, getattr(torch, dtype), drops, device, beside)
+        return Case.make(point, dtype, torch.device("cuda", torch.cuda.current_device()))
 
 
 @dataclass(slots=True)
@@ -413,21 +402,10 @@ class Case:
     bits: list[Tensor]
 
     @classmethod
-    def make(
-        cls,
-        shape: tuple[int, int],
-        tokens: int,
-        ranks: Sequence[int],
-        dtype: torch.dtype,
-        drops: bool,
-        device: torch.device,
-        beside: Sequence[int] = (),
-    ) -> Case:
-        """A row of `tokens` tokens, shared out evenly among jobs of these ranks.
-
-        beside   outputs of further sites on the same x
-        """
-        inner, *outers = *shape, *beside
+    def make(cls, point: Point, base: Dtype, device: torch.device) -> Case:
+        """A point's row, whose tokens are shared out evenly among the jobs."""
+        inner, *outers = *point.shape, *point.beside
+        tokens, ranks, dtype = point.tokens, point.ranks, getattr(torch, base)
         jobs, rows = len(ranks), sum(ranks)
         bounds = [tokens * job // jobs for job in range(jobs + 1)]
 
@@ -440,14 +418,14 @@ class Case:
             [normal(rows, outer, to=torch.float32) for outer in outers],
             [torch.tensor([0, *accumulate(ranks)], dtype=torch.int32) for _ in outers],
             [torch.ones(jobs, dtype=torch.float64) for _ in outers],
-            [torch.full((jobs,), _RATE * drops, dtype=torch.float64) for _ in outers],
+            [torch.full((jobs,), _RATE * point.drops, dtype=torch.float64) for _ in outers],
             torch.tensor(bounds, dtype=torch.int32),
             torch.tensor([[job, 1] for job in range(jobs)]),
             torch.arange(tokens, dtype=torch.int32, device=device),
             [torch.tensor(7 + site) for site in range(len(outers))],
             dtype,
             max(ranks),
-            drops,
+            point.drops,
         )
         x, dy = normal(tokens, inner), normal(tokens, outers[0])
         kernels, count = KernelGroup.of(x, group), len(outers)
