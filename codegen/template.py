@@ -26,8 +26,10 @@ _NAME = re.compile(r"\$(?:(\w+)|\{(\w+)\})")
 _SITE = re.compile(r"_\d+$")
 _TABLES = ("segments", "slots", "ranks", "keys", "thresholds", "token_index")
 _POINTERS = dict.fromkeys(_TABLES, "*i32") | {"flags": "*fp32", "scales": "*fp32", "bits": "*u8"}
-_VALUES = ("x", "dy", "y", "dx", "s", "ds", "a", "b", "a_packed", "b_packed", "weight", "bias")
-_VALUES += ("extended",)
+_VALUES = (
+    *("x", "dy", "y", "dx", "s", "ds", "a", "b"),
+    *("a_packed", "b_packed", "weight", "bias", "extended"),
+)
 _SHARES = ("ds_parts", "da_parts", "db_parts")
 _GRADIENTS = ("da", "db")
 
@@ -69,7 +71,7 @@ def module(
 def _signature(spec: KernelSpec, body: str, types: Mapping[str, str]) -> dict[str, str]:
     """The type of each argument of a body's kernel, in order; what is no pointer is an int32."""
     known = _POINTERS | dict.fromkeys(_VALUES, f"*{short(spec.dtype)}")
-    known |= dict.fromkeys(_SHARES, part_type(spec)) | types
+    known |= dict.fromkeys(_SHARES, part_type(spec)) | dict(types)
     known |= dict.fromkeys(_GRADIENTS, f"*{short(spec.adapter_dtype)}")
     functions = (node for node in ast.parse(body).body if isinstance(node, ast.FunctionDef))
     arguments = [node.args.args for node in functions if node.name == "kernel"]

@@ -10,6 +10,7 @@ import torch.distributed as dist
 from torch import fx
 
 from tests import models
+from tests.parallel.eager_backend import eager_backend
 from tests.parallel.tensor_cases import (
     base_of,
     cut_model,
@@ -24,7 +25,7 @@ from tlora_fx.model.supermodel import SuperModel
 from tlora_fx.ops import use_group
 from tlora_fx.parallel.apply import apply, load
 from tlora_fx.parallel.mesh import open_mesh
-from tlora_fx.parallel.nano_batches import NanoModel, eager_backend, kind_of
+from tlora_fx.parallel.nano_batches import NanoModel, kind_of
 from tlora_fx.parallel.prepare import prepared
 from tlora_fx.planners.protocol import find_planner
 from tlora_fx.runtime.adapters import base_tensors

@@ -10,8 +10,8 @@ import torch.distributed as dist
 from torch import fx
 from torch._inductor.utils import run_and_get_code
 
+from tests.parallel.eager_backend import eager_backend
 from tlora_fx.parallel.nano_batches import (
-    eager_backend,
     graph_tasks,
     inductor_options,
     kind_of,

@@ -63,8 +63,6 @@ class MeshShape(BaseModel):
         return cls(**sizes)
 
 
-__all__ = ["DIMENSIONS", "Estimate", "MeshShape", "Plan", "Schedule", "model_fingerprint"]
-
 Schedule = Literal["gpipe", "1f1b", "interleaved"]
 #: What plans could ask for before, and why it was taken out.
 TAKEN_OUT = {

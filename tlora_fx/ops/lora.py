@@ -643,7 +643,7 @@ def add_branch_gradients(
         if keep is None:
             _add_product(dx[branch.tokens], inner, own_a, 1.0)
         else:
-            _add(dx[branch.tokens], _drop(inner @ own_a, keep, tables, branch.job))
+            _add_wide(dx[branch.tokens], _drop(inner @ own_a, keep, tables, branch.job))
     return ds
 
 
@@ -684,7 +684,7 @@ def _add_product(target: Tensor, left: Tensor, right: Tensor, scale: float) -> N
     target.copy_(target.to(wide) + (left @ right).to(wide) * scale)
 
 
-def _add(target: Tensor, value: Tensor) -> None:
+def _add_wide(target: Tensor, value: Tensor) -> None:
     wide = torch.promote_types(target.dtype, value.dtype)
     target.copy_(target.to(wide) + value.to(wide))
 

@@ -102,14 +102,19 @@ def check_table(table: Tensor, name: str) -> None:
 
 def check_rates(rates: Tensor, jobs: int) -> list[float]:
     """The dropout rate of each of `jobs` jobs, each in [0, 1); raises MaskKeyError."""
-    if rates.shape != (jobs,) or rates.device.type != "cpu":
-        raise MaskKeyError(
-            "dropout rates must be one number a job, on the CPU",
+    return [check_rate(rate) for rate in _numbers(rates, jobs, "dropout rates", MaskKeyError)]
+
+
+def _numbers(table: Tensor, jobs: int, what: str, error: type[TloraError]) -> list[float]:
+    """One number a job; raises the error where they are not so many, or lie on a device."""
+    if table.shape != (jobs,) or table.device.type != "cpu":
+        raise error(
+            f"{what} must be one number a job, on the CPU",
             expected=f"[{jobs}] on cpu",
-            found=f"{list(rates.shape)} on {rates.device}",
+            found=f"{list(table.shape)} on {table.device}",
         )
-    values: list[float] = rates.tolist()
-    return [check_rate(value) for value in values]
+    values: list[float] = table.tolist()
+    return values
 
 
 def check_rate(rate: float) -> float:
@@ -164,14 +169,7 @@ def rank_bounds(ranks: Tensor, jobs: int, total: int) -> list[int]:
 
 def check_scales(scales: Tensor, jobs: int) -> list[float]:
     """What each of `jobs` jobs' branches is multiplied with; raises AdapterTableError."""
-    if scales.shape != (jobs,) or scales.device.type != "cpu":
-        raise AdapterTableError(
-            "scales must be one number a job, on the CPU",
-            expected=f"[{jobs}] on cpu",
-            found=f"{list(scales.shape)} on {scales.device}",
-        )
-    values: list[float] = scales.tolist()
-    return values
+    return _numbers(scales, jobs, "scales", AdapterTableError)
 
 
 def check_fit(largest: int, drop: bool, max_rank: int, drops: bool) -> None:

@@ -16,9 +16,6 @@ from typing import Any, Literal, cast
 import torch
 import torch.utils._pytree as pytree
 from torch import Tensor, fx, nn
-from torch._dynamo.backends.common import aot_autograd
-from torch._functorch._aot_autograd.utils import make_boxed_func
-from torch._functorch.partitioners import min_cut_rematerialization_partition
 from torch._inductor import list_mode_options
 from torch._inductor.custom_graph_pass import CustomGraphPass
 
@@ -539,30 +536,6 @@ def region_options(given: Mapping[str, Any], limit_bytes: int | None = None) -> 
     asked |= {name.replace("-", "_"): value for name, value in made.pop("options", {}).items()}
     first = asked.pop(POST_GRAD, None)
     return {**made, "options": {**inductor_options(limit_bytes, first), **asked}}
-
-
-def eager_backend(
-    limit_bytes: int | None = None, seen: list[fx.Graph] | None = None
-) -> Callable[..., Any]:
-    """A backend of `torch.compile` that runs the scheduled graphs operator by operator.
-
-    seen   takes every scheduled graph, forward and backward
-    """
-
-    def compile_graph(module: fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
-        schedule_graph(module.graph, limit_bytes)
-        module.recompile()
-        if seen is not None:
-            seen.append(module.graph)
-        return make_boxed_func(module.forward)
-
-    backend: Callable[..., Any] = aot_autograd(
-        fw_compiler=compile_graph,
-        bw_compiler=compile_graph,
-        # As Inductor does; the default computes matrix products again whose sum is kept.
-        partition_fn=min_cut_rematerialization_partition,
-    )
-    return backend
 
 
 # Each count is compiled once, so a run never meets more variants than these.

@@ -11,7 +11,7 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from functools import partial, reduce
 from time import perf_counter
-from typing import Any, NamedTuple, cast
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
@@ -119,9 +119,9 @@ class PipelineRunner:
         finally:
             for stage in stages:
                 stage.clock = None
-        works: list[list[TimedWork]] = [[] for _ in range(self.mesh.shape.pp)]
-        dist.all_gather_object(works, clock.read(), group=self.group)
-        return {work.action: work.seconds for by_stage in works for work in by_stage}
+        by_stage: list[dict[Action, float]] = [{} for _ in range(self.mesh.shape.pp)]
+        dist.all_gather_object(by_stage, clock.read(), group=self.group)
+        return {action: seconds for timed in by_stage for action, seconds in timed.items()}
 
     def _schedule(self, micro_batches: int) -> tuple[Any, list[RowStage]]:
         """The schedule for so many micro-batches; torch fixes their number when it is made."""
@@ -420,13 +420,6 @@ def _sharded(module: nn.Module) -> Any:
 # How long each stage takes for each micro-batch: the measured counterpart of a simulation.
 
 
-class TimedWork(NamedTuple):
-    """One piece of work and how long it took."""
-
-    action: Action
-    seconds: float
-
-
 @dataclass(slots=True)
 class StageClock:
     """Measures the work of the stages that one process runs, without waiting for the device.
@@ -444,13 +437,13 @@ class StageClock:
         yield
         self._marks.append((action, start, self._mark()))
 
-    def read(self) -> list[TimedWork]:
-        """All that was measured since the last call, in the order in which it ran."""
+    def read(self) -> dict[Action, float]:
+        """Seconds of all that was measured since the last call, in the order in which it ran."""
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
-        works = [TimedWork(action, self._seconds(start, end)) for action, start, end in self._marks]
+        timed = {action: self._seconds(start, end) for action, start, end in self._marks}
         self._marks.clear()
-        return works
+        return timed
 
     def _mark(self) -> Any:
         if self.device.type != "cuda":

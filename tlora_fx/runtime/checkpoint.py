@@ -20,7 +20,7 @@ import shutil
 import tempfile
 import warnings
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any, Literal
 
@@ -250,15 +250,10 @@ def _write(folder: Path, step: int, jobs: Mapping[str, JobState], run: Mapping[s
 
 
 def _counters(job: JobState) -> dict[str, Any]:
-    return {
-        "optimizer_values": dict(job.optimizer_values),
-        "step": job.step,
-        "micro_step": job.micro_step,
-        "tokens": job.tokens,
-        "cursor": dict(job.cursor),
-        "status": job.status,
-        "reason": job.reason,
-    }
+    """All but the tensors, as JSON takes it."""
+    names = [each.name for each in fields(job) if each.name not in ("adapter", "optimizer")]
+    values = {name: getattr(job, name) for name in names}
+    return {k: dict(v) if isinstance(v, Mapping) else v for k, v in values.items()}
 
 
 def _json(value: Any) -> bytes:

@@ -48,44 +48,29 @@ class RoundNotice(NamedTuple):
     due: int = 0
 
 
-class Agreed(NamedTuple):
-    """What all processes have agreed on.
-
-    asked         some process was asked to stop
-    choice        the leader's
-    step_micros   of the slowest process
-    due           a checkpoint is due on the leader
-    """
-
-    asked: bool
-    choice: int
-    step_micros: int
-    due: bool = False
-
-
 class Ranks:
     """The processes of a mesh, from one of them."""
 
     def __init__(self, mesh: Mesh) -> None:
         self.mesh = mesh
 
-    def agree(self, notice: RoundNotice) -> Agreed:
+    def agree(self, notice: RoundNotice) -> RoundNotice:
         """Tell all processes of the round to come, and hear of theirs.
 
+        returns   the same on every process: whether any was asked to stop, the slowest one's time;
+                  all else is the leader's
         raises    RanksParted, on every process, where one has other rows
         """
         if self.mesh.world is None:
-            return Agreed(bool(notice.asked), notice.choice, notice.step_micros, bool(notice.due))
+            return notice
         mine = torch.tensor(notice, dtype=torch.int64)
         gathered = [torch.empty_like(mine) for _ in range(self.mesh.size)]
         dist.all_gather(gathered, mine, group=self.mesh.world)
         notices = [RoundNotice(*row.tolist()) for row in gathered]
         _require_one_table([notice.table for notice in notices])
-        return Agreed(
-            any(notice.asked for notice in notices),
-            notices[0].choice,
-            max(notice.step_micros for notice in notices),
-            bool(notices[0].due),
+        return notices[0]._replace(
+            asked=max(notice.asked for notice in notices),
+            step_micros=max(notice.step_micros for notice in notices),
         )
 
     def together(self, action: Callable[[], T]) -> T:

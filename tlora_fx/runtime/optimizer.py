@@ -12,7 +12,7 @@ arithmetic. So they are zeroed, measured and updated together, by lists of them 
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
 from itertools import chain
 from typing import TYPE_CHECKING, Any
@@ -142,47 +142,13 @@ _ARGUMENTS = (
 _OTHERS = ("amsgrad", "maximize", "capturable", "differentiable")
 
 
-class FusedAdam:
-    """One step of an optimizer, bitwise what its own `step` does; see `fused_adam`.
-
-    lists   parameters, gradients, both moments, each of one length, dtype and device
-    steps   the counters, as many, on the same device
-    """
-
-    def __init__(
-        self, options: dict[str, Any], lists: Sequence[list[Tensor]], steps: list[Tensor]
-    ) -> None:
-        self._options, self._lists, self._steps = options, lists, steps
-        self._kernel = getattr(torch, _kernel_of(options))
-
-    @torch.no_grad()
-    def step(self) -> None:
-        """Count, and update parameters and moments in place, with the options as they are now."""
-        options = self._options
-        beta1, beta2 = options["betas"]
-        torch._foreach_add_(self._steps, 1)
-        self._kernel(
-            *self._lists,
-            [],
-            self._steps,
-            amsgrad=False,
-            lr=options["lr"],
-            beta1=beta1,
-            beta2=beta2,
-            weight_decay=options["weight_decay"],
-            eps=options["eps"],
-            maximize=False,
-            grad_scale=None,
-            found_inf=None,
-        )
-
-
-def fused_adam(optimizer: torch.optim.Optimizer, gradients: Gradients) -> FusedAdam | None:
-    """The optimizer's step over lists, or None where it is to be left to the optimizer.
+def fused_adam(optimizer: torch.optim.Optimizer, gradients: Gradients) -> Callable[[], None] | None:
+    """The optimizer's step over lists, bitwise what its own `step` does; options may change.
 
     gradients   of the optimizer's parameters; the step reads these tensors for good
-    returns     None for other optimizers, options and versions of torch, for tensors of several
-                dtypes or devices, and before the first step, which makes the state
+    returns     None where it is to be left to the optimizer: other optimizers, options and versions
+                of torch, tensors of several dtypes or devices, and before the first step, which
+                makes the state
     """
     options = optimizer.param_groups[0]
     if type(optimizer) not in (torch.optim.Adam, torch.optim.AdamW) or not options["fused"]:
@@ -201,7 +167,28 @@ def fused_adam(optimizer: torch.optim.Optimizer, gradients: Gradients) -> FusedA
     kinds = {(each.device, each.dtype) for each in chain(*lists)}
     if len(kinds) > 1 or {each.device for each in steps} != {device for device, _ in kinds}:
         return None
-    return FusedAdam(options, lists, steps)
+    kernel = getattr(torch, _kernel_of(options))
+
+    @torch.no_grad()
+    def step() -> None:
+        beta1, beta2 = options["betas"]
+        torch._foreach_add_(steps, 1)
+        kernel(
+            *lists,
+            [],
+            steps,
+            amsgrad=False,
+            lr=options["lr"],
+            beta1=beta1,
+            beta2=beta2,
+            weight_decay=options["weight_decay"],
+            eps=options["eps"],
+            maximize=False,
+            grad_scale=None,
+            found_inf=None,
+        )
+
+    return step
 
 
 def _kernel_of(options: dict[str, Any]) -> str:
@@ -245,7 +232,7 @@ class JobOptimizer:
         self._optimizer = _make_optimizer(job, list(self._params.values()))
         self._schedule = _make_schedule(job, self._optimizer, steps)
         self._gradients = Gradients(self._params.values())
-        self._fused: FusedAdam | None = None
+        self._fused: Callable[[], None] | None = None
 
     @property
     def learning_rate(self) -> float:
@@ -285,7 +272,7 @@ class JobOptimizer:
         if self._max_norm > 0:
             gradients.clip(norm, self._max_norm)
         self._fused = self._fused or fused_adam(self._optimizer, gradients)
-        (self._fused or self._optimizer).step()
+        (self._fused or self._optimizer.step)()
         self._schedule.step()
         return norm
 

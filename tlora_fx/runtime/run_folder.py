@@ -21,11 +21,12 @@ FIELDS = ("step", "loss", "grad_norm", "learning_rate", "tokens", "seconds")
 class MetricsLog:
     """Appends a job's steps to a file, each line flushed as soon as it is written.
 
-    path   made, with its folder, by the first `append`
+    path     made, with its folder, by the first `append`
+    writes   False: nothing is kept
     """
 
-    def __init__(self, path: Path | str) -> None:
-        self.path = Path(path)
+    def __init__(self, path: Path | str, *, writes: bool = True) -> None:
+        self.path, self.writes = Path(path), writes
         self._file: IO[bytes] | None = None
 
     def append(
@@ -44,6 +45,8 @@ class MetricsLog:
         seconds        wall time of this step
         raises         MetricsError when the disk refuses
         """
+        if not self.writes:
+            return
         values = (step, loss, grad_norm, learning_rate, tokens, seconds)
         record = {
             name: value if math.isfinite(value) else None
@@ -62,7 +65,7 @@ class MetricsLog:
         """Keep the whole lines up to a step, drop later and torn ones: what a resumed run needs."""
         self.close()
         try:
-            if not self.path.exists():
+            if not self.writes or not self.path.exists():
                 return
             content = self.path.read_bytes()
             kept = b"".join(
@@ -86,16 +89,6 @@ class MetricsLog:
             reason=error,
             help="free space or mend the permissions, then go on with --resume",
         )
-
-
-class NoMetrics(MetricsLog):
-    """A log that keeps nothing, for processes that leave writing to another."""
-
-    def append(self, **values: float) -> None:
-        """Keep nothing."""
-
-    def truncate_after(self, step: int) -> None:
-        """There is nothing to drop."""
 
 
 def read_metrics(path: Path | str) -> list[dict[str, Any]]:
@@ -131,13 +124,13 @@ class RunFolder:
 
     path     of the run
     jobs     where the jobs' own folders are, if not in `path`
-    writes   whether anything is written here
+    writes   False in a process that leaves writing to another: it holds and writes nothing
     """
 
-    writes = True
-
-    def __init__(self, path: Path | str, jobs: Path | str | None = None) -> None:
-        self.path = Path(path)
+    def __init__(
+        self, path: Path | str, jobs: Path | str | None = None, *, writes: bool = True
+    ) -> None:
+        self.path, self.writes = Path(path), writes
         self.jobs = self.path if jobs is None else Path(jobs)
 
     def job(self, name: str) -> Path:
@@ -160,6 +153,9 @@ class RunFolder:
         resume    go on with what is there; otherwise the folder must be new or empty
         raises    RunFolderError when another process holds it, or it is in use already
         """
+        if not self.writes:
+            yield
+            return
         try:
             self.path.mkdir(parents=True, exist_ok=True)
             lock = (self.path / LOCK).open("a")
@@ -185,17 +181,19 @@ class RunFolder:
 
     def metrics(self, job: str) -> MetricsLog:
         """A job's metrics file."""
-        return MetricsLog(self.job(job) / "metrics.jsonl")
+        return MetricsLog(self.job(job) / "metrics.jsonl", writes=self.writes)
 
     def write_status(self, job: str, status: dict[str, Any]) -> None:
         """Say in the job's folder how it stands."""
+        if not self.writes:
+            return
         folder = self.job(job)
         folder.mkdir(parents=True, exist_ok=True)
         replace_file(folder / "status.json", (json.dumps(status, indent=2) + "\n").encode())
 
     def write_decisions(self, decisions: Sequence[dict[str, Any]]) -> None:
         """Add lines to decisions.jsonl: what a controller of nano-batches chose."""
-        if decisions:
+        if decisions and self.writes:
             with (self.path / "decisions.jsonl").open("a") as file:
                 file.writelines(json.dumps(decision) + "\n" for decision in decisions)
 
@@ -232,24 +230,3 @@ def how_to_go_on(path: Path) -> str:
     if names:
         return f"start again with --resume: the last checkpoint is {names[0]}"
     return "start again with --resume; there is no checkpoint yet, so every job starts anew"
-
-
-class NoFolder(RunFolder):
-    """The folder of a process that leaves writing to another."""
-
-    writes = False
-
-    @contextmanager
-    def held(self, resume: bool) -> Iterator[None]:
-        """Nothing is held."""
-        yield
-
-    def metrics(self, job: str) -> MetricsLog:
-        """A log that keeps nothing."""
-        return NoMetrics(self.job(job))
-
-    def write_status(self, job: str, status: dict[str, Any]) -> None:
-        """Write nothing."""
-
-    def write_decisions(self, decisions: Sequence[dict[str, Any]]) -> None:
-        """Write nothing."""

@@ -56,7 +56,6 @@ from tlora_fx.runtime.checks import (
 from tlora_fx.runtime.controllers import NanoBatches
 from tlora_fx.runtime.data import JobData
 from tlora_fx.runtime.distributed import (
-    Agreed,
     Ranks,
     RoundNotice,
     StateGatherer,
@@ -65,7 +64,7 @@ from tlora_fx.runtime.distributed import (
     table_hash,
 )
 from tlora_fx.runtime.job_run import JobRun, StepReport
-from tlora_fx.runtime.run_folder import NoFolder, RunFolder
+from tlora_fx.runtime.run_folder import RunFolder
 
 SIGNALS = (signal.SIGINT, signal.SIGTERM)
 GRACE_SECONDS = 10.0
@@ -151,9 +150,9 @@ class Trainer:
         self.carried = resume if isinstance(resume, ResumeSources) else None
         stamp = datetime.now(UTC).strftime("%Y%m%d-%H%M%S")
         # Without a path every process would name another folder; only the leader's is used.
-        folder = RunFolder if self.mesh.leader else NoFolder
         job_folders = self.carried.jobs if self.carried else None
-        self.folder = folder(output or Path("runs") / stamp, job_folders)
+        path = output or Path("runs") / stamp
+        self.folder = RunFolder(path, job_folders, writes=self.mesh.leader)
         self.callback = (self.mesh.leader and callback) or TrainerCallback()
         self.ranks = Ranks(self.mesh)
         self.gathering = StateGatherer(self.model, self.mesh)
@@ -289,13 +288,13 @@ class Trainer:
         losses = self._run_rows(rows, batches)
         norms = gradient_norms(active, self.model, self.mesh)
         self.rounds += 1
-        self._finish(active, batches, losses, norms, started, due=agreed.due)
+        self._finish(active, batches, losses, norms, started, due=bool(agreed.due))
         if not self._limited:
             limit_waits(self.mesh, self.options.longest_wait)
             self._limited = True
         return True
 
-    def _choose(self, agreed: Agreed, rows: Sequence[PackedBatch]) -> None:
+    def _choose(self, agreed: RoundNotice, rows: Sequence[PackedBatch]) -> None:
         """Cut this round's rows as the leader said; it says what the next round's shall be."""
         if self._nano is None or self._runner is None:
             return

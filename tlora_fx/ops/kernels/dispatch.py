@@ -40,12 +40,7 @@ def forward(
     tokens = len(whole)
     run = Run.open(kernels, group, tokens, x.device)
     wide = [run.empty(tokens, site.outer, dtype=x.dtype) for site in kernels.sites]
-    s = [run.empty(tokens, site.width, dtype=x.dtype) for site in kernels.sites]
-    octets = -(-group.inner // 8)
-    bits = [
-        run.empty(*((tokens, octets) if site.drops else (0,)), dtype=torch.uint8)
-        for site in kernels.sites
-    ]
+    s, bits = kernels.low_rank_rows(x, run.empty), kernels.bits(x, run.empty)
     with run.on_device():
         if tokens:
             run.serve(_forward, whole, room, biases, wide, s, bits)
@@ -135,11 +130,7 @@ def input_gradient(
     run = Run.open(kernels, group, tokens, first.device)
     dx = run.empty(*((tokens, group.inner) if need_dx else (0,)), dtype=first.dtype)
     ds = [run.empty(*rows.shape, dtype=rows.dtype) for rows in s]
-    total = torch.promote_types(torch.float32, first.dtype)
-    parts = [
-        run.empty(site.chunks(tokens, kernels.jobs), site.width, site.outer, dtype=total)
-        for site in kernels.sites
-    ]
+    parts = kernels.gradient_parts(first, run.empty)
     with run.on_device():
         if tokens:
             out = dx if need_dx else None
@@ -280,11 +271,9 @@ def plain(value: Tensor) -> Tensor:
 
 def add_forward(y: Tensor, x: Tensor, group: SiteGroup, kernels: KernelGroup) -> list[Tensor]:
     """Add every job's branch to y [..., out], in place; returns S, and the dropout bits."""
-    rows, (site,) = plain(x), kernels.sites
+    rows = plain(x)
     run = Run.open(kernels, group, len(rows), x.device)
-    s = run.empty(len(rows), site.width, dtype=x.dtype)
-    octets = (len(rows), -(-group.inner // 8)) if site.drops else (0,)
-    bits = run.empty(*octets, dtype=torch.uint8)
+    (s,), (bits,) = kernels.low_rank_rows(x, run.empty), kernels.bits(x, run.empty)
     with run.on_device():
         if len(rows):
             run.serve(_add_forward, rows, s, bits, y.view(len(rows), -1))
@@ -302,13 +291,10 @@ def add_input_gradient(
 ) -> list[Tensor]:
     """What the branches add to dx, or [0]; dS; the parts of dB."""
     kernels, rows = KernelGroup.of(dy, group), plain(dy)
-    (site,) = kernels.sites
     run = Run.open(kernels, group, len(rows), dy.device)
     dx = run.empty(*((len(rows), group.inner) if need_dx else (0,)), dtype=dy.dtype)
     ds = run.empty(*s.shape, dtype=s.dtype)
-    total = torch.promote_types(torch.float32, dy.dtype)
-    chunks = site.chunks(len(rows), kernels.jobs)
-    parts = run.empty(chunks, site.width, site.outer, dtype=total)
+    (parts,) = kernels.gradient_parts(dy, run.empty)
     with run.on_device():
         if len(rows):
             run.serve(_add_input_gradient, rows, s, bits, dx if need_dx else None, ds, parts)

@@ -14,6 +14,7 @@ from __future__ import annotations
 import importlib.util
 import logging
 import os
+from collections.abc import Callable
 from dataclasses import astuple, dataclass, field
 from functools import cache, cached_property, lru_cache
 from typing import Any, cast
@@ -41,6 +42,8 @@ _BASES = {
     "interpret": (torch.float16, torch.float32, torch.float64),
 }
 _OLDEST = 80
+# Makes a tensor of a shape and dtype.
+Make = Callable[..., Tensor]
 
 
 @dataclass(frozen=True)
@@ -140,25 +143,28 @@ class KernelGroup:
             sites.append(site)
         return cls(tuple(sites), jobs)
 
-    def low_rank_rows(self, like: Tensor) -> list[Tensor]:
-        """S or dS of each site, [tokens, width], not filled."""
-        tokens = tokens_of(like)
-        return [like.new_empty(tokens, site.width) for site in self.sites]
+    def low_rank_rows(self, like: Tensor, make: Make | None = None) -> list[Tensor]:
+        """S or dS of each site, [tokens, width], not filled.
 
-    def gradient_parts(self, like: Tensor) -> list[Tensor]:
+        make   makes a tensor; by default `like.new_empty`
+        """
+        make, tokens = make or like.new_empty, tokens_of(like)
+        return [make(tokens, site.width, dtype=like.dtype) for site in self.sites]
+
+    def gradient_parts(self, like: Tensor, make: Make | None = None) -> list[Tensor]:
         """What the pass over dy finds of dB, a part a chunk, [C, width, out], not filled."""
         wide = torch.promote_types(torch.float32, like.dtype)
-        tokens = tokens_of(like)
+        make, tokens = make or like.new_empty, tokens_of(like)
         return [
-            like.new_empty(site.chunks(tokens, self.jobs), site.width, site.outer, dtype=wide)
+            make(site.chunks(tokens, self.jobs), site.width, site.outer, dtype=wide)
             for site in self.sites
         ]
 
-    def bits(self, like: Tensor) -> list[Tensor]:
+    def bits(self, like: Tensor, make: Make | None = None) -> list[Tensor]:
         """Dropout's bits of each site, uint8 [tokens, in / 8], not filled; [0] where none drops."""
-        shape = (tokens_of(like), -(-self.sites[0].inner // 8))
+        make, shape = make or like.new_empty, (tokens_of(like), -(-self.sites[0].inner // 8))
         sizes = [shape if site.drops else (0,) for site in self.sites]
-        return [like.new_empty(size, dtype=torch.uint8) for size in sizes]
+        return [make(*size, dtype=torch.uint8) for size in sizes]
 
 
 def kernel_group(x: Tensor, group: SiteGroup) -> KernelGroup | None:
