@@ -89,10 +89,7 @@ class PlanSearch:
         return [candidate for candidate in self.candidates if not candidate.runs]
 
     def best(self) -> Plan:
-        """The plan with the shortest step, with its estimate.
-
-        raises    NoPlanFits
-        """
+        """The plan with the shortest step, with its estimate; raises NoPlanFits."""
         if not self.running:
             reasons = dict.fromkeys(f"{c.plan.mesh}: {c.reason}" for c in self.dropped)
             raise NoPlanFits(

@@ -40,10 +40,7 @@ class Single(Planner):
     def make(
         self, model: SuperModel, shape: MeshShape | None, options: RecomputeOptions, profile: Any
     ) -> Plan:
-        """The plan of one process.
-
-        raises    PlanNotRunnable for a mesh of several processes
-        """
+        """The plan of one process; raises PlanNotRunnable for a mesh of several processes."""
         if shape is not None and shape.size > 1:
             raise PlanNotRunnable(
                 "the plan 'single' is for one process",
@@ -153,14 +150,12 @@ def choose(
 
 def base_bytes(model: SuperModel) -> int:
     """The frozen base, as it is stored."""
-    parameters = model.net.parameters()
-    return sum(p.numel() * p.element_size() for p in parameters if not p.requires_grad)
+    return sum(leaf.nbytes for leaf in model.net.parameters() if not leaf.requires_grad)
 
 
 def trained_bytes(model: SuperModel) -> int:
     """Adapters with gradients and two moments of AdamW."""
-    trained = [p for p in model.net.parameters() if p.requires_grad]
-    return sum(4 * p.numel() * p.element_size() for p in trained)
+    return sum(4 * leaf.nbytes for leaf in model.net.parameters() if leaf.requires_grad)
 
 
 def activation_bytes(model: SuperModel, row_tokens: int) -> int:

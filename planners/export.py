@@ -103,10 +103,7 @@ def layer_rows(cost: CostModel, batch: int, length: int, tp: int) -> list[LayerR
 
 
 def write_json(path: Path, data: Mapping[str, Any]) -> Path:
-    """Write one of their files.
-
-    raises    ProfileFileError
-    """
+    """Write one of their files; raises ProfileFileError."""
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         replace_file(path, (json.dumps(data, indent=4) + "\n").encode())

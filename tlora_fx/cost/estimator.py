@@ -207,10 +207,7 @@ class ProfileEstimator:
         return max(0.0, end - float(curve.values[-1] - curve.values[1]) / slope)
 
     def explain(self, base: str, demand: Demand, gpus: int, tier: Tier) -> Prediction:
-        """One group, term by term.
-
-        raises    BaseUnknown
-        """
+        """One group, term by term; raises BaseUnknown."""
         known, count = self.base(base), np.array([gpus])
         return known.explain(known.groups(demand.row()[None], count, [tier]), count)
 
@@ -229,10 +226,7 @@ class ProfileEstimator:
         return found
 
     def base(self, name: str) -> Base:
-        """Tables of a base, made when they are first asked for.
-
-        raises    BaseUnknown
-        """
+        """Tables of a base, made when they are first asked for; raises BaseUnknown."""
         known = self._bases.get(name)
         if known is None:
             if name not in self.profiles:

@@ -69,10 +69,7 @@ GPUS: Mapping[str, Gpu] = {
 
 
 def find_gpu(name: str) -> Gpu:
-    """The GPU of a short name, or of the name that the driver gives.
-
-    raises    UnknownGpu
-    """
+    """The GPU of a short name, or of the name that the driver gives; raises UnknownGpu."""
     known = gpu_of_device(name)
     if known is not None:
         return known

@@ -334,10 +334,7 @@ def demand_of(
 
 
 def _targets(shape: BaseShape, targets: str | Iterable[str]) -> list[str]:
-    """Names of linears, each once.
-
-    raises    TargetUnknown
-    """
+    """Names of linears, each once; raises TargetUnknown."""
     known = list(shape.linears)
     if targets == ALL_LINEAR:
         return known

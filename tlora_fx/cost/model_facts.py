@@ -261,10 +261,7 @@ BASES: Mapping[str, BaseShape] = {
 
 
 def find_base(name: str) -> BaseShape:
-    """The known base of a short name.
-
-    raises    BaseUnknown
-    """
+    """The known base of a short name; raises BaseUnknown."""
     if name in BASES:
         return BASES[name]
     raise BaseUnknown(

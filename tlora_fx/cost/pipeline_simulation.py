@@ -124,10 +124,7 @@ def bubble_formula(stages: int, micro_batches: int) -> float:
 
 
 def schedule_order(schedule: Schedule, stages: int, processes: int, micro_batches: int) -> Order:
-    """Each process's work under a schedule.
-
-    raises    ScheduleRefused
-    """
+    """Each process's work under a schedule; raises ScheduleRefused."""
     require_schedule(schedule, stages, processes, micro_batches)
     if schedule == "gpipe":
         return [_gpipe(stage, micro_batches) for stage in range(stages)]
@@ -137,10 +134,7 @@ def schedule_order(schedule: Schedule, stages: int, processes: int, micro_batche
 
 
 def require_schedule(schedule: Schedule, stages: int, processes: int, micro_batches: int) -> None:
-    """Refuse what torch's schedule does not run.
-
-    raises    ScheduleRefused
-    """
+    """Refuse what torch's schedule does not run; raises ScheduleRefused."""
     told: dict[str, Any] = {
         "schedule": schedule, "stages": stages, "processes": processes,
         "micro-batches": micro_batches,

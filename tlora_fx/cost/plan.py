@@ -166,10 +166,7 @@ class Plan(BaseModel):
         return self.mesh.pp == 1 and self.nano_batches == 1
 
     def save(self, path: Path | str) -> None:
-        """Write the plan as JSON.
-
-        raises    PlanFileError
-        """
+        """Write the plan as JSON; raises PlanFileError."""
         try:
             replace_file(Path(path), (self.model_dump_json(indent=2) + "\n").encode())
         except OSError as error:
@@ -179,10 +176,7 @@ class Plan(BaseModel):
 
     @classmethod
     def load(cls, path: Path | str) -> Self:
-        """Read what `save` wrote.
-
-        raises    PlanFileError
-        """
+        """Read what `save` wrote; raises PlanFileError."""
         try:
             return cls.model_validate_json(Path(path).read_bytes())
         except (OSError, ValidationError) as error:
@@ -194,10 +188,7 @@ class Plan(BaseModel):
             ) from error
 
     def require_model(self, model: SuperModel) -> None:
-        """Refuse a model that the plan was not made for.
-
-        raises    PlanNotForModel
-        """
+        """Refuse a model that the plan was not made for; raises PlanNotForModel."""
         found = model_fingerprint(model)
         if self.model and self.model != found:
             raise PlanNotForModel(

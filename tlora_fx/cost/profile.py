@@ -259,10 +259,7 @@ class Profile(_Part):
         return self.model_copy(update={"layers": layers, "root": root, "loss": loss})
 
     def save(self, path: Path | str) -> None:
-        """Write the profile as JSON.
-
-        raises    ProfileFileError
-        """
+        """Write the profile as JSON; raises ProfileFileError."""
         text = self.model_dump_json(indent=1, by_alias=True, exclude_defaults=True)
         text = text.replace("{", f'{{\n "schema": {SCHEMA},', 1)
         try:
@@ -275,10 +272,7 @@ class Profile(_Part):
 
     @classmethod
     def load(cls, path: Path | str) -> Self:
-        """Read what `save` wrote.
-
-        raises    ProfileFileError
-        """
+        """Read what `save` wrote; raises ProfileFileError."""
         try:
             found = cls.model_validate_json(Path(path).read_bytes())
         except FileNotFoundError as error:

@@ -462,10 +462,7 @@ def profiles_for(
 
 
 def require_profile(base: str, profile: Profile, gpu: str, *, allow_estimated: bool) -> None:
-    """Refuse a profile of other hardware, and one that was not measured.
-
-    raises    ProfileMismatch
-    """
+    """Refuse a profile of other hardware, and one that was not measured; raises ProfileMismatch."""
     if not same_gpu(profile.hardware.gpu, gpu):
         raise ProfileMismatch(
             f"the profile of base '{base}' is of another GPU",

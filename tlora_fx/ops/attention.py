@@ -109,10 +109,7 @@ class Sequences:
 
     @classmethod
     def read(cls, tables: AttentionTables, tokens: int) -> Sequences:
-        """Check the tables of a row.
-
-        raises  AttentionShapeError, SegmentError, MaskKeyError
-        """
+        """Check the tables of a row; raises AttentionShapeError, SegmentError, MaskKeyError."""
         segments, site, dropout = tables.segments, tables.site, tables.dropout
         if site is None and threshold_of(dropout):
             raise MaskKeyError("attention dropout needs the site of its masks", found=None)

@@ -31,7 +31,7 @@ class Stretch:
     caller   the module that is called: the model, or a stage of a pipeline
     nodes    what the call computes, in order
     paths    of its layers, and at the end of the loss where the call computes it
-    lowest   place in `paths` of the first that has a backward; None where none has
+    lowest   index in `paths` of the first that has a backward; None where none has
     """
 
     caller: nn.Module
@@ -110,9 +110,9 @@ def gathered_bytes(model: SuperModel) -> int:
 
 def first_trained(model: SuperModel, paths: Sequence[str]) -> int:
     """The first layer that trains anything: what is below has no backward."""
-    for place, path in enumerate(paths):
+    for index, path in enumerate(paths):
         if any(leaf.requires_grad for leaf in model.net.get_submodule(path).parameters()):
-            return place
+            return index
     return len(paths) - 1
 
 
@@ -173,16 +173,16 @@ def _tables(model: SuperModel, stretches: Sequence[Stretch]) -> list[list[str]]:
 
 def _read_directly(stretch: Stretch) -> dict[str, bool]:
     """The modules whose tensors a call reads itself, and whether only before its first layer."""
-    order = {node: place for place, node in enumerate(stretch.nodes)}
+    order = {node: index for index, node in enumerate(stretch.nodes)}
     first = stretch.paths[0]
     begin = next(order[n] for n in order if n.op == "call_module" and n.target == first)
-    found: dict[str, bool] = {}
+    early_only: dict[str, bool] = {}
     for node in order:
         if node.op == "get_attr":
             path = str(node.target).rpartition(".")[0]
             early = all(order[user] < begin for user in node.users if user in order)
-            found[path] = found.get(path, True) and early
-    return found
+            early_only[path] = early_only.get(path, True) and early
+    return early_only
 
 
 def _prefetch(modules: Sequence[Any], lowest: int | None, nothing: nn.Module) -> None:

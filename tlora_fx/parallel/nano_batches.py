@@ -9,7 +9,7 @@ from __future__ import annotations
 import hashlib
 import operator
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal, cast
 
@@ -77,9 +77,9 @@ def outline_regions(group: GroupGraph, count: int, layers: int) -> list[NanoRegi
     """
     known: dict[Hashable, str] = {}
     regions = []
-    for place, calls in enumerate(list(_runs(group, count, layers))):
+    for index, calls in enumerate(list(_runs(group, count, layers))):
         piece = _Piece(group, calls, count)
-        path = f"{REGIONS}.{place}"
+        path = f"{REGIONS}.{index}"
         name = known.setdefault(piece.key, f"region_{len(known)}")
         instances = group.blocks[name].instances if name in group.blocks else ()
         group.blocks[name] = Block(name, piece.graph, (*instances, path))
@@ -114,7 +114,7 @@ class _Piece:
         self.names: list[tuple[str, str]] = []
         self._take_inputs()
         rows: list[Hashable] = []
-        order = {node: place for place, node in enumerate((*self.inputs, *calls))}
+        order = {node: index for index, node in enumerate((*self.inputs, *calls))}
         for call in calls:
             args = tuple(self.made[arg] for arg in call.all_input_nodes)
             inner = f"{LAYERS}.{self.layers.index(str(call.target))}"
@@ -148,9 +148,9 @@ class _Piece:
         with root.inserting_before(first):
             made = root.call_module(path, tuple(self.inputs))
             made.meta.update(tags, val=values, path=path, source="")
-            for place, call in enumerate(self.results):
-                item = root.call_function(operator.getitem, (made, place))
-                item.meta.update(tags, val=values[place], path=path, source="")
+            for index, call in enumerate(self.results):
+                item = root.call_function(operator.getitem, (made, index))
+                item.meta.update(tags, val=values[index], path=path, source="")
                 call.replace_all_uses_with(item)
         for call in reversed(self.calls):
             root.erase_node(call)
@@ -173,9 +173,9 @@ class ScheduledTask:
     """One step of a process.
 
     kind      a computation, the start of a collective, or the wait for one
-    needs     places of earlier tasks that must have run
+    needs     indices of earlier tasks that must have run
     bytes     of the memory that it takes
-    reads     places of the tasks whose memory it reads, itself left out
+    reads     indices of the tasks whose memory it reads, itself left out
     kept      its memory is a result, and stays
     """
 
@@ -192,7 +192,7 @@ def list_schedule(tasks: Sequence[ScheduledTask], limit_bytes: int | None = None
     tasks         in an order in which they may run
     limit_bytes   of memory at any time; by default none. Where the given order needs more, no
                   schedule needs more than that order
-    returns       places of the tasks, each after what it needs
+    returns       indices of the tasks, each after what it needs
     """
     allowed = None
     if limit_bytes is not None:
@@ -209,7 +209,7 @@ def list_schedule(tasks: Sequence[ScheduledTask], limit_bytes: int | None = None
 def peak_bytes(tasks: Sequence[ScheduledTask], order: Sequence[int]) -> int:
     """The most memory that tasks take at once in an order."""
     memory = _Memory(tasks)
-    return max((memory.run(place) for place in order), default=0)
+    return max((memory.run(index) for index in order), default=0)
 
 
 class _Memory:
@@ -220,28 +220,27 @@ class _Memory:
         self.live = 0
         self.readers = [0] * len(tasks)
         for task in tasks:
-            for place in task.reads:
-                self.readers[place] += 1
+            for index in task.reads:
+                self.readers[index] += 1
 
-    def during(self, place: int) -> int:
+    def during(self, index: int) -> int:
         """How much there is while a task runs: its inputs and its own."""
-        return self.live + self.tasks[place].bytes
+        return self.live + self.tasks[index].bytes
 
-    def run(self, place: int) -> int:
+    def run(self, index: int) -> int:
         """Run a task; returns how much there was while it ran."""
-        peak = self.live = self.during(place)
-        for read in self.tasks[place].reads:
+        peak = self.live = self.during(index)
+        for read in self.tasks[index].reads:
             self.readers[read] -= 1
             self._free(read)
-        self._free(place)
+        self._free(index)
         return peak
 
-    def _free(self, place: int) -> None:
-        if not self.readers[place] and not self.tasks[place].kept:
-            self.live -= self.tasks[place].bytes
+    def _free(self, index: int) -> None:
+        if not self.readers[index] and not self.tasks[index].kept:
+            self.live -= self.tasks[index].bytes
 
 
-@dataclass(slots=True)
 class _Schedule:
     """One run of the list scheduler.
 
@@ -249,65 +248,56 @@ class _Schedule:
     window   how many tasks behind the first one left are looked at
     """
 
-    tasks: Sequence[ScheduledTask]
-    limit: int | None
-    window: int
-    memory: _Memory = field(init=False)
-    missing: list[int] = field(init=False)
-    users: list[list[int]] = field(init=False)
-    urgent: list[bool] = field(init=False)
-    started: list[int] = field(init=False)
-
-    def __post_init__(self) -> None:
-        count = len(self.tasks)
-        self.memory = _Memory(self.tasks)
-        self.missing = [len(task.needs) for task in self.tasks]
-        self.users = [[] for _ in range(count)]
-        for place, task in enumerate(self.tasks):
+    def __init__(self, tasks: Sequence[ScheduledTask], limit: int | None, window: int) -> None:
+        self.tasks, self.limit, self.window = tasks, limit, window
+        self.memory = _Memory(tasks)
+        self.missing = [len(task.needs) for task in tasks]
+        self.users: list[list[int]] = [[] for _ in tasks]
+        for index, task in enumerate(tasks):
             for need in task.needs:
-                self.users[need].append(place)
-        self.urgent = _leads_to_start(self.tasks)
-        self.started = [0] * count
+                self.users[need].append(index)
+        self.urgent = _leads_to_start(tasks)
+        self.started = [0] * len(tasks)
 
     def run(self) -> list[int]:
         """The order."""
         order: list[int] = []
-        ready = {place for place, count in enumerate(self.missing) if not count}
+        ready = {index for index, count in enumerate(self.missing) if not count}
         left = 0
         done = [False] * len(self.tasks)
         while ready:
             while done[left]:
                 left += 1
-            near = [place for place in ready if place < left + self.window]
-            place = self._choose(near)
-            self.memory.run(place)
-            done[place] = True
-            order.append(place)
-            ready.remove(place)
-            ready.update(self._released(place, len(order)))
+            near = [index for index in ready if index < left + self.window]
+            index = self._choose(near)
+            self.memory.run(index)
+            done[index] = True
+            order.append(index)
+            ready.remove(index)
+            ready.update(self._released(index, len(order)))
         assert len(order) == len(self.tasks), "tasks need each other"
         return order
 
     def _choose(self, ready: list[int]) -> int:
-        fitting = [place for place in ready if self._fits(place)]
+        fitting = [index for index in ready if self._fits(index)]
         return min(fitting, key=self._rank) if fitting else min(ready)
 
-    def _fits(self, place: int) -> bool:
-        return self.limit is None or self.memory.during(place) <= self.limit
+    def _fits(self, index: int) -> bool:
+        return self.limit is None or self.memory.during(index) <= self.limit
 
-    def _rank(self, place: int) -> tuple[int, int]:
+    def _rank(self, index: int) -> tuple[int, int]:
         """Starts, then what leads to starts, then other work, then waits in order of starts."""
-        kind = self.tasks[place].kind
+        kind = self.tasks[index].kind
         if kind == "wait":
-            return 3, self.started[place]
+            return 3, self.started[index]
         if kind == "start":
-            return 0, place
-        return (1 if self.urgent[place] else 2), place
+            return 0, index
+        return (1 if self.urgent[index] else 2), index
 
-    def _released(self, place: int, when: int) -> Iterator[int]:
+    def _released(self, index: int, when: int) -> Iterator[int]:
         """What may run now that a task has."""
-        for user in self.users[place]:
-            if self.tasks[place].kind == "start" and self.tasks[user].kind == "wait":
+        for user in self.users[index]:
+            if self.tasks[index].kind == "start" and self.tasks[user].kind == "wait":
                 self.started[user] = when
             self.missing[user] -= 1
             if not self.missing[user]:
@@ -317,9 +307,9 @@ class _Schedule:
 def _leads_to_start(tasks: Sequence[ScheduledTask]) -> list[bool]:
     """For each task whether a start needs it."""
     found = [task.kind == "start" for task in tasks]
-    for place in reversed(range(len(tasks))):
-        if found[place]:
-            for need in tasks[place].needs:
+    for index in reversed(range(len(tasks))):
+        if found[index]:
+            for need in tasks[index].needs:
                 found[need] = True
     return found
 
@@ -346,24 +336,24 @@ def schedule_graph(graph: fx.Graph, limit_bytes: int | None = None) -> None:
     if order == list(range(len(tasks))) or not any(task.kind == "start" for task in tasks):
         return
     output = next(node for node in reversed(graph.nodes) if node.op == "output")
-    for place in order:
-        if nodes[place].op != "placeholder":
-            output.prepend(nodes[place])
+    for index in order:
+        if nodes[index].op != "placeholder":
+            output.prepend(nodes[index])
     graph.lint()
 
 
 def graph_tasks(graph: fx.Graph) -> tuple[list[ScheduledTask], list[fx.Node]]:
     """The nodes of a graph as tasks, the output left out, and the nodes in the same order."""
     nodes = [node for node in graph.nodes if node.op != "output"]
-    places = {node: place for place, node in enumerate(nodes)}
+    indices = {node: index for index, node in enumerate(nodes)}
     homes = _homes(nodes)
     extra = _order_of_effects(nodes, homes)
     results = {homes[node] for node in graph.output_node().all_input_nodes}
     tasks = []
     for node in nodes:
         own = homes[node] is node
-        reads = {places[homes[source]] for source in node.all_input_nodes} - {places[node]}
-        needs = {places[source] for source in (*node.all_input_nodes, *extra[node])}
+        reads = {indices[homes[source]] for source in node.all_input_nodes} - {indices[node]}
+        needs = {indices[source] for source in (*node.all_input_nodes, *extra[node])}
         size = _bytes(node.meta.get("val")) if own and _is_counted(node) else 0
         kept = node in results or not _is_counted(node)
         tasks.append(ScheduledTask(kind_of(node), frozenset(needs), size, frozenset(reads), kept))
@@ -408,8 +398,8 @@ def _viewed(node: fx.Node) -> fx.Node | None:
     schema = getattr(node.target, "_schema", None)
     if schema is None or not any(result.alias_info is not None for result in schema.returns):
         return None
-    for place, argument in enumerate(schema.arguments):
-        given = node.args[place] if place < len(node.args) else node.kwargs.get(argument.name)
+    for index, argument in enumerate(schema.arguments):
+        given = node.args[index] if index < len(node.args) else node.kwargs.get(argument.name)
         if argument.alias_info is not None and isinstance(given, fx.Node):
             return given
     return None
@@ -636,8 +626,8 @@ class NanoModel:
         root = self._hang(group, count)
         for region in regions:
             inner = Container()
-            for place, path in enumerate(region.layers):
-                inner.add_module(str(place), self.model.net.get_submodule(path))
+            for index, path in enumerate(region.layers):
+                inner.add_module(str(index), self.model.net.get_submodule(path))
             root.get_submodule(region.path).add_module(LAYERS, inner)
         if self._compiled_with is not None:
             options = region_options(self._compiled_with, self._limit_bytes)

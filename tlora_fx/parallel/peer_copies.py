@@ -102,24 +102,24 @@ def copy_from_peers(modules: Sequence[nn.Module], mesh: Mesh) -> SideStreams | N
     leaves = [_sharded_leaves(module) for module in modules]
     if not _may_reach(mesh.device) or not wants_peer_copies():
         return None
-    told: list[Any] = [None] * dist.get_world_size(mesh.dp)
+    offers: list[Any] = [None] * dist.get_world_size(mesh.dp)
     shards = [[_bytes(leaf) for leaf in own] for own in leaves]
     if mesh.device.type == "cuda":
         # Shards were written on streams of their own processes.
         torch.cuda.synchronize(mesh.device)
-    dist.all_gather_object(told, _offer(shards, mesh.device), group=mesh.dp)
-    opened = _opened(told, mesh)
-    agreed: list[Any] = [None] * len(told)
+    dist.all_gather_object(offers, _offer(shards, mesh.device), group=mesh.dp)
+    opened = _opened(offers, mesh)
+    agreed: list[Any] = [None] * len(offers)
     dist.all_gather_object(agreed, opened is not None, group=mesh.dp)
     if opened is None or not all(agreed):
         return None
     streams = SideStreams()
     streams.begin(mesh.device)
     rank = dist.get_rank(mesh.dp)
-    for place, module in enumerate(modules):
-        peers = [shards[place] if own is None else own[place] for own in opened]
+    for index, module in enumerate(modules):
+        peers = [shards[index] if own is None else own[index] for own in opened]
         assert isinstance(module, FSDPModule)
-        gather: Any = PeerGather(leaves[place], peers, rank, streams)
+        gather: Any = PeerGather(leaves[index], peers, rank, streams)
         module.set_custom_all_gather(gather)
     return streams
 
@@ -145,7 +145,7 @@ class PeerGather:
         streams: SideStreams,
     ) -> None:
         self.streams = streams
-        sizes = [[own[place].numel() for own in peers] for place in range(len(leaves))]
+        sizes = [[own[index].numel() for own in peers] for index in range(len(leaves))]
         self._wholes = [Whole(leaf, own) for leaf, own in zip(leaves, sizes, strict=True)]
         # Each process begins with another neighbour, so that no link has to serve all at once; its
         # own shards come last.
@@ -178,9 +178,9 @@ class PeerGather:
             for whole in self._wholes:
                 whole.take()
         with self.streams.lanes(output_tensor.device) as lanes:
-            for place, lane in enumerate(lanes):
+            for index, lane in enumerate(lanes):
                 with lane:
-                    for part, shard in self._copies[place :: len(lanes)]:
+                    for part, shard in self._copies[index :: len(lanes)]:
                         part.copy_(shard, non_blocking=True)
 
 
@@ -216,9 +216,9 @@ class Whole:
         def before(mesh: Any) -> tuple[tuple[Tensor], None]:
             return (self._token,), None
 
-        told: Any = before
-        told.__signature__ = _OF_ONE
-        return told
+        signed: Any = before
+        signed.__signature__ = _OF_ONE
+        return signed
 
     def _after(
         self, outputs: Any, metadata: Any, dtype: torch.dtype, *, out: Tensor | None = None
@@ -252,7 +252,7 @@ def _walked(module: nn.Module) -> Iterator[DTensor]:
 def _offer(shards: Sequence[Sequence[Tensor]], device: torch.device) -> Any:
     """What another process needs to open these shards; None where they cannot be opened."""
     try:
-        handles = [[_handle(one) for one in own] for own in shards]
+        handles = [[_handle(shard) for shard in module] for module in shards]
     except RuntimeError:
         return None
     return socket.gethostname(), _identity(device), handles
@@ -267,18 +267,18 @@ def _handle(tensor: Tensor) -> Any:
     return storage._share_cuda_()
 
 
-def _opened(told: Sequence[Any], mesh: Mesh) -> list[list[list[Tensor]] | None] | None:
+def _opened(offers: Sequence[Any], mesh: Mesh) -> list[list[list[Tensor]] | None] | None:
     """Every neighbour's shards in this process's address space; None in our own place."""
     own = dist.get_rank(mesh.dp)
-    if any(one is None or one[0] != told[own][0] for one in told):
+    if any(offer is None or offer[0] != offers[own][0] for offer in offers):
         return None
-    if len({one[1] for one in told}) < len(told):
+    if len({device for _, device, _ in offers}) < len(offers):
         return None
     try:
         return [
             None if rank == own else [[_open(handle, mesh.device) for handle in module]
                                       for module in handles]
-            for rank, (_, _, handles) in enumerate(told)
+            for rank, (_, _, handles) in enumerate(offers)
         ]  # fmt: skip
     except RuntimeError:
         return None

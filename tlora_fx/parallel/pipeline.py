@@ -50,10 +50,7 @@ class PipelineRunner:
     """
 
     def __init__(self, model: SuperModel, plan: Plan, mesh: Mesh) -> None:
-        """Cut a model that has its tensors, or those of this process.
-
-        raises    NoStage
-        """
+        """Cut a model that has its tensors, or those of this process; raises NoStage."""
         assert mesh.pp is not None, "a pipeline has several processes"
         self.plan, self.mesh, self.group = plan, mesh, mesh.pp
         graphs = cut_stages(model, plan.cuts)

@@ -279,10 +279,7 @@ class BadRows:
     first: tuple[str, ...] = ()
 
     def add(self, where: str, reason: str) -> None:
-        """Count a bad row.
-
-        raises  MalformedRowError unless the job skips bad rows
-        """
+        """Count a bad row; raises MalformedRowError unless the job skips bad rows."""
         if not self.skip:
             help = "mend the row, or set skip_bad_rows: true in the job's data"
             what = "a row of the data cannot be used"
@@ -586,10 +583,7 @@ class TextEncoder:
     layout: SampleLayout
 
     def encode(self, fields: Mapping[str, Any]) -> Encoded:
-        """The tokens of a row.
-
-        raises  BadRowError when a column is missing or has a wrong type
-        """
+        """The tokens of a row; raises BadRowError when a column is missing or has a wrong type."""
         for name in self.layout.columns.values():
             if fields.get(name) is None:
                 raise BadRowError(f"no value in the column '{name}'")

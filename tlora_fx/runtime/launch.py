@@ -116,10 +116,7 @@ def leave() -> None:
 
 
 def require_plan_file(name: str) -> None:
-    """Refuse the name of a plan's file where there is none.
-
-    raises    PlanFileError
-    """
+    """Refuse the name of a plan's file where there is none; raises PlanFileError."""
     if Path(name).suffix == ".json" and not Path(name).exists():
         raise PlanFileError(
             "there is no such plan",

@@ -134,10 +134,7 @@ class RunFolder:
         self.jobs = self.path if jobs is None else Path(jobs)
 
     def job(self, name: str) -> Path:
-        """A job's own folder.
-
-        raises    RunFolderError for a name that the run needs itself
-        """
+        """A job's own folder; raises RunFolderError for a name that the run needs itself."""
         if name in RESERVED:
             raise RunFolderError(
                 f"a job cannot be called '{name}' here",

@@ -364,11 +364,14 @@ class Trainer:
         """Take jobs over from the runs that they come from."""
         read = self.ranks.together(carried.states if self.mesh.leader else dict[str, JobState])
         states = self.ranks.from_leader(read)
+        self._take_over(states, {name: str(folder) for name, folder in carried.sources.items()})
+
+    def _take_over(self, states: Mapping[str, JobState], sources: Mapping[str, str]) -> None:
+        """Let jobs go on from their states; one without a state starts anew."""
         for run in self.runs:
             name = run.job.name
             if name in states:
-                source = str(carried.sources[name])
-                run.restore(self.gathering.own(name, states[name]), source)
+                run.restore(self.gathering.own(name, states[name]), sources[name])
             else:
                 run.metrics.truncate_after(0)
             if run.status != "running":
@@ -379,21 +382,13 @@ class Trainer:
         checkpoint = self.ranks.from_leader(checkpoint)
         if checkpoint is None:
             self.callback.warned("there is no checkpoint yet: every job starts anew")
-            for run in self.runs:
-                run.metrics.truncate_after(0)
+            self._take_over({}, {})
             return
         self.rounds = int(checkpoint.run["rounds"])
-        for run in self.runs:
-            state = self.gathering.own(run.job.name, checkpoint.jobs[run.job.name])
-            run.restore(state, str(checkpoint.path))
-            if run.status != "running":
-                self._write(run)
+        self._take_over(checkpoint.jobs, dict.fromkeys(checkpoint.jobs, str(checkpoint.path)))
 
     def _read_checkpoint(self) -> Checkpoint | None:
-        """The newest checkpoint, on the leader.
-
-        raises    ResumeMismatch when it is not this run's
-        """
+        """The newest checkpoint, on the leader; raises ResumeMismatch when it is not this run's."""
         checkpoint = self.store.load() if self.mesh.leader else None
         if checkpoint is None:
             return None
