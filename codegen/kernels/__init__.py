@@ -152,23 +152,8 @@ def first_line(doc: str | None) -> str:
     return (doc or "").strip().partition("\n")[0]
 
 
-#: Options of `tlora-fx kernels show` by the field of the spec that each sets.
-OPTIONS = {
-    "inner": "--in",
-    "outer": "--out",
-    "dtype": "--dtype",
-    "adapter_dtype": "--adapter-dtype",
-    "rank_block": "--rank-block",
-    "dropout": "--dropout",
-    "bias": "--bias",
-    "weight_layout": "--weight-layout",
-    "accumulate": "--accumulate",
-    "sites": "--sites",
-    "extend": "--extend",
-    "job_capacity": "--job-capacity",
-    "arch": "--arch",
-    "tile": "--tile",
-}
+#: Options of `tlora-fx kernels show` that are not called as the field of the spec that they set.
+_OPTIONS = {"inner": "--in", "outer": "--out"}
 
 
 def command(spec: KernelSpec) -> str:
@@ -178,7 +163,7 @@ def command(spec: KernelSpec) -> str:
         value = getattr(spec, field.name)
         if field.name == "kind" or value == field.default:
             continue
-        words.append(OPTIONS[field.name])
+        words.append(_OPTIONS.get(field.name, f"--{field.name.replace('_', '-')}"))
         if field.name == "tile":
             words.append(",".join(str(getattr(value, part.name)) for part in fields(value)))
         elif value is not True:

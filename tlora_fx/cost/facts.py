@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from tlora_fx.cost.model_facts import Attention, LayerFacts, ModelFacts, SiteFacts
+from tlora_fx.cost.model_facts import Attention, LayerFacts, ModelFacts, SiteFacts, structure_of
 from tlora_fx.ir.graph import HEAD, GroupGraph, TensorRef, is_call, placeholders
 from tlora_fx.ir.lora_sites import lowered_sites
 from tlora_fx.model.supermodel import SuperModel
@@ -97,7 +97,7 @@ def _layer(group: GroupGraph, path: str) -> LayerFacts:
     matrices, attention = _matrices(base), _attention(base)
     return LayerFacts(
         path=path,
-        structure=_structure(matrices, attention),
+        structure=structure_of(matrices, attention),
         weight_bytes=sum(map(_bytes, _base_tensors(graph).values())),
         room_bytes=sum(_room(site, _itemsize(graph)) for site in sites),
         matrices=matrices,
@@ -143,16 +143,6 @@ def _attention(graph: fx.Graph) -> tuple[Attention, ...]:
             heads, groups, width = int(q[1]), int(k[1]), int(q[2])
             found.append(Attention(heads, groups, width, int(node.args[WINDOW])))
     return tuple(found)
-
-
-def _structure(matrices: Iterable[tuple[int, int]], attention: Iterable[Attention]) -> str:
-    """A text that layers of one structure share, whatever the base is called."""
-    counted = Counter(matrices)
-    words = [f"{inner}x{outer}*{times}" for (inner, outer), times in sorted(counted.items())]
-    for one in attention:
-        window = "" if one.window < 0 else f"w{one.window}"
-        words.append(f"attention{one.heads}/{one.key_value_heads}x{one.head_dim}{window}")
-    return " ".join(words)
 
 
 def _sites(graph: fx.Graph, group: GroupGraph, layer: str) -> Iterable[SiteFacts]:

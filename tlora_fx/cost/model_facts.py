@@ -7,7 +7,7 @@ quickly. Sizes are those of the whole model, also where a pass has cut its tenso
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
 from tlora_fx.errors import BaseUnknown, nearest
@@ -224,15 +224,12 @@ class BaseShape:
     def _layer(self, sites: tuple[SiteFacts, ...]) -> LayerFacts:
         matrices = tuple(sorted(self.linears.values()))
         attention = Attention(self.heads, self.key_value_heads, self.head_dim)
-        counted = sorted(Counter(matrices).items())
-        words = [f"{inner}x{outer}*{times}" for (inner, outer), times in counted]
-        words.append(f"attention{self.heads}/{self.key_value_heads}x{self.head_dim}")
         item = ITEM_BYTES[self.dtype]
         width = sum(site.width for site in sites)
         trained = tuple(width * rank for rank in (sites[0].ranks if sites else ()))
         return LayerFacts(
             path="layers",
-            structure=" ".join(words),
+            structure=structure_of(matrices, (attention,)),
             weight_bytes=item * (sum(a * b for a, b in matrices) + self.norms),
             room_bytes=sum(item * tail * (site.width + tail) for site in sites
                            if (tail := tail_of(sum(site.ranks)))),
@@ -241,6 +238,16 @@ class BaseShape:
             sites=sites,
             trained=trained,
         )  # fmt: skip
+
+
+def structure_of(matrices: Iterable[tuple[int, int]], attention: Iterable[Attention]) -> str:
+    """A text that layers of one structure share, whatever the base is called."""
+    counted = sorted(Counter(matrices).items())
+    words = [f"{inner}x{outer}*{times}" for (inner, outer), times in counted]
+    for one in attention:
+        window = "" if one.window < 0 else f"w{one.window}"
+        words.append(f"attention{one.heads}/{one.key_value_heads}x{one.head_dim}{window}")
+    return " ".join(words)
 
 
 def tail_of(ranks: int) -> int:

@@ -405,14 +405,12 @@ def _fitted(profile: Profile, facts: ModelFacts) -> Profile:
 
 def _nearest(facts: ModelFacts, gpu: str) -> Profile:
     """A measured profile; else the nearest one scaled; else the roofline."""
-    sheet = gpu_of_device(gpu)
-    wanted = sheet.name if sheet else gpu
     every = list(known_profiles())
-    here = [one for one in every if _same_gpu(one, wanted)]
+    here = [one for one in every if same_gpu(one.hardware.gpu, gpu)]
     exact = [one for one in here if covers(one, facts)]
     if exact:
         return exact[0]
-    sheet = sheet or find_gpu(gpu)
+    sheet = find_gpu(gpu)
     by_size = [one for one in every if gpu_of_device(one.hardware.gpu) is not None]
     if not by_size:
         return roofline_profile(sheet, facts)
@@ -420,16 +418,11 @@ def _nearest(facts: ModelFacts, gpu: str) -> Profile:
         by_size,
         key=lambda one: (
             not covers(one, facts),
-            not _same_gpu(one, wanted),
+            not same_gpu(one.hardware.gpu, gpu),
             abs(one.shape.hidden - facts.hidden),
         ),
     )
     return scaled(nearest, sheet, facts)
-
-
-def _same_gpu(profile: Profile, name: str) -> bool:
-    own = gpu_of_device(profile.hardware.gpu)
-    return (own.name if own else profile.hardware.gpu) == name
 
 
 # The profiles that an estimator may be made of: of the cluster's own GPUs, and measured.

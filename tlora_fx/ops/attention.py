@@ -195,17 +195,6 @@ def wide_dtype(dtype: torch.dtype) -> torch.dtype:
 
 
 @dataclass(frozen=True, slots=True)
-class _Block:
-    """Some queries of one sequence, and the weights that they give to the keys they see."""
-
-    queries: slice  # within the sequence
-    keys: slice
-    weights: Tensor  # [Hkv, G * queries, keys], before dropout
-    slope: Tensor | None  # derivative of the soft cap
-    keep: Tensor | None  # of dropout
-
-
-@dataclass(frozen=True, slots=True)
 class SequenceMath:
     """One sequence's queries and keys, heads first, in the wide type.
 
@@ -245,9 +234,9 @@ class SequenceMath:
             total = torch.logsumexp(scores, -1)
             if sinks is not None:
                 total = torch.logaddexp(total, sinks.to(total.dtype).view(groups, share, 1))
-            block = self._block(queries, keys, scores, total, None)
+            weights, keep = self._weights(queries, keys, scores, total)
             lse[:, :, queries] = total
-            product = self._dropped(block.weights, block.keep) @ self.v[:, keys]
+            product = self._dropped(weights, keep) @ self.v[:, keys]
             out[:, :, queries] = torch.unflatten(product, 1, (share, -1))
         return out.flatten(0, 1).transpose(0, 1), lse.flatten(0, 1)
 
@@ -262,10 +251,11 @@ class SequenceMath:
         dq, dk, dv = torch.empty_like(self.q), torch.zeros_like(self.k), torch.zeros_like(self.v)
         for queries, keys in self._pieces():
             scores, slope = self._scores(queries, keys)
-            block = self._block(queries, keys, scores, lse[:, :, queries], slope)
+            weights, keep = self._weights(queries, keys, scores, lse[:, :, queries])
             grad = dout[:, :, queries].flatten(1, 2)
-            dv[:, keys] += self._dropped(block.weights, block.keep).mT @ grad
-            dscores = self._score_gradient(block, grad)
+            dv[:, keys] += self._dropped(weights, keep).mT @ grad
+            dweights = self._dropped(grad @ self.v[:, keys].mT, keep)
+            dscores = self._score_gradient(weights, dweights, slope)
             dq[:, :, queries] = torch.unflatten(dscores @ self.k[:, keys], 1, (share, -1))
             dk[:, keys] += dscores.mT @ self.q[:, :, queries].flatten(1, 2)
         return dq.flatten(0, 1).transpose(0, 1), dk.transpose(0, 1), dv.transpose(0, 1)
@@ -292,30 +282,29 @@ class SequenceMath:
         hidden = rule.hidden(rows, columns, scores.device)
         return (scores if hidden is None else scores.masked_fill_(hidden, -torch.inf)), slope
 
-    def _block(
-        self, queries: slice, keys: slice, scores: Tensor, lse: Tensor, slope: Tensor | None
-    ) -> _Block:
-        """Turn scores into weights, in place."""
+    def _weights(
+        self, queries: slice, keys: slice, scores: Tensor, lse: Tensor
+    ) -> tuple[Tensor, Tensor | None]:
+        """Turn scores into weights [Hkv, G * queries, keys], in place; and what dropout keeps."""
         weights = scores.sub_(lse.unsqueeze(-1)).exp_().flatten(1, 2)
         keep = None
         if self.rule.drops:
             heads, rows = scores.shape[0] * scores.shape[1], self.start
             keep = self.sequences.keep(_shift(queries, rows), _shift(keys, rows), heads)
             keep = keep.reshape(weights.shape)
-        return _Block(queries, keys, weights, slope, keep)
+        return weights, keep
 
     def _dropped(self, values: Tensor, keep: Tensor | None) -> Tensor:
         if keep is None:
             return values
         return torch.where(keep, values * self.sequences.keep_scale, 0)
 
-    def _score_gradient(self, block: _Block, grad: Tensor) -> Tensor:
-        """The gradient of the unscaled products q kᵀ, [Hkv, G * queries, keys]."""
-        dweights = self._dropped(grad @ self.v[:, block.keys].mT, block.keep)
-        mean = (block.weights * dweights).sum(-1, keepdim=True)
-        dscores = dweights.sub_(mean).mul_(block.weights)
-        if block.slope is not None:
-            dscores.mul_(block.slope.flatten(1, 2))
+    def _score_gradient(self, weights: Tensor, dweights: Tensor, slope: Tensor | None) -> Tensor:
+        """The gradient of the unscaled products q kᵀ, [Hkv, G * queries, keys], in place."""
+        mean = (weights * dweights).sum(-1, keepdim=True)
+        dscores = dweights.sub_(mean).mul_(weights)
+        if slope is not None:
+            dscores.mul_(slope.flatten(1, 2))
         return dscores.mul_(self.rule.scale)
 
 
@@ -552,7 +541,7 @@ def _like(x: Tensor) -> Tensor:
 
 @packed_attention_backward.register_fake
 def _backward_fake(
-    dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, *tables: Any
+    dout: Tensor, q: Tensor, k: Tensor, v: Tensor, *rest: Any
 ) -> tuple[Tensor, Tensor, Tensor]:
     return _like(q), _like(k), _like(v)
 

@@ -129,17 +129,10 @@ def packed_attention_flops(
 
 @register_flop_formula(ops.packed_attention_backward, get_raw=True)
 def packed_attention_backward_flops(
-    dout: Tensor,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    out: Tensor,
-    lse: Tensor,
-    cu_seqlens: Tensor,
-    *rest: Any,
-    **out_val: Any,
+    dout: Tensor, q: Tensor, k: Tensor, v: Tensor, *rest: Any, **out: Any
 ) -> int:
     """Scores again, dq, dk; and the two products of the values."""
+    _, _, cu_seqlens, *_ = rest
     return round(2 * _attended(q, cu_seqlens) * (3 * q.shape[2] + 2 * v.shape[2]))
 
 

@@ -9,6 +9,7 @@ code can come to `check_table` stands here; a test compares this with the code.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from dataclasses import fields
 from typing import Any
 
 from tlora_fx.ops.attention import AttentionRule, has_row_kernel
@@ -46,13 +47,7 @@ def _never(_: Mapping[str, Any]) -> bool:
 
 def _written_out(arguments: Mapping[str, Any]) -> bool:
     """Attention without a kernel for whole rows goes from sequence to sequence."""
-    rule = AttentionRule(
-        arguments["scale"],
-        arguments["causal"],
-        arguments["window"],
-        arguments["softcap"],
-        arguments["dropout"],
-    )
+    rule = AttentionRule(**{each.name: arguments[each.name] for each in fields(AttentionRule)})
     return not has_row_kernel(arguments["q"], arguments["v"], arguments["sinks"], rule)
 
 
@@ -61,8 +56,8 @@ def _one_by_one(arguments: Mapping[str, Any]) -> bool:
     asked = support.mode()
     if asked == "off":
         return True
-    fields: dict[str, Any] = {name: _list(arguments, singular) for singular, name in LISTS.items()}
-    group = SiteGroup(**fields, **{name: arguments[name] for name in SHARED})
+    lists: dict[str, Any] = {name: _list(arguments, singular) for singular, name in LISTS.items()}
+    group = SiteGroup(**lists, **{name: arguments[name] for name in SHARED})
     return bool(support.why_no_kernel(arguments["x"], group, "on" if asked == "on" else "auto"))
 
 

@@ -112,7 +112,7 @@ def segment_write(x: Tensor, value: Tensor, segments: Tensor, job: int, dim: int
 
 
 @segment_write.register_fake
-def _write_fake(x: Tensor, value: Tensor, segments: Tensor, job: int, dim: int) -> Tensor:
+def _write_fake(x: Tensor, *rest: Any) -> Tensor:
     return torch.empty_like(x, memory_format=torch.contiguous_format)
 
 
@@ -168,9 +168,7 @@ def segment_switch(
 
 
 @segment_switch.register_fake
-def _switch_fake(
-    short: Tensor, long: Tensor, position_ids: Tensor, segments: Tensor, threshold: int
-) -> Tensor:
+def _switch_fake(short: Tensor, *rest: Any) -> Tensor:
     return torch.empty_like(short, memory_format=torch.contiguous_format)
 
 

@@ -9,7 +9,7 @@ from tlora_fx.compiler import find_passes
 from tlora_fx.cost.plan import MeshShape, Plan
 from tlora_fx.errors import MeshDoesNotFit, PlanNotRunnable
 from tlora_fx.model.supermodel import SuperModel
-from tlora_fx.pipeline import Pipeline, Runner, Verify, parse_pass
+from tlora_fx.pipeline import Pipeline, Runner, parse_pass
 from tlora_fx.pipeline.instrument import Event
 
 # Who says in a group's notes that it was prepared.
@@ -29,7 +29,7 @@ def planned_passes(plan: Plan) -> list[str]:
     return texts
 
 
-def prepared(model: SuperModel, plan: Plan, *, verify: Verify = "structure") -> SuperModel:
+def prepared(model: SuperModel, plan: Plan) -> SuperModel:
     """The model as a plan runs it, without weights.
 
     model     as `compile` made it; its graphs are rewritten in place
@@ -49,7 +49,7 @@ def prepared(model: SuperModel, plan: Plan, *, verify: Verify = "structure") -> 
             help="compile the jobs again",
         )
     find_passes()
-    runner = Runner(Pipeline(()), verify=verify)
+    runner = Runner(Pipeline(()))
     for number, text in enumerate(texts, 1):
         runner.run_one(Event(number, parse_pass(text), "group", model.group))
     model.group.notes.append((NOTED_BY, f"prepared for {plan.planner} on {plan.mesh}"))

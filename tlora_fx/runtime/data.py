@@ -128,6 +128,16 @@ class DataReport:
                 lines.append(f"{count} of {self.rows} {what}")
         return [*lines, *(f"bad row {row}" for row in self.first_bad_rows), *self.notes]
 
+    def add_bad_row(self, job: Job, where: str, reason: str) -> None:
+        """Count a bad row; raises MalformedRowError unless the job skips bad rows."""
+        if not job.data.skip_bad_rows:
+            help = "mend the row, or set skip_bad_rows: true in the job's data"
+            what = "a row of the data cannot be used"
+            raise MalformedRowError(what, file=where, job=job.name, found=reason, help=help)
+        self.bad_rows += 1
+        if len(self.first_bad_rows) < 5:
+            self.first_bad_rows = (*self.first_bad_rows, f"{where}: {reason}")
+
 
 @dataclass(frozen=True)
 class JobData:
@@ -199,16 +209,14 @@ def load_job_data(job: Job, tokenizer: PreTrainedTokenizerBase) -> JobData:
     raises  DataError, one of its classes for each mistake
     """
     report, table = DataReport(), SampleTable()
-    bad = BadRows(job.name, job.data.skip_bad_rows)
-    for encoded in _encoded(job, tokenizer, report, bad):
+    for encoded in _encoded(job, tokenizer, report):
         _keep(encoded, job, report, table)
-    report.bad_rows, report.first_bad_rows = bad.count, bad.first
     report.samples, report.tokens = len(table), table.tokens
     if tokenizer.eos_token_id is None:
         report.notes = ("the tokenizer has no end-of-sequence token: samples end without one",)
-    if report.rows == bad.count:
-        what = "all rows of the data are bad" if bad.count else "the data has no rows"
-        found = "\n".join(bad.first) or None
+    if report.rows == report.bad_rows:
+        what = "all rows of the data are bad" if report.rows else "the data has no rows"
+        found = "\n".join(report.first_bad_rows) or None
         raise EmptyDataError(what, path=job.data.path, job=job.name, found=found)
     if not table:
         raise NoTargetsError(
@@ -222,20 +230,18 @@ def load_job_data(job: Job, tokenizer: PreTrainedTokenizerBase) -> JobData:
     return JobData(job, table, report)
 
 
-def _encoded(
-    job: Job, tokenizer: PreTrainedTokenizerBase, report: DataReport, bad: BadRows
-) -> Iterator[Encoded]:
+def _encoded(job: Job, tokenizer: PreTrainedTokenizerBase, report: DataReport) -> Iterator[Encoded]:
     encoder: TextEncoder | None = None
     for row in read_rows(job.data, job.name):
         report.rows += 1
         if row.fields is None:
-            bad.add(row.where, row.reason)
+            report.add_bad_row(job, row.where, row.reason)
             continue
         encoder = encoder or _encoder(job, tokenizer, row)
         try:
             yield encoder.encode(row.fields)
         except BadRowError as error:
-            if isinstance(error, PrefixError) and not bad.skip:
+            if isinstance(error, PrefixError) and not job.data.skip_bad_rows:
                 raise ChatTemplateError(
                     "the chat template does not show which tokens the assistant wrote",
                     file=row.where,
@@ -243,7 +249,7 @@ def _encoded(
                     found=error,
                     help="use a template with {% generation %}, or set loss_on: all",
                 ) from None
-            bad.add(row.where, str(error))
+            report.add_bad_row(job, row.where, str(error))
 
 
 def _encoder(job: Job, tokenizer: PreTrainedTokenizerBase, row: DataRow) -> TextEncoder:
@@ -267,26 +273,6 @@ def _keep(encoded: Encoded, job: Job, report: DataReport, table: SampleTable) ->
     report.target_tokens += trained
     labels = [token if on else NO_TARGET for token, on in zip(ids, targets, strict=True)]
     table.append(ids, labels)
-
-
-@dataclass(slots=True)
-class BadRows:
-    """What to do with bad rows: raise, or count them and keep the first reasons."""
-
-    job: str
-    skip: bool
-    count: int = 0
-    first: tuple[str, ...] = ()
-
-    def add(self, where: str, reason: str) -> None:
-        """Count a bad row; raises MalformedRowError unless the job skips bad rows."""
-        if not self.skip:
-            help = "mend the row, or set skip_bad_rows: true in the job's data"
-            what = "a row of the data cannot be used"
-            raise MalformedRowError(what, file=where, job=self.job, found=reason, help=help)
-        self.count += 1
-        if len(self.first) < 5:
-            self.first = (*self.first, f"{where}: {reason}")
 
 
 # Read the rows of a job's data: JSONL, JSON, Parquet, or a data set of the hub.
