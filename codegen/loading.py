@@ -150,8 +150,9 @@ def _imported(path: Path) -> GeneratedModule:
         del sys.modules[name]
         raise
     generated = cast(GeneratedModule, module)
-    compiled = _is_compiled(generated.kernel)
-    if not (_may_overlap() and compiled):
+    # An interpreted kernel knows no launch options.
+    compiled = hasattr(generated.kernel, "device_caches")
+    if not compiled or os.environ.get("TLORA_FX_PDL", "1") == "0":
         _keep_apart(generated)
     # What `launch` starts is a stand-in for the kernel.
     kernel = generated.kernel
@@ -165,12 +166,3 @@ def _keep_apart(module: GeneratedModule) -> None:
 
     module.OVERLAP = tl.constexpr(False)
     module.META.pop("launch_pdl", None)
-
-
-def _may_overlap() -> bool:
-    return os.environ.get("TLORA_FX_PDL", "1") != "0"
-
-
-def _is_compiled(kernel: Any) -> bool:
-    """Whether Triton compiles a kernel; an interpreted one knows no launch options."""
-    return hasattr(kernel, "device_caches")

@@ -33,6 +33,11 @@ SHARED_BYTES = {80: 163 << 10, 86: 99 << 10, 89: 99 << 10, 90: 227 << 10, 100: 2
 SHARED_BYTES |= {103: 227 << 10, 120: 99 << 10}
 
 
+def shared_bytes(arch: int) -> int:
+    """Shared memory of a program; of an unknown architecture as much as all have."""
+    return SHARED_BYTES.get(arch, min(SHARED_BYTES.values()))
+
+
 @dataclass(frozen=True, slots=True)
 class Tile:
     """How a kernel cuts its work; each kind says which fields it reads.

@@ -16,7 +16,7 @@ the pipeline deep: each SM has three programs with three tiles of 16 KiB in flig
 from __future__ import annotations
 
 from tlora_fx.codegen.kernels.lora_b_backward import chunk_of, padded_rank_rows
-from tlora_fx.codegen.spec import SHARED_BYTES, KernelSpec, Tile
+from tlora_fx.codegen.spec import KernelSpec, Tile, shared_bytes
 from tlora_fx.codegen.template import common_values, constants_of, fill, module, size
 
 _BODY = '''
@@ -157,7 +157,7 @@ def default_tile(spec: KernelSpec) -> Tile:
     narrow = (spec.arch < 90 and crowded) or (spec.dropout and spec.sites > 3)
     columns = 64 if narrow else 128
     columns = 32 if spec.arch < 90 and spec.rank_block * spec.sites > 128 else columns
-    most = SHARED_BYTES.get(spec.arch, min(SHARED_BYTES.values()))
+    most = shared_bytes(spec.arch)
     if (
         spec.arch == 90
         and spec.dropout
@@ -180,7 +180,6 @@ def candidates(spec: KernelSpec) -> tuple[Tile, ...]:
     usual = default_tile(spec)
     if size(spec.dtype) > 2:
         return (usual,)
-    most = SHARED_BYTES.get(spec.arch, min(SHARED_BYTES.values()))
     tried = [
         _tile(spec, rows=rows, columns=columns, warps=warps, stages=stages, chunk=usual.chunk)
         for rows, columns, warps, stages in (
@@ -194,7 +193,7 @@ def candidates(spec: KernelSpec) -> tuple[Tile, ...]:
             (64, 256, 8, 3),
         )
     ]
-    fitting = (tile for tile in tried if _shared(spec, tile) <= most)
+    fitting = (tile for tile in tried if _shared(spec, tile) <= shared_bytes(spec.arch))
     return tuple(dict.fromkeys([usual, *fitting]))
 
 

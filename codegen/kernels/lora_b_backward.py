@@ -20,7 +20,7 @@ With `extend` = "copy" dy also goes, row by row, to where concat-K wants it.
 
 from __future__ import annotations
 
-from tlora_fx.codegen.spec import SHARED_BYTES, KernelSpec, Tile
+from tlora_fx.codegen.spec import KernelSpec, Tile, shared_bytes
 from tlora_fx.codegen.template import common_values, constants_of, fill, module, size
 
 # Widths for which a Hopper has programs enough with slabs of 512 (H200, 8,192 x 4,096: 23.1 against
@@ -159,7 +159,7 @@ def default_tile(spec: KernelSpec) -> Tile:
     # Before Hopper tiles pass through registers, and a copied one stays there.
     narrow = spec.arch < 90 and spec.extend == "copy" and spec.rank_block > 16
     slab = 128 if narrow or spec.rank_block > 64 else 256
-    most = SHARED_BYTES.get(spec.arch, min(SHARED_BYTES.values()))
+    most = shared_bytes(spec.arch)
     if spec.arch == 90 and spec.rank_block == 16 and not spec.extend and spec.outer in _MIDDLE:
         return _tile(spec, rows=64, slab=512, warps=8, stages=3, chunk=chunk)
     # A copied tile needs one stage more for as many in flight. 1 KiB of a program is the system's.
@@ -180,7 +180,6 @@ def candidates(spec: KernelSpec) -> tuple[Tile, ...]:
     usual = default_tile(spec)
     if size(spec.dtype) > 2:
         return (usual,)
-    most = SHARED_BYTES.get(spec.arch, min(SHARED_BYTES.values()))
     tried = [
         _tile(spec, rows=rows, slab=slab, warps=warps, stages=stages, chunk=usual.chunk)
         for rows, slab, warps, stages in (
@@ -195,7 +194,7 @@ def candidates(spec: KernelSpec) -> tuple[Tile, ...]:
             (64, 128, 4, 4),
         )
     ]
-    fitting = (tile for tile in tried if _shared(spec, tile) <= most)
+    fitting = (tile for tile in tried if _shared(spec, tile) <= shared_bytes(spec.arch))
     return tuple(dict.fromkeys([usual, *fitting]))
 
 

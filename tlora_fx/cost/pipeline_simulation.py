@@ -127,7 +127,11 @@ def schedule_order(schedule: Schedule, stages: int, processes: int, micro_batche
     """Each process's work under a schedule; raises ScheduleRefused."""
     require_schedule(schedule, stages, processes, micro_batches)
     if schedule == "gpipe":
-        return [_gpipe(stage, micro_batches) for stage in range(stages)]
+        every = range(micro_batches)
+        return [
+            [*(Action(stage, "F", m) for m in every), *(Action(stage, "B", m) for m in every)]
+            for stage in range(stages)
+        ]
     if schedule == "1f1b":
         return [_one_forward_one_backward(s, stages, micro_batches) for s in range(stages)]
     return _interleaved(stages, processes, micro_batches)
@@ -157,22 +161,14 @@ def require_schedule(schedule: Schedule, stages: int, processes: int, micro_batc
         )  # fmt: skip
 
 
-def _gpipe(stage: int, micro_batches: int) -> list[Action]:
-    every = range(micro_batches)
-    return [Action(stage, kind, m) for kind in _FORWARD_BACKWARD for m in every]
-
-
 def _one_forward_one_backward(stage: int, stages: int, micro_batches: int) -> list[Action]:
     warm = min(micro_batches, stages - stage)
-    found = [Action(stage, "F", m) for m in range(warm)]
+    actions = [Action(stage, "F", m) for m in range(warm)]
     for m in range(micro_batches):
-        found.append(Action(stage, "B", m))
+        actions.append(Action(stage, "B", m))
         if warm + m < micro_batches:
-            found.append(Action(stage, "F", warm + m))
-    return found
-
-
-_FORWARD_BACKWARD: tuple[Kind, Kind] = ("F", "B")
+            actions.append(Action(stage, "F", warm + m))
+    return actions
 
 
 def _interleaved(stages: int, processes: int, micro_batches: int) -> Order:

@@ -137,11 +137,6 @@ class JobMasks:
         rows = self.token_index[self.bounds[job] : self.bounds[job + 1]]
         return keep_rows(rows, columns, threshold_of(self.rates[job]), self.keys[job], self.site)
 
-    def apply_(self, job: int, part: Tensor) -> Tensor:
-        """Drop and rescale the job's tokens [its tokens, columns] in place."""
-        keep = self.keep(job, part.shape[1])
-        return part.mul_(keep_scale(self.rates[job])).masked_fill_(keep.logical_not_(), 0)
-
 
 @torch.library.custom_op(
     "tlora_fx::keyed_dropout",
@@ -176,7 +171,8 @@ def keyed_dropout(
     rows = out.view(tokens, math.prod(x.shape[token_dims:]))
     for job in range(len(masks.rates)):
         if masks.drops(job):
-            masks.apply_(job, rows[masks.bounds[job] : masks.bounds[job + 1]])
+            part, keep = rows[slice(*masks.bounds[job : job + 2])], masks.keep(job, rows.shape[1])
+            part.mul_(keep_scale(masks.rates[job])).masked_fill_(keep.logical_not_(), 0)
     return out
 
 

@@ -36,21 +36,15 @@ def _is_fake(table: Tensor) -> bool:
     return isinstance(table, FakeTensor | FunctionalTensor) or table.is_meta
 
 
-def _rank_rows(x: Tensor, a: Tensor, ranks: Tensor, segments: Tensor) -> float:
-    """Tokens times rank, summed over the jobs."""
-    tokens, rows = _lengths(segments, tokens_of(x)), _lengths(ranks, _owned_rows(a, ranks))
-    return sum(n * r for n, r in zip(tokens, rows, strict=True))
-
-
-def _owned_rows(a: Tensor, ranks: Tensor) -> int:
-    """Rows of a that belong to a job; all of them where nobody knows."""
-    return a.shape[0] if _is_fake(ranks) else int(ranks[-1])
-
-
 def _low_rank(x: Tensor, group: SiteGroup) -> list[float]:
     """Tokens times rank, summed over the jobs, of each site."""
-    pairs = zip(group.a, group.ranks, strict=True)
-    return [_rank_rows(x, a, ranks, group.segments) for a, ranks in pairs]
+    tokens, sites = _lengths(group.segments, tokens_of(x)), []
+    for a, ranks in zip(group.a, group.ranks, strict=True):
+        # All rows of a belong to jobs where nobody knows.
+        owned = a.shape[0] if _is_fake(ranks) else int(ranks[-1])
+        rows = _lengths(ranks, owned)
+        sites.append(sum(n * r for n, r in zip(tokens, rows, strict=True)))
+    return sites
 
 
 def _forward(x: Tensor, group: SiteGroup) -> int:

@@ -574,18 +574,14 @@ def _branches(bounds: list[int], rows: list[int], scales: list[float]) -> Iterat
 def loop_forward(x: Tensor, biases: list[Tensor | None], group: SiteGroup) -> list[Tensor]:
     """y [..., out] of each site."""
     rows = x.reshape(-1, x.shape[-1])
-    return [
-        _site_forward(rows, bias, group, site).view(*x.shape[:-1], -1)
-        if rows.numel()
-        else x.new_empty(*x.shape[:-1], group.weights[site].shape[0])
-        for site, bias in enumerate(biases)
-    ]
-
-
-def _site_forward(rows: Tensor, bias: Tensor | None, group: SiteGroup, site: int) -> Tensor:
-    tables = AdapterTables.read(group, site, len(rows))
-    y = torch.nn.functional.linear(rows, group.weights[site], bias)
-    return add_branches(y, rows, tables, group, site)
+    if not rows.numel():
+        return [x.new_empty(*x.shape[:-1], weight.shape[0]) for weight in group.weights]
+    ys = []
+    for site, (weight, bias) in enumerate(zip(group.weights, biases, strict=True)):
+        tables = AdapterTables.read(group, site, len(rows))
+        y = torch.nn.functional.linear(rows, weight, bias)
+        ys.append(add_branches(y, rows, tables, group, site).view(*x.shape[:-1], -1))
+    return ys
 
 
 def add_branches(
@@ -609,19 +605,13 @@ def loop_input_gradient(
     total = first.new_empty(0)
     all_ds = []
     for site, dy in enumerate(dys):
-        dx, ds = _site_input_gradient(dy.reshape(-1, dy.shape[-1]), group, site, need_dx)
-        all_ds.append(ds)
+        grads = dy.reshape(-1, dy.shape[-1])
+        tables = AdapterTables.read(group, site, len(grads))
+        dx = grads @ group.weights[site] if need_dx else None
+        all_ds.append(add_branch_gradients(dx, grads, tables, group, site))
         if dx is not None:
             total = total.add_(dx) if site else dx
     return total.view(*first.shape[:-1], group.inner) if need_dx else total, all_ds
-
-
-def _site_input_gradient(
-    grads: Tensor, group: SiteGroup, site: int, need_dx: bool
-) -> tuple[Tensor | None, Tensor]:
-    tables = AdapterTables.read(group, site, len(grads))
-    dx = grads @ group.weights[site] if need_dx else None
-    return dx, add_branch_gradients(dx, grads, tables, group, site)
 
 
 def add_branch_gradients(
