@@ -162,13 +162,7 @@ class ProfileEstimator:
         self._solo = {key: value for key, value in self._solo.items() if key[0] != base}
 
     def seconds(self, base: str, demands: Array, gpus: Array, tiers: list[Tier]) -> Array:
-        """Seconds of one step of each of n groups under its best layout; inf where none fits.
-
-        demands   [n, 12]
-        gpus      [n], at least 1
-        tiers     [n]
-        raises    BaseUnknown
-        """
+        """See `Estimator`; raises BaseUnknown."""
         known, count = self.base(base), np.asarray(gpus)
         self.evaluations += len(demands)
         found = np.empty(len(demands))

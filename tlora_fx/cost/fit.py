@@ -327,9 +327,9 @@ class LayerTables:
         @cache
         def times(structure: str, size: int) -> tuple[LayerTimes, bool]:
             layer = next(one.layer for one in kinds if one.layer.structure == structure)
-            found = carried(profile, layer, facts, size)
-            whole = carried(profile, layer, facts, 1).profile
-            return LayerTimes.of(found.profile, whole), found.exact
+            own, exact = carried(profile, layer, facts, size)
+            whole, _ = carried(profile, layer, facts, 1)
+            return LayerTimes.of(own, whole), exact
 
         each = [[times(kind.layer.structure, size) for size in tp] for kind in kinds]
         roles = [kind.role for kind in kinds]

@@ -219,14 +219,6 @@ def _optimizer(gpu: Gpu, tensors: int, parameters: int) -> OptimizerPoint:
 # result is marked: nobody has measured it.
 
 
-@dataclass(frozen=True, slots=True)
-class Carried:
-    """A layer's profile, and whether it was measured as it is."""
-
-    profile: LayerProfile
-    exact: bool
-
-
 def scaled(profile: Profile, gpu: Gpu, facts: ModelFacts) -> Profile:
     """A profile of a model on a GPU, from another model's or another GPU's."""
     layers: dict[tuple[str, int], LayerProfile] = {}
@@ -234,8 +226,7 @@ def scaled(profile: Profile, gpu: Gpu, facts: ModelFacts) -> Profile:
     for layer in facts.layers:
         for tp in sizes:
             if (layer.structure, tp) not in layers:
-                found = carried(profile, layer, facts, tp, gpu)
-                layers[layer.structure, tp] = found.profile
+                layers[layer.structure, tp], _ = carried(profile, layer, facts, tp, gpu)
     ceiling, before = roofline_profile(gpu, facts), _gpu(profile)
     memory = before.memory_gbps / gpu.memory_gbps
     width = facts.hidden / profile.shape.hidden
@@ -264,10 +255,11 @@ def scaled(profile: Profile, gpu: Gpu, facts: ModelFacts) -> Profile:
 
 def carried(
     profile: Profile, layer: LayerFacts, facts: ModelFacts, tp: int, gpu: Gpu | None = None
-) -> Carried:
+) -> tuple[LayerProfile, bool]:
     """What a profile says of a layer; where it does not know it, of the one that is most like it.
 
-    gpu   None: the profile's own
+    gpu       None: the profile's own
+    returns   the layer's profile, and whether it was measured as it is
     """
     before = _gpu(profile)
     gpu = gpu or before
@@ -276,9 +268,9 @@ def carried(
     new = Size(layer.elements / tp, width, facts.hidden, facts.dtype)
     old = Size(source.elements, source.attention_width, source.hidden, profile.shape.dtype)
     if (source.structure, source.tp) == (layer.structure, tp) and gpu is before:
-        return Carried(source, exact=True)
+        return source, True
     points = [_point_scaling(one, old, new, before, gpu, tp / source.tp) for one in source.points]
-    made = LayerProfile(
+    scaled_layer = LayerProfile(
         structure=layer.structure,
         tp=tp,
         elements=max(1, round(new.elements)),
@@ -286,7 +278,7 @@ def carried(
         hidden=facts.hidden,
         points=points,
     )
-    return Carried(made, exact=False)
+    return scaled_layer, False
 
 
 def _gpu(profile: Profile) -> Gpu:

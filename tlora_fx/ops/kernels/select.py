@@ -25,6 +25,7 @@ from typing import Any, Literal, get_args
 
 from tlora_fx.codegen.loading import cache_folder
 from tlora_fx.codegen.spec import Kind, Tile
+from tlora_fx.durable import replace_file
 from tlora_fx.errors import AdapterTableError
 from tlora_fx.ops.kernels.support import Site
 
@@ -364,9 +365,7 @@ def write_table(path: Path, gpu: str, facts: dict[str, str], entries: list[dict[
     """
     path.parent.mkdir(parents=True, exist_ok=True)
     document = {"format": FORMAT, "gpu": gpu, **facts, "entries": entries}
-    fresh = path.with_name(f".{path.name}.{os.getpid()}.tmp")
-    fresh.write_text(json.dumps(document, indent=1) + "\n", "utf-8")
-    fresh.replace(path)
+    replace_file(path, (json.dumps(document, indent=1) + "\n").encode())
 
 
 def tile_fields(tile: Tile | None) -> dict[str, int] | None:
