@@ -1,7 +1,7 @@
 """Choose a plan: all ways to cut a model over so many GPUs, costed by a profile.
 
 Only what `apply` runs is offered. What cannot run, or does not fit into memory, is kept with its
-reason, so that a user sees why it was not options.
+reason, so that a user sees why it was not chosen.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ class Candidate:
 
     @property
     def runs(self) -> bool:
-        """Whether it can be options."""
+        """Whether it can be chosen."""
         return not self.reason
 
 
