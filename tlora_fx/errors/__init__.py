@@ -6,8 +6,6 @@ docstring of each class is its entry on the page `docs/errors.md`, which
 """
 
 from tlora_fx.errors.compiling import *
-from tlora_fx.errors.config import *
-from tlora_fx.errors.operators import *
 from tlora_fx.errors.planning import *
 from tlora_fx.errors.root import *
 from tlora_fx.errors.running import *

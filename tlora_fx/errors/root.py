@@ -8,9 +8,20 @@ from typing import ClassVar
 
 
 class TloraError(Exception):
-    """The root of all errors that tlora-fx raises on purpose."""
+    """The root of all errors that tlora-fx raises on purpose.
+
+    code      of the class, given as `class Mistake(TloraError, code="T0101")`
+    shared    every process of a run raises it at the same place: it is enough that one tells
+    """
 
     code: ClassVar[str] = "T0000"
+    shared: ClassVar[bool] = False
+
+    def __init_subclass__(cls, code: str = "", shared: bool = False) -> None:
+        """Set what the class's header gives; a class that gives nothing is as its parent."""
+        if code:
+            cls.code = code
+        cls.shared = cls.shared or shared
 
     def __init__(self, what: str, *, help: str = "", **facts: object) -> None:
         """Make an error.

@@ -1,233 +1,212 @@
-"""Training, checkpoints, adapters on disk and verifying."""
+"""Training, running groups, scheduling, replaying traces; operators and their kernels."""
 
 from __future__ import annotations
 
 from tlora_fx.errors.root import TloraError
 
 
-class OptimizerError(TloraError):
+class OptimizerError(TloraError, code="T0401"):
     """A job's optimizer or schedule does not exist or does not take its arguments."""
 
-    code = "T0401"
 
-
-class OptimizerStateError(TloraError):
+class OptimizerStateError(TloraError, code="T0402"):
     """A saved optimizer state does not fit the job's parameters."""
 
-    code = "T0402"
 
-
-class CheckpointError(TloraError):
+class CheckpointError(TloraError, code="T0403"):
     """A checkpoint could not be written or read; earlier ones are intact."""
 
-    code = "T0403"
 
-
-class MetricsError(TloraError):
+class MetricsError(TloraError, code="T0404"):
     """A job's metrics file could not be written or read."""
 
-    code = "T0404"
 
-
-class AdapterFolderError(TloraError):
+class AdapterFolderError(TloraError, code="T0405"):
     """A PEFT adapter folder is incomplete, damaged, no LoRA, a pickle, or not writable."""
 
-    code = "T0405"
 
-
-class RunFolderError(TloraError):
+class RunFolderError(TloraError, code="T0407"):
     """The output folder is in use.
 
     Continue with `--resume`, or choose another with `-o`.
     """
 
-    code = "T0407"
 
-
-class ResumeMismatch(TloraError):
+class ResumeMismatch(TloraError, code="T0408"):
     """The checkpoint or model belongs to other jobs or another base."""
 
-    code = "T0408"
 
-
-class TokenizerNotLoadable(TloraError):
+class TokenizerNotLoadable(TloraError, code="T0409"):
     """The base's tokenizer cannot be loaded.
 
     Set `base.tokenizer`.
     """
 
-    code = "T0409"
 
-
-class DataDoesNotFit(TloraError):
+class DataDoesNotFit(TloraError, code="T0410"):
     """A job's samples have tokens or lengths that the base cannot take."""
 
-    code = "T0410"
 
-
-class VerifyError(TloraError):
+class VerifyError(TloraError, code="T0411"):
     """A job trained fused differs from the job trained alone by more than the bound."""
 
-    code = "T0411"
 
-
-class DeviceUnknown(TloraError):
+class DeviceUnknown(TloraError, code="T0412"):
     """There is no such device; use the CPU or a CUDA device of this machine."""
 
-    code = "T0412"
 
-
-class OracleError(TloraError):
+class OracleError(TloraError, code="T0406"):
     """A job cannot be trained alone for comparison; `verify` skips it."""
 
-    code = "T0406"
 
-
-# Running groups: executors, the ledger, and `tlora-fx run`.
-
-
-class PlaceTaken(TloraError):
+class PlaceTaken(TloraError, code="T0950"):
     """A group cannot have its GPUs: one is taken, or is not there."""
 
-    code = "T0950"
 
-
-class LedgerError(TloraError):
+class LedgerError(TloraError, code="T0951"):
     """The ledger of a run cannot be opened, read or written."""
 
-    code = "T0951"
 
-
-class WorkerLost(TloraError):
+class WorkerLost(TloraError, code="T0952"):
     """A killed run's worker is still there; it ends after its step and checkpoint."""
 
-    code = "T0952"
 
-
-class RunRefused(TloraError):
+class RunRefused(TloraError, code="T0953"):
     """`tlora-fx run` cannot start or resume with these arguments."""
 
-    code = "T0953"
 
-
-class JobFolderError(TloraError):
+class JobFolderError(TloraError, code="T0954"):
     """A folder of job files cannot be read, or two files name the same job."""
 
-    code = "T0954"
 
-
-class StateFileError(TloraError):
+class StateFileError(TloraError, code="T0955"):
     """A saved state of the scheduler cannot be read."""
 
-    code = "T0955"
 
-
-# Policies, their options, and the moments of a cluster that they are asked about.
-
-
-class UnknownPolicy(TloraError):
+class UnknownPolicy(TloraError, code="T0900"):
     """A scheduling policy that does not exist; the message lists those that do."""
 
-    code = "T0900"
 
-
-class PolicyOptionWrong(TloraError):
+class PolicyOptionWrong(TloraError, code="T0901"):
     """A policy has no such option, or not this value."""
 
-    code = "T0901"
 
-
-class TooManyForOracle(TloraError):
+class TooManyForOracle(TloraError, code="T0902"):
     """The oracle policy got more jobs than it can search."""
 
-    code = "T0902"
 
-
-class JobNotInState(TloraError):
+class JobNotInState(TloraError, code="T0903"):
     """The job is not active in this state of the cluster."""
 
-    code = "T0903"
 
-
-class CreditRefused(TloraError):
+class CreditRefused(TloraError, code="T0904"):
     """A job would be slowed down past what it accepts."""
 
-    code = "T0904"
 
-
-# Traces of clusters, and the choices that make jobs of them.
-
-
-class TraceFileError(TloraError):
+class TraceFileError(TloraError, code="T0930"):
     """A trace cannot be read or written, or has no known format (`docs/simulating.md`)."""
 
-    code = "T0930"
 
-
-class TraceColumnMissing(TloraError):
+class TraceColumnMissing(TloraError, code="T0931"):
     """A trace lacks a needed column."""
 
-    code = "T0931"
 
-
-class TraceRowsWrong(TloraError):
+class TraceRowsWrong(TloraError, code="T0932"):
     """A trace has wrong rows, and `--bad-rows refuse` was given."""
 
-    code = "T0932"
 
-
-class TraceEmpty(TloraError):
+class TraceEmpty(TloraError, code="T0933"):
     """Nothing is left of a trace; the message counts what was left out, by reason."""
 
-    code = "T0933"
 
-
-class MarginalsFileError(TloraError):
+class MarginalsFileError(TloraError, code="T0934"):
     """A file of marginals cannot be read, or holds no distribution."""
 
-    code = "T0934"
 
-
-class ReplayChoiceWrong(TloraError):
+class ReplayChoiceWrong(TloraError, code="T0935"):
     """A choice about how a trace becomes jobs is invalid, or does not go with the trace."""
 
-    code = "T0935"
 
-
-class ReportNotWritable(TloraError):
+class ReportNotWritable(TloraError, code="T0936"):
     """The folder of a report cannot be written."""
 
-    code = "T0936"
 
-
-# The loop, the simulated clock and the replay of traces.
-
-
-class SubmittedTwice(TloraError):
+class SubmittedTwice(TloraError, code="T0970"):
     """A job was submitted twice under one name."""
 
-    code = "T0970"
 
-
-class DecisionWrong(TloraError):
+class DecisionWrong(TloraError, code="T0971"):
     """A policy's decision cannot be run."""
 
-    code = "T0971"
 
-
-class ReplayStalled(TloraError):
+class ReplayStalled(TloraError, code="T0972"):
     """Jobs wait in a replay, nothing runs, and the policy starts none: a defect of the policy."""
 
-    code = "T0972"
 
-
-class ReplayOptionWrong(TloraError):
+class ReplayOptionWrong(TloraError, code="T0973"):
     """An option of a replay has an invalid value."""
 
-    code = "T0973"
 
-
-class ClockBackwards(TloraError):
+class ClockBackwards(TloraError, code="T0974"):
     """A simulated clock was asked to go back."""
 
-    code = "T0974"
+
+class SegmentError(TloraError, code="T0501"):
+    """Job segments do not cover the tokens of a tensor; build them with `PackedBatch`."""
+
+
+class AdapterTableError(TloraError, code="T0502"):
+    """Adapter tables do not fit each other or the layer."""
+
+
+class MaskKeyError(TloraError, code="T0503"):
+    """A dropout rate, key or token index is out of range; rates lie in [0, 1), keys in 32 bits."""
+
+
+class AttentionShapeError(TloraError, code="T0504"):
+    """Packed attention got tensors or bounds that do not fit; give q, k, v as [T, heads, dim]."""
+
+
+class FrozenGradientError(TloraError, code="T0505"):
+    """An operator has no gradient for this input; freeze it, or leave the layer unfused."""
+
+
+class QuantizedLinearError(TloraError, code="T0506"):
+    """A linear with a quantised matrix got tensors that do not fit its form."""
+
+
+class TableNotOnDevice(TloraError, code="T0507"):
+    """While a CUDA graph is captured, a table is on the host.
+
+    Run the step once first, or without CUDA graphs.
+    """
+
+
+class UnknownKernel(TloraError, code="T0701"):
+    """A kernel kind that does not exist; `tlora-fx kernels list` lists them."""
+
+
+class KernelSpecError(TloraError, code="T0702"):
+    """No kernel can be generated for this specialisation."""
+
+
+class KernelCacheError(TloraError, code="T0703"):
+    """Kernels cannot be written to the cache folder or a temporary one.
+
+    Set TLORA_FX_CACHE to a writable folder.
+    """
+
+
+class TooManyJobs(TloraError, code="T0704"):
+    """A row holds more jobs than the kernels' tables."""
+
+
+class KernelToolMissing(TloraError, code="T0705"):
+    """Triton, or a tool in its wheel, is not installed (`pip install triton`)."""
+
+
+class KernelNotCompilable(TloraError, code="T0706"):
+    """Triton does not compile a generated kernel for this architecture.
+
+    Another tile may do: `tlora-fx kernels explain`.
+    """
