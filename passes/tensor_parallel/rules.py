@@ -52,7 +52,6 @@ class Runs:
 
     Piece p is the p-th part of the first run, then that of the second, and so on.
 
-    dim     the dimension
     sizes   of the runs in the whole value
     """
 
@@ -74,8 +73,6 @@ def ends_of(sizes: tuple[int, ...]) -> set[int]:
 class Operands:
     """What a rule is told of one call.
 
-    node     the call
-    pieces   how many there are
     cuts     of all values before it
     stored   frozen tensors that are to be cut with it, and along which dimension
     """
@@ -84,6 +81,11 @@ class Operands:
     pieces: int
     cuts: dict[fx.Node, Cut]
     stored: dict[fx.Node, Cut] = field(default_factory=dict)
+
+    @property
+    def source(self) -> Any:
+        """The first argument."""
+        return self.node.args[0]
 
     def cut(self, value: Any) -> Any:
         """The dimension along which an argument is cut; None where it is whole."""
@@ -155,7 +157,6 @@ def carried(call: Operands) -> Cut:
 
 
 def _keep_runs(call: Operands, function: Rule) -> Runs:
-    """The same runs in the result."""
     held = [value for value in call.node.all_input_nodes if call.cuts.get(value) is not None]
     runs = {call.runs(value) for value in held}
     (sizes, *others) = runs
@@ -216,14 +217,14 @@ def pointwise(call: Operands) -> Cut:
 
 @rule(aten.type_as, runs="kept")
 def _like(call: Operands) -> Cut:
-    return call.cut(call.node.args[0])
+    return call.cut(call.source)
 
 
 @rule(aten.dropout, runs="kept")
 def _dropout(call: Operands) -> Cut:
     if call.given("p") and call.given("train"):
         raise CannotCarry("it draws a mask for the whole value")
-    return call.cut(call.node.args[0])
+    return call.cut(call.source)
 
 
 # Operators that part a dimension, along the cut too.
@@ -232,7 +233,6 @@ def _dropout(call: Operands) -> Cut:
 # along what is cut. Pieces of each part are what every process wants, so the matrix must be cut
 # run by run, and runs must end where the parts do.
 
-
 SLICE, CHUNK = (aten.slice,), (aten.chunk,)
 SPLIT = (aten.split, aten.split_with_sizes)
 Range = tuple[int, int]
@@ -240,25 +240,22 @@ Range = tuple[int, int]
 
 @rule(*SLICE, runs="known")
 def _slice(call: Operands) -> Cut:
-    source: Any = call.node.args[0]
-    if _dim(call.node) != call.cut(source):
-        return call.cuts[source]
+    if _dim(call.node) != call.cut(call.source):
+        return call.cuts[call.source]
     (cut,) = _parted(call, "it takes a part of what is cut")
     return cut
 
 
 @rule(*SPLIT, *CHUNK, runs="known")
 def _split(call: Operands) -> Cut:
-    source: Any = call.node.args[0]
-    if _dim(call.node) != call.cut(source):
-        return (call.cuts[source],) * len(call.node.meta["val"])
+    if _dim(call.node) != call.cut(call.source):
+        return (call.cuts[call.source],) * len(call.node.meta["val"])
     return _parted(call, "it parts what is cut: q, k and v, or gate and up, lie in one matrix")
 
 
 @rule(operator.getitem, runs="known")
 def _getitem(call: Operands) -> Cut:
-    source: Any = call.node.args[0]
-    return call.cuts[source][call.node.args[1]]
+    return call.cuts[call.source][call.node.args[1]]
 
 
 def resize_parts(node: fx.Node, cuts: dict[fx.Node, Cut], pieces: int) -> None:
@@ -277,14 +274,13 @@ def resize_parts(node: fx.Node, cuts: dict[fx.Node, Cut], pieces: int) -> None:
 
 def _parted(call: Operands, reason: str) -> tuple[Cut, ...]:
     """The cuts of the parts of what is cut; raises NeedsRuns where runs end elsewhere."""
-    source: Any = call.node.args[0]
-    dim, own = call.cut(source), _ranges(call.node)
-    size = source.meta["val"].shape[dim]
+    dim, own = call.cut(call.source), _ranges(call.node)
+    size = call.source.meta["val"].shape[dim]
     if not own or not isinstance(size, int):
         raise CannotCarry(reason)
-    alike = [user for user in source.users if _parts(user) and _dim(user) == dim]
+    alike = [user for user in call.source.users if _parts(user) and _dim(user) == dim]
     wanted = {end for user in alike for bounds in _ranges(user) for end in bounds}
-    runs = call.runs(source)
+    runs = call.runs(call.source)
     if not wanted <= ends_of(runs):
         raise NeedsRuns(reason, wanted | ends_of(runs), size)
     return tuple(_part(dim, runs, bounds) for bounds in own)
@@ -332,15 +328,11 @@ def _calls(node: fx.Node, targets: tuple[Any, ...]) -> bool:
     return getattr(node.target, "overloadpacket", None) in targets
 
 
-# Operators that move, join and reduce dimensions.
-
-
 @rule(aten.view, aten.reshape, aten._unsafe_view, runs="kept")
 def _reshape(call: Operands) -> Cut:
     """What lies outside the pieces must stay as it was; then they stay in order."""
-    source: Any = call.node.args[0]
-    cut = call.cut(source)
-    before, after = source.meta["val"].shape, call.node.meta["val"].shape
+    cut = call.cut(call.source)
+    before, after = call.source.meta["val"].shape, call.node.meta["val"].shape
     outside = str(prod(before[:cut]))
     fixed = [dim for dim, size in enumerate(after) if isinstance(size, int) and size != 1]
     kept = [dim for dim in fixed if str(prod(after[:dim])) == outside]
@@ -356,16 +348,14 @@ def _reshape(call: Operands) -> Cut:
 
 @rule(aten.expand, runs="kept")
 def _expand(call: Operands) -> Cut:
-    source: Any = call.node.args[0]
-    return call.cut(source) + rank_of(call.node) - rank_of(source)
+    return call.cut(call.source) + rank_of(call.node) - rank_of(call.source)
 
 
 @rule(aten.flatten, runs="kept")
 def _flatten(call: Operands) -> Cut:
-    source: Any = call.node.args[0]
-    first = dim_of(int(call.given("start_dim", 0)), rank_of(source))
-    last = dim_of(int(call.given("end_dim", -1)), rank_of(source))
-    cut = call.cut(source)
+    first = dim_of(int(call.given("start_dim", 0)), rank_of(call.source))
+    last = dim_of(int(call.given("end_dim", -1)), rank_of(call.source))
+    cut = call.cut(call.source)
     if first < cut <= last:
         raise CannotCarry("it folds the pieces into another dimension")
     return cut if cut <= first else cut - (last - first)
@@ -373,7 +363,7 @@ def _flatten(call: Operands) -> Cut:
 
 @rule(aten.transpose, aten.swapaxes, runs="kept")
 def _transpose(call: Operands) -> Cut:
-    cut, ndim = call.cut(call.node.args[0]), rank_of(call.node)
+    cut, ndim = call.cut(call.source), rank_of(call.node)
     first, second = (dim_of(int(d), ndim) for d in call.node.args[1:3])  # type: ignore[arg-type]
     return {first: second, second: first}.get(cut, cut)
 
@@ -381,24 +371,25 @@ def _transpose(call: Operands) -> Cut:
 @rule(aten.permute, runs="kept")
 def _permute(call: Operands) -> Cut:
     order: Any = call.node.args[1]
-    return [dim_of(d, rank_of(call.node)) for d in order].index(call.cut(call.node.args[0]))
+    return [dim_of(d, rank_of(call.node)) for d in order].index(call.cut(call.source))
 
 
 @rule(aten.unsqueeze, runs="kept")
 def _unsqueeze(call: Operands) -> Cut:
-    cut = call.cut(call.node.args[0])
+    cut = call.cut(call.source)
     new = dim_of(int(call.given("dim")), rank_of(call.node))
     return cut if cut < new else cut + 1
 
 
 @rule(aten.squeeze, runs="kept")
 def _squeeze(call: Operands) -> Cut:
-    source: Any = call.node.args[0]
-    cut, dims = call.cut(source), call.given("dim")
+    cut, dims = call.cut(call.source), call.given("dim")
     if dims is None:
         raise CannotCarry("it drops every dimension of size 1, which a piece's may have")
-    asked = {dim_of(int(d), rank_of(source)) for d in (dims if isinstance(dims, list) else [dims])}
-    gone = {dim for dim in asked if source.meta["val"].shape[dim] == 1}
+    asked = {
+        dim_of(int(d), rank_of(call.source)) for d in (dims if isinstance(dims, list) else [dims])
+    }
+    gone = {dim for dim in asked if call.source.meta["val"].shape[dim] == 1}
     if cut in asked:
         raise CannotCarry("it may drop the dimension of the pieces")
     return cut - sum(dim < cut for dim in gone)
@@ -406,8 +397,7 @@ def _squeeze(call: Operands) -> Cut:
 
 @rule(aten.select, runs="kept")
 def _select(call: Operands) -> Cut:
-    source: Any = call.node.args[0]
-    cut, dim = call.cut(source), dim_of(int(call.given("dim")), rank_of(source))
+    cut, dim = call.cut(call.source), dim_of(int(call.given("dim")), rank_of(call.source))
     if dim == cut:
         raise CannotCarry("it takes a part of what is cut")
     return cut - (dim < cut)
@@ -415,8 +405,7 @@ def _select(call: Operands) -> Cut:
 
 @rule(aten.unbind)
 def _unbind(call: Operands) -> Cut:
-    source: Any = call.node.args[0]
-    cut, dim = call.cut(source), dim_of(int(call.given("dim", 0)), rank_of(source))
+    cut, dim = call.cut(call.source), dim_of(int(call.given("dim", 0)), rank_of(call.source))
     if dim == cut:
         raise CannotCarry("it parts what is cut")
     return (cut - (dim < cut),) * len(call.node.meta["val"])
@@ -436,18 +425,18 @@ def _cat(call: Operands) -> Cut:
 
 @rule(aten.sym_size, runs="known")
 def _size(call: Operands) -> Cut:
-    source: Any = call.node.args[0]
-    if dim_of(int(call.given("dim")), rank_of(source)) == call.cut(source):
+    if dim_of(int(call.given("dim")), rank_of(call.source)) == call.cut(call.source):
         raise CannotCarry("it reads the size of what is cut")
     return None
 
 
 @rule(aten.mean, aten.sum, aten.amax, aten.amin, aten.var, aten.std, runs="kept")
 def _reduce(call: Operands) -> Cut:
-    source: Any = call.node.args[0]
-    cut, dims = call.cut(source), call.given("dim")
-    some = dims if isinstance(dims, (list, tuple)) else range(rank_of(source))
-    gone = {dim_of(int(d), rank_of(source)) for d in ([dims] if isinstance(dims, int) else some)}
+    cut, dims = call.cut(call.source), call.given("dim")
+    some = dims if isinstance(dims, (list, tuple)) else range(rank_of(call.source))
+    gone = {
+        dim_of(int(d), rank_of(call.source)) for d in ([dims] if isinstance(dims, int) else some)
+    }
     if cut in gone:
         raise CannotCarry("it reduces over what is cut")
     keep = bool(call.given("keepdim", False))
@@ -456,7 +445,7 @@ def _reduce(call: Operands) -> Cut:
 
 @rule(aten.softmax, aten._softmax, aten.log_softmax, runs="kept")
 def _along(call: Operands) -> Cut:
-    cut = call.cut(call.node.args[0])
+    cut = call.cut(call.source)
     if dim_of(int(call.given("dim")), rank_of(call.node)) == cut:
         raise CannotCarry("it normalises over what is cut")
     return cut
@@ -464,7 +453,7 @@ def _along(call: Operands) -> Cut:
 
 @rule(aten.rms_norm, aten.layer_norm, runs="kept")
 def _normalise(call: Operands) -> Cut:
-    cut, inner = call.cut(call.node.args[0]), len(call.given("normalized_shape"))
+    cut, inner = call.cut(call.source), len(call.given("normalized_shape"))
     if cut is None or cut >= rank_of(call.node) - inner:
         raise CannotCarry("it normalises over what is cut")
     return cut
@@ -504,14 +493,11 @@ def _attention(call: Operands) -> Cut:
         raise CannotCarry("its query, key and value are not all cut by heads")
     (cut,) = cuts
     mask = call.given("attn_mask")
-    if mask is not None and (call.cut(mask) is not None or _differs(mask, cut, ndim)):
+    own = None if mask is None else cut - ndim + rank_of(mask)
+    # A whole mask must be the same for all heads: broadcast along what is cut.
+    differs = own is not None and own >= 0 and mask.meta["val"].shape[own] != 1
+    if mask is not None and (call.cut(mask) is not None or differs):
         raise CannotCarry("its mask differs between heads")
     if call.given("dropout_p", 0.0):
         raise CannotCarry("it draws masks for all heads")
     return cut
-
-
-def _differs(value: fx.Node, dim: int, ndim: int) -> bool:
-    """Whether a whole value differs along a dimension of what it is broadcast to."""
-    own = dim - ndim + rank_of(value)
-    return own >= 0 and bool(value.meta["val"].shape[own] != 1)

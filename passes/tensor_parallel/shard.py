@@ -108,13 +108,11 @@ def nothing_cut(group: GroupGraph, size: int) -> list[str]:
 
 
 def _whole_notes(where: str, cuts: Cuts) -> list[str]:
-    """What stays whole in a graph, and why."""
     pairs = cuts.whole.items()
     return [f"{f'{where}.{modules}'.strip('.')} stays whole: {reason}" for modules, reason in pairs]
 
 
 def _cut(graph: fx.Graph, cuts: Cuts, pieces: int) -> None:
-    """Give stored tensors and named sizes those of one piece."""
     linears = [(linear, COLUMNS) for linear in cuts.by_columns] + [
         (linear, ROWS) for linear in cuts.by_rows
     ]
@@ -139,7 +137,6 @@ def _cut(graph: fx.Graph, cuts: Cuts, pieces: int) -> None:
 def _join(
     group: GroupGraph, graph: fx.Graph, cuts: Cuts, learning: set[fx.Node], *, open_end: bool
 ) -> None:
-    """Put the operators where whole values and pieces meet."""
     whole: dict[fx.Node, dict[fx.Node, None]] = {}
     if not open_end:
         for linear in cuts.by_columns:
@@ -176,7 +173,6 @@ def _sum(group: GroupGraph, graph: fx.Graph, linear: Linears) -> None:
 
 
 def _without_bias(graph: fx.Graph, linear: Linears) -> fx.Node:
-    """The same linear without its bias."""
     node = linear.node
     if is_call(node, aten.addmm.default):
         given = arguments_of(node)
@@ -201,7 +197,6 @@ def _copy_hidden(group: GroupGraph) -> None:
 
 
 def _maker(group: GroupGraph, graph: fx.Graph, before: fx.Node, **tags: str) -> Maker:
-    """Makes nodes that serve all jobs."""
     jobs = tuple(group.job_names)
     return Rewriter(graph).at(before, {"role": "shared", "jobs": jobs, "site": "", **tags})
 
@@ -243,21 +238,11 @@ def _reached(graph: fx.Graph, start: set[fx.Node]) -> Iterator[fx.Node]:
     yield from reached
 
 
-# Which matrices of a graph can be cut so that every piece of a value ends in a sum.
-#
-# All linears are cut by columns at first, and the pieces are followed by the rules to the linears
-# that take them by rows. Where an operator parts what is cut, the linears that it came from are cut
-# run by run; where it cannot take a piece, they stay whole; and the search begins again.
-
-
 @dataclass(slots=True)
 class Cuts:
     """How a graph is cut.
 
-    by_columns, by_rows   linears
     whole                 why the other linears stay as they are
-    values                how values are cut
-    stored                how other frozen tensors are cut
     entries               operators that read pieces, and the whole values that they read beside
     """
 
@@ -284,6 +269,10 @@ class _ByRuns(Exception):
 def search(graph: fx.Graph, pieces: int, *, open_end: bool = False) -> Cuts:
     """The largest set of linears that can be cut.
 
+    All linears are cut by columns at first, and the pieces are followed by the rules to the linears
+    that take them by rows. Where an operator parts what is cut, the linears that it came from are
+    cut run by run; where it cannot take a piece, they stay whole; and the search begins again.
+
     open_end   whether the graph may return pieces, along its result's last dimension
     """
     kept: dict[fx.Node, str] = {}
@@ -301,8 +290,6 @@ def search(graph: fx.Graph, pieces: int, *, open_end: bool = False) -> Cuts:
 
 
 class _ShardWalk:
-    """One walk through a graph, until an operator cannot take a piece."""
-
     def __init__(self, pieces: int, kept: dict[fx.Node, str], runs: AllRuns) -> None:
         self.pieces, self.kept, self.runs = pieces, kept, runs
         self.cuts = Cuts()
@@ -373,7 +360,9 @@ class _ShardWalk:
         if is_call(node, operator.getitem) and all(one is held[0] for one, _ in self._of(held)):
             self.sources[node] = frozenset({(held[0], int(node.args[1]))})  # type: ignore[arg-type]
         for beside in node.all_input_nodes:
-            if beside not in held and beside.op != "get_attr" and _is_float(beside):
+            value = beside.meta.get("val")
+            floats = isinstance(value, torch.Tensor) and value.dtype.is_floating_point
+            if beside not in held and beside.op != "get_attr" and floats:
                 self.cuts.entries.append((node, beside))
 
     def _take_runs(self, sources: Sources, asked: NeedsRuns) -> bool:
@@ -395,20 +384,7 @@ class _ShardWalk:
         return [node for node in nodes if self.cuts.values.get(node) is not None]
 
     def _of(self, nodes: list[fx.Node]) -> Sources:
-        """The linears that pieces came from."""
         return frozenset().union(*(self.sources[node] for node in nodes))
-
-
-def _is_float(node: fx.Node) -> bool:
-    value = node.meta.get("val")
-    return isinstance(value, torch.Tensor) and value.dtype.is_floating_point
-
-
-# Linears whose matrices may be cut.
-#
-# By columns each process computes a piece of the result: of an adapter A stays whole and B is cut.
-# By rows each process reads a piece of the input and computes a part of a sum: A is cut, B stays
-# whole. A matrix that holds several, such as q, k and v, is cut by columns run by run.
 
 
 @dataclass(frozen=True, slots=True)
@@ -417,7 +393,6 @@ class Matrix:
 
     stored    the node that reads it, None where it is computed
     outer     the dimension of the stored tensor along which results lie
-    bias      the node that the bias comes from, None without one
     a, b      the nodes of the bank, None without adapters
     runs      sizes of what lies one after the other along results, each cut by itself; () for one
     """
@@ -456,6 +431,10 @@ class Matrix:
 @dataclass(frozen=True, slots=True)
 class Linears:
     """One operator that multiplies with frozen matrices, all reading one input.
+
+    By columns each process computes a piece of the result: of an adapter A stays whole and B is
+    cut. By rows each process reads a piece of the input and computes a part of a sum: A is cut, B
+    stays whole. A matrix that holds several, such as q, k and v, is cut by columns run by run.
 
     drops   whether jobs may drop columns of the input
     """
@@ -504,7 +483,11 @@ class Linears:
                 return f"its matrix is stored as {ref.form}"
             others = sorted(_readers(node) - {self.node}, key=str)
             if others:
-                return f"{_reader_name(others[0])} reads its matrix or its bias too"
+                reader = others[0]
+                name = reader.name
+                if reader.meta.get("role") == "adapter":
+                    name = f"a branch of job '{reader.meta['jobs'][0]}' that runs as it is"
+                return f"{name} reads its matrix or its bias too"
         return ""
 
 
@@ -554,13 +537,6 @@ def _readers(stored: fx.Node) -> set[fx.Node]:
     users = [user for node in same for user in node.users]
     turned = [reader for user in users if is_call(user, TURNED) for reader in user.users]
     return {user for user in users if not is_call(user, TURNED)} | set(turned)
-
-
-def _reader_name(node: fx.Node) -> str:
-    """What reads a tensor, in words."""
-    if node.meta.get("role") == "adapter":
-        return f"a branch of job '{node.meta['jobs'][0]}' that runs as it is"
-    return node.name
 
 
 def _divides(matrix: Matrix, dim: int, pieces: int) -> str:

@@ -14,8 +14,7 @@ from torch import Tensor, fx, nn
 from torch._dynamo.backends.debugging import aot_eager
 
 from tests.models import FAMILIES, VOCABULARY, assert_close
-from tlora_fx.backend import BackendWarning, lower_graph, options
-from tlora_fx.backend.options import read_options
+from tlora_fx.backend import BackendWarning, forget, lower_graph, read_options
 
 
 class Net(nn.Module):
@@ -110,7 +109,7 @@ class Lowering:
 
     def __post_init__(self) -> None:
         torch._dynamo.reset()
-        options.forget()
+        forget()
         self.counts: list[tuple[int, int]] = []
         self.warnings: list[str] = []
         self.graphs: list[fx.GraphModule] = []

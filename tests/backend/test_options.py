@@ -7,7 +7,7 @@ import torch
 
 from tests.backend.models import Lowering, net
 from tests.models import error_of
-from tlora_fx.backend.options import Options, read_options
+from tlora_fx.backend import Options, read_options
 from tlora_fx.errors import BackendOptionError, BackendUnsupported
 
 

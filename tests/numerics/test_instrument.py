@@ -20,7 +20,7 @@ from tests.traced import KINDS
 from tlora_fx.compiler import compile
 from tlora_fx.errors import NumericsBroken
 from tlora_fx.numerics import Numerics, instrument
-from tlora_fx.numerics.compare import BOUNDS
+from tlora_fx.numerics.evaluate import BOUNDS
 from tlora_fx.pipeline import REGISTRY, JobPass
 
 aten = torch.ops.aten

@@ -15,8 +15,7 @@ from tlora_fx.ir.lora_sites import lowered_site, lowered_sites, serves_several
 from tlora_fx.ir.verifier import check_tags
 from tlora_fx.numerics.state import copy_state
 from tlora_fx.passes.share_input import ShareInput
-from tlora_fx.pipeline import Event, Pipeline, Runner
-from tlora_fx.pipeline.rewrites import Rewrites, counting
+from tlora_fx.pipeline import Event, Pipeline, Rewrites, Runner, counting
 
 LOWER = "drop-export-noise,tag-roles,fold-layers,check-token-parallel,fuse-backbone,lower-adapters"
 # "plain" adapts q_proj and down_proj, "few" q_proj, "head" v_proj.

@@ -7,25 +7,29 @@ like any graph. A branch that no pattern fits stays as it is.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any, cast
+import warnings
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, fields
+from typing import Any, Literal, cast
+from weakref import WeakSet
 
 import torch
-from torch import fx
+from torch import fx, nn
+from torch._dynamo.utils import counters
 
-from tlora_fx.backend import options as notices
 from tlora_fx.backend.lora_regions import Left, Lowered, lower_sites
-from tlora_fx.backend.options import BackendWarning, Options, read_options
 from tlora_fx.backend.rewrite import SiteRewriter, declare_tables
 from tlora_fx.backend.sites import (
     GraphRegion,
     regions_of,
     running_layer,
+    running_modules,
     sites_of,
     strays,
     value_of,
 )
-from tlora_fx.errors import BackendUnsupported
+from tlora_fx.errors import BackendOptionError, BackendUnsupported, nearest
 from tlora_fx.ops.torch_compile import mark_compile_caches
 
 __all__ = ["BackendWarning", "compile_graph", "lower_graph"]
@@ -49,7 +53,6 @@ def compile_graph(
     """Compile a graph that Dynamo recorded.
 
     gm               rewritten in place
-    example_inputs   fake or real inputs of the graph
     mode             a mode of torch.compile, handed on to Inductor
     options          `strict`, `compute`, and Inductor's own options
     returns          what runs the graph
@@ -80,9 +83,10 @@ def lower_graph(gm: fx.GraphModule, wanted: Options | None = None) -> tuple[int,
         lowered += done
         left += rest
     declare_tables(gm)
-    notices.count(lowered, len(left))
-    if not notices.belongs_to_branches(gm, lowered + len(left)):
-        notices.say(NOTHING)
+    counters["tlora_fx"]["branches_lowered"] += lowered
+    counters["tlora_fx"]["branches_left"] += len(left)
+    if not belongs_to_branches(gm, lowered + len(left)):
+        say(NOTHING)
     _tell(lowered, left, wanted)
     return lowered, len(left)
 
@@ -127,7 +131,7 @@ def _unfit(site: Lowered, wanted: Options) -> str:
 
 
 def _tell(lowered: int, left: list[Left], wanted: Options) -> None:
-    why = notices.reasons(left)
+    why = reasons(left)
     if left and wanted.strict:
         raise BackendUnsupported(
             f"{len(left)} of {lowered + len(left)} LoRA branches cannot be lowered",
@@ -136,4 +140,132 @@ def _tell(lowered: int, left: list[Left], wanted: Options) -> None:
         )
     if left:
         total = lowered + len(left)
-        notices.say(f"tlora-fx leaves {len(left)} of {total} LoRA branches to Inductor: {why}")
+        say(f"tlora-fx leaves {len(left)} of {total} LoRA branches to Inductor: {why}")
+
+
+COMPUTE = ("float32", "base")
+SHOWN = 3
+_said: set[str] = set()
+_with_branches: WeakSet[nn.Module] = WeakSet()
+
+
+@dataclass(frozen=True, slots=True)
+class Options:
+    """What `torch.compile(model, backend="tlora-fx", options=...)` may say.
+
+    strict     raise BackendUnsupported where a LoRA branch cannot be lowered
+    compute    "float32": adapters are multiplied in the dtype that PEFT gives them, which is
+               float32 unless told otherwise; "base": in the base's dtype
+    inductor   options of Inductor, by Inductor's names
+    """
+
+    strict: bool = False
+    compute: Literal["float32", "base"] = "float32"
+    inductor: dict[str, Any] = field(default_factory=dict)
+
+
+OWN = tuple(item.name for item in fields(Options) if item.name != "inductor")
+
+
+def read_options(mode: str | None, options: Mapping[str, Any] | None) -> Options:
+    """The options of one compilation.
+
+    mode      a mode of torch.compile, such as "max-autotune": Inductor's options under one name
+    raises    BackendOptionError for what neither knows, and for values of a wrong type
+    """
+    own: dict[str, Any] = {}
+    inductor = _of_mode(mode)
+    for name, value in (options or {}).items():
+        if name in OWN:
+            own[name] = _checked(name, value)
+        else:
+            inductor[_inductor_name(name, value)] = value
+    return Options(**own, inductor=inductor)
+
+
+def _of_mode(mode: str | None) -> dict[str, Any]:
+    from torch._inductor import list_mode_options
+
+    modes = cast("dict[str, dict[str, Any]]", list_mode_options())
+    if mode is None:
+        return {}
+    if mode not in modes:
+        raise BackendOptionError(
+            f"there is no mode '{mode}'",
+            nearest=nearest(mode, modes),
+            help="modes: " + ", ".join(modes),
+        )
+    return dict(modes[mode])
+
+
+def _checked(name: str, value: Any) -> Any:
+    if name == "strict" and not isinstance(value, bool):
+        raise _wrong(name, "True or False", value)
+    if name == "compute" and value not in COMPUTE:
+        raise _wrong(name, " or ".join(COMPUTE), value)
+    return value
+
+
+def _inductor_name(name: str, value: Any) -> str:
+    """An option of Inductor as Inductor spells it, its value checked."""
+    from torch._inductor import config
+
+    known: dict[str, Any] = config.get_config_copy()
+    key = name.replace("-", "_")
+    if key not in known:
+        raise BackendOptionError(
+            f"there is no option '{name}'",
+            # One of our few options where it comes near, else one of Inductor's hundreds.
+            nearest=nearest(name, OWN) or nearest(name, known),
+            help=f"own options: {', '.join(OWN)}; all others are Inductor's, as "
+            "torch._inductor.list_options() lists them",
+        )
+    usual = known[key]
+    plain = isinstance(usual, (bool, int, float, str))
+    if plain and not isinstance(value, type(usual)):
+        raise _wrong(name, type(usual).__name__, value)
+    return key
+
+
+def _wrong(name: str, expected: str, value: Any) -> BackendOptionError:
+    return BackendOptionError(
+        f"wrong value of option '{name}'", expected=expected, found=repr(value)
+    )
+
+
+class BackendWarning(UserWarning):
+    """The tlora-fx backend leaves something to Inductor as it is."""
+
+
+def say(text: str) -> None:
+    """Warn once a process."""
+    if text not in _said:
+        _said.add(text)
+        warnings.warn(text, BackendWarning, stacklevel=2)
+
+
+def forget() -> None:
+    """Say everything again that was said before."""
+    _said.clear()
+    _with_branches.clear()
+
+
+def belongs_to_branches(gm: fx.GraphModule, found: int) -> bool:
+    """Whether the model of a graph has branches, or may have them after the graph break."""
+    outermost = running_modules()[-1:]
+    if found:
+        _with_branches.update(outermost)
+    cut = getattr(getattr(gm, "compile_subgraph_reason", None), "graph_break", False)
+    return cut or any(model in _with_branches for model in outermost)
+
+
+def reasons(left: Iterable[Left]) -> str:
+    """Each reason with the number of branches that it stops and the first of them."""
+    places: dict[str, list[str]] = {}
+    for item in left:
+        places.setdefault(item.reason, []).append(item.path)
+    number = Counter({reason: len(paths) for reason, paths in places.items()})
+    return "; ".join(
+        f"{reason} ({times}: {', '.join(places[reason][:SHOWN])}{', ...' * (times > SHOWN)})"
+        for reason, times in number.most_common()
+    )

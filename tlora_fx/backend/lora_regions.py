@@ -7,15 +7,17 @@ this room does not know is never rewritten. The job owns every token: its segmen
 
 from __future__ import annotations
 
+import operator
 import re
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, fx
 from torch._subclasses.fake_tensor import FakeTensor
 
-from tlora_fx.backend.dynamo_ops import translate
 from tlora_fx.backend.sites import GraphRegion, LoraCalls, is_number, tensor_of, value_of
 from tlora_fx.ir.graph import GroupGraph, JobGraph, TensorRef, is_call, output_of
 from tlora_fx.ir.lora_sites import ADD, lowered_site
@@ -42,8 +44,6 @@ TABLES = {
 class Lowered:
     """A site that becomes one operator; nodes are Dynamo's.
 
-    calls        the LoRA layer
-    result       what the layer hands on
     x            its input, [..., in]
     weight       the frozen weight, [out, in], or [in, out] where `transposed`
     bias         the frozen bias, or None
@@ -79,11 +79,7 @@ class NotLowerable(Exception):
 
 
 def lower_sites(region: GraphRegion, sites: list[LoraCalls], compute: str) -> list[Lowered | Left]:
-    """Run lower-adapters on the LoRA layers of one region.
-
-    compute   its option: "float32" or "base"
-    returns   what became of each site, in order
-    """
+    """Run lower-adapters on the LoRA layers of one region; what became of each site, in order."""
     if not sites:
         return []
     sites_graph = _SiteGraph(region)
@@ -98,17 +94,14 @@ def lower_sites(region: GraphRegion, sites: list[LoraCalls], compute: str) -> li
     if not writes:
         return results
     sites_graph.graph.output(tuple(writes.values()))
-    _run_pass(sites_graph.graph, compute)
+    model = JobGraph(THE_JOB, fx.Graph(), "batch")
+    group = GroupGraph(model, [model], exact=True, root=sites_graph.graph)
+    LowerAdapters(compute=compute).run(group)  # type: ignore[arg-type]
+    sites_graph.graph.lint()
     outputs: Any = output_of(sites_graph.graph).args[0]
     for index, output in zip(writes, outputs, strict=True):
         results[index] = sites_graph.read_back(sites[index], output)
     return results
-
-
-def _run_pass(graph: fx.Graph, compute: Any) -> None:
-    model = JobGraph(THE_JOB, fx.Graph(), "batch")
-    LowerAdapters(compute=compute).run(GroupGraph(model, [model], exact=True, root=graph))
-    graph.lint()
 
 
 def _ends(site: LoraCalls) -> tuple[fx.Node, fx.Node]:
@@ -199,7 +192,6 @@ class _SiteGraph:
     def _copy(
         self, site: LoraCalls, node: fx.Node, copies: dict[fx.Node, Any], anchor: fx.Node
     ) -> None:
-        """Copy one call in the vocabulary of tracing."""
         branch = node not in site.frozen
 
         def take(source: fx.Node) -> Any:
@@ -225,7 +217,6 @@ class _SiteGraph:
         copies[node] = copy
 
     def _read(self, site: LoraCalls, value: fx.Node, source: fx.Node) -> fx.Node:
-        """The job's segment of a value, which is all of it."""
         args = (value, self.tables["segments"], 0, 0)
         read = self.graph.call_function(ops.segment_read.default, args)
         self._tag(read, site, source)
@@ -238,7 +229,6 @@ class _SiteGraph:
         )
 
     def read_back(self, site: LoraCalls, result: fx.Node) -> Lowered | Left:
-        """What the pass made of a site."""
         lowered = lowered_site(result)
         if lowered is None:
             reason = str(result.meta.get("as_it_is", "no pattern fits it"))
@@ -267,10 +257,7 @@ class _SiteGraph:
 
 
 def _refuse(site: LoraCalls, region: GraphRegion) -> None:
-    """Refuse what the pattern fits and the operator does not compute.
-
-    raises    NotLowerable
-    """
+    """Refuse what the pattern fits and the operator does not compute."""
     frozen = {source for node in site.frozen for source in node.all_input_nodes}
     stored = [tensor_of(source) for source in frozen & region.stored]
     if torch.is_grad_enabled() and any(value.requires_grad for value in stored):
@@ -288,3 +275,113 @@ def _mixes(node: fx.Node) -> bool:
         return False
     read = [value_of(source) for source in (node, *node.all_input_nodes)]
     return len({value.dtype for value in read if isinstance(value, Tensor)}) > 1
+
+
+# From the operators that Dynamo records to those that tracing yields. Only what stands in PEFT's
+# LoRA layers has an entry; every other call keeps its name, so that a pattern can say what it met.
+
+Args = tuple[Any, ...]
+Rule = Callable[..., "OpCall | None"]
+CASTS = {
+    "float": torch.float32,
+    "double": torch.float64,
+    "half": torch.float16,
+    "bfloat16": torch.bfloat16,
+}
+
+
+@dataclass(frozen=True, slots=True)
+class OpCall:
+    """One call in the vocabulary of tracing; no target where it returns its first argument."""
+
+    target: Any
+    args: Args
+
+
+def translate(node: fx.Node) -> OpCall | None:
+    """What a recorded call is in the vocabulary of tracing, or None where it has no entry."""
+    if isinstance(node.target, torch._ops.OpOverload):
+        return OpCall(node.target, node.args) if not node.kwargs else None
+    rule = RULES.get(node.target)
+    if rule is None:
+        return None
+    try:
+        return rule(*node.args, **node.kwargs)
+    except TypeError:
+        return None
+
+
+def _linear(x: Any, weight: Any, bias: Any = None) -> OpCall:
+    given = (x, weight) if bias is None else (x, weight, bias)
+    return OpCall(aten.linear.default, given)
+
+
+def _dropout(x: Any, p: float = 0.5, training: bool = True, inplace: bool = False) -> OpCall | None:
+    if inplace:
+        return None
+    return OpCall(aten.dropout.default, (x, p, True)) if training and p else OpCall(None, (x,))
+
+
+def _add(x: Any, other: Any) -> OpCall:
+    return OpCall(aten.add.Tensor, (x, other))
+
+
+def _mul(x: Any, other: Any) -> OpCall:
+    given = (x, other) if isinstance(x, fx.Node) else (other, x)
+    return OpCall(aten.mul.Tensor, given)
+
+
+def _matmul(x: Any, other: Any) -> OpCall:
+    return OpCall(aten.matmul.default, (x, other))
+
+
+def _addmm(x: Any, mat1: Any, mat2: Any) -> OpCall:
+    return OpCall(aten.addmm.default, (x, mat1, mat2))
+
+
+def _view(x: Any, *shape: Any) -> OpCall:
+    sizes = shape[0] if len(shape) == 1 and isinstance(shape[0], (list, tuple)) else shape
+    return OpCall(aten.view.default, (x, list(sizes)))
+
+
+def _t(x: Any) -> OpCall:
+    return OpCall(aten.t.default, (x,))
+
+
+def _transpose(x: Any, dim0: int, dim1: int) -> OpCall:
+    return OpCall(aten.transpose.int, (x, dim0, dim1))
+
+
+def _to(x: Any, first: Any = None, *, dtype: Any = None) -> OpCall | None:
+    """`to` with a dtype alone: what moves a tensor to a device is no cast."""
+    dtype = first if dtype is None else dtype
+    return OpCall(aten.to.dtype, (x, dtype)) if isinstance(dtype, torch.dtype) else None
+
+
+def _cast(dtype: torch.dtype) -> Rule:
+    return lambda x: OpCall(aten.to.dtype, (x, dtype))
+
+
+RULES: dict[Any, Rule] = {
+    F.linear: _linear,
+    F.dropout: _dropout,
+    torch.add: _add,
+    operator.add: _add,
+    "add": _add,
+    torch.mul: _mul,
+    operator.mul: _mul,
+    "mul": _mul,
+    torch.matmul: _matmul,
+    operator.matmul: _matmul,
+    "matmul": _matmul,
+    torch.addmm: _addmm,
+    torch.reshape: _view,
+    "view": _view,
+    "reshape": _view,
+    torch.t: _t,
+    "t": _t,
+    torch.transpose: _transpose,
+    "transpose": _transpose,
+    "to": _to,
+    **{name: _cast(dtype) for name, dtype in CASTS.items()},
+}

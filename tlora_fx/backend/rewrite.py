@@ -115,15 +115,12 @@ class SiteRewriter:
             # Persistent, because AOTAutograd's cache key holds the set of names that are not, whose
             # order differs in every process.
             self.module.register_buffer(attribute, value, persistent=True)
-            with self.graph.inserting_before(self._first_call()):
+            first = next(node for node in self.graph.nodes if node.op != "placeholder")
+            with self.graph.inserting_before(first):
                 table = self.graph.get_attr(attribute)
             table.meta["example_value"] = value
             self.made[key] = table
         return self.made[key]
-
-    def _first_call(self) -> fx.Node:
-        first: fx.Node = next(node for node in self.graph.nodes if node.op != "placeholder")
-        return first
 
     def _keys(self) -> fx.Node:
         """One draw of torch's generator a forward, from which all masks follow."""

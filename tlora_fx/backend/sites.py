@@ -31,10 +31,7 @@ REGION = "tag_activation_checkpoint"
 class LoraCalls:
     """The calls of one LoRA layer.
 
-    path       module path, in the base's own naming
     nodes      the layer's calls in order, those of the frozen module included
-    frozen     the calls of the frozen module
-    adapters   names of the adapters that run
     """
 
     path: str
@@ -105,7 +102,14 @@ def sites_of(graph: fx.Graph) -> list[LoraCalls]:
         if not node.op.startswith("call_"):
             continue
         modules = [(readable(path), kind) for path, kind in _modules(node)]
-        owner = next((path for path, kind in modules if _is_a(kind, peft.LoraLayer)), None)
+        owner = next(
+            (
+                path
+                for path, kind in modules
+                if isinstance(kind, type) and issubclass(kind, peft.LoraLayer)
+            ),
+            None,
+        )
         if owner is None:
             continue
         site = sites.setdefault(owner, LoraCalls(owner))
@@ -169,10 +173,6 @@ def _modules(node: fx.Node) -> list[tuple[str, Any]]:
     """Path and class of every module that a call stands in, outer before inner."""
     stack: dict[str, tuple[str, Any]] = node.meta.get("nn_module_stack") or {}
     return [(str(path), kind) for path, kind in stack.values()]
-
-
-def _is_a(kind: Any, parent: type) -> bool:
-    return isinstance(kind, type) and issubclass(kind, parent)
 
 
 def _read_outside(nodes: list[fx.Node], inside: set[fx.Node]) -> list[fx.Node]:

@@ -4,16 +4,15 @@ from __future__ import annotations
 
 import logging
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import partial
 from importlib import import_module
 
 import typer
 
+from tlora_fx.cli.options import command_group
 from tlora_fx.errors import TloraError, nearest
-
-# Leave out what other libraries log, at their import, about parts that nobody asked for.
-
 
 #: By logger, what the messages have in them: kernels for other GPUs, and one library's use of
 #: what another will drop.
@@ -27,7 +26,7 @@ NOTICES = {
 @contextmanager
 def without_foreign_notices() -> Iterator[None]:
     """Inside, these messages are not logged; every other one of the same loggers is."""
-    filters = [(logging.getLogger(name), _Without(part)) for name, part in NOTICES.items()]
+    filters = [(logging.getLogger(name), partial(_lacks, part)) for name, part in NOTICES.items()]
     for logger, left_out in filters:
         logger.addFilter(left_out)
     try:
@@ -37,15 +36,8 @@ def without_foreign_notices() -> Iterator[None]:
             logger.removeFilter(left_out)
 
 
-class _Without(logging.Filter):
-    """Passes every message but those with a certain part."""
-
-    def __init__(self, part: str) -> None:
-        super().__init__()
-        self.part = part
-
-    def filter(self, record: logging.LogRecord) -> bool:
-        return self.part not in record.getMessage()
+def _lacks(part: str, record: logging.LogRecord) -> bool:
+    return part not in record.getMessage()
 
 
 COMMANDS = {
@@ -98,18 +90,12 @@ def main(arguments: list[str] | None = None) -> None:
 
 def _app(asked: str | None) -> typer.Typer:
     """The application; only the command that is asked for is imported."""
-    app = typer.Typer(
-        help="Train many LoRA jobs as one fused graph, each as it would train alone.",
-        no_args_is_help=True,
-        add_completion=False,
-        rich_markup_mode=None,
-        pretty_exceptions_enable=False,
-    )
+    app = command_group("Train many LoRA jobs as one fused graph, each as it would train alone.")
     app.callback()(_options)
     for name, told in COMMANDS.items():
         module = import_module(f"tlora_fx.cli.{name}") if name == asked else None
         if module is None:
-            app.command(name, help=told)(_named(name))
+            app.command(name, help=told)(_stand_in)
         elif hasattr(module, "group"):
             app.add_typer(module.group, name=name)
         else:
@@ -133,11 +119,8 @@ def _options(
     """Options of `tlora-fx` itself."""
 
 
-def _named(name: str) -> Callable[[], None]:
-    def stand_in() -> None:
-        raise AssertionError(f"{name} is imported when it is called")
-
-    return stand_in
+def _stand_in() -> None:
+    raise AssertionError("a command is imported when it is called")
 
 
 def _say(text: str) -> None:

@@ -47,7 +47,6 @@ class Bars(TrainerCallback):
         self.progress.stop()
 
     def started(self, runs: Sequence[JobRun]) -> None:
-        """One bar a job, from where it goes on."""
         for job in runs:
             if job.status == "running":
                 self._steps[job.job.name] = (job.step, job.data.steps)
@@ -57,7 +56,6 @@ class Bars(TrainerCallback):
         self._told = (time.monotonic(), {name: step for name, (step, _) in self._steps.items()})
 
     def stepped(self, report: StepReport) -> None:
-        """Move the job's bar; from time to time a line where there are none."""
         self.progress.update(
             self.tasks[report.job], completed=report.step, loss=f"{report.loss:.4f}"
         )
@@ -67,7 +65,6 @@ class Bars(TrainerCallback):
             self._tell()
 
     def ended(self, run: JobRun) -> None:
-        """Say how a job ended."""
         self._steps.pop(run.job.name, None)
         if run.status == "failed":
             self.warned(f"job '{run.job.name}' failed at {run.reason}")
@@ -75,7 +72,6 @@ class Bars(TrainerCallback):
             self.console.print(f"{run.job.name}: done after {run.step} steps, loss {run.loss:.4f}")
 
     def warned(self, text: str) -> None:
-        """Print a warning above the bars."""
         self.progress.console.print(f"warning: {text}", style="yellow", markup=False)
 
     def _tell(self) -> None:

@@ -21,9 +21,7 @@ def run(
     jobs: Annotated[Path, typer.Argument(help="Job file (YAML).")],
     check: Annotated[
         str,
-        typer.Option(
-            help="Command that judges a state; {} stands for its folder. Or: numerics.",
-        ),
+        typer.Option(help="Command that judges a state; {} stands for its folder. Or: numerics."),
     ],
     pipeline: PipelineText = None,
     add_pass: AddPass = None,

@@ -165,7 +165,6 @@ def _diff(options: InspectOptions, names: tuple[str, str]) -> None:
 
 
 def _write(subject: Subject, options: InspectOptions) -> None:
-    """Write the files that were asked for."""
     from tlora_fx.inspect.schema import write_file
 
     if options.html is not None:

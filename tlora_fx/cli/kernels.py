@@ -12,7 +12,7 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
-from tlora_fx.cli.options import takes_options
+from tlora_fx.cli.options import command_group, takes_options
 from tlora_fx.codegen.compiled_check import (
     Resources,
     faults,
@@ -78,22 +78,14 @@ def _tile(text: str | None) -> Tile | None:
     words = text.split(",")
     if not 5 <= len(words) <= len(names) or not all(word.strip().isdecimal() for word in words):
         raise KernelSpecError(
-            "a tile is five to seven numbers",
-            expected=",".join(names),
-            found=text,
+            "a tile is five to seven numbers", expected=",".join(names), found=text
         )
     return Tile(*(int(word) for word in words))
 
 
 CHECKED_ARCHITECTURES = (80, 90, 100)
 
-group = typer.Typer(
-    help="List, show, explain, check and tune the generated kernels.",
-    no_args_is_help=True,
-    add_completion=False,
-    rich_markup_mode=None,
-    pretty_exceptions_enable=False,
-)
+group = command_group("List, show, explain, check and tune the generated kernels.")
 
 
 @group.command("list")
@@ -235,8 +227,6 @@ def _shape(text: str) -> tuple[int, int]:
     return int(inner), int(outer)
 
 
-# What `tlora-fx kernels explain` says of one kernel.
-
 # Measured on an H200: a copy, and a bf16 matrix product.
 H200_BYTES_PER_SECOND, H200_FLOP_PER_SECOND = 4.27e12, 752e12
 
@@ -245,7 +235,6 @@ def page(spec: KernelSpec, tokens: int, ranks: list[int], gpu: str) -> Iterator[
     """Spec, tile and why, plan, costs, and what it compiles to.
 
     tokens, ranks   of the call that is priced; its jobs have equal lengths
-    gpu             whose measurements are looked up
     """
     site = _site(spec, ranks)
     tile, why = _tile_and_reason(spec, site, tokens, gpu)
@@ -269,7 +258,6 @@ def page(spec: KernelSpec, tokens: int, ranks: list[int], gpu: str) -> Iterator[
 
 
 def _site(spec: KernelSpec, ranks: list[int]) -> Site:
-    """The linear as the plans' selector sees it."""
     from tlora_fx.ops.kernels.support import Site, rank_block
 
     block = max(spec.rank_block, rank_block(max(ranks)))

@@ -15,6 +15,17 @@ if TYPE_CHECKING:
     from tlora_fx.pipeline import Instrument, Pipeline
 
 
+def command_group(help: str) -> typer.Typer:
+    """Commands under one name, as all of `tlora-fx` behave: plain texts, errors as we word them."""
+    return typer.Typer(
+        help=help,
+        no_args_is_help=True,
+        add_completion=False,
+        rich_markup_mode=None,
+        pretty_exceptions_enable=False,
+    )
+
+
 def takes_options(command: Callable[..., None]) -> Callable[..., None]:
     """Let typer ask for the fields of a command's first argument, a dataclass.
 
@@ -41,9 +52,6 @@ def takes_options(command: Callable[..., None]) -> Callable[..., None]:
     return run
 
 
-# Options that are the fields of models below the command line.
-
-
 def with_options(
     *kinds: Any,
     names: Mapping[str, tuple[str, ...]] | None = None,
@@ -51,7 +59,6 @@ def with_options(
 ) -> Callable[[Callable[..., None]], Callable[..., None]]:
     """Give a command, which takes all as keywords, an option for each described field.
 
-    kinds     pydantic dataclasses
     names     of options that have others than their field's
     parsers   of options that are written otherwise than their values
     """
@@ -94,8 +101,6 @@ def _plain(kind: Any) -> Any:
     return kind if kind in (int, float, bool, Path) else str
 
 
-# Options of every command that runs passes.
-
 Checks = Literal["none", "structure", "numerics"]
 PipelineText = Annotated[
     str | None,
@@ -106,8 +111,7 @@ AddPass = Annotated[
     typer.Option("--add-pass", help="One more pass: NAME@after:NAME or NAME@before:NAME."),
 ]
 VerifyPasses = Annotated[
-    Checks | None,
-    typer.Option("--verify", help="Checks after each pass. Default: structure."),
+    Checks | None, typer.Option("--verify", help="Checks after each pass. Default: structure.")
 ]
 Time = Annotated[bool, typer.Option("--time", help="Print how long each pass takes.")]
 PrintAfter = Annotated[
@@ -122,10 +126,7 @@ StopAfter = Annotated[str | None, typer.Option("--stop-after", help="The last pa
 
 
 def pipeline_of(pipeline: str | None, added: list[str] | None) -> Pipeline:
-    """The pipeline that the options mean.
-
-    raises    PipelineError, PluginBroken
-    """
+    """The pipeline that the options mean; raises PipelineError, PluginBroken."""
     from tlora_fx.compiler import resolve_pipeline
 
     return resolve_pipeline(pipeline, added or ())
@@ -139,8 +140,6 @@ def instruments_of(
 
     return Watch(time, tuple(print_after or ()), dump_changed).instruments()
 
-
-# Times as people write them: 60s, 5m, 1h.
 
 _DURATION = re.compile(r"(\d+(?:\.\d+)?)\s*(s|m|h|)")
 _UNIT = {"": 1.0, "s": 1.0, "m": 60.0, "h": 3600.0}

@@ -75,7 +75,8 @@ def run(options: PlanOptions) -> None:
     the GPU's data sheet; the table then says so.
     """
     per_node = per_node_of(options.gpus, options.nodes)
-    _require_format(options.export)
+    if options.export not in (None, *FORMATS):
+        raise typer.BadParameter(f"--export is galvatron, metis or sailor; not {options.export!r}")
     job_file, model = _compiled(options.jobs, options.gpu)
     from tlora_fx.cost.load import round_of_jobs
     from tlora_fx.planners.auto import require_memory, search
@@ -105,10 +106,7 @@ def run(options: PlanOptions) -> None:
 
 
 def per_node_of(gpus: int, nodes: int | None) -> int:
-    """GPUs of each node; all nodes have as many.
-
-    raises    typer.BadParameter where they cannot
-    """
+    """GPUs of each node; all nodes have as many. Raises typer.BadParameter where they cannot."""
     if nodes is None and gpus <= NODE:
         return gpus
     if nodes is None and gpus % NODE == 0:
@@ -142,7 +140,10 @@ def _compiled(jobs: Path, gpu: str | None) -> tuple[JobFile, SuperModel]:
     from tlora_fx.config.job_file import load_job_file
 
     job_file = load_job_file(jobs)
-    _require_file(gpu)
+    if gpu is not None and gpu.endswith(".json"):
+        from tlora_fx.cost.profile import Profile
+
+        Profile.load(gpu)
     with Working(Console(stderr=True), "compiling the jobs"):
         from tlora_fx.compiler import compile
 
@@ -156,24 +157,8 @@ def _as_predicted(profile: Profile, max_row_tokens: int) -> list[str]:
     return compiled + (["--max-row-tokens", str(max_row_tokens)] if other else [])
 
 
-def _require_format(export: str | None) -> None:
-    if export is not None and export not in FORMATS:
-        raise typer.BadParameter(f"--export is galvatron, metis or sailor; not {export!r}")
-
-
-def _require_file(gpu: str | None) -> None:
-    """A profile's file must be one before anything is compiled for it."""
-    if gpu is not None and gpu.endswith(".json"):
-        from tlora_fx.cost.profile import Profile
-
-        Profile.load(gpu)
-
-
 def _profile(model: SuperModel, gpu: str | None, allow_estimated: bool) -> Profile:
-    """The profile of a GPU that was named, or of the one at hand.
-
-    raises    ProfileMissing, UnknownGpu, ProfileFileError
-    """
+    """The profile of a GPU that was named, or of the one at hand."""
     from tlora_fx.cost.facts import facts_of
     from tlora_fx.cost.hardware import GPUS
     from tlora_fx.cost.profile_sources import profile_for

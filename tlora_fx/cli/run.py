@@ -64,10 +64,7 @@ class RunCommandOptions:
     ] = False
 
     def service(self, kind: str, layout_of: LayoutOf) -> RunOptions:
-        """Of the run that they ask for.
-
-        kind   "cpu" or "cuda"
-        """
+        """Of the run that they ask for, on kind "cpu" or "cuda"."""
         from tlora_fx.scheduler.local.executor import LocalOptions
         from tlora_fx.scheduler.service import RunOptions
 
@@ -95,26 +92,17 @@ def run(options: RunCommandOptions) -> None:
     cluster, kind = machine(options.device, options.slots)
     estimates = Estimates(cluster, tuple(options.profile or ()))
     service = options.service(kind, estimates.layout_of)
-    output = options.output or _by_date()
+    output = options.output or Path("runs") / datetime.now(UTC).strftime("%Y%m%d-%H%M%S")
     page = Page(Console(stderr=True))
     page.say(f"{output}: {cluster.gpus} × {cluster.gpu}, policy {policy.name}")
-    _warn(page, estimates.threads())
+    for text in estimates.threads():
+        page.say(f"warning: {text}", "yellow")
     with opened(
         options.jobs, output, cluster, policy, estimates.estimator, estimates, page, service
     ) as running:
         stopped = _until_over(running, page)
         records = running.ledger.jobs()
     _end(records, output, stopped=stopped)
-
-
-def _warn(page: Page, texts: Iterable[str]) -> None:
-    for text in texts:
-        page.say(f"warning: {text}", "yellow")
-
-
-def _by_date() -> Path:
-    """A new run's folder where none is named."""
-    return Path("runs") / datetime.now(UTC).strftime("%Y%m%d-%H%M%S")
 
 
 def _until_over(running: SchedulerService, page: Page) -> bool:
@@ -160,9 +148,6 @@ def _end(records: list[JobRecord], output: Path, *, stopped: bool) -> None:
         sys.exit(1)
 
 
-# The live table of `tlora-fx run`, and its lines where there is no terminal.
-
-
 #: Jobs that are shown at most; the others are counted.
 SHOWN = 30
 
@@ -193,11 +178,9 @@ class Page(Callback):
         self.console.print(text, style=style, markup=False, highlight=False, soft_wrap=True)
 
     def resumed(self, jobs: int, done: int) -> None:
-        """The run goes on with what an earlier process began."""
         self.say(f"going on with {jobs} jobs, of which {done} have ended")
 
     def read_file(self, name: str, jobs: Sequence[str], mistake: str) -> None:
-        """A job file was read: its new jobs, and what is wrong with it."""
         if jobs:
             self.say(f"{name}: {', '.join(jobs)}")
         if mistake:
@@ -205,30 +188,24 @@ class Page(Callback):
             self.say(mistake, "yellow")
 
     def refused(self, time: float, request: JobRequest, reason: str) -> None:
-        """A job will never run."""
         self.say(f"{request.name} cannot run: {reason}", "red")
 
     def launched(self, time: float, run: Formation) -> None:
-        """A group was formed."""
         jobs = ", ".join(run.group.jobs)
         self.say(f"{time:8.1f} s  group {run.epoch} on {_place(run)}: {jobs}")
 
     def warned(self, time: float, run: Formation, text: str) -> None:
-        """Something went wrong in a group, and it goes on."""
         self.say(f"{time:8.1f} s  group {run.epoch} goes on, but: {text}", "yellow")
 
     def left(self, time: float, run: Formation, job: ActiveJob, reason: str) -> None:
-        """A job ended."""
         how = f"failed: {reason}" if reason else f"done after {job.request.steps} steps"
         self.say(f"{time:8.1f} s  {job.name} {how}", "red" if reason else "green")
 
     def ended(self, time: float, run: Formation, how: str) -> None:
-        """A group is over."""
         if how == "failed":
             self.say(f"{time:8.1f} s  group {run.epoch} failed; its jobs wait", "yellow")
 
     def gave_up(self, time: float, job: ActiveJob, reason: str) -> None:
-        """A job will not be run again."""
         self.say(f"{time:8.1f} s  {job.name} is given up: {reason}", "red")
 
 

@@ -8,17 +8,12 @@ from typing import Annotated
 import typer
 from rich.console import Console
 
+from tlora_fx.cli.options import command_group
 from tlora_fx.errors import StateFileError
 
 NEWEST = "state.json"
 
-group = typer.Typer(
-    help="Save a snapshot of a run, and ask why the scheduler decided as it did.",
-    no_args_is_help=True,
-    add_completion=False,
-    rich_markup_mode=None,
-    pretty_exceptions_enable=False,
-)
+group = command_group("Save a snapshot of a run, and ask why the scheduler decided as it did.")
 
 
 @group.command("state")

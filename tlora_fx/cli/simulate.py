@@ -88,10 +88,7 @@ class SimulateOptions:
 
     @classmethod
     def of(cls, values: Mapping[str, Any]) -> SimulateOptions:
-        """By the names of all of them.
-
-        raises    ReplayChoiceWrong
-        """
+        """By the names of all of them; raises ReplayChoiceWrong."""
         return cls(
             checked(JobSource, values),
             checked(Choices, values),
@@ -152,10 +149,7 @@ def scenario_of(options: SimulateOptions) -> Scenario:
 
 
 def plan_for(base: Scenario, options: SweepOptions) -> SweepPlan:
-    """The replays that are asked for.
-
-    raises    UnknownPolicy, and all that reading the trace does
-    """
+    """The replays that are asked for; raises UnknownPolicy, and all that reading the trace does."""
     if not options.policies.strip(", "):
         raise typer.BadParameter("--policies names none; say all, or leave it out, for all of them")
     policies = words(options.policies) or [

@@ -82,7 +82,6 @@ def run(options: TrainOptions) -> None:
 
 
 def _train(options: TrainOptions, launch: Launch) -> None:
-    """What each process does."""
     from tlora_fx.cli.bars import Bars
     from tlora_fx.runtime.distributed import Ranks
     from tlora_fx.runtime.launch import join, memory_bytes
@@ -171,7 +170,6 @@ def _prepared(
 
 
 def _warnings(options: TrainOptions, plan: Plan) -> Iterator[str]:
-    """What a user should know of a plan before it runs."""
     estimate = plan.estimate
     if estimate is not None and estimate.estimated:
         yield (
@@ -183,7 +181,6 @@ def _warnings(options: TrainOptions, plan: Plan) -> Iterator[str]:
 
 
 def _controlled(options: TrainOptions) -> NanoBatches | None:
-    """What chooses the number of nano-batches, where a controller was named."""
     from tlora_fx.runtime.controllers import NanoBatches, find_controller
 
     if options.controller is None:
@@ -193,7 +190,6 @@ def _controlled(options: TrainOptions) -> NanoBatches | None:
 
 
 def _notes(trainer: Trainer) -> Iterator[str]:
-    """What a user should know of how the rows ran."""
     rows, graphs = trainer.rows, trainer.graphs
     if rows.padding:
         part = rows.padding / (rows.padding + rows.tokens)
@@ -205,7 +201,6 @@ def _notes(trainer: Trainer) -> Iterator[str]:
 
 
 def _show(runs: Sequence[JobRun], output: Path) -> None:
-    """Where everything lies."""
     from rich.table import Table
 
     table = Table(box=None, pad_edge=False)

@@ -227,9 +227,6 @@ def _whole(number: float) -> int | float:
     return int(number) if number == int(number) else number
 
 
-# Optimizers and schedules, and the arguments that they take.
-
-
 OptimizerName = Literal[
     "adamw", "adam", "sgd", "rmsprop", "adagrad", "nadam", "radam", "adamax", "adafactor"
 ]
@@ -253,10 +250,7 @@ OPTIMIZERS: Mapping[str, tuple[str, frozenset[str]]] = {
     "adam": ("Adam", frozenset({"amsgrad", "maximize", "decoupled_weight_decay"})),
     "sgd": ("SGD", frozenset({"momentum", "dampening", "nesterov", "maximize"})),
     "rmsprop": ("RMSprop", frozenset({"alpha", "eps", "momentum", "centered", "maximize"})),
-    "adagrad": (
-        "Adagrad",
-        frozenset({"lr_decay", "initial_accumulator_value", "eps", "maximize"}),
-    ),
+    "adagrad": ("Adagrad", frozenset({"lr_decay", "initial_accumulator_value", "eps", "maximize"})),
     "nadam": ("NAdam", frozenset({"momentum_decay", "decoupled_weight_decay", "maximize"})),
     "radam": ("RAdam", frozenset({"decoupled_weight_decay", "maximize"})),
     "adamax": ("Adamax", frozenset({"maximize"})),
@@ -296,7 +290,7 @@ SCHEDULE_ARGUMENTS: Mapping[str, frozenset[str]] = {
     ),
 }
 NEEDED_ARGUMENTS: Mapping[str, frozenset[str]] = {
-    "warmup_stable_decay": frozenset({"num_decay_steps"}),
+    "warmup_stable_decay": frozenset({"num_decay_steps"})
 }
 
 

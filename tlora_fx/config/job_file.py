@@ -32,18 +32,13 @@ DATA_SUFFIXES = (".jsonl", ".json", ".parquet")
 SpecT = TypeVar("SpecT", bound=Spec)
 
 #: A job's own choice replaces what the defaults chose instead of it.
-_EITHER = (
-    ("lora", "adapter"),
-    ("max_steps", "num_train_epochs"),
-    ("warmup_steps", "warmup_ratio"),
-)
+_EITHER = (("lora", "adapter"), ("max_steps", "num_train_epochs"), ("warmup_steps", "warmup_ratio"))
 
 
 @dataclass(frozen=True, slots=True)
 class JobFile:
     """The jobs of one file, in its order.
 
-    base  the base that all jobs share
     path  the file, or None when made in Python
     """
 
@@ -64,8 +59,6 @@ class JobFile:
 
 @dataclass(frozen=True, slots=True)
 class _LocatedMistake:
-    """A mistake with its line and its job."""
-
     line: int
     job: str | None
     mistake: Mistake
@@ -256,15 +249,13 @@ def _error(path: Path, located: list[_LocatedMistake]) -> JobFileError:
     return JobFileError(f"{len(rows)} mistakes", file=path, mistakes="\n".join(lines))
 
 
-# YAML as plain values, and the line of each key.
-#
-# Stricter than PyYAML's safe loader: a key stands once, no tag builds an object, an alias cannot
-# hold itself, and a file cannot unfold into millions of nodes. Scalars follow YAML 1.2: `2e-4` is
-# a number; `yes`, `no`, `1:30` and dates are text.
-
-
 class _Loader(yaml.SafeLoader):
-    """PyYAML's safe loader with the scalars of YAML 1.2."""
+    """PyYAML's safe loader with the scalars of YAML 1.2.
+
+    Stricter than PyYAML's safe loader: a key stands once, no tag builds an object, an alias cannot
+    hold itself, and a file cannot unfold into millions of nodes. Scalars follow YAML 1.2: `2e-4` is
+    a number; `yes`, `no`, `1:30` and dates are text.
+    """
 
     yaml_implicit_resolvers = {}  # noqa: RUF012  (PyYAML declares it, add_implicit_resolver fills it)
 
@@ -303,10 +294,7 @@ class Located:
 
 
 def read_yaml(path: Path) -> Located:
-    """Read one YAML document from a file.
-
-    raises  JobFileMissingError, JobFileSyntaxError
-    """
+    """Read one YAML document from a file; raises JobFileMissingError, JobFileSyntaxError."""
     try:
         text = path.read_text(encoding="utf-8-sig")
     except UnicodeDecodeError as error:
@@ -342,8 +330,6 @@ def _read_text(path: Path, text: str) -> Located:
 
 @dataclass(slots=True)
 class _YamlWalk:
-    """Turns YAML nodes into plain values."""
-
     path: Path
     loader: _Loader
     lines: dict[KeyPath, int] = field(default_factory=dict)

@@ -46,10 +46,6 @@ class Mistake:
     """One thing that is wrong with a job.
 
     loc       the keys that lead to it, such as ("data", "format")
-    what      one line: the mistake
-    expected  what is allowed there, or ""
-    found     what stood there, or ""
-    help      what to do, or ""
     """
 
     loc: tuple[str | int, ...]

@@ -194,13 +194,13 @@ def _unknown(data: Any) -> Any:
     )
 
 
-# Sizes of a row: symbols with their ranges, and expressions over them. Every trace has its own
-# symbols, in a fake mode of its own; a file keeps which values belong to which.
-
-
 @dataclass(frozen=True, slots=True)
 class SizeData:
-    """A symbol for a size: what it was while tracing, by which torch decides, and its bounds."""
+    """A symbol for a size: what it was while tracing, by which torch decides, and its bounds.
+
+    Every trace has its own symbols, in a fake mode of its own; a file keeps which values belong to
+    which.
+    """
 
     hint: int
     lower: int

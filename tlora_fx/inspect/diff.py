@@ -38,7 +38,6 @@ FACTS = ("target", "role", "jobs", "shape", "dtype")
 # A change that is the same in so many modules of a graph is shown once.
 MANY = 3
 MOST_NAMES = 3
-# A node with its graph.
 _Placed = tuple[GraphEntry, NodeEntry]
 
 
@@ -68,9 +67,6 @@ class Change:
 
     what      "added", "removed", "changed" or "replaced"
     graph     where it is now, or where it was
-    layers    paths of the layers that run it
-    before    nodes of the first program
-    after     nodes of the second
     """
 
     what: str
@@ -83,11 +79,7 @@ class Change:
 
 @dataclass(frozen=True, slots=True)
 class ProgramDiff(JsonDocument):
-    """Two programs, lined up.
-
-    first, second    what they are called
-    kept             nodes that are the same in both
-    """
+    """Two programs, lined up."""
 
     schema: int
     version: str
@@ -129,8 +121,6 @@ def sums(program: Program) -> Sums:
 
 
 class _Aligned:
-    """Two programs, node by node."""
-
     def __init__(self, first: Program, second: Program) -> None:
         self.second = second
         before, after = _by_key(first), _by_key(second)
@@ -233,15 +223,12 @@ def difference_lines(diff: ProgramDiff, width: int = WIDTH) -> list[Line]:
     lines += [[], [(cut(kept, width), "dim")]]
     marks = Marks(diff.jobs)
     for graph, changes in _grouped(diff.changes, lambda change: change.graph).items():
-        lines += [[], [(cut(_title(graph, changes[0].layers), width), "title")]]
+        layers = changes[0].layers
+        owner = graph.rpartition(", ")[0]
+        title = ", ".join(filter(None, (owner, layers_label(layers)))) if layers else graph
+        lines += [[], [(cut(title, width), "title")]]
         lines += _graph_lines(changes, marks, width)
     return lines
-
-
-def _title(graph: str, layers: Sequence[str]) -> str:
-    """A graph's name; layers go by their paths."""
-    owner = graph.rpartition(", ")[0]
-    return ", ".join(filter(None, (owner, layers_label(layers)))) if layers else graph
 
 
 def _graph_lines(changes: Sequence[Change], marks: Marks, width: int) -> Iterator[Line]:
@@ -268,7 +255,6 @@ def _graph_lines(changes: Sequence[Change], marks: Marks, width: int) -> Iterato
 
 
 def _module_lines(changes: Sequence[Change], marks: Marks, width: int) -> Iterator[Line]:
-    """What is gone, what is new, and what changed in place."""
     moved = [change for change in changes if change.what != "changed"]
     gone = [node for change in moved for node in change.before]
     new = [node for change in moved for node in change.after]
@@ -335,10 +321,7 @@ def _signed(number: float, unit: str = "") -> str:
 def _side(
     what: str, nodes: Sequence[NodeEntry], marks: Marks, width: int, *, named: bool = True
 ) -> Iterator[Line]:
-    """What is gone, or what is new, in one line: operators, whom they serve, what they cost.
-
-    named    operators are told apart
-    """
+    """What is gone, or what is new, in one line: operators, whom they serve, what they cost."""
     calls = [node for node in nodes if node.kind != "tensor"]
     shown = Counter(_called(node) for node in calls)
     names = [f"{name} ×{times}" if times > 1 else name for name, times in shown.items()]
@@ -351,7 +334,6 @@ def _side(
 
 
 def _facts(nodes: Sequence[NodeEntry], marks: Marks) -> Iterator[str]:
-    """Whom nodes serve, where it is not all jobs, and what they cost."""
     jobs = list(dict.fromkeys(name for node in nodes for name in node.jobs))
     if jobs and all(node.role == "adapter" for node in nodes):
         yield f"for {marks.names(jobs)}"
@@ -385,7 +367,6 @@ def _fact(change: Change) -> str:
 
 
 def _changed(fact: str, same: Sequence[Change], width: int) -> Iterator[Line]:
-    """Nodes that changed in the same way."""
     names = list(dict.fromkeys(change.after[0].id for change in same))
     nodes = ", ".join(names) if len(names) <= MOST_NAMES else plural(len(same), "node")
     yield [(cut(f"    {SIGNS['changed']} {nodes}: {fact}", width), "changed")]

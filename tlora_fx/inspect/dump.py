@@ -82,7 +82,6 @@ def dump(model: SuperModel, folder: Path | str, stages: Sequence[PassStage] = ()
 
 
 def _stage_files(stages: Sequence[PassStage], base: str) -> dict[str, str]:
-    """The files of `passes/` by name: the data of every stage, and its code to read."""
     files = {}
     for stage in (stage.of_base(base) for stage in stages):
         name = f"{STAGES_FOLDER}/{stage.place:02d}-{stage.program.state}"
@@ -111,10 +110,7 @@ class _SiteSpec:
 
 
 def kernel_files(group: GroupGraph, arch: int = ARCHITECTURE) -> dict[str, str]:
-    """The text of each kernel of a model's sites by file name, without repetition.
-
-    arch    compute capability that they are generated for
-    """
+    """The text of each kernel of a model's sites by file name, for a compute capability."""
     specs: dict[KernelSpec, None] = {}
     for graph in group.graphs():
         for _, sites in groupby(lowered_sites(graph), key=lambda site: site.call):

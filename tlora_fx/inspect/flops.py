@@ -62,11 +62,7 @@ MOVES = frozenset(_MOVES.split())
 ATTENTION = torch.ops.tlora_fx.packed_attention.default
 # Indices of the tables that say how a row is divided, with their lengths for what is counted: one
 # sequence of one job.
-DIVIDING = {
-    ONE: {5: 2, 6: 1, 7: 1, 8: 2},
-    ADD: {4: 2, 5: 1, 6: 1, 7: 2},
-    ATTENTION: {3: 2},
-}
+DIVIDING = {ONE: {5: 2, 6: 1, 7: 1, 8: 2}, ADD: {4: 2, 5: 1, 6: 1, 7: 2}, ATTENTION: {3: 2}}
 # Indices of a lowered site's A and B, and of the largest rank, where 0 is that of A.
 BANK = {ONE: (3, 4), ADD: (2, 3)}
 MAX_RANK = {ONE: 13, ADD: 12}
@@ -159,7 +155,8 @@ class FlopCounter:
         if node.op != "call_function" or name in MOVES or serves_several(node) or value is None:
             return Cost()
         target: Any = _call_of(node)[0]
-        if formula_of(target) is not None or (name not in PER_ELEMENT and is_composite(target)):
+        made_of_others = isinstance(target, torch._ops.OpOverload) and target._can_decompose()
+        if formula_of(target) is not None or (name not in PER_ELEMENT and made_of_others):
             return self._by_leaves(node, name, learning, rank)
         if learning is None:
             return self._by_elements(node, name, value)
@@ -283,7 +280,6 @@ class _Spec:
     learning: bool
 
     def on_meta(self) -> Tensor:
-        """A meta tensor of this shape."""
         learning = self.learning and self.dtype.is_floating_point
         return torch.empty(self.shape, dtype=self.dtype, device="meta", requires_grad=learning)
 
@@ -311,12 +307,7 @@ def _divided(number: int, prime: int) -> tuple[int, int]:
 
 @dataclass(frozen=True, slots=True)
 class Leaf:
-    """An operator that a call comes down to.
-
-    first    the shape of its first tensor, () where it takes none
-    result   its first tensor, None where it gives none
-    flops    by the registry, None where it has no formula
-    """
+    """An operator that a call comes down to."""
 
     target: Any
     first: tuple[int, ...]
@@ -357,18 +348,10 @@ def formula_of(target: Any) -> Callable[..., Any] | None:
     return formula
 
 
-def is_composite(target: Any) -> bool:
-    """Whether an operator is made of others."""
-    return isinstance(target, torch._ops.OpOverload) and target._can_decompose()
-
-
 def leaves_of(
     target: Any, args: Sequence[Any], kwargs: dict[str, Any], training: bool
 ) -> list[Leaf]:
-    """The operators that a call on meta tensors comes down to.
-
-    training    with its backward, for the arguments that require gradients
-    """
+    """The operators that a call on meta tensors comes down to, in training with its backward."""
     leaves = _Leaves()
     with torch.set_grad_enabled(training), leaves:
         results = pytree.tree_leaves(target(*args, **kwargs))
@@ -404,10 +387,7 @@ def arithmetic(
 
 
 def operator_name(node: fx.Node) -> str:
-    """The short name of what a node computes: "mul", "multi_lora_linear".
-
-    The latter also for a site's part of an operator that several sites share.
-    """
+    """What a node computes: "mul"; "multi_lora_linear" for a site's part of a shared one, too."""
     site = lowered_site(node)
     return short_name(node.target if site is None else site.operator)
 
@@ -432,12 +412,7 @@ def short_name(target: Any) -> str:
 
 @dataclass(frozen=True, slots=True)
 class _Walked:
-    """One graph, for inputs of which some need gradients.
-
-    cost     without the adapters of lowered sites
-    slopes   lowered sites with their jobs, and what one more rank costs
-    out      whether the graph's value needs a gradient
-    """
+    """One graph, for inputs of which some need gradients."""
 
     cost: Cost
     slopes: list[tuple[str, tuple[str, ...], Cost]]
@@ -469,10 +444,7 @@ class _Walker:
         self.walked: dict[tuple[int, tuple[bool, ...]], _Walked] = {}
 
     def call(self, layer: str, graph: fx.Graph, needs: Sequence[bool]) -> bool:
-        """Count a graph as this layer runs it; returns whether its value needs a gradient.
-
-        needs    whether each input needs one
-        """
+        """Count a graph as this layer runs it; returns whether its value needs a gradient."""
         key = (id(graph), tuple(needs))
         if key not in self.walked:
             self.walked[key] = self._walk(graph, needs)
@@ -501,7 +473,9 @@ class _Walker:
                 rank_one = self.counter.trained(node, learning, rank=1)
                 slope = rank_one - self.counter.trained(node, learning)
                 slopes.append((str(node.meta["site"]), tuple(node.meta["jobs"]), slope))
-            if needs and _is_floating(node) and not is_call(node, DETACH):
+            value = first_tensor(node.meta.get("val"))
+            floats = value is not None and value.dtype.is_floating_point
+            if needs and floats and not is_call(node, DETACH):
                 learning.add(node)
         result: Any = output_of(graph).args[0]
         return _Walked(cost, slopes, result in learning)
@@ -537,8 +511,3 @@ def _trains(node: fx.Node) -> bool:
     if node.op != "get_attr" or not isinstance(ref, TensorRef):
         return False
     return ref.owner == "job" or str(node.target).endswith(BANK_NAMES)
-
-
-def _is_floating(node: fx.Node) -> bool:
-    value = first_tensor(node.meta.get("val"))
-    return value is not None and value.dtype.is_floating_point

@@ -48,11 +48,7 @@ RAW_DEFLATE = -15
 
 
 def write_html(stages: Sequence[PassStage], path: Path, title: str = TITLE) -> None:
-    """Write the page; the file is replaced at once.
-
-    stages    what each pass left, in order; at least one
-    raises    DumpNotWritable
-    """
+    """Write the page of what each pass left, at least one; raises DumpNotWritable."""
     write_file(path, render_html(stages, title), "the page")
 
 
@@ -137,7 +133,6 @@ class _Packer:
         self.history: dict[str, tuple[int, int, int]] = {}
 
     def stage(self, stage: PassStage) -> dict[str, Any]:
-        """One stage, its graphs as numbers."""
         for key, gone in stage.program.history.items():
             texts = self.texts[gone.target], self.texts[gone.made_by]
             self.history[key] = (*texts, self._list(gone.made_from))
@@ -152,7 +147,6 @@ class _Packer:
         }
 
     def tables(self) -> dict[str, Any]:
-        """All tables; nodes as columns."""
         columns = zip(*self.nodes, strict=True)
         names = (*TEXTS, "shape", *LISTS, *NUMBERS)
         return {

@@ -30,10 +30,7 @@ HEADER = "# A state of graphs, written by tlora-fx"
 
 
 class Timing(Instrument):
-    """Prints how long each pass took, over all graphs that it ran on.
-
-    out    where to, stderr by default
-    """
+    """Prints how long each pass took, over all graphs that it ran on; on stderr by default."""
 
     def __init__(self, out: TextIO | None = None) -> None:
         self.out = out or sys.stderr
@@ -147,10 +144,7 @@ class Watch:
 
 
 def watch_from(environment: Mapping[str, str] = os.environ) -> Watch:
-    """What `TLORA_FX_LOG` asks for.
-
-    raises    PipelineError for a word that it does not know
-    """
+    """What `TLORA_FX_LOG` asks for; raises PipelineError for a word that it does not know."""
     watch = Watch()
     for word in environment.get(LOG_VARIABLE, "").split(","):
         name, _, value = word.strip().partition("=")

@@ -80,8 +80,6 @@ def make_listing(model: SuperModel) -> Listing:
 
 
 class _Lister:
-    """Reads one model's graphs, block by block and module by module."""
-
     def __init__(self, model: SuperModel) -> None:
         self.model, self.group = model, model.group
         self.sizes = size_names(self.group)
@@ -89,7 +87,6 @@ class _Lister:
         self.layers = layer_list(model.backbone.model)
 
     def listing(self) -> Listing:
-        """All of it."""
         blocks, backbone = self._blocks(), self.model.backbone
         dtype = str(backbone.dtype).removeprefix("torch.")
         architecture = type(backbone.model).__name__
@@ -182,7 +179,6 @@ class _Lister:
         return dropouts
 
     def _calls(self, target: Any) -> Iterator[tuple[list[str], fx.Node]]:
-        """Calls of an operator, each with the layers that run it."""
         for node in self.group.root.nodes:
             if is_call(node, target):
                 path = str(node.meta.get("path", ""))
@@ -193,10 +189,6 @@ class _Lister:
                     yield ([] if name == HEAD else list(block.instances)), node
 
     def _row(self, module: _ModuleNodes, layers: Sequence[str]) -> RowEntry:
-        """One module's row.
-
-        layers    paths of the layers that the module's graph stands for, ("",) for the root
-        """
         branches = [
             branch
             for job in self.group.jobs
@@ -292,7 +284,6 @@ def _short_path(title: str) -> str:
 
 
 def _job_entry(job: JobGraph, blocks: Iterable[BlockEntry]) -> JobEntry:
-    """One job and its adapters."""
     sites = list(job.sites.values())
     adapted = [site for site in sites if site.rank]
     branches = [
@@ -313,7 +304,6 @@ def _job_entry(job: JobGraph, blocks: Iterable[BlockEntry]) -> JobEntry:
 
 
 def _totals(model: SuperModel, blocks: Sequence[BlockEntry], counter: FlopCounter) -> Totals:
-    """Sums over all blocks, each as often as it runs."""
     shared, alone = _counted(model.group)
     parameters = list(model.backbone.model.parameters())
     rows = _rows(blocks)
@@ -344,7 +334,6 @@ def _totals(model: SuperModel, blocks: Sequence[BlockEntry], counter: FlopCounte
 
 
 def _rows(blocks: Iterable[BlockEntry]) -> list[tuple[int, RowEntry]]:
-    """Every row with how often it runs."""
     return [(max(1, len(block.layers)), row) for block in blocks for row in block.rows]
 
 
@@ -426,7 +415,6 @@ class _ModuleNodes:
 
     @property
     def lowered(self) -> fx.Node | None:
-        """The result of the operator that serves the adapters of all jobs here."""
         return next((n for n in self.nodes if lowered_site(n) is not None), None)
 
     def reads(self, owner: str) -> set[fx.Node]:
@@ -439,7 +427,6 @@ class _ModuleNodes:
         }
 
     def operator(self) -> str:
-        """What the module computes, in a word or a few."""
         names = Counter(operator_name(node) for node in self.nodes)
         principal = next((name for name in PRINCIPAL if name in names), None)
         if principal is not None:
@@ -459,7 +446,6 @@ def _read_by(node: fx.Node) -> list[fx.Node]:
 
 
 def _owner_of(node: fx.Node) -> str | None:
-    """Who owns the tensor that a get_attr node reads."""
     ref = node.meta.get("tensor")
     return ref.owner if isinstance(ref, TensorRef) else None
 

@@ -55,10 +55,7 @@ class JobMark:
 
 
 def job_marks(jobs: Sequence[str], kind: Callable[[str], Hashable]) -> list[JobMark]:
-    """Every job under one mark, in the order of the marks' first jobs.
-
-    kind    what jobs that share a letter have in common; glyphs are never shared
-    """
+    """Jobs under one mark, in the order of their first; of one `kind` they may share a letter."""
     if len(jobs) <= len(GLYPHS):
         return [JobMark(GLYPHS[index], index, (job,)) for index, job in enumerate(jobs)]
     alike: dict[Hashable, list[str]] = {}

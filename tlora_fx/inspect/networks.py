@@ -58,10 +58,7 @@ def render_graphml(program: Program) -> str:
 
 
 def render_dot(program: Program) -> str:
-    """The graph in the language of Graphviz: a cluster a graph, nodes coloured by role and job.
-
-    Tensors are left out, as in the code.
-    """
+    """The graph for Graphviz: a cluster a graph, nodes coloured by role and job, no tensors."""
     marks = Marks(program.jobs)
     lines = ["digraph program {", '  node [shape=box, style=filled, fontname="monospace"];']
     for number, graph in enumerate(program.graphs):

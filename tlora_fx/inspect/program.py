@@ -18,14 +18,7 @@ from tlora_fx.inspect.flops import (
     short_name,
     total,
 )
-from tlora_fx.inspect.schema import (
-    SCHEMA,
-    Ancestor,
-    GraphEntry,
-    NodeEntry,
-    PassStage,
-    Program,
-)
+from tlora_fx.inspect.schema import SCHEMA, Ancestor, GraphEntry, NodeEntry, PassStage, Program
 from tlora_fx.ir.graph import (
     LOSS,
     TRACE,
@@ -64,7 +57,6 @@ def make_program(
 
     state    name of the pass that ran last, or "trace"
     base     as the job file names it
-    cache    costs that were counted before
     """
     parts = [_describe(owner, {} if cache is None else cache) for owner in owners(graphs)]
     jobs = graphs.job_names if isinstance(graphs, GroupGraph) else [graphs.name] * bool(graphs.name)
@@ -80,7 +72,6 @@ class _Described:
 
 
 def _describe(owner: GroupGraph | JobGraph, cache: CostCache) -> _Described:
-    """The data of one owner's root and blocks."""
     describer = _Describer(owner, cache)
     graphs = [describer.graph("root", owner.root, (), {})]
     for block in owner.blocks.values():
@@ -92,7 +83,6 @@ def _describe(owner: GroupGraph | JobGraph, cache: CostCache) -> _Described:
 def _program(
     parts: Iterable[_Described], state: str, base: str, form: str, jobs: list[str]
 ) -> Program:
-    """One program of the graphs of several owners."""
     every = list(parts)
     graphs = [graph for part in every for graph in part.graphs]
     alive = {node.key for graph in graphs for node in graph.nodes}
@@ -106,8 +96,6 @@ def _program(
 
 
 class _Describer:
-    """Describes the nodes of one owner's graphs."""
-
     def __init__(self, owner: GroupGraph | JobGraph, cache: CostCache) -> None:
         self.owner = owner
         self.sizes = size_names(owner)
@@ -120,7 +108,6 @@ class _Describer:
     def graph(
         self, name: str, graph: fx.Graph, layers: tuple[str, ...], inputs: dict[str, str]
     ) -> GraphEntry:
-        """One graph; inputs say what its placeholders are called."""
         named = _with_tensors(statements(graph, self.sizes, inputs))
         nodes = [self._node(node, named, layers) for node in graph.nodes]
         return GraphEntry(name, self.name, list(layers), nodes)
@@ -160,7 +147,6 @@ class _Describer:
         )
 
     def _shape(self, node: fx.Node, value: Tensor) -> list[int | str]:
-        """A value's shape, with names for what a row brings."""
         if node.op == "placeholder" and node.target in TARGET_SHAPES:
             return [*TARGET_SHAPES[str(node.target)]]
         return shape_of(value, self.names)
@@ -278,7 +264,6 @@ class Recorder(Instrument):
     """
 
     def __init__(self) -> None:
-        """Make a recorder that has seen nothing."""
         self._cache: CostCache = {}
         self.started(Pipeline(()))
 
@@ -294,14 +279,12 @@ class Recorder(Instrument):
         return stages
 
     def started(self, pipeline: Pipeline) -> None:
-        """Forget what an earlier attempt left."""
         self._pipeline = pipeline
         self._states: dict[int, _State] = {}
         self._form = "packed"
         self._jobs: list[str] = []
 
     def traced(self, subject: str, graphs: JobGraph) -> None:
-        """Keep a graph as the tracer made it."""
         self._form = graphs.form
         if graphs.name and graphs.name not in self._jobs:
             self._jobs.append(graphs.name)
@@ -315,13 +298,10 @@ class Recorder(Instrument):
         if isinstance(done.graphs, GroupGraph):
             self._jobs = done.graphs.job_names
         before = self._states.get(done.place - 1, _State()).parts
-        for subject, graphs in _subjects(done):
+        subjects = [(done.subject, done.graphs)]
+        if isinstance(done.graphs, GroupGraph):
+            # Of a group that is not fused those of its base and jobs.
+            subjects = [(_owner_name(owner), owner) for owner in owners(done.graphs)]
+        for subject, graphs in subjects:
             kept = before.get(subject) if not done.changed else None
             state.parts[subject] = kept or _describe(graphs, self._cache)
-
-
-def _subjects(done: Done) -> list[tuple[str, JobGraph | GroupGraph]]:
-    """Whose graphs a pass rewrote; of a group that is not fused those of its base and jobs."""
-    if isinstance(done.graphs, JobGraph):
-        return [(done.subject, done.graphs)]
-    return [(_owner_name(owner), owner) for owner in owners(done.graphs)]

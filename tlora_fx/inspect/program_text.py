@@ -47,10 +47,6 @@ class NodeMatch:
     """Nodes of one graph that a name stands for.
 
     name        in full: the path in the base, or "graph:node"
-    graph       name of the graph
-    owner       "base", "job NAME" or "group"
-    layers      paths of the layers that run the graph
-    nodes       in the order in which they run
     ancestry    what the nodes were made from, back to the trace, by key
     """
 
@@ -223,7 +219,6 @@ def _target(node: NodeEntry) -> str:
 
 
 def _node_lines(graph: GraphEntry, node: NodeEntry, marks: Marks, width: int) -> Iterator[Line]:
-    """A node's code, facts, arguments and users."""
     by_id = {other.id: other for other in graph.nodes}
     for line in node.code.splitlines() or [node.id]:
         yield [(line, marks.style(node))]
@@ -252,7 +247,6 @@ def _label(name: str) -> tuple[str, str]:
 
 
 def _others(label: str, nodes: Sequence[NodeEntry], marks: Marks, width: int) -> Iterator[Line]:
-    """Arguments or users, a line each."""
     size = max((len(node.id) for node in nodes[:MOST_LINES]), default=0)
     for index, node in enumerate(nodes[:MOST_LINES]):
         text = "  ".join(filter(None, (_target(node), node.value_text, node.module)))
@@ -296,11 +290,7 @@ def _ancestor_texts(match: NodeMatch, node: NodeEntry) -> Iterator[str]:
 
 
 def source_lines(source: str, program: Program) -> list[Line]:
-    """`ssm.py`, every statement coloured by whom it serves.
-
-    source     text of ssm.py
-    program    of the same model
-    """
+    """`ssm.py` from its text, every statement coloured by whom it serves."""
     marks = Marks(program.jobs)
     graphs = {graph.name[0].upper() + graph.name[1:]: graph for graph in program.graphs}
     styles: Iterator[tuple[str, str]] = iter(())
@@ -319,7 +309,6 @@ def source_lines(source: str, program: Program) -> list[Line]:
 
 
 def _statements(graph: GraphEntry, marks: Marks) -> Iterator[tuple[str, str]]:
-    """Every line of code of a graph in its order, with its style."""
     for node in graph.nodes:
         for line in node.code.splitlines():
             yield line.strip(), marks.style(node)
@@ -366,7 +355,6 @@ def _graph_lines(graph: GraphEntry, marks: Marks) -> Iterator[Line]:
 
 
 def _module_comment(node: NodeEntry) -> str:
-    """Where a node comes from, as ssm.py says it."""
     if node.role == "adapter" and len(node.jobs) == 1:
         return f"{node.site or node.module or 'between modules'}, job {node.jobs[0]} alone"
     return node.module or "between modules"

@@ -37,10 +37,7 @@ def _adapter(kind: Any) -> TypeAdapter[Any]:
 
 
 class JsonDocument:
-    """What fills a JSON file of its own.
-
-    FILE    its name in the folder of a dump
-    """
+    """What fills a JSON file of its own, called FILE in the folder of a dump."""
 
     __slots__ = ()
     FILE: ClassVar[str] = ""
@@ -62,10 +59,7 @@ class JsonDocument:
 
     @classmethod
     def load(cls, path: Path) -> Self:
-        """Read a document from its file, or from the folder of a dump.
-
-        raises    DumpNotReadable
-        """
+        """Read a document from its file, or from the folder of a dump; raises DumpNotReadable."""
         path = path / cls.FILE if path.is_dir() else path
         try:
             return cls.from_json(read_text(path, "there is no compiled model here"))
@@ -125,7 +119,6 @@ class BaseEntry:
     """The frozen base.
 
     title          as the job file names it
-    architecture   class of its module
     dtype          of its parameters, such as "bfloat16"
     layers         paths of all layers, in the order in which they run
     """
@@ -144,7 +137,6 @@ class JobEntry:
     kinds                       "lora", "dora", "embedding", "saved" (a trained copy), ...
     targets                     last names of the modules that it adapts
     sites, lowered              its sites, and how many of them run in a shared operator
-    parameters                  numbers that it trains
     """
 
     name: str
@@ -193,7 +185,6 @@ class RowEntry:
     weight_bytes      frozen tensors that it reads, for one layer
     adapter_bytes     what all jobs train here, for one layer, mean over the layers
     role              "shared" or "loss"
-    nodes             operators that it stands for
     source            the line of model code that it comes from
     """
 
@@ -234,7 +225,6 @@ class BlockEntry:
 class AttentionEntry:
     """One attention operator.
 
-    layers    paths of the layers that have it
     window    tokens that a token sees, -1 for all before it
     """
 
@@ -251,10 +241,7 @@ class AttentionEntry:
 
 @dataclass(frozen=True, slots=True)
 class DropoutEntry:
-    """A dropout that draws the masks of its job; those of lowered adapters are in JobEntry.
-
-    jobs    whom it serves
-    """
+    """A dropout that draws the masks of its job; those of lowered adapters are in JobEntry."""
 
     layers: list[str]
     module: str
@@ -275,10 +262,8 @@ class Totals:
     """Sums over the whole model.
 
     sites             modules of the base at which any job trains something
-    adapters          pairs of job and site
     lowered           those that run in a shared operator
     shared_nodes      operators that run once for all jobs, all layers counted
-    branch_nodes      operators that run for one job only
     flop_per_token    forward, None where a part is unknown
     training_...      forward and backward, products of matrices and attention only; None where a
                       part is unknown, and in what versions before 0.2 wrote
@@ -306,7 +291,6 @@ class Listing(JsonDocument):
     schema    number of this layout
     version   of the tlora-fx that wrote it
     form      "packed" (all tokens in one line) or "batch" (padded lines)
-    blocks    in the order in which they run
     """
 
     FILE: ClassVar[str] = "ssm.json"
@@ -335,14 +319,11 @@ class NodeEntry:
     inputs            ids of the nodes that it reads, each once, in order of first use
     code              the statement as in ssm.py; "" for inputs and tensors
     shape, dtype      of its value; T tokens, or B lines of S tokens; "" where it is no tensor
-    flop_per_token    forward, at equal shares of tokens for all jobs; None where unknown
-    flop_per_length   forward, per token and token of its sequence (attention)
-    flop_per_row      forward, once a row whatever its length
+    flop_per_...      forward, as in RowEntry
     bytes             of the tensor, for kind "tensor": one layer's
     launches          operators that run when it runs: 1 for calls that compute, else 0
     module            path; relative to the layer inside a block
     role              "backbone", "adapter", "shared", "table", "loss", or "" before tag-roles
-    jobs              whom it serves
     site              module that its adapter sits on, "" for all else
     source            the line of model code that it comes from
     made_by           "trace", or the pass that made it
@@ -385,7 +366,6 @@ class GraphEntry:
     name     "root", or the block's name
     owner    "base", "job NAME", or "group" once the jobs are fused
     layers   paths of the layers that run it, empty for the root
-    nodes    in the order in which they run
     """
 
     name: str
@@ -407,8 +387,6 @@ class GraphEntry:
 class Ancestor:
     """A node that is gone, from which others were made.
 
-    target       what it called
-    made_by      "trace", or the pass that made it
     made_from    keys of the nodes that it was made from
     """
 
@@ -421,12 +399,9 @@ class Ancestor:
 class Program(JsonDocument):
     """All graphs of one state: after a pass, or of a compiled model.
 
-    schema    number of this layout
-    version   of the tlora-fx that wrote it
     base      as the job file names it
     state     "trace", or the name of the pass that ran last
     form      "packed" or "batch"
-    jobs      in the order of every table
     history   nodes that are gone, by key
     """
 
@@ -457,9 +432,7 @@ class PassStage(JsonDocument):
 
     place      of the pass in the pipeline, 0 for what was traced
     text       the pass in the text form of pipelines, "trace" at place 0
-    changed    whether the pass changed any graph
     seconds    that it took, over all graphs
-    program    all graphs after it
     """
 
     place: int

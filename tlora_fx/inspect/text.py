@@ -77,10 +77,7 @@ def render_text(listing: Listing) -> str:
 
 
 def listing_lines(listing: Listing, width: int = WIDTH) -> list[Line]:
-    """The whole listing as pieces of text, each with what it is, for colours.
-
-    width   of every line; where it is small, columns are left out
-    """
+    """The whole listing as styled pieces; where the width is small, columns are left out."""
     legend = Legend(listing)
     blocks = [
         (head, [(_cells(row, block, listing), row) for row in block.rows])
@@ -104,7 +101,6 @@ def listing_lines(listing: Listing, width: int = WIDTH) -> list[Line]:
 
 
 def _summary(listing: Listing, width: int) -> list[Line]:
-    """The model and its cost in a few lines."""
     lines: list[Line] = [[]]
     for part in headline(listing).split(GAP):
         if lines[-1] and _length(lines[-1]) + len(GAP) + len(part) > width:
@@ -152,7 +148,6 @@ def _headed(listing: Listing) -> list[tuple[str, BlockEntry]]:
 
 
 def _shown_rows(block: BlockEntry) -> list[RowEntry]:
-    """A block's rows without what a listing does not show."""
     return [replace(row, source="", nodes=0) for row in block.rows]
 
 
@@ -186,7 +181,6 @@ def _length(line: list[Piece]) -> int:
 
 
 def _why(branch: BranchEntry) -> str | None:
-    """Why a branch runs as it is, None where it is lowered."""
     return None if branch.lowered else kind_text(branch.kind, branch.as_it_is or "")
 
 
@@ -283,7 +277,7 @@ def render_report(listing: Listing) -> str:
         ("Parts of the base that jobs replace", _replaced(listing)),
         ("Attention", _attention(listing)),
         ("Dropout", _dropouts(listing)),
-        ("Also", _other_notes(listing)),
+        ("Also", (f"{n.by}: {n.text}" for n in listing.notes if n.by not in _SECTIONS)),
     ]
     lines = [headline(listing)]
     for title, items in sections:
@@ -416,10 +410,6 @@ def _dropouts(listing: Listing) -> Iterator[str]:
 
 def _notes(listing: Listing, by: str) -> list[str]:
     return [note.text for note in listing.notes if note.by == by]
-
-
-def _other_notes(listing: Listing) -> Iterator[str]:
-    return (f"{note.by}: {note.text}" for note in listing.notes if note.by not in _SECTIONS)
 
 
 def _label(layers: Iterable[str]) -> str:

@@ -29,7 +29,8 @@ def scaled(value: float, unit: str = "") -> str:
     """A number with a decimal prefix: "33.8 M", "8.2 kB"."""
     for size, prefix in PREFIXES:
         if value >= size * 0.9995:
-            return f"{_digits(value / size)} {prefix}{unit}"
+            number = value / size
+            return f"{number:.{2 if number < 9.995 else 1}f} {prefix}{unit}"
     plain = f"{value:.0f}" if value >= MANY_VALUES or value == int(value) else f"{value:.1f}"
     return f"{plain} {unit}".rstrip()
 
@@ -106,10 +107,6 @@ def kind_text(kind: str, reason: str) -> str:
     return KINDS.get(kind) or reason
 
 
-def _digits(value: float) -> str:
-    return f"{value:.2f}" if value < 9.995 else f"{value:.1f}"
-
-
 def wrapped(line: Line, start: int, width: int) -> list[Line]:
     """Words laid into lines, separated by blanks; lines after the first begin at a column."""
     lines: list[Line] = [[]]
@@ -147,7 +144,6 @@ class Columns:
     """Which columns of a table are shown, and how wide: index to width.
 
     numbers    indices of columns whose cells stand to the right
-    gap        blanks behind each
     """
 
     sizes: dict[int, int]
@@ -165,9 +161,6 @@ class Columns:
     ) -> Columns:
         """Columns that leave room for what stands behind them: those that matter least go first.
 
-        rows          all lines, titles too
-        width         of a line
-        rest          what is left free behind the columns
         dispensable   indices, those that matter least first
         """
         sizes = {index: max(len(row[index]) for row in rows) for index in range(len(rows[0]))}

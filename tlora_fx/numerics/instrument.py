@@ -3,24 +3,31 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping
-from dataclasses import dataclass
-from typing import TextIO
+import re
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any, Literal, TextIO
 
-from torch import Tensor
+import torch
+from torch import Tensor, fx
 
 from tlora_fx.errors import NumericsBroken
-from tlora_fx.ir.graph import GroupGraph
+from tlora_fx.ir.graph import HEAD, Form, GroupGraph, JobGraph, Origin, is_call, origin_of
 from tlora_fx.model.backbone import Backbone
-from tlora_fx.numerics.compare import Difference, bound_of, finite, identical, worst
-from tlora_fx.numerics.evaluate import State, StepOutcome, evaluate
-from tlora_fx.numerics.first_divergence import (
-    FirstDivergence,
-    StepTrace,
-    find_first_divergence,
+from tlora_fx.numerics.evaluate import (
+    Difference,
+    State,
+    StepOutcome,
+    bound_of,
+    evaluate,
+    finite,
+    identical,
+    relative,
+    worst,
 )
-from tlora_fx.numerics.interpreter import CannotRun
+from tlora_fx.numerics.interpreter import CannotRun, ValueCallback
 from tlora_fx.numerics.memory import bytes_needed
+from tlora_fx.numerics.reading import GraphLocation
 from tlora_fx.numerics.rows import ProbeRows
 from tlora_fx.numerics.state import copy_state, layer_calls, layers_to_run
 from tlora_fx.numerics.tensors import Seeded, Unchecked, buffers_of
@@ -50,11 +57,8 @@ class Result:
 class Numerics(Instrument):
     """Runs graphs before and after each pass on a small seeded row, and compares the outcome.
 
-    memory_bytes   a pass whose graphs need more is not checked
     tokens         of each job; None: 12, for more than 8 jobs 6
-    seed           of weights and tokens
     out            where the results are printed when all passes ran; None: to the log
-    results        of every pass on every set of graphs, in order
     """
 
     def __init__(
@@ -84,19 +88,14 @@ class Numerics(Instrument):
         return [f"numerics  {result}" for result in self.results]
 
     def started(self, pipeline: Pipeline) -> None:
-        """Forget what was found in another form."""
         self.results = []
         self._held = self._last = None
 
     def before(self, event: Event) -> None:
-        """Keep the graphs as the pass finds them."""
         self._held = copy_state(event.graphs)
 
     def after(self, done: Done) -> None:
-        """Compare.
-
-        raises    NumericsBroken where the pass does not keep its word
-        """
+        """Compare; raises NumericsBroken where the pass does not keep its word."""
         held, self._held = self._held, None
         verdict = "exact"
         if done.changed == "code":
@@ -114,12 +113,10 @@ class Numerics(Instrument):
         self.results.append(Result(done.item.name, done.subject, verdict))
 
     def failed(self, event: Event, error: Exception) -> None:
-        """Let go of everything."""
         self._held = self._last = None
         self._tensors.clear()
 
     def finished(self, group: GroupGraph) -> None:
-        """Let go of everything but the results."""
         for line in self.report():
             if self.out is None:
                 log.info(line)
@@ -134,7 +131,10 @@ class Numerics(Instrument):
             raise Unchecked("other layers run, or in another order: one of each cannot tell")
         layers = layers_to_run(held) | layers_to_run(done.graphs)
         rows = self._rows(held)
-        self._require_memory([held, done.graphs], layers, rows)
+        needed = bytes_needed([held, done.graphs], layers, rows)
+        if needed > self.memory_bytes:
+            limit_gib = self.memory_bytes / GIB
+            raise Unchecked(f"needs {needed / GIB:.1f} GiB, limit {limit_gib:.1f} GiB")
         before = self._before(held, done, layers, rows)
         after = self._after(done, layers, rows)
         self._last = (done.graphs, layers, after)
@@ -154,13 +154,6 @@ class Numerics(Instrument):
         names = state.job_names if isinstance(state, GroupGraph) else [state.name]
         return ProbeRows(names, state.form, self.seed, self.tokens, state.vocabulary)
 
-    def _require_memory(self, states: list[State], layers: frozenset[str], rows: ProbeRows) -> None:
-        needed = bytes_needed(states, layers, rows)
-        if needed > self.memory_bytes:
-            raise Unchecked(
-                f"needs {needed / GIB:.1f} GiB, limit {self.memory_bytes / GIB:.1f} GiB"
-            )
-
     def _before(
         self, held: State, done: Done, layers: frozenset[str], rows: ProbeRows
     ) -> StepOutcome:
@@ -168,7 +161,10 @@ class Numerics(Instrument):
         if self._last is not None and self._last[0] is done.graphs and self._last[1] == layers:
             outcome = self._last[2]
         else:
-            outcome = self._run(held, layers, rows)
+            try:
+                outcome = evaluate(held, layers, rows, self._tensors)
+            except CannotRun as error:
+                raise Unchecked(str(error)) from error
         if not finite(outcome):
             raise Unchecked("losses or gradients before it are not finite")
         return outcome
@@ -189,21 +185,9 @@ class Numerics(Instrument):
                 help="before the pass they run: this is a defect of the pass",
             ) from error
 
-    def _run(self, state: State, layers: frozenset[str], rows: ProbeRows) -> StepOutcome:
-        try:
-            return evaluate(state, layers, rows, self._tensors)
-        except CannotRun as error:
-            raise Unchecked(str(error)) from error
-
     def _first_divergence(
-        self,
-        held: State,
-        done: Done,
-        layers: frozenset[str],
-        rows: ProbeRows,
-        bound: float | None,
+        self, held: State, done: Done, layers: frozenset[str], rows: ProbeRows, bound: float | None
     ) -> FirstDivergence | None:
-        """Run both sides again, every value kept."""
         before, after = StepTrace(held), StepTrace(done.graphs)
         evaluate(held, layers, rows, self._tensors, before.watches())
         evaluate(done.graphs, layers, rows, self._tensors, after.watches())
@@ -242,3 +226,323 @@ def _broken(
         help="mend the pass where values first part, or declare what it keeps",
         **facts,
     )
+
+
+WRITE = torch.ops.tlora_fx.segment_write.default
+# Where nothing differs by the bound itself, sums have made small differences large.
+FINER = 30
+What = Literal["value", "gradient"]
+
+
+@dataclass(frozen=True, slots=True)
+class FirstDivergence:
+    """Where values diverge.
+
+    gradient_of   where values agree: the node whose value has another gradient
+    """
+
+    step: Step
+    gradient_of: Step | None = None
+
+
+def find_first_divergence(
+    before: StepTrace,
+    after: StepTrace,
+    rows: ProbeRows,
+    form: Form,
+    made_by: str,
+    bound: float | None,
+) -> FirstDivergence | None:
+    """The first node whose inputs agree with those before a pass, and whose value does not.
+
+    Where all values agree that survive the pass, the last node whose gradient differs.
+
+    bound     largest relative difference that is none, None: bits count
+    """
+    limits = [0.0] if bound is None else [bound, bound / FINER]
+    for limit in limits:
+        comparison = _Comparison(before, after, rows, form, limit)
+        for step in after.steps:
+            if comparison.agrees(step, "value") is False:
+                return FirstDivergence(comparison.suspect(step, made_by))
+        for step in reversed(after.steps):
+            if comparison.agrees(step, "gradient") is False:
+                return FirstDivergence(_reader_at_fault(step, after, made_by), step)
+    return None
+
+
+def _reader_at_fault(step: Step, after: StepTrace, made_by: str) -> Step:
+    """The pass's own node among those that read a value with a wrong gradient, else the value's."""
+    for reader in after.steps:
+        if step in reader.inputs and _is_new(reader, made_by):
+            return reader
+    return step
+
+
+def _is_new(step: Step, made_by: str) -> bool:
+    return step.node.op == "call_function" and step.origin.made_by == made_by
+
+
+class _Comparison:
+    def __init__(
+        self, before: StepTrace, after: StepTrace, rows: ProbeRows, form: Form, limit: float
+    ) -> None:
+        self.head, self.order = after.head, after.steps
+        self.index = StepIndex(before)
+        self.rows, self.form, self.limit = rows, form, limit
+        self.by_job = before.parts != after.parts
+        self._verdicts: dict[tuple[Step, What], bool | None] = {}
+
+    def agrees(self, step: Step, what: What) -> bool | None:
+        """Whether a step gives what its counterpart gave; None where it has none."""
+        key = (step, what)
+        if key not in self._verdicts:
+            verdicts = [self._compared(step, job, [twin], what) for job, twin in self._twins(step)]
+            known = [verdict for verdict in verdicts if verdict is not None]
+            self._verdicts[key] = all(known) if known else None
+        return self._verdicts[key]
+
+    def suspect(self, step: Step, made_by: str) -> Step:
+        """The node at fault for a step whose known inputs agree: it, or one between them."""
+        between: dict[Step, None] = {}
+        stack = list(step.inputs)
+        while stack:
+            source = stack.pop()
+            if source not in between and self.agrees(source, "value") is None:
+                between[source] = None
+                stack.extend(source.inputs)
+        new = [source for source in self.order if source in between and _is_new(source, made_by)]
+        doubtful = [source for source in new if self._replaces(source) is not True]
+        wrong = [source for source in doubtful if self._replaces(source) is False]
+        return wrong[0] if wrong else doubtful[-1] if doubtful else step
+
+    def _replaces(self, step: Step) -> bool | None:
+        """Whether a new node gives what the last of its sources gave that has its shape."""
+        verdicts = []
+        for job in self._jobs(step):
+            twins = [
+                t for origin in step.origin.sources if (t := self._find(step, job, origin.key))
+            ]
+            twins.sort(key=self.index.order.__getitem__, reverse=True)
+            verdicts.append(self._compared(step, job, twins, "value"))
+        known = [verdict for verdict in verdicts if verdict is not None]
+        return all(known) if known else None
+
+    def _twins(self, step: Step) -> Iterator[tuple[str, Step]]:
+        """The counterparts of a step: the same node, or the one that it is a copy of."""
+        origin = step.origin
+        sources = origin.sources
+        same = step.node.op == "get_attr" or [s.target for s in sources] == [origin.target]
+        copied = sources[0].key if len(sources) == 1 and same else ""
+        for job in self._jobs(step):
+            twin = self._find(step, job, origin.key) or (
+                self._find(step, job, copied) if copied else None
+            )
+            if twin is not None:
+                yield job, twin
+
+    def _jobs(self, step: Step) -> list[str]:
+        if not self.by_job:
+            return [step.part]
+        if step.node.op == "placeholder":
+            return []  # tables of a row of all jobs are others than those of a job's own
+        jobs: list[str] = list(step.node.meta.get("jobs") or ())
+        return jobs if step.role == "adapter" and len(jobs) == 1 else self.rows.names
+
+    def _find(self, step: Step, job: str, key: str) -> Step | None:
+        twin = self.index.find(job, step.place, key)
+        if twin is None and self.by_job and key.startswith("base/"):
+            return self.index.find_base(job, step.place, key)
+        return twin
+
+    def _compared(self, step: Step, job: str, twins: list[Step], what: What) -> bool | None:
+        """Whether a step agrees with the first of these that has its shape."""
+        for twin in twins:
+            verdicts = []
+            for slot, (mine, theirs) in enumerate(_given(step, twin, what)):
+                part = self._part(step, job, mine, slot)
+                was, now = self._alike(step, theirs, part)
+                if was.shape == now.shape:
+                    verdicts.append(self._same(was, now))
+            if verdicts:
+                return all(verdicts)
+        return None
+
+    def _same(self, before: Tensor, after: Tensor) -> bool:
+        if before.dtype == after.dtype and torch.equal(before, after):
+            return True
+        return self.limit > 0 and relative(before, after) <= self.limit
+
+    def _part(self, step: Step, job: str, value: Tensor, slot: int) -> Tensor:
+        """One job's part of a value of the whole row, where the job ran alone before."""
+        if not self.by_job:
+            return value
+        axis = _axis(step, slot)
+        if axis is None or not -value.dim() <= axis < value.dim():
+            return value
+        number = self.rows.names.index(job)
+        start, stop = self.rows.segments[number : number + 2]
+        return value.narrow(axis, start, stop - start) if value.shape[axis] >= stop else value
+
+    def _alike(self, step: Step, before: Tensor, after: Tensor) -> tuple[Tensor, Tensor]:
+        """Two values over the same tokens: padding cut, rows without a target left out."""
+        if before.shape == after.shape or before.dim() < 2:
+            return before, after
+        if step.place.graph is self.head:
+            wanted = self.rows.together().target_rows
+            if before.shape[:2].numel() > int(wanted.max()) and after.shape[:2].numel() == len(
+                wanted
+            ):
+                return before.flatten(0, 1)[wanted], after.flatten(0, 1)
+        if self.form == "batch" and before.dim() == after.dim():
+            for dim, (was, now) in enumerate(zip(before.shape, after.shape, strict=True)):
+                before, after = (
+                    before.narrow(dim, 0, min(was, now)),
+                    after.narrow(dim, 0, min(was, now)),
+                )
+        return before, after
+
+
+def _given(step: Step, twin: Step, what: What) -> Iterator[tuple[Tensor, Tensor]]:
+    """Values or gradients of two steps; a gradient that one of them lacks is zero."""
+    if what == "value":
+        yield from zip(step.values, twin.values, strict=False)
+        return
+    pairs = zip(step.values, step.gradients, twin.values, twin.gradients, strict=False)
+    for mine, gradient, theirs, other in pairs:
+        if gradient is not None or other is not None:
+            yield (
+                torch.zeros_like(mine) if gradient is None else gradient,
+                torch.zeros_like(theirs) if other is None else other,
+            )
+
+
+def _axis(step: Step, slot: int) -> int | None:
+    """The dimension of a value that holds the row, None where it holds a job's segment or none."""
+    if is_call(step.node, WRITE):
+        return int(step.node.args[4])  # type: ignore[arg-type]
+    if step.role == "adapter":
+        return None
+    axis = step.node.meta.get("axis")
+    if isinstance(axis, (tuple, list)):
+        axis = axis[slot] if slot < len(axis) else None
+    return axis if isinstance(axis, int) else None
+
+
+@dataclass(slots=True, eq=False)
+class Step:
+    """One node that ran.
+
+    part        the job whose graphs run alone, "" for a fused group
+    gradients   theirs, None where there are none
+    """
+
+    part: str
+    place: GraphLocation
+    node: fx.Node
+    values: list[Tensor]
+    inputs: list[Step]
+    gradients: list[Tensor | None] = field(default_factory=list)
+
+    @property
+    def origin(self) -> Origin:
+        """Where the node comes from."""
+        origin = origin_of(self.node)
+        assert origin is not None
+        return origin
+
+    @property
+    def role(self) -> str:
+        """The node's role, "" before it is known."""
+        return str(self.node.meta.get("role") or "")
+
+
+class StepTrace:
+    """The steps of one run of a state."""
+
+    def __init__(self, state: State) -> None:
+        self.steps: list[Step] = []
+        self.head = state.blocks[HEAD].graph if HEAD in state.blocks else None
+        self._known: dict[tuple[str, str, fx.Node], Step] = {}
+        # By identity; the tensor is kept so that no other gets its number.
+        self._makers: dict[int, tuple[Tensor, Step]] = {}
+        jobs = [state] if isinstance(state, JobGraph) else [] if state.fused else state.jobs
+        self.parts = [job.name for job in jobs] or [""]
+
+    def watches(self) -> dict[str, ValueCallback]:
+        """What `evaluate` is to tell."""
+        return {part: self._watch(part) for part in self.parts}
+
+    def _watch(self, part: str) -> ValueCallback:
+        def take(node: fx.Node, place: GraphLocation, value: Any) -> None:
+            key = (part, place.layer, node)
+            # The head runs once a chunk, and again in the backward: its first run counts.
+            if key in self._known or origin_of(node) is None:
+                return
+            items = value if isinstance(value, (tuple, list)) else [value]
+            live = [item for item in items if isinstance(item, Tensor)]
+            inputs = self._inputs(key, live)
+            step = Step(part, place, node, [item.detach().clone() for item in live], inputs)
+            for item in live:
+                self._makers.setdefault(id(item), (item, step))
+            step.gradients = [None] * len(live)
+            for slot, item in enumerate(live):
+                if item.requires_grad:
+                    item.register_hook(_keeper(step, slot))  # type: ignore[no-untyped-call]
+            self.steps.append(step)
+            self._known[key] = step
+
+        return take
+
+    def _inputs(self, key: tuple[str, str, fx.Node], live: list[Tensor]) -> list[Step]:
+        """What a step reads; for an input of a layer, what the root calls the layer with."""
+        part, layer, node = key
+        if node.op == "placeholder":
+            makers = (self._makers.get(id(item)) for item in live)
+            return [maker[1] for maker in makers if maker is not None]
+        steps = (self._known.get((part, layer, source)) for source in node.all_input_nodes)
+        return [step for step in steps if step is not None]
+
+
+def _keeper(step: Step, slot: int) -> Any:
+    def keep(gradient: Tensor) -> None:
+        step.gradients[slot] = gradient.detach().clone()
+
+    return keep
+
+
+class StepIndex:
+    """Steps by part, layer and key of their origin; the backbone's also by the base's key."""
+
+    def __init__(self, trace: StepTrace) -> None:
+        self.order = {step: index for index, step in enumerate(trace.steps)}
+        self._by_key: dict[tuple[str, str, str], Step] = {}
+        self._by_base: dict[tuple[str, str, str], Step] = {}
+        for step in trace.steps:
+            where = (step.part, step.place.layer)
+            key = step.origin.key
+            self._by_key[*where, key] = step
+            if step.role == "backbone":
+                plain = _plain(key)
+                # Inside PEFT's wrapper the base's own node is the one of its base layer.
+                if (*where, plain) not in self._by_base or ".base_layer" in key:
+                    self._by_base[*where, plain] = step
+
+    def find(self, part: str, place: GraphLocation, key: str) -> Step | None:
+        """The step of a node at a place; a layer's in a graph without layers, too."""
+        moved = key
+        if place.layer != place.first:
+            moved = re.sub(rf"/{re.escape(place.first)}(?=[.:])", f"/{place.layer}", key)
+        for where in ((place.layer, key), ("", moved), ("", key)):
+            if (found := self._by_key.get((part, *where))) is not None:
+                return found
+        return None
+
+    def find_base(self, part: str, place: GraphLocation, key: str) -> Step | None:
+        """The step of a job's own graphs that repeats a node of the base."""
+        return self._by_base.get((part, place.layer, _plain(key)))
+
+
+def _plain(key: str) -> str:
+    """A key without whose graph it is from and without PEFT's wrapper."""
+    return key.partition("/")[2].replace(".base_layer", "")

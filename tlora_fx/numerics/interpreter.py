@@ -37,10 +37,7 @@ ValueCallback = Callable[[fx.Node, GraphLocation, Any], None]
 
 
 class CannotRun(Exception):
-    """An operator raised.
-
-    refused    whether it is one of ours, which refuses what it was given
-    """
+    """An operator raised; `refused` where it is one of ours, which refuses what it was given."""
 
     def __init__(self, node: fx.Node, place: GraphLocation, error: Exception) -> None:
         super().__init__(f"{node.target} raised {type(error).__name__}: {error}".splitlines()[0])
@@ -52,8 +49,6 @@ class CannotRun(Exception):
 class Setting:
     """What graphs run with.
 
-    row       tables of a row
-    names     its jobs
     layers    which layers run; others hand their input on
     watch     told every value, in order
     silent    no dropout drops
@@ -87,10 +82,7 @@ class Interpreter:
         self._blocks = {layer: b for b in owner.blocks.values() for layer in b.instances}
 
     def run(self) -> Tensor:
-        """What the root returns: logits, or each job's loss sum.
-
-        raises    CannotRun, Unchecked
-        """
+        """What the root returns: logits, or each job's loss sum; raises CannotRun, Unchecked."""
         row = self.setting.row
         given = [getattr(row, name) for name in placeholders(self.owner.root)]
         result: Tensor = self._graph(GraphLocation("", "", self.owner.root), given)
@@ -164,7 +156,11 @@ class Interpreter:
         block = self._blocks[path]
         if path in self.setting.layers:
             return self._graph(GraphLocation(path, block.instances[0], block.graph), given)
-        before = [v for arg, v in zip(node.args, given, strict=True) if _is_layer(arg)]
+        before = [
+            value
+            for arg, value in zip(node.args, given, strict=True)
+            if isinstance(arg, fx.Node) and arg.op == "call_module"
+        ]
         if len(before) != 1:
             raise Unchecked(f"{path} does not stand behind another layer")
         return before[0]
@@ -194,16 +190,7 @@ class _Head(nn.Module):
         self.interpreter, self.block = interpreter, block
 
     def forward(self, *given: Tensor) -> Any:
-        """Logits of a chunk's rows."""
         return self.interpreter.head(self.block, list(given))
-
-
-def _is_layer(arg: Any) -> bool:
-    return isinstance(arg, fx.Node) and arg.op == "call_module"
-
-
-# Dropouts that are not yet keyed to their jobs draw the masks that key-dropouts gives them, so that
-# every state drops the same elements.
 
 
 def is_dropout(node: fx.Node) -> bool:
@@ -214,8 +201,8 @@ def is_dropout(node: fx.Node) -> bool:
 class Dropouts:
     """Runs dropouts of the graphs of one row.
 
-    row      the row that the graphs run on
-    names    its jobs
+    Those that are not yet keyed to their jobs draw the masks that key-dropouts gives them, so that
+    every state drops the same elements.
     """
 
     def __init__(self, row: PackedBatch, names: list[str], form: Form, reader: Reader) -> None:
@@ -269,8 +256,10 @@ class Dropouts:
         shape = node.meta["val"].shape
         if self.form == "batch":
             return 2 if len(shape) > 1 else None
-        held = (d for d, size in enumerate(shape) if _is_row(size))
-        return next((d + 1 for d in held), None)
+        for dim, size in enumerate(shape, 1):
+            if not isinstance(size, int) or size >= FIRST_SEGMENT_SIZE:
+                return dim
+        return None
 
     def _site(self, node: fx.Node, place: GraphLocation) -> int:
         if place.graph not in self._numbers:
@@ -278,10 +267,6 @@ class Dropouts:
         number = self._numbers[place.graph].get(node, 0)
         path = place.path(str(node.meta.get("path", "")).removesuffix(".default"))
         return site_id(path + (f"#{number}" if number else ""))
-
-
-def _is_row(size: Any) -> bool:
-    return not isinstance(size, int) or size >= FIRST_SEGMENT_SIZE
 
 
 def _number_all(graph: fx.Graph) -> dict[fx.Node, int]:

@@ -20,10 +20,7 @@ COPIES_OF_TRAINED, COPIES_OF_VALUES = 3, 2
 
 
 def bytes_needed(states: Iterable[State], layers: frozenset[str], rows: ProbeRows) -> int:
-    """What running these states one after the other takes at most.
-
-    Weights are drawn once for all states; values live while one graph runs.
-    """
+    """What running these states one by one takes at most; weights are drawn once for all."""
     weights: dict[tuple[str, str], int] = {}
     largest = 0
     for state in states:

@@ -27,8 +27,8 @@ from tlora_fx.errors import FusedDiffers
 from tlora_fx.ir.graph import HEAD, PEFT_PREFIX, GroupGraph, TensorRef
 from tlora_fx.model.backbone import Backbone, build_skeleton
 from tlora_fx.model.batch import JobTokens, PackedBatch, pack, pad
-from tlora_fx.numerics.compare import BOUNDS as COMPARED
-from tlora_fx.numerics.compare import bound_of, relative
+from tlora_fx.numerics.evaluate import BOUNDS as COMPARED
+from tlora_fx.numerics.evaluate import bound_of, relative
 from tlora_fx.numerics.interpreter import HALF, CannotRun, Interpreter, Setting
 from tlora_fx.numerics.reading import GraphLocation
 from tlora_fx.numerics.rows import LARGEST_ID

@@ -31,7 +31,6 @@ class GraphLocation:
 
     layer    path of the layer, "" for the root and the head
     first    path of the first layer of its block, whose numbers the code carries
-    graph    the code
     """
 
     layer: str
@@ -46,7 +45,6 @@ class GraphLocation:
 class Reader:
     """Reads tensors and numbers for the graphs of one job, or of a fused group.
 
-    owner         whose graphs they are
     traced_with   sites of the job that the graphs were traced for: their numbers stand in the code
     silent        every dropout rate is 0
     leaves        what was read of jobs' own tensors, by job and name

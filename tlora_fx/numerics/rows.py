@@ -19,9 +19,7 @@ LARGEST_ID = 997
 class ProbeRows:
     """Rows of the same tokens: each job alone, and all jobs together.
 
-    names        the jobs, in the order of every table
     tokens       of each job, more or less; None: fewer where there are many jobs
-    vocabulary   token ids are smaller
     """
 
     def __init__(
@@ -35,7 +33,9 @@ class ProbeRows:
             _part(Random(f"{seed} {name}"), index, asked, vocabulary)  # noqa: S311  (no secrets)
             for index, name in enumerate(names)
         ]
-        units = [_units(part, form) for part in self._parts]
+        # Units of a row are tokens, in batch form lines.
+        packed = form == "packed"
+        units = [sum(map(len, p.sequences)) if packed else len(p.sequences) for p in self._parts]
         self.segments = [0, *accumulate(units)]
 
     def together(self) -> PackedBatch:
@@ -61,8 +61,3 @@ def _part(source: Random, place: int, tokens: int, vocabulary: int) -> JobTokens
     ]
     seed, step = source.getrandbits(31), place + 1
     return JobTokens(drawn, labels, seed=seed, step=step, offset=OFFSET + place)
-
-
-def _units(part: JobTokens, form: Form) -> int:
-    """How many units of a row a job owns: tokens, in batch form lines."""
-    return sum(map(len, part.sequences)) if form == "packed" else len(part.sequences)

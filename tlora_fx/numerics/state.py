@@ -56,10 +56,7 @@ def _copy_blocks(blocks: dict[str, Block]) -> dict[str, Block]:
 
 
 def layers_to_run(graphs: JobGraph | GroupGraph) -> frozenset[str]:
-    """One layer of each structure; of a job's graph those that were traced.
-
-    A graph that is not folded has no layers to choose from: it runs whole.
-    """
+    """One layer of each structure, of a job's graph those that were traced; none: it runs whole."""
     if isinstance(graphs, JobGraph):
         first = {block.instances[0] for block in graphs.blocks.values()}
         traced = graphs.plan.traced() if graphs.plan is not None and graphs.blocks else ()
@@ -78,13 +75,12 @@ def layer_calls(graphs: JobGraph | GroupGraph) -> list[str]:
 def _one_of_each(group: GroupGraph) -> Iterator[str]:
     """The first of all layers that run the same blocks in the base and in every job."""
     seen = set()
-    blocks = [_blocks_by_layer(graph) for graph in (group.base, *group.jobs)]
+    blocks = [
+        {layer: block.name for block in graph.blocks.values() for layer in block.instances}
+        for graph in (group.base, *group.jobs)
+    ]
     for layer in blocks[0]:
         key = tuple(by_layer.get(layer) for by_layer in blocks)
         if key not in seen:
             seen.add(key)
             yield layer
-
-
-def _blocks_by_layer(graph: JobGraph) -> dict[str, str]:
-    return {layer: block.name for block in graph.blocks.values() for layer in block.instances}

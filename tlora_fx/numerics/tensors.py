@@ -31,7 +31,6 @@ def buffers_of(backbone: Backbone) -> dict[str, Tensor]:
 class Seeded:
     """Weights of the base and of jobs, drawn by name and kept until `clear`.
 
-    seed      what all draws depend on
     buffers   the base's buffers by canonical name, which are taken as they are
     """
 
@@ -42,10 +41,7 @@ class Seeded:
         self._own: dict[tuple[str, str, tuple[int, ...]], Tensor] = {}
 
     def base(self, name: str, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-        """A tensor of the base.
-
-        raises    Unchecked for integers that no buffer gives
-        """
+        """A tensor of the base; raises Unchecked for integers that no buffer gives."""
         if name in self.buffers:
             return self.buffers[name].detach().to("cpu", dtype)
         if name not in self._base:

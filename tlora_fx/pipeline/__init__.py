@@ -1,10 +1,29 @@
 """Passes, and the pipelines that run them.
 
 A pass is a frozen dataclass whose fields are its options (passes.py). It is known by its name
-(registry.py), stands in a pipeline that has a text form (text.py), and runs under checks (run.py)
-while instruments watch (instrument.py).
+(registry.py), stands in a pipeline that has a text form (text.py), and runs while instruments watch
+(instrument.py). After every pass shapes are propagated and provenance is recorded. Unless checks
+are off, graphs are linted, values that survive keep their type, tags hold, and what the pass says
+of its change is compared with the graphs' fingerprint.
 """
 
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
+from dataclasses import dataclass, field
+from types import TracebackType
+from typing import Literal
+
+import torch
+from torch import fx
+
+from tlora_fx.errors import GraphInvalid, PassFailed, PassMisreports, TloraError
+from tlora_fx.ir.graph import TRACE, GroupGraph, JobGraph, record
+from tlora_fx.ir.shapes import propagate, remember_runs
+from tlora_fx.ir.verifier import Fingerprint, check_tags, fingerprint, named_graphs, owners
 from tlora_fx.pipeline.instrument import Change, Done, Event, Instrument
 from tlora_fx.pipeline.passes import GroupPass, JobPass, Numerics, Pass, PassOption, options_of
 from tlora_fx.pipeline.registry import (
@@ -16,8 +35,6 @@ from tlora_fx.pipeline.registry import (
     plugin_planners,
     register,
 )
-from tlora_fx.pipeline.rewrites import Rewrites, counting, rewrite_allowed
-from tlora_fx.pipeline.run import Halted, Runner, Verify
 from tlora_fx.pipeline.text import Pipeline, checked, parse_pass, parse_pipeline
 
 __all__ = [
@@ -49,3 +66,295 @@ __all__ = [
     "register",
     "rewrite_allowed",
 ]
+
+
+Verify = Literal["none", "structure", "numerics"]
+Values = dict[fx.Node, torch.Tensor]
+
+
+class Halted(Exception):
+    """The run reached the event at which it was to halt; `event.graphs` are as they were before."""
+
+    def __init__(self, event: Event) -> None:
+        super().__init__(str(event))
+        self.event = event
+
+
+class Runner:
+    """Runs one pipeline over the graphs of one compilation.
+
+    verify     "none" propagates shapes and checks nothing else; "numerics" checks the structure
+               here, and leaves the numbers to an instrument
+    limits     rewrites allowed by the place of a pass in the pipeline (bisect)
+    halt_at    number of the event, counted over the whole compilation, before which to halt
+    failed     the event at which the last error came, and its number
+    """
+
+    def __init__(
+        self,
+        pipeline: Pipeline,
+        instruments: Sequence[Instrument] = (),
+        verify: Verify = "structure",
+        *,
+        limits: dict[int, int] | None = None,
+        halt_at: int | None = None,
+    ) -> None:
+        self.pipeline = checked(pipeline.passes)
+        self.instruments = list(instruments)
+        self.verify = verify
+        self.limits = limits or {}
+        self.halt_at = halt_at
+        self.events = 0
+        self.rewrites: dict[int, Rewrites] = {}
+        self.failed: tuple[int, Event] | None = None
+        self._seen: tuple[object, Fingerprint] | None = None
+
+    def start(self) -> None:
+        """Begin a compilation, or begin again in another form."""
+        self.rewrites = {}
+        self.failed = None
+        self._seen = None
+        for instrument in self.instruments:
+            instrument.started(self.pipeline)
+
+    def run_job(self, graph: JobGraph, subject: str | None = None) -> None:
+        """Run the job passes on a graph that came from the tracer."""
+        subject = subject or (f"job {graph.name}" if graph.name else "base")
+        remember_runs(graph.root)
+        record(named_graphs(graph), TRACE, subject)
+        for instrument in self.instruments:
+            instrument.traced(subject, graph)
+        for place, item in enumerate(self.pipeline.passes, 1):
+            if isinstance(item, JobPass):
+                self.run_one(Event(place, item, subject, graph))
+
+    def run_group(self, group: GroupGraph) -> None:
+        """Run the group passes."""
+        for place, item in enumerate(self.pipeline.passes, 1):
+            if isinstance(item, GroupPass):
+                self.run_one(Event(place, item, "group", group))
+        for instrument in self.instruments:
+            instrument.finished(group)
+
+    def run_one(self, event: Event) -> None:
+        """Run one pass and check what it leaves.
+
+        raises    TloraError of the pass; PassFailed for any other; GraphInvalid and its kinds
+                  for graphs that do not hold together
+        """
+        self.events += 1
+        if self.events == self.halt_at:
+            raise Halted(event)
+        for instrument in self.instruments:
+            instrument.before(event)
+        try:
+            done = self._run(event)
+            for instrument in self.instruments:
+                instrument.after(done)
+        except TloraError as error:
+            self._tell(event, error)
+            error.add_note(f"in pass {event}")
+            raise
+
+    def _run(self, event: Event) -> Done:
+        item, graphs = event.item, event.graphs
+        changed: Change
+        before, values = self._before(graphs)
+        rewrites = self.rewrites.setdefault(event.place, Rewrites(self.limits.get(event.place)))
+        start = time.perf_counter()
+        try:
+            with counting(rewrites):
+                claim = item.run(graphs)  # type: ignore[attr-defined]
+        except TloraError:
+            raise
+        except Exception as error:
+            raise _failed(event, error) from error
+        ran = time.perf_counter()
+        self._propagate(event)
+        record_all(graphs, item.name, event.subject)
+        if self.verify == "none":
+            changed = "code" if before is None else before.change_to(fingerprint(graphs))
+            return Done(*_fields(event), ran - start, time.perf_counter() - ran, changed)
+        _check_values(event, values)
+        check_tags(graphs)
+        after = fingerprint(graphs)
+        self._seen = (graphs, after)
+        changed = before.change_to(after) if before is not None else "code"
+        _check_claim(event, claim, changed)
+        return Done(*_fields(event), ran - start, time.perf_counter() - ran, changed)
+
+    def _before(self, graphs: JobGraph | GroupGraph) -> tuple[Fingerprint | None, Values]:
+        """Fingerprint and values of the graphs before a pass; the one after the last serves."""
+        if self.verify == "none":
+            return (fingerprint(graphs) if self.instruments else None), {}
+        if self._seen is not None and self._seen[0] is graphs:
+            before = self._seen[1]
+        else:
+            before = fingerprint(graphs)
+        return before, _values(graphs)
+
+    def _propagate(self, event: Event) -> None:
+        try:
+            for owner in owners(event.graphs):
+                for graph in owner.graphs() if self.verify != "none" else ():
+                    graph.lint()
+                    _check_output(event, graph)
+                for block in owner.blocks.values():
+                    propagate(block.graph)
+                if len(owner.root.nodes):
+                    propagate(owner.root, owner.blocks)
+        except TloraError:
+            raise
+        except Exception as error:
+            raise GraphInvalid(
+                f"pass '{event.item.name}' left a graph that does not hold together",
+                found=f"{type(error).__name__}: {error}",
+                help="this is a defect of the pass",
+            ) from error
+
+    def _tell(self, event: Event, error: TloraError) -> None:
+        self.failed = (self.events, event)
+        for instrument in self.instruments:
+            instrument.failed(event, error)
+
+
+def record_all(graphs: JobGraph | GroupGraph, made_by: str, subject: str) -> None:
+    """Give every node of all graphs that a pass may have rewritten an origin."""
+    for owner in owners(graphs):
+        name = owner.name if isinstance(owner, JobGraph) else ""
+        known = subject if owner is graphs else f"job {name}" if name else "base"
+        record(named_graphs(owner), made_by, known)
+
+
+def _fields(event: Event) -> tuple[int, JobPass | GroupPass, str, JobGraph | GroupGraph]:
+    return event.place, event.item, event.subject, event.graphs  # type: ignore[return-value]
+
+
+def _check_output(event: Event, graph: fx.Graph) -> None:
+    """A graph ends in its one output; linting does not look at that."""
+    nodes = list(graph.nodes)
+    outputs = [node for node in nodes if node.op == "output"]
+    if nodes and (len(outputs) != 1 or nodes[-1] is not outputs[0]):
+        raise GraphInvalid(
+            f"pass '{event.item.name}' left a graph that does not end in one output",
+            node=(outputs or nodes)[-1].format_node(),
+            found=f"{len(outputs)} outputs",
+            help="this is a defect of the pass",
+        )
+
+
+def _values(graphs: JobGraph | GroupGraph) -> Values:
+    return {
+        node: value
+        for owner in owners(graphs)
+        for graph in owner.graphs()
+        for node in graph.nodes
+        if node.op == "call_function" and isinstance(value := node.meta.get("val"), torch.Tensor)
+    }
+
+
+def _check_values(event: Event, before: Values) -> None:
+    """A node that survives keeps the shape and dtype of its value."""
+    if event.item.preserves_numerics == "no":
+        return
+    for graph in (graph for owner in owners(event.graphs) for graph in owner.graphs()):
+        for node in graph.nodes:
+            was, now = before.get(node), node.meta.get("val")
+            if was is None or was is now:
+                continue
+            if not isinstance(now, torch.Tensor) or _type(was) != _type(now):
+                raise GraphInvalid(
+                    f"pass '{event.item.name}' changed the type of a value that it kept",
+                    node=node.format_node(),
+                    source=node.meta.get("source"),
+                    expected=_type(was),
+                    found=_type(now) if isinstance(now, torch.Tensor) else now,
+                    help='this is a defect of the pass, or it declares preserves_numerics = "no"',
+                )
+
+
+def _type(value: torch.Tensor) -> str:
+    return f"{list(value.shape)} {value.dtype}"
+
+
+def _check_claim(event: Event, claim: bool | None, changed: str) -> None:
+    if claim is None or claim is (changed == "code"):
+        return
+    if not isinstance(claim, bool):
+        raise PassMisreports(
+            f"pass '{event.item.name}' returned what is no claim",
+            graphs=event.subject,
+            expected="whether it changed the code: True, False or None",
+            found=repr(claim)[:100],
+            help="return what is true from run(), or nothing",
+        )
+    raise PassMisreports(
+        f"pass '{event.item.name}' says that it {'changed' if claim else 'kept'} the graph",
+        graphs=event.subject,
+        expected="what the graph's fingerprint says",
+        found="the code is the same" if claim else "the code is another",
+        help="return what is true from run(), or nothing",
+    )
+
+
+def _failed(event: Event, error: Exception) -> PassFailed:
+    node = _node_at(error.__traceback__)
+    return PassFailed(
+        f"pass '{event.item.name}' raised {type(error).__name__}",
+        graphs=event.subject,
+        node=node.format_node() if node is not None else "none that can be told",
+        source=(node.meta.get("source") or None) if node is not None else None,
+        found=error,
+        help="this is a defect of the pass",
+    )
+
+
+def _node_at(traceback: TracebackType | None) -> fx.Node | None:
+    """The node that the innermost frame with one was at: what it calls `node`, else the last."""
+    innermost: fx.Node | None = None
+    while traceback is not None:
+        names = traceback.tb_frame.f_locals
+        nodes = {name: value for name, value in names.items() if isinstance(value, fx.Node)}
+        if nodes:
+            innermost = nodes.get("node", next(reversed(nodes.values())))
+        traceback = traceback.tb_next
+    return innermost
+
+
+@dataclass(slots=True)
+class Rewrites:
+    """The rewrites of one pass, over all its graphs; at most `limit` are allowed, None: all.
+
+    They are counted so that `bisect` can find the one that breaks a check. A pass asks before each
+    that stands on its own, and leaves the place as it is where that is refused.
+    """
+
+    limit: int | None = None
+    descriptions: list[str] = field(default_factory=list)
+
+    def take(self, what: str) -> bool:
+        """Count one more; whether it may be made."""
+        self.descriptions.append(what)
+        return self.limit is None or len(self.descriptions) <= self.limit
+
+
+_running: ContextVar[Rewrites | None] = ContextVar("rewrites", default=None)
+
+
+@contextmanager
+def counting(rewrites: Rewrites) -> Iterator[None]:
+    """Count what is asked for inside."""
+    token = _running.set(rewrites)
+    try:
+        yield
+    finally:
+        _running.reset(token)
+
+
+def rewrite_allowed(what: str) -> bool:
+    """Count a rewrite of the running pass; False where a bisection holds it back.
+
+    what    where it rewrites and into what: "multi_lora_linear at layers_0_31.mlp.up_proj"
+    """
+    rewrites = _running.get()
+    return rewrites is None or rewrites.take(what)

@@ -34,7 +34,6 @@ class Event:
 class Done(Event):
     """A pass that ran.
 
-    seconds          of the pass itself
     check_seconds    of shapes and checks after it
     changed          "code", "tags" where only tags changed, "" where nothing did
     """

@@ -77,7 +77,6 @@ class PassOption:
 
     kind       its type, such as "int"
     default    as the text form shows it, "" where it must be given
-    help       what it does, from the class's docstring
     """
 
     name: str

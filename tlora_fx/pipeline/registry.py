@@ -55,7 +55,6 @@ class Plugin:
     """What another package offers under a name.
 
     package    the distribution and its version, "" where it is not known
-    target     "module:attribute"
     found      the class, None where it is broken
     broken     why it cannot be used, "" for none
     """

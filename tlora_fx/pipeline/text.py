@@ -90,10 +90,7 @@ def parse_pipeline(text: str) -> Pipeline:
 
 
 def parse_pass(text: str) -> Pass:
-    """Read one pass: "name{option=value}".
-
-    raises    PipelineError
-    """
+    """Read one pass: "name{option=value}"; raises PipelineError."""
     passes = _parse(text)
     if len(passes) != 1:
         raise PipelineError("one pass is expected", found=text, help="write name{option=value}")
@@ -118,10 +115,7 @@ def _parse(text: str) -> list[Pass]:
 
 
 def checked(passes: Iterable[Pass]) -> Pipeline:
-    """A pipeline whose passes find what they require.
-
-    raises    PipelineError
-    """
+    """A pipeline whose passes find what they require; raises PipelineError."""
     pipeline = Pipeline(tuple(passes))
     done: set[str] = set()
     group_seen = False

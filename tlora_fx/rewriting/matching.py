@@ -15,8 +15,6 @@ from tlora_fx.rewriting.patterns import Condition, Pattern, PatternSearch, Searc
 class Match:
     """A pattern that fits.
 
-    pattern      what fits
-    node         the node at its root
     captures     values by name, those that were given too
     nodes        the calls and stored tensors that the pattern describes, the root first
     conditions   what held, in order
@@ -44,7 +42,6 @@ class Match:
 class Miss:
     """A pattern that does not fit, and how near it came.
 
-    conditions   what held, in order
     failure      the condition that did not
     node         where: the node that it is about, or the last one before it
     """
@@ -81,8 +78,14 @@ def match(pattern: Pattern, node: Any, given: Mapping[str, Any] | None = None) -
     """
     search, start = PatternSearch(), SearchState(dict(given or {}))
     for state in pattern.walk(node, start, search, None):
-        return _match_of(pattern, node, state)
-    return _miss_of(pattern, search)
+        return Match(pattern, node, state.captures, state.described(), state.conditions())
+    failed = search.failed
+    assert failed is not None
+    before = search.state.described()
+    at = failed.value if isinstance(failed.value, fx.Node) else None
+    if at is None and before:
+        at = before[-1]
+    return Miss(pattern, search.state.conditions(), failed, at)
 
 
 def nearest_match(
@@ -114,18 +117,3 @@ def find(
         result = match(pattern, node, given)
         if isinstance(result, Match):
             yield result
-
-
-def _match_of(pattern: Pattern, node: fx.Node, state: SearchState) -> Match:
-    nodes, conditions = state.described(), state.conditions()
-    return Match(pattern, node, state.captures, nodes, conditions)
-
-
-def _miss_of(pattern: Pattern, search: PatternSearch) -> Miss:
-    failed = search.failed
-    assert failed is not None
-    before = search.state.described()
-    at = failed.value if isinstance(failed.value, fx.Node) else None
-    if at is None and before:
-        at = before[-1]
-    return Miss(pattern, search.state.conditions(), failed, at)

@@ -38,8 +38,6 @@ class OutlinedGraph:
 
     graph     inputs as placeholders, the results as its output
     inputs    the outer nodes that the placeholders stand for, in order
-    results   the outer nodes that others read
-    nodes     the outer nodes of the piece
     """
 
     graph: fx.Graph
@@ -62,7 +60,6 @@ def outline(
 ) -> OutlinedGraph:
     """Copy a piece of a graph into a graph of its own.
 
-    nodes     in the graph's order
     path      module path that tensors, paths and sites become relative to. "" leaves all names as
               they are, and stored tensors from outside are read by the piece itself
     first     outer nodes that are its first inputs, and what they are called
@@ -118,11 +115,7 @@ def outline_block(
 
 
 def inline_block(graphs: JobGraph | GroupGraph, call: fx.Node) -> list[fx.Node] | None:
-    """Replace a call of a block by the block's own nodes, named as the whole model names them.
-
-    call      a call_module node of the root
-    returns   the new nodes, None where the rewrite is held back
-    """
+    """Replace a call of a block by the block's own nodes; these, or None where it is held back."""
     path = str(call.target)
     name, block = next((n, b) for n, b in graphs.blocks.items() if path in b.instances)
     if not rewrite_allowed(f"inline {path}"):
@@ -152,8 +145,6 @@ def inline_block(graphs: JobGraph | GroupGraph, call: fx.Node) -> list[fx.Node] 
 
 
 class _Copier:
-    """Copies nodes into a new graph."""
-
     def __init__(self, nodes: list[fx.Node], path: str, jobs: tuple[str, ...] = ()) -> None:
         self.nodes, self.path, self.jobs = nodes, path, jobs
         self.inside = set(nodes)
@@ -162,7 +153,6 @@ class _Copier:
         self.inputs: list[fx.Node] = []
 
     def pass_in(self, source: fx.Node, name: str) -> None:
-        """Make an outer node an input."""
         self.made[source] = copied = self.body.placeholder(name)
         copied.meta = dict(source.meta)
         if self.jobs and hands_to_all(source):
@@ -171,7 +161,6 @@ class _Copier:
         self.inputs.append(source)
 
     def pass_in_all(self) -> None:
-        """Make everything that is read from outside an input, sizes aside."""
         for node in self.nodes:
             for source in node.all_input_nodes:
                 own = source.op == "get_attr" and not self.path
@@ -180,7 +169,6 @@ class _Copier:
                     self.pass_in(source, _input_name(source))
 
     def copy(self, node: fx.Node) -> fx.Node:
-        """Copy a node, and what it needs first."""
         copied = self.body.node_copy(node, self._take)
         copied.meta = dict(node.meta)
         if self.path:

@@ -79,7 +79,6 @@ class Condition(NamedTuple):
 class SearchState(NamedTuple):
     """How far a search came: never changed, so that the search can go back.
 
-    reached   conditions that held
     last      the last of them, behind it those before
     nodes     the calls and stored tensors that the pattern describes, the last first
     """
@@ -137,7 +136,6 @@ class Pattern:
     """What all patterns share.
 
     name        what its value is captured as and called in messages, "" for neither
-    branching   whether it may fit in several ways
     """
 
     branching: ClassVar[bool] = False
@@ -145,11 +143,7 @@ class Pattern:
     name: str = field(default="", kw_only=True)
 
     def walk(
-        self,
-        value: Any,
-        state: SearchState,
-        search: PatternSearch,
-        position: Position,
+        self, value: Any, state: SearchState, search: PatternSearch, position: Position
     ) -> Iterator[SearchState]:
         """Every way in which the pattern fits a value; failures are told to the search."""
         fitted = self.step(value, state, search, position)
@@ -157,11 +151,7 @@ class Pattern:
             yield fitted
 
     def step(
-        self,
-        value: Any,
-        state: SearchState,
-        search: PatternSearch,
-        position: Position,
+        self, value: Any, state: SearchState, search: PatternSearch, position: Position
     ) -> SearchState | None:
         """The one way in which the pattern fits a value."""
         if not self.fits(value):
@@ -218,11 +208,7 @@ class Anything(Pattern):
     __slots__ = ()
 
     def step(
-        self,
-        value: Any,
-        state: SearchState,
-        search: PatternSearch,
-        position: Position,
+        self, value: Any, state: SearchState, search: PatternSearch, position: Position
     ) -> SearchState | None:
         """Captures; only a known name is a condition."""
         if not self.name:
@@ -240,21 +226,15 @@ class Same(Pattern):
     known: str = ""
 
     def is_what(self) -> str:
-        """The condition."""
         return f"is the {self.known}"
 
     def is_not(self, subject: str, value: Any) -> str:
-        """Another value."""
         actual = value.name if isinstance(value, fx.Node) else repr(value)
         return f"{subject} is {actual}, not the {self.known}"
 
 
 def _same(
-    pattern: Pattern,
-    value: Any,
-    state: SearchState,
-    search: PatternSearch,
-    position: Position,
+    pattern: Pattern, value: Any, state: SearchState, search: PatternSearch, position: Position
 ) -> SearchState | None:
     """Nodes are the same by identity, all else by type and content."""
     captures, count, last, nodes = state
@@ -276,29 +256,21 @@ class Stored(Pattern):
     owner: str = ""
 
     def step(
-        self,
-        value: Any,
-        state: SearchState,
-        search: PatternSearch,
-        position: Position,
+        self, value: Any, state: SearchState, search: PatternSearch, position: Position
     ) -> SearchState | None:
-        """A stored tensor is one of the nodes that the pattern describes."""
         fitted = Pattern.step(self, value, state, search, position)
         return None if fitted is None else fitted.through(value)
 
     def fits(self, value: Any) -> bool:
-        """Whether it is a get_attr node of this owner."""
         if not isinstance(value, fx.Node) or value.op != "get_attr":
             return False
         ref = value.meta.get("tensor")
         return not self.owner or (isinstance(ref, TensorRef) and ref.owner == self.owner)
 
     def is_what(self) -> str:
-        """The condition."""
         return f"is a stored tensor of the {self.owner}" if self.owner else "is a stored tensor"
 
     def is_not(self, subject: str, value: Any) -> str:
-        """Computed, or another's."""
         if isinstance(value, fx.Node) and value.op == "get_attr":
             return f"{subject} is {value.target}, not one of the {self.owner}"
         return f"{subject} is computed, not stored ({describe(value)})"
@@ -316,16 +288,13 @@ class Constant(Pattern):
     test: Callable[[Any], bool] | None = None
 
     def fits(self, value: Any) -> bool:
-        """Whether it is of a kind, and passes the test."""
         return type(value) in self.kinds and (self.test is None or self.test(value))
 
     def is_what(self) -> str:
-        """The condition."""
         kinds = " or ".join(kind.__name__ for kind in self.kinds)
         return f"is a constant {kinds}" + (" that passes its test" if self.test else "")
 
     def is_not(self, subject: str, value: Any) -> str:
-        """Computed, or another value."""
         if isinstance(value, fx.Node):
             return f"{subject} is computed ({describe(value)})"
         return f"{subject} is {value!r}"
@@ -338,21 +307,17 @@ class Literal(Pattern):
     value: Any = None
 
     def fits(self, value: Any) -> bool:
-        """Whether it is that value."""
         if value is self.value:
             return True
         return type(value) in {int, float, str, torch.dtype} and bool(value == self.value)
 
     def is_what(self) -> str:
-        """The condition."""
         return f"is {self.value!r}"
 
     def is_not(self, subject: str, value: Any) -> str:
-        """The value that it is."""
         return f"{subject} is {describe(value)}, not {self.value!r}"
 
     def shown(self) -> str:
-        """The value."""
         return repr(self.value)
 
 
@@ -363,11 +328,7 @@ class Default(Literal):
     argument: str = ""
 
     def step(
-        self,
-        value: Any,
-        state: SearchState,
-        search: PatternSearch,
-        position: Position,
+        self, value: Any, state: SearchState, search: PatternSearch, position: Position
     ) -> SearchState | None:
         """A condition only where it fails."""
         if self.fits(value):
@@ -376,11 +337,9 @@ class Default(Literal):
         return None
 
     def is_what(self) -> str:
-        """The condition."""
         return f"is left out, or {self.value!r}"
 
     def is_not(self, subject: str, value: Any) -> str:
-        """The argument is given."""
         whose = subject.partition(" of ")[2] or subject
         if self.value is None:
             return f"{whose} has a {self.argument}"
@@ -433,11 +392,7 @@ class _Slot(NamedTuple):
 class Call(Pattern):
     """A call of one of several operators.
 
-    operators   the operators
-    given       patterns of arguments, by position
-    named       patterns of arguments, by name
     opened      arguments that are not described may be anything; else they are at their default
-    commutes    the first two arguments may stand in either order
     slots       for each operator the arguments that have a condition
     """
 
@@ -458,13 +413,8 @@ class Call(Pattern):
         self.slots.update({target: self._slots_of(target) for target in self.operators})
 
     def walk(
-        self,
-        value: Any,
-        state: SearchState,
-        search: PatternSearch,
-        position: Position,
+        self, value: Any, state: SearchState, search: PatternSearch, position: Position
     ) -> Iterator[SearchState]:
-        """The operator, then argument by argument."""
         fitted = self.step(value, state, search, position)
         if fitted is None:
             return
@@ -484,7 +434,6 @@ class Call(Pattern):
             )
 
     def fits(self, value: Any) -> bool:
-        """Whether it calls one of the operators."""
         return (
             isinstance(value, fx.Node)
             and value.op == "call_function"
@@ -492,15 +441,12 @@ class Call(Pattern):
         )
 
     def is_what(self) -> str:
-        """The condition."""
         return f"is {' or '.join(map(str, self.operators))}"
 
     def is_not(self, subject: str, value: Any) -> str:
-        """Another operator."""
         return f"{subject} is {describe(value)}, not {' or '.join(map(str, self.operators))}"
 
     def targets(self) -> frozenset[Any] | None:
-        """Its operators."""
         return frozenset(self.operators)
 
     def _slots_of(self, target: Any) -> list[_Slot]:
@@ -535,11 +481,9 @@ class Call(Pattern):
         )
 
     def parts(self) -> tuple[Pattern, ...]:
-        """The patterns of its arguments."""
         return (*self.given, *(pattern for _, pattern in self.named))
 
     def shown(self) -> str:
-        """As a call."""
         shown = [*map(inside, self.given), *(f"{key}={inside(item)}" for key, item in self.named)]
         called = "|".join(dict.fromkeys(_short(target) for target in self.operators))
         return f"{called}({', '.join([*shown, *(['…'] if self.opened else [])])})"
@@ -558,13 +502,8 @@ class Sequenced(Pattern):
     items: tuple[Pattern, ...] = ()
 
     def walk(
-        self,
-        value: Any,
-        state: SearchState,
-        search: PatternSearch,
-        position: Position,
+        self, value: Any, state: SearchState, search: PatternSearch, position: Position
     ) -> Iterator[SearchState]:
-        """As many values, each by its own pattern."""
         if not isinstance(value, (list, tuple)) or len(value) != len(self.items):
             search.fail(state, self, value, position)
             return
@@ -572,15 +511,12 @@ class Sequenced(Pattern):
         yield from walk_all(pairs, state, search)
 
     def is_what(self) -> str:
-        """The condition."""
         return f"is a list of {len(self.items)}"
 
     def parts(self) -> tuple[Pattern, ...]:
-        """Its items."""
         return self.items
 
     def shown(self) -> str:
-        """As a list."""
         return f"[{', '.join(map(inside, self.items))}]"
 
 
@@ -593,24 +529,17 @@ class Cast(Pattern):
     inner: Pattern = field(default_factory=Anything)
 
     def walk(
-        self,
-        value: Any,
-        state: SearchState,
-        search: PatternSearch,
-        position: Position,
+        self, value: Any, state: SearchState, search: PatternSearch, position: Position
     ) -> Iterator[SearchState]:
-        """See through to what is cast."""
         while isinstance(value, fx.Node) and is_call(value, *CASTS):
             state = state.through(value)
             value = value.args[0]
         return self.inner.walk(value, state, search, position)
 
     def parts(self) -> tuple[Pattern, ...]:
-        """What is behind the casts."""
         return (self.inner,)
 
     def shown(self) -> str:
-        """With the sign of casts."""
         return f"cast*({inside(self.inner)})"
 
 
@@ -623,38 +552,26 @@ class Either(Pattern):
     choices: tuple[Pattern, ...] = ()
 
     def walk(
-        self,
-        value: Any,
-        state: SearchState,
-        search: PatternSearch,
-        position: Position,
+        self, value: Any, state: SearchState, search: PatternSearch, position: Position
     ) -> Iterator[SearchState]:
-        """Each in turn."""
         for choice in self.choices:
             yield from choice.walk(value, state, search, position)
 
     def targets(self) -> frozenset[Any] | None:
-        """Those of any choice."""
         each = [choice.targets() for choice in self.choices]
         known = [targets for targets in each if targets is not None]
         return frozenset().union(*known) if len(known) == len(each) else None
 
     def parts(self) -> tuple[Pattern, ...]:
-        """Its choices."""
         return self.choices
 
     def shown(self) -> str:
-        """All choices."""
         return f"({' | '.join(map(inside, self.choices))})"
 
 
 @dataclass(slots=True, eq=False)
 class Where(Pattern):
-    """A pattern of which something more must hold.
-
-    says    the condition as a sentence
-    test    whether it holds, of what is captured by then
-    """
+    """A pattern of which something more must hold."""
 
     branching: ClassVar[bool] = True
 
@@ -663,13 +580,8 @@ class Where(Pattern):
     test: Callable[[Captures], bool] = bool
 
     def walk(
-        self,
-        value: Any,
-        state: SearchState,
-        search: PatternSearch,
-        position: Position,
+        self, value: Any, state: SearchState, search: PatternSearch, position: Position
     ) -> Iterator[SearchState]:
-        """The pattern's ways for which the condition holds."""
         for way in self.inner.walk(value, state, search, position):
             captures, count, last, nodes = way
             if self.test(captures):
@@ -678,32 +590,23 @@ class Where(Pattern):
                 search.fail(way, self, value, None)
 
     def is_what(self) -> str:
-        """The condition."""
         return f"is one where {self.says}"
 
     def is_not(self, subject: str, value: Any) -> str:
-        """The condition fails."""
         return f"it does not hold that {self.says}"
 
     def targets(self) -> frozenset[Any] | None:
-        """Those of the pattern."""
         return self.inner.targets()
 
     def parts(self) -> tuple[Pattern, ...]:
-        """What it adds a condition to."""
         return (self.inner,)
 
     def shown(self) -> str:
-        """With its condition."""
         return f"{inside(self.inner)} where {self.says}"
 
 
 def call(
-    operators: Any,
-    *given: Any,
-    name: str = "",
-    commutes: bool = False,
-    **named: Any,
+    operators: Any, *given: Any, name: str = "", commutes: bool = False, **named: Any
 ) -> Pattern:
     """A call of an operator, or of one of a tuple of them.
 

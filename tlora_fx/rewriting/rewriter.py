@@ -38,10 +38,7 @@ class Maker:
         self._mode = fake_mode_of(graph)
 
     def __call__(self, target: Any, *args: Any, **kwargs: Any) -> fx.Node:
-        """Call an operator.
-
-        raises    GraphInvalid where it does not take what it is given
-        """
+        """Call an operator; raises GraphInvalid where it does not take what it is given."""
         with self._graph.inserting_before(self._before):
             node = self._graph.call_function(target, args, kwargs)
         self._keep(node)

@@ -21,18 +21,10 @@ from tlora_fx.scheduler.state import ROUNDING, ActiveJob, broken
 
 @dataclass(slots=True)
 class CreditLedger:
-    """Balances in GPU-seconds: positive has given, negative has taken.
-
-    closed   what jobs that have ended had given or taken, together
-    """
+    """Balances in GPU-seconds: positive has given, negative has taken; `closed` of ended jobs."""
 
     closed: float = 0.0
     _balances: dict[str, float] = field(default_factory=dict)
-
-    @property
-    def balances(self) -> Mapping[str, float]:
-        """Of jobs that have given or taken."""
-        return self._balances
 
     def balance(self, job: str) -> float:
         """Of one job."""
@@ -41,8 +33,6 @@ class CreditLedger:
     def settle(self, jobs: Sequence[ActiveJob], step_seconds: float, seconds: float) -> None:
         """Write down what a group's jobs gave and took, and put it into their `credit`.
 
-        jobs           of one group
-        step_seconds   of one step of the group
         seconds        for which it ran, switching not counted
         raises         CreditRefused
         """
@@ -103,10 +93,7 @@ class CreditLedger:
 
 
 def _given(job: ActiveJob, step_seconds: float) -> float:
-    """GPU-seconds a second that a job gives up past its bound.
-
-    raises   CreditRefused
-    """
+    """GPU-seconds a second that a job gives up past its bound."""
     request = job.request
     slowdown = step_seconds / job.solo_seconds
     if slowdown <= request.max_slowdown:
@@ -122,17 +109,13 @@ def _given(job: ActiveJob, step_seconds: float) -> float:
     return request.gpus * (1 - request.max_slowdown / slowdown)
 
 
-# The account of who lent GPU time to whom, kept up while groups run.
-#
-# A group is settled before each decision and whenever its jobs change, if one of its jobs consents
-# to lend or has a balance. Groups that break a bound without consent, as some baselines' do, are
-# not: what they take is not lent.
-
-
 class Credits:
     """Settles the credit of running jobs.
 
-    ledger           balances, in GPU-seconds
+    A group is settled before each decision and whenever its jobs change, if one of its jobs
+    consents to lend or has a balance. Groups that break a bound without consent, as some baselines'
+    do, are not: what they take is not lent.
+
     switch_seconds   from a launch, in which nobody gives anything, where a start is not told
     used             whether any job came that lends, or that has given
     """

@@ -23,20 +23,14 @@ from tlora_fx.scheduler.state import Group, JobRequest
 
 @dataclass(frozen=True, slots=True)
 class ExecutorEvent:
-    """Something that happened.
-
-    time   seconds, on the clock of the executor
-    """
+    """Something that happened, at a time in seconds on the clock of the executor."""
 
     time: float
 
 
 @dataclass(frozen=True, slots=True)
 class GroupEvent(ExecutorEvent):
-    """Something that happened to a group.
-
-    epoch   the formation of the group
-    """
+    """Something that happened to a group."""
 
     epoch: int
 
@@ -48,10 +42,7 @@ class GroupStarted(GroupEvent):
 
 @dataclass(frozen=True, slots=True)
 class Progress(GroupEvent):
-    """Steps that are done, not yet safe.
-
-    steps   optimizer steps done in all, by job; may be fractions in simulation
-    """
+    """Optimizer steps done in all, by job, not yet safe; they may be fractions in simulation."""
 
     steps: Mapping[str, float]
 
@@ -60,7 +51,6 @@ class Progress(GroupEvent):
 class Committed(GroupEvent):
     """Steps that a crash cannot take away any more.
 
-    steps   optimizer steps done in all, by job
     path    where the committed states lie; empty in simulation
     """
 
@@ -70,10 +60,7 @@ class Committed(GroupEvent):
 
 @dataclass(frozen=True, slots=True)
 class Finished(GroupEvent):
-    """A job did its last step, and that is committed; its group goes on without it.
-
-    steps   of the job, in all
-    """
+    """A job did its last step, and that is committed; its group goes on without it."""
 
     job: str
     steps: float
@@ -86,7 +73,6 @@ class Failed(GroupEvent):
     Where the job at fault took its group with it, one `Failed` of each kind is told.
 
     job      the job at fault, which will not be run again; None: the group ended
-    reason   for its user
     steps    where its jobs go on from, by job: their last commits. A job that is missing there goes
              on from its last commit before this epoch
     """
@@ -101,8 +87,6 @@ class Drained(GroupEvent):
     """The group has stopped; all that it did is committed.
 
     It was asked to, or its last job has finished: such a group ends by itself.
-
-    steps   optimizer steps done in all, by job
     """
 
     steps: Mapping[str, float]
@@ -110,10 +94,7 @@ class Drained(GroupEvent):
 
 @dataclass(frozen=True, slots=True)
 class Warned(GroupEvent):
-    """Something went wrong in a group, such as a checkpoint on a full disk, and it goes on.
-
-    text   for its user
-    """
+    """Something went wrong in a group, such as a checkpoint on a full disk, and it goes on."""
 
     text: str
 
@@ -154,8 +135,6 @@ class Executor(Protocol):
     ) -> None:
         """Start a group on the place that it has reserved.
 
-        jobs         in the order of group.jobs
-        steps_done   where each goes on from
         layout       how it is spread over its GPUs; None: as the executor finds best
         raises       PlaceTaken where nothing is reserved for this epoch
         """
@@ -164,10 +143,7 @@ class Executor(Protocol):
         """What happened since the last call, in order of time."""
 
     def drain(self, group: Group, epoch: int) -> None:
-        """Ask the group to commit and to stop; a `Drained` tells when it has.
-
-        Nothing follows for a group that has ended already.
-        """
+        """Ask the group to commit and to stop; `Drained` tells when, nothing where it has ended."""
 
     def kill(self, group: Group, epoch: int) -> None:
         """Stop the group at once; what it has not committed is lost, and nothing is told."""

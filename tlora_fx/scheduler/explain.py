@@ -36,13 +36,8 @@ class Alternative:
     """One way in which the job could run.
 
     what           "as decided", "alone", "with ...", "without ..."
-    jobs           its group then, the job first
-    gpus           of the group
-    seconds        of one step; infinite where nothing fits
-    memory_bytes   of the fullest GPU
     slowdowns      of each job of the group, over the job alone
     gain           of weighted speed-up against what was decided; None for that itself
-    why_not        what forbids it, or ""
     """
 
     what: str
@@ -57,13 +52,7 @@ class Alternative:
 
 @dataclass(frozen=True, slots=True)
 class DecisionExplanation:
-    """All that can be said of one job in one snapshot.
-
-    standing       in a sentence
-    alternatives   what was decided first, then the others by their gain
-    left_out       alternatives that are not shown
-    reasons        what the policy recorded
-    """
+    """All that can be said of one job in one snapshot."""
 
     job: str
     standing: str
@@ -151,7 +140,6 @@ class _Weigher:
         self._free: Placer | None = None
 
     def decided(self, group: Group) -> Alternative:
-        """What was decided."""
         rest = tuple(name for name in group.jobs if name != self.job)
         return self._weigh("as decided", (self.job, *rest), group.gpus, None)
 
@@ -237,12 +225,7 @@ class _Weigher:
         leaves: Sequence[str] = (),
         beside: int = 0,
     ) -> Alternative:
-        """One alternative.
-
-        before   what its jobs are worth as it was decided
-        leaves   jobs that would go on apart from it
-        beside   GPUs of those
-        """
+        """One alternative."""
         members = [self.state.jobs[name] for name in jobs]
         demand = Demand.total(job.request.demand for job in members)
         tier = tier_for(self.state.cluster, gpus)
@@ -303,16 +286,13 @@ def _bytes(count: float) -> str:
     return f"{count / 2**30:.1f} GiB" if count >= 2**29 else f"{count / 2**20:.1f} MiB"
 
 
-# What became of a job, and why: also of one that has ended, was refused, or was never looked at.
-#
-# What is decided now is asked of the policy; what was decided before is read from the ledger, and
-# its alternatives are weighed anew.
-
-
 def explained(
     snapshot: Snapshot | None, history: History | None, job: str, *, terms: bool = False
 ) -> str:
     """All that a state and a ledger tell of a job.
+
+    What is decided now is asked of the policy; what was decided before is read from the ledger, and
+    its alternatives are weighed anew.
 
     snapshot  the newest state of the run; None: nothing was decided yet
     history   of the run; None: nobody has it
@@ -347,7 +327,6 @@ def _unknown(job: str, known: list[str]) -> JobNotInState:
 
 
 def _now(snapshot: Snapshot, history: History | None, job: str, *, terms: bool) -> Iterator[str]:
-    """Of an active job: what was decided last, with the policy's reasons."""
     again = snapshot.policy.decide(snapshot.state, explain=True)
     decided = (history.at(snapshot.state.now) if history else None) or again
     alike = _alike(decided, again, job)
@@ -375,7 +354,6 @@ def _terms(state: SchedulerState, decision: Decision, job: str) -> Iterator[str]
 
 
 def _alike(decision: Decision, other: Decision, job: str) -> bool:
-    """Whether two decisions say the same of a job."""
     group, other_group = _group(decision, job), _group(other, job)
     if group is None or other_group is None:
         return group is other_group
@@ -465,7 +443,6 @@ def _gpus(cluster: Cluster) -> str:
 
 
 def _times(record: JobRecord, formations: list[EpochRecord]) -> Iterator[str]:
-    """Its times and groups."""
     request = record.request
     yield f"  submitted at {request.submitted:.1f} s"
     if record.first_started is not None:

@@ -18,9 +18,6 @@ if TYPE_CHECKING:
     from tlora_fx.scheduler.store import Ledger
 
 
-# The formations of groups that an executor knows of.
-
-
 Membership = tuple[frozenset[str], frozenset[int]]
 
 
@@ -33,12 +30,7 @@ def membership(group: Group) -> Membership:
 class Formation:
     """One formation of a group, from its launch until its place is given back.
 
-    epoch       its number
-    group       as it is now: without the jobs that have ended
     launched    as it was reserved and launched, what the executor knows it by
-    jobs        that are in it still, by name
-    committed   steps of its jobs that are safe
-    time        of its launch, seconds
     started     when its first step began; None: not yet
     settled     until when its jobs' credit is written down, seconds
     leaving     asked to stop, or about to be told that it failed: what a policy sees no more
@@ -73,19 +65,12 @@ class Formation:
                 job.steps_done = min(done, float(job.request.steps))
 
 
-# Step times of the groups that are formed, each asked of the estimator once.
-
-
 #: Sums of demands that are remembered.
 KEPT = 1 << 16
 
 
 class GroupStepTime(NamedTuple):
-    """One step of a group where it stands.
-
-    seconds        predicted
-    busy_seconds   GPU-seconds of it that compute at the roofline
-    """
+    """One step of a group where it stands; in `busy_seconds` of GPUs it is at the roofline."""
 
     seconds: float
     busy_seconds: float
@@ -164,7 +149,6 @@ LayoutOf = Callable[[Group, Sequence[JobRequest]], Layout | None]
 class Formations:
     """What an executor was asked to run.
 
-    runs      by epoch, those that leave included
     pending   groups that shall run, once their jobs and GPUs are free
     """
 
@@ -195,8 +179,6 @@ class Formations:
 
     def spoken_for(self) -> int:
         """GPUs that are held, or will be as soon as they are free."""
-        if not self.pending:
-            return len(self._held)
         return len(self._held.union(*(group.place for group in self.pending)))
 
     def touched(self) -> None:

@@ -13,11 +13,11 @@ source   tLoRA, Algorithm 1; field notes, "Reading Algorithm 1"
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import asdict, dataclass, replace
 from heapq import heappop, heappush
 from time import perf_counter
-from typing import TYPE_CHECKING, Literal, Protocol, cast
+from typing import TYPE_CHECKING, Literal
 
 from tlora_fx.cost.estimator import Estimator
 from tlora_fx.errors import DecisionWrong, ReplayOptionWrong, SubmittedTwice
@@ -36,22 +36,23 @@ from tlora_fx.scheduler.executor import (
     Progress,
     Warned,
 )
-from tlora_fx.scheduler.failures import RetryPolicy
 from tlora_fx.scheduler.formations import Callback, Formation, Formations, LayoutOf, StepTimes
-from tlora_fx.scheduler.state import ActiveJob, Decision, Group, JobRequest, Policy, SchedulerState
+from tlora_fx.scheduler.state import (
+    ActiveJob,
+    Decision,
+    Group,
+    JobRequest,
+    Policy,
+    SchedulerState,
+    arrival,
+)
 
 if TYPE_CHECKING:
     from tlora_fx.scheduler.store import Ledger
 
 
-# Whether a decision can be run; policies may be other people's.
-
-
 def check(policy: str, decision: Decision, state: SchedulerState) -> None:
-    """Refuse a decision that cannot be run.
-
-    raises   DecisionWrong
-    """
+    """Refuse a decision that cannot be run; raises DecisionWrong."""
     known = {id(group) for group in state.groups}
     present = set(state.cluster.present())
     taken: dict[int, Group] = {}
@@ -71,7 +72,6 @@ def check(policy: str, decision: Decision, state: SchedulerState) -> None:
 
 
 def _check_new(policy: str, group: Group, state: SchedulerState) -> None:
-    """A group that did not run before."""
     if not group.jobs or not group.place or len(group.place) != group.gpus:
         raise _wrong(policy, f"{len(group.jobs)} jobs on {len(group.place)} GPUs", group)
     for name in group.jobs:
@@ -96,9 +96,6 @@ def _wrong(policy: str, found: str, group: Group) -> DecisionWrong:
 def solo_or_reason(solo: float, gpus: int, most: int, others: Mapping[int, bool]) -> str | None:
     """Why a job can never run; None where it can.
 
-    solo     seconds of a step alone on its GPUs
-    gpus     that it asked for
-    most     GPUs of the whole cluster
     others   by other numbers of GPUs, whether it would fit there
     """
     if gpus < 1:
@@ -113,28 +110,20 @@ def solo_or_reason(solo: float, gpus: int, most: int, others: Mapping[int, bool]
     return f"no layout fits into the memory of {gpus} GPUs; {enough} would do"
 
 
-# What an executor tells, taken into the loop's account.
-
-
-class Prompt(Protocol):
-    """An executor that can tell progress at any moment; it is asked before each decision."""
-
-    def progress(self) -> list[Progress]:
-        """Of all that runs, now."""
-
-
 class Events:
     """Takes events into a loop's jobs, runs and queue."""
 
     def __init__(self, loop: Loop) -> None:
         self.loop = loop
-        ask = getattr(loop.executor, "progress", None)
-        self._prompt = cast(Prompt, loop.executor) if callable(ask) else None
+        # An executor that can tell progress at any moment is asked before each decision.
+        self._progress: Callable[[], list[Progress]] | None = getattr(
+            loop.executor, "progress", None
+        )
 
     def pull(self) -> None:
         """Bring the progress of all runs up to date, where the executor can."""
-        if self._prompt:
-            for event in self._prompt.progress():
+        if self._progress:
+            for event in self._progress():
                 run = self.loop.formations.runs.get(event.epoch)
                 if run is not None:
                     run.advanced(event.steps)
@@ -156,7 +145,6 @@ class Events:
         return bool(events)
 
     def _of_run(self, event: GroupEvent, run: Formation) -> None:
-        """News of a run that is not over."""
         match event:
             case Finished():
                 self._finished(event, run)
@@ -203,7 +191,6 @@ class Events:
             self._leaves(run, name, event.reason or "failed", event.time)
 
     def _leaves(self, run: Formation, name: str, reason: str, time: float) -> None:
-        """A job ended within its run."""
         loop = self.loop
         job = run.jobs[name]
         loop.credits.settle(run, time)
@@ -220,7 +207,6 @@ class Events:
             loop.formations.end(run, "finished", time)
 
     def _ends(self, name: str, reason: str) -> None:
-        """A job is not active any more."""
         loop = self.loop
         loop.window.remove(name)
         loop.window.fill()
@@ -264,21 +250,17 @@ class Events:
         loop.callback.capacity(now, loop.cluster.capacity())
 
 
-# The jobs that are not done: those that a policy sees, and behind them the queue.
-#
-# The window holds at most `runnable` jobs. A job enters it in order of submission and leaves it
-# only when it ends, so the window is always the oldest jobs, and none of them starves behind
-# younger ones. Whatever the queue's length, nothing here costs more than its logarithm.
-
-
 Key = tuple[float, str]
 
 
 class Window:
     """The oldest jobs that are not done, and the queue of the others.
 
+    The window holds at most `runnable` jobs. A job enters it in order of submission and leaves it
+    only when it ends, so the window is always the oldest jobs, and none of them starves behind
+    younger ones. Whatever the queue's length, nothing here costs more than its logarithm.
+
     runnable   most jobs in the window
-    jobs       the window, by name, in order of submission
     """
 
     def __init__(self, runnable: int) -> None:
@@ -313,7 +295,8 @@ class Window:
             submitted, name, job = heappop(self._queue)
             self.jobs[name] = job
             if (submitted, name) < self._last:
-                self._sort()
+                # It was submitted late: put the window into order again.
+                self.jobs = {one.name: one for one in sorted(self.jobs.values(), key=arrival)}
             else:
                 self._last = (submitted, name)
             came = True
@@ -327,12 +310,6 @@ class Window:
         """The queue behind the window, in order."""
         return [job for _, _, job in sorted(self._queue, key=lambda entry: entry[:2])]
 
-    def _sort(self) -> None:
-        """A job was submitted late: put the window into order again."""
-        self.jobs = dict(
-            sorted(self.jobs.items(), key=lambda pair: (pair[1].request.submitted, pair[0]))
-        )
-
 
 AtOnce = Literal["never", "end", "always"]
 
@@ -341,9 +318,7 @@ AtOnce = Literal["never", "end", "always"]
 class LoopOptions:
     """When it is decided, and what policies see.
 
-    horizon          seconds between decisions
     switch_seconds   what policies are told that forming a group costs
-    runnable         most jobs that a policy sees
     at_once          what makes it decide before the horizon, if a job waits and a GPU is free: the
                      end of a job or a change of nodes ("end"), arrivals too ("always"), or nothing
     refresh          horizons after which it is decided anew though nothing changed; 0: never
@@ -371,16 +346,10 @@ class LoopOptions:
 class Loop:
     """Runs submitted jobs until they are done.
 
-    policy           decides
-    estimator        predicts; T_solo is its
-    executor         runs
     ledger           what must outlive this process; None: nothing
-    callback         hears of everything
     layout_of        how a group is spread over its GPUs; None: as the executor finds best
     times            step times shared with a simulated executor
 
-    cluster          the GPUs, as last heard
-    decision         the last one
     switch_seconds   of the options; whoever knows better may change it
     """
 
@@ -481,10 +450,7 @@ class Loop:
         return None
 
     def advance(self, now: float) -> None:
-        """Do all that is due at a moment; never waits.
-
-        now    seconds, on the clock of the executor
-        """
+        """Do all that is due at `now`, in seconds on the executor's clock; never waits."""
         self.now = now
         moved = True
         while moved:
@@ -512,14 +478,10 @@ class Loop:
         self._events.pull()
         for run in self.formations.runs.values() if self.credits.used else ():
             self.credits.settle(run, now)
+        jobs, groups = self.retries.shown(self.window.jobs), self.formations.standing()
+        horizon, switch_seconds = self.options.horizon, self.switch_seconds
         return SchedulerState(
-            now,
-            self.cluster,
-            self.estimator,
-            self.retries.shown(self.window.jobs),
-            self.formations.standing(),
-            self.options.horizon,
-            self.switch_seconds,
+            now, self.cluster, self.estimator, jobs, groups, horizon, switch_seconds
         )
 
     def decide(self, now: float) -> Decision:
@@ -580,3 +542,86 @@ class Loop:
             for count in counts
         }
         return solo, solo_or_reason(solo, request.gpus, most, others)
+
+
+#: A bound that no group of two or more can keep.
+ALONE = 1e-9
+
+
+@dataclass(slots=True)
+class FailureRecord:
+    """How often a job's groups failed."""
+
+    shared: int = 0
+    alone: int = 0
+    steps: float = 0.0
+    suspect: bool = True
+
+
+class RetryPolicy:
+    """The jobs whose groups failed: run alone to find who is at fault, and given up at last.
+
+    A group that fails without naming a job says nothing of who it was. Its jobs are under suspicion
+    and run alone, until one of them has got further than it was; a job that was suspected too often
+    stays alone for good.
+
+    tries   failures alone, without progress between, after which a job is given up
+    """
+
+    def __init__(self, tries: int) -> None:
+        self.tries = tries
+        self._records: dict[str, FailureRecord] = {}
+
+    def failed(self, jobs: Iterable[ActiveJob]) -> list[ActiveJob]:
+        """A group failed; its jobs' steps are settled. Returns those to give up."""
+        members = list(jobs)
+        lost = []
+        for job in members:
+            record = self._records.setdefault(job.name, FailureRecord(steps=job.steps_done))
+            if job.steps_done > record.steps:
+                record.alone = 0
+            record.steps = job.steps_done
+            record.suspect = True
+            if len(members) > 1:
+                record.shared += 1
+            else:
+                record.alone += 1
+            if record.alone >= self.tries:
+                lost.append(job)
+        return lost
+
+    def committed(self, steps: Mapping[str, float]) -> None:
+        """Jobs got further: suspicion ends, unless it was raised too often."""
+        for name, done in steps.items() if self._records else ():
+            record = self._records.get(name)
+            if record is not None and done > record.steps:
+                record.suspect = record.shared >= self.tries
+                record.alone = 0
+
+    def forget(self, name: str) -> None:
+        """A job ended."""
+        self._records.pop(name, None)
+
+    def suspects(self, name: str) -> bool:
+        """Whether a job must run alone."""
+        record = self._records.get(name)
+        return record is not None and record.suspect
+
+    def shown(self, jobs: Mapping[str, ActiveJob]) -> dict[str, ActiveJob]:
+        """Jobs as a policy shall see them: suspects bear no neighbour."""
+        seen = dict(jobs)
+        for name in self._records:
+            if name in seen and self.suspects(name):
+                job = seen[name]
+                request = replace(job.request, max_slowdown=ALONE, max_slowdown_opt_in=0.0)
+                seen[name] = ActiveJob(request, job.solo_seconds, job.steps_done, job.credit)
+        return seen
+
+    def parted(self, group: Group) -> Group:
+        """A group of a policy that looks at no bounds, without suspects; of suspects the first."""
+        if not self._records or len(group.jobs) < 2:
+            return group
+        rest = tuple(name for name in group.jobs if not self.suspects(name))
+        if len(rest) == len(group.jobs):
+            return group
+        return replace(group, jobs=rest or group.jobs[:1])

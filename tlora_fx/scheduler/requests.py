@@ -25,8 +25,6 @@ from tlora_fx.cost.model_facts import LayerFacts, ModelFacts
 from tlora_fx.errors import StepsUnknown
 from tlora_fx.scheduler.state import JobRequest
 
-# Import heavy packages without what they log about parts that they do not find.
-
 
 @contextmanager
 def without_warnings() -> Iterator[None]:
@@ -88,11 +86,11 @@ def request_of(
     """
     known = facts or facts_of_job(job)
     each = np.minimum(np.asarray(lengths or [job.max_length]), job.max_length)
-    spec = job.schedule
+    spec, samples = job.schedule, job.per_device_train_batch_size * job.gradient_accumulation_steps
     return JobRequest(
         name=job.name,
         base=base_of(job),
-        demand=demand_of_facts(known, _samples(job), each.tolist()),
+        demand=demand_of_facts(known, samples, each.tolist()),
         gpus=spec.gpus,
         steps=steps_of(job, len(lengths) if lengths else None),
         submitted=submitted,
@@ -138,8 +136,6 @@ def steps_of(job: Job, samples: int | None) -> int:
 def demand_of_facts(facts: ModelFacts, samples: int, lengths: Sequence[int]) -> Demand:
     """What one step of a job asks for.
 
-    facts     of the job compiled alone
-    samples   of a step
     lengths   of all its samples; a step has as many as the mean says
     """
     each = np.asarray(lengths, dtype=np.float64)
@@ -218,10 +214,6 @@ def _ranked(facts: ModelFacts, name: str, rank: int) -> ModelFacts:
         layers=tuple(map(layer, facts.layers)),
         root_trained=(facts.root_trained[0] * rank // before,),
     )
-
-
-def _samples(job: Job) -> int:
-    return job.per_device_train_batch_size * job.gradient_accumulation_steps
 
 
 def _base_fields(base: BaseSpec) -> Mapping[str, object]:

@@ -52,8 +52,6 @@ from tlora_fx.scheduler.requests import base_of, facts_of_job, request_of, shape
 from tlora_fx.scheduler.state import Decision, Group, JobRequest, Policy, SchedulerState
 from tlora_fx.scheduler.store import JobRecord, Ledger, Snapshot, save_snapshot
 
-# What a run expects of its jobs, from profiles that were measured on this machine.
-
 
 def machine(device: str | None, slots: int | None) -> tuple[Cluster, str]:
     """This machine as a cluster of one node, and "cuda" or "cpu".
@@ -88,7 +86,6 @@ def machine(device: str | None, slots: int | None) -> tuple[Cluster, str]:
 class Estimates:
     """An estimator that learns of bases as their jobs come.
 
-    cluster    of the run
     files      profiles that the user names; others are looked for among the known ones
     raises     ProfileFileError; ProfileMismatch for a profile of other hardware, or one that was
                not measured
@@ -171,10 +168,7 @@ class Estimates:
         return profiles[base]
 
     def _unmeasured(self, base: str, nearest: str | None) -> ProfileMismatch:
-        """The whole mistake for the first job of a base, a line for the others.
-
-        nearest   what is there instead, if anything
-        """
+        """The whole mistake for the first job of a base, a line for the others."""
         where = f"on this machine's {self.cluster.gpu}"
         if base in self._unmeasured_for:
             return ProfileMismatch(
@@ -191,9 +185,6 @@ class Estimates:
         )
 
 
-# Job files as they appear in a folder, each taken once it is written.
-
-
 SUFFIXES = (".yaml", ".yml")
 TAKEN = "taken"
 
@@ -204,7 +195,6 @@ class SubmittedFile:
 
     jobs      those that nobody had submitted before
     mistake   what is wrong with the file, or with jobs of it that are left out
-    sha256    of its content
     """
 
     path: Path
@@ -293,10 +283,7 @@ class JobFolder:
 
 
 def require_folder(path: Path) -> None:
-    """Refuse a folder that is not there.
-
-    raises   JobFolderError
-    """
+    """Refuse a folder that is not there; raises JobFolderError."""
     if not path.exists():
         raise JobFolderError(
             "there is no folder of job files",
@@ -324,9 +311,7 @@ class RunOptions:
                 what they took
     linger      seconds that the folder stays without a new file before a run without work ends;
                 None: never
-    learns      whether it learns what forming a group costs
     layout_of   how a group is spread over its GPUs; None: over all of them, by rows
-    worker      module of the workers
     """
 
     loop: LoopOptions = field(default_factory=lambda: LoopOptions(switch_seconds=10.0))
@@ -360,8 +345,6 @@ def opened(
 ) -> Iterator[SchedulerService]:
     """Begin a run, or go on with it; at the end every group is drained.
 
-    jobs      folder of job files, or one file
-    output    folder of the run
     raises    RunFolderError, WorkerLost, LedgerError, JobFolderError
     """
     require_folder(jobs)
@@ -446,17 +429,13 @@ class SchedulerService:
         return self.options.linger is None or now - self._busy <= self.options.linger
 
     def _measure(self) -> None:
-        """Learn what forming a group costs."""
         for epoch, run in self.loop.runs.items() if self.options.learns else ():
             if run.started is not None and epoch not in self._switches:
                 self._switches[epoch] = run.started - run.time
                 self.loop.switch_seconds = median(self._switches.values())
 
     def stop(self) -> None:
-        """Have every group drained from the next turn on; `turn` until that is done.
-
-        A signal handler may call this.
-        """
+        """Have every group drained from the next turn on; a signal handler may call this."""
         self.stopping = True
 
     def _take(self, file: SubmittedFile) -> None:
@@ -473,7 +452,12 @@ class SchedulerService:
         spec = job.model_dump(mode="json")
         self.specs[job.name] = spec
         try:
-            _require_name(job)
+            if job.name in RESERVED:
+                raise RunRefused(
+                    f"a job cannot be called '{job.name}' here",
+                    job=job.name,
+                    help="rename the job: the run keeps its own files under that name",
+                )
             request = self.prepare.request(job, now)
         except TloraError as error:
             request = JobRequest(job.name, "", Demand(), 0, 0, submitted=now)
@@ -497,12 +481,3 @@ class Recorded:
         with suppress(StateFileError):
             save_snapshot(self.path, Snapshot(state, self.policy))
         return self.policy.decide(state, explain=explain)
-
-
-def _require_name(job: Job) -> None:
-    if job.name in RESERVED:
-        raise RunRefused(
-            f"a job cannot be called '{job.name}' here",
-            job=job.name,
-            help="rename the job: the run keeps its own files under that name",
-        )

@@ -13,15 +13,11 @@ from tlora_fx.cost.estimator import Estimator
 from tlora_fx.cost.hardware import Cluster
 from tlora_fx.cost.load import Demand
 
-# Jobs that train together, and where.
-
 
 @dataclass(frozen=True, slots=True)
 class Group:
     """Jobs that share one base and one set of GPUs.
 
-    jobs      names, in the order in which they joined
-    gpus      how many GPUs it holds
     place     which ones; empty until it is placed
     seconds   predicted, of one step of all its jobs
     formed    when these jobs came together on these GPUs, in seconds; what dwelling counts from
@@ -38,9 +34,6 @@ class Group:
         return set(self.jobs) == set(other.jobs) and set(self.place) == set(other.place)
 
 
-# What the scheduler is told of a job.
-
-
 MAX_SLOWDOWN = 1.5
 
 
@@ -48,11 +41,9 @@ MAX_SLOWDOWN = 1.5
 class JobRequest:
     """A job as it was submitted; it never changes.
 
-    name           unique
     base           jobs of one base, dtype and adapter arithmetic may share a group
     demand         one optimizer step
     gpus           GPUs that it asked for, and would have alone
-    steps          optimizer steps until it is done
     submitted      seconds
     max_slowdown   in a group of two or more it is at most this much slower than alone
     deadline       seconds; None: none
@@ -124,7 +115,6 @@ class SchedulerState:
 
     now             seconds
     jobs            active jobs that may run, by name, in order of submission
-    groups          what runs now
     horizon         seconds until the next decision
     switch_seconds  what forming a group costs it, in seconds without progress
     """
@@ -143,9 +133,7 @@ class Reason:
     """Why a policy did something, for `schedule explain`.
 
     verdict    such as "merged", "kept apart", "waits", "released 2 GPUs"
-    others     the jobs that it was compared with
     gain       of the objective; None where it never came to that
-    detail     with its numbers, for people
     """
 
     job: str
@@ -159,7 +147,6 @@ class Reason:
 class Decision:
     """What shall run until the next one.
 
-    groups     placed; every job is in at most one
     waiting    active jobs in none, in the order in which they will be taken
     reasons    recorded only where `Policy.decide` was asked to
     """
@@ -175,13 +162,7 @@ class Policy(Protocol):
     name: str
 
     def decide(self, state: SchedulerState, *, explain: bool = False) -> Decision:
-        """The groups from now to the next decision.
-
-        explain   record reasons; costs time
-        """
-
-
-# How slow a job may become for its neighbours' sake.
+        """The groups from now to the next decision; `explain` records reasons, which costs time."""
 
 
 #: Two predictions that differ by less than this part are one.
@@ -226,18 +207,17 @@ def broken(jobs: Iterable[ActiveJob], seconds: float, now: float) -> list[Active
     return [job for job in members if not keeps((job,), seconds, now, lending=True)]
 
 
-# Which jobs are pressed, and the order in which jobs are taken.
-#
-# The paper uses one name for two quantities. Here a slowdown (`bounds`) admits a job to a group,
-# and lateness orders jobs: rho = (elapsed + remaining) / (total alone), queueing included. Urgency
-# is rho over the bound, in three classes, so that sorting by urgency leaves room for a second key.
-
-
 NEAR = 0.8
 
 
 class Urgency(IntEnum):
-    """How near a job is to its bound."""
+    """How near a job is to its bound.
+
+    The paper uses one name for two quantities. Here a slowdown (`bounds`) admits a job to a group,
+    and lateness orders jobs: rho = (elapsed + remaining) / (total alone), queueing included.
+    Urgency is rho over the bound, in three classes, so that sorting by urgency leaves room for a
+    second key.
+    """
 
     OK = 0
     NEAR = 1
@@ -245,10 +225,7 @@ class Urgency(IntEnum):
 
 
 def urgency(job: ActiveJob, now: float, seconds: float | None = None) -> Urgency:
-    """The class of a job's lateness over its bound.
-
-    seconds   of a step as it runs now; None: as alone
-    """
+    """The class of a job's lateness over its bound, at a step of `seconds`; None: as alone."""
     pace = job.solo_seconds if seconds is None else seconds
     part = job.lateness(now, pace) / job.request.max_slowdown
     if part < NEAR:

@@ -43,9 +43,6 @@ from tlora_fx.scheduler.state import (
     SchedulerState,
 )
 
-# The rows of the ledger, as they are read back.
-
-
 Status = Literal["queued", "running", "done", "failed", "refused"]
 
 
@@ -53,11 +50,7 @@ Status = Literal["queued", "running", "done", "failed", "refused"]
 class JobRecord:
     """A job, as far as it is certain.
 
-    request         as it was submitted
-    spec            what came with it
     status          `running` where the process that wrote it may have died since
-    reason          why it failed or was refused
-    steps           that are committed
     epoch, path     the formation whose commit that was, and where its state lies
     credit          GPU-seconds given (positive) or taken
     first_started   seconds; None: not yet
@@ -85,11 +78,6 @@ class JobRecord:
 class EpochRecord:
     """A formation of a group.
 
-    jobs       in their order
-    place      its GPUs
-    layout     how it was spread over them, as text
-    seconds    predicted, of one step
-    launched   seconds
     started    when its first step began; None: never, or not known
     ended      None: it runs, or nobody saw its end
     how        it ended: "drained", "killed", "failed: ..."
@@ -108,10 +96,7 @@ class EpochRecord:
 
 @dataclass(frozen=True, slots=True)
 class DecisionRecord:
-    """What was decided at a moment; without reasons.
-
-    time       seconds
-    """
+    """What was decided at a moment, in seconds; without reasons."""
 
     time: float
     groups: Json[tuple[Group, ...]]
@@ -146,10 +131,7 @@ _SELECT = {
 
 
 def records(kind: type[Record], rows: Iterable[Sequence[Any]]) -> list[Record]:
-    """Rows of the ledger as records.
-
-    raises   ValueError where they are none
-    """
+    """Rows of the ledger as records; raises ValueError where they are none."""
     names = [field.name for field in fields(kind)]
     content = [dict(zip(names, row, strict=True)) for row in rows]
     read: list[Record] = _RECORDS[kind].validate_python(content)
@@ -211,10 +193,7 @@ class Ledger:
         return str(value)
 
     def submit(self, request: JobRequest, spec: Mapping[str, Any] | None = None) -> None:
-        """A job is queued; nothing happens where it is known already.
-
-        spec   what else whoever runs it must know, JSON-able
-        """
+        """A job is queued, with what its runner must know; nothing happens where it is known."""
         self._enter(request, spec, "queued", "")
 
     def refuse(
@@ -331,7 +310,6 @@ class Ledger:
 
     @contextmanager
     def _transition(self) -> Iterator[sqlite3.Connection]:
-        """One transaction: all of it happens, or nothing."""
         try:
             self._base.execute("BEGIN IMMEDIATE")
             try:
@@ -369,19 +347,13 @@ def _settle(base: sqlite3.Connection, job: str, status: str, reason: str, time: 
 
 def _end(base: sqlite3.Connection, epoch: int, how: str, time: float) -> None:
     base.execute(
-        "UPDATE epochs SET ended = ?, how = ? WHERE epoch = ? AND ended IS NULL",
-        (time, how, epoch),
+        "UPDATE epochs SET ended = ?, how = ? WHERE epoch = ? AND ended IS NULL", (time, how, epoch)
     )
     [jobs] = base.execute("SELECT jobs FROM epochs WHERE epoch = ?", (epoch,)).fetchone() or ("[]",)
     base.executemany(
         "UPDATE jobs SET status = 'queued' WHERE name = ? AND status = 'running'",
         [(name,) for name in json.loads(jobs)],
     )
-
-
-# A run's past, read from its ledger: what became of each job, and what was decided about it.
-#
-# Reading disturbs nobody; the run may go on meanwhile.
 
 
 LEDGER = "ledger.sqlite"
@@ -392,8 +364,8 @@ Rows = dict[str, list[list[Any]]]
 class History:
     """What a ledger tells.
 
-    jobs        as they are now
-    epochs      all formations of groups
+    Reading disturbs nobody; the run may go on meanwhile.
+
     decisions   the newest, and for each job the last one that it had a part in, in order of time
     """
 
@@ -403,19 +375,13 @@ class History:
 
     @classmethod
     def of_run(cls, folder: Path) -> History | None:
-        """Of a run's folder; None where it has no ledger.
-
-        raises   LedgerError
-        """
+        """Of a run's folder; None where it has no ledger. Raises LedgerError."""
         path = folder / LEDGER
         return cls.of_rows(_read(path)) if path.is_file() else None
 
     @classmethod
     def of_rows(cls, rows: Rows) -> History:
-        """From rows of the ledger's tables.
-
-        raises   KeyError, ValueError where they are none
-        """
+        """From rows of the ledger's tables; raises KeyError, ValueError where they are none."""
         jobs = records(JobRecord, rows["jobs"])
         epochs = tuple(records(EpochRecord, rows["epochs"]))
         decisions = tuple(_last(records(DecisionRecord, rows["decisions"])))
@@ -477,18 +443,9 @@ def _read(path: Path) -> Rows:
 
 
 def _require_version(path: Path | str, version: int, help: str) -> None:
-    """Refuse a ledger of another version.
-
-    raises   LedgerError
-    """
     if version != FORMAT:
         what = "the run's ledger has another format"
         raise LedgerError(what, file=path, expected=FORMAT, found=version, help=help)
-
-
-# A snapshot of a run as a file: a state, the policy that decides, and what it expects of times.
-#
-# The profiles lie in it too, so that a decision can be asked about on another machine, and later.
 
 
 FORMAT_SNAPSHOT: Literal["tlora-fx moment 1"] = "tlora-fx moment 1"
@@ -500,7 +457,10 @@ FIELDS = 8
 
 @dataclass(frozen=True, slots=True)
 class Snapshot:
-    """A state, and the policy that decides upon it."""
+    """A state, and the policy that decides upon it.
+
+    The profiles lie in it too, so that a decision can be asked about on another machine, and later.
+    """
 
     state: SchedulerState
     policy: Policy
@@ -525,10 +485,7 @@ class _EstimatorSection(_Section):
 
     @classmethod
     def of(cls, estimator: Estimator) -> Self:
-        """What makes the same estimator again.
-
-        raises   StateFileError for one that has no file form
-        """
+        """What makes the same estimator again."""
         if not isinstance(estimator, ProfileEstimator | SyntheticEstimator):
             raise StateFileError(
                 "this estimator cannot be written into a file",
@@ -545,7 +502,6 @@ class _EstimatorSection(_Section):
         return cls(**measured, options=options)
 
     def estimator(self, kind: str, cluster: Cluster) -> Estimator:
-        """The estimator of that kind."""
         options: dict[str, Any] = {
             name: tuple(value) if isinstance(value, list) else value
             for name, value in self.options.items()
@@ -575,10 +531,6 @@ class _SnapshotFile(_Section):
 
     @classmethod
     def read(cls, path: Path) -> Self:
-        """A file as it was written.
-
-        raises   StateFileError
-        """
         try:
             content = json.loads(path.read_bytes())
             _require_format(path, content)
@@ -587,17 +539,13 @@ class _SnapshotFile(_Section):
             raise _no_state(path, error) from error
 
     def write(self, path: Path) -> None:
-        """Replace the file."""
         text = json.dumps(self.model_dump(mode="json"), indent=1)
         path.parent.mkdir(parents=True, exist_ok=True)
         replace_file(path, text.encode() + b"\n")
 
 
 def save_snapshot(path: Path, snapshot: Snapshot) -> None:
-    """Write a snapshot.
-
-    raises   StateFileError for an estimator that has no file form
-    """
+    """Write a snapshot; raises StateFileError for an estimator that has no file form."""
     state, policy = snapshot.state, snapshot.policy
     profiled = isinstance(state.estimator, ProfileEstimator)
     _SnapshotFile(
@@ -626,34 +574,20 @@ def load_snapshot(path: Path) -> Snapshot:
         estimator = file.estimator.estimator(state.estimator, state.cluster)
     except TypeError as error:
         raise _no_state(path, error) from error
-    return Snapshot(
-        SchedulerState(
-            state.now,
-            state.cluster,
-            estimator,
-            {job.name: job for job in state.jobs},
-            state.groups,
-            state.horizon,
-            state.switch_seconds,
-        ),
-        find_policy(file.policy.name, **file.policy.options),
+    jobs = {job.name: job for job in state.jobs}
+    restored = SchedulerState(
+        state.now, state.cluster, estimator, jobs, state.groups, state.horizon, state.switch_seconds
     )
+    return Snapshot(restored, find_policy(file.policy.name, **file.policy.options))
 
 
 def add_history(path: Path, rows: Rows) -> None:
-    """Put the past of a run into a snapshot's file.
-
-    rows     of `rows_of_run`
-    raises   StateFileError
-    """
+    """Put the past of a run into a snapshot's file; raises StateFileError."""
     _SnapshotFile.read(path).model_copy(update={"history": rows}).write(path)
 
 
 def load_history(path: Path) -> History | None:
-    """The past that was put into a snapshot's file; None: none was.
-
-    raises   StateFileError
-    """
+    """The past that was put into a snapshot's file; None: none was. Raises StateFileError."""
     rows = _SnapshotFile.read(path).history
     try:
         return None if rows is None else History.of_rows(rows)
@@ -662,10 +596,7 @@ def load_history(path: Path) -> History | None:
 
 
 def _require_format(path: Path, written: object) -> None:
-    """Refuse what is no state at all, and a state of another version.
-
-    raises   StateFileError
-    """
+    """Refuse what is no state at all, and a state of another version."""
     fields = list(written) if isinstance(written, dict) else []
     if not isinstance(written, dict) or "format" not in written:
         raise StateFileError(

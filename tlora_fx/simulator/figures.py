@@ -14,9 +14,6 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from html import escape
 
-# Axes of figures: numbers onto pixels, round ticks, numbers for people.
-
-
 #: What is less stands at the start of a logarithmic axis.
 TINY = 1e-9
 
@@ -109,9 +106,6 @@ class Series:
     """Values of one thing, such as a policy.
 
     values   y of each x, or of each group of bars; None where there is none
-    low      least over the seeds, where there are several
-    high     most
-    x        of each value; lines alone have them
     colour   which of the style sheet's
     """
 
@@ -128,9 +122,6 @@ class Figure:
     """A figure and its numbers.
 
     name      of its CSV file
-    shows     what it shows, in words
-    columns   of the table
-    rows      of the table
     paper     caption of the figure that it redraws
     """
 
@@ -189,7 +180,8 @@ def lines(
                 f'<circle class="dot s{line.colour % COLOURS}" cx="{x:.1f}" cy="{y:.1f}" r="3"/>'
                 for x, y in points
             ]
-        body += [_whisker(across.at(x), up, low, high) for x, low, high in _spread(line, line.x)]
+        spread = zip(line.x, line.low, line.high, strict=True) if line.low and line.high else ()
+        body += [_whisker(across.at(x), up, low, high) for x, low, high in spread]
     return _svg(title, series, body)
 
 
@@ -250,12 +242,6 @@ def _upright(series: Sequence[Series], top: float | None, *, log: bool = False) 
     return axis_of([*values, *([top] if top else [])], HEIGHT - BOTTOM, TOP, log=log)
 
 
-def _spread(line: Series, x: Sequence[float]) -> list[tuple[float, float | None, float | None]]:
-    if not line.low or not line.high:
-        return []
-    return list(zip(x, line.low, line.high, strict=True))
-
-
 def _whisker(x: float, up: Axis, low: float | None, high: float | None) -> str:
     if low is None or high is None or high <= low:
         return ""
@@ -288,13 +274,10 @@ def _frame(across: Axis | None, up: Axis, x_label: str, y_label: str) -> str:
 
 def _group_label(x: float, text: str, room: float) -> str:
     base = HEIGHT - BOTTOM + 17
-    lines = _broken(text) if len(text) * 6.5 > room else [text]
+    # A name that is too long goes on below behind its marks.
+    broken = [part for part in re.split(r"(?<=[-:=])", text) if part]
+    lines = broken if len(text) * 6.5 > room else [text]
     return "".join(_text(x, base + 14 * row, line, "middle") for row, line in enumerate(lines))
-
-
-def _broken(text: str) -> list[str]:
-    """A name in lines that end behind its marks."""
-    return [part for part in re.split(r"(?<=[-:=])", text) if part]
 
 
 def _text(x: float, y: float, text: str, kind: str) -> str:

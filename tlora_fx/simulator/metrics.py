@@ -29,7 +29,6 @@ SIZES = ("small", "medium", "large")
 class Distribution:
     """How some numbers are spread; all zero where there are none.
 
-    count       how many
     quantiles   at 0, 1, ... 100 percent: the CDF, turned over
     """
 
@@ -67,10 +66,8 @@ class Distribution:
 class Span:
     """What a cluster did in a span of time.
 
-    seconds                  its length
     capacity_gpu_seconds     GPUs that were there, over time; `allocated` and `idle` add up to it
     allocated_gpu_seconds    GPUs that a group held, switches included
-    idle_gpu_seconds         GPUs that no group held
     busy_gpu_seconds         of the allocated: computing at the roofline, by the estimator
     switch_gpu_seconds       of the allocated: forming groups, without progress
     samples                  sequences trained; what a failure lost is not among them
@@ -119,8 +116,6 @@ class Span:
 class SizeClass:
     """Jobs of one third by compute cost: GPU-seconds of one step alone.
 
-    name                 small, medium or large
-    jobs                 that finished
     grouped_job_share    of them, the part that ever shared a group
     grouped_time_share   of their time in groups, the part in groups of two or more
     """
@@ -132,19 +127,7 @@ class SizeClass:
 
 
 class SeriesPoint(NamedTuple):
-    """One bucket of a series; means over its time.
-
-    time               seconds, of its begin
-    seconds            how long it is
-    capacity_gpus      that were there
-    allocated_gpus     that groups held
-    busy_gpus          that computed, by the estimator
-    running_jobs       in groups
-    waiting_jobs       submitted, and in no group
-    groups             that ran
-    samples_per_second throughput
-    weighted_speedup   sum over running jobs of T_solo / T
-    """
+    """One bucket of a series: means over its time; the speed-up sums T_solo / T of what runs."""
 
     time: float
     seconds: float
@@ -162,18 +145,7 @@ class SeriesPoint(NamedTuple):
 class Summary:
     """A whole replay.
 
-    policy                  its name
-    gpus                    of the cluster
-    horizon_seconds         between decisions
-    switch_seconds          what forming a group costs it
     runnable                most jobs that a policy saw at once
-    seed                    of noise and failures
-    options                 what else was chosen
-    jobs                    that were submitted, refused ones included
-    finished                jobs
-    failed                  jobs given up, with a reason
-    refused                 jobs that could never run, told at submission
-    unfinished              jobs that had not ended when the replay did
     refusals                how often each reason of a refusal was given
     completion_seconds      submission to end, of finished jobs
     queue_seconds           of it: in no group
@@ -183,21 +155,10 @@ class Summary:
     violations              jobs that were ever in a group of two or more slower than they allow
     violating_job_share     of the finished and the unfinished that ran
     lent                    jobs that were slower than max_slowdown by consent
-    grouping                by size of job
     grouped_job_share       of the finished jobs, those that ever shared a group
-    group_jobs              mean jobs in a group, over time and groups
-    formations              groups formed
     switches                formations of which a job had run before: those that cost progress
-    moves                   jobs taken out of one formation into another, summed
-    group_failures          groups that failed
-    node_losses             nodes lost
     steps_lost              steps done twice, since they were not committed
-    decisions               of the policy
     evaluations             (group, GPUs) pairs that the estimator was asked for by the policy
-    decision_wall_seconds   of each decision
-    wall_seconds            of the whole replay
-    whole, loaded           what the cluster did, see above
-    series                  the whole span in at most some hundred buckets
     """
 
     policy: str
@@ -261,10 +222,7 @@ RATES = (
 
 
 def thirds(costs: Floats) -> NDArray[np.int64]:
-    """Which third each job is in by its cost, 0 to 2; equal costs go by their order.
-
-    costs   [n]
-    """
+    """Which third each job is in by its cost [n], 0 to 2; equal costs go by their order."""
     ranks = np.empty(len(costs), dtype=np.int64)
     ranks[np.argsort(costs, kind="stable")] = np.arange(len(costs))
     return ranks * 3 // max(1, len(costs))
@@ -278,77 +236,39 @@ def _plain(value: Any) -> Any:
     return None if isinstance(value, float) and not isfinite(value) else value
 
 
-# What became of each job of a replay, in columns: half a million jobs take some 50 MB.
-
-
 Flags = NDArray[np.bool_]
 
-#: What became of a job.
 OPEN, DONE, FAILED, REFUSED = range(4)
 
 
-@dataclass(slots=True)
 class JobTable:
     """One row a job, in order of submission; seconds, nan where a thing never happened.
 
-    names              of the jobs
-    index              row of each name
-    outcome            OPEN, DONE, FAILED or REFUSED
-    submitted          when
+    In columns: half a million jobs take some 50 MB.
+
     started            when it was first in a group
-    ended              when it was done or given up
     run_seconds        in groups, switches included
     step_seconds       of them, in which steps were done
     grouped_seconds    of them, in groups of two or more
     solo_seconds       of a step alone
-    steps              asked for
-    steps_done         optimizer steps that count
-    gpus               asked for
-    formations         groups that it was in
     violated           it was in a group of two or more, slower than it allows
     lent               likewise, with its consent
     """
 
-    names: tuple[str, ...]
-    index: dict[str, int]
-    outcome: NDArray[np.int8]
-    submitted: Floats
-    started: Floats
-    ended: Floats
-    run_seconds: Floats
-    step_seconds: Floats
-    grouped_seconds: Floats
-    solo_seconds: Floats
-    steps: Floats
-    steps_done: Floats
-    gpus: Floats
-    formations: NDArray[np.int32]
-    violated: Flags
-    lent: Flags
-
-    @classmethod
-    def of(cls, requests: Sequence[JobRequest]) -> Self:
-        """Before anything has happened."""
+    def __init__(self, requests: Sequence[JobRequest]) -> None:
         n = len(requests)
-        names = tuple(request.name for request in requests)
-        return cls(
-            names,
-            {name: row for row, name in enumerate(names)},
-            np.zeros(n, dtype=np.int8),
-            np.array([request.submitted for request in requests], dtype=np.float64),
-            np.full(n, np.nan),
-            np.full(n, np.nan),
-            np.zeros(n),
-            np.zeros(n),
-            np.zeros(n),
-            np.full(n, np.nan),
-            np.array([request.steps for request in requests], dtype=np.float64),
-            np.zeros(n),
-            np.array([request.gpus for request in requests], dtype=np.float64),
-            np.zeros(n, dtype=np.int32),
-            np.zeros(n, dtype=np.bool_),
-            np.zeros(n, dtype=np.bool_),
-        )
+        self.names = tuple(request.name for request in requests)
+        self.index = {name: row for row, name in enumerate(self.names)}
+        self.outcome = np.zeros(n, dtype=np.int8)
+        self.submitted = np.array([request.submitted for request in requests], dtype=np.float64)
+        self.started, self.ended = np.full(n, np.nan), np.full(n, np.nan)
+        self.run_seconds, self.step_seconds = np.zeros(n), np.zeros(n)
+        self.grouped_seconds, self.solo_seconds = np.zeros(n), np.full(n, np.nan)
+        self.steps = np.array([request.steps for request in requests], dtype=np.float64)
+        self.steps_done = np.zeros(n)
+        self.gpus = np.array([request.gpus for request in requests], dtype=np.float64)
+        self.formations = np.zeros(n, dtype=np.int32)
+        self.violated, self.lent = np.zeros(n, dtype=np.bool_), np.zeros(n, dtype=np.bool_)
 
     @property
     def done(self) -> Flags:
@@ -402,19 +322,13 @@ class JobTable:
         return tuple(classes)
 
 
-# Amounts over time in a bounded number of buckets, however long a replay is.
-
-
 BUCKETS = 512
 FIRST_SECONDS = 60.0
 COLUMNS = ("capacity", "allocated", "busy", "running", "waiting", "groups", "samples", "lone")
 
 
 class BucketedSum:
-    """Sums by bucket; where time outgrows them, two neighbours become one.
-
-    begin     seconds, of the first bucket
-    """
+    """Sums by bucket from second `begin`; where time outgrows them, two neighbours become one."""
 
     def __init__(self, begin: float, buckets: int = BUCKETS) -> None:
         self.begin = begin
@@ -422,10 +336,7 @@ class BucketedSum:
         self.sums = np.zeros((buckets, len(COLUMNS)))
 
     def add(self, start: float, end: float, rates: Floats) -> None:
-        """Amounts that flow evenly for a while.
-
-        rates    [8] a second, in the order of COLUMNS
-        """
+        """Amounts that flow evenly for a while; rates [8] a second, in the order of COLUMNS."""
         if end <= start:
             return
         self._reach(end)
@@ -441,10 +352,7 @@ class BucketedSum:
         self.sums[last] += rates * (end - (self.begin + last * self.width))
 
     def count_waiting(self, starts: Floats, ends: Floats) -> None:
-        """Fill in the waiting jobs: those in the system, less those that run.
-
-        starts, ends    [n] when each job was submitted and when it was gone
-        """
+        """Fill in the jobs that wait: those between `starts` and `ends` [n] less those that run."""
         edges = self.begin + self.width * np.arange(len(self.sums) + 1, dtype=np.float64)
         inside = np.diff(_since(starts, edges) - _since(ends, edges))
         running, waiting = COLUMNS.index("running"), COLUMNS.index("waiting")
@@ -478,21 +386,10 @@ def _since(times: Floats, edges: Floats) -> Floats:
     return sums_before
 
 
-# Watches a loop over a simulated clock, and sums up what it does.
-#
-# A run's account is closed whenever its jobs change, and opened anew. What it brought is counted
-# by the steps that its jobs advanced, so that steps are conserved: what a failure takes back is
-# taken back here too. GPU-seconds are counted twice, once as held by runs and once as idle in the
-# cluster.
-
-
 @dataclass(slots=True)
 class OpenAccount:
     """A run's account since its jobs last changed.
 
-    time          when that was
-    jobs          row and job
-    steps         of each job then
     busy_seconds  GPU-seconds at the roofline of one step
     """
 
@@ -503,7 +400,13 @@ class OpenAccount:
 
 
 class MetricsRecorder(Callback):
-    """The metrics of a replay in the making."""
+    """The metrics of a replay in the making.
+
+    A run's account is closed whenever its jobs change, and opened anew. What it brought is counted
+    by the steps that its jobs advanced, so that steps are conserved: what a failure takes back is
+    taken back here too. GPU-seconds are counted twice, once as held by runs and once as idle in the
+    cluster.
+    """
 
     def __init__(
         self,
@@ -534,23 +437,19 @@ class MetricsRecorder(Callback):
         return self.job_seconds / self.group_seconds if self.group_seconds else 0.0
 
     def submitted(self, time: float, job: ActiveJob) -> None:
-        """A job is waiting."""
         self.table.solo_seconds[self.table.index[job.name]] = job.solo_seconds
 
     def refused(self, time: float, request: JobRequest, reason: str) -> None:
-        """A job will never run."""
         self.table.outcome[self.table.index[request.name]] = REFUSED
         self.refusals[reason] += 1
 
     def decided(
         self, time: float, decision: Decision, wall_seconds: float, evaluations: int
     ) -> None:
-        """The policy has decided."""
         self.wall_seconds.append(wall_seconds)
         self.evaluations += evaluations
 
     def launched(self, time: float, run: Formation) -> None:
-        """A group was formed."""
         self._pass(time)
         self._held += len(run.launched.place)
         self.formations += 1
@@ -573,7 +472,6 @@ class MetricsRecorder(Callback):
         self._begin(time, run, [name for name in run.jobs if name != job.name], steps)
 
     def ended(self, time: float, run: Formation, how: str) -> None:
-        """A group is over."""
         self._pass(time)
         if how == "failed":
             self.group_failures += 1
@@ -581,11 +479,9 @@ class MetricsRecorder(Callback):
         self._held -= len(run.launched.place)
 
     def gave_up(self, time: float, job: ActiveJob, reason: str) -> None:
-        """A job will not be run again."""
         self._settle(time, job, FAILED)
 
     def capacity(self, time: float, gpus: int) -> None:
-        """How many GPUs there are from now on."""
         self._pass(time)
         self._count_capacity(time)
         self.node_losses += gpus < self._capacity

@@ -46,23 +46,15 @@ from tlora_fx.simulator.metrics import (
     Summary,
 )
 
-# A clock that goes when it is told to.
-
 
 class Clock:
-    """Simulated time.
-
-    now   seconds
-    """
+    """Simulated time, in seconds."""
 
     def __init__(self, now: float = 0.0) -> None:
         self.now = now
 
     def go_to(self, time: float) -> None:
-        """Time passes.
-
-        raises   ClockBackwards
-        """
+        """Time passes; raises ClockBackwards."""
         if time < self.now:
             raise ClockBackwards(
                 "a simulated clock cannot go back",
@@ -72,23 +64,18 @@ class Clock:
         self.now = time
 
 
-# What a real cluster does and a prediction does not: other speeds, failures, lost nodes.
-#
-# Every draw is keyed by the seed and by what it is of, so a replay is the same however often it is
-# run, and a change of one part leaves the draws of the others alone.
-
-
 @dataclass(frozen=True, slots=True)
 class Disturbances:
     """What is put between predictions and what happens; the defaults disturb nothing.
 
-    seed                     of all draws
+    Every draw is keyed by the seed and by what it is of, so a replay is the same however often it
+    is run, and a change of one part leaves the draws of the others alone.
+
     speed_error              groups run this part slower than predicted; negative: faster
     noise                    spread of the logarithm of each formation's step time, mean 1
     commit_seconds           between commits; what a group did since its last one is lost with it
     group_failure_seconds    mean time to the failure of a group, for each GPU it holds
     node_failure_seconds     mean time between two losses of a node
-    repair_seconds           until a lost node is back
     """
 
     seed: int = 0
@@ -141,16 +128,11 @@ class Disturbances:
         return Random(repr((self.seed, *key)))  # noqa: S311 - no secrets
 
 
-# One group on a simulated clock: steps at a steady rate, from one event to the next.
-
-
 class SimulatedGroup:
     """A formation that runs.
 
-    group, epoch   as it was launched
     requests       of the jobs that are left, the one that ends next last
     begins         when its first step does, seconds
-    seconds        of a step now
     version        grows whenever its next event moves
     """
 
@@ -224,14 +206,6 @@ class SimulatedGroup:
         self.requests = [job for job in self.requests if job.name != name]
 
 
-# Groups that run on a simulated clock, as fast as an estimator says.
-#
-# Nothing ticks: a group's next event is known when it is launched, and is computed anew only when
-# a job leaves it. A group makes no progress for `switch_seconds` from its launch; then each step
-# of it takes the predicted seconds, disturbed where that is asked for. Steps are fractions between
-# events. A job that ends leaves its group without a pause. A drained group stops at once.
-
-
 #: What happens to a node, in the heap of events.
 LOSS, RETURN = -1, -2
 
@@ -239,12 +213,13 @@ LOSS, RETURN = -1, -2
 class SimulatedExecutor:
     """The `Executor` of the simulator.
 
-    cluster          at the begin
-    times            predicts steps
-    clock            what time it is
+    Nothing ticks: a group's next event is known when it is launched, and is computed anew only when
+    a job leaves it. A group makes no progress for `switch_seconds` from its launch; then each step
+    of it takes the predicted seconds, disturbed where that is asked for. Steps are fractions
+    between events. A job that ends leaves its group without a pause. A drained group stops at once.
+
     switch_seconds   from a launch to the first step of a job alone
     join_seconds     that each further job of a group adds to it
-    disturbances     None: predictions come true
     steps_lost       by failures, summed over jobs: done and not committed
     """
 
@@ -276,14 +251,9 @@ class SimulatedExecutor:
             self._plan_loss(node)
 
     def inventory(self) -> Cluster:
-        """The GPUs, and which nodes are lost now."""
         return self._cluster
 
     def reserve(self, group: Group, epoch: int) -> None:
-        """Hold the group's place for it.
-
-        raises   PlaceTaken
-        """
         if epoch in self._places:
             return
         lost = self._cluster.lost
@@ -322,12 +292,15 @@ class SimulatedExecutor:
         self._plan(running)
 
     def events(self) -> list[ExecutorEvent]:
-        """What happened since the last call, in order of time."""
         now = self.clock.now
         while self._heap and self._heap[0][0] <= now:
             time, key, version = heappop(self._heap)
-            if key < 0:
-                self._node_event(time, key, version)
+            if key == LOSS:
+                self.lose_node(version)
+                continue
+            if key == RETURN:
+                self.return_node(version)
+                self._plan_loss(version)
                 continue
             group = self._groups.get(key)
             if group is not None and group.version == version:
@@ -348,18 +321,15 @@ class SimulatedExecutor:
         ]
 
     def drain(self, group: Group, epoch: int) -> None:
-        """The group stops at once, and says where."""
         running = self._groups.pop(epoch, None)
         if running is not None:
             now = self.clock.now
             self._events.append(Drained(now, epoch, running.steps(now)))
 
     def kill(self, group: Group, epoch: int) -> None:
-        """The group stops, and what it has not committed is lost."""
         self._groups.pop(epoch, None)
 
     def release(self, group: Group, epoch: int) -> None:
-        """The group's place is free."""
         self.kill(group, epoch)
         self._fails.pop(epoch, None)
         for gpu in self._places.pop(epoch, ()):
@@ -450,15 +420,7 @@ class SimulatedExecutor:
         step = self.times.of(jobs, place, self._cluster)
         return step.seconds * self.disturbances.factor(epoch, len(jobs))
 
-    def _node_event(self, time: float, kind: int, node: int) -> None:
-        if kind == RETURN:
-            self.return_node(node)
-            self._plan_loss(node)
-            return
-        self.lose_node(node)
-
     def _plan_loss(self, node: int) -> None:
-        """Put a node's next loss and return among the events."""
         times = next(self._losses[node], None)
         if times is not None:
             heappush(self._heap, (times[0], LOSS, node))
@@ -474,11 +436,7 @@ PATIENCE = 100
 
 @dataclass(slots=True)
 class ReplayResult:
-    """What came of a replay.
-
-    summary   all its numbers
-    jobs      one row a job
-    """
+    """What came of a replay."""
 
     summary: Summary
     jobs: JobTable
@@ -501,12 +459,8 @@ def replay(
 ) -> ReplayResult:
     """Replay jobs to the end of the last one.
 
-    requests         any order; they are taken by submission
     options          `switch_seconds` pass from the launch of a job alone to its first step, and
                      policies reckon with them for every group
-    join_seconds     that each further job of a group adds to it
-    disturbances     None: predictions come true
-    progress         called every thousand jobs that ended
     raises           ReplayStalled, DecisionWrong, SubmittedTwice
     """
     ordered = sorted(requests, key=lambda request: (request.submitted, request.name))
@@ -520,7 +474,7 @@ def replay(
         join_seconds=join_seconds,
         disturbances=disturbances,
     )
-    table = JobTable.of(ordered)
+    table = JobTable(ordered)
     recorder = MetricsRecorder(table, times, cluster, options.switch_seconds, join_seconds)
     loop = Loop(policy, estimator, executor, options=options, callback=recorder, times=times)
     engine = _Engine(ordered, executor, loop, recorder)
@@ -529,8 +483,6 @@ def replay(
 
 
 class _Engine:
-    """One replay."""
-
     def __init__(
         self,
         requests: Sequence[JobRequest],
@@ -594,10 +546,7 @@ class _Engine:
         return bool(self.loop.active) and self.stalled < PATIENCE
 
     def _stalls(self) -> None:
-        """Nothing runs though jobs wait: that may last for a while, but not for ever.
-
-        raises   ReplayStalled
-        """
+        """Nothing runs though jobs wait: that may last for a while, but not for ever."""
         self.stalled += 1
         if self.stalled < PATIENCE:
             return
@@ -611,7 +560,6 @@ class _Engine:
         )
 
     def replayed(self) -> ReplayResult:
-        """All numbers."""
         recorder, table = self.recorder, self.recorder.table
         end = float(np.nanmax(table.ended)) if np.isfinite(table.ended).any() else self.clock.now
         whole = recorder.cut(max(end, self.clock.now), self.loop.runs.values())

@@ -31,17 +31,13 @@ from tlora_fx.simulator.sweep import (
 )
 from tlora_fx.version import __version__
 
-# The numbers of a replay that reports compare, and their spread over seeds.
-
 
 @dataclass(frozen=True, slots=True)
 class Metric:
     """A number of a summary.
 
     key      of its column in CSV files; ends in its unit
-    title    for people
     path     of the summary's attribute
-    better   what is better
     scale    of the attribute's unit in the metric's
     """
 
@@ -188,9 +184,6 @@ def ratios(
 def _over(metric: Metric, above: ScenarioResult, below: ScenarioResult) -> float:
     base = metric.of(below.summary)
     return metric.of(above.summary) / base if base else 0.0
-
-
-# Figures of the main comparison: each policy, all seeds.
 
 
 #: A policy keeps its colour in all figures.
@@ -362,7 +355,6 @@ def waiting(policies: Policies) -> Figure:
 #
 # Each paragraph is made from numbers of the replays, and is left out where they are not there.
 
-
 #: tLoRA, abstract: over its baselines.
 PAPER_THROUGHPUT = (1.2, 1.8)
 PAPER_COMPLETION = (2.3, 5.4)
@@ -440,7 +432,6 @@ def _load(policies: Policies) -> Iterator[str]:
 
 
 def _queue_parts(policies: Policies) -> dict[str, float]:
-    """The part of mean completion that is queue, by policy."""
     return {
         name: (_mean(policies, name, QUEUE) or 0.0) / completion
         for name in policies
@@ -449,7 +440,6 @@ def _queue_parts(policies: Policies) -> dict[str, float]:
 
 
 def _held(policies: Policies) -> Iterator[str]:
-    """GPU time that groups held to do all the work, and who waits beside idle GPUs."""
     held = {
         name: sum(outcome.summary.whole.allocated_gpu_seconds for outcome in outcomes)
         for name, outcomes in policies.items()
@@ -479,7 +469,6 @@ def _held(policies: Policies) -> Iterator[str]:
 
 
 def _bound(policies: Policies) -> Iterator[str]:
-    """How much faster completion could be at all."""
     lone = [outcome.trace["mean_duration_seconds"] for outcome in policies[OURS]]
     mean = sum(lone) / len(lone)
     limits = [
@@ -516,7 +505,6 @@ def _idle(policies: Policies) -> Iterator[str]:
 
 
 def _spare(policies: Policies) -> Iterator[str]:
-    """Sharing where there was room for all."""
     slow, held = _mean(policies, OURS, SLOWDOWN), _mean(policies, OURS, ALLOCATED)
     if slow is None or held is None or slow < 1.02 or held > 75:
         return
@@ -602,9 +590,6 @@ def _setting(scenario: Scenario, outcome: ScenarioResult) -> Iterator[str]:
         f"{scenario.choices.mean_tokens:g} tokens on the mean. The paper does not publish its "
         "replay's parameters beyond these, nor its baselines' settings."
     )
-
-
-# The figures of a report: those of the main comparison, and one or two for each sweep.
 
 
 SweepRow = tuple[float, Policies]
@@ -710,7 +695,6 @@ def sweep(
 
 
 def _replayed(points: Sequence[SweepRow]) -> str:
-    """How many jobs each size replays, where they differ."""
     jobs = [next(iter(row.values()))[0].summary.jobs for _, row in points]
     if len(set(jobs)) == 1:
         return ""
@@ -764,10 +748,7 @@ METRICS_FILE = "metrics.csv"
 
 @dataclass(frozen=True)
 class Report:
-    """What was replayed and what came of it.
-
-    command    that was given, to do it again
-    """
+    """What was replayed by a command, and what came of it."""
 
     plan: SweepPlan
     outcomes: Outcomes
@@ -838,7 +819,6 @@ def chosen(plan: SweepPlan) -> list[tuple[str, str, str]]:
 
 
 def _choice_rows(scenario: Scenario, seeds: Sequence[int]) -> list[tuple[str, str, str]]:
-    """Option, value and meaning."""
     jobs, *choices = option_rows(Choices, scenario.choices)
     if scenario.source.synthetic:
         jobs = ("jobs", f"{scenario.source.jobs:,}", "that are drawn")
@@ -862,10 +842,7 @@ def _cell(metric: Metric, outcomes: Sequence[ScenarioResult]) -> str:
 
 
 def require_folder(folder: Path) -> None:
-    """Make the folder of a report, and write into it once.
-
-    raises    ReportNotWritable
-    """
+    """Make the folder of a report, and write into it once; raises ReportNotWritable."""
     trial = folder / ".trial.tmp"
     try:
         folder.mkdir(parents=True, exist_ok=True)

@@ -45,16 +45,12 @@ from tlora_fx.simulator.replay import OPTIONS, Disturbances, replay
 from tlora_fx.simulator.synthetic import Draw, fit_of_file, generate, shipped_fit
 from tlora_fx.simulator.traces import Dropped, Trace, TraceJob, described, read_trace
 
-# The options of a replay. Each is stated once: name, kind, default, what it means, what it may be.
-
 
 def option(default: Any, text: str, *, none: str = "all", unit: str = "", **limits: Any) -> Any:
     """A field that is an option of `tlora-fx simulate` too.
 
-    text     what it means
     none     what it stands for where nothing is named
     unit     of its value, in reports
-    limits   of pydantic's `Field`
     """
     shown: dict[str, Any] = {"none": none, "unit": unit}
     return Field(default, description=text, json_schema_extra=shown, kw_only=True, **limits)
@@ -79,10 +75,7 @@ Counts = Annotated[tuple[PositiveInt, ...], BeforeValidator(_listed)]
 
 @validated(frozen=True)
 class JobSource:
-    """Where the jobs come from.
-
-    jobs    of a synthetic trace
-    """
+    """Where the jobs come from; `jobs` are those of a synthetic trace."""
 
     trace: str = option("synthetic", "file, or 'synthetic'")
     format: str | None = option(None, "acme, pollux, kalos, own; by its columns")
@@ -103,8 +96,6 @@ class JobSource:
 @validated(frozen=True)
 class Choices:
     """How a trace becomes jobs; the defaults are the field notes'.
-
-    seed    of the draws
 
     source  field notes, "Replaying AcmeTrace"; tLoRA, section 4.1
     """
@@ -185,10 +176,7 @@ Options = TypeVar("Options")
 
 
 def checked(kind: type[Options], values: Mapping[str, Any]) -> Options:
-    """Options of one kind, by their names; None is the default.
-
-    raises    ReplayChoiceWrong
-    """
+    """Options of one kind, by their names; None is the default. Raises ReplayChoiceWrong."""
     fields = kind.__dataclass_fields__  # type: ignore[attr-defined]
     try:
         return kind(**{name: values[name] for name in fields if values.get(name) is not None})
@@ -202,10 +190,7 @@ def checked(kind: type[Options], values: Mapping[str, Any]) -> Options:
 
 
 def option_rows(kind: Any, values: object) -> list[tuple[str, str, str]]:
-    """Name, value and meaning of each option of a kind.
-
-    values   has them as attributes
-    """
+    """Name, value and meaning of each option of a kind; `values` has them as attributes."""
     return [
         (name.replace("_", "-"), _shown(getattr(values, name), **extra), str(field.description))
         for name, field in kind.__pydantic_fields__.items()
@@ -239,10 +224,7 @@ SWEEPS = ("scale", "cluster", "months", "nano")
 
 @validated(frozen=True)
 class Scenario(ReplayOptions):
-    """One replay.
-
-    nano_batches     of every group; None: the best of each
-    """
+    """One replay; `nano_batches` are of every group, None: the best of each."""
 
     policy: str
     seed: int = 0
@@ -256,10 +238,7 @@ class Scenario(ReplayOptions):
 class ScenarioResult:
     """What came of it.
 
-    summary        the replay's
-    trace          what was replayed
     dropped        kind, reason, count and first place of what was left out
-    wall_seconds   what the replay took
     """
 
     scenario: Scenario
@@ -298,10 +277,7 @@ def run_all(
     processes: int,
     done: Callable[[ScenarioResult], None] | None = None,
 ) -> dict[Scenario, ScenarioResult]:
-    """Replay all scenarios, each once.
-
-    done    called after each
-    """
+    """Replay all scenarios, each once; `done` is called after each."""
     wanted = list(dict.fromkeys(scenarios))
     outcomes: dict[Scenario, ScenarioResult] = {}
     for outcome in _outcomes(wanted, min(processes, len(wanted))):
@@ -331,7 +307,6 @@ def _outcomes(wanted: Sequence[Scenario], processes: int) -> Iterator[ScenarioRe
 class SweepPlan:
     """All scenarios of a report.
 
-    main      each policy and seed
     sweeps    by name: (value, its scenarios), in the order of the figure
     """
 
@@ -354,11 +329,7 @@ def plan_of(
     sizes: Sequence[int] = SweepOptions().cluster_sizes,
     months: int = 1,
 ) -> SweepPlan:
-    """What has to be replayed.
-
-    seeds    of the main comparison; they follow the base's
-    months   that the trace has
-    """
+    """What has to be replayed; the seeds of the main comparison follow the base's."""
     first = base.seed
     main = _each(base, policies, range(first, first + seeds))
     few = range(first, first + min(seeds, sweep_seeds))
@@ -401,19 +372,13 @@ def variations(
     return [(month, replace(base, month=month)) for month in range(1, min(3, months) + 1)]
 
 
-# Make LoRA jobs of a trace, by choices.
-
-
 Numbers = NDArray[Any]
-#: base, rank, batch, lengths of one step's samples -> Demand
-DemandOf = Callable[[str, int, int, Sequence[int]], Demand]
 
 
 @dataclass(frozen=True, slots=True)
 class Workload:
     """Jobs that are ready to be replayed.
 
-    requests   in order of submission
     jobs       what the trace says of each, by name
     """
 
@@ -427,14 +392,12 @@ def workload_of(
     choices: Choices,
     cluster: Cluster,
     estimator: Estimator,
-    demand_of: DemandOf | None = None,
 ) -> Workload:
     """Make requests of a trace's jobs.
 
     What a job is (base, rank, batch, lengths) is drawn by its place in the trace, so that it stays
     the same job whatever else is dropped.
 
-    demand_of   base, rank, batch, lengths -> Demand; None: for the bases that are known
     raises      TraceEmpty
     """
     dropped = Dropped() if trace.requests is not None else trace.dropped.together(Dropped())
@@ -443,7 +406,7 @@ def workload_of(
     if trace.requests is not None:
         pairs = _own(jobs, choices, most, dropped)
     else:
-        pairs = list(_chosen(jobs, choices, most, estimator, demand_of, dropped))
+        pairs = list(_chosen(jobs, choices, most, estimator, dropped))
     if not pairs:
         raise TraceEmpty(
             "no job of the trace can be replayed",
@@ -459,7 +422,6 @@ def workload_of(
 
 
 def _what_would_do(dropped: Dropped, most: int) -> str:
-    """What to do where every job was left out."""
     if any("larger than the cluster" in line for line in dropped.lines()):
         return f"the cluster has {most} GPUs; --gpus asks for more"
     return "choose other --states or --types, or mend the rows that are left out"
@@ -509,7 +471,6 @@ def _chosen(
     choices: Choices,
     most: int,
     estimator: Estimator,
-    demand_of: DemandOf | None,
     dropped: Dropped,
 ) -> list[tuple[TraceJob, JobRequest]]:
     count = len(trace.jobs)
@@ -517,7 +478,7 @@ def _chosen(
     bases = random.integers(len(choices.bases), size=count).tolist()
     ranks = random.integers(len(choices.ranks), size=count).tolist()
     batches = random.integers(len(choices.batches), size=count).tolist()
-    demands = Demands(choices, demand_of or known_demand, random)
+    demands = Demands(choices, random)
     known: dict[tuple[str, int, int], tuple[float, Demand]] = {}
     pairs = []
     for index, job in enumerate(trace.jobs):
@@ -567,9 +528,8 @@ def known_demand(base: str, rank: int, batch: int, lengths: Sequence[int]) -> De
 class Demands:
     """Demands of jobs, with the lengths of their samples."""
 
-    def __init__(self, choices: Choices, demand_of: DemandOf, random: np.random.Generator) -> None:
+    def __init__(self, choices: Choices, random: np.random.Generator) -> None:
         self.choices = choices
-        self.demand_of = demand_of
         self.random = random
         self.typical: dict[tuple[str, int, int], tuple[Demand, int]] = {}
 
@@ -584,7 +544,7 @@ class Demands:
         return self.typical[key]
 
     def _made(self, base: str, rank: int, batch: int, lengths: list[int]) -> tuple[Demand, int]:
-        return self.demand_of(base, rank, batch, lengths), max(lengths)
+        return known_demand(base, rank, batch, lengths), max(lengths)
 
     def _lengths(self, quantiles: Numbers, *, exact_mean: bool = False) -> list[int]:
         mean, spread = self.choices.mean_tokens, self.choices.spread
@@ -596,16 +556,11 @@ class Demands:
         return [round(v) for v in np.clip(values, 2, self.choices.most_tokens)]
 
 
-# One replay of a scenario: estimator, jobs, policy, engine.
-
-
 def replayed(scenario: Scenario, trace: Trace, **options: Any) -> tuple[Summary, Workload]:
     """Make jobs of a trace and replay them under the scenario's policy.
 
     A job's steps follow from its time alone with fused kernels, whatever the policy, so that all
     policies are given the same work.
-
-    options    for the engine, such as `progress`
     """
     policy = policy_of(scenario.policy)
     workload = workload_in(scenario, trace)
@@ -641,10 +596,7 @@ def bases_of(scenario: Scenario, trace: Trace) -> list[str]:
 
 
 def estimator_of(scenario: Scenario, bases: Iterable[str], *, fused: bool) -> ProfileEstimator:
-    """The estimator of a scenario's policy.
-
-    raises    ProfileMismatch, UnknownGpu, BaseUnknown
-    """
+    """The estimator of a scenario's policy; raises ProfileMismatch, UnknownGpu, BaseUnknown."""
     cluster = scenario.cluster
     profiles = _profiles(tuple(bases), cluster.gpu, scenario.allow_estimated)
     counts = (1, 2, 4, 8) if scenario.nano_batches is None else (scenario.nano_batches,)
@@ -658,9 +610,6 @@ def _profiles(bases: tuple[str, ...], gpu: str, allow_estimated: bool) -> dict[s
     except ProfileMismatch as error:
         help = "take scaled ones with --allow-estimated, or measure it with `tlora-fx profile`"
         raise ProfileMismatch(error.what, help=help, **error.facts) from None
-
-
-# What is looked at before anything is replayed, so that no mistake is found hours later.
 
 
 def require_ready(plan: SweepPlan) -> None:
@@ -684,7 +633,6 @@ def require_few_for_oracle(
 ) -> None:
     """Refuse the exact policy where it might see more jobs of a base than it can part.
 
-    runnable   jobs that a policy sees at once
     raises     TooManyForOracle
     """
     if runnable <= MOST_JOBS or all(policy_of(name).name != "oracle" for name in policies):

@@ -23,13 +23,6 @@ from pydantic import PlainSerializer, PlainValidator, TypeAdapter
 from tlora_fx.errors import MarginalsFileError, ReplayChoiceWrong
 from tlora_fx.simulator.traces import MONTH_SECONDS, Trace, TraceJob
 
-# Fit the generator to AcmeTrace's exact marginals, and read a fit.
-#
-# The marginals say how many jobs have at most so many GPUs, and which part of all GPU-time these
-# take, so that the mean duration of each number of GPUs is known. The joint table of GPUs and
-# durations is the one with these sums that departs least from independence: each number of GPUs
-# tilts the distribution of durations by a power of the duration (iterated proportional fitting).
-
 
 def _rounded(value: NDArray[Any]) -> list[Any]:
     return [_rounded(row) if np.ndim(row) else round(float(row), 6) for row in value]
@@ -56,7 +49,11 @@ ROUNDS = 300
 class Fit:
     """What the generator draws from.
 
-    types         names
+    The marginals say how many jobs have at most so many GPUs, and which part of all GPU-time these
+    take, so that the mean duration of each number of GPUs is known. The joint table of GPUs and
+    durations is the one with these sums that departs least from independence: each number of GPUs
+    tilts the distribution of durations by a power of the duration (iterated proportional fitting).
+
     type_shares   [t] of all jobs
     buckets       [t, b] of each type's jobs, by duration in (2^(i-1), 2^i] seconds
     gpus          [c] counts
@@ -150,7 +147,9 @@ def _fitted(given: Mapping[str, Any], cluster: str = "Seren") -> Fit:
     types = tuple(by_type)
     counts = np.array([_steps(by_type[name]) for name in types])
     totals = counts.sum(axis=1)
-    gpus, jobs, shares = gpu_table(given["gpu_num_cdf_jobs"][cluster], _gpu_time(given, cluster))
+    gpus, jobs, shares = gpu_table(
+        given["gpu_num_cdf_jobs"][cluster], given["gpu_num_cdf_gputime"][cluster]
+    )
     log_weights, tilts = tilted(jobs, shares / np.array(gpus), counts.sum(axis=0))
     return Fit(
         source=f"fitted to the marginals of {given['source']}",
@@ -162,11 +161,6 @@ def _fitted(given: Mapping[str, Any], cluster: str = "Seren") -> Fit:
         log_weights=log_weights,
         tilts=tilts,
     )
-
-
-def _gpu_time(given: Mapping[str, Any], cluster: str) -> Mapping[str, float]:
-    found: Mapping[str, float] = given["gpu_num_cdf_gputime"][cluster]
-    return found
 
 
 def _steps(cumulative: list[float]) -> Numbers:
@@ -241,10 +235,8 @@ def _tilts(base: Numbers, logs: Numbers, target: Numbers, means: Numbers) -> Num
 class Draw:
     """What is asked of the generator.
 
-    jobs         how many
     intensity    arrivals, as a multiple of the trace's mean rate
     burstiness   coefficient of variation of the times between arrivals; 1 is Poisson
-    seed         of every draw
     """
 
     jobs: int
@@ -254,10 +246,7 @@ class Draw:
 
 
 def generate(fit: Fit, draw: Draw) -> Trace:
-    """A trace of so many jobs; 450,590 take a few seconds.
-
-    raises    ReplayChoiceWrong
-    """
+    """A trace of so many jobs; 450,590 take a few seconds. Raises ReplayChoiceWrong."""
     if draw.jobs < 1 or not draw.intensity > 0 or not draw.burstiness > 0:
         raise ReplayChoiceWrong(
             "a synthetic trace that cannot be drawn",
@@ -269,7 +258,8 @@ def generate(fit: Fit, draw: Draw) -> Trace:
     buckets = chosen(random, fit.buckets, kinds)
     seconds = np.ceil(2.0 ** (buckets - random.random(draw.jobs)))
     gpus = np.array(fit.gpus)[chosen(random, fit.gpus_given_bucket, buckets)]
-    arrivals = _arrivals(random, fit.jobs_per_second * draw.intensity, draw)
+    rate, shape = fit.jobs_per_second * draw.intensity, 1.0 / draw.burstiness**2
+    arrivals = np.cumsum(random.gamma(shape, 1.0 / (rate * shape), draw.jobs))
     months = (arrivals // MONTH_SECONDS).astype(int)
     names = [fit.types[kind] for kind in kinds]
     table = zip(arrivals.tolist(), seconds.tolist(), gpus.tolist(), names, months, strict=True)
@@ -293,11 +283,6 @@ def chosen(random: np.random.Generator, table: Numbers, rows: Numbers) -> Number
         drawn = rows == row
         columns[drawn] = np.searchsorted(np.cumsum(table[row])[:-1], draws[drawn], side="right")
     return columns
-
-
-def _arrivals(random: np.random.Generator, rate: float, draw: Draw) -> Numbers:
-    shape = 1.0 / draw.burstiness**2
-    return np.cumsum(random.gamma(shape, 1.0 / (rate * shape), draw.jobs))
 
 
 def rules(draw: Draw, fit: Fit) -> tuple[str, ...]:

@@ -28,10 +28,7 @@ MONTH_SECONDS = 30 * 86400.0
 class TraceJob(NamedTuple):
     """A job as a trace tells of it: nothing in it is of LoRA yet.
 
-    name               unique in its trace
     submitted          seconds; any origin
-    duration_seconds   how long it ran, on the GPUs that it had
-    gpus               how many it had
     type               such as "SFT" or "Eval"; "job" where the trace does not say
     state              such as "COMPLETED"; empty where the trace does not say
     month              months since the trace's first one, by the calendar where it has dates
@@ -52,7 +49,6 @@ class Dropped:
 
     wrong    rows that say what no job can be
     by_rule  jobs that are well told, and cannot or shall not be replayed
-    first    where each reason was met first
     """
 
     wrong: Counter[str] = field(default_factory=Counter)
@@ -82,10 +78,7 @@ class Dropped:
         return [(kind, reason, count, self.first[reason]) for kind, reason, count in counts]
 
     def lines(self, verdict: str = "left out") -> list[str]:
-        """For people; one line where nothing was left out.
-
-        verdict    upon what is counted
-        """
+        """For people; one line where nothing was left out."""
         if not self.total:
             return ["nothing was left out"]
         return [
@@ -174,9 +167,6 @@ def described(trace: Trace) -> dict[str, Any]:
         "types": dict(Counter(job.type for job in jobs).most_common()),
         "rules": list(trace.rules),
     }
-
-
-# Rows of trace files: columns that must be there, numbers that must be numbers.
 
 
 Row = Mapping[str, Any]
@@ -325,16 +315,10 @@ def _object(text: str, line: int, path: Path) -> dict[str, Any]:
     return content
 
 
-# Readers: how the rows of each kind of file become jobs.
-
-
 class TraceReader:
     """How the rows of one file become jobs.
 
     columns     that the format cannot do without
-    rules       how what the file does not say is filled in, one line each
-    synthetic   whether any of its numbers were drawn rather than observed
-    requests    whole requests by name, where the file has them
     """
 
     columns: ClassVar[tuple[str, ...]]
@@ -346,10 +330,7 @@ class TraceReader:
         self.seed = seed
 
     def job(self, row: Row) -> TraceJob:
-        """A row as a job.
-
-        raises   WrongRow
-        """
+        """A row as a job; raises WrongRow."""
         raise NotImplementedError
 
     def with_months(self, jobs: Iterable[TraceJob]) -> list[TraceJob]:
@@ -421,7 +402,6 @@ class KalosReader(TraceReader):
     )
 
     def job(self, row: Row) -> TraceJob:
-        """A row as a job."""
         computing = duration(row, "iteration_computing_time")
         count = number(row, "gpu_workers") * number(row, "gpu_per_worker")
         if count != int(count):
@@ -470,7 +450,6 @@ class PolluxReader(TraceReader):
     synthetic = True
 
     def job(self, row: Row) -> TraceJob:
-        """A row as a job."""
         application = str(row.get("application") or "").strip()
         if application not in GPU_HOURS:
             raise WrongRow(f"an application of unknown size: {application or 'none'}")
@@ -524,10 +503,7 @@ class OwnReader(TraceReader):
 
 
 def request_of_row(row: Row) -> JobRequest:
-    """The request that a row of our own traces is of.
-
-    raises   WrongRow
-    """
+    """The request that a row of our own traces is of; raises WrongRow."""
     given = {name: value for name, value in row.items() if value not in ("", None)}
     known = {name: given[name] for name in (*REQUEST_FIELDS, "lends") if name in given}
     demand = {name.removeprefix("demand."): given[name] for name in DEMAND if name in given}
@@ -571,16 +547,13 @@ def write_own(
     raises    TraceFileError
     """
     rows = [row_of(request, jobs.get(request.name), origin) for request in requests]
-    text = _csv(rows) if path.suffix == ".csv" else _lines(rows)
+    lines = (json.dumps(row) + "\n" for row in rows)
+    text = _csv(rows) if path.suffix == ".csv" else "".join(lines)
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(text, encoding="utf-8")
     except OSError as error:
         raise TraceFileError("the trace cannot be written", file=path, found=error) from None
-
-
-def _lines(rows: Sequence[Mapping[str, Any]]) -> str:
-    return "".join(json.dumps(row) + "\n" for row in rows)
 
 
 def _csv(rows: Sequence[Mapping[str, Any]]) -> str:
@@ -589,9 +562,6 @@ def _csv(rows: Sequence[Mapping[str, Any]]) -> str:
     writer.writeheader()
     writer.writerows(rows)
     return out.getvalue()
-
-
-# Read a trace file of any format that is known.
 
 
 READERS: dict[str, type[TraceReader]] = {

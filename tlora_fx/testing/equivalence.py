@@ -9,8 +9,7 @@ from tlora_fx.compiler import Jobs, resolve_pipeline, run_passes
 from tlora_fx.config.job import BaseSpec, DtypeName, Job
 from tlora_fx.errors import PipelineError
 from tlora_fx.ir.graph import GroupGraph
-from tlora_fx.numerics.compare import bound_of, identical, worst
-from tlora_fx.numerics.evaluate import evaluate
+from tlora_fx.numerics.evaluate import bound_of, evaluate, identical, worst
 from tlora_fx.numerics.rows import ProbeRows
 from tlora_fx.numerics.state import layers_to_run
 from tlora_fx.numerics.tensors import Seeded
@@ -35,9 +34,7 @@ def small_base(
 ) -> BaseSpec:
     """A base of three layers; its weights are drawn from a seed.
 
-    folder       where its config.json is written
     model_type   one of transformers', such as "qwen3" or "gpt2"
-    config       fields of its config instead of the small ones
     """
     from transformers import AutoConfig
 
@@ -61,7 +58,6 @@ def around(
     """The graphs of jobs before and after a pass that is added to a pipeline.
 
     added      "my-pass{option=3}@after:fuse-backbone", or @before:
-    pipeline   to which it is added, the default where none is given
     returns    two groups that share nothing; where the pass is a job pass, they are not fused
     raises     TloraError as compiling does
     """

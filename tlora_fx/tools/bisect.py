@@ -30,8 +30,7 @@ from tlora_fx.ir.graph import GroupGraph, JobGraph, origin_of
 from tlora_fx.ir.verifier import named_graphs, owners
 from tlora_fx.model.backbone import Backbone
 from tlora_fx.model.source import group_source
-from tlora_fx.numerics.compare import bound_of, finite, worst
-from tlora_fx.numerics.evaluate import StepOutcome, evaluate
+from tlora_fx.numerics.evaluate import StepOutcome, bound_of, evaluate, finite, worst
 from tlora_fx.numerics.interpreter import CannotRun
 from tlora_fx.numerics.memory import bytes_needed
 from tlora_fx.numerics.rows import ProbeRows
@@ -55,9 +54,7 @@ SHOWN = 8
 class Finding:
     """What a bisection found.
 
-    lines      for people
     place      of the pass that breaks the check, counted from 1; 0 where none could be named
-    name       of that pass
     rewrite    its rewrite that does, "" where none could be named
     runs       of the check until the pass was named, and all in all
     """
@@ -73,11 +70,7 @@ class Finding:
 class Bisector:
     """One bisection.
 
-    states     of the compilation
     retrace    traces anew, so that a pass may leave all as it is: for rewrites held back
-    check      judges states
-    folder     for the states that the check looks at
-    base       as the job file names it
     say        told each run, and what the check printed
     """
 
@@ -113,7 +106,6 @@ class Bisector:
         return Finding((verdict, *more), place, self._names()[place], rewrite, (named, self.runs))
 
     def _names(self) -> list[str]:
-        """The name of the last pass of each state."""
         return ["trace", *(item.name for item in self.states.pipeline.passes)]
 
     def _judge_pass(self, place: int) -> Verdict:
@@ -136,7 +128,6 @@ class Bisector:
         return self.check.judge(state, folder)
 
     def _require_steady(self, bracket: Bracket) -> None:
-        """The check fails again on the state that it failed on."""
         state, name = self._kept[bracket.bad], self._names()[bracket.bad]
         if self._judge(state, f"after {bracket.bad} {name}, again", f"{bracket.bad:02}") != "bad":
             raise BisectFails(
@@ -146,7 +137,6 @@ class Bisector:
             )
 
     def _find_rewrite(self, place: int) -> tuple[str, list[str]]:
-        """The rewrite, and what there is to say of it."""
         after = self._kept[place]
         if not after.rewrites:
             nodes = touched(self.states.after(place - 1).group, after.group)
@@ -198,7 +188,6 @@ class Bisector:
 
 
 def _unnamed(bracket: Bracket, names: list[str]) -> list[str]:
-    """What to say where no pass can be named."""
     if bracket.bad == 0:
         return [
             "the check fails before the first pass: no pass breaks it",
@@ -237,7 +226,6 @@ def first_bad(
 ) -> Bracket:
     """Find where states turn bad, in at most ceil(log2(states + 1)) runs where none is skipped.
 
-    states        how many there are
     judge         the verdict on one; "skip" where it cannot be told
     last_is_bad   the last one need not be judged
     """
@@ -258,14 +246,10 @@ def first_bad(
             skipped.add(state)
 
 
-# What is judged: the graphs after some passes.
-
-
 @dataclass(frozen=True, slots=True)
 class PassState:
     """The graphs after some passes.
 
-    place       how many passes ran
     rewrites    what the last of them rewrote, or would have, held back ones too
     """
 
@@ -279,10 +263,6 @@ class States:
     """Makes states; the nearest one before is kept.
 
     No state is traced for itself: all are made from what was traced once, so all have its form.
-
-    pipeline    the passes
-    start       the traced graphs
-    verify      what is checked after each pass
     """
 
     pipeline: Pipeline
@@ -321,11 +301,9 @@ class _Traced(Instrument):
         self.kept: list[tuple[JobGraph, Document]] = []
 
     def started(self, pipeline: Pipeline) -> None:
-        """A new attempt has graphs of its own."""
         self.kept = []
 
     def traced(self, subject: str, graphs: JobGraph) -> None:
-        """Copy before any pass rewrites."""
         self.kept.append((graphs, to_document(graphs)))
 
 
@@ -374,9 +352,6 @@ def run_everywhere(runner: Runner, place: int, group: GroupGraph) -> None:
             other.plan, other.constants = first.plan, first.constants
 
 
-# What judges.
-
-
 @dataclass(frozen=True, slots=True)
 class Judged:
     """A verdict, and its reason in words."""
@@ -387,10 +362,7 @@ class Judged:
 
 
 class Check(ABC):
-    """Judges a state.
-
-    needs_folder    whether the state is to be written first
-    """
+    """Judges a state, which is written into a folder first where it `needs_folder`."""
 
     needs_folder: bool = False
 
@@ -418,7 +390,6 @@ class CommandCheck(Check):
         self.command = command
 
     def judge(self, state: PassState, folder: Path) -> Judged:
-        """Run the command in the working folder."""
         command = self.command.replace(HOLE, shlex.quote(str(folder)))
         process = subprocess.run(  # noqa: S602  (a check is a shell command, as its user wrote it)
             command,
@@ -446,8 +417,6 @@ class CommandCheck(Check):
 def write_state(state: PassState, folder: Path, name: str, base: str) -> None:
     """Write graph files, the code, and the data of every node.
 
-    name      of the last pass, "trace" before the first
-    base      as the job file names it
     raises    GraphNotStorable, OSError
     """
     save_graphs(state.group, folder)
@@ -460,11 +429,6 @@ def write_state(state: PassState, folder: Path, name: str, base: str) -> None:
 
 @dataclass(frozen=True, slots=True)
 class _Reference:
-    """What the traced graphs compute.
-
-    layers    the traced layers, and which jobs were traced with them
-    """
-
     start: GroupGraph
     outcome: StepOutcome
     layers: dict[frozenset[str], list[str]]
@@ -485,13 +449,11 @@ class NumericsCheck(Check):
         self._known: _Reference | None = None
 
     def begin(self, start: Document) -> None:
-        """Compare with these graphs from now on."""
         group = from_document(start)
         assert isinstance(group, GroupGraph)
         self._start, self._known = group, None
 
     def judge(self, state: PassState, folder: Path) -> Judged:
-        """Run both on a small seeded row."""
         try:
             known = self._reference()
             largest = max(
@@ -534,13 +496,9 @@ class NumericsCheck(Check):
 
 
 def _of(outcome: StepOutcome, jobs: list[str]) -> StepOutcome:
-    """What some jobs got."""
     losses = {job: loss for job, loss in outcome.losses.items() if job in jobs}
     gradients = {key: value for key, value in outcome.gradients.items() if key[0] in jobs}
     return StepOutcome(losses, gradients)
-
-
-# What a pass, or one rewrite of it, did to nodes.
 
 
 @dataclass(frozen=True, slots=True)
@@ -549,7 +507,6 @@ class Touched:
 
     kind      "gone", "made" or "other arguments"
     place     graph and name: "layers_0_3.linear_7", or "job a, linear_7" before jobs are fused
-    target    what it calls
     source    the line of model code, "" where there is none
     """
 
@@ -564,10 +521,7 @@ class Touched:
 
 
 def touched(before: GroupGraph, after: GroupGraph) -> list[Touched]:
-    """The nodes in which two states differ, by their keys.
-
-    A node that reads what was replaced is not told, only what replaced it.
-    """
+    """Nodes in which two states differ, by their keys; not those that read what was replaced."""
     old, new = dict(_keyed(before)), dict(_keyed(after))
     both = old.keys() & new.keys()
     differences = [_touched("gone", key, *node) for key, node in old.items() if key not in new]

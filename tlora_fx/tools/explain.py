@@ -56,11 +56,8 @@ class Attempt:
     """A pattern that was tried on a branch.
 
     what      what it looks for: "a frozen linear", "a plain LoRA branch"
-    fits      whether it does
     pattern   the pattern as text; of several the one that came nearest
-    held      its conditions that hold, in order
     wanted    the condition that does not hold: what would make it match
-    why       what is there instead
     node      where, as "block.node = operator"
     source    the line of model code that the node comes from
     """
@@ -82,7 +79,6 @@ class JobAnswer:
     state      "lowered"; "as it is": its own nodes run; "not targeted"; "inside": the module lies
                in one of which the job trains a copy; "around": its adapters sit on modules inside
     reason     why, and the numbers of the adapter, as one phrase
-    attempts   the patterns that were tried
     """
 
     job: str
@@ -95,13 +91,8 @@ class JobAnswer:
 class Explanation:
     """What became of one module of the base.
 
-    module     its path
-    kind       its class and sizes
     node       the node that was asked for, as "block.node = operator", "" where a module was
     others     how many other modules the name fits as well
-    jobs       an answer for each job
-    dropouts   what became of the dropouts at the module
-    sharing    what all jobs share there, and what not
     layers     which layers share its code, and why others do not
     """
 
@@ -122,8 +113,6 @@ def why_not(
 
     jobs       a job file, its path, or jobs
     node       a module (`layers.3.mlp.down_proj`, the layer spelled in any way), or a node by name
-    job        one job only
-    pipeline   passes to run instead of the default
     raises     UnknownNode with the nearest name; TloraError as `compile` does
     """
     prepared, recorder = prepare(jobs), PatternRecorder()
@@ -142,7 +131,6 @@ def explain_group(
     """What became of a module of jobs that are compiled.
 
     prepared, group   the jobs, and what the passes made of them
-    recorder          what watched them
     raises            UnknownNode with the nearest name
     """
     wanted = _wanted(prepared, job)
@@ -185,8 +173,6 @@ def _kind(module: Any) -> str:
 
 @dataclass(frozen=True, slots=True)
 class _Explainer:
-    """Answers for one module."""
-
     prepared: Prepared
     group: GroupGraph
     recorder: PatternRecorder
@@ -202,7 +188,6 @@ class _Explainer:
         return "", self.module
 
     def answer(self, index: int) -> JobAnswer:
-        """What one job has at the module."""
         job, sites = self.prepared.jobs[index], self.prepared.sites[index]
         site = sites.get(self.module)
         if site is not None:
@@ -220,7 +205,8 @@ class _Explainer:
         block, path = self.place
         attempts = self.recorder.attempts.get(TracedBranch(block, path, job.name), ())
         if self._is_lowered(site.path, job.name):
-            return JobAnswer(job.name, "lowered", _adapter_numbers(site), attempts)
+            numbers = f"rank {site.rank}, scaling {site.scaling:g}, dropout {site.dropout:g}"
+            return JobAnswer(job.name, "lowered", numbers, attempts)
         reasons = [attempt.why for attempt in attempts if not attempt.fits]
         reason = KINDS.get(site.kind, "") or (
             reasons[0] if reasons else "no branch of it was found"
@@ -230,7 +216,6 @@ class _Explainer:
         return JobAnswer(job.name, "as it is", reason, attempts)
 
     def _inside(self, job: Job, inside: list[AdapterSite]) -> str:
-        """The adapters on modules inside, lowered ones and others."""
         by_state: dict[str, list[str]] = {}
         for site in inside:
             lowered = self._is_lowered(site.path, job.name)
@@ -264,7 +249,6 @@ class _Explainer:
         return (node for node, path in self._nodes() if under(path, self.module))
 
     def dropouts(self, wanted: list[int]) -> Iterator[str]:
-        """What became of every dropout at the module."""
         for index in wanted:
             job, site = self.prepared.jobs[index].name, self.prepared.sites[index].get(self.module)
             if site is not None and site.dropout and self._is_lowered(self.module, job):
@@ -291,7 +275,10 @@ class _Explainer:
         else:
             yield "no operator of the base stands here by itself"
         block, path = self.place
-        near = (self.module, *(f"{b.instances[0]}.{path}" for n, b in self._blocks() if n == block))
+        near = (
+            self.module,
+            *(f"{b.instances[0]}.{path}" for n, b in self.group.blocks.items() if n == block),
+        )
         for by, note in self.group.notes:
             names = [f"job '{self.prepared.jobs[index].name}'" for index in wanted]
             if by == "fuse-backbone" and any(note.startswith(name) for name in names):
@@ -299,16 +286,9 @@ class _Explainer:
                 if any(under(where, path) for path in near):
                     yield note
 
-    def _blocks(self) -> Iterator[tuple[str, Any]]:
-        yield from self.group.blocks.items()
-
 
 def _some(names: list[str]) -> str:
     return ", ".join(names[:MANY]) + (f" and {len(names) - MANY} more" if len(names) > MANY else "")
-
-
-def _adapter_numbers(site: AdapterSite) -> str:
-    return f"rank {site.rank}, scaling {site.scaling:g}, dropout {site.dropout:g}"
 
 
 def _dropout(node: fx.Node) -> str:
@@ -325,15 +305,10 @@ def _dropout(node: fx.Node) -> str:
     return ""
 
 
-# Which module or node a user means.
-
-
 @dataclass(frozen=True, slots=True)
 class NamedModule:
     """A module, and the node in it that was asked for.
 
-    module   path in the base
-    others   how many other modules the name fits as well
     node     None where a module was asked for
     block    whose graph the node stands in, "" for the root
     """
@@ -359,7 +334,8 @@ def find_name(asked: str, modules: Mapping[str, object], group: GroupGraph) -> N
     if ends:
         return NamedModule(ends[0], len(ends) - 1)
     for block, node in _nodes(group):
-        if asked in _names_of(block, node):
+        origin = origin_of(node)
+        if asked in (node.name, f"{block}.{node.name}", origin and origin.key):
             return NamedModule(_module_of(block, node, group), 0, node, block)
     raise _unknown(asked, path, modules, group)
 
@@ -378,11 +354,6 @@ def _nodes(group: GroupGraph) -> Iterator[tuple[str, fx.Node]]:
     for block, graph in named_graphs(group):
         for node in graph.nodes:
             yield block, node
-
-
-def _names_of(block: str, node: fx.Node) -> set[str]:
-    origin = origin_of(node)
-    return {node.name, f"{block}.{node.name}", *([origin.key] if origin else [])}
 
 
 def _module_of(block: str, node: fx.Node, group: GroupGraph) -> str:
@@ -423,9 +394,6 @@ def _some_names(modules: Mapping[str, object]) -> str:
     return ", ".join(names[:SOME]) + more
 
 
-# What the patterns of lower-adapters met, kept while the passes run.
-
-
 @dataclass(frozen=True, slots=True)
 class TracedBranch:
     """Where a branch stands: the block ("" for the root), the site inside it, whose it is."""
@@ -436,20 +404,15 @@ class TracedBranch:
 
 
 class PatternRecorder(Instrument):
-    """Tries the patterns itself, just before lower-adapters does.
-
-    attempts   what was tried on each branch
-    """
+    """Tries the patterns itself, just before lower-adapters does."""
 
     def __init__(self) -> None:
         self.attempts: dict[TracedBranch, tuple[Attempt, ...]] = {}
 
     def started(self, pipeline: Pipeline) -> None:
-        """Compiling begins anew: what was seen is not what will be."""
         self.attempts = {}
 
     def before(self, event: Event) -> None:
-        """Look at every branch that lower-adapters is about to look at."""
         if not isinstance(event.item, LowerAdapters) or not isinstance(event.graphs, GroupGraph):
             return
         for block, graph in named_graphs(event.graphs):
@@ -459,17 +422,11 @@ class PatternRecorder(Instrument):
                 for write in writes:
                     branch = TracedBranch(block, str(write.meta["site"]), write.meta["jobs"][0])
                     known = self.attempts.get(branch, ())
-                    self.attempts[branch] = (*known, first, *_second(write, anchor, frozen, block))
-
-
-def _second(
-    write: fx.Node, anchor: fx.Node, frozen: Match | Miss, block: str
-) -> tuple[Attempt, ...]:
-    """The branch is looked at only where the module is a frozen linear."""
-    if isinstance(frozen, Miss):
-        return ()
-    matched = match_nodes(write, anchor, frozen["x"])
-    return (_attempt("a plain LoRA branch", matched, block),)
+                    self.attempts[branch] = (*known, first)
+                    # The branch is looked at only where the module is a frozen linear.
+                    if isinstance(frozen, Match):
+                        matched = match_nodes(write, anchor, frozen["x"])
+                        self.attempts[branch] += (_attempt("a plain LoRA branch", matched, block),)
 
 
 def _attempt(what: str, result: Match | Miss, block: str) -> Attempt:
@@ -505,9 +462,6 @@ def _source_of(node: fx.Node) -> str:
     return ""
 
 
-# Why a job does not target a module: PEFT's own matching is asked again, one field left out.
-
-
 def copied_around(sites: dict[str, AdapterSite], module: str) -> str:
     """The module around this one of which the job trains a copy, "" for none."""
     saved = (path for path, site in sites.items() if site.kind == "saved")
@@ -515,7 +469,7 @@ def copied_around(sites: dict[str, AdapterSite], module: str) -> str:
 
 
 def why_not_targeted(job: Job, backbone: Backbone, module: str) -> str:
-    """Which of the job's LoRA fields leaves a module out."""
+    """Which of the job's LoRA fields leaves a module out: PEFT is asked again without each."""
     from peft.tuners.tuners_utils import check_target_module_exists
 
     config: Any = config_with_targets(job, backbone)
@@ -527,24 +481,16 @@ def why_not_targeted(job: Job, backbone: Backbone, module: str) -> str:
         setattr(without, field, None)
         if check_target_module_exists(without, module) is True:
             return f"{field} leaves it out: {_joined(value)}"
-    return f"target_modules: {_asked(job, config)}"
-
-
-def _asked(job: Job, config: Any) -> str:
-    """What the job file says; what PEFT makes of it where the file says nothing."""
     asked = job.lora_config().target_modules
     if asked is not None:
-        return _joined(asked)
-    return f"{_joined(config.target_modules)} (PEFT's for this base)"
+        return f"target_modules: {_joined(asked)}"
+    return f"target_modules: {_joined(config.target_modules)} (PEFT's for this base)"
 
 
 def _joined(names: Any) -> str:
     if isinstance(names, str) or not isinstance(names, Iterable):
         return str(names)
     return ", ".join(sorted(map(str, names)))
-
-
-# Which layers share code, and what tells the others apart.
 
 
 def about_layers(group: GroupGraph, module: str) -> tuple[str, ...]:
@@ -571,7 +517,6 @@ def about_layers(group: GroupGraph, module: str) -> tuple[str, ...]:
 
 
 def _differences(group: GroupGraph, mine: Block, other: Block) -> Iterator[str]:
-    """What tells another structure of layers apart."""
     here, there = mine.instances[0], other.instances[0]
     differs = False
     if not _same_code(group.base, here, there):
@@ -604,9 +549,6 @@ def _other_sites(job: JobGraph, here: str, there: str) -> Iterator[str]:
 
 def _sites(job: JobGraph, layer: str) -> dict[str, AdapterSite]:
     return {path[len(layer) + 1 :]: site for path, site in job.sites.items() if under(path, layer)}
-
-
-# An explanation as plain text.
 
 
 def render(explanation: Explanation) -> str:

@@ -7,6 +7,7 @@ import json
 import platform
 import traceback
 from collections import Counter
+from contextlib import suppress
 from dataclasses import asdict, dataclass
 from importlib.metadata import PackageNotFoundError, entry_points, version
 from pathlib import Path
@@ -54,7 +55,6 @@ NUMERICS = ("memory_bytes", "tokens", "seed")
 class ForeignPass:
     """A pass of another package.
 
-    module     where its class is defined
     package    the distribution and its version, "" where it is not known
     """
 
@@ -67,16 +67,9 @@ class ForeignPass:
 class RecordedFailure:
     """A pass that failed.
 
-    pipeline    the whole pipeline as text
     place       of the pass in it, counted from 1
-    name        of the pass
     subject     the graphs that it ran on: "base", "job NAME" or "group"
-    verify      the checks that ran after each pass
-    code        of the error
-    versions    of tlora-fx, Python and what traced
-    foreign     passes of the pipeline that are not ours
     numerics    options of the numerical check: rows, seed, memory
-    format      of the folder
     """
 
     pipeline: str
@@ -109,10 +102,7 @@ class RecordedFailure:
 
 
 def load_replay(folder: Path) -> RecordedFailure:
-    """Read the record of a replay folder.
-
-    raises    ReplayNotReadable
-    """
+    """Read the record of a replay folder; raises ReplayNotReadable."""
     path = folder / RECORD
     if not path.is_file():
         raise ReplayNotReadable(
@@ -221,10 +211,7 @@ def _instruments(record: RecordedFailure, folder: Path) -> list[Instrument]:
 
 
 def _import(foreign: ForeignPass) -> None:
-    """Make a pass known that no entry point names: a module registered it when it was imported.
-
-    raises    ReplayNotReadable
-    """
+    """Make a pass known that no entry point names: a module registered it when it was imported."""
     if foreign.name in pass_names():
         return
     try:
@@ -251,7 +238,6 @@ def keep_replay(folder: Path, prepared: Prepared, runner: Runner, error: TloraEr
     compiled again and halted just before it.
 
     folder    where to; a name beside it where something else lies there
-    runner    that met the error
     """
     try:
         event = _before(prepared, runner)
@@ -307,33 +293,28 @@ def write_replay(
 
 
 def _before(prepared: Prepared, runner: Runner) -> Event | None:
-    """The failing pass and its graphs as they were; None where it does not come to that again."""
     if runner.failed is None:
         return None
-    number, _ = runner.failed
-    again = Runner(
-        runner.pipeline, (), runner.verify, limits=dict(runner.limits), halt_at=number
-    )  # fmt: skip
+    limits, number = dict(runner.limits), runner.failed[0]
+    again = Runner(runner.pipeline, (), runner.verify, limits=limits, halt_at=number)
     try:
-        fuse(prepared, again)
+        with suppress(TloraError):
+            fuse(prepared, again)
     except Halted as halted:
         return halted.event
-    except TloraError:
-        return None
     return None
 
 
 def _free(folder: Path) -> Path:
     """The folder where it is empty or a replay folder, else the first free name beside it."""
     candidate, number = folder, 1
-    while candidate.exists() and not _may_be_written(candidate):
+    while candidate.exists():
+        empty = candidate.is_dir() and not any(candidate.iterdir())
+        if empty or (candidate / RECORD).is_file():
+            break
         number += 1
         candidate = folder.with_name(f"{folder.name}-{number}")
     return candidate
-
-
-def _may_be_written(folder: Path) -> bool:
-    return folder.is_dir() and ((folder / RECORD).is_file() or not any(folder.iterdir()))
 
 
 def _foreign(pipeline: Pipeline) -> tuple[ForeignPass, ...]:

@@ -78,10 +78,7 @@ class Subject:
 
 
 class CompiledSubject(Subject):
-    """A job file, compiled on first use.
-
-    pipeline    makes the passes, None stands for the default
-    """
+    """A job file, compiled on first use with the passes that `pipeline` makes; None: default."""
 
     def __init__(self, path: Path, pipeline: Callable[[], Pipeline] | None = None) -> None:
         super().__init__(path)
@@ -122,11 +119,7 @@ class CompiledSubject(Subject):
 
 
 def subject_of(path: Path, pipeline: Callable[[], Pipeline] | None = None) -> Subject:
-    """A job file by its suffix, else a dump.
-
-    pipeline    for job files
-    raises      DumpNotReadable for what does not exist
-    """
+    """A job file by its suffix, else a dump; raises DumpNotReadable for what does not exist."""
     if path.suffix in JOB_FILES:
         return CompiledSubject(path, pipeline)
     return Subject(path)

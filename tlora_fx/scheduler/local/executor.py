@@ -45,9 +45,6 @@ from tlora_fx.scheduler.local.worker import EventReader, WorkerConfig
 from tlora_fx.scheduler.state import Group, JobRequest
 from tlora_fx.scheduler.store import Ledger
 
-# One group of the local executor while it runs: its workers, and what they have told.
-
-
 TAIL_LINES = 12
 
 
@@ -55,13 +52,7 @@ TAIL_LINES = 12
 class RunningGroup:
     """A formation that was launched.
 
-    jobs        its names
-    folder      of all its files
-    workers     numbers of its processes, the telling one first
     clock       from time of day to the executor's seconds
-    committed   steps that are safe, by job
-    asked       it was asked to drain
-    over        its end was told
     """
 
     epoch: int
@@ -174,7 +165,6 @@ class RunningGroup:
             yield from self._settled(now, {"steps": steps, "ended": ended})
 
     def _why(self, codes: list[int]) -> str:
-        """What the log says last."""
         bad = next(code for code in codes if code)
         how = f"killed by {signal.Signals(-bad).name}" if bad < 0 else f"exit code {bad}"
         log = next(iter(sorted(self.folder.glob("*.log"))), None)
@@ -190,10 +180,6 @@ KILL_SECONDS = 30.0
 class LocalOptions:
     """How groups are run.
 
-    device           "cpu" or "cuda"
-    save_seconds     between checkpoints
-    max_row_tokens   of one forward
-    compiled         layers are compiled by torch.compile
     more             for workers of other kinds
     """
 
@@ -208,7 +194,6 @@ class LocalOptions:
 class CheckpointSource:
     """Where a job's newest committed state lies.
 
-    path    run folder, with checkpoints
     steps   optimizer steps that it has done there
     """
 
@@ -219,10 +204,8 @@ class CheckpointSource:
 class LocalExecutor:
     """Runs groups on this machine.
 
-    folder    of the whole run
     cluster   one node: its GPUs, or slots of a CPU
     specs     what the trainer must know of a job, by name; it may grow
-    server    forks the workers
     sources   by job, where its newest committed state lies; those of an earlier process
     started   time of day at second 0 of the executor's clock
     commits   hears of commits that no event tells: those of groups that are killed
@@ -268,10 +251,6 @@ class LocalExecutor:
         return self.cluster
 
     def reserve(self, group: Group, epoch: int) -> None:
-        """Hold the group's place for it.
-
-        raises   PlaceTaken
-        """
         there = set(self.cluster.present())
         taken = {gpu for other, held in self._held.items() if other != epoch for gpu in held}
         wrong = sorted(gpu for gpu in group.place if gpu in taken or gpu not in there)
@@ -318,12 +297,7 @@ class LocalExecutor:
         )  # fmt: skip
 
     def _config(
-        self,
-        folder: Path,
-        epoch: int,
-        group: Group,
-        gpus: tuple[int, ...],
-        layout: Layout | None,
+        self, folder: Path, epoch: int, group: Group, gpus: tuple[int, ...], layout: Layout | None
     ) -> WorkerConfig:
         options = self.options
         return WorkerConfig(
@@ -346,7 +320,6 @@ class LocalExecutor:
         )
 
     def events(self) -> list[ExecutorEvent]:
-        """What happened since the last call."""
         found: list[ExecutorEvent] = []
         for running in list(self._groups.values()):
             found += running.events(self.now())
@@ -354,7 +327,6 @@ class LocalExecutor:
         return sorted(found, key=lambda event: event.time)
 
     def _note(self, found: Iterable[ExecutorEvent]) -> None:
-        """Where each job goes on from."""
         for event in found:
             match event:
                 case Committed():
@@ -365,7 +337,6 @@ class LocalExecutor:
                     self.sources.pop(str(event.job), None)
 
     def drain(self, group: Group, epoch: int) -> None:
-        """Ask for a checkpoint and an end."""
         if epoch in self._groups:
             self._groups[epoch].drain()
 
@@ -438,7 +409,6 @@ def cpu_threads(slots: int) -> dict[str, str]:
 # The ledger may not have heard of the last checkpoints: their writers outlive the run by some
 # seconds, and stop with one more. So nothing is read before the last of them has ended.
 
-
 WAIT_SECONDS = 120.0
 GRACE_SECONDS = 3.0
 KILLED = "the run was killed"
@@ -456,7 +426,7 @@ RESERVED = frozenset(
 
 
 @contextmanager
-def held(folder: Path, wait_seconds: float = WAIT_SECONDS) -> Iterator[int]:
+def held(folder: Path) -> Iterator[int]:
     """Hold a run's folder for this process.
 
     returns   a file descriptor for the workers to inherit: the folder is then held as long as one
@@ -472,9 +442,9 @@ def held(folder: Path, wait_seconds: float = WAIT_SECONDS) -> Iterator[int]:
                 folder=folder,
                 help="wait for it, or choose another folder with -o",
             )
-        if not _locked(theirs, wait_seconds):
+        if not _locked(theirs, WAIT_SECONDS):
             raise WorkerLost(
-                f"a process of the killed run still trains after {wait_seconds:g} seconds",
+                f"a process of the killed run still trains after {WAIT_SECONDS:g} seconds",
                 folder=folder,
                 help=f"see who holds it with: fuser {folder / '.workers.lock'}",
             )
@@ -507,10 +477,7 @@ def _locked(file: IO[str], seconds: float) -> bool:
 
 
 def recover(ledger: Ledger, folder: Path, now: float) -> list[int]:
-    """Write down what the groups of a killed run have committed, and end them.
-
-    returns   the epochs that were found open
-    """
+    """Write down what the groups of a killed run have committed, and end them; their epochs."""
     open_epochs = [record for record in ledger.epochs() if record.ended is None]
     for record in open_epochs:
         train = folder / "groups" / f"{record.epoch:06d}" / "train"

@@ -25,10 +25,8 @@ class ForkServer:
     """Starts workers, and hears when they end.
 
     module        what workers run; see `forkserver`
-    log           file for what the server and its imports say
     held          a file descriptor that the server and all workers inherit; what is locked by it
                   stays locked until the last of them has ended
-    environment   beside the parent's own
     """
 
     def __init__(
@@ -162,7 +160,6 @@ class ForkServer:
 #     {"start": 7, "order": "…", "log": "…", "environment": {…}}   →   {"ended": 7, "code": 0}
 #     to end one: {"signal": 7, "number": 15}
 
-
 POLL_SECONDS = 0.05
 STOP_SECONDS = 60.0
 _PR_SET_PDEATHSIG = 1
@@ -205,7 +202,6 @@ class _Server:
             self.reap(told=not orphaned)
 
     def hear(self) -> bool:
-        """Do what the parent asks; False when it is gone."""
         content = os.read(0, 65536)
         *lines, self.heard = (self.heard + content).split(b"\n")
         for line in lines:
@@ -224,7 +220,6 @@ class _Server:
                 os.kill(pid, asked["number"])
 
     def reap(self, *, told: bool) -> None:
-        """Tell which workers have ended."""
         while self.children:
             pid, status = os.waitpid(-1, os.WNOHANG)
             if pid == 0:
@@ -246,7 +241,6 @@ def _become_worker(module: ModuleType, lifeline: int, asked: dict[str, Any]) -> 
 
 
 def _work(module: ModuleType, lifeline: int, order: Path) -> None:
-    """Train, and end the process."""
     code = 1
     try:
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)

@@ -39,26 +39,16 @@ if TYPE_CHECKING:
     from tlora_fx.runtime.job_run import JobRun, StepReport
 
 
-# What a worker is asked to train: a file, written before the worker is started.
-
-
 @dataclass(frozen=True, slots=True)
 class WorkerConfig:
     """One formation of a group, for its worker.
 
-    epoch            of the formation
     jobs             `Job.model_dump(mode="json")` of each, in the group's order
     sources          by job, the run folder whose newest checkpoint it goes on from
-    output           run folder of the group: its checkpoints
-    job_folders      folder of the jobs' own folders
-    event_log        file that the worker appends its events to
     device           "cpu" or "cuda"
-    gpus             that the processes have, one each
     mesh             such as "dp=2"
-    shard_base       the base is sharded over dp
     save_seconds     a checkpoint is due so long after the last one
     max_row_tokens   of one forward
-    compiled         layers are compiled by torch.compile
     """
 
     epoch: int
@@ -86,14 +76,11 @@ class WorkerConfig:
         return TypeAdapter(cls).validate_json(path.read_bytes())
 
 
-# The event log of a worker: lines appended to a file, read while it grows.
-#
-# A file outlives both ends: a worker whose parent is gone writes on undisturbed, and a line that a
-# kill has torn has no end and is never read.
-
-
 class EventWriter:
     """Appends lines, for a worker.
+
+    A file outlives both ends: a worker whose parent is gone writes on undisturbed, and a line that
+    a kill has torn has no end and is never read.
 
     every_seconds   progress is written at most so often
     """
@@ -226,17 +213,14 @@ class EventCallback(TrainerCallback):
         self.steps: dict[str, int] = {}
 
     def started(self, runs: Sequence[JobRun]) -> None:
-        """The first step begins."""
         self.steps = {run.job.name: run.step for run in runs}
         self.writer.write("started", steps=self.steps)
 
     def stepped(self, report: StepReport) -> None:
-        """A step is done; it is not safe yet."""
         self.steps[report.job] = report.step
         self.writer.progress(self.steps)
 
     def saved(self, path: Path, runs: Sequence[JobRun]) -> None:
-        """All that is done is safe."""
         self.writer.write(
             "saved",
             steps={run.job.name: run.step for run in runs},
@@ -244,7 +228,6 @@ class EventCallback(TrainerCallback):
         )
 
     def warned(self, text: str) -> None:
-        """Something went wrong, and training goes on."""
         self.writer.write("warned", text=text)
 
 

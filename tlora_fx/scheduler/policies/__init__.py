@@ -41,10 +41,7 @@ ENTRY_POINTS = "tlora_fx.policies"
 
 
 def find_policy(name: str, **options: Any) -> Policy:
-    """A policy by name, with its options.
-
-    raises   UnknownPolicy, PolicyOptionWrong
-    """
+    """A policy by name, with its options; raises UnknownPolicy, PolicyOptionWrong."""
     kind = _find(name)
     fields = {field.name: field for field in dataclasses.fields(kind) if field.init}
     for option in options:
@@ -85,11 +82,7 @@ def policy_of(text: str) -> Policy:
 
 
 def _require_kinds(name: str, kinds: Mapping[str, object], options: Mapping[str, Any]) -> None:
-    """Refuse values of another kind than their options have.
-
-    kinds    of the policy's options, as their dataclass annotates them
-    raises   PolicyOptionWrong
-    """
+    """Refuse values of another kind than their options have."""
     for option, value in options.items():
         kind = getattr(kinds[option], "__name__", str(kinds[option]))
         words, allowed = _KINDS.get(kind, ("", object))
@@ -103,7 +96,6 @@ def _require_kinds(name: str, kinds: Mapping[str, object], options: Mapping[str,
 
 
 def _find(name: str) -> Any:
-    """The class of a policy, ours or another's."""
     if name in _OURS:
         module, _, kind = _OURS[name].partition(":")
         return getattr(import_module(f"{__name__}.{module}"), kind)

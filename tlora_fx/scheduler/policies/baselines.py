@@ -19,10 +19,7 @@ from tlora_fx.scheduler.state import ActiveJob, Decision, Group, Reason, Schedul
 
 @dataclass(slots=True)
 class Slot:
-    """A group in the making.
-
-    group   what runs there now, if nothing has changed since
-    """
+    """A group in the making; `group` runs there now, if nothing has changed since."""
 
     jobs: list[ActiveJob]
     place: tuple[int, ...]
@@ -106,17 +103,14 @@ def names_of(jobs: Iterable[ActiveJob]) -> tuple[str, ...]:
     return tuple(job.name for job in jobs)
 
 
-# Every job alone, on the GPUs that it asked for, with the best layout on them.
-#
-# source   the baseline "Megatron" of tLoRA, section 4.1
-
-
 @dataclass(slots=True)
 class Megatron:
     """First come, first served; nothing shares and nothing moves.
 
     backfill   jobs that fit may overtake one that does not; a job may then wait for ever behind
                smaller ones
+
+    source   the baseline "Megatron" of tLoRA, section 4.1
     """
 
     name: ClassVar[str] = "megatron"
@@ -125,29 +119,18 @@ class Megatron:
     backfill: bool = False
 
     def decide(self, state: SchedulerState, *, explain: bool = False) -> Decision:
-        """The groups from now to the next decision."""
         allocation = Allocation.of(state)
         left: list[ActiveJob] = []
         for job in allocation.waiting:
             blocked = bool(left) and not self.backfill
             if blocked or allocation.open([job], job.request.gpus) is None:
                 left.append(job)
-        reasons = _reasons(allocation, left) if explain else ()
-        return Decision(allocation.groups(), names_of(left), reasons)
-
-
-def _reasons(allocation: Allocation, left: list[ActiveJob]) -> tuple[Reason, ...]:
-    alone = [Reason(job.name, "alone") for slot in allocation.slots for job in slot.jobs]
-    detail = f"{allocation.placer.free} GPUs are free"
-    return (*alone, *(Reason(job.name, "waits", detail=detail) for job in left))
-
-
-# mLoRA's batching: jobs join in the order of their arrival, up to a count.
-#
-# A job joins the oldest group of its base that has room, or begins one. Neither slowdown nor
-# deadlines are looked at. Nothing that runs is taken apart.
-#
-# source   the baseline "mLoRA" of tLoRA, section 4.1; field notes: FIFO fill, cap 4
+        reasons = []
+        if explain:
+            detail = f"{allocation.placer.free} GPUs are free"
+            reasons = [Reason(job.name, "alone") for slot in allocation.slots for job in slot.jobs]
+            reasons += [Reason(job.name, "waits", detail=detail) for job in left]
+        return Decision(allocation.groups(), names_of(left), tuple(reasons))
 
 
 Share = Literal["pooled", "widest"]
@@ -157,8 +140,12 @@ Share = Literal["pooled", "widest"]
 class MloraFifo:
     """Fill groups to a count, first come first served.
 
-    cap     jobs in a group
+    A job joins the oldest group of its base that has room, or begins one. Neither slowdown nor
+    deadlines are looked at. Nothing that runs is taken apart.
+
     gpus    of a group: "pooled", all that its jobs asked for, or "widest", those of its widest job
+
+    source   the baseline "mLoRA" of tLoRA, section 4.1; field notes: FIFO fill, cap 4
     """
 
     name: ClassVar[str] = "mlora-fifo"
@@ -174,7 +161,6 @@ class MloraFifo:
             raise ValueError("gpus: 'pooled' or 'widest'")
 
     def decide(self, state: SchedulerState, *, explain: bool = False) -> Decision:
-        """The groups from now to the next decision."""
         allocation = Allocation.of(state)
         for slot in allocation.slots if allocation.waiting else ():
             # What only jobs that have ended had asked for goes to those that wait.
@@ -209,43 +195,37 @@ class MloraFifo:
         return sum(wanted) if self.gpus == "pooled" else max(wanted)
 
 
-# mLoRA's batching by memory: jobs join in the order of their arrival while memory lasts.
-#
-# source   tLoRA, section 4.1: "grouping jobs as long as memory capacity permits"
-
-
 @dataclass(slots=True)
 class MloraMemory(MloraFifo):
-    """Fill groups until nothing more fits into memory."""
+    """Fill groups until nothing more fits into memory.
+
+    source   tLoRA, section 4.1: "grouping jobs as long as memory capacity permits"
+    """
 
     name: ClassVar[str] = "mlora-memory"
 
     cap: float = inf
 
 
-# The ablation without our kernels: the default policy over unfused adapters.
-#
-# The policy is the same; an estimator made with `fused=False` belongs to it.
-#
-# source   "tLoRA w/o Kernel Fuser" of tLoRA, section 4.1
-
-
 @dataclass(slots=True)
 class NoKernelFuser(Tlora):
-    """The default policy, told of unfused kernels."""
+    """The default policy, told of unfused kernels.
+
+    The policy is the same; an estimator made with `fused=False` belongs to it.
+
+    source   "tLoRA w/o Kernel Fuser" of tLoRA, section 4.1
+    """
 
     name: ClassVar[str] = "no-kernel-fuser"
     fused: ClassVar[bool] = False
 
 
-# The ablation without our scheduler: mLoRA's batching with our kernels.
-#
-# source   "tLoRA w/o Scheduler" of tLoRA, section 4.1
-
-
 @dataclass(slots=True)
 class NoScheduler(MloraFifo):
-    """mLoRA's groups, run by fused kernels."""
+    """mLoRA's groups, run by fused kernels.
+
+    source   "tLoRA w/o Scheduler" of tLoRA, section 4.1
+    """
 
     name: ClassVar[str] = "no-scheduler"
     fused: ClassVar[bool] = True

@@ -5,7 +5,7 @@ It answers the uncontended problem and then fills the cluster; it knows no cost 
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import ClassVar
@@ -13,26 +13,21 @@ from typing import ClassVar
 import numpy as np
 from numpy.typing import NDArray
 
-from tlora_fx.cost.load import Array
+from tlora_fx.cost.load import Array, Demand
 from tlora_fx.errors import TooManyForOracle
-from tlora_fx.scheduler.policies.paper import fill
-from tlora_fx.scheduler.search.objective import OBJECTIVES, Objective, tier_for
+from tlora_fx.scheduler.search.objective import OBJECTIVES, Objective, seconds_of, tier_for
+from tlora_fx.scheduler.search.placement import Placer
 from tlora_fx.scheduler.state import (
     ROUNDING,
     ActiveJob,
     Decision,
+    Group,
     Reason,
     SchedulerState,
     arrival,
     limit_seconds,
     pressed_first,
 )
-
-# The best grouping there is, by looking at every subset of the jobs.
-#
-# It stands for the uncontended problem: each group has all GPUs that its jobs asked for. Jobs of
-# different bases never share, so every base is a problem of its own.
-
 
 MOST_JOBS = 16
 #: Jobs whose sets are parted in all ways by one call.
@@ -65,11 +60,17 @@ class Subsets:
 def best_grouping(state: SchedulerState, objective: Objective = "weighted") -> Grouping:
     """The grouping of the largest worth, each group on all its jobs' GPUs.
 
+    It stands for the uncontended problem: each group has all GPUs that its jobs asked for. Jobs of
+    different bases never share, so every base is a problem of its own.
+
     raises   TooManyForOracle
     """
     groups: list[tuple[str, ...]] = []
     worth = 0.0
-    for jobs in by_base(state.jobs).values():
+    by_base: dict[str, list[ActiveJob]] = {}
+    for job in sorted(state.jobs.values(), key=arrival):
+        by_base.setdefault(job.request.base, []).append(job)
+    for jobs in by_base.values():
         if len(jobs) > MOST_JOBS:
             raise TooManyForOracle(
                 f"{len(jobs)} jobs of one base are too many for the exact policy",
@@ -83,14 +84,6 @@ def best_grouping(state: SchedulerState, objective: Objective = "weighted") -> G
     return Grouping(tuple(groups), worth)
 
 
-def by_base(jobs: Mapping[str, ActiveJob]) -> dict[str, list[ActiveJob]]:
-    """Jobs that may share, in order of their arrival."""
-    groups: dict[str, list[ActiveJob]] = {}
-    for job in sorted(jobs.values(), key=arrival):
-        groups.setdefault(job.request.base, []).append(job)
-    return groups
-
-
 def subsets(state: SchedulerState, jobs: Sequence[ActiveJob], objective: Objective) -> Subsets:
     """What every subset of jobs of one base is worth."""
     count = 1 << len(jobs)
@@ -99,7 +92,10 @@ def subsets(state: SchedulerState, jobs: Sequence[ActiveJob], objective: Objecti
     gpus = bits @ np.array([float(job.request.gpus) for job in jobs])
     limits = np.array([limit_seconds(job, state.now) for job in jobs])
     limit = np.where(bits > 0, limits, np.inf).min(axis=1)
-    mass = bits @ np.array([_mass(job, objective) for job in jobs])
+    weighted = objective == "weighted"
+    mass = bits @ np.array(
+        [job.solo_seconds if weighted else job.request.demand.samples for job in jobs]
+    )
     tiers = [tier_for(state.cluster, int(number)) for number in gpus[1:]]
     seconds = np.full(count, np.inf)
     seconds[1:] = state.estimator.seconds(jobs[0].request.base, demand[1:], gpus[1:], tiers)
@@ -108,10 +104,6 @@ def subsets(state: SchedulerState, jobs: Sequence[ActiveJob], objective: Objecti
     worth = np.full(count, -np.inf)
     worth[fits] = mass[fits] / seconds[fits]
     return Subsets(worth, seconds, gpus)
-
-
-def _mass(job: ActiveJob, objective: Objective) -> float:
-    return job.solo_seconds if objective == "weighted" else job.request.demand.samples
 
 
 def _partition(worth: Array, count: int) -> tuple[list[int], float]:
@@ -189,10 +181,6 @@ class Oracle:
             raise ValueError(f"objective: one of {', '.join(OBJECTIVES)}")
 
     def decide(self, state: SchedulerState, *, explain: bool = False) -> Decision:
-        """The groups from now to the next decision.
-
-        raises   TooManyForOracle
-        """
         best = best_grouping(state, self.objective)
         jobs, now = state.jobs, state.now
         groups = sorted(
@@ -205,3 +193,44 @@ class Oracle:
             for name in group
         )
         return fill(state, groups, reasons=reasons if explain else ())
+
+
+def fill(
+    state: SchedulerState,
+    groups: Sequence[tuple[str, ...]],
+    *,
+    reasons: tuple[Reason, ...] = (),
+) -> Decision:
+    """Give groups their GPUs, all that their jobs asked for together.
+
+    groups   the most pressed first; what runs already stays, others fill up in order
+    """
+    placer = Placer(state.cluster)
+    running = {frozenset(group.jobs): group for group in state.groups}
+    placed: dict[tuple[str, ...], Group] = {}
+    for jobs in groups:
+        group = running.get(frozenset(jobs))
+        if group is not None and placer.has(group.place) and group.gpus == _asked(state, jobs):
+            placer.take(group.place)
+            placed[jobs] = group
+    for jobs in (jobs for jobs in groups if jobs not in placed):
+        gpus = _asked(state, jobs)
+        held = [gpu for group in state.groups if set(group.jobs) & set(jobs) for gpu in group.place]
+        gpu_ids = placer.find(gpus, keep=held)
+        if gpu_ids is not None:
+            placer.take(gpu_ids)
+            placed[jobs] = Group(jobs, gpus, gpu_ids, _seconds(state, jobs, gpus), state.now)
+    waiting = tuple(name for jobs in groups if jobs not in placed for name in jobs)
+    return Decision(tuple(placed[jobs] for jobs in groups if jobs in placed), waiting, reasons)
+
+
+def _asked(state: SchedulerState, jobs: tuple[str, ...]) -> int:
+    return sum(state.jobs[name].request.gpus for name in jobs)
+
+
+def _seconds(state: SchedulerState, jobs: tuple[str, ...], gpus: int) -> float:
+    first = state.jobs[jobs[0]]
+    if len(jobs) == 1:
+        return first.solo_seconds
+    total = Demand.total(state.jobs[name].request.demand for name in jobs)
+    return seconds_of(state, first.request.base, total.row(), gpus)

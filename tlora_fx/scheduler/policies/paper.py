@@ -13,6 +13,7 @@ source   tLoRA, section 3.4; field notes, "Reading Algorithm 1"
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from math import inf, isfinite, log2
@@ -21,7 +22,6 @@ from typing import ClassVar
 import numpy as np
 
 from tlora_fx.cost.hardware import Cluster
-from tlora_fx.cost.load import Demand
 from tlora_fx.scheduler.policies.tlora import Unchanged
 from tlora_fx.scheduler.search.moves import LEAST_GAIN
 from tlora_fx.scheduler.search.objective import (
@@ -32,86 +32,29 @@ from tlora_fx.scheduler.search.objective import (
     Objective,
     PolicyMemory,
     residuals,
-    seconds_of,
     sized,
 )
 from tlora_fx.scheduler.search.placement import Placer, arrange
 from tlora_fx.scheduler.state import (
     ROUNDING,
     Decision,
-    Group,
     Reason,
     SchedulerState,
     arrival,
     urgency,
 )
 
-# Place groups that were chosen from scratch: what runs already stays, others fill up in order.
-
-
-def fill(
-    state: SchedulerState,
-    groups: Sequence[tuple[str, ...]],
-    *,
-    reasons: tuple[Reason, ...] = (),
-    overtake: bool = True,
-) -> Decision:
-    """Give groups their GPUs, all that their jobs asked for together.
-
-    groups     the most pressed first
-    overtake   a group that fits may go before one that does not
-    """
-    placer = Placer(state.cluster)
-    running = {frozenset(group.jobs): group for group in state.groups}
-    placed: dict[tuple[str, ...], Group] = {}
-    for jobs in groups:
-        group = running.get(frozenset(jobs))
-        if group is not None and placer.has(group.place) and group.gpus == _asked(state, jobs):
-            placer.take(group.place)
-            placed[jobs] = group
-    blocked = False
-    for jobs in groups:
-        if jobs in placed or (blocked and not overtake):
-            continue
-        gpus = _asked(state, jobs)
-        held = [gpu for group in state.groups if set(group.jobs) & set(jobs) for gpu in group.place]
-        gpu_ids = placer.find(gpus, keep=held)
-        if gpu_ids is None:
-            blocked = True
-            continue
-        placer.take(gpu_ids)
-        placed[jobs] = Group(jobs, gpus, gpu_ids, _seconds(state, jobs, gpus), state.now)
-    waiting = tuple(name for jobs in groups if jobs not in placed for name in jobs)
-    return Decision(tuple(placed[jobs] for jobs in groups if jobs in placed), waiting, reasons)
-
-
-def _asked(state: SchedulerState, jobs: tuple[str, ...]) -> int:
-    return sum(state.jobs[name].request.gpus for name in jobs)
-
-
-def _seconds(state: SchedulerState, jobs: tuple[str, ...], gpus: int) -> float:
-    first = state.jobs[jobs[0]]
-    if len(jobs) == 1:
-        return first.solo_seconds
-    total = Demand.total(state.jobs[name].request.demand for name in jobs)
-    return seconds_of(state, first.request.base, total.row(), gpus)
-
-
-# The binary cut of Algorithm 1: how long a suffix of a sorted queue a seed should merge with.
-
-
 MOST_KNOWN = 200_000
 
 
 class Cutter:
-    """Evaluates suffixes, at most so many in a round, and remembers them."""
+    """The binary cut of Algorithm 1: how long a suffix of a queue a seed should merge with.
+
+    budget   groups that may be evaluated in a round
+    known    seconds of groups by the keys of their jobs; kept from round to round
+    """
 
     def __init__(self, valuation: GroupValuation, budget: int, known: dict[int, float]) -> None:
-        """Begin a round.
-
-        budget   groups that may be evaluated
-        known    seconds of groups by the keys of their jobs; kept from round to round
-        """
         self.valuation = valuation
         self.budget = budget
         self.evaluations = 0
@@ -215,8 +158,6 @@ class TloraPaper:
 
     objective   "weighted" speed-up, or "throughput" in samples a second
     warm        groups of the last round stay together; else all jobs are grouped anew each time
-
-    evaluations   groups that the last round evaluated
     """
 
     name: ClassVar[str] = "tlora-paper"
@@ -234,7 +175,6 @@ class TloraPaper:
             raise ValueError(f"objective: one of {', '.join(OBJECTIVES)}")
 
     def decide(self, state: SchedulerState, *, explain: bool = False) -> Decision:
-        """The groups from now to the next decision."""
         if not state.jobs:
             self._memory = PolicyMemory()
             return Decision(())
@@ -256,7 +196,10 @@ class TloraPaper:
             units = _tier(state, cutter, units, places, unit_of, old)
         self.evaluations = cutter.evaluations
         if not self.warm:
-            units = [_home(state, unit) for unit in units]
+            for unit, group in itertools.product(units, state.groups):
+                if set(group.jobs) == set(unit.jobs) and group.gpus == unit.gpus:
+                    # The same jobs run already: the group stays where it is.
+                    unit.homes, unit.settled = (group,), True
         placed = arrange(state, collector, units, reserve=True)
         waiting = tuple(name for unit in placed.waiting for name in unit.jobs)
         reasons = tuple(cutter.reasons) if explain else ()
@@ -278,10 +221,7 @@ def _tier(
     unit_of: Callable[[int], int],
     old: frozenset[int],
 ) -> list[CandidateGroup]:
-    """Group within each node, rack or the cluster; what spans several passes through.
-
-    old   units that are no seeds, by id
-    """
+    """Group within each node, rack or the cluster; what spans several passes through."""
     rooms: dict[tuple[int, str], list[CandidateGroup]] = {}
     done: list[CandidateGroup] = []
     for unit in units:
@@ -369,11 +309,3 @@ def _places(state: SchedulerState, units: list[CandidateGroup]) -> dict[str, fro
                 placer.take(gpu_ids)
             nodes[name] = frozenset(cluster.node(gpu) for gpu in gpu_ids)
     return nodes
-
-
-def _home(state: SchedulerState, unit: CandidateGroup) -> CandidateGroup:
-    """Put a group that was formed anew where the same jobs already run."""
-    for group in state.groups:
-        if set(group.jobs) == set(unit.jobs) and group.gpus == unit.gpus:
-            unit.homes, unit.settled = (group,), True
-    return unit

@@ -36,9 +36,6 @@ from tlora_fx.scheduler.search.objective import (
 from tlora_fx.scheduler.search.placement import Placed, arrange
 from tlora_fx.scheduler.state import Decision, Group, Reason, SchedulerState, broken
 
-# How far the default policy looks: at what is new, at all, or from several beginnings.
-
-
 HOSTS = 12
 #: What the calls of one search take, in evaluations.
 CALLS = 5000
@@ -48,10 +45,8 @@ CALLS = 5000
 class SearchResult:
     """What a search came to.
 
-    units     the groups that shall run
     safe      groups to fall back to where these find no places
     merger    knows the merges that were made, and the best that were not; None: nothing was new
-    moves     that were made
     """
 
     units: list[CandidateGroup]
@@ -62,12 +57,7 @@ class SearchResult:
 
 @dataclass(frozen=True, slots=True)
 class Depth:
-    """How much a search may cost.
-
-    breadth    groups that are all compared; of more, each with a quarter as many
-    thorough   jobs up to which several beginnings are tried where all is new
-    moves      jobs moved, swapped or split off in one round at most
-    """
+    """How much a search may cost."""
 
     breadth: int
     thorough: int
@@ -88,10 +78,7 @@ def search(
     *,
     full: bool,
 ) -> SearchResult:
-    """The groups of a round.
-
-    full   look at all groups, not only at what is new or changed
-    """
+    """The groups of a round; `full` looks at all of them, not only at what is new or changed."""
     if not full and not any(search_round.fresh):
         return SearchResult(search_round.units, search_round.units)
     merger = Merger(valuation, search_round.units, depth.breadth)
@@ -134,13 +121,10 @@ def net_worth(
     )
 
 
-# Why the default policy answered as it did.
-
-
 def reasons_of(
     state: SchedulerState, search_round: SearchRound, result: SearchResult, placed: Placed
 ) -> tuple[Reason, ...]:
-    """One or more for every job that something was decided about."""
+    """Why: one or more for every job that something was decided about."""
     reasons = []
     for merge in result.merger.merges if result.merger else ():
         for members, others in ((merge.jobs, merge.others), (merge.others, merge.jobs)):
@@ -181,9 +165,6 @@ def _waiting(placed: Placed) -> Iterator[Reason]:
             yield Reason(name, "waits", others, detail=detail)
 
 
-# The last answer holds while nothing has changed.
-
-
 @dataclass(slots=True)
 class Unchanged:
     """What was answered last, and to what."""
@@ -198,18 +179,17 @@ class Unchanged:
         if self._last is None or state.cluster != self._cluster:
             return None
         same = tuple(state.jobs) == self._jobs and _keys(state.groups) == _keys(self._groups)
-        if not same or any(self._breaks(state, group) for group in state.groups):
+        if not same:
             return None
+        for group in state.groups:
+            if broken([state.jobs[name] for name in group.jobs], group.seconds, state.now):
+                return None
         return self._last
 
     def keep(self, state: SchedulerState, decision: Decision) -> None:
         """Remember."""
         self._jobs, self._groups = tuple(state.jobs), decision.groups
         self._cluster, self._last = state.cluster, decision
-
-    def _breaks(self, state: SchedulerState, group: Group) -> bool:
-        jobs = [state.jobs[name] for name in group.jobs]
-        return bool(broken(jobs, group.seconds, state.now))
 
 
 def _keys(groups: tuple[Group, ...]) -> list[tuple[tuple[str, ...], tuple[int, ...]]]:
@@ -260,7 +240,6 @@ class Tlora:
             raise ValueError("payback > 0, dwell_seconds >= 0, knee >= 0, breadth >= 2")
 
     def decide(self, state: SchedulerState, *, explain: bool = False) -> Decision:
-        """The groups from now to the next decision."""
         if not state.jobs:
             self._memory = PolicyMemory()
             return Decision(())
@@ -289,11 +268,9 @@ class Tlora:
         return answer
 
     def _keep(self, state: SchedulerState, search_round: SearchRound) -> Decision:
-        """Everybody runs and nobody is new."""
         groups = tuple(unit.homes[0] for unit in search_round.units)
-        self._memory = PolicyMemory()
-        for group, unit in zip(groups, search_round.units, strict=True):
-            self._memory.running[_key(group)] = unit
+        pairs = zip(groups, search_round.units, strict=True)
+        self._memory = PolicyMemory({_key(group): unit for group, unit in pairs})
         answer = Decision(groups)
         self._unchanged.keep(state, answer)
         return answer
@@ -301,7 +278,6 @@ class Tlora:
     def _valuation(
         self, state: SchedulerState, collector: CandidateCollector, search_round: SearchRound
     ) -> GroupValuation:
-        """What groups are worth now."""
         window = self.payback * state.horizon
         valuation = GroupValuation(state, self.objective, window=window, known=self._known)
         self._use(state, collector, valuation)
@@ -342,11 +318,9 @@ class Tlora:
         return placed
 
     def _answer(self, state: SchedulerState, placed: Placed) -> Decision:
-        """The decision, and what to remember of it."""
-        self._memory = PolicyMemory(waiting=placed.waiting)
         groups = placed.groups(state.now)
-        for group, unit in zip(groups, placed.running, strict=True):
-            self._memory.running[_key(group)] = unit
+        pairs = zip(groups, placed.running, strict=True)
+        self._memory = PolicyMemory({_key(group): unit for group, unit in pairs}, placed.waiting)
         return Decision(groups, tuple(name for unit in placed.waiting for name in unit.jobs))
 
 

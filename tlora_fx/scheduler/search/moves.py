@@ -23,12 +23,6 @@ from tlora_fx.scheduler.search.objective import (
     residuals,
 )
 
-# Merge groups, best gain first, until no merge gains.
-#
-# Only pairs with something new in them are looked at. Among very many groups each is compared with
-# some partners only, spread evenly from the busiest to the idlest.
-
-
 LEAST_GAIN = 1e-9
 
 
@@ -42,16 +36,17 @@ class Merge:
 
 
 class Merger:
-    """Units of one moment and the gains of merging them."""
+    """Units of one moment and the gains of merging them.
+
+    Only pairs with something new in them are looked at. Among very many groups each is compared
+    with some partners only, spread evenly from the busiest to the idlest.
+
+    breadth   units that are all compared with each other; of more, a quarter as many partners
+    """
 
     def __init__(
         self, valuation: GroupValuation, units: Sequence[CandidateGroup], breadth: int
     ) -> None:
-        """Begin.
-
-        units     in an order that does not depend on how they came
-        breadth   units that are all compared with each other; of more, a quarter as many partners
-        """
         self.valuation = valuation
         self.units: list[CandidateGroup | None] = list(units)
         self.merges: list[Merge] = []
@@ -69,10 +64,7 @@ class Merger:
         self._order = self._by_residual() if n > breadth else np.arange(n)
 
     def run(self, fresh: NDArray[np.bool_]) -> list[CandidateGroup]:
-        """Merge while it gains, and hand over what there is then.
-
-        fresh   [n] units to compare with the others
-        """
+        """Merge while it gains, units that are `fresh` [n] with the others; what there is then."""
         rows, columns = self._pairs(np.flatnonzero(fresh & self._open))
         self._fill(rows, columns)
         top = self._gain.argmax(axis=1)
@@ -144,7 +136,6 @@ class Merger:
         return codes // len(bases), codes % len(bases)
 
     def _fill(self, a: Ints, b: Ints) -> None:
-        """Compute the gains of some pairs."""
         if not len(a):
             return
         many = self._many
@@ -194,7 +185,7 @@ class Move:
 
 
 class Mover:
-    """Units of one moment, their jobs, and what moving each would gain."""
+    """Units of one moment, their jobs, also each as a unit `alone`, and what moving each gains."""
 
     def __init__(
         self,
@@ -202,10 +193,6 @@ class Mover:
         units: Sequence[CandidateGroup],
         alone: Mapping[str, CandidateGroup],
     ) -> None:
-        """Begin.
-
-        alone   each job as a unit of its own, on the GPUs that it asked for
-        """
         self.valuation = valuation
         self.moves: list[Move] = []
         # An empty unit at the end is where a job goes that is split off.
@@ -236,9 +223,9 @@ class Mover:
         return [unit for unit in self.units if unit is not None]
 
     def _step(self) -> bool:
-        """Make the best move; False where none gains."""
         at, worth = self._at, self._worth
-        cost = self._lost / np.maximum(self._lasting(), 1e-9)
+        lasting = np.minimum(self.valuation.window, self._left)
+        cost = self._lost / np.maximum(lasting, 1e-9)
         to = self._without[:, None] + self._with - (worth + cost)[at][:, None] - (worth + cost)
         swap = self._instead + self._instead.T
         swap -= (worth + cost)[at][:, None] + (worth + cost)[at][None, :]
@@ -251,10 +238,6 @@ class Mover:
         else:
             self._swap(int(first), int(second), float(swap[first, second]))
         return True
-
-    def _lasting(self) -> Array:
-        """Seconds for which a gain of each unit lasts."""
-        return np.minimum(self.valuation.window, self._left)
 
     def _move(self, job: int, room: int, gain: float) -> None:
         source, target = int(self._at[job]), self.units[room]
@@ -274,7 +257,6 @@ class Mover:
         self._rebuild([here, there])
 
     def _grow(self) -> None:
-        """Another empty unit at the end."""
         self.units.append(None)
         tables = self._tables
         for name in ("bases", "demand", "asked", "mass", "limit", "single"):
@@ -316,7 +298,6 @@ class Mover:
         return np.unique(np.array([max(1, kept // 2), kept, min(asked, kept + 1)], dtype=float))
 
     def _load(self, room: int) -> None:
-        """Put a unit's sums into the tables."""
         unit = self.units[room]
         tables = self._tables
         if unit is None:
@@ -349,7 +330,8 @@ class Mover:
             self._with[:, room] = LEAST
             if not open_[room]:
                 continue
-            fits = everyone if room == empty else everyone[self._same_base(everyone, room)]
+            same_base = self._jobs.bases[everyone] == self._tables.bases[room]
+            fits = everyone if room == empty else everyone[same_base]
             fits = fits[at[fits] != room]
             self._with[fits, room] = self._of(None, fits, np.full(len(fits), room))
         first = np.repeat(moved, len(everyone))
@@ -358,9 +340,6 @@ class Mover:
         self._instead[moved] = LEAST
         first, second = first[apart], second[apart]
         self._instead[first, second] = self._of(first, second, at[first])
-
-    def _same_base(self, jobs: Ints, room: int) -> Array:
-        return np.asarray(self._jobs.bases[jobs] == self._tables.bases[room])
 
     def _of(self, out: Ints | None, into: Ints | None, rooms: Ints) -> Array:
         """What units are worth with some jobs taken out and some put in."""
@@ -416,20 +395,20 @@ class Mover:
         return limits
 
 
-# Merge several groups at once, best gain first.
-#
-# A job with many GPUs and a tight bound can often take on a slow one only together with others
-# like itself: no pair of them gains, and all together gain most. Looked at are all pairs, triples
-# with two of the idlest units (the hosts), and for every bound the idlest or widest hosts that
-# bear it, three to five of them, with each other unit.
-
-
 #: Units in one merge at most.
 WIDTH = 6
 
 
 class UnitPacker:
-    """Units of one moment, and what merging two to six of them gains."""
+    """Units of one moment, and what merging two to six of them gains.
+
+    A job with many GPUs and a tight bound can often take on a slow one only together with others
+    like itself: no pair of them gains, and all together gain most. Looked at are all pairs, triples
+    with two of the idlest units (the hosts), and for every bound the idlest or widest hosts that
+    bear it, three to five of them, with each other unit.
+
+    shared   a gain counts for each of its merges by a part
+    """
 
     def __init__(
         self,
@@ -439,11 +418,6 @@ class UnitPacker:
         *,
         shared: bool,
     ) -> None:
-        """Begin.
-
-        hosts    how many of the idlest units count as hosts
-        shared   a gain counts for each of its merges by a part
-        """
         self.valuation = valuation
         self.units: list[CandidateGroup] = list(units)
         self._shared = shared
@@ -573,34 +547,25 @@ def _padded(sets: Ints) -> Ints:
     return wide
 
 
-# Cut a sorted row of units into the best segments.
-#
-# Merging pairs sees only the next step; a bound is broken by the fastest job of a group, so jobs
-# of like bounds belong together. Sorted by their bound, or by what they leave idle, the best cut
-# into neighbours is found exactly: every segment is evaluated at once, and a short dynamic program
-# picks.
-
-
 Key = Callable[[CandidateGroup], float]
 
 
-def by_limit(unit: CandidateGroup) -> float:
-    """The step that it bears."""
-    return unit.limit
-
-
-def by_load(unit: CandidateGroup) -> float:
-    """Step seconds that it bears, for each token on one of its GPUs."""
-    return float(unit.demand[2]) / unit.asked
-
-
-KEYS: tuple[Key, ...] = (by_limit, by_load)
+#: The step that a unit bears, and the same over its tokens on one of its GPUs.
+KEYS: tuple[Key, ...] = (
+    lambda unit: unit.limit,
+    lambda unit: float(unit.demand[2]) / unit.asked,
+)
 
 
 def segmented(
     valuation: GroupValuation, units: Sequence[CandidateGroup], key: Key, longest: int
 ) -> list[CandidateGroup]:
     """The best cut of units, sorted by a key within each base.
+
+    Merging pairs sees only the next step; a bound is broken by the fastest job of a group, so jobs
+    of like bounds belong together. Sorted by their bound, or by what they leave idle, the best cut
+    into neighbours is found exactly: every segment is evaluated at once, and a short dynamic
+    program picks.
 
     longest   units in one segment at most
     """
@@ -616,7 +581,6 @@ def segmented(
 def _cut(
     valuation: GroupValuation, row: list[CandidateGroup], longest: int
 ) -> list[CandidateGroup]:
-    """The best segments of one row."""
     count = len(row)
     first, last = np.triu_indices(count)
     short = last - first < longest

@@ -51,8 +51,6 @@ class CandidateGroup:
     gpu_solo   sum of GPUs times T_solo, GPU-seconds
     limit      the longest step that all its jobs bear, seconds
     left       fewest steps left of a job
-    gpus       that it holds, or would
-    seconds    of one step on them
     homes      what of it runs now, whole groups, first the one whose place it rather has
     settled    it is its home, nothing changed: re-forming it costs a switch
     held       nothing may join it or take from it now
@@ -145,7 +143,6 @@ class GroupValuation:
     crowded   jobs ask for more GPUs than there are
     price     of a GPU, in the worth of a second; 0 where not crowded
     window    seconds that a gain lasts at most
-    known     step times of earlier rounds
     """
 
     state: SchedulerState
@@ -259,7 +256,6 @@ def widest_rack(cluster: Cluster) -> int:
 
 @lru_cache(maxsize=8)
 def _tiers_of(cluster: Cluster) -> NDArray[np.object_]:
-    """The tier of every number of GPUs."""
     tiers = [tier_for(cluster, count) for count in range(cluster.capacity() + 1)]
     return np.array(tiers, dtype=object)
 
@@ -273,26 +269,16 @@ def powers(asked: Array) -> Array:
 
 
 def seconds_of(state: SchedulerState, base: str, demand: Array, gpus: int) -> float:
-    """Of a step of one group on so many GPUs; infinite where nothing fits.
-
-    demand   [12]
-    """
+    """Of a step of one group of demand [12] on so many GPUs; infinite where nothing fits."""
     tiers = [tier_for(state.cluster, gpus)]
     seconds = state.estimator.seconds(base, demand[None], np.array([float(gpus)]), tiers)
     return float(seconds[0])
-
-
-# The units that a round begins with: what runs, what was to run, and what is new.
-#
-# A policy that is asked again and again keeps the units of its last answer. What nobody touched
-# since is taken over with its sums; only what changed is fresh, and looked at.
 
 
 @dataclass(slots=True)
 class PolicyMemory:
     """What a policy keeps from round to round.
 
-    running   by group, as it was answered
     waiting   jobs that were to run together, and have not begun
     """
 
@@ -307,7 +293,6 @@ class SearchRound:
     """The units of one round.
 
     units    in order of the first arrival among their jobs
-    fresh    of each, whether it is new or changed
     broke    jobs that were taken out of a group that slowed them down too much
     """
 
@@ -317,7 +302,11 @@ class SearchRound:
 
 
 class CandidateCollector:
-    """Makes the units of a round."""
+    """Makes the units of a round.
+
+    A policy that is asked again and again keeps the units of its last answer. What nobody touched
+    since is taken over with its sums; only what changed is fresh, and looked at.
+    """
 
     def __init__(self, state: SchedulerState, memory: PolicyMemory, *, lending: bool) -> None:
         self.state = state
@@ -329,10 +318,7 @@ class CandidateCollector:
         self._held: set[str] = set()
 
     def round(self, dwell: float) -> SearchRound:
-        """All units.
-
-        dwell   seconds for which a new group is left alone
-        """
+        """All units; a new group is left alone for `dwell` seconds."""
         present = frozenset(self.state.cluster.lost)
         for group in self.state.groups:
             nodes = {self.state.cluster.node(gpu) for gpu in group.place}
@@ -391,7 +377,6 @@ class CandidateCollector:
         return count > 1 and seconds > limit * (1 + ROUNDING)
 
     def _refresh(self, unit: CandidateGroup) -> None:
-        """Bring up to date what time changes."""
         jobs = [self.state.jobs[name] for name in unit.jobs]
         unit.left = min(job.steps_left for job in jobs)
         if any(job.request.deadline is not None for job in jobs):
@@ -428,9 +413,6 @@ class CandidateCollector:
 def by_jobs(units: Iterable[CandidateGroup]) -> Mapping[str, CandidateGroup]:
     """The unit of each job."""
     return {name: unit for unit in units for name in unit.jobs}
-
-
-# How many GPUs groups hold: as many as are best, fewer beyond the knee, never more than asked.
 
 
 def sized(
@@ -477,7 +459,6 @@ def slim(valuation: GroupValuation, search_round: SearchRound) -> None:
 
 
 def _without(collector: CandidateCollector, unit: CandidateGroup, name: str) -> CandidateGroup:
-    """A unit without one of its jobs, where it was."""
     stay = [collector.state.jobs[other] for other in unit.jobs if other != name]
     rest = collector.unit(stay, unit.gpus, unit.seconds)
     rest.homes = unit.homes
@@ -533,25 +514,21 @@ def released(
     return [smaller.get(id(unit), unit) for unit in units]
 
 
-# How much of a group's GPUs is left over.
-#
-# The key that groups are sorted by is one number: GPUs' worth of roofline that a group leaves
-# idle, 1 - busy times its GPUs. Times the tokens that a GPU at the knee of its roofline takes in a
-# second it is a headroom in tokens; that factor is one for all groups of a base, so sorting leaves
-# it out. Memory is no key: a group that does not fit takes infinitely long.
-#
-# source   tLoRA, section 3.4, r_j; field notes: token headroom to the roofline's knee
-
-
 def residuals(
     estimator: Estimator, bases: Sequence[str], demands: Array, gpus: Array, seconds: Array
 ) -> Array:
     """Idle GPUs' worth of roofline of each of n groups; none of one that does not fit.
 
-    bases     of each
+    The key that groups are sorted by is one number: GPUs' worth of roofline that a group leaves
+    idle, 1 - busy times its GPUs. Times the tokens that a GPU at the knee of its roofline takes in
+    a second it is a headroom in tokens; that factor is one for all groups of a base, so sorting
+    leaves it out. Memory is no key: a group that does not fit takes infinitely long.
+
     demands   [n, 12] rows of `Demand`
     gpus      [n] GPUs of each
     seconds   [n] of one step
+
+    source   tLoRA, section 3.4, r_j; field notes: token headroom to the roofline's knee
     """
     left = np.zeros(len(bases))
     names = np.array(bases)

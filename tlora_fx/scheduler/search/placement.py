@@ -10,7 +10,7 @@ they end before it could begin. So wide jobs are not overtaken for ever (EASY ba
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 
@@ -45,22 +45,16 @@ class Placer:
                 last = min(cluster.gpus, (node + 1) * size)
                 self._free[node] = set(range(node * size, last))
         self._widest = widest_rack(cluster)
-        self._present = {node: len(gpus) for node, gpus in self._free.items()}
-        self._count = sum(self._present.values())
+        self._count = sum(self.free_by_node().values())
 
     @property
     def free(self) -> int:
         """How many GPUs are free."""
         return self._count
 
-    def free_in(self, node: int) -> int:
-        """How many GPUs of a node are free."""
-        return len(self._free.get(node, ()))
-
-    @property
-    def nodes(self) -> Sequence[int]:
-        """The nodes that are there."""
-        return list(self._present)
+    def free_by_node(self) -> dict[int, int]:
+        """How many GPUs are free of each node that is there."""
+        return {node: len(gpus) for node, gpus in self._free.items()}
 
     def has(self, place: Iterable[int]) -> bool:
         """Whether all of these GPUs are free."""
@@ -94,7 +88,6 @@ class Placer:
     def find(self, count: int, keep: Sequence[int] = ()) -> tuple[int, ...] | None:
         """Free GPUs for a group; None where there is no such place now.
 
-        count   how many GPUs
         keep    free GPUs that it would rather have, as where it runs already
         """
         if count > self._count:
@@ -153,16 +146,11 @@ def _fullest(nodes: list[int], rooms: dict[int, int], held: dict[int, int]) -> l
     return sorted(nodes, key=lambda node: (-held[node], -rooms[node], node))
 
 
-# Places for the units of a round.
-
-
 @dataclass(slots=True)
 class Placed:
     """Where everything stands.
 
-    places     of each unit that runs
     waiting    units without a place, in the order in which they are taken
-    reserved   nodes that were set aside for the first of these
     """
 
     places: dict[int, tuple[int, ...]] = field(default_factory=dict)
@@ -187,10 +175,7 @@ def arrange(
     *,
     reserve: bool,
 ) -> Placed:
-    """Find places: what runs first, then what waits, the most pressed first.
-
-    reserve   set nodes aside for a pressed unit that finds no room
-    """
+    """Find places: what runs first, then what waits, the most pressed first."""
     arranging = Arranging(state)
     waiting = [unit for unit in units if not unit.homes]
     for unit in arranging.settle([unit for unit in units if unit.homes]):
@@ -200,7 +185,7 @@ def arrange(
         for unit in waiting
     }
     waiting.sort(key=lambda unit: keys[id(unit)])
-    arranging.start(waiting, lambda unit: _pressed(state, unit), reserve=reserve)
+    arranging.start(waiting, reserve=reserve)
     return arranging.placed
 
 
@@ -241,11 +226,6 @@ def _at_home(
     return unit, out
 
 
-def _pressed(state: SchedulerState, unit: CandidateGroup) -> bool:
-    jobs = (state.jobs[name] for name in unit.jobs)
-    return any(urgency(job, state.now) is Urgency.VIOLATING for job in jobs)
-
-
 class Arranging:
     """Places for the units of one round."""
 
@@ -277,17 +257,8 @@ class Arranging:
                 self.put(unit, place)
         return homeless
 
-    def start(
-        self,
-        units: Iterable[CandidateGroup],
-        pressed: Callable[[CandidateGroup], bool],
-        *,
-        reserve: bool,
-    ) -> None:
-        """Units that wait get places, in their order.
-
-        pressed   whether nodes are set aside for a unit that finds no room
-        """
+    def start(self, units: Iterable[CandidateGroup], *, reserve: bool) -> None:
+        """Units that wait get places, in order; `reserve` sets nodes aside for a pressed one."""
         now, ready = self.state.now, 0.0
         for unit in units:
             reserved = self.placed.reserved
@@ -301,7 +272,8 @@ class Arranging:
                 self.placer.take(place)
                 self.put(unit, place)
                 continue
-            if reserve and not reserved and pressed(unit):
+            jobs = (self.state.jobs[name] for name in unit.jobs)
+            if reserve and not reserved and any(urgency(j, now) is Urgency.VIOLATING for j in jobs):
                 self.placed.reserved, ready = self._reservation(unit.gpus)
             self.placed.waiting.append(unit)
 
@@ -320,7 +292,7 @@ class Arranging:
         """The nodes that have room for so many GPUs soonest, and when they do."""
         cluster = self.state.cluster
         ends: dict[int, list[float]] = {
-            node: [self.state.now] * self.placer.free_in(node) for node in self.placer.nodes
+            node: [self.state.now] * free for node, free in self.placer.free_by_node().items()
         }
         for unit in self.placed.running:
             end = self.state.now + self._lasts(unit)
