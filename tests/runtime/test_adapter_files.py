@@ -8,12 +8,21 @@ import os
 
 import peft
 import pytest
+import safetensors.torch
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
+from tests.models import base_of, job, peft_model, ready
+from tlora_fx.compiler import compile
+from tlora_fx.config.job import Job
 from tlora_fx.errors import AdapterFolderError
 from tlora_fx.runtime import adapters
-from tlora_fx.runtime.adapters import read_adapter, write_adapter
+from tlora_fx.runtime.adapters import (
+    base_tensors,
+    read_adapter,
+    start_adapters,
+    write_adapter,
+)
 
 VARIANTS = {
     "plain": {"target_modules": ["q_proj", "v_proj"]},
@@ -167,3 +176,42 @@ def test_a_full_disk_leaves_the_adapter_before(tmp_path, monkeypatch):
     assert torch.equal(found.tensors["x"], torch.ones(2))
     assert found.fields["r"] == 1
     assert len(list(tmp_path.iterdir())) == 2
+
+
+@pytest.fixture(scope="module")
+def continued(tmp_path_factory):
+    """A model whose job adapts embedding and head, and the folder that PEFT saves of it."""
+    folder = tmp_path_factory.mktemp("continued")
+    base = base_of(folder, "llama", "float32", num_hidden_layers=2)
+    targets = ["embed_tokens", "lm_head", "q_proj"]
+    model = ready([job("first", base, r=4, target_modules=targets)])
+    peft_model(model, "first").save_pretrained(folder / "first")
+    again = Job(name="again", base=base, adapter=folder / "first", data={"path": "unused.jsonl"})
+    return model, compile(again), folder / "first"
+
+
+def test_an_adapter_on_embedding_and_head_goes_on_from_pefts_folder(continued):
+    """PEFT writes the frozen matrices beside it; where they are the base's, they are left out."""
+    first, again, folder = continued
+    assert any("base_layer" in name for name in read_adapter(folder).tensors)
+
+    again.materialize(base_tensors(again.backbone), "cpu")
+    start_adapters(again)
+
+    expected = first.job_parameters("first")
+    for name, parameter in again.job_parameters("again").items():
+        assert torch.equal(parameter, expected[name]), name
+
+
+def test_an_adapter_on_the_embedding_of_another_base_is_refused(continued):
+    """The frozen matrix beside it has other values."""
+    _, again, folder = continued
+    tensors = safetensors.torch.load_file(folder / "adapter_model.safetensors")
+    (name,) = [name for name in tensors if "embed_tokens.base_layer" in name]
+    safetensors.torch.save_file(
+        tensors | {name: tensors[name] + 1}, folder / "adapter_model.safetensors"
+    )
+
+    again.materialize(base_tensors(again.backbone), "cpu")
+    with pytest.raises(AdapterFolderError, match="another embedding or head than the base"):
+        start_adapters(again)

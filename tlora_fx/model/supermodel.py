@@ -238,6 +238,16 @@ class SuperModel(nn.Module):
             raise SuperModelMisuse("the base has no such tensor", tensor=name, help="load it first")
         return self._unused[name]
 
+    def has_base_tensor(self, name: str) -> bool:
+        """Whether a tensor of the base is in this process, and as it is: not quantised."""
+        locations = self._layout.base.get(name)
+        return self.part.holds(locations[0].path) if locations else name in self._unused
+
+    def base_shard(self, name: str) -> Shard | None:
+        """Which piece of a tensor of the base this process holds, None for the whole."""
+        locations = self._layout.base.get(name)
+        return self.part.shard(locations[0].cut) if locations else None
+
     def _loss(self) -> ChunkedLoss:
         if HEAD not in self.group.blocks:
             raise SuperModelMisuse(

@@ -242,7 +242,7 @@ def start_adapters(model: SuperModel) -> None:
     for job in model.jobs:
         parameters, shards = model.job_parameters(job.name), model.shards(job.name)
         if job.adapter is not None:
-            tensors, whole = read_adapter(job.adapter).tensors, model.part.held is None
+            tensors, whole = continued_adapter(model, job), model.part.held is None
             load_adapter(parameters, tensors, str(job.adapter), shards, whole=whole)
             continue
         starter = _Starter(model, job)
@@ -251,6 +251,47 @@ def start_adapters(model: SuperModel) -> None:
             value = starter.value(name, parameters, shards[name])
             with torch.no_grad():
                 parameters[name].copy_(value)
+
+
+def continued_adapter(model: SuperModel, job: Job) -> dict[str, Tensor]:
+    """The tensors of the folder that a job continues.
+
+    Beside an adapter on an embedding or a head, PEFT writes the base's own matrix. It is left out.
+
+    model     has its weights
+    raises    AdapterFolderError when the folder's matrix is not the base's
+    """
+    assert job.adapter is not None
+    tensors = read_adapter(job.adapter).tensors
+    trained = {saved_name(name) for name in model.job_parameters(job.name)}
+    canonical = canonical_names(model.backbone)
+    for name in [name for name in tensors if name not in trained]:
+        base_name = canonical.get(name.removeprefix(PEFT_PREFIX).replace(".base_layer.", "."))
+        if base_name is None:
+            continue
+        frozen = tensors.pop(name)
+        if model.has_base_tensor(base_name) and not _equal(model, base_name, frozen):
+            raise AdapterFolderError(
+                "an adapter folder holds another embedding or head than the base",
+                folder=job.adapter,
+                tensor=name,
+                expected=f"the base's {base_name}",
+                found=f"other values, shape {tuple(frozen.shape)}",
+                help="continue it on the base that it was trained on; where that had more tokens, "
+                "save the base with them",
+            )
+    return tensors
+
+
+def _equal(model: SuperModel, name: str, saved: Tensor) -> bool:
+    """Whether a saved tensor is the base's, in the narrower of their dtypes."""
+    mine = model.base_tensor_or_value(name)
+    shard = model.base_shard(name)
+    if tuple(saved.shape) != _whole_shape(mine, shard):
+        return False
+    theirs = (saved if shard is None else shard.of(saved)).to(mine.device)
+    kind = min(mine.dtype, theirs.dtype, key=lambda dtype: dtype.itemsize)
+    return torch.equal(mine.to(kind), theirs.to(kind))
 
 
 def saved_name(name: str) -> str:

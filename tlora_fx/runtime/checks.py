@@ -71,9 +71,10 @@ def load_tokenizer(spec: BaseSpec) -> PreTrainedTokenizerBase:
     return tokenizer
 
 
-def check_fits(backbone: Backbone, data: Mapping[str, JobData]) -> None:
-    """Whether every token has an embedding and every sequence a position.
+def check_fits(backbone: Backbone, data: Mapping[str, JobData], classes: int | None = None) -> None:
+    """Whether every token has an embedding, every target a logit and every sequence a position.
 
+    classes   of a compiled base, how many logits a token has
     raises    DataDoesNotFit, naming the job
     """
     vocabulary = getattr(backbone.config, "vocab_size", None)
@@ -88,6 +89,15 @@ def check_fits(backbone: Backbone, data: Mapping[str, JobData]) -> None:
                 expected=f"token ids below {vocabulary}",
                 found=largest,
                 help="give the tokenizer that belongs to the base",
+            )
+        target = max(max(sample.labels) for sample in job_data.samples)
+        if classes is not None and target >= classes:
+            raise DataDoesNotFit(
+                f"job '{name}' has targets for which the base has no logits",
+                job=name,
+                expected=f"targets below {classes}",
+                found=target,
+                help="give a causal language model, with logits for every token of the tokenizer",
             )
         if positions is not None and longest > positions:
             raise DataDoesNotFit(

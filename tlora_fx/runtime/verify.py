@@ -26,8 +26,8 @@ from tlora_fx.runtime.adapters import (
     adapter_tensors,
     base_tensors,
     canonical_names,
+    continued_adapter,
     load_adapter,
-    read_adapter,
     saved_name,
 )
 from tlora_fx.runtime.batching import MicroBatches
@@ -157,13 +157,13 @@ def _compare(
     masks: bool,
 ) -> Iterator[JobDifference]:
     model = compile(jobs, dropout=masks)
-    check_fits(model.backbone, data)
+    check_fits(model.backbone, data, model.group.vocabulary)
     with TemporaryDirectory() as folder:
         trainer = Trainer(model, output=Path(folder) / "run", device=device)
         trainer.prepare(data)
         for job in jobs:
             if job.adapter is not None:
-                tensors = read_adapter(job.adapter).tensors
+                tensors = continued_adapter(model, job)
                 load_adapter(model.job_parameters(job.name), tensors, str(job.adapter))
         start = {job.name: _tensors(model.job_parameters(job.name)) for job in jobs}
         fused = {run.job.name: _Fused(run) for run in trainer.runs}

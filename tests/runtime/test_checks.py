@@ -1,0 +1,27 @@
+"""What must hold between data and base."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+import pytest
+
+from tests.models import plain
+from tlora_fx.config.job import BaseSpec
+from tlora_fx.errors import DataDoesNotFit
+from tlora_fx.model.backbone import load_backbone
+from tlora_fx.runtime.checks import check_fits
+from tlora_fx.runtime.data import Sample
+
+
+@pytest.mark.parametrize(("classes", "fits"), [(9, True), (8, False), (2, False), (None, True)])
+def test_a_target_without_a_logit_is_refused_before_training(classes, fits):
+    """A model that classifies tokens has two logits a token; torch would say: out of bounds."""
+    backbone = load_backbone(BaseSpec(module=plain(), dtype="float64"))
+    data = {"one": SimpleNamespace(samples=[Sample((1, 20, 8), (-100, 2, 8))])}
+
+    if fits:
+        check_fits(backbone, data, classes)
+    else:
+        with pytest.raises(DataDoesNotFit, match="no logits"):
+            check_fits(backbone, data, classes)
