@@ -107,15 +107,21 @@ def head_of(root: fx.Graph) -> tuple[fx.Node, list[fx.Node]]:
     before = {logits, *nx.ancestors(ways, logits)}
     hidden = _narrowest(root, ways, before)
     if hidden is None:
-        raise BaseRefused(
-            "the base computes its logits from several values, so its head cannot run in chunks",
-            node=logits.format_node(),
-            source=logits.meta.get("source"),
-            help="this base is not supported yet",
-        )
+        raise _several_values(logits)
     after = nx.descendants(ways, hidden) & before
     members = _with_weights(root, after)
+    if any(node.op == "call_module" for node in members):
+        raise _several_values(logits)
     return hidden, [node for node in root.nodes if node in members]
+
+
+def _several_values(logits: fx.Node) -> BaseRefused:
+    return BaseRefused(
+        "the base computes its logits from several values, so its head cannot run in chunks",
+        node=logits.format_node(),
+        source=logits.meta.get("source"),
+        help="this base is not supported yet",
+    )
 
 
 def _with_weights(root: fx.Graph, members: set[fx.Node]) -> set[fx.Node]:

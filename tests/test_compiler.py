@@ -12,6 +12,7 @@ from tlora_fx.config.job import BaseSpec
 from tlora_fx.errors import (
     BaseNotLoadable,
     BaseNotTraceable,
+    CompileError,
     JobsDiffer,
     PipelineError,
     StoppedAfter,
@@ -108,6 +109,17 @@ def test_a_base_that_cannot_be_traced_names_operator_and_line():
     assert "operator" in text
     assert "test_compiler.py" in text
     assert "if ids.sum() > 100:" in text
+    assert "attention: batch" not in text
+
+
+def test_what_failed_is_not_advised(tmp_path):
+    """Where packed and batch form fail one after the other, no text says to set the latter."""
+    base = base_of(tmp_path, "opt", "float32", layerdrop=0.5)
+
+    text = error_of(lambda: compile(job("a", base, target_modules=["q_proj"])), CompileError)
+
+    assert "and before that, in packed form" in text
+    assert "attention: batch" not in text
 
 
 def test_a_config_of_no_language_model_is_refused(tmp_path):
@@ -118,6 +130,8 @@ def test_a_config_of_no_language_model_is_refused(tmp_path):
     text = error_of(lambda: compile([job("a", spec, target_modules=["q"])]), BaseNotLoadable)
 
     assert "causal language model" in text
+    assert "model_type 'vit'" in text
+    assert len(text.splitlines()) < 7
 
 
 def test_a_config_of_no_model_is_refused(tmp_path):

@@ -39,9 +39,16 @@ from tlora_fx.model.supermodel import SuperModel
 from tlora_fx.numerics import Numerics, watch_numerics
 from tlora_fx.numerics.probe import probe_compiled
 from tlora_fx.pipeline import Instrument, Pipeline, Runner, Verify, parse_pipeline
-from tlora_fx.tracing.adapters import idle_patterns, layer_signature, resolve_sites
+from tlora_fx.tracing.adapters import (
+    idle_patterns,
+    layer_signature,
+    require_called_once,
+    require_trained,
+    resolve_sites,
+)
 from tlora_fx.tracing.export import trace_base, trace_job
 from tlora_fx.tracing.layers import layer_list
+from tlora_fx.tracing.own_loss import refuse_other_loss
 from tlora_fx.tracing.rope import prepare_rope
 
 log = logging.getLogger(__name__)
@@ -61,12 +68,14 @@ class Prepared:
 
     sites    each job's adapters by module path
     exact    every branch must carry its own numbers, because no pass lowers the plain ones
+    notes    what the report says of the base
     """
 
     jobs: list[Job]
     backbone: Backbone
     sites: Sites
     exact: bool = False
+    notes: tuple[str, ...] = ()
 
 
 #: Called with what was being fused, the runner that met the error, and the error.
@@ -188,8 +197,10 @@ def prepare(jobs: Jobs, *, dropout: bool = True) -> Prepared:
     backbone = load_backbone(given[0].base, dropout=dropout)
     _refuse_auxiliary_losses(backbone)
     _refuse_adapter_dtype(given[0], backbone)
+    sites = [resolve_sites(job, backbone) for job in given]
+    unknown = refuse_other_loss(backbone)
     prepare_rope(backbone)
-    return Prepared(given, backbone, [resolve_sites(job, backbone) for job in given])
+    return Prepared(given, backbone, sites, notes=(unknown,) if unknown else ())
 
 
 def trace(job: Job) -> JobGraph:
@@ -297,14 +308,17 @@ def fuse(given: Prepared, runner: Runner, *, probed: bool = False) -> GroupGraph
                 _probe(group, given)
         except (AttentionNotPackable, NotTokenParallel, BaseNotTraceable, FusedDiffers) as error:
             if refused is not None:
-                error.add_note(f"and before that, in packed form:\n{refused}")
+                error.add_note(f"and before that, in packed form:\n{refused.render()}")
             if form == forms[-1]:
                 raise
+            # What it advises is to pad the rows, which comes next.
+            error.help = ""
             refused = error
         else:
             if refused is not None:
                 group.notes.insert(0, ("trace", f"rows are padded, not packed: {refused.what}"))
-                group.notes.insert(1, ("trace", str(refused)))
+                group.notes.insert(1, ("trace", refused.render()))
+            group.notes.extend(("trace", note) for note in given.notes)
             for job, sites in zip(given.jobs, given.sites, strict=True):
                 group.notes.extend(("trace", note) for note in idle_patterns(job, sites))
             return group
@@ -356,6 +370,8 @@ def _fuse_once(given: Prepared, runner: Runner, form: Form, fold: Fold, exact: b
     backbone = given.backbone
     runner.start()
     base = trace_base(backbone, form, fold == "structures")
+    for job, own in zip(given.jobs, given.sites, strict=True):
+        require_called_once(job, own, base.repeated)
     _run_job(runner, base, fold)
     known: dict[Hashable, JobGraph] = {}
     graphs = []
@@ -364,6 +380,7 @@ def _fuse_once(given: Prepared, runner: Runner, form: Form, fold: Fold, exact: b
         key = _structure(job, backbone, own, as_it_is)
         if key not in known:
             known[key] = trace_job(job, backbone, own, form, fold == "structures", as_it_is)
+            require_trained(job, known[key])
             _run_job(runner, known[key], fold)
             graphs.append(known[key])
         else:

@@ -27,6 +27,10 @@ UNIFORM |= {"expand", "broadcast_to", "expand_as"}
 # Where the arguments of makers begin that are values, not sizes.
 FILLED = {"full": 1, "new_full": 2, "full_like": 1, "scalar_tensor": 0, "fill": 1}
 TOKEN_INPUTS = {"input_ids", "position_ids", "token_index"}
+ADVICE: dict[Form, str] = {
+    "packed": "set base.attention: batch",
+    "batch": "this base cannot be shared by jobs",
+}
 
 
 @register
@@ -55,7 +59,7 @@ class CheckTokenParallel(GroupPass):
                 node=logits,
                 expected=f"dimension {dim}",
                 found=f"dimension {axis}",
-                help="set base.attention: batch",
+                help=ADVICE[base.form],
             )
         if base.form == "batch":
             _check_head(base.root)
@@ -189,9 +193,6 @@ class _Checker:
             module=node.meta.get("path") or None,
             source=node.meta.get("source") or None,
             found=reason,
-            help="set base.attention: batch, or where the operator is safe register a rule with "
-            "tlora_fx.passes.token_parallel.rules.rule"
-            if self.form == "packed"
-            else "this base cannot be shared by jobs; where the operator is safe register a rule "
-            "with tlora_fx.passes.token_parallel.rules.rule",
+            help=f"{ADVICE[self.form]}; where the operator is safe register a rule with "
+            "tlora_fx.passes.token_parallel.rules.rule",
         )

@@ -229,7 +229,8 @@ def _norm(node: fx.Node, axis_of: Callable[[Any], Axis]) -> Axis:
 
 @rule(aten.softmax, aten._softmax, aten.log_softmax, aten.cumsum, aten.sort, aten.flip)
 def _along(node: fx.Node, axis_of: Callable[[Any], Axis]) -> Axis:
-    axis = _reduced(node, axis_of(node.args[0]), node.args[1], keep=True)
+    dim = node.args[1] if len(node.args) > 1 else node.kwargs.get("dim", -1)
+    axis = _reduced(node, axis_of(node.args[0]), dim, keep=True)
     return (axis, axis) if isinstance(node.meta["val"], (tuple, list)) else axis
 
 

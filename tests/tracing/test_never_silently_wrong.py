@@ -27,7 +27,7 @@ from tests.models import (
 )
 from tlora_fx.compiler import compile
 from tlora_fx.config.job import BaseSpec
-from tlora_fx.errors import BaseRefused, CompileError, NotTokenParallel
+from tlora_fx.errors import BaseNotTraceable, BaseRefused, CompileError, NotTokenParallel
 
 ROUNDED, WIDE = 3e-6, 1e-9
 BYPASSING = ("bloom", "falcon", "falcon-alibi")
@@ -119,6 +119,7 @@ MIXING = {
     "the row's length in a tensor": lambda x, p: x * x.new_full((1,), x.shape[1]),
     "an operator without a rule": lambda x, p: x.roll(1, 1),
     "an order over the row": lambda x, p: x.sort(dim=1).values,
+    "an order of the default dimension": lambda x, p: x.mT.sort().values.mT,
     "attention of torch": lambda x, p: nn.functional.scaled_dot_product_attention(x, x, x),
     "an einsum of tokens": lambda x, p: torch.einsum("bth,bsh,bsk->btk", x, x, x),
 }
@@ -143,6 +144,7 @@ ALLOWED = {
     "features by number": lambda x, p: x + x[..., [0]],
     "an einsum of features": lambda x, p: torch.einsum("bth,bth->bt", x, x)[..., None] * x,
     "a constant": lambda x, p: x * torch.tensor([0.5] * 32, dtype=x.dtype, device=x.device),
+    "an order over features": lambda x, p: x.sort().values,
     "a split": lambda x, p: torch.cat(x.chunk(2, -1)[::-1], -1),
 }
 
@@ -286,6 +288,48 @@ def test_layerdrop_is_refused_by_name(tmp_path):
     text = error_of(lambda: compile(two_jobs(base, ["q_proj"])), CompileError)
 
     assert "modeling_opt.py" in text
+
+
+class Recurrent(Plain):
+    """A model that walks over the tokens in Python."""
+
+    def forward(self, ids: Tensor) -> Tensor:
+        """Logits of a running state."""
+        hidden = self.embed(ids)
+        state, states = torch.zeros_like(hidden[:, 0]), []
+        for place in range(hidden.shape[1]):
+            state = torch.tanh(self.layers[0].out(state) + hidden[:, place])
+            states.append(state)
+        return self.head(torch.stack(states, 1))
+
+
+def test_a_loop_over_tokens_is_refused_in_our_words():
+    """Tracing would fix the number of tokens; no text names a log of torch."""
+    text = error_of(
+        lambda: compile(hand_written(Recurrent(layers=1), targets=("head",))), BaseNotTraceable
+    )
+
+    assert "of the row" in text
+    assert "TORCH_LOGS" not in text
+
+
+class Doubled(Plain):
+    """A model whose code without gradients hands on a size that it computed."""
+
+    def forward(self, ids: Tensor) -> Tensor:
+        """Logits."""
+        hidden = self.embed(ids)
+        with torch.no_grad():
+            size, scale = hidden.shape[1] * 2, hidden.sum(-1)
+        room = hidden.new_zeros(hidden.shape[0], size, 32)[:, : size // 2]
+        return self.head(self.layers[0](hidden + room * scale[..., None]))
+
+
+def test_a_size_out_of_code_without_gradients_is_no_tensor():
+    """Only tensors are detached."""
+    model = ready(hand_written(Doubled(layers=1)))
+
+    assert_equals_peft(model, [tokens([5, 3], seed=1)], WIDE)
 
 
 class LastButOne(Plain):

@@ -147,6 +147,7 @@ class JobGraph:
     sites       the job's adapters by module path, for all layers, traced or not
     constants   values lifted out of model code
     notes       what passes want reported: (pass name, sentence)
+    repeated    paths of the modules that run more than once
     """
 
     name: str
@@ -157,6 +158,7 @@ class JobGraph:
     sites: dict[str, AdapterSite] = field(default_factory=dict)
     constants: dict[str, torch.Tensor] = field(default_factory=dict)
     notes: list[tuple[str, str]] = field(default_factory=list)
+    repeated: frozenset[str] = frozenset()
 
     def graphs(self) -> Iterator[fx.Graph]:
         """The root and every block's graph."""

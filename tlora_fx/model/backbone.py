@@ -9,6 +9,7 @@ parameters.
 from __future__ import annotations
 
 import copy
+import difflib
 import hashlib
 import json
 from collections.abc import Iterator, Mapping
@@ -152,14 +153,28 @@ def build_skeleton(spec: BaseSpec, *, dropout: bool = True) -> nn.Module:
                 trust_remote_code=spec.trust_remote_code,
             )
     except (ValueError, ImportError, AttributeError, KeyError, TypeError) as error:
+        found, near = _why_not_built(config, error)
         raise BaseNotLoadable(
             "transformers cannot build this base as a causal language model",
             base=spec.model or spec.config,
-            found=f"{type(error).__name__}: {error}",
+            found=found,
+            nearest=near,
             help="check config.json, or hand the nn.Module over from Python",
         ) from error
     assert isinstance(model, nn.Module)
     return model
+
+
+def _why_not_built(config: Any, error: Exception) -> tuple[str, str | None]:
+    """What is wrong with a config, and the nearest types of causal models where its type is."""
+    from transformers import AutoModelForCausalLM
+    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES as KNOWN
+
+    factory: Any = AutoModelForCausalLM
+    if type(config) in factory._model_mapping:
+        return f"{type(error).__name__}: {error}", None
+    near = difflib.get_close_matches(config.model_type, KNOWN, n=3)
+    return f"model_type '{config.model_type}'", ", ".join(near) or None
 
 
 @contextmanager

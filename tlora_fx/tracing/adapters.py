@@ -12,11 +12,20 @@ import re
 from collections.abc import Hashable
 from typing import Any
 
-from torch import nn
+import torch
+from torch import Tensor, fx, nn
 
 from tlora_fx.config.job import Job
-from tlora_fx.errors import AdapterMismatch, UnknownTarget, nearest
-from tlora_fx.ir.graph import AdapterSite, under
+from tlora_fx.errors import AdapterMismatch, FusionError, UnknownTarget, nearest
+from tlora_fx.ir.graph import (
+    PEFT_PREFIX,
+    AdapterSite,
+    JobGraph,
+    TensorRef,
+    is_call,
+    output_of,
+    under,
+)
 from tlora_fx.model.backbone import Backbone
 
 
@@ -71,7 +80,49 @@ def config_with_targets(job: Job, backbone: Backbone) -> Any:
                 help="give lora.target_modules, for example all-linear",
             )
         config.target_modules = set(KNOWN[family])
+    asked = config.target_modules
+    if _moves_to_parameters(config, backbone):
+        raise UnknownTarget(
+            f"job '{job.name}' targets experts, whose matrices are no linear modules",
+            job=job.name,
+            found=f"target_modules: {asked}",
+            help="adapt linear modules only, target_modules: "
+            f"[{', '.join(_linears_that_stay(config, backbone))}]",
+        )
     return _maybe_include_all_linear_layers(config, backbone.model)
+
+
+def _moves_to_parameters(config: Any, backbone: Backbone) -> bool:
+    """Rewrite targets as PEFT does for this base; whether some become bare parameters.
+
+    Since transformers 5 the experts of a mixture are stacked parameters. PEFT adapts these where
+    targets name the linears of before, or all of them.
+    """
+    from peft.utils.transformers_weight_conversion import convert_peft_config_for_transformers
+
+    try:
+        convert_peft_config_for_transformers(config, backbone.model, None)
+    except ValueError:  # one of two matrices that are fused into one parameter
+        return True
+    return bool(config.target_parameters)
+
+
+def _linears_that_stay(config: Any, backbone: Backbone) -> list[str]:
+    """Names of linears that are still modules where PEFT adapts a base's experts."""
+    names = {
+        path.rpartition(".")[2]
+        for path, module in backbone.model.named_modules()
+        if isinstance(module, nn.Linear) and module is not _head(backbone.model)
+    }
+    alone = {name: copy.deepcopy(config) for name in sorted(names)}
+    for name, single in alone.items():
+        single.target_modules, single.target_parameters = {name}, None
+    return [name for name, single in alone.items() if not _moves_to_parameters(single, backbone)]
+
+
+def _head(model: nn.Module) -> nn.Module | None:
+    head: nn.Module | None = getattr(model, "get_output_embeddings", lambda: None)()
+    return head
 
 
 def idle_patterns(job: Job, sites: dict[str, AdapterSite]) -> list[str]:
@@ -139,6 +190,79 @@ def _linear_names(modules: dict[str, nn.Module]) -> list[str]:
     return sorted(name for name in found if not name.isdigit() and "norm" not in name)
 
 
+def require_called_once(job: Job, sites: dict[str, AdapterSite], repeated: frozenset[str]) -> None:
+    """Refuse to adapt a module that the base runs more than once.
+
+    raises    FusionError
+    """
+    paths = [path for path, site in sites.items() if site.rank and path in repeated]
+    if paths:
+        raise FusionError(
+            f"job '{job.name}' adapts a module that the base runs more than once",
+            module=_first(paths),
+            help="leave it out of target_modules, or name it in exclude_modules",
+        )
+
+
+def require_trained(job: Job, graph: JobGraph) -> None:
+    """Note adapters that the logits do not depend on, and refuse a job that has no other.
+
+    graph     of this job, as it was traced; takes the notes
+    raises    UnknownTarget
+    """
+    trained = _trained_tensors(graph)
+    paths = {prefix for name in trained for prefix in _prefixes(name)}
+    plan = graph.plan
+    left_out = set(plan.layers) - set(plan.traced()) if plan is not None else set()
+    idle = [
+        path
+        for path, site in graph.sites.items()
+        if site.rank and path not in paths and left_out.isdisjoint(_prefixes(path))
+    ]
+    if not trained:
+        raise UnknownTarget(
+            f"job '{job.name}' adapts nothing that its loss depends on",
+            job=job.name,
+            found=_first(idle) if idle else None,
+            help="name modules on the way from the tokens to the logits",
+        )
+    if idle:
+        graph.notes.append(
+            ("trace", f"the loss does not depend on adapters of {_first(idle)}: they are not saved")
+        )
+
+
+def _trained_tensors(graph: JobGraph) -> set[str]:
+    """Names, without PEFT's prefix, of the job's tensors that get a gradient from the logits."""
+    names: set[str] = set()
+    seen: set[fx.Node] = set()
+    stack: list[Any] = [output_of(graph.root).args[0]]
+    while stack:
+        node = stack.pop()
+        value = node.meta.get("val")
+        if node in seen or is_call(node, torch.ops.aten.detach.default):
+            continue
+        seen.add(node)
+        if isinstance(value, Tensor) and not value.is_floating_point():
+            continue
+        ref = node.meta.get("tensor")
+        if isinstance(ref, TensorRef) and ref.owner == "job":
+            names.add(ref.name.removeprefix(PEFT_PREFIX))
+        stack.extend(node.all_input_nodes)
+    return names
+
+
+def _prefixes(path: str) -> list[str]:
+    """A path and the paths of all that it lies in."""
+    parts = path.split(".")
+    return [".".join(parts[:end]) for end in range(1, len(parts) + 1)]
+
+
+def _first(paths: list[str]) -> str:
+    """The first of some module paths, and how many more there are."""
+    return paths[0] + (f" and {len(paths) - 1} more" if paths[1:] else "")
+
+
 def layer_signature(sites: dict[str, AdapterSite], layer: str, bias: str, exact: bool) -> Hashable:
     """What a job puts on one layer, as far as it changes the layer's code.
 
@@ -160,16 +284,17 @@ def check_wrapped(model: nn.Module, sites: dict[str, AdapterSite], job: Job) -> 
     from peft.tuners.lora import LoraLayer
 
     for path, module in model.named_modules():
-        if not isinstance(module, LoraLayer):
-            continue
-        name = path.removeprefix("base_model.model.")
+        name = path.removeprefix(PEFT_PREFIX)
         site = sites.get(name)
-        found = (module.r["default"], module.scaling["default"])
-        if site is None or (site.rank, site.scaling) != found:
+        placed: tuple[int, float] | None = None
+        if isinstance(module, LoraLayer):
+            placed = (module.r["default"], module.scaling["default"])
+        planned = (site.rank, site.scaling) if site is not None and site.rank else None
+        if placed != planned:
             raise AdapterMismatch(
                 f"PEFT places another adapter for job '{job.name}' than the one planned",
                 module=name,
-                expected=site,
-                found=f"rank {found[0]}, scaling {found[1]}",
+                expected=site or "no adapter",
+                found=f"rank {placed[0]}, scaling {placed[1]}" if placed else "no adapter",
                 help="this is a defect of tlora-fx or a newer PEFT: please report it",
             )

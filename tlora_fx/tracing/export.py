@@ -11,16 +11,20 @@ import inspect
 import operator
 import traceback
 import warnings
-from collections.abc import Hashable
+from collections import Counter
+from collections.abc import Hashable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, fx, nn
+from torch._dynamo.exc import UserError, UserErrorType
+from torch.nn.modules.module import register_module_forward_pre_hook
 from torch.overrides import TorchFunctionMode
 
 from tlora_fx.config.job import Job
-from tlora_fx.errors import BaseNotTraceable, TloraError
+from tlora_fx.errors import BaseNotTraceable, BaseRefused, JobError, TloraError
 from tlora_fx.ir.graph import (
     INPUTS,
     PEFT_PREFIX,
@@ -42,6 +46,9 @@ if TYPE_CHECKING:
 
 # A graph that serves every dropout rate is traced with one, so that it has the dropouts.
 SOME_RATE = 0.5
+FIXED_SIZE = (
+    "none, but the code fixes a size of the row, as the loops of recurrent mixers over tokens do"
+)
 MAKERS = (torch.tensor, torch.as_tensor, torch.scalar_tensor)
 OWN_ROOTS = (str(Path(torch.__file__).parent), str(Path(__file__).parent.parent))
 
@@ -109,9 +116,25 @@ def _trace(
         graph = _trace(backbone, plan, form, subject, job, sites, config)
         graph.notes.append(("trace", "layers are not folded: their forward reads their index"))
         return graph
-    root, constants = import_graph(module, row, backbone.names)
+    root, constants = _imported(module, row, backbone.names, subject)
     name = job.name if job is not None else ""
-    return JobGraph(name, root, form, plan, constants=constants)
+    return JobGraph(name, root, form, plan, constants=constants, repeated=row.repeated())
+
+
+def _imported(
+    module: fx.GraphModule, row: TracedRow, base_names: dict[int, str], subject: str
+) -> tuple[fx.Graph, dict[str, Tensor]]:
+    """What `import_graph` makes of an exported graph; what it cannot read is a refusal."""
+    try:
+        return import_graph(module, row, base_names)
+    except TloraError:
+        raise
+    except Exception as error:
+        raise BaseNotTraceable(
+            f"the traced graph of {subject} holds what tlora-fx cannot read",
+            found=_reason(error),
+            help="report the base with this text",
+        ) from error
 
 
 def _use_packed_attention(model: nn.Module, subject: str) -> None:
@@ -136,11 +159,20 @@ def _wrap(model: nn.Module, job: Job, config: LoraConfig, backbone: Backbone) ->
         config.task_type = None  # PEFT's class for language models wants to generate
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        wrapped = get_peft_model(
-            model,
-            config,
-            autocast_adapter_dtype=job.adapter_dtype == "float32",
-        )
+        try:
+            wrapped = get_peft_model(
+                model,
+                config,
+                autocast_adapter_dtype=job.adapter_dtype == "float32",
+            )
+        except (ValueError, TypeError) as error:
+            raise JobError(
+                "PEFT refuses the LoRA fields on this base",
+                job=job.name,
+                base=backbone.title,
+                found=error,
+                help="name other linear modules in lora.target_modules",
+            ) from error
     wrapped.train()
     for module in wrapped.modules():
         for name, parameter in list(module._parameters.items()):
@@ -165,11 +197,12 @@ class TracedRow(nn.Module):
         self.form = form
         self.keywords = keywords
         self.attention: list[str] = []
+        self.runs: Counter[int] = Counter()
 
     def forward(self, input_ids: Tensor, position_ids: Tensor, *tables: Tensor) -> Tensor:
         """Logits [1, T, V], or [B, S, V] in batch form."""
         row = row_of(dict(zip(TABLES, tables, strict=True)))
-        with row as self.attention, RealConstants():
+        with row as self.attention, RealConstants(), self._counted():
             if self.form == "packed":
                 out = self.model(input_ids=input_ids, position_ids=position_ids, use_cache=False)
             elif self.keywords:
@@ -177,8 +210,41 @@ class TracedRow(nn.Module):
                     out = self.model(input_ids=input_ids, use_cache=False)
             else:
                 out = self.model(input_ids)
-        logits: Any = getattr(out, "logits", out)
-        return cast(Tensor, logits[0] if isinstance(logits, tuple) else logits)
+        return _logits_of(out)
+
+    def repeated(self) -> frozenset[str]:
+        """Paths of the model's modules that the last forward ran more than once."""
+        modules = self.model.named_modules()
+        return frozenset(path for path, module in modules if self.runs[id(module)] > 1)
+
+    @contextmanager
+    def _counted(self) -> Iterator[None]:
+        self.runs.clear()
+        hook = register_module_forward_pre_hook(lambda module, _: self.runs.update([id(module)]))
+        try:
+            yield
+        finally:
+            hook.remove()
+
+
+def _logits_of(out: Any) -> Tensor:
+    """The logits among what a model returns: alone, first, or an attribute of that name.
+
+    raises    BaseRefused
+    """
+    logits = getattr(out, "logits", out)
+    if isinstance(logits, tuple) and logits:
+        logits = logits[0]
+    if isinstance(logits, Tensor) and logits.dim() == 3:
+        return logits
+    raise BaseRefused(
+        "the base's forward returns no logits of a language model",
+        expected="a tensor [batch, tokens, vocabulary], alone, first, or the attribute logits",
+        found=f"a tensor of {logits.dim()} dimensions"
+        if isinstance(logits, Tensor)
+        else type(logits).__name__,
+        help="hand over an nn.Module whose forward returns them",
+    )
 
 
 class RealConstants(TorchFunctionMode):
@@ -246,7 +312,9 @@ def export_row(row: TracedRow, subject: str) -> fx.GraphModule:
             f"the model of {subject} cannot be traced",
             operator=_reason(error),
             source=_model_line(error),
-            help="set base.attention: batch, or report the base with this operator",
+            help="set base.attention: batch, or report the base with this operator"
+            if row.form == "packed"
+            else "report the base with this operator",
         ) from error
     module = program.module(check_guards=False)
     assert isinstance(module, fx.GraphModule)
@@ -254,6 +322,8 @@ def export_row(row: TracedRow, subject: str) -> fx.GraphModule:
 
 
 def _reason(error: BaseException) -> str:
+    if isinstance(error, UserError) and error.error_type is UserErrorType.CONSTRAINT_VIOLATION:
+        return FIXED_SIZE
     lines = [line for line in str(error).splitlines() if line.strip()]
     return f"{type(error).__name__}: {lines[0] if lines else ''}"[:300]
 
@@ -337,7 +407,8 @@ class _Importer:
         return self._add(self.graph.call_function(target, args, kwargs), node)
 
     def _detached(self, value: Any) -> Any:
-        if not isinstance(value, fx.Node) or not value.meta["val"].is_floating_point():
+        held = value.meta.get("val") if isinstance(value, fx.Node) else None
+        if not isinstance(held, Tensor) or not held.is_floating_point():
             return value
         detached = self.graph.call_function(torch.ops.aten.detach.default, (value,))
         detached.meta = dict(value.meta)

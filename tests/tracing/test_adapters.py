@@ -1,0 +1,111 @@
+"""What a job may adapt, and what is said of targets that cannot be adapted."""
+
+from __future__ import annotations
+
+import pytest
+from torch import Tensor, nn
+from transformers import MixtralConfig
+
+from tests.models import Plain, error_of, hand_written, job
+from tlora_fx.compiler import compile
+from tlora_fx.config.job import BaseSpec
+from tlora_fx.errors import FusionError, JobError, UnknownTarget
+from tlora_fx.model.backbone import load_backbone
+from tlora_fx.testing.equivalence import SIZES
+from tlora_fx.tracing.adapters import resolve_sites
+
+
+@pytest.fixture(scope="module")
+def experts(tmp_path_factory):
+    """A mixture of two experts, whose matrices are stacked parameters."""
+    folder = tmp_path_factory.mktemp("mixtral")
+    MixtralConfig(**SIZES, num_local_experts=2).save_pretrained(folder)
+    return BaseSpec(config=folder, dtype="float32")
+
+
+@pytest.mark.parametrize("targets", ["all-linear", ["w1", "w3"], ["w1"], ["q_proj", "gate"]])
+def test_experts_are_refused_with_the_linears_to_name_instead(experts, targets):
+    """PEFT would adapt their parameters, also where targets name the linears of before."""
+    one = job("one", experts, target_modules=targets)
+
+    text = error_of(lambda: compile(one), UnknownTarget)
+
+    assert "targets experts" in text
+    assert "[k_proj, o_proj, q_proj, v_proj]" in text
+
+
+def test_the_linears_of_a_base_with_experts_are_adapted_as_peft_does(experts):
+    """A pattern too: PEFT reads it as names on such a base, so it fits every layer."""
+    pattern = r".*layers\.0\.self_attn\.q_proj"
+
+    sites = resolve_sites(job("one", experts, target_modules=pattern), load_backbone(experts))
+
+    assert [path.split(".")[2] for path in sites] == ["0", "1", "2"]
+
+
+class Twice(Plain):
+    """A model that runs each layer twice."""
+
+    def forward(self, ids: Tensor) -> Tensor:
+        """Logits."""
+        hidden = self.embed(ids)
+        for layer in self.layers:
+            hidden = layer(layer(hidden))
+        return self.head(hidden)
+
+
+def test_a_module_that_runs_twice_is_not_adapted():
+    """The job alone is at fault, so no other group helps; what runs once may be adapted."""
+    text = error_of(lambda: compile(hand_written(Twice(layers=2))), FusionError)
+
+    assert "layers.0.out and 1 more" in text
+    assert "leave it out of target_modules" in text
+    assert compile(hand_written(Twice(layers=2), targets=("head",))).banks.keys() == {"head"}
+
+
+class Aside(Plain):
+    """A model with a linear whose result nobody reads."""
+
+    def __init__(self) -> None:
+        super().__init__(layers=2)
+        self.aside = nn.Linear(32, 32)
+
+    def forward(self, ids: Tensor) -> Tensor:
+        """Logits."""
+        self.aside(self.embed(ids))
+        return super().forward(ids)
+
+
+def test_an_adapter_off_the_way_to_the_loss_is_reported():
+    """It would stay as it starts."""
+    model = compile(hand_written(Aside(), targets=("aside", "out")))
+
+    notes = [text for _, text in model.group.notes if "does not depend on" in text]
+    assert notes == ["the loss does not depend on adapters of aside: they are not saved"]
+
+
+class Detached(Plain):
+    """A model whose head alone gets a gradient."""
+
+    def forward(self, ids: Tensor) -> Tensor:
+        """Logits."""
+        hidden = self.embed(ids)
+        for layer in self.layers:
+            hidden = layer(hidden)
+        return self.head(hidden.detach())
+
+
+@pytest.mark.parametrize(("module", "target"), [(Aside(), "aside"), (Detached(), "out")])
+def test_a_job_without_an_adapter_on_the_way_to_the_loss_is_refused(module, target):
+    """Nothing would be trained."""
+    text = error_of(lambda: compile(hand_written(module, targets=(target,))), UnknownTarget)
+
+    assert "adapts nothing that its loss depends on" in text
+
+
+def test_what_peft_refuses_on_a_base_is_our_error():
+    """A LayerNorm cannot carry an adapter; PEFT says so, and we say for which job."""
+    text = error_of(lambda: compile(hand_written(Plain(), targets=("norm",))), JobError)
+
+    assert "PEFT refuses the LoRA fields on this base" in text
+    assert "LayerNorm" in text
