@@ -88,3 +88,32 @@ def test_places_are_disjoint_and_stand_in_the_smallest_unit(counts, lost):
     assert len(set(taken)) == len(taken)
     assert set(taken) <= set(cluster.present())
     assert placer.free == cluster.capacity() - len(taken)
+
+
+def test_a_group_whose_gpus_lie_apart_is_brought_together():
+    """GPUs of two groups that merge are kept only where they stand as near as others could."""
+    placer = Placer(Cluster(128))
+
+    place = placer.find(8, keep=(0, 1, 2, 3, 40, 41, 42, 43))
+
+    assert place == tuple(range(8))
+
+
+@given(
+    st.sets(st.integers(0, 59), min_size=1, max_size=40),
+    st.sets(st.integers(0, 59), max_size=40),
+    st.sets(st.integers(0, 7), max_size=3),
+)
+def test_whatever_a_group_would_keep_it_stands_as_near_as_it_was_promised(keep, taken, lost):
+    """The tier of every place is the one by which its step was predicted."""
+    cluster = Cluster(60, nodes_per_rack=4, lost=frozenset(lost))
+    there = set(cluster.present())
+    own = sorted((keep - taken) & there)
+    placer = Placer(cluster)
+    placer.take(sorted(taken & there))
+
+    place = placer.find(len(own), keep=own) if own else None
+
+    if place is not None:
+        assert cluster.tier(place) == tier_for(cluster, len(own))
+        assert not set(place) & taken

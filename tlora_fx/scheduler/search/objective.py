@@ -268,9 +268,14 @@ def powers(asked: Array) -> Array:
     return np.stack([*rows, asked])
 
 
-def seconds_of(state: SchedulerState, base: str, demand: Array, gpus: int) -> float:
-    """Of a step of one group of demand [12] on so many GPUs; infinite where nothing fits."""
-    tiers = [tier_for(state.cluster, gpus)]
+def seconds_of(
+    state: SchedulerState, base: str, demand: Array, gpus: int, tier: Tier | None = None
+) -> float:
+    """Of a step of one group of demand [12] on so many GPUs; infinite where nothing fits.
+
+    tier    how far apart they stand; by default as near as so many can
+    """
+    tiers = [tier or tier_for(state.cluster, gpus)]
     seconds = state.estimator.seconds(base, demand[None], np.array([float(gpus)]), tiers)
     return float(seconds[0])
 

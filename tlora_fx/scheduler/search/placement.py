@@ -19,6 +19,7 @@ from tlora_fx.scheduler.search.objective import (
     CandidateCollector,
     CandidateGroup,
     seconds_of,
+    tier_for,
     widest_rack,
 )
 from tlora_fx.scheduler.state import (
@@ -92,7 +93,9 @@ class Placer:
         """
         if count > self._count:
             return None
-        if len(keep) == count and not self._barred and self.has(keep):
+        # What a group is promised is what it takes in the smallest unit that could hold it.
+        near = self.cluster.tier(keep) == tier_for(self.cluster, count)
+        if len(keep) == count and near and not self._barred and self.has(keep):
             return tuple(keep)
         nodes = self._nodes_for(count, keep)
         if nodes is None:
@@ -202,8 +205,7 @@ def _undo(
             continue
         unit_at_home, out = _at_home(state, collector, jobs, home)
         left |= out
-        arranging.placer.give(home.place[unit_at_home.gpus :])
-        arranging.put(unit_at_home, home.place[: unit_at_home.gpus])
+        arranging.stay(unit_at_home, home.place)
     jobs = [state.jobs[name] for name in unit.jobs if name in left]
     return [collector.alone(job) for job in jobs]
 
@@ -276,6 +278,20 @@ class Arranging:
             if reserve and not reserved and any(urgency(j, now) is Urgency.VIOLATING for j in jobs):
                 self.placed.reserved, ready = self._reservation(unit.gpus)
             self.placed.waiting.append(unit)
+
+    def stay(self, unit: CandidateGroup, home: tuple[int, ...]) -> None:
+        """A unit runs on GPUs that it holds; on fewer of them only as near as it was promised."""
+        if unit.gpus == len(home):
+            self.put(unit, home)
+            return
+        self.placer.give(home)
+        place = self.placer.find(unit.gpus, keep=home)
+        if place is None:
+            place = home[: unit.gpus]
+            tier = self.state.cluster.tier(place)
+            unit.seconds = seconds_of(self.state, unit.base, unit.demand, unit.gpus, tier)
+        self.placer.take(place)
+        self.put(unit, place)
 
     def put(self, unit: CandidateGroup, place: tuple[int, ...]) -> None:
         """A unit runs there."""
