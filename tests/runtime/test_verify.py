@@ -5,10 +5,30 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+import torch
+from transformers import AutoConfig
 
+from tests.models import SIZES
 from tests.runtime.groups import make_data, make_job, tiny_base
+from tlora_fx.compiler import compile
+from tlora_fx.config.job import BaseSpec
 from tlora_fx.model.adapter_bank import AdapterBank
-from tlora_fx.runtime.verify import MASKED, PLAIN, bounds_of, verify
+from tlora_fx.runtime import verify as verifying
+from tlora_fx.runtime.adapters import adapter_tensors
+from tlora_fx.runtime.data import DataReport, JobData, Sample
+from tlora_fx.runtime.solo import train_alone
+from tlora_fx.runtime.trainer import Trainer
+from tlora_fx.runtime.verify import (
+    MASKED,
+    PLAIN,
+    Differences,
+    JobDifference,
+    adapter_difference,
+    bounds_of,
+    extreme_batches,
+    plain_base,
+    verify,
+)
 
 GSM8K = Path(__file__).parents[3] / "shared" / "data" / "gsm8k" / "train.jsonl"
 
@@ -61,6 +81,111 @@ def test_a_wrong_scaling_is_found(tmp_path, monkeypatch):
 
     beyond = {row.job for row in found if not row.within(bounds_of("float32", "cpu"))}
     assert beyond == {"a", "b"}, "DoRA's branch does not read the bank's scaling"
+
+
+def test_steps_that_are_never_brought_together_again_equal_plain_peft(tmp_path):
+    """Twenty steps in a row, and neither side ever sees the other's adapters."""
+    jobs = jobs_on(tiny_base(tmp_path, "float32"))
+    data = make_data(jobs)
+    model = compile(jobs)
+    trainer = Trainer(model, output=tmp_path / "run", device="cpu")
+    trainer.prepare(data)
+    start = {job.name: adapter_tensors(model.job_parameters(job.name)) for job in jobs}
+    losses = {job.name: [] for job in jobs}
+    while active := [run for run in trainer.runs if run.status == "running"]:
+        batches = {run.index: run.batches() for run in active}
+        found = trainer.gradients(batches)
+        for run in active:
+            losses[run.job.name].append(found[run.index])
+            run.finish_step(found[run.index], batches[run.index], 0.0)
+
+    base = plain_base(model.backbone)
+    for job, steps in zip(jobs, (20, 4, 4), strict=True):
+        solo = train_alone(job, base, data[job.name], start[job.name], steps, masks=True)
+        assert losses[job.name] == pytest.approx(solo.losses, rel=2e-6)
+        after = adapter_tensors(model.job_parameters(job.name))
+        assert adapter_difference(after, solo.adapters) <= 1e-5
+
+
+def growing(job, lengths=range(2, 14)):
+    """Samples of these lengths, in this order."""
+    samples = [Sample(tuple(range(1, n + 1)), tuple(range(1, n + 1))) for n in lengths]
+    return {job.name: JobData(job, samples, DataReport())}
+
+
+def test_what_parts_beyond_the_first_samples_is_found(tmp_path, monkeypatch):
+    """Steps of short samples agree; the longest sample, which no step takes, does not."""
+    plain = Trainer.gradients
+
+    def spoilt(self, batches):
+        longest = max(len(s.input_ids) for b in batches.values() for part in b for s in part)
+        return {at: x * (1.01 if longest > 8 else 1) for at, x in plain(self, batches).items()}
+
+    monkeypatch.setattr(Trainer, "gradients", spoilt)
+    job = make_job(tiny_base(tmp_path, "float32"), "a", shuffle=False)
+
+    [row] = verify([job], steps=2, device="cpu", data=growing(job))
+
+    assert not row.within(bounds_of("float32", "cpu"))
+    assert row.loss == pytest.approx(0.01, rel=1e-3)
+
+
+@pytest.mark.parametrize(
+    ("size", "expected"),
+    [
+        (1, [[9], [2]]),
+        (2, [[7, 9], [2, 3], [9, 2]]),
+        (4, [[4, 5, 7, 9], [2, 3, 4, 5], [7, 9, 2, 3]]),
+        (8, [[2, 3, 4, 5, 7, 9]]),
+    ],
+)
+def test_extremes_are_the_longest_the_shortest_and_both(size, expected):
+    """Micro-batches as large as the job's, none of them twice."""
+    samples = [Sample(tuple(range(n)), tuple(range(n))) for n in (5, 9, 3, 2, 7, 4)]
+
+    batches = extreme_batches(samples, size)
+
+    assert [[len(sample.input_ids) for sample in batch] for batch in batches] == expected
+
+
+def test_a_base_that_is_a_little_wrong_is_found(tmp_path, monkeypatch):
+    """One layer's weights are a ten-thousandth too large on one side."""
+
+    def wrong(backbone):
+        base = plain_base(backbone)
+        with torch.no_grad():
+            base.model.layers[1].mlp.down_proj.weight *= 1 + 1e-4
+        return base
+
+    monkeypatch.setattr(verifying, "plain_base", wrong)
+    jobs = jobs_on(tiny_base(tmp_path, "float32"), dropout=0.0)
+
+    found = list(verify(jobs, steps=3, device="cpu", data=make_data(jobs)))
+
+    assert not any(row.within(bounds_of("float32", "cpu")) for row in found), found
+
+
+@pytest.mark.parametrize(("noise", "passes"), [(0, False), (9e-6, True), (3e-5, True), (1, False)])
+def test_the_noise_of_a_base_widens_its_bounds(noise, passes):
+    """A gradient of 6e-5 passes where the base itself moves a little, not where it moves much."""
+    row = JobDifference("a", PLAIN, "packed", 1, 0.0, 6e-5, 0.0, Differences(0.0, noise, 0.0))
+
+    assert row.within(bounds_of("float32", "cpu")) == passes
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("decoder", ["glm4", "ctrl", "apertus", "hunyuan_v1_dense", "arcee"])
+def test_decoders_that_make_much_of_rounding_pass(tmp_path, decoder):
+    """Trained alone in two layouts, such bases part by up to 1e-3 within twenty steps."""
+    AutoConfig.for_model(decoder, **SIZES, head_dim=8).save_pretrained(tmp_path)
+    base = BaseSpec(config=tmp_path, dtype="float32", seed=3)
+    lora = {"r": 8, "lora_dropout": 0.1, "target_modules": "all-linear"}
+    jobs = [make_job(base, "a", lora=lora, max_steps=20), make_job(base, "b", lora=lora)]
+
+    found = list(verify(jobs, steps=20, device="cpu", data=make_data(jobs, longest=40)))
+
+    beyond = [row for row in found if not row.within(bounds_of("float32", "cpu"))]
+    assert not beyond, "\n".join(map(str, beyond))
 
 
 @pytest.mark.slow

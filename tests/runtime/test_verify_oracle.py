@@ -9,6 +9,8 @@ import peft
 import pytest
 import torch
 import torch.nn.functional as F
+from hypothesis import given
+from hypothesis import strategies as st
 from torch import Tensor, nn
 from transformers import (
     Gemma2Config,
@@ -26,7 +28,13 @@ from transformers import (
 from tlora_fx.config.job import BaseSpec, DataSpec, Job
 from tlora_fx.errors import OracleError
 from tlora_fx.runtime.data import DataReport, JobData, Sample
-from tlora_fx.runtime.solo import SoloRun, train_alone
+from tlora_fx.runtime.solo import (
+    SampleOrder,
+    SoloRun,
+    in_another_layout,
+    lines_of,
+    train_alone,
+)
 
 VOCABULARY, STEPS = 37, 3
 DROPPED = ("llama", "gpt2", "opt", "gemma2", "mistral", "plain")
@@ -315,3 +323,43 @@ def test_a_start_of_another_job_is_refused(change):
 
     with pytest.raises(OracleError, match=name.replace(".", r"\.")):
         train_alone(job, base, data_of(job), start, 1, masks=False)
+
+
+@given(
+    count=st.integers(1, 30),
+    batch=st.integers(1, 5),
+    accumulation=st.integers(1, 4),
+    shuffle=st.booleans(),
+    epochs=st.sampled_from([0.3, 1.0, 2.5]),
+)
+def test_its_order_of_samples_is_the_trainers(count, batch, accumulation, shuffle, epochs):
+    """Two writings of one definition agree on every step, and on their number."""
+    job = job_of(
+        "plain",
+        per_device_train_batch_size=batch,
+        gradient_accumulation_steps=accumulation,
+        shuffle=shuffle,
+        max_steps=None,
+        num_train_epochs=epochs,
+    )
+    data = data_of(job, tuple(range(2, count + 2)))
+    order = SampleOrder(job, data.samples)
+
+    assert order.steps == data.steps
+    for step in range(data.steps):
+        assert order.batches(step) == lines_of(data.step(step))
+
+
+def test_another_layout_holds_the_same_step():
+    """Each line alone, or beside a copy without targets, at its place in the step."""
+    job = job_of("plain")
+    first, second, third = data_of(job).samples[:3]
+
+    pair, single = lines_of([[first, second], [third]])
+    layout = in_another_layout([pair, single])
+
+    assert [line.first for line in (*pair, *single)] == [0, 5, 14]
+    assert layout[:2] == [[pair[0]], [pair[1]]]
+    assert layout[2][0] == single[0]
+    assert layout[2][1].ids == single[0].ids
+    assert set(layout[2][1].labels) == {-100}

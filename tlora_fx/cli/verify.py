@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -25,6 +26,8 @@ def run(
 
     Prints each job's largest differences; exits with 1 where one is beyond its bound. Twice: with
     dropout 0 against plain PEFT, and with dropout against PEFT that draws the job's keyed masks.
+    After its steps each job's longest and shortest samples are compared too. A bound is wider for a
+    job whose base differs from itself in batches of other shapes, ten times at most.
     """
     from tlora_fx.config.job_file import load_job_file
 
@@ -59,6 +62,12 @@ def _table(differences: list[JobDifference], bounds: Bounds) -> Table:
         numbers = (f"{value:.1e}" for value in (row.loss, row.gradient, row.adapter))
         verdict = "ok" if row.within(bounds) else "BEYOND"
         table.add_row(row.job, row.against, str(row.steps), *numbers, verdict)
-    limits = (f"{value:.0e}" for value in (bounds.loss, bounds.gradient, bounds.adapter))
-    table.add_row("bound", "largest relative difference", "", *limits, "", style="dim")
+        widest = bounds.over(row.noise)
+        if widest != bounds:
+            table.add_row("", "bound by the base's own noise", "", *_limits(widest), style="dim")
+    table.add_row("bound", "largest relative difference", "", *_limits(bounds), "", style="dim")
     return table
+
+
+def _limits(bounds: Bounds) -> Iterator[str]:
+    return (f"{value:.0e}" for value in (bounds.loss, bounds.gradient, bounds.adapter))
