@@ -111,7 +111,7 @@ def test_files_that_cannot_be_read_are_told(tmp_path: Path) -> None:
 
     with pytest.raises(JobFileMissingError, match="No such file"):
         read_yaml(tmp_path / "none")
-    with pytest.raises(JobFileMissingError, match="directory"):
+    with pytest.raises(JobFileMissingError, match="regular file"):
         read_yaml(tmp_path)
     with pytest.raises(JobFileSyntaxError, match="not UTF-8"):
         read_yaml(tmp_path / "latin")

@@ -5,12 +5,13 @@ from __future__ import annotations
 import json
 import os
 import random
+import shutil
 import time
 
 import pytest
 
 from tests.scheduler.fake_worker import adapter_of
-from tests.scheduler.run_folder import Heard, audit, forked, kill, records, run, write_job
+from tests.scheduler.run_folder import Heard, Prepared, audit, forked, kill, records, run, write_job
 from tlora_fx.errors import JobFolderError, RunFolderError
 from tlora_fx.scheduler import service
 from tlora_fx.scheduler.local.executor import held
@@ -138,6 +139,57 @@ def test_what_goes_wrong_in_a_group_is_told(tmp_path):
     assert [said for said in heard.said if said[0] == "warned"] == [
         ("warned", ("a",), "the disk is full")
     ]
+    assert records(tmp_path / "run")["a"].status == "done"
+
+
+def test_files_that_block_or_break_the_reader_are_left_and_others_train(tmp_path):
+    """A pipe, a link to an endless device, a file of many bytes, numbers that nothing holds."""
+    folder = tmp_path / "jobs"
+    write_job(folder, "a", 5)
+    os.mkfifo(folder / "pipe.yaml")
+    (folder / "endless.yaml").symlink_to("/dev/zero")
+    (folder / "large.yaml").write_text("a: " + "x" * (1 << 21))
+    heard = run(folder, tmp_path / "run")
+
+    mistakes = {said[1]: said[3] for said in heard.said if said[0] == "took" and said[3]}
+    assert "no regular file" in mistakes["pipe.yaml"]
+    assert "no regular file" in mistakes["endless.yaml"]
+    assert "too large" in mistakes["large.yaml"]
+    require_trained_once(tmp_path / "run", {"a": 5})
+
+
+@pytest.mark.parametrize(
+    "error", [OverflowError("too large"), RecursionError(), KeyError("\ud800")]
+)
+def test_whatever_preparing_a_job_raises_the_others_train(tmp_path, monkeypatch, error):
+    """The job is refused with what Python says."""
+    write_job(tmp_path / "jobs", "a", 5)
+    write_job(tmp_path / "jobs", "b", 5)
+    plain = Prepared.request
+
+    def breaks(self, job, now):
+        if job.name == "b":
+            raise error
+        return plain(self, job, now)
+
+    monkeypatch.setattr(Prepared, "request", breaks)
+    heard = run(tmp_path / "jobs", tmp_path / "run")
+
+    assert [said[1] for said in heard.said if said[0] == "refused"] == ["b"]
+    assert type(error).__name__ in records(tmp_path / "run")["b"].reason
+    assert records(tmp_path / "run")["a"].status == "done"
+
+
+def test_a_folder_that_vanishes_ends_no_run(tmp_path):
+    """What was submitted is trained."""
+    write_job(tmp_path / "jobs", "a", 150)
+
+    def vanish(it):
+        if it.loop.runs:
+            shutil.rmtree(tmp_path / "jobs", ignore_errors=True)
+
+    run(tmp_path / "jobs", tmp_path / "run", until=vanish)
+
     assert records(tmp_path / "run")["a"].status == "done"
 
 

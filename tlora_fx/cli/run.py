@@ -190,6 +190,9 @@ class Page(Callback):
     def refused(self, time: float, request: JobRequest, reason: str) -> None:
         self.say(f"{request.name} cannot run: {reason}", "red")
 
+    def parked(self, time: float, request: JobRequest, reason: str) -> None:
+        self.say(f"{request.name} waits for the next start: {reason}", "yellow")
+
     def launched(self, time: float, run: Formation) -> None:
         jobs = ", ".join(run.group.jobs)
         self.say(f"{time:8.1f} s  group {run.epoch} on {_place(run)}: {jobs}")

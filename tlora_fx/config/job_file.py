@@ -7,6 +7,7 @@ Relative paths start at the folder of the file.
 from __future__ import annotations
 
 import re
+import stat
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -23,6 +24,8 @@ from tlora_fx.errors import JobFileError, JobFileMissingError, JobFileSyntaxErro
 KeyPath: TypeAlias = tuple[str | int, ...]
 
 NODE_LIMIT = 100_000
+#: A larger file is none that a person wrote, and would take long to refuse.
+BYTES_LIMIT = 1 << 20
 _TAG = "tag:yaml.org,2002:"
 
 SHARED = ("adapter_dtype", "adapter_compute")
@@ -293,9 +296,28 @@ class Located:
         return self.lines.get(path, 1)
 
 
+def require_readable(path: Path) -> None:
+    """Refuse what could block or fill memory before anything of it is read.
+
+    raises  JobFileMissingError, JobFileSyntaxError, OSError
+    """
+    status = path.stat()
+    if not stat.S_ISREG(status.st_mode):
+        raise JobFileMissingError("the job file is no regular file", file=path)
+    if status.st_size > BYTES_LIMIT:
+        raise JobFileSyntaxError(
+            "the job file is too large",
+            file=path,
+            expected=f"at most {BYTES_LIMIT} bytes",
+            found=status.st_size,
+            help="put its jobs into several files",
+        )
+
+
 def read_yaml(path: Path) -> Located:
     """Read one YAML document from a file; raises JobFileMissingError, JobFileSyntaxError."""
     try:
+        require_readable(path)
         text = path.read_text(encoding="utf-8-sig")
     except UnicodeDecodeError as error:
         raise JobFileSyntaxError("the job file is not UTF-8", file=path, found=error) from None

@@ -135,6 +135,9 @@ class Callback:
     def capacity(self, time: float, gpus: int) -> None:
         """How many GPUs there are from now on."""
 
+    def parked(self, time: float, request: JobRequest, reason: str) -> None:
+        """A job of an earlier process cannot go on now; the next start tries it again."""
+
     def resumed(self, jobs: int, done: int) -> None:
         """A run goes on with what an earlier process began."""
 

@@ -7,6 +7,7 @@ the ledger, what was trained is in checkpoints, and the groups are formed anew.
 from __future__ import annotations
 
 import hashlib
+import json
 import os
 import time
 from collections.abc import Iterator, Mapping, Sequence
@@ -17,7 +18,7 @@ from statistics import median
 from typing import Any, Protocol
 
 from tlora_fx.config.job import Job
-from tlora_fx.config.job_file import load_job_file
+from tlora_fx.config.job_file import load_job_file, require_readable
 from tlora_fx.cost.estimator import Estimator, Layout, ProfileEstimator
 from tlora_fx.cost.hardware import Cluster
 from tlora_fx.cost.load import Demand
@@ -241,21 +242,23 @@ class JobFolder:
     def _files(self) -> list[Path]:
         if self.path.is_file():
             return [self.path]
-        listed = sorted(self.path.iterdir())
+        try:
+            listed = sorted(self.path.iterdir())
+        except OSError:
+            return []  # it is gone: what was submitted goes on
         return [p for p in listed if p.suffix in SUFFIXES and not p.name.startswith(".")]
 
     def _take(self, path: Path) -> list[SubmittedFile]:
+        content = ""
         try:
+            require_readable(path)
             content = hashlib.sha256(path.read_bytes()).hexdigest()
-        except OSError as error:
-            return [SubmittedFile(path, "", mistake=f"cannot be read: {error}")]
-        known = self.ledger.files().get(str(path.absolute()))
-        if known is not None and known[0] == content:
-            return []
-        try:
+            known = self.ledger.files().get(str(path.absolute()))
+            if known is not None and known[0] == content:
+                return []
             jobs = load_job_file(path).jobs
-        except TloraError as error:
-            return [SubmittedFile(path, content, mistake=str(error))]
+        except Exception as error:  # noqa: BLE001  (a file must not end the run of others)
+            return [SubmittedFile(path, content, mistake=_reason(error))]
         fresh = tuple(job for job in jobs if job.name not in self.specs)
         return [SubmittedFile(path, content, fresh, self._differing(path, jobs))]
 
@@ -280,6 +283,12 @@ class JobFolder:
                 help="give it another name: what was submitted stays as it was",
             )
         )
+
+
+def _reason(error: Exception) -> str:
+    """What is said of a file or a job that raised: our own error's text, or what Python says."""
+    text = str(error) if isinstance(error, TloraError) else f"{type(error).__name__}: {error}"
+    return text.encode("utf-8", "backslashreplace").decode()
 
 
 def require_folder(path: Path) -> None:
@@ -407,7 +416,11 @@ class SchedulerService:
         if records:
             self.callback.resumed(len(records), len(records) - len(left))
         for record in left:
-            self.prepare.learn(Job.model_validate(record.spec))
+            try:
+                self.prepare.learn(Job.model_validate(record.spec))
+            except Exception as error:  # noqa: BLE001  (its base may be back at the next start)
+                self.callback.parked(self._busy, record.request, _reason(error))
+                continue
             self.loop.submit(record.request, steps_done=record.steps, credit=record.credit)
 
     def turn(self) -> bool:
@@ -449,9 +462,11 @@ class SchedulerService:
     def submit(self, job: Job) -> None:
         """Submit a job, or say why it will never run."""
         now = self.executor.now()
-        spec = job.model_dump(mode="json")
-        self.specs[job.name] = spec
+        spec: Mapping[str, Any] = {}
         try:
+            spec = job.model_dump(mode="json")
+            json.dumps(spec, ensure_ascii=False).encode()
+            self.specs[job.name] = spec
             if job.name in RESERVED:
                 raise RunRefused(
                     f"a job cannot be called '{job.name}' here",
@@ -459,10 +474,11 @@ class SchedulerService:
                     help="rename the job: the run keeps its own files under that name",
                 )
             request = self.prepare.request(job, now)
-        except TloraError as error:
+        except Exception as error:  # noqa: BLE001  (a job must not end the run of others)
+            self.specs.setdefault(job.name, {})
             request = JobRequest(job.name, "", Demand(), 0, 0, submitted=now)
-            self.ledger.refuse(request, str(error), spec)
-            self.callback.refused(now, request, str(error))
+            self.ledger.refuse(request, _reason(error), self.specs[job.name])
+            self.callback.refused(now, request, _reason(error))
             return
         # First the ledger, with all that a worker needs: the loop knows the request alone.
         self.ledger.submit(request, spec)
