@@ -28,6 +28,7 @@ from tlora_fx.errors import (
     LayersNotChained,
     NotFoldable,
     NotTokenParallel,
+    PaddingSeen,
     PipelineError,
     StoppedAfter,
     TloraError,
@@ -59,6 +60,10 @@ DEFAULT_PIPELINE = (
     "drop-export-noise,tag-roles,fold-layers,check-token-parallel,fuse-backbone,lower-adapters,"
     "share-input,key-dropouts,lower-loss"
 )
+#: What one form cannot do and the other may.
+NOT_IN_THIS_FORM = (
+    AttentionNotPackable, BaseNotTraceable, PaddingSeen, FusedDiffers, NotTokenParallel
+)  # fmt: skip
 Jobs = JobFile | Sequence[Job] | Job | str | Path
 
 
@@ -306,7 +311,7 @@ def fuse(given: Prepared, runner: Runner, *, probed: bool = False) -> GroupGraph
             group = _fuse_folded(given, runner, form)
             if probed:
                 _probe(group, given)
-        except (AttentionNotPackable, NotTokenParallel, BaseNotTraceable, FusedDiffers) as error:
+        except NOT_IN_THIS_FORM as error:
             if refused is not None:
                 error.add_note(f"and before that, in packed form:\n{refused.render()}")
             if form == forms[-1]:

@@ -244,7 +244,7 @@ class Attention:
         if self.causal:
             visible &= distance >= 0
         if self.window > 0:
-            visible &= distance < self.window
+            visible &= distance.abs() < self.window
         return visible
 
     def _multiplier(self, heads: int, tokens: int) -> Tensor:

@@ -35,6 +35,10 @@ class AttentionNotPackable(CompileError, code="T0205"):
     """
 
 
+class PaddingSeen(CompileError, code="T0240"):
+    """On padded rows a token would see the padding behind its line."""
+
+
 class NotTokenParallel(CompileError, code="T0206"):
     """An operator mixes the tokens of a row.
 

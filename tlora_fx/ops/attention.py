@@ -59,8 +59,10 @@ class AttentionRule:
 
     def visible(self, start: int, stop: int, length: int) -> tuple[int, int]:
         """The run of keys that queries start:stop see between them."""
-        first = max(0, start - self.window + 1) if self.window > 0 else 0
-        return first, stop if self.causal else length
+        if self.window < 0:
+            return 0, stop if self.causal else length
+        first, last = start - self.window + 1, stop + self.window - 1
+        return max(0, first), stop if self.causal else min(last, length)
 
     def hidden(self, queries: range, keys: range, device: torch.device) -> Tensor | None:
         """Which of these keys each query does not see, bool [queries, keys]; None: it sees all."""
@@ -71,8 +73,9 @@ class AttentionRule:
         hidden = None
         if self.causal:
             hidden = distance < 0
-        if 0 < self.window <= queries.stop - 1 - keys.start:
-            far = distance >= self.window
+        behind, ahead = queries.stop - 1 - keys.start, keys.stop - 1 - queries.start
+        if 0 < self.window <= (behind if self.causal else max(behind, ahead)):
+            far = distance.abs() >= self.window
             hidden = far if hidden is None else hidden | far
         return hidden
 
@@ -338,7 +341,7 @@ def flash_fits_sequence(
 
 def _windows(rule: AttentionRule) -> dict[str, int | float]:
     left = rule.window - 1 if rule.window > 0 else -1
-    right = 0 if rule.causal else -1
+    right = 0 if rule.causal else left
     return {"scale": rule.scale, "window_size_left": left, "window_size_right": right}
 
 
@@ -458,7 +461,7 @@ def packed_attention(q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> tuple[Tenso
     site         int64 scalar on the CPU, `site_id`; needed for dropout
     scale        multiplies q kᵀ
     causal       token i sees tokens j <= i
-    window       token i sees tokens with i - j < window; -1: no window
+    window       token i sees tokens with |i - j| < window; -1: no window
     softcap      scores s become softcap * tanh(s / softcap); 0: none
     sinks        one more logit a head, [H], that takes weight and has no value; or None
     dropout      rate in [0, 1) on the weights, drawn by each job's keyed masks

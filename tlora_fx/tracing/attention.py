@@ -6,27 +6,66 @@ traced, so a model that drops keyword arguments on the way is packed as well.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from contextvars import ContextVar
-from typing import Any
+from functools import partial
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
 
 from tlora_fx.errors import AttentionNotPackable
+from tlora_fx.tracing.masks import BATCH_HELP, DeclaredMask, MaskRule, declared_mask
+
+#: How the attention that ours stands for reads what it is handed: "eager" takes the mask alone,
+#: "sdpa" the mask or, without one, is_causal, and all others is_causal and sliding_window.
+Reading = Literal["eager", "sdpa", "keywords"]
 
 IMPLEMENTATION = "tlora_fx"
+READINGS: tuple[Reading, ...] = ("eager", "sdpa", "keywords")
+
+# Arguments on their way through attention that do not change what it computes of one row.
+HARMLESS = {
+    "output_attentions": "weights are returned or not",
+    "output_hidden_states": "for the model, not for attention",
+    "output_router_logits": "for the model; a router's loss is refused",
+    "return_dict": "for the model",
+    "num_items_in_batch": "for the model's own loss",
+    "logits_to_keep": "for the head",
+    "use_cache": "nothing is cached in training",
+    "cache_position": "nothing is cached in training",
+    "position_ids": "rotary embeddings are in q and k already",
+    "position_embeddings": "rotary embeddings are in q and k already",
+    "cu_seq_lens_q": "where sequences lie is known from the row",
+    "cu_seq_lens_k": "where sequences lie is known from the row",
+    "max_length_q": "where sequences lie is known from the row",
+    "max_length_k": "where sequences lie is known from the row",
+    "layer_idx": "for a cache",
+    "training": "dropout is given as a rate",
+    "deterministic": "a kernel's order of sums",
+}
 
 _ROW: ContextVar[dict[str, Tensor]] = ContextVar("row")
 _CALLS: ContextVar[list[str]] = ContextVar("calls")
 
 
 def register() -> None:
-    """Make `attn_implementation="tlora_fx"` known to transformers."""
-    from transformers import AttentionInterface
+    """Make our implementations known to transformers, one for each reading."""
+    from transformers import AttentionInterface, AttentionMaskInterface
 
-    AttentionInterface.register(IMPLEMENTATION, attend)
+    for reading in READINGS:
+        name = f"{IMPLEMENTATION}_{reading}"
+        AttentionInterface.register(name, partial(attend, reading=reading))
+        AttentionMaskInterface.register(name, declared_mask)
+
+
+def packed_implementation(replaced: str) -> str:
+    """The name of ours that stands for one of transformers'."""
+    if replaced.startswith(IMPLEMENTATION):
+        return replaced
+    reading = replaced if replaced in READINGS else "keywords"
+    return f"{IMPLEMENTATION}_{reading}"
 
 
 def current_row() -> dict[str, Tensor]:
@@ -45,27 +84,6 @@ def row_of(tables: dict[str, Tensor]) -> Iterator[list[str]]:
         _CALLS.reset(calls)
 
 
-@contextmanager
-def unpacked_lines() -> Iterator[None]:
-    """Within this, transformers takes each line of a padded batch for one sequence.
-
-    It looks for packed sequences in position_ids. In batch form there are none, which its own
-    check finds when it runs, but cannot find while it is traced.
-    """
-    from transformers import masking_utils
-
-    name = "find_packed_sequence_indices"
-    kept = getattr(masking_utils, name, None)
-    if kept is None:
-        yield
-        return
-    setattr(masking_utils, name, lambda position_ids: None)
-    try:
-        yield
-    finally:
-        setattr(masking_utils, name, kept)
-
-
 def attend(
     module: nn.Module,
     query: Tensor,
@@ -78,22 +96,20 @@ def attend(
     softcap: float | None = None,
     s_aux: Tensor | None = None,
     is_causal: bool | None = None,
+    reading: Reading = "sdpa",
     **rest: Any,
 ) -> tuple[Tensor, None]:
     """What transformers calls in place of attention.
 
     query        [1, H, T, D]
     key, value   [1, H_kv, T, D]
+    reading      how the implementation that this stands for would take its mask
     returns      [1, T, H, D] and no weights
-    raises       AttentionNotPackable for masks, biases or caches that packing cannot honour
+    raises       AttentionNotPackable for masks, biases, caches or arguments that packing cannot
+                 honour
     """
     where = type(module).__name__
-    if attention_mask is not None or rest.get("position_bias") is not None:
-        raise AttentionNotPackable(
-            "a base's attention adds a mask or bias of its own",
-            module=where,
-            help="set base.attention: batch to run it on padded rows",
-        )
+    _require_understood(where, rest)
     if query.shape[0] != 1 or key.shape[2] != query.shape[2]:
         raise AttentionNotPackable(
             "a base's attention reads other tokens than the row's own",
@@ -102,7 +118,9 @@ def attend(
             found=tuple(key.shape),
             help="set base.attention: batch, or take a decoder-only base",
         )
-    causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
+    causal = bool(getattr(module, "is_causal", True) if is_causal is None else is_causal)
+    keywords = MaskRule(causal, -1 if sliding_window is None else int(sliding_window))
+    rule = _rule_of(where, attention_mask, keywords, reading)
     row = _ROW.get()
     _CALLS.get().append(where)
     out, _ = torch.ops.tlora_fx.packed_attention(
@@ -116,10 +134,59 @@ def attend(
         row["token_index"],
         None,
         float(query.shape[-1] ** -0.5 if scaling is None else scaling),
-        bool(causal),
-        -1 if sliding_window is None else int(sliding_window),
+        rule.causal,
+        rule.window,
         float(softcap or 0.0),
         s_aux,
         float(dropout),
     )
     return out.unsqueeze(0), None
+
+
+def _require_understood(where: str, rest: Mapping[str, Any]) -> None:
+    """Refuse arguments of attention that might change what it computes."""
+    for name, value in rest.items():
+        if name not in HARMLESS and value is not None and value is not False:
+            raise AttentionNotPackable(
+                f"a base hands its attention an argument that packed rows do not honour: {name}",
+                module=where,
+                found=type(value).__name__,
+                help=BATCH_HELP,
+            )
+
+
+def _rule_of(where: str, mask: Tensor | None, keywords: MaskRule, reading: Reading) -> MaskRule:
+    """What tokens see, as the implementation that ours stands for would have it.
+
+    keywords   what is_causal and sliding_window say
+    """
+    if mask is None:
+        if reading == "eager":
+            raise AttentionNotPackable(
+                "a base hands its attention no mask, and its eager attention hides nothing",
+                module=where,
+                help=BATCH_HELP,
+            )
+        return MaskRule(keywords.causal) if reading == "sdpa" else keywords
+    if not isinstance(mask, DeclaredMask):
+        raise AttentionNotPackable(
+            "a base's attention adds a mask or bias of its own", module=where, help=BATCH_HELP
+        )
+    if mask.rule is None:
+        raise AttentionNotPackable(
+            "a base's mask is not one that packed attention has",
+            module=where,
+            found=mask.trouble,
+            help=BATCH_HELP,
+        )
+    # Without padding sdpa leaves a mask out that can be skipped, and goes by is_causal.
+    skipped = reading == "sdpa" and mask.skippable and mask.rule.causal != keywords.causal
+    if skipped or (reading == "keywords" and mask.rule != keywords):
+        raise AttentionNotPackable(
+            "a base's mask contradicts its attention's is_causal or sliding_window",
+            module=where,
+            expected=f"{keywords}, by its arguments",
+            found=f"{mask.rule}, by its mask",
+            help=BATCH_HELP,
+        )
+    return mask.rule

@@ -38,8 +38,10 @@ from tlora_fx.ir.graph import (
 from tlora_fx.ir.shapes import fake_like, fake_mode_of
 from tlora_fx.model.backbone import Backbone
 from tlora_fx.tracing.adapters import check_wrapped, layer_signature
-from tlora_fx.tracing.attention import IMPLEMENTATION, register, row_of, unpacked_lines
+from tlora_fx.tracing.attention import packed_implementation, register, row_of
 from tlora_fx.tracing.layers import plan_layers, pruned_copy
+from tlora_fx.tracing.masks import unpacked_lines
+from tlora_fx.tracing.positions import require_default_positions
 
 if TYPE_CHECKING:
     from peft import LoraConfig
@@ -63,6 +65,8 @@ def trace_base(backbone: Backbone, form: Form, fold: bool = True) -> JobGraph:
     raises    BaseNotTraceable, AttentionNotPackable
     """
     plan = plan_layers(backbone, fold=fold)
+    if form == "packed" and accepts_positions(backbone.model):
+        require_default_positions(pruned_copy(backbone, plan)[0])
     return _trace(backbone, plan, form, "the base", None)
 
 
@@ -148,7 +152,7 @@ def _use_packed_attention(model: nn.Module, subject: str) -> None:
     for module in model.modules():
         config = getattr(module, "config", None)
         if config is not None and hasattr(config, "_attn_implementation"):
-            config._attn_implementation = IMPLEMENTATION
+            config._attn_implementation = packed_implementation(str(config._attn_implementation))
 
 
 def _wrap(model: nn.Module, job: Job, config: LoraConfig, backbone: Backbone) -> nn.Module:
@@ -204,9 +208,12 @@ class TracedRow(nn.Module):
         row = row_of(dict(zip(TABLES, tables, strict=True)))
         with row as self.attention, RealConstants(), self._counted():
             if self.form == "packed":
-                out = self.model(input_ids=input_ids, position_ids=position_ids, use_cache=False)
+                with unpacked_lines(padded=False):
+                    out = self.model(
+                        input_ids=input_ids, position_ids=position_ids, use_cache=False
+                    )
             elif self.keywords:
-                with unpacked_lines():
+                with unpacked_lines(padded=True):
                     out = self.model(input_ids=input_ids, use_cache=False)
             else:
                 out = self.model(input_ids)
