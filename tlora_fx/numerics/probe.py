@@ -412,7 +412,9 @@ class _Probe:
             node, whole = values[path]
             if whole.dim() != value.dim() or whole.shape[-1] != value.shape[-1]:
                 continue
-            part = whole[slot]
+            line, tokens = slot
+            # A value that all lines share has one.
+            part = whole[min(line, len(whole) - 1)][tokens]
             if part.shape == value[0].shape and relative(value[0], part) > bound:
                 return {
                     "module": path,
