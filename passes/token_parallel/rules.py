@@ -214,17 +214,20 @@ def _reduced(node: fx.Node, axis: Axis, dims: Any, keep: bool) -> Axis:
 
 
 @rule(aten.mean, aten.sum, aten.amax, aten.amin, aten.var, aten.std, aten.any, aten.all)
+@rule(aten.linalg_vector_norm, aten.logsumexp)
 def _reduce(node: fx.Node, axis_of: Callable[[Any], Axis]) -> Axis:
-    dims = node.args[1] if len(node.args) > 1 else node.kwargs.get("dim")
-    keep = node.args[2] if len(node.args) > 2 else node.kwargs.get("keepdim", False)
-    return _reduced(node, axis_of(node.args[0]), dims, bool(keep))
+    """Overloads have their arguments at other places, and some reduce over everything."""
+    keep = bool(_argument(node, "keepdim", False))
+    return _reduced(node, axis_of(node.args[0]), _argument(node, "dim"), keep)
 
 
-@rule(aten.linalg_vector_norm)
-def _norm(node: fx.Node, axis_of: Callable[[Any], Axis]) -> Axis:
-    dims = node.args[2] if len(node.args) > 2 else node.kwargs.get("dim")
-    keep = node.args[3] if len(node.args) > 3 else node.kwargs.get("keepdim", False)
-    return _reduced(node, axis_of(node.args[0]), dims, bool(keep))
+def _argument(node: fx.Node, name: str, default: Any = None) -> Any:
+    """What an operator is given by this name of its schema."""
+    if name in node.kwargs:
+        return node.kwargs[name]
+    names = [argument.name for argument in node.target._schema.arguments]  # type: ignore[union-attr]
+    given = names.index(name) if name in names else len(node.args)
+    return node.args[given] if given < len(node.args) else default
 
 
 @rule(aten.softmax, aten._softmax, aten.log_softmax, aten.cumsum, aten.sort, aten.flip)
@@ -232,6 +235,33 @@ def _along(node: fx.Node, axis_of: Callable[[Any], Axis]) -> Axis:
     dim = node.args[1] if len(node.args) > 1 else node.kwargs.get("dim", -1)
     axis = _reduced(node, axis_of(node.args[0]), dim, keep=True)
     return (axis, axis) if isinstance(node.meta["val"], (tuple, list)) else axis
+
+
+@rule(aten.topk)
+def _topk(node: fx.Node, axis_of: Callable[[Any], Axis]) -> Axis:
+    axis = _reduced(node, axis_of(node.args[0]), _argument(node, "dim", -1), keep=True)
+    return (axis, axis)
+
+
+@rule(aten.pad, aten.constant_pad_nd)
+def _pad(node: fx.Node, axis_of: Callable[[Any], Axis]) -> Axis:
+    """Two numbers for each dimension, from the last one on."""
+    axis, ndim = axis_of(node.args[0]), rank_of(node)
+    padded = {ndim - 1 - place // 2 for place, count in enumerate(node.args[1]) if count != 0}  # type: ignore[arg-type]
+    if axis in padded:
+        raise MixesTokens("it adds tokens to the row")
+    return axis
+
+
+@rule(aten.conv1d)
+def _convolution(node: fx.Node, axis_of: Callable[[Any], Axis]) -> Axis:
+    """[B, C, L]: lines by themselves."""
+    axis = axis_of(node.args[0])
+    if any(axis_of(weight) is not None for weight in node.args[1:3] if isinstance(weight, fx.Node)):
+        raise MixesTokens("its weight depends on the row")
+    if axis is not None and (axis != 0 or rank_of(node) < 3):
+        raise MixesTokens("it sums over neighbours in the row")
+    return axis
 
 
 @rule(aten.tril, aten.triu)

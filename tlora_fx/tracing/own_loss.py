@@ -26,8 +26,6 @@ from tlora_fx.tracing.masks import unpacked_lines
 TOKENS = 8
 # Losses of random logits differ in the first digit where anything differs.
 EQUAL = 0.02
-# What makes a number of a tensor.
-READ = torch.ops.aten._local_scalar_dense.default
 # What keeps a value but for its dtype: a loss may take the logits before it, or after.
 CASTS = (torch.ops.aten._to_copy.default, torch.ops.aten.detach.default)
 
@@ -97,23 +95,18 @@ class _OperatorLog(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def __torch_dispatch__(
         self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        # Meta tensors have no numbers; what reads one, such as an assertion of lengths, gets 0.
-        result = 0 if func is READ else func(*args, **(kwargs or {}))
+        result = func(*args, **(kwargs or {}))
         self.operators.append(_Operator(func, args, kwargs or {}, result))
         return result
 
 
 def _example(backbone: Backbone) -> _Example | None:
     """An example of a base's own loss; None where nobody can tell."""
-    for fold in (True, False):
-        model = pruned_copy(backbone, plan_layers(backbone, fold=fold))[0]
-        try:
-            return _loss_of(model)
-        except IndexError:  # the base counts on all of its layers
-            continue
-        except Exception:  # noqa: BLE001  (a base's code may fail on meta in any way)
-            break
-    return None
+    model = pruned_copy(backbone, plan_layers(backbone))[0]
+    try:
+        return _loss_of(model)
+    except Exception:  # noqa: BLE001  (a base's code may fail on meta in any way)
+        return None
 
 
 def _loss_of(model: nn.Module) -> _Example | None:
@@ -153,8 +146,6 @@ def _replayed(loss: Tensor, known: dict[int, Tensor], operators: list[_Operator]
             if function._schema.is_mutable:
                 known.pop(id(result), None)
             continue
-        if function is READ:
-            return None  # the loss may depend on the 0 that the model got
         real_args, real_kwargs = tree_map_only(Tensor, lambda t: known[id(t)], (args, kwargs))
         if real_kwargs.get("device") is not None:
             real_kwargs["device"] = torch.device("cpu")
