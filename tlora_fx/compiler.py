@@ -332,7 +332,8 @@ def fuse(given: Prepared, runner: Runner, *, probed: bool = False) -> GroupGraph
 
 def _probe(group: GroupGraph, given: Prepared) -> None:
     """Try the fused graph against the base alone; the report says where that cannot be done."""
-    found = probe_compiled(group, given.backbone, given.jobs)
+    with torch.enable_grad():
+        found = probe_compiled(group, given.backbone, given.jobs)
     log.info("%s", found)
     if found.skipped:
         group.notes.append(("probe", str(found)))

@@ -18,15 +18,14 @@ from tlora_fx.errors import NotTokenParallel
 from tlora_fx.ir.graph import Block, Form, GroupGraph, is_call, output_of, placeholders
 from tlora_fx.passes.lower_loss import head_of
 from tlora_fx.passes.token_parallel.rules import MixesTokens, find_rule
+from tlora_fx.passes.token_parallel.sizes import RowSizes, SizeIsValue
 from tlora_fx.pipeline import GroupPass, Numerics, register
 
 aten = torch.ops.aten
 # Without the row among their inputs these make the same value for every token.
 UNIFORM = {"zeros", "ones", "full", "empty", "new_zeros", "new_ones", "new_full", "new_empty"}
 UNIFORM |= {"expand", "broadcast_to", "expand_as"}
-# Where the arguments of makers begin that are values, not sizes.
-FILLED = {"full": 1, "new_full": 2, "full_like": 1, "scalar_tensor": 0, "fill": 1}
-TOKEN_INPUTS = {"input_ids", "position_ids", "token_index"}
+TOKEN_INPUTS = ("input_ids", "position_ids", "token_index")
 ADVICE: dict[Form, str] = {
     "packed": "set base.attention: batch",
     "batch": "this base cannot be shared by jobs",
@@ -45,8 +44,9 @@ class CheckTokenParallel(GroupPass):
     def run(self, group: GroupGraph) -> None:
         base = group.base
         dim = 1 if base.form == "packed" else 0
-        row = placeholders(base.root)["input_ids"].meta["val"].shape[dim]
-        checker = _Checker(base.form, str(row), base.blocks)
+        shapes = [placeholders(base.root)[name].meta["val"].shape for name in TOKEN_INPUTS]
+        sizes = RowSizes(shapes, group.constants)
+        checker = _Checker(base.form, str(shapes[0][dim]), base.blocks, sizes)
         start = {
             node: dim if name in TOKEN_INPUTS else None
             for name, node in placeholders(base.root).items()
@@ -98,10 +98,12 @@ def _name(target: Any) -> str:
 class _Checker:
     """Walks graphs with the row's symbol in hand; each block is walked once for each input."""
 
-    def __init__(self, form: Form, row: str, blocks: dict[str, Block]) -> None:
-        self.form, self.row = form, row
+    def __init__(
+        self, form: Form, row: str, blocks: dict[str, Block], sizes: RowSizes | None = None
+    ) -> None:
+        self.form, self.row, self.sizes = form, row, sizes
         self.by_layer = {layer: b for b in blocks.values() for layer in b.instances}
-        self.known: dict[tuple[str, tuple[Any, ...]], Any] = {}
+        self.known: dict[tuple[Any, ...], Any] = {}
 
     def walk(self, graph: fx.Graph, start: dict[fx.Node, Any]) -> Any:
         """Carry the axis through a graph; returns the axis of its output."""
@@ -116,6 +118,11 @@ class _Checker:
 
     def visit(self, node: fx.Node) -> None:
         """Carry the axis through one node."""
+        if self.sizes is not None:
+            try:
+                self.sizes.visit(node)
+            except SizeIsValue as reason:
+                self._refuse(node, str(reason))
         if node.op == "get_attr":
             node.meta["axis"] = None
         elif node.op == "call_module":
@@ -126,9 +133,12 @@ class _Checker:
     def _call(self, node: fx.Node) -> Any:
         block = self.by_layer[str(node.target)]
         axes = tuple(arg.meta["axis"] for arg in node.args)  # type: ignore[union-attr]
-        key = (block.name, axes)
+        values = [self.sizes.values.get(arg) if self.sizes else None for arg in node.args]  # type: ignore[arg-type]
+        key = (block.name, axes, tuple(map(id, values)))
         if key not in self.known:
             inputs = placeholders(block.graph).values()
+            if self.sizes is not None:
+                self.sizes.values.update(zip(inputs, values, strict=True))
             self.known[key] = self.walk(block.graph, dict(zip(inputs, axes, strict=True)))
         return self.known[key]
 
@@ -136,8 +146,6 @@ class _Checker:
         value = node.meta.get("val")
         if is_random(node):
             self._refuse(node, "it draws random numbers that belong to no job")
-        if self._computes_with_size(node):
-            self._refuse(node, "it computes with the size of the row")
         held = any(source.meta["axis"] is not None for source in node.all_input_nodes)
         if not isinstance(value, (torch.Tensor, tuple, list)):
             return self._number(node, held)
@@ -162,20 +170,6 @@ class _Checker:
         """Sizes are the same for all jobs; a number read out of the row's values is not."""
         if held and "sym_size" not in str(node.target):
             self._refuse(node, "it reads a number out of the row's values")
-
-    def _computes_with_size(self, node: fx.Node) -> bool:
-        """Whether the row's size is a number in the result, not only a shape."""
-        if torch.Tag.pointwise in getattr(node.target, "tags", ()):
-            given: Any = node.args
-        elif _name(node.target) in FILLED:
-            given = node.args[FILLED[_name(node.target)] :]
-        else:
-            return False
-        nodes: list[fx.Node] = []
-        fx.map_arg(given, nodes.append)
-        numbers = (n.meta.get("val") for n in nodes)
-        sizes = [n for n in numbers if isinstance(n, (torch.SymInt, torch.SymFloat))]
-        return any(self.row in {str(s) for s in n.node.expr.free_symbols} for n in sizes)
 
     def _has_row(self, value: Any) -> bool:
         return self._by_shape(value) is not None

@@ -28,6 +28,22 @@ class BaseNotTraceable(CompileError, code="T0204"):
     """
 
 
+class BranchOnSize(BaseNotTraceable, code="T0245"):
+    """The model's code branches on a size of the row."""
+
+
+class GradientLost(CompileError, code="T0246"):
+    """The model changes gradients in a way that a graph does not keep."""
+
+
+class StateChanged(CompileError, code="T0247"):
+    """The model's forward changes what its next forward does."""
+
+
+class TracedOtherwise(CompileError, code="T0248"):
+    """The model's code takes another branch while it is traced."""
+
+
 class AttentionNotPackable(CompileError, code="T0205"):
     """The base's attention cannot run on packed rows.
 

@@ -12,8 +12,8 @@ import operator
 import traceback
 import warnings
 from collections import Counter
-from collections.abc import Hashable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Hashable, Iterator
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -24,7 +24,7 @@ from torch.nn.modules.module import register_module_forward_pre_hook
 from torch.overrides import TorchFunctionMode
 
 from tlora_fx.config.job import Job
-from tlora_fx.errors import BaseNotTraceable, BaseRefused, JobError, TloraError
+from tlora_fx.errors import BaseNotTraceable, BaseRefused, JobError, StateChanged, TloraError
 from tlora_fx.ir.graph import (
     INPUTS,
     PEFT_PREFIX,
@@ -39,9 +39,13 @@ from tlora_fx.ir.shapes import fake_like, fake_mode_of
 from tlora_fx.model.backbone import Backbone
 from tlora_fx.tracing.adapters import check_wrapped, layer_signature
 from tlora_fx.tracing.attention import packed_implementation, register, row_of
+from tlora_fx.tracing.guards import SizeGuards, is_model_code
+from tlora_fx.tracing.layer_calls import LayerCalls
 from tlora_fx.tracing.layers import plan_layers, pruned_copy
 from tlora_fx.tracing.masks import unpacked_lines
 from tlora_fx.tracing.positions import require_default_positions
+from tlora_fx.tracing.state import meta_copy
+from tlora_fx.tracing.watch import Watch
 
 if TYPE_CHECKING:
     from peft import LoraConfig
@@ -52,7 +56,6 @@ FIXED_SIZE = (
     "none, but the code fixes a size of the row, as the loops of recurrent mixers over tokens do"
 )
 MAKERS = (torch.tensor, torch.as_tensor, torch.scalar_tensor)
-OWN_ROOTS = (str(Path(torch.__file__).parent), str(Path(__file__).parent.parent))
 
 # Sizes of the row that is traced: all different, so that no two dimensions are taken for one.
 TOKENS, LINES, WIDTH, SEQUENCES, JOBS = 29, 7, 11, 5, 3
@@ -106,19 +109,27 @@ def _trace(
     sites: dict[str, AdapterSite] | None = None,
     config: LoraConfig | None = None,
 ) -> JobGraph:
-    model, index_read = pruned_copy(backbone, plan)
+    model, index_read, calls = pruned_copy(backbone, plan)
     if form == "packed":
         _use_packed_attention(model, subject)
     if job is not None:
         model = _wrap(model, job, config or job.lora_config(), backbone)
         check_wrapped(model, sites or {}, job)
-    row = TracedRow(model, form, keywords=backbone.config is not None)
+    row = TracedRow(model, form, keywords=backbone.config is not None, calls=calls)
     index_read.clear()
-    module = export_row(row, subject)
-    if index_read and set(plan.representative) != set(plan.representative.values()):
-        plan = LayerPlan(plan.layers, {layer: layer for layer in plan.layers})
-        graph = _trace(backbone, plan, form, subject, job, sites, config)
-        graph.notes.append(("trace", "layers are not folded: their forward reads their index"))
+    try:
+        module = export_row(row, subject)
+    except BaseNotTraceable as error:
+        if type(error) is not BaseNotTraceable or not calls.stood_in:
+            raise
+        # The model may use its layers in another way than stand-ins can follow.
+        module, reason = None, "the model's loop needs each of them"
+        finer: LayerPlan | None = _apart(plan)
+    else:
+        finer, reason = _finer_plan(plan, index_read, calls)
+    if finer is not None or module is None:
+        graph = _trace(backbone, finer or _apart(plan), form, subject, job, sites, config)
+        graph.notes.extend([("trace", f"layers are not folded: {reason}")] if reason else [])
         return graph
     root, constants = _imported(module, row, backbone.names, subject)
     name = job.name if job is not None else ""
@@ -139,6 +150,27 @@ def _imported(
             found=_reason(error),
             help="report the base with this text",
         ) from error
+
+
+def _apart(plan: LayerPlan) -> LayerPlan:
+    """The plan in which each layer stands for itself."""
+    return LayerPlan(plan.layers, {layer: layer for layer in plan.layers})
+
+
+def _finer_plan(
+    plan: LayerPlan, index_read: list[int], calls: LayerCalls
+) -> tuple[LayerPlan | None, str]:
+    """The plan to trace again with, where layers that looked equal are not, and why."""
+    if plan.representative == _apart(plan).representative:
+        return None, ""
+    if index_read:
+        return _apart(plan), "their forward reads their index"
+    if set(plan.traced()) == set(plan.layers):
+        return None, ""
+    called = calls.structures()
+    if called is None:
+        return _apart(plan), "the model does not call them one after another"
+    return (None, "") if called == plan.representative else (LayerPlan(plan.layers, called), "")
 
 
 def _use_packed_attention(model: nn.Module, subject: str) -> None:
@@ -195,18 +227,38 @@ class TracedRow(nn.Module):
     keywords   whether it takes them by transformers' names, or the ids alone
     """
 
-    def __init__(self, model: nn.Module, form: Form, *, keywords: bool = True) -> None:
+    def __init__(
+        self,
+        model: nn.Module,
+        form: Form,
+        *,
+        keywords: bool = True,
+        calls: LayerCalls | None = None,
+    ) -> None:
         super().__init__()
         self.model = model
         self.form = form
         self.keywords = keywords
+        self.calls = calls
         self.attention: list[str] = []
         self.runs: Counter[int] = Counter()
+        stop = TracedRow.forward.__code__
+        self.guards, self.watch = SizeGuards(form, stop), Watch(model, stop)
 
     def forward(self, input_ids: Tensor, position_ids: Tensor, *tables: Tensor) -> Tensor:
         """Logits [1, T, V], or [B, S, V] in batch form."""
+        self.watch.clear()
+        if self.calls is not None:
+            self.calls.clear()
         row = row_of(dict(zip(TABLES, tables, strict=True)))
-        with row as self.attention, RealConstants(), self._counted():
+        inputs = (input_ids, position_ids, *tables)
+        row_shaped = (input_ids, position_ids, tables[TABLES.index("token_index")])
+        with ExitStack() as stack:
+            self.attention = stack.enter_context(row)
+            stack.enter_context(RealConstants())
+            stack.enter_context(self._counted())
+            stack.enter_context(self.guards.running(row_shaped))
+            stack.enter_context(self.watch.running(inputs))
             if self.form == "packed":
                 with unpacked_lines(padded=False):
                     out = self.model(
@@ -308,13 +360,20 @@ def export_row(row: TracedRow, subject: str) -> fx.GraphModule:
     dynamic = torch.export.Dim.DYNAMIC
     token = {1: dynamic} if row.form == "packed" else {0: dynamic, 1: dynamic}
     tables: Any = ({0: dynamic}, {}, {0: dynamic}, token, {0: dynamic})
+
+    def export() -> torch.export.ExportedProgram:
+        with torch.enable_grad():
+            return torch.export.export(
+                row, inputs, dynamic_shapes=(token, token, tables), strict=False
+            )
+
     try:
-        program = torch.export.export(
-            row, inputs, dynamic_shapes=(token, token, tables), strict=False
-        )
+        program = export()
     except TloraError:
         raise
     except Exception as error:
+        if row.guards.complete:
+            row.guards.require_for_all(subject)
         raise BaseNotTraceable(
             f"the model of {subject} cannot be traced",
             operator=_reason(error),
@@ -323,9 +382,54 @@ def export_row(row: TracedRow, subject: str) -> fx.GraphModule:
             if row.form == "packed"
             else "report the base with this operator",
         ) from error
+    row.guards.require_for_all(subject)
+    row.watch.require_kept()
+    if row.watch.open:
+        _require_same_again(row.watch, program, export)
     module = program.module(check_guards=False)
     assert isinstance(module, fx.GraphModule)
     return module
+
+
+def _require_same_again(
+    watch: Watch,
+    first: torch.export.ExportedProgram,
+    export: Callable[[], torch.export.ExportedProgram],
+) -> None:
+    """Trace a second forward, from the state that the first one left behind.
+
+    raises    StateChanged where it differs, or changes the state once more
+    """
+    left, doubtful = dict(watch.left), ", ".join(watch.open)
+    for slot in left.values():
+        slot.put(meta_copy(slot.value))
+    again: list[str] = []
+    cause: Exception | None = None
+    try:
+        same = program_text(first) == program_text(export())
+        again = [k for k, slot in watch.open.items() if not isinstance(slot.value, Tensor)]
+    except Exception as error:  # noqa: BLE001  (model code raises what it likes)
+        same, cause = False, error
+    if again or not same:
+        raise StateChanged(
+            "the model's forward changes what its next forward does",
+            attribute=", ".join(again) or doubtful,
+            expected="each forward computes the same of the same row",
+            help="compute the value in each forward, or in the constructor",
+        ) from cause
+
+
+def program_text(program: torch.export.ExportedProgram) -> list[str]:
+    """A program as lines that are equal for programs that compute the same."""
+    order = {node: f"%{index}" for index, node in enumerate(program.graph.nodes)}
+    lines = [
+        f"{node.op} {'' if node.op == 'placeholder' else node.target} "
+        f"{fx.map_arg((node.args, node.kwargs), lambda n: order[n])}"
+        for node in program.graph.nodes
+    ]
+    constants = program.constants.items()
+    lines.extend(f"{name} {value}" for name, value in constants if isinstance(value, Tensor))
+    return lines
 
 
 def _reason(error: BaseException) -> str:
@@ -340,7 +444,7 @@ def _model_line(error: BaseException) -> str | None:
     frames = [
         frame
         for frame in traceback.extract_tb(error.__traceback__)
-        if not frame.filename.startswith(OWN_ROOTS) and not frame.filename.startswith("<")
+        if is_model_code(frame.filename)
     ]
     return f"{frames[-1].filename}:{frames[-1].lineno}  {frames[-1].line}" if frames else None
 

@@ -17,6 +17,7 @@ from torch import nn
 
 from tlora_fx.ir.graph import LayerPlan
 from tlora_fx.model.backbone import Backbone
+from tlora_fx.tracing.layer_calls import LayerCalls, StandIn
 
 SMALLEST_LIST = 2
 LIBRARY = "transformers.models."
@@ -141,25 +142,26 @@ def _content(backbone: Backbone, buffer: torch.Tensor) -> Hashable:
     return (tuple(value.shape), value.dtype, content)
 
 
-class _LeftOut(nn.Module):
-    """Stands for a layer that is not traced wherever the model still refers to it."""
+def pruned_copy(backbone: Backbone, plan: LayerPlan) -> tuple[nn.Module, list[int], LayerCalls]:
+    """A throw-away copy of a base in which stand-ins take the place of layers that are not traced.
 
-    def forward(self, *args: Any, **kwargs: Any) -> Any:
-        raise RuntimeError("the model calls a layer by another way than its list of layers")
-
-
-def pruned_copy(backbone: Backbone, plan: LayerPlan) -> tuple[nn.Module, list[int]]:
-    """A throw-away copy of a base with the plan's traced layers only, under their own names.
-
-    Lists of the config that run over the layers (layer_types) are cut alike. Returns the copy, and
-    the list that grows when its forward computes with a layer's index.
+    Returns the copy, the list that grows when its forward computes with a layer's index, and the
+    calls that its forward makes.
     """
     traced = set(plan.traced())
-    left_out = [layer for layer in plan.layers if layer not in traced]
+    calls = LayerCalls(plan)
     used = {id(backbone.model.get_submodule(layer)) for layer in traced}
+    left_out = {
+        layer: StandIn(layer, backbone.model.get_submodule(layer), calls)
+        for layer in plan.layers
+        if layer not in traced
+    }
     model = backbone.copy_model(
-        {k: _LeftOut() for k in left_out if id(backbone.model.get_submodule(k)) not in used}
+        {k: s for k, s in left_out.items() if id(backbone.model.get_submodule(k)) not in used}
     )
+    for layer, stand_in in left_out.items():
+        parent, _, name = layer.rpartition(".")
+        model.get_submodule(parent)._modules[name] = stand_in
     read: list[int] = []
     for path, name in index_attributes(backbone.model, list(plan.layers)):
         for index, layer in enumerate(plan.layers):
@@ -167,15 +169,6 @@ def pruned_copy(backbone: Backbone, plan: LayerPlan) -> tuple[nn.Module, list[in
                 armed = LayerIndex(index)
                 armed.read = read
                 setattr(model.get_submodule(f"{layer}.{path}" if path else layer), name, armed)
-    kept = [index for index, layer in enumerate(plan.layers) if layer in traced]
-    _cut_config(getattr(model, "config", None), len(plan.layers), kept)
-    for layer in left_out:
-        parent, _, name = layer.rpartition(".")
-        del model.get_submodule(parent)._modules[name]
-    return model, read
-
-
-def _cut_config(config: Any, layers: int, kept: list[int]) -> None:
-    for name, value in list(vars(config).items()) if config is not None else []:
-        if isinstance(value, (list, tuple)) and len(value) == layers and len(kept) < layers:
-            setattr(config, name, [value[index] for index in kept])
+    for layer in traced if left_out else ():
+        calls.watch(layer, model.get_submodule(layer))
+    return model, read, calls

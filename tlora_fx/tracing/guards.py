@@ -1,0 +1,195 @@
+"""What tracing took for granted about the sizes of a row.
+
+A branch on a size (`if ids.shape[1] > 64`) is traced with the sizes that the tracer happens to
+take, and torch notes the condition as a guard. A graph that serves every row may rest on no guard
+that fails for some of them, so all guards are read, and each that some row breaks is refused. One
+that the model's code checks itself, to raise an error otherwise, changes no number and may stay. So
+may one of an operator, such as where a slice ends: the operator decides anew in each run.
+"""
+
+from __future__ import annotations
+
+import ast
+import itertools
+import linecache
+import sys
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from functools import cache
+from pathlib import Path
+from types import CodeType
+from typing import Any
+
+import sympy
+import torch
+from torch._guards import detect_fake_mode
+
+from tlora_fx.errors import BranchOnSize
+from tlora_fx.ir.graph import Form
+
+# Model code is what lies in neither of these.
+OWN_ROOTS = (str(Path(torch.__file__).parent), str(Path(__file__).parent.parent))
+# Every size of a row is at least this (model/batch.py).
+SMALLEST = 2
+# Where torch runs operators on fake tensors.
+OPERATOR_FILES = ("torch/_subclasses/fake_tensor.py", "torch/_ops.py")
+# Sizes to try a guard with, besides those around its own numbers.
+TRIED = (*range(SMALLEST, 200), *(2**n + d for n in range(8, 21) for d in (-1, 0, 1)))
+FEW = (2, 3, 4, 5, 7, 8, 11, 16, 17, 29, 33, 64, 127, 1000, 4096)
+
+
+def is_model_code(filename: str) -> bool:
+    """Whether a file is neither torch's nor ours."""
+    return not filename.startswith(OWN_ROOTS) and not filename.startswith("<")
+
+
+def model_frame(stop: CodeType) -> tuple[str, int] | None:
+    """File and line of the innermost model code that runs below the frame of `stop`."""
+    frame = sys._getframe(1)
+    while frame is not None and frame.f_code is not stop:
+        if is_model_code(frame.f_code.co_filename):
+            return frame.f_code.co_filename, frame.f_lineno
+        frame = frame.f_back  # type: ignore[assignment]
+    return None
+
+
+def line_text(place: tuple[str, int] | None) -> str | None:
+    """A place in model code as "file.py:12  code"."""
+    if place is None:
+        return None
+    return f"{Path(place[0]).name}:{place[1]}  {linecache.getline(*place).strip()}"
+
+
+def _in_operator() -> bool:
+    """Whether an operator runs, which innermost model code called."""
+    frame = sys._getframe(1)
+    while frame is not None and not is_model_code(frame.f_code.co_filename):
+        if frame.f_code.co_filename.endswith(OPERATOR_FILES):
+            return True
+        frame = frame.f_back  # type: ignore[assignment]
+    return False
+
+
+class _Log(list[Any]):
+    """Guards as torch appends them; each remembers the model's line."""
+
+    def __init__(self, guards: Sequence[Any], stop: CodeType) -> None:
+        super().__init__(guards)
+        self.stop = stop
+        self.places: list[tuple[str, int] | None] = [None] * len(guards)
+        self.by_operator = [True] * len(guards)
+
+    def append(self, guard: Any) -> None:
+        self.places.append(model_frame(self.stop))
+        self.by_operator.append(_in_operator())
+        super().append(guard)
+
+
+class SizeGuards:
+    """The guards of one traced row.
+
+    names       what each of torch's symbols is: tokens, lines or width
+    complete    whether the forward came to its end
+    """
+
+    def __init__(self, form: Form, stop: CodeType) -> None:
+        """Guards of a row in a form.
+
+        stop    code of the function that calls the model, for source lines
+        """
+        self.words = ("lines", "tokens" if form == "packed" else "width")
+        self.names: dict[Any, sympy.Symbol] = {}
+        self.log, self.stop, self.complete = _Log([], stop), stop, False
+
+    @contextmanager
+    def running(self, inputs: Sequence[Any]) -> Iterator[None]:
+        """Within this, the model runs on a row, and each guard remembers its line.
+
+        inputs    the ids, and whatever else has their shape
+        """
+        mode = detect_fake_mode(inputs)
+        env: Any = mode and mode.shape_env
+        assert env is not None
+        self.names = {
+            size.node.expr: sympy.Symbol(word, integer=True, positive=True)
+            for tensor in inputs
+            for word, size in zip(self.words, tensor.shape, strict=True)
+            if isinstance(size, torch.SymInt)
+        }
+        self.complete = False
+        self.log = env.guards = _Log(env.guards, self.stop)
+        try:
+            yield
+            self.complete = True
+        finally:
+            env.guards = list(self.log)
+
+    def require_for_all(self, subject: str) -> None:
+        """Refuse guards that do not hold for every row.
+
+        raises    BranchOnSize, naming the condition and the line of model code
+        """
+        for guard, place, by_operator in zip(
+            self.log, self.log.places, self.log.by_operator, strict=True
+        ):
+            if by_operator and not isinstance(guard.expr, sympy.Eq):
+                continue
+            condition = guard.expr.xreplace(self.names)
+            used = condition.free_symbols & set(self.names.values())
+            if used and not holds(condition) and not _raises_otherwise(place):
+                words = " and ".join(sorted(map(str, used)))
+                raise BranchOnSize(
+                    f"the model of {subject} branches on the {words} of the row",
+                    source=line_text(place) or str(guard.sloc),
+                    expected="code that is the same for every row",
+                    found=f"one side of the branch was traced: {condition}",
+                    help="rows of other jobs must not choose the branch; write the line without it",
+                )
+
+
+@cache
+def holds(condition: Any) -> bool:
+    """Whether a condition on sizes is true for every row, as far as many sizes tell."""
+    symbols = sorted(condition.free_symbols, key=str)
+    for sizes in _assignments(condition, symbols):
+        try:
+            if condition.xreplace(sizes) != sympy.true:
+                return False
+        except (ZeroDivisionError, TypeError, ValueError):
+            return False
+    return True
+
+
+def _assignments(condition: Any, symbols: list[Any]) -> Iterator[dict[Any, Any]]:
+    numbers = {abs(int(n)) for n in condition.atoms(sympy.Integer)} - {0}
+    near = {n + d for n in numbers for d in (-1, 0, 1)}
+    near |= {a * b for a in numbers for b in numbers} | {a // b for a in numbers for b in numbers}
+    pool: Sequence[int] = sorted(n for n in {*TRIED, *near} if n >= SMALLEST)
+    if len(symbols) > 1:
+        pool = sorted({*FEW, *sorted(n for n in near if n >= SMALLEST)[:20]})
+    for values in itertools.product(pool, repeat=min(len(symbols), 2)):
+        padded = (*values, *(17,) * (len(symbols) - len(values)))
+        yield {s: sympy.Integer(v) for s, v in zip(symbols, padded, strict=True)}
+
+
+def _raises_otherwise(place: tuple[str, int] | None) -> bool:
+    """Whether a line of model code asserts its condition, or raises an error on one side of it."""
+    if place is None:
+        return False
+    around = [
+        node
+        for node in ast.walk(_tree(place[0]))
+        if isinstance(node, ast.stmt) and node.lineno <= place[1] <= (node.end_lineno or 0)
+    ]
+    innermost = max(around, key=lambda node: node.lineno, default=None)
+    if isinstance(innermost, ast.If):
+        return len(innermost.body) == 1 and isinstance(innermost.body[0], ast.Raise)
+    return isinstance(innermost, ast.Assert)
+
+
+@cache
+def _tree(filename: str) -> ast.AST:
+    try:
+        return ast.parse("".join(linecache.getlines(filename)))
+    except (SyntaxError, ValueError):
+        return ast.Module([], [])
