@@ -134,7 +134,7 @@ class RowSizes:
             ):
                 raise SizeIsValue("it computes with the size of the row")
         if name in MEANS and self._reduces_size(node):
-            raise SizeIsValue("it reduces over the row, and divides by its size")
+            raise SizeIsValue("it reduces over the row, and divides by the size of the row")
 
     def _has_size(self, value: Any) -> bool:
         nodes: list[fx.Node] = []
