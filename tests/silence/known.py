@@ -6,8 +6,6 @@ What is mended must leave this list: the marks made of it are strict.
 from __future__ import annotations
 
 #: By the name of the test's case.
-WRITTEN: dict[str, str] = {
-    "packed: environment: modes": "the probe runs the base under a mode, as tracing does",
-}
+WRITTEN: dict[str, str] = {}
 #: By the number of the program.
 GENERATED: dict[int, str] = {}

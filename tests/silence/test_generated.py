@@ -22,7 +22,7 @@ def cases():
         yield pytest.param(program, form, marks=marks, id=f"{form} {number}")
 
 
-@pytest.mark.parametrize(("program", "form"), cases())
+@pytest.mark.parametrize(("program", "form"), list(cases()))
 def test_a_grown_base_trains_as_alone_or_is_refused(program, form):
     """Losses and adapters of three steps against PEFT, each sequence alone."""
     verdict = judge(build(program), form)

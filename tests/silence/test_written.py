@@ -28,7 +28,7 @@ def cases():
                 yield pytest.param(group, name, form, marks=marks, id=f"{form}: {group}: {name}")
 
 
-@pytest.mark.parametrize(("group", "name", "form"), cases())
+@pytest.mark.parametrize(("group", "name", "form"), list(cases()))
 def test_a_base_trains_as_alone_or_is_refused(group, name, form):
     """Losses and adapters of three steps against PEFT, each sequence alone."""
     verdict = judge(ALL[group][name], form)

@@ -13,6 +13,7 @@ import inspect
 import math
 import warnings
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from random import Random
 from typing import Any, cast
@@ -24,12 +25,20 @@ from torch.overrides import TorchFunctionMode
 
 from tlora_fx.config.job import Job
 from tlora_fx.errors import FusedDiffers
-from tlora_fx.ir.graph import HEAD, PEFT_PREFIX, GroupGraph, TensorRef
+from tlora_fx.ir.graph import HEAD, PEFT_PREFIX, GroupGraph, TensorRef, is_call
 from tlora_fx.model.backbone import Backbone, build_skeleton
 from tlora_fx.model.batch import JobTokens, PackedBatch, pack, pad
 from tlora_fx.numerics.evaluate import BOUNDS as COMPARED
 from tlora_fx.numerics.evaluate import bound_of, relative
-from tlora_fx.numerics.interpreter import HALF, CannotRun, Interpreter, Setting
+from tlora_fx.numerics.interpreter import (
+    ATTENTION,
+    ATTENTION_RATE,
+    HALF,
+    CannotRun,
+    Interpreter,
+    Setting,
+    is_dropout,
+)
 from tlora_fx.numerics.reading import GraphLocation
 from tlora_fx.numerics.rows import LARGEST_ID
 from tlora_fx.numerics.tensors import Seeded, Unchecked, buffers_of
@@ -253,6 +262,7 @@ class _Probe:
         self.device = torch.device("cpu")
         self.chosen = _one_of_each(group, self.jobs)
         self.alone = _Alone(backbone, tensors, layers, wide)
+        self.alone.still = wide is not None or _drops(group)
 
     def run(self) -> Probed:
         """Compare, at all lengths at which the base runs.
@@ -322,11 +332,20 @@ class _Probe:
         return [[source.randint(min(1, largest), largest) for _ in range(n)] for n in lengths]
 
     def _row(self) -> PackedBatch:
+        """One row of all jobs; what pads a line are tokens that a model could take for some."""
         parts = []
         for index, job in enumerate(self.jobs):
             sequences = self._sequences(index)
             parts.append(JobTokens(sequences, sequences, seed=job.seed))
-        return (pack if self.group.form == "packed" else pad)(parts).to(self.device)
+        if self.group.form == "packed":
+            return pack(parts).to(self.device)
+        row, source = pad(parts), Random("padding")  # noqa: S311  (tokens to try, no secrets)
+        largest = min(self.group.vocabulary, LARGEST_ID) - 1
+        width = row.input_ids.shape[1]
+        for line, sequence in enumerate(ids for part in parts for ids in part.sequences):
+            padding = [source.randint(0, largest) for _ in range(width - len(sequence))]
+            row.input_ids[line, len(sequence) :] = torch.tensor(padding, dtype=torch.int64)
+        return row.to(self.device)
 
     def _fused(self, watch: Any = None) -> dict[str, _Outcome]:
         row = self._row()
@@ -432,6 +451,16 @@ def _references(group: GroupGraph) -> Iterator[TensorRef]:
                 yield ref
 
 
+def _drops(group: GroupGraph) -> bool:
+    """Whether the base or an adapter has a dropout."""
+    if any(site.dropout for job in group.jobs for site in job.sites.values()):
+        return True
+    nodes = [node for graph in group.graphs() for node in graph.nodes]
+    return any("rate" in node.meta or is_dropout(node) for node in nodes) or any(
+        is_call(node, ATTENTION) and node.args[ATTENTION_RATE] for node in nodes
+    )
+
+
 def _one_of_each(group: GroupGraph, jobs: Sequence[Job]) -> list[int]:
     """The first job of each structure: what it trains, and of which kind."""
     seen: dict[Hashable, int] = {}
@@ -471,6 +500,7 @@ class _Alone:
         self.module: nn.Module = nn.Module()
         self._models: dict[str, Any] = {}
         self._wants_positions = False
+        self.still = True
         self.device = torch.device("cpu")
 
     def load(self) -> None:
@@ -575,7 +605,8 @@ class _Alone:
 
     def _logits(self, model: nn.Module, ids: Tensor) -> Tensor:
         try:
-            with _Still(self.wide):
+            # A mode that need not be there is one that a base's code could ask for.
+            with _Still(self.wide) if self.still else nullcontext():
                 if self.backbone.config is not None:
                     out: Any = model(input_ids=ids, use_cache=False)
                 elif self._wants_positions:

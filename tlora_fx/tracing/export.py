@@ -24,7 +24,14 @@ from torch.nn.modules.module import register_module_forward_pre_hook
 from torch.overrides import TorchFunctionMode
 
 from tlora_fx.config.job import Job
-from tlora_fx.errors import BaseNotTraceable, BaseRefused, JobError, StateChanged, TloraError
+from tlora_fx.errors import (
+    BaseNotTraceable,
+    BaseRefused,
+    GraphInvalid,
+    JobError,
+    StateChanged,
+    TloraError,
+)
 from tlora_fx.ir.graph import (
     INPUTS,
     PEFT_PREFIX,
@@ -35,7 +42,7 @@ from tlora_fx.ir.graph import (
     LayerPlan,
     TensorRef,
 )
-from tlora_fx.ir.shapes import fake_like, fake_mode_of
+from tlora_fx.ir.shapes import fake_like, fake_mode_of, propagate
 from tlora_fx.model.backbone import Backbone
 from tlora_fx.tracing.adapters import check_wrapped, layer_signature
 from tlora_fx.tracing.attention import packed_implementation, register, row_of
@@ -139,9 +146,19 @@ def _trace(
 def _imported(
     module: fx.GraphModule, row: TracedRow, base_names: dict[int, str], subject: str
 ) -> tuple[fx.Graph, dict[str, Tensor]]:
-    """What `import_graph` makes of an exported graph; what it cannot read is a refusal."""
+    """What `import_graph` makes of an exported graph; what it cannot read or run is a refusal."""
     try:
-        return import_graph(module, row, base_names)
+        graph, constants = import_graph(module, row, base_names)
+        propagate(graph)
+        return graph, constants
+    except GraphInvalid as error:
+        raise BaseNotTraceable(
+            f"the traced graph of {subject} does not run by itself",
+            node=error.facts.get("node"),
+            source=error.facts.get("source"),
+            found=error.facts.get("found"),
+            help="the base's code makes this value in a way that tracing does not keep",
+        ) from error
     except TloraError:
         raise
     except Exception as error:

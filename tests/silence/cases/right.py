@@ -119,14 +119,15 @@ RIGHT_EVERYWHERE: Cases = {
     "tied head": seeded(Tied),
     "token numbers": seeded(Rounded),
     "learned positions": seeded(Learned),
-    "attention of the interface": seeded(
-        lambda: Decoder(make=lambda: Attention(eager()), layers=2)
-    ),
     "four layers": decoder(layers=4),
     "zero outputs": decoder(zero=True),
 }
 
 RIGHT_IN_BATCH_FORM: Cases = {
+    # Its eager attention hides tokens by itself, which a packed row cannot know.
+    "attention of the interface": seeded(
+        lambda: Decoder(make=lambda: Attention(eager()), layers=2)
+    ),
     "causal attention": decoder(causal, layers=2),
     "causal attention, one layer": decoder(causal),
     "causal attention behind zeros": decoder(causal, zero=True),
