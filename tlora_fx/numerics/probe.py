@@ -262,7 +262,7 @@ class _Probe:
         self.device = torch.device("cpu")
         self.chosen = _one_of_each(group, self.jobs)
         self.alone = _Alone(backbone, tensors, layers, wide)
-        self.alone.still = wide is not None or _drops(group)
+        self.alone.still = wide is not None or _drops(group, backbone)
 
     def run(self) -> Probed:
         """Compare, at all lengths at which the base runs.
@@ -451,8 +451,11 @@ def _references(group: GroupGraph) -> Iterator[TensorRef]:
                 yield ref
 
 
-def _drops(group: GroupGraph) -> bool:
-    """Whether the base or an adapter has a dropout."""
+def _drops(group: GroupGraph, backbone: Backbone) -> bool:
+    """Whether the base as its author wrote it, or an adapter, has a dropout."""
+    module = backbone.spec.module
+    if module is None or any(isinstance(part, nn.Dropout) and part.p for part in module.modules()):
+        return True
     if any(site.dropout for job in group.jobs for site in job.sites.values()):
         return True
     nodes = [node for graph in group.graphs() for node in graph.nodes]

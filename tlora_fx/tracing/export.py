@@ -41,8 +41,9 @@ from tlora_fx.ir.graph import (
     JobGraph,
     LayerPlan,
     TensorRef,
+    is_call,
 )
-from tlora_fx.ir.shapes import fake_like, fake_mode_of, propagate
+from tlora_fx.ir.shapes import fake_like, fake_mode_of, give_value
 from tlora_fx.model.backbone import Backbone
 from tlora_fx.tracing.adapters import check_wrapped, layer_signature
 from tlora_fx.tracing.attention import packed_implementation, register, row_of
@@ -57,6 +58,8 @@ from tlora_fx.tracing.watch import Watch
 if TYPE_CHECKING:
     from peft import LoraConfig
 
+# What tracing notes of a value is no part of the computation.
+ASSERTION = torch.ops.aten._assert_tensor_metadata.default
 # A graph that serves every dropout rate is traced with one, so that it has the dropouts.
 SOME_RATE = 0.5
 FIXED_SIZE = (
@@ -149,7 +152,10 @@ def _imported(
     """What `import_graph` makes of an exported graph; what it cannot read or run is a refusal."""
     try:
         graph, constants = import_graph(module, row, base_names)
-        propagate(graph)
+        mode = fake_mode_of(graph)
+        for node in graph.nodes:
+            if node.op == "call_function" and not is_call(node, ASSERTION):
+                give_value(node, mode)
         return graph, constants
     except GraphInvalid as error:
         raise BaseNotTraceable(
@@ -199,7 +205,8 @@ def _use_packed_attention(model: nn.Module, subject: str) -> None:
             help="set base.attention: batch",
         )
     for module in model.modules():
-        config = getattr(module, "config", None)
+        # A stand-in would hand out the config of the base itself.
+        config = vars(module).get("config")
         if config is not None and hasattr(config, "_attn_implementation"):
             config._attn_implementation = packed_implementation(str(config._attn_implementation))
 

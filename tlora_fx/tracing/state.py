@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.fx.experimental.proxy_tensor import get_proxy_mode, get_proxy_slot
+from torch.utils._python_dispatch import _disable_current_modes
 
 from tlora_fx.tracing.layer_calls import StandIn
 
@@ -76,10 +77,9 @@ def changed(before: State, after: State) -> State:
 
 def generators() -> dict[str, Hashable]:
     """The states of the generators that every process has."""
-    states: dict[str, Hashable] = {
-        "Python's random": random.getstate(),
-        "torch": bytes(torch.get_rng_state().tolist()),
-    }
+    with _disable_current_modes():  # else the state would be a constant of the graph
+        of_torch = bytes(torch.get_rng_state().tolist())
+    states: dict[str, Hashable] = {"Python's random": random.getstate(), "torch": of_torch}
     numpy = sys.modules.get("numpy")
     if numpy is not None:
         inner = numpy.random.get_state(legacy=False)["state"]
@@ -190,4 +190,5 @@ class _Forms:
 def _generator_state(generator: random.Random | torch.Generator) -> Hashable:
     if isinstance(generator, random.Random):
         return generator.getstate()
-    return bytes(generator.get_state().tolist())
+    with _disable_current_modes():
+        return bytes(generator.get_state().tolist())
