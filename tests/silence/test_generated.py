@@ -11,6 +11,8 @@ from tests.silence.known import GENERATED
 from tests.silence.oracle import judge
 
 FORMS = ("auto", "packed")
+#: So many of them are tried in each run of the tests; `make slow` tries all.
+QUICK = 30
 
 
 def cases():
@@ -19,6 +21,8 @@ def cases():
         form = FORMS[number % 2]
         reason = GENERATED.get(number)
         marks = [] if reason is None else [pytest.mark.xfail(strict=True, reason=reason)]
+        if number >= QUICK:
+            marks.append(pytest.mark.slow)
         yield pytest.param(program, form, marks=marks, id=f"{form} {number}")
 
 
