@@ -164,11 +164,24 @@ def test_loaded_weights_are_tried_at_the_longest_length(tmp_path):
     assert found.gradient < 1e-6
 
 
-def test_a_large_base_runs_one_layer_of_each_end(tmp_path, monkeypatch):
+def test_the_longest_sample_is_cut_rather_than_left_out(tmp_path):
+    """Data longer than a probe's tokens is tried as far as they go."""
+    base = base_of(tmp_path, "llama", "float64", max_position_embeddings=4096)
+    model = compile([job("one", base, r=2, target_modules=["q_proj"])])
+    tensors = base_tensors(model.backbone)
+
+    found = probe_loaded(model.group, model.backbone, model.jobs, tensors.__getitem__, 4000, 300)
+
+    assert max(found.lengths) == 300 - sum(probe.LENGTHS)
+
+
+@pytest.mark.parametrize("family", ["llama", "falcon", "gpt2"])
+def test_a_large_base_runs_one_layer_of_each_end(tmp_path, monkeypatch, family):
     """The first and the last of equal layers; those between hand on what they get."""
     monkeypatch.setattr(probe, "SMALL_BASE", 1)
-    base = base_of(tmp_path, "llama", "float32", num_hidden_layers=6)
-    model = compile([job("one", base, r=2, target_modules="all-linear")])
+    layers = "n_layer" if family == "gpt2" else "num_hidden_layers"
+    base = base_of(tmp_path, family, "float32", **{layers: 6})
+    model = compile([job("one", base, r=2, target_modules=list(FAMILIES[family].targets))])
 
     found = probed(model)
 

@@ -193,6 +193,29 @@ def test_a_folder_that_vanishes_ends_no_run(tmp_path):
     assert records(tmp_path / "run")["a"].status == "done"
 
 
+def test_a_job_whose_base_is_gone_at_a_restart_waits_for_the_next_one(tmp_path, monkeypatch):
+    """It is told and not refused, and the others go on."""
+    for name in "ab":
+        write_job(tmp_path / "jobs", name, 60)
+    run(tmp_path / "jobs", tmp_path / "run", until=lambda it: it.loop.runs and it.stop())
+    parked = []
+
+    def learn(self, job):
+        if job.name == "b":
+            raise FileNotFoundError("the base is gone")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(Prepared, "learn", learn)
+        patched.setattr(Heard, "parked", lambda self, time, request, why: parked.append(why))
+        run(tmp_path / "jobs", tmp_path / "run")
+    waiting = records(tmp_path / "run")
+    run(tmp_path / "jobs", tmp_path / "run")
+
+    assert parked == ["FileNotFoundError: the base is gone"]
+    assert (waiting["a"].status, waiting["b"].status) == ("done", "queued")
+    require_trained_once(tmp_path / "run", {"a": 60, "b": 60})
+
+
 def test_a_folder_that_is_not_there_is_refused(tmp_path):
     """Before anything is written."""
     with pytest.raises(JobFolderError):

@@ -28,8 +28,7 @@ from tlora_fx.errors import FusedDiffers
 from tlora_fx.ir.graph import HEAD, PEFT_PREFIX, GroupGraph, TensorRef, is_call
 from tlora_fx.model.backbone import Backbone, build_skeleton
 from tlora_fx.model.batch import JobTokens, PackedBatch, pack, pad
-from tlora_fx.numerics.evaluate import BOUNDS as COMPARED
-from tlora_fx.numerics.evaluate import bound_of, relative
+from tlora_fx.numerics.evaluate import BOUNDS, bound_of, relative
 from tlora_fx.numerics.interpreter import (
     ATTENTION,
     ATTENTION_RATE,
@@ -52,13 +51,13 @@ NEIGHBOUR = 3
 SMALL_BASE = 1 << 26
 #: Multiplications that a probe of a large base may take, and its bytes of weights.
 PRODUCTS, WEIGHTS = 4e10, 6 << 30
-#: Sums of a model run in another order on either side. In half precision PEFT multiplies adapters
-#: in float32, and a lowered adapter in the base's dtype.
-BOUNDS = {torch.float64: 1e-8, torch.float32: 1e-4, torch.float16: 2e-2, torch.bfloat16: 1e-1}
+#: Tokens of a probe at most: attention grows with their square.
+TOKENS = 1024
 #: What passes where half precision runs wider, and the graph has constants that were rounded to it.
 ROUNDED = 1e-2
-#: How far the base's own noise lifts a bound: so many times what it is, so many times the bound.
-TIMES_NOISE, MOST = 10.0, 10.0
+#: The base's own noise lifts a bound to so many times what it is, and to so many times the bound
+#: at most, or to less where the bound is wide already, as in half precision.
+TIMES_NOISE, MOST, MOST_WIDE = 10.0, 10.0, 2.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,7 +99,8 @@ def probe_compiled(group: GroupGraph, backbone: Backbone, jobs: Sequence[Job]) -
     count = _parameters(backbone, layers)
     if count * (wide or backbone.dtype).itemsize > WEIGHTS:
         return Probed(skipped=f"{count / 1e9:.1f} billion parameters are too many to draw")
-    lengths = _lengths(backbone, max(2 * LENGTHS[1], int(PRODUCTS / (8 * count))))
+    affordable = int(PRODUCTS / (8 * count))
+    lengths = _lengths(backbone, min(TOKENS, max(sum(LENGTHS[:2]), affordable)))
     tensors = _Wide(backbone, wide)
     return _Probe(group, backbone, jobs, tensors, layers, lengths, wide).run()
 
@@ -215,7 +215,10 @@ def _parameters(backbone: Backbone, layers: frozenset[str]) -> int:
 
 
 def _lengths(backbone: Backbone, tokens: int, longest: int = 0) -> tuple[int, ...]:
-    """Lengths of the sequences to run, of so many tokens together; the first two always."""
+    """Lengths of the sequences to run, of so many tokens together; the first two always.
+
+    longest    is run, as far as the tokens go
+    """
     config = backbone.config
     most = getattr(config, "max_position_embeddings", None) or math.inf
     windows = {
@@ -226,7 +229,8 @@ def _lengths(backbone: Backbone, tokens: int, longest: int = 0) -> tuple[int, ..
     # A job's sequences share one set of longrope's frequencies, so all lie on one side of it.
     turn = original_length(config) if has_longrope(backbone.model) else 0
     short = sum(length <= turn for length in LENGTHS) > 1
-    wanted = [*LENGTHS, *sorted(windows), longest]
+    longest = min(longest, tokens - sum(LENGTHS))
+    wanted = [*LENGTHS[:2], longest, *LENGTHS[2:], *sorted(windows)]
     taken: list[int] = []
     for length in wanted:
         if turn and (length <= turn) != short:
@@ -261,8 +265,8 @@ class _Probe:
         self.tensors, self.layers, self.lengths, self.wide = tensors, layers, lengths, wide
         self.device = torch.device("cpu")
         self.chosen = _one_of_each(group, self.jobs)
-        self.alone = _Alone(backbone, tensors, layers, wide)
-        self.alone.still = wide is not None or _drops(group, backbone)
+        still = wide is not None or _drops(group, backbone)
+        self.alone = _Alone(backbone, tensors, layers, wide, still=still)
 
     def run(self) -> Probed:
         """Compare, at all lengths at which the base runs.
@@ -292,8 +296,9 @@ class _Probe:
         worst_logits = worst_gradient = 0.0
         for index, outcome in alone.items():
             job, bound = self.jobs[index], self._bound()
-            if not all(bool(torch.isfinite(part).all()) for part in outcome.logits):
-                return Probed(skipped="the base's logits are not finite on these weights")
+            values = [*outcome.logits, *outcome.gradients.values()]
+            if not all(bool(torch.isfinite(part).all()) for part in values):
+                return Probed(skipped="the base's numbers are not finite on these weights")
             mine = fused[job.name]
             logits = [relative(a, b) for a, b in zip(outcome.logits, mine.logits, strict=True)]
             gradient = relative(_flat(outcome.gradients), _flat(mine.gradients, outcome.gradients))
@@ -310,10 +315,7 @@ class _Probe:
         if self.wide is not None:
             rounded = any(value.dtype in HALF for value in self.group.constants.values())
             return ROUNDED if rounded else BOUNDS[self.wide]
-        if self.backbone.dtype in HALF:
-            return BOUNDS[self.backbone.dtype]
-        exact = bound_of(self.group) <= COMPARED[torch.float64]
-        return BOUNDS[torch.float64 if exact else torch.float32]
+        return bound_of(self.group)
 
     def _lifted(self, job: Job, index: int, alone: _Outcome, bound: float) -> float:
         """The bound, lifted by the base's own noise: a sequence alone against itself twice."""
@@ -322,7 +324,8 @@ class _Probe:
             relative(_flat(alone.gradients), _flat(twice.gradients)),
             *(relative(a, b) for a, b in zip(alone.logits, twice.logits, strict=True)),
         )
-        return max(bound, min(TIMES_NOISE * noise, MOST * bound))
+        most = MOST_WIDE if bound >= ROUNDED else MOST
+        return max(bound, min(TIMES_NOISE * noise, most * bound))
 
     def _sequences(self, index: int) -> list[list[int]]:
         """The tokens of a job: all lengths where it is compared, else a short neighbour."""
@@ -498,12 +501,18 @@ class _Alone:
         tensors: Seeded,
         layers: frozenset[str],
         wide: torch.dtype | None,
+        *,
+        still: bool,
     ) -> None:
+        """Prepare to build it.
+
+        still    whether dropouts are silenced, or precision widened, by a mode of torch
+        """
         self.backbone, self.tensors, self.layers, self.wide = backbone, tensors, layers, wide
         self.module: nn.Module = nn.Module()
         self._models: dict[str, Any] = {}
         self._wants_positions = False
-        self.still = True
+        self.still = still
         self.device = torch.device("cpu")
 
     def load(self) -> None:
@@ -523,8 +532,7 @@ class _Alone:
             module = built
             if getattr(module, "_supports_sdpa", False):
                 built.set_attn_implementation("sdpa")
-        for path in _left_out(module, self.layers):
-            _replace(module, path)
+        _leave_out(module, self.layers)
         self._take(module)
         self.module = module.train()
         self._models.clear()
@@ -656,16 +664,39 @@ class _Alone:
 
 
 class _Skipped(nn.Module):
-    """Stands for a layer that does not run: what it is given goes on."""
+    """Stands for a layer that does not run: the hidden state goes on, in the form of the others.
 
-    def forward(self, hidden: Any, *_: Any, **__: Any) -> Any:
+    ran    what the layer that ran last returned
+    """
+
+    def __init__(self, ran: list[Any]) -> None:
+        super().__init__()
+        self.ran = ran
+
+    def __deepcopy__(self, memo: Any) -> _Skipped:
+        """Itself: hooks, which a copy keeps, tell `ran` what ran."""
+        return self
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
         """The hidden state."""
-        return hidden
+        hidden = args[0] if args else next(iter(kwargs.values()))
+        last = self.ran[-1] if self.ran else None
+        return (hidden, *last[1:]) if isinstance(last, tuple) else hidden
 
 
-def _replace(module: nn.Module, path: str) -> None:
-    parent, _, name = path.rpartition(".")
-    module.get_submodule(parent)._modules[name] = _Skipped()
+def _leave_out(model: nn.Module, layers: frozenset[str]) -> None:
+    """Put stand-ins in place of the layers that do not run."""
+    left_out, ran = _left_out(model, layers), list[Any]()
+
+    def keep(_: nn.Module, __: Any, output: Any) -> None:
+        ran[:] = [output]
+
+    for path in layer_list(model) if left_out else ():
+        if path in left_out:
+            parent, _, name = path.rpartition(".")
+            model.get_submodule(parent)._modules[name] = _Skipped(ran)
+        else:
+            model.get_submodule(path).register_forward_hook(keep)
 
 
 class _Still(TorchFunctionMode):

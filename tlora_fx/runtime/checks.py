@@ -210,7 +210,7 @@ def probe_base(model: SuperModel, data: Mapping[str, JobData]) -> Probed:
             raise
         except Exception as error:  # noqa: BLE001  (such as no memory for it: no fault of the model)
             _probed[key] = Probed(skipped=f"{type(error).__name__}: {error}")
-        log.log(logging.WARNING if _probed[key].skipped else logging.INFO, "%s", _probed[key])
+        log.info("%s", _probed[key])
     return _probed[key]
 
 

@@ -221,8 +221,7 @@ class Trainer:
         if not self.model.ready:
             base = base_tensors(self.model.backbone, self.device)
             load(self.model, self.plan, self.mesh, base)
-            if self.plan.planner in ("single", "replicated"):
-                probe_base(self.model, data)
+        self._probe(data)
         start_adapters(self.model)
         if self.options.compiled and not self.model.is_compiled:
             self.model.compile()
@@ -240,6 +239,15 @@ class Trainer:
         if self.resume:
             self._restore()
         self._saved_at = time.monotonic()
+
+    def _probe(self, data: Mapping[str, JobData]) -> None:
+        """Try the model against the base alone; where that cannot be done, say so."""
+        if self.plan.planner in ("single", "replicated"):
+            skipped = probe_base(self.model, data).skipped
+        else:
+            skipped = next((why for name, why in self.model.group.notes if name == "probe"), "")
+        if skipped:
+            self.callback.warned(f"the base was not tried against itself: {skipped}")
 
     def gradients(self, batches: Mapping[int, MicroBatches]) -> dict[int, float]:
         """One forward and backward of all rows of a round; gradients add up in the parameters.
