@@ -6,9 +6,10 @@ from pathlib import Path
 
 import pytest
 import torch
+from torch import Tensor, nn
 from transformers import AutoConfig
 
-from tests.models import SIZES
+from tests.models import SIZES, VOCABULARY
 from tests.runtime.groups import make_data, make_job, tiny_base
 from tlora_fx.compiler import compile
 from tlora_fx.config.job import BaseSpec
@@ -105,6 +106,48 @@ def test_steps_that_are_never_brought_together_again_equal_plain_peft(tmp_path):
         assert losses[job.name] == pytest.approx(solo.losses, rel=2e-6)
         after = adapter_tensors(model.job_parameters(job.name))
         assert adapter_difference(after, solo.adapters) <= 1e-5
+
+
+class Kinked(nn.Module):
+    """A base that stands at the kink of a ReLU: half of its inputs are zero."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.embed = nn.Embedding(VOCABULARY, 16)
+        self.mix = nn.Linear(16, 16, bias=False)
+        self.head = nn.Linear(16, VOCABULARY)
+        with torch.no_grad():
+            self.embed.weight[:, 1] = self.embed.weight[:, 0]
+            self.mix.weight[::2] = 0
+            self.mix.weight[::2, 0], self.mix.weight[::2, 1] = 1, -1
+
+    def forward(self, ids: Tensor) -> Tensor:
+        """Logits of single tokens."""
+        hidden = self.embed(ids)
+        return self.head(hidden + torch.relu(self.mix(hidden)))
+
+
+@pytest.mark.parametrize(
+    ("apart", "kinks", "passes"), [(0, 0, True), (2e-7, 1, True), (1e-4, 0, False)]
+)
+def test_a_base_passes_a_rounding_beside_its_kink_and_no_further(monkeypatch, apart, kinks, passes):
+    """One token's ReLUs open on one side only; nothing but their gradients is of any size."""
+
+    def moved(backbone):
+        base = plain_base(backbone)
+        base.embed.weight.data[5, 0] += apart * base.embed.weight[5, 0].abs()
+        return base
+
+    monkeypatch.setattr(verifying, "plain_base", moved)
+    base = BaseSpec(module=Kinked(), dtype="float32")
+    job = make_job(base, "a", lora={"target_modules": ["mix"]}, shuffle=False)
+    samples = [Sample((5, 7), (5, 7))]
+
+    [row] = verify([job], steps=1, device="cpu", data={"a": JobData(job, samples, DataReport())})
+
+    assert (row.kinks > 0) == (kinks > 0)
+    assert row.within(bounds_of("float32", "cpu")) == passes
 
 
 def growing(job, lengths=range(2, 14)):

@@ -65,6 +65,9 @@ def _table(differences: list[JobDifference], bounds: Bounds) -> Table:
         widest = bounds.over(row.noise)
         if widest != bounds:
             table.add_row("", "bound by the base's own noise", "", *_limits(widest), style="dim")
+        if row.kinks:
+            words = "steps at a kink of the base, such as a ReLU's: compared a rounding beside it"
+            table.add_row("", words, str(row.kinks), style="dim")
     table.add_row("bound", "largest relative difference", "", *_limits(bounds), "", style="dim")
     return table
 

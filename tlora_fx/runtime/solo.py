@@ -139,6 +139,27 @@ class SoloTrainer:
         loss = _backward(self._model, batches, self._drop, step)
         return loss, _gradients(self._model)
 
+    @contextmanager
+    def disturbed(self, draw: int) -> Iterator[None]:
+        """Within this, every output of an embedding is moved by about a rounding.
+
+        draw   the number of the disturbance, which decides it
+        """
+        generator = torch.Generator().manual_seed(draw)
+
+        def disturb(module: nn.Module, inputs: Any, output: Tensor) -> Tensor:
+            unit = 2 * torch.finfo(output.dtype).eps
+            noise = torch.randn(output.shape, generator=generator).to(output.device, torch.float64)
+            return output + (output.double() * unit * noise).to(output.dtype)
+
+        tables = [part for part in self._model.modules() if isinstance(part, nn.Embedding)]
+        handles = [table.register_forward_hook(disturb) for table in tables]
+        try:
+            yield
+        finally:
+            for handle in handles:
+                handle.remove()
+
     def update(self) -> float:
         """Let the optimizer take its step; returns the norm of the gradients before clipping."""
         norm = torch.nn.utils.clip_grad_norm_(self._params, self._largest_norm)
