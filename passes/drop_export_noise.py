@@ -2,7 +2,8 @@
 
 Reads   operators and values.
 Writes  nothing but the nodes it drops: metadata assertions, casts to the dtype that is there,
-        slices of a whole dimension, dead code. Operators that work in place return new tensors.
+        moves to another device, slices of a whole dimension, dead code. Operators that work in
+        place return new tensors. What was made on the CPU is made where the row is.
 Keeps   every number. `detach` is never noise: it keeps gradients out of no-grad regions.
 """
 
@@ -37,6 +38,8 @@ class DropExportNoise(JobPass):
             if is_call(node, *ASSERTIONS):
                 graph.root.erase_node(node)
                 continue
+            if node.kwargs.get("device") == torch.device("cpu"):
+                node.update_kwarg("device", torch.device("meta"))
             if is_call(node, aten.to.device):
                 _forget_device(node)
             if is_call(node, aten.view.default, aten.reshape.default):
