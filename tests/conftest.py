@@ -45,6 +45,8 @@ LONG = (
 _OWN_TRACES = "" if "TLORA_FX_TEST_TRACES" in os.environ else tempfile.mkdtemp(prefix="traces-")
 if _OWN_TRACES:
     os.environ["TLORA_FX_TEST_TRACES"] = _OWN_TRACES
+    # Nothing is read from a user's cache, and nothing is left there.
+    os.environ["TLORA_FX_CACHE"] = str(Path(_OWN_TRACES) / "cache")
 
 # Tests assert no times, and a machine may be busy.
 settings.register_profile("patient", deadline=None)

@@ -14,11 +14,11 @@ import fcntl
 import hashlib
 import os
 import pickle
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import torch
 from peft.tuners.lora.layer import LoraLayer
@@ -27,9 +27,8 @@ from tlora_fx import compiler as _compiler
 from tlora_fx.config.job import Job
 from tlora_fx.errors import GraphNotStorable
 from tlora_fx.graph_file import Document, from_document, to_document
-from tlora_fx.ir.graph import AdapterSite, Form, GroupGraph, JobGraph
+from tlora_fx.ir.graph import AdapterSite, Form, JobGraph
 from tlora_fx.model.backbone import Backbone
-from tlora_fx.numerics.probe import Probed
 from tlora_fx.numerics.state import copy_state
 from tlora_fx.tracing import attention
 
@@ -50,13 +49,12 @@ def install() -> None:
     if not hasattr(compiler.trace_job, "plain"):
         compiler.trace_base = _base(compiler.trace_base)
         compiler.trace_job = _job(compiler.trace_job)
-        compiler.probe_compiled = _probed(compiler.probe_compiled)
 
 
 def uninstall() -> None:
     """Trace each time."""
     if hasattr(compiler.trace_job, "plain"):
-        for name in ("trace_base", "trace_job", "probe_compiled"):
+        for name in ("trace_base", "trace_job"):
             setattr(compiler, name, getattr(compiler, name).plain)
 
 
@@ -85,28 +83,6 @@ def _job(plain: Trace) -> Trace:
 
     trace_job.plain = plain  # type: ignore[attr-defined]
     return trace_job
-
-
-def _probed(plain: Callable[..., Probed]) -> Callable[..., Probed]:
-    """Equal graphs on equal bases are tried once in a test run."""
-
-    def probe_compiled(group: GroupGraph, backbone: Backbone, jobs: Sequence[Job]) -> Probed:
-        if backbone.config is None or any("forward" in vars(m) for m in backbone.model.modules()):
-            return plain(group, backbone, jobs)
-        code = [str(graph) for graph in group.graphs()]
-        key = ("probed", _model(backbone), code, repr([job.lora_fields for job in jobs]))
-        folder, words = os.environ.get(TRACES), _words(key)
-        if not folder or words is None:
-            return plain(group, backbone, jobs)
-        path = Path(folder) / hashlib.sha256(words.encode()).hexdigest()
-        if not path.exists():
-            fresh = path.with_suffix(f".{os.getpid()}")
-            fresh.write_bytes(pickle.dumps(plain(group, backbone, jobs)))
-            fresh.replace(path)
-        return cast(Probed, pickle.loads(path.read_bytes()))
-
-    probe_compiled.plain = plain  # type: ignore[attr-defined]
-    return probe_compiled
 
 
 def _once(backbone: Backbone, how: Hashable, trace: Callable[[], JobGraph]) -> JobGraph:

@@ -38,7 +38,7 @@ from tlora_fx.ir.graph import AdapterSite, Form, GroupGraph, JobGraph
 from tlora_fx.model.backbone import Backbone, load_backbone
 from tlora_fx.model.supermodel import SuperModel
 from tlora_fx.numerics import Numerics, watch_numerics
-from tlora_fx.numerics.probe import probe_compiled
+from tlora_fx.numerics.probe_cache import probe_once
 from tlora_fx.pipeline import Instrument, Pipeline, Runner, Verify, parse_pipeline
 from tlora_fx.tracing.adapters import (
     idle_patterns,
@@ -333,7 +333,7 @@ def fuse(given: Prepared, runner: Runner, *, probed: bool = False) -> GroupGraph
 def _probe(group: GroupGraph, given: Prepared) -> None:
     """Try the fused graph against the base alone; the report says where that cannot be done."""
     with torch.enable_grad():
-        found = probe_compiled(group, given.backbone, given.jobs)
+        found = probe_once(group, given.backbone, given.jobs)
     log.info("%s", found)
     if found.skipped:
         group.notes.append(("probe", str(found)))
