@@ -7,12 +7,11 @@ from functools import cache
 import pytest
 
 from tests.models import base_of, job
-from tlora_fx.compiler import find_passes
+from tlora_fx import compiler
 from tlora_fx.ir.graph import GroupGraph
 from tlora_fx.model.backbone import load_backbone
 from tlora_fx.pipeline import Runner, parse_pipeline
 from tlora_fx.tracing.adapters import resolve_sites
-from tlora_fx.tracing.export import trace_base, trace_job
 
 KINDS = {
     "plain": {"r": 4, "target_modules": ["q_proj", "down_proj"], "lora_dropout": 0.1},
@@ -43,17 +42,19 @@ def group_after(base, backbone):
 
     Made once for all tests that only look at it; one that changes it asks for `fresh=True`.
     """
-    find_passes()
+    compiler.find_passes()
 
     def make(passes: str, *kinds: str) -> GroupGraph:
         runner = Runner(parse_pipeline(passes))
-        traced = trace_base(backbone, "packed")
+        traced = compiler.trace_base(backbone, "packed")
         runner.run_job(traced)
         graphs = []
         for kind in kinds:
             own = job(kind, base, **KINDS[kind])
             graphs.append(
-                trace_job(own, backbone, resolve_sites(own, backbone), "packed", exact=True)
+                compiler.trace_job(
+                    own, backbone, resolve_sites(own, backbone), "packed", exact=True
+                )
             )
             runner.run_job(graphs[-1])
         group = GroupGraph(traced, graphs, exact=True)

@@ -17,6 +17,7 @@ from tests.backend.models import (
     train,
 )
 from tests.models import OLD_TORCH
+from tests.sampled import sampled
 from tlora_fx.ir.lora_sites import lowered_arguments
 
 MULTI = torch.ops.tlora_fx.multi_lora_linear.default
@@ -38,7 +39,7 @@ def arguments(backend):
     return [lowered_arguments(call) for call in calls(backend.graphs[0])]
 
 
-@pytest.mark.parametrize("family", ["llama", "qwen3", "gpt2"])
+@pytest.mark.parametrize("family", sampled(["llama", "gpt2", "qwen3"]))
 @pytest.mark.parametrize("dtype", ["float32", "float64"])
 def test_every_branch_of_a_small_model_is_lowered(family, dtype):
     """Forward and gradients of transformers models with all branches lowered equal eager."""
@@ -178,7 +179,7 @@ LEFT = {
 }
 
 
-@pytest.mark.parametrize("kind", sorted(LEFT))
+@pytest.mark.parametrize("kind", sampled(sorted(LEFT)))
 def test_what_is_left_runs_right_and_is_told(kind):
     """A branch that no pattern fits equals eager, and one warning says why it is left."""
     make, reason = LEFT[kind]

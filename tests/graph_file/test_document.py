@@ -10,6 +10,7 @@ import torch
 
 from tests.models import base_of, error_of, job
 from tests.pipeline.graphs import relu_of, small_graph
+from tests.sampled import sampled
 from tests.traced import KINDS
 from tlora_fx.compiler import DEFAULT_PIPELINE, prepare, resolve_pipeline, run_passes
 from tlora_fx.errors import GraphFileNotReadable, GraphNotStorable
@@ -77,7 +78,7 @@ def history(node):
 @pytest.mark.parametrize(
     ("form", "place"),
     [
-        *(("packed", place) for place in PLACES),
+        *sampled([("packed", place) for place in PLACES]),
         ("batch", PLACES[-1]),
         *(pytest.param("batch", place, marks=pytest.mark.slow) for place in PLACES[::4]),
     ],

@@ -16,6 +16,7 @@ from tests.models import (
     plain,
 )
 from tests.numerics.conftest import a_pass, nodes, put_behind
+from tests.sampled import sampled
 from tests.traced import KINDS
 from tlora_fx.compiler import compile
 from tlora_fx.errors import NumericsBroken
@@ -40,7 +41,7 @@ def assert_kept(found) -> None:
 
 @pytest.mark.parametrize(
     ("form", "kinds"),
-    [("packed", KEEPING), ("batch", ("plain", "dropping"))],
+    sampled([("packed", KEEPING), ("batch", ("plain", "dropping"))]),
     ids=["packed", "batch"],
 )
 def test_every_pass_keeps_its_word_on_every_kind_of_job(tmp_path, verdicts, form, kinds):
@@ -50,7 +51,7 @@ def test_every_pass_keeps_its_word_on_every_kind_of_job(tmp_path, verdicts, form
     assert_kept(verdicts([job(kind, base, **KINDS[kind]) for kind in kinds]))
 
 
-@pytest.mark.parametrize("family", ["gemma2", "gpt2", "bloom"])
+@pytest.mark.parametrize("family", sampled(["gemma2", "gpt2", "bloom"]))
 def test_every_pass_keeps_its_word_on_other_architectures(tmp_path, verdicts, family):
     """Interleaved layers, frequencies by segment, Conv1D with dropout, alibi in padded rows."""
     if family == "bloom" and OLD_TRANSFORMERS:

@@ -21,6 +21,7 @@ from tests.models import (
     run_fused,
     tokens,
 )
+from tests.sampled import sampled
 from tlora_fx.config.job import BaseSpec
 
 # transformers' norms, rotary tables and eager softmax run in float32 in every model dtype, so a
@@ -45,7 +46,7 @@ def fused(tmp_path_factory):
     return make
 
 
-@pytest.mark.parametrize("family", PACKED)
+@pytest.mark.parametrize("family", sampled(PACKED, 4))
 def test_packed_jobs_get_the_losses_and_gradients_of_peft(fused, family):
     """Three different jobs on one row get what each gets alone on a padded batch."""
     if family == "opt" and OLD_TRANSFORMERS:

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from tests.models import Plain, assert_equals_peft, error_of, hand_written, ready, tokens
+from tests.sampled import sampled
 from tlora_fx.compiler import compile
 from tlora_fx.errors import BranchOnSize, CompileError
 from tlora_fx.tracing.guards import holds
@@ -50,7 +51,7 @@ BRANCHES = {
 }
 
 
-@pytest.mark.parametrize("name", BRANCHES)
+@pytest.mark.parametrize("name", sampled(BRANCHES))
 def test_a_branch_on_a_size_is_refused_with_its_line(name):
     """One side would be traced, whatever the rows."""
     text = error_of(lambda: compile(hand_written(Branching(BRANCHES[name]))), BranchOnSize)

@@ -16,6 +16,7 @@ from tests.models import (
     ready,
     tokens,
 )
+from tests.sampled import sampled
 from tlora_fx.config.job import BaseSpec
 
 ROUNDED, WIDE = 3e-6, 1e-9
@@ -98,7 +99,7 @@ LOOPS = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("loop", LOOPS)
+@pytest.mark.parametrize("loop", sampled(LOOPS))
 def test_a_loop_over_layers_is_folded_only_as_far_as_it_is_one(loop):
     """Whatever the model's own loop does, its jobs train as alone."""
     model = ready(hand_written(Library(loop)))

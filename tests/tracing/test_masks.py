@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from transformers import AttentionInterface, LlamaConfig, masking_utils
 
 from tests.models import VOCABULARY, assert_equals_peft, error_of, job, ready, tokens
+from tests.sampled import sampled
 from tlora_fx.compiler import compile
 from tlora_fx.config.job import BaseSpec
 from tlora_fx.errors import AttentionNotPackable, PaddingSeen
@@ -253,7 +254,7 @@ EXPRESSED = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("what", EXPRESSED)
+@pytest.mark.parametrize("what", sampled(EXPRESSED))
 def test_masks_that_packed_attention_can_do_equal_peft(what):
     """Rows stay packed; losses and gradients of each job are those of PEFT alone."""
     model = ready(jobs_on(EXPRESSED[what]))
@@ -283,7 +284,7 @@ PADDED = {
 }
 
 
-@pytest.mark.parametrize("what", PADDED)
+@pytest.mark.parametrize("what", sampled(PADDED))
 def test_causal_masks_that_packed_attention_cannot_do_run_padded(what):
     """`attention: auto` falls back to the model's own masks, `packed` refuses by name."""
     model = ready(jobs_on(PADDED[what]))
@@ -302,7 +303,7 @@ REFUSED = {
 }
 
 
-@pytest.mark.parametrize("what", REFUSED)
+@pytest.mark.parametrize("what", sampled(REFUSED))
 def test_masks_that_look_ahead_and_cannot_be_packed_are_refused(what):
     """In batch form such a token would see the padding behind its line."""
     text = error_of(lambda: compile(jobs_on(REFUSED[what])), PaddingSeen)

@@ -25,6 +25,7 @@ from tests.models import (
     run_fused,
     tokens,
 )
+from tests.sampled import sampled
 from tlora_fx.compiler import compile
 from tlora_fx.config.job import BaseSpec
 from tlora_fx.errors import BaseNotTraceable, BaseRefused, CompileError, NotTokenParallel
@@ -41,7 +42,7 @@ def two_jobs(base, targets):
     ]
 
 
-@pytest.mark.parametrize("family", BYPASSING)
+@pytest.mark.parametrize("family", sampled(BYPASSING))
 def test_bases_that_bypass_the_packed_operator_run_padded_and_equal_peft(tmp_path, family):
     """Bloom and Falcon attend in their own code: `attention: auto` pads their rows."""
     if family == "bloom" and OLD_TRANSFORMERS:
@@ -55,7 +56,7 @@ def test_bases_that_bypass_the_packed_operator_run_padded_and_equal_peft(tmp_pat
     assert_equals_peft(model, [tokens([9, 7], seed=1), tokens([6], seed=2)], ROUNDED)
 
 
-@pytest.mark.parametrize("family", BYPASSING)
+@pytest.mark.parametrize("family", sampled(BYPASSING))
 def test_bases_that_bypass_the_packed_operator_are_refused_when_packing_is_asked(tmp_path, family):
     """`attention: packed` says no, and what to set instead."""
     base = base_of(tmp_path, family, attention="packed")
@@ -125,7 +126,7 @@ MIXING = {
 }
 
 
-@pytest.mark.parametrize("what", MIXING)
+@pytest.mark.parametrize("what", sampled(MIXING))
 def test_what_depends_on_the_row_is_not_shared(what):
     """Each way to see other tokens is an error that names the line."""
     if "einsum" in what and OLD_TORCH:
@@ -149,7 +150,7 @@ ALLOWED = {
 }
 
 
-@pytest.mark.parametrize("what", ALLOWED)
+@pytest.mark.parametrize("what", sampled(ALLOWED))
 def test_what_works_on_single_tokens_is_shared_and_right(what):
     """No false alarm, and constants keep their values through the meta device."""
     module = Mean(ALLOWED[what]).double()

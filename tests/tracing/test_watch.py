@@ -19,6 +19,7 @@ from tests.models import (
     ready,
     tokens,
 )
+from tests.sampled import sampled
 from tlora_fx.compiler import compile
 from tlora_fx.errors import GradientLost, StateChanged, TracedOtherwise
 
@@ -135,7 +136,7 @@ LOST = {
 }
 
 
-@pytest.mark.parametrize("name", LOST)
+@pytest.mark.parametrize("name", sampled(LOST))
 def test_a_gradient_that_a_graph_loses_is_refused(name):
     """By the line that makes it."""
     text = error_of(lambda: compile(hand_written(Later(LOST[name]))), GradientLost)
@@ -220,7 +221,7 @@ CHANGING = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("name", CHANGING)
+@pytest.mark.parametrize("name", sampled(CHANGING))
 def test_a_forward_that_changes_the_next_one_is_refused(name):
     """By the name of what it changes."""
     text = error_of(lambda: compile(hand_written(Changed(CHANGING[name]))), StateChanged)
@@ -276,7 +277,7 @@ OTHERWISE = {
 }
 
 
-@pytest.mark.parametrize("name", OTHERWISE)
+@pytest.mark.parametrize("name", sampled(OTHERWISE))
 def test_a_branch_that_only_tracing_takes_is_refused(name):
     """Before it trains another model than the one that runs alone."""
     text = error_of(lambda: compile(hand_written(Changed(OTHERWISE[name]))), TracedOtherwise)
@@ -297,7 +298,7 @@ ALIKE = {
 }
 
 
-@pytest.mark.parametrize("name", ALIKE)
+@pytest.mark.parametrize("name", sampled(ALIKE))
 def test_what_asks_for_its_surroundings_trains_as_alone(name):
     """It hears what it hears in a run, or takes the branch of any device."""
     jobs = hand_written(Changed(ALIKE[name]))

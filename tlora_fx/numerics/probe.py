@@ -46,7 +46,8 @@ from tlora_fx.tracing.rope import has_longrope, original_length
 
 #: Lengths that models branch on: short, odd, beyond a usual block.
 LENGTHS = (2, 17, 17, 65)
-NEIGHBOUR = 3
+#: So many of the jobs that are not compared bring so many tokens.
+NEIGHBOURS, NEIGHBOUR = 4, 3
 #: Layers of a base with fewer parameters all run, of a larger one the first and last of each kind.
 SMALL_BASE = 1 << 26
 #: Multiplications that a probe of a large base may take, and its bytes of weights.
@@ -328,11 +329,16 @@ class _Probe:
         return max(bound, min(TIMES_NOISE * noise, most * bound))
 
     def _sequences(self, index: int) -> list[list[int]]:
-        """The tokens of a job: all lengths where it is compared, else a short neighbour."""
+        """The tokens of a job: all lengths where it is compared."""
         source = Random(f"probe {index}")  # noqa: S311  (tokens to try, no secrets)
         largest = min(self.group.vocabulary, LARGEST_ID) - 1
-        lengths = self.lengths if index in self.chosen else (NEIGHBOUR,)
+        lengths = self.lengths if index in self.chosen else self._beside(index)
         return [[source.randint(min(1, largest), largest) for _ in range(n)] for n in lengths]
+
+    def _beside(self, index: int) -> tuple[int, ...]:
+        """What a job brings that is not compared: one short sequence, or none."""
+        neighbours = [n for n in range(len(self.jobs)) if n not in self.chosen]
+        return (NEIGHBOUR,) if index in neighbours[:NEIGHBOURS] else ()
 
     def _row(self) -> PackedBatch:
         """One row of all jobs; what pads a line are tokens that a model could take for some."""
@@ -468,12 +474,17 @@ def _drops(group: GroupGraph, backbone: Backbone) -> bool:
 
 
 def _one_of_each(group: GroupGraph, jobs: Sequence[Job]) -> list[int]:
-    """The first job of each structure: what it trains, and of which kind."""
-    seen: dict[Hashable, int] = {}
+    """The first job of each structure: what it trains, and of which kind.
+
+    A job is left out whose every adapter stands, of that kind, among those of another.
+    """
+    seen: dict[frozenset[Hashable], int] = {}
     for index, job in enumerate(jobs):
-        kinds = frozenset((path, site.kind) for path, site in group.jobs[index].sites.items())
-        seen.setdefault((kinds, str(job.lora_config().bias), job.adapter_dtype), index)
-    return list(seen.values())
+        rest = (str(job.lora_config().bias), job.adapter_dtype)
+        sites = group.jobs[index].sites
+        kinds = frozenset((path, site.kind, rest) for path, site in sites.items())
+        seen.setdefault(kinds, index)
+    return [index for kinds, index in seen.items() if not any(kinds < other for other in seen)]
 
 
 def _loss(logits: Tensor, ids: Tensor) -> Tensor:

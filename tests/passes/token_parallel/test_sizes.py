@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from tests.models import Plain, assert_equals_peft, error_of, hand_written, ready, tokens
+from tests.sampled import sampled
 from tlora_fx.compiler import compile
 from tlora_fx.errors import NotTokenParallel
 from tlora_fx.passes.token_parallel.sizes import _overlap
@@ -75,7 +76,7 @@ OF_LINES = {
 }
 
 
-@pytest.mark.parametrize("name", [*VALUES, *OF_LINES])
+@pytest.mark.parametrize("name", sampled([*VALUES, *OF_LINES]))
 def test_a_size_of_a_padded_batch_is_no_value(name):
     """It changes with the neighbours' lines and lengths."""
     jobs = hand_written(Sized({**VALUES, **OF_LINES}[name]))
@@ -86,7 +87,7 @@ def test_a_size_of_a_padded_batch_is_no_value(name):
     assert "test_sizes.py" in text
 
 
-@pytest.mark.parametrize("name", VALUES)
+@pytest.mark.parametrize("name", sampled(VALUES))
 def test_the_tokens_of_a_packed_row_are_no_value(name):
     """It is the number of all jobs' tokens."""
     jobs = hand_written(PackedSized(VALUES[name]), "packed")
@@ -117,7 +118,7 @@ SHAPES = {
 }
 
 
-@pytest.mark.parametrize("name", SHAPES)
+@pytest.mark.parametrize("name", sampled(SHAPES))
 def test_a_size_may_be_a_shape(name):
     """What holds the same at every size is right in any row."""
     model = ready(hand_written(Sized(SHAPES[name])))
