@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from contextlib import suppress
 from pathlib import Path
 
 from tlora_fx.scheduler.local import processes, worker
@@ -22,10 +23,12 @@ class ForkHere:
     def begin(self):
         """There is nothing to begin."""
 
-    def start(self, order: Path, log: Path, environment) -> int:
-        """Fork a worker."""
+    def start(self, order: Path, log: Path, environment, module="") -> int:
+        """Fork a worker, or a guest."""
         both = {**self.environment, **environment}
         asked = {"order": str(order), "log": str(log), "environment": both}
+        if module:
+            asked["module"] = module
         pid = os.fork()
         if pid == 0:
             os.close(self.mine)
@@ -36,6 +39,8 @@ class ForkHere:
     def signal(self, number: int, signum: int) -> None:
         """Signal a worker that is there."""
         if self.code(number) is None:
+            with suppress(ProcessLookupError):
+                os.killpg(number, signum)  # a guest leads a group
             os.kill(number, signum)
 
     def code(self, number: int):
@@ -53,3 +58,29 @@ class ForkHere:
         for number in self.pids:
             if self.code(number) is None:
                 self.codes[number] = os.waitstatus_to_exitcode(os.waitpid(number, 0)[1])
+
+
+class GuestsHere(processes.ForkServer):
+    """A fork server whose guests are forked from the test's own process, and see its patches."""
+
+    def __init__(self, *given, **named):
+        super().__init__(*given, **named)
+        self.here = ForkHere(None)
+        self.guests = set()
+
+    @property
+    def ready(self):
+        return True
+
+    def start(self, order, log, environment, module=""):
+        if not module:
+            return super().start(order, log, environment)
+        number = self.here.start(order, log, environment, module)
+        self.guests.add(number)
+        return number
+
+    def signal(self, worker, number):
+        (self.here if worker in self.guests else super()).signal(worker, number)
+
+    def code(self, worker):
+        return (self.here if worker in self.guests else super()).code(worker)

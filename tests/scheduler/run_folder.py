@@ -18,6 +18,8 @@ from tests.scheduler.toy import Roofline
 from tlora_fx.cost.hardware import Cluster
 from tlora_fx.cost.load import Demand
 from tlora_fx.scheduler.formations import Callback
+from tlora_fx.scheduler.local import admission_worker
+from tlora_fx.scheduler.local.admission_worker import PreparedJob
 from tlora_fx.scheduler.local.executor import LocalOptions
 from tlora_fx.scheduler.loop import LoopOptions
 from tlora_fx.scheduler.policies import find_policy
@@ -65,11 +67,20 @@ def write_job(folder: Path, name: str, steps: int, **fields) -> Path:
 class Prepared:
     """Requests of jobs that nobody has to compile."""
 
-    def learn(self, job):
+    def learn(self, job, base, shape):
+        pass
+
+    def restored(self, job):
         pass
 
     def request(self, job, now):
         return request(job, now)
+
+
+def main(path):
+    """What an admission process of these runs does."""
+    here = Prepared()
+    admission_worker.serve(path, lambda *job: PreparedJob(here.request(*job), None), here.restored)
 
 
 def request(job, now):
@@ -86,6 +97,7 @@ def options(**changed):
     loop = {name: changed.pop(name) for name in ("horizon", "switch_seconds") if name in changed}
     loop = LoopOptions(**({"horizon": 0.4, "switch_seconds": 0.1} | loop))
     fixed = {"loop": loop, "linger": 0.0, "worker": FAKE, "local": local}
+    fixed["admission_worker"] = __name__
     return RunOptions(**(fixed | changed))
 
 
@@ -93,7 +105,8 @@ def run(jobs: Path, output: Path, heard=None, until=lambda running: False, **cha
     """Run until all is done, or something is true."""
     policy = find_policy(changed.pop("policy", "tlora"))
     callback = heard or Heard()
-    cluster = Cluster(2, 2, 1, "cpu")
+    slots = changed.pop("slots", 2)
+    cluster = Cluster(slots, slots, 1, "cpu")
     with opened(
         jobs, output, cluster, policy, Roofline(), Prepared(), callback, options(**changed)
     ) as running:

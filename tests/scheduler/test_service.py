@@ -11,6 +11,7 @@ import time
 import pytest
 
 from tests.scheduler.fake_worker import adapter_of
+from tests.scheduler.fork_here import GuestsHere
 from tests.scheduler.run_folder import Heard, Prepared, audit, forked, kill, records, run, write_job
 from tlora_fx.errors import JobFolderError, RunFolderError
 from tlora_fx.scheduler import service
@@ -19,8 +20,9 @@ from tlora_fx.scheduler.local.executor import held
 
 @pytest.fixture(autouse=True)
 def looks_often(monkeypatch):
-    """Nobody waits a second for a file."""
+    """Nobody waits a second for a file; what reads it is forked from here."""
     monkeypatch.setattr(service, "LOOK_SECONDS", 0.2)
+    monkeypatch.setattr(service, "ForkServer", GuestsHere)
 
 
 def require_trained_once(output, steps):
@@ -200,12 +202,12 @@ def test_a_job_whose_base_is_gone_at_a_restart_waits_for_the_next_one(tmp_path, 
     run(tmp_path / "jobs", tmp_path / "run", until=lambda it: it.loop.runs and it.stop())
     parked = []
 
-    def learn(self, job):
+    def restored(self, job):
         if job.name == "b":
             raise FileNotFoundError("the base is gone")
 
     with monkeypatch.context() as patched:
-        patched.setattr(Prepared, "learn", learn)
+        patched.setattr(Prepared, "restored", restored)
         patched.setattr(Heard, "parked", lambda self, time, request, why: parked.append(why))
         run(tmp_path / "jobs", tmp_path / "run")
     waiting = records(tmp_path / "run")

@@ -24,6 +24,7 @@ from tlora_fx.scheduler.state import ActiveJob, JobRequest
 from tlora_fx.scheduler.store import JobRecord, Ledger
 
 if TYPE_CHECKING:
+    from tlora_fx.scheduler.local.admission import AdmissionLimits
     from tlora_fx.scheduler.service import RunOptions, SchedulerService
 
 
@@ -62,6 +63,13 @@ class RunCommandOptions:
     compiled: Annotated[
         bool, typer.Option("--compile", help="Compile the layers; groups take longer to start.")
     ] = False
+    prepare_seconds: Annotated[
+        float, typer.Option(min=1, help="Reading and checking a job may take; then it is refused.")
+    ] = 120.0
+    prepare_memory: Annotated[
+        float | None,
+        typer.Option(min=0.1, help="GiB that this may take; by default a quarter of all."),
+    ] = None
 
     def service(self, kind: str, layout_of: LayoutOf) -> RunOptions:
         """Of the run that they ask for, on kind "cpu" or "cuda"."""
@@ -74,7 +82,16 @@ class RunCommandOptions:
             LoopOptions(horizon, switch_seconds=10.0),
             linger=None if self.forever else 0.0 if self.until_empty else horizon,
             layout_of=layout_of,
+            admission=self._admission(),
             local=LocalOptions(kind, saving, self.max_row_tokens, self.compiled),
+        )
+
+    def _admission(self) -> AdmissionLimits:
+        from tlora_fx.scheduler.local.admission import AdmissionLimits
+
+        memory = self.prepare_memory
+        return AdmissionLimits(
+            self.prepare_seconds, None if memory is None else int(memory * (1 << 30))
         )
 
 
@@ -193,6 +210,13 @@ class Page(Callback):
     def parked(self, time: float, request: JobRequest, reason: str) -> None:
         self.say(f"{request.name} waits for the next start: {reason}", "yellow")
 
+    def cancelled(self, time: float, name: str) -> None:
+        self.say(f"{time:8.1f} s  {name} is cancelled: its job file was removed", "yellow")
+
+    def kept(self, time: float, name: str) -> None:
+        text = f"{name} goes on: its job file was removed, and it has begun"
+        self.say(f"{time:8.1f} s  {text}", "yellow")
+
     def launched(self, time: float, run: Formation) -> None:
         jobs = ", ".join(run.group.jobs)
         self.say(f"{time:8.1f} s  group {run.epoch} on {_place(run)}: {jobs}")
@@ -219,7 +243,7 @@ def table(records: Iterable[JobRecord], loop: Loop) -> Table:
         right = title in ("steps", "of", "slowdown")
         output_table.add_column(title, justify="right" if right else "left")
     runs = {name: run for run in loop.runs.values() for name in run.jobs}
-    order = {"running": 0, "queued": 1, "failed": 2, "refused": 3, "done": 4}
+    order = {"running": 0, "queued": 1, "failed": 2, "refused": 3, "cancelled": 4, "done": 5}
     rows = sorted(records, key=lambda record: order[record.status])
     for record in rows[:SHOWN]:
         output_table.add_row(*_row(record, runs.get(record.name)))

@@ -6,6 +6,7 @@ Relative paths start at the folder of the file.
 
 from __future__ import annotations
 
+import os
 import re
 import stat
 from collections import Counter
@@ -296,29 +297,42 @@ class Located:
         return self.lines.get(path, 1)
 
 
-def require_readable(path: Path) -> None:
-    """Refuse what could block or fill memory before anything of it is read.
+def read_bounded(path: Path) -> bytes:
+    """The bytes of a job file, without waiting for one and without filling the memory.
 
     raises  JobFileMissingError, JobFileSyntaxError, OSError
     """
-    status = path.stat()
+    # Looked at before it is opened too: opening a device may do something.
+    _require_regular(path, path.stat())
+    with os.fdopen(os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC), "rb") as file:
+        _require_regular(path, os.fstat(file.fileno()))
+        content = file.read(BYTES_LIMIT + 1)
+    if len(content) > BYTES_LIMIT:
+        raise _too_large(path, f"more than {BYTES_LIMIT}")
+    return content
+
+
+def _require_regular(path: Path, status: os.stat_result) -> None:
     if not stat.S_ISREG(status.st_mode):
         raise JobFileMissingError("the job file is no regular file", file=path)
     if status.st_size > BYTES_LIMIT:
-        raise JobFileSyntaxError(
-            "the job file is too large",
-            file=path,
-            expected=f"at most {BYTES_LIMIT} bytes",
-            found=status.st_size,
-            help="put its jobs into several files",
-        )
+        raise _too_large(path, status.st_size)
+
+
+def _too_large(path: Path, found: object) -> JobFileSyntaxError:
+    return JobFileSyntaxError(
+        "the job file is too large",
+        file=path,
+        expected=f"at most {BYTES_LIMIT} bytes",
+        found=found,
+        help="put its jobs into several files",
+    )
 
 
 def read_yaml(path: Path) -> Located:
     """Read one YAML document from a file; raises JobFileMissingError, JobFileSyntaxError."""
     try:
-        require_readable(path)
-        text = path.read_text(encoding="utf-8-sig")
+        text = read_bounded(path).decode("utf-8-sig")
     except UnicodeDecodeError as error:
         raise JobFileSyntaxError("the job file is not UTF-8", file=path, found=error) from None
     except OSError as error:

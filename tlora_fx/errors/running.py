@@ -83,6 +83,14 @@ class StateFileError(TloraError, code="T0955"):
     """A saved state of the scheduler cannot be read."""
 
 
+class AdmissionError(TloraError, code="T0956"):
+    """Reading or preparing a job took more time or memory than a run allows, or killed its process.
+
+    The jobs of that file are refused, all others train. Where the job is right, allow more with
+    `--prepare-seconds` or `--prepare-memory`.
+    """
+
+
 class UnknownPolicy(TloraError, code="T0900"):
     """A scheduling policy that does not exist; the message lists those that do."""
 

@@ -297,6 +297,13 @@ class DataRow(NamedTuple):
     reason: str = ""
 
 
+def require_data(spec: DataSpec, job: str) -> None:
+    """Refuse data in a file that is not there; raises DataFileError. A hub id is not looked up."""
+    path = Path(spec.path)
+    if _is_file(spec.path) and not path.is_file():
+        raise DataFileError("the data file does not exist", path=path, job=job)
+
+
 def read_rows(spec: DataSpec, job: str) -> Iterator[DataRow]:
     """All rows of the data of `job`, in file order; blank lines of JSONL are no rows.
 

@@ -138,6 +138,12 @@ class Callback:
     def parked(self, time: float, request: JobRequest, reason: str) -> None:
         """A job of an earlier process cannot go on now; the next start tries it again."""
 
+    def cancelled(self, time: float, name: str) -> None:
+        """A job was taken back before it began: its file is gone."""
+
+    def kept(self, time: float, name: str) -> None:
+        """The file of a job is gone, and the job goes on, since it has begun."""
+
     def resumed(self, jobs: int, done: int) -> None:
         """A run goes on with what an earlier process began."""
 

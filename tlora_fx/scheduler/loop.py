@@ -15,7 +15,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import asdict, dataclass, replace
-from heapq import heappop, heappush
+from heapq import heapify, heappop, heappush
 from time import perf_counter
 from typing import TYPE_CHECKING, Literal
 
@@ -302,6 +302,16 @@ class Window:
             came = True
         return came
 
+    def withdraw(self, name: str) -> bool:
+        """A job is taken back, from the window or from the queue; whether it was in one."""
+        if self.jobs.pop(name, None) is not None:
+            return True
+        left = [entry for entry in self._queue if entry[1] != name]
+        found = len(left) < len(self._queue)
+        self._queue = left
+        heapify(self._queue)
+        return found
+
     def remove(self, name: str) -> ActiveJob:
         """A job of the window ends; the next may come in by `fill`."""
         return self.jobs.pop(name)
@@ -448,6 +458,20 @@ class Loop:
             self.changed = True
             self.prompted |= self.options.at_once == "always"
         return None
+
+    def cancel(self, name: str) -> bool:
+        """Take a job back that is in no group; whether there was one."""
+        if any(name in run.jobs for run in self.formations.runs.values()):
+            return False
+        if not self.window.withdraw(name):
+            return False
+        self.window.fill()
+        self.retries.forget(name)
+        self.credits.close(name)
+        del self.ended[name]
+        self.formations.drop(lambda group: name in group.jobs)
+        self.changed = self.prompted = True
+        return True
 
     def advance(self, now: float) -> None:
         """Do all that is due at `now`, in seconds on the executor's clock; never waits."""

@@ -7,18 +7,17 @@ the ledger, what was trained is in checkpoints, and the groups are formed anew.
 from __future__ import annotations
 
 import hashlib
-import json
 import os
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from statistics import median
 from typing import Any, Protocol
 
 from tlora_fx.config.job import Job
-from tlora_fx.config.job_file import load_job_file, require_readable
+from tlora_fx.config.job_file import read_bounded
 from tlora_fx.cost.estimator import Estimator, Layout, ProfileEstimator
 from tlora_fx.cost.hardware import Cluster
 from tlora_fx.cost.load import Demand
@@ -27,6 +26,7 @@ from tlora_fx.cost.profile import Profile
 from tlora_fx.cost.profile_sources import covers, profiles_for, require_profile
 from tlora_fx.errors import (
     JobFolderError,
+    LedgerError,
     ProfileMismatch,
     ProfileMissing,
     RunRefused,
@@ -34,10 +34,18 @@ from tlora_fx.errors import (
     TloraError,
     UnknownGpu,
 )
-from tlora_fx.model.backbone import Backbone, load_backbone
-from tlora_fx.runtime.checks import check_fits, load_tokenizer
-from tlora_fx.runtime.data import load_job_data
 from tlora_fx.scheduler.formations import Callback, LayoutOf
+from tlora_fx.scheduler.local.admission import (
+    ADMISSION,
+    Admission,
+    AdmissionLimits,
+    Answer,
+    FileRead,
+    JobPrepared,
+    JobRefused,
+    JobRestored,
+)
+from tlora_fx.scheduler.local.admission_worker import prepare, reason_of
 from tlora_fx.scheduler.local.executor import (
     RESERVED,
     LocalExecutor,
@@ -49,7 +57,6 @@ from tlora_fx.scheduler.local.executor import (
 )
 from tlora_fx.scheduler.local.processes import WORKER, ForkServer
 from tlora_fx.scheduler.loop import Loop, LoopOptions
-from tlora_fx.scheduler.requests import base_of, facts_of_job, request_of, shape_of
 from tlora_fx.scheduler.state import Decision, Group, JobRequest, Policy, SchedulerState
 from tlora_fx.scheduler.store import JobRecord, Ledger, Snapshot, save_snapshot
 
@@ -96,7 +103,6 @@ class Estimates:
     files: Sequence[Path] = ()
     estimator: ProfileEstimator = field(init=False)
     _given: list[Profile] = field(init=False)
-    _backbones: dict[str, Backbone] = field(default_factory=dict)
     _unmeasured_for: dict[str, str] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -106,32 +112,27 @@ class Estimates:
         self.estimator = ProfileEstimator({}, self.cluster)
 
     def request(self, job: Job, now: float) -> JobRequest:
-        """What the loop is told of a job, once all is checked that needs no weights.
+        """What the loop is told of a job, prepared in this process.
 
         raises   TloraError: its data, its base or its targets are wrong, or nothing was measured
         """
-        facts = facts_of_job(job)
-        self.learn(job)
-        data = load_job_data(job, load_tokenizer(job.base))
-        check_fits(self._backbones[base_of(job)], {job.name: data})
-        lengths = [len(sample.input_ids) for sample in data.samples]
-        return request_of(job, lengths=lengths, submitted=now, facts=facts)
+        request, shape = prepare(job, now)
+        self.learn(job.name, request.base, shape)
+        return request
 
-    def learn(self, job: Job) -> None:
-        """Find the profile of a job's base.
+    def learn(self, job: str, base: str, shape: ModelFacts | None) -> None:
+        """Find the profile of a job's base; shape None: there is nothing to learn.
 
-        raises   ProfileMismatch, BaseUnknown, and what compiling raises
+        raises   ProfileMismatch, BaseUnknown
         """
-        base = base_of(job)
-        if base not in self._backbones:
-            shape = shape_of(job)
-            try:
-                profile = self._profile(base, shape)
-            except ProfileMismatch:
-                self._unmeasured_for.setdefault(base, job.name)
-                raise
-            self.estimator.add(base, profile, shape)
-            self._backbones[base] = load_backbone(job.base)
+        if shape is None or base in self.estimator.profiles:
+            return
+        try:
+            profile = self._profile(base, shape)
+        except ProfileMismatch:
+            self._unmeasured_for.setdefault(base, job)
+            raise
+        self.estimator.add(base, profile, shape)
 
     def layout_of(self, group: Group, requests: Sequence[JobRequest]) -> Layout | None:
         """The layout that the estimator expects to be fastest."""
@@ -192,15 +193,13 @@ TAKEN = "taken"
 
 @dataclass(frozen=True, slots=True)
 class SubmittedFile:
-    """A file that was read.
+    """A file that is to be read.
 
-    jobs      those that nobody had submitted before
-    mistake   what is wrong with the file, or with jobs of it that are left out
+    mistake   why it cannot be
     """
 
     path: Path
     sha256: str
-    jobs: tuple[Job, ...] = ()
     mistake: str = ""
 
 
@@ -210,7 +209,8 @@ class JobFolder:
 
     A file counts as written when it is the same at two looks one after the other. One that changes
     later is read again: new jobs are taken, and what is known stays as it was. What was settled of
-    a file is remembered in the ledger, so that a run that goes on does it no second time.
+    a file is remembered in the ledger, so that a run that goes on does it no second time. A file is
+    opened here and no more: its content is for a process that may be killed.
 
     specs   by name, what is known of each job
     """
@@ -224,15 +224,17 @@ class JobFolder:
     def __post_init__(self) -> None:
         require_folder(self.path)
 
-    def look(self) -> Iterator[SubmittedFile]:
-        """What is new since the last look; a file is read when the one before it was dealt with."""
+    def look(self, busy: Collection[Path] = ()) -> list[SubmittedFile]:
+        """What is new since the last look; files that others are still at have time."""
         stamps = {path: _stamp(path) for path in self._files()}
         now = {path: stamp for path, stamp in stamps.items() if stamp is not None}
         before, self._seen = self._seen, now
+        files = []
         for path, stamp in now.items():
-            if before.get(path) == stamp != self._read.get(path):
+            if before.get(path) == stamp != self._read.get(path) and path not in busy:
                 self._read[path] = stamp
-                yield from self._take(path)
+                files += self._take(path)
+        return files
 
     @property
     def waiting(self) -> bool:
@@ -251,28 +253,34 @@ class JobFolder:
     def _take(self, path: Path) -> list[SubmittedFile]:
         content = ""
         try:
-            require_readable(path)
-            content = hashlib.sha256(path.read_bytes()).hexdigest()
-            known = self.ledger.files().get(str(path.absolute()))
+            content = hashlib.sha256(read_bounded(path)).hexdigest()
+            known = self.ledger.files().get(key_of(path))
             if known is not None and known[0] == content:
                 return []
-            jobs = load_job_file(path).jobs
-        except Exception as error:  # noqa: BLE001  (a file must not end the run of others)
-            return [SubmittedFile(path, content, mistake=_reason(error))]
-        fresh = tuple(job for job in jobs if job.name not in self.specs)
-        return [SubmittedFile(path, content, fresh, self._differing(path, jobs))]
+            str(path).encode()
+        except UnicodeEncodeError:
+            return [SubmittedFile(path, content, "the name of the file is not UTF-8")]
+        except (OSError, TloraError) as error:
+            return [SubmittedFile(path, content, reason_of(error))]
+        return [SubmittedFile(path, content)]
+
+    def fresh(self, jobs: Sequence[Mapping[str, Any]]) -> tuple[Mapping[str, Any], ...]:
+        """The jobs that nobody has submitted before."""
+        return tuple(job for job in jobs if job["name"] not in self.specs)
 
     def settle(self, file: SubmittedFile) -> None:
         """Remember a file, once all its jobs are in the ledger."""
-        self.ledger.note_file(str(file.path.absolute()), file.sha256, file.mistake or TAKEN)
+        self.ledger.note_file(key_of(file.path), file.sha256, file.mistake or TAKEN)
 
-    def _differing(self, path: Path, jobs: tuple[Job, ...]) -> str:
+    def forget(self, path: Path) -> None:
+        """A file is gone: one of its name that comes later is read anew."""
+        self._read.pop(path, None)
+        self.ledger.forget_file(key_of(path))
+
+    def differing(self, path: Path, jobs: Sequence[Mapping[str, Any]]) -> str:
         """What is said of jobs that are known otherwise."""
-        others = [
-            job.name
-            for job in jobs
-            if job.name in self.specs and job.model_dump(mode="json") != self.specs[job.name]
-        ]
+        known = self.specs
+        others = [job["name"] for job in jobs if job != known.get(job["name"], job)]
         if not others:
             return ""
         return str(
@@ -285,10 +293,9 @@ class JobFolder:
         )
 
 
-def _reason(error: Exception) -> str:
-    """What is said of a file or a job that raised: our own error's text, or what Python says."""
-    text = str(error) if isinstance(error, TloraError) else f"{type(error).__name__}: {error}"
-    return text.encode("utf-8", "backslashreplace").decode()
+def key_of(path: Path) -> str:
+    """A path as the ledger holds it; names that are no UTF-8 with their bytes spelled out."""
+    return str(path.absolute()).encode("utf-8", "backslashreplace").decode()
 
 
 def require_folder(path: Path) -> None:
@@ -328,17 +335,16 @@ class RunOptions:
     learns: bool = True
     layout_of: LayoutOf | None = None
     worker: str = WORKER
+    admission: AdmissionLimits = field(default_factory=AdmissionLimits)
+    admission_worker: str = ADMISSION
     local: LocalOptions = field(default_factory=LocalOptions)
 
 
-class Preparing(Protocol):
-    """What makes requests of jobs; both raise TloraError where a job cannot be trained."""
+class Learning(Protocol):
+    """What estimates jobs."""
 
-    def request(self, job: Job, now: float) -> JobRequest:
-        """Of a job that comes at a second of the run."""
-
-    def learn(self, job: Job) -> None:
-        """Know what is needed of a job whose request was made by an earlier process."""
+    def learn(self, job: str, base: str, shape: ModelFacts | None) -> None:
+        """Know what is needed of a job's base; raises TloraError where nobody can."""
 
 
 @contextmanager
@@ -348,7 +354,7 @@ def opened(
     cluster: Cluster,
     policy: Policy,
     estimator: Estimator,
-    prepare: Preparing,
+    estimates: Learning,
     callback: Callback,
     options: RunOptions,
 ) -> Iterator[SchedulerService]:
@@ -362,7 +368,7 @@ def opened(
         started = float(ledger.fact("started", repr(time.time())))
         recover(ledger, output, time.time() - started)
         records = ledger.jobs()
-        specs = {record.name: record.spec for record in records}
+        specs = {record.name: record.spec for record in records if record.status != "cancelled"}
         threads = cpu_threads(cluster.gpus) if options.local.device == "cpu" else {}
         server = ForkServer(
             output / "workers.log", module=options.worker, held=lock, environment=threads
@@ -371,6 +377,7 @@ def opened(
             output, cluster, specs, server, options=options.local, sources=sources(ledger),
             started=started, commits=ledger.record,
         )  # fmt: skip
+        admission = Admission(output, server, options.admission, options.admission_worker)
         try:
             loop = Loop(
                 Recorded(policy, output / "state.json"),
@@ -383,13 +390,22 @@ def opened(
             )
             files = JobFolder(jobs, ledger, specs)
             running = SchedulerService(
-                files, loop, executor, ledger, prepare, callback, options, specs
+                files, loop, executor, ledger, admission, estimates, callback, options, specs
             )
             running.go_on(records)
             yield running
         finally:
+            admission.close()
             executor.close()
             ledger.close()
+
+
+@dataclass(slots=True)
+class OpenFile:
+    """A file of which not all jobs are in the ledger yet."""
+
+    file: SubmittedFile
+    left: set[str] = field(default_factory=set)
 
 
 @dataclass(slots=True)
@@ -400,7 +416,8 @@ class SchedulerService:
     loop: Loop
     executor: LocalExecutor
     ledger: Ledger
-    prepare: Preparing
+    admission: Admission
+    estimates: Learning
     callback: Callback
     options: RunOptions
     specs: dict[str, Mapping[str, Any]]
@@ -408,38 +425,50 @@ class SchedulerService:
     _looked: float = float("-inf")
     _busy: float = 0.0
     _switches: dict[int, float] = field(default_factory=dict)
+    _open: dict[Path, OpenFile] = field(default_factory=dict)
+    _origins: dict[str, str] = field(default_factory=dict)
+    _missing: set[str] = field(default_factory=set)
+    _left: dict[str, JobRecord | None] = field(default_factory=dict)
+    _restored: list[JobRecord] = field(default_factory=list)
 
     def go_on(self, records: list[JobRecord]) -> None:
-        """Submit what an earlier process left."""
+        """Take up what an earlier process left, once it is known that it can go on."""
         self._busy = self.executor.now()
         left = [record for record in records if record.status in ("queued", "running")]
         if records:
             self.callback.resumed(len(records), len(records) - len(left))
-        for record in left:
-            try:
-                self.prepare.learn(Job.model_validate(record.spec))
-            except Exception as error:  # noqa: BLE001  (its base may be back at the next start)
-                self.callback.parked(self._busy, record.request, _reason(error))
-                continue
-            self.loop.submit(record.request, steps_done=record.steps, credit=record.credit)
+        self._left = {record.name: record for record in left}
+        self._origins = self.ledger.origins()
+        self.admission.restore([record.spec for record in left])
 
     def turn(self) -> bool:
         """Look for jobs, hear of groups, decide what is due; False when the run is over."""
         now = self.executor.now()
-        if not self.stopping and time.monotonic() - self._looked >= LOOK_SECONDS:
-            self._looked = time.monotonic()
-            for file in self.files.look():
+        if not self.stopping and not self._left and self._time_to_look():
+            for file in self.files.look(self._open):
                 self._take(file)
                 self._busy = now
+            # A file that has another name now is read before anything is cancelled.
+            if not self._open and not self.files.waiting:
+                self._look_for_removed(now)
+        for answer in self.admission.answers():
+            self._hear(answer)
         if self.stopping and not self.loop.stopping:
+            self.admission.close()
             self.loop.drain_all(now)
         self.loop.advance(self.executor.now())
         self._measure()
         if self.stopping:
             return not self.loop.quiet
-        if not self.loop.idle or self.files.waiting:
+        if not self.loop.idle or self.files.waiting or self.admission.busy:
             self._busy = now
         return self.options.linger is None or now - self._busy <= self.options.linger
+
+    def _time_to_look(self) -> bool:
+        due = time.monotonic() - self._looked >= LOOK_SECONDS
+        if due:
+            self._looked = time.monotonic()
+        return due
 
     def _measure(self) -> None:
         for epoch, run in self.loop.runs.items() if self.options.learns else ():
@@ -452,37 +481,150 @@ class SchedulerService:
         self.stopping = True
 
     def _take(self, file: SubmittedFile) -> None:
-        """Submit a file's jobs; the file is settled when all of them are in the ledger."""
-        names = [job.name for job in file.jobs]
-        self.callback.read_file(file.path.name, names, file.mistake)
-        for job in file.jobs:
-            self.submit(job)
-        self.files.settle(file)
-
-    def submit(self, job: Job) -> None:
-        """Submit a job, or say why it will never run."""
-        now = self.executor.now()
-        spec: Mapping[str, Any] = {}
-        try:
-            spec = job.model_dump(mode="json")
-            json.dumps(spec, ensure_ascii=False).encode()
-            self.specs[job.name] = spec
-            if job.name in RESERVED:
-                raise RunRefused(
-                    f"a job cannot be called '{job.name}' here",
-                    job=job.name,
-                    help="rename the job: the run keeps its own files under that name",
-                )
-            request = self.prepare.request(job, now)
-        except Exception as error:  # noqa: BLE001  (a job must not end the run of others)
-            self.specs.setdefault(job.name, {})
-            request = JobRequest(job.name, "", Demand(), 0, 0, submitted=now)
-            self.ledger.refuse(request, _reason(error), self.specs[job.name])
-            self.callback.refused(now, request, _reason(error))
+        """Have a file read, or say why it cannot be."""
+        if file.mistake:
+            self.callback.read_file(file.path.name, [], file.mistake)
+            self.files.settle(file)
             return
-        # First the ledger, with all that a worker needs: the loop knows the request alone.
-        self.ledger.submit(request, spec)
-        self.loop.submit(request)
+        self._open[file.path] = OpenFile(file)
+        self.admission.read(file.path)
+
+    def _hear(self, answer: Answer) -> None:
+        now = self.executor.now()
+        match answer:
+            case FileRead():
+                self._read(answer, now)
+            case JobPrepared():
+                self._prepared(answer, now)
+                self._submitted(answer.spec["name"])
+            case JobRestored():
+                self._restore(answer, now)
+            case JobRefused(again=True):
+                self._park(answer.spec["name"], answer.reason, now)
+            case JobRefused():
+                self._refuse(answer.spec, answer.reason, now)
+                self._submitted(answer.spec["name"])
+
+    def _read(self, answer: FileRead, now: float) -> None:
+        """A file's jobs are prepared, all but those that are known or cannot be called so."""
+        self._follow(answer)
+        fresh = self.files.fresh(answer.jobs)
+        mistake = answer.mistake or self.files.differing(answer.path, answer.jobs)
+        known = self._open[answer.path]
+        known.file = replace(known.file, mistake=mistake)
+        known.left = {job["name"] for job in fresh}
+        self.callback.read_file(answer.path.name, [job["name"] for job in fresh], mistake)
+        self.specs.update({job["name"]: job for job in fresh})
+        self._origins.update({job["name"]: key_of(answer.path) for job in fresh})
+        for job in fresh:
+            if job["name"] in RESERVED:
+                self._refuse(job, _reserved(job["name"]), now)
+                known.left.discard(job["name"])
+        self.admission.prepare([job for job in fresh if job["name"] in known.left], now)
+        self._settle(answer.path)
+
+    def _follow(self, answer: FileRead) -> None:
+        """Jobs whose file was renamed come from here now."""
+        for job in answer.jobs:
+            name, path = job["name"], key_of(answer.path)
+            before = self._origins.get(name)
+            same = self.specs.get(name) == job and before not in (None, path)
+            if same and _is_removed(Path(str(before))):
+                self._origins[name] = path
+                self.ledger.move(name, path)
+
+    def _prepared(self, answer: JobPrepared, now: float) -> None:
+        """Submit a job, or say why it will never run."""
+        request, name = answer.request, answer.spec["name"]
+        try:
+            self.estimates.learn(name, request.base, answer.shape)
+            # First the ledger, with all that a worker needs: the loop knows the request alone.
+            self.ledger.submit(request, answer.spec, self._origins[name])
+            self.loop.submit(request)
+        except LedgerError:
+            raise
+        except Exception as error:  # noqa: BLE001  (a job must not end the run of others)
+            self._refuse(answer.spec, reason_of(error), now)
+
+    def _refuse(self, spec: Mapping[str, Any], reason: str, now: float) -> None:
+        request = JobRequest(spec["name"], "", Demand(), 0, 0, submitted=now)
+        self.ledger.refuse(request, reason, spec)
+        self.callback.refused(now, request, reason)
+
+    def _submitted(self, name: str) -> None:
+        """What is to be known of a job is in the ledger."""
+        for path, known in list(self._open.items()):
+            known.left.discard(name)
+            self._settle(path)
+
+    def _settle(self, path: Path) -> None:
+        if not self._open[path].left:
+            self.files.settle(self._open.pop(path).file)
+
+    def _restore(self, answer: JobRestored, now: float) -> None:
+        record = self._left[answer.spec["name"]]
+        assert record is not None
+        try:
+            self.estimates.learn(record.name, record.request.base, answer.shape)
+        except Exception as error:  # noqa: BLE001  (its base may be back at the next start)
+            self._park(record.name, reason_of(error), now)
+            return
+        self._restored.append(record)
+        self._left[record.name] = None
+        self._resubmit()
+
+    def _park(self, name: str, reason: str, now: float) -> None:
+        record = self._left[name]
+        assert record is not None
+        self.callback.parked(now, record.request, reason)
+        self._left[name] = None
+        self._resubmit()
+
+    def _resubmit(self) -> None:
+        """Submit what can go on, in its order and all of it before the first decision."""
+        if any(record is not None for record in self._left.values()):
+            return
+        restored, self._left, self._restored = self._restored, {}, []
+        for record in restored:
+            self.loop.submit(record.request, steps_done=record.steps, credit=record.credit)
+
+    def _look_for_removed(self, now: float) -> None:
+        """Cancel the jobs of removed files that have not begun, and tell of the others, once."""
+        missing = {path for path in set(self._origins.values()) if _is_removed(Path(path))}
+        # An editor may remove a file for a moment.
+        for path in missing & self._missing:
+            names = [name for name, origin in self._origins.items() if origin == path]
+            for name in names:
+                if self.specs.get(name) is not None and self._withdraw(name, now):
+                    self.specs.pop(name)
+                del self._origins[name]
+            self.files.forget(Path(path))
+        self._missing = missing
+
+    def _withdraw(self, name: str, now: float) -> bool:
+        """Cancel a job that has not begun; one that has is told of."""
+        if self.ledger.cancel(name, "its job file was removed before it began", now):
+            self.loop.cancel(name)
+            self.callback.cancelled(now, name)
+            return True
+        if self.loop.ended.get(name) == "":
+            self.callback.kept(now, name)
+        return False
+
+
+def _is_removed(path: Path) -> bool:
+    """Whether a file is gone, and its folder is not."""
+    return not os.path.lexists(path) and path.parent.is_dir()
+
+
+def _reserved(name: str) -> str:
+    return str(
+        RunRefused(
+            f"a job cannot be called '{name}' here",
+            job=name,
+            help="rename the job: the run keeps its own files under that name",
+        )
+    )
 
 
 class Recorded:

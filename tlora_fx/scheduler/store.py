@@ -43,7 +43,7 @@ from tlora_fx.scheduler.state import (
     SchedulerState,
 )
 
-Status = Literal["queued", "running", "done", "failed", "refused"]
+Status = Literal["queued", "running", "done", "failed", "refused", "cancelled"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -154,6 +154,7 @@ CREATE TABLE IF NOT EXISTS epochs (
 CREATE TABLE IF NOT EXISTS decisions (
     number INTEGER PRIMARY KEY, time REAL NOT NULL, groups TEXT NOT NULL, waiting TEXT NOT NULL);
 CREATE TABLE IF NOT EXISTS files (path TEXT PRIMARY KEY, sha256 TEXT NOT NULL, told TEXT NOT NULL);
+CREATE TABLE IF NOT EXISTS origins (name TEXT PRIMARY KEY, path TEXT NOT NULL);
 """
 
 
@@ -192,9 +193,16 @@ class Ledger:
             [value] = base.execute("SELECT value FROM facts WHERE name = ?", (name,)).fetchone()
         return str(value)
 
-    def submit(self, request: JobRequest, spec: Mapping[str, Any] | None = None) -> None:
-        """A job is queued, with what its runner must know; nothing happens where it is known."""
-        self._enter(request, spec, "queued", "")
+    def submit(
+        self, request: JobRequest, spec: Mapping[str, Any] | None = None, file: str = ""
+    ) -> None:
+        """A job is queued, with what its runner must know; nothing happens where it is known.
+
+        A job that was cancelled is queued again.
+
+        file   the job file that it comes from, if from one
+        """
+        self._enter(request, spec, "queued", "", file)
 
     def refuse(
         self, request: JobRequest, reason: str, spec: Mapping[str, Any] | None = None
@@ -209,14 +217,23 @@ class Ledger:
             )
 
     def _enter(
-        self, request: JobRequest, spec: Mapping[str, Any] | None, status: str, reason: str
+        self,
+        request: JobRequest,
+        spec: Mapping[str, Any] | None,
+        status: str,
+        reason: str,
+        file: str = "",
     ) -> None:
         text = REQUEST.dump_json(request).decode()
         query = (
             "INSERT OR IGNORE INTO jobs (name, request, spec, status, reason) VALUES (?,?,?,?,?)"
         )
+        name = request.name
         with self._transition() as base:
-            base.execute(query, (request.name, text, json.dumps(spec or {}), status, reason))
+            base.execute("DELETE FROM jobs WHERE name = ? AND status = 'cancelled'", (name,))
+            base.execute(query, (name, text, json.dumps(spec or {}), status, reason))
+            if file:
+                base.execute("INSERT OR REPLACE INTO origins VALUES (?, ?)", (name, file))
 
     def decide(
         self, time: float, decision: Decision, credit: Mapping[str, float] | None = None
@@ -281,6 +298,16 @@ class Ledger:
         with self._transition() as base:
             _settle(base, job, "failed", reason, time)
 
+    def cancel(self, job: str, reason: str, time: float) -> bool:
+        """A job that was never in a group is taken back; whether it was none yet."""
+        with self._transition() as base:
+            done = base.execute(
+                "UPDATE jobs SET status = 'cancelled', reason = ?, ended = ? WHERE name = ? "
+                "AND status = 'queued' AND first_started IS NULL",
+                (reason, time, job),
+            )
+            return done.rowcount > 0
+
     def jobs(self) -> list[JobRecord]:
         """All jobs, in the order in which they were submitted."""
         return records(JobRecord, self._base.execute(_SELECT["jobs"]))
@@ -307,6 +334,20 @@ class Ledger:
         """By path, the SHA-256 of what was read of a job file and what was said of it."""
         rows = self._base.execute("SELECT path, sha256, told FROM files")
         return {path: (sha256, told) for path, sha256, told in rows}
+
+    def forget_file(self, path: str) -> None:
+        """A job file is gone: one of this name that comes later is read, whatever it holds."""
+        with self._transition() as base:
+            base.execute("DELETE FROM files WHERE path = ?", (path,))
+
+    def move(self, job: str, path: str) -> None:
+        """A job's file has another name now."""
+        with self._transition() as base:
+            base.execute("INSERT OR REPLACE INTO origins VALUES (?, ?)", (job, path))
+
+    def origins(self) -> dict[str, str]:
+        """By job, the file that it comes from."""
+        return dict(self._base.execute("SELECT name, path FROM origins").fetchall())
 
     @contextmanager
     def _transition(self) -> Iterator[sqlite3.Connection]:

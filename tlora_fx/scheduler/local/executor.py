@@ -415,6 +415,7 @@ KILLED = "the run was killed"
 #: What a run keeps beside the folders of its jobs, which therefore cannot have these names.
 RESERVED = frozenset(
     {
+        "admission",
         "groups",
         "state.json",
         "workers.log",

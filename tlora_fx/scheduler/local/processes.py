@@ -10,8 +10,10 @@ import signal
 import subprocess
 import sys
 import threading
+import time
 import traceback
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
+from contextlib import suppress
 from importlib import import_module
 from pathlib import Path
 from types import FrameType, ModuleType
@@ -78,14 +80,19 @@ class ForkServer:
         self._hear()
         return self._ready
 
-    def start(self, order: Path, log: Path, environment: Mapping[str, str]) -> int:
-        """Start a worker; its number."""
+    def start(
+        self, order: Path, log: Path, environment: Mapping[str, str], module: str = ""
+    ) -> int:
+        """Start a worker; its number.
+
+        module   what it runs instead of the server's own module. Such a guest saves nothing: it
+                 leads a process group, and the whole group is killed when the parent has gone
+        """
         self.begin()
         number, self._next = self._next, self._next + 1
         self._running.add(number)
-        self._ask(
-            {"start": number, "order": str(order), "log": str(log), "environment": environment}
-        )
+        asked = {"start": number, "order": str(order), "log": str(log), "environment": environment}
+        self._ask({**asked, "module": module} if module else asked)
         return number
 
     def signal(self, worker: int, number: int) -> None:
@@ -99,12 +106,17 @@ class ForkServer:
         return self._ended.get(worker)
 
     def close(self) -> None:
-        """Ask all workers to stop, and wait until they have ended."""
+        """Ask all workers to stop, and wait until they have ended; what hangs is killed."""
         if self._lifeline is not None:
             os.close(self._lifeline)
             self._lifeline = None
         if self._server is not None:
-            self._server.wait()
+            try:
+                self._server.wait(STOP_SECONDS + 2 * LATE_SECONDS)
+            except subprocess.TimeoutExpired:
+                # By its death each of its workers dies.
+                self._server.kill()
+                self._server.wait()
             for pipe in (self._server.stdin, self._server.stdout):
                 if pipe is not None:
                     pipe.close()
@@ -159,9 +171,15 @@ class ForkServer:
 #     (when all is imported)                                           {"ready": true}
 #     {"start": 7, "order": "…", "log": "…", "environment": {…}}   →   {"ended": 7, "code": 0}
 #     to end one: {"signal": 7, "number": 15}
+#
+# A start may name another "module": such a guest leads a process group, which a signal reaches as
+# a whole, and is killed as soon as the parent has died.
 
 POLL_SECONDS = 0.05
+#: That a worker may take to stop; its thread ends it then.
 STOP_SECONDS = 60.0
+#: After that the server kills a worker whose threads do not run any more.
+LATE_SECONDS = 5.0
 _PR_SET_PDEATHSIG = 1
 
 
@@ -188,18 +206,34 @@ class _Server:
     def __init__(self, module: ModuleType, lifeline: int) -> None:
         self.module, self.lifeline = module, lifeline
         self.children: dict[int, int] = {}
+        self.guests: set[int] = set()
         self.heard = b""
 
     def serve(self) -> None:
         """Answer until the parent is gone and every worker has ended."""
-        orphaned = False
-        while not orphaned or self.children:
-            wanted = [] if orphaned else [0, self.lifeline]
+        orphaned: float | None = None
+        while orphaned is None or self.children:
+            wanted = [] if orphaned is not None else [0, self.lifeline]
             ready, _, _ = select.select(wanted, [], [], POLL_SECONDS)
             if self.lifeline in ready or (0 in ready and not self.hear()):
                 # The workers have seen the same end of the lifeline.
-                orphaned = True
-            self.reap(told=not orphaned)
+                orphaned = time.monotonic()
+                self.kill(self.guests & self.children.keys())
+            if orphaned is not None and time.monotonic() - orphaned > STOP_SECONDS + LATE_SECONDS:
+                self.kill(self.children)
+            self.reap(told=orphaned is None)
+
+    def kill(self, workers: Iterable[int]) -> None:
+        for pid in workers:
+            self.send(pid, signal.SIGKILL)
+
+    def send(self, pid: int, number: int) -> None:
+        """Signal a worker; a guest with all that it has started."""
+        if pid in self.guests:
+            # It may not lead its group yet.
+            with suppress(ProcessLookupError):
+                os.killpg(pid, number)
+        os.kill(pid, number)
 
     def hear(self) -> bool:
         content = os.read(0, 65536)
@@ -214,10 +248,12 @@ class _Server:
             if pid == 0:
                 _become_worker(self.module, self.lifeline, asked)
             self.children[pid] = asked["start"]
+            if "module" in asked:
+                self.guests.add(pid)
             return
         for pid, number in self.children.items():
             if number == asked["signal"]:
-                os.kill(pid, asked["number"])
+                self.send(pid, asked["number"])
 
     def reap(self, *, told: bool) -> None:
         while self.children:
@@ -225,6 +261,7 @@ class _Server:
             if pid == 0:
                 return
             number = self.children.pop(pid)
+            self.guests.discard(pid)
             if told:
                 answer = {"ended": number, "code": os.waitstatus_to_exitcode(status)}
                 os.write(1, json.dumps(answer).encode() + b"\n")
@@ -232,18 +269,23 @@ class _Server:
 
 def _become_worker(module: ModuleType, lifeline: int, asked: dict[str, Any]) -> None:
     """In the child: train, and never return."""
-    log = os.open(asked["log"], os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
+    if "module" in asked:
+        os.setpgid(0, 0)
+    log = os.open(asked["log"], os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
     nothing = os.open(os.devnull, os.O_RDONLY)
     for target, source in ((0, nothing), (1, log), (2, log)):
         os.dup2(source, target)
     os.environ.update(asked["environment"])
-    _work(module, lifeline, Path(asked["order"]))
+    _work(module, lifeline, Path(asked["order"]), asked.get("module", ""))
 
 
-def _work(module: ModuleType, lifeline: int, order: Path) -> None:
+def _work(module: ModuleType, lifeline: int, order: Path, guest: str = "") -> None:
     code = 1
     try:
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+        if guest:
+            import_module(guest).main(order)
+            raise SystemExit(0)
         signal.signal(signal.SIGTERM, _stop)
         threading.Thread(target=_end_with, args=(lifeline,), daemon=True).start()
         if not module.main(order):

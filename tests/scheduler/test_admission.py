@@ -1,0 +1,281 @@
+"""Job files that hang, fill the memory, kill their reader or go away: the others train."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import subprocess
+import time
+from pathlib import Path
+
+import pytest
+import yaml
+
+from tests.scheduler.fork_here import ForkHere, GuestsHere
+from tests.scheduler.run_folder import Heard, Prepared, records, run, write_job
+from tlora_fx.scheduler import service
+from tlora_fx.scheduler.local.admission import (
+    Admission,
+    AdmissionLimits,
+    FileRead,
+    JobPrepared,
+    JobRefused,
+)
+
+SHORT = AdmissionLimits(seconds=1.0, memory_bytes=1 << 28)
+
+
+@pytest.fixture(autouse=True)
+def guests_here(monkeypatch):
+    """What reads a file is forked from here, and files are looked at often."""
+    monkeypatch.setattr(service, "LOOK_SECONDS", 0.1)
+    monkeypatch.setattr(service, "ForkServer", GuestsHere)
+
+
+@pytest.fixture
+def prepared_by(monkeypatch):
+    """Have job "bad" prepared by a function."""
+    plain = Prepared.request
+
+    def use(function):
+        def request(self, job, now):
+            if job.name == "bad":
+                function()
+            return plain(self, job, now)
+
+        monkeypatch.setattr(Prepared, "request", request)
+
+    return use
+
+
+def write_jobs(folder, *names, **fields):
+    """One file of several jobs."""
+    content = [yaml.safe_load(write_job(folder, name, 5, **fields).read_text()) for name in names]
+    for name in names:
+        (folder / f"{name}.yaml").unlink()
+    entries = [entry for one in content for entry in one["jobs"]]
+    path = folder / "jobs.yaml"
+    path.write_text(yaml.safe_dump(content[0] | {"jobs": entries}))
+    return path
+
+
+def backtrack():
+    """Longer than anybody lives, in C, where no signal of Python's is heard."""
+    re.match("(a+)+$", "a" * 60 + "b")
+
+
+def fill_memory():
+    """A gibibyte, written to."""
+    return b"x" * (1 << 30)
+
+
+@pytest.mark.parametrize(
+    ("function", "reason"),
+    [
+        (backtrack, "at most 1 s"),
+        (fill_memory, "more memory than a run allows"),
+        (lambda: os.kill(os.getpid(), signal.SIGKILL), "killed by SIGKILL"),
+        (lambda: os._exit(3), "exit code 3"),
+        (lambda: exec("raise SystemExit(4)"), "SystemExit: 4"),
+    ],
+    ids=["backtracks", "fills-memory", "is-killed", "exits", "asks-to-exit"],
+)
+def test_whatever_a_job_does_to_its_reader_its_neighbours_train(
+    tmp_path, prepared_by, function, reason
+):
+    """Those before and behind it in its file too."""
+    prepared_by(function)
+    write_jobs(tmp_path / "jobs", "a", "bad", "z")
+    heard = run(tmp_path / "jobs", tmp_path / "run", admission=SHORT)
+
+    [refused] = [said for said in heard.said if said[0] == "refused"]
+    assert refused[1] == "bad"
+    assert reason in refused[2]
+    found = {name: one.status for name, one in records(tmp_path / "run").items()}
+    assert found == {"a": "done", "bad": "refused", "z": "done"}
+
+
+def test_the_run_goes_on_while_a_job_is_being_prepared(tmp_path, prepared_by):
+    """Another file's job is done before the hanging one is given up."""
+    prepared_by(backtrack)
+    write_job(tmp_path / "jobs", "bad", 5)
+    write_job(tmp_path / "jobs", "good", 5)
+    limits = AdmissionLimits(seconds=60.0)
+    done = []
+
+    def stop(it):
+        if not done and it.loop.ended.get("good") == "done":
+            done.append(it.stop())
+
+    run(tmp_path / "jobs", tmp_path / "run", until=stop, admission=limits)
+
+    assert done
+    assert {name: one.status for name, one in records(tmp_path / "run").items()} == {"good": "done"}
+
+
+def test_what_a_stop_has_cut_is_prepared_by_the_next_run(tmp_path, prepared_by):
+    """The run ends at once, whatever is being prepared."""
+    write_job(tmp_path / "jobs", "bad", 5)
+    prepared_by(backtrack)
+    jobs, limits = tmp_path / "jobs", AdmissionLimits(seconds=600.0)
+    run(jobs, tmp_path / "run", until=lambda it: it._open and it.stop(), admission=limits)
+    prepared_by(lambda: None)
+    run(tmp_path / "jobs", tmp_path / "run")
+
+    assert records(tmp_path / "run")["bad"].status == "done"
+
+
+def test_what_a_job_has_started_ends_with_its_reader(tmp_path, prepared_by):
+    """The whole group of processes is killed."""
+    mark = tmp_path / "pid"
+
+    def start():
+        mark.write_text(str(subprocess.Popen(["sleep", "600"]).pid))
+        backtrack()
+
+    prepared_by(start)
+    write_job(tmp_path / "jobs", "bad", 5)
+    run(tmp_path / "jobs", tmp_path / "run", admission=SHORT)
+    # Nobody waits for an orphan here: init does, in its time.
+    stat = Path(f"/proc/{mark.read_text()}/stat")
+
+    assert not stat.exists() or " Z " in stat.read_text()
+
+
+@pytest.mark.parametrize(
+    ("name", "text"),
+    [
+        ("surrogate", 'base: {config: "\\ud800"}\njobs: [{name: a}]'),
+        ("deep", "[" * 5000),
+        ("wide", "a: &a [" + "x, " * 9 + "x]\n" + "b: [" + "*a, " * 50000 + "*a]"),
+        ("long", "a: &a " + "x" * 500_000 + "\nbase: {config: b}\njobs: [" + "*a, " * 90000 + "]"),
+    ],
+)
+def test_files_that_unfold_are_told_and_others_train(tmp_path, name, text):
+    """Within the limits of their reader."""
+    write_job(tmp_path / "jobs", "a", 5)
+    (tmp_path / "jobs" / f"{name}.yaml").write_text(text)
+    heard = run(tmp_path / "jobs", tmp_path / "run", admission=AdmissionLimits(20.0))
+
+    assert [said[1] for said in heard.said if said[0] == "took" and said[3]] == [f"{name}.yaml"]
+    assert records(tmp_path / "run")["a"].status == "done"
+
+
+def test_a_file_whose_name_is_no_text_is_told(tmp_path):
+    """Its bytes can be written into no ledger."""
+    write_job(tmp_path / "jobs", "a", 5)
+    (tmp_path / "jobs" / "a.yaml").rename(tmp_path / "jobs" / "\udcff.yaml")
+    heard = run(tmp_path / "jobs", tmp_path / "run")
+
+    assert [said[3] for said in heard.said] == ["the name of the file is not UTF-8"]
+
+
+def ended(admission):
+    """All that a batch of files came to."""
+    answers, end = [], time.monotonic() + 100
+    while admission.busy and time.monotonic() < end:
+        answers += admission.answers()
+        time.sleep(0.01)
+    return answers
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"max_length": 10**30},
+        {"lora": {"r": 10**42}},
+        {"per_device_train_batch_size": 10**40},
+        {"max_steps": 10**400},
+        {"lora": {"r": 4, "target_modules": "(([a-z_.]+)+)+[0-9]"}},
+    ],
+    ids=["long", "rank", "batch", "steps", "pattern"],
+)
+def test_numbers_and_patterns_that_nobody_thought_of_are_answered(tmp_path, fields):
+    """By the code that prepares real jobs: refused, or told as numbers; its neighbour prepared."""
+    path = write_job(tmp_path / "jobs", "bad", 5, **fields)
+    good = write_job(tmp_path / "jobs", "good", 5)
+    admission = Admission(tmp_path / "run", ForkHere(None), AdmissionLimits(seconds=3.0))
+    admission.read(path)
+    admission.read(good)
+    files = ended(admission)
+    for file in files:
+        assert isinstance(file, FileRead), file
+        admission.prepare(file.jobs, 0.0)
+    answers = {answer.spec["name"]: answer for answer in ended(admission)}
+    admission.close()
+
+    assert isinstance(answers.pop("good"), JobPrepared)
+    assert all(isinstance(answer, JobPrepared | JobRefused) for answer in answers.values())
+    assert [file.path.name for file in files] == ["bad.yaml", "good.yaml"]
+
+
+def begun(it):
+    return bool(it.loop.runs)
+
+
+def test_a_job_whose_file_is_removed_before_it_begins_is_cancelled(tmp_path):
+    """One that has begun goes on, and that is told."""
+    write_job(tmp_path / "jobs", "a", 200)
+    write_job(tmp_path / "jobs", "b", 200)
+    heard = Cancels()
+
+    def remove(it):
+        if begun(it) and {"a", "b"} <= it.loop.ended.keys():
+            for name in "ab":
+                (tmp_path / "jobs" / f"{name}.yaml").unlink(missing_ok=True)
+
+    run(tmp_path / "jobs", tmp_path / "run", heard, until=remove, policy="megatron", slots=1)
+
+    assert heard.said_of("cancelled") == ["b"]
+    assert heard.said_of("kept") == ["a"]
+    found = {name: one.status for name, one in records(tmp_path / "run").items()}
+    assert found == {"a": "done", "b": "cancelled"}
+
+
+def test_a_cancelled_job_may_come_again(tmp_path):
+    """Its file is read as a new one."""
+    write_job(tmp_path / "jobs", "a", 100)
+    write_job(tmp_path / "jobs", "b", 5)
+    heard = Cancels()
+
+    def change(it):
+        if begun(it) and not heard.said_of("cancelled"):
+            (tmp_path / "jobs" / "b.yaml").unlink(missing_ok=True)
+        elif heard.said_of("cancelled") and not (tmp_path / "jobs" / "b.yaml").exists():
+            write_job(tmp_path / "jobs", "b", 7)
+
+    run(tmp_path / "jobs", tmp_path / "run", heard, until=change, policy="megatron", slots=1)
+
+    found = {name: (one.status, one.steps) for name, one in records(tmp_path / "run").items()}
+    assert found == {"a": ("done", 100), "b": ("done", 7)}
+
+
+def test_a_renamed_file_cancels_nothing(tmp_path):
+    """Its jobs are known by its new name."""
+    write_job(tmp_path / "jobs", "a", 100)
+    write_job(tmp_path / "jobs", "b", 5)
+    heard = Cancels()
+
+    def rename(it):
+        before = tmp_path / "jobs" / "b.yaml"
+        if begun(it) and before.exists():
+            before.rename(before.with_name("c.yaml"))
+
+    run(tmp_path / "jobs", tmp_path / "run", heard, until=rename, policy="megatron", slots=1)
+
+    assert not heard.said_of("cancelled")
+    assert records(tmp_path / "run")["b"].status == "done"
+
+
+class Cancels(Heard):
+    """Hears of removed files too."""
+
+    def cancelled(self, time, name):
+        self.said.append(("cancelled", name))
+
+    def kept(self, time, name):
+        self.said.append(("kept", name))
+
+    def said_of(self, what):
+        return [said[1] for said in self.said if said[0] == what]

@@ -1,0 +1,304 @@
+"""Reads job files and prepares their jobs, each file in a process of its own that may be killed.
+
+    FOLDER/admission/000012/order.json   what the process was asked
+                           /told.jsonl   what it told
+                           /log          what it printed
+
+A process that takes longer than it may is killed with all that it has started. The job that it was
+at is refused, and another process goes on with the rest of the file. Nothing here waits.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import signal
+import time
+from collections import deque
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Protocol
+
+from pydantic import ValidationError
+
+from tlora_fx.cost.model_facts import ModelFacts
+from tlora_fx.errors import AdmissionError
+from tlora_fx.scheduler.local.admission_worker import SHAPE, AdmissionOrder
+from tlora_fx.scheduler.local.worker import EventReader
+from tlora_fx.scheduler.state import REQUEST, JobRequest
+
+ADMISSION = "tlora_fx.scheduler.local.admission_worker"
+FOLDER = "admission"
+#: Files whose jobs are prepared at a time: one that takes long keeps no other waiting. One at a
+#: time is read, so that of two jobs of one name the first file's is taken.
+PROCESSES = 2
+#: Reading a file takes no longer, whatever preparing may take.
+READ_SECONDS = 30.0
+TAIL_BYTES = 600
+Spec = Mapping[str, Any]
+
+
+@dataclass(frozen=True, slots=True)
+class AdmissionLimits:
+    """What reading a file, or preparing one job of it, may take.
+
+    seconds        wall time; twice as much CPU time
+    memory_bytes   beyond what its process needs before; None: a quarter of the machine's
+    """
+
+    seconds: float = 120.0
+    memory_bytes: int | None = None
+
+    @property
+    def bytes(self) -> int:
+        """Of memory."""
+        if self.memory_bytes is not None:
+            return self.memory_bytes
+        return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // 4
+
+
+class WorkerServer(Protocol):
+    """What starts processes; see `ForkServer`."""
+
+    @property
+    def ready(self) -> bool:
+        """Whether processes begin at once."""
+
+    def start(
+        self, order: Path, log: Path, environment: Mapping[str, str], module: str = ""
+    ) -> int:
+        """Start one; its number."""
+
+    def signal(self, worker: int, number: int) -> None:
+        """Send one a signal."""
+
+    def code(self, worker: int) -> int | None:
+        """Its exit code; None while it runs."""
+
+
+@dataclass(frozen=True, slots=True)
+class FileRead:
+    """A job file was read: the specs of its jobs, or what is wrong with it."""
+
+    path: Path
+    jobs: tuple[Spec, ...] = ()
+    mistake: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class JobPrepared:
+    """A job can be trained; shape is that of its base, None where there is nothing to learn."""
+
+    spec: Spec
+    request: JobRequest
+    shape: ModelFacts | None
+
+
+@dataclass(frozen=True, slots=True)
+class JobRestored:
+    """A job of an earlier process can go on."""
+
+    spec: Spec
+    shape: ModelFacts | None
+
+
+@dataclass(frozen=True, slots=True)
+class JobRefused:
+    """A job cannot be trained, or cannot go on now."""
+
+    spec: Spec
+    reason: str
+    again: bool = False
+
+
+Answer = FileRead | JobPrepared | JobRestored | JobRefused
+
+
+@dataclass(slots=True)
+class _Task:
+    """A file to read, or jobs to prepare.
+
+    jobs   those that nothing was told of yet
+    """
+
+    file: Path | None = None
+    jobs: deque[Spec] = field(default_factory=deque)
+    again: bool = False
+    submitted: float = 0.0
+    reads: bool = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.reads = self.file is not None
+
+    @property
+    def over(self) -> bool:
+        return self.file is None and not self.jobs
+
+    def give_up(self, reason: str) -> Answer:
+        """Of what it is at."""
+        if self.file is not None:
+            path, self.file = self.file, None
+            return FileRead(path, mistake=reason)
+        return JobRefused(self.jobs.popleft(), reason, self.again)
+
+
+@dataclass(slots=True)
+class _Process:
+    """A process at work on a task.
+
+    since   when it was last heard of, seconds
+    """
+
+    task: _Task
+    folder: Path
+    number: int
+    reader: EventReader
+    since: float
+    overdue: bool = False
+
+
+class Admission:
+    """Turns job files into requests, without ever trusting one.
+
+    folder   of the run
+    module   what a process runs
+    """
+
+    def __init__(
+        self,
+        folder: Path,
+        server: WorkerServer,
+        limits: AdmissionLimits = AdmissionLimits(),
+        module: str = ADMISSION,
+    ) -> None:
+        self.folder, self.limits = folder / FOLDER, limits
+        self._server, self._module = server, module
+        self._files: deque[_Task] = deque()
+        self._tasks: deque[_Task] = deque()
+        self._running: list[_Process] = []
+        self._next = 1
+        # What a killed run has left says nothing to this one.
+        shutil.rmtree(self.folder, ignore_errors=True)
+
+    @property
+    def busy(self) -> bool:
+        """Whether an answer is still to come."""
+        return bool(self._files or self._tasks or self._running)
+
+    def read(self, path: Path) -> None:
+        """Read a job file; a `FileRead` will come."""
+        self._files.append(_Task(path))
+
+    def prepare(self, jobs: Sequence[Spec], submitted: float) -> None:
+        """Prepare the jobs of one file; a `JobPrepared` or `JobRefused` will come of each."""
+        if jobs:
+            self._tasks.append(_Task(jobs=deque(jobs), submitted=submitted))
+
+    def restore(self, jobs: Sequence[Spec]) -> None:
+        """See whether jobs of an earlier process can go on: `JobRestored` or `JobRefused`."""
+        if jobs:
+            self._tasks.append(_Task(jobs=deque(jobs), again=True))
+
+    def answers(self) -> Iterator[Answer]:
+        """What is new."""
+        for process in list(self._running):
+            yield from self._hear(process)
+        for waiting, most in ((self._files, 1), (self._tasks, PROCESSES)):
+            reading = waiting is self._files
+            at_work = sum((process.task.reads is reading) for process in self._running)
+            while waiting and at_work < most and self._server.ready:
+                self._start(waiting.popleft())
+                at_work += 1
+
+    def close(self) -> None:
+        """Kill what is at work; what it was at has no answer."""
+        for process in self._running:
+            self._server.signal(process.number, signal.SIGKILL)
+        self._files.clear()
+        self._tasks.clear()
+        self._running.clear()
+
+    def _start(self, task: _Task) -> None:
+        folder = self.folder / f"{self._next:06d}"
+        self._next += 1
+        folder.mkdir(parents=True, mode=0o700)
+        order = AdmissionOrder(
+            str(folder / "told.jsonl"),
+            file="" if task.file is None else str(task.file),
+            jobs=tuple(task.jobs),
+            again=task.again,
+            submitted=task.submitted,
+            cpu_seconds=2 * self._seconds(task),
+            memory_bytes=self.limits.bytes,
+        )
+        order.write(folder / "order.json")
+        # Nothing that it does needs a GPU.
+        hidden = {"CUDA_VISIBLE_DEVICES": ""}
+        number = self._server.start(folder / "order.json", folder / "log", hidden, self._module)
+        reader = EventReader(folder / "told.jsonl")
+        self._running.append(_Process(task, folder, number, reader, time.monotonic()))
+
+    def _hear(self, process: _Process) -> Iterator[Answer]:
+        code = self._server.code(process.number)
+        # Read after the code: once it has ended, nothing more is told.
+        for line in process.reader.lines():
+            process.since = time.monotonic()
+            yield self._answer(process.task, line)
+        task = process.task
+        if code is not None:
+            self._running.remove(process)
+            if not task.over:
+                yield task.give_up(self._why(process, code))
+            if not task.over:
+                self._tasks.appendleft(task)
+            shutil.rmtree(process.folder, ignore_errors=True)
+        elif time.monotonic() - process.since > self._seconds(task):
+            process.overdue = True
+            self._server.signal(process.number, signal.SIGKILL)
+
+    def _seconds(self, task: _Task) -> float:
+        return min(self.limits.seconds, READ_SECONDS) if task.reads else self.limits.seconds
+
+    def _answer(self, task: _Task, line: Mapping[str, Any]) -> Answer:
+        match line["kind"]:
+            case "read":
+                path, task.file = task.file, None
+                assert path is not None
+                return FileRead(path, tuple(line["jobs"]))
+            case "prepared" | "restored":
+                try:
+                    shape = line["shape"] and SHAPE.validate_python(line["shape"])
+                    if task.again:
+                        return JobRestored(task.jobs.popleft(), shape)
+                    request = REQUEST.validate_python(line["request"])
+                except (ValidationError, ValueError) as error:
+                    return task.give_up(f"its numbers cannot be told: {error}")
+                return JobPrepared(task.jobs.popleft(), request, shape)
+        return task.give_up(str(line["reason"]))
+
+    def _why(self, process: _Process, code: int) -> str:
+        """Why a process ended before it had told all."""
+        seconds = self._seconds(process.task)
+        help = "if the file is right, allow more with --prepare-seconds"
+        if process.overdue:
+            expected, found = f"at most {seconds:g} s", "it was still at it"
+        elif code == -signal.SIGXCPU:
+            expected = f"at most {2 * seconds:g} s of CPU time"
+            found = "it was still at it"
+        else:
+            how = f"killed by {signal.Signals(-code).name}" if code < 0 else f"exit code {code}"
+            expected, found = "an answer", f"{how}\n{_tail(process.folder / 'log')}".strip()
+            help = "if the file is right, allow more memory with --prepare-memory"
+        what = "reading or preparing it was given up"
+        return str(AdmissionError(what, expected=expected, found=found, help=help))
+
+
+def _tail(log: Path) -> str:
+    """The end of what a process printed."""
+    try:
+        with log.open("rb") as file:
+            file.seek(-min(TAIL_BYTES, file.seek(0, os.SEEK_END)), os.SEEK_END)
+            return file.read().decode(errors="replace")
+    except OSError:
+        return ""
