@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
 import signal
 import subprocess
@@ -17,6 +18,7 @@ from tests.scheduler.fork_here import ForkHere
 from tlora_fx.cli import main
 from tlora_fx.cost.profile_sources import SHIPPED
 from tlora_fx.scheduler import service
+from tlora_fx.scheduler.store import Ledger
 
 ROOT = Path(__file__).parents[2]
 QUICKSTART = ROOT / "examples" / "quickstart"
@@ -62,6 +64,58 @@ def trained(tmp_path_factory):
         patch.setattr(service, "ForkServer", ForkHere)
         assert call(*words(jobs, folder / "run", "--policy", "tlora:payback=2")) == 0
     return jobs, folder / "run"
+
+
+WRONG = {
+    "long": {"max_length": 10**30},
+    "rank": {"lora": {"r": 10**42}},
+    "batch": {"per_device_train_batch_size": 10**400},
+    "steps": {"max_steps": 10**400},
+}
+PATTERN = {"lora": {"r": 4, "target_modules": "(([a-z_.]+)+)+[0-9]"}}
+
+
+def write_wrong(folder: Path, wrong: dict[str, dict]) -> None:
+    """A file for each job that cannot run, and files that are none."""
+    [good, *_] = yaml.safe_load((folder / "jobs.yaml").read_text())["jobs"]
+    for name, fields in wrong.items():
+        content = yaml.safe_load((folder / "jobs.yaml").read_text())
+        content["jobs"] = [{**good, "name": name, **fields}]
+        (folder / f"0-{name}.yaml").write_text(yaml.safe_dump(content))
+    os.mkfifo(folder / "0-pipe.yaml")
+    (folder / "0-endless.yaml").symlink_to("/dev/zero")
+    (folder / "0-half.yaml").write_text('base: {config: "\\ud800"}\njobs: [{name: half}]')
+    (folder / "0-big.yaml").write_text("".join(f"k{n}: [1, 2, 3]\n" for n in range(60_000)))
+
+
+def require_neighbour_unmoved(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, wrong: dict[str, dict], *more: str
+) -> None:
+    """Every wrong job is refused, and the good one leaves the bits that it leaves without them."""
+    monkeypatch.setattr(service, "ForkServer", ForkHere)
+    jobs = write_jobs(folder / "jobs", good=3)
+    assert call(*words(jobs, folder / "alone")) == 0
+    write_wrong(jobs, wrong)
+    assert call(*words(jobs, folder / "run", *more)) == 1
+
+    ledger = Ledger(folder / "run" / "ledger.sqlite")
+    found = {record.name: record.status for record in ledger.jobs()}
+    ledger.close()
+    assert found == {"good": "done"} | dict.fromkeys(wrong, "refused")
+    name = Path("good") / "adapter_model.safetensors"
+    assert (folder / "run" / name).read_bytes() == (folder / "alone" / name).read_bytes()
+
+
+def test_jobs_that_cannot_run_cost_their_neighbour_nothing(tmp_path, monkeypatch):
+    """Numbers that nothing holds, a pipe, an endless device, half a character, a large file."""
+    require_neighbour_unmoved(tmp_path, monkeypatch, WRONG)
+
+
+@pytest.mark.slow
+def test_a_pattern_that_backtracks_for_hours_costs_its_neighbour_nothing(tmp_path, monkeypatch):
+    """It is given up after the seconds that preparing may take."""
+    wrong = {**WRONG, "pattern": PATTERN}
+    require_neighbour_unmoved(tmp_path, monkeypatch, wrong, "--prepare-seconds", "30")
 
 
 def test_every_job_leaves_what_train_leaves(trained):

@@ -175,6 +175,24 @@ def test_a_lost_pointer_is_no_loss(store):
     assert found.step == 2
 
 
+@pytest.mark.parametrize("text", ["step-000009", "step-000009\nstep-000008", "", "\n", "../1"])
+def test_a_wrong_pointer_gives_way_to_the_whole_checkpoint_beside_it(store, text):
+    """It names what is not there, or nothing; the next save leaves two that are."""
+    save(store, 1, 2)
+    (store.folder / "latest").write_text(text)
+    with warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always")
+        found = store.load()
+    counters = store.counters()
+    save(store, 3)
+
+    assert found is not None
+    assert found.step == 2
+    assert counters["a-1"]["step"] == 2
+    assert bool(told) is text.startswith("step")
+    assert names(store) == ["latest", "step-000002", "step-000003"]
+
+
 def test_another_format_is_refused(store):
     """A checkpoint of a newer tlora-fx is not mistaken for a damaged one."""
     save(store, 1)

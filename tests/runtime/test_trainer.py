@@ -16,6 +16,7 @@ from tlora_fx.compiler import compile
 from tlora_fx.errors import CheckpointError, ResumeMismatch, RunFolderError
 from tlora_fx.runtime.adapters import adapter_tensors
 from tlora_fx.runtime.checkpoint import CheckpointStore
+from tlora_fx.runtime.run_folder import MetricsLog, read_metrics
 from tlora_fx.runtime.trainer import Trainer, TrainerCallback, TrainerOptions
 from tlora_fx.runtime.verify import adapter_difference
 
@@ -180,15 +181,16 @@ def test_a_nan_stops_its_job_and_leaves_the_neighbours_alone(base, tmp_path):
 
 
 class Stop(TrainerCallback):
-    """Ends the process's run after some steps, as Ctrl-C would."""
+    """Ends the process's run after some steps, as Ctrl-C would, or another signal that comes."""
 
-    def __init__(self, steps):
-        self.left = steps
+    def __init__(self, steps, number=signal.SIGINT, times=1):
+        self.left, self.number, self.times = steps, number, times
 
     def stepped(self, report):
         self.left -= 1
         if self.left == 0:
-            signal.raise_signal(signal.SIGINT)
+            for _ in range(self.times):
+                signal.raise_signal(self.number)
 
 
 def test_ctrl_c_leaves_a_checkpoint_from_which_the_run_goes_on_bitwise(base, tmp_path):
@@ -203,6 +205,64 @@ def test_ctrl_c_leaves_a_checkpoint_from_which_the_run_goes_on_bitwise(base, tmp
     for job in jobs:
         one, two = trained(whole, job.name), trained(resumed, job.name)
         assert all(torch.equal(one[name], two[name]) for name in one)
+
+
+def test_a_closed_terminal_leaves_a_checkpoint(base, tmp_path):
+    """SIGHUP may come twice, from the shell and from the kernel."""
+    with pytest.raises(KeyboardInterrupt, match="after a checkpoint"):
+        train(three_jobs(base), tmp_path / "cut", callback=Stop(4, signal.SIGHUP, times=2))
+
+    assert CheckpointStore(tmp_path / "cut").load().step == 2
+
+
+def test_under_nohup_a_closed_terminal_ends_nothing(base, tmp_path):
+    """What was ignored at the start stays ignored."""
+    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    try:
+        train(three_jobs(base), tmp_path / "run", callback=Stop(4, signal.SIGHUP))
+    finally:
+        signal.signal(signal.SIGHUP, before)
+
+    assert CheckpointStore(tmp_path / "run").load().step == 5
+
+
+class Remove(TrainerCallback):
+    """Takes the output folder away after some steps."""
+
+    def __init__(self, folder):
+        self.folder = folder
+
+    def stepped(self, report):
+        elsewhere = self.folder.with_name("elsewhere")
+        if not elsewhere.exists():
+            self.folder.rename(elsewhere)
+
+
+def test_a_run_whose_folder_is_removed_ends_with_an_error(base, tmp_path):
+    """It does not end as if its adapters were there."""
+    with pytest.raises(RunFolderError, match="removed or replaced"):
+        train(three_jobs(base), tmp_path / "run", callback=Remove(tmp_path / "run"))
+
+
+def test_metrics_are_on_the_disk_with_each_checkpoint(base, tmp_path, monkeypatch):
+    """All lines of the steps that it holds, of every job, before it is pointed to."""
+    synced, plain = {}, CheckpointStore.save
+    sync = MetricsLog.sync
+
+    def note(self):
+        sync(self)
+        synced[self.path.parent.name] = len(read_metrics(self.path))
+
+    def save(self, step, states, run):
+        held = {name: state.step for name, state in states.items()}
+        assert synced == held
+        return plain(self, step, states, run)
+
+    monkeypatch.setattr(MetricsLog, "sync", note)
+    monkeypatch.setattr(CheckpointStore, "save", save)
+    train(three_jobs(base), tmp_path / "run")
+
+    assert synced == {"a": 5, "b": 3, "c": 4}
 
 
 def test_a_finished_run_can_be_resumed_for_more_steps(base, tmp_path):

@@ -101,6 +101,8 @@ class _Fake:
 
     def step(self, name: str) -> None:
         job, spec = self.jobs[name], self.specs[name]
+        if job["step"] == spec.get("hang_at", self.order.options.get("hang_at")):
+            os.kill(os.getpid(), signal.SIGSTOP)
         if job["step"] == spec.get("crash_at"):
             os.kill(os.getpid(), signal.SIGKILL)
         if job["step"] == spec.get("fail_at"):

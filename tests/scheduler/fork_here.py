@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from contextlib import suppress
+from importlib import import_module
 from pathlib import Path
 
 from tlora_fx.scheduler.local import processes, worker
@@ -14,6 +15,7 @@ class ForkHere:
 
     def __init__(self, log, *, module=None, held=None, environment=None):
         self.environment = dict(environment or {})
+        self.module = import_module(module) if module else worker
         self.pids = {}
         self.codes = {}
         self.lifeline, self.mine = os.pipe()
@@ -32,7 +34,7 @@ class ForkHere:
         pid = os.fork()
         if pid == 0:
             os.close(self.mine)
-            processes._become_worker(worker, self.lifeline, asked)
+            processes._become_worker(self.module, self.lifeline, asked)
         self.pids[pid] = pid
         return pid
 

@@ -20,7 +20,7 @@ from tlora_fx.cost.load import Demand
 from tlora_fx.scheduler.formations import Callback
 from tlora_fx.scheduler.local import admission_worker
 from tlora_fx.scheduler.local.admission_worker import PreparedJob
-from tlora_fx.scheduler.local.executor import LocalOptions
+from tlora_fx.scheduler.local.executor import LocalOptions, StallLimits
 from tlora_fx.scheduler.loop import LoopOptions
 from tlora_fx.scheduler.policies import find_policy
 from tlora_fx.scheduler.service import RunOptions, opened
@@ -92,8 +92,13 @@ def request(job, now):
 
 
 def options(**changed):
-    more = {name: changed.pop(name) for name in ("step_seconds", "warn_at") if name in changed}
-    local = LocalOptions(save_seconds=0.05, more={"step_seconds": 0.01} | more)
+    more = {
+        name: changed.pop(name)
+        for name in ("step_seconds", "warn_at", "hang_at")
+        if name in changed
+    }
+    stall = changed.pop("stall", StallLimits())
+    local = LocalOptions(save_seconds=0.05, more={"step_seconds": 0.01} | more, stall=stall)
     loop = {name: changed.pop(name) for name in ("horizon", "switch_seconds") if name in changed}
     loop = LoopOptions(**({"horizon": 0.4, "switch_seconds": 0.1} | loop))
     fixed = {"loop": loop, "linger": 0.0, "worker": FAKE, "local": local}

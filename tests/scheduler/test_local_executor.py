@@ -16,7 +16,8 @@ from tlora_fx.cost.hardware import Cluster
 from tlora_fx.cost.load import Demand
 from tlora_fx.errors import PlaceTaken
 from tlora_fx.scheduler.executor import Committed, Drained, Failed, Finished, GroupStarted, Progress
-from tlora_fx.scheduler.local.executor import LocalExecutor, LocalOptions
+from tlora_fx.scheduler.local import executor
+from tlora_fx.scheduler.local.executor import LocalExecutor, LocalOptions, StallLimits, Watchdog
 from tlora_fx.scheduler.local.processes import ForkServer
 from tlora_fx.scheduler.state import Group, JobRequest
 
@@ -136,6 +137,69 @@ def test_a_worker_that_dies_sends_its_jobs_back(bench):
     assert "SIGKILL" in failed.reason
     assert failed.steps == here.of(Committed)[-1].steps
     assert 0 < failed.steps["a"] <= 50
+
+
+def test_a_group_that_hangs_is_killed_and_its_jobs_return(bench):
+    """To their last commits, with what was expected of it."""
+    here = bench(a={"steps": 500}, b={"steps": 60, "hang_at": 50})
+    here.executor.options = LocalOptions(save_seconds=0.1, stall=StallLimits(seconds=0.5))
+    here.launch(1, "a", "b")
+    failed = here.until(Failed)
+
+    assert failed.job is None
+    assert "made no progress" in failed.reason
+    assert "at most 0.5 s" in failed.reason
+    assert failed.steps == here.of(Committed)[-1].steps
+    assert 0 < failed.steps["a"] <= 50
+
+
+def test_a_group_that_does_not_stop_is_killed_after_its_grace(bench):
+    """Also where it hangs in such a way that it hears no signal."""
+    here = bench(a={"steps": 500, "hang_at": 0})
+    group = here.launch(1, "a")
+    here.until(GroupStarted)
+    here.executor.drain(group, 1)
+    here.executor.hurry(0.3)
+
+    assert "did not stop in its grace" in here.until(Failed).reason
+
+
+@pytest.fixture
+def clock(monkeypatch):
+    """A clock that a test sets."""
+    now = [100.0]
+    monkeypatch.setattr(executor.time, "monotonic", lambda: now[0])
+    return now
+
+
+def after(clock, watchdog, seconds, kind=None):
+    """Whether a group is given up after so long; then it is heard of."""
+    clock[0] += seconds
+    reason = watchdog.reason()
+    if kind is not None:
+        watchdog.hear(kind)
+    return bool(reason)
+
+
+def test_what_a_group_may_take_follows_from_its_steps(clock):
+    """Twenty of its longest, and no less than five minutes; compiling at first is no step."""
+    watchdog = Watchdog(StallLimits())
+    assert not after(clock, watchdog, 1700.0, "progress")
+    assert not after(clock, watchdog, 30.0, "progress")
+    assert not after(clock, watchdog, 10.0, "progress")
+
+    assert not after(clock, watchdog, 599.0)
+    assert after(clock, watchdog, 2.0)
+
+
+def test_a_group_that_writes_a_checkpoint_has_time(clock):
+    """As before its first step."""
+    watchdog = Watchdog(StallLimits(seconds=5.0))
+    after(clock, watchdog, 1.0, "progress")
+    after(clock, watchdog, 1.0, "saving")
+
+    assert not after(clock, watchdog, 1700.0, "saved")
+    assert after(clock, watchdog, 6.0)
 
 
 def test_a_killed_group_tells_nothing_more_and_keeps_its_commits(bench):

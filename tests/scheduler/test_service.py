@@ -11,7 +11,7 @@ import time
 import pytest
 
 from tests.scheduler.fake_worker import adapter_of
-from tests.scheduler.fork_here import GuestsHere
+from tests.scheduler.fork_here import ForkHere, GuestsHere
 from tests.scheduler.run_folder import Heard, Prepared, audit, forked, kill, records, run, write_job
 from tlora_fx.errors import JobFolderError, RunFolderError
 from tlora_fx.scheduler import service
@@ -20,9 +20,15 @@ from tlora_fx.scheduler.local.executor import held
 
 @pytest.fixture(autouse=True)
 def looks_often(monkeypatch):
-    """Nobody waits a second for a file; what reads it is forked from here."""
+    """Nobody waits a second for a file, nor for a server that imports; processes fork from here."""
     monkeypatch.setattr(service, "LOOK_SECONDS", 0.2)
-    monkeypatch.setattr(service, "ForkServer", GuestsHere)
+    monkeypatch.setattr(service, "ForkServer", ForkHere)
+
+
+def stop_at_work(it):
+    """Stop a run of two jobs that trains, once both are known."""
+    if it.loop.runs and len(it.loop.ended) == 2:
+        it.stop()
 
 
 def require_trained_once(output, steps):
@@ -199,7 +205,7 @@ def test_a_job_whose_base_is_gone_at_a_restart_waits_for_the_next_one(tmp_path, 
     """It is told and not refused, and the others go on."""
     for name in "ab":
         write_job(tmp_path / "jobs", name, 60)
-    run(tmp_path / "jobs", tmp_path / "run", until=lambda it: it.loop.runs and it.stop())
+    run(tmp_path / "jobs", tmp_path / "run", until=stop_at_work)
     parked = []
 
     def restored(self, job):
@@ -248,7 +254,7 @@ def test_a_stopped_run_goes_on(tmp_path):
     """Every group is drained; the next process forms them anew."""
     for name in "ab":
         write_job(tmp_path / "jobs", name, 60)
-    run(tmp_path / "jobs", tmp_path / "run", until=lambda it: it.loop.runs and it.stop())
+    run(tmp_path / "jobs", tmp_path / "run", until=stop_at_work)
     before = records(tmp_path / "run")
     heard = run(tmp_path / "jobs", tmp_path / "run")
 
@@ -256,6 +262,40 @@ def test_a_stopped_run_goes_on(tmp_path):
     assert ("went on", 2, 0) in heard.said
     assert not [said for said in heard.said if said[0] == "took"]
     require_trained_once(tmp_path / "run", {"a": 60, "b": 60})
+
+
+def test_a_run_ends_within_its_grace_whatever_its_workers_do(tmp_path):
+    """What it had committed is there for the next start."""
+    write_job(tmp_path / "jobs", "a", 60)
+    stopped = []
+
+    def stop(it):
+        at = [job.steps_done for job in it.loop.active.values()]
+        if at and at[0] >= 30 and not stopped:
+            stopped.append(time.monotonic())
+            it.stop()
+
+    hangs = {"hang_at": 30, "grace_seconds": 0.5}
+    run(tmp_path / "jobs", tmp_path / "run", until=stop, **hangs)
+    took = time.monotonic() - stopped[0]
+    left = records(tmp_path / "run")["a"]
+    run(tmp_path / "jobs", tmp_path / "run")
+
+    assert took < 20
+    assert (left.status, left.steps > 0) == ("queued", True)
+    require_trained_once(tmp_path / "run", {"a": 60})
+
+
+def test_a_run_whose_folder_is_removed_ends_with_an_error(tmp_path):
+    """Nothing that it would write is anywhere."""
+    write_job(tmp_path / "jobs", "a", 5000)
+
+    def remove(it):
+        if it.loop.runs and (tmp_path / "run").exists():
+            (tmp_path / "run").rename(tmp_path / "elsewhere")
+
+    with pytest.raises(RunFolderError, match="removed or replaced"):
+        run(tmp_path / "jobs", tmp_path / "run", until=remove)
 
 
 def killed_at_random(tmp_path, points, seed):
@@ -279,13 +319,15 @@ def killed_at_random(tmp_path, points, seed):
     require_trained_once(output, steps)
 
 
-def test_a_run_survives_kills(tmp_path):
+def test_a_run_survives_kills(tmp_path, monkeypatch):
     """No job is lost, and none is trained twice past its last commit."""
+    monkeypatch.setattr(service, "ForkServer", GuestsHere)
     killed_at_random(tmp_path, 3, seed=5)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("seed", range(4))
-def test_a_run_survives_kills_at_twenty_points(tmp_path, seed):
+def test_a_run_survives_kills_at_twenty_points(tmp_path, monkeypatch, seed):
     """The same at twenty random points."""
+    monkeypatch.setattr(service, "ForkServer", GuestsHere)
     killed_at_random(tmp_path, 20, seed)

@@ -70,20 +70,27 @@ class RunCommandOptions:
         float | None,
         typer.Option(min=0.1, help="GiB that this may take; by default a quarter of all."),
     ] = None
+    stall: Annotated[
+        str | None,
+        typer.Option(help="Without progress a group is killed after this; by default 20 steps."),
+    ] = None
+    grace: Annotated[str, typer.Option(help="That groups have to stop after Ctrl-C.")] = "60s"
 
     def service(self, kind: str, layout_of: LayoutOf) -> RunOptions:
         """Of the run that they ask for, on kind "cpu" or "cuda"."""
-        from tlora_fx.scheduler.local.executor import LocalOptions
+        from tlora_fx.scheduler.local.executor import LocalOptions, StallLimits
         from tlora_fx.scheduler.service import RunOptions
 
         horizon = seconds(self.horizon, "--horizon")
         saving = seconds(self.save_every, "--save-every")
+        stall = StallLimits(None if self.stall is None else seconds(self.stall, "--stall"))
         return RunOptions(
             LoopOptions(horizon, switch_seconds=10.0),
             linger=None if self.forever else 0.0 if self.until_empty else horizon,
             layout_of=layout_of,
             admission=self._admission(),
-            local=LocalOptions(kind, saving, self.max_row_tokens, self.compiled),
+            grace_seconds=seconds(self.grace, "--grace"),
+            local=LocalOptions(kind, saving, self.max_row_tokens, self.compiled, stall=stall),
         )
 
     def _admission(self) -> AdmissionLimits:
@@ -136,22 +143,26 @@ def _until_over(running: SchedulerService, page: Page) -> bool:
 
 
 class _StopSignals:
-    """Ctrl-C or SIGTERM drains all groups; the second one leaves them to end by themselves."""
+    """Ctrl-C, SIGTERM or SIGHUP drains all groups; a second one leaves them to themselves."""
 
     def __init__(self, running: SchedulerService) -> None:
         self.running = running
 
     def __enter__(self) -> None:
-        self.before = {
-            number: signal.signal(number, self._hear) for number in (signal.SIGINT, signal.SIGTERM)
-        }
+        from tlora_fx.runtime.interrupts import stop_signals
+
+        self.before = {number: signal.signal(number, self._hear) for number in stop_signals()}
 
     def __exit__(self, *error: object) -> None:
         for number, handler in self.before.items():
             signal.signal(number, handler)
 
     def _hear(self, number: int, frame: FrameType | None) -> None:
-        if self.running.stopping:
+        from tlora_fx.runtime.interrupts import leave_terminal
+
+        if number == signal.SIGHUP:
+            leave_terminal()
+        elif self.running.stopping:
             raise KeyboardInterrupt
         self.running.stop()
 

@@ -91,6 +91,14 @@ class AdmissionError(TloraError, code="T0956"):
     """
 
 
+class WorkerStalled(TloraError, code="T0957"):
+    """A group of a run made no progress, or did not stop, for longer than it may.
+
+    Its processes were killed, and its jobs return to the queue from their last commits. Where a
+    step really takes so long, allow more with `--stall`.
+    """
+
+
 class UnknownPolicy(TloraError, code="T0900"):
     """A scheduling policy that does not exist; the message lists those that do."""
 

@@ -102,7 +102,7 @@ class CheckpointStore:
         fresh = finished = None
         try:
             self.folder.mkdir(parents=True, exist_ok=True)
-            before = [name for name in self._names() if name not in self._damaged]
+            before = [name for name in self._names() if self._is_there(name)]
             self._tidy(before)
             fresh = Path(tempfile.mkdtemp(prefix=f"step-{step:06d}.tmp-", dir=self.folder))
             _write(fresh, step, jobs, run)
@@ -166,17 +166,23 @@ class CheckpointStore:
         return {}
 
     def _names(self) -> list[str]:
-        """Names to trust, newest first: what `latest` lists, or else every finished folder."""
-        if listed := self._listed():
-            return listed
+        """Names to try, best first: what `latest` lists, then every other finished folder.
+
+        A folder that nothing lists is as whole as its checksums say: a `latest` that names what is
+        not there, or a copy of an older one, takes nothing away.
+        """
+        listed = self._listed()
         finished = [p.name for p in self.folder.glob("step-*") if _NAME.fullmatch(p.name)]
-        return sorted(finished, key=_age, reverse=True)
+        return listed + sorted(set(finished) - set(listed), key=_age, reverse=True)
+
+    def _is_there(self, name: str) -> bool:
+        return name not in self._damaged and (self.folder / name).is_dir()
 
     def _listed(self) -> list[str]:
         """What `latest` lists, or nothing when it is missing or is not a list of checkpoints."""
         try:
             names = (self.folder / "latest").read_text("utf-8").split()
-        except (FileNotFoundError, UnicodeDecodeError):
+        except (OSError, UnicodeDecodeError):
             return []
         return names if all(_NAME.fullmatch(name) for name in names) else []
 

@@ -5,10 +5,12 @@ from __future__ import annotations
 import os
 import re
 import shlex
+import signal
 import sys
 import time
 import traceback
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -106,7 +108,45 @@ def join(launch: Launch, device: torch.device) -> Mesh:
         MeshShape(dp=launch.size), device, launch.rank, dp_rank=launch.rank, world=dist.group.WORLD
     )
     _require_same_versions(Ranks(mesh))
+    _peers[:] = Ranks(mesh).tell_all(Peer.here())
     return mesh
+
+
+@dataclass(frozen=True, slots=True)
+class Peer:
+    """A process of the run.
+
+    place     the machine since its start, and the space in which numbers of processes count
+    started   by the kernel's clock: another process may have the number later
+    """
+
+    place: str
+    pid: int
+    started: str
+
+    @staticmethod
+    def here() -> Peer:
+        """This process."""
+        boot = Path("/proc/sys/kernel/random/boot_id").read_text("utf-8").strip()
+        space = Path("/proc/self/ns/pid").stat().st_ino
+        return Peer(f"{boot} {space}", os.getpid(), _started(os.getpid()))
+
+    def kill(self) -> None:
+        """End it, if it is there, on this machine, and not this process itself."""
+        here = Peer.here()
+        if self.place == here.place and self.pid != here.pid:
+            with suppress(OSError, IndexError):
+                if _started(self.pid) == self.started:
+                    os.kill(self.pid, signal.SIGKILL)
+
+
+#: All processes of the run that this one has joined.
+_peers: list[Peer] = []
+
+
+def _started(pid: int) -> str:
+    # Behind the name of the program, which may hold spaces.
+    return Path(f"/proc/{pid}/stat").read_text("utf-8").rpartition(")")[2].split()[19]
 
 
 def leave() -> None:
@@ -227,6 +267,9 @@ def exits_at_once(
         elif isinstance(error, ProcessLost):
             # It names the process that was killed only where it has not seen another end before.
             time.sleep(FIRST_TELLS_SECONDS)
+            # One that hangs hears no signal, and torchrun would wait half a minute for it.
+            for peer in _peers:
+                peer.kill()
         os._exit(code)
 
 

@@ -5,12 +5,13 @@ from __future__ import annotations
 import fcntl
 import json
 import math
+import os
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import IO, Any
 
-from tlora_fx.durable import replace_file
+from tlora_fx.durable import replace_file, sync_folder
 from tlora_fx.errors import MetricsError, RunFolderError
 
 # A job's metrics: one JSON line for each optimizer step.
@@ -58,6 +59,16 @@ class MetricsLog:
                 self._file = self.path.open("ab")
             self._file.write(json.dumps(record).encode() + b"\n")
             self._file.flush()
+        except OSError as error:
+            raise self._refused(error) from error
+
+    def sync(self) -> None:
+        """Wait until the disk holds every line; raises MetricsError when it refuses."""
+        if self._file is None:
+            return
+        try:
+            os.fsync(self._file.fileno())
+            sync_folder(self.path.parent)
         except OSError as error:
             raise self._refused(error) from error
 
@@ -132,6 +143,7 @@ class RunFolder:
     ) -> None:
         self.path, self.writes = Path(path), writes
         self.jobs = self.path if jobs is None else Path(jobs)
+        self._held: os.stat_result | None = None
 
     def job(self, name: str) -> Path:
         """A job's own folder; raises RunFolderError for a name that the run needs itself."""
@@ -174,7 +186,29 @@ class RunFolder:
                 ) from error
             if not resume:
                 require_new(self.path)
-            yield
+            self._held = os.fstat(lock.fileno())
+            try:
+                yield
+            finally:
+                self._held = None
+
+    def require_there(self) -> None:
+        """Refuse to go on where the held folder was removed, or another took its place.
+
+        raises    RunFolderError
+        """
+        if self._held is None:
+            return
+        try:
+            there = os.path.samestat((self.path / LOCK).stat(), self._held)
+        except OSError:
+            there = False
+        if not there:
+            raise RunFolderError(
+                "the output folder was removed or replaced while it was in use",
+                folder=self.path,
+                help="what was trained since the last copy is lost; train again with another -o",
+            )
 
     def metrics(self, job: str) -> MetricsLog:
         """A job's metrics file."""

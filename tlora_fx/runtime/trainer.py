@@ -2,25 +2,19 @@
 
 from __future__ import annotations
 
-import os
-import signal
-import sys
-import threading
 import time
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
-from types import FrameType, TracebackType
-from typing import Any
 
 import torch
 
 from tlora_fx.compiler import Jobs, as_jobs
 from tlora_fx.cost.load import MAX_ROW_TOKENS
 from tlora_fx.cost.plan import Plan
-from tlora_fx.errors import CheckpointError
+from tlora_fx.errors import CheckpointError, MetricsError
 from tlora_fx.model.batch import PackedBatch
 from tlora_fx.model.supermodel import SuperModel
 from tlora_fx.ops.kernels.select import is_strict
@@ -63,10 +57,10 @@ from tlora_fx.runtime.distributed import (
     require_elementwise,
     table_hash,
 )
+from tlora_fx.runtime.interrupts import Interrupts
 from tlora_fx.runtime.job_run import JobRun, StepReport
 from tlora_fx.runtime.run_folder import RunFolder
 
-SIGNALS = (signal.SIGINT, signal.SIGTERM)
 GRACE_SECONDS = 10.0
 
 
@@ -81,6 +75,9 @@ class TrainerCallback:
 
     def ended(self, run: JobRun) -> None:
         """A job is done, or has failed."""
+
+    def saving(self) -> None:
+        """A checkpoint is about to be written, which may take its time."""
 
     def saved(self, path: Path, runs: Sequence[JobRun]) -> None:
         """A checkpoint holds all that the jobs did."""
@@ -348,8 +345,10 @@ class Trainer:
     def _save(self, *, last: bool) -> None:
         """Write a checkpoint; while training goes on, a full disk only costs this one.
 
-        raises    CheckpointError at the end of a run
+        raises    RunFolderError where the folder is gone; CheckpointError, MetricsError at the end
+                  of a run
         """
+        self.callback.saving()
         names = [run.job.name for run in self.runs]
         states = {
             name: self.gathering.whole(name, run.state())
@@ -359,9 +358,12 @@ class Trainer:
         if not self.mesh.leader:
             return
         described = {"rounds": self.rounds, **identity(self.model, self.jobs)}
+        self.folder.require_there()
         try:
+            for run in self.runs:
+                run.metrics.sync()
             path = self.store.save(self.rounds, states, described)
-        except CheckpointError as error:
+        except (CheckpointError, MetricsError) as error:
             if last:
                 raise
             self.callback.warned(str(error))
@@ -411,72 +413,3 @@ class Trainer:
 def default_device() -> str:
     """The GPU where there is one."""
     return "cuda" if torch.cuda.is_available() else "cpu"
-
-
-class Interrupts:
-    """Within this, `asked` says whether the user wants to stop after the round.
-
-    Ctrl-C and SIGTERM ask for it; a second one stops the run at once.
-
-    grace_seconds   for one of several processes: how long the round may still take. Where another
-                    process has died, the round never ends, and what waits for it hears no signal;
-                    so a thread ends the process then. None: the round takes as long as it takes
-    """
-
-    def __init__(self, grace_seconds: float | None = None) -> None:
-        self.asked = False
-        self._grace = grace_seconds
-        self._settled = threading.Event()
-        self._before: dict[int, Any] = {}
-        self._pipe: tuple[int, int] | None = None
-
-    def __enter__(self) -> Interrupts:
-        """Take over the signals, where the main thread is asking."""
-        if threading.current_thread() is threading.main_thread():
-            for number in SIGNALS:
-                self._before[number] = signal.signal(number, self._hear)
-            if self._grace is not None:
-                self._watch()
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        """Give the signals back."""
-        self.settle()
-        for number, handler in self._before.items():
-            signal.signal(number, handler)
-        if self._pipe is not None:
-            signal.set_wakeup_fd(-1)
-            # The thread that waits for it ends.
-            os.close(self._pipe[1])
-
-    def settle(self) -> None:
-        """All processes are about to stop: what is left to do may take its time."""
-        self._settled.set()
-
-    def _hear(self, number: int, frame: FrameType | None) -> None:
-        if self.asked:
-            raise KeyboardInterrupt
-        self.asked = True
-
-    def _watch(self) -> None:
-        self._pipe = os.pipe()
-        os.set_blocking(self._pipe[1], False)
-        signal.set_wakeup_fd(self._pipe[1], warn_on_full_buffer=False)
-        threading.Thread(target=self._end_in_time, args=(self._pipe[0],), daemon=True).start()
-
-    def _end_in_time(self, end: int) -> None:
-        # Reading ends when the other end is closed.
-        while heard := os.read(end, 1):
-            if heard[0] in SIGNALS and not self._settled.wait(self._grace):
-                sys.stderr.write(
-                    f"stopped without a checkpoint: the round did not end within {self._grace:g} "
-                    "seconds, as where another process has died\n"
-                )
-                sys.stderr.flush()
-                os._exit(128 + heard[0])
-        os.close(end)

@@ -48,6 +48,7 @@ from tlora_fx.scheduler.local.admission import (
 from tlora_fx.scheduler.local.admission_worker import prepare, reason_of
 from tlora_fx.scheduler.local.executor import (
     RESERVED,
+    HeldFolder,
     LocalExecutor,
     LocalOptions,
     cpu_threads,
@@ -327,11 +328,13 @@ class RunOptions:
                 what they took
     linger      seconds that the folder stays without a new file before a run without work ends;
                 None: never
+    grace_seconds   that groups have to stop when the run is told to; then they are killed
     layout_of   how a group is spread over its GPUs; None: over all of them, by rows
     """
 
     loop: LoopOptions = field(default_factory=lambda: LoopOptions(switch_seconds=10.0))
     linger: float | None = 60.0
+    grace_seconds: float = 60.0
     learns: bool = True
     layout_of: LayoutOf | None = None
     worker: str = WORKER
@@ -363,7 +366,7 @@ def opened(
     raises    RunFolderError, WorkerLost, LedgerError, JobFolderError
     """
     require_folder(jobs)
-    with held(output) as lock:
+    with held(output) as folder:
         ledger = Ledger(output / "ledger.sqlite")
         started = float(ledger.fact("started", repr(time.time())))
         recover(ledger, output, time.time() - started)
@@ -371,7 +374,7 @@ def opened(
         specs = {record.name: record.spec for record in records if record.status != "cancelled"}
         threads = cpu_threads(cluster.gpus) if options.local.device == "cpu" else {}
         server = ForkServer(
-            output / "workers.log", module=options.worker, held=lock, environment=threads
+            output / "workers.log", module=options.worker, held=folder.workers, environment=threads
         )
         executor = LocalExecutor(
             output, cluster, specs, server, options=options.local, sources=sources(ledger),
@@ -390,8 +393,9 @@ def opened(
             )
             files = JobFolder(jobs, ledger, specs)
             running = SchedulerService(
-                files, loop, executor, ledger, admission, estimates, callback, options, specs
-            )
+                files, loop, executor, ledger, admission, estimates, callback, options, specs,
+                folder,
+            )  # fmt: skip
             running.go_on(records)
             yield running
         finally:
@@ -402,10 +406,13 @@ def opened(
 
 @dataclass(slots=True)
 class OpenFile:
-    """A file of which not all jobs are in the ledger yet."""
+    """A file of which not all jobs are in the ledger yet.
+
+    left   those that are not; None: it is not read yet
+    """
 
     file: SubmittedFile
-    left: set[str] = field(default_factory=set)
+    left: set[str] | None = None
 
 
 @dataclass(slots=True)
@@ -421,6 +428,7 @@ class SchedulerService:
     callback: Callback
     options: RunOptions
     specs: dict[str, Mapping[str, Any]]
+    folder: HeldFolder
     stopping: bool = False
     _looked: float = float("-inf")
     _busy: float = 0.0
@@ -442,9 +450,15 @@ class SchedulerService:
         self.admission.restore([record.spec for record in left])
 
     def turn(self) -> bool:
-        """Look for jobs, hear of groups, decide what is due; False when the run is over."""
+        """Look for jobs, hear of groups, decide what is due; False when the run is over.
+
+        raises   RunFolderError where the output folder is gone; LedgerError
+        """
         now = self.executor.now()
-        if not self.stopping and not self._left and self._time_to_look():
+        looks = self._time_to_look()
+        if looks:
+            self.folder.require_there()
+        if looks and not self.stopping and not self._left:
             for file in self.files.look(self._open):
                 self._take(file)
                 self._busy = now
@@ -456,6 +470,7 @@ class SchedulerService:
         if self.stopping and not self.loop.stopping:
             self.admission.close()
             self.loop.drain_all(now)
+            self.executor.hurry(self.options.grace_seconds)
         self.loop.advance(self.executor.now())
         self._measure()
         if self.stopping:
@@ -510,17 +525,17 @@ class SchedulerService:
         self._follow(answer)
         fresh = self.files.fresh(answer.jobs)
         mistake = answer.mistake or self.files.differing(answer.path, answer.jobs)
-        known = self._open[answer.path]
-        known.file = replace(known.file, mistake=mistake)
-        known.left = {job["name"] for job in fresh}
         self.callback.read_file(answer.path.name, [job["name"] for job in fresh], mistake)
         self.specs.update({job["name"]: job for job in fresh})
         self._origins.update({job["name"]: key_of(answer.path) for job in fresh})
         for job in fresh:
             if job["name"] in RESERVED:
                 self._refuse(job, _reserved(job["name"]), now)
-                known.left.discard(job["name"])
-        self.admission.prepare([job for job in fresh if job["name"] in known.left], now)
+        jobs = [job for job in fresh if job["name"] not in RESERVED]
+        known = self._open[answer.path]
+        known.file = replace(known.file, mistake=mistake)
+        known.left = {job["name"] for job in jobs}
+        self.admission.prepare(jobs, now)
         self._settle(answer.path)
 
     def _follow(self, answer: FileRead) -> None:
@@ -554,8 +569,9 @@ class SchedulerService:
     def _submitted(self, name: str) -> None:
         """What is to be known of a job is in the ledger."""
         for path, known in list(self._open.items()):
-            known.left.discard(name)
-            self._settle(path)
+            if known.left is not None:
+                known.left.discard(name)
+                self._settle(path)
 
     def _settle(self, path: Path) -> None:
         if not self._open[path].left:

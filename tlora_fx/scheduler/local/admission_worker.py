@@ -144,8 +144,15 @@ def _read_file(order: AdmissionOrder, writer: EventWriter, limits: _Limits) -> N
 
 def _tell(writer: EventWriter, kind: str, **facts: Any) -> None:
     """Tell what the scheduler can read: not too much, and nothing that no file can hold."""
-    # Refused here: a lone surrogate, a number of thousands of digits.
-    length = len(json.dumps(facts, ensure_ascii=False).encode())
+    try:
+        length = len(json.dumps(facts, ensure_ascii=False).encode())
+    except UnicodeEncodeError as error:
+        half = error.object[error.start : error.end].encode("ascii", "backslashreplace").decode()
+        raise AdmissionError(
+            "it holds half a character, which no file can hold",
+            found=half,
+            help="write the whole character, or both halves of its escape",
+        ) from None
     if length > ANSWER_BYTES:
         raise AdmissionError(
             "it unfolds into too much",

@@ -27,7 +27,7 @@ from typing import IO, Any
 
 from tlora_fx.cost.estimator import Layout
 from tlora_fx.cost.hardware import Cluster
-from tlora_fx.errors import PlaceTaken, RunFolderError, WorkerLost
+from tlora_fx.errors import PlaceTaken, RunFolderError, WorkerLost, WorkerStalled
 from tlora_fx.runtime.checkpoint import CheckpointStore
 from tlora_fx.scheduler.executor import (
     Committed,
@@ -48,6 +48,82 @@ from tlora_fx.scheduler.store import Ledger
 TAIL_LINES = 12
 
 
+@dataclass(frozen=True, slots=True)
+class StallLimits:
+    """How long a group may go without progress before it is killed.
+
+    seconds        None: `times` its longest step so far, and at least `least_seconds`
+    first_seconds  until its first step is done, which loads, compiles and captures; and while it
+                   writes a checkpoint
+    """
+
+    seconds: float | None = None
+    times: float = 20.0
+    least_seconds: float = 300.0
+    first_seconds: float = 1800.0
+
+    def of(self, longest_seconds: float) -> float:
+        """For a group whose longest step took so long."""
+        if self.seconds is not None:
+            return self.seconds
+        return max(self.least_seconds, self.times * longest_seconds)
+
+
+class Watchdog:
+    """Knows when a group has gone too long without a sign.
+
+    longest   seconds of its longest step
+    """
+
+    def __init__(self, limits: StallLimits) -> None:
+        self.limits = limits
+        self.longest = 0.0
+        self._heard = time.monotonic()
+        self._stepped = self._saving = False
+        self._asked: float | None = None
+        self._grace: float | None = None
+
+    def hear(self, kind: str) -> None:
+        """A line of the group's event log came."""
+        now = time.monotonic()
+        if kind == "progress":
+            # The first one ends a time in which it compiled.
+            self.longest = max(self.longest, now - self._heard) if self._stepped else 0.0
+            self._stepped = True
+        self._saving = kind == "saving"
+        self._heard = now
+
+    def asked(self) -> None:
+        """The group is to stop."""
+        self._asked = time.monotonic()
+
+    def hurry(self, grace_seconds: float) -> None:
+        """From now on it has no longer than this to stop."""
+        self._asked, self._grace = time.monotonic(), grace_seconds
+
+    @property
+    def seconds(self) -> float:
+        """How long it may go without a sign now."""
+        if self._saving or not self._stepped:
+            return self.limits.first_seconds
+        return self.limits.of(self.longest)
+
+    def reason(self) -> str:
+        """Why it is to be killed; "" where it is not."""
+        now = time.monotonic()
+        if self._asked is not None and self._grace is not None:
+            if now - self._asked <= self._grace:
+                return ""
+            what, most = "a group did not stop in its grace", self._grace
+        elif now - self._heard <= self.seconds:
+            return ""
+        else:
+            what, most = "a group made no progress and was killed", self.seconds
+        silent = f"no sign for {now - self._heard:.1f} s"
+        step = f"; its longest step took {self.longest:.1f} s" if self.longest else ""
+        return str(WorkerStalled(what, expected=f"at most {most:.4g} s", found=silent + step))
+
+
 @dataclass(slots=True)
 class RunningGroup:
     """A formation that was launched.
@@ -62,6 +138,7 @@ class RunningGroup:
     workers: tuple[int, ...]
     clock: Callable[[float], float]
     committed: dict[str, float]
+    watchdog: Watchdog
     asked: bool = False
     over: bool = False
     at_fault: str | None = None
@@ -81,6 +158,7 @@ class RunningGroup:
         """Ask for a checkpoint and an end; once."""
         if not self.asked:
             self.asked = True
+            self.watchdog.asked()
             self.send(signal.SIGTERM)
 
     def send(self, number: int) -> None:
@@ -107,9 +185,13 @@ class RunningGroup:
         elif any(codes):
             # The others wait for one that has died.
             self.send(signal.SIGKILL)
+        elif reason := self.watchdog.reason():
+            self.reason = reason
+            self.send(signal.SIGKILL)
 
     def _read(self, line: Mapping[str, Any]) -> Iterator[GroupEvent]:
         time = self.clock(line["time"])
+        self.watchdog.hear(line["kind"])
         match line["kind"]:
             case "started":
                 yield GroupStarted(time, self.epoch)
@@ -188,6 +270,7 @@ class LocalOptions:
     max_row_tokens: int = 16384
     compiled: bool = False
     more: Mapping[str, Any] = field(default_factory=dict)
+    stall: StallLimits = field(default_factory=StallLimits)
 
 
 @dataclass(frozen=True, slots=True)
@@ -294,6 +377,7 @@ class LocalExecutor:
         self._groups[epoch] = RunningGroup(
             epoch, group.jobs, folder, self._server, workers, self._clock,
             {name: self.sources[name].steps for name in group.jobs if name in self.sources},
+            Watchdog(self.options.stall),
         )  # fmt: skip
 
     def _config(
@@ -339,6 +423,11 @@ class LocalExecutor:
     def drain(self, group: Group, epoch: int) -> None:
         if epoch in self._groups:
             self._groups[epoch].drain()
+
+    def hurry(self, grace_seconds: float) -> None:
+        """From now on no group has longer than this to stop; what has not is killed."""
+        for running in self._groups.values():
+            running.watchdog.hurry(grace_seconds)
 
     def kill(self, group: Group, epoch: int) -> None:
         """End the processes at once, and wait until they have ended."""
@@ -426,12 +515,39 @@ RESERVED = frozenset(
 )
 
 
+@dataclass(frozen=True, slots=True)
+class HeldFolder:
+    """A run's folder that this process holds.
+
+    workers   a file descriptor for the workers to inherit: the folder is held as long as one of
+              them is there
+    """
+
+    path: Path
+    workers: int
+    _lock: os.stat_result
+
+    def require_there(self) -> None:
+        """Refuse to go on where the folder was removed, or another took its place.
+
+        raises    RunFolderError
+        """
+        try:
+            there = os.path.samestat((self.path / ".lock").stat(), self._lock)
+        except OSError:
+            there = False
+        if not there:
+            raise RunFolderError(
+                "the output folder was removed or replaced while it was in use",
+                folder=self.path,
+                help="what was trained since is lost; start again with another -o",
+            )
+
+
 @contextmanager
-def held(folder: Path) -> Iterator[int]:
+def held(folder: Path) -> Iterator[HeldFolder]:
     """Hold a run's folder for this process.
 
-    returns   a file descriptor for the workers to inherit: the folder is then held as long as one
-              of them is there
     raises    RunFolderError where another process runs in it, WorkerLost where the workers of a
               killed one do not end
     """
@@ -449,7 +565,7 @@ def held(folder: Path) -> Iterator[int]:
                 folder=folder,
                 help=f"see who holds it with: fuser {folder / '.workers.lock'}",
             )
-        yield theirs.fileno()
+        yield HeldFolder(folder, theirs.fileno(), os.fstat(mine.fileno()))
 
 
 def _opened(folder: Path, name: str) -> IO[str]:

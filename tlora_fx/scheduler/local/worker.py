@@ -220,6 +220,9 @@ class EventCallback(TrainerCallback):
         self.steps[report.job] = report.step
         self.writer.progress(self.steps)
 
+    def saving(self) -> None:
+        self.writer.write("saving")
+
     def saved(self, path: Path, runs: Sequence[JobRun]) -> None:
         self.writer.write(
             "saved",
