@@ -32,7 +32,8 @@ from benchmarks.results_file import RESULTS, console, described, write
 from benchmarks.step_mixes import SEED, Shape
 from tlora_fx.config.job import Job
 from tlora_fx.runtime.data import DataReport, JobData, Sample
-from tlora_fx.runtime.trainer import Interrupts, Trainer, TrainerOptions
+from tlora_fx.runtime.interrupts import Interrupts
+from tlora_fx.runtime.trainer import Trainer, TrainerOptions
 
 EXACT, FEW, GRAPHS = "exact", "few lengths", "graphs"
 #: Tokens of a sequence, evenly drawn.
