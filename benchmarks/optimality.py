@@ -5,7 +5,11 @@ holds the GPUs that its jobs asked for together. The optimum is over all groupin
 program over subsets). Two estimators: the field notes' synthetic roofline, and the measured profile
 of Llama-3-8B on one H200. A group in which a job is slowed down past its bound counts as a break.
 
-    python -m benchmarks.optimality [--instances 200] [--jobs 10]
+Then the same with too few GPUs: eight jobs on 4, 8 and 16, by the measured profile. The optimum is
+over all groupings, all GPUs of each group, and who waits (a dynamic program over subsets and GPUs).
+It knows no order of arrival; policies let the first come first.
+
+    python -m benchmarks.optimality [--instances 200] [--jobs 10] [--few 60]
 """
 
 from __future__ import annotations
@@ -17,6 +21,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
+import numpy as np
 from rich.table import Table
 
 from benchmarks.results_file import RESULTS, console, described, write
@@ -27,11 +32,13 @@ from tlora_fx.cost.profile_sources import profiles_for
 from tlora_fx.cost.synthetic import SyntheticEstimator
 from tlora_fx.scheduler.policies import find_policy
 from tlora_fx.scheduler.policies.oracle import best_grouping
-from tlora_fx.scheduler.search.objective import Objective, seconds_of
+from tlora_fx.scheduler.search.objective import Objective, seconds_of, tier_for
 from tlora_fx.scheduler.state import ROUNDING, ActiveJob, JobRequest, SchedulerState, limit_seconds
 
 BASE = "llama-3-8b"
 CLUSTER = Cluster(256)
+FEW_JOBS, FEW_GPUS = 8, (4, 8, 16)
+FEW_POLICIES = ("tlora", "tlora-paper", "megatron")
 OBJECTIVES: tuple[Objective, ...] = ("throughput", "weighted")
 BOUNDS = {"throughput": (0.97, 0.85), "weighted": (0.96, 0.80)}
 Groups = Sequence[tuple[tuple[str, ...], float]]
@@ -51,12 +58,14 @@ def requests_drawn(count: int, seed: int) -> list[JobRequest]:
     return found
 
 
-def state_of(requests: Sequence[JobRequest], estimator: Estimator) -> SchedulerState:
+def state_of(
+    requests: Sequence[JobRequest], estimator: Estimator, cluster: Cluster = CLUSTER
+) -> SchedulerState:
     """All of them new, at one moment."""
     jobs = {
         one.name: ActiveJob(one, estimator.solo(one.base, one.demand, one.gpus)) for one in requests
     }
-    return SchedulerState(float(len(requests)), CLUSTER, estimator, jobs)
+    return SchedulerState(float(len(requests)), cluster, estimator, jobs)
 
 
 def by_policy(name: str, **options: Any) -> Way:
@@ -177,11 +186,88 @@ def measured(
             }
 
 
+def best_of_few(state: SchedulerState, objective: Objective) -> float:
+    """The largest worth of groups that hold no more GPUs than there are; jobs may wait.
+
+    One base. For every set of jobs and every number of GPUs the best is that of the set's first
+    job's group, whose GPUs are any, and of the rest on what is left; or the first job waits.
+    """
+    worths = _worths(state, objective)
+    best = np.zeros_like(worths)
+    for jobs in range(1, len(worths)):
+        first = jobs & -jobs
+        rest = part = jobs ^ first
+        best[jobs] = best[rest]
+        while True:
+            worth = worths[part | first]
+            # More GPUs are tried only where they bring more.
+            for gpus in np.flatnonzero(np.diff(worth) > 0) + 1:
+                left = best[rest ^ part][: worths.shape[1] - gpus]
+                best[jobs, gpus:] = np.maximum(best[jobs, gpus:], worth[gpus] + left)
+            if not part:
+                break
+            part = (part - 1) & rest
+    return float(best[-1, -1])
+
+
+def _worths(state: SchedulerState, objective: Objective) -> np.ndarray:
+    """Of each set of jobs as one group on at most so many GPUs, [2^n, GPUs + 1]; 0 on none."""
+    jobs = list(state.jobs.values())
+    sets = (np.arange(1 << len(jobs))[:, None] >> np.arange(len(jobs)) & 1).astype(np.float64)
+    asked = sets @ np.array([job.request.gpus for job in jobs])
+    demand = sets @ np.array([job.request.demand for job in jobs], dtype=np.float64)
+    limits = np.array([limit_seconds(job, state.now) for job in jobs])
+    limit = np.where(sets > 0, limits, np.inf).min(axis=1) * (1 + ROUNDING)
+    weighted = objective == "weighted"
+    mass = sets @ np.array(
+        [job.solo_seconds if weighted else job.request.demand.samples for job in jobs]
+    )
+    capacity = state.cluster.capacity()
+    worths = np.zeros((len(sets), capacity + 1))
+    for gpus in range(1, capacity + 1):
+        rows = np.flatnonzero(asked >= gpus)
+        tiers = [tier_for(state.cluster, gpus)] * len(rows)
+        counts = np.full(len(rows), float(gpus))
+        seconds = state.estimator.seconds(BASE, demand[rows], counts, tiers)
+        alone = (sets[rows].sum(axis=1) == 1) & (asked[rows] == gpus)
+        fits = np.isfinite(seconds) & ((seconds <= limit[rows]) | alone)
+        worths[rows[fits], gpus] = mass[rows[fits]] / seconds[fits]
+    return np.maximum.accumulate(worths, axis=1)
+
+
+def with_too_few(instances: int) -> Iterator[dict[str, Any]]:
+    """One row for each objective, number of GPUs, and policy."""
+    for objective in OBJECTIVES:
+        for gpus in FEW_GPUS:
+            cluster = Cluster(gpus)
+            estimator = ProfileEstimator(profiles_for([BASE], cluster.gpu), cluster)
+            parts: dict[str, list[float]] = {name: [] for name in FEW_POLICIES}
+            for seed in range(instances):
+                drawn = [one for one in requests_drawn(FEW_JOBS, seed) if one.gpus <= gpus]
+                state = state_of(drawn, estimator, cluster)
+                best = best_of_few(state, objective)
+                for name in FEW_POLICIES:
+                    options = {"objective": objective} if name == "tlora" else {}
+                    groups = find_policy(name, **options).decide(state).groups
+                    total = sum(worth(state, one.jobs, one.seconds, objective) for one in groups)
+                    parts[name].append(total / best)
+            for name, values in parts.items():
+                yield {
+                    "objective": objective,
+                    "gpus": gpus,
+                    "policy": name,
+                    "mean": statistics.mean(values),
+                    "worst": min(values),
+                    "tenth": sorted(values)[len(values) // 10],
+                }
+
+
 def main() -> None:
     """Measure, print, write."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--instances", type=int, default=200)
     parser.add_argument("--jobs", type=int, default=10)
+    parser.add_argument("--few", type=int, default=60, help="instances with too few GPUs")
     asked = parser.parse_args()
     profiles = profiles_for([BASE], CLUSTER.gpu)
     estimators: dict[str, Estimator] = {
@@ -195,6 +281,10 @@ def main() -> None:
         rows = list(measured(estimator, asked.instances, asked.jobs, out.print))
         found[name] = rows
         out.print(table(name, rows))
+    found["too few GPUs"] = few = list(with_too_few(asked.few))
+    for row in few:
+        numbers = f"mean {row['mean']:.3f}, worst {row['worst']:.3f}"
+        out.print(f"{row['objective']}, {row['gpus']} GPUs, {row['policy']}: {numbers}")
     write(RESULTS / "optimality.json", found)
 
 

@@ -161,6 +161,23 @@ def test_jobs_that_wait_start_by_sharing():
             assert keeps([moment.jobs[name] for name in one.jobs], one.seconds, 0.0)
 
 
+@pytest.mark.parametrize("gpus", [6, 12, 20])
+def test_no_gpu_is_idle_beside_a_job_that_could_start_alone(gpus):
+    """A job whose group finds no room takes a free GPU by itself."""
+    full = 0
+    for seed in range(40):
+        requests = [one for one in drawn(8, seed=seed) if one.gpus <= gpus]
+        moment = state(requests, gpus)
+        decision = find_policy("tlora").decide(moment)
+        checked(moment, decision)
+
+        idle = gpus - sum(one.gpus for one in decision.groups)
+        waiting = [moment.jobs[name].request for name in decision.waiting]
+        assert not idle or not any(one.gpus == 1 for one in waiting), seed
+        full += bool(waiting) and not idle
+    assert full
+
+
 def test_gpus_beyond_the_knee_are_given_back():
     """Where any step will do, one sample does not hold eight GPUs."""
     tiny = JobRequest("tiny", "base", demand(1, 128, 2), 8, 100)

@@ -309,12 +309,12 @@ class Tlora:
         """Places for all that find one; what runs must not lose its own by a search."""
         ran = {name for unit in search_round.units if unit.homes for name in unit.jobs}
         units = released(valuation, result.units, self.knee)
-        placed = arrange(state, collector, units, reserve=self.reserve)
+        placed = arrange(state, collector, units, reserve=self.reserve, valuation=valuation)
         if result.units is not result.safe:
             runs = {name for unit in placed.running for name in unit.jobs}
             if not ran <= runs:
                 units = released(valuation, result.safe, self.knee)
-                placed = arrange(state, collector, units, reserve=self.reserve)
+                placed = arrange(state, collector, units, reserve=self.reserve, valuation=valuation)
         return placed
 
     def _answer(self, state: SchedulerState, placed: Placed) -> Decision:

@@ -6,6 +6,8 @@ The same questions in the same order get the same places.
 
 A unit that is pressed and finds no room has nodes set aside for it; others start there only if
 they end before it could begin. So wide jobs are not overtaken for ever (EASY backfill, by node).
+
+GPUs that are free after that go to single jobs of units that wait whole.
 """
 
 from __future__ import annotations
@@ -14,10 +16,14 @@ from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 
+import numpy as np
+
 from tlora_fx.cost.hardware import Cluster
 from tlora_fx.scheduler.search.objective import (
     CandidateCollector,
     CandidateGroup,
+    GroupValuation,
+    powers,
     seconds_of,
     tier_for,
     widest_rack,
@@ -31,6 +37,9 @@ from tlora_fx.scheduler.state import (
     pressed_first,
     urgency,
 )
+
+#: Units that wait, up to which a lone job takes fewer GPUs than are best for it.
+SHORT_QUEUE = 8
 
 
 class Placer:
@@ -177,8 +186,12 @@ def arrange(
     units: Sequence[CandidateGroup],
     *,
     reserve: bool,
+    valuation: GroupValuation | None = None,
 ) -> Placed:
-    """Find places: what runs first, then what waits, the most pressed first."""
+    """Find places: what runs first, then what waits, the most pressed first.
+
+    valuation    of single jobs, which start where their unit finds no room; None: units wait whole
+    """
     arranging = Arranging(state)
     waiting = [unit for unit in units if not unit.homes]
     for unit in arranging.settle([unit for unit in units if unit.homes]):
@@ -189,6 +202,8 @@ def arrange(
     }
     waiting.sort(key=lambda unit: keys[id(unit)])
     arranging.start(waiting, reserve=reserve)
+    if valuation is not None:
+        arranging.start_apart(collector, valuation)
     return arranging.placed
 
 
@@ -278,6 +293,53 @@ class Arranging:
             if reserve and not reserved and any(urgency(j, now) is Urgency.VIOLATING for j in jobs):
                 self.placed.reserved, ready = self._reservation(unit.gpus)
             self.placed.waiting.append(unit)
+
+    def start_apart(self, collector: CandidateCollector, valuation: GroupValuation) -> None:
+        """Let jobs start by themselves whose unit waits, on GPUs that nobody else takes.
+
+        Where few wait a lone job may start on fewer GPUs too. Behind a long queue that would hold
+        GPUs which the queue's units make more of.
+        """
+        waiting, self.placed.waiting = self.placed.waiting, []
+        least = 1 if len(waiting) <= SHORT_QUEUE else 2
+        for unit in waiting:
+            names = unit.jobs if self.placer.free and len(unit.jobs) >= least else ()
+            started = {name for name in names if self._starts(collector, valuation, name)}
+            rest = [self.state.jobs[name] for name in unit.jobs if name not in started]
+            if not started:
+                self.placed.waiting.append(unit)
+            elif rest:
+                self.placed.waiting += self._together(collector, valuation, rest)
+
+    def _together(
+        self, collector: CandidateCollector, valuation: GroupValuation, jobs: list[ActiveJob]
+    ) -> list[CandidateGroup]:
+        """Jobs that wait as one unit, or each by itself where no number of GPUs serves them all."""
+        unit = collector.unit(jobs, 1, 1.0)
+        many = valuation.many([unit])
+        worth, gpus, seconds = valuation.best(many, powers(many.asked))
+        if not np.isfinite(worth[0]):
+            return [collector.alone(job) for job in jobs]
+        unit.gpus, unit.seconds = int(gpus[0]), float(seconds[0])
+        return [unit]
+
+    def _starts(self, collector: CandidateCollector, valuation: GroupValuation, name: str) -> bool:
+        """Whether a job finds a place by itself, on the GPUs that are best for it or on fewer."""
+        unit = collector.alone(self.state.jobs[name])
+        many = valuation.many([unit])
+        worth, gpus, seconds = valuation.table(many, powers(many.asked))
+        for choice in np.argsort(-worth[:, 0], kind="stable"):
+            # Where GPUs have a price, one that a lone job would not pay is left to shared groups.
+            if worth[choice, 0] < -ROUNDING:
+                return False
+            with self.placer.without(self.placed.reserved):
+                place = self.placer.find(int(gpus[choice, 0]))
+            if place is not None:
+                unit.gpus, unit.seconds = int(gpus[choice, 0]), float(seconds[choice, 0])
+                self.placer.take(place)
+                self.put(unit, place)
+                return True
+        return False
 
     def stay(self, unit: CandidateGroup, home: tuple[int, ...]) -> None:
         """A unit runs on GPUs that it holds; on fewer of them only as near as it was promised."""
