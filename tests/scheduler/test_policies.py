@@ -104,6 +104,28 @@ def test_the_ablations_are_the_same_policies_told_of_other_kernels():
     assert find_policy("no-scheduler").fused
 
 
+def test_each_part_of_tlora_can_be_left_out():
+    """No sharing; all GPUs that were asked for; nobody overtakes; no graphs."""
+    moment = state(drawn(20, seed=3), 18)
+
+    def decided(**options):
+        return find_policy("tlora", **options).decide(moment)
+
+    asked = {name: job.request.gpus for name, job in moment.jobs.items()}
+    assert any(len(one.jobs) > 1 for one in decided().groups)
+    assert all(len(one.jobs) == 1 for one in decided(share=False).groups)
+    assert all(
+        one.gpus == sum(asked[name] for name in one.jobs) for one in decided(release=False).groups
+    )
+    started = []
+    for backfill in (False, True):
+        apart = decided(share=False, release=False, backfill=backfill)
+        started.append({name for one in apart.groups for name in one.jobs})
+    assert started[0] == set(list(moment.jobs)[: len(started[0])])
+    assert started[0] < started[1]
+    assert not find_policy("no-graphs").graphs
+
+
 @pytest.mark.parametrize("objective", ["weighted", "throughput"])
 def test_tlora_comes_near_the_exact_optimum(objective):
     """On instances that the exact policy can solve; `benchmarks/optimality.py` has two hundred."""

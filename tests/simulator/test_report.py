@@ -5,14 +5,26 @@ from __future__ import annotations
 import csv
 import json
 import re
+from collections import Counter
+from dataclasses import replace
 from html.parser import HTMLParser
+from itertools import groupby, pairwise
 
 import pytest
 
 from tests.simulator.replayed import base, outcome
+from tlora_fx.cost.hardware import Cluster
 from tlora_fx.errors import ReportNotWritable
-from tlora_fx.simulator.report import Report, page, place, reasons, write_report
-from tlora_fx.simulator.sweep import SWEEPS, plan_of
+from tlora_fx.simulator.report import (
+    Report,
+    gpus_csv,
+    jobs_csv,
+    page,
+    place,
+    reasons,
+    write_report,
+)
+from tlora_fx.simulator.sweep import SWEEPS, JobSource, plan_of, run
 
 POLICIES = ("tlora", "mlora-fifo", "megatron", "no-scheduler", "no-kernel-fuser")
 
@@ -57,7 +69,7 @@ def test_a_report_is_a_page_with_the_numbers_beside_it(tmp_path):
     assert "script" not in tags.seen
     assert all((path.parent / link).exists() for link in tags.links)
     assert "http" not in re.sub(r"http-equiv", "", text)
-    assert tags.seen.count("figure") == len(report.figures) == 16
+    assert tags.seen.count("figure") == len(report.figures) == 17
 
 
 def test_the_numbers_of_each_figure_stand_in_its_csv(tmp_path):
@@ -108,7 +120,7 @@ def test_reasons_are_numbers_of_the_replays():
     assert "2.34 times the GPU time" in text
     assert "20% of the jobs under mlora-fifo" in text
     assert "within 1.2–1.8" in text
-    assert "The kernel fuser, by what its absence costs: throughput 1.60×" in text
+    assert "what its absence costs. fused kernels and graphs: throughput 1.60×" in text
     assert "for eight together with fused kernels" in text
 
 
@@ -127,6 +139,56 @@ def test_a_report_of_one_policy_compares_nothing():
     assert report.ratios == []
     assert reasons(report.policies, report.ratios) == []
     assert "Against the paper" not in page(report)
+
+
+@pytest.fixture(scope="module")
+def recorded():
+    """The report of two short replays that say who ran where."""
+    scenario = replace(base(), source=JobSource(jobs=60), cluster=Cluster(16))
+    plan = plan_of(scenario, ("tlora", "megatron"), 1, recorded=True)
+    return Report(plan, {one: run(one) for one in plan.scenarios()}, "")
+
+
+def test_what_gpus_did_adds_up_to_what_jobs_did(recorded):
+    """From the files alone: GPUs hold one group at a time, and every step was done on some."""
+    jobs = list(csv.DictReader(jobs_csv(recorded).splitlines()))
+    held = list(csv.DictReader(gpus_csv(recorded).splitlines()))
+
+    for policy, outcomes in recorded.policies.items():
+        mine = [row for row in held if row["policy"] == policy]
+        steps = Counter()
+        for _, rows in groupby(sorted(mine, key=_group), key=_group):
+            first = next(rows)
+            for name, count in zip(
+                first["jobs"].split(";"), first["steps"].split(";"), strict=True
+            ):
+                steps[name] += float(count)
+        for job in (row for row in jobs if row["policy"] == policy):
+            assert job["outcome"] == "finished"
+            assert steps[job["job"]] == pytest.approx(float(job["steps"]), rel=1e-9)
+        spans = sorted(
+            (int(r["gpu"]), float(r["begin seconds"]), float(r["end seconds"])) for r in mine
+        )
+        for before, after in pairwise(spans):
+            assert before[0] != after[0] or before[2] <= after[1] + 1e-6
+        seconds = sum(end - begin for _, begin, end in spans)
+        whole = outcomes[0].summary.whole
+        assert seconds == pytest.approx(whole.allocated_gpu_seconds, rel=1e-9)
+
+
+def _group(row):
+    return row["group"], float(row["begin seconds"])
+
+
+def test_a_gantt_chart_shows_who_ran_where(recorded, tmp_path):
+    """A rectangle a run of GPUs, and its numbers beside it; the page leads to all files."""
+    text = write_report(recorded, tmp_path).read_text(encoding="utf-8")
+
+    (chart,) = (one for one in recorded.figures if one.name == "gantt")
+    assert chart.svg.count("<title>") > len(chart.rows) // 2
+    assert all(first <= last < 16 for _, first, last, *_ in chart.rows)
+    assert {"jobs.csv", "gpus.csv", "gantt.csv"} <= {path.name for path in tmp_path.iterdir()}
+    assert 'href="gpus.csv"' in text
 
 
 def test_a_folder_that_cannot_be_written_is_an_error(tmp_path):

@@ -19,7 +19,14 @@ from rich.table import Table
 from tlora_fx.cli.options import seconds, with_options
 from tlora_fx.cost.hardware import Cluster
 from tlora_fx.scheduler.policies import POLICIES, policy_of
-from tlora_fx.simulator.report import Report, chosen, reasons, require_folder, write_report
+from tlora_fx.simulator.report import (
+    PARTS,
+    Report,
+    chosen,
+    reasons,
+    require_folder,
+    write_report,
+)
 from tlora_fx.simulator.sweep import (
     SWEEPS,
     Choices,
@@ -115,7 +122,7 @@ def run(**values: Any) -> None:
     output = options.output
     console = Console(highlight=False, soft_wrap=True)
     base = scenario_of(options)
-    plan = plan_for(base, options.sweep)
+    plan = plan_for(base, options.sweep, recorded=output.output is not None)
     require_ready(plan)
     if output.output is not None:
         require_folder(output.output)
@@ -148,14 +155,19 @@ def scenario_of(options: SimulateOptions) -> Scenario:
     )
 
 
-def plan_for(base: Scenario, options: SweepOptions) -> SweepPlan:
-    """The replays that are asked for; raises UnknownPolicy, and all that reading the trace does."""
+def plan_for(base: Scenario, options: SweepOptions, *, recorded: bool = False) -> SweepPlan:
+    """The replays that are asked for; raises UnknownPolicy, and all that reading the trace does.
+
+    recorded    of the first seed it is kept who ran where and when
+    """
     if not options.policies.strip(", "):
         raise typer.BadParameter("--policies names none; say all, or leave it out, for all of them")
     policies = words(options.policies) or [
         *(name for name in POLICIES if name != "oracle"),
         BACKFILL,
     ]
+    if policies == ["parts"]:
+        policies = ["tlora", *PARTS, "megatron", BACKFILL]
     for name in policies:
         policy_of(name)
     sweeps = list(SWEEPS) if options.sweeps == "all" else words(options.sweeps)
@@ -171,6 +183,7 @@ def plan_for(base: Scenario, options: SweepOptions) -> SweepPlan:
         sweep_seeds=options.sweep_seeds,
         sizes=options.cluster_sizes,
         months=load(base.source, base.seed).months if sweeps else 1,
+        recorded=recorded,
     )
 
 

@@ -126,6 +126,7 @@ class ProfileEstimator:
     cluster        whose nodes and racks decide what crosses which link
     shapes         facts of bases that are not known by name; a base not among them is looked up
     fused          False: adapters run one after the other (the ablation without a kernel fuser)
+    graphs         False: rows are launched, none runs as a CUDA graph; nor does any that is unfused
     nano_batches   numbers of nano-batches to choose from under tensor parallelism
     tp             sizes of tensor parallelism to choose from; None: those that a profile has
                    measured. Others are scaled by rooflines, which know nothing of launching
@@ -139,6 +140,7 @@ class ProfileEstimator:
     cluster: Cluster
     shapes: Mapping[str, ModelFacts] = field(default_factory=dict)
     fused: bool = True
+    graphs: bool = True
     nano_batches: Sequence[int] = (1,)
     tp: Sequence[int] | None = None
     spine: float = SPINE
@@ -239,6 +241,7 @@ class ProfileEstimator:
                 tp=self.tp or measured(self.profiles[name]),
                 spine=self.spine,
                 fused=self.fused,
+                graphs=self.graphs,
                 nano_batches=self.nano_batches,
             )
         return known
@@ -256,6 +259,7 @@ class Base:
         tp: Sequence[int],
         spine: float = SPINE,
         fused: bool = True,
+        graphs: bool = True,
         nano_batches: Sequence[int] = (1,),
     ) -> None:
         self.tp = tuple(size for size in tp if divides(facts, size))
@@ -263,7 +267,7 @@ class Base:
         self.cost = CostModel(facts, profile, cluster.gpus_per_node, lowest=0, fused=fused)
         self.clock = self.cost.clock(self.tp)
         # Adapters one after the other read their tables on the host.
-        self.layouts = Layouts(self.cost, cluster, self.tp, spine, captured=fused)
+        self.layouts = Layouts(self.cost, cluster, self.tp, spine, captured=fused and graphs)
         self.sites = Sites(self.cost, self.tp)
         self.nano_batches = [count for count in nano_batches if count > 1]
         self._whole = Stage(range(len(facts.layers)))

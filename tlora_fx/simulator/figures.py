@@ -13,6 +13,7 @@ import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from html import escape
+from typing import NamedTuple
 
 #: What is less stands at the start of a logarithmic axis.
 TINY = 1e-9
@@ -229,6 +230,52 @@ def bars(
             if len(series) * len(groups) <= 12:
                 body.append(_text(middle, up.at(end) - 5, shown(value), "value"))
     return _svg(title, series if len(series) > 1 else (), body)
+
+
+class Block(NamedTuple):
+    """A rectangle of a Gantt chart: rows `first` to `last` from `begin` to `end`.
+
+    text    what it stands for, shown where it is pointed at
+    """
+
+    first: int
+    last: int
+    begin: float
+    end: float
+    colour: int
+    text: str
+
+
+#: Rectangles of a Gantt chart at most, the widest first, and the narrowest one, in pixels.
+MOST_BLOCKS, NARROWEST = 6000, 0.15
+
+
+def gantt(
+    title: str,
+    x_label: str,
+    y_label: str,
+    rows: int,
+    blocks: Sequence[Block],
+    legend: Sequence[tuple[str, int]],
+) -> str:
+    """Who holds which rows, over time.
+
+    rows      how many there are, from 0 at the bottom
+    legend    names of colours
+    """
+    across = axis_of([t for block in blocks for t in block[2:4]], LEFT, WIDTH - RIGHT, zero=False)
+    up = Axis(0.0, float(max(rows, 1)), HEIGHT - BOTTOM, TOP)
+    body = [_frame(across, up, x_label, y_label)]
+    widest = sorted(blocks, key=lambda block: block.begin - block.end)[:MOST_BLOCKS]
+    for block in widest:
+        x, y = across.at(block.begin), up.at(block.last + 1)
+        wide, high = across.at(block.end) - x, up.at(block.first) - y
+        if wide >= NARROWEST:
+            body.append(
+                f'<rect class="bar block s{block.colour % COLOURS}" x="{x:.2f}" y="{y:.2f}" '
+                f'width="{wide:.2f}" height="{high:.2f}"><title>{escape(block.text)}</title></rect>'
+            )
+    return _svg(title, [Series(name, (), colour=colour) for name, colour in legend], body)
 
 
 def _upright(series: Sequence[Series], top: float | None, *, log: bool = False) -> Axis:

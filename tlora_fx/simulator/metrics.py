@@ -239,6 +239,8 @@ def _plain(value: Any) -> Any:
 Flags = NDArray[np.bool_]
 
 OPEN, DONE, FAILED, REFUSED = range(4)
+#: What became of a job, in words.
+OUTCOMES = ("unfinished", "finished", "failed", "refused")
 
 
 class JobTable:
@@ -320,6 +322,23 @@ class JobTable:
             time_share = float(grouped.sum() / run) if run else 0.0
             classes.append(SizeClass(name, len(members), share, time_share))
         return tuple(classes)
+
+
+class Interval(NamedTuple):
+    """What a group did from when its jobs last changed to when they change again.
+
+    group         epoch of its formation
+    gpus          that it held
+    begin, end    seconds
+    jobs, steps   their names, and the steps that each of them did
+    """
+
+    group: int
+    gpus: tuple[int, ...]
+    begin: float
+    end: float
+    jobs: tuple[str, ...]
+    steps: tuple[float, ...]
 
 
 BUCKETS = 512
@@ -415,7 +434,13 @@ class MetricsRecorder(Callback):
         cluster: Cluster,
         switch_seconds: float,
         join_seconds: float = 0.0,
+        intervals: list[Interval] | None = None,
     ) -> None:
+        """Begin to count.
+
+        intervals   is filled with what every group did; None: that is not kept
+        """
+        self.intervals = intervals
         self.table, self.times, self.cluster = table, times, cluster
         self.switch_seconds, self.join_seconds = switch_seconds, join_seconds
         self.begin = float(table.submitted[0]) if len(table.names) else 0.0
@@ -557,6 +582,12 @@ class MetricsRecorder(Callback):
         for (row, _), steps in zip(account.jobs, advanced, strict=True):
             self.table.steps_done[row] += steps
         self._count_work(run, account, advanced, begin, time)
+        if self.intervals is not None and time > account.time:
+            names = tuple(job.name for _, job in account.jobs)
+            span = account.time, time
+            self.intervals.append(
+                Interval(run.epoch, run.launched.place, *span, names, tuple(advanced))
+            )
         return {
             job.name: before + steps
             for ((_, job), before), steps in zip(pairs, advanced, strict=True)

@@ -9,7 +9,7 @@ replay.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
 from heapq import heappop, heappush
 from math import exp, floor, inf, isfinite
 from random import Random
@@ -40,6 +40,7 @@ from tlora_fx.simulator.metrics import (
     REFUSED,
     SIZES,
     Distribution,
+    Interval,
     JobTable,
     MetricsRecorder,
     Span,
@@ -436,10 +437,14 @@ PATIENCE = 100
 
 @dataclass(slots=True)
 class ReplayResult:
-    """What came of a replay."""
+    """What came of a replay.
+
+    intervals    what every group did, by the end of each; empty where it was not recorded
+    """
 
     summary: Summary
     jobs: JobTable
+    intervals: list[Interval] = field(default_factory=list)
 
 
 #: An arrival between horizons waits for the next one.
@@ -456,11 +461,13 @@ def replay(
     join_seconds: float = 0.0,
     disturbances: Disturbances | None = None,
     progress: Tell | None = None,
+    record: bool = False,
 ) -> ReplayResult:
     """Replay jobs to the end of the last one.
 
     options          `switch_seconds` pass from the launch of a job alone to its first step, and
                      policies reckon with them for every group
+    record           what every group did is kept
     raises           ReplayStalled, DecisionWrong, SubmittedTwice
     """
     ordered = sorted(requests, key=lambda request: (request.submitted, request.name))
@@ -475,7 +482,9 @@ def replay(
         disturbances=disturbances,
     )
     table = JobTable(ordered)
-    recorder = MetricsRecorder(table, times, cluster, options.switch_seconds, join_seconds)
+    intervals: list[Interval] | None = [] if record else None
+    switch = options.switch_seconds
+    recorder = MetricsRecorder(table, times, cluster, switch, join_seconds, intervals)
     loop = Loop(policy, estimator, executor, options=options, callback=recorder, times=times)
     engine = _Engine(ordered, executor, loop, recorder)
     engine.run(progress)
@@ -603,4 +612,4 @@ class _Engine:
             loaded=loaded,
             series=recorder.series.points(max(end, self.clock.now)),
         )
-        return ReplayResult(summary, table)
+        return ReplayResult(summary, table, recorder.intervals or [])

@@ -16,8 +16,19 @@ import numpy as np
 
 from tlora_fx.durable import replace_file
 from tlora_fx.errors import ReportNotWritable
-from tlora_fx.simulator.figures import TINY, Figure, Number, Series, bars, csv_of, lines, shown
-from tlora_fx.simulator.metrics import SIZES, Distribution, Summary
+from tlora_fx.simulator.figures import (
+    TINY,
+    Block,
+    Figure,
+    Number,
+    Series,
+    bars,
+    csv_of,
+    gantt,
+    lines,
+    shown,
+)
+from tlora_fx.simulator.metrics import OUTCOMES, SIZES, Distribution, Summary
 from tlora_fx.simulator.sweep import (
     Choices,
     ClusterOptions,
@@ -157,11 +168,13 @@ class Ratio:
 
     throughput   samples/s over the baseline's
     completion   the baseline's mean completion over the policy's
+    busy         part of the time in which GPUs compute, over the baseline's
     """
 
     baseline: str
     throughput: Spread
     completion: Spread
+    busy: Spread
 
 
 def ratios(
@@ -175,9 +188,10 @@ def ratios(
         pairs = list(zip(policies[ours], policies[name], strict=True))
         throughput = [_over(THROUGHPUT, a, b) for a, b in pairs]
         completion = [_over(COMPLETION, b, a) for a, b in pairs]
-        if all(value > 0 for value in (*throughput, *completion)):
-            ratio = Ratio(name, Spread.of_ratios(throughput), Spread.of_ratios(completion))
-            found_ratios.append(ratio)
+        busy = [_over(BUSY, a, b) for a, b in pairs]
+        if all(value > 0 for value in (*throughput, *completion, *busy)):
+            spreads = (Spread.of_ratios(values) for values in (throughput, completion, busy))
+            found_ratios.append(Ratio(name, *spreads))
     return found_ratios
 
 
@@ -194,6 +208,16 @@ COLOURED = (
 #: Where values differ by more, their axis is logarithmic.
 WIDE = 20
 ABLATIONS = ("tlora", "no-kernel-fuser", "no-scheduler")
+#: Policies that lack a part of ours, and the part. Unfused adapters run in no graph, so the first
+#: lacks two; the second lacks one of them.
+PARTS = {
+    "no-kernel-fuser": "fused kernels and graphs",
+    "no-graphs": "CUDA graphs",
+    "tlora:share=false": "grouping",
+    "tlora:release=false": "returned GPUs",
+    "tlora:backfill=false": "backfill",
+    "no-scheduler": "scheduler, mLoRA's instead",
+}
 Policies = dict[str, list[ScenarioResult]]
 
 
@@ -332,6 +356,71 @@ def ablation(policies: Policies) -> list[Figure]:
     ]
 
 
+def part_ratios(policies: Policies) -> dict[str, Ratio]:
+    """What each part brings: ours over ours without it."""
+    brought = {
+        PARTS[ratio.baseline]: ratio for ratio in ratios(policies, OURS, PARTS) if OURS in policies
+    }
+    for ratio in ratios(policies, "no-graphs", ["no-kernel-fuser"]):
+        brought["fused kernels, without graphs"] = ratio
+    return brought
+
+
+def parts(policies: Policies) -> list[Figure]:
+    """What each part of ours brings; nothing where fewer than two were left out."""
+    brought = part_ratios(policies)
+    if len(brought) < 2:
+        return []
+    series, rows = [], []
+    for index, name in enumerate(("throughput", "completion")):
+        spreads = [getattr(ratio, name) for ratio in brought.values()]
+        series.append(series_of(name, spreads, colour=index * 2))
+        pairs = zip(brought, spreads, strict=True)
+        rows += [(part, name, *spread_cells(item)) for part, item in pairs]
+    title = "What each part brings"
+    shows = (
+        "The whole over the whole without one part: throughput of the first over that of the "
+        "second, mean completion of the second over that of the first. 1 is nothing."
+    )
+    svg = bars(title, "times", list(brought), series, log=wide(series))
+    return [Figure("parts", title, shows, svg, ("part", "metric", *SPREAD), tuple(rows))]
+
+
+#: Jobs of a group, and their colour in a Gantt chart.
+SHADES = (("1 job", 4), ("2 jobs", 1), ("3 jobs", 0), ("4 or more", 3))
+
+
+def who_ran_where(policies: Policies) -> list[Figure]:
+    """A Gantt chart of our GPUs, with the first seed; nothing where that was not recorded."""
+    record = policies[OURS][0].record if OURS in policies else None
+    if record is None or not record.intervals:
+        return []
+    begin = min(interval.begin for interval in record.intervals)
+    blocks, rows = [], []
+    for one in record.intervals:
+        names = ", ".join(one.jobs)
+        shade = SHADES[min(len(one.jobs), len(SHADES)) - 1][1]
+        hours = (one.begin - begin) / 3600, (one.end - begin) / 3600
+        text = f"{names}: {len(one.gpus)} GPUs, {hours[0]:.2f} h to {hours[1]:.2f} h"
+        for first, last in _runs(one.gpus):
+            blocks.append(Block(first, last, *hours, shade, text))
+            rows.append((one.group, first, last, one.begin, one.end, len(one.jobs), names))
+    gpus = policies[OURS][0].scenario.cluster.gpus
+    title = f"Who ran where under {OURS}"
+    shows = "Each GPU over time, with the first seed. White is idle, colours count a group's jobs."
+    svg = gantt(title, "hours", "GPU", gpus, blocks, SHADES)
+    columns = ("group", "first gpu", "last gpu", "begin seconds", "end seconds", "jobs", "names")
+    return [Figure("gantt", title, shows, svg, columns, tuple(rows))]
+
+
+def _runs(gpus: Sequence[int]) -> Iterator[tuple[int, int]]:
+    """First and last of each run of GPUs that follow each other."""
+    ordered = sorted(gpus)
+    starts = [n for n, gpu in enumerate(ordered) if not n or gpu != ordered[n - 1] + 1]
+    for start, end in zip(starts, [*starts[1:], len(ordered)], strict=True):
+        yield ordered[start], ordered[end - 1]
+
+
 def waiting(policies: Policies) -> Figure:
     """Jobs that wait, over time, with the first seed."""
     series, rows = [], []
@@ -358,6 +447,8 @@ def waiting(policies: Policies) -> Figure:
 #: tLoRA, abstract: over its baselines.
 PAPER_THROUGHPUT = (1.2, 1.8)
 PAPER_COMPLETION = (2.3, 5.4)
+#: GPU utilisation, "up to 37 %".
+PAPER_BUSY = 1.37
 OURS = "tlora"
 LESS_THAN_ROOM = (
     " With less work than room, throughput while jobs arrive is near what arrives, whatever the "
@@ -378,7 +469,8 @@ def reasons(policies: Policies, ratios: Sequence[Ratio]) -> list[str]:
         *(
             f"Against {ratio.baseline}: throughput {ratio_text(ratio.throughput)}, "
             f"{place(ratio.throughput.mean, PAPER_THROUGHPUT)}; mean completion, theirs over ours, "
-            f"{ratio_text(ratio.completion)}, {place(ratio.completion.mean, PAPER_COMPLETION)}."
+            f"{ratio_text(ratio.completion)}, {place(ratio.completion.mean, PAPER_COMPLETION)}; "
+            f"GPUs busy {ratio_text(ratio.busy)}, the paper's +{PAPER_BUSY - 1:.0%} at most."
             for ratio in ratios
         ),
         *_load(policies),
@@ -516,13 +608,12 @@ def _spare(policies: Policies) -> Iterator[str]:
 
 
 def _parts(policies: Policies) -> Iterator[str]:
-    for name, what in (("no-kernel-fuser", "kernel fuser"), ("no-scheduler", "scheduler")):
-        if name in policies:
-            yield (
-                f"The {what}, by what its absence costs: throughput "
-                f"{_ratio(policies, THROUGHPUT, OURS, name):.2f}×, completion "
-                f"{_ratio(policies, COMPLETION, name, OURS):.2f}×."
-            )
+    brought = [
+        f"{part}: throughput {ratio.throughput.mean:.2f}×, completion {ratio.completion.mean:.2f}×"
+        for part, ratio in part_ratios(policies).items()
+    ]
+    if brought:
+        yield f"Each part, by what its absence costs. {'; '.join(brought)}."
 
 
 def _kernels(policies: Policies) -> Iterator[str]:
@@ -642,6 +733,8 @@ def figures_of(plan: SweepPlan, outcomes: Outcomes) -> list[Figure]:
             log=False,
         ),
         waiting(policies),
+        *parts(policies),
+        *who_ran_where(policies),
     ]
     for name, rows in plan.sweeps.items():
         points = [(value, by_policy(scenarios, outcomes)) for value, scenarios in rows]
@@ -744,6 +837,7 @@ def _nano(points: Sequence[SweepRow], main: Policies) -> Figure:
 PAGE = "index.html"
 NUMBERS = "results.json"
 METRICS_FILE = "metrics.csv"
+JOBS_FILE, GPUS_FILE = "jobs.csv", "gpus.csv"
 
 
 @dataclass(frozen=True)
@@ -773,6 +867,12 @@ class Report:
     def synthetic(self) -> bool:
         """Whether any number of the trace was drawn."""
         return bool(self.first.trace["synthetic"])
+
+    @property
+    def recorded(self) -> list[ScenarioResult]:
+        """The replays of which is known who ran where and when."""
+        rows = (outcome for outcomes in self.policies.values() for outcome in outcomes)
+        return [outcome for outcome in rows if outcome.record is not None]
 
     @cached_property
     def ratios(self) -> list[Ratio]:
@@ -871,6 +971,9 @@ def write_report(report: Report, folder: Path) -> Path:
         for figure in report.figures:
             replace_file(folder / f"{figure.name}.csv", figure.csv().encode())
         replace_file(folder / METRICS_FILE, metrics_csv(report).encode())
+        if report.recorded:
+            replace_file(folder / JOBS_FILE, jobs_csv(report).encode())
+            replace_file(folder / GPUS_FILE, gpus_csv(report).encode())
         replace_file(folder / NUMBERS, numbers(report).encode())
         replace_file(folder / PAGE, page(report).encode())
     except OSError as error:
@@ -891,6 +994,62 @@ def metrics_csv(report: Report) -> str:
     )
 
 
+def jobs_csv(report: Report) -> str:
+    """Each job under each policy, with the first seed; times in seconds, empty for never.
+
+    `run seconds` are in groups, `shared seconds` of them in groups of two or more.
+    """
+    columns = (
+        "policy", "job", "base", "gpus", "steps", "steps done", "step alone seconds", "submitted",
+        "started", "ended", "outcome", "formations", "run seconds", "shared seconds",
+    )  # fmt: skip
+
+    def rows() -> Iterator[Sequence[Number]]:
+        for outcome in report.recorded:
+            record = outcome.record
+            assert record is not None
+            table = record.table
+            times = (table.submitted, table.started, table.ended)
+            for row, job in enumerate(record.requests):
+                moments = [float(time[row]) for time in times]
+                yield (
+                    outcome.scenario.policy,
+                    job.name,
+                    job.base,
+                    job.gpus,
+                    job.steps,
+                    float(table.steps_done[row]),
+                    float(table.solo_seconds[row]),
+                    *(moment if math.isfinite(moment) else None for moment in moments),
+                    OUTCOMES[int(table.outcome[row])],
+                    int(table.formations[row]),
+                    float(table.run_seconds[row]),
+                    float(table.grouped_seconds[row]),
+                )
+
+    return csv_of(columns, rows())
+
+
+def gpus_csv(report: Report) -> str:
+    """What each GPU held under each policy, with the first seed: a row for each group's jobs.
+
+    `steps` are those that each job of the group did in that time, in the order of `jobs`.
+    """
+    columns = ("policy", "gpu", "begin seconds", "end seconds", "group", "jobs", "steps")
+
+    def rows() -> Iterator[Sequence[Number]]:
+        for outcome in report.recorded:
+            assert outcome.record is not None
+            for one in outcome.record.intervals:
+                jobs, steps = ";".join(one.jobs), ";".join(f"{step:.12g}" for step in one.steps)
+                for gpu in one.gpus:
+                    yield (
+                        outcome.scenario.policy, gpu, one.begin, one.end, one.group, jobs, steps,
+                    )  # fmt: skip
+
+    return csv_of(columns, rows())
+
+
 def numbers(report: Report) -> str:
     """Every scenario with its summary, as JSON."""
     replays = [
@@ -907,7 +1066,11 @@ def numbers(report: Report) -> str:
         "tlora-fx": __version__,
         "command": report.command,
         "synthetic": report.synthetic,
-        "paper": {"throughput": PAPER_THROUGHPUT, "completion": PAPER_COMPLETION},
+        "paper": {
+            "throughput": PAPER_THROUGHPUT,
+            "completion": PAPER_COMPLETION,
+            "busy": PAPER_BUSY,
+        },
         "ratios": [asdict(ratio) for ratio in report.ratios],
     }
     return json.dumps({**head, "replays": replays}, indent=1)
@@ -941,8 +1104,11 @@ def page(report: Report) -> str:
         reasons=reasons(report.policies, report.ratios),
         paper_throughput=PAPER_THROUGHPUT,
         paper_completion=PAPER_COMPLETION,
+        paper_busy=PAPER_BUSY,
         ours=OURS,
         version=__version__,
         numbers=NUMBERS,
         metrics_file=METRICS_FILE,
+        jobs_file=JOBS_FILE,
+        gpus_file=GPUS_FILE,
     )

@@ -40,8 +40,8 @@ from tlora_fx.errors import ProfileMismatch, ReplayChoiceWrong, TooManyForOracle
 from tlora_fx.scheduler.policies import policy_of
 from tlora_fx.scheduler.policies.oracle import MOST_JOBS
 from tlora_fx.scheduler.state import MAX_SLOWDOWN, JobRequest
-from tlora_fx.simulator.metrics import Summary
-from tlora_fx.simulator.replay import OPTIONS, Disturbances, replay
+from tlora_fx.simulator.metrics import Interval, JobTable, Summary
+from tlora_fx.simulator.replay import OPTIONS, Disturbances, ReplayResult, replay
 from tlora_fx.simulator.synthetic import Draw, fit_of_file, generate, shipped_fit
 from tlora_fx.simulator.traces import Dropped, Trace, TraceJob, described, read_trace
 
@@ -164,7 +164,10 @@ class ClusterOptions:
 class SweepOptions:
     """What is compared."""
 
-    policies: str = option("all", "all, or names, such as tlora,megatron:backfill=true")
+    policies: str = option(
+        "all",
+        "all; parts: tlora without each part; or names, such as tlora,megatron:backfill=true",
+    )
     seeds: int = option(5, "how many", ge=1)
     seed: int = option(0, "the first one", ge=0)
     sweeps: str = option("none", "all, none, or some of scale, cluster, months, nano")
@@ -224,7 +227,11 @@ SWEEPS = ("scale", "cluster", "months", "nano")
 
 @validated(frozen=True)
 class Scenario(ReplayOptions):
-    """One replay; `nano_batches` are of every group, None: the best of each."""
+    """One replay.
+
+    nano_batches    of every group; None: the best of each
+    recorded        the result says who ran where and when
+    """
 
     policy: str
     seed: int = 0
@@ -232,6 +239,19 @@ class Scenario(ReplayOptions):
     choices: Choices = Choices()
     cluster: Cluster = Cluster(128)
     nano_batches: int | None = None
+    recorded: bool = field(default=False, compare=False)
+
+
+@dataclass(frozen=True, slots=True)
+class ReplayRecord:
+    """Who ran where and when, in one replay.
+
+    requests    the jobs, in the order of the table
+    """
+
+    requests: tuple[JobRequest, ...]
+    table: JobTable
+    intervals: tuple[Interval, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -239,6 +259,7 @@ class ScenarioResult:
     """What came of it.
 
     dropped        kind, reason, count and first place of what was left out
+    record         None where the scenario is not `recorded`
     """
 
     scenario: Scenario
@@ -246,6 +267,7 @@ class ScenarioResult:
     trace: dict[str, Any]
     dropped: list[tuple[str, str, int, str]]
     wall_seconds: float
+    record: ReplayRecord | None = None
 
 
 @lru_cache(maxsize=4)
@@ -265,11 +287,16 @@ def run(scenario: Scenario) -> ScenarioResult:
     trace = load(scenario.source, scenario.seed)
     if scenario.month is not None:
         trace = trace.month(scenario.month)
-    summary, workload = replayed(scenario, trace)
+    result, workload = replayed(scenario, trace)
     facts = described(replace(trace, jobs=tuple(workload.jobs.values())))
-    return ScenarioResult(
-        scenario, summary, facts, workload.dropped.rows(), time.perf_counter() - start
-    )
+    record = None
+    if scenario.recorded:
+        by_name = {request.name: request for request in workload.requests}
+        requests = tuple(by_name[name] for name in result.jobs.names)
+        record = ReplayRecord(requests, result.jobs, tuple(result.intervals))
+    seconds = time.perf_counter() - start
+    dropped = workload.dropped.rows()
+    return ScenarioResult(scenario, result.summary, facts, dropped, seconds, record)
 
 
 def run_all(
@@ -328,10 +355,17 @@ def plan_of(
     sweep_seeds: int = 1,
     sizes: Sequence[int] = SweepOptions().cluster_sizes,
     months: int = 1,
+    recorded: bool = False,
 ) -> SweepPlan:
-    """What has to be replayed; the seeds of the main comparison follow the base's."""
+    """What has to be replayed; the seeds of the main comparison follow the base's.
+
+    recorded    of the main comparison's first seed it is kept who ran where and when
+    """
     first = base.seed
-    main = _each(base, policies, range(first, first + seeds))
+    main = (
+        *_each(replace(base, recorded=recorded), policies, [first]),
+        *_each(base, policies, range(first + 1, first + seeds)),
+    )
     few = range(first, first + min(seeds, sweep_seeds))
     by_sweep: dict[str, list[tuple[float, tuple[Scenario, ...]]]] = {}
     for name in sweeps:
@@ -556,7 +590,7 @@ class Demands:
         return [round(v) for v in np.clip(values, 2, self.choices.most_tokens)]
 
 
-def replayed(scenario: Scenario, trace: Trace, **options: Any) -> tuple[Summary, Workload]:
+def replayed(scenario: Scenario, trace: Trace) -> tuple[ReplayResult, Workload]:
     """Make jobs of a trace and replay them under the scenario's policy.
 
     A job's steps follow from its time alone with fused kernels, whatever the policy, so that all
@@ -567,7 +601,12 @@ def replayed(scenario: Scenario, trace: Trace, **options: Any) -> tuple[Summary,
     result = replay(
         workload.requests,
         policy,
-        estimator_of(scenario, bases_of(scenario, trace), fused=getattr(policy, "fused", True)),
+        estimator_of(
+            scenario,
+            bases_of(scenario, trace),
+            fused=getattr(policy, "fused", True),
+            graphs=getattr(policy, "graphs", True),
+        ),
         scenario.cluster,
         options=replace(
             OPTIONS,
@@ -576,9 +615,9 @@ def replayed(scenario: Scenario, trace: Trace, **options: Any) -> tuple[Summary,
             runnable=scenario.runnable,
         ),
         disturbances=Disturbances(seed=scenario.seed),
-        **options,
+        record=scenario.recorded,
     )
-    return result.summary, workload
+    return result, workload
 
 
 def workload_in(scenario: Scenario, trace: Trace) -> Workload:
@@ -595,12 +634,14 @@ def bases_of(scenario: Scenario, trace: Trace) -> list[str]:
     return sorted({request.base for request in trace.requests.values()})
 
 
-def estimator_of(scenario: Scenario, bases: Iterable[str], *, fused: bool) -> ProfileEstimator:
+def estimator_of(
+    scenario: Scenario, bases: Iterable[str], *, fused: bool, graphs: bool = True
+) -> ProfileEstimator:
     """The estimator of a scenario's policy; raises ProfileMismatch, UnknownGpu, BaseUnknown."""
     cluster = scenario.cluster
     profiles = _profiles(tuple(bases), cluster.gpu, scenario.allow_estimated)
     counts = (1, 2, 4, 8) if scenario.nano_batches is None else (scenario.nano_batches,)
-    return ProfileEstimator(profiles, cluster, fused=fused, nano_batches=counts)
+    return ProfileEstimator(profiles, cluster, fused=fused, graphs=graphs, nano_batches=counts)
 
 
 @lru_cache(maxsize=64)

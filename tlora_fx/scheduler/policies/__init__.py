@@ -1,7 +1,8 @@
 """The scheduling policies, one file each.
 
 A policy is a dataclass: its options are its fields, its `name` is what the command line calls it.
-`fused` says which kernels it stands for: an estimator that it is replayed with should be told.
+`fused` says which kernels it stands for, `graphs` whether rows run as CUDA graphs (they do where
+it says nothing): an estimator that it is replayed with should be told.
 """
 
 from __future__ import annotations
@@ -25,6 +26,7 @@ _OURS = {
     "megatron": "baselines:Megatron",
     "no-scheduler": "baselines:NoScheduler",
     "no-kernel-fuser": "baselines:NoKernelFuser",
+    "no-graphs": "baselines:NoGraphs",
     "oracle": "oracle:Oracle",
 }
 

@@ -221,6 +221,14 @@ class NoKernelFuser(Tlora):
 
 
 @dataclass(slots=True)
+class NoGraphs(Tlora):
+    """The default policy, told that no row runs as a CUDA graph; kernels are fused."""
+
+    name: ClassVar[str] = "no-graphs"
+    graphs: ClassVar[bool] = False
+
+
+@dataclass(slots=True)
 class NoScheduler(MloraFifo):
     """mLoRA's groups, run by fused kernels.
 

@@ -210,6 +210,9 @@ class Tlora:
     thorough        jobs up to which several beginnings are tried where all is new
     moves           jobs moved, swapped or split off in one round at most
     search          evaluations that each horizon saves up for the next search of all groups
+    share           jobs share groups
+    release         groups may hold fewer GPUs than their jobs asked for
+    backfill        what waits may start before what is more pressed, where that finds no room
     """
 
     name: ClassVar[str] = "tlora"
@@ -225,6 +228,9 @@ class Tlora:
     thorough: int = 24
     moves: int = 48
     search: float = 250.0
+    share: bool = True
+    release: bool = True
+    backfill: bool = True
 
     _memory: PolicyMemory = field(default_factory=PolicyMemory, init=False, repr=False)
     _unchanged: Unchanged = field(default_factory=Unchanged, init=False, repr=False)
@@ -254,11 +260,14 @@ class Tlora:
         if not due and not explain and all(unit.settled for unit in search_round.units):
             return self._keep(state, search_round)
         valuation = self._valuation(state, collector, search_round)
-        sized(valuation, collector, search_round)
+        sized(valuation, collector, search_round, pooled=not self.release)
         full = due or all(search_round.fresh)
         if full:
             self._saved = 0.0
-        result = search(valuation, collector, search_round, depth, full=full)
+        if self.share:
+            result = search(valuation, collector, search_round, depth, full=full)
+        else:
+            result = SearchResult(search_round.units, search_round.units)
         placed = self._place(state, collector, search_round, result, valuation)
         answer = self._answer(state, placed)
         if explain:
@@ -281,7 +290,8 @@ class Tlora:
         window = self.payback * state.horizon
         valuation = GroupValuation(state, self.objective, window=window, known=self._known)
         self._use(state, collector, valuation)
-        valuation.crowded = sum(self._used[name] for name in state.jobs) > state.cluster.capacity()
+        used = sum(self._used[name] for name in state.jobs)
+        valuation.crowded = self.release and used > state.cluster.capacity()
         if valuation.crowded:
             running = [unit for unit in search_round.units if unit.homes] or search_round.units
             work = sum(valuation.mass(unit) / unit.seconds for unit in running)
@@ -308,13 +318,25 @@ class Tlora:
     ) -> Placed:
         """Places for all that find one; what runs must not lose its own by a search."""
         ran = {name for unit in search_round.units if unit.homes for name in unit.jobs}
-        units = released(valuation, result.units, self.knee)
-        placed = arrange(state, collector, units, reserve=self.reserve, valuation=valuation)
+
+        def place(units: Sequence[CandidateGroup]) -> Placed:
+            if self.release:
+                units = released(valuation, units, self.knee)
+            alone = valuation if self.release and self.backfill else None
+            return arrange(
+                state,
+                collector,
+                units,
+                reserve=self.reserve,
+                valuation=alone,
+                backfill=self.backfill,
+            )
+
+        placed = place(result.units)
         if result.units is not result.safe:
             runs = {name for unit in placed.running for name in unit.jobs}
             if not ran <= runs:
-                units = released(valuation, result.safe, self.knee)
-                placed = arrange(state, collector, units, reserve=self.reserve, valuation=valuation)
+                placed = place(result.safe)
         return placed
 
     def _answer(self, state: SchedulerState, placed: Placed) -> Decision:

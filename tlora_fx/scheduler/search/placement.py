@@ -187,10 +187,12 @@ def arrange(
     *,
     reserve: bool,
     valuation: GroupValuation | None = None,
+    backfill: bool = True,
 ) -> Placed:
     """Find places: what runs first, then what waits, the most pressed first.
 
     valuation    of single jobs, which start where their unit finds no room; None: units wait whole
+    backfill     False: behind a unit that finds no room all others wait
     """
     arranging = Arranging(state)
     waiting = [unit for unit in units if not unit.homes]
@@ -201,7 +203,7 @@ def arrange(
         for unit in waiting
     }
     waiting.sort(key=lambda unit: keys[id(unit)])
-    arranging.start(waiting, reserve=reserve)
+    arranging.start(waiting, reserve=reserve, backfill=backfill)
     if valuation is not None:
         arranging.start_apart(collector, valuation)
     return arranging.placed
@@ -274,12 +276,17 @@ class Arranging:
                 self.put(unit, place)
         return homeless
 
-    def start(self, units: Iterable[CandidateGroup], *, reserve: bool) -> None:
+    def start(
+        self, units: Iterable[CandidateGroup], *, reserve: bool, backfill: bool = True
+    ) -> None:
         """Units that wait get places, in order; `reserve` sets nodes aside for a pressed one."""
         now, ready = self.state.now, 0.0
         for unit in units:
             reserved = self.placed.reserved
             place = None
+            if self.placed.waiting and not backfill:
+                self.placed.waiting.append(unit)
+                continue
             if reserved and now + self._lasts(unit) > ready:
                 with self.placer.without(reserved):
                     place = self.placer.find(unit.gpus)
