@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import logging
 import subprocess
 import sys
@@ -11,6 +12,7 @@ import pytest
 from tests import fresh
 from tlora_fx import __version__
 from tlora_fx.cli import NOTICES, main, without_foreign_notices
+from tlora_fx.errors import printable
 
 
 @pytest.mark.parametrize("words", [["--version"], ["--version", "plan"]])
@@ -58,3 +60,49 @@ def test_other_messages_of_the_same_libraries_are_told(name):
         logger.removeHandler(seen)
 
     assert told == ["something else", f"later: {NOTICES[name]}"]
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ("train", "-o", "out"),
+        ("verify",),
+        ("compile", "-o", "out"),
+        ("explain", "--node", "lm_head"),
+        ("plan", "--gpus", "1"),
+        ("profile", "-o", "out"),
+        ("inspect",),
+        ("bisect", "--check", "true"),
+    ],
+    ids=lambda words: words[0],
+)
+def test_no_command_runs_the_code_of_a_base_unasked(tmp_path, monkeypatch, capsys, words):
+    """Every one that reads a job file wants its own switch."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "base").mkdir()
+    config = {"auto_map": {"AutoConfig": "evil.Config"}, "model_type": "evil"}
+    (tmp_path / "base" / "config.json").write_text(json.dumps(config))
+    (tmp_path / "base" / "evil.py").write_text("open('mark', 'w')")
+    (tmp_path / "x.jsonl").write_text('{"text": "a"}\n')
+    (tmp_path / "jobs.yaml").write_text(
+        "base: {config: base, trust_remote_code: true}\n"
+        "jobs: [{name: a, lora: {r: 2}, data: {path: x.jsonl}}]\n"
+    )
+    name, *more = words
+    with pytest.raises(SystemExit) as end:
+        main([name, "jobs.yaml", *more])
+
+    assert end.value.code == 1
+    assert "error[T0105]" in capsys.readouterr().err
+    assert not (tmp_path / "mark").exists()
+
+
+def test_what_an_error_quotes_is_shown_and_not_obeyed(tmp_path, capsys):
+    """A key that would clear the terminal and write a line of its own."""
+    (tmp_path / "jobs.yaml").write_text('base: {config: b}\n"\\e[2J\\u202edone\\r": 1\njobs: []\n')
+    with pytest.raises(SystemExit):
+        main(["verify", str(tmp_path / "jobs.yaml")])
+
+    told = capsys.readouterr().err
+    assert r"\x1b[2J\u202edone\r" in told
+    assert printable(told) == told

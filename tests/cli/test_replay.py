@@ -14,7 +14,7 @@ from tests.tools.test_replay import faulty, raises, wrong_tag
 from tlora_fx.compiler import compile, find_passes
 from tlora_fx.errors import PassFailed
 from tlora_fx.pipeline import REGISTRY
-from tlora_fx.tools.replay import keep_replay
+from tlora_fx.tools.replay import keep_replay, named_modules
 
 
 @pytest.fixture(scope="module")
@@ -85,3 +85,48 @@ def test_a_folder_of_something_else_is_refused(tmp_path, capsys):
     assert run("replay", tmp_path) == 1
 
     assert "error[T0229]" in capsys.readouterr().err
+
+
+@pytest.fixture
+def stranger(folder, tmp_path, monkeypatch):
+    """A replay folder that names a module, which leaves a mark where it is imported."""
+    mark = tmp_path / "mark"
+    (tmp_path / "stranger_pass.py").write_text(f"open({str(mark)!r}, 'w')")
+    monkeypatch.syspath_prepend(tmp_path)
+    copy = shutil.copytree(folder, tmp_path / "replay")
+    file = copy / "replay.json"
+    foreign = [{"name": "odd", "module": "stranger_pass", "package": ""}]
+    file.write_text(json.dumps({**json.loads(file.read_text()), "foreign": foreign}))
+    return copy, mark
+
+
+def test_a_module_that_a_folder_names_is_not_imported_unasked(stranger, capsys):
+    """Where nobody can be asked, it is refused."""
+    copy, mark = stranger
+    assert run("replay", copy) == 1
+
+    told = capsys.readouterr().err
+    assert "error[T0244]" in told
+    assert "stranger_pass" in told
+    assert not mark.exists()
+
+
+def test_with_consent_it_is_imported(stranger):
+    """It registers nothing, which is another error."""
+    copy, mark = stranger
+    run("replay", copy, "--yes")
+
+    assert mark.exists()
+
+
+def test_a_function_of_a_stored_form_is_named_too(folder, tmp_path):
+    """Graph files hold such names deep inside."""
+    copy = shutil.copytree(folder, tmp_path / "replay")
+    file = copy / "graph" / "graph.json"
+    form = json.dumps({"form": "os:system"})
+    node = '"meta":{'
+    text = file.read_text()
+    assert node in text
+    file.write_text(text.replace(node, f'{node}"hidden": {form}, ', 1))
+
+    assert named_modules(copy) == ["os"]

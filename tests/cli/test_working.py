@@ -8,11 +8,10 @@ from types import SimpleNamespace
 
 from hypothesis import given
 from hypothesis import strategies as st
-from rich.console import Console
 from rich.table import Table
 
 from tlora_fx.cli.bars import Bars
-from tlora_fx.cli.terminal import Working, print_whole
+from tlora_fx.cli.terminal import Console, Working, print_whole
 
 
 def plain(width=80):
@@ -102,3 +101,20 @@ def test_tables_are_never_cut(rows, width):
     head, *lines = told(console)
     assert head.split() == list("abcdef")
     assert [[int(word) for word in line.split()] for line in lines] == rows
+
+
+def test_text_of_strangers_moves_no_cursor():
+    """In a line and in a table; the console's own colours stay."""
+    console = Console(file=io.StringIO(), width=80, force_terminal=True, color_system="standard")
+    table = Table()
+    table.add_column("a\x1b[2Jb")
+    table.add_row("c\x9b1A\u202ed")
+    console.print("e\x1b]0;title\x07f", style="red", markup=False, highlight=False)
+    console.print(table)
+
+    text = console.file.getvalue()
+    assert "a\\x1b[2Jb" in text
+    assert "c\\x9b1A\\u202ed" in text
+    assert "e\\x1b]0;title\\x07f" in text
+    assert "\x1b[31m" in text
+    assert not {"\x07", "\x9b", "\u202e"} & set(text)

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from tlora_fx.config.job_file import JobFile, load_job_file
-from tlora_fx.errors import JobFileError
+from tlora_fx.errors import JobFileError, RemoteCodeRefused
 
 RIGHT = """\
 base:
@@ -182,3 +182,13 @@ def test_files_of_a_wrong_shape_are_told(tmp_path: Path, text: str, said: str) -
         assert load(tmp_path, text).jobs[0].name == "no"
     else:
         assert said in mistakes(tmp_path, text)
+
+
+def test_code_that_comes_with_a_base_needs_more_than_the_file(tmp_path: Path) -> None:
+    """Whoever reads the file must trust it too."""
+    path = tmp_path / "jobs.yaml"
+    path.write_text(RIGHT.replace("dtype: float32", "dtype: float32\n  trust_remote_code: true", 1))
+    with pytest.raises(RemoteCodeRefused, match="--trust-remote-code"):
+        load_job_file(path)
+
+    assert load_job_file(path, trust_remote_code=True).base.trust_remote_code

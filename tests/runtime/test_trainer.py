@@ -16,7 +16,7 @@ from tlora_fx.compiler import compile
 from tlora_fx.errors import CheckpointError, ResumeMismatch, RunFolderError
 from tlora_fx.runtime.adapters import adapter_tensors
 from tlora_fx.runtime.checkpoint import CheckpointStore
-from tlora_fx.runtime.run_folder import MetricsLog, read_metrics
+from tlora_fx.runtime.run_folder import MetricsLog, RunFolder, read_metrics
 from tlora_fx.runtime.trainer import Trainer, TrainerCallback, TrainerOptions
 from tlora_fx.runtime.verify import adapter_difference
 
@@ -226,6 +226,16 @@ def test_under_nohup_a_closed_terminal_ends_nothing(base, tmp_path):
     assert CheckpointStore(tmp_path / "run").load().step == 5
 
 
+def test_a_new_run_folder_is_nobody_else_s(base, tmp_path):
+    """One that was there keeps its permissions."""
+    (tmp_path / "mine").mkdir(mode=0o755)
+    for name in ("mine", "new"):
+        with RunFolder(tmp_path / name).held(resume=False):
+            pass
+
+    assert [(tmp_path / n).stat().st_mode & 0o777 for n in ("mine", "new")] == [0o755, 0o700]
+
+
 class Remove(TrainerCallback):
     """Takes the output folder away after some steps."""
 
@@ -288,8 +298,6 @@ def test_a_folder_in_use_is_not_overwritten(base, tmp_path):
 def test_a_folder_that_another_run_holds_is_refused(base, tmp_path):
     """Two processes never write one folder."""
     jobs = [make_job(base, "a", max_steps=1)]
-    from tlora_fx.runtime.run_folder import RunFolder
-
     with (
         RunFolder(tmp_path / "run").held(resume=False),
         pytest.raises(RunFolderError, match="another process"),

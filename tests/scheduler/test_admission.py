@@ -21,6 +21,7 @@ from tlora_fx.scheduler.local.admission import (
     FileRead,
     JobPrepared,
     JobRefused,
+    JobRestored,
 )
 
 SHORT = AdmissionLimits(seconds=1.0, memory_bytes=1 << 28)
@@ -206,6 +207,28 @@ def test_numbers_that_nobody_thought_of_are_answered(tmp_path):
     assert isinstance(answers["good"], JobPrepared)
     assert all(isinstance(answer, JobPrepared | JobRefused) for answer in answers.values())
     assert "OverflowError" in answers["long"].reason
+
+
+def test_code_of_a_base_is_refused_unless_the_run_trusts_it(tmp_path):
+    """When a file is read, and when a run goes on with a job that another one took."""
+    path = write_job(tmp_path / "jobs", "a", 5)
+    content = yaml.safe_load(path.read_text())
+    content["base"]["trust_remote_code"] = True
+    path.write_text(yaml.safe_dump(content))
+    told = []
+    for trusted in (True, False):
+        limits = AdmissionLimits(100.0, trust_remote_code=trusted)
+        admission = Admission(tmp_path / "run", ForkHere(None), limits)
+        admission.read(path)
+        told += ended(admission)
+        admission.restore(told[0].jobs)
+        told += ended(admission)
+    taken, restored, refused, parked = told
+
+    assert (taken.mistake, isinstance(restored, JobRestored)) == ("", True)
+    assert "error[T0105]" in refused.mistake
+    assert isinstance(parked, JobRefused)
+    assert "error[T0105]" in parked.reason
 
 
 def begun(it):

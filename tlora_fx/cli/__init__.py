@@ -12,7 +12,7 @@ from importlib import import_module
 import typer
 
 from tlora_fx.cli.options import command_group
-from tlora_fx.errors import TloraError, nearest
+from tlora_fx.errors import TloraError, nearest, printable
 
 #: By logger, what the messages have in them: kernels for other GPUs, and one library's use of
 #: what another will drop.
@@ -124,4 +124,4 @@ def _stand_in() -> None:
 
 
 def _say(text: str) -> None:
-    sys.stderr.write(text + "\n")
+    sys.stderr.write(printable(text) + "\n")

@@ -6,11 +6,10 @@ import time
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn
 from rich.progress import TimeRemainingColumn as Remaining
 
-from tlora_fx.cli.terminal import EVERY_SECONDS
+from tlora_fx.cli.terminal import EVERY_SECONDS, Console
 from tlora_fx.runtime.trainer import TrainerCallback
 
 if TYPE_CHECKING:

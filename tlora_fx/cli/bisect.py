@@ -8,9 +8,11 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from tlora_fx.cli.options import AddPass, PipelineText, pipeline_of
+from tlora_fx.cli.options import AddPass, PipelineText, TrustRemoteCode, pipeline_of
+from tlora_fx.cli.terminal import echo
 
 if TYPE_CHECKING:
+    from tlora_fx.config.job_file import JobFile
     from tlora_fx.pipeline import Pipeline
     from tlora_fx.tools.bisect import Finding
 
@@ -31,6 +33,7 @@ def run(
     verbose: Annotated[
         bool, typer.Option("-v", "--verbose", help="Show what the command prints.")
     ] = False,
+    trust_remote_code: TrustRemoteCode = False,
 ) -> None:
     """Find the pass, and the rewrite inside it, after which a check fails.
 
@@ -40,28 +43,31 @@ def run(
     With --check numerics the losses and gradients of a state are compared with those of the traced
     graphs. Exits with 0 where the pass is named, 1 where none can be.
     """
+    from tlora_fx.config.job_file import load_job_file
+
     passes = pipeline_of(pipeline, add_pass)
+    given = load_job_file(jobs, trust_remote_code=trust_remote_code)
     if keep is not None:
         keep.mkdir(parents=True, exist_ok=True)
-        finding = _bisect(jobs, check, passes, keep, verbose)
+        finding = _bisect(given, check, passes, keep, verbose)
     else:
         with tempfile.TemporaryDirectory(prefix="tlora-fx-bisect-") as folder:
-            finding = _bisect(jobs, check, passes, Path(folder), verbose)
+            finding = _bisect(given, check, passes, Path(folder), verbose)
     for line in finding.lines:
-        typer.echo(line)
+        echo(line)
     if not finding.place:
         raise typer.Exit(1)
 
 
-def _bisect(jobs: Path, check: str, passes: Pipeline, folder: Path, verbose: bool) -> Finding:
+def _bisect(jobs: JobFile, check: str, passes: Pipeline, folder: Path, verbose: bool) -> Finding:
     from tlora_fx.compiler import prepare
     from tlora_fx.tools.bisect import Bisector, CommandCheck, NumericsCheck, trace_states
 
     def say(line: str, output: str) -> None:
-        typer.echo(line, err=True)
+        echo(line, err=True)
         if verbose:
             for printed in output.splitlines():
-                typer.echo(f"    | {printed}", err=True)
+                echo(f"    | {printed}", err=True)
 
     say("compiling once, to see in which form", "")
     given = prepare(jobs)

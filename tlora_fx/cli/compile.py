@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
-from rich.console import Console
 
 from tlora_fx.cli.options import (
     AddPass,
@@ -19,10 +18,12 @@ from tlora_fx.cli.options import (
     PrintAfter,
     StopAfter,
     Time,
+    TrustRemoteCode,
     VerifyPasses,
     instruments_of,
     pipeline_of,
 )
+from tlora_fx.cli.terminal import Console, echo
 
 if TYPE_CHECKING:
     from tlora_fx.inspect.schema import Listing
@@ -41,6 +42,7 @@ def run(
     states: Annotated[
         bool, typer.Option("--states", help="Write what every pass leaves, for `inspect --diff`.")
     ] = False,
+    trust_remote_code: TrustRemoteCode = False,
 ) -> None:
     """Fuse the jobs of a file into one model, from the base's config alone.
 
@@ -54,7 +56,7 @@ def run(
     console = Console(stderr=True)
     seconds: dict[str, float] = {}
     with _phase(console, seconds, "read"):
-        given = load_job_file(jobs)
+        given = load_job_file(jobs, trust_remote_code=trust_remote_code)
     with _phase(console, seconds, "load libraries"):
         import peft  # noqa: F401  (with transformers; compiling would import them anyway)
 
@@ -74,7 +76,7 @@ def run(
             instruments=instruments,
             on_failure=on_failure,
         )
-        typer.echo(f"stopped after {stop_after}: no model is built")
+        echo(f"stopped after {stop_after}: no model is built")
         return
     recorder = Recorder()
     instruments += [recorder] if states else []
@@ -85,7 +87,7 @@ def run(
     with _phase(console, seconds, "write"):
         listing = dump(model, output, recorder.stages if states else ())
     for line in summary(listing, seconds, output):
-        typer.echo(line)
+        echo(line)
 
 
 def summary(listing: Listing, seconds: dict[str, float], folder: Path) -> list[str]:

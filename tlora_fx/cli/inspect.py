@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from tlora_fx.cli.options import AddPass, PipelineText, pipeline_of, takes_options
+from tlora_fx.cli.options import AddPass, PipelineText, TrustRemoteCode, pipeline_of, takes_options
 
 if TYPE_CHECKING:
     from tlora_fx.inspect.schema import Program
@@ -45,6 +45,7 @@ class InspectOptions:
     dot: Annotated[Path | None, typer.Option("--dot", help="Write for Graphviz.")] = None
     pipeline: PipelineText = None
     add_pass: AddPass = None
+    trust_remote_code: TrustRemoteCode = False
 
     @property
     def files(self) -> list[Path]:
@@ -55,9 +56,9 @@ class InspectOptions:
         """A model to look into, with the passes that were named."""
         from tlora_fx.tools.subject import subject_of
 
-        if self.pipeline is None and not self.add_pass:
-            return subject_of(what)
-        return subject_of(what, lambda: pipeline_of(self.pipeline, self.add_pass))
+        named = self.pipeline is not None or self.add_pass
+        passes = (lambda: pipeline_of(self.pipeline, self.add_pass)) if named else None
+        return subject_of(what, passes, trust_remote_code=self.trust_remote_code)
 
 
 @takes_options
@@ -184,16 +185,14 @@ def _write(subject: Subject, options: InspectOptions) -> None:
 
 
 def _print(lines: list[Line]) -> None:
-    from rich.console import Console
-
+    from tlora_fx.cli.terminal import Console
     from tlora_fx.inspect.marks import show_lines
 
     show_lines(lines, Console())
 
 
 def _width(widest: int) -> int:
-    from rich.console import Console
-
+    from tlora_fx.cli.terminal import Console
     from tlora_fx.inspect.marks import width_of
 
     return width_of(Console(), widest)

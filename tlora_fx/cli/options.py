@@ -122,6 +122,12 @@ DumpChanged = Annotated[
     Path | None,
     typer.Option("--dump-changed", help="Folder for the graphs after each pass that changed any."),
 ]
+TrustRemoteCode = Annotated[
+    bool,
+    typer.Option(
+        "--trust-remote-code", help="Let a base run its own code where the job file asks for it."
+    ),
+]
 StopAfter = Annotated[str | None, typer.Option("--stop-after", help="The last pass to run.")]
 
 

@@ -9,11 +9,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
-from rich.console import Console
 from rich.table import Table
 
-from tlora_fx.cli.options import takes_options
-from tlora_fx.cli.terminal import Working, print_whole
+from tlora_fx.cli.options import TrustRemoteCode, takes_options
+from tlora_fx.cli.terminal import Console, Working, print_whole
 
 if TYPE_CHECKING:
     from tlora_fx.config.job_file import JobFile
@@ -64,6 +63,7 @@ class PlanOptions:
     ] = None
     folder: Annotated[Path, typer.Option(help="Folder for --export.")] = Path("exported")
     show: Annotated[int, typer.Option(min=1, help="How many plans to print.")] = 10
+    trust_remote_code: TrustRemoteCode = False
 
 
 @takes_options
@@ -77,7 +77,7 @@ def run(options: PlanOptions) -> None:
     per_node = per_node_of(options.gpus, options.nodes)
     if options.export not in (None, *FORMATS):
         raise typer.BadParameter(f"--export is galvatron, metis or sailor; not {options.export!r}")
-    job_file, model = _compiled(options.jobs, options.gpu)
+    job_file, model = _compiled(options)
     from tlora_fx.cost.load import round_of_jobs
     from tlora_fx.planners.auto import require_memory, search
 
@@ -135,11 +135,12 @@ def command(plan: Plan, jobs: Path, output: Path, per_node: int, options: list[s
     return shlex.join([*started, "-m", "tlora_fx", *train])
 
 
-def _compiled(jobs: Path, gpu: str | None) -> tuple[JobFile, SuperModel]:
+def _compiled(options: PlanOptions) -> tuple[JobFile, SuperModel]:
     """The jobs of a file, and their model; nothing is compiled for a profile that is none."""
     from tlora_fx.config.job_file import load_job_file
 
-    job_file = load_job_file(jobs)
+    gpu = options.gpu
+    job_file = load_job_file(options.jobs, trust_remote_code=options.trust_remote_code)
     if gpu is not None and gpu.endswith(".json"):
         from tlora_fx.cost.profile import Profile
 

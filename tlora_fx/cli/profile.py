@@ -9,10 +9,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
-from rich.console import Console
 from rich.table import Table
 
-from tlora_fx.cli.terminal import Working, print_whole
+from tlora_fx.cli.options import TrustRemoteCode
+from tlora_fx.cli.terminal import Console, Working, print_whole
 
 if TYPE_CHECKING:
     from tlora_fx.cost.profile import Profile
@@ -39,6 +39,7 @@ def run(
     add: Annotated[
         bool, typer.Option("--add", help="Add layers and collectives to what the file holds.")
     ] = False,
+    trust_remote_code: TrustRemoteCode = False,
 ) -> None:
     """Measure forward, backward and memory of each kind of layer, and write them down.
 
@@ -59,10 +60,11 @@ def run(
         compiled=not eager,
         command=shlex.join(["tlora-fx", *sys.argv[1:]]),
     )
+    job_file = load_job_file(jobs, trust_remote_code=trust_remote_code)
     # One process speaks for all of a torchrun.
     console = Console(stderr=True, quiet=os.environ.get("RANK", "0") != "0")
     with Working(console, "measuring"):
-        profile, path = profile_file(load_job_file(jobs).jobs, request, output, add=add)
+        profile, path = profile_file(job_file.jobs, request, output, add=add)
     if profile is None:
         return
     out = Console(highlight=False, soft_wrap=True)

@@ -2,17 +2,23 @@
 
 from __future__ import annotations
 
+import sys
 import traceback
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
+from tlora_fx.cli.terminal import echo
+
 
 def run(
     folder: Annotated[Path, typer.Argument(help="Replay folder that a failed pass left.")],
     show_traceback: Annotated[
         bool, typer.Option("--traceback", help="Show where the pass raised, too.")
+    ] = False,
+    yes: Annotated[
+        bool, typer.Option("--yes", help="Import what the folder names, without asking.")
     ] = False,
 ) -> None:
     """Run a pass that failed once more, alone, under the checks that it failed.
@@ -22,20 +28,39 @@ def run(
     from tlora_fx.tools.replay import load_replay
 
     replay = load_replay(folder)
-    typer.echo(f"{replay}, alone, with verify={replay.verify}", err=True)
+    echo(f"{replay}, alone, with verify={replay.verify}", err=True)
     for other in replay.other_versions():
-        typer.echo(f"warning: another version: {other}", err=True)
+        echo(f"warning: another version: {other}", err=True)
 
-    from tlora_fx.tools.replay import left_out, run_replay
+    from tlora_fx.tools.replay import left_out, named_modules, run_replay
+
+    if not yes:
+        _require_consent(named_modules(folder))
 
     for tag in left_out(folder):
-        typer.echo(f"warning: a graph file cannot keep this tag: {tag}", err=True)
+        echo(f"warning: a graph file cannot keep this tag: {tag}", err=True)
     error = run_replay(folder)
     if error is None:
-        typer.echo(f"{replay} no longer fails; it raised error[{replay.code}]")
+        echo(f"{replay} no longer fails; it raised error[{replay.code}]")
         return
     if show_traceback:
-        typer.echo("".join(traceback.format_exception(error.__cause__ or error)), err=True)
+        echo("".join(traceback.format_exception(error.__cause__ or error)), err=True)
     if error.code != replay.code:
         error.add_note(f"it is another error than before, which was error[{replay.code}]")
     raise error
+
+
+def _require_consent(modules: list[str]) -> None:
+    """Ask whether what a folder names may be imported, which runs its code."""
+    if not modules:
+        return
+    from tlora_fx.errors import ReplayNotTrusted
+
+    names = ", ".join(modules)
+    if sys.stdin.isatty() and typer.confirm(f"The folder names {names}. Import?", err=True):
+        return
+    raise ReplayNotTrusted(
+        "the folder names modules that are no part of tlora-fx",
+        found=names,
+        help="importing runs their code: if you trust it, say --yes",
+    )

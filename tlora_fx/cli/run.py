@@ -13,11 +13,11 @@ from types import FrameType
 from typing import TYPE_CHECKING, Annotated
 
 import typer
-from rich.console import Console
 from rich.live import Live
 from rich.table import Table
 
-from tlora_fx.cli.options import seconds, takes_options
+from tlora_fx.cli.options import TrustRemoteCode, seconds, takes_options
+from tlora_fx.cli.terminal import Console
 from tlora_fx.scheduler.formations import Callback, Formation, LayoutOf
 from tlora_fx.scheduler.loop import Loop, LoopOptions
 from tlora_fx.scheduler.state import ActiveJob, JobRequest
@@ -74,6 +74,7 @@ class RunCommandOptions:
         str | None,
         typer.Option(help="Without progress a group is killed after this; by default 20 steps."),
     ] = None
+    trust_remote_code: TrustRemoteCode = False
     grace: Annotated[str, typer.Option(help="That groups have to stop after Ctrl-C.")] = "60s"
 
     def service(self, kind: str, layout_of: LayoutOf) -> RunOptions:
@@ -98,7 +99,9 @@ class RunCommandOptions:
 
         memory = self.prepare_memory
         return AdmissionLimits(
-            self.prepare_seconds, None if memory is None else int(memory * (1 << 30))
+            self.prepare_seconds,
+            None if memory is None else int(memory * (1 << 30)),
+            self.trust_remote_code,
         )
 
 

@@ -6,9 +6,9 @@ from pathlib import Path
 from typing import Annotated
 
 import typer
-from rich.console import Console
 
 from tlora_fx.cli.options import command_group
+from tlora_fx.cli.terminal import Console
 from tlora_fx.errors import StateFileError
 
 NEWEST = "state.json"

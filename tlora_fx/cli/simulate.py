@@ -12,11 +12,11 @@ from typing import Any
 
 import typer
 from pydantic.dataclasses import dataclass
-from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
 from tlora_fx.cli.options import seconds, with_options
+from tlora_fx.cli.terminal import Console
 from tlora_fx.cost.hardware import Cluster
 from tlora_fx.scheduler.policies import POLICIES, policy_of
 from tlora_fx.simulator.report import (

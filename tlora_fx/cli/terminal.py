@@ -4,14 +4,43 @@ from __future__ import annotations
 
 import threading
 import time
+from collections.abc import Iterable
 from types import TracebackType
+from typing import Any
 
-from rich.console import Console
+import typer
+from rich import console as rich_console
+from rich.console import ConsoleOptions, RenderableType
 from rich.measure import Measurement
+from rich.segment import Segment
 from rich.status import Status
 from rich.table import Table
+from rich.text import Text
+
+from tlora_fx.errors import printable
 
 EVERY_SECONDS = 10.0
+
+
+class Console(rich_console.Console):
+    """A console on which no text of strangers moves the cursor, or says what nobody wrote."""
+
+    def render_str(self, text: str, **options: Any) -> Text:
+        """Text with what a terminal would obey spelled out, before it is laid out."""
+        return super().render_str(printable(text), **options)
+
+    def render(
+        self, renderable: RenderableType, options: ConsoleOptions | None = None
+    ) -> Iterable[Segment]:
+        """Segments likewise: some text comes ready-made."""
+        for segment in super().render(renderable, options):
+            text, style, control = segment
+            yield segment if control else Segment(printable(text), style)
+
+
+def echo(text: str, *, err: bool = False, nl: bool = True) -> None:
+    """Print text of strangers on stdout, or on stderr."""
+    typer.echo(printable(text), err=err, nl=nl)
 
 
 class Working:

@@ -11,10 +11,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
-from rich.console import Console
 
-from tlora_fx.cli.options import takes_options
-from tlora_fx.cli.terminal import Working, print_whole
+from tlora_fx.cli.options import TrustRemoteCode, takes_options
+from tlora_fx.cli.terminal import Console, Working, print_whole
 
 if TYPE_CHECKING:
     from tlora_fx.cost.plan import Plan
@@ -59,6 +58,7 @@ class TrainOptions:
     collective_timeout: Annotated[
         float, typer.Option(min=1, help="Seconds that processes wait for another, after a round.")
     ] = 300
+    trust_remote_code: TrustRemoteCode = False
 
 
 @takes_options
@@ -143,7 +143,7 @@ def _prepared(
     from tlora_fx.tools.replay import keep_replay
 
     shape = None if options.mesh is None else MeshShape.parse(options.mesh)
-    job_file = load_job_file(options.jobs)
+    job_file = load_job_file(options.jobs, trust_remote_code=options.trust_remote_code)
     data = load_all_data(job_file.jobs)
     on_failure = partial(keep_replay, Path("tlora-fx-replay"))
     model = compile(job_file, options.pipeline, on_failure=on_failure)

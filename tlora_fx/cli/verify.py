@@ -7,10 +7,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
-from rich.console import Console
 from rich.table import Table
 
-from tlora_fx.cli.terminal import Working, print_whole
+from tlora_fx.cli.options import TrustRemoteCode
+from tlora_fx.cli.terminal import Console, Working, print_whole
 from tlora_fx.errors import VerifyError
 
 if TYPE_CHECKING:
@@ -21,6 +21,7 @@ def run(
     jobs: Annotated[Path, typer.Argument(help="Job file (YAML).")],
     steps: Annotated[int, typer.Option(min=1, help="Optimizer steps of each job.")] = 20,
     device: Annotated[str | None, typer.Option(help="cpu, cuda, cuda:1, ...")] = None,
+    trust_remote_code: TrustRemoteCode = False,
 ) -> None:
     """Train each job alone with plain transformers, PEFT and torch.optim, and all of them fused.
 
@@ -32,7 +33,7 @@ def run(
     from tlora_fx.config.job_file import load_job_file
 
     console = Console(stderr=True)
-    job_file = load_job_file(jobs)
+    job_file = load_job_file(jobs, trust_remote_code=trust_remote_code)
     with Working(console, "compiling, training fused and alone") as working:
         from tlora_fx.runtime.verify import bounds_of, verify
 

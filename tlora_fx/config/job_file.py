@@ -20,7 +20,13 @@ from pydantic import ValidationError
 
 from tlora_fx.config.job import BaseSpec, Job, is_written_as_path
 from tlora_fx.config.validation import Mistake, Spec, collecting, mistakes_in
-from tlora_fx.errors import JobFileError, JobFileMissingError, JobFileSyntaxError, nearest
+from tlora_fx.errors import (
+    JobFileError,
+    JobFileMissingError,
+    JobFileSyntaxError,
+    RemoteCodeRefused,
+    nearest,
+)
 
 KeyPath: TypeAlias = tuple[str | int, ...]
 
@@ -68,10 +74,12 @@ class _LocatedMistake:
     mistake: Mistake
 
 
-def load_job_file(path: str | Path) -> JobFile:
+def load_job_file(path: str | Path, *, trust_remote_code: bool = False) -> JobFile:
     """Read and check a job file.
 
-    raises  JobFileMissingError, JobFileSyntaxError, or JobFileError with all mistakes
+    trust_remote_code  whether a file that asks for it may run code that comes with its base
+    raises             JobFileMissingError, JobFileSyntaxError, JobFileError with all mistakes, or
+                       RemoteCodeRefused
     """
     path = Path(path)
     source = read_yaml(path)
@@ -79,7 +87,23 @@ def load_job_file(path: str | Path) -> JobFile:
     jobs = reader.jobs()
     if reader.mistakes or jobs is None:
         raise _error(path, reader.mistakes)
+    require_trusted(jobs[0].base, path, trusted=trust_remote_code)
     return JobFile(jobs[0].base, tuple(jobs), path)
+
+
+def require_trusted(base: BaseSpec, file: object, *, trusted: bool) -> None:
+    """Refuse code that comes with a base, unless whoever started the command trusts it.
+
+    raises  RemoteCodeRefused
+    """
+    if base.trust_remote_code and not trusted:
+        raise RemoteCodeRefused(
+            "the base would run code of its own",
+            file=file,
+            base=base.model or base.config,
+            found="trust_remote_code: true",
+            help="read that code; if you trust it, say --trust-remote-code on the command line",
+        )
 
 
 @dataclass(frozen=True, slots=True)

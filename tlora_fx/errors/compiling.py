@@ -198,5 +198,9 @@ class ReplayNotReadable(CompileError, code="T0229"):
     """A folder is no replay folder, or its files are damaged."""
 
 
+class ReplayNotTrusted(CompileError, code="T0244"):
+    """A replay folder names modules of others, and importing them would run their code."""
+
+
 class BisectFails(CompileError, code="T0230"):
     """A bisection's check cannot be run, or changes its verdict."""

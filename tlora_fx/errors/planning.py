@@ -22,6 +22,14 @@ class JobFileMissingError(JobFileError, code="T0104"):
     """A job file does not exist or cannot be opened."""
 
 
+class RemoteCodeRefused(JobError, code="T0105"):
+    """A job file asks to run code that comes with its base; the command line does not allow that.
+
+    `trust_remote_code: true` in the file needs `--trust-remote-code` on the command line too, or
+    `load_job_file(path, trust_remote_code=True)`. Give it only for bases whose code you have read.
+    """
+
+
 class DataError(TloraError, code="T0300"):
     """The data of a job cannot be used."""
 

@@ -3,8 +3,18 @@
 from __future__ import annotations
 
 import difflib
+import re
 from collections.abc import Callable, Iterable, Mapping
 from typing import ClassVar
+
+#: What a terminal obeys instead of showing it: controls but tabs and ends of lines, other ends of
+#: lines, what turns the direction of writing, and halves of characters.
+_OBEYED = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u2028-\u202e\u2066-\u2069\ud800-\udfff]")
+
+
+def printable(text: str) -> str:
+    """Text of strangers, as a terminal can show it: what it would obey is spelled out."""
+    return _OBEYED.sub(lambda match: match[0].encode("unicode_escape").decode(), text)
 
 
 class TloraError(Exception):
@@ -47,10 +57,11 @@ class TloraError(Exception):
         width = max((len(name) for name in rows), default=0)
         lines = [f"error[{self.code}] {self.what}"]
         for name, value in rows.items():
-            first, *rest = value.splitlines() or [""]
+            # Before lines are parted: a carriage return parts none.
+            first, *rest = printable(value).splitlines() or [""]
             lines.append(f"  {name:<{width}}  {first}")
             lines.extend(f"  {'':<{width}}  {line}" for line in rest)
-        return "\n".join(lines)
+        return printable("\n".join(lines))
 
 
 def _again(kind: type[TloraError], what: str, help: str, facts: Mapping[str, str]) -> TloraError:

@@ -127,6 +127,8 @@ def _parsed(line: bytes) -> dict[str, Any] | None:
 
 
 RESERVED = {"checkpoints"}
+#: Of a folder that a run makes: logs and adapters tell what they were trained on.
+PRIVATE = 0o700
 LOCK = ".lock"
 
 
@@ -166,7 +168,7 @@ class RunFolder:
             yield
             return
         try:
-            self.path.mkdir(parents=True, exist_ok=True)
+            self.path.mkdir(mode=PRIVATE, parents=True, exist_ok=True)
             lock = (self.path / LOCK).open("a")
         except OSError as error:
             raise RunFolderError(

@@ -7,6 +7,7 @@ import json
 import platform
 import traceback
 from collections import Counter
+from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import asdict, dataclass
 from importlib.metadata import PackageNotFoundError, entry_points, version
@@ -162,6 +163,33 @@ def run_replay(folder: Path) -> TloraError | None:
     except TloraError as error:
         return error
     return None
+
+
+def named_modules(folder: Path) -> list[str]:
+    """The modules of others that replaying a folder would import, which runs their code.
+
+    Of passes that no entry point names, and of functions that make the stored forms of tensors.
+
+    raises    ReplayNotReadable, GraphFileNotReadable
+    """
+    record = load_replay(folder)
+    find_passes()
+    known = pass_names()
+    names = {foreign.module for foreign in record.foreign if foreign.name not in known}
+    graphs = load_document(folder / GRAPHS).data
+    names |= {form.partition(":")[0] for form in _forms(asdict(graphs))}
+    return sorted(name for name in names if not f"{name}.".startswith(OURS))
+
+
+def _forms(value: Any) -> Iterator[str]:
+    """What stands under `form` and names a function, anywhere in plain data."""
+    if isinstance(value, dict):
+        form = value.get("form")
+        if isinstance(form, str) and ":" in form:
+            yield form
+    parts = value.values() if isinstance(value, dict) else value
+    for part in parts if isinstance(value, dict | list | tuple) else ():
+        yield from _forms(part)
 
 
 def left_out(folder: Path) -> list[str]:

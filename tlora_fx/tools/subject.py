@@ -80,9 +80,16 @@ class Subject:
 class CompiledSubject(Subject):
     """A job file, compiled on first use with the passes that `pipeline` makes; None: default."""
 
-    def __init__(self, path: Path, pipeline: Callable[[], Pipeline] | None = None) -> None:
+    def __init__(
+        self,
+        path: Path,
+        pipeline: Callable[[], Pipeline] | None = None,
+        *,
+        trust_remote_code: bool = False,
+    ) -> None:
         super().__init__(path)
         self.pipeline = pipeline
+        self.trust_remote_code = trust_remote_code
 
     @cached_property
     def _compiled(self) -> tuple[SuperModel, Listing, list[PassStage]]:
@@ -93,7 +100,8 @@ class CompiledSubject(Subject):
 
         recorder = Recorder()
         passes = self.pipeline() if self.pipeline is not None else None
-        model = compile(load_job_file(self.path), passes, instruments=[recorder])
+        jobs = load_job_file(self.path, trust_remote_code=self.trust_remote_code)
+        model = compile(jobs, passes, instruments=[recorder])
         listing = make_listing(model)
         return model, listing, [stage.of_base(listing.base.title) for stage in recorder.stages]
 
@@ -118,8 +126,13 @@ class CompiledSubject(Subject):
         return self._compiled[0].source
 
 
-def subject_of(path: Path, pipeline: Callable[[], Pipeline] | None = None) -> Subject:
+def subject_of(
+    path: Path,
+    pipeline: Callable[[], Pipeline] | None = None,
+    *,
+    trust_remote_code: bool = False,
+) -> Subject:
     """A job file by its suffix, else a dump; raises DumpNotReadable for what does not exist."""
     if path.suffix in JOB_FILES:
-        return CompiledSubject(path, pipeline)
+        return CompiledSubject(path, pipeline, trust_remote_code=trust_remote_code)
     return Subject(path)

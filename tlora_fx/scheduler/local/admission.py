@@ -41,14 +41,16 @@ Spec = Mapping[str, Any]
 
 @dataclass(frozen=True, slots=True)
 class AdmissionLimits:
-    """What reading a file, or preparing one job of it, may take.
+    """What reading a file, or preparing one job of it, may take and do.
 
     seconds        wall time; twice as much CPU time
     memory_bytes   beyond what its process needs before; None: a quarter of the machine's
+    trust_remote_code   whether a base may run code of its own where the file asks for it
     """
 
     seconds: float = 120.0
     memory_bytes: int | None = None
+    trust_remote_code: bool = False
 
     @property
     def bytes(self) -> int:
@@ -231,6 +233,7 @@ class Admission:
             submitted=task.submitted,
             cpu_seconds=2 * self._seconds(task),
             memory_bytes=self.limits.bytes,
+            trust_remote_code=self.limits.trust_remote_code,
         )
         order.write(folder / "order.json")
         # Nothing that it does needs a GPU.

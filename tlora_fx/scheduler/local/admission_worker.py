@@ -20,7 +20,7 @@ from typing import Any, NamedTuple, Self
 from pydantic import TypeAdapter
 
 from tlora_fx.config.job import Job
-from tlora_fx.config.job_file import load_job_file
+from tlora_fx.config.job_file import load_job_file, require_trusted
 from tlora_fx.cost.model_facts import ModelFacts
 from tlora_fx.durable import replace_file
 from tlora_fx.errors import AdmissionError, TloraError
@@ -49,6 +49,7 @@ class AdmissionOrder:
     submitted      second of the run at which the order was written
     cpu_seconds    for each job, or for the file
     memory_bytes   beyond what the process has at its start
+    trust_remote_code   whether a base may run code of its own where the file asks for it
     """
 
     event_log: str
@@ -58,6 +59,7 @@ class AdmissionOrder:
     submitted: float = 0.0
     cpu_seconds: float = 240.0
     memory_bytes: int = 4 << 30
+    trust_remote_code: bool = False
 
     def write(self, path: Path) -> None:
         """Leave the order where its process finds it."""
@@ -124,6 +126,7 @@ def serve(
         limits.begin()
         try:
             job = Job.model_validate(spec)
+            require_trusted(job.base, None, trusted=order.trust_remote_code)
             if order.again:
                 _tell(writer, "restored", shape=_dumped(restore(job)))
             else:
@@ -136,7 +139,7 @@ def serve(
 
 def _read_file(order: AdmissionOrder, writer: EventWriter, limits: _Limits) -> None:
     try:
-        jobs = load_job_file(order.file).jobs
+        jobs = load_job_file(order.file, trust_remote_code=order.trust_remote_code).jobs
         _tell(writer, "read", jobs=[job.model_dump(mode="json") for job in jobs])
     except BaseException as error:  # noqa: BLE001  (whatever it is, it is the reason)
         writer.write("unreadable", reason=limits.reason(error))

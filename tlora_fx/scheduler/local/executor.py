@@ -29,6 +29,7 @@ from tlora_fx.cost.estimator import Layout
 from tlora_fx.cost.hardware import Cluster
 from tlora_fx.errors import PlaceTaken, RunFolderError, WorkerLost, WorkerStalled
 from tlora_fx.runtime.checkpoint import CheckpointStore
+from tlora_fx.runtime.run_folder import PRIVATE
 from tlora_fx.scheduler.executor import (
     Committed,
     Drained,
@@ -570,7 +571,7 @@ def held(folder: Path) -> Iterator[HeldFolder]:
 
 def _opened(folder: Path, name: str) -> IO[str]:
     try:
-        folder.mkdir(parents=True, exist_ok=True)
+        folder.mkdir(mode=PRIVATE, parents=True, exist_ok=True)
         return (folder / name).open("a")
     except OSError as error:
         raise RunFolderError(
