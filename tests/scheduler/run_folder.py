@@ -22,7 +22,7 @@ from tlora_fx.scheduler.local import admission_worker
 from tlora_fx.scheduler.local.admission_worker import PreparedJob
 from tlora_fx.scheduler.local.executor import LocalOptions, StallLimits
 from tlora_fx.scheduler.loop import LoopOptions
-from tlora_fx.scheduler.policies import find_policy
+from tlora_fx.scheduler.policies import policy_of
 from tlora_fx.scheduler.service import RunOptions, opened
 from tlora_fx.scheduler.state import JobRequest
 from tlora_fx.scheduler.store import Ledger
@@ -88,7 +88,8 @@ def request(job, now):
     demand = Demand(
         1, 2, tokens, tokens * 200, tokens, 7, 1e5, tokens * 8e4, tokens * 3e5, 448, 1e7
     )
-    return JobRequest(job.name, "base", demand, 1, job.max_steps or 10, submitted=now)
+    steps, slowdown = job.max_steps or 10, job.schedule.max_slowdown
+    return JobRequest(job.name, "base", demand, 1, steps, submitted=now, max_slowdown=slowdown)
 
 
 def options(**changed):
@@ -108,7 +109,7 @@ def options(**changed):
 
 def run(jobs: Path, output: Path, heard=None, until=lambda running: False, **changed):
     """Run until all is done, or something is true."""
-    policy = find_policy(changed.pop("policy", "tlora"))
+    policy = policy_of(changed.pop("policy", "tlora"))
     callback = heard or Heard()
     slots = changed.pop("slots", 2)
     cluster = Cluster(slots, slots, 1, "cpu")

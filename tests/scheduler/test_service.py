@@ -79,6 +79,31 @@ def test_jobs_are_taken_as_they_appear(tmp_path):
     require_trained_once(tmp_path / "run", {"a": 150, "b": 5})
 
 
+def test_a_group_that_runs_is_formed_again_with_a_job_that_came(tmp_path):
+    """The only GPU is taken; sharing it gains more than the pause costs, and no step is lost."""
+    write_job(tmp_path / "jobs", "a", 5000, schedule={"max_slowdown": 2.0})
+    late = []
+
+    def then(it):
+        if not late and it.loop.runs:
+            late.append(write_job(tmp_path / "jobs", "b", 40, schedule={"max_slowdown": 2.0}))
+        if it.loop.ended.get("b"):
+            it.stop()
+
+    policy = "tlora:dwell_seconds=0"
+    run(tmp_path / "jobs", tmp_path / "run", until=then, slots=1, policy=policy, horizon=2.0)
+
+    begun = [(epoch, job, step) for _, epoch, what, job, step in audit(tmp_path / "run")
+             if what == "begin"]  # fmt: skip
+    of_a = {epoch: step for epoch, job, step in begun if job == "a"}
+    (shared,) = {epoch for epoch, job, _ in begun if job == "b"}
+    assert min(of_a) < shared
+    assert of_a[shared] > 0
+    assert records(tmp_path / "run")["b"].status == "done"
+    for name in ("a", "b"):
+        require_no_step_past_a_commit_twice(tmp_path / "run", name)
+
+
 def test_a_bad_file_is_told_once_and_left(tmp_path):
     """Its neighbours run; mended, it is taken."""
     write_job(tmp_path / "jobs", "a", 300)
@@ -288,7 +313,7 @@ def test_a_run_ends_within_its_grace_whatever_its_workers_do(tmp_path):
 
 def test_a_run_whose_folder_is_removed_ends_with_an_error(tmp_path):
     """Nothing that it would write is anywhere."""
-    write_job(tmp_path / "jobs", "a", 5000)
+    write_job(tmp_path / "jobs", "a", 5000, schedule={"max_slowdown": 2.0})
 
     def remove(it):
         if it.loop.runs and (tmp_path / "run").exists():
