@@ -18,7 +18,7 @@ from torch import fx
 from tlora_fx.errors import BaseRefused
 from tlora_fx.ir.graph import GroupGraph, TensorRef, is_call, placeholders
 from tlora_fx.ir.shapes import segment_size
-from tlora_fx.passes.token_parallel.check import is_random
+from tlora_fx.passes.token_parallel.walk import is_random
 from tlora_fx.pipeline import GroupPass, Numerics, register
 from tlora_fx.rewriting import Maker, Rewriter
 

@@ -1,8 +1,12 @@
-"""Check that what jobs will share works on each token, or line, by itself.
+"""Check that what jobs share works on each token, or line, by itself.
 
-Reads   the base's graph.
-Writes  axis: the dimension along which a value holds the row, None where it does not.
+Reads   the base's graph; of a fused group all graphs.
+Writes  axis: the dimension along which a value of the base's graph holds the row, None where it
+        does not.
 Keeps   the graph.
+
+The fact that it provides is checked again after every later pass (`recheck`): in the base's graph
+until it is fused, then in the fused graph, where each job reads and writes its own segment only.
 """
 
 from __future__ import annotations
@@ -10,26 +14,33 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
-import torch
 from torch import fx
 
 import tlora_fx.passes.token_parallel.rules  # noqa: F401  (registers its rules)
-from tlora_fx.errors import NotTokenParallel
-from tlora_fx.ir.graph import Block, Form, GroupGraph, is_call, output_of, placeholders
+from tlora_fx.errors import NotIsolated, NotTokenParallel
+from tlora_fx.ir.graph import (
+    HEAD,
+    LOSS,
+    TRACE,
+    Form,
+    GroupGraph,
+    JobGraph,
+    origin_of,
+    output_of,
+    placeholders,
+)
 from tlora_fx.passes.lower_loss import head_of
-from tlora_fx.passes.token_parallel.rules import MixesTokens, find_rule
-from tlora_fx.passes.token_parallel.sizes import RowSizes, SizeIsValue
+from tlora_fx.passes.token_parallel.sizes import RowSizes
+from tlora_fx.passes.token_parallel.walk import TOKEN_INPUTS, Mixed, Row, RowWalk, State, Table
 from tlora_fx.pipeline import GroupPass, Numerics, register
 
-aten = torch.ops.aten
-# Without the row among their inputs these make the same value for every token.
-UNIFORM = {"zeros", "ones", "full", "empty", "new_zeros", "new_ones", "new_full", "new_empty"}
-UNIFORM |= {"expand", "broadcast_to", "expand_as"}
-TOKEN_INPUTS = ("input_ids", "position_ids", "token_index")
 ADVICE: dict[Form, str] = {
     "packed": "set base.attention: batch",
     "batch": "this base cannot be shared by jobs",
 }
+REGISTER = (
+    "where the operator is safe register a rule with tlora_fx.passes.token_parallel.rules.rule"
+)
 
 
 @register
@@ -42,151 +53,101 @@ class CheckTokenParallel(GroupPass):
     preserves_numerics: ClassVar[Numerics] = "exact"
 
     def run(self, group: GroupGraph) -> None:
-        base = group.base
-        dim = 1 if base.form == "packed" else 0
-        shapes = [placeholders(base.root)[name].meta["val"].shape for name in TOKEN_INPUTS]
-        sizes = RowSizes(shapes, group.constants)
-        checker = _Checker(base.form, str(shapes[0][dim]), base.blocks, sizes)
-        start = {
-            node: dim if name in TOKEN_INPUTS else None
-            for name, node in placeholders(base.root).items()
-        }
-        axis = checker.walk(base.root, start)
-        logits = output_of(base.root).args[0]
-        if axis != dim:
-            raise NotTokenParallel(
-                "the logits do not hold the row where the ids do",
-                node=logits,
-                expected=f"dimension {dim}",
-                found=f"dimension {axis}",
-                help=ADVICE[base.form],
-            )
-        if base.form == "batch":
-            _check_head(base.root)
+        try:
+            _check_base(group)
+        except Mixed as found:
+            raise _refused(found, group.form) from None
+
+    def recheck(self, graphs: JobGraph | GroupGraph, by: str) -> bool:
+        """Whether jobs are still apart; raises NotIsolated, which names the pass `by`."""
+        assert isinstance(graphs, GroupGraph)
+        try:
+            if graphs.fused:
+                check_isolation(graphs)
+            else:
+                _check_base(graphs)
+        except Mixed as found:
+            raise _not_isolated(found, by) from None
+        return True
+
+
+def check_isolation(group: GroupGraph) -> None:
+    """Follow the row through a fused graph: no job may see another.
+
+    raises    Mixed, naming the first node at which one does
+    """
+    inputs = placeholders(group.root)
+    shapes = [inputs[name].meta["val"].shape for name in TOKEN_INPUTS]
+    row = str(shapes[0][1 if group.form == "packed" else 0])
+    sizes = RowSizes(shapes, group.constants)
+    walk = RowWalk(group.form, row, group.blocks, group.job_names, sizes)
+    result = walk.walk(group.root, walk.inputs(group.root))
+    wanted: State = Table(LOSS) if HEAD in group.blocks else Row(walk.dim)
+    if result != wanted:
+        said = "the losses" if HEAD in group.blocks else "the logits, by the row of the ids"
+        raise Mixed(output_of(group.root), f"it does not return {said}")
+
+
+def _check_base(group: GroupGraph) -> None:
+    base = group.base
+    inputs = placeholders(base.root)
+    shapes = [inputs[name].meta["val"].shape for name in TOKEN_INPUTS]
+    dim = 1 if base.form == "packed" else 0
+    sizes = RowSizes(shapes, group.constants)
+    walk = RowWalk(base.form, str(shapes[0][dim]), base.blocks, sizes=sizes)
+    result = walk.walk(base.root, walk.inputs(base.root))
+    for node, state in walk.states.items():
+        node.meta["axis"] = _axis(state)
+    if result != Row(dim):
+        raise Mixed(
+            output_of(base.root).all_input_nodes[0],
+            f"the logits hold the row at dimension {_axis(result)}, the ids at {dim}",
+        )
+    if base.form == "batch":
+        _check_head(base.root)
+
+
+def _axis(state: State) -> Any:
+    if isinstance(state, tuple):
+        return tuple(map(_axis, state))
+    return state.axis if isinstance(state, Row) else None
 
 
 def _check_head(root: fx.Graph) -> None:
     """The head runs on single tokens, so in batch form it must not mix the tokens of a line."""
     hidden, members = head_of(root)
-    checker = _Checker("batch", str(hidden.meta["val"].shape[1]), {})
-    kept = {node: node.meta["axis"] for node in root.nodes if "axis" in node.meta}
-    for node in kept:
-        node.meta["axis"] = None
-    hidden.meta["axis"] = 1
+    walk = RowWalk("batch", str(hidden.meta["val"].shape[1]), {})
+    walk.states = dict.fromkeys(root.nodes)
+    walk.states[hidden] = Row(1)
     for node in members:
-        checker.visit(node)
-    for node, axis in kept.items():
-        node.meta["axis"] = axis
+        walk.visit(node)
 
 
-def is_random(node: fx.Node) -> bool:
-    """Whether an operator draws from torch's generator: dropout has keyed masks instead."""
-    if torch.Tag.nondeterministic_seeded not in getattr(node.target, "tags", ()):
-        return False
-    if is_call(node, aten.dropout.default):
-        return False
-    if is_call(node, aten.scaled_dot_product_attention.default):
-        rate = node.args[4] if len(node.args) > 4 else node.kwargs.get("dropout_p", 0.0)
-        return bool(rate != 0.0)
-    return True
+def _refused(found: Mixed, form: Form) -> NotTokenParallel:
+    node, reason = found.node, found.reason
+    origin = origin_of(node)
+    return NotTokenParallel(
+        "the base has an operator that mixes tokens of different jobs"
+        if reason
+        else "the base has an operator without a token rule",
+        operator=node.target,
+        module=node.meta.get("path") or None,
+        source=node.meta.get("source") or None,
+        found=reason,
+        help=f"{ADVICE[form]}; {REGISTER}",
+        **{"made by": origin.made_by if origin and origin.made_by != TRACE else None},
+    )
 
 
-def _name(target: Any) -> str:
-    return str(getattr(target, "overloadpacket", target)).removeprefix("aten.")
-
-
-class _Checker:
-    """Walks graphs with the row's symbol in hand; each block is walked once for each input."""
-
-    def __init__(
-        self, form: Form, row: str, blocks: dict[str, Block], sizes: RowSizes | None = None
-    ) -> None:
-        self.form, self.row, self.sizes = form, row, sizes
-        self.by_layer = {layer: b for b in blocks.values() for layer in b.instances}
-        self.known: dict[tuple[Any, ...], Any] = {}
-
-    def walk(self, graph: fx.Graph, start: dict[fx.Node, Any]) -> Any:
-        """Carry the axis through a graph; returns the axis of its output."""
-        for node in graph.nodes:
-            if node.op == "output":
-                return node.args[0].meta["axis"]
-            if node.op == "placeholder":
-                node.meta["axis"] = start[node]
-            else:
-                self.visit(node)
-        return None
-
-    def visit(self, node: fx.Node) -> None:
-        """Carry the axis through one node."""
-        if self.sizes is not None:
-            try:
-                self.sizes.visit(node)
-            except SizeIsValue as reason:
-                self._refuse(node, str(reason))
-        if node.op == "get_attr":
-            node.meta["axis"] = None
-        elif node.op == "call_module":
-            node.meta["axis"] = self._call(node)
-        else:
-            node.meta["axis"] = self._carry(node)
-
-    def _call(self, node: fx.Node) -> Any:
-        block = self.by_layer[str(node.target)]
-        axes = tuple(arg.meta["axis"] for arg in node.args)  # type: ignore[union-attr]
-        values = [self.sizes.values.get(arg) if self.sizes else None for arg in node.args]  # type: ignore[arg-type]
-        key = (block.name, axes, tuple(map(id, values)))
-        if key not in self.known:
-            inputs = placeholders(block.graph).values()
-            if self.sizes is not None:
-                self.sizes.values.update(zip(inputs, values, strict=True))
-            self.known[key] = self.walk(block.graph, dict(zip(inputs, axes, strict=True)))
-        return self.known[key]
-
-    def _carry(self, node: fx.Node) -> Any:
-        value = node.meta.get("val")
-        if is_random(node):
-            self._refuse(node, "it draws random numbers that belong to no job")
-        held = any(source.meta["axis"] is not None for source in node.all_input_nodes)
-        if not isinstance(value, (torch.Tensor, tuple, list)):
-            return self._number(node, held)
-        function = find_rule(node.target)
-        if not held and (function is None or not self._has_row(value)):
-            if self._has_row(value):
-                self._refuse(node, "it makes values from places in the row")
-            return None
-        if not held and _name(node.target) not in UNIFORM:
-            self._refuse(node, "it takes values by their place in the row")
-        if function is None:
-            return self._refuse(node, None)
-        try:
-            axis = function(
-                node, lambda arg: arg.meta["axis"] if isinstance(arg, fx.Node) else None
-            )
-        except MixesTokens as reason:
-            self._refuse(node, str(reason))
-        return self._by_shape(value) if axis is None and self._has_row(value) else axis
-
-    def _number(self, node: fx.Node, held: bool) -> None:
-        """Sizes are the same for all jobs; a number read out of the row's values is not."""
-        if held and "sym_size" not in str(node.target):
-            self._refuse(node, "it reads a number out of the row's values")
-
-    def _has_row(self, value: Any) -> bool:
-        return self._by_shape(value) is not None
-
-    def _by_shape(self, value: Any) -> int | None:
-        shape = value.shape if isinstance(value, torch.Tensor) else ()
-        return next((d for d, size in enumerate(shape) if str(size) == self.row), None)
-
-    def _refuse(self, node: fx.Node, reason: str | None) -> Any:
-        raise NotTokenParallel(
-            "the base has an operator that mixes tokens of different jobs"
-            if reason
-            else "the base has an operator without a token rule",
-            operator=node.target,
-            module=node.meta.get("path") or None,
-            source=node.meta.get("source") or None,
-            found=reason,
-            help=f"{ADVICE[self.form]}; where the operator is safe register a rule with "
-            "tlora_fx.passes.token_parallel.rules.rule",
-        )
+def _not_isolated(found: Mixed, by: str) -> NotIsolated:
+    node, origin = found.node, origin_of(found.node)
+    return NotIsolated(
+        f"pass '{by}' lets jobs see each other",
+        node=node.format_node(),
+        module=node.meta.get("path") or None,
+        source=node.meta.get("source") or None,
+        jobs=", ".join(node.meta.get("jobs") or ()) or None,
+        found=found.reason or f"operator {node.target} has no token rule",
+        help=f"this is a defect of the pass; {REGISTER}",
+        **{"made by": origin.made_by if origin else None},
+    )

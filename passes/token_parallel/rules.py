@@ -287,13 +287,6 @@ def _uniform(node: fx.Node, axis_of: Callable[[Any], Axis]) -> Axis:
     return None
 
 
-@rule(torch.ops.tlora_fx.packed_attention)
-def _packed_attention(node: fx.Node, axis_of: Callable[[Any], Axis]) -> Axis:
-    if any(axis_of(value) != 0 for value in node.args[:3]):
-        raise MixesTokens("its query, key and value do not hold the row at dimension 0")
-    return (0, 1)
-
-
 @rule(aten.scaled_dot_product_attention)
 def _attention(node: fx.Node, axis_of: Callable[[Any], Axis]) -> Axis:
     """Lines by themselves; the tokens of a line see each other."""
@@ -319,11 +312,6 @@ def _einsum(node: fx.Node, axis_of: Callable[[Any], Axis]) -> Axis:
     if letters and not letters <= set(result):
         raise MixesTokens("it sums over the row")
     return result.index(letters.pop()) if letters else None
-
-
-@rule(torch.ops.tlora_fx.segment_switch)
-def _segment_switch(node: fx.Node, axis_of: Callable[[Any], Axis]) -> Axis:
-    return 1
 
 
 # Operators that pick, split and join.

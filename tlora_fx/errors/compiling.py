@@ -107,12 +107,32 @@ class NumericsBroken(GraphInvalid, code="T0219"):
     """A pass changed losses or gradients more than its `preserves_numerics` declares."""
 
 
+class NotIsolated(GraphInvalid, code="T0249"):
+    """A pass lets one job read what belongs to another.
+
+    It put an operator that mixes tokens of the row where jobs share the graph, or let a job read
+    or write more than its own segment. Mend the pass. Where the operator works on each token by
+    itself, register a rule: `tlora_fx.passes.token_parallel.rules.rule(operator)`.
+    """
+
+
+class FactLapsed(GraphInvalid, code="T0250"):
+    """A pass needs a fact that held once, and that a pass in between did not preserve.
+
+    Provide the fact again in between, or let the pass that keeps it say so in `preserves`.
+    """
+
+
 class PatternWrong(GraphInvalid, code="T0233"):
     """A pattern describes an argument that its operator does not have."""
 
 
 class RewriteMismatch(GraphInvalid, code="T0234"):
     """A rewrite replaces a value by one of another shape or dtype."""
+
+
+class RewritesEndless(GraphInvalid, code="T0251"):
+    """A set of rewrite rules comes to no end: a rule undoes what another one does."""
 
 
 class NotOutlinable(GraphInvalid, code="T0235"):

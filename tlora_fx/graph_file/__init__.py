@@ -1,4 +1,4 @@
-"""Graphs in a folder: written as JSON and safetensors, and read back as they were.
+"""Graphs in a file or a folder: written as JSON, a node a line, and read back as they were.
 
 What is read back has the fingerprint of what was written, the same node names, tags and origins,
 and further passes run on it as on the original. Nothing in a file is executed: operators are
@@ -6,8 +6,11 @@ looked up by name among those that graphs may call.
 """
 
 from tlora_fx.graph_file.document import (
+    SUFFIX,
     Document,
     from_document,
+    graph_text,
+    graphs_of_text,
     load_document,
     load_graphs,
     save_document,
@@ -16,8 +19,11 @@ from tlora_fx.graph_file.document import (
 )
 
 __all__ = [
+    "SUFFIX",
     "Document",
     "from_document",
+    "graph_text",
+    "graphs_of_text",
     "load_document",
     "load_graphs",
     "save_document",

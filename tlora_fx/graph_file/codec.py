@@ -284,6 +284,8 @@ class ModesIn:
     def __init__(self, symbols: list[dict[str, SizeData]]) -> None:
         self.modes: list[FakeTensorMode] = []
         self.known: list[dict[str, Any]] = []
+        # Making a fake tensor takes most of reading; nobody writes into one, so equal ones are one.
+        self._floats: dict[str, torch.Tensor] = {}
         for wanted in symbols:
             env = _NamedSizes()
             known = {name: _symbol(env, name, size) for name, size in wanted.items()}
@@ -297,16 +299,23 @@ class ModesIn:
         mode = data["mode"]
         if "size" in data:
             return self._size(data["size"], mode)
+        kind = getattr(torch, data["dtype"])
+        key = repr(data) if kind.is_floating_point else ""
+        if key in self._floats:
+            return self._floats[key]
         shape, stride = (
             tuple(self._size(size, mode) for size in data[name]) for name in ("shape", "stride")
         )
-        options = {"dtype": getattr(torch, data["dtype"]), "device": data["device"]}
+        options = {"dtype": kind, "device": data["device"]}
         if mode is None:
             tensor = torch.empty_strided(shape, stride, **options)
         else:
             with self.modes[mode]:
                 tensor = torch.empty_strided(shape, stride, **options)
-        return tensor.requires_grad_(data["requires_grad"])
+        tensor.requires_grad_(data["requires_grad"])
+        if key:
+            self._floats[key] = tensor
+        return tensor
 
     def _size(self, tree: Any, mode: int | None) -> int | torch.SymInt:
         if isinstance(tree, int):

@@ -1,11 +1,13 @@
 """A job's or a group's graphs as one document, in memory and in a folder.
 
 A document is plain data and the constants of model code. Jobs of equal structure share one graph
-in it, as they do in a group. In a folder it is `graph.json`, with `constants.safetensors` beside.
+in it, as they do in a group. In a folder it is `graph.json`, with `constants.safetensors` beside;
+a file `.tfx` holds both. Either way a node is a line of its own.
 """
 
 from __future__ import annotations
 
+import base64
 import builtins
 import json
 import math
@@ -35,6 +37,8 @@ from tlora_fx.version import __version__
 # Format 1 named functions and classes by modules that have moved since.
 FORMAT: Literal[2] = 2
 GRAPH = "graph.json"
+#: Of files that hold graphs and constants together.
+SUFFIX = ".tfx"
 CONSTANTS = "constants.safetensors"
 Note = tuple[str, str]
 
@@ -70,6 +74,7 @@ class SavedJob:
     notes: list[Note]
     plan: Any
     structure: int
+    facts: dict[str, str] = field(default_factory=dict)
 
 
 @dataclass(slots=True)
@@ -80,6 +85,7 @@ class SavedGroup:
     compute: str
     notes: list[Note]
     own: int
+    facts: dict[str, str] = field(default_factory=dict)
 
 
 @dataclass(slots=True)
@@ -127,7 +133,9 @@ def to_document(graphs: JobGraph | GroupGraph) -> Document:
     if isinstance(graphs, GroupGraph):
         jobs = [writer.job(job) for job in (graphs.base, *graphs.jobs)]
         own = writer.structure(graphs, "group")
-        group = SavedGroup(graphs.exact, graphs.compute, list(graphs.notes), own)
+        group = SavedGroup(
+            graphs.exact, graphs.compute, list(graphs.notes), own, dict(graphs.facts)
+        )
     else:
         jobs = [writer.job(graphs)]
     known = fingerprint(graphs)
@@ -158,20 +166,90 @@ def from_document(document: Document) -> JobGraph | GroupGraph:
     return graphs
 
 
-def save_graphs(graphs: JobGraph | GroupGraph, folder: str | Path) -> None:
-    """Write graphs into a folder, which is made where it is missing.
+def save_graphs(graphs: JobGraph | GroupGraph, path: str | Path) -> None:
+    """Write graphs into a file, by its suffix `.tfx`, or a folder, which is made if it is missing.
 
     raises    GraphNotStorable for what a file cannot keep, OSError
     """
-    save_document(to_document(graphs), Path(folder))
+    path = Path(path)
+    if path.suffix == SUFFIX:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        replace_file(path, graph_text(graphs).encode())
+    else:
+        save_document(to_document(graphs), path)
 
 
-def load_graphs(folder: str | Path) -> JobGraph | GroupGraph:
-    """Read what `save_graphs` wrote: the same names, tags, origins and fingerprint.
+def load_graphs(path: str | Path) -> JobGraph | GroupGraph:
+    """Read what `save_graphs` wrote: the same names, tags, facts, origins and fingerprint.
 
     raises    GraphFileNotReadable
     """
-    return from_document(load_document(Path(folder)))
+    return from_document(load_document(Path(path)))
+
+
+def graph_text(graphs: JobGraph | GroupGraph) -> str:
+    """Graphs as the text of a graph file, a node a line; raises GraphNotStorable."""
+    document = to_document(graphs)
+    return _text(document, {name: _value_out(v) for name, v in document.constants.items()})
+
+
+def graphs_of_text(text: str, file: str | Path = "text") -> JobGraph | GroupGraph:
+    """The graphs of a graph file's text.
+
+    file      what errors call it
+    raises    GraphFileNotReadable
+    """
+    return from_document(_document_of(text, file))
+
+
+# Of a document, lists whose items stand on lines of their own, and what holds such lists.
+_LISTS = frozenset({"jobs", "structures", "origins", "modes", "blocks", "nodes", "erased"})
+_OPENED = frozenset({"", "structures", "blocks", "root", "graph", "values"})
+
+
+def _text(document: Document, values: dict[str, Any] | None = None) -> str:
+    """A document as JSON, a node, an origin and a job a line."""
+    data = _adapter().dump_python(document.data, mode="json")
+    return _lined(data | ({} if values is None else {"values": values}), "") + "\n"
+
+
+def _lined(data: Any, key: str) -> str:
+    if isinstance(data, list) and key in _LISTS:
+        items = [_lined(item, key) for item in data]
+        return "[\n" + ",\n".join(items) + "\n]" if items else "[]"
+    if isinstance(data, dict) and key in _OPENED:
+        pairs = [f"{json.dumps(name)}: {_lined(value, name)}" for name, value in data.items()]
+        return "{\n" + ",\n".join(pairs) + "\n}" if pairs else "{}"
+    return json.dumps(data, ensure_ascii=False, separators=(",", ":"))
+
+
+def _value_out(value: torch.Tensor) -> Any:
+    """A constant as its type, shape, and bytes in base64."""
+    flat = value.detach().cpu().contiguous().reshape(-1).view(torch.uint8)
+    kind = str(value.dtype).removeprefix("torch.")
+    return [kind, list(value.shape), base64.b64encode(flat.numpy().tobytes()).decode()]
+
+
+def _value_in(data: Any) -> torch.Tensor:
+    kind, shape, text = data
+    content = bytearray(base64.b64decode(text))
+    flat = torch.frombuffer(content, dtype=torch.uint8) if content else torch.empty(0).byte()
+    return flat.view(getattr(torch, kind)).reshape(shape)
+
+
+def _document_of(text: str, file: str | Path) -> Document:
+    try:
+        data = json.loads(text)
+        values = data.pop("values", None) if isinstance(data, dict) else None
+        constants = {name: _value_in(value) for name, value in (values or {}).items()}
+    except (ValueError, TypeError, AttributeError, RuntimeError, RecursionError) as error:
+        raise GraphFileNotReadable(
+            "the graph file cannot be read",
+            file=file,
+            found=f"{type(error).__name__}: {error}",
+            help="the file is damaged; write it anew",
+        ) from error
+    return Document(read_data(data), constants)
 
 
 def save_document(document: Document, folder: Path) -> None:
@@ -188,11 +266,18 @@ def save_document(document: Document, folder: Path) -> None:
             help="please report it, with the model",
         ) from error
     replace_file(folder / CONSTANTS, tensors)
-    replace_file(folder / GRAPH, _adapter().dump_json(document.data))
+    replace_file(folder / GRAPH, _text(document).encode())
 
 
 def load_document(folder: Path) -> Document:
-    """Read a document; raises GraphFileNotReadable."""
+    """Read a document of a folder, or of a file; raises GraphFileNotReadable."""
+    if folder.suffix == SUFFIX and folder.is_file():
+        try:
+            return _document_of(folder.read_text(encoding="utf-8"), folder)
+        except (OSError, UnicodeDecodeError) as error:
+            raise GraphFileNotReadable(
+                "the graph file cannot be read", file=folder, found=error, help="write it anew"
+            ) from error
     path = folder / GRAPH
     if not path.is_file():
         raise GraphFileNotReadable(
@@ -250,7 +335,8 @@ class _Writer:
         plan = self.encoder.encode(job.plan, _no_node)
         structure = self.structure(job, f"job '{job.name}'" if job.name else "base")
         sites = list(job.sites.values())
-        return SavedJob(job.name, job.form, sites, list(job.notes), plan, structure)
+        facts = dict(job.facts)
+        return SavedJob(job.name, job.form, sites, list(job.notes), plan, structure, facts)
 
     def structure(self, graphs: JobGraph | GroupGraph, subject: str) -> int:
         key = (id(graphs.root), id(graphs.blocks), id(graphs.constants))
@@ -293,7 +379,7 @@ class _Reader:
         group = GroupGraph(first, jobs, saved.exact, saved.compute)
         own = self.structures[saved.own]
         group.root, group.blocks, group.constants = own["root"], own["blocks"], own["constants"]
-        group.notes = list(saved.notes)
+        group.notes, group.facts = list(saved.notes), dict(saved.facts)
         return group
 
     def _job(self, job: SavedJob) -> JobGraph:
@@ -303,6 +389,7 @@ class _Reader:
             plan=self.decoder.decode(job.plan, _unexpected),
             sites={site.path: site for site in job.sites},
             notes=list(job.notes),
+            facts=dict(job.facts),
             **self.structures[job.structure],
         )
 

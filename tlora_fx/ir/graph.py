@@ -16,6 +16,7 @@ jobs      names of the jobs that the node serves
 site      on adapter nodes: path of the frozen module that the adapter sits on
 part      on plain LoRA nodes: "a", "b", "dropout", "scale" or "sum"
 origin    `Origin`: which pass made the node, and from which nodes
+notes     what passes noted of it (`note`)
 """
 
 from __future__ import annotations
@@ -148,6 +149,7 @@ class JobGraph:
     constants   values lifted out of model code
     notes       what passes want reported: (pass name, sentence)
     repeated    paths of the modules that run more than once
+    facts       what holds of the graphs, and the pass that provides it, as pipelines spell it
     """
 
     name: str
@@ -159,6 +161,7 @@ class JobGraph:
     constants: dict[str, torch.Tensor] = field(default_factory=dict)
     notes: list[tuple[str, str]] = field(default_factory=list)
     repeated: frozenset[str] = frozenset()
+    facts: dict[str, str] = field(default_factory=dict)
 
     def graphs(self) -> Iterator[fx.Graph]:
         """The root and every block's graph."""
@@ -174,7 +177,8 @@ class JobGraph:
 
     def for_job(self, name: str, sites: dict[str, AdapterSite]) -> JobGraph:
         """The same structure for another job whose sites differ in rank, scaling and rate only."""
-        return replace(self, name=name, sites=sites, notes=list(self.notes))
+        facts = dict(self.facts)
+        return replace(self, name=name, sites=sites, notes=list(self.notes), facts=facts)
 
 
 @dataclass(slots=True)
@@ -186,6 +190,7 @@ class GroupGraph:
     constants   values lifted out of model code, by the name that get_attr nodes give
     exact       branches carry each job's own numbers, so any of them may run as it is
     compute     dtype in which adapters multiply: "base", or "float32" as PEFT does
+    facts       what holds of the graphs, and the pass that provides it, as pipelines spell it
     """
 
     base: JobGraph
@@ -196,6 +201,7 @@ class GroupGraph:
     blocks: dict[str, Block] = field(default_factory=dict)
     constants: dict[str, torch.Tensor] = field(default_factory=dict)
     notes: list[tuple[str, str]] = field(default_factory=list)
+    facts: dict[str, str] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         self.constants.update(self.base.constants)
@@ -261,6 +267,16 @@ def shape_of(node: fx.Node) -> tuple[Any, ...] | None:
     """The (symbolic) shape of a node's value, None where it is no tensor."""
     value = node.meta.get("val")
     return tuple(value.shape) if isinstance(value, torch.Tensor) else None
+
+
+def note(node: fx.Node, key: str, value: str | float | bool) -> fx.Node:
+    """Note something of a node, which listings, JSON, the page and networkx show; returns the node.
+
+    key      a word or a few, such as "estimated ms"
+    value    a number or a text; the last one noted under a key counts
+    """
+    node.meta["notes"] = {**(node.meta.get("notes") or {}), key: value}
+    return node
 
 
 def under(path: str, parent: str) -> bool:

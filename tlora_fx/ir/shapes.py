@@ -7,6 +7,7 @@ with what reaches it now, so nothing rests on a pass saying what it changed.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -21,6 +22,7 @@ from tlora_fx.ir.graph import Block, is_call
 # Segments have plain sizes, which fake tensors handle far faster than symbols. They are odd and
 # larger than any dimension of a model, so that none is taken for another or for a model's own.
 FIRST_SEGMENT_SIZE = 1_000_003
+MOST_JOBS = 4096
 RUN = "run"
 
 
@@ -55,6 +57,20 @@ def _form(tensor: Tensor) -> tuple[Any, ...]:
 def segment_size(job: int) -> int:
     """The size that stands for a job's segment in propagated shapes, another for each job."""
     return FIRST_SEGMENT_SIZE + 2 * job
+
+
+def shape_text(shape: Iterable[Any]) -> str:
+    """A shape as people read it: "[1, T0, 64]", where T0 is the size of the first job's segment."""
+    return f"[{', '.join(map(_size_text, shape))}]"
+
+
+def _size_text(size: Any) -> str:
+    if isinstance(size, int) and size >= FIRST_SEGMENT_SIZE:
+        for job in range(MOST_JOBS):
+            if size % segment_size(job) == 0:
+                times = size // segment_size(job)
+                return f"T{job}" if times == 1 else f"{times}*T{job}"
+    return str(size)
 
 
 def fake_mode_of(graph: fx.Graph) -> FakeTensorMode:
@@ -123,7 +139,8 @@ def _run(node: fx.Node, mode: FakeTensorMode, args: Any, kwargs: Any) -> Any:
         whole, value, _, job, dim = args
         expected = _segment_shape(whole, job, dim)
         if tuple(value.shape) != expected:
-            raise ValueError(f"a segment of {expected} is written from {tuple(value.shape)}")
+            wanted, found = shape_text(expected), shape_text(value.shape)
+            raise ValueError(f"a segment of {wanted} is written from {found}")
     # Composite operators (linear) take symbolic sizes only under Python's dispatcher.
     with mode, enable_python_dispatcher():
         return node.target(*args, **kwargs)  # type: ignore[operator]
@@ -190,7 +207,7 @@ def _fits(wanted: fx.Node, given: Any) -> bool:
 
 def _value_text(given: Any) -> str:
     value = given.meta.get("val") if isinstance(given, fx.Node) else given
-    kind = f"{list(value.shape)} {value.dtype}" if isinstance(value, Tensor) else type(value)
+    kind = f"{shape_text(value.shape)} {value.dtype}" if isinstance(value, Tensor) else type(value)
     return f"{kind} ({given})"
 
 

@@ -136,7 +136,7 @@ def finite(outcome: StepOutcome) -> bool:
 
 def identical(before: StepOutcome, after: StepOutcome) -> bool:
     """Whether everything is the same to the bit."""
-    pairs = _pairs(before, after)
+    pairs = pairs_of(before, after)
     return all(was.dtype == now.dtype and torch.equal(was, now) for _, _, was, now in pairs)
 
 
@@ -149,7 +149,7 @@ def worst(before: StepOutcome, after: StepOutcome) -> Difference:
     }  # fmt: skip
     differences = [
         Difference(job, what, relative(was, now, FLOOR * largest.get(job, 0.0)))
-        for job, what, was, now in _pairs(before, after)
+        for job, what, was, now in pairs_of(before, after)
     ]
     return max(differences, key=lambda difference: difference.relative)
 
@@ -165,7 +165,7 @@ def relative(before: Tensor, after: Tensor, floor: float = 0.0) -> float:
     return difference / size if size else (math.inf if difference else 0.0)
 
 
-def _pairs(before: StepOutcome, after: StepOutcome) -> Iterator[tuple[str, str, Tensor, Tensor]]:
+def pairs_of(before: StepOutcome, after: StepOutcome) -> Iterator[tuple[str, str, Tensor, Tensor]]:
     """Job, what, before, after; a gradient that one side lacks is zero there."""
     for job, loss in before.losses.items():
         yield job, "loss", loss, after.losses[job]

@@ -1,4 +1,8 @@
-"""The instrument that compares losses and gradients after each pass with those before it."""
+"""The instrument that compares losses and gradients after each pass with those before it.
+
+Of a fused graph it also asks that jobs are apart: where some have other tokens, the others keep
+every bit of their losses and gradients.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +15,7 @@ from typing import Any, Literal, TextIO
 import torch
 from torch import Tensor, fx
 
-from tlora_fx.errors import NumericsBroken
+from tlora_fx.errors import NotIsolated, NumericsBroken
 from tlora_fx.ir.graph import HEAD, Form, GroupGraph, JobGraph, Origin, is_call, origin_of
 from tlora_fx.model.backbone import Backbone
 from tlora_fx.numerics.evaluate import (
@@ -22,13 +26,14 @@ from tlora_fx.numerics.evaluate import (
     evaluate,
     finite,
     identical,
+    pairs_of,
     relative,
     worst,
 )
 from tlora_fx.numerics.interpreter import CannotRun, ValueCallback
 from tlora_fx.numerics.memory import bytes_needed
 from tlora_fx.numerics.reading import GraphLocation
-from tlora_fx.numerics.rows import ProbeRows
+from tlora_fx.numerics.rows import ProbeRows, halves
 from tlora_fx.numerics.state import copy_state, layer_calls, layers_to_run
 from tlora_fx.numerics.tensors import Seeded, Unchecked, buffers_of
 from tlora_fx.pipeline import Done, Event, Instrument, Pipeline, Runner
@@ -56,6 +61,8 @@ class Result:
 
 class Numerics(Instrument):
     """Runs graphs before and after each pass on a small seeded row, and compares the outcome.
+
+    A fused graph runs on other tokens of some jobs, too: the others' outcome must not change.
 
     tokens         of each job; None: 12, for more than 8 jobs 6
     out            where the results are printed when all passes ran; None: to the log
@@ -102,7 +109,7 @@ class Numerics(Instrument):
             try:
                 assert held is not None
                 verdict = self._compare(held, done)
-            except NumericsBroken:
+            except (NumericsBroken, NotIsolated):
                 raise
             except Unchecked as reason:
                 self._last = None
@@ -138,6 +145,19 @@ class Numerics(Instrument):
         before = self._before(held, done, layers, rows)
         after = self._after(done, layers, rows)
         self._last = (done.graphs, layers, after)
+        verdict = self._verdict(held, done, layers, rows, before, after)
+        self._require_apart(done, layers, rows, after)
+        return verdict
+
+    def _verdict(
+        self,
+        held: State,
+        done: Done,
+        layers: frozenset[str],
+        rows: ProbeRows,
+        before: StepOutcome,
+        after: StepOutcome,
+    ) -> str:
         if identical(before, after):
             return "exact"
         largest = worst(before, after)
@@ -185,6 +205,23 @@ class Numerics(Instrument):
                 help="before the pass they run: this is a defect of the pass",
             ) from error
 
+    def _require_apart(
+        self, done: Done, layers: frozenset[str], rows: ProbeRows, outcome: StepOutcome
+    ) -> None:
+        """Give some jobs other tokens: the others keep every bit; raises NotIsolated."""
+        group = done.graphs
+        if not isinstance(group, GroupGraph) or not group.fused or not finite(outcome):
+            return
+        for changed in halves(rows.names):
+            others = rows.with_other_tokens(changed)
+            found = evaluate(group, layers, others, self._tensors)
+            for job, what, was, now in pairs_of(outcome, found):
+                if job and job not in changed and not torch.equal(was, now):
+                    traces = StepTrace(group), StepTrace(group)
+                    for trace, row in zip(traces, (rows, others), strict=True):
+                        evaluate(group, layers, row, self._tensors, trace.watches())
+                    raise _not_apart(done, job, what, changed, first_unlike(*traces, rows, job))
+
     def _first_divergence(
         self, held: State, done: Done, layers: frozenset[str], rows: ProbeRows, bound: float | None
     ) -> FirstDivergence | None:
@@ -225,6 +262,24 @@ def _broken(
         f"pass '{done.item.name}' declares preserves_numerics = \"{word}\" and does not keep it",
         help="mend the pass where values first part, or declare what it keeps",
         **facts,
+    )
+
+
+def _not_apart(
+    done: Done, job: str, what: str, changed: list[str], step: Step | None
+) -> NotIsolated:
+    facts: dict[str, object] = {"graphs": done.subject, "node": "none that can be told"}
+    if step is not None:
+        facts["node"] = step.node.format_node()
+        facts["layer"] = step.place.layer or None
+        facts["source"] = step.node.meta.get("source") or None
+        facts["made by"] = step.origin.made_by
+    return NotIsolated(
+        f"pass '{done.item.name}' lets jobs see each other",
+        **facts,
+        expected=f"the same bits for job '{job}', whatever the tokens of other jobs",
+        found=f"another {what}, where jobs {', '.join(changed)} have other tokens",
+        help="this is a defect of the pass: it mixes the row's tokens",
     )
 
 
@@ -281,6 +336,26 @@ def _reader_at_fault(step: Step, after: StepTrace, made_by: str) -> Step:
 
 def _is_new(step: Step, made_by: str) -> bool:
     return step.node.op == "call_function" and step.origin.made_by == made_by
+
+
+def first_unlike(before: StepTrace, after: StepTrace, rows: ProbeRows, job: str) -> Step | None:
+    """The first step of two runs of one group that gives a job something else."""
+    number = rows.names.index(job)
+    start, stop = rows.segments[number : number + 2]
+    for was, now in zip(before.steps, after.steps, strict=True):
+        own = now.role == "adapter" and now.node.meta.get("jobs") == (job,)
+        for slot, (old, new) in enumerate(zip(was.values, now.values, strict=True)):
+            axis = _axis(now, slot)
+            if own and not is_call(now.node, WRITE):
+                same = torch.equal(old, new)
+            elif axis is not None and -new.dim() <= axis < new.dim() and new.shape[axis] >= stop:
+                parts = (value.narrow(axis, start, stop - start) for value in (old, new))
+                same = torch.equal(*parts)
+            else:
+                continue
+            if not same:
+                return now
+    return None
 
 
 class _Comparison:

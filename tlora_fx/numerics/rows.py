@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Iterator, Sequence
+from copy import copy
+from dataclasses import replace
 from itertools import accumulate
 from random import Random
 
@@ -25,6 +27,7 @@ class ProbeRows:
     def __init__(
         self, names: Sequence[str], form: Form, seed: int, tokens: int | None, vocabulary: int
     ) -> None:
+        self._vocabulary = vocabulary
         few = TOKENS if len(names) <= MANY_JOBS else TOKENS_OF_MANY
         asked = max(4, few if tokens is None else tokens)
         self.names = list(names)
@@ -37,6 +40,15 @@ class ProbeRows:
         packed = form == "packed"
         units = [sum(map(len, p.sequences)) if packed else len(p.sequences) for p in self._parts]
         self.segments = [0, *accumulate(units)]
+
+    def with_other_tokens(self, jobs: Collection[str]) -> ProbeRows:
+        """The same rows with other tokens of these jobs: lengths, keys and all others' are kept."""
+        changed = copy(self)
+        changed._parts = [
+            _redrawn(part, Random(f"other {name}"), self._vocabulary) if name in jobs else part  # noqa: S311
+            for name, part in zip(self.names, self._parts, strict=True)
+        ]
+        return changed
 
     def together(self) -> PackedBatch:
         """One row of all jobs."""
@@ -61,3 +73,24 @@ def _part(source: Random, place: int, tokens: int, vocabulary: int) -> JobTokens
     ]
     seed, step = source.getrandbits(31), place + 1
     return JobTokens(drawn, labels, seed=seed, step=step, offset=OFFSET + place)
+
+
+def _redrawn(part: JobTokens, source: Random, vocabulary: int) -> JobTokens:
+    """Other tokens in the same places, where there is another one to choose."""
+    largest = min(vocabulary, LARGEST_ID) - 1
+    drawn = [
+        [(token + source.randint(1, max(1, largest))) % (largest + 1) for token in ids]
+        for ids in part.sequences
+    ]
+    labels = [
+        [kept if kept == IGNORED else token for kept, token in zip(known, ids, strict=True)]
+        for known, ids in zip(part.labels, drawn, strict=True)
+    ]
+    return replace(part, sequences=drawn, labels=labels)
+
+
+def halves(names: Sequence[str]) -> Iterator[list[str]]:
+    """Few sets of jobs such that of any two jobs, each is in one set that the other is not in."""
+    for bit in range(max(len(names) - 1, 0).bit_length()):
+        for wanted in (0, 1):
+            yield [name for index, name in enumerate(names) if index >> bit & 1 == wanted]

@@ -28,6 +28,7 @@ def copy_state(graphs: JobGraph | GroupGraph) -> JobGraph | GroupGraph:
         blocks=_copy_blocks(graphs.blocks),
         constants=dict(graphs.constants),
         notes=list(graphs.notes),
+        facts=dict(graphs.facts),
     )
 
 
@@ -47,7 +48,12 @@ def _copy_job(job: JobGraph, known: dict[int, tuple[fx.Graph, dict[str, Block]]]
         known[id(job.root)] = (copy_graph(job.root), _copy_blocks(job.blocks))
     root, blocks = known[id(job.root)]
     return replace(
-        job, root=root, blocks=blocks, sites=dict(job.sites), constants=dict(job.constants)
+        job,
+        root=root,
+        blocks=blocks,
+        sites=dict(job.sites),
+        constants=dict(job.constants),
+        facts=dict(job.facts),
     )
 
 

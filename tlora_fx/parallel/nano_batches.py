@@ -64,7 +64,9 @@ def nano_batched(group: GroupGraph, count: int, *, inside: bool = False) -> Grou
         made[node] = root.node_copy(node, made.__getitem__)
         made[node].meta = dict(node.meta)
     blocks = {name: replace(block) for name, block in group.blocks.items()}
-    copy = replace(group, root=root, blocks=blocks, notes=list(group.notes))
+    copy = replace(
+        group, root=root, blocks=blocks, notes=list(group.notes), facts=dict(group.facts)
+    )
     Runner(Pipeline(())).run_one(Event(1, NanoBatch(count, inside), "group", copy))
     return copy
 

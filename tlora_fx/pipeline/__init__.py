@@ -4,16 +4,21 @@ A pass is a frozen dataclass whose fields are its options (passes.py). It is kno
 (registry.py), stands in a pipeline that has a text form (text.py), and runs while instruments watch
 (instrument.py). After every pass shapes are propagated and provenance is recorded. Unless checks
 are off, graphs are linted, values that survive keep their type, tags hold, and what the pass says
-of its change is compared with the graphs' fingerprint.
+of its change is compared with the graphs' fingerprint, and facts that it touched are checked again
+(facts.py).
 """
 
 from __future__ import annotations
 
+import inspect
 import time
-from collections.abc import Iterator, Sequence
+import traceback
+from collections import Counter
+from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, field
+from pathlib import Path
 from types import TracebackType
 from typing import Literal
 
@@ -22,14 +27,16 @@ from torch import fx
 
 from tlora_fx.errors import GraphInvalid, PassFailed, PassMisreports, TloraError
 from tlora_fx.ir.graph import TRACE, GroupGraph, JobGraph, record
-from tlora_fx.ir.shapes import propagate, remember_runs
+from tlora_fx.ir.shapes import propagate, remember_runs, shape_text
 from tlora_fx.ir.verifier import Fingerprint, check_tags, fingerprint, named_graphs, owners
+from tlora_fx.pipeline.facts import Facts
 from tlora_fx.pipeline.instrument import Change, Done, Event, Instrument
 from tlora_fx.pipeline.passes import GroupPass, JobPass, Numerics, Pass, PassOption, options_of
 from tlora_fx.pipeline.registry import (
     REGISTRY,
     Plugin,
     find_pass,
+    load_extension,
     pass_names,
     plugin_passes,
     plugin_planners,
@@ -55,8 +62,10 @@ __all__ = [
     "Runner",
     "Verify",
     "checked",
+    "count",
     "counting",
     "find_pass",
+    "load_extension",
     "options_of",
     "parse_pass",
     "parse_pipeline",
@@ -68,6 +77,9 @@ __all__ = [
 ]
 
 
+#: Where our own code lies, and the folder of libraries.
+OURS = Path(__file__).parents[1]
+INSTALLED = "site-packages"
 Verify = Literal["none", "structure", "numerics"]
 Values = dict[fx.Node, torch.Tensor]
 
@@ -86,6 +98,7 @@ class Runner:
     verify     "none" propagates shapes and checks nothing else; "numerics" checks the structure
                here, and leaves the numbers to an instrument
     limits     rewrites allowed by the place of a pass in the pipeline (bisect)
+    held       facts of graphs that other passes ran on before
     halt_at    number of the event, counted over the whole compilation, before which to halt
     failed     the event at which the last error came, and its number
     """
@@ -98,8 +111,9 @@ class Runner:
         *,
         limits: dict[int, int] | None = None,
         halt_at: int | None = None,
+        held: Collection[str] = (),
     ) -> None:
-        self.pipeline = checked(pipeline.passes)
+        self.pipeline = checked(pipeline.passes, held)
         self.instruments = list(instruments)
         self.verify = verify
         self.limits = limits or {}
@@ -108,14 +122,27 @@ class Runner:
         self.rewrites: dict[int, Rewrites] = {}
         self.failed: tuple[int, Event] | None = None
         self._seen: tuple[object, Fingerprint] | None = None
+        self._facts = Facts()
 
     def start(self) -> None:
         """Begin a compilation, or begin again in another form."""
         self.rewrites = {}
         self.failed = None
         self._seen = None
+        self._facts = Facts()
         for instrument in self.instruments:
             instrument.started(self.pipeline)
+
+    @contextmanager
+    def phase(self, name: str) -> Iterator[None]:
+        """Tell instruments that a phase of compiling runs inside."""
+        for instrument in self.instruments:
+            instrument.entered(name)
+        try:
+            yield
+        finally:
+            for instrument in self.instruments:
+                instrument.left(name)
 
     def run_job(self, graph: JobGraph, subject: str | None = None) -> None:
         """Run the job passes on a graph that came from the tracer."""
@@ -133,6 +160,8 @@ class Runner:
         for place, item in enumerate(self.pipeline.passes, 1):
             if isinstance(item, GroupPass):
                 self.run_one(Event(place, item, "group", group))
+        if self.verify == "none":
+            self._facts.recheck(group, str(self.pipeline))
         for instrument in self.instruments:
             instrument.finished(group)
 
@@ -153,14 +182,18 @@ class Runner:
                 instrument.after(done)
         except TloraError as error:
             self._tell(event, error)
-            error.add_note(f"in pass {event}")
+            line = author_line(event.item, error.__traceback__)
+            error.add_note(f"in pass {event}" + (f", at {line}" if line else ""))
             raise
 
     def _run(self, event: Event) -> Done:
         item, graphs = event.item, event.graphs
         changed: Change
+        self._facts.require(item, graphs)
         before, values = self._before(graphs)
+        resting = self._facts.before(item, graphs) if self.verify != "none" else {}
         rewrites = self.rewrites.setdefault(event.place, Rewrites(self.limits.get(event.place)))
+        asked, counted = len(rewrites.descriptions), rewrites.statistics.copy()
         start = time.perf_counter()
         try:
             with counting(rewrites):
@@ -173,15 +206,32 @@ class Runner:
         self._propagate(event)
         record_all(graphs, item.name, event.subject)
         if self.verify == "none":
+            self._facts.provide(item, graphs)
             changed = "code" if before is None else before.change_to(fingerprint(graphs))
-            return Done(*_fields(event), ran - start, time.perf_counter() - ran, changed)
+            return self._done(event, start, ran, changed, rewrites, asked, counted)
         _check_values(event, values)
         check_tags(graphs)
+        self._facts.after(item, graphs, resting)
         after = fingerprint(graphs)
         self._seen = (graphs, after)
         changed = before.change_to(after) if before is not None else "code"
         _check_claim(event, claim, changed)
-        return Done(*_fields(event), ran - start, time.perf_counter() - ran, changed)
+        return self._done(event, start, ran, changed, rewrites, asked, counted)
+
+    def _done(
+        self,
+        event: Event,
+        start: float,
+        ran: float,
+        changed: Change,
+        rewrites: Rewrites,
+        asked: int,
+        counted: Counter[str],
+    ) -> Done:
+        statistics = dict(rewrites.statistics - counted)
+        made = len(rewrites.descriptions) - asked
+        checked = time.perf_counter() - ran
+        return Done(*_fields(event), ran - start, checked, changed, made, statistics)
 
     def _before(self, graphs: JobGraph | GroupGraph) -> tuple[Fingerprint | None, Values]:
         """Fingerprint and values of the graphs before a pass; the one after the last serves."""
@@ -274,7 +324,7 @@ def _check_values(event: Event, before: Values) -> None:
 
 
 def _type(value: torch.Tensor) -> str:
-    return f"{list(value.shape)} {value.dtype}"
+    return f"{shape_text(value.shape)} {value.dtype}"
 
 
 def _check_claim(event: Event, claim: bool | None, changed: str) -> None:
@@ -302,6 +352,7 @@ def _failed(event: Event, error: Exception) -> PassFailed:
     return PassFailed(
         f"pass '{event.item.name}' raised {type(error).__name__}",
         graphs=event.subject,
+        at=author_line(event.item, error.__traceback__),
         node=node.format_node() if node is not None else "none that can be told",
         source=(node.meta.get("source") or None) if node is not None else None,
         found=error,
@@ -309,15 +360,40 @@ def _failed(event: Event, error: Exception) -> PassFailed:
     )
 
 
-def _node_at(traceback: TracebackType | None) -> fx.Node | None:
+def author_line(item: Pass, trace: TracebackType | None) -> str | None:
+    """The line of a pass's own code at which an error came: "fuse_scale.py:31  x = y / 0".
+
+    returns   the innermost line of the file that the pass stands in, or of its package; None where
+              the error came from elsewhere
+    """
+    try:
+        home = Path(inspect.getfile(type(item)))
+    except (TypeError, OSError):
+        return None
+    for line in reversed(traceback.extract_tb(trace)):
+        file = Path(line.filename)
+        if file == home or _is_beside(file, home):
+            return f"{file.name}:{line.lineno}  {line.line or ''}".rstrip()
+    return None
+
+
+def _is_beside(file: Path, home: Path) -> bool:
+    """Whether a file lies in the folder of an author's pass, and is nobody else's."""
+    ours = OURS in home.parents or OURS in file.parents
+    if ours or INSTALLED in (home.parent.name, *file.parts[len(home.parent.parts) :]):
+        return False
+    return home.parent in file.parents
+
+
+def _node_at(trace: TracebackType | None) -> fx.Node | None:
     """The node that the innermost frame with one was at: what it calls `node`, else the last."""
     innermost: fx.Node | None = None
-    while traceback is not None:
-        names = traceback.tb_frame.f_locals
+    while trace is not None:
+        names = trace.tb_frame.f_locals
         nodes = {name: value for name, value in names.items() if isinstance(value, fx.Node)}
         if nodes:
             innermost = nodes.get("node", next(reversed(nodes.values())))
-        traceback = traceback.tb_next
+        trace = trace.tb_next
     return innermost
 
 
@@ -325,12 +401,15 @@ def _node_at(traceback: TracebackType | None) -> fx.Node | None:
 class Rewrites:
     """The rewrites of one pass, over all its graphs; at most `limit` are allowed, None: all.
 
+    What it counts besides stands in `statistics`.
+
     They are counted so that `bisect` can find the one that breaks a check. A pass asks before each
     that stands on its own, and leaves the place as it is where that is refused.
     """
 
     limit: int | None = None
     descriptions: list[str] = field(default_factory=list)
+    statistics: Counter[str] = field(default_factory=Counter)
 
     def take(self, what: str) -> bool:
         """Count one more; whether it may be made."""
@@ -349,6 +428,16 @@ def counting(rewrites: Rewrites) -> Iterator[None]:
         yield
     finally:
         _running.reset(token)
+
+
+def count(name: str, amount: int = 1) -> None:
+    """Add to a statistic of the running pass, which `--time` shows.
+
+    name      one that the pass declares in `statistics`; another one is shown as it is
+    """
+    rewrites = _running.get()
+    if rewrites is not None:
+        rewrites.statistics[name] += amount
 
 
 def rewrite_allowed(what: str) -> bool:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from typing import Literal
 
 from tlora_fx.ir.graph import GroupGraph, JobGraph
@@ -36,11 +37,15 @@ class Done(Event):
 
     check_seconds    of shapes and checks after it
     changed          "code", "tags" where only tags changed, "" where nothing did
+    rewrites         that it asked for
+    statistics       what it counted, by the names that it declares
     """
 
     seconds: float
     check_seconds: float
     changed: Change
+    rewrites: int = 0
+    statistics: Mapping[str, int] = field(default_factory=dict)
 
 
 class Instrument:
@@ -48,6 +53,12 @@ class Instrument:
 
     def started(self, pipeline: Pipeline) -> None:
         """Compiling begins, or begins again in another form: forget what was seen."""
+
+    def entered(self, phase: str) -> None:
+        """A phase of compiling began, such as "trace base"; phases nest."""
+
+    def left(self, phase: str) -> None:
+        """The phase that began last is over, or an error ended it."""
 
     def traced(self, subject: str, graphs: JobGraph) -> None:
         """A graph came from the tracer."""

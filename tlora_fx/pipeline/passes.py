@@ -7,10 +7,13 @@ import inspect
 import json
 import re
 from abc import ABC, abstractmethod
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import Any, ClassVar, Literal, get_args, get_origin, get_type_hints
 
 from pydantic_core import PydanticSerializationError, to_jsonable_python
+from torch import fx
 
 from tlora_fx.errors import PipelineError
 from tlora_fx.ir.graph import GroupGraph, JobGraph
@@ -28,6 +31,8 @@ class Pass(ABC):
 
     requires             names of passes, or of facts that passes provide
     provides             facts that hold after it, besides its own name
+    preserves            facts of other passes that hold after it where they held before
+    statistics           what it counts with `count`: a name, and what that is a number of
     preserves_numerics   losses and gradients after it: "exact", the same bits; "bound", the same up
                          to the rounding of the graph's dtypes; "no", others
     """
@@ -35,7 +40,22 @@ class Pass(ABC):
     name: ClassVar[str]
     requires: ClassVar[frozenset[str]] = frozenset()
     provides: ClassVar[frozenset[str]] = frozenset()
+    preserves: ClassVar[frozenset[str]] = frozenset()
+    statistics: ClassVar[Mapping[str, str]] = MappingProxyType({})
     preserves_numerics: ClassVar[Numerics] = "bound"
+
+    def recheck(self, graphs: JobGraph | GroupGraph, by: str) -> bool:
+        """Whether what this pass provides still holds after another one changed the graphs.
+
+        by         name of the pass that did
+        returns    False where it cannot be told: the fact then lapses, unless `by` preserves it
+        raises     TloraError that names `by`, where it must hold and does not
+        """
+        return False
+
+    def rests_on(self, graphs: JobGraph | GroupGraph) -> Iterable[fx.Node] | None:
+        """The nodes on which its facts rest: they lapse when one of these changes; None: all."""
+        return None
 
     def __str__(self) -> str:
         """The pass in the text form of pipelines, options at their default left out."""

@@ -7,9 +7,13 @@ listed as broken with its reason, and breaks nothing else.
 
 from __future__ import annotations
 
+import importlib
 import inspect
+import sys
+import traceback
 from dataclasses import dataclass, is_dataclass
 from importlib.metadata import EntryPoint, entry_points
+from pathlib import Path
 from typing import TypeVar, get_args
 
 from tlora_fx.errors import PipelineError, PluginBroken, nearest
@@ -96,6 +100,49 @@ def find_pass(name: str) -> type[Pass]:
 def pass_names() -> list[str]:
     """All names of passes, without importing anything."""
     return sorted({*REGISTRY, *(entry.name for entry in entry_points(group=PASSES))})
+
+
+def load_extension(given: str | Path) -> None:
+    """Import a module that registers passes, operators or rules: a file, or a dotted name.
+
+    A file is imported by its own name, with its folder on the path, so that graph files and other
+    processes find what it defines.
+
+    raises    PluginBroken where it cannot be imported, with the line that failed
+    """
+    path = Path(given)
+    name, wanted = str(given), None
+    if path.suffix == ".py" or path.exists():
+        wanted = path.resolve()
+        name, folder = path.stem, str(wanted.parent)
+        if wanted.is_file() and folder not in sys.path:
+            sys.path.append(folder)
+    try:
+        module = importlib.import_module(name)
+    except (Exception, SystemExit) as error:
+        raise PluginBroken(
+            f"'{given}' cannot be loaded",
+            at=_line_in(wanted, error),
+            found=f"{type(error).__name__}: {error}",
+            help="name a Python file, or a module that Python finds",
+        ) from error
+    loaded = getattr(module, "__file__", None)
+    if wanted is not None and (loaded is None or Path(loaded).resolve() != wanted):
+        raise PluginBroken(
+            f"'{given}' cannot be loaded: another module is called '{name}'",
+            expected=wanted,
+            found=loaded,
+            help="rename the file",
+        )
+
+
+def _line_in(file: Path | None, error: BaseException) -> str | None:
+    """The last line of a file at which an error came, None where there is none."""
+    if isinstance(error, SyntaxError) and error.filename == str(file):
+        return f"{Path(error.filename).name}:{error.lineno}"
+    frames = traceback.extract_tb(error.__traceback__)
+    lines = [f"{file.name}:{f.lineno}" for f in frames if file and f.filename == str(file)]
+    return lines[-1] if lines else None
 
 
 def plugin_passes() -> list[Plugin]:

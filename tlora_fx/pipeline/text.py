@@ -8,17 +8,17 @@ from __future__ import annotations
 import dataclasses
 import json
 import re
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from dataclasses import dataclass
 from typing import Any, get_type_hints
 
 from pydantic import TypeAdapter, ValidationError
 
+from tlora_fx.config.pipeline_text import split_pipeline
 from tlora_fx.errors import PipelineError, nearest
 from tlora_fx.pipeline.passes import GroupPass, JobPass, Pass, default_of, read_value
 from tlora_fx.pipeline.registry import REGISTRY, find_pass
 
-_PASS_TEXT = re.compile(r"\s*([a-z0-9-]+)\s*(?:\{([^{}]*)\})?\s*(?:,|$)")
 _ADDED = re.compile(r"(?P<text>.+?)@(?P<side>after|before):(?P<anchor>[a-z0-9-]+)", re.DOTALL)
 
 
@@ -81,12 +81,13 @@ class Pipeline:
         return checked((*self.passes[:place], added, *self.passes[place:]))
 
 
-def parse_pipeline(text: str) -> Pipeline:
+def parse_pipeline(text: str, held: Collection[str] = ()) -> Pipeline:
     """Read the text form of a pipeline.
 
+    held      facts that hold, and passes that ran, before it
     raises    PipelineError for unknown passes and options, and for passes in a wrong order
     """
-    return checked(_parse(text))
+    return checked(_parse(text), held)
 
 
 def parse_pass(text: str) -> Pass:
@@ -98,26 +99,16 @@ def parse_pass(text: str) -> Pass:
 
 
 def _parse(text: str) -> list[Pass]:
-    passes: list[Pass] = []
-    position = 0
-    while position < len(text.rstrip()):
-        match = _PASS_TEXT.match(text, position)
-        if match is None:
-            raise PipelineError(
-                "the pipeline cannot be read",
-                at=text[position:],
-                expected="name{option=value option=value},name,...",
-                help="separate passes by commas, options by spaces",
-            )
-        passes.append(_make(match[1], match[2] or ""))
-        position = match.end()
-    return passes
+    return [_make(name, options) for name, options in split_pipeline(text)]
 
 
-def checked(passes: Iterable[Pass]) -> Pipeline:
-    """A pipeline whose passes find what they require; raises PipelineError."""
+def checked(passes: Iterable[Pass], held: Collection[str] = ()) -> Pipeline:
+    """A pipeline whose passes find what they require; raises PipelineError.
+
+    held      facts that hold, and passes that ran, before it
+    """
     pipeline = Pipeline(tuple(passes))
-    done: set[str] = set()
+    done = set(held)
     group_seen = False
     for item in pipeline.passes:
         missing = item.requires - done

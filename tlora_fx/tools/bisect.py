@@ -350,6 +350,7 @@ def run_everywhere(runner: Runner, place: int, group: GroupGraph) -> None:
         for other in others:
             other.root, other.blocks = first.root, first.blocks
             other.plan, other.constants = first.plan, first.constants
+            other.facts = dict(first.facts)
 
 
 @dataclass(frozen=True, slots=True)

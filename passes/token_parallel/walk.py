@@ -1,0 +1,507 @@
+"""Follow the row through graphs: what holds it, what belongs to one job, what only says where.
+
+A value is, to a walk,
+
+None       the same whoever is in the row: weights, constants, sizes that only carry shapes
+`Row`      tokens of all jobs (lines, in batch form), side by side along a dimension
+`Own`      of one job: what it reads of its own segment or trains, and what is made of that
+`Table`    where jobs, sequences and nano-batches begin and what keys they have
+`Bank`     the adapters of all jobs at a site
+
+Jobs are apart while no operator mixes what stands along a `Row`, and none but the operators that
+take the row's tables join values of different kinds. So a `Row` is read by one job through a
+segment read alone, and written by it through a write to the same job's segment. In a base's own
+graph there is no `Own` yet; otherwise the same rules hold there.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import fx
+
+from tlora_fx.ir.graph import HEAD, LOSS, Block, Form, TensorRef, is_call, placeholders
+from tlora_fx.ir.lora_sites import ADD, LISTED, ONE, SEVERAL, lowered_arguments
+from tlora_fx.passes.token_parallel.rules import MixesTokens, find_rule, rank_of
+from tlora_fx.passes.token_parallel.sizes import RowSizes, SizeIsValue
+
+aten = torch.ops.aten
+ops = torch.ops.tlora_fx
+# Without the row among their inputs these make the same value for every token.
+UNIFORM = {"zeros", "ones", "full", "empty", "new_zeros", "new_ones", "new_full", "new_empty"}
+UNIFORM |= {"expand", "broadcast_to", "expand_as"}
+#: What has a place for each token.
+TOKEN_INPUTS = ("input_ids", "position_ids", "token_index")
+#: What a lowered site's bank stores, by the end of its name.
+BANKS = (".lora.a", ".lora.b")
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """A value that holds the row.
+
+    axis    the dimension whose outermost factor is the row
+    part    which run of the row, "" for all of it
+    """
+
+    axis: int
+    part: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Own:
+    """A value of one job, by its index."""
+
+    job: int
+
+
+@dataclass(frozen=True, slots=True)
+class Table:
+    """A table of the row, or of a run of it, as it came; name "" for what is made of tables."""
+
+    name: str
+    part: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Bank:
+    """Adapters of all jobs."""
+
+
+#: None, one of the above, or a tuple of them for operators with several results.
+State = Any
+
+
+class Mixed(Exception):
+    """A node at which jobs are no longer apart; no reason where the operator has no rule."""
+
+    def __init__(self, node: fx.Node, reason: str | None) -> None:
+        super().__init__(reason or f"{node.target} has no token rule")
+        self.node, self.reason = node, reason
+
+
+class RowWalk:
+    """Walks graphs; each block is walked once for each kind of input.
+
+    states    what each node was found to be
+    """
+
+    def __init__(
+        self,
+        form: Form,
+        row: str,
+        blocks: Mapping[str, Block],
+        jobs: Sequence[str] = (),
+        sizes: RowSizes | None = None,
+    ) -> None:
+        """Walk with the row's symbol in hand.
+
+        row      the size of the row as text
+        jobs     whose segments lie in the row, in order; none in the base's graph
+        sizes    follows sizes of the row that become values; None: nobody does
+        """
+        self.form, self.jobs, self.sizes = form, list(jobs), sizes
+        self.rows = {row}
+        self.by_layer = {layer: b for b in blocks.values() for layer in b.instances}
+        self.known: dict[tuple[Any, ...], State] = {}
+        self.states: dict[fx.Node, State] = {}
+
+    @property
+    def dim(self) -> int:
+        """Where the ids hold the row."""
+        return 1 if self.form == "packed" else 0
+
+    def inputs(self, graph: fx.Graph) -> dict[fx.Node, State]:
+        """What a root is given."""
+        return {
+            node: Row(self.dim) if name in TOKEN_INPUTS else Table(name)
+            for name, node in placeholders(graph).items()
+        }
+
+    def walk(self, graph: fx.Graph, start: Mapping[fx.Node, State]) -> State:
+        """Follow the row through a graph; returns what its output is.
+
+        raises    Mixed
+        """
+        for node in graph.nodes:
+            if node.op == "output":
+                return self._state(node.args[0])
+            if node.op == "placeholder":
+                self.states[node] = start[node]
+            else:
+                self.visit(node)
+        return None
+
+    def visit(self, node: fx.Node) -> None:
+        """Follow the row through one node; raises Mixed."""
+        if self.sizes is not None and node.op in ("get_attr", "call_function"):
+            self._sizes(node)
+        if node.op == "get_attr":
+            self.states[node] = self._stored(node)
+        elif node.op == "call_module" and node.target == LOSS:
+            self.states[node] = self._loss(node)
+        elif node.op == "call_module":
+            self.states[node] = self._layer(node)
+        elif node.op == "call_function":
+            try:
+                self.states[node] = self._call(node)
+            except MixesTokens as reason:
+                raise Mixed(node, str(reason)) from None
+        else:
+            raise Mixed(node, None)
+
+    def _sizes(self, node: fx.Node) -> None:
+        """Follow sizes where all jobs share what is computed; a job may know its own."""
+        assert self.sizes is not None
+        if any(isinstance(self.states[source], Own) for source in node.all_input_nodes):
+            return
+        try:
+            self.sizes.visit(node)
+        except SizeIsValue as reason:
+            raise Mixed(node, str(reason)) from None
+
+    def _state(self, value: Any) -> State:
+        if isinstance(value, fx.Node):
+            return self.states[value]
+        if isinstance(value, (list, tuple)):
+            return tuple(self._state(item) for item in value)
+        return None
+
+    def _stored(self, node: fx.Node) -> State:
+        ref: TensorRef | None = node.meta.get("tensor")
+        if ref is not None and ref.owner == "job":
+            jobs = tuple(node.meta.get("jobs") or ())
+            # A job's own graph, or Dynamo's, tells no jobs apart: there is one.
+            return Own(self.jobs.index(jobs[0])) if len(jobs) == 1 and self.jobs else Own(0)
+        return Bank() if ref is not None and ref.name.endswith(BANKS) else None
+
+    def _layer(self, node: fx.Node) -> State:
+        block = self.by_layer.get(str(node.target))
+        if block is None:
+            raise Mixed(node, "it calls a layer whose code is not there")
+        states = tuple(self._state(arg) for arg in node.args)
+        values = [self.sizes.values.get(arg) if self.sizes else None for arg in node.args]  # type: ignore[arg-type]
+        key = (block.name, states, tuple(map(id, values)))
+        if key not in self.known:
+            inputs = placeholders(block.graph).values()
+            if self.sizes is not None:
+                self.sizes.values.update(zip(inputs, values, strict=True))
+            self.known[key] = self.walk(block.graph, dict(zip(inputs, states, strict=True)))
+        return self.known[key]
+
+    def _loss(self, node: fx.Node) -> State:
+        """Each job's loss, from the rows that its own targets name."""
+        head = self.by_layer[f"{LOSS}.{HEAD}"].graph
+        names = list(placeholders(head))[1:]
+        wanted: list[State] = [Row(self.dim)]
+        wanted += [Table(name) for name in ("target_rows", "targets", "target_segments")]
+        wanted += [Row(self.dim) if name in TOKEN_INPUTS else Table(name) for name in names]
+        if [self._state(arg) for arg in node.args] != wanted:
+            raise Mixed(node, "the loss reads others than the last hidden state and its tables")
+        # It runs on rows with a target: tokens side by side, or lines of one token each.
+        hidden, *tables = placeholders(head).values()
+        size = str(hidden.meta["val"].shape[self.dim])
+        inner = RowWalk(self.form, size, {}, self.jobs)
+        start = {hidden: Row(self.dim), **dict(zip(tables, wanted[4:], strict=True))}
+        if inner.walk(head, start) != Row(self.dim):
+            raise Mixed(node, "the logits do not hold the row where the hidden state does")
+        return Table(LOSS)
+
+    def _call(self, node: fx.Node) -> State:
+        if is_random(node):
+            raise MixesTokens("it draws random numbers that belong to no job")
+        schema = getattr(node.target, "_schema", None)
+        if schema is not None and schema.is_mutable:
+            raise MixesTokens("it writes into what it reads")
+        states = [self.states[source] for source in node.all_input_nodes]
+        flat = list(_flat(states))
+        if is_call(node, operator.getitem):
+            return self._item(node)
+        own = {state for state in flat if isinstance(state, Own)}
+        if own and not is_call(node, ops.segment_write.default):
+            return self._by_one_job(node, own, flat)
+        special = _SPECIAL.get(node.target)
+        if special is not None:
+            return special(_Call(self, node))
+        if "sym_size" in str(node.target):
+            return None
+        if any(isinstance(state, Bank) for state in flat):
+            raise MixesTokens("it reads the adapters of all jobs")
+        tables = [state for state in flat if isinstance(state, Table)]
+        rows = [state for state in flat if isinstance(state, Row)]
+        if tables and rows:
+            raise MixesTokens("it computes with a table of the whole row")
+        if tables:
+            return Table("")
+        return self._shared(node, rows)
+
+    def _item(self, node: fx.Node) -> State:
+        index: Any = node.args[1]
+        state = self._state(node.args[0])
+        return state[index] if isinstance(state, tuple) else state
+
+    def _by_one_job(self, node: fx.Node, own: set[Own], states: Iterable[State]) -> State:
+        """A job computes with its own values, and what is the same for all."""
+        if len(own) > 1:
+            raise MixesTokens(f"it joins values of jobs {self._names(own)}")
+        for state in states:
+            if isinstance(state, Row):
+                raise MixesTokens(
+                    f"it joins a value of job {self._names(own)} with the whole row's, "
+                    "not with the job's segment of it"
+                )
+            if isinstance(state, Bank):
+                raise MixesTokens("it reads the adapters of all jobs")
+            if isinstance(state, Table) and getattr(node.target, "namespace", "") != "tlora_fx":
+                raise MixesTokens("it computes with a table of the row")
+        return own.pop()
+
+    def _names(self, own: Iterable[Own]) -> str:
+        known = [self.jobs[item.job] if item.job < len(self.jobs) else item.job for item in own]
+        return " and ".join(sorted(f"'{name}'" for name in known))
+
+    def _shared(self, node: fx.Node, rows: list[Row]) -> State:
+        """What all jobs share: by the operator's token rule."""
+        value = node.meta.get("val")
+        part = one_part(rows)
+        if not isinstance(value, (torch.Tensor, tuple, list)):
+            if rows:
+                raise MixesTokens("it reads a number out of the row's values")
+            return None
+        function = find_rule(node.target)
+        if not rows and (function is None or self._by_shape(value) is None):
+            if self._by_shape(value) is not None:
+                raise MixesTokens("it makes values from places in the row")
+            return None
+        if not rows and name_of(node.target) not in UNIFORM:
+            raise MixesTokens("it takes values by their place in the row")
+        if function is None:
+            raise Mixed(node, None)
+        axis = function(node, self._axis_of)
+        if axis is None:
+            axis = self._by_shape(value)
+        if isinstance(axis, tuple):
+            return tuple(None if one is None else Row(one, part) for one in axis)
+        return None if axis is None else Row(axis, part)
+
+    def _axis_of(self, value: Any) -> Any:
+        """What rules ask for: the axis of a value, a tuple of them, or None."""
+        return _axis(self._state(value)) if isinstance(value, fx.Node) else None
+
+    def _by_shape(self, value: Any) -> int | None:
+        shape = value.shape if isinstance(value, torch.Tensor) else ()
+        return next((d for d, size in enumerate(shape) if str(size) in self.rows), None)
+
+
+def _axis(state: State) -> Any:
+    if isinstance(state, tuple):
+        return tuple(map(_axis, state))
+    return state.axis if isinstance(state, Row) else None
+
+
+def _flat(states: Iterable[State]) -> Iterable[State]:
+    for state in states:
+        if isinstance(state, tuple):
+            yield from _flat(state)
+        else:
+            yield state
+
+
+def one_part(rows: Iterable[Row]) -> str:
+    """The run of the row that values are of; raises MixesTokens where they are of several."""
+    parts = {row.part for row in rows}
+    if len(parts) > 1:
+        raise MixesTokens("it joins different runs of the row")
+    return parts.pop() if parts else ""
+
+
+def is_random(node: fx.Node) -> bool:
+    """Whether an operator draws from torch's generator: dropout has keyed masks instead."""
+    if torch.Tag.nondeterministic_seeded not in getattr(node.target, "tags", ()):
+        return False
+    if is_call(node, aten.dropout.default):
+        return False
+    if is_call(node, aten.scaled_dot_product_attention.default):
+        rate = node.args[4] if len(node.args) > 4 else node.kwargs.get("dropout_p", 0.0)
+        return bool(rate != 0.0)
+    return True
+
+
+def name_of(target: Any) -> str:
+    """An operator's name without its overload."""
+    return str(getattr(target, "overloadpacket", target)).removeprefix("aten.")
+
+
+# The operators that take the row's tables, and those that only plans write.
+
+
+class _Call:
+    """One call, with what it is given by the names of its schema."""
+
+    def __init__(self, walk: RowWalk, node: fx.Node) -> None:
+        self.walk, self.node = walk, node
+        lowered = is_call(node, ONE, SEVERAL, ADD)
+        self.given = lowered_arguments(node) if lowered else _arguments(node)
+
+    def state(self, name: str) -> State:
+        """What an argument is."""
+        return self.walk._state(self.given.get(name))
+
+    def row(self, name: str) -> Row:
+        """An argument that must hold the row."""
+        state = self.state(name)
+        if not isinstance(state, Row):
+            raise MixesTokens(f"its {name} does not hold the row")
+        return state
+
+    def plain(self, *names: str) -> None:
+        """Arguments that must be the same whoever is in the row."""
+        for name in names:
+            if any(state is not None for state in _flat([self.state(name)])):
+                raise MixesTokens(f"its {name} depends on who is in the row")
+
+    def tables(self, part: str, *names: str) -> None:
+        """Arguments that must be the row's own tables, untouched."""
+        for name in names:
+            state = self.state(name)
+            if name == "token_index":
+                good = isinstance(state, Row) and state.part == part
+            else:
+                good = state == Table(name, "" if name == "keys" else part)
+            if self.given.get(name) is not None and not good:
+                raise MixesTokens(f"its {name} is not the row's own table")
+
+
+def _arguments(node: fx.Node) -> dict[str, Any]:
+    target: Any = node.target
+    given: dict[str, Any] = {
+        argument.name: value
+        for argument, value in zip(target._schema.arguments, node.args, strict=False)
+    }
+    return {**given, **node.kwargs}
+
+
+def _read(call: _Call) -> State:
+    x, job = call.row("x"), call.given["job"]
+    call.tables(x.part, "segments")
+    if call.given["dim"] != x.axis:
+        raise MixesTokens("it reads along a dimension that does not hold the row")
+    if not 0 <= job < len(call.walk.jobs):
+        raise MixesTokens(f"there is no job {job} in the row")
+    return Own(job)
+
+
+def _write(call: _Call) -> State:
+    x, job, value = call.row("x"), call.given["job"], call.state("value")
+    call.tables(x.part, "segments")
+    if call.given["dim"] != x.axis:
+        raise MixesTokens("it writes along a dimension that does not hold the row")
+    if value is not None and value != Own(job):
+        owner = call.walk._names([value]) if isinstance(value, Own) else "all jobs"
+        into = call.walk._names([Own(job)])
+        raise MixesTokens(f"it writes a value of {owner} into the segment of {into}")
+    return x
+
+
+def _switch(call: _Call) -> State:
+    positions = call.row("position_ids")
+    call.tables(positions.part, "segments")
+    for name in ("short", "long"):
+        if call.state(name) not in (None, positions):
+            raise MixesTokens(f"its {name} holds the row elsewhere than position_ids")
+    return positions
+
+
+def _keyed_dropout(call: _Call) -> State:
+    x = call.row("x")
+    call.tables(x.part, "segments", "keys", "token_index")
+    call.plain("rates", "site")
+    if x.axis >= call.given["token_dims"]:
+        raise MixesTokens("its token dimensions do not hold the row")
+    return x
+
+
+def _attention(call: _Call) -> State:
+    rows = [call.row(name) for name in ("q", "k", "v")]
+    part = one_part(rows)
+    if any(row.axis != 0 for row in rows):
+        raise MixesTokens("its query, key and value do not hold the row at dimension 0")
+    call.tables(part, "cu_seqlens", "max_seqlen", "segments", "keys", "token_index")
+    call.plain("site", "sinks")
+    return (Row(0, part), Row(1, part))
+
+
+def _lowered(call: _Call) -> State:
+    x = call.row("x")
+    node = call.node
+    added = is_call(node, ADD)
+    if added and call.row("y") != x:
+        raise MixesTokens("it adds to a value that holds the row elsewhere")
+    if x.axis == rank_of(call.given["x"]) - 1:
+        raise MixesTokens("it sums over the row")
+    call.tables(x.part, "segments", "keys", "token_index")
+    call.plain("ranks", "scales", "rates", "site", *(() if added else ("weight", "bias")))
+    for name in ("a", "b"):
+        if any(not isinstance(state, Bank) for state in _flat([call.state(name)])):
+            raise MixesTokens(f"its {name} is no bank of adapters")
+    if is_call(node, SEVERAL):
+        return (x,) * len(call.given[LISTED[0]])
+    return x
+
+
+def _quantized(call: _Call) -> State:
+    x = call.row("x")
+    call.plain("stored", "bias")
+    if x.axis == rank_of(call.given["x"]) - 1:
+        raise MixesTokens("it sums over the row")
+    return x
+
+
+def _alike(call: _Call) -> State:
+    """What another process has at the same place: the same row."""
+    return call.state("x")
+
+
+def _nano_tables(call: _Call) -> State:
+    call.tables("", "cu_seqlens", "segments")
+    parts = [f"part {index}" for index in range(call.given["count"])]
+    cut = ("cu_seqlens", "max_seqlen", "segments")
+    return (Table("cuts"), *(Table(name, part) for part in parts for name in cut))
+
+
+def _nano_split(call: _Call) -> State:
+    x, pieces = call.row("x"), call.node.meta["val"]
+    if call.state("cuts") != Table("cuts") or x.part or call.given["dim"] != x.axis:
+        raise MixesTokens("it does not cut the row where its tables do")
+    call.walk.rows.update(str(piece.shape[x.axis]) for piece in pieces)
+    return tuple(Row(x.axis, f"part {index}") for index in range(len(pieces)))
+
+
+def _nano_join(call: _Call) -> State:
+    dim = call.given["dim"]
+    parts = tuple(Row(dim, f"part {index}") for index in range(len(call.given["parts"])))
+    if call.state("parts") != parts or call.state("cuts") != Table("cuts"):
+        raise MixesTokens("it does not join the runs of the row in their order")
+    return Row(dim)
+
+
+_SPECIAL: Mapping[Any, Callable[[_Call], State]] = {
+    ops.segment_read.default: _read,
+    ops.segment_write.default: _write,
+    ops.segment_switch.default: _switch,
+    ops.keyed_dropout.default: _keyed_dropout,
+    ops.packed_attention.default: _attention,
+    ONE: _lowered,
+    SEVERAL: _lowered,
+    ADD: _lowered,
+    ops.quantized_linear.default: _quantized,
+    ops.tp_copy.default: _alike,
+    ops.tp_reduce.default: _alike,
+    ops.nano_tables.default: _nano_tables,
+    ops.nano_split.default: _nano_split,
+    ops.nano_join.default: _nano_join,
+}
