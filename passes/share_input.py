@@ -12,23 +12,22 @@ from __future__ import annotations
 import operator
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, ClassVar
 
 from torch import fx
 
-from tlora_fx.ir.graph import MADE_FROM, ORIGIN, GroupGraph, derive, is_call
+from tlora_fx.ir.graph import GroupGraph, is_call
 from tlora_fx.ir.lora_sites import LISTED, ONE, SEVERAL, LoweredSite, lowered_site, lowered_sites
-from tlora_fx.ir.shapes import RUN
 from tlora_fx.ir.verifier import named_graphs
-from tlora_fx.pipeline import GroupPass, Numerics, register, rewrite_allowed
+from tlora_fx.pipeline import GroupPass, Numerics, register
 from tlora_fx.rewriting import Maker, Rewriter
+from tlora_fx.rewriting.rewriter import needed_before
 
 # Generated kernels unroll over the sites of one operator.
 MOST_SITES = 4
 # What all sites of one operator must have in common.
 COMMON = ("x", "segments", "keys", "token_index", "compute_dtype")
-# What belongs to the node itself and goes with it.
-OWN = ("val", RUN, ORIGIN, MADE_FROM)
 
 
 @register
@@ -50,67 +49,52 @@ class ShareInput(GroupPass):
         for where, graph in named_graphs(group):
             for results in list(_sharing(graph, most)):
                 sites = [site for node in results if (site := lowered_site(node)) is not None]
-                needed = _needed(graph, sites)
                 paths = ", ".join(f"{where}.{site.path}".strip(".") for site in sites)
-                if needed is not None and rewrite_allowed(f"multi_lora_linears at {paths}"):
-                    _share(graph, sites, needed, group.job_names)
+                Rewriter(graph).replace_several(
+                    [site.result for site in sites],
+                    partial(_shared, sites),
+                    f"multi_lora_linears at {paths}",
+                    _tags(sites, group.job_names),
+                )
 
 
 def _sharing(graph: fx.Graph, most: int) -> Iterator[list[fx.Node]]:
     """The results of sites that may become one operator, two at least, in the graph's order."""
     groups: dict[Any, list[list[LoweredSite]]] = {}
+    order = {node: index for index, node in enumerate(graph.nodes)}
     for site in lowered_sites(graph):
         if not is_call(site.call, ONE):
             continue
         dtype = site.arguments["a"].meta["val"].dtype
         sets = groups.setdefault((dtype, *(site.arguments[name] for name in COMMON)), [[]])
-        if len(sets[-1]) == most or _needed(graph, [*sets[-1], site]) is None:
+        if len(sets[-1]) == most or not _together(order, [*sets[-1], site]):
             sets.append([])
         sets[-1].append(site)
     for sites in (sites for sets in groups.values() for sites in sets if len(sites) > 1):
         yield [site.result for site in sites]
 
 
-def _needed(graph: fx.Graph, sites: list[LoweredSite]) -> list[fx.Node] | None:
-    """What must stand before the first site so that all may run there, in the graph's order.
-
-    returns   None where one site reads what another one computes
-    """
-    needed: dict[fx.Node, None] = {}
-    order = {node: index for index, node in enumerate(graph.nodes)}
+def _together(order: dict[fx.Node, int], sites: list[LoweredSite]) -> bool:
+    """Whether none of the sites reads what another one computes."""
     results = [site.result for site in sites]
-    stack = list(results)
-    while stack:
-        for source in stack.pop().all_input_nodes:
-            if source in results:
-                return None
-            if source not in needed and order[source] > order[results[0]]:
-                needed[source] = None
-                stack.append(source)
-    return sorted(needed, key=order.__getitem__)
+    return needed_before(results[0], results, order) is not None
 
 
-def _share(
-    graph: fx.Graph, sites: list[LoweredSite], needed: list[fx.Node], names: list[str]
-) -> None:
-    """Put one operator in place of several, where the first of them stands."""
-    results = [site.result for site in sites]
-    for node in needed:
-        results[0].prepend(node)
+def _tags(sites: list[LoweredSite], names: list[str]) -> dict[str, Any]:
+    """Of the operator that several sites share."""
     served = {job for site in sites for job in site.jobs}
-    tags = {
+    return {
         "role": "adapter",
         "jobs": tuple(name for name in names if name in served),
         "site": "",
         "path": _common([site.path for site in sites]),
     }
-    make = Rewriter(graph).at(results[0], tags)
+
+
+def _shared(sites: list[LoweredSite], make: Maker) -> list[fx.Node]:
+    """One operator in place of several, and each site's result."""
     shared = make(SEVERAL, *_arguments(sites))
-    derive(shared, *results)
-    shared_results = [_result(make, shared, index, old) for index, old in enumerate(results)]
-    for old, new in zip(results, shared_results, strict=True):
-        old.replace_all_uses_with(new)
-        graph.erase_node(old)
+    return [make(operator.getitem, shared, index) for index in range(len(sites))]
 
 
 def _arguments(sites: list[LoweredSite]) -> Iterator[Any]:
@@ -125,13 +109,6 @@ def _arguments(sites: list[LoweredSite]) -> Iterator[Any]:
             yield any(own)
         else:
             yield common
-
-
-def _result(make: Maker, shared: fx.Node, index: int, old: fx.Node) -> fx.Node:
-    """One site's result, with everything that passes know of the node that it stands for."""
-    result = make(operator.getitem, shared, index)
-    result.meta.update({tag: value for tag, value in old.meta.items() if tag not in OWN})
-    return derive(result, old)
 
 
 def _common(paths: list[str]) -> str:

@@ -4,6 +4,7 @@ Patterns say why they do not fit (matching.py). Rewriting helpers keep shapes, t
 and count as rewrites that a bisection may hold back (rewriter.py, outlining.py).
 """
 
+from tlora_fx.rewriting.examples import pattern_of
 from tlora_fx.rewriting.matching import Match, Miss, find, match, nearest_match
 from tlora_fx.rewriting.outlining import OutlinedGraph, inline_block, outline, outline_block
 from tlora_fx.rewriting.patterns import (
@@ -15,11 +16,15 @@ from tlora_fx.rewriting.patterns import (
     constant,
     either,
     mul,
+    read_by,
+    shaped,
     stored,
+    typed,
     uncast,
     where,
 )
 from tlora_fx.rewriting.rewriter import Maker, Rewriter
+from tlora_fx.rewriting.rules import RewriteRule, rewrite_greedily
 
 __all__ = [
     "Maker",
@@ -27,6 +32,7 @@ __all__ = [
     "Miss",
     "OutlinedGraph",
     "Pattern",
+    "RewriteRule",
     "Rewriter",
     "add",
     "anything",
@@ -41,7 +47,12 @@ __all__ = [
     "nearest_match",
     "outline",
     "outline_block",
+    "pattern_of",
+    "read_by",
+    "rewrite_greedily",
+    "shaped",
     "stored",
+    "typed",
     "uncast",
     "where",
 ]

@@ -18,7 +18,8 @@ import torch
 from torch import fx
 
 from tlora_fx.errors import PatternWrong, nearest
-from tlora_fx.ir.graph import TensorRef, is_call
+from tlora_fx.ir.graph import TensorRef, is_call, shape_of
+from tlora_fx.ir.shapes import shape_text
 
 aten = torch.ops.aten
 CASTS = (aten.to.dtype, aten._to_copy.default)
@@ -605,6 +606,110 @@ class Where(Pattern):
         return f"{inside(self.inner)} where {self.says}"
 
 
+@dataclass(slots=True, eq=False)
+class Having(Pattern):
+    """A pattern at a node of which something more must hold.
+
+    says     the condition, after its subject: "is read once"
+    test     whether it holds of the node
+    tells    what is there instead: "is read 3 times"
+    """
+
+    branching: ClassVar[bool] = True
+
+    inner: Pattern = field(default_factory=Anything)
+    says: str = ""
+    test: Callable[[fx.Node], bool] = bool
+    tells: Callable[[fx.Node], str] = str
+
+    def walk(
+        self, value: Any, state: SearchState, search: PatternSearch, position: Position
+    ) -> Iterator[SearchState]:
+        for way in self.inner.walk(value, state, search, position):
+            if isinstance(value, fx.Node) and self.test(value):
+                captures, count, last, nodes = way
+                yield SearchState(captures, count + 1, ((self, value, position), last), nodes)
+            else:
+                search.fail(way, self, value, position)
+
+    def is_what(self) -> str:
+        return self.says
+
+    def is_not(self, subject: str, value: Any) -> str:
+        found = self.tells(value) if isinstance(value, fx.Node) else f"is {describe(value)}"
+        return f"{subject} {found}; what is wanted {self.says}"
+
+    def targets(self) -> frozenset[Any] | None:
+        return self.inner.targets()
+
+    def parts(self) -> tuple[Pattern, ...]:
+        return (self.inner,)
+
+    def shown(self) -> str:
+        return f"{inside(self.inner)} that {self.says}"
+
+
+@dataclass(slots=True, eq=False)
+class Shaped(Pattern):
+    """A pattern at a tensor of a shape.
+
+    sizes    a number, None for any size, or a name: one size wherever the name stands
+    opened   more dimensions may stand before these
+    """
+
+    branching: ClassVar[bool] = True
+
+    inner: Pattern = field(default_factory=Anything)
+    sizes: tuple[int | str | None, ...] = ()
+    opened: bool = False
+
+    def walk(
+        self, value: Any, state: SearchState, search: PatternSearch, position: Position
+    ) -> Iterator[SearchState]:
+        for way in self.inner.walk(value, state, search, position):
+            captures, count, last, nodes = way
+            named = self._named(value, captures)
+            if named is None:
+                search.fail(way, self, value, position)
+            else:
+                yield SearchState(named, count + 1, ((self, value, position), last), nodes)
+
+    def _named(self, value: Any, captures: Captures) -> Captures | None:
+        """Captures with the sizes that have names; None where the shape is another."""
+        shape = shape_of(value) if isinstance(value, fx.Node) else None
+        if shape is None or len(shape) < len(self.sizes):
+            return None
+        if len(shape) > len(self.sizes) and not self.opened:
+            return None
+        named = dict(captures)
+        for wanted, size in zip(self.sizes, shape[len(shape) - len(self.sizes) :], strict=True):
+            if isinstance(wanted, str):
+                # Symbols of a row are compared as what they stand for, never by a guard.
+                if str(named.setdefault(wanted, size)) != str(size):
+                    return None
+            elif wanted is not None and not (isinstance(size, int) and size == wanted):
+                return None
+        return named
+
+    def is_what(self) -> str:
+        sizes = ["…"] * self.opened + ["_" if size is None else str(size) for size in self.sizes]
+        return f"has the shape [{', '.join(sizes)}]"
+
+    def is_not(self, subject: str, value: Any) -> str:
+        shape = shape_of(value) if isinstance(value, fx.Node) else None
+        found = "is no tensor" if shape is None else f"has the shape {shape_text(shape)}"
+        return f"{subject} {found}; what is wanted {self.is_what()}"
+
+    def targets(self) -> frozenset[Any] | None:
+        return self.inner.targets()
+
+    def parts(self) -> tuple[Pattern, ...]:
+        return (self.inner,)
+
+    def shown(self) -> str:
+        return f"{inside(self.inner)} that {self.is_what()}"
+
+
 def call(
     operators: Any, *given: Any, name: str = "", commutes: bool = False, **named: Any
 ) -> Pattern:
@@ -669,6 +774,40 @@ def where(says: str, test: Callable[[Mapping[str, Any]], bool], inner: Any) -> P
     test    whether it holds, of the captures so far
     """
     return Where(_pattern(inner), says, test)
+
+
+def read_by(inner: Any, readers: int = 1) -> Pattern:
+    """A pattern at a node that so many others read."""
+    return Having(
+        _pattern(inner),
+        f"is read by {readers}",
+        lambda node: len(node.users) == readers,
+        lambda node: f"is read by {len(node.users)}",
+    )
+
+
+def typed(inner: Any, *dtypes: torch.dtype) -> Pattern:
+    """A pattern at a tensor of one of these types."""
+    return Having(
+        _pattern(inner),
+        f"is of type {' or '.join(map(_dtype_name, dtypes))}",
+        lambda node: getattr(node.meta.get("val"), "dtype", None) in dtypes,
+        lambda node: f"is of type {_dtype_name(getattr(node.meta.get('val'), 'dtype', None))}",
+    )
+
+
+def shaped(inner: Any, *sizes: Any) -> Pattern:
+    """A pattern at a tensor of a shape.
+
+    sizes    a number, None for any size, or a name that captures a size: the same one wherever the
+             name stands, symbols too; `...` as the first one lets others stand before
+    """
+    opened = bool(sizes) and sizes[0] is ...
+    return Shaped(_pattern(inner), tuple(sizes[opened:]), opened)
+
+
+def _dtype_name(dtype: Any) -> str:
+    return str(dtype).removeprefix("torch.")
 
 
 def _pattern(item: Any) -> Pattern:

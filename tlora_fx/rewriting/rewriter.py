@@ -7,7 +7,7 @@ bisection holds it back, nothing is done and the helper returns None.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -15,14 +15,16 @@ from torch import fx
 from torch.fx.experimental.symbolic_shapes import statically_known_true
 
 from tlora_fx.errors import RewriteMismatch
-from tlora_fx.ir.graph import TensorRef, derive
-from tlora_fx.ir.shapes import fake_like, fake_mode_of, give_value
+from tlora_fx.ir.graph import MADE_FROM, ORIGIN, TensorRef, derive
+from tlora_fx.ir.shapes import RUN, fake_like, fake_mode_of, give_value, shape_text
 from tlora_fx.pipeline import rewrite_allowed
 from tlora_fx.rewriting.matching import Match, find
 from tlora_fx.rewriting.patterns import Pattern
 
 # What new nodes take from the node that they stand for; "axis" only where the value is the same.
 TAGS = ("role", "jobs", "site", "path", "source")
+# What belongs to a node itself, and does not go on to one that stands for it.
+OWN = ("val", RUN, ORIGIN, MADE_FROM)
 Tags = Mapping[str, Any]
 
 
@@ -70,6 +72,7 @@ class Maker:
 
 
 Build = Callable[[Maker], fx.Node]
+BuildSeveral = Callable[[Maker], Sequence[fx.Node]]
 
 
 class Rewriter:
@@ -110,6 +113,46 @@ class Rewriter:
             if not old._erased and not old.users and old.op != "placeholder":
                 self.graph.erase_node(old)
         return new
+
+    def replace_several(
+        self,
+        found: Sequence[Match | fx.Node],
+        build: BuildSeveral,
+        what: str = "",
+        tags: Tags | None = None,
+    ) -> list[fx.Node] | None:
+        """Put other values in place of several at once: one rewrite, with all their origins.
+
+        build     makes a value for each of them, where the first of them stands:
+                  `lambda make: [make(getitem, pair := make(op, x), 0), make(getitem, pair, 1)]`
+        tags      of what is made besides; each new value has those of the one that it replaces
+        returns   the new values in order; None where the rewrite is held back, or where one of the
+                  values is made of another, so that no place is before all of them
+        raises    RewriteMismatch where a shape or dtype is another, or their number
+        """
+        matched = [item.nodes if isinstance(item, Match) else (item,) for item in found]
+        olds = [item.node if isinstance(item, Match) else item for item in found]
+        order = {node: index for index, node in enumerate(self.graph.nodes)}
+        first = min(olds, key=order.__getitem__)
+        needed = needed_before(first, olds, order)
+        if needed is None or not rewrite_allowed(what or _told("replace several, first", first)):
+            return None
+        for node in needed:
+            first.prepend(node)
+        sources = dict.fromkeys(node for nodes in matched for node in nodes)
+        maker = self._maker(first, first, tags, sources)
+        news = list(build(maker))
+        _require_as_many(olds, news)
+        for old, new, nodes in zip(olds, news, matched, strict=True):
+            if new in maker.made:
+                kept = {tag: value for tag, value in old.meta.items() if tag not in OWN}
+                new.meta.update(kept)
+                derive(new, *nodes)
+            _take_over(maker, old, new)
+        for old in sorted(sources, key=order.__getitem__, reverse=True):
+            if not old._erased and not old.users and old.op != "placeholder":
+                self.graph.erase_node(old)
+        return news
 
     def insert_after(
         self, node: fx.Node, build: Build, what: str = "", tags: Tags | None = None
@@ -180,6 +223,37 @@ class Rewriter:
         return Maker(self.graph, before, {**near, **own, **(tags or {})}, dict.fromkeys(sources))
 
 
+def needed_before(
+    first: fx.Node, nodes: Collection[fx.Node], order: Mapping[fx.Node, int]
+) -> list[fx.Node] | None:
+    """What must stand before the first of several nodes so that all could run there, in order.
+
+    returns   None where one of them reads what another computes
+    """
+    needed: dict[fx.Node, None] = {}
+    stack = list(nodes)
+    while stack:
+        for source in stack.pop().all_input_nodes:
+            if source in nodes:
+                return None
+            if source not in needed and order[source] > order[first]:
+                needed[source] = None
+                stack.append(source)
+    return sorted(needed, key=order.__getitem__)
+
+
+def _require_as_many(olds: Sequence[fx.Node], news: Sequence[fx.Node]) -> None:
+    if len(olds) == len(news):
+        return
+    raise RewriteMismatch(
+        "a rewrite puts another number of values in the place of several",
+        node=olds[0].format_node(),
+        expected=f"{len(olds)} values",
+        found=f"{len(news)} values",
+        help="return a value for each match, in their order",
+    )
+
+
 def _take_over(maker: Maker, node: fx.Node, new: fx.Node) -> None:
     """Give the readers of a node the new one; what was made for it reads on."""
     _require_type(node, new)
@@ -215,7 +289,7 @@ def _agree(left: Any, right: Any) -> bool:
 
 def _type(value: Any) -> str:
     if isinstance(value, torch.Tensor):
-        return f"{list(value.shape)} {value.dtype}"
+        return f"{shape_text(value.shape)} {value.dtype}"
     return type(value).__name__
 
 
