@@ -40,6 +40,8 @@ TEXTS = (
     "id", "key", "kind", "target", "code", "dtype", "module", "role", "site", "source", "made_by",
     "note",
 )  # fmt: skip
+# Columns whose text is another field's.
+SHOWN = {"note": "notes_text"}
 LISTS = ("inputs", "jobs", "made_from")
 NUMBERS = ("flop_per_token", "flop_per_length", "flop_per_row", "bytes", "launches")
 # As in graph.py, which needs torch; a test compares them.
@@ -164,7 +166,7 @@ class _Packer:
     def _node(self, node: NodeEntry) -> tuple[Any, ...]:
         shape = f"[{', '.join(map(str, node.shape))}]" if node.dtype else ""
         return (
-            *(self.texts[getattr(node, name)] for name in TEXTS),
+            *(self.texts[getattr(node, SHOWN.get(name, name))] for name in TEXTS),
             self.texts[shape],
             *(self._list(getattr(node, name)) for name in LISTS),
             *(getattr(node, name) for name in NUMBERS),

@@ -48,7 +48,10 @@ def render_graphml(program: Program) -> str:
     network.graph["jobs"] = ", ".join(network.graph["jobs"])
     for _, fields in network.nodes(data=True):
         for name, value in list(fields.items()):
-            if isinstance(value, list):
+            if isinstance(value, dict):
+                del fields[name]
+                fields.update({f"{name}.{key}": noted for key, noted in value.items()})
+            elif isinstance(value, list):
                 fields[name] = ", ".join(map(str, value))
             elif value is None:
                 del fields[name]

@@ -144,6 +144,7 @@ class _Describer:
             made_by=origin.made_by if origin else "",
             made_from=[source.key for source in origin.sources] if origin else [],
             note=str(meta.get("as_it_is") or ""),
+            notes=dict(meta.get("notes") or {}),
         )
 
     def _shape(self, node: fx.Node, value: Tensor) -> list[int | str]:

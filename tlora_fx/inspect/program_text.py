@@ -233,6 +233,7 @@ def _node_lines(graph: GraphEntry, node: NodeEntry, marks: Marks, width: int) ->
         "runs": f"{times} times, once a layer" if times > 1 else "",
         "source": node.source,
         "not lowered": node.note,
+        **{name: str(value) for name, value in node.notes.items()},
     }
     for name, text in facts.items():
         if text:

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cache
 from pathlib import Path
 from typing import Any, ClassVar, Literal, Self
@@ -329,6 +329,7 @@ class NodeEntry:
     made_by           "trace", or the pass that made it
     made_from         keys of the nodes that it was made from; those of `Program.history`
     note              why it was not lowered, "" for all else
+    notes             what passes noted of it, by name
     """
 
     id: str
@@ -352,6 +353,13 @@ class NodeEntry:
     made_by: str
     made_from: list[str]
     note: str
+    notes: dict[str, str | float | bool] = field(default_factory=dict)
+
+    @property
+    def notes_text(self) -> str:
+        """All that is noted of it, in one line."""
+        noted = [f"{name}: {value}" for name, value in self.notes.items()]
+        return "; ".join(filter(None, (self.note, *noted)))
 
     @property
     def value_text(self) -> str:
