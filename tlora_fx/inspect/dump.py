@@ -7,6 +7,7 @@ to the library. Triton is not needed, and nothing is compiled.
 
 from __future__ import annotations
 
+import logging
 import re
 from collections.abc import Iterator, Sequence, Set
 from dataclasses import dataclass, replace
@@ -19,7 +20,8 @@ import torch
 from tlora_fx.codegen.kernels import build
 from tlora_fx.codegen.spec import DTYPES, MOST_SITES, KernelSpec
 from tlora_fx.durable import replace_file
-from tlora_fx.errors import DumpNotWritable, KernelSpecError
+from tlora_fx.errors import DumpNotWritable, GraphNotStorable, KernelSpecError
+from tlora_fx.graph_file import SUFFIX, graph_text
 from tlora_fx.inspect.listing import make_listing
 from tlora_fx.inspect.program import make_program
 from tlora_fx.inspect.program_text import render_program
@@ -30,8 +32,11 @@ from tlora_fx.ir.lora_sites import LoweredSite, lowered_sites
 from tlora_fx.model.supermodel import SuperModel
 from tlora_fx.ops.kernels.support import job_capacity, rank_block
 
+log = logging.getLogger(__name__)
+
 COMPILED = "compiled"
 KERNELS = "kernels"
+GRAPHS = f"graph{SUFFIX}"
 _STAGE = re.compile(r"\d{2,}-[a-z0-9-]+\.(json|txt)")
 _KERNEL = re.compile(r"[a-z_]+_\d+x\d+_\w+_sm\d+_[0-9a-f]{8}\.py")
 GRANULE = 16
@@ -39,7 +44,7 @@ ARCHITECTURE = 90
 
 
 def dump(model: SuperModel, folder: Path | str, stages: Sequence[PassStage] = ()) -> Listing:
-    """Write `ssm.py`, `ssm.txt`, `ssm.json`, `program.json`, `report.txt` and `kernels/`.
+    """Write `ssm.py`, `ssm.txt`, `ssm.json`, `program.json`, `graph.tfx`, `report.txt`, `kernels/`.
 
     `kernels/` holds the generated kernels of the model's sites, to be read: what runs is made again
     where it runs. Each file is replaced at once, what else lies in the folder stays. The model
@@ -60,6 +65,7 @@ def dump(model: SuperModel, folder: Path | str, stages: Sequence[PassStage] = ()
         "report.txt": render_report(listing),
         Listing.FILE: listing.to_json(),
         Program.FILE: program.to_json(),
+        **_graph_file(model.group),
         **_stage_files(stages, listing.base.title),
         **{f"{KERNELS}/{name}": text for name, text in kernel_files(model.group).items()},
     }
@@ -79,6 +85,15 @@ def dump(model: SuperModel, folder: Path | str, stages: Sequence[PassStage] = ()
             help="choose another folder with -o, or make room on the disk",
         ) from error
     return listing
+
+
+def _graph_file(group: GroupGraph) -> dict[str, str]:
+    """The graphs for `tlora-fx opt`, and the reason where a file cannot keep them."""
+    try:
+        return {GRAPHS: graph_text(group)}
+    except GraphNotStorable as error:
+        log.warning("%s is not written: %s", GRAPHS, error)
+        return {}
 
 
 def _stage_files(stages: Sequence[PassStage], base: str) -> dict[str, str]:

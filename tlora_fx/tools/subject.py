@@ -5,15 +5,17 @@ from __future__ import annotations
 from collections.abc import Callable
 from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, ClassVar
 
 from tlora_fx.errors import StateNotFound, nearest
 from tlora_fx.inspect.schema import STAGES_FOLDER, Listing, PassStage, Program, read_text
 
 if TYPE_CHECKING:
+    from tlora_fx.ir.graph import GroupGraph, JobGraph
     from tlora_fx.model.supermodel import SuperModel
     from tlora_fx.pipeline import Pipeline
 
+GRAPH_FILE = ".tfx"
 JOB_FILES = (".yaml", ".yml")
 SOURCE_FILE = "ssm.py"
 
@@ -22,7 +24,10 @@ class Subject:
     """A compiled model in the folder of a dump, read as far as a view asks for it. Needs no torch.
 
     path    of the folder, or of its ssm.json; every property raises DumpNotReadable
+    bare    whether there are graphs alone, without a listing
     """
+
+    bare: ClassVar[bool] = False
 
     def __init__(self, path: Path) -> None:
         self.name, self.path = str(path), path
@@ -126,13 +131,49 @@ class CompiledSubject(Subject):
         return self._compiled[0].source
 
 
+class GraphSubject(Subject):
+    """Graphs of a graph file: a state of them, without a listing of modules."""
+
+    bare = True
+
+    @cached_property
+    def graphs(self) -> JobGraph | GroupGraph:
+        """What the file holds; raises GraphFileNotReadable."""
+        from tlora_fx.graph_file import load_graphs
+
+        return load_graphs(self.path)
+
+    @cached_property
+    def program(self) -> Program:
+        """An entry a node."""
+        from tlora_fx.inspect.program import make_program
+        from tlora_fx.ir.graph import TRACE
+
+        passes = [fact for fact, by in self.graphs.facts.items() if by.partition("{")[0] == fact]
+        return make_program(self.graphs, passes[-1] if passes else TRACE)
+
+    @cached_property
+    def stages(self) -> list[PassStage]:
+        """None but this one."""
+        return [PassStage(0, self.program.state, False, 0.0, self.program)]
+
+    @cached_property
+    def source(self) -> str:
+        """The code of all graphs."""
+        from tlora_fx.inspect.instruments import state_source
+
+        return state_source(self.graphs)
+
+
 def subject_of(
     path: Path,
     pipeline: Callable[[], Pipeline] | None = None,
     *,
     trust_remote_code: bool = False,
 ) -> Subject:
-    """A job file by its suffix, else a dump; raises DumpNotReadable for what does not exist."""
+    """A job file or a graph file by its suffix, else a dump; raises DumpNotReadable for neither."""
+    if path.suffix == GRAPH_FILE and path.is_file():
+        return GraphSubject(path)
     if path.suffix in JOB_FILES:
         return CompiledSubject(path, pipeline, trust_remote_code=trust_remote_code)
     return Subject(path)

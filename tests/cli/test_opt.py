@@ -1,0 +1,146 @@
+"""`tlora-fx opt`: pipelines on graphs of a file."""
+
+from __future__ import annotations
+
+import io
+import subprocess
+import sys
+
+import pytest
+
+from tests.cli.test_compile import jobs  # noqa: F401  (a fixture)
+from tests.cli.test_passes import refused, told
+from tests.models import error_of
+from tlora_fx.cli import main
+from tlora_fx.compiler import run_passes
+from tlora_fx.errors import PipelineError
+from tlora_fx.graph_file import graph_text, graphs_of_text, load_graphs, save_graphs
+from tlora_fx.ir.verifier import fingerprint
+from tlora_fx.pipeline import Runner, parse_pipeline
+from tlora_fx.tools.opt import run_on
+
+REST = "lower-adapters,share-input,key-dropouts,lower-loss"
+PASS = '''
+"""A pass of somebody's own."""
+from dataclasses import dataclass
+from typing import ClassVar
+from tlora_fx.pipeline import GroupPass, register
+
+
+@register
+@dataclass(frozen=True, slots=True)
+class CountCalls(GroupPass):
+    """Count calls."""
+
+    name: ClassVar[str] = "count-calls"
+
+    def run(self, group):
+        assert list(group.graphs())
+        return False
+'''
+
+
+@pytest.fixture(scope="module")
+def files(jobs, tmp_path_factory):  # noqa: F811
+    """Graph files of two stages: fused, and whole."""
+    folder = tmp_path_factory.mktemp("graphs")
+    fused = run_passes(jobs, stop_after="fuse-backbone")
+    save_graphs(fused, folder / "fused.tfx")
+    save_graphs(run_passes(jobs), folder / "whole.tfx")
+    return folder
+
+
+def test_a_pipeline_goes_on_where_another_stopped(files, capsys, tmp_path):
+    """What the passes require is kept in the file; what comes out is what compiling leaves."""
+    out = tmp_path / "out.tfx"
+    told(capsys, "opt", files / "fused.tfx", "--pipeline", REST, "-o", out, "--print", "nothing")
+
+    assert fingerprint(load_graphs(out)) == fingerprint(load_graphs(files / "whole.tfx"))
+
+
+def test_code_is_printed_by_default(files, capsys):
+    """Of the graphs as they are, without a pipeline."""
+    text = told(capsys, "opt", files / "fused.tfx")
+
+    assert "segment_read" in text
+    assert "def forward" in text
+
+
+def test_graphs_go_through_pipes(files, capsys, monkeypatch):
+    """Standard input is read, and what is printed may be read again."""
+    monkeypatch.setattr(sys, "stdin", io.StringIO((files / "fused.tfx").read_text()))
+    text = told(capsys, "opt", "--pipeline", "lower-adapters", "--print", "graph")
+
+    assert "lower-adapters" in graphs_of_text(text).facts
+
+
+def test_passes_are_watched(files, capsys):
+    """Printed after a pass, and timed."""
+    words = ("--pipeline", REST, "--print", "nothing", "--time", "--print-after", "lower-adapters")
+    with pytest.raises(SystemExit):
+        main(["opt", str(files / "fused.tfx"), *words])
+    err = capsys.readouterr().err
+
+    assert "# after 1 lower-adapters on group" in err
+    assert "branches in shared operators" in err
+
+
+def test_a_pass_of_a_file_runs(files, capsys, tmp_path):
+    """`--load` imports it."""
+    (tmp_path / "count_calls_of_opt.py").write_text(PASS)
+
+    told(capsys, "opt", files / "fused.tfx", "--pipeline", "count-calls",
+         "--load", tmp_path / "count_calls_of_opt.py", "--print", "nothing")  # fmt: skip
+
+
+def test_a_job_pass_is_refused_on_fused_graphs(files):
+    """It would have nothing to run on."""
+    group = load_graphs(files / "fused.tfx")
+    runner = Runner(parse_pipeline("tag-roles", group.facts), held=group.facts)
+
+    assert "a group that is fused" in error_of(lambda: run_on(group, runner), PipelineError)
+
+
+@pytest.mark.parametrize(
+    ("pipeline", "message"),
+    [
+        ("lower-adapter", "nearest  lower-adapters"),
+        ("lower-adapters{", "the pipeline cannot be read"),
+    ],
+)
+def test_a_wrong_pipeline_is_told_before_torch_is_imported(files, pipeline, message):
+    """In an interpreter of its own."""
+    code = (
+        "import sys, tlora_fx.cli as c\n"
+        "try: c.main(sys.argv[1:])\n"
+        "finally: print('torch' in sys.modules)"
+    )
+    words = [sys.executable, "-c", code, "opt", files / "fused.tfx", "--pipeline", pipeline]
+    done = subprocess.run(words, capture_output=True, text=True, check=False)
+
+    assert done.returncode == 1
+    assert message in done.stderr
+    assert done.stdout.strip() == "False"
+
+
+def test_a_pass_that_lacks_what_it_requires_is_refused(files, capsys):
+    """The file says what ran."""
+    text, status = refused(capsys, "opt", str(files / "fused.tfx"), "--pipeline", "share-input")
+
+    assert status == 1
+    assert "stands before what it requires" in text
+
+
+def test_a_graph_file_is_inspected(files, capsys):
+    """As any state of graphs."""
+    assert "multi_lora_linear" in told(capsys, "inspect", files / "whole.tfx")
+
+
+def test_a_node_is_a_line_of_a_graph_file(files):
+    """And the text is the same when it is written again."""
+    text = (files / "fused.tfx").read_text()
+    group = graphs_of_text(text)
+    nodes = sum(len(graph.nodes) for graph in group.graphs())
+
+    assert text.count('\n{"op":') >= nodes
+    assert graph_text(group) == text

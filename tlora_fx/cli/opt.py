@@ -1,0 +1,103 @@
+"""`tlora-fx opt`: run a pipeline on graphs of a file; reads it before it imports torch."""
+
+from __future__ import annotations
+
+import sys
+from importlib.metadata import entry_points
+from importlib.util import find_spec
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Literal
+
+import typer
+
+from tlora_fx.cli.options import (
+    DumpChanged,
+    Load,
+    PrintAfter,
+    Time,
+    VerifyPasses,
+    instruments_of,
+)
+from tlora_fx.config.pipeline_text import names_in, require_known, split_pipeline
+
+if TYPE_CHECKING:
+    from tlora_fx.ir.graph import GroupGraph, JobGraph
+
+STANDARD = "-"
+Form = Literal["code", "graph", "nothing"]
+
+
+def run(
+    graphs: Annotated[
+        str, typer.Argument(metavar="[GRAPH]", help="Graph file, or folder of one; - for stdin.")
+    ] = STANDARD,
+    pipeline: Annotated[
+        str, typer.Option("--pipeline", help="Passes to run; none: the graphs as they are.")
+    ] = "",
+    load: Load = None,
+    output: Annotated[
+        Path | None, typer.Option("-o", "--output", help="Graph file for what comes out.")
+    ] = None,
+    form: Annotated[
+        Form, typer.Option("--print", help="What is printed: code, the graph file, or nothing.")
+    ] = "code",
+    verify: VerifyPasses = None,
+    time: Time = False,
+    print_after: PrintAfter = None,
+    dump_changed: DumpChanged = None,
+) -> None:
+    """Run a pipeline on the graphs of a file, and print what comes out.
+
+    `compile` leaves such a file, graph.tfx; so do `save_graphs` and a replay folder. Nothing is
+    traced, and neither base nor weights are needed. A pass may require what ran on the graphs
+    before: graph files keep their facts.
+    """
+    _require_readable(pipeline, strangers=bool(load))
+    read = _read(graphs)
+
+    from tlora_fx.compiler import find_passes
+    from tlora_fx.graph_file import graph_text, save_graphs
+    from tlora_fx.inspect.instruments import Watch, state_source
+    from tlora_fx.pipeline import Runner, load_extension, parse_pipeline
+    from tlora_fx.tools.opt import run_on
+
+    find_passes()
+    for extension in load or ():
+        load_extension(extension)
+    subject = _graphs(read, graphs)
+    instruments = instruments_of(time, print_after, dump_changed)
+    if verify == "numerics":
+        instruments += Watch(verify=verify).instruments()
+    passes = parse_pipeline(pipeline, subject.facts)
+    run_on(subject, Runner(passes, instruments, verify or "structure", held=subject.facts))
+    if output is not None:
+        save_graphs(subject, output)
+    if form == "graph":
+        typer.echo(graph_text(subject), nl=False)
+    elif form == "code":
+        typer.echo(state_source(subject))
+
+
+def _require_readable(pipeline: str, *, strangers: bool) -> None:
+    """Refuse what is no pipeline, and names that no pass has, while torch is not imported yet.
+
+    strangers    files are loaded that bring passes of their own: names are looked up later
+    """
+    named = [name for name, _ in split_pipeline(pipeline)]
+    spec = find_spec("tlora_fx.passes")
+    assert spec is not None
+    if not strangers:
+        folders = [Path(folder) for folder in spec.submodule_search_locations or ()]
+        ours = [name for folder in folders for name in names_in(folder)]
+        require_known(named, {*ours, *(e.name for e in entry_points(group="tlora_fx.passes"))})
+
+
+def _read(graphs: str) -> str | None:
+    """The text of stdin, None where a file is named."""
+    return sys.stdin.read() if graphs == STANDARD else None
+
+
+def _graphs(text: str | None, name: str) -> JobGraph | GroupGraph:
+    from tlora_fx.graph_file import graphs_of_text, load_graphs
+
+    return load_graphs(name) if text is None else graphs_of_text(text, "stdin")
