@@ -9,7 +9,7 @@ Keeps   every number that a job alone would compute: a branch reads the job's se
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterable, Iterator
+from collections.abc import Hashable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
@@ -26,13 +26,14 @@ from tlora_fx.ir.graph import (
     JobGraph,
     TensorRef,
     derive,
+    is_call,
     output_of,
     placeholders,
     under,
 )
 from tlora_fx.ir.shapes import fake_like, fake_mode_of
 from tlora_fx.passes.fold_layers import block_name
-from tlora_fx.pipeline import GroupPass, Numerics, register
+from tlora_fx.pipeline import GroupPass, Numerics, count, register
 
 aten = torch.ops.aten
 ops = torch.ops.tlora_fx
@@ -49,6 +50,10 @@ class FuseBackbone(GroupPass):
 
     name: ClassVar[str] = "fuse-backbone"
     requires: ClassVar[frozenset[str]] = frozenset({"fold-layers", "token-parallel"})
+    statistics: ClassVar[Mapping[str, str]] = {
+        "shared": "operators that run once for all jobs",
+        "branches": "branches of jobs",
+    }
     preserves_numerics: ClassVar[Numerics] = "bound"
 
     max_jobs: int = 64
@@ -75,6 +80,9 @@ class FuseBackbone(GroupPass):
             group.blocks[block.name] = block
         group.root = _fuse_root(group, aligned)
         group.notes.extend(_missing_notes(group, aligned))
+        called = [n for graph in group.graphs() for n in graph.nodes if n.op == "call_function"]
+        count("shared", sum(node.meta["role"] == "shared" for node in called))
+        count("branches", sum(is_call(node, ops.segment_write.default) for node in called))
 
 
 class _Structure:

@@ -20,7 +20,7 @@ from torch.fx.experimental.symbolic_shapes import statically_known_true
 from tlora_fx.errors import NotFoldable
 from tlora_fx.ir.graph import GroupGraph, TensorRef, placeholders, shape_of
 from tlora_fx.ir.lora_sites import ADD, ONE
-from tlora_fx.pipeline import GroupPass, Numerics, register
+from tlora_fx.pipeline import GroupPass, Numerics, count, register
 from tlora_fx.rewriting import (
     Maker,
     Match,
@@ -246,6 +246,10 @@ class LowerAdapters(GroupPass):
 
     name: ClassVar[str] = "lower-adapters"
     requires: ClassVar[frozenset[str]] = frozenset({"fuse-backbone"})
+    statistics: ClassVar[Mapping[str, str]] = {
+        "lowered": "branches in shared operators",
+        "kept": "branches that run as they are",
+    }
     preserves_numerics: ClassVar[Numerics] = "bound"
 
     compute: Literal["job", "base", "float32"] = "job"
@@ -283,6 +287,7 @@ class LowerAdapters(GroupPass):
                 found=reason,
             )
         write.meta["as_it_is"] = reason
+        count("kept")
         group.notes.append((self.name, f"{path} of job '{job}' runs as it is: {reason}"))
 
     def _replace(
@@ -329,6 +334,7 @@ class LowerAdapters(GroupPass):
         )
         if lowered is None:
             return False
+        count("lowered", len(branches))
         lowered.meta["branches"] = {jobs[i]: branch for i, (_, branch) in enumerate(branches)}
         for write in writes:
             if not write._erased:

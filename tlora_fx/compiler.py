@@ -110,18 +110,21 @@ def compile(
     watch = watch_from()
     passes = resolve_pipeline(pipeline)
     _require_fusing(passes)
-    given = _prepare_for(jobs, passes, dropout)
+    lowers = _lowers(passes)
     if watch.stop_after is not None:
         passes = passes.until(watch.stop_after)
     runner = _runner(passes, instruments, verify, watch)
-    group = _fuse(given, runner, on_failure, probed=watch.stop_after is None)
-    if watch.stop_after is not None:
-        raise StoppedAfter(
-            f"compiling stopped after pass '{watch.stop_after}'",
-            found=f"stop-after in {LOG_VARIABLE}",
-            help="leave it out to build the model, or use tlora_fx.run_passes",
-        )
-    return SuperModel(group, given.backbone, given.jobs)
+    with runner.phase("compile"):
+        given = _prepare_for(jobs, runner, dropout=dropout, lowers=lowers)
+        group = _fuse(given, runner, on_failure, probed=watch.stop_after is None)
+        if watch.stop_after is not None:
+            raise StoppedAfter(
+                f"compiling stopped after pass '{watch.stop_after}'",
+                found=f"stop-after in {LOG_VARIABLE}",
+                help="leave it out to build the model, or use tlora_fx.run_passes",
+            )
+        with runner.phase("build the module"):
+            return SuperModel(group, given.backbone, given.jobs)
 
 
 def run_passes(
@@ -143,18 +146,24 @@ def run_passes(
     """
     watch = watch_from()
     passes = resolve_pipeline(pipeline)
-    given = _prepare_for(jobs, passes, dropout=True)
+    lowers = _lowers(passes)
     last = stop_after or watch.stop_after
     if last is not None:
         passes = passes.until(last)
-    return _fuse(given, _runner(passes, instruments, verify, watch), on_failure)
+    runner = _runner(passes, instruments, verify, watch)
+    with runner.phase("compile"):
+        return _fuse(_prepare_for(jobs, runner, dropout=True, lowers=lowers), runner, on_failure)
 
 
-def _prepare_for(jobs: Jobs, passes: Pipeline, dropout: bool) -> Prepared:
+def _lowers(passes: Pipeline) -> bool:
+    """Whether a pass lowers plain branches."""
+    return any(item.name == "lower-adapters" for item in passes.passes)
+
+
+def _prepare_for(jobs: Jobs, runner: Runner, *, dropout: bool, lowers: bool) -> Prepared:
     """Prepared jobs; where no pass lowers plain branches, each must carry its own numbers."""
-    given = prepare(jobs, dropout=dropout)
-    lowered = any(item.name == "lower-adapters" for item in passes.passes)
-    return replace(given, exact=not lowered)
+    with runner.phase("prepare the base"):
+        return replace(prepare(jobs, dropout=dropout), exact=not lowers)
 
 
 def _runner(
@@ -310,7 +319,8 @@ def fuse(given: Prepared, runner: Runner, *, probed: bool = False) -> GroupGraph
         try:
             group = _fuse_folded(given, runner, form)
             if probed:
-                _probe(group, given)
+                with runner.phase("try it against the base"):
+                    _probe(group, given)
         except NOT_IN_THIS_FORM as error:
             if refused is not None:
                 error.add_note(f"and before that, in packed form:\n{refused.render()}")
@@ -355,7 +365,9 @@ def _fuse_folded(given: Prepared, runner: Runner, form: Form) -> GroupGraph:
         if not chained and fold != "nothing":
             continue
         try:
-            group = _fuse_once(given, runner, form, fold, exact)
+            numbers = ", each with its own numbers" if exact else ""
+            with runner.phase(f"{form} rows, fold {fold}{numbers}"):
+                group = _fuse_once(given, runner, form, fold, exact)
         except NotFoldable as error:
             log.info("not folded (fold=%s, exact=%s): %s", fold, exact, error)
             reasons.append(error.render())
@@ -375,7 +387,8 @@ def _fuse_once(given: Prepared, runner: Runner, form: Form, fold: Fold, exact: b
     """
     backbone = given.backbone
     runner.start()
-    base = trace_base(backbone, form, fold == "structures")
+    with runner.phase("trace the base"):
+        base = trace_base(backbone, form, fold == "structures")
     for job, own in zip(given.jobs, given.sites, strict=True):
         require_called_once(job, own, base.repeated)
     _run_job(runner, base, fold)
@@ -385,7 +398,8 @@ def _fuse_once(given: Prepared, runner: Runner, form: Form, fold: Fold, exact: b
         as_it_is = exact or any(site.kind != "lora" for site in own.values())
         key = _structure(job, backbone, own, as_it_is)
         if key not in known:
-            known[key] = trace_job(job, backbone, own, form, fold == "structures", as_it_is)
+            with runner.phase(f"trace job {job.name}"):
+                known[key] = trace_job(job, backbone, own, form, fold == "structures", as_it_is)
             require_trained(job, known[key])
             _run_job(runner, known[key], fold)
             graphs.append(known[key])

@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+import re
+import sys
+
 import pytest
 
 from tests.pipeline.conftest import strangers  # noqa: F401  (a fixture)
 from tlora_fx.cli import main
 from tlora_fx.compiler import DEFAULT_PIPELINE
+from tlora_fx.pipeline import REGISTRY
 
 
 def told(capsys, *words):
     """What a command prints that ends well."""
     with pytest.raises(SystemExit) as stop:
-        main(list(words))
+        main([str(word) for word in words])
     assert stop.value.code == 0
     return capsys.readouterr().out
 
@@ -65,6 +69,89 @@ def test_a_wrong_word_is_told(capsys, words, message, status):
 
 
 JOBS = "examples/quickstart/jobs.yaml"
+
+
+OWN = """
+from dataclasses import dataclass
+from typing import ClassVar
+from tlora_fx.pipeline import GroupPass, count, register
+
+
+@register
+@dataclass(frozen=True, slots=True)
+class OwnPass(GroupPass):
+    \"\"\"Count graphs.\"\"\"
+
+    name: ClassVar[str] = "own-pass"
+    statistics: ClassVar[dict[str, str]] = {"seen": "graphs seen"}
+
+    def run(self, group):
+        count("seen", len(list(group.graphs())))
+        return FACT
+"""
+
+
+@pytest.fixture
+def own(tmp_path, monkeypatch):
+    """A file with a pass of somebody's own, and a way to add it: `own("False")`."""
+
+    def write(fact: str) -> list[str]:
+        (tmp_path / "own_pass_of_test.py").write_text(OWN.replace("FACT", fact))
+        return ["--load", str(tmp_path / "own_pass_of_test.py"), "--add-pass", ADDED]
+
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    yield write
+    sys.modules.pop("own_pass_of_test", None)
+    REGISTRY.pop("own-pass", None)
+
+
+ADDED = "own-pass@after:fuse-backbone"
+
+
+def test_a_pass_of_a_file_is_added_timed_and_counted(own, capsys, tmp_path):
+    """`--load` imports it; the tree of times says what it declares to count."""
+    with pytest.raises(SystemExit):
+        main(["compile", JOBS, "-o", str(tmp_path / "build"), "--time", *own("False")])
+    lines = capsys.readouterr().err.splitlines()
+
+    (line,) = [line for line in lines if line.strip().startswith("own-pass")]
+    assert "graphs seen" in line
+    tree = [line for line in lines if re.match(r" *[a-z(].*\d\.\d{3}", line)]
+    names = [line.split("  ")[0] if line[0] != " " else line.strip() for line in tree]
+    assert tree[0].startswith("compile")
+    assert any(name.startswith("trace the base") for name in names)
+    whole, parts = seconds_of(tree[0]), [seconds_of(t) for t in tree if depth_of(t) == 1]
+    assert abs(whole - sum(parts)) <= 0.002 * len(parts)
+
+
+def seconds_of(line: str) -> float:
+    """The first number of a line of times, which stands at a fixed place."""
+    return float(line[44:53])
+
+
+def depth_of(line: str) -> int:
+    """How deep a line of the tree stands."""
+    return (len(line) - len(line.lstrip())) // 2
+
+
+def test_an_error_in_a_file_names_its_line(own, capsys, tmp_path):
+    """The author's own."""
+    text, status = refused(capsys, "compile", JOBS, "-o", str(tmp_path / "build"), *own("1 // 0"))
+
+    assert status == 1
+    assert "error[T0216] pass 'own-pass' raised ZeroDivisionError" in text
+    assert re.search(r"at +own_pass_of_test.py:17  return 1 // 0", text)
+
+
+def test_a_file_that_cannot_be_loaded_is_told(capsys, tmp_path):
+    """With the line that failed."""
+    (tmp_path / "broken_of_test.py").write_text("x = 1\nimport not_there\n")
+    words = ["--load", str(tmp_path / "broken_of_test.py")]
+    text, status = refused(capsys, "explain", JOBS, "--node", "q_proj", *words)
+
+    assert status == 1
+    assert "error[T0226]" in text
+    assert "broken_of_test.py:2" in text
 
 
 def test_compile_watches_its_passes(capsys, tmp_path):

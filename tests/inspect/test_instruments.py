@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import io
+from dataclasses import dataclass
+from typing import ClassVar
 
 import pytest
 
@@ -17,6 +19,13 @@ def keep(graph):
     """Change nothing."""
 
 
+@dataclass(frozen=True, slots=True)
+class Keeps(Does):
+    """A pass of another name."""
+
+    name: ClassVar[str] = "keeps"
+
+
 def watched(*instruments, passes=(add_relu, keep)):
     """Run two passes under instruments: one that changes the graph, one that does not."""
     runner = Runner(Pipeline(tuple(Does(item) for item in passes)), instruments)
@@ -25,17 +34,36 @@ def watched(*instruments, passes=(add_relu, keep)):
 
 
 def test_times_are_a_line_a_pass():
-    """Pass, graphs, seconds, and how many graphs changed."""
+    """Pass, seconds, those of run and checks, and how many graphs changed; the sum above."""
     timing = Timing(io.StringIO())
 
-    watched(timing)
+    runner = Runner(Pipeline((Does(add_relu), Keeps(keep))), [timing])
+    with runner.phase("all"):
+        runner.run_job(small_graph(with_ids=True))
 
-    title, changed, kept, total = timing.lines()
-    assert title.split() == ["pass", "graphs", "seconds", "checks", "changed"]
-    assert changed.split()[0] == kept.split()[0] == "does"
-    assert changed.endswith("1 of 1")
-    assert kept.endswith("0 of 1")
-    assert total.split()[:2] == ["all", "2"]
+    title, total, changed, kept, *_ = timing.lines()
+    assert title.split() == ["phase", "seconds", "run", "checks", "changed"]
+    assert total.split()[0] == "all"
+    assert changed.startswith("  does ")
+    assert changed.endswith("1 of 1 graph")
+    assert kept.startswith("  keeps ")
+    assert kept.endswith("0 of 1 graph")
+
+
+def test_times_add_up():
+    """What has no name is a line of its own."""
+    timing = Timing(io.StringIO())
+    runner = Runner(Pipeline((Does(add_relu),)), [timing])
+
+    with runner.phase("all"), runner.phase("one"):
+        runner.run_job(small_graph(with_ids=True))
+
+    whole = timing.root
+    assert whole.seconds == pytest.approx(
+        sum(s.seconds for s in whole.inside.values()) + whole.rest
+    )
+    assert list(whole.inside["one"].inside) == ["does"]
+    assert whole.rest >= 0
 
 
 @pytest.mark.parametrize(("wanted", "times"), [("changed", 1), ("all", 2), ("does", 2)])

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from tlora_fx.cli.options import AddPass, PipelineText, TrustRemoteCode, pipeline_of
+from tlora_fx.cli.options import AddPass, Load, PipelineText, TrustRemoteCode, pipeline_of
 from tlora_fx.cli.terminal import echo
 
 if TYPE_CHECKING:
@@ -27,6 +27,7 @@ def run(
     ],
     pipeline: PipelineText = None,
     add_pass: AddPass = None,
+    load: Load = None,
     keep: Annotated[
         Path | None, typer.Option(help="Folder in which the states that were judged stay.")
     ] = None,
@@ -45,7 +46,7 @@ def run(
     """
     from tlora_fx.config.job_file import load_job_file
 
-    passes = pipeline_of(pipeline, add_pass)
+    passes = pipeline_of(pipeline, add_pass, load)
     given = load_job_file(jobs, trust_remote_code=trust_remote_code)
     if keep is not None:
         keep.mkdir(parents=True, exist_ok=True)

@@ -14,6 +14,7 @@ import typer
 from tlora_fx.cli.options import (
     AddPass,
     DumpChanged,
+    Load,
     PipelineText,
     PrintAfter,
     StopAfter,
@@ -34,6 +35,7 @@ def run(
     output: Annotated[Path, typer.Option("-o", "--output", help="Folder for the dump.")],
     pipeline: PipelineText = None,
     add_pass: AddPass = None,
+    load: Load = None,
     verify: VerifyPasses = None,
     time: Time = False,
     print_after: PrintAfter = None,
@@ -47,9 +49,10 @@ def run(
     """Fuse the jobs of a file into one model, from the base's config alone.
 
     Writes ssm.py (the code), ssm.txt (a listing), ssm.json (its data), program.json (the data of
-    every node), report.txt (what is shared, what not and why) and kernels/ (the generated kernels
-    of its sites). What else lies in the folder stays. With --stop-after nothing is written but what
-    --print-after and --dump-changed ask for.
+    every node), graph.tfx (the graphs, for `opt`), report.txt (what is shared, what not and why)
+    and kernels/ (the generated kernels of its sites). What else lies in the folder stays. With
+    --stop-after nothing is written but what --print-after and --dump-changed ask for. With -o
+    NAME.tfx it writes the graphs alone, also those that --stop-after leaves.
     """
     from tlora_fx.config.job_file import load_job_file
 
@@ -61,14 +64,15 @@ def run(
         import peft  # noqa: F401  (with transformers; compiling would import them anyway)
 
         from tlora_fx.compiler import compile, run_passes
+        from tlora_fx.graph_file import SUFFIX, save_graphs
         from tlora_fx.inspect.dump import dump
         from tlora_fx.inspect.program import Recorder
         from tlora_fx.tools.replay import keep_replay
-    passes = pipeline_of(pipeline, add_pass)
+    passes = pipeline_of(pipeline, add_pass, load)
     instruments = instruments_of(time, print_after, dump_changed)
-    on_failure = partial(keep_replay, output / "replay")
-    if stop_after is not None:
-        run_passes(
+    on_failure = partial(keep_replay, _folder(output) / "replay")
+    if stop_after is not None or output.suffix == SUFFIX:
+        group = run_passes(
             given,
             passes,
             stop_after=stop_after,
@@ -76,7 +80,10 @@ def run(
             instruments=instruments,
             on_failure=on_failure,
         )
-        echo(f"stopped after {stop_after}: no model is built")
+        if output.suffix == SUFFIX:
+            save_graphs(group, output)
+        stopped = f"stopped after {stop_after}: no model is built" if stop_after else ""
+        echo(stopped or f"written   {output}: the graphs, for `tlora-fx opt`")
         return
     recorder = Recorder()
     instruments += [recorder] if states else []
@@ -88,6 +95,11 @@ def run(
         listing = dump(model, output, recorder.stages if states else ())
     for line in summary(listing, seconds, output):
         echo(line)
+
+
+def _folder(output: Path) -> Path:
+    """The folder of what comes out."""
+    return output.parent if output.suffix == ".tfx" else output
 
 
 def summary(listing: Listing, seconds: dict[str, float], folder: Path) -> list[str]:

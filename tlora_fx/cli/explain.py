@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from tlora_fx.cli.options import AddPass, PipelineText, TrustRemoteCode
+from tlora_fx.cli.options import AddPass, Load, PipelineText, TrustRemoteCode
 from tlora_fx.cli.terminal import echo
 
 
@@ -19,6 +19,7 @@ def run(
     job: Annotated[str | None, typer.Option(help="One job only.")] = None,
     pipeline: PipelineText = None,
     add_pass: AddPass = None,
+    load: Load = None,
     trust_remote_code: TrustRemoteCode = False,
 ) -> None:
     """Say what became of a module: which jobs adapt it, which pattern came nearest and what failed.
@@ -30,4 +31,4 @@ def run(
     from tlora_fx.tools.explain import render, why_not
 
     given = load_job_file(jobs, trust_remote_code=trust_remote_code)
-    echo(render(why_not(given, node, job, pipeline_of(pipeline, add_pass))), nl=False)
+    echo(render(why_not(given, node, job, pipeline_of(pipeline, add_pass, load))), nl=False)

@@ -8,7 +8,14 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from tlora_fx.cli.options import AddPass, PipelineText, TrustRemoteCode, pipeline_of, takes_options
+from tlora_fx.cli.options import (
+    AddPass,
+    Load,
+    PipelineText,
+    TrustRemoteCode,
+    pipeline_of,
+    takes_options,
+)
 
 if TYPE_CHECKING:
     from tlora_fx.inspect.schema import Program
@@ -22,7 +29,9 @@ class InspectOptions:
 
     what: Annotated[
         Path | None,
-        typer.Argument(metavar="[MODEL]", help="A folder that `compile` wrote, or a job file."),
+        typer.Argument(
+            metavar="[MODEL]", help="A folder that `compile` wrote, a job file, or a graph file."
+        ),
     ] = None
     code: Annotated[bool, typer.Option("--code", help="The program, shapes inline.")] = False
     node: Annotated[
@@ -45,6 +54,7 @@ class InspectOptions:
     dot: Annotated[Path | None, typer.Option("--dot", help="Write for Graphviz.")] = None
     pipeline: PipelineText = None
     add_pass: AddPass = None
+    load: Load = None
     trust_remote_code: TrustRemoteCode = False
 
     @property
@@ -57,7 +67,7 @@ class InspectOptions:
         from tlora_fx.tools.subject import subject_of
 
         named = self.pipeline is not None or self.add_pass
-        passes = (lambda: pipeline_of(self.pipeline, self.add_pass)) if named else None
+        passes = (lambda: pipeline_of(self.pipeline, self.add_pass, self.load)) if named else None
         return subject_of(what, passes, trust_remote_code=self.trust_remote_code)
 
 
@@ -77,7 +87,7 @@ def run(options: InspectOptions) -> None:
         _write(subject, options)
     elif options.node is not None:
         _node(_program(subject, options.after), options.node, options.as_json)
-    elif options.code or options.after is not None:
+    elif options.code or options.after is not None or subject.bare:
         _code(subject, options.after, options.as_json)
     else:
         _listing(subject, options.as_json)
@@ -131,7 +141,7 @@ def _code(subject: Subject, after: str | None, as_json: bool) -> None:
     program = _program(subject, after)
     if as_json:
         typer.echo(program.to_json(), nl=False)
-    elif after is None:
+    elif after is None and not subject.bare:
         _print(source_lines(subject.source, program))
     else:
         _print(program_lines(program))

@@ -18,6 +18,7 @@ from tlora_fx.cli.options import (
     VerifyPasses,
     instruments_of,
 )
+from tlora_fx.cli.terminal import echo
 from tlora_fx.config.pipeline_text import names_in, require_known, split_pipeline
 
 if TYPE_CHECKING:
@@ -73,9 +74,9 @@ def run(
     if output is not None:
         save_graphs(subject, output)
     if form == "graph":
-        typer.echo(graph_text(subject), nl=False)
+        echo(graph_text(subject), nl=False)
     elif form == "code":
-        typer.echo(state_source(subject))
+        echo(state_source(subject))
 
 
 def _require_readable(pipeline: str, *, strangers: bool) -> None:

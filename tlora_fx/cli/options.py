@@ -110,6 +110,12 @@ AddPass = Annotated[
     list[str] | None,
     typer.Option("--add-pass", help="One more pass: NAME@after:NAME or NAME@before:NAME."),
 ]
+Load = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--load", help="Python file, or module, with passes, operators or rules of yours."
+    ),
+]
 VerifyPasses = Annotated[
     Checks | None, typer.Option("--verify", help="Checks after each pass. Default: structure.")
 ]
@@ -131,10 +137,18 @@ TrustRemoteCode = Annotated[
 StopAfter = Annotated[str | None, typer.Option("--stop-after", help="The last pass to run.")]
 
 
-def pipeline_of(pipeline: str | None, added: list[str] | None) -> Pipeline:
-    """The pipeline that the options mean; raises PipelineError, PluginBroken."""
-    from tlora_fx.compiler import resolve_pipeline
+def pipeline_of(
+    pipeline: str | None, added: list[str] | None, loaded: list[str] | None = None
+) -> Pipeline:
+    """The pipeline that the options mean; raises PipelineError, PluginBroken.
 
+    loaded    files and modules whose passes it may name: they are imported first
+    """
+    from tlora_fx.compiler import resolve_pipeline
+    from tlora_fx.pipeline import load_extension
+
+    for extension in loaded or ():
+        load_extension(extension)
     return resolve_pipeline(pipeline, added or ())
 
 

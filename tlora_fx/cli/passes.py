@@ -99,6 +99,8 @@ def page(cls: type[Pass]) -> Iterator[str]:
         "works on": "the group" if issubclass(cls, GroupPass) else "each job's graph",
         "requires": ", ".join(sorted(cls.requires)) or "nothing",
         "provides": ", ".join(sorted({cls.name, *cls.provides})),
+        "preserves": ", ".join(sorted(cls.preserves)) or "what its changes do not touch",
+        "counts": ", ".join(cls.statistics.values()) or "rewrites",
         "numerics": NUMERICS[cls.preserves_numerics],
         "class": f"{cls.__module__}.{cls.__qualname__}",
     }

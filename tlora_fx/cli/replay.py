@@ -9,6 +9,7 @@ from typing import Annotated
 
 import typer
 
+from tlora_fx.cli.options import Load
 from tlora_fx.cli.terminal import echo
 
 
@@ -20,13 +21,17 @@ def run(
     yes: Annotated[
         bool, typer.Option("--yes", help="Import what the folder names, without asking.")
     ] = False,
+    load: Load = None,
 ) -> None:
     """Run a pass that failed once more, alone, under the checks that it failed.
 
     Prints the same error and exits with 1, or says that it no longer fails and exits with 0.
     """
+    from tlora_fx.pipeline import load_extension
     from tlora_fx.tools.replay import load_replay
 
+    for extension in load or ():
+        load_extension(extension)
     replay = load_replay(folder)
     echo(f"{replay}, alone, with verify={replay.verify}", err=True)
     for other in replay.other_versions():

@@ -12,7 +12,14 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from tlora_fx.cli.options import TrustRemoteCode, takes_options
+from tlora_fx.cli.options import (
+    AddPass,
+    Load,
+    PipelineText,
+    TrustRemoteCode,
+    pipeline_of,
+    takes_options,
+)
 from tlora_fx.cli.terminal import Console, Working, print_whole
 
 if TYPE_CHECKING:
@@ -33,7 +40,9 @@ class TrainOptions:
     output: Annotated[Path, typer.Option("-o", "--output", help="Folder for what comes out.")]
     resume: Annotated[bool, typer.Option(help="Go on from the newest checkpoint.")] = False
     device: Annotated[str | None, typer.Option(help="cpu, cuda, cuda:1, ...")] = None
-    pipeline: Annotated[str | None, typer.Option(help="Passes instead of the default.")] = None
+    pipeline: PipelineText = None
+    add_pass: AddPass = None
+    load: Load = None
     max_row_tokens: Annotated[int, typer.Option(min=2, help="Tokens of one forward.")] = 16384
     plan: Annotated[
         str | None, typer.Option(help="auto, fsdp, pipeline, tensor, ... or a plan file.")
@@ -146,7 +155,8 @@ def _prepared(
     job_file = load_job_file(options.jobs, trust_remote_code=options.trust_remote_code)
     data = load_all_data(job_file.jobs)
     on_failure = partial(keep_replay, Path("tlora-fx-replay"))
-    model = compile(job_file, options.pipeline, on_failure=on_failure)
+    passes = pipeline_of(options.pipeline, options.add_pass, options.load)
+    model = compile(job_file, passes, on_failure=on_failure)
     assert options.plan is not None
     of_planner: dict[str, object] = {
         "max_row_tokens": options.max_row_tokens,

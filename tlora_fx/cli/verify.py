@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 from rich.table import Table
 
-from tlora_fx.cli.options import TrustRemoteCode
+from tlora_fx.cli.options import AddPass, Load, PipelineText, TrustRemoteCode, pipeline_of
 from tlora_fx.cli.terminal import Console, Working, print_whole
 from tlora_fx.errors import VerifyError
 
@@ -21,6 +21,9 @@ def run(
     jobs: Annotated[Path, typer.Argument(help="Job file (YAML).")],
     steps: Annotated[int, typer.Option(min=1, help="Optimizer steps of each job.")] = 20,
     device: Annotated[str | None, typer.Option(help="cpu, cuda, cuda:1, ...")] = None,
+    pipeline: PipelineText = None,
+    add_pass: AddPass = None,
+    load: Load = None,
     trust_remote_code: TrustRemoteCode = False,
 ) -> None:
     """Train each job alone with plain transformers, PEFT and torch.optim, and all of them fused.
@@ -37,9 +40,10 @@ def run(
     with Working(console, "compiling, training fused and alone") as working:
         from tlora_fx.runtime.verify import bounds_of, verify
 
+        passes = pipeline_of(pipeline, add_pass, load)
         bounds = bounds_of(job_file.base.dtype, device)
         differences: list[JobDifference] = []
-        for difference in verify(job_file, steps, device=device):
+        for difference in verify(job_file, steps, device=device, pipeline=passes):
             differences.append(difference)
             working.now(f"compared {difference.job}: {difference.against}")
     out = Console()

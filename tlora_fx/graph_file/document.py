@@ -220,7 +220,7 @@ def _lined(data: Any, key: str) -> str:
     if isinstance(data, dict) and key in _OPENED:
         pairs = [f"{json.dumps(name)}: {_lined(value, name)}" for name, value in data.items()]
         return "{\n" + ",\n".join(pairs) + "\n}" if pairs else "{}"
-    return json.dumps(data, ensure_ascii=False, separators=(",", ":"))
+    return json.dumps(data, separators=(",", ":"))
 
 
 def _value_out(value: torch.Tensor) -> Any:

@@ -11,12 +11,15 @@ from __future__ import annotations
 import os
 import re
 import sys
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+import time
+from collections import Counter
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TextIO, cast, get_args
 
 from tlora_fx.errors import PipelineError, nearest
+from tlora_fx.inspect.wording import plural
 from tlora_fx.ir.graph import GroupGraph, JobGraph
 from tlora_fx.ir.verifier import owners
 from tlora_fx.model.source import graphs_source
@@ -26,39 +29,109 @@ from tlora_fx.pipeline import Done, Instrument, Pipeline, Verify
 LOG_VARIABLE = "TLORA_FX_LOG"
 # Names that print-after takes besides those of passes.
 ALL, CHANGED = "all", "changed"
+# What a line of times shows at least.
+LEAST_SECONDS = 5e-4
 HEADER = "# A state of graphs, written by tlora-fx"
 
 
+@dataclass(slots=True)
+class Span:
+    """A phase of compiling, or a pass inside of one.
+
+    seconds    from begin to end, of all times that it ran; of a pass that of its checks too
+    passes     the runs of a pass, one for each graph
+    """
+
+    name: str
+    seconds: float = 0.0
+    inside: dict[str, Span] = field(default_factory=dict)
+    passes: list[Done] = field(default_factory=list)
+
+    def child(self, name: str) -> Span:
+        """What runs inside, by its name."""
+        return self.inside.setdefault(name, Span(name))
+
+    @property
+    def rest(self) -> float:
+        """Seconds in which nothing ran that has a name."""
+        return self.seconds - sum(span.seconds for span in self.inside.values())
+
+
 class Timing(Instrument):
-    """Prints how long each pass took, over all graphs that it ran on; on stderr by default."""
+    """Prints where the time went, as a tree whose parts add up; on stderr by default.
+
+    Phases are those of the compiler: preparing, tracing, passes, trying the result. A pass stands
+    in the phase in which it ran, once for all graphs that it ran on. Without phases there is one,
+    which holds the passes.
+    """
 
     def __init__(self, out: TextIO | None = None) -> None:
         self.out = out or sys.stderr
-        self.rows: dict[tuple[int, str], list[Done]] = {}
+        self.root = Span("passes")
+        self._open: list[tuple[Span, float]] = []
+
+    def entered(self, phase: str) -> None:
+        if not self._open:
+            self.root = Span(phase)
+        span = self._open[-1][0].child(phase) if self._open else self.root
+        self._open.append((span, time.perf_counter()))
+
+    def left(self, phase: str) -> None:
+        span, start = self._open.pop()
+        span.seconds += time.perf_counter() - start
+        if not self._open:
+            self._print()
 
     def started(self, pipeline: Pipeline) -> None:
-        self.rows = {}
+        if not self._open:
+            self.root = Span("passes")
 
     def after(self, done: Done) -> None:
-        self.rows.setdefault((done.place, done.item.name), []).append(done)
+        inside = self._open[-1][0] if self._open else self.root
+        span = inside.child(done.item.name)
+        span.passes.append(done)
+        span.seconds += done.seconds + done.check_seconds
+        if not self._open:
+            self.root.seconds += done.seconds + done.check_seconds
 
     def finished(self, group: GroupGraph) -> None:
+        if not self._open:
+            self._print()
+
+    def _print(self) -> None:
         for line in self.lines():
             self.out.write(line + "\n")
 
     def lines(self) -> Iterator[str]:
-        """The table: a pass a line, then the sum."""
-        yield f"{'pass':<24}{'graphs':>8}{'seconds':>10}{'checks':>10}  changed"
-        for (_, name), done in self.rows.items():
-            changed = sum(bool(item.changed) for item in done)
-            yield _time_line(name, done, f"{changed} of {len(done)}")
-        yield _time_line("all", [item for done in self.rows.values() for item in done], "")
+        """The tree: a phase or a pass a line, what it took, and what passes did."""
+        yield f"{'phase':<44}{'seconds':>9}{'run':>9}{'checks':>9}  changed"
+        yield from _span_lines(self.root, 0)
 
 
-def _time_line(name: str, done: Sequence[Done], changed: str) -> str:
-    seconds = sum(item.seconds for item in done)
-    checks = sum(item.check_seconds for item in done)
-    return f"{name:<24}{len(done):>8}{seconds:>10.3f}{checks:>10.3f}  {changed}".rstrip()
+def _span_lines(span: Span, depth: int) -> Iterator[str]:
+    yield _time_line("  " * depth + span.name, span)
+    for part in span.inside.values():
+        yield from _span_lines(part, depth + 1)
+    if span.inside and span.rest >= LEAST_SECONDS:
+        yield _time_line("  " * (depth + 1) + "(else)", Span("", span.rest))
+
+
+def _time_line(name: str, span: Span) -> str:
+    line = f"{name:<44}{span.seconds:>9.3f}"
+    if not span.passes:
+        return line
+    run = sum(done.seconds for done in span.passes)
+    checks = sum(done.check_seconds for done in span.passes)
+    changed = sum(bool(done.changed) for done in span.passes)
+    told = [f"{changed} of {plural(len(span.passes), 'graph')}"]
+    rewrites = sum(done.rewrites for done in span.passes)
+    told += [plural(rewrites, "rewrite")] if rewrites else []
+    counted: Counter[str] = Counter()
+    for done in span.passes:
+        counted.update(done.statistics)
+    words = span.passes[0].item.statistics
+    told += [f"{number} {words.get(name, name)}" for name, number in counted.items()]
+    return f"{line}{run:>9.3f}{checks:>9.3f}  {', '.join(told)}"
 
 
 class PrintAfter(Instrument):

@@ -30,6 +30,7 @@ from tlora_fx.compiler import Jobs, as_jobs, compile
 from tlora_fx.config.job import Job
 from tlora_fx.model.backbone import Backbone, load_config
 from tlora_fx.numerics.noise import lifted
+from tlora_fx.pipeline import Pipeline
 from tlora_fx.runtime.adapters import (
     adapter_tensors,
     base_tensors,
@@ -139,17 +140,19 @@ def verify(
     *,
     device: torch.device | str | None = None,
     data: Mapping[str, JobData] | None = None,
+    pipeline: str | Pipeline | None = None,
 ) -> Iterator[JobDifference]:
     """Compare every job trained fused with the job trained alone.
 
     steps     optimizer steps of each job, at most its own
+    pipeline  passes that fuse the jobs instead of the default
     yields    for each way of dropout a `JobDifference` a job, as they become known
     """
     jobs = as_jobs(jobs)
     data = dict(data or load_all_data(jobs))
     for masks in (False, True):
         if not masks or _any_dropout(jobs):
-            yield from _compare(jobs, data, steps, device, masks)
+            yield from _compare(jobs, data, steps, device, masks, pipeline)
 
 
 def _any_dropout(jobs: list[Job]) -> bool:
@@ -169,8 +172,9 @@ def _compare(
     steps: int,
     device: torch.device | str | None,
     masks: bool,
+    pipeline: str | Pipeline | None,
 ) -> Iterator[JobDifference]:
-    model = compile(jobs, dropout=masks)
+    model = compile(jobs, pipeline, dropout=masks)
     check_fits(model.backbone, data, model.group.vocabulary)
     with TemporaryDirectory() as folder:
         trainer = Trainer(model, output=Path(folder) / "run", device=device)
