@@ -15,7 +15,7 @@ from tlora_fx.inspect.dump import dump, kernel_files
 from tlora_fx.inspect.schema import Program
 from tlora_fx.tools.subject import subject_of
 
-FILES = {"ssm.py", "ssm.txt", "ssm.json", "program.json", "report.txt", "kernels"}
+FILES = {"ssm.py", "ssm.txt", "ssm.json", "graph.tfx", "program.json", "report.txt", "kernels"}
 
 
 @pytest.fixture(scope="module")
@@ -29,7 +29,7 @@ def folder(quickstart, tmp_path_factory):
 
 
 def test_a_dump_leaves_other_files_alone(folder):
-    """Five files and the kernels come, the user's stay, nothing else is left."""
+    """Six files and the kernels come, the user's stay, nothing else is left."""
     assert {path.name for path in folder.iterdir()} == FILES | {"mine.txt"}
     assert (folder / "mine.txt").read_text() == "mine"
 

@@ -88,8 +88,9 @@ def test_every_node_of_every_stage_is_in_the_data():
 
     def told(node):
         fields = asdict(node)
-        del fields["shape"]
-        return fields | {"shape": f"[{', '.join(map(str, node.shape))}]"}
+        del fields["shape"], fields["notes"]
+        shape = f"[{', '.join(map(str, node.shape))}]"
+        return fields | {"shape": shape, "note": node.notes_text}
 
     assert found == [
         [[told(node) for node in graph.nodes] for graph in stage.program.graphs] for stage in given

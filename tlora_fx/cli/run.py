@@ -16,7 +16,15 @@ import typer
 from rich.live import Live
 from rich.table import Table
 
-from tlora_fx.cli.options import TrustRemoteCode, seconds, takes_options
+from tlora_fx.cli.options import (
+    AddPass,
+    Load,
+    PipelineText,
+    TrustRemoteCode,
+    pipeline_of,
+    seconds,
+    takes_options,
+)
 from tlora_fx.cli.terminal import Console
 from tlora_fx.scheduler.formations import Callback, Formation, LayoutOf
 from tlora_fx.scheduler.loop import Loop, LoopOptions
@@ -76,6 +84,9 @@ class RunCommandOptions:
     ] = None
     trust_remote_code: TrustRemoteCode = False
     grace: Annotated[str, typer.Option(help="That groups have to stop after Ctrl-C.")] = "60s"
+    pipeline: PipelineText = None
+    add_pass: AddPass = None
+    load: Load = None
 
     def service(self, kind: str, layout_of: LayoutOf) -> RunOptions:
         """Of the run that they ask for, on kind "cpu" or "cuda"."""
@@ -91,8 +102,25 @@ class RunCommandOptions:
             layout_of=layout_of,
             admission=self._admission(),
             grace_seconds=seconds(self.grace, "--grace"),
-            local=LocalOptions(kind, saving, self.max_row_tokens, self.compiled, stall=stall),
+            local=LocalOptions(
+                kind,
+                saving,
+                self.max_row_tokens,
+                self.compiled,
+                stall=stall,
+                pipeline=self._pipeline(),
+                extensions=tuple(
+                    str(Path(name).absolute()) if name.endswith(".py") else name
+                    for name in self.load or ()
+                ),
+            ),
         )
+
+    def _pipeline(self) -> str | None:
+        """The passes that workers run, None for the default; raises PipelineError, PluginBroken."""
+        if not (self.pipeline or self.add_pass or self.load):
+            return None
+        return str(pipeline_of(self.pipeline, self.add_pass, self.load))
 
     def _admission(self) -> AdmissionLimits:
         from tlora_fx.scheduler.local.admission import AdmissionLimits

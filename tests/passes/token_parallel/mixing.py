@@ -51,19 +51,37 @@ def _shifted(make: Maker, x: fx.Node, axis: int) -> fx.Node:
 
 
 def _attended(make: Maker, x: fx.Node, axis: int) -> fx.Node:
-    return make(aten.scaled_dot_product_attention.default, x, x, x)
+    def attend(moved: fx.Node) -> fx.Node:
+        return make(aten.scaled_dot_product_attention.default, moved, moved, moved)
+
+    return _over_the_row(make, x, axis, attend)
 
 
 def _every_pair(make: Maker, x: fx.Node, axis: int) -> fx.Node:
-    return make(aten.matmul.default, make(aten.matmul.default, x, make(aten.mT.default, x)), x)
+    def multiply(moved: fx.Node) -> fx.Node:
+        scores = make(aten.matmul.default, moved, make(aten.mT.default, moved))
+        return make(aten.matmul.default, scores, moved)
+
+    return _over_the_row(make, x, axis, multiply)
+
+
+def _over_the_row(
+    make: Maker, x: fx.Node, axis: int, build: Callable[[fx.Node], fx.Node]
+) -> fx.Node:
+    """What is made of a value whose tokens lie along the last dimension but one."""
+    if axis == x.meta["val"].dim() - 2:
+        return build(x)
+    return make(aten.transpose.int, build(make(aten.transpose.int, x, axis, -2)), axis, -2)
 
 
 def _refolded(make: Maker, x: fx.Node, axis: int) -> fx.Node:
     """The same numbers in other places."""
-    other = x.meta["val"].dim() - 1 if axis != x.meta["val"].dim() - 1 else 0
-    sizes: list[Any] = [
-        int(size) if isinstance(size, int) else None for size in x.meta["val"].shape
-    ]
+    shape = x.meta["val"].shape
+    sizes: list[Any] = [int(size) if isinstance(size, int) else None for size in shape]
+    wide = [dim for dim, size in enumerate(sizes) if size is not None and size > 1]
+    if not wide:
+        return make(aten.flip.default, x, [axis])
+    other = wide[-1]
     sizes[axis] = make(aten.sym_size.int, x, axis)
     return make(aten.reshape.default, make(aten.transpose.int, x, axis, other), sizes)
 

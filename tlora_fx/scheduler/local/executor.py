@@ -264,6 +264,7 @@ class LocalOptions:
     """How groups are run.
 
     more             for workers of other kinds
+    pipeline         passes instead of the default, with extensions that bring some of them
     """
 
     device: str = "cpu"
@@ -272,6 +273,8 @@ class LocalOptions:
     compiled: bool = False
     more: Mapping[str, Any] = field(default_factory=dict)
     stall: StallLimits = field(default_factory=StallLimits)
+    pipeline: str | None = None
+    extensions: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -402,6 +405,8 @@ class LocalExecutor:
             max_row_tokens=options.max_row_tokens,
             compiled=options.compiled,
             options=options.more,
+            pipeline=options.pipeline,
+            extensions=options.extensions,
         )
 
     def events(self) -> list[ExecutorEvent]:

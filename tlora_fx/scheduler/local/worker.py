@@ -26,6 +26,7 @@ from tlora_fx.config.job import Job
 from tlora_fx.cost.plan import MeshShape, Plan
 from tlora_fx.durable import replace_file
 from tlora_fx.errors import TloraError
+from tlora_fx.pipeline import load_extension
 from tlora_fx.planners.protocol import find_planner
 from tlora_fx.runtime.checkpoint import ResumeSources
 from tlora_fx.runtime.checks import load_all_data
@@ -49,6 +50,8 @@ class WorkerConfig:
     mesh             such as "dp=2"
     save_seconds     a checkpoint is due so long after the last one
     max_row_tokens   of one forward
+    pipeline         passes instead of the default
+    extensions       files and modules that bring passes, as `load_extension` takes them
     """
 
     epoch: int
@@ -65,6 +68,8 @@ class WorkerConfig:
     max_row_tokens: int = 16384
     compiled: bool = False
     options: Mapping[str, Any] = field(default_factory=dict)
+    pipeline: str | None = None
+    extensions: tuple[str, ...] = ()
 
     def write(self, path: Path) -> None:
         """Leave the config where its worker finds it."""
@@ -160,12 +165,18 @@ def _train(config: WorkerConfig, launch: Launch) -> None:
         writer.write("ended")
 
 
+def _model(jobs: list[Job], config: WorkerConfig) -> SuperModel:
+    for extension in config.extensions:
+        load_extension(extension)
+    return compile(jobs, config.pipeline)
+
+
 def _trainer(config: WorkerConfig, launch: Launch, writer: EventWriter | None) -> Trainer:
     jobs = [Job.model_validate(job) for job in config.jobs]
     device = _device(config, launch)
     everyone = Ranks(join(launch, device))
     data = everyone.together(lambda: load_all_data(jobs))
-    model = everyone.together(lambda: compile(jobs))
+    model = everyone.together(lambda: _model(jobs, config))
     plan = everyone.together(lambda: _plan(config, model, launch))
     sources = {job: Path(folder) for job, folder in config.sources.items()}
     return Trainer(
