@@ -88,8 +88,27 @@ def test_processes_train_that_die_and_start_again(job_file: Path, tmp_path: Path
     assert min(step for _, step in statuses(output).values()) >= 2
 
 
-def kill_worker(parent: int, output: Path, but: frozenset[int] = frozenset()) -> frozenset[int]:
-    """Kill one worker after a checkpoint of theirs; all workers."""
+@pytest.mark.slow
+def test_a_process_that_hangs_ends_with_the_others(job_file: Path, tmp_path: Path) -> None:
+    """It hears no signal; torchrun alone would wait half a minute for it."""
+    output = tmp_path / "run"
+    many = write_jobs(job_file, job_file.parent / "many.yaml", dict.fromkeys(STEPS, 4000))
+    words = ("train", many, "-o", output, "--device", "cpu", "--plan", "fsdp")
+    started = fresh.Program(*command(2, *words, "--collective-timeout", 5), env=environment())
+    workers = kill_worker(started.pid, output, number=signal.SIGSTOP)
+    told = started.wait(timeout=120)
+
+    assert told.returncode == 1, told.stderr
+    assert "error[T0812] lost the connection to another process" in told.stderr
+    assert not any(Path(f"/proc/{worker}").exists() for worker in workers)
+    # What torchrun says when it has waited.
+    assert "forcefully exiting via" not in told.stderr
+
+
+def kill_worker(
+    parent: int, output: Path, but: frozenset[int] = frozenset(), number: int = signal.SIGKILL
+) -> frozenset[int]:
+    """Kill one worker, or signal it, after a checkpoint of theirs; all workers."""
     seen: set[str] = set()
     end = time.monotonic() + 300
     while time.monotonic() < end:
@@ -98,7 +117,7 @@ def kill_worker(parent: int, output: Path, but: frozenset[int] = frozenset()) ->
         now = {path.name for path in folder.glob("step-*")} if folder.is_dir() else set()
         fresh = {name for name in now if re.fullmatch(r"step-\d+(\.\d+)?", name)}
         if len(workers) == 2 and seen and fresh - seen:
-            os.kill(max(workers), signal.SIGKILL)
+            os.kill(max(workers), number)
             return workers
         if len(workers) == 2:
             seen |= fresh or {""}

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import signal
+import subprocess
 from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 import torch
@@ -14,6 +17,7 @@ from tlora_fx.errors import DataError, PlanFileError, RankFailed, RanksDiffer, T
 from tlora_fx.parallel.mesh import Mesh
 from tlora_fx.runtime import launch
 from tlora_fx.runtime.distributed import Ranks
+from tlora_fx.runtime.launch import Peer
 from tlora_fx.runtime.run_folder import how_to_go_on
 
 
@@ -100,3 +104,22 @@ def test_what_stops_one_process_stops_all():
     assert "process 1 cannot go on" in first[2]
     assert "the file is gone" in first[2]
     assert second[:2] == (DataError.__name__, True)
+
+
+def test_a_peer_that_hangs_is_killed_and_nobody_else() -> None:
+    """Not one that has its number and began at another time, nor one of another machine."""
+    child = subprocess.Popen(["sleep", "600"])
+    child.send_signal(signal.SIGSTOP)
+    here = Peer.here()
+    started = Path(f"/proc/{child.pid}/stat").read_text().rpartition(")")[2].split()[19]
+    for other in (
+        Peer(here.place, child.pid, str(int(started) + 1)),
+        Peer("elsewhere", child.pid, started),
+        here,
+    ):
+        other.kill()
+    untouched = child.poll()
+    Peer(here.place, child.pid, started).kill()
+
+    assert untouched is None
+    assert child.wait(20) == -signal.SIGKILL

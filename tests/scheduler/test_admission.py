@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+import shutil
 import signal
 import subprocess
 import time
@@ -13,7 +14,7 @@ import pytest
 import yaml
 
 from tests.scheduler.fork_here import ForkHere
-from tests.scheduler.run_folder import Heard, Prepared, records, run, write_job
+from tests.scheduler.run_folder import QUICKSTART, Heard, Prepared, records, run, write_job
 from tlora_fx.scheduler import service
 from tlora_fx.scheduler.local.admission import (
     Admission,
@@ -229,6 +230,28 @@ def test_code_of_a_base_is_refused_unless_the_run_trusts_it(tmp_path):
     assert "error[T0105]" in refused.mistake
     assert isinstance(parked, JobRefused)
     assert "error[T0105]" in parked.reason
+
+
+@pytest.mark.parametrize("gone", ["records.jsonl", "base"])
+def test_a_job_whose_data_or_base_is_gone_cannot_go_on_now(tmp_path, gone):
+    """By the code that restores real jobs; its reason names what is missing."""
+    shutil.copytree(QUICKSTART / "base", tmp_path / "base")
+    shutil.copy(QUICKSTART / "data" / "records.jsonl", tmp_path)
+    path = write_job(tmp_path / "jobs", "a", 5)
+    content = yaml.safe_load(path.read_text())
+    content["base"]["config"] = str(tmp_path / "base")
+    content["jobs"][0]["data"]["path"] = str(tmp_path / "records.jsonl")
+    path.write_text(yaml.safe_dump(content))
+    admission = Admission(tmp_path / "run", ForkHere(None), AdmissionLimits(100.0))
+    admission.read(path)
+    [file] = ended(admission)
+    (tmp_path / gone).rename(tmp_path / "elsewhere")
+    admission.restore(file.jobs)
+    [answer] = ended(admission)
+
+    assert isinstance(answer, JobRefused)
+    assert answer.again
+    assert gone in answer.reason
 
 
 def begun(it):

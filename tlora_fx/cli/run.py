@@ -90,12 +90,20 @@ class RunCommandOptions:
 
     def service(self, kind: str, layout_of: LayoutOf) -> RunOptions:
         """Of the run that they ask for, on kind "cpu" or "cuda"."""
-        from tlora_fx.scheduler.local.executor import LocalOptions, StallLimits
+        from tlora_fx.scheduler.local.executor import (
+            COMPILING_SECONDS,
+            STEP_SECONDS,
+            LocalOptions,
+            StallLimits,
+        )
         from tlora_fx.scheduler.service import RunOptions
 
         horizon = seconds(self.horizon, "--horizon")
         saving = seconds(self.save_every, "--save-every")
-        stall = StallLimits(None if self.stall is None else seconds(self.stall, "--stall"))
+        stall = StallLimits(
+            None if self.stall is None else seconds(self.stall, "--stall"),
+            least_seconds=COMPILING_SECONDS if self.compiled else STEP_SECONDS,
+        )
         return RunOptions(
             LoopOptions(horizon, switch_seconds=10.0),
             linger=None if self.forever else 0.0 if self.until_empty else horizon,

@@ -47,6 +47,10 @@ from tlora_fx.scheduler.state import Group, JobRequest
 from tlora_fx.scheduler.store import Ledger
 
 TAIL_LINES = 12
+#: The least that a group may go without progress.
+STEP_SECONDS = 300.0
+#: Compiled layers may be compiled anew for rows of another size, in the middle of a step.
+COMPILING_SECONDS = 1800.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,7 +64,7 @@ class StallLimits:
 
     seconds: float | None = None
     times: float = 20.0
-    least_seconds: float = 300.0
+    least_seconds: float = STEP_SECONDS
     first_seconds: float = 1800.0
 
     def of(self, longest_seconds: float) -> float:
@@ -105,9 +109,9 @@ class Watchdog:
     @property
     def seconds(self) -> float:
         """How long it may go without a sign now."""
-        if self._saving or not self._stepped:
-            return self.limits.first_seconds
-        return self.limits.of(self.longest)
+        usual = self.limits.of(self.longest)
+        busy = self._saving or not self._stepped
+        return max(usual, self.limits.first_seconds) if busy else usual
 
     def reason(self) -> str:
         """Why it is to be killed; "" where it is not."""
