@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from tests.parallel.processes import run_processes
-from tests.parallel.training import mixed_jobs, parting, train_all, write_base
+from tests.parallel.training import evaluations_part, mixed_jobs, parting, train_all, write_base
 
 SHORT = {"max_steps": 2, "save_steps": 1}
 ON_TWO: dict[str, dict[str, Any]] = {
@@ -94,6 +94,22 @@ def test_two_processes_train_what_one_trains(folder: Path, two: list[Any], name:
 
     assert losses <= 1e-9, two[0][name]
     assert adapters <= 1e-7
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["replicated", "sharded", "recomputed", "staged", "cut", "cut-compiled", "nano-batches"],
+)
+def test_two_processes_measure_what_one_measures(folder: Path, two: list[Any], name: str) -> None:
+    """Evaluations of two processes are those of one, at the same steps, whatever the plan."""
+    assert evaluations_part(folder, "alone", name, mixed_jobs(folder)) <= 1e-9, two[0]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", list(ON_FOUR))
+def test_four_processes_measure_what_one_measures(folder: Path, four: list[Any], name: str) -> None:
+    """So are those of four."""
+    assert evaluations_part(folder, "alone", name, mixed_jobs(folder)) <= 1e-9, four[0][name]
 
 
 @pytest.mark.slow

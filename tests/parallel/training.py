@@ -10,7 +10,7 @@ import safetensors.torch
 import torch
 import torch.distributed as dist
 
-from tests.runtime.groups import losses_of, make_data, make_job, tiny_base
+from tests.runtime.groups import evaluations_of, losses_of, make_data, make_job, tiny_base
 from tlora_fx import compile
 from tlora_fx.config.job import BaseSpec, Job
 from tlora_fx.cost.plan import MeshShape
@@ -39,20 +39,26 @@ def mixed_jobs(folder: Path, dtype: Any = "float64", **fields: Any) -> list[Job]
     common: dict[str, Any] = {"lr_scheduler_type": "constant", "max_grad_norm": 0.05} | fields
     steps = common.setdefault("max_steps", 3)
     upper = {"layers_to_transform": [2, 3]}
+    evaluated: dict[str, Any] = {"eval_data": {"path": "unused.jsonl"}}
+    best = evaluated | {"eval_steps": 1, "load_best_model_at_end": True}
     return [
         make_job(
-            base, "wide", per_device_train_batch_size=5, seed=1,
+            base, "wide", **best, per_device_train_batch_size=5, seed=1,
             lora={"r": 4, "lora_dropout": 0.2, "target_modules": EVERYWHERE}, **common,
         ),
         make_job(
             base, "slow", per_device_train_batch_size=1, gradient_accumulation_steps=3,
+            per_device_eval_batch_size=2, **evaluated,
             lora={"r": 2, "target_modules": ["q_proj", "down_proj"], **upper}, **common,
         ),
         make_job(
             base, "short", lora={"r": 3, "modules_to_save": ["norm"]},
             **{**common, "max_steps": min(2, steps)},
         ),
-        make_job(base, "norms", lora={"r": 2, "use_dora": True, **upper}, **common),
+        make_job(
+            base, "norms", eval_steps=2, lora={"r": 2, "use_dora": True, **upper},
+            **evaluated, **common,
+        ),
     ]  # fmt: skip
 
 
@@ -132,6 +138,17 @@ def parting(folder: Path, one: str, two: str, jobs: Sequence[Job]) -> tuple[floa
             apart = torch.linalg.norm(tensor - b[name]) / torch.linalg.norm(tensor)
             adapters = max(adapters, float(apart))
     return losses, adapters
+
+
+def evaluations_part(folder: Path, one: str, two: str, jobs: Sequence[Job]) -> float:
+    """How far what two runs measured lies apart; they evaluated at the same steps."""
+    first, second = (evaluations_of(folder / run, jobs) for run in (one, two))
+    apart = 0.0
+    for job in jobs:
+        for mine, theirs in zip(first[job.name], second[job.name], strict=True):
+            assert mine.keys() == theirs.keys()
+            apart = max(apart, *(abs(mine[name] - theirs[name]) for name in mine))
+    return apart
 
 
 def _deciding(controller: str | None) -> NanoBatches | None:

@@ -43,20 +43,43 @@ def make_data(jobs: Sequence[Job], longest: int = 9, count: int = 11) -> dict[st
 
 
 def _data(job: Job, longest: int, count: int) -> JobData:
-    draw = random.Random(f"{job.name} {job.seed}")
+    samples = draw_samples(f"{job.name} {job.seed}", longest, count)
+    has_more = job.eval_data is not None
+    more = draw_samples(f"{job.name} {job.seed} evaluation", longest, 5) if has_more else []
+    return JobData(job, samples, DataReport(), more)
+
+
+def draw_samples(key: str, longest: int, count: int) -> list[Sample]:
+    """Samples of up to `longest` tokens, each with a target at least."""
+    draw = random.Random(key)
     samples = []
     for _ in range(count):
         ids = tuple(draw.randrange(1, VOCABULARY) for _ in range(draw.randint(2, longest)))
         prompt = draw.randint(0, len(ids) - 2)
         samples.append(Sample(ids, (-100,) * prompt + ids[prompt:]))
-    return JobData(job, samples, DataReport())
+    return samples
 
 
 def losses_of(folder: Path, jobs: Sequence[Job]) -> Mapping[str, list[float]]:
     """Each job's losses as its metrics have them."""
-    from tlora_fx.runtime.run_folder import read_metrics
-
     return {
-        job.name: [row["loss"] for row in read_metrics(folder / job.name / "metrics.jsonl")]
+        job.name: [row["loss"] for row in _metrics(folder, job) if "loss" in row] for job in jobs
+    }
+
+
+def evaluations_of(folder: Path, jobs: Sequence[Job]) -> Mapping[str, list[dict[str, float]]]:
+    """Each job's evaluations as its metrics have them, without their times."""
+    return {
+        job.name: [
+            {name: value for name, value in row.items() if name != "eval_runtime"}
+            for row in _metrics(folder, job)
+            if "loss" not in row
+        ]
         for job in jobs
     }
+
+
+def _metrics(folder: Path, job: Job) -> list[dict[str, float]]:
+    from tlora_fx.runtime.run_folder import read_metrics
+
+    return read_metrics(folder / job.name / "metrics.jsonl")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
+from datetime import timedelta
 from typing import TYPE_CHECKING
 
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn
@@ -13,6 +14,7 @@ from tlora_fx.cli.terminal import EVERY_SECONDS, Console
 from tlora_fx.runtime.trainer import TrainerCallback
 
 if TYPE_CHECKING:
+    from tlora_fx.runtime.job_evaluation import EvaluationReport
     from tlora_fx.runtime.job_run import JobRun, StepReport
 
 
@@ -26,6 +28,7 @@ class Bars(TrainerCallback):
         self.console = console
         self._every_seconds = every_seconds
         self._steps: dict[str, tuple[int, int]] = {}
+        self._losses: dict[str, float] = {}
         self._told: tuple[float, dict[str, int]] = (time.monotonic(), {})
         self.tasks: dict[str, TaskID] = {}
         self.progress = Progress(
@@ -60,18 +63,31 @@ class Bars(TrainerCallback):
         )
         _, last = self._steps.get(report.job, (0, report.step))
         self._steps[report.job] = (report.step, last)
+        self._losses[report.job] = report.loss
         if not self.console.is_terminal:
             self._tell()
+
+    def evaluated(self, report: EvaluationReport) -> None:
+        if not self.console.is_terminal:
+            shown = (name for name in report.metrics if name != "eval_runtime")
+            values = ", ".join(f"{name} {report.metrics[name]:.4g}" for name in shown)
+            best = ", the best so far" if report.is_best else ""
+            self._say(f"{report.job}: step {report.step}, {values}{best}")
 
     def ended(self, run: JobRun) -> None:
         self._steps.pop(run.job.name, None)
         if run.status == "failed":
             self.warned(f"job '{run.job.name}' failed at {run.reason}")
+        elif run.reason:
+            self._say(f"{run.job.name}: {run.reason}")
         elif not self.console.is_terminal:
-            self.console.print(f"{run.job.name}: done after {run.step} steps, loss {run.loss:.4f}")
+            self._say(f"{run.job.name}: done after {run.step} steps, loss {run.loss:.4f}")
 
     def warned(self, text: str) -> None:
         self.progress.console.print(f"warning: {text}", style="yellow", markup=False)
+
+    def _say(self, text: str) -> None:
+        self.progress.console.print(text, highlight=False, markup=False, soft_wrap=True)
 
     def _tell(self) -> None:
         """Where the job stands that has most before it, every few seconds."""
@@ -85,6 +101,7 @@ class Bars(TrainerCallback):
         others = len(self._steps) - 1
         more = f" and {others} more" if others else ""
         pace = (now - before) / done
-        line = f"{name}{more}: step {step} of {last}, {pace:.2g} s a step"
-        self.console.print(line, highlight=False, markup=False, soft_wrap=True)
+        left = f"{timedelta(seconds=round(pace * (last - step)))} left"
+        loss = f"loss {self._losses[name]:.4f}"
+        self._say(f"{name}{more}: step {step} of {last}, {loss}, {left}, {pace:.2g} s a step")
         self._told = (now, {name: step for name, (step, _) in self._steps.items()})

@@ -214,15 +214,34 @@ def _show(runs: Sequence[JobRun], output: Path) -> None:
     from rich.table import Table
 
     table = Table(box=None, pad_edge=False)
-    for title in ("job", "status", "steps", "tokens", "last loss", "adapter"):
+    evaluated = any(job.evaluation.last for job in runs)
+    titles = ["job", "status", "steps", "tokens", "last loss"]
+    titles += ["last evaluation", "best step"] * evaluated
+    for title in (*titles, "adapter"):
         table.add_column(title, justify="right" if title in ("steps", "tokens") else "left")
     for job in runs:
+        evaluation = (_metrics(job), _best(job)) if evaluated else ()
         table.add_row(
             job.job.name,
             job.status,
             str(job.step),
             str(job.tokens),
             f"{job.loss:.4f}",
+            *evaluation,
             str(output / job.job.name),
         )
     print_whole(Console(), table)
+
+
+def _metrics(run: JobRun) -> str:
+    """The last values of what the job was evaluated for."""
+    last = run.evaluation.last
+    names = [name for name in last if name not in ("eval_runtime", "train_loss")]
+    return ", ".join(f"{name} {last[name]:.4f}" for name in names or last)
+
+
+def _best(run: JobRun) -> str:
+    evaluation = run.evaluation
+    if evaluation.best_step is None:
+        return ""
+    return f"{evaluation.best_step}: {run.job.best_metric} {evaluation.best_value:.4f}"

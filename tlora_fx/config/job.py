@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
 
 from pydantic import (
+    AfterValidator,
     AliasChoices,
     BeforeValidator,
     Field,
@@ -36,7 +37,7 @@ from tlora_fx.config.fields import (
     lora_mapping,
 )
 from tlora_fx.config.validation import Spec, refuse
-from tlora_fx.errors import AdapterFolderError, JobError
+from tlora_fx.errors import AdapterFolderError, JobError, nearest
 
 if TYPE_CHECKING:
     import peft
@@ -47,6 +48,10 @@ ColumnName = Literal["prompt", "completion", "messages", "text"]
 
 SEED_LIMIT = 2**32
 _JOB_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}")
+_FUNCTION = re.compile(r"[^:]+:[A-Za-z_]\w*")
+#: What an evaluation always measures; a job's own function may add more.
+EVAL_METRICS = ("loss", "mean_token_accuracy", "exact_match")
+TRAIN_LOSS = "train_loss"
 COLUMNS_OF: Mapping[str, frozenset[str]] = {
     "prompt-completion": frozenset({"prompt", "completion"}),
     "messages": frozenset({"messages"}),
@@ -154,6 +159,16 @@ class DataSpec(Spec):
         return loss_on
 
 
+def _split(value: object) -> object:
+    """Accept the name of a split, or the part of the samples that is held out."""
+    if value is None or (isinstance(value, str) and value):
+        return value
+    if isinstance(value, float) and 0 < value < 1:
+        return value
+    expected = "a number n with 0 < n < 1, or the name of a split"
+    raise refuse("wrong value of 'eval_split'", expected=expected)
+
+
 class ScheduleSpec(Spec):
     """What a job asks of a scheduler; training by itself takes no notice of it.
 
@@ -186,8 +201,23 @@ def _epochs_by_default(data: dict[str, Any]) -> float | None:
     return 1.0 if data.get("max_steps") is None else None
 
 
+def _evaluates_by_default(data: dict[str, Any]) -> str:
+    """What there is to evaluate is evaluated: at `eval_steps`, or else after each epoch."""
+    if not _can_evaluate(data):
+        return "no"
+    return "epoch" if data.get("eval_steps") is None else "steps"
+
+
+def _can_evaluate(data: Mapping[str, Any]) -> bool:
+    return _has_eval_data(data) or data.get("metric_for_best_model") == TRAIN_LOSS
+
+
+def _has_eval_data(data: Mapping[str, Any]) -> bool:
+    return data.get("eval_data") is not None or data.get("eval_split") is not None
+
+
 class Job(Spec):
-    """One LoRA fine-tuning job: adapter, data, batch, optimizer, schedule.
+    """One LoRA fine-tuning job: adapter, data, batch, optimizer, schedule, evaluation.
 
     lora              the LoraConfig fields that were given, or None when `adapter` is
     adapter           a PEFT folder to continue, instead of `lora`
@@ -196,6 +226,15 @@ class Job(Spec):
     num_train_epochs  None when `max_steps` counts
     warmup_ratio      part of all optimizer steps
     max_grad_norm     of this job alone; None or 0: no clipping
+    eval_data         evaluated, never trained; what it leaves out is as in `data`
+    eval_split        instead: a split of the same data set, or the part of the samples to hold out
+    eval_strategy     when; the last step is evaluated too. By default steps where `eval_steps` is
+                      given, else epoch where there is data to evaluate
+    compute_metrics   MODULE:FUNCTION or FILE.py:FUNCTION, from transformers' EvalPrediction to
+                      numbers by name
+    metric_for_best_model   such as loss, mean_token_accuracy, or train_loss, which needs no data
+    early_stopping_patience   evaluations in a row that may fail to be better than the best by more
+                      than `early_stopping_threshold`
     schedule          for `tlora-fx run`: GPUs, and how long it may take
     """
 
@@ -228,6 +267,19 @@ class Job(Spec):
     warmup_ratio: StrictFloat = Field(default=0.0, ge=0, le=1)
     max_grad_norm: StrictFloat | None = Field(default=1.0, ge=0)
     save_steps: StrictInt = Field(default=100, ge=1)
+    eval_data: DataSpec | None = None
+    eval_split: Annotated[Any, AfterValidator(_split)] = None
+    eval_steps: StrictInt | None = Field(default=None, ge=1)
+    compute_metrics: StrictStr | None = None
+    metric_for_best_model: StrictStr | None = None
+    eval_strategy: Literal["no", "steps", "epoch"] = Field(
+        default_factory=_evaluates_by_default, validate_default=True
+    )
+    per_device_eval_batch_size: StrictInt = Field(default=8, ge=1)
+    greater_is_better: StrictBool | None = None
+    load_best_model_at_end: StrictBool = False
+    early_stopping_patience: StrictInt | None = Field(default=None, ge=1)
+    early_stopping_threshold: StrictFloat = Field(default=0.0, ge=0)
     schedule: ScheduleSpec = Field(default_factory=ScheduleSpec)
 
     @field_validator("name")
@@ -298,6 +350,87 @@ class Job(Spec):
             raise refuse("'warmup_steps' and 'warmup_ratio' exclude each other", help="keep one")
         return ratio
 
+    @field_validator("eval_data", mode="before")
+    @classmethod
+    def _as_the_data(cls, value: Any, info: ValidationInfo) -> Any:
+        data = info.data.get("data")
+        if not isinstance(value, Mapping) or data is None:
+            return value
+        return data.model_dump(exclude_unset=True, exclude={"path", "split"}) | dict(value)
+
+    @field_validator("eval_split")
+    @classmethod
+    def _instead_of_data(cls, split: str | float | None, info: ValidationInfo) -> Any:
+        if split is not None and info.data.get("eval_data") is not None:
+            raise refuse("'eval_data' and 'eval_split' exclude each other", help="keep one")
+        return split
+
+    @field_validator("compute_metrics")
+    @classmethod
+    def _names_a_function(cls, name: str | None, info: ValidationInfo) -> str | None:
+        if name is None:
+            return None
+        if not _FUNCTION.fullmatch(name):
+            expected = "MODULE:FUNCTION or FILE.py:FUNCTION"
+            raise refuse("wrong value of 'compute_metrics'", expected=expected)
+        cls._require_evaluated("compute_metrics", info.data)
+        return name
+
+    @field_validator("metric_for_best_model")
+    @classmethod
+    def _is_measured(cls, name: str | None, info: ValidationInfo) -> str | None:
+        if name is None or name == TRAIN_LOSS:
+            return name
+        cls._require_evaluated("metric_for_best_model", info.data, "or compare train_loss")
+        known = (*EVAL_METRICS, TRAIN_LOSS)
+        if info.data.get("compute_metrics") is None and name.removeprefix("eval_") not in known:
+            near = nearest(name, known)
+            help = f"did you mean '{near}'?" if near else "or name a function by 'compute_metrics'"
+            what = "wrong value of 'metric_for_best_model'"
+            raise refuse(what, expected=f"one of {', '.join(known)}", help=help)
+        return name
+
+    @field_validator("eval_strategy")
+    @classmethod
+    def _can_be_followed(cls, strategy: str, info: ValidationInfo) -> str:
+        fields = {"eval_data", "eval_split", "eval_steps", "metric_for_best_model"}
+        if strategy == "no" or not fields <= set(info.data):
+            return strategy
+        steps = info.data["eval_steps"]
+        if strategy == "steps" and steps is None:
+            raise refuse("eval_strategy 'steps' needs 'eval_steps'")
+        if strategy == "epoch" and steps is not None:
+            what = "'eval_steps' and eval_strategy 'epoch' exclude each other"
+            raise refuse(what, help="keep one")
+        if not _can_evaluate(info.data):
+            help = "give one of them, or metric_for_best_model: train_loss"
+            what = f"eval_strategy '{strategy}' needs 'eval_data' or 'eval_split'"
+            raise refuse(what, help=help)
+        return strategy
+
+    @field_validator("load_best_model_at_end", "early_stopping_patience")
+    @classmethod
+    def _has_a_metric(cls, value: bool | int | None, info: ValidationInfo) -> Any:
+        data = info.data
+        if not value or not {"eval_strategy", "metric_for_best_model"} <= set(data):
+            return value
+        if data["eval_strategy"] == "no":
+            help = "give 'eval_data' or 'eval_split', or metric_for_best_model: train_loss"
+            raise refuse(f"'{info.field_name}' needs evaluations to compare", help=help)
+        return value
+
+    @field_validator("early_stopping_threshold")
+    @classmethod
+    def _has_patience(cls, threshold: float, info: ValidationInfo) -> float:
+        if threshold and info.data.get("early_stopping_patience", 1) is None:
+            raise refuse("'early_stopping_threshold' needs 'early_stopping_patience'")
+        return threshold
+
+    @staticmethod
+    def _require_evaluated(field: str, data: Mapping[str, Any], help: str = "") -> None:
+        if {"eval_data", "eval_split"} <= set(data) and not _has_eval_data(data):
+            raise refuse(f"'{field}' needs 'eval_data' or 'eval_split'", help=help)
+
     @property
     def lora_fields(self) -> Mapping[str, Any]:
         """The LoraConfig fields of this job, read from the adapter folder where it has one.
@@ -319,6 +452,19 @@ class Job(Spec):
             return peft.LoraConfig(task_type=peft.TaskType.CAUSAL_LM, **self.lora_fields)
         except (ValueError, TypeError) as error:
             raise JobError("PEFT refuses the LoRA fields", job=self.name, found=error) from error
+
+    @property
+    def best_metric(self) -> str:
+        """The name that the metric for the best step has among those of an evaluation."""
+        name = self.metric_for_best_model or "loss"
+        return name if name == TRAIN_LOSS else f"eval_{name.removeprefix('eval_')}"
+
+    @property
+    def best_is_greatest(self) -> bool:
+        """Whether a greater value of that metric is better."""
+        if self.greater_is_better is not None:
+            return self.greater_is_better
+        return not self.best_metric.endswith("loss")
 
     def optimizer_arguments(self) -> dict[str, Any]:
         """What the job's class in torch.optim (`OPTIMIZERS[job.optim]`) is made with."""

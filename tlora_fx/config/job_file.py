@@ -42,7 +42,12 @@ DATA_SUFFIXES = (".jsonl", ".json", ".parquet")
 SpecT = TypeVar("SpecT", bound=Spec)
 
 #: A job's own choice replaces what the defaults chose instead of it.
-_EITHER = (("lora", "adapter"), ("max_steps", "num_train_epochs"), ("warmup_steps", "warmup_ratio"))
+_EITHER = (
+    ("lora", "adapter"),
+    ("max_steps", "num_train_epochs"),
+    ("warmup_steps", "warmup_ratio"),
+    ("eval_data", "eval_split"),
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -208,9 +213,13 @@ class _JobFileReader:
         job = dict(job)
         if "adapter" in job:
             job["adapter"] = self._here(job["adapter"])
-        data = job.get("data")
-        if isinstance(data, dict) and "path" in data:
-            job["data"] = data | {"path": self._here(data["path"], must_exist=True)}
+        for key in ("data", "eval_data"):
+            data = job.get(key)
+            if isinstance(data, dict) and "path" in data:
+                job[key] = data | {"path": self._here(data["path"], must_exist=True)}
+        file, colon, function = str(job.get("compute_metrics", "")).rpartition(":")
+        if file.endswith(".py"):
+            job["compute_metrics"] = f"{self._here(file)}{colon}{function}"
         return job
 
     def _here(self, value: object, *, must_exist: bool = False) -> object:

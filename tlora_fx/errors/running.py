@@ -55,6 +55,13 @@ class DeviceUnknown(TloraError, code="T0412"):
     """There is no such device; use the CPU or a CUDA device of this machine."""
 
 
+class MetricFunctionError(TloraError, code="T0413"):
+    """A job's metric function cannot be imported, fails, or lacks the metric for the best step.
+
+    `compute_metrics` names a function that takes transformers' EvalPrediction and returns numbers.
+    """
+
+
 class OracleError(TloraError, code="T0406"):
     """A job cannot be trained alone for comparison; `verify` skips it."""
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from itertools import pairwise
 from typing import Any, cast
 
@@ -11,7 +12,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from tlora_fx.model.batch import IGNORED
-from tlora_fx.ops import segment_sum, tp_cross_entropy
+from tlora_fx.ops import segment_sum, tp_argmax, tp_cross_entropy
 from tlora_fx.ops.parallel import GROUP
 
 CHUNK_BYTES = 256 * 2**20
@@ -29,6 +30,9 @@ class ChunkedLoss(nn.Module):
 
     `pieces` is set while a program is exported: the number of chunks, whatever the row. Chunks of
     such a program are not computed again in the backward.
+
+    `predicted` is set while a model is evaluated. Each forward then adds a tensor to it, int64 [N]:
+    the most likely token at each target row.
     """
 
     def __init__(
@@ -45,6 +49,7 @@ class ChunkedLoss(nn.Module):
         self.head = head
         self.tables = tables
         self.pieces: int | None = None
+        self.predicted: list[Tensor] | None = None
         self.width_dim = 1 if lines else 0
         self.chunk_rows = max(64, CHUNK_BYTES // (4 * vocabulary))
 
@@ -72,11 +77,13 @@ class ChunkedLoss(nn.Module):
         flat = hidden.reshape(-1, hidden.shape[-1])
         if target_rows.shape[0] == 0:
             wide = torch.promote_types(torch.float32, hidden.dtype)
+            if self.predicted is not None:
+                self.predicted.append(target_rows)
             return flat[:0].sum().to(wide).expand(target_segments.shape[0] - 1)
-        losses = [
-            self._losses(flat, target_rows, targets, target_segments, row_tables, start, stop)
-            for start, stop in pairwise(self._cuts(target_rows.shape[0]))
-        ]
+        chunks = self._chunks(flat, target_rows, targets, target_segments, row_tables)
+        if self.predicted is not None:
+            return cast(Tensor, segment_sum(self._scored(chunks), target_segments))
+        losses = [self._losses(args) for args in chunks]
         return cast(Tensor, segment_sum(torch.cat(losses), target_segments))
 
     def pieces_for(self, rows: int) -> int:
@@ -94,25 +101,34 @@ class ChunkedLoss(nn.Module):
             pieces *= 2
         return [rows * piece // pieces for piece in range(pieces + 1)]
 
-    def _losses(
+    def _chunks(
         self,
         flat: Tensor,
         target_rows: Tensor,
         targets: Tensor,
         target_segments: Tensor,
         row_tables: dict[str, Tensor],
-        start: int,
-        stop: int,
-    ) -> Tensor:
+    ) -> Iterator[tuple[Tensor, ...]]:
+        """What `chunk` takes, for one chunk's rows after the other."""
+        for start, stop in pairwise(self._cuts(target_rows.shape[0])):
+            rows = target_rows[start:stop]
+            yield (
+                flat.index_select(0, rows).unsqueeze(self.width_dim),
+                targets[start:stop],
+                *self._tables_of(row_tables, rows, target_segments, start, stop),
+            )
+
+    def _losses(self, args: tuple[Tensor, ...]) -> Tensor:
         """The losses of one chunk's rows; its logits are computed again in the backward."""
-        rows = target_rows[start:stop]
-        args = (
-            flat.index_select(0, rows).unsqueeze(self.width_dim),
-            targets[start:stop],
-            *self._tables_of(row_tables, rows, target_segments, start, stop),
-        )
         losses = checkpoint(self.chunk, *args, use_reentrant=False, preserve_rng_state=False)
         return cast(Tensor, losses)
+
+    def _scored(self, chunks: Iterator[tuple[Tensor, ...]]) -> Tensor:
+        """The losses of all rows, [N]; what is predicted there is kept."""
+        assert self.predicted is not None
+        scored = [self._chunk_scores(*args) for args in chunks]
+        self.predicted.append(torch.cat([tokens for _, tokens in scored]))
+        return torch.cat([losses for losses, _ in scored])
 
     def _in_pieces(
         self,
@@ -177,8 +193,22 @@ class ChunkedLoss(nn.Module):
         tables    the row's tables for these rows
         returns   [n]
         """
-        logits = self.head(hidden, *tables).squeeze(self.width_dim)
-        wide = torch.promote_types(torch.float32, logits.dtype)
+        return self._token_losses(self._logits(hidden, tables), targets)
+
+    def _chunk_scores(
+        self, hidden: Tensor, targets: Tensor, *tables: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        """The loss of each of n rows and its most likely token, int64 [n]; as `chunk`."""
+        logits = self._logits(hidden, tables)
+        tokens = tp_argmax(logits, GROUP) if self.shards > 1 else logits.argmax(-1)
+        return self._token_losses(logits, targets), tokens
+
+    def _logits(self, hidden: Tensor, tables: tuple[Tensor, ...]) -> Tensor:
+        """The logits of n rows, [n, V], float32 or wider."""
+        logits: Tensor = self.head(hidden, *tables).squeeze(self.width_dim)
+        return logits.to(torch.promote_types(torch.float32, logits.dtype))
+
+    def _token_losses(self, logits: Tensor, targets: Tensor) -> Tensor:
         if self.shards > 1:
-            return tp_cross_entropy(logits.to(wide), targets, GROUP)
-        return F.cross_entropy(logits.to(wide), targets, reduction="none")
+            return tp_cross_entropy(logits, targets, GROUP)
+        return F.cross_entropy(logits, targets, reduction="none")

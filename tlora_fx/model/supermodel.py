@@ -7,7 +7,8 @@ adapters; from then on it trains. Its code is the text of `ssm.py`.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any, cast
 
@@ -26,6 +27,7 @@ from tlora_fx.model.compiled import compile_method, export_net, row_sizes
 from tlora_fx.model.loss import ChunkedLoss
 from tlora_fx.model.module_builder import Reformed, TensorLocation, build_module
 from tlora_fx.model.source import group_source
+from tlora_fx.ops import without_dropout
 from tlora_fx.ops.kernels.packed import roomy_weight
 
 
@@ -116,6 +118,21 @@ class SuperModel(nn.Module):
             compile_method(modules, "forward", list(row_sizes(block.graph).values()), options)
         loss = self._loss()
         compile_method([loss], "chunk", loss.chunk_sizes(), options)
+
+    @contextmanager
+    def evaluating(self) -> Iterator[list[Tensor]]:
+        """Inside, forwards drop nothing, keep nothing for a backward, and note what they predict.
+
+        yields    for each forward so far int64 [N]: the most likely token at each target row
+        raises    SuperModelMisuse for a model that was compiled without lower-loss
+        """
+        loss, predicted = self._loss(), list[Tensor]()
+        loss.predicted = predicted
+        try:
+            with torch.no_grad(), without_dropout():
+                yield predicted
+        finally:
+            loss.predicted = None
 
     def export(self, *, max_targets: int = 16384) -> ExportedProgram:
         """The model as a `torch.export` program, to be saved by `torch.export.save`.

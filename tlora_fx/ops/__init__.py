@@ -9,6 +9,7 @@ from tlora_fx.ops.parallel import (
     nano_join,
     nano_split,
     nano_tables,
+    tp_argmax,
     tp_copy,
     tp_cross_entropy,
     tp_reduce,
@@ -23,7 +24,7 @@ from tlora_fx.ops.segments import (
     segment_switch,
     segment_write,
 )
-from tlora_fx.ops.tables import site_id
+from tlora_fx.ops.tables import site_id, without_dropout
 from tlora_fx.ops.torch_compile import mark_compile_caches
 
 __all__ = [
@@ -49,11 +50,13 @@ __all__ = [
     "segment_write",
     "site_id",
     "token_scale",
+    "tp_argmax",
     "tp_copy",
     "tp_cross_entropy",
     "tp_reduce",
     "uniform_at",
     "use_group",
+    "without_dropout",
 ]
 
 mark_compile_caches()

@@ -100,7 +100,8 @@ class AttentionTables:
     @property
     def rule(self) -> AttentionRule:
         """Its numbers."""
-        return AttentionRule(self.scale, self.causal, self.window, self.softcap, self.dropout)
+        dropout = check_rate(self.dropout)
+        return AttentionRule(self.scale, self.causal, self.window, self.softcap, dropout)
 
 
 @dataclass(frozen=True, slots=True)

@@ -101,7 +101,7 @@ def rank_in(name: str, x: Tensor) -> GroupRank | None:
 
 
 def all_reduced(x: Tensor, rank: GroupRank, how: str = "sum") -> Tensor:
-    """A tensor summed over a group, or its largest values ("max").
+    """A tensor summed over a group, or its largest ("max") or smallest ("min") values.
 
     Two operators, so that a compiler may put others between the start and the wait.
     """
@@ -155,6 +155,25 @@ def tp_cross_entropy(logits: Tensor, targets: Tensor, group: str) -> Tensor:
     """
     losses: Tensor = torch.ops.tlora_fx.tp_cross_entropy.default(logits, targets, group)
     return losses
+
+
+def tp_argmax(logits: Tensor, group: str) -> Tensor:
+    """Each row's largest logit, where each process holds the logits of a piece of the vocabulary.
+
+    logits    float [n, V / processes], process p's columns begin at p * V / processes
+    group     name of the group, see `use_group`
+    returns   int64 [n] in 0..V - 1, the first of equal ones, the same in all processes; no gradient
+    raises    TensorGroupMissing
+    """
+    rank, values = rank_in(group, logits), logits.detach()
+    largest, indices = values.max(-1)
+    if rank is None:
+        return indices
+    everywhere = all_reduced(largest, rank, "max")
+    columns = values.shape[-1]
+    mine = indices + rank.rank * columns
+    others = torch.full_like(mine, rank.size * columns)
+    return all_reduced(torch.where(largest == everywhere, mine, others), rank, "min")
 
 
 class _Copy(torch.autograd.Function):

@@ -118,10 +118,30 @@ def _numbers(table: Tensor, jobs: int, what: str, error: type[TloraError]) -> li
 
 
 def check_rate(rate: float) -> float:
-    """A dropout rate in [0, 1), as it came; raises MaskKeyError."""
+    """A dropout rate in [0, 1), as it came, 0 in `without_dropout`; raises MaskKeyError."""
     if not 0.0 <= rate < 1.0:
         raise MaskKeyError("a dropout rate must lie in [0, 1)", found=rate)
-    return rate
+    return rate if _dropping else 0.0
+
+
+# Tables and graphs hold the rates of training, and captured graphs read them where they are.
+_dropping = True
+
+
+def is_dropping() -> bool:
+    """Whether dropout rates count."""
+    return _dropping
+
+
+@contextmanager
+def without_dropout() -> Iterator[None]:
+    """Inside, each dropout rate that an operator is given counts as 0: a model is evaluated."""
+    global _dropping  # noqa: PLW0603  (operators have no argument that could tell them)
+    before, _dropping = _dropping, False
+    try:
+        yield
+    finally:
+        _dropping = before
 
 
 def check_keys(keys: Tensor, jobs: int) -> list[tuple[int, int]]:

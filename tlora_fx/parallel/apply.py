@@ -23,6 +23,7 @@ from tlora_fx.parallel.cuda_graphs import RowGraphs
 from tlora_fx.parallel.fsdp import Sharded, gathered_bytes, shard_base, shard_layer
 from tlora_fx.parallel.mesh import Mesh
 from tlora_fx.parallel.nano_batches import NanoModel
+from tlora_fx.parallel.scores import RowScores
 
 
 def part_of(model: SuperModel, plan: Plan, mesh: Mesh) -> LocalShard:
@@ -151,6 +152,12 @@ class StepRunner(Protocol):
         returns   [J] each job's weighted loss sum over the round, the same on every process
         """
 
+    def evaluate(self, rows: Sequence[PackedBatch]) -> RowScores:
+        """The same rows without dropout, gradients and graphs; nothing that trains changes.
+
+        rows      as of `run`
+        """
+
 
 class RowRunner:
     """Runs whole rows, one after the other, as a single process does.
@@ -188,6 +195,16 @@ class RowRunner:
                 losses = self._run(row, weights)
             total = losses if total is None else total + losses
         return torch.zeros_like(weights) if total is None else total
+
+    def evaluate(self, rows: Sequence[PackedBatch]) -> RowScores:
+        """Forward of this replica's rows; see `StepRunner`."""
+        mine = range(self.mesh.dp_rank, len(rows), self.mesh.shape.dp)
+        total = torch.zeros(len(self.model.jobs), dtype=torch.float64, device=self.mesh.device)
+        with self.model.evaluating() as predicted:
+            for index in mine:
+                total += self.model(self._moved(rows[index]))
+        tokens = (part.cpu() for part in predicted)
+        return RowScores(total, dict(zip(mine, tokens, strict=True)))
 
     def _run(self, row: PackedBatch, weights: Tensor) -> Tensor:
         losses: Tensor = self.model(self._moved(row)) * weights
@@ -236,6 +253,13 @@ class ReducingRunner:
         if self.mesh.dp is not None:
             dist.all_reduce(total, group=self.mesh.dp)
         return total
+
+    def evaluate(self, rows: Sequence[PackedBatch]) -> RowScores:
+        """See `StepRunner`."""
+        scores = self.inner.evaluate(rows)
+        if self.mesh.dp is not None:
+            dist.all_reduce(scores.losses, group=self.mesh.dp)
+        return scores
 
 
 # Gradients of all adapters in a few flat buffers, each summed by one all-reduce.

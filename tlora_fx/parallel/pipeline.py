@@ -33,6 +33,7 @@ from tlora_fx.model.batch import PackedBatch
 from tlora_fx.model.supermodel import SuperModel
 from tlora_fx.parallel.fsdp import Stretch, first_trained, shard_stretches
 from tlora_fx.parallel.mesh import Mesh
+from tlora_fx.parallel.scores import RowScores
 from tlora_fx.parallel.stages import Hidden, StageGraph, StageModule, cut_stages
 
 SCHEDULES: Mapping[str, Any] = {
@@ -52,7 +53,7 @@ class PipelineRunner:
     def __init__(self, model: SuperModel, plan: Plan, mesh: Mesh) -> None:
         """Cut a model that has its tensors, or those of this process; raises NoStage."""
         assert mesh.pp is not None, "a pipeline has several processes"
-        self.plan, self.mesh, self.group = plan, mesh, mesh.pp
+        self.model, self.plan, self.mesh, self.group = model, plan, mesh, mesh.pp
         graphs = cut_stages(model, plan.cuts)
         self.count = len(graphs)
         self.stages = [
@@ -98,6 +99,40 @@ class PipelineRunner:
         if self.sharded is not None:
             self.sharded.end_round()
         return self._summed(weights)
+
+    def evaluate(self, rows: Sequence[PackedBatch]) -> RowScores:
+        """Forward of this replica's rows; see `StepRunner`.
+
+        No schedule is needed where nothing comes back: a stage takes its next row while the stages
+        above have those before. Stages of one process take turns.
+        """
+        device, processes = self.mesh.device, self.mesh.shape.pp
+        mine = range(self.mesh.dp_rank, len(rows), self.mesh.shape.dp)
+        total = torch.zeros(len(self.model.jobs), dtype=torch.float64, device=device)
+        sent: list[tuple[Any, Tensor]] = []
+        with self.model.evaluating() as predicted:
+            for row in (rows[index].to(device) for index in mine):
+                for index, stage in enumerate(self.stages):
+                    graph, hidden = stage.graph, None
+                    if graph.takes is not None:
+                        shape = graph.takes.shape(row)
+                        hidden = torch.empty(shape, dtype=graph.takes.dtype, device=device)
+                        below = (graph.index - 1) % processes
+                        dist.recv(hidden, group=self.group, group_src=below)
+                    value = (self._call(index) or stage)(hidden, row).contiguous()
+                    if graph.last:
+                        total += value
+                        continue
+                    above = (graph.index + 1) % processes
+                    work = dist.isend(value, group=self.group, group_dst=above)
+                    sent.append((work, value))
+        for work, _ in sent:
+            work.wait()
+        if self.sharded is not None:
+            self.sharded.end_round()
+        dist.all_reduce(total, group=self.group)
+        tokens = [part.cpu() for part in predicted]
+        return RowScores(total, dict(zip(mine, tokens, strict=False)))
 
     def measured(self, rows: Sequence[PackedBatch], weights: Tensor) -> dict[Action, float]:
         """Run a round, and say how long each stage took for each micro-batch.

@@ -6,7 +6,8 @@ its SHA-256 in a manifest, then renamed; the file `latest` is replaced last:
     checkpoints/latest                     names of the kept checkpoints, newest first
     checkpoints/step-000123/manifest.json  format, and the SHA-256 of every other file
                            /state.json     the run, and each job's counters, cursor and status
-                           /jobs/NAME/adapter_model.safetensors, optimizer.safetensors
+                           /jobs/NAME/adapter_model.safetensors, optimizer.safetensors,
+                                      best_model.safetensors
 
 Only safetensors and JSON are read back, never a pickle.
 """
@@ -32,6 +33,7 @@ from tlora_fx.errors import CheckpointError
 from tlora_fx.runtime.adapters import tensor_bytes
 
 FORMAT = 1
+BEST = "best_model.safetensors"
 KEPT = 2
 _NAME = re.compile(r"step-(\d{6,})(?:\.(\d+))?")
 _JOB_NAME = re.compile(r"(?!.*\.\.)[A-Za-z0-9][A-Za-z0-9._-]{0,99}")
@@ -51,7 +53,9 @@ class JobState:
     step, micro_step   optimizer steps done, and micro-batches done, in all
     tokens             tokens seen in all
     cursor             where the job's data goes on, JSON-able
-    status, reason     `failed` has a reason
+    status, reason     `failed` has a reason, and so has what stopped early
+    evaluation         `JobEvaluation.state()`, JSON-able
+    best               the adapter of the best step, as `adapter`; empty where nobody asked for it
     """
 
     adapter: Mapping[str, Tensor]
@@ -63,6 +67,12 @@ class JobState:
     cursor: Mapping[str, Any] = field(default_factory=dict)
     status: Literal["running", "done", "failed"] = "running"
     reason: str = ""
+    evaluation: Mapping[str, Any] = field(default_factory=dict)
+    best: Mapping[str, Tensor] = field(default_factory=dict)
+
+
+#: What of a job's state is in files of tensors.
+TENSORS = ("adapter", "optimizer", "best")
 
 
 @dataclass(frozen=True, slots=True)
@@ -243,6 +253,8 @@ def _write(folder: Path, step: int, jobs: Mapping[str, JobState], run: Mapping[s
         (folder / "jobs" / name).mkdir()
         put(f"jobs/{name}/adapter_model.safetensors", tensor_bytes(job.adapter))
         put(f"jobs/{name}/optimizer.safetensors", tensor_bytes(job.optimizer))
+        if job.best:
+            put(f"jobs/{name}/{BEST}", tensor_bytes(job.best))
         sync_folder(folder / "jobs" / name)
     state = {
         "step": step,
@@ -257,7 +269,7 @@ def _write(folder: Path, step: int, jobs: Mapping[str, JobState], run: Mapping[s
 
 def _counters(job: JobState) -> dict[str, Any]:
     """All but the tensors, as JSON takes it."""
-    names = [each.name for each in fields(job) if each.name not in ("adapter", "optimizer")]
+    names = [each.name for each in fields(job) if each.name not in TENSORS]
     values = {name: getattr(job, name) for name in names}
     return {k: dict(v) if isinstance(v, Mapping) else v for k, v in values.items()}
 
@@ -275,6 +287,7 @@ def _read(folder: Path, only: frozenset[str] | None) -> Checkpoint:
             name: JobState(
                 adapter=safetensors.torch.load(files[f"jobs/{name}/adapter_model.safetensors"]),
                 optimizer=safetensors.torch.load(files[f"jobs/{name}/optimizer.safetensors"]),
+                best=_loaded(files.get(f"jobs/{name}/{BEST}")),
                 **counters,
             )
             for name, counters in state["jobs"].items()
@@ -283,6 +296,10 @@ def _read(folder: Path, only: frozenset[str] | None) -> Checkpoint:
         return Checkpoint(folder, int(state["step"]), jobs, state["run"])
     except (ValueError, KeyError, TypeError, safetensors.SafetensorError) as error:
         raise _Damaged(f"unreadable content ({error})") from error
+
+
+def _loaded(content: bytes | None) -> dict[str, Tensor]:
+    return {} if content is None else safetensors.torch.load(content)
 
 
 def _checked_files(folder: Path, only: frozenset[str] | None) -> dict[str, bytes]:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Hashable, Iterator, Mapping, Sequence
+from itertools import chain
 from typing import TYPE_CHECKING, Any
 
 from tlora_fx.config.job import BaseSpec, Job
@@ -27,7 +28,8 @@ from tlora_fx.model.supermodel import SuperModel
 from tlora_fx.numerics.probe import Probed, probe_loaded
 from tlora_fx.planners.auto import device_name
 from tlora_fx.runtime.checkpoint import Checkpoint
-from tlora_fx.runtime.data import JobData, load_job_data
+from tlora_fx.runtime.data import JobData, Sample, load_job_data
+from tlora_fx.runtime.evaluation import find_function
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -38,8 +40,11 @@ log = logging.getLogger(__name__)
 def load_all_data(jobs: Sequence[Job]) -> dict[str, JobData]:
     """Every job's samples, by job name.
 
-    raises    DataError, naming file, line and job; TokenizerNotLoadable
+    raises    DataError, naming file, line and job; TokenizerNotLoadable; MetricFunctionError
     """
+    for job in jobs:
+        if job.compute_metrics is not None:
+            find_function(job.compute_metrics, job.name)
     tokenizer = load_tokenizer(jobs[0].base)
     return {job.name: load_job_data(job, tokenizer) for job in jobs}
 
@@ -80,8 +85,8 @@ def check_fits(backbone: Backbone, data: Mapping[str, JobData], classes: int | N
     vocabulary = getattr(backbone.config, "vocab_size", None)
     positions = getattr(backbone.config, "max_position_embeddings", None)
     for name, job_data in data.items():
-        longest = max(len(sample.input_ids) for sample in job_data.samples)
-        largest = max(max(sample.input_ids) for sample in job_data.samples)
+        longest = max(len(sample.input_ids) for sample in _every_sample(job_data))
+        largest = max(max(sample.input_ids) for sample in _every_sample(job_data))
         if vocabulary is not None and largest >= vocabulary:
             raise DataDoesNotFit(
                 f"job '{name}' has tokens that the base does not know",
@@ -90,7 +95,7 @@ def check_fits(backbone: Backbone, data: Mapping[str, JobData], classes: int | N
                 found=largest,
                 help="give the tokenizer that belongs to the base",
             )
-        target = max(max(sample.labels) for sample in job_data.samples)
+        target = max(max(sample.labels) for sample in _every_sample(job_data))
         if classes is not None and target >= classes:
             raise DataDoesNotFit(
                 f"job '{name}' has targets for which the base has no logits",
@@ -109,16 +114,32 @@ def check_fits(backbone: Backbone, data: Mapping[str, JobData], classes: int | N
             )
 
 
+def _every_sample(data: JobData) -> Iterator[Sample]:
+    return chain(data.samples, data.evaluation)
+
+
 # Whether a model, a checkpoint and jobs belong together.
 
 #: What may change of a job between a run and its resuming; the base counts by its fingerprint.
-FREE = frozenset({"max_steps", "num_train_epochs", "save_steps", "base", "schedule"})
+FREE = frozenset({
+    "max_steps", "num_train_epochs", "save_steps", "base", "schedule",
+    "eval_data", "eval_strategy", "eval_steps", "per_device_eval_batch_size", "compute_metrics",
+    "metric_for_best_model", "greater_is_better", "load_best_model_at_end",
+    "early_stopping_patience", "early_stopping_threshold",
+})  # fmt: skip
 
 
 def identity(model: SuperModel, jobs: Sequence[Job]) -> dict[str, object]:
     """What must be equal for a run to go on, JSON-able."""
-    described = {job.name: job.model_dump(mode="json", exclude=set(FREE)) for job in jobs}
+    described = {job.name: _described(job) for job in jobs}
     return {"jobs": described, "base": model.backbone.fingerprint()}
+
+
+def _described(job: Job) -> dict[str, object]:
+    # Checkpoints of before there were evaluations say nothing of a part that is held out.
+    held_out = isinstance(job.eval_split, float)
+    free = FREE if held_out else FREE | {"eval_split"}
+    return job.model_dump(mode="json", exclude=set(free))
 
 
 def require_same_run(checkpoint: Checkpoint, identity: dict[str, object]) -> None:

@@ -143,13 +143,15 @@ class DataReport:
 class JobData:
     """The samples of a job and their order.
 
-    samples  in the order of the data
-    report   what became of the rows
+    samples     in the order of the data
+    report      what became of the rows
+    evaluation  what the job is evaluated on, in the order of the data
     """
 
     job: Job
     samples: Sequence[Sample]
     report: DataReport
+    evaluation: Sequence[Sample] = ()
 
     @cached_property
     def steps_per_epoch(self) -> int:
@@ -204,16 +206,85 @@ def sample_order(count: int, job: Job, epoch: int) -> np.ndarray:
 
 
 def load_job_data(job: Job, tokenizer: PreTrainedTokenizerBase) -> JobData:
-    """Read, tokenise and truncate the data of a job.
+    """Read, tokenise and truncate the data of a job, and what it is evaluated on.
 
     raises  DataError, one of its classes for each mistake
     """
+    samples: Sequence[Sample]
+    evaluation: Sequence[Sample] = ()
+    samples, report = _samples(job, tokenizer)
+    notes: list[str] = []
+    if isinstance(job.eval_split, float):
+        samples, evaluation = held_out(samples, job)
+        report.samples, report.tokens = len(samples), _tokens(samples)
+        report.target_tokens = sum(map(_targets, samples))
+        tokens = f"{_tokens(evaluation)} tokens, {sum(map(_targets, evaluation))} counted"
+        notes.append(f"evaluation: {len(evaluation)} samples held out, {tokens}")
+    elif (spec := _evaluated(job)) is not None:
+        evaluation, found = _samples(job.model_copy(update={"data": spec}), tokenizer)
+        notes += [f"evaluation: {line}" for line in found.lines()]
+    if tokenizer.eos_token_id is None:
+        notes.insert(0, "the tokenizer has no end-of-sequence token: samples end without one")
+    report.notes = tuple(notes)
+    return JobData(job, samples, report, evaluation)
+
+
+def _evaluated(job: Job) -> DataSpec | None:
+    """The data that a job is evaluated on, where it is not held out."""
+    if not isinstance(job.eval_split, str):
+        return job.eval_data
+    if _is_file(job.data.path):
+        raise DataFileError(
+            f"a file has no split '{job.eval_split}'",
+            path=job.data.path,
+            job=job.name,
+            help="name the file to evaluate under eval_data, or hold out a part: eval_split: 0.1",
+        )
+    return job.data.model_copy(update={"split": job.eval_split})
+
+
+def held_out(samples: Sequence[Sample], job: Job) -> tuple[Sequence[Sample], Sequence[Sample]]:
+    """The samples that are trained, and the part that is kept for evaluation, in their order.
+
+    Which ones depends on the job's seed and on how many there are; their number is rounded up.
+
+    raises  EmptyDataError when none is left to train on
+    """
+    count = math.ceil(job.eval_split * len(samples))
+    if count >= len(samples):
+        raise EmptyDataError(
+            "holding out samples for evaluation leaves none to train on",
+            path=job.data.path,
+            job=job.name,
+            found=f"{len(samples)} samples, eval_split: {job.eval_split}",
+            help="give more samples, or a file of its own under eval_data",
+        )
+    drawn = np.random.default_rng((job.seed, _HELD_OUT)).permutation(len(samples))
+    held = set(drawn[:count].tolist())
+    parts: tuple[SampleTable, SampleTable] = SampleTable(), SampleTable()
+    for index, sample in enumerate(samples):
+        parts[index in held].append(sample.input_ids, sample.labels)
+    return parts
+
+
+# No epoch has this number.
+_HELD_OUT = 2**32 - 1
+
+
+def _tokens(samples: Sequence[Sample]) -> int:
+    return sum(len(sample.input_ids) for sample in samples)
+
+
+def _targets(sample: Sample) -> int:
+    return sum(label != NO_TARGET for label in sample.labels[1:])
+
+
+def _samples(job: Job, tokenizer: PreTrainedTokenizerBase) -> tuple[SampleTable, DataReport]:
+    """The samples of the data that a job's `data` names, at least one."""
     report, table = DataReport(), SampleTable()
     for encoded in _encoded(job, tokenizer, report):
         _keep(encoded, job, report, table)
     report.samples, report.tokens = len(table), table.tokens
-    if tokenizer.eos_token_id is None:
-        report.notes = ("the tokenizer has no end-of-sequence token: samples end without one",)
     if report.rows == report.bad_rows:
         what = "all rows of the data are bad" if report.rows else "the data has no rows"
         found = "\n".join(report.first_bad_rows) or None
@@ -227,7 +298,7 @@ def load_job_data(job: Job, tokenizer: PreTrainedTokenizerBase) -> JobData:
             found=f"{report.truncated} samples are longer than max_length",
             help="give completions, raise max_length, or set loss_on: all",
         )
-    return JobData(job, table, report)
+    return table, report
 
 
 def _encoded(job: Job, tokenizer: PreTrainedTokenizerBase, report: DataReport) -> Iterator[Encoded]:

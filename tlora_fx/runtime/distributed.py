@@ -214,7 +214,13 @@ class StateGatherer:
         adapter = self._gathered(state.adapter, self._adapter_shards(job))
         optimizer = self._gathered(state.optimizer, self._optimizer_shards(job, state.optimizer))
         values = self._values(dict(state.optimizer_values))
-        return replace(state, adapter=adapter, optimizer=optimizer, optimizer_values=values)
+        best = state.best
+        # Of a job that keeps its best step a process may hold nothing.
+        if state.evaluation.get("keeps_best"):
+            best = self._gathered(best, self._adapter_shards(job))
+        return replace(
+            state, adapter=adapter, optimizer=optimizer, optimizer_values=values, best=best
+        )
 
     def whole_adapter(self, job: str, adapter: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
         """An adapter with whole tensors on the leader; on others what they hold."""
@@ -241,7 +247,10 @@ class StateGatherer:
             if _parameter(name) in shards
         }
         optimizer = _cut(state.optimizer, cuts)
-        return replace(state, adapter=adapter, optimizer=optimizer, optimizer_values=values)
+        best = _cut(state.best, self._adapter_shards(job))
+        return replace(
+            state, adapter=adapter, optimizer=optimizer, optimizer_values=values, best=best
+        )
 
     def _adapter_shards(self, job: str) -> Shards:
         return {saved_name(name): shard for name, shard in self.model.shards(job).items()}

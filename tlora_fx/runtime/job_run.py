@@ -11,10 +11,12 @@ import torch
 from torch import Tensor
 
 from tlora_fx.config.job import Job
+from tlora_fx.errors import MetricFunctionError
 from tlora_fx.runtime.adapters import adapter_tensors, load_adapter, write_adapter
 from tlora_fx.runtime.batching import MicroBatches, count_targets, count_tokens
 from tlora_fx.runtime.checkpoint import JobState
 from tlora_fx.runtime.data import JobData
+from tlora_fx.runtime.job_evaluation import EvaluationReport, JobEvaluation, Metrics
 from tlora_fx.runtime.optimizer import JobOptimizer
 from tlora_fx.runtime.run_folder import RunFolder
 
@@ -65,6 +67,8 @@ class JobRun:
         self.loss = math.nan
         self.status: Status = "running"
         self.reason = ""
+        self.evaluation = JobEvaluation(job, data)
+        self.best: dict[str, Tensor] = {}
 
     def batches(self) -> MicroBatches:
         """The micro-batches of the step that the job is at."""
@@ -91,6 +95,7 @@ class JobRun:
         self.step += 1
         self.tokens += count_tokens(batches)
         self.loss = loss
+        self.evaluation.add_loss(loss)
         report = StepReport(self.job.name, self.step, loss, norm, rate, self.tokens, seconds)
         self.metrics.append(
             step=self.step, loss=loss, grad_norm=norm, learning_rate=rate, tokens=self.tokens,
@@ -99,6 +104,40 @@ class JobRun:
         if self.step >= self.data.steps:
             self.status = "done"
         return report
+
+    @property
+    def is_evaluated(self) -> bool:
+        """Whether the step that the job has just done is one to evaluate it at."""
+        return self.status != "failed" and self.evaluation.is_due(self.step)
+
+    def take_evaluation(self, measured: Metrics) -> EvaluationReport | None:
+        """Judge an evaluation: keep the best adapter, and stop early where the job asks for it.
+
+        returns   None where the metric for the best step is missing: the job has failed
+        """
+        try:
+            report = self.evaluation.take(self.step, measured)
+        except MetricFunctionError as error:
+            self.status, self.reason = "failed", str(error)
+            return None
+        self.metrics.append_evaluation(self.step, report.metrics)
+        if report.is_best and self.job.load_best_model_at_end:
+            adapter = adapter_tensors(self.parameters)
+            self.best = {name: tensor.cpu() for name, tensor in adapter.items()}
+        if self.evaluation.stops and self.status == "running":
+            self.status, self.reason = "done", self.evaluation.why_stopped
+        return report
+
+    def final_adapter(self) -> Mapping[str, Tensor]:
+        """What the job leaves: its best step's adapter where it keeps one, else the last."""
+        if self.best and self.status == "done":
+            return self.best
+        return adapter_tensors(self.parameters)
+
+    def load_best(self) -> None:
+        """Let the parameters be the best step's, where the job keeps it and is done."""
+        if self.best and self.status == "done":
+            load_adapter(self.parameters, self.best, "the best step")
 
     def targets(self, batches: MicroBatches) -> int:
         """Target tokens of the step, which its loss is the mean over."""
@@ -124,6 +163,8 @@ class JobRun:
             cursor={"step": self.step},
             status=self.status,
             reason=self.reason,
+            evaluation=self.evaluation.state(),
+            best=self.best,
         )
 
     def restore(self, state: JobState, source: str) -> None:
@@ -133,8 +174,11 @@ class JobRun:
         self.step, self.tokens = state.step, state.tokens
         self.status, self.reason = state.status, state.reason
         self.metrics.truncate_after(self.step)
-        if self.status == "done" and self.step < self.data.steps:
-            self.status = "running"
+        self.evaluation.restore(state.evaluation)
+        if self.job.load_best_model_at_end and self.evaluation.best_step is not None:
+            self.best = dict(state.best)
+        if self.status == "done" and self.step < self.data.steps and not self.evaluation.stops:
+            self.status, self.reason = "running", ""
         if self.status == "running" and self.step >= self.data.steps:
             self.status = "done"
 
@@ -152,4 +196,5 @@ class JobRun:
             "steps": self.data.steps,
         }
         status |= {"tokens": self.tokens} | ({"reason": self.reason} if self.reason else {})
+        status |= self.evaluation.summary()
         self.folder.write_status(self.job.name, status)

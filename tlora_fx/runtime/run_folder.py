@@ -6,7 +6,7 @@ import fcntl
 import json
 import math
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import IO, Any
@@ -14,7 +14,7 @@ from typing import IO, Any
 from tlora_fx.durable import replace_file, sync_folder
 from tlora_fx.errors import MetricsError, RunFolderError
 
-# A job's metrics: one JSON line for each optimizer step.
+# A job's metrics: one JSON line for each optimizer step, and one for each evaluation.
 
 FIELDS = ("step", "loss", "grad_norm", "learning_rate", "tokens", "seconds")
 
@@ -46,13 +46,20 @@ class MetricsLog:
         seconds        wall time of this step
         raises         MetricsError when the disk refuses
         """
+        values = (step, loss, grad_norm, learning_rate, tokens, seconds)
+        self._append(dict(zip(FIELDS, values, strict=True)))
+
+    def append_evaluation(self, step: int, metrics: Mapping[str, float]) -> None:
+        """Add the line of an evaluation, as `append` does.
+
+        step      optimizer steps of the job so far; the line of that step stands before
+        """
+        self._append({"step": step, **metrics})
+
+    def _append(self, values: Mapping[str, float]) -> None:
         if not self.writes:
             return
-        values = (step, loss, grad_norm, learning_rate, tokens, seconds)
-        record = {
-            name: value if math.isfinite(value) else None
-            for name, value in zip(FIELDS, values, strict=True)
-        }
+        record = {k: value if math.isfinite(value) else None for k, value in values.items()}
         try:
             if self._file is None:
                 self.path.parent.mkdir(parents=True, exist_ok=True)

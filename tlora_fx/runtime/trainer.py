@@ -29,7 +29,7 @@ from tlora_fx.parallel.apply import (
 from tlora_fx.parallel.cuda_graphs import RowGraphs
 from tlora_fx.parallel.mesh import FIRST_STEP, limit_waits, open_mesh
 from tlora_fx.parallel.prepare import prepared, require_fits
-from tlora_fx.runtime.adapters import adapter_tensors, base_tensors, start_adapters
+from tlora_fx.runtime.adapters import base_tensors, start_adapters
 from tlora_fx.runtime.batching import (
     Cutting,
     MicroBatches,
@@ -57,7 +57,9 @@ from tlora_fx.runtime.distributed import (
     require_elementwise,
     table_hash,
 )
+from tlora_fx.runtime.evaluation import Evaluator
 from tlora_fx.runtime.interrupts import Interrupts
+from tlora_fx.runtime.job_evaluation import EvaluationReport
 from tlora_fx.runtime.job_run import JobRun, StepReport
 from tlora_fx.runtime.run_folder import RunFolder
 
@@ -72,6 +74,9 @@ class TrainerCallback:
 
     def stepped(self, report: StepReport) -> None:
         """A job did an optimizer step."""
+
+    def evaluated(self, report: EvaluationReport) -> None:
+        """A job was evaluated."""
 
     def ended(self, run: JobRun) -> None:
         """A job is done, or has failed."""
@@ -162,6 +167,7 @@ class Trainer:
         self._data = data
         self._runner: RowRunner | ReducingRunner | None = None
         self._cuda_graphs = options.cuda_graphs and lengthened
+        self._evaluator: Evaluator | None = None
         self._nano = nano
         self._choice = self.plan.nano_batches if nano is None else nano.count
         self._cutting = Cutting.of(self.model, options.max_row_tokens)
@@ -188,6 +194,8 @@ class Trainer:
             while self._active() and not stopped:
                 stopped = not self._round(interrupts)
             self._save(last=True)
+            for run in self.runs:
+                run.load_best()
         if stopped or interrupts.asked:
             raise KeyboardInterrupt(f"stopped after a checkpoint in {self.store.folder}")
         return self.runs
@@ -225,6 +233,10 @@ class Trainer:
         largest = longest_row(self.jobs, data, self.options.max_row_tokens, self.plan.parts)
         largest_captured = largest if self._cuda_graphs else 0
         self._runner = apply(self.model, self.plan, self.mesh, largest_row=largest_captured)
+        parts, warn = self.plan.parts, self.callback.warned
+        self._evaluator = Evaluator(
+            self.model, self._runner, self.ranks, parts, self._cutting, warn
+        )
         self.runs = [
             JobRun(i, job, data[job.name], self.model.job_parameters(job.name), self.folder)
             for i, job in enumerate(self.jobs)
@@ -325,6 +337,8 @@ class Trainer:
             report = run.finish_step(losses[index], batches[index], self._seconds, norms[index])
             if report is not None:
                 self.callback.stepped(report)
+        self._evaluate([run for run in active if run.is_evaluated])
+        for run in active:
             if run.status != "running":
                 self._write(run)
                 self.callback.ended(run)
@@ -332,9 +346,20 @@ class Trainer:
         if due and self._active():
             self._save(last=False)
 
+    def _evaluate(self, runs: Sequence[JobRun]) -> None:
+        """Evaluate jobs together; some may stop early."""
+        if not runs:
+            return
+        assert self._evaluator is not None
+        measured = self._evaluator.measure({run.index: run.data for run in runs})
+        for run in runs:
+            report = run.take_evaluation(measured[run.index])
+            if report is not None:
+                self.callback.evaluated(report)
+
     def _write(self, run: JobRun) -> None:
         """Leave a job's adapter folder, put together from all processes."""
-        adapter = self.gathering.whole_adapter(run.job.name, adapter_tensors(run.parameters))
+        adapter = self.gathering.whole_adapter(run.job.name, run.final_adapter())
         run.write(adapter, self._base_name())
 
     def _save_due(self) -> bool:

@@ -25,6 +25,7 @@ from tlora_fx.ops.tables import (
     check_scales,
     check_token_index,
     covering,
+    is_dropping,
     rank_bounds,
     token_bounds,
 )
@@ -81,6 +82,7 @@ class SiteTables(Mirror):
     site           id in dropout masks, and from bit 32 on where x begins (see dropout.keep_rows)
     max_rank       the largest rank of a job
     drops          whether any job does
+    evaluates      made in `without_dropout`: no job does, whatever its rate
     """
 
     ranks: Tensor = field(init=False)
@@ -91,6 +93,7 @@ class SiteTables(Mirror):
     jobs: int = 0
     max_rank: int = 0
     drops: bool = False
+    evaluates: bool = False
 
 
 Key = tuple[object, ...]
@@ -131,7 +134,7 @@ def site_tables(
     ranks, scales, rates, site = tables
     key = (
         ranks.data_ptr(), scales.data_ptr(), rates.data_ptr(), site.data_ptr(), ranks.shape[0],
-        rows, rank_block, device,
+        is_dropping(), rows, rank_block, device,
     )  # fmt: skip
     stamps = stamp(ranks), stamp(scales), stamp(rates), stamp(site)
     mirror = _sites.get(key)
@@ -269,6 +272,9 @@ def _uploaded_site(
     factors = check_scales(scales, jobs)
     padded = [-(-(stop - start) // rank_block) * rank_block for start, stop in pairwise(offsets)]
     slots = [0, *accumulate(padded)]
+    evaluates = not is_dropping() if mirror is None else mirror.evaluates
+    if evaluates:
+        dropped = [0.0] * jobs
     thresholds = [threshold_of(rate) for rate in dropped]
     exact = [factor * keep_scale(rate) for factor, rate in zip(factors, dropped, strict=True)]
     bits = torch.tensor(exact, dtype=torch.float32).view(torch.int32).tolist()
@@ -279,6 +285,7 @@ def _uploaded_site(
         sizes = (jobs + 1, jobs + 1, jobs, jobs)
         mirror.ranks, mirror.slots, mirror.thresholds, mirror.scales = _views(buffer, starts, sizes)
         mirror.scales = mirror.scales.view(torch.float32)
+        mirror.evaluates = evaluates
     _upload(mirror, words, capturing)
     mirror.stamps, mirror.site, mirror.jobs = stamps, int(site), jobs
     mirror.drops = any(thresholds)

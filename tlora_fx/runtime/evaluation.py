@@ -1,0 +1,220 @@
+"""Measure jobs on data that they do not train on, in rows that they share.
+
+Nothing drops and nothing has a gradient. Neither dropout's keys nor any counter of training moves.
+"""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import math
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from tlora_fx.errors import MetricFunctionError
+from tlora_fx.model.batch import IGNORED, PackedBatch
+from tlora_fx.model.supermodel import SuperModel
+from tlora_fx.parallel.apply import StepRunner
+from tlora_fx.runtime.batching import Cutting, Row, RowBucketer, cut_round, rows_of_round
+from tlora_fx.runtime.data import JobData, Sample
+from tlora_fx.runtime.distributed import Ranks
+
+
+class Evaluator:
+    """Measures jobs of a model on their evaluation data, those of one step together.
+
+    runner    of the plan that trains
+    ranks     its processes
+    parts     a multiple of so many rows is run at a time
+    cutting   how rows are cut
+    warn      is told of a metric function that fails
+    """
+
+    def __init__(
+        self,
+        model: SuperModel,
+        runner: StepRunner,
+        ranks: Ranks,
+        parts: int,
+        cutting: Cutting,
+        warn: Callable[[str], None],
+    ) -> None:
+        self.model, self.runner, self.ranks = model, runner, ranks
+        self.parts, self.cutting, self.warn = parts, cutting, warn
+        # What training has padded is counted apart.
+        self.rows = RowBucketer(model.group.form == "packed")
+
+    def measure(self, data: Mapping[int, JobData]) -> dict[int, dict[str, float]]:
+        """Each job's metrics; the same on every process, all of which call this at once.
+
+        data   by job index, of the jobs that are evaluated now
+        """
+        started = time.perf_counter()
+        given = {index: each for index, each in data.items() if each.evaluation}
+        sums = np.zeros(len(self.model.jobs))
+        predicted: dict[int, list[np.ndarray]] = {index: [] for index in given}
+        for rows in self._rounds(given):
+            scores = self.runner.evaluate(rows)
+            sums += scores.losses.cpu().numpy()
+            self._sort(rows, self._everywhere(scores.predicted), predicted)
+        measured: dict[int, dict[str, float]] = {index: {} for index in data}
+        if self.ranks.mesh.leader:
+            for index, each in given.items():
+                tokens = np.concatenate(predicted[index])
+                measured[index] = self._metrics(each, float(sums[index]), tokens)
+            seconds = time.perf_counter() - started
+            for index in given:
+                measured[index]["eval_runtime"] = seconds
+        return self.ranks.from_leader(measured)
+
+    def _rounds(self, data: Mapping[int, JobData]) -> Iterator[list[PackedBatch]]:
+        """Rows of all jobs' batches, a few at a time."""
+        jobs = self.model.jobs
+        batches = {index: _Batches(each) for index, each in data.items()}
+        steps = dict.fromkeys(data, 0)
+        rows: Iterator[Row] = rows_of_round(jobs, batches, steps, self.cutting.max_row_tokens)
+        if self.parts > 1:
+            rows = iter(cut_round(rows, self.parts, self.cutting))
+        while piece := list(islice(rows, self.parts)):
+            yield self.rows.made(piece)
+
+    def _everywhere(self, predicted: Mapping[int, Any]) -> dict[int, np.ndarray]:
+        """What all processes predicted, by row."""
+        mine = {index: tokens.numpy() for index, tokens in predicted.items()}
+        return {
+            index: tokens
+            for process in self.ranks.tell_all(mine)
+            for index, tokens in process.items()
+        }
+
+    def _sort(
+        self,
+        rows: Sequence[PackedBatch],
+        tokens: Mapping[int, np.ndarray],
+        predicted: Mapping[int, list[np.ndarray]],
+    ) -> None:
+        """Give each job what was predicted for it; its sequences come in order."""
+        for index, row in enumerate(rows):
+            bounds = row.target_segments.tolist()
+            for job, parts in predicted.items():
+                parts.append(tokens[index][bounds[job] : bounds[job + 1]])
+
+    def _metrics(self, data: JobData, loss_sum: float, tokens: np.ndarray) -> dict[str, float]:
+        counts = np.array([_count(sample) for sample in data.evaluation])
+        targets = np.concatenate([_targets(sample) for sample in data.evaluation])
+        owner = np.repeat(np.arange(len(counts)), counts)
+        wrong = np.bincount(owner, weights=tokens != targets, minlength=len(counts))
+        measured = {
+            "eval_loss": loss_sum / len(targets),
+            "eval_mean_token_accuracy": float(np.mean(tokens == targets)),
+            "eval_exact_match": float(np.mean(wrong[counts > 0] == 0)),
+        }
+        if data.job.compute_metrics is not None:
+            try:
+                measured |= own_metrics(data, np.split(tokens, np.cumsum(counts)[:-1]))
+            except MetricFunctionError as error:
+                self.warn(str(error))
+        return measured
+
+
+class _Batches(Sequence[Sequence[Sample]]):
+    """The samples that a job is evaluated on, in batches; each is read when it is asked for."""
+
+    def __init__(self, data: JobData) -> None:
+        self.samples, self.size = data.evaluation, data.job.per_device_eval_batch_size
+
+    def __len__(self) -> int:
+        return math.ceil(len(self.samples) / self.size)
+
+    def __getitem__(self, index: Any) -> Any:
+        if not 0 <= index < len(self):
+            raise IndexError(index)
+        return self.samples[index * self.size : (index + 1) * self.size]
+
+
+def _targets(sample: Sample) -> np.ndarray:
+    return np.array([label for label in sample.labels[1:] if label != IGNORED], dtype=np.int64)
+
+
+def _count(sample: Sample) -> int:
+    return sum(label != IGNORED for label in sample.labels[1:])
+
+
+# A job's own metrics.
+
+
+def own_metrics(data: JobData, predicted: Sequence[np.ndarray]) -> dict[str, float]:
+    """What the function of `compute_metrics` says, under names that begin with eval_.
+
+    It takes transformers' EvalPrediction. Its predictions are the most likely next tokens, int64
+    [samples, longest]: [i, t] is for label_ids[i, t + 1], and -100 where that is -100.
+
+    predicted   of each sample, the most likely token at each of its targets
+    raises      MetricFunctionError
+    """
+    from transformers import EvalPrediction
+
+    name = data.job.compute_metrics
+    assert name is not None
+    function = find_function(name, data.job.name)
+    longest = max(len(sample.labels) for sample in data.evaluation)
+    labels = np.full((len(data.evaluation), longest), IGNORED, dtype=np.int64)
+    tokens = labels.copy()
+    for row, (sample, own) in enumerate(zip(data.evaluation, predicted, strict=True)):
+        labels[row, : len(sample.labels)] = sample.labels
+        # The first label has no token before it that could predict it.
+        tokens[row, :-1][labels[row, 1:] != IGNORED] = own
+    try:
+        values = function(EvalPrediction(predictions=tokens, label_ids=labels))
+        return {
+            key if key.startswith("eval_") else f"eval_{key}": float(value)
+            for key, value in values.items()
+        }
+    except Exception as error:
+        raise MetricFunctionError(
+            "a metric function failed",
+            job=data.job.name,
+            function=name,
+            found=f"{type(error).__name__}: {error}",
+            help="it takes transformers' EvalPrediction and returns a dict of numbers",
+        ) from error
+
+
+def find_function(name: str, job: str) -> Callable[..., Any]:
+    """The function that MODULE:FUNCTION or FILE.py:FUNCTION names.
+
+    raises   MetricFunctionError
+    """
+    source, _, attribute = name.rpartition(":")
+    try:
+        module = _from_file(Path(source)) if source.endswith(".py") else _imported(source)
+        function = getattr(module, attribute)
+    except Exception as error:
+        raise MetricFunctionError(
+            "a metric function cannot be imported",
+            job=job,
+            function=name,
+            found=f"{type(error).__name__}: {error}",
+            help="write FILE.py:FUNCTION, or MODULE:FUNCTION of what is installed",
+        ) from error
+    if not callable(function):
+        raise MetricFunctionError("a metric function is no function", job=job, function=name)
+    return function  # type: ignore[no-any-return]
+
+
+def _imported(name: str) -> Any:
+    return importlib.import_module(name)
+
+
+def _from_file(path: Path) -> Any:
+    spec = importlib.util.spec_from_file_location(path.stem, path)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
