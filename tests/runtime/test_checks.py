@@ -18,7 +18,8 @@ from tlora_fx.runtime.data import Sample
 def test_a_target_without_a_logit_is_refused_before_training(classes, fits):
     """A model that classifies tokens has two logits a token; torch would say: out of bounds."""
     backbone = load_backbone(BaseSpec(module=plain(), dtype="float64"))
-    data = {"one": SimpleNamespace(samples=[Sample((1, 20, 8), (-100, 2, 8))])}
+    samples = [Sample((1, 20, 8), (-100, 2, 8))]
+    data = {"one": SimpleNamespace(samples=samples, evaluation=())}
 
     if fits:
         check_fits(backbone, data, classes)

@@ -46,6 +46,7 @@ COMMANDS = {
     "explain": "Say why a module is lowered, shared and folded, or why not.",
     "inspect": "Look into a compiled model, or into what each pass did.",
     "kernels": "List, show, explain, check and tune the generated kernels.",
+    "merge": "Merge a job's adapter into its base, and write full weights.",
     "opt": "Run a pipeline on graphs of a file, and print what comes out.",
     "passes": "List the passes and their options.",
     "plan": "Choose how a model is cut over GPUs, without any of them at hand.",

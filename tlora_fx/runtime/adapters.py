@@ -63,8 +63,7 @@ def write_adapter(
     try:
         target.mkdir(parents=True, exist_ok=True)
         fresh = Path(tempfile.mkdtemp(prefix=".adapter.tmp-", dir=target))
-        _saved_config(config, base_name).save_pretrained(str(fresh))
-        write_synced(fresh / CONFIG, (fresh / CONFIG).read_bytes())
+        write_synced(fresh / CONFIG, config_bytes(config, base_name))
         write_synced(fresh / WEIGHTS, tensor_bytes(tensors))
         # The weights come last: a folder that has them is complete.
         for name in (CONFIG, WEIGHTS):
@@ -100,6 +99,13 @@ def read_adapter(folder: Path | str) -> AdapterFolder:
             help="save the adapter again with PEFT's save_pretrained",
         ) from error
     return AdapterFolder(fields, tensors)
+
+
+def config_bytes(config: LoraConfig, base_name: str | None) -> bytes:
+    """The content of an adapter folder's config; see `write_adapter`."""
+    with tempfile.TemporaryDirectory() as folder:
+        _saved_config(config, base_name).save_pretrained(folder)
+        return (Path(folder) / CONFIG).read_bytes()
 
 
 def _saved_config(config: LoraConfig, base_name: str | None) -> LoraConfig:

@@ -28,7 +28,7 @@ from typing import Any, Literal
 import safetensors.torch
 from torch import Tensor
 
-from tlora_fx.durable import replace_file, sync_folder, write_synced
+from tlora_fx.durable import link_or_copy, replace_file, sync_folder, write_synced
 from tlora_fx.errors import CheckpointError
 from tlora_fx.runtime.adapters import tensor_bytes
 
@@ -37,6 +37,10 @@ BEST = "best_model.safetensors"
 KEPT = 2
 _NAME = re.compile(r"step-(\d{6,})(?:\.(\d+))?")
 _JOB_NAME = re.compile(r"(?!.*\.\.)[A-Za-z0-9][A-Za-z0-9._-]{0,99}")
+
+
+#: Files by name: their content, or a file that has it.
+Companions = Mapping[str, bytes | Path]
 
 
 class CheckpointWarning(UserWarning):
@@ -56,6 +60,7 @@ class JobState:
     status, reason     `failed` has a reason, and so has what stopped early
     evaluation         `JobEvaluation.state()`, JSON-able
     best               the adapter of the best step, as `adapter`; empty where nobody asked for it
+    companions         files beside the adapter, for people and PEFT; nothing reads them back
     """
 
     adapter: Mapping[str, Tensor]
@@ -69,10 +74,11 @@ class JobState:
     reason: str = ""
     evaluation: Mapping[str, Any] = field(default_factory=dict)
     best: Mapping[str, Tensor] = field(default_factory=dict)
+    companions: Companions = field(default_factory=dict)
 
 
-#: What of a job's state is in files of tensors.
-TENSORS = ("adapter", "optimizer", "best")
+#: What of a job's state is in files of its own.
+FILES = ("adapter", "optimizer", "best", "companions")
 
 
 @dataclass(frozen=True, slots=True)
@@ -251,6 +257,7 @@ def _write(folder: Path, step: int, jobs: Mapping[str, JobState], run: Mapping[s
     (folder / "jobs").mkdir()
     for name, job in jobs.items():
         (folder / "jobs" / name).mkdir()
+        _accompany(folder / "jobs" / name, job.companions)
         put(f"jobs/{name}/adapter_model.safetensors", tensor_bytes(job.adapter))
         put(f"jobs/{name}/optimizer.safetensors", tensor_bytes(job.optimizer))
         if job.best:
@@ -267,9 +274,20 @@ def _write(folder: Path, step: int, jobs: Mapping[str, JobState], run: Mapping[s
     sync_folder(folder)
 
 
+def _accompany(folder: Path, companions: Companions) -> None:
+    """Put files beside an adapter; the manifest does not list them."""
+    for name, content in companions.items():
+        path = folder / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        if isinstance(content, bytes):
+            path.write_bytes(content)
+        else:
+            link_or_copy(content, path)
+
+
 def _counters(job: JobState) -> dict[str, Any]:
     """All but the tensors, as JSON takes it."""
-    names = [each.name for each in fields(job) if each.name not in TENSORS]
+    names = [each.name for each in fields(job) if each.name not in FILES]
     values = {name: getattr(job, name) for name in names}
     return {k: dict(v) if isinstance(v, Mapping) else v for k, v in values.items()}
 

@@ -146,12 +146,14 @@ class JobData:
     samples     in the order of the data
     report      what became of the rows
     evaluation  what the job is evaluated on, in the order of the data
+    tokenizer   that made the samples, where they were read; an adapter's folder gets it
     """
 
     job: Job
     samples: Sequence[Sample]
     report: DataReport
     evaluation: Sequence[Sample] = ()
+    tokenizer: PreTrainedTokenizerBase | None = None
 
     @cached_property
     def steps_per_epoch(self) -> int:
@@ -226,7 +228,7 @@ def load_job_data(job: Job, tokenizer: PreTrainedTokenizerBase) -> JobData:
     if tokenizer.eos_token_id is None:
         notes.insert(0, "the tokenizer has no end-of-sequence token: samples end without one")
     report.notes = tuple(notes)
-    return JobData(job, samples, report, evaluation)
+    return JobData(job, samples, report, evaluation, tokenizer)
 
 
 def _evaluated(job: Job) -> DataSpec | None:

@@ -5,20 +5,27 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Literal
+from pathlib import Path
+from typing import TYPE_CHECKING, Literal
 
 import torch
 from torch import Tensor
 
+from tlora_fx.config.adapter_folder import CONFIG
 from tlora_fx.config.job import Job
-from tlora_fx.errors import MetricFunctionError
-from tlora_fx.runtime.adapters import adapter_tensors, load_adapter, write_adapter
+from tlora_fx.durable import link_or_copy, replace_file
+from tlora_fx.errors import MetricFunctionError, RunFolderError
+from tlora_fx.runtime.adapters import adapter_tensors, config_bytes, load_adapter, write_adapter
 from tlora_fx.runtime.batching import MicroBatches, count_targets, count_tokens
 from tlora_fx.runtime.checkpoint import JobState
 from tlora_fx.runtime.data import JobData
 from tlora_fx.runtime.job_evaluation import EvaluationReport, JobEvaluation, Metrics
+from tlora_fx.runtime.model_card import model_card
 from tlora_fx.runtime.optimizer import JobOptimizer
-from tlora_fx.runtime.run_folder import RunFolder
+from tlora_fx.runtime.run_folder import JOB, RunFolder
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
 
 Status = Literal["running", "done", "failed"]
 
@@ -69,6 +76,8 @@ class JobRun:
         self.reason = ""
         self.evaluation = JobEvaluation(job, data)
         self.best: dict[str, Tensor] = {}
+        self._config: bytes | None = None
+        self._tokenizer_files: Mapping[str, Path] = {}
 
     def batches(self) -> MicroBatches:
         """The micro-batches of the step that the job is at."""
@@ -182,19 +191,90 @@ class JobRun:
         if self.status == "running" and self.step >= self.data.steps:
             self.status = "done"
 
+    def begin(
+        self, base: str | None, tokenizer_files: Mapping[str, Path] | None = None
+    ) -> Mapping[str, Path]:
+        """Leave in the job's folder what is known before its first step: tokenizer and status.
+
+        base              hub id or folder of the base
+        tokenizer_files   of another job of the same base, to be linked
+        returns           the job's own
+        raises            RunFolderError when the disk refuses
+        """
+        if not self.folder.writes:
+            return {}
+        folder = self.folder.job(self.job.name)
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+            self._config = config_bytes(self.job.lora_config(), base)
+            self._tokenizer_files = save_tokenizer(self.data.tokenizer, folder, tokenizer_files)
+        except OSError as error:
+            raise RunFolderError(
+                "a job's folder cannot be written",
+                folder=folder,
+                found=error,
+                help="free space, or choose another folder with -o",
+            ) from error
+        self.write_status()
+        return self._tokenizer_files
+
+    def companions(self, base: str | None) -> dict[str, bytes | Path]:
+        """What stands beside the job's adapter: PEFT's config, tokenizer, job, and model card.
+
+        base   hub id or folder of the base
+        """
+        if self._config is None:
+            self._config = config_bytes(self.job.lora_config(), base)
+        card = model_card(
+            self.job, self.data, base, step=self.step, tokens=self.tokens, loss=self.loss,
+            evaluation=self.evaluation.summary(),
+        )  # fmt: skip
+        described = self.job.model_dump_json(indent=1) + "\n"
+        own = {CONFIG: self._config, JOB: described.encode(), "README.md": card.encode()}
+        return {**own, **self._tokenizer_files}
+
     def write(self, adapter: Mapping[str, Tensor], base: str | None) -> None:
         """Leave the job's PEFT adapter folder and its status.
 
         adapter   whole tensors by the names of PEFT's files
+        base      hub id or folder of the base
         """
         if not self.folder.writes:
             return
-        write_adapter(self.folder.job(self.job.name), adapter, self.job.lora_config(), base)
+        folder = self.folder.job(self.job.name)
+        write_adapter(folder, adapter, self.job.lora_config(), base)
+        for name, content in self.companions(base).items():
+            if isinstance(content, bytes) and name != CONFIG:
+                replace_file(folder / name, content)
+        self.write_status()
+
+    def write_status(self) -> None:
+        """Say in the job's folder how it stands."""
         status: dict[str, object] = {
             "status": self.status,
             "step": self.step,
             "steps": self.data.steps,
         }
         status |= {"tokens": self.tokens} | ({"reason": self.reason} if self.reason else {})
-        status |= self.evaluation.summary()
-        self.folder.write_status(self.job.name, status)
+        self.folder.write_status(self.job.name, status | self.evaluation.summary())
+
+
+def save_tokenizer(
+    tokenizer: PreTrainedTokenizerBase | None, folder: Path, others: Mapping[str, Path] | None
+) -> dict[str, Path]:
+    """Save a tokenizer with its chat template into a folder, unless one is there.
+
+    others    the same tokenizer's files elsewhere, to be linked
+    returns   its files, by their names in the folder; none where there is no tokenizer
+    raises    OSError
+    """
+    if tokenizer is None:
+        return {}
+    if others:
+        for name, path in others.items():
+            (folder / name).parent.mkdir(parents=True, exist_ok=True)
+            if not (folder / name).exists():
+                link_or_copy(path, folder / name)
+        return {name: folder / name for name in others}
+    saved = (Path(path) for path in tokenizer.save_pretrained(str(folder)))
+    return {str(path.relative_to(folder)): path for path in saved if path.is_file()}

@@ -137,6 +137,8 @@ RESERVED = {"checkpoints"}
 #: Of a folder that a run makes: logs and adapters tell what they were trained on.
 PRIVATE = 0o700
 LOCK = ".lock"
+#: Beside an adapter: the job that it belongs to, its base included.
+JOB = "job.json"
 
 
 class RunFolder:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
 
@@ -248,6 +248,13 @@ class Trainer:
         if self.resume:
             self._restore()
         self._saved_at = time.monotonic()
+        self.ranks.together(self._begin)
+
+    def _begin(self) -> None:
+        """Fill the jobs' folders with what is known before the first step."""
+        files: Mapping[str, Path] = {}
+        for run in self.runs:
+            files = run.begin(self._base_name(), files)
 
     def _probe(self, data: Mapping[str, JobData]) -> None:
         """Try the model against the base alone; where that cannot be done, say so."""
@@ -382,6 +389,9 @@ class Trainer:
         self._saved_at = time.monotonic()
         if not self.mesh.leader:
             return
+        for run in self.runs:
+            companions = run.companions(self._base_name())
+            states[run.job.name] = replace(states[run.job.name], companions=companions)
         described = {"rounds": self.rounds, **identity(self.model, self.jobs)}
         self.folder.require_there()
         try:
@@ -393,6 +403,8 @@ class Trainer:
                 raise
             self.callback.warned(str(error))
         else:
+            for run in self.runs:
+                run.write_status()
             self.callback.saved(path, self.runs)
 
     def _carry(self, carried: ResumeSources) -> None:

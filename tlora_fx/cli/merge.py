@@ -1,0 +1,39 @@
+"""`tlora-fx merge`: a job's adapter and its base as one model."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from tlora_fx.cli.terminal import Console, Working
+
+
+def run(
+    folder: Annotated[
+        Path, typer.Argument(help="A run's -o folder, or one adapter's, such as a checkpoint's.")
+    ],
+    output: Annotated[Path, typer.Option("-o", "--output", help="New folder for the model.")],
+    job: Annotated[
+        str | None, typer.Option(help="Whose adapter; needed where there are several.")
+    ] = None,
+    shard_size: Annotated[str, typer.Option(help="Of each file of weights at most.")] = "5GB",
+) -> None:
+    """Merge a job's adapter into its base, and write full weights as transformers reads them.
+
+    The model needs neither PEFT nor tlora-fx: AutoModelForCausalLM.from_pretrained(DIR).
+    """
+    from tlora_fx.runtime.merge import adapter_of, job_of, merge
+    from tlora_fx.runtime.run_folder import require_new
+
+    if not re.fullmatch(r"\d+[KMGT]i?B", shard_size):
+        raise typer.BadParameter("write a size such as 500MB or 5GB", param_hint="--shard-size")
+    adapter = adapter_of(folder, job)
+    require_new(output)
+    job_of(adapter)
+    console = Console(stderr=True, highlight=False)
+    with Working(console, f"merging {adapter} into its base"):
+        merge(adapter, output, shard_size)
+    Console(soft_wrap=True, highlight=False).print(str(output), markup=False)

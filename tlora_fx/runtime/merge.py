@@ -1,0 +1,109 @@
+"""Merge a trained adapter into its base: full weights that need neither PEFT nor tlora-fx."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+
+from tlora_fx.config.adapter_folder import CONFIG, read_adapter_config
+from tlora_fx.config.job import Job
+from tlora_fx.errors import RunFolderError, TokenizerNotLoadable, nearest
+from tlora_fx.runtime.run_folder import JOB, require_new
+
+
+def adapter_of(run: Path, job: str | None) -> Path:
+    """The adapter folder of a run's job, or the given folder where it is one.
+
+    job      may be left out where the run has one alone
+    raises   RunFolderError where there is none
+    """
+    if job is None and (run / CONFIG).is_file():
+        return run
+    if not run.is_dir():
+        raise RunFolderError("there is no such run", folder=run, help="give a run's -o folder")
+    jobs = sorted(path.parent.name for path in run.glob(f"*/{CONFIG}"))
+    if job is None and len(jobs) == 1:
+        job = jobs[0]
+    if job in jobs:
+        return run / str(job)
+    near = nearest(job, jobs) if job else None
+    what = f"the run has no adapter of a job '{job}'" if job else "the run has several adapters"
+    raise RunFolderError(
+        what if jobs else "the run has no adapter yet",
+        folder=run,
+        found=", ".join(jobs) or None,
+        help=f"did you mean '{near}'?" if near else "name a job by --job",
+    )
+
+
+def job_of(adapter: Path) -> Job:
+    """The job that left an adapter folder, its base included.
+
+    raises   RunFolderError where nothing says which
+    """
+    read_adapter_config(adapter)
+    try:
+        return Job.model_validate(json.loads((adapter / JOB).read_bytes()))
+    except (OSError, ValueError) as error:
+        raise RunFolderError(
+            "nothing says which base an adapter belongs to",
+            folder=adapter,
+            expected=JOB,
+            found=error,
+            help="adapters of tlora-fx train have it; merge others with PEFT",
+        ) from error
+
+
+def merge(adapter: Path, output: Path, shard_size: str = "5GB") -> Path:
+    """Write the base with an adapter merged into it, as transformers saves a model.
+
+    The base is loaded as for training, PEFT merges in its dtype, and the adapter's tokenizer comes
+    along.
+
+    adapter      a folder that `adapter_of` found
+    output       a new folder
+    shard_size   of each file of weights at most, such as 5GB
+    returns      output
+    raises       RunFolderError, AdapterFolderError, BaseNotLoadable
+    """
+    require_new(output)
+    job = job_of(adapter)
+
+    from peft import PeftModel
+
+    from tlora_fx.model.backbone import load_backbone
+    from tlora_fx.runtime.verify import plain_base
+
+    model = PeftModel.from_pretrained(plain_base(load_backbone(job.base)), str(adapter))
+    merged = model.merge_and_unload()
+    fresh = output.with_name(f".{output.name}.tmp")
+    shutil.rmtree(fresh, ignore_errors=True)
+    try:
+        merged.save_pretrained(fresh, max_shard_size=shard_size)
+        _save_tokenizer(job, adapter, fresh)
+        output.mkdir(parents=True, exist_ok=True)
+        output.rmdir()
+        fresh.rename(output)
+    except OSError as error:
+        raise RunFolderError(
+            "the merged model could not be written",
+            folder=output,
+            found=error,
+            help="free space, or choose another folder with -o",
+        ) from error
+    finally:
+        shutil.rmtree(fresh, ignore_errors=True)
+    return output
+
+
+def _save_tokenizer(job: Job, adapter: Path, folder: Path) -> None:
+    """The tokenizer beside the adapter, or that of the base; a base may have none."""
+    from tlora_fx.runtime.checks import load_tokenizer
+
+    own = (adapter / "tokenizer_config.json").is_file()
+    spec = job.base.model_copy(update={"tokenizer": str(adapter)}) if own else job.base
+    try:
+        load_tokenizer(spec).save_pretrained(folder)
+    except TokenizerNotLoadable:
+        return

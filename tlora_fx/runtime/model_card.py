@@ -1,0 +1,123 @@
+"""The model card of an adapter: the README.md that the Hub shows, and people read in the folder."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from functools import cache
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from tlora_fx.config.job import DataSpec, Job
+from tlora_fx.runtime.data import JobData
+from tlora_fx.version import __version__
+
+LIBRARIES = ("peft", "transformers", "torch")
+
+
+def model_card(
+    job: Job,
+    data: JobData,
+    base: str | None,
+    *,
+    step: int,
+    tokens: int,
+    loss: float,
+    evaluation: Mapping[str, Any],
+) -> str:
+    """The card, in Markdown with the Hub's metadata.
+
+    base         hub id or folder of the base; None for one that has neither
+    step         optimizer steps done
+    tokens       tokens that were trained on
+    loss         of the last step, or NaN
+    evaluation   as of `JobEvaluation.summary`
+    """
+    # The Hub takes ids alone.
+    hub_id = base if base is not None and not Path(base).exists() else None
+    metadata = {
+        "library_name": "peft",
+        "pipeline_tag": "text-generation",
+        "tags": ["lora", "tlora-fx"],
+    } | ({"base_model": hub_id} if hub_id else {})
+    header = yaml.safe_dump(metadata, sort_keys=False).strip()
+    progress = {"steps": f"{step} of {data.steps}", "tokens seen": f"{tokens}"}
+    if math.isfinite(loss):
+        progress["last training loss"] = f"{loss:.4f}"
+    what = f"A LoRA adapter of `{base or 'an nn.Module'}`, trained by tlora-fx."
+    sections = [
+        f"---\n{header}\n---\n\n# {job.name}\n\n{what}",
+        _section("Data", _data_rows(job, data)),
+        _section("Hyperparameters", _hyperparameters(job)),
+        _section("Training", progress),
+        _evaluation(evaluation),
+        _section("Versions", _versions()),
+        "" if base is None else _usage(base),
+    ]
+    return "\n\n".join(section for section in sections if section) + "\n"
+
+
+@cache
+def _versions() -> dict[str, str]:
+    return {"tlora-fx": __version__} | {name: version(name) for name in LIBRARIES}
+
+
+def _section(title: str, rows: Mapping[str, object]) -> str:
+    lines = [f"| {name} | {_cell(value)} |" for name, value in rows.items()]
+    return "\n".join([f"## {title}\n", "| | |", "|---|---|", *lines])
+
+
+def _cell(value: object) -> str:
+    return str(value).replace("|", "\\|").replace("\n", " ")
+
+
+def _data_rows(job: Job, data: JobData) -> dict[str, object]:
+    rows: dict[str, object] = {"trained on": _named(job.data), "samples": len(data.samples)}
+    if data.report.target_tokens:
+        rows["trained tokens of an epoch"] = data.report.target_tokens
+    if data.evaluation:
+        held_out = f"a part of it, {job.eval_split}" if job.eval_split else "other samples"
+        rows["evaluated on"] = _named(job.eval_data) if job.eval_data else held_out
+        rows["samples evaluated"] = len(data.evaluation)
+    return rows
+
+
+def _named(data: DataSpec) -> str:
+    """A file by its name alone: folders of the machine are nobody's business."""
+    return Path(data.path).name if Path(data.path).suffix else f"{data.path} ({data.split})"
+
+
+def _hyperparameters(job: Job) -> dict[str, object]:
+    fields = (
+        "per_device_train_batch_size", "gradient_accumulation_steps", "max_length", "optim",
+        "learning_rate", "weight_decay", "lr_scheduler_type", "warmup_steps", "warmup_ratio",
+        "max_grad_norm", "seed",
+    )  # fmt: skip
+    return {**job.lora_fields, **{name: getattr(job, name) for name in fields}}
+
+
+def _evaluation(summary: Mapping[str, Any]) -> str:
+    told = summary.get("evaluation")
+    if not told:
+        return ""
+    rows = {name: f"{value:.4g}" for name, value in told["last"].items() if name != "eval_runtime"}
+    if told["best_step"] is not None:
+        best = f"{told['metric_for_best_model']} {told['best_value']:.4g}"
+        rows["best step"] = f"{told['best_step']}: {best}"
+    return _section("Evaluation", rows)
+
+
+def _usage(base: str) -> str:
+    return f"""## Use
+
+```python
+from peft import PeftModel
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+base = AutoModelForCausalLM.from_pretrained("{base}")
+model = PeftModel.from_pretrained(base, "path/of/this/folder")
+tokenizer = AutoTokenizer.from_pretrained("path/of/this/folder")
+```"""
