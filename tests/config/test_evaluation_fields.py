@@ -6,7 +6,7 @@ import pytest
 
 from tlora_fx.config.job import BaseSpec, Job
 from tlora_fx.config.job_file import load_job_file
-from tlora_fx.errors import JobError, JobFileError
+from tlora_fx.errors import JobError, JobFileError, RemoteCodeRefused
 
 DATA = {"eval_data": {"path": "test.jsonl"}}
 
@@ -110,12 +110,20 @@ jobs:
 def test_paths_of_evaluation_start_at_the_job_file(tmp_path):
     """A job's own data replaces the split of the defaults."""
     (tmp_path / "jobs.yaml").write_text(FILE)
-    a, b, c = load_job_file(tmp_path / "jobs.yaml").jobs
+    a, b, c = load_job_file(tmp_path / "jobs.yaml", trust_remote_code=True).jobs
 
     assert a.eval_split == 0.1
     assert (b.eval_split, b.eval_data.path) == (None, str(tmp_path / "sub/test.jsonl"))
     assert b.compute_metrics == f"{tmp_path / 'own.py'}:score"
     assert c.compute_metrics == "package.metrics:score"
+
+
+def test_a_function_of_a_file_runs_only_where_the_command_says_so(tmp_path):
+    """As a base's own code does."""
+    (tmp_path / "jobs.yaml").write_text(FILE)
+
+    with pytest.raises(RemoteCodeRefused, match=r"own\.py:score"):
+        load_job_file(tmp_path / "jobs.yaml")
 
 
 def test_a_mistake_is_told_with_its_line(tmp_path):

@@ -8,6 +8,7 @@ from typing import Annotated
 
 import typer
 
+from tlora_fx.cli.options import TrustRemoteCode
 from tlora_fx.cli.terminal import Console, Working
 
 
@@ -19,20 +20,22 @@ def run(
     job: Annotated[
         str | None, typer.Option(help="Whose adapter; needed where there are several.")
     ] = None,
+    trust_remote_code: TrustRemoteCode = False,
     shard_size: Annotated[str, typer.Option(help="Of each file of weights at most.")] = "5GB",
 ) -> None:
     """Merge a job's adapter into its base, and write full weights as transformers reads them.
 
     The model needs neither PEFT nor tlora-fx: AutoModelForCausalLM.from_pretrained(DIR).
     """
+    from tlora_fx.config.job_file import require_trusted
     from tlora_fx.runtime.merge import adapter_of, job_of, merge
-    from tlora_fx.runtime.run_folder import require_new
+    from tlora_fx.runtime.run_folder import JOB, require_new
 
     if not re.fullmatch(r"\d+[KMGT]i?B", shard_size):
         raise typer.BadParameter("write a size such as 500MB or 5GB", param_hint="--shard-size")
     adapter = adapter_of(folder, job)
     require_new(output)
-    job_of(adapter)
+    require_trusted(job_of(adapter).base, adapter / JOB, trusted=trust_remote_code)
     console = Console(stderr=True, highlight=False)
     with Working(console, f"merging {adapter} into its base"):
         merge(adapter, output, shard_size)

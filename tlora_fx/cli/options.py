@@ -131,7 +131,8 @@ DumpChanged = Annotated[
 TrustRemoteCode = Annotated[
     bool,
     typer.Option(
-        "--trust-remote-code", help="Let a base run its own code where the job file asks for it."
+        "--trust-remote-code",
+        help="Let a base, or a metric, run code where the job file asks for it.",
     ),
 ]
 StopAfter = Annotated[str | None, typer.Option("--stop-after", help="The last pass to run.")]

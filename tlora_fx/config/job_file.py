@@ -10,7 +10,7 @@ import os
 import re
 import stat
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypeAlias, TypeVar
@@ -82,7 +82,8 @@ class _LocatedMistake:
 def load_job_file(path: str | Path, *, trust_remote_code: bool = False) -> JobFile:
     """Read and check a job file.
 
-    trust_remote_code  whether a file that asks for it may run code that comes with its base
+    trust_remote_code  whether a file that asks for it may run code that comes with its base, and
+                       functions that its jobs name
     raises             JobFileMissingError, JobFileSyntaxError, JobFileError with all mistakes, or
                        RemoteCodeRefused
     """
@@ -93,6 +94,7 @@ def load_job_file(path: str | Path, *, trust_remote_code: bool = False) -> JobFi
     if reader.mistakes or jobs is None:
         raise _error(path, reader.mistakes)
     require_trusted(jobs[0].base, path, trusted=trust_remote_code)
+    require_trusted_functions(jobs, path, trusted=trust_remote_code)
     return JobFile(jobs[0].base, tuple(jobs), path)
 
 
@@ -109,6 +111,22 @@ def require_trusted(base: BaseSpec, file: object, *, trusted: bool) -> None:
             found="trust_remote_code: true",
             help="read that code; if you trust it, say --trust-remote-code on the command line",
         )
+
+
+def require_trusted_functions(jobs: Sequence[Job], file: object, *, trusted: bool) -> None:
+    """Refuse functions that jobs name, unless whoever started the command trusts them.
+
+    raises  RemoteCodeRefused
+    """
+    for job in jobs:
+        if job.compute_metrics is not None and not trusted:
+            raise RemoteCodeRefused(
+                "a job would run a function of its own",
+                file=file,
+                job=job.name,
+                found=f"compute_metrics: {job.compute_metrics}",
+                help="read that code; if you trust it, say --trust-remote-code on the command line",
+            )
 
 
 @dataclass(frozen=True, slots=True)

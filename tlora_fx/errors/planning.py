@@ -23,10 +23,11 @@ class JobFileMissingError(JobFileError, code="T0104"):
 
 
 class RemoteCodeRefused(JobError, code="T0105"):
-    """A job file asks to run code that comes with its base; the command line does not allow that.
+    """A job file asks to run code that it names; the command line does not allow that.
 
-    `trust_remote_code: true` in the file needs `--trust-remote-code` on the command line too, or
-    `load_job_file(path, trust_remote_code=True)`. Give it only for bases whose code you have read.
+    `trust_remote_code: true` and `compute_metrics` in the file need `--trust-remote-code` on the
+    command line too, or `load_job_file(path, trust_remote_code=True)`. Give it only for code that
+    you have read.
     """
 
 

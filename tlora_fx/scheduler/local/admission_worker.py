@@ -20,7 +20,11 @@ from typing import Any, NamedTuple, Self
 from pydantic import TypeAdapter
 
 from tlora_fx.config.job import Job
-from tlora_fx.config.job_file import load_job_file, require_trusted
+from tlora_fx.config.job_file import (
+    load_job_file,
+    require_trusted,
+    require_trusted_functions,
+)
 from tlora_fx.cost.model_facts import ModelFacts
 from tlora_fx.durable import replace_file
 from tlora_fx.errors import AdmissionError, TloraError
@@ -127,6 +131,7 @@ def serve(
         try:
             job = Job.model_validate(spec)
             require_trusted(job.base, None, trusted=order.trust_remote_code)
+            require_trusted_functions([job], None, trusted=order.trust_remote_code)
             if order.again:
                 _tell(writer, "restored", shape=_dumped(restore(job)))
             else:
