@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import shutil
@@ -10,13 +11,18 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import yaml
 
 from tests.scheduler.fork_here import ForkHere
 from tlora_fx.cli import main
+from tlora_fx.cli.run import Page, _StopSignals
+from tlora_fx.cli.terminal import Console
 from tlora_fx.cost.profile_sources import SHIPPED
+from tlora_fx.runtime import interrupts
+from tlora_fx.runtime.interrupts import stop_signals
 from tlora_fx.scheduler import service
 from tlora_fx.scheduler.store import Ledger
 
@@ -274,6 +280,42 @@ def test_more_slots_than_cores_are_refused(tmp_path, capsys):
     """With how many there are."""
     assert call(*words(tmp_path, tmp_path / "run", "--slots", "100000")) == 1
     assert "T0953" in capsys.readouterr().err
+
+
+def test_a_closed_terminal_drains_a_run_once(monkeypatch):
+    """SIGHUP may come twice; under nohup it says nothing."""
+    left = []
+    monkeypatch.setattr(interrupts, "leave_terminal", lambda: left.append(True))
+    heard = SimpleNamespace(stopping=False)
+    heard.stop = lambda: setattr(heard, "stopping", True)
+    with _StopSignals(heard):
+        signal.raise_signal(signal.SIGHUP)
+        signal.raise_signal(signal.SIGHUP)
+    ignored = signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    under_nohup = stop_signals()
+    signal.signal(signal.SIGHUP, ignored)
+
+    assert heard.stopping
+    assert left == [True, True]
+    assert set(under_nohup) == {signal.SIGINT, signal.SIGTERM}
+
+
+def test_a_line_for_a_terminal_that_is_gone_ends_no_run(monkeypatch):
+    """Its groups are to be drained first; a full pipe is another matter."""
+    left = []
+    monkeypatch.setattr(interrupts, "leave_terminal", lambda: left.append(True))
+
+    def refuse(number):
+        def write(text):
+            raise OSError(number, "refused")
+
+        return SimpleNamespace(write=write, flush=lambda: None, isatty=lambda: False)
+
+    Page(Console(file=refuse(errno.EIO))).say("heard by nobody")
+
+    assert left == [True]
+    with pytest.raises(OSError, match="refused"):
+        Page(Console(file=refuse(errno.ENOSPC))).say("heard by nobody")
 
 
 @pytest.mark.slow

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import errno
 import signal
 import sys
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
@@ -215,6 +217,19 @@ def _end(records: list[JobRecord], output: Path, *, stopped: bool) -> None:
         sys.exit(1)
 
 
+@contextmanager
+def _even_if_hung_up() -> Iterator[None]:
+    """Inside, a terminal may be closed: that is an error before SIGHUP is heard."""
+    from tlora_fx.runtime.interrupts import leave_terminal
+
+    try:
+        yield
+    except OSError as error:
+        if error.errno != errno.EIO:
+            raise
+        leave_terminal()
+
+
 #: Jobs that are shown at most; the others are counted.
 SHOWN = 30
 
@@ -238,11 +253,13 @@ class Page(Callback):
     def show(self, loop: Loop, ledger: Ledger) -> None:
         """Draw the table anew."""
         if self.console.is_terminal:
-            self._live.update(table(ledger.jobs(), loop))
+            with _even_if_hung_up():
+                self._live.update(table(ledger.jobs(), loop))
 
     def say(self, text: str, style: str | None = None) -> None:
         """A line that stays."""
-        self.console.print(text, style=style, markup=False, highlight=False, soft_wrap=True)
+        with _even_if_hung_up():
+            self.console.print(text, style=style, markup=False, highlight=False, soft_wrap=True)
 
     def resumed(self, jobs: int, done: int) -> None:
         self.say(f"going on with {jobs} jobs, of which {done} have ended")
