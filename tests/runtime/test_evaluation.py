@@ -27,6 +27,7 @@ from tlora_fx.runtime.adapters import adapter_tensors
 from tlora_fx.runtime.checks import load_all_data
 from tlora_fx.runtime.data import held_out
 from tlora_fx.runtime.trainer import Trainer, TrainerCallback, TrainerOptions
+from tlora_fx.scheduler.local.worker import EventCallback, EventReader, EventWriter
 
 EVALUATED = {"eval_data": {"path": "unused.jsonl"}, "eval_steps": 2}
 
@@ -94,6 +95,18 @@ def test_a_job_is_evaluated_every_so_many_steps_and_at_its_last(base, tmp_path):
     told = evaluations_of(tmp_path / "run", jobs)
     assert [row["step"] for row in told["a"]] == [2, 4, 5]
     assert told["b"] == []
+
+
+def test_who_watches_a_worker_hears_before_and_after_what_takes_time(base, tmp_path):
+    """An evaluation and a checkpoint are no step that hangs."""
+    jobs = [make_job(base, "a", max_steps=2, **EVALUATED)]
+    log = tmp_path / "told.jsonl"
+    train(jobs, tmp_path / "run", callback=EventCallback(EventWriter(log)))
+    kinds = [line["kind"] for line in EventReader(log).lines()]
+
+    # Steps that follow fast are told together.
+    told = [kind for kind in kinds if kind != "progress"]
+    assert told == ["started", "evaluating", "evaluated", "saving", "saved"]
 
 
 def test_a_job_is_evaluated_after_each_epoch_by_default(base, tmp_path):

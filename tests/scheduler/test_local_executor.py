@@ -192,14 +192,16 @@ def test_what_a_group_may_take_follows_from_its_steps(clock):
     assert after(clock, watchdog, 2.0)
 
 
-def test_a_group_that_writes_a_checkpoint_has_time(clock):
-    """As before its first step."""
+@pytest.mark.parametrize(("begins", "ends"), [("saving", "saved"), ("evaluating", "evaluated")])
+def test_a_group_that_writes_a_checkpoint_or_evaluates_has_time(clock, begins, ends):
+    """As before its first step; and that was no step."""
     watchdog = Watchdog(StallLimits(seconds=5.0))
     after(clock, watchdog, 1.0, "progress")
-    after(clock, watchdog, 1.0, "saving")
+    after(clock, watchdog, 1.0, begins)
 
-    assert not after(clock, watchdog, 1700.0, "saved")
-    assert after(clock, watchdog, 6.0)
+    assert not after(clock, watchdog, 1700.0, ends)
+    assert after(clock, watchdog, 6.0, "progress")
+    assert watchdog.longest == 6.0
 
 
 def test_a_killed_group_tells_nothing_more_and_keeps_its_commits(bench):

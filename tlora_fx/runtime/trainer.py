@@ -75,6 +75,9 @@ class TrainerCallback:
     def stepped(self, report: StepReport) -> None:
         """A job did an optimizer step."""
 
+    def evaluating(self) -> None:
+        """Jobs are about to be evaluated, which may take its time."""
+
     def evaluated(self, report: EvaluationReport) -> None:
         """A job was evaluated."""
 
@@ -358,6 +361,7 @@ class Trainer:
         if not runs:
             return
         assert self._evaluator is not None
+        self.callback.evaluating()
         measured = self._evaluator.measure({run.index: run.data for run in runs})
         for run in runs:
             report = run.take_evaluation(measured[run.index])

@@ -59,7 +59,7 @@ class StallLimits:
 
     seconds        None: `times` its longest step so far, and at least `least_seconds`
     first_seconds  until its first step is done, which loads, compiles and captures; and while it
-                   writes a checkpoint
+                   evaluates or writes a checkpoint
     """
 
     seconds: float | None = None
@@ -84,7 +84,7 @@ class Watchdog:
         self.limits = limits
         self.longest = 0.0
         self._heard = time.monotonic()
-        self._stepped = self._saving = False
+        self._stepped = self._busy = False
         self._asked: float | None = None
         self._grace: float | None = None
 
@@ -95,7 +95,7 @@ class Watchdog:
             # The first one ends a time in which it compiled.
             self.longest = max(self.longest, now - self._heard) if self._stepped else 0.0
             self._stepped = True
-        self._saving = kind == "saving"
+        self._busy = kind in ("saving", "evaluating")
         self._heard = now
 
     def asked(self) -> None:
@@ -110,7 +110,7 @@ class Watchdog:
     def seconds(self) -> float:
         """How long it may go without a sign now."""
         usual = self.limits.of(self.longest)
-        busy = self._saving or not self._stepped
+        busy = self._busy or not self._stepped
         return max(usual, self.limits.first_seconds) if busy else usual
 
     def reason(self) -> str:

@@ -37,6 +37,7 @@ from tlora_fx.scheduler.requests import quiet_import
 
 if TYPE_CHECKING:
     from tlora_fx.model.supermodel import SuperModel
+    from tlora_fx.runtime.job_evaluation import EvaluationReport
     from tlora_fx.runtime.job_run import JobRun, StepReport
 
 
@@ -230,6 +231,12 @@ class EventCallback(TrainerCallback):
     def stepped(self, report: StepReport) -> None:
         self.steps[report.job] = report.step
         self.writer.progress(self.steps)
+
+    def evaluating(self) -> None:
+        self.writer.write("evaluating")
+
+    def evaluated(self, report: EvaluationReport) -> None:
+        self.writer.write("evaluated")
 
     def saving(self) -> None:
         self.writer.write("saving")
