@@ -204,8 +204,9 @@ class RowWalk:
             raise Mixed(node, "the loss reads others than the last hidden state and its tables")
         # It runs on rows with a target: tokens side by side, or lines of one token each.
         hidden, *tables = placeholders(head).values()
-        size = str(hidden.meta["val"].shape[self.dim])
-        inner = RowWalk(self.form, size, {}, self.jobs)
+        shape = hidden.meta["val"].shape
+        sizes = None if self.sizes is None else RowSizes([shape], self.sizes.constants)
+        inner = RowWalk(self.form, str(shape[self.dim]), {}, self.jobs, sizes)
         start = {hidden: Row(self.dim), **dict(zip(tables, wanted[4:], strict=True))}
         if inner.walk(head, start) != Row(self.dim):
             raise Mixed(node, "the logits do not hold the row where the hidden state does")

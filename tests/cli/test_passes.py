@@ -143,6 +143,39 @@ def test_an_error_in_a_file_names_its_line(own, capsys, tmp_path):
     assert re.search(r"at +own_pass_of_test.py:17  return 1 // 0", text)
 
 
+@pytest.mark.parametrize(
+    "words",
+    [
+        ("compile", JOBS, "-o", "OUT"),
+        ("train", JOBS, "-o", "OUT"),
+        ("verify", JOBS),
+        ("run", JOBS, "-o", "OUT", "--device", "cpu"),
+        ("explain", JOBS, "--node", "q_proj"),
+        ("inspect", JOBS),
+        ("bisect", JOBS, "--check", "true"),
+    ],
+    ids=lambda words: words[0],
+)
+def test_every_command_that_compiles_takes_passes(capsys, tmp_path, words):
+    """One that is not there is told with the nearest name, before anything is compiled."""
+    given = [word.replace("OUT", str(tmp_path / "out")) for word in words]
+    text, status = refused(capsys, *given, "--add-pass", "lower-los@after:fuse-backbone")
+
+    assert status == 1
+    assert "nearest  lower-loss" in text
+
+
+@pytest.mark.slow
+def test_a_pass_of_a_file_is_verified_against_peft_and_trained(own, capsys, tmp_path):
+    """Without a package around it."""
+    words = own("False")
+    told(capsys, "verify", JOBS, "--steps", "1", "--device", "cpu", *words)
+    out = tmp_path / "trained"
+    told(capsys, "train", JOBS, "-o", out, "--device", "cpu", *words)
+
+    assert list(out.glob("*/adapter_model.safetensors"))
+
+
 def test_a_file_that_cannot_be_loaded_is_told(capsys, tmp_path):
     """With the line that failed."""
     (tmp_path / "broken_of_test.py").write_text("x = 1\nimport not_there\n")

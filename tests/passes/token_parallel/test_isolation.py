@@ -9,7 +9,7 @@ import torch
 
 from tests.models import error_of
 from tests.numerics.conftest import a_pass
-from tests.passes.token_parallel.mixing import EDITS, SAFE, behind_shared, shared_values
+from tests.passes.token_parallel.mixing import EDITS, MIXERS, SAFE, behind_shared, shared_values
 from tlora_fx.errors import GraphInvalid, NotIsolated
 from tlora_fx.numerics import Numerics
 from tlora_fx.numerics.state import copy_state
@@ -115,6 +115,18 @@ def test_the_error_names_pass_node_and_line(run_behind):
     assert "modeling_llama.py" in text
     assert "made by  spoils" in text
     assert "it reduces over the row" in text
+
+
+def test_the_head_must_not_know_how_many_targets_there_are(run_behind):
+    """Its row is the targets of all jobs."""
+
+    def divide(group):
+        graph = group.blocks["head"].graph
+        node = next(n for n, _ in shared_values(group) if n.graph is graph)
+        Rewriter(graph).insert_after(node, lambda make: MIXERS["size"](make, node, 1))
+
+    with pytest.raises(NotIsolated, match="size of the row"):
+        run_behind("whole", divide)
 
 
 def test_a_pass_before_fusing_is_blamed(group_after):
