@@ -148,6 +148,18 @@ def test_what_a_job_has_started_ends_with_its_reader(tmp_path, prepared_by):
     assert not stat.exists() or " Z " in stat.read_text()
 
 
+def test_a_reader_is_the_first_that_a_full_machine_ends(tmp_path, prepared_by):
+    """The kernel looks at this number; workers and the run keep theirs."""
+    mark, score = tmp_path / "score", Path("/proc/self/oom_score_adj")
+    before = score.read_text()
+    prepared_by(lambda: mark.write_text(score.read_text()))
+    write_job(tmp_path / "jobs", "bad", 5)
+    run(tmp_path / "jobs", tmp_path / "run")
+
+    assert mark.read_text().strip() == "1000"
+    assert score.read_text() == before
+
+
 @pytest.mark.parametrize(
     ("name", "text"),
     [

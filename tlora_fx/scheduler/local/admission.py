@@ -236,9 +236,7 @@ class Admission:
             trust_remote_code=self.limits.trust_remote_code,
         )
         order.write(folder / "order.json")
-        # Nothing that it does needs a GPU.
-        hidden = {"CUDA_VISIBLE_DEVICES": ""}
-        number = self._server.start(folder / "order.json", folder / "log", hidden, self._module)
+        number = self._server.start(folder / "order.json", folder / "log", {}, self._module)
         reader = EventReader(folder / "told.jsonl")
         self._running.append(_Process(task, folder, number, reader, time.monotonic()))
 

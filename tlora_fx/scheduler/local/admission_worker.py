@@ -13,6 +13,7 @@ import resource
 import signal
 import time
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, NamedTuple, Self
@@ -183,6 +184,9 @@ class _Limits:
         # What the kernel does at SIGTERM needs no Python that listens.
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
         resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+        # Where the machine, or a container's share of it, is full before, this ends and no other.
+        with suppress(OSError):
+            Path("/proc/self/oom_score_adj").write_text("1000", "utf-8")
         # Private memory that can be written to; addresses say nothing where libraries are large.
         _, hard = resource.getrlimit(resource.RLIMIT_DATA)
         most = _private_bytes() + order.memory_bytes
