@@ -65,12 +65,13 @@ class SavedStructure:
 class SavedJob:
     """A job, or the base alone.
 
+    sites       or the index of an earlier job that has the same ones
     plan        as `Encoder` writes it
     """
 
     name: str
     form: Form
-    sites: list[AdapterSite]
+    sites: list[AdapterSite] | int
     notes: list[Note]
     plan: Any
     structure: int
@@ -329,14 +330,22 @@ class _Writer:
     constants: dict[str, torch.Tensor] = field(default_factory=dict)
     left_out: list[str] = field(default_factory=list)
     known: dict[tuple[int, ...], int] = field(default_factory=dict)
+    known_sites: dict[tuple[AdapterSite, ...], int] = field(default_factory=dict)
+    jobs: int = 0
 
     def job(self, job: JobGraph) -> SavedJob:
         """One job; its structure is written once for all jobs that share it."""
         plan = self.encoder.encode(job.plan, _no_node)
         structure = self.structure(job, f"job '{job.name}'" if job.name else "base")
-        sites = list(job.sites.values())
+        sites = self.sites(list(job.sites.values()))
         facts = dict(job.facts)
         return SavedJob(job.name, job.form, sites, list(job.notes), plan, structure, facts)
+
+    def sites(self, sites: list[AdapterSite]) -> list[AdapterSite] | int:
+        """A job's sites, or the index of the first job that has the same."""
+        index = self.known_sites.setdefault(tuple(sites), self.jobs)
+        self.jobs += 1
+        return sites if index == self.jobs - 1 else index
 
     def structure(self, graphs: JobGraph | GroupGraph, subject: str) -> int:
         key = (id(graphs.root), id(graphs.blocks), id(graphs.constants))
@@ -383,11 +392,15 @@ class _Reader:
         return group
 
     def _job(self, job: SavedJob) -> JobGraph:
+        sites = job.sites
+        if isinstance(sites, int):
+            sites = self.data.jobs[sites].sites
+            assert not isinstance(sites, int)
         return JobGraph(
             job.name,
             form=job.form,
             plan=self.decoder.decode(job.plan, _unexpected),
-            sites={site.path: site for site in job.sites},
+            sites={site.path: site for site in sites},
             notes=list(job.notes),
             facts=dict(job.facts),
             **self.structures[job.structure],
