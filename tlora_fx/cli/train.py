@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from datetime import timedelta
 from functools import partial
@@ -23,6 +25,7 @@ from tlora_fx.cli.options import (
 from tlora_fx.cli.terminal import Console, Working, print_whole
 
 if TYPE_CHECKING:
+    from tlora_fx.config.job import Job
     from tlora_fx.cost.plan import Plan
     from tlora_fx.model.supermodel import SuperModel
     from tlora_fx.runtime.controllers import NanoBatches
@@ -64,6 +67,10 @@ class TrainOptions:
     cuda_graphs: Annotated[
         bool, typer.Option(help="On a GPU, run small rows of sizes that come again as CUDA graphs.")
     ] = True
+    callback: Annotated[
+        list[str] | None,
+        typer.Option(help="FILE.py:CLASS that hears of the run; may be repeated."),
+    ] = None
     collective_timeout: Annotated[
         float, typer.Option(min=1, help="Seconds that processes wait for another, after a round.")
     ] = 300
@@ -78,24 +85,62 @@ def run(options: TrainOptions) -> None:
     torchrun, all processes train one model under a plan:
     torchrun --nproc-per-node 4 -m tlora_fx train jobs.yaml -o runs/a --plan auto
     """
-    from tlora_fx.runtime.launch import Launch, exits_at_once, require_plan_file
     from tlora_fx.runtime.run_folder import how_to_go_on, require_new
 
-    launch = Launch.found()
-    if launch.rank == 0 and not options.resume and not launch.again:
+    # Importing torch takes seconds; what can be said before them is. One process says it for all.
+    leads, again = os.environ.get("RANK", "0") == "0", "TORCHELASTIC_RESTART_COUNT"
+    resume = options.resume or os.environ.get(again, "0") != "0"
+    if leads and not resume:
         require_new(options.output)
+    jobs = _require_right(options) if leads else ()
+
+    from tlora_fx.runtime.launch import Launch, exits_at_once
+
+    launch = Launch.found()
     plan = options.plan or ("auto" if launch.size > 1 else "single")
-    require_plan_file(plan)
     options = replace(options, plan=plan, resume=options.resume or launch.again)
-    exits_at_once(lambda: _train(options, launch), launch, lambda: how_to_go_on(options.output))
+    with _starting(options.output, () if options.resume else jobs):
+        exits_at_once(lambda: _train(options, launch), launch, lambda: how_to_go_on(options.output))
+
+
+def _require_right(options: TrainOptions) -> Sequence[Job]:
+    """The jobs, after all checks that need no torch."""
+    from tlora_fx.config.job_file import load_job_file
+    from tlora_fx.runtime import early_checks as early
+
+    jobs = load_job_file(options.jobs, trust_remote_code=options.trust_remote_code).jobs
+    early.require_job_folders(jobs, options.output)
+    early.require_controller(options.controller)
+    early.require_mesh(options.mesh)
+    if options.plan is not None:
+        early.require_planner(options.plan)
+    early.require_data(jobs)
+    return jobs
+
+
+@contextmanager
+def _starting(output: Path, jobs: Sequence[Job]) -> Iterator[None]:
+    """Say in each job's folder that it starts; a run that is refused leaves nothing behind."""
+    from tlora_fx.errors import TloraError
+    from tlora_fx.runtime.run_folder import RunFolder
+
+    folder, names = RunFolder(output), [job.name for job in jobs]
+    folder.announce(names)
+    try:
+        yield
+    except TloraError:
+        folder.renounce(names)
+        raise
 
 
 def _train(options: TrainOptions, launch: Launch) -> None:
     from tlora_fx.cli.bars import Bars
+    from tlora_fx.runtime.callbacks import Callbacks, callback_named
     from tlora_fx.runtime.distributed import Ranks
     from tlora_fx.runtime.launch import join, memory_bytes
     from tlora_fx.runtime.trainer import Trainer, TrainerOptions
 
+    callbacks = [callback_named(name) for name in options.callback or ()]
     # One process speaks for all.
     console = Console(stderr=True, quiet=launch.rank > 0, highlight=False)
     device = launch.device(options.device)
@@ -119,7 +164,7 @@ def _train(options: TrainOptions, launch: Launch) -> None:
                 resume=options.resume,
                 data=data,
                 plan=plan,
-                callback=bars,
+                callback=Callbacks([bars, *callbacks]),
                 options=TrainerOptions(
                     max_row_tokens=options.max_row_tokens,
                     compiled=options.compiled,

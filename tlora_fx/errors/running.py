@@ -62,6 +62,10 @@ class MetricFunctionError(TloraError, code="T0413"):
     """
 
 
+class CallbackWrong(TloraError, code="T0414"):
+    """What `--callback` names cannot be imported, fails, or is no `tlora_fx.TrainerCallback`."""
+
+
 class OracleError(TloraError, code="T0406"):
     """A job cannot be trained alone for comparison; `verify` skips it."""
 

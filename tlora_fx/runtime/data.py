@@ -382,9 +382,22 @@ def read_rows(spec: DataSpec, job: str) -> Iterator[DataRow]:
 
     raises  DataFileError
     """
-    path = Path(spec.path)
     if not _is_file(spec.path):
         return _hub_rows(spec, job)
+    path, reader = _reader(spec, job)
+    return _opened(reader, path, job)
+
+
+def require_files(job: Job) -> None:
+    """Refuse data files that are not there, or of a type that is not read; raises DataFileError."""
+    for spec in (job.data, _evaluated(job)):
+        if spec is not None and _is_file(spec.path):
+            _reader(spec, job.name)
+
+
+def _reader(spec: DataSpec, job: str) -> tuple[Path, Callable[[Path, str], Iterator[DataRow]]]:
+    """The file of a data set, and what reads its rows."""
+    path = Path(spec.path)
     if path.is_dir():
         raise DataFileError("the data is a folder", path=path, job=job, help="name a file in it")
     if not path.is_file():
@@ -402,7 +415,7 @@ def read_rows(spec: DataSpec, job: str) -> Iterator[DataRow]:
             job=job,
             expected=" ".join(SUFFIXES),
         )
-    return _opened(reader, path, job)
+    return path, reader
 
 
 def _is_file(path: str) -> bool:

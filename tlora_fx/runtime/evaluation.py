@@ -5,13 +5,10 @@ Nothing drops and nothing has a gradient. Neither dropout's keys nor any counter
 
 from __future__ import annotations
 
-import importlib
-import importlib.util
 import math
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import islice
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -23,6 +20,7 @@ from tlora_fx.parallel.apply import StepRunner
 from tlora_fx.runtime.batching import Cutting, Row, RowBucketer, cut_round, rows_of_round
 from tlora_fx.runtime.data import JobData, Sample
 from tlora_fx.runtime.distributed import Ranks
+from tlora_fx.runtime.user_code import user_object
 
 
 class Evaluator:
@@ -190,10 +188,8 @@ def find_function(name: str, job: str) -> Callable[..., Any]:
 
     raises   MetricFunctionError
     """
-    source, _, attribute = name.rpartition(":")
     try:
-        module = _from_file(Path(source)) if source.endswith(".py") else _imported(source)
-        function = getattr(module, attribute)
+        function = user_object(name)
     except Exception as error:
         raise MetricFunctionError(
             "a metric function cannot be imported",
@@ -205,16 +201,3 @@ def find_function(name: str, job: str) -> Callable[..., Any]:
     if not callable(function):
         raise MetricFunctionError("a metric function is no function", job=job, function=name)
     return function  # type: ignore[no-any-return]
-
-
-def _imported(name: str) -> Any:
-    return importlib.import_module(name)
-
-
-def _from_file(path: Path) -> Any:
-    spec = importlib.util.spec_from_file_location(path.stem, path)
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module

@@ -7,7 +7,7 @@ import json
 import math
 import os
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import IO, Any
 
@@ -137,6 +137,8 @@ RESERVED = {"checkpoints"}
 #: Of a folder that a run makes: logs and adapters tell what they were trained on.
 PRIVATE = 0o700
 LOCK = ".lock"
+STATUS = "status.json"
+STARTING: dict[str, Any] = {"status": "starting", "step": 0}
 #: Beside an adapter: the job that it belongs to, its base included.
 JOB = "job.json"
 
@@ -231,7 +233,37 @@ class RunFolder:
             return
         folder = self.job(job)
         folder.mkdir(parents=True, exist_ok=True)
-        replace_file(folder / "status.json", (json.dumps(status, indent=2) + "\n").encode())
+        replace_file(folder / STATUS, (json.dumps(status, indent=2) + "\n").encode())
+
+    def announce(self, jobs: Sequence[str]) -> None:
+        """Say that jobs start, before anything is loaded; a folder that holds no more is new.
+
+        raises    RunFolderError when the disk refuses
+        """
+        if not jobs:
+            return
+        try:
+            self.path.mkdir(mode=PRIVATE, parents=True, exist_ok=True)
+            for job in jobs:
+                self.write_status(job, STARTING)
+        except OSError as error:
+            raise RunFolderError(
+                "the output folder cannot be written",
+                folder=self.path,
+                found=error,
+                help="choose another folder with -o",
+            ) from error
+
+    def renounce(self, jobs: Sequence[str]) -> None:
+        """Take back what `announce` left of jobs that came to nothing, empty folders too."""
+        for job in jobs:
+            folder = self.job(job)
+            with suppress(OSError, ValueError):
+                if json.loads((folder / STATUS).read_bytes()) == STARTING:
+                    (folder / STATUS).unlink()
+                    folder.rmdir()
+        with suppress(OSError):
+            self.path.rmdir()
 
     def write_decisions(self, decisions: Sequence[dict[str, Any]]) -> None:
         """Add lines to decisions.jsonl: what a controller of nano-batches chose."""
@@ -253,7 +285,9 @@ def require_new(path: Path) -> None:
             help="choose another folder with -o",
         )
     entries = path.iterdir() if path.is_dir() else ()
-    used = sorted(entry.name for entry in entries if entry.name != LOCK)
+    used = sorted(
+        entry.name for entry in entries if entry.name != LOCK and not _is_announced(entry)
+    )
     if used:
         raise RunFolderError(
             "the output folder is in use",
@@ -261,6 +295,11 @@ def require_new(path: Path) -> None:
             found=", ".join(used[:5]),
             help="go on with it by --resume, or choose another folder with -o",
         )
+
+
+def _is_announced(entry: Path) -> bool:
+    """Whether a folder holds no more than what a job that came to no step has left."""
+    return entry.is_dir() and [path.name for path in entry.iterdir()] == [STATUS]
 
 
 def how_to_go_on(path: Path) -> str:

@@ -1,0 +1,140 @@
+"""What is told before torch is imported is what is told after it."""
+
+from __future__ import annotations
+
+import json
+import stat
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tlora_fx.errors import RunFolderError
+from tlora_fx.planners.protocol import _own_planners
+from tlora_fx.runtime import controllers, early_checks
+from tlora_fx.runtime.run_folder import RunFolder, require_new
+
+ROOT = Path(__file__).parents[2]
+JOBS = """
+base: {config: base, tokenizer: base}
+defaults: {lora: {}, max_steps: 1}
+jobs:
+  - {name: %s, data: {path: data.jsonl%s}}
+"""
+#: Name and data of the job, further words, and what is told.
+MISTAKES = {
+    "a name that the run needs": ("checkpoints", "", [], "a job cannot be called"),
+    "names of one folder": (
+        "a, data: {path: data.jsonl}}\n  - {name: A",
+        "",
+        [],
+        "upper and lower",
+    ),
+    "a file that is not there": ("a", "x", [], "files of type '.jsonlx' are not read"),
+    "a missing data file": ("a", "/../no.jsonl", [], "the data file does not exist"),
+    "a job file that is not there": ("", "", ["other.yaml"], "cannot be read"),
+    "broken YAML": ("{", "", [], "is no YAML"),
+    "a misspelt key": ("a, lerning_rate: 1", "", [], "did you mean 'learning_rate'?"),
+    "a misspelt plan": ("a", "", ["--plan", "fdsp"], "nearest  fsdp"),
+    "a missing plan": ("a", "", ["--plan", "no.json"], "there is no such plan"),
+    "a file that is no plan": ("a", "", ["--plan", "jobs.yaml"], "this file is no plan"),
+    "a misspelt controller": ("a", "", ["--controller", "aimed"], "did you mean 'aimd'?"),
+    "a mesh of an unknown axis": ("a", "", ["--mesh", "pd=2"], "pd"),
+}
+PROGRAM = """
+import contextlib, io, json, os, sys
+from pathlib import Path
+from tlora_fx.cli import main
+told = {}
+for name, (text, words) in json.loads(sys.argv[1]).items():
+    Path("jobs.yaml").write_text(text)
+    said = io.StringIO()
+    with contextlib.redirect_stderr(said):
+        try:
+            main(["train", *words, "-o", "out"])
+        except SystemExit as end:
+            told[name] = [end.code, said.getvalue(), Path("out").exists()]
+print(json.dumps([told, "torch" in sys.modules]))
+"""
+
+
+@pytest.fixture(scope="module")
+def told(tmp_path_factory):
+    """What each mistake comes to in an interpreter that has imported nothing yet."""
+    folder = tmp_path_factory.mktemp("early")
+    (folder / "base").mkdir()
+    (folder / "base" / "config.json").write_text("{}")
+    (folder / "data.jsonl").write_text('{"text": "a"}\n')
+    (folder / "data.jsonlx").write_text("")
+    cases = {}
+    for name, (job, data, words, _) in MISTAKES.items():
+        file = [] if words[:1] == ["other.yaml"] else ["jobs.yaml"]
+        cases[name] = (JOBS % (job, data), [*file, *words])
+    ended = subprocess.run(
+        [sys.executable, "-c", PROGRAM, json.dumps(cases)],
+        cwd=folder, env={"PYTHONPATH": str(ROOT)}, capture_output=True, text=True, check=False,
+    )  # fmt: skip
+    assert ended.returncode == 0, ended.stderr
+    return json.loads(ended.stdout)
+
+
+@pytest.mark.parametrize("name", MISTAKES)
+def test_a_mistake_is_told_in_our_words(told, name):
+    """Exit code 1, and nothing is left behind."""
+    code, said, left = told[0][name]
+
+    assert (code, left) == (1, False), said
+    assert said.startswith("error[T")
+    assert MISTAKES[name][3] in said
+
+
+def test_none_of_them_has_imported_torch(told):
+    """All were told by one interpreter."""
+    assert told[1] is False
+
+
+def test_the_names_are_those_of_the_modules():
+    """Which cannot be imported without torch."""
+    assert set(early_checks.PLANNERS) == set(_own_planners())
+    assert list(early_checks.CONTROLLERS) == list(controllers.CONTROLLERS)
+
+
+def test_a_job_that_starts_says_so_in_a_folder_that_is_still_new(tmp_path):
+    """Until a step is done the same command may be given again."""
+    folder = RunFolder(tmp_path / "run")
+    folder.announce(["a"])
+    said = json.loads((tmp_path / "run/a/status.json").read_text())
+    require_new(folder.path)
+
+    assert said == {"status": "starting", "step": 0}
+
+
+def test_a_run_that_is_refused_leaves_nothing_but_what_has_begun(tmp_path):
+    """Of two jobs one has done steps."""
+    folder = RunFolder(tmp_path / "run")
+    folder.announce(["a", "b"])
+    folder.write_status("b", {"status": "done", "step": 3})
+    folder.renounce(["a", "b"])
+    other = RunFolder(tmp_path / "other")
+    other.announce(["a"])
+    other.renounce(["a"])
+
+    assert [path.name for path in folder.path.iterdir()] == ["b"]
+    assert not other.path.exists()
+
+
+def test_a_folder_with_more_than_a_status_is_in_use(tmp_path):
+    """Whatever the status says."""
+    RunFolder(tmp_path).announce(["a"])
+    (tmp_path / "a" / "metrics.jsonl").write_text("")
+
+    with pytest.raises(RunFolderError, match="in use"):
+        require_new(tmp_path)
+
+
+def test_a_folder_that_is_announced_belongs_to_its_user_alone(tmp_path):
+    """As one that a trainer makes."""
+    RunFolder(tmp_path / "run").announce(["a"])
+
+    assert stat.S_IMODE((tmp_path / "run").stat().st_mode) == 0o700
