@@ -24,6 +24,7 @@ from tlora_fx.scheduler.local.admission import (
     JobRefused,
     JobRestored,
 )
+from tlora_fx.scheduler.store import Ledger
 
 SHORT = AdmissionLimits(seconds=1.0, memory_bytes=1 << 28)
 
@@ -117,6 +118,18 @@ def test_the_run_goes_on_while_a_job_is_being_prepared(tmp_path, prepared_by):
 
     assert done
     assert {name: one.status for name, one in records(tmp_path / "run").items()} == {"good": "done"}
+
+
+def test_jobs_that_come_together_are_decided_upon_together(tmp_path):
+    """The first decision sees all of a folder, and no group is formed for the first alone."""
+    write_jobs(tmp_path / "jobs", "a", "b", "c")
+    write_job(tmp_path / "jobs", "d", 5)
+    run(tmp_path / "jobs", tmp_path / "run", horizon=5.0)
+    ledger = Ledger(tmp_path / "run" / "ledger.sqlite")
+    first = ledger.decisions()[0]
+    ledger.close()
+
+    assert set(first.jobs) == set("abcd")
 
 
 def test_what_a_stop_has_cut_is_prepared_by_the_next_run(tmp_path, prepared_by):

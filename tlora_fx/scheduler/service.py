@@ -318,6 +318,8 @@ def _stamp(path: Path) -> tuple[int, int] | None:
 
 
 LOOK_SECONDS = 1.0
+#: Jobs that come together are decided upon together, if their files' others take no longer.
+GATHER_SECONDS = 5.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -438,6 +440,8 @@ class SchedulerService:
     _missing: set[str] = field(default_factory=set)
     _left: dict[str, JobRecord | None] = field(default_factory=dict)
     _restored: list[JobRecord] = field(default_factory=list)
+    _gathered: list[JobPrepared] = field(default_factory=list)
+    _gathering: float = 0.0
 
     def go_on(self, records: list[JobRecord]) -> None:
         """Take up what an earlier process left, once it is known that it can go on."""
@@ -467,6 +471,8 @@ class SchedulerService:
                 self._look_for_removed(now)
         for answer in self.admission.answers():
             self._hear(answer)
+        if not self.stopping:
+            self._submit_gathered(now)
         if self.stopping and not self.loop.stopping:
             self.admission.close()
             self.loop.drain_all(now)
@@ -475,7 +481,7 @@ class SchedulerService:
         self._measure()
         if self.stopping:
             return not self.loop.quiet
-        if not self.loop.idle or self.files.waiting or self.admission.busy:
+        if not self.loop.idle or self.files.waiting or self.admission.busy or self._gathered:
             self._busy = now
         return self.options.linger is None or now - self._busy <= self.options.linger
 
@@ -510,8 +516,8 @@ class SchedulerService:
             case FileRead():
                 self._read(answer, now)
             case JobPrepared():
-                self._prepared(answer, now)
-                self._submitted(answer.spec["name"])
+                self._gathering = self._gathering if self._gathered else now
+                self._gathered.append(answer)
             case JobRestored():
                 self._restore(answer, now)
             case JobRefused(again=True):
@@ -547,6 +553,16 @@ class SchedulerService:
             if same and _is_removed(Path(str(before))):
                 self._origins[name] = path
                 self.ledger.move(name, path)
+
+    def _submit_gathered(self, now: float) -> None:
+        """Submit what was prepared, once nothing more is about to come or it has waited enough."""
+        most = min(GATHER_SECONDS, self.options.loop.horizon)
+        if self.admission.busy and now - self._gathering < most:
+            return
+        gathered, self._gathered = self._gathered, []
+        for answer in gathered:
+            self._prepared(answer, now)
+            self._submitted(answer.spec["name"])
 
     def _prepared(self, answer: JobPrepared, now: float) -> None:
         """Submit a job, or say why it will never run."""
