@@ -458,6 +458,14 @@ class SchedulerService:
 
         raises   RunFolderError where the output folder is gone; LedgerError
         """
+        try:
+            return self._turn()
+        except (LedgerError, OSError):
+            # Whatever could not be written: that the folder is gone says more.
+            self.folder.require_there()
+            raise
+
+    def _turn(self) -> bool:
         now = self.executor.now()
         looks = self._time_to_look()
         if looks:

@@ -269,13 +269,17 @@ class _Server:
 
 def _become_worker(module: ModuleType, lifeline: int, asked: dict[str, Any]) -> None:
     """In the child: train, and never return."""
-    if "module" in asked:
-        os.setpgid(0, 0)
-    log = os.open(asked["log"], os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
-    nothing = os.open(os.devnull, os.O_RDONLY)
-    for target, source in ((0, nothing), (1, log), (2, log)):
-        os.dup2(source, target)
-    os.environ.update(asked["environment"])
+    try:
+        if "module" in asked:
+            os.setpgid(0, 0)
+        log = os.open(asked["log"], os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
+        nothing = os.open(os.devnull, os.O_RDONLY)
+        for target, source in ((0, nothing), (1, log), (2, log)):
+            os.dup2(source, target)
+        os.environ.update(asked["environment"])
+    except BaseException:  # noqa: BLE001  (the child must not go on as a second server)
+        traceback.print_exc()
+        os._exit(1)
     _work(module, lifeline, Path(asked["order"]), asked.get("module", ""))
 
 
