@@ -2,12 +2,15 @@
 #
 #   make demo    compile, inspect, train and verify examples/quickstart
 #   make test    all checks and all tests
+#   make fuzz    20,000 damaged files
 #
 # pip's own settings are honoured; on a machine without a GPU an index with torch's CPU build saves
 # gigabytes.
 
 PYTHON ?= python3
 WORKERS ?= 2
+# Damaged files of each of 13 kinds that `make fuzz` reads.
+FUZZ_CASES ?= 1660
 
 VENV := .venv
 BIN := $(VENV)/bin
@@ -18,10 +21,10 @@ DEMO_BUILD := build/quickstart
 DEMO_RUN := runs/quickstart
 
 .DELETE_ON_ERROR:
-.PHONY: help venv demo test check format-check lint types floors unit slow wheel-check coverage format assets clean
+.PHONY: help venv demo test check format-check lint types floors unit slow fuzz wheel-check coverage format assets clean
 
 help:
-	@echo "make demo | test | check | unit | slow | wheel-check | coverage | format | assets | clean"
+	@echo "make demo | test | check | unit | slow | fuzz | wheel-check | coverage | format | assets | clean"
 
 venv: $(STAMP)
 
@@ -69,6 +72,9 @@ unit: $(STAMP)
 
 slow: $(STAMP)
 	$(BIN)/python -m pytest -q -n $(WORKERS) --dist loadfile -m slow
+
+fuzz: $(STAMP)
+	TLORA_FX_FUZZ_CASES=$(FUZZ_CASES) $(BIN)/python -m pytest -q -n $(WORKERS) tests/fuzz
 
 wheel-check: $(STAMP)
 	$(BIN)/python scripts/wheel_check.py

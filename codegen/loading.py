@@ -33,12 +33,17 @@ class KernelCacheWarning(UserWarning):
     """A cached kernel was altered, or the cache folder cannot be written."""
 
 
-def cache_folder() -> Path:
-    """$TLORA_FX_CACHE/kernels, or tlora-fx/kernels in $XDG_CACHE_HOME or ~/.cache."""
+def cache_root() -> Path:
+    """$TLORA_FX_CACHE, or tlora-fx in $XDG_CACHE_HOME or ~/.cache."""
     if own := os.environ.get("TLORA_FX_CACHE"):
-        return Path(own).expanduser() / "kernels"
+        return Path(own).expanduser()
     base = os.environ.get("XDG_CACHE_HOME")
-    return (Path(base) if base else Path.home() / ".cache") / "tlora-fx" / "kernels"
+    return (Path(base) if base else Path.home() / ".cache") / "tlora-fx"
+
+
+def cache_folder() -> Path:
+    """Where generated kernels are kept."""
+    return cache_root() / "kernels"
 
 
 def stored(generated: Generated) -> Path:

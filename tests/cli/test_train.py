@@ -64,12 +64,44 @@ def test_a_killed_run_goes_on_with_the_losses_of_an_uninterrupted_one(job_file, 
     resumed = run("train", job_file, "-o", tmp_path / "cut", "--resume", "--device", "cpu")
 
     assert resumed.returncode == 0, resumed.stderr
+    assert "going on from" in resumed.stderr
     assert losses(tmp_path / "cut") == losses(tmp_path / "whole")
     assert {k: len(v) for k, v in losses(tmp_path / "cut").items()} == {
         "word-problems": 9,
         "small-talk": 7,
         "records": 5,
     }
+
+
+def test_ctrl_c_names_the_checkpoint_and_the_command_that_goes_on(job_file, tmp_path):
+    """The command is the one that was stopped, with --resume."""
+    long = job_file.with_name("long.yaml")
+    content = yaml.safe_load(job_file.read_text())
+    for job in content["jobs"]:
+        job["max_steps"] = 100_000
+    long.write_text(yaml.safe_dump(content))
+    words = ["train", long, "-o", tmp_path / "run", "--device", "cpu"]
+    process = fresh.Program("-m", "tlora_fx", *words)
+    pointer = tmp_path / "run" / "checkpoints" / "latest"
+    while not pointer.exists() and process.poll() is None:
+        time.sleep(0.01)
+    os.kill(process.pid, signal.SIGINT)
+    told = process.wait()
+    command = told.stderr.rpartition("go on with: tlora-fx ")[2].split()
+
+    assert told.returncode == 130, told.stderr
+    assert str(tmp_path / "run" / "checkpoints" / "step-") in told.stderr
+    assert command == [*map(str, words), "--resume"]
+
+
+def test_resume_without_a_run_is_refused_before_anything_is_read(job_file, tmp_path):
+    """A misspelt folder is not begun as a new run."""
+    told = run("train", job_file, "-o", tmp_path / "gone", "--resume", "--device", "cpu")
+
+    assert told.returncode == 1
+    assert "error[T0407] there is no run to go on with" in told.stderr
+    assert "compiling" not in told.stderr
+    assert not (tmp_path / "gone").exists()
 
 
 def test_an_output_folder_in_use_is_refused_with_a_way_out(job_file, tmp_path):

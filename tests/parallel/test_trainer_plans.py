@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -30,6 +31,7 @@ ON_TWO: dict[str, dict[str, Any]] = {
     "ended-staged": {
         "planner": "pipeline", "mesh": "pp=2", "resume": True, "folder": "begun-cut",
     },
+    "faulty": {"planner": "tensor", "mesh": "tp=2", "fault": "slow"},
     "parted": {"planner": "replicated", "mesh": "dp=2", "other_data": True},
 }  # fmt: skip
 ON_FOUR: dict[str, dict[str, Any]] = {
@@ -110,6 +112,16 @@ def test_two_processes_measure_what_one_measures(folder: Path, two: list[Any], n
 def test_four_processes_measure_what_one_measures(folder: Path, four: list[Any], name: str) -> None:
     """So are those of four."""
     assert evaluations_part(folder, "alone", name, mixed_jobs(folder)) <= 1e-9, four[0][name]
+
+
+def test_what_breaks_a_job_on_one_process_ends_it_on_all(folder: Path, two: list[Any]) -> None:
+    """The others train to their end, as one process trains them."""
+    status = json.loads((folder / "faulty" / "slow" / "status.json").read_text())
+    others = [job for job in mixed_jobs(folder) if job.name != "slow"]
+
+    assert status["status"] == "failed", two[0]["faulty"]
+    assert "ValueError: a callback that is broken" in status["reason"]
+    assert max(parting(folder, "alone", "faulty", others)) <= 1e-7
 
 
 @pytest.mark.slow

@@ -22,7 +22,8 @@ from tlora_fx.parallel.prepare import prepared
 from tlora_fx.planners.protocol import find_planner
 from tlora_fx.runtime.adapters import base_tensors, start_adapters
 from tlora_fx.runtime.controllers import NanoBatches, find_controller
-from tlora_fx.runtime.trainer import Trainer, TrainerOptions
+from tlora_fx.runtime.job_run import StepReport
+from tlora_fx.runtime.trainer import Trainer, TrainerCallback, TrainerOptions
 
 EVERYWHERE = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
 Case = Mapping[str, Any]
@@ -79,11 +80,22 @@ def sharded(
     return model, apply(model, plan, mesh)
 
 
+class Breaking(TrainerCallback):
+    """Raises after a job's first step; only the leader hears of steps."""
+
+    def __init__(self, job: str) -> None:
+        self.job = job
+
+    def stepped(self, report: StepReport) -> None:
+        if report.job == self.job:
+            raise ValueError("a callback that is broken")
+
+
 def train(folder: Path, name: str, case: Case) -> list[tuple[str, float]]:
     """Train in this process, as one of its group.
 
     case      planner, mesh, options of the planner, fields of the jobs, resume, row_tokens; jobs,
-              a function that makes others than `mixed_jobs`
+              a function that makes others than `mixed_jobs`; fault, a job that breaks on the leader
     returns   each job's last loss as text, and a sum over the parameters that this process holds
     """
     make = case.get("jobs", mixed_jobs)
@@ -96,7 +108,7 @@ def train(folder: Path, name: str, case: Case) -> list[tuple[str, float]]:
     plan = find_planner(case["planner"]).plan(model, shape, options=case.get("options"))
     trainer = Trainer(
         model, output=folder / name, data=data, plan=plan, device=_device(),
-        resume=case.get("resume", False),
+        resume=case.get("resume", False), callback=Breaking(case.get("fault", "")),
         options=TrainerOptions(
             max_row_tokens=case.get("row_tokens", 60),
             nano_batches=_deciding(case.get("controller")),

@@ -14,10 +14,10 @@ from torch import nn
 from transformers import get_scheduler
 
 from tests.runtime.parameters import job_with, params_of, start
-from tlora_fx.config.fields import OPTIMIZERS
+from tlora_fx.config.fields import OPTIMIZERS, SCHEDULE_ARGUMENTS
 from tlora_fx.errors import OptimizerError, OptimizerStateError
 from tlora_fx.runtime import optimizer as optimizers
-from tlora_fx.runtime.optimizer import JobOptimizer
+from tlora_fx.runtime.optimizer import JobOptimizer, learning_rates, require_trainable
 
 STEPS = 9
 VARIANTS: dict[str, dict[str, Any]] = {
@@ -318,3 +318,55 @@ def test_where_a_view_begins_changes_no_bit_on_a_gpu(variant, dtype):
     for norms, *rest in found[1:]:
         assert norms == found[0][0]
         assert all(torch.equal(one, two) for one, two in zip(rest, found[0][1:], strict=True))
+
+
+NEEDED = {
+    "cosine_with_min_lr": {"min_lr_rate": 0.1},
+    "cosine_warmup_with_min_lr": {"min_lr_rate": 0.1},
+    "warmup_stable_decay": {"num_decay_steps": 3},
+}
+BAD: dict[str, dict[str, Any]] = {
+    "power": {"lr_scheduler_type": "polynomial", "lr_scheduler_kwargs": {"power": -1.0}},
+    "cycles": {
+        "lr_scheduler_type": "cosine_with_restarts",
+        "lr_scheduler_kwargs": {"num_cycles": "two"},
+    },
+    "infinite": {"lr_scheduler_type": "cosine", "lr_scheduler_kwargs": {"num_cycles": math.inf}},
+    "timescale": {"lr_scheduler_type": "inverse_sqrt", "lr_scheduler_kwargs": {"timescale": -5}},
+    "none": {"lr_scheduler_type": "inverse_sqrt", "lr_scheduler_kwargs": {"timescale": "0"}},
+    "negative": {"lr_scheduler_type": "polynomial", "lr_scheduler_kwargs": {"lr_end": -1.0}},
+    "epsilon": {"adam_epsilon": 0.0},
+    "rate": {"learning_rate": 3e38},
+    "decay": {"optim": "adafactor", "optim_args": {"beta2_decay": 0.8}},
+    "eps": {"optim": "rmsprop", "optim_args": {"eps": 0.0}},
+}
+
+
+@pytest.mark.parametrize("variant", BAD)
+def test_arguments_that_fail_at_any_step_are_refused_before_the_first(variant):
+    """The job is named, and what raised or what the rate was."""
+    with pytest.raises(OptimizerError) as told:
+        require_trainable(job_with(**BAD[variant]), STEPS)
+    assert told.value.facts["job"] == "job"
+    assert "reason" in told.value.facts
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_arguments_that_train_are_not_refused(variant):
+    """However many steps a job has, in either dtype of adapters."""
+    for steps in (1, STEPS, 10**30):
+        for dtype in ("float32", "bfloat16"):
+            require_trainable(job_with(**VARIANTS[variant], adapter_dtype=dtype), steps)
+
+
+def test_the_tried_rates_are_those_of_training():
+    """Step by step, for every schedule that a job may name."""
+    for name in SCHEDULE_ARGUMENTS:
+        kwargs = NEEDED.get(name, {})
+        job = job_with(lr_scheduler_type=name, lr_scheduler_kwargs=kwargs, warmup_steps=2)
+        optimizer = JobOptimizer(job, start(), STEPS)
+        trained = []
+        for _ in range(STEPS):
+            trained.append(optimizer.learning_rate)
+            optimizer.step()
+        assert learning_rates(job, STEPS, range(STEPS)) == trained

@@ -128,7 +128,8 @@ class _Fake:
         while fresh.exists():
             fresh = fresh.with_name(f"{fresh.name.partition('.')[0]}.{time.monotonic_ns()}")
         fresh.mkdir(parents=True)
-        state = json.dumps({"step": self.rounds, "run": {}, "jobs": self.jobs}).encode()
+        described = self.order.options.get("described", {})
+        state = json.dumps({"step": self.rounds, "run": described, "jobs": self.jobs}).encode()
         (fresh / "state.json").write_bytes(state)
         sums = {"state.json": hashlib.sha256(state).hexdigest()}
         (fresh / "manifest.json").write_text(json.dumps({"format": 1, "sha256": sums}))

@@ -29,6 +29,8 @@ from tlora_fx.scheduler.store import Ledger
 
 QUICKSTART = Path(__file__).parents[2] / "examples" / "quickstart"
 FAKE = "tests.scheduler.fake_worker"
+#: What the fake worker is told besides.
+MORE = ("step_seconds", "warn_at", "hang_at", "described")
 
 
 class Heard(Callback):
@@ -93,13 +95,11 @@ def request(job, now):
 
 
 def options(**changed):
-    more = {
-        name: changed.pop(name)
-        for name in ("step_seconds", "warn_at", "hang_at")
-        if name in changed
-    }
+    more = {name: changed.pop(name) for name in MORE if name in changed}
+    more = {"step_seconds": 0.01} | more
+    accept = changed.pop("accept_changes", False)
     stall = changed.pop("stall", StallLimits())
-    local = LocalOptions(save_seconds=0.05, more={"step_seconds": 0.01} | more, stall=stall)
+    local = LocalOptions(save_seconds=0.05, more=more, stall=stall, accept_changes=accept)
     loop = {name: changed.pop(name) for name in ("horizon", "switch_seconds") if name in changed}
     loop = LoopOptions(**({"horizon": 0.4, "switch_seconds": 0.1} | loop))
     fixed = {"loop": loop, "linger": 0.0, "worker": FAKE, "local": local}

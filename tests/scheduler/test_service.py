@@ -12,8 +12,19 @@ import pytest
 
 from tests.scheduler.fake_worker import adapter_of
 from tests.scheduler.fork_here import ForkHere, GuestsHere
-from tests.scheduler.run_folder import Heard, Prepared, audit, forked, kill, records, run, write_job
+from tests.scheduler.run_folder import (
+    QUICKSTART,
+    Heard,
+    Prepared,
+    audit,
+    forked,
+    kill,
+    records,
+    run,
+    write_job,
+)
 from tlora_fx.errors import JobFolderError, RunFolderError
+from tlora_fx.runtime.digests import file_digest
 from tlora_fx.scheduler import service
 from tlora_fx.scheduler.local.executor import held
 from tlora_fx.scheduler.store import Ledger
@@ -248,6 +259,34 @@ def test_a_job_whose_base_is_gone_at_a_restart_waits_for_the_next_one(tmp_path, 
     assert parked == ["FileNotFoundError: the base is gone"]
     assert (waiting["a"].status, waiting["b"].status) == ("done", "queued")
     require_trained_once(tmp_path / "run", {"a": 60, "b": 60})
+
+
+@pytest.mark.parametrize("accept", [False, True])
+def test_a_job_of_other_data_waits_at_a_restart_unless_that_is_accepted(
+    tmp_path, monkeypatch, accept
+):
+    """Its file holds other samples than its checkpoint was made with; the others go on."""
+    file = file_digest(QUICKSTART / "data" / "records.jsonl")
+    same, other = ({"path": "records.jsonl", "file": kind, "samples": "x"} for kind in (file, "y"))
+    base = {"dtype": "bfloat16", "seed": 0, "config": {}, "tensors": None, "whole": None}
+    described = {"data": {"a": same, "b": other}, "base": base}
+    for name in "ab":
+        write_job(tmp_path / "jobs", name, 200)
+
+    def stop(it):
+        if [bool(record.path) for record in it.ledger.jobs()] == [True, True]:
+            it.stop()
+
+    run(tmp_path / "jobs", tmp_path / "run", described=described, until=stop)
+    parked = []
+    monkeypatch.setattr(Heard, "parked", lambda self, time, request, why: parked.append(why))
+    run(tmp_path / "jobs", tmp_path / "run", accept_changes=accept)
+    after = records(tmp_path / "run")
+
+    assert after["a"].status == "done"
+    assert after["b"].status == ("done" if accept else "queued")
+    assert bool(parked) is not accept
+    assert all("other samples" in why for why in parked)
 
 
 def test_a_folder_that_is_not_there_is_refused(tmp_path):

@@ -11,7 +11,7 @@ from importlib import import_module
 
 import typer
 
-from tlora_fx.cli.options import command_group
+from tlora_fx.cli.options import Interrupted, command_group
 from tlora_fx.errors import TloraError, nearest, printable
 
 #: By logger, what the messages have in them: kernels for other GPUs, and one library's use of
@@ -85,7 +85,7 @@ def main(arguments: list[str] | None = None) -> None:
         notes = "".join(f"\n  {note}" for note in getattr(error, "__notes__", ()))
         _say(f"{error}{notes}")
         sys.exit(1)
-    except KeyboardInterrupt as stop:
+    except (KeyboardInterrupt, Interrupted) as stop:
         _say(f"interrupted: {stop}" if str(stop) else "interrupted")
         sys.exit(INTERRUPTED)
 

@@ -86,6 +86,9 @@ class Bars(TrainerCallback):
     def warned(self, text: str) -> None:
         self.progress.console.print(f"warning: {text}", style="yellow", markup=False)
 
+    def noted(self, text: str) -> None:
+        self._say(text)
+
     def _say(self, text: str) -> None:
         self.progress.console.print(text, highlight=False, markup=False, soft_wrap=True)
 

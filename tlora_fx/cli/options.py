@@ -26,6 +26,10 @@ def command_group(help: str) -> typer.Typer:
     )
 
 
+class Interrupted(BaseException):
+    """What a command says that was interrupted; typer shows nothing of a KeyboardInterrupt."""
+
+
 def takes_options(command: Callable[..., None]) -> Callable[..., None]:
     """Let typer ask for the fields of a command's first argument, a dataclass.
 
@@ -39,7 +43,10 @@ def takes_options(command: Callable[..., None]) -> Callable[..., None]:
     fields = signature(options).parameters
 
     def run(**values: Any) -> None:
-        command(options(**{name: values.pop(name) for name in fields}), **values)
+        try:
+            command(options(**{name: values.pop(name) for name in fields}), **values)
+        except KeyboardInterrupt as stop:
+            raise Interrupted(str(stop)) from stop
 
     run.__name__, run.__doc__ = command.__name__, command.__doc__
     run.__annotations__ = hints

@@ -89,6 +89,10 @@ class RunCommandOptions:
     pipeline: PipelineText = None
     add_pass: AddPass = None
     load: Load = None
+    accept_changes: Annotated[
+        bool,
+        typer.Option("--accept-changes", help="Go on though data or base are not as they were."),
+    ] = False
 
     def service(self, kind: str, layout_of: LayoutOf) -> RunOptions:
         """Of the run that they ask for, on kind "cpu" or "cuda"."""
@@ -123,6 +127,7 @@ class RunCommandOptions:
                     str(Path(name).absolute()) if name.endswith(".py") else name
                     for name in self.load or ()
                 ),
+                accept_changes=self.accept_changes,
             ),
         )
 

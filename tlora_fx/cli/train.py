@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shlex
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -42,6 +43,16 @@ class TrainOptions:
     jobs: Annotated[Path, typer.Argument(help="Job file (YAML).")]
     output: Annotated[Path, typer.Option("-o", "--output", help="Folder for what comes out.")]
     resume: Annotated[bool, typer.Option(help="Go on from the newest checkpoint.")] = False
+    accept_changes: Annotated[
+        bool,
+        typer.Option(
+            "--accept-changes", help="Resume though data, base or settings are not as they were."
+        ),
+    ] = False
+    whole_base: Annotated[
+        bool,
+        typer.Option("--whole-base", help="Compare every byte of the base when resuming."),
+    ] = False
     device: Annotated[str | None, typer.Option(help="cpu, cuda, cuda:1, ...")] = None
     pipeline: PipelineText = None
     add_pass: AddPass = None
@@ -85,13 +96,12 @@ def run(options: TrainOptions) -> None:
     torchrun, all processes train one model under a plan:
     torchrun --nproc-per-node 4 -m tlora_fx train jobs.yaml -o runs/a --plan auto
     """
-    from tlora_fx.runtime.run_folder import how_to_go_on, require_new
+    from tlora_fx.runtime.run_folder import how_to_go_on, require_begun, require_new
 
     # Importing torch takes seconds; what can be said before them is. One process says it for all.
     leads, again = os.environ.get("RANK", "0") == "0", "TORCHELASTIC_RESTART_COUNT"
-    resume = options.resume or os.environ.get(again, "0") != "0"
-    if leads and not resume:
-        require_new(options.output)
+    if leads and os.environ.get(again, "0") == "0":
+        (require_begun if options.resume else require_new)(options.output)
     jobs = _require_right(options) if leads else ()
 
     from tlora_fx.runtime.launch import Launch, exits_at_once
@@ -171,16 +181,34 @@ def _train(options: TrainOptions, launch: Launch) -> None:
                     cuda_graphs=options.cuda_graphs,
                     nano_batches=_controlled(options),
                     longest_wait=timedelta(seconds=options.collective_timeout),
+                    accept_changes=options.accept_changes,
+                    whole_base=options.whole_base,
                 ),
             )
         )
-        runs = trainer.run()
+        try:
+            runs = trainer.run()
+        except KeyboardInterrupt as stop:
+            raise KeyboardInterrupt(_stopped(str(stop), options.output, launch)) from None
     if launch.rank == 0:
         _show(runs, options.output)
         for line in _notes(trainer):
             console.print(line, markup=False)
     if any(job.status == "failed" for job in runs):
         sys.exit(1)
+
+
+def _stopped(how: str, output: Path, launch: Launch) -> str:
+    """What is said after Ctrl-C: where the run stands, and the command that goes on with it."""
+    from tlora_fx.runtime.run_folder import how_to_go_on
+
+    if not how:
+        return how_to_go_on(output)
+    words = sys.argv[1:] if "--resume" in sys.argv else [*sys.argv[1:], "--resume"]
+    command = "tlora-fx"
+    if launch.size > 1:
+        command = f"torchrun --nproc-per-node {launch.per_machine} -m tlora_fx"
+    return f"{how}\ngo on with: {command} {shlex.join(words)}"
 
 
 def _prepared(

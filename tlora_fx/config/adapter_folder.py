@@ -13,6 +13,7 @@ from typing import Any
 from pydantic import ValidationError
 
 from tlora_fx.config.fields import IDENTITY, LoraSpec, lora_mapping
+from tlora_fx.config.paths import is_file, is_folder
 from tlora_fx.config.validation import collecting, mistakes_in
 from tlora_fx.errors import AdapterFolderError
 
@@ -52,14 +53,14 @@ def read_adapter_config(folder: Path) -> dict[str, Any]:
 
 
 def _check_files(folder: Path) -> None:
-    if not folder.is_dir():
+    if not is_folder(folder):
         raise AdapterFolderError("the adapter folder does not exist", folder=folder)
-    if not (folder / CONFIG).is_file():
+    if not is_file(folder / CONFIG):
         what = f"the adapter folder has no {CONFIG}"
         raise AdapterFolderError(what, folder=folder, help="name a folder that PEFT saved")
-    if (folder / WEIGHTS).is_file():
+    if is_file(folder / WEIGHTS):
         return
-    if (folder / PICKLE).is_file():
+    if is_file(folder / PICKLE):
         raise AdapterFolderError(
             f"the adapter folder has only {PICKLE}, a pickle, which can run code when it is read",
             folder=folder,

@@ -36,6 +36,7 @@ from tlora_fx.config.fields import (
     check_schedule_arguments,
     lora_mapping,
 )
+from tlora_fx.config.paths import is_file, is_folder, is_there
 from tlora_fx.config.validation import Spec, refuse
 from tlora_fx.errors import AdapterFolderError, JobError, nearest
 
@@ -97,16 +98,16 @@ class BaseSpec(Spec):
     @field_validator("model", "tokenizer")
     @classmethod
     def _folder_exists(cls, value: str | None) -> str | None:
-        if value is None or not is_written_as_path(value) or Path(value).exists():
+        if value is None or not is_written_as_path(value) or is_there(value):
             return value
         raise refuse(f"'{value}' does not exist", help="give a folder, or a hub id without './'")
 
     @field_validator("config")
     @classmethod
     def _config_exists(cls, path: Path | None) -> Path | None:
-        if path is None or path.is_file() or (path / "config.json").is_file():
+        if path is None or is_file(path) or is_file(path / "config.json"):
             return path
-        what = f"no config.json in '{path}'" if path.is_dir() else f"'{path}' does not exist"
+        what = f"no config.json in '{path}'" if is_folder(path) else f"'{path}' does not exist"
         raise refuse(what, help="name a config.json or a folder that holds one")
 
     @field_validator("module")

@@ -19,6 +19,7 @@ import yaml
 from pydantic import ValidationError
 
 from tlora_fx.config.job import BaseSpec, Job, is_written_as_path
+from tlora_fx.config.paths import is_there
 from tlora_fx.config.validation import Mistake, Spec, collecting, mistakes_in
 from tlora_fx.errors import (
     JobFileError,
@@ -249,7 +250,7 @@ class _JobFileReader:
             return value
         path = self.path.absolute().parent / Path(value).expanduser()
         written = is_written_as_path(value) or value.endswith(DATA_SUFFIXES)
-        return str(path) if written or not must_exist or path.exists() else value
+        return str(path) if written or not must_exist or is_there(path) else value
 
 
 def _validated(spec: type[SpecT], value: object) -> tuple[SpecT | None, list[Mistake]]:

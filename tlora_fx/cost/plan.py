@@ -127,8 +127,9 @@ class Plan(BaseModel):
     def _without_what_was_taken_out(cls, given: Any) -> Any:
         if not isinstance(given, dict):
             return given
-        if given.get("schedule") in TAKEN_OUT:
-            raise ValueError(TAKEN_OUT[given["schedule"]])
+        schedule = given.get("schedule")
+        if isinstance(schedule, str) and schedule in TAKEN_OUT:
+            raise ValueError(TAKEN_OUT[schedule])
         # Plans written before say `false`.
         if given.get("sequence_parallel"):
             raise ValueError(TAKEN_OUT["sequence_parallel"])

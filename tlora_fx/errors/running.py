@@ -6,7 +6,7 @@ from tlora_fx.errors.root import TloraError
 
 
 class OptimizerError(TloraError, code="T0401"):
-    """A job's optimizer or schedule does not exist or does not take its arguments."""
+    """A job's optimizer or schedule does not exist, or fails with its arguments when tried."""
 
 
 class OptimizerStateError(TloraError, code="T0402"):
@@ -26,14 +26,17 @@ class AdapterFolderError(TloraError, code="T0405"):
 
 
 class RunFolderError(TloraError, code="T0407"):
-    """The output folder is in use.
+    """The output folder is in use, or holds no run to go on with.
 
     Continue with `--resume`, or choose another with `-o`.
     """
 
 
 class ResumeMismatch(TloraError, code="T0408"):
-    """The checkpoint or model belongs to other jobs or another base."""
+    """The checkpoint or model belongs to other jobs, data or another base.
+
+    Each difference is named. `--accept-changes` goes on all the same (`docs/resuming.md`).
+    """
 
 
 class TokenizerNotLoadable(TloraError, code="T0409"):
@@ -64,6 +67,10 @@ class MetricFunctionError(TloraError, code="T0413"):
 
 class CallbackWrong(TloraError, code="T0414"):
     """What `--callback` names cannot be imported, fails, or is no `tlora_fx.TrainerCallback`."""
+
+
+class OutOfMemory(TloraError, code="T0419"):
+    """No job has room for a step, not even alone."""
 
 
 class OracleError(TloraError, code="T0406"):

@@ -26,6 +26,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 import safetensors.torch
+from pydantic import BaseModel, ConfigDict, Field, NonNegativeInt
 from torch import Tensor
 
 from tlora_fx.durable import link_or_copy, replace_file, sync_folder, write_synced
@@ -41,6 +42,9 @@ _JOB_NAME = re.compile(r"(?!.*\.\.)[A-Za-z0-9][A-Za-z0-9._-]{0,99}")
 
 #: Files by name: their content, or a file that has it.
 Companions = Mapping[str, bytes | Path]
+_FILE = re.compile(
+    rf"state\.json|jobs/{_JOB_NAME.pattern}/(adapter_model|optimizer|best_model)\.safetensors"
+)
 
 
 class CheckpointWarning(UserWarning):
@@ -177,7 +181,18 @@ class CheckpointStore:
             try:
                 files = _checked_files(self.folder / name, frozenset())
                 return dict(json.loads(files["state.json"])["jobs"])
-            except (_Damaged, ValueError, KeyError):
+            except (_Damaged, ValueError, KeyError, TypeError, RecursionError):
+                continue
+        return {}
+
+    def run(self) -> dict[str, Any]:
+        """What the newest readable checkpoint says of its run; nothing where there is none."""
+        for name in self._names():
+            try:
+                return dict(
+                    json.loads(_checked_files(self.folder / name, frozenset())["state.json"])["run"]
+                )
+            except (_Damaged, ValueError, KeyError, TypeError, RecursionError):
                 continue
         return {}
 
@@ -296,6 +311,21 @@ def _json(value: Any) -> bytes:
     return json.dumps(value, indent=1, sort_keys=True).encode() + b"\n"
 
 
+class _Counters(BaseModel):
+    """What `state.json` says of a job."""
+
+    model_config = ConfigDict(extra="forbid")
+
+    step: NonNegativeInt = 0
+    micro_step: NonNegativeInt = 0
+    tokens: NonNegativeInt = 0
+    cursor: dict[str, Any] = Field(default={})
+    status: Literal["running", "done", "failed"] = "running"
+    reason: str = ""
+    optimizer_values: dict[str, Any] = Field(default={})
+    evaluation: dict[str, Any] = Field(default={})
+
+
 def _read(folder: Path, only: frozenset[str] | None) -> Checkpoint:
     """Read a checkpoint; raises _Damaged with the reason when it is not whole."""
     files = _checked_files(folder, only)
@@ -306,13 +336,16 @@ def _read(folder: Path, only: frozenset[str] | None) -> Checkpoint:
                 adapter=safetensors.torch.load(files[f"jobs/{name}/adapter_model.safetensors"]),
                 optimizer=safetensors.torch.load(files[f"jobs/{name}/optimizer.safetensors"]),
                 best=_loaded(files.get(f"jobs/{name}/{BEST}")),
-                **counters,
+                **_Counters.model_validate(counters).model_dump(),
             )
             for name, counters in state["jobs"].items()
             if only is None or name in only
         }
-        return Checkpoint(folder, int(state["step"]), jobs, state["run"])
-    except (ValueError, KeyError, TypeError, safetensors.SafetensorError) as error:
+        return Checkpoint(folder, int(state["step"]), jobs, dict(state["run"]))
+    except (
+        ValueError, KeyError, TypeError, AttributeError, OverflowError, RecursionError,
+        safetensors.SafetensorError,
+    ) as error:  # fmt: skip
         raise _Damaged(f"unreadable content ({error})") from error
 
 
@@ -325,7 +358,7 @@ def _checked_files(folder: Path, only: frozenset[str] | None) -> dict[str, bytes
     try:
         manifest = json.loads((folder / "manifest.json").read_bytes())
         written_by, sums = int(manifest["format"]), dict(manifest["sha256"])
-    except (OSError, ValueError, KeyError, TypeError) as error:
+    except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
         raise _Damaged(f"its manifest cannot be read ({error})") from error
     if written_by != FORMAT:
         raise CheckpointError(
@@ -337,6 +370,8 @@ def _checked_files(folder: Path, only: frozenset[str] | None) -> dict[str, bytes
         )
     files: dict[str, bytes] = {}
     for name, expected in sums.items():
+        if not _FILE.fullmatch(name):
+            raise _Damaged(f"its manifest lists {name!r}, which no checkpoint has")
         folder_name, _, rest = name.partition("/")
         if only is not None and folder_name == "jobs" and rest.partition("/")[0] not in only:
             continue
@@ -366,25 +401,24 @@ class ResumeSources:
     sources: Mapping[str, Path] = field(default_factory=dict)
     save_seconds: float = float("inf")
 
-    def states(self) -> dict[str, JobState]:
-        """The states that jobs go on from.
+    def checkpoints(self) -> dict[str, Checkpoint]:
+        """By job, the checkpoint that it goes on from.
 
         raises    CheckpointError where one cannot be read back whole
         """
         wanted: dict[Path, list[str]] = {}
         for name, folder in self.sources.items():
             wanted.setdefault(folder, []).append(name)
-        states: dict[str, JobState] = {}
+        checkpoints: dict[str, Checkpoint] = {}
         for folder, names in wanted.items():
             checkpoint = CheckpointStore(folder).load(frozenset(names))
-            saved = {} if checkpoint is None else checkpoint.jobs
-            missing = [name for name in names if name not in saved]
-            if missing:
+            missing = [n for n in names if checkpoint is None or n not in checkpoint.jobs]
+            if checkpoint is None or missing:
                 raise CheckpointError(
                     "a job's committed state is gone",
                     job=", ".join(missing),
                     folder=folder,
                     help="restore it from a backup; without it the job would start anew",
                 )
-            states |= saved
-        return states
+            checkpoints |= dict.fromkeys(names, checkpoint)
+        return checkpoints

@@ -27,7 +27,6 @@ from tlora_fx.model.batch import repeating_length
 from tlora_fx.model.supermodel import SuperModel
 from tlora_fx.numerics.probe import Probed, probe_loaded
 from tlora_fx.planners.auto import device_name
-from tlora_fx.runtime.checkpoint import Checkpoint
 from tlora_fx.runtime.data import JobData, Sample, load_job_data
 from tlora_fx.runtime.evaluation import find_function
 
@@ -118,48 +117,7 @@ def _every_sample(data: JobData) -> Iterator[Sample]:
     return chain(data.samples, data.evaluation)
 
 
-# Whether a model, a checkpoint and jobs belong together.
-
-#: What may change of a job between a run and its resuming; the base counts by its fingerprint.
-FREE = frozenset({
-    "max_steps", "num_train_epochs", "save_steps", "base", "schedule",
-    "eval_data", "eval_strategy", "eval_steps", "per_device_eval_batch_size", "compute_metrics",
-    "metric_for_best_model", "greater_is_better", "load_best_model_at_end",
-    "early_stopping_patience", "early_stopping_threshold",
-})  # fmt: skip
-
-
-def identity(model: SuperModel, jobs: Sequence[Job]) -> dict[str, object]:
-    """What must be equal for a run to go on, JSON-able."""
-    described = {job.name: _described(job) for job in jobs}
-    return {"jobs": described, "base": model.backbone.fingerprint()}
-
-
-def _described(job: Job) -> dict[str, object]:
-    # Checkpoints of before there were evaluations say nothing of a part that is held out.
-    held_out = isinstance(job.eval_split, float)
-    free = FREE if held_out else FREE | {"eval_split"}
-    return job.model_dump(mode="json", exclude=set(free))
-
-
-def require_same_run(checkpoint: Checkpoint, identity: dict[str, object]) -> None:
-    """Refuse a checkpoint of another run.
-
-    raises    ResumeMismatch
-    """
-    for key, value in identity.items():
-        before = checkpoint.run.get(key)
-        if before != value:
-            expected, found = _first_difference(before, value)
-            raise ResumeMismatch(
-                "the checkpoint belongs to other jobs or another base",
-                folder=checkpoint.path,
-                field=key,
-                expected=expected,
-                found=found,
-                help="resume with the job file that the run was started with; "
-                "only max_steps and save_steps may change",
-            )
+# Whether a model and jobs belong together.
 
 
 def require_same_jobs(compiled: Sequence[Job], jobs: Sequence[Job]) -> None:

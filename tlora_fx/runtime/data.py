@@ -6,6 +6,7 @@ What a step takes depends on the job alone: on its data, its seed, and the numbe
 from __future__ import annotations
 
 import glob
+import hashlib
 import json
 import math
 import re
@@ -20,6 +21,7 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple, overload
 import numpy as np
 
 from tlora_fx.config.job import COLUMNS_OF, DataSpec, Job, is_written_as_path
+from tlora_fx.config.paths import is_file, is_folder, is_there
 from tlora_fx.errors import (
     AmbiguousFormatError,
     ChatTemplateError,
@@ -87,6 +89,13 @@ class SampleTable(Sequence[Sample]):
     def tokens(self) -> int:
         """How many tokens all samples have."""
         return len(self._ids)
+
+    def digest(self) -> str:
+        """The SHA-256 of all samples in their order, 32 hexadecimal digits of it."""
+        digest = hashlib.sha256(len(self).to_bytes(8, "little"))
+        for numbers in (self._ends, self._ids, self._labels):
+            digest.update(numbers)
+        return digest.hexdigest()[:32]
 
 
 @dataclass(slots=True)
@@ -167,6 +176,12 @@ class JobData:
         if self.job.max_steps is not None:
             return self.job.max_steps
         return math.ceil((self.job.num_train_epochs or 1.0) * self.steps_per_epoch)
+
+    @cached_property
+    def digest(self) -> str:
+        """Equal for equal samples in equal order."""
+        samples = self.samples
+        return (samples if isinstance(samples, SampleTable) else SampleTable(samples)).digest()
 
     def step(self, step: int) -> list[list[Sample]]:
         """The micro-batches of optimizer step `step`, from 0.
@@ -373,7 +388,7 @@ class DataRow(NamedTuple):
 def require_data(spec: DataSpec, job: str) -> None:
     """Refuse data in a file that is not there; raises DataFileError. A hub id is not looked up."""
     path = Path(spec.path)
-    if _is_file(spec.path) and not path.is_file():
+    if _is_file(spec.path) and not is_file(path):
         raise DataFileError("the data file does not exist", path=path, job=job)
 
 
@@ -398,9 +413,9 @@ def require_files(job: Job) -> None:
 def _reader(spec: DataSpec, job: str) -> tuple[Path, Callable[[Path, str], Iterator[DataRow]]]:
     """The file of a data set, and what reads its rows."""
     path = Path(spec.path)
-    if path.is_dir():
+    if is_folder(path):
         raise DataFileError("the data is a folder", path=path, job=job, help="name a file in it")
-    if not path.is_file():
+    if not is_file(path):
         raise DataFileError("the data file does not exist", path=path, job=job)
     readers: Mapping[str, Callable[[Path, str], Iterator[DataRow]]] = {
         ".jsonl": _jsonl_rows,
@@ -420,7 +435,7 @@ def _reader(spec: DataSpec, job: str) -> tuple[Path, Callable[[Path, str], Itera
 
 def _is_file(path: str) -> bool:
     known = path.lower().endswith(SUFFIXES + _OTHER_SUFFIXES)
-    return known or is_written_as_path(path) or Path(path).exists()
+    return known or is_written_as_path(path) or is_there(path)
 
 
 def _opened(
@@ -692,6 +707,7 @@ class TextEncoder:
 
     def _ids(self, text: str) -> list[int]:
         """The tokens of a text with what the tokenizer adds before it, and nothing after it."""
+        _require_encodable(text)
         encoding = self.tokenizer(text, add_special_tokens=True, truncation=False, verbose=False)
         ids: list[int] = list(encoding["input_ids"])
         bos, eos = self.tokenizer.bos_token_id, self.tokenizer.eos_token_id
@@ -755,6 +771,15 @@ def template_of(tokenizer: PreTrainedTokenizerBase) -> str:
         return str(tokenizer.get_chat_template())
     except ValueError:
         return ""
+
+
+def _require_encodable(text: str) -> None:
+    """Refuse half a character, which JSON can write and no tokenizer can read."""
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        half = text[error.start].encode("ascii", "backslashreplace").decode()
+        raise BadRowError(f"the text has half a character, {half} at {error.start + 1}") from None
 
 
 def _messages(value: object) -> list[dict[str, Any]]:

@@ -39,6 +39,7 @@ class RoundNotice(NamedTuple):
     choice        a number that the leader decides for all, such as nano-batches
     step_micros   wall time of the process's last round
     due           a checkpoint is due on this process
+    fault         1 + the index of a job that cannot go on, on this process; 0: none
     """
 
     table: int
@@ -46,6 +47,7 @@ class RoundNotice(NamedTuple):
     choice: int = 1
     step_micros: int = 0
     due: int = 0
+    fault: int = 0
 
 
 class Ranks:
@@ -57,8 +59,8 @@ class Ranks:
     def agree(self, notice: RoundNotice) -> RoundNotice:
         """Tell all processes of the round to come, and hear of theirs.
 
-        returns   the same on every process: whether any was asked to stop, the slowest one's time;
-                  all else is the leader's
+        returns   the same on every process: whether any was asked to stop, the slowest one's time,
+                  a job that cannot go on; all else is the leader's
         raises    RanksParted, on every process, where one has other rows
         """
         if self.mesh.world is None:
@@ -71,6 +73,7 @@ class Ranks:
         return notices[0]._replace(
             asked=max(notice.asked for notice in notices),
             step_micros=max(notice.step_micros for notice in notices),
+            fault=max(notice.fault for notice in notices),
         )
 
     def together(self, action: Callable[[], T]) -> T:

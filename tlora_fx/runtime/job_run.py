@@ -14,7 +14,7 @@ from torch import Tensor
 from tlora_fx.config.adapter_folder import CONFIG
 from tlora_fx.config.job import Job
 from tlora_fx.durable import link_or_copy, replace_file
-from tlora_fx.errors import MetricFunctionError, RunFolderError
+from tlora_fx.errors import MetricFunctionError, RunFolderError, TloraError
 from tlora_fx.runtime.adapters import adapter_tensors, config_bytes, load_adapter, write_adapter
 from tlora_fx.runtime.batching import MicroBatches, count_targets, count_tokens
 from tlora_fx.runtime.checkpoint import JobState
@@ -51,8 +51,31 @@ class StepReport:
     seconds: float
 
 
+def described(error: Exception) -> str:
+    """An exception in one line."""
+    if not isinstance(error, TloraError):
+        return f"{type(error).__name__}: {' '.join(str(error).split())}"
+    facts = ", ".join(f"{name} {value}" for name, value in error.facts.items())
+    return " ".join(f"{error.what} ({facts})".split())
+
+
+def status_after(state: JobState, job: Job, data: JobData) -> Status:
+    """How a job stands that goes on from a state, with the steps that it has now."""
+    if state.status == "failed":
+        return "failed"
+    evaluation = JobEvaluation(job, data)
+    evaluation.restore(state.evaluation)
+    if state.status == "done" and evaluation.stops:
+        return "done"
+    return "running" if state.step < data.steps else "done"
+
+
 class JobRun:
-    """A job in a run; nothing in it reads anything of a neighbour."""
+    """A job in a run; nothing in it reads anything of a neighbour.
+
+    fault      why it cannot go on, until all processes know and it has failed
+    goes_on    it failed by no fault of its own, as on a full disk: a resumed run trains it on
+    """
 
     def __init__(
         self,
@@ -78,6 +101,8 @@ class JobRun:
         self.best: dict[str, Tensor] = {}
         self._config: bytes | None = None
         self._tokenizer_files: Mapping[str, Path] = {}
+        self.fault = ""
+        self.goes_on = False
 
     def batches(self) -> MicroBatches:
         """The micro-batches of the step that the job is at."""
@@ -96,20 +121,23 @@ class JobRun:
         if norm is None:
             norm = self.optimizer.gradient_norm()
         if not (math.isfinite(loss) and math.isfinite(norm)):
-            self._fail(loss, norm)
+            self.fail(
+                f"step {self.step + 1}: loss {loss}, gradient norm {norm}; the adapter is kept as "
+                f"step {self.step} left it"
+            )
             return None
         rate = self.optimizer.learning_rate
-        self.optimizer.step(norm)
-        self.optimizer.zero_grad()
-        self.step += 1
-        self.tokens += count_tokens(batches)
-        self.loss = loss
-        self.evaluation.add_loss(loss)
-        report = StepReport(self.job.name, self.step, loss, norm, rate, self.tokens, seconds)
+        step, tokens = self.step + 1, self.tokens + count_tokens(batches)
+        report = StepReport(self.job.name, step, loss, norm, rate, tokens, seconds)
+        # Before the update: where the line cannot be written, the job is whole at the step before.
         self.metrics.append(
-            step=self.step, loss=loss, grad_norm=norm, learning_rate=rate, tokens=self.tokens,
+            step=step, loss=loss, grad_norm=norm, learning_rate=rate, tokens=tokens,
             seconds=seconds,
         )  # fmt: skip
+        self.optimizer.step(norm)
+        self.optimizer.zero_grad()
+        self.step, self.tokens, self.loss = step, tokens, loss
+        self.evaluation.add_loss(loss)
         if self.step >= self.data.steps:
             self.status = "done"
         return report
@@ -152,13 +180,14 @@ class JobRun:
         """Target tokens of the step, which its loss is the mean over."""
         return count_targets(batches)
 
-    def _fail(self, loss: float, norm: float) -> None:
-        self.status = "failed"
-        self.reason = (
-            f"step {self.step + 1}: loss {loss}, gradient norm {norm}; the adapter is kept as "
-            f"step {self.step} left it"
-        )
+    def fail(self, reason: str) -> None:
+        """End the job; its adapter stays as it is."""
+        self.status, self.reason, self.fault = "failed", reason, ""
         self.optimizer.zero_grad()
+
+    def suspect(self, error: Exception) -> None:
+        """Remember an exception that ends the job as soon as all processes know of it."""
+        self.fault = f"step {self.step + 1}: {described(error)}"
 
     def state(self) -> JobState:
         """All that the job needs to go on."""
@@ -170,8 +199,8 @@ class JobRun:
             micro_step=self.step * self.job.gradient_accumulation_steps,
             tokens=self.tokens,
             cursor={"step": self.step},
-            status=self.status,
-            reason=self.reason,
+            status="running" if self.goes_on else self.status,
+            reason="" if self.goes_on else self.reason,
             evaluation=self.evaluation.state(),
             best=self.best,
         )
@@ -180,16 +209,18 @@ class JobRun:
         """Go on from a checkpoint; metrics after it are dropped."""
         load_adapter(self.parameters, state.adapter, source)
         self.optimizer.load_state(state.optimizer, state.optimizer_values)
+        self.recount(state)
+
+    def recount(self, state: JobState) -> None:
+        """Take over a state's counters; metrics after it are dropped."""
         self.step, self.tokens = state.step, state.tokens
-        self.status, self.reason = state.status, state.reason
+        self.status = status_after(state, self.job, self.data)
+        self.reason = "" if self.status == "running" else state.reason
         self.metrics.truncate_after(self.step)
+        self.loss = self.metrics.last_loss()
         self.evaluation.restore(state.evaluation)
         if self.job.load_best_model_at_end and self.evaluation.best_step is not None:
             self.best = dict(state.best)
-        if self.status == "done" and self.step < self.data.steps and not self.evaluation.stops:
-            self.status, self.reason = "running", ""
-        if self.status == "running" and self.step >= self.data.steps:
-            self.status = "done"
 
     def begin(
         self, base: str | None, tokenizer_files: Mapping[str, Path] | None = None

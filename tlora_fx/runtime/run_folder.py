@@ -94,6 +94,15 @@ class MetricsLog:
         except OSError as error:
             raise self._refused(error) from error
 
+    def last_loss(self) -> float:
+        """The loss of the last whole line; NaN where there is none."""
+        try:
+            records = read_metrics(self.path)
+        except OSError:
+            return math.nan
+        loss = records[-1].get("loss") if records else None
+        return loss if isinstance(loss, float) else math.nan
+
     def close(self) -> None:
         """Close the file; a later `append` opens it again."""
         file, self._file = self._file, None
@@ -126,14 +135,14 @@ def _parsed(line: bytes) -> dict[str, Any] | None:
         return None
     try:
         record = json.loads(line)
-    except ValueError:
+    except (ValueError, RecursionError):
         return None
     if not isinstance(record, dict) or not isinstance(record.get("step"), int):
         return None
     return record
 
 
-RESERVED = {"checkpoints"}
+RESERVED = {"checkpoints", "run.json"}
 #: Of a folder that a run makes: logs and adapters tell what they were trained on.
 PRIVATE = 0o700
 LOCK = ".lock"
@@ -141,6 +150,7 @@ STATUS = "status.json"
 STARTING: dict[str, Any] = {"status": "starting", "step": 0}
 #: Beside an adapter: the job that it belongs to, its base included.
 JOB = "job.json"
+RECORD = "run.json"
 
 
 class RunFolder:
@@ -223,6 +233,33 @@ class RunFolder:
                 help="what was trained since the last copy is lost; train again with another -o",
             )
 
+    def begin(self, jobs: Sequence[str]) -> None:
+        """Write down whose run this is, before there is a checkpoint."""
+        if self.writes:
+            content = json.dumps({"jobs": list(jobs)}, indent=1) + "\n"
+            replace_file(self.path / RECORD, content.encode())
+
+    def require_own(self, jobs: Sequence[str]) -> None:
+        """Refuse to go on without a checkpoint in a folder that holds something else.
+
+        raises    RunFolderError
+        """
+        try:
+            begun = json.loads((self.path / RECORD).read_bytes())["jobs"]
+        except (OSError, ValueError, KeyError, TypeError):
+            begun = None
+        used = _used(self.path)
+        if not used or begun == list(jobs):
+            return
+        found = f"a run of {', '.join(map(str, begun))}" if begun else ", ".join(used[:5])
+        raise RunFolderError(
+            "the output folder holds no run of these jobs to go on with",
+            folder=self.path,
+            expected=f"a run of {', '.join(jobs)}",
+            found=found,
+            help="name the run's folder with -o, or leave --resume out and name a new folder",
+        )
+
     def metrics(self, job: str) -> MetricsLog:
         """A job's metrics file."""
         return MetricsLog(self.job(job) / "metrics.jsonl", writes=self.writes)
@@ -284,10 +321,7 @@ def require_new(path: Path) -> None:
             found="a file of that name",
             help="choose another folder with -o",
         )
-    entries = path.iterdir() if path.is_dir() else ()
-    used = sorted(
-        entry.name for entry in entries if entry.name != LOCK and not _is_announced(entry)
-    )
+    used = _used(path)
     if used:
         raise RunFolderError(
             "the output folder is in use",
@@ -295,6 +329,28 @@ def require_new(path: Path) -> None:
             found=", ".join(used[:5]),
             help="go on with it by --resume, or choose another folder with -o",
         )
+
+
+def require_begun(path: Path) -> None:
+    """Refuse to go on in a folder that is not there, or is empty.
+
+    raises    RunFolderError
+    """
+    if not _used(path):
+        raise RunFolderError(
+            "there is no run to go on with",
+            folder=path,
+            found="an empty folder" if path.is_dir() else "no folder of that name",
+            help="name the run's folder with -o, or leave --resume out to start a run there",
+        )
+
+
+def _used(path: Path) -> list[str]:
+    """What is in a folder, but for our lock and what a run that came to no step has left."""
+    entries = path.iterdir() if path.is_dir() else ()
+    return sorted(
+        entry.name for entry in entries if entry.name != LOCK and not _is_announced(entry)
+    )
 
 
 def _is_announced(entry: Path) -> bool:

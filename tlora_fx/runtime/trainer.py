@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import gc
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -40,12 +42,10 @@ from tlora_fx.runtime.batching import (
 from tlora_fx.runtime.checkpoint import Checkpoint, CheckpointStore, JobState, ResumeSources
 from tlora_fx.runtime.checks import (
     check_fits,
-    identity,
     load_all_data,
     longest_row,
     probe_base,
     require_same_jobs,
-    require_same_run,
 )
 from tlora_fx.runtime.controllers import NanoBatches
 from tlora_fx.runtime.data import JobData
@@ -58,9 +58,12 @@ from tlora_fx.runtime.distributed import (
     table_hash,
 )
 from tlora_fx.runtime.evaluation import Evaluator
+from tlora_fx.runtime.identity import describe_run, require_same_run
 from tlora_fx.runtime.interrupts import Interrupts
-from tlora_fx.runtime.job_evaluation import EvaluationReport
-from tlora_fx.runtime.job_run import JobRun, StepReport
+from tlora_fx.runtime.job_evaluation import EvaluationReport, Metrics
+from tlora_fx.runtime.job_run import JobRun, StepReport, described, status_after
+from tlora_fx.runtime.optimizer import require_trainable
+from tlora_fx.runtime.out_of_memory import is_out_of_memory, out_of_memory
 from tlora_fx.runtime.run_folder import RunFolder
 
 GRACE_SECONDS = 10.0
@@ -93,6 +96,9 @@ class TrainerCallback:
     def warned(self, text: str) -> None:
         """Something went wrong that does not stop the run."""
 
+    def noted(self, text: str) -> None:
+        """Something to know of the run; nothing is wrong."""
+
 
 @dataclass(frozen=True, slots=True)
 class TrainerOptions:
@@ -104,6 +110,8 @@ class TrainerOptions:
                      `parallel.cuda_graphs`); never in strict mode
     nano_batches     chooses into how many nano-batches rows are cut, round after round
     longest_wait     after the first round no process waits longer for another
+    accept_changes   go on although data, base or jobs are not what the checkpoint was made with
+    whole_base       compare every byte of the base's weights, not some blocks of each tensor
     """
 
     max_row_tokens: int = MAX_ROW_TOKENS
@@ -111,6 +119,8 @@ class TrainerOptions:
     cuda_graphs: bool = True
     nano_batches: NanoBatches | None = None
     longest_wait: timedelta = FIRST_STEP
+    accept_changes: bool = False
+    whole_base: bool = False
 
 
 class Trainer:
@@ -168,11 +178,16 @@ class Trainer:
         lengthened = self.device.type == "cuda" and not is_strict()
         self.rows = RowBucketer(model.group.form == "packed", lengthened)
         self._data = data
+        self.saved: Path | None = None
+        self._described: dict[str, Any] = {}
+        self._checkpoint: Checkpoint | None = None
+        self._sources: dict[str, Checkpoint] = {}
         self._runner: RowRunner | ReducingRunner | None = None
         self._cuda_graphs = options.cuda_graphs and lengthened
         self._evaluator: Evaluator | None = None
         self._nano = nano
         self._choice = self.plan.nano_batches if nano is None else nano.count
+        self._row_tokens = options.max_row_tokens
         self._cutting = Cutting.of(self.model, options.max_row_tokens)
         self._seconds = 0.0
         self._limited = False
@@ -191,6 +206,9 @@ class Trainer:
             grace = GRACE_SECONDS if self.mesh.size > 1 else None
             interrupts = stack.enter_context(Interrupts(grace))
             stack.callback(self._let_go)
+            if self._ended_before(data):
+                return self.runs
+            self.folder.begin([job.name for job in self.jobs])
             self.prepare(data)
             self.callback.started(self.runs)
             stopped = False
@@ -200,7 +218,7 @@ class Trainer:
             for run in self.runs:
                 run.load_best()
         if stopped or interrupts.asked:
-            raise KeyboardInterrupt(f"stopped after a checkpoint in {self.store.folder}")
+            raise KeyboardInterrupt(f"stopped after a checkpoint, {self.saved}")
         return self.runs
 
     def _let_go(self) -> None:
@@ -215,8 +233,58 @@ class Trainer:
         require_fits(self.model, self.plan.mesh)
         require_shardable(self.model, self.plan)
         require_elementwise(self.jobs, self.mesh)
+        for job in self.jobs:
+            require_trainable(job, data[job.name].steps)
         stack.enter_context(self.folder.held(self.resume))
+        if self.mesh.leader:
+            self._find_checkpoints(data)
         return data
+
+    def _find_checkpoints(self, data: Mapping[str, JobData]) -> None:
+        """Read what the jobs go on from, on the leader, before any weight is loaded.
+
+        raises    ResumeMismatch, RunFolderError, CheckpointError, BaseNotLoadable
+        """
+        self._describe(data)
+        accept, changes = self.options.accept_changes, []
+        if self.resume:
+            self._checkpoint = self.store.load()
+            if self._checkpoint is None:
+                self.folder.require_own([job.name for job in self.jobs])
+            else:
+                changes = require_same_run(
+                    self._checkpoint, self._described, self.jobs, accept=accept
+                )
+        if self.carried is not None:
+            self._sources = self.carried.checkpoints()
+        for name, checkpoint in self._sources.items():
+            changes += require_same_run(
+                checkpoint, self._described, self.jobs, accept=accept, only=name
+            )
+        for change in dict.fromkeys(changes):
+            self.callback.noted(f"changed since the checkpoint: {change}")
+
+    def _describe(self, data: Mapping[str, JobData]) -> None:
+        self._described = describe_run(self.model, self.jobs, data, whole=self.options.whole_base)
+
+    def _ended_before(self, data: Mapping[str, JobData]) -> bool:
+        """Whether nothing is left to train; the jobs are then as the checkpoint has them."""
+        states = self._checkpoint.jobs if self._checkpoint is not None else {}
+        ended = bool(states) and all(
+            status_after(states[job.name], job, data[job.name]) != "running" for job in self.jobs
+        )
+        if not self.ranks.from_leader(ended):
+            return False
+        checkpoint = self.ranks.from_leader(self._checkpoint)
+        assert checkpoint is not None
+        for index, job in enumerate(self.jobs):
+            state = checkpoint.jobs[job.name]
+            run = JobRun(index, job, data[job.name], {}, self.folder)
+            run.recount(state)
+            run.write(run.best or state.adapter, self._base_name())
+            self.runs.append(run)
+        self.callback.noted(f"every job had ended by {checkpoint.path}: there is nothing to train")
+        return True
 
     @property
     def graphs(self) -> RowGraphs | None:
@@ -247,9 +315,12 @@ class Trainer:
         for run in self.runs:
             run.optimizer.zero_grad()
         if self.carried is not None:
-            self._carry(self.carried)
+            self._carry()
         if self.resume:
             self._restore()
+        of_hub = self.model.backbone.spec.model is not None
+        if self._described and of_hub and not self._described["base"]["tensors"]:
+            self._describe(data)  # its files are on this machine by now
         self._saved_at = time.monotonic()
         self.ranks.together(self._begin)
 
@@ -279,7 +350,7 @@ class Trainer:
     def _rows(self, batches: Mapping[int, MicroBatches]) -> list[PackedBatch]:
         """The rows of a round, the same on every process."""
         steps = {index: self.runs[index].step for index in batches}
-        rows = rows_of_round(self.jobs, batches, steps, self.options.max_row_tokens)
+        rows = rows_of_round(self.jobs, batches, steps, self._row_tokens)
         return self.rows.made(cut_round(rows, self.plan.parts, self._cutting))
 
     def _run_rows(
@@ -299,20 +370,24 @@ class Trainer:
     def _round(self, interrupts: Interrupts) -> bool:
         """Every running job does one optimizer step; False when somebody asked to stop instead."""
         started = time.perf_counter()
-        active = self._active()
-        batches = {run.index: run.batches() for run in active}
+        batches = self._batches()
         rows = self._rows(batches)
         table = table_hash(rows) if self.mesh.size > 1 else 0
         micros = int(self._seconds * 1e6)
+        fault = next((run.index + 1 for run in self._active() if run.fault), 0)
         note = RoundNotice(
-            table, int(interrupts.asked), self._choice, micros, int(self._save_due())
+            table, int(interrupts.asked), self._choice, micros, int(self._save_due()), fault
         )
         agreed = self.ranks.agree(note)
+        if agreed.fault:
+            self._end_faulty(self.runs[agreed.fault - 1])
+            return True
         if agreed.asked:
             interrupts.settle()
             return False
         self._choose(agreed, rows)
-        losses = self._run_rows(rows, batches)
+        losses = self._run_isolated(rows, batches)
+        active = [self.runs[index] for index in losses]
         norms = gradient_norms(active, self.model, self.mesh)
         self.rounds += 1
         self._finish(active, batches, losses, norms, started, due=bool(agreed.due))
@@ -320,6 +395,84 @@ class Trainer:
             limit_waits(self.mesh, self.options.longest_wait)
             self._limited = True
         return True
+
+    def _batches(self) -> dict[int, MicroBatches]:
+        """What every running job's next step takes; a job that cannot say has a fault."""
+        batches: dict[int, MicroBatches] = {}
+        for run in self._active():
+            try:
+                batches[run.index] = run.batches()
+            except Exception as error:  # noqa: BLE001  (whatever it is, the neighbours go on)
+                run.suspect(error)
+        return batches
+
+    def _end_faulty(self, run: JobRun) -> None:
+        """End a job, on every process, for what any of them has met."""
+        reasons = self.ranks.tell_all(run.fault)
+        run.fail(next(filter(None, reasons)))
+        self._conclude(run)
+        if self._active():
+            self._save(last=False)
+
+    def _run_isolated(
+        self, rows: Sequence[PackedBatch], batches: Mapping[int, MicroBatches]
+    ) -> dict[int, float]:
+        """As `_run_rows`; where that fails, each job by itself, and the job at fault is left out.
+
+        Only where one process trains: others would wait for what this one does not send.
+        """
+        try:
+            return self._run_rows(rows, batches)
+        except Exception as error:
+            if self.mesh.size > 1 or (len(batches) == 1 and not is_out_of_memory(error)):
+                raise
+            failure = error.with_traceback(None) if is_out_of_memory(error) else error
+        # Out of the `except`: until here the traceback keeps the tensors of the row that failed.
+        return self._run_apart(failure, batches)
+
+    def _run_apart(
+        self, failure: Exception, batches: Mapping[int, MicroBatches]
+    ) -> dict[int, float]:
+        """Run each job's rows by themselves; what fails alone is at fault.
+
+        raises    the failure itself where it is nobody's, OutOfMemory where no job has room
+        """
+        self._make_room(batches)
+        losses: dict[int, float] = {}
+        errors: dict[int, Exception] = {}
+        largest = 0
+        for index, micro_batches in batches.items():
+            rows = self._rows({index: micro_batches})
+            try:
+                losses |= self._run_rows(rows, {index: micro_batches})
+                largest = max([largest, *(row.input_ids.numel() for row in rows)])
+            except Exception as error:  # noqa: BLE001  (whatever it is, the neighbours go on)
+                errors[index] = error.with_traceback(None)
+            if index in errors:
+                self._make_room([index])
+        full = is_out_of_memory(failure)
+        if not losses and full:
+            raise out_of_memory(self.jobs, batches, failure)
+        if not losses or not (errors or full):
+            raise failure
+        if not errors:
+            self._row_tokens = min(self._row_tokens, largest)
+            self.callback.warned(
+                f"no memory for the rows of all jobs together: from now on of {largest} tokens"
+            )
+        for index, reason in errors.items():
+            self.runs[index].suspect(reason)
+        return losses
+
+    def _make_room(self, jobs: Iterable[int]) -> None:
+        """Forget what a failed row has left: gradients of its jobs, and memory."""
+        for index in jobs:
+            self.runs[index].optimizer.zero_grad()
+        if self.graphs is not None:
+            self.graphs.clear()
+        gc.collect()
+        if self.device.type == "cuda":
+            torch.cuda.empty_cache()
 
     def _choose(self, agreed: RoundNotice, rows: Sequence[PackedBatch]) -> None:
         """Cut this round's rows as the leader said; it says what the next round's shall be."""
@@ -341,37 +494,119 @@ class Trainer:
         *,
         due: bool,
     ) -> None:
+        outside: list[Exception] = []
         for run in active:
             index = run.index
             self._seconds = time.perf_counter() - started
-            report = run.finish_step(losses[index], batches[index], self._seconds, norms[index])
+            try:
+                report = run.finish_step(losses[index], batches[index], self._seconds, norms[index])
+            except Exception as error:  # noqa: BLE001  (whatever it is, the neighbours go on)
+                run.suspect(error)
+                if isinstance(error, MetricsError):
+                    outside.append(error)
+                    run.goes_on = not self.gathering.apart
+                continue
             if report is not None:
-                self.callback.stepped(report)
-        self._evaluate([run for run in active if run.is_evaluated])
+                outside += self._tell(run, report)
+        due_now = [run.index for run in active if run.is_evaluated and not run.fault]
+        if any(run.job.eval_strategy != "no" for run in active):
+            # A fault that one process alone has met must not part them.
+            due_now = self.ranks.from_leader(due_now)
+        outside += self._evaluate([self.runs[index] for index in due_now])
         for run in active:
             if run.status != "running":
-                self._write(run)
-                self.callback.ended(run)
+                self._conclude(run)
             due = due or run.status != "running" or run.step % run.job.save_steps == 0
+        if outside and len(outside) == len(active):
+            # A full disk or a callback that never works is no job's fault.
+            raise outside[0]
         if due and self._active():
             self._save(last=False)
 
-    def _evaluate(self, runs: Sequence[JobRun]) -> None:
-        """Evaluate jobs together; some may stop early."""
+    def _evaluate(self, runs: Sequence[JobRun]) -> list[Exception]:
+        """Evaluate jobs together; some may stop early.
+
+        returns   what callbacks and metrics files raised; each ends its job
+        """
         if not runs:
-            return
-        assert self._evaluator is not None
+            return []
+        outside: list[Exception] = []
         self.callback.evaluating()
-        measured = self._evaluator.measure({run.index: run.data for run in runs})
+        measured = self._measured(runs)
         for run in runs:
-            report = run.take_evaluation(measured[run.index])
-            if report is not None:
-                self.callback.evaluated(report)
+            if run.index not in measured:
+                continue
+            try:
+                report = run.take_evaluation(measured[run.index])
+                if report is not None:
+                    self.callback.evaluated(report)
+            except Exception as error:  # noqa: BLE001  (whatever it is, the neighbours go on)
+                outside.append(error)
+                self._blame(run, error)
+                run.goes_on = not self.gathering.apart
+        return outside
+
+    def _measured(self, runs: Sequence[JobRun]) -> Mapping[int, Metrics]:
+        """The evaluations of jobs; where one process fails at all of them, each job's by itself."""
+        assert self._evaluator is not None
+        try:
+            return self._evaluator.measure({run.index: run.data for run in runs})
+        except Exception:
+            if self.mesh.size > 1:
+                raise
+        self._make_room([])
+        measured: dict[int, Metrics] = {}
+        for run in runs:
+            try:
+                measured |= self._evaluator.measure({run.index: run.data})
+            except Exception as error:  # noqa: BLE001  (whatever it is, the neighbours go on)
+                self._blame(run, error)
+        return measured
+
+    def _blame(self, run: JobRun, error: Exception) -> None:
+        """End a job for an exception: now where it has ended anyway, else when all know."""
+        run.suspect(error)
+        if run.status != "running":
+            run.fail(run.fault)
+
+    def _tell(self, run: JobRun, report: StepReport) -> list[Exception]:
+        """Report a step; what the callback raises ends the job, unless it has ended by itself."""
+        try:
+            self.callback.stepped(report)
+        except Exception as error:  # noqa: BLE001  (whatever it is, the neighbours go on)
+            if run.status == "running":
+                run.suspect(error)
+                run.goes_on = True
+            else:
+                self._warn_of(run, error)
+            return [error]
+        return []
+
+    def _conclude(self, run: JobRun) -> None:
+        """A job has ended: leave its adapter, and say so."""
+        self._write(run)
+        try:
+            self.callback.ended(run)
+        except Exception as error:  # noqa: BLE001  (the job has ended, whoever heard of it)
+            self._warn_of(run, error)
+
+    def _warn_of(self, run: JobRun, error: Exception) -> None:
+        self.callback.warned(f"job '{run.job.name}': a callback failed: {described(error)}")
 
     def _write(self, run: JobRun) -> None:
-        """Leave a job's adapter folder, put together from all processes."""
+        """Leave a job's adapter folder, put together from all processes.
+
+        A job whose adapter is not whole, or cannot be written, has failed.
+        """
         adapter = self.gathering.whole_adapter(run.job.name, run.final_adapter())
-        run.write(adapter, self._base_name())
+        broken = [name for name, tensor in adapter.items() if not tensor.isfinite().all()]
+        if run.status == "done" and broken:
+            run.fail(f"step {run.step}: it left numbers in {broken[0]} that are not finite")
+        try:
+            run.write(adapter, self._base_name())
+        except Exception as error:  # noqa: BLE001  (whatever it is, the neighbours go on)
+            run.goes_on = run.status == "done"
+            run.fail(f"its adapter is not written: {described(error)}")
 
     def _save_due(self) -> bool:
         """Whether the last checkpoint is too long ago for a piece of a longer run."""
@@ -396,7 +631,7 @@ class Trainer:
         for run in self.runs:
             companions = run.companions(self._base_name())
             states[run.job.name] = replace(states[run.job.name], companions=companions)
-        described = {"rounds": self.rounds, **identity(self.model, self.jobs)}
+        described = {"rounds": self.rounds, **self._described}
         self.folder.require_there()
         try:
             for run in self.runs:
@@ -407,44 +642,39 @@ class Trainer:
                 raise
             self.callback.warned(str(error))
         else:
+            self.saved = path
             for run in self.runs:
                 run.write_status()
             self.callback.saved(path, self.runs)
 
-    def _carry(self, carried: ResumeSources) -> None:
+    def _carry(self) -> None:
         """Take jobs over from the runs that they come from."""
-        read = self.ranks.together(carried.states if self.mesh.leader else dict[str, JobState])
-        states = self.ranks.from_leader(read)
-        self._take_over(states, {name: str(folder) for name, folder in carried.sources.items()})
+        found = {name: each.jobs[name] for name, each in self._sources.items()}
+        states = self.ranks.from_leader(found)
+        self._take_over(states, {name: str(each.path) for name, each in self._sources.items()})
 
     def _take_over(self, states: Mapping[str, JobState], sources: Mapping[str, str]) -> None:
         """Let jobs go on from their states; one without a state starts anew."""
         for run in self.runs:
             name = run.job.name
             if name in states:
-                run.restore(self.gathering.own(name, states[name]), sources[name])
+                source = sources.get(name, "the leader's checkpoint")
+                run.restore(self.gathering.own(name, states[name]), source)
             else:
                 run.metrics.truncate_after(0)
             if run.status != "running":
                 self._write(run)
 
     def _restore(self) -> None:
-        checkpoint = self.ranks.together(self._read_checkpoint)
-        checkpoint = self.ranks.from_leader(checkpoint)
+        checkpoint = self.ranks.from_leader(self._checkpoint)
         if checkpoint is None:
             self.callback.warned("there is no checkpoint yet: every job starts anew")
             self._take_over({}, {})
             return
         self.rounds = int(checkpoint.run["rounds"])
         self._take_over(checkpoint.jobs, dict.fromkeys(checkpoint.jobs, str(checkpoint.path)))
-
-    def _read_checkpoint(self) -> Checkpoint | None:
-        """The newest checkpoint, on the leader; raises ResumeMismatch when it is not this run's."""
-        checkpoint = self.store.load() if self.mesh.leader else None
-        if checkpoint is None:
-            return None
-        require_same_run(checkpoint, identity(self.model, self.jobs))
-        return checkpoint
+        steps = ", ".join(f"{run.job.name} {run.step} of {run.data.steps}" for run in self.runs)
+        self.callback.noted(f"going on from {checkpoint.path}; steps done: {steps}")
 
     def _base_name(self) -> str | None:
         spec = self.model.backbone.spec

@@ -451,7 +451,9 @@ class SchedulerService:
             self.callback.resumed(len(records), len(records) - len(left))
         self._left = {record.name: record for record in left}
         self._origins = self.ledger.origins()
-        self.admission.restore([record.spec for record in left])
+        accept = self.options.local.accept_changes
+        sources = {r.name: r.path for r in left if r.path and not accept}
+        self.admission.restore([record.spec for record in left], sources)
 
     def turn(self) -> bool:
         """Look for jobs, hear of groups, decide what is due; False when the run is over.

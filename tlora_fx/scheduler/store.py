@@ -179,7 +179,7 @@ class Ledger:
                 reason=error,
                 help="choose another folder with -o, or mend the disk",
             ) from error
-        version = int(self.fact("format", str(FORMAT)))
+        version = self.fact("format", str(FORMAT))
         _require_version(self.path, version, "go on with the version that began the run")
 
     def close(self) -> None:
@@ -309,21 +309,25 @@ class Ledger:
             return done.rowcount > 0
 
     def jobs(self) -> list[JobRecord]:
-        """All jobs, in the order in which they were submitted."""
-        return records(JobRecord, self._base.execute(_SELECT["jobs"]))
+        """All jobs, in the order in which they were submitted; raises LedgerError."""
+        with _reading(self.path):
+            return records(JobRecord, self._base.execute(_SELECT["jobs"]))
 
     def epochs(self) -> list[EpochRecord]:
-        """All formations of groups, in their order."""
-        return records(EpochRecord, self._base.execute(_SELECT["epochs"]))
+        """All formations of groups, in their order; raises LedgerError."""
+        with _reading(self.path):
+            return records(EpochRecord, self._base.execute(_SELECT["epochs"]))
 
     def next_epoch(self) -> int:
-        """A number that no formation has had."""
-        [last] = self._base.execute("SELECT coalesce(max(epoch), 0) FROM epochs").fetchone()
-        return int(last) + 1
+        """A number that no formation has had; raises LedgerError."""
+        with _reading(self.path):
+            [last] = self._base.execute("SELECT coalesce(max(epoch), 0) FROM epochs").fetchone()
+            return int(last) + 1
 
     def decisions(self) -> list[DecisionRecord]:
-        """What was decided when; without reasons."""
-        return records(DecisionRecord, self._base.execute(_SELECT["decisions"]))
+        """What was decided when, without reasons; raises LedgerError."""
+        with _reading(self.path):
+            return records(DecisionRecord, self._base.execute(_SELECT["decisions"]))
 
     def note_file(self, path: str, sha256: str, told: str) -> None:
         """Remember what was said of a job file."""
@@ -332,8 +336,9 @@ class Ledger:
 
     def files(self) -> dict[str, tuple[str, str]]:
         """By path, the SHA-256 of what was read of a job file and what was said of it."""
-        rows = self._base.execute("SELECT path, sha256, told FROM files")
-        return {path: (sha256, told) for path, sha256, told in rows}
+        with _reading(self.path):
+            rows = self._base.execute("SELECT path, sha256, told FROM files")
+            return {path: (sha256, told) for path, sha256, told in rows}
 
     def forget_file(self, path: str) -> None:
         """A job file is gone: one of this name that comes later is read, whatever it holds."""
@@ -418,7 +423,11 @@ class History:
     def of_run(cls, folder: Path) -> History | None:
         """Of a run's folder; None where it has no ledger. Raises LedgerError."""
         path = folder / LEDGER
-        return cls.of_rows(_read(path)) if path.is_file() else None
+        if not path.is_file():
+            return None
+        rows = _read(path)
+        with _reading(path):
+            return cls.of_rows(rows)
 
     @classmethod
     def of_rows(cls, rows: Rows) -> History:
@@ -452,7 +461,8 @@ def rows_of_run(folder: Path) -> Rows | None:
     if not path.is_file():
         return None
     rows = _read(path)
-    kept = {record.time for record in _last(records(DecisionRecord, rows["decisions"]))}
+    with _reading(path):
+        kept = {record.time for record in _last(records(DecisionRecord, rows["decisions"]))}
     return {
         "jobs": [[request, "{}", *rest] for request, _, *rest in rows["jobs"]],
         "epochs": rows["epochs"],
@@ -468,23 +478,31 @@ def _last(decisions: Sequence[DecisionRecord]) -> list[DecisionRecord]:
 
 
 def _read(path: Path) -> Rows:
+    address = f"{path.absolute().as_uri()}?mode=ro"
+    with _reading(path), closing(sqlite3.connect(address, uri=True)) as base:
+        [version] = base.execute("SELECT value FROM facts WHERE name = 'format'").fetchone()
+        _require_version(path, version, "read it with the version that wrote it")
+        base.execute("BEGIN")
+        return {name: list(map(list, base.execute(query))) for name, query in _SELECT.items()}
+
+
+@contextmanager
+def _reading(path: Path | str) -> Iterator[None]:
+    """Inside, what is wrong with a ledger's content is a LedgerError."""
     try:
-        with closing(sqlite3.connect(f"{path.absolute().as_uri()}?mode=ro", uri=True)) as base:
-            [version] = base.execute("SELECT value FROM facts WHERE name = 'format'").fetchone()
-            _require_version(path, int(version), "read it with the version that wrote it")
-            base.execute("BEGIN")
-            return {name: list(map(list, base.execute(query))) for name, query in _SELECT.items()}
-    except (sqlite3.Error, TypeError, ValueError) as error:
+        yield
+    except (sqlite3.Error, TypeError, ValueError, OverflowError) as error:
         raise LedgerError(
             "the run's ledger cannot be read",
             file=path,
             reason=f"{type(error).__name__}: {error}",
-            help="name the folder that `tlora-fx run` was given by -o",
+            help="name the folder that `tlora-fx run` was given by -o; a damaged ledger comes "
+            "back from a backup alone",
         ) from error
 
 
-def _require_version(path: Path | str, version: int, help: str) -> None:
-    if version != FORMAT:
+def _require_version(path: Path | str, version: str, help: str) -> None:
+    if version != str(FORMAT):
         what = "the run's ledger has another format"
         raise LedgerError(what, file=path, expected=FORMAT, found=version, help=help)
 

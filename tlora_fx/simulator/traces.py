@@ -11,6 +11,7 @@ import math
 import random
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field, fields, replace
 from datetime import UTC, datetime
 from pathlib import Path
@@ -241,7 +242,7 @@ def jobs_of(path: Path, reader: TraceReader, dropped: Dropped) -> Iterator[Trace
 
 def header_of(path: Path) -> list[str]:
     """The columns of a file: of a CSV's first line, or the keys of the first JSON object."""
-    with opened(path) as file:
+    with opened(path) as file, _decoding(path):
         first = file.readline().strip()
     if first.startswith("{"):
         return list(_object(first, 1, path))
@@ -267,7 +268,7 @@ def require_columns(path: Path, header: Iterable[str], needed: Iterable[str], fo
 
 def rows_of(path: Path) -> Iterator[tuple[int, Row]]:
     """The rows of a CSV file, or of a file of JSON lines, each with the number of its line."""
-    with opened(path) as file:
+    with opened(path) as file, _decoding(path):
         if file.read(1) == "{":
             file.seek(0)
             for line, text in enumerate(file, start=1):
@@ -280,7 +281,7 @@ def rows_of(path: Path) -> Iterator[tuple[int, Row]]:
         try:
             for row in reader:
                 yield reader.line_num, row
-        except (csv.Error, UnicodeDecodeError) as error:
+        except csv.Error as error:
             raise TraceFileError("a trace that is no CSV", file=path, found=error) from None
 
 
@@ -303,10 +304,24 @@ def opened(path: Path) -> IO[str]:
         ) from None
 
 
+@contextmanager
+def _decoding(path: Path) -> Iterator[None]:
+    """Inside, bytes that are no text are our own error."""
+    try:
+        yield
+    except UnicodeDecodeError as error:
+        raise TraceFileError(
+            "a trace that is no UTF-8 text",
+            file=path,
+            found=f"{error.reason} at byte {error.start}",
+            help="write it anew in UTF-8",
+        ) from None
+
+
 def _object(text: str, line: int, path: Path) -> dict[str, Any]:
     try:
         content = json.loads(text)
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise TraceFileError(
             "a line that is no JSON object", file=path, line=line, found=error
         ) from None

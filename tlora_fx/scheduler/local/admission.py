@@ -121,13 +121,15 @@ Answer = FileRead | JobPrepared | JobRestored | JobRefused
 class _Task:
     """A file to read, or jobs to prepare.
 
-    jobs   those that nothing was told of yet
+    jobs      those that nothing was told of yet
+    sources   by job, the run that it goes on from
     """
 
     file: Path | None = None
     jobs: deque[Spec] = field(default_factory=deque)
     again: bool = False
     submitted: float = 0.0
+    sources: Mapping[str, str] = field(default_factory=dict)
     reads: bool = field(init=False)
 
     def __post_init__(self) -> None:
@@ -197,10 +199,13 @@ class Admission:
         if jobs:
             self._tasks.append(_Task(jobs=deque(jobs), submitted=submitted))
 
-    def restore(self, jobs: Sequence[Spec]) -> None:
-        """See whether jobs of an earlier process can go on: `JobRestored` or `JobRefused`."""
+    def restore(self, jobs: Sequence[Spec], sources: Mapping[str, str]) -> None:
+        """See whether jobs of an earlier process can go on: `JobRestored` or `JobRefused`.
+
+        sources   by job, the folder of the run whose data and base have to be the same
+        """
         if jobs:
-            self._tasks.append(_Task(jobs=deque(jobs), again=True))
+            self._tasks.append(_Task(jobs=deque(jobs), again=True, sources=sources))
 
     def answers(self) -> Iterator[Answer]:
         """What is new."""
@@ -231,6 +236,7 @@ class Admission:
             jobs=tuple(task.jobs),
             again=task.again,
             submitted=task.submitted,
+            sources=task.sources,
             cpu_seconds=2 * self._seconds(task),
             memory_bytes=self.limits.bytes,
             trust_remote_code=self.limits.trust_remote_code,

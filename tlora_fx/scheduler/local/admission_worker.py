@@ -14,7 +14,7 @@ import signal
 import time
 from collections.abc import Callable, Mapping
 from contextlib import suppress
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple, Self
 
@@ -32,6 +32,7 @@ from tlora_fx.errors import AdmissionError, TloraError
 from tlora_fx.model.backbone import load_backbone
 from tlora_fx.runtime.checks import check_fits, load_tokenizer
 from tlora_fx.runtime.data import load_job_data, require_data
+from tlora_fx.runtime.identity import require_same_files
 from tlora_fx.scheduler.local.worker import EventWriter
 from tlora_fx.scheduler.requests import facts_of_job, request_of, shape_of
 from tlora_fx.scheduler.state import REQUEST, JobRequest
@@ -52,6 +53,8 @@ class AdmissionOrder:
     jobs           `Job.model_dump(mode="json")` of the jobs to prepare
     again          the jobs were prepared by an earlier run: their data need only be there
     submitted      second of the run at which the order was written
+    sources        by job prepared before, the run that it goes on from: its data and its base have
+                   to be what they were
     cpu_seconds    for each job, or for the file
     memory_bytes   beyond what the process has at its start
     trust_remote_code   whether a base may run code of its own where the file asks for it
@@ -62,6 +65,7 @@ class AdmissionOrder:
     jobs: tuple[Mapping[str, Any], ...] = ()
     again: bool = False
     submitted: float = 0.0
+    sources: Mapping[str, str] = field(default_factory=dict)
     cpu_seconds: float = 240.0
     memory_bytes: int = 4 << 30
     trust_remote_code: bool = False
@@ -134,7 +138,10 @@ def serve(
             require_trusted(job.base, None, trusted=order.trust_remote_code)
             require_trusted_functions([job], None, trusted=order.trust_remote_code)
             if order.again:
-                _tell(writer, "restored", shape=_dumped(restore(job)))
+                shape = _dumped(restore(job))
+                if job.name in order.sources:
+                    require_same_files(job, Path(order.sources[job.name]))
+                _tell(writer, "restored", shape=shape)
             else:
                 request, shape = prepare(job, order.submitted + time.monotonic() - begun)
                 plain = REQUEST.dump_python(request, mode="json")

@@ -269,6 +269,7 @@ class LocalOptions:
 
     more             for workers of other kinds
     pipeline         passes instead of the default, with extensions that bring some of them
+    accept_changes   jobs go on though their data or base are not as they were
     """
 
     device: str = "cpu"
@@ -279,6 +280,7 @@ class LocalOptions:
     stall: StallLimits = field(default_factory=StallLimits)
     pipeline: str | None = None
     extensions: tuple[str, ...] = ()
+    accept_changes: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -411,6 +413,7 @@ class LocalExecutor:
             options=options.more,
             pipeline=options.pipeline,
             extensions=options.extensions,
+            accept_changes=options.accept_changes,
         )
 
     def events(self) -> list[ExecutorEvent]:

@@ -71,6 +71,7 @@ class WorkerConfig:
     options: Mapping[str, Any] = field(default_factory=dict)
     pipeline: str | None = None
     extensions: tuple[str, ...] = ()
+    accept_changes: bool = False
 
     def write(self, path: Path) -> None:
         """Leave the config where its worker finds it."""
@@ -189,7 +190,11 @@ def _trainer(config: WorkerConfig, launch: Launch, writer: EventWriter | None) -
         resume=ResumeSources(Path(config.job_folders), sources, config.save_seconds),
         plan=plan,
         callback=None if writer is None else EventCallback(writer),
-        options=TrainerOptions(max_row_tokens=config.max_row_tokens, compiled=config.compiled),
+        options=TrainerOptions(
+            max_row_tokens=config.max_row_tokens,
+            compiled=config.compiled,
+            accept_changes=config.accept_changes,
+        ),
     )
 
 
@@ -250,6 +255,9 @@ class EventCallback(TrainerCallback):
 
     def warned(self, text: str) -> None:
         self.writer.write("warned", text=text)
+
+    def noted(self, text: str) -> None:
+        self.warned(text)
 
 
 def _ended(run: JobRun) -> bool:

@@ -1,0 +1,180 @@
+"""What files hold, as digests that are made once.
+
+The digest of a file is kept in the cache folder under the file's path, size, times and inode, so
+that it is made again only after somebody has written to the file. Small files are read each time.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import suppress
+from io import BufferedReader
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from tlora_fx.codegen.loading import cache_root
+from tlora_fx.config.job import BaseSpec
+from tlora_fx.durable import replace_file
+from tlora_fx.errors import BaseNotLoadable
+
+#: Blocks of each tensor that a sampled digest reads, evenly spread from its first byte to its last.
+BLOCKS = 8
+BLOCK_BYTES = 4096
+#: Digests of smaller files are not kept.
+KEPT_FROM_BYTES = 1 << 20
+#: A file that was written a moment ago may be written again within the same tick of its clock.
+SETTLED_SECONDS = 2.0
+_HEADER_LIMIT = 100 << 20
+_SHOWN = 32
+
+
+def file_digest(path: Path | str) -> str:
+    """The SHA-256 of a whole file, 32 hexadecimal digits of it; raises OSError."""
+
+    def whole(file: BufferedReader) -> str:
+        return hashlib.file_digest(file, "sha256").hexdigest()[:_SHOWN]
+
+    return str(_kept(Path(path), "whole", whole))
+
+
+def base_digests(spec: BaseSpec, *, whole: bool = False) -> dict[str, str] | None:
+    """A digest of each tensor of a base's safetensors files, by its name in them.
+
+    whole     read every byte, which for a large base takes minutes; else a few blocks of each
+              tensor, which shows another checkpoint but not one changed number
+    returns   None for a base without files, and for one of the hub that is not on this machine
+    raises    BaseNotLoadable when a file is no safetensors file
+    """
+    files = weight_files(spec)
+    if files is None:
+        return None
+    digests: dict[str, str] = {}
+    kind = "tensors-whole" if whole else "tensors-sampled"
+    for path in files:
+        try:
+            kept = _kept(path, kind, lambda file: dict(_of_tensors(file, whole)))
+        except (
+            OSError, ValueError, KeyError, TypeError, OverflowError, RecursionError,
+        ) as error:  # fmt: skip
+            raise BaseNotLoadable(
+                "a file of the base's weights cannot be read",
+                base=spec.model,
+                file=path,
+                found=f"{type(error).__name__}: {error}",
+                help="fetch it again: it is no safetensors file, or only a part of one",
+            ) from error
+        assert isinstance(kept, dict)
+        digests |= kept
+    return digests
+
+
+def weight_files(spec: BaseSpec) -> list[Path] | None:
+    """The safetensors files that a base is loaded from; None where there are none to look into."""
+    if spec.model is None:
+        return None
+    folder = Path(spec.model)
+    if not folder.is_dir():
+        found = _in_hub_cache(spec.model)
+        if found is None:
+            return None
+        folder = found
+    index, single = folder / "model.safetensors.index.json", folder / "model.safetensors"
+    if index.is_file():
+        with suppress(OSError, ValueError, KeyError, AttributeError, TypeError, RecursionError):
+            names = set(json.loads(index.read_bytes())["weight_map"].values())
+            return sorted(folder / name for name in names)
+    return [single] if single.is_file() else sorted(folder.glob("*.safetensors"))
+
+
+def _in_hub_cache(name: str) -> Path | None:
+    """The folder of a hub's model on this machine."""
+    from huggingface_hub import try_to_load_from_cache
+    from huggingface_hub.errors import HFValidationError
+
+    for file in ("model.safetensors.index.json", "model.safetensors"):
+        with suppress(HFValidationError):
+            path = try_to_load_from_cache(name, file)
+            if isinstance(path, str):
+                return Path(path).parent
+    return None
+
+
+def tensor_digests(tensors: Mapping[str, Tensor], *, whole: bool = False) -> dict[str, str]:
+    """The same of tensors in memory."""
+    return {name: _in_memory(tensor, whole) for name, tensor in sorted(tensors.items())}
+
+
+def _in_memory(tensor: Tensor, whole: bool) -> str:
+    digest = hashlib.sha256(f"{tensor.dtype} {list(tensor.shape)}".encode())
+    flat = tensor.detach().contiguous().reshape(-1).view(torch.uint8)
+    for start, length in _blocks(0, flat.numel(), whole):
+        digest.update(flat[start : start + length].cpu().numpy().data)
+    return digest.hexdigest()[:_SHOWN]
+
+
+def _of_tensors(file: BufferedReader, whole: bool) -> Iterator[tuple[str, str]]:
+    size = int.from_bytes(file.read(8), "little")
+    if not 0 < size <= _HEADER_LIMIT:
+        raise ValueError(f"a header of {size} bytes")
+    header = json.loads(file.read(size))
+    for name, entry in header.items():
+        if name == "__metadata__":
+            continue
+        digest = hashlib.sha256(f"{entry['dtype']} {entry['shape']}".encode())
+        begin, end = (8 + size + int(offset) for offset in entry["data_offsets"])
+        for start, length in _blocks(begin, end, whole):
+            file.seek(start)
+            block = file.read(length)
+            if len(block) < length:
+                raise ValueError(f"the file ends within {name}")
+            digest.update(block)
+        yield name, digest.hexdigest()[:_SHOWN]
+
+
+def _blocks(begin: int, end: int, whole: bool) -> Iterator[tuple[int, int]]:
+    """Where to read, and how much."""
+    length = end - begin
+    if whole or length <= BLOCKS * BLOCK_BYTES:
+        piece = 1 << 24
+        yield from ((start, min(piece, end - start)) for start in range(begin, end, piece))
+        return
+    for block in range(BLOCKS):
+        yield begin + (length - BLOCK_BYTES) * block // (BLOCKS - 1), BLOCK_BYTES
+
+
+# Digests by file.
+
+
+def _kept(path: Path, kind: str, make: Callable[[BufferedReader], object]) -> object:
+    """What `make` says of a file's content: as it was kept, or made now and kept."""
+    path = path.resolve()
+    with path.open("rb") as file:
+        before = os.fstat(file.fileno())
+        if before.st_size < KEPT_FROM_BYTES:
+            return make(file)
+        entry = _entry(path, kind, before)
+        with suppress(OSError, ValueError, KeyError, TypeError):
+            return json.loads(entry.read_bytes())["digest"]
+        made = make(file)
+        after = os.fstat(file.fileno())
+    settled = time.time() - after.st_mtime > SETTLED_SECONDS
+    if settled and _entry(path, kind, after) == entry:
+        # Without the cache it is made again.
+        with suppress(OSError):
+            entry.parent.mkdir(parents=True, exist_ok=True)
+            replace_file(entry, json.dumps({"file": str(path), "digest": made}).encode())
+    return made
+
+
+def _entry(path: Path, kind: str, status: os.stat_result) -> Path:
+    """Where the digest of a file, as it is now, is kept."""
+    written = (status.st_size, status.st_mtime_ns, status.st_ctime_ns, status.st_ino)
+    key = json.dumps([kind, str(path), status.st_dev, *written])
+    name = hashlib.sha256(key.encode("utf-8", "surrogateescape")).hexdigest()[:_SHOWN]
+    return cache_root() / "digests" / f"{name}.json"
