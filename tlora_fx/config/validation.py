@@ -66,7 +66,9 @@ class Mistake:
 
 def refuse(what: str, *, help: str = "", expected: str = "") -> PydanticCustomError:
     """A mistake for a validator to raise, in our words instead of pydantic's."""
-    context = {"what": what, "help": help, "expected": expected}
+    # What was found may hold half a character, which pydantic cannot print.
+    texts = {"what": what, "help": help, "expected": expected}
+    context = {k: v.encode("utf-8", "backslashreplace").decode() for k, v in texts.items()}
     return PydanticCustomError("tlora", "{what}", context)
 
 
