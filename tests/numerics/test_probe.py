@@ -199,3 +199,18 @@ def test_what_is_too_large_is_said(tmp_path, monkeypatch):
 
     assert "too many to draw" in str(probed(model))
     assert prepare(model.jobs).backbone is not None
+
+
+@pytest.mark.slow
+def test_a_deep_base_in_half_precision_is_not_refused_for_its_rounding(tmp_path):
+    """Thirty-two layers of bfloat16 part by more than two layers do, fused or alone."""
+    base = base_of(tmp_path, "gemma2", "bfloat16", num_hidden_layers=32)
+    model = compile([job("one", base, r=8, target_modules=["q_proj", "down_proj"])])
+    model.materialize(base_tensors(model.backbone), "cpu")
+
+    found = probe_loaded(
+        model.group, model.backbone, model.jobs, model.base_tensor_or_value, longest=40
+    )
+
+    assert not found.skipped
+    assert found.lengths

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.utils.rnn import pad_sequence
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.hooks import RemovableHandle
 
 # Two layouts are two draws of the rounding error. Fused against alone is a third one, which may
 # well be some times larger than the two happened to lie apart.
@@ -79,6 +80,22 @@ def rounding_unit(base: nn.Module, line: Sequence[int]) -> float:
     with _evaluating(base), torch.no_grad(), watch:
         _logits(base, torch.tensor([list(line)], device=device), None)
     return max((torch.finfo(dtype).eps for dtype in watch.seen), default=0.0)
+
+
+def disturb_embeddings(model: nn.Module, draw: int = 0) -> list[RemovableHandle]:
+    """Move what every embedding of a model gives by about a rounding, until the hooks are removed.
+
+    draw   the number of the disturbance, which decides it
+    """
+    generator = torch.Generator().manual_seed(draw)
+
+    def disturb(module: nn.Module, inputs: Any, output: Tensor) -> Tensor:
+        unit = 2 * torch.finfo(output.dtype).eps
+        noise = torch.randn(output.shape, generator=generator).to(output.device, torch.float64)
+        return output + (output.double() * unit * noise).to(output.dtype)
+
+    tables = [part for part in model.modules() if isinstance(part, nn.Embedding)]
+    return [table.register_forward_hook(disturb) for table in tables]
 
 
 @dataclass(slots=True)

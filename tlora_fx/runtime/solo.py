@@ -31,6 +31,7 @@ from torch.overrides import TorchFunctionMode
 
 from tlora_fx.config.job import Job
 from tlora_fx.errors import OracleError
+from tlora_fx.numerics.noise import disturb_embeddings
 from tlora_fx.ops.dropout import keep_scale, threshold_of
 from tlora_fx.ops.philox import sixteens
 from tlora_fx.ops.tables import site_id
@@ -145,15 +146,7 @@ class SoloTrainer:
 
         draw   the number of the disturbance, which decides it
         """
-        generator = torch.Generator().manual_seed(draw)
-
-        def disturb(module: nn.Module, inputs: Any, output: Tensor) -> Tensor:
-            unit = 2 * torch.finfo(output.dtype).eps
-            noise = torch.randn(output.shape, generator=generator).to(output.device, torch.float64)
-            return output + (output.double() * unit * noise).to(output.dtype)
-
-        tables = [part for part in self._model.modules() if isinstance(part, nn.Embedding)]
-        handles = [table.register_forward_hook(disturb) for table in tables]
+        handles = disturb_embeddings(self._model, draw)
         try:
             yield
         finally:
