@@ -214,3 +214,20 @@ def test_a_deep_base_in_half_precision_is_not_refused_for_its_rounding(tmp_path)
 
     assert not found.skipped
     assert found.lengths
+
+
+def test_the_ends_of_a_large_base_are_tried_on_its_own_weights(tmp_path, monkeypatch):
+    """Only the tensors of two layers of six are asked for."""
+    monkeypatch.setattr(probe, "SMALL_BASE", 1)
+    base = base_of(tmp_path, "llama", "float32", num_hidden_layers=6)
+    model = compile([job("one", base, r=2, target_modules=["q_proj"])])
+    weights, asked = base_tensors(model.backbone), set()
+
+    def value(name):
+        asked.add(name.split(".layers.")[-1].partition(".")[0])
+        return weights[name]
+
+    found = probe_loaded(model.group, model.backbone, model.jobs, value, longest=20, ends=True)
+
+    assert not found.skipped
+    assert asked & set("012345") == {"0", "5"}

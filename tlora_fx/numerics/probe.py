@@ -117,15 +117,19 @@ def probe_loaded(
     value: Callable[[str], Tensor],
     longest: int,
     tokens: int = 2048,
+    *,
+    ends: bool = False,
 ) -> Probed:
     """Try a fused graph on the base's weights, where they lie.
 
     value     a tensor of the base by canonical name
     longest   tokens of the jobs' longest sample
     tokens    how many run at most
+    ends      a large base runs with the first and the last layer of each structure
     raises    FusedDiffers, naming job, sequence and the first module whose values part
     """
-    layers = frozenset(path for paths in _instances(group) for path in paths)
+    every = frozenset(path for paths in _instances(group) for path in paths)
+    layers = _layers(group, backbone) if ends else every
     lengths = _lengths(backbone, tokens, longest)
     return _Probe(group, backbone, jobs, _Loaded(value), layers, lengths, None).run()
 

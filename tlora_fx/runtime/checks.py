@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Hashable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from itertools import chain
 from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
 
 from tlora_fx.config.job import BaseSpec, Job
 from tlora_fx.cost.facts import facts_of
@@ -178,13 +181,40 @@ def probe_base(model: SuperModel, data: Mapping[str, JobData]) -> Probed:
 
     raises    FusedDiffers
     """
-    longest = max((len(s.input_ids) for each in data.values() for s in each.samples), default=0)
     device = next(model.parameters()).device
-    key = (model.source, model.backbone.fingerprint(), str(device), longest)
+    return _tried(model, data, device, model.base_tensor_or_value, ends=False)
+
+
+def probe_ends(
+    model: SuperModel,
+    data: Mapping[str, JobData],
+    base: Mapping[str, Tensor],
+    device: torch.device,
+) -> Probed:
+    """Try a model whose weights no process will hold whole, before it is loaded.
+
+    Of a large base the first and the last layer of each structure run.
+
+    base      its tensors by canonical name
+    raises    FusedDiffers
+    """
+    return _tried(model, data, device, lambda name: base[name].to(device), ends=True)
+
+
+def _tried(
+    model: SuperModel,
+    data: Mapping[str, JobData],
+    device: torch.device,
+    value: Callable[[str], Tensor],
+    *,
+    ends: bool,
+) -> Probed:
+    longest = max((len(s.input_ids) for each in data.values() for s in each.samples), default=0)
+    key = (model.source, model.backbone.fingerprint(), str(device), longest, ends)
     if key not in _probed:
-        value = model.base_tensor_or_value
+        parts = model.group, model.backbone, model.jobs
         try:
-            _probed[key] = probe_loaded(model.group, model.backbone, model.jobs, value, longest)
+            _probed[key] = probe_loaded(*parts, value, longest, ends=ends)
         except TloraError:
             raise
         except Exception as error:  # noqa: BLE001  (such as no memory for it: no fault of the model)

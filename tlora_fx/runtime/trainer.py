@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from tlora_fx.compiler import Jobs, as_jobs
 from tlora_fx.cost.load import MAX_ROW_TOKENS
@@ -19,6 +20,7 @@ from tlora_fx.cost.plan import Plan
 from tlora_fx.errors import CheckpointError, MetricsError
 from tlora_fx.model.batch import PackedBatch
 from tlora_fx.model.supermodel import SuperModel
+from tlora_fx.numerics.probe import Probed
 from tlora_fx.ops.kernels.select import is_strict
 from tlora_fx.parallel.apply import (
     ReducingRunner,
@@ -45,6 +47,7 @@ from tlora_fx.runtime.checks import (
     load_all_data,
     longest_row,
     probe_base,
+    probe_ends,
     require_same_jobs,
 )
 from tlora_fx.runtime.controllers import NanoBatches
@@ -294,10 +297,14 @@ class Trainer:
 
     def prepare(self, data: Mapping[str, JobData]) -> None:
         """Load the base, start or restore the adapters, and make each job's optimizer."""
+        pieces = self.plan.planner not in ("single", "replicated")
         if not self.model.ready:
             base = base_tensors(self.model.backbone, self.device)
+            if pieces:
+                self._probe(data, base)
             load(self.model, self.plan, self.mesh, base)
-        self._probe(data)
+        if not pieces:
+            self._probe(data)
         start_adapters(self.model)
         if self.options.compiled and not self.model.is_compiled:
             self.model.compile()
@@ -330,10 +337,23 @@ class Trainer:
         for run in self.runs:
             files = run.begin(self._base_name(), files)
 
-    def _probe(self, data: Mapping[str, JobData]) -> None:
-        """Try the model against the base alone; where that cannot be done, say so."""
-        if self.plan.planner in ("single", "replicated"):
+    def _probe(self, data: Mapping[str, JobData], base: Mapping[str, Tensor] | None = None) -> None:
+        """Try the model against the base alone; where that cannot be done, say so.
+
+        base    what a model of which processes hold pieces is about to be loaded from; where those
+                are pieces of matrices, what `compile` tried is all that is known. None: it is whole
+        """
+        if base is None:
             skipped = probe_base(self.model, data).skipped
+        elif self.plan.mesh.tp == 1:
+            ours = self.ranks.together(
+                lambda: (
+                    probe_ends(self.model, data, base, self.device)
+                    if self.mesh.leader
+                    else Probed()
+                )
+            )
+            skipped = ours.skipped
         else:
             skipped = next((why for name, why in self.model.group.notes if name == "probe"), "")
         if skipped:
