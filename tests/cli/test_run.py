@@ -77,6 +77,7 @@ WRONG = {
     "rank": {"lora": {"r": 10**42}},
     "batch": {"per_device_train_batch_size": 10**400},
     "steps": {"max_steps": 10**400},
+    "schedule": {"lr_scheduler_type": "polynomial", "lr_scheduler_kwargs": {"power": -1.0}},
 }
 PATTERN = {"lora": {"r": 4, "target_modules": "(([a-z_.]+)+)+[0-9]"}}
 

@@ -32,6 +32,7 @@ from tlora_fx.errors import AdmissionError, TloraError
 from tlora_fx.model.backbone import load_backbone
 from tlora_fx.runtime.checks import check_fits, load_tokenizer
 from tlora_fx.runtime.data import load_job_data, require_data
+from tlora_fx.runtime.optimizer import require_trainable
 from tlora_fx.runtime.identity import require_same_files
 from tlora_fx.scheduler.local.worker import EventWriter
 from tlora_fx.scheduler.requests import facts_of_job, request_of, shape_of
@@ -101,6 +102,7 @@ def prepare(job: Job, submitted: float) -> PreparedJob:
     backbone = load_backbone(job.base)
     data = load_job_data(job, load_tokenizer(job.base))
     check_fits(backbone, {job.name: data})
+    require_trainable(job, data.steps)
     lengths = [len(sample.input_ids) for sample in data.samples]
     request = request_of(job, lengths=lengths, submitted=submitted, facts=facts)
     return PreparedJob(request, shape_of(job))
