@@ -248,7 +248,8 @@ def run_fused(model: SuperModel, parts: Sequence[JobTokens]) -> dict[str, Outcom
             assert parameter.grad is not None
             parameter.grad.zero_()
     losses = model(row_of(model, parts))
-    losses.sum().backward()
+    if losses.requires_grad:  # an empty row of jobs that adapt the head alone has nothing to learn
+        losses.sum().backward()
     return {
         own.name: Outcome(losses[place].detach(), _gradients(model.job_parameters(own.name)))
         for place, own in enumerate(model.jobs)

@@ -16,7 +16,7 @@ from tlora_fx.compiler import run_passes
 from tlora_fx.errors import PipelineError
 from tlora_fx.graph_file import graph_text, graphs_of_text, load_graphs, save_graphs
 from tlora_fx.ir.verifier import fingerprint
-from tlora_fx.pipeline import Runner, parse_pipeline
+from tlora_fx.pipeline import Runner, parse_pipeline, registry
 from tlora_fx.tools.opt import run_on
 
 REST = "lower-adapters,share-input,key-dropouts,lower-loss"
@@ -85,8 +85,9 @@ def test_passes_are_watched(files, capsys):
     assert "branches in shared operators" in err
 
 
-def test_a_pass_of_a_file_runs(files, capsys, tmp_path):
+def test_a_pass_of_a_file_runs(files, capsys, tmp_path, monkeypatch):
     """`--load` imports it."""
+    monkeypatch.setattr(registry, "REGISTRY", dict(registry.REGISTRY))  # no other test sees it
     (tmp_path / "count_calls_of_opt.py").write_text(PASS)
 
     told(capsys, "opt", files / "fused.tfx", "--pipeline", "count-calls",

@@ -247,7 +247,7 @@ def test_code_of_a_base_is_refused_unless_the_run_trusts_it(tmp_path):
         admission = Admission(tmp_path / "run", ForkHere(None), limits)
         admission.read(path)
         told += ended(admission)
-        admission.restore(told[0].jobs)
+        admission.restore(told[0].jobs, {})
         told += ended(admission)
     taken, restored, refused, parked = told
 
@@ -271,7 +271,7 @@ def test_a_job_whose_data_or_base_is_gone_cannot_go_on_now(tmp_path, gone):
     admission.read(path)
     [file] = ended(admission)
     (tmp_path / gone).rename(tmp_path / "elsewhere")
-    admission.restore(file.jobs)
+    admission.restore(file.jobs, {})
     [answer] = ended(admission)
 
     assert isinstance(answer, JobRefused)

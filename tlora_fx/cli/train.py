@@ -109,8 +109,12 @@ def run(options: TrainOptions) -> None:
     launch = Launch.found()
     plan = options.plan or ("auto" if launch.size > 1 else "single")
     options = replace(options, plan=plan, resume=options.resume or launch.again)
-    with _starting(options.output, () if options.resume else jobs):
-        exits_at_once(lambda: _train(options, launch), launch, lambda: how_to_go_on(options.output))
+
+    def work() -> None:
+        with _starting(options.output, () if options.resume else jobs):
+            _train(options, launch)
+
+    exits_at_once(work, launch, lambda: how_to_go_on(options.output))
 
 
 def _require_right(options: TrainOptions) -> Sequence[Job]:

@@ -208,7 +208,9 @@ class RowRunner:
 
     def _run(self, row: PackedBatch, weights: Tensor) -> Tensor:
         losses: Tensor = self.model(self._moved(row)) * weights
-        losses.sum().backward()  # type: ignore[no-untyped-call]
+        # An empty row of jobs that adapt the head alone has nothing to learn from.
+        if losses.requires_grad:
+            losses.sum().backward()  # type: ignore[no-untyped-call]
         return losses.detach()
 
     def _captured(self, row: PackedBatch, weights: Tensor) -> Tensor | None:

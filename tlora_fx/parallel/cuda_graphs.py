@@ -238,7 +238,8 @@ class RowGraph:
         before = torch.cuda.memory_allocated(device)
         losses = self.model(self.row) * self.weights
         kept = torch.cuda.memory_allocated(device) - before
-        losses.sum().backward()
+        if losses.requires_grad:
+            losses.sum().backward()
         return losses.detach(), max(0, kept)
 
     def capture(self, pool: Any, stream: torch.cuda.Stream, gathering: SideStreams | None) -> None:
@@ -252,7 +253,8 @@ class RowGraph:
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph, pool=pool, stream=stream):
             losses = self.model(self.row) * self.weights
-            losses.sum().backward()
+            if losses.requires_grad:
+                losses.sum().backward()
             if gathering is not None:
                 gathering.join()
         self._graph, self._losses = graph, losses.detach()

@@ -32,8 +32,8 @@ from tlora_fx.errors import AdmissionError, TloraError
 from tlora_fx.model.backbone import load_backbone
 from tlora_fx.runtime.checks import check_fits, load_tokenizer
 from tlora_fx.runtime.data import load_job_data, require_data
-from tlora_fx.runtime.optimizer import require_trainable
 from tlora_fx.runtime.identity import require_same_files
+from tlora_fx.runtime.optimizer import require_trainable
 from tlora_fx.scheduler.local.worker import EventWriter
 from tlora_fx.scheduler.requests import facts_of_job, request_of, shape_of
 from tlora_fx.scheduler.state import REQUEST, JobRequest
