@@ -8,7 +8,7 @@
 # gigabytes.
 
 PYTHON ?= python3
-WORKERS ?= 2
+WORKERS ?= 3
 # Damaged files of each of 13 kinds that `make fuzz` reads.
 FUZZ_CASES ?= 1660
 

@@ -37,6 +37,11 @@ LONG = (
     "ops/test_interpreted.py",
     "parallel/test_pipeline.py",
     "parallel/test_trainer_plans.py",
+    "runtime/test_evaluation.py",
+    "scheduler/test_admission.py",
+    "scheduler/test_service.py",
+    "silence/test_written.py",
+    "tracing/test_never_silently_wrong.py",
     "model/test_compiled.py",
     "model/test_exported.py",
 )

@@ -230,6 +230,7 @@ def test_a_model_under_another_plan_trains_as_one_that_was_built_for_it():
     assert found["gathered"] == [False, True, False]
 
 
+@pytest.mark.slow
 def test_a_measured_grid_is_predicted_again():
     """By today's profile of the GPU that the file names; what was measured stays."""
     measured = {"ms": 20.0, "peak_bytes": 1e10, "predicted_ms": 1.0, "predicted_bytes": 1.0}

@@ -63,6 +63,7 @@ def statuses(folder: Path) -> dict[str, tuple[str, int]]:
     return {name: (status["status"], status["step"]) for name, status in found.items()}
 
 
+@pytest.mark.slow
 def test_processes_train_that_die_and_start_again(job_file: Path, tmp_path: Path) -> None:
     """A killed process ends the run, or has torchrun start all again, which go on by themselves."""
     output = tmp_path / "run"

@@ -88,7 +88,9 @@ def compiled_count(model, rows, bound=1e-9, backend="eager"):
     return first, counter.frame_count
 
 
-@pytest.mark.parametrize("kinds", [({}, {}, {}), KINDS], ids=["plain", "mixed"])
+@pytest.mark.parametrize(
+    "kinds", [pytest.param(({}, {}, {}), marks=pytest.mark.slow), KINDS], ids=["plain", "mixed"]
+)
 def test_layers_of_one_structure_compile_twice_whatever_the_rows(base, kinds):
     """Two compilations of a layer and one of the loss; none for any later row."""
     model = ready(of_kinds(base, *kinds))

@@ -71,6 +71,7 @@ def test_two_processes_train_as_one_does(two, name):
 
 
 @pytest.mark.parametrize("name", FOUR)
+@pytest.mark.slow
 def test_four_processes_train_as_one_does(four, name):
     """Replicas of stages, and stages whose matrices are cut, included."""
     check([rank[name] for rank in four])

@@ -16,6 +16,7 @@ from tests.models import (
     run_fused,
     tokens,
 )
+from tests.sampled import sampled
 from tlora_fx.compiler import DEFAULT_PIPELINE, compile, run_passes
 from tlora_fx.errors import NotNanoBatchable
 from tlora_fx.ir.graph import is_call, output_of
@@ -99,7 +100,7 @@ def test_numbers_stay_for_dropout_and_branches_that_run_as_they_are(llama):
     assert_equal_to_whole_rows(llama, "count=2", "count=8", "count=3 inside=true")
 
 
-@pytest.mark.parametrize("family", ["gpt2", "phi3-longrope"])
+@pytest.mark.parametrize("family", sampled(["gpt2", "phi3-longrope"]))
 def test_numbers_stay_in_every_family(family, tmp_path):
     """Learnt positions, and tables that depend on a job's longest sequence."""
     jobs = mixed_jobs(base_of(tmp_path, family), FAMILIES[family].targets)

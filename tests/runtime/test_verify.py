@@ -11,6 +11,7 @@ from transformers import AutoConfig
 
 from tests.models import SIZES, VOCABULARY
 from tests.runtime.groups import make_data, make_job, tiny_base
+from tests.sampled import sampled
 from tlora_fx.compiler import compile
 from tlora_fx.config.job import BaseSpec
 from tlora_fx.model.adapter_bank import AdapterBank
@@ -43,7 +44,7 @@ def jobs_on(base, dropout=0.1):
     ]
 
 
-@pytest.mark.parametrize("dtype", ["float32", "float64"])
+@pytest.mark.parametrize("dtype", sampled(["float32", "float64"]))
 def test_twenty_adamw_steps_equal_plain_peft(tmp_path, dtype):
     """Losses within 2e-6 and adapters within 1e-5 of each job alone, without dropout and with."""
     jobs = jobs_on(tiny_base(tmp_path, dtype))
