@@ -358,7 +358,7 @@ def _checked_files(folder: Path, only: frozenset[str] | None) -> dict[str, bytes
     try:
         manifest = json.loads((folder / "manifest.json").read_bytes())
         written_by, sums = int(manifest["format"]), dict(manifest["sha256"])
-    except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
+    except (OSError, ValueError, KeyError, TypeError, OverflowError, RecursionError) as error:
         raise _Damaged(f"its manifest cannot be read ({error})") from error
     if written_by != FORMAT:
         raise CheckpointError(

@@ -594,7 +594,7 @@ class _SnapshotFile(_Section):
             content = json.loads(path.read_bytes())
             _require_format(path, content)
             return cls.model_validate(content)
-        except (OSError, ValueError) as error:
+        except (OSError, ValueError, RecursionError) as error:
             raise _no_state(path, error) from error
 
     def write(self, path: Path) -> None:
