@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from tlora_fx.config.job import BaseSpec, DataSpec, Job
     from tlora_fx.config.job_file import JobFile, load_job_file
     from tlora_fx.errors import TloraError
+    from tlora_fx.ir.graph import OpenSlots
     from tlora_fx.model.supermodel import SuperModel
     from tlora_fx.runtime.trainer import Trainer, TrainerCallback, TrainerOptions
     from tlora_fx.tools.explain import why_not
@@ -25,6 +26,7 @@ __all__ = [
     "DataSpec",
     "Job",
     "JobFile",
+    "OpenSlots",
     "SuperModel",
     "TloraError",
     "Trainer",
@@ -44,6 +46,7 @@ _HOMES = {
     "DataSpec": "tlora_fx.config.job",
     "Job": "tlora_fx.config.job",
     "JobFile": "tlora_fx.config.job_file",
+    "OpenSlots": "tlora_fx.ir.graph",
     "SuperModel": "tlora_fx.model.supermodel",
     "TloraError": "tlora_fx.errors",
     "Trainer": "tlora_fx.runtime.trainer",

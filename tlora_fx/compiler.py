@@ -26,6 +26,7 @@ from tlora_fx.errors import (
     GraphInvalid,
     JobsDiffer,
     LayersNotChained,
+    NotAdmitted,
     NotFoldable,
     NotTokenParallel,
     PaddingSeen,
@@ -34,8 +35,18 @@ from tlora_fx.errors import (
     TloraError,
 )
 from tlora_fx.inspect.instruments import LOG_VARIABLE, Watch, watch_from
-from tlora_fx.ir.graph import AdapterSite, Form, GroupGraph, JobGraph
+from tlora_fx.ir.graph import (
+    AdapterSite,
+    Form,
+    GroupGraph,
+    JobGraph,
+    OpenSlots,
+    rename_job,
+    vacant,
+)
 from tlora_fx.model.backbone import Backbone, load_backbone
+from tlora_fx.model.elastic import Resolve
+from tlora_fx.model.slots import VECTOR
 from tlora_fx.model.supermodel import SuperModel
 from tlora_fx.numerics import Numerics, watch_numerics
 from tlora_fx.numerics.probe_cache import probe_once
@@ -91,6 +102,7 @@ def compile(
     jobs: Jobs,
     pipeline: str | Pipeline | None = None,
     *,
+    open: OpenSlots | None = None,  # noqa: A002  (the group is open)
     dropout: bool = True,
     verify: Verify | None = None,
     instruments: Sequence[Instrument] = (),
@@ -100,6 +112,7 @@ def compile(
 
     jobs          a job file, its path, or jobs
     pipeline      passes to run instead of the default
+    open          room for jobs that come and go (`SuperModel.admit`, `release`)
     dropout       False: every rate is 0, the base's too
     verify        what is checked after each pass: "none", "structure" or "numerics"; by default
                   what TLORA_FX_LOG says, else "structure"
@@ -116,6 +129,9 @@ def compile(
     runner = _runner(passes, instruments, verify, watch)
     with runner.phase("compile"):
         given = _prepare_for(jobs, runner, dropout=dropout, lowers=lowers)
+        members, resolve = given.jobs, None
+        if open is not None:
+            given, resolve = _opened(given, open, dropout=dropout)
         group = _fuse(given, runner, on_failure, probed=watch.stop_after is None)
         if watch.stop_after is not None:
             raise StoppedAfter(
@@ -124,7 +140,56 @@ def compile(
                 help="leave it out to build the model, or use tlora_fx.run_passes",
             )
         with runner.phase("build the module"):
-            return SuperModel(group, given.backbone, given.jobs)
+            if open is None:
+                return SuperModel(group, given.backbone, given.jobs)
+            return _occupied(group, given, open, members, resolve)
+
+
+def _opened(given: Prepared, slots: OpenSlots, *, dropout: bool) -> tuple[Prepared, Resolve]:
+    """Slots in place of jobs, each a job that adapts every open site; and how to find sites."""
+    if slots.rank % VECTOR or slots.rows % VECTOR or not 0 < slots.rank <= slots.rows:
+        raise NotAdmitted(
+            f"rows and the largest rank of open slots are multiples of {VECTOR}",
+            found=f"rows={slots.rows}, rank={slots.rank}",
+            help=f"choose the next multiple of {VECTOR}",
+        )
+    targets = slots.sites if isinstance(slots.sites, str) else list(slots.sites)
+    rate = 0.5 if slots.dropout and dropout else 0.0
+    lora = {"r": slots.rank, "target_modules": targets, "lora_dropout": rate}
+    jobs = [
+        given.jobs[0].model_copy(update={"name": vacant(slot), "lora": lora, "adapter": None})
+        for slot in range(slots.jobs)
+    ]
+    sites = resolve_sites(jobs[0], given.backbone)
+
+    def resolve(job: Job) -> dict[str, AdapterSite]:
+        return resolve_sites(job if dropout else _without_dropout(job), given.backbone)
+
+    return replace(given, jobs=jobs, sites=[sites] * slots.jobs), resolve
+
+
+def _occupied(
+    group: GroupGraph,
+    given: Prepared,
+    slots: OpenSlots,
+    members: Sequence[Job],
+    resolve: Resolve | None,
+) -> SuperModel:
+    """An open model with its first jobs."""
+    if group.exact:
+        raise NotAdmitted(
+            "this base cannot be open for jobs that come and go",
+            base=given.backbone.title,
+            reason=group.notes[-1][1] if group.notes else None,
+            help="leave `open` out",
+        )
+    group.open = slots
+    for slot in range(slots.jobs):
+        rename_job(group, slot, vacant(slot), {})
+    model = SuperModel(group, given.backbone, given.jobs, resolve)
+    for job in members:
+        model.admit(job)
+    return model
 
 
 def run_passes(

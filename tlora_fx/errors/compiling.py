@@ -21,6 +21,14 @@ class JobsDiffer(CompileError, code="T0203"):
     """Jobs of one group differ in base, dtype or tokenizer."""
 
 
+class NotAdmitted(CompileError, code="T0252"):
+    """A job cannot join a running Shared Super-Model: it is full, or of another structure.
+
+    `tlora_fx.compile(jobs, open=OpenSlots(...))` says what finds room. The job trains in a group
+    of its own.
+    """
+
+
 class BaseNotTraceable(CompileError, code="T0204"):
     """torch.export cannot trace the model.
 

@@ -181,6 +181,25 @@ class JobGraph:
         return replace(self, name=name, sites=sites, notes=list(self.notes), facts=facts)
 
 
+@dataclass(frozen=True, slots=True)
+class OpenSlots:
+    """What jobs that come later find room for in a Shared Super-Model.
+
+    sites     modules that they may adapt, as PEFT's `target_modules`; those that no job adapts are
+              lowered all the same
+    rows      of each site's bank: the ranks of all jobs together, each a multiple of 8
+    jobs      slots
+    rank      the largest that a job may have at a site, a multiple of 8
+    dropout   whether jobs may drop; False spares the backward a mask
+    """
+
+    sites: str | tuple[str, ...] = "all-linear"
+    rows: int = 128
+    jobs: int = 16
+    rank: int = 32
+    dropout: bool = True
+
+
 @dataclass(slots=True)
 class GroupGraph:
     """Jobs on one base, and the Shared Super-Model that group passes make of them.
@@ -190,6 +209,7 @@ class GroupGraph:
     constants   values lifted out of model code, by the name that get_attr nodes give
     exact       branches carry each job's own numbers, so any of them may run as it is
     compute     dtype in which adapters multiply: "base", or "float32" as PEFT does
+    open        room for jobs that come and go; None: these jobs stay
     facts       what holds of the graphs, and the pass that provides it, as pipelines spell it
     """
 
@@ -202,6 +222,7 @@ class GroupGraph:
     constants: dict[str, torch.Tensor] = field(default_factory=dict)
     notes: list[tuple[str, str]] = field(default_factory=list)
     facts: dict[str, str] = field(default_factory=dict)
+    open: OpenSlots | None = None
 
     def __post_init__(self) -> None:
         self.constants.update(self.base.constants)
@@ -395,3 +416,30 @@ def _key(node: fx.Node, owner: str, where: str, taken: set[str], before: set[str
         number += 1
         key = f"{plain}#{number}"
     return key
+
+
+# Slots of an open group: a job takes a vacant one's place in every graph.
+
+
+def vacant(slot: int) -> str:
+    """The name of a slot that no job is in; no job can be called so."""
+    return f"free slot {slot}"
+
+
+def rename_job(group: GroupGraph, slot: int, name: str, sites: dict[str, AdapterSite]) -> None:
+    """Let another job, or nobody, be in a slot.
+
+    name     the job's, or `vacant(slot)`
+    sites    its adapters
+    """
+    old, group.jobs[slot] = group.jobs[slot].name, group.jobs[slot].for_job(name, sites)
+    for graph in group.graphs():
+        for node in graph.nodes:
+            jobs: tuple[str, ...] = node.meta.get("jobs") or ()
+            if old in jobs:
+                node.meta["jobs"] = tuple(name if job == old else job for job in jobs)
+            branches: dict[str, Any] = node.meta.get("branches") or {}
+            if old in branches:
+                node.meta["branches"] = {
+                    name if job == old else job: branch for job, branch in branches.items()
+                }

@@ -9,9 +9,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from tlora_fx.ir.graph import AdapterSite, Pieces
+from tlora_fx.model.slots import RowTable
+from tlora_fx.ops.kernels import refresh, release
 
 Cut = Pieces | None
 # Columns that one draw of a mask decides, and the bits of a site's id.
@@ -30,6 +33,7 @@ class AdapterBank(nn.Module):
     site     int64 [] on the CPU, the site's id in dropout masks; its upper 32 bits are the first
              column block of x where x is a piece of the site's input
     shards   how a and b are cut where processes hold pieces of them
+    table    which rows are whose in an open bank, whose jobs come and go; None: they stay
     """
 
     ranks: Tensor
@@ -55,6 +59,7 @@ class AdapterBank(nn.Module):
         """
         super().__init__()
         self.shards = shards
+        self.table: RowTable | None = None
         sizes = [0 if site is None else site.rank for site in sites]
         offsets = [sum(sizes[:end]) for end in range(len(sizes) + 1)]
         scales = [0.0 if site is None else site.scaling for site in sites]
@@ -93,12 +98,76 @@ class AdapterBank(nn.Module):
 
     def serves(self, job: int) -> bool:
         """Whether a job has an adapter here."""
+        start, stop = self._rows_of(job)
+        return stop > start
+
+    def _rows_of(self, job: int) -> tuple[int, int]:
         start, stop = self.ranks[job : job + 2].tolist()
-        return bool(stop > start)
+        return start, stop if self.table is None else start + self.table.ranks[job]
+
+    def open(self, largest: int) -> None:
+        """Let jobs come and go; nobody has an adapter yet.
+
+        largest   rank that a job may have
+        """
+        self.table = RowTable.empty(len(self.scales), self.a.shape[0], largest)
+
+    @torch.no_grad()
+    def lay(self, table: RowTable, slot: int, site: AdapterSite | None) -> None:
+        """Let slots own the rows of a table; the job of one of them has come, or gone.
+
+        Jobs that move take values and gradients along; what nobody uses holds zeros. Tables are
+        written in place, and so are their copies on a device, which captured graphs read.
+
+        site   the adapter of the slot's job, None where it has none
+        """
+        assert self.table is not None
+        before, self.table = self.table, table
+        if not self.a.is_meta:
+            self._move(before, table)
+        self.ranks.copy_(torch.tensor(table.offsets, dtype=torch.int32))
+        self.scales[slot] = 0.0 if site is None else site.scaling
+        self.rates[slot] = 0.0 if site is None else site.dropout
+        refresh(self.ranks, self.scales, self.rates)
+
+    def _move(self, before: RowTable, after: RowTable) -> None:
+        """Clear the rows of jobs that leave, and bring those of jobs that move."""
+        spans = {
+            slot: (slice(start, start + rank), slice(end, end + rank) if left else None)
+            for slot, (start, rank) in enumerate(zip(before.offsets, before.ranks, strict=False))
+            for end, left in [(after.offsets[slot], after.ranks[slot])]
+            if rank and (start != end or not left)
+        }
+        for leaf in (self.a.data, self.b.data, self.a.grad, self.b.grad) if spans else ():
+            assert leaf is not None
+            rows = [(leaf[old].clone(), new) for old, new in spans.values() if new is not None]
+            for old, _ in spans.values():
+                leaf[old] = 0
+            for values, new in rows:
+                leaf[new] = values
+
+    @torch.no_grad()
+    def grow(self, slots: int, rows: int) -> None:
+        """Make room for more jobs and rows; everybody stays where they are.
+
+        The tensors are others afterwards: what reads them is compiled and captured again.
+        """
+        assert self.table is not None
+        release(self.ranks, self.scales, self.rates)
+        self.table = self.table.grown(slots, rows)
+        more = slots - len(self.scales)
+        self.ranks = torch.tensor(self.table.offsets, dtype=torch.int32)
+        self.scales, self.rates = (F.pad(table, (0, more)) for table in (self.scales, self.rates))
+        for name in ("a", "b"):
+            old = getattr(self, name)
+            padding = (0, 0, 0, rows - old.shape[0])
+            leaf = nn.Parameter(F.pad(old.data, padding), old.requires_grad)
+            leaf.grad = None if old.grad is None else F.pad(old.grad, padding)
+            setattr(self, name, leaf)
 
     def job_parameters(self, job: int) -> tuple[nn.Parameter, nn.Parameter]:
         """One job's A [r, in] and B [out, r] with their gradients, all views of the bank."""
-        start, stop = self.ranks[job : job + 2].tolist()
+        start, stop = self._rows_of(job)
         views = []
         for leaf, turned in ((self.a, False), (self.b, True)):
             assert leaf.grad is not None

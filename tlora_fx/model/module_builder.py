@@ -149,8 +149,14 @@ class _TensorBuilder:
         a, b = (site.arguments[name].meta["tensor"] for name in ("a", "b"))
         shape = (a.shape[1], b.shape[1])
         key = site_id(f"{path}.lora_dropout")
-        rows, cuts = self._bank_rows(site, layer), (a.shard, b.shard)
-        bank = AdapterBank(sites, shape, a.dtype, key, rows, cuts)
+        slots, cuts = self.group.open, (a.shard, b.shard)
+        if slots is None:
+            rows = self._bank_rows(site, layer)
+            bank = AdapterBank(sites, shape, a.dtype, key, rows, cuts)
+        else:
+            nobody = [None] * len(sites)
+            bank = AdapterBank(nobody, shape, a.dtype, key, slots.rows, cuts)
+            bank.open(slots.rank)
         _add_module(module, f"{site.path}.lora", bank)
         self.layout.banks[path] = bank
         return bank

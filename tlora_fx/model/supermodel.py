@@ -17,13 +17,14 @@ from torch import Tensor, nn
 from torch.export import ExportedProgram
 
 from tlora_fx.config.job import Job
-from tlora_fx.errors import SuperModelMisuse
+from tlora_fx.errors import NotAdmitted, SuperModelMisuse
 from tlora_fx.ir.graph import HEAD, LOSS, PEFT_PREFIX, GroupGraph, placeholders
 from tlora_fx.ir.storage import LocalShard, Shard, stored_value
 from tlora_fx.model.adapter_bank import AdapterBank
 from tlora_fx.model.backbone import Backbone
 from tlora_fx.model.batch import PackedBatch
 from tlora_fx.model.compiled import compile_method, export_net, row_sizes
+from tlora_fx.model.elastic import Admission, Membership, Resolve
 from tlora_fx.model.loss import ChunkedLoss
 from tlora_fx.model.module_builder import Reformed, TensorLocation, build_module
 from tlora_fx.model.source import group_source
@@ -36,11 +37,18 @@ class SuperModel(nn.Module):
 
     group      the fused graph and the graphs that it was made of
     backbone   the frozen base
-    jobs       in the order of every table
+    jobs       in the order of every table; of an open model, whose jobs come and go, a job a slot
+    resolve    finds the adapters of a job that comes, None where none may
     net        the modules that run; base tensors keep the base's own names inside it
     """
 
-    def __init__(self, group: GroupGraph, backbone: Backbone, jobs: Sequence[Job]) -> None:
+    def __init__(
+        self,
+        group: GroupGraph,
+        backbone: Backbone,
+        jobs: Sequence[Job],
+        resolve: Resolve | None = None,
+    ) -> None:
         super().__init__()
         self.group = group
         self.backbone = backbone
@@ -49,12 +57,86 @@ class SuperModel(nn.Module):
         self.ready = False
         self.part = LocalShard()
         self._unused: dict[str, Tensor] = {}
-        self._wants_room = False
+        self._wants_room = self._awake = False
         self._compiled_with: Mapping[str, Any] | None = None
         self._parameters_of: dict[str, dict[str, nn.Parameter]] = {}
         self._inputs = tuple(placeholders(group.root))
         self._layout = build_module(group, self.source)
         self.net = self._layout.net
+        self.resolve = resolve
+        self._membership: Membership | None = None
+        if group.open is not None and resolve is not None:
+            self._membership = Membership(group, self.jobs, self.banks, self.net, resolve)
+
+    @property
+    def is_open(self) -> bool:
+        """Whether jobs may join and leave."""
+        return self._membership is not None
+
+    @property
+    def members(self) -> dict[str, int]:
+        """The jobs that are in the model now, and their indices in every table."""
+        if self._membership is not None:
+            return self._membership.members
+        return {name: index for index, name in enumerate(self.group.job_names)}
+
+    def admit(self, job: Job, *, may_grow: bool = True) -> Admission:
+        """Let a job join an open model, between two rounds; its adapter is zeros.
+
+        Nothing is traced, compiled or captured, but where `may_grow` and all slots or rows are
+        taken: banks double then, once. Views of jobs that moved are to be asked for again.
+
+        raises    NotAdmitted, JobsDiffer, UnknownTarget; nothing is changed then
+        """
+        admission = self._opened().admit(job, may_grow=may_grow)
+        for name in (job.name, *admission.moved):
+            self._parameters_of.pop(name, None)
+        if admission.grown:
+            self.forget_views()
+        self._layout.own.setdefault(job.name, {})
+        self._sleep()
+        return admission
+
+    def require_fits(self, job: Job) -> None:
+        """Refuse a job that an open model can never take, however much room there is.
+
+        raises    NotAdmitted, JobsDiffer, UnknownTarget
+        """
+        self._opened().fitting(job)
+
+    def release(self, name: str) -> None:
+        """Let a job leave an open model, between two rounds; its rows are zeros then.
+
+        raises    NotAdmitted where it is not in the model
+        """
+        self._opened().release(name)
+        self._parameters_of.pop(name, None)
+        self._layout.own.pop(name, None)
+        self._sleep()
+
+    def _opened(self) -> Membership:
+        if self._membership is None:
+            raise NotAdmitted(
+                "the jobs of this model stay as they are",
+                help="compile it for jobs that come and go: compile(jobs, open=OpenSlots())",
+            )
+        return self._membership
+
+    def stay_awake(self) -> None:
+        """Compute gradients of sites without rows too: somebody holds them for all jobs to come."""
+        self._awake = True
+        self._sleep()
+
+    def _sleep(self) -> None:
+        """Let no backward look at sites without rows.
+
+        Compiled code and captured graphs are made for all sites, whoever comes.
+        """
+        for bank in self.banks.values() if self.is_open else ():
+            made = self._awake or self._wants_room or bank.a.device.type != "cpu"
+            awake = made or (bank.table is not None and any(bank.table.ranks))
+            bank.a.requires_grad_(awake)
+            bank.b.requires_grad_(awake)
 
     @property
     def banks(self) -> Mapping[str, AdapterBank]:
@@ -108,6 +190,7 @@ class SuperModel(nn.Module):
         options = {"fullgraph": fullgraph, "dynamic": dynamic, **options}
         self._compiled_with = options
         self._wants_room = True
+        self._sleep()
         self._leave_room()
         layers = [block for block in self.group.blocks.values() if block.name != HEAD]
         if not layers:
@@ -190,6 +273,7 @@ class SuperModel(nn.Module):
         unused = [name for name in base if name not in self._layout.base and name not in used]
         self._unused = {name: base[name].to(device) for name in unused}
         self.ready = True
+        self._sleep()
         self.forget_views()
         self._leave_room()
 

@@ -67,6 +67,8 @@ def apply(
         use_group(GROUP, mesh.tp)
     require_shardable(model, plan)
     require_nano(plan, plan.nano_batches > 1)
+    if mesh.size > 1:
+        model.stay_awake()
     sharded = shard_base(model, plan, mesh) if shards(plan) and plan.mesh.pp == 1 else None
     if plan.mesh.pp > 1:
         from tlora_fx.parallel.pipeline import PipelineRunner

@@ -53,7 +53,7 @@ def prepared(model: SuperModel, plan: Plan) -> SuperModel:
     for number, text in enumerate(texts, 1):
         runner.run_one(Event(number, parse_pass(text), "group", model.group))
     model.group.notes.append((NOTED_BY, f"prepared for {plan.planner} on {plan.mesh}"))
-    planned = SuperModel(model.group, model.backbone, model.jobs)
+    planned = SuperModel(model.group, model.backbone, model.jobs, model.resolve)
     if model.compiled_with is not None:
         planned.compile(**model.compiled_with)
     return planned

@@ -245,18 +245,23 @@ def start_adapters(model: SuperModel) -> None:
 
     raises    AdapterFolderError when a folder does not fit the job's sites
     """
-    for job in model.jobs:
-        parameters, shards = model.job_parameters(job.name), model.shards(job.name)
-        if job.adapter is not None:
-            tensors, whole = continued_adapter(model, job), model.part.held is None
-            load_adapter(parameters, tensors, str(job.adapter), shards, whole=whole)
-            continue
-        starter = _Starter(model, job)
-        # Magnitudes read A and B, so they come last.
-        for name in sorted(parameters, key=lambda name: "magnitude" in name):
-            value = starter.value(name, parameters, shards[name])
-            with torch.no_grad():
-                parameters[name].copy_(value)
+    for index in model.members.values():
+        start_adapter(model, model.jobs[index])
+
+
+def start_adapter(model: SuperModel, job: Job) -> None:
+    """Give one job its first adapter, as `start_adapters`."""
+    parameters, shards = model.job_parameters(job.name), model.shards(job.name)
+    if job.adapter is not None:
+        tensors, whole = continued_adapter(model, job), model.part.held is None
+        load_adapter(parameters, tensors, str(job.adapter), shards, whole=whole)
+        return
+    starter = _Starter(model, job)
+    # Magnitudes read A and B, so they come last.
+    for name in sorted(parameters, key=lambda name: "magnitude" in name):
+        value = starter.value(name, parameters, shards[name])
+        with torch.no_grad():
+            parameters[name].copy_(value)
 
 
 def continued_adapter(model: SuperModel, job: Job) -> dict[str, Tensor]:

@@ -40,6 +40,7 @@ class RoundNotice(NamedTuple):
     step_micros   wall time of the process's last round
     due           a checkpoint is due on this process
     fault         1 + the index of a job that cannot go on, on this process; 0: none
+    changes       jobs that come or go before this round, as the leader was asked
     """
 
     table: int
@@ -48,6 +49,7 @@ class RoundNotice(NamedTuple):
     step_micros: int = 0
     due: int = 0
     fault: int = 0
+    changes: int = 0
 
 
 class Ranks:

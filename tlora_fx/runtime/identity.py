@@ -63,11 +63,15 @@ def describe_run(
     whole    read every byte of the base (see `digests`)
     raises   BaseNotLoadable
     """
+    return {**describe_jobs(jobs, data), "base": _base(model, whole=whole)}
+
+
+def describe_jobs(jobs: Sequence[Job], data: Mapping[str, JobData]) -> dict[str, Any]:
+    """What a checkpoint says of the jobs of a run."""
     return {
         "jobs": {job.name: _described(job) for job in jobs},
         "steps": {job.name: data[job.name].steps for job in jobs},
         "data": {job.name: _data(job, data[job.name]) for job in jobs},
-        "base": _base(model, whole=whole),
     }
 
 

@@ -27,7 +27,9 @@ from tlora_fx.runtime.run_folder import JOB, RunFolder
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-Status = Literal["running", "done", "failed"]
+Status = Literal["running", "done", "failed", "paused"]
+#: How the reason of a job begins that was ended before its last step because a user asked for it.
+STOPPED = "stopped as asked"
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,7 +67,7 @@ def status_after(state: JobState, job: Job, data: JobData) -> Status:
         return "failed"
     evaluation = JobEvaluation(job, data)
     evaluation.restore(state.evaluation)
-    if state.status == "done" and evaluation.stops:
+    if state.status == "done" and (evaluation.stops or state.reason.startswith(STOPPED)):
         return "done"
     return "running" if state.step < data.steps else "done"
 
@@ -88,9 +90,7 @@ class JobRun:
         self.index, self.job, self.data = index, job, data
         self.parameters = dict(parameters)
         self.folder = folder
-        # A stage of a pipeline may hold nothing of a job; its schedule counts all the same.
-        nothing = {"": torch.nn.Parameter(torch.zeros(()))}
-        self.optimizer = JobOptimizer(job, parameters or nothing, data.steps)
+        self.optimizer = self._optimizer()
         self.metrics = folder.metrics(job.name)
         self.step = 0
         self.tokens = 0
@@ -102,7 +102,12 @@ class JobRun:
         self._config: bytes | None = None
         self._tokenizer_files: Mapping[str, Path] = {}
         self.fault = ""
-        self.goes_on = False
+        self.goes_on = self.left = False
+
+    def _optimizer(self) -> JobOptimizer:
+        # A stage of a pipeline may hold nothing of a job; its schedule counts all the same.
+        nothing = {"": torch.nn.Parameter(torch.zeros(()))}
+        return JobOptimizer(self.job, self.parameters or nothing, self.data.steps)
 
     def batches(self) -> MicroBatches:
         """The micro-batches of the step that the job is at."""
@@ -189,6 +194,26 @@ class JobRun:
         """Remember an exception that ends the job as soon as all processes know of it."""
         self.fault = f"step {self.step + 1}: {described(error)}"
 
+    def stop(self) -> None:
+        """End the job where it is, because somebody asked for it: its adapter is what it is."""
+        self.status, self.reason = "done", f"{STOPPED} after step {self.step}"
+
+    def pause(self) -> None:
+        """Train no more for now; a run that goes on with the job trains it on."""
+        self.status = "paused"
+
+    def rebind(self, parameters: Mapping[str, torch.nn.Parameter]) -> None:
+        """Train other tensors with the same numbers: the job's rows lie elsewhere now."""
+        tensors, values = self.optimizer.state_tensors(), self.optimizer.state_values()
+        self.parameters = dict(parameters)
+        self.optimizer = self._optimizer()
+        self.optimizer.load_state(tensors, values)
+
+    def depart(self) -> None:
+        """Let go of all tensors: the job's rows are another's soon, and its state is kept apart."""
+        self.left, self.parameters, self.best = True, {}, {}
+        self.optimizer = self._optimizer()
+
     def state(self) -> JobState:
         """All that the job needs to go on."""
         return JobState(
@@ -199,7 +224,7 @@ class JobRun:
             micro_step=self.step * self.job.gradient_accumulation_steps,
             tokens=self.tokens,
             cursor={"step": self.step},
-            status="running" if self.goes_on else self.status,
+            status="running" if self.goes_on or self.status == "paused" else self.status,
             reason="" if self.goes_on else self.reason,
             evaluation=self.evaluation.state(),
             best=self.best,

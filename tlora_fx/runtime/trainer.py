@@ -15,9 +15,10 @@ import torch
 from torch import Tensor
 
 from tlora_fx.compiler import Jobs, as_jobs
+from tlora_fx.config.job import Job
 from tlora_fx.cost.load import MAX_ROW_TOKENS
 from tlora_fx.cost.plan import Plan
-from tlora_fx.errors import CheckpointError, MetricsError
+from tlora_fx.errors import CheckpointError, MetricsError, NotAdmitted
 from tlora_fx.model.batch import PackedBatch
 from tlora_fx.model.supermodel import SuperModel
 from tlora_fx.numerics.probe import Probed
@@ -60,8 +61,9 @@ from tlora_fx.runtime.distributed import (
     require_elementwise,
     table_hash,
 )
+from tlora_fx.runtime.elastic import Roster
 from tlora_fx.runtime.evaluation import Evaluator
-from tlora_fx.runtime.identity import describe_run, require_same_run
+from tlora_fx.runtime.identity import describe_jobs, describe_run, require_same_run
 from tlora_fx.runtime.interrupts import Interrupts
 from tlora_fx.runtime.job_evaluation import EvaluationReport, Metrics
 from tlora_fx.runtime.job_run import JobRun, StepReport, described, status_after
@@ -87,8 +89,11 @@ class TrainerCallback:
     def evaluated(self, report: EvaluationReport) -> None:
         """A job was evaluated."""
 
+    def joined(self, run: JobRun) -> None:
+        """A job has come to a run that was training already."""
+
     def ended(self, run: JobRun) -> None:
-        """A job is done, or has failed."""
+        """A job is done, has failed, or pauses."""
 
     def saving(self) -> None:
         """A checkpoint is about to be written, which may take its time."""
@@ -159,8 +164,9 @@ class Trainer:
         nano = options.nano_batches
         require_nano(self.plan, nano is not None or self.plan.nano_batches > 1)
         self.model = prepared(model, self.plan)
-        self.jobs = list(model.jobs) if jobs is None else as_jobs(jobs)
-        require_same_jobs(model.jobs, self.jobs)
+        members = [model.jobs[index] for index in model.members.values()]
+        self.jobs = members if jobs is None else as_jobs(jobs)
+        require_same_jobs(members, self.jobs)
         self.options = options
         self.mesh = open_mesh(self.plan.mesh, device or default_device())
         self.device = self.mesh.device
@@ -175,7 +181,7 @@ class Trainer:
         self.ranks = Ranks(self.mesh)
         self.gathering = StateGatherer(self.model, self.mesh)
         self.store = CheckpointStore(self.folder.path)
-        self.runs: list[JobRun] = []
+        self.roster = Roster(self.model, self.folder, self.gathering)
         self.rounds = 0
         # Numbers of strict mode follow from the lengths that users give.
         lengthened = self.device.type == "cuda" and not is_strict()
@@ -197,6 +203,11 @@ class Trainer:
         self._tokens = 0
         self._saved_at = time.monotonic()
 
+    @property
+    def runs(self) -> list[JobRun]:
+        """Every job that was ever in."""
+        return self.roster.runs
+
     def run(self) -> list[JobRun]:
         """Train until every job is done, has failed, or the user interrupts.
 
@@ -215,10 +226,10 @@ class Trainer:
             self.prepare(data)
             self.callback.started(self.runs)
             stopped = False
-            while self._active() and not stopped:
+            while not stopped and self._goes_on():
                 stopped = not self._round(interrupts)
             self._save(last=True)
-            for run in self.runs:
+            for run in self.roster.inside():
                 run.load_best()
         if stopped or interrupts.asked:
             raise KeyboardInterrupt(f"stopped after a checkpoint, {self.saved}")
@@ -315,12 +326,8 @@ class Trainer:
         self._evaluator = Evaluator(
             self.model, self._runner, self.ranks, parts, self._cutting, warn
         )
-        self.runs = [
-            JobRun(i, job, data[job.name], self.model.job_parameters(job.name), self.folder)
-            for i, job in enumerate(self.jobs)
-        ]
-        for run in self.runs:
-            run.optimizer.zero_grad()
+        for job in self.jobs:
+            self.roster.add(job, data[job.name])
         if self.carried is not None:
             self._carry()
         if self.resume:
@@ -369,20 +376,100 @@ class Trainer:
 
     def _rows(self, batches: Mapping[int, MicroBatches]) -> list[PackedBatch]:
         """The rows of a round, the same on every process."""
-        steps = {index: self.runs[index].step for index in batches}
-        rows = rows_of_round(self.jobs, batches, steps, self._row_tokens)
+        steps = {index: self.roster.at(index).step for index in batches}
+        rows = rows_of_round(self.model.jobs, batches, steps, self._row_tokens)
         return self.rows.made(cut_round(rows, self.plan.parts, self._cutting))
 
     def _run_rows(
         self, rows: Sequence[PackedBatch], batches: Mapping[int, MicroBatches]
     ) -> dict[int, float]:
         assert self._runner is not None
-        counts = torch.zeros(len(self.jobs), dtype=torch.float64)
+        counts = torch.zeros(len(self.model.jobs), dtype=torch.float64)
         for index, micro_batches in batches.items():
-            counts[index] = self.runs[index].targets(micro_batches)
+            counts[index] = self.roster.at(index).targets(micro_batches)
         weights = torch.where(counts > 0, 1 / counts.clamp(min=1), 0).to(self.device)
         losses = self._runner.run(rows, weights).tolist() if batches else []
         return {index: losses[index] for index in batches}
+
+    # Jobs come and go between rounds.
+
+    def admit(
+        self, job: Job, data: JobData | None = None, *, resume: Path | str | None = None
+    ) -> None:
+        """Let a job join before the next round that has room for it; jobs wait in their order.
+
+        One that `pause` took out goes on where it was.
+
+        data      its samples, instead of what the job's `data` names
+        resume    output folder of a run whose newest checkpoint the job goes on from
+        raises    NotAdmitted, TloraError for what is wrong with its targets, data or optimizer;
+                  nothing is changed then
+        """
+        self.roster.invite(job, data, resume, self.mesh, self.options.accept_changes)
+
+    def release(self, name: str) -> None:
+        """End a job before the next round, with the adapter that it has; its rows are free then.
+
+        raises    NotAdmitted where it does not train
+        """
+        self.roster.send_away(name, "release")
+
+    def pause(self, name: str) -> None:
+        """Let a job leave before the next round; `admit` lets it go on, as does a resumed run.
+
+        raises    NotAdmitted where it does not train
+        """
+        self.roster.send_away(name, "pause")
+
+    def _goes_on(self) -> bool:
+        """Whether a job trains, or one comes."""
+        waits = self.model.is_open and bool(self.ranks.from_leader(len(self.roster.changes)))
+        return waits or bool(self._active())
+
+    def _change(self) -> None:
+        """Let jobs leave and join, on all processes; who finds no room waits."""
+        changes = self.ranks.from_leader(self.roster.changes)
+        for name, how in changes.leaving.items():
+            run = next(run for run in self._active() if run.job.name == name)
+            run.stop() if how == "release" else run.pause()
+            self._conclude(run)
+        left = bool(changes.leaving)
+        changes.leaving.clear()
+        if self.model.is_open:
+            self.roster.retire()
+        may_grow = self.plan.planner == "single"
+        while changes.coming:
+            coming = changes.coming[0]
+            try:
+                run, admission = self.roster.join(coming, may_grow=may_grow)
+            except NotAdmitted as error:
+                if self._active():
+                    break
+                self.callback.warned(str(error))
+                changes.coming.popleft()
+                continue
+            changes.coming.popleft()
+            self._joined(run, grown=admission.grown)
+        self.roster.changes = changes
+        if left and self._active():
+            self._save(last=False)
+
+    def _joined(self, run: JobRun, *, grown: bool) -> None:
+        """What a run knows of its jobs, with one more."""
+        self.jobs = [each.job for each in self.roster.inside()]
+        more = describe_jobs([run.job], {run.job.name: run.data})
+        for kind, entries in more.items():
+            self._described[kind] = {**self._described.get(kind, {}), **entries}
+        if self.graphs is not None:
+            data = {each.job.name: each.data for each in self.roster.inside()}
+            tokens = self.options.max_row_tokens
+            self.graphs.largest_row = longest_row(self.jobs, data, tokens, self.plan.parts)
+            if grown:
+                self.graphs.clear()
+        if grown:
+            self.callback.noted(self.model.group.notes[-1][1])
+        run.begin(self._base_name())
+        self.callback.joined(run)
 
     def _active(self) -> list[JobRun]:
         return [run for run in self.runs if run.status == "running"]
@@ -396,18 +483,22 @@ class Trainer:
         micros = int(self._seconds * 1e6)
         fault = next((run.index + 1 for run in self._active() if run.fault), 0)
         note = RoundNotice(
-            table, int(interrupts.asked), self._choice, micros, int(self._save_due()), fault
-        )
+            table, int(interrupts.asked), self._choice, micros, int(self._save_due()), fault,
+            int(self.roster.is_due()),
+        )  # fmt: skip
         agreed = self.ranks.agree(note)
         if agreed.fault:
-            self._end_faulty(self.runs[agreed.fault - 1])
+            self._end_faulty(self.roster.at(agreed.fault - 1))
             return True
         if agreed.asked:
             interrupts.settle()
             return False
+        if agreed.changes:
+            self._change()
+            return True
         self._choose(agreed, rows)
         losses = self._run_isolated(rows, batches)
-        active = [self.runs[index] for index in losses]
+        active = [self.roster.at(index) for index in losses]
         norms = gradient_norms(active, self.model, self.mesh)
         self.rounds += 1
         self._finish(active, batches, losses, norms, started, due=bool(agreed.due))
@@ -472,7 +563,7 @@ class Trainer:
                 self._make_room([index])
         full = is_out_of_memory(failure)
         if not losses and full:
-            raise out_of_memory(self.jobs, batches, failure)
+            raise out_of_memory(self.model.jobs, batches, failure)
         if not losses or not (errors or full):
             raise failure
         if not errors:
@@ -481,13 +572,13 @@ class Trainer:
                 f"no memory for the rows of all jobs together: from now on of {largest} tokens"
             )
         for index, reason in errors.items():
-            self.runs[index].suspect(reason)
+            self.roster.at(index).suspect(reason)
         return losses
 
     def _make_room(self, jobs: Iterable[int]) -> None:
         """Forget what a failed row has left: gradients of its jobs, and memory."""
         for index in jobs:
-            self.runs[index].optimizer.zero_grad()
+            self.roster.at(index).optimizer.zero_grad()
         if self.graphs is not None:
             self.graphs.clear()
         gc.collect()
@@ -532,7 +623,7 @@ class Trainer:
         if any(run.job.eval_strategy != "no" for run in active):
             # A fault that one process alone has met must not part them.
             due_now = self.ranks.from_leader(due_now)
-        outside += self._evaluate([self.runs[index] for index in due_now])
+        outside += self._evaluate([self.roster.at(index) for index in due_now])
         for run in active:
             if run.status != "running":
                 self._conclude(run)
@@ -640,21 +731,19 @@ class Trainer:
                   of a run
         """
         self.callback.saving()
-        names = [run.job.name for run in self.runs]
-        states = {
-            name: self.gathering.whole(name, run.state())
-            for name, run in zip(names, self.runs, strict=True)
-        }
+        inside, left = self.roster.inside(), self.roster.states()
+        states = {run.job.name: self.gathering.whole(run.job.name, run.state()) for run in inside}
         self._saved_at = time.monotonic()
         if not self.mesh.leader:
             return
-        for run in self.runs:
+        for run in inside:
             companions = run.companions(self._base_name())
             states[run.job.name] = replace(states[run.job.name], companions=companions)
+        states |= left
         described = {"rounds": self.rounds, **self._described}
         self.folder.require_there()
         try:
-            for run in self.runs:
+            for run in inside:
                 run.metrics.sync()
             path = self.store.save(self.rounds, states, described)
         except (CheckpointError, MetricsError) as error:
@@ -663,7 +752,8 @@ class Trainer:
             self.callback.warned(str(error))
         else:
             self.saved = path
-            for run in self.runs:
+            self.roster.saved()
+            for run in inside:
                 run.write_status()
             self.callback.saved(path, self.runs)
 

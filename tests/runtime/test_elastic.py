@@ -1,0 +1,297 @@
+"""Jobs join, leave and pause while others train on, and none can tell by its numbers."""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+import safetensors.torch
+import torch
+from hypothesis import HealthCheck, Phase, given, settings
+from hypothesis import strategies as st
+from torch._dynamo.utils import counters
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from tests.parallel.processes import run_processes
+from tests.runtime.elastic import (
+    SLOTS,
+    Watch,
+    coming_and_going,
+    coming_jobs,
+    empty,
+    train,
+    train_under,
+    unused,
+)
+from tests.runtime.groups import losses_of, make_data, make_job, tiny_base
+from tlora_fx import compiler
+from tlora_fx.compiler import compile
+from tlora_fx.config.job import BaseSpec
+from tlora_fx.errors import JobsDiffer, NotAdmitted
+from tlora_fx.ir.graph import OpenSlots
+from tlora_fx.runtime.checkpoint import CheckpointStore
+from tlora_fx.runtime.run_folder import read_metrics
+from tlora_fx.runtime.trainer import Trainer
+from tlora_fx.runtime.verify import adapter_difference
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    made = tmp_path_factory.mktemp("elastic")
+    tiny_base(made / "base")
+    return made
+
+
+@pytest.fixture(scope="module")
+def jobs(folder):
+    return coming_jobs(BaseSpec(config=folder / "base", dtype="float64", seed=7))
+
+
+@pytest.fixture(scope="module")
+def data(jobs):
+    return make_data(list(jobs.values()))
+
+
+@dataclass
+class Alone:
+    """What a job makes in a model of its own, which is not open."""
+
+    losses: list[float]
+    adapters: dict[Any, Any]
+    optimizer: dict[str, Any]
+
+
+@pytest.fixture(scope="module")
+def alone(jobs, data, folder):
+    results = {}
+    for name, job in jobs.items():
+        path = folder / "alone" / name
+        _, watch = train(compile([job]), path, data)
+        state = CheckpointStore(path).load().jobs[name]
+        results[name] = Alone(losses_of(path, [job])[name], watch.adapters, state.optimizer)
+    return results
+
+
+@pytest.fixture(scope="module")
+def model(jobs):
+    """One open model for all tests, as a process keeps it."""
+    return compile([jobs["a"]], open=SLOTS)
+
+
+def assert_as_alone(folder, names, alone, adapters):
+    """Losses to 1e-9; adapters after each step, and the optimizer's state, to 1e-7."""
+    states = CheckpointStore(folder).load().jobs
+    for name in names:
+        own = alone[name]
+        losses = [row["loss"] for row in read_metrics(folder / name / "metrics.jsonl")]
+        assert losses == pytest.approx(own.losses[: len(losses)], rel=1e-9), (folder, name)
+        for step in range(1, len(losses) + 1):
+            if (name, step) in adapters:
+                theirs = own.adapters[name, step]
+                assert adapter_difference(adapters[name, step], theirs) <= 1e-7
+        if len(losses) == len(own.losses):
+            for kind, tensor in own.optimizer.items():
+                found = states[name].optimizer[kind]
+                torch.testing.assert_close(found, tensor, rtol=1e-7, atol=1e-12)
+
+
+ACTION = st.tuples(
+    st.integers(1, 5), st.sampled_from(["admit", "pause", "release"]), st.sampled_from("abcd")
+)
+SCRIPT = {"order": st.permutations("abcd"), "events": st.lists(ACTION, min_size=2, max_size=12)}
+SETTINGS = {
+    "phases": [Phase.explicit, Phase.generate],
+    "suppress_health_check": [HealthCheck.function_scoped_fixture, HealthCheck.too_slow],
+}
+
+
+def come_and_go(model, jobs, data, alone, folder, order, events):
+    script = [
+        (when, do, *((jobs[name], data[name]) if do == "admit" else (name,)))
+        for when, do, name in sorted(events)
+    ]
+    trainer, watch = train(empty(model, jobs[order[0]]), folder, data, script)
+
+    names = [run.job.name for run in trainer.runs]
+    assert_as_alone(folder, names, alone, watch.adapters)
+    assert not unused(model).any()
+
+
+@settings(max_examples=6, **SETTINGS)
+@given(**SCRIPT)
+def test_a_job_among_those_who_come_and_go_trains_as_it_does_alone(
+    model, jobs, data, alone, tmp_path_factory, order, events
+):
+    """Random joins, leaves and pauses, dropout on, in fewer rows than all need at once."""
+    come_and_go(model, jobs, data, alone, tmp_path_factory.mktemp("run"), order, events)
+
+
+@pytest.mark.slow
+@settings(max_examples=100, **SETTINGS)
+@given(**SCRIPT)
+def test_a_job_among_many_who_come_and_go_trains_as_it_does_alone(
+    model, jobs, data, alone, tmp_path_factory, order, events
+):
+    """The same, of a hundred scripts."""
+    come_and_go(model, jobs, data, alone, tmp_path_factory.mktemp("run"), order, events)
+
+
+def test_a_job_that_pauses_goes_on_where_it_was(model, jobs, data, alone, tmp_path):
+    """Its rows are another's in the meantime, and others move up when it comes back."""
+    script = coming_and_going(jobs, data)
+    model = empty(model, jobs["a"], jobs["b"])
+    trainer, watch = train(model, tmp_path / "run", data, script)
+
+    assert {run.job.name: run.step for run in trainer.runs} == {"a": 5, "b": 3, "c": 4, "d": 4}
+    assert_as_alone(tmp_path / "run", "abcd", alone, watch.adapters)
+
+
+def test_a_job_that_pauses_goes_on_in_another_run(model, jobs, data, alone, tmp_path):
+    """From the checkpoint that its pause left; the row's checkpoint holds who was in it."""
+    train(empty(model, jobs["a"], jobs["b"]), tmp_path / "one", data, [(2, "pause", "a")])
+    held = CheckpointStore(tmp_path / "one").load()
+    watch = Watch()
+    trainer = Trainer(
+        empty(model, jobs["c"]), output=tmp_path / "two", device="cpu", data=data, callback=watch
+    )
+    watch.trainer = trainer
+    trainer.admit(jobs["a"], data["a"], resume=tmp_path / "one")
+    trainer.run()
+
+    assert {name: (state.step, state.status) for name, state in held.jobs.items()} == {
+        "a": (2, "running"),
+        "b": (4, "done"),
+    }
+    assert adapter_difference(watch.adapters["a", 5], alone["a"].adapters["a", 5]) <= 1e-7
+    losses = losses_of(tmp_path / "two", [jobs["a"]])["a"]
+    assert losses == pytest.approx(alone["a"].losses[2:], rel=1e-9)
+
+
+def test_a_released_job_leaves_its_adapter_and_stays_ended(model, jobs, data, alone, tmp_path):
+    """Done, with the reason, and its rows are free in the next round."""
+    script = [(2, "release", "a"), (2, "admit", jobs["d"], data["d"])]
+    folder = tmp_path / "run"
+    trainer, _ = train(empty(model, jobs["a"], jobs["b"]), folder, data, script)
+
+    status = json.loads((folder / "a" / "status.json").read_text())
+    left = safetensors.torch.load_file(folder / "a" / "adapter_model.safetensors")
+    assert (status["status"], status["step"]) == ("done", 2)
+    assert status["reason"] == "stopped as asked after step 2"
+    assert adapter_difference(left, alone["a"].adapters["a", 2]) <= 1e-7
+    assert "a" not in trainer.model.members
+
+
+def test_who_finds_no_room_waits_until_another_ends(jobs, data, alone, tmp_path):
+    """One slot, and banks that have doubled once already: four jobs, two at a time."""
+    model = compile([jobs["b"]], open=OpenSlots(rows=16, jobs=1, rank=16))
+    script = [(1, "admit", jobs[name], data[name]) for name in "acd"]
+    trainer, watch = train(model, tmp_path / "run", data, script)
+
+    assert [run.status for run in trainer.runs] == ["done"] * 4
+    assert len(model.jobs) == 2
+    assert len(model.banks["model.layers.0.mlp.up_proj"].a) == 32
+    assert any("banks have doubled" in note for _, note in model.group.notes)
+    assert_as_alone(tmp_path / "run", "abcd", alone, watch.adapters)
+
+
+def test_nothing_is_traced_and_no_code_compiled_where_jobs_come(
+    jobs, data, alone, tmp_path, monkeypatch, fresh_dynamo
+):
+    """Three jobs come, of other ranks and at other sites: what the first round made serves all."""
+    model = compile([jobs["a"]], open=SLOTS)
+    model.compile(backend="eager")
+    made = []
+
+    class Counting(Watch):
+        def stepped(self, report):
+            super().stepped(report)
+            made.append(counters["stats"]["unique_graphs"])
+
+    def refuse(*_, **__):
+        raise AssertionError("something is traced")
+
+    watch = Counting([(2, "admit", jobs[name], data[name]) for name in "bcd"])
+    trainer = Trainer(model, output=tmp_path / "run", device="cpu", data=data, callback=watch)
+    watch.trainer = trainer
+    for name in ("trace_base", "trace_job"):
+        monkeypatch.setattr(compiler, name, refuse)
+    trainer.run()
+
+    assert made[0] > 0
+    assert made[-1] == made[1]
+    assert_as_alone(tmp_path / "run", "abcd", alone, watch.adapters)
+
+
+class Operators(TorchDispatchMode):
+    """Counts the operators that compute something."""
+
+    def __init__(self):
+        super().__init__()
+        self.found = Counter()
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        if func.namespace != "prim" and not any(
+            word in str(func) for word in ("view", "detach", "tlora_fx.multi", ".t.", "alias")
+        ):
+            self.found[str(func)] += 1
+        return func(*args, **(kwargs or {}))
+
+
+def operators_of_a_round(model, jobs, data, folder):
+    trainer = Trainer(model, output=folder, device="cpu", data=data)
+    trainer.prepare(data)
+    (run,) = trainer.runs
+    with Operators() as counting:
+        trainer.gradients({run.index: run.batches()})
+    return counting.found
+
+
+def test_a_site_without_rows_launches_nothing(model, jobs, data, tmp_path):
+    """Forward and backward take as many operators as where only the adapted sites are lowered."""
+    own = compile([jobs["b"]])
+    few = operators_of_a_round(own, jobs, data, tmp_path / "own")
+    every = operators_of_a_round(empty(model, jobs["b"]), jobs, data, tmp_path / "open")
+
+    assert (len(own.banks), len(model.banks)) == (4, 14)
+    assert every.total() <= few.total(), every - few
+
+
+def test_jobs_that_do_not_fit_are_refused_with_the_difference(model, jobs):
+    """Another structure, a larger rank, another base, a name that is taken."""
+    base, model = jobs["a"].base, empty(model, jobs["a"])
+    before = {path: bank.table for path, bank in model.banks.items()}
+    wrong = {
+        "dora": make_job(base, "x", lora={"use_dora": True}),
+        "a rank of 16 at most": make_job(base, "x", lora={"r": 17}),
+        "lm_head": make_job(base, "x", lora={"target_modules": ["lm_head"]}),
+        "float32": make_job(base.model_copy(update={"dtype": "float32"}), "x"),
+    }
+    for text, job in wrong.items():
+        with pytest.raises(NotAdmitted, match=text) as caught:
+            model.admit(job)
+        assert "tlora-fx train" in caught.value.help
+    with pytest.raises(JobsDiffer):
+        model.admit(jobs["a"])
+
+    assert {path: bank.table for path, bank in model.banks.items()} == before
+    assert model.members == {"a": 0}
+
+
+def test_a_model_that_is_not_open_admits_nobody(jobs):
+    """What is compiled for its jobs alone says how to compile it for others."""
+    with pytest.raises(NotAdmitted, match="stay as they are") as caught:
+        compile([jobs["b"]]).admit(jobs["a"])
+    assert "OpenSlots" in caught.value.help
+
+
+@pytest.mark.slow
+def test_jobs_come_and_go_on_two_processes_under_every_plan(folder, alone):
+    """All processes change at the same round, whatever each of them holds."""
+    shapes = {"replicated": "dp=2", "fsdp": "dp=2", "tensor": "tp=2", "pipeline": "pp=2"}
+    run_processes(2, train_under, folder, shapes)
+
+    for name in shapes:
+        assert_as_alone(folder / name, "abcd", alone, {})

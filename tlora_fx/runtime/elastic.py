@@ -1,0 +1,206 @@
+"""Who trains: jobs that join, leave and pause while others train on.
+
+A change is asked for at any time and happens between two rounds, on all processes at the same one.
+What a job needs to go on leaves the model with it, and comes back with it.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Literal
+
+from torch import Tensor
+
+from tlora_fx.config.job import Job
+from tlora_fx.errors import JobsDiffer, NotAdmitted
+from tlora_fx.model.elastic import Admission
+from tlora_fx.model.supermodel import SuperModel
+from tlora_fx.parallel.mesh import Mesh
+from tlora_fx.runtime.adapters import start_adapter
+from tlora_fx.runtime.checkpoint import JobState, ResumeSources
+from tlora_fx.runtime.checks import check_fits, load_all_data
+from tlora_fx.runtime.data import JobData
+from tlora_fx.runtime.distributed import StateGatherer, require_elementwise
+from tlora_fx.runtime.identity import describe_run, require_same_run
+from tlora_fx.runtime.job_run import JobRun
+from tlora_fx.runtime.optimizer import require_trainable
+from tlora_fx.runtime.run_folder import RunFolder
+
+Leaving = Literal["release", "pause"]
+
+
+@dataclass(frozen=True, slots=True)
+class Coming:
+    """A job that waits to join.
+
+    state    what it goes on from, None where it starts anew
+    source   where that was read
+    """
+
+    job: Job
+    data: JobData
+    state: JobState | None = None
+    source: str = ""
+
+
+@dataclass(slots=True)
+class Changes:
+    """What happens before the next round.
+
+    coming    jobs in the order in which they join; one without room waits, and so do those behind
+    leaving   by job, whether it ends where it is or goes on some other time
+    """
+
+    coming: deque[Coming] = field(default_factory=deque)
+    leaving: dict[str, Leaving] = field(default_factory=dict)
+
+    def __len__(self) -> int:
+        return len(self.coming) + len(self.leaving)
+
+
+class Roster:
+    """The jobs of a trainer: in the model, waiting to join, and gone.
+
+    runs      every job that was ever in, in the order in which they came
+    changes   asked for, on the leader
+    """
+
+    def __init__(self, model: SuperModel, folder: RunFolder, gathering: StateGatherer) -> None:
+        self.model, self.folder, self.gathering = model, folder, gathering
+        self.runs: list[JobRun] = []
+        self.changes = Changes()
+        self._inside: dict[int, JobRun] = {}
+        self._gone: dict[str, JobState] = {}
+        self._blocked = False
+
+    def at(self, index: int) -> JobRun:
+        """The job that is in a slot."""
+        return self._inside[index]
+
+    def inside(self) -> list[JobRun]:
+        """The jobs whose rows are in the model, ended ones among them."""
+        return list(self._inside.values())
+
+    def is_due(self) -> bool:
+        """Whether a change may happen now: a job that found no room waits for another's end."""
+        ended = any(run.status != "running" for run in self.inside())
+        waits = bool(self.changes.coming) and (ended or not self._blocked)
+        return waits or bool(self.changes.leaving)
+
+    def add(self, job: Job, data: JobData) -> JobRun:
+        """A run for a job that is in the model."""
+        index = self.model.members[job.name]
+        run = JobRun(index, job, data, self.model.job_parameters(job.name), self.folder)
+        run.optimizer.zero_grad()
+        self.runs.append(run)
+        self._inside[index] = run
+        return run
+
+    def invite(
+        self, job: Job, data: JobData | None, resume: Path | str | None, mesh: Mesh, accept: bool
+    ) -> None:
+        """Let a job wait to join, where nothing but room may keep it out.
+
+        data      its samples; None: they are read
+        resume    output folder of the run whose newest checkpoint it goes on from
+        accept    go on although its data or settings are not as they were
+        raises    NotAdmitted, JobsDiffer, TloraError
+        """
+        self.model.require_fits(job)
+        self._require_new(job)
+        data = load_all_data([job])[job.name] if data is None else data
+        check_fits(self.model.backbone, {job.name: data}, self.model.group.vocabulary)
+        require_elementwise([job], mesh)
+        require_trainable(job, data.steps)
+        state, source = self._gone.get(job.name), "this run"
+        if resume is not None:
+            sources = ResumeSources(self.folder.jobs, {job.name: Path(resume)})
+            checkpoint = sources.checkpoints()[job.name]
+            described = describe_run(self.model, [job], {job.name: data})
+            require_same_run(checkpoint, described, [job], accept=accept, only=job.name)
+            state, source = checkpoint.jobs[job.name], str(checkpoint.path)
+        self.changes.coming.append(Coming(job, data, state, source))
+
+    def _require_new(self, job: Job) -> None:
+        waits = job.name in [coming.job.name for coming in self.changes.coming]
+        ended = any(run.job.name == job.name and run.status != "paused" for run in self.runs)
+        if waits or ended:
+            raise JobsDiffer(
+                "two jobs of one run have one name",
+                found=f"{job.name}, which {'waits to join' if waits else 'was here before'}",
+                help="rename one",
+            )
+
+    def send_away(self, name: str, how: Leaving) -> None:
+        """Let a job that trains leave before the next round.
+
+        raises    NotAdmitted where it does not train
+        """
+        training = [run.job.name for run in self.inside() if run.status == "running"]
+        if name not in training:
+            found = ", ".join(training) or "none"
+            raise NotAdmitted("no such job trains here", job=name, expected=found)
+        self.changes.leaving[name] = how
+
+    def retire(self) -> list[str]:
+        """Take the rows back of jobs that have ended; returns their names."""
+        ended = [run for run in self.inside() if run.status != "running"]
+        for run in ended:
+            self.leave(run)
+        return [run.job.name for run in ended]
+
+    def leave(self, run: JobRun) -> None:
+        """Let a job's rows go; all that it needs to go on stays, in main memory."""
+        name = run.job.name
+        state = self.gathering.whole(name, run.state())
+        self._gone[name] = replace(
+            state,
+            adapter=_on_host(state.adapter),
+            optimizer=_on_host(state.optimizer),
+            best=_on_host(state.best),
+        )
+        run.depart()
+        del self._inside[run.index]
+        self.model.release(name)
+        self._blocked = False
+
+    def join(self, coming: Coming, *, may_grow: bool) -> tuple[JobRun, Admission]:
+        """Let a job into the model, as it starts or as it left.
+
+        raises    NotAdmitted where there is no room now; nothing is changed then
+        """
+        job, state = coming.job, coming.state
+        try:
+            admission = self.model.admit(job, may_grow=may_grow)
+        except NotAdmitted:
+            self._blocked = True
+            raise
+        for run in self.inside():
+            if run.job.name in admission.moved or admission.grown:
+                run.rebind(self.model.job_parameters(run.job.name))
+        self.runs = [run for run in self.runs if run.job.name != job.name]
+        run = self.add(job, coming.data)
+        self._gone.pop(job.name, None)
+        if state is None:
+            start_adapter(self.model, job)
+            run.metrics.truncate_after(0)
+        else:
+            run.restore(self.gathering.own(job.name, state), coming.source)
+        return run, admission
+
+    def states(self) -> dict[str, JobState]:
+        """By job, those that have left: all that pause, and the last ones that ended."""
+        return dict(self._gone)
+
+    def saved(self) -> None:
+        """A checkpoint holds the states: of jobs that ended long ago no more is kept."""
+        ended = [name for name, state in self._gone.items() if state.status != "running"]
+        for name in ended[: -len(self.model.jobs)]:
+            del self._gone[name]
+
+
+def _on_host(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    return {name: tensor.cpu() for name, tensor in tensors.items()}
