@@ -18,6 +18,7 @@ from tests.backend.models import (
 )
 from tests.models import OLD_TORCH
 from tests.sampled import sampled
+from tlora_fx.backend import branches_of
 from tlora_fx.ir.lora_sites import lowered_arguments
 
 MULTI = torch.ops.tlora_fx.multi_lora_linear.default
@@ -207,16 +208,60 @@ def test_embeddings_are_left_and_linears_lowered():
     assert "its module is no linear (embedding) (1: model.embed_tokens)" in backend.warnings[0]
 
 
-def test_autocast_is_left():
-    """Under autocast the dtypes of products are not those of their operands."""
-    model, x = net(), torch.randn(4, 12)
-    backend = Lowering()
-    with torch.autocast("cpu", torch.bfloat16):
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("inside", [False, True], ids=["around", "inside"])
+def test_autocast_is_lowered_in_its_dtype(dtype, inside):
+    """Whether it stands around what is compiled or inside: the products of eager mode's dtype."""
+    model, x = net(getattr(torch, dtype), lora_alpha=4), torch.randn(4, 12)
+    backend = Lowering({"strict": True})
+    if inside:
+        model.forward = torch.autocast("cpu", torch.bfloat16)(model.forward)
+    with torch.autocast("cpu", torch.bfloat16, enabled=not inside):
         expected = train(model, model, x)
         found = train(model, backend.compile(model), x)
 
     assert_equal_steps(found, expected, 2e-2)
-    assert backend.counts == [(0, 2)]
+    assert {n: g.dtype for n, g in found.gradients.items()} == {
+        n: g.dtype for n, g in expected.gradients.items()
+    }
+    assert backend.counts == [(2, 0)]
+    assert {given["compute_dtype"] for given in arguments(backend)} == {torch.bfloat16}
+
+
+def test_a_model_under_autocast_with_embeddings_and_norms_is_lowered():
+    """Hidden values in float32 between products in bfloat16, as accelerate trains a Llama."""
+    model, backend = language_model("llama"), Lowering({"strict": True})
+    with torch.autocast("cpu", torch.bfloat16):
+        expected = train(model, model, ids(2, 7))
+        found = train(model, backend.compile(model), ids(2, 7))
+
+    assert_equal_steps(found, expected, 5e-2)
+    assert backend.left == 0 < backend.lowered
+
+
+def test_a_branch_counts_once():
+    """Graphs that Dynamo hands over again, for another shape or anew, add nothing to a counter."""
+    counters = torch._dynamo.utils.counters
+    backend = Lowering()
+    model = language_model("llama")
+    counters.clear()
+    compiled = torch.compile(model, backend=backend, dynamic=True)
+    for shape in ((2, 7), (3, 11)):
+        train(model, compiled, ids(*shape))
+
+    assert len(backend.counts) > 1
+    assert counters["tlora_fx"] == {"branches_lowered": 3, "branches_left": 0}
+    assert branches_of(model) == (3, 0)
+
+
+def test_a_function_around_a_model_has_branches_too():
+    """No module calls what is compiled, and nobody is told that there was nothing to lower."""
+    model, backend = net(), Lowering()
+    compiled = torch.compile(lambda x: model(x) * 2, backend=backend)
+    x = torch.randn(4, 12)
+
+    assert torch.allclose(compiled(x), model(x) * 2, atol=1e-5)
+    assert (backend.lowered, backend.warnings) == (2, [])
 
 
 @pytest.mark.parametrize("state", ["merged", "disabled", "without"])

@@ -12,16 +12,18 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from typing import Any, Literal, cast
-from weakref import WeakSet
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import fx, nn
 from torch._dynamo.utils import counters
+from torch._guards import CompileContext
 
 from tlora_fx.backend.lora_regions import Left, Lowered, lower_sites
 from tlora_fx.backend.rewrite import SiteRewriter, declare_tables
 from tlora_fx.backend.sites import (
     GraphRegion,
+    has_active_branch,
     regions_of,
     running_layer,
     running_modules,
@@ -38,8 +40,8 @@ CUT = "a graph break cuts it out of its layer"
 DORA = "it is DoRA, which scales the whole weight"
 OUTSIDE = "its matrices are read outside a plain LoRA branch"
 NOTHING = (
-    "tlora-fx: a graph has no active LoRA branch (no adapter, merged, disabled, or cut off by a "
-    "graph break), so Inductor compiles it as it is"
+    "tlora-fx: a model has no active LoRA branch (no adapter, merged, or disabled), so Inductor "
+    "compiles it as it is"
 )
 
 
@@ -76,25 +78,25 @@ def lower_graph(gm: fx.GraphModule, wanted: Options | None = None) -> tuple[int,
     warns     BackendWarning, once for each reason
     """
     wanted = wanted or Options()
-    lowered = 0
+    lowered: list[str] = []
     left: list[Left] = []
     for region in regions_of(gm):
         done, rest = _lower_region(region, wanted)
         lowered += done
         left += rest
     declare_tables(gm)
-    counters["tlora_fx"]["branches_lowered"] += lowered
-    counters["tlora_fx"]["branches_left"] += len(left)
-    if not belongs_to_branches(gm, lowered + len(left)):
+    count_branches("branches_lowered", lowered)
+    count_branches("branches_left", [item.path for item in left])
+    if not (lowered or left or _is_piece(gm)):
         say(NOTHING)
-    _tell(lowered, left, wanted)
-    return lowered, len(left)
+    _tell(len(lowered), left, wanted)
+    return len(lowered), len(left)
 
 
-def _lower_region(region: GraphRegion, wanted: Options) -> tuple[int, list[Left]]:
+def _lower_region(region: GraphRegion, wanted: Options) -> tuple[list[str], list[Left]]:
     sites = [site for site in sites_of(region.module.graph) if site.active]
     rewriter = SiteRewriter(region.module)
-    lowered = 0
+    lowered: list[str] = []
     left = [_stray(name, user) for name, user in strays(region, sites).items()]
     for result in lower_sites(region, sites, wanted.compute):
         if isinstance(result, Left):
@@ -103,7 +105,7 @@ def _lower_region(region: GraphRegion, wanted: Options) -> tuple[int, list[Left]
             left.append(Left(result.calls.path, reason))
         else:
             rewriter.replace(result)
-            lowered += 1
+            lowered.append(result.calls.path)
     if lowered:
         region.module.graph.lint()
         region.module.recompile()
@@ -146,7 +148,53 @@ def _tell(lowered: int, left: list[Left], wanted: Options) -> None:
 COMPUTE = ("float32", "base")
 SHOWN = 3
 _said: set[str] = set()
-_with_branches: WeakSet[nn.Module] = WeakSet()
+
+
+@dataclass(slots=True)
+class Tally:
+    """What stands in torch's counters: each branch of a model once.
+
+    Dynamo hands a graph over again for another shape, and when it has to start anew.
+
+    counter   torch's; another one where somebody cleared its counters
+    seen      paths of a model's branches, by the name of what counts them
+    unowned   the same where a function is compiled, not a module: by the number of its frame
+    """
+
+    counter: Counter[str]
+    seen: WeakKeyDictionary[nn.Module, set[tuple[str, str]]]
+    unowned: dict[object, set[tuple[str, str]]]
+
+
+_tally = Tally(Counter(), WeakKeyDictionary(), {})
+
+
+def count_branches(name: str, paths: Iterable[str]) -> None:
+    """Add the branches of a model that were not counted under this name."""
+    counter = counters["tlora_fx"]
+    if _tally.counter is not counter:
+        _tally.counter = counter
+        _tally.seen.clear()
+        _tally.unowned.clear()
+    seen = _seen()
+    fresh = {(name, path) for path in paths} - seen
+    counter[name] += len(fresh)
+    seen |= fresh
+
+
+def branches_of(model: nn.Module) -> tuple[int, int]:
+    """How many of a model's branches were lowered, and how many were left, each once."""
+    seen = [name for name, _ in _tally.seen.get(model, ())]
+    return seen.count("branches_lowered"), seen.count("branches_left")
+
+
+def _seen() -> set[tuple[str, str]]:
+    outermost = running_modules()[-1:]
+    if outermost:
+        model = getattr(outermost[0], "_orig_mod", outermost[0])
+        return _tally.seen.setdefault(model, set())
+    compiled = CompileContext.current_compile_id()
+    return _tally.unowned.setdefault(compiled and compiled.frame_id, set())
 
 
 @dataclass(frozen=True, slots=True)
@@ -247,16 +295,13 @@ def say(text: str) -> None:
 def forget() -> None:
     """Say everything again that was said before."""
     _said.clear()
-    _with_branches.clear()
 
 
-def belongs_to_branches(gm: fx.GraphModule, found: int) -> bool:
-    """Whether the model of a graph has branches, or may have them after the graph break."""
-    outermost = running_modules()[-1:]
-    if found:
-        _with_branches.update(outermost)
-    cut = getattr(getattr(gm, "compile_subgraph_reason", None), "graph_break", False)
-    return cut or any(model in _with_branches for model in outermost)
+def _is_piece(gm: fx.GraphModule) -> bool:
+    """Whether a graph without branches is one of several of a model that may have them."""
+    if getattr(getattr(gm, "compile_subgraph_reason", None), "graph_break", False):
+        return True
+    return any(has_active_branch(model) for model in running_modules()[-1:])
 
 
 def reasons(left: Iterable[Left]) -> str:

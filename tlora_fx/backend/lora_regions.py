@@ -51,6 +51,7 @@ class Lowered:
     scaling      a number, or the `item` that reads it where Dynamo made it an input
     dropout      rate, likewise
     compute      dtype in which the adapter is multiplied
+    autocast     dtype in which autocast has the frozen linear multiply, or None
     """
 
     calls: LoraCalls
@@ -64,6 +65,7 @@ class Lowered:
     scaling: float | fx.Node
     dropout: float | fx.Node
     compute: torch.dtype
+    autocast: torch.dtype | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -121,6 +123,8 @@ class _SiteGraph:
 
     graph    inputs are the tables and what sites read, the output is all sites' results
     stands   node of `graph` to Dynamo's
+    outer    what sites read from the rest: Dynamo's node, and the dtype in which autocast hands it
+             to products, to node of `graph`
     numbers  scaling and rate of a site, by its path, where they are inputs of Dynamo's graph
     """
 
@@ -128,7 +132,7 @@ class _SiteGraph:
         self.region = region
         self.graph = fx.Graph()
         self.stands: dict[fx.Node, fx.Node] = {}
-        self.outer: dict[fx.Node, fx.Node] = {}
+        self.outer: dict[tuple[fx.Node, torch.dtype | None], fx.Node] = {}
         self.numbers: dict[str, dict[str, fx.Node]] = {}
         self.tables = {name: self.graph.placeholder(name) for name in TABLES}
         mode = next(
@@ -144,14 +148,16 @@ class _SiteGraph:
         """Copy one site; returns the node that writes its result."""
         result, anchor = _ends(site)
         _refuse(site, self.region)
+        autocast = _autocast(site)
+        outside: dict[fx.Node, fx.Node] = {}
         for node in site.nodes:
             for source in node.all_input_nodes:
-                if source not in site.nodes and source not in self.outer and not is_number(source):
-                    self.outer[source] = self._outside(source)
+                if source not in site.nodes and not is_number(source):
+                    outside[source] = self._outside(source, autocast)
         copies: dict[fx.Node, Any] = {}
         for node in site.nodes:
             if not is_number(node):
-                self._copy(site, node, copies, anchor)
+                self._copy(site, node, copies, outside, anchor)
         args = (copies[anchor], copies[result], self.tables["segments"], 0, 0)
         write = self.graph.call_function(ops.segment_write.default, args)
         self._tag(write, site, result)
@@ -175,29 +181,44 @@ class _SiteGraph:
             if is_number(source)
         }
 
-    def _outside(self, source: fx.Node) -> fx.Node:
-        """What a site reads from the rest: a stored tensor, or a value."""
+    def _outside(self, source: fx.Node, autocast: torch.dtype | None) -> fx.Node:
+        """What a site reads from the rest: a stored tensor, or a value.
+
+        autocast   the dtype that what is no adapter's has in products, None: its own
+        """
         value = value_of(source)
-        if source in self.region.stored and isinstance(value, Tensor):
+        stored = source in self.region.stored and isinstance(value, Tensor)
+        owner: Any = "job" if stored and value.requires_grad else "base"
+        casts = isinstance(value, Tensor) and value.is_floating_point() and owner == "base"
+        key = (source, autocast if casts else None)
+        if key in self.outer:
+            return self.outer[key]
+        value = value if key[1] is None else value.to(key[1])
+        if stored:
             outer = self.graph.create_node("get_attr", source.name)
-            owner: Any = "job" if value.requires_grad else "base"
             ref = TensorRef(owner, source.name, tuple(value.shape), value.dtype)
             outer.meta["tensor"] = ref
         else:
             outer = self.graph.placeholder(source.name)
         outer.meta.update(val=value, path="", role="shared", jobs=(THE_JOB,))
         self.stands[outer] = source
+        self.outer[key] = outer
         return outer
 
     def _copy(
-        self, site: LoraCalls, node: fx.Node, copies: dict[fx.Node, Any], anchor: fx.Node
+        self,
+        site: LoraCalls,
+        node: fx.Node,
+        copies: dict[fx.Node, Any],
+        outside: dict[fx.Node, fx.Node],
+        anchor: fx.Node,
     ) -> None:
         branch = node not in site.frozen
 
         def take(source: fx.Node) -> Any:
             if is_number(source):
                 return STAND_IN
-            value: fx.Node = copies[source] if source in copies else self.outer[source]
+            value: fx.Node = copies[source] if source in copies else outside[source]
             stored = source in self.region.stored
             shared = source is anchor or source not in copies
             if branch and shared and not stored and isinstance(value_of(source), Tensor):
@@ -241,6 +262,7 @@ class _SiteGraph:
         transposed = is_call(weight, aten.t.default)
         stored: Any = weight.args[0] if transposed else weight
         numbers = self.numbers[site.path]
+        autocast = _autocast(site)
         return Lowered(
             site,
             site.results()[0],
@@ -252,7 +274,8 @@ class _SiteGraph:
             self.stands[branch.b],
             numbers.get("scaling", branch.scaling),
             numbers.get("dropout", branch.dropout),
-            lowered.arguments["compute_dtype"],
+            autocast or lowered.arguments["compute_dtype"],
+            autocast,
         )
 
 
@@ -262,18 +285,31 @@ def _refuse(site: LoraCalls, region: GraphRegion) -> None:
     stored = [tensor_of(source) for source in frozen & region.stored]
     if torch.is_grad_enabled() and any(value.requires_grad for value in stored):
         raise NotLowerable("its frozen linear is trained")
-    if any(_mixes(node) for node in site.nodes):
-        raise NotLowerable(
-            "its products compute in another dtype than their operands', as autocast"
-        )
+    products, result = _products(site), site.results()[0]
+    if not any(map(_mixes, products)):
+        return
+    if len({tensor_of(node).dtype for node in (*products, result)}) > 1:
+        raise NotLowerable("its products give several dtypes")
 
 
-def _mixes(node: fx.Node) -> bool:
+def _autocast(site: LoraCalls) -> torch.dtype | None:
+    """The dtype that autocast gives all products of a site, None where none is on.
+
+    Only autocast multiplies operands of other dtypes than the result's.
+    """
+    products = _products(site)
+    return tensor_of(products[0]).dtype if any(map(_mixes, products)) else None
+
+
+def _products(site: LoraCalls) -> list[fx.Node]:
+    """The calls of a site that multiply matrices."""
+    calls = ((node, translate(node)) for node in site.nodes)
+    return [node for node, call in calls if call is not None and call.target in PRODUCTS]
+
+
+def _mixes(product: fx.Node) -> bool:
     """Whether a product has operands or a result of several dtypes."""
-    call = translate(node)
-    if call is None or call.target not in PRODUCTS:
-        return False
-    read = [value_of(source) for source in (node, *node.all_input_nodes)]
+    read = [value_of(source) for source in (product, *product.all_input_nodes)]
     return len({value.dtype for value in read if isinstance(value, Tensor)}) > 1
 
 

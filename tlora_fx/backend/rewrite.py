@@ -66,11 +66,13 @@ class SiteRewriter:
     def replace(self, site: Lowered) -> None:
         """Replace a site's calls by one operator."""
         with self.graph.inserting_before(site.result):
-            weight = self._transposed(site.weight) if site.transposed else site.weight
+            x, weight = (self._cast(node, site.autocast) for node in (site.x, site.weight))
+            bias = site.bias and self._cast(site.bias, site.autocast)
+            weight = self._transposed(weight) if site.transposed else weight
             columns = self._transposed(site.b)
             tables = self._tables(site)
             args = (
-                site.x, weight, site.bias, site.a, columns, *tables, site.compute,
+                x, weight, bias, site.a, columns, *tables, site.compute,
                 *_rank_and_drops(site),
             )  # fmt: skip
             lowered = self.graph.call_function(torch.ops.tlora_fx.multi_lora_linear.default, args)
@@ -163,6 +165,17 @@ class SiteRewriter:
         )
         product.meta["example_value"] = one_value * two_value
         return product
+
+    def _cast(self, value: fx.Node, dtype: torch.dtype | None) -> fx.Node:
+        """A value as autocast hands it to a product."""
+        if dtype is None or tensor_of(value).dtype == dtype:
+            return value
+        key = ("cast", value, dtype)
+        if key not in self.made:
+            cast = self.graph.call_method("to", (value, dtype))
+            cast.meta["example_value"] = tensor_of(value).to(dtype)
+            self.made[key] = cast
+        return self.made[key]
 
     def _transposed(self, matrix: fx.Node) -> fx.Node:
         key = ("t", matrix)

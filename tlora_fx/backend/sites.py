@@ -145,6 +145,15 @@ def running_modules() -> list[nn.Module]:
     return list(modules.values())
 
 
+def has_active_branch(model: nn.Module) -> bool:
+    """Whether a model has a LoRA layer that is neither merged nor disabled."""
+    peft = sys.modules.get("peft.tuners.lora.layer")
+    layers = (m for m in model.modules() if peft is not None and isinstance(m, peft.LoraLayer))
+    return any(
+        not (layer.merged or layer.disable_adapters) and layer.active_adapters for layer in layers
+    )
+
+
 def running_layer() -> str:
     """Path of the LoRA layer whose forward Dynamo compiles in parts, "" where it is none.
 
