@@ -6,14 +6,16 @@ from typing import Any
 
 import pytest
 
-from tlora_fx.config.job import DataSpec
+from tlora_fx.config.job import Job
 from tlora_fx.errors import AmbiguousFormatError, MissingColumnError
-from tlora_fx.runtime.data import SampleLayout, find_layout
+from tlora_fx.runtime.encoding import SampleLayout, find_layout
 
 
 def layout(present: list[str], **fields: Any) -> SampleLayout:
     """The layout of data with these columns."""
-    return find_layout(DataSpec(path="x.jsonl", **fields), present, where="x.jsonl:1", job="a")
+    data = {"path": "x.jsonl", **fields}
+    job = Job(name="a", base={"model": "m"}, lora={"r": 2}, data=data)
+    return find_layout(job, present, where="x.jsonl:1")
 
 
 @pytest.mark.parametrize(

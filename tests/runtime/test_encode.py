@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 from transformers import PreTrainedTokenizerFast
 
-from tlora_fx.runtime.data import (
+from tlora_fx.runtime.encoding import (
     BadRowError,
     Encoded,
     Format,

@@ -12,7 +12,7 @@ import pytest
 
 from tlora_fx.config.job import DataSpec
 from tlora_fx.errors import DataFileError
-from tlora_fx.runtime.data import DataRow, read_rows
+from tlora_fx.runtime.rows import DataRow, read_rows
 
 ROWS = [{"text": "a"}, {"text": "é"}]
 
@@ -111,7 +111,7 @@ def test_a_data_set_of_the_hub_has_rows_by_number(monkeypatch: pytest.MonkeyPatc
 
     assert rows("someone/data") == [DataRow(f"someone/data: row {n}", ROWS[n - 1]) for n in (1, 2)]
     with pytest.raises(DataFileError, match="no such split"):
-        read_rows(DataSpec(path="someone/data", split="test"), "a")
+        list(read_rows(DataSpec(path="someone/data", split="test"), "a"))
 
 
 @pytest.mark.parametrize(
@@ -120,7 +120,7 @@ def test_a_data_set_of_the_hub_has_rows_by_number(monkeypatch: pytest.MonkeyPatc
         ("none.jsonl", "does not exist"),
         ("./none", "does not exist"),
         ("folder", "is a folder"),
-        ("a.csv", "files of type '.csv' are not read"),
+        ("a.xlsx", "files of type '.xlsx' are not read"),
     ],
 )
 def test_what_is_no_data_file_is_told(
@@ -129,7 +129,7 @@ def test_what_is_no_data_file_is_told(
     """A path is never taken for a hub id."""
     monkeypatch.chdir(tmp_path)
     (tmp_path / "folder").mkdir()
-    (tmp_path / "a.csv").touch()
+    (tmp_path / "a.xlsx").touch()
 
     with pytest.raises(DataFileError, match=what):
         rows(path)

@@ -187,7 +187,8 @@ def test_extremes_are_the_longest_the_shortest_and_both(size, expected):
     """Micro-batches as large as the job's, none of them twice."""
     samples = [Sample(tuple(range(n)), tuple(range(n))) for n in (5, 9, 3, 2, 7, 4)]
 
-    batches = extreme_batches(samples, size)
+    job = make_job(BaseSpec(model="m"), "a")
+    batches = extreme_batches(JobData(job, samples, DataReport()), size)
 
     assert [[len(sample.input_ids) for sample in batch] for batch in batches] == expected
 

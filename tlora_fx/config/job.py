@@ -44,12 +44,22 @@ if TYPE_CHECKING:
     import peft
 
 DtypeName = Literal["float32", "float64", "bfloat16", "float16"]
-FormatName = Literal["auto", "prompt-completion", "messages", "text"]
-ColumnName = Literal["prompt", "completion", "messages", "text"]
+FormatName = Literal[
+    "auto", "prompt-completion", "messages", "text", "alpaca", "sharegpt", "preference"
+]
+ColumnName = Literal[
+    "prompt", "completion", "messages", "text", "instruction", "input", "output", "conversations",
+    "chosen", "rejected", "tools",
+]  # fmt: skip
+Method = Literal["sft", "dpo", "orpo"]
 
 SEED_LIMIT = 2**32
 _JOB_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}")
 _FUNCTION = re.compile(r"[^:]+:[A-Za-z_]\w*")
+#: Fields of LoRA by which more than its two matrices is trained.
+_BEYOND_MATRICES = ("use_dora", "bias", "lora_bias", "modules_to_save")
+#: Beta where a job names none, as in TRL.
+BETA = 0.1
 #: What an evaluation always measures; a job's own function may add more.
 EVAL_METRICS = ("loss", "mean_token_accuracy", "exact_match")
 TRAIN_LOSS = "train_loss"
@@ -57,7 +67,24 @@ COLUMNS_OF: Mapping[str, frozenset[str]] = {
     "prompt-completion": frozenset({"prompt", "completion"}),
     "messages": frozenset({"messages"}),
     "text": frozenset({"text"}),
+    "alpaca": frozenset({"instruction", "output"}),
+    "sharegpt": frozenset({"conversations"}),
+    "preference": frozenset({"chosen", "rejected"}),
 }
+#: Columns that a row of a format may have or lack.
+OPTIONAL_COLUMNS: Mapping[str, frozenset[str]] = {
+    "prompt-completion": frozenset({"tools"}),
+    "messages": frozenset({"tools"}),
+    "text": frozenset(),
+    "alpaca": frozenset({"input"}),
+    "sharegpt": frozenset({"tools"}),
+    "preference": frozenset({"prompt", "tools"}),
+}
+
+
+def columns_of(format: str) -> frozenset[str]:
+    """All columns that rows of a format may have."""
+    return COLUMNS_OF.get(format, frozenset()) | OPTIONAL_COLUMNS.get(format, frozenset())
 
 
 def _text_of_path(value: object) -> object:
@@ -129,12 +156,16 @@ class BaseSpec(Spec):
 class DataSpec(Spec):
     """Where a job's samples come from and which of their tokens are trained.
 
-    path     a .jsonl, .json or .parquet file, or a hub id
-    columns  our column names mapped to those of the file
+    path       a .jsonl, .json, .csv, .tsv, .parquet or .txt file, or a hub id
+    name       which configuration of a data set of the hub
+    streaming  read no more rows of a data set of the hub than the job's steps take
+    columns    our column names mapped to those of the file
     """
 
     path: PathOrId
+    name: StrictStr | None = Field(default=None, min_length=1)
     split: StrictStr = Field(default="train", min_length=1)
+    streaming: StrictBool = False
     columns: dict[ColumnName, StrictStr] = Field(default={})
     format: FormatName = Field(default="auto", validate_default=True)
     loss_on: Literal["auto", "completion", "all"] = "auto"
@@ -144,8 +175,8 @@ class DataSpec(Spec):
     @classmethod
     def _columns_fit(cls, format: str, info: ValidationInfo) -> str:
         given = set(info.data.get("columns", {}))
-        wanted = COLUMNS_OF.get(format, frozenset())
-        if format == "auto" and not any(given <= names for names in COLUMNS_OF.values()):
+        wanted = columns_of(format)
+        if format == "auto" and not any(given <= columns_of(name) for name in COLUMNS_OF):
             raise refuse(f"'columns' maps {' and '.join(sorted(given))}", help="name one format")
         if format != "auto" and given - wanted:
             help = f"map only {', '.join(sorted(wanted))}, or name another format"
@@ -222,6 +253,11 @@ class Job(Spec):
 
     lora              the LoraConfig fields that were given, or None when `adapter` is
     adapter           a PEFT folder to continue, instead of `lora`
+    method            sft: the likelihood of the samples; dpo, orpo: of pairs, as TRL's trainers
+    beta              of dpo and orpo
+    completion_only_loss, assistant_only_loss   which tokens are trained; None: completions, and the
+                      assistant's turns, where the data has any
+    packing           samples share sequences of `max_length`, which batches count
     max_length        tokens of a sample
     max_steps         optimizer steps; None: by epochs
     num_train_epochs  None when `max_steps` counts
@@ -248,10 +284,15 @@ class Job(Spec):
     lora: dict[str, Any] | None = None
     adapter: LocalPath | None = Field(default=None, validate_default=True)
     data: DataSpec
+    method: Method = Field(default="sft", validate_default=True)
+    beta: StrictFloat | None = Field(default=None, gt=0)
+    completion_only_loss: StrictBool | None = None
+    assistant_only_loss: StrictBool | None = None
+    packing: StrictBool = False
     per_device_train_batch_size: StrictInt = Field(default=8, ge=1)
     gradient_accumulation_steps: StrictInt = Field(default=1, ge=1)
     max_length: StrictInt = Field(default=1024, ge=2)
-    max_steps: StrictInt | None = Field(default=None, ge=1)
+    max_steps: StrictInt | None = Field(default=None, ge=1, validate_default=True)
     num_train_epochs: StrictFloat | None = Field(default_factory=_epochs_by_default, gt=0)
     seed: StrictInt = Field(default=0, ge=0, lt=SEED_LIMIT)
     shuffle: StrictBool = True
@@ -317,6 +358,45 @@ class Job(Spec):
             what = f"'{folder}': {error.what}" + (f" ({found})" if found else "")
             raise refuse(what, help=error.help) from None
         return folder
+
+    @field_validator("method")
+    @classmethod
+    def _learns_from_pairs(cls, method: str, info: ValidationInfo) -> str:
+        data, lora = info.data.get("data"), info.data.get("lora") or {}
+        format = "auto" if data is None else data.format
+        if method == "sft" and format == "preference":
+            raise refuse("the format 'preference' needs pairs to be compared", help="method: dpo")
+        if method != "sft" and format not in ("auto", "preference"):
+            what = f"method '{method}' learns from pairs, not from the format '{format}'"
+            raise refuse(what, help="give chosen and rejected, format: preference")
+        bare = next((name for name in _BEYOND_MATRICES if lora.get(name, "none") != "none"), "")
+        if method == "dpo" and bare and lora[bare]:
+            what = f"method 'dpo' compares with the base, which '{bare}' changes beside A and B"
+            raise refuse(what, help=f"leave '{bare}' out")
+        return method
+
+    @field_validator("beta", "completion_only_loss", "assistant_only_loss", "packing")
+    @classmethod
+    def _belongs_to_the_method(cls, value: Any, info: ValidationInfo) -> Any:
+        name, method, data = str(info.field_name), info.data.get("method"), info.data.get("data")
+        if value in (None, False) or method is None:
+            return value
+        if name == "beta" and method == "sft":
+            raise refuse("'beta' needs method dpo or orpo", help="leave it out, or set method: dpo")
+        if name != "beta" and method != "sft":
+            raise refuse(f"'{name}' needs method sft", help="leave it out")
+        if name.endswith("loss") and data is not None and data.loss_on != "auto":
+            raise refuse(f"'{name}' and 'loss_on' exclude each other", help="keep one")
+        return value
+
+    @field_validator("max_steps")
+    @classmethod
+    def _ends_a_stream(cls, steps: int | None, info: ValidationInfo) -> int | None:
+        data = info.data.get("data")
+        if steps is None and data is not None and data.streaming:
+            what = "'streaming' needs 'max_steps': nobody knows how long a stream is"
+            raise refuse(what, help="give max_steps")
+        return steps
 
     @field_validator("num_train_epochs")
     @classmethod
@@ -453,6 +533,16 @@ class Job(Spec):
             return peft.LoraConfig(task_type=peft.TaskType.CAUSAL_LM, **self.lora_fields)
         except (ValueError, TypeError) as error:
             raise JobError("PEFT refuses the LoRA fields", job=self.name, found=error) from error
+
+    @property
+    def is_preference(self) -> bool:
+        """Whether the job learns from pairs of a chosen and a rejected completion."""
+        return self.method != "sft"
+
+    @property
+    def sequences_per_sample(self) -> int:
+        """Sequences of what a batch counts as one sample."""
+        return 2 if self.is_preference else 1
 
     @property
     def best_metric(self) -> str:

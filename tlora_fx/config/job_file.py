@@ -38,7 +38,7 @@ _TAG = "tag:yaml.org,2002:"
 
 SHARED = ("adapter_dtype", "adapter_compute")
 KEYS = ("base", *SHARED, "defaults", "jobs")
-DATA_SUFFIXES = (".jsonl", ".json", ".parquet")
+DATA_SUFFIXES = (".jsonl", ".ndjson", ".json", ".csv", ".tsv", ".parquet", ".txt")
 
 SpecT = TypeVar("SpecT", bound=Spec)
 

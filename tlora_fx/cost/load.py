@@ -168,7 +168,7 @@ def round_of_jobs(
     max_row_tokens   a row is closed before it grows beyond this
     """
     lengths = [min(length or job.max_length, job.max_length) for job in jobs]
-    counts = [job.per_device_train_batch_size for job in jobs]
+    counts = [job.per_device_train_batch_size * job.sequences_per_sample for job in jobs]
     steps = [job.gradient_accumulation_steps for job in jobs]
     if tokens is not None:
         asked = sum(n * c * s for n, c, s in zip(lengths, counts, steps, strict=True))

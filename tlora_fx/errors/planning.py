@@ -38,7 +38,7 @@ class DataError(TloraError, code="T0300"):
 class DataFileError(DataError, code="T0301"):
     """A data file does not exist or cannot be read.
 
-    Give a .jsonl, .json or .parquet file, or a hub id.
+    Give a .jsonl, .json, .csv, .tsv, .parquet or .txt file, or a hub id.
     """
 
 
@@ -56,7 +56,7 @@ class MalformedRowError(DataError, code="T0303"):
 class MissingColumnError(DataError, code="T0304"):
     """The data has no columns for a prompt and completion, messages, or a text.
 
-    Map its names: `columns: {prompt: question, completion: answer}`.
+    Map its names: `columns: {prompt: question, completion: answer}`. Pairs need `method: dpo`.
     """
 
 

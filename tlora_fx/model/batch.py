@@ -9,10 +9,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
 from itertools import pairwise
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+
+from tlora_fx.model.preference import Pairs, Preference, pairs_of
 
 IGNORED = -100
 # Tokens of a row, so that no dimension is specialised to one.
@@ -27,6 +30,7 @@ class JobTokens:
     labels       same lengths, unshifted, IGNORED where there is no loss
     seed, step   key of the job's dropout masks
     offset       tokens of the job's optimizer step that earlier rows held
+    preference   how its sequences, which are then pairs, are compared
     """
 
     sequences: Sequence[Sequence[int]]
@@ -34,6 +38,7 @@ class JobTokens:
     seed: int = 0
     step: int = 0
     offset: int = 0
+    preference: Preference | None = None
 
 
 @dataclass(slots=True)
@@ -50,6 +55,8 @@ class PackedBatch:
     target_rows               int64 [N]: flat positions whose next token is a target, by job
     targets                   int64 [N]: that next token
     target_segments           int32 [J + 1] on the CPU: job j owns this run of target rows
+    pairs                     of each job that learns from pairs
+    compared                  a row of those that the base is asked for too; None: of none
     """
 
     input_ids: Tensor
@@ -62,10 +69,13 @@ class PackedBatch:
     target_rows: Tensor
     targets: Tensor
     target_segments: Tensor
+    pairs: tuple[Pairs, ...] = ()
+    compared: PackedBatch | None = None
 
     def tensors(self) -> dict[str, Tensor]:
         """The row's tensors by name, as an exported program takes them."""
-        return {f.name: getattr(self, f.name) for f in fields(self)}
+        names = (f.name for f in fields(self) if f.name not in ("pairs", "compared"))
+        return {name: getattr(self, name) for name in names}
 
     def to(self, device: torch.device | str) -> PackedBatch:
         """The same row with its token-sized tensors on a device; small tables stay on the CPU."""
@@ -74,7 +84,8 @@ class PackedBatch:
             name: tensor if name in host else tensor.to(device, non_blocking=True)
             for name, tensor in self.tensors().items()
         }
-        return PackedBatch(**moved)
+        compared = None if self.compared is None else self.compared.to(device)
+        return PackedBatch(**moved, pairs=self.pairs, compared=compared)
 
 
 def repeating_length(tokens: int) -> int:
@@ -139,6 +150,7 @@ def pack(jobs: Sequence[JobTokens], length: int = SMALLEST) -> PackedBatch:
         index.extend(range(job.offset, job.offset + len(ids) - first))
         segments.append(len(ids))
     rows, targets, target_segments = _targets(jobs, starts, width=None)
+    compared = _compared(jobs)
     if len(ids) < length:
         owner = max((j for j, job in enumerate(jobs) if job.sequences), default=len(jobs) - 1)
         longest = max((len(sequence_ids) for sequence_ids in jobs[owner].sequences), default=length)
@@ -161,6 +173,8 @@ def pack(jobs: Sequence[JobTokens], length: int = SMALLEST) -> PackedBatch:
         target_rows=rows,
         targets=targets,
         target_segments=target_segments,
+        pairs=_pairs(jobs),
+        compared=pack(compared) if compared else None,
     )
 
 
@@ -198,7 +212,28 @@ def pad(jobs: Sequence[JobTokens], padding: int = 0) -> PackedBatch:
         target_rows=rows,
         targets=targets,
         target_segments=target_segments,
+        pairs=_pairs(jobs),
+        compared=pad(compared, padding) if (compared := _compared(jobs)) else None,
     )
+
+
+def _pairs(jobs: Sequence[JobTokens]) -> tuple[Pairs, ...]:
+    return tuple(
+        pairs_of(index, job.preference, job.labels, IGNORED)
+        for index, job in enumerate(jobs)
+        if job.preference is not None and job.sequences
+    )
+
+
+def _compared(jobs: Sequence[JobTokens]) -> list[JobTokens]:
+    """The jobs with what the base is asked for alone; none where it is asked for nothing."""
+    asked = [own.job for own in _pairs(jobs) if own.needs_base]
+    nothing: dict[str, Any] = {"sequences": (), "labels": ()}
+    return [
+        replace(job, preference=None, **({} if index in asked else nothing))
+        for index, job in enumerate(jobs)
+        if asked
+    ]
 
 
 def _keys(jobs: Sequence[JobTokens]) -> Tensor:

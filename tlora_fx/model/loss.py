@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from itertools import pairwise
 from typing import Any, cast
 
@@ -12,6 +13,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from tlora_fx.model.batch import IGNORED
+from tlora_fx.model.preference import Pairs, with_preferences
 from tlora_fx.ops import segment_sum, tp_argmax, tp_cross_entropy
 from tlora_fx.ops.parallel import GROUP
 
@@ -32,7 +34,7 @@ class ChunkedLoss(nn.Module):
     such a program are not computed again in the backward.
 
     `predicted` is set while a model is evaluated. Each forward then adds a tensor to it, int64 [N]:
-    the most likely token at each target row.
+    the most likely token at each target row. `token_losses` likewise gets the loss of each, [N].
     """
 
     def __init__(
@@ -50,6 +52,8 @@ class ChunkedLoss(nn.Module):
         self.tables = tables
         self.pieces: int | None = None
         self.predicted: list[Tensor] | None = None
+        self.token_losses: list[Tensor] | None = None
+        self._pairs: Sequence[Pairs] = ()
         self.width_dim = 1 if lines else 0
         self.chunk_rows = max(64, CHUNK_BYTES // (4 * vocabulary))
 
@@ -82,9 +86,31 @@ class ChunkedLoss(nn.Module):
             return flat[:0].sum().to(wide).expand(target_segments.shape[0] - 1)
         chunks = self._chunks(flat, target_rows, targets, target_segments, row_tables)
         if self.predicted is not None:
-            return cast(Tensor, segment_sum(self._scored(chunks), target_segments))
-        losses = [self._losses(args) for args in chunks]
-        return cast(Tensor, segment_sum(torch.cat(losses), target_segments))
+            losses = self._scored(chunks)
+        else:
+            losses = torch.cat([self._losses(args) for args in chunks])
+        if self.token_losses is not None:
+            self.token_losses.append(losses)
+        sums = cast(Tensor, segment_sum(losses, target_segments))
+        return with_preferences(sums, losses, target_segments, self._pairs) if self._pairs else sums
+
+    @contextmanager
+    def comparing(self, pairs: Sequence[Pairs]) -> Iterator[None]:
+        """Inside, jobs that have pairs give the loss of these in place of their targets' sum."""
+        self._pairs = pairs
+        try:
+            yield
+        finally:
+            self._pairs = ()
+
+    @contextmanager
+    def scoring(self) -> Iterator[list[Tensor]]:
+        """Inside, no forward keeps anything for a backward; each adds its token losses, [N]."""
+        predicted, self.predicted, self.token_losses = self.predicted, [], []
+        try:
+            yield self.token_losses
+        finally:
+            self.predicted, self.token_losses = predicted, None
 
     def pieces_for(self, rows: int) -> int:
         """How many chunks so many target rows need."""

@@ -27,6 +27,7 @@ from tlora_fx.model.compiled import compile_method, export_net, row_sizes
 from tlora_fx.model.elastic import Admission, Membership, Resolve
 from tlora_fx.model.loss import ChunkedLoss
 from tlora_fx.model.module_builder import Reformed, TensorLocation, build_module
+from tlora_fx.model.preference import with_base
 from tlora_fx.model.source import group_source
 from tlora_fx.ops import without_dropout
 from tlora_fx.ops.kernels.packed import roomy_weight
@@ -159,12 +160,42 @@ class SuperModel(nn.Module):
     def forward(self, row: PackedBatch) -> Tensor:
         """Each job's sum of token losses over one row; without lower-loss, the logits.
 
-        row       on the model's device
+        row       on the model's device; a job that has pairs in it gives their loss instead
         returns   [J], float32 or the base's dtype where that is wider
         raises    SuperModelMisuse before `materialize`
         """
         self._require_weights()
-        return self._run(*(getattr(row, name) for name in self._inputs))
+        if not row.pairs:
+            return self._run(*self._tensors(row))
+        pairs = row.pairs
+        if row.compared is not None:
+            losses = self._losses_of_base(row.compared, [own.job for own in pairs])
+            pairs = with_base(pairs, losses, row.compared.target_segments)
+        with self._loss().comparing(pairs):
+            return self._run(*self._tensors(row))
+
+    def _tensors(self, row: PackedBatch) -> Iterator[Tensor]:
+        return (getattr(row, name) for name in self._inputs)
+
+    def _losses_of_base(self, row: PackedBatch, jobs: Sequence[int]) -> Tensor:
+        """The token losses of a row, [N], as without these jobs' adapters and without dropout."""
+        names = (self.jobs[job].name for job in jobs)
+        halves = [
+            parameter
+            for name in names
+            for key, parameter in self.job_parameters(name).items()
+            if ".lora_B." in key or ".lora_embedding_B" in key
+        ]
+        kept = [half.detach().clone() for half in halves]
+        with torch.no_grad(), without_dropout(), self._loss().scoring() as losses:
+            try:
+                for half in halves:
+                    half.zero_()
+                self._run(*self._tensors(row))
+            finally:
+                for half, value in zip(halves, kept, strict=True):
+                    half.copy_(value)
+        return losses[0]
 
     def _run(self, *inputs: Tensor) -> Tensor:
         """The loss sums by the tensors of a row."""
@@ -193,6 +224,8 @@ class SuperModel(nn.Module):
         self._sleep()
         self._leave_room()
         layers = [block for block in self.group.blocks.values() if block.name != HEAD]
+        if not layers and any(job.is_preference for job in self.jobs):
+            return  # such a loss is no part of the graph: the model runs as it is
         if not layers:
             compile_method([self], "_run", list(row_sizes(self.group.root).values()), options)
             return
@@ -230,6 +263,12 @@ class SuperModel(nn.Module):
         raises        SuperModelMisuse before `materialize`
         """
         self._require_weights()
+        if any(job.is_preference for job in self.jobs):
+            raise SuperModelMisuse(
+                "a loss of pairs is no part of the graph, and cannot be exported",
+                jobs=", ".join(job.name for job in self.jobs if job.is_preference),
+                help="export a model of jobs with method sft",
+            )
         return export_net(self.net, self.group, self._loss(), max_targets)
 
     def materialize(

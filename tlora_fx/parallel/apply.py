@@ -67,6 +67,7 @@ def apply(
         use_group(GROUP, mesh.tp)
     require_shardable(model, plan)
     require_nano(plan, plan.nano_batches > 1)
+    require_whole_pairs(model, plan, cuts=plan.nano_batches > 1)
     if mesh.size > 1:
         model.stay_awake()
     sharded = shard_base(model, plan, mesh) if shards(plan) and plan.mesh.pp == 1 else None
@@ -112,6 +113,23 @@ def require_nano(plan: Plan, wanted: bool) -> None:
             plan=f"{plan.planner} on {plan.mesh}",
             found="nano-batches",
             help="plan more micro-batches instead, or use pp=1",
+        )
+
+
+def require_whole_pairs(model: SuperModel, plan: Plan, *, cuts: bool) -> None:
+    """Refuse plans under which rows of pairs do not run whole, or not twice.
+
+    cuts      whether rows are cut into nano-batches
+    raises    PlanNotRunnable
+    """
+    names = [job.name for job in model.jobs if job.is_preference]
+    if names and (cuts or plan.mesh.pp > 1 or shards(plan)):
+        raise PlanNotRunnable(
+            "jobs that learn from pairs need rows that run whole",
+            plan=f"{plan.planner} on {plan.mesh}",
+            jobs=", ".join(names),
+            help="use a plan with pp=1, without a sharded base and without nano-batches, such as "
+            "replicated or tensor",
         )
 
 
@@ -217,7 +235,7 @@ class RowRunner:
 
     def _captured(self, row: PackedBatch, weights: Tensor) -> Tensor | None:
         """Run a row as a CUDA graph, if it can be; nano-batches are cut anew for each row."""
-        if self.graphs is None or self.nano is not None:
+        if self.graphs is None or self.nano is not None or row.pairs:
             return None
         return self.graphs.run(row, weights)
 

@@ -17,6 +17,7 @@ from __future__ import annotations
 import logging
 from collections import Counter, OrderedDict
 from contextlib import suppress
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import torch
@@ -272,7 +273,7 @@ class RowGraph:
 
 
 def _copied(row: PackedBatch) -> PackedBatch:
-    return PackedBatch(**{name: tensor.clone() for name, tensor in row.tensors().items()})
+    return replace(row, **{name: tensor.clone() for name, tensor in row.tensors().items()})
 
 
 def _broken(error: Exception) -> PlanNotRunnable:

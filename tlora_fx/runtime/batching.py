@@ -7,12 +7,12 @@ micro-batch (longrope's switch) is the same. Micro-batches of different jobs sha
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import accumulate, pairwise
 
 import torch
 
-from tlora_fx.config.job import Job
+from tlora_fx.config.job import BETA, Job
 from tlora_fx.cost.load import balanced_cuts
 from tlora_fx.model.batch import (
     IGNORED,
@@ -23,6 +23,7 @@ from tlora_fx.model.batch import (
     pad,
     repeating_length,
 )
+from tlora_fx.model.preference import Preference
 from tlora_fx.model.supermodel import SuperModel
 from tlora_fx.runtime.data import Sample
 
@@ -60,10 +61,25 @@ def rows_of_round(
                 jobs[index].seed,
                 steps[index],
                 offsets[index],
+                preference_of(jobs[index]),
             )
             offsets[index] += tokens
             size += tokens
         yield row
+
+
+def preference_of(job: Job) -> Preference | None:
+    """How a job compares pairs, None where it learns from each sample by itself."""
+    if job.method == "sft":
+        return None
+    return Preference(job.method, BETA if job.beta is None else job.beta)
+
+
+def count_terms(job: Job, micro_batches: MicroBatches) -> int:
+    """What the loss of an optimizer step is a mean over: pairs, or target tokens."""
+    if job.is_preference:
+        return sum(map(len, micro_batches)) // job.sequences_per_sample
+    return count_targets(micro_batches)
 
 
 def count_targets(micro_batches: MicroBatches) -> int:
@@ -133,7 +149,8 @@ Row = list[JobTokens]
 class Cutting:
     """How the rows of a model may be cut.
 
-    whole            a micro-batch stays whole in its row, because the base's graph depends on it
+    whole            a micro-batch stays whole in its row, because the base's graph depends on it,
+                     or a job compares its sequences
     square_tokens    a sequence of so many tokens costs as much in attention as in all else
     max_row_tokens   a part is at most as long, where its sequences allow it
     """
@@ -148,6 +165,7 @@ class Cutting:
         switches = torch.ops.tlora_fx.segment_switch.default
         nodes = (node for graph in model.group.graphs() for node in graph.nodes)
         whole = any(node.op == "call_function" and node.target is switches for node in nodes)
+        whole = whole or any(job.is_preference for job in model.jobs)
         # The products of a layer with hidden size h multiply 12 h² numbers a token, causal
         # attention h a token and token before it.
         hidden = getattr(model.backbone.config, "hidden_size", None) or 1024
@@ -209,7 +227,7 @@ def _joined(pieces: Sequence[JobTokens]) -> JobTokens:
     first = own[0] if own else pieces[0]
     sequences = [ids for piece in own for ids in piece.sequences]
     labels = [row for piece in own for row in piece.labels]
-    return JobTokens(sequences, labels, first.seed, first.step, first.offset)
+    return replace(first, sequences=sequences, labels=labels)
 
 
 def _piece(jobs: Sequence[JobTokens], start: int, stop: int) -> Row:
@@ -221,10 +239,12 @@ def _piece(jobs: Sequence[JobTokens], start: int, stop: int) -> Row:
         low, high = (min(max(place - passed, 0), count) for place in (start, stop))
         skipped = sum(len(ids) for ids in job.sequences[:low])
         row.append(
-            JobTokens(
-                job.sequences[low:high], job.labels[low:high], job.seed, job.step,
-                job.offset + skipped,
+            replace(
+                job,
+                sequences=job.sequences[low:high],
+                labels=job.labels[low:high],
+                offset=job.offset + skipped,
             )
-        )  # fmt: skip
+        )
         passed += count
     return row

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from itertools import chain
 from typing import TYPE_CHECKING, Any
 
@@ -252,13 +252,7 @@ def check_memory(
 
 def longest_round(jobs: Sequence[Job], data: Mapping[str, JobData], max_row_tokens: int) -> Round:
     """A round in which every job brings its longest samples."""
-    batches = []
-    for job in jobs:
-        lengths = sorted((len(sample.input_ids) for sample in data[job.name].samples), reverse=True)
-        size = job.per_device_train_batch_size
-        count = min(job.gradient_accumulation_steps, -(-len(lengths) // size))
-        batches.append([tuple(lengths[n * size : (n + 1) * size]) for n in range(count)])
-    return round_of_batches(batches, max_row_tokens)
+    return round_of_batches([_largest_batches(job, data[job.name]) for job in jobs], max_row_tokens)
 
 
 def longest_row(
@@ -268,7 +262,7 @@ def longest_row(
 
     parts   into how many a round is cut at least, which joins micro-batches first
     """
-    each = [_largest_batches(job, data[job.name]) for job in jobs]
+    each = [[sum(batch) for batch in _largest_batches(job, data[job.name])] for job in jobs]
     single = [sizes[0] for sizes in each if sizes]
     bound = max(max(single, default=0), min(max_row_tokens, sum(single)))
     if parts > 1:
@@ -280,9 +274,11 @@ def longest_row(
     return repeating_length(bound)
 
 
-def _largest_batches(job: Job, data: JobData) -> list[int]:
-    """Tokens of a step's micro-batches if a job's longest samples meet, the largest first."""
-    lengths = sorted((len(sample.input_ids) for sample in data.samples), reverse=True)
+def _largest_batches(job: Job, data: JobData) -> list[tuple[int, ...]]:
+    """Sequences of a step's micro-batches if a job's longest samples meet, the largest first."""
+    lengths = [len(sample.input_ids) for sample in data.samples]
+    units: Iterable[Sequence[int]] = data.units or ((index,) for index in range(len(lengths)))
+    found = sorted((tuple(lengths[at] for at in unit) for unit in units), key=sum, reverse=True)
     size = job.per_device_train_batch_size
-    count = min(job.gradient_accumulation_steps, -(-len(lengths) // size))
-    return [sum(lengths[n * size : (n + 1) * size]) for n in range(count)]
+    count = min(job.gradient_accumulation_steps, -(-len(found) // size))
+    return [tuple(chain(*found[n * size : (n + 1) * size])) for n in range(count)]

@@ -13,7 +13,7 @@ from pathlib import Path
 from tlora_fx.config.job import Job
 from tlora_fx.cost.plan import MeshShape, Plan
 from tlora_fx.errors import ControllerWrong, PlanFileError, RunFolderError, UnknownPlanner, nearest
-from tlora_fx.runtime.data import require_files
+from tlora_fx.runtime.rows import require_files
 from tlora_fx.runtime.run_folder import RunFolder
 
 #: What the modules of planners and controllers define, which cannot be imported without torch.

@@ -103,6 +103,8 @@ class Evaluator:
                 parts.append(tokens[index][bounds[job] : bounds[job + 1]])
 
     def _metrics(self, data: JobData, loss_sum: float, tokens: np.ndarray) -> dict[str, float]:
+        if data.job.is_preference:
+            return {"eval_loss": loss_sum / (len(data.evaluation) // 2)}
         counts = np.array([_count(sample) for sample in data.evaluation])
         targets = np.concatenate([_targets(sample) for sample in data.evaluation])
         owner = np.repeat(np.arange(len(counts)), counts)
@@ -124,7 +126,8 @@ class _Batches(Sequence[Sequence[Sample]]):
     """The samples that a job is evaluated on, in batches; each is read when it is asked for."""
 
     def __init__(self, data: JobData) -> None:
-        self.samples, self.size = data.evaluation, data.job.per_device_eval_batch_size
+        self.samples = data.evaluation
+        self.size = data.job.per_device_eval_batch_size * data.job.sequences_per_sample
 
     def __len__(self) -> int:
         return math.ceil(len(self.samples) / self.size)

@@ -16,7 +16,7 @@ from tlora_fx.config.job import Job
 from tlora_fx.durable import link_or_copy, replace_file
 from tlora_fx.errors import MetricFunctionError, RunFolderError, TloraError
 from tlora_fx.runtime.adapters import adapter_tensors, config_bytes, load_adapter, write_adapter
-from tlora_fx.runtime.batching import MicroBatches, count_targets, count_tokens
+from tlora_fx.runtime.batching import MicroBatches, count_terms, count_tokens
 from tlora_fx.runtime.checkpoint import JobState
 from tlora_fx.runtime.data import JobData
 from tlora_fx.runtime.job_evaluation import EvaluationReport, JobEvaluation, Metrics
@@ -182,8 +182,8 @@ class JobRun:
             load_adapter(self.parameters, self.best, "the best step")
 
     def targets(self, batches: MicroBatches) -> int:
-        """Target tokens of the step, which its loss is the mean over."""
-        return count_targets(batches)
+        """What the loss of the step is the mean over: target tokens, or pairs."""
+        return count_terms(self.job, batches)
 
     def fail(self, reason: str) -> None:
         """End the job; its adapter stays as it is."""

@@ -29,7 +29,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-from tlora_fx.config.job import Job
+from tlora_fx.config.job import BETA, Job
 from tlora_fx.errors import OracleError
 from tlora_fx.numerics.noise import disturb_embeddings
 from tlora_fx.ops.dropout import keep_scale, threshold_of
@@ -81,7 +81,7 @@ def train_alone(
     on_step      called with (step, loss, gradients) after each backward, in place of keeping them
     raises       OracleError when `start` does not fit, or a dropout has no keyed masks
     """
-    solo = SoloTrainer(job, base_model, data.samples, start, masks)
+    solo = SoloTrainer(job, base_model, data, start, masks)
     run = SoloRun()
     for step in range(steps):
         loss, gradients = solo.gradients(solo.order.batches(step), step)
@@ -105,11 +105,11 @@ class SoloTrainer:
         self,
         job: Job,
         base_model: nn.Module,
-        samples: Sequence[Sample],
+        data: JobData,
         start: Mapping[str, Tensor],
         masks: bool,
     ) -> None:
-        self.order = SampleOrder(job, samples)
+        self.job, self.order = job, SampleOrder(job, data.samples, data.units)
         base = _own_copy(base_model)
         if not masks:
             _silence_dropout(base)
@@ -137,7 +137,7 @@ class SoloTrainer:
         step   by which its dropouts draw
         """
         self._optimizer.zero_grad()
-        loss = _backward(self._model, batches, self._drop, step)
+        loss = _backward(self._model, batches, self._drop, step, self.job)
         return loss, _gradients(self._model)
 
     @contextmanager
@@ -185,11 +185,12 @@ class SampleOrder:
     An epoch takes each sample once, in the order of the file, or where the job shuffles in the
     permutation that NumPy's default generator draws from (seed, epoch). Micro-batches hold
     `per_device_train_batch_size` samples, steps `gradient_accumulation_steps` micro-batches; the
-    last of each may be smaller. Steps are counted through all epochs.
+    last of each may be smaller. Steps are counted through all epochs. A unit counts as one sample.
     """
 
     job: Job
     samples: Sequence[Sample]
+    units: Sequence[Sequence[int]] | None = None
 
     @property
     def steps(self) -> int:
@@ -202,17 +203,19 @@ class SampleOrder:
         """The micro-batches of a step."""
         starts = self._steps_of_epoch()
         epoch, number = divmod(step, len(starts))
-        order = np.arange(len(self.samples))
+        units = self.units or [(index,) for index in range(len(self.samples))]
+        order = np.arange(len(units))
         if self.job.shuffle:
-            order = np.random.default_rng((self.job.seed, epoch)).permutation(len(self.samples))
-        taken = [self.samples[int(index)] for index in order[starts[number] :][: starts.step]]
+            order = np.random.default_rng((self.job.seed, epoch)).permutation(len(units))
+        taken = [units[int(index)] for index in order[starts[number] :][: starts.step]]
         size = self.job.per_device_train_batch_size
-        return lines_of([taken[first : first + size] for first in range(0, len(taken), size)])
+        batches = (taken[first : first + size] for first in range(0, len(taken), size))
+        return lines_of([[self.samples[at] for unit in own for at in unit] for own in batches])
 
     def _steps_of_epoch(self) -> range:
         """Where in the order of an epoch each of its steps begins."""
         size = self.job.per_device_train_batch_size * self.job.gradient_accumulation_steps
-        return range(0, len(self.samples), size)
+        return range(0, len(self.samples if self.units is None else self.units), size)
 
 
 def lines_of(batches: Sequence[Sequence[Sample]]) -> list[list[Line]]:
@@ -227,12 +230,16 @@ def lines_of(batches: Sequence[Sequence[Sample]]) -> list[list[Line]]:
     return lines
 
 
-def in_another_layout(batches: Sequence[Sequence[Line]]) -> list[list[Line]]:
+def in_another_layout(
+    batches: Sequence[Sequence[Line]], *, pairs: bool = False
+) -> list[list[Line]]:
     """The same step in batches of other shapes: the same numbers but for rounding.
 
     Each line of a batch has a batch of its own. A line that had one shares it with a copy of
-    itself, which has no targets.
+    itself, which has no targets. Lines that are compared as pairs stay as they are.
     """
+    if pairs:
+        return [list(batch) for batch in batches]
     layout: list[list[Line]] = []
     for batch in batches:
         if len(batch) > 1:
@@ -251,8 +258,10 @@ def _backward(
     batches: Sequence[Sequence[Line]],
     drop: KeyedDropout | None,
     step: int,
+    job: Job,
 ) -> float:
     """Add the gradients of one optimizer step; returns its loss."""
+    pairs = sum(map(len, batches)) // 2
     labels = [line.labels for batch in batches for line in batch]
     targets = sum(label != NO_TARGET for line in labels for label in line[1:])
     device = next(model.parameters()).device
@@ -260,7 +269,10 @@ def _backward(
     for batch in batches:
         ids, labels_of, attended, index = (part.to(device) for part in pad(batch))
         with nullcontext() if drop is None else drop.row(step, index):
-            loss = _loss(model, ids, labels_of, attended, targets)
+            if job.is_preference:
+                loss = _pair_loss(model, job, ids, labels_of, attended) / pairs
+            else:
+                loss = _loss(model, ids, labels_of, attended, targets)
         torch.autograd.backward(loss)
         total += loss.item()
     return total
@@ -298,6 +310,35 @@ def _loss(model: PeftModel, ids: Tensor, labels: Tensor, attended: Tensor, targe
     logits = getattr(out, "logits", out)
     flat = logits[:, :-1].float().flatten(0, 1)
     return F.cross_entropy(flat, labels[:, 1:].flatten(), reduction="sum") / targets
+
+
+def _pair_loss(model: PeftModel, job: Job, ids: Tensor, labels: Tensor, attended: Tensor) -> Tensor:
+    """The losses of a micro-batch's pairs, summed: chosen lines are even, rejected ones odd."""
+
+    def token_losses() -> Tensor:
+        out = model(input_ids=ids, attention_mask=attended, use_cache=False)
+        logits = out.logits[:, :-1].transpose(1, 2)
+        return F.cross_entropy(logits, labels[:, 1:], reduction="none")
+
+    beta = BETA if job.beta is None else job.beta
+    losses = token_losses()
+    if job.method == "dpo":
+        was_training = model.training
+        with torch.no_grad(), model.eval().disable_adapter():
+            base = token_losses()
+        model.train(was_training)
+        gain = (base - losses).sum(1)
+        return -F.logsigmoid(beta * (gain[::2] - gain[1::2])).sum()
+    trained = labels[:, 1:] != NO_TARGET
+    # A chosen line's prompt counts for its likelihood, not for its odds.
+    prompts = trained[1::2].int().argmax(1)
+    behind = torch.arange(trained.shape[1], device=ids.device)[None] >= prompts[:, None]
+    odds = []
+    for line, counted in ((losses[::2], trained[::2] & behind), (losses[1::2], trained[1::2])):
+        log = -(line * counted).sum(1) / counted.sum(1)
+        odds.append(log - torch.log1p(-torch.exp(log)))
+    likelihood = losses[::2][trained[::2]].mean() * len(prompts)
+    return likelihood - beta * F.logsigmoid(odds[0] - odds[1]).sum()
 
 
 def _is_transformers(model: PeftModel) -> bool:

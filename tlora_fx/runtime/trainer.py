@@ -30,6 +30,7 @@ from tlora_fx.parallel.apply import (
     load,
     require_nano,
     require_shardable,
+    require_whole_pairs,
 )
 from tlora_fx.parallel.cuda_graphs import RowGraphs
 from tlora_fx.parallel.mesh import FIRST_STEP, limit_waits, open_mesh
@@ -246,6 +247,7 @@ class Trainer:
         check_fits(self.model.backbone, data, self.model.group.vocabulary)
         require_fits(self.model, self.plan.mesh)
         require_shardable(self.model, self.plan)
+        require_whole_pairs(self.model, self.plan, cuts=self._nano is not None)
         require_elementwise(self.jobs, self.mesh)
         for job in self.jobs:
             require_trainable(job, data[job.name].steps)

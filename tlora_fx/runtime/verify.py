@@ -188,9 +188,9 @@ def _compare(
         _run_extremes(trainer, fused)
     base = plain_base(model.backbone).to(trainer.device)
     for job in jobs:
-        samples, start = data[job.name].samples, fused[job.name].adapters[0]
-        alone = SoloTrainer(job, base, samples, start, masks)
-        again = SoloTrainer(job, base, samples, start, masks)
+        start = fused[job.name].adapters[0]
+        alone = SoloTrainer(job, base, data[job.name], start, masks)
+        again = SoloTrainer(job, base, data[job.name], start, masks)
         bounds = bounds_of(job.base.dtype, trainer.device)
         difference, noise, kinks = _follow(fused[job.name], alone, again, bounds)
         yield JobDifference(
@@ -254,8 +254,7 @@ def _run_extremes(trainer: Trainer, fused: Mapping[str, _Fused]) -> None:
     """
     healthy = [run for run in trainer.runs if run.status != "failed"]
     extremes = {
-        run.index: extreme_batches(run.data.samples, run.job.per_device_train_batch_size)
-        for run in healthy
+        run.index: extreme_batches(run.data, run.job.per_device_train_batch_size) for run in healthy
     }
     for number in range(max(map(len, extremes.values()), default=0)):
         batches: dict[int, MicroBatches] = {
@@ -269,20 +268,22 @@ def _run_extremes(trainer: Trainer, fused: Mapping[str, _Fused]) -> None:
             job.run.optimizer.zero_grad()
 
 
-def extreme_batches(samples: Sequence[Sample], size: int) -> list[list[Sample]]:
+def extreme_batches(data: JobData, size: int) -> list[list[Sample]]:
     """Micro-batches of the longest samples, of the shortest, and of both where two fit in one.
 
-    size   samples of each
+    size   samples of each, or what batches count as one
     """
-    lengths = [len(sample.input_ids) for sample in samples]
-    ordered = sorted(range(len(samples)), key=lengths.__getitem__)
+    ordered = sorted(range(data.count), key=data.lengths.__getitem__)
     size = min(size, len(ordered))
     chosen = [ordered[-size:], ordered[:size]]
     if size > 1:
         half = size // 2
         chosen.append([*ordered[-half:], *ordered[: size - half]])
     distinct = {tuple(sorted(indices)): indices for indices in chosen}
-    return [[samples[index] for index in indices] for indices in distinct.values()]
+    return [
+        [sample for index in indices for sample in data.unit(index)]
+        for indices in distinct.values()
+    ]
 
 
 def _follow(
@@ -298,7 +299,8 @@ def _follow(
         alone.load(fused.adapters[step])
         again.load(fused.adapters[step])
         expected = alone.gradients(batches, step)
-        noise.add(again.gradients(in_another_layout(batches), step), expected)
+        other = in_another_layout(batches, pairs=alone.job.is_preference)
+        noise.add(again.gradients(other, step), expected)
         lifted_bounds = bounds.over(Differences(noise.loss, noise.gradient, 0.0))
         if not _agree(outcome, expected, lifted_bounds):
             other_side = _at_a_kink(alone, batches, step, outcome, lifted_bounds)

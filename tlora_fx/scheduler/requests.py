@@ -85,7 +85,8 @@ def request_of(
                 compiling raises
     """
     known = facts or facts_of_job(job)
-    each = np.minimum(np.asarray(lengths or [job.max_length]), job.max_length)
+    longest = job.max_length * job.sequences_per_sample
+    each = np.minimum(np.asarray(lengths or [longest]), longest)
     spec, samples = job.schedule, job.per_device_train_batch_size * job.gradient_accumulation_steps
     return JobRequest(
         name=job.name,
@@ -102,15 +103,14 @@ def request_of(
 
 
 def lengths_of(job: Job) -> list[int]:
-    """Tokens of each sample of a job, read and tokenised.
+    """Tokens of what batches of a job count as a sample, read and tokenised.
 
     raises    DataError, TokenizerNotLoadable
     """
     from tlora_fx.runtime.checks import load_tokenizer
     from tlora_fx.runtime.data import load_job_data
 
-    data = load_job_data(job, load_tokenizer(job.base))
-    return [len(sample.input_ids) for sample in data.samples]
+    return load_job_data(job, load_tokenizer(job.base)).lengths
 
 
 def steps_of(job: Job, samples: int | None) -> int:

@@ -31,9 +31,10 @@ from tlora_fx.durable import replace_file
 from tlora_fx.errors import AdmissionError, TloraError
 from tlora_fx.model.backbone import load_backbone
 from tlora_fx.runtime.checks import check_fits, load_tokenizer
-from tlora_fx.runtime.data import load_job_data, require_data
+from tlora_fx.runtime.data import load_job_data
 from tlora_fx.runtime.identity import require_same_files
 from tlora_fx.runtime.optimizer import require_trainable
+from tlora_fx.runtime.rows import require_data
 from tlora_fx.scheduler.local.worker import EventWriter
 from tlora_fx.scheduler.requests import facts_of_job, request_of, shape_of
 from tlora_fx.scheduler.state import REQUEST, JobRequest
@@ -103,8 +104,7 @@ def prepare(job: Job, submitted: float) -> PreparedJob:
     data = load_job_data(job, load_tokenizer(job.base))
     check_fits(backbone, {job.name: data})
     require_trainable(job, data.steps)
-    lengths = [len(sample.input_ids) for sample in data.samples]
-    request = request_of(job, lengths=lengths, submitted=submitted, facts=facts)
+    request = request_of(job, lengths=data.lengths, submitted=submitted, facts=facts)
     return PreparedJob(request, shape_of(job))
 
 

@@ -1,0 +1,127 @@
+"""The losses of jobs that learn from pairs: what of a row's token losses they compare.
+
+A pair is two sequences behind each other, the chosen one first. DPO asks how much more the adapter
+prefers the chosen one than the base does; ORPO asks for the chosen one's likelihood and for the
+odds of both.
+
+source   Rafailov et al., Direct Preference Optimization, equation 7; Hong et al., ORPO, equations
+         6 and 7; both as TRL's trainers average them
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from itertools import pairwise
+from typing import Literal
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from tlora_fx.ops import segment_sum
+
+# Of a pair: the chosen sequence's prompt, where it counts, its completion, and the rejected one's.
+_PARTS = 3
+
+
+@dataclass(frozen=True, slots=True)
+class Preference:
+    """How a job compares the sequences of a pair; `beta` is that of its method."""
+
+    method: Literal["dpo", "orpo"]
+    beta: float
+
+
+@dataclass(frozen=True, slots=True)
+class Pairs:
+    """The pairs of one job in one row.
+
+    job        its index
+    segments   int32 [3 P + 1] on the CPU, among the job's own target rows: of each pair the targets
+               of the chosen prompt, of the chosen completion, and of the rejected one
+    base       of the same, the losses of the base alone, [3 P]; None where none are asked for
+    """
+
+    job: int
+    preference: Preference
+    segments: Tensor
+    base: Tensor | None = None
+
+    @property
+    def needs_base(self) -> bool:
+        """Whether the loss compares with the base."""
+        return self.preference.method == "dpo"
+
+    def loss(self, losses: Tensor) -> Tensor:
+        """The sum of the pairs' losses.
+
+        losses    [N], of the job's own target rows
+        returns   []
+        raises    AssertionError where the base's losses are needed and not there
+        """
+        sums: Tensor = segment_sum(losses, self.segments)
+        prompts, chosen, rejected = sums.view(-1, _PARTS).unbind(1)
+        beta = self.preference.beta
+        if self.preference.method == "dpo":
+            assert self.base is not None, "the base was not asked"
+            _, base_chosen, base_rejected = self.base.view(-1, _PARTS).unbind(1)
+            margin = (rejected - base_rejected) - (chosen - base_chosen)
+            return -F.logsigmoid(beta * margin).sum()
+        counts = self.segments.diff().view(-1, _PARTS).to(sums)
+        tokens = counts[:, :2].sum()
+        likelihood = (prompts + chosen).sum() / tokens * len(counts)
+        good, bad = -chosen / counts[:, 1], -rejected / counts[:, 2]
+        odds = (good - bad) - (_log_of_rest(good) - _log_of_rest(bad))
+        return likelihood - beta * F.logsigmoid(odds).sum()
+
+
+def _log_of_rest(log: Tensor) -> Tensor:
+    """log(1 - exp(x)) for x < 0, by the form that keeps its digits."""
+    return torch.where(log < -0.6931, torch.log1p(-torch.exp(log)), torch.log(-torch.expm1(log)))
+
+
+def pairs_of(job: int, preference: Preference, labels: Sequence[Sequence[int]], none: int) -> Pairs:
+    """The pairs of a job's sequences.
+
+    labels   of each sequence, unshifted; the rejected one's first says where a prompt ends
+    none     what a label is that is no target
+    """
+    bounds = [0]
+    for chosen, rejected in zip(labels[::2], labels[1::2], strict=True):
+        prompt = next(at for at, label in enumerate(rejected) if label != none)
+        for part in (chosen[1:prompt], chosen[max(1, prompt) :], rejected[1:]):
+            bounds.append(bounds[-1] + sum(label != none for label in part))
+    return Pairs(job, preference, torch.tensor(bounds, dtype=torch.int32))
+
+
+def with_preferences(
+    sums: Tensor, losses: Tensor, segments: Tensor, pairs: Sequence[Pairs]
+) -> Tensor:
+    """Each job's loss, where some jobs compare pairs.
+
+    sums       [J], of the token losses
+    losses     [N]
+    segments   int32 [J + 1] on the CPU
+    """
+    spans = list(pairwise(segments.tolist()))
+    each = list(sums.unbind())
+    for own in pairs:
+        start, stop = spans[own.job]
+        each[own.job] = own.loss(losses[start:stop])
+    return torch.stack(each)
+
+
+def with_base(pairs: Sequence[Pairs], losses: Tensor, segments: Tensor) -> tuple[Pairs, ...]:
+    """The pairs with the base's losses.
+
+    losses     [N], of a row in which jobs that compare with the base have the same targets
+    segments   int32 [J + 1] on the CPU, of that row
+    """
+    spans = list(pairwise(segments.tolist()))
+    compared = []
+    for own in pairs:
+        start, stop = spans[own.job]
+        base = segment_sum(losses[start:stop], own.segments) if own.needs_base else None
+        compared.append(replace(own, base=base))
+    return tuple(compared)

@@ -1,0 +1,507 @@
+"""What a row of a job's data becomes: by its columns a format, by its texts tokens.
+
+Texts are tokenised as TRL's trainers do: the prompt alone, and prompt and completion as one text.
+An end-of-sequence token closes a sample. The beginning-of-sequence token is whatever the tokenizer
+adds, and stands once.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, Literal, get_args
+
+from tlora_fx.config.job import (
+    COLUMNS_OF,
+    OPTIONAL_COLUMNS,
+    ColumnName,
+    DataSpec,
+    Job,
+    columns_of,
+)
+from tlora_fx.errors import AmbiguousFormatError, MissingColumnError, nearest
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+Format = Literal["prompt-completion", "messages", "text", "alpaca", "sharegpt", "preference"]
+FORMATS: tuple[Format, ...] = (
+    "prompt-completion", "messages", "text", "alpaca", "sharegpt", "preference",
+)  # fmt: skip
+CHATS = ("messages", "sharegpt")
+
+#: What data sets often call our columns.
+_USUAL: Mapping[str, tuple[str, ...]] = {
+    "prompt": ("question", "instruction", "input", "query", "problem"),
+    "completion": ("answer", "output", "response", "target", "solution"),
+    "messages": ("conversation", "chat", "dialog"),
+    "text": ("content", "document"),
+    "chosen": ("preferred", "accepted", "response_chosen", "answer_chosen"),
+    "rejected": ("dispreferred", "response_rejected", "answer_rejected"),
+}
+_GUESSES = (("chosen", "rejected"), ("prompt", "completion"), ("messages",), ("text",))
+
+
+@dataclass(frozen=True, slots=True)
+class SampleLayout:
+    """How rows become samples.
+
+    format         what a row holds
+    columns        our column names mapped to those of the data, optional ones that it has too
+    on_completion  whether only the completion, or the assistant's turns, are trained
+    """
+
+    format: Format
+    columns: Mapping[str, str]
+    on_completion: bool
+
+    def line(self) -> str:
+        """What a user is told of it."""
+        order = get_args(ColumnName)
+        names = [
+            name if name == theirs else f"{name} from {theirs}"
+            for name, theirs in sorted(self.columns.items(), key=lambda at: order.index(at[0]))
+        ]
+        what = "the assistant's turns" if self.format in CHATS else "completions"
+        if self.format == "preference":
+            what = "the difference of both"
+        trained = what if self.on_completion else "all tokens"
+        return f"read as {self.format} ({', '.join(names)}); trained on {trained}"
+
+
+def find_layout(job: Job, columns: Iterable[str], *, where: str) -> SampleLayout:
+    """The layout of a job's data with these columns.
+
+    where   the row that the columns are of
+    raises  MissingColumnError, AmbiguousFormatError
+    """
+    spec, present = job.data, set(columns)
+    formats = _wanted(job)
+    fitting = [name for name in formats if present.issuperset(_needed(spec, name).values())]
+    if len(fitting) > 1:
+        raise AmbiguousFormatError(
+            f"the columns fit the formats {' and '.join(fitting)}",
+            file=where,
+            job=job.name,
+            help=f"set format in the job's data, such as format: {fitting[0]}",
+        )
+    if not fitting:
+        raise _missing(job, formats, sorted(present), where)
+    [format] = fitting
+    optional = {name: spec.columns.get(name, name) for name in sorted(OPTIONAL_COLUMNS[format])}  # type: ignore[call-overload]
+    has = {name: theirs for name, theirs in optional.items() if theirs in present}
+    on_completion = _trains_completions(job, format, where)
+    return SampleLayout(format, _needed(spec, format) | has, on_completion)
+
+
+def _trains_completions(job: Job, format: Format, where: str) -> bool:
+    """Whether completions alone are trained; raises MissingColumnError where there are none."""
+    if format == "preference":
+        return True
+    chat = format in CHATS
+    mine, other = "completion_only_loss", "assistant_only_loss"
+    if chat:
+        mine, other = other, mine
+    asked = getattr(job, mine)
+    if getattr(job, other) and asked is None:
+        raise MissingColumnError(
+            f"the data is read as {format}, which '{other}' says nothing of",
+            file=where,
+            job=job.name,
+            found=f"{other}: true",
+            help=f"write {mine}: true, or map the columns that are meant",
+        )
+    if job.data.loss_on != "auto":
+        asked = job.data.loss_on == "completion"
+    if format == "text" and asked:
+        raise MissingColumnError(
+            "the data is plain text and has no completion to train on",
+            file=where,
+            job=job.name,
+            help="set loss_on: all, or map the columns prompt and completion",
+        )
+    return format != "text" if asked is None else bool(asked)
+
+
+def _wanted(job: Job) -> list[Format]:
+    """The formats that a job's data may have."""
+    if job.data.format != "auto":
+        return [job.data.format]
+    if job.method != "sft":
+        return ["preference"]
+    formats: list[Format] = [format for format in FORMATS if format != "preference"]
+    if job.data.columns:
+        return [name for name in formats if set(job.data.columns) <= columns_of(name)]
+    return formats
+
+
+def _needed(spec: DataSpec, format: Format) -> dict[str, str]:
+    mapped: Mapping[str, str] = {str(ours): theirs for ours, theirs in spec.columns.items()}
+    return {name: mapped.get(name, name) for name in sorted(COLUMNS_OF[format])}
+
+
+def _missing(job: Job, formats: list[Format], present: list[str], where: str) -> MissingColumnError:
+    found = ", ".join(present) or "none"
+    usual = _mapping_help(present)
+    if {"chosen", "rejected"} <= set(present) and job.method == "sft":
+        usual = "these are preferences: set method: dpo (or orpo) in the job"
+    if len(formats) != 1:
+        return MissingColumnError(
+            "the data has no prompt and completion, no messages, and no text",
+            file=where,
+            job=job.name,
+            found=f"columns {found}",
+            help=usual or "map the data's names under columns",
+        )
+    absent = [name for name in _needed(job.data, formats[0]).values() if name not in present]
+    near = [near for name in absent if (near := nearest(name, present))]
+    fits = [name for name in FORMATS if set(present) >= COLUMNS_OF[name]]
+    if fits and job.data.format != "auto":
+        usual = f"the columns are those of format: {fits[0]}"
+    return MissingColumnError(
+        f"the data has no column {' and no column '.join(repr(name) for name in absent)}",
+        file=where,
+        job=job.name,
+        found=f"columns {found}",
+        help=f"did you mean {' and '.join(repr(name) for name in near)}?"
+        if near and not fits
+        else usual or "map the data's names under columns",
+    )
+
+
+def _mapping_help(present: list[str]) -> str:
+    """The mapping that fits names which data sets often use, or nothing."""
+    guess = {
+        ours: next((name for name in (ours, *usual) if name in present), "")
+        for ours, usual in _USUAL.items()
+    }
+    for names in _GUESSES:
+        if all(guess[name] for name in names):
+            pairs = ", ".join(f"{name}: {guess[name]}" for name in names)
+            return f"perhaps columns: {{{pairs}}}"
+    return ""
+
+
+# Turn rows into token ids and the mask of the tokens that are trained.
+
+_GENERATION = re.compile(r"\{%-?\s*generation\s*-?%\}")
+#: What a message of a role that a template shows is found again by.
+_MARK = "Xq7Zk"
+#: Roles that chat templates print as they come; another must stand in the template by its name.
+_ROLES = ("system", "developer", "user", "assistant", "tool")
+#: What ShareGPT's data sets call these roles.
+_SHAREGPT: Mapping[str, str] = {
+    "human": "user",
+    "gpt": "assistant",
+    "chatgpt": "assistant",
+    "bing": "assistant",
+    "bard": "assistant",
+    "observation": "tool",
+    "function_response": "tool",
+}
+
+
+class BadRowError(ValueError):
+    """A row has values that make no sample. Internal: callers count it or name the row."""
+
+
+class PrefixError(BadRowError):
+    """A chat template renders the start of a conversation otherwise than the whole of it."""
+
+
+@dataclass(frozen=True, slots=True)
+class Encoded:
+    """The tokens of one row before truncation.
+
+    ids             token ids
+    targets         per token, whether it is trained
+    prefix_differs  the prompt's tokens alone are no prefix of the sample's
+    """
+
+    ids: list[int]
+    targets: list[bool]
+    prefix_differs: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class TextEncoder:
+    """Encodes the rows of one layout with one tokenizer."""
+
+    tokenizer: PreTrainedTokenizerBase
+    layout: SampleLayout
+    _shown: set[str] = field(default_factory=set)
+
+    def encode(self, fields: Mapping[str, Any]) -> Encoded:
+        """The tokens of a row; raises BadRowError when a column is missing or has a wrong type."""
+        ours, format = self._ours(fields), self.layout.format
+        if format in CHATS:
+            conversation = ours["messages" if format == "messages" else "conversations"]
+            return self._chat(messages_of(conversation), _tools(ours.get("tools")))
+        if format == "text":
+            ids = self._closed(self._text(ours, "text"))
+            return Encoded(ids, [True] * len(ids))
+        if format == "alpaca":
+            return self._exchange(ours)
+        if isinstance(ours["prompt"], list):
+            return self._reply(ours)
+        return self._completion(self._text(ours, "prompt"), self._text(ours, "completion"))
+
+    def encode_pair(self, fields: Mapping[str, Any]) -> tuple[Encoded, Encoded]:
+        """The tokens of a chosen and of a rejected completion of one prompt.
+
+        What is trained is where both part from the prompt's own tokens, as in TRL's DPOTrainer.
+
+        raises   BadRowError
+        """
+        ours = self._ours(fields)
+        if isinstance(ours["chosen"], list):
+            before, ids = self._paired_chats(ours)
+        else:
+            chosen, rejected = self._text(ours, "chosen"), self._text(ours, "rejected")
+            if "prompt" in ours:
+                prompt = self._text(ours, "prompt")
+            else:
+                prompt = chosen[: _common(chosen, rejected)].rstrip()
+                chosen, rejected = chosen[len(prompt) :], rejected[len(prompt) :]
+            before = self._ids(prompt)
+            ids = [self._closed(prompt + completion) for completion in (chosen, rejected)]
+        if ids[0] == ids[1]:
+            raise BadRowError("the chosen completion is the rejected one")
+        start = min(_common(before, line) for line in ids)
+        differs = start < len(before)
+        first, second = (Encoded(i, [at >= start for at in range(len(i))], differs) for i in ids)
+        return first, second
+
+    def _paired_chats(self, ours: Mapping[str, Any]) -> tuple[list[int], list[list[int]]]:
+        """The tokens of a prompt that is a conversation, and with each of its completions."""
+        chosen, rejected = (messages_of(ours[name]) for name in ("chosen", "rejected"))
+        tools = _tools(ours.get("tools"))
+        if isinstance(ours.get("prompt"), list):
+            prompt = messages_of(ours["prompt"])
+        else:
+            # A prompt given as text too stands at the start of both conversations anyway.
+            shared = _common(chosen, rejected)
+            prompt, chosen, rejected = chosen[:shared], chosen[shared:], rejected[shared:]
+        if not (prompt and chosen and rejected):
+            raise BadRowError("chosen and rejected have no prompt in common, or nothing behind it")
+        before = self._render(prompt, tools, add_generation_prompt=True)
+        return before, [self._render(prompt + each, tools) for each in (chosen, rejected)]
+
+    def _ours(self, fields: Mapping[str, Any]) -> dict[str, Any]:
+        """The row's values by our names; optional ones only where they are there."""
+        needed, ours = COLUMNS_OF[self.layout.format], {}
+        for name, theirs in self.layout.columns.items():
+            value = fields.get(theirs)
+            if value is not None:
+                ours[name] = value
+            elif name in needed:
+                raise BadRowError(f"no value in the column '{theirs}'")
+        return ours
+
+    def _text(self, ours: Mapping[str, Any], name: str) -> str:
+        value = ours[name]
+        if isinstance(value, str):
+            return value
+        theirs = self.layout.columns[name]
+        raise BadRowError(f"the column '{theirs}' holds {type(value).__name__}, no text")
+
+    def _exchange(self, ours: Mapping[str, Any]) -> Encoded:
+        """A row of Alpaca's: one exchange, by the chat template where there is one."""
+        asked, given = self._text(ours, "instruction"), ours.get("input") or ""
+        if not isinstance(given, str):
+            raise BadRowError(f"the column 'input' holds {type(given).__name__}, no text")
+        question = f"{asked}\n\n{given}" if given.strip() else asked
+        answer = self._text(ours, "output")
+        if not template_of(self.tokenizer):
+            return self._completion(f"{question}\n\n", answer)
+        said = (("user", question), ("assistant", answer))
+        return self._chat([{"role": role, "content": text} for role, text in said], None)
+
+    def _reply(self, ours: Mapping[str, Any]) -> Encoded:
+        """A prompt and a completion that are both messages."""
+        prompt, reply = (messages_of(ours[name]) for name in ("prompt", "completion"))
+        tools = _tools(ours.get("tools"))
+        before = self._render(prompt, tools, add_generation_prompt=True)
+        ids = self._render(prompt + reply, tools)
+        start = _common(before, ids)
+        targets = [not self.layout.on_completion or at >= start for at in range(len(ids))]
+        return Encoded(ids, targets, start < len(before))
+
+    def _completion(self, prompt: str, completion: str) -> Encoded:
+        before = self._ids(prompt)
+        ids = self._closed(prompt + completion)
+        # A tokenizer may merge across the border. All tokens from the first that differs on hold
+        # some of the completion.
+        start = _common(before, ids)
+        differs = start < len(before)
+        if not self.layout.on_completion:
+            return Encoded(ids, [True] * len(ids), differs)
+        trained = bool(completion)
+        return Encoded(ids, [trained and at >= start for at in range(len(ids))], differs)
+
+    def _ids(self, text: str) -> list[int]:
+        """The tokens of a text with what the tokenizer adds before it, and nothing after it."""
+        _require_encodable(text)
+        encoding = self.tokenizer(text, add_special_tokens=True, truncation=False, verbose=False)
+        ids: list[int] = list(encoding["input_ids"])
+        bos, eos = self.tokenizer.bos_token_id, self.tokenizer.eos_token_id
+        if (
+            bos is not None
+            and ids[:2] == [bos, bos]
+            and text.startswith(_special(self.tokenizer, "bos"))
+        ):
+            ids = ids[1:]
+        written = eos is not None and text.endswith(_special(self.tokenizer, "eos"))
+        added = ids[-2:] == [eos, eos] if written else ids[-1:] == [eos]
+        return ids[:-1] if eos is not None and added else ids
+
+    def _closed(self, text: str) -> list[int]:
+        ids = self._ids(text)
+        eos = self.tokenizer.eos_token_id
+        return ids if eos is None or ids[-1:] == [eos] else [*ids, eos]
+
+    def _chat(self, messages: list[dict[str, Any]], tools: Any) -> Encoded:
+        if not self.layout.on_completion:
+            ids = self._render(messages, tools)
+            return Encoded(ids, [True] * len(ids))
+        if self.tokenizer.is_fast and _GENERATION.search(template_of(self.tokenizer)):
+            self._require_roles(messages, tools)
+            encoding = self._template(messages, tools, return_assistant_tokens_mask=True)
+            trained = [bool(mask) for mask in encoding["assistant_masks"]]
+            return Encoded(list(encoding["input_ids"]), trained)
+        return self._by_prefix(messages, tools)
+
+    def _by_prefix(self, messages: list[dict[str, Any]], tools: Any) -> Encoded:
+        """Find each assistant turn as what it adds to the conversation before it."""
+        ids = self._render(messages, tools)
+        targets = [False] * len(ids)
+        for turn, message in enumerate(messages):
+            if message["role"] != "assistant":
+                continue
+            head = messages[:turn]
+            before = self._render(head, tools, add_generation_prompt=True) if head else []
+            after = self._render(messages[: turn + 1], tools)
+            if ids[: len(after)] != after or after[: len(before)] != before:
+                raise PrefixError(f"the template shows turn {turn + 1} otherwise in the whole chat")
+            targets[len(before) : len(after)] = [True] * (len(after) - len(before))
+        return Encoded(ids, targets)
+
+    def _render(self, messages: list[dict[str, Any]], tools: Any, **options: Any) -> list[int]:
+        self._require_roles(messages, tools)
+        return list(self._template(messages, tools, **options)["input_ids"])
+
+    def _require_roles(self, messages: list[dict[str, Any]], tools: Any) -> None:
+        """Refuse roles that the template does not know, or whose words it leaves out."""
+        for role in {message["role"] for message in messages} - self._shown:
+            named = re.search(rf"['\"]{re.escape(role)}['\"]", template_of(self.tokenizer))
+            if role not in _ROLES and not named:
+                near = nearest(role, _ROLES)
+                known = f"did you mean '{near}'?" if near else f"it may be {', '.join(_ROLES)}"
+                raise BadRowError(f"the chat template knows no role '{role}'; {known}")
+            said = [m for m in messages if m["role"] == role and m.get("content")]
+            if not said:
+                continue
+            marked = [{**m, "content": _MARK} if m in said else m for m in messages]
+            if _MARK not in self._template(marked, tools, tokenize=False, return_dict=False):
+                raise BadRowError(f"the chat template leaves out what the role '{role}' says")
+            self._shown.add(role)
+
+    def _template(self, messages: list[dict[str, Any]], tools: Any, **options: Any) -> Any:
+        from jinja2 import TemplateError
+
+        for message in messages:
+            _require_encodable(message.get("content") or "")
+        options = {"tokenize": True, "return_dict": True, **options}
+        try:
+            return self.tokenizer.apply_chat_template(messages, tools=tools or None, **options)
+        except (TemplateError, TypeError, ValueError, KeyError) as error:
+            raise BadRowError(f"the chat template refuses the messages: {error}") from error
+
+
+def template_of(tokenizer: PreTrainedTokenizerBase) -> str:
+    """The chat template that plain conversations use, or nothing when the tokenizer has none."""
+    try:
+        return str(tokenizer.get_chat_template())
+    except ValueError:
+        return ""
+
+
+def _require_encodable(text: str) -> None:
+    """Refuse half a character, which JSON can write and no tokenizer can read."""
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        half = text[error.start].encode("ascii", "backslashreplace").decode()
+        raise BadRowError(f"the text has half a character, {half} at {error.start + 1}") from None
+
+
+def messages_of(value: object) -> list[dict[str, Any]]:
+    """A conversation as chat templates take it, from OpenAI's form or from ShareGPT's.
+
+    raises   BadRowError
+    """
+    if not isinstance(value, list) or not value:
+        raise BadRowError("the messages are no list with at least one message")
+    return [_message(number, message) for number, message in enumerate(value, 1)]
+
+
+def _message(number: int, message: object) -> dict[str, Any]:
+    if isinstance(message, dict) and "role" not in message and isinstance(message.get("from"), str):
+        role = _SHAREGPT.get(message["from"], message["from"])
+        message = {"role": role, "content": message.get("value")}
+    if not isinstance(message, dict) or not isinstance(message.get("role"), str):
+        raise BadRowError(f"message {number} is no object with a role")
+    kept = {key: item for key, item in message.items() if item is not None}
+    if isinstance(message.get("content"), list):
+        kept["content"] = _joined(number, message["content"])
+    if kept.get("tool_calls"):
+        kept["tool_calls"] = [_call(number, call) for call in kept["tool_calls"]]
+    elif not isinstance(kept.get("content"), str):
+        raise BadRowError(f"message {number} has no text in 'content'")
+    return kept
+
+
+def _joined(number: int, parts: list[Any]) -> str:
+    """The text of a message that stands in parts, as OpenAI's may."""
+    texts = [part.get("text") if isinstance(part, dict) else None for part in parts]
+    kinds = {str(part.get("type")) for part in parts if isinstance(part, dict)} - {"text"}
+    if kinds or not all(isinstance(text, str) for text in texts):
+        what = f" but {', '.join(sorted(kinds))}" if kinds else ""
+        raise BadRowError(f"message {number} has no text in 'content'{what}")
+    return "".join(map(str, texts))
+
+
+def _call(number: int, call: object) -> object:
+    """A tool call whose arguments are an object: OpenAI writes them as JSON in a text."""
+    function = call.get("function") if isinstance(call, dict) else None
+    if not isinstance(function, dict) or not isinstance(function.get("arguments"), str):
+        return call
+    try:
+        arguments = json.loads(function["arguments"])
+    except ValueError as error:
+        raise BadRowError(f"message {number} calls a tool with no JSON: {error}") from None
+    assert isinstance(call, dict)
+    return {**call, "function": {**function, "arguments": arguments}}
+
+
+def _tools(value: object) -> object:
+    if isinstance(value, str) and value.strip():
+        try:
+            value = json.loads(value)
+        except ValueError:
+            raise BadRowError("the column 'tools' holds text that is no JSON") from None
+    if value is None or value == "" or isinstance(value, list):
+        return value
+    raise BadRowError(f"the column 'tools' holds {type(value).__name__}, no list")
+
+
+def _common(left: Sequence[Any], right: Sequence[Any]) -> int:
+    """How many items both start with."""
+    pairs = zip(left, right, strict=False)
+    return next((at for at, (a, b) in enumerate(pairs) if a != b), min(len(left), len(right)))
+
+
+def _special(tokenizer: PreTrainedTokenizerBase, name: str) -> str:
+    return str(getattr(tokenizer, f"{name}_token"))
