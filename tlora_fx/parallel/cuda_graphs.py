@@ -273,7 +273,8 @@ class RowGraph:
 
 
 def _copied(row: PackedBatch) -> PackedBatch:
-    return replace(row, **{name: tensor.clone() for name, tensor in row.tensors().items()})
+    copies: dict[str, Any] = {name: tensor.clone() for name, tensor in row.tensors().items()}
+    return replace(row, **copies)
 
 
 def _broken(error: Exception) -> PlanNotRunnable:
