@@ -18,7 +18,8 @@ if TYPE_CHECKING:
     from tlora_fx.errors import TloraError
     from tlora_fx.ir.graph import OpenSlots
     from tlora_fx.model.supermodel import SuperModel
-    from tlora_fx.runtime.trainer import Trainer, TrainerCallback, TrainerOptions
+    from tlora_fx.runtime.callbacks import TrainerCallback
+    from tlora_fx.runtime.trainer import Trainer, TrainerOptions
     from tlora_fx.tools.explain import why_not
 
 __all__ = [
@@ -50,7 +51,7 @@ _HOMES = {
     "SuperModel": "tlora_fx.model.supermodel",
     "TloraError": "tlora_fx.errors",
     "Trainer": "tlora_fx.runtime.trainer",
-    "TrainerCallback": "tlora_fx.runtime.trainer",
+    "TrainerCallback": "tlora_fx.runtime.callbacks",
     "TrainerOptions": "tlora_fx.runtime.trainer",
     "compile": "tlora_fx.compiler",
     "load_job_file": "tlora_fx.config.job_file",

@@ -122,7 +122,7 @@ def peft_scores(trainer, folder, name):
     """Loss, token accuracy and exact match of an adapter on its job's data, by plain PEFT."""
     from peft import PeftModel
 
-    from tlora_fx.runtime.verify import plain_base
+    from tlora_fx.runtime.adapters import plain_base
 
     model = PeftModel.from_pretrained(plain_base(trainer.model.backbone), folder / name).eval()
     run = next(run for run in trainer.runs if run.job.name == name)

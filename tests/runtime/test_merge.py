@@ -79,8 +79,8 @@ def test_a_merged_model_computes_what_peft_computes(run, tmp_path, job):
     from peft import PeftModel
 
     from tlora_fx.model.backbone import load_backbone
+    from tlora_fx.runtime.adapters import plain_base
     from tlora_fx.runtime.merge import job_of
-    from tlora_fx.runtime.verify import plain_base
 
     output = merge(adapter_of(run, job), tmp_path / "merged", "20KB")
     merged = AutoModelForCausalLM.from_pretrained(output, dtype=torch.float64)

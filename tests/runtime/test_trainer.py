@@ -65,7 +65,7 @@ def test_an_adapter_folder_loads_into_peft(base, tmp_path):
     """PeftModel.from_pretrained takes what a job leaves, tensor for tensor."""
     from peft import PeftModel, get_peft_model_state_dict
 
-    from tlora_fx.runtime.verify import plain_base
+    from tlora_fx.runtime.adapters import plain_base
 
     jobs = three_jobs(base)
     model = train(jobs, tmp_path / "run")

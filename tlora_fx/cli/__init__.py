@@ -42,8 +42,10 @@ def _lacks(part: str, record: logging.LogRecord) -> bool:
 
 COMMANDS = {
     "bisect": "Find the pass, and the rewrite inside it, that breaks a check.",
+    "chat": "Talk with a trained job on the terminal.",
     "compile": "Fuse the jobs of a file into one model and write it down.",
     "explain": "Say why a module is lowered, shared and folded, or why not.",
+    "generate": "Let trained jobs go on from a prompt.",
     "inspect": "Look into a compiled model, or into what each pass did.",
     "kernels": "List, show, explain, check and tune the generated kernels.",
     "merge": "Merge a job's adapter into its base, and write full weights.",

@@ -11,11 +11,11 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextC
 from rich.progress import TimeRemainingColumn as Remaining
 
 from tlora_fx.cli.terminal import EVERY_SECONDS, Console
-from tlora_fx.runtime.trainer import TrainerCallback
+from tlora_fx.runtime.callbacks import TrainerCallback
 
 if TYPE_CHECKING:
     from tlora_fx.runtime.job_evaluation import EvaluationReport
-    from tlora_fx.runtime.job_run import JobRun, StepReport
+    from tlora_fx.runtime.job_run import JobRun, SampleReport, StepReport
 
 
 class Bars(TrainerCallback):
@@ -73,6 +73,10 @@ class Bars(TrainerCallback):
             values = ", ".join(f"{name} {report.metrics[name]:.4g}" for name in shown)
             best = ", the best so far" if report.is_best else ""
             self._say(f"{report.job}: step {report.step}, {values}{best}")
+
+    def sampled(self, report: SampleReport) -> None:
+        for prompt, said in report.texts:
+            self._say(f"{report.job}: step {report.step}, '{prompt}' → '{said}'")
 
     def ended(self, run: JobRun) -> None:
         self._steps.pop(run.job.name, None)

@@ -10,7 +10,7 @@ import math
 import re
 from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, get_args
 
 from pydantic import (
     AfterValidator,
@@ -52,6 +52,8 @@ ColumnName = Literal[
     "chosen", "rejected", "tools",
 ]  # fmt: skip
 Method = Literal["sft", "dpo", "orpo"]
+
+TrackerName = Literal["tensorboard", "wandb", "trackio", "mlflow"]
 
 SEED_LIMIT = 2**32
 _JOB_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}")
@@ -201,6 +203,15 @@ def _split(value: object) -> object:
     raise refuse("wrong value of 'eval_split'", expected=expected)
 
 
+def _trackers(value: object) -> object:
+    """One tracker's name for a list of it; and all, or none, as transformers has them."""
+    if value in ("none", ["none"]):
+        return []
+    if value in ("all", ["all"]):
+        return list(get_args(TrackerName))
+    return [value] if isinstance(value, str) else value
+
+
 class ScheduleSpec(Spec):
     """What a job asks of a scheduler; training by itself takes no notice of it.
 
@@ -272,6 +283,9 @@ class Job(Spec):
     metric_for_best_model   such as loss, mean_token_accuracy, or train_loss, which needs no data
     early_stopping_patience   evaluations in a row that may fail to be better than the best by more
                       than `early_stopping_threshold`
+    sample_prompts    what the job answers while it trains: as `prompt`, or the user's first turn
+    sample_steps      when; None: with each evaluation. After its last step it answers too
+    report_to         trackers: tensorboard, wandb, trackio, mlflow; or all, or none
     schedule          for `tlora-fx run`: GPUs, and how long it may take
     """
 
@@ -322,6 +336,10 @@ class Job(Spec):
     load_best_model_at_end: StrictBool = False
     early_stopping_patience: StrictInt | None = Field(default=None, ge=1)
     early_stopping_threshold: StrictFloat = Field(default=0.0, ge=0)
+    sample_prompts: list[Annotated[StrictStr, Field(min_length=1)]] = Field(default=[])
+    sample_steps: StrictInt | None = Field(default=None, ge=1)
+    sample_max_new_tokens: StrictInt = Field(default=64, ge=1)
+    report_to: Annotated[list[TrackerName], BeforeValidator(_trackers)] = Field(default=[])
     schedule: ScheduleSpec = Field(default_factory=ScheduleSpec)
 
     @field_validator("name")

@@ -69,6 +69,10 @@ class CallbackWrong(TloraError, code="T0414"):
     """What `--callback` names cannot be imported, fails, or is no `tlora_fx.TrainerCallback`."""
 
 
+class GenerationError(TloraError, code="T0415"):
+    """A job cannot generate: no chat template, no room for an answer, or the base does not."""
+
+
 class OutOfMemory(TloraError, code="T0419"):
     """No job has room for a step, not even alone."""
 

@@ -22,7 +22,7 @@ from tlora_fx.durable import sync_folder, write_synced
 from tlora_fx.errors import AdapterFolderError, BaseNotLoadable, nearest
 from tlora_fx.ir.graph import PEFT_PREFIX, AdapterSite
 from tlora_fx.ir.storage import Shard
-from tlora_fx.model.backbone import Backbone
+from tlora_fx.model.backbone import Backbone, load_config
 from tlora_fx.model.supermodel import SuperModel
 from tlora_fx.ops import site_id, uniform_at
 
@@ -180,6 +180,33 @@ def _loaded(backbone: Backbone) -> dict[str, Tensor]:
     canonical = canonical_names(backbone)
     state = model.state_dict()
     return {canonical[name]: tensor for name, tensor in state.items() if name in canonical}
+
+
+def plain_base(backbone: Backbone) -> nn.Module:
+    """The base as plain transformers builds it, with the weights that the fused model has."""
+    spec = backbone.spec
+    if spec.module is not None:
+        module: nn.Module = copy.deepcopy(spec.module)
+        return module
+    from transformers import AutoModelForCausalLM
+
+    factory: Any = AutoModelForCausalLM
+
+    dtype = getattr(torch, spec.dtype)
+    if spec.model is not None:
+        loaded: nn.Module = factory.from_pretrained(
+            spec.model, dtype=dtype, use_safetensors=True, trust_remote_code=spec.trust_remote_code
+        )
+        return loaded
+    model: nn.Module = factory.from_config(
+        load_config(spec), dtype=dtype, trust_remote_code=spec.trust_remote_code
+    )
+    canonical = canonical_names(backbone)
+    drawn = base_tensors(backbone)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            parameter.copy_(drawn[canonical[name]])
+    return model
 
 
 def canonical_names(backbone: Backbone) -> Mapping[str, str]:

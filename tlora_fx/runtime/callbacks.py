@@ -1,17 +1,74 @@
-"""Several callbacks of a trainer as one, and callbacks that a user names."""
+"""What hears of a run: the protocol, several callbacks as one, and those that a user names."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from functools import partial
-from typing import Any
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 from tlora_fx.errors import CallbackWrong
-from tlora_fx.runtime.trainer import TrainerCallback
 from tlora_fx.runtime.user_code import user_object
 
+if TYPE_CHECKING:
+    from tlora_fx.runtime.job_evaluation import EvaluationReport
+    from tlora_fx.runtime.job_run import JobRun, SampleReport, StepReport
 
-class Callbacks(TrainerCallback):
+
+class TrainerCallback:
+    """What hears of a run while it goes on; every method does nothing until it is overridden."""
+
+    def started(self, runs: Sequence[JobRun]) -> None:
+        """Training begins, or goes on."""
+
+    def stepped(self, report: StepReport) -> None:
+        """A job did an optimizer step."""
+
+    def evaluating(self) -> None:
+        """Jobs are about to be evaluated, which may take its time."""
+
+    def evaluated(self, report: EvaluationReport) -> None:
+        """A job was evaluated."""
+
+    def joined(self, run: JobRun) -> None:
+        """A job has come to a run that was training already."""
+
+    def sampled(self, report: SampleReport) -> None:
+        """A job has answered its `sample_prompts`."""
+
+    def ended(self, run: JobRun) -> None:
+        """A job is done, has failed, or pauses."""
+
+    def saving(self) -> None:
+        """A checkpoint is about to be written, which may take its time."""
+
+    def saved(self, path: Path, runs: Sequence[JobRun]) -> None:
+        """A checkpoint holds all that the jobs did."""
+
+    def warned(self, text: str) -> None:
+        """Something went wrong that does not stop the run."""
+
+    def noted(self, text: str) -> None:
+        """Something to know of the run; nothing is wrong."""
+
+
+class EachInTurn(TrainerCallback):
+    """Hands on what it hears, in order; what one raises goes through, and ends the turn."""
+
+    def __init__(self, *callbacks: TrainerCallback) -> None:
+        self.callbacks = list(callbacks)
+        for event in (name for name in vars(TrainerCallback) if not name.startswith("_")):
+            setattr(self, event, partial(self._tell, event))
+
+    def _tell(self, event: str, *facts: Any) -> None:
+        for callback in list(self.callbacks):
+            self._tell_one(callback, event, facts)
+
+    def _tell_one(self, callback: TrainerCallback, event: str, facts: tuple[Any, ...]) -> None:
+        getattr(callback, event)(*facts)
+
+
+class Callbacks(EachInTurn):
     """Hands on what it hears, in order.
 
     A callback that raises costs a warning, never a step: it hears no more. What asks the run to
@@ -19,21 +76,18 @@ class Callbacks(TrainerCallback):
     """
 
     def __init__(self, callbacks: Iterable[TrainerCallback]) -> None:
-        self.callbacks = list(callbacks)
-        for event in (name for name in vars(TrainerCallback) if not name.startswith("_")):
-            setattr(self, event, partial(self._tell, event))
+        super().__init__(*callbacks)
 
-    def _tell(self, event: str, *facts: Any) -> None:
-        for callback in list(self.callbacks):
-            try:
-                getattr(callback, event)(*facts)
-            except Exception as error:  # noqa: BLE001  (a user's code may raise anything)
-                self.callbacks.remove(callback)
-                name = type(callback).__qualname__
-                self.warned(
-                    f"the callback {name} failed in {event} and hears no more: "
-                    f"{type(error).__name__}: {error}"
-                )
+    def _tell_one(self, callback: TrainerCallback, event: str, facts: tuple[Any, ...]) -> None:
+        try:
+            super()._tell_one(callback, event, facts)
+        except Exception as error:  # noqa: BLE001  (a user's code may raise anything)
+            self.callbacks.remove(callback)
+            name = type(callback).__qualname__
+            self.warned(
+                f"the callback {name} failed in {event} and hears no more: "
+                f"{type(error).__name__}: {error}"
+            )
 
 
 def callback_named(name: str) -> TrainerCallback:

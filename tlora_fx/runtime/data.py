@@ -113,6 +113,7 @@ class DataReport:
     target_tokens           tokens that are trained in one epoch
     layout                  what the rows were read as
     notes                   other things that a user should know
+    format                  of its rows, as of `SampleLayout`; empty where none was read
     """
 
     rows: int = 0
@@ -126,6 +127,7 @@ class DataReport:
     target_tokens: int = 0
     layout: str = ""
     notes: tuple[str, ...] = ()
+    format: str = ""
 
     def lines(self) -> list[str]:
         """The report as text: what is left, then each thing that was changed or left out."""
@@ -395,6 +397,7 @@ def _encoded(
         if encoder is None:
             encoder = _encoder(job, tokenizer, row)
             report.layout = encoder.layout.line()
+            report.format = encoder.layout.format
         try:
             if job.is_preference:
                 yield encoder.encode_pair(row.fields)

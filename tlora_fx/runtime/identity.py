@@ -30,6 +30,7 @@ HARMLESS = frozenset({
     "save_steps", "schedule", "eval_data", "eval_strategy", "eval_steps",
     "per_device_eval_batch_size", "compute_metrics", "metric_for_best_model", "greater_is_better",
     "load_best_model_at_end", "early_stopping_patience", "early_stopping_threshold",
+    "sample_prompts", "sample_steps", "sample_max_new_tokens", "report_to",
 })  # fmt: skip
 #: Without these a saved state cannot be loaded.
 NEEDED = frozenset({"lora", "adapter_dtype", "optim", "optim_args"})

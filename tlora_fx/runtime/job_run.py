@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
@@ -51,6 +51,18 @@ class StepReport:
     learning_rate: float
     tokens: int
     seconds: float
+
+
+@dataclass(frozen=True, slots=True)
+class SampleReport:
+    """What a job says to its `sample_prompts` after a step.
+
+    texts   a pair for each prompt: it, and what the job says
+    """
+
+    job: str
+    step: int
+    texts: Sequence[tuple[str, str]]
 
 
 def described(error: Exception) -> str:
@@ -151,6 +163,15 @@ class JobRun:
     def is_evaluated(self) -> bool:
         """Whether the step that the job has just done is one to evaluate it at."""
         return self.status != "failed" and self.evaluation.is_due(self.step)
+
+    @property
+    def is_sampled(self) -> bool:
+        """Whether the job answers its prompts after the step that it has just done."""
+        if self.status == "failed" or self.fault or not self.job.sample_prompts:
+            return False
+        every = self.job.sample_steps
+        due = self.evaluation.is_due(self.step) if every is None else self.step % every == 0
+        return due or self.status == "done"
 
     def take_evaluation(self, measured: Metrics) -> EvaluationReport | None:
         """Judge an evaluation: keep the best adapter, and stop early where the job asks for it.
@@ -285,7 +306,9 @@ class JobRun:
             self.job, self.data, base, step=self.step, tokens=self.tokens, loss=self.loss,
             evaluation=self.evaluation.summary(),
         )  # fmt: skip
-        described = self.job.model_dump_json(indent=1) + "\n"
+        format = self.data.report.format or self.job.data.format
+        read = self.job.data.model_copy(update={"format": format})
+        described = self.job.model_copy(update={"data": read}).model_dump_json(indent=1) + "\n"
         own = {CONFIG: self._config, JOB: described.encode(), "README.md": card.encode()}
         return {**own, **self._tokenizer_files}
 

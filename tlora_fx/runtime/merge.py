@@ -37,6 +37,17 @@ def adapter_of(run: Path, job: str | None) -> Path:
     )
 
 
+def adapters_of(run: Path) -> dict[str, Path]:
+    """Every adapter folder of a run, by job; of an adapter folder it alone.
+
+    raises   RunFolderError where there is none
+    """
+    if (run / CONFIG).is_file():
+        return {run.resolve().name: run}
+    found = {path.parent.name: path.parent for path in sorted(run.glob(f"*/{CONFIG}"))}
+    return found or {"": adapter_of(run, None)}
+
+
 def job_of(adapter: Path) -> Job:
     """The job that left an adapter folder, its base included.
 
@@ -73,7 +84,7 @@ def merge(adapter: Path, output: Path, shard_size: str = "5GB") -> Path:
     from peft import PeftModel
 
     from tlora_fx.model.backbone import load_backbone
-    from tlora_fx.runtime.verify import plain_base
+    from tlora_fx.runtime.adapters import plain_base
 
     model = PeftModel.from_pretrained(plain_base(load_backbone(job.base)), str(adapter))
     merged = model.merge_and_unload()

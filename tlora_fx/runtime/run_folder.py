@@ -56,10 +56,18 @@ class MetricsLog:
         """
         self._append({"step": step, **metrics})
 
-    def _append(self, values: Mapping[str, float]) -> None:
+    def append_samples(self, step: int, texts: Sequence[tuple[str, str]]) -> None:
+        """Add the line of samples, as `append` does.
+
+        texts   pairs of a prompt and what the job says to it
+        """
+        samples = [{"prompt": prompt, "completion": said} for prompt, said in texts]
+        self._append({"step": step, "samples": samples})
+
+    def _append(self, values: Mapping[str, Any]) -> None:
         if not self.writes:
             return
-        record = {k: value if math.isfinite(value) else None for k, value in values.items()}
+        record = {k: None if _is_endless(value) else value for k, value in values.items()}
         try:
             if self._file is None:
                 self.path.parent.mkdir(parents=True, exist_ok=True)
@@ -100,8 +108,8 @@ class MetricsLog:
             records = read_metrics(self.path)
         except OSError:
             return math.nan
-        loss = records[-1].get("loss") if records else None
-        return loss if isinstance(loss, float) else math.nan
+        losses = [record["loss"] for record in records if "loss" in record]
+        return losses[-1] if losses and isinstance(losses[-1], float) else math.nan
 
     def close(self) -> None:
         """Close the file; a later `append` opens it again."""
@@ -122,6 +130,10 @@ def read_metrics(path: Path | str) -> list[dict[str, Any]]:
     """The whole lines of a metrics file, in order; a torn last line is left out."""
     lines = Path(path).read_bytes().splitlines(keepends=True)
     return [record for record in map(_parsed, lines) if record is not None]
+
+
+def _is_endless(value: object) -> bool:
+    return isinstance(value, float) and not math.isfinite(value)
 
 
 def _is_kept(line: bytes, step: int) -> bool:

@@ -43,6 +43,7 @@ from tlora_fx.runtime.batching import (
     cut_round,
     rows_of_round,
 )
+from tlora_fx.runtime.callbacks import EachInTurn, TrainerCallback
 from tlora_fx.runtime.checkpoint import Checkpoint, CheckpointStore, JobState, ResumeSources
 from tlora_fx.runtime.checks import (
     check_fits,
@@ -64,49 +65,17 @@ from tlora_fx.runtime.distributed import (
 )
 from tlora_fx.runtime.elastic import Roster
 from tlora_fx.runtime.evaluation import Evaluator
+from tlora_fx.runtime.generation import Sampler
 from tlora_fx.runtime.identity import describe_jobs, describe_run, require_same_run
 from tlora_fx.runtime.interrupts import Interrupts
-from tlora_fx.runtime.job_evaluation import EvaluationReport, Metrics
+from tlora_fx.runtime.job_evaluation import Metrics
 from tlora_fx.runtime.job_run import JobRun, StepReport, described, status_after
 from tlora_fx.runtime.optimizer import require_trainable
 from tlora_fx.runtime.out_of_memory import is_out_of_memory, out_of_memory
 from tlora_fx.runtime.run_folder import RunFolder
+from tlora_fx.runtime.trackers import Trackers
 
 GRACE_SECONDS = 10.0
-
-
-class TrainerCallback:
-    """What hears of a run while it goes on; every method does nothing until it is overridden."""
-
-    def started(self, runs: Sequence[JobRun]) -> None:
-        """Training begins, or goes on."""
-
-    def stepped(self, report: StepReport) -> None:
-        """A job did an optimizer step."""
-
-    def evaluating(self) -> None:
-        """Jobs are about to be evaluated, which may take its time."""
-
-    def evaluated(self, report: EvaluationReport) -> None:
-        """A job was evaluated."""
-
-    def joined(self, run: JobRun) -> None:
-        """A job has come to a run that was training already."""
-
-    def ended(self, run: JobRun) -> None:
-        """A job is done, has failed, or pauses."""
-
-    def saving(self) -> None:
-        """A checkpoint is about to be written, which may take its time."""
-
-    def saved(self, path: Path, runs: Sequence[JobRun]) -> None:
-        """A checkpoint holds all that the jobs did."""
-
-    def warned(self, text: str) -> None:
-        """Something went wrong that does not stop the run."""
-
-    def noted(self, text: str) -> None:
-        """Something to know of the run; nothing is wrong."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -179,6 +148,9 @@ class Trainer:
         path = output or Path("runs") / stamp
         self.folder = RunFolder(path, job_folders, writes=self.mesh.leader)
         self.callback = (self.mesh.leader and callback) or TrainerCallback()
+        self.trackers = Trackers(self.folder.jobs.resolve().name, self.callback.warned)
+        if self.mesh.leader:
+            self.callback = EachInTurn(self.trackers, self.callback)
         self.ranks = Ranks(self.mesh)
         self.gathering = StateGatherer(self.model, self.mesh)
         self.store = CheckpointStore(self.folder.path)
@@ -195,6 +167,7 @@ class Trainer:
         self._runner: RowRunner | ReducingRunner | None = None
         self._cuda_graphs = options.cuda_graphs and lengthened
         self._evaluator: Evaluator | None = None
+        self._sampler: Sampler | None = None
         self._nano = nano
         self._choice = self.plan.nano_batches if nano is None else nano.count
         self._row_tokens = options.max_row_tokens
@@ -237,9 +210,13 @@ class Trainer:
         return self.runs
 
     def _let_go(self) -> None:
-        """Graphs keep memory, and what processes share, which part after training."""
+        """Graphs keep memory, and what processes share, which part after training.
+
+        Trackers get some time for what they have not taken yet.
+        """
         if self.graphs is not None:
             self.graphs.clear()
+        self.trackers.close()
 
     def _checked(self, stack: ExitStack) -> Mapping[str, JobData]:
         """The data, after all checks that need no weights; the folder is then held."""
@@ -328,6 +305,8 @@ class Trainer:
         self._evaluator = Evaluator(
             self.model, self._runner, self.ranks, parts, self._cutting, warn
         )
+        if self.mesh.leader:
+            self._sampler = Sampler(self.plan, self.model)
         for job in self.jobs:
             self.roster.add(job, data[job.name])
         if self.carried is not None:
@@ -626,6 +605,7 @@ class Trainer:
             # A fault that one process alone has met must not part them.
             due_now = self.ranks.from_leader(due_now)
         outside += self._evaluate([self.roster.at(index) for index in due_now])
+        self._sample([run for run in active if run.is_sampled])
         for run in active:
             if run.status != "running":
                 self._conclude(run)
@@ -675,6 +655,11 @@ class Trainer:
             except Exception as error:  # noqa: BLE001  (whatever it is, the neighbours go on)
                 self._blame(run, error)
         return measured
+
+    def _sample(self, runs: Sequence[JobRun]) -> None:
+        """Let jobs answer their prompts, on the leader; what fails costs the answers alone."""
+        if self._sampler is not None and runs and not self._sampler.tell(runs, self.callback):
+            self._make_room([])
 
     def _blame(self, run: JobRun, error: Exception) -> None:
         """End a job for an exception: now where it has ended anyway, else when all know."""

@@ -15,28 +15,25 @@ embeddings are disturbed by no more than a rounding.
 
 from __future__ import annotations
 
-import copy
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from tlora_fx.compiler import Jobs, as_jobs, compile
 from tlora_fx.config.job import Job
-from tlora_fx.model.backbone import Backbone, load_config
+from tlora_fx.model.backbone import load_config
 from tlora_fx.numerics.noise import lifted
 from tlora_fx.pipeline import Pipeline
 from tlora_fx.runtime.adapters import (
     adapter_tensors,
-    base_tensors,
-    canonical_names,
     continued_adapter,
     load_adapter,
+    plain_base,
     saved_name,
 )
 from tlora_fx.runtime.batching import MicroBatches
@@ -388,33 +385,6 @@ def adapter_difference(mine: Mapping[str, Tensor], theirs: Mapping[str, Tensor])
 
 def _flat(tensors: Mapping[str, Tensor]) -> Tensor:
     return torch.cat([tensor.flatten().double().cpu() for _, tensor in sorted(tensors.items())])
-
-
-def plain_base(backbone: Backbone) -> nn.Module:
-    """The base as plain transformers builds it, with the weights that the fused model has."""
-    spec = backbone.spec
-    if spec.module is not None:
-        module: nn.Module = copy.deepcopy(spec.module)
-        return module
-    from transformers import AutoModelForCausalLM
-
-    factory: Any = AutoModelForCausalLM
-
-    dtype = getattr(torch, spec.dtype)
-    if spec.model is not None:
-        loaded: nn.Module = factory.from_pretrained(
-            spec.model, dtype=dtype, use_safetensors=True, trust_remote_code=spec.trust_remote_code
-        )
-        return loaded
-    model: nn.Module = factory.from_config(
-        load_config(spec), dtype=dtype, trust_remote_code=spec.trust_remote_code
-    )
-    canonical = canonical_names(backbone)
-    drawn = base_tensors(backbone)
-    with torch.no_grad():
-        for name, parameter in model.named_parameters():
-            parameter.copy_(drawn[canonical[name]])
-    return model
 
 
 def _tensors(parameters: Mapping[str, nn.Parameter]) -> dict[str, Tensor]:

@@ -28,17 +28,18 @@ from tlora_fx.durable import replace_file
 from tlora_fx.errors import TloraError
 from tlora_fx.pipeline import load_extension
 from tlora_fx.planners.protocol import find_planner
+from tlora_fx.runtime.callbacks import TrainerCallback
 from tlora_fx.runtime.checkpoint import ResumeSources
 from tlora_fx.runtime.checks import load_all_data
 from tlora_fx.runtime.distributed import Ranks
 from tlora_fx.runtime.launch import Launch, exits_at_once, join
-from tlora_fx.runtime.trainer import Trainer, TrainerCallback, TrainerOptions
+from tlora_fx.runtime.trainer import Trainer, TrainerOptions
 from tlora_fx.scheduler.requests import quiet_import
 
 if TYPE_CHECKING:
     from tlora_fx.model.supermodel import SuperModel
     from tlora_fx.runtime.job_evaluation import EvaluationReport
-    from tlora_fx.runtime.job_run import JobRun, StepReport
+    from tlora_fx.runtime.job_run import JobRun, SampleReport, StepReport
 
 
 @dataclass(frozen=True, slots=True)
@@ -241,6 +242,9 @@ class EventCallback(TrainerCallback):
         self.writer.write("evaluating")
 
     def evaluated(self, report: EvaluationReport) -> None:
+        self.writer.write("evaluated")
+
+    def sampled(self, report: SampleReport) -> None:
         self.writer.write("evaluated")
 
     def saving(self) -> None:

@@ -1,0 +1,182 @@
+"""Jobs answer prompts, after training and meanwhile, as transformers does with a PEFT adapter."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+import torch
+from transformers import AutoTokenizer
+
+from tests.runtime.conftest import UNMARKED
+from tests.runtime.groups import make_job, tiny_base
+from tlora_fx.compiler import compile
+from tlora_fx.config.job import BaseSpec
+from tlora_fx.errors import GenerationError
+from tlora_fx.model.backbone import load_backbone
+from tlora_fx.runtime.adapters import plain_base
+from tlora_fx.runtime.generation import Drawing, Question, Speakers
+from tlora_fx.runtime.run_folder import read_metrics
+from tlora_fx.runtime.trainer import Trainer, TrainerCallback
+
+PROMPTS = ["1+1=", "a b c x y z", "?"]
+LORA = {
+    "a": {"r": 4, "target_modules": "all-linear"},
+    "b.2": {"r": 2},
+    "dora": {"r": 2, "use_dora": True},
+    "bias": {"r": 2, "bias": "all"},
+}
+
+
+class Listen(TrainerCallback):
+    """Keeps what jobs say, and warnings."""
+
+    def __init__(self):
+        self.reports, self.texts = [], []
+
+    def sampled(self, report):
+        self.reports.append(report)
+
+    def warned(self, text):
+        self.texts.append(text)
+
+
+def jobs_on(folder, base, **fields):
+    data = make_job(base, "x").data.model_copy(update={"path": str(folder / "data.jsonl")})
+    fields = {"max_steps": 4, "learning_rate": 0.1} | fields
+    return [
+        make_job(base, name, lora=lora, **fields).model_copy(update={"data": data})
+        for name, lora in LORA.items()
+    ]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory, make_tokenizer):
+    """A base with a tokenizer, and some data."""
+    folder = tmp_path_factory.mktemp("generation")
+    tiny_base(folder / "base", vocab_size=128, initializer_range=0.3, attention_bias=True)
+    make_tokenizer(UNMARKED, adds_bos=True).save_pretrained(folder / "base")
+    texts = ({"text": "1+1=2"}, {"text": "a b c"}, {"text": "2+2=?"}, {"text": "x=2"})
+    (folder / "data.jsonl").write_text("".join(json.dumps(row) + "\n" for row in texts))
+    return folder
+
+
+@pytest.fixture(scope="module")
+def base(folder):
+    return BaseSpec(config=folder / "base", dtype="float64", seed=7)
+
+
+@pytest.fixture(scope="module")
+def trained(folder, base):
+    """Four jobs that answer after steps 2 and 4; what was heard, and the run's folder."""
+    listen = Listen()
+    jobs = jobs_on(folder, base, sample_prompts=PROMPTS, sample_steps=2, sample_max_new_tokens=6)
+    # An answer of another length is another batch, before those of the others.
+    jobs[2] = jobs[2].model_copy(update={"sample_max_new_tokens": 3})
+    trainer = Trainer(compile(jobs), output=folder / "run", device="cpu", callback=listen)
+    trainer.run()
+    return folder / "run", listen, trainer
+
+
+def by_transformers(run, base, name, prompt, tokens=6):
+    """What transformers generates with the adapter folder, one prompt alone."""
+    from peft import PeftModel
+
+    tokenizer = AutoTokenizer.from_pretrained(run / name)
+    model = PeftModel.from_pretrained(plain_base(load_backbone(base)), run / name).eval()
+    ids = tokenizer(prompt, return_tensors="pt").input_ids
+    written = model.generate(ids, max_new_tokens=tokens, do_sample=False)
+    return tokenizer.decode(written[0, ids.shape[1] :], skip_special_tokens=True)
+
+
+def test_what_jobs_say_is_what_transformers_generates_with_each_adapter(trained, base):
+    """Greedy, several jobs and prompts of other lengths in one call, against one at a time."""
+    run, _, _ = trained
+    speakers = Speakers.of_folders({name: run / name for name in LORA}, "cpu")
+    asked = [(name, prompt) for prompt in PROMPTS for name in LORA]
+    said = speakers.answers(
+        [Question(name, speakers.encode(prompt)) for name, prompt in asked], Drawing(6)
+    )
+
+    assert said == [by_transformers(run, base, name, prompt) for name, prompt in asked]
+    assert len(set(said)) > 3
+
+
+def test_samples_of_the_last_step_are_what_the_saved_adapters_say(trained, base):
+    """They are heard, and stand in the metrics beside the step's line."""
+    run, listen, _ = trained
+    last = {report.job: report for report in listen.reports if report.step == 4}
+
+    assert [report.step for report in listen.reports] == [2] * 4 + [4] * 4
+    assert sorted(last) == sorted(LORA)
+    for name, report in last.items():
+        most = 3 if name == "dora" else 6
+        expected = [(prompt, by_transformers(run, base, name, prompt, most)) for prompt in PROMPTS]
+        told = [
+            row["samples"] for row in read_metrics(run / name / "metrics.jsonl") if "samples" in row
+        ]
+        assert list(report.texts) == expected
+        assert [(each["prompt"], each["completion"]) for each in told[-1]] == expected
+
+
+def test_sampling_changes_no_bit_of_training(trained, folder, base):
+    """Losses and adapters are those of a run that asks nothing."""
+    run, _, trainer = trained
+    silent = Trainer(compile(jobs_on(folder, base)), output=folder / "silent", device="cpu")
+    silent.run()
+
+    for name in LORA:
+        mine, theirs = (each.model.job_parameters(name) for each in (trainer, silent))
+        assert all(torch.equal(mine[key], theirs[key]) for key in mine)
+        told = [
+            [row["loss"] for row in read_metrics(at / name / "metrics.jsonl") if "loss" in row]
+            for at in (run, folder / "silent")
+        ]
+        assert told[0] == told[1]
+
+
+def test_samples_are_drawn_on_the_tensors_that_train(trained):
+    """No matrix of the base is held twice."""
+    from tlora_fx.runtime.generation import resident_base
+
+    model = trained[2].model
+    held = resident_base(model)
+
+    for name, parameter in held.named_parameters():
+        assert parameter.data_ptr() == model.base_tensor_or_value(name).data_ptr()
+
+
+def test_conversations_are_asked_by_the_chat_template(trained):
+    """A prompt is the user's turn, and the assistant's is begun."""
+    run, _, _ = trained
+    speakers = Speakers.of_folders({"a": run / "a"}, "cpu")
+    ids = speakers.encode([{"role": "user", "content": "1+1"}])
+
+    assert speakers.tokenizer.decode(ids).replace(" ", "") == "<|user|>1+1<|assistant|>"
+
+
+def test_a_prompt_without_room_costs_its_samples_and_not_the_run(folder, base):
+    """It is told, and the job is done."""
+    listen = Listen()
+    job = jobs_on(folder, base, sample_prompts=["a" * 70], sample_steps=4)[0]
+    [run] = Trainer(compile([job]), output=folder / "long", device="cpu", callback=listen).run()
+
+    assert run.status == "done"
+    assert [text for text in listen.texts if "leaves no room for an answer" in text]
+    assert listen.reports == []
+
+
+@pytest.mark.parametrize(
+    ("prompt", "told"), [("", "no tokens"), ([{"role": "robot"}], "chat template")]
+)
+def test_what_cannot_be_asked_is_refused(trained, prompt, told):
+    """Nothing to go on from, and a message without content."""
+    speakers = Speakers.of_folders({"a": trained[0] / "a"}, "cpu")
+    speakers.tokenizer = AutoTokenizer.from_pretrained(trained[0] / "a", bos_token=None)
+    if not prompt:
+        with pytest.raises(GenerationError, match=told):
+            speakers.answers([Question("a", [])])
+    else:
+        speakers.tokenizer.chat_template = None
+        with pytest.raises(GenerationError, match=told):
+            speakers.encode(prompt)

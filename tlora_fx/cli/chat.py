@@ -1,0 +1,64 @@
+"""`tlora-fx chat`: talk with a trained job."""
+
+from __future__ import annotations
+
+import sys
+from typing import Annotated
+
+import typer
+
+from tlora_fx.cli.generate import Device, Folder, Most, Seed, Temperature, loaded, sow
+from tlora_fx.cli.options import TrustRemoteCode
+
+NEW, END = "/new", "/exit"
+
+
+def run(
+    folder: Folder,
+    job: Annotated[
+        str | None, typer.Option(help="With whom; needed where there are several.")
+    ] = None,
+    system: Annotated[str | None, typer.Option(help="Said before the first turn.")] = None,
+    max_new_tokens: Most = 256,
+    temperature: Temperature = 0.0,
+    seed: Seed = 0,
+    device: Device = None,
+    trust_remote_code: TrustRemoteCode = False,
+) -> None:
+    """Talk with a job by the tokenizer's chat template; it sees the whole conversation.
+
+    /new begins another conversation, /exit or Ctrl-D ends.
+    """
+    from tlora_fx.runtime.merge import adapter_of
+
+    adapter = adapter_of(folder, job)
+    speakers = loaded(adapter, None, device, trusted=trust_remote_code)
+
+    from transformers import TextStreamer
+
+    from tlora_fx.runtime.generation import Drawing, Question
+
+    [name] = speakers.adapters
+    begun = [] if system is None else [{"role": "system", "content": system}]
+    # A tokenizer without a chat template is said before anybody has typed.
+    speakers.encode([*begun, {"role": "user", "content": ""}])
+    streamer = TextStreamer(speakers.tokenizer, skip_prompt=True, skip_special_tokens=True)
+    drawing = Drawing(max_new_tokens, temperature, streamer)
+    sow(seed)
+    turns = list(begun)
+    while (said := _heard()) not in (None, END):
+        if said == NEW:
+            turns = list(begun)
+        elif said:
+            turns.append({"role": "user", "content": said})
+            typer.echo(f"{name}: ", nl=False)
+            [answer] = speakers.answers([Question(name, speakers.encode(turns))], drawing)
+            turns.append({"role": "assistant", "content": answer})
+
+
+def _heard() -> str | None:
+    """The next line of the user, or None where there is no more."""
+    if sys.stdin.isatty():
+        typer.echo("you: ", nl=False)
+    line = sys.stdin.readline()
+    return line.strip() if line else None

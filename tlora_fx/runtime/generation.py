@@ -1,0 +1,382 @@
+"""Text that jobs' adapters generate, on a base that is in memory once.
+
+transformers generates, with its KV cache, and PEFT adapts: several adapters in one batch where it
+can mix them, else one after the other.
+"""
+
+from __future__ import annotations
+
+import copy
+import warnings
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Self
+
+import torch
+from torch import Tensor, nn
+
+from tlora_fx.cost.plan import Plan
+from tlora_fx.errors import GenerationError
+from tlora_fx.model.backbone import build_skeleton, load_backbone
+from tlora_fx.model.supermodel import SuperModel
+from tlora_fx.runtime.adapters import (
+    adapter_tensors,
+    canonical_names,
+    plain_base,
+    read_adapter,
+)
+from tlora_fx.runtime.callbacks import TrainerCallback
+from tlora_fx.runtime.checks import load_tokenizer
+from tlora_fx.runtime.encoding import CHATS, template_of
+from tlora_fx.runtime.job_run import JobRun, SampleReport, described
+from tlora_fx.runtime.merge import job_of
+
+if TYPE_CHECKING:
+    from peft import LoraConfig, PeftModel
+    from transformers import PreTrainedTokenizerBase
+
+#: One or more messages as chat templates take them: role and content.
+Messages = Sequence[Mapping[str, str]]
+
+
+@dataclass(frozen=True, slots=True)
+class Drawing:
+    """How tokens are chosen.
+
+    max_new_tokens   at most; fewer where the base has no more positions
+    temperature      0: the most likely token each time, as generate(do_sample=False)
+    streamer         of transformers: hears tokens as they come; for one prompt alone
+    """
+
+    max_new_tokens: int = 64
+    temperature: float = 0.0
+    streamer: Any = None
+
+
+@dataclass(frozen=True, slots=True)
+class AdapterWeights:
+    """A LoRA adapter as PEFT has it: its config, and its tensors by the names of its files."""
+
+    config: LoraConfig
+    tensors: Mapping[str, Tensor]
+
+    @property
+    def can_be_mixed(self) -> bool:
+        """Whether PEFT can apply it to some lines of a batch alone."""
+        config = self.config
+        return config.bias == "none" and not (config.use_dora or config.modules_to_save)
+
+
+@dataclass(frozen=True, slots=True)
+class Question:
+    """What an adapter is asked, as token ids."""
+
+    adapter: str
+    ids: Sequence[int]
+
+
+@dataclass
+class Speakers:
+    """A base and adapters by job name, ready to answer.
+
+    base      of transformers, with its weights; it is not changed
+    formats   of the data of each, by job name, as of `DataReport`
+    """
+
+    base: nn.Module
+    tokenizer: PreTrainedTokenizerBase
+    adapters: Mapping[str, AdapterWeights]
+    formats: Mapping[str, str] = field(default_factory=dict)
+    _adapted: dict[tuple[str, ...], PeftModel] = field(default_factory=dict)
+
+    @classmethod
+    def of_folders(cls, folders: Mapping[str, Path], device: torch.device | str) -> Self:
+        """From the adapter folders of a run, by job name, whose base is loaded anew.
+
+        raises    AdapterFolderError, BaseNotLoadable, TokenizerNotLoadable, RunFolderError
+        """
+        jobs = {name: job_of(folder) for name, folder in folders.items()}
+        spec = next(iter(jobs.values())).base
+        beside = (at for at in folders.values() if (at / "tokenizer_config.json").is_file())
+        saved = next(beside, None)
+        if saved is not None:
+            spec = spec.model_copy(update={"tokenizer": str(saved)})
+        tokenizer = load_tokenizer(spec)
+        adapters = {
+            name: AdapterWeights(jobs[name].lora_config(), read_adapter(folder).tensors)
+            for name, folder in folders.items()
+        }
+        formats = {name: str(job.data.format) for name, job in jobs.items()}
+        return cls(plain_base(load_backbone(spec)).to(device).eval(), tokenizer, adapters, formats)
+
+    def encode(self, prompt: str | Messages) -> list[int]:
+        """Tokens of a text as it is, or of messages by the chat template, with a turn begun.
+
+        raises    GenerationError where there is no chat template, or it refuses the messages
+        """
+        if isinstance(prompt, str):
+            ids: list[int] = list(self.tokenizer(prompt).input_ids)
+            # What the tokenizer puts behind a text ends it, and nothing would be said.
+            return ids[:-1] if ids and ids[-1] == self.tokenizer.eos_token_id else ids
+        if not template_of(self.tokenizer):
+            raise GenerationError(
+                "the tokenizer has no chat template",
+                help="ask with a text as it is: tlora-fx generate --no-chat --prompt TEXT",
+            )
+        rows = [dict(message) for message in prompt]
+        try:
+            told: Any = self.tokenizer.apply_chat_template(
+                rows, add_generation_prompt=True, tokenize=True, return_dict=True
+            )
+        except Exception as error:
+            raise GenerationError(
+                "the chat template refuses the messages",
+                found=f"{type(error).__name__}: {error}",
+                help="give them as the template wants them, or ask with a text as it is",
+            ) from error
+        return list(told["input_ids"])
+
+    def ask(self, name: str, text: str, *, chat: bool | None = None) -> Question:
+        """A question as the job's data have them: of conversations, what the user says first.
+
+        chat     by the chat template, or not; None: as the data
+        raises   GenerationError
+        """
+        format = self.formats.get(name, "")
+        if chat is None:
+            chat = format in CHATS or (format == "alpaca" and bool(template_of(self.tokenizer)))
+        if chat:
+            return Question(name, self.encode([{"role": "user", "content": text}]))
+        # As `TextEncoder` has the instruction without a template.
+        return Question(name, self.encode(f"{text}\n\n" if format == "alpaca" else text))
+
+    def answers(self, asked: Sequence[Question], drawing: Drawing = Drawing()) -> list[str]:
+        """What each adapter says, without the question and without special tokens.
+
+        Questions to adapters that PEFT can mix are one batch.
+
+        raises    GenerationError
+        """
+        said: dict[int, str] = {}
+        for names in self._batches({question.adapter for question in asked}):
+            places = [at for at, question in enumerate(asked) if question.adapter in names]
+            model = self._adapted_by(names)
+            texts = self._generate(model, names, [asked[at] for at in places], drawing)
+            said |= dict(zip(places, texts, strict=True))
+        return [said[at] for at in range(len(asked))]
+
+    def _batches(self, names: set[str]) -> Iterator[tuple[str, ...]]:
+        asked = sorted(names)
+        mixed = tuple(name for name in asked if self.adapters[name].can_be_mixed)
+        if mixed:
+            yield mixed
+        yield from ((name,) for name in asked if name not in mixed)
+
+    def _adapted_by(self, names: tuple[str, ...]) -> PeftModel:
+        """The base under some adapters, which are named by their place: PEFT allows no dots."""
+        from peft import PeftModel, set_peft_model_state_dict
+
+        if names in self._adapted:
+            return self._adapted[names]
+        made = _own_copy(self.base)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # PEFT asks transformers for what it will drop
+            first, *others = names
+            model = PeftModel(made, self._config(first), "0", low_cpu_mem_usage=True)
+            for place, name in enumerate(others, start=1):
+                model.add_adapter(str(place), self._config(name), low_cpu_mem_usage=True)
+        device = next(self.base.parameters()).device
+        for place, name in enumerate(names):
+            own = {key: each.to(device) for key, each in self.adapters[name].tensors.items()}
+            set_peft_model_state_dict(model, own, str(place), low_cpu_mem_usage=True)
+        self._adapted[names] = model.eval()
+        return self._adapted[names]
+
+    def _config(self, name: str) -> LoraConfig:
+        config = copy.deepcopy(self.adapters[name].config)
+        config.inference_mode = True
+        return config
+
+    def _generate(
+        self, model: PeftModel, names: Sequence[str], asked: Sequence[Question], drawing: Drawing
+    ) -> list[str]:
+        device = next(self.base.parameters()).device
+        ids, attended = _padded([question.ids for question in asked], _pad_token(self.tokenizer))
+        options: dict[str, Any] = {"do_sample": drawing.temperature > 0}
+        if drawing.temperature:
+            options["temperature"] = drawing.temperature
+        if drawing.streamer is not None:
+            options["streamer"] = drawing.streamer
+        if len(names) > 1:
+            options["adapter_names"] = [str(names.index(each.adapter)) for each in asked]
+        generate: Any = model.generate
+        with torch.no_grad():
+            written = generate(
+                input_ids=ids.to(device),
+                attention_mask=attended.to(device),
+                max_new_tokens=self._room(ids.shape[1], drawing.max_new_tokens),
+                pad_token_id=_pad_token(self.tokenizer),
+                use_cache=True,
+                **options,
+            )
+        new = written[:, ids.shape[1] :]
+        decoded = (self.tokenizer.decode(row, skip_special_tokens=True) for row in new.tolist())
+        return [str(text) for text in decoded]
+
+    def _room(self, tokens: int, wanted: int) -> int:
+        positions = getattr(getattr(self.base, "config", None), "max_position_embeddings", None)
+        room = wanted if positions is None else min(wanted, positions - tokens)
+        if room < 1:
+            raise GenerationError(
+                "a prompt leaves no room for an answer",
+                expected=f"fewer than {positions} tokens",
+                found=tokens,
+                help="shorten it",
+            )
+        return room
+
+
+def _own_copy(base: nn.Module) -> nn.Module:
+    """The module tree anew, over the same matrices; PEFT puts adapters into it, and biases."""
+    shared = [*base.parameters(), *base.buffers()]
+    return copy.deepcopy(base, {id(tensor): tensor for tensor in shared if tensor.dim() > 1})
+
+
+def _pad_token(tokenizer: PreTrainedTokenizerBase) -> int:
+    """Nothing reads it."""
+    known = (tokenizer.pad_token_id, tokenizer.eos_token_id, 0)
+    return int(next(token for token in known if token is not None))
+
+
+def _padded(prompts: Sequence[Sequence[int]], pad: int) -> tuple[Tensor, Tensor]:
+    """Ids and attention mask, int64 [B, S], padded on the left."""
+    width = max(map(len, prompts))
+    if not min(map(len, prompts)):
+        raise GenerationError("a prompt has no tokens", help="write something to go on from")
+    ids = [[pad] * (width - len(each)) + list(each) for each in prompts]
+    attended = [[0] * (width - len(each)) + [1] * len(each) for each in prompts]
+    return torch.tensor(ids), torch.tensor(attended)
+
+
+# While jobs train.
+
+
+def resident_base(model: SuperModel) -> nn.Module:
+    """The base as transformers runs it, over the tensors of a model that trains; none is copied.
+
+    model    has its weights, whole
+    raises   GenerationError where the base is no model of transformers, or is quantised
+    """
+    backbone = model.backbone
+    if backbone.spec.module is not None:
+        raise GenerationError(
+            "the base is an nn.Module, which does not generate", help="generate with it yourself"
+        )
+    base: Any = build_skeleton(backbone.spec)
+    canonical = canonical_names(backbone)
+    for path, module in base.named_modules():
+        stem = f"{path}." if path else ""
+        for name in [name for name, held in module._parameters.items() if held is not None]:
+            tensor = _resident(model, canonical[f"{stem}{name}"])
+            module._parameters[name] = nn.Parameter(tensor, requires_grad=False)
+    device = next(base.parameters()).device
+    for module in base.modules():
+        for name in [name for name, held in module._buffers.items() if held is not None]:
+            module._buffers[name] = module._buffers[name].to(device)
+    if getattr(base, "_supports_sdpa", False):
+        base.set_attn_implementation("sdpa")
+    _take_generation_config(base, backbone.spec.model)
+    return base.eval()  # type: ignore[no-any-return]
+
+
+def _resident(model: SuperModel, name: str) -> Tensor:
+    if not model.has_base_tensor(name):
+        raise GenerationError(
+            "the base is not in memory as it is",
+            tensor=name,
+            found="quantised, or in another process",
+            help="use tlora-fx generate after training",
+        )
+    return model.base_tensor_or_value(name).detach()
+
+
+def _take_generation_config(base: Any, source: str | None) -> None:
+    """What a folder or hub id says of generating, such as further tokens that end a text."""
+    from transformers import GenerationConfig
+
+    if source is not None:
+        with suppress(OSError):
+            base.generation_config = GenerationConfig.from_pretrained(source)
+
+
+class Sampler:
+    """Lets jobs answer their `sample_prompts` while they train, those of one step in one batch.
+
+    plan     under one that holds the base in pieces, nobody is asked
+    model    has its weights
+    """
+
+    def __init__(self, plan: Plan, model: SuperModel) -> None:
+        self.plan, self.model = plan, model
+        self._told: set[str] = set()
+
+    def tell(self, runs: Sequence[JobRun], callback: TrainerCallback) -> bool:
+        """Put what jobs say into their metrics, and tell a callback; False where that failed.
+
+        A reason is told once.
+        """
+        callback.evaluating()
+        by_name = {run.job.name: run for run in runs}
+        try:
+            for report in self.draw(runs):
+                by_name[report.job].metrics.append_samples(report.step, report.texts)
+                callback.sampled(report)
+        except Exception as error:  # noqa: BLE001  (such as no memory for it: training goes on)
+            failure = described(error)
+        else:
+            return True
+        if failure not in self._told:
+            self._told.add(failure)
+            callback.warned(f"no samples: {failure}")
+        return False
+
+    def draw(self, runs: Sequence[JobRun]) -> list[SampleReport]:
+        """What jobs say now; nothing that trains changes.
+
+        raises   GenerationError
+        """
+        if self.plan.planner not in ("single", "replicated"):
+            raise GenerationError(
+                f"the plan '{self.plan.planner}' holds the base in pieces",
+                help="use tlora-fx generate after training",
+            )
+        tokenizer = next((run.data.tokenizer for run in runs if run.data.tokenizer), None)
+        if tokenizer is None:
+            help = "name the data by the jobs' `data`, not by Trainer(data=...)"
+            raise GenerationError("there is no tokenizer to sample with", help=help)
+        adapters = {
+            run.job.name: AdapterWeights(run.job.lora_config(), adapter_tensors(run.parameters))
+            for run in runs
+        }
+        formats = {run.job.name: run.data.report.format for run in runs}
+        speakers = Speakers(resident_base(self.model), tokenizer, adapters, formats)
+        reports: list[SampleReport] = []
+        # A batch goes on until its longest answer ends.
+        for most in sorted({run.job.sample_max_new_tokens for run in runs}):
+            asked = [run for run in runs if run.job.sample_max_new_tokens == most]
+            reports += _sampled(speakers, asked, Drawing(most))
+        return reports
+
+
+def _sampled(
+    speakers: Speakers, runs: Sequence[JobRun], drawing: Drawing
+) -> Iterator[SampleReport]:
+    questions = [
+        speakers.ask(run.job.name, prompt) for run in runs for prompt in run.job.sample_prompts
+    ]
+    said = iter(speakers.answers(questions, drawing))
+    for run in runs:
+        texts = tuple((prompt, next(said)) for prompt in run.job.sample_prompts)
+        yield SampleReport(run.job.name, run.step, texts)
