@@ -6,7 +6,7 @@ import sys
 import pytest
 import torch
 
-from tlora_fx.ops import random_uniform, site_id, uniform_at
+from tlora_fx.ops import random_uniform, site_id, uniform_at, uniform_rows
 from tlora_fx.ops.philox import philox
 
 KNOWN = """
@@ -67,6 +67,14 @@ def test_uniform_numbers_do_not_depend_on_the_cut():
 
     assert torch.equal(random_uniform((2, 7), (1, 2), offset=21), whole[3:5])
     assert torch.equal(uniform_at(torch.tensor([40, 3]), (1, 2)), whole.flatten()[[40, 3]])
+
+
+def test_numbers_of_many_keys_are_those_of_each():
+    """Drawn together, whatever their number of words."""
+    rows = uniform_rows(11, 7, [3, 2**31 - 1, 0])
+
+    for site, row in zip((3, 2**31 - 1, 0), rows, strict=True):
+        assert torch.equal(row, uniform_at(torch.arange(11), (7, site)))
 
 
 def test_uniform_numbers_are_uniform_and_exact():

@@ -18,9 +18,10 @@ from tlora_fx.ir.graph import OpenSlots
 from tlora_fx.model.supermodel import SuperModel
 from tlora_fx.planners.protocol import find_planner
 from tlora_fx.runtime.adapters import adapter_tensors
+from tlora_fx.runtime.callbacks import TrainerCallback
 from tlora_fx.runtime.data import JobData
 from tlora_fx.runtime.job_run import StepReport
-from tlora_fx.runtime.trainer import Trainer, TrainerCallback
+from tlora_fx.runtime.trainer import Trainer
 
 SLOTS = OpenSlots(rows=40, jobs=4, rank=16)
 #: When (rounds done), what a trainer is asked for, and its arguments.

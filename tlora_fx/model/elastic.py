@@ -64,6 +64,7 @@ class Membership:
         self.group, self.jobs, self.banks, self.net = group, jobs, banks, net
         self.slots, self.resolve = group.open, resolve
         self.grown = False
+        self._resolved: tuple[Job, Mapping[str, AdapterSite]] | None = None
         for slot, graph in enumerate(group.jobs):
             for path, site in graph.sites.items():
                 self._lay(path, banks[path].table.with_job(slot, site.rank), slot, site)  # type: ignore[union-attr]
@@ -132,7 +133,9 @@ class Membership:
                     f"job '{job.name}' does not fit the running model",
                     field=field, expected=expected, found=found, help=ALONE,
                 )  # fmt: skip
-        sites = self.resolve(job)
+        if self._resolved is None or self._resolved[0] is not job:
+            self._resolved = job, self.resolve(job)
+        sites = self._resolved[1]
         for path, site in sites.items():
             wrong = self._why_not(path, site)
             if wrong:

@@ -15,7 +15,7 @@ from tlora_fx.ops.parallel import (
     tp_reduce,
     use_group,
 )
-from tlora_fx.ops.philox import random_uniform, uniform_at
+from tlora_fx.ops.philox import random_uniform, uniform_at, uniform_rows
 from tlora_fx.ops.quantized import quantized_linear, quantized_linear_backward
 from tlora_fx.ops.segments import (
     segment_read,
@@ -55,6 +55,7 @@ __all__ = [
     "tp_cross_entropy",
     "tp_reduce",
     "uniform_at",
+    "uniform_rows",
     "use_group",
     "without_dropout",
 ]

@@ -10,6 +10,8 @@ source   Salmon et al., "Parallel random numbers: as easy as 1, 2, 3" (2011); th
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -82,4 +84,19 @@ def uniform_at(index: Tensor, key: tuple[int, int]) -> Tensor:
     block, zero = index >> 2, index.new_zeros(())
     words = torch.stack(philox(block & MASK, block >> 32, zero, zero + WEIGHTS, key), -1)
     word = words.gather(-1, (index & 3).unsqueeze(-1)).squeeze(-1)
+    return ((word >> 8).to(torch.float32) + 0.5) * 2.0**-24
+
+
+def uniform_rows(
+    count: int, seed: int, sites: Sequence[int], device: torch.device | str = "cpu"
+) -> Tensor:
+    """The first `count` numbers of several keys (seed, site), float32 [sites, count].
+
+    Each row is bitwise what `uniform_at` gives for its key; all are drawn together.
+    """
+    block = torch.arange(-(-count // 4), device=device).expand(len(sites), -1)
+    zero = block.new_zeros(())
+    keys: Any = seed, torch.tensor(sites, device=device).unsqueeze(1)
+    words = torch.stack(philox(block & MASK, block >> 32, zero, zero + WEIGHTS, keys), -1)
+    word = words.flatten(1)[:, :count]
     return ((word >> 8).to(torch.float32) + 0.5) * 2.0**-24

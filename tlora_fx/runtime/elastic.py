@@ -7,11 +7,12 @@ What a job needs to go on leaves the model with it, and comes back with it.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
+import torch
 from torch import Tensor
 
 from tlora_fx.config.job import Job
@@ -24,7 +25,7 @@ from tlora_fx.runtime.checkpoint import JobState, ResumeSources
 from tlora_fx.runtime.checks import check_fits, load_all_data
 from tlora_fx.runtime.data import JobData
 from tlora_fx.runtime.distributed import StateGatherer, require_elementwise
-from tlora_fx.runtime.identity import describe_run, require_same_run
+from tlora_fx.runtime.identity import describe_jobs, describe_run, require_same_run
 from tlora_fx.runtime.job_run import JobRun
 from tlora_fx.runtime.optimizer import require_trainable
 from tlora_fx.runtime.run_folder import RunFolder
@@ -100,14 +101,22 @@ class Roster:
         return run
 
     def invite(
-        self, job: Job, data: JobData | None, resume: Path | str | None, mesh: Mesh, accept: bool
+        self,
+        job: Job,
+        data: JobData | None,
+        resume: Path | str | None,
+        *,
+        mesh: Mesh,
+        accept: bool,
+        described: Mapping[str, Any],
     ) -> None:
         """Let a job wait to join, where nothing but room may keep it out.
 
-        data      its samples; None: they are read
-        resume    output folder of the run whose newest checkpoint it goes on from
-        accept    go on although its data or settings are not as they were
-        raises    NotAdmitted, JobsDiffer, TloraError
+        data        its samples; None: they are read
+        resume      output folder of the run whose newest checkpoint it goes on from
+        accept      go on although its data or settings are not as they were
+        described   the run that it joins, as its checkpoints say
+        raises      NotAdmitted, JobsDiffer, TloraError
         """
         self.model.require_fits(job)
         self._require_new(job)
@@ -119,8 +128,13 @@ class Roster:
         if resume is not None:
             sources = ResumeSources(self.folder.jobs, {job.name: Path(resume)})
             checkpoint = sources.checkpoints()[job.name]
-            described = describe_run(self.model, [job], {job.name: data})
-            require_same_run(checkpoint, described, [job], accept=accept, only=job.name)
+            samples = {job.name: data}
+            now = (
+                {**described, **describe_jobs([job], samples)}
+                if "base" in described
+                else describe_run(self.model, [job], samples)
+            )
+            require_same_run(checkpoint, now, [job], accept=accept, only=job.name)
             state, source = checkpoint.jobs[job.name], str(checkpoint.path)
         self.changes.coming.append(Coming(job, data, state, source))
 
@@ -153,15 +167,11 @@ class Roster:
         return [run.job.name for run in ended]
 
     def leave(self, run: JobRun) -> None:
-        """Let a job's rows go; all that it needs to go on stays, in main memory."""
+        """Let a job's rows go; all that it needs to go on is kept."""
         name = run.job.name
         state = self.gathering.whole(name, run.state())
-        self._gone[name] = replace(
-            state,
-            adapter=_on_host(state.adapter),
-            optimizer=_on_host(state.optimizer),
-            best=_on_host(state.best),
-        )
+        # On the device: copies to main memory would keep the others waiting.
+        self._gone[name] = _copied(state, torch.clone)
         run.depart()
         del self._inside[run.index]
         self.model.release(name)
@@ -195,12 +205,23 @@ class Roster:
         """By job, those that have left: all that pause, and the last ones that ended."""
         return dict(self._gone)
 
+    def farewell(self, run: JobRun) -> Mapping[str, Tensor] | None:
+        """The adapter that a job leaves which has left; None of one that pauses."""
+        state = self._gone.get(run.job.name)
+        return None if state is None or run.status == "paused" else state.best or state.adapter
+
     def saved(self) -> None:
         """A checkpoint holds the states: of jobs that ended long ago no more is kept."""
         ended = [name for name, state in self._gone.items() if state.status != "running"]
         for name in ended[: -len(self.model.jobs)]:
             del self._gone[name]
+        for name, state in self._gone.items():
+            self._gone[name] = _copied(state, Tensor.cpu)
 
 
-def _on_host(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    return {name: tensor.cpu() for name, tensor in tensors.items()}
+def _copied(state: JobState, copy: Callable[[Tensor], Tensor]) -> JobState:
+    adapter, optimizer, best = (
+        {name: copy(tensor) for name, tensor in tensors.items()}
+        for tensors in (state.adapter, state.optimizer, state.best)
+    )
+    return replace(state, adapter=adapter, optimizer=optimizer, best=best)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import gc
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime, timedelta
@@ -156,6 +156,7 @@ class Trainer:
         self.store = CheckpointStore(self.folder.path)
         self.roster = Roster(self.model, self.folder, self.gathering)
         self.rounds = 0
+        self._to_tell: list[JobRun] = []
         # Numbers of strict mode follow from the lengths that users give.
         lengthened = self.device.type == "cuda" and not is_strict()
         self.rows = RowBucketer(model.group.form == "packed", lengthened)
@@ -202,6 +203,7 @@ class Trainer:
             stopped = False
             while not stopped and self._goes_on():
                 stopped = not self._round(interrupts)
+            self._tell_of_changes()
             self._save(last=True)
             for run in self.roster.inside():
                 run.load_best()
@@ -386,7 +388,10 @@ class Trainer:
         raises    NotAdmitted, TloraError for what is wrong with its targets, data or optimizer;
                   nothing is changed then
         """
-        self.roster.invite(job, data, resume, self.mesh, self.options.accept_changes)
+        self.roster.invite(
+            job, data, resume,
+            mesh=self.mesh, accept=self.options.accept_changes, described=self._described,
+        )  # fmt: skip
 
     def release(self, name: str) -> None:
         """End a job before the next round, with the adapter that it has; its rows are free then.
@@ -413,8 +418,8 @@ class Trainer:
         for name, how in changes.leaving.items():
             run = next(run for run in self._active() if run.job.name == name)
             run.stop() if how == "release" else run.pause()
-            self._conclude(run)
-        left = bool(changes.leaving)
+            self.roster.leave(run)
+            self._to_tell.append(run)
         changes.leaving.clear()
         if self.model.is_open:
             self.roster.retire()
@@ -432,8 +437,6 @@ class Trainer:
             changes.coming.popleft()
             self._joined(run, grown=admission.grown)
         self.roster.changes = changes
-        if left and self._active():
-            self._save(last=False)
 
     def _joined(self, run: JobRun, *, grown: bool) -> None:
         """What a run knows of its jobs, with one more."""
@@ -449,8 +452,23 @@ class Trainer:
                 self.graphs.clear()
         if grown:
             self.callback.noted(self.model.group.notes[-1][1])
-        run.begin(self._base_name())
-        self.callback.joined(run)
+        self._to_tell.append(run)
+
+    def _tell_of_changes(self) -> bool:
+        """Write down who has come and gone, once others do not wait for it; whether anyone has."""
+        changed, self._to_tell = self._to_tell, []
+        for run in changed:
+            if not run.left:
+                run.begin(self._base_name())
+                self._announce(run, self.callback.joined)
+                continue
+            adapter = self.roster.farewell(run)
+            if adapter is None:
+                run.write_status()
+            else:
+                self._write(run, adapter)
+            self._announce(run, self.callback.ended)
+        return bool(changed)
 
     def _active(self) -> list[JobRun]:
         return [run for run in self.runs if run.status == "running"]
@@ -606,6 +624,7 @@ class Trainer:
             due_now = self.ranks.from_leader(due_now)
         outside += self._evaluate([self.roster.at(index) for index in due_now])
         self._sample([run for run in active if run.is_sampled])
+        due |= self._tell_of_changes()
         for run in active:
             if run.status != "running":
                 self._conclude(run)
@@ -682,21 +701,25 @@ class Trainer:
 
     def _conclude(self, run: JobRun) -> None:
         """A job has ended: leave its adapter, and say so."""
-        self._write(run)
+        self._write(run, self.gathering.whole_adapter(run.job.name, run.final_adapter()))
+        self._announce(run, self.callback.ended)
+
+    def _announce(self, run: JobRun, hear: Callable[[JobRun], None]) -> None:
         try:
-            self.callback.ended(run)
-        except Exception as error:  # noqa: BLE001  (the job has ended, whoever heard of it)
+            hear(run)
+        except Exception as error:  # noqa: BLE001  (it is so, whoever heard of it)
             self._warn_of(run, error)
 
     def _warn_of(self, run: JobRun, error: Exception) -> None:
         self.callback.warned(f"job '{run.job.name}': a callback failed: {described(error)}")
 
-    def _write(self, run: JobRun) -> None:
-        """Leave a job's adapter folder, put together from all processes.
+    def _write(self, run: JobRun, adapter: Mapping[str, Tensor]) -> None:
+        """Leave a job's adapter folder.
 
         A job whose adapter is not whole, or cannot be written, has failed.
+
+        adapter   put together from all processes
         """
-        adapter = self.gathering.whole_adapter(run.job.name, run.final_adapter())
         broken = [name for name, tensor in adapter.items() if not tensor.isfinite().all()]
         if run.status == "done" and broken:
             run.fail(f"step {run.step}: it left numbers in {broken[0]} that are not finite")
@@ -760,7 +783,7 @@ class Trainer:
             else:
                 run.metrics.truncate_after(0)
             if run.status != "running":
-                self._write(run)
+                self._write(run, self.gathering.whole_adapter(name, run.final_adapter()))
 
     def _restore(self) -> None:
         checkpoint = self.ranks.from_leader(self._checkpoint)
