@@ -1,8 +1,8 @@
 """From a kernel's template to the text of a module for one spec.
 
 A template reads like the kernel. `fill` turns it into the code of one spec, so a generated file
-holds only the branches that its spec needs; `module` puts imports, constants and the functions of
-the device library above it.
+holds only the branches that its spec needs; `module` puts imports and constants above it. Functions
+that kernels share stand in the device library alone.
 """
 
 from __future__ import annotations
@@ -10,15 +10,14 @@ from __future__ import annotations
 import ast
 import json
 import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from functools import cache
-from importlib.resources import files
+from collections.abc import Iterator, Mapping, Sequence
 from types import MappingProxyType
 
 from tlora_fx.codegen.spec import Dtype, KernelSpec
 
 _SHORT = {"bfloat16": "bf16", "float16": "fp16", "float32": "fp32", "float64": "fp64"}
 _MARK = re.compile(r"\s*#(?P<kind>[?*]) (?P<what>[\w ]*\w)(?P<opens> \[)?$")
+LIBRARY = "tlora_fx.codegen.device_library"
 _DESCRIPTOR = ["from triton.tools.tensor_descriptor import TensorDescriptor"]
 _NAME = re.compile(r"\$(?:(\w+)|\{(\w+)\})")
 
@@ -42,30 +41,34 @@ def module(
     functions: Sequence[str] = (),
     types: Mapping[str, str] = MappingProxyType({}),
 ) -> str:
-    """A module's text: imports, constants, shared functions, then the kernel and its launch.
+    """A module's text: imports, constants, then the kernel and its launch.
 
     constants  become `NAME = tl.constexpr(value)`, the only globals that a kernel may read
     body       as `fill` returns it
-    functions  names in the device library; functions that these call come along
+    functions  names in the device library, which are imported
     types      of arguments whose names do not tell them, as Triton writes it (see `_signature`)
     """
     meta: dict[str, object] = {"num_warps": spec.cut.warps, "num_stages": spec.cut.stages}
     if overlaps(spec):
         functions = ["start_next", "await_previous", *functions]
-        constants = {**constants, "OVERLAP": True}
-        meta["launch_pdl"] = True
     imports = ["import triton", "import triton.language as tl"]
     imports += _DESCRIPTOR if "TensorDescriptor" in body else []
     imports[:0] = ["import torch"] if "torch." in body else []
+    if functions:
+        imports += ["", f"from {LIBRARY} import (", *(f"    {n}," for n in sorted(functions)), ")"]
     lines = [f"{name} = tl.constexpr({value!r})" for name, value in constants.items()]
+    if overlaps(spec):
+        lines += ["# Triton's interpreter runs one kernel after the other."]
+        lines += ["OVERLAP = tl.constexpr(not triton.knobs.runtime.interpret)"]
     signature = _signature(spec, body, types).items()
     lines += ["", "SIGNATURE = {", *(f'    "{name}": "{kind}",' for name, kind in signature), "}"]
-    lines += [f"META = {json.dumps(meta).replace('true', 'True')}"]
+    lines += [f"META = {json.dumps(meta)}"]
+    if overlaps(spec):
+        lines += ["if OVERLAP:", '    META["launch_pdl"] = True']
     # Profilers show the function's name; `launch` starts what stands in `kernel`.
     body = body.strip("\n").replace("\ndef kernel(", f"\ndef {spec.kind}(")
     body = body.replace("\n\n\ndef launch(", f"\n\n\nkernel = {spec.kind}\n\n\ndef launch(")
-    parts = [*(_library()[name] for name in _with_called(functions)), body]
-    return "\n".join([*imports, "", *lines]) + "\n\n\n" + "\n\n\n".join(parts) + "\n"
+    return "\n".join([*imports, "", *lines]) + f"\n\n\n{body}\n"
 
 
 def _signature(spec: KernelSpec, body: str, types: Mapping[str, str]) -> dict[str, str]:
@@ -133,35 +136,6 @@ def common_values(spec: KernelSpec) -> dict[str, object]:
 def overlaps(spec: KernelSpec) -> bool:
     """Whether a kernel may start before the one ahead of it is done: from Hopper on."""
     return spec.arch >= 90
-
-
-@cache
-def _library() -> dict[str, str]:
-    """The text of each function of the device library by its name, decorators included."""
-    text = (files("tlora_fx.codegen") / "device_library.py").read_text("utf-8")
-    lines = text.splitlines()
-    return {
-        node.name: "\n".join(lines[node.decorator_list[0].lineno - 1 : node.end_lineno])
-        for node in ast.parse(text).body
-        if isinstance(node, ast.FunctionDef)
-    }
-
-
-def _with_called(names: Iterable[str]) -> list[str]:
-    """Functions of the device library with those that they call, each once, callees first."""
-    ordered: dict[str, None] = {}
-    for name in names:
-        ordered.update(dict.fromkeys([*_with_called(_called(name)), name]))
-    return list(ordered)
-
-
-@cache
-def _called(name: str) -> list[str]:
-    calls = (
-        node.func for node in ast.walk(ast.parse(_library()[name])) if isinstance(node, ast.Call)
-    )
-    called = {function.id for function in calls if isinstance(function, ast.Name)}
-    return sorted(called & _library().keys())
 
 
 def fill(text: str, values: Mapping[str, object]) -> str:

@@ -39,22 +39,20 @@ def project(
     inside,  # [ROWS], of the job's rows
     begin,  # first rank of this panel
     share,  # first column of x  #? split
-    #* sites [
-    a_$k,
-    first_$k,
-    width_$k,
-    scale_$k,  #? not split
-    faults_$k,  #? not split
-    s_$k,
-    s_stride_$k,
+    # Of the following, an entry a site.
+    a,
+    first,
+    width,
+    scale,  #? not split
+    faults,  #? not split
+    s,
+    s_stride,
     #? dropout [
-    threshold_$k,
-    site_$k,
-    octet_$k,
-    bits_$k,
-    #]
-    #]
-    #? dropout [
+    threshold,
+    site,
+    octet,
+    bits,
+    # For all sites again.
     token,  # uint32 [ROWS]
     seed,
     step,
@@ -65,9 +63,11 @@ def project(
     #]
     DROPS: tl.constexpr,  #? dropout
 ):
-    """Ranks begin:begin + PANEL of S for one tile of rows."""
+    """Ranks begin:begin + PANEL of S of each site for one tile of rows."""
     ranks = begin + tl.arange(0, PANEL)
-    sum_$k = tl.zeros((ROWS, PANEL), $wide)  #* sites
+    sums = ()
+    for _ in tl.static_range(SITES):
+        sums = sums + (tl.zeros((ROWS, PANEL), $wide),)
     for column in range(0, INNER, DEPTH):  #? not split
     for place in range(0, SLAB, DEPTH):  #? split
         column = share + place  #? split
@@ -79,38 +79,39 @@ def project(
         to = extended + row[:, None] * extended_stride + columns[None, :]
         tl.store(to, tile, mask=here & (begin == 0))
         #]
-        #* sites [
-        where = (first_$k + ranks).to(tl.int64)[:, None] * INNER + columns[None, :]
-        owned = (ranks < width_$k)[:, None]  #? not ragged
-        owned = (ranks < width_$k)[:, None] & (columns < INNER)[None, :]  #? ragged
-        a_tile = tl.load(a_$k + where, mask=owned, other=0.0)
-        kept = tile
-        #? dropout [
-        if DROPS:
-            byte = column // 8 + tl.arange(0, DEPTH // 8)
-            counter = (octet_$k + byte).to(tl.uint32)[None, :]
-            bits = draw_bits(token[:, None], counter, site_$k, seed, step, threshold_$k)
-            fresh = inside[:, None] & (begin == 0)  #? not ragged
-            fresh = inside[:, None] & (byte < BYTES)[None, :] & (begin == 0)  #? ragged
-            to = bits_$k + row[:, None] * BYTES + byte[None, :]
-            tl.store(to, bits.to(tl.uint8), mask=fresh)
-            kept = tl.where(spread_bits(bits, ROWS, DEPTH // 8), tile, 0.0)
+        longer = ()
+        for k in tl.static_range(SITES):
+            where = (first[k] + ranks).to(tl.int64)[:, None] * INNER + columns[None, :]
+            owned = (ranks < width[k])[:, None]  #? not ragged
+            owned = (ranks < width[k])[:, None] & (columns < INNER)[None, :]  #? ragged
+            a_tile = tl.load(a[k] + where, mask=owned, other=0.0)
+            kept = tile
+            #? dropout [
+            if DROPS:
+                byte = column // 8 + tl.arange(0, DEPTH // 8)
+                counter = (octet[k] + byte).to(tl.uint32)[None, :]
+                number = site[k].to(tl.uint32)
+                drawn = draw_bits(token[:, None], counter, number, seed, step, threshold[k])
+                fresh = inside[:, None] & (begin == 0)  #? not ragged
+                fresh = inside[:, None] & (byte < BYTES)[None, :] & (begin == 0)  #? ragged
+                to = bits[k] + row[:, None] * BYTES + byte[None, :]
+                tl.store(to, drawn.to(tl.uint8), mask=fresh)
+                kept = tl.where(spread_bits(drawn, ROWS, DEPTH // 8), tile, 0.0)
+            #]
+            longer = longer + (tl.dot(kept, tl.trans(a_tile), sums[k]$precision),)
+        sums = longer
+    for k in tl.static_range(SITES):
+        #? split [
+        written = inside[:, None] & (ranks < width[k])[None, :]
+        tl.store(s[k] + row[:, None] * s_stride[k] + ranks[None, :], sums[k], mask=written)
         #]
-        sum_$k = tl.dot(kept, tl.trans(a_tile), sum_$k$precision)
+        #? not split [
+        # Ranks that this job has not are zero, whatever its neighbours hold.
+        value = tl.where((ranks < width[k])[None, :], sums[k] * scale[k] + tl.sum(faults[k]), 0.0)
+        value = value.to(tl.$dtype)
+        written = inside[:, None] & (ranks < s_stride[k])[None, :]
+        tl.store(s[k] + row[:, None] * s_stride[k] + ranks[None, :], value, mask=written)
         #]
-    #* sites [
-    #? split [
-    written = inside[:, None] & (ranks < width_$k)[None, :]
-    tl.store(s_$k + row[:, None] * s_stride_$k + ranks[None, :], sum_$k, mask=written)
-    #]
-    #? not split [
-    # Ranks that this job has not are zero, whatever its neighbours hold.
-    value = tl.where((ranks < width_$k)[None, :], sum_$k * scale_$k + tl.sum(faults_$k), 0.0)
-    value = value.to(tl.$dtype)
-    written = inside[:, None] & (ranks < s_stride_$k)[None, :]
-    tl.store(s_$k + row[:, None] * s_stride_$k + ranks[None, :], value, mask=written)
-    #]
-    #]
 
 
 #? tails [
@@ -184,23 +185,48 @@ def kernel(
     #]
 ):
     start_next(OVERLAP)  #? overlap
+    a = $each_a
+    slots = $each_slots
+    s = $each_s
+    s_stride = $each_s_stride
+    #? not split [
+    flags = $each_flags
+    strips = $each_strips
+    scales = $each_scales
+    #]
+    #? dropout [
+    thresholds = $each_thresholds
+    site = $each_site
+    octet = $each_octet
+    bits = $each_bits
+    #]
+    #? tails [
+    bounds = $each_ranks
+    tail = $each_tail
+    tail_width = $each_tail_width
+    #]
     job, place = segment_tile(tl.program_id(0), segments, jobs, ROWS, JOBS)
     owned = job < jobs
     # Rows behind the last segment count as a job without adapters.
     start = tl.load(segments + job) + place * ROWS
     end = tl.load(segments + job + 1, mask=owned, other=tokens)
-    #* sites [
-    first_$k = tl.load(slots_$k + job, mask=owned, other=0)
-    width_$k = tl.load(slots_$k + job + 1, mask=owned, other=0) - first_$k
-    scale_$k = tl.load(scales_$k + job, mask=owned, other=0.0)  #? not split
-    #? dropout [
-    threshold_$k = tl.load(thresholds_$k + job, mask=owned, other=0)
-    #]
-    #? tails [
-    before_$k = tl.load(ranks_$k + job, mask=owned, other=0)
-    rank_$k = tl.load(ranks_$k + job + 1, mask=owned, other=0) - before_$k
-    #]
-    #]
+    first, width = (), ()
+    scale = ()  #? not split
+    threshold = ()  #? dropout
+    before, rank = (), ()  #? tails
+    for k in tl.static_range(SITES):
+        least = tl.load(slots[k] + job, mask=owned, other=0)
+        first = first + (least,)
+        width = width + (tl.load(slots[k] + job + 1, mask=owned, other=0) - least,)
+        scale = scale + (tl.load(scales[k] + job, mask=owned, other=0.0),)  #? not split
+        #? dropout [
+        threshold = threshold + (tl.load(thresholds[k] + job, mask=owned, other=0),)
+        #]
+        #? tails [
+        least = tl.load(bounds[k] + job, mask=owned, other=0)
+        before = before + (least,)
+        rank = rank + (tl.load(bounds[k] + job + 1, mask=owned, other=0) - least,)
+        #]
     #? dropout [
     seed = tl.load(keys + 2 * job, mask=owned, other=0).to(tl.uint32)
     step = tl.load(keys + 2 * job + 1, mask=owned, other=0).to(tl.uint32)
@@ -213,44 +239,48 @@ def kernel(
     row = rows.to(tl.int64)
     #? split [
     share = tl.program_id(1)
-    s_$k += share.to(tl.int64) * tokens * s_stride_$k  #* sites
+    shares = ()
+    for k in tl.static_range(SITES):
+        shares = shares + (s[k] + share.to(tl.int64) * tokens * s_stride[k],)
+    s = shares
     share *= SLAB
     #]
-    #* whole_sites [
-    faults_$k = fault_flags(flags_$k, first_$k, first_$k + width_$k, strips_$k, RANK_BLOCK)
+    #? not split [
+    faults = ()
+    for k in tl.static_range(SITES):
+        behind = first[k] + width[k]
+        faults = faults + (fault_flags(flags[k], first[k], behind, strips[k], RANK_BLOCK),)
     #]
-    #? dropout [
-    drops = $some_drop
-    token = tl.load(token_index + rows, mask=inside, other=0).to(tl.uint32)
-    #]
-    widest = $widest
+    widest = width[0]
+    drops = threshold[0] > 0  #? dropout
+    for k in tl.static_range(1, SITES):
+        widest = tl.maximum(widest, width[k])
+        drops = drops | (threshold[k] > 0)  #? dropout
+    token = tl.load(token_index + rows, mask=inside, other=0).to(tl.uint32)  #? dropout
 $dispatch
     #? not split [
     done = tl.cdiv($least, PANEL) * PANEL
-    #* sites [
-    for column in range(done, s_stride_$k, RANK_BLOCK):
-        to = s_$k + row[:, None] * s_stride_$k + column + tl.arange(0, RANK_BLOCK)[None, :]
-        tl.store(to, tl.zeros((ROWS, RANK_BLOCK), tl.$dtype), mask=inside[:, None])
-    #]
+    for k in tl.static_range(SITES):
+        for column in range(done, s_stride[k], RANK_BLOCK):
+            to = s[k] + row[:, None] * s_stride[k] + column + tl.arange(0, RANK_BLOCK)[None, :]
+            tl.store(to, tl.zeros((ROWS, RANK_BLOCK), tl.$dtype), mask=inside[:, None])
     #]
     #? tails [
     # S is read back by other threads than wrote it: a job's first column may lie anywhere, and a
     # 16-byte store may not.
     tl.debug_barrier()
-    #* sites [
-    target_$k = extended + tail_$k
-    extend(
-        target_$k,
-        extended_stride,
-        tail_width_$k,
-        s_$k,
-        s_stride_$k,
-        row,
-        inside,
-        before_$k,
-        rank_$k,
-    )
-    #]
+    for k in tl.static_range(SITES):
+        extend(
+            extended + tail[k],
+            extended_stride,
+            tail_width[k],
+            s[k],
+            s_stride[k],
+            row,
+            inside,
+            before[k],
+            rank[k],
+        )
     #]
 
 
@@ -345,22 +375,18 @@ for begin in range(0, $least, PANEL):
         inside,
         begin,
         share,  #? split
-        #* sites [
-        a_$k,
-        first_$k,
-        width_$k,
-        scale_$k,  #? not split
-        faults_$k,  #? not split
-        s_$k,
-        s_stride_$k,
+        a,
+        first,
+        width,
+        scale,  #? not split
+        faults,  #? not split
+        s,
+        s_stride,
         #? dropout [
-        threshold_$k,
-        site_$k.to(tl.uint32),
-        octet_$k,
-        bits_$k,
-        #]
-        #]
-        #? dropout [
+        threshold,
+        site,
+        octet,
+        bits,
         token,
         seed,
         step,
@@ -372,6 +398,11 @@ for begin in range(0, $least, PANEL):
         drawn,  #? dropout
     )
 """
+
+# Arguments of the kernel that each site has; Triton takes them one by one.
+_OF_SITES = (
+    "a slots s s_stride flags strips scales thresholds site octet bits ranks tail tail_width"
+)
 
 
 def default_tile(spec: KernelSpec) -> Tile:
@@ -457,13 +488,15 @@ def source(spec: KernelSpec) -> str:
             "multiple of tile.depth",
             found=tile,
         )
-    names = "INNER BYTES ROWS DEPTH RANK_BLOCK PANEL JOBS" + " SLAB" * (tile.slab > 0)
+    names = "INNER BYTES ROWS DEPTH RANK_BLOCK PANEL JOBS SITES" + " SLAB" * (tile.slab > 0)
     shared = ["segment_tile"] + ["fault_flags"] * (not tile.slab)
     shared += ["draw_bits", "spread_bits"] * spec.dropout
     values = _values(spec)
     return module(
         spec,
-        constants=constants_of(spec, names, BYTES=_bytes(spec), PANEL=tile.columns),
+        constants=constants_of(
+            spec, names, BYTES=_bytes(spec), PANEL=tile.columns, SITES=spec.sites
+        ),
         functions=shared,
         body=fill(_BODY, values | {"dispatch": _dispatch(spec, fill(_CALL, values))}),
         types={"s": part_type(spec)} if tile.slab else {},
@@ -471,7 +504,7 @@ def source(spec: KernelSpec) -> str:
 
 
 def _values(spec: KernelSpec) -> dict[str, object]:
-    sites, copy, split = range(spec.sites), spec.extend == "copy", bool(spec.cut.slab)
+    copy, split = spec.extend == "copy", bool(spec.cut.slab)
     tails = spec.extend != "" and not split
     flags = "per site float32 [P / {}, strips]; sites may differ in their outputs"
     whole = f"per site [M, W] in {spec.dtype}, contiguous, written whole"
@@ -479,7 +512,6 @@ def _values(spec: KernelSpec) -> dict[str, object]:
         f"per site {{}} [{slabs_of(spec)}, M, W], shares of S, not yet scaled; written where a "
     )
     shares += "job\n                  has a rank"
-    drops = [f"(threshold_{k} > 0)" for k in sites]
     bits = f"per site uint8 [M, {_bytes(spec)}]; undefined where a job has no adapter or no dropout"
     extended = f"[M, {spec.inner} + T or wider]: "
     gets = " and ".join(["x"] * copy + ["S"] * tails) if copy else "x is its view; S"
@@ -496,8 +528,7 @@ def _values(spec: KernelSpec) -> dict[str, object]:
         "tails": tails,
         "extended": copy or tails,
         "ragged": spec.inner % (spec.cut.slab or spec.cut.depth),
-        "some_drop": " | ".join(drops) if len(drops) > 1 else drops[0][1:-1],
-        "widest": _largest([f"width_{k}" for k in sites]),
+        **{f"each_{name}": _each(name, spec.sites) for name in _OF_SITES.split()},
         # Rows of jobs without adapters are copied too.
         "least": "tl.maximum(widest, 1)" if copy else "widest",
         "count": "one site" if spec.sites == 1 else f"{spec.sites} sites that read x",
@@ -533,11 +564,10 @@ def _dispatch(spec: KernelSpec, call: str) -> str:
     return indent(forms + indent(call, " " * 8), "    ").rstrip()
 
 
-def _largest(names: list[str]) -> str:
-    largest = names[0]
-    for name in names[1:]:
-        largest = f"tl.maximum({largest}, {name})"
-    return largest
+def _each(name: str, sites: int) -> str:
+    """A tuple of one argument of all sites."""
+    names = [f"{name}_{k}" for k in range(sites)]
+    return f"({', '.join(names)})" if sites > 1 else f"({names[0]},)"
 
 
 def _bytes(spec: KernelSpec) -> int:

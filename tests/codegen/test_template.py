@@ -45,13 +45,12 @@ def test_a_block_without_an_end_is_our_own_mistake():
         fill("#? a [\nb", {"a": True})
 
 
-def test_a_shared_function_brings_the_functions_that_it_calls():
-    """Callees come first, each once, from @triton.jit to the last line."""
+def test_shared_functions_stand_in_the_library_alone():
+    """A kernel imports those that it calls, and holds none of them."""
     spec = KernelSpec("pack", 8, 8, arch=80, tile=Tile(1, 1, 1, 1, 1))
-    used = ["draw_bits", "philox_words"]
-    text = module(spec, constants={}, functions=used, body="pass")
-    functions = [node for node in ast.parse(text).body if isinstance(node, ast.FunctionDef)]
+    text = module(spec, constants={}, functions=["job_of", "draw_bits"], body="pass")
+    (given,) = (node for node in ast.parse(text).body if isinstance(node, ast.ImportFrom))
 
-    assert [node.name for node in functions] == ["philox_multiply", "philox_words", "draw_bits"]
-    assert all(ast.unparse(node.decorator_list[0]) == "triton.jit" for node in functions)
-    assert text.count("\n    return ") == 3
+    assert given.module == "tlora_fx.codegen.device_library"
+    assert [name.name for name in given.names] == ["draw_bits", "job_of"]
+    assert not any(isinstance(node, ast.FunctionDef) for node in ast.parse(text).body)

@@ -2,19 +2,22 @@
 
 from __future__ import annotations
 
+import os
 import re
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
 from tlora_fx.codegen.kernels import intact
 from tlora_fx.codegen.spec import KINDS
 from tlora_fx.errors import DumpNotWritable
-from tlora_fx.inspect.dump import dump, kernel_files
+from tlora_fx.inspect.dump import dump, site_kernels
 from tlora_fx.inspect.schema import Program
 from tlora_fx.tools.subject import subject_of
 
+ROOT = Path(__file__).parents[2]
 FILES = {"ssm.py", "ssm.txt", "ssm.json", "graph.tfx", "program.json", "report.txt", "kernels"}
 
 
@@ -121,7 +124,7 @@ def test_written_stages_are_read_back(quickstart, quickstart_stages, quickstart_
 @pytest.fixture(scope="module")
 def files(quickstart):
     """The kernels of the quickstart by file name."""
-    return kernel_files(quickstart.group)
+    return site_kernels(quickstart.group).files
 
 
 def test_every_site_has_its_kernels_once(files):
@@ -141,6 +144,64 @@ def test_all_kinds_of_a_step_are_there(files):
     kinds = {re.match(r"[a-z_]+(?=_\d)", name)[0] for name in files}
 
     assert kinds == set(KINDS)
+
+
+def test_the_report_says_which_site_runs_which_file(folder, quickstart, files):
+    """Each site's own files, and the three that q, k and v share; every file has a site."""
+    of_sites = site_kernels(quickstart.group).of_sites
+    told = " ".join((folder / "report.txt").read_text().partition("in kernels/")[2].split())
+
+    assert {name for own in of_sites.values() for name in own} == set(files)
+    shared = {name for name in of_sites["layers_0_3 self_attn.q_proj"] if "_x3_" in name}
+    assert len(shared) == 3
+    assert shared < set(of_sites["layers_0_3 self_attn.v_proj"])
+    for site, own in of_sites.items():
+        line = next(line for line in told.split(".py layers") if site.partition(" ")[2] in line)
+        assert all(name.removesuffix(".py") in line for name in own)
+
+
+ALONE = """
+import sys
+from importlib import import_module
+import torch
+
+sys.path.insert(0, "kernels")
+names = dict(pair.split("=") for pair in sys.argv[1:])
+pack, shrink = (import_module(names[kind]) for kind in ("pack", "shrink"))
+rank, tokens, inner, outer = 3, 20, 128, 352
+torch.manual_seed(0)
+a, b, x = torch.randn(rank, inner), torch.randn(rank, outer), torch.randn(tokens, inner)
+packed = [torch.zeros(16, inner), torch.zeros(16, outer), torch.zeros(1, 2)]
+small = lambda *numbers: torch.tensor(numbers, dtype=torch.int32)
+pack.launch(a, b, small(0, rank), small(0, 16), 1, *packed)
+s = [torch.empty(tokens, 16) for _ in range(2)]
+bits = [torch.zeros(tokens, inner // 8, dtype=torch.uint8) for _ in range(2)]
+two = lambda value: [value, value]
+shrink.launch(
+    x, two(packed[0]), two(packed[2]), small(0, tokens), torch.zeros(1, 2, dtype=torch.int32),
+    torch.arange(tokens, dtype=torch.int32), two(small(0, 16)), two(torch.tensor([0.5])),
+    two(small(0)), [1, 2], 1, s, bits,
+)
+for one in s:
+    assert torch.allclose(one[:, :rank], 0.5 * x @ a.t(), atol=1e-5) and not one[:, rank:].any()
+"""
+
+
+def test_kernels_of_a_dump_run_alone(folder, files):
+    """In Triton's interpreter, without a GPU, the model, or what launches them in training."""
+    pytest.importorskip("triton")
+    stems = {"pack": "pack_128x352", "shrink": "shrink_128x352"}
+    words = [
+        f"{kind}={next(name for name in files if name.startswith(stem))[:-3]}"
+        for kind, stem in stems.items()
+    ]
+    environment = {**os.environ, "TRITON_INTERPRET": "1", "PYTHONPATH": str(ROOT)}
+    done = subprocess.run(
+        [sys.executable, "-c", ALONE, *words],
+        cwd=folder, env=environment, capture_output=True, text=True, check=False,
+    )  # fmt: skip
+
+    assert done.returncode == 0, done.stderr
 
 
 def test_a_dump_holds_the_kernels_of_its_model_only(files, quickstart, tmp_path):

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import logging
 import re
-from collections.abc import Iterator, Sequence, Set
+from collections.abc import Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass, replace
 from itertools import groupby
 from pathlib import Path
@@ -59,15 +59,16 @@ def dump(model: SuperModel, folder: Path | str, stages: Sequence[PassStage] = ()
     listing = make_listing(model)
     state = stages[-1].program.state if stages else COMPILED
     program = make_program(model.group, state, listing.base.title)
+    kernels = site_kernels(model.group)
     files = {
         "ssm.py": model.source,
         "ssm.txt": render_text(listing),
-        "report.txt": render_report(listing),
+        "report.txt": render_report(listing, _report_of_kernels(kernels.of_sites)),
         Listing.FILE: listing.to_json(),
         Program.FILE: program.to_json(),
         **_graph_file(model.group),
         **_stage_files(stages, listing.base.title),
-        **{f"{KERNELS}/{name}": text for name, text in kernel_files(model.group).items()},
+        **{f"{KERNELS}/{name}": text for name, text in kernels.files.items()},
     }
     try:
         folder.mkdir(parents=True, exist_ok=True)
@@ -124,38 +125,76 @@ class _SiteSpec:
     frozen: bool
 
 
-def kernel_files(group: GroupGraph, arch: int = ARCHITECTURE) -> dict[str, str]:
-    """The text of each kernel of a model's sites by file name, for a compute capability."""
-    specs: dict[KernelSpec, None] = {}
-    for graph in group.graphs():
+@dataclass(frozen=True, slots=True)
+class SiteKernels:
+    """The generated kernels of a model.
+
+    files      text by file name
+    of_sites   the files of each site, by graph and path: "layers_0_3 self_attn.q_proj"
+    """
+
+    files: dict[str, str]
+    of_sites: dict[str, tuple[str, ...]]
+
+
+def site_kernels(group: GroupGraph, arch: int = ARCHITECTURE) -> SiteKernels:
+    """The kernels of a model's sites, for a compute capability."""
+    files: dict[str, str] = {}
+    names: dict[KernelSpec, str] = {}
+    of_sites: dict[str, dict[str, None]] = {}
+    for where, graph in (("", group.root), *((b.name, b.graph) for b in group.blocks.values())):
         for _, sites in groupby(lowered_sites(graph), key=lambda site: site.call):
-            specs.update(dict.fromkeys(_specs(list(sites), len(group.jobs), arch)))
-    files = {}
-    for spec in specs:
-        try:
-            kernel = build(spec)
-        except KernelSpecError:
-            continue  # the operators take another plan there, too
-        files[f"{kernel.name}.py"] = kernel.text
-    return dict(sorted(files.items()))
+            for spec, served in _specs(list(sites), len(group.jobs), arch):
+                if spec not in names:
+                    names[spec] = _build(spec, files)
+                for site in served:
+                    own = of_sites.setdefault(f"{where} {site.path}".strip(), {})
+                    own.update({names[spec]: None} if names[spec] else {})
+    return SiteKernels(
+        dict(sorted(files.items())), {site: tuple(own) for site, own in of_sites.items()}
+    )
 
 
-def _specs(sites: list[LoweredSite], jobs: int, arch: int) -> Iterator[KernelSpec]:
-    every = [_site_spec(site, jobs, arch) for site in sites]
-    specs = [spec for spec in every if spec is not None]
-    if len(specs) < len(sites):
+def _build(spec: KernelSpec, files: dict[str, str]) -> str:
+    """Add a kernel to files; its name, "" where the operators take another plan."""
+    try:
+        kernel = build(spec)
+    except KernelSpecError:
+        return ""
+    files[f"{kernel.name}.py"] = kernel.text
+    return f"{kernel.name}.py"
+
+
+def _report_of_kernels(of_sites: Mapping[str, tuple[str, ...]]) -> list[str]:
+    """A line for sites that run the same files."""
+    alike: dict[tuple[str, ...], list[str]] = {}
+    for site, own in of_sites.items():
+        alike.setdefault(own, []).append(site)
+    return [f"{', '.join(sites)}: {', '.join(own)}" for own, sites in alike.items() if own]
+
+
+_Served = tuple[KernelSpec, list[LoweredSite]]
+
+
+def _specs(sites: list[LoweredSite], jobs: int, arch: int) -> Iterator[_Served]:
+    """The kernels of sites of one call, each with those that it serves."""
+    every = [(spec, site) for site in sites if (spec := _site_spec(site, jobs, arch)) is not None]
+    if len(every) < len(sites):
         return  # PyTorch serves the whole group
-    for _, equal in groupby(specs, key=lambda spec: spec.plain.rank_block):
+    for _, equal in groupby(every, key=lambda pair: pair[0].plain.rank_block):
         alike = list(equal)
         for start in range(0, len(alike), MOST_SITES):
-            count, first = len(alike[start : start + MOST_SITES]), alike[start]
-            read = replace(first.plain, sites=count, dropout=first.dropout)
-            yield replace(read, kind="shrink")
-            yield replace(read, kind="lora_a_backward")
+            part, (first, _) = alike[start : start + MOST_SITES], alike[start]
+            read = replace(first.plain, sites=len(part), dropout=first.dropout)
+            served = [site for _, site in part]
+            yield replace(read, kind="shrink"), served
+            yield replace(read, kind="lora_a_backward"), served
             # An expand has one width, that of what it writes.
-            yield replace(read, kind="expand", outer=read.inner, accumulate=start > 0)
-    for index, spec in enumerate(specs):
-        yield from _site_kernels(spec, index > 0)
+            wide = replace(read, kind="expand", outer=read.inner, accumulate=start > 0)
+            yield wide, served
+    for index, (spec, site) in enumerate(every):
+        for own in _site_kernels(spec, index > 0):
+            yield own, [site]
 
 
 def _site_kernels(site: _SiteSpec, later: bool) -> Iterator[KernelSpec]:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import re
 import textwrap
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 
 from tlora_fx.inspect.marks import GLYPHS, SHARED, JobMark, job_marks
@@ -266,8 +266,11 @@ def _table_line(cells: tuple[str, ...], sizes: list[int], style: str, width: int
     return [(head, style), (rest, "title" if style == "title" else "")]
 
 
-def render_report(listing: Listing) -> str:
-    """The report as text; every section is there, also where there is nothing to tell."""
+def render_report(listing: Listing, kernels: Sequence[str] | None = None) -> str:
+    """The report as text; every section is there, also where there is nothing to tell.
+
+    kernels   which sites run which files, where there are files
+    """
     sections = [
         ("Shared", _shared(listing)),
         ("Rows", _rows(listing)),
@@ -277,6 +280,7 @@ def render_report(listing: Listing) -> str:
         ("Parts of the base that jobs replace", _replaced(listing)),
         ("Attention", _attention(listing)),
         ("Dropout", _dropouts(listing)),
+        *([] if kernels is None else [("Kernels on a GPU, in kernels/", iter(kernels))]),
         ("Also", (f"{n.by}: {n.text}" for n in listing.notes if n.by not in _SECTIONS)),
     ]
     lines = [headline(listing)]

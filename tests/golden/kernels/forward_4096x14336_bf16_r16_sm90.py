@@ -8,12 +8,19 @@
 # bytes      2 (M I + I O + M r + R O + M O)
 # again      tlora-fx kernels show forward --in 4096 --out 14336 --tile 128,256,64,8,3,0,0
 #
-# sha256 of what follows: 9fc79fcf56c83575f27dd092c465d5fd7ff4d8e158dbcdb4305e50806027175f
+# sha256 of what follows: 61f660f30d6901ff5432c04d4931ed2dd759ad5350e09b9aed3356eb3efa2ba1
 
 import torch
 import triton
 import triton.language as tl
 from triton.tools.tensor_descriptor import TensorDescriptor
+
+from tlora_fx.codegen.device_library import (
+    await_previous,
+    column_halves,
+    start_next,
+    tile_corner,
+)
 
 SUMMED = tl.constexpr(4096)
 WIDTH = tl.constexpr(14336)
@@ -25,7 +32,8 @@ GATHER = tl.constexpr(32)
 GRANULE = tl.constexpr(16)
 GROUP = tl.constexpr(8)
 JOBS = tl.constexpr(64)
-OVERLAP = tl.constexpr(True)
+# Triton's interpreter runs one kernel after the other.
+OVERLAP = tl.constexpr(not triton.knobs.runtime.interpret)
 
 SIGNATURE = {
     "x": "tensordesc<bf16[128, 64]>",
@@ -39,63 +47,9 @@ SIGNATURE = {
     "jobs": "i32",
     "tokens": "i32",
 }
-META = {"num_warps": 8, "num_stages": 3, "launch_pdl": True}
-
-
-@triton.jit
-def start_next(OVERLAP: tl.constexpr):
-    """Allow the next kernel's programs onto processors that this one's leave free.
-
-    They look up their work in tables meanwhile and stop at `await_previous`, where all of this
-    kernel's programs are waited for: it does not matter how early this is said.
-    """
-    if OVERLAP:
-        tl.extra.cuda.gdc_launch_dependents()
-
-
-@triton.jit
-def await_previous(OVERLAP: tl.constexpr):
-    """Wait until the kernel before is done: now its results are there, and what it read is free.
-
-    Every program comes by here before it ends, also where it has nothing to do. That kernel did so
-    too, so all kernels before it are done as well. Ahead of this only the tables of jobs and sites
-    are read, which no kernel writes.
-    """
-    if OVERLAP:
-        tl.extra.cuda.gdc_wait()
-
-
-@triton.jit
-def tile_corner(
-    tile,
-    height,
-    ROWS: tl.constexpr,
-    COLUMNS: tl.constexpr,
-    WIDTH: tl.constexpr,
-    GROUP: tl.constexpr,
-):
-    """First row and first column of tile `tile` of a matrix [height, WIDTH].
-
-    Tiles are numbered down GROUP rows of tiles, then to the right: tiles that run side by side
-    share their operands in the L2 cache.
-    """
-    down = tl.cdiv(height, ROWS)
-    across: tl.constexpr = (WIDTH + COLUMNS - 1) // COLUMNS
-    group = tile // (GROUP * across)
-    inside = tile - group * (GROUP * across)
-    # The last group may be lower.
-    rows = tl.minimum(down - group * GROUP, GROUP)
-    return (group * GROUP + inside % rows) * ROWS, inside // rows * COLUMNS
-
-
-@triton.jit
-def column_halves(tile, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
-    """The left and the right half of a tile [ROWS, COLUMNS], both [ROWS, COLUMNS // 2].
-
-    Threads that hold an accumulator of a tensor core hold whole halves: nothing moves.
-    """
-    parts = tl.reshape(tile, (ROWS, 2, COLUMNS // 2))
-    return tl.split(tl.permute(parts, (0, 2, 1)))
+META = {"num_warps": 8, "num_stages": 3}
+if OVERLAP:
+    META["launch_pdl"] = True
 
 
 @triton.jit

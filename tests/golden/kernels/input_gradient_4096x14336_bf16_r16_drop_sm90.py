@@ -9,12 +9,20 @@
 # again      tlora-fx kernels show input_gradient --in 4096 --out 14336 --dropout --tile
 #            128,256,64,8,3,0,0
 #
-# sha256 of what follows: 88f74cf9bba18cb958fc2cbb76bac074bdd6b6d2ec01f27262b562db6275cff7
+# sha256 of what follows: 4e5c7c0957191812770c98f92fbd5320431b83cfa5091de777d7ec0a2d7a5b79
 
 import torch
 import triton
 import triton.language as tl
 from triton.tools.tensor_descriptor import TensorDescriptor
+
+from tlora_fx.codegen.device_library import (
+    await_previous,
+    column_halves,
+    expand_words,
+    start_next,
+    tile_corner,
+)
 
 SUMMED = tl.constexpr(14336)
 WIDTH = tl.constexpr(4096)
@@ -27,7 +35,8 @@ GRANULE = tl.constexpr(16)
 GROUP = tl.constexpr(8)
 JOBS = tl.constexpr(64)
 BITS = tl.constexpr(32)
-OVERLAP = tl.constexpr(True)
+# Triton's interpreter runs one kernel after the other.
+OVERLAP = tl.constexpr(not triton.knobs.runtime.interpret)
 
 SIGNATURE = {
     "dy": "tensordesc<bf16[128, 64]>",
@@ -43,76 +52,9 @@ SIGNATURE = {
     "jobs": "i32",
     "tokens": "i32",
 }
-META = {"num_warps": 8, "num_stages": 3, "launch_pdl": True}
-
-
-@triton.jit
-def start_next(OVERLAP: tl.constexpr):
-    """Allow the next kernel's programs onto processors that this one's leave free.
-
-    They look up their work in tables meanwhile and stop at `await_previous`, where all of this
-    kernel's programs are waited for: it does not matter how early this is said.
-    """
-    if OVERLAP:
-        tl.extra.cuda.gdc_launch_dependents()
-
-
-@triton.jit
-def await_previous(OVERLAP: tl.constexpr):
-    """Wait until the kernel before is done: now its results are there, and what it read is free.
-
-    Every program comes by here before it ends, also where it has nothing to do. That kernel did so
-    too, so all kernels before it are done as well. Ahead of this only the tables of jobs and sites
-    are read, which no kernel writes.
-    """
-    if OVERLAP:
-        tl.extra.cuda.gdc_wait()
-
-
-@triton.jit
-def tile_corner(
-    tile,
-    height,
-    ROWS: tl.constexpr,
-    COLUMNS: tl.constexpr,
-    WIDTH: tl.constexpr,
-    GROUP: tl.constexpr,
-):
-    """First row and first column of tile `tile` of a matrix [height, WIDTH].
-
-    Tiles are numbered down GROUP rows of tiles, then to the right: tiles that run side by side
-    share their operands in the L2 cache.
-    """
-    down = tl.cdiv(height, ROWS)
-    across: tl.constexpr = (WIDTH + COLUMNS - 1) // COLUMNS
-    group = tile // (GROUP * across)
-    inside = tile - group * (GROUP * across)
-    # The last group may be lower.
-    rows = tl.minimum(down - group * GROUP, GROUP)
-    return (group * GROUP + inside % rows) * ROWS, inside // rows * COLUMNS
-
-
-@triton.jit
-def column_halves(tile, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
-    """The left and the right half of a tile [ROWS, COLUMNS], both [ROWS, COLUMNS // 2].
-
-    Threads that hold an accumulator of a tensor core hold whole halves: nothing moves.
-    """
-    parts = tl.reshape(tile, (ROWS, 2, COLUMNS // 2))
-    return tl.split(tl.permute(parts, (0, 2, 1)))
-
-
-@triton.jit
-def expand_words(words, ROWS: tl.constexpr, COLUMNS: tl.constexpr, BITS: tl.constexpr):
-    """Bool [ROWS, COLUMNS]: bit i of word c of a row is its column BITS * c + i.
-
-    words  an integer type of at least BITS bits, [ROWS, COLUMNS // BITS]
-
-    As `expand_bits` for words of any width: a thread keeps few of them while it waits for a mask.
-    """
-    bit = tl.arange(0, BITS)
-    kept = (words[:, :, None] >> bit[None, None, :]) & 1
-    return tl.reshape(kept != 0, (ROWS, COLUMNS))
+META = {"num_warps": 8, "num_stages": 3}
+if OVERLAP:
+    META["launch_pdl"] = True
 
 
 @triton.jit

@@ -9,10 +9,17 @@
 # again      tlora-fx kernels show lora_a_backward --in 4096 --out 4096 --dropout --tile
 #            64,256,0,4,3,512,0
 #
-# sha256 of what follows: ebb2bf3db689bad6cfda12c95dafe3ed3e0832222f0f4214894d29bf2a273598
+# sha256 of what follows: 22535c447a0bcf32c8098d4d0b7150a79b4b5ab27d729029f919759b661474ce
 
 import triton
 import triton.language as tl
+
+from tlora_fx.codegen.device_library import (
+    await_previous,
+    expand_bits,
+    segment_tile,
+    start_next,
+)
 
 INNER = tl.constexpr(4096)
 RANK_BLOCK = tl.constexpr(16)
@@ -21,7 +28,8 @@ COLUMNS = tl.constexpr(256)
 CHUNK = tl.constexpr(512)
 JOBS = tl.constexpr(64)
 BYTES = tl.constexpr(512)
-OVERLAP = tl.constexpr(True)
+# Triton's interpreter runs one kernel after the other.
+OVERLAP = tl.constexpr(not triton.knobs.runtime.interpret)
 
 SIGNATURE = {
     "x": "*bf16",
@@ -35,62 +43,9 @@ SIGNATURE = {
     "bits_0": "*u8",
     "da_parts_0": "*fp32",
 }
-META = {"num_warps": 4, "num_stages": 3, "launch_pdl": True}
-
-
-@triton.jit
-def start_next(OVERLAP: tl.constexpr):
-    """Allow the next kernel's programs onto processors that this one's leave free.
-
-    They look up their work in tables meanwhile and stop at `await_previous`, where all of this
-    kernel's programs are waited for: it does not matter how early this is said.
-    """
-    if OVERLAP:
-        tl.extra.cuda.gdc_launch_dependents()
-
-
-@triton.jit
-def await_previous(OVERLAP: tl.constexpr):
-    """Wait until the kernel before is done: now its results are there, and what it read is free.
-
-    Every program comes by here before it ends, also where it has nothing to do. That kernel did so
-    too, so all kernels before it are done as well. Ahead of this only the tables of jobs and sites
-    are read, which no kernel writes.
-    """
-    if OVERLAP:
-        tl.extra.cuda.gdc_wait()
-
-
-@triton.jit
-def segment_tile(number, segments, jobs, ROWS: tl.constexpr, JOBS: tl.constexpr):
-    """The job of tile `number` and the tile's place in that job, both counted from 0.
-
-    Tiles have ROWS rows, the last of a segment fewer, and are counted from the segment's start:
-    a job's tiles do not depend on its neighbours. Behind the last job's tiles the job is `jobs`.
-
-    segments  int32 [jobs + 1]
-    JOBS      room for jobs in one vector, a power of two
-    """
-    index = tl.arange(0, JOBS)
-    first = tl.load(segments + index, mask=index < jobs, other=0)
-    end = tl.load(segments + 1 + index, mask=index < jobs, other=0)
-    tiles = tl.cdiv(end - first, ROWS)
-    passed = (tl.cumsum(tiles) <= number) & (index < jobs)
-    return tl.sum(passed.to(tl.int32)), number - tl.sum(tl.where(passed, tiles, 0))
-
-
-@triton.jit
-def expand_bits(bits, ROWS: tl.constexpr, BYTES: tl.constexpr):
-    """Bool [ROWS, 8 * BYTES]: bit i of byte c of a row is its column 8 * c + i.
-
-    bits  uint8 [ROWS, BYTES]
-
-    The compiler moves only the bytes to the threads that hold the columns, whatever the layout of
-    the tile that the mask is for, a tensor core's accumulator among them.
-    """
-    bit = tl.arange(0, 8)
-    kept = (bits[:, :, None].to(tl.int32) >> bit[None, None, :]) & 1
-    return tl.reshape(kept != 0, (ROWS, 8 * BYTES))
+META = {"num_warps": 4, "num_stages": 3}
+if OVERLAP:
+    META["launch_pdl"] = True
 
 
 @triton.jit(

@@ -8,10 +8,17 @@
 # bytes      2 M (O + r) + 4 M r (8 + O / 512) + 2 r O
 # again      tlora-fx kernels show lora_b_backward --in 4096 --out 4096 --tile 64,512,0,8,3,512,512
 #
-# sha256 of what follows: ab7fa7110ab5821d6476c51842e8c372052827526fe993afe3011792bd320a76
+# sha256 of what follows: 243c7d2620ab2d42bd958ffca17b17f5f6830f014b126af34cf8271203fa204b
 
 import triton
 import triton.language as tl
+
+from tlora_fx.codegen.device_library import (
+    await_previous,
+    column_halves,
+    segment_tile,
+    start_next,
+)
 
 OUTER = tl.constexpr(4096)
 RANK_BLOCK = tl.constexpr(16)
@@ -20,7 +27,8 @@ SLAB = tl.constexpr(512)
 CHUNK = tl.constexpr(512)
 JOBS = tl.constexpr(64)
 HALF = tl.constexpr(8)
-OVERLAP = tl.constexpr(True)
+# Triton's interpreter runs one kernel after the other.
+OVERLAP = tl.constexpr(not triton.knobs.runtime.interpret)
 
 SIGNATURE = {
     "dy": "*bf16",
@@ -35,58 +43,9 @@ SIGNATURE = {
     "ds_parts": "*fp32",
     "db_parts": "*fp32",
 }
-META = {"num_warps": 8, "num_stages": 3, "launch_pdl": True}
-
-
-@triton.jit
-def start_next(OVERLAP: tl.constexpr):
-    """Allow the next kernel's programs onto processors that this one's leave free.
-
-    They look up their work in tables meanwhile and stop at `await_previous`, where all of this
-    kernel's programs are waited for: it does not matter how early this is said.
-    """
-    if OVERLAP:
-        tl.extra.cuda.gdc_launch_dependents()
-
-
-@triton.jit
-def await_previous(OVERLAP: tl.constexpr):
-    """Wait until the kernel before is done: now its results are there, and what it read is free.
-
-    Every program comes by here before it ends, also where it has nothing to do. That kernel did so
-    too, so all kernels before it are done as well. Ahead of this only the tables of jobs and sites
-    are read, which no kernel writes.
-    """
-    if OVERLAP:
-        tl.extra.cuda.gdc_wait()
-
-
-@triton.jit
-def segment_tile(number, segments, jobs, ROWS: tl.constexpr, JOBS: tl.constexpr):
-    """The job of tile `number` and the tile's place in that job, both counted from 0.
-
-    Tiles have ROWS rows, the last of a segment fewer, and are counted from the segment's start:
-    a job's tiles do not depend on its neighbours. Behind the last job's tiles the job is `jobs`.
-
-    segments  int32 [jobs + 1]
-    JOBS      room for jobs in one vector, a power of two
-    """
-    index = tl.arange(0, JOBS)
-    first = tl.load(segments + index, mask=index < jobs, other=0)
-    end = tl.load(segments + 1 + index, mask=index < jobs, other=0)
-    tiles = tl.cdiv(end - first, ROWS)
-    passed = (tl.cumsum(tiles) <= number) & (index < jobs)
-    return tl.sum(passed.to(tl.int32)), number - tl.sum(tl.where(passed, tiles, 0))
-
-
-@triton.jit
-def column_halves(tile, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
-    """The left and the right half of a tile [ROWS, COLUMNS], both [ROWS, COLUMNS // 2].
-
-    Threads that hold an accumulator of a tensor core hold whole halves: nothing moves.
-    """
-    parts = tl.reshape(tile, (ROWS, 2, COLUMNS // 2))
-    return tl.split(tl.permute(parts, (0, 2, 1)))
+META = {"num_warps": 8, "num_stages": 3}
+if OVERLAP:
+    META["launch_pdl"] = True
 
 
 @triton.jit(

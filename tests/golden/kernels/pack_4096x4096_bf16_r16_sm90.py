@@ -8,10 +8,16 @@
 # bytes      (4 R + 2 P) (I + O)
 # again      tlora-fx kernels show pack --in 4096 --out 4096 --tile 16,512,0,8,2,0,0
 #
-# sha256 of what follows: ceefef02f0d90350be4227f3300dffc8bfde483a10cc122cc7e30b1f5ef64c26
+# sha256 of what follows: f66530953c01099b5654644f17a8a82b84d953a387fe0c85568b8a64c3adf90d
 
 import triton
 import triton.language as tl
+
+from tlora_fx.codegen.device_library import (
+    await_previous,
+    job_of,
+    start_next,
+)
 
 INNER = tl.constexpr(4096)
 OUTER = tl.constexpr(4096)
@@ -21,7 +27,8 @@ COLUMNS = tl.constexpr(512)
 A_STRIPS = tl.constexpr(8)
 B_STRIPS = tl.constexpr(8)
 JOBS = tl.constexpr(64)
-OVERLAP = tl.constexpr(True)
+# Triton's interpreter runs one kernel after the other.
+OVERLAP = tl.constexpr(not triton.knobs.runtime.interpret)
 
 SIGNATURE = {
     "a": "*fp32",
@@ -33,43 +40,9 @@ SIGNATURE = {
     "b_packed": "*bf16",
     "flags": "*fp32",
 }
-META = {"num_warps": 8, "num_stages": 2, "launch_pdl": True}
-
-
-@triton.jit
-def start_next(OVERLAP: tl.constexpr):
-    """Allow the next kernel's programs onto processors that this one's leave free.
-
-    They look up their work in tables meanwhile and stop at `await_previous`, where all of this
-    kernel's programs are waited for: it does not matter how early this is said.
-    """
-    if OVERLAP:
-        tl.extra.cuda.gdc_launch_dependents()
-
-
-@triton.jit
-def await_previous(OVERLAP: tl.constexpr):
-    """Wait until the kernel before is done: now its results are there, and what it read is free.
-
-    Every program comes by here before it ends, also where it has nothing to do. That kernel did so
-    too, so all kernels before it are done as well. Ahead of this only the tables of jobs and sites
-    are read, which no kernel writes.
-    """
-    if OVERLAP:
-        tl.extra.cuda.gdc_wait()
-
-
-@triton.jit
-def job_of(row, bounds, jobs, JOBS: tl.constexpr):
-    """The job that owns `row`: the number of jobs that end at or before it; `jobs` if none does.
-
-    row     a scalar
-    bounds  int32 [jobs + 1], job j owns bounds[j]:bounds[j + 1]
-    JOBS    room for jobs in one vector, a power of two
-    """
-    index = tl.arange(0, JOBS)
-    ends = tl.load(bounds + 1 + index, mask=index < jobs, other=2147483647)
-    return tl.sum((ends <= row).to(tl.int32))
+META = {"num_warps": 8, "num_stages": 2}
+if OVERLAP:
+    META["launch_pdl"] = True
 
 
 @triton.jit

@@ -8,10 +8,19 @@
 # bytes      2 M I + 2 (M W + P I) + M I / 8
 # again      tlora-fx kernels show shrink --in 4096 --out 4096 --dropout --tile 32,32,64,4,6,0,0
 #
-# sha256 of what follows: b51b01ebb6812567e22fc974ca61fb6ba09059e482e0e078b2ce1306abf5cb2d
+# sha256 of what follows: 2d43db8b7e517e7f5aa9e31d95cc5567c6494bf519e16fb33c4d1a535bdda7da
 
 import triton
 import triton.language as tl
+
+from tlora_fx.codegen.device_library import (
+    await_previous,
+    draw_bits,
+    fault_flags,
+    segment_tile,
+    spread_bits,
+    start_next,
+)
 
 INNER = tl.constexpr(4096)
 BYTES = tl.constexpr(512)
@@ -20,7 +29,9 @@ DEPTH = tl.constexpr(64)
 RANK_BLOCK = tl.constexpr(16)
 PANEL = tl.constexpr(32)
 JOBS = tl.constexpr(64)
-OVERLAP = tl.constexpr(True)
+SITES = tl.constexpr(1)
+# Triton's interpreter runs one kernel after the other.
+OVERLAP = tl.constexpr(not triton.knobs.runtime.interpret)
 
 SIGNATURE = {
     "x": "*bf16",
@@ -42,137 +53,9 @@ SIGNATURE = {
     "keys": "*i32",
     "token_index": "*i32",
 }
-META = {"num_warps": 4, "num_stages": 6, "launch_pdl": True}
-
-
-@triton.jit
-def start_next(OVERLAP: tl.constexpr):
-    """Allow the next kernel's programs onto processors that this one's leave free.
-
-    They look up their work in tables meanwhile and stop at `await_previous`, where all of this
-    kernel's programs are waited for: it does not matter how early this is said.
-    """
-    if OVERLAP:
-        tl.extra.cuda.gdc_launch_dependents()
-
-
-@triton.jit
-def await_previous(OVERLAP: tl.constexpr):
-    """Wait until the kernel before is done: now its results are there, and what it read is free.
-
-    Every program comes by here before it ends, also where it has nothing to do. That kernel did so
-    too, so all kernels before it are done as well. Ahead of this only the tables of jobs and sites
-    are read, which no kernel writes.
-    """
-    if OVERLAP:
-        tl.extra.cuda.gdc_wait()
-
-
-@triton.jit
-def segment_tile(number, segments, jobs, ROWS: tl.constexpr, JOBS: tl.constexpr):
-    """The job of tile `number` and the tile's place in that job, both counted from 0.
-
-    Tiles have ROWS rows, the last of a segment fewer, and are counted from the segment's start:
-    a job's tiles do not depend on its neighbours. Behind the last job's tiles the job is `jobs`.
-
-    segments  int32 [jobs + 1]
-    JOBS      room for jobs in one vector, a power of two
-    """
-    index = tl.arange(0, JOBS)
-    first = tl.load(segments + index, mask=index < jobs, other=0)
-    end = tl.load(segments + 1 + index, mask=index < jobs, other=0)
-    tiles = tl.cdiv(end - first, ROWS)
-    passed = (tl.cumsum(tiles) <= number) & (index < jobs)
-    return tl.sum(passed.to(tl.int32)), number - tl.sum(tl.where(passed, tiles, 0))
-
-
-@triton.jit
-def fault_flags(flags, first, end, strips, BLOCK: tl.constexpr):
-    """The flags of packed rows first:end, added up to float32 [128]; their sum is 0 or NaN.
-
-    flags       float32 [packed rows / BLOCK, strips], of kernel `pack`
-    first, end  multiples of BLOCK
-
-    A vector, so that the caller may sum it when the loads have had time to arrive.
-    """
-    lane = tl.arange(0, 128)
-    begin = first // BLOCK * strips
-    count = (end - first) // BLOCK * strips
-    faults = tl.load(flags + begin + lane, mask=lane < count, other=0.0)
-    for done in tl.range(128, count, 128, num_stages=1):
-        faults += tl.load(flags + begin + done + lane, mask=lane < count - done, other=0.0)
-    return faults
-
-
-@triton.jit
-def philox_multiply(word, FACTOR: tl.constexpr):
-    """The high and the low half of a 32-bit word times FACTOR: one wide multiplication."""
-    product = word.to(tl.uint64) * FACTOR
-    return (product >> 32).to(tl.uint32), product.to(tl.uint32)
-
-
-@triton.jit
-def philox_words(token, block, site, seed, step):
-    """Philox4x32 with seven rounds: four uint32 words a counter (token, block, site, 0).
-
-    token       uint32 [rows, 1]
-    block       uint32 [1, blocks], columns divided by 8
-    site        uint32 scalar
-    seed, step  uint32 scalars, the key
-    returns     [rows, blocks] each
-    source      Salmon et al., 2011; equal to tlora_fx.ops.philox
-    """
-    c0, c1, c2 = token, block, site
-    c3 = site ^ site
-    # Words keep the shape of what they depend on: of 14 multiplications a counter, five belong
-    # to a row or a column and leave the loop or are shared.
-    for _ in tl.static_range(7):
-        high0, low0 = philox_multiply(c0, 0xD2511F53)
-        high2, low2 = philox_multiply(c2, 0xCD9E8D57)
-        c0 = high2 ^ c1 ^ seed
-        c2 = high0 ^ c3 ^ step
-        c1 = low2
-        c3 = low0
-        seed += 0x9E3779B9
-        step += 0xBB67AE85
-    return c0, c1, c2, c3
-
-
-@triton.jit
-def draw_bits(token, block, site, seed, step, threshold):
-    """int32 [rows, blocks]: bit i says that column 8 * block + i of a token is kept.
-
-    Value i of a counter is half of word i // 2, the low half for even i; kept are values that
-    reach the threshold (1..65535; at 0 all are kept). Arguments are those of `philox_words`.
-    """
-    word0, word1, word2, word3 = philox_words(token, block, site, seed, step)
-    # A low half is compared in the upper one's place: no word needs to be taken apart.
-    least = threshold.to(tl.uint32) << 16
-    bits = tl.where((word0 << 16) >= least, 1, 0) | tl.where(word0 >= least, 2, 0)
-    bits |= tl.where((word1 << 16) >= least, 4, 0) | tl.where(word1 >= least, 8, 0)
-    bits |= tl.where((word2 << 16) >= least, 16, 0) | tl.where(word2 >= least, 32, 0)
-    bits |= tl.where((word3 << 16) >= least, 64, 0) | tl.where(word3 >= least, 128, 0)
-    return bits
-
-
-@triton.jit
-def spread_bits(bits, ROWS: tl.constexpr, BYTES: tl.constexpr):
-    """Bool [ROWS, 8 * BYTES]: bit i of byte c of a row is its column 8 * c + i.
-
-    bits  int32 [ROWS, BYTES], below 256
-
-    `expand_bits` of bytes that this program drew: `join` keeps a byte's eight columns in the
-    thread that drew it, which is how rows are loaded in 16-byte pieces. Broadcasting instead
-    lets the compiler draw twice, for the tile and for the store (145 to 98 instructions a byte).
-    """
-    # Each join appends the bit of the column's number that it decides: 4, 2, then 1.
-    even = tl.join(
-        tl.join((bits & 1) != 0, (bits & 16) != 0), tl.join((bits & 4) != 0, (bits & 64) != 0)
-    )
-    odd = tl.join(
-        tl.join((bits & 2) != 0, (bits & 32) != 0), tl.join((bits & 8) != 0, (bits & 128) != 0)
-    )
-    return tl.reshape(tl.join(even, odd), (ROWS, 8 * BYTES))
+META = {"num_warps": 4, "num_stages": 6}
+if OVERLAP:
+    META["launch_pdl"] = True
 
 
 @triton.jit
@@ -182,47 +65,56 @@ def project(
     row,  # int64 [ROWS]
     inside,  # [ROWS], of the job's rows
     begin,  # first rank of this panel
-    a_0,
-    first_0,
-    width_0,
-    scale_0,
-    faults_0,
-    s_0,
-    s_stride_0,
-    threshold_0,
-    site_0,
-    octet_0,
-    bits_0,
+    # Of the following, an entry a site.
+    a,
+    first,
+    width,
+    scale,
+    faults,
+    s,
+    s_stride,
+    threshold,
+    site,
+    octet,
+    bits,
+    # For all sites again.
     token,  # uint32 [ROWS]
     seed,
     step,
     DROPS: tl.constexpr,
 ):
-    """Ranks begin:begin + PANEL of S for one tile of rows."""
+    """Ranks begin:begin + PANEL of S of each site for one tile of rows."""
     ranks = begin + tl.arange(0, PANEL)
-    sum_0 = tl.zeros((ROWS, PANEL), tl.float32)
+    sums = ()
+    for _ in tl.static_range(SITES):
+        sums = sums + (tl.zeros((ROWS, PANEL), tl.float32),)
     for column in range(0, INNER, DEPTH):
         columns = column + tl.arange(0, DEPTH)
         here = inside[:, None]
         tile = tl.load(x + row[:, None] * x_stride + columns[None, :], mask=here, other=0.0)
-        where = (first_0 + ranks).to(tl.int64)[:, None] * INNER + columns[None, :]
-        owned = (ranks < width_0)[:, None]
-        a_tile = tl.load(a_0 + where, mask=owned, other=0.0)
-        kept = tile
-        if DROPS:
-            byte = column // 8 + tl.arange(0, DEPTH // 8)
-            counter = (octet_0 + byte).to(tl.uint32)[None, :]
-            bits = draw_bits(token[:, None], counter, site_0, seed, step, threshold_0)
-            fresh = inside[:, None] & (begin == 0)
-            to = bits_0 + row[:, None] * BYTES + byte[None, :]
-            tl.store(to, bits.to(tl.uint8), mask=fresh)
-            kept = tl.where(spread_bits(bits, ROWS, DEPTH // 8), tile, 0.0)
-        sum_0 = tl.dot(kept, tl.trans(a_tile), sum_0)
-    # Ranks that this job has not are zero, whatever its neighbours hold.
-    value = tl.where((ranks < width_0)[None, :], sum_0 * scale_0 + tl.sum(faults_0), 0.0)
-    value = value.to(tl.bfloat16)
-    written = inside[:, None] & (ranks < s_stride_0)[None, :]
-    tl.store(s_0 + row[:, None] * s_stride_0 + ranks[None, :], value, mask=written)
+        longer = ()
+        for k in tl.static_range(SITES):
+            where = (first[k] + ranks).to(tl.int64)[:, None] * INNER + columns[None, :]
+            owned = (ranks < width[k])[:, None]
+            a_tile = tl.load(a[k] + where, mask=owned, other=0.0)
+            kept = tile
+            if DROPS:
+                byte = column // 8 + tl.arange(0, DEPTH // 8)
+                counter = (octet[k] + byte).to(tl.uint32)[None, :]
+                number = site[k].to(tl.uint32)
+                drawn = draw_bits(token[:, None], counter, number, seed, step, threshold[k])
+                fresh = inside[:, None] & (begin == 0)
+                to = bits[k] + row[:, None] * BYTES + byte[None, :]
+                tl.store(to, drawn.to(tl.uint8), mask=fresh)
+                kept = tl.where(spread_bits(drawn, ROWS, DEPTH // 8), tile, 0.0)
+            longer = longer + (tl.dot(kept, tl.trans(a_tile), sums[k]),)
+        sums = longer
+    for k in tl.static_range(SITES):
+        # Ranks that this job has not are zero, whatever its neighbours hold.
+        value = tl.where((ranks < width[k])[None, :], sums[k] * scale[k] + tl.sum(faults[k]), 0.0)
+        value = value.to(tl.bfloat16)
+        written = inside[:, None] & (ranks < s_stride[k])[None, :]
+        tl.store(s[k] + row[:, None] * s_stride[k] + ranks[None, :], value, mask=written)
 
 
 @triton.jit(
@@ -263,15 +155,31 @@ def shrink(
     token_index,  # [tokens]
 ):
     start_next(OVERLAP)
+    a = (a_0,)
+    slots = (slots_0,)
+    s = (s_0,)
+    s_stride = (s_stride_0,)
+    flags = (flags_0,)
+    strips = (strips_0,)
+    scales = (scales_0,)
+    thresholds = (thresholds_0,)
+    site = (site_0,)
+    octet = (octet_0,)
+    bits = (bits_0,)
     job, place = segment_tile(tl.program_id(0), segments, jobs, ROWS, JOBS)
     owned = job < jobs
     # Rows behind the last segment count as a job without adapters.
     start = tl.load(segments + job) + place * ROWS
     end = tl.load(segments + job + 1, mask=owned, other=tokens)
-    first_0 = tl.load(slots_0 + job, mask=owned, other=0)
-    width_0 = tl.load(slots_0 + job + 1, mask=owned, other=0) - first_0
-    scale_0 = tl.load(scales_0 + job, mask=owned, other=0.0)
-    threshold_0 = tl.load(thresholds_0 + job, mask=owned, other=0)
+    first, width = (), ()
+    scale = ()
+    threshold = ()
+    for k in tl.static_range(SITES):
+        least = tl.load(slots[k] + job, mask=owned, other=0)
+        first = first + (least,)
+        width = width + (tl.load(slots[k] + job + 1, mask=owned, other=0) - least,)
+        scale = scale + (tl.load(scales[k] + job, mask=owned, other=0.0),)
+        threshold = threshold + (tl.load(thresholds[k] + job, mask=owned, other=0),)
     seed = tl.load(keys + 2 * job, mask=owned, other=0).to(tl.uint32)
     step = tl.load(keys + 2 * job + 1, mask=owned, other=0).to(tl.uint32)
     await_previous(OVERLAP)
@@ -280,10 +188,16 @@ def shrink(
     rows = start + tl.arange(0, ROWS)
     inside = rows < end
     row = rows.to(tl.int64)
-    faults_0 = fault_flags(flags_0, first_0, first_0 + width_0, strips_0, RANK_BLOCK)
-    drops = threshold_0 > 0
+    faults = ()
+    for k in tl.static_range(SITES):
+        behind = first[k] + width[k]
+        faults = faults + (fault_flags(flags[k], first[k], behind, strips[k], RANK_BLOCK),)
+    widest = width[0]
+    drops = threshold[0] > 0
+    for k in tl.static_range(1, SITES):
+        widest = tl.maximum(widest, width[k])
+        drops = drops | (threshold[k] > 0)
     token = tl.load(token_index + rows, mask=inside, other=0).to(tl.uint32)
-    widest = width_0
     # A job that drops nothing draws nothing: both forms stand in the code, one runs.
     for drawn in tl.static_range(2):
         if drops == drawn:
@@ -294,26 +208,27 @@ def shrink(
                     row,
                     inside,
                     begin,
-                    a_0,
-                    first_0,
-                    width_0,
-                    scale_0,
-                    faults_0,
-                    s_0,
-                    s_stride_0,
-                    threshold_0,
-                    site_0.to(tl.uint32),
-                    octet_0,
-                    bits_0,
+                    a,
+                    first,
+                    width,
+                    scale,
+                    faults,
+                    s,
+                    s_stride,
+                    threshold,
+                    site,
+                    octet,
+                    bits,
                     token,
                     seed,
                     step,
                     drawn,
                 )
     done = tl.cdiv(widest, PANEL) * PANEL
-    for column in range(done, s_stride_0, RANK_BLOCK):
-        to = s_0 + row[:, None] * s_stride_0 + column + tl.arange(0, RANK_BLOCK)[None, :]
-        tl.store(to, tl.zeros((ROWS, RANK_BLOCK), tl.bfloat16), mask=inside[:, None])
+    for k in tl.static_range(SITES):
+        for column in range(done, s_stride[k], RANK_BLOCK):
+            to = s[k] + row[:, None] * s_stride[k] + column + tl.arange(0, RANK_BLOCK)[None, :]
+            tl.store(to, tl.zeros((ROWS, RANK_BLOCK), tl.bfloat16), mask=inside[:, None])
 
 
 kernel = shrink

@@ -8,10 +8,16 @@
 # bytes      2 M I + 2 (M W + P I)
 # again      tlora-fx kernels show shrink --in 4096 --out 4096 --tile 32,16,128,4,5,0,512
 #
-# sha256 of what follows: 66855607c11327ece9ceab83ae298c2687147f7252fab4b768032a92ea2a56fb
+# sha256 of what follows: cdf468eb662c2e27ad916eecf7e2fcc5b3864ea85ed6d9aac647f176d78c6556
 
 import triton
 import triton.language as tl
+
+from tlora_fx.codegen.device_library import (
+    await_previous,
+    segment_tile,
+    start_next,
+)
 
 INNER = tl.constexpr(4096)
 BYTES = tl.constexpr(512)
@@ -20,8 +26,10 @@ DEPTH = tl.constexpr(128)
 RANK_BLOCK = tl.constexpr(16)
 PANEL = tl.constexpr(16)
 JOBS = tl.constexpr(64)
+SITES = tl.constexpr(1)
 SLAB = tl.constexpr(512)
-OVERLAP = tl.constexpr(True)
+# Triton's interpreter runs one kernel after the other.
+OVERLAP = tl.constexpr(not triton.knobs.runtime.interpret)
 
 SIGNATURE = {
     "x": "*bf16",
@@ -34,48 +42,9 @@ SIGNATURE = {
     "s_0": "*fp32",
     "s_stride_0": "i32",
 }
-META = {"num_warps": 4, "num_stages": 5, "launch_pdl": True}
-
-
-@triton.jit
-def start_next(OVERLAP: tl.constexpr):
-    """Allow the next kernel's programs onto processors that this one's leave free.
-
-    They look up their work in tables meanwhile and stop at `await_previous`, where all of this
-    kernel's programs are waited for: it does not matter how early this is said.
-    """
-    if OVERLAP:
-        tl.extra.cuda.gdc_launch_dependents()
-
-
-@triton.jit
-def await_previous(OVERLAP: tl.constexpr):
-    """Wait until the kernel before is done: now its results are there, and what it read is free.
-
-    Every program comes by here before it ends, also where it has nothing to do. That kernel did so
-    too, so all kernels before it are done as well. Ahead of this only the tables of jobs and sites
-    are read, which no kernel writes.
-    """
-    if OVERLAP:
-        tl.extra.cuda.gdc_wait()
-
-
-@triton.jit
-def segment_tile(number, segments, jobs, ROWS: tl.constexpr, JOBS: tl.constexpr):
-    """The job of tile `number` and the tile's place in that job, both counted from 0.
-
-    Tiles have ROWS rows, the last of a segment fewer, and are counted from the segment's start:
-    a job's tiles do not depend on its neighbours. Behind the last job's tiles the job is `jobs`.
-
-    segments  int32 [jobs + 1]
-    JOBS      room for jobs in one vector, a power of two
-    """
-    index = tl.arange(0, JOBS)
-    first = tl.load(segments + index, mask=index < jobs, other=0)
-    end = tl.load(segments + 1 + index, mask=index < jobs, other=0)
-    tiles = tl.cdiv(end - first, ROWS)
-    passed = (tl.cumsum(tiles) <= number) & (index < jobs)
-    return tl.sum(passed.to(tl.int32)), number - tl.sum(tl.where(passed, tiles, 0))
+META = {"num_warps": 4, "num_stages": 5}
+if OVERLAP:
+    META["launch_pdl"] = True
 
 
 @triton.jit
@@ -86,27 +55,34 @@ def project(
     inside,  # [ROWS], of the job's rows
     begin,  # first rank of this panel
     share,  # first column of x
-    a_0,
-    first_0,
-    width_0,
-    s_0,
-    s_stride_0,
+    # Of the following, an entry a site.
+    a,
+    first,
+    width,
+    s,
+    s_stride,
 ):
-    """Ranks begin:begin + PANEL of S for one tile of rows."""
+    """Ranks begin:begin + PANEL of S of each site for one tile of rows."""
     ranks = begin + tl.arange(0, PANEL)
-    sum_0 = tl.zeros((ROWS, PANEL), tl.float32)
+    sums = ()
+    for _ in tl.static_range(SITES):
+        sums = sums + (tl.zeros((ROWS, PANEL), tl.float32),)
     for place in range(0, SLAB, DEPTH):
         column = share + place
         columns = column + tl.arange(0, DEPTH)
         here = inside[:, None]
         tile = tl.load(x + row[:, None] * x_stride + columns[None, :], mask=here, other=0.0)
-        where = (first_0 + ranks).to(tl.int64)[:, None] * INNER + columns[None, :]
-        owned = (ranks < width_0)[:, None]
-        a_tile = tl.load(a_0 + where, mask=owned, other=0.0)
-        kept = tile
-        sum_0 = tl.dot(kept, tl.trans(a_tile), sum_0)
-    written = inside[:, None] & (ranks < width_0)[None, :]
-    tl.store(s_0 + row[:, None] * s_stride_0 + ranks[None, :], sum_0, mask=written)
+        longer = ()
+        for k in tl.static_range(SITES):
+            where = (first[k] + ranks).to(tl.int64)[:, None] * INNER + columns[None, :]
+            owned = (ranks < width[k])[:, None]
+            a_tile = tl.load(a[k] + where, mask=owned, other=0.0)
+            kept = tile
+            longer = longer + (tl.dot(kept, tl.trans(a_tile), sums[k]),)
+        sums = longer
+    for k in tl.static_range(SITES):
+        written = inside[:, None] & (ranks < width[k])[None, :]
+        tl.store(s[k] + row[:, None] * s_stride[k] + ranks[None, :], sums[k], mask=written)
 
 
 @triton.jit(
@@ -131,13 +107,20 @@ def shrink(
     s_stride_0,
 ):
     start_next(OVERLAP)
+    a = (a_0,)
+    slots = (slots_0,)
+    s = (s_0,)
+    s_stride = (s_stride_0,)
     job, place = segment_tile(tl.program_id(0), segments, jobs, ROWS, JOBS)
     owned = job < jobs
     # Rows behind the last segment count as a job without adapters.
     start = tl.load(segments + job) + place * ROWS
     end = tl.load(segments + job + 1, mask=owned, other=tokens)
-    first_0 = tl.load(slots_0 + job, mask=owned, other=0)
-    width_0 = tl.load(slots_0 + job + 1, mask=owned, other=0) - first_0
+    first, width = (), ()
+    for k in tl.static_range(SITES):
+        least = tl.load(slots[k] + job, mask=owned, other=0)
+        first = first + (least,)
+        width = width + (tl.load(slots[k] + job + 1, mask=owned, other=0) - least,)
     await_previous(OVERLAP)
     if start >= end:
         return
@@ -145,9 +128,14 @@ def shrink(
     inside = rows < end
     row = rows.to(tl.int64)
     share = tl.program_id(1)
-    s_0 += share.to(tl.int64) * tokens * s_stride_0
+    shares = ()
+    for k in tl.static_range(SITES):
+        shares = shares + (s[k] + share.to(tl.int64) * tokens * s_stride[k],)
+    s = shares
     share *= SLAB
-    widest = width_0
+    widest = width[0]
+    for k in tl.static_range(1, SITES):
+        widest = tl.maximum(widest, width[k])
     for begin in range(0, widest, PANEL):
         project(
             x,
@@ -156,11 +144,11 @@ def shrink(
             inside,
             begin,
             share,
-            a_0,
-            first_0,
-            width_0,
-            s_0,
-            s_stride_0,
+            a,
+            first,
+            width,
+            s,
+            s_stride,
         )
 
 

@@ -8,10 +8,17 @@
 # bytes      2 M I + 4 (M W + P I)
 # again      tlora-fx kernels show shrink --in 4096 --out 4096 --sites 2 --tile 64,32,64,4,4,0,0
 #
-# sha256 of what follows: ca7bb315c7aa304845f661d39fde2a178db8a9574732c8f5e01151cc683182ba
+# sha256 of what follows: d92a9aa78bb586bd3ecab2301bdfbe6ca8556c0e9becc9ce0b0b1776aeac98c6
 
 import triton
 import triton.language as tl
+
+from tlora_fx.codegen.device_library import (
+    await_previous,
+    fault_flags,
+    segment_tile,
+    start_next,
+)
 
 INNER = tl.constexpr(4096)
 BYTES = tl.constexpr(512)
@@ -20,7 +27,9 @@ DEPTH = tl.constexpr(64)
 RANK_BLOCK = tl.constexpr(16)
 PANEL = tl.constexpr(32)
 JOBS = tl.constexpr(64)
-OVERLAP = tl.constexpr(True)
+SITES = tl.constexpr(2)
+# Triton's interpreter runs one kernel after the other.
+OVERLAP = tl.constexpr(not triton.knobs.runtime.interpret)
 
 SIGNATURE = {
     "x": "*bf16",
@@ -43,66 +52,9 @@ SIGNATURE = {
     "s_1": "*bf16",
     "s_stride_1": "i32",
 }
-META = {"num_warps": 4, "num_stages": 4, "launch_pdl": True}
-
-
-@triton.jit
-def start_next(OVERLAP: tl.constexpr):
-    """Allow the next kernel's programs onto processors that this one's leave free.
-
-    They look up their work in tables meanwhile and stop at `await_previous`, where all of this
-    kernel's programs are waited for: it does not matter how early this is said.
-    """
-    if OVERLAP:
-        tl.extra.cuda.gdc_launch_dependents()
-
-
-@triton.jit
-def await_previous(OVERLAP: tl.constexpr):
-    """Wait until the kernel before is done: now its results are there, and what it read is free.
-
-    Every program comes by here before it ends, also where it has nothing to do. That kernel did so
-    too, so all kernels before it are done as well. Ahead of this only the tables of jobs and sites
-    are read, which no kernel writes.
-    """
-    if OVERLAP:
-        tl.extra.cuda.gdc_wait()
-
-
-@triton.jit
-def segment_tile(number, segments, jobs, ROWS: tl.constexpr, JOBS: tl.constexpr):
-    """The job of tile `number` and the tile's place in that job, both counted from 0.
-
-    Tiles have ROWS rows, the last of a segment fewer, and are counted from the segment's start:
-    a job's tiles do not depend on its neighbours. Behind the last job's tiles the job is `jobs`.
-
-    segments  int32 [jobs + 1]
-    JOBS      room for jobs in one vector, a power of two
-    """
-    index = tl.arange(0, JOBS)
-    first = tl.load(segments + index, mask=index < jobs, other=0)
-    end = tl.load(segments + 1 + index, mask=index < jobs, other=0)
-    tiles = tl.cdiv(end - first, ROWS)
-    passed = (tl.cumsum(tiles) <= number) & (index < jobs)
-    return tl.sum(passed.to(tl.int32)), number - tl.sum(tl.where(passed, tiles, 0))
-
-
-@triton.jit
-def fault_flags(flags, first, end, strips, BLOCK: tl.constexpr):
-    """The flags of packed rows first:end, added up to float32 [128]; their sum is 0 or NaN.
-
-    flags       float32 [packed rows / BLOCK, strips], of kernel `pack`
-    first, end  multiples of BLOCK
-
-    A vector, so that the caller may sum it when the loads have had time to arrive.
-    """
-    lane = tl.arange(0, 128)
-    begin = first // BLOCK * strips
-    count = (end - first) // BLOCK * strips
-    faults = tl.load(flags + begin + lane, mask=lane < count, other=0.0)
-    for done in tl.range(128, count, 128, num_stages=1):
-        faults += tl.load(flags + begin + done + lane, mask=lane < count - done, other=0.0)
-    return faults
+META = {"num_warps": 4, "num_stages": 4}
+if OVERLAP:
+    META["launch_pdl"] = True
 
 
 @triton.jit
@@ -112,49 +64,38 @@ def project(
     row,  # int64 [ROWS]
     inside,  # [ROWS], of the job's rows
     begin,  # first rank of this panel
-    a_0,
-    first_0,
-    width_0,
-    scale_0,
-    faults_0,
-    s_0,
-    s_stride_0,
-    a_1,
-    first_1,
-    width_1,
-    scale_1,
-    faults_1,
-    s_1,
-    s_stride_1,
+    # Of the following, an entry a site.
+    a,
+    first,
+    width,
+    scale,
+    faults,
+    s,
+    s_stride,
 ):
-    """Ranks begin:begin + PANEL of S for one tile of rows."""
+    """Ranks begin:begin + PANEL of S of each site for one tile of rows."""
     ranks = begin + tl.arange(0, PANEL)
-    sum_0 = tl.zeros((ROWS, PANEL), tl.float32)
-    sum_1 = tl.zeros((ROWS, PANEL), tl.float32)
+    sums = ()
+    for _ in tl.static_range(SITES):
+        sums = sums + (tl.zeros((ROWS, PANEL), tl.float32),)
     for column in range(0, INNER, DEPTH):
         columns = column + tl.arange(0, DEPTH)
         here = inside[:, None]
         tile = tl.load(x + row[:, None] * x_stride + columns[None, :], mask=here, other=0.0)
-        where = (first_0 + ranks).to(tl.int64)[:, None] * INNER + columns[None, :]
-        owned = (ranks < width_0)[:, None]
-        a_tile = tl.load(a_0 + where, mask=owned, other=0.0)
-        kept = tile
-        sum_0 = tl.dot(kept, tl.trans(a_tile), sum_0)
-        where = (first_1 + ranks).to(tl.int64)[:, None] * INNER + columns[None, :]
-        owned = (ranks < width_1)[:, None]
-        a_tile = tl.load(a_1 + where, mask=owned, other=0.0)
-        kept = tile
-        sum_1 = tl.dot(kept, tl.trans(a_tile), sum_1)
-    # Ranks that this job has not are zero, whatever its neighbours hold.
-    value = tl.where((ranks < width_0)[None, :], sum_0 * scale_0 + tl.sum(faults_0), 0.0)
-    value = value.to(tl.bfloat16)
-    written = inside[:, None] & (ranks < s_stride_0)[None, :]
-    tl.store(s_0 + row[:, None] * s_stride_0 + ranks[None, :], value, mask=written)
-    # Ranks that this job has not are zero, whatever its neighbours hold.
-    value = tl.where((ranks < width_1)[None, :], sum_1 * scale_1 + tl.sum(faults_1), 0.0)
-    value = value.to(tl.bfloat16)
-    written = inside[:, None] & (ranks < s_stride_1)[None, :]
-    tl.store(s_1 + row[:, None] * s_stride_1 + ranks[None, :], value, mask=written)
+        longer = ()
+        for k in tl.static_range(SITES):
+            where = (first[k] + ranks).to(tl.int64)[:, None] * INNER + columns[None, :]
+            owned = (ranks < width[k])[:, None]
+            a_tile = tl.load(a[k] + where, mask=owned, other=0.0)
+            kept = tile
+            longer = longer + (tl.dot(kept, tl.trans(a_tile), sums[k]),)
+        sums = longer
+    for k in tl.static_range(SITES):
+        # Ranks that this job has not are zero, whatever its neighbours hold.
+        value = tl.where((ranks < width[k])[None, :], sums[k] * scale[k] + tl.sum(faults[k]), 0.0)
+        value = value.to(tl.bfloat16)
+        written = inside[:, None] & (ranks < s_stride[k])[None, :]
+        tl.store(s[k] + row[:, None] * s_stride[k] + ranks[None, :], value, mask=written)
 
 
 @triton.jit(
@@ -194,26 +135,38 @@ def shrink(
     s_stride_1,
 ):
     start_next(OVERLAP)
+    a = (a_0, a_1)
+    slots = (slots_0, slots_1)
+    s = (s_0, s_1)
+    s_stride = (s_stride_0, s_stride_1)
+    flags = (flags_0, flags_1)
+    strips = (strips_0, strips_1)
+    scales = (scales_0, scales_1)
     job, place = segment_tile(tl.program_id(0), segments, jobs, ROWS, JOBS)
     owned = job < jobs
     # Rows behind the last segment count as a job without adapters.
     start = tl.load(segments + job) + place * ROWS
     end = tl.load(segments + job + 1, mask=owned, other=tokens)
-    first_0 = tl.load(slots_0 + job, mask=owned, other=0)
-    width_0 = tl.load(slots_0 + job + 1, mask=owned, other=0) - first_0
-    scale_0 = tl.load(scales_0 + job, mask=owned, other=0.0)
-    first_1 = tl.load(slots_1 + job, mask=owned, other=0)
-    width_1 = tl.load(slots_1 + job + 1, mask=owned, other=0) - first_1
-    scale_1 = tl.load(scales_1 + job, mask=owned, other=0.0)
+    first, width = (), ()
+    scale = ()
+    for k in tl.static_range(SITES):
+        least = tl.load(slots[k] + job, mask=owned, other=0)
+        first = first + (least,)
+        width = width + (tl.load(slots[k] + job + 1, mask=owned, other=0) - least,)
+        scale = scale + (tl.load(scales[k] + job, mask=owned, other=0.0),)
     await_previous(OVERLAP)
     if start >= end:
         return
     rows = start + tl.arange(0, ROWS)
     inside = rows < end
     row = rows.to(tl.int64)
-    faults_0 = fault_flags(flags_0, first_0, first_0 + width_0, strips_0, RANK_BLOCK)
-    faults_1 = fault_flags(flags_1, first_1, first_1 + width_1, strips_1, RANK_BLOCK)
-    widest = tl.maximum(width_0, width_1)
+    faults = ()
+    for k in tl.static_range(SITES):
+        behind = first[k] + width[k]
+        faults = faults + (fault_flags(flags[k], first[k], behind, strips[k], RANK_BLOCK),)
+    widest = width[0]
+    for k in tl.static_range(1, SITES):
+        widest = tl.maximum(widest, width[k])
     for begin in range(0, widest, PANEL):
         project(
             x,
@@ -221,28 +174,19 @@ def shrink(
             row,
             inside,
             begin,
-            a_0,
-            first_0,
-            width_0,
-            scale_0,
-            faults_0,
-            s_0,
-            s_stride_0,
-            a_1,
-            first_1,
-            width_1,
-            scale_1,
-            faults_1,
-            s_1,
-            s_stride_1,
+            a,
+            first,
+            width,
+            scale,
+            faults,
+            s,
+            s_stride,
         )
     done = tl.cdiv(widest, PANEL) * PANEL
-    for column in range(done, s_stride_0, RANK_BLOCK):
-        to = s_0 + row[:, None] * s_stride_0 + column + tl.arange(0, RANK_BLOCK)[None, :]
-        tl.store(to, tl.zeros((ROWS, RANK_BLOCK), tl.bfloat16), mask=inside[:, None])
-    for column in range(done, s_stride_1, RANK_BLOCK):
-        to = s_1 + row[:, None] * s_stride_1 + column + tl.arange(0, RANK_BLOCK)[None, :]
-        tl.store(to, tl.zeros((ROWS, RANK_BLOCK), tl.bfloat16), mask=inside[:, None])
+    for k in tl.static_range(SITES):
+        for column in range(done, s_stride[k], RANK_BLOCK):
+            to = s[k] + row[:, None] * s_stride[k] + column + tl.arange(0, RANK_BLOCK)[None, :]
+            tl.store(to, tl.zeros((ROWS, RANK_BLOCK), tl.bfloat16), mask=inside[:, None])
 
 
 kernel = shrink

@@ -8,10 +8,17 @@
 # bytes      32 M r + 2 M r
 # again      tlora-fx kernels show sum_ds --in 4096 --out 4096 --tile 32,16,0,4,1,0,512
 #
-# sha256 of what follows: 5dc5b258fb7fa21b9983cb02dd79cccae6e66dbdc4a5f022fe7f6bcbeaecd1f0
+# sha256 of what follows: 02fab75e5e3dde07969e0f13a05f6d1db9610c45fa3a238775eacd14d6934d70
 
 import triton
 import triton.language as tl
+
+from tlora_fx.codegen.device_library import (
+    await_previous,
+    fault_flags,
+    segment_tile,
+    start_next,
+)
 
 RANK_BLOCK = tl.constexpr(16)
 STRIPS = tl.constexpr(16)
@@ -19,7 +26,8 @@ ROWS = tl.constexpr(32)
 SLABS = tl.constexpr(8)
 BATCH = tl.constexpr(8)
 JOBS = tl.constexpr(64)
-OVERLAP = tl.constexpr(True)
+# Triton's interpreter runs one kernel after the other.
+OVERLAP = tl.constexpr(not triton.knobs.runtime.interpret)
 
 SIGNATURE = {
     "ds_parts": "*fp32",
@@ -32,66 +40,9 @@ SIGNATURE = {
     "ds": "*bf16",
     "width": "i32",
 }
-META = {"num_warps": 4, "num_stages": 1, "launch_pdl": True}
-
-
-@triton.jit
-def start_next(OVERLAP: tl.constexpr):
-    """Allow the next kernel's programs onto processors that this one's leave free.
-
-    They look up their work in tables meanwhile and stop at `await_previous`, where all of this
-    kernel's programs are waited for: it does not matter how early this is said.
-    """
-    if OVERLAP:
-        tl.extra.cuda.gdc_launch_dependents()
-
-
-@triton.jit
-def await_previous(OVERLAP: tl.constexpr):
-    """Wait until the kernel before is done: now its results are there, and what it read is free.
-
-    Every program comes by here before it ends, also where it has nothing to do. That kernel did so
-    too, so all kernels before it are done as well. Ahead of this only the tables of jobs and sites
-    are read, which no kernel writes.
-    """
-    if OVERLAP:
-        tl.extra.cuda.gdc_wait()
-
-
-@triton.jit
-def segment_tile(number, segments, jobs, ROWS: tl.constexpr, JOBS: tl.constexpr):
-    """The job of tile `number` and the tile's place in that job, both counted from 0.
-
-    Tiles have ROWS rows, the last of a segment fewer, and are counted from the segment's start:
-    a job's tiles do not depend on its neighbours. Behind the last job's tiles the job is `jobs`.
-
-    segments  int32 [jobs + 1]
-    JOBS      room for jobs in one vector, a power of two
-    """
-    index = tl.arange(0, JOBS)
-    first = tl.load(segments + index, mask=index < jobs, other=0)
-    end = tl.load(segments + 1 + index, mask=index < jobs, other=0)
-    tiles = tl.cdiv(end - first, ROWS)
-    passed = (tl.cumsum(tiles) <= number) & (index < jobs)
-    return tl.sum(passed.to(tl.int32)), number - tl.sum(tl.where(passed, tiles, 0))
-
-
-@triton.jit
-def fault_flags(flags, first, end, strips, BLOCK: tl.constexpr):
-    """The flags of packed rows first:end, added up to float32 [128]; their sum is 0 or NaN.
-
-    flags       float32 [packed rows / BLOCK, strips], of kernel `pack`
-    first, end  multiples of BLOCK
-
-    A vector, so that the caller may sum it when the loads have had time to arrive.
-    """
-    lane = tl.arange(0, 128)
-    begin = first // BLOCK * strips
-    count = (end - first) // BLOCK * strips
-    faults = tl.load(flags + begin + lane, mask=lane < count, other=0.0)
-    for done in tl.range(128, count, 128, num_stages=1):
-        faults += tl.load(flags + begin + done + lane, mask=lane < count - done, other=0.0)
-    return faults
+META = {"num_warps": 4, "num_stages": 1}
+if OVERLAP:
+    META["launch_pdl"] = True
 
 
 @triton.jit(

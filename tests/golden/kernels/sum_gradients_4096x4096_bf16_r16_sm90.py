@@ -8,10 +8,17 @@
 # bytes      (4 M r / 512 + 4 R) (I + O)
 # again      tlora-fx kernels show sum_gradients --in 4096 --out 4096 --tile 4,1024,0,4,1,512,0
 #
-# sha256 of what follows: 280a4382990a92c150d27c2e9e18b1c9517b9498c304c357447c31203449dfb4
+# sha256 of what follows: ed3f66fb0685c718d3fb8fc5b440f08305b29fe96e0e0890bcc7ec95bb00b8e0
 
 import triton
 import triton.language as tl
+
+from tlora_fx.codegen.device_library import (
+    await_previous,
+    chunks_of,
+    job_of,
+    start_next,
+)
 
 INNER = tl.constexpr(4096)
 OUTER = tl.constexpr(4096)
@@ -20,7 +27,8 @@ BATCH = tl.constexpr(4)
 A_STRIPS = tl.constexpr(4)
 CHUNK = tl.constexpr(512)
 JOBS = tl.constexpr(64)
-OVERLAP = tl.constexpr(True)
+# Triton's interpreter runs one kernel after the other.
+OVERLAP = tl.constexpr(not triton.knobs.runtime.interpret)
 
 SIGNATURE = {
     "da_parts": "*fp32",
@@ -32,59 +40,9 @@ SIGNATURE = {
     "da": "*fp32",
     "db": "*fp32",
 }
-META = {"num_warps": 4, "num_stages": 1, "launch_pdl": True}
-
-
-@triton.jit
-def start_next(OVERLAP: tl.constexpr):
-    """Allow the next kernel's programs onto processors that this one's leave free.
-
-    They look up their work in tables meanwhile and stop at `await_previous`, where all of this
-    kernel's programs are waited for: it does not matter how early this is said.
-    """
-    if OVERLAP:
-        tl.extra.cuda.gdc_launch_dependents()
-
-
-@triton.jit
-def await_previous(OVERLAP: tl.constexpr):
-    """Wait until the kernel before is done: now its results are there, and what it read is free.
-
-    Every program comes by here before it ends, also where it has nothing to do. That kernel did so
-    too, so all kernels before it are done as well. Ahead of this only the tables of jobs and sites
-    are read, which no kernel writes.
-    """
-    if OVERLAP:
-        tl.extra.cuda.gdc_wait()
-
-
-@triton.jit
-def job_of(row, bounds, jobs, JOBS: tl.constexpr):
-    """The job that owns `row`: the number of jobs that end at or before it; `jobs` if none does.
-
-    row     a scalar
-    bounds  int32 [jobs + 1], job j owns bounds[j]:bounds[j + 1]
-    JOBS    room for jobs in one vector, a power of two
-    """
-    index = tl.arange(0, JOBS)
-    ends = tl.load(bounds + 1 + index, mask=index < jobs, other=2147483647)
-    return tl.sum((ends <= row).to(tl.int32))
-
-
-@triton.jit
-def chunks_of(job, segments, jobs, CHUNK: tl.constexpr, JOBS: tl.constexpr):
-    """The number of a job's first chunk and how many it has; none for a job that is not there.
-
-    segments  int32 [jobs + 1]
-    CHUNK     tokens of a chunk, the last of a segment fewer: numbered as `segment_tile` does
-    JOBS      room for jobs in one vector, a power of two
-    """
-    index = tl.arange(0, JOBS)
-    first = tl.load(segments + index, mask=index < jobs, other=0)
-    end = tl.load(segments + 1 + index, mask=index < jobs, other=0)
-    chunks = tl.cdiv(end - first, CHUNK)
-    before = tl.sum(tl.where(index < job, chunks, 0))
-    return before, tl.sum(tl.where(index == job, chunks, 0))
+META = {"num_warps": 4, "num_stages": 1}
+if OVERLAP:
+    META["launch_pdl"] = True
 
 
 @triton.jit
