@@ -54,11 +54,13 @@ COMMANDS = {
     "plan": "Choose how a model is cut over GPUs, without any of them at hand.",
     "profile": "Measure a model's layers on the device at hand.",
     "replay": "Run a pass that failed once more, alone.",
+    "report": "Write an HTML page of a run: curves, rates, lengths, groups.",
     "run": "Train the jobs of a folder on this machine, grouped anew at each horizon.",
     "schedule": "Save a snapshot of a run, and ask why the scheduler decided as it did.",
     "simulate": "Replay a trace of jobs under scheduling policies, on a simulated clock.",
     "train": "Train all jobs of a file together, each to its own last step.",
     "verify": "Show that each job trains as it would alone.",
+    "watch": "Show the curves of a run's jobs on the terminal while they train.",
 }
 INTERRUPTED = 130
 #: Options that were taken out, by the names that plans had for them.

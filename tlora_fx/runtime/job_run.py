@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -22,7 +23,7 @@ from tlora_fx.runtime.data import JobData
 from tlora_fx.runtime.job_evaluation import EvaluationReport, JobEvaluation, Metrics
 from tlora_fx.runtime.model_card import model_card
 from tlora_fx.runtime.optimizer import JobOptimizer
-from tlora_fx.runtime.run_folder import JOB, RunFolder
+from tlora_fx.runtime.run_folder import DATA, JOB, RunFolder
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -285,6 +286,7 @@ class JobRun:
             folder.mkdir(parents=True, exist_ok=True)
             self._config = config_bytes(self.job.lora_config(), base)
             self._tokenizer_files = save_tokenizer(self.data.tokenizer, folder, tokenizer_files)
+            replace_file(folder / DATA, json.dumps(described_data(self.data), indent=1).encode())
         except OSError as error:
             raise RunFolderError(
                 "a job's folder cannot be written",
@@ -336,6 +338,17 @@ class JobRun:
         }
         status |= {"tokens": self.tokens} | ({"reason": self.reason} if self.reason else {})
         self.folder.write_status(self.job.name, status | self.evaluation.summary())
+
+
+def described_data(data: JobData) -> dict[str, object]:
+    """What a job's data are: their number, and how many have at most 8, 16, 32, ... tokens."""
+    counts: dict[int, int] = {}
+    for sample in data.samples:
+        most = max(8, 1 << (len(sample.input_ids) - 1).bit_length())
+        counts[most] = counts.get(most, 0) + 1
+    lengths = {str(most): counts[most] for most in sorted(counts)}
+    kinds = {"samples": len(data.samples), "evaluated": len(data.evaluation)}
+    return {**kinds, "format": data.report.format, "lengths": lengths}
 
 
 def save_tokenizer(

@@ -128,7 +128,12 @@ class MetricsLog:
 
 def read_metrics(path: Path | str) -> list[dict[str, Any]]:
     """The whole lines of a metrics file, in order; a torn last line is left out."""
-    lines = Path(path).read_bytes().splitlines(keepends=True)
+    return parsed_metrics(Path(path).read_bytes())
+
+
+def parsed_metrics(content: bytes) -> list[dict[str, Any]]:
+    """The whole lines of a metrics file's content."""
+    lines = content.splitlines(keepends=True)
     return [record for record in map(_parsed, lines) if record is not None]
 
 
@@ -155,6 +160,9 @@ def _parsed(line: bytes) -> dict[str, Any] | None:
 
 
 RESERVED = {"checkpoints", "run.json"}
+METRICS = "metrics.jsonl"
+#: What a job's data are, once they are read.
+DATA = "data.json"
 #: Of a folder that a run makes: logs and adapters tell what they were trained on.
 PRIVATE = 0o700
 LOCK = ".lock"
@@ -274,7 +282,7 @@ class RunFolder:
 
     def metrics(self, job: str) -> MetricsLog:
         """A job's metrics file."""
-        return MetricsLog(self.job(job) / "metrics.jsonl", writes=self.writes)
+        return MetricsLog(self.job(job) / METRICS, writes=self.writes)
 
     def write_status(self, job: str, status: dict[str, Any]) -> None:
         """Say in the job's folder how it stands."""

@@ -1,0 +1,139 @@
+"""`tlora-fx watch` and `report` show what the folders of a run hold; no training is needed."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from tests.inspect.html_page import conftest as pages
+from tlora_fx.cli import main
+from tlora_fx.cli.watch import CURVE, curve
+from tlora_fx.runtime.run_view import read_run, thinned
+
+browser = pages.browser
+HOSTILE = "<script>document.title = 'run'</script>"
+
+
+def write_job(folder, name, steps, *, last=40, status="running", evaluated=True):
+    """A job's folder as training leaves it after some steps."""
+    (folder / name).mkdir(parents=True)
+    state = {"status": status, "step": 0, "steps": last}
+    (folder / name / "status.json").write_text(json.dumps(state))
+    data = {"samples": 30, "lengths": {"8": 10, "16": 20}}
+    (folder / name / "data.json").write_text(json.dumps(data))
+    append(folder / name, range(1, steps + 1))
+    if evaluated:
+        rows = [{"step": steps, "eval_loss": 1.25}]
+        rows += [{"step": steps, "samples": [{"prompt": HOSTILE, "completion": "é"}]}]
+        with (folder / name / "metrics.jsonl").open("a") as file:
+            file.writelines(json.dumps(row) + "\n" for row in rows)
+
+
+def append(folder, steps):
+    with (folder / "metrics.jsonl").open("a") as file:
+        file.writelines(
+            json.dumps(
+                {"step": n, "loss": 4 - n / 20, "grad_norm": None, "learning_rate": 1e-3 / n,
+                 "tokens": 100 * n, "seconds": 0.5}
+            ) + "\n"
+            for n in steps
+        )  # fmt: skip
+
+
+@pytest.fixture
+def run(tmp_path):
+    write_job(tmp_path / "run", "a", 20)
+    write_job(tmp_path / "run", "b.2", 10, last=10, status="done", evaluated=False)
+    (tmp_path / "run" / "checkpoints").mkdir()
+    return tmp_path / "run"
+
+
+def output(words, capsys):
+    with pytest.raises(SystemExit) as end:
+        main([str(word) for word in words])
+    assert not end.value.code
+    return capsys.readouterr().out
+
+
+def test_watching_tells_where_each_job_is_and_what_is_left(run, capsys):
+    """Step, last loss, evaluation, tokens a second, and time left by the last steps' pace."""
+    titles, first, second = output(["watch", run], capsys).splitlines()
+
+    assert titles.split()[:4] == ["job", "status", "step", "losses"]
+    assert [*first.split()[:3], *first.split()[4:]] == [
+        "a", "running", "20/40", "3.0000", "1.2500", "200", "0:00:10",
+    ]  # fmt: skip
+    assert [*second.split()[:3], *second.split()[4:]] == ["b.2", "done", "10/10", "3.5000", "200"]
+
+
+def test_a_curve_falls_as_its_values_do():
+    """Each block is a mean of equally many; the highest is the full one."""
+    assert curve([3.0, 2.0, 1.0]) == "█▅▁"
+    assert curve([]) == ""
+    assert len(curve(range(1000))) <= CURVE
+    assert thinned([(1, 1.0), (2, 3.0), (3, 5.0)], 2) == [(2, 2.0), (3, 5.0)]
+
+
+def test_lines_that_come_are_read_once(run):
+    """A torn one waits for its end, and a run that went back is read anew."""
+    [job, _] = read_run(run)
+    append(run / "a", [21])
+    with (run / "a" / "metrics.jsonl").open("a") as file:
+        file.write('{"step": 22, "lo')
+    job.refresh()
+    assert job.step == 21
+
+    (run / "a" / "metrics.jsonl").write_text("")
+    append(run / "a", [1])
+    job.refresh()
+    assert (job.step, len(job.evaluations)) == (1, 0)
+
+
+@pytest.mark.parametrize("command", ["watch", "report"])
+def test_a_folder_without_a_run_is_told(tmp_path, capsys, command):
+    """With what to do."""
+    with pytest.raises(SystemExit) as end:
+        main([command, str(tmp_path / "nothing")])
+
+    assert end.value.code == 1
+    assert "name the -o folder of train or run" in capsys.readouterr().err
+
+
+def test_the_page_stands_alone_in_a_browser(run, capsys, browser):
+    """Every curve has a line a job; nothing is fetched, run or shown of what a prompt says."""
+    path = output(["report", run], capsys).strip()
+    opened = browser.new_page(viewport={"width": 390, "height": 800})
+    requests, said = [], []
+    opened.on("request", lambda request: requests.append(request.url))
+    opened.on("console", lambda message: said.append(message.text))
+    opened.goto(f"file://{path}")
+
+    assert [url for url in requests if not url.startswith("file:")] == []
+    assert said == []
+    assert opened.title() == "Run run"
+    drawn = opened.locator("figure").evaluate_all(
+        "all => all.map(one => [one.id, one.querySelectorAll('polyline, .bar').length])"
+    )
+    # Bars and blocks, and the legend's.
+    assert dict(drawn) == {
+        "losses": 4, "evaluations": 2, "rates": 4, "seconds": 4, "lengths": 6, "groups": 4,
+    }  # fmt: skip
+    assert HOSTILE in opened.inner_text("#samples")
+    wide = "document.documentElement.scrollWidth <= document.documentElement.clientWidth"
+    assert opened.evaluate(wide)
+    opened.close()
+
+
+def test_the_page_of_a_scheduled_run_shows_its_groups(run, capsys):
+    """From the ledger: who trained together, on which GPUs, from when to when."""
+    from tlora_fx.scheduler.store import LEDGER, Ledger
+
+    ledger = Ledger(run / LEDGER)
+    ledger._base.execute(
+        "INSERT INTO epochs VALUES (1, '[\"a\", \"b.2\"]', '[0, 1]', '', 1.0, 0.0, 2.0, 9.0, '')"
+    )
+    ledger.close()
+    output(["report", run, "-o", run / "page.html"], capsys)
+
+    assert (run / "page.html").read_text("utf-8").count("<title>group 1: a, b.2</title>") == 2

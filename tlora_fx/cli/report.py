@@ -1,0 +1,205 @@
+"""`tlora-fx report`: a run as one HTML page, which needs no script and no network."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from datetime import UTC, datetime
+from importlib.resources import files
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, NamedTuple
+
+import typer
+
+from tlora_fx.durable import replace_file
+
+if TYPE_CHECKING:
+    from tlora_fx.runtime.run_view import JobView
+    from tlora_fx.scheduler.store import History
+    from tlora_fx.simulator.figures import Block
+
+#: Points of a curve, and answers of a job, at most.
+POINTS, SAMPLES = 400, 6
+NUMBERS = ("steps", "tokens", "samples", "last loss", "last eval loss", "best step", "tokens/s")
+
+
+class Row(NamedTuple):
+    """A job in the page's table."""
+
+    name: str
+    status: str
+    reason: str
+    numbers: tuple[str, ...]
+
+
+class Drawn(NamedTuple):
+    """A figure of the page."""
+
+    name: str
+    title: str
+    shows: str
+    svg: str
+
+
+def run(
+    folder: Annotated[Path, typer.Argument(help="A run's -o folder.")],
+    output: Annotated[
+        Path | None, typer.Option("-o", "--output", help="The page; by default FOLDER/report.html.")
+    ] = None,
+) -> None:
+    """Write a page of a run of train or run: losses, evaluations, rates, lengths, who ran when.
+
+    It holds all that it shows, and may be written while the run goes on.
+    """
+    from tlora_fx.errors import ReportNotWritable
+    from tlora_fx.runtime.run_view import read_run
+
+    path = output or folder / "report.html"
+    content = page(folder, read_run(folder))
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        replace_file(path, content.encode())
+    except OSError as error:
+        raise ReportNotWritable(
+            "the page cannot be written", file=path, found=error, help="choose another with -o"
+        ) from error
+    typer.echo(str(path))
+
+
+def page(folder: Path, jobs: Sequence[JobView]) -> str:
+    """The page as text."""
+    from jinja2 import Environment, StrictUndefined
+
+    from tlora_fx import __version__
+
+    template = (files("tlora_fx.cli") / "assets" / "run.html.j2").read_text("utf-8")
+    style = (files("tlora_fx.simulator") / "assets" / "report.css").read_text("utf-8")
+    environment = Environment(autoescape=True, undefined=StrictUndefined, trim_blocks=True)
+    return environment.from_string(template).render(
+        name=folder.resolve().name,
+        style=style,
+        version=__version__,
+        written=datetime.now(UTC).strftime("%Y-%m-%d %H:%M UTC"),
+        numbers=NUMBERS,
+        rows=[_row(job) for job in jobs],
+        figures=[figure for figure in figures(folder, jobs) if figure is not None],
+        samples=list(_samples(jobs)),
+    )
+
+
+def _row(job: JobView) -> Row:
+    from tlora_fx.simulator.figures import shown
+
+    losses, evaluated = [y for _, y in job.losses()], [y for _, y in job.evaluated()]
+    best = job.status.get("evaluation", {}).get("best_step")
+    pace, lengths = job.pace(), job.lengths()
+    numbers = (
+        f"{job.step} of {job.last_step or '?'}",
+        f"{job.steps[-1]['tokens']:,}" if job.steps else "",
+        f"{sum(lengths.values()):,}" if lengths else "",
+        f"{losses[-1]:.4f}" if losses else "",
+        f"{evaluated[-1]:.4f}" if evaluated else "",
+        "" if best is None else str(best),
+        shown(pace[1]) if pace else "",
+    )
+    return Row(job.name, job.state, str(job.status.get("reason", "")), numbers)
+
+
+def _samples(jobs: Sequence[JobView]) -> Iterator[tuple[str, int, str, str]]:
+    for job in jobs:
+        told = [
+            (job.name, row["step"], each["prompt"], each["completion"])
+            for row in job.samples
+            for each in row["samples"]
+        ]
+        yield from told[-SAMPLES:]
+
+
+def figures(folder: Path, jobs: Sequence[JobView]) -> list[Drawn | None]:
+    """What the page draws, where there is something to draw."""
+    return [
+        _curves("losses", "Training loss", "Means of equally many steps.", jobs, "loss"),
+        _curves("evaluations", "Evaluation loss", "Over all target tokens.", jobs, "eval_loss"),
+        _curves("rates", "Learning rate", "That each step used.", jobs, "learning_rate"),
+        _curves("norms", "Gradient norm", "Before clipping.", jobs, "grad_norm"),
+        _curves("seconds", "Seconds a round", "Jobs of a group step together.", jobs, "seconds"),
+        _lengths(jobs),
+        _groups(folder, jobs),
+    ]
+
+
+def _curves(name: str, title: str, shows: str, jobs: Sequence[JobView], field: str) -> Drawn | None:
+    from tlora_fx.runtime.run_view import thinned
+    from tlora_fx.simulator.figures import Series, lines
+
+    series: list[Series] = []
+    for colour, job in enumerate(jobs):
+        rows = job.evaluations if field.startswith("eval") else job.steps
+        points = [(row["step"], row[field]) for row in rows if row.get(field) is not None]
+        if points:
+            at, values = zip(*thinned(points, POINTS), strict=True)
+            series.append(Series(job.name, values, x=at, colour=colour))
+    if not series:
+        return None
+    few = all(len(line.x) <= 40 for line in series)
+    return Drawn(name, title, shows, lines(title, "step", "", series, marks=few))
+
+
+def _lengths(jobs: Sequence[JobView]) -> Drawn | None:
+    from tlora_fx.simulator.figures import Series, bars
+
+    counted = {job.name: job.lengths() for job in jobs}
+    most = sorted({length for counts in counted.values() for length in counts})
+    if not most:
+        return None
+    series = [
+        Series(name, [100 * counts.get(n, 0) / sum(counts.values()) for n in most], colour=colour)
+        for colour, (name, counts) in enumerate(counted.items())
+        if counts
+    ]
+    title, shows = "Tokens of a sample", "Samples with at most so many tokens, in percent."
+    drawn = bars(title, "percent", [f"≤{n}" for n in most], series, top=100)
+    return Drawn("lengths", title, shows, drawn)
+
+
+def _groups(folder: Path, jobs: Sequence[JobView]) -> Drawn | None:
+    """Who trained when: the groups of `run` on their GPUs, or the jobs of `train`."""
+    from tlora_fx.scheduler.store import History
+    from tlora_fx.simulator.figures import gantt
+
+    colours = {job.name: colour for colour, job in enumerate(jobs)}
+    history = History.of_run(folder)
+    if history is not None:
+        blocks = list(_formations(history))
+        title, shows, y_label = "Groups", "Each rectangle is a group on its GPUs.", "GPU"
+        rows, legend = 1 + max((block.last for block in blocks), default=0), []
+    else:
+        blocks = list(_trained(jobs))
+        title, y_label, rows = "Jobs", "job", len(jobs)
+        shows = "Jobs that train at the same time share a group."
+        legend = list(colours.items())
+    if not blocks:
+        return None
+    drawn = gantt(title, "seconds", y_label, rows, blocks, legend)
+    return Drawn("groups", title, shows, drawn)
+
+
+def _formations(history: History) -> Iterator[Block]:
+    from tlora_fx.simulator.figures import Block
+
+    started = [record for record in history.epochs if record.started is not None]
+    times = [record.ended or record.started or 0.0 for record in started]
+    now = max([*times, *(record.time for record in history.decisions)], default=0.0)
+    for record in started:
+        text = f"group {record.epoch}: {', '.join(record.jobs)}"
+        for gpu in record.place:
+            end = now if record.ended is None else record.ended
+            yield Block(gpu, gpu, record.started or 0.0, end, record.epoch, text)
+
+
+def _trained(jobs: Sequence[JobView]) -> Iterator[Block]:
+    from tlora_fx.simulator.figures import Block
+
+    for row, job in enumerate(jobs):
+        took = sum(step["seconds"] for step in job.steps)
+        if took:
+            yield Block(row, row, 0.0, took, row, f"{job.name}: {job.step} steps")

@@ -1,0 +1,96 @@
+"""`tlora-fx watch`: the curves of a run's jobs on the terminal."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from datetime import timedelta
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+from rich.live import Live
+from rich.table import Table
+
+from tlora_fx.cli.options import seconds
+from tlora_fx.cli.terminal import Console, print_whole
+
+if TYPE_CHECKING:
+    from tlora_fx.runtime.run_view import JobView
+
+BLOCKS = "▁▂▃▄▅▆▇█"
+#: Characters of a curve.
+CURVE = 24
+
+
+def run(
+    folder: Annotated[Path, typer.Argument(help="A run's -o folder.")],
+    every: Annotated[str, typer.Option(help="Between two looks, such as 1s.")] = "1s",
+    once: Annotated[bool, typer.Option("--once", help="Print how it stands, and end.")] = False,
+) -> None:
+    """Show each job's losses while they train, until all have ended; Ctrl-C ends the watching.
+
+    Without a terminal it prints once.
+    """
+    from tlora_fx.runtime.run_view import read_run
+
+    pause = seconds(every, "--every")
+    console = Console()
+    jobs = read_run(folder)
+    if once or not console.is_terminal:
+        print_whole(console, table(jobs))
+        return
+    with Live(table(jobs), console=console, auto_refresh=False) as live:
+        try:
+            while not all(job.state in ("done", "failed") for job in jobs):
+                time.sleep(pause)
+                # Jobs may come, as in a folder of `tlora-fx run`.
+                known = {job.name: job for job in jobs}
+                jobs = [known.get(job.name, job) for job in read_run(folder)]
+                for job in jobs:
+                    job.refresh()
+                live.update(table(jobs), refresh=True)
+        except KeyboardInterrupt:
+            return
+
+
+def table(jobs: Sequence[JobView]) -> Table:
+    """A row a job: where it is, its losses from the first to the last, and how long it takes."""
+    shown = Table(box=None, pad_edge=False)
+    numbers = ("step", "loss", "eval loss", "best", "tokens/s", "left")
+    for title in ("job", "status", "step", "losses", *numbers[1:]):
+        shown.add_column(title, justify="right" if title in numbers else "left")
+    for job in jobs:
+        shown.add_row(*_row(job))
+    return shown
+
+
+def _row(job: JobView) -> tuple[str, ...]:
+    losses = [loss for _, loss in job.losses()]
+    evaluated = [loss for _, loss in job.evaluated()]
+    pace, left = job.pace(), job.last_step - job.step
+    best = job.status.get("evaluation", {}).get("best_step")
+    waits = job.state in ("running", "starting") and pace is not None and left > 0
+    return (
+        job.name,
+        job.state,
+        f"{job.step}/{job.last_step or '?'}",
+        curve([loss for _, loss in job.losses()]),
+        f"{losses[-1]:.4f}" if losses else "",
+        f"{evaluated[-1]:.4f}" if evaluated else "",
+        f"at {best}" if best is not None else "",
+        f"{pace[1]:.0f}" if pace else "",
+        str(timedelta(seconds=round(pace[0] * left))) if waits and pace else "",
+    )
+
+
+def curve(values: Sequence[float], width: int = CURVE) -> str:
+    """Values as blocks of eight heights, each the mean of equally many."""
+    from tlora_fx.runtime.run_view import thinned
+
+    means = [mean for _, mean in thinned([(0.0, value) for value in values], width)]
+    if not means:
+        return ""
+    low, high = min(means), max(means)
+    part = (len(BLOCKS) - 1) / ((high - low) or 1.0)
+    return "".join(BLOCKS[round((mean - low) * part)] for mean in means)

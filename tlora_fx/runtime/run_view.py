@@ -1,0 +1,136 @@
+"""Read how the jobs of a run stand, from their folders, while it goes on and afterwards."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from tlora_fx.errors import RunFolderError
+from tlora_fx.runtime.run_folder import DATA, METRICS, RESERVED, STATUS, parsed_metrics
+
+#: Steps over which a pace is taken.
+RECENT = 20
+
+
+@dataclass
+class JobView:
+    """A job of a run, as far as its folder tells.
+
+    status        as status.json has it
+    steps         lines of optimizer steps, in order
+    evaluations   lines of evaluations
+    samples       lines of answers to `sample_prompts`
+    """
+
+    folder: Path
+    status: dict[str, Any] = field(default_factory=dict)
+    steps: list[dict[str, Any]] = field(default_factory=list)
+    evaluations: list[dict[str, Any]] = field(default_factory=list)
+    samples: list[dict[str, Any]] = field(default_factory=list)
+    _read: int = 0
+
+    @property
+    def name(self) -> str:
+        """The job's."""
+        return self.folder.name
+
+    @property
+    def state(self) -> str:
+        """Its status, "starting" until there is one."""
+        return str(self.status.get("status", "starting"))
+
+    @property
+    def step(self) -> int:
+        """Steps done."""
+        return int(self.steps[-1]["step"]) if self.steps else int(self.status.get("step", 0))
+
+    @property
+    def last_step(self) -> int:
+        """Steps that the job has in all; 0 where nobody knows yet."""
+        return int(self.status.get("steps", 0))
+
+    def refresh(self) -> None:
+        """Read what was written since the last time; a run that went back is read anew."""
+        self.status = _object(self.folder / STATUS) or self.status
+        path = self.folder / METRICS
+        try:
+            if path.stat().st_size < self._read:
+                self.steps, self.evaluations, self.samples, self._read = [], [], [], 0
+            with path.open("rb") as file:
+                file.seek(self._read)
+                content = file.read()
+        except OSError:
+            return
+        whole = content[: content.rfind(b"\n") + 1]
+        self._read += len(whole)
+        for row in parsed_metrics(whole):
+            kind = self.steps if "loss" in row else self.samples
+            (self.evaluations if {"loss", "samples"}.isdisjoint(row) else kind).append(row)
+
+    def losses(self) -> Iterator[tuple[float, float]]:
+        """Step and loss, where it is a number."""
+        return _points(self.steps, "loss")
+
+    def evaluated(self, name: str = "eval_loss") -> Iterator[tuple[float, float]]:
+        """Step and a metric of evaluations."""
+        return _points(self.evaluations, name)
+
+    def pace(self) -> tuple[float, float] | None:
+        """Seconds a step, and tokens a second, over the last steps."""
+        recent = self.steps[-RECENT:]
+        seconds = sum(row["seconds"] for row in recent)
+        if not seconds:
+            return None
+        before = self.steps[-len(recent) - 1]["tokens"] if len(self.steps) > len(recent) else 0
+        return seconds / len(recent), (recent[-1]["tokens"] - before) / seconds
+
+    def lengths(self) -> dict[int, int]:
+        """How many samples have at most so many tokens, and more than the number before."""
+        data = _object(self.folder / DATA) or {}
+        return {int(most): int(count) for most, count in data.get("lengths", {}).items()}
+
+
+def read_run(folder: Path) -> list[JobView]:
+    """The jobs of a run's folder, by name.
+
+    raises   RunFolderError where it is none
+    """
+    there = folder.iterdir() if folder.is_dir() else ()
+    jobs = sorted(
+        path
+        for path in there
+        if path.name not in RESERVED and any((path / name).is_file() for name in (STATUS, METRICS))
+    )
+    if not jobs:
+        raise RunFolderError(
+            "there is no run to look at",
+            folder=folder,
+            found="no job in it" if folder.is_dir() else "no folder of that name",
+            help="name the -o folder of train or run",
+        )
+    views = [JobView(path) for path in jobs]
+    for view in views:
+        view.refresh()
+    return views
+
+
+def thinned(points: Sequence[tuple[float, float]], most: int) -> list[tuple[float, float]]:
+    """At most so many points: means of equally many, each at the last of them."""
+    every = -(-len(points) // most) or 1
+    parts = (points[start : start + every] for start in range(0, len(points), every))
+    return [(part[-1][0], sum(y for _, y in part) / len(part)) for part in parts]
+
+
+def _points(rows: Sequence[dict[str, Any]], name: str) -> Iterator[tuple[float, float]]:
+    return ((row["step"], row[name]) for row in rows if row.get(name) is not None)
+
+
+def _object(path: Path) -> dict[str, Any] | None:
+    try:
+        read = json.loads(path.read_bytes())
+    except (OSError, ValueError):
+        return None
+    return read if isinstance(read, dict) else None
