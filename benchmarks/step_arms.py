@@ -83,8 +83,8 @@ class Ours:
         return clock.seconds
 
     def _finish(self, losses: Mapping[int, float]) -> None:
+        self.trainer.update(losses, self.batches)
         for run in self.trainer.runs:
-            run.finish_step(losses[run.index], self.batches[run.index], 0.0)
             if run.status != "running":
                 raise RuntimeError(f"{run.job.name}: {run.status} {run.reason}")
 

@@ -6,6 +6,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch.utils.flop_counter import FlopCounterMode
 
 from tlora_fx.model.loss import ChunkedLoss
 
@@ -29,24 +30,57 @@ def inputs(lines):
     return hidden, rows, targets, torch.tensor([0, 3, 3, 7], dtype=torch.int32)
 
 
+@pytest.mark.parametrize("frozen", [False, True])
 @pytest.mark.parametrize("lines", [False, True])
 @pytest.mark.parametrize("chunk", [1, 2, 3, 100])
-def test_chunks_of_any_size_give_each_jobs_sum_and_gradients(head, lines, chunk):
+def test_chunks_of_any_size_give_each_jobs_sum_and_gradients(head, lines, chunk, frozen):
     """Also where a chunk holds rows of two jobs, in both forms."""
-    loss = ChunkedLoss(head, WORDS, (), lines=lines)
+    loss = ChunkedLoss(head.requires_grad_(not frozen), WORDS, (), lines=lines, frozen=frozen)
     loss.chunk_rows = chunk
     hidden, rows, targets, segments = inputs(lines)
+    weights = torch.tensor([0.3, 5.0, 0.7], dtype=torch.float64)
+    loss.weights = torch.tensor([0.3, 0.0, 2.0]) if chunk > 2 else None
 
     found = loss(hidden, rows, targets, segments)
-    found.sum().backward()
+    (found * weights).sum().backward()
 
     again = hidden.detach().clone().requires_grad_()
     logits = head(again.reshape(-1, HIDDEN)[rows])
     every = F.cross_entropy(logits, targets, reduction="none")
     expected = torch.stack([every[:3].sum(), every.new_zeros(()), every[3:].sum()])
-    expected.sum().backward()
+    mine, head.weight.grad = head.weight.grad, None
+    (expected * weights).sum().backward()
     torch.testing.assert_close(found, expected)
     torch.testing.assert_close(hidden.grad, again.grad)
+    torch.testing.assert_close(mine, head.weight.grad)
+
+
+def test_a_gradient_taken_ahead_has_the_bits_of_one_that_is_not(head):
+    """Where the weights are known."""
+    hidden, *rest = inputs(lines=False)
+    hidden, head = hidden.detach().float().requires_grad_(), head.float().requires_grad_(False)
+    weights = torch.tensor([1 / 3, 0.0, 1 / 7], dtype=torch.float64)
+    found = []
+    for frozen in (False, True):
+        loss = ChunkedLoss(head, WORDS, (), frozen=frozen)
+        loss.weights = weights
+        hidden.grad = None
+        (loss(hidden, *rest) * weights).sum().backward()
+        found.append(hidden.grad)
+
+    assert torch.equal(*found)
+
+
+@pytest.mark.parametrize(("frozen", "products"), [(False, 4), (True, 2)])
+def test_a_frozen_head_computes_no_logits_twice(head, frozen, products):
+    """One product for the logits and one for the hidden states' gradient."""
+    loss = ChunkedLoss(head.requires_grad_(not frozen), WORDS, (), frozen=frozen)
+    hidden, *rest = inputs(lines=False)
+
+    with FlopCounterMode(display=False) as counted:
+        loss(hidden, *rest).sum().backward()
+
+    assert counted.get_total_flops() == products * 2 * 7 * HIDDEN * WORDS
 
 
 def test_half_precision_logits_take_their_loss_in_float32(head):

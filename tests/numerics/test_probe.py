@@ -227,7 +227,7 @@ def test_the_ends_of_a_large_base_are_tried_on_its_own_weights(tmp_path, monkeyp
         asked.add(name.split(".layers.")[-1].partition(".")[0])
         return weights[name]
 
-    found = probe_loaded(model.group, model.backbone, model.jobs, value, longest=20, ends=True)
+    found = probe_loaded(model.group, model.backbone, model.jobs, value, longest=20)
 
     assert not found.skipped
     assert asked & set("012345") == {"0", "5"}

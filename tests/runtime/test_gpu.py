@@ -78,3 +78,41 @@ def test_a_nan_leaves_its_neighbours_losses_alone(tmp_path):
     assert [sick[1], sick[2]] == [healthy[1], healthy[2]]
     for name, parameter in trainer.runs[1].parameters.items():
         assert torch.equal(parameter.grad, gradients[name])
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_the_update_of_all_jobs_is_that_of_each(dtype):
+    """Kernels against torch.optim's: norms, parameters and moments, clipped or not."""
+    from tests.ops.interpreted.test_adam import JOBS, give, parameters
+    from tests.runtime.parameters import job_with
+    from tlora_fx.runtime.group_update import GroupUpdate
+    from tlora_fx.runtime.optimizer import JobOptimizer
+
+    jobs = [job_with(**fields) for fields in JOBS.values()]
+    sides = []
+    for _ in range(2):
+        params = [parameters(place, dtype, "cuda") for place in range(len(jobs))]
+        each = [JobOptimizer(job, own, 9) for job, own in zip(jobs, params, strict=True)]
+        sides.append((params, each))
+    (mine, together), (theirs, alone) = sides
+    update = GroupUpdate.of(together, range(len(jobs)))
+    assert update is not None
+    for step in range(5):
+        for side in (mine, theirs):
+            for params in side:
+                torch.manual_seed(step)
+                give(params, step)
+        outcomes = update.launch(torch.ones(len(jobs), device="cuda")).read()
+        for one, other, outcome in zip(together, alone, outcomes, strict=True):
+            one.noted()
+            assert outcome.updated
+            assert outcome.norm == pytest.approx(other.step(), rel=1e-5)
+    bound = 1e-5 if dtype == torch.float32 else 2e-2
+    for one, other in zip(together, alone, strict=True):
+        tensors = other.state_tensors()
+        for name, tensor in one.state_tensors().items():
+            torch.testing.assert_close(tensor, tensors[name], rtol=bound, atol=bound)
+    for one, other in zip(mine, theirs, strict=True):
+        for name, param in one.items():
+            torch.testing.assert_close(param, other[name], rtol=bound, atol=bound)
+            assert not param.grad.any()

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from itertools import pairwise
 from typing import Any, cast
 
@@ -14,7 +15,7 @@ from torch.utils.checkpoint import checkpoint
 
 from tlora_fx.model.batch import IGNORED
 from tlora_fx.model.preference import Pairs, with_preferences
-from tlora_fx.ops import segment_sum, tp_argmax, tp_cross_entropy
+from tlora_fx.ops import segment_spread, segment_sum, tp_argmax, tp_cross_entropy
 from tlora_fx.ops.parallel import GROUP
 
 CHUNK_BYTES = 256 * 2**20
@@ -29,9 +30,14 @@ class ChunkedLoss(nn.Module):
     lines        whether jobs own lines, as in batch form: each row is then a line of one token
     shards       processes that hold the logits of a piece of the vocabulary each; `vocabulary` is
                  then a piece's size
+    frozen       no job trains anything in the head: the hidden state's gradient is then taken in
+                 the forward, chunk by chunk, and no logits are computed twice
 
     `pieces` is set while a program is exported: the number of chunks, whatever the row. Chunks of
     such a program are not computed again in the backward.
+
+    `weights` is set while rows run whose losses are then multiplied by it, [J]: a frozen head's
+    gradient is taken for it, so that its numbers are those of a loss that was weighted at once.
 
     `predicted` is set while a model is evaluated. Each forward then adds a tensor to it, int64 [N]:
     the most likely token at each target row. `token_losses` likewise gets the loss of each, [N].
@@ -45,12 +51,15 @@ class ChunkedLoss(nn.Module):
         *,
         lines: bool = False,
         shards: int = 1,
+        frozen: bool = False,
     ) -> None:
         super().__init__()
         self.shards = shards
+        self.frozen = frozen
         self.head = head
         self.tables = tables
         self.pieces: int | None = None
+        self.weights: Tensor | None = None
         self.predicted: list[Tensor] | None = None
         self.token_losses: list[Tensor] | None = None
         self._pairs: Sequence[Pairs] = ()
@@ -87,6 +96,9 @@ class ChunkedLoss(nn.Module):
         chunks = self._chunks(flat, target_rows, targets, target_segments, row_tables)
         if self.predicted is not None:
             losses = self._scored(chunks)
+        elif self._is_taken_ahead():
+            weights = self._row_weights(flat, target_segments, target_rows.shape[0])
+            losses = torch.cat(self._losses_ahead(chunks, weights))
         else:
             losses = torch.cat([self._losses(args) for args in chunks])
         if self.token_losses is not None:
@@ -148,6 +160,39 @@ class ChunkedLoss(nn.Module):
         """The losses of one chunk's rows; its logits are computed again in the backward."""
         losses = checkpoint(self.chunk, *args, use_reentrant=False, preserve_rng_state=False)
         return cast(Tensor, losses)
+
+    def _is_taken_ahead(self) -> bool:
+        """Whether the hidden state's gradient is taken in the forward.
+
+        Not where it depends on other rows' losses, nor where the whole model is compiled as one:
+        Dynamo traces no backward inside a forward.
+        """
+        still = torch.compiler.is_compiling() or bool(self._pairs)
+        return self.frozen and torch.is_grad_enabled() and not still
+
+    def _losses_ahead(self, chunks: Iterator[tuple[Tensor, ...]], weights: Tensor) -> list[Tensor]:
+        """The losses of all chunks' rows, which know their gradients."""
+        ahead: Any = _LossAhead.apply
+        losses: list[Tensor] = []
+        start = 0
+        for hidden, targets, *tables in chunks:
+            own = weights[start : start + len(targets)]
+            losses.append(ahead(hidden, own, partial(self._chunk_of, targets, *tables)))
+            start += len(targets)
+        return losses
+
+    def _chunk_of(self, targets: Tensor, *rest: Tensor) -> Tensor:
+        *tables, hidden = rest
+        return self.chunk(hidden, targets, *tables)
+
+    def _row_weights(self, hidden: Tensor, target_segments: Tensor, rows: int) -> Tensor:
+        """What each row's loss is going to be multiplied with, as far as that is known, [rows]."""
+        dtype = torch.promote_types(torch.float32, hidden.dtype)
+        if self.weights is None:
+            return hidden.new_ones(rows, dtype=dtype)
+        # A weight that is none gives a gradient all the same, if one is asked for.
+        own = torch.where(self.weights == 0, 1, self.weights).to(dtype)
+        return cast(Tensor, segment_spread(own, target_segments, rows))
 
     def _scored(self, chunks: Iterator[tuple[Tensor, ...]]) -> Tensor:
         """The losses of all rows, [N]; what is predicted there is kept."""
@@ -238,3 +283,32 @@ class ChunkedLoss(nn.Module):
         if self.shards > 1:
             return tp_cross_entropy(logits, targets, GROUP)
         return F.cross_entropy(logits, targets, reduction="none")
+
+
+class _LossAhead(torch.autograd.Function):
+    """Row losses whose gradient is taken in the forward, with the weights that they will have.
+
+    A row's gradient is linear in the weight of its loss, so the backward multiplies by what the
+    weight turned out to be over what was said, which is 1 to the bit where it was known.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any, hidden: Tensor, weights: Tensor, losses_of: Callable[[Tensor], Tensor]
+    ) -> Tensor:
+        """The losses, [n], of hidden states [1, n, H] or [n, 1, H], to be weighted by [n]."""
+        with torch.enable_grad():
+            leaf = hidden.detach().requires_grad_()
+            losses = losses_of(leaf)
+            # Not autograd.grad, under which module hooks such as a FLOP counter's do not work.
+            (losses * weights).sum().backward()  # type: ignore[no-untyped-call]
+        assert leaf.grad is not None
+        ctx.save_for_backward(leaf.grad, weights)
+        return losses.detach()
+
+    @staticmethod
+    def backward(ctx: Any, *found: Tensor) -> tuple[Tensor, None, None]:
+        """The hidden states' gradient, in their dtype."""
+        gradient, weights = ctx.saved_tensors
+        rows = (found[0] / weights).reshape(*gradient.shape[:2], 1)
+        return (gradient * rows).to(gradient.dtype), None, None

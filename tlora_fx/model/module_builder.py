@@ -212,7 +212,14 @@ def _chunked_loss(group: GroupGraph, head: nn.Module, block: Block) -> ChunkedLo
     tables = tuple(placeholders(block.graph))[1:]
     size = int(logits.meta["val"].shape[-1])
     shards, lines = group.vocabulary // size, group.form == "batch"
-    return ChunkedLoss(head, size, tables, lines=lines, shards=shards)
+    trained = any(_is_trained(node) for node in block.graph.nodes)
+    return ChunkedLoss(head, size, tables, lines=lines, shards=shards, frozen=not trained)
+
+
+def _is_trained(node: fx.Node) -> bool:
+    """Whether a node reads a tensor of a job, or the adapters of a lowered site."""
+    ref: TensorRef | None = node.meta.get("tensor") if node.op == "get_attr" else None
+    return ref is not None and ref.owner not in ("base", "constant")
 
 
 def _is_of_base(node: fx.Node) -> bool:

@@ -197,6 +197,25 @@ class SuperModel(nn.Module):
                     half.copy_(value)
         return losses[0]
 
+    def weighted(self, row: PackedBatch, weights: Tensor) -> Tensor:
+        """`forward`'s sums, each multiplied by its job's weight, of a model with lower-loss.
+
+        weights   [J] on the model's device
+        returns   [J], float64 where the weights are
+        """
+        with self.weighing(weights):
+            return cast(Tensor, self(row)) * weights
+
+    @contextmanager
+    def weighing(self, weights: Tensor) -> Iterator[None]:
+        """Let the loss know what its sums are going to be multiplied with, [J]."""
+        loss = self._loss()
+        loss.weights = weights
+        try:
+            yield
+        finally:
+            loss.weights = None
+
     def _run(self, *inputs: Tensor) -> Tensor:
         """The loss sums by the tensors of a row."""
         return cast(Tensor, self.net(*inputs))

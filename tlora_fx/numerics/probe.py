@@ -106,7 +106,7 @@ def probe_compiled(group: GroupGraph, backbone: Backbone, jobs: Sequence[Job]) -
         return Probed(skipped=f"{count / 1e9:.1f} billion parameters are too many to draw")
     affordable = int(PRODUCTS / (8 * count))
     lengths = _lengths(backbone, min(TOKENS, max(sum(LENGTHS[:2]), affordable)))
-    tensors = _Wide(backbone, wide)
+    tensors = _Wide(group, backbone, wide)
     return _Probe(group, backbone, jobs, tensors, layers, lengths, wide).run()
 
 
@@ -117,21 +117,20 @@ def probe_loaded(
     value: Callable[[str], Tensor],
     longest: int,
     tokens: int = 2048,
-    *,
-    ends: bool = False,
 ) -> Probed:
     """Try a fused graph on the base's weights, where they lie.
+
+    A base that is large runs with the first and the last layer of each structure: deeper, half
+    precision makes much of rounding, and less is seen in more time.
 
     value     a tensor of the base by canonical name
     longest   tokens of the jobs' longest sample
     tokens    how many run at most
-    ends      a large base runs with the first and the last layer of each structure
     raises    FusedDiffers, naming job, sequence and the first module whose values part
     """
-    every = frozenset(path for paths in _instances(group) for path in paths)
-    layers = _layers(group, backbone) if ends else every
     lengths = _lengths(backbone, tokens, longest)
-    return _Probe(group, backbone, jobs, _Loaded(value), layers, lengths, None).run()
+    tensors = _Loaded(group, value)
+    return _Probe(group, backbone, jobs, tensors, _layers(group, backbone), lengths, None).run()
 
 
 class _BaseFails(Unchecked):
@@ -142,11 +141,34 @@ class _BaseFails(Unchecked):
         self.tokens = tokens
 
 
-class _Wide(Seeded):
+class _Damped(Seeded):
+    """Seeded tensors whose adapters add about as much whatever their scaling.
+
+    Beside branches that outweigh the base, rounding is all that is seen.
+    """
+
+    def __init__(self, group: GroupGraph, buffers: Mapping[str, Tensor]) -> None:
+        super().__init__(0, buffers)
+        self._factors = {
+            job.name: 1 / max([1.0, *(abs(site.scaling) for site in job.sites.values())])
+            for job in group.jobs
+        }
+
+    def own(self, job: str, name: str, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+        """A tensor that a job trains."""
+        known = (job, name, shape) in self._own
+        tensor = super().own(job, name, shape, dtype)
+        if not known and any(up in name for up in ("lora_B", "lora_embedding_B")):
+            with torch.no_grad():
+                tensor.mul_(self._factors[job])
+        return tensor
+
+
+class _Wide(_Damped):
     """Seeded tensors of a base, half precision in a wider dtype."""
 
-    def __init__(self, backbone: Backbone, wide: torch.dtype | None) -> None:
-        super().__init__(0, buffers_of(backbone))
+    def __init__(self, group: GroupGraph, backbone: Backbone, wide: torch.dtype | None) -> None:
+        super().__init__(group, buffers_of(backbone))
         self._wide = wide
         self._tables = _embeddings(backbone)
 
@@ -178,11 +200,11 @@ def _embeddings(backbone: Backbone) -> set[str]:
     return {name for name, kinds in readers.items() if kinds == {nn.Embedding}}
 
 
-class _Loaded(Seeded):
+class _Loaded(_Damped):
     """The base's own tensors; those of jobs are drawn."""
 
-    def __init__(self, value: Callable[[str], Tensor]) -> None:
-        super().__init__(0, {})
+    def __init__(self, group: GroupGraph, value: Callable[[str], Tensor]) -> None:
+        super().__init__(group, {})
         self._value = value
 
     def base(self, name: str, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
@@ -649,9 +671,11 @@ class _Alone:
             name = path.removeprefix(PEFT_PREFIX)
 
             def keep(_: nn.Module, __: Any, output: Any, name: str = name) -> None:
-                first = output[0] if isinstance(output, tuple) and output else output
-                if isinstance(first, Tensor):
-                    seen.append((name, first.detach()))
+                parts = output if isinstance(output, tuple) else (output,)
+                tensors = [part for part in parts if isinstance(part, Tensor)]
+                # Of several, such as cosines and sines, nobody knows which one the graph has.
+                if len(tensors) == 1:
+                    seen.append((name, tensors[0].detach()))
 
             handles.append(module.register_forward_hook(keep))
         try:

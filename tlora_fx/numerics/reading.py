@@ -63,6 +63,7 @@ class Reader:
         self.silent = silent
         self.leaves: dict[tuple[str, str], Tensor] = {}
         self.vectors: dict[str, Tensor] = {}
+        self._lowered: dict[fx.Graph, dict[str, Mapping[str, Any]]] = {}
         self._sites = {
             job.name: job.sites
             for job in (owner.jobs if isinstance(owner, GroupGraph) else [owner])
@@ -157,7 +158,7 @@ class Reader:
     def _bank(self, site: str, name: str, ref: TensorRef, place: GraphLocation) -> Tensor:
         """A table of a site's AdapterBank, or all jobs' A or B as one tensor."""
         assert isinstance(self.owner, GroupGraph)
-        lowered = _lowered_at(place.graph, site)
+        lowered = self._lowered_at(place.graph, site)
         path = place.path(site)
         sites = [job.sites.get(path) if job.name in lowered else None for job in self.owner.jobs]
         if name not in ("a", "b"):
@@ -174,10 +175,11 @@ class Reader:
                 parts.append(self._leaf(job.name, path + UP, shape, ref.dtype).t())
         return torch.cat(parts)
 
-
-def _lowered_at(graph: fx.Graph, site: str) -> Mapping[str, Any]:
-    """The branches that the lowered operator at a site serves, by job."""
-    for lowered in lowered_sites(graph):
-        if lowered.path == site:
-            return lowered.branches
-    raise Unchecked(f"no operator reads the adapters of {site}")
+    def _lowered_at(self, graph: fx.Graph, site: str) -> Mapping[str, Any]:
+        """The branches that the lowered operator at a site serves, by job."""
+        if graph not in self._lowered:
+            found = reversed(list(lowered_sites(graph)))
+            self._lowered[graph] = {lowered.path: lowered.branches for lowered in found}
+        if site not in self._lowered[graph]:
+            raise Unchecked(f"no operator reads the adapters of {site}")
+        return self._lowered[graph][site]

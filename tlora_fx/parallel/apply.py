@@ -227,7 +227,7 @@ class RowRunner:
         return RowScores(total, dict(zip(mine, tokens, strict=True)))
 
     def _run(self, row: PackedBatch, weights: Tensor) -> Tensor:
-        losses: Tensor = self.model(self._moved(row)) * weights
+        losses = self.model.weighted(self._moved(row), weights)
         # An empty row of jobs that adapt the head alone has nothing to learn from.
         if losses.requires_grad:
             losses.sum().backward()  # type: ignore[no-untyped-call]

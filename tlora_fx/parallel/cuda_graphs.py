@@ -18,6 +18,7 @@ import logging
 from collections import Counter, OrderedDict
 from contextlib import suppress
 from dataclasses import replace
+from traceback import clear_frames
 from typing import Any, NamedTuple
 
 import torch
@@ -160,7 +161,9 @@ class RowGraphs:
         except (RuntimeError, TloraError) as error:
             if self.group is not None or self.gathering is not None:
                 raise _broken(error) from error
-            # Nothing was run: whatever the model does, it goes on as without graphs.
+            # Nothing was run: whatever the model does, it goes on as without graphs. A checkpoint
+            # in the middle of its forward would take what others save until its frame is gone.
+            clear_frames(error.__traceback__)
             forget_capture(self.device, outer, self._pool)
             self._fail(form, graph, error)
             return
@@ -237,10 +240,10 @@ class RowGraph:
         """
         device = self.weights.device
         before = torch.cuda.memory_allocated(device)
-        losses = self.model(self.row) * self.weights
+        losses = self.model.weighted(self.row, self.weights)
         kept = torch.cuda.memory_allocated(device) - before
         if losses.requires_grad:
-            losses.sum().backward()
+            losses.sum().backward()  # type: ignore[no-untyped-call]
         return losses.detach(), max(0, kept)
 
     def capture(self, pool: Any, stream: torch.cuda.Stream, gathering: SideStreams | None) -> None:
@@ -253,9 +256,9 @@ class RowGraph:
         """
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph, pool=pool, stream=stream):
-            losses = self.model(self.row) * self.weights
+            losses = self.model.weighted(self.row, self.weights)
             if losses.requires_grad:
-                losses.sum().backward()
+                losses.sum().backward()  # type: ignore[no-untyped-call]
             if gathering is not None:
                 gathering.join()
         self._graph, self._losses = graph, losses.detach()

@@ -87,7 +87,10 @@ class PipelineRunner:
         first = (numbers,) if any(stage.graph.first for stage in stages) else ()
         target = numbers if any(stage.graph.last for stage in stages) else None
         try:
-            schedule.step(*first, number=numbers, target=target, losses=[], return_outputs=False)
+            with self.model.weighing(weights):
+                schedule.step(
+                    *first, number=numbers, target=target, losses=[], return_outputs=False
+                )
         except RuntimeError as error:
             cause = _tlora_error(error)
             if cause is None:

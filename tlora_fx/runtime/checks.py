@@ -182,7 +182,7 @@ def probe_base(model: SuperModel, data: Mapping[str, JobData]) -> Probed:
     raises    FusedDiffers
     """
     device = next(model.parameters()).device
-    return _tried(model, data, device, model.base_tensor_or_value, ends=False)
+    return _tried(model, data, device, model.base_tensor_or_value)
 
 
 def probe_ends(
@@ -193,12 +193,10 @@ def probe_ends(
 ) -> Probed:
     """Try a model whose weights no process will hold whole, before it is loaded.
 
-    Of a large base the first and the last layer of each structure run.
-
     base      its tensors by canonical name
     raises    FusedDiffers
     """
-    return _tried(model, data, device, lambda name: base[name].to(device), ends=True)
+    return _tried(model, data, device, lambda name: base[name].to(device))
 
 
 def _tried(
@@ -206,15 +204,13 @@ def _tried(
     data: Mapping[str, JobData],
     device: torch.device,
     value: Callable[[str], Tensor],
-    *,
-    ends: bool,
 ) -> Probed:
     longest = max((len(s.input_ids) for each in data.values() for s in each.samples), default=0)
-    key = (model.source, model.backbone.fingerprint(), str(device), longest, ends)
+    key = (model.source, model.backbone.fingerprint(), str(device), longest)
     if key not in _probed:
         parts = model.group, model.backbone, model.jobs
         try:
-            _probed[key] = probe_loaded(*parts, value, longest, ends=ends)
+            _probed[key] = probe_loaded(*parts, value, longest)
         except TloraError:
             raise
         except Exception as error:  # noqa: BLE001  (such as no memory for it: no fault of the model)

@@ -20,6 +20,7 @@ from tlora_fx.runtime.adapters import adapter_tensors, config_bytes, load_adapte
 from tlora_fx.runtime.batching import MicroBatches, count_terms, count_tokens
 from tlora_fx.runtime.checkpoint import JobState
 from tlora_fx.runtime.data import JobData
+from tlora_fx.runtime.group_update import Outcome
 from tlora_fx.runtime.job_evaluation import EvaluationReport, JobEvaluation, Metrics
 from tlora_fx.runtime.model_card import model_card
 from tlora_fx.runtime.optimizer import JobOptimizer
@@ -64,6 +65,22 @@ class SampleReport:
     job: str
     step: int
     texts: Sequence[tuple[str, str]]
+
+
+@dataclass(frozen=True, slots=True)
+class StepAhead:
+    """A step that was launched before anybody knows what it came to.
+
+    step     that it is
+    before   tokens of the job before it
+    tokens   of the job, this step's included
+    rate     that it uses
+    """
+
+    step: int
+    before: int
+    tokens: int
+    rate: float
 
 
 def described(error: Exception) -> str:
@@ -139,24 +156,61 @@ class JobRun:
         if norm is None:
             norm = self.optimizer.gradient_norm()
         if not (math.isfinite(loss) and math.isfinite(norm)):
-            self.fail(
-                f"step {self.step + 1}: loss {loss}, gradient norm {norm}; the adapter is kept as "
-                f"step {self.step} left it"
-            )
+            self._fail_at(self.step + 1, loss, norm)
             return None
         rate = self.optimizer.learning_rate
         step, tokens = self.step + 1, self.tokens + count_tokens(batches)
         report = StepReport(self.job.name, step, loss, norm, rate, tokens, seconds)
         # Before the update: where the line cannot be written, the job is whole at the step before.
-        self.metrics.append(
-            step=step, loss=loss, grad_norm=norm, learning_rate=rate, tokens=tokens,
-            seconds=seconds,
-        )  # fmt: skip
+        self._append(report)
         self.optimizer.step(norm)
         self.optimizer.zero_grad()
         self.step, self.tokens, self.loss = step, tokens, loss
         self.evaluation.add_loss(loss)
         if self.step >= self.data.steps:
+            self.status = "done"
+        return report
+
+    def _append(self, report: StepReport) -> None:
+        self.metrics.append(
+            step=report.step, loss=report.loss, grad_norm=report.grad_norm,
+            learning_rate=report.learning_rate, tokens=report.tokens, seconds=report.seconds,
+        )  # fmt: skip
+
+    def _fail_at(self, step: int, loss: float, norm: float) -> None:
+        self.fail(
+            f"step {step}: loss {loss}, gradient norm {norm}; the adapter is kept as step "
+            f"{step - 1} left it"
+        )
+
+    def start_step(self, batches: MicroBatches) -> StepAhead:
+        """Count a step whose update is about to be launched; `end_step` says what came of it."""
+        tokens, rate = self.tokens + count_tokens(batches), self.optimizer.learning_rate
+        ahead = StepAhead(self.step + 1, self.tokens, tokens, rate)
+        self.step, self.tokens = ahead.step, ahead.tokens
+        return ahead
+
+    def end_step(self, ahead: StepAhead, outcome: Outcome, seconds: float) -> StepReport | None:
+        """Take in what a step came to, up to one step later.
+
+        Where its line of metrics cannot be written, the step is done all the same.
+
+        returns   None when the job has failed: the adapter is as the last good step left it, and so
+                  are the counters
+        """
+        if not outcome.updated:
+            self.optimizer.noted(-1)
+            if self.status != "failed":
+                self.step, self.tokens = ahead.step - 1, ahead.before
+                self._fail_at(ahead.step, outcome.loss, outcome.norm)
+            return None
+        report = StepReport(
+            self.job.name, ahead.step, outcome.loss, outcome.norm, ahead.rate, ahead.tokens, seconds
+        )
+        self._append(report)
+        self.loss = outcome.loss
+        self.evaluation.add_loss(outcome.loss)
+        if ahead.step >= self.data.steps:
             self.status = "done"
         return report
 

@@ -15,6 +15,7 @@ import math
 import operator
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
+from dataclasses import dataclass
 from itertools import chain
 from typing import TYPE_CHECKING, Any
 
@@ -152,11 +153,7 @@ def fused_adam(optimizer: torch.optim.Optimizer, gradients: Gradients) -> Callab
                 makes the state
     """
     options = optimizer.param_groups[0]
-    if type(optimizer) not in (torch.optim.Adam, torch.optim.AdamW) or not options["fused"]:
-        return None
-    if len(optimizer.param_groups) > 1 or any(options[name] for name in _OTHERS):
-        return None
-    if not (gradients.alike and isinstance(options["lr"], float) and _is_known(options)):
+    if not (is_plain_adam(optimizer) and gradients.alike and _is_known(options)):
         return None
     params = gradients.params
     states = [optimizer.state.get(param, {}) for param in params]
@@ -192,6 +189,18 @@ def fused_adam(optimizer: torch.optim.Optimizer, gradients: Gradients) -> Callab
     return step
 
 
+def is_plain_adam(optimizer: torch.optim.Optimizer) -> bool:
+    """Whether it is a fused Adam or AdamW with no option that only torch's own step knows."""
+    options = optimizer.param_groups[0]
+    return (
+        type(optimizer) in (torch.optim.Adam, torch.optim.AdamW)
+        and bool(options["fused"])
+        and len(optimizer.param_groups) == 1
+        and not any(options[name] for name in _OTHERS)
+        and isinstance(options["lr"], float)
+    )
+
+
 def _kernel_of(options: dict[str, Any]) -> str:
     return "_fused_adamw_" if options["decoupled_weight_decay"] else "_fused_adam_"
 
@@ -218,12 +227,30 @@ FUSED = {
 _ROW = 8
 
 
+@dataclass(frozen=True, slots=True)
+class AdamState:
+    """One job's Adam, laid open.
+
+    gradients          of its parameters
+    firsts, seconds    their moments
+    options            torch.optim's, of which the rate changes
+    max_norm           gradients are clipped to it; 0 for none
+    """
+
+    gradients: Gradients
+    firsts: list[Tensor]
+    seconds: list[Tensor]
+    options: Mapping[str, Any]
+    max_norm: float
+
+
 class JobOptimizer:
     """A job's torch.optim optimizer, its schedule, and clipping by the job's own norm.
 
     job      names the optimizer, its arguments, the schedule and the largest gradient norm
     params   the job's trained parameters by name; their order is the optimizer's order
     steps    optimizer steps of the whole job, from which the schedule takes its length
+    updates  that were done, those before a resume included
     raises   OptimizerError when the job's arguments do not fit its optimizer or schedule
     """
 
@@ -234,6 +261,9 @@ class JobOptimizer:
         self._schedule = _make_schedule(job, self._optimizer, steps)
         self._gradients = Gradients(self._params.values())
         self._fused: Callable[[], None] | None = None
+        self.updates = 0
+        # Those by `GroupUpdate` that the counters of torch.optim's state do not have yet.
+        self._uncounted = 0
 
     @property
     def learning_rate(self) -> float:
@@ -269,16 +299,62 @@ class JobOptimizer:
         """
         if norm is None:
             norm = self.gradient_norm()
+        self._count()
         gradients = self._held_gradients()
         if self._max_norm > 0:
             gradients.clip(norm, self._max_norm)
         self._fused = self._fused or fused_adam(self._optimizer, gradients)
         (self._fused or self._optimizer.step)()
+        self.updates += 1
         self._schedule.step()
         return norm
 
+    def adam(self) -> AdamState | None:
+        """What a kernel needs that updates many jobs at once; None where torch.optim is to do it.
+
+        Each update that such a kernel does is told by `noted`.
+        """
+        gradients = self._held_gradients()
+        if not (gradients.tensors and gradients.alike and is_plain_adam(self._optimizer)):
+            return None
+        for param in gradients.params:
+            if not self._optimizer.state[param]:
+                # As torch.optim begins it.
+                self._optimizer.state[param] = {
+                    "step": torch.zeros((), dtype=torch.float32, device=param.device),
+                    "exp_avg": torch.zeros_like(param, memory_format=torch.preserve_format),
+                    "exp_avg_sq": torch.zeros_like(param, memory_format=torch.preserve_format),
+                }
+        states = [self._optimizer.state[param] for param in gradients.params]
+        return AdamState(
+            gradients,
+            [state["exp_avg"].detach() for state in states],
+            [state["exp_avg_sq"].detach() for state in states],
+            self._optimizer.param_groups[0],
+            self._max_norm,
+        )
+
+    def noted(self, updates: int = 1) -> None:
+        """Count updates that were done from outside, and take the schedule on; or back."""
+        self._uncounted += updates
+        self.updates += updates
+        if updates > 0:
+            self._optimizer._opt_called = True  # type: ignore[attr-defined]  # or schedules warn
+            self._schedule.step()
+        else:
+            self._schedule.last_epoch += updates
+            self._schedule._step_count += updates
+
+    def _count(self) -> None:
+        """Let the counters of torch.optim's state have all updates."""
+        if self._uncounted:
+            steps = [state["step"] for state in self._optimizer.state.values() if state]
+            torch._foreach_add_(steps, self._uncounted)
+            self._uncounted = 0
+
     def state_tensors(self) -> dict[str, Tensor]:
         """The optimizer's tensors as `kind/parameter name`, such as `exp_avg/….lora_A.weight`."""
+        self._count()
         return {
             f"{kind}/{name}": value
             for name, param in self._params.items()
@@ -320,7 +396,8 @@ class JobOptimizer:
             states.setdefault(name, {})[kind] = self._restored(name, kind, value)
         for name, state in states.items():
             self._optimizer.state[self._params[name]] = state
-        self._fused = None
+        self._fused, self._uncounted = None, 0
+        self.updates = max((int(v) for k, v in tensors.items() if k.startswith("step/")), default=0)
         groups = self._optimizer.param_groups
         # The schedule's functions come from the job file; only their counters are saved.
         schedule = {**values["schedule"], "lr_lambdas": [None] * len(groups)}

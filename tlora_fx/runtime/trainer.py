@@ -8,7 +8,9 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime, timedelta
+from functools import partial
 from pathlib import Path
+from traceback import clear_frames
 from typing import Any
 
 import torch
@@ -66,16 +68,21 @@ from tlora_fx.runtime.distributed import (
 from tlora_fx.runtime.elastic import Roster
 from tlora_fx.runtime.evaluation import Evaluator
 from tlora_fx.runtime.generation import Sampler
+from tlora_fx.runtime.group_update import GroupUpdate, PendingOutcomes
 from tlora_fx.runtime.identity import describe_jobs, describe_run, require_same_run
 from tlora_fx.runtime.interrupts import Interrupts
 from tlora_fx.runtime.job_evaluation import Metrics
-from tlora_fx.runtime.job_run import JobRun, StepReport, described, status_after
-from tlora_fx.runtime.optimizer import require_trainable
+from tlora_fx.runtime.job_run import JobRun, StepAhead, StepReport, described, status_after
+from tlora_fx.runtime.optimizer import JobOptimizer, require_trainable
 from tlora_fx.runtime.out_of_memory import is_out_of_memory, out_of_memory
 from tlora_fx.runtime.run_folder import RunFolder
 from tlora_fx.runtime.trackers import Trackers
 
 GRACE_SECONDS = 10.0
+# A round that was launched, and is not looked at: what it comes to, of which jobs, which steps.
+# By job what callbacks and metrics files raised.
+Outside = dict[int, Exception]
+RoundAhead = tuple[PendingOutcomes, Sequence[JobRun], Sequence[StepAhead]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -176,6 +183,10 @@ class Trainer:
         self._seconds = 0.0
         self._limited = False
         self._tokens = 0
+        self._updated: list[JobOptimizer] = []
+        self._update: GroupUpdate | None = None
+        self._ahead: RoundAhead | None = None
+        self._since = time.perf_counter()
         self._saved_at = time.monotonic()
 
     @property
@@ -355,7 +366,8 @@ class Trainer:
         batches   by job index
         returns   each job's mean loss over its targets of the whole optimizer step
         """
-        return self._run_rows(self._rows(batches), batches)
+        losses = self._run_rows(self._rows(batches), batches).tolist()
+        return {index: losses[index] for index in batches}
 
     def _rows(self, batches: Mapping[int, MicroBatches]) -> list[PackedBatch]:
         """The rows of a round, the same on every process."""
@@ -363,16 +375,15 @@ class Trainer:
         rows = rows_of_round(self.model.jobs, batches, steps, self._row_tokens)
         return self.rows.made(cut_round(rows, self.plan.parts, self._cutting))
 
-    def _run_rows(
-        self, rows: Sequence[PackedBatch], batches: Mapping[int, MicroBatches]
-    ) -> dict[int, float]:
+    def _run_rows(self, rows: Sequence[PackedBatch], batches: Mapping[int, MicroBatches]) -> Tensor:
+        """Forward and backward; the mean losses, [J] on the device, which may still compute."""
         assert self._runner is not None
         counts = torch.zeros(len(self.model.jobs), dtype=torch.float64)
         for index, micro_batches in batches.items():
             counts[index] = self.roster.at(index).targets(micro_batches)
-        weights = torch.where(counts > 0, 1 / counts.clamp(min=1), 0).to(self.device)
-        losses = self._runner.run(rows, weights).tolist() if batches else []
-        return {index: losses[index] for index in batches}
+        weights = torch.where(counts > 0, 1 / counts.clamp(min=1), 0)
+        weights = weights.to(self.device, non_blocking=True)
+        return self._runner.run(rows, weights) if batches else weights
 
     # Jobs come and go between rounds.
 
@@ -414,6 +425,7 @@ class Trainer:
 
     def _change(self) -> None:
         """Let jobs leave and join, on all processes; who finds no room waits."""
+        self._updated = []  # what they train may lie elsewhere afterwards
         changes = self.ranks.from_leader(self.roster.changes)
         for name, how in changes.leaving.items():
             run = next(run for run in self._active() if run.job.name == name)
@@ -475,7 +487,8 @@ class Trainer:
 
     def _round(self, interrupts: Interrupts) -> bool:
         """Every running job does one optimizer step; False when somebody asked to stop instead."""
-        started = time.perf_counter()
+        if self._ahead is None:
+            self._since = time.perf_counter()
         batches = self._batches()
         rows = self._rows(batches)
         table = table_hash(rows) if self.mesh.size > 1 else 0
@@ -486,6 +499,9 @@ class Trainer:
             int(self.roster.is_due()),
         )  # fmt: skip
         agreed = self.ranks.agree(note)
+        if (agreed.fault or agreed.asked or agreed.changes) and self._ahead is not None:
+            launched = self._ahead[1]
+            self._judge(launched, self._settle(), due=False)
         if agreed.fault:
             self._end_faulty(self.roster.at(agreed.fault - 1))
             return True
@@ -496,11 +512,9 @@ class Trainer:
             self._change()
             return True
         self._choose(agreed, rows)
-        losses = self._run_isolated(rows, batches)
-        active = [self.roster.at(index) for index in losses]
-        norms = gradient_norms(active, self.model, self.mesh)
+        losses, ran = self._run_isolated(rows, batches)
         self.rounds += 1
-        self._finish(active, batches, losses, norms, started, due=bool(agreed.due))
+        self._finish(losses, {index: batches[index] for index in ran}, due=bool(agreed.due))
         if not self._limited:
             limit_waits(self.mesh, self.options.longest_wait)
             self._limited = True
@@ -526,37 +540,43 @@ class Trainer:
 
     def _run_isolated(
         self, rows: Sequence[PackedBatch], batches: Mapping[int, MicroBatches]
-    ) -> dict[int, float]:
+    ) -> tuple[Tensor, Iterable[int]]:
         """As `_run_rows`; where that fails, each job by itself, and the job at fault is left out.
 
         Only where one process trains: others would wait for what this one does not send.
+
+        returns   the losses, and the jobs that ran
         """
         try:
-            return self._run_rows(rows, batches)
+            return self._run_rows(rows, batches), batches
         except Exception as error:
             if self.mesh.size > 1 or (len(batches) == 1 and not is_out_of_memory(error)):
                 raise
+            clear_frames(error.__traceback__)
             failure = error.with_traceback(None) if is_out_of_memory(error) else error
-        # Out of the `except`: until here the traceback keeps the tensors of the row that failed.
+        # Out of the `except`: until here the exception keeps the tensors of the row that failed.
         return self._run_apart(failure, batches)
 
     def _run_apart(
         self, failure: Exception, batches: Mapping[int, MicroBatches]
-    ) -> dict[int, float]:
+    ) -> tuple[Tensor, Iterable[int]]:
         """Run each job's rows by themselves; what fails alone is at fault.
 
         raises    the failure itself where it is nobody's, OutOfMemory where no job has room
         """
         self._make_room(batches)
-        losses: dict[int, float] = {}
+        losses: dict[int, Tensor] = {}
         errors: dict[int, Exception] = {}
         largest = 0
         for index, micro_batches in batches.items():
             rows = self._rows({index: micro_batches})
             try:
-                losses |= self._run_rows(rows, {index: micro_batches})
+                losses[index] = self._run_rows(rows, {index: micro_batches})
                 largest = max([largest, *(row.input_ids.numel() for row in rows)])
             except Exception as error:  # noqa: BLE001  (whatever it is, the neighbours go on)
+                # A checkpoint in the middle of its forward takes what others save, until its frame
+                # is gone.
+                clear_frames(error.__traceback__)
                 errors[index] = error.with_traceback(None)
             if index in errors:
                 self._make_room([index])
@@ -572,7 +592,8 @@ class Trainer:
             )
         for index, reason in errors.items():
             self.roster.at(index).suspect(reason)
-        return losses
+        # A row of one job has zeros for all others.
+        return torch.stack(list(losses.values())).sum(0), losses
 
     def _make_room(self, jobs: Iterable[int]) -> None:
         """Forget what a failed row has left: gradients of its jobs, and memory."""
@@ -594,36 +615,106 @@ class Trainer:
             self.folder.write_decisions(self._nano.records())
         self._tokens = sum(row.input_ids.numel() for row in rows)
 
-    def _finish(
-        self,
-        active: Sequence[JobRun],
-        batches: Mapping[int, MicroBatches],
-        losses: Mapping[int, float],
-        norms: Mapping[int, float],
-        started: float,
-        *,
-        due: bool,
-    ) -> None:
-        outside: list[Exception] = []
+    def update(self, losses: Mapping[int, float], batches: Mapping[int, MicroBatches]) -> None:
+        """An optimizer step of each job, from what `gradients` gathered in the parameters.
+
+        losses    what `gradients` returned
+        """
+        known = torch.zeros(len(self.model.jobs), dtype=torch.float64)
+        for index, loss in losses.items():
+            known[index] = loss
+        self._step(known.to(self.device), batches)
+        self._settle()
+
+    def _finish(self, losses: Tensor, batches: Mapping[int, MicroBatches], *, due: bool) -> None:
+        """Update the jobs that ran; what that came to is looked at now, or a round later."""
+        active = [self.roster.at(index) for index in batches]
+        outside = self._step(losses, batches)
+        if due or any(run.status != "running" or self._is_looked_at(run) for run in active):
+            outside |= self._settle()
+        self._judge(active, outside, due=due)
+
+    def _is_looked_at(self, run: JobRun) -> bool:
+        """Whether something follows at once from the step that a job is at."""
+        save = run.step % run.job.save_steps == 0
+        return save or run.step >= run.data.steps or run.is_evaluated or run.is_sampled
+
+    def _step(self, losses: Tensor, batches: Mapping[int, MicroBatches]) -> Outside:
+        """An optimizer step of each job: all in one, not yet looked at, or one after the other.
+
+        returns   by job, of the round before where it is launched alone
+        """
+        active = [self.roster.at(index) for index in batches]
+        update = self._update_of(active)
+        if update is not None:
+            steps = [run.start_step(batches[run.index]) for run in active]
+            before, self._ahead = self._ahead, (update.launch(losses), active, steps)
+            for run in active:
+                self._take(run, run.optimizer.noted)
+            return self._settled(before)
+        outside = self._settle()
+        norms = gradient_norms(active, self.model, self.mesh)
+        known = losses.tolist()
         for run in active:
-            index = run.index
-            self._seconds = time.perf_counter() - started
-            try:
-                report = run.finish_step(losses[index], batches[index], self._seconds, norms[index])
-            except Exception as error:  # noqa: BLE001  (whatever it is, the neighbours go on)
-                run.suspect(error)
-                if isinstance(error, MetricsError):
-                    outside.append(error)
-                    run.goes_on = not self.gathering.apart
-                continue
-            if report is not None:
-                outside += self._tell(run, report)
+            self._seconds = time.perf_counter() - self._since
+            finish = partial(
+                run.finish_step, known[run.index], batches[run.index], self._seconds,
+                norms[run.index],
+            )  # fmt: skip
+            outside |= self._take(run, finish)
+        return outside
+
+    def _update_of(self, active: Sequence[JobRun]) -> GroupUpdate | None:
+        """What updates these jobs at once, where one process trains them; kept while it fits."""
+        optimizers = [run.optimizer for run in active]
+        if self.mesh.size > 1:
+            return None
+        if self._updated != optimizers or (self._update and not self._update.holds()):
+            self._updated = optimizers
+            self._update = GroupUpdate.of(optimizers, [run.index for run in active])
+        return self._update
+
+    def _settle(self) -> Outside:
+        """Look at the round that was launched last; as `_step` returns."""
+        ahead, self._ahead = self._ahead, None
+        return self._settled(ahead)
+
+    def _settled(self, ahead: RoundAhead | None) -> Outside:
+        if ahead is None:
+            return {}
+        pending, runs, steps = ahead
+        outcomes = pending.read()
+        now = time.perf_counter()
+        self._seconds, self._since = now - self._since, now
+        outside: Outside = {}
+        for run, step, outcome in zip(runs, steps, outcomes, strict=True):
+            outside |= self._take(run, partial(run.end_step, step, outcome, self._seconds))
+        return outside
+
+    def _take(self, run: JobRun, finish: Callable[[], StepReport | None]) -> Outside:
+        """Let a job take in its step, and report it; what that raises ends the job."""
+        try:
+            report = finish()
+        except Exception as error:  # noqa: BLE001  (whatever it is, the neighbours go on)
+            run.suspect(error)
+            if not isinstance(error, MetricsError):
+                return {}
+            run.goes_on = not self.gathering.apart
+            return {run.index: error}
+        return {} if report is None else self._tell(run, report)
+
+    def _judge(self, active: Sequence[JobRun], outside: Outside, *, due: bool) -> None:
+        """What follows from a round: evaluations, jobs that end, a checkpoint.
+
+        due       a checkpoint is
+        """
         due_now = [run.index for run in active if run.is_evaluated and not run.fault]
         if any(run.job.eval_strategy != "no" for run in active):
             # A fault that one process alone has met must not part them.
             due_now = self.ranks.from_leader(due_now)
-        outside += self._evaluate([self.roster.at(index) for index in due_now])
-        self._sample([run for run in active if run.is_sampled])
+        if self._ahead is None:
+            outside = outside | self._evaluate([self.roster.at(index) for index in due_now])
+            self._sample([run for run in active if run.is_sampled])
         due |= self._tell_of_changes()
         for run in active:
             if run.status != "running":
@@ -631,18 +722,18 @@ class Trainer:
             due = due or run.status != "running" or run.step % run.job.save_steps == 0
         if outside and len(outside) == len(active):
             # A full disk or a callback that never works is no job's fault.
-            raise outside[0]
+            raise next(iter(outside.values()))
         if due and self._active():
             self._save(last=False)
 
-    def _evaluate(self, runs: Sequence[JobRun]) -> list[Exception]:
+    def _evaluate(self, runs: Sequence[JobRun]) -> Outside:
         """Evaluate jobs together; some may stop early.
 
-        returns   what callbacks and metrics files raised; each ends its job
+        returns   by job; each ends its job
         """
         if not runs:
-            return []
-        outside: list[Exception] = []
+            return {}
+        outside: Outside = {}
         self.callback.evaluating()
         measured = self._measured(runs)
         for run in runs:
@@ -653,7 +744,7 @@ class Trainer:
                 if report is not None:
                     self.callback.evaluated(report)
             except Exception as error:  # noqa: BLE001  (whatever it is, the neighbours go on)
-                outside.append(error)
+                outside[run.index] = error
                 self._blame(run, error)
                 run.goes_on = not self.gathering.apart
         return outside
@@ -686,7 +777,7 @@ class Trainer:
         if run.status != "running":
             run.fail(run.fault)
 
-    def _tell(self, run: JobRun, report: StepReport) -> list[Exception]:
+    def _tell(self, run: JobRun, report: StepReport) -> Outside:
         """Report a step; what the callback raises ends the job, unless it has ended by itself."""
         try:
             self.callback.stepped(report)
@@ -696,8 +787,8 @@ class Trainer:
                 run.goes_on = True
             else:
                 self._warn_of(run, error)
-            return [error]
-        return []
+            return {run.index: error}
+        return {}
 
     def _conclude(self, run: JobRun) -> None:
         """A job has ended: leave its adapter, and say so."""

@@ -240,8 +240,9 @@ def _train(trainer: Trainer, fused: Mapping[str, _Fused], steps: int) -> None:
         for run in active:
             job = fused[run.job.name]
             job.steps.append((losses[run.index], job.gradients()))
-            run.finish_step(losses[run.index], batches[run.index], 0.0)
-            job.adapters.append(_tensors(run.parameters))
+        trainer.update(losses, batches)
+        for run in active:
+            fused[run.job.name].adapters.append(_tensors(run.parameters))
 
 
 def _run_extremes(trainer: Trainer, fused: Mapping[str, _Fused]) -> None:

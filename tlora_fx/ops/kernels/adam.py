@@ -1,0 +1,148 @@
+"""The end of a round on a GPU: norms, clipping and Adam of all jobs, in three launches.
+
+What jobs train are hundreds of short runs of memory each. A table lists them in chunks, with the
+addresses of parameter, gradient and moments; every chunk is one job's. Nothing is read on the
+host, so the next round is on its way before this one has ended.
+
+A job's sums run over its own chunks in their order, so that neighbours do not change its bits.
+
+source   Kingma and Ba 2015; Loshchilov and Hutter 2019; the arithmetic of torch.optim's fused Adam
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+#: Elements of a chunk.
+CHUNK = 4096
+#: int64 a chunk: addresses of parameter, gradient, first and second moment; elements; job.
+WORDS = 6
+#: float64 a job, in the order that `adam` says.
+GIVEN = 10
+#: float64 a job that come back: loss, norm before clipping, whether it was updated, its scale.
+FACTS = 4
+
+_SUMMED = 1024
+_TYPES = {
+    torch.float64: tl.float64,
+    torch.float32: tl.float32,
+    torch.bfloat16: tl.bfloat16,
+    torch.float16: tl.float16,
+}
+
+
+@triton.jit
+def _squares(table, sums, KIND: tl.constexpr, WIDE: tl.constexpr, CHUNK: tl.constexpr):
+    chunk = tl.program_id(0)
+    row = table + chunk.to(tl.int64) * 6
+    gradient = tl.multiple_of(tl.load(row + 1).to(tl.pointer_type(KIND)), 16)
+    count = tl.load(row + 4)
+    lanes = tl.arange(0, CHUNK)
+    value = tl.load(gradient + lanes, mask=lanes < count, other=0.0).to(WIDE)
+    tl.store(sums + chunk, tl.sum(value * value, axis=0))
+
+
+@triton.jit
+def _settle(
+    sums, firsts, places, losses, given, alive, facts, WIDE: tl.constexpr, BLOCK: tl.constexpr
+):
+    job = tl.program_id(0)
+    start = tl.load(firsts + job)
+    stop = tl.load(firsts + job + 1)
+    lanes = tl.arange(0, BLOCK)
+    total = tl.zeros([BLOCK], WIDE)
+    for first in range(start, stop, BLOCK):
+        total += tl.load(sums + first + lanes, mask=first + lanes < stop, other=0.0)
+    norm = tl.sqrt(tl.sum(total, axis=0)).to(tl.float64)
+    loss = tl.load(losses + tl.load(places + job)).to(tl.float64)
+    # Of what is no number, or infinite, the difference to itself is not zero.
+    sound = ((norm - norm == 0.0) & (loss - loss == 0.0)).to(tl.int32)
+    sound = sound * tl.load(alive + job)
+    tl.store(alive + job, sound)
+    largest = tl.load(given + job * 10)
+    scale = tl.where(largest > 0.0, tl.minimum(largest / (norm + 1e-6), 1.0), 1.0)
+    tl.store(facts + job * 4, loss)
+    tl.store(facts + job * 4 + 1, norm)
+    tl.store(facts + job * 4 + 2, sound.to(tl.float64))
+    tl.store(facts + job * 4 + 3, scale)
+
+
+@triton.jit
+def _update(table, given, facts, KIND: tl.constexpr, WIDE: tl.constexpr, CHUNK: tl.constexpr):
+    row = table + tl.program_id(0).to(tl.int64) * 6
+    param_at = tl.multiple_of(tl.load(row).to(tl.pointer_type(KIND)), 16)
+    gradient_at = tl.multiple_of(tl.load(row + 1).to(tl.pointer_type(KIND)), 16)
+    first_at = tl.multiple_of(tl.load(row + 2).to(tl.pointer_type(KIND)), 16)
+    second_at = tl.multiple_of(tl.load(row + 3).to(tl.pointer_type(KIND)), 16)
+    count = tl.load(row + 4)
+    job = tl.load(row + 5)
+    lanes = tl.arange(0, CHUNK)
+    mine = lanes < count
+    if tl.load(facts + job * 4 + 2) != 0.0:
+        scale = tl.load(facts + job * 4 + 3).to(WIDE)
+        own = given + job * 10
+        rate = tl.load(own + 1).to(WIDE)
+        shrink = tl.load(own + 2).to(WIDE)
+        decay = tl.load(own + 3).to(WIDE)
+        beta1 = tl.load(own + 4).to(WIDE)
+        rest1 = tl.load(own + 5).to(WIDE)
+        beta2 = tl.load(own + 6).to(WIDE)
+        rest2 = tl.load(own + 7).to(WIDE)
+        epsilon = tl.load(own + 8).to(WIDE)
+        root = tl.load(own + 9).to(WIDE)
+        param = tl.load(param_at + lanes, mask=mine).to(WIDE)
+        gradient = tl.load(gradient_at + lanes, mask=mine).to(WIDE) * scale
+        first = tl.load(first_at + lanes, mask=mine).to(WIDE)
+        second = tl.load(second_at + lanes, mask=mine).to(WIDE)
+        gradient += param * decay
+        param -= param * shrink
+        first = beta1 * first + rest1 * gradient
+        second = beta2 * second + rest2 * gradient * gradient
+        param -= rate * first / (tl.sqrt(second) / root + epsilon)
+        tl.store(param_at + lanes, param.to(KIND), mask=mine)
+        tl.store(first_at + lanes, first.to(KIND), mask=mine)
+        tl.store(second_at + lanes, second.to(KIND), mask=mine)
+    tl.store(gradient_at + lanes, tl.zeros([CHUNK], KIND), mask=mine)
+
+
+def adam(
+    table: Tensor,
+    firsts: Tensor,
+    places: Tensor,
+    losses: Tensor,
+    given: Tensor,
+    alive: Tensor,
+    dtype: torch.dtype,
+) -> Tensor:
+    """Update what all jobs of a round train, and zero its gradients.
+
+    A job whose loss or gradient norm is not finite stays as it is, now and from then on.
+
+    table     int64 [C, 6]: addresses of parameter, gradient and moments, elements, and job k
+    firsts    int32 [K + 1], where each job's chunks begin
+    places    int32 [K], where `losses` has the job's
+    losses    float [J]
+    given     float64 [K, 10]: the largest norm (0: any), rate over the first bias correction, rate
+              times decoupled decay, coupled decay, each beta and what it lacks to 1, epsilon, and
+              the root of the second bias correction
+    alive     int32 [K], 1 until a job is left as it is
+    dtype     of parameters, gradients and moments, which begin at multiples of 16 bytes
+    returns   float64 [K, 4]: loss, norm before clipping, 1 where the job was updated, and what its
+              gradients were multiplied with
+    """
+    chunks, jobs = table.shape[0], places.shape[0]
+    kind: Any = _TYPES[dtype]
+    wide: Any = tl.float64 if dtype == torch.float64 else tl.float32
+    sums = table.new_empty(chunks, dtype=torch.promote_types(dtype, torch.float32))
+    facts = table.new_empty((jobs, FACTS), dtype=torch.float64)
+    _squares[(chunks,)](table, sums, KIND=kind, WIDE=wide, CHUNK=CHUNK, num_warps=8)
+    _settle[(jobs,)](
+        sums, firsts, places, losses, given, alive, facts, WIDE=wide, BLOCK=_SUMMED, num_warps=4
+    )
+    _update[(chunks,)](table, given, facts, KIND=kind, WIDE=wide, CHUNK=CHUNK, num_warps=8)
+    return facts
