@@ -36,6 +36,7 @@ from tlora_fx.model.backbone import load_backbone
 from tlora_fx.runtime.adapters import base_tensors
 from tlora_fx.runtime.data import DataReport, JobData, Sample
 from tlora_fx.runtime.interrupts import Interrupts
+from tlora_fx.runtime.round_end import RoundEnd
 from tlora_fx.runtime.trainer import Trainer, TrainerOptions
 
 ROWS, ROUND, EACH = "rows", "round", "job by job"
@@ -153,7 +154,7 @@ def measured(trainer: Trainer, case: Case, given: argparse.Namespace) -> Figures
         for number in range(given.repeats):
             for name in run if number % 2 == 0 else reversed(run):
                 times[name].append(_timed(run[name], case.rounds, given.device))
-        trainer._settle()
+        trainer._end.settle()
     graphs = trainer.graphs
     ms = {name: round(statistics.median(each), 2) for name, each in times.items()}
     spread = {name: [round(min(each), 2), round(max(each), 2)] for name, each in times.items()}
@@ -194,7 +195,7 @@ def _round(trainer: Trainer, interrupts: Interrupts) -> None:
 
 
 def _each(trainer: Trainer, interrupts: Interrupts) -> None:
-    with mock.patch.object(Trainer, "_update_of", return_value=None):
+    with mock.patch.object(RoundEnd, "_update_of", return_value=None):
         trainer._round(interrupts)
 
 
@@ -203,9 +204,9 @@ def compared(trainer: Trainer) -> float:
 
     raises   RuntimeError beyond the bound, or where nothing changed
     """
-    trainer._settle()
+    trainer._end.settle()
     runs = trainer.runs
-    update = trainer._update_of(runs)
+    update = trainer._end._update_of(runs)
     if update is None:
         return 0.0
     states = [
@@ -233,7 +234,7 @@ def compared(trainer: Trainer) -> float:
             worst = max(worst, float((param.detach() - mine[place]).abs().max()))
             change = max(change, float((param.detach() - params[place]).abs().max()))
         run.optimizer.load_state(tensors, values)
-    trainer._updated = []
+    trainer._end.forget()
     if not change or worst / change > BOUND:
         raise RuntimeError(f"the updates part: {worst} of {change}")
     return worst / change

@@ -4,7 +4,8 @@ Llama-3-8B's shape with random weights, which all arms share. Each arm does forw
 the optimizer for all eight jobs; the frozen model does forward and backward down to its embeddings.
 All arms take turns in rounds; a figure is the median wall time. Ours is `Trainer`'s whole round:
 packing on the host, gradient norms, metrics, and one optimizer a job; the others have their tokens
-on the GPU already, and one fused AdamW. PEFT's figure is the sum over its jobs.
+on the GPU already, and one fused AdamW. PEFT's figure is the sum over its jobs. Before an arm is
+timed, its gradients are compared with those of the same code run eagerly.
 
 On a CPU nothing but the code is tried: `--device cpu --layers 2 --hidden 64 --vocabulary 512`.
 """
@@ -29,7 +30,7 @@ from rich.table import Table
 from benchmarks.interleaved import Spread
 from benchmarks.kernel_times import busy, profiled, table
 from benchmarks.results_file import RESULTS, console, described, write
-from benchmarks.step_arms import ARMS, Arm, Made, Seconds
+from benchmarks.step_arms import ARMS, Arm, Made, Seconds, require_gradients
 from benchmarks.step_mixes import MIXES, Mix, Shape
 from benchmarks.step_profile import CLASSES, classes
 
@@ -115,6 +116,7 @@ class Bench:
     def _prepare(self, name: str, mix: Mix, found: Found) -> None:
         started, arm = time.perf_counter(), self.arms[name]
         arm.load(mix)
+        require_gradients(arm)
         for _ in range(WARM_UP):
             arm.step()
         if self.made.device == "cuda":

@@ -28,6 +28,9 @@ class Arm(Protocol):
     def step(self) -> Seconds:
         """One step of every job; the seconds of its parts, which add up to the step."""
 
+    def gradients(self) -> list[Tensor]:
+        """What one step gathers; nothing is trained."""
+
 
 class Clock:
     """Seconds by part; waits for the device where a part begins and ends."""
@@ -75,6 +78,15 @@ class Ours:
             rows = [tuple(row) for row in ids.tolist()]
             self.batches[index] = [[Sample(row, row) for row in rows]]
 
+    def gradients(self) -> list[Tensor]:
+        """Of all jobs' parameters."""
+        self.trainer.gradients(self.batches)
+        params = [p for run in self.trainer.runs for p in run.parameters.values()]
+        found = [p.grad.clone() for p in params if p.grad is not None]
+        for run in self.trainer.runs:
+            run.optimizer.zero_grad()
+        return found
+
     def step(self) -> Seconds:
         """One round of the trainer."""
         clock = Clock(self.device)
@@ -87,6 +99,30 @@ class Ours:
         for run in self.trainer.runs:
             if run.status != "running":
                 raise RuntimeError(f"{run.job.name}: {run.status} {run.reason}")
+
+
+#: Of the norm of all gradients, compiled against eager.
+GRADIENT_BOUND = 2e-2
+
+
+def require_gradients(arm: Arm) -> None:
+    """Compare an arm's gradients with those of the same code run eagerly; nothing is timed yet.
+
+    raises   RuntimeError where they differ, or where all are zeros
+    """
+    found = arm.gradients()
+    with torch.compiler.set_stance("force_eager"):
+        expected = arm.gradients()
+    if not expected:
+        return
+    apart = sum(
+        float((a - b).double().square().sum()) for a, b in zip(found, expected, strict=True)
+    )
+    whole = sum(float(b.double().square().sum()) for b in expected)
+    if not whole or (apart / whole) ** 0.5 > GRADIENT_BOUND:
+        raise RuntimeError(
+            f"gradients are off by {apart**0.5:g} of {whole**0.5:g}: it trains nothing"
+        )
 
 
 class Peft:
@@ -130,6 +166,10 @@ class Peft:
         """Take a mix, a batch a job."""
         self.ids = mix.ids(self.shape, self.device)
 
+    def gradients(self) -> list[Tensor]:
+        """Nothing is compiled here."""
+        return []
+
     def step(self) -> Seconds:
         """A step of the first job, then of the next."""
         clock = Clock(self.device)
@@ -161,6 +201,10 @@ class PackedArm:
     def load(self, mix: Mix) -> None:
         """Take a mix as one row."""
         self.packed.load(mix)
+
+    def gradients(self) -> list[Tensor]:
+        """Of the stacked adapters."""
+        return self.packed.gradients()
 
     def step(self) -> Seconds:
         """One step."""

@@ -2,8 +2,7 @@
 
 Attention runs within each sequence of a packed row, through torch's varlen kernel. The adapters of
 all jobs are stacked, a mask keeps each job's tokens to its ranks, and the frozen product is added
-by cuBLAS into theirs (`site_arms.ExpandFirst`). The loss runs in chunks that are computed again in
-the backward.
+by cuBLAS into theirs (`Expand`). The loss runs in chunks that are computed again in the backward.
 """
 
 from __future__ import annotations
@@ -17,7 +16,6 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from benchmarks.site_arms import ExpandFirst
 from benchmarks.step_mixes import ALPHA, RANKS, Mix, Shape
 
 ATTENTION = "benchmark_packed"
@@ -93,8 +91,31 @@ class Stacked(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """[1, T, in] to [1, T, out]."""
-        apply: Any = ExpandFirst.apply
-        return cast(Tensor, apply(x[0], self.weight, self.a, self.b, self.mask, 0.0)).unsqueeze(0)
+        apply: Any = Expand.apply
+        return cast(Tensor, apply(x[0], self.weight, self.a, self.b, self.mask)).unsqueeze(0)
+
+
+class Expand(torch.autograd.Function):
+    """The frozen product added to the adapters', each by cuBLAS.
+
+    Nothing is written in place: torch.compile (2.11) silently gives zero gradients for a function
+    whose forward ends in an in-place `addmm_` on a value of its own.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, a: Tensor, b: Tensor, mask: Tensor) -> Tensor:
+        """[T, in] to [T, out]; a [R, in], b [out, R], mask [T, R]."""
+        shrunk = (x @ a.t()) * mask
+        ctx.save_for_backward(x, weight, a, b, mask, shrunk)
+        return torch.addmm(shrunk @ b.t(), x, weight.t())
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        """Of x, a and b."""
+        x, weight, a, b, mask, shrunk = ctx.saved_tensors
+        (dy,) = grads
+        ds = (dy @ b) * mask
+        return torch.addmm(ds @ a, dy, weight), None, ds.t() @ x, dy.t() @ shrunk, None
 
 
 def stack_adapters(model: Any) -> list[Stacked]:
@@ -140,10 +161,22 @@ class Packed:
         for site in self.sites:
             site.mask = mask
 
+    def gradients(self) -> list[Tensor]:
+        """What a step gathers, one after the other; nothing is trained."""
+        optimizer, self.optimizer = self.optimizer, None
+        try:
+            self.step()
+        finally:
+            self.optimizer = optimizer
+        trained = [p for site in self.sites for p in (site.a, site.b)]
+        found = [p.grad.clone() for p in trained if p.grad is not None]
+        self.model.zero_grad()
+        return found
+
     def step(self) -> None:
         """One step."""
         embedded = self.model.model.embed_tokens(self.ids[None])
-        if self.optimizer is None:
+        if not self.sites:
             embedded.requires_grad_()
         hidden = self.model.model(inputs_embeds=embedded, **self.row)[0][0]
         self.loss(hidden).backward()  # type: ignore[no-untyped-call]

@@ -5,7 +5,16 @@ from __future__ import annotations
 import pytest
 import torch
 
-from benchmarks.step_arms import COMPUTE, OPTIMIZER, WHOLE, Made, Ours, PackedArm, Peft
+from benchmarks.step_arms import (
+    COMPUTE,
+    OPTIMIZER,
+    WHOLE,
+    Made,
+    Ours,
+    PackedArm,
+    Peft,
+    require_gradients,
+)
 from benchmarks.step_mixes import Mix, Shape
 
 SHAPE = Shape(
@@ -43,6 +52,27 @@ def test_all_arms_begin_with_one_loss_and_train(made):
     assert packed_loss(packed) < whole / sum(MIX.batches)
     later = ours.trainer.gradients(ours.batches)
     assert all(later[index] < first[index] for index in first)
+
+
+class Zeros(PackedArm):
+    """An arm whose gradients are zeros, as once by torch.compile."""
+
+    calls = 0
+
+    def gradients(self):
+        self.calls += 1
+        return [tensor * (self.calls - 1) for tensor in super().gradients()]
+
+
+def test_an_arm_that_trains_nothing_is_refused_before_it_is_timed(made):
+    """And one whose gradients are those of eager code is not."""
+    for arm in (PackedArm(made, stacked=True), Ours(made.base, made, made.folder / "again")):
+        arm.load(MIX)
+        require_gradients(arm)
+    arm = Zeros(made, stacked=True)
+    arm.load(MIX)
+    with pytest.raises(RuntimeError, match="trains nothing"):
+        require_gradients(arm)
 
 
 def packed_loss(arm):

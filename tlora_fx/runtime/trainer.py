@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import gc
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime, timedelta
-from functools import partial
 from pathlib import Path
 from traceback import clear_frames
 from typing import Any
@@ -61,28 +60,23 @@ from tlora_fx.runtime.distributed import (
     Ranks,
     RoundNotice,
     StateGatherer,
-    gradient_norms,
     require_elementwise,
     table_hash,
 )
 from tlora_fx.runtime.elastic import Roster
 from tlora_fx.runtime.evaluation import Evaluator
 from tlora_fx.runtime.generation import Sampler
-from tlora_fx.runtime.group_update import GroupUpdate, PendingOutcomes
 from tlora_fx.runtime.identity import describe_jobs, describe_run, require_same_run
 from tlora_fx.runtime.interrupts import Interrupts
 from tlora_fx.runtime.job_evaluation import Metrics
-from tlora_fx.runtime.job_run import JobRun, StepAhead, StepReport, described, status_after
-from tlora_fx.runtime.optimizer import JobOptimizer, require_trainable
+from tlora_fx.runtime.job_run import JobRun, StepReport, described, status_after
+from tlora_fx.runtime.optimizer import require_trainable
 from tlora_fx.runtime.out_of_memory import is_out_of_memory, out_of_memory
+from tlora_fx.runtime.round_end import Outside, RoundEnd
 from tlora_fx.runtime.run_folder import RunFolder
 from tlora_fx.runtime.trackers import Trackers
 
 GRACE_SECONDS = 10.0
-# A round that was launched, and is not looked at: what it comes to, of which jobs, which steps.
-# By job what callbacks and metrics files raised.
-Outside = dict[int, Exception]
-RoundAhead = tuple[PendingOutcomes, Sequence[JobRun], Sequence[StepAhead]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -180,13 +174,9 @@ class Trainer:
         self._choice = self.plan.nano_batches if nano is None else nano.count
         self._row_tokens = options.max_row_tokens
         self._cutting = Cutting.of(self.model, options.max_row_tokens)
-        self._seconds = 0.0
         self._limited = False
         self._tokens = 0
-        self._updated: list[JobOptimizer] = []
-        self._update: GroupUpdate | None = None
-        self._ahead: RoundAhead | None = None
-        self._since = time.perf_counter()
+        self._end = RoundEnd(self.model, self.mesh, self._tell, goes_on=not self.gathering.apart)
         self._saved_at = time.monotonic()
 
     @property
@@ -425,7 +415,7 @@ class Trainer:
 
     def _change(self) -> None:
         """Let jobs leave and join, on all processes; who finds no room waits."""
-        self._updated = []  # what they train may lie elsewhere afterwards
+        self._end.forget()
         changes = self.ranks.from_leader(self.roster.changes)
         for name, how in changes.leaving.items():
             run = next(run for run in self._active() if run.job.name == name)
@@ -487,21 +477,20 @@ class Trainer:
 
     def _round(self, interrupts: Interrupts) -> bool:
         """Every running job does one optimizer step; False when somebody asked to stop instead."""
-        if self._ahead is None:
-            self._since = time.perf_counter()
+        self._end.begin()
         batches = self._batches()
         rows = self._rows(batches)
         table = table_hash(rows) if self.mesh.size > 1 else 0
-        micros = int(self._seconds * 1e6)
+        micros = int(self._end.seconds * 1e6)
         fault = next((run.index + 1 for run in self._active() if run.fault), 0)
         note = RoundNotice(
             table, int(interrupts.asked), self._choice, micros, int(self._save_due()), fault,
             int(self.roster.is_due()),
         )  # fmt: skip
         agreed = self.ranks.agree(note)
-        if (agreed.fault or agreed.asked or agreed.changes) and self._ahead is not None:
-            launched = self._ahead[1]
-            self._judge(launched, self._settle(), due=False)
+        if (agreed.fault or agreed.asked or agreed.changes) and self._end.ahead:
+            launched = self._end.ahead
+            self._judge(launched, self._end.settle(), due=False)
         if agreed.fault:
             self._end_faulty(self.roster.at(agreed.fault - 1))
             return True
@@ -623,85 +612,22 @@ class Trainer:
         known = torch.zeros(len(self.model.jobs), dtype=torch.float64)
         for index, loss in losses.items():
             known[index] = loss
-        self._step(known.to(self.device), batches)
-        self._settle()
+        runs = [self.roster.at(index) for index in batches]
+        self._end.step(known.to(self.device), runs, batches)
+        self._end.settle()
 
     def _finish(self, losses: Tensor, batches: Mapping[int, MicroBatches], *, due: bool) -> None:
         """Update the jobs that ran; what that came to is looked at now, or a round later."""
         active = [self.roster.at(index) for index in batches]
-        outside = self._step(losses, batches)
+        outside = self._end.step(losses, active, batches)
         if due or any(run.status != "running" or self._is_looked_at(run) for run in active):
-            outside |= self._settle()
+            outside |= self._end.settle()
         self._judge(active, outside, due=due)
 
     def _is_looked_at(self, run: JobRun) -> bool:
         """Whether something follows at once from the step that a job is at."""
         save = run.step % run.job.save_steps == 0
         return save or run.step >= run.data.steps or run.is_evaluated or run.is_sampled
-
-    def _step(self, losses: Tensor, batches: Mapping[int, MicroBatches]) -> Outside:
-        """An optimizer step of each job: all in one, not yet looked at, or one after the other.
-
-        returns   by job, of the round before where it is launched alone
-        """
-        active = [self.roster.at(index) for index in batches]
-        update = self._update_of(active)
-        if update is not None:
-            steps = [run.start_step(batches[run.index]) for run in active]
-            before, self._ahead = self._ahead, (update.launch(losses), active, steps)
-            for run in active:
-                self._take(run, run.optimizer.noted)
-            return self._settled(before)
-        outside = self._settle()
-        norms = gradient_norms(active, self.model, self.mesh)
-        known = losses.tolist()
-        for run in active:
-            self._seconds = time.perf_counter() - self._since
-            finish = partial(
-                run.finish_step, known[run.index], batches[run.index], self._seconds,
-                norms[run.index],
-            )  # fmt: skip
-            outside |= self._take(run, finish)
-        return outside
-
-    def _update_of(self, active: Sequence[JobRun]) -> GroupUpdate | None:
-        """What updates these jobs at once, where one process trains them; kept while it fits."""
-        optimizers = [run.optimizer for run in active]
-        if self.mesh.size > 1:
-            return None
-        if self._updated != optimizers or (self._update and not self._update.holds()):
-            self._updated = optimizers
-            self._update = GroupUpdate.of(optimizers, [run.index for run in active])
-        return self._update
-
-    def _settle(self) -> Outside:
-        """Look at the round that was launched last; as `_step` returns."""
-        ahead, self._ahead = self._ahead, None
-        return self._settled(ahead)
-
-    def _settled(self, ahead: RoundAhead | None) -> Outside:
-        if ahead is None:
-            return {}
-        pending, runs, steps = ahead
-        outcomes = pending.read()
-        now = time.perf_counter()
-        self._seconds, self._since = now - self._since, now
-        outside: Outside = {}
-        for run, step, outcome in zip(runs, steps, outcomes, strict=True):
-            outside |= self._take(run, partial(run.end_step, step, outcome, self._seconds))
-        return outside
-
-    def _take(self, run: JobRun, finish: Callable[[], StepReport | None]) -> Outside:
-        """Let a job take in its step, and report it; what that raises ends the job."""
-        try:
-            report = finish()
-        except Exception as error:  # noqa: BLE001  (whatever it is, the neighbours go on)
-            run.suspect(error)
-            if not isinstance(error, MetricsError):
-                return {}
-            run.goes_on = not self.gathering.apart
-            return {run.index: error}
-        return {} if report is None else self._tell(run, report)
 
     def _judge(self, active: Sequence[JobRun], outside: Outside, *, due: bool) -> None:
         """What follows from a round: evaluations, jobs that end, a checkpoint.
@@ -712,7 +638,7 @@ class Trainer:
         if any(run.job.eval_strategy != "no" for run in active):
             # A fault that one process alone has met must not part them.
             due_now = self.ranks.from_leader(due_now)
-        if self._ahead is None:
+        if not self._end.ahead:
             outside = outside | self._evaluate([self.roster.at(index) for index in due_now])
             self._sample([run for run in active if run.is_sampled])
         due |= self._tell_of_changes()
