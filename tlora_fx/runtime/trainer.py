@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import gc
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime, timedelta
@@ -620,6 +620,7 @@ class Trainer:
         """Update the jobs that ran; what that came to is looked at now, or a round later."""
         active = [self.roster.at(index) for index in batches]
         outside = self._end.step(losses, active, batches)
+        due = due or bool(self._to_tell)
         if due or any(run.status != "running" or self._is_looked_at(run) for run in active):
             outside |= self._end.settle()
         self._judge(active, outside, due=due)
