@@ -8,8 +8,8 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime, timedelta
+from functools import partial
 from pathlib import Path
-from traceback import clear_frames
 from typing import Any
 
 import torch
@@ -68,10 +68,10 @@ from tlora_fx.runtime.evaluation import Evaluator
 from tlora_fx.runtime.generation import Sampler
 from tlora_fx.runtime.identity import describe_jobs, describe_run, require_same_run
 from tlora_fx.runtime.interrupts import Interrupts
+from tlora_fx.runtime.isolation import run_isolated
 from tlora_fx.runtime.job_evaluation import Metrics
 from tlora_fx.runtime.job_run import JobRun, StepReport, described, status_after
 from tlora_fx.runtime.optimizer import require_trainable
-from tlora_fx.runtime.out_of_memory import is_out_of_memory, out_of_memory
 from tlora_fx.runtime.round_end import Outside, RoundEnd
 from tlora_fx.runtime.run_folder import RunFolder
 from tlora_fx.runtime.trackers import Trackers
@@ -530,59 +530,28 @@ class Trainer:
     def _run_isolated(
         self, rows: Sequence[PackedBatch], batches: Mapping[int, MicroBatches]
     ) -> tuple[Tensor, Iterable[int]]:
-        """As `_run_rows`; where that fails, each job by itself, and the job at fault is left out.
+        """As `_run_rows`, and the jobs that ran; the job at fault is left out where one fails.
 
         Only where one process trains: others would wait for what this one does not send.
-
-        returns   the losses, and the jobs that ran
         """
-        try:
+        if self.mesh.size > 1:
             return self._run_rows(rows, batches), batches
-        except Exception as error:
-            if self.mesh.size > 1 or (len(batches) == 1 and not is_out_of_memory(error)):
-                raise
-            clear_frames(error.__traceback__)
-            failure = error.with_traceback(None) if is_out_of_memory(error) else error
-        # Out of the `except`: until here the exception keeps the tensors of the row that failed.
-        return self._run_apart(failure, batches)
 
-    def _run_apart(
-        self, failure: Exception, batches: Mapping[int, MicroBatches]
-    ) -> tuple[Tensor, Iterable[int]]:
-        """Run each job's rows by themselves; what fails alone is at fault.
+        def alone(index: int) -> tuple[Tensor, int]:
+            own = {index: batches[index]}
+            rows = self._rows(own)
+            return self._run_rows(rows, own), max(row.input_ids.numel() for row in rows)
 
-        raises    the failure itself where it is nobody's, OutOfMemory where no job has room
-        """
-        self._make_room(batches)
-        losses: dict[int, Tensor] = {}
-        errors: dict[int, Exception] = {}
-        largest = 0
-        for index, micro_batches in batches.items():
-            rows = self._rows({index: micro_batches})
-            try:
-                losses[index] = self._run_rows(rows, {index: micro_batches})
-                largest = max([largest, *(row.input_ids.numel() for row in rows)])
-            except Exception as error:  # noqa: BLE001  (whatever it is, the neighbours go on)
-                # A checkpoint in the middle of its forward takes what others save, until its frame
-                # is gone.
-                clear_frames(error.__traceback__)
-                errors[index] = error.with_traceback(None)
-            if index in errors:
-                self._make_room([index])
-        full = is_out_of_memory(failure)
-        if not losses and full:
-            raise out_of_memory(self.model.jobs, batches, failure)
-        if not losses or not (errors or full):
-            raise failure
-        if not errors:
-            self._row_tokens = min(self._row_tokens, largest)
-            self.callback.warned(
-                f"no memory for the rows of all jobs together: from now on of {largest} tokens"
-            )
-        for index, reason in errors.items():
+        together = partial(self._run_rows, rows, batches)
+        ran = run_isolated(together, alone, self._make_room, self.model.jobs, batches)
+        for index, reason in ran.errors.items():
             self.roster.at(index).suspect(reason)
-        # A row of one job has zeros for all others.
-        return torch.stack(list(losses.values())).sum(0), losses
+        if ran.largest:
+            self._row_tokens = min(self._row_tokens, ran.largest)
+            self.callback.warned(
+                f"no memory for the rows of all jobs together: from now on of {ran.largest} tokens"
+            )
+        return ran.losses, ran.indices
 
     def _make_room(self, jobs: Iterable[int]) -> None:
         """Forget what a failed row has left: gradients of its jobs, and memory."""
