@@ -19,7 +19,7 @@ from torch.fx.experimental.symbolic_shapes import statically_known_true
 
 from tlora_fx.errors import NotFoldable
 from tlora_fx.ir.graph import GroupGraph, TensorRef, placeholders, shape_of
-from tlora_fx.ir.lora_sites import ADD, ONE
+from tlora_fx.ir.lora_sites import ADD, ONE, BranchNumbers
 from tlora_fx.pipeline import GroupPass, Numerics, count, register
 from tlora_fx.rewriting import (
     Maker,
@@ -335,7 +335,10 @@ class LowerAdapters(GroupPass):
         if lowered is None:
             return False
         count("lowered", len(branches))
-        lowered.meta["branches"] = {jobs[i]: branch for i, (_, branch) in enumerate(branches)}
+        lowered.meta["branches"] = {
+            job: BranchNumbers(_rank(branch), branch.scaling, branch.dropout)
+            for job, (_, branch) in zip(jobs, branches, strict=True)
+        }
         for write in writes:
             if not write._erased:
                 write.replace_all_uses_with(write.args[0])  # type: ignore[arg-type]
@@ -367,9 +370,14 @@ def _capacity(
     lowered = [group.jobs[branch.job].sites for _, branch in branches]
     adapters = [own[path] for own in lowered for path in paths if path in own]
     if not adapters:  # a graph that Dynamo recorded: what its branches say is all there is
-        ranks = [int(branch.a.meta["tensor"].shape[0]) for _, branch in branches]
-        return max(ranks), any(branch.dropout > 0 for _, branch in branches)
+        return max(_rank(branch) for _, branch in branches), any(
+            branch.dropout > 0 for _, branch in branches
+        )
     return max(own.rank for own in adapters), any(own.dropout > 0 for own in adapters)
+
+
+def _rank(branch: LoraBranch) -> int:
+    return int(branch.a.meta["tensor"].shape[0])
 
 
 def _is_plain(group: GroupGraph, job: str, where: str, site: str) -> bool:
@@ -396,7 +404,7 @@ def _bank_tensors(
     jobs: int, branches: list[tuple[fx.Node, LoraBranch]], dtype: torch.dtype
 ) -> list[tuple[str, tuple[int, ...], torch.dtype]]:
     """Name, shape and dtype of what a site's AdapterBank holds."""
-    rank = sum(branch.a.meta["tensor"].shape[0] for _, branch in branches)
+    rank = sum(_rank(branch) for _, branch in branches)
     a, b = branches[0][1].a.meta["tensor"], branches[0][1].b.meta["tensor"]
     return [
         ("a", (rank, a.shape[1]), dtype),

@@ -121,7 +121,7 @@ def _write(path: Path, graph: JobGraph) -> None:
         document: Document = to_document(graph)
     except GraphNotStorable:
         return
-    if not document.data.left_out:
+    if not document.left_out:
         written = path.with_suffix(f".{os.getpid()}")
         written.write_bytes(pickle.dumps(document))
         written.rename(path)

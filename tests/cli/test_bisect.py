@@ -37,7 +37,7 @@ def test_the_pass_and_the_rewrite_that_break_a_check_are_named(jobs, tmp_path, c
     assert "rewrite 2 of 2: multi_lora_linear at layers_0_1.mlp.down_proj" in out
     assert "tlora_fx.multi_lora_linear.default" in out
     assert "run 1   after 4 check-token-parallel" in err
-    assert (tmp_path / "06-lower-adapters" / "graph.json").is_file()
+    assert (tmp_path / "06-lower-adapters" / "graph.tfx").is_file()
 
 
 def test_our_own_passes_keep_the_numbers(jobs, capsys):

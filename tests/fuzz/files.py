@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import re
 import shutil
 import sqlite3
 from collections.abc import Callable, Iterator
@@ -251,17 +252,19 @@ def plan() -> Kind:
 
 
 def graph(scratch: Path) -> Kind:
-    """A job's graph, and its constants."""
-    save_graphs(small_graph(with_ids=True), scratch / "graph")
-    files = {path.name: path.read_bytes() for path in (scratch / "graph").iterdir()}
+    """A job's graph: its bytes, and words of its text in other places."""
+    save_graphs(small_graph(with_ids=True), scratch / "graph.tfx")
+    content = (scratch / "graph.tfx").read_bytes()
+    words = re.split(r"(\W)", content.decode())
+    places = st.tuples(*[st.integers(0, len(words) - 1)] * 2)
 
-    def whole(folder: Path) -> None:
-        for name, content in files.items():
-            put(folder / name, content)
+    def moved(pair: tuple[int, int]) -> Write:
+        put_there = [*words]
+        put_there[pair[0]] = words[pair[1]]
+        return writes("graph.tfx", "".join(put_there).encode())
 
-    cases = [bytes_of(name, content) for name, content in files.items()]
-    cases.append(json_of("graph.json", json.loads(files["graph.json"])))
-    return Kind(whole, beside(st.one_of(cases), whole), load_graphs)
+    cases = st.one_of(bytes_of("graph.tfx", content), places.map(moved))
+    return Kind(writes("graph.tfx", content), cases, load_graphs)
 
 
 def ledger(scratch: Path) -> Kind:

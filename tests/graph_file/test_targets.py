@@ -10,7 +10,7 @@ import torch
 
 from tests.models import error_of
 from tlora_fx.errors import GraphFileNotReadable, GraphNotStorable
-from tlora_fx.graph_file.document import target_of, target_text
+from tlora_fx.graph_file.operators import target_of, target_text
 
 KNOWN = {
     "torch.ops.aten.linear.default": torch.ops.aten.linear.default,

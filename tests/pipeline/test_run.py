@@ -68,7 +68,7 @@ def raises(graph):
         (wrong_shape, GraphInvalid, "view"),
         (other_type, GraphInvalid, "changed the type of a value that it kept"),
         (two_outputs, GraphInvalid, "does not end in one output"),
-        (raises, PassFailed, "relu_default"),
+        (raises, PassFailed, "%relu "),
     ],
     ids=["order", "shape", "type", "outputs", "raises"],
 )
@@ -84,7 +84,7 @@ def test_a_node_says_where_a_pass_failed():
     """The node that the pass was at stands in the error."""
     text = error_of(lambda: run(raises), PassFailed)
 
-    assert "node    %relu_default" in text
+    assert "node    %relu " in text
     assert "KeyError" in text
 
 

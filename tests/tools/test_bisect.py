@@ -194,5 +194,7 @@ def test_the_folder_holds_graphs_code_and_data(tmp_path):
     bisector.find()
 
     assert {path.name for path in (tmp_path / "01-mark").iterdir()} == {
-        "constants.safetensors", "graph.json", "program.json", "program.py",
-    }  # fmt: skip
+        "graph.tfx",
+        "program.json",
+        "program.py",
+    }

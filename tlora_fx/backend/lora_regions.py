@@ -126,6 +126,7 @@ class _SiteGraph:
     outer    what sites read from the rest: Dynamo's node, and the dtype in which autocast hands it
              to products, to node of `graph`
     numbers  scaling and rate of a site, by its path, where they are inputs of Dynamo's graph
+    weights  A and B of a site's branch, by its path; nodes of `graph`
     """
 
     def __init__(self, region: GraphRegion) -> None:
@@ -134,6 +135,7 @@ class _SiteGraph:
         self.stands: dict[fx.Node, fx.Node] = {}
         self.outer: dict[tuple[fx.Node, torch.dtype | None], fx.Node] = {}
         self.numbers: dict[str, dict[str, fx.Node]] = {}
+        self.weights: dict[str, tuple[fx.Node, fx.Node]] = {}
         self.tables = {name: self.graph.placeholder(name) for name in TABLES}
         mode = next(
             value.fake_mode
@@ -161,10 +163,10 @@ class _SiteGraph:
         args = (copies[anchor], copies[result], self.tables["segments"], 0, 0)
         write = self.graph.call_function(ops.segment_write.default, args)
         self._tag(write, site, result)
-        self.numbers[site.path] = self._numbers(write, copies[anchor])
+        self.numbers[site.path] = self._numbers(site.path, write, copies[anchor])
         return write
 
-    def _numbers(self, write: fx.Node, anchor: fx.Node) -> dict[str, fx.Node]:
+    def _numbers(self, site: str, write: fx.Node, anchor: fx.Node) -> dict[str, fx.Node]:
         """Scaling and rate of a site's branch that only the run knows; Dynamo's nodes."""
         try:
             matched = match_nodes(write, anchor, match_frozen(anchor).x)
@@ -172,6 +174,7 @@ class _SiteGraph:
             return {}
         if isinstance(matched, Miss):
             return {}
+        self.weights[site] = matched["A's weight"], matched["B's weight"]
         calls = {"scaling": matched["scaled branch"], "dropout": matched.captures.get("dropout")}
         return {
             name: source
@@ -261,7 +264,7 @@ class _SiteGraph:
         (branch,) = lowered.branches.values()
         transposed = is_call(weight, aten.t.default)
         stored: Any = weight.args[0] if transposed else weight
-        numbers = self.numbers[site.path]
+        numbers, (a, b) = self.numbers[site.path], self.weights[site.path]
         autocast = _autocast(site)
         return Lowered(
             site,
@@ -270,8 +273,8 @@ class _SiteGraph:
             self.stands[stored],
             None if bias is None else self.stands[bias],
             transposed,
-            self.stands[branch.a],
-            self.stands[branch.b],
+            self.stands[a],
+            self.stands[b],
             numbers.get("scaling", branch.scaling),
             numbers.get("dropout", branch.dropout),
             autocast or lowered.arguments["compute_dtype"],

@@ -38,7 +38,7 @@ def run(
 ) -> None:
     """Find the pass, and the rewrite inside it, after which a check fails.
 
-    The command gets a folder: graph.json for tlora_fx.graph_file.load_graphs, program.py, the code,
+    The command gets a folder: graph.tfx for tlora_fx.graph_file.load_graphs, program.py, the code,
     and program.json, the data of every node. It exits with 0 where they are good, 1 to 124 where
     they are bad, 125 where it cannot tell; 126 and above stop. The folder is in TLORA_FX_STATE too.
     With --check numerics the losses and gradients of a state are compared with those of the traced

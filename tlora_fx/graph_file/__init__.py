@@ -1,4 +1,4 @@
-"""Graphs in a file or a folder: written as JSON, a node a line, and read back as they were.
+"""Graphs as text, in a file or a folder: a node a line, and read back as they were.
 
 What is read back has the fingerprint of what was written, the same node names, tags and origins,
 and further passes run on it as on the original. Nothing in a file is executed: operators are

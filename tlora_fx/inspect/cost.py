@@ -86,7 +86,7 @@ def _ranks(node: fx.Node, graphs: GroupGraph | JobGraph | None) -> dict[int | st
     site = lowered_site(node)
     if site is None:
         return {}
-    ranks = {job: int(b.a.meta["tensor"].shape[0]) for job, b in site.branches.items()}
+    ranks = {job: branch.rank for job, branch in site.branches.items()}
     if not isinstance(graphs, GroupGraph):
         return {f"_{job}": rank for job, rank in ranks.items()}
     return {graphs.job_names.index(job): rank for job, rank in ranks.items()}

@@ -32,7 +32,7 @@ from tlora_fx.ir.graph import (
 )
 from tlora_fx.ir.lora_sites import lowered_site
 from tlora_fx.ir.verifier import owners
-from tlora_fx.model.source import SHORT, input_names, size_names, statements
+from tlora_fx.model.source import SHORT, size_names, statements
 from tlora_fx.pipeline import Done, Instrument, Pipeline
 from tlora_fx.version import __version__
 
@@ -73,10 +73,9 @@ class _Described:
 
 def _describe(owner: GroupGraph | JobGraph, cache: CostCache) -> _Described:
     describer = _Describer(owner, cache)
-    graphs = [describer.graph("root", owner.root, (), {})]
-    for block in owner.blocks.values():
-        names = input_names(owner.root, block)
-        graphs.append(describer.graph(block.name, block.graph, block.instances, names))
+    graphs = [describer.graph("root", owner.root, ())]
+    blocks = owner.blocks.values()
+    graphs += [describer.graph(block.name, block.graph, block.instances) for block in blocks]
     return _Described(graphs, describer.origins)
 
 
@@ -105,10 +104,8 @@ class _Describer:
         self.names = {**_table_sizes(owner), **self.sizes}
         self.origins: list[Origin] = []
 
-    def graph(
-        self, name: str, graph: fx.Graph, layers: tuple[str, ...], inputs: dict[str, str]
-    ) -> GraphEntry:
-        named = _with_tensors(statements(graph, self.sizes, inputs))
+    def graph(self, name: str, graph: fx.Graph, layers: tuple[str, ...]) -> GraphEntry:
+        named = _with_tensors(statements(graph, self.sizes))
         nodes = [self._node(node, named, layers) for node in graph.nodes]
         return GraphEntry(name, self.name, list(layers), nodes)
 

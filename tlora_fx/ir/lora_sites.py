@@ -28,6 +28,15 @@ SINGULAR = {"weights": "weight", "biases": "bias", "sites": "site"}
 
 
 @dataclass(frozen=True, slots=True)
+class BranchNumbers:
+    """What the branch of one job at a site is computed with; its tensors are in the site's bank."""
+
+    rank: int
+    scaling: float
+    dropout: float
+
+
+@dataclass(frozen=True, slots=True)
 class LoweredSite:
     """One frozen operator with the adapters of its jobs.
 
@@ -62,9 +71,9 @@ class LoweredSite:
         return [value for value in self.arguments.values() if isinstance(value, fx.Node)]
 
     @property
-    def branches(self) -> Mapping[str, Any]:
+    def branches(self) -> Mapping[str, BranchNumbers]:
         """The branches that the operator stands for, by job."""
-        branches: Mapping[str, Any] = self.result.meta.get("branches") or {}
+        branches: Mapping[str, BranchNumbers] = self.result.meta.get("branches") or {}
         return branches
 
 

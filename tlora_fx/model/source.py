@@ -5,7 +5,6 @@ What is printed is what trains: the Shared Super-Model executes the very text of
 
 from __future__ import annotations
 
-import keyword
 import math
 import operator
 import re
@@ -21,7 +20,6 @@ from tlora_fx.ir.lora_sites import (
     ONE,
     is_lowered,
     lowered_arguments,
-    lowered_site,
     serves_several,
 )
 
@@ -53,8 +51,6 @@ SHORT = {
     "int64": "i64", "int32": "i32", "bool": "b8",
 }  # fmt: skip
 END = 2**63 - 1
-# What changes how a table is stored, not what it holds.
-PASSED = (torch.ops.aten.to.dtype, torch.ops.aten._to_copy.default, torch.ops.aten.mul.Tensor)
 INFIX = {operator.mul: "*", operator.add: "+", operator.sub: "-", operator.floordiv: "//"}
 
 
@@ -92,58 +88,33 @@ def _classes(graphs: JobGraph | GroupGraph, told_root: str) -> Iterator[str]:
         docstring = block.instances[0]
         if len(block.instances) > 1:
             docstring += f" to {block.instances[-1]}, {len(block.instances)} layers"
-        inputs = input_names(graphs.root, block)
-        code = class_source(class_name(block), docstring, block.graph, names, inputs)
+        code = class_source(class_name(block), docstring, block.graph, names)
         yield (
             code.replace(FORWARD, f"{INDENT}@recomputed\n{FORWARD}", 1) if block.recompute else code
         )
     yield class_source("Root", told_root, graphs.root, names)
 
 
-def class_source(
-    name: str,
-    docstring: str,
-    graph: fx.Graph,
-    sizes: dict[str, str],
-    inputs: dict[str, str] | None = None,
-) -> str:
+def class_source(name: str, docstring: str, graph: fx.Graph, sizes: dict[str, str]) -> str:
     """One graph as a class with a forward.
 
     sizes    what the sizes of a row are called (see size_names)
-    inputs   what placeholders are called, where their own names say little
     """
-    printer = _Printer(graph, sizes, inputs or {})
-    parameters = ["self", *(printer.names[n] for n in placeholders(graph).values())]
+    printer = _Printer(graph, sizes)
+    parameters = ["self", *(node.name for node in placeholders(graph).values())]
     head = _filled(FORWARD, parameters, "):")
     lines = [f"class {name}(nn.Module):", f'{INDENT}"""{docstring}"""', "", *head]
     lines.extend(BODY + line for line in printer.lines())
     return "\n".join(lines) + "\n"
 
 
-def input_names(root: fx.Graph, block: Block) -> dict[str, str]:
-    """What a layer's inputs are in the root: its running value, cos, sin."""
-    calls = [n for n in root.nodes if n.op == "call_module" and n.target in block.instances]
-    wanted: dict[str, str] = {}
-    for slot, name in enumerate(placeholders(block.graph)):
-        sources = [call.args[slot] for call in calls if slot < len(call.args)]
-        carried = any(isinstance(n, fx.Node) and n.op == "call_module" for n in sources)
-        if carried:
-            wanted[name] = "hidden"
-        elif sources and isinstance(sources[0], fx.Node) and sources[0].op == "call_function":
-            wanted[name] = _operation(sources[0])
-    return wanted
-
-
-def statements(
-    graph: fx.Graph, sizes: dict[str, str], inputs: dict[str, str] | None = None
-) -> dict[fx.Node, tuple[str, str]]:
+def statements(graph: fx.Graph, sizes: dict[str, str]) -> dict[fx.Node, tuple[str, str]]:
     """What each node is called in the code, and its statement; "" for inputs and tensors.
 
     sizes    what the sizes of a row are called (see size_names)
-    inputs   what placeholders are called, where their own names say little (see input_names)
     """
-    printer = _Printer(graph, sizes, inputs or {})
-    return {node: (printer.names[node], "\n".join(printer.code(node))) for node in graph.nodes}
+    printer = _Printer(graph, sizes)
+    return {node: (node.name, "\n".join(printer.code(node))) for node in graph.nodes}
 
 
 def size_names(group: JobGraph | GroupGraph) -> dict[str, str]:
@@ -175,14 +146,12 @@ def describe(value: Any, sizes: dict[str, str]) -> str:
 
 
 class _Printer:
-    """Names a graph's values and prints its statements."""
+    """Prints a graph's statements."""
 
-    def __init__(self, graph: fx.Graph, sizes: dict[str, str], inputs: dict[str, str]) -> None:
-        self.graph, self.sizes, self.inputs = graph, sizes, inputs
-        self.taken: set[str] = {"self", "torch", "nn", "aten", "tlora", "tlora_fx", "site", "END"}
-        self.names = {node: self._name(node) for node in graph.nodes}
+    def __init__(self, graph: fx.Graph, sizes: dict[str, str]) -> None:
+        self.graph, self.sizes = graph, sizes
         first = next((n for n in graph.nodes if n.op == "placeholder"), None)
-        self.device = f"{self.names[first]}.device" if first is not None else "self.device"
+        self.device = f"{first.name}.device" if first is not None else "self.device"
         self.site = ""
 
     def lines(self) -> Iterator[str]:
@@ -210,7 +179,7 @@ class _Printer:
         # What several sites share hands each its own result, which says its shape.
         shape = "" if serves_several(node) else describe(node.meta.get("val"), self.sizes)
         note = f"  # {shape}" if shape else ""
-        target, call = self.names[node], self._called(node)
+        target, call = node.name, self._called(node)
         if call is None:
             return [f"{target} = {self._expression(node)}{note}"]
         args = [self.show(arg) for arg in node.args]
@@ -220,7 +189,7 @@ class _Printer:
     def show(self, value: Any) -> str:
         """A value as an expression."""
         if isinstance(value, fx.Node):
-            return self._tensor(str(value.target)) if value.op == "get_attr" else self.names[value]
+            return self._tensor(str(value.target)) if value.op == "get_attr" else value.name
         if isinstance(value, (list, tuple)):
             inner = ", ".join(self.show(item) for item in value)
             if isinstance(value, list):
@@ -254,42 +223,6 @@ class _Printer:
         if is_call(node, torch.ops.aten.sym_size.int):
             return f"{left}.shape[{right}]"
         return f"{left} {INFIX[node.target]} {right}"  # type: ignore[index]
-
-    def _name(self, node: fx.Node) -> str:
-        if node.op == "placeholder":
-            plain = re.sub(r"_(default|tensor|int|dim|dtype)(_\d+)?$", r"\2", str(node.target))
-            wanted = self.inputs.get(str(node.target), plain)
-        elif node.op == "call_module":
-            wanted = "hidden" if not str(node.target).startswith("loss") else "losses"
-        else:
-            path = str(node.meta.get("path", "")).removesuffix(".default")
-            module = path.rpartition(".")[2]
-            operation = _operation(node)
-            linear = "linear" in operation or operation in ("embedding", "addmm")
-            linear = linear or lowered_site(node) is not None
-            wanted = module if linear and module and not module.isdigit() else operation
-            wanted += "_linears" if wanted == module and serves_several(node) else ""
-        wanted = re.sub(r"\W", "_", wanted).strip("_") or "value"
-        if wanted[0].isdigit() or keyword.iskeyword(wanted):
-            wanted = f"v_{wanted}"
-        name, number = wanted, 1
-        while name in self.taken:
-            number += 1
-            name = f"{wanted}_{number}"
-        self.taken.add(name)
-        return name
-
-
-def _operation(node: fx.Node) -> str:
-    """What a value is called by: its operator; a detached table by what it holds (cos, sin)."""
-    source: Any = node
-    if is_call(node, torch.ops.aten.detach.default):
-        source = node.args[0]
-        while is_call(source, *PASSED) and not isinstance(source.args[1], fx.Node):
-            source = source.args[0]
-    if source.op != "call_function":
-        source = node
-    return str(getattr(source.target, "__name__", source.target)).partition(".")[0]
 
 
 def _place(node: fx.Node) -> str:

@@ -27,6 +27,7 @@ from torch import fx
 
 from tlora_fx.errors import GraphInvalid, PassFailed, PassMisreports, TloraError
 from tlora_fx.ir.graph import TRACE, GroupGraph, JobGraph, record
+from tlora_fx.ir.names import name_nodes
 from tlora_fx.ir.shapes import propagate, remember_runs, shape_text
 from tlora_fx.ir.verifier import Fingerprint, check_tags, fingerprint, named_graphs, owners
 from tlora_fx.pipeline.facts import Facts
@@ -149,6 +150,7 @@ class Runner:
         subject = subject or (f"job {graph.name}" if graph.name else "base")
         remember_runs(graph.root)
         record(named_graphs(graph), TRACE, subject)
+        name_nodes(graph, anew=True)
         for instrument in self.instruments:
             instrument.traced(subject, graph)
         for place, item in enumerate(self.pipeline.passes, 1):
@@ -269,11 +271,12 @@ class Runner:
 
 
 def record_all(graphs: JobGraph | GroupGraph, made_by: str, subject: str) -> None:
-    """Give every node of all graphs that a pass may have rewritten an origin."""
+    """Give every node of all graphs that a pass may have rewritten an origin and a name."""
     for owner in owners(graphs):
         name = owner.name if isinstance(owner, JobGraph) else ""
         known = subject if owner is graphs else f"job {name}" if name else "base"
         record(named_graphs(owner), made_by, known)
+        name_nodes(owner)
 
 
 def _fields(event: Event) -> tuple[int, JobPass | GroupPass, str, JobGraph | GroupGraph]:

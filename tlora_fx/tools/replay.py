@@ -7,7 +7,6 @@ import json
 import platform
 import traceback
 from collections import Counter
-from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import asdict, dataclass
 from importlib.metadata import PackageNotFoundError, entry_points, version
@@ -15,16 +14,17 @@ from pathlib import Path
 from typing import Any
 
 import safetensors.torch
+import torch
 from pydantic import TypeAdapter, ValidationError
 from safetensors import SafetensorError
 
 from tlora_fx.compiler import Prepared, find_passes, fuse, resolve_pipeline
 from tlora_fx.durable import replace_file
 from tlora_fx.errors import ReplayNotReadable, TloraError
-from tlora_fx.graph_file import Document, from_document, load_document, save_document, to_document
+from tlora_fx.graph_file import from_document, load_document, save_document, to_document
 from tlora_fx.inspect.instruments import state_source
 from tlora_fx.inspect.wording import plural
-from tlora_fx.ir.graph import GroupGraph, JobGraph
+from tlora_fx.ir.graph import GroupGraph, JobGraph, placeholders
 from tlora_fx.numerics import Numerics
 from tlora_fx.numerics.tensors import buffers_of
 from tlora_fx.pipeline import (
@@ -176,20 +176,9 @@ def named_modules(folder: Path) -> list[str]:
     find_passes()
     known = pass_names()
     names = {foreign.module for foreign in record.foreign if foreign.name not in known}
-    graphs = load_document(folder / GRAPHS).data
-    names |= {form.partition(":")[0] for form in _forms(asdict(graphs))}
+    forms = load_document(folder / GRAPHS).stored_forms
+    names |= {form.partition(":")[0] for form in forms}
     return sorted(name for name in names if not f"{name}.".startswith(OURS))
-
-
-def _forms(value: Any) -> Iterator[str]:
-    """What stands under `form` and names a function, anywhere in plain data."""
-    if isinstance(value, dict):
-        form = value.get("form")
-        if isinstance(form, str) and ":" in form:
-            yield form
-    parts = value.values() if isinstance(value, dict) else value
-    for part in parts if isinstance(value, dict | list | tuple) else ():
-        yield from _forms(part)
 
 
 def left_out(folder: Path) -> list[str]:
@@ -198,7 +187,7 @@ def left_out(folder: Path) -> list[str]:
     returns   such as "hint (my_package.Hint), of 96 nodes"
     raises    GraphFileNotReadable
     """
-    kinds = Counter(tag.rpartition(": ")[2] for tag in load_document(folder / GRAPHS).data.left_out)
+    kinds = Counter(tag.rpartition(": ")[2] for tag in load_document(folder / GRAPHS).left_out)
     return [f"{kind}, of {plural(times, 'node')}" for kind, times in kinds.items()]
 
 
@@ -301,7 +290,7 @@ def write_replay(
     texts = {
         "before.py": state_source(event.graphs),
         "pipeline.txt": f"{runner.pipeline}\nfailing: {failing}\n",
-        "inputs.json": json.dumps(_inputs(document), indent=2) + "\n",
+        "inputs.json": json.dumps(_inputs(event.graphs), indent=2) + "\n",
         "error.txt": "".join(traceback.format_exception(error)),
     }
     for name, text in texts.items():
@@ -365,18 +354,16 @@ def _numerics(runner: Runner) -> dict[str, int | None]:
     return {}
 
 
-def _inputs(document: Document) -> dict[str, Any]:
+def _inputs(graphs: JobGraph | GroupGraph) -> dict[str, Any]:
     """What the graphs take: shapes with the names of sizes, and what these were while tracing."""
-    data = document.data
-    index = data.jobs[0].structure
-    if data.group is not None and data.structures[data.group.own].root.nodes:
-        index = data.group.own
+    owner = graphs.base if isinstance(graphs, GroupGraph) and not graphs.fused else graphs
     inputs: dict[str, Any] = {}
     sizes: dict[str, int] = {}
-    for node in data.structures[index].root.nodes:
-        value = (node.meta.get("val") or {}).get("value")
-        if node.op == "placeholder" and value is not None:
-            inputs[node.target] = {"shape": value["shape"], "dtype": value["dtype"]}
-            known = data.modes[value["mode"]] if value["mode"] is not None else {}
-            sizes |= {name: known[name].hint for name in value["shape"] if name in known}
+    for name, node in placeholders(owner.root).items():
+        value = node.meta.get("val")
+        if isinstance(value, torch.Tensor):
+            symbols: list[Any] = [size for size in value.shape if not isinstance(size, int)]
+            shape = [size if isinstance(size, int) else str(size) for size in value.shape]
+            inputs[name] = {"shape": shape, "dtype": str(value.dtype).removeprefix("torch.")}
+            sizes |= {str(size): int(size.node.hint) for size in symbols}
     return {"inputs": inputs, "sizes": sizes}

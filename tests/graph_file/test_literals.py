@@ -1,17 +1,15 @@
-"""Arguments survive JSON."""
+"""Arguments and tags survive the text form."""
 
 from __future__ import annotations
-
-import json
 
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from torch import fx
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
-from tlora_fx.graph_file.codec import Decoder, Encoder
+from tests.pipeline.graphs import relu_of, small_graph
+from tlora_fx.graph_file import graph_text, graphs_of_text
 from tlora_fx.ir.graph import AdapterSite, TensorRef
 from tlora_fx.passes.lower_adapters import LoraBranch
 
@@ -49,13 +47,11 @@ VALUES = st.recursive(
 )
 
 
-def there_and_back(value, places=()):
-    """Through JSON, with these nodes known."""
-    encoder = Encoder()
-    data = encoder.encode(value, lambda node: {"node": places.index(node)})
-    text = json.dumps(data, allow_nan=False)
-    decoder = Decoder(encoder.modes.symbols, encoder.origins)
-    return decoder.decode(json.loads(text), lambda kind, place: places[place])
+def there_and_back(value, graph=None):
+    """As a tag of a graph's node."""
+    graph = graph or small_graph()
+    relu_of(graph).meta["it"] = value
+    return relu_of(graphs_of_text(graph_text(graph))).meta["it"]
 
 
 @given(VALUES)
@@ -65,16 +61,33 @@ def test_any_argument_is_read_as_it_was(value):
 
 
 def test_nodes_inside_arguments_stay_nodes():
-    """At any depth, and in what passes leave on nodes."""
-    graph = fx.Graph()
-    a, b = graph.placeholder("a"), graph.placeholder("b")
-    branch = LoraBranch(0, a, b, 2.0, 0.1)
+    """At any depth, in tags and in what passes leave on nodes."""
+    graph = small_graph()
+    x = relu_of(graph).args[0]
+    relu_of(graph).meta["it"] = (x, [{"x": x}], LoraBranch(0, x, x, 2.0, 0.1))
 
-    read = there_and_back((a, [{"x": b}], branch), [a, b])
+    read = relu_of(graphs_of_text(graph_text(graph)))
 
-    assert read[0] is a
-    assert read[1][0]["x"] is b
-    assert read[2] == branch
+    (own,) = read.args
+    assert read.meta["it"] == (own, [{"x": own}], LoraBranch(0, own, own, 2.0, 0.1))
+
+
+def test_a_node_that_a_pass_erased_is_still_told_of():
+    """With its tags, among which it may stand itself."""
+    graph = small_graph()
+    relu = relu_of(graph)
+    with graph.root.inserting_before(relu):
+        gone = graph.root.call_function(torch.ops.aten.sin.default, (relu.args[0],))
+    gone.meta.update(role="backbone", jobs=(), me=gone)
+    graph.root.erase_node(gone)
+    relu.meta["was"] = [gone, gone]
+
+    text = graph_text(graph)
+    one, two = relu_of(graphs_of_text(text)).meta["was"]
+
+    assert one is two
+    assert (one.name, one.target, one.meta["me"]) == (gone.name, gone.target, one)
+    assert graph_text(graphs_of_text(text)) == text
 
 
 @pytest.mark.parametrize("device", ["cpu", "meta"])

@@ -1,0 +1,768 @@
+"""The text of graphs read back: Python's own parser reads it, and nothing in it is executed."""
+
+from __future__ import annotations
+
+import ast
+import base64
+import dataclasses
+import gc
+import importlib
+import operator
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any, NoReturn
+
+import sympy
+import torch
+from torch import fx
+from torch._dynamo.source import ConstantSource
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv, StrictMinMaxConstraint
+from torch.utils._sympy.numbers import int_oo
+from torch.utils._sympy.value_ranges import ValueRanges
+
+from tlora_fx.errors import GraphFileNotReadable, GraphInvalid
+from tlora_fx.graph_file.operators import OPERATORS, OPS, fits, target_of
+from tlora_fx.graph_file.words import (
+    ABSENT,
+    CONSTANTS,
+    FORMAT,
+    FUNCTIONS,
+    LONG,
+    OBJECTS,
+    PASSES,
+    ROLES,
+    contiguous,
+)
+from tlora_fx.ir.graph import (
+    AdapterSite,
+    Block,
+    GroupGraph,
+    JobGraph,
+    LayerPlan,
+    Origin,
+    TensorRef,
+)
+from tlora_fx.ir.names import hold_names
+from tlora_fx.ir.shapes import give_value, remember_runs
+from tlora_fx.ir.verifier import fingerprint
+
+STRANGE = (
+    ArithmeticError, AssertionError, AttributeError, GraphInvalid, ImportError, IndexError,
+    KeyError, RecursionError, RuntimeError, StopIteration, TypeError, ValueError,
+)  # fmt: skip
+
+
+def parse(text: str, file: object = "text") -> JobGraph | GroupGraph:
+    """The graphs of a text, with the names, values, tags and origins that it was written from.
+
+    file      what errors call it
+    raises    GraphFileNotReadable, naming the line
+    """
+    reader = _Reader()
+    try:
+        with _without_collection():
+            return reader.graphs(_statements(text))
+    except GraphFileNotReadable as error:
+        raise _placed(error, file, reader.line) from error
+    except STRANGE as error:
+        found = f"{type(error).__name__}: {error}"
+        raise _placed(_damaged(found), file, reader.line) from error
+
+
+@contextmanager
+def _without_collection() -> Iterator[None]:
+    """Look for no garbage: a tree of a text makes many objects, and none in circles."""
+    enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if enabled:
+            gc.enable()
+
+
+def left_out(text: str) -> list[str]:
+    """Tags that could not be kept when a text was written; raises GraphFileNotReadable."""
+    calls = (item.value for item in _statements(text) if isinstance(item, ast.Expr))
+    named = (call for call in calls if isinstance(call, ast.Call) and _name(call) == "left_out")
+    return [str(ast.literal_eval(call.args[0])) for call in named]
+
+
+def stored_forms(text: str) -> set[str]:
+    """The functions of stored forms that a text names; raises GraphFileNotReadable."""
+    named: list[ast.expr] = []
+    for item in (item for top in _statements(text) for item in ast.walk(top)):
+        if isinstance(item, ast.keyword) and item.arg == "form":
+            named.append(item.value)
+        elif isinstance(item, ast.Dict):
+            pairs = zip(item.keys, item.values, strict=True)
+            named += [v for k, v in pairs if isinstance(k, ast.Constant) and k.value == "form"]
+    texts = [item.value for item in named if isinstance(item, ast.Constant)]
+    return {text for text in texts if isinstance(text, str) and ":" in text}
+
+
+def _statements(text: str) -> list[ast.stmt]:
+    try:
+        body = ast.parse(text).body
+    except SyntaxError as error:
+        raise GraphFileNotReadable(
+            "the graph file cannot be read",
+            line=error.lineno,
+            found=f"{error.msg}: {(error.text or '').strip()[:80]}",
+            help="the file is damaged; write it anew",
+        ) from error
+    except (ValueError, RecursionError, MemoryError) as error:
+        raise GraphFileNotReadable(
+            "the graph file cannot be read", found=error, help="the file is damaged"
+        ) from error
+    first = body[0].value if body and isinstance(body[0], ast.Expr) else None
+    known = isinstance(first, ast.Call) and _name(first) == "graphs" and bool(first.args)
+    number = ast.unparse(first.args[0]) if known else None  # type: ignore[union-attr]
+    if number != str(FORMAT):
+        raise GraphFileNotReadable(
+            "the graph file is of another format",
+            expected=FORMAT,
+            found=number,
+            help="read it with the version that wrote it, or write it anew",
+        )
+    return body[1:]
+
+
+def _placed(error: GraphFileNotReadable, file: object, line: int | None) -> GraphFileNotReadable:
+    """The error with the file, and the line where one was being read."""
+    facts = {"file": file, **({"line": line} if line else {}), **error.facts}
+    return GraphFileNotReadable(error.what, help=error.help, **facts)
+
+
+def _damaged(found: str) -> GraphFileNotReadable:
+    return GraphFileNotReadable(
+        "the graph file does not hold together",
+        found=found,
+        help="the file is damaged, or another version wrote it",
+    )
+
+
+def _refuse(item: ast.AST) -> NoReturn:
+    raise GraphFileNotReadable(
+        "a line of the graph file says what no graph file says",
+        found=ast.unparse(item)[:200],
+        help="docs/graph-files.md has the grammar; else the file is damaged",
+    )
+
+
+def _name(call: ast.Call) -> str:
+    """What a call calls: "aten.linear.default"."""
+    parts: list[str] = []
+    item: ast.expr = call.func
+    while isinstance(item, ast.Attribute):
+        parts.append(item.attr)
+        item = item.value
+    if not isinstance(item, ast.Name):
+        _refuse(call)
+    return ".".join([item.id, *reversed(parts)])
+
+
+@dataclass(slots=True)
+class _Structure:
+    """Root, blocks and constants that equal jobs share."""
+
+    root: fx.Graph = field(default_factory=fx.Graph)
+    blocks: dict[str, Block] = field(default_factory=dict)
+    constants: dict[str, torch.Tensor] = field(default_factory=dict)
+
+
+class _Reader:
+    """Reads the tables first, then graphs, then who has which.
+
+    line    the one that is being read, for errors
+    """
+
+    def __init__(self) -> None:
+        self.line: int | None = None
+        self.plans: dict[int, LayerPlan] = {}
+        self.sources: dict[int, str] = {}
+        self.owners: dict[int, str] = {}
+        self.births: dict[int, tuple[str, str, str]] = {}
+        self.origins: list[Origin] = []
+        self.values = _Values()
+        self.structures: dict[int, _Structure] = {}
+        self.jobs: list[JobGraph] = []
+        self.group: GroupGraph | None = None
+        self.known: tuple[str, ...] | None = None
+        self._plain = _Literals(self, None)
+        self._operators: dict[str, Any] = {}
+
+    def graphs(self, statements: list[ast.stmt]) -> JobGraph | GroupGraph:
+        """All graphs; a fingerprint that stands in the text must be theirs."""
+        calls, graphs = self._tables(statements)
+        names = self._names(calls)
+        for item in graphs:
+            self._structure(item, names)
+        for call in calls:
+            self.line = call.lineno
+            self._entry(call)
+        self.line = None
+        if not self.jobs or (self.group is None and len(self.jobs) > 1):
+            raise _damaged("the file names no job, or several without a group")
+        result = self.group or self.jobs[0]
+        found = fingerprint(result)
+        if self.known is not None and (found.code, found.tags) != self.known:
+            raise GraphFileNotReadable(
+                "the graphs have another fingerprint than when they were written",
+                help="the file is damaged; where you edited it, delete the line 'fingerprint'",
+            )
+        return result
+
+    def operator(self, name: str) -> Any:
+        """The operator that a line calls: "aten.linear.default", "operator.getitem"."""
+        if name not in self._operators:
+            text = OPERATORS + name if name.count(".") == 2 else name
+            self._operators[name] = target_of(text)
+        return self._operators[name]
+
+    def _tables(self, statements: list[ast.stmt]) -> tuple[list[ast.Call], list[ast.With]]:
+        """Read what lines refer to by number; returns the other calls, and the graphs."""
+        calls, graphs = [], []
+        for item in statements:
+            self.line = item.lineno
+            if isinstance(item, ast.With):
+                graphs.append(item)
+            elif isinstance(item, ast.Expr) and isinstance(item.value, ast.Subscript):
+                self._origin(item.value)
+            elif isinstance(item, ast.Expr) and isinstance(item.value, ast.Call):
+                if not self._table(_name(item.value), item.value):
+                    calls.append(item.value)
+            else:
+                _refuse(item)
+        return calls, graphs
+
+    def _table(self, name: str, call: ast.Call) -> bool:
+        if name not in ("mode", "plan", "source", "owner", "birth", "fingerprint", "left_out"):
+            return False
+        args, kwargs = self._plain.arguments(call)
+        if name == "mode":
+            self.values.add(args[0], kwargs)
+        elif name == "plan":
+            self.plans[args[0]] = _plan(*args[1:])
+        elif name == "source":
+            self.sources[args[0]] = _text(args[1])
+        elif name == "owner":
+            self.owners[args[0]] = _text(args[1])
+        elif name == "birth":
+            self.births[args[0]] = tuple(map(_text, args[1:]))  # type: ignore[assignment]
+        elif name == "fingerprint":
+            self.known = tuple(args)
+        return True
+
+    def _origin(self, item: ast.Subscript) -> None:
+        """A row of the table of origins: owner, birth, and what it was made from."""
+        words = item.slice.elts if isinstance(item.slice, ast.Tuple) else [item.slice]
+        owner, birth, *rest = words
+        key, made_by, target = self.births[self._number(birth)]
+        sources: list[Origin] = []
+        for word in rest:
+            if isinstance(word, ast.Slice):
+                start, stop = self._number(word.lower), self._number(word.upper)
+                sources += [self.origins[index] for index in range(start, stop)]
+            else:
+                sources.append(self.origins[self._number(word)])
+        full = f"{self.owners[self._number(owner)]}/{key}"
+        self.origins.append(Origin(full, made_by, target, tuple(sources)))
+
+    def _number(self, item: ast.expr | None) -> int:
+        if isinstance(item, ast.Constant) and type(item.value) is int:
+            return item.value
+        _refuse(item or ast.Constant(None))
+
+    def _names(self, calls: list[ast.Call]) -> dict[int, tuple[str, ...]]:
+        """For each structure the jobs that `all` stands for in it."""
+        names: dict[int, tuple[str, ...]] = {}
+        every: list[str] = []
+        for call in calls:
+            if _name(call) == "job":
+                name, number = (self._plain.read(arg) for arg in call.args[:2])
+                names.setdefault(number, (name,))
+                every.append(name)
+            elif _name(call) == "group":
+                names[self._plain.read(call.args[0])] = tuple(every[1:])
+        return names
+
+    def _structure(self, item: ast.With, names: dict[int, tuple[str, ...]]) -> None:
+        call = _head(item, "graph")
+        args, kwargs = self._plain.arguments(call)
+        structure = self.structures[args[0]] = _Structure()
+        readers: list[_GraphReader] = []
+        for inner in item.body:
+            self.line = inner.lineno
+            if isinstance(inner, ast.Expr) and isinstance(inner.value, ast.Call):
+                (name, kind, shape, content), _ = self._plain.arguments(inner.value)
+                structure.constants[name] = _constant(kind, shape, content)
+                continue
+            head = _head(inner, "root", "block", "erased")
+            body = inner.body  # type: ignore[attr-defined]
+            if _name(head) == "erased":
+                readers[-1].erased = body
+                continue
+            reader = _GraphReader(self, names.get(args[0], ()), kwargs.get("mode"), body)
+            readers.append(reader)
+            if _name(head) == "root":
+                structure.root = reader.graph
+            else:
+                (name, *layers), more = self._plain.arguments(head)
+                block = Block(name, reader.graph, _layers(layers), bool(more.get("recompute")))
+                structure.blocks[name] = block
+        for reader in readers:
+            reader.read()
+
+    def _entry(self, call: ast.Call) -> None:
+        """A line on a job or the group, or on the one before it."""
+        name = _name(call)
+        args, kwargs = self._plain.arguments(call)
+        if name == "job":
+            self._job(args[0], self.structures[args[1]], **kwargs)
+        elif name == "group":
+            self._group(self.structures[args[0]], **kwargs)
+        elif name == "sites":
+            self.jobs[-1].sites.update((site.path, site) for site in _sites(args))
+        elif name == "note":
+            (self.group or self.jobs[-1]).notes.append((_text(args[0]), _text(args[1])))
+        else:
+            _refuse(call)
+
+    def _job(
+        self,
+        name: str,
+        structure: _Structure,
+        form: Any,
+        plan: int | None = None,
+        facts: Any = (),
+        repeated: Any = (),
+        sites: str | None = None,
+    ) -> None:
+        if form not in ("packed", "batch") or not isinstance(name, str):
+            raise _damaged(f"a job {name!r} of form {form!r}")
+        same = next((job.sites for job in self.jobs if job.name == sites), {}) if sites else {}
+        self.jobs.append(
+            JobGraph(
+                name,
+                structure.root,
+                form,
+                None if plan is None else self.plans[plan],
+                structure.blocks,
+                dict(same),
+                structure.constants,
+                repeated=frozenset(repeated),
+                facts=_facts(facts),
+            )
+        )
+
+    def _group(self, own: _Structure, exact: bool, compute: str, facts: Any = ()) -> None:
+        base, *jobs = self.jobs
+        self.group = GroupGraph(base, jobs, exact, compute)
+        self.group.root, self.group.blocks = own.root, own.blocks
+        self.group.constants = own.constants
+        self.group.facts = _facts(facts)
+
+
+def _head(item: ast.stmt, *names: str) -> ast.Call:
+    """The call of `with call():`."""
+    if isinstance(item, ast.With) and len(item.items) == 1:
+        call = item.items[0].context_expr
+        if isinstance(call, ast.Call) and _name(call) in names:
+            return call
+    _refuse(item)
+
+
+class _GraphReader:
+    """Reads the nodes of one graph.
+
+    jobs      what `all` stands for
+    mode      the number of the fake mode of most values
+    erased    nodes that tags still tell of, by their number
+    """
+
+    def __init__(
+        self, reader: _Reader, jobs: tuple[str, ...], mode: int | None, body: list[ast.stmt]
+    ) -> None:
+        self.reader, self.jobs, self.mode, self.body = reader, jobs, mode, body
+        self.graph = fx.Graph()
+        self.erased: list[ast.stmt] = []
+        self.nodes: dict[str, fx.Node] = {}
+        self.gone: list[fx.Node] = []
+        self.literals = _Literals(reader, self)
+
+    def read(self) -> None:
+        """Make the nodes, then give them tags, which may mention any of them."""
+        made: list[tuple[int, fx.Node, ast.Call]] = []
+        scrap = fx.Graph()
+        for body, graph in ((self.body, self.graph), (self.erased, scrap)):
+            for item in body:
+                self.reader.line = item.lineno
+                if isinstance(item, ast.Pass):
+                    continue
+                node, tags = self._statement(item, graph)
+                if graph is scrap:
+                    self.gone.append(node)
+                if tags is not None:
+                    made.append((item.lineno, node, tags))
+        for line, node, tags in made:
+            self.reader.line = line
+            self._tag(node, tags)
+        hold_names(self.graph)
+        if self.nodes:
+            remember_runs(self.graph)
+
+    def _statement(self, item: ast.stmt, graph: fx.Graph) -> tuple[fx.Node, ast.Call | None]:
+        """`name: value = call @ tags`; an operator without a value is run for one."""
+        note = item.annotation if isinstance(item, ast.AnnAssign) else None
+        named = item.target if isinstance(item, ast.AnnAssign) else None
+        if isinstance(item, ast.Assign) and len(item.targets) == 1:
+            named = item.targets[0]  # type: ignore[assignment]
+        call: ast.expr | None = getattr(item, "value", None)
+        tags: ast.expr | None = None
+        if isinstance(call, ast.BinOp) and isinstance(call.op, ast.MatMult):
+            tags, call = call.right, call.left
+        if not isinstance(named, ast.Name) or not isinstance(call, ast.Call):
+            _refuse(item)
+        if not isinstance(tags, (ast.Call, type(None))):
+            _refuse(item)
+        absent = isinstance(note, ast.Name) and note.id == "absent"
+        value = ABSENT if note is None or absent else self.value(note)
+        node = self._node(graph, named.id, call, value)
+        if value is not ABSENT:
+            node.meta["val"] = value
+        elif note is None and node.op == "call_function" and graph is self.graph:
+            give_value(node, self.reader.values.modes[self.mode or 0])
+        return node, tags
+
+    def value(self, note: ast.expr) -> Any:
+        """What stands behind a name's colon."""
+        if isinstance(note, ast.Tuple):
+            return tuple(map(self.value, note.elts))
+        if isinstance(note, ast.List):
+            return list(map(self.value, note.elts))
+        if isinstance(note, ast.Subscript) or (
+            isinstance(note, ast.Call) and _name(note) in ("tensor", "size")
+        ):
+            return self.reader.values.read(note, self.mode)
+        return self.literals.read(note)
+
+    def _node(self, graph: fx.Graph, name: str, call: ast.Call, value: Any) -> fx.Node:
+        kind = _name(call)
+        args, kwargs = self.literals.arguments(call)
+        ref: TensorRef | None = None
+        if kind == "input":
+            op, target = "placeholder", args.pop(0) if args else name
+        elif kind == "returns":
+            op, target = "output", "output"
+        elif kind == "layer":
+            op, target = "call_module", args.pop(0)
+        elif kind == "gone":
+            op, target = args
+            args = []
+        elif kind in ("attribute", "base", "job", "constant", "buffer"):
+            op, target = "get_attr", args.pop(0)
+            ref = None if kind == "attribute" else _ref(kind, target, value, **kwargs)
+            kwargs = {}
+        else:
+            op, target = "call_function", args.pop(0) if kind == "call" else kind
+        node = self._made(graph, op, target, tuple(args), kwargs)
+        if graph is self.graph and name in self.nodes:
+            raise GraphFileNotReadable(
+                "two nodes of the graph file have one name", found=name, help="rename one"
+            )
+        node.name = name
+        if graph is self.graph:
+            self.nodes[name] = node
+        if ref is not None:
+            node.meta["tensor"] = ref
+        return node
+
+    def _made(
+        self, graph: fx.Graph, op: str, target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> fx.Node:
+        if not fits(op, target):
+            raise GraphFileNotReadable(
+                "the graph file holds a node that no graph of ours has",
+                expected=f"one of {', '.join(OPS)}, of a plain name",
+                found=f"{op} {target}",
+                help="the file is damaged, or something else wrote it",
+            )
+        if op == "call_function":
+            target = self.reader.operator(target)
+        return graph.create_node(op, target, args, kwargs)
+
+    def _tag(self, node: fx.Node, call: ast.Call) -> None:
+        role, meta = _name(call), node.meta
+        args, kwargs = self.literals.arguments(call)
+        meta.update(zip(("path", "source"), args, strict=False))
+        if role in ROLES:
+            meta["role"] = role
+            usual = {"shared": self.jobs, "backbone": (), "table": (), "loss": ()}
+            if role in usual:
+                meta["jobs"] = usual[role]
+        elif role != "tags":
+            _refuse(call)
+        number = kwargs.pop("of", None)
+        if number is not None:
+            meta["origin"] = self.reader.origins[number]
+        meta.update(kwargs)
+        if type(meta.get("source")) is int:
+            meta["source"] = self.reader.sources[meta["source"]]
+        if meta.get("jobs", None) is ABSENT:
+            del meta["jobs"]
+
+
+def _ref(owner: Any, target: str, value: Any, **facts: Any) -> TensorRef:
+    """The tensor that a node reads; what is not said of it is as the node's value."""
+    if value is not ABSENT:
+        facts = {"shape": tuple(value.shape), "dtype": value.dtype, **facts}
+    return TensorRef(owner, **{"name": target, **facts})
+
+
+class _Literals:
+    """Reads arguments and tags; graph None where no node may be among them."""
+
+    def __init__(self, reader: _Reader, graph: _GraphReader | None) -> None:
+        self.reader, self.graph = reader, graph
+
+    def arguments(self, call: ast.Call) -> tuple[list[Any], dict[str, Any]]:
+        """What a call is given."""
+        kwargs: dict[str, Any] = {}
+        for word in call.keywords:
+            if word.arg is None:
+                kwargs.update(self.read(word.value))
+            else:
+                kwargs[word.arg] = self.read(word.value)
+        return [self.read(arg) for arg in call.args], kwargs
+
+    def read(self, item: ast.expr) -> Any:
+        """The value of an expression; raises GraphFileNotReadable for what no text says."""
+        if isinstance(item, ast.Constant):
+            if isinstance(item.value, (bytes, complex)):
+                _refuse(item)
+            return item.value
+        if isinstance(item, ast.Name):
+            return self._named(item)
+        if isinstance(item, ast.Tuple):
+            return tuple(map(self.read, item.elts))
+        if isinstance(item, ast.List):
+            return list(map(self.read, item.elts))
+        if isinstance(item, ast.Call):
+            return self._call(item)
+        return self._other(item)
+
+    def _named(self, item: ast.Name) -> Any:
+        if item.id in ("inf", "nan"):
+            return float(item.id)
+        if item.id == "absent":
+            return ABSENT
+        if self.graph is None:
+            _refuse(item)
+        if item.id == "all":
+            return self.graph.jobs
+        if item.id not in self.graph.nodes:
+            raise GraphFileNotReadable(
+                "a node reads another that does not stand before it",
+                found=item.id,
+                help="check the name, or move the node",
+            )
+        return self.graph.nodes[item.id]
+
+    def _other(self, item: ast.expr) -> Any:
+        if isinstance(item, ast.UnaryOp) and isinstance(item.op, ast.USub):
+            return -self.read(item.operand)
+        if isinstance(item, ast.Dict) and None not in item.keys:
+            pairs = zip(item.keys, item.values, strict=True)
+            return {self.read(key): self.read(value) for key, value in pairs if key is not None}
+        if isinstance(item, ast.Attribute) and isinstance(item.value, ast.Name):
+            constant = getattr(torch, item.attr, None) if item.value.id == "torch" else None
+            if isinstance(constant, CONSTANTS):
+                return constant
+        if isinstance(item, ast.Subscript) and ast.unparse(item.value) == "gone":
+            assert self.graph is not None
+            return self.graph.gone[self.read(item.slice)]
+        _refuse(item)
+
+    def _call(self, call: ast.Call) -> Any:
+        name = _name(call)
+        if name == "value":
+            if self.graph is None:
+                _refuse(call)
+            return self.graph.value(call.args[0])
+        args, kwargs = self.arguments(call)
+        simple: dict[str, Callable[..., Any]] = {
+            "slice": slice, "complex": complex, "device": torch.device
+        }  # fmt: skip
+        if name in simple:
+            return simple[name](*args)
+        if name in OBJECTS:
+            return OBJECTS[name](**kwargs)
+        if name == "object":
+            return _class(args[0])(**kwargs)
+        _refuse(call)
+
+
+def _class(name: str) -> type[Any]:
+    """A class that passes leave on nodes."""
+    module, _, cls = name.partition(":")
+    known = getattr(importlib.import_module(module), cls, None) if name.startswith(PASSES) else None
+    if isinstance(known, type) and dataclasses.is_dataclass(known):
+        return known
+    raise GraphFileNotReadable(
+        "the graph file holds a value of no known kind",
+        found=name,
+        help="the file is damaged, or another version wrote it",
+    )
+
+
+class _Values:
+    """Reads values; fake modes are made anew, with symbols of the same names."""
+
+    def __init__(self) -> None:
+        self.modes: dict[int, FakeTensorMode] = {}
+        self._symbols: dict[int, dict[str, Any]] = {}
+        # Making a fake tensor takes most of reading; nobody writes into one, so equal ones are one.
+        self._floats: dict[tuple[Any, ...], torch.Tensor] = {}
+
+    def add(self, number: int, sizes: dict[str, tuple[int, ...]]) -> None:
+        """A mode with its symbols: what each was while tracing, and its bounds."""
+        env = _NamedSizes()
+        self._symbols[number] = {name: _symbol(env, name, *size) for name, size in sizes.items()}
+        self.modes[number] = FakeTensorMode(shape_env=env, allow_non_fake_inputs=True, export=True)
+
+    def read(self, note: ast.expr, mode: int | None) -> torch.Tensor | torch.SymInt | int:
+        """A value: `bf16[1, s70]`, `tensor(bf16[1, s70], strides=[...])`, `size(2*s70)`."""
+        facts: dict[str, ast.expr] = {}
+        if isinstance(note, ast.Call):
+            facts = {str(word.arg): word.value for word in note.keywords}
+            mode = ast.literal_eval(facts.pop("mode")) if "mode" in facts else mode
+            if _name(note) == "size":
+                return self._int(self._expression(note.args[0], mode), mode)
+            note = note.args[0]
+        if not isinstance(note, ast.Subscript) or not isinstance(note.value, ast.Name):
+            _refuse(note)
+        name = note.value.id
+        dtype = getattr(torch, LONG.get(name, name), None)
+        if not isinstance(dtype, torch.dtype):
+            _refuse(note)
+        words = note.slice.elts if isinstance(note.slice, ast.Tuple) else [note.slice]
+        shape = [self._expression(word, mode) for word in words]
+        strides = contiguous(shape)
+        if "strides" in facts:
+            assert isinstance(facts["strides"], ast.List)
+            strides = [self._expression(word, mode) for word in facts["strides"].elts]
+        device = ast.literal_eval(facts["device"]) if "device" in facts else "meta"
+        key = (mode, dtype, device, "grad" in facts, *shape, None, *strides)
+        if key not in self._floats or not dtype.is_floating_point:
+            tensor = self._tensor(shape, strides, dtype, device, mode)
+            self._floats[key] = tensor.requires_grad_("grad" in facts)
+        return self._floats[key]
+
+    def _tensor(
+        self,
+        shape: list[Any],
+        strides: list[Any],
+        dtype: torch.dtype,
+        device: str,
+        mode: int | None,
+    ) -> torch.Tensor:
+        sizes, steps = (tuple(self._int(size, mode) for size in part) for part in (shape, strides))
+        if mode is None:
+            return torch.empty_strided(sizes, steps, dtype=dtype, device=device)
+        with self.modes[mode]:
+            return torch.empty_strided(sizes, steps, dtype=dtype, device=device)
+
+    def _int(self, size: Any, mode: int | None) -> int | torch.SymInt:
+        if isinstance(size, int):
+            return size
+        if size.is_Integer:
+            return int(size)
+        env = None if mode is None else self.modes[mode].shape_env
+        assert env is not None
+        return env.create_symintnode(size, hint=None)
+
+    def _expression(self, item: ast.expr, mode: int | None) -> Any:
+        """A size: a number, or sympy's expression of symbols."""
+        if isinstance(item, ast.Constant) and type(item.value) is int:
+            return item.value
+        if isinstance(item, ast.UnaryOp) and isinstance(item.op, ast.USub):
+            return -self._expression(item.operand, mode)
+        if isinstance(item, ast.Name) and mode is not None:
+            return self._symbols[mode][item.id]
+        if isinstance(item, ast.BinOp) and isinstance(item.op, (ast.Mult, ast.Add)):
+            function = operator.mul if isinstance(item.op, ast.Mult) else operator.add
+            left, right = (self._expression(part, mode) for part in (item.left, item.right))
+            return function(sympy.sympify(left), right)
+        if isinstance(item, ast.Call) and _name(item) in FUNCTIONS:
+            parts = (sympy.sympify(self._expression(part, mode)) for part in item.args)
+            return FUNCTIONS[_name(item)](*parts)
+        _refuse(item)
+
+
+class _NamedSizes(ShapeEnv):
+    """Symbols get the numbers that they are asked for: torch derives its own from a hash."""
+
+    number = 0
+
+    def _generate_unique_id(self, source_name: str) -> int:
+        self.unique_ids.add(self.number)
+        return self.number
+
+
+def _symbol(env: _NamedSizes, name: str, hint: int, lower: int, upper: int | None = None) -> Any:
+    env.number = int(name[1:])
+    span = ValueRanges(lower, int_oo if upper is None else upper)
+    return env.create_symbol(
+        hint,
+        ConstantSource(f"row_{name}"),
+        dynamic_dim=DimDynamic.DYNAMIC,
+        constraint_dim=StrictMinMaxConstraint(vr=span, warn_only=False),
+        do_not_specialize_zero_one=True,
+    )
+
+
+def _text(value: Any) -> str:
+    if not isinstance(value, str):
+        raise _damaged(f"{value!r} where a text is expected")
+    return value
+
+
+def _facts(facts: Any) -> dict[str, str]:
+    pairs = ((fact, fact) if isinstance(fact, str) else fact for fact in facts)
+    return {_text(name): _text(by) for name, by in pairs}
+
+
+def _constant(dtype: torch.dtype, shape: list[int], content: str) -> torch.Tensor:
+    data = bytearray(base64.b64decode(content, validate=True))
+    flat = torch.frombuffer(data, dtype=torch.uint8) if data else torch.empty(0).byte()
+    return flat.view(dtype).reshape(shape)
+
+
+def _layers(words: Any) -> tuple[str, ...]:
+    """Paths of layers, which may be a run of numbers."""
+    if len(words) == 3 and type(words[1]) is int:
+        head, start, stop = words
+        return tuple(f"{head}.{number}" for number in range(start, stop))
+    return tuple(map(_text, words))
+
+
+def _plan(layers: Any, stands: Any, whole: bool) -> LayerPlan:
+    paths = _layers(layers)
+    if isinstance(stands, list):
+        stands = {path: paths[place] for path, place in zip(paths, stands, strict=True)}
+    return LayerPlan(paths, stands, whole)
+
+
+def _sites(words: list[Any]) -> Iterator[AdapterSite]:
+    """A job's sites in a run of layers, or outside of layers."""
+    layers: tuple[str, ...] = ("",)
+    if words and isinstance(words[0], str):
+        layers, words = _layers(words[:3]), words[3:]
+    for layer in layers:
+        for tails, *numbers in words:
+            for tail in tails:
+                path = ".".join(filter(None, (layer, tail)))
+                yield AdapterSite(path, *numbers)

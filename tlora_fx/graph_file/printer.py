@@ -1,0 +1,638 @@
+"""Graphs as text: a node a line, in Python's syntax, which `parser` reads back as it was.
+
+The grammar stands in docs/graph-files.md.
+"""
+
+from __future__ import annotations
+
+import base64
+import dataclasses
+import keyword
+import math
+from collections import Counter
+from collections.abc import Iterable, Iterator, Sequence
+from itertools import groupby
+from typing import Any
+
+import sympy
+import torch
+from torch import fx
+from torch._subclasses.fake_tensor import FakeTensor
+from torch.fx.experimental.symbolic_shapes import ShapeEnv
+from torch.utils._sympy.numbers import int_oo
+
+from tlora_fx.errors import GraphNotStorable
+from tlora_fx.graph_file.operators import OPERATORS, OPS, fits, target_text
+from tlora_fx.graph_file.words import (
+    ABSENT,
+    CONSTANTS,
+    FORMAT,
+    FUNCTIONS,
+    OBJECTS,
+    PASSES,
+    ROLES,
+    SHORT,
+    contiguous,
+    owner_of,
+)
+from tlora_fx.ir.graph import (
+    AdapterSite,
+    Block,
+    GroupGraph,
+    JobGraph,
+    LayerPlan,
+    Origin,
+    TensorRef,
+)
+from tlora_fx.ir.shapes import RUN
+from tlora_fx.ir.verifier import fingerprint
+from tlora_fx.version import __version__
+
+VALUE = "val"
+# Tags that have a place of their own on a node's line.
+PLACED = (VALUE, "path", "source", "tensor", "role", "jobs", "origin", RUN)
+# What is written while a job's graphs are.
+_Lines = list[str]
+
+
+class Printer:
+    """Writes graphs; what many lines name is gathered for tables at the end of the text.
+
+    left_out    tags that cannot be kept: "job 'a': add_1: hint (my_package.Hint)"
+    """
+
+    def __init__(self) -> None:
+        self.left_out: list[str] = []
+        self.jobs: _Lines = []
+        self.graphs: _Lines = []
+        self.plans: dict[str, int] = {}
+        self.sizes = _Sizes()
+        self.sources: dict[str, int] = {}
+        self.origins = _Origins()
+        self._structures: dict[tuple[int, ...], int] = {}
+        self._sites: dict[tuple[AdapterSite, ...], str] = {}
+
+    def text(self, graphs: JobGraph | GroupGraph) -> str:
+        """The whole text; raises GraphNotStorable, naming the node."""
+        if isinstance(graphs, GroupGraph):
+            for job in (graphs.base, *graphs.jobs):
+                self._job(job)
+            self._group(graphs)
+        else:
+            self._job(graphs)
+        known = fingerprint(graphs)
+        head = [
+            f'graphs({FORMAT}, tlora_fx="{__version__}", torch="{torch.__version__}")',
+            f'fingerprint("{known.code}", "{known.tags}")',
+        ]
+        tables = [
+            *(f"left_out({_text(tag)})" for tag in self.left_out),
+            *(f"plan({number}, {plan})" for plan, number in self.plans.items()),
+            *self.sizes.lines(),
+            *(f"source({number}, {_text(line)})" for line, number in self.sources.items()),
+            *self.origins.lines(),
+        ]
+        return "\n".join([*head, *self.jobs, *self.graphs, *tables]) + "\n"
+
+    def _job(self, job: JobGraph) -> None:
+        kept = list(job.sites.values())
+        same = self._sites.setdefault(tuple(kept), job.name)
+        number = self._structure(job, f"job '{job.name}'" if job.name else "base", (job.name,))
+        facts = {
+            "form": _text(job.form),
+            "plan": None if job.plan is None else self._plan(job.plan),
+            "facts": _facts(job.facts) if job.facts else None,
+            "repeated": repr(sorted(job.repeated)) if job.repeated else None,
+            "sites": _text(same) if kept and same != job.name else None,
+        }
+        self.jobs.append(f"job({_text(job.name)}, {number}{_keywords(facts)})")
+        if same == job.name:
+            self.jobs.extend(_site_lines(kept))
+        self.jobs.extend(_notes(job.notes))
+
+    def _group(self, group: GroupGraph) -> None:
+        number = self._structure(group, "group", tuple(group.job_names))
+        facts = {
+            "exact": repr(group.exact),
+            "compute": _text(group.compute),
+            "facts": _facts(group.facts) if group.facts else None,
+        }
+        self.jobs.append(f"group({number}{_keywords(facts)})")
+        self.jobs.extend(_notes(group.notes))
+
+    def _plan(self, plan: LayerPlan) -> int:
+        return self.plans.setdefault(_plan_text(plan), len(self.plans))
+
+    def _structure(self, graphs: JobGraph | GroupGraph, subject: str, jobs: tuple[str, ...]) -> int:
+        """The number of a structure, which is written once for all jobs that share it."""
+        key = (id(graphs.root), id(graphs.blocks), id(graphs.constants))
+        if key in self._structures:
+            return self._structures[key]
+        number = self._structures[key] = len(self._structures)
+        mode = self.sizes.usual(graphs)
+        self.graphs.append(f"with graph({number}{_keywords({'mode': mode})}):")
+        for name, value in graphs.constants.items():
+            self.graphs.append(f" constant({_text(name)}, {_constant(value)})")
+        self._block("root()", graphs.root, subject, jobs, mode)
+        for block in graphs.blocks.values():
+            self._block(_block_head(block), block.graph, subject, jobs, mode)
+        return number
+
+    def _block(
+        self, head: str, graph: fx.Graph, subject: str, jobs: tuple[str, ...], mode: int | None
+    ) -> None:
+        writer = _GraphPrinter(self, graph, jobs, mode)
+        lines = [writer.line(node) for node in graph.nodes]
+        self.graphs.append(f" with {head}:")
+        self.graphs.extend(f"  {line}" for line in lines or ["pass"])
+        if writer.gone:
+            self.graphs.append(" with erased():")
+            self.graphs.extend(f"  {line}" for line in writer.gone)
+        self.left_out.extend(f"{subject}: {tag}" for tag in writer.left_out)
+
+    def source(self, line: str) -> str:
+        """A line of model code, by its number; "" as it is."""
+        return str(self.sources.setdefault(line, len(self.sources))) if line else '""'
+
+
+class _GraphPrinter:
+    """Writes the nodes of one graph; those that tags still tell of are `gone`."""
+
+    def __init__(
+        self, printer: Printer, graph: fx.Graph, jobs: tuple[str, ...], mode: int | None
+    ) -> None:
+        self.printer, self.jobs, self.mode = printer, jobs, mode
+        self.nodes = set(graph.nodes)
+        self.left_out: list[str] = []
+        self.gone: _Lines = []
+        self._gone: dict[fx.Node, int] = {}
+        self.arguments = Literals(self._argument, self._value_call)
+        self.literals = Literals(self._mentioned, self._value_call)
+
+    def line(self, node: fx.Node) -> str:
+        """A node: its name, value, operator with arguments, and tags."""
+        try:
+            call = self._call(node)
+        except GraphNotStorable as error:
+            error.add_note(f"in the arguments of {node.name}")
+            raise
+        return self._statement(node, call)
+
+    def _statement(self, node: fx.Node, call: str) -> str:
+        value = ": absent" if node.op == "call_function" else ""
+        if VALUE in node.meta:
+            try:
+                value = f": {self._value(node.meta[VALUE])}"
+            except GraphNotStorable as error:
+                error.add_note(f"in the value of {node.name}")
+                raise
+        tags = self._tags(node)
+        return f"{node.name}{value} = {call}{f' @ {tags}' if tags else ''}"
+
+    def _call(self, node: fx.Node) -> str:
+        target: Any = node.target
+        if node.op != "call_function" and not fits(node.op, target):
+            raise GraphNotStorable(
+                "a graph holds a node that a graph file cannot keep",
+                node=node.name,
+                found=f"{node.op} {target}",
+                expected=f"one of {', '.join(OPS)}, of a plain name",
+                help="call operators, and name inputs and tensors plainly",
+            )
+        show = self.arguments.show
+        words = [show(value) for value in node.args]
+        words += [_keyword(name, show(value)) for name, value in node.kwargs.items()]
+        if node.op == "placeholder":
+            own = [] if target == node.name and not words else [_text(target)]
+            return f"input({', '.join([*own, *words])})"
+        if node.op == "output":
+            return f"returns({', '.join(words)})"
+        if node.op == "call_module":
+            return f"layer({', '.join([_text(target), *words])})"
+        if node.op == "get_attr":
+            return self._tensor(node)
+        name = target_text(target, node.name).removeprefix(OPERATORS)
+        if all(part.isidentifier() and not keyword.iskeyword(part) for part in name.split(".")):
+            return f"{name}({', '.join(words)})"
+        return f"call({', '.join([_text(name), *words])})"
+
+    def _tensor(self, node: fx.Node) -> str:
+        ref, target = node.meta.get("tensor"), _text(str(node.target))
+        if not isinstance(ref, TensorRef):
+            return f"attribute({target})"
+        value = node.meta.get(VALUE)
+        alike = isinstance(value, torch.Tensor) and (*ref.shape, ref.dtype) == (
+            *value.shape, value.dtype,
+        )  # fmt: skip
+        facts = {
+            "name": None if ref.name == node.target else _text(ref.name),
+            "shape": None if alike else repr(ref.shape),
+            "dtype": None if alike else str(ref.dtype),
+            "form": _text(ref.form) if ref.form else None,
+            "original": None if ref.original is None else self.literals.show(ref.original),
+            "shard": None if ref.shard is None else repr(ref.shard),
+        }
+        return f"{ref.owner}({target}{_keywords(facts)})"
+
+    def _tags(self, node: fx.Node) -> str:
+        meta = node.meta
+        words = []
+        if "path" in meta:
+            words.append(self.literals.show(meta["path"]))
+        if "source" in meta:
+            source = self.printer.source(meta["source"])
+            words.append(source if words else f"source={source}")
+        role = meta.get("role")
+        if "role" in meta and role not in ROLES:
+            words.append(f"role={self.literals.show(role)}")
+        words += self._jobs(meta, role)
+        for tag, value in meta.items():
+            if tag not in PLACED or (tag == "tensor" and not _placed(node)):
+                try:
+                    words.append(_keyword(tag, self.literals.show(value)))
+                except GraphNotStorable:
+                    kind = f"{type(value).__module__}.{type(value).__qualname__}"
+                    self.left_out.append(f"{node.name}: {tag} ({kind})")
+        if isinstance(meta.get("origin"), Origin):
+            words.append(f"of={self.printer.origins.number(meta['origin'])}")
+        name = role if role in ROLES else "tags"
+        return f"{name}({', '.join(words)})" if words or role in ROLES else ""
+
+    def _jobs(self, meta: dict[str, Any], role: Any) -> Iterator[str]:
+        """The jobs that a node serves, where they are others than its role says."""
+        usual = {"shared": self.jobs, "backbone": (), "table": (), "loss": ()}.get(role, ABSENT)
+        jobs = meta.get("jobs", ABSENT)
+        if jobs is ABSENT and usual is not ABSENT:
+            yield "jobs=absent"
+        elif jobs is not ABSENT and jobs != usual:
+            yield f"jobs={'all' if jobs == self.jobs else self.literals.show(jobs)}"
+
+    def _value(self, value: Any) -> str:
+        if isinstance(value, (list, tuple)):
+            inner = ", ".join(self._value(item) for item in value)
+            return (
+                f"[{inner}]" if isinstance(value, list) else f"({inner}{',' * (len(value) == 1)})"
+            )
+        if isinstance(value, (torch.Tensor, torch.SymInt)):
+            return self.printer.sizes.value(value, self.mode)
+        return self.literals.show(value)
+
+    def _value_call(self, value: Any) -> str:
+        return f"value({self._value(value)})"
+
+    def _argument(self, node: fx.Node) -> str:
+        if node not in self.nodes:
+            raise GraphNotStorable(
+                "a node reads a node of another graph", found=node.name, help="lint the graph"
+            )
+        return node.name
+
+    def _mentioned(self, node: fx.Node) -> str:
+        """A node in a tag: one of the graph, or one that a pass erased and still tells of."""
+        if node in self.nodes:
+            return node.name
+        if node not in self._gone:
+            self._gone[node] = len(self._gone)
+            place = len(self.gone)
+            self.gone.append("")
+            target = str(node.target)
+            if node.op == "call_function":
+                target = target_text(node.target, node.name)
+            self.gone[place] = self._statement(node, f"gone({_text(node.op)}, {_text(target)})")
+        return f"gone[{self._gone[node]}]"
+
+
+def _placed(node: fx.Node) -> bool:
+    """Whether a node's tensor stands in its call."""
+    return node.op == "get_attr" and isinstance(node.meta["tensor"], TensorRef)
+
+
+class Literals:
+    """Writes arguments and tags.
+
+    node     writes a node
+    value    writes a fake tensor or a size
+    """
+
+    def __init__(self, node: Any, value: Any) -> None:
+        self.node, self.value = node, value
+
+    def show(self, value: Any) -> str:
+        """A value as an expression; raises GraphNotStorable for what has none."""
+        if value is None or value is ... or type(value) in (bool, int):
+            return repr(value) if value is not ... else "..."
+        if type(value) is str:
+            return _text(value)
+        if type(value) is float:
+            return repr(value) if math.isfinite(value) else _infinite(value)
+        if isinstance(value, fx.Node):
+            return str(self.node(value))
+        if isinstance(value, (list, tuple, dict, slice)):
+            return self._container(value)
+        return self._object(value)
+
+    def _container(self, value: Any) -> str:
+        if isinstance(value, slice):
+            return f"slice({', '.join(map(self.show, (value.start, value.stop, value.step)))})"
+        if isinstance(value, dict):
+            pairs = (f"{self.show(key)}: {self.show(item)}" for key, item in value.items())
+            return f"{{{', '.join(pairs)}}}"
+        items = ", ".join(map(self.show, value))
+        return f"[{items}]" if isinstance(value, list) else f"({items}{',' * (len(value) == 1)})"
+
+    def _object(self, value: Any) -> str:
+        if isinstance(value, CONSTANTS):
+            return str(value)
+        if isinstance(value, torch.device):
+            return f"device({_text(str(value))})"
+        if isinstance(value, complex):
+            return f"complex({self.show(value.real)}, {self.show(value.imag)})"
+        is_meta = isinstance(value, torch.Tensor) and value.is_meta
+        if is_meta or isinstance(value, (FakeTensor, torch.SymInt)):
+            return str(self.value(value))
+        cls = type(value)
+        known = OBJECTS.get(cls.__name__) is cls
+        name = cls.__name__ if known else f"{cls.__module__}:{cls.__qualname__}"
+        if dataclasses.is_dataclass(value) and (known or name.startswith(PASSES)):
+            names = [item.name for item in dataclasses.fields(value)]
+            fields = ", ".join(f"{name}={self.show(getattr(value, name))}" for name in names)
+            return f"{name}({fields})" if known else f"object({_text(name)}, {fields})"
+        raise GraphNotStorable(
+            "a graph holds a value that a graph file cannot keep",
+            kind=f"{cls.__module__}.{cls.__qualname__}",
+            found=repr(value)[:200],
+            help="hold numbers, text, tuples and nodes in arguments and tags",
+        )
+
+
+class _Sizes:
+    """Writes values; what owns their symbols, a trace's fake mode, has a number."""
+
+    def __init__(self) -> None:
+        self.owners: list[Any] = []
+        self.symbols: list[dict[str, str]] = []
+        self._known: dict[tuple[int, int | None], tuple[Any, str]] = {}
+
+    def usual(self, graphs: JobGraph | GroupGraph) -> int | None:
+        """The number of the owner of most values of graphs, None where no value has one."""
+        owners = (
+            owner_of(value)
+            for graph in graphs.graphs()
+            for node in graph.nodes
+            if isinstance(value := node.meta.get(VALUE), FakeTensor)
+        )
+        counts = Counter(map(self.number, owners))
+        return counts.most_common(1)[0][0] if counts else None
+
+    def number(self, owner: Any) -> int:
+        """The number of an owner; one without symbols has a number too."""
+        for index, known in enumerate(self.owners):
+            if known is owner:
+                return index
+        self.owners.append(owner)
+        self.symbols.append({})
+        return len(self.owners) - 1
+
+    def lines(self) -> Iterator[str]:
+        """The table of symbols."""
+        for number, symbols in enumerate(self.symbols):
+            yield f"mode({number}{_keywords(symbols)})"
+
+    def value(self, value: torch.Tensor | torch.SymInt, usual: int | None) -> str:
+        """A tensor's type and shape, or a size; what is unusual stands behind."""
+        key = (id(value), usual)
+        if key not in self._known:
+            shown = self._tensor if isinstance(value, torch.Tensor) else self._size
+            self._known[key] = value, shown(value, usual)
+        return self._known[key][1]
+
+    def _size(self, value: Any, usual: int | None) -> str:
+        mode = self.number(value.node.shape_env)
+        return f"size({self._expression(value, mode)}{_mode(mode, usual)})"
+
+    def _tensor(self, value: Any, usual: int | None) -> str:
+        mode = self.number(owner_of(value)) if isinstance(value, FakeTensor) else None
+        shape = [self._expression(size, mode) for size in value.shape]
+        sizes = [size.node.expr if isinstance(size, torch.SymInt) else size for size in value.shape]
+        steps = [
+            step.node.expr if isinstance(step, torch.SymInt) else step for step in value.stride()
+        ]
+        kind = str(value.dtype).removeprefix("torch.")
+        text = f"{SHORT.get(kind, kind)}[{', '.join(shape) or '()'}]"
+        facts: dict[str, str | None] = {
+            "strides": None,
+            "device": None if value.device.type == "meta" else _text(str(value.device)),
+            "grad": "True" if value.requires_grad else None,
+        }
+        if steps != contiguous(sizes):
+            facts["strides"] = f"[{', '.join(self._expression(s, mode) for s in value.stride())}]"
+        more = _keywords(facts) + _mode(mode, usual)
+        return f"tensor({text}{more})" if more else text
+
+    def _expression(self, size: int | torch.SymInt, mode: int | None) -> str:
+        if isinstance(size, int):
+            return str(size)
+        assert mode is not None
+        return self._tree(size.node.expr, mode)
+
+    def _tree(self, expr: sympy.Basic, mode: int) -> str:
+        if isinstance(expr, sympy.Symbol):
+            self._note(expr, mode)
+            return str(expr.name)
+        if isinstance(expr, sympy.Integer):
+            return str(int(expr))
+        name = type(expr).__name__
+        if isinstance(expr, sympy.Rational):
+            return f"Rational({int(expr.p)}, {int(expr.q)})"
+        if name not in FUNCTIONS:
+            raise GraphNotStorable(
+                "a size is computed in a way that a graph file cannot keep",
+                found=expr,
+                help="please report it, with the model",
+            )
+        parts = [self._tree(part, mode) for part in expr.args]
+        plain = all(isinstance(part, (sympy.Symbol, sympy.Integer)) for part in expr.args)
+        if name in ("Mul", "Add") and plain:
+            return ("*" if name == "Mul" else " + ").join(parts)
+        return f"{name}({', '.join(parts)})"
+
+    def _note(self, symbol: sympy.Symbol, mode: int) -> None:
+        if symbol.name in self.symbols[mode]:
+            return
+        env: ShapeEnv = self.owners[mode]
+        hint = _hints(env).get(symbol)
+        if hint is None:
+            raise GraphNotStorable(
+                "a size depends on values, which a graph file cannot keep",
+                found=symbol,
+                help="please report it, with the model",
+            )
+        span = env.var_to_range[symbol]
+        upper = "" if span.upper == int_oo else f", {int(span.upper)}"
+        self.symbols[mode][symbol.name] = f"({int(hint)}, {int(span.lower)}{upper})"
+
+
+def _mode(mode: int | None, usual: int | None) -> str:
+    return "" if mode == usual else f", mode={mode}"
+
+
+def _hints(env: ShapeEnv) -> dict[sympy.Symbol, Any]:
+    """What the symbols were while tracing; torch renamed the table in 2.13."""
+    hints = getattr(env, "backed_var_to_val", None)
+    return hints if hints is not None else env.var_to_val
+
+
+class _Origins:
+    """Where nodes come from, as tables: owners, births that several jobs have, and origins."""
+
+    def __init__(self) -> None:
+        self.owners: dict[str, int] = {}
+        self.births: dict[tuple[str, str, str], int] = {}
+        self.rows: list[str] = []
+        self._numbers: dict[Origin, int] = {}
+
+    def number(self, origin: Origin) -> int:
+        """The number of an origin; what it was made from comes before it."""
+        stack = [origin]
+        while stack:
+            last = stack[-1]
+            unknown = [source for source in last.sources if source not in self._numbers]
+            if unknown:
+                stack.extend(reversed(unknown))
+                continue
+            stack.pop()
+            if last not in self._numbers:
+                self._numbers[last] = len(self.rows)
+                self.rows.append(self._row(last))
+        return self._numbers[origin]
+
+    def _row(self, origin: Origin) -> str:
+        owner, _, rest = origin.key.partition("/")
+        birth = (rest, origin.made_by, origin.target)
+        head = [
+            str(self.owners.setdefault(owner, len(self.owners))),
+            str(self.births.setdefault(birth, len(self.births))),
+        ]
+        sources = [self._numbers[source] for source in origin.sources]
+        return f"o[{', '.join([*head, *_runs(sources)])}]"
+
+    def lines(self) -> Iterator[str]:
+        """The tables."""
+        yield from (f"owner({number}, {_text(o)})" for o, number in self.owners.items())
+        for birth, number in self.births.items():
+            yield f"birth({number}, {', '.join(map(_text, birth))})"
+        yield from self.rows
+
+
+def _runs(numbers: Sequence[int]) -> Iterator[str]:
+    """Numbers in short: "3", "5:9" for 5 to 8."""
+    for _, group in groupby(enumerate(numbers), key=lambda pair: pair[1] - pair[0]):
+        run = [number for _, number in group]
+        yield str(run[0]) if len(run) == 1 else f"{run[0]}:{run[-1] + 1}"
+
+
+def _text(text: str) -> str:
+    """A text in double quotes where nothing in it needs an escape, on one line in any case."""
+    plain = text.isascii() and text.isprintable() and not {'"', "\\"}.intersection(text)
+    return f'"{text}"' if plain else ascii(text)
+
+
+def _infinite(value: float) -> str:
+    return "nan" if math.isnan(value) else "inf" if value > 0 else "-inf"
+
+
+def _keyword(name: str, text: str) -> str:
+    return (
+        f"{name}={text}"
+        if name.isidentifier() and not keyword.iskeyword(name)
+        else (f"**{{{_text(name)}: {text}}}")
+    )
+
+
+def _keywords(facts: dict[str, Any]) -> str:
+    return "".join(f", {_keyword(k, str(v))}" for k, v in facts.items() if v is not None)
+
+
+def _facts(facts: dict[str, str]) -> str:
+    """Facts with the pass that provides each; a pass that is a fact itself is named once."""
+    pairs = ((_text(fact), _text(by)) for fact, by in facts.items())
+    return f"[{', '.join(fact if fact == by else f'({fact}, {by})' for fact, by in pairs)}]"
+
+
+def _notes(notes: Iterable[tuple[str, str]]) -> Iterator[str]:
+    return (f"note({_text(by)}, {_text(text)})" for by, text in notes)
+
+
+def _constant(value: torch.Tensor) -> str:
+    """A constant as its type, shape, and bytes in base64."""
+    flat = value.detach().cpu().contiguous().reshape(-1).view(torch.uint8)
+    content = base64.b64encode(flat.numpy().tobytes()).decode()
+    return f"{value.dtype}, {list(value.shape)}, {_text(content)}"
+
+
+def _layers(layers: Sequence[str]) -> str:
+    """Paths of layers: "model.layers", 0, 32 for those from 0 to 31, else one after the other."""
+    head = layers[0].rpartition(".")[0] if layers else ""
+    first = layers[0].rpartition(".")[2] if layers else ""
+    if first.isdecimal():
+        start = int(first)
+        if [f"{head}.{start + index}" for index in range(len(layers))] == list(layers):
+            return f"{_text(head)}, {start}, {start + len(layers)}"
+    return ", ".join(map(_text, layers))
+
+
+def _block_head(block: Block) -> str:
+    more = ", recompute=True" if block.recompute else ""
+    return f"block({_text(block.name)}, {_layers(block.instances)}{more})"
+
+
+def _plan_text(plan: LayerPlan) -> str:
+    """A plan: its layers, and for each the place of the one that stands for it."""
+    places = {layer: index for index, layer in enumerate(plan.layers)}
+    stands = list(plan.representative.items())
+    usual = [layer for layer, _ in stands] == list(plan.layers)
+    if usual and all(first in places for _, first in stands) and len(places) == len(plan.layers):
+        table = repr([places[first] for _, first in stands])
+    else:
+        table = f"{{{', '.join(f'{_text(a)}: {_text(b)}' for a, b in stands)}}}"
+    return f"({_layers(plan.layers)}{',' * (len(plan.layers) == 1)}), {table}, {plan.whole}"
+
+
+def _site_lines(sites: Sequence[AdapterSite]) -> Iterator[str]:
+    """A job's sites: a line for a run of layers with equal ones."""
+    packs: list[tuple[str, int, int, list[tuple[str, AdapterSite]]]] = []
+    for site in sites:
+        parts = site.path.split(".")
+        place = next((i for i, part in enumerate(parts) if i and part.isdecimal()), None)
+        head = "" if place is None else ".".join(parts[:place])
+        number = (
+            -1 if place is None or str(int(parts[place])) != parts[place] else int(parts[place])
+        )
+        tail = site.path if number < 0 else ".".join(parts[place + 1 :])  # type: ignore[operator]
+        head = "" if number < 0 else head
+        if packs and packs[-1][:2] == (head, number):
+            packs[-1][3].append((tail, site))
+        else:
+            packs.append((head, number, number + 1, [(tail, site)]))
+    runs: list[tuple[str, int, int, str]] = []
+    for head, number, stop, entries in packs:
+        table = _site_table(entries)
+        if runs and number >= 0 and runs[-1][0] == head and runs[-1][2:] == (number, table):
+            runs[-1] = (head, runs[-1][1], stop, table)
+        else:
+            runs.append((head, number, stop, table))
+    for head, start, stop, table in runs:
+        layers = f"{_text(head)}, {start}, {stop}, " if start >= 0 else ""
+        yield f"sites({layers}{table})"
+
+
+def _site_table(entries: list[tuple[str, AdapterSite]]) -> str:
+    """Sites of one layer with equal numbers together."""
+    groups = groupby(entries, key=lambda e: (e[1].rank, e[1].scaling, e[1].dropout, e[1].kind))
+    show = Literals(None, None).show
+    parts = []
+    for numbers, group in groups:
+        tails = ", ".join(_text(tail) for tail, _ in group)
+        shown = ", ".join(map(show, numbers if numbers[3] != "lora" else numbers[:3]))
+        parts.append(f"([{tails}], {shown})")
+    return ", ".join(parts)
