@@ -52,9 +52,13 @@ def from_document(document: Document) -> JobGraph | GroupGraph:
     return parse(document.text, document.file)
 
 
-def graph_text(graphs: JobGraph | GroupGraph) -> str:
-    """Graphs as the text of a graph file, a node a line; raises GraphNotStorable."""
-    return Printer().text(graphs)
+def graph_text(graphs: JobGraph | GroupGraph, *, tables: bool = True) -> str:
+    """Graphs as the text of a graph file, a node a line.
+
+    tables    False: jobs and nodes alone, to be looked at or checked; such a text is not read back
+    raises    GraphNotStorable
+    """
+    return Printer().text(graphs, tables)
 
 
 def graphs_of_text(text: str, file: str | Path = "text") -> JobGraph | GroupGraph:

@@ -335,7 +335,7 @@ class _Reader:
         self,
         name: str,
         structure: _Structure,
-        form: Any,
+        form: Any = "packed",
         plan: int | None = None,
         facts: Any = (),
         repeated: Any = (),
@@ -358,7 +358,9 @@ class _Reader:
             )
         )
 
-    def _group(self, own: _Structure, exact: bool, compute: str, facts: Any = ()) -> None:
+    def _group(
+        self, own: _Structure, exact: bool = False, compute: str = "base", facts: Any = ()
+    ) -> None:
         base, *jobs = self.jobs
         self.group = GroupGraph(base, jobs, exact, compute)
         self.group.root, self.group.blocks = own.root, own.blocks

@@ -70,34 +70,39 @@ class Printer:
         self.sources: dict[str, int] = {}
         self.origins = _Origins()
         self._structures: dict[tuple[int, ...], int] = {}
+        self._names: dict[tuple[int, ...], tuple[str, ...]] = {}
         self._sites: dict[tuple[AdapterSite, ...], str] = {}
 
-    def text(self, graphs: JobGraph | GroupGraph) -> str:
-        """The whole text; raises GraphNotStorable, naming the node."""
+    def text(self, graphs: JobGraph | GroupGraph, tables: bool = True) -> str:
+        """The whole text, or without its tables; raises GraphNotStorable, naming the node."""
         if isinstance(graphs, GroupGraph):
+            self._names[_key(graphs)] = tuple(graphs.job_names)
             for job in (graphs.base, *graphs.jobs):
                 self._job(job)
             self._group(graphs)
         else:
             self._job(graphs)
+        if not tables:
+            return "\n".join([*self.jobs, *self.graphs]) + "\n"
         known = fingerprint(graphs)
         head = [
             f'graphs({FORMAT}, tlora_fx="{__version__}", torch="{torch.__version__}")',
             f'fingerprint("{known.code}", "{known.tags}")',
         ]
-        tables = [
+        tail = [
             *(f"left_out({_text(tag)})" for tag in self.left_out),
             *(f"plan({number}, {plan})" for plan, number in self.plans.items()),
             *self.sizes.lines(),
             *(f"source({number}, {_text(line)})" for line, number in self.sources.items()),
             *self.origins.lines(),
         ]
-        return "\n".join([*head, *self.jobs, *self.graphs, *tables]) + "\n"
+        return "\n".join([*head, *self.jobs, *self.graphs, *tail]) + "\n"
 
     def _job(self, job: JobGraph) -> None:
         kept = list(job.sites.values())
         same = self._sites.setdefault(tuple(kept), job.name)
-        number = self._structure(job, f"job '{job.name}'" if job.name else "base", (job.name,))
+        self._names.setdefault(_key(job), (job.name,))
+        number = self._structure(job, f"job '{job.name}'" if job.name else "base")
         facts = {
             "form": _text(job.form),
             "plan": None if job.plan is None else self._plan(job.plan),
@@ -111,7 +116,7 @@ class Printer:
         self.jobs.extend(_notes(job.notes))
 
     def _group(self, group: GroupGraph) -> None:
-        number = self._structure(group, "group", tuple(group.job_names))
+        number = self._structure(group, "group")
         facts = {
             "exact": repr(group.exact),
             "compute": _text(group.compute),
@@ -123,13 +128,13 @@ class Printer:
     def _plan(self, plan: LayerPlan) -> int:
         return self.plans.setdefault(_plan_text(plan), len(self.plans))
 
-    def _structure(self, graphs: JobGraph | GroupGraph, subject: str, jobs: tuple[str, ...]) -> int:
+    def _structure(self, graphs: JobGraph | GroupGraph, subject: str) -> int:
         """The number of a structure, which is written once for all jobs that share it."""
-        key = (id(graphs.root), id(graphs.blocks), id(graphs.constants))
+        key = _key(graphs)
         if key in self._structures:
             return self._structures[key]
         number = self._structures[key] = len(self._structures)
-        mode = self.sizes.usual(graphs)
+        mode, jobs = self.sizes.usual(graphs), self._names[key]
         self.graphs.append(f"with graph({number}{_keywords({'mode': mode})}):")
         for name, value in graphs.constants.items():
             self.graphs.append(f" constant({_text(name)}, {_constant(value)})")
@@ -153,6 +158,11 @@ class Printer:
     def source(self, line: str) -> str:
         """A line of model code, by its number; "" as it is."""
         return str(self.sources.setdefault(line, len(self.sources))) if line else '""'
+
+
+def _key(graphs: JobGraph | GroupGraph) -> tuple[int, ...]:
+    """The same for all who share graphs."""
+    return id(graphs.root), id(graphs.blocks), id(graphs.constants)
 
 
 class _GraphPrinter:

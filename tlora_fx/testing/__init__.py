@@ -1,4 +1,4 @@
-"""For those who write passes: a small model, jobs, equivalence, accepted texts.
+"""For those who write passes: a small model, jobs, equivalence, check files, accepted texts.
 
     from tlora_fx.testing import around, assert_equivalent, small_base, small_job
 
@@ -7,8 +7,8 @@
         before, after = around([small_job("a", base)], "my-pass@after:fuse-backbone")
         assert_equivalent(before, after)
 
-The pytest fixture `golden` comes with `pytest_plugins = ["tlora_fx.testing.plugin"]`, and needs
-pytest: `pip install 'tlora-fx[testing]'`.
+The pytest fixture `golden` and check files (`checks.py`) come with
+`pytest_plugins = ["tlora_fx.testing.plugin"]`, and need `pip install 'tlora-fx[testing]'`.
 """
 
 from __future__ import annotations
@@ -17,13 +17,23 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from tlora_fx.testing.checks import check_text, run_check_file
     from tlora_fx.testing.equivalence import around, assert_equivalent, small_base, small_job
 
-__all__ = ["around", "assert_equivalent", "small_base", "small_job"]
+_CHECKS = ("check_text", "run_check_file")
+__all__ = [
+    "around",
+    "assert_equivalent",
+    "check_text",
+    "run_check_file",
+    "small_base",
+    "small_job",
+]
 
 
 def __getattr__(name: str) -> Any:
     """Import when used: a session of pytest that only takes the plugin does not wait for torch."""
     if name not in __all__:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}", name=name)
-    return getattr(import_module(f"{__name__}.equivalence"), name)
+    home = "checks" if name in _CHECKS else "equivalence"
+    return getattr(import_module(f"{__name__}.{home}"), name)

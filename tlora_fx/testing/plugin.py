@@ -1,16 +1,17 @@
-"""A pytest plugin: texts that people read, compared with accepted files.
+"""A pytest plugin: accepted texts, and check files (see `checks`), which it collects.
 
 Name it in a conftest.py at the root of the tests: `pytest_plugins = ["tlora_fx.testing.plugin"]`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 
 FOLDER = "golden"
+SUFFIX = ".tfx"
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -45,3 +46,33 @@ def golden_folder(beside: Path, root: Path) -> Path:
     above = [folder for folder in (beside, *beside.parents) if folder.is_relative_to(root)]
     folders = (folder / FOLDER for folder in above if (folder / FOLDER).is_dir())
     return next(folders, beside / FOLDER)
+
+
+def pytest_collect_file(file_path: Path, parent: pytest.Collector) -> pytest.Collector | None:
+    """Take graph files that name a pipeline to run."""
+    if file_path.suffix != SUFFIX or "# RUN:" not in file_path.read_text(encoding="utf-8"):
+        return None
+    file: pytest.Collector = CheckFile.from_parent(parent, path=file_path)
+    return file
+
+
+class CheckFile(pytest.File):
+    """A check file: one test."""
+
+    def collect(self) -> Iterator[pytest.Item]:
+        """The test, which is called as the file."""
+        yield CheckItem.from_parent(self, name=self.path.stem)
+
+
+class CheckItem(pytest.Item):
+    """Runs a check file."""
+
+    def runtest(self) -> None:
+        """Compare what the pipeline makes of the graphs with the checks."""
+        from tlora_fx.testing.checks import run_check_file
+
+        run_check_file(self.path)
+
+    def repr_failure(self, excinfo: pytest.ExceptionInfo[BaseException]) -> str:  # type: ignore[override]
+        """What is wrong, without the frames that found it."""
+        return str(excinfo.value)
