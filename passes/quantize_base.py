@@ -182,7 +182,7 @@ def _is_frozen(product: Product) -> bool:
     """Whether matrix and bias are the base's, as it has them."""
     refs = [node.meta.get("tensor") for node in (product.weight, product.bias) if node is not None]
     return all(
-        isinstance(ref, TensorRef) and ref.owner == "base" and ref.original is None for ref in refs
+        isinstance(ref, TensorRef) and ref.owner == "base" and not ref.originals for ref in refs
     )
 
 

@@ -104,7 +104,7 @@ class Operands:
         """Let a frozen tensor that only this call reads be cut too; False where it cannot be."""
         ref = value.meta.get("tensor")
         own = value.op == "get_attr" and list(value.users) == [self.node]
-        if not own or ref is None or ref.owner != "base" or ref.original is not None:
+        if not own or ref is None or ref.owner != "base" or ref.originals:
             return False
         self.stored[value] = dim
         return True

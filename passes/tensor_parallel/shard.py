@@ -479,7 +479,7 @@ class Linears:
             ref = node.meta.get("tensor") if node is not None else None
             if node is None or ref is None or ref.owner != "base":
                 return "its matrix or its bias is none of the frozen base's"
-            if ref.original is not None:
+            if ref.originals:
                 return f"its matrix is stored as {ref.form}"
             others = sorted(_readers(node) - {self.node}, key=str)
             if others:

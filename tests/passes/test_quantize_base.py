@@ -114,7 +114,7 @@ def test_matrices_of_layers_are_stored_and_others_stay(llama, form):
         node.meta["tensor"].form
         for graph in group.graphs()
         for node in graph.nodes
-        if node.op == "get_attr" and node.meta["tensor"].original is not None
+        if node.op == "get_attr" and node.meta["tensor"].originals
     }
     assert forms == {f"tlora_fx.ops.quantized:{form}_{p}" for p in FORMS[form].parts}
 

@@ -131,7 +131,9 @@ def _itemsize(graph: fx.Graph) -> int:
 
 
 def _matrices(graph: fx.Graph) -> tuple[tuple[int, int], ...]:
-    shapes = [_full(ref.original or ref) for ref in _base_tensors(graph).values()]
+    refs = _base_tensors(graph).values()
+    # What several matrices are stored as is one product.
+    shapes = [_full(ref if len(ref.originals) != 1 else ref.originals[0]) for ref in refs]
     return tuple(sorted((shape[1], shape[0]) for shape in shapes if len(shape) == 2))
 
 

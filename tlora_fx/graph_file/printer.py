@@ -239,7 +239,7 @@ class _GraphPrinter:
             "shape": None if alike else repr(ref.shape),
             "dtype": None if alike else str(ref.dtype),
             "form": _text(ref.form) if ref.form else None,
-            "original": None if ref.original is None else self.literals.show(ref.original),
+            "originals": self.literals.show(ref.originals) if ref.originals else None,
             "shard": None if ref.shard is None else repr(ref.shard),
         }
         return f"{ref.owner}({target}{_keywords(facts)})"

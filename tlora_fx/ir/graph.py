@@ -62,7 +62,7 @@ class TensorRef:
                relative to the layer inside a block
     form       for a frozen tensor that is stored in another form: the function that makes it of
                the base's, "module:name" (storage.py)
-    original   that tensor as the base has it
+    originals  those tensors as the base has them, in the order in which the function takes them
     shard      how it is cut where each process holds one piece; `shape` is then a piece's
     """
 
@@ -71,7 +71,7 @@ class TensorRef:
     shape: tuple[int, ...]
     dtype: torch.dtype
     form: str = ""
-    original: TensorRef | None = None
+    originals: tuple[TensorRef, ...] = ()
     shard: Pieces | None = None
 
 

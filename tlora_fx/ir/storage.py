@@ -1,14 +1,14 @@
 """How a model's tensors are stored: in another form than the base's, or one piece a process.
 
-A pass names the form, such as int8, in the `TensorRef` of a get_attr node: which tensor of the
-base, and which function makes of it what is stored. It runs once, when the model takes its weights;
-the original is let go.
+A pass names the form, such as int8, in the `TensorRef` of a get_attr node: which tensors of the
+base, and which function makes of them what is stored, such as q, k and v as one matrix. It runs
+once, when the model takes its weights; the originals are let go.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from importlib import import_module
 from typing import Any, cast
 
@@ -18,38 +18,49 @@ from torch import Tensor
 from tlora_fx.errors import StoredFormWrong
 from tlora_fx.ir.graph import Pieces, TensorRef
 
-Form = Callable[[Tensor], Tensor]
+Form = Callable[..., Tensor]
 
 
-def stored_as(ref: TensorRef, form: Form) -> TensorRef:
-    """The reference to a tensor of the base in another form.
+def concatenated(*tensors: Tensor) -> Tensor:
+    """Tensors one after the other along their first dimension: the rows of q, k and v as one."""
+    return torch.cat(tensors)
 
-    ref      the tensor as the base has it
-    form     a function of a module, from the base's tensor to the one that is stored; it is run
-             here on the meta device, for shape and dtype
+
+def stored_as(refs: TensorRef | Sequence[TensorRef], form: Form, name: str = "") -> TensorRef:
+    """The reference to one or several tensors of the base in another form.
+
+    refs     the tensors as the base has them
+    form     a function of a module, from the base's tensors to the one that is stored, such as
+             `concatenated`; it is run here on the meta device, for shape and dtype
+    name     of what is stored, relative to the layer; by default the first tensor's
     raises   StoredFormWrong for a tensor that is not the base's, or a function without a name
     """
-    name = f"{form.__module__}:{form.__qualname__}"
-    if ref.owner != "base" or ref.original is not None or "<" in name:
+    originals = (refs,) if isinstance(refs, TensorRef) else tuple(refs)
+    path = f"{form.__module__}:{form.__qualname__}"
+    wrong = [ref for ref in originals if ref.owner != "base" or ref.originals]
+    if wrong or not originals or "<" in path:
         raise StoredFormWrong(
             "a tensor cannot be stored in this form",
-            tensor=ref.name,
-            found=f"owner {ref.owner}, form {name}",
-            expected="a tensor of the base as it is, and a function at the top of a module",
+            tensor=", ".join(ref.name for ref in wrong or originals) or "none",
+            found=f"owner {(wrong or originals)[0].owner}, form {path}" if originals else path,
+            expected="tensors of the base as they are, and a function at the top of a module",
             help="only frozen tensors have other forms, and functions are found by their name",
         )
-    stored = form(torch.empty(ref.shape, dtype=ref.dtype, device="meta"))
-    return replace(ref, shape=tuple(stored.shape), dtype=stored.dtype, form=name, original=ref)
+    stored = form(*(torch.empty(ref.shape, dtype=ref.dtype, device="meta") for ref in originals))
+    return TensorRef(
+        "base", name or originals[0].name, tuple(stored.shape), stored.dtype, path, originals
+    )
 
 
-def stored_value(ref: TensorRef, base: Tensor) -> Tensor:
-    """What is stored for a reference, of the base's tensor.
+def stored_value(ref: TensorRef, *base: Tensor) -> Tensor:
+    """What is stored for a reference, of the base's tensors.
 
     raises   StoredFormWrong where the function is not there or makes something else
     """
-    if ref.original is None:
-        return base
-    stored = _form(ref)(base.to(ref.original.dtype)).detach()
+    if not ref.originals:
+        return base[0]
+    pairs = zip(base, ref.originals, strict=True)
+    stored = _form(ref)(*(tensor.to(original.dtype) for tensor, original in pairs)).detach()
     if tuple(stored.shape) != ref.shape or stored.dtype != ref.dtype:
         raise StoredFormWrong(
             "a stored form has another shape or dtype than the graph says",

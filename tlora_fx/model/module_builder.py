@@ -63,10 +63,10 @@ class TensorLocation(NamedTuple):
 
 
 class Reformed(NamedTuple):
-    """A frozen tensor of the base, by name, that is stored in another form."""
+    """Frozen tensors of the base, by name, that are stored as one in another form."""
 
     location: TensorLocation
-    name: str
+    names: tuple[str, ...]
     ref: TensorRef
 
 
@@ -183,9 +183,10 @@ class _TensorBuilder:
             owner._parameters[slot] = nn.Parameter(empty)
             peft = f"{PEFT_PREFIX}{name}" if layer else ref.name
             self.layout.own[node.meta["jobs"][0]][peft] = location
-        elif ref.original is not None:
+        elif ref.originals:
             owner.register_buffer(slot, empty, persistent=False)
-            self.layout.reformed.append(Reformed(location, name, ref))
+            names = tuple(_joined(layer, original.name) for original in ref.originals)
+            self.layout.reformed.append(Reformed(location, names, ref))
         elif ref.owner == "base":
             if ref.dtype.is_floating_point:
                 owner._parameters[slot] = nn.Parameter(empty, requires_grad=False)
@@ -225,7 +226,7 @@ def _is_trained(node: fx.Node) -> bool:
 def _is_of_base(node: fx.Node) -> bool:
     """Whether a node reads a tensor of the base as it is stored there."""
     ref: TensorRef | None = node.meta.get("tensor") if node.op == "get_attr" else None
-    return ref is not None and ref.owner == "base" and ref.original is None
+    return ref is not None and ref.owner == "base" and not ref.originals
 
 
 def _joined(*parts: str) -> str:

@@ -327,7 +327,8 @@ class SuperModel(nn.Module):
             for module in self.net.modules():
                 if name in module._buffers:
                     module._buffers[name] = value.to(device)
-        used = {entry.name for entry in self._layout.reformed} - self._copied()
+        reformed = {name for entry in self._layout.reformed for name in entry.names}
+        used = reformed - self._copied()
         unused = [name for name in base if name not in self._layout.base and name not in used]
         self._unused = {name: base[name].to(device) for name in unused}
         self.ready = True
@@ -456,12 +457,14 @@ class SuperModel(nn.Module):
     def _reformed(
         self, entry: Reformed, base: Mapping[str, Tensor], device: torch.device
     ) -> Tensor:
-        """A frozen tensor in the form that a pass asked for."""
-        tensor, original = base.get(entry.name, self.backbone.values.get(entry.name)), entry.ref
-        shape = None if original.original is None else original.original.shape
-        if tensor is None or tensor.shape != shape:
-            raise _wrong(entry.name, shape, tensor)
-        return stored_value(original, tensor.detach().to(device))
+        """Frozen tensors in the form that a pass asked for."""
+        tensors = []
+        for name, original in zip(entry.names, entry.ref.originals, strict=True):
+            tensor = base.get(name, self.backbone.values.get(name))
+            if tensor is None or tensor.shape != original.shape:
+                raise _wrong(name, original.shape, tensor)
+            tensors.append(tensor.detach().to(device))
+        return stored_value(entry.ref, *tensors)
 
     def _make_room_for_training(self, device: torch.device) -> None:
         """Zeroed memory for what this process trains, and for its gradients."""

@@ -57,9 +57,9 @@ def _weights(state: State, layer: str, graph: fx.Graph) -> Iterator[tuple[tuple[
         size = math.prod(ref.shape) * ref.dtype.itemsize
         if ref.owner == "base":
             # What is stored in another form is made of the tensor as the base has it.
-            whole = ref.original or ref
-            size = math.prod(whole.shape) * whole.dtype.itemsize
-            yield ("", f"{layer}.{whole.name}".strip(".")), size
+            for whole in ref.originals or (ref,):
+                size = math.prod(whole.shape) * whole.dtype.itemsize
+                yield ("", f"{layer}.{whole.name}".strip(".")), size
         else:
             yield (owner, f"{layer}.{ref.name}".strip(".")), size * COPIES_OF_TRAINED
 

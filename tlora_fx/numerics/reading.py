@@ -81,9 +81,11 @@ class Reader:
             return self._buffer(node, ref, place)
         if ref.owner == "job":
             return self._own(self._job_of(node), ref, place)
-        original = ref.original or ref
-        value = self.tensors.base(place.path(ref.name), original.shape, original.dtype)
-        value = stored_value(ref, value)
+        value = stored_value(
+            ref,
+            *(self.tensors.base(place.path(original.name), original.shape, original.dtype)
+              for original in ref.originals or (ref,)),
+        )  # fmt: skip
         if isinstance(self.owner, JobGraph) and not self.owner.name:
             return self._vector(place.path(ref.name), value)
         return value

@@ -52,7 +52,7 @@ class Int8Base(GroupPass):
     def _fits(self, node: fx.Node) -> bool:
         """Whether a node reads a frozen matrix that is only multiplied with."""
         ref = node.meta.get("tensor")
-        if node.op != "get_attr" or ref is None or ref.owner != "base" or ref.original is not None:
+        if node.op != "get_attr" or ref is None or ref.owner != "base" or ref.originals:
             return False
         large = len(ref.shape) == 2 and ref.shape[0] * ref.shape[1] >= self.at_least
         used = all(is_call(user, *WEIGHT_AT_1) and user.args[1] is node for user in node.users)
