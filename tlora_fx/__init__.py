@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from tlora_fx.ir.graph import OpenSlots
     from tlora_fx.model.supermodel import SuperModel
     from tlora_fx.runtime.callbacks import TrainerCallback
+    from tlora_fx.runtime.compiled_folder import load
     from tlora_fx.runtime.trainer import Trainer, TrainerOptions
     from tlora_fx.tools.explain import why_not
 
@@ -35,6 +36,7 @@ __all__ = [
     "TrainerOptions",
     "__version__",
     "compile",
+    "load",
     "load_job_file",
     "run_passes",
     "trace",
@@ -54,6 +56,7 @@ _HOMES = {
     "TrainerCallback": "tlora_fx.runtime.callbacks",
     "TrainerOptions": "tlora_fx.runtime.trainer",
     "compile": "tlora_fx.compiler",
+    "load": "tlora_fx.runtime.compiled_folder",
     "load_job_file": "tlora_fx.config.job_file",
     "run_passes": "tlora_fx.compiler",
     "trace": "tlora_fx.compiler",

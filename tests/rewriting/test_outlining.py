@@ -132,7 +132,7 @@ class Outlines(JobPass):
     name: ClassVar[str] = "outlines"
 
     def run(self, graph):
-        outline_block(graph, [n for n in graph.root.nodes if n.name in PIECE], "mlp_0", "mlp")
+        outline_block(graph, [n for n in graph.root.nodes if "piece" in n.meta], "mlp_0", "mlp")
         return True
 
 
@@ -141,6 +141,8 @@ def test_the_runner_accepts_what_the_helpers_leave(small):
     graphs = JobGraph("one", small.graph, "packed")
     for node in small.graph.nodes:
         node.meta["role"] = "backbone"
+    for node in pieces(small):
+        node.meta["piece"] = True
 
     Runner(Pipeline((Outlines(),))).run_job(graphs)
 

@@ -232,3 +232,10 @@ class ReplayNotTrusted(CompileError, code="T0244"):
 
 class BisectFails(CompileError, code="T0230"):
     """A bisection's check cannot be run, or changes its verdict."""
+
+
+class FolderNotLoadable(CompileError, code="T0256"):
+    """A folder holds no compiled model, or its ssm.py does not run.
+
+    Or a module that it calls is missing: install it, or name its file in `extensions`.
+    """

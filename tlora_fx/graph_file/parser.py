@@ -41,6 +41,7 @@ from tlora_fx.ir.graph import (
     GroupGraph,
     JobGraph,
     LayerPlan,
+    OpenSlots,
     Origin,
     TensorRef,
 )
@@ -359,10 +360,15 @@ class _Reader:
         )
 
     def _group(
-        self, own: _Structure, exact: bool = False, compute: str = "base", facts: Any = ()
+        self,
+        own: _Structure,
+        exact: bool = False,
+        compute: str = "base",
+        facts: Any = (),
+        open: OpenSlots | None = None,
     ) -> None:
         base, *jobs = self.jobs
-        self.group = GroupGraph(base, jobs, exact, compute)
+        self.group = GroupGraph(base, jobs, exact, compute, open)
         self.group.root, self.group.blocks = own.root, own.blocks
         self.group.constants = own.constants
         self.group.facts = _facts(facts)

@@ -120,6 +120,7 @@ class Printer:
         facts = {
             "exact": repr(group.exact),
             "compute": _text(group.compute),
+            "open": None if group.open is None else Literals(None, None).show(group.open),
             "facts": _facts(group.facts) if group.facts else None,
         }
         self.jobs.append(f"group({number}{_keywords(facts)})")

@@ -10,7 +10,7 @@ import torch
 import torch.utils._sympy.functions as sizes
 from torch._subclasses.fake_tensor import FakeTensor
 
-from tlora_fx.ir.graph import AdapterSite, LayerPlan, TensorRef
+from tlora_fx.ir.graph import AdapterSite, LayerPlan, OpenSlots, TensorRef
 from tlora_fx.ir.lora_sites import BranchNumbers
 
 # Formats 1 and 2 were JSON.
@@ -27,7 +27,7 @@ FUNCTIONS: dict[str, Any] = {
 #: Names of torch's constants: `torch.float32`.
 CONSTANTS = (torch.dtype, torch.layout, torch.memory_format)
 OBJECTS: dict[str, type[Any]] = {
-    cls.__name__: cls for cls in (TensorRef, AdapterSite, LayerPlan, BranchNumbers)
+    cls.__name__: cls for cls in (TensorRef, AdapterSite, LayerPlan, BranchNumbers, OpenSlots)
 }
 # Passes leave objects of their own on nodes.
 PASSES = "tlora_fx.passes."

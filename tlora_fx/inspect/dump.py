@@ -29,6 +29,7 @@ from tlora_fx.inspect.schema import STAGES_FOLDER, Listing, PassStage, Program
 from tlora_fx.inspect.text import render_report, render_text
 from tlora_fx.ir.graph import GroupGraph
 from tlora_fx.ir.lora_sites import LoweredSite, lowered_sites
+from tlora_fx.model.saved import SavedModel, dumped, saved_model
 from tlora_fx.model.supermodel import SuperModel
 from tlora_fx.ops.kernels.support import job_capacity, rank_block
 
@@ -46,6 +47,8 @@ ARCHITECTURE = 90
 def dump(model: SuperModel, folder: Path | str, stages: Sequence[PassStage] = ()) -> Listing:
     """Write `ssm.py`, `ssm.txt`, `ssm.json`, `program.json`, `graph.tfx`, `report.txt`, `kernels/`.
 
+    With `model.json`, `tlora_fx.load` makes a model of the folder. There is none for a base that is
+    given as a module, nor for a model that is open for other jobs.
     `kernels/` holds the generated kernels of the model's sites, to be read: what runs is made again
     where it runs. Each file is replaced at once, what else lies in the folder stays. The model
     needs no weights.
@@ -66,7 +69,7 @@ def dump(model: SuperModel, folder: Path | str, stages: Sequence[PassStage] = ()
         "report.txt": render_report(listing, _report_of_kernels(kernels.of_sites)),
         Listing.FILE: listing.to_json(),
         Program.FILE: program.to_json(),
-        **_graph_file(model.group),
+        **_graph_file(model),
         **_stage_files(stages, listing.base.title),
         **{f"{KERNELS}/{name}": text for name, text in kernels.files.items()},
     }
@@ -88,13 +91,16 @@ def dump(model: SuperModel, folder: Path | str, stages: Sequence[PassStage] = ()
     return listing
 
 
-def _graph_file(group: GroupGraph) -> dict[str, str]:
-    """The graphs for `tlora-fx opt`, and the reason where a file cannot keep them."""
+def _graph_file(model: SuperModel) -> dict[str, str]:
+    """What `tlora-fx opt` and `tlora_fx.load` read, and the reason where a file cannot keep it."""
     try:
-        return {GRAPHS: graph_text(group)}
+        files = {GRAPHS: graph_text(model.group)}
     except GraphNotStorable as error:
         log.warning("%s is not written: %s", GRAPHS, error)
         return {}
+    if model.backbone.spec.module is None and model.group.open is None:
+        files[SavedModel.FILE] = dumped(saved_model(model.group, model.jobs))
+    return files
 
 
 def _stage_files(stages: Sequence[PassStage], base: str) -> dict[str, str]:

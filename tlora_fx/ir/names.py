@@ -28,7 +28,7 @@ TAKEN = frozenset(
 # What changes how a table is stored, not what it holds.
 PASSED = (torch.ops.aten.to.dtype, torch.ops.aten._to_copy.default, torch.ops.aten.mul.Tensor)
 # Parts of paths that PEFT's wrappers add.
-WRAPPED = ("default", "base_layer")
+WRAPPED = ("default", "base_layer", "modules_to_save", "original_module")
 
 
 def name_nodes(graphs: JobGraph | GroupGraph, anew: bool = False) -> None:

@@ -22,19 +22,22 @@ from tlora_fx.ir.lora_sites import (
     lowered_arguments,
     serves_several,
 )
+from tlora_fx.model.saved import Requirement, requirements
 
 HEADER = '''"""Shared Super-Model of {jobs} on {base}, written by tlora-fx.
 
 Each class is a graph: Root calls the layers, a layer class serves all layers of its structure.
 Modules own their tensors; `tlora_fx.compile` builds them and hangs them into these classes.
 T is the number of tokens in the row, T0 that of the first job's, and so on.
+
+To load it takes {needs}: `tlora_fx.load(FOLDER)`.
 """
 
 import torch
 from torch import nn
 
 import tlora_fx.ops
-
+{imports}
 aten = torch.ops.aten
 tlora = torch.ops.tlora_fx
 END = 2**63 - 1
@@ -63,7 +66,10 @@ def group_source(group: GroupGraph, base: str) -> str:
     """The whole fused model as one Python module with a class for each graph."""
     # The title is whatever a user called a folder: it must stay inside the docstring.
     title = " ".join(base.replace("\\", "/").replace('"', "'").split())
-    parts = [HEADER.format(jobs=f"{len(group.jobs)} jobs", base=title)]
+    required = requirements(group.graphs())
+    needs = ", ".join(["torch", "tlora_fx", *(item.module for item in required)])
+    head = {"needs": needs, "imports": "".join(map(_import, required))}
+    parts = [HEADER.format(jobs=f"{len(group.jobs)} jobs", base=title, **head)]
     parts.extend(_classes(group, "from token ids to each job's loss sum"))
     needed = [name for name in ("math", "operator") if re.search(rf"[( ]{name}\.", "".join(parts))]
     imports = "".join(f"import {name}\n" for name in needed)
@@ -74,6 +80,12 @@ def group_source(group: GroupGraph, base: str) -> str:
     if imports:
         parts[0] = parts[0].replace("import torch\n", f"{imports}\nimport torch\n", 1)
     return "\n\n".join(parts)
+
+
+def _import(item: Requirement) -> str:
+    """The line that brings what a model calls; a script that ran cannot be imported again."""
+    line = f"import {item.module}  # {', '.join(item.calls)}\n"
+    return f"# {line}" if item.module == "__main__" else line
 
 
 def graphs_source(graphs: JobGraph | GroupGraph) -> str:

@@ -40,6 +40,7 @@ class SuperModel(nn.Module):
     backbone   the frozen base
     jobs       in the order of every table; of an open model, whose jobs come and go, a job a slot
     resolve    finds the adapters of a job that comes, None where none may
+    source     the code that runs, as the text of `ssm.py`; by default what the graphs say
     net        the modules that run; base tensors keep the base's own names inside it
     """
 
@@ -49,12 +50,13 @@ class SuperModel(nn.Module):
         backbone: Backbone,
         jobs: Sequence[Job],
         resolve: Resolve | None = None,
+        source: str | None = None,
     ) -> None:
         super().__init__()
         self.group = group
         self.backbone = backbone
         self.jobs = list(jobs)
-        self.source = group_source(group, backbone.title)
+        self.source = group_source(group, backbone.title) if source is None else source
         self.ready = False
         self.part = LocalShard()
         self._unused: dict[str, Tensor] = {}
