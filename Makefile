@@ -21,10 +21,10 @@ DEMO_BUILD := build/quickstart
 DEMO_RUN := runs/quickstart
 
 .DELETE_ON_ERROR:
-.PHONY: help venv demo test check format-check lint types floors unit slow fuzz wheel-check coverage format assets clean
+.PHONY: help venv demo test check dumps format-check lint types floors unit slow fuzz wheel-check coverage format assets clean
 
 help:
-	@echo "make demo | test | check | unit | slow | fuzz | wheel-check | coverage | format | assets | clean"
+	@echo "make demo | test | check | dumps | unit | slow | fuzz | wheel-check | coverage | format | assets | clean"
 
 venv: $(STAMP)
 
@@ -53,7 +53,11 @@ test: $(STAMP)
 	@$(MAKE) --no-print-directory format-check lint
 	@$(MAKE) --no-print-directory -j 4 types floors wheel-check unit
 
-check: format-check lint types floors
+check: format-check lint types floors dumps
+
+# The code of the tested architectures against the accepted one; ACCEPT=--accept takes it over.
+dumps: $(STAMP)
+	$(BIN)/python -m pytest -q -n $(WORKERS) $(ACCEPT) tests/inspect/test_model_dumps.py
 
 format-check: $(STAMP)
 	$(BIN)/ruff format --check --quiet .

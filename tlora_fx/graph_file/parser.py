@@ -365,10 +365,10 @@ class _Reader:
         exact: bool = False,
         compute: str = "base",
         facts: Any = (),
-        open: OpenSlots | None = None,
+        **slots: OpenSlots,
     ) -> None:
         base, *jobs = self.jobs
-        self.group = GroupGraph(base, jobs, exact, compute, open)
+        self.group = GroupGraph(base, jobs, exact, compute, **slots)  # type: ignore[arg-type]
         self.group.root, self.group.blocks = own.root, own.blocks
         self.group.constants = own.constants
         self.group.facts = _facts(facts)
