@@ -52,6 +52,7 @@ from tlora_fx.model.supermodel import SuperModel
 from tlora_fx.ops.parallel import GROUP, use_group
 from tlora_fx.parallel.prepare import prepared
 from tlora_fx.runtime.adapters import base_tensors, start_adapters
+from tlora_fx.runtime.group_update import GroupUpdate
 from tlora_fx.runtime.launch import Launch, join, leave
 from tlora_fx.runtime.optimizer import JobOptimizer
 from tlora_fx.runtime.timing import (
@@ -686,7 +687,9 @@ def optimizer_points(
         for count in TENSORS:
             parameters = _parameters(widths, rank, count, device)
             optimizer = JobOptimizer(jobs[0], parameters, steps=1000)
-            piece = TimedPass(partial(_end_step, optimizer))
+            update = GroupUpdate.of([optimizer], [0])
+            losses = torch.ones(1, device=device)
+            piece = TimedPass(partial(_end_step, optimizer, update, losses))
             measure([piece], device, rounds)
             numbers = sum(p.numel() for p in parameters.values())
             point = {"tensors": count, "parameters": numbers}
@@ -710,9 +713,14 @@ def _parameters(
     return parameters
 
 
-def _end_step(optimizer: JobOptimizer) -> None:
-    optimizer.step(optimizer.gradient_norm())
-    optimizer.zero_grad()
+def _end_step(optimizer: JobOptimizer, update: GroupUpdate | None, losses: Tensor) -> None:
+    """As `runtime.round_end` does it."""
+    if update is None:
+        optimizer.step(optimizer.gradient_norm())
+        optimizer.zero_grad()
+        return
+    update.launch(losses)
+    optimizer.noted()
 
 
 def host_points(
