@@ -31,6 +31,7 @@ from rich.table import Table
 import tlora_fx
 from benchmarks.distributed_models import jobs_of
 from benchmarks.results_file import RESULTS, console, described, write
+from benchmarks.rounds import shape_of
 from benchmarks.step_mixes import SEED, Shape
 from tlora_fx.model.backbone import load_backbone
 from tlora_fx.runtime.adapters import base_tensors
@@ -76,7 +77,7 @@ CASES = (
 def main() -> None:
     """Measure, print and write."""
     given = _arguments()
-    shape, out = _shape(given), console()
+    shape, out = shape_of(given), console()
     found = described("round_end", given.device) | {"layers": given.layers, "cases": {}}
     path = given.out / f"round_end-{found['date']}.json"
     chosen = CASES[: given.cases] if given.only is None else [CASES[n] for n in given.only]
@@ -94,15 +95,6 @@ def main() -> None:
             if given.device == "cuda":
                 torch.cuda.empty_cache()
     show(found)
-
-
-def _shape(given: argparse.Namespace) -> Shape:
-    if given.hidden == Shape().hidden:
-        return Shape(layers=given.layers)
-    return Shape(
-        layers=given.layers, hidden=given.hidden, intermediate=given.hidden * 7 // 2, heads=4,
-        key_value_heads=2, vocabulary=512, dtype="float32",
-    )  # fmt: skip
 
 
 def _trainer(
