@@ -138,13 +138,11 @@ def command(plan: Plan, jobs: Path, output: Path, per_node: int, options: list[s
 def _compiled(options: PlanOptions) -> tuple[JobFile, SuperModel]:
     """The jobs of a file, and their model; nothing is compiled for a profile that is none."""
     from tlora_fx.config.job_file import load_job_file
+    from tlora_fx.runtime import early_checks as early
 
-    gpu = options.gpu
     job_file = load_job_file(options.jobs, trust_remote_code=options.trust_remote_code)
-    if gpu is not None and gpu.endswith(".json"):
-        from tlora_fx.cost.profile import Profile
-
-        Profile.load(gpu)
+    early.require_gpu(options.gpu)
+    early.require_hub(job_file.jobs)
     with Working(Console(stderr=True), "compiling the jobs"):
         from tlora_fx.compiler import compile
 

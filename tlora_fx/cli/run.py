@@ -156,9 +156,13 @@ def run(options: RunCommandOptions) -> None:
     again with the same -o. It ends when every job has ended and no file came for one horizon.
     """
     from tlora_fx.scheduler.policies import policy_of
+
+    # Importing torch takes seconds; what can be said before them is.
+    policy = policy_of(options.policy)
+    _require_right(options)
+
     from tlora_fx.scheduler.service import Estimates, machine, opened
 
-    policy = policy_of(options.policy)
     cluster, kind = machine(options.device, options.slots)
     estimates = Estimates(cluster, tuple(options.profile or ()))
     service = options.service(kind, estimates.layout_of)
@@ -173,6 +177,24 @@ def run(options: RunCommandOptions) -> None:
         stopped = _until_over(running, page)
         records = running.ledger.jobs()
     _end(records, output, stopped=stopped)
+
+
+def _require_right(options: RunCommandOptions) -> None:
+    """Refuse a folder that is not there, profiles and times that cannot be read, one wrong file."""
+    from tlora_fx.config.job_file import load_job_file
+    from tlora_fx.cost.profile import Profile
+    from tlora_fx.runtime import early_checks as early
+
+    early.require_folder(options.jobs)
+    for name in ("horizon", "save_every", "stall", "grace"):
+        if (text := getattr(options, name)) is not None:
+            seconds(text, f"--{name.replace('_', '-')}")
+    for path in options.profile or ():
+        Profile.load(path)
+    if options.jobs.is_file():
+        jobs = load_job_file(options.jobs, trust_remote_code=options.trust_remote_code).jobs
+        early.require_data(jobs)
+        early.require_hub(jobs)
 
 
 def _until_over(running: SchedulerService, page: Page) -> bool:

@@ -19,7 +19,7 @@ from rich.text import Text
 
 from tlora_fx.errors import printable
 
-EVERY_SECONDS = 10.0
+EVERY_SECONDS = 5.0
 
 
 class Console(rich_console.Console):
@@ -46,7 +46,7 @@ def echo(text: str, *, err: bool = False, nl: bool = True) -> None:
 class Working:
     """Says on a console that something takes its time: `with Working(console, "measuring"):`.
 
-    A spinner on a terminal; else a line at first, and one every ten seconds.
+    A spinner on a terminal; else a line at first, and one every five seconds.
     """
 
     def __init__(self, console: Console, text: str, every_seconds: float = EVERY_SECONDS) -> None:

@@ -129,6 +129,7 @@ def _require_right(options: TrainOptions) -> Sequence[Job]:
     if options.plan is not None:
         early.require_planner(options.plan)
     early.require_data(jobs)
+    early.require_hub(jobs)
     return jobs
 
 
@@ -150,6 +151,7 @@ def _starting(output: Path, jobs: Sequence[Job]) -> Iterator[None]:
 def _train(options: TrainOptions, launch: Launch) -> None:
     from tlora_fx.cli.bars import Bars
     from tlora_fx.runtime.callbacks import Callbacks, callback_named
+    from tlora_fx.runtime.checks import unusual
     from tlora_fx.runtime.distributed import Ranks
     from tlora_fx.runtime.launch import join, memory_bytes
     from tlora_fx.runtime.trainer import Trainer, TrainerOptions
@@ -168,7 +170,9 @@ def _train(options: TrainOptions, launch: Launch) -> None:
     if launch.size > 1:
         console.print(f"plan: {plan.planner} on {plan.mesh}")
     with Bars(console) as bars:
-        for text in _warnings(options, plan):
+        for text in _warnings(options, plan, launch.size):
+            bars.warned(text)
+        for text in unusual(model.jobs, data, options.max_row_tokens):
             bars.warned(text)
         trainer = everyone.together(
             lambda: Trainer(
@@ -256,7 +260,9 @@ def _prepared(
     return data, model, plan
 
 
-def _warnings(options: TrainOptions, plan: Plan) -> Iterator[str]:
+def _warnings(options: TrainOptions, plan: Plan, processes: int) -> Iterator[str]:
+    if processes == 1 and options.plan not in ("single", "auto", None):
+        yield f"plan {options.plan}: there is one process, which has the base whole; use torchrun"
     estimate = plan.estimate
     if estimate is not None and estimate.estimated:
         yield (

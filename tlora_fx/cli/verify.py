@@ -34,9 +34,12 @@ def run(
     job whose base differs from itself in batches of other shapes, ten times at most.
     """
     from tlora_fx.config.job_file import load_job_file
+    from tlora_fx.runtime import early_checks as early
 
     console = Console(stderr=True)
     job_file = load_job_file(jobs, trust_remote_code=trust_remote_code)
+    early.require_data(job_file.jobs)
+    early.require_hub(job_file.jobs)
     with Working(console, "compiling, training fused and alone") as working:
         from tlora_fx.runtime.verify import bounds_of, verify
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Mapping
-from typing import Annotated, Any, Literal, NamedTuple, Self, TypeAlias
+from typing import Annotated, Any, ClassVar, Literal, NamedTuple, Self, TypeAlias
 
 from pydantic import (
     AfterValidator,
@@ -21,6 +21,7 @@ from pydantic import (
 )
 from pydantic_core import PydanticCustomError
 
+from tlora_fx.config.other_names import LORA_KEYS, hint
 from tlora_fx.config.validation import Mistake, Spec, refuse
 from tlora_fx.errors import nearest
 
@@ -134,6 +135,8 @@ Alpha: TypeAlias = Annotated[StrictFloat, Field(gt=0)]
 class LoraSpec(Spec):
     """The LoraConfig fields that a job may use, with PEFT's names and defaults."""
 
+    other_names: ClassVar[Mapping[str, str]] = LORA_KEYS
+
     r: Rank = 8
     lora_alpha: Alpha = 8
     lora_dropout: StrictFloat = Field(default=0.0, ge=0, lt=1)
@@ -183,8 +186,9 @@ class LoraSpec(Spec):
             what = f"'{key}' is refused: this version of tlora-fx does not know the field"
             return Mistake((key,), what)
         near = nearest(key, [*cls.model_fields, *REFUSED])
+        other = hint(key, cls.other_names)
         help = f"did you mean '{near}'?" if near else f"known keys: {', '.join(cls.model_fields)}"
-        return Mistake((key,), f"unknown key '{key}' in 'lora'", help=help)
+        return Mistake((key,), f"unknown key '{key}' in 'lora'", help=other or help)
 
 
 def is_default(key: str, value: object) -> bool:

@@ -36,6 +36,7 @@ from tlora_fx.config.fields import (
     check_schedule_arguments,
     lora_mapping,
 )
+from tlora_fx.config.other_names import BASE_KEYS, DATA_KEYS, JOB_KEYS
 from tlora_fx.config.paths import is_file, is_folder, is_there
 from tlora_fx.config.validation import Spec, refuse
 from tlora_fx.errors import AdapterFolderError, JobError, nearest
@@ -115,6 +116,8 @@ class BaseSpec(Spec):
     tokenizer  hub id or folder; by default that of the model or config
     """
 
+    other_names: ClassVar[Mapping[str, str]] = BASE_KEYS
+
     model: PathOrId | None = None
     config: LocalPath | None = None
     seed: StrictInt = Field(default=0, ge=0, lt=SEED_LIMIT)
@@ -163,6 +166,8 @@ class DataSpec(Spec):
     streaming  read no more rows of a data set of the hub than the job's steps take
     columns    our column names mapped to those of the file
     """
+
+    other_names: ClassVar[Mapping[str, str]] = DATA_KEYS
 
     path: PathOrId
     name: StrictStr | None = Field(default=None, min_length=1)
@@ -290,6 +295,7 @@ class Job(Spec):
     """
 
     inner: ClassVar[Mapping[str, type[Spec]]] = {"lora": LoraSpec}
+    other_names: ClassVar[Mapping[str, str]] = JOB_KEYS
 
     name: StrictStr
     base: BaseSpec

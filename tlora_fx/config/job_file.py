@@ -19,6 +19,7 @@ import yaml
 from pydantic import ValidationError
 
 from tlora_fx.config.job import BaseSpec, Job, is_written_as_path
+from tlora_fx.config.other_names import BASE_KEYS, ELSEWHERE, JOB_KEYS, LORA_KEYS, hint
 from tlora_fx.config.paths import is_there
 from tlora_fx.config.validation import Mistake, Spec, collecting, mistakes_in
 from tlora_fx.errors import (
@@ -168,6 +169,12 @@ class _JobFileReader:
             help = f"did you mean '{near}'?" if near else f"known keys: {', '.join(KEYS)}"
             if key in Job.model_fields:
                 help = "it belongs into a job, or into 'defaults'"
+            elif key in JOB_KEYS:
+                help = f"it is called '{JOB_KEYS[key]}' here, in a job or in 'defaults'"
+            elif key in LORA_KEYS:
+                help = f"it is called '{LORA_KEYS[key]}' here, under 'lora' in a job or in 'defaults'"
+            elif key in BASE_KEYS or key in ELSEWHERE:
+                help = hint(key, BASE_KEYS) + " under 'base'" * (key in BASE_KEYS)
             self.add((key,), Mistake((key,), f"unknown key '{key}' beside 'jobs'", help=help))
 
     def _base(self, value: object) -> BaseSpec | None:

@@ -24,6 +24,7 @@ from pydantic import (
 from pydantic.fields import FieldInfo
 from pydantic_core import ErrorDetails, PydanticCustomError
 
+from tlora_fx.config.other_names import hint
 from tlora_fx.errors import JobError, nearest
 
 _collecting: ContextVar[bool] = ContextVar("collecting", default=False)
@@ -80,6 +81,8 @@ class Spec(BaseModel):
 
     model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
 
+    #: What other trainers call this spec's keys.
+    other_names: ClassVar[Mapping[str, str]] = {}
     #: Specs that validate a field which is typed as a plain mapping.
     inner: ClassVar[Mapping[str, type[Spec]]] = {}
 
@@ -101,6 +104,7 @@ class Spec(BaseModel):
         near = nearest(key, cls.model_fields)
         known = ", ".join(cls.model_fields)
         help = f"did you mean '{near}'?" if near else f"known keys: {known}"
+        help = hint(key, cls.other_names) or help
         return Mistake((key,), f"unknown key '{key}'", help=help)
 
 

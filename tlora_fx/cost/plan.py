@@ -167,7 +167,8 @@ class Plan(BaseModel):
         return self.mesh.pp == 1 and self.nano_batches == 1
 
     def save(self, path: Path | str) -> None:
-        """Write the plan as JSON; raises PlanFileError."""
+        """Write the plan as JSON, over another plan if one is there; raises PlanFileError."""
+        require_free(Path(path))
         try:
             replace_file(Path(path), (self.model_dump_json(indent=2) + "\n").encode())
         except OSError as error:

@@ -73,6 +73,13 @@ def dump(model: SuperModel, folder: Path | str, stages: Sequence[PassStage] = ()
         **_stage_files(stages, listing.base.title),
         **{f"{KERNELS}/{name}": text for name, text in kernels.files.items()},
     }
+    foreign = [name for name in files if (folder / name).exists()]
+    if foreign and not (folder / Listing.FILE).exists():
+        raise DumpNotWritable(
+            "a file that is no part of a compiled model would be overwritten",
+            file=folder / foreign[0],
+            help="choose another folder with -o, or move the file away",
+        )
     try:
         folder.mkdir(parents=True, exist_ok=True)
         _clear(folder / STAGES_FOLDER, _STAGE)

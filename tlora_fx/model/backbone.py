@@ -21,6 +21,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from tlora_fx.config.hub import is_hub_id, why_offline
 from tlora_fx.config.job import BaseSpec
 from tlora_fx.errors import BaseNotLoadable
 
@@ -120,14 +121,17 @@ def load_config(spec: BaseSpec, *, dropout: bool = True) -> Any:
     from transformers import AutoConfig
 
     source = spec.model or str(spec.config)
+    offline = why_offline() if is_hub_id(spec.model) else ""
     try:
         config = AutoConfig.from_pretrained(source, trust_remote_code=spec.trust_remote_code)
     except (OSError, ValueError, KeyError) as error:
         raise BaseNotLoadable(
             "the base's config cannot be read",
             base=source,
-            found=error,
-            help="give a hub id, or a folder with config.json; remote code needs "
+            found=f"not cached, and the hub is not reached ({offline})" if offline else error,
+            help="name a folder that holds the model, or mend the connection"
+            if offline
+            else "give a hub id, or a folder with config.json; remote code needs "
             "base.trust_remote_code: true",
         ) from error
     config.use_cache = False

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
+from tlora_fx.config.hub import is_hub_id, why_offline
 from tlora_fx.config.job import BaseSpec, Job
 from tlora_fx.cost.facts import facts_of
 from tlora_fx.cost.load import Round, round_of_batches
@@ -61,6 +62,7 @@ def load_tokenizer(spec: BaseSpec) -> PreTrainedTokenizerBase:
     source: Any = spec.tokenizer or spec.model
     if source is None and spec.config is not None:
         source = spec.config if spec.config.is_dir() else spec.config.parent
+    offline = why_offline() if is_hub_id(source) else ""
     try:
         if source is None:
             raise ValueError("the base is an nn.Module, which has no tokenizer")
@@ -71,8 +73,10 @@ def load_tokenizer(spec: BaseSpec) -> PreTrainedTokenizerBase:
         raise TokenizerNotLoadable(
             "the base's tokenizer cannot be loaded",
             tokenizer=source,
-            found=error,
-            help="set base.tokenizer to a hub id or a folder with tokenizer.json, "
+            found=f"not cached, and the hub is not reached ({offline})" if offline else error,
+            help="name a folder that holds it, or mend the connection"
+            if offline
+            else "set base.tokenizer to a hub id or a folder with tokenizer.json, "
             "or give Trainer(data=...)",
         ) from error
     return tokenizer
@@ -118,6 +122,26 @@ def check_fits(backbone: Backbone, data: Mapping[str, JobData], classes: int | N
 
 def _every_sample(data: JobData) -> Iterator[Sample]:
     return chain(data.samples, data.evaluation)
+
+
+def unusual(
+    jobs: Sequence[Job], data: Mapping[str, JobData], max_row_tokens: int
+) -> Iterator[str]:
+    """What is accepted, and is most likely not meant; a line each."""
+    for job in jobs:
+        if not 0 < job.learning_rate <= MOST_RATE:
+            why = "nothing is trained" if not job.learning_rate else "adapters take 1e-5 to 1e-2"
+            yield f"job '{job.name}': learning_rate {job.learning_rate:g}: {why}"
+        longest = max(data[job.name].lengths, default=0)
+        if longest > max_row_tokens:
+            yield (
+                f"job '{job.name}': a sample has {longest} tokens, more than --max-row-tokens "
+                f"{max_row_tokens}: its micro-batches have rows of their own"
+            )
+
+
+#: Of rates above, no optimizer makes an adapter.
+MOST_RATE = 1.0
 
 
 # Whether a model and jobs belong together.

@@ -1,4 +1,4 @@
-"""What `train` can refuse before torch is imported: names, files, meshes.
+"""What commands can refuse before torch is imported: names, files, columns, meshes.
 
 All of it is checked again where it is used. Here it is told within a second, not after the seconds
 that importing torch, and reading and compiling, take.
@@ -10,15 +10,39 @@ from collections.abc import Sequence
 from importlib.metadata import entry_points
 from pathlib import Path
 
+from tlora_fx.config.hub import hub_cache, is_hub_id, why_offline
 from tlora_fx.config.job import Job
+from tlora_fx.cost.hardware import find_gpu
 from tlora_fx.cost.plan import MeshShape, Plan
-from tlora_fx.errors import ControllerWrong, PlanFileError, RunFolderError, UnknownPlanner, nearest
-from tlora_fx.runtime.rows import require_files
+from tlora_fx.cost.profile import Profile
+from tlora_fx.cost.profile_sources import ROOFLINE, known_profiles, same_gpu
+from tlora_fx.errors import (
+    BaseNotLoadable,
+    ControllerWrong,
+    JobFolderError,
+    PlanFileError,
+    RunFolderError,
+    UnknownPlanner,
+    nearest,
+)
+from tlora_fx.runtime.data import DataReport
+from tlora_fx.runtime.encoding import find_layout
+from tlora_fx.runtime.rows import evaluated, is_local, read_rows, require_files
 from tlora_fx.runtime.run_folder import RunFolder
 
 #: What the modules of planners and controllers define, which cannot be imported without torch.
 PLANNERS = ("auto", "fsdp", "galvatron", "pipeline", "replicated", "single", "tensor")
 CONTROLLERS = ("keep-best", "aimd", "fixed")
+
+
+def require_folder(path: Path) -> None:
+    """Refuse a folder that is not there; raises JobFolderError."""
+    if not path.exists():
+        raise JobFolderError(
+            "there is no folder of job files",
+            folder=path,
+            help="make it, and put job files into it at any time",
+        )
 
 
 def require_planner(name: str) -> None:
@@ -83,9 +107,63 @@ def require_job_folders(jobs: Sequence[Job], output: Path) -> None:
 
 
 def require_data(jobs: Sequence[Job]) -> None:
-    """Refuse jobs whose data files are not there, or of a type that is not read.
+    """Refuse jobs whose data files are not there, are of a type that is not read, or do not fit.
 
-    raises    DataFileError
+    Of a file that is read line by line the first row is looked at.
+
+    raises    DataError
     """
     for job in jobs:
         require_files(job)
+        for spec in (job.data, evaluated(job)):
+            if spec is not None and spec.path.lower().endswith(_BY_LINE):
+                _require_layout(job.model_copy(update={"data": spec}))
+
+
+#: Files of which a row can be read without the rest.
+_BY_LINE = (".jsonl", ".ndjson", ".csv", ".tsv", ".txt")
+
+
+def _require_layout(job: Job) -> None:
+    report = DataReport()
+    for row in read_rows(job.data, job.name, limit=100):
+        if row.fields is not None:
+            find_layout(job, row.fields, where=row.where)
+            return
+        report.add_bad_row(job, row.where, row.reason)
+
+
+def require_hub(jobs: Sequence[Job]) -> None:
+    """Refuse a base or data of the hub that is not cached where the hub is not reached.
+
+    It is asked once; what is loaded later knows the answer.
+
+    raises    BaseNotLoadable, DataFileError
+    """
+    base, cache = jobs[0].base, hub_cache()
+    for source in filter(is_hub_id, (base.model, base.tokenizer)):
+        why = why_offline()
+        if why and not (cache / f"models--{str(source).replace('/', '--')}").is_dir():
+            raise BaseNotLoadable(
+                "the base is not on this machine, and the hub is not reached",
+                base=source,
+                found=why,
+                help="name a folder that holds the model, or mend the connection",
+            )
+    for job in jobs:
+        for spec in (job.data, job.eval_data):
+            if spec is not None and not is_local(spec.path):
+                why_offline()  # `datasets` knows itself what it has
+
+
+def require_gpu(name: str | None) -> None:
+    """Refuse a GPU to plan for that nobody has measured or described.
+
+    raises    UnknownGpu, ProfileFileError
+    """
+    if name is None:
+        return
+    if name.endswith(".json"):
+        Profile.load(name)
+    elif not any(same_gpu(profile.hardware.gpu, name) for profile in known_profiles()):
+        find_gpu(name.removeprefix(ROOFLINE))

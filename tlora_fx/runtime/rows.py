@@ -9,7 +9,6 @@ from __future__ import annotations
 import csv
 import glob
 import json
-import os
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from itertools import islice
@@ -17,6 +16,7 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any, NamedTuple
 
+from tlora_fx.config.hub import why_offline
 from tlora_fx.config.job import DataSpec, Job, is_written_as_path
 from tlora_fx.config.paths import is_file, is_folder, is_there
 from tlora_fx.errors import DataFileError
@@ -252,29 +252,27 @@ def _hub_rows(spec: DataSpec, job: str) -> Iterator[DataRow]:
     options: dict[str, Any] = {"streaming": True} if spec.streaming else {}
     if spec.name is not None:
         options["name"] = spec.name
+    offline = why_offline()
     try:
         yield from _loaded(spec.path, spec.path, split=spec.split, **options)
     except (OSError, ValueError, RuntimeError) as error:
-        offline = os.environ.get("HF_HUB_OFFLINE") or isinstance(error, ConnectionError)
+        words = str(error).splitlines()[0] if str(error) else type(error).__name__
         raise DataFileError(
             f"the data set '{spec.path}' cannot be loaded",
             job=job,
             split=spec.split,
-            found=str(error).splitlines()[0] if str(error) else type(error).__name__,
-            help="the hub is not reached: download the data set first, and name its file"
+            found=f"not cached, and the hub is not reached ({offline})" if offline else words,
+            help="name a file of it that is here, or mend the connection"
             if offline
             else "check the id and the split; a local file is written with its suffix",
         ) from error
 
 
-def _loaded(title: Path | str, name: str, **options: Any) -> Iterator[DataRow]:
+def _loaded(title: Path | str, source: str, **options: Any) -> Iterator[DataRow]:
     """The rows of what `datasets` loads under a name."""
     import datasets
 
-    if "name" in options:
-        table = datasets.load_dataset(name, options.pop("name"), **options)
-    else:
-        table = datasets.load_dataset(name, **options)
+    table = datasets.load_dataset(source, **options)
     return (_row(f"{title}: row {number}", fields) for number, fields in enumerate(table, 1))
 
 

@@ -34,6 +34,7 @@ from tlora_fx.errors import (
     TloraError,
     UnknownGpu,
 )
+from tlora_fx.runtime.early_checks import require_folder
 from tlora_fx.scheduler.formations import Callback, LayoutOf
 from tlora_fx.scheduler.local.admission import (
     ADMISSION,
@@ -297,16 +298,6 @@ class JobFolder:
 def key_of(path: Path) -> str:
     """A path as the ledger holds it; names that are no UTF-8 with their bytes spelled out."""
     return str(path.absolute()).encode("utf-8", "backslashreplace").decode()
-
-
-def require_folder(path: Path) -> None:
-    """Refuse a folder that is not there; raises JobFolderError."""
-    if not path.exists():
-        raise JobFolderError(
-            "there is no folder of job files",
-            folder=path,
-            help="make it, and put job files into it at any time",
-        )
 
 
 def _stamp(path: Path) -> tuple[int, int] | None:

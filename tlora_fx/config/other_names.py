@@ -1,0 +1,150 @@
+"""What other trainers call what a job file says: their key, and where it is said here.
+
+Names of TRL's and transformers' arguments, of Axolotl, LLaMA-Factory and torchtune.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+#: By their key, our key of a job.
+JOB_KEYS: Mapping[str, str] = {
+    "lr": "learning_rate",
+    "batch_size": "per_device_train_batch_size",
+    "micro_batch_size": "per_device_train_batch_size",
+    "train_batch_size": "per_device_train_batch_size",
+    "eval_batch_size": "per_device_eval_batch_size",
+    "epochs": "num_train_epochs",
+    "num_epochs": "num_train_epochs",
+    "steps": "max_steps",
+    "num_steps": "max_steps",
+    "max_seq_length": "max_length",
+    "max_seq_len": "max_length",
+    "sequence_len": "max_length",
+    "cutoff_len": "max_length",
+    "model_max_length": "max_length",
+    "optimizer": "optim",
+    "lr_scheduler": "lr_scheduler_type",
+    "scheduler": "lr_scheduler_type",
+    "warmup": "warmup_steps",
+    "gradient_clipping": "max_grad_norm",
+    "grad_clip": "max_grad_norm",
+    "max_norm": "max_grad_norm",
+    "grad_accum": "gradient_accumulation_steps",
+    "accumulation_steps": "gradient_accumulation_steps",
+    "random_seed": "seed",
+    "save_interval": "save_steps",
+    "eval_dataset": "eval_data",
+    "val_data": "eval_data",
+    "test_data": "eval_data",
+    "val_set_size": "eval_split",
+    "val_size": "eval_split",
+    "eval_every": "eval_steps",
+    "evaluation_strategy": "eval_strategy",
+    "early_stopping": "early_stopping_patience",
+    "train_dataset": "data",
+    "dataset": "data",
+    "datasets": "data",
+    "train_data": "data",
+    "peft_config": "lora",
+    "sample_packing": "packing",
+    "rl": "method",
+    "trainer": "method",
+    "dpo_beta": "beta",
+    "pref_beta": "beta",
+    "betas": "adam_beta1",
+    "eps": "adam_epsilon",
+    "wd": "weight_decay",
+}
+#: By their key, our key under `lora`.
+LORA_KEYS: Mapping[str, str] = {
+    "rank": "r",
+    "lora_r": "r",
+    "lora_rank": "r",
+    "alpha": "lora_alpha",
+    "dropout": "lora_dropout",
+    "lora_target": "target_modules",
+    "lora_target_modules": "target_modules",
+    "targets": "target_modules",
+    "modules": "target_modules",
+    "peft_use_dora": "use_dora",
+    "dora": "use_dora",
+    "rslora": "use_rslora",
+    "init": "init_lora_weights",
+}
+#: By their key, our key under `base`.
+BASE_KEYS: Mapping[str, str] = {
+    "name": "model",
+    "base_model": "model",
+    "model_name": "model",
+    "model_name_or_path": "model",
+    "model_id": "model",
+    "path": "model",
+    "tokenizer_name": "tokenizer",
+    "tokenizer_config": "tokenizer",
+    "torch_dtype": "dtype",
+    "precision": "dtype",
+    "attn_implementation": "attention",
+}
+#: By their key, our key under `data`.
+DATA_KEYS: Mapping[str, str] = {
+    "file": "path",
+    "files": "path",
+    "data_files": "path",
+    "train_file": "path",
+    "dataset": "path",
+    "dataset_name": "path",
+    "source": "path",
+    "config": "name",
+    "config_name": "name",
+    "subset": "name",
+    "type": "format",
+    "dataset_text_field": "columns",
+    "field_messages": "columns",
+    "field": "columns",
+    "mapping": "columns",
+    "column_mapping": "columns",
+    "train_on": "loss_on",
+}
+#: What is not written into a job at all, and why or where it stands instead.
+ELSEWHERE: Mapping[str, str] = {
+    "gradient_checkpointing": "leave it out: --max-row-tokens bounds the memory of a forward",
+    "activation_checkpointing": "leave it out: --max-row-tokens bounds the memory of a forward",
+    "bf16": "write dtype: bfloat16 under 'base'",
+    "fp16": "write dtype: float16 under 'base'",
+    "tf32": "leave it out: the base's dtype decides",
+    "dtype": "write it under 'base'",
+    "model": "write it under 'base', beside 'jobs'",
+    "base_model": "write model under 'base', beside 'jobs'",
+    "tokenizer": "write it under 'base', beside 'jobs'",
+    "output_dir": "give it on the command line: train -o FOLDER",
+    "logging_steps": "leave it out: metrics.jsonl has every step",
+    "logging_dir": "leave it out: metrics.jsonl stands in each job's folder",
+    "save_strategy": "leave it out: save_steps says when checkpoints are written",
+    "save_total_limit": "leave it out: old checkpoints are removed",
+    "resume_from_checkpoint": "give it on the command line: train --resume",
+    "deepspeed": "leave it out; to shard the base: train --plan fsdp",
+    "fsdp": "leave it out; to shard the base: train --plan fsdp",
+    "device": "give it on the command line: train --device cuda",
+    "num_gpus": "start train by torchrun, or write gpus under 'schedule'",
+    "load_in_4bit": "leave it out: docs/quantised-base.md says how a base is quantised",
+    "load_in_8bit": "leave it out: docs/quantised-base.md says how a base is quantised",
+    "group_by_length": "leave it out: rows are packed, nothing is padded",
+    "padding_free": "leave it out: rows are packed, nothing is padded",
+    "dataloader_num_workers": "leave it out: samples are read before training",
+    "remove_unused_columns": "leave it out: columns that are not mapped are not read",
+    "task_type": "leave it out: jobs are causal language models",
+    "max_prompt_length": "leave it out: max_length bounds prompt and completion together",
+    "train_on_inputs": "write its opposite, completion_only_loss",
+    "train_on_prompt": "write its opposite, completion_only_loss",
+    "loss_type": "leave it out: method says which loss",
+    "chat_template": "write it into the tokenizer's folder, and name that under 'base'",
+}
+
+
+def hint(key: str, names: Mapping[str, str]) -> str:
+    """What to say of a key that another trainer has; nothing where none has it."""
+    known = names.get(key.lower())
+    if known is not None:
+        return f"it is called '{known}' here"
+    return ELSEWHERE.get(key.lower(), "")
