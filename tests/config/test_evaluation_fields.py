@@ -76,7 +76,7 @@ def test_the_best_metric_has_the_name_and_direction_of_transformers(metric, name
         (DATA | {"metric_for_best_model": "exact_mach"}, "did you mean 'exact_match'?"),
         ({"compute_metrics": "m:f"}, "needs 'eval_data' or 'eval_split'"),
         (DATA | {"compute_metrics": "m.f"}, "MODULE:FUNCTION or FILE.py:FUNCTION"),
-        ({"eval_dataset": {"path": "x.jsonl"}}, "did you mean 'eval_data'?"),
+        ({"eval_dataset": {"path": "x.jsonl"}}, "it is called 'eval_data' here"),
     ],
 )
 def test_what_cannot_go_together_is_refused(fields, told):

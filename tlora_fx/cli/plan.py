@@ -138,10 +138,13 @@ def command(plan: Plan, jobs: Path, output: Path, per_node: int, options: list[s
 def _compiled(options: PlanOptions) -> tuple[JobFile, SuperModel]:
     """The jobs of a file, and their model; nothing is compiled for a profile that is none."""
     from tlora_fx.config.job_file import load_job_file
+    from tlora_fx.cost.plan import require_free
     from tlora_fx.runtime import early_checks as early
 
     job_file = load_job_file(options.jobs, trust_remote_code=options.trust_remote_code)
     early.require_gpu(options.gpu)
+    if options.output is not None:
+        require_free(options.output)
     early.require_hub(job_file.jobs)
     with Working(Console(stderr=True), "compiling the jobs"):
         from tlora_fx.compiler import compile

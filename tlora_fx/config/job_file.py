@@ -149,7 +149,7 @@ class _JobFileReader:
         self._unknown_keys(top)
         base = self._base(top.get("base"))
         entries = top.get("jobs")
-        defaults = top.get("defaults") or {}
+        defaults = {} if top.get("defaults") is None else top["defaults"]
         if not isinstance(defaults, dict):
             self.add(("defaults",), Mistake((), "'defaults' is no mapping"))
             defaults = {}
@@ -172,7 +172,9 @@ class _JobFileReader:
             elif key in JOB_KEYS:
                 help = f"it is called '{JOB_KEYS[key]}' here, in a job or in 'defaults'"
             elif key in LORA_KEYS:
-                help = f"it is called '{LORA_KEYS[key]}' here, under 'lora' in a job or in 'defaults'"
+                help = (
+                    f"it is called '{LORA_KEYS[key]}' here, under 'lora' in a job or in 'defaults'"
+                )
             elif key in BASE_KEYS or key in ELSEWHERE:
                 help = hint(key, BASE_KEYS) + " under 'base'" * (key in BASE_KEYS)
             self.add((key,), Mistake((key,), f"unknown key '{key}' beside 'jobs'", help=help))

@@ -90,6 +90,20 @@ class Estimate(BaseModel):
     estimated: bool = False
 
 
+def require_free(path: Path) -> None:
+    """Refuse to write a plan over a file that is none; raises PlanFileError."""
+    if not path.exists():
+        return
+    try:
+        Plan.load(path)
+    except PlanFileError as error:
+        raise PlanFileError(
+            "a file that is no plan would be overwritten",
+            file=path,
+            help="choose another path with -o, or move the file away",
+        ) from error
+
+
 class Plan(BaseModel):
     """How a model runs on a mesh.
 

@@ -124,14 +124,14 @@ def _every_sample(data: JobData) -> Iterator[Sample]:
     return chain(data.samples, data.evaluation)
 
 
-def unusual(
-    jobs: Sequence[Job], data: Mapping[str, JobData], max_row_tokens: int
-) -> Iterator[str]:
+def unusual(jobs: Sequence[Job], data: Mapping[str, JobData], max_row_tokens: int) -> Iterator[str]:
     """What is accepted, and is most likely not meant; a line each."""
     for job in jobs:
         if not 0 < job.learning_rate <= MOST_RATE:
             why = "nothing is trained" if not job.learning_rate else "adapters take 1e-5 to 1e-2"
             yield f"job '{job.name}': learning_rate {job.learning_rate:g}: {why}"
+        if job.eval_steps is not None and job.eval_strategy == "no":
+            yield f"job '{job.name}': eval_steps without eval_data or eval_split: no evaluation"
         longest = max(data[job.name].lengths, default=0)
         if longest > max_row_tokens:
             yield (

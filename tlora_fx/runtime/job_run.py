@@ -106,6 +106,7 @@ class JobRun:
     """A job in a run; nothing in it reads anything of a neighbour.
 
     fault      why it cannot go on, until all processes know and it has failed
+    still      steps in a row without any gradient
     goes_on    it failed by no fault of its own, as on a full disk: a resumed run trains it on
     """
 
@@ -133,6 +134,7 @@ class JobRun:
         self._tokenizer_files: Mapping[str, Path] = {}
         self.fault = ""
         self.goes_on = self.left = False
+        self.still = 0
 
     def _optimizer(self) -> JobOptimizer:
         # A stage of a pipeline may hold nothing of a job; its schedule counts all the same.
@@ -166,6 +168,7 @@ class JobRun:
         self.optimizer.step(norm)
         self.optimizer.zero_grad()
         self.step, self.tokens, self.loss = step, tokens, loss
+        self.still = self.still + 1 if norm == 0 else 0
         self.evaluation.add_loss(loss)
         if self.step >= self.data.steps:
             self.status = "done"

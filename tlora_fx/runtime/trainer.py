@@ -77,6 +77,8 @@ from tlora_fx.runtime.run_folder import RunFolder
 from tlora_fx.runtime.trackers import Trackers
 
 GRACE_SECONDS = 10.0
+#: Steps without any gradient after which a user is told.
+STILL_STEPS = 10
 
 
 @dataclass(frozen=True, slots=True)
@@ -675,6 +677,9 @@ class Trainer:
 
     def _tell(self, run: JobRun, report: StepReport) -> Outside:
         """Report a step; what the callback raises ends the job, unless it has ended by itself."""
+        if run.still == STILL_STEPS:
+            text = f"no gradient for {STILL_STEPS} steps: it learns nothing"
+            self.callback.warned(f"job '{run.job.name}': {text}")
         try:
             self.callback.stepped(report)
         except Exception as error:  # noqa: BLE001  (whatever it is, the neighbours go on)

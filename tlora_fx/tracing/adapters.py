@@ -177,6 +177,16 @@ def _refuse_unknown(
                 help="the base's linear modules are " + ", ".join(_linear_names(modules)),
             )
     if not any(site.rank for site in sites.values()):
+        layers = config.layers_to_transform
+        numbers = {int(n) for path in modules for n in path.split(".") if n.isdigit()}
+        wanted = {layers} if isinstance(layers, int) else set(layers or ())
+        if wanted and numbers and not numbers & wanted:
+            raise UnknownTarget(
+                f"job '{job.name}' adapts layers that the base does not have",
+                job=job.name,
+                found=f"layers_to_transform: {layers}",
+                help=f"the base's layers are 0 to {max(numbers)}",
+            )
         raise UnknownTarget(
             f"job '{job.name}' adapts no module of the base",
             job=job.name,

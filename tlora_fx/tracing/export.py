@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import inspect
 import operator
+import os
 import traceback
 import warnings
 from collections import Counter
@@ -211,10 +212,34 @@ def _use_packed_attention(model: nn.Module, subject: str) -> None:
             config._attn_implementation = packed_implementation(str(config._attn_implementation))
 
 
+def _require_room(model: nn.Module, job: Job, config: LoraConfig) -> None:
+    """Refuse ranks of which one linear's adapter alone is more than this machine's memory.
+
+    PEFT makes adapters where they are, on the CPU, before anything could say how large they are.
+
+    raises    JobError
+    """
+    linears = [module for module in model.modules() if isinstance(module, nn.Linear)]
+    sides = [linear.in_features + linear.out_features for linear in linears]
+    rank = max([config.r, *(config.rank_pattern or {}).values()])
+    room = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    needed = 4 * rank * min(sides, default=0)
+    if needed > room:
+        raise JobError(
+            "an adapter of this rank has no room in memory",
+            job=job.name,
+            found=f"r {rank}: {needed / 2**30:,.0f} GiB for one linear at least",
+            expected=f"less than {room / 2**30:,.0f} GiB for all",
+            help=f"the base's linears have at most {max(sides)} rows and columns: give a rank "
+            "far below",
+        )
+
+
 def _wrap(model: nn.Module, job: Job, config: LoraConfig, backbone: Backbone) -> nn.Module:
     """PEFT's own wrapping; what the job trains of the base itself becomes the job's own tensor."""
     from peft import get_peft_model
 
+    _require_room(model, job, config)
     if not hasattr(model, "prepare_inputs_for_generation"):
         config.task_type = None  # PEFT's class for language models wants to generate
     with warnings.catch_warnings():
