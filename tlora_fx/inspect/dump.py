@@ -74,7 +74,8 @@ def dump(model: SuperModel, folder: Path | str, stages: Sequence[PassStage] = ()
         **{f"{KERNELS}/{name}": text for name, text in kernels.files.items()},
     }
     foreign = [name for name in files if (folder / name).exists()]
-    if foreign and not (folder / Listing.FILE).exists():
+    # A file called report.txt alone is somebody else's.
+    if foreign and not any(name.startswith("ssm.") for name in foreign):
         raise DumpNotWritable(
             "a file that is no part of a compiled model would be overwritten",
             file=folder / foreign[0],
