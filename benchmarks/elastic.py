@@ -186,6 +186,7 @@ class Bench:
         alone = trainer.gradients({run.index: run.batches()})[run.index]
         run.optimizer.zero_grad()
         trainer._round(self.interrupts)
+        trainer._end.settle()
         apart = abs(run.metrics.last_loss() - alone) / abs(alone)
         if not apart <= BOUNDS[self.shape.dtype]:
             raise RuntimeError(f"the newcomer's loss is {run.metrics.last_loss()}, alone {alone}")

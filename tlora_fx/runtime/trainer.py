@@ -417,6 +417,7 @@ class Trainer:
 
     def _change(self) -> None:
         """Let jobs leave and join, on all processes; who finds no room waits."""
+        self._catch_up()
         self._end.forget()
         changes = self.ranks.from_leader(self.roster.changes)
         for name, how in changes.leaving.items():
@@ -490,9 +491,8 @@ class Trainer:
             int(self.roster.is_due()),
         )  # fmt: skip
         agreed = self.ranks.agree(note)
-        if (agreed.fault or agreed.asked or agreed.changes) and self._end.ahead:
-            launched = self._end.ahead
-            self._judge(launched, self._end.settle(), due=False)
+        if agreed.fault or agreed.asked:
+            self._catch_up()
         if agreed.fault:
             self._end_faulty(self.roster.at(agreed.fault - 1))
             return True
@@ -595,6 +595,11 @@ class Trainer:
         if due or any(run.status != "running" or self._is_looked_at(run) for run in active):
             outside |= self._end.settle()
         self._judge(active, outside, due=due)
+
+    def _catch_up(self) -> None:
+        """Look at the round that was launched last, and at what follows from it."""
+        if launched := self._end.ahead:
+            self._judge(launched, self._end.settle(), due=False)
 
     def _is_looked_at(self, run: JobRun) -> bool:
         """Whether something follows at once from the step that a job is at."""
@@ -732,6 +737,7 @@ class Trainer:
         raises    RunFolderError where the folder is gone; CheckpointError, MetricsError at the end
                   of a run
         """
+        self._catch_up()
         self.callback.saving()
         inside, left = self.roster.inside(), self.roster.states()
         states = {run.job.name: self.gathering.whole(run.job.name, run.state()) for run in inside}
