@@ -23,6 +23,7 @@ from tlora_fx.cli.terminal import Console
 from tlora_fx.cost.profile_sources import SHIPPED
 from tlora_fx.runtime import interrupts
 from tlora_fx.runtime.interrupts import stop_signals
+from tlora_fx.runtime.run_folder import read_metrics
 from tlora_fx.scheduler import service
 from tlora_fx.scheduler.store import Ledger
 
@@ -61,14 +62,44 @@ def call(*given: str) -> int | str | None:
     return stop.value.code
 
 
+EVALUATED = {
+    "eval_split": 0.1, "eval_steps": 2, "load_best_model_at_end": True,
+    "sample_prompts": ["name"], "sample_steps": 3, "sample_max_new_tokens": 2,
+    "report_to": "tensorboard",
+}  # fmt: skip
+
+#: Writes what it hears beside itself.
+TELL = """
+from pathlib import Path
+from tlora_fx import TrainerCallback
+
+class Tell(TrainerCallback):
+    def evaluated(self, report):
+        self.note("evaluated", report)
+
+    def sampled(self, report):
+        self.note("sampled", report)
+
+    def note(self, event, report):
+        with Path(__file__).with_name("told").open("a") as file:
+            print(event, report.job, report.step, file=file)
+"""
+
+
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory):
     """A folder of jobs and the run that trained them."""
     folder = tmp_path_factory.mktemp("run")
     jobs = write_jobs(folder / "jobs", **STEPS)
+    content = yaml.safe_load((jobs / "jobs.yaml").read_text())
+    content["jobs"][1] |= EVALUATED
+    (jobs / "jobs.yaml").write_text(yaml.safe_dump(content))
+    (folder / "tell.py").write_text(TELL)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(service, "ForkServer", ForkHere)
-        assert call(*words(jobs, folder / "run", "--policy", "tlora:payback=2")) == 0
+        patch.chdir(folder)
+        more = ("--policy", "tlora:payback=2", "--callback", "tell.py:Tell")
+        assert call(*words(jobs, folder / "run", *more)) == 0
     return jobs, folder / "run"
 
 
@@ -132,7 +163,23 @@ def test_every_job_leaves_what_train_leaves(trained):
         status = json.loads((output / name / "status.json").read_text())
         assert (status["status"], status["step"]) == ("done", steps)
         assert (output / name / "adapter_model.safetensors").is_file()
-        assert len((output / name / "metrics.jsonl").read_text().splitlines()) == steps
+        rows = read_metrics(output / name / "metrics.jsonl")
+        assert [row["step"] for row in rows if "loss" in row] == list(range(1, steps + 1))
+
+
+def test_jobs_of_a_run_are_evaluated_asked_tracked_and_told_of(trained):
+    """As under `train`: metrics, the best step, answers, event files, and a callback of a user."""
+    _, output = trained
+    rows = read_metrics(output / "b" / "metrics.jsonl")
+
+    assert [row["step"] for row in rows if "eval_loss" in row] == [2, 4]
+    assert [row["step"] for row in rows if "samples" in row] == [3, 4]
+    status = json.loads((output / "b" / "status.json").read_text())
+    assert status["evaluation"]["best_step"] in (2, 4)
+    assert list((output / "b" / "tensorboard").iterdir())
+    assert (output.parent / "told").read_text().splitlines() == [
+        "evaluated b 2", "sampled b 3", "evaluated b 4", "sampled b 4",
+    ]  # fmt: skip
 
 
 def test_a_run_that_has_ended_ends_at_once(trained, monkeypatch, capsys):

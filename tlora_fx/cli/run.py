@@ -89,6 +89,10 @@ class RunCommandOptions:
     pipeline: PipelineText = None
     add_pass: AddPass = None
     load: Load = None
+    callback: Annotated[
+        list[str] | None,
+        typer.Option(help="FILE.py:CLASS that hears of each group; may be repeated."),
+    ] = None
     accept_changes: Annotated[
         bool,
         typer.Option("--accept-changes", help="Go on though data or base are not as they were."),
@@ -123,11 +127,9 @@ class RunCommandOptions:
                 self.compiled,
                 stall=stall,
                 pipeline=self._pipeline(),
-                extensions=tuple(
-                    str(Path(name).absolute()) if name.endswith(".py") else name
-                    for name in self.load or ()
-                ),
+                extensions=tuple(map(_absolute, self.load or ())),
                 accept_changes=self.accept_changes,
+                callbacks=tuple(map(_absolute, self.callback or ())),
             ),
         )
 
@@ -148,6 +150,12 @@ class RunCommandOptions:
         )
 
 
+def _absolute(name: str) -> str:
+    """A file's name, or what stands in it, as workers in other folders find it."""
+    source, colon, attribute = name.partition(".py")
+    return f"{Path(source).absolute()}{colon}{attribute}" if colon else name
+
+
 @takes_options
 def run(options: RunCommandOptions) -> None:
     """Train the jobs of a folder, grouped anew at each horizon.
@@ -155,6 +163,7 @@ def run(options: RunCommandOptions) -> None:
     Job files may be added at any time. Killed, or stopped by Ctrl-C, it goes on when it is started
     again with the same -o. It ends when every job has ended and no file came for one horizon.
     """
+    from tlora_fx.runtime.callbacks import callback_named
     from tlora_fx.scheduler.policies import policy_of
 
     # Importing torch takes seconds; what can be said before them is.
@@ -163,6 +172,8 @@ def run(options: RunCommandOptions) -> None:
 
     from tlora_fx.scheduler.service import Estimates, machine, opened
 
+    for name in options.callback or ():
+        callback_named(name)
     cluster, kind = machine(options.device, options.slots)
     estimates = Estimates(cluster, tuple(options.profile or ()))
     service = options.service(kind, estimates.layout_of)

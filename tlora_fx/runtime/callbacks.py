@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -73,10 +73,15 @@ class Callbacks(EachInTurn):
 
     A callback that raises costs a warning, never a step: it hears no more. What asks the run to
     stop, such as KeyboardInterrupt, goes through.
+
+    warn    is told of it; None: the others are
     """
 
-    def __init__(self, callbacks: Iterable[TrainerCallback]) -> None:
+    def __init__(
+        self, callbacks: Iterable[TrainerCallback], warn: Callable[[str], None] | None = None
+    ) -> None:
         super().__init__(*callbacks)
+        self._warn = warn or self.warned
 
     def _tell_one(self, callback: TrainerCallback, event: str, facts: tuple[Any, ...]) -> None:
         try:
@@ -84,7 +89,7 @@ class Callbacks(EachInTurn):
         except Exception as error:  # noqa: BLE001  (a user's code may raise anything)
             self.callbacks.remove(callback)
             name = type(callback).__qualname__
-            self.warned(
+            self._warn(
                 f"the callback {name} failed in {event} and hears no more: "
                 f"{type(error).__name__}: {error}"
             )

@@ -38,7 +38,7 @@ IDENTITY = "tracker.json"
 #: Events that wait for a tracker at most; what comes then is left out.
 WAITING = 100_000
 #: Seconds that trackers have at the end for what they have not taken yet.
-CLOSING_SECONDS = 60.0
+CLOSING_SECONDS = 30.0
 
 Texts = Sequence[tuple[str, str]]
 

@@ -270,6 +270,7 @@ class LocalOptions:
     more             for workers of other kinds
     pipeline         passes instead of the default, with extensions that bring some of them
     accept_changes   jobs go on though their data or base are not as they were
+    callbacks        FILE.py:CLASS of a `TrainerCallback` that each group's process makes and tells
     """
 
     device: str = "cpu"
@@ -281,6 +282,7 @@ class LocalOptions:
     pipeline: str | None = None
     extensions: tuple[str, ...] = ()
     accept_changes: bool = False
+    callbacks: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -414,6 +416,7 @@ class LocalExecutor:
             pipeline=options.pipeline,
             extensions=options.extensions,
             accept_changes=options.accept_changes,
+            callbacks=options.callbacks,
         )
 
     def events(self) -> list[ExecutorEvent]:

@@ -28,7 +28,7 @@ from tlora_fx.durable import replace_file
 from tlora_fx.errors import TloraError
 from tlora_fx.pipeline import load_extension
 from tlora_fx.planners.protocol import find_planner
-from tlora_fx.runtime.callbacks import TrainerCallback
+from tlora_fx.runtime.callbacks import Callbacks, EachInTurn, TrainerCallback, callback_named
 from tlora_fx.runtime.checkpoint import ResumeSources
 from tlora_fx.runtime.checks import load_all_data
 from tlora_fx.runtime.distributed import Ranks
@@ -54,6 +54,7 @@ class WorkerConfig:
     max_row_tokens   of one forward
     pipeline         passes instead of the default
     extensions       files and modules that bring passes, as `load_extension` takes them
+    callbacks        of users, as `callback_named` takes them
     """
 
     epoch: int
@@ -73,6 +74,7 @@ class WorkerConfig:
     pipeline: str | None = None
     extensions: tuple[str, ...] = ()
     accept_changes: bool = False
+    callbacks: tuple[str, ...] = ()
 
     def write(self, path: Path) -> None:
         """Leave the config where its worker finds it."""
@@ -190,13 +192,20 @@ def _trainer(config: WorkerConfig, launch: Launch, writer: EventWriter | None) -
         data=data,
         resume=ResumeSources(Path(config.job_folders), sources, config.save_seconds),
         plan=plan,
-        callback=None if writer is None else EventCallback(writer),
+        callback=None if writer is None else _callback(config, writer),
         options=TrainerOptions(
             max_row_tokens=config.max_row_tokens,
             compiled=config.compiled,
             accept_changes=config.accept_changes,
         ),
     )
+
+
+def _callback(config: WorkerConfig, writer: EventWriter) -> TrainerCallback:
+    """What writes the event log, and behind it the user's own; these hear as under `train`."""
+    events = EventCallback(writer)
+    own = [callback_named(name) for name in config.callbacks]
+    return EachInTurn(events, Callbacks(own, events.warned)) if own else events
 
 
 def _device(config: WorkerConfig, launch: Launch) -> torch.device:
