@@ -21,6 +21,9 @@ def run(
         str | None, typer.Option(help="Whose adapter; needed where there are several.")
     ] = None,
     trust_remote_code: TrustRemoteCode = False,
+    push_to_hub: Annotated[
+        str | None, typer.Option(help="USER/NAME on the hub, where the model goes too, private.")
+    ] = None,
     shard_size: Annotated[str, typer.Option(help="Of each file of weights at most.")] = "5GB",
 ) -> None:
     """Merge a job's adapter into its base, and write full weights as transformers reads them.
@@ -39,4 +42,11 @@ def run(
     console = Console(stderr=True, highlight=False)
     with Working(console, f"merging {adapter} into its base"):
         merge(adapter, output, shard_size)
-    Console(soft_wrap=True, highlight=False).print(str(output), markup=False)
+    told = Console(soft_wrap=True, highlight=False)
+    told.print(str(output), markup=False)
+    if push_to_hub is not None:
+        from tlora_fx.runtime.hub import push
+
+        with Working(console, f"pushing {output}"):
+            url = push(output, push_to_hub)
+        told.print(url, markup=False)

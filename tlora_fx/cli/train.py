@@ -82,6 +82,10 @@ class TrainOptions:
         list[str] | None,
         typer.Option(help="FILE.py:CLASS that hears of the run; may be repeated."),
     ] = None
+    push_to_hub: Annotated[
+        str | None,
+        typer.Option(help="USER on the hub: adapters of done jobs become USER/JOB, private."),
+    ] = None
     collective_timeout: Annotated[
         float, typer.Option(min=1, help="Seconds that processes wait for another, after a round.")
     ] = 300
@@ -202,8 +206,24 @@ def _train(options: TrainOptions, launch: Launch) -> None:
         _show(runs, options.output)
         for line in _notes(trainer):
             console.print(line, markup=False)
+        if options.push_to_hub is not None:
+            _push(runs, options.output, options.push_to_hub)
     if any(job.status == "failed" for job in runs):
         sys.exit(1)
+
+
+def _push(runs: Sequence[JobRun], output: Path, user: str) -> None:
+    """Push the adapters of all jobs that are done; raises HubError at the first that is not taken.
+
+    What is trained stays in the run's folder, and `train --resume` pushes it again.
+    """
+    from tlora_fx.runtime.hub import ADAPTER_FILES, push
+
+    for run in runs:
+        if run.status == "done":
+            name = run.job.name
+            url = push(output / name, f"{user}/{name}", ADAPTER_FILES)
+            Console(soft_wrap=True, highlight=False).print(url, markup=False)
 
 
 def _stopped(how: str, output: Path, launch: Launch) -> str:

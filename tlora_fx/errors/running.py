@@ -73,6 +73,10 @@ class GenerationError(TloraError, code="T0415"):
     """A job cannot generate: no chat template, no room for an answer, or the base does not."""
 
 
+class HubError(TloraError, code="T0416"):
+    """A folder was not pushed to the Hugging Face Hub; it stays where it is."""
+
+
 class OutOfMemory(TloraError, code="T0419"):
     """No job has room for a step, not even alone."""
 
