@@ -206,21 +206,22 @@ def _train(options: TrainOptions, launch: Launch) -> None:
         _show(runs, options.output)
         for line in _notes(trainer):
             console.print(line, markup=False)
-        if options.push_to_hub is not None:
-            _push(runs, options.output, options.push_to_hub)
+        _push(runs, options.output, options.push_to_hub)
     if any(job.status == "failed" for job in runs):
         sys.exit(1)
 
 
-def _push(runs: Sequence[JobRun], output: Path, user: str) -> None:
+def _push(runs: Sequence[JobRun], output: Path, user: str | None) -> None:
     """Push the adapters of all jobs that are done; raises HubError at the first that is not taken.
 
     What is trained stays in the run's folder, and `train --resume` pushes it again.
+
+    user    of the hub; None: nothing is pushed
     """
     from tlora_fx.runtime.hub import ADAPTER_FILES, push
 
     for run in runs:
-        if run.status == "done":
+        if run.status == "done" and user is not None:
             name = run.job.name
             url = push(output / name, f"{user}/{name}", ADAPTER_FILES)
             Console(soft_wrap=True, highlight=False).print(url, markup=False)
