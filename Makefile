@@ -3,6 +3,7 @@
 #   make demo    compile, inspect, train and verify examples/quickstart
 #   make test    all checks and all tests
 #   make fuzz    20,000 damaged files
+#   make docs    all pages and the reference as a site, with every link checked
 #
 # pip's own settings are honoured; on a machine without a GPU an index with torch's CPU build saves
 # gigabytes.
@@ -21,10 +22,10 @@ DEMO_BUILD := build/quickstart
 DEMO_RUN := runs/quickstart
 
 .DELETE_ON_ERROR:
-.PHONY: help venv demo test check dumps format-check lint types floors unit slow fuzz wheel-check coverage format assets clean
+.PHONY: help venv demo test check dumps format-check lint types floors unit slow fuzz docs wheel-check coverage format assets clean
 
 help:
-	@echo "make demo | test | check | dumps | unit | slow | fuzz | wheel-check | coverage | format | assets | clean"
+	@echo "make demo | test | check | dumps | unit | slow | fuzz | docs | wheel-check | coverage | format | assets | clean"
 
 venv: $(STAMP)
 
@@ -79,6 +80,11 @@ slow: $(STAMP)
 
 fuzz: $(STAMP)
 	TLORA_FX_FUZZ_CASES=$(FUZZ_CASES) $(BIN)/python -m pytest -q -n $(WORKERS) tests/fuzz
+
+docs: $(STAMP)
+	$(BIN)/python scripts/make_docs.py build/docs/pages
+	$(BIN)/python -m mkdocs build --strict --quiet
+	@echo "build/docs/site/index.html"
 
 wheel-check: $(STAMP)
 	$(BIN)/python scripts/wheel_check.py

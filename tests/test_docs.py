@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import re
+import subprocess
+import sys
+from importlib import import_module
 from pathlib import Path
 
 import pytest
 
+from scripts.make_docs import REFERENCE, gather
 from tests import fresh
 
 ROOT = Path(__file__).parents[1]
@@ -66,6 +70,46 @@ def test_the_tutorial_works_word_by_word(tmp_path):
             assert [line for line in block.splitlines() if line not in said] == []
 
     assert re.search(r"3 \+ 4 = \d", said)
+
+
+def test_the_site_holds_every_page_and_what_links_lead_to(tmp_path):
+    """`scripts/make_docs.py` gathers them; the reference has what authors of passes ask for."""
+    pages = gather(tmp_path)
+
+    names = {str(page) for page in pages}
+    assert {str(path.relative_to(ROOT)) for path in PAGES} < names
+    assert (tmp_path / "benchmarks/results/site-2026-11-22.json").is_file()
+    assert {"docs/adr/index.md", "examples/extension/index.md"} < names
+    for page in pages:
+        prose = re.sub(r"```.*?```", "", (tmp_path / page).read_text(), flags=re.DOTALL)
+        links = re.findall(r"\]\(([^)#:\s]+)[)#]", prose)
+        assert [link for link in links if not (tmp_path / page.parent / link).is_file()] == []
+    asked = ["small_base", "GroupGraph", "JobGraph", "Block", "TensorRef", "Match", "GroupPass"]
+    given = {
+        name: value
+        for modules in REFERENCE.values()
+        for module in modules
+        for name, value in vars(import_module(module)).items()
+        if getattr(value, "__module__", "") == module
+    }
+    assert [name for name in asked if not given[name].__doc__] == []
+
+
+@pytest.mark.slow
+def test_the_site_is_built_without_a_warning(tmp_path):
+    """mkdocs is strict: a link to nothing, an anchor that is not there, an unknown module."""
+    pytest.importorskip("mkdocstrings")
+    gather(tmp_path / "pages")
+    text = (ROOT / "mkdocs.yml").read_text().replace("build/docs", str(tmp_path))
+    (tmp_path / "mkdocs.yml").write_text(text.replace("paths: [.]", f"paths: [{ROOT}]"))
+    done = subprocess.run(
+        [sys.executable, "-m", "mkdocs", "build", "--strict", "--quiet"],
+        cwd=tmp_path, capture_output=True, text=True, check=False,
+    )  # fmt: skip
+
+    assert done.returncode == 0, done.stderr
+    page = (tmp_path / "site/reference/graphs.html").read_text()
+    assert 'id="tlora_fx.ir.graph.GroupGraph"' in page
 
 
 def ran(folder, *words):
