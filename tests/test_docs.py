@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import re
 import subprocess
 import sys
@@ -23,15 +24,33 @@ def blocks(language):
     return re.findall(rf"```{language}\n(.*?)```", PAGE, flags=re.DOTALL)
 
 
-@pytest.mark.parametrize("language", ["python", "toml"])
-def test_what_the_page_shows_stands_in_the_package(language):
-    """Every block is a piece of a file of the example, to the letter."""
-    ending = {"python": "*.py", "toml": "*.toml"}[language]
-    files = [path.read_text(encoding="utf-8") for path in PACKAGE.rglob(ending)]
+def imports_of(text):
+    """What a file or a block imports: name to module and name."""
+    lines = [n for n in ast.parse(text).body if isinstance(n, (ast.Import, ast.ImportFrom))]
+    return {
+        alias.asname or alias.name: (getattr(line, "module", None), alias.name)
+        for line in lines
+        for alias in line.names
+    }
 
-    shown = blocks(language)
-    assert shown
-    assert [block for block in shown if not any(block in text for text in files)] == []
+
+def test_what_the_page_shows_stands_in_the_package():
+    """Every block is a piece of a file of the example, to the letter, behind its imports."""
+    config = (PACKAGE / "pyproject.toml").read_text(encoding="utf-8")
+    assert [block for block in blocks("toml") if block not in config] == []
+    files = [path.read_text(encoding="utf-8") for path in PACKAGE.rglob("*.py")]
+
+    for section in re.split(r"^## ", PAGE, flags=re.MULTILINE):
+        given = {}
+        for block in re.findall(r"```python\n(.*?)```", section, flags=re.DOTALL):
+            head = re.match(r"(?:(?:from|import) .*\n)*", block)[0]
+            piece = block[len(head) :].lstrip("\n")
+            given |= imports_of(head)
+            source = next((text for text in files if piece in text), None)
+            assert source is not None, piece
+            used = set(re.findall(r"(?<![\w.])[A-Za-z_]\w*", re.sub(r'"[^"\n]*"', "", piece)))
+            wanted = {name: home for name, home in imports_of(source).items() if name in used}
+            assert wanted.items() <= given.items(), piece
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda path: path.name)
