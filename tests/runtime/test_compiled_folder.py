@@ -17,6 +17,7 @@ from tests.models import base_of, error_of, job, restart, row_of, tokens
 from tlora_fx.compiler import compile, resolve_pipeline
 from tlora_fx.errors import FolderNotLoadable
 from tlora_fx.inspect.dump import dump
+from tlora_fx.model.saved import load_program, save_program
 from tlora_fx.pipeline import load_extension, registry
 from tlora_fx.runtime.adapters import base_tensors
 
@@ -161,6 +162,34 @@ def test_weights_are_found_by_their_paths(compiled):
     restart(named)
 
     assert torch.equal(given(row_of(given, parts)), named(row_of(named, parts)))
+
+
+def test_an_exported_program_imports_what_it_calls(compiled, monkeypatch):
+    """Its file says which module registers the operator."""
+    model = tlora_fx.load(compiled / "model")
+    row = row_of(model, [tokens([4, 3]), tokens([5], seed=1)])
+    save_program(model.export(max_targets=30), compiled / "ssm.pt2")
+    torch.save(row.tensors(), compiled / "row.pt")
+    code = (
+        "import torch\nfrom tlora_fx.model.saved import load_program\n"
+        "row = torch.load('row.pt')\n"
+        "print(load_program('ssm.pt2').module()(**row).tolist())"
+    )
+
+    told = fresh.run("-c", code, cwd=compiled)
+
+    assert told.returncode == 0, told.stderr
+    losses = torch.tensor(json.loads(told.stdout.splitlines()[-1]), dtype=torch.float64)
+    torch.testing.assert_close(losses, model(row).detach(), rtol=1e-12, atol=1e-12)
+
+
+def test_a_file_that_is_no_program_is_refused(tmp_path):
+    """As what it is."""
+    (tmp_path / "ssm.pt2").write_bytes(b"PK")
+
+    assert "no exported model" in error_of(
+        lambda: load_program(tmp_path / "ssm.pt2"), FolderNotLoadable
+    )
 
 
 def refused(folder, **given):

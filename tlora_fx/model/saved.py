@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+import importlib
 import json
 import re
 import sys
+import zipfile
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any, ClassVar, Literal
 
 import torch
-from pydantic import BaseModel, ConfigDict, ValidationError
+from pydantic import BaseModel, ConfigDict, TypeAdapter, ValidationError
 from torch import fx
 from torch._library.custom_ops import OPDEFS
+from torch.export import ExportedProgram
 
 from tlora_fx.config.job import Job
 from tlora_fx.errors import FolderNotLoadable
@@ -128,3 +131,65 @@ def _is_foreign(module: str) -> bool:
 def dumped(saved: SavedModel) -> str:
     """The text of `model.json`."""
     return json.dumps(saved.model_dump(mode="json"), indent=1) + "\n"
+
+
+# Exported programs, in files that say what they call.
+NEEDS = "tlora_fx.json"
+
+
+def save_program(program: ExportedProgram, path: str | Path) -> None:
+    """Write what `SuperModel.export` made, with the modules that it takes to load it.
+
+    raises    OSError
+    """
+    graphs = [module.graph for module in program.graph_module.modules()
+              if isinstance(module, fx.GraphModule)]  # fmt: skip
+    needs = [item.model_dump(mode="json") for item in requirements(graphs)]
+    torch.export.save(program, path, extra_files={NEEDS: json.dumps(needs)})
+
+
+def load_program(path: str | Path) -> ExportedProgram:
+    """Read what `save_program` wrote; the modules that it calls are imported, by name or file.
+
+    raises    FolderNotLoadable for a module that is not there, and for other files
+    """
+    import tlora_fx.ops  # noqa: F401  (registers the operators)
+
+    try:
+        with zipfile.ZipFile(path) as archive:
+            name = next(name for name in archive.namelist() if name.endswith(f"/{NEEDS}"))
+            needs = TypeAdapter(list[Requirement]).validate_json(archive.read(name))
+    except (OSError, zipfile.BadZipFile, StopIteration, ValidationError) as error:
+        raise FolderNotLoadable(
+            "the file holds no exported model",
+            file=path,
+            found=f"{type(error).__name__}: {error}",
+            help="name a file that save_program wrote",
+        ) from error
+    for item in needs:
+        bring(item)
+    return torch.export.load(path)
+
+
+def bring(item: Requirement) -> None:
+    """Import what a model calls: by its name, else the file that it was, whose folder is searched.
+
+    raises    FolderNotLoadable
+    """
+    file = Path(item.file) if item.file else None
+    folders = [""] if file is None or not file.is_file() else ["", str(file.parent)]
+    for folder in folders:
+        if folder and folder not in sys.path:
+            sys.path.append(folder)
+        try:
+            importlib.import_module(item.module)
+            return
+        except ModuleNotFoundError as error:
+            failed = error
+    raise FolderNotLoadable(
+        f"the model calls what module '{item.module}' brings, and it is not there",
+        calls=", ".join(item.calls),
+        expected=item.file or item.module,
+        found=failed,
+        help="install it, or name its file: tlora_fx.load(folder, extensions=[...])",
+    ) from failed

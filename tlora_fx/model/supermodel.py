@@ -272,12 +272,12 @@ class SuperModel(nn.Module):
             loss.predicted = None
 
     def export(self, *, max_targets: int = 16384) -> ExportedProgram:
-        """The model as a `torch.export` program, to be saved by `torch.export.save`.
+        """The model as a `torch.export` program, to be saved by `saved.save_program`.
 
         The program is flat: layers are inlined, and blocks, roles and provenance are gone. It takes
         the tensors of a row by name, of any number of tokens, sequences and targets of these jobs,
-        and returns each job's loss sum [J], with gradients. To load it takes torch, and
-        `import tlora_fx.ops`, which registers the operators. It stays on the model's device.
+        and returns each job's loss sum [J], with gradients. To load it takes torch and the modules
+        that register its operators, which `load_program` imports. It stays on the model's device.
 
         max_targets   the loss runs in chunks whose size is right for so many targets in a row;
                       rows with more are as right, in larger chunks

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 import os
 import traceback
 from collections.abc import Mapping, Sequence
@@ -19,7 +18,7 @@ from tlora_fx.errors import FolderNotLoadable
 from tlora_fx.graph_file import load_graphs
 from tlora_fx.ir.graph import GroupGraph
 from tlora_fx.model.backbone import Backbone
-from tlora_fx.model.saved import Requirement, SavedModel
+from tlora_fx.model.saved import SavedModel, bring
 from tlora_fx.model.supermodel import SuperModel
 from tlora_fx.pipeline import load_extension
 from tlora_fx.runtime.adapters import base_tensors, start_adapters
@@ -49,7 +48,7 @@ def load(
     for extension in extensions:
         load_extension(extension)
     for item in saved.requires:
-        _bring(item)
+        bring(item)
     find_passes()
     graphs = load_graphs(folder)
     if not isinstance(graphs, GroupGraph) or not graphs.fused:
@@ -65,23 +64,6 @@ def load(
     model.materialize(tensors, device)
     start_adapters(model)
     return model
-
-
-def _bring(item: Requirement) -> None:
-    """Import what the model calls: by its name, else the file that it was."""
-    try:
-        importlib.import_module(item.module)
-        return
-    except ModuleNotFoundError as error:
-        if not Path(item.file).is_file():
-            raise FolderNotLoadable(
-                f"the model calls what module '{item.module}' brings, and it is not there",
-                calls=", ".join(item.calls),
-                expected=item.file or item.module,
-                found=error,
-                help="install it, or name its file: tlora_fx.load(folder, extensions=[...])",
-            ) from error
-    load_extension(item.file)
 
 
 def _jobs(saved: SavedModel, folder: Path, checkpoint: str | Path | None) -> list[Job]:
