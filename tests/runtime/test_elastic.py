@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import safetensors.torch
 import torch
-from hypothesis import HealthCheck, Phase, given, settings
+from hypothesis import HealthCheck, Phase, example, given, settings
 from hypothesis import strategies as st
 from torch._dynamo.utils import counters
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -120,7 +120,15 @@ def come_and_go(model, jobs, data, alone, folder, order, events):
     assert not unused(model).any()
 
 
+# A job is asked to leave in the round in which it ends.
+ENDING = [
+    (1, "admit", "c"), (1, "admit", "d"), (2, "release", "c"), (3, "admit", "a"),
+    (5, "pause", "d"), (5, "release", "b"),
+]  # fmt: skip
+
+
 @settings(max_examples=6, **SETTINGS)
+@example(order=list("adbc"), events=ENDING)
 @given(**SCRIPT)
 def test_a_job_among_those_who_come_and_go_trains_as_it_does_alone(
     model, jobs, data, alone, tmp_path_factory, order, events

@@ -421,7 +421,9 @@ class Trainer:
         self._end.forget()
         changes = self.ranks.from_leader(self.roster.changes)
         for name, how in changes.leaving.items():
-            run = next(run for run in self._active() if run.job.name == name)
+            run = next((run for run in self._active() if run.job.name == name), None)
+            if run is None:
+                continue  # it ended by itself in the round in which it was asked to leave
             run.stop() if how == "release" else run.pause()
             self.roster.leave(run)
             self._to_tell.append(run)
