@@ -21,17 +21,16 @@ from rich.table import Table
 
 from benchmarks.results_file import RESULTS, console, described, write
 from tlora_fx.cost.hardware import Cluster
-from tlora_fx.simulator.report import (
+from tlora_fx.simulator.comparison import METRICS, spread
+from tlora_fx.simulator.reasons import (
     BASELINES,
-    METRICS,
     PAPER_COMPLETION,
     PAPER_THROUGHPUT,
-    Report,
     offered_load,
     ratio_text,
     reasons,
-    spread,
 )
+from tlora_fx.simulator.report import Report
 from tlora_fx.simulator.sweep import (
     JobSource,
     Scenario,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 
 import pytest
 
@@ -58,7 +59,8 @@ def test_a_synthetic_trace_is_replayed_and_reported(capsys, tmp_path):
 def test_every_choice_stands_there_with_its_default(capsys):
     """Its value, and what it would be if nobody had said anything."""
     words = ("--policies", "megatron", "--horizon", "30", "--ranks", "4", "--max-slowdown", "2")
-    lines = told(capsys, *FEW, *words).splitlines()
+    # A value's meaning goes on below it.
+    lines = re.sub(r"\n {20,}", " ", told(capsys, *FEW, *words)).splitlines()
     rows = {line.split()[0]: line for line in lines if line.startswith("  ")}
 
     assert rows["horizon"].split()[1:3] == ["30", "s"]
@@ -222,8 +224,9 @@ def test_a_trace_that_ends_before_anything_is_trained_says_so(capsys, tmp_path):
         capsys, "simulate", "--trace", str(path), "--gpus", "32", "--policies", "megatron",
         "--seeds", "1", "--processes", "1", "-o", str(tmp_path / "report"),
     )  # fmt: skip
-    [row] = [line.split() for line in out.splitlines() if line.startswith("megatron")]
-    [note] = [line for line in out.splitlines() if line.startswith("–  megatron")]
+    tables = [line.split() for line in out.splitlines() if line.startswith("megatron")]
+    row = [cell for part in tables for cell in part]
+    note = " ".join(out.partition("–  megatron")[2].partition("written")[0].split())
     [one] = json.loads((tmp_path / "report" / "results.json").read_text())["replays"]
     whole = one["summary"]["whole"]["samples_per_second"]
 

@@ -15,15 +15,8 @@ import pytest
 from tests.simulator.replayed import base, outcome
 from tlora_fx.cost.hardware import Cluster
 from tlora_fx.errors import ReportNotWritable
-from tlora_fx.simulator.report import (
-    Report,
-    gpus_csv,
-    jobs_csv,
-    page,
-    place,
-    reasons,
-    write_report,
-)
+from tlora_fx.simulator.reasons import place, reasons
+from tlora_fx.simulator.report import Report, gpus_csv, jobs_csv, page, write_report
 from tlora_fx.simulator.sweep import SWEEPS, JobSource, plan_of, run
 
 POLICIES = ("tlora", "mlora-fifo", "megatron", "no-scheduler", "no-kernel-fuser")

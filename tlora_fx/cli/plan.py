@@ -6,6 +6,7 @@ import shlex
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
+from textwrap import wrap
 from typing import TYPE_CHECKING, Annotated
 
 import typer
@@ -25,6 +26,12 @@ if TYPE_CHECKING:
 GIB = 2**30
 #: What the milliseconds of a plan are made of.
 PARTS = ("compute", "bubble", "reduce", "rest")
+LEGEND = """\
+pp stages, dp replicas, tp pieces of each matrix; rows: micro-batches of a replica; GiB: the fullest
+GPU; ms: a round, of which compute, bubble (waiting between stages), reduce (gradients), and rest:
+the optimizer, and Python on the host"""
+#: Columns of text of a line.
+WIDE = 100
 FORMATS = ("galvatron", "metis", "sailor")
 MAX_ROW_TOKENS = 16384
 #: What the node default of `Cluster` is, which takes torch to import.
@@ -97,12 +104,13 @@ def run(options: PlanOptions) -> None:
         nodes = -(-options.gpus // per_node)
         files = exported(plans, options.export, options.folder, length, nodes, per_node)
         _print_written(console, files)
+    best, train = plans.best(), _as_predicted(profile, options.max_row_tokens)
     if options.output is not None:
-        best = plans.best()
         best.save(options.output)
-        train = _as_predicted(profile, options.max_row_tokens)
-        line = command(best, options.jobs, options.output, per_node, train)
-        _print_written(console, [f"{options.output}: {line}"])
+        _print_written(console, [options.output])
+    line = command(best, options.jobs, options.output or Path("plan.json"), per_node, train)
+    saving = "" if options.output is not None else ", once it is saved by -o plan.json"
+    console.print(f"train by the first plan{saving}:\n  {line}", markup=False)
 
 
 def per_node_of(gpus: int, nodes: int | None) -> int:
@@ -192,8 +200,9 @@ def _print(console: Console, lines: list[str], plans: PlanSearch, show: int) -> 
     for line in lines:
         console.print(line, markup=False)
     print_whole(console, table(plans, show))
-    for line in [*dropped(plans), *idle(plans)]:
-        console.print(line, markup=False)
+    for line in [*LEGEND.splitlines(), *dropped(plans), *idle(plans)]:
+        for part in wrap(line, WIDE, subsequent_indent="    ", break_long_words=False):
+            console.print(part, markup=False)
 
 
 def exported(

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import os
+import re
 import shlex
 import sys
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
+from textwrap import wrap
 from typing import Any
 
 import typer
@@ -16,17 +18,12 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.table import Table
 
 from tlora_fx.cli.options import seconds, with_options
-from tlora_fx.cli.terminal import Console
+from tlora_fx.cli.terminal import Console, print_whole
 from tlora_fx.cost.hardware import Cluster
 from tlora_fx.scheduler.policies import POLICIES, policy_of
-from tlora_fx.simulator.report import (
-    PARTS,
-    Report,
-    chosen,
-    reasons,
-    require_folder,
-    write_report,
-)
+from tlora_fx.simulator.comparison import PARTS
+from tlora_fx.simulator.reasons import reasons
+from tlora_fx.simulator.report import Report, chosen, require_folder, write_report
 from tlora_fx.simulator.sweep import (
     SWEEPS,
     Choices,
@@ -69,8 +66,8 @@ SHOWN = (
     ("decide ms", "decision_p50_ms", False),
     ("done", "finished", False),
 )
-#: Columns of text that the table needs.
-WIDE = 190
+#: Columns of text that nothing printed exceeds, but for names of files.
+WIDE = 100
 
 
 @dataclass(frozen=True)
@@ -131,7 +128,8 @@ def run(**values: Any) -> None:
         _say(console, [saved(plan.main[0], output.save_trace)])
     report = replayed(plan, output.processes or os.cpu_count() or 1)
     _say(console, after(report))
-    Console(highlight=False, width=max(console.width, WIDE)).print(table(report))
+    for part in tables(report):
+        print_whole(console, part)
     _say(console, (f"–  {note}" for note in report.notes()))
     _say(console, compared(report))
     if output.output is not None:
@@ -139,8 +137,13 @@ def run(**values: Any) -> None:
 
 
 def _say(console: Console, lines: Iterable[str]) -> None:
+    """Print lines; what is too long goes on below its own last column."""
     for line in lines:
-        console.print(line, markup=False)
+        start = re.match(r"- |written +|left out +|  \S.{48} (?=\S)| *\S* {2,}| *", line)
+        indent = " " * min(start.end() if start else 0, 54)
+        wrapped = wrap(line, WIDE, subsequent_indent=indent, break_long_words=False)
+        for part in wrapped or [""]:
+            console.print(part, markup=False)
 
 
 def scenario_of(options: SimulateOptions) -> Scenario:
@@ -241,18 +244,38 @@ def after(report: Report) -> list[str]:
     ]
 
 
-def table(report: Report) -> Table:
-    """The metrics that matter most, one policy a row; in brackets the spread over the seeds."""
-    title = "SYNTHETIC trace; means over seeds" if report.synthetic else "means over seeds"
-    shown = Table(box=None, pad_edge=False, title=title, title_justify="left")
-    shown.add_column("policy", no_wrap=True)
-    rows = {name: [name] for name in report.policies}
+def tables(report: Report) -> list[Table]:
+    """The metrics that matter most, one policy a row; in brackets the spread over the seeds.
+
+    returns   as many as it takes for none to be wider than WIDE
+    """
     by_key = {metric.key: cells for metric, cells in report.metric_rows()}
-    for head, key, spread in SHOWN:
-        shown.add_column(head, justify="right", no_wrap=True)
-        for name, cell in zip(rows, by_key[key], strict=True):
-            rows[name].append(cell if spread else cell.split(" (", maxsplit=1)[0])
-    for row in rows.values():
+    columns = [
+        [head, *(cell if spread else cell.split(" (", maxsplit=1)[0] for cell in by_key[key])]
+        for head, key, spread in SHOWN
+    ]
+    names = ["policy", *report.policies]
+    first = max(map(len, names))
+    parts: list[list[list[str]]] = [[]]
+    room = WIDE - first
+    for column in columns:
+        width = max(map(len, column)) + 2
+        if width > room:
+            parts.append([])
+            room = WIDE - first
+        parts[-1].append(column)
+        room -= width
+    title = "SYNTHETIC trace; means over seeds" if report.synthetic else "means over seeds"
+    return [
+        _table(title if at == 0 else "", [names, *part]) for at, part in enumerate(parts) if part
+    ]
+
+
+def _table(title: str, columns: Sequence[Sequence[str]]) -> Table:
+    shown = Table(box=None, pad_edge=False, title=title or None, title_justify="left")
+    for index, (head, *_) in enumerate(columns):
+        shown.add_column(head, justify="right" if index else "left", no_wrap=True)
+    for row in zip(*(column[1:] for column in columns), strict=True):
         shown.add_row(*row)
     return shown
 

@@ -198,6 +198,8 @@ def bars(
 ) -> str:
     """Bars in groups, one of each series in each, with error bars over the seeds.
 
+    On a logarithmic axis, where lengths mean nothing, they are marks.
+
     colours    of each group, where they rather than the series are told apart
     top        where the vertical axis ends; None: above the highest value
     log        powers of ten on the vertical axis, which then does not begin at 0
@@ -217,18 +219,21 @@ def bars(
                 continue
             x, y = start + wide * position, up.at(value)
             shade = (colours[index] if colours else row.colour) % COLOURS
-            body.append(
-                f'<rect class="bar s{shade}" x="{x:.1f}" y="{y:.1f}" '
-                f'width="{max(1.0, wide - 1.5):.1f}" height="{up.start - y:.1f}">'
-                f"<title>{escape(row.name)}, {escape(group)}: {shown(value)}</title></rect>"
-            )
             middle = x + wide / 2 - 0.75
+            told = f"<title>{escape(row.name)}, {escape(group)}: {shown(value)}</title>"
+            if log:
+                place = f'cx="{middle:.1f}" cy="{y:.1f}" r="5"'
+                body.append(f'<circle class="dot s{shade}" {place}>{told}</circle>')
+            else:
+                place = f'x="{x:.1f}" y="{y:.1f}" width="{max(1.0, wide - 1.5):.1f}"'
+                high = f'height="{up.start - y:.1f}"'
+                body.append(f'<rect class="bar s{shade}" {place} {high}>{told}</rect>')
             end = value
             if row.low and row.high:
                 body.append(_whisker(middle, up, row.low[index], row.high[index]))
                 end = row.high[index] or value
             if len(series) * len(groups) <= 12:
-                body.append(_text(middle, up.at(end) - 5, shown(value), "value"))
+                body.append(_text(middle, up.at(end) - (9 if log else 5), shown(value), "value"))
     return _svg(title, series if len(series) > 1 else (), body)
 
 
