@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 import ast
+import os
 import re
+import shlex
+import signal
 import subprocess
 import sys
+import time
 from importlib import import_module
 from pathlib import Path
 
@@ -74,21 +78,85 @@ def test_files_that_pages_name_are_there(page):
 
 
 def test_the_tutorial_works_word_by_word(tmp_path):
-    """Its blocks and commands run one after another, and the adapter answers with a number."""
-    page = (ROOT / "docs" / "tutorial.md").read_text(encoding="utf-8")
+    """Its blocks and commands run one after another; PEFT answers what `generate` does."""
     (tmp_path / "examples").symlink_to(ROOT / "examples")
+    said = follow_tutorial(tmp_path)
+
+    answer = re.search(r"^sums: (3 \+ 4 =.*)$", said, flags=re.MULTILINE)
+    assert said.count(answer[1]) >= 2
+    assert re.search(r"3 \+ 4 = \d", said)
+    assert (tmp_path / "tutorial/merged/model.safetensors").is_file()
+
+
+@pytest.mark.slow
+def test_a_newcomer_clones_runs_the_demo_and_follows_the_tutorial(tmp_path):
+    """As the README and the tutorial say; what is installed already is taken for .venv."""
+    readme = (ROOT / "README.md").read_text(encoding="utf-8")
+    clone, demo = re.findall(r"^(git clone .*)\n(make demo)", readme, flags=re.MULTILINE)[0]
+    subprocess.run(
+        clone.split(" && ")[0].replace("<address of this repository>", str(ROOT)).split(),
+        cwd=tmp_path, check=True, capture_output=True,
+    )  # fmt: skip
+    folder, installed = tmp_path / "tlora-fx", tmp_path / "installed"
+    installed.touch()
+    given = [f"BIN={Path(sys.executable).parent}", f"STAMP={installed}"]
+    subprocess.run(
+        [*demo.split(), *given], cwd=folder, check=True, capture_output=True,
+        env=os.environ | {"PYTHONPATH": str(folder)},
+    )  # fmt: skip
+
+    assert len(list((folder / "runs/quickstart").glob("*/adapter_config.json"))) == 3
+    assert re.search(r"3 \+ 4 = \d", follow_tutorial(folder))
+
+
+def follow_tutorial(folder):
+    """Do what the page says, block by block, in a folder; returns what was printed."""
+    page = (ROOT / "docs" / "tutorial.md").read_text(encoding="utf-8")
     said = ""
     for language, block in re.findall(r"```(\w*)\n(.*?)```", page, flags=re.DOTALL):
         if language == "yaml":
-            (tmp_path / "tutorial/jobs.yaml").write_text(block, encoding="utf-8")
+            (folder / "tutorial/jobs.yaml").write_text(block, encoding="utf-8")
         elif language == "python":
-            said = ran(tmp_path, "-c", block)
+            said += ran(folder, "-c", block)
         elif block.startswith("tlora-fx "):
-            said += ran(tmp_path, "-m", "tlora_fx", *block.split()[1:])
+            said += typed(folder, block)
         else:
             assert [line for line in block.splitlines() if line not in said] == []
+    return said
 
-    assert re.search(r"3 \+ 4 = \d", said)
+
+def typed(folder, block):
+    """Type commands; what stands before ^C runs until then."""
+    before, _, after = block.rpartition("^C")
+    lines = [shlex.split(line, comments=True)[1:] for line in before.splitlines()]
+    said = interrupted(folder, lines[0], lines[1:]) if lines else ""
+    for line in after.splitlines():
+        if words := shlex.split(line, comments=True):
+            said += ran(folder, "-m", "tlora_fx", *words[1:])
+    return said
+
+
+def interrupted(folder, command, meanwhile):
+    """Start a training, run other commands once it has done some steps, and press Ctrl-C."""
+    output = folder / command[command.index("-o") + 1]
+    program = fresh.Program("-m", "tlora_fx", *command, cwd=folder)
+    until = time.monotonic() + 300
+    while not (lines := list(output.glob("*/metrics.jsonl"))) and time.monotonic() < until:
+        assert program.poll() is None
+        time.sleep(0.01)
+    assert lines
+    # It shall not end before Ctrl-C is pressed, however slow the others are.
+    os.kill(program.pid, signal.SIGSTOP)
+    try:
+        said = "".join(ran(folder, "-m", "tlora_fx", *words) for words in meanwhile)
+    finally:
+        os.kill(program.pid, signal.SIGINT)
+        os.kill(program.pid, signal.SIGCONT)
+    ended = program.wait()
+    assert ended.returncode == 130, ended.stderr
+    assert "stopped after a checkpoint" in ended.stderr
+    assert f"go on with: tlora-fx {shlex.join(command)} --resume" in ended.stderr
+    return said
 
 
 def test_the_site_holds_every_page_and_what_links_lead_to(tmp_path):
