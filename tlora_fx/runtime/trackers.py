@@ -16,11 +16,11 @@ import time
 import uuid
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import redirect_stdout, suppress
+from contextlib import suppress
 from contextvars import Context
 from dataclasses import dataclass, field
 from pathlib import Path
-from queue import Full, Queue
+from queue import SimpleQueue
 from typing import TYPE_CHECKING, Any, Protocol
 
 from tlora_fx.config.job import TRAIN_LOSS, Job
@@ -155,7 +155,8 @@ class _TrackerThread:
 
     name: str
     warnings: deque[str] = field(default_factory=deque)
-    _queue: Queue[tuple[str, str, tuple[Any, ...]]] = field(default_factory=lambda: Queue(WAITING))
+    # Its `put` waits for no lock, so a busy thread does not hold up the one that trains.
+    _queue: SimpleQueue[tuple[str, str, tuple[Any, ...]]] = field(default_factory=SimpleQueue)
     _open: dict[str, Tracker] = field(default_factory=dict)
     _left_out: int = 0
 
@@ -165,17 +166,16 @@ class _TrackerThread:
         self._thread.start()
 
     def put(self, job: str, event: str, *facts: Any) -> None:
-        try:
-            self._queue.put_nowait((job, event, facts))
-        except Full:
-            self._left_out += 1
-            if self._left_out == 1:
-                self.warnings.append(f"{self.name} is slower than training: events are left out")
+        if self._queue.qsize() < WAITING:
+            self._queue.put((job, event, facts))
+            return
+        self._left_out += 1
+        if self._left_out == 1:
+            self.warnings.append(f"{self.name} is slower than training: events are left out")
 
     def end(self, until: float) -> None:
         """Wait until all is handed on, but no longer."""
-        with suppress(Full):
-            self._queue.put_nowait(("", "end", ()))
+        self._queue.put(("", "end", ()))
         self._thread.join(max(0.0, until - time.monotonic()))
         if self._thread.is_alive():
             waiting = self._queue.qsize()
@@ -321,9 +321,11 @@ class _Trackio:
                 auto_log_cpu=False,
             )
 
-        # It ends the run before in the same context, and says on stdout where it writes.
-        with redirect_stdout(sys.stderr):
-            self.run = Context().run(opened)
+        # It prints on stdout, which is the command's.
+        for module in (trackio, sys.modules["trackio.run"], sys.modules["trackio.utils"]):
+            vars(module)["print"] = _unheard
+        # It ends the run before in the same context.
+        self.run = Context().run(opened)
 
     def log(self, step: int, values: Mapping[str, float]) -> None:
         self.run.log(dict(values), step=step)
@@ -333,8 +335,11 @@ class _Trackio:
         self.run.log({"samples": table}, step=step)
 
     def close(self, status: str) -> None:
-        with redirect_stdout(sys.stderr):
-            self.run.finish()
+        self.run.finish()
+
+
+def _unheard(*words: object, **options: object) -> None:
+    """What nobody prints."""
 
 
 class _MLflow:
