@@ -68,6 +68,12 @@ def test_a_name_in_several_graphs_gives_them_all():
     ]  # fmt: skip
 
 
+@pytest.mark.parametrize("name", ["mlp_up_proj_lora_a", "layers_0_1.mlp_up_proj_lora_a"])
+def test_a_tensor_is_found_as_errors_call_it(name):
+    """And as graph files do."""
+    assert [match.name for match in find(lowered(), name)] == ["layers_0_1:mlp.up_proj.lora.a"]
+
+
 def test_a_wrong_name_is_told_the_nearest():
     """With the layer that was asked for first."""
     with pytest.raises(NodeNotFound, match=r"nearest +model\.layers\.1\.mlp\.up_proj"):

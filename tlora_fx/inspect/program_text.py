@@ -7,6 +7,7 @@ key. A node is shown with what it reads, who reads it, and where it comes from.
 from __future__ import annotations
 
 import difflib
+import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Literal
@@ -96,12 +97,18 @@ def _some_modules(program: Program) -> str:
 
 
 def _single(program: Program, name: str, by: Literal["key", "id"]) -> list[NodeMatch]:
-    """Nodes of this key, or of this name in the code, alone or as "graph:name"."""
+    """Nodes of this key, or of this name in the code, alone or as "graph:name", "graph.name"."""
     return [
         _match(f"{graph.name}:{node.id}", graph, [node])
         for graph, node in program.nodes()
-        if name in ((node.key,) if by == "key" else (node.id, f"{graph.name}:{node.id}"))
+        if name in ((node.key,) if by == "key" else _ids(graph, node))
     ]
+
+
+def _ids(graph: GraphEntry, node: NodeEntry) -> Iterator[str]:
+    """What code, errors and graph files call a node; these have no dots in a tensor's name."""
+    for own in (node.id, re.sub(r"\W", "_", node.id)):
+        yield from (own, f"{graph.name}:{own}", f"{graph.name}.{own}")
 
 
 def _match(name: str, graph: GraphEntry, nodes: list[NodeEntry]) -> NodeMatch:

@@ -323,7 +323,7 @@ def find_name(asked: str, modules: Mapping[str, object], group: GroupGraph) -> N
     """The module that a name means: a path or the end of one, a node's name, or its origin's key.
 
     `layers.3.mlp.up_proj`, `model.layers[3].mlp.up_proj.weight`, `layers_0_31.mlp.up_proj` and
-    `layers_0_31.linear_4` all are names.
+    `layers_0_31.q_proj` all are names.
 
     raises    UnknownNode, with the nearest name
     """
@@ -335,7 +335,8 @@ def find_name(asked: str, modules: Mapping[str, object], group: GroupGraph) -> N
         return NamedModule(ends[0], len(ends) - 1)
     for block, node in _nodes(group):
         origin = origin_of(node)
-        if asked in (node.name, f"{block}.{node.name}", origin and origin.key):
+        names = (node.name, f"{block}.{node.name}", f"{block or 'root'}:{node.name}")
+        if asked in (*names, origin and origin.key):
             return NamedModule(_module_of(block, node, group), 0, node, block)
     raise _unknown(asked, path, modules, group)
 
@@ -446,7 +447,7 @@ def _attempt(what: str, result: Match | Miss, block: str) -> Attempt:
 
 
 def node_text(node: Any, block: str) -> str:
-    """A node as people find it in a dump: "layers_0_3.linear_4 = aten.linear.default"."""
+    """A node as people find it in a dump: "layers_0_3.k_proj = aten.linear.default"."""
     return f"{f'{block}.' if block else ''}{node.name} = {node.target}"
 
 
