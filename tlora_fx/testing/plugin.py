@@ -50,7 +50,7 @@ def golden_folder(beside: Path, root: Path) -> Path:
 
 def pytest_collect_file(file_path: Path, parent: pytest.Collector) -> pytest.Collector | None:
     """Take graph files that name a pipeline to run."""
-    if file_path.suffix != SUFFIX or "# RUN:" not in file_path.read_text(encoding="utf-8"):
+    if file_path.suffix != SUFFIX or "# RUN:" not in file_path.read_text("utf-8", "replace"):
         return None
     file: pytest.Collector = CheckFile.from_parent(parent, path=file_path)
     return file
