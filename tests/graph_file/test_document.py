@@ -235,6 +235,8 @@ RELU = "aten.relu.default(x)"
         (swapped("job(", "jab("), "says what no graph file says"),
         (lambda text: re.sub(r"job\(.*\n", "", text), "names no job"),
         (lambda text: re.sub(r"mode\(.*\n", "", text), "does not hold together"),
+        (swapped("root()", 'block("b", "l", 0, 999999999)'), "at most 100000"),
+        (swapped("f32[2, 3]", 'tensor(f32[9999999], device="cpu", mode=None)'), "without a mode"),
     ],
 )
 def test_a_damaged_document_is_refused(damage, said):

@@ -49,9 +49,11 @@ from tlora_fx.ir.names import hold_names
 from tlora_fx.ir.shapes import give_value, remember_runs
 from tlora_fx.ir.verifier import fingerprint
 
+# Layers that one line may name: a damaged number must not fill the memory.
+MOST_LAYERS = 100_000
 STRANGE = (
     ArithmeticError, AssertionError, AttributeError, GraphInvalid, ImportError, IndexError,
-    KeyError, RecursionError, RuntimeError, StopIteration, TypeError, ValueError,
+    KeyError, MemoryError, RecursionError, RuntimeError, StopIteration, TypeError, ValueError,
 )  # fmt: skip
 
 
@@ -679,6 +681,8 @@ class _Values:
     ) -> torch.Tensor:
         sizes, steps = (tuple(self._int(size, mode) for size in part) for part in (shape, strides))
         if mode is None:
+            # A tensor that is not fake must not take memory.
+            assert device == "meta", f"a tensor on {device} without a mode"
             return torch.empty_strided(sizes, steps, dtype=dtype, device=device)
         with self.modes[mode]:
             return torch.empty_strided(sizes, steps, dtype=dtype, device=device)
@@ -753,6 +757,8 @@ def _layers(words: Any) -> tuple[str, ...]:
     """Paths of layers, which may be a run of numbers."""
     if len(words) == 3 and type(words[1]) is int:
         head, start, stop = words
+        if stop - start > MOST_LAYERS:
+            raise _damaged(f"{stop - start} layers, of at most {MOST_LAYERS}")
         return tuple(f"{head}.{number}" for number in range(start, stop))
     return tuple(map(_text, words))
 
