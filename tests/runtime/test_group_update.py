@@ -48,7 +48,9 @@ def by_torch(update, losses, given):
         update._alive[place] = int(sound)
         scale = min(float(largest / (norm + 1e-6)), 1.0) if largest else 1.0
         facts.append([float(loss), float(norm), float(sound), scale])
-        for param, gradient, first, second in group_update._runs(state):
+        gradients = state.gradients
+        runs = zip(gradients.params, gradients.tensors, state.firsts, state.seconds, strict=True)
+        for param, gradient, first, second in runs:
             if sound:
                 moved = gradient * scale + param.detach() * decay
                 first.mul_(beta1).add_(rest1 * moved)

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor
@@ -59,28 +60,42 @@ class GroupUpdate:
 
     optimizers   of the jobs
     states       theirs, laid open
+    own          each job's part of the kernels' table
     places       each job's index in a round's losses
     """
 
     def __init__(
-        self, optimizers: Sequence[JobOptimizer], states: Sequence[AdamState], places: Sequence[int]
+        self,
+        optimizers: Sequence[JobOptimizer],
+        states: Sequence[AdamState],
+        own: Sequence[JobChunks],
+        places: Sequence[int],
     ) -> None:
         self.optimizers, self.states, self.places = list(optimizers), list(states), list(places)
-        device = states[0].gradients.tensors[0].device
-        self.dtype = states[0].gradients.tensors[0].dtype
-        table, firsts = _chunks(states)
-        self._table, self._firsts = table.to(device), firsts.to(device)
-        self._places = torch.tensor(self.places, dtype=torch.int32, device=device)
-        self._alive = torch.ones(len(states), dtype=torch.int32, device=device)
+        self.dtype, device = own[0].dtype, own[0].device
+        jobs = torch.arange(len(own)).repeat_interleave(
+            torch.tensor([len(each.chunks) for each in own])
+        )
+        table = torch.cat([torch.cat([each.chunks for each in own]), jobs[:, None]], dim=1)
+        firsts = torch.searchsorted(jobs, torch.arange(len(own) + 1)).to(torch.int32)
+        self._table = table.to(device, non_blocking=True)
+        self._firsts = firsts.to(device, non_blocking=True)
+        indices = torch.tensor(self.places, dtype=torch.int32)
+        self._places = indices.to(device, non_blocking=True)
+        self._alive = torch.ones(len(own), dtype=torch.int32, device=device)
 
     @staticmethod
     def of(optimizers: Sequence[JobOptimizer], places: Sequence[int]) -> GroupUpdate | None:
         """What updates these jobs at once; None where each is to do its own step."""
         states = [optimizer.adam() for optimizer in optimizers]
         known = [state for state in states if state is not None]
-        if not known or len(known) < len(states) or not _is_one_kernel(known):
+        if not known or len(known) < len(states):
             return None
-        return GroupUpdate(optimizers, known, places)
+        own = [_chunks_of(*each) for each in zip(optimizers, known, strict=True)]
+        chunks = [each for each in own if each is not None]
+        if len(chunks) < len(own) or len({(each.device, each.dtype) for each in chunks}) > 1:
+            return None
+        return GroupUpdate(optimizers, known, chunks, places)
 
     def holds(self) -> bool:
         """Whether all tensors are still those that it knows."""
@@ -118,17 +133,45 @@ def _given(optimizer: JobOptimizer, state: AdamState) -> list[float]:
     ]
 
 
-def _is_one_kernel(states: Sequence[AdamState]) -> bool:
-    """Whether one launch serves all of these: a GPU, a dtype, and memory without gaps."""
-    kinds = {(each.device, each.dtype) for state in states for each in _tensors(state)}
-    if len(kinds) > 1 or not {device.type for device, _ in kinds} <= KERNELS:
-        return False
-    runs = (run for state in states for run in _runs(state))
-    return all(
-        each.stride() == run[0].stride() and not each.data_ptr() % _ALIGNED and _is_whole(each)
-        for run in runs
-        for each in run
-    )
+@dataclass(frozen=True, slots=True)
+class JobChunks:
+    """One job's part of the kernels' table.
+
+    addresses   of all that it lists: while they are the same, so is it
+    chunks      int64 [c, 5] on the CPU, as `ops.kernels.adam` has it, without the job
+    """
+
+    addresses: list[int]
+    chunks: Tensor
+    device: torch.device
+    dtype: torch.dtype
+
+
+# Who joins a group, or leaves it, costs no table of those who stay.
+_known: WeakKeyDictionary[JobOptimizer, JobChunks] = WeakKeyDictionary()
+
+
+def _chunks_of(optimizer: JobOptimizer, state: AdamState) -> JobChunks | None:
+    """A job's chunks; None where kernels do not serve it: no GPU, dtypes that differ, or gaps."""
+    gradients = state.gradients
+    tensors = [*gradients.params, *gradients.tensors, *state.firsts, *state.seconds]
+    addresses = [each.data_ptr() for each in tensors]
+    known = _known.get(optimizer)
+    if known is not None and known.addresses == addresses:
+        return known
+    kinds = {(each.device, each.dtype) for each in tensors}
+    ((device, dtype),) = kinds if len(kinds) == 1 else {(torch.device("meta"), torch.float32)}
+    if device.type not in KERNELS or any(address % _ALIGNED for address in addresses):
+        return None
+    runs = list(zip(gradients.params, gradients.tensors, state.firsts, state.seconds, strict=True))
+    if not all(
+        each.stride() == run[0].stride() and _is_whole(each) for run in runs for each in run
+    ):
+        return None
+    sizes = [run[0].numel() for run in runs]
+    chunks = _cut(torch.tensor(addresses).view(4, -1).t(), torch.tensor(sizes), dtype.itemsize)
+    _known[optimizer] = JobChunks(addresses, chunks, device, dtype)
+    return _known[optimizer]
 
 
 def _is_whole(tensor: Tensor) -> bool:
@@ -136,33 +179,13 @@ def _is_whole(tensor: Tensor) -> bool:
     return tensor.is_contiguous() or (tensor.dim() == 2 and tensor.t().is_contiguous())
 
 
-def _tensors(state: AdamState) -> list[Tensor]:
-    return [*state.gradients.params, *state.gradients.tensors, *state.firsts, *state.seconds]
-
-
-def _runs(state: AdamState) -> zip[tuple[Tensor, Tensor, Tensor, Tensor]]:
-    """Parameter, gradient and moments, which have one layout."""
-    gradients = state.gradients
-    return zip(gradients.params, gradients.tensors, state.firsts, state.seconds, strict=True)
-
-
-def _chunks(states: Sequence[AdamState]) -> tuple[Tensor, Tensor]:
-    """The kernels' table, int64 [C, 6], and where each job's chunks begin, int32 [K + 1]."""
+def _cut(addresses: Tensor, sizes: Tensor, itemsize: int) -> Tensor:
+    """Chunks [c, 5] of runs of so many elements, [n], at addresses [n, 4]."""
     from tlora_fx.ops.kernels.adam import CHUNK
 
-    runs = torch.tensor(
-        [
-            [*(each.data_ptr() for each in run), run[0].numel(), run[0].element_size(), place]
-            for place, state in enumerate(states)
-            for run in _runs(state)
-        ]
-    )
-    counts = (runs[:, 4] + CHUNK - 1) // CHUNK
-    rows = runs.repeat_interleave(counts, dim=0)
+    counts = (sizes + CHUNK - 1) // CHUNK
     first_of_run = torch.cumsum(counts, 0) - counts
-    within = torch.arange(len(rows)) - first_of_run.repeat_interleave(counts)
-    rows[:, :4] += (within * CHUNK * rows[:, 5])[:, None]
-    elements = torch.clamp(rows[:, 4] - within * CHUNK, max=CHUNK)
-    table = torch.cat([rows[:, :4], elements[:, None], rows[:, 6:]], dim=1).contiguous()
-    firsts = torch.searchsorted(rows[:, 6].contiguous(), torch.arange(len(states) + 1))
-    return table, firsts.to(torch.int32)
+    within = torch.arange(int(counts.sum())) - first_of_run.repeat_interleave(counts)
+    starts = addresses.repeat_interleave(counts, dim=0) + (within * CHUNK * itemsize)[:, None]
+    elements = (sizes.repeat_interleave(counts) - within * CHUNK).clamp(max=CHUNK)
+    return torch.cat([starts, elements[:, None]], dim=1)

@@ -328,8 +328,8 @@ class JobOptimizer:
         states = [self._optimizer.state[param] for param in gradients.params]
         return AdamState(
             gradients,
-            [state["exp_avg"].detach() for state in states],
-            [state["exp_avg_sq"].detach() for state in states],
+            [state["exp_avg"] for state in states],
+            [state["exp_avg_sq"] for state in states],
             self._optimizer.param_groups[0],
             self._max_norm,
         )
