@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 
 import pytest
@@ -10,12 +11,14 @@ from transformers import AutoTokenizer
 
 from tests.runtime.conftest import UNMARKED
 from tests.runtime.groups import make_job, tiny_base
+from tlora_fx.cli import main
 from tlora_fx.compiler import compile
 from tlora_fx.config.job import BaseSpec
-from tlora_fx.errors import GenerationError
+from tlora_fx.cost.plan import Plan
+from tlora_fx.errors import GenerationError, JobError
 from tlora_fx.model.backbone import load_backbone
 from tlora_fx.runtime.adapters import plain_base
-from tlora_fx.runtime.generation import Drawing, Question, Speakers
+from tlora_fx.runtime.generation import Drawing, Question, Sampler, Speakers
 from tlora_fx.runtime.run_folder import read_metrics
 from tlora_fx.runtime.trainer import Trainer, TrainerCallback
 
@@ -180,3 +183,91 @@ def test_what_cannot_be_asked_is_refused(trained, prompt, told):
         speakers.tokenizer.chat_template = None
         with pytest.raises(GenerationError, match=told):
             speakers.encode(prompt)
+
+
+def test_a_plan_that_holds_the_base_in_pieces_draws_no_samples(trained):
+    """It says what does."""
+    trainer = trained[2]
+    sampler = Sampler(Plan(planner="fsdp"), trainer.model)
+    listen = Listen()
+
+    assert not sampler.tell(trainer.runs, listen)
+    assert not sampler.tell(trainer.runs, listen)
+    [told] = listen.texts
+    assert "the plan 'fsdp' holds the base in pieces" in told
+
+
+def command(words, capsys):
+    """The exit code of a command, and what it printed."""
+    with pytest.raises(SystemExit) as end:
+        main([str(word) for word in words])
+    told = capsys.readouterr()
+    return end.value.code or 0, told.out, told.err
+
+
+def test_generate_prints_each_answer_of_each_job(trained, capsys):
+    """As lines of JSON too; by default every job answers."""
+    run, listen, _ = trained
+    words = ["generate", run, "--prompt", PROMPTS[0], "--max-new-tokens", 6, "--device", "cpu"]
+    _, plain, _ = command([*words, "--job", "a", "--job", "b.2"], capsys)
+    _, lines, _ = command([*words, "--json"], capsys)
+    said = {report.job: report.texts[0][1] for report in listen.reports if report.step == 4}
+
+    assert plain == f"a: 1+1={said['a']}\nb.2: 1+1={said['b.2']}\n"
+    told = [json.loads(line) for line in lines.splitlines()]
+    assert [row["job"] for row in told] == ["a", "b.2", "bias", "dora"]
+    assert told[0] == {"job": "a", "prompt": "1+1=", "completion": said["a"]}
+
+
+def test_a_chat_goes_on_from_what_was_said(trained, capsys, monkeypatch):
+    """Each turn is answered by the whole conversation, until it begins anew."""
+    run, _, _ = trained
+    monkeypatch.setattr("sys.stdin", io.StringIO("1+1\n\n2+2\n/new\n1+1\n/exit\nnever\n"))
+    words = ["chat", run, "--job", "a", "--max-new-tokens", 4, "--device", "cpu"]
+    code, out, _ = command(words, capsys)
+    speakers = Speakers.of_folders({"a": run / "a"}, "cpu")
+    turns, said = [], []
+    for text in ("1+1", "2+2"):
+        turns.append({"role": "user", "content": text})
+        [answer] = speakers.answers([Question("a", speakers.encode(turns))], Drawing(4))
+        turns.append({"role": "assistant", "content": answer})
+        said.append(f"a: {answer}")
+
+    assert code == 0
+    assert out.rstrip("\n").split("\n") == [*said, said[0]]
+
+
+@pytest.mark.parametrize(
+    ("words", "told"),
+    [
+        (["--job", "aa"], "did you mean 'a'?"),
+        (["--device", "tpu"], "this machine has no device 'tpu'"),
+        (["--job", "a", "--prompt", "a" * 70], "leaves no room for an answer"),
+    ],
+)
+def test_generate_says_what_is_wrong(trained, capsys, words, told):
+    """And ends with 1."""
+    code, _, err = command(["generate", trained[0], "--prompt", "x", *words], capsys)
+
+    assert code == 1
+    assert told in err
+
+
+@pytest.mark.parametrize(
+    ("given", "taken"),
+    [
+        ("none", []),
+        ("all", ["tensorboard", "wandb", "trackio", "mlflow"]),
+        ("wandb", ["wandb"]),
+        (["mlflow", "wandb"], ["mlflow", "wandb"]),
+    ],
+)
+def test_trackers_are_named_as_in_transformers(base, given, taken):
+    """One, several, all or none."""
+    assert make_job(base, "a", report_to=given).report_to == taken
+
+
+def test_a_tracker_that_does_not_exist_is_refused(base):
+    """With those that do."""
+    with pytest.raises(JobError, match="tensorboard"):
+        make_job(base, "a", report_to="tensorbord")
