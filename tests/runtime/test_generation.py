@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json
+import shutil
 
 import pytest
 import torch
@@ -251,6 +252,19 @@ def test_generate_says_what_is_wrong(trained, capsys, words, told):
 
     assert code == 1
     assert told in err
+
+
+def test_jobs_of_other_bases_are_not_asked_together(trained, tmp_path):
+    """The one that differs is named."""
+    run, _, _ = trained
+    shutil.copytree(run / "a", tmp_path / "other")
+    job = json.loads((run / "a" / "job.json").read_text())
+    job |= {"name": "other", "base": job["base"] | {"seed": 8}}
+    (tmp_path / "other" / "job.json").write_text(json.dumps(job))
+
+    with pytest.raises(GenerationError) as caught:
+        Speakers.of_folders({"a": run / "a", "other": tmp_path / "other"}, "cpu")
+    assert caught.value.facts["job"] == "other"
 
 
 @pytest.mark.parametrize(

@@ -95,10 +95,20 @@ class Speakers:
     def of_folders(cls, folders: Mapping[str, Path], device: torch.device | str) -> Self:
         """From the adapter folders of a run, by job name, whose base is loaded anew.
 
-        raises    AdapterFolderError, BaseNotLoadable, TokenizerNotLoadable, RunFolderError
+        raises    AdapterFolderError, BaseNotLoadable, TokenizerNotLoadable, RunFolderError;
+                  GenerationError where they have several bases
         """
         jobs = {name: job_of(folder) for name, folder in folders.items()}
-        spec = next(iter(jobs.values())).base
+        first, *others = jobs.values()
+        spec = first.base
+        apart = next((job.name for job in others if job.base != spec), None)
+        if apart is not None:
+            raise GenerationError(
+                "jobs of one call need one base",
+                expected=f"that of '{first.name}', {spec.model or spec.config}",
+                job=apart,
+                help="name jobs of one base, by --job",
+            )
         beside = (at for at in folders.values() if (at / "tokenizer_config.json").is_file())
         saved = next(beside, None)
         if saved is not None:
