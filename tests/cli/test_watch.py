@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import io
 import json
 
 import pytest
 
 from tests.inspect.html_page import conftest as pages
 from tlora_fx.cli import main
-from tlora_fx.cli.watch import CURVE, curve
+from tlora_fx.cli.terminal import Console
+from tlora_fx.cli.watch import CURVE, curve, table
 from tlora_fx.runtime.run_view import read_run, thinned
 
 browser = pages.browser
@@ -65,6 +67,17 @@ def test_watching_tells_where_each_job_is_and_what_is_left(run, capsys):
         "a", "running", "20/40", "3.0000", "1.2500", "200", "0:00:10",
     ]  # fmt: skip
     assert [*second.split()[:3], *second.split()[4:]] == ["b.2", "done", "10/10", "3.5000", "200"]
+
+
+def test_on_a_narrow_terminal_no_curve_is_cut(run):
+    """It is drawn in fewer blocks."""
+    console = Console(width=80, file=io.StringIO())
+    console.print(table(read_run(run), console.width))
+
+    lines = console.file.getvalue().splitlines()
+    assert len(lines) == 3
+    assert "…" not in console.file.getvalue()
+    assert lines[1].split()[3].endswith("▁")
 
 
 def test_a_curve_falls_as_its_values_do():

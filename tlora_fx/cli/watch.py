@@ -19,8 +19,8 @@ if TYPE_CHECKING:
     from tlora_fx.runtime.run_view import JobView
 
 BLOCKS = "▁▂▃▄▅▆▇█"
-#: Characters of a curve.
-CURVE = 24
+#: Characters of a curve, and of all that stands beside it but the jobs' names.
+CURVE, BESIDE = 24, 64
 
 
 def run(
@@ -40,7 +40,7 @@ def run(
     if once or not console.is_terminal:
         print_whole(console, table(jobs))
         return
-    with Live(table(jobs), console=console, auto_refresh=False) as live:
+    with Live(table(jobs, console.width), console=console, auto_refresh=False) as live:
         try:
             while not all(job.state in ("done", "failed") for job in jobs):
                 time.sleep(pause)
@@ -49,23 +49,28 @@ def run(
                 jobs = [known.get(job.name, job) for job in read_run(folder)]
                 for job in jobs:
                     job.refresh()
-                live.update(table(jobs), refresh=True)
+                live.update(table(jobs, console.width), refresh=True)
         except KeyboardInterrupt:
             return
 
 
-def table(jobs: Sequence[JobView]) -> Table:
-    """A row a job: where it is, its losses from the first to the last, and how long it takes."""
+def table(jobs: Sequence[JobView], width: int = 200) -> Table:
+    """A row a job: where it is, its losses from the first to the last, and how long it takes.
+
+    width   of the terminal: where it is narrow, curves are short
+    """
+    names = max(len(job.name) for job in jobs)
+    wide = max(8, min(CURVE, width - names - BESIDE))
     shown = Table(box=None, pad_edge=False)
     numbers = ("step", "loss", "eval loss", "best", "tokens/s", "left")
     for title in ("job", "status", "step", "losses", *numbers[1:]):
         shown.add_column(title, justify="right" if title in numbers else "left")
     for job in jobs:
-        shown.add_row(*_row(job))
+        shown.add_row(*_row(job, wide))
     return shown
 
 
-def _row(job: JobView) -> tuple[str, ...]:
+def _row(job: JobView, wide: int) -> tuple[str, ...]:
     losses = [loss for _, loss in job.losses()]
     evaluated = [loss for _, loss in job.evaluated()]
     pace, left = job.pace(), job.last_step - job.step
@@ -75,7 +80,7 @@ def _row(job: JobView) -> tuple[str, ...]:
         job.name,
         job.state,
         f"{job.step}/{job.last_step or '?'}",
-        curve([loss for _, loss in job.losses()]),
+        curve(losses, wide),
         f"{losses[-1]:.4f}" if losses else "",
         f"{evaluated[-1]:.4f}" if evaluated else "",
         f"at {best}" if best is not None else "",
