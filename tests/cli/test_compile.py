@@ -39,7 +39,8 @@ def test_compile_writes_the_dump_and_sums_it_up(jobs, tmp_path, capsys):
 
     out = capsys.readouterr().out
     assert {path.name for path in (tmp_path / "build").iterdir()} == {
-        "ssm.py", "ssm.txt", "ssm.json", "program.json", "graph.tfx", "report.txt", "kernels",
+        "ssm.py", "ssm.txt", "ssm.json", "program.json", "model.json", "graph.tfx", "report.txt",
+        "kernels",
     }  # fmt: skip
     assert "2 jobs" in out
     assert "6 of 9 in shared operators; 3 branches as they are: see report.txt" in out

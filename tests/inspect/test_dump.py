@@ -18,7 +18,10 @@ from tlora_fx.inspect.schema import Program
 from tlora_fx.tools.subject import subject_of
 
 ROOT = Path(__file__).parents[2]
-FILES = {"ssm.py", "ssm.txt", "ssm.json", "graph.tfx", "program.json", "report.txt", "kernels"}
+FILES = {
+    "ssm.py", "ssm.txt", "ssm.json", "graph.tfx", "model.json", "program.json", "report.txt",
+    "kernels",
+}  # fmt: skip
 
 
 @pytest.fixture(scope="module")
