@@ -28,7 +28,7 @@ from tlora_fx.inspect.wording import layers_label
 
 TITLE = "tlora-fx"
 TEMPLATE = "page.html.j2"
-STYLES = ("page.css", "tree.css", "side.css")
+STYLES = ("page.css", "jobs.css", "tree.css", "side.css")
 # Each script names only those before it.
 SCRIPTS = (
     "dom", "words", "data", "items", "rows", "costs", "colours", "find", "tree_view", "layer_bars",

@@ -5,14 +5,14 @@
  * what the colour says.
  */
 const Colours = (() => {
-  const PALETTE = 7;
+  const PALETTE = 32;
   const calm = { mark: "■", name: "all jobs: the base", colour: "calm" };
   const ROLES = {
-    backbone: { mark: "□", name: "backbone", colour: "job-1" },
+    backbone: { mark: "□", name: "backbone", colour: "role-base" },
     shared: { mark: "■", name: "shared", colour: "calm" },
-    adapter: { mark: "◆", name: "adapter", colour: "job-0" },
-    table: { mark: "▤", name: "table", colour: "job-4" },
-    loss: { mark: "∑", name: "loss", colour: "job-3" },
+    adapter: { mark: "◆", name: "adapter", colour: "role-adapter" },
+    table: { mark: "▤", name: "table", colour: "role-table" },
+    loss: { mark: "∑", name: "loss", colour: "role-loss" },
     "": { mark: "·", name: "no role yet", colour: "none" },
   };
   const COSTS = [

@@ -124,5 +124,17 @@ const Items = (() => {
     return undefined;
   }
 
-  return { build, nodesOf, lastCall, BOUNDARY };
+  const holdsLayers = (item) =>
+    item.kind === "layers" || (item.kind !== "node" && item.children.some(holdsLayers));
+
+  /** The node that says best what a module does: the call with most FLOPs in it, or its last. */
+  function mainCall(given) {
+    if (holdsLayers(given)) return lastCall(given);
+    const calls = [...nodesOf(given)].filter((node) => node.kind === "call");
+    const cost = (node) => (node.flop_per_token || 0) + 1024 * (node.flop_per_length || 0);
+    const most = calls.reduce((best, node) => (best && cost(best) >= cost(node) ? best : node), undefined);
+    return most && cost(most) ? most : lastCall(given) || calls[calls.length - 1];
+  }
+
+  return { build, nodesOf, lastCall, mainCall, BOUNDARY };
 })();

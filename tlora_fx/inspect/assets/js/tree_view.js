@@ -99,13 +99,18 @@ const TreeView = (() => {
   }
 
   function operatorOf(item) {
-    const node = item.node || (item.kind === "module" ? Items.lastCall(item) : undefined);
+    const node = item.node || (item.kind === "module" ? Items.mainCall(item) : undefined);
     if (!node) return "";
-    return node.kind === "call" ? Words.operator(node.target) : node.kind;
+    if (node.kind !== "call") return node.kind;
+    const operator = Words.operator(node.target);
+    // One of several products that one operator makes at once.
+    const source = operator === "getitem" && item.kind === "module" && item.graph?.inputsOf(node)[0];
+    return source?.kind === "call" ? Words.operator(source.target) : operator;
   }
 
   function shapeOf(item) {
-    const node = item.node || (item.kind === "module" ? Items.lastCall(item) : undefined);
+    const last = () => Items.lastCall(item) || Items.mainCall(item);
+    const node = item.node || (item.kind === "module" ? last() : undefined);
     return node ? node.shape : "";
   }
 
