@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import json
 from collections import Counter
 from dataclasses import dataclass
@@ -28,6 +29,7 @@ from tests.runtime.elastic import (
 )
 from tests.runtime.groups import losses_of, make_data, make_job, tiny_base
 from tlora_fx import compiler
+from tlora_fx.cli import main
 from tlora_fx.compiler import compile
 from tlora_fx.config.job import BaseSpec
 from tlora_fx.errors import JobsDiffer, NotAdmitted
@@ -190,6 +192,76 @@ def test_a_released_job_leaves_its_adapter_and_stays_ended(model, jobs, data, al
     assert status["reason"] == "stopped as asked after step 2"
     assert adapter_difference(left, alone["a"].adapters["a", 2]) <= 1e-7
     assert "a" not in trainer.model.members
+
+
+class Stopping(Watch):
+    """Asks from outside, as `tlora-fx stop` does, after a step of job a."""
+
+    def stepped(self, report):
+        super().stepped(report)
+        if (report.job, report.step) == ("a", 2):
+            with pytest.raises(SystemExit, match="0"):
+                main(["stop", str(self.trainer.folder.path), "a"])
+
+
+@pytest.mark.parametrize("is_open", [True, False])
+def test_a_job_is_stopped_from_outside(model, jobs, data, alone, tmp_path, is_open, capsys):
+    """It ends where it is, in an open model or another; the others go on."""
+    given = [jobs["a"], jobs["b"]]
+    watch, folder = Stopping(), tmp_path / "run"
+    made = empty(model, *given) if is_open else compile(given)
+    trainer = Trainer(made, output=folder, device="cpu", data=data, callback=watch)
+    watch.trainer = trainer
+    runs = {run.job.name: run for run in trainer.run()}
+
+    assert (runs["a"].status, runs["a"].step) == ("done", 2)
+    assert (runs["b"].status, runs["b"].step) == ("done", 4)
+    assert_as_alone(folder, "ab", alone, watch.adapters)
+    assert CheckpointStore(folder).load().jobs["a"].reason == "stopped as asked after step 2"
+    for job, text in (("a", "has ended already"), ("A", "no such job")):
+        with pytest.raises(SystemExit):
+            main(["stop", str(folder), job])
+        assert text in capsys.readouterr().err
+
+
+@pytest.mark.slow
+def test_a_hundred_small_jobs_pass_through_one_model(folder, tmp_path):
+    """Ranks 2 to 8, twenty steps each, sixteen at a time; the last costs what the first did."""
+    base = BaseSpec(config=folder / "base", dtype="float64", seed=7)
+    many = [
+        make_job(base, f"job{n}", seed=n, max_steps=20, save_steps=1000, lora={"r": 2 + n % 7})
+        for n in range(100)
+    ]
+    samples = make_data(many)
+    model = compile([many[0]], open=OpenSlots(("q_proj", "v_proj"), rows=64, jobs=8, rank=8))
+    held = []
+
+    class Holding(Watch):
+        def ended(self, run):
+            gc.collect()
+            held.append(sum(1 for thing in gc.get_objects() if isinstance(thing, torch.Tensor)))
+
+    watch = Holding([(1, "admit", job, samples[job.name]) for job in many[1:]])
+    trainer = Trainer(model, output=tmp_path / "run", device="cpu", data=samples, callback=watch)
+    watch.trainer, watch.adapters = trainer, _Nothing()
+    trainer.run()
+
+    assert [(run.status, run.step) for run in trainer.runs] == [("done", 20)] * 100
+    assert len(model.jobs) == 16
+    assert max(held[60:]) <= 1.1 * max(held[20:40])
+    for job in (many[3], many[97]):
+        train(compile([job]), tmp_path / "alone" / job.name, samples)
+        mine = losses_of(tmp_path / "run", [job])[job.name]
+        assert mine == pytest.approx(
+            losses_of(tmp_path / "alone" / job.name, [job])[job.name], rel=1e-9
+        )
+
+
+class _Nothing(dict):
+    """Keeps nothing."""
+
+    def __setitem__(self, key, value):
+        pass
 
 
 def test_who_finds_no_room_waits_until_another_ends(jobs, data, alone, tmp_path):

@@ -21,8 +21,18 @@ def warm() -> None:
     """There is nothing to import."""
 
 
+def stays() -> bool:
+    """Whether it waits for another order, as its last one said."""
+    return bool(_orders[-1].options.get("stays"))
+
+
+_orders: list[WorkerConfig] = []
+
+
 def main(path: Path) -> bool:
     order = WorkerConfig.read(path)
+    _orders.append(order)
+    path.with_name("pid").write_text(str(os.getpid()))
     mark = path.with_name("anew")
     if order.options.get("anew") and not mark.exists():
         mark.touch()

@@ -25,8 +25,8 @@ class ForkHere:
     def begin(self):
         """There is nothing to begin."""
 
-    def start(self, order: Path, log: Path, environment, module="") -> int:
-        """Fork a worker, or a guest."""
+    def start(self, order: Path, log: Path, environment, module="", **_) -> int:
+        """Fork a worker, which ends with its order, or a guest."""
         both = {**self.environment, **environment}
         asked = {"order": str(order), "log": str(log), "environment": both}
         if module:
@@ -74,9 +74,9 @@ class GuestsHere(processes.ForkServer):
     def ready(self):
         return True
 
-    def start(self, order, log, environment, module=""):
+    def start(self, order, log, environment, module="", **more):
         if not module:
-            return super().start(order, log, environment)
+            return super().start(order, log, environment, **more)
         number = self.here.start(order, log, environment, module)
         self.guests.add(number)
         return number

@@ -8,6 +8,7 @@ import signal
 import subprocess
 import time
 from contextlib import closing
+from dataclasses import replace
 
 import pytest
 
@@ -27,13 +28,13 @@ FAKE = "tests.scheduler.fake_worker"
 class Bench:
     """An executor, and what it has told."""
 
-    def __init__(self, folder, **specs):
+    def __init__(self, folder, more=None, **specs):
         self.folder = folder
         self.specs = {name: {"name": name, **spec} for name, spec in specs.items()}
         self.server = ForkServer(folder / "server.log", module=FAKE)
         self.executor = LocalExecutor(
             folder, Cluster(2, 2, 1, "cpu"), self.specs, self.server,
-            options=LocalOptions(save_seconds=0.1),
+            options=LocalOptions(save_seconds=0.1, more=more or {}),
         )  # fmt: skip
         self.told = []
 
@@ -304,3 +305,72 @@ def test_a_dead_fork_server_takes_its_workers_with_it_and_is_replaced(bench):
     assert here.until(Finished).job == "b"
     found = subprocess.run(["pgrep", "-f", FAKE], capture_output=True, text=True, check=False)
     assert len(found.stdout.split()) >= 1
+
+
+def worker_of(bench, epoch):
+    """The process that carried out an order."""
+    return int((bench.folder / "groups" / f"{epoch:06d}" / "pid").read_text())
+
+
+def stay(bench, **specs):
+    return bench(more={"stays": True}, **{
+        name: {"base": "one", "steps": 10_000, **spec} for name, spec in specs.items()
+    })  # fmt: skip
+
+
+def test_a_worker_stays_for_the_next_group_of_its_base(bench):
+    """Drained or done, it takes the next order; a group of another base gets another process."""
+    here = stay(bench, a={"steps": 20}, b={}, c={"base": "two"})
+    done = here.launch(1, "a")
+    here.until(Drained, epoch=1)
+    here.executor.release(done, 1)
+    drained = here.launch(2, "b")
+    here.until(Progress, epoch=2)
+    here.executor.drain(drained, 2)
+    here.until(Drained, epoch=2)
+    here.executor.release(drained, 2)
+    here.launch(3, "b")
+    here.launch(4, "c", gpu=1)
+    here.until(Progress, epoch=3)
+    here.until(Progress, epoch=4)
+
+    one, two, three, four = (worker_of(here, epoch) for epoch in (1, 2, 3, 4))
+    assert one == two == three != four
+    assert not here.of(Failed)
+
+
+def test_a_worker_that_is_killed_is_replaced_and_its_jobs_return(bench):
+    """While it trains and while it waits: the next order finds a new process."""
+    here = stay(bench, a={}, b={"steps": 20})
+    group = here.launch(1, "a")
+    committed = here.until(Committed, epoch=1)
+    os.kill(worker_of(here, 1), signal.SIGKILL)
+    lost = here.until(Failed, epoch=1, job=None)
+    here.executor.release(group, 1)
+    other = here.launch(2, "b")
+    here.until(Drained, epoch=2)
+    here.executor.release(other, 2)
+    os.kill(worker_of(here, 2), signal.SIGKILL)
+    time.sleep(0.2)
+    here.launch(3, "a")
+    begun = here.until(GroupStarted, epoch=3)
+
+    assert begun.epoch == 3
+    assert lost.steps["a"] >= committed.steps["a"]
+    assert len({worker_of(here, epoch) for epoch in (1, 2, 3)}) == 3
+
+
+def test_idle_workers_give_way_to_another_base_on_their_gpu(bench):
+    """What they hold is free before the new process begins."""
+    here = stay(bench, a={"steps": 20}, b={"base": "two"})
+    here.executor.options = replace(here.executor.options, device="cuda")
+    group = here.launch(1, "a")
+    here.until(Drained, epoch=1)
+    here.executor.release(group, 1)
+    waiting = worker_of(here, 1)
+    os.kill(waiting, 0)
+    here.launch(2, "b")
+    here.until(Progress, epoch=2)
+
+    with pytest.raises(ProcessLookupError):
+        os.kill(waiting, 0)

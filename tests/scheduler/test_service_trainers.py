@@ -20,10 +20,13 @@ from tlora_fx.cost.estimator import Layout
 from tlora_fx.cost.hardware import Cluster
 from tlora_fx.cost.load import Demand
 from tlora_fx.cost.plan import MeshShape
+from tlora_fx.runtime import trainer as trainers
+from tlora_fx.runtime.launch import Launch
 from tlora_fx.runtime.run_folder import read_metrics
 from tlora_fx.runtime.trainer import Trainer
 from tlora_fx.scheduler import service
 from tlora_fx.scheduler.executor import Drained, Failed, Progress
+from tlora_fx.scheduler.local import worker
 from tlora_fx.scheduler.local.executor import LocalExecutor, LocalOptions
 from tlora_fx.scheduler.state import Group, JobRequest
 
@@ -130,6 +133,29 @@ def test_a_group_of_two_processes_trains_what_one_trains(tmp_path):
     executor.close()
 
     assert told.steps == {"a": 12, "b": 9}
+    require_as_alone(folder, tmp_path / "run", "ab", tmp_path)
+
+
+def test_a_worker_keeps_its_model_for_the_next_group(tmp_path, monkeypatch):
+    """The second group of a base is formed without tracing or loading; both end as alone."""
+    folder = write(tmp_path / "jobs", a=6, b=5)
+    monkeypatch.setattr(worker, "_kept", [])
+    models = []
+    for epoch, name in enumerate("ab", 1):
+        job = load_job_file(folder / f"{name}.yaml").jobs[0]
+        config = worker.WorkerConfig(
+            epoch, (job.model_dump(mode="json"),), {}, str(tmp_path / "groups" / name),
+            str(tmp_path / "run"), str(tmp_path / "told.jsonl"), stays="one",
+        )  # fmt: skip
+        trainer = worker._trainer(config, Launch(), None)
+        models.append(trainer.model)
+        with monkeypatch.context() as changes:
+            if epoch == 2:
+                changes.setattr(trainers, "base_tensors", None)
+            trainer.run()
+
+    assert worker.stays()
+    assert models[0] is models[1] is worker._kept[0]
     require_as_alone(folder, tmp_path / "run", "ab", tmp_path)
 
 

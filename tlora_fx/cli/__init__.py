@@ -58,6 +58,7 @@ COMMANDS = {
     "run": "Train the jobs of a folder on this machine, grouped anew at each horizon.",
     "schedule": "Save a snapshot of a run, and ask why the scheduler decided as it did.",
     "simulate": "Replay a trace of jobs under scheduling policies, on a simulated clock.",
+    "stop": "End jobs of a run where they are, with the adapters that they have.",
     "train": "Train all jobs of a file together, each to its own last step.",
     "verify": "Show that each job trains as it would alone.",
     "watch": "Show the curves of a run's jobs on the terminal while they train.",

@@ -61,6 +61,8 @@ class SuperModel(nn.Module):
         self.part = LocalShard()
         self._unused: dict[str, Tensor] = {}
         self._wants_room = self._awake = False
+        #: Rows of an open model that were captured: they serve whoever comes.
+        self.captured: Any = None
         self._compiled_with: Mapping[str, Any] | None = None
         self._parameters_of: dict[str, dict[str, nn.Parameter]] = {}
         self._inputs = tuple(placeholders(group.root))

@@ -77,7 +77,10 @@ def apply(
         return ReducingRunner(model, mesh, PipelineRunner(model, plan, mesh))
     runner = RowRunner(model, mesh, inside=shards(plan))
     if largest_row and mesh.device.type == "cuda" and plan.captures:
-        runner.graphs = _graphs(model, mesh, largest_row, sharded)
+        runner.graphs = model.captured or _graphs(model, mesh, largest_row, sharded)
+        runner.graphs.largest_row = largest_row
+        if model.is_open and mesh.size == 1:
+            model.captured = runner.graphs
     runner.nano_batches = plan.nano_batches
     return runner if mesh.size == 1 else ReducingRunner(model, mesh, runner)
 

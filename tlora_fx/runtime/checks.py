@@ -197,7 +197,8 @@ def _first_difference(first: object, second: object) -> tuple[object, object]:
 
 # Whether the fused graph computes what the base computes alone, on the weights at hand.
 
-_probed: dict[Hashable, Probed] = {}
+#: By the graph and the base: the longest sequence that was tried, and how that went.
+_probed: dict[Hashable, tuple[int, Probed]] = {}
 
 
 def probe_base(model: SuperModel, data: Mapping[str, JobData]) -> Probed:
@@ -230,17 +231,19 @@ def _tried(
     value: Callable[[str], Tensor],
 ) -> Probed:
     longest = max((len(s.input_ids) for each in data.values() for s in each.samples), default=0)
-    key = (model.source, model.backbone.fingerprint(), str(device), longest)
-    if key not in _probed:
+    key = (model.source, model.backbone.fingerprint(), str(device))
+    tried, probed = _probed.get(key, (-1, Probed()))
+    if longest > tried:
         parts = model.group, model.backbone, model.jobs
         try:
-            _probed[key] = probe_loaded(*parts, value, longest)
+            probed = probe_loaded(*parts, value, longest)
         except TloraError:
             raise
         except Exception as error:  # noqa: BLE001  (such as no memory for it: no fault of the model)
-            _probed[key] = Probed(skipped=f"{type(error).__name__}: {error}")
-        log.info("%s", _probed[key])
-    return _probed[key]
+            probed = Probed(skipped=f"{type(error).__name__}: {error}")
+        _probed[key] = longest, probed
+        log.info("%s", probed)
+    return probed
 
 
 # Whether the jobs' longest samples fit on the GPU at hand, by what was measured there.

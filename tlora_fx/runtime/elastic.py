@@ -87,6 +87,8 @@ class Roster:
 
     def is_due(self) -> bool:
         """Whether a change may happen now: a job that found no room waits for another's end."""
+        training = [run.job.name for run in self.inside() if run.status == "running"]
+        self.changes.leaving |= dict.fromkeys(self.folder.take_stops(training), "release")
         ended = any(run.status != "running" for run in self.inside())
         waits = bool(self.changes.coming) and (ended or not self._blocked)
         return waits or bool(self.changes.leaving)

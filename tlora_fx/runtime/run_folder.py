@@ -6,13 +6,13 @@ import fcntl
 import json
 import math
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import IO, Any
 
 from tlora_fx.durable import replace_file, sync_folder
-from tlora_fx.errors import MetricsError, RunFolderError
+from tlora_fx.errors import MetricsError, RunFolderError, nearest
 
 # A job's metrics: one JSON line for each optimizer step, and one for each evaluation.
 
@@ -167,6 +167,8 @@ DATA = "data.json"
 PRIVATE = 0o700
 LOCK = ".lock"
 STATUS = "status.json"
+#: Where somebody asks that a job end before its last step.
+STOP = "stop"
 STARTING: dict[str, Any] = {"status": "starting", "step": 0}
 #: Beside an adapter: the job that it belongs to, its base included.
 JOB = "job.json"
@@ -280,6 +282,13 @@ class RunFolder:
             help="name the run's folder with -o, or leave --resume out and name a new folder",
         )
 
+    def take_stops(self, jobs: Iterable[str]) -> list[str]:
+        """Those of some jobs that somebody asked to stop; each is told once."""
+        asked = [name for name in jobs if self.writes and (self.job(name) / STOP).exists()]
+        for name in asked:
+            (self.job(name) / STOP).unlink(missing_ok=True)
+        return asked
+
     def metrics(self, job: str) -> MetricsLog:
         """A job's metrics file."""
         return MetricsLog(self.job(job) / METRICS, writes=self.writes)
@@ -327,6 +336,41 @@ class RunFolder:
         if decisions and self.writes:
             with (self.path / "decisions.jsonl").open("a") as file:
                 file.writelines(json.dumps(decision) + "\n" for decision in decisions)
+
+
+def ask_to_stop(path: Path, job: str) -> None:
+    """Ask that a job of a run end after the step that it is at, whoever trains it.
+
+    raises    RunFolderError where there is no such job, or it has ended
+    """
+    folders = {entry.parent.name: entry for entry in path.glob(f"*/{STATUS}")}
+    if job not in folders:
+        raise RunFolderError(
+            "the run has no such job",
+            folder=path,
+            expected=", ".join(sorted(folders)) or "a folder of `tlora-fx run` or `train`",
+            found=job,
+            nearest=nearest(job, folders),
+            help="name the run's -o folder and one of its jobs",
+        )
+    try:
+        status = str(json.loads(folders[job].read_bytes())["status"])
+        if status not in ("done", "failed"):
+            replace_file(path / job / STOP, b"")
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise RunFolderError(
+            "a job cannot be asked to stop",
+            folder=path / job,
+            found=f"{type(error).__name__}: {error}",
+            help="mend the permissions of the folder, or stop the whole run",
+        ) from error
+    if status in ("done", "failed"):
+        raise RunFolderError(
+            "the job has ended already",
+            folder=path / job,
+            found=status,
+            help="its adapter is in that folder",
+        )
 
 
 def require_new(path: Path) -> None:

@@ -425,8 +425,12 @@ class Trainer:
             if run is None:
                 continue  # it ended by itself in the round in which it was asked to leave
             run.stop() if how == "release" else run.pause()
-            self.roster.leave(run)
-            self._to_tell.append(run)
+            if self.model.is_open:
+                self.roster.leave(run)
+                self._to_tell.append(run)
+            else:
+                self._conclude(run)
+                self._saved_at = float("-inf")
         changes.leaving.clear()
         if self.model.is_open:
             self.roster.retire()

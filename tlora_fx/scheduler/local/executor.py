@@ -13,6 +13,7 @@ are removed as soon as no job needs them.
 from __future__ import annotations
 
 import fcntl
+import json
 import os
 import re
 import shutil
@@ -271,6 +272,7 @@ class LocalOptions:
     pipeline         passes instead of the default, with extensions that bring some of them
     accept_changes   jobs go on though their data or base are not as they were
     callbacks        FILE.py:CLASS of a `TrainerCallback` that each group's process makes and tells
+    resident         a worker whose group has ended keeps the base for the next group
     """
 
     device: str = "cpu"
@@ -283,6 +285,7 @@ class LocalOptions:
     extensions: tuple[str, ...] = ()
     accept_changes: bool = False
     callbacks: tuple[str, ...] = ()
+    resident: bool = True
 
 
 @dataclass(frozen=True, slots=True)
@@ -382,10 +385,14 @@ class LocalExecutor:
         gpus = place[:size]
         config = self._config(folder, epoch, group, gpus, layout)
         config.write(folder / "order.json")
+        alone_on = gpus if self.options.device == "cuda" else ()
         workers = tuple(
-            self._server.start(folder / "order.json", folder / f"rank-{rank}.log", environment)
+            self._server.start(
+                folder / "order.json", folder / f"rank-{rank}.log", environment,
+                stays=config.stays, place=alone_on,
+            )
             for rank, environment in enumerate(_environments(gpus))
-        )
+        )  # fmt: skip
         self._groups[epoch] = RunningGroup(
             epoch, group.jobs, folder, self._server, workers, self._clock,
             {name: self.sources[name].steps for name in group.jobs if name in self.sources},
@@ -417,7 +424,18 @@ class LocalExecutor:
             extensions=options.extensions,
             accept_changes=options.accept_changes,
             callbacks=options.callbacks,
+            stays=self._stays(group, gpus),
         )
+
+    def _stays(self, group: Group, gpus: tuple[int, ...]) -> str:
+        """What a worker keeps for its next order: the base; "" where it ends with this one.
+
+        Processes that hold pieces of a base, or that a pipeline of a user's own made, end.
+        """
+        base = self.specs[group.jobs[0]].get("base")
+        if not self.options.resident or len(gpus) > 1 or self.options.pipeline is not None:
+            return ""
+        return "" if base is None else json.dumps(base, sort_keys=True, default=str)
 
     def events(self) -> list[ExecutorEvent]:
         found: list[ExecutorEvent] = []

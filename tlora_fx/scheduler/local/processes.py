@@ -14,6 +14,7 @@ import time
 import traceback
 from collections.abc import Iterable, Mapping
 from contextlib import suppress
+from dataclasses import dataclass
 from importlib import import_module
 from pathlib import Path
 from types import FrameType, ModuleType
@@ -81,17 +82,30 @@ class ForkServer:
         return self._ready
 
     def start(
-        self, order: Path, log: Path, environment: Mapping[str, str], module: str = ""
+        self,
+        order: Path,
+        log: Path,
+        environment: Mapping[str, str],
+        module: str = "",
+        *,
+        stays: str = "",
+        place: Iterable[int] = (),
     ) -> int:
-        """Start a worker; its number.
+        """Start a worker; its number, which is the order's where workers stay.
 
         module   what it runs instead of the server's own module. Such a guest saves nothing: it
                  leads a process group, and the whole group is killed when the parent has gone
+        stays    what the worker keeps when its order is done: the next order of the same kind and
+                 place goes to it. "": it ends
+        place    GPUs that it has for itself: no idle worker of another kind keeps memory there
         """
         self.begin()
         number, self._next = self._next, self._next + 1
         self._running.add(number)
-        asked = {"start": number, "order": str(order), "log": str(log), "environment": environment}
+        asked: dict[str, Any] = {
+            "start": number, "order": str(order), "log": str(log), "environment": environment,
+            "stays": stays, "place": list(place),
+        }  # fmt: skip
         self._ask({**asked, "module": module} if module else asked)
         return number
 
@@ -174,8 +188,16 @@ class ForkServer:
 #
 # A start may name another "module": such a guest leads a process group, which a signal reaches as
 # a whole, and is killed as soon as the parent has died.
+#
+# A worker whose start names what "stays" does not end with its order where its module's `stays()`
+# is true: it says so, and waits for the next order of that kind. To its parent the order has ended
+# as if the process had. Idle workers are ended, the oldest first, where another kind needs their
+# place, where they are too many, and where memory runs short.
 
 POLL_SECONDS = 0.05
+#: Idle workers that are kept, and the part of main memory below which none is.
+MOST_IDLE = 4
+LEAST_FREE = 0.2
 #: That a worker may take to stop; its thread ends it then.
 STOP_SECONDS = 60.0
 #: After that the server kills a worker whose threads do not run any more.
@@ -207,14 +229,18 @@ class _Server:
         self.module, self.lifeline = module, lifeline
         self.children: dict[int, int] = {}
         self.guests: set[int] = set()
+        self.residents: dict[int, _Resident] = {}
         self.heard = b""
 
     def serve(self) -> None:
         """Answer until the parent is gone and every worker has ended."""
         orphaned: float | None = None
         while orphaned is None or self.children:
-            wanted = [] if orphaned is not None else [0, self.lifeline]
+            said = {resident.says: pid for pid, resident in self.residents.items()}
+            wanted = [] if orphaned is not None else [0, self.lifeline, *said]
             ready, _, _ = select.select(wanted, [], [], POLL_SECONDS)
+            for pipe in said.keys() & set(ready):
+                self.rest(said[pipe])
             if self.lifeline in ready or (0 in ready and not self.hear()):
                 # The workers have seen the same end of the lifeline.
                 orphaned = time.monotonic()
@@ -244,46 +270,150 @@ class _Server:
 
     def do(self, asked: dict[str, Any]) -> None:
         if "start" in asked:
-            pid = os.fork()
-            if pid == 0:
-                _become_worker(self.module, self.lifeline, asked)
-            self.children[pid] = asked["start"]
-            if "module" in asked:
-                self.guests.add(pid)
+            self.start(asked)
             return
         for pid, number in self.children.items():
             if number == asked["signal"]:
                 self.send(pid, asked["number"])
 
+    def start(self, asked: dict[str, Any]) -> None:
+        """Hand an order to the worker that waits for such, or to a new one."""
+        kind, place = asked["stays"], frozenset(asked["place"])
+        for pid, resident in self.idle():
+            if kind and (resident.kind, resident.place) == (kind, place):
+                with suppress(BrokenPipeError):
+                    os.write(resident.hears, json.dumps(asked).encode() + b"\n")
+                # Where it has just died, that is how the order ends.
+                resident.idle, self.children[pid] = False, asked["start"]
+                return
+            if place & resident.place:
+                self.dismiss(pid)
+        self.trim()
+        pipes = _pipes() if kind else ()
+        pid = os.fork()
+        if pid == 0:
+            _become_worker(self.module, self.lifeline, asked, pipes)
+        self.children[pid] = asked["start"]
+        if "module" in asked:
+            self.guests.add(pid)
+        if pipes:
+            hears, says, *others = pipes
+            for pipe in others:
+                os.close(pipe)
+            self.residents[pid] = _Resident(kind, place, hears, says)
+
+    def idle(self) -> list[tuple[int, _Resident]]:
+        """Workers that wait for an order, the oldest first."""
+        found = [(pid, resident) for pid, resident in self.residents.items() if resident.idle]
+        return sorted(found, key=lambda entry: entry[1].since)
+
+    def rest(self, pid: int) -> None:
+        """A worker has done its order and waits for another."""
+        resident = self.residents[pid]
+        if not os.read(resident.says, 1):
+            # It has ended, or become another program: no order reaches it.
+            self.forget(pid)
+            return
+        resident.idle, resident.since = True, time.monotonic()
+        self.tell(self.children.pop(pid), 0)
+        self.trim()
+
+    def trim(self) -> None:
+        """End the oldest of too many idle workers, and of all where memory runs short."""
+        idle = self.idle()
+        while idle and (len(idle) > MOST_IDLE or _free_memory() < LEAST_FREE):
+            self.dismiss(idle.pop(0)[0])
+
+    def dismiss(self, pid: int) -> None:
+        """End a worker that waits; what it holds is free afterwards."""
+        os.kill(pid, signal.SIGKILL)
+        os.waitpid(pid, 0)
+        self.forget(pid)
+
+    def forget(self, pid: int) -> None:
+        resident = self.residents.pop(pid, None)
+        if resident is not None:
+            os.close(resident.hears)
+            os.close(resident.says)
+
+    def tell(self, number: int, code: int) -> None:
+        os.write(1, json.dumps({"ended": number, "code": code}).encode() + b"\n")
+
     def reap(self, *, told: bool) -> None:
-        while self.children:
+        while self.children or self.residents:
             pid, status = os.waitpid(-1, os.WNOHANG)
             if pid == 0:
                 return
-            number = self.children.pop(pid)
+            number = self.children.pop(pid, None)
             self.guests.discard(pid)
-            if told:
-                answer = {"ended": number, "code": os.waitstatus_to_exitcode(status)}
-                os.write(1, json.dumps(answer).encode() + b"\n")
+            self.forget(pid)
+            if told and number is not None:
+                self.tell(number, os.waitstatus_to_exitcode(status))
 
 
-def _become_worker(module: ModuleType, lifeline: int, asked: dict[str, Any]) -> None:
-    """In the child: train, and never return."""
+@dataclass(slots=True)
+class _Resident:
+    """A worker that does not end with its order.
+
+    hears, says   file descriptors: orders for it, a byte for each that it has done
+    since         when it began to wait
+    """
+
+    kind: str
+    place: frozenset[int]
+    hears: int
+    says: int
+    idle: bool = False
+    since: float = 0.0
+
+
+def _pipes() -> tuple[int, int, int, int]:
+    """The server's ends, to write orders and to read what is done; then the worker's."""
+    orders, hears = os.pipe()
+    says, done = os.pipe()
+    return hears, says, orders, done
+
+
+def _free_memory() -> float:
+    """The part of main memory that can be had."""
+    with Path("/proc/meminfo").open(encoding="ascii") as file:
+        sizes = {line.split(":")[0]: int(line.split()[1]) for line in file}
+    return sizes["MemAvailable"] / sizes["MemTotal"]
+
+
+def _become_worker(
+    module: ModuleType, lifeline: int, asked: dict[str, Any], pipes: tuple[int, ...] = ()
+) -> None:
+    """In the child: train, and never return.
+
+    pipes    as of `_pipes`, of a worker that stays
+    """
     try:
         if "module" in asked:
             os.setpgid(0, 0)
-        log = os.open(asked["log"], os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
-        nothing = os.open(os.devnull, os.O_RDONLY)
-        for target, source in ((0, nothing), (1, log), (2, log)):
-            os.dup2(source, target)
-        os.environ.update(asked["environment"])
+        for pipe in pipes[:2]:
+            os.close(pipe)
+        _take_up(asked)
     except BaseException:  # noqa: BLE001  (the child must not go on as a second server)
         traceback.print_exc()
         os._exit(1)
-    _work(module, lifeline, Path(asked["order"]), asked.get("module", ""))
+    _work(module, lifeline, Path(asked["order"]), asked.get("module", ""), pipes[2:])
 
 
-def _work(module: ModuleType, lifeline: int, order: Path, guest: str = "") -> None:
+def _take_up(asked: dict[str, Any]) -> None:
+    """Print into an order's log, in its environment."""
+    log = os.open(asked["log"], os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
+    nothing = os.open(os.devnull, os.O_RDONLY)
+    for target, source in ((0, nothing), (1, log), (2, log)):
+        os.dup2(source, target)
+    for opened in (log, nothing):
+        os.close(opened)
+    os.environ.update(asked["environment"])
+
+
+def _work(
+    module: ModuleType, lifeline: int, order: Path, guest: str = "", pipes: tuple[int, ...] = ()
+) -> None:
     code = 1
     try:
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
@@ -296,6 +426,9 @@ def _work(module: ModuleType, lifeline: int, order: Path, guest: str = "") -> No
             os.set_inheritable(lifeline, True)
             here = [sys.executable, "-m", __spec__.name, module.__name__, str(lifeline), str(order)]
             os.execv(sys.executable, here)  # noqa: S606  (our own module)
+        # Whose parent has died gets no other order.
+        while pipes and not select.select([lifeline], [], [], 0)[0] and module.stays():
+            module.main(_next_order(*pipes))
         code = 0
     except SystemExit as stop:
         code = stop.code if isinstance(stop.code, int) else int(bool(stop.code))
@@ -305,6 +438,22 @@ def _work(module: ModuleType, lifeline: int, order: Path, guest: str = "") -> No
         sys.stdout.flush()
         sys.stderr.flush()
         os._exit(code)
+
+
+def _next_order(orders: int, done: int) -> Path:
+    """Say that an order is done, and wait for the next one."""
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os.write(done, b".")
+    line = b""
+    while not line.endswith(b"\n"):
+        content = os.read(orders, 65536)
+        if not content:
+            raise SystemExit(0)
+        line += content
+    asked = json.loads(line)
+    _take_up(asked)
+    return Path(asked["order"])
 
 
 def _stop(number: int, frame: FrameType | None) -> None:

@@ -6,6 +6,7 @@ written, and the process ends.
 
 from __future__ import annotations
 
+import gc
 import json
 import pkgutil
 import time
@@ -21,11 +22,13 @@ from pydantic import TypeAdapter
 
 import tlora_fx.passes
 import tlora_fx.planners
-from tlora_fx.compiler import compile, find_passes
+from tlora_fx.compiler import compile, find_passes, prepare
 from tlora_fx.config.job import Job
 from tlora_fx.cost.plan import MeshShape, Plan
 from tlora_fx.durable import replace_file
-from tlora_fx.errors import TloraError
+from tlora_fx.errors import JobsDiffer, NotAdmitted, TloraError
+from tlora_fx.ir.graph import OpenSlots
+from tlora_fx.model.slots import rounded
 from tlora_fx.pipeline import load_extension
 from tlora_fx.planners.protocol import find_planner
 from tlora_fx.runtime.callbacks import Callbacks, EachInTurn, TrainerCallback, callback_named
@@ -55,6 +58,7 @@ class WorkerConfig:
     pipeline         passes instead of the default
     extensions       files and modules that bring passes, as `load_extension` takes them
     callbacks        of users, as `callback_named` takes them
+    stays            what orders have in common that one process may carry out; "": it ends
     """
 
     epoch: int
@@ -75,6 +79,7 @@ class WorkerConfig:
     extensions: tuple[str, ...] = ()
     accept_changes: bool = False
     callbacks: tuple[str, ...] = ()
+    stays: str = ""
 
     def write(self, path: Path) -> None:
         """Leave the config where its worker finds it."""
@@ -170,10 +175,67 @@ def _train(config: WorkerConfig, launch: Launch) -> None:
         writer.write("ended")
 
 
-def _model(jobs: list[Job], config: WorkerConfig) -> SuperModel:
+# The model that this process keeps between orders, with weights, compiled code and graphs.
+#
+# It is open at the sites of the jobs that it was compiled for. Jobs of the next order that fit join
+# it as data; for others it is compiled again. A base has one model at a time in a process.
+
+#: Slots, and rows for a job, of a model that stays.
+SLOTS = 16
+#: The least rank that it has room for: what kernels pad ranks to.
+LEAST_RANK = 16
+_kept: list[SuperModel] = []
+
+
+def stays() -> bool:
+    """Whether this process is worth keeping for another order."""
+    gc.collect()
+    return bool(_kept)
+
+
+def _model(jobs: list[Job], config: WorkerConfig, launch: Launch) -> SuperModel:
     for extension in config.extensions:
         load_extension(extension)
-    return compile(jobs, config.pipeline)
+    if not config.stays or launch.size > 1:
+        return compile(jobs, config.pipeline)
+    if _kept and _joined(_kept[0], jobs):
+        return _kept[0]
+    _kept.clear()
+    gc.collect()
+    try:
+        _kept.append(compile(jobs, config.pipeline, open=_slots_for(jobs)))
+    except NotAdmitted:
+        # Such as DoRA: what one job alone has keeps its own structure.
+        return compile(jobs, config.pipeline)
+    return _kept[0]
+
+
+def _joined(model: SuperModel, jobs: Sequence[Job]) -> bool:
+    """Whether these jobs, and nobody else, are in a model now."""
+    for name in list(model.members):
+        model.release(name)
+    try:
+        for job in jobs:
+            model.admit(job, may_grow=False)
+    except (NotAdmitted, JobsDiffer):
+        return False
+    return True
+
+
+def _slots_for(jobs: Sequence[Job]) -> OpenSlots:
+    """Room for these jobs and for others like them.
+
+    raises    NotAdmitted where one of them is of another structure
+    """
+    given = prepare(jobs)
+    sites = [site for own in given.sites for site in own.values()]
+    if any(site.kind != "lora" for site in sites):
+        raise NotAdmitted("these jobs stay as they are", help="they train without a model to keep")
+    rank = max(LEAST_RANK, rounded(max(site.rank for site in sites)))
+    targets = tuple(sorted({site.path for site in sites}))
+    dropout = any(site.dropout for site in sites)
+    slots = max(SLOTS, len(jobs))
+    return OpenSlots(targets, rows=slots * rank // 2, jobs=slots, rank=rank, dropout=dropout)
 
 
 def _trainer(config: WorkerConfig, launch: Launch, writer: EventWriter | None) -> Trainer:
@@ -181,7 +243,7 @@ def _trainer(config: WorkerConfig, launch: Launch, writer: EventWriter | None) -
     device = _device(config, launch)
     everyone = Ranks(join(launch, device))
     data = everyone.together(lambda: load_all_data(jobs))
-    model = everyone.together(lambda: _model(jobs, config))
+    model = everyone.together(lambda: _model(jobs, config, launch))
     plan = everyone.together(lambda: _plan(config, model, launch))
     sources = {job: Path(folder) for job, folder in config.sources.items()}
     return Trainer(
