@@ -262,6 +262,8 @@ class RunningGroup:
 
 
 KILL_SECONDS = 30.0
+#: That a group whose jobs have all ended may take for its own end.
+LAST_SECONDS = 5.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -469,9 +471,7 @@ class LocalExecutor:
         if running is None:
             return
         running.send(signal.SIGKILL)
-        end = time.monotonic() + KILL_SECONDS
-        while not running.ended() and time.monotonic() < end:
-            time.sleep(0.01)
+        _wait(running, KILL_SECONDS)
         # What it has committed counts, though nobody is told; a job that was done will find that it
         # is when it is launched again.
         commits = [e for e in running.events(self.now()) if isinstance(e, Committed)]
@@ -484,6 +484,9 @@ class LocalExecutor:
         """Give the place back, and remove the checkpoints that nobody needs any more."""
         running = self._groups.get(epoch)
         if running is not None and not running.ended():
+            if running.settled.issuperset(running.jobs):
+                # Its last checkpoint is on the way, and then it is there for the next group.
+                _wait(running, LAST_SECONDS)
             self.kill(group, epoch)
         self._groups.pop(epoch, None)
         self._held.pop(epoch, None)
@@ -500,6 +503,13 @@ class LocalExecutor:
     def close(self) -> None:
         """End what still runs: each group is drained."""
         self._server.close()
+
+
+def _wait(running: RunningGroup, seconds: float) -> None:
+    """Wait until a group has ended, so long at most."""
+    end = time.monotonic() + seconds
+    while not running.ended() and time.monotonic() < end:
+        time.sleep(0.01)
 
 
 def _environments(gpus: tuple[int, ...]) -> Iterable[dict[str, str]]:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import gc
 import json
+import os
 import pkgutil
 import time
 from collections.abc import Mapping, Sequence
@@ -303,7 +304,7 @@ class EventCallback(TrainerCallback):
 
     def started(self, runs: Sequence[JobRun]) -> None:
         self.steps = {run.job.name: run.step for run in runs}
-        self.writer.write("started", steps=self.steps)
+        self.writer.write("started", steps=self.steps, process=os.getpid())
 
     def stepped(self, report: StepReport) -> None:
         self.steps[report.job] = report.step
