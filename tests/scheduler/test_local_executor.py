@@ -322,7 +322,7 @@ def test_a_worker_stays_for_the_next_group_of_its_base(bench):
     """Drained or done, it takes the next order; a group of another base gets another process."""
     here = stay(bench, a={"steps": 20}, b={}, c={"base": "two"})
     done = here.launch(1, "a")
-    here.until(Drained, epoch=1)
+    here.until(Finished, epoch=1)
     here.executor.release(done, 1)
     drained = here.launch(2, "b")
     here.until(Progress, epoch=2)
