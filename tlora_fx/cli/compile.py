@@ -49,10 +49,11 @@ def run(
     """Fuse the jobs of a file into one model, from the base's config alone.
 
     Writes ssm.py (the code), ssm.txt (a listing), ssm.json (its data), program.json (the data of
-    every node), graph.tfx (the graphs, for `opt`), report.txt (what is shared, what not and why)
-    and kernels/ (the generated kernels of its sites). What else lies in the folder stays. With
-    --stop-after nothing is written but what --print-after and --dump-changed ask for. With -o
-    NAME.tfx it writes the graphs alone, also those that --stop-after leaves.
+    every node), graph.tfx (the graphs, for `opt`), model.json (for `tlora_fx.load`), report.txt
+    (what is shared, what not and why) and kernels/ (the generated kernels of its sites). What else
+    lies in the folder stays. With --stop-after nothing is written but what --print-after and
+    --dump-changed ask for. With -o NAME.tfx it writes the graphs alone, also those that
+    --stop-after leaves.
     """
     from tlora_fx.config.job_file import load_job_file
 
