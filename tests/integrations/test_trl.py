@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -14,6 +15,7 @@ from tlora_fx.backend import BackendWarning, forget
 from tlora_fx.errors import BackendOptionError
 from tlora_fx.integrations.trl import TloraFxCallback
 
+BASE = Path(__file__).parents[2] / "examples/quickstart/base"
 PLAIN = SimpleNamespace(torch_compile=False)
 
 
@@ -98,7 +100,7 @@ def sft_losses(folder, callbacks):
     from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
     from trl import SFTConfig, SFTTrainer
 
-    base = "examples/quickstart/base"
+    base = str(BASE)
     torch.manual_seed(0)
     config = AutoConfig.from_pretrained(base, num_hidden_layers=1)
     rows = [{"prompt": f"{n} + {n} = ", "completion": str(2 * n)} for n in range(12)]
