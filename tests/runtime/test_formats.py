@@ -185,7 +185,7 @@ def test_a_pair_is_two_samples_behind_each_other(make_tokenizer: Any, tmp_path: 
     )
 
     assert shown(tokenizer, data)[:2] == ["a[b][</s>]", "a[z][</s>]"]
-    assert data.steps == 2
+    assert (data.report.samples, data.steps) == (3, 2)
     assert [len(batch) for batch in data.step(0)] == [4]
 
 

@@ -109,7 +109,7 @@ class DataReport:
     truncated               samples cut to `max_length`
     dropped_without_target  samples with nothing to train on, after truncation
     prefix_mismatches       samples whose prompt is tokenised otherwise before its completion
-    samples, tokens         what is left
+    samples, tokens         what is left; a pair is one sample
     target_tokens           tokens that are trained in one epoch
     layout                  what the rows were read as
     notes                   other things that a user should know
@@ -262,10 +262,11 @@ def load_job_data(job: Job, tokenizer: PreTrainedTokenizerBase) -> JobData:
     notes: list[str] = []
     if isinstance(job.eval_split, float):
         samples, evaluation = held_out(samples, job)
-        report.samples, report.tokens = len(samples), _tokens(samples)
+        size = job.sequences_per_sample
+        report.samples, report.tokens = len(samples) // size, _tokens(samples)
         report.target_tokens = sum(map(_targets, samples))
         tokens = f"{_tokens(evaluation)} tokens, {sum(map(_targets, evaluation))} counted"
-        notes.append(f"evaluation: {len(evaluation)} samples held out, {tokens}")
+        notes.append(f"evaluation: {len(evaluation) // size} samples held out, {tokens}")
     elif (spec := evaluated(job)) is not None:
         evaluation, found = _samples(job.model_copy(update={"data": spec}), tokenizer)
         notes += [f"evaluation: {line}" for line in found.lines()]
@@ -367,7 +368,7 @@ def _samples(
         _keep(encoded, job, report, table)
         if limit is not None and len(table) >= limit * size:
             break
-    report.samples, report.tokens = len(table), table.tokens
+    report.samples, report.tokens = len(table) // size, table.tokens
     if report.rows == report.bad_rows:
         what = "all rows of the data are bad" if report.rows else "the data has no rows"
         found = "\n".join(report.first_bad_rows) or None
