@@ -262,11 +262,11 @@ def load_job_data(job: Job, tokenizer: PreTrainedTokenizerBase) -> JobData:
     notes: list[str] = []
     if isinstance(job.eval_split, float):
         samples, evaluation = held_out(samples, job)
-        size = job.sequences_per_sample
-        report.samples, report.tokens = len(samples) // size, _tokens(samples)
+        each = job.sequences_per_sample
+        report.samples, report.tokens = len(samples) // each, _tokens(samples)
         report.target_tokens = sum(map(_targets, samples))
         tokens = f"{_tokens(evaluation)} tokens, {sum(map(_targets, evaluation))} counted"
-        notes.append(f"evaluation: {len(evaluation) // size} samples held out, {tokens}")
+        notes.append(f"evaluation: {len(evaluation) // each} samples held out, {tokens}")
     elif (spec := evaluated(job)) is not None:
         evaluation, found = _samples(job.model_copy(update={"data": spec}), tokenizer)
         notes += [f"evaluation: {line}" for line in found.lines()]
