@@ -182,11 +182,11 @@ class LoraSpec(Spec):
             return Mistake((key,), f"'{key}' is refused", help=IDENTITY[key])
         if key in REFUSED:
             return Mistake((key,), f"'{key}' is refused: {REFUSED[key].reason}")
-        if key in peft_defaults():
+        other = hint(key, cls.other_names)
+        if not other and key in peft_defaults():
             what = f"'{key}' is refused: this version of tlora-fx does not know the field"
             return Mistake((key,), what)
         near = nearest(key, [*cls.model_fields, *REFUSED])
-        other = hint(key, cls.other_names)
         help = f"did you mean '{near}'?" if near else f"known keys: {', '.join(cls.model_fields)}"
         return Mistake((key,), f"unknown key '{key}' in 'lora'", help=other or help)
 
@@ -199,6 +199,8 @@ def is_default(key: str, value: object) -> bool:
         return value in (None, False) or value == _IDENTITY_VALUES.get(key)
     if key in REFUSED:
         return value in (None, REFUSED[key].default)
+    if hint(key, LORA_KEYS):
+        return False  # to ask PEFT takes seconds
     return key in peft_defaults() and value == peft_defaults()[key]
 
 
