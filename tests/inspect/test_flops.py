@@ -152,11 +152,13 @@ def test_training_costs_what_torch_counts(family, tmp_path):
     rows, targets = LENGTH * len(jobs), (LENGTH - 1) * len(jobs)
     found = (cost.token + cost.length * LENGTH) * rows + cost.row
 
-    # The loss takes rows with a target only, and computes its logits again in the backward.
+    # The loss takes rows with a target only, and computes its logits again in the backward where a
+    # job trains something in the head.
     config = model.backbone.config
     head = 2 * config.hidden_size * config.vocab_size
     own = head * (LENGTH - 1) if family == "gemma2" else 0  # the copy's logits, again
-    found += head * (targets - 2 * (rows - targets)) + own - 3 * bool(own) * head
+    again = targets if own else 0
+    found += head * (again - 2 * (rows - targets)) + own - 3 * bool(own) * head
 
     assert not cost.unknown
     assert counter.get_total_flops() == pytest.approx(found, rel=1e-9)

@@ -126,7 +126,7 @@ def test_a_branch_that_takes_another_jobs_a(told):
 
     assert "job       other" in text
     assert "aten.linear" in node_in(text)
-    assert "j0_self_attn_q_proj_lora_a" in node_in(text)
+    assert "j0_self_attn_q_proj_lora_A" in node_in(text)
 
 
 def test_a_wrong_scale_in_the_lowered_operator(told):

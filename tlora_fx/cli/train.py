@@ -282,7 +282,8 @@ def _prepared(
 
 
 def _warnings(options: TrainOptions, plan: Plan, processes: int) -> Iterator[str]:
-    if processes == 1 and options.plan not in ("single", "auto", None):
+    # A plan that was made for one process is a file.
+    if processes == 1 and options.plan == plan.planner != "single":
         yield f"plan {options.plan}: there is one process, which has the base whole; use torchrun"
     estimate = plan.estimate
     if estimate is not None and estimate.estimated:

@@ -426,7 +426,7 @@ def training_cost(group: GroupGraph, counter: FlopCounter) -> Cost:
     for each factor that needs a gradient: the frozen base costs 4·P·T (forward 2·P·T, the gradient
     of its input 2·P·T), a job's own tensors 6·P·T. Which values need one is carried through the
     graph, layer by layer: below the first adapter nothing does. Logits are counted once, though
-    the loss computes them again to save memory.
+    the loss computes them again where a job trains something in the head.
     """
     walker = _Walker(group, counter)
     walker.call("", group.root, [False] * len(placeholders(group.root)))

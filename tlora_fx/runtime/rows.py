@@ -261,7 +261,9 @@ def _hub_rows(spec: DataSpec, job: str) -> Iterator[DataRow]:
             f"the data set '{spec.path}' cannot be loaded",
             job=job,
             split=spec.split,
-            found=f"not cached, and the hub is not reached ({offline})" if offline else words,
+            found=f"not cached, and the hub is not reached ({offline}): {words}"
+            if offline
+            else words,
             help="name a file of it that is here, or mend the connection"
             if offline
             else "check the id and the split; a local file is written with its suffix",
