@@ -151,8 +151,10 @@ def test_a_broken_part_ends_its_job_and_no_other(base, tmp_path, part):
 
 def test_a_full_disk_costs_lines_of_metrics_and_no_step(base, tmp_path):
     """The job goes on from its last step where the run is resumed."""
-    jobs = jobs_of(base)
-    train(jobs, tmp_path / "run", Break("metrics"))
+    jobs, broken_one = jobs_of(base), Break("metrics")
+    train(jobs, tmp_path / "run", broken_one)
+    # The line of step 1 is written when the job is at step 2.
+    assert broken_one.runs["a"].reason.startswith("step 1: ")
     healthy = train(jobs, tmp_path / "healthy")
     model = compile(jobs)
     Trainer(model, output=tmp_path / "run", device="cpu", data=make_data(jobs), resume=True).run()

@@ -269,9 +269,12 @@ class JobRun:
         self.status, self.reason, self.fault = "failed", reason, ""
         self.optimizer.zero_grad()
 
-    def suspect(self, error: Exception) -> None:
-        """Remember an exception that ends the job as soon as all processes know of it."""
-        self.fault = f"step {self.step + 1}: {described(error)}"
+    def suspect(self, error: Exception, step: int | None = None) -> None:
+        """Remember the first exception; it ends the job as soon as all processes know of it.
+
+        step   that met it, where the job may be further by now
+        """
+        self.fault = self.fault or f"step {step or self.step + 1}: {described(error)}"
 
     def stop(self) -> None:
         """End the job where it is, because somebody asked for it: its adapter is what it is."""

@@ -85,8 +85,8 @@ class RoundEnd:
         if update is not None:
             steps = [run.start_step(batches[run.index]) for run in runs]
             before, self._ahead = self._ahead, _Launched(update.launch(losses), runs, steps)
-            for run in runs:
-                self._take(run, run.optimizer.noted)
+            for run, step in zip(runs, steps, strict=True):
+                self._take(run, run.optimizer.noted, step.step)
             return self._settled(before)
         outside = self.settle()
         norms = gradient_norms(runs, self.model, self.mesh)
@@ -96,7 +96,7 @@ class RoundEnd:
             finish = partial(
                 run.finish_step, known[index], batches[index], self.seconds, norms[index]
             )
-            outside |= self._take(run, finish)
+            outside |= self._take(run, finish, run.step + 1)
         return outside
 
     def settle(self) -> Outside:
@@ -122,15 +122,16 @@ class RoundEnd:
         self.seconds, self._since = now - self._since, now
         outside: Outside = {}
         for run, step, outcome in zip(ahead.runs, ahead.steps, outcomes, strict=True):
-            outside |= self._take(run, partial(run.end_step, step, outcome, self.seconds))
+            finish = partial(run.end_step, step, outcome, self.seconds)
+            outside |= self._take(run, finish, step.step)
         return outside
 
-    def _take(self, run: JobRun, finish: Callable[[], StepReport | None]) -> Outside:
+    def _take(self, run: JobRun, finish: Callable[[], StepReport | None], step: int) -> Outside:
         """Let a job take in its step, and report it; what that raises ends the job."""
         try:
             report = finish()
         except Exception as error:  # noqa: BLE001  (whatever it is, the neighbours go on)
-            run.suspect(error)
+            run.suspect(error, step)
             if not isinstance(error, MetricsError):
                 return {}
             run.goes_on = self.goes_on
