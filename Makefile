@@ -76,7 +76,7 @@ unit: $(STAMP)
 	$(BIN)/python -m pytest -q -n $(WORKERS) --dist loadfile --no-loadscope-reorder -m "not slow"
 
 slow: $(STAMP)
-	$(BIN)/python -m pytest -q -n $(WORKERS) --dist loadfile -m slow
+	TLORA_FX_RANDOM=1 $(BIN)/python -m pytest -q -n $(WORKERS) --dist loadfile -m slow
 
 fuzz: $(STAMP)
 	TLORA_FX_FUZZ_CASES=$(FUZZ_CASES) $(BIN)/python -m pytest -q -n $(WORKERS) tests/fuzz

@@ -20,7 +20,7 @@ if not Path("/dev/nvidiactl").exists():
     os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")
 
 import pytest
-from hypothesis import settings
+from hypothesis import HealthCheck, settings
 
 # Tests under Triton's interpreter (tests/interpreted.py) compile no models.
 _MODELS = [] if os.environ.get("TRITON_INTERPRET") == "1" else ["tests.traced"]
@@ -53,8 +53,14 @@ if _OWN_TRACES:
     # Nothing is read from a user's cache, and nothing is left there.
     os.environ["TLORA_FX_CACHE"] = str(Path(_OWN_TRACES) / "cache")
 
-# Tests assert no times, and a machine may be busy.
-settings.register_profile("patient", deadline=None)
+# Tests assert no times, and a machine may be busy. What guards main draws the same examples each
+# time; TLORA_FX_RANDOM=1 (`make slow` sets it) draws new ones.
+settings.register_profile(
+    "patient",
+    deadline=None,
+    suppress_health_check=[HealthCheck.too_slow],
+    derandomize="TLORA_FX_RANDOM" not in os.environ,
+)
 settings.load_profile("patient")
 
 

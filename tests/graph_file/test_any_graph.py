@@ -43,9 +43,8 @@ TAGS = st.fixed_dictionaries(
         "site": PATH,
         "part": st.none(),
         "rate": st.floats(),
-        "of": st.booleans(),
     },
-).filter(lambda tags: "of" not in tags)
+)
 SITES = st.lists(
     st.builds(
         AdapterSite,

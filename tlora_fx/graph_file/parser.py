@@ -346,7 +346,7 @@ class _Reader:
     ) -> None:
         if form not in ("packed", "batch") or not isinstance(name, str):
             raise _damaged(f"a job {name!r} of form {form!r}")
-        same = next((job.sites for job in self.jobs if job.name == sites), {}) if sites else {}
+        same = next((job.sites for job in self.jobs if job.name == sites), {})
         self.jobs.append(
             JobGraph(
                 name,
