@@ -64,10 +64,25 @@ settings.register_profile(
 settings.load_profile("patient")
 
 
+# Tests and cases that a quicker one stands for.
+HERE = Path(__file__).parent
+SLOW = frozenset(
+    line
+    for line in (HERE / "slow.txt").read_text().splitlines()
+    if line and not line.startswith("#")
+)
+
+
+@pytest.hookimpl(tryfirst=True)  # before `-m` looks at marks
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Long files first; tests marked `gpu` are skipped where torch sees no CUDA device."""
-    long = {Path(__file__).parent / name for name in LONG}
+    long = {HERE / name for name in LONG}
     items.sort(key=lambda item: item.path not in long)  # stable: the others keep their order
+    for item in items:
+        path = item.path.relative_to(HERE).as_posix() if item.path.is_relative_to(HERE) else ""
+        name = f"{path}::{item.name}"
+        if name in SLOW or name.partition("[")[0] in SLOW:
+            item.add_marker(pytest.mark.slow)
     marked = [item for item in items if item.get_closest_marker("gpu")]
     if not marked:
         return

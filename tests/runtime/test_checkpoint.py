@@ -300,9 +300,8 @@ while True:
 
 
 def test_a_killed_process_leaves_a_store_that_loads(tmp_path):
-    """kill -9 at many moments: what was reported saved is there, without a warning."""
-    reported = 0
-    for attempt in range(4):
+    """kill -9 at some moments: what was reported saved is there, without a warning."""
+    for attempt in range(2):
         child = subprocess.Popen(
             [sys.executable, "-c", KILLED, str(tmp_path)],
             stdout=subprocess.PIPE,
@@ -311,15 +310,16 @@ def test_a_killed_process_leaves_a_store_that_loads(tmp_path):
         )
         assert child.stdout is not None
         assert child.stdout.readline() == "ready\n"
-        time.sleep(0.05 + 0.0237 * attempt)
+        reported = int(child.stdout.readline())
+        time.sleep(0.0037 + 0.0237 * attempt)
         child.send_signal(signal.SIGKILL)
         reported = max([reported, *map(int, child.communicate()[0].split())])
 
         with warnings.catch_warnings():
             warnings.simplefilter("error")
             found = CheckpointStore(tmp_path).load()
-        assert (found.step if found else 0) >= reported
-    assert reported > 0
+        assert found is not None
+        assert found.step >= reported > 0
 
 
 KILLED_AT = """
