@@ -387,6 +387,51 @@ def _index(node: fx.Node, axis_of: Callable[[Any], Axis]) -> Axis:
     return axis if axis < places[0] else axis - len(places) + ndim
 
 
+@rule(aten.repeat_interleave)
+def _repeat_interleave(node: fx.Node, axis_of: Callable[[Any], Axis]) -> Axis:
+    """Each place some times over, one behind the other."""
+    axis = axis_of(node.args[0])
+    counts = _argument(node, "repeats")
+    if isinstance(counts, fx.Node) and axis_of(counts) is not None:
+        raise MixesTokens("it makes as many places as the row says")
+    dim = _argument(node, "dim")
+    if axis is not None and (dim is None or dim_of(int(dim), rank_of(node.args[0])) == axis):
+        raise MixesTokens("it makes several places of each token")
+    return axis
+
+
+@rule(aten.repeat)
+def _repeat(node: fx.Node, axis_of: Callable[[Any], Axis]) -> Axis:
+    """Copies of the whole, along dimensions counted from the right."""
+    axis = axis_of(node.args[0])
+    counts: Any = node.args[1]
+    if axis is None:
+        return None
+    axis += len(counts) - rank_of(node.args[0])
+    if counts[axis] != 1:
+        raise MixesTokens("it lays copies of the row end to end")
+    return axis
+
+
+@rule(aten.gather)
+def _gather(node: fx.Node, axis_of: Callable[[Any], Axis]) -> Axis:
+    """A place's own index says where along `dim` it reads; elsewhere it reads its own place."""
+    source, index = node.args[0], _argument(node, "index")
+    axis, held = axis_of(source), axis_of(index)
+    dim = dim_of(int(_argument(node, "dim")), rank_of(source))
+    if axis is None and held is None:
+        return None
+    if axis is None:
+        if held != dim:
+            raise MixesTokens("it takes values by their place in the row")
+        return held
+    if axis == dim or axis != held:
+        raise MixesTokens("it takes some tokens of the row by their place")
+    if not _same(source.meta["val"].shape[axis], index.meta["val"].shape[axis]):  # type: ignore[union-attr]
+        raise MixesTokens("it takes values of one token with the index of another")
+    return axis
+
+
 @rule(aten.diff)
 def _diff(node: fx.Node, axis_of: Callable[[Any], Axis]) -> Axis:
     source: Any = node.args[0]

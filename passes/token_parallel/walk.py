@@ -33,7 +33,7 @@ aten = torch.ops.aten
 ops = torch.ops.tlora_fx
 # Without the row among their inputs these make the same value for every token.
 UNIFORM = {"zeros", "ones", "full", "empty", "new_zeros", "new_ones", "new_full", "new_empty"}
-UNIFORM |= {"expand", "broadcast_to", "expand_as"}
+UNIFORM |= {"expand", "broadcast_to", "expand_as", "repeat"}
 #: What has a place for each token.
 TOKEN_INPUTS = ("input_ids", "position_ids", "token_index")
 #: What a lowered site's bank stores, by the end of its name.

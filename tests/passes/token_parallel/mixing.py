@@ -102,7 +102,24 @@ def _along(target: Any, *args: Any) -> Mixer:
     return lambda make, x, axis: make(target, x, axis, *args)
 
 
+def _taken(make: Maker, x: fx.Node, axis: int) -> fx.Node:
+    """Everybody has what stands first along a dimension."""
+    return make(aten.gather.default, x, axis, make(aten.zeros_like.default, x, dtype=torch.int64))
+
+
+def _twice(make: Maker, x: fx.Node, axis: int) -> fx.Node:
+    """Two copies along a dimension, of which the second half of the first is taken too."""
+    counts = [1] * x.meta["val"].dim()
+    counts[axis] = 2
+    double = make(aten.repeat.default, x, counts)
+    size = make(aten.sym_size.int, x, axis)
+    more = make(operator.add, size, 1)
+    return make(aten.slice.Tensor, double, axis, 1, more)
+
+
 MIXERS: dict[str, Mixer] = {
+    "gather": _taken,
+    "repeat": _twice,
     "cumsum": _along(aten.cumsum.default),
     "softmax": _along(aten.softmax.int),
     "logcumsumexp": _along(aten.logcumsumexp.default),
@@ -126,6 +143,7 @@ SAFE: dict[str, Mixer] = {
     "scale": lambda make, x, axis: make(aten.mul.Tensor, x, 2.0),
     "own softmax": lambda make, x, axis: make(aten.softmax.int, x, -1),
     "own cumsum": lambda make, x, axis: make(aten.cumsum.default, x, -1),
+    "own gather": lambda make, x, axis: _taken(make, x, x.meta["val"].dim() - 1),
     "own norm": lambda make, x, axis: _norm(make, x, x.meta["val"].dim() - 1),
     "there and back": lambda make, x, axis: make(
         aten.transpose.int, make(aten.transpose.int, x, axis, -1), axis, -1

@@ -67,6 +67,8 @@ def drawn(*shape):
     return torch.randn(shape, dtype=torch.float64)
 
 
+# What a gather takes, for each of seven tokens.
+PLACES = torch.arange(T * 3).reshape(1, T, 3) % 5
 CARRIED = {
     "linear": (aten.linear.default, (drawn(1, T, 6), drawn(4, 6)), 1),
     "matmul": (aten.matmul.default, (drawn(1, T, 6), drawn(6, 4)), 1),
@@ -87,6 +89,9 @@ CARRIED = {
     "slice": (aten.slice.Tensor, (drawn(1, T, 6), 2, 1, 4), 1),
     "index": (aten.index.Tensor, (drawn(*X), [None, None, torch.tensor([1, 3])]), 1),
     "diff": (aten.diff.default, (drawn(1, T, 6),), 1),
+    "repeat": (aten.repeat.default, (drawn(1, T, 6), [1, 1, 3]), 1),
+    "repeat, more dimensions": (aten.repeat.default, (drawn(T, 6), [2, 1, 1, 3]), 0),
+    "repeat_interleave": (aten.repeat_interleave.self_int, (drawn(1, T, 6), 2, -1), 1),
     "tril": (aten.tril.default, (drawn(T, 6, 6),), 0),
     "add": (aten.add.Tensor, (drawn(1, T, 6), drawn(6)), 1),
     "cumsum": (aten.cumsum.default, (drawn(1, T, 6), 2), 1),
@@ -111,6 +116,23 @@ def test_an_einsum_follows_its_letter():
     target, args, _ = CARRIED["einsum"]
 
     assert axis_after(target, args, {(1, 0): 1}) == 1
+
+
+@pytest.mark.parametrize(
+    ("source", "dim", "held"),
+    [(drawn(1, 5, 6), 1, {2: 1}), (drawn(1, T, 6), 2, {0: 1, 2: 1})],
+    ids=["of a table", "of each token's own"],
+)
+def test_a_gather_follows_its_index(source, dim, held):
+    """A token's index reads a table, or what the token itself holds."""
+    args = [source, dim, PLACES]
+    other = PLACES.clone()
+    other[0, 3] = (other[0, 3] + 1) % 5
+    changed = (aten.gather.default(*args) != aten.gather.default(source, dim, other)).nonzero()
+
+    axis = axis_after(aten.gather.default, args, held)
+
+    assert {3} == set(changed[:, axis].tolist())
 
 
 def reshaped(shape, dim, turn):
@@ -177,6 +199,18 @@ MIXED = {
     "places of the row": (aten.index.Tensor, (drawn(T, 6), [torch.tensor([1, 3])]), {0: 0}),
     "a mask of the row": (aten.index.Tensor, (drawn(1, T, 6), [None, None, torch.ones(6) > 0]),
                           {0: 1}),
+    "copies end to end": (aten.repeat.default, (drawn(1, T, 6), [1, 2, 1]), {0: 1}),
+    "copies of everything": (aten.repeat.default, (drawn(T, 6), [2, 2, 1]), {0: 0}),
+    "places for each token": (aten.repeat_interleave.self_int, (drawn(1, T, 6), 2, 1), {0: 1}),
+    "places in a line": (aten.repeat_interleave.self_int, (drawn(1, T, 6), 2), {0: 1}),
+    "as many as the row says": (aten.repeat_interleave.self_Tensor,
+                                (drawn(5, T), torch.ones(T, dtype=torch.int64), 1), {1: 0}),
+    "tokens by number": (aten.gather.default, (drawn(1, T, 6), 1, PLACES), {0: 1, 2: 1}),
+    "tokens by a common number": (aten.gather.default, (drawn(1, T, 6), 1, PLACES[:, :2]), {0: 1}),
+    "the first tokens": (aten.gather.default, (drawn(1, T, 6), 2, PLACES[:, :2]), {0: 1}),
+    "a table by place": (aten.gather.default, (drawn(1, 20, 6), 2, PLACES), {2: 1}),
+    "a token, another's index": (aten.gather.default, (drawn(1, 3 * T, 6), 2, PLACES),
+                                 {0: 1, 2: 1}),
     "neighbours": (aten.diff.default, (drawn(1, T),), {0: 1}),
     "a triangle": (aten.tril.default, (drawn(1, T, T),), {0: 1}),
     "two dimensions": (aten.add.Tensor, (drawn(T, T), drawn(T)), {0: 0, 1: 0}),
