@@ -42,6 +42,11 @@ MISTAKES = {
     "a misspelt controller": ("a", "", ["--controller", "aimed"], "did you mean 'aimd'?"),
     "a mesh of an unknown axis": ("a", "", ["--mesh", "pd=2"], "pd"),
 }
+#: What else may stand in a job file in place of its base's config.json, and what is told.
+BASES = {
+    "an encoder-decoder": ({"is_encoder_decoder": True, "model_type": "t5"}, "encoder-decoder"),
+    "a classifier": ({"architectures": ["BertForSequenceClassification"]}, "classifier"),
+}
 PROGRAM = """
 import contextlib, io, json, os, sys
 from pathlib import Path
@@ -68,6 +73,11 @@ def told(tmp_path_factory):
     (folder / "data.jsonl").write_text('{"text": "a"}\n')
     (folder / "data.jsonlx").write_text("")
     cases = {}
+    for name, (config, _) in BASES.items():
+        (folder / name).mkdir()
+        (folder / name / "config.json").write_text(json.dumps(config))
+        text = (JOBS % ("a", "")).replace("config: base", f"config: {name}")
+        cases[name] = (text, ["jobs.yaml"])
     for name, (job, data, words, _) in MISTAKES.items():
         file = [] if words[:1] == ["other.yaml"] else ["jobs.yaml"]
         cases[name] = (JOBS % (job, data), [*file, *words])
@@ -79,14 +89,14 @@ def told(tmp_path_factory):
     return json.loads(ended.stdout)
 
 
-@pytest.mark.parametrize("name", MISTAKES)
+@pytest.mark.parametrize("name", [*MISTAKES, *BASES])
 def test_a_mistake_is_told_in_our_words(told, name):
     """Exit code 1, and nothing is left behind."""
     code, said, left = told[0][name]
 
     assert (code, left) == (1, False), said
     assert said.startswith("error[T")
-    assert MISTAKES[name][3] in said
+    assert {**MISTAKES, **BASES}[name][-1] in said
 
 
 def test_none_of_them_has_imported_torch(told):

@@ -21,7 +21,8 @@ BART = {
 
 def test_the_decoder_of_an_encoder_decoder_is_refused(tmp_path):
     """Its labels are shifted before it sees them, so its own loss shifts nothing."""
-    BartConfig(**BART).save_pretrained(tmp_path)
+    named = {"architectures": ["BartForCausalLM"], "is_encoder_decoder": False}
+    BartConfig(**BART, **named).save_pretrained(tmp_path)
     one = job("one", BaseSpec(config=tmp_path, dtype="float32"), target_modules=["q_proj"])
 
     text = error_of(lambda: compile(one), BaseRefused)

@@ -21,6 +21,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from tlora_fx.config.base_task import require_causal
 from tlora_fx.config.hub import is_hub_id, why_offline
 from tlora_fx.config.job import BaseSpec
 from tlora_fx.errors import BaseNotLoadable
@@ -116,7 +117,7 @@ def load_config(spec: BaseSpec, *, dropout: bool = True) -> Any:
 
     dropout   False: every dropout rate in it is 0
 
-    raises    BaseNotLoadable
+    raises    BaseNotLoadable; BaseRefused where it is no causal language model
     """
     from transformers import AutoConfig
 
@@ -134,6 +135,7 @@ def load_config(spec: BaseSpec, *, dropout: bool = True) -> Any:
             else "give a hub id, or a folder with config.json; remote code needs "
             "base.trust_remote_code: true",
         ) from error
+    require_causal(config.to_dict(), source)
     config.use_cache = False
     for name, value in list(vars(config).items()) if not dropout else ():
         if isinstance(value, float) and ("drop" in name or name.endswith("_pdrop")):

@@ -1,0 +1,93 @@
+"""Bases that are no causal language models are refused by their config.json."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from tests.models import error_of
+from tlora_fx.config.base_task import ENCODERS, read_base_config, require_causal
+from tlora_fx.config.job import BaseSpec
+from tlora_fx.errors import BaseRefused
+
+OTHERS = {
+    "an encoder-decoder": {"model_type": "t5", "is_encoder_decoder": True},
+    "an encoder": {"model_type": "bert"},
+    "an encoder by its class": {"model_type": "new", "architectures": ["NewForMaskedLM"]},
+    "a classifier of sequences": {
+        "model_type": "llama",
+        "architectures": ["LlamaForSequenceClassification"],
+    },
+    "a model of speech": {"architectures": ["Wav2Vec2ForCTC"]},
+}
+CAUSAL = {
+    "by its class": {"model_type": "gpt2", "architectures": ["GPT2LMHeadModel"]},
+    "a decoder cut out of two": {
+        "model_type": "bart",
+        "is_encoder_decoder": True,
+        "architectures": ["BartForCausalLM"],
+    },
+    "an encoder that is made to predict": {"model_type": "bert", "is_decoder": True},
+    "one that names no class": {"model_type": "llama"},
+    "one that says nothing": {},
+    "code of others": {
+        "auto_map": {"AutoModelForCausalLM": "modeling.Model"},
+        "architectures": ["NewForSequenceClassification"],
+    },
+}
+
+
+@pytest.mark.parametrize("name", OTHERS)
+def test_another_kind_of_model_is_refused(name):
+    """The first line says what it is."""
+    first, *rest = error_of(lambda: require_causal(OTHERS[name], "x"), BaseRefused).splitlines()
+
+    assert name.removesuffix(" by its class") in first
+    assert any("PEFT" in line for line in rest)
+
+
+@pytest.mark.parametrize("name", CAUSAL)
+def test_a_causal_model_passes(name):
+    """Whatever else its config says."""
+    require_causal(CAUSAL[name], "x")
+
+
+def test_the_encoders_are_those_of_transformers():
+    """Each is a type of model that predicts masked tokens."""
+    from transformers.models.auto.configuration_auto import CONFIG_MAPPING_NAMES
+    from transformers.models.auto.modeling_auto import MODEL_FOR_MASKED_LM_MAPPING_NAMES
+
+    known = ENCODERS & set(CONFIG_MAPPING_NAMES)
+
+    assert "bert" in known
+    assert known <= set(MODEL_FOR_MASKED_LM_MAPPING_NAMES)
+
+
+@pytest.mark.parametrize("where", ["file", "folder", "model", "cache"])
+def test_a_config_is_found_where_the_base_is(tmp_path, monkeypatch, where):
+    """A config.json, a folder with one, or what the hub's library has stored."""
+    folder = tmp_path / "models--some--base" / "snapshots" / "abc"
+    folder.mkdir(parents=True)
+    (folder / "config.json").write_text(json.dumps({"model_type": "t5"}))
+    monkeypatch.setenv("HF_HUB_CACHE", str(tmp_path))
+    refs = tmp_path / "models--some--base" / "refs"
+    refs.mkdir()
+    (refs / "main").write_text("abc")
+    spec = {
+        "file": BaseSpec(config=folder / "config.json"),
+        "folder": BaseSpec(config=folder),
+        "model": BaseSpec(model=folder),
+        "cache": BaseSpec(model="some/base"),
+    }[where]
+
+    assert read_base_config(spec) == {"model_type": "t5"}
+
+
+@pytest.mark.parametrize("text", ["[]", "{", ""])
+def test_a_broken_config_is_left_to_who_reads_it(tmp_path, text):
+    """It is refused there, with the reason."""
+    (tmp_path / "config.json").write_text(text)
+
+    assert read_base_config(BaseSpec(config=tmp_path)) is None
+    assert read_base_config(BaseSpec(model="some/base-that-is-not-there")) is None

@@ -1,0 +1,98 @@
+"""What a base was made for, told from its config.json alone: before torch is imported.
+
+A job trains a causal language model. Of other kinds of models transformers often has a causal class
+too, with other layers or a head of random numbers; training that would waste hours in silence.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from tlora_fx.config.hub import hub_cache, is_hub_id
+from tlora_fx.config.job import BaseSpec
+from tlora_fx.errors import BaseRefused
+
+#: Endings of the class in config.json's `architectures`, and what such a model is.
+CAUSAL = ("ForCausalLM", "LMHeadModel")
+_KINDS: Mapping[str, str] = {
+    "ForSequenceClassification": "a classifier of sequences",
+    "ForTokenClassification": "a classifier of tokens",
+    "ForQuestionAnswering": "a model that marks answers in a text",
+    "ForMultipleChoice": "a model that chooses among answers",
+    "ForNextSentencePrediction": "an encoder",
+    "ForMaskedLM": "an encoder",
+    "ForPreTraining": "an encoder",
+    "ForCTC": "a model of speech",
+    "ForAudioClassification": "a model of speech",
+    "ForImageClassification": "a model of images",
+}
+#: model_type of encoders: a config that names no class is judged by it.
+ENCODERS = frozenset({
+    "albert", "bert", "camembert", "convbert", "data2vec-text", "deberta", "deberta-v2",
+    "distilbert", "electra", "ernie", "esm", "flaubert", "fnet", "funnel", "ibert", "layoutlm",
+    "longformer", "luke", "megatron-bert", "mobilebert", "modernbert", "mpnet", "nystromformer",
+    "rembert", "roberta", "roberta-prelayernorm", "roc_bert", "roformer", "squeezebert",
+    "xlm-roberta", "xlm-roberta-xl", "xmod", "yoso",
+})  # fmt: skip
+
+
+def require_causal(config: Mapping[str, Any], source: str) -> None:
+    """Refuse a base that is no causal language model.
+
+    config    what its config.json holds
+    source    the base's name, for the error
+    raises    BaseRefused
+    """
+    named = [str(name) for name in config.get("architectures") or ()]
+    remote = (config.get("auto_map") or {}).get("AutoModelForCausalLM")
+    if remote or any(name.endswith(CAUSAL) for name in named):
+        return
+    kind = _kind(config, named)
+    if kind:
+        raise BaseRefused(
+            f"tlora-fx trains causal language models, and this base is {kind}",
+            base=source,
+            found=", ".join([*named, f"model_type '{config.get('model_type', '')}'"]),
+            help="name a base whose config.json has a class ...ForCausalLM under architectures; "
+            "train this one with PEFT and transformers' Trainer",
+        )
+
+
+def _kind(config: Mapping[str, Any], named: list[str]) -> str:
+    """What a base is that is no causal language model; nothing where that is not known."""
+    if config.get("is_encoder_decoder"):
+        return "an encoder-decoder"
+    kinds = [kind for ending, kind in _KINDS.items() if any(n.endswith(ending) for n in named)]
+    if not kinds and not named and config.get("model_type") in ENCODERS:
+        kinds = ["an encoder"]
+    if kinds == ["an encoder"] and config.get("is_decoder"):
+        return ""
+    return kinds[0] if kinds else ""
+
+
+def read_base_config(base: BaseSpec) -> dict[str, Any] | None:
+    """A base's config.json, None where it is not on this machine or no JSON object."""
+    path = _config_file(base)
+    try:
+        config = json.loads(path.read_bytes()) if path is not None else None
+    except (OSError, ValueError, RecursionError):
+        return None
+    return config if isinstance(config, dict) else None
+
+
+def _config_file(base: BaseSpec) -> Path | None:
+    if base.config is not None:
+        return base.config / "config.json" if base.config.is_dir() else base.config
+    if base.model is None:
+        return None
+    if not is_hub_id(base.model):
+        return Path(base.model).expanduser() / "config.json"
+    stored = hub_cache() / f"models--{base.model.replace('/', '--')}"
+    try:
+        commit = (stored / "refs" / "main").read_text().strip()
+    except OSError:
+        return None
+    return stored / "snapshots" / commit / "config.json"
