@@ -124,6 +124,8 @@ def test_a_wrong_key_gets_the_nearest(fields: dict[str, Any], said: str) -> None
             "no completion to train on",
         ),
         ({"optim_args": {"lr": 1}}, "use learning_rate"),
+        ({"loraplus_lr_embedding": 1e-4}, "needs 'loraplus_lr_ratio'"),
+        ({"optim": "muon", "lora": {"use_dora": True}}, "'use_dora' trains vectors beside them"),
         ({"optim": "sgd", "optim_args": {"momentun": 1}}, "did you mean 'momentum'?"),
         ({"lr_scheduler_kwargs": {"power": 2}}, "unknown argument 'power'"),
         ({"lr_scheduler_type": "warmup_stable_decay"}, "needs 'num_decay_steps'"),
@@ -203,7 +205,7 @@ def test_an_adapter_that_vanishes_later_is_told(tmp_path: Path) -> None:
 def test_torch_takes_the_arguments_of_an_optimizer(name: str) -> None:
     """Each optimizer is made by its class in torch.optim."""
     mine = job(optim=name, learning_rate=0.5, weight_decay=0.1)
-    kind = getattr(torch.optim, mine.optimizer_class())
+    kind: Any = mine.optimizer_class()
     optimizer = kind([torch.zeros(1, requires_grad=True)], **mine.optimizer_arguments())
 
     assert optimizer.param_groups[0]["lr"] == 0.5

@@ -17,9 +17,8 @@ def job_with(**fields: Any) -> Job:
     return Job(
         name="job",
         base=BaseSpec(model="base"),
-        lora={"r": 2, "target_modules": ["q"]},
         data=DataSpec(path="data.jsonl"),
-        **given | fields,
+        **{"lora": {"r": 2, "target_modules": ["q"]}} | given | fields,
     )
 
 

@@ -36,9 +36,9 @@ Params = dict[str, nn.Parameter]
 def of_kind(kind: str) -> Callable[[Job, list[nn.Parameter]], torch.optim.Optimizer]:
     """What makes a job's optimizer with `fused` or `foreach` also on the CPU."""
 
-    def make(job: Job, params: list[nn.Parameter]) -> torch.optim.Optimizer:
-        one = getattr(torch.optim, job.optimizer_class())
-        made: torch.optim.Optimizer = one(params, **job.optimizer_arguments(), **{kind: True})
+    def make(job: Job, groups: list[dict[str, Any]]) -> torch.optim.Optimizer:
+        one: Any = job.optimizer_class()
+        made: torch.optim.Optimizer = one(groups, **job.optimizer_arguments(), **{kind: True})
         return made
 
     return make

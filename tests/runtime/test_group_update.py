@@ -31,10 +31,10 @@ PLAIN = optimizer._make_optimizer
 
 def fused(job, params):
     """A job's optimizer as on a GPU."""
-    if job.optimizer_class() not in ("Adam", "AdamW"):
+    make = job.optimizer_class()
+    if make.__name__ not in ("Adam", "AdamW"):
         return PLAIN(job, params)
-    one = getattr(torch.optim, job.optimizer_class())
-    return one(params, **job.optimizer_arguments(), fused=True)
+    return make(params, **job.optimizer_arguments(), fused=True)
 
 
 def by_torch(update, losses, given):

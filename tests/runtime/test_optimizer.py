@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import copy
 import json
 import math
+import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import peft
 import pytest
 import safetensors.torch
 import torch
@@ -14,9 +18,11 @@ from torch import nn
 from transformers import get_scheduler
 
 from tests.runtime.parameters import job_with, params_of, start
-from tlora_fx.config.fields import OPTIMIZERS, SCHEDULE_ARGUMENTS
-from tlora_fx.errors import OptimizerError, OptimizerStateError
+from tlora_fx.config.fields import OPTIMIZER_ALIASES, OPTIMIZERS, SCHEDULE_ARGUMENTS
+from tlora_fx.config.job import Job
+from tlora_fx.errors import JobError, OptimizerError, OptimizerStateError
 from tlora_fx.runtime import optimizer as optimizers
+from tlora_fx.runtime import solo
 from tlora_fx.runtime.optimizer import JobOptimizer, learning_rates, require_trainable
 
 STEPS = 9
@@ -27,6 +33,8 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "rmsprop-centered": {"optim": "rmsprop", "optim_args": {"centered": True, "momentum": 0.5}},
     "cosine": {"lr_scheduler_type": "cosine_with_restarts", "warmup_ratio": 0.3},
     "polynomial": {"lr_scheduler_type": "polynomial", "warmup_steps": 2},
+    "lora+": {"loraplus_lr_ratio": 4.0},
+    "lora+ of lion": {"loraplus_lr_ratio": 0.5, "optim": "lion"},
     "stable": {
         "lr_scheduler_type": "warmup_stable_decay",
         "lr_scheduler_kwargs": {"num_decay_steps": 3},
@@ -60,11 +68,38 @@ def train(
     return norms
 
 
+def starter(job: Job) -> Callable[..., dict[str, nn.Parameter]]:
+    """What makes parameters that a job's optimizer can take: Muon has no vectors."""
+
+    def matrices(*args: Any) -> dict[str, nn.Parameter]:
+        made = start(*args)
+        return {name: param for name, param in made.items() if param.dim() > 1}
+
+    def wide(*args: Any) -> dict[str, nn.Parameter]:
+        return start(*args, width=2400)
+
+    return {"muon": matrices, "adamw_8bit": wide}.get(job.optim, start)
+
+
+def plain_optimizer(job: Job, plain: dict[str, nn.Parameter]) -> torch.optim.Optimizer:
+    """The library's own, on parameters that lie in rows."""
+    make: Any = job.optimizer_class()
+    arguments, ratio = job.optimizer_arguments(), job.loraplus_lr_ratio
+    if ratio is None:
+        return make(plain.values(), **arguments)
+    slow = [param for name, param in plain.items() if name == "a.lora_A.weight"]
+    fast = [param for name, param in plain.items() if name != "a.lora_A.weight"]
+    rate = job.learning_rate
+    return make([{"params": slow}, {"params": fast, "lr": rate * ratio}], **arguments)
+
+
 def through_files(
     optimizer: JobOptimizer, folder: Path
 ) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
     """The optimizer's state after a way through safetensors and JSON."""
-    tensors = {name: value.contiguous() for name, value in optimizer.state_tensors().items()}
+    tensors = {
+        name: value.clone().contiguous() for name, value in optimizer.state_tensors().items()
+    }
     safetensors.torch.save_file(tensors, folder / "state.safetensors")
     (folder / "state.json").write_text(json.dumps(optimizer.state_values()))
     return (
@@ -79,6 +114,9 @@ def through_files(
 def test_resuming_is_bitwise_as_never_having_stopped(variant, stop, dtype, tmp_path):
     """Steps before and after a checkpoint equal the same steps in one go, in all state."""
     job = job_with(**VARIANTS[variant])
+    if job.optim == "adamw_8bit" and dtype == torch.float64:
+        return  # adapters are float32 or bfloat16, and the library has no other
+    start = starter(job)
     whole_params = start(dtype)
     whole = JobOptimizer(job, whole_params, STEPS)
     norms = train(whole, whole_params, 0, STEPS)
@@ -110,18 +148,18 @@ def test_resuming_is_bitwise_as_never_having_stopped(variant, stop, dtype, tmp_p
 def test_steps_are_those_of_torch_and_transformers(variant):
     """Optimizer, clipping and schedule give what their libraries give on plain parameters."""
     job = job_with(**VARIANTS[variant])
+    start = starter(job)
     params = start()
     norms = train(ours := JobOptimizer(job, params, STEPS), params, 0, STEPS)
 
     plain = {name: nn.Parameter(param.detach().clone()) for name, param in start().items()}
-    optimizer = getattr(torch.optim, job.optimizer_class())(
-        plain.values(), **job.optimizer_arguments()
-    )
+    optimizer: Any = plain_optimizer(job, plain)
     schedule = get_scheduler(
         job.lr_scheduler_type, optimizer, job.warmup(STEPS), STEPS, dict(job.lr_scheduler_kwargs)
     )
     for step in range(STEPS):
-        for index, param in enumerate(list(plain.values())[:3]):
+        used = [param for name, param in plain.items() if "never" not in name]
+        for index, param in enumerate(used):
             generator = torch.Generator().manual_seed(1000 * step + index)
             noise = torch.randn(param.shape, generator=generator, dtype=torch.float64)
             param.grad = noise.float() + param.detach()
@@ -133,6 +171,71 @@ def test_steps_are_those_of_torch_and_transformers(variant):
     for name, param in plain.items():
         torch.testing.assert_close(params[name], param)
     assert ours.learning_rate == optimizer.param_groups[0]["lr"]
+
+
+class Small(nn.Module):
+    """An embedding, a linear with a bias, and a head."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.tokens, self.q, self.head = nn.Embedding(7, 4), nn.Linear(4, 4), nn.Linear(4, 7)
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        """Logits of token ids."""
+        logits: torch.Tensor = self.head(self.q(self.tokens(ids)))
+        return logits
+
+
+@pytest.mark.parametrize("optim", ["adamw", "sgd", "lion"])
+@pytest.mark.parametrize("rates", [{}, {"loraplus_lr_embedding": 1e-3}], ids=["", "embedding"])
+def test_lora_plus_is_that_of_peft(optim, rates):
+    """Every parameter has the rate and the decay that PEFT gives it, and updates equal its."""
+    lora = {"r": 2, "target_modules": ["tokens", "q"], "use_dora": True, "bias": "lora_only"}
+    job = job_with(optim=optim, loraplus_lr_ratio=8.0, lora=lora, weight_decay=0.1, **rates)
+    torch.manual_seed(0)
+    config = peft.LoraConfig(**job.lora_fields)
+    theirs = peft.get_peft_model(Small(), config)
+    mine = copy.deepcopy(theirs)
+    plain: Any = solo._loraplus(job, theirs, job.optimizer_class(), job.optimizer_arguments())
+    params = {n: p for n, p in mine.named_parameters() if p.requires_grad}
+    ours = JobOptimizer(job, params, STEPS)
+
+    def of(optimizer: torch.optim.Optimizer, model: nn.Module) -> dict[str, tuple[float, float]]:
+        names = {param: name for name, param in model.named_parameters()}
+        return {
+            names[param]: (group["lr"], group["weight_decay"])
+            for group in optimizer.param_groups
+            for param in group["params"]
+        }
+
+    assert of(ours._optimizer, mine) == of(plain, theirs)
+    assert len(ours._optimizer.param_groups) == 4
+    for param, other in zip(params.values(), of_trained(theirs), strict=True):
+        param.grad = torch.full_like(param, 0.01)
+        other.grad = torch.full_like(other, 0.01)
+    ours.step()
+    plain.step()
+    assert all(map(torch.equal, params.values(), of_trained(theirs)))
+
+
+def of_trained(model: nn.Module) -> list[nn.Parameter]:
+    """What a model trains."""
+    return [param for param in model.parameters() if param.requires_grad]
+
+
+@pytest.mark.parametrize("alias", OPTIMIZER_ALIASES)
+def test_names_of_transformers_mean_the_same_optimizer(alias):
+    """A run with one goes on with the other."""
+    assert job_with(optim=alias) == job_with(optim=OPTIMIZER_ALIASES[alias])
+
+
+def test_a_library_that_is_not_installed_is_named(monkeypatch):
+    """Before anything is trained, with what to install."""
+    monkeypatch.setitem(sys.modules, "lion_pytorch.foreach", None)
+
+    with pytest.raises(JobError, match="lion") as told:
+        require_trainable(job_with(optim="lion"), STEPS)
+    assert "tlora-fx[optimizers]" in told.value.help
 
 
 def test_storage_stays_where_it_is():
@@ -354,7 +457,9 @@ def test_arguments_that_fail_at_any_step_are_refused_before_the_first(variant):
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_arguments_that_train_are_not_refused(variant):
     """However many steps a job has, in either dtype of adapters."""
-    for steps in (1, STEPS, 10**30):
+    job = job_with(**VARIANTS[variant])
+    is_long = job.optim == "adamw" and job.loraplus_lr_ratio is None
+    for steps in (1, STEPS, 10**30) if is_long else (1, STEPS):
         for dtype in ("float32", "bfloat16"):
             require_trainable(job_with(**VARIANTS[variant], adapter_dtype=dtype), steps)
 

@@ -234,8 +234,17 @@ def _whole(number: float) -> int | float:
 
 
 OptimizerName = Literal[
-    "adamw", "adam", "sgd", "rmsprop", "adagrad", "nadam", "radam", "adamax", "adafactor"
-]
+    "adamw", "adam", "sgd", "rmsprop", "adagrad", "nadam", "radam", "adamax", "adafactor",
+    "lion", "muon", "adamw_8bit",
+]  # fmt: skip
+
+#: Names that transformers has for the same arithmetic.
+OPTIMIZER_ALIASES: Mapping[str, str] = {
+    "adamw_torch": "adamw",
+    "adamw_torch_fused": "adamw",
+    "lion_32bit": "lion",
+    "adamw_bnb_8bit": "adamw_8bit",
+}
 
 ScheduleName = Literal[
     "linear",
@@ -250,7 +259,7 @@ ScheduleName = Literal[
     "warmup_stable_decay",
 ]
 
-#: The class in torch.optim, and the arguments that 'optim_args' may hold.
+#: The class, and the arguments that 'optim_args' may hold.
 OPTIMIZERS: Mapping[str, tuple[str, frozenset[str]]] = {
     "adamw": ("AdamW", frozenset({"amsgrad", "maximize"})),
     "adam": ("Adam", frozenset({"amsgrad", "maximize", "decoupled_weight_decay"})),
@@ -261,10 +270,24 @@ OPTIMIZERS: Mapping[str, tuple[str, frozenset[str]]] = {
     "radam": ("RAdam", frozenset({"decoupled_weight_decay", "maximize"})),
     "adamax": ("Adamax", frozenset({"maximize"})),
     "adafactor": ("Adafactor", frozenset({"beta2_decay", "eps", "d", "maximize"})),
+    "lion": ("Lion", frozenset({"decoupled_weight_decay"})),
+    "muon": (
+        "Muon",
+        frozenset({"momentum", "nesterov", "ns_coefficients", "eps", "ns_steps", "adjust_lr_fn"}),
+    ),
+    "adamw_8bit": ("AdamW8bit", frozenset({"min_8bit_size"})),
+}
+
+#: Where a class is that torch.optim does not have.
+OPTIMIZER_MODULES: Mapping[str, str] = {
+    "lion": "lion_pytorch.foreach",
+    "adamw_8bit": "bitsandbytes.optim",
 }
 
 #: Optimizers that take the job's betas and epsilon.
-ADAM_LIKE = frozenset({"adamw", "adam", "nadam", "radam", "adamax"})
+ADAM_LIKE = frozenset({"adamw", "adam", "nadam", "radam", "adamax", "adamw_8bit"})
+#: Optimizers that take its betas alone.
+WITH_BETAS = frozenset({"lion"})
 
 _JOB_FIELDS: Mapping[str, str] = {
     "lr": "learning_rate",

@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Mapping
+from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, get_args
 
@@ -28,7 +29,10 @@ from pydantic import (
 from tlora_fx.config.adapter_folder import read_adapter_config
 from tlora_fx.config.fields import (
     ADAM_LIKE,
+    OPTIMIZER_ALIASES,
+    OPTIMIZER_MODULES,
     OPTIMIZERS,
+    WITH_BETAS,
     LoraSpec,
     OptimizerName,
     ScheduleName,
@@ -43,6 +47,7 @@ from tlora_fx.errors import AdapterFolderError, JobError, nearest
 
 if TYPE_CHECKING:
     import peft
+    import torch
 
 DtypeName = Literal["float32", "float64", "bfloat16", "float16"]
 FormatName = Literal[
@@ -245,6 +250,10 @@ class ScheduleSpec(Spec):
         return most
 
 
+def _alias(value: object) -> object:
+    return OPTIMIZER_ALIASES.get(value, value) if isinstance(value, str) else value
+
+
 def _epochs_by_default(data: dict[str, Any]) -> float | None:
     return 1.0 if data.get("max_steps") is None else None
 
@@ -277,6 +286,8 @@ class Job(Spec):
     max_length        tokens of a sample
     max_steps         optimizer steps; None: by epochs
     num_train_epochs  None when `max_steps` counts
+    loraplus_lr_ratio      LoRA+: what the learning rate is multiplied with for B and for vectors
+    loraplus_lr_embedding  the rate of adapters on embeddings then
     warmup_ratio      part of all optimizer steps
     max_grad_norm     of this job alone; None or 0: no clipping
     eval_data         evaluated, never trained; what it leaves out is as in `data`
@@ -316,9 +327,13 @@ class Job(Spec):
     num_train_epochs: StrictFloat | None = Field(default_factory=_epochs_by_default, gt=0)
     seed: StrictInt = Field(default=0, ge=0, lt=SEED_LIMIT)
     shuffle: StrictBool = True
-    optim: OptimizerName = "adamw"
+    optim: Annotated[OptimizerName, BeforeValidator(_alias)] = Field(
+        default="adamw", validate_default=True
+    )
     optim_args: dict[str, Any] = Field(default={})
     learning_rate: StrictFloat = Field(default=2e-4, ge=0)
+    loraplus_lr_ratio: StrictFloat | None = Field(default=None, gt=0)
+    loraplus_lr_embedding: StrictFloat | None = Field(default=None, gt=0)
     adam_beta1: StrictFloat = Field(default=0.9, ge=0, lt=1)
     adam_beta2: StrictFloat = Field(default=0.999, ge=0, lt=1)
     adam_epsilon: StrictFloat = Field(default=1e-8, ge=0)
@@ -430,6 +445,24 @@ class Job(Spec):
         if epochs is None and info.data.get("max_steps", 0) is None:
             return 1.0
         return epochs
+
+    @field_validator("optim")
+    @classmethod
+    def _updates_all(cls, name: str, info: ValidationInfo) -> str:
+        lora = info.data.get("lora") or {}
+        vectors = ("use_dora", "bias", "lora_bias")
+        field = next((key for key in vectors if lora.get(key) not in (None, False, "none")), "")
+        if name == "muon" and field:
+            what = f"optim 'muon' updates matrices, and '{field}' trains vectors beside them"
+            raise refuse(what, help=f"leave '{field}' out, or take another optimizer")
+        return name
+
+    @field_validator("loraplus_lr_embedding")
+    @classmethod
+    def _has_a_ratio(cls, rate: float | None, info: ValidationInfo) -> float | None:
+        if rate is not None and info.data.get("loraplus_lr_ratio", 1) is None:
+            raise refuse("'loraplus_lr_embedding' needs 'loraplus_lr_ratio'")
+        return rate
 
     @field_validator("optim_args")
     @classmethod
@@ -582,15 +615,30 @@ class Job(Spec):
         return not self.best_metric.endswith("loss")
 
     def optimizer_arguments(self) -> dict[str, Any]:
-        """What the job's class in torch.optim (`OPTIMIZERS[job.optim]`) is made with."""
+        """What the job's optimizer class is made with, beside its parameters."""
         arguments: dict[str, Any] = {"lr": self.learning_rate, "weight_decay": self.weight_decay}
         if self.optim in ADAM_LIKE:
             arguments |= {"betas": (self.adam_beta1, self.adam_beta2), "eps": self.adam_epsilon}
+        elif self.optim in WITH_BETAS:
+            arguments["betas"] = (self.adam_beta1, self.adam_beta2)
         return arguments | self.optim_args
 
-    def optimizer_class(self) -> str:
-        """The name of the job's optimizer class in torch.optim."""
-        return OPTIMIZERS[self.optim][0]
+    def optimizer_class(self) -> type[torch.optim.Optimizer]:
+        """The job's optimizer class. Imports torch, or the library that has it.
+
+        raises  JobError where that library is not installed
+        """
+        name, module = OPTIMIZERS[self.optim][0], OPTIMIZER_MODULES.get(self.optim, "torch.optim")
+        try:
+            found: type[torch.optim.Optimizer] = getattr(import_module(module), name)
+        except ImportError as error:
+            raise JobError(
+                f"the optimizer '{self.optim}' needs a library that is not installed",
+                job=self.name,
+                found=error,
+                help="pip install 'tlora-fx[optimizers]'",
+            ) from error
+        return found
 
     def warmup(self, steps: int) -> int:
         """How many of `steps` optimizer steps are warmup, rounded up as transformers does."""

@@ -55,6 +55,7 @@ JOB_KEYS: Mapping[str, str] = {
     "betas": "adam_beta1",
     "eps": "adam_epsilon",
     "wd": "weight_decay",
+    "loraplus_ratio": "loraplus_lr_ratio",
 }
 #: By their key, our key under `lora`.
 LORA_KEYS: Mapping[str, str] = {

@@ -26,7 +26,9 @@ ATTENTION = torch.ops.tlora_fx.packed_attention.default
 WINDOW = 11
 ADAM_STATES = 2
 #: Tensors of a parameter's size that an optimizer keeps; all others keep two.
-STATES = {"sgd": 0, "adagrad": 1, "rmsprop": 1, "adafactor": 0}
+STATES = {
+    "sgd": 0, "adagrad": 1, "rmsprop": 1, "adafactor": 0, "lion": 1, "muon": 1, "adamw_8bit": 1,
+}  # fmt: skip
 
 
 def facts_of(model: SuperModel) -> ModelFacts:

@@ -7,8 +7,9 @@ each job's own optimizer does its step (`optimizer.JobOptimizer`).
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 from weakref import WeakKeyDictionary
 
 import torch
@@ -76,7 +77,12 @@ class GroupUpdate:
         jobs = torch.arange(len(own)).repeat_interleave(
             torch.tensor([len(each.chunks) for each in own])
         )
-        table = torch.cat([torch.cat([each.chunks for each in own]), jobs[:, None]], dim=1)
+        # What is told of a job's first group of parameters stands in its row, the rest behind.
+        further = torch.tensor([len(state.options) - 1 for state in states])
+        behind = len(own) + torch.cumsum(further, 0) - further - 1
+        chunks = torch.cat([each.chunks for each in own])
+        groups = torch.where(chunks[:, 5] > 0, behind[jobs] + chunks[:, 5], jobs)
+        table = torch.cat([chunks[:, :5], jobs[:, None], groups[:, None]], dim=1)
         firsts = torch.searchsorted(jobs, torch.arange(len(own) + 1)).to(torch.int32)
         self._table = table.to(device, non_blocking=True)
         self._firsts = firsts.to(device, non_blocking=True)
@@ -106,7 +112,9 @@ class GroupUpdate:
 
         losses   [J] of the round, on the device
         """
-        rows = [_given(*each) for each in zip(self.optimizers, self.states, strict=True)]
+        told = list(zip(self.optimizers, self.states, strict=True))
+        rows = [_given(*each, each[1].options[0]) for each in told]
+        rows += [_given(*each, options) for each in told for options in each[1].options[1:]]
         given = torch.tensor(rows, dtype=torch.float64).to(losses.device, non_blocking=True)
         return PendingOutcomes(self._run(losses, given))
 
@@ -116,9 +124,9 @@ class GroupUpdate:
         return adam(self._table, self._firsts, self._places, losses, given, self._alive, self.dtype)
 
 
-def _given(optimizer: JobOptimizer, state: AdamState) -> list[float]:
-    """What the kernels are told of a job, as `ops.kernels.adam` has it."""
-    options, update = state.options, optimizer.updates + 1
+def _given(optimizer: JobOptimizer, state: AdamState, options: Mapping[str, Any]) -> list[float]:
+    """What the kernels are told of a job's group of parameters, as `ops.kernels.adam` has it."""
+    update = optimizer.updates + 1
     rate, decay = options["lr"], options["weight_decay"]
     beta1, beta2 = options["betas"]
     decoupled = options["decoupled_weight_decay"]
@@ -138,7 +146,8 @@ class JobChunks:
     """One job's part of the kernels' table.
 
     addresses   of all that it lists: while they are the same, so is it
-    chunks      int64 [c, 5] on the CPU, as `ops.kernels.adam` has it, without the job
+    chunks      int64 [c, 6] on the CPU: what `ops.kernels.adam` has before the job, and the index
+                of the group of parameters among the job's
     """
 
     addresses: list[int]
@@ -169,7 +178,8 @@ def _chunks_of(optimizer: JobOptimizer, state: AdamState) -> JobChunks | None:
     ):
         return None
     sizes = [run[0].numel() for run in runs]
-    chunks = _cut(torch.tensor(addresses).view(4, -1).t(), torch.tensor(sizes), dtype.itemsize)
+    addressed = torch.tensor(addresses).view(4, -1).t()
+    chunks = _cut(addressed, torch.tensor(sizes), torch.tensor(state.groups), dtype.itemsize)
     _known[optimizer] = JobChunks(addresses, chunks, device, dtype)
     return _known[optimizer]
 
@@ -179,8 +189,8 @@ def _is_whole(tensor: Tensor) -> bool:
     return tensor.is_contiguous() or (tensor.dim() == 2 and tensor.t().is_contiguous())
 
 
-def _cut(addresses: Tensor, sizes: Tensor, itemsize: int) -> Tensor:
-    """Chunks [c, 5] of runs of so many elements, [n], at addresses [n, 4]."""
+def _cut(addresses: Tensor, sizes: Tensor, groups: Tensor, itemsize: int) -> Tensor:
+    """Chunks [c, 6] of runs of so many elements, [n], at addresses [n, 4], in groups [n]."""
     from tlora_fx.ops.kernels.adam import CHUNK
 
     counts = (sizes + CHUNK - 1) // CHUNK
@@ -188,4 +198,5 @@ def _cut(addresses: Tensor, sizes: Tensor, itemsize: int) -> Tensor:
     within = torch.arange(int(counts.sum())) - first_of_run.repeat_interleave(counts)
     starts = addresses.repeat_interleave(counts, dim=0) + (within * CHUNK * itemsize)[:, None]
     elements = (sizes.repeat_interleave(counts) - within * CHUNK).clamp(max=CHUNK)
-    return torch.cat([starts, elements[:, None]], dim=1)
+    owners = groups.repeat_interleave(counts)
+    return torch.cat([starts, elements[:, None], owners[:, None]], dim=1)

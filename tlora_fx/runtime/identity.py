@@ -33,7 +33,7 @@ HARMLESS = frozenset({
     "sample_prompts", "sample_steps", "sample_max_new_tokens", "report_to",
 })  # fmt: skip
 #: Without these a saved state cannot be loaded.
-NEEDED = frozenset({"lora", "adapter_dtype", "optim", "optim_args"})
+NEEDED = frozenset({"lora", "adapter_dtype", "optim", "optim_args", "loraplus_lr_ratio"})
 #: Of a config, what names it and does not describe it.
 _NAMES = frozenset({"_name_or_path", "transformers_version"})
 _SHOWN = 8

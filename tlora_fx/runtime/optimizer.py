@@ -7,17 +7,19 @@ zeroed in place and updated in place.
 A job has hundreds of small parameters, and on a GPU a launch for each costs more than its
 arithmetic. So they are zeroed, measured and updated together, by lists of them that are made once
 (`gradients`, `fused_adam`); every other optimizer does its own step.
+
+A job's parameters are one group of its optimizer; with LoRA+ they are up to four, by their rates.
 """
 
 from __future__ import annotations
 
 import math
 import operator
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from itertools import chain
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -152,15 +154,38 @@ def fused_adam(optimizer: torch.optim.Optimizer, gradients: Gradients) -> Callab
                 of torch, tensors of several dtypes or devices, and before the first step, which
                 makes the state
     """
-    options = optimizer.param_groups[0]
-    if not (is_plain_adam(optimizer) and gradients.alike and _is_known(options)):
+    if not (is_plain_adam(optimizer) and gradients.alike):
         return None
-    params = gradients.params
+    tensor_of = dict(zip(gradients.params, gradients.tensors, strict=True))
+    steps = [
+        _fused_step(optimizer, options, [p for p in options["params"] if p in tensor_of], tensor_of)
+        for options in optimizer.param_groups
+    ]
+    known = [step for step in steps if step is not None]
+    if len(known) < len(steps):
+        return None
+
+    def step() -> None:
+        for each in known:
+            each()
+
+    return step
+
+
+def _fused_step(
+    optimizer: torch.optim.Optimizer,
+    options: dict[str, Any],
+    params: list[nn.Parameter],
+    gradient_of: Mapping[nn.Parameter, Tensor],
+) -> Callable[[], None] | None:
+    """The step of those parameters of a group that have gradients; None as `fused_adam`."""
+    if not params:
+        return lambda: None
     states = [optimizer.state.get(param, {}) for param in params]
-    if not all(states):
+    if not (all(states) and _is_known(options)):
         return None
     moments = [[state[kind] for state in states] for kind in ("exp_avg", "exp_avg_sq")]
-    lists: list[list[Tensor]] = [[*params], gradients.tensors, *moments]
+    lists: list[list[Tensor]] = [[*params], [gradient_of[param] for param in params], *moments]
     steps = [state["step"] for state in states]
     kinds = {(each.device, each.dtype) for each in chain(*lists)}
     if len(kinds) > 1 or {each.device for each in steps} != {device for device, _ in kinds}:
@@ -191,13 +216,11 @@ def fused_adam(optimizer: torch.optim.Optimizer, gradients: Gradients) -> Callab
 
 def is_plain_adam(optimizer: torch.optim.Optimizer) -> bool:
     """Whether it is a fused Adam or AdamW with no option that only torch's own step knows."""
-    options = optimizer.param_groups[0]
-    return (
-        type(optimizer) in (torch.optim.Adam, torch.optim.AdamW)
-        and bool(options["fused"])
-        and len(optimizer.param_groups) == 1
+    return type(optimizer) in (torch.optim.Adam, torch.optim.AdamW) and all(
+        bool(options["fused"])
         and not any(options[name] for name in _OTHERS)
         and isinstance(options["lr"], float)
+        for options in optimizer.param_groups
     )
 
 
@@ -233,14 +256,16 @@ class AdamState:
 
     gradients          of its parameters
     firsts, seconds    their moments
-    options            torch.optim's, of which the rate changes
+    options            torch.optim's, of which the rates change, for each group of parameters
+    groups             the index of each parameter's group
     max_norm           gradients are clipped to it; 0 for none
     """
 
     gradients: Gradients
     firsts: list[Tensor]
     seconds: list[Tensor]
-    options: Mapping[str, Any]
+    options: Sequence[Mapping[str, Any]]
+    groups: list[int]
     max_norm: float
 
 
@@ -257,7 +282,14 @@ class JobOptimizer:
     def __init__(self, job: Job, params: Mapping[str, torch.nn.Parameter], steps: int) -> None:
         self._params = dict(params)
         self._max_norm = job.max_grad_norm or 0.0
-        self._optimizer = _make_optimizer(job, list(self._params.values()))
+        #: What the optimizer knows of each: itself, or a copy in the layout that it needs.
+        self._known = {name: _known_as(job, param) for name, param in params.items()}
+        self._copies = [
+            (param, self._known[name])
+            for name, param in params.items()
+            if self._known[name] is not param
+        ]
+        self._optimizer = _make_optimizer(job, _groups(job, self._known))
         self._schedule = _make_schedule(job, self._optimizer, steps)
         self._gradients = Gradients(self._params.values())
         self._fused: Callable[[], None] | None = None
@@ -304,7 +336,12 @@ class JobOptimizer:
         if self._max_norm > 0:
             gradients.clip(norm, self._max_norm)
         self._fused = self._fused or fused_adam(self._optimizer, gradients)
+        for param, copy in self._copies:
+            copy.copy_(param)
+            copy.grad = None if param.grad is None else param.grad.contiguous()
         (self._fused or self._optimizer.step)()
+        for param, copy in self._copies:
+            param.copy_(copy)
         self.updates += 1
         self._schedule.step()
         return norm
@@ -326,11 +363,14 @@ class JobOptimizer:
                     "exp_avg_sq": torch.zeros_like(param, memory_format=torch.preserve_format),
                 }
         states = [self._optimizer.state[param] for param in gradients.params]
+        options = self._optimizer.param_groups
+        group_of = {param: at for at, group in enumerate(options) for param in group["params"]}
         return AdamState(
             gradients,
             [state["exp_avg"] for state in states],
             [state["exp_avg_sq"] for state in states],
-            self._optimizer.param_groups[0],
+            options,
+            [group_of[param] for param in gradients.params],
             self._max_norm,
         )
 
@@ -357,7 +397,7 @@ class JobOptimizer:
         self._count()
         return {
             f"{kind}/{name}": value
-            for name, param in self._params.items()
+            for name, param in self._known.items()
             for kind, value in self._optimizer.state.get(param, {}).items()
             if isinstance(value, Tensor)
         }
@@ -366,7 +406,7 @@ class JobOptimizer:
         """What is not a tensor, JSON-able: the schedule's counters, and plain numbers by name."""
         values = {
             f"{kind}/{name}": value
-            for name, param in self._params.items()
+            for name, param in self._known.items()
             for kind, value in self._optimizer.state.get(param, {}).items()
             if not isinstance(value, Tensor)
         }
@@ -395,7 +435,7 @@ class JobOptimizer:
                 )
             states.setdefault(name, {})[kind] = self._restored(name, kind, value)
         for name, state in states.items():
-            self._optimizer.state[self._params[name]] = state
+            self._optimizer.state[self._known[name]] = state
         self._fused, self._uncounted = None, 0
         self.updates = max((int(v) for k, v in tensors.items() if k.startswith("step/")), default=0)
         groups = self._optimizer.param_groups
@@ -416,7 +456,7 @@ class JobOptimizer:
     def _restored(self, name: str, kind: str, value: Any) -> Any:
         if not isinstance(value, Tensor):
             return value
-        param = self._params[name]
+        param = self._known[name]
         if kind in HOST_SCALARS:
             return value.to(param.device if self.is_fused else "cpu", copy=True)
         if value.shape != param.shape:
@@ -432,16 +472,63 @@ class JobOptimizer:
         return self._gradients
 
 
-def _make_optimizer(job: Job, params: list[torch.nn.Parameter]) -> torch.optim.Optimizer:
-    arguments, name = job.optimizer_arguments(), job.optimizer_class()
-    make: Callable[..., torch.optim.Optimizer] = getattr(torch.optim, name)
-    if _has_fused(name, params):
+# LoRA+: B learns at a multiple of A's rate (Hayou, Ghosh and Yu 2024). Groups and their options are
+# those of PEFT's create_loraplus_optimizer, which is given the job's weight decay.
+
+#: PEFT's rate of adapters on embeddings.
+EMBEDDING_RATE = 1e-6
+_Group = dict[str, Any]
+
+
+def _groups(job: Job, params: Mapping[str, nn.Parameter]) -> list[_Group]:
+    """A job's parameters by their rates; one group without LoRA+."""
+    if job.loraplus_lr_ratio is None:
+        return [{"params": list(params.values())}]
+    rate, decay = job.learning_rate, job.weight_decay
+    embedding_rate = job.loraplus_lr_embedding or EMBEDDING_RATE
+    options: dict[str, _Group] = {
+        "A": {"lr": rate, "weight_decay": decay},
+        "embedding": {"lr": embedding_rate, "weight_decay": decay},
+        "B": {"lr": rate * job.loraplus_lr_ratio, "weight_decay": decay},
+        "bias": {"lr": rate * job.loraplus_lr_ratio, "weight_decay": 0.0},
+    }
+    members: dict[str, list[nn.Parameter]] = {kind: [] for kind in options}
+    for name, param in params.items():
+        members[_kind_of(name, param)].append(param)
+    return [{"params": own, **options[kind]} for kind, own in members.items() if own]
+
+
+def _kind_of(name: str, param: Tensor) -> str:
+    if ".lora_embedding_" in name:
+        return "embedding"
+    if ".lora_B." in name or param.dim() == 1:
+        return "bias" if "bias" in name else "B"
+    return "A"
+
+
+#: Optimizers that read memory as it lies, and replace what does not lie in rows.
+_IN_ROWS = frozenset({"adamw_8bit"})
+
+
+def _known_as(job: Job, param: nn.Parameter) -> nn.Parameter:
+    """What an optimizer is given for a parameter: B is a transposed view of its bank."""
+    if job.optim not in _IN_ROWS or param.is_contiguous():
+        return param
+    return nn.Parameter(param.detach().contiguous())
+
+
+def _make_optimizer(job: Job, groups: list[_Group]) -> torch.optim.Optimizer:
+    arguments, make = job.optimizer_arguments(), cast(Any, job.optimizer_class())
+    made: torch.optim.Optimizer
+    params = [param for group in groups for param in group["params"]]
+    if _has_fused(make.__name__, params):
         # What it refuses, the plain class takes, or says what is wrong.
         with suppress(TypeError, ValueError, RuntimeError):
-            return make(params, **arguments, fused=True)
+            made = make(groups, **arguments, fused=True)
+            return made
     try:
-        return make(params, **arguments)
-    except (TypeError, ValueError) as error:
+        made = make(groups, **arguments)
+    except (AssertionError, TypeError, ValueError) as error:
         raise OptimizerError(
             f"the optimizer '{job.optim}' does not take its arguments",
             job=job.name,
@@ -449,6 +536,7 @@ def _make_optimizer(job: Job, params: list[torch.nn.Parameter]) -> torch.optim.O
             reason=error,
             help="mend optim_args in the job file",
         ) from error
+    return made
 
 
 def _has_fused(name: str, params: list[torch.nn.Parameter]) -> bool:
@@ -495,17 +583,17 @@ def require_trainable(job: Job, steps: int) -> None:
     """
     # After its last step a job asks for one more rate.
     rates = learning_rates(job, steps, _tried(steps))
-    toy = torch.nn.Parameter(torch.tensor([[1.0, 0.0], [-0.5, 0.0]], dtype=_dtype_of(job)))
+    toy = nn.Parameter(torch.tensor([[1.0, 0.0], [-0.5, 0.0]], dtype=_dtype_of(job)))
     # B starts as zeros, so the first gradients of A are zeros; some of B may stay so.
     gradient = torch.tensor([[0.0, 1.0], [-0.5, 0.0]], dtype=toy.dtype)
     toy.grad = torch.zeros_like(toy)
-    optimizer = JobOptimizer(job, {"toy": toy}, steps)
-    inner = optimizer._optimizer
+    optimizer = JobOptimizer(job, {"toy.lora_B.weight": toy}, steps)
+    inner, ratio = optimizer._optimizer, job.loraplus_lr_ratio or 1.0
     for number in range(min(steps, TOY_STEPS) + 2):
         if number == min(steps, TOY_STEPS):
-            inner.param_groups[0]["lr"] = max(rates)
+            inner.param_groups[0]["lr"] = max(rates) * ratio
         elif number > TOY_STEPS:
-            inner.param_groups[0]["lr"] = rates[-2]
+            inner.param_groups[0]["lr"] = rates[-2] * ratio
             for value in inner.state[toy].values():
                 if isinstance(value, Tensor) and not value.dim():
                     value.fill_(max(float(value), float(min(steps - 1, _LARGEST_COUNT))))
@@ -522,7 +610,8 @@ def require_trainable(job: Job, steps: int) -> None:
                 job=job.name,
                 found=job.optimizer_arguments(),
                 reason=reason,
-                help="mend learning_rate, adam_epsilon, weight_decay or optim_args",
+                help="mend learning_rate, loraplus_lr_ratio, adam_epsilon, weight_decay or "
+                "optim_args",
             )
 
 

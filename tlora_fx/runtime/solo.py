@@ -119,7 +119,7 @@ class SoloTrainer:
         self._model.train()
         self._drop = KeyedDropout(self._model, job.seed) if masks else None
         self._params = [param for param in self._model.parameters() if param.requires_grad]
-        self._optimizer, self._schedule = _optimizer(job, self._params, self.order.steps)
+        self._optimizer, self._schedule = _optimizer(job, self._model, self.order.steps)
         self._largest_norm = job.max_grad_norm or float("inf")
 
     def load(self, adapter: Mapping[str, Tensor]) -> None:
@@ -451,13 +451,39 @@ def _silence_dropout(model: nn.Module) -> None:
                     setattr(owner, name, 0.0)
 
 
+def _loraplus(
+    job: Job, model: PeftModel, make: Any, arguments: dict[str, Any]
+) -> torch.optim.Optimizer:
+    """PEFT's optimizer for LoRA+, less the groups that are empty, which some optimizers refuse."""
+    from peft.optimizers import create_loraplus_optimizer
+
+    assert job.loraplus_lr_ratio is not None
+    embedding = job.loraplus_lr_embedding
+    optimizer: torch.optim.Optimizer = create_loraplus_optimizer(
+        model,
+        make,
+        loraplus_lr_ratio=job.loraplus_lr_ratio,
+        loraplus_weight_decay=arguments.pop("weight_decay"),
+        **({} if embedding is None else {"loraplus_lr_embedding": embedding}),
+        **arguments,
+    )
+    optimizer.param_groups[:] = [group for group in optimizer.param_groups if group["params"]]
+    return optimizer
+
+
 def _optimizer(
-    job: Job, params: list[nn.Parameter], steps: int
+    job: Job, model: PeftModel, steps: int
 ) -> tuple[torch.optim.Optimizer, torch.optim.lr_scheduler.LRScheduler]:
     from transformers import get_scheduler
 
-    make: Any = getattr(torch.optim, job.optimizer_class())
-    optimizer: torch.optim.Optimizer = make(params, **job.optimizer_arguments())
+    make: Any = job.optimizer_class()
+    arguments = job.optimizer_arguments()
+    optimizer: torch.optim.Optimizer
+    if job.loraplus_lr_ratio is None:
+        params = [param for param in model.parameters() if param.requires_grad]
+        optimizer = make(params, **arguments)
+    else:
+        optimizer = _loraplus(job, model, make, arguments)
     schedule = get_scheduler(
         job.lr_scheduler_type,
         optimizer,

@@ -20,6 +20,7 @@ JOBS: dict[str, dict[str, Any]] = {
     "plain": {},
     "decayed": {"weight_decay": 0.1, "learning_rate": 1e-2, "lr_scheduler_type": "cosine"},
     "coupled": {"optim": "adam", "weight_decay": 0.1, "max_grad_norm": 0.0},
+    "loraplus": {"loraplus_lr_ratio": 16.0, "weight_decay": 0.1, "learning_rate": 1e-3},
     "clipped": {"max_grad_norm": 1e-3, "adam_beta2": 0.9, "adam_epsilon": 1e-4},
 }
 
@@ -28,9 +29,9 @@ JOBS: dict[str, dict[str, Any]] = {
 def _on_the_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
     """Fused optimizers, and kernels, also without a GPU."""
 
-    def fused(job: Job, params: list[nn.Parameter]) -> torch.optim.Optimizer:
-        one = getattr(torch.optim, job.optimizer_class())
-        made: torch.optim.Optimizer = one(params, **job.optimizer_arguments(), fused=True)
+    def fused(job: Job, groups: list[dict[str, Any]]) -> torch.optim.Optimizer:
+        make: Any = job.optimizer_class()
+        made: torch.optim.Optimizer = make(groups, **job.optimizer_arguments(), fused=True)
         return made
 
     monkeypatch.setattr(optimizer, "_make_optimizer", fused)
@@ -41,7 +42,8 @@ def parameters(seed: int, dtype: torch.dtype, device: str = "cpu") -> dict[str, 
     """A [r, in] and B [out, r] as banks have them, a vector, and a run longer than a chunk."""
     torch.manual_seed(seed)
     bank = torch.randn(24, 40).to(device, dtype)
-    tensors = {"a": bank[8:16], "b": bank[16:24].t(), "bias": torch.randn(48).to(device, dtype)}
+    tensors = {"a": bank[8:16], "x.lora_B.w": bank[16:24].t()}
+    tensors["bias"] = torch.randn(48).to(device, dtype)
     tensors["long"] = torch.randn(8, 1104).to(device, dtype)
     made = {name: nn.Parameter(tensor) for name, tensor in tensors.items()}
     for param in made.values():
@@ -76,9 +78,9 @@ def test_all_jobs_do_what_each_does_by_torch(dtype):
 
     found = [parameters(place, dtype) for place in range(len(jobs))]
     together = [JobOptimizer(job, params, 9) for job, params in zip(jobs, found, strict=True)]
-    update = GroupUpdate.of(together, [3, 0, 1, 2])
+    update = GroupUpdate.of(together, [3, 0, 1, 2, 4])
     assert update is not None
-    losses = torch.tensor([0.1, 0.2, 0.3, 0.4])
+    losses = torch.tensor([0.1, 0.2, 0.3, 0.4, 0.5])
     for step in range(STEPS):
         for params in found:
             torch.manual_seed(step)
@@ -86,7 +88,7 @@ def test_all_jobs_do_what_each_does_by_torch(dtype):
         outcomes = update.launch(losses).read()
         for each in together:
             each.noted()
-        assert [outcome.loss for outcome in outcomes] == pytest.approx([0.4, 0.1, 0.2, 0.3])
+        assert [outcome.loss for outcome in outcomes] == pytest.approx([0.4, 0.1, 0.2, 0.3, 0.5])
         for outcome, each in zip(outcomes, norms, strict=True):
             assert outcome.updated
             assert outcome.norm == pytest.approx(each[step], rel=1e-6)

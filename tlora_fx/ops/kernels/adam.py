@@ -20,9 +20,10 @@ from torch import Tensor
 
 #: Elements of a chunk.
 CHUNK = 4096
-#: int64 a chunk: addresses of parameter, gradient, first and second moment; elements; job.
-WORDS = 6
-#: float64 a job, in the order that `adam` says.
+#: int64 a chunk: addresses of parameter, gradient, first and second moment; elements; job; row of
+#: what is given.
+WORDS = 7
+#: float64 a row, in the order that `adam` says.
 GIVEN = 10
 #: float64 a job that come back: loss, norm before clipping, whether it was updated, its scale.
 FACTS = 4
@@ -39,7 +40,7 @@ _TYPES = {
 @triton.jit
 def _squares(table, sums, KIND: tl.constexpr, WIDE: tl.constexpr, CHUNK: tl.constexpr):
     chunk = tl.program_id(0)
-    row = table + chunk.to(tl.int64) * 6
+    row = table + chunk.to(tl.int64) * 7
     gradient = tl.multiple_of(tl.load(row + 1).to(tl.pointer_type(KIND)), 16)
     count = tl.load(row + 4)
     lanes = tl.arange(0, CHUNK)
@@ -74,7 +75,7 @@ def _settle(
 
 @triton.jit
 def _update(table, given, facts, KIND: tl.constexpr, WIDE: tl.constexpr, CHUNK: tl.constexpr):
-    row = table + tl.program_id(0).to(tl.int64) * 6
+    row = table + tl.program_id(0).to(tl.int64) * 7
     param_at = tl.multiple_of(tl.load(row).to(tl.pointer_type(KIND)), 16)
     gradient_at = tl.multiple_of(tl.load(row + 1).to(tl.pointer_type(KIND)), 16)
     first_at = tl.multiple_of(tl.load(row + 2).to(tl.pointer_type(KIND)), 16)
@@ -85,7 +86,7 @@ def _update(table, given, facts, KIND: tl.constexpr, WIDE: tl.constexpr, CHUNK: 
     mine = lanes < count
     if tl.load(facts + job * 4 + 2) != 0.0:
         scale = tl.load(facts + job * 4 + 3).to(WIDE)
-        own = given + job * 10
+        own = given + tl.load(row + 6) * 10
         rate = tl.load(own + 1).to(WIDE)
         shrink = tl.load(own + 2).to(WIDE)
         decay = tl.load(own + 3).to(WIDE)
@@ -123,13 +124,14 @@ def adam(
 
     A job whose loss or gradient norm is not finite stays as it is, now and from then on.
 
-    table     int64 [C, 6]: addresses of parameter, gradient and moments, elements, and job k
+    table     int64 [C, 7]: addresses of parameter, gradient and moments, elements, job k, and the
+              row of `given` that the chunk is updated by
     firsts    int32 [K + 1], where each job's chunks begin
     places    int32 [K], where `losses` has the job's
     losses    float [J]
-    given     float64 [K, 10]: the largest norm (0: any), rate over the first bias correction, rate
-              times decoupled decay, coupled decay, each beta and what it lacks to 1, epsilon, and
-              the root of the second bias correction
+    given     float64 [G, 10], of which the first K rows are the jobs': the largest norm (0: any),
+              rate over the first bias correction, rate times decoupled decay, coupled decay, each
+              beta and what it lacks to 1, epsilon, and the root of the second bias correction
     alive     int32 [K], 1 until a job is left as it is
     dtype     of parameters, gradients and moments, which begin at multiples of 16 bytes
     returns   float64 [K, 4]: loss, norm before clipping, 1 where the job was updated, and what its
