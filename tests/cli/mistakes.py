@@ -101,7 +101,7 @@ FIELDS: list[tuple[tuple[str | int, ...], Any, str]] = [
     ((*JOB, "seed"), -1, "a whole number n with 0"),
     ((*JOB, "seed"), 2**40, "a whole number n with 0"),
     ((*JOB, "shuffle"), "maybe", "true or false"),
-    ((*JOB, "optim"), "adamw_tor", "did you mean 'adamw'?"),
+    ((*JOB, "optim"), "adamww", "did you mean 'adamw'?"),
     ((*JOB, "optim"), "sophia", "one of adamw"),
     ((*JOB, "optimizer"), "adamw", "it is called 'optim' here"),
     ((*JOB, "optim_args"), {"lr": 1.0}, "use learning_rate"),
