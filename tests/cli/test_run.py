@@ -18,7 +18,7 @@ import yaml
 
 from tests.scheduler.fork_here import ForkHere
 from tlora_fx.cli import main
-from tlora_fx.cli.run import Page, _StopSignals
+from tlora_fx.cli.run import Page, StopSignals
 from tlora_fx.cli.terminal import Console
 from tlora_fx.cost.profile_sources import SHIPPED
 from tlora_fx.runtime import interrupts
@@ -336,7 +336,7 @@ def test_a_closed_terminal_drains_a_run_once(monkeypatch):
     monkeypatch.setattr(interrupts, "leave_terminal", lambda: left.append(True))
     heard = SimpleNamespace(stopping=False)
     heard.stop = lambda: setattr(heard, "stopping", True)
-    with _StopSignals(heard):
+    with StopSignals(heard):
         signal.raise_signal(signal.SIGHUP)
         signal.raise_signal(signal.SIGHUP)
     ignored = signal.signal(signal.SIGHUP, signal.SIG_IGN)

@@ -105,6 +105,11 @@ class _Fake:
         time.sleep(self.order.options.get("step_seconds", 0.01))
         self.rounds += 1
         for name in active:
+            if (self.root / name / "stop").exists():
+                (self.root / name / "stop").unlink()
+                self.jobs[name]["status"] = "done"
+                self.write(name)
+                continue
             self.step(name)
         self.writer.progress({name: job["step"] for name, job in self.jobs.items()})
         return len(self.running()) < len(active)

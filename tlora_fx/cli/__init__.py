@@ -43,6 +43,7 @@ def _lacks(part: str, record: logging.LogRecord) -> bool:
 COMMANDS = {
     "bisect": "Find the pass, and the rewrite inside it, that breaks a check.",
     "chat": "Talk with a trained job on the terminal.",
+    "client": "Submit jobs to a service, watch, pause, cancel and fetch them.",
     "compile": "Fuse the jobs of a file into one model and write it down.",
     "explain": "Say why a module is lowered, shared and folded, or why not.",
     "generate": "Let trained jobs go on from a prompt.",
@@ -57,8 +58,10 @@ COMMANDS = {
     "report": "Write an HTML page of a run: curves, rates, lengths, groups.",
     "run": "Train the jobs of a folder on this machine, grouped anew at each horizon.",
     "schedule": "Save a snapshot of a run, and ask why the scheduler decided as it did.",
+    "serve": "Train jobs that come over HTTP, for several users.",
     "simulate": "Replay a trace of jobs under scheduling policies, on a simulated clock.",
     "stop": "End jobs of a run where they are, with the adapters that they have.",
+    "tokens": "Make, list and revoke the tokens of a service's users.",
     "train": "Train all jobs of a file together, each to its own last step.",
     "verify": "Show that each job trains as it would alone.",
     "watch": "Show the curves of a run's jobs on the terminal while they train.",

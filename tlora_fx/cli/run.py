@@ -211,7 +211,7 @@ def _require_right(options: RunCommandOptions) -> None:
 
 def _until_over(running: SchedulerService, page: Page) -> bool:
     """Turn a run until it is over; whether it was stopped."""
-    signals = _StopSignals(running)
+    signals = StopSignals(running)
     shown = float("-inf")
     with signals, page:
         while running.turn():
@@ -222,7 +222,7 @@ def _until_over(running: SchedulerService, page: Page) -> bool:
     return running.stopping
 
 
-class _StopSignals:
+class StopSignals:
     """Ctrl-C, SIGTERM or SIGHUP drains all groups; a second one leaves them to themselves."""
 
     def __init__(self, running: SchedulerService) -> None:

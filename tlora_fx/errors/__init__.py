@@ -9,3 +9,4 @@ from tlora_fx.errors.compiling import *
 from tlora_fx.errors.planning import *
 from tlora_fx.errors.root import *
 from tlora_fx.errors.running import *
+from tlora_fx.errors.serving import *

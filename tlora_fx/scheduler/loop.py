@@ -208,7 +208,8 @@ class Events:
 
     def _ends(self, name: str, reason: str) -> None:
         loop = self.loop
-        loop.window.remove(name)
+        if loop.held.pop(name, None) is None:
+            loop.window.remove(name)
         loop.window.fill()
         loop.retries.forget(name)
         loop.credits.close(name)
@@ -304,13 +305,18 @@ class Window:
 
     def withdraw(self, name: str) -> bool:
         """A job is taken back, from the window or from the queue; whether it was in one."""
-        if self.jobs.pop(name, None) is not None:
-            return True
-        left = [entry for entry in self._queue if entry[1] != name]
-        found = len(left) < len(self._queue)
-        self._queue = left
-        heapify(self._queue)
-        return found
+        return self.take(name) is not None
+
+    def take(self, name: str) -> ActiveJob | None:
+        """The same, with the job; None where it was in neither."""
+        job = self.jobs.pop(name, None)
+        if job is not None:
+            return job
+        job = next((entry[2] for entry in self._queue if entry[1] == name), None)
+        if job is not None:
+            self._queue = [entry for entry in self._queue if entry[1] != name]
+            heapify(self._queue)
+        return job
 
     def remove(self, name: str) -> ActiveJob:
         """A job of the window ends; the next may come in by `fill`."""
@@ -361,6 +367,7 @@ class Loop:
     times            step times shared with a simulated executor
 
     switch_seconds   of the options; whoever knows better may change it
+    held             active jobs that no policy sees: see `hold`
     """
 
     def __init__(
@@ -388,6 +395,7 @@ class Loop:
         self.decision = Decision(())
         self.cluster = executor.inventory()
         self.ended: dict[str, str] = {}
+        self.held: dict[str, ActiveJob] = {}
         self.changed = self.prompted = False
         self.stopping = False
         self.now = self._decided = float("-inf")
@@ -418,7 +426,7 @@ class Loop:
     @property
     def idle(self) -> bool:
         """No job is active and nothing runs."""
-        return not len(self.window) and not self.formations.runs
+        return not len(self.window) and not self.held and not self.formations.runs
 
     @property
     def quiet(self) -> bool:
@@ -463,7 +471,7 @@ class Loop:
         """Take a job back that is in no group; whether there was one."""
         if any(name in run.jobs for run in self.formations.runs.values()):
             return False
-        if not self.window.withdraw(name):
+        if self.held.pop(name, None) is None and not self.window.withdraw(name):
             return False
         self.window.fill()
         self.retries.forget(name)
@@ -472,6 +480,29 @@ class Loop:
         self.formations.drop(lambda group: name in group.jobs)
         self.changed = self.prompted = True
         return True
+
+    def hold(self, name: str) -> bool:
+        """Let an active job wait until `let_go`, whatever policies say; whether it will.
+
+        A group that it is in is drained: no step is lost, and its other jobs are grouped anew.
+        """
+        job = self.window.take(name)
+        if job is None:
+            return False
+        self.held[name] = job
+        self.window.fill()
+        for run in list(self.formations.runs.values()):
+            if name in run.jobs and not run.leaving:
+                self.formations.drain(run)
+        self.formations.drop(lambda group: name in group.jobs)
+        self.changed = self.prompted = True
+        return True
+
+    def let_go(self, name: str) -> None:
+        """A held job may run again, in its old place of the queue."""
+        job = self.held.pop(name)
+        if self.window.put(job):
+            self.changed = self.prompted = True
 
     def advance(self, now: float) -> None:
         """Do all that is due at `now`, in seconds on the executor's clock; never waits."""

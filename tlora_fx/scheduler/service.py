@@ -9,7 +9,7 @@ from __future__ import annotations
 import hashlib
 import os
 import time
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -410,7 +410,10 @@ class OpenFile:
 
 @dataclass(slots=True)
 class SchedulerService:
-    """A run that is open; `turn` it until it is over."""
+    """A run that is open; `turn` it until it is over.
+
+    before_advance   called in each turn once all news are heard, before anything is decided
+    """
 
     files: JobFolder
     loop: Loop
@@ -423,6 +426,7 @@ class SchedulerService:
     specs: dict[str, Mapping[str, Any]]
     folder: HeldFolder
     stopping: bool = False
+    before_advance: Callable[[], None] = lambda: None
     _looked: float = float("-inf")
     _busy: float = 0.0
     _switches: dict[int, float] = field(default_factory=dict)
@@ -478,6 +482,7 @@ class SchedulerService:
             self.admission.close()
             self.loop.drain_all(now)
             self.executor.hurry(self.options.grace_seconds)
+        self.before_advance()
         self.loop.advance(self.executor.now())
         self._measure()
         if self.stopping:

@@ -298,13 +298,16 @@ class Ledger:
         with self._transition() as base:
             _settle(base, job, "failed", reason, time)
 
-    def cancel(self, job: str, reason: str, time: float) -> bool:
-        """A job that was never in a group is taken back; whether it was none yet."""
+    def cancel(self, job: str, reason: str, time: float, *, begun: bool = False) -> bool:
+        """A job that is queued is taken back; whether it was.
+
+        begun   also one that was in a group before
+        """
         with self._transition() as base:
             done = base.execute(
                 "UPDATE jobs SET status = 'cancelled', reason = ?, ended = ? WHERE name = ? "
-                "AND status = 'queued' AND first_started IS NULL",
-                (reason, time, job),
+                "AND status = 'queued' AND (? OR first_started IS NULL)",
+                (reason, time, job, begun),
             )
             return done.rowcount > 0
 

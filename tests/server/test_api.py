@@ -1,0 +1,369 @@
+"""The service's API: what is taken once, what is refused, and who sees what."""
+
+from __future__ import annotations
+
+import hashlib
+import io
+import tarfile
+import threading
+from pathlib import Path
+
+import pytest
+
+from tests.server.conftest import EXAMPLES, QUICKSTART, as_scheduled, job_file
+from tlora_fx.config.job_file import load_job_file
+from tlora_fx.errors import ServiceRefused
+from tlora_fx.server.app import make_service
+from tlora_fx.server.store import ServiceStore
+from tlora_fx.server.submission import IntakeLimits
+
+
+def test_a_submission_becomes_a_job_file_of_the_scheduler(asked):
+    """With the same jobs, under their full names; numbers and text as they were."""
+    it = asked()
+    it.add("alice")
+    text = job_file(
+        "a", "b-2", learning_rate=1e-05, sample_prompts=["yes: ünï 😀 #"], max_grad_norm=None
+    )
+    answer = it.submit(text, user="alice")
+
+    assert (answer.status_code, answer.json()["jobs"]) == (201, ["alice.a", "alice.b-2"])
+    (written,) = it.service.store.inbox.iterdir()
+    sent = it.folder / "sent.yaml"
+    sent.write_text(text)
+    expected = [
+        job.model_copy(update={"name": f"alice.{job.name}"}) for job in load_job_file(sent).jobs
+    ]
+    assert list(load_job_file(written).jobs) == expected
+
+
+def test_a_replayed_key_takes_nothing_twice(asked):
+    """The same answer; another submission with it is refused."""
+    it = asked()
+    first = it.submit(job_file("a"))
+    before = it.state()
+    again, other = it.submit(job_file("a")), it.submit(job_file("b"))
+
+    assert (first.status_code, again.status_code, other.status_code) == (201, 200, 409)
+    assert again.json() == first.json() | {"replayed": True}
+    assert it.state() == before
+
+
+def test_a_key_that_many_send_at_once_is_taken_once(asked):
+    """Whoever comes first; the others are told the same."""
+    it = asked()
+    answers = []
+    threads = [
+        threading.Thread(target=lambda: answers.append(it.submit(job_file("a"), key="one")))
+        for _ in range(6)
+    ]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+
+    assert sorted(answer.status_code for answer in answers) == [200] * 5 + [201]
+    assert len(list(it.service.store.inbox.iterdir())) == 1
+
+
+def test_an_upload_is_found_by_its_name_in_the_job_file(asked):
+    """Below the folder of the submission, which the workers see."""
+    it = asked()
+    sha256 = it.upload(b'{"text": "hello"}\n')
+    answer = it.submit(job_file("a", data="data/mine.jsonl"), files={"data/mine.jsonl": sha256})
+
+    assert answer.status_code == 201, answer.text
+    (written,) = it.service.store.inbox.iterdir()
+    (job,) = load_job_file(written).jobs
+    assert Path(job.data.path).read_bytes() == b'{"text": "hello"}\n'
+
+
+OUTSIDE = [
+    {"data": "/etc/passwd"},
+    {"data": "/etc/hosts.jsonl"},
+    {"data": "../../../../etc/passwd"},
+    {"data": "x/../../../uploads/bob/y.jsonl"},
+    {"data": "~/secret.jsonl"},
+    {"data": "~root/secret.jsonl"},
+    {"data": "file:///etc/passwd"},
+    {"data": "tests/server"},
+    {"adapter": "/etc", "lora": None},
+    {"eval_data": {"path": "/etc/passwd"}},
+    {"compute_metrics": "/etc/x.py:f"},
+    {"data": "a\0b"},
+    {"data": str(EXAMPLES.parent / "README.md")},
+    {"data": str(EXAMPLES / ".." / "README.md")},
+]
+
+
+@pytest.mark.parametrize("fields", OUTSIDE, ids=lambda fields: str(next(iter(fields.values()))))
+def test_a_path_outside_is_refused_and_nothing_is_kept(asked, fields, monkeypatch):
+    """Whoever wrote it, and however; nothing below it is looked at."""
+    monkeypatch.chdir(EXAMPLES.parent)
+    it = asked()
+    before = it.state()
+    answer = it.submit(job_file("a", **fields))
+
+    assert answer.status_code == 422
+    assert answer.json()["code"] == "T0982"
+    assert it.state() == before
+    assert str(it.folder) not in answer.text
+
+
+def test_a_link_out_of_a_root_is_refused(asked, tmp_path):
+    """A root holds what lies in it, not what it points to."""
+    root = tmp_path / "root"
+    root.mkdir()
+    (root / "link.jsonl").symlink_to(EXAMPLES.parent / "README.md")
+    it = asked(roots=(root, QUICKSTART))
+
+    answer = it.submit(job_file("a", data=str(root / "link.jsonl")))
+    assert answer.json()["what"] == "a job may not read this path"
+
+
+BAD = [
+    ("", {}),
+    ("base: [", {}),
+    ("a: &a [*a]", {}),
+    ("jobs: 3", {}),
+    (job_file("a", learning_rat=1.0), {}),
+    (job_file("a", "a"), {}),
+    (job_file("service"), {"user": None}),
+    (job_file("x" * 98), {}),
+    (job_file("a", learning_rate=float("inf")), {}),
+    (job_file("a"), {"files": {"../x": "0" * 64}}),
+    (job_file("a"), {"files": {"/x": "0" * 64}}),
+    (job_file("a"), {"files": {"jobs.yaml": "0" * 64}}),
+    (job_file("a"), {"files": {"x": "0" * 64}}),
+    (job_file("a"), {"files": {"x": "zz"}}),
+    (job_file("a"), {"priority": -1}),
+    (job_file("a"), {"more": 1}),
+    (job_file("a", compute_metrics="os:system"), {}),
+]
+
+
+def test_whatever_is_wrong_with_a_submission_nothing_is_kept(asked):
+    """An error with a code each."""
+    it = asked()
+    it.add("alice")
+    before = it.state()
+    for text, more in BAD:
+        user = more.get("user", "alice")
+        if user is None:
+            continue
+        body = {name: value for name, value in more.items() if name != "user"}
+        answer = it.submit(text, user=user, **body)
+        assert answer.status_code == 422, (text, more, answer.text)
+        assert answer.json()["code"].startswith("T0")
+    half = b'{"job_file": "\\ud800"}'
+    headers = {"Idempotency-Key": "k", "Content-Type": "application/json"}
+    told = it.ask("POST", "/api/v1/submissions", "alice", content=half, headers=headers)
+    assert told.status_code == 422
+    assert it.state() == before
+
+
+def test_without_users_a_job_cannot_be_called_as_the_service(asked):
+    """Its folder is taken."""
+    it = asked()
+
+    assert it.submit(job_file("service")).status_code == 422
+    assert it.submit(job_file("a")).status_code == 201
+    assert it.submit(job_file("A"), key="other").status_code == 409
+
+
+def test_uploads_are_bounded_and_are_what_they_say(asked):
+    """However they are sent; nothing is left of them."""
+    it = asked(upload_bytes=100, stored_bytes=150)
+    before = it.state()
+    path = "/api/v1/files/" + hashlib.sha256(b"x" * 101).hexdigest()
+    parts = (b"x" * 50 for _ in range(40))
+
+    assert it.ask("PUT", path, content=b"x" * 200).status_code == 413
+    assert it.ask("PUT", path, content=parts).status_code == 413
+    assert it.ask("PUT", path, content=b"y").status_code == 413
+    assert it.ask("PUT", "/api/v1/files/abc", content=b"y").status_code == 422
+    assert it.submit("x" * (2 << 20)).status_code == 413
+    assert it.state() == before
+    it.upload(b"x" * 90)
+    assert it.ask("PUT", path, content=b"z" * 90).status_code == 429
+
+
+def test_users_see_and_change_their_own_jobs_alone(asked):
+    """Another's is as unknown as none; an admin sees all."""
+    it = asked()
+    for name in ("alice", "bob"):
+        it.add(name)
+    it.add("root", admin=True)
+    it.submit(job_file("a"), user="alice")
+    as_scheduled(it.folder, [("alice.a",)])
+    it.refresh()
+    before = it.state()
+    paths = ["", "/explain", "/logs", "/adapter"]
+
+    for job in ("alice.a", "a", "nobody.a"):
+        told = [it.ask("GET", f"/api/v1/jobs/{job}{path}", "bob") for path in paths]
+        told += [
+            it.ask("POST", f"/api/v1/jobs/{job}/{verb}", "bob") for verb in ("cancel", "pause")
+        ]
+        assert {answer.status_code for answer in told} == {404}
+    assert it.ask("GET", "/api/v1/jobs", "bob").json() == []
+    assert it.ask("GET", "/api/v1/curves", "bob").json() == {}
+    (span,) = it.ask("GET", "/api/v1/groups", "bob").json()
+    assert (span["jobs"], span["others"]) == ([], 1)
+    assert it.state() == before
+    assert it.ask("GET", "/api/v1/jobs/a", "alice").json()["name"] == "alice.a"
+    assert [job["name"] for job in it.ask("GET", "/api/v1/jobs", "root").json()] == ["alice.a"]
+
+
+def test_an_explanation_names_no_job_of_others(asked):
+    """Whoever shares a group."""
+    it = asked()
+    for name in ("alice", "bob"):
+        it.add(name)
+        it.submit(job_file("a"), user=name)
+    as_scheduled(it.folder, [("alice.a", "bob.a")])
+
+    told = it.ask("GET", "/api/v1/jobs/a/explain", "alice").json()["text"]
+    assert "group 1 on 0 with another's job" in told
+    assert "bob" not in told
+
+
+def test_tokens_are_needed_as_soon_as_there_are_users(asked):
+    """Wrong ones, and revoked ones, are refused; what is kept of one is its hash."""
+    it = asked()
+    assert it.ask("GET", "/api/v1/jobs").status_code == 200
+    token = it.add("alice")
+    it.tokens["wrong"] = "tlora-x"
+
+    assert it.ask("GET", "/api/v1/jobs").status_code == 401
+    assert it.ask("GET", "/api/v1/jobs", "wrong").status_code == 401
+    assert it.ask("GET", "/metrics").status_code == 401
+    assert it.ask("GET", "/api/v1/jobs", "alice").status_code == 200
+    kept = b"".join(path.read_bytes() for path in it.folder.rglob("*") if path.is_file())
+    assert token.encode() not in kept
+    assert hashlib.sha256(token.encode()).hexdigest().encode() in kept
+    it.service.store.revoke("alice")
+    it.service.users.clear()
+    assert it.ask("GET", "/api/v1/jobs", "alice").status_code == 401
+
+
+def test_without_tokens_it_listens_on_this_machine_alone(tmp_path):
+    """An address of the network is refused until somebody has a token."""
+    store = ServiceStore(tmp_path / "run")
+
+    with pytest.raises(ServiceRefused, match="obey everybody"):
+        store.require_tokens("0.0.0.0")
+
+
+def test_a_page_of_a_stranger_cannot_ask(asked):
+    """Neither by another origin, nor by a name that leads here."""
+    it = asked()
+    headers = {"Idempotency-Key": "k", "Origin": "http://evil.example"}
+
+    told = it.ask("POST", "/api/v1/submissions", json={"job_file": job_file()}, headers=headers)
+    assert told.status_code == 403
+    assert it.ask("GET", "/api/v1/jobs", headers={"Host": "evil.example"}).status_code == 403
+    assert it.ask("GET", "/api/v1/jobs", headers={"Host": "127.0.0.1:80"}).status_code == 200
+
+
+def test_quotas_bound_jobs_hours_and_priority(asked):
+    """Refused with what is allowed and what is used; ended jobs count no more."""
+    it = asked()
+    it.add("alice", jobs=2, priority=3)
+    it.add("bob", gpu_hours=0.0)
+    told = [
+        it.submit(job_file("a", "b", "c"), "1", "alice"),
+        it.submit(job_file("a", "b"), "2", "alice", priority=3),
+        it.submit(job_file("c"), "3", "alice"),
+        it.submit(job_file("c"), "4", "alice", priority=4),
+        it.submit(job_file("a"), "5", "bob"),
+    ]
+
+    assert [answer.status_code for answer in told] == [429, 201, 429, 429, 429]
+    as_scheduled(it.folder, [("alice.a",)], ended=True)
+    assert it.service.store.gpu_hours("alice") == pytest.approx(5 / 3600)
+    it.service.store.rows("UPDATE jobs SET status = 'done', steps = 10")
+    assert it.submit(job_file("c"), "3", "alice").status_code == 201
+
+
+def test_a_job_is_cancelled_once(asked):
+    """The second time is an error that changes nothing; pausing it is too."""
+    it = asked()
+    it.submit(job_file("a"))
+
+    assert it.ask("POST", "/api/v1/jobs/a/resume").status_code == 409
+    assert it.ask("POST", "/api/v1/jobs/a/pause").json()["state"] == "received"
+    assert it.ask("POST", "/api/v1/jobs/a/pause").status_code == 409
+    assert it.ask("POST", "/api/v1/jobs/a/cancel").json()["state"] == "cancelling"
+    before = it.state()
+    for verb in ("cancel", "pause", "resume"):
+        assert it.ask("POST", f"/api/v1/jobs/a/{verb}").status_code == 409
+    assert it.state() == before
+
+
+def test_every_call_that_changes_something_is_in_the_ledger(asked):
+    """With who did it; what changed nothing is not."""
+    it = asked()
+    it.add("alice")
+    it.submit(job_file("a"), user="alice")
+    it.submit(job_file("a"), user="alice")
+    it.submit(job_file("a"), key="2", user="alice")
+    it.ask("POST", "/api/v1/jobs/a/pause", "alice")
+    it.ask("POST", "/api/v1/jobs/a/resume", "alice")
+    it.ask("POST", "/api/v1/jobs/a/cancel", "alice")
+
+    assert [row[1:] for row in it.service.store.actions()] == [
+        ("alice", verb, what)
+        for verb, what in (
+            ("token", "alice"), ("submit", "alice.a"), ("pause", "alice.a"),
+            ("resume", "alice.a"), ("cancel", "alice.a"),
+        )
+    ]  # fmt: skip
+
+
+def test_a_restart_puts_back_what_was_taken(asked):
+    """A file that a killed service did not write, and nothing that nobody was told of."""
+    it = asked()
+    it.submit(job_file("a"))
+    (written,) = it.service.store.inbox.iterdir()
+    content = written.read_text()
+    written.unlink()
+    stray = it.folder / "service" / "submitted" / "stray"
+    stray.mkdir()
+    make_service(it.folder, IntakeLimits(), open_to_all=True)
+
+    assert written.read_text() == content
+    assert not stray.exists()
+
+
+def test_what_a_job_did_is_told(asked):
+    """Steps, losses, where it is, its lines, and its folder once it has ended."""
+    it = asked()
+    it.submit(job_file("a", "b"))
+    as_scheduled(it.folder, [("a", "b")])
+    it.refresh()
+    a = it.ask("GET", "/api/v1/jobs").json()[0]
+
+    assert (a["state"], a["step"], a["steps"], a["loss"], a["group"], a["gpus"]) == (
+        "running", 5, 10, 0.4, 1, [0],
+    )  # fmt: skip
+    assert a["tokens_per_second"] == pytest.approx(100.0)
+    assert it.ask("GET", "/api/v1/curves").json()["b"][-1] == [5, 0.4]
+    lines = it.ask("GET", "/api/v1/jobs/a/logs").text.splitlines()
+    assert lines[0] == "step 1  loss 2  tokens 10  seconds 0.1"
+    assert (len(lines), lines[-1]) == (6, "a: running")
+    assert it.ask("GET", "/api/v1/jobs/a/adapter").status_code == 409
+    assert 'tlora_jobs{state="running"} 2.0' in it.ask("GET", "/metrics").text
+    (it.folder / "a" / "adapter_model.safetensors").write_bytes(b"weights")
+    it.service.store.rows("UPDATE jobs SET status = 'done', steps = 10")
+    content = io.BytesIO(it.ask("GET", "/api/v1/jobs/a/adapter").content)
+    with tarfile.open(fileobj=content) as tar:
+        assert tar.extractfile("a/adapter_model.safetensors").read() == b"weights"
+    assert not list((it.folder / "service").glob("*.tar"))
+
+
+def test_the_folder_of_a_service_is_private(asked):
+    """What was uploaded tells what is trained on."""
+    it = asked()
+
+    assert it.folder.stat().st_mode & 0o077 == 0

@@ -1,0 +1,289 @@
+"""`tlora-fx client`: the commands of a service's users; none of them needs torch."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import tarfile
+import time
+import uuid
+from collections.abc import Iterator
+from contextlib import contextmanager
+from datetime import UTC, datetime
+from pathlib import Path
+from tempfile import TemporaryFile
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from tlora_fx.cli.options import command_group
+from tlora_fx.cli.terminal import Console, echo, print_whole
+from tlora_fx.errors import ServiceUnreachable, TloraError, UploadRefused
+
+if TYPE_CHECKING:
+    import httpx
+
+group = command_group("Submit jobs to a service, watch, pause, cancel and fetch them.")
+#: What is tried again where the service is gone for a moment.
+TRIES, PAUSE_SECONDS = 5, 0.5
+
+Server = Annotated[
+    str, typer.Option(envvar="TLORA_FX_SERVER", help="The service; or set TLORA_FX_SERVER.")
+]
+Token = Annotated[
+    str | None, typer.Option(envvar="TLORA_FX_TOKEN", help="Better set in TLORA_FX_TOKEN.")
+]
+Authority = Annotated[
+    str | None, typer.Option(envvar="TLORA_FX_CA", help="Certificate (PEM) that is trusted.")
+]
+HERE = "http://127.0.0.1:8642"
+Job = Annotated[str, typer.Argument(help="Name of the job, with or without the user's.")]
+Plain = Annotated[bool, typer.Option("--json", help="Print what the service answers.")]
+
+
+class Refused(TloraError):
+    """What a service answers that does not do what it was asked."""
+
+    def __init__(self, text: str) -> None:
+        super().__init__(text)
+        self.text = text
+
+    def render(self) -> str:
+        """The service's own words."""
+        return self.what
+
+
+class Connection:
+    """A service, as one command speaks to it."""
+
+    def __init__(self, server: str, token: str | None, authority: str | None) -> None:
+        try:
+            import httpx
+        except ImportError:
+            raise ServiceUnreachable(
+                "the client needs httpx", help="pip install 'tlora-fx[serve]'"
+            ) from None
+        self.server = server.rstrip("/")
+        headers = {"Authorization": f"Bearer {token}"} if token else {}
+        verify: Any = True
+        if authority is not None:
+            import ssl
+
+            verify = ssl.create_default_context(cafile=authority)
+        self.client = httpx.Client(
+            base_url=self.server, headers=headers, verify=verify, timeout=60.0
+        )
+
+    def ask(self, method: str, path: str, **more: Any) -> Any:
+        """What the service answers, as JSON; raises ServiceUnreachable, Refused."""
+        response = self._answer(lambda: self.client.request(method, f"/api/v1/{path}", **more))
+        return response.json()
+
+    @contextmanager
+    def stream(self, path: str, **more: Any) -> Iterator[httpx.Response]:
+        """An answer that comes bit by bit."""
+        import httpx
+
+        try:
+            with self.client.stream("GET", f"/api/v1/{path}", timeout=None, **more) as response:
+                if response.is_error:
+                    response.read()
+                    self._require(response)
+                yield response
+        except httpx.HTTPError as error:
+            raise self._unreachable(error) from error
+
+    def _answer(self, send: Any) -> httpx.Response:
+        import httpx
+
+        for left in reversed(range(TRIES)):
+            try:
+                response: httpx.Response = send()
+                self._require(response)
+                return response
+            except httpx.TransportError as error:
+                # Every call may be repeated: a submission has its key.
+                if not left:
+                    raise self._unreachable(error) from error
+                time.sleep(PAUSE_SECONDS)
+            except httpx.HTTPError as error:
+                raise self._unreachable(error) from error
+        raise AssertionError("the last try returns or raises")
+
+    def _require(self, response: httpx.Response) -> None:
+        if not response.is_error:
+            return
+        try:
+            raise Refused(str(response.json()["text"]))
+        except (ValueError, KeyError, TypeError):
+            raise ServiceUnreachable(
+                "what answers is no service of tlora-fx",
+                server=self.server,
+                found=f"{response.status_code} {response.reason_phrase}",
+            ) from None
+
+    def _unreachable(self, error: Exception) -> ServiceUnreachable:
+        return ServiceUnreachable(
+            "no service answers",
+            server=self.server,
+            reason=f"{type(error).__name__}: {error}",
+            help="start one with `tlora-fx serve`, or set --server or TLORA_FX_SERVER",
+        )
+
+
+@group.command("submit")
+def submit(
+    job_file: Annotated[Path, typer.Argument(help="Job file (YAML).")],
+    upload: Annotated[
+        list[str] | None,
+        typer.Option(help="FILE, or NAME=FILE: a file that the job file names; repeatable."),
+    ] = None,
+    priority: Annotated[int, typer.Option(min=0, help="Higher ones are started first.")] = 0,
+    key: Annotated[
+        str | None, typer.Option(help="Submitted twice under one key, jobs run once.")
+    ] = None,
+    server: Server = HERE,
+    token: Token = None,
+    authority: Authority = None,
+) -> None:
+    """Submit the jobs of a file. A file that is uploaded is found by the name in the job file."""
+    from tlora_fx.config.job_file import read_bounded
+
+    text = read_bounded(job_file).decode("utf-8", "surrogateescape")
+    connection = Connection(server, token, authority)
+    files = {}
+    for spec in upload or ():
+        name, equals, source = spec.partition("=")
+        path = Path(source if equals else name)
+        where = path if path.is_file() else job_file.parent / path
+        files[name.removeprefix("./")] = _upload(connection, where)
+    body = {"job_file": text, "files": files, "priority": priority}
+    headers = {"Idempotency-Key": key or str(uuid.uuid4())}
+    taken = connection.ask("POST", "submissions", content=json.dumps(body), headers=headers | {
+        "Content-Type": "application/json"})  # fmt: skip
+    again = " (submitted before)" if taken["replayed"] else ""
+    echo(f"submission {taken['submission']}: {', '.join(taken['jobs'])}{again}")
+
+
+def _upload(connection: Connection, path: Path) -> str:
+    """Upload a file; its SHA-256."""
+    try:
+        with path.open("rb") as file:
+            sha256 = hashlib.file_digest(file, "sha256").hexdigest()
+        # Read anew at each try.
+        connection._answer(
+            lambda: connection.client.put(
+                f"/api/v1/files/{sha256}", content=path.open("rb"), timeout=None
+            )
+        )
+    except OSError as error:
+        raise UploadRefused("a file cannot be read", file=path, found=error.strerror) from error
+    return sha256
+
+
+@group.command("ls")
+def ls(
+    state: Annotated[str | None, typer.Option(help="Only jobs in this state.")] = None,
+    plain: Plain = False,
+    server: Server = HERE,
+    token: Token = None,
+    authority: Authority = None,
+) -> None:
+    """List jobs: yours, or all where you are an admin."""
+    rows = Connection(server, token, authority).ask(
+        "GET", "jobs", params={"state": state} if state else {}
+    )
+    if plain:
+        echo(json.dumps(rows, indent=1))
+        return
+    from rich.table import Table
+
+    table = Table(box=None, pad_edge=False)
+    for title in ("job", "state", "step", "loss", "tokens/s", "GPU", "submitted"):
+        table.add_column(title)
+    for row in rows:
+        shown = (row["loss"], ".4f"), (row["tokens_per_second"], ".0f")
+        numbers = ("" if value is None else format(value, form) for value, form in shown)
+        gpus = ",".join(map(str, row["gpus"]))
+        step = f"{row['step']}/{row['steps'] or '?'}"
+        at = datetime.fromtimestamp(row["submitted"], UTC).strftime("%Y-%m-%d %H:%M")
+        table.add_row(row["name"], row["state"], step, *numbers, gpus, at)
+    print_whole(Console(highlight=False), table)
+
+
+@group.command("status")
+def status(
+    job: Job,
+    why: Annotated[bool, typer.Option("--why", help="Also why it runs so, or waits.")] = False,
+    plain: Plain = False,
+    server: Server = HERE,
+    token: Token = None,
+    authority: Authority = None,
+) -> None:
+    """Say how a job is."""
+    connection = Connection(server, token, authority)
+    told = connection.ask("GET", f"jobs/{job}")
+    if plain:
+        echo(json.dumps(told, indent=1))
+    else:
+        for name, value in told.items():
+            if value not in (None, "", []):
+                echo(f"{name:<18} {value}")
+    if why:
+        echo(connection.ask("GET", f"jobs/{job}/explain")["text"])
+
+
+def _verb(verb: str, told: str) -> None:
+    def change(
+        jobs: Annotated[list[str], typer.Argument(help="Names of jobs.")],
+        server: Server = HERE,
+        token: Token = None,
+        authority: Authority = None,
+    ) -> None:
+        connection = Connection(server, token, authority)
+        for job in jobs:
+            answer = connection.ask("POST", f"jobs/{job}/{verb}")
+            echo(f"{answer['name']}: {answer['state']}")
+
+    change.__doc__ = told
+    group.command(verb)(change)
+
+
+_verb("cancel", "End jobs; those that train do after their step, and keep what they have.")
+_verb("pause", "Let jobs wait; they keep every step.")
+_verb("resume", "Let paused jobs go on.")
+
+
+@group.command("logs")
+def logs(
+    job: Job,
+    follow: Annotated[bool, typer.Option("-f", "--follow", help="Until it has ended.")] = False,
+    server: Server = HERE,
+    token: Token = None,
+    authority: Authority = None,
+) -> None:
+    """Print a job's steps and evaluations."""
+    connection = Connection(server, token, authority)
+    with connection.stream(f"jobs/{job}/logs", params={"follow": follow}) as response:
+        for line in response.iter_lines():
+            echo(line)
+
+
+@group.command("fetch")
+def fetch(
+    job: Job,
+    output: Annotated[Path, typer.Option("-o", "--output", help="Where its folder goes.")] = Path(),
+    server: Server = HERE,
+    token: Token = None,
+    authority: Authority = None,
+) -> None:
+    """Fetch the adapter of a job that is done, a PEFT folder, with its metrics."""
+    connection = Connection(server, token, authority)
+    with connection.stream(f"jobs/{job}/adapter") as response, TemporaryFile() as file:
+        for chunk in response.iter_bytes():
+            file.write(chunk)
+        file.seek(0)
+        with tarfile.open(fileobj=file) as tar:
+            names = sorted({Path(name).parts[0] for name in tar.getnames()})
+            tar.extractall(output, filter="data")
+    echo("\n".join(str(output / name) for name in names))

@@ -1,0 +1,69 @@
+"""`tlora-fx tokens`: who may use a service, and how much of it."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from tlora_fx.cli.options import command_group
+from tlora_fx.cli.terminal import Console, print_whole
+from tlora_fx.errors import ServiceRefused
+
+group = command_group("Make, list and revoke the tokens of a service's users.")
+RunFolder = Annotated[Path, typer.Option("-o", "--output", help="The service's -o folder.")]
+
+
+@group.command("add")
+def add(
+    name: Annotated[str, typer.Argument(help="The user: small letters, digits and '-'.")],
+    output: RunFolder,
+    admin: Annotated[bool, typer.Option("--admin", help="Sees and changes all jobs.")] = False,
+    jobs: Annotated[int | None, typer.Option(min=0, help="At a time; by default any.")] = None,
+    gpu_hours: Annotated[
+        float | None, typer.Option(min=0, help="In all; by default any number.")
+    ] = None,
+    priority: Annotated[int, typer.Option(min=0, max=1000, help="The highest of a job.")] = 0,
+) -> None:
+    """Make one more token for a user, who has these limits from now on; it is shown once."""
+    from tlora_fx.server.store import LOCAL, ServiceStore, User
+
+    if not re.fullmatch(r"[a-z0-9][a-z0-9-]{0,31}", name) or name == LOCAL:
+        raise ServiceRefused(
+            "a user cannot be called so",
+            found=name,
+            expected=f"small letters, digits and '-', and not '{LOCAL}'",
+        )
+    typer.echo(ServiceStore(output).add_user(User(name, admin, jobs, gpu_hours, priority)))
+
+
+@group.command("ls")
+def ls(output: RunFolder) -> None:
+    """List users, their limits, and what they have used."""
+    from rich.table import Table
+
+    from tlora_fx.server.store import ServiceStore
+
+    store = ServiceStore(output)
+    table = Table(box=None, pad_edge=False)
+    for title in ("user", "tokens", "admin", "jobs", "GPU-hours", "used", "priority"):
+        table.add_column(title)
+    for user, tokens in store.users().items():
+        limits = ("any" if limit is None else f"{limit:g}" for limit in (user.jobs, user.gpu_hours))
+        used = f"{store.gpu_hours(user.name):.2f}"
+        admin = "yes" if user.admin else ""
+        table.add_row(user.name, str(tokens), admin, *limits, used, str(user.priority))
+    print_whole(Console(highlight=False), table)
+
+
+@group.command("revoke")
+def revoke(name: Annotated[str, typer.Argument(help="The user.")], output: RunFolder) -> None:
+    """Forget all tokens of a user; their jobs go on."""
+    from tlora_fx.server.store import ServiceStore
+
+    count = ServiceStore(output).revoke(name)
+    if not count:
+        raise ServiceRefused("the user has no token", found=name, help="see `tlora-fx tokens ls`")
+    typer.echo(f"{name}: {count} revoked")

@@ -1,0 +1,153 @@
+"""The service's side of the scheduler: it makes the loop do what users want of their jobs.
+
+Before each decision what the store says is compared with what the loop does. A job to pause is
+held; so is one that waits while another of higher priority waits, and nothing that runs is stopped
+for a priority. A job to cancel is taken back where it waits; where it trains it is asked to end
+after its step, which disturbs none of its group. All of it may be done twice, or after a restart.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from tlora_fx.durable import replace_file
+from tlora_fx.runtime.run_folder import STOP
+from tlora_fx.scheduler.formations import Callback, Formation
+from tlora_fx.scheduler.service import SchedulerService
+from tlora_fx.scheduler.state import ActiveJob, JobRequest
+from tlora_fx.server.store import OwnedJob, ServiceStore
+
+LOOK_SECONDS = 0.25
+LOG = logging.getLogger("tlora_fx.server")
+
+
+@dataclass(slots=True)
+class Control:
+    """Keeps a run as its users want it; see the module."""
+
+    store: ServiceStore
+    folder: Path
+    running: SchedulerService
+    _looked: float = float("-inf")
+    _known: int = -1
+    _asked: dict[str, int] = field(default_factory=dict)
+
+    def __call__(self) -> None:
+        """Look, if it is time to or jobs have come."""
+        loop = self.running.loop
+        if time.monotonic() - self._looked < LOOK_SECONDS and len(loop.ended) == self._known:
+            return
+        self._looked, self._known = time.monotonic(), len(loop.ended)
+        if not loop.stopping:
+            self._keep([job for job in self.store.jobs() if job.status in ("queued", "running")])
+
+    def _keep(self, jobs: Sequence[OwnedJob]) -> None:
+        loop = self.running.loop
+        there = [job for job in jobs if loop.ended.get(job.name) == ""]
+        inside = {name: epoch for epoch, run in loop.runs.items() for name in run.jobs}
+        starting = {name for group in loop.formations.pending for name in group.jobs}
+        for job in there:
+            if job.wanted == "cancel":
+                self._cancel(job, inside.get(job.name))
+        waiting = [
+            job
+            for job in there
+            if job.wanted == "run" and job.name not in inside and job.name not in starting
+        ]
+        highest = max((job.priority for job in waiting), default=0)
+        held = {job.name for job in waiting if job.priority < highest}
+        held |= {job.name for job in there if job.wanted == "pause"}
+        for name in loop.held.keys() - held:
+            loop.let_go(name)
+        for name in held - loop.held.keys():
+            loop.hold(name)
+
+    def _cancel(self, job: OwnedJob, epoch: int | None) -> None:
+        stop = self.folder / job.name / STOP
+        if epoch is None:
+            now = self.running.executor.now()
+            if self.running.ledger.cancel(job.name, "its user cancelled it", now, begun=True):
+                self.running.loop.cancel(job.name)
+                self.running.callback.cancelled(now, job.name)
+            with suppress(OSError):
+                stop.unlink(missing_ok=True)
+        elif self._asked.get(job.name) != epoch:
+            # A group that died may have heard it, and not have done it.
+            self._asked[job.name] = epoch
+            stop.parent.mkdir(exist_ok=True)
+            replace_file(stop, b"")
+
+
+@dataclass(slots=True)
+class EventLog(Callback):
+    """Writes what a run does into the ledger, and into the log."""
+
+    store: ServiceStore
+
+    def say(self, time: float | None, kind: str, jobs: Sequence[str], text: str) -> None:
+        """One event; time in seconds of the run's clock, None: now."""
+        at = _now() if time is None else self.store.started + time
+        LOG.info(text, extra={"event": kind, "jobs": list(jobs)})
+        self.store.tell(at, kind, jobs, text)
+
+    def submitted(self, time: float, job: ActiveJob) -> None:
+        """A job is waiting."""
+        self.say(time, "submitted", [job.name], "is in the queue")
+
+    def refused(self, time: float, request: JobRequest, reason: str) -> None:
+        """A job will never run."""
+        self.say(None, "refused", [request.name], f"cannot run: {reason}")
+
+    def launched(self, time: float, run: Formation) -> None:
+        """A group was formed."""
+        gpus = ", ".join(map(str, run.group.place))
+        self.say(time, "group", run.group.jobs, f"group {run.epoch} is formed on GPU {gpus}")
+
+    def warned(self, time: float, run: Formation, text: str) -> None:
+        """A group goes on."""
+        self.say(time, "warning", run.group.jobs, f"group {run.epoch} goes on, but: {text}")
+
+    def left(self, time: float, run: Formation, job: ActiveJob, reason: str) -> None:
+        """A job ended."""
+        text = f"failed: {reason}" if reason else "has ended"
+        self.say(time, "failed" if reason else "done", [job.name], text)
+
+    def ended(self, time: float, run: Formation, how: str) -> None:
+        """A group is over."""
+        if run.jobs:
+            text = f"group {run.epoch} {how}; its jobs wait"
+            self.say(time, "warning" if how == "failed" else "group", list(run.jobs), text)
+
+    def gave_up(self, time: float, job: ActiveJob, reason: str) -> None:
+        """A job will not be run again."""
+        self.say(time, "failed", [job.name], f"is given up: {reason}")
+
+    def capacity(self, time: float, gpus: int) -> None:
+        """GPUs came or went."""
+        self.say(time, "capacity", [], f"{gpus} GPUs are there")
+
+    def parked(self, time: float, request: JobRequest, reason: str) -> None:
+        """A job waits for the next start."""
+        self.say(time, "warning", [request.name], f"waits for the next start: {reason}")
+
+    def cancelled(self, time: float, name: str) -> None:
+        """A job was taken back."""
+        self.say(time, "cancelled", [name], "is cancelled")
+
+    def resumed(self, jobs: int, done: int) -> None:
+        """A run goes on."""
+        self.say(None, "service", [], f"going on with {jobs} jobs, of which {done} have ended")
+
+    def read_file(self, name: str, jobs: Sequence[str], mistake: str) -> None:
+        """A submission was read."""
+        if mistake:
+            self.say(None, "warning", jobs, f"submission {name} cannot be read: {mistake}")
+
+
+def _now() -> float:
+    return time.time()

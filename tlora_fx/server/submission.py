@@ -1,0 +1,283 @@
+"""From what a user sends to a job file in the scheduler's folder.
+
+A job file is checked as everywhere. Before anything that it names is looked at, every path in it
+has to lie in a folder that jobs may read: one that the service was started with, or the folder of
+the submission itself, into which its uploads are put.
+
+    RUN/service/uploads/USER/SHA256    what was uploaded
+               /submitted/NAME/        a submission: jobs.yaml as it was sent, and uploads
+               /inbox/000012.yaml      what the scheduler reads
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import re
+import secrets
+import shutil
+from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from tlora_fx.config.job import Job, is_written_as_path
+from tlora_fx.config.job_file import DATA_SUFFIXES, SHARED, load_job_file, read_yaml
+from tlora_fx.config.paths import is_there
+from tlora_fx.durable import link_or_copy, replace_file
+from tlora_fx.errors import QuotaReached, SubmissionRefused, TloraError, UploadRefused
+from tlora_fx.server.store import FOLDER, ServiceStore, Submission, User, full_name
+
+JOB_FILE = "jobs.yaml"
+#: Keys below `base`, and below a job or the defaults, that may hold a path.
+_BASE_PATHS = ("model", "tokenizer", "config")
+_JOB_PATHS = (("adapter",), ("data", "path"), ("eval_data", "path"))
+_UPLOAD_NAME = re.compile(r"[A-Za-z0-9_-][A-Za-z0-9._-]*(/[A-Za-z0-9_-][A-Za-z0-9._-]*)*")
+
+
+@dataclass(frozen=True, slots=True)
+class IntakeLimits:
+    """What users may send, and what their jobs may read.
+
+    roots             folders in which bases, data and adapters lie; none: uploads and the hub alone
+    upload_bytes      of one file
+    stored_bytes      of all files of a user
+    trust_remote_code   jobs may run code of their own where they ask for it
+    """
+
+    roots: tuple[Path, ...] = ()
+    upload_bytes: int = 256 << 20
+    stored_bytes: int = 10 << 30
+    trust_remote_code: bool = False
+
+
+class Intake:
+    """Takes uploads and submissions."""
+
+    def __init__(self, store: ServiceStore, limits: IntakeLimits) -> None:
+        self.store, self.limits = store, limits
+        self._roots = tuple(root.resolve() for root in limits.roots)
+
+    def restore(self) -> None:
+        """Put back what a killed service did not come to, and remove what nobody was told of."""
+        known = {submission.folder for submission in self.store.submissions()}
+        for path in (self.store.folder / "submitted").iterdir():
+            if path.name not in known:
+                shutil.rmtree(path, ignore_errors=True)
+        for submission in self.store.submissions():
+            if not self.store.file_of(submission.number).exists():
+                self._hand_over(submission)
+        for part in (self.store.folder / "uploads").glob("*/*.part"):
+            part.unlink(missing_ok=True)
+
+    async def upload(self, user: User, sha256: str, content: AsyncIterator[bytes]) -> int:
+        """Keep a file until a submission names its SHA-256; its size in bytes.
+
+        raises   UploadRefused, QuotaReached; nothing is kept then
+        """
+        folder = self.store.folder / "uploads" / user.name
+        folder.mkdir(mode=0o700, exist_ok=True)
+        stored = sum(path.stat().st_size for path in folder.iterdir())
+        part, size, digest = folder / f"{secrets.token_hex(8)}.part", 0, hashlib.sha256()
+        try:
+            with part.open("wb") as file:
+                async for chunk in content:
+                    size += len(chunk)
+                    digest.update(chunk)
+                    if size > self.limits.upload_bytes:
+                        raise UploadRefused(
+                            "the file is too large",
+                            expected=f"at most {self.limits.upload_bytes} bytes",
+                            help="put it where the workers see it, and name its path",
+                        )
+                    if stored + size > self.limits.stored_bytes:
+                        most = self.limits.stored_bytes
+                        raise QuotaReached("no room is left", expected=f"at most {most} bytes")
+                    file.write(chunk)
+            if digest.hexdigest() != sha256:
+                raise UploadRefused(
+                    "the file is not what its SHA-256 says",
+                    expected=sha256,
+                    found=digest.hexdigest(),
+                )
+            part.rename(folder / sha256)
+        finally:
+            part.unlink(missing_ok=True)
+        return size
+
+    def submit(
+        self, user: User, key: str, job_file: str, files: Mapping[str, str], priority: int
+    ) -> Submission:
+        """Take a job file with its uploads, by name the SHA-256 of each; once for each key.
+
+        raises   TloraError, and nothing has changed then
+        """
+        whole = json.dumps([job_file, sorted(files.items()), priority])
+        sha256 = hashlib.sha256(whole.encode("utf-8", "surrogatepass")).hexdigest()
+        known = self.store.replayed(user, key, sha256)
+        if known is not None:
+            return known
+        folder = self.store.folder / "submitted" / secrets.token_hex(12)
+        try:
+            jobs = self._read(user, folder, job_file, files)
+            names = [full_name(user.name, job.name) for job in jobs]
+            document = self._document(folder, jobs, names)
+            submission = self.store.submit(
+                user, key, sha256, names, document, folder.name, priority
+            )
+        except BaseException:
+            shutil.rmtree(folder, ignore_errors=True)
+            raise
+        if submission.replayed:
+            shutil.rmtree(folder, ignore_errors=True)
+        else:
+            self._hand_over(submission)
+        return submission
+
+    def _hand_over(self, submission: Submission) -> None:
+        replace_file(self.store.file_of(submission.number), submission.document.encode())
+
+    def _read(
+        self, user: User, folder: Path, job_file: str, files: Mapping[str, str]
+    ) -> Sequence[Job]:
+        """The jobs of what was sent, in a folder of its own."""
+        folder.mkdir(mode=0o700)
+        path = folder / JOB_FILE
+        try:
+            path.write_bytes(job_file.encode())
+        except UnicodeEncodeError as error:
+            raise SubmissionRefused("the job file is not UTF-8", found=error.reason) from None
+        for name, sha256 in files.items():
+            self._place(user, folder, name, sha256)
+        try:
+            self._require_inside(folder, read_yaml(path).value)
+            return load_job_file(path, trust_remote_code=self.limits.trust_remote_code).jobs
+        except TloraError as error:
+            # The user knows nothing of our folders.
+            facts = {name: _without(folder, text) for name, text in error.facts.items()}
+            raise SubmissionRefused(
+                _without(folder, error.what), help=error.help, **facts
+            ) from error
+
+    def _place(self, user: User, folder: Path, name: str, sha256: str) -> None:
+        if name == JOB_FILE or not _UPLOAD_NAME.fullmatch(name) or len(name) > 200:
+            raise SubmissionRefused(
+                "a file cannot be called so",
+                found=name,
+                expected="a path below the job file, of letters, digits, '.', '_', '-' and '/'",
+            )
+        source = self.store.folder / "uploads" / user.name / sha256
+        if not source.is_file():
+            raise SubmissionRefused(
+                "a file was not uploaded", found=f"{name}: {sha256}", help="PUT it, then submit"
+            )
+        target = folder / name
+        try:
+            target.parent.mkdir(parents=True, exist_ok=True)
+            link_or_copy(source, target)
+        except OSError:
+            raise SubmissionRefused(
+                "two files cannot have these names", found=name, help="rename one of them"
+            ) from None
+
+    def _require_inside(self, folder: Path, top: object) -> None:
+        """Refuse paths that jobs may not read, before anything looks at them."""
+        for where, text in _paths(top):
+            if "://" in text or "\0" in text:
+                raise SubmissionRefused("a job reads files and the hub alone", **{where: text})
+            named = is_written_as_path(text) or text.endswith(DATA_SUFFIXES) or ".." in text
+            named = named or where.endswith(("adapter", "config", "compute_metrics"))
+            # What is no path here may be one where the service was started.
+            paths = [folder / _home(text)] if named or is_there(folder / text) else []
+            paths += [Path(text)] if is_there(text) else []
+            if not all(self._is_inside(folder, path) for path in paths):
+                raise SubmissionRefused(
+                    "a job may not read this path",
+                    **{where: text},
+                    expected=", ".join(map(str, self.limits.roots)) or "an upload, or a hub id",
+                    help="upload the file, or have the service started with --root FOLDER",
+                )
+
+    def _is_inside(self, folder: Path, path: Path) -> bool:
+        try:
+            real = path.resolve()
+        except (OSError, RuntimeError, ValueError):
+            return False
+        return any(real.is_relative_to(root) for root in (folder.resolve(), *self._roots))
+
+    def _document(self, folder: Path, jobs: Sequence[Job], names: Sequence[str]) -> str:
+        """The same jobs with absolute paths and full names, as a file anywhere."""
+        if any(name.lower() == FOLDER or len(name) > 100 for name in names):
+            raise SubmissionRefused(
+                "a job cannot be called so here",
+                found=", ".join(names),
+                help="choose a shorter name, or another",
+            )
+        base = jobs[0].base.model_dump(mode="json", exclude_unset=True, exclude_none=True)
+        shared = {key: getattr(jobs[0], key) for key in SHARED}
+        entries = [
+            job.model_dump(mode="json", exclude_unset=True, exclude={"base", *SHARED})
+            | {"name": name}
+            for job, name in zip(jobs, names, strict=True)
+        ]
+        again = folder / "document.yaml"
+        try:
+            whole = {"base": base, **shared, "jobs": entries}
+            document = json.dumps(whole, allow_nan=False, ensure_ascii=False, indent=1)
+            again.write_text(document + "\n", "utf-8")
+            read = load_job_file(again, trust_remote_code=self.limits.trust_remote_code).jobs
+        except (TloraError, ValueError) as error:
+            raise SubmissionRefused(
+                "the job file holds what cannot be written down again",
+                found=str(error).splitlines()[0],
+                help="leave out infinite numbers, and characters that nobody sees",
+            ) from None
+        again.unlink()
+        for job, other, name in zip(jobs, read, names, strict=True):
+            if job.model_copy(update={"name": name}) != other:
+                raise SubmissionRefused(
+                    "a job does not read the same when it is written down again", job=job.name
+                )
+        return document + "\n"
+
+
+def _paths(top: object) -> Iterator[tuple[str, str]]:
+    """What may be a path in a job file, with its key; what is no mapping has its own mistakes."""
+    if not isinstance(top, dict):
+        return
+    jobs = top.get("jobs")
+    sections = [("defaults", top.get("defaults"))]
+    sections += [(f"jobs_{i}", job) for i, job in enumerate(jobs if isinstance(jobs, list) else ())]
+    for key in _BASE_PATHS:
+        yield from _text(f"base_{key}", _at(top.get("base"), (key,)))
+    for where, section in sections:
+        for keys in _JOB_PATHS:
+            yield from _text("_".join((where, *keys)), _at(section, keys))
+        function = _at(section, ("compute_metrics",))
+        if isinstance(function, str) and ".py" in function:
+            yield f"{where}_compute_metrics", function.rpartition(":")[0] or function
+    # A base may be named by one word.
+    yield from _text("base_model", top.get("base"))
+
+
+def _home(text: str) -> Path:
+    """As job files read it: a home that nobody has is none."""
+    try:
+        return Path(text).expanduser()
+    except RuntimeError:
+        return Path(text).absolute()
+
+
+def _at(section: object, keys: Sequence[str]) -> Any:
+    for key in keys:
+        section = section.get(key) if isinstance(section, dict) else None
+    return section
+
+
+def _text(where: str, value: object) -> Iterator[tuple[str, str]]:
+    if isinstance(value, str) and value:
+        yield where, value
+
+
+def _without(folder: Path, text: str) -> str:
+    return text.replace(f"{folder}/", "").replace(str(folder), "the submission")
