@@ -28,7 +28,8 @@ from tlora_fx.runtime.adapters import adapter_tensors
 from tlora_fx.runtime.checks import load_all_data
 from tlora_fx.runtime.data import held_out
 from tlora_fx.runtime.trainer import Trainer, TrainerCallback, TrainerOptions
-from tlora_fx.scheduler.local.worker import EventCallback, EventReader, EventWriter
+from tlora_fx.scheduler.local.protocol import EventReader, EventWriter
+from tlora_fx.scheduler.local.worker import EventCallback
 
 EVALUATED = {"eval_data": {"path": "unused.jsonl"}, "eval_steps": 2}
 

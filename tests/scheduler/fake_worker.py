@@ -14,7 +14,7 @@ import signal
 import time
 from pathlib import Path
 
-from tlora_fx.scheduler.local.worker import EventWriter, WorkerConfig
+from tlora_fx.scheduler.local.protocol import EventWriter, WorkerConfig
 
 
 def warm() -> None:

@@ -14,17 +14,15 @@ from pathlib import Path
 
 import yaml
 
+from tests.scheduler import fake_admission
+from tests.scheduler.fake_admission import Prepared
 from tests.scheduler.toy import Roofline
 from tlora_fx.cost.hardware import Cluster
-from tlora_fx.cost.load import Demand
 from tlora_fx.scheduler.formations import Callback
-from tlora_fx.scheduler.local import admission_worker
-from tlora_fx.scheduler.local.admission_worker import PreparedJob
 from tlora_fx.scheduler.local.executor import LocalOptions, StallLimits
 from tlora_fx.scheduler.loop import LoopOptions
 from tlora_fx.scheduler.policies import policy_of
 from tlora_fx.scheduler.service import RunOptions, opened
-from tlora_fx.scheduler.state import JobRequest
 from tlora_fx.scheduler.store import Ledger
 
 QUICKSTART = Path(__file__).parents[2] / "examples" / "quickstart"
@@ -66,34 +64,6 @@ def write_job(folder: Path, name: str, steps: int, **fields) -> Path:
     return hidden.rename(folder / f"{name}.yaml")
 
 
-class Prepared:
-    """Requests of jobs that nobody has to compile."""
-
-    def learn(self, job, base, shape):
-        pass
-
-    def restored(self, job):
-        pass
-
-    def request(self, job, now):
-        return request(job, now)
-
-
-def main(path):
-    """What an admission process of these runs does."""
-    here = Prepared()
-    admission_worker.serve(path, lambda *job: PreparedJob(here.request(*job), None), here.restored)
-
-
-def request(job, now):
-    tokens = 400.0 + 40 * len(job.name)
-    demand = Demand(
-        1, 2, tokens, tokens * 200, tokens, 7, 1e5, tokens * 8e4, tokens * 3e5, 448, 1e7
-    )
-    steps, slowdown = job.max_steps or 10, job.schedule.max_slowdown
-    return JobRequest(job.name, "base", demand, 1, steps, submitted=now, max_slowdown=slowdown)
-
-
 def options(**changed):
     more = {name: changed.pop(name) for name in MORE if name in changed}
     more = {"step_seconds": 0.01} | more
@@ -103,7 +73,7 @@ def options(**changed):
     loop = {name: changed.pop(name) for name in ("horizon", "switch_seconds") if name in changed}
     loop = LoopOptions(**({"horizon": 0.4, "switch_seconds": 0.1} | loop))
     fixed = {"loop": loop, "linger": 0.0, "worker": FAKE, "local": local}
-    fixed["admission_worker"] = __name__
+    fixed["admission_worker"] = fake_admission.__name__
     return RunOptions(**(fixed | changed))
 
 

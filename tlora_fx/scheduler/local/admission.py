@@ -25,7 +25,7 @@ from pydantic import ValidationError
 from tlora_fx.cost.model_facts import ModelFacts
 from tlora_fx.errors import AdmissionError
 from tlora_fx.scheduler.local.admission_worker import SHAPE, AdmissionOrder
-from tlora_fx.scheduler.local.worker import EventReader
+from tlora_fx.scheduler.local.protocol import EventReader
 from tlora_fx.scheduler.state import REQUEST, JobRequest
 
 ADMISSION = "tlora_fx.scheduler.local.admission_worker"

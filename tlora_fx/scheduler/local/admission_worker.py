@@ -29,13 +29,7 @@ from tlora_fx.config.job_file import (
 from tlora_fx.cost.model_facts import ModelFacts
 from tlora_fx.durable import replace_file
 from tlora_fx.errors import AdmissionError, TloraError
-from tlora_fx.model.backbone import load_backbone
-from tlora_fx.runtime.checks import check_fits, load_tokenizer
-from tlora_fx.runtime.data import load_job_data
-from tlora_fx.runtime.identity import require_same_files
-from tlora_fx.runtime.optimizer import require_trainable
-from tlora_fx.runtime.rows import require_data
-from tlora_fx.scheduler.local.worker import EventWriter
+from tlora_fx.scheduler.local.protocol import EventWriter
 from tlora_fx.scheduler.requests import facts_of_job, request_of, shape_of
 from tlora_fx.scheduler.state import REQUEST, JobRequest
 
@@ -99,6 +93,11 @@ def prepare(job: Job, submitted: float) -> PreparedJob:
     raises      TloraError: its data, its base or its targets are wrong; and whatever a library
                 raises that meets numbers that nobody thought of
     """
+    from tlora_fx.model.backbone import load_backbone
+    from tlora_fx.runtime.checks import check_fits, load_tokenizer
+    from tlora_fx.runtime.data import load_job_data
+    from tlora_fx.runtime.optimizer import require_trainable
+
     facts = facts_of_job(job)
     backbone = load_backbone(job.base)
     data = load_job_data(job, load_tokenizer(job.base))
@@ -110,6 +109,8 @@ def prepare(job: Job, submitted: float) -> PreparedJob:
 
 def restore(job: Job) -> ModelFacts | None:
     """The shape of a base whose job was prepared before; raises where base or data are gone."""
+    from tlora_fx.runtime.rows import require_data
+
     require_data(job.data, job.name)
     return shape_of(job)
 
@@ -142,6 +143,8 @@ def serve(
             if order.again:
                 shape = _dumped(restore(job))
                 if job.name in order.sources:
+                    from tlora_fx.runtime.identity import require_same_files
+
                     require_same_files(job, Path(order.sources[job.name]))
                 _tell(writer, "restored", shape=shape)
             else:

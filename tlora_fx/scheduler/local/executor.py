@@ -43,7 +43,7 @@ from tlora_fx.scheduler.executor import (
     Warned,
 )
 from tlora_fx.scheduler.local.processes import ForkServer
-from tlora_fx.scheduler.local.worker import EventReader, WorkerConfig
+from tlora_fx.scheduler.local.protocol import EventReader, WorkerConfig
 from tlora_fx.scheduler.state import Group, JobRequest
 from tlora_fx.scheduler.store import Ledger
 

@@ -7,26 +7,21 @@ written, and the process ends.
 from __future__ import annotations
 
 import gc
-import json
 import os
 import pkgutil
-import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
-from dataclasses import asdict, dataclass, field
 from importlib import import_module
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Self
+from typing import TYPE_CHECKING
 
 import torch
-from pydantic import TypeAdapter
 
 import tlora_fx.passes
 import tlora_fx.planners
 from tlora_fx.compiler import compile, find_passes, prepare
 from tlora_fx.config.job import Job
 from tlora_fx.cost.plan import MeshShape, Plan
-from tlora_fx.durable import replace_file
 from tlora_fx.errors import JobsDiffer, NotAdmitted, TloraError
 from tlora_fx.ir.graph import OpenSlots
 from tlora_fx.model.slots import rounded
@@ -38,105 +33,13 @@ from tlora_fx.runtime.checks import load_all_data
 from tlora_fx.runtime.distributed import Ranks
 from tlora_fx.runtime.launch import Launch, exits_at_once, join
 from tlora_fx.runtime.trainer import Trainer, TrainerOptions
+from tlora_fx.scheduler.local.protocol import EventWriter, WorkerConfig
 from tlora_fx.scheduler.requests import quiet_import
 
 if TYPE_CHECKING:
     from tlora_fx.model.supermodel import SuperModel
     from tlora_fx.runtime.job_evaluation import EvaluationReport
     from tlora_fx.runtime.job_run import JobRun, SampleReport, StepReport
-
-
-@dataclass(frozen=True, slots=True)
-class WorkerConfig:
-    """One formation of a group, for its worker.
-
-    jobs             `Job.model_dump(mode="json")` of each, in the group's order
-    sources          by job, the run folder whose newest checkpoint it goes on from
-    device           "cpu" or "cuda"
-    mesh             such as "dp=2"
-    save_seconds     a checkpoint is due so long after the last one
-    max_row_tokens   of one forward
-    pipeline         passes instead of the default
-    extensions       files and modules that bring passes, as `load_extension` takes them
-    callbacks        of users, as `callback_named` takes them
-    stays            what orders have in common that one process may carry out; "": it ends
-    """
-
-    epoch: int
-    jobs: tuple[Mapping[str, Any], ...]
-    sources: Mapping[str, str]
-    output: str
-    job_folders: str
-    event_log: str
-    device: str = "cpu"
-    gpus: tuple[int, ...] = (0,)
-    mesh: str = ""
-    shard_base: bool = False
-    save_seconds: float = 60.0
-    max_row_tokens: int = 16384
-    compiled: bool = False
-    options: Mapping[str, Any] = field(default_factory=dict)
-    pipeline: str | None = None
-    extensions: tuple[str, ...] = ()
-    accept_changes: bool = False
-    callbacks: tuple[str, ...] = ()
-    stays: str = ""
-
-    def write(self, path: Path) -> None:
-        """Leave the config where its worker finds it."""
-        replace_file(path, json.dumps(asdict(self), indent=1).encode())
-
-    @classmethod
-    def read(cls, path: Path) -> Self:
-        """The config in a file."""
-        return TypeAdapter(cls).validate_json(path.read_bytes())
-
-
-class EventWriter:
-    """Appends lines, for a worker.
-
-    A file outlives both ends: a worker whose parent is gone writes on undisturbed, and a line that
-    a kill has torn has no end and is never read.
-
-    every_seconds   progress is written at most so often
-    """
-
-    def __init__(self, path: Path | str, every_seconds: float = 0.2) -> None:
-        self._file = Path(path).open("ab", buffering=0)  # noqa: SIM115  (open while it trains)
-        self._every = every_seconds
-        self._last = 0.0
-
-    def write(self, kind: str, **facts: Any) -> None:
-        """Append one line, with the time of day."""
-        line = json.dumps({"kind": kind, "time": time.time(), **facts})
-        self._file.write(line.encode() + b"\n")
-
-    def progress(self, steps: Mapping[str, int]) -> None:
-        """Write the steps done, unless that was written a moment ago."""
-        now = time.monotonic()
-        if now - self._last >= self._every:
-            self._last = now
-            self.write("progress", steps=dict(steps))
-
-
-class EventReader:
-    """Reads the lines of a file as they come."""
-
-    def __init__(self, path: Path) -> None:
-        self.path = path
-        self._read = 0
-
-    def lines(self) -> list[dict[str, Any]]:
-        """What was written since the last call; a line without its end waits."""
-        try:
-            with self.path.open("rb") as file:
-                file.seek(self._read)
-                content = file.read()
-        except FileNotFoundError:
-            return []
-        whole = content[: content.rfind(b"\n") + 1]
-        self._read += len(whole)
-        return [json.loads(line) for line in whole.splitlines()]
 
 
 def warm() -> None:
