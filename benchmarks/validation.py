@@ -35,7 +35,7 @@ from tlora_fx.cost.load import Demand
 from tlora_fx.scheduler.executor import Drained, ExecutorEvent, Failed, Progress
 from tlora_fx.scheduler.formations import Callback
 from tlora_fx.scheduler.local.executor import LocalOptions, cpu_threads
-from tlora_fx.scheduler.local.worker import EventReader
+from tlora_fx.scheduler.local.protocol import EventReader
 from tlora_fx.scheduler.loop import LoopOptions
 from tlora_fx.scheduler.policies import find_policy
 from tlora_fx.scheduler.service import (
