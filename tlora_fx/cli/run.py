@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import importlib.util
 import signal
 import sys
 import time
@@ -28,6 +29,7 @@ from tlora_fx.cli.options import (
     takes_options,
 )
 from tlora_fx.cli.terminal import Console
+from tlora_fx.errors import RayNotInstalled, RunRefused
 from tlora_fx.scheduler.formations import Callback, Formation, LayoutOf
 from tlora_fx.scheduler.loop import Loop, LoopOptions
 from tlora_fx.scheduler.state import ActiveJob, JobRequest
@@ -35,6 +37,7 @@ from tlora_fx.scheduler.store import JobRecord, Ledger
 
 if TYPE_CHECKING:
     from tlora_fx.scheduler.local.admission import AdmissionLimits
+    from tlora_fx.scheduler.ray.cluster import RayCluster
     from tlora_fx.scheduler.service import RunOptions, SchedulerService
 
 
@@ -56,9 +59,17 @@ class RunCommandOptions:
     ] = "tlora"
     horizon: Annotated[str, typer.Option(help="Between decisions, such as 60s or 5m.")] = "60s"
     slots: Annotated[
-        int | None, typer.Option(min=1, help="GPUs to use, or parts of the CPU; by default all.")
+        int | None,
+        typer.Option(min=1, help="GPUs to use (of each node), or parts of the CPU; else all."),
     ] = None
     device: Annotated[str | None, typer.Option(help="cpu or cuda.")] = None
+    executor: Annotated[
+        str, typer.Option(help="Where groups run: local (this machine) or ray (a cluster).")
+    ] = "local"
+    ray_address: Annotated[
+        str | None,
+        typer.Option(help="HOST:PORT of Ray's head; by default the one that runs here."),
+    ] = None
     profile: Annotated[
         list[Path] | None, typer.Option(help="Measured profile of a base; may be repeated.")
     ] = None
@@ -174,13 +185,18 @@ def run(options: RunCommandOptions) -> None:
 
     for name in options.callback or ():
         callback_named(name)
-    cluster, kind = machine(options.device, options.slots)
+    nodes = _joined(options) if options.executor == "ray" else None
+    cluster, kind = (nodes.cluster, nodes.kind) if nodes else machine(options.device, options.slots)
     estimates = Estimates(cluster, tuple(options.profile or ()))
     service = options.service(kind, estimates.layout_of)
+    if nodes:
+        from tlora_fx.scheduler.ray.executor import on_ray
+
+        service = on_ray(service, nodes)
     output = options.output or Path("runs") / datetime.now(UTC).strftime("%Y%m%d-%H%M%S")
     page = Page(Console(stderr=True))
     page.say(f"{output}: {cluster.gpus} × {cluster.gpu}, policy {policy.name}")
-    for text in estimates.threads():
+    for text in () if nodes else estimates.threads():
         page.say(f"warning: {text}", "yellow")
     with opened(
         options.jobs, output, cluster, policy, estimates.estimator, estimates, page, service
@@ -190,8 +206,36 @@ def run(options: RunCommandOptions) -> None:
     _end(records, output, stopped=stopped)
 
 
+EXECUTORS = ("local", "ray")
+
+
+def _require_executor(options: RunCommandOptions) -> None:
+    """Refuse names of executors that there are not, and Ray where it is not installed."""
+    if options.executor not in EXECUTORS:
+        raise RunRefused(
+            "there is no such executor",
+            expected=" or ".join(EXECUTORS),
+            found=options.executor,
+            help="leave --executor out to run on this machine",
+        )
+    if options.executor != "ray":
+        if options.ray_address is not None:
+            raise RunRefused(
+                "--ray-address is of another executor",
+                expected="--executor ray",
+                found=f"--executor {options.executor}",
+            )
+    elif importlib.util.find_spec("ray") is None:
+        raise RayNotInstalled(
+            "--executor ray needs Ray, which is not installed here",
+            help="pip install 'tlora-fx[ray]', on every node alike",
+        )
+
+
 def _require_right(options: RunCommandOptions) -> None:
     """Refuse a folder that is not there, profiles and times that cannot be read, one wrong file."""
+    _require_executor(options)
+
     from tlora_fx.config.job_file import load_job_file
     from tlora_fx.cost.profile import Profile
     from tlora_fx.runtime import early_checks as early
@@ -207,6 +251,12 @@ def _require_right(options: RunCommandOptions) -> None:
         early.require_data(jobs)
         early.require_task(jobs)
         early.require_hub(jobs)
+
+
+def _joined(options: RunCommandOptions) -> RayCluster:
+    from tlora_fx.scheduler.ray.cluster import RayCluster
+
+    return RayCluster.join(options.ray_address, options.device, options.slots)
 
 
 def _until_over(running: SchedulerService, page: Page) -> bool:

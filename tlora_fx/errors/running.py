@@ -125,6 +125,17 @@ class WorkerStalled(TloraError, code="T0957"):
     """
 
 
+class RayNotInstalled(TloraError, code="T0958"):
+    """`--executor ray` needs Ray: `pip install 'tlora-fx[ray]'`."""
+
+
+class RayUnreachable(TloraError, code="T0959"):
+    """A Ray cluster cannot be joined, has no node to train on, or its head is gone.
+
+    What was committed is in the run's folder: run again with the same `-o`.
+    """
+
+
 class UnknownPolicy(TloraError, code="T0900"):
     """A scheduling policy that does not exist; the message lists those that do."""
 

@@ -322,6 +322,7 @@ class RunOptions:
     linger      seconds that the folder stays without a new file before a run without work ends;
                 None: never
     grace_seconds   that groups have to stop when the run is told to; then they are killed
+    executor    makes what runs groups, from the arguments of `LocalExecutor`
     layout_of   how a group is spread over its GPUs; None: over all of them, by rows
     """
 
@@ -333,6 +334,7 @@ class RunOptions:
     worker: str = WORKER
     admission: AdmissionLimits = field(default_factory=AdmissionLimits)
     admission_worker: str = ADMISSION
+    executor: Callable[..., LocalExecutor] = LocalExecutor
     local: LocalOptions = field(default_factory=LocalOptions)
 
 
@@ -369,7 +371,7 @@ def opened(
         server = ForkServer(
             output / "workers.log", module=options.worker, held=folder.workers, environment=threads
         )
-        executor = LocalExecutor(
+        executor = options.executor(
             output, cluster, specs, server, options=options.local, sources=sources(ledger),
             started=started, commits=ledger.record,
         )  # fmt: skip

@@ -24,7 +24,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import IO, Any
+from typing import IO, Any, Protocol
 
 from tlora_fx.cost.estimator import Layout
 from tlora_fx.cost.hardware import Cluster
@@ -42,7 +42,7 @@ from tlora_fx.scheduler.executor import (
     Progress,
     Warned,
 )
-from tlora_fx.scheduler.local.processes import ForkServer
+from tlora_fx.scheduler.lease import revoke
 from tlora_fx.scheduler.local.protocol import EventReader, WorkerConfig
 from tlora_fx.scheduler.state import Group, JobRequest
 from tlora_fx.scheduler.store import Ledger
@@ -130,6 +130,38 @@ class Watchdog:
         return str(WorkerStalled(what, expected=f"at most {most:.4g} s", found=silent + step))
 
 
+class Processes(Protocol):
+    """What starts the processes of groups, by number; see `ForkServer`."""
+
+    @property
+    def ready(self) -> bool:
+        """Whether processes begin at once."""
+
+    def begin(self) -> None:
+        """Make ready."""
+
+    def start(
+        self,
+        order: Path,
+        log: Path,
+        environment: Mapping[str, str],
+        module: str = "",
+        *,
+        stays: str = "",
+        place: Iterable[int] = (),
+    ) -> int:
+        """Start one; its number."""
+
+    def signal(self, worker: int, number: int) -> None:
+        """Send one a signal; nothing happens where it has ended."""
+
+    def code(self, worker: int) -> int | None:
+        """Its exit code, negative for a signal; None while it runs."""
+
+    def close(self) -> None:
+        """End all."""
+
+
 @dataclass(slots=True)
 class RunningGroup:
     """A formation that was launched.
@@ -140,7 +172,7 @@ class RunningGroup:
     epoch: int
     jobs: tuple[str, ...]
     folder: Path
-    server: ForkServer
+    server: Processes
     workers: tuple[int, ...]
     clock: Callable[[float], float]
     committed: dict[str, float]
@@ -316,7 +348,7 @@ class LocalExecutor:
         folder: Path,
         cluster: Cluster,
         specs: Mapping[str, Mapping[str, Any]],
-        server: ForkServer,
+        server: Processes,
         *,
         options: LocalOptions | None = None,
         sources: Mapping[str, CheckpointSource] | None = None,
@@ -387,18 +419,24 @@ class LocalExecutor:
         gpus = place[:size]
         config = self._config(folder, epoch, group, gpus, layout)
         config.write(folder / "order.json")
+        workers = self._start(epoch, folder, config, gpus)
+        self._groups[epoch] = RunningGroup(
+            epoch, group.jobs, folder, self._server, workers, self._clock,
+            {name: self.sources[name].steps for name in group.jobs if name in self.sources},
+            Watchdog(self.options.stall),
+        )  # fmt: skip
+
+    def _start(
+        self, epoch: int, folder: Path, config: WorkerConfig, gpus: tuple[int, ...]
+    ) -> tuple[int, ...]:
+        """Start the processes of a group, whose config is in its folder; their numbers."""
         alone_on = gpus if self.options.device == "cuda" else ()
-        workers = tuple(
+        return tuple(
             self._server.start(
                 folder / "order.json", folder / f"rank-{rank}.log", environment,
                 stays=config.stays, place=alone_on,
             )
             for rank, environment in enumerate(_environments(gpus))
-        )  # fmt: skip
-        self._groups[epoch] = RunningGroup(
-            epoch, group.jobs, folder, self._server, workers, self._clock,
-            {name: self.sources[name].steps for name in group.jobs if name in self.sources},
-            Watchdog(self.options.stall),
         )  # fmt: skip
 
     def _config(
@@ -641,7 +679,10 @@ def recover(ledger: Ledger, folder: Path, now: float) -> list[int]:
     """Write down what the groups of a killed run have committed, and end them; their epochs."""
     open_epochs = [record for record in ledger.epochs() if record.ended is None]
     for record in open_epochs:
-        train = folder / "groups" / f"{record.epoch:06d}" / "train"
+        group = folder / "groups" / f"{record.epoch:06d}"
+        # Workers on other machines may not have ended.
+        revoke(group)
+        train = group / "train"
         counters = CheckpointStore(train).counters()
         steps = {job: float(counters_of_job["step"]) for job, counters_of_job in counters.items()}
         if steps:

@@ -1,0 +1,281 @@
+"""The executor of a Ray cluster with actors that are forks of this process: leases, ends, losses.
+
+`test_ray.py` has the same over real raylets.
+"""
+
+from __future__ import annotations
+
+import os
+import pickle
+import signal
+import time
+from importlib import import_module
+from types import SimpleNamespace
+
+import pytest
+from ray.exceptions import RayError
+
+from tests.scheduler.test_local_executor import FAKE, Bench
+from tests.scheduler.test_ray_cluster import told
+from tlora_fx.errors import PlaceTaken
+from tlora_fx.runtime.checkpoint import CheckpointStore
+from tlora_fx.scheduler.executor import (
+    Committed,
+    Drained,
+    Failed,
+    Finished,
+    GroupStarted,
+    NodeBack,
+    NodeLost,
+    Progress,
+)
+from tlora_fx.scheduler.local.executor import LocalOptions
+from tlora_fx.scheduler.ray import cluster, executor
+from tlora_fx.scheduler.ray.cluster import RayCluster, cluster_of, seats_of
+from tlora_fx.scheduler.ray.executor import RayExecutor, Worker
+from tlora_fx.scheduler.state import Group
+
+NODES = told(("n0", 1, "a"), ("n1", 1, "a"), resource="CPU")
+
+
+class RayHere:
+    """The part of Ray that the executor uses.
+
+    free     whether placement groups come about
+    kills    whether `kill` does; else a killed actor goes on, as on a machine that is cut off
+    actors   every one that was made
+    """
+
+    def __init__(self):
+        self.free = self.kills = True
+        self.actors = []
+
+    def remote(self, kind):
+        def create(module, version, folder):
+            self.actors.append(ActorHere(module))
+            return self.actors[-1]
+
+        return SimpleNamespace(options=lambda **named: SimpleNamespace(remote=create))
+
+    def wait(self, replies, timeout):
+        return [reply for reply in replies if reply.ready()], []
+
+    def get(self, reply):
+        return reply.value()
+
+    def kill(self, actor):
+        if self.kills:
+            actor.kill()
+
+    def placement_group(self, bundles, bundle_label_selector):
+        return SimpleNamespace(wait=lambda seconds: self.free)
+
+
+class ActorHere:
+    """Each order in a fork; what the actor would keep is forgotten."""
+
+    def __init__(self, module):
+        self.worker = Worker.__new__(Worker)
+        self.worker.module = import_module(module)
+        self.work = SimpleNamespace(remote=self.begin)
+        self.replies = []
+
+    def begin(self, *given):
+        self.replies.append(Reply(lambda: self.worker.work(*given)))
+        return self.replies[-1]
+
+    def kill(self):
+        for reply in self.replies:
+            if not reply.ready():
+                os.kill(reply.pid, signal.SIGKILL)
+
+
+class Reply:
+    """What a fork answers."""
+
+    def __init__(self, action):
+        self.reading, writing = os.pipe()
+        self.over = False
+        self.pid = os.fork()
+        if self.pid == 0:
+            os.write(writing, pickle.dumps(action()))
+            os._exit(0)
+        os.close(writing)
+
+    def ready(self):
+        self.over = self.over or os.waitpid(self.pid, os.WNOHANG)[0] != 0
+        return self.over
+
+    def value(self):
+        content = os.read(self.reading, 1000)
+        os.close(self.reading)
+        if not content:
+            raise RayError("the actor has died")
+        return pickle.loads(content)
+
+
+class RayBench(Bench):
+    """An executor over two nodes of one slot each, and what it has told."""
+
+    def __init__(self, folder, more=None, **specs):
+        self.folder = folder
+        self.specs = {name: {"name": name, **spec} for name, spec in specs.items()}
+        seats = seats_of(NODES, "cpu", None)
+        self.nodes = RayCluster("cpu", seats, cluster_of(seats, "cpu"))
+        self.told = []
+        forks = SimpleNamespace(begin=lambda: None, close=lambda: None)
+        self.executor = RayExecutor(
+            self.nodes, FAKE, folder, self.nodes.cluster, self.specs, forks,
+            options=LocalOptions(save_seconds=0.05, more=more or {}),
+        )  # fmt: skip
+
+
+@pytest.fixture
+def ray(monkeypatch):
+    here = RayHere()
+    # Nobody asks for nodes here.
+    monkeypatch.setattr(cluster, "HEAD_SECONDS", float("inf"))
+    monkeypatch.setattr(executor, "ray", here)
+    monkeypatch.setattr(executor, "placement_group", here.placement_group)
+    monkeypatch.setattr(executor, "remove_placement_group", lambda bundles: None)
+    monkeypatch.setattr(executor, "PlacementGroupSchedulingStrategy", lambda *given, **named: None)
+    return here
+
+
+@pytest.fixture
+def bench(tmp_path, ray):
+    made = []
+
+    def make(**specs):
+        made.append(RayBench(tmp_path, **specs))
+        return made[-1]
+
+    yield make
+    ray.kills = True
+    for one in made:
+        one.close()
+
+
+def read(here, epoch):
+    """What is committed of a formation: each job's steps, and its adapter."""
+    train = here.folder / "groups" / f"{epoch:06d}" / "train"
+    return CheckpointStore(train).counters()
+
+
+def test_a_group_trains_to_its_end(bench):
+    """Two jobs on one actor; what they leave lies where one machine leaves it."""
+    here = bench(a={"steps": 5}, b={"steps": 9})
+    here.launch(1, "a", "b")
+    here.until(Drained)
+
+    assert [type(event) for event in here.of(GroupStarted, Finished, Drained)] == [
+        GroupStarted, Finished, Finished, Drained,
+    ]  # fmt: skip
+    assert {name: job["step"] for name, job in read(here, 1).items()} == {"a": 5, "b": 9}
+    assert (here.folder / "a" / "adapter.json").is_file()
+
+
+def test_a_group_that_is_asked_to_stop_commits(bench):
+    """The signal goes through the folder."""
+    here = bench(a={"steps": 10**6})
+    group = here.launch(1, "a")
+    here.until(Progress)
+    here.executor.drain(group, 1)
+    end = here.until(Drained)
+
+    assert end.steps["a"] == read(here, 1)["a"]["step"] > 0
+
+
+def test_a_worker_that_outlives_its_epoch_commits_nothing(bench, ray, monkeypatch):
+    """Cut off from its cluster it trains on, and its next commit finds no way."""
+    monkeypatch.setattr(executor, "HEAR_SECONDS", 1000.0)
+    here = bench(a={"steps": 10**6})
+    group = here.launch(1, "a")
+    here.until(Committed)
+    ray.kills = False
+    here.executor.kill(group, 1)
+    committed = read(here, 1)
+    (reply,) = ray.actors[0].replies
+    _, status = os.waitpid(reply.pid, 0)
+    reply.over = True
+
+    assert not os.WIFSIGNALED(status)
+    assert reply.value() == (1, False)
+    assert read(here, 1) == committed
+
+
+def test_a_worker_ends_with_its_lease(bench, ray):
+    """Also where nobody can reach it, and while it waits."""
+    here = bench(a={"steps": 5}, more={"step_seconds": 1000})
+    here.launch(1, "a")
+    here.until(GroupStarted)
+    executor.revoke(here.folder / "groups" / "000001")
+    _, status = os.waitpid(ray.actors[0].replies[0].pid, 0)
+    ray.actors[0].replies[0].over = True
+
+    assert os.WTERMSIG(status) == signal.SIGKILL
+
+
+def test_the_death_of_an_actor_ends_its_group_at_its_last_commit(bench, ray):
+    """Its jobs go on from there, on the same GPU."""
+    here = bench(a={"steps": 40})
+    group = here.launch(1, "a")
+    here.until(Committed)
+    ray.actors[0].kill()
+    failed = here.until(Failed, job=None)
+    here.executor.release(group, 1)
+    here.launch(2, "a")
+    here.until(Finished, epoch=2)
+
+    assert failed.steps["a"] == read(here, 1)["a"]["step"]
+    assert "SIGKILL" in failed.reason
+    assert "the actor has died" in failed.reason
+
+
+def test_a_lost_node_ends_its_groups_and_comes_back(bench, ray):
+    """Whether Ray has told of the actor or not; another node's group goes on."""
+    here = bench(a={"steps": 10**6}, b={"steps": 10**6})
+    group = here.launch(1, "a", gpu=0)
+    here.launch(2, "b", gpu=1)
+    here.until(Committed, epoch=1)
+    here.until(Committed, epoch=2)
+    ray.kills = False
+    here.nodes._seen = (time.monotonic(), [NODES[1]])
+    here.until(NodeLost, node=0)
+    failed = here.until(Failed, epoch=1, job=None)
+    ray.kills = True
+    here.executor.release(group, 1)
+
+    assert failed.steps["a"] == read(here, 1)["a"]["step"]
+    assert here.executor.inventory().lost == {0}
+    with pytest.raises(PlaceTaken):
+        here.executor.reserve(Group(("a",), 1, (0,)), 3)
+    here.nodes._seen = (time.monotonic(), [*NODES[1:], *told(("n9", 1, "a"), resource="CPU")])
+    here.until(NodeBack, node=0)
+    here.executor.reserve(Group(("a",), 1, (0,)), 4)
+    assert not [event for event in here.of(Failed) if event.epoch == 2]
+
+
+def test_a_worker_stays_for_the_next_group_of_its_place(bench, ray):
+    """And ends where another base, or a place that overlaps, needs it."""
+    here = bench(more={"stays": True}, **{
+        name: {"steps": 3, "base": base} for name, base in (("a", "x"), ("b", "x"), ("c", "y"))
+    })  # fmt: skip
+    for epoch, name in enumerate("abc", 1):
+        group = here.launch(epoch, name)
+        here.until(Drained, epoch=epoch)
+        here.executor.release(group, epoch)
+
+    assert [len(actor.replies) for actor in ray.actors] == [2, 1]
+
+
+def test_a_place_that_somebody_else_has_is_taken(bench, ray):
+    """The cluster may have other users; what was held for the group is free again."""
+    here = bench(a={"steps": 3})
+    ray.free = False
+    group = Group(("a",), 1, (0,))
+    with pytest.raises(PlaceTaken, match="cluster"):
+        here.executor.reserve(group, 1)
+    ray.free = True
+
+    here.executor.reserve(group, 2)

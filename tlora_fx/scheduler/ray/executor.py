@@ -1,0 +1,490 @@
+"""The executor of a Ray cluster: each group is an actor for each GPU of its layout, or one on CPU.
+
+A group's place is a placement group with a bundle for each GPU, on the nodes that the policy named.
+What a group is asked and what it tells goes through the run's folder, as on one machine; all nodes
+see it. Ray starts the processes, gives them their GPUs, and says when they have died.
+
+    FOLDER/groups/000012/lease           the only way by which its workers write
+                        /rank-0.asked    signals for a process, a number each line
+
+A worker of one GPU stays with its placement group for the next group of its base there.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import sys
+import threading
+import time
+import traceback
+from collections.abc import Callable, Iterable, Mapping
+from contextlib import suppress
+from dataclasses import dataclass, field, replace
+from functools import partial
+from importlib import import_module
+from pathlib import Path
+from typing import Any
+
+import ray
+from ray.exceptions import RayError
+from ray.util.placement_group import PlacementGroup, placement_group, remove_placement_group
+from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
+
+from tlora_fx.cost.estimator import Layout
+from tlora_fx.cost.hardware import Cluster
+from tlora_fx.errors import PlaceTaken, RayUnreachable
+from tlora_fx.scheduler.executor import Committed, ExecutorEvent, NodeBack, NodeLost
+from tlora_fx.scheduler.lease import grant, is_granted, revoke
+from tlora_fx.scheduler.local.executor import CheckpointSource, LocalExecutor, LocalOptions
+from tlora_fx.scheduler.local.processes import LOST, STOP_SECONDS, ForkServer
+from tlora_fx.scheduler.local.protocol import WorkerConfig
+from tlora_fx.scheduler.ray.cluster import RayCluster
+from tlora_fx.scheduler.service import RunOptions
+from tlora_fx.scheduler.state import Group
+from tlora_fx.version import __version__
+
+#: That Ray may take to reserve what is free; another user of the cluster has it then.
+RESERVE_SECONDS = 5.0
+HEAR_SECONDS = 0.1
+
+
+class Worker:
+    """What runs in an actor: a process that carries out orders, one after the other.
+
+    It trains in the main thread, where signals are heard; a thread of its own listens.
+
+    module     what carries an order out, as of `ForkServer`
+    version    of tlora-fx, where the run is
+    folder     where the run works, for paths that are not absolute
+    """
+
+    def __init__(self, module: str, version: str, folder: str) -> None:
+        if version != __version__:
+            raise RuntimeError(f"the run is tlora-fx {version}, this node has {__version__}")
+        with suppress(OSError):
+            os.chdir(folder)
+        self.module = import_module(module)
+        self.module.warm()
+
+    def address(self) -> tuple[str, int]:
+        """Where the others of its group find it."""
+        with socket.socket() as probe:
+            probe.bind(("", 0))
+            return ray.util.get_node_ip_address(), probe.getsockname()[1]
+
+    def work(
+        self,
+        order: str,
+        log: str,
+        environment: Mapping[str, str],
+        address: tuple[str, int] | None = None,
+    ) -> tuple[int, bool]:
+        """Carry out an order: its exit code, and whether something is kept for the next one.
+
+        environment   besides that of the process
+        address       of the first process of the group
+        """
+        _take_up(Path(log), environment, address)
+        before = signal.signal(signal.SIGTERM, _stop)
+        listener = _Listener(Path(order).parent, Path(log).with_suffix(".asked"))
+        code, kept = 1, False
+        try:
+            with listener:
+                self.module.main(Path(order))
+                code, kept = 0, self.module.stays()
+        except SystemExit as stop:
+            code = stop.code if isinstance(stop.code, int) else int(bool(stop.code))
+        except BaseException:  # noqa: BLE001  (it is told by the code, and in the log)
+            traceback.print_exc()
+        finally:
+            signal.signal(signal.SIGTERM, before)
+            sys.stdout.flush()
+            sys.stderr.flush()
+        return code, kept
+
+
+def _take_up(log: Path, environment: Mapping[str, str], address: tuple[str, int] | None) -> None:
+    """Print into an order's log, in its environment."""
+    target = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
+    os.dup2(target, 1)
+    os.dup2(target, 2)
+    os.close(target)
+    os.environ.update(environment)
+    if address is not None:
+        os.environ.update(MASTER_ADDR=address[0], MASTER_PORT=str(address[1]))
+    if threads := environment.get("OMP_NUM_THREADS"):
+        # Ray has set it before torch was imported.
+        import torch
+
+        torch.set_num_threads(int(threads))
+
+
+def _stop(number: int, frame: object) -> None:
+    """Before training begins there is nothing to save."""
+    sys.exit(128 + number)
+
+
+class _Listener:
+    """A thread that signals its own process as it is asked to, and ends it with its lease."""
+
+    def __init__(self, group: Path, asked: Path) -> None:
+        self.group, self.asked = group, asked
+        self._over = threading.Event()
+        self._heard = 0
+        self._thread = threading.Thread(target=self._listen, daemon=True, name="lease")
+
+    def __enter__(self) -> _Listener:
+        self._thread.start()
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._over.set()
+        self._thread.join()
+
+    def _listen(self) -> None:
+        while not self._over.wait(HEAR_SECONDS):
+            if not is_granted(self.group):
+                os.kill(os.getpid(), signal.SIGKILL)
+            with suppress(FileNotFoundError):
+                lines = self.asked.read_bytes().splitlines()
+                for number in lines[self._heard :]:
+                    os.kill(os.getpid(), int(number))
+                self._heard = len(lines)
+
+
+@dataclass(slots=True)
+class Place:
+    """GPUs of a group, and who works there.
+
+    actors    one for each GPU that is worked on, by rank
+    kind      what they keep between orders; "": nothing
+    workers   numbers of the orders of the group that has the place now
+    address   of its first process, as Ray will know it
+    """
+
+    gpus: tuple[int, ...]
+    bundles: PlacementGroup
+    actors: dict[int, Any] = field(default_factory=dict)
+    kind: str = ""
+    workers: list[int] = field(default_factory=list)
+    address: Any = None
+
+
+@dataclass(slots=True)
+class _Order:
+    """What one actor is at; code None: it has not ended."""
+
+    actor: Any
+    reply: Any
+    group: Path
+    asked: Path
+    place: Place
+    code: int | None = None
+    kept: bool = False
+
+
+class Actors:
+    """Starts orders on the actors of places, and hears how they end; as `ForkServer` does.
+
+    module    what carries them out
+    needs     of each GPU, as Ray names it: {"GPU": 1}
+    """
+
+    def __init__(self, module: str, needs: Mapping[str, float]) -> None:
+        self._module, self._needs = module, dict(needs)
+        self._orders: dict[int, _Order] = {}
+        self._next = 1
+        self.places: dict[tuple[int, ...], Place] = {}
+
+    ready = True
+
+    def begin(self) -> None:
+        """There is nothing to begin."""
+
+    def start(
+        self,
+        order: Path,
+        log: Path,
+        environment: Mapping[str, str],
+        module: str = "",
+        *,
+        stays: str = "",
+        place: Iterable[int] = (),
+    ) -> int:
+        """Start an order on the actor of its rank; its number."""
+        here = self.places[tuple(place)]
+        rank = int(environment.get("RANK", 0))
+        if here.kind != stays:
+            self.end(here)
+        here.kind = stays
+        actor = here.actors.get(rank) or self._actor(here, rank)
+        address = None
+        if "RANK" in environment:
+            # Ray hands it on when it is known: nobody waits for it here.
+            here.address = actor.address.remote() if rank == 0 else here.address
+            address = here.address
+        reply = actor.work.remote(str(order), str(log), dict(environment), address)
+        number, self._next = self._next, self._next + 1
+        self._orders[number] = _Order(actor, reply, order.parent, log.with_suffix(".asked"), here)
+        here.workers.append(number)
+        return number
+
+    def signal(self, worker: int, number: int) -> None:
+        """Send a worker a signal; nothing happens where it has ended."""
+        order = self._orders[worker]
+        if order.code is not None:
+            return
+        if number == signal.SIGKILL:
+            # What it has committed is all that it will ever have, whether it can be reached or not.
+            revoke(order.group)
+            order.code = LOST
+            self._kill(order.place, order.actor)
+        else:
+            with order.asked.open("ab") as file:
+                file.write(b"%d\n" % number)
+
+    def code(self, worker: int) -> int | None:
+        """The exit code of a worker, that of SIGKILL where it was lost; None while it works."""
+        order = self._orders[worker]
+        if order.code is None:
+            done, _ = ray.wait([order.reply], timeout=0)
+            if done:
+                self._end(order)
+        return order.code
+
+    def settle(self, place: Place) -> bool:
+        """A group gives its place back; whether each of its workers keeps something there."""
+        orders = [self._orders.pop(number) for number in place.workers]
+        place.workers.clear()
+        kept = bool(place.kind and orders) and all(o.code == 0 and o.kept for o in orders)
+        return kept and all(o.actor in place.actors.values() for o in orders)
+
+    def lose(self, place: Place) -> None:
+        """A node of a place is gone; so are its workers, whatever else is known of them."""
+        for number in place.workers:
+            order = self._orders[number]
+            if order.code is None:
+                revoke(order.group)
+                order.code = LOST
+
+    def end(self, place: Place) -> None:
+        """End the actors of a place."""
+        for actor in place.actors.values():
+            ray.kill(actor)
+        place.actors.clear()
+
+    def close(self) -> None:
+        """Ask all workers to stop, and wait until they have ended; what hangs is killed."""
+        for number in self._orders:
+            self.signal(number, signal.SIGTERM)
+        end = time.monotonic() + STOP_SECONDS
+        while any(self.code(number) is None for number in self._orders):
+            if time.monotonic() > end:
+                break
+            time.sleep(0.05)
+        for number in self._orders:
+            self.signal(number, signal.SIGKILL)
+
+    def forget(self) -> None:
+        """The cluster is gone: nobody writes any more, and nobody is asked."""
+        for order in self._orders.values():
+            revoke(order.group)
+            if order.code is None:
+                order.code = LOST
+
+    def _actor(self, place: Place, rank: int) -> Any:
+        strategy = PlacementGroupSchedulingStrategy(
+            place.bundles, placement_group_bundle_index=rank
+        )
+        kind = ray.remote(Worker).options(
+            num_cpus=self._needs.get("CPU", 0), num_gpus=self._needs.get("GPU", 0),
+            scheduling_strategy=strategy, max_restarts=0, max_task_retries=0,
+        )  # fmt: skip
+        place.actors[rank] = actor = kind.remote(self._module, __version__, str(Path.cwd()))
+        return actor
+
+    def _kill(self, place: Place, actor: Any) -> None:
+        ray.kill(actor)
+        place.actors = {rank: other for rank, other in place.actors.items() if other is not actor}
+
+    def _end(self, order: _Order) -> None:
+        # Before anybody reads what it has committed.
+        revoke(order.group)
+        try:
+            order.code, order.kept = ray.get(order.reply)
+        except RayError as error:
+            order.code = LOST
+            with order.asked.with_suffix(".log").open("a", encoding="utf-8") as log:
+                log.write(f"\n{error}\n")
+
+
+class RayExecutor(LocalExecutor):
+    """Runs groups on the nodes of a Ray cluster; what it leaves in the folder is as of one machine.
+
+    nodes     the cluster
+    module    what its workers run
+    server    not needed: the driver's own processes are no workers
+    others    as of `LocalExecutor`
+    raises    RayUnreachable, from `events`, where the cluster is gone
+    """
+
+    def __init__(
+        self,
+        nodes: RayCluster,
+        module: str,
+        folder: Path,
+        cluster: Cluster,
+        specs: Mapping[str, Mapping[str, Any]],
+        server: ForkServer,
+        *,
+        options: LocalOptions | None = None,
+        sources: Mapping[str, CheckpointSource] | None = None,
+        started: float | None = None,
+        commits: Callable[[Committed], None] | None = None,
+    ) -> None:
+        self.nodes = nodes
+        cpus = nodes.seats[0].cpus
+        self._needs = {"GPU": 1.0} if nodes.kind == "cuda" else {"CPU": cpus}
+        self._actors = Actors(module, self._needs)
+        self._places: dict[int, Place] = {}
+        self._kept: dict[tuple[int, ...], Place] = {}
+        self._gone = False
+        absolute = {
+            name: replace(source, path=source.path.absolute())
+            for name, source in (sources or {}).items()
+        }
+        super().__init__(
+            folder.absolute(), cluster, specs, self._actors, options=options, sources=absolute,
+            started=started, commits=commits,
+        )  # fmt: skip
+        self._forks = server
+        server.begin()
+
+    def reserve(self, group: Group, epoch: int) -> None:
+        """Hold the group's GPUs by a placement group on their nodes.
+
+        raises   PlaceTaken, also where another user of the cluster has them
+        """
+        super().reserve(group, epoch)
+        if epoch in self._places:
+            return
+        try:
+            self._places[epoch] = self._place(group)
+        except PlaceTaken:
+            self._held.pop(epoch)
+            raise
+
+    def _place(self, group: Group) -> Place:
+        gpus = group.place
+        if gpus in self._kept:
+            return self._kept.pop(gpus)
+        for other in [held for held in self._kept if not set(held).isdisjoint(gpus)]:
+            self._dismiss(self._kept.pop(other))
+        nodes = [self.nodes.node(gpu).node for gpu in gpus]
+        bundles = placement_group(
+            [self._needs] * len(gpus),
+            bundle_label_selector=[{"ray.io/node-id": node} for node in nodes],
+        )
+        if not bundles.wait(RESERVE_SECONDS):
+            remove_placement_group(bundles)
+            raise PlaceTaken(
+                f"the cluster does not give the group of {', '.join(group.jobs)} its place",
+                expected=f"{self._needs} on each of {', '.join(nodes)}",
+                found="somebody else's, or no node any more",
+            )
+        self._actors.places[gpus] = place = Place(gpus, bundles)
+        return place
+
+    def _config(
+        self, folder: Path, epoch: int, group: Group, gpus: tuple[int, ...], layout: Layout | None
+    ) -> WorkerConfig:
+        lease = grant(folder, self.folder)
+        return replace(
+            super()._config(folder, epoch, group, gpus, layout),
+            output=str(lease / "train"),
+            job_folders=str(lease / "jobs"),
+            # Each process sees its own GPU and no other.
+            gpus=(0,) * len(gpus),
+        )
+
+    def _start(
+        self, epoch: int, folder: Path, config: WorkerConfig, gpus: tuple[int, ...]
+    ) -> tuple[int, ...]:
+        place = self._places[epoch].gpus
+        nodes = [self.nodes.node(gpu).node for gpu in gpus]
+        return tuple(
+            self._actors.start(
+                folder / "order.json", folder / f"rank-{rank}.log",
+                self._environment(rank, nodes), stays=config.stays, place=place,
+            )
+            for rank in range(len(gpus))
+        )  # fmt: skip
+
+    def _environment(self, rank: int, nodes: list[str]) -> dict[str, str]:
+        """Threads of a process, and the variables of torchrun where it is one of several."""
+        threads = {"OMP_NUM_THREADS": f"{cpus:g}"} if (cpus := self._needs.get("CPU")) else {}
+        if len(nodes) == 1:
+            return threads
+        return {
+            **threads,
+            "RANK": str(rank),
+            "WORLD_SIZE": str(len(nodes)),
+            "LOCAL_RANK": str(nodes[:rank].count(nodes[rank])),
+            "LOCAL_WORLD_SIZE": str(nodes.count(nodes[rank])),
+        }
+
+    def events(self) -> list[ExecutorEvent]:
+        try:
+            changes = self.nodes.changes()
+        except RayUnreachable:
+            self._gone = True
+            self._actors.forget()
+            raise
+        moved: list[ExecutorEvent] = [
+            (NodeBack if there else NodeLost)(self.now(), node) for node, there in changes
+        ]
+        if moved:
+            self._look_around()
+        return sorted(moved + super().events(), key=lambda event: event.time)
+
+    def _look_around(self) -> None:
+        """Nodes were lost or are back: what stood on lost ones is over."""
+        self.cluster = self.nodes.cluster
+        there = set(self.cluster.present())
+        for place in self._places.values():
+            if not there.issuperset(place.gpus):
+                self._actors.lose(place)
+        for gpus in [gpus for gpus in self._kept if not there.issuperset(gpus)]:
+            self._dismiss(self._kept.pop(gpus))
+
+    def release(self, group: Group, epoch: int) -> None:
+        """Give the place back; it stays reserved while its worker keeps a base there."""
+        super().release(group, epoch)
+        place = self._places.pop(epoch, None)
+        if place is None:
+            return
+        if self._actors.settle(place) and set(self.cluster.present()).issuperset(place.gpus):
+            self._kept[place.gpus] = place
+        else:
+            self._dismiss(place)
+
+    def _dismiss(self, place: Place) -> None:
+        self._actors.end(place)
+        self._actors.places.pop(place.gpus, None)
+        remove_placement_group(place.bundles)
+
+    def close(self) -> None:
+        """End what still runs, each group drained, and part from the cluster."""
+        super().close()
+        self._forks.close()
+        if not self._gone:
+            for place in [*self._places.values(), *self._kept.values()]:
+                self._dismiss(place)
+        self.nodes.leave()
+
+
+def on_ray(options: RunOptions, nodes: RayCluster) -> RunOptions:
+    """The same run, with its groups on a cluster."""
+    return replace(options, executor=partial(RayExecutor, nodes, options.worker))
