@@ -330,6 +330,7 @@ def test_more_slots_than_cores_are_refused(tmp_path, capsys):
     assert "T0953" in capsys.readouterr().err
 
 
+@pytest.mark.usefixtures("hears_hangups")
 def test_a_closed_terminal_drains_a_run_once(monkeypatch):
     """SIGHUP may come twice; under nohup it says nothing."""
     left = []

@@ -207,6 +207,7 @@ def test_ctrl_c_leaves_a_checkpoint_from_which_the_run_goes_on_bitwise(base, tmp
         assert all(torch.equal(one[name], two[name]) for name in one)
 
 
+@pytest.mark.usefixtures("hears_hangups")
 def test_a_closed_terminal_leaves_a_checkpoint(base, tmp_path):
     """SIGHUP may come twice, from the shell and from the kernel."""
     with pytest.raises(KeyboardInterrupt, match="after a checkpoint"):
