@@ -9,6 +9,7 @@ Keeps   every number. `detach` is never noise: it keeps gradients out of no-grad
 
 from __future__ import annotations
 
+import operator
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -161,6 +162,10 @@ def _may_alias(node: fx.Node) -> bool:
     schema = getattr(node.target, "_schema", None)
     if node.op != "call_function" or not node.all_input_nodes:
         return False
+    if is_call(node, operator.getitem):
+        results = getattr(getattr(node.args[0], "target", None), "_schema", None)
+        if results is not None and len(results.returns) > 1:
+            return bool(results.returns[node.args[1]].alias_info is not None)
     if schema is None or is_call(node, aten.dropout.default):
         return True  # getitem of a split; a dropout of rate 0 hands its input on
     return any(result.alias_info is not None for result in schema.returns)

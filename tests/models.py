@@ -103,6 +103,19 @@ FAMILIES: Mapping[str, Family] = {
     "falcon-alibi": Family(("FalconConfig", {**FEW, "alibi": True}), _FUSED),
 }  # fmt: skip
 
+#: Mixtures of experts; every expert has its matrices in one parameter of three dimensions.
+_ROUTED: dict[str, Any] = {**SIZES, "num_hidden_layers": 2, "num_experts_per_tok": 2}
+_FOUR = {**_ROUTED, "num_experts": 4, "moe_intermediate_size": 24, "norm_topk_prob": True}
+_LOCAL = {**_ROUTED, "num_local_experts": 4}
+MIXTURES: Mapping[str, Family] = {
+    "qwen3-moe": Family(("Qwen3MoeConfig", {**_FOUR, "head_dim": 8})),
+    "qwen2-moe": Family(("Qwen2MoeConfig", {**_FOUR, "shared_expert_intermediate_size": 24})),
+    "mixtral": Family(("MixtralConfig", _LOCAL)),
+    "olmoe": Family(("OlmoeConfig", _FOUR)),
+    "gpt-oss": Family(("GptOssConfig", {**_LOCAL, "head_dim": 8, "sliding_window": 4})),
+    "granitemoe": Family(("GraniteMoeConfig", _LOCAL)),
+}  # fmt: skip
+
 
 class Plain(nn.Module):
     """A hand-written causal model: ids [B, S] to logits [B, S, V].
@@ -154,7 +167,7 @@ def plain(**options: Any) -> nn.Module:
 
 def save_config(folder: Path, family: str, **changes: Any) -> Path:
     """Write a family's config.json; returns its folder."""
-    name, arguments = FAMILIES[family].config
+    name, arguments = (MIXTURES.get(family) or FAMILIES[family]).config
     make: Any = getattr(transformers, name)
     path = folder / family
     make(**{**arguments, **changes}).save_pretrained(path)
@@ -292,8 +305,9 @@ def _plain_base(model: SuperModel) -> nn.Module:
     config = transformers.AutoConfig.from_pretrained(spec.config)
     config.use_cache = False
     base: nn.Module = transformers.AutoModelForCausalLM.from_config(
-        config, dtype=getattr(torch, spec.dtype), attn_implementation="eager"
-    )
+        config, dtype=getattr(torch, spec.dtype), attn_implementation="eager",
+        experts_implementation="eager",
+    )  # fmt: skip
     values, canonical = base_tensors(model.backbone), canonical_names(model.backbone)
     with torch.no_grad():
         for name, parameter in base.named_parameters(remove_duplicate=False):

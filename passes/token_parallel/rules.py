@@ -11,11 +11,13 @@ Pointwise operators need no rule. Another package teaches an operator with
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Sequence
+from typing import Any, cast
 
 import torch
 from torch import fx
+
+import tlora_fx.ops.experts  # noqa: F401  (defines what is named below)
 
 aten = torch.ops.aten
 Axis = Any  # None, a dimension, or a tuple of them for operators with several results
@@ -440,3 +442,78 @@ def _diff(node: fx.Node, axis_of: Callable[[Any], Axis]) -> Axis:
     if axis is not None and dim_of(int(dim), rank_of(source)) == axis:  # type: ignore[arg-type]
         raise MixesTokens("it subtracts neighbours in the row")
     return axis
+
+
+# Routing: what a mixture of experts does with a token's own scores, and its experts' products.
+
+
+@rule(aten.max, aten.min)
+def _extreme(node: fx.Node, axis_of: Callable[[Any], Axis]) -> Axis:
+    """Of everything, of two values each, or along a dimension, with its places."""
+    if "other" in str(node.target):
+        return pointwise(node, axis_of)
+    axis, dim = axis_of(node.args[0]), _argument(node, "dim")
+    axis = _reduced(node, axis, dim, keep=bool(_argument(node, "keepdim", False)))
+    return axis if dim is None else (axis, axis)
+
+
+@rule(aten.argmax, aten.argmin)
+def _place_of_extreme(node: fx.Node, axis_of: Callable[[Any], Axis]) -> Axis:
+    keep = bool(_argument(node, "keepdim", False))
+    return _reduced(node, axis_of(node.args[0]), _argument(node, "dim"), keep)
+
+
+@rule(aten.argsort)
+def _order(node: fx.Node, axis_of: Callable[[Any], Axis]) -> Axis:
+    return _reduced(node, axis_of(node.args[0]), _argument(node, "dim", -1), keep=True)
+
+
+@rule(aten.one_hot)
+def _one_hot(node: fx.Node, axis_of: Callable[[Any], Axis]) -> Axis:
+    """A dimension more, behind the others."""
+    if _argument(node, "num_classes", -1) == -1:
+        raise MixesTokens("the largest number in the row says how wide it is")
+    return axis_of(node.args[0])
+
+
+@rule(aten.scatter, aten.scatter_add, aten.scatter_reduce)
+def _scatter(node: fx.Node, axis_of: Callable[[Any], Axis]) -> Axis:
+    """A place's own index says where along `dim` it writes; elsewhere it writes its own place."""
+    into, index, source = cast(Sequence[Any], (node.args[0], *node.args[2:4]))
+    held = axis_of(index)
+    sources = [source] if isinstance(source, fx.Node) and rank_of(source) else []
+    rows = {axis_of(value) for value in (into, index, *sources)}
+    if rows == {None}:
+        return None
+    if dim_of(int(_argument(node, "dim")), rank_of(into)) in rows:
+        raise MixesTokens("it writes to other places of the row")
+    if held is None or not rows <= {None, held}:
+        raise MixesTokens("it writes values of one token with the index of another")
+    # What holds no row, but is as large, is the same for every token.
+    if len({str(value.meta["val"].shape[held]) for value in (into, index, *sources)}) > 1:
+        raise MixesTokens("it writes for some tokens of the row by their place")
+    return held
+
+
+@rule(aten.index_add)
+def _index_add(node: fx.Node, axis_of: Callable[[Any], Axis]) -> Axis:
+    into, _, index, source = cast(Sequence[Any], node.args[:4])
+    axis = axis_of(into)
+    if axis_of(index) is not None:
+        raise MixesTokens("each token says where it is added")
+    if axis != axis_of(source):
+        raise MixesTokens("what it adds holds the row at another dimension")
+    if axis is not None and axis == dim_of(int(_argument(node, "dim")), rank_of(into)):
+        raise MixesTokens("it adds to tokens of the row by their place")
+    return axis
+
+
+@rule(torch.ops.tlora_fx.expert_linear)
+def _expert_linear(node: fx.Node, axis_of: Callable[[Any], Axis]) -> Axis:
+    """Each pair of a token and one of its experts by itself."""
+    x, weight, bias, index = cast(Sequence[Any], node.args[:4])
+    if axis_of(weight) is not None or axis_of(bias) is not None:
+        raise MixesTokens("its matrices depend on the row")
+    if axis_of(x) != axis_of(index) or axis_of(x) not in (None, 0):
+        raise MixesTokens("it routes tokens by the index of others")
+    return axis_of(x)

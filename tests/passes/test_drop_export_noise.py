@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import operator
+
 import pytest
 import torch
 from torch import fx
@@ -105,6 +107,29 @@ def test_a_write_into_a_fresh_tensor_becomes_a_new_tensor(sketch):
     assert sketch.cleaned(result) == ["aten.exp.default", "aten.add.Tensor", "aten.mul.Tensor"]
     x = torch.randn(2, 3)
     torch.testing.assert_close(sketch.run(x), (x.exp() + x) * 2)
+
+
+def test_a_write_into_one_of_two_results_leaves_the_other(sketch):
+    """The largest values and their places are two tensors, as routers divide the first."""
+    largest = sketch.call(aten.topk.default, sketch.x, 2)
+    values, places = (sketch.call(operator.getitem, largest, index) for index in (0, 1))
+    sketch.call(aten.mul_.Tensor, values, 2.0)
+    result = sketch.call(aten.add.Tensor, values, places)
+
+    assert "aten.mul.Tensor" in sketch.cleaned(result)
+    x = torch.randn(2, 3)
+    expected = x.topk(2)
+    torch.testing.assert_close(sketch.run(x), expected.values * 2 + expected.indices)
+
+
+def test_a_write_into_a_part_of_a_split_is_refused_where_the_whole_is_read(sketch):
+    """The parts are views."""
+    fresh = sketch.call(aten.exp.default, sketch.x)
+    part = sketch.call(operator.getitem, sketch.call(aten.split.Tensor, fresh, 1, 1), 0)
+    written = sketch.call(aten.mul_.Tensor, part, 2.0)
+    result = sketch.call(aten.add.Tensor, fresh, written)
+
+    assert "read again" in error_of(lambda: sketch.cleaned(result), BaseNotTraceable)
 
 
 def test_a_write_into_an_input_is_refused(sketch):

@@ -235,6 +235,10 @@ class TableNotOnDevice(TloraError, code="T0507"):
     """
 
 
+class ExpertLinearError(TloraError, code="T0508"):
+    """A mixture of experts got tokens, matrices and indices that do not fit each other."""
+
+
 class UnknownKernel(TloraError, code="T0701"):
     """A kernel kind that does not exist; `tlora-fx kernels list` lists them."""
 

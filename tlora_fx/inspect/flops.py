@@ -53,10 +53,10 @@ _MOVES = (
     "_to_copy _unsafe_view alias arange argmax cat chunk clone contiguous copy detach dropout "
     "embedding empty empty_like expand expand_as eye flatten full full_like gather getitem index "
     "index_select lift_fresh_copy masked_fill movedim narrow new_empty new_ones new_zeros numpy_T "
-    "numpy_t ones ones_like permute repeat repeat_interleave reshape resolve_conj roll "
-    "scalar_tensor segment_read segment_switch segment_write select slice split split_with_sizes "
-    "squeeze stack sym_size t tensor to topk transpose tril triu type_as unbind unflatten "
-    "unsqueeze view zeros zeros_like"
+    "numpy_t one_hot ones ones_like permute repeat repeat_interleave reshape resolve_conj roll "
+    "scalar_tensor scatter segment_read segment_switch segment_write select slice split "
+    "split_with_sizes squeeze stack sym_size t tensor to topk transpose tril triu type_as unbind "
+    "unflatten unsqueeze view zeros zeros_like"
 )
 MOVES = frozenset(_MOVES.split())
 ATTENTION = torch.ops.tlora_fx.packed_attention.default

@@ -156,6 +156,7 @@ def build_skeleton(spec: BaseSpec, *, dropout: bool = True) -> nn.Module:
                 config,
                 dtype=getattr(torch, spec.dtype),
                 attn_implementation="eager",
+                experts_implementation="eager",
                 trust_remote_code=spec.trust_remote_code,
             )
     except (ValueError, ImportError, AttributeError, KeyError, TypeError) as error:

@@ -13,6 +13,7 @@ from torch._subclasses.functional_tensor import FunctionalTensor
 from torch.utils.flop_counter import register_flop_formula
 
 import tlora_fx.ops.attention
+import tlora_fx.ops.experts
 import tlora_fx.ops.parallel
 import tlora_fx.ops.quantized  # noqa: F401  (these define what is named below)
 from tlora_fx.ops.lora import from_kernels
@@ -144,6 +145,20 @@ def quantized_linear_backward_flops(
 ) -> int:
     """dx."""
     return 2 * tokens_of(dy) * int(shape[0] * shape[1])
+
+
+@register_flop_formula(ops.expert_linear, get_raw=True)
+def expert_linear_flops(
+    x: Tensor, weight: Tensor, bias: Tensor | None, index: Tensor, turned: bool, **out: Any
+) -> int:
+    """Each pair of a token and an expert with one matrix."""
+    return 2 * index.numel() * weight.shape[1] * weight.shape[2]
+
+
+@register_flop_formula(ops.expert_outer, get_raw=True)
+def expert_outer_flops(left: Tensor, right: Tensor, index: Tensor, experts: int, **out: Any) -> int:
+    """An outer product for each pair."""
+    return 2 * index.numel() * left.shape[-1] * right.shape[-1]
 
 
 @register_flop_formula(ops.multi_lora_add, get_raw=True)

@@ -48,6 +48,7 @@ from tlora_fx.ir.shapes import fake_like, fake_mode_of, give_value
 from tlora_fx.model.backbone import Backbone
 from tlora_fx.tracing.adapters import check_wrapped, layer_signature
 from tlora_fx.tracing.attention import packed_implementation, register, row_of
+from tlora_fx.tracing.experts import use_expert_products
 from tlora_fx.tracing.guards import SizeGuards, is_model_code
 from tlora_fx.tracing.layer_calls import LayerCalls
 from tlora_fx.tracing.layers import plan_layers, pruned_copy
@@ -123,6 +124,7 @@ def _trace(
     model, index_read, calls = pruned_copy(backbone, plan)
     if form == "packed":
         _use_packed_attention(model, subject)
+    use_expert_products(model)
     if job is not None:
         model = _wrap(model, job, config or job.lora_config(), backbone)
         check_wrapped(model, sites or {}, job)

@@ -98,6 +98,7 @@ CARRIED = {
     "vector_norm": (aten.linalg_vector_norm.default, (drawn(1, T, 6), 2, [-1], True), 1),
     "einsum": (aten.einsum.default, ("bth,ho->bto", [drawn(1, T, 6), drawn(6, 4)]), None),
     "sdpa": (aten.scaled_dot_product_attention.default, tuple(drawn(T, 2, 5, 6) for _ in "qkv"), 0),
+    "argsort": (aten.argsort.default, (drawn(1, T, 60),), 1),
 }
 
 
@@ -133,6 +134,44 @@ def test_a_gather_follows_its_index(source, dim, held):
     axis = axis_after(aten.gather.default, args, held)
 
     assert {3} == set(changed[:, axis].tolist())
+
+
+PAIRS = torch.tensor([[0, 2], [1, 0], [2, 3], [3, 1], [0, 1], [2, 0], [3, 2]])
+
+
+@pytest.mark.parametrize(
+    ("target", "args", "held"),
+    [
+        (aten.scatter.src, (drawn(T, 4), 1, PAIRS, drawn(T, 2)), (0, 2, 3)),
+        (aten.scatter.value, (drawn(T, 4), 1, PAIRS, 1.0), (0, 2)),
+        (aten.scatter_add.default, (drawn(T, 4), -1, PAIRS, drawn(T, 2)), (0, 2, 3)),
+        (aten.index_add.default, (drawn(T, 4), 1, PAIRS[0], drawn(T, 2)), (0, 3)),
+        (torch.ops.tlora_fx.expert_linear.default,
+         (drawn(T, 6), drawn(4, 5, 6), drawn(4, 5), PAIRS, False), (0, 3)),
+        (torch.ops.tlora_fx.expert_linear.default,
+         (drawn(T, 2, 6), drawn(4, 6, 5), None, PAIRS, True), (0, 3)),
+    ],
+)  # fmt: skip
+def test_routing_follows_the_row(target, args, held):
+    """A token's experts, and what they make of it, stand where the token stands."""
+    axis = axis_after(target, args, dict.fromkeys(held, 0))
+
+    assert axis in really(target, args, 0, 0)
+
+
+def test_one_hot_adds_a_dimension_behind_the_row():
+    """Each token's own number says where its one stands."""
+    assert axis_after(aten.one_hot.default, (torch.arange(T)[None], 9), {0: 1}) == 1
+
+
+@pytest.mark.parametrize("kept", [False, True])
+def test_the_largest_of_each_token_and_its_place_hold_the_row(kept):
+    """Two results, one behind the other."""
+    x = drawn(5, T, 6)
+
+    assert axis_after(aten.max.dim, (x, 0, kept), {0: 1}) == (kept, kept)
+    assert axis_after(aten.argmax.default, (x, 0, kept), {0: 1}) == kept
+    assert axis_after(aten.max.other, (x, x[:1]), {0: 1, 1: 1}) == 1
 
 
 def reshaped(shape, dim, turn):
@@ -222,6 +261,29 @@ MIXED = {
     "an order of the row": (aten.sort.default, (drawn(6, T),), {0: 1}),
     "a running sum": (aten.cumsum.default, (drawn(1, T, 6), 1), {0: 1}),
     "a split of the row": (aten.split.Tensor, (drawn(1, T, 6), 2, 1), {0: 1}),
+    "the largest of all": (aten.max.default, (drawn(1, T, 6),), {0: 1}),
+    "the place of the largest": (aten.argmax.default, (drawn(1, T, 6), 1), {0: 1}),
+    "as wide as the row says": (aten.one_hot.default, (torch.arange(T),), {0: 0}),
+    "writes along the row": (aten.scatter.src, (drawn(T, 4), 0, PAIRS % T, drawn(T, 2)),
+                             {0: 0, 2: 0, 3: 0}),
+    "adds along the row": (aten.scatter_add.default, (drawn(T, 4), 0, PAIRS % T, drawn(T, 2)),
+                           {0: 0, 2: 0, 3: 0}),
+    "writes by a common index": (aten.scatter.src, (drawn(T, 4), 1, PAIRS, drawn(T, 2)),
+                                 {0: 0, 3: 0}),
+    "writes of the first tokens": (aten.scatter.value, (drawn(T, 4), 1, PAIRS[:3], 1.0),
+                                   {0: 0, 2: 0}),
+    "writes into other tokens": (aten.scatter.value, (drawn(2 * T, 4), 1, PAIRS, 1.0),
+                                 {0: 0, 2: 0}),
+    "an index of the row": (aten.index_add.default, (drawn(4, 6), 0, PAIRS[:, 0], drawn(T, 6)),
+                            {2: 0, 3: 0}),
+    "added to tokens": (aten.index_add.default, (drawn(T, 6), 0, PAIRS[0], drawn(2, 6)), {0: 0}),
+    "added by place": (aten.index_add.default, (drawn(T, 6), 0, PAIRS[0], drawn(2, 6)),
+                       {0: 0, 3: 0}),
+    "another's experts": (torch.ops.tlora_fx.expert_linear.default,
+                          (drawn(T, 6), drawn(4, 5, 6), None, PAIRS, False), {0: 0}),
+    "experts of the row": (torch.ops.tlora_fx.expert_linear.default,
+                           (drawn(T, 6), drawn(T, 5, 6), None, PAIRS, False),
+                           {0: 0, 1: 0, 3: 0}),
     "a weight of the row": (aten.linear.default, (drawn(5, 6), drawn(T, 6)), {1: 0}),
 }  # fmt: skip
 
