@@ -292,7 +292,7 @@ def test_a_job_is_cancelled_once(asked):
     it.submit(job_file("a"))
 
     assert it.ask("POST", "/api/v1/jobs/a/resume").status_code == 409
-    assert it.ask("POST", "/api/v1/jobs/a/pause").json()["state"] == "received"
+    assert it.ask("POST", "/api/v1/jobs/a/pause").json()["state"] == "paused"
     assert it.ask("POST", "/api/v1/jobs/a/pause").status_code == 409
     assert it.ask("POST", "/api/v1/jobs/a/cancel").json()["state"] == "cancelling"
     before = it.state()

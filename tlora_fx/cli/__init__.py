@@ -58,7 +58,7 @@ COMMANDS = {
     "report": "Write an HTML page of a run: curves, rates, lengths, groups.",
     "run": "Train the jobs of a folder on this machine, grouped anew at each horizon.",
     "schedule": "Save a snapshot of a run, and ask why the scheduler decided as it did.",
-    "serve": "Train jobs that come over HTTP, for several users.",
+    "serve": "Train jobs that come over HTTP, for several users, with a page.",
     "simulate": "Replay a trace of jobs under scheduling policies, on a simulated clock.",
     "stop": "End jobs of a run where they are, with the adapters that they have.",
     "tokens": "Make, list and revoke the tokens of a service's users.",

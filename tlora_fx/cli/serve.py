@@ -63,7 +63,7 @@ class ServeCommandOptions(RunCommandOptions):
 
 @takes_options
 def run(options: ServeCommandOptions) -> None:
-    """Train jobs that come over HTTP: `tlora-fx client`, or the API (/openapi.json).
+    """Train jobs that come over HTTP: `tlora-fx client`, the API (/openapi.json), the page (/).
 
     All is written down: killed or stopped, it goes on when it is started again with the same -o.
     """

@@ -1,1 +1,1 @@
-"""The service over a run: an HTTP API and metrics, beside the same loop and ledger."""
+"""The service over a run: an HTTP API, a page and metrics, beside the same loop and ledger."""

@@ -1,4 +1,4 @@
-"""The service's HTTP face: a typed API, and metrics.
+"""The service's HTTP face: a typed API, a page, and metrics.
 
 Every answer that is no success has the body `Problem`. A user sees and changes their own jobs
 alone; another's job is as unknown as one that never was.
@@ -15,6 +15,7 @@ import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
+from importlib.resources import files
 from ipaddress import ip_address
 from pathlib import Path
 from tempfile import NamedTemporaryFile
@@ -276,6 +277,7 @@ def make_app(service: Service, hosts: tuple[str, ...] = ()) -> FastAPI:
     app.add_middleware(LimitBody, upload_bytes=service.intake.limits.upload_bytes)
     _errors(app)
     _watched(app, service, hosts)
+    _page(app)
     _mutations(app, service)
     _jobs(app, service)
     _whole(app, service)
@@ -365,6 +367,20 @@ def _is_address(name: str) -> bool:
     except ValueError:
         return False
     return True
+
+
+def _page(app: FastAPI) -> None:
+    assets = files("tlora_fx.server") / "assets"
+
+    def serve(path: str, name: str, kind: str) -> None:
+        async def asset() -> Response:
+            return Response((assets / name).read_bytes(), media_type=kind)
+
+        app.get(path, include_in_schema=False)(asset)
+
+    serve("/", "index.html", "text/html")
+    serve("/app.js", "app.js", "text/javascript")
+    serve("/app.css", "app.css", "text/css")
 
 
 def _asks(service: Service) -> Any:

@@ -122,7 +122,8 @@ class OwnedJob:
         status = self.status
         if status is None:
             refused = self.told not in (None, "", "taken")
-            return "refused" if refused else "cancelling" if self.wanted == "cancel" else "received"
+            wanted = {"cancel": "cancelling", "pause": "paused", "run": "received"}[self.wanted]
+            return "refused" if refused else wanted
         if status in ("queued", "running"):
             stopping = {"cancel": "cancelling", "pause": "pausing"}.get(self.wanted, status)
             return "paused" if (status, stopping) == ("queued", "pausing") else stopping
