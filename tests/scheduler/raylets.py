@@ -10,6 +10,9 @@ import sys
 import time
 from contextlib import contextmanager, suppress
 from pathlib import Path
+from random import Random
+
+from tlora_fx.scheduler.lease import is_granted
 
 ROOT = Path(__file__).parents[2]
 STORE = 80 << 20
@@ -89,20 +92,19 @@ def start(here: Raylets, jobs: Path, output: Path, **changed) -> subprocess.Pope
 def main(address: str, jobs: str, output: str, **changed) -> None:
     """What `start` has its process do: train all, then end."""
     from tests.scheduler import run_folder
-    from tlora_fx.cost.hardware import Cluster
     from tlora_fx.scheduler import service
+    from tlora_fx.scheduler.loop import LoopOptions
     from tlora_fx.scheduler.policies import policy_of
     from tlora_fx.scheduler.ray.cluster import RayCluster
     from tlora_fx.scheduler.ray.executor import on_ray
 
     service.LOOK_SECONDS = 0.2
     nodes = RayCluster.join(address, "cpu", None)
-    assert nodes.cluster == Cluster(len(nodes.seats), 1, 2, "cpu"), nodes.cluster
+    assert nodes.cluster.gpus_per_node == 1
     policy = policy_of(changed.pop("policy", "tlora"))
-    trains = changed.pop("trains", False)
-    if trains:
-        changed["worker"] = "tlora_fx.scheduler.local.worker"
-    options = on_ray(run_folder.options(**changed), nodes)
+    # Kills that come too early are no fault of a job.
+    loop = LoopOptions(horizon=0.4, switch_seconds=0.1, tries=1000)
+    options = on_ray(nodes, run_folder.options(loop=loop, **changed))
     with service.opened(
         Path(jobs), Path(output), nodes.cluster, policy, run_folder.Roofline(),
         run_folder.Prepared(), run_folder.Heard(), options,
@@ -111,14 +113,12 @@ def main(address: str, jobs: str, output: str, **changed) -> None:
             time.sleep(0.01)
 
 
-def workers(output: Path) -> list[int]:
-    """Processes of the groups, as their workers have written them down; some have ended."""
-    return [int(path.read_text()) for path in sorted(output.glob("groups/*/pid"))]
-
-
-def kill(pid: int) -> bool:
-    """Kill -9; whether it was there."""
-    with suppress(ProcessLookupError):
-        os.kill(pid, signal.SIGKILL)
+def kill_worker(output: Path, chance: Random) -> bool:
+    """Kill -9 of the process of some group that trains; whether there was one."""
+    lasting = [path.parent for path in output.glob("groups/*/pid") if is_granted(path.parent)]
+    if not lasting:
+        return False
+    with suppress(ProcessLookupError, ValueError):
+        os.kill(int((chance.choice(lasting) / "pid").read_text()), signal.SIGKILL)
         return True
     return False

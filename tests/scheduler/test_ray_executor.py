@@ -30,9 +30,10 @@ from tlora_fx.scheduler.executor import (
     Progress,
 )
 from tlora_fx.scheduler.local.executor import LocalOptions
-from tlora_fx.scheduler.ray import cluster, executor
+from tlora_fx.scheduler.ray import cluster, executor, worker
 from tlora_fx.scheduler.ray.cluster import RayCluster, cluster_of, seats_of
-from tlora_fx.scheduler.ray.executor import RayExecutor, Worker
+from tlora_fx.scheduler.ray.executor import RayExecutor
+from tlora_fx.scheduler.ray.worker import Worker
 from tlora_fx.scheduler.state import Group
 
 NODES = told(("n0", 1, "a"), ("n1", 1, "a"), resource="CPU")
@@ -188,7 +189,7 @@ def test_a_group_that_is_asked_to_stop_commits(bench):
 
 def test_a_worker_that_outlives_its_epoch_commits_nothing(bench, ray, monkeypatch):
     """Cut off from its cluster it trains on, and its next commit finds no way."""
-    monkeypatch.setattr(executor, "HEAR_SECONDS", 1000.0)
+    monkeypatch.setattr(worker, "HEAR_SECONDS", 1000.0)
     here = bench(a={"steps": 10**6})
     group = here.launch(1, "a")
     here.until(Committed)

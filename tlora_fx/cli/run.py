@@ -7,10 +7,11 @@ import importlib.util
 import signal
 import sys
 import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import UTC, datetime
+from functools import partial
 from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING, Annotated
@@ -36,8 +37,8 @@ from tlora_fx.scheduler.state import ActiveJob, JobRequest
 from tlora_fx.scheduler.store import JobRecord, Ledger
 
 if TYPE_CHECKING:
+    from tlora_fx.cost.hardware import Cluster
     from tlora_fx.scheduler.local.admission import AdmissionLimits
-    from tlora_fx.scheduler.ray.cluster import RayCluster
     from tlora_fx.scheduler.service import RunOptions, SchedulerService
 
 
@@ -181,22 +182,17 @@ def run(options: RunCommandOptions) -> None:
     policy = policy_of(options.policy)
     _require_right(options)
 
-    from tlora_fx.scheduler.service import Estimates, machine, opened
+    from tlora_fx.scheduler.service import Estimates, opened
 
     for name in options.callback or ():
         callback_named(name)
-    nodes = _joined(options) if options.executor == "ray" else None
-    cluster, kind = (nodes.cluster, nodes.kind) if nodes else machine(options.device, options.slots)
+    cluster, kind, adapted = placed(options)
     estimates = Estimates(cluster, tuple(options.profile or ()))
-    service = options.service(kind, estimates.layout_of)
-    if nodes:
-        from tlora_fx.scheduler.ray.executor import on_ray
-
-        service = on_ray(service, nodes)
+    service = adapted(options.service(kind, estimates.layout_of))
     output = options.output or Path("runs") / datetime.now(UTC).strftime("%Y%m%d-%H%M%S")
     page = Page(Console(stderr=True))
     page.say(f"{output}: {cluster.gpus} × {cluster.gpu}, policy {policy.name}")
-    for text in () if nodes else estimates.threads():
+    for text in estimates.threads() if options.executor == "local" else ():
         page.say(f"warning: {text}", "yellow")
     with opened(
         options.jobs, output, cluster, policy, estimates.estimator, estimates, page, service
@@ -209,7 +205,7 @@ def run(options: RunCommandOptions) -> None:
 EXECUTORS = ("local", "ray")
 
 
-def _require_executor(options: RunCommandOptions) -> None:
+def require_executor(options: RunCommandOptions) -> None:
     """Refuse names of executors that there are not, and Ray where it is not installed."""
     if options.executor not in EXECUTORS:
         raise RunRefused(
@@ -234,7 +230,7 @@ def _require_executor(options: RunCommandOptions) -> None:
 
 def _require_right(options: RunCommandOptions) -> None:
     """Refuse a folder that is not there, profiles and times that cannot be read, one wrong file."""
-    _require_executor(options)
+    require_executor(options)
 
     from tlora_fx.config.job_file import load_job_file
     from tlora_fx.cost.profile import Profile
@@ -253,10 +249,24 @@ def _require_right(options: RunCommandOptions) -> None:
         early.require_hub(jobs)
 
 
-def _joined(options: RunCommandOptions) -> RayCluster:
-    from tlora_fx.scheduler.ray.cluster import RayCluster
+def placed(
+    options: RunCommandOptions,
+) -> tuple[Cluster, str, Callable[[RunOptions], RunOptions]]:
+    """Where groups run: its GPUs, "cuda" or "cpu", and what has a run take place there.
 
-    return RayCluster.join(options.ray_address, options.device, options.slots)
+    raises   RunRefused, RayUnreachable
+    """
+    if options.executor == "ray":
+        from tlora_fx.scheduler.ray.cluster import RayCluster
+        from tlora_fx.scheduler.ray.executor import on_ray
+
+        nodes = RayCluster.join(options.ray_address, options.device, options.slots)
+        return nodes.cluster, nodes.kind, partial(on_ray, nodes)
+
+    from tlora_fx.scheduler.service import machine
+
+    cluster, kind = machine(options.device, options.slots)
+    return cluster, kind, lambda service: service
 
 
 def _until_over(running: SchedulerService, page: Page) -> bool:

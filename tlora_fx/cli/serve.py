@@ -17,7 +17,13 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from tlora_fx.cli.options import takes_options
-from tlora_fx.cli.run import TURN_SECONDS, RunCommandOptions, StopSignals
+from tlora_fx.cli.run import (
+    TURN_SECONDS,
+    RunCommandOptions,
+    StopSignals,
+    placed,
+    require_executor,
+)
 from tlora_fx.errors import ServiceRefused
 
 if TYPE_CHECKING:
@@ -70,6 +76,7 @@ def run(options: ServeCommandOptions) -> None:
     from tlora_fx.scheduler.policies import policy_of
 
     policy = policy_of(options.policy)
+    require_executor(options)
     if options.log_format not in ("text", "json"):
         raise typer.BadParameter("--log-format is text or json")
     for folder in options.root or ():
@@ -88,16 +95,16 @@ def run(options: ServeCommandOptions) -> None:
     if not options.loopback:
         store.require_tokens(options.host)
 
-    from tlora_fx.scheduler.service import Estimates, machine, opened
+    from tlora_fx.scheduler.service import Estimates, opened
     from tlora_fx.server.app import make_service
     from tlora_fx.server.control import Control, EventLog
 
-    cluster, kind = machine(options.device, options.slots)
+    cluster, kind, adapted = placed(options)
     estimates = Estimates(cluster, tuple(options.profile or ()))
     callback = EventLog(store)
     with opened(
         store.inbox, output, cluster, policy, estimates.estimator, estimates, callback,
-        options.service(kind, estimates.layout_of),
+        adapted(options.service(kind, estimates.layout_of)),
     ) as running:  # fmt: skip
         running.before_advance = Control(store, output, running)
         # Only now: another service may hold the folder.

@@ -12,18 +12,11 @@ A worker of one GPU stays with its placement group for the next group of its bas
 
 from __future__ import annotations
 
-import os
 import signal
-import socket
-import sys
-import threading
 import time
-import traceback
 from collections.abc import Callable, Iterable, Mapping
-from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
-from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -36,122 +29,18 @@ from tlora_fx.cost.estimator import Layout
 from tlora_fx.cost.hardware import Cluster
 from tlora_fx.errors import PlaceTaken, RayUnreachable
 from tlora_fx.scheduler.executor import Committed, ExecutorEvent, NodeBack, NodeLost
-from tlora_fx.scheduler.lease import grant, is_granted, revoke
+from tlora_fx.scheduler.lease import grant, revoke
 from tlora_fx.scheduler.local.executor import CheckpointSource, LocalExecutor, LocalOptions
 from tlora_fx.scheduler.local.processes import LOST, STOP_SECONDS, ForkServer
 from tlora_fx.scheduler.local.protocol import WorkerConfig
 from tlora_fx.scheduler.ray.cluster import RayCluster
+from tlora_fx.scheduler.ray.worker import Worker
 from tlora_fx.scheduler.service import RunOptions
 from tlora_fx.scheduler.state import Group
 from tlora_fx.version import __version__
 
 #: That Ray may take to reserve what is free; another user of the cluster has it then.
 RESERVE_SECONDS = 5.0
-HEAR_SECONDS = 0.1
-
-
-class Worker:
-    """What runs in an actor: a process that carries out orders, one after the other.
-
-    It trains in the main thread, where signals are heard; a thread of its own listens.
-
-    module     what carries an order out, as of `ForkServer`
-    version    of tlora-fx, where the run is
-    folder     where the run works, for paths that are not absolute
-    """
-
-    def __init__(self, module: str, version: str, folder: str) -> None:
-        if version != __version__:
-            raise RuntimeError(f"the run is tlora-fx {version}, this node has {__version__}")
-        with suppress(OSError):
-            os.chdir(folder)
-        self.module = import_module(module)
-        self.module.warm()
-
-    def address(self) -> tuple[str, int]:
-        """Where the others of its group find it."""
-        with socket.socket() as probe:
-            probe.bind(("", 0))
-            return ray.util.get_node_ip_address(), probe.getsockname()[1]
-
-    def work(
-        self,
-        order: str,
-        log: str,
-        environment: Mapping[str, str],
-        address: tuple[str, int] | None = None,
-    ) -> tuple[int, bool]:
-        """Carry out an order: its exit code, and whether something is kept for the next one.
-
-        environment   besides that of the process
-        address       of the first process of the group
-        """
-        _take_up(Path(log), environment, address)
-        before = signal.signal(signal.SIGTERM, _stop)
-        listener = _Listener(Path(order).parent, Path(log).with_suffix(".asked"))
-        code, kept = 1, False
-        try:
-            with listener:
-                self.module.main(Path(order))
-                code, kept = 0, self.module.stays()
-        except SystemExit as stop:
-            code = stop.code if isinstance(stop.code, int) else int(bool(stop.code))
-        except BaseException:  # noqa: BLE001  (it is told by the code, and in the log)
-            traceback.print_exc()
-        finally:
-            signal.signal(signal.SIGTERM, before)
-            sys.stdout.flush()
-            sys.stderr.flush()
-        return code, kept
-
-
-def _take_up(log: Path, environment: Mapping[str, str], address: tuple[str, int] | None) -> None:
-    """Print into an order's log, in its environment."""
-    target = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
-    os.dup2(target, 1)
-    os.dup2(target, 2)
-    os.close(target)
-    os.environ.update(environment)
-    if address is not None:
-        os.environ.update(MASTER_ADDR=address[0], MASTER_PORT=str(address[1]))
-    if threads := environment.get("OMP_NUM_THREADS"):
-        # Ray has set it before torch was imported.
-        import torch
-
-        torch.set_num_threads(int(threads))
-
-
-def _stop(number: int, frame: object) -> None:
-    """Before training begins there is nothing to save."""
-    sys.exit(128 + number)
-
-
-class _Listener:
-    """A thread that signals its own process as it is asked to, and ends it with its lease."""
-
-    def __init__(self, group: Path, asked: Path) -> None:
-        self.group, self.asked = group, asked
-        self._over = threading.Event()
-        self._heard = 0
-        self._thread = threading.Thread(target=self._listen, daemon=True, name="lease")
-
-    def __enter__(self) -> _Listener:
-        self._thread.start()
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        self._over.set()
-        self._thread.join()
-
-    def _listen(self) -> None:
-        while not self._over.wait(HEAR_SECONDS):
-            if not is_granted(self.group):
-                os.kill(os.getpid(), signal.SIGKILL)
-            with suppress(FileNotFoundError):
-                lines = self.asked.read_bytes().splitlines()
-                for number in lines[self._heard :]:
-                    os.kill(os.getpid(), int(number))
-                self._heard = len(lines)
 
 
 @dataclass(slots=True)
@@ -485,6 +374,6 @@ class RayExecutor(LocalExecutor):
         self.nodes.leave()
 
 
-def on_ray(options: RunOptions, nodes: RayCluster) -> RunOptions:
+def on_ray(nodes: RayCluster, options: RunOptions) -> RunOptions:
     """The same run, with its groups on a cluster."""
     return replace(options, executor=partial(RayExecutor, nodes, options.worker))
