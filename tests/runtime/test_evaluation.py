@@ -28,7 +28,7 @@ from tlora_fx.runtime.adapters import adapter_tensors
 from tlora_fx.runtime.checks import load_all_data
 from tlora_fx.runtime.data import held_out
 from tlora_fx.runtime.trainer import Trainer, TrainerCallback, TrainerOptions
-from tlora_fx.scheduler.local.protocol import EventReader, EventWriter
+from tlora_fx.scheduler.local.protocol import EventReader, WorkerConfig
 from tlora_fx.scheduler.local.worker import EventCallback
 
 EVALUATED = {"eval_data": {"path": "unused.jsonl"}, "eval_steps": 2}
@@ -103,7 +103,8 @@ def test_who_watches_a_worker_hears_before_and_after_what_takes_time(base, tmp_p
     """An evaluation and a checkpoint are no step that hangs."""
     jobs = [make_job(base, "a", max_steps=2, **EVALUATED)]
     log = tmp_path / "told.jsonl"
-    train(jobs, tmp_path / "run", callback=EventCallback(EventWriter(log)))
+    events = EventCallback(WorkerConfig(1, (), {}, "", "", str(log)))
+    train(jobs, tmp_path / "run", callback=events)
     kinds = [line["kind"] for line in EventReader(log).lines()]
 
     # Steps that follow fast are told together.

@@ -14,7 +14,7 @@ import signal
 import time
 from pathlib import Path
 
-from tlora_fx.scheduler.local.protocol import EventWriter, WorkerConfig
+from tlora_fx.scheduler.local.protocol import HEIR, EventWriter, WorkerConfig
 
 
 def warm() -> None:
@@ -58,16 +58,18 @@ class _Fake:
         self.writer = EventWriter(order.event_log, every_seconds=0.01)
         self.stopping = False
         self.rounds = 0
+        self.heir: WorkerConfig | None = None
         self.jobs = {name: self.restored(name) for name in self.specs}
 
-    def restored(self, name: str) -> dict:
+    def restored(self, name: str, order: WorkerConfig | None = None) -> dict:
         fresh = {"step": 0, "value": 0, "status": "running", "reason": ""}
-        if name not in self.order.sources:
+        sources = (order or self.order).sources
+        if name not in sources:
             return fresh
-        folder = Path(self.order.sources[name]) / "checkpoints"
+        folder = Path(sources[name]) / "checkpoints"
         newest = (folder / "latest").read_text().split()[0]
         state = json.loads((folder / newest / "state.json").read_text())
-        return state["jobs"][name]
+        return state["jobs"][name] | {"status": "running"}
 
     def audit(self, what: str, name: str, step: int) -> None:
         line = json.dumps([time.time(), self.order.epoch, what, name, step]) + "\n"
@@ -85,11 +87,44 @@ class _Fake:
         saved = time.monotonic()
         while not self.stopping and self.running():
             due = self.round() or time.monotonic() - saved >= self.order.save_seconds
+            due |= self.changes()
             if due and self.running():
                 self.save()
                 saved = time.monotonic()
         self.save()
         self.writer.write("ended")
+
+    def changes(self) -> bool:
+        """Let jobs come and go, if somebody asked for it; whether anyone did."""
+        pointer = Path(self.order.event_log).with_name(HEIR)
+        if self.heir is not None or not pointer.exists():
+            return False
+        heir = WorkerConfig.read(Path(pointer.read_text()))
+        names = [job["name"] for job in heir.jobs]
+        if heir.options.get("declines"):
+            if not self.stopping:
+                self.writer.write("declined", reason="no room")
+            self.stopping = True
+            return False
+        for name in self.specs.keys() - set(names):
+            if self.jobs[name]["status"] == "running":
+                self.jobs[name]["status"] = "paused"
+        for job in heir.jobs:
+            if job["name"] not in self.specs:
+                self.jobs[job["name"]] = self.restored(job["name"], heir)
+                self.audit("begin", job["name"], self.jobs[job["name"]]["step"])
+        self.specs |= {job["name"]: job for job in heir.jobs}
+        self.heir = heir
+        return True
+
+    def hand_over(self, heir: WorkerConfig) -> None:
+        self.writer.write("handed")
+        self.order, self.heir = heir, None
+        self.specs = {job["name"]: job for job in heir.jobs}
+        self.writer = EventWriter(heir.event_log, every_seconds=0.01)
+        steps = {name: self.jobs[name]["step"] for name in self.specs}
+        self.writer.write("started", steps=steps, paused=0.01)
+        self.write_saved()
 
     def stop(self, number: int, frame: object) -> None:
         self.stopping = True
@@ -111,7 +146,7 @@ class _Fake:
                 self.write(name)
                 continue
             self.step(name)
-        self.writer.progress({name: job["step"] for name, job in self.jobs.items()})
+        self.writer.progress({name: self.jobs[name]["step"] for name in self.specs})
         return len(self.running()) < len(active)
 
     def step(self, name: str) -> None:
@@ -151,9 +186,18 @@ class _Fake:
         temporary = folder / ".latest.tmp"
         temporary.write_text(fresh.name + "\n")
         temporary.replace(folder / "latest")
+        for name in self.specs:
+            self.audit("commit", name, self.jobs[name]["step"])
+        self.write_saved()
+        if self.heir is not None:
+            self.hand_over(self.heir)
+
+    def write_saved(self) -> None:
+        mine = {name: self.jobs[name] for name in self.specs}
         ended = {
-            n: [j["status"], j["reason"]] for n, j in self.jobs.items() if n not in self.running()
+            name: [job["status"], job["reason"]]
+            for name, job in mine.items()
+            if job["status"] not in ("running", "paused")
         }
-        for name, job in self.jobs.items():
-            self.audit("commit", name, job["step"])
-        self.writer.write("saved", steps={n: j["step"] for n, j in self.jobs.items()}, ended=ended)
+        steps = {name: job["step"] for name, job in mine.items()}
+        self.writer.write("saved", steps=steps, ended=ended)

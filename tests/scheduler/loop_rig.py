@@ -10,7 +10,7 @@ from tlora_fx.cost.hardware import Cluster
 from tlora_fx.scheduler.formations import Callback, StepTimes
 from tlora_fx.scheduler.loop import Loop, LoopOptions
 from tlora_fx.scheduler.policies import find_policy
-from tlora_fx.scheduler.state import Decision, Group, Policy, SchedulerState
+from tlora_fx.scheduler.state import ChangeCosts, Decision, Group, Policy, SchedulerState
 from tlora_fx.scheduler.store import Ledger
 from tlora_fx.simulator.replay import Clock, Disturbances, SimulatedExecutor
 
@@ -43,6 +43,7 @@ def rig(
     disturbances: Disturbances | None = None,
     callback: Callback | None = None,
     switch_seconds: float = 0.0,
+    changes: ChangeCosts | None = None,
     **options: object,
 ) -> Rig:
     """A loop over a simulated cluster."""
@@ -53,6 +54,7 @@ def rig(
         times,
         clock,
         switch_seconds=switch_seconds,
+        changes=changes,
         disturbances=disturbances,
     )
     loop = Loop(
@@ -60,7 +62,7 @@ def rig(
         times.estimator,
         executor,
         ledger,
-        options=LoopOptions(switch_seconds=switch_seconds, **options),  # type: ignore[arg-type]
+        options=LoopOptions(switch_seconds=switch_seconds, changes=changes, **options),  # type: ignore[arg-type]
         callback=callback,
         times=times,
     )

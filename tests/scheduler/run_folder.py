@@ -128,13 +128,23 @@ def audit(output: Path) -> list[list]:
 
 
 def records(output: Path) -> dict:
-    """The ledger's jobs by name, read from a copy so that nobody is disturbed."""
+    """The ledger's jobs by name."""
+    return {record.name: record for record in _read(output, Ledger.jobs)}
+
+
+def epochs(output: Path) -> list:
+    """The ledger's formations."""
+    return _read(output, Ledger.epochs)
+
+
+def _read(output: Path, what):
+    """From a copy, so that nobody is disturbed."""
     copy = output.with_name(f"{output.name}.ledger")
     shutil.rmtree(copy, ignore_errors=True)
     copy.mkdir()
     for path in output.glob("ledger.sqlite*"):
         shutil.copy(path, copy)
     ledger = Ledger(copy / "ledger.sqlite")
-    found = {record.name: record for record in ledger.jobs()}
+    found = what(ledger)
     ledger.close()
     return found

@@ -13,10 +13,19 @@ from dataclasses import replace
 import pytest
 
 from tests.scheduler.fake_worker import adapter_of
+from tests.scheduler.fork_here import ForkHere
 from tlora_fx.cost.hardware import Cluster
 from tlora_fx.cost.load import Demand
 from tlora_fx.errors import PlaceTaken
-from tlora_fx.scheduler.executor import Committed, Drained, Failed, Finished, GroupStarted, Progress
+from tlora_fx.scheduler.executor import (
+    Committed,
+    Drained,
+    Failed,
+    Finished,
+    GroupStarted,
+    Progress,
+    Warned,
+)
 from tlora_fx.scheduler.local import executor
 from tlora_fx.scheduler.local.executor import LocalExecutor, LocalOptions, StallLimits, Watchdog
 from tlora_fx.scheduler.local.processes import ForkServer
@@ -28,10 +37,10 @@ FAKE = "tests.scheduler.fake_worker"
 class Bench:
     """An executor, and what it has told."""
 
-    def __init__(self, folder, more=None, **specs):
+    def __init__(self, folder, more=None, server=ForkServer, **specs):
         self.folder = folder
         self.specs = {name: {"name": name, **spec} for name, spec in specs.items()}
-        self.server = ForkServer(folder / "server.log", module=FAKE)
+        self.server = server(folder / "server.log", module=FAKE)
         self.executor = LocalExecutor(
             folder, Cluster(2, 2, 1, "cpu"), self.specs, self.server,
             options=LocalOptions(save_seconds=0.1, more=more or {}),
@@ -374,3 +383,99 @@ def test_idle_workers_give_way_to_another_base_on_their_gpu(bench):
 
     with pytest.raises(ProcessLookupError):
         os.kill(waiting, 0)
+
+
+def forked_here(bench, **specs):
+    """Workers of one base that are forked from this process."""
+    return bench(server=ForkHere, **{
+        name: {"base": "one", "steps": 10_000, **spec} for name, spec in specs.items()
+    })  # fmt: skip
+
+
+def change(here, epoch, group, heir_epoch, *jobs):
+    """Let a group go on with other jobs on its place."""
+    heir = Group(jobs, group.gpus, group.place)
+    assert here.executor.can_change(group, epoch, heir)
+    for _ in range(2):
+        here.executor.change(group, epoch, heir, heir_epoch, [], {})
+    return heir
+
+
+def test_jobs_join_and_leave_a_group_that_trains_on(bench):
+    """One process, and no step is done twice; who left goes on elsewhere and comes back."""
+    here = forked_here(bench, a={}, b={}, c={"steps": 5})
+    first = here.launch(1, "a", "b")
+    here.until(Progress, epoch=1)
+    second = change(here, 1, first, 2, "a", "c")
+    left = here.until(Drained, epoch=1)
+    here.executor.release(first, 1)
+    assert left.heir == 2
+    assert left.steps["b"] > 0
+    assert here.until(GroupStarted, epoch=2).paused is not None
+    other = here.launch(3, "b", gpu=1)
+    here.until(Finished, epoch=2, job="c")
+    here.until(Progress, epoch=3)
+    here.executor.drain(other, 3)
+    here.until(Drained, epoch=3)
+    here.executor.release(other, 3)
+    change(here, 2, second, 4, "a", "b")
+    here.until(Drained, epoch=2)
+    here.executor.release(second, 2)
+    here.until(Progress, epoch=4)
+
+    assert here.executor.inventory()
+    assert not here.of(Failed)
+    steps = [json.loads(line) for line in (here.folder / "audit.jsonl").read_text().splitlines()]
+    for name in "ab":
+        done = [step for *_, what, job, step in steps if (what, job) == ("step", name)]
+        assert done == list(range(1, len(done) + 1))
+    assert {epoch for _, epoch, what, job, _ in steps if (what, job) == ("step", "b")} == {1, 3, 4}
+
+
+def test_a_group_that_cannot_take_jobs_in_is_formed_anew(bench):
+    """Its worker says why; the heir begins on the same place, from what was committed."""
+    here = forked_here(bench, a={}, b={"steps": 5})
+    first = here.launch(1, "a")
+    here.until(Committed, epoch=1)
+    here.executor.options = replace(
+        here.executor.options, more={**here.executor.options.more, "declines": True}
+    )
+    change(here, 1, first, 2, "a", "b")
+    left = here.until(Drained, epoch=1)
+    here.executor.release(first, 1)
+    here.until(Finished, epoch=2, job="b")
+
+    assert left.heir is None
+    assert "no room" in here.of(Warned)[0].text
+    assert here.of(GroupStarted)[-1].paused is None
+    assert not here.of(Failed)
+
+
+def test_a_group_that_ends_before_its_heir_takes_over_is_followed_by_it(bench):
+    """Its only job is done; the one that should have joined begins without it."""
+    here = forked_here(bench, a={"steps": 3}, b={"steps": 5})
+    first = here.launch(1, "a")
+    here.until(Finished, epoch=1, job="a")
+    assert here.executor.can_change(first, 1, Group(("a", "b"), 1, (0,)))
+    here.executor.change(first, 1, Group(("a", "b"), 1, (0,)), 2, [], {})
+    here.until(Finished, epoch=2, job="b")
+
+    assert [event.heir for event in here.of(Drained) if event.epoch == 1] == [None]
+
+
+def test_a_worker_that_dies_while_jobs_join_takes_nobody_along(bench):
+    """The heir is never heard of; all go on from their commits."""
+    here = forked_here(bench, a={}, b={"steps": 5})
+    first = here.launch(1, "a")
+    committed = here.until(Committed, epoch=1)
+    os.kill(worker_of(here, 1), signal.SIGSTOP)
+    heir = change(here, 1, first, 2, "a", "b")
+    os.kill(worker_of(here, 1), signal.SIGKILL)
+    lost = here.until(Failed, epoch=1, job=None)
+    here.executor.release(first, 1)
+    here.executor.release(heir, 2)
+    here.launch(3, "a", "b")
+    here.until(Finished, epoch=3, job="b")
+
+    assert lost.steps["a"] >= committed.steps["a"]
+    assert not [event for event in here.told if getattr(event, "epoch", 0) == 2]

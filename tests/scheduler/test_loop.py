@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 from tests.scheduler.loop_rig import Counting, Scripted, rig, together
 from tests.scheduler.looping import Plain, request
 from tlora_fx.errors import ClockBackwards, DecisionWrong, ReplayOptionWrong, SubmittedTwice
-from tlora_fx.scheduler.state import Group
+from tlora_fx.scheduler.executor import Drained
+from tlora_fx.scheduler.state import ChangeCosts, Group
 from tlora_fx.scheduler.store import Ledger
 from tlora_fx.simulator.replay import Clock
 
@@ -228,3 +231,79 @@ def test_the_clock_does_not_go_back():
     clock = Clock(5.0)
     with pytest.raises(ClockBackwards):
         clock.go_to(4.0)
+
+
+CHANGES = ChangeCosts(join=2.0, leave=1.0, move=4.0)
+
+
+def by_time(*phases):
+    """A policy that wants what stands at the last time that is over: (time, groups of names)."""
+
+    def say(state):
+        wanted = [groups for time, groups in phases if time <= state.now][-1]
+        return [
+            next(
+                (g for g in state.groups if set(g.jobs) == set(names) and g.place == (gpu,)),
+                Group(tuple(names), 1, (gpu,), 1.5, state.now),
+            )
+            for gpu, names in enumerate(wanted)
+            if names and set(names) <= set(state.jobs)
+        ]
+
+    return Scripted(say)
+
+
+def test_a_job_joins_a_running_group_for_the_price_of_a_join():
+    """The group does not end: it stands still for two seconds, and is another epoch then."""
+    made = rig(by_time((0, ["a"]), (60, ["ab"])), switch_seconds=20.0, changes=CHANGES, refresh=1)
+    for name in "ab":
+        made.loop.submit(request(name))
+    made.loop.advance(0.0)
+    made.go(60.0)
+    [run] = made.loop.runs.values()
+    before = run.jobs["a"].steps_done
+
+    assert (run.origin, run.came, run.went) == (1, ("b",), ())
+    assert before == pytest.approx(40 / 1.5)
+    made.go(70.0)
+    made.loop.state(70.0)
+    assert run.jobs["a"].steps_done - before == pytest.approx(8 / 2.5)
+    assert run.jobs["b"].steps_done == pytest.approx(8 / 2.5)
+
+
+def test_two_groups_exchange_jobs_though_each_waits_for_the_other():
+    """Those that leave go first; nobody is drained, and no job is lost."""
+    ledger = Ledger()
+    policy = by_time((0, ["ab", "cd"]), (60, ["ac", "bd"]))
+    made = rig(policy, changes=CHANGES, ledger=ledger, refresh=1)
+    for name in "abcd":
+        made.loop.submit(request(name, steps=1000))
+    made.loop.advance(0.0)
+    made.go(70.0)
+
+    assert {run.group.jobs for run in made.loop.runs.values()} == {("a", "c"), ("b", "d")}
+    hows = [record.how for record in ledger.epochs()]
+    assert [how for how in hows if how and not how.startswith("goes on as")] == []
+    assert {record.status for record in ledger.jobs()} == {"running"}
+
+
+def test_a_job_that_ends_while_another_is_about_to_join_leaves_the_group_to_it():
+    """The heir is formed anew without it, and the group that ended did not fail."""
+    policy = by_time((0, ["a"]), (60, ["ab"]), (61, ["b"]))
+    made = rig(policy, changes=CHANGES, refresh=1)
+    asked = []
+    made.executor.change = lambda *arguments: asked.append(arguments)
+    made.loop.submit(request("a", steps=50))
+    made.loop.submit(request("b", steps=10))
+    made.loop.advance(0.0)
+    made.go(76.0)
+    [(_, epoch, heir, heir_epoch, [_, job], steps)] = asked
+    assert made.loop.ended == {"a": "done", "b": ""}
+    assert [run.group.jobs for run in made.loop.runs.values()] == [()]
+
+    made.executor._places[heir_epoch] = made.executor._places[epoch]
+    made.executor._events.append(Drained(76.0, epoch, {}))
+    made.executor.launch(replace(heir, jobs=("b",)), heir_epoch, [job], steps)
+    made.go(200.0)
+    assert made.loop.ended == {"a": "done", "b": "done"}
+    assert made.loop.idle

@@ -15,7 +15,7 @@ from tlora_fx.cost.hardware import Cluster
 from tlora_fx.scheduler.formations import Callback, StepTimes, membership
 from tlora_fx.scheduler.loop import Loop, LoopOptions
 from tlora_fx.scheduler.policies import find_policy
-from tlora_fx.scheduler.state import broken
+from tlora_fx.scheduler.state import ChangeCosts, broken
 from tlora_fx.simulator.replay import Clock, Disturbances, SimulatedExecutor
 
 NODES = 4
@@ -60,8 +60,12 @@ class Machine(RuleBasedStateMachine):
 
     policy = "tlora"
 
-    @initialize(per_node=st.sampled_from((1, 2, 4)), runnable=st.sampled_from((3, 8, 128)))
-    def begin(self, per_node, runnable):
+    @initialize(
+        per_node=st.sampled_from((1, 2, 4)),
+        runnable=st.sampled_from((3, 8, 128)),
+        changes=st.sampled_from((None, ChangeCosts(1.0, 0.5, 2.0))),
+    )
+    def begin(self, per_node, runnable, changes):
         cluster = Cluster(NODES * per_node, per_node, 2)
         self.times, self.clock = StepTimes(Plain(fits=6000.0)), Clock()
         self.executor = SimulatedExecutor(
@@ -69,6 +73,7 @@ class Machine(RuleBasedStateMachine):
             self.times,
             self.clock,
             switch_seconds=SWITCH,
+            changes=changes,
             disturbances=Disturbances(commit_seconds=COMMIT),
         )
         self.callback = Held(cluster.capacity())
@@ -76,7 +81,7 @@ class Machine(RuleBasedStateMachine):
             find_policy(self.policy),
             self.times.estimator,
             self.executor,
-            options=LoopOptions(horizon=30.0, switch_seconds=SWITCH, runnable=runnable),
+            options=LoopOptions(30.0, SWITCH, changes, runnable),
             callback=self.callback,
             times=self.times,
         )

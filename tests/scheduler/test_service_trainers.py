@@ -7,6 +7,9 @@ import os
 import random
 import shutil
 import time
+from concurrent.futures import Future
+from itertools import pairwise
+from pathlib import Path
 
 import pytest
 import safetensors.torch
@@ -26,7 +29,7 @@ from tlora_fx.runtime.run_folder import read_metrics
 from tlora_fx.runtime.trainer import Trainer
 from tlora_fx.scheduler import service
 from tlora_fx.scheduler.executor import Drained, Failed, Progress
-from tlora_fx.scheduler.local import worker
+from tlora_fx.scheduler.local import protocol, worker
 from tlora_fx.scheduler.local.executor import LocalExecutor, LocalOptions
 from tlora_fx.scheduler.state import Group, JobRequest
 
@@ -143,7 +146,7 @@ def test_a_worker_keeps_its_model_for_the_next_group(tmp_path, monkeypatch):
     models = []
     for epoch, name in enumerate("ab", 1):
         job = load_job_file(folder / f"{name}.yaml").jobs[0]
-        config = worker.WorkerConfig(
+        config = protocol.WorkerConfig(
             epoch, (job.model_dump(mode="json"),), {}, str(tmp_path / "groups" / name),
             str(tmp_path / "run"), str(tmp_path / "told.jsonl"), stays="one",
         )  # fmt: skip
@@ -157,6 +160,74 @@ def test_a_worker_keeps_its_model_for_the_next_group(tmp_path, monkeypatch):
     assert worker.stays()
     assert models[0] is models[1] is worker._kept[0]
     require_as_alone(folder, tmp_path / "run", "ab", tmp_path)
+
+
+class AtOnce:
+    """Reads data before anybody goes on."""
+
+    def submit(self, read, *arguments):
+        future = Future()
+        future.set_result(read(*arguments))
+        return future
+
+
+def orders_of(folder, tmp_path, *groups):
+    """Orders of groups that become each other, each told of the next one."""
+    run, configs = tmp_path / "run", []
+    for epoch, names in enumerate(groups, 1):
+        jobs = [load_job_file(folder / f"{name}.yaml").jobs[0] for name in names]
+        own = tmp_path / "groups" / str(epoch)
+        own.mkdir(parents=True)
+        configs.append(protocol.WorkerConfig(
+            epoch, tuple(job.model_dump(mode="json") for job in jobs),
+            {name: str(run) for before in groups[: epoch - 1] for name in before},
+            str(run), str(run), str(own / "told.jsonl"), stays="one", keeps=tuple("abc"),
+        ))  # fmt: skip
+        configs[-1].write(own / "order.json")
+    for config, heir in pairwise(configs):
+        log = Path(config.event_log)
+        log.with_name(protocol.HEIR).write_text(str(Path(heir.event_log).with_name("order.json")))
+    return configs
+
+
+def told_by(config):
+    return list(protocol.EventReader(Path(config.event_log)).lines())
+
+
+def test_jobs_join_and_leave_a_group_that_trains_and_end_as_alone(tmp_path, monkeypatch):
+    """b leaves and comes back, c comes; one model trains them all, and each log has its own."""
+    folder = write(tmp_path / "jobs", a=12, b=7, c=5)
+    monkeypatch.setattr(worker, "_kept", [])
+    monkeypatch.setattr(worker, "_reader", AtOnce())
+    first, second, third = orders_of(folder, tmp_path, "ab", "ac", "acb")
+    worker._train(first, Launch())
+
+    logs = [told_by(config) for config in (first, second, third)]
+    assert [log[-1]["kind"] for log in logs] == ["handed", "handed", "ended"]
+    assert [set(log[0]["steps"]) for log in logs] == [set("ab"), set("ac"), set("abc")]
+    (left,) = [line["steps"]["b"] for line in logs[0] if line["kind"] == "saved"][-1:]
+    assert 0 < left == logs[2][0]["steps"]["b"] - 1
+    ended = [name for line in logs[2] for name in line.get("ended", {})]
+    assert set(ended) == set("abc")
+    require_as_alone(folder, tmp_path / "run", "abc", tmp_path)
+
+
+def test_a_job_of_another_structure_is_declined_and_the_others_train_on(tmp_path, monkeypatch):
+    """Also a wrong one; the reason is told, and nobody has left."""
+    folder = write(tmp_path / "jobs", a=4, b=4, c=4)
+    text = (folder / "c.yaml").read_text()
+    (folder / "c.yaml").write_text(text.replace("r: 4,", "r: 64, "))
+    monkeypatch.setattr(worker, "_kept", [])
+    monkeypatch.setattr(worker, "_reader", AtOnce())
+    first, second = orders_of(folder, tmp_path, "ab", "ac")
+    worker._train(first, Launch())
+
+    told = told_by(first)
+    (declined,) = [line["reason"] for line in told if line["kind"] == "declined"]
+    assert "a rank of 16 at most" in declined
+    assert told[-1]["kind"] == "ended"
+    assert [line["steps"] for line in told if line["kind"] == "saved"][-1] == {"a": 4, "b": 4}
+    assert not Path(second.event_log).exists()
 
 
 def until(executor, kind):

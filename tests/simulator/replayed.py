@@ -51,6 +51,8 @@ def summary(policy="tlora", seed=0, samples_per_second=None, completion=None, **
         "formations": 300,
         "switches": 40,
         "moves": 80,
+        "joins": 0,
+        "leaves": 0,
         "group_failures": 0,
         "node_losses": 0,
         "steps_lost": 0.0,

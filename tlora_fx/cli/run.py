@@ -33,7 +33,7 @@ from tlora_fx.cli.terminal import Console
 from tlora_fx.errors import RayNotInstalled, RunRefused
 from tlora_fx.scheduler.formations import Callback, Formation, LayoutOf
 from tlora_fx.scheduler.loop import Loop, LoopOptions
-from tlora_fx.scheduler.state import ActiveJob, JobRequest
+from tlora_fx.scheduler.state import ActiveJob, ChangeCosts, JobRequest
 from tlora_fx.scheduler.store import JobRecord, Ledger
 
 if TYPE_CHECKING:
@@ -127,7 +127,7 @@ class RunCommandOptions:
             least_seconds=COMPILING_SECONDS if self.compiled else STEP_SECONDS,
         )
         return RunOptions(
-            LoopOptions(horizon, switch_seconds=10.0),
+            LoopOptions(horizon, switch_seconds=10.0, changes=ChangeCosts()),
             linger=None if self.forever else 0.0 if self.until_empty else horizon,
             layout_of=layout_of,
             admission=self._admission(),
@@ -384,6 +384,12 @@ class Page(Callback):
         self.say(f"{time:8.1f} s  {text}", "yellow")
 
     def launched(self, time: float, run: Formation) -> None:
+        if run.origin is not None:
+            changes = [f"{name} joins" for name in run.came]
+            changes += [f"{name} leaves" for name in run.went]
+            what = ", ".join(changes)
+            self.say(f"{time:8.1f} s  group {run.origin} goes on as {run.epoch}: {what}")
+            return
         jobs = ", ".join(run.group.jobs)
         self.say(f"{time:8.1f} s  group {run.epoch} on {_place(run)}: {jobs}")
 
@@ -409,6 +415,9 @@ def table(records: Iterable[JobRecord], loop: Loop) -> Table:
         right = title in ("steps", "of", "slowdown")
         output_table.add_column(title, justify="right" if right else "left")
     runs = {name: run for run in loop.runs.values() for name in run.jobs}
+    for run in loop.runs.values():
+        if run.successor is not None:
+            runs = dict.fromkeys(run.successor.jobs, run.successor) | runs
     order = {"running": 0, "queued": 1, "failed": 2, "refused": 3, "cancelled": 4, "done": 5}
     rows = sorted(records, key=lambda record: order[record.status])
     for record in rows[:SHOWN]:
@@ -425,7 +434,8 @@ def _row(record: JobRecord, run: Formation | None) -> tuple[str, ...]:
         done = job.steps_done
         group = f"{run.epoch} on {_place(run)}"
         slowdown = f"{run.group.seconds / job.solo_seconds:.2f}" if job.solo_seconds else ""
-        state = "stopping" if run.leaving else "trains" if run.started is not None else "starts"
+        state = "joins" if run.origin is not None else "starts"
+        state = "stopping" if run.leaving else "trains" if run.started is not None else state
     steps = "" if record.status == "refused" else str(record.request.steps)
     return record.name, state, group, f"{done:.0f}", steps, slowdown
 

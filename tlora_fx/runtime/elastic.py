@@ -7,7 +7,7 @@ What a job needs to go on leaves the model with it, and comes back with it.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal
@@ -160,6 +160,21 @@ class Roster:
             found = ", ".join(training) or "none"
             raise NotAdmitted("no such job trains here", job=name, expected=found)
         self.changes.leaving[name] = how
+
+    def uninvite(self, names: Iterable[str]) -> None:
+        """Let jobs that wait to join wait no longer."""
+        gone = set(names)
+        waiting = [coming for coming in self.changes.coming if coming.job.name not in gone]
+        self.changes.coming = deque(waiting)
+
+    def without_room(self) -> list[str]:
+        """Jobs that asked to join and found no room."""
+        return [coming.job.name for coming in self.changes.coming] if self._blocked else []
+
+    def forget(self, names: Iterable[str]) -> None:
+        """Keep no states of jobs that have left, and go on elsewhere."""
+        for name in names:
+            self._gone.pop(name, None)
 
     def retire(self) -> list[str]:
         """Take the rows back of jobs that have ended; returns their names."""

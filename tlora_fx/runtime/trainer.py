@@ -159,6 +159,7 @@ class Trainer:
         self.store = CheckpointStore(self.folder.path)
         self.roster = Roster(self.model, self.folder, self.gathering)
         self.rounds = 0
+        self.change_seconds = 0.0
         self._to_tell: list[JobRun] = []
         # Numbers of strict mode follow from the lengths that users give.
         lengthened = self.device.type == "cuda" and not is_strict()
@@ -417,6 +418,7 @@ class Trainer:
 
     def _change(self) -> None:
         """Let jobs leave and join, on all processes; who finds no room waits."""
+        begun = time.perf_counter()
         self._catch_up()
         self._end.forget()
         changes = self.ranks.from_leader(self.roster.changes)
@@ -448,6 +450,7 @@ class Trainer:
             changes.coming.popleft()
             self._joined(run, grown=admission.grown)
         self.roster.changes = changes
+        self.change_seconds = time.perf_counter() - begun
 
     def _joined(self, run: JobRun, *, grown: bool) -> None:
         """What a run knows of its jobs, with one more."""

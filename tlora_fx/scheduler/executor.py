@@ -8,6 +8,8 @@ of an epoch that is over may come late and is to be ignored.
     reserve → launch → Started, Progress, Committed, Finished … → drain → Drained → release
                                                               or → kill  →           release
                                                               or → Failed            release
+                                                              or → change → Drained → release
+                                                                            Started of the heir …
 """
 
 from __future__ import annotations
@@ -37,7 +39,13 @@ class GroupEvent(ExecutorEvent):
 
 @dataclass(frozen=True, slots=True)
 class GroupStarted(GroupEvent):
-    """The group begins its first step; time since `launch` was the cost of the switch."""
+    """The group begins its first step; time since `launch` was the cost of the switch.
+
+    paused   of a group that took over from another: seconds for which its jobs stood still. None:
+             it was formed anew
+    """
+
+    paused: float | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,9 +95,12 @@ class Drained(GroupEvent):
     """The group has stopped; all that it did is committed.
 
     It was asked to, or its last job has finished: such a group ends by itself.
+
+    heir    the epoch that goes on in its place, without having stopped; None: nobody does
     """
 
     steps: Mapping[str, float]
+    heir: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -137,6 +148,27 @@ class Executor(Protocol):
 
         layout       how it is spread over its GPUs; None: as the executor finds best
         raises       PlaceTaken where nothing is reserved for this epoch
+        """
+
+    def can_change(self, group: Group, epoch: int, heir: Group) -> bool:
+        """Whether a running group may become another one on its place without stopping."""
+
+    def change(
+        self,
+        group: Group,
+        epoch: int,
+        heir: Group,
+        heir_epoch: int,
+        jobs: Sequence[JobRequest],
+        steps_done: Mapping[str, float],
+    ) -> None:
+        """Let jobs leave a running group and join it, while the others train on.
+
+        It is another epoch from then on. `Drained` of the old one tells when, and that all its jobs
+        are committed; `GroupStarted` of the new one follows. Where this proves impossible the heir
+        is formed anew, on the same place. Where the old one fails, nothing is told of the heir.
+
+        jobs         of the heir
         """
 
     def events(self) -> list[ExecutorEvent]:

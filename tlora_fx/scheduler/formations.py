@@ -34,6 +34,12 @@ class Formation:
     started     when its first step began; None: not yet
     settled     until when its jobs' credit is written down, seconds
     leaving     asked to stop, or about to be told that it failed: what a policy sees no more
+    heir        the group that it shall become next, without stopping; None: it stays as it is
+    successor   the formation that it is becoming, which is not among the runs yet
+    origin      the epoch that it was before, where it is a successor
+    asked       when that was begun, seconds
+    came, went  jobs that joined and left when it took over, ended ones not counted
+    paused      seconds for which its jobs stood still when it took over; None: it was formed anew
     """
 
     epoch: int
@@ -45,6 +51,13 @@ class Formation:
     started: float | None = None
     settled: float = float("-inf")
     leaving: bool = False
+    heir: Group | None = None
+    successor: Formation | None = None
+    origin: int | None = None
+    asked: float = 0.0
+    came: tuple[str, ...] = ()
+    went: tuple[str, ...] = ()
+    paused: float | None = None
     key: Membership = field(init=False)
 
     def __post_init__(self) -> None:
@@ -182,9 +195,16 @@ class Formations:
     def standing(self) -> tuple[Group, ...]:
         """What runs or is about to, for a policy: nothing that leaves."""
         if self._standing is None:
-            running = [run.group for run in self.runs.values() if not run.leaving]
+            running = [
+                (run.successor or run).group
+                for run in self.runs.values()
+                if not run.leaving and not self._is_pending(run.heir)
+            ]
             self._standing = (*running, *self.pending)
         return self._standing
+
+    def _is_pending(self, group: Group | None) -> bool:
+        return any(other is group for other in self.pending)
 
     def spoken_for(self) -> int:
         """GPUs that are held, or will be as soon as they are free."""
@@ -195,33 +215,43 @@ class Formations:
         self._standing = None
 
     def want(self, groups: Sequence[Group]) -> None:
-        """From now on these shall run: what is not among them is asked to stop."""
-        wanted = {id(group): group for group in groups}
-        strangers: dict[object, Group] | None = None
+        """From now on these shall run: what is not among them changes, or is asked to stop."""
+        self.pending = list(groups)
         for run in list(self.runs.values()):
-            if run.leaving:
-                continue
-            if wanted.pop(id(run.group), None) is not None:
-                continue
-            if strangers is None:
-                strangers = {membership(group): group for group in groups}
-            same = strangers.get(run.key)
-            if same is None:
-                self.drain(run)
-            else:
-                wanted.pop(id(same), None)
-                run.group = same
-        self.pending = list(wanted.values())
+            if not run.leaving:
+                self._match(run)
         self.touched()
+
+    def _match(self, run: Formation) -> None:
+        """Find what a run is among the groups that shall run, or is to become."""
+        current = run.successor or run
+        run.heir = None
+        for group in self.pending:
+            if group is current.group or membership(group) == current.key:
+                current.group = group
+                self.pending = [other for other in self.pending if other is not group]
+                return
+        run.heir = next((group for group in self.pending if self._goes_on(current, group)), None)
+        if run.heir is None:
+            self.drain(run)
+
+    def _goes_on(self, run: Formation, group: Group) -> bool:
+        """Whether a run can become a group without stopping: some of its jobs stay where it is."""
+        stays = not run.jobs.keys().isdisjoint(group.jobs)
+        there = set(group.place) == set(run.launched.place)
+        return stays and there and self._executor.can_change(run.launched, run.epoch, group)
 
     def drain(self, run: Formation) -> None:
         """Ask a run to stop."""
-        run.leaving = True
+        run.leaving, run.heir = True, None
         self._executor.drain(run.launched, run.epoch)
+        if run.successor is not None:
+            run.successor.leaving = True
+            self._executor.drain(run.successor.launched, run.successor.epoch)
         self.touched()
 
     def end(self, run: Formation, how: str, now: float) -> None:
-        """A run is over: its place is free."""
+        """A run is over: its place is free, or its successor's."""
         if self.runs.pop(run.epoch, None) is None:
             return
         self._executor.release(run.launched, run.epoch)
@@ -230,7 +260,31 @@ class Formations:
         if self._ledger and how not in {"drained", "failed"}:
             self._ledger.end(run.epoch, how, now)
         self._callback.ended(now, run, how)
+        if run.successor is not None:
+            self._succeed(run, run.successor, how, now)
         self.touched()
+
+    def _succeed(self, run: Formation, successor: Formation, how: str, now: float) -> None:
+        """What a run was becoming is there, or will never be."""
+        if how == "failed" or not successor.jobs:
+            self._busy.difference_update(successor.jobs)
+            self._executor.release(successor.launched, successor.epoch)
+            if self._ledger:
+                self._ledger.end(successor.epoch, how, now)
+            return
+        self.runs[successor.epoch] = successor
+        self._held.update(successor.launched.place)
+        self._busy.update(successor.jobs)
+        successor.time, successor.heir = now, run.heir
+        successor.came = tuple(name for name in successor.jobs if name not in run.launched.jobs)
+        successor.went = tuple(name for name in run.jobs if name not in successor.launched.jobs)
+        self._callback.launched(now, successor)
+        if successor.heir is not None and not self._is_pending(successor.heir):
+            successor.heir = None
+
+    def holds(self, name: str) -> bool:
+        """Whether a job is in a run, or joins one."""
+        return name in self._busy
 
     def freed(self, name: str) -> None:
         """A job is in no run any more."""
@@ -246,8 +300,15 @@ class Formations:
         if not self.pending:
             return False, False
         left, launched, refused = [], False, False
+        before = {id(run.heir): run for run in self.runs.values() if run.heir is not None}
         for group in self.pending:
-            if not self._held.isdisjoint(group.place) or not self._busy.isdisjoint(group.jobs):
+            run = before.get(id(group))
+            if run is not None:
+                changed = self._change(run, group, jobs, now)
+                launched |= changed
+                if run.heir is not None:
+                    left.append(group)
+            elif not self._held.isdisjoint(group.place) or not self._busy.isdisjoint(group.jobs):
                 left.append(group)
             elif self._start(group, jobs, now):
                 launched = True
@@ -256,6 +317,41 @@ class Formations:
         self.pending = left
         self.touched()
         return launched, refused
+
+    def _change(
+        self, run: Formation, group: Group, jobs: Mapping[str, ActiveJob], now: float
+    ) -> bool:
+        """Let a run become a group as far as its jobs are free; whether anything begins.
+
+        Those that leave go at once: another run may wait for them, which has what this one needs.
+        """
+        if run.successor is not None or run.leaving:
+            return False
+        coming = [name for name in group.jobs if name not in run.jobs]
+        if self._busy.isdisjoint(coming):
+            run.heir = None
+            self._become(run, group, jobs, now)
+            return True
+        stay = tuple(name for name in group.jobs if name in run.jobs)
+        if len(stay) == len(run.jobs):
+            return False
+        self._become(run, replace(group, jobs=stay, seconds=run.group.seconds), jobs, now)
+        return True
+
+    def _become(
+        self, run: Formation, group: Group, jobs: Mapping[str, ActiveJob], now: float
+    ) -> None:
+        epoch, self._next = self._next, self._next + 1
+        members = {name: jobs[name] for name in group.jobs}
+        steps = {name: job.steps_done for name, job in members.items()}
+        if self._ledger:
+            self._ledger.launch(group, epoch, None, now)
+        run.successor = Formation(
+            epoch, group, group, members, dict(steps), now, origin=run.epoch, asked=now
+        )
+        self._busy.update(group.jobs)
+        requests = [job.request for job in members.values()]
+        self._executor.change(run.launched, run.epoch, group, epoch, requests, steps)
 
     def _start(self, group: Group, jobs: Mapping[str, ActiveJob], now: float) -> bool:
         epoch, self._next = self._next, self._next + 1

@@ -39,6 +39,7 @@ from tlora_fx.scheduler.executor import (
 from tlora_fx.scheduler.formations import Callback, Formation, Formations, LayoutOf, StepTimes
 from tlora_fx.scheduler.state import (
     ActiveJob,
+    ChangeCosts,
     Decision,
     Group,
     JobRequest,
@@ -153,7 +154,7 @@ class Events:
             case Committed():
                 self._committed(event.steps, run)
             case GroupStarted():
-                run.started = event.time
+                run.started, run.paused = event.time, event.paused
             case Warned():
                 self.loop.callback.warned(event.time, run, event.text)
             case Drained():
@@ -197,14 +198,19 @@ class Events:
         loop.callback.left(time, run, job, reason)
         loop.formations.freed(name)
         self._ends(name, reason)
-        others = [other.request for key, other in run.jobs.items() if key != name]
-        if others:
-            step = loop.times.of(others, run.launched.place, loop.cluster)
-            run.without(name, step.seconds)
-            loop.formations.touched()
-        else:
-            del run.jobs[name]
+        for formation in (run, run.successor):
+            if formation is not None and name in formation.jobs:
+                self._without(formation, name)
+        loop.formations.touched()
+        if not run.jobs and (run.successor is None or not run.successor.jobs):
             loop.formations.end(run, "finished", time)
+
+    def _without(self, run: Formation, name: str) -> None:
+        others = [other.request for key, other in run.jobs.items() if key != name]
+        seconds = run.group.seconds
+        if others:
+            seconds = self.loop.times.of(others, run.launched.place, self.loop.cluster).seconds
+        run.without(name, seconds)
 
     def _ends(self, name: str, reason: str) -> None:
         loop = self.loop
@@ -221,8 +227,9 @@ class Events:
         """A whole run ended: its jobs go on from their last commits."""
         loop = self.loop
         loop.credits.settle(run, event.time)
-        for name, job in run.jobs.items():
-            job.steps_done = event.steps.get(name, run.committed[name])
+        for formation in filter(None, (run.successor, run)):
+            for name, job in formation.jobs.items():
+                job.steps_done = event.steps.get(name, formation.committed[name])
         self.loop.retries.committed(event.steps)
         loop.formations.end(run, "failed", event.time)
         loop.changed = loop.prompted = True
@@ -335,6 +342,7 @@ class LoopOptions:
     """When it is decided, and what policies see.
 
     switch_seconds   what policies are told that forming a group costs
+    changes          and what joins and leaves cost a group that runs; None: groups form anew
     at_once          what makes it decide before the horizon, if a job waits and a GPU is free: the
                      end of a job or a change of nodes ("end"), arrivals too ("always"), or nothing
     refresh          horizons after which it is decided anew though nothing changed; 0: never
@@ -344,6 +352,7 @@ class LoopOptions:
 
     horizon: float = 60.0
     switch_seconds: float = 20.0
+    changes: ChangeCosts | None = None
     runnable: int = 128
     at_once: AtOnce = "always"
     refresh: int = 10
@@ -368,6 +377,7 @@ class Loop:
 
     switch_seconds   of the options; whoever knows better may change it
     held             active jobs that no policy sees: see `hold`
+    changes          what joins and leaves cost running groups, as policies are told; likewise
     """
 
     def __init__(
@@ -386,6 +396,7 @@ class Loop:
         self.ledger = ledger
         self.options = options or LoopOptions()
         self.switch_seconds = self.options.switch_seconds
+        self.changes = self.options.changes
         self.callback = callback or Callback()
         self.times = times or StepTimes(estimator)
         self.window = Window(self.options.runnable)
@@ -469,7 +480,7 @@ class Loop:
 
     def cancel(self, name: str) -> bool:
         """Take a job back that is in no group; whether there was one."""
-        if any(name in run.jobs for run in self.formations.runs.values()):
+        if self.formations.holds(name):
             return False
         if self.held.pop(name, None) is None and not self.window.withdraw(name):
             return False
@@ -534,10 +545,10 @@ class Loop:
         for run in self.formations.runs.values() if self.credits.used else ():
             self.credits.settle(run, now)
         jobs, groups = self.retries.shown(self.window.jobs), self.formations.standing()
-        horizon, switch_seconds = self.options.horizon, self.switch_seconds
         return SchedulerState(
-            now, self.cluster, self.estimator, jobs, groups, horizon, switch_seconds
-        )
+            now, self.cluster, self.estimator, jobs, groups, self.options.horizon,
+            self.switch_seconds, self.changes,
+        )  # fmt: skip
 
     def decide(self, now: float) -> Decision:
         """Ask the policy, and begin to do what it says."""

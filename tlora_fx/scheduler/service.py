@@ -9,7 +9,7 @@ from __future__ import annotations
 import hashlib
 import os
 import time
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -35,7 +35,7 @@ from tlora_fx.errors import (
     UnknownGpu,
 )
 from tlora_fx.runtime.early_checks import require_folder
-from tlora_fx.scheduler.formations import Callback, LayoutOf
+from tlora_fx.scheduler.formations import Callback, Formation, LayoutOf
 from tlora_fx.scheduler.local.admission import (
     ADMISSION,
     Admission,
@@ -59,7 +59,14 @@ from tlora_fx.scheduler.local.executor import (
 )
 from tlora_fx.scheduler.local.processes import WORKER, ForkServer
 from tlora_fx.scheduler.loop import Loop, LoopOptions
-from tlora_fx.scheduler.state import Decision, Group, JobRequest, Policy, SchedulerState
+from tlora_fx.scheduler.state import (
+    ChangeCosts,
+    Decision,
+    Group,
+    JobRequest,
+    Policy,
+    SchedulerState,
+)
 from tlora_fx.scheduler.store import JobRecord, Ledger, Snapshot, save_snapshot
 
 
@@ -317,8 +324,8 @@ GATHER_SECONDS = 5.0
 class RunOptions:
     """How a run is run.
 
-    loop        its `switch_seconds` hold until some groups were formed: then it is the median of
-                what they took
+    loop        its costs hold until groups were formed or have changed: then they are the medians
+                of what that took
     linger      seconds that the folder stays without a new file before a run without work ends;
                 None: never
     grace_seconds   that groups have to stop when the run is told to; then they are killed
@@ -326,7 +333,9 @@ class RunOptions:
     layout_of   how a group is spread over its GPUs; None: over all of them, by rows
     """
 
-    loop: LoopOptions = field(default_factory=lambda: LoopOptions(switch_seconds=10.0))
+    loop: LoopOptions = field(
+        default_factory=lambda: LoopOptions(switch_seconds=10.0, changes=ChangeCosts())
+    )
     linger: float | None = 60.0
     grace_seconds: float = 60.0
     learns: bool = True
@@ -336,6 +345,48 @@ class RunOptions:
     admission_worker: str = ADMISSION
     executor: Callable[..., LocalExecutor] = LocalExecutor
     local: LocalOptions = field(default_factory=LocalOptions)
+
+
+@dataclass
+class MeasuredCosts:
+    """What forming and changing groups took, in seconds."""
+
+    formed: list[float] = field(default_factory=list)
+    joined: list[float] = field(default_factory=list)
+    left: list[float] = field(default_factory=list)
+    moved: list[float] = field(default_factory=list)
+    _known: set[int] = field(default_factory=set)
+
+    def take(self, runs: Iterable[Formation]) -> bool:
+        """Note groups that have begun since; whether any has."""
+        new = [run for run in runs if run.started is not None and run.epoch not in self._known]
+        for run in new:
+            self._known.add(run.epoch)
+            self._note(run)
+        return bool(new)
+
+    def _note(self, run: Formation) -> None:
+        assert run.started is not None
+        if run.origin is None:
+            self.formed.append(run.started - run.time)
+        elif run.paused is not None:
+            (self.joined if run.came else self.left).append(run.paused)
+            if any(run.committed[name] for name in run.came):
+                self.moved.append(run.started - run.asked)
+
+    def tell(self, loop: Loop) -> None:
+        """Let policies reckon with the medians."""
+        if self.formed:
+            loop.switch_seconds = median(self.formed)
+        if loop.changes is not None:
+            before = loop.changes
+            join, leave, move = (
+                median(seen) if seen else usual
+                for seen, usual in (
+                    (self.joined, before.join), (self.left, before.leave), (self.moved, before.move)
+                )
+            )  # fmt: skip
+            loop.changes = ChangeCosts(join, leave, move)
 
 
 class Learning(Protocol):
@@ -431,7 +482,7 @@ class SchedulerService:
     before_advance: Callable[[], None] = lambda: None
     _looked: float = float("-inf")
     _busy: float = 0.0
-    _switches: dict[int, float] = field(default_factory=dict)
+    _measured: MeasuredCosts = field(default_factory=MeasuredCosts)
     _open: dict[Path, OpenFile] = field(default_factory=dict)
     _origins: dict[str, str] = field(default_factory=dict)
     _missing: set[str] = field(default_factory=set)
@@ -500,10 +551,8 @@ class SchedulerService:
         return due
 
     def _measure(self) -> None:
-        for epoch, run in self.loop.runs.items() if self.options.learns else ():
-            if run.started is not None and epoch not in self._switches:
-                self._switches[epoch] = run.started - run.time
-                self.loop.switch_seconds = median(self._switches.values())
+        if self.options.learns and self._measured.take(self.loop.runs.values()):
+            self._measured.tell(self.loop)
 
     def stop(self) -> None:
         """Have every group drained from the next turn on; a signal handler may call this."""

@@ -109,6 +109,26 @@ class ActiveJob:
         return (elapsed + self.steps_left * seconds) / total if total > 0 else float("inf")
 
 
+@dataclass(frozen=True, slots=True)
+class ChangeCosts:
+    """What it costs that jobs come to a running group and go, in seconds without progress.
+
+    join     of all jobs of a group that some join
+    leave    of all jobs of a group that some leave, which are committed then
+    move     of a job that goes from one running group to another, besides
+    """
+
+    __pydantic_config__: ClassVar = ConfigDict(extra="forbid")
+
+    join: float = 0.5
+    leave: float = 0.5
+    move: float = 1.0
+
+    def of(self, came: int, went: int) -> float:
+        """Of a group, where so many come and go at once."""
+        return max(self.join * (came > 0), self.leave * (went > 0))
+
+
 @dataclass(slots=True)
 class SchedulerState:
     """One moment.
@@ -117,6 +137,7 @@ class SchedulerState:
     jobs            active jobs that may run, by name, in order of submission
     horizon         seconds until the next decision
     switch_seconds  what forming a group costs it, in seconds without progress
+    changes         what joins and leaves cost; None: a group changes by being formed anew
     """
 
     now: float
@@ -126,6 +147,7 @@ class SchedulerState:
     groups: tuple[Group, ...] = ()
     horizon: float = 60.0
     switch_seconds: float = 20.0
+    changes: ChangeCosts | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -286,7 +286,8 @@ class Ledger:
                     _settle(base, str(event.job), "failed", event.reason, event.time)
                 case Drained():
                     _commit(base, event.epoch, event.steps, "")
-                    _end(base, event.epoch, "drained", event.time)
+                    how = "drained" if event.heir is None else f"goes on as {event.heir}"
+                    _end(base, event.epoch, how, event.time)
 
     def end(self, epoch: int, how: str, time: float) -> None:
         """A group ended otherwise than by draining or failing, such as by being killed."""
@@ -399,9 +400,12 @@ def _end(base: sqlite3.Connection, epoch: int, how: str, time: float) -> None:
         "UPDATE epochs SET ended = ?, how = ? WHERE epoch = ? AND ended IS NULL", (time, how, epoch)
     )
     [jobs] = base.execute("SELECT jobs FROM epochs WHERE epoch = ?", (epoch,)).fetchone() or ("[]",)
+    # Jobs that go on as part of another formation are in that one too.
+    others = base.execute("SELECT jobs FROM epochs WHERE ended IS NULL").fetchall()
+    there = {name for [names] in others for name in json.loads(names)}
     base.executemany(
         "UPDATE jobs SET status = 'queued' WHERE name = ? AND status = 'running'",
-        [(name,) for name in json.loads(jobs)],
+        [(name,) for name in json.loads(jobs) if name not in there],
     )
 
 

@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 
 from tlora_fx.cost.hardware import Cluster
 from tlora_fx.scheduler.formations import Callback, Formation, StepTimes
-from tlora_fx.scheduler.state import ROUNDING, ActiveJob, Decision, JobRequest
+from tlora_fx.scheduler.state import ROUNDING, ActiveJob, ChangeCosts, Decision, JobRequest
 
 Floats = NDArray[np.float64]
 PERCENTS = tuple(range(101))
@@ -157,6 +157,9 @@ class Summary:
     lent                    jobs that were slower than max_slowdown by consent
     grouped_job_share       of the finished jobs, those that ever shared a group
     switches                formations of which a job had run before: those that cost progress
+    moves                   of jobs that had run before, into groups that were formed or that they
+                            joined
+    joins, leaves           of jobs, from running groups that did not stop
     steps_lost              steps done twice, since they were not committed
     evaluations             (group, GPUs) pairs that the estimator was asked for by the policy
     """
@@ -188,6 +191,8 @@ class Summary:
     formations: int
     switches: int
     moves: int
+    joins: int
+    leaves: int
     group_failures: int
     node_losses: int
     steps_lost: float
@@ -435,6 +440,8 @@ class MetricsRecorder(Callback):
         switch_seconds: float,
         join_seconds: float = 0.0,
         intervals: list[Interval] | None = None,
+        *,
+        changes: ChangeCosts | None = None,
     ) -> None:
         """Begin to count.
 
@@ -443,6 +450,8 @@ class MetricsRecorder(Callback):
         self.intervals = intervals
         self.table, self.times, self.cluster = table, times, cluster
         self.switch_seconds, self.join_seconds = switch_seconds, join_seconds
+        self.changes = changes or ChangeCosts()
+        self.joins = self.leaves = 0
         self.begin = float(table.submitted[0]) if len(table.names) else 0.0
         self.series = BucketedSum(self.begin)
         self.totals: dict[str, float] = {field.name: 0.0 for field in fields(Span)}
@@ -452,6 +461,7 @@ class MetricsRecorder(Callback):
         self.group_failures = self.node_losses = 0
         self.job_seconds = self.group_seconds = 0.0
         self._open: dict[int, OpenAccount] = {}
+        self._begins: dict[int, float] = {}
         self._held = 0
         self._capacity = cluster.capacity()
         self._time = self._counted = self.begin
@@ -477,9 +487,18 @@ class MetricsRecorder(Callback):
     def launched(self, time: float, run: Formation) -> None:
         self._pass(time)
         self._held += len(run.launched.place)
-        self.formations += 1
+        switch = self.switch_seconds + self.join_seconds * (len(run.launched.jobs) - 1)
+        names = list(run.jobs)
+        if run.origin is None:
+            self.formations += 1
+            self._begins[run.epoch] = time + switch
+        else:
+            names = list(run.came)
+            self.joins, self.leaves = self.joins + len(names), self.leaves + len(run.went)
+            paused = time + self.changes.of(len(names), len(run.went))
+            self._begins[run.epoch] = max(paused, self._begins.pop(run.origin, paused))
         table, again = self.table, 0
-        for name in run.jobs:
+        for name in names:
             row = table.index[name]
             if table.formations[row]:
                 again += 1
@@ -502,6 +521,8 @@ class MetricsRecorder(Callback):
             self.group_failures += 1
         self._close(time, run)
         self._held -= len(run.launched.place)
+        if run.successor is None or how == "failed":
+            self._begins.pop(run.epoch, None)
 
     def gave_up(self, time: float, job: ActiveJob, reason: str) -> None:
         self._settle(time, job, FAILED)
@@ -569,8 +590,7 @@ class MetricsRecorder(Callback):
         if account is None:
             return {}
         seconds = time - account.time
-        switch = self.switch_seconds + self.join_seconds * (len(run.launched.jobs) - 1)
-        begin = max(account.time, min(time, run.time + switch))
+        begin = max(account.time, min(time, self._begins[run.epoch]))
         self._count_jobs(account, seconds, time - begin)
         pairs = list(zip(account.jobs, account.steps, strict=True))
         advanced = [job.steps_done - before for (_, job), before in pairs]

@@ -32,7 +32,7 @@ from tlora_fx.scheduler.executor import (
 )
 from tlora_fx.scheduler.formations import StepTimes
 from tlora_fx.scheduler.loop import Loop, LoopOptions
-from tlora_fx.scheduler.state import Group, JobRequest, Policy
+from tlora_fx.scheduler.state import ChangeCosts, Group, JobRequest, Policy
 from tlora_fx.simulator.metrics import (
     DONE,
     FAILED,
@@ -221,6 +221,7 @@ class SimulatedExecutor:
 
     switch_seconds   from a launch to the first step of a job alone
     join_seconds     that each further job of a group adds to it
+    changes          what joins and leaves cost a running group; None: it has to stop for them
     steps_lost       by failures, summed over jobs: done and not committed
     """
 
@@ -232,10 +233,12 @@ class SimulatedExecutor:
         *,
         switch_seconds: float = 20.0,
         join_seconds: float = 0.0,
+        changes: ChangeCosts | None = None,
         disturbances: Disturbances | None = None,
     ) -> None:
         self.times, self.clock = times, clock
         self.switch_seconds, self.join_seconds = switch_seconds, join_seconds
+        self.changes = changes
         self.disturbances = disturbances or Disturbances()
         self._cluster = cluster
         self._groups: dict[int, SimulatedGroup] = {}
@@ -284,13 +287,49 @@ class SimulatedExecutor:
             return
         if epoch not in self._places:
             raise PlaceTaken("nothing is reserved for this group", group=", ".join(group.jobs))
-        now = self.clock.now
+        switch = self.switch_seconds + self.join_seconds * (len(jobs) - 1)
+        self._begin(group, epoch, jobs, steps_done, self.clock.now + switch)
+
+    def _begin(
+        self,
+        group: Group,
+        epoch: int,
+        jobs: Sequence[JobRequest],
+        steps_done: Mapping[str, float],
+        begins: float,
+    ) -> None:
         seconds = self._seconds(jobs, group.place, epoch)
-        begin = now + self.switch_seconds + self.join_seconds * (len(jobs) - 1)
-        running = SimulatedGroup(group, epoch, jobs, steps_done, begin, seconds)
+        running = SimulatedGroup(group, epoch, jobs, steps_done, begins, seconds)
         self._groups[epoch] = running
-        self._fails[epoch] = now + self.disturbances.group_fails_after(epoch, group.gpus)
+        fails_after = self.disturbances.group_fails_after(epoch, group.gpus)
+        self._fails[epoch] = self.clock.now + fails_after
         self._plan(running)
+
+    def can_change(self, group: Group, epoch: int, heir: Group) -> bool:
+        return self.changes is not None and epoch in self._groups
+
+    def change(
+        self,
+        group: Group,
+        epoch: int,
+        heir: Group,
+        heir_epoch: int,
+        jobs: Sequence[JobRequest],
+        steps_done: Mapping[str, float],
+    ) -> None:
+        if heir_epoch in self._groups:
+            return
+        assert self.changes is not None
+        now, running = self.clock.now, self._groups.pop(epoch)
+        steps = running.steps(now)
+        came = set(heir.jobs) - steps.keys()
+        begins = now + self.changes.of(len(came), len(steps.keys() - set(heir.jobs)))
+        # One that had not begun yet is not ready any sooner.
+        begins = max(begins, running.begins)
+        self._events.append(Drained(now, epoch, steps, heir_epoch))
+        self._places[heir_epoch] = self._places[epoch]
+        self._owner.update(dict.fromkeys(heir.place, heir_epoch))
+        self._begin(heir, heir_epoch, jobs, {**steps_done, **steps}, begins)
 
     def events(self) -> list[ExecutorEvent]:
         now = self.clock.now
@@ -334,7 +373,8 @@ class SimulatedExecutor:
         self.kill(group, epoch)
         self._fails.pop(epoch, None)
         for gpu in self._places.pop(epoch, ()):
-            del self._owner[gpu]
+            if self._owner.get(gpu) == epoch:
+                del self._owner[gpu]
 
     def next_time(self) -> float:
         """When something happens next; infinite where nothing will."""
@@ -479,12 +519,15 @@ def replay(
         clock,
         switch_seconds=options.switch_seconds,
         join_seconds=join_seconds,
+        changes=options.changes,
         disturbances=disturbances,
     )
     table = JobTable(ordered)
     intervals: list[Interval] | None = [] if record else None
     switch = options.switch_seconds
-    recorder = MetricsRecorder(table, times, cluster, switch, join_seconds, intervals)
+    recorder = MetricsRecorder(
+        table, times, cluster, switch, join_seconds, intervals, changes=options.changes
+    )
     loop = Loop(policy, estimator, executor, options=options, callback=recorder, times=times)
     engine = _Engine(ordered, executor, loop, recorder)
     engine.run(progress)
@@ -601,6 +644,8 @@ class _Engine:
             formations=recorder.formations,
             switches=recorder.switches,
             moves=recorder.moves,
+            joins=recorder.joins,
+            leaves=recorder.leaves,
             group_failures=recorder.group_failures,
             node_losses=recorder.node_losses,
             steps_lost=self.executor.steps_lost,

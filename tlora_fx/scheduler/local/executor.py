@@ -1,6 +1,7 @@
 """The executor of this machine: each group is a process for each GPU of its layout, or one on CPU.
 
     FOLDER/groups/000012/order.json      what the group was asked
+                        /heir            the order of the group that shall take over from it
                         /told.jsonl      what its first process told
                         /rank-0.log      what each process printed
                         /train/          run folder: the group's checkpoints
@@ -22,12 +23,13 @@ import socket
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import IO, Any, Protocol
 
 from tlora_fx.cost.estimator import Layout
 from tlora_fx.cost.hardware import Cluster
+from tlora_fx.durable import replace_file
 from tlora_fx.errors import PlaceTaken, RunFolderError, WorkerLost, WorkerStalled
 from tlora_fx.runtime.checkpoint import CheckpointStore
 from tlora_fx.runtime.run_folder import PRIVATE
@@ -43,11 +45,12 @@ from tlora_fx.scheduler.executor import (
     Warned,
 )
 from tlora_fx.scheduler.lease import revoke
-from tlora_fx.scheduler.local.protocol import EventReader, WorkerConfig
+from tlora_fx.scheduler.local.protocol import HEIR, EventReader, WorkerConfig
 from tlora_fx.scheduler.state import Group, JobRequest
 from tlora_fx.scheduler.store import Ledger
 
 TAIL_LINES = 12
+ORDER = "order.json"
 #: The least that a group may go without progress.
 STEP_SECONDS = 300.0
 #: Compiled layers may be compiled anew for rows of another size, in the middle of a step.
@@ -167,6 +170,11 @@ class RunningGroup:
     """A formation that was launched.
 
     clock       from time of day to the executor's seconds
+    output      the run folder with its checkpoints, which one that took over has from the other
+    stays       what its worker keeps, as `WorkerConfig` says
+    log         where it prints
+    begun       whether it has processes; one that is to take over has none yet
+    heir        what takes over from it
     """
 
     epoch: int
@@ -177,8 +185,15 @@ class RunningGroup:
     clock: Callable[[float], float]
     committed: dict[str, float]
     watchdog: Watchdog
+    output: Path
+    stays: str = ""
+    log: Path | None = None
+    begun: bool = True
+    heir: RunningGroup | None = None
     asked: bool = False
     over: bool = False
+    handed: bool = False
+    failed: bool = False
     at_fault: str | None = None
     reason: str = ""
     settled: set[str] = field(default_factory=set)
@@ -186,11 +201,6 @@ class RunningGroup:
 
     def __post_init__(self) -> None:
         self.event_reader = EventReader(self.folder / "told.jsonl")
-
-    @property
-    def output(self) -> Path:
-        """The run folder with its checkpoints."""
-        return self.folder / "train"
 
     def drain(self) -> None:
         """Ask for a checkpoint and an end; once."""
@@ -217,6 +227,8 @@ class RunningGroup:
         # Read after the codes: once all have ended, nothing more is told.
         for line in self.event_reader.lines():
             yield from self._read(line)
+        if self.handed:
+            return
         if whole:
             self.over = True
             yield from self._end(now, [code for code in codes if code is not None])
@@ -232,7 +244,12 @@ class RunningGroup:
         self.watchdog.hear(line["kind"])
         match line["kind"]:
             case "started":
-                yield GroupStarted(time, self.epoch)
+                yield GroupStarted(time, self.epoch, line.get("paused"))
+            case "handed":
+                yield self._hand_over(time)
+            case "declined":
+                yield Warned(time, self.epoch, f"it is formed anew: {line['reason']}")
+                self.drain()
             case "progress":
                 yield Progress(time, self.epoch, line["steps"])
             case "saved":
@@ -246,6 +263,13 @@ class RunningGroup:
                 # A job alone is at fault for whatever its trainer refuses.
                 alone = self.jobs[0] if len(self.jobs) == 1 else None
                 self.at_fault = line["job"] if line["job"] in self.jobs else alone
+
+    def _hand_over(self, time: float) -> Drained:
+        """The heir has the processes now."""
+        assert self.heir is not None
+        self.over = self.handed = True
+        self.heir.workers, self.heir.begun = self.workers, True
+        return Drained(time, self.epoch, dict(self.committed), self.heir.epoch)
 
     def _settled(self, time: float, line: Mapping[str, Any]) -> Iterator[GroupEvent]:
         for job, (status, reason) in line["ended"].items():
@@ -266,6 +290,7 @@ class RunningGroup:
         if stopped or not any(codes):
             yield Drained(now, self.epoch, dict(self.committed))
         else:
+            self.failed = True
             yield Failed(
                 now, self.epoch, None, self.reason or self._why(codes), dict(self.committed)
             )
@@ -274,21 +299,27 @@ class RunningGroup:
         """A checkpoint that was written, and its writer killed before it told."""
         ended = {}
         steps = {}
-        for job, counters in CheckpointStore(self.output).counters().items():
+        # Of jobs that left it, another group may know better by now.
+        mine = {*self.jobs, *(self.heir.jobs if self.heir else ())}
+        found = CheckpointStore(self.output).counters()
+        for job, counters in found.items():
+            if job not in mine:
+                continue
             if counters["step"] > self.committed.get(job, 0) or counters["status"] != "running":
                 steps[job] = counters["step"]
             if counters["status"] != "running":
                 ended[job] = (counters["status"], counters["reason"])
         if steps and (steps.keys() - self.settled):
             self.committed |= steps
-            yield Committed(now, self.epoch, steps, str(self.output))
+            epoch = self.heir.epoch if self.heir else self.epoch
+            yield Committed(now, epoch, steps, str(self.output))
             yield from self._settled(now, {"steps": steps, "ended": ended})
 
     def _why(self, codes: list[int]) -> str:
         bad = next(code for code in codes if code)
         how = f"killed by {signal.Signals(-bad).name}" if bad < 0 else f"exit code {bad}"
-        log = next(iter(sorted(self.folder.glob("*.log"))), None)
-        lines = log.read_text(errors="replace").splitlines() if log else []
+        log = next(iter(sorted(self.folder.glob("*.log"))), self.log)
+        lines = log.read_text(errors="replace").splitlines() if log and log.exists() else []
         said = [line for line in lines if not re.match(r"\s*$", line)][-TAIL_LINES:]
         return "\n".join([f"a process ended: {how}", *said])
 
@@ -412,19 +443,28 @@ class LocalExecutor:
             return
         if epoch not in self._held:
             raise PlaceTaken("nothing is reserved for this group", epoch=epoch)
+        self._groups[epoch] = running = self._running(epoch, group)
+        self._begin(running, group, layout)
+
+    def _running(self, epoch: int, group: Group) -> RunningGroup:
         folder = self.folder / "groups" / f"{epoch:06d}"
         folder.mkdir(parents=True, exist_ok=True)
-        place = self._held[epoch]
+        committed = {n: self.sources[n].steps for n in group.jobs if n in self.sources}
+        return RunningGroup(
+            epoch, group.jobs, folder, self._server, (), self._clock, committed,
+            Watchdog(self.options.stall), folder / "train",
+        )  # fmt: skip
+
+    def _begin(self, running: RunningGroup, group: Group, layout: Layout | None) -> None:
+        """Start a group's processes."""
+        place, folder = self._held[running.epoch], running.folder
         size = 1 if layout is None else min(layout.mesh.size, len(place))
         gpus = place[:size]
-        config = self._config(folder, epoch, group, gpus, layout)
-        config.write(folder / "order.json")
-        workers = self._start(epoch, folder, config, gpus)
-        self._groups[epoch] = RunningGroup(
-            epoch, group.jobs, folder, self._server, workers, self._clock,
-            {name: self.sources[name].steps for name in group.jobs if name in self.sources},
-            Watchdog(self.options.stall),
-        )  # fmt: skip
+        config = self._config(folder, running.epoch, group, gpus, layout)
+        config.write(folder / ORDER)
+        running.workers = self._start(running.epoch, folder, config, gpus)
+        running.stays, running.begun = config.stays, True
+        running.log = folder / "rank-0.log"
 
     def _start(
         self, epoch: int, folder: Path, config: WorkerConfig, gpus: tuple[int, ...]
@@ -433,11 +473,56 @@ class LocalExecutor:
         alone_on = gpus if self.options.device == "cuda" else ()
         return tuple(
             self._server.start(
-                folder / "order.json", folder / f"rank-{rank}.log", environment,
+                folder / ORDER, folder / f"rank-{rank}.log", environment,
                 stays=config.stays, place=alone_on,
             )
             for rank, environment in enumerate(_environments(gpus))
         )  # fmt: skip
+
+    def can_change(self, group: Group, epoch: int, heir: Group) -> bool:
+        """Where one process trains the group, with jobs of the same base."""
+        running = self._groups.get(epoch)
+        if running is None or running.over or running.asked or not running.stays:
+            return False
+        return self._stays(heir, heir.place) == running.stays
+
+    def change(
+        self,
+        group: Group,
+        epoch: int,
+        heir: Group,
+        heir_epoch: int,
+        jobs: Sequence[JobRequest],
+        steps_done: Mapping[str, float],
+    ) -> None:
+        if heir_epoch in self._groups:
+            return
+        before = self._groups[epoch]
+        running = self._running(heir_epoch, heir)
+        running.begun, running.stays = False, before.stays
+        running.output, running.log = before.output, before.log
+        kept = [name for name, source in self.sources.items() if source.path == before.output]
+        config = self._config(running.folder, heir_epoch, heir, self._held[epoch], None)
+        output, keeps = str(before.output), (*before.jobs, *kept)
+        replace(config, output=output, keeps=keeps).write(running.folder / ORDER)
+        self._held[heir_epoch] = self._held[epoch]
+        self._groups[heir_epoch] = before.heir = running
+        # Last, since the worker looks for it.
+        replace_file(before.folder / HEIR, str(running.folder / ORDER).encode())
+
+    def _inherit(self, before: RunningGroup, heir: RunningGroup) -> Iterator[GroupEvent]:
+        """A group has ended before its heir could take over: that is formed anew."""
+        left = tuple(name for name in heir.jobs if name not in self._ended)
+        before.heir = None
+        if heir.asked or not left:
+            heir.over = True
+            yield Drained(self.now(), heir.epoch, {})
+            return
+        heir.jobs, heir.output = left, heir.folder / "train"
+        heir.committed = {n: self.sources[n].steps for n in left if n in self.sources}
+        heir.watchdog = Watchdog(self.options.stall)
+        place = self._held[heir.epoch]
+        self._begin(heir, Group(left, len(place), place), None)
 
     def _config(
         self, folder: Path, epoch: int, group: Group, gpus: tuple[int, ...], layout: Layout | None
@@ -480,8 +565,12 @@ class LocalExecutor:
     def events(self) -> list[ExecutorEvent]:
         found: list[ExecutorEvent] = []
         for running in list(self._groups.values()):
-            found += running.events(self.now())
+            found += running.events(self.now()) if running.begun else ()
         self._note(found)
+        for running in list(self._groups.values()):
+            heir = running.heir
+            if running.over and not running.failed and heir is not None and not heir.begun:
+                found += self._inherit(running, heir)
         return sorted(found, key=lambda event: event.time)
 
     def _note(self, found: Iterable[ExecutorEvent]) -> None:
@@ -506,7 +595,7 @@ class LocalExecutor:
     def kill(self, group: Group, epoch: int) -> None:
         """End the processes at once, and wait until they have ended."""
         running = self._groups.get(epoch)
-        if running is None:
+        if running is None or running.handed:
             return
         running.send(signal.SIGKILL)
         _wait(running, KILL_SECONDS)
@@ -521,7 +610,7 @@ class LocalExecutor:
     def release(self, group: Group, epoch: int) -> None:
         """Give the place back, and remove the checkpoints that nobody needs any more."""
         running = self._groups.get(epoch)
-        if running is not None and not running.ended():
+        if running is not None and not running.handed and not running.ended():
             if running.settled.issuperset(running.jobs):
                 # Its last checkpoint is on the way, and then it is there for the next group.
                 _wait(running, LAST_SECONDS)
@@ -682,7 +771,7 @@ def recover(ledger: Ledger, folder: Path, now: float) -> list[int]:
         group = folder / "groups" / f"{record.epoch:06d}"
         # Workers on other machines may not have ended.
         revoke(group)
-        train = group / "train"
+        train = _output(group)
         counters = CheckpointStore(train).counters()
         steps = {job: float(counters_of_job["step"]) for job, counters_of_job in counters.items()}
         if steps:
@@ -694,6 +783,15 @@ def recover(ledger: Ledger, folder: Path, now: float) -> list[int]:
                 ledger.record(Failed(now, record.epoch, job, counters_of_job["reason"]))
         ledger.record(Failed(now, record.epoch, None, KILLED))
     return [record.epoch for record in open_epochs]
+
+
+def _output(folder: Path) -> Path:
+    """Where a formation left its checkpoints: one that took over went on in the other's folder."""
+    with suppress(OSError, ValueError):
+        output = Path(WorkerConfig.read(folder / ORDER).output)
+        if output.parent.parent.name == folder.parent.name:
+            return folder.with_name(output.parent.name) / output.name
+    return folder / "train"
 
 
 def sources(ledger: Ledger) -> dict[str, CheckpointSource]:

@@ -16,6 +16,9 @@ from pydantic import TypeAdapter
 
 from tlora_fx.durable import replace_file
 
+#: Beside a group's order, the path of the order of the group that shall take over from it.
+HEIR = "heir"
+
 
 @dataclass(frozen=True, slots=True)
 class WorkerConfig:
@@ -31,6 +34,7 @@ class WorkerConfig:
     extensions       files and modules that bring passes, as `load_extension` takes them
     callbacks        of users, as `callback_named` takes them
     stays            what orders have in common that one process may carry out; "": it ends
+    keeps            of a group that takes over: jobs that left, whose last state is in its folder
     """
 
     epoch: int
@@ -52,6 +56,7 @@ class WorkerConfig:
     accept_changes: bool = False
     callbacks: tuple[str, ...] = ()
     stays: str = ""
+    keeps: tuple[str, ...] = ()
 
     def write(self, path: Path) -> None:
         """Leave the config where its worker finds it."""

@@ -9,11 +9,14 @@ from __future__ import annotations
 import gc
 import os
 import pkgutil
-from collections.abc import Sequence
+import time
+from collections.abc import Container, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
+from dataclasses import dataclass
 from importlib import import_module
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Self
 
 import torch
 
@@ -33,11 +36,12 @@ from tlora_fx.runtime.checks import load_all_data
 from tlora_fx.runtime.distributed import Ranks
 from tlora_fx.runtime.launch import Launch, exits_at_once, join
 from tlora_fx.runtime.trainer import Trainer, TrainerOptions
-from tlora_fx.scheduler.local.protocol import EventWriter, WorkerConfig
+from tlora_fx.scheduler.local.protocol import HEIR, EventWriter, WorkerConfig
 from tlora_fx.scheduler.requests import quiet_import
 
 if TYPE_CHECKING:
     from tlora_fx.model.supermodel import SuperModel
+    from tlora_fx.runtime.data import JobData
     from tlora_fx.runtime.job_evaluation import EvaluationReport
     from tlora_fx.runtime.job_run import JobRun, SampleReport, StepReport
 
@@ -66,17 +70,17 @@ def main(path: Path) -> bool:
 
 def _train(config: WorkerConfig, launch: Launch) -> None:
     """What each process does; the first one writes events."""
-    writer = EventWriter(config.event_log) if launch.rank == 0 else None
+    events = EventCallback(config) if launch.rank == 0 else None
     try:
         with suppress(KeyboardInterrupt):
-            _trainer(config, launch, writer).run()
+            _trainer(config, launch, events).run()
     except TloraError as error:
-        if writer is not None:
+        if events is not None:
             job = error.facts.get("job")
-            writer.write("failed", reason=str(error), job=job)
+            events.writer.write("failed", reason=str(error), job=job)
         raise SystemExit(str(error)) from error
-    if writer is not None:
-        writer.write("ended")
+    if events is not None:
+        events.writer.write("ended")
 
 
 # The model that this process keeps between orders, with weights, compiled code and graphs.
@@ -142,7 +146,7 @@ def _slots_for(jobs: Sequence[Job]) -> OpenSlots:
     return OpenSlots(targets, rows=slots * rank // 2, jobs=slots, rank=rank, dropout=dropout)
 
 
-def _trainer(config: WorkerConfig, launch: Launch, writer: EventWriter | None) -> Trainer:
+def _trainer(config: WorkerConfig, launch: Launch, events: EventCallback | None) -> Trainer:
     jobs = [Job.model_validate(job) for job in config.jobs]
     device = _device(config, launch)
     everyone = Ranks(join(launch, device))
@@ -150,7 +154,7 @@ def _trainer(config: WorkerConfig, launch: Launch, writer: EventWriter | None) -
     model = everyone.together(lambda: _model(jobs, config, launch))
     plan = everyone.together(lambda: _plan(config, model, launch))
     sources = {job: Path(folder) for job, folder in config.sources.items()}
-    return Trainer(
+    trainer = Trainer(
         model,
         jobs,
         output=config.output,
@@ -158,18 +162,20 @@ def _trainer(config: WorkerConfig, launch: Launch, writer: EventWriter | None) -
         data=data,
         resume=ResumeSources(Path(config.job_folders), sources, config.save_seconds),
         plan=plan,
-        callback=None if writer is None else _callback(config, writer),
+        callback=None if events is None else _callback(config, events),
         options=TrainerOptions(
             max_row_tokens=config.max_row_tokens,
             compiled=config.compiled,
             accept_changes=config.accept_changes,
         ),
     )
+    if events is not None:
+        events.trainer = trainer
+    return trainer
 
 
-def _callback(config: WorkerConfig, writer: EventWriter) -> TrainerCallback:
+def _callback(config: WorkerConfig, events: EventCallback) -> TrainerCallback:
     """What writes the event log, and behind it the user's own; these hear as under `train`."""
-    events = EventCallback(writer)
     own = [callback_named(name) for name in config.callbacks]
     return EachInTurn(events, Callbacks(own, events.warned)) if own else events
 
@@ -198,20 +204,62 @@ def _plan(config: WorkerConfig, model: SuperModel, launch: Launch) -> Plan:
     return find_planner(name).plan(model, shape, options=options)
 
 
-class EventCallback(TrainerCallback):
-    """Writes what the trainer does into the event log."""
+@dataclass(slots=True)
+class Takeover:
+    """The group that a running one shall become, as far as that is.
 
-    def __init__(self, writer: EventWriter) -> None:
-        self.writer = writer
+    config     its order
+    coming     jobs that join
+    data       their samples, which are read while others train
+    asked      the trainer knows
+    seconds    that its jobs stood still for it
+    """
+
+    config: WorkerConfig
+    coming: tuple[Job, ...]
+    data: Future[Mapping[str, JobData]]
+    asked: bool = False
+    seconds: float = 0.0
+
+    @classmethod
+    def of(cls, path: Path, jobs: Container[str]) -> Self:
+        """That an order says; jobs are those that train."""
+        config = WorkerConfig.read(path)
+        every = [Job.model_validate(job) for job in config.jobs]
+        coming = tuple(job for job in every if job.name not in jobs)
+        return cls(config, coming, _reader.submit(load_all_data, coming))
+
+
+_reader = ThreadPoolExecutor(1, "data")
+
+
+class EventCallback(TrainerCallback):
+    """Writes what the trainer does into the event log, and hears whom its group shall become.
+
+    config    the order that is carried out now
+    trainer   that calls it
+    """
+
+    trainer: Trainer
+
+    def __init__(self, config: WorkerConfig) -> None:
+        self.config = config
+        self.writer = EventWriter(config.event_log)
         self.steps: dict[str, int] = {}
+        self.names = {str(job["name"]) for job in config.jobs}
+        self._next: Takeover | None = None
+        self._declined = False
+        self._saving = 0.0
 
     def started(self, runs: Sequence[JobRun]) -> None:
         self.steps = {run.job.name: run.step for run in runs}
         self.writer.write("started", steps=self.steps, process=os.getpid())
 
     def stepped(self, report: StepReport) -> None:
-        self.steps[report.job] = report.step
+        if report.job in self.names:
+            self.steps[report.job] = report.step
         self.writer.progress(self.steps)
+        self._look()
 
     def evaluating(self) -> None:
         self.writer.write("evaluating")
@@ -224,13 +272,13 @@ class EventCallback(TrainerCallback):
 
     def saving(self) -> None:
         self.writer.write("saving")
+        self._saving = time.perf_counter()
 
     def saved(self, path: Path, runs: Sequence[JobRun]) -> None:
-        self.writer.write(
-            "saved",
-            steps={run.job.name: run.step for run in runs},
-            ended={run.job.name: [run.status, run.reason] for run in runs if _ended(run)},
-        )
+        self._write_saved(runs)
+        if self._next is not None and self._next.asked:
+            self._next.seconds += time.perf_counter() - self._saving
+            self._hand_over(self._next, runs)
 
     def warned(self, text: str) -> None:
         self.writer.write("warned", text=text)
@@ -238,6 +286,76 @@ class EventCallback(TrainerCallback):
     def noted(self, text: str) -> None:
         self.warned(text)
 
+    def _write_saved(self, runs: Sequence[JobRun]) -> None:
+        mine = [run for run in runs if run.job.name in self.names]
+        self.writer.write(
+            "saved",
+            steps={run.job.name: run.step for run in mine},
+            ended={run.job.name: [run.status, run.reason] for run in mine if _ended(run)},
+        )
+
+    def _look(self) -> None:
+        """See whether the group shall become another one, and begin that."""
+        if self._declined:
+            return
+        try:
+            if self._next is None:
+                pointer = Path(self.config.event_log).with_name(HEIR)
+                if not pointer.exists():
+                    return
+                self._next = Takeover.of(Path(pointer.read_text()), self.names)
+            if not self._next.asked and self._next.data.done():
+                self._ask(self._next)
+        except Exception as error:  # noqa: BLE001  (those who train go on, whoever should come)
+            self._decline(str(error))
+
+    def _ask(self, takeover: Takeover) -> None:
+        """Let jobs join and leave before the next round; all of them, or none."""
+        begun, trainer = time.perf_counter(), self.trainer
+        if not trainer.model.is_open:
+            raise NotAdmitted("the running model has no room for others", help="it is formed anew")
+        config, data = takeover.config, takeover.data.result()
+        try:
+            for job in takeover.coming:
+                source = config.sources.get(job.name)
+                here = source == config.output and job.name in trainer.roster.states()
+                trainer.admit(job, data[job.name], resume=None if here else source)
+        except Exception:
+            trainer.roster.uninvite([job.name for job in takeover.coming])
+            raise
+        stay = {job["name"] for job in config.jobs}
+        for run in trainer.runs:
+            if run.status == "running" and run.job.name in self.names - stay:
+                trainer.pause(run.job.name)
+        takeover.asked, takeover.seconds = True, time.perf_counter() - begun
+
+    def _hand_over(self, takeover: Takeover, runs: Sequence[JobRun]) -> None:
+        """Write into the other group's log from now on, once a checkpoint holds who is in it."""
+        names = {str(job["name"]) for job in takeover.config.jobs}
+        status = {run.job.name: run.status for run in runs}
+        coming = {job.name for job in takeover.coming}
+        if coming & set(self.trainer.roster.without_room()):
+            self.trainer.roster.uninvite(coming)
+            self._decline("the running model has no room for all of them")
+            return
+        left = all(status[name] != "running" for name in self.names - names)
+        if not left or any(status.get(name, "paused") == "paused" for name in coming):
+            return
+        seconds = takeover.seconds + self.trainer.change_seconds
+        kept = {*takeover.config.keeps, *names}
+        self.trainer.roster.forget([name for name in status if name not in kept])
+        self.writer.write("handed")
+        self.config, self.names, self._next = takeover.config, names, None
+        self.writer = EventWriter(self.config.event_log)
+        self.steps = {run.job.name: run.step for run in runs if run.job.name in names}
+        self.writer.write("started", steps=self.steps, process=os.getpid(), paused=seconds)
+        self._write_saved(runs)
+
+    def _decline(self, reason: str) -> None:
+        """The group stays as it is; whoever asked will form the other one anew."""
+        self._next, self._declined = None, True
+        self.writer.write("declined", reason=reason)
+
 
 def _ended(run: JobRun) -> bool:
-    return run.status != "running"
+    return run.status not in ("running", "paused")

@@ -265,6 +265,10 @@ class RayExecutor(LocalExecutor):
             self._held.pop(epoch)
             raise
 
+    def can_change(self, group: Group, epoch: int, heir: Group) -> bool:
+        """Never: a worker's lease and its placement group are of one epoch."""
+        return False
+
     def _place(self, group: Group) -> Place:
         gpus = group.place
         if gpus in self._kept:
