@@ -307,3 +307,18 @@ def test_a_job_that_ends_while_another_is_about_to_join_leaves_the_group_to_it()
     made.go(200.0)
     assert made.loop.ended == {"a": "done", "b": "done"}
     assert made.loop.idle
+
+
+def test_a_job_that_is_held_leaves_its_group_which_trains_on():
+    """Without a stop; it joins again when it is let go."""
+    made = rig(by_time((0, ["ab"])), changes=CHANGES, refresh=1)
+    for name in "ab":
+        made.loop.submit(request(name, steps=1000))
+    made.loop.advance(0.0)
+    made.go(30.0)
+    assert made.loop.hold("b")
+    made.loop.advance(30.0)
+
+    [run] = made.loop.runs.values()
+    assert (run.origin, run.group.jobs, run.went) == (1, ("a",), ("b",))
+    assert made.loop.held["b"].steps_done == pytest.approx(30 / 2.5)

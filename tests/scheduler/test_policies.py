@@ -12,7 +12,7 @@ from tlora_fx.errors import PolicyOptionWrong, UnknownPolicy
 from tlora_fx.scheduler.policies import POLICIES, find_policy
 from tlora_fx.scheduler.policies.oracle import best_grouping
 from tlora_fx.scheduler.search.objective import powers
-from tlora_fx.scheduler.state import Group, JobRequest, keeps
+from tlora_fx.scheduler.state import ChangeCosts, Group, JobRequest, keeps
 
 
 def weighted(moment, decision) -> float:
@@ -223,6 +223,19 @@ def test_a_running_group_is_left_alone_where_the_switch_costs_more():
 
     assert set(groups) <= set(kept.groups)
     assert not set(groups) <= set(merged.groups)
+
+
+def test_a_job_joins_a_group_that_keeps_its_gpus_where_only_that_is_cheap():
+    """On the GPU that the group has, however dear forming it anew; and its dwell is as short."""
+    groups = find_policy("tlora").decide(state([small("a")], 1)).groups
+    both = [small("a"), small("b", submitted=10.0)]
+    costs = ChangeCosts(0.0, 0.0, 0.0)
+    later = {"now": 11.0, "groups": groups, "horizon": 60.0, "switch_seconds": 1e6}
+    [group] = find_policy("tlora").decide(state(both, 1, **later, changes=costs)).groups
+    [kept] = find_policy("tlora", dwell_seconds=0.0).decide(state(both, 1, **later)).groups
+
+    assert (set(group.jobs), group.place) == ({"a", "b"}, groups[0].place)
+    assert kept == groups[0]
 
 
 def test_a_new_group_is_left_alone_for_a_while():

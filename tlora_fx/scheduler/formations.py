@@ -241,6 +241,19 @@ class Formations:
         there = set(group.place) == set(run.launched.place)
         return stays and there and self._executor.can_change(run.launched, run.epoch, group)
 
+    def part(self, run: Formation, name: str) -> None:
+        """Let a job leave a run; where the others cannot go on without a stop, that is drained."""
+        if run.leaving:
+            return
+        rest = tuple(other for other in run.group.jobs if other != name)
+        group = replace(run.group, jobs=rest)
+        if run.successor is None and rest and self._goes_on(run, group):
+            run.heir = group
+            self.pending.append(group)
+            self.touched()
+        else:
+            self.drain(run)
+
     def drain(self, run: Formation) -> None:
         """Ask a run to stop."""
         run.leaving, run.heir = True, None

@@ -495,7 +495,8 @@ class Loop:
     def hold(self, name: str) -> bool:
         """Let an active job wait until `let_go`, whatever policies say; whether it will.
 
-        A group that it is in is drained: no step is lost, and its other jobs are grouped anew.
+        It leaves a group that can go on without it; another is drained, and its other jobs are
+        grouped anew. No step is lost.
         """
         job = self.window.take(name)
         if job is None:
@@ -503,8 +504,8 @@ class Loop:
         self.held[name] = job
         self.window.fill()
         for run in list(self.formations.runs.values()):
-            if name in run.jobs and not run.leaving:
-                self.formations.drain(run)
+            if name in (run.successor or run).jobs or name in run.jobs:
+                self.formations.part(run, name)
         self.formations.drop(lambda group: name in group.jobs)
         self.changed = self.prompted = True
         return True

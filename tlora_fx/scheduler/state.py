@@ -149,6 +149,13 @@ class SchedulerState:
     switch_seconds: float = 20.0
     changes: ChangeCosts | None = None
 
+    @property
+    def change_seconds(self) -> float:
+        """What it costs a group that jobs join it or leave it."""
+        if self.changes is None:
+            return self.switch_seconds
+        return min(self.switch_seconds, max(self.changes.join, self.changes.leave))
+
 
 @dataclass(frozen=True, slots=True)
 class Reason:

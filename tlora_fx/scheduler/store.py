@@ -36,6 +36,7 @@ from tlora_fx.scheduler.policies import find_policy
 from tlora_fx.scheduler.state import (
     REQUEST,
     ActiveJob,
+    ChangeCosts,
     Decision,
     Group,
     JobRequest,
@@ -583,6 +584,7 @@ class _StateSection(_Section):
     now: float
     horizon: float
     switch_seconds: float
+    changes: ChangeCosts | None = None
     cluster: Cluster
     jobs: tuple[ActiveJob, ...]
     groups: tuple[Group, ...]
@@ -622,6 +624,7 @@ def save_snapshot(path: Path, snapshot: Snapshot) -> None:
             now=state.now,
             horizon=state.horizon,
             switch_seconds=state.switch_seconds,
+            changes=state.changes,
             cluster=state.cluster,
             jobs=tuple(state.jobs.values()),
             groups=state.groups,
@@ -642,7 +645,14 @@ def load_snapshot(path: Path) -> Snapshot:
         raise _no_state(path, error) from error
     jobs = {job.name: job for job in state.jobs}
     restored = SchedulerState(
-        state.now, state.cluster, estimator, jobs, state.groups, state.horizon, state.switch_seconds
+        state.now,
+        state.cluster,
+        estimator,
+        jobs,
+        state.groups,
+        state.horizon,
+        state.switch_seconds,
+        state.changes,
     )
     return Snapshot(restored, find_policy(file.policy.name, **file.policy.options))
 

@@ -39,7 +39,7 @@ from tlora_fx.cost.profile_sources import profiles_for
 from tlora_fx.errors import ProfileMismatch, ReplayChoiceWrong, TooManyForOracle, TraceEmpty
 from tlora_fx.scheduler.policies import policy_of
 from tlora_fx.scheduler.policies.oracle import MOST_JOBS
-from tlora_fx.scheduler.state import MAX_SLOWDOWN, JobRequest
+from tlora_fx.scheduler.state import MAX_SLOWDOWN, ChangeCosts, JobRequest
 from tlora_fx.simulator.metrics import Interval, JobTable, Summary
 from tlora_fx.simulator.replay import OPTIONS, Disturbances, ReplayResult, replay
 from tlora_fx.simulator.synthetic import Draw, fit_of_file, generate, shipped_fit
@@ -147,6 +147,10 @@ class ReplayOptions:
     runnable: int = option(128, "jobs that a policy sees at once", ge=1)
     horizon: float = option(60.0, "between decisions, such as 60s or 5m", unit=" s", gt=0)
     switch_seconds: float = option(20.0, "that forming a group costs it", unit=" s", ge=0)
+    change_seconds: float | None = option(
+        None, "that joins and leaves cost a running group, moves twice; none: it is formed anew",
+        unit=" s", ge=0,
+    )  # fmt: skip
     allow_estimated: bool = option(False, "profiles that were scaled from other hardware")
 
 
@@ -612,12 +616,18 @@ def replayed(scenario: Scenario, trace: Trace) -> tuple[ReplayResult, Workload]:
             OPTIONS,
             horizon=scenario.horizon,
             switch_seconds=scenario.switch_seconds,
+            changes=changes_of(scenario.change_seconds),
             runnable=scenario.runnable,
         ),
         disturbances=Disturbances(seed=scenario.seed),
         record=scenario.recorded,
     )
     return result, workload
+
+
+def changes_of(seconds: float | None) -> ChangeCosts | None:
+    """What joins, leaves and moves cost; None where groups cannot change."""
+    return None if seconds is None else ChangeCosts(seconds, seconds, 2 * seconds)
 
 
 def workload_in(scenario: Scenario, trace: Trace) -> Workload:

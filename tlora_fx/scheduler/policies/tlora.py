@@ -117,7 +117,7 @@ def net_worth(
     """Of units, less what re-forming those costs that were there before and are not now."""
     kept = {id(unit) for unit in units}
     return sum(valuation.worth(unit) for unit in units) - sum(
-        valuation.lost(unit) / valuation.window for unit in before if id(unit) not in kept
+        valuation.changed(unit) / valuation.window for unit in before if id(unit) not in kept
     )
 
 
@@ -202,7 +202,8 @@ class Tlora:
 
     objective       "weighted" speed-up, or "throughput" in samples a second
     payback         horizons within which a change must pay for itself
-    dwell_seconds   a new group is left alone for so long, unless a bound is broken
+    dwell_seconds   a new group is left alone for so long, unless a bound is broken; where joins
+                    cost less than forming a group, for as much less
     knee            a group gives back GPUs where its step grows by no more than this part
     reserve         set nodes aside for a pressed job that finds no room
     lending         slow jobs down past their bound where they consented to lend
@@ -256,7 +257,7 @@ class Tlora:
         if not due and not explain and (last := self._unchanged.answer(state)) is not None:
             return last
         collector = CandidateCollector(state, self._memory, lending=self.lending)
-        search_round = collector.round(self.dwell_seconds)
+        search_round = collector.round(self._dwell(state))
         if not due and not explain and all(unit.settled for unit in search_round.units):
             return self._keep(state, search_round)
         valuation = self._valuation(state, collector, search_round)
@@ -275,6 +276,11 @@ class Tlora:
             answer = Decision(answer.groups, answer.waiting, reasons)
         self._unchanged.keep(state, answer)
         return answer
+
+    def _dwell(self, state: SchedulerState) -> float:
+        if not state.switch_seconds:
+            return self.dwell_seconds
+        return self.dwell_seconds * state.change_seconds / state.switch_seconds
 
     def _keep(self, state: SchedulerState, search_round: SearchRound) -> Decision:
         groups = tuple(unit.homes[0] for unit in search_round.units)

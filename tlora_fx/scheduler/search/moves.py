@@ -55,6 +55,9 @@ class Merger:
         self._gpus = np.array([float(unit.gpus) for unit in units])
         self._worth = np.array([valuation.worth(unit) for unit in units])
         self._lost = np.array([valuation.lost(unit) for unit in units])
+        self._changed = np.array([valuation.changed(unit) for unit in units])
+        self._moved = np.array([valuation.moved(unit) for unit in units])
+        self._runs = np.array([unit.settled for unit in units])
         self._left = np.array([unit.left for unit in units])
         self._open = np.array([not unit.held for unit in units])
         self._gain = np.full((n, n), -np.inf)
@@ -107,7 +110,9 @@ class Merger:
         many.demand[a], many.asked[a] = merged.demand, merged.asked
         many.mass[a], many.limit[a], many.single[a] = many.mass[a] + many.mass[b], merged.limit, 0
         self._gpus[a], self._worth[a] = merged.gpus, self.valuation.worth(merged)
-        self._lost[a] += self._lost[b]
+        for costs in (self._lost, self._changed, self._moved):
+            costs[a] += costs[b]
+        self._runs[a] |= self._runs[b]
         self._left[a], self._open[b] = merged.left, False
         for line in (a, b):
             self._gain[line, :] = -np.inf
@@ -147,20 +152,42 @@ class Merger:
             np.minimum(many.limit[a], many.limit[b]),
             np.zeros(len(a), dtype=np.bool_),
         )
-        worth, gpus, seconds = self.valuation.best(both, self._choices(a, b, both.asked))
+        worth, gpus, seconds = self._by_choice(both, self._choices(a, b, both.asked))
         allowed = np.isfinite(worth)
         steps = np.minimum(self._left[a], self._left[b])
         lasting = np.minimum(self.valuation.window, steps * np.where(allowed, seconds, 1.0))
-        cost = (self._lost[a] + self._lost[b]) / np.maximum(lasting, 1e-9)
+        cost = self._cost(a, b, gpus) / np.maximum(lasting, 1e-9)
         gain = np.where(allowed, worth - self._worth[a] - self._worth[b] - cost, -np.inf)
-        self._gain[a, b] = self._gain[b, a] = gain
-        self._on[a, b] = self._on[b, a] = gpus
-        self._took[a, b] = self._took[b, a] = seconds
+        # Ties go to fewer GPUs: choices ascend.
+        chosen = np.argmax(gain, axis=0), np.arange(len(a))
+        self._gain[a, b] = self._gain[b, a] = gain[chosen]
+        self._on[a, b] = self._on[b, a] = gpus[chosen]
+        self._took[a, b] = self._took[b, a] = seconds[chosen]
+
+    def _by_choice(self, both: CandidateBatch, choices: Array) -> tuple[Array, Array, Array]:
+        """Worth, GPUs and seconds [m, n]; where GPUs change nothing of the cost, of the best."""
+        if self.valuation.state.changes is not None:
+            return self.valuation.table(both, choices)
+        worth, gpus, seconds = self.valuation.best(both, choices)
+        return worth[None], gpus[None], seconds[None]
+
+    def _cost(self, a: Ints, b: Ints, gpus: Array) -> Array:
+        """What merging costs those that run: where one of them keeps its GPUs, it only changes."""
+        formed: Array = self._lost[a] + self._lost[b]
+        if self.valuation.state.changes is None:
+            return formed
+        keeps = (self._runs[a] & (gpus == self._gpus[a])) | (
+            self._runs[b] & (gpus == self._gpus[b])
+        )
+        moved = np.minimum(self._moved[a], self._moved[b])
+        cost: Array = np.where(keeps, self._changed[a] + self._changed[b] + moved, formed)
+        return cost
 
     def _choices(self, a: Ints, b: Ints, asked: Array) -> Array:
-        if not self.valuation.crowded:
-            return asked[None]
         widest = np.maximum(self._gpus[a], self._gpus[b])
+        if not self.valuation.crowded:
+            elastic = self.valuation.state.changes is not None
+            return np.stack([np.minimum(widest, asked), asked]) if elastic else asked[None]
         return np.stack([widest, np.minimum(self._gpus[a] + self._gpus[b], asked)])
 
     def _by_residual(self) -> Ints:
@@ -310,7 +337,7 @@ class Mover:
         tables.demand[room], tables.asked[room] = unit.demand, unit.asked
         tables.mass[room], tables.limit[room] = self.valuation.mass(unit), unit.limit
         self._unit_gpus[room], self._worth[room] = unit.gpus, self.valuation.worth(unit)
-        self._lost[room], self._left[room] = self.valuation.lost(unit), unit.left * unit.seconds
+        self._lost[room], self._left[room] = self.valuation.changed(unit), unit.left * unit.seconds
         self._open[room] = not unit.held
 
     def _evaluate(self, rooms: list[int]) -> None:

@@ -175,9 +175,19 @@ class GroupValuation:
 
     def lost(self, unit: CandidateGroup) -> float:
         """What re-forming it costs: worth of the time without progress."""
-        if not unit.settled:
-            return 0.0
-        return self.state.switch_seconds * self.mass(unit) / unit.seconds
+        return self._worth_of(self.state.switch_seconds, unit)
+
+    def changed(self, unit: CandidateGroup) -> float:
+        """What it costs that jobs join it or leave it, where it keeps its GPUs."""
+        return self._worth_of(self.state.change_seconds, unit)
+
+    def moved(self, unit: CandidateGroup) -> float:
+        """What it costs besides that all its jobs go to another group that runs."""
+        changes = self.state.changes
+        return self._worth_of(changes.move if changes else 0.0, unit)
+
+    def _worth_of(self, seconds: float, unit: CandidateGroup) -> float:
+        return seconds * self.mass(unit) / unit.seconds if unit.settled else 0.0
 
     def many(self, units: Sequence[CandidateGroup]) -> CandidateBatch:
         """Units as arrays."""
