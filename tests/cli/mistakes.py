@@ -157,7 +157,7 @@ FIELDS: list[tuple[tuple[str | int, ...], Any, str]] = [
     ((*JOB, "lora", "target_modules"), 3, "text or a list of texts"),
     ((*JOB, "lora", "use_dora"), "true", "true or false"),
     ((*JOB, "lora", "bias"), "some", "one of none, all, lora_only"),
-    ((*JOB, "lora", "init_lora_weights"), "pissa", "it changes the base weights"),
+    ((*JOB, "lora", "init_lora_weights"), "loftq", "LoftQ rounds the base"),
     ((*JOB, "lora", "init_lora_weights"), "gausian", "did you mean 'gaussian'?"),
     ((*JOB, "lora", "loftq_config"), {"bits": 4}, "it changes the base weights"),
     ((*JOB, "lora", "task_type"), "SEQ_CLS", "causal language models"),

@@ -12,7 +12,7 @@ from typing import Any
 
 from pydantic import ValidationError
 
-from tlora_fx.config.fields import IDENTITY, LoraSpec, lora_mapping
+from tlora_fx.config.fields import IDENTITY, LoraSpec, changes_base, lora_mapping
 from tlora_fx.config.paths import is_file, is_folder
 from tlora_fx.config.validation import collecting, mistakes_in
 from tlora_fx.errors import AdapterFolderError
@@ -42,14 +42,29 @@ def read_adapter_config(folder: Path) -> dict[str, Any]:
                 f"the adapter's {key} is not {expected}", folder=folder, found=config[key]
             )
     fields = {key: value for key, value in config.items() if key not in IDENTITY}
+    lines = []
     with collecting():
         try:
-            return lora_mapping(fields)
+            mapping = lora_mapping(fields)
         except ValidationError as error:
             lines = [mistake.line() for mistake in mistakes_in(error, LoraSpec)]
+    if not lines:
+        _require_whole_base(mapping, folder)
+        return mapping
     raise AdapterFolderError(
         f"{CONFIG} has fields that tlora-fx refuses", folder=folder, found="\n".join(lines)
     )
+
+
+def _require_whole_base(fields: dict[str, Any], folder: Path) -> None:
+    init = fields.get("init_lora_weights")
+    if changes_base(init):
+        raise AdapterFolderError(
+            f"the adapter belongs beside what '{init}' left of its base",
+            folder=folder,
+            help="save it by PEFT's save_pretrained with path_initial_model_for_weight_conversion, "
+            "as an adapter of the base itself",
+        )
 
 
 def _check_files(folder: Path) -> None:

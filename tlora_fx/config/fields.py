@@ -7,6 +7,7 @@ tests hold them against the installed PEFT, torch and transformers.
 from __future__ import annotations
 
 import dataclasses
+import re
 from collections.abc import Mapping
 from typing import Annotated, Any, ClassVar, Literal, NamedTuple, Self, TypeAlias
 
@@ -40,10 +41,10 @@ REFUSED: Mapping[str, Refused] = {
     "megatron_config": Refused(None, "Megatron layers are not traced"),
     "megatron_core": Refused("megatron.core", "Megatron layers are not traced"),
     "trainable_token_indices": Refused(None, f"training single token rows is {_NOT_YET}"),
-    "loftq_config": Refused({}, f"LoftQ: {_CHANGES_BASE}"),
+    "loftq_config": Refused({}, "LoftQ rounds the base to another one, which all jobs share"),
     "eva_config": Refused(None, "EVA draws its start from the job's data, " + _NOT_YET),
-    "corda_config": Refused(None, f"CorDA: {_CHANGES_BASE}"),
-    "lora_ga_config": Refused(None, f"LoRA-GA: {_CHANGES_BASE}"),
+    "corda_config": Refused(None, "CorDA needs a pass over data before training, " + _NOT_YET),
+    "lora_ga_config": Refused(None, "LoRA-GA needs gradients before training, " + _NOT_YET),
     "velora_config": Refused(None, f"VeLoRA compresses saved activations, {_NOT_YET}"),
     "alora_invocation_tokens": Refused(None, "aLoRA acts on a part of a sequence, " + _NOT_YET),
     "use_qalora": Refused(False, "QALoRA needs a quantised base, " + _NOT_YET),
@@ -69,17 +70,27 @@ IDENTITY: Mapping[str, str] = {
     "inference_mode": "a job trains its adapter",
 }
 
+#: What else PEFT trains, by `peft_type`.
+_OTHER_TYPES: Mapping[str, str] = {
+    "ADALORA": "AdaLoRA moves ranks between modules while it trains",
+    "VERA": "VeRA shares its matrices between layers",
+    "IA3": "IA³ scales activations",
+    "LOHA": "LoHa multiplies low-rank products element by element",
+    "LOKR": "LoKr is a Kronecker product",
+    "OFT": "OFT rotates the weights of the base",
+    "BOFT": "BOFT rotates the weights of the base",
+}
+
 _IDENTITY_VALUES: Mapping[str, object] = {"task_type": "CAUSAL_LM", "peft_type": "LORA"}
 
-INITS = ("true", "false", "gaussian")
+INITS = ("true", "false", "gaussian", "pissa", "pissa_niter_4", "olora", "orthogonal")
+#: Starts that take a part of the base's weight away: PEFT trains beside what is left.
+_TAKES_AWAY = re.compile(r"pissa|pissa_niter_[1-9]\d{0,2}|olora")
 _INIT_REASONS: Mapping[str, str] = {
-    "pissa": f"PiSSA: {_CHANGES_BASE}",
-    "olora": f"OLoRA: {_CHANGES_BASE}",
     "loftq": REFUSED["loftq_config"].reason,
     "corda": REFUSED["corda_config"].reason,
     "lora_ga": REFUSED["lora_ga_config"].reason,
     "eva": REFUSED["eva_config"].reason,
-    "orthogonal": f"orthogonal starts are {_NOT_YET}",
     "mica": f"MiCA freezes one half of the adapter, {_NOT_YET}",
 }
 
@@ -88,13 +99,19 @@ def _init(value: object) -> bool | str:
     if isinstance(value, bool):
         return value
     value = str(value)
-    if value == "gaussian":
+    if value in ("gaussian", "orthogonal") or changes_base(value):
         return value
     reason = next((why for name, why in _INIT_REASONS.items() if value.startswith(name)), "")
-    near = nearest(value, INITS)
+    near = "" if reason else nearest(value, INITS)
     what = f"init_lora_weights '{value}' is refused" + (f": {reason}" if reason else "")
     help = f"did you mean '{near}'?" if near else "start from true, PEFT's default"
-    raise refuse(what, help=help, expected="true, false or gaussian")
+    expected = "true, false, gaussian, pissa, pissa_niter_N, olora or orthogonal"
+    raise refuse(what, help=help, expected=expected)
+
+
+def changes_base(init: object) -> bool:
+    """Whether PEFT, to start an adapter so, takes a part of the base's weight away."""
+    return isinstance(init, str) and _TAKES_AWAY.fullmatch(init) is not None
 
 
 def _names(value: object, info: ValidationInfo) -> object:
@@ -173,11 +190,28 @@ class LoraSpec(Spec):
             raise refuse("'lora_bias' and 'use_dora' exclude each other")
         if self.lora_bias and not isinstance(self.init_lora_weights, bool):
             raise refuse("'lora_bias' needs init_lora_weights true or false")
+        self._require_start_fits()
         return self
+
+    def _require_start_fits(self) -> None:
+        init = self.init_lora_weights
+        if init == "orthogonal" and any(r % 2 for r in (self.r, *self.rank_pattern.values())):
+            raise refuse("init_lora_weights 'orthogonal' needs even ranks", help="give an even 'r'")
+        if not changes_base(init):
+            return
+        # The base keeps what such a start takes away, so the job's branch takes it away instead,
+        # and would drop that too.
+        for name in ("lora_dropout", "use_dora"):
+            if getattr(self, name):
+                what = f"init_lora_weights '{init}' and '{name}' exclude each other here"
+                raise refuse(what, help=f"leave '{name}' out")
 
     @classmethod
     def unknown_key(cls, key: str, value: object) -> Mistake:
         """What to say of a LoRA field that is refused, or of a key that PEFT does not know."""
+        if key == "peft_type" and (reason := _OTHER_TYPES.get(str(value).upper())):
+            what = f"peft_type '{value}' is refused: {reason}, {_NOT_YET}"
+            return Mistake((key,), what, help=IDENTITY[key])
         if key in IDENTITY:
             return Mistake((key,), f"'{key}' is refused", help=IDENTITY[key])
         if key in REFUSED:

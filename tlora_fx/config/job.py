@@ -36,6 +36,7 @@ from tlora_fx.config.fields import (
     LoraSpec,
     OptimizerName,
     ScheduleName,
+    changes_base,
     check_optimizer_arguments,
     check_schedule_arguments,
     lora_mapping,
@@ -579,8 +580,32 @@ class Job(Spec):
             return read_adapter_config(self.adapter)
         return self.lora or {}
 
+    @property
+    def changes_base(self) -> bool:
+        """Whether PEFT alone would train this job beside a part of the base's weights.
+
+        Here the base stays; the job's adapters have twice their rank, and half of each is constant.
+        """
+        return self.lora is not None and changes_base(self.lora.get("init_lora_weights"))
+
     def lora_config(self) -> peft.LoraConfig:
-        """A new LoraConfig of this job. Imports PEFT.
+        """A new LoraConfig of what this job trains beside the base as it is. Imports PEFT.
+
+        raises  JobError when PEFT refuses the fields, AdapterFolderError
+        """
+        config = self.start_config()
+        if self.changes_base:
+            # As PEFT saves such an adapter with path_initial_model_for_weight_conversion.
+            wider = math.sqrt(2) if config.use_rslora else 2
+            config.init_lora_weights = True
+            config.r, config.lora_alpha = 2 * config.r, wider * config.lora_alpha  # type: ignore[assignment]
+            config.rank_pattern = {key: 2 * r for key, r in (config.rank_pattern or {}).items()}
+            alphas = (config.alpha_pattern or {}).items()
+            config.alpha_pattern = {key: wider * alpha for key, alpha in alphas}
+        return config
+
+    def start_config(self) -> peft.LoraConfig:
+        """A new LoraConfig of this job as its user wrote it. Imports PEFT.
 
         raises  JobError when PEFT refuses the fields, AdapterFolderError
         """

@@ -25,6 +25,7 @@ from tlora_fx.ir.storage import Shard
 from tlora_fx.model.backbone import Backbone, load_config
 from tlora_fx.model.supermodel import SuperModel
 from tlora_fx.ops import site_id, uniform_at, uniform_rows
+from tlora_fx.runtime.starts import computed_start
 
 if TYPE_CHECKING:
     from peft import LoraConfig
@@ -285,6 +286,8 @@ def start_adapter(model: SuperModel, job: Job) -> None:
         return
     starter = _Starter(model, job)
     rest = set(parameters) - _start_together(starter, parameters, shards)
+    if starter.is_computed:
+        rest -= starter.start_by_peft(parameters)
     # Magnitudes read A and B, so they come last.
     for name in sorted(rest, key=lambda name: "magnitude" in name):
         value = starter.value(name, parameters, shards[name])
@@ -304,7 +307,7 @@ def _start_together(
 
     returns   the names that were started
     """
-    if starter.init is not True:
+    if starter.init is not True or starter.is_computed:
         return set()
     ups = [name for name in parameters if ".lora_B." in name]
     if ups:
@@ -439,7 +442,27 @@ class _Starter:
         index = model.group.job_names.index(job.name)
         self.sites = model.group.jobs[index].sites
         self.canonical = canonical_names(model.backbone)
-        self.init = job.lora_config().init_lora_weights
+        self.init = job.start_config().init_lora_weights
+
+    @property
+    def is_computed(self) -> bool:
+        """Whether PEFT computes A and B together."""
+        return self.init == "orthogonal" or self.job.changes_base
+
+    @torch.no_grad()
+    def start_by_peft(self, parameters: Mapping[str, nn.Parameter]) -> set[str]:
+        """Start all A and B as PEFT computes them; returns their names."""
+        started = set()
+        for down in [name for name in parameters if ".lora_A." in name]:
+            up = down.replace(".lora_A.", ".lora_B.")
+            path = down.removeprefix(PEFT_PREFIX).partition(".lora_A.")[0]
+            weight = self.model.base_tensor_or_value(self.canonical[f"{path}.weight"])
+            layer = self.model.backbone.model.get_submodule(path)
+            values = computed_start(self.job, layer, weight, self.sites[path])
+            for name, value in zip((down, up), values, strict=True):
+                parameters[name].copy_(value)
+                started.add(name)
+        return started
 
     def value(
         self, name: str, parameters: Mapping[str, nn.Parameter], shard: Shard | None

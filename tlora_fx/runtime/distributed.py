@@ -131,13 +131,21 @@ def table_hash(rows: Sequence[PackedBatch]) -> int:
 
 
 def require_elementwise(jobs: Sequence[Job], mesh: Mesh) -> None:
-    """Refuse optimizers that need whole matrices where processes hold pieces of them.
+    """Refuse optimizers and starts that need whole matrices where processes hold pieces of them.
 
     raises    NotElementwise
     """
     if mesh.shape.tp == 1:
         return
     for job in jobs:
+        init = (job.lora or {}).get("init_lora_weights")
+        if init == "orthogonal" or job.changes_base:
+            raise NotElementwise(
+                f"job '{job.name}' has a start that is made of whole matrices",
+                job=job.name,
+                found=f"init_lora_weights: {init}, on a mesh of {mesh.shape}",
+                help="choose a plan with tp=1, or another start",
+            )
         if job.optim in WHOLE_MATRICES:
             raise NotElementwise(
                 f"job '{job.name}' has an optimizer that reads whole matrices",

@@ -25,6 +25,7 @@ import torch
 from torch import Tensor, nn
 
 from tlora_fx.errors import OptimizerError, OptimizerStateError
+from tlora_fx.runtime.starts import constant_part, trained_parameters
 
 if TYPE_CHECKING:
     from tlora_fx.config.job import Job
@@ -280,13 +281,18 @@ class JobOptimizer:
     """
 
     def __init__(self, job: Job, params: Mapping[str, torch.nn.Parameter], steps: int) -> None:
-        self._params = dict(params)
+        self._params = trained_parameters(job, params)
+        self._constant = [
+            part
+            for name, param in params.items()
+            if param.grad is not None and (part := constant_part(job, name, param.grad)) is not None
+        ]
         self._max_norm = job.max_grad_norm or 0.0
         #: What the optimizer knows of each: itself, or a copy in the layout that it needs.
-        self._known = {name: _known_as(job, param) for name, param in params.items()}
+        self._known = {name: _known_as(job, param) for name, param in self._params.items()}
         self._copies = [
             (param, self._known[name])
-            for name, param in params.items()
+            for name, param in self._params.items()
             if self._known[name] is not param
         ]
         self._optimizer = _make_optimizer(job, _groups(job, self._known))
@@ -310,6 +316,13 @@ class JobOptimizer:
     def zero_grad(self) -> None:
         """Fill every gradient with zeros, in place."""
         self._held_gradients().zero()
+        self._forget_constant()
+
+    @torch.no_grad()
+    def _forget_constant(self) -> None:
+        """Zero the gradients of what the job does not update."""
+        if self._constant:
+            torch._foreach_zero_(self._constant)
 
     def gradient_norm(self) -> float:
         """The 2-norm over all gradients of the job, in float32 or the widest gradient's dtype.
@@ -377,6 +390,7 @@ class JobOptimizer:
     def noted(self, updates: int = 1) -> None:
         """Count updates that were done from outside, and take the schedule on; or back."""
         self._uncounted += updates
+        self._forget_constant()
         self.updates += updates
         if updates > 0:
             self._optimizer._opt_called = True  # type: ignore[attr-defined]  # or schedules warn

@@ -35,6 +35,7 @@ from tlora_fx.numerics.noise import disturb_embeddings
 from tlora_fx.ops.dropout import keep_scale, threshold_of
 from tlora_fx.ops.philox import sixteens
 from tlora_fx.ops.tables import site_id
+from tlora_fx.runtime.starts import constant_part
 
 if TYPE_CHECKING:
     from peft import PeftModel
@@ -155,10 +156,27 @@ class SoloTrainer:
 
     def update(self) -> float:
         """Let the optimizer take its step; returns the norm of the gradients before clipping."""
+        constant = self._constant()
+        for _, gradient in constant:
+            gradient.zero_()
+        kept = [value.clone() for value, _ in constant]
         norm = torch.nn.utils.clip_grad_norm_(self._params, self._largest_norm)
         self._optimizer.step()
         self._schedule.step()
+        for (value, _), before in zip(constant, kept, strict=True):
+            value.copy_(before)
         return float(norm)
+
+    def _constant(self) -> list[tuple[Tensor, Tensor]]:
+        """What the job does not update, and its gradients: views."""
+        halves = []
+        for name, param in self._model.named_parameters():
+            value = constant_part(self.job, name, param.detach())
+            if value is not None and param.grad is not None:
+                gradient = constant_part(self.job, name, param.grad)
+                assert gradient is not None
+                halves.append((value, gradient))
+        return halves
 
     def adapters(self) -> dict[str, Tensor]:
         """Copies of the trained tensors, by PEFT's names."""

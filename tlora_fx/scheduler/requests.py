@@ -166,7 +166,7 @@ def facts_of_job(job: Job) -> ModelFacts:
     raises    what compiling raises: the base cannot be loaded, its targets are unknown, ...
     """
     lora_fields = job.lora_fields
-    rank = int(lora_fields.get("r", DEFAULT_RANK))
+    rank = int(lora_fields.get("r", DEFAULT_RANK)) * (2 if job.changes_base else 1)
     scales = not any(
         lora_fields.get(name) not in (None, False, "none", {}) for name in _WITHOUT_RANK
     )

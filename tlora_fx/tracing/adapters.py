@@ -49,7 +49,7 @@ def resolve_sites(job: Job, backbone: Backbone) -> dict[str, AdapterSite]:
 def _resolve(job: Job, backbone: Backbone) -> dict[str, AdapterSite]:
     from peft.tuners.tuners_utils import check_target_module_exists
 
-    config = config_with_targets(job, backbone)
+    config, start = config_with_targets(job, backbone), job.start_config().init_lora_weights
     modules = dict(backbone.model.named_modules())
     saved = list(config.modules_to_save or [])
     sites = {}
@@ -57,7 +57,7 @@ def _resolve(job: Job, backbone: Backbone) -> dict[str, AdapterSite]:
         if any(path.endswith(name) for name in saved):
             sites[path] = AdapterSite(path, 0, 0.0, 0.0, kind="saved")
         elif path and check_target_module_exists(config, path):
-            sites[path] = _site(path, module, config)
+            sites[path] = _site(path, module, config, start)
         elif config.bias == "all" and getattr(module, "bias", None) is not None:
             sites[path] = AdapterSite(path, 0, 0.0, 0.0, kind="bias")
     _refuse_unknown(job, config, modules, sites)
@@ -143,7 +143,7 @@ def idle_patterns(job: Job, sites: dict[str, AdapterSite]) -> list[str]:
     return notes
 
 
-def _site(path: str, module: nn.Module, config: Any) -> AdapterSite:
+def _site(path: str, module: nn.Module, config: Any, start: bool | str) -> AdapterSite:
     from peft.utils.other import get_pattern_key
 
     r = config.rank_pattern.get(get_pattern_key(config.rank_pattern.keys(), path), config.r)
@@ -151,6 +151,12 @@ def _site(path: str, module: nn.Module, config: Any) -> AdapterSite:
     alpha = config.alpha_pattern.get(alpha_key, config.lora_alpha)
     scaling = alpha / math.sqrt(r) if config.use_rslora else alpha / r
     kind = "embedding" if isinstance(module, nn.Embedding) else "lora"
+    if kind == "embedding" and isinstance(start, str) and start != "gaussian":
+        raise UnknownTarget(
+            f"a start by '{start}' is of linear modules",
+            found=path,
+            help="leave the embedding out of target_modules, or take another start",
+        )
     if config.use_dora:
         kind = "dora"
     elif config.lora_bias:

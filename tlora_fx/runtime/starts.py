@@ -1,0 +1,97 @@
+"""Starts that PEFT computes from the base's weights, and those that take a part of them away.
+
+PiSSA and OLoRA give a job A0 and B0 made of a weight W, and train beside W - s B0 A0. The base is
+shared, so it stays as it is, and the job has a constant branch in place of the change:
+
+    (W - s B0 A0) x + s B A x  =  W x + s [B, -B0] [A; A0] x
+
+The bank holds both branches as one adapter of twice the rank, which is also what PEFT saves for
+such a job with `path_initial_model_for_weight_conversion`. The second half is never updated.
+
+source   Meng, Wang and Zhang 2024 (PiSSA); Büyükakyüz 2024 (OLoRA); PEFT's own code computes both
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from tlora_fx.config.job import Job
+from tlora_fx.ir.graph import AdapterSite
+from tlora_fx.ops import site_id
+
+#: The dtypes whose matrices PEFT decomposes.
+_DECOMPOSED = frozenset({torch.float32, torch.float16, torch.bfloat16})
+
+
+def trained_part(job: Job, name: str, tensor: Tensor) -> Tensor:
+    """Of one of a job's tensors what is updated: all, or the first half of its rank.
+
+    name     PEFT's
+    tensor   A [r, in], B [out, r], or another; the result is a view
+    """
+    dimension = _rank_dimension(name)
+    if not job.changes_base or dimension is None:
+        return tensor
+    return tensor.narrow(dimension, 0, tensor.shape[dimension] // 2)
+
+
+def constant_part(job: Job, name: str, tensor: Tensor) -> Tensor | None:
+    """The rest of what `trained_part` leaves, a view; None where nothing is left."""
+    dimension = _rank_dimension(name)
+    if not job.changes_base or dimension is None:
+        return None
+    half = tensor.shape[dimension] // 2
+    return tensor.narrow(dimension, half, half)
+
+
+def _rank_dimension(name: str) -> int | None:
+    return 0 if ".lora_A." in name else 1 if ".lora_B." in name else None
+
+
+def trained_parameters(job: Job, parameters: Mapping[str, nn.Parameter]) -> dict[str, nn.Parameter]:
+    """What an optimizer updates: parameters, or views of halves that have views of gradients."""
+    if not job.changes_base:
+        return dict(parameters)
+    trained = {}
+    for name, parameter in parameters.items():
+        trained[name] = nn.Parameter(trained_part(job, name, parameter.data))
+        if parameter.grad is not None:
+            trained[name].grad = trained_part(job, name, parameter.grad)
+    return trained
+
+
+@torch.no_grad()
+def computed_start(
+    job: Job, layer: nn.Module, weight: Tensor, site: AdapterSite
+) -> tuple[Tensor, Tensor]:
+    """A [r, in] and B [out, r] as PEFT starts them, with the constant half behind where it is one.
+
+    layer    the module of the base, of which only the class and shape count
+    weight   its whole weight, as the layer stores it
+    returns  on the weight's device; bitwise a function of weight, site and the job's seed
+    """
+    from peft import inject_adapter_in_model
+
+    config: Any = job.start_config()
+    rank = site.rank // 2 if job.changes_base else site.rank
+    config.target_modules, config.exclude_modules = {"site"}, None
+    config.layers_to_transform = config.layers_pattern = config.modules_to_save = None
+    config.rank_pattern, config.alpha_pattern, config.bias = {}, {}, "none"
+    config.r, config.lora_alpha, config.use_rslora = rank, site.scaling * rank, False
+    holder: Any = nn.Module()
+    holder.site = copy.deepcopy(layer)
+    frozen = weight if weight.dtype in _DECOMPOSED else weight.float()
+    holder.site.weight = nn.Parameter(frozen.clone(), requires_grad=False)
+    devices = [weight.device] if weight.is_cuda else []
+    with torch.random.fork_rng(devices=devices), torch.enable_grad():
+        torch.manual_seed((job.seed << 31) + site_id(site.path))
+        inject_adapter_in_model(config, holder)
+    a, b = (getattr(holder.site, half)["default"].weight.detach() for half in ("lora_A", "lora_B"))
+    if not job.changes_base:
+        return a, b
+    return torch.cat([a, a]), torch.cat([b, -b], dim=1)
