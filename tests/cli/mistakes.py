@@ -159,7 +159,7 @@ FIELDS: list[tuple[tuple[str | int, ...], Any, str]] = [
     ((*JOB, "lora", "bias"), "some", "one of none, all, lora_only"),
     ((*JOB, "lora", "init_lora_weights"), "loftq", "LoftQ rounds the base"),
     ((*JOB, "lora", "init_lora_weights"), "gausian", "did you mean 'gaussian'?"),
-    ((*JOB, "lora", "loftq_config"), {"bits": 4}, "it changes the base weights"),
+    ((*JOB, "lora", "loftq_config"), {"bits": 4}, "rounds the base to another"),
     ((*JOB, "lora", "task_type"), "SEQ_CLS", "causal language models"),
     ((*JOB, "lora", "layers_pattern"), "layers", "needs 'layers_to_transform'"),
     ((*JOB, "lora", "layers_to_transform"), -1, "a layer number from 0"),
