@@ -86,7 +86,8 @@ def _same_type(node: fx.Node) -> bool:
 #
 # That is the same only where nobody looks at the old memory again: the tensor was made by the
 # model itself, and neither it nor a view of it is read after the write, but through the write's
-# result. Every other write is refused, for a shared graph cannot repeat it.
+# result. A write into a part of it (`x[..., :8].copy_(y)`) makes a new whole, which later readers
+# get. Every other write is refused, for a shared graph cannot repeat it.
 
 
 def functionalise(graph: fx.Graph, job: str) -> None:
@@ -114,17 +115,62 @@ def _replace(graph: fx.Graph, node: fx.Node, order: dict[fx.Node, int], job: str
     if owner.op != "call_function":
         _refuse(node, job, f"it writes into {owner.op} {owner.target}")
     index = order[node]
+    parts = _parts(written, owner)
     for alias in _aliases(owner):
-        old = alias is not written and order[alias] < index
+        old = alias is not written and alias not in parts and order[alias] < index
         if old and any(order[user] > index for user in alias.users):
             _refuse(node, job, f"the memory that it writes is read again as {alias.name}")
     with graph.inserting_before(node):
-        pure = graph.call_function(twin, node.args, node.kwargs)
-    pure.meta = dict(node.meta)
-    order[pure] = index
-    written.replace_all_uses_with(pure, lambda user: order[user] > index)
+        pure = _copied(graph, node, order) or graph.call_function(twin, node.args, node.kwargs)
+        pure.meta = dict(node.meta)
+        order[pure] = index
+        wholes = {written: pure}
+        for whole, part in reversed(list(zip(parts, (*parts[1:], written), strict=False))):
+            wholes[whole] = _whole(graph, whole, part, wholes[part])
+            order[wholes[whole]] = index
+    for old_value, new_value in wholes.items():
+        old_value.replace_all_uses_with(new_value, lambda user: order[user] > index)
     node.replace_all_uses_with(pure)
     graph.erase_node(node)
+
+
+def _copied(graph: fx.Graph, node: fx.Node, order: dict[fx.Node, int]) -> fx.Node | None:
+    """What a copy leaves behind, by operators that have gradients; None for another write."""
+    if not is_call(node, aten.copy_.default):
+        return None
+    written, source = node.args[:2]
+    assert isinstance(written, fx.Node)
+    if isinstance(source, fx.Node) and source.meta["val"].dtype != node.meta["val"].dtype:
+        cast = graph.call_function(aten.to.dtype, (source, node.meta["val"].dtype))
+        cast.meta = {**source.meta, "val": source.meta["val"].to(node.meta["val"].dtype)}
+        order[cast] = order[node]
+        source = cast
+    return graph.call_function(aten.expand_as.default, (source, written))
+
+
+def _parts(written: fx.Node, owner: fx.Node) -> list[fx.Node]:
+    """What a written part was cut of, the whole first; nothing where it is no part."""
+    chain: list[fx.Node] = []
+    while written is not owner and (is_call(written, *SCATTERS) or _is_same(written)):
+        written = written.all_input_nodes[0]
+        chain.insert(0, written)
+    return chain if written is owner else []
+
+
+def _is_same(node: fx.Node) -> bool:
+    """Whether a view shows all of what it was given."""
+    kinds = (aten.to.dtype, aten.to.dtype_layout, aten.slice.Tensor)
+    return is_call(node, *kinds) and _does_nothing(node)
+
+
+def _whole(graph: fx.Graph, whole: fx.Node, part: fx.Node, written: fx.Node) -> fx.Node:
+    """A value in which the part that was cut out of it is another's."""
+    if _is_same(part):
+        return written
+    given = (whole, written, *part.args[1:])
+    scattered = graph.call_function(SCATTERS[part.target], given, part.kwargs)
+    scattered.meta = {**written.meta, "val": whole.meta["val"]}
+    return scattered
 
 
 def _pure(target: Any) -> Any:
@@ -184,6 +230,11 @@ def _refuse(node: fx.Node, job: str, found: str) -> Any:
 
 
 END = 2**63 - 1
+#: What cuts a part out of a tensor, and what puts another there.
+SCATTERS = {
+    aten.slice.Tensor: aten.slice_scatter.default,
+    aten.select.int: aten.select_scatter.default,
+}
 ASSERTIONS = (
     aten._assert_tensor_metadata.default,
     aten._assert_scalar.default,

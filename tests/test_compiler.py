@@ -106,7 +106,8 @@ def test_a_base_that_cannot_be_traced_names_operator_and_line():
 
     text = error_of(lambda: compile([job("a", spec, target_modules=["out"])]), BaseNotTraceable)
 
-    assert "operator" in text
+    assert "reads out of a tensor" in text.splitlines()[0]
+    assert "Error:" not in text
     assert "test_compiler.py" in text
     assert "if ids.sum() > 100:" in text
     assert "attention: batch" not in text

@@ -71,6 +71,7 @@ def dim_of(value: int, ndim: int) -> int:
     *(getattr(aten, name) for name in ("to", "_to_copy", "contiguous", "clone", "detach", "alias")),
     *(getattr(aten, name) for name in ("dropout", "type_as", "expand", "masked_fill", "where")),
     *(getattr(aten, name) for name in ("zeros_like", "ones_like", "full_like", "empty_like")),
+    aten.fill,
     *(getattr(aten, name) for name in ("softplus", "gelu", "silu", "broadcast_to", "expand_as")),
 )
 def pointwise(node: fx.Node, axis_of: Callable[[Any], Axis]) -> Axis:
@@ -283,7 +284,8 @@ def _normalise(node: fx.Node, axis_of: Callable[[Any], Axis]) -> Axis:
     return axis
 
 
-@rule(aten.zeros, aten.ones, aten.full, aten.empty, aten.new_zeros, aten.new_ones, aten.new_full)
+@rule(aten.zeros, aten.ones, aten.full, aten.empty)
+@rule(aten.new_zeros, aten.new_ones, aten.new_full, aten.new_empty)
 def _uniform(node: fx.Node, axis_of: Callable[[Any], Axis]) -> Axis:
     """The same value everywhere; whoever knows the row's size finds it by its shape."""
     return None
@@ -344,6 +346,21 @@ def _slice(node: fx.Node, axis_of: Callable[[Any], Axis]) -> Axis:
         raise MixesTokens("it takes some tokens of the row by their place")
     if axis is not None and "select.int" in str(node.target):
         return axis - (dim < axis)
+    return axis
+
+
+@rule(aten.slice_scatter, aten.select_scatter)
+def _written_part(node: fx.Node, axis_of: Callable[[Any], Axis]) -> Axis:
+    """A value in which a part along `dim` is another's."""
+    whole, part = node.args[:2]
+    axis, other = axis_of(whole), axis_of(part)
+    dim = dim_of(int(_argument(node, "dim", 0)), rank_of(whole))
+    if other is not None and "select_scatter" in str(node.target):
+        other += other >= dim
+    if axis is not None and dim == axis:
+        raise MixesTokens("it writes to some tokens of the row by their place")
+    if axis != other:
+        raise MixesTokens("it writes a value that holds the row elsewhere, or not at all")
     return axis
 
 

@@ -46,7 +46,24 @@ def aliased(x: Tensor, y: Tensor) -> Tensor:
 def part_of_it(x: Tensor, y: Tensor) -> Tensor:
     """Writes into a slice."""
     y[:, 0] = 0
+    y[..., 3:5].mul_(2)
+    y[..., 1:][:, :, 4].copy_(x[..., 0])
     return x + y
+
+
+def shown_part(x: Tensor, y: Tensor) -> Tensor:
+    """Writes into a slice of memory that a view made before shows later."""
+    view = y.view(y.shape[0], -1)
+    y[..., 3:5] = 0
+    return x + view.view(y.shape)
+
+
+def put_together(x: Tensor, y: Tensor) -> Tensor:
+    """Fills new memory piece by piece."""
+    new = x.new_empty(*x.shape[:-1], 32)
+    new[..., :20].copy_(x[..., :20])
+    new[..., 20:].copy_(y[..., :12])
+    return x + new
 
 
 def buffered(x: Tensor, y: Tensor) -> Tensor:
@@ -68,7 +85,15 @@ def test_writes_that_nobody_else_sees_become_new_tensors():
     assert_equals_peft(ready(jobs), [tokens([5, 3], seed=1)], WIDE)
 
 
-@pytest.mark.parametrize("write", [fresh, aliased, part_of_it, buffered])
+@pytest.mark.parametrize("write", [part_of_it, put_together])
+def test_a_write_into_a_part_makes_a_new_whole(write):
+    """What reads the memory later reads the whole with the part in it."""
+    model = ready(hand_written(InPlace(write)))
+
+    assert_equals_peft(model, [tokens([5, 3], seed=1)], WIDE)
+
+
+@pytest.mark.parametrize("write", [fresh, aliased, shown_part, buffered])
 def test_writes_that_others_see_are_refused(write):
     """A write through or behind a view names operator and line."""
     text = error_of(lambda: compile(hand_written(InPlace(write))), BaseNotTraceable)

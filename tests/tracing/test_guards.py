@@ -90,6 +90,29 @@ def test_a_condition_holds_where_it_does_for_every_size(condition, expected):
     assert holds(condition) is expected
 
 
+class Chunked(Plain):
+    """A model that pads its tokens to whole chunks, as state-space models do."""
+
+    def forward(self, ids: Tensor) -> Tensor:
+        """Logits with a mean over each chunk of eight."""
+        hidden = self.embed(ids)
+        more = (8 - hidden.shape[1] % 8) % 8
+        if more > 0:
+            hidden = torch.nn.functional.pad(hidden, (0, 0, 0, more))
+        chunks = hidden.reshape(hidden.shape[0], -1, 8, 32)
+        return self.head((chunks + chunks.cumsum(2)).flatten(1, 2)[:, : ids.shape[1]])
+
+
+def test_chunks_of_a_row_are_named():
+    """The first line says what the mixer does."""
+    jobs = hand_written(Chunked(layers=1), targets=("head",))
+
+    first, *rest = error_of(lambda: compile(jobs), BranchOnSize).splitlines()
+
+    assert "cuts the row into chunks of 8 tokens" in first
+    assert any("PEFT alone" in line for line in rest)
+
+
 class PackedBranch(Branching):
     """The same with positions, so that rows may be packed."""
 

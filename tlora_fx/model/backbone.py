@@ -24,7 +24,7 @@ from torch import Tensor, nn
 from tlora_fx.config.base_task import require_causal
 from tlora_fx.config.hub import is_hub_id, why_offline
 from tlora_fx.config.job import BaseSpec
-from tlora_fx.errors import BaseNotLoadable
+from tlora_fx.errors import BaseNotLoadable, BaseRefused
 
 
 @dataclass
@@ -149,6 +149,7 @@ def build_skeleton(spec: BaseSpec, *, dropout: bool = True) -> nn.Module:
 
     factory: Any = AutoModelForCausalLM
     config = load_config(spec, dropout=dropout)
+    _refuse_other_inputs(config, spec, factory)
     try:
         with matrices_on_meta(), torch.random.fork_rng(devices=[]):
             torch.manual_seed(spec.seed)
@@ -170,6 +171,19 @@ def build_skeleton(spec: BaseSpec, *, dropout: bool = True) -> nn.Module:
         ) from error
     assert isinstance(model, nn.Module)
     return model
+
+
+def _refuse_other_inputs(config: Any, spec: BaseSpec, factory: Any) -> None:
+    """Refuse a model of images or sound whose text part has no class of its own in transformers."""
+    senses = [name for name in ("vision", "audio") if getattr(config, f"{name}_config", None)]
+    remote = factory.__name__ in (getattr(config, "auto_map", None) or {})
+    if senses and not remote and type(config) not in factory._model_mapping:
+        raise BaseRefused(
+            "tlora-fx trains causal language models, and this base reads more than text",
+            base=spec.model or spec.config,
+            found=f"model_type '{config.model_type}' with {' and '.join(senses)}",
+            help="name a base of text alone, such as the one that this base was made of",
+        )
 
 
 def _why_not_built(config: Any, error: Exception) -> tuple[str, str | None]:

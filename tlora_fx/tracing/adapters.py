@@ -252,7 +252,8 @@ def _trained_tensors(graph: JobGraph) -> set[str]:
     """Names, without PEFT's prefix, of the job's tensors that get a gradient from the logits."""
     names: set[str] = set()
     seen: set[fx.Node] = set()
-    stack: list[Any] = [output_of(graph.root).args[0]]
+    # A write into memory that is read later hands its inputs on through no edge of the graph.
+    stack: list[Any] = [output_of(graph.root).args[0], *filter(_writes, graph.root.nodes)]
     while stack:
         node = stack.pop()
         value = node.meta.get("val")
@@ -266,6 +267,11 @@ def _trained_tensors(graph: JobGraph) -> set[str]:
             names.add(ref.name.removeprefix(PEFT_PREFIX))
         stack.extend(node.all_input_nodes)
     return names
+
+
+def _writes(node: fx.Node) -> bool:
+    schema = getattr(node.target, "_schema", None)
+    return schema is not None and bool(schema.is_mutable)
 
 
 def _prefixes(path: str) -> list[str]:

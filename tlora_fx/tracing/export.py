@@ -16,7 +16,7 @@ from collections import Counter
 from collections.abc import Callable, Hashable, Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor, fx, nn
@@ -425,14 +425,7 @@ def export_row(row: TracedRow, subject: str) -> fx.GraphModule:
     except Exception as error:
         if row.guards.complete:
             row.guards.require_for_all(subject)
-        raise BaseNotTraceable(
-            f"the model of {subject} cannot be traced",
-            operator=_reason(error),
-            source=_model_line(error),
-            help="set base.attention: batch, or report the base with this operator"
-            if row.form == "packed"
-            else "report the base with this operator",
-        ) from error
+        raise _not_traceable(error, row, subject) from error
     row.guards.require_for_all(subject)
     row.watch.require_kept()
     if row.watch.open:
@@ -481,6 +474,62 @@ def program_text(program: torch.export.ExportedProgram) -> list[str]:
     constants = program.constants.items()
     lines.extend(f"{name} {value}" for name, value in constants if isinstance(value, Tensor))
     return lines
+
+
+class _Cause(NamedTuple):
+    """Why a model cannot be traced.
+
+    signs   of which torch's error has at least one, in its type or its text
+    what    the first line's end; help: what to do
+    """
+
+    signs: tuple[str, ...]
+    what: str
+    help: str
+
+
+_CAUSES = (
+    _Cause(
+        ("DataDependent", "data-dependent", "Cannot cast", ".item()", "_local_scalar_dense"),
+        "its code goes on by a number that it reads out of a tensor",
+        "rows of other jobs must not choose what runs: write the line without that number",
+    ),
+    _Cause(
+        ("fake tensor in the exported program constant",),
+        "its code reads or writes a weight's .data while it runs",
+        "where config.json has a switch for that, turn it off: Gemma 3n has altup_coef_clip: null",
+    ),
+    _Cause(
+        ("UnsupportedOperator", "DynamicOutputShape", "NotImplementedError", "'Meta' backend"),
+        "it runs an operator that needs the values of its inputs, and weights are not there yet",
+        "write the line with operators whose results have the shape of their inputs",
+    ),
+)
+
+
+def _not_traceable(error: Exception, row: TracedRow, subject: str) -> BaseNotTraceable:
+    """What torch's error says of a model, in our words where it is one that we know."""
+    text = f"{type(error).__name__}: {error}"
+    cause = next((c for c in _CAUSES if any(sign in text for sign in c.signs)), None)
+    what = f"the model of {subject} cannot be traced"
+    unknown = "report the base with this text"
+    if row.form == "packed":
+        unknown = f"set base.attention: batch, or {unknown}"
+    return BaseNotTraceable(
+        f"{what}: {cause.what}" if cause else what,
+        module=_module_of(error, row.model),
+        source=_model_line(error),
+        found=None if cause else _reason(error),
+        help=cause.help if cause else unknown,
+    )
+
+
+def _module_of(error: BaseException, model: nn.Module) -> str | None:
+    """Path of the innermost module whose code an error came through."""
+    paths = {id(module): path for path, module in model.named_modules()}
+    frames = [frame for frame, _ in traceback.walk_tb(error.__traceback__)]
+    running = [paths.get(id(frame.f_locals.get("self"))) for frame in frames]
+    return next((path.removeprefix(PEFT_PREFIX) for path in reversed(running) if path), None)
 
 
 def _reason(error: BaseException) -> str:

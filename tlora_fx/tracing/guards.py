@@ -138,13 +138,33 @@ class SizeGuards:
             used = condition.free_symbols & set(self.names.values())
             if used and not holds(condition) and not _raises_otherwise(place):
                 words = " and ".join(sorted(map(str, used)))
+                mixer = _mixer(condition, place)
                 raise BranchOnSize(
-                    f"the model of {subject} branches on the {words} of the row",
+                    f"a recurrent mixer in the model of {subject} {mixer}, so that no graph "
+                    "serves rows of every size"
+                    if mixer
+                    else f"the model of {subject} branches on the {words} of the row",
                     source=line_text(place) or str(guard.sloc),
                     expected="code that is the same for every row",
                     found=f"one side of the branch was traced: {condition}",
-                    help="rows of other jobs must not choose the branch; write the line without it",
+                    help="train this base with PEFT alone, or give one of attention layers"
+                    if mixer
+                    else "rows of other jobs must not choose the branch; write the line without it",
                 )
+
+
+def _mixer(condition: Any, place: tuple[str, int] | None) -> str:
+    """What recurrent mixers do with a size that attention does not; nothing where none does."""
+    if any(
+        type(part).__name__ in ("Mod", "PythonMod") for part in sympy.preorder_traversal(condition)
+    ):
+        chunks = {int(number) for number in condition.atoms(sympy.Integer) if number > 2}
+        if len(chunks) == 1:
+            return f"cuts the row into chunks of {chunks.pop()} tokens"
+    innermost = _statement(place)
+    if isinstance(innermost, ast.For) and isinstance(condition, sympy.Eq):
+        return "walks over the tokens of a row one after another"
+    return ""
 
 
 @cache
@@ -174,17 +194,24 @@ def _assignments(condition: Any, symbols: list[Any]) -> Iterator[dict[Any, Any]]
 
 def _raises_otherwise(place: tuple[str, int] | None) -> bool:
     """Whether a line of model code asserts its condition, or raises an error on one side of it."""
-    if place is None:
-        return False
-    around = [
-        node
-        for node in ast.walk(_tree(place[0]))
-        if isinstance(node, ast.stmt) and node.lineno <= place[1] <= (node.end_lineno or 0)
-    ]
-    innermost = max(around, key=lambda node: node.lineno, default=None)
+    innermost = _statement(place)
     if isinstance(innermost, ast.If):
         return len(innermost.body) == 1 and isinstance(innermost.body[0], ast.Raise)
     return isinstance(innermost, ast.Assert)
+
+
+def _statement(place: tuple[str, int] | None) -> ast.stmt | None:
+    """The innermost statement of model code at a line."""
+    around = (
+        [
+            node
+            for node in ast.walk(_tree(place[0]))
+            if isinstance(node, ast.stmt) and node.lineno <= place[1] <= (node.end_lineno or 0)
+        ]
+        if place is not None
+        else []
+    )
+    return max(around, key=lambda node: node.lineno, default=None)
 
 
 @cache

@@ -120,6 +120,24 @@ def test_an_einsum_follows_its_letter():
 
 
 @pytest.mark.parametrize(
+    ("target", "args", "axis"),
+    [
+        (aten.slice_scatter.default, (drawn(1, T, 6), drawn(1, T, 2), 2, 3, 5), 1),
+        (aten.select_scatter.default, (drawn(4, T, 6), drawn(T, 6), 0, 1), 1),
+    ],
+    ids=["a slice", "a place"],
+)
+def test_a_write_follows_both_of_its_inputs(target, args, axis):
+    """What is written into, and what is written."""
+    held = 1 if args[0].dim() == args[1].dim() else 0
+
+    found = axis_after(target, args, {0: axis, 1: held})
+
+    assert found == axis
+    assert found in really(target, args, 1, held)
+
+
+@pytest.mark.parametrize(
     ("source", "dim", "held"),
     [(drawn(1, 5, 6), 1, {2: 1}), (drawn(1, T, 6), 2, {0: 1, 2: 1})],
     ids=["of a table", "of each token's own"],
@@ -250,6 +268,12 @@ MIXED = {
     "a table by place": (aten.gather.default, (drawn(1, 20, 6), 2, PLACES), {2: 1}),
     "a token, another's index": (aten.gather.default, (drawn(1, 3 * T, 6), 2, PLACES),
                                  {0: 1, 2: 1}),
+    "a write to some tokens": (aten.slice_scatter.default,
+                               (drawn(1, T, 6), drawn(1, 2, 6), 1, 3, 5), {0: 1}),
+    "a write to one token": (aten.select_scatter.default, (drawn(1, T, 6), drawn(1, 6), 1, 3),
+                             {0: 1}),
+    "a write of the row across": (aten.select_scatter.default,
+                                  (drawn(T, T, 6), drawn(T, 6), 0, 1), {1: 0}),
     "neighbours": (aten.diff.default, (drawn(1, T),), {0: 1}),
     "a triangle": (aten.tril.default, (drawn(1, T, T),), {0: 1}),
     "two dimensions": (aten.add.Tensor, (drawn(T, T), drawn(T)), {0: 0, 1: 0}),

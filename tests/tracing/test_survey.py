@@ -1,0 +1,98 @@
+"""What docs/models.md says of architectures: its table is survey.json, which is measured here."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from transformers import AutoConfig
+
+from tests.models import (
+    OLD_TRANSFORMERS,
+    error_of,
+    job,
+    peft_model,
+    ready,
+    run_alone,
+    run_fused,
+    tokens,
+)
+from tlora_fx.compiler import compile
+from tlora_fx.config.job import BaseSpec
+from tlora_fx.errors import CompileError
+from tlora_fx.testing.equivalence import SIZES
+
+PAGE = Path(__file__).parents[2] / "docs" / "models.md"
+#: By name: type and config, then form and worst difference, or words of the refusal's first line.
+SURVEY: dict[str, dict[str, Any]] = json.loads(Path(__file__).with_name("survey.json").read_text())
+# Differences are of roundings, in float32 wherever transformers computes so in every model dtype.
+SLACK, LEAST = 10, 1e-9
+QUICK = ("Helium",)
+
+
+def base_of(folder: Path, entry: dict[str, Any]) -> BaseSpec:
+    """A small base of an architecture, without dropout."""
+    config = AutoConfig.for_model(entry["model_type"], **{**SIZES, **entry.get("config", {})})
+    for name, value in vars(config).items():
+        if isinstance(value, float) and "drop" in name:
+            setattr(config, name, 0.0)
+    config.save_pretrained(folder)
+    return BaseSpec(config=folder, dtype="float64")
+
+
+def two_jobs(base: BaseSpec):
+    """Jobs of two ranks on all linears."""
+    return [job(name, base, r=r, target_modules="all-linear") for name, r in (("a", 4), ("b", 2))]
+
+
+def worst_difference(model) -> float:
+    """Of losses and gradients, relative to what each job gets alone from PEFT."""
+    parts = [tokens([9, 7], seed=0), tokens([6], seed=1)]
+    fused, worst = run_fused(model, parts), 0.0
+    for own, part in zip(model.jobs, parts, strict=True):
+        alone, together = run_alone(peft_model(model, own.name), part), fused[own.name]
+        largest = max(float(gradient.norm()) for gradient in alone.gradients.values())
+        worst = max(worst, float((together.loss - alone.loss).abs() / alone.loss.abs()))
+        for name, gradient in alone.gradients.items():
+            floor = max(float(gradient.norm()), largest * 1e-6)
+            worst = max(worst, float((together.gradients[name] - gradient).norm()) / floor)
+    return worst
+
+
+def sampled_by_name() -> list[Any]:
+    """Every architecture; those that are not quick are marked so."""
+    marks = {name: [] if name in QUICK else [pytest.mark.slow] for name in SURVEY}
+    return [pytest.param(name, marks=marks[name]) for name in SURVEY]
+
+
+@pytest.mark.skipif(OLD_TRANSFORMERS, reason="measured with a later transformers")
+@pytest.mark.parametrize("name", sampled_by_name())
+def test_an_architecture_trains_or_is_refused_as_the_page_says(tmp_path, name):
+    """In the same form, as near to PEFT; or with the same words."""
+    entry = SURVEY[name]
+    jobs = two_jobs(base_of(tmp_path, entry))
+    if "refused" in entry:
+        assert entry["refused"] in error_of(lambda: compile(jobs), CompileError).splitlines()[0]
+        return
+    model = ready(jobs)
+
+    assert model.group.form == entry["form"]
+    assert worst_difference(model) <= max(LEAST, SLACK * entry["worst"])
+
+
+def test_the_page_has_the_table_of_the_survey():
+    """One line an architecture."""
+    lines = PAGE.read_text(encoding="utf-8").splitlines()
+    head, dashes, *rows = [line for line in lines if line.startswith("| ")]
+
+    assert rows == [*map(row, SURVEY)], (head, dashes)
+
+
+def row(name: str) -> str:
+    """An architecture's line in the table."""
+    entry = SURVEY[name]
+    if "refused" in entry:
+        return f"| {name} | refused | | {entry['refused']} |"
+    return f"| {name} | {entry['form']} | {entry['worst']:.0e} | {entry.get('why', '')} |"
