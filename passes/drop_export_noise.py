@@ -158,9 +158,10 @@ def _parts(written: fx.Node, owner: fx.Node) -> list[fx.Node]:
 
 
 def _is_same(node: fx.Node) -> bool:
-    """Whether a view shows all of what it was given."""
+    """Whether a view shows all of what it was given; a conversion told to copy is none."""
     kinds = (aten.to.dtype, aten.to.dtype_layout, aten.slice.Tensor)
-    return is_call(node, *kinds) and _does_nothing(node)
+    told = any(value is True for value in (*node.args, *node.kwargs.values()))
+    return is_call(node, *kinds) and _does_nothing(node) and not told
 
 
 def _whole(graph: fx.Graph, whole: fx.Node, part: fx.Node, written: fx.Node) -> fx.Node:

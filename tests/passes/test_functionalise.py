@@ -58,6 +58,13 @@ def shown_part(x: Tensor, y: Tensor) -> Tensor:
     return x + view.view(y.shape)
 
 
+def copied(x: Tensor, y: Tensor) -> Tensor:
+    """Writes into a copy, and reads what it was a copy of."""
+    z = y.to(y.dtype, copy=True)
+    z += x
+    return y + z
+
+
 def put_together(x: Tensor, y: Tensor) -> Tensor:
     """Fills new memory piece by piece."""
     new = x.new_empty(*x.shape[:-1], 32)
@@ -93,7 +100,7 @@ def test_a_write_into_a_part_makes_a_new_whole(write):
     assert_equals_peft(model, [tokens([5, 3], seed=1)], WIDE)
 
 
-@pytest.mark.parametrize("write", [fresh, aliased, shown_part, buffered])
+@pytest.mark.parametrize("write", [fresh, aliased, shown_part, buffered, copied])
 def test_writes_that_others_see_are_refused(write):
     """A write through or behind a view names operator and line."""
     text = error_of(lambda: compile(hand_written(InPlace(write))), BaseNotTraceable)

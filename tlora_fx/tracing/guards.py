@@ -140,7 +140,7 @@ class SizeGuards:
                 words = " and ".join(sorted(map(str, used)))
                 mixer = _mixer(condition, place)
                 raise BranchOnSize(
-                    f"a recurrent mixer in the model of {subject} {mixer}, so that no graph "
+                    f"a mixer in the model of {subject} {mixer}, so that no graph "
                     "serves rows of every size"
                     if mixer
                     else f"the model of {subject} branches on the {words} of the row",
@@ -202,15 +202,13 @@ def _raises_otherwise(place: tuple[str, int] | None) -> bool:
 
 def _statement(place: tuple[str, int] | None) -> ast.stmt | None:
     """The innermost statement of model code at a line."""
-    around = (
-        [
-            node
-            for node in ast.walk(_tree(place[0]))
-            if isinstance(node, ast.stmt) and node.lineno <= place[1] <= (node.end_lineno or 0)
-        ]
-        if place is not None
-        else []
-    )
+    if place is None:
+        return None
+    around = [
+        node
+        for node in ast.walk(_tree(place[0]))
+        if isinstance(node, ast.stmt) and node.lineno <= place[1] <= (node.end_lineno or 0)
+    ]
     return max(around, key=lambda node: node.lineno, default=None)
 
 
