@@ -232,7 +232,7 @@ def _refuse(node: fx.Node, job: str, found: str) -> Any:
 
 END = 2**63 - 1
 #: What cuts a part out of a tensor, and what puts another there.
-SCATTERS = {
+SCATTERS: dict[Any, Any] = {
     aten.slice.Tensor: aten.slice_scatter.default,
     aten.select.int: aten.select_scatter.default,
 }
