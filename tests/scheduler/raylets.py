@@ -93,6 +93,7 @@ def main(address: str, jobs: str, output: str, **changed) -> None:
     """What `start` has its process do: train all, then end."""
     from tests.scheduler import run_folder
     from tlora_fx.scheduler import service
+    from tlora_fx.scheduler.local.executor import LocalOptions
     from tlora_fx.scheduler.loop import LoopOptions
     from tlora_fx.scheduler.policies import policy_of
     from tlora_fx.scheduler.ray.cluster import RayCluster
@@ -102,6 +103,9 @@ def main(address: str, jobs: str, output: str, **changed) -> None:
     nodes = RayCluster.join(address, "cpu", None)
     assert nodes.cluster.gpus_per_node == 1
     policy = policy_of(changed.pop("policy", "tlora"))
+    if changed.pop("trains", False):
+        changed["worker"] = "tlora_fx.scheduler.local.worker"
+        changed["local"] = LocalOptions(save_seconds=1.0)
     # Kills that come too early are no fault of a job.
     loop = LoopOptions(horizon=0.4, switch_seconds=0.1, tries=1000)
     options = on_ray(nodes, run_folder.options(loop=loop, **changed))

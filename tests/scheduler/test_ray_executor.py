@@ -15,8 +15,12 @@ from types import SimpleNamespace
 import pytest
 from ray.exceptions import RayError
 
+from tests.scheduler import fake_worker
 from tests.scheduler.test_local_executor import FAKE, Bench
 from tests.scheduler.test_ray_cluster import told
+from tlora_fx.cost.estimator import Layout
+from tlora_fx.cost.load import Demand
+from tlora_fx.cost.plan import MeshShape
 from tlora_fx.errors import PlaceTaken
 from tlora_fx.runtime.checkpoint import CheckpointStore
 from tlora_fx.scheduler.executor import (
@@ -34,7 +38,7 @@ from tlora_fx.scheduler.ray import cluster, executor, worker
 from tlora_fx.scheduler.ray.cluster import RayCluster, cluster_of, seats_of
 from tlora_fx.scheduler.ray.executor import RayExecutor
 from tlora_fx.scheduler.ray.worker import Worker
-from tlora_fx.scheduler.state import Group
+from tlora_fx.scheduler.state import Group, JobRequest
 
 NODES = told(("n0", 1, "a"), ("n1", 1, "a"), resource="CPU")
 
@@ -74,6 +78,8 @@ class RayHere:
 
 class ActorHere:
     """Each order in a fork; what the actor would keep is forgotten."""
+
+    address = SimpleNamespace(remote=lambda: ("127.0.0.1", 4711))
 
     def __init__(self, module):
         self.worker = Worker.__new__(Worker)
@@ -268,6 +274,28 @@ def test_a_worker_stays_for_the_next_group_of_its_place(bench, ray):
         here.executor.release(group, epoch)
 
     assert [len(actor.replies) for actor in ray.actors] == [2, 1]
+
+
+def test_the_first_process_of_a_group_may_be_the_last_to_end(bench, monkeypatch):
+    """It writes what all have trained, when the others have nothing left to do."""
+    train = fake_worker.main
+    found = os.pipe()
+
+    def first_trains(order):
+        os.write(found[1], b"%s of %s\n" % (os.environb[b"RANK"], os.environb[b"MASTER_ADDR"]))
+        return os.environ["RANK"] != "0" or train(order)
+
+    monkeypatch.setattr(fake_worker, "main", first_trains)
+    monkeypatch.setattr(fake_worker, "stays", lambda: False)
+    here = bench(a={"steps": 60})
+    group = Group(("a",), 2, (0, 1))
+    here.executor.reserve(group, 1)
+    requests = [JobRequest("a", "base", Demand(), 1, 1)]
+    here.executor.launch(group, 1, requests, {}, Layout(MeshShape(dp=2)))
+    here.until(Drained)
+
+    assert read(here, 1)["a"]["step"] == 60
+    assert sorted(os.read(found[0], 100).splitlines()) == [b"0 of 127.0.0.1", b"1 of 127.0.0.1"]
 
 
 def test_a_place_that_somebody_else_has_is_taken(bench, ray):

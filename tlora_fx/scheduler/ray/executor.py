@@ -66,6 +66,7 @@ class _Order:
     """What one actor is at; code None: it has not ended."""
 
     actor: Any
+    rank: int
     reply: Any
     group: Path
     asked: Path
@@ -116,7 +117,9 @@ class Actors:
             address = here.address
         reply = actor.work.remote(str(order), str(log), dict(environment), address)
         number, self._next = self._next, self._next + 1
-        self._orders[number] = _Order(actor, reply, order.parent, log.with_suffix(".asked"), here)
+        self._orders[number] = _Order(
+            actor, rank, reply, order.parent, log.with_suffix(".asked"), here
+        )
         here.workers.append(number)
         return number
 
@@ -199,14 +202,16 @@ class Actors:
         place.actors = {rank: other for rank, other in place.actors.items() if other is not actor}
 
     def _end(self, order: _Order) -> None:
-        # Before anybody reads what it has committed.
-        revoke(order.group)
         try:
-            order.code, order.kept = ray.get(order.reply)
+            code, order.kept = ray.get(order.reply)
         except RayError as error:
-            order.code = LOST
+            code = LOST
             with order.asked.with_suffix(".log").open("a", encoding="utf-8") as log:
                 log.write(f"\n{error}\n")
+        # Before anybody reads what is committed; others end well while the first still writes.
+        if code or order.rank == 0:
+            revoke(order.group)
+        order.code = code
 
 
 class RayExecutor(LocalExecutor):
@@ -234,7 +239,7 @@ class RayExecutor(LocalExecutor):
         commits: Callable[[Committed], None] | None = None,
     ) -> None:
         self.nodes = nodes
-        cpus = nodes.seats[0].cpus
+        cpus = min(seat.cpus for seat in nodes.seats)
         self._needs = {"GPU": 1.0} if nodes.kind == "cuda" else {"CPU": cpus}
         self._actors = Actors(module, self._needs)
         self._places: dict[int, Place] = {}
