@@ -16,7 +16,7 @@ import pytest
 from ray.exceptions import RayError
 
 from tests.scheduler import fake_worker
-from tests.scheduler.test_local_executor import FAKE, Bench
+from tests.scheduler.test_local_executor import FAKE, Bench, change
 from tests.scheduler.test_ray_cluster import told
 from tlora_fx.cost.estimator import Layout
 from tlora_fx.cost.load import Demand
@@ -33,7 +33,8 @@ from tlora_fx.scheduler.executor import (
     NodeLost,
     Progress,
 )
-from tlora_fx.scheduler.local.executor import LocalOptions
+from tlora_fx.scheduler.lease import is_granted
+from tlora_fx.scheduler.local.executor import LocalOptions, recover
 from tlora_fx.scheduler.ray import cluster, executor, worker
 from tlora_fx.scheduler.ray.cluster import RayCluster, cluster_of, seats_of
 from tlora_fx.scheduler.ray.executor import RayExecutor
@@ -274,6 +275,40 @@ def test_a_worker_stays_for_the_next_group_of_its_place(bench, ray):
         here.executor.release(group, epoch)
 
     assert [len(actor.replies) for actor in ray.actors] == [2, 1]
+
+
+def test_a_group_that_takes_over_has_the_place_and_the_lease(bench, ray):
+    """The worker goes on where it is; when the last of its groups has ended nothing is kept."""
+    here = bench(a={"base": "x", "steps": 10**6}, b={"base": "x", "steps": 5})
+    first = here.launch(1, "a")
+    here.until(Progress, epoch=1)
+    second = change(here, 1, first, 2, "a", "b")
+    left = here.until(Drained, epoch=1)
+    here.executor.release(first, 1)
+    here.until(Finished, epoch=2, job="b")
+    here.executor.drain(second, 2)
+    end = here.until(Drained, epoch=2)
+    here.executor.release(second, 2)
+
+    assert left.heir == 2
+    assert end.steps["a"] == read(here, 1)["a"]["step"]
+    assert [len(actor.replies) for actor in ray.actors] == [1]
+    assert not is_granted(here.folder / "groups" / "000001")
+
+
+def test_a_run_that_goes_on_revokes_the_lease_of_whoever_took_over(bench):
+    """Its worker still writes where the first group did."""
+    here = bench(a={"base": "x", "steps": 10**6}, b={"base": "x", "steps": 10**6})
+    first = here.launch(1, "a")
+    here.until(Committed, epoch=1)
+    change(here, 1, first, 2, "a", "b")
+    here.until(Committed, epoch=2)
+    open_epoch = SimpleNamespace(epoch=2, ended=None)
+    told = []
+    recover(SimpleNamespace(epochs=lambda: [open_epoch], record=told.append), here.folder, 9.0)
+
+    assert not is_granted(here.folder / "groups" / "000001")
+    assert told[0].steps == {name: job["step"] for name, job in read(here, 1).items()}
 
 
 def test_the_first_process_of_a_group_may_be_the_last_to_end(bench, monkeypatch):

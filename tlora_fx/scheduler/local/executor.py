@@ -769,9 +769,10 @@ def recover(ledger: Ledger, folder: Path, now: float) -> list[int]:
     open_epochs = [record for record in ledger.epochs() if record.ended is None]
     for record in open_epochs:
         group = folder / "groups" / f"{record.epoch:06d}"
-        # Workers on other machines may not have ended.
-        revoke(group)
         train = _output(group)
+        # Workers on other machines may not have ended; one that took over has the other's lease.
+        for folder_of_lease in (group, train.parent):
+            revoke(folder_of_lease)
         counters = CheckpointStore(train).counters()
         steps = {job: float(counters_of_job["step"]) for job, counters_of_job in counters.items()}
         if steps:

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import signal
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
@@ -30,13 +30,18 @@ from tlora_fx.cost.hardware import Cluster
 from tlora_fx.errors import PlaceTaken, RayUnreachable
 from tlora_fx.scheduler.executor import Committed, ExecutorEvent, NodeBack, NodeLost
 from tlora_fx.scheduler.lease import grant, revoke
-from tlora_fx.scheduler.local.executor import CheckpointSource, LocalExecutor, LocalOptions
+from tlora_fx.scheduler.local.executor import (
+    ORDER,
+    CheckpointSource,
+    LocalExecutor,
+    LocalOptions,
+)
 from tlora_fx.scheduler.local.processes import LOST, STOP_SECONDS, ForkServer
 from tlora_fx.scheduler.local.protocol import WorkerConfig
 from tlora_fx.scheduler.ray.cluster import RayCluster
 from tlora_fx.scheduler.ray.worker import Worker
 from tlora_fx.scheduler.service import RunOptions
-from tlora_fx.scheduler.state import Group
+from tlora_fx.scheduler.state import Group, JobRequest
 from tlora_fx.version import __version__
 
 #: That Ray may take to reserve what is free; another user of the cluster has it then.
@@ -270,10 +275,6 @@ class RayExecutor(LocalExecutor):
             self._held.pop(epoch)
             raise
 
-    def can_change(self, group: Group, epoch: int, heir: Group) -> bool:
-        """Never: a worker's lease and its placement group are of one epoch."""
-        return False
-
     def _place(self, group: Group) -> Place:
         gpus = group.place
         if gpus in self._kept:
@@ -314,7 +315,7 @@ class RayExecutor(LocalExecutor):
         nodes = [self.nodes.node(gpu).node for gpu in gpus]
         return tuple(
             self._actors.start(
-                folder / "order.json", folder / f"rank-{rank}.log",
+                folder / ORDER, folder / f"rank-{rank}.log",
                 self._environment(rank, nodes), stays=config.stays, place=place,
             )
             for rank in range(len(gpus))
@@ -332,6 +333,20 @@ class RayExecutor(LocalExecutor):
             "LOCAL_RANK": str(nodes[:rank].count(nodes[rank])),
             "LOCAL_WORLD_SIZE": str(nodes.count(nodes[rank])),
         }
+
+    def change(
+        self,
+        group: Group,
+        epoch: int,
+        heir: Group,
+        heir_epoch: int,
+        jobs: Sequence[JobRequest],
+        steps_done: Mapping[str, float],
+    ) -> None:
+        """Have the worker of a group train another one; its place and its lease stay."""
+        if epoch in self._places:
+            self._places.setdefault(heir_epoch, self._places[epoch])
+        super().change(group, epoch, heir, heir_epoch, jobs, steps_done)
 
     def events(self) -> list[ExecutorEvent]:
         try:
@@ -361,7 +376,8 @@ class RayExecutor(LocalExecutor):
         """Give the place back; it stays reserved while its worker keeps a base there."""
         super().release(group, epoch)
         place = self._places.pop(epoch, None)
-        if place is None:
+        if place is None or any(place is other for other in self._places.values()):
+            # A group that took over has it.
             return
         if self._actors.settle(place) and set(self.cluster.present()).issuperset(place.gpus):
             self._kept[place.gpus] = place
