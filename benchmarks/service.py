@@ -1,0 +1,284 @@
+"""What a service bears: many clients beside training, and a page with many jobs.
+
+    python -m benchmarks.service load --clients 200 --submissions 2000 --status 20000
+    python -m benchmarks.service page --jobs 500 --points 100 --seconds 600
+
+`load` starts `tlora-fx serve` on the CPU with a job that trains. Each client submits, a tenth of
+the times twice under one key, and asks how its jobs are, with a pause between calls. At the end
+the ledger and the folder must hold each submission once, or the script says what is lost or
+doubled. `page` fills a run's folder, opens the page in Chromium while jobs get new steps, and
+reads when it first painted and what its heap held at the start and at the end.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import math
+import random
+import shutil
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+import uuid
+from pathlib import Path
+from typing import Any
+
+import httpx
+import numpy as np
+from rich.table import Table
+
+from benchmarks.results_file import RESULTS, console, described, write
+from tlora_fx.cost.load import Demand
+from tlora_fx.scheduler.state import Group, JobRequest
+from tlora_fx.scheduler.store import Ledger
+from tlora_fx.server.app import make_app, make_service
+from tlora_fx.server.store import ServiceStore, User
+from tlora_fx.server.submission import IntakeLimits
+
+ROOT = Path(__file__).parents[1]
+QUICKSTART = ROOT / "examples" / "quickstart"
+PROFILE = ROOT / "tests" / "scheduler" / "quickstart-cpu.json"
+USERS = ("alice", "bob", "carol", "dave")
+START_SECONDS = 300.0
+
+
+def job_file(name: str, steps: int) -> str:
+    """A job of the quickstart."""
+    job = {"name": name, "lora": {"r": 4}, "max_steps": steps, "max_length": 64}
+    data = {"path": str(QUICKSTART / "data" / "records.jsonl")}
+    base = {"config": str(QUICKSTART / "base"), "dtype": "float32"}
+    return json.dumps({"base": base, "jobs": [job | {"data": data}]})
+
+
+class Clients:
+    """Clients of a service, and what they saw.
+
+    taken   by key, the jobs that the service said it took
+    """
+
+    def __init__(self, address: str, tokens: dict[str, str], given: argparse.Namespace) -> None:
+        self.address, self.tokens, self.given = address, tokens, given
+        self.taken: dict[str, tuple[str, ...]] = {}
+        self.seconds: dict[str, list[float]] = {"submit": [], "status": []}
+        self.wrong: list[str] = []
+
+    async def run(self) -> float:
+        """All of them at once; the seconds that it took."""
+        begun = time.perf_counter()
+        await asyncio.gather(*(self._one(number) for number in range(self.given.clients)))
+        return time.perf_counter() - begun
+
+    async def _one(self, number: int) -> None:
+        rng = random.Random(number)  # noqa: S311  (a draw that can be repeated)
+        token = self.tokens[USERS[number % len(USERS)]]
+        given, mine = self.given, list[str]()
+        submits = given.submissions // given.clients
+        calls = ["submit"] * (submits - 1) + ["status"] * (given.status // given.clients)
+        rng.shuffle(calls)
+        calls.insert(0, "submit")
+        headers = {"Authorization": f"Bearer {token}"}
+        async with httpx.AsyncClient(base_url=self.address, headers=headers, timeout=60) as client:
+            for call in calls:
+                await asyncio.sleep(rng.expovariate(1 / given.pause))
+                if call == "submit":
+                    mine += await self._submit(client, f"job-{uuid.uuid4().hex[:12]}", rng)
+                elif mine:
+                    await self._status(client, rng.choice(mine))
+
+    async def _submit(
+        self, client: httpx.AsyncClient, name: str, rng: random.Random
+    ) -> tuple[str, ...]:
+        names: tuple[str, ...] = ()
+        for _ in range(2 if rng.random() < 0.1 else 1):
+            begun = time.perf_counter()
+            answer = await client.post(
+                "/api/v1/submissions",
+                json={"job_file": job_file(name, 1)},
+                headers={"Idempotency-Key": name},
+            )
+            self.seconds["submit"].append(time.perf_counter() - begun)
+            if answer.status_code not in (200, 201):
+                self.wrong.append(answer.text)
+                continue
+            names = tuple(answer.json()["jobs"])
+            if self.taken.setdefault(name, names) != names:
+                self.wrong.append(f"{name} was answered in two ways")
+        return names
+
+    async def _status(self, client: httpx.AsyncClient, name: str) -> None:
+        begun = time.perf_counter()
+        answer = await client.get(f"/api/v1/jobs/{name}")
+        self.seconds["status"].append(time.perf_counter() - begun)
+        if answer.status_code != 200 or answer.json()["name"] != name:
+            self.wrong.append(answer.text)
+
+
+def load(given: argparse.Namespace) -> dict[str, Any]:
+    """Many clients beside a job that trains."""
+    with tempfile.TemporaryDirectory(prefix="service-") as name:
+        folder = Path(name) / "run"
+        store = ServiceStore(folder)
+        tokens = {user: store.add_user(User(user)) for user in USERS}
+        command = [
+            sys.executable, "-m", "tlora_fx", "serve", "-o", str(folder), "--device", "cpu",
+            "--slots", "1", "--profile", str(PROFILE), "--root", str(QUICKSTART), "--port", "0",
+        ]  # fmt: skip
+        with (Path(name) / "log").open("w") as log:
+            process = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=log)
+        try:
+            assert process.stdout is not None
+            address = process.stdout.readline().decode().strip()
+            _train(address, tokens["alice"], folder, given)
+            clients = Clients(address, tokens, given)
+            seconds = asyncio.run(clients.run())
+            wrong = clients.wrong + _compared(store, clients)
+        finally:
+            process.kill()
+            process.wait()
+    measured = {call: _percentiles(times) for call, times in clients.seconds.items()}
+    return {"seconds": seconds, "calls": measured, "wrong": wrong, "submitted": len(clients.taken)}
+
+
+def _train(address: str, token: str, folder: Path, given: argparse.Namespace) -> None:
+    """Have a job train before anything is timed, unless nothing shall."""
+    headers = {"Authorization": f"Bearer {token}", "Idempotency-Key": "trains"}
+    body = {"job_file": job_file("trains", 1_000_000)}
+    httpx.post(f"{address}/api/v1/submissions", json=body, headers=headers).raise_for_status()
+    metrics = folder / "alice.trains" / "metrics.jsonl"
+    end = time.monotonic() + START_SECONDS
+    while not given.idle and not metrics.exists():
+        if time.monotonic() > end:
+            raise SystemExit(f"no job trained within {START_SECONDS:g} s")
+        time.sleep(0.2)
+
+
+def _compared(store: ServiceStore, clients: Clients) -> list[str]:
+    """What the ledger and the folder have otherwise than the clients were told."""
+    keys = [key for (key,) in store.rows("SELECT key FROM submissions WHERE key != 'trains'")]
+    owned = {job.name for job in store.jobs()} - {"alice.trains"}
+    told = {name for names in clients.taken.values() for name in names}
+    files = [path for path in store.inbox.iterdir() if path.suffix == ".yaml"]
+    acted = [action for action in store.actions() if action[2] == "submit"]
+    facts = {
+        "lost": set(clients.taken) - set(keys),
+        "doubled": len(keys) - len(set(keys)),
+        "jobs": told ^ owned,
+        "files": len(files) - len(keys) - 1,
+        "actions": len(acted) - len(keys) - 1,
+    }
+    return [f"{name}: {value}" for name, value in facts.items() if value]
+
+
+def _percentiles(times: list[float]) -> dict[str, float]:
+    at = {"p50": 50, "p90": 90, "p99": 99, "max": 100}
+    told = {name: float(np.percentile(times, part)) * 1e3 for name, part in at.items()}
+    return {"calls": float(len(times)), **told}
+
+
+def page(given: argparse.Namespace) -> dict[str, Any]:
+    """A page with many jobs, of which some get new steps."""
+    import uvicorn
+    from playwright.sync_api import sync_playwright
+
+    with tempfile.TemporaryDirectory(prefix="service-") as name:
+        folder = Path(name)
+        service = make_service(folder, IntakeLimits(), open_to_all=True, gpus=8, gpu="GPU")
+        running = _fill(service.store, folder, given)
+        config = uvicorn.Config(make_app(service), port=0, log_level="warning")
+        server, socket = uvicorn.Server(config), config.bind_socket()
+        threading.Thread(target=server.run, args=([socket],), daemon=True).start()
+        with sync_playwright() as playwright:
+            chromium = shutil.which("chromium") or shutil.which("google-chrome")
+            browser = playwright.chromium.launch(executable_path=chromium, args=["--no-sandbox"])
+            tab = browser.new_page(viewport={"width": 1400, "height": 900})
+            tab.goto(f"http://127.0.0.1:{socket.getsockname()[1]}")
+            tab.locator("tbody tr[data-job]").first.wait_for()
+            rows = tab.evaluate("performance.now()")
+            tab.locator("tbody .loss").first.wait_for()
+            paint = tab.evaluate("performance.getEntriesByName('first-paint')[0].startTime")
+            heaps = [_heap(tab)]
+            end = time.monotonic() + given.seconds
+            while time.monotonic() < end:
+                for job in running:
+                    _step(job)
+                tab.wait_for_timeout(500)
+                if len(heaps) * given.seconds / 10 < given.seconds - (end - time.monotonic()):
+                    heaps.append(_heap(tab))
+            browser.close()
+        server.should_exit = True
+    points = given.jobs * given.points
+    return {"points": points, "first_paint_ms": paint, "rows_ms": rows, "heap_mb": heaps}
+
+
+def _heap(tab: Any) -> float:
+    """Megabytes that the page holds once garbage is gone."""
+    session = tab.context.new_cdp_session(tab)
+    session.send("HeapProfiler.collectGarbage")
+    used = float(session.send("Runtime.getHeapUsage")["usedSize"]) / 1e6
+    session.detach()
+    return used
+
+
+def _fill(store: ServiceStore, folder: Path, given: argparse.Namespace) -> list[Path]:
+    """Jobs as a scheduler leaves them, groups of two; the files of those that run."""
+    me = User("local", admin=True)
+    names = [f"job-{number:03d}" for number in range(given.jobs)]
+    for name in names:
+        store.submit(me, name, name, [name], "", name, 0)
+    ledger = Ledger(folder / "ledger.sqlite")
+    demand = Demand(jobs=1, samples=4, tokens=99.5)
+    for name in names:
+        ledger.submit(JobRequest(name, "base", demand, 1, 1_000_000), {"name": name})
+        (folder / name).mkdir()
+        for _ in range(given.points):
+            _step(folder / name / "metrics.jsonl")
+    for epoch, first in enumerate(range(0, len(names), 2), start=1):
+        group = Group(tuple(names[first : first + 2]), 1, (epoch % 8,))
+        ledger.launch(group, epoch, None, -3600.0 + 12 * epoch)
+        if first + 16 < len(names):
+            ledger.end(epoch, "drained", -3600.0 + 12 * epoch + 80)
+    ledger.close()
+    return [folder / name / "metrics.jsonl" for name in names[-16:]]
+
+
+def _step(path: Path) -> None:
+    """One more line of a job's metrics."""
+    step = path.read_bytes().count(b"\n") + 1 if path.exists() else 1
+    loss = 1 + math.exp(-step / 30) + random.gauss(0, 0.05)
+    row = {"step": step, "loss": loss, "tokens": 1000 * step, "seconds": 0.1}
+    with path.open("a") as file:
+        file.write(json.dumps(row) + "\n")
+
+
+def main() -> None:
+    """Measure, print and write."""
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    kinds = parser.add_subparsers(dest="kind", required=True)
+    one = kinds.add_parser("load")
+    one.add_argument("--clients", type=int, default=200)
+    one.add_argument("--submissions", type=int, default=2000)
+    one.add_argument("--status", type=int, default=20_000)
+    one.add_argument("--pause", type=float, default=1.0, help="mean seconds between calls")
+    one.add_argument("--idle", action="store_true", help="wait for no job to train")
+    other = kinds.add_parser("page")
+    other.add_argument("--jobs", type=int, default=500)
+    other.add_argument("--points", type=int, default=100)
+    other.add_argument("--seconds", type=float, default=600.0)
+    for each in (one, other):
+        each.add_argument("-o", "--output", type=Path, default=None)
+    given = parser.parse_args()
+    measured = load(given) if given.kind == "load" else page(given)
+    table = Table("what", "value")
+    for name, value in measured.items():
+        table.add_row(name, json.dumps(value))
+    console().print(table)
+    whole = {**described("service", "cpu"), "kind": given.kind, **measured}
+    write(given.output or RESULTS / f"service-{given.kind}-{whole['date']}.json", whole)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,125 @@
+"""The commands of a service's users, against a service that listens."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import pytest
+
+from tests.server.conftest import as_scheduled, asked, job_file, listen  # noqa: F401  (a fixture)
+from tlora_fx.cli import main
+
+CODE = """
+import sys
+from tlora_fx.cli import main, client
+client.PAUSE_SECONDS = 0
+try:
+    main(["client", "ls", "--server", "http://127.0.0.1:1"])
+except SystemExit as end:
+    assert end.code == 1
+assert "torch" not in sys.modules and "transformers" not in sys.modules
+"""
+
+
+@pytest.fixture
+def said(asked, monkeypatch, capsys):  # noqa: F811
+    """What a client says to a service that has one user."""
+    it = asked()
+    monkeypatch.setenv("TLORA_FX_TOKEN", it.add("alice", priority=5))
+    server, address, thread = listen(it.service)
+    monkeypatch.setenv("TLORA_FX_SERVER", address)
+
+    def say(*words, code=0):
+        capsys.readouterr()
+        with pytest.raises(SystemExit) as end:
+            main(["client", *map(str, words)])
+        told = capsys.readouterr()
+        assert (end.value.code or 0) == code, told
+        return told.out if code == 0 else told.err
+
+    yield it, say
+    server.should_exit = True
+    thread.join()
+
+
+def test_a_job_goes_from_its_file_to_its_adapter(said, tmp_path):
+    """Submitted with its data, watched, paused, resumed, and fetched at its end."""
+    it, say = said
+    data, path = tmp_path / "mine.jsonl", tmp_path / "jobs.yaml"
+    data.write_text('{"text": "hello"}\n')
+    path.write_text(job_file("a", data="data/mine.jsonl"))
+    upload = f"data/mine.jsonl={data}"
+
+    told = say("submit", path, "--upload", upload, "--key", "k", "--priority", "5")
+    assert told == "submission 1: alice.a\n"
+    assert "(submitted before)" in say(
+        "submit", path, "--upload", upload, "--key", "k", "--priority", "5"
+    )
+    assert say("pause", "a") == "alice.a: paused\n"
+    assert say("resume", "a") == "alice.a: received\n"
+    as_scheduled(it.folder, [("alice.a",)])
+    it.refresh()
+    assert "running" in say("ls")
+    assert "alice.a: running" in say("logs", "a").splitlines()[-1]
+    assert "group 1 on 0 alone" in say("status", "a", "--why")
+    assert "no adapter" in say("fetch", "a", code=1)
+    (it.folder / "alice.a" / "adapter_model.safetensors").write_bytes(b"weights")
+    it.service.store.rows("UPDATE jobs SET status = 'done', steps = 10")
+    say("fetch", "a", "-o", tmp_path / "here")
+    fetched = tmp_path / "here" / "alice.a" / "adapter_model.safetensors"
+    assert fetched.read_bytes() == b"weights"
+
+
+def test_what_the_service_refuses_is_told_in_its_words(said, tmp_path, monkeypatch):
+    """With exit code 1, and nothing is submitted."""
+    it, say = said
+    path = tmp_path / "jobs.yaml"
+    path.write_text(job_file("a", data="/etc/passwd"))
+
+    assert say("submit", path, code=1).startswith("error[T0982] a job may not read this path")
+    assert "there is no job 'b'" in say("cancel", "b", code=1)
+    assert "cannot be read" in say("submit", path, "--upload", "none.jsonl", code=1)
+    monkeypatch.setenv("TLORA_FX_TOKEN", "tlora-wrong")
+    assert "no such token" in say("ls", code=1)
+    assert it.service.store.jobs() == []
+
+
+def test_a_client_needs_no_torch():
+    """Nor does it take long to say that nobody answers."""
+    told = subprocess.run([sys.executable, "-c", CODE], capture_output=True, text=True, check=False)
+
+    assert told.returncode == 0, told.stderr
+    assert "error[T0987] no service answers" in told.stderr
+
+
+@pytest.mark.parametrize(
+    ("words", "told"),
+    [
+        (["serve", "--host", "0.0.0.0"], "obey everybody"),
+        (["serve", "--root", "nowhere"], "no such folder"),
+        (["serve", "--tls-cert", "nowhere.pem"], "no such file"),
+        (["tokens", "add", "Not.A-Name"], "cannot be called so"),
+        (["tokens", "revoke", "nobody"], "has no token"),
+    ],
+)
+def test_what_cannot_be_served_is_refused_at_once(words, told, tmp_path, capsys):
+    """Before anything listens."""
+    with pytest.raises(SystemExit) as end:
+        main([*words, "-o", str(tmp_path / "run")])
+
+    assert end.value.code == 1
+    assert told in capsys.readouterr().err
+
+
+def test_tokens_are_made_listed_and_revoked(tmp_path, capsys):
+    """A token is shown once."""
+    run = str(tmp_path / "run")
+    for words in (["add", "alice", "--jobs", "3"], ["ls"], ["revoke", "alice"]):
+        with pytest.raises(SystemExit):
+            main(["tokens", *words, "-o", run])
+    token, _, row, revoked = capsys.readouterr().out.splitlines()
+
+    assert token.startswith("tlora-")
+    assert row.split()[:3] == ["alice", "1", "3"]
+    assert revoked == "alice: 1 revoked"

@@ -1,0 +1,77 @@
+"""`tlora-fx serve` as its users have it: a process that trains, is killed, and goes on."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from contextlib import contextmanager
+from pathlib import Path
+
+import httpx
+import pytest
+
+from tests.server.conftest import QUICKSTART, job_file
+
+PROFILE = Path(__file__).parents[1] / "scheduler" / "quickstart-cpu.json"
+SECONDS = 600
+
+
+@contextmanager
+def serving(run):
+    """A service in a process of its own, killed at the end."""
+    command = [
+        sys.executable, "-m", "tlora_fx", "serve", "-o", str(run), "--device", "cpu",
+        "--slots", "1", "--profile", str(PROFILE), "--root", str(QUICKSTART), "--port", "0", "--horizon", "2s",
+        "--save-every", "1s", "--prepare-seconds", str(SECONDS), "--log-format", "json",
+    ]  # fmt: skip
+    with (run.parent / "log").open("a") as log:
+        process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=log)
+    try:
+        address = process.stdout.readline().decode().strip()
+        assert address, (run.parent / "log").read_text()
+        yield process, httpx.Client(base_url=f"{address}/api/v1", timeout=60)
+    finally:
+        process.kill()
+        process.wait()
+
+
+def wait(client, true):
+    """The jobs, once something is true of them."""
+    end = time.monotonic() + SECONDS
+    while not true(jobs := {job["name"]: job for job in client.get("/jobs").json()}):
+        assert time.monotonic() < end, jobs
+        time.sleep(0.2)
+    return jobs
+
+
+@pytest.mark.slow
+def test_a_killed_service_loses_no_job_and_repeats_no_step(tmp_path):
+    """Two jobs, kill -9 while they train, another submission; all end with every step once."""
+    run = tmp_path / "run"
+    body = {"job_file": job_file("a", "b", max_steps=60, max_length=32)}
+    with serving(run) as (process, client):
+        first = client.post("/submissions", json=body, headers={"Idempotency-Key": "one"})
+        assert first.status_code == 201, first.text
+        wait(client, lambda jobs: any(job["step"] >= 3 for job in jobs.values()))
+        os.kill(process.pid, signal.SIGKILL)
+    with serving(run) as (_, client):
+        again = client.post("/submissions", json=body, headers={"Idempotency-Key": "one"})
+        assert again.json() == first.json() | {"replayed": True}
+        more = {"job_file": job_file("c", max_steps=5)}
+        client.post("/submissions", json=more, headers={"Idempotency-Key": "two"})
+        ended = ("done", "failed", "refused")
+        jobs = wait(client, lambda jobs: all(job["state"] in ended for job in jobs.values()))
+        tar = client.get("/jobs/a/adapter")
+
+    assert {name: (job["state"], job["step"]) for name, job in jobs.items()} == {
+        "a": ("done", 60), "b": ("done", 60), "c": ("done", 5),
+    }  # fmt: skip
+    assert b"adapter_model.safetensors" in tar.content
+    for name in "ab":
+        rows = (run / name / "metrics.jsonl").read_text().splitlines()
+        steps = [row["step"] for row in map(json.loads, rows) if "loss" in row]
+        assert steps == list(range(1, 61))
