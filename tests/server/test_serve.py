@@ -25,8 +25,9 @@ def serving(run):
     """A service in a process of its own, killed at the end."""
     command = [
         sys.executable, "-m", "tlora_fx", "serve", "-o", str(run), "--device", "cpu",
-        "--slots", "1", "--profile", str(PROFILE), "--root", str(QUICKSTART), "--port", "0", "--horizon", "2s",
-        "--save-every", "1s", "--prepare-seconds", str(SECONDS), "--log-format", "json",
+        "--slots", "1", "--profile", str(PROFILE), "--root", str(QUICKSTART), "--port", "0",
+        "--horizon", "2s", "--save-every", "1s", "--prepare-seconds", str(SECONDS),
+        "--log-format", "json",
     ]  # fmt: skip
     with (run.parent / "log").open("a") as log:
         process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=log)

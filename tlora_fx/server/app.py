@@ -427,7 +427,7 @@ def _mutations(app: FastAPI, service: Service) -> None:
         app.post(path, status_code=202, tags=["jobs"])(change)
 
     wanting("cancel", "cancel", "End a job: where it trains, after its step.")
-    wanting("pause", "pause", "Let a job wait; its group is drained, and no step is lost.")
+    wanting("pause", "pause", "Let a job wait; it leaves its group, and no step is lost.")
     wanting("resume", "run", "Let a paused job go on from where it was.")
 
 

@@ -54,11 +54,8 @@ class Control:
         for job in there:
             if job.wanted == "cancel":
                 self._cancel(job, inside.get(job.name))
-        waiting = [
-            job
-            for job in there
-            if job.wanted == "run" and job.name not in inside and job.name not in starting
-        ]
+        free = [job for job in there if not loop.formations.holds(job.name)]
+        waiting = [job for job in free if job.wanted == "run" and job.name not in starting]
         highest = max((job.priority for job in waiting), default=0)
         held = {job.name for job in waiting if job.priority < highest}
         held |= {job.name for job in there if job.wanted == "pause"}
@@ -69,14 +66,14 @@ class Control:
 
     def _cancel(self, job: OwnedJob, epoch: int | None) -> None:
         stop = self.folder / job.name / STOP
-        if epoch is None:
+        if not self.running.loop.formations.holds(job.name):
             now = self.running.executor.now()
             if self.running.ledger.cancel(job.name, "its user cancelled it", now, begun=True):
                 self.running.loop.cancel(job.name)
                 self.running.callback.cancelled(now, job.name)
             with suppress(OSError):
                 stop.unlink(missing_ok=True)
-        elif self._asked.get(job.name) != epoch:
+        elif epoch is not None and self._asked.get(job.name) != epoch:
             # A group that died may have heard it, and not have done it.
             self._asked[job.name] = epoch
             stop.parent.mkdir(exist_ok=True)
