@@ -33,7 +33,9 @@ def job_file(
         {"name": name, "lora": {"r": 4}, "max_steps": 10, "data": {"path": data}} | more
         for name in names or ("a",)
     ]
-    return yaml.safe_dump({"base": {"config": str(QUICKSTART / "base")}, "jobs": jobs})
+    return yaml.safe_dump(
+        {"base": {"config": str(QUICKSTART / "base"), "dtype": "float32"}, "jobs": jobs}
+    )
 
 
 class Asked:

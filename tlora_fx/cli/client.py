@@ -18,7 +18,7 @@ import typer
 
 from tlora_fx.cli.options import command_group
 from tlora_fx.cli.terminal import Console, echo, print_whole
-from tlora_fx.errors import ServiceUnreachable, TloraError, UploadRefused
+from tlora_fx.errors import AnswerRefused, ServiceUnreachable, UploadRefused
 
 if TYPE_CHECKING:
     import httpx
@@ -39,18 +39,6 @@ Authority = Annotated[
 HERE = "http://127.0.0.1:8642"
 Job = Annotated[str, typer.Argument(help="Name of the job, with or without the user's.")]
 Plain = Annotated[bool, typer.Option("--json", help="Print what the service answers.")]
-
-
-class Refused(TloraError):
-    """What a service answers that does not do what it was asked."""
-
-    def __init__(self, text: str) -> None:
-        super().__init__(text)
-        self.text = text
-
-    def render(self) -> str:
-        """The service's own words."""
-        return self.what
 
 
 class Connection:
@@ -75,7 +63,7 @@ class Connection:
         )
 
     def ask(self, method: str, path: str, **more: Any) -> Any:
-        """What the service answers, as JSON; raises ServiceUnreachable, Refused."""
+        """What the service answers, as JSON; raises ServiceUnreachable, AnswerRefused."""
         response = self._answer(lambda: self.client.request(method, f"/api/v1/{path}", **more))
         return response.json()
 
@@ -114,7 +102,7 @@ class Connection:
         if not response.is_error:
             return
         try:
-            raise Refused(str(response.json()["text"]))
+            raise AnswerRefused(str(response.json()["text"]))
         except (ValueError, KeyError, TypeError):
             raise ServiceUnreachable(
                 "what answers is no service of tlora-fx",

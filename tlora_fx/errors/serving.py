@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from tlora_fx.errors.root import TloraError
+from tlora_fx.errors.root import TloraError, printable
 
 
 class ServiceRefused(TloraError, code="T0980"):
@@ -42,3 +42,11 @@ class ServiceUnreachable(TloraError, code="T0987"):
 
 class RequestRefused(TloraError, code="T0988"):
     """A request has parameters that the service does not read, or the service failed."""
+
+
+class AnswerRefused(TloraError, code="T0989"):
+    """A service refused what a client asked; the message is its own, with its own code."""
+
+    def render(self) -> str:
+        """The service's own words."""
+        return printable(self.what)
