@@ -497,7 +497,7 @@ _CAUSES = (
     _Cause(
         ("fake tensor in the exported program constant",),
         "its code reads or writes a weight's .data while it runs",
-        "where config.json has a switch for that, turn it off: Gemma 3n has altup_coef_clip: null",
+        "jobs share weights that never change: hand the nn.Module over without that line",
     ),
     _Cause(
         ("UnsupportedOperator", "DynamicOutputShape", "NotImplementedError", "'Meta' backend"),
