@@ -90,7 +90,7 @@ def test_every_node_of_every_stage_is_in_the_data():
         fields = asdict(node)
         del fields["shape"], fields["notes"]
         shape = f"[{', '.join(map(str, node.shape))}]"
-        return fields | {"shape": shape, "note": node.notes_text}
+        return fields | {"shape": shape, "note": node.notes_text, "ranks": node.ranks_texts}
 
     assert found == [
         [[told(node) for node in graph.nodes] for graph in stage.program.graphs] for stage in given

@@ -31,8 +31,9 @@ TEMPLATE = "page.html.j2"
 STYLES = ("page.css", "jobs.css", "tree.css", "side.css")
 # Each script names only those before it.
 SCRIPTS = (
-    "dom", "words", "data", "items", "rows", "costs", "colours", "find", "tree_view", "layer_bars",
-    "node_view", "code_view", "layout", "drawing", "main",
+    "dom", "words", "data", "items", "roles", "rows", "costs", "colours", "find", "tree_view", "layer_bars",
+    "node_view", "code_view", "layout", "overview", "drawing",
+    "main",
 )  # fmt: skip
 VENDOR = ("vendor/dagre/dagre.min.js",)
 # Fields of NodeEntry, by what stands in their columns.
@@ -41,8 +42,8 @@ TEXTS = (
     "note",
 )  # fmt: skip
 # Columns whose text is another field's.
-SHOWN = {"note": "notes_text"}
-LISTS = ("inputs", "jobs", "made_from")
+SHOWN = {"note": "notes_text", "ranks": "ranks_texts"}
+LISTS = ("inputs", "jobs", "made_from", "ranks")
 NUMBERS = ("flop_per_token", "flop_per_length", "flop_per_row", "bytes", "launches")
 # As in graph.py, which needs torch; a test compares them.
 TABLES = ("cu_seqlens", "max_seqlen", "segments", "token_index", "keys")
@@ -168,7 +169,7 @@ class _Packer:
         return (
             *(self.texts[getattr(node, SHOWN.get(name, name))] for name in TEXTS),
             self.texts[shape],
-            *(self._list(getattr(node, name)) for name in LISTS),
+            *(self._list(getattr(node, SHOWN.get(name, name))) for name in LISTS),
             *(getattr(node, name) for name in NUMBERS),
         )
 

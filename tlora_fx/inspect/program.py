@@ -22,6 +22,7 @@ from tlora_fx.inspect.schema import SCHEMA, Ancestor, GraphEntry, NodeEntry, Pas
 from tlora_fx.ir.graph import (
     LOSS,
     TRACE,
+    AdapterSite,
     GroupGraph,
     JobGraph,
     Origin,
@@ -142,6 +143,7 @@ class _Describer:
             made_from=[source.key for source in origin.sources] if origin else [],
             note=str(meta.get("as_it_is") or ""),
             notes=dict(meta.get("notes") or {}),
+            ranks=self._ranks(node, layers),
         )
 
     def _shape(self, node: fx.Node, value: Tensor) -> list[int | str]:
@@ -159,13 +161,25 @@ class _Describer:
 
     def _adapters(self, node: fx.Node, layers: tuple[str, ...]) -> Cost:
         """The adapters of a lowered site, mean over the layers, whose ranks may differ."""
-        assert isinstance(self.owner, GroupGraph)
-        site, jobs = str(node.meta["site"]), node.meta["jobs"]
-        paths = [f"{layer}.{site}" for layer in layers if layer] or [site]
-        sites = [job.sites for job in self.owner.jobs if job.name in jobs]
-        ranks = [job[path].rank for job in sites for path in paths if path in job]
-        costs = total(self.counter.adapter(node, rank) for rank in ranks)
-        return costs.times(1 / len(paths))
+        sites = self._sites(node, layers)
+        costs = total(self.counter.adapter(node, site.rank) for job in sites for site in job)
+        return costs.times(1 / (len(layers) or 1))
+
+    def _ranks(self, node: fx.Node, layers: tuple[str, ...]) -> list[list[int]]:
+        """Of each job's adapter, in the order of the node's jobs; none where there is none."""
+        if node.meta.get("role") != "adapter" or not node.meta.get("site"):
+            return []
+        sites = self._sites(node, layers)
+        return [sorted({site.rank for site in job if site.rank}) for job in sites]
+
+    def _sites(self, node: fx.Node, layers: tuple[str, ...]) -> list[list[AdapterSite]]:
+        """What each of a node's jobs has at its site, in all layers that run the node."""
+        jobs = self.owner.jobs if isinstance(self.owner, GroupGraph) else [self.owner]
+        sites = {job.name: job.sites for job in jobs}
+        paths = [f"{layer}.{node.meta['site']}" for layer in layers if layer]
+        names = paths or [str(node.meta["site"])]
+        of_jobs = [sites.get(job, {}) for job in node.meta.get("jobs") or ()]
+        return [[job[path] for path in names if path in job] for job in of_jobs]
 
 
 def _owner_name(owner: GroupGraph | JobGraph) -> str:

@@ -330,6 +330,8 @@ class NodeEntry:
     made_from         keys of the nodes that it was made from; those of `Program.history`
     note              why it was not lowered, "" for all else
     notes             what passes noted of it, by name
+    ranks             of each job's adapter here, in the order of `jobs`: those of all layers, each
+                      value once, none where a job trains a copy; empty where nothing is adapted
     """
 
     id: str
@@ -354,6 +356,12 @@ class NodeEntry:
     made_from: list[str]
     note: str
     notes: dict[str, str | float | bool] = field(default_factory=dict)
+    ranks: list[list[int]] = field(default_factory=list)
+
+    @property
+    def ranks_texts(self) -> list[str]:
+        """Of each job: "16", "8–16" where layers differ, "full" where it trains a copy."""
+        return ["–".join(map(str, _ends(ranks))) or "full" for ranks in self.ranks]
 
     @property
     def notes_text(self) -> str:
@@ -365,6 +373,11 @@ class NodeEntry:
     def value_text(self) -> str:
         """Shape and dtype of the value: "[1, T, 128] f32", "" where it is no tensor."""
         return f"[{', '.join(map(str, self.shape))}] {self.dtype}" if self.dtype else ""
+
+
+def _ends(ranks: list[int]) -> list[int]:
+    """The smallest and the largest, once where they are one."""
+    return sorted({min(ranks), max(ranks)}) if ranks else []
 
 
 @dataclass(frozen=True, slots=True)

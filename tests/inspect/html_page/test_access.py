@@ -89,6 +89,7 @@ def test_the_drawing_works_by_keyboard(opened):
     """Arrows follow the data, Enter opens a module."""
     found = opened()
     page = found.page
+    found.row("layers.0-3 ×4").click()
     page.focus("#canvas .box[tabindex='0']")
 
     page.keyboard.press("ArrowDown")

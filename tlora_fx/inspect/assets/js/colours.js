@@ -130,5 +130,5 @@ const Colours = (() => {
     }, category.mark);
   }
 
-  return { choose, shares, stripes, marksOf, partsOf, legend, chip };
+  return { choose, shares, stripes, marksOf, partsOf, partyOf, legend, chip };
 })();

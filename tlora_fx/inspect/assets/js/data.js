@@ -4,7 +4,7 @@ const Data = (() => {
     "id", "key", "kind", "target", "code", "dtype", "module", "role", "site", "source", "made_by",
     "note", "shape",
   ];
-  const LISTS = ["inputs", "jobs", "made_from"];
+  const LISTS = ["inputs", "jobs", "made_from", "ranks"];
   const NUMBERS = ["flop_per_token", "flop_per_length", "flop_per_row", "bytes", "launches"];
 
   /** One graph; its nodes are made when they are first asked for. */

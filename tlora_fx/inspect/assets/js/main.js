@@ -19,10 +19,12 @@ const Page = (() => {
     state.context = context;
     Drawing.start(context);
     fillControls();
+    // The drawing that the page opens with has the jobs' colours.
+    if (program.jobs.size > 1) byId("colour").value = "job";
     listen();
     setStage(program.stages.length - 1);
     const first = [...Rows.walk(state.rows)].find((row) => row.shown.kind === "layers") || state.rows[0];
-    if (first) select(first);
+    if (first) select(first, true);
     document.body.classList.add("ready");
     performance.mark("list-shown");
   }
@@ -208,7 +210,8 @@ const Page = (() => {
   // ---- what people do
 
   function select(row, fromDrawing = false) {
-    const again = state.selected === row;
+    // A row that the picture of all jobs has selected is drawn first, and opened by the next click.
+    const again = state.selected === row && !Drawing.showsAll();
     state.selected = row;
     if (again && !fromDrawing && row.children.length) return toggle(row);
     for (let up = row.parent; up; up = up.parent) state.open.add(up.id);

@@ -30,6 +30,7 @@ const NodeView = (() => {
         ["role", node.role || "not tagged yet"],
         ["jobs", jobs(node.jobs, context.program)],
         ["adapter on", node.site],
+        ["ranks", ranks([node])],
         ["value", `${node.shape} ${node.dtype}`.trim()],
         ["FLOPs", node.kind === "call" ? Costs.formula(node) : ""],
         ["bytes", node.bytes ? Words.scaled(node.bytes, "B") : ""],
@@ -53,14 +54,24 @@ const NodeView = (() => {
     return [
       table([
         [item.kind === "owner" ? "graph of" : "module", placeOf(item, item.graph)],
+        ["does", item.kind === "owner" ? "" : Roles.of(item)],
         ["nodes", String(inside.length)],
         [Costs.name(), Costs.text(item)],
         ["all layers", item.count > 1 ? `${Costs.show(Costs.total(item))} (${item.count} ×)` : ""],
+        ["ranks", ranks(inside)],
         ["jobs", parties.flatMap((party) => [Colours.chip(party), ` ${party.names.join(", ")} `])],
         ["changes", open.map(([sign, count]) => `${sign}${count}`).join("  ")],
       ]),
       item.kind === "layers" ? list("Layers that share this code", item.block.layers) : null,
     ];
+  }
+
+  /** Each job's rank, where the nodes are those of one site. */
+  function ranks(nodes) {
+    const adapters = nodes.filter((node) => node.role === "adapter" && node.site);
+    if (new Set(adapters.map((node) => node.site)).size !== 1) return "";
+    const found = adapters.flatMap((node) => node.ranks.map((rank, place) => `${node.jobs[place]} ${rank}`));
+    return [...new Set(found)].join(", ");
   }
 
   /** A module path; inside a block relative to its layers. */

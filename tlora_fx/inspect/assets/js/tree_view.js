@@ -99,13 +99,8 @@ const TreeView = (() => {
   }
 
   function operatorOf(item) {
-    const node = item.node || (item.kind === "module" ? Items.mainCall(item) : undefined);
-    if (!node) return "";
-    if (node.kind !== "call") return node.kind;
-    const operator = Words.operator(node.target);
-    // One of several products that one operator makes at once.
-    const source = operator === "getitem" && item.kind === "module" && item.graph?.inputsOf(node)[0];
-    return source?.kind === "call" ? Words.operator(source.target) : operator;
+    if (item.kind !== "node") return Roles.of(item);
+    return item.node.kind === "call" ? Words.operator(item.node.target) : item.node.kind;
   }
 
   function shapeOf(item) {
