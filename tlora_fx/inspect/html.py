@@ -31,9 +31,8 @@ TEMPLATE = "page.html.j2"
 STYLES = ("page.css", "jobs.css", "tree.css", "side.css")
 # Each script names only those before it.
 SCRIPTS = (
-    "dom", "words", "data", "items", "roles", "rows", "costs", "colours", "find", "tree_view", "layer_bars",
-    "node_view", "code_view", "layout", "overview", "drawing",
-    "main",
+    "dom", "words", "data", "items", "roles", "rows", "costs", "colours", "find", "tree_view",
+    "layer_bars", "node_view", "code_view", "layout", "overview", "drawing", "main",
 )  # fmt: skip
 VENDOR = ("vendor/dagre/dagre.min.js",)
 # Fields of NodeEntry, by what stands in their columns.
