@@ -108,6 +108,7 @@ def test_a_job_pass_is_refused_on_fused_graphs(files):
     [
         ("lower-adapter", "nearest  lower-adapters"),
         ("lower-adapters{", "the pipeline cannot be read"),
+        ("lower-adapters{compte=base}", "nearest  compute"),
     ],
 )
 def test_a_wrong_pipeline_is_told_before_torch_is_imported(files, pipeline, message):

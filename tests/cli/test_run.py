@@ -385,3 +385,19 @@ def test_the_command_is_killed_and_goes_on(tmp_path):
         lines = (tmp_path / "run" / name / "metrics.jsonl").read_text().splitlines()
         assert [json.loads(line)["step"] for line in lines] == list(range(1, count + 1))
     shutil.rmtree(tmp_path / "run")
+
+
+@pytest.mark.parametrize("name", ["", "jobs.yml.txt"])
+def test_a_folder_without_job_files_is_refused(tmp_path, name, capsys):
+    """With what lies in it; an earlier run showed an empty table and was content."""
+    jobs = tmp_path / "jobs"
+    jobs.mkdir()
+    if name:
+        (jobs / name).touch()
+
+    assert call(*words(jobs, tmp_path / "run")) == 1
+
+    told = capsys.readouterr().err
+    assert "the folder holds no job files" in told
+    assert (name or "an empty folder") in told
+    assert not (tmp_path / "run").exists()

@@ -177,6 +177,16 @@ def test_a_job_that_cannot_run_is_refused_at_once(tmp_path):
     assert records(tmp_path / "run")["groups"].status == "refused"
 
 
+def test_a_job_has_a_status_before_its_group_begins(tmp_path):
+    """Each says how it stands; these workers write nothing themselves."""
+    write_job(tmp_path / "jobs", "a", 5)
+
+    run(tmp_path / "jobs", tmp_path / "run", until=lambda it: "a" in it.specs)
+
+    status = json.loads((tmp_path / "run" / "a" / "status.json").read_text())
+    assert status == {"status": "queued", "step": 0}
+
+
 def test_what_goes_wrong_in_a_group_is_told(tmp_path):
     """Once, though the group goes on and its job is trained."""
     write_job(tmp_path / "jobs", "a", 8)

@@ -8,7 +8,14 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from tlora_fx.cli.options import AddPass, Load, PipelineText, TrustRemoteCode, pipeline_of
+from tlora_fx.cli.options import (
+    AddPass,
+    Load,
+    PipelineText,
+    TrustRemoteCode,
+    pipeline_of,
+    require_pipeline,
+)
 from tlora_fx.cli.terminal import echo
 
 if TYPE_CHECKING:
@@ -46,6 +53,7 @@ def run(
     """
     from tlora_fx.config.job_file import load_job_file
 
+    require_pipeline(pipeline, add_pass, load)
     passes = pipeline_of(pipeline, add_pass, load)
     given = load_job_file(jobs, trust_remote_code=trust_remote_code)
     if keep is not None:

@@ -23,6 +23,7 @@ from tlora_fx.cli.options import (
     VerifyPasses,
     instruments_of,
     pipeline_of,
+    require_pipeline,
 )
 from tlora_fx.cli.terminal import Console, echo
 
@@ -58,6 +59,7 @@ def run(
     from tlora_fx.config.job_file import load_job_file
     from tlora_fx.runtime.early_checks import require_task
 
+    require_pipeline(pipeline, add_pass, load)
     console = Console(stderr=True)
     seconds: dict[str, float] = {}
     with _phase(console, seconds, "read"):

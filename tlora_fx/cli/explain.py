@@ -26,7 +26,10 @@ def run(
 
     Compiles the jobs from the base's config alone.
     """
-    from tlora_fx.cli.options import pipeline_of
+    from tlora_fx.cli.options import pipeline_of, require_pipeline
+
+    require_pipeline(pipeline, add_pass, load)
+
     from tlora_fx.config.job_file import load_job_file
     from tlora_fx.tools.explain import render, why_not
 

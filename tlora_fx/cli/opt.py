@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import sys
-from importlib.metadata import entry_points
-from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal
 
@@ -19,7 +17,7 @@ from tlora_fx.cli.options import (
     instruments_of,
 )
 from tlora_fx.cli.terminal import echo
-from tlora_fx.config.pipeline_text import names_in, require_known, split_pipeline
+from tlora_fx.config.pipeline_text import require_readable
 
 if TYPE_CHECKING:
     from tlora_fx.ir.graph import GroupGraph, JobGraph
@@ -53,7 +51,9 @@ def run(
     traced, and neither base nor weights are needed. A pass may require what ran on the graphs
     before: graph files keep their facts.
     """
-    _require_readable(pipeline, strangers=bool(load))
+    # Files that are loaded bring passes of their own.
+    if not load:
+        require_readable(pipeline)
     read = _read(graphs)
 
     from tlora_fx.compiler import find_passes
@@ -77,20 +77,6 @@ def run(
         echo(graph_text(subject), nl=False)
     elif form == "code":
         echo(state_source(subject))
-
-
-def _require_readable(pipeline: str, *, strangers: bool) -> None:
-    """Refuse what is no pipeline, and names that no pass has, while torch is not imported yet.
-
-    strangers    files are loaded that bring passes of their own: names are looked up later
-    """
-    named = [name for name, _ in split_pipeline(pipeline)]
-    spec = find_spec("tlora_fx.passes")
-    assert spec is not None
-    if not strangers:
-        folders = [Path(folder) for folder in spec.submodule_search_locations or ()]
-        ours = [name for folder in folders for name in names_in(folder)]
-        require_known(named, {*ours, *(e.name for e in entry_points(group="tlora_fx.passes"))})
 
 
 def _read(graphs: str) -> str | None:

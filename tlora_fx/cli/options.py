@@ -160,6 +160,20 @@ def pipeline_of(
     return resolve_pipeline(pipeline, added or ())
 
 
+def require_pipeline(
+    pipeline: str | None, added: list[str] | None, loaded: list[str] | None = None
+) -> None:
+    """Refuse passes and options that nobody has, while torch is not imported yet.
+
+    loaded    files and modules that bring passes of their own: then names are looked up later
+    raises    PipelineError
+    """
+    from tlora_fx.config.pipeline_text import require_readable
+
+    if not loaded:
+        require_readable(pipeline, added or ())
+
+
 def instruments_of(
     time: bool, print_after: list[str] | None, dump_changed: Path | None
 ) -> list[Instrument]:

@@ -26,11 +26,12 @@ from tlora_fx.cli.options import (
     PipelineText,
     TrustRemoteCode,
     pipeline_of,
+    require_pipeline,
     seconds,
     takes_options,
 )
 from tlora_fx.cli.terminal import Console
-from tlora_fx.errors import RayNotInstalled, RunRefused
+from tlora_fx.errors import JobFolderError, RayNotInstalled, RunRefused
 from tlora_fx.scheduler.formations import Callback, Formation, LayoutOf
 from tlora_fx.scheduler.loop import Loop, LoopOptions
 from tlora_fx.scheduler.state import ActiveJob, ChangeCosts, JobRequest
@@ -199,7 +200,9 @@ def run(options: RunCommandOptions) -> None:
     ) as running:
         stopped = _until_over(running, page)
         records = running.ledger.jobs()
-    _end(records, output, stopped=stopped)
+    if not (records or stopped or page.mistaken):
+        raise _empty(options.jobs)
+    _end(records, output, stopped=stopped, mistaken=bool(page.mistaken))
 
 
 EXECUTORS = ("local", "ray")
@@ -231,12 +234,16 @@ def require_executor(options: RunCommandOptions) -> None:
 def _require_right(options: RunCommandOptions) -> None:
     """Refuse a folder that is not there, profiles and times that cannot be read, one wrong file."""
     require_executor(options)
+    require_pipeline(options.pipeline, options.add_pass, options.load)
 
     from tlora_fx.config.job_file import load_job_file
     from tlora_fx.cost.profile import Profile
     from tlora_fx.runtime import early_checks as early
 
     early.require_folder(options.jobs)
+    begun = options.output is not None and (options.output / "ledger.sqlite").exists()
+    if options.until_empty and not begun and not early.job_files(options.jobs):
+        raise _empty(options.jobs)
     for name in ("horizon", "save_every", "stall", "grace"):
         if (text := getattr(options, name)) is not None:
             seconds(text, f"--{name.replace('_', '-')}")
@@ -247,6 +254,17 @@ def _require_right(options: RunCommandOptions) -> None:
         early.require_data(jobs)
         early.require_task(jobs)
         early.require_hub(jobs)
+
+
+def _empty(folder: Path) -> JobFolderError:
+    there = sorted(path.name for path in folder.iterdir()) if folder.is_dir() else []
+    return JobFolderError(
+        "there is no job to run: the folder holds no job files",
+        folder=folder,
+        expected="files that end in .yaml or .yml",
+        found=", ".join(there[:5]) or "an empty folder",
+        help="put job files into it; with --forever a run waits for them",
+    )
 
 
 def placed(
@@ -307,12 +325,12 @@ class StopSignals:
         self.running.stop()
 
 
-def _end(records: list[JobRecord], output: Path, *, stopped: bool) -> None:
+def _end(records: list[JobRecord], output: Path, *, stopped: bool, mistaken: bool) -> None:
     """Say what came out; the exit code is that of `train`."""
     Console(soft_wrap=True).print(summary(records, output))
     if stopped:
         raise KeyboardInterrupt(f"every group is safe; go on with -o {output}")
-    if any(record.status in ("failed", "refused") for record in records):
+    if mistaken or any(record.status in ("failed", "refused") for record in records):
         sys.exit(1)
 
 
@@ -338,6 +356,7 @@ class Page(Callback):
 
     def __init__(self, console: Console) -> None:
         self.console = console
+        self.mistaken: set[str] = set()
         self._live = Live(console=console, refresh_per_second=4, transient=True)
 
     def __enter__(self) -> Page:
@@ -364,9 +383,11 @@ class Page(Callback):
         self.say(f"going on with {jobs} jobs, of which {done} have ended")
 
     def read_file(self, name: str, jobs: Sequence[str], mistake: str) -> None:
+        self.mistaken.discard(name)
         if jobs:
             self.say(f"{name}: {', '.join(jobs)}")
         if mistake:
+            self.mistaken.add(name)
             self.say(f"{name} is left out as far as it is wrong:", "yellow")
             self.say(mistake, "yellow")
 

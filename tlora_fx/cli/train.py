@@ -21,6 +21,7 @@ from tlora_fx.cli.options import (
     PipelineText,
     TrustRemoteCode,
     pipeline_of,
+    require_pipeline,
     takes_options,
 )
 from tlora_fx.cli.terminal import Console, Working, print_whole
@@ -127,6 +128,7 @@ def _require_right(options: TrainOptions) -> Sequence[Job]:
     from tlora_fx.runtime import early_checks as early
 
     jobs = load_job_file(options.jobs, trust_remote_code=options.trust_remote_code).jobs
+    require_pipeline(options.pipeline, options.add_pass, options.load)
     early.require_job_folders(jobs, options.output)
     early.require_controller(options.controller)
     early.require_mesh(options.mesh)

@@ -9,7 +9,14 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 from rich.table import Table
 
-from tlora_fx.cli.options import AddPass, Load, PipelineText, TrustRemoteCode, pipeline_of
+from tlora_fx.cli.options import (
+    AddPass,
+    Load,
+    PipelineText,
+    TrustRemoteCode,
+    pipeline_of,
+    require_pipeline,
+)
 from tlora_fx.cli.terminal import Console, Working, print_whole
 from tlora_fx.errors import VerifyError
 
@@ -36,6 +43,7 @@ def run(
     from tlora_fx.config.job_file import load_job_file
     from tlora_fx.runtime import early_checks as early
 
+    require_pipeline(pipeline, add_pass, load)
     console = Console(stderr=True)
     job_file = load_job_file(jobs, trust_remote_code=trust_remote_code)
     early.require_data(job_file.jobs)

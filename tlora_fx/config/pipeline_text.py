@@ -5,14 +5,17 @@
 
 from __future__ import annotations
 
+import ast
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator, Sequence
+from importlib.metadata import EntryPoint, entry_points
+from importlib.util import find_spec
 from pathlib import Path
 
 from tlora_fx.errors import PipelineError, nearest
 
 _PASS_TEXT = re.compile(r"\s*([a-z0-9-]+)\s*(?:\{([^{}]*)\})?\s*(?:,|$)")
-_NAMED = re.compile(r'^    name: ClassVar\[str\] = "([a-z0-9-]+)"$', re.MULTILINE)
+PASSES = "tlora_fx.passes"
 
 
 def split_pipeline(text: str) -> list[tuple[str, str]]:
@@ -48,7 +51,60 @@ def require_known(names: Iterable[str], known: Iterable[str]) -> None:
             )
 
 
-def names_in(folder: Path) -> Iterator[str]:
-    """The names that passes in a folder's files give themselves, read without running them."""
+def require_option(name: str, option: str, known: Collection[str]) -> None:
+    """Refuse an option that a pass has not; raises PipelineError with the nearest one."""
+    if option not in known:
+        raise PipelineError(
+            f"pass '{name}' has no option '{option}'",
+            nearest=nearest(option, known),
+            help="its options: " + (", ".join(known) or "none"),
+        )
+
+
+def require_readable(pipeline: str | None, added: Sequence[str] = ()) -> None:
+    """Refuse what is no pipeline, and passes and options that are not ours, before torch is there.
+
+    added     passes as `--add-pass` names them; what cannot be read there is left to their reader
+    raises    PipelineError
+    """
+    texts = [pipeline or "", *(text.rpartition("@")[0] for text in added)]
+    wanted = [item for text in texts for item in split_pipeline(text)]
+    if not wanted:
+        return
+    spec = find_spec(PASSES)
+    folders = spec.submodule_search_locations if spec is not None else None
+    ours = {name: options for folder in folders or () for name, options in passes_in(Path(folder))}
+    require_known([name for name, _ in wanted], {*ours, *(e.name for e in _offered())})
+    for name, options in wanted:
+        for item in options.split() if name in ours else ():
+            require_option(name, item.partition("=")[0], ours[name])
+
+
+def _offered() -> Iterable[EntryPoint]:
+    return entry_points(group=PASSES)
+
+
+def passes_in(folder: Path) -> Iterator[tuple[str, list[str]]]:
+    """Names and options of the passes in a folder's files, read without running them."""
     for file in sorted(folder.rglob("*.py")):
-        yield from _NAMED.findall(file.read_text(encoding="utf-8"))
+        text = file.read_text(encoding="utf-8")
+        if "name: ClassVar[str] =" not in text:
+            continue
+        for item in ast.parse(text).body:
+            if isinstance(item, ast.ClassDef):
+                yield from _pass_of(item)
+
+
+def _pass_of(given: ast.ClassDef) -> Iterator[tuple[str, list[str]]]:
+    """A class that names itself, and its fields as pipelines spell them."""
+    fields = {
+        line.target.id: line
+        for line in given.body
+        if isinstance(line, ast.AnnAssign) and isinstance(line.target, ast.Name)
+    }
+    named = fields.get("name")
+    if named is not None and isinstance(named.value, ast.Constant):
+        kept = [
+            name for name, line in fields.items() if "ClassVar" not in ast.dump(line.annotation)
+        ]
+        yield str(named.value.value), [name.replace("_", "-") for name in kept]

@@ -14,7 +14,7 @@ from typing import Any, get_type_hints
 
 from pydantic import TypeAdapter, ValidationError
 
-from tlora_fx.config.pipeline_text import split_pipeline
+from tlora_fx.config.pipeline_text import require_option, split_pipeline
 from tlora_fx.errors import PipelineError, nearest
 from tlora_fx.pipeline.passes import GroupPass, JobPass, Pass, default_of, read_value
 from tlora_fx.pipeline.registry import REGISTRY, find_pass
@@ -145,12 +145,7 @@ def _make(name: str, options: str) -> Pass:
     values: dict[str, Any] = {}
     for item in options.split():
         option, _, value = item.partition("=")
-        if option not in known:
-            raise PipelineError(
-                f"pass '{name}' has no option '{option}'",
-                nearest=nearest(option, known),
-                help="its options: " + (", ".join(known) or "none"),
-            )
+        require_option(name, option, known)
         if known[option] in values:
             raise PipelineError(f"option '{option}' of pass '{name}' is given twice", found=options)
         values[known[option]] = _typed(cls, known[option], option, read_value(value))

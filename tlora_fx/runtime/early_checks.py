@@ -32,6 +32,8 @@ from tlora_fx.runtime.rows import evaluated, is_local, read_rows, require_files
 from tlora_fx.runtime.run_folder import RunFolder
 
 #: What the modules of planners and controllers define, which cannot be imported without torch.
+#: Of job files.
+SUFFIXES = (".yaml", ".yml")
 PLANNERS = ("auto", "fsdp", "galvatron", "pipeline", "replicated", "single", "tensor")
 CONTROLLERS = ("keep-best", "aimd", "fixed")
 
@@ -44,6 +46,17 @@ def require_folder(path: Path) -> None:
             folder=path,
             help="make it, and put job files into it at any time",
         )
+
+
+def job_files(path: Path) -> list[Path]:
+    """The job files of a folder, or the one file; none where the folder is gone."""
+    if path.is_file():
+        return [path]
+    try:
+        listed = sorted(path.iterdir())
+    except OSError:
+        return []  # what was submitted goes on
+    return [p for p in listed if p.suffix in SUFFIXES and not p.name.startswith(".")]
 
 
 def require_planner(name: str) -> None:

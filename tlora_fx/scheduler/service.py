@@ -34,7 +34,8 @@ from tlora_fx.errors import (
     TloraError,
     UnknownGpu,
 )
-from tlora_fx.runtime.early_checks import require_folder
+from tlora_fx.runtime.early_checks import job_files, require_folder
+from tlora_fx.runtime.run_folder import RunFolder
 from tlora_fx.scheduler.formations import Callback, Formation, LayoutOf
 from tlora_fx.scheduler.local.admission import (
     ADMISSION,
@@ -196,7 +197,6 @@ class Estimates:
         )
 
 
-SUFFIXES = (".yaml", ".yml")
 TAKEN = "taken"
 
 
@@ -235,7 +235,7 @@ class JobFolder:
 
     def look(self, busy: Collection[Path] = ()) -> list[SubmittedFile]:
         """What is new since the last look; files that others are still at have time."""
-        stamps = {path: _stamp(path) for path in self._files()}
+        stamps = {path: _stamp(path) for path in job_files(self.path)}
         now = {path: stamp for path, stamp in stamps.items() if stamp is not None}
         before, self._seen = self._seen, now
         files = []
@@ -249,15 +249,6 @@ class JobFolder:
     def waiting(self) -> bool:
         """Whether a file was seen that is not read yet."""
         return any(self._read.get(path) != stamp for path, stamp in self._seen.items())
-
-    def _files(self) -> list[Path]:
-        if self.path.is_file():
-            return [self.path]
-        try:
-            listed = sorted(self.path.iterdir())
-        except OSError:
-            return []  # it is gone: what was submitted goes on
-        return [p for p in listed if p.suffix in SUFFIXES and not p.name.startswith(".")]
 
     def _take(self, path: Path) -> list[SubmittedFile]:
         content = ""
@@ -595,6 +586,8 @@ class SchedulerService:
             if job["name"] in RESERVED:
                 self._refuse(job, _reserved(job["name"]), now)
         jobs = [job for job in fresh if job["name"] not in RESERVED]
+        for job in jobs:
+            self._say(job["name"], "queued")
         known = self._open[answer.path]
         known.file = replace(known.file, mistake=mistake)
         known.left = {job["name"] for job in jobs}
@@ -637,7 +630,15 @@ class SchedulerService:
     def _refuse(self, spec: Mapping[str, Any], reason: str, now: float) -> None:
         request = JobRequest(spec["name"], "", Demand(), 0, 0, submitted=now)
         self.ledger.refuse(request, reason, spec)
+        self._say(request.name, "refused", reason=reason)
         self.callback.refused(now, request, reason)
+
+    def _say(self, job: str, status: str, **more: str) -> None:
+        """Write how a job stands into its folder, until a group does; a full disk stops no run."""
+        if job not in RESERVED:
+            with suppress(OSError, TloraError):
+                folder = RunFolder(self.folder.path)
+                folder.write_status(job, {"status": status, "step": 0} | more)
 
     def _submitted(self, name: str) -> None:
         """What is to be known of a job is in the ledger."""
@@ -694,6 +695,7 @@ class SchedulerService:
         """Cancel a job that has not begun; one that has is told of."""
         if self.ledger.cancel(name, "its job file was removed before it began", now):
             self.loop.cancel(name)
+            self._say(name, "cancelled")
             self.callback.cancelled(now, name)
             return True
         if self.loop.ended.get(name) == "":
