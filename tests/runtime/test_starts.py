@@ -29,7 +29,6 @@ from tlora_fx.runtime.verify import adapter_difference
 #: The start of each job of the group, and what else its adapter has.
 JOBS = {
     "pissa": {"r": 4, "lora_alpha": 6, "use_rslora": True, "rank_pattern": {"v_proj": 2}},
-    "pissa_niter_2": {"r": 2, "target_modules": ["q_proj", "down_proj"]},
     "olora": {"r": 3, "target_modules": "all-linear", "alpha_pattern": {"o_proj": 5}},
     "orthogonal": {"r": 4},
 }
@@ -92,7 +91,7 @@ def as_written(job, tensors):
     return {name: trained_part(job, named[name], tensors[name]) for name in tensors}
 
 
-@pytest.mark.parametrize("init", ["pissa", "pissa_niter_2", "olora"])
+@pytest.mark.parametrize("init", ["pissa", "olora"])
 def test_a_job_trains_as_peft_alone_does_beside_the_rest_of_the_base(run, init):
     """Losses and adapters of all steps; PEFT has W - s B0 A0, the group has W."""
     model, folder, starts = run
@@ -132,11 +131,9 @@ def test_verify_trains_the_same_alone(run, init):
     assert adapter_difference(found, alone.adapters) <= 1e-5
 
 
-def test_what_is_constant_stays_and_the_first_step_is_that_of_the_base(run):
+def test_what_is_constant_stays(run):
     """Both halves begin as opposites; the second one is bitwise so at the end."""
-    model, folder, starts = run
-    plain = losses_of(folder, model.jobs)
-    assert len(plain) == len(model.jobs)
+    model, _, starts = run
     for job in model.jobs:
         ends = adapter_tensors(model.job_parameters(job.name))
         for name, end in ends.items():
@@ -150,7 +147,7 @@ def test_what_is_constant_stays_and_the_first_step_is_that_of_the_base(run):
                 assert torch.equal(constant, begun if ".lora_A." in name else -begun)
 
 
-@pytest.mark.parametrize("init", list(JOBS))
+@pytest.mark.parametrize("init", [*JOBS, "pissa_niter_2"])
 def test_the_start_is_that_of_peft(init):
     """On one layer in float32: A, B, and the weight that PEFT leaves."""
     torch.manual_seed(3)
@@ -240,7 +237,7 @@ def test_what_is_written_is_an_adapter_of_the_base_itself(run, init):
 @pytest.mark.slow
 def test_a_resumed_run_goes_on_bitwise(base, tmp_path):
     """The constant half comes from the checkpoint, the optimizer from its own half."""
-    jobs = jobs_of(base)[1:3]
+    jobs = jobs_of(base)[:2]
     short = [
         job.model_copy(update={"max_steps": 2, "lr_scheduler_type": "constant"}) for job in jobs
     ]

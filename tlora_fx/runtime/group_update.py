@@ -112,9 +112,9 @@ class GroupUpdate:
 
         losses   [J] of the round, on the device
         """
-        told = list(zip(self.optimizers, self.states, strict=True))
-        rows = [_given(*each, each[1].options[0]) for each in told]
-        rows += [_given(*each, options) for each in told for options in each[1].options[1:]]
+        pairs = list(zip(self.optimizers, self.states, strict=True))
+        rows = [_given(*each, each[1].options[0]) for each in pairs]
+        rows += [_given(*each, options) for each in pairs for options in each[1].options[1:]]
         given = torch.tensor(rows, dtype=torch.float64).to(losses.device, non_blocking=True)
         return PendingOutcomes(self._run(losses, given))
 
