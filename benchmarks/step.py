@@ -7,6 +7,9 @@ packing on the host, gradient norms, metrics, and one optimizer a job; the other
 on the GPU already, and one fused AdamW. PEFT's figure is the sum over its jobs. Before an arm is
 timed, its gradients are compared with those of the same code run eagerly.
 
+`--base qwen3-moe` takes Qwen3-30B-A3B's shape with half its layers instead, and adapters on
+attention; its experts are frozen in all arms.
+
 On a CPU nothing but the code is tried: `--device cpu --layers 2 --hidden 64 --vocabulary 512`.
 """
 
@@ -31,10 +34,12 @@ from benchmarks.interleaved import Spread
 from benchmarks.kernel_times import busy, profiled, table
 from benchmarks.results_file import RESULTS, console, described, write
 from benchmarks.step_arms import ARMS, Arm, Made, Seconds, require_gradients
-from benchmarks.step_mixes import MIXES, Mix, Shape
+from benchmarks.step_mixes import MIXES, Mix, Mixture, Shape
 from benchmarks.step_profile import CLASSES, classes
 
 DEFAULT = "frozen,ours,ours-compiled,peft,stacked-compiled"
+# Stacked adapters take every linear of a layer; a mixture's jobs adapt attention.
+OF_MIXTURES = "frozen,frozen-compiled,ours,ours-compiled,peft"
 PROFILED = ("ours", "ours-compiled", "stacked-compiled")
 WARM_UP = 3
 GIB = 2**30
@@ -204,9 +209,14 @@ def _table(title: str) -> Table:
 
 def shape_of(given: argparse.Namespace) -> Shape:
     """Llama-3-8B's shape, or one with the same proportions."""
-    whole = Shape(layers=given.layers, dtype=given.dtype, dropout=given.dropout)
-    if given.hidden == whole.hidden:
-        return replace(whole, vocabulary=given.vocabulary)
+    whole = Shape(dtype=given.dtype, dropout=given.dropout)
+    whole = replace(
+        whole,
+        layers=given.layers or whole.layers,
+        vocabulary=given.vocabulary or whole.vocabulary,
+    )
+    if given.hidden in (0, whole.hidden):
+        return whole
     heads = max(2, given.hidden // 128)
     return replace(
         whole,
@@ -214,20 +224,32 @@ def shape_of(given: argparse.Namespace) -> Shape:
         intermediate=given.hidden * 7 // 2,
         heads=heads,
         key_value_heads=max(1, heads // 4),
-        vocabulary=given.vocabulary,
     )
+
+
+def mixture_of(given: argparse.Namespace) -> Mixture:
+    """Qwen3-30B-A3B's shape with half its layers, or a small one."""
+    whole = Mixture(dtype=given.dtype, dropout=given.dropout)
+    if given.layers:
+        whole = replace(whole, layers=given.layers)
+    if not given.hidden:
+        return whole
+    return replace(
+        whole, hidden=given.hidden, intermediate=given.hidden, heads=4, key_value_heads=2,
+        head_width=16, experts=8, chosen=2, vocabulary=given.vocabulary or 512,
+    )  # fmt: skip
 
 
 def parsed(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     """The command line."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.step", description=__doc__)
-    parser.add_argument("--layers", type=int, default=32)
-    parser.add_argument("--hidden", type=int, default=4096)
-    parser.add_argument("--vocabulary", type=int, default=128256)
+    parser.add_argument("--base", choices=("llama", "qwen3-moe"), default="llama")
+    for name in ("layers", "hidden", "vocabulary"):
+        parser.add_argument(f"--{name}", type=int, default=0, help="0: the base's own")
     parser.add_argument("--length", type=int, default=160, help="tokens of a sequence")
     parser.add_argument("--dtype", default="bfloat16")
     parser.add_argument("--dropout", type=float, default=0.0, help="of ours and of PEFT's adapters")
-    parser.add_argument("--arms", default=DEFAULT, help=f"of {', '.join(ARMS)}, commas between")
+    parser.add_argument("--arms", help=f"of {', '.join(ARMS)}, commas between")
     parser.add_argument("--mixes", type=int, default=len(MIXES), help="1: the first alone")
     parser.add_argument("--rounds", type=int, default=7)
     parser.add_argument("--profile", action="store_true", help="time on the GPU by kernel class")
@@ -241,13 +263,16 @@ def main(arguments: Sequence[str] | None = None) -> int:
     given, out = parsed(arguments), console()
     warnings.filterwarnings("ignore")
     torch._dynamo.config.recompile_limit = 64
-    shape, names = shape_of(given), given.arms.split(",")
+    dense = given.base == "llama"
+    shape = shape_of(given) if dense else mixture_of(given)
+    names = (given.arms or (DEFAULT if dense else OF_MIXTURES)).split(",")
     unknown = [name for name in names if name not in ARMS]
     if unknown:
         raise SystemExit(f"no arm is called {unknown[0]}; there are {', '.join(ARMS)}")
     started = time.perf_counter()
     found = described("step", given.device) | {"shape": asdict(shape), "rounds": given.rounds}
-    path = given.out / f"step-{found['date']}.json"
+    kind = "step" if dense else f"step-{given.base}"
+    path = given.out / f"{kind}-{found['date']}.json"
     mixes: list[dict[str, Any]] = []
     profile = PROFILED if given.profile and given.device == "cuda" else ()
     with tempfile.TemporaryDirectory() as folder:

@@ -142,7 +142,7 @@ class Peft:
                 r=rank,
                 lora_alpha=ALPHA,
                 lora_dropout=made.shape.dropout,
-                target_modules="all-linear",
+                target_modules=made.shape.target_modules,
             )
             for rank in RANKS
         ]
@@ -221,7 +221,7 @@ class Made:
         from tlora_fx.runtime.adapters import base_tensors
 
         self.shape, self.device, self.folder = shape, device, folder
-        shape.config(architectures=["LlamaForCausalLM"]).save_pretrained(folder / "base")
+        shape.config().save_pretrained(folder / "base")
         dtype: Any = shape.dtype
         self.base = tlora_fx.BaseSpec(config=folder / "base", dtype=dtype, seed=SEED)
         self.weights = base_tensors(load_backbone(self.base), device)
@@ -232,7 +232,7 @@ def _job(base: tlora_fx.BaseSpec, place: int, shape: Shape) -> tlora_fx.Job:
         "r": RANKS[place],
         "lora_alpha": ALPHA,
         "lora_dropout": shape.dropout,
-        "target_modules": "all-linear",
+        "target_modules": shape.target_modules,
     }
     fields: dict[str, Any] = {"max_steps": 10**6, "learning_rate": RATE, "seed": place}
     return tlora_fx.Job(name=f"job-{place}", base=base, lora=lora, data={"path": "-"}, **fields)
@@ -240,6 +240,7 @@ def _job(base: tlora_fx.BaseSpec, place: int, shape: Shape) -> tlora_fx.Job:
 
 ARMS: dict[str, Callable[[Made], Arm]] = {
     "frozen": lambda made: PackedArm(made, stacked=False),
+    "frozen-compiled": lambda made: PackedArm(made, stacked=False, compiled=True),
     "ours": lambda made: Ours(made.base, made, made.folder / "ours"),
     "ours-compiled": lambda made: Ours(
         made.base, made, made.folder / "ours-compiled", compiled=True

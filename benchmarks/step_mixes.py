@@ -19,6 +19,7 @@ class Shape:
     """A Llama with random weights; the defaults are Llama-3-8B's.
 
     dropout   of every job's adapters
+    targets   what they adapt, as PEFT reads it
     """
 
     layers: int = 32
@@ -29,6 +30,12 @@ class Shape:
     vocabulary: int = 128256
     dtype: str = "bfloat16"
     dropout: float = 0.0
+    targets: str | tuple[str, ...] = "all-linear"
+
+    @property
+    def target_modules(self) -> str | list[str]:
+        """As PEFT wants them."""
+        return self.targets if isinstance(self.targets, str) else list(self.targets)
 
     @property
     def torch_dtype(self) -> torch.dtype:
@@ -60,6 +67,53 @@ class Shape:
         attention = 2 * self.hidden * (self.hidden + width)
         layer = attention + 3 * self.hidden * self.intermediate
         return self.layers * layer + self.hidden * self.vocabulary
+
+
+@dataclass(frozen=True, slots=True)
+class Mixture(Shape):
+    """A Qwen3-MoE with random weights; the defaults are Qwen3-30B-A3B's, with half its layers.
+
+    intermediate   of each expert
+    chosen         experts that a token goes through
+    """
+
+    layers: int = 24
+    hidden: int = 2048
+    intermediate: int = 768
+    heads: int = 32
+    key_value_heads: int = 4
+    vocabulary: int = 151936
+    targets: str | tuple[str, ...] = ("q_proj", "k_proj", "v_proj", "o_proj")
+    head_width: int = 128
+    experts: int = 128
+    chosen: int = 8
+
+    def config(self, **changes: Any) -> Any:
+        """The transformers config."""
+        import transformers
+
+        fields: dict[str, Any] = {
+            "vocab_size": self.vocabulary,
+            "hidden_size": self.hidden,
+            "moe_intermediate_size": self.intermediate,
+            "num_hidden_layers": self.layers,
+            "num_attention_heads": self.heads,
+            "num_key_value_heads": self.key_value_heads,
+            "head_dim": self.head_width,
+            "num_experts": self.experts,
+            "num_experts_per_tok": self.chosen,
+            "norm_topk_prob": True,
+            "max_position_embeddings": 8192,
+            "rms_norm_eps": 1e-6,
+            "tie_word_embeddings": False,
+        }
+        return transformers.Qwen3MoeConfig(**(fields | changes))
+
+    def frozen_parameters(self) -> int:
+        """Elements of all matrices that a token is multiplied with: of the experts it chose."""
+        width = (self.heads + self.key_value_heads) * self.head_width
+        routed = self.experts + 3 * self.chosen * self.intermediate
+        return self.layers * self.hidden * (2 * width + routed) + self.hidden * self.vocabulary
 
 
 @dataclass(frozen=True, slots=True)

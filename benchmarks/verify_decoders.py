@@ -1,12 +1,13 @@
-"""`verify` in float32 on the dense decoders that the installed transformers offers.
+"""`verify` in float32 on the decoders that the installed transformers offers.
 
     python -m benchmarks.verify_decoders
     python -m benchmarks.verify_decoders --only glm4 ctrl
 
 Each decoder has two layers and a vocabulary of 128, and all dropouts that its config names. Two
-jobs adapt all its linears. Their samples get longer from step to step, so the first steps hold
-only short ones. The table has each decoder's largest differences over both jobs, and the noise of
-the base itself where that difference was found.
+jobs adapt all its linears; on mixtures of experts (`--mixtures`), those of attention. Their samples
+get longer from step to step, so the first steps hold only short ones. The table has each decoder's
+largest differences over both jobs, and the noise of the base itself where that difference was
+found.
 """
 
 from __future__ import annotations
@@ -37,7 +38,30 @@ SIZES: dict[str, Any] = {
     "max_position_embeddings": 64, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 1,
 }  # fmt: skip
 # What a config calls otherwise, or needs besides.
-CHANGES: dict[str, dict[str, Any]] = {}
+_EIGHT: dict[str, Any] = {"num_experts_per_tok": 2, "num_experts": 8, "moe_intermediate_size": 24}
+_LOCAL: dict[str, Any] = {"num_experts_per_tok": 2, "num_local_experts": 8}
+CHANGES: dict[str, dict[str, Any]] = {
+    "qwen3_moe": {**_EIGHT, "norm_topk_prob": True},
+    "qwen2_moe": {**_EIGHT, "shared_expert_intermediate_size": 24},
+    "mixtral": _LOCAL,
+    "olmoe": _EIGHT,
+    "gpt_oss": {**_LOCAL, "sliding_window": 8},
+    "granitemoe": _LOCAL,
+    "deepseek_v3": {
+        "num_experts_per_tok": 2, "n_routed_experts": 8, "n_shared_experts": 1, "n_group": 2,
+        "topk_group": 1, "moe_intermediate_size": 24, "first_k_dense_replace": 1,
+        "num_key_value_heads": 4, "q_lora_rank": 16, "kv_lora_rank": 16, "qk_rope_head_dim": 4,
+        "qk_nope_head_dim": 8, "v_head_dim": 8, "head_dim": 4,
+    },
+    "llama4_text": {**_LOCAL, "num_experts_per_tok": 1, "intermediate_size_mlp": 48},
+    "qwen3_next": {
+        **_EIGHT, "shared_expert_intermediate_size": 24, "linear_num_value_heads": 4,
+        "linear_num_key_heads": 2, "linear_key_head_dim": 8, "linear_value_head_dim": 8,
+    },
+}  # fmt: skip
+# Modules that attention has, where a mixture's experts stay as they are.
+ATTENTION = r".*\.self_attn\.\w+_proj\w*"
+MIXTURES = tuple(CHANGES)
 DECODERS = (
     "apertus", "arcee", "biogpt", "bitnet", "bloom", "codegen", "cohere", "cohere2", "ctrl", "cwm",
     "diffllama", "doge", "ernie4_5", "exaone4", "falcon", "gemma", "gemma2", "gemma3_text", "glm",
@@ -57,8 +81,9 @@ def main() -> None:
     found: dict[str, Any] = described("verify_decoders", "cpu")
     found |= {"bounds": _triple(bounds_of("float32", "cpu")), "steps": STEPS, "rows": []}
     out = console()
-    path = Path(given.out) / f"verify-dense-decoders-{found['date']}.json"
-    for name in given.only or DECODERS:
+    kind = "mixtures" if given.mixtures else "dense-decoders"
+    path = Path(given.out) / f"verify-{kind}-{found['date']}.json"
+    for name in given.only or (MIXTURES if given.mixtures else DECODERS):
         rows = measured(name)
         found["rows"] += rows
         out.print(_table(rows))
@@ -94,7 +119,8 @@ def _failure(name: str, error: Exception) -> dict[str, Any]:
 def _rows(name: str, base_drops: bool) -> list[dict[str, Any]]:
     began = time.perf_counter()
     with TemporaryDirectory() as folder:
-        jobs = jobs_on(base_of(name, Path(folder), base_drops))
+        targets = ATTENTION if name in MIXTURES else "all-linear"
+        jobs = jobs_on(base_of(name, Path(folder), base_drops), targets)
         differences = list(verify(jobs, STEPS, device="cpu", data=data_of(jobs)))
     seconds = time.perf_counter() - began
     ways = dict.fromkeys(row.against for row in differences)
@@ -120,10 +146,10 @@ def base_of(name: str, folder: Path, drops: bool) -> BaseSpec:
     return BaseSpec(config=folder, dtype="float32", seed=3)
 
 
-def jobs_on(base: BaseSpec) -> list[Job]:
-    """Two jobs on all linears."""
-    first = {"r": 8, "lora_alpha": 16, "lora_dropout": 0.1, "target_modules": "all-linear"}
-    second = {"r": 4, "lora_alpha": 4, "target_modules": "all-linear"}
+def jobs_on(base: BaseSpec, targets: str) -> list[Job]:
+    """Two jobs on the same linears."""
+    first = {"r": 8, "lora_alpha": 16, "lora_dropout": 0.1, "target_modules": targets}
+    second = {"r": 4, "lora_alpha": 4, "target_modules": targets}
     settings: dict[str, Any] = {
         "base": base, "data": {"path": "unused.jsonl"}, "learning_rate": 1e-3, "max_steps": STEPS,
         "shuffle": False, "per_device_train_batch_size": 3,
@@ -184,6 +210,7 @@ def _table(rows: list[dict[str, Any]]) -> Table:
 def _arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--only", nargs="*", help="model types, instead of all")
+    parser.add_argument("--mixtures", action="store_true", help="mixtures of experts")
     parser.add_argument("--out", default=str(RESULTS), help="folder of the result")
     return parser.parse_args()
 
