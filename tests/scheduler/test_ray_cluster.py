@@ -101,6 +101,8 @@ def test_a_head_that_is_silent_is_gone():
         (["--executor", "rya"], "T0953"),
         (["--ray-address", "10.0.0.1:6379"], "T0953"),
         (["--executor", "ray", "--ray-address", "ray://10.0.0.1:10001"], "T0959"),
+        (["--executor", "ray", "--ray-address", "127.0.0.1:1"], "T0959"),
+        (["--executor", "ray", "--ray-address", "127.0.0.1:99999"], "T0959"),
     ],
 )
 def test_a_wrong_executor_is_told_before_anything_starts(tmp_path, capsys, arguments, code):

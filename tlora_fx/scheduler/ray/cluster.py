@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import math
 import os
+import socket
 import threading
 import time
 from collections import Counter
@@ -28,6 +29,7 @@ POLL_SECONDS = 0.5
 #: Without an answer for so long the head is gone; Ray itself would end this process after 60 s.
 HEAD_SECONDS = 30.0
 RACK = "rack"
+CONNECT_SECONDS = 5.0
 #: Of a cluster that is started here: nothing large passes through it.
 STORE_BYTES = 80 << 20
 
@@ -203,6 +205,7 @@ def _join(address: str | None) -> None:
             found=address,
             help="submit it with `ray job submit`, or run it where `ray start` has run",
         )
+    _require_there(address or os.environ.get("RAY_ADDRESS"))
     try:
         ray.init(address=address or os.environ.get("RAY_ADDRESS") or "auto", **quiet)
     except Exception as error:
@@ -220,6 +223,22 @@ def _join(address: str | None) -> None:
             address=address or os.environ.get("RAY_ADDRESS"),
             reason=str(error).partition("\n")[0],
             help="see with `ray status` whether it runs, of the same versions of Ray and Python",
+        ) from error
+
+
+def _require_there(address: str | None) -> None:
+    """Refuse a head that nobody answers for: Ray would try for minutes."""
+    host, colon, port = (address or "").rpartition(":")
+    if not (colon and port.isdecimal()):
+        return
+    try:
+        socket.create_connection((host, int(port)), CONNECT_SECONDS).close()
+    except (OSError, OverflowError) as error:
+        raise RayUnreachable(
+            "nobody answers at the address of the head",
+            address=address,
+            reason=error,
+            help="start it with `ray start --head`, and name what that says",
         ) from error
 
 
