@@ -34,6 +34,7 @@ from tlora_fx.compiler import compile
 from tlora_fx.config.job import BaseSpec
 from tlora_fx.errors import JobsDiffer, NotAdmitted
 from tlora_fx.ir.graph import OpenSlots
+from tlora_fx.runtime import elastic
 from tlora_fx.runtime.checkpoint import CheckpointStore
 from tlora_fx.runtime.run_folder import read_metrics
 from tlora_fx.runtime.trainer import Trainer
@@ -358,6 +359,28 @@ def test_jobs_that_do_not_fit_are_refused_with_the_difference(model, jobs):
 
     assert {path: bank.table for path, bank in model.banks.items()} == before
     assert model.members == {"a": 0}
+
+
+def test_a_job_beyond_the_memory_is_refused_before_anything_is_written(
+    model, jobs, data, tmp_path, monkeypatch
+):
+    """Its optimizer state alone is more than is free; the others train on, and it has no folder."""
+    empty(model, jobs["a"])
+    needed = model.bytes_needed(jobs["d"])
+    sizes = [
+        sum(getattr(model.banks[path], part).shape[1] for part in "ab")
+        for path in model.group.jobs[0].sites  # of a, which has those of d and more
+        if path.endswith(("v_proj", "down_proj"))
+    ]
+    assert needed >= 2 * 16 * 8 * sum(sizes) > 0
+    monkeypatch.setattr(elastic, "free_bytes", lambda device: needed - 1)
+    trainer, watch = train(model, tmp_path, data, [(1, "admit", jobs["d"], data["d"])])
+
+    [refused] = watch.refused
+    assert "MiB are free on cpu" in str(refused)
+    assert "tlora-fx train JOBS.yaml" in str(refused)
+    assert [run.status for run in trainer.runs] == ["done"]
+    assert not (tmp_path / "d").exists()
 
 
 def test_a_model_that_is_not_open_admits_nobody(jobs):

@@ -70,7 +70,11 @@ def options(**changed):
     accept = changed.pop("accept_changes", False)
     stall = changed.pop("stall", StallLimits())
     local = LocalOptions(save_seconds=0.05, more=more, stall=stall, accept_changes=accept)
-    loop = {name: changed.pop(name) for name in ("horizon", "switch_seconds") if name in changed}
+    loop = {
+        name: changed.pop(name)
+        for name in ("horizon", "switch_seconds", "refresh")
+        if name in changed
+    }
     loop = LoopOptions(**({"horizon": 0.4, "switch_seconds": 0.1} | loop))
     fixed = {"loop": loop, "linger": 0.0, "worker": FAKE, "local": local}
     fixed["admission_worker"] = fake_admission.__name__

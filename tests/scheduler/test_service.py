@@ -7,9 +7,12 @@ import os
 import random
 import shutil
 import time
+from dataclasses import dataclass
+from typing import ClassVar
 
 import pytest
 
+from tests.scheduler import run_folder
 from tests.scheduler.fake_worker import adapter_of
 from tests.scheduler.fork_here import ForkHere, GuestsHere
 from tests.scheduler.run_folder import (
@@ -28,6 +31,7 @@ from tlora_fx.errors import JobFolderError, RunFolderError
 from tlora_fx.runtime.digests import file_digest
 from tlora_fx.scheduler import service
 from tlora_fx.scheduler.local.executor import held
+from tlora_fx.scheduler.state import Decision, Group
 from tlora_fx.scheduler.store import Ledger
 
 
@@ -376,21 +380,21 @@ def test_a_run_whose_folder_is_removed_ends_with_an_error(tmp_path):
         run(tmp_path / "jobs", tmp_path / "run", until=remove)
 
 
-def killed_at_random(tmp_path, points, seed):
+def killed_at_random(tmp_path, points, seed, *, gap=2.0, **changed):
     """A run that is killed so often before its end; sometimes with all its workers."""
     chance = random.Random(seed)
     steps = {f"job-{n}": points * chance.randint(100, 200) for n in range(6)}
     jobs, output = tmp_path / "jobs", tmp_path / "run"
     for name in list(steps)[:3]:
-        write_job(jobs, name, steps[name])
+        write_job(jobs, name, steps[name], schedule={"max_slowdown": 3.0})
     for point in range(points):
         if point == 1:
             for name in list(steps)[3:]:
-                write_job(jobs, name, steps[name])
-        pid = forked(jobs, output, step_seconds=0.005)
-        time.sleep(chance.uniform(0.05, 2.0))
+                write_job(jobs, name, steps[name], schedule={"max_slowdown": 3.0})
+        pid = forked(jobs, output, step_seconds=0.005, **changed)
+        time.sleep(chance.uniform(0.05, gap))
         assert kill(pid, workers=chance.random() < 0.3)
-    pid = forked(jobs, output, step_seconds=0.005)
+    pid = forked(jobs, output, step_seconds=0.005, **changed)
     _, status = os.waitpid(pid, 0)
 
     assert status == 0
@@ -409,3 +413,49 @@ def test_a_run_survives_kills_at_twenty_points(tmp_path, monkeypatch, seed):
     """The same at twenty random points."""
     monkeypatch.setattr(service, "ForkServer", GuestsHere)
     killed_at_random(tmp_path, 20, seed)
+
+
+@dataclass(frozen=True)
+class Shuffling:
+    """Forms two groups of whatever there is, others each time: jobs join, leave and move."""
+
+    name: ClassVar[str] = "shuffling"
+
+    def decide(self, state, *, explain=False):
+        names = sorted(state.jobs)
+        turn = int(state.now / 0.5)
+        sides = ([], [])
+        for index, name in enumerate(names):
+            sides[(index + (turn >> index % 3)) % 2].append(name)
+        groups = []
+        for place, side in enumerate(sides):
+            same = (g for g in state.groups if set(g.jobs) == set(side) and g.place == (place,))
+            if side:
+                groups.append(next(same, Group(tuple(side), 1, (place,), 1.0, state.now)))
+        return Decision(tuple(groups))
+
+
+def survives_kills_while_jobs_move(tmp_path, monkeypatch, points, seed):
+    monkeypatch.setattr(run_folder, "policy_of", lambda name: Shuffling())
+    killed_at_random(tmp_path, points, seed, gap=3.0, horizon=0.3, refresh=1)
+    hows = [record.how for record in epochs(tmp_path / "run")]
+    assert sum(how.startswith("goes on as") for how in hows) > points
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("seed", range(2))
+def test_a_run_of_jobs_that_join_leave_and_move_survives_kills(tmp_path, monkeypatch, seed):
+    """At forty random points: no job is lost, and none is trained twice past its last commit."""
+    monkeypatch.setattr(service, "ForkServer", GuestsHere)
+    survives_kills_while_jobs_move(tmp_path, monkeypatch, 20, seed)
+
+
+def test_jobs_join_leave_and_move_between_groups_that_train(tmp_path, monkeypatch):
+    """All in one run: each is trained once, whatever groups it was in."""
+    monkeypatch.setattr(run_folder, "policy_of", lambda name: Shuffling())
+    steps = {"a": 150, "b": 250, "c": 200}
+    for name, count in steps.items():
+        write_job(tmp_path / "jobs", name, count)
+    run(tmp_path / "jobs", tmp_path / "run", horizon=0.3, refresh=1, step_seconds=0.01)
+
+    require_trained_once(tmp_path / "run", steps)

@@ -146,6 +146,23 @@ class Membership:
                 )  # fmt: skip
         return sites
 
+    def bytes_needed(self, job: Job, *, may_grow: bool) -> int:
+        """Of a job's optimizer state, at two numbers a parameter, and of larger banks.
+
+        may_grow  banks double where nothing else fits
+        """
+        sites = self.fitting(job)
+        rows = {path: self._row_bytes(path) for path in self.banks}
+        state = sum(2 * site.rank * rows[path] for path, site in sites.items())
+        if not may_grow or self.grown or self._room(sites) is not None:
+            return state
+        # Parameters and gradients; the old ones are let go of bank by bank.
+        return state + sum(2 * len(self.banks[path].a) * size for path, size in rows.items())
+
+    def _row_bytes(self, path: str) -> int:
+        bank = self.banks[path]
+        return bank.a.element_size() * (bank.a.shape[1] + bank.b.shape[1])
+
     def _why_not(self, path: str, site: AdapterSite) -> tuple[str, str] | None:
         """What a site should be and is, where it has no place in the model."""
         if site.kind != "lora":

@@ -109,6 +109,10 @@ class SuperModel(nn.Module):
         """
         self._opened().fitting(job)
 
+    def bytes_needed(self, job: Job, *, may_grow: bool = True) -> int:
+        """Memory that a job would take in an open model, its activations not counted."""
+        return self._opened().bytes_needed(job, may_grow=may_grow)
+
     def release(self, name: str) -> None:
         """Let a job leave an open model, between two rounds; its rows are zeros then.
 

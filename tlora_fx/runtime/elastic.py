@@ -17,7 +17,7 @@ from torch import Tensor
 
 from tlora_fx.config.job import Job
 from tlora_fx.errors import JobsDiffer, NotAdmitted
-from tlora_fx.model.elastic import Admission
+from tlora_fx.model.elastic import ALONE, Admission
 from tlora_fx.model.supermodel import SuperModel
 from tlora_fx.parallel.mesh import Mesh
 from tlora_fx.runtime.adapters import start_adapter
@@ -111,6 +111,8 @@ class Roster:
         mesh: Mesh,
         accept: bool,
         described: Mapping[str, Any],
+        most_tokens: int,
+        may_grow: bool,
     ) -> None:
         """Let a job wait to join, where nothing but room may keep it out.
 
@@ -118,6 +120,8 @@ class Roster:
         resume      output folder of the run whose newest checkpoint it goes on from
         accept      go on although its data or settings are not as they were
         described   the run that it joins, as its checkpoints say
+        most_tokens of one forward
+        may_grow    banks may double
         raises      NotAdmitted, JobsDiffer, TloraError
         """
         self.model.require_fits(job)
@@ -126,6 +130,8 @@ class Roster:
         check_fits(self.model.backbone, {job.name: data}, self.model.group.vocabulary)
         require_elementwise([job], mesh)
         require_trainable(job, data.steps)
+        needed = self.model.bytes_needed(job, may_grow=may_grow)
+        require_memory(job, needed + self._row_bytes(job, data, most_tokens, mesh), mesh.device)
         state, source = self._gone.get(job.name), "this run"
         if resume is not None:
             sources = ResumeSources(self.folder.jobs, {job.name: Path(resume)})
@@ -139,6 +145,15 @@ class Roster:
             require_same_run(checkpoint, now, [job], accept=accept, only=job.name)
             state, source = checkpoint.jobs[job.name], str(checkpoint.path)
         self.changes.coming.append(Coming(job, data, state, source))
+
+    def _row_bytes(self, job: Job, data: JobData, most_tokens: int, mesh: Mesh) -> int:
+        """What longer rows take, by what the rows so far took; on a GPU only, where it is known."""
+        if mesh.device.type != "cuda":
+            return 0
+        now = sum(_step_tokens(run.job, run.data) for run in self.inside())
+        more = min(_step_tokens(job, data), max(0, most_tokens - now))
+        peak = torch.cuda.max_memory_allocated(mesh.device)
+        return (peak - torch.cuda.memory_allocated(mesh.device)) * more // max(1, now)
 
     def _require_new(self, job: Job) -> None:
         waits = job.name in [coming.job.name for coming in self.changes.coming]
@@ -234,6 +249,36 @@ class Roster:
             del self._gone[name]
         for name, state in self._gone.items():
             self._gone[name] = _copied(state, Tensor.cpu)
+
+
+def require_memory(job: Job, needed: int, device: torch.device) -> None:
+    """Refuse a job that would take more memory than there is, before anything is written.
+
+    needed    bytes
+    raises    NotAdmitted
+    """
+    free = free_bytes(device)
+    if needed > free:
+        raise NotAdmitted(
+            f"there is no memory for job '{job.name}' in the running model",
+            expected=f"{needed / 2**20:,.0f} MiB",
+            found=f"{free / 2**20:,.0f} MiB are free on {device}",
+            help=f"wait until a job has ended, give it a lower rank, or {ALONE}",
+        )
+
+
+def free_bytes(device: torch.device) -> int:
+    """Memory that new tensors can have."""
+    if device.type == "cuda":
+        kept = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+        return int(torch.cuda.mem_get_info(device)[0]) + kept
+    with Path("/proc/meminfo").open(encoding="ascii") as file:
+        sizes = dict(line.split(":", 1) for line in file)
+    return int(sizes["MemAvailable"].split()[0]) << 10
+
+
+def _step_tokens(job: Job, data: JobData) -> int:
+    return job.per_device_train_batch_size * max(data.lengths, default=0)
 
 
 def _copied(state: JobState, copy: Callable[[Tensor], Tensor]) -> JobState:

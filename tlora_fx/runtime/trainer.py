@@ -395,6 +395,7 @@ class Trainer:
         self.roster.invite(
             job, data, resume,
             mesh=self.mesh, accept=self.options.accept_changes, described=self._described,
+            most_tokens=self._row_tokens, may_grow=self.plan.planner == "single",
         )  # fmt: skip
 
     def release(self, name: str) -> None:
