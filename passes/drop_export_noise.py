@@ -128,9 +128,16 @@ def _replace(graph: fx.Graph, node: fx.Node, order: dict[fx.Node, int], job: str
         for whole, part in reversed(list(zip(parts, (*parts[1:], written), strict=False))):
             wholes[whole] = _whole(graph, whole, part, wholes[part])
             order[wholes[whole]] = index
+        # A part that is read or written again is cut anew: a second write reaches the whole too.
+        for whole, part in zip(parts, (*parts[1:], written), strict=False):
+            wholes[part] = _cut(graph, wholes[whole], part)
+            order[wholes[part]] = index
     for old_value, new_value in wholes.items():
         old_value.replace_all_uses_with(new_value, lambda user: order[user] > index)
-    node.replace_all_uses_with(pure)
+    node.replace_all_uses_with(wholes[written])
+    for part in (written, *reversed(parts[1:])):
+        if not wholes[part].users and wholes[part] is not pure:
+            graph.erase_node(wholes[part])
     graph.erase_node(node)
 
 
@@ -172,6 +179,15 @@ def _whole(graph: fx.Graph, whole: fx.Node, part: fx.Node, written: fx.Node) -> 
     scattered = graph.call_function(SCATTERS[part.target], given, part.kwargs)
     scattered.meta = {**written.meta, "val": whole.meta["val"]}
     return scattered
+
+
+def _cut(graph: fx.Graph, whole: fx.Node, part: fx.Node) -> fx.Node:
+    """The same part of another whole."""
+    if _is_same(part):
+        return whole
+    cut = graph.call_function(part.target, (whole, *part.args[1:]), part.kwargs)  # type: ignore[arg-type]
+    cut.meta = dict(part.meta)
+    return cut
 
 
 def _pure(target: Any) -> Any:

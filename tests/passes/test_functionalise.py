@@ -51,6 +51,15 @@ def part_of_it(x: Tensor, y: Tensor) -> Tensor:
     return x + y
 
 
+def part_twice(x: Tensor, y: Tensor) -> Tensor:
+    """Writes into a slice, and again through the same view and through what a write returns."""
+    part = y[..., 3:9]
+    part.add_(1)
+    part.mul_(x[..., 3:9])
+    part[..., 2:4].mul_(3).add_(part[..., :2])
+    return x + y
+
+
 def shown_part(x: Tensor, y: Tensor) -> Tensor:
     """Writes into a slice of memory that a view made before shows later."""
     view = y.view(y.shape[0], -1)
@@ -92,7 +101,7 @@ def test_writes_that_nobody_else_sees_become_new_tensors():
     assert_equals_peft(ready(jobs), [tokens([5, 3], seed=1)], WIDE)
 
 
-@pytest.mark.parametrize("write", [part_of_it, put_together])
+@pytest.mark.parametrize("write", [part_of_it, part_twice, put_together])
 def test_a_write_into_a_part_makes_a_new_whole(write):
     """What reads the memory later reads the whole with the part in it."""
     model = ready(hand_written(InPlace(write)))
