@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import json
 import shutil
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -187,11 +188,15 @@ def test_what_cannot_be_asked_is_refused(trained, prompt, told):
 
 
 def test_a_plan_that_holds_the_base_in_pieces_draws_no_samples(trained):
-    """It says what does."""
+    """It says so before training, once, and what does."""
     trainer = trained[2]
     sampler = Sampler(Plan(planner="fsdp"), trainer.model)
     listen = Listen()
 
+    sampler.warn([SimpleNamespace(sample_prompts=[])], listen)
+    assert listen.texts == []
+    sampler.warn([SimpleNamespace(sample_prompts=["2 + 2"])], listen)
+    assert len(listen.texts) == 1
     assert not sampler.tell(trainer.runs, listen)
     assert not sampler.tell(trainer.runs, listen)
     [told] = listen.texts

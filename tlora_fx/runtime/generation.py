@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import copy
 import warnings
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any, Self
 import torch
 from torch import Tensor, nn
 
+from tlora_fx.config.job import Job
 from tlora_fx.cost.plan import Plan
 from tlora_fx.errors import GenerationError
 from tlora_fx.model.backbone import build_skeleton, load_backbone
@@ -332,6 +333,25 @@ class Sampler:
         self.plan, self.model = plan, model
         self._told: set[str] = set()
 
+    def warn(self, jobs: Iterable[Job], callback: TrainerCallback) -> None:
+        """Say before training that the jobs' `sample_prompts` stay without an answer, once."""
+        refusal = self._refusal()
+        if refusal is not None and any(job.sample_prompts for job in jobs):
+            self._warn_once(described(refusal), callback)
+
+    def _refusal(self) -> GenerationError | None:
+        if self.plan.planner in ("single", "replicated"):
+            return None
+        return GenerationError(
+            f"the plan '{self.plan.planner}' holds the base in pieces",
+            help="use tlora-fx generate after training",
+        )
+
+    def _warn_once(self, failure: str, callback: TrainerCallback) -> None:
+        if failure not in self._told:
+            self._told.add(failure)
+            callback.warned(f"no samples: {failure}")
+
     def tell(self, runs: Sequence[JobRun], callback: TrainerCallback) -> bool:
         """Put what jobs say into their metrics, and tell a callback; False where that failed.
 
@@ -347,9 +367,7 @@ class Sampler:
             failure = described(error)
         else:
             return True
-        if failure not in self._told:
-            self._told.add(failure)
-            callback.warned(f"no samples: {failure}")
+        self._warn_once(failure, callback)
         return False
 
     def draw(self, runs: Sequence[JobRun]) -> list[SampleReport]:
@@ -357,11 +375,8 @@ class Sampler:
 
         raises   GenerationError
         """
-        if self.plan.planner not in ("single", "replicated"):
-            raise GenerationError(
-                f"the plan '{self.plan.planner}' holds the base in pieces",
-                help="use tlora-fx generate after training",
-            )
+        if (refusal := self._refusal()) is not None:
+            raise refusal
         tokenizer = next((run.data.tokenizer for run in runs if run.data.tokenizer), None)
         if tokenizer is None:
             help = "name the data by the jobs' `data`, not by Trainer(data=...)"

@@ -313,6 +313,7 @@ class Trainer:
         )
         if self.mesh.leader:
             self._sampler = Sampler(self.plan, self.model)
+            self._sampler.warn(self.jobs, self.callback)
         for job in self.jobs:
             self.roster.add(job, data[job.name])
         if self.carried is not None:
