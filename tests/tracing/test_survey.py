@@ -29,7 +29,6 @@ PAGE = Path(__file__).parents[2] / "docs" / "models.md"
 SURVEY: dict[str, dict[str, Any]] = json.loads(Path(__file__).with_name("survey.json").read_text())
 # Differences are of roundings, in float32 wherever transformers computes so in every model dtype.
 SLACK, LEAST = 10, 1e-9
-QUICK: tuple[str, ...] = ()
 
 
 def base_of(folder: Path, entry: dict[str, Any]) -> BaseSpec:
@@ -61,14 +60,9 @@ def worst_difference(model) -> float:
     return worst
 
 
-def sampled_by_name() -> list[Any]:
-    """Every architecture; those that are not quick are marked so."""
-    marks = {name: [] if name in QUICK else [pytest.mark.slow] for name in SURVEY}
-    return [pytest.param(name, marks=marks[name]) for name in SURVEY]
-
-
 @pytest.mark.skipif(OLD_TRANSFORMERS, reason="measured with a later transformers")
-@pytest.mark.parametrize("name", sampled_by_name())
+@pytest.mark.slow
+@pytest.mark.parametrize("name", SURVEY)
 def test_an_architecture_trains_or_is_refused_as_the_page_says(tmp_path, name):
     """In the same form, as near to PEFT; or with the same words."""
     entry = SURVEY[name]
