@@ -326,7 +326,8 @@ def test_options_that_say_nothing_are_refused(tmp_path, more):
 
 def test_more_slots_than_cores_are_refused(tmp_path, capsys):
     """With how many there are."""
-    assert call(*words(tmp_path, tmp_path / "run", "--slots", "100000")) == 1
+    jobs = write_jobs(tmp_path / "jobs", **STEPS)
+    assert call(*words(jobs, tmp_path / "run", "--slots", "100000")) == 1
     assert "T0953" in capsys.readouterr().err
 
 

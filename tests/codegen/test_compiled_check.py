@@ -33,7 +33,10 @@ def own_cache(tmp_path, monkeypatch):
     monkeypatch.setenv("TLORA_FX_CACHE", str(tmp_path))
 
 
-@pytest.mark.parametrize("arch", [80, 90, 100])
+@pytest.mark.parametrize(
+    "arch",
+    [pytest.param(80, marks=pytest.mark.slow), 90, pytest.param(100, marks=pytest.mark.slow)],
+)
 @pytest.mark.parametrize("spec", SPECS.values(), ids=SPECS)
 def test_a_kernel_fits_its_architecture(spec, arch):
     """Registers, no spills, shared memory; tensor cores and bulk loads where they belong."""

@@ -241,14 +241,14 @@ def _require_right(options: RunCommandOptions) -> None:
     from tlora_fx.runtime import early_checks as early
 
     early.require_folder(options.jobs)
-    begun = options.output is not None and (options.output / "ledger.sqlite").exists()
-    if options.until_empty and not begun and not early.job_files(options.jobs):
-        raise _empty(options.jobs)
     for name in ("horizon", "save_every", "stall", "grace"):
         if (text := getattr(options, name)) is not None:
             seconds(text, f"--{name.replace('_', '-')}")
     for path in options.profile or ():
         Profile.load(path)
+    begun = options.output is not None and (options.output / "ledger.sqlite").exists()
+    if options.until_empty and not begun and not early.job_files(options.jobs):
+        raise _empty(options.jobs)
     if options.jobs.is_file():
         jobs = load_job_file(options.jobs, trust_remote_code=options.trust_remote_code).jobs
         early.require_data(jobs)
