@@ -6,25 +6,14 @@ import json
 
 import pytest
 
-from tests.inspect.html_page.conftest import ARGUMENTS, CHROMIUM
+from tests.inspect.html_page.conftest import browser  # noqa: F401  (a fixture)
 from tests.server.conftest import Asked, as_scheduled, job_file, listen
 from tlora_fx.scheduler.executor import Failed
 from tlora_fx.scheduler.store import Ledger
 
 
-@pytest.fixture(scope="module")
-def browser():
-    if CHROMIUM is None:
-        pytest.skip("there is no Chromium: apt install chromium")
-    sync_api = pytest.importorskip("playwright.sync_api", reason="playwright is not installed")
-    with sync_api.sync_playwright() as playwright:
-        started = playwright.chromium.launch(executable_path=CHROMIUM, args=ARGUMENTS)
-        yield started
-        started.close()
-
-
 @pytest.fixture
-def opened(browser, asked):
+def opened(browser, asked):  # noqa: F811
     """A service with jobs a and b in a group and c that waits, and its page, which never errs."""
     it: Asked = asked()
     it.submit(job_file("a", "b", "c"))

@@ -78,13 +78,9 @@ def run(
     on_failure = partial(keep_replay, _folder(output) / "replay")
     if stop_after is not None or output.suffix == SUFFIX:
         group = run_passes(
-            given,
-            passes,
-            stop_after=stop_after,
-            verify=verify,
-            instruments=instruments,
+            given, passes, stop_after=stop_after, verify=verify, instruments=instruments,
             on_failure=on_failure,
-        )
+        )  # fmt: skip
         if output.suffix == SUFFIX:
             save_graphs(group, output)
         stopped = f"stopped after {stop_after}: no model is built" if stop_after else ""
