@@ -37,6 +37,7 @@ class FoldLayers(JobPass):
         if graph.plan is None or not graph.plan.layers:
             return
         plan = graph.plan
+        _own_constants(graph.root, plan)
         bodies = _outline_all(graph.root, plan)
         for layer, first in plan.twins().items():
             _require_equal(bodies[layer], bodies[first], f"{layer}, {first}")
@@ -69,10 +70,29 @@ def _outline_all(root: fx.Graph, plan: LayerPlan) -> dict[str, OutlinedGraph]:
     return {layer: _outline(layer, members) for layer, members in nodes.items()}
 
 
+def _own_constants(root: fx.Graph, plan: LayerPlan) -> None:
+    """Let each layer read by itself the constants of its adapters, which the base does not have."""
+    for node in list(root.nodes):
+        ref = node.meta.get("tensor")
+        if not isinstance(ref, TensorRef) or ref.owner != "constant":
+            continue
+        readers: dict[str, list[fx.Node]] = {}
+        for user in node.users:
+            layer = _layer_of(user, plan) if user.meta.get("role") == "adapter" else None
+            if layer is not None:
+                readers.setdefault(layer, []).append(user)
+        for layer, users in readers.items():
+            with root.inserting_after(node):
+                own = root.node_copy(node)
+            own.meta = {**node.meta, "path": layer}
+            node.replace_all_uses_with(own, lambda user, users=users: user in users)
+
+
 def _layer_of(node: fx.Node, plan: LayerPlan) -> str | None:
     ref = node.meta.get("tensor")
     if isinstance(ref, TensorRef):
-        path = ref.name.removeprefix(PEFT_PREFIX) if ref.owner != "constant" else ""
+        constant = ref.owner == "constant"
+        path = node.meta.get("path", "") if constant else ref.name.removeprefix(PEFT_PREFIX)
     else:
         path = node.meta.get("path", "") if node.op == "call_function" else ""
     return next((layer for layer in plan.traced() if under(path, layer)), None)

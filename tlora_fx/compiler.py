@@ -301,7 +301,8 @@ def as_jobs(jobs: Jobs) -> list[Job]:
 
 
 def _without_dropout(job: Job) -> Job:
-    fields = {**job.lora_fields, "lora_dropout": 0.0}
+    rates = {job.dropout_field: 0.0} if job.dropout_field else {}
+    fields = {**job.lora_fields, **rates}
     return job.model_copy(update={"lora": fields, "adapter": None})
 
 
@@ -487,6 +488,7 @@ def _structure(
     job: Job, backbone: Backbone, sites: dict[str, AdapterSite], exact: bool
 ) -> Hashable:
     """What two jobs must have in common to share one traced graph."""
-    bias = str(job.lora_config().bias)
+    bias = str(getattr(job.lora_config(), "bias", "none"))
+    fields = () if job.is_lora else tuple(sorted((k, repr(v)) for k, v in job.lora_fields.items()))
     parts = [layer_signature(sites, layer, bias, exact) for layer in layer_list(backbone.model)]
-    return (exact, job.adapter_dtype, layer_signature(sites, "", bias, exact), *parts)
+    return (exact, job.adapter_dtype, fields, layer_signature(sites, "", bias, exact), *parts)

@@ -32,7 +32,8 @@ def tiny_base(folder: Path, dtype: str = "float64", **changes: Any) -> BaseSpec:
 
 def make_job(base: BaseSpec, name: str, **fields: Any) -> Job:
     """A job with short steps; LoRA fields are given as `lora`."""
-    lora = {"r": 4, "target_modules": ["q_proj", "v_proj"]} | fields.pop("lora", {})
+    lora = {"target_modules": ["q_proj", "v_proj"]} | fields.pop("lora", {})
+    lora = lora if "peft_type" in lora else {"r": 4} | lora
     settled = {"per_device_train_batch_size": 2, "max_steps": 4, "learning_rate": 1e-2} | fields
     return Job(name=name, base=base, lora=lora, data={"path": "unused.jsonl"}, **settled)
 

@@ -155,7 +155,7 @@ def test_a_damaged_file_is_our_error(tmp_path, name):
 def test_another_kind_of_adapter_is_refused(tmp_path):
     """Prefix tuning and its like are no LoRA."""
     write_adapter(tmp_path, {"x": torch.ones(2)}, peft.LoraConfig(target_modules=["q"]))
-    peft.IA3Config(target_modules=["a"], feedforward_modules=[]).save_pretrained(tmp_path)
+    peft.BOFTConfig(target_modules=["a"]).save_pretrained(tmp_path)
 
     with pytest.raises(AdapterFolderError, match="peft_type is not LORA"):
         read_adapter(tmp_path)

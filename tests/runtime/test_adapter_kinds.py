@@ -33,6 +33,11 @@ KINDS: dict[str, dict[str, Any]] = {
     "LoRA with a bias": {"lora": {"lora_bias": True}},
     "LoRA on the embedding": {"lora": {"target_modules": ["embed_tokens", "q_proj"]}},
     "a trained copy of the head": {"lora": {"modules_to_save": ["lm_head"]}},
+    "IA³": {"lora": {"peft_type": "IA3", "feedforward_modules": ["v_proj"]}},
+    "LoHa": {"lora": {"peft_type": "LOHA", "r": 4}},
+    "LoKr": {"lora": {"peft_type": "LOKR", "r": 4}},
+    "OFT": {"lora": {"peft_type": "OFT", "oft_block_size": 8}},
+    "VeRA": {"lora": {"peft_type": "VERA", "r": 4}},
 }
 #: What PEFT has and no job may name: the fields that ask for it.
 REFUSED: dict[str, dict[str, Any]] = {
@@ -46,11 +51,7 @@ REFUSED: dict[str, dict[str, Any]] = {
     "QALoRA": {"use_qalora": True},
     "BD-LoRA": {"use_bdlora": True},
     "AdaLoRA": {"peft_type": "ADALORA"},
-    "VeRA": {"peft_type": "VERA"},
-    "IA³": {"peft_type": "IA3"},
-    "LoHa": {"peft_type": "LOHA"},
-    "LoKr": {"peft_type": "LOKR"},
-    "OFT": {"peft_type": "OFT"},
+    "BOFT": {"peft_type": "BOFT"},
 }
 
 
@@ -63,7 +64,7 @@ def rows(title: str) -> dict[str, list[str]]:
 
 def named(kind: str) -> str:
     """A job's name."""
-    return re.sub(r"\W+", "-", kind)
+    return re.sub(r"\W+", "-", kind, flags=re.ASCII)
 
 
 def jobs_of(base: Any) -> list[Any]:

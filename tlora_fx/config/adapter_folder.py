@@ -12,7 +12,8 @@ from typing import Any
 
 from pydantic import ValidationError
 
-from tlora_fx.config.fields import IDENTITY, LoraSpec, changes_base, lora_mapping
+from tlora_fx.config.fields import IDENTITY, changes_base
+from tlora_fx.config.other_kinds import OTHER_KINDS, adapter_mapping, adapter_spec, kind_of
 from tlora_fx.config.paths import is_file, is_folder
 from tlora_fx.config.validation import collecting, mistakes_in
 from tlora_fx.errors import AdapterFolderError
@@ -23,9 +24,9 @@ PICKLE = "adapter_model.bin"
 
 
 def read_adapter_config(folder: Path) -> dict[str, Any]:
-    """The LoRA fields of an adapter folder, validated as a job's `lora` is.
+    """The adapter fields of an adapter folder, validated as a job's `lora` is.
 
-    raises  AdapterFolderError when a file is missing, unreadable, no LoRA, or has refused fields
+    raises  AdapterFolderError when a file is missing or unreadable, or its fields are refused
     """
     _check_files(folder)
     path = folder / CONFIG
@@ -36,18 +37,23 @@ def read_adapter_config(folder: Path) -> dict[str, Any]:
         raise AdapterFolderError(what, folder=folder, found=error) from None
     if not isinstance(config, dict):
         raise AdapterFolderError(f"{CONFIG} is no JSON object", folder=folder)
-    for key, expected in (("peft_type", "LORA"), ("task_type", "CAUSAL_LM")):
-        if config.get(key) not in (None, expected):
+    kinds = ("LORA", *OTHER_KINDS)
+    for key, expected in (("peft_type", kinds), ("task_type", ("CAUSAL_LM",))):
+        if config.get(key) not in (None, *expected):
             raise AdapterFolderError(
-                f"the adapter's {key} is not {expected}", folder=folder, found=config[key]
+                f"the adapter's {key} is not {' or '.join(expected)}",
+                folder=folder,
+                found=config[key],
             )
     fields = {key: value for key, value in config.items() if key not in IDENTITY}
+    if kind_of(config) in OTHER_KINDS:
+        fields["peft_type"] = kind_of(config)
     lines = []
     with collecting():
         try:
-            mapping = lora_mapping(fields)
+            mapping = adapter_mapping(fields)
         except ValidationError as error:
-            lines = [mistake.line() for mistake in mistakes_in(error, LoraSpec)]
+            lines = [mistake.line() for mistake in mistakes_in(error, adapter_spec(fields))]
     if not lines:
         _require_whole_base(mapping, folder)
         return mapping

@@ -62,7 +62,7 @@ REFUSED: Mapping[str, Refused] = {
 #: Fields that say what a configuration belongs to. An adapter folder always has them.
 IDENTITY: Mapping[str, str] = {
     "task_type": "tlora-fx trains causal language models: leave it out or write CAUSAL_LM",
-    "peft_type": "tlora-fx trains LoRA: leave it out or write LORA",
+    "peft_type": "tlora-fx trains LORA, IA3, LOHA, LOKR, OFT and VERA",
     "auto_mapping": "PEFT writes it itself",
     "peft_version": "PEFT writes it itself",
     "base_model_name_or_path": "the base is named under 'base:'",
@@ -73,12 +73,7 @@ IDENTITY: Mapping[str, str] = {
 #: What else PEFT trains, by `peft_type`.
 _OTHER_TYPES: Mapping[str, str] = {
     "ADALORA": "AdaLoRA moves ranks between modules while it trains",
-    "VERA": "VeRA shares its matrices between layers",
-    "IA3": "IA³ scales activations",
-    "LOHA": "LoHa multiplies low-rank products element by element",
-    "LOKR": "LoKr is a Kronecker product",
-    "OFT": "OFT rotates the weights of the base",
-    "BOFT": "BOFT rotates the weights of the base",
+    "BOFT": "BOFT multiplies butterflies of rotations",
 }
 
 _IDENTITY_VALUES: Mapping[str, object] = {"task_type": "CAUSAL_LM", "peft_type": "LORA"}
@@ -128,13 +123,15 @@ def _names(value: object, info: ValidationInfo) -> object:
     return value if isinstance(value, str) else list(items)
 
 
-def _name_list(value: object, info: ValidationInfo) -> object:
+def name_list(value: object, info: ValidationInfo) -> object:
+    """Accept a list of texts."""
     if isinstance(value, str):
         raise refuse(f"wrong value of '{info.field_name}'", expected="a list of texts")
     return _names(value, info)
 
 
-def _layers(value: object) -> object:
+def layer_numbers(value: object) -> object:
+    """Accept a layer's number, or a list of them."""
     items = value if isinstance(value, list | tuple) else [value]
     if value is None:
         return None
@@ -165,8 +162,8 @@ class LoraSpec(Spec):
     use_dora: StrictBool = False
     bias: Literal["none", "all", "lora_only"] = "none"
     lora_bias: StrictBool = False
-    modules_to_save: Annotated[Any, AfterValidator(_name_list)] = None
-    layers_to_transform: Annotated[Any, AfterValidator(_layers)] = None
+    modules_to_save: Annotated[Any, AfterValidator(name_list)] = None
+    layers_to_transform: Annotated[Any, AfterValidator(layer_numbers)] = None
     layers_pattern: Names = None
     fan_in_fan_out: StrictBool = False
     init_lora_weights: Annotated[Any, AfterValidator(_init)] = True
@@ -256,13 +253,14 @@ def lora_mapping(value: object) -> dict[str, Any]:
     spec = LoraSpec.model_validate(value)
     fields = {name: getattr(spec, name) for name in sorted(spec.model_fields_set)}
     if "lora_alpha" in fields:
-        fields["lora_alpha"] = _whole(spec.lora_alpha)
+        fields["lora_alpha"] = whole_number(spec.lora_alpha)
     if "alpha_pattern" in fields:
-        fields["alpha_pattern"] = {key: _whole(x) for key, x in spec.alpha_pattern.items()}
+        fields["alpha_pattern"] = {key: whole_number(x) for key, x in spec.alpha_pattern.items()}
     return fields
 
 
-def _whole(number: float) -> int | float:
+def whole_number(number: float) -> int | float:
+    """A whole float as an int."""
     # PEFT writes what it is given into adapter_config.json, where alpha is a whole number.
     return int(number) if number == int(number) else number
 

@@ -39,15 +39,14 @@ from tlora_fx.config.fields import (
     changes_base,
     check_optimizer_arguments,
     check_schedule_arguments,
-    lora_mapping,
 )
+from tlora_fx.config.other_kinds import DROPOUT_FIELDS, adapter_mapping, kind_of, peft_config
 from tlora_fx.config.other_names import BASE_KEYS, DATA_KEYS, JOB_KEYS
 from tlora_fx.config.paths import is_file, is_folder, is_there
 from tlora_fx.config.validation import Spec, refuse
 from tlora_fx.errors import AdapterFolderError, JobError, nearest
 
 if TYPE_CHECKING:
-    import peft
     import torch
 
 DtypeName = Literal["float32", "float64", "bfloat16", "float16"]
@@ -270,6 +269,12 @@ def _can_evaluate(data: Mapping[str, Any]) -> bool:
     return _has_eval_data(data) or data.get("metric_for_best_model") == TRAIN_LOSS
 
 
+def _adapter_fields(data: Mapping[str, Any]) -> Mapping[str, Any]:
+    """The adapter's fields of a job that is being validated: its own, or its folder's."""
+    folder: Path | None = data.get("adapter")
+    return read_adapter_config(folder) if folder is not None else data.get("lora") or {}
+
+
 def _has_eval_data(data: Mapping[str, Any]) -> bool:
     return data.get("eval_data") is not None or data.get("eval_split") is not None
 
@@ -277,7 +282,7 @@ def _has_eval_data(data: Mapping[str, Any]) -> bool:
 class Job(Spec):
     """One LoRA fine-tuning job: adapter, data, batch, optimizer, schedule, evaluation.
 
-    lora              the LoraConfig fields that were given, or None when `adapter` is
+    lora              the PEFT config fields that were given, or None when `adapter` is
     adapter           a PEFT folder to continue, instead of `lora`
     method            sft: the likelihood of the samples; dpo, orpo: of pairs, as TRL's trainers
     beta              of dpo and orpo
@@ -378,7 +383,7 @@ class Job(Spec):
     @field_validator("lora", mode="before")
     @classmethod
     def _honoured_fields(cls, value: object) -> object:
-        return None if value is None else lora_mapping(value)
+        return None if value is None else adapter_mapping(value)
 
     @field_validator("adapter")
     @classmethod
@@ -402,7 +407,7 @@ class Job(Spec):
     @field_validator("method")
     @classmethod
     def _learns_from_pairs(cls, method: str, info: ValidationInfo) -> str:
-        data, lora = info.data.get("data"), info.data.get("lora") or {}
+        data, lora = info.data.get("data"), _adapter_fields(info.data)
         format = "auto" if data is None else data.format
         if method == "sft" and format == "preference":
             raise refuse("the format 'preference' needs pairs to be compared", help="method: dpo")
@@ -413,6 +418,11 @@ class Job(Spec):
         if method == "dpo" and bare and lora[bare]:
             what = f"method 'dpo' compares with the base, which '{bare}' changes beside A and B"
             raise refuse(what, help=f"leave '{bare}' out")
+        if method == "dpo" and kind_of(lora) != "LORA":
+            what = (
+                f"method 'dpo' compares with the base, which is not at hand under {kind_of(lora)}"
+            )
+            raise refuse(what, help="train LoRA, or take method: orpo")
         return method
 
     @field_validator("beta", "completion_only_loss", "assistant_only_loss", "packing")
@@ -450,13 +460,24 @@ class Job(Spec):
     @field_validator("optim")
     @classmethod
     def _updates_all(cls, name: str, info: ValidationInfo) -> str:
-        lora = info.data.get("lora") or {}
+        lora = _adapter_fields(info.data)
         vectors = ("use_dora", "bias", "lora_bias")
         field = next((key for key in vectors if lora.get(key) not in (None, False, "none")), "")
         if name == "muon" and field:
             what = f"optim 'muon' updates matrices, and '{field}' trains vectors beside them"
             raise refuse(what, help=f"leave '{field}' out, or take another optimizer")
+        if name == "muon" and kind_of(lora) in ("IA3", "VERA"):
+            what = f"optim 'muon' updates matrices, and {kind_of(lora)} trains vectors"
+            raise refuse(what, help="take another optimizer")
         return name
+
+    @field_validator("loraplus_lr_ratio")
+    @classmethod
+    def _has_a_and_b(cls, ratio: float | None, info: ValidationInfo) -> float | None:
+        kind = kind_of(_adapter_fields(info.data))
+        if ratio is not None and kind != "LORA":
+            raise refuse(f"'loraplus_lr_ratio' is of LoRA's B, and {kind} has none")
+        return ratio
 
     @field_validator("loraplus_lr_embedding")
     @classmethod
@@ -572,7 +593,7 @@ class Job(Spec):
 
     @property
     def lora_fields(self) -> Mapping[str, Any]:
-        """The LoraConfig fields of this job, read from the adapter folder where it has one.
+        """The fields of this job's PEFT config, read from the adapter folder where it has one.
 
         raises  AdapterFolderError
         """
@@ -588,8 +609,18 @@ class Job(Spec):
         """
         return self.lora is not None and changes_base(self.lora.get("init_lora_weights"))
 
-    def lora_config(self) -> peft.LoraConfig:
-        """A new LoraConfig of what this job trains beside the base as it is. Imports PEFT.
+    @property
+    def is_lora(self) -> bool:
+        """Whether the job trains LoRA, not another kind of PEFT's."""
+        return kind_of(self.lora_fields) == "LORA"
+
+    @property
+    def dropout_field(self) -> str | None:
+        """The name of the field that is the adapter's dropout rate; None where none drops."""
+        return DROPOUT_FIELDS.get(kind_of(self.lora_fields))
+
+    def lora_config(self) -> Any:
+        """A new PEFT config of what this job trains beside the base as it is. Imports PEFT.
 
         raises  JobError when PEFT refuses the fields, AdapterFolderError
         """
@@ -598,23 +629,23 @@ class Job(Spec):
             # As PEFT saves such an adapter with path_initial_model_for_weight_conversion.
             wider = math.sqrt(2) if config.use_rslora else 2
             config.init_lora_weights = True
-            config.r, config.lora_alpha = 2 * config.r, wider * config.lora_alpha  # type: ignore[assignment]
+            config.r, config.lora_alpha = 2 * config.r, wider * config.lora_alpha
             config.rank_pattern = {key: 2 * r for key, r in (config.rank_pattern or {}).items()}
             alphas = (config.alpha_pattern or {}).items()
             config.alpha_pattern = {key: wider * alpha for key, alpha in alphas}
         return config
 
-    def start_config(self) -> peft.LoraConfig:
-        """A new LoraConfig of this job as its user wrote it. Imports PEFT.
+    def start_config(self) -> Any:
+        """A new PEFT config of this job as its user wrote it. Imports PEFT.
 
         raises  JobError when PEFT refuses the fields, AdapterFolderError
         """
-        import peft
-
+        fields = self.lora_fields
         try:
-            return peft.LoraConfig(task_type=peft.TaskType.CAUSAL_LM, **self.lora_fields)
+            return peft_config(fields)
         except (ValueError, TypeError) as error:
-            raise JobError("PEFT refuses the LoRA fields", job=self.name, found=error) from error
+            what = f"PEFT refuses the fields of {kind_of(fields)}"
+            raise JobError(what, job=self.name, found=error) from error
 
     @property
     def is_preference(self) -> bool:

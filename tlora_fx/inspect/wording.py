@@ -17,6 +17,11 @@ KINDS = {
     "saved": "a copy that the job trains",
     "bias": "a bias that the job trains",
     "lora, bias trained": "LoRA, and a bias that the job trains",
+    "ia3": "IA³",
+    "loha": "LoHa",
+    "lokr": "LoKr",
+    "oft": "OFT",
+    "vera": "VeRA",
 }
 SHORT_TYPES = {"float32": "f32", "float64": "f64", "bfloat16": "bf16", "float16": "f16"}
 MANY_VALUES = 3

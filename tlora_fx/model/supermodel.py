@@ -332,9 +332,10 @@ class SuperModel(nn.Module):
                 loaded(layer)
         self._make_room_for_training(device)
         for name, value in self.group.constants.items():
+            moved = value.to(device)
             for module in self.net.modules():
                 if name in module._buffers:
-                    module._buffers[name] = value.to(device)
+                    module._buffers[name] = moved
         reformed = {name for entry in self._layout.reformed for name in entry.names}
         used = reformed - self._copied()
         unused = [name for name in base if name not in self._layout.base and name not in used]

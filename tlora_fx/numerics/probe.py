@@ -523,7 +523,7 @@ def _one_of_each(group: GroupGraph, jobs: Sequence[Job]) -> list[int]:
     """
     seen: dict[frozenset[Hashable], int] = {}
     for index, job in enumerate(jobs):
-        rest = (str(job.lora_config().bias), job.adapter_dtype)
+        rest = (str(getattr(job.lora_config(), "bias", "none")), job.adapter_dtype)
         sites = group.jobs[index].sites
         kinds = frozenset((path, site.kind, rest) for path, site in sites.items())
         seen.setdefault(kinds, index)

@@ -230,7 +230,8 @@ def _make_relative(node: fx.Node, path: str) -> None:
         ref: TensorRef = node.meta["tensor"]
         # A fused graph puts the job before the path: "j0.model.layers.0...".
         node.target = str(node.target).replace(f"{path}.", "", 1)
-        node.meta["tensor"] = replace(ref, name=_tensor_path(node)[len(path) + 1 :])
+        if ref.owner != "constant":
+            node.meta["tensor"] = replace(ref, name=_tensor_path(node)[len(path) + 1 :])
     else:
         node.meta["path"] = _inside(str(node.meta.get("path") or ""), path)
     if "site" in node.meta:

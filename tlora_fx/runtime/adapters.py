@@ -25,10 +25,11 @@ from tlora_fx.ir.storage import Shard
 from tlora_fx.model.backbone import Backbone, load_config
 from tlora_fx.model.supermodel import SuperModel
 from tlora_fx.ops import site_id, uniform_at, uniform_rows
-from tlora_fx.runtime.starts import computed_start
+from tlora_fx.runtime.starts import computed_start, start_of_kind
+from tlora_fx.tracing.adapters import config_with_targets
 
 if TYPE_CHECKING:
-    from peft import LoraConfig
+    from peft import PeftConfig
 
 
 # PEFT adapter folders: written so that `PeftModel.from_pretrained` loads them, read safely.
@@ -49,7 +50,7 @@ class AdapterFolder:
 def write_adapter(
     folder: Path | str,
     tensors: Mapping[str, Tensor],
-    config: LoraConfig,
+    config: PeftConfig,
     base_name: str | None = None,
 ) -> None:
     """Write or replace a PEFT adapter folder; other files in it stay.
@@ -102,21 +103,21 @@ def read_adapter(folder: Path | str) -> AdapterFolder:
     return AdapterFolder(fields, tensors)
 
 
-def config_bytes(config: LoraConfig, base_name: str | None) -> bytes:
+def config_bytes(config: PeftConfig, base_name: str | None) -> bytes:
     """The content of an adapter folder's config; see `write_adapter`."""
     with tempfile.TemporaryDirectory() as folder:
         _saved_config(config, base_name).save_pretrained(folder)
         return (Path(folder) / CONFIG).read_bytes()
 
 
-def _saved_config(config: LoraConfig, base_name: str | None) -> LoraConfig:
+def _saved_config(config: PeftConfig, base_name: str | None) -> PeftConfig:
     saved = copy.deepcopy(config)
     saved.inference_mode = True
     if base_name is not None:
         saved.base_model_name_or_path = base_name
     # Sets come out in an order that changes from run to run.
     for name in ("target_modules", "exclude_modules"):
-        if isinstance(getattr(saved, name), set):
+        if isinstance(getattr(saved, name, None), set):
             setattr(saved, name, sorted(getattr(saved, name)))
     return saved
 
@@ -285,6 +286,9 @@ def start_adapter(model: SuperModel, job: Job) -> None:
         load_adapter(parameters, tensors, str(job.adapter), shards, whole=whole)
         return
     starter = _Starter(model, job)
+    if not job.is_lora:
+        starter.start_as_kind(parameters)
+        return
     rest = set(parameters) - _start_together(starter, parameters, shards)
     if starter.is_computed:
         rest -= starter.start_by_peft(parameters)
@@ -442,7 +446,7 @@ class _Starter:
         index = model.group.job_names.index(job.name)
         self.sites = model.group.jobs[index].sites
         self.canonical = canonical_names(model.backbone)
-        self.init = job.start_config().init_lora_weights
+        self.init = job.start_config().init_lora_weights if job.is_lora else True
 
     @property
     def is_computed(self) -> bool:
@@ -463,6 +467,21 @@ class _Starter:
                 parameters[name].copy_(value)
                 started.add(name)
         return started
+
+    @torch.no_grad()
+    def start_as_kind(self, parameters: Mapping[str, nn.Parameter]) -> None:
+        """Start a job of a kind beside LoRA as PEFT does, and its copies as the base has them."""
+        config = config_with_targets(self.job, self.model.backbone)
+        for path, site in self.sites.items():
+            if not site.rank:
+                continue
+            layer = self.model.backbone.model.get_submodule(path)
+            for name, value in start_of_kind(self.job, config, layer, path).items():
+                if name in parameters:
+                    parameters[name].copy_(value)
+        for name in parameters:
+            if ".modules_to_save." in name:
+                parameters[name].copy_(self._whole(name, parameters[name], parameters))
 
     def value(
         self, name: str, parameters: Mapping[str, nn.Parameter], shard: Shard | None

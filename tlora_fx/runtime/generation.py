@@ -35,7 +35,7 @@ from tlora_fx.runtime.job_run import JobRun, SampleReport, described
 from tlora_fx.runtime.merge import job_of
 
 if TYPE_CHECKING:
-    from peft import LoraConfig, PeftModel
+    from peft import PeftConfig, PeftModel
     from transformers import PreTrainedTokenizerBase
 
 #: One or more messages as chat templates take them: role and content.
@@ -58,16 +58,22 @@ class Drawing:
 
 @dataclass(frozen=True, slots=True)
 class AdapterWeights:
-    """A LoRA adapter as PEFT has it: its config, and its tensors by the names of its files."""
+    """An adapter as PEFT has it: its config, and its tensors by the names of its files."""
 
-    config: LoraConfig
+    config: PeftConfig
     tensors: Mapping[str, Tensor]
 
     @property
     def can_be_mixed(self) -> bool:
         """Whether PEFT can apply it to some lines of a batch alone."""
+        from peft import LoraConfig
+
         config = self.config
-        return config.bias == "none" and not (config.use_dora or config.modules_to_save)
+        return (
+            isinstance(config, LoraConfig)
+            and config.bias == "none"
+            and not (config.use_dora or config.modules_to_save)
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -205,7 +211,7 @@ class Speakers:
         self._adapted[names] = model.eval()
         return self._adapted[names]
 
-    def _config(self, name: str) -> LoraConfig:
+    def _config(self, name: str) -> PeftConfig:
         config = copy.deepcopy(self.adapters[name].config)
         config.inference_mode = True
         return config

@@ -399,8 +399,8 @@ def _wrapped(job: Job, model: nn.Module, dropout: bool) -> PeftModel:
     from peft import get_peft_model
 
     config = job.lora_config()
-    if not dropout:
-        config.lora_dropout = 0.0
+    if not dropout and job.dropout_field is not None:
+        setattr(config, job.dropout_field, 0.0)
     if "labels" not in inspect.signature(model.forward).parameters:
         config.task_type = None  # PEFT's class for language models hands on arguments it lacks.
     with torch.random.fork_rng(devices=[]), warnings.catch_warnings():

@@ -14,6 +14,7 @@ source   Meng, Wang and Zhang 2024 (PiSSA); Büyükakyüz 2024 (OLoRA); PEFT's o
 from __future__ import annotations
 
 import copy
+import warnings
 from collections.abc import Mapping
 from typing import Any
 
@@ -63,6 +64,48 @@ def trained_parameters(job: Job, parameters: Mapping[str, nn.Parameter]) -> dict
         if parameter.grad is not None:
             trained[name].grad = trained_part(job, name, parameter.grad)
     return trained
+
+
+@torch.no_grad()
+def start_of_kind(job: Job, config: Any, layer: nn.Module, path: str) -> dict[str, Tensor]:
+    """What PEFT's module of a kind beside LoRA starts as, on one module, by its names in a model.
+
+    config   the job's, with its target modules spelled out
+    layer    the module of the base, of which only the class and shape count
+    path     of that module, which PEFT's patterns are matched with
+    returns  on the CPU, bitwise a function of the path, the config and the job's seed
+    """
+    from peft import get_peft_model
+
+    root: Any = nn.Module()
+    holder = root
+    *parts, last = path.split(".")
+    for part in parts:
+        child = nn.Module()
+        holder.add_module(part, child)
+        holder = child
+    holder.add_module(last, _hollow(layer))
+    alone = copy.deepcopy(config)
+    alone.modules_to_save = alone.task_type = None
+    with torch.random.fork_rng(devices=[]), torch.enable_grad(), warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        torch.manual_seed((job.seed << 31) + site_id(path))
+        wrapped = get_peft_model(root, alone)
+    return {
+        name: parameter.detach()
+        for name, parameter in wrapped.named_parameters()
+        if parameter.requires_grad
+    }
+
+
+def _hollow(layer: nn.Module) -> nn.Module:
+    """A module of this class and these shapes on the CPU, whose frozen numbers take no memory."""
+    hollow = copy.deepcopy(layer)
+    for name, parameter in hollow._parameters.items():
+        if parameter is not None:
+            one = torch.zeros(1, dtype=parameter.dtype).expand(parameter.shape)
+            hollow._parameters[name] = nn.Parameter(one, requires_grad=False)
+    return hollow
 
 
 @torch.no_grad()

@@ -154,7 +154,7 @@ def verify(
 
 def _any_dropout(jobs: list[Job]) -> bool:
     """Whether the jobs or their base drop anything."""
-    if any(float(job.lora_config().lora_dropout or 0) > 0 for job in jobs):
+    if any(float(job.lora_fields.get(job.dropout_field or "") or 0) > 0 for job in jobs):
         return True
     base = jobs[0].base
     if base.module is not None:

@@ -167,7 +167,7 @@ def facts_of_job(job: Job) -> ModelFacts:
     """
     lora_fields = job.lora_fields
     rank = int(lora_fields.get("r", DEFAULT_RANK)) * (2 if job.changes_base else 1)
-    scales = not any(
+    scales = job.is_lora and not any(
         lora_fields.get(name) not in (None, False, "none", {}) for name in _WITHOUT_RANK
     )
     shape = {

@@ -10,6 +10,7 @@ import copy
 import math
 import re
 from collections.abc import Hashable
+from functools import partial
 from typing import Any
 
 import torch
@@ -49,7 +50,8 @@ def resolve_sites(job: Job, backbone: Backbone) -> dict[str, AdapterSite]:
 def _resolve(job: Job, backbone: Backbone) -> dict[str, AdapterSite]:
     from peft.tuners.tuners_utils import check_target_module_exists
 
-    config, start = config_with_targets(job, backbone), job.start_config().init_lora_weights
+    config = config_with_targets(job, backbone)
+    start = job.start_config().init_lora_weights if job.is_lora else True
     modules = dict(backbone.model.named_modules())
     saved = list(config.modules_to_save or [])
     sites = {}
@@ -58,7 +60,7 @@ def _resolve(job: Job, backbone: Backbone) -> dict[str, AdapterSite]:
             sites[path] = AdapterSite(path, 0, 0.0, 0.0, kind="saved")
         elif path and check_target_module_exists(config, path):
             sites[path] = _site(path, module, config, start)
-        elif config.bias == "all" and getattr(module, "bias", None) is not None:
+        elif getattr(config, "bias", "none") == "all" and getattr(module, "bias", None) is not None:
             sites[path] = AdapterSite(path, 0, 0.0, 0.0, kind="bias")
     _refuse_unknown(job, config, modules, sites)
     return sites
@@ -66,20 +68,21 @@ def _resolve(job: Job, backbone: Backbone) -> dict[str, AdapterSite]:
 
 def config_with_targets(job: Job, backbone: Backbone) -> Any:
     """The job's LoraConfig with target_modules spelled out where PEFT derives them."""
+    from peft.mapping import PEFT_TYPE_TO_TUNER_MAPPING
     from peft.tuners.tuners_utils import _maybe_include_all_linear_layers
-    from peft.utils.constants import TRANSFORMERS_MODELS_TO_LORA_TARGET_MODULES_MAPPING as KNOWN
 
     config: Any = copy.deepcopy(job.lora_config())
     if config.target_modules is None:
         family = getattr(backbone.config, "model_type", None)
-        if family not in KNOWN:
+        known = PEFT_TYPE_TO_TUNER_MAPPING[config.peft_type].target_module_mapping
+        if family not in known:
             raise UnknownTarget(
                 f"job '{job.name}' names no target_modules and PEFT knows none for this base",
                 job=job.name,
                 base=backbone.title,
                 help="give lora.target_modules, for example all-linear",
             )
-        config.target_modules = set(KNOWN[family])
+        config.target_modules = set(known[family])
     asked = config.target_modules
     if _moves_to_parameters(config, backbone):
         raise UnknownTarget(
@@ -104,7 +107,7 @@ def _moves_to_parameters(config: Any, backbone: Backbone) -> bool:
         convert_peft_config_for_transformers(config, backbone.model, None)
     except ValueError:  # one of two matrices that are fused into one parameter
         return True
-    return bool(config.target_parameters)
+    return bool(getattr(config, "target_parameters", None))
 
 
 def _linears_that_stay(config: Any, backbone: Backbone) -> list[str]:
@@ -130,6 +133,8 @@ def idle_patterns(job: Job, sites: dict[str, AdapterSite]) -> list[str]:
     from peft.utils.other import get_pattern_key
 
     config: Any = job.lora_config()
+    if not hasattr(config, "rank_pattern"):
+        return []
     adapted = [path for path, site in sites.items() if site.rank]
     notes = []
     for field in ("rank_pattern", "alpha_pattern"):
@@ -144,8 +149,13 @@ def idle_patterns(job: Job, sites: dict[str, AdapterSite]) -> list[str]:
 
 
 def _site(path: str, module: nn.Module, config: Any, start: bool | str) -> AdapterSite:
+    from peft import PeftType
     from peft.utils.other import get_pattern_key
 
+    if config.peft_type != PeftType.LORA:
+        # Such branches run as they are: PEFT's module has their numbers.
+        rate = float(getattr(config, "vera_dropout", 0.0))
+        return AdapterSite(path, getattr(config, "r", 0) or 1, 1.0, rate, config.peft_type.lower())
     r = config.rank_pattern.get(get_pattern_key(config.rank_pattern.keys(), path), config.r)
     alpha_key = get_pattern_key(config.alpha_pattern.keys(), path)
     alpha = config.alpha_pattern.get(alpha_key, config.lora_alpha)
@@ -304,6 +314,7 @@ def check_wrapped(model: nn.Module, sites: dict[str, AdapterSite], job: Job) -> 
     raises    AdapterMismatch: PEFT decided otherwise than this file
     """
     from peft.tuners.lora import LoraLayer
+    from peft.tuners.tuners_utils import BaseTunerLayer
 
     for path, module in model.named_modules():
         name = path.removeprefix(PEFT_PREFIX)
@@ -311,6 +322,10 @@ def check_wrapped(model: nn.Module, sites: dict[str, AdapterSite], job: Job) -> 
         placed: tuple[int, float] | None = None
         if isinstance(module, LoraLayer):
             placed = (module.r["default"], module.scaling["default"])
+        elif isinstance(module, BaseTunerLayer) and site is not None:
+            placed = (site.rank, site.scaling)
+        elif isinstance(module, BaseTunerLayer):
+            placed = (0, 0.0)
         planned = (site.rank, site.scaling) if site is not None and site.rank else None
         if placed != planned:
             raise AdapterMismatch(
@@ -320,3 +335,54 @@ def check_wrapped(model: nn.Module, sites: dict[str, AdapterSite], job: Job) -> 
                 found=f"rank {placed[0]}, scaling {placed[1]}" if placed else "no adapter",
                 help="this is a defect of tlora-fx or a newer PEFT: please report it",
             )
+
+
+def make_traceable(model: nn.Module) -> None:
+    """Let PEFT's modules of kinds beside LoRA be traced on the meta device.
+
+    Tables of sizes and seeds have no values there, so they are made again; a module that would
+    draw whether it runs, at a rate of 0, runs; a product with a backward of its own is written out.
+
+    model    wrapped by PEFT
+    """
+    from peft.tuners.loha.layer import LoHaLayer
+    from peft.tuners.lycoris_utils import LycorisLayer
+    from peft.tuners.oft.layer import OFTRotationModule
+    from peft.tuners.vera.layer import VeraLayer
+
+    projections: dict[str, dict[str, Tensor]] = {}
+    for module in list(model.modules()):
+        if isinstance(module, LycorisLayer):
+            module.training = False
+        if isinstance(module, LoHaLayer):
+            vars(module)["get_delta_weight"] = partial(_hadamard_weight, module)
+        elif isinstance(module, OFTRotationModule):
+            size = module.block_size
+            module.rows, module.cols = torch.triu_indices(size, size, 1)
+        elif isinstance(module, VeraLayer):
+            projections = projections or _projections(model)
+            for name, drawn in projections.items():
+                del module._modules[name]
+                setattr(module, name, drawn)
+
+
+def _hadamard_weight(layer: Any, adapter: str, *, apply_rank_dropout: bool = False) -> Tensor:
+    """LoHa's change of a weight [out, in], as operators that torch derives."""
+    assert not apply_rank_dropout
+    first = layer.hada_w1_a[adapter] @ layer.hada_w1_b[adapter]
+    second = layer.hada_w2_a[adapter] @ layer.hada_w2_b[adapter]
+    change: Tensor = first * second * layer.scaling[adapter]
+    return change.reshape(layer.get_base_layer().weight.shape)
+
+
+def _projections(model: nn.Module) -> dict[str, dict[str, Tensor]]:
+    """VeRA's A and B on the CPU, by attribute and adapter, as PEFT draws them; off `model`."""
+    from peft.tuners.vera.model import _kaiming_init
+
+    tuner: Any = model.base_model
+    key = torch.Generator().manual_seed(tuner.peft_config["default"].projection_prng_key)
+    drawn = {}
+    for name in ("vera_A", "vera_B"):
+        empty = tuner._modules.pop(name)["default"]
+        drawn[name] = {"default": _kaiming_init(tuple(empty.shape), key).to(empty.dtype)}
+    return drawn

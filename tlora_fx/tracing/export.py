@@ -46,7 +46,7 @@ from tlora_fx.ir.graph import (
 )
 from tlora_fx.ir.shapes import fake_like, fake_mode_of, give_value
 from tlora_fx.model.backbone import Backbone
-from tlora_fx.tracing.adapters import check_wrapped, layer_signature
+from tlora_fx.tracing.adapters import check_wrapped, layer_signature, make_traceable
 from tlora_fx.tracing.attention import packed_implementation, register, row_of
 from tlora_fx.tracing.experts import use_expert_products
 from tlora_fx.tracing.guards import SizeGuards, is_model_code
@@ -102,7 +102,7 @@ def trace_job(
     config = job.lora_config()
 
     def signature(layer: str) -> Hashable:
-        return layer_signature(sites, layer, str(config.bias), exact)
+        return layer_signature(sites, layer, str(getattr(config, "bias", "none")), exact)
 
     if not exact:
         config.lora_dropout = SOME_RATE
@@ -223,7 +223,7 @@ def _require_room(model: nn.Module, job: Job, config: LoraConfig) -> None:
     """
     linears = [module for module in model.modules() if isinstance(module, nn.Linear)]
     sides = [linear.in_features + linear.out_features for linear in linears]
-    rank = max([config.r, *(config.rank_pattern or {}).values()])
+    rank = max([getattr(config, "r", 1), *(getattr(config, "rank_pattern", None) or {}).values()])
     room = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     needed = 4 * rank * min(sides, default=0)
     if needed > room:
@@ -254,13 +254,14 @@ def _wrap(model: nn.Module, job: Job, config: LoraConfig, backbone: Backbone) ->
             )
         except (ValueError, TypeError) as error:
             raise JobError(
-                "PEFT refuses the LoRA fields on this base",
+                f"PEFT refuses the fields of {config.peft_type} on this base",
                 job=job.name,
                 base=backbone.title,
                 found=error,
                 help="name other linear modules in lora.target_modules",
             ) from error
     wrapped.train()
+    make_traceable(wrapped)
     for module in wrapped.modules():
         for name, parameter in list(module._parameters.items()):
             if parameter is None or id(parameter) not in backbone.names:

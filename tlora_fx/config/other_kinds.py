@@ -1,0 +1,251 @@
+"""Kinds of adapters that PEFT has beside LoRA, and which fields of their configs a job may name.
+
+A job names its kind by `peft_type`. Names and defaults are those of PEFT's config classes. A job's
+branch of such a kind runs as PEFT's own module computes it.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import warnings
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, Self
+
+from pydantic import (
+    AfterValidator,
+    BeforeValidator,
+    Field,
+    StrictBool,
+    StrictFloat,
+    StrictInt,
+    model_validator,
+)
+
+from tlora_fx.config.fields import (
+    IDENTITY,
+    Alpha,
+    LoraSpec,
+    Names,
+    Rank,
+    Refused,
+    layer_numbers,
+    lora_mapping,
+    name_list,
+    whole_number,
+)
+from tlora_fx.config.validation import Spec, refuse
+from tlora_fx.errors import nearest
+
+if TYPE_CHECKING:
+    import peft
+
+_DROPS = "it drops parts of a module by a draw that no job's seed decides, not supported yet"
+_BIAS = "a trained bias belongs to LoRA jobs here"
+
+
+class OtherKind(Spec):
+    """Fields that all kinds share.
+
+    refused   fields that have to keep their default, and why
+    """
+
+    refused: ClassVar[Mapping[str, Refused]] = {}
+
+    peft_type: Annotated[str, BeforeValidator(lambda value: str(value).upper())]
+    target_modules: Names = None
+    modules_to_save: Annotated[Any, AfterValidator(name_list)] = None
+
+    @model_validator(mode="before")
+    @classmethod
+    def _only_known(cls, data: Mapping[str, Any]) -> dict[str, Any]:
+        return {
+            key: value
+            for key, value in data.items()
+            if key in cls.model_fields or cls._drops(key, value)
+        }
+
+    @classmethod
+    def _drops(cls, key: str, value: object) -> bool:
+        """Refuse a key that is no field; False where its value means nothing."""
+        kind = cls.__name__.removesuffix("Spec")
+        if key in IDENTITY:
+            if value in (None, False) or (key == "task_type" and value == "CAUSAL_LM"):
+                return False
+            raise refuse(f"'{key}' is refused", help=IDENTITY[key])
+        if key in cls.refused:
+            if value in (None, cls.refused[key].default):
+                return False
+            raise refuse(f"'{key}' is refused: {cls.refused[key].reason}", help="leave it out")
+        near = nearest(key, [*cls.model_fields, *cls.refused])
+        if not near and _default_of(cls, key, value):
+            return False
+        help = f"did you mean '{near}'?" if near else f"known keys: {', '.join(cls.model_fields)}"
+        raise refuse(f"unknown key '{key}' in 'lora' of the kind {kind}", help=help)
+
+
+class _Layered(OtherKind):
+    """Kinds that can be confined to some layers."""
+
+    layers_to_transform: Annotated[Any, AfterValidator(layer_numbers)] = None
+    layers_pattern: Names = None
+
+    @model_validator(mode="after")
+    def _pattern_has_layers(self) -> Self:
+        if self.layers_pattern is not None and self.layers_to_transform is None:
+            raise refuse("'layers_pattern' needs 'layers_to_transform'")
+        return self
+
+
+class IA3Spec(OtherKind):
+    """IA³: factors of the results of modules, or of what feed-forward modules read."""
+
+    exclude_modules: Names = None
+    feedforward_modules: Names = None
+    fan_in_fan_out: StrictBool = False
+    init_ia3_weights: StrictBool = True
+
+
+class _Lycoris(_Layered):
+    refused: ClassVar[Mapping[str, Refused]] = {
+        "rank_dropout": Refused(0.0, _DROPS),
+        "module_dropout": Refused(0.0, _DROPS),
+        "rank_dropout_scale": Refused(False, _DROPS),
+        "use_effective_conv2d": Refused(False, "adapters on convolutions are not supported yet"),
+    }
+
+    exclude_modules: Names = None
+    r: Rank = 8
+    alpha: Alpha = 8
+    rank_pattern: dict[str, Rank] = Field(default={})
+    alpha_pattern: dict[str, Alpha] = Field(default={})
+
+
+class LoHaSpec(_Lycoris):
+    """LoHa: the elementwise product of two low-rank products."""
+
+    init_weights: StrictBool = True
+
+
+class LoKrSpec(_Lycoris):
+    """LoKr: a Kronecker product."""
+
+    decompose_both: StrictBool = False
+    decompose_factor: StrictInt = -1
+    init_weights: StrictBool | Literal["lycoris"] = True
+
+
+class OFTSpec(_Layered):
+    """OFT: blocks of what a module reads are rotated."""
+
+    refused: ClassVar[Mapping[str, Refused]] = {
+        "module_dropout": Refused(0.0, _DROPS),
+        "coft": Refused(False, "constrained OFT changes its own weights in the forward"),
+        "eps": Refused(6e-5, "it belongs to 'coft', which is refused"),
+        "bias": Refused("none", _BIAS),
+    }
+
+    exclude_modules: Names = None
+    r: StrictInt = Field(default=0, ge=0)
+    oft_block_size: StrictInt = Field(default=32, ge=0)
+    fan_in_fan_out: StrictBool = False
+    block_share: StrictBool = False
+    use_cayley_neumann: StrictBool = True
+    num_cayley_neumann_terms: StrictInt = Field(default=5, ge=1)
+    init_weights: StrictBool = True
+
+    @model_validator(mode="after")
+    def _one_size(self) -> Self:
+        if (self.r == 0) == (self.oft_block_size == 0):
+            raise refuse("OFT needs one of 'r' and 'oft_block_size'", help="set the other one to 0")
+        return self
+
+
+class VeRASpec(_Layered):
+    """VeRA: two vectors a module around matrices that are drawn once for all modules."""
+
+    refused: ClassVar[Mapping[str, Refused]] = {
+        "bias": Refused("none", _BIAS),
+        "save_projection": Refused(
+            False,
+            "PEFT draws the projections again from 'projection_prng_key', so no file has them",
+        ),
+    }
+
+    r: Rank = 256
+    projection_prng_key: StrictInt = Field(default=0, ge=0)
+    vera_dropout: StrictFloat = Field(default=0.0, ge=0, lt=1)
+    d_initial: StrictFloat = 0.1
+    fan_in_fan_out: StrictBool = False
+    init_weights: StrictBool = True
+
+
+OTHER_KINDS: Mapping[str, type[OtherKind]] = {
+    "IA3": IA3Spec,
+    "LOHA": LoHaSpec,
+    "LOKR": LoKrSpec,
+    "OFT": OFTSpec,
+    "VERA": VeRASpec,
+}
+
+
+#: Which field is the rate of an adapter's dropout, where a kind has one.
+DROPOUT_FIELDS: Mapping[str, str] = {"LORA": "lora_dropout", "VERA": "vera_dropout"}
+
+
+def kind_of(fields: Mapping[str, Any]) -> str:
+    """The `peft_type` of a job's adapter by its fields, in capitals."""
+    return str(fields.get("peft_type") or "LORA").upper()
+
+
+def adapter_spec(value: object) -> type[Spec]:
+    """The spec that validates a job's `lora`."""
+    kind = kind_of(value) if isinstance(value, Mapping) else ""
+    return OTHER_KINDS.get(kind, LoraSpec)
+
+
+def adapter_mapping(value: object) -> dict[str, Any]:
+    """Validate the `lora` mapping of a job, of any kind: honoured fields that were given."""
+    if isinstance(value, LoraSpec) or adapter_spec(value) is LoraSpec:
+        return lora_mapping(value)
+    spec: Any = adapter_spec(value).model_validate(value)
+    fields = {name: getattr(spec, name) for name in sorted(spec.model_fields_set)}
+    if "alpha" in fields:
+        fields["alpha"] = whole_number(spec.alpha)
+    if "alpha_pattern" in fields:
+        fields["alpha_pattern"] = {k: whole_number(x) for k, x in spec.alpha_pattern.items()}
+    return fields
+
+
+def peft_config(fields: Mapping[str, Any]) -> peft.PeftConfig:
+    """A new config of PEFT's class of the kind, for a causal language model. Imports PEFT.
+
+    raises  ValueError or TypeError where PEFT refuses the fields
+    """
+    import peft
+
+    given = {key: value for key, value in fields.items() if key != "peft_type"}
+    if kind_of(fields) == "VERA":
+        given["save_projection"] = False
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # of VeRA's projections, which are drawn again
+        config: peft.PeftConfig = _config_class(kind_of(fields))(
+            task_type=peft.TaskType.CAUSAL_LM, **given
+        )
+    return config
+
+
+def _config_class(kind: str) -> Any:
+    from peft import PeftType
+    from peft.mapping import PEFT_TYPE_TO_CONFIG_MAPPING
+
+    return PEFT_TYPE_TO_CONFIG_MAPPING[PeftType(kind)]
+
+
+def _default_of(spec: type[OtherKind], key: str, value: object) -> bool:
+    """Whether PEFT has this field for the kind, and this is its default. Imports PEFT."""
+    kind = next(name for name, known in OTHER_KINDS.items() if known is spec)
+    for field in dataclasses.fields(_config_class(kind)):
+        if field.name == key:
+            factory = field.default_factory
+            return value == (factory() if factory is not dataclasses.MISSING else field.default)
+    return False
