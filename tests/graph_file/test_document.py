@@ -16,6 +16,7 @@ from tlora_fx.compiler import DEFAULT_PIPELINE, prepare, resolve_pipeline, run_p
 from tlora_fx.errors import GraphFileNotReadable, GraphNotStorable
 from tlora_fx.graph_file import Document, from_document, to_document
 from tlora_fx.ir.graph import ancestry
+from tlora_fx.ir.shapes import FIRST_SEGMENT_SIZE
 from tlora_fx.ir.verifier import fingerprint, named_graphs, owners
 from tlora_fx.model.source import group_source
 from tlora_fx.pipeline import Runner
@@ -91,6 +92,7 @@ def test_a_state_is_read_as_it_was_and_compiles_on_alike(compiled, form, place):
     read = from_document(document)
 
     assert document.left_out == []
+    assert str(FIRST_SEGMENT_SIZE) not in document.text
     assert fingerprint(read) == fingerprint(group)
     assert_same_nodes(group, read)
     if place == PLACES[-1]:

@@ -8,6 +8,7 @@ import dataclasses
 import gc
 import importlib
 import operator
+import re
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -46,7 +47,7 @@ from tlora_fx.ir.graph import (
     TensorRef,
 )
 from tlora_fx.ir.names import hold_names
-from tlora_fx.ir.shapes import give_value, remember_runs
+from tlora_fx.ir.shapes import give_value, remember_runs, segment_size
 from tlora_fx.ir.verifier import fingerprint
 
 # Layers that one line may name: a damaged number must not fill the memory.
@@ -702,6 +703,8 @@ class _Values:
             return item.value
         if isinstance(item, ast.UnaryOp) and isinstance(item.op, ast.USub):
             return -self._expression(item.operand, mode)
+        if isinstance(item, ast.Name) and (segment := re.fullmatch(r"T(\d+)", item.id)):
+            return segment_size(int(segment[1]))
         if isinstance(item, ast.Name) and mode is not None:
             return self._symbols[mode][item.id]
         if isinstance(item, ast.BinOp) and isinstance(item.op, (ast.Mult, ast.Add)):

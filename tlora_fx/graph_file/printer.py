@@ -44,7 +44,7 @@ from tlora_fx.ir.graph import (
     Origin,
     TensorRef,
 )
-from tlora_fx.ir.shapes import RUN
+from tlora_fx.ir.shapes import RUN, size_text
 from tlora_fx.ir.verifier import fingerprint
 from tlora_fx.version import __version__
 
@@ -442,7 +442,7 @@ class _Sizes:
 
     def _expression(self, size: int | torch.SymInt, mode: int | None) -> str:
         if isinstance(size, int):
-            return str(size)
+            return size_text(size)
         assert mode is not None
         return self._tree(size.node.expr, mode)
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any
 
 import torch
@@ -61,15 +62,22 @@ def segment_size(job: int) -> int:
 
 def shape_text(shape: Iterable[Any]) -> str:
     """A shape as people read it: "[1, T0, 64]", where T0 is the size of the first job's segment."""
-    return f"[{', '.join(map(_size_text, shape))}]"
+    return f"[{', '.join(map(size_text, shape))}]"
 
 
-def _size_text(size: Any) -> str:
+def size_text(size: Any) -> str:
+    """A size as people read it: T0 is that of the first job's segment, "4*T0" four times it."""
     if isinstance(size, int) and size >= FIRST_SEGMENT_SIZE:
-        for job in range(MOST_JOBS):
-            if size % segment_size(job) == 0:
-                times = size // segment_size(job)
-                return f"T{job}" if times == 1 else f"{times}*T{job}"
+        return _segments_text(size)
+    return str(size)
+
+
+@lru_cache(maxsize=4096)
+def _segments_text(size: int) -> str:
+    for job in range(MOST_JOBS):
+        if size % segment_size(job) == 0:
+            times = size // segment_size(job)
+            return f"T{job}" if times == 1 else f"{times}*T{job}"
     return str(size)
 
 
