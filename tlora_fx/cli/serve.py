@@ -4,15 +4,20 @@ from __future__ import annotations
 
 import json
 import logging
+import multiprocessing
+import signal
 import sys
 import threading
 import time
-from contextlib import suppress
-from dataclasses import dataclass, field
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime
 from ipaddress import ip_address
+from multiprocessing.connection import Connection
+from multiprocessing.process import BaseProcess
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated
 
 import typer
 
@@ -26,13 +31,8 @@ from tlora_fx.cli.run import (
 )
 from tlora_fx.errors import ServiceRefused
 
-if TYPE_CHECKING:
-    import uvicorn
-
-    from tlora_fx.scheduler.service import SchedulerService
-    from tlora_fx.server.app import Service
-
-START_SECONDS = 30.0
+#: A connection that nobody uses; longer than clients keep theirs, so that none meets a closed one.
+KEEP_SECONDS = 75
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -85,106 +85,110 @@ def run(options: ServeCommandOptions) -> None:
     for file in (options.tls_cert, options.tls_key):
         if file is not None and not file.is_file():
             raise ServiceRefused("there is no such file", found=file, help="see --tls-cert")
-    output = options.output or Path("runs") / datetime.now(UTC).strftime("%Y%m%d-%H%M%S")
+    options = replace(options, output=options.output or _new_folder())
+    assert options.output is not None
     _log_to_stderr(options.log_format)
-    limits = _limits(options)
 
     from tlora_fx.server.store import ServiceStore
 
-    store = ServiceStore(output)
+    store = ServiceStore(options.output)
     if not options.loopback:
         store.require_tokens(options.host)
 
     from tlora_fx.scheduler.service import Estimates, opened
-    from tlora_fx.server.app import make_service
     from tlora_fx.server.control import Control, EventLog
 
     cluster, kind, adapted = placed(options)
     estimates = Estimates(cluster, tuple(options.profile or ()))
-    callback = EventLog(store)
     with opened(
-        store.inbox, output, cluster, policy, estimates.estimator, estimates, callback,
-        adapted(options.service(kind, estimates.layout_of)),
+        store.inbox, options.output, cluster, policy, estimates.estimator, estimates,
+        EventLog(store), adapted(options.service(kind, estimates.layout_of)),
     ) as running:  # fmt: skip
-        running.before_advance = Control(store, output, running)
+        running.before_advance = Control(store, options.output, running)
         # Only now: another service may hold the folder.
-        service = make_service(
-            output, limits, open_to_all=options.loopback,
-            gpus=cluster.gpus, gpu=cluster.gpu, policy=policy.name,
-        )  # fmt: skip
-        _serve(options, service, running)
+        answering = _answering(options, cluster.gpus, cluster.gpu, policy.name)
+        with StopSignals(running), answering as process:
+            while running.turn():
+                time.sleep(TURN_SECONDS)
+                if not process.is_alive():
+                    running.stop()
     if running.stopping:
-        raise KeyboardInterrupt(f"every group is safe; go on with -o {output}")
+        raise KeyboardInterrupt(f"every group is safe; go on with -o {options.output}")
 
 
-def _limits(options: ServeCommandOptions) -> Any:
-    from tlora_fx.server.submission import IntakeLimits
-
-    return IntakeLimits(
-        tuple(options.root or ()),
-        int(options.max_upload * (1 << 20)),
-        int(options.max_stored * (1 << 30)),
-        options.trust_remote_code,
-    )
+def _new_folder() -> Path:
+    return Path("runs") / datetime.now(UTC).strftime("%Y%m%d-%H%M%S")
 
 
-def _serve(options: ServeCommandOptions, service: Service, running: SchedulerService) -> None:
-    """Turn the run until it is stopped, while a thread answers requests."""
+@contextmanager
+def _answering(
+    options: ServeCommandOptions, gpus: int, gpu: str, policy: str
+) -> Iterator[BaseProcess]:
+    """Inside, requests are answered by a process of their own, which planning never keeps waiting.
+
+    It says where it listens, and ends with this process, however that ends.
+    """
+    spawn = multiprocessing.get_context("spawn")
+    mine, its = spawn.Pipe()
+    process = spawn.Process(target=_answer, args=(options, gpus, gpu, policy, its), daemon=True)
+    process.start()
+    its.close()
+    with mine:
+        try:
+            port = mine.recv()
+        except EOFError:
+            raise ServiceRefused(
+                "it cannot listen there",
+                found=f"{options.host}:{options.port}",
+                help="choose another --port; the log says why",
+            ) from None
+        scheme = "https" if options.tls_cert else "http"
+        host = f"[{options.host}]" if ":" in options.host else options.host
+        print(f"{scheme}://{host}:{port}", flush=True)  # noqa: T201  (a pipe shall hear it now)
+        yield process
+    process.join(10)
+
+
+def _answer(
+    options: ServeCommandOptions, gpus: int, gpu: str, policy: str, parent: Connection
+) -> None:
+    """Answer requests until the parent has ended; it alone hears signals."""
     import uvicorn
 
-    from tlora_fx.server.app import make_app
+    from tlora_fx.server.app import is_address, make_app, make_service
+    from tlora_fx.server.submission import IntakeLimits
 
-    hosts = () if ip_or_local(options.host) else (options.host,)
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        signal.signal(number, signal.SIG_IGN)
+    # Threads that read or write for others do not keep who answers waiting.
+    sys.setswitchinterval(0.001)
+    _log_to_stderr(options.log_format)
+    limits = IntakeLimits(
+        tuple(options.root or ()), int(options.max_upload * (1 << 20)),
+        int(options.max_stored * (1 << 30)), options.trust_remote_code,
+    )  # fmt: skip
+    assert options.output is not None
+    service = make_service(
+        options.output, limits, open_to_all=options.loopback, gpus=gpus, gpu=gpu, policy=policy
+    )
     config = uvicorn.Config(
-        make_app(service, hosts), options.host, options.port, access_log=False, log_config=None,
+        make_app(service, () if is_address(options.host) else (options.host,)),
+        options.host, options.port, access_log=False, log_config=None,
         ssl_certfile=options.tls_cert and str(options.tls_cert),
         ssl_keyfile=options.tls_key and str(options.tls_key), timeout_graceful_shutdown=5,
+        timeout_keep_alive=KEEP_SECONDS,
     )  # fmt: skip
     server = uvicorn.Server(config)
-    thread = threading.Thread(target=_answer, args=(server, running), daemon=True)
-    signals = StopSignals(running)
-    with signals:
-        thread.start()
-        _announce(options, server, thread)
-        while running.turn():
-            time.sleep(TURN_SECONDS)
-    server.should_exit = True
-    thread.join(10)
-
-
-def _answer(server: uvicorn.Server, running: SchedulerService) -> None:
-    """Answer until the end; a server that ends by itself stops the run, and all is safe."""
-    try:
-        with suppress(SystemExit):
-            server.run()
-    finally:
-        running.stop()
-
-
-def _announce(
-    options: ServeCommandOptions, server: uvicorn.Server, thread: threading.Thread
-) -> None:
-    """Say where it listens, once it does."""
-    end = time.monotonic() + START_SECONDS
-    while not server.started and thread.is_alive() and time.monotonic() < end:
+    thread = threading.Thread(target=server.run, daemon=True)
+    thread.start()
+    while not server.started and thread.is_alive():
         time.sleep(0.02)
-    if not server.started:
-        raise ServiceRefused(
-            "it cannot listen there",
-            found=f"{options.host}:{options.port}",
-            help="choose another --port; the log says why",
-        )
-    port = server.servers[0].sockets[0].getsockname()[1]
-    scheme = "https" if options.tls_cert else "http"
-    host = f"[{options.host}]" if ":" in options.host else options.host
-    print(f"{scheme}://{host}:{port}", flush=True)  # noqa: T201  (a pipe shall hear it now)
-
-
-def ip_or_local(host: str) -> bool:
-    """Whether a host is an address."""
-    with suppress(ValueError):
-        return bool(ip_address(host))
-    return False
+    if server.started:
+        parent.send(server.servers[0].sockets[0].getsockname()[1])
+        while thread.is_alive() and not parent.poll(1.0):
+            continue
+    service.ending = server.should_exit = True
+    thread.join(10)
 
 
 class _JsonLines(logging.Formatter):

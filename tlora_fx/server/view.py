@@ -22,8 +22,8 @@ from tlora_fx.server.store import OwnedJob, ServiceStore, User
 POINTS = 120
 #: Formations that are shown, the newest.
 GROUPS = 1000
-#: Bytes of one job's metrics, and jobs that have ended, that one look reads.
-READ_BYTES, READ_ENDED = 4 << 20, 100
+#: Of one job's metrics, at a time.
+READ_BYTES = 4 << 20
 #: Over which the share of GPUs that groups held is taken.
 WINDOW_SECONDS = 600.0
 
@@ -139,18 +139,19 @@ class Metrics:
             if status.st_ino != self._inode or status.st_size < self._read:
                 self.__init__(self.path)  # type: ignore[misc]
                 self._inode = status.st_ino
-            if status.st_size == self._read:
-                return False
+            before = self._read
             with self.path.open("rb") as file:
-                file.seek(self._read)
-                content = file.read(READ_BYTES)
+                while status.st_size > file.seek(self._read):
+                    content = file.read(READ_BYTES)
+                    whole = content[: content.rfind(b"\n") + 1]
+                    if not whole:
+                        break
+                    self._read += len(whole)
+                    for row in parsed_metrics(whole):
+                        self._take(row)
         except OSError:
             return False
-        whole = content[: content.rfind(b"\n") + 1]
-        self._read += len(whole)
-        for row in parsed_metrics(whole):
-            self._take(row)
-        return bool(whole)
+        return self._read > before
 
     def _take(self, row: dict[str, Any]) -> None:
         if row.get("eval_loss") is not None:
@@ -206,21 +207,35 @@ class RunView:
             [(last,)] = self.store.rows("SELECT coalesce(max(number), 0) FROM events")
             self.last_event = int(last)
             self._ledger = ledger
-        version, ended = self.version + 1, READ_ENDED
+        version = self.version + 1
         for owned in self._owned:
             shown = self.shown.get(owned.name)
-            metrics = self.metrics.get(owned.name)
-            fresh = False
-            if owned.active or metrics is None:
-                ended -= not owned.active
-                fresh = ended > 0 and self._read_metrics(owned)
-            if fresh or shown is None or shown.owned != owned or self._moved(shown):
-                self.shown[owned.name] = self._show(owned, version)
+            changed = shown is None or shown.owned != owned or self._moved(shown)
+            # Once it has ended, or waits, it is read a last time.
+            fresh = (changed or owned.status == "running") and self._read_metrics(owned)
+            if changed or fresh:
+                self.shown[owned.name] = self.show(owned, version)
                 self.version = version
 
-    def show_now(self, owned: OwnedJob) -> JobStatus:
-        """A job that was changed a moment ago."""
-        return self._show(owned, self.version).status
+    def show(self, owned: OwnedJob, version: int = 0) -> Shown:
+        """A job, as far as its metrics were read."""
+        metrics = self.metrics.get(owned.name) or Metrics(Path())
+        request = json.loads(owned.request) if owned.request else {}
+        span = self._places.get(owned.name) if owned.active else None
+        begun = self.store.started
+        told = owned.told if owned.status is None and owned.state == "refused" else ""
+        status = JobStatus(
+            name=owned.name, user=owned.user, state=owned.state,
+            reason=owned.reason or told or "",
+            step=max(metrics.step, int(owned.steps or 0)), steps=owned.total,
+            priority=owned.priority, submission=owned.submission, submitted=owned.submitted,
+            started=None if owned.first_started is None else begun + owned.first_started,
+            ended=None if owned.ended is None else begun + owned.ended,
+            base=request.get("base", ""), loss=metrics.loss, eval_loss=metrics.eval_loss,
+            tokens_per_second=metrics.tokens_per_second,
+            group=span.epoch if span else None, gpus=span.gpus if span else (),
+        )  # fmt: skip
+        return Shown(owned, status, status.model_dump_json().encode(), version)
 
     def visible(self, user: User, after: int = -1) -> list[Shown]:
         """A user's jobs that changed behind a version, in order of submission."""
@@ -296,25 +311,6 @@ class RunView:
     def _moved(self, shown: Shown) -> bool:
         span = self._places.get(shown.owned.name)
         return shown.status.group != (span.epoch if span and shown.owned.active else None)
-
-    def _show(self, owned: OwnedJob, version: int) -> Shown:
-        metrics = self.metrics.get(owned.name) or Metrics(Path())
-        request = json.loads(owned.request) if owned.request else {}
-        span = self._places.get(owned.name) if owned.active else None
-        begun = self.store.started
-        told = owned.told if owned.status is None and owned.state == "refused" else ""
-        status = JobStatus(
-            name=owned.name, user=owned.user, state=owned.state,
-            reason=owned.reason or told or "",
-            step=max(metrics.step, int(owned.steps or 0)), steps=owned.total,
-            priority=owned.priority, submission=owned.submission, submitted=owned.submitted,
-            started=None if owned.first_started is None else begun + owned.first_started,
-            ended=None if owned.ended is None else begun + owned.ended,
-            base=request.get("base", ""), loss=metrics.loss, eval_loss=metrics.eval_loss,
-            tokens_per_second=metrics.tokens_per_second,
-            group=span.epoch if span else None, gpus=span.gpus if span else (),
-        )  # fmt: skip
-        return Shown(owned, status, status.model_dump_json().encode(), version)
 
     def _own(self, user: User, jobs: Sequence[str]) -> tuple[str, ...]:
         return tuple(name for name in jobs if self._may_see(user, name))
