@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from contextlib import suppress
 
+import httpx
 import pytest
 
 from tests.server.conftest import as_scheduled, asked, job_file, listen  # noqa: F401  (a fixture)
-from tlora_fx.cli import main
+from tlora_fx.cli import client, main
+from tlora_fx.errors import ServiceUnreachable
 
 CODE = """
 import sys
@@ -69,6 +72,31 @@ def test_a_job_goes_from_its_file_to_its_adapter(said, tmp_path):
     say("fetch", "a", "-o", tmp_path / "here")
     fetched = tmp_path / "here" / "alice.a" / "adapter_model.safetensors"
     assert fetched.read_bytes() == b"weights"
+
+
+@pytest.mark.parametrize(
+    ("method", "headers", "sent"),
+    [("GET", {}, 2), ("POST", {"Idempotency-Key": "k"}, 2), ("PUT", {}, 2), ("POST", {}, 1)],
+)
+def test_what_may_be_repeated_is_sent_again_over_a_broken_connection(
+    monkeypatch, method, headers, sent
+):
+    """A submission has its key; a cancel may have been done though no answer came."""
+    monkeypatch.setattr(client, "PAUSE_SECONDS", 0.0)
+    bodies = []
+
+    def answer(request):
+        bodies.append(request.read())
+        if len(bodies) == 1:
+            raise httpx.ReadError("closed")
+        return httpx.Response(200, json={"jobs": []})
+
+    here = client.Connection("http://here", None, None)
+    here.client = httpx.Client(base_url="http://here", transport=httpx.MockTransport(answer))
+    with suppress(ServiceUnreachable):
+        assert here.ask(method, "jobs", lambda: b"whole", headers=headers) == {"jobs": []}
+
+    assert bodies == [b"whole"] * sent
 
 
 def test_what_the_service_refuses_is_told_in_its_words(said, tmp_path, monkeypatch):

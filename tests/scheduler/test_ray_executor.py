@@ -63,11 +63,11 @@ class RayHere:
 
         return SimpleNamespace(options=lambda **named: SimpleNamespace(remote=create))
 
-    def wait(self, replies, timeout):
+    def wait(self, replies, timeout, num_returns=1):
         return [reply for reply in replies if reply.ready()], []
 
     def get(self, reply):
-        return reply.value()
+        return [each.value() for each in reply] if isinstance(reply, list) else reply.value()
 
     def kill(self, actor):
         if self.kills:
@@ -87,6 +87,8 @@ class ActorHere:
         self.worker.module = import_module(module)
         self.work = SimpleNamespace(remote=self.begin)
         self.replies = []
+        self.dead = False
+        self.__ray_ready__ = SimpleNamespace(remote=lambda: Answer(self))
 
     def begin(self, *given):
         self.replies.append(Reply(lambda: self.worker.work(*given)))
@@ -96,6 +98,20 @@ class ActorHere:
         for reply in self.replies:
             if not reply.ready():
                 os.kill(reply.pid, signal.SIGKILL)
+
+
+class Answer:
+    """What an actor that waits answers at once."""
+
+    def __init__(self, actor):
+        self.actor = actor
+
+    def ready(self):
+        return True
+
+    def value(self):
+        if self.actor.dead:
+            raise RayError("the actor has died")
 
 
 class Reply:
@@ -275,6 +291,28 @@ def test_a_worker_stays_for_the_next_group_of_its_place(bench, ray):
         here.executor.release(group, epoch)
 
     assert [len(actor.replies) for actor in ray.actors] == [2, 1]
+
+
+def test_the_death_of_an_actor_that_waits_is_seen_before_a_group_needs_it(bench, ray, monkeypatch):
+    """Its place is given back, and the next group there has another actor and fails nothing."""
+    monkeypatch.setattr(executor, "PROBE_SECONDS", 0.0)
+    removed = []
+    monkeypatch.setattr(executor, "remove_placement_group", removed.append)
+    here = bench(more={"stays": True}, a={"steps": 3, "base": "x"}, b={"steps": 3, "base": "x"})
+    group = here.launch(1, "a")
+    here.until(Drained, epoch=1)
+    here.executor.release(group, 1)
+    here.executor.events()
+    assert removed == []
+    ray.actors[0].dead = True
+    here.executor.events()
+    here.executor.events()
+
+    assert len(removed) == 1
+    here.launch(2, "b")
+    here.until(Drained, epoch=2)
+    assert [len(actor.replies) for actor in ray.actors] == [1, 1]
+    assert not here.of(Failed)
 
 
 def test_a_group_that_takes_over_has_the_place_and_the_lease(bench, ray):

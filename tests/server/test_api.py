@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import io
+import os
 import tarfile
 import threading
 from pathlib import Path
@@ -233,6 +234,7 @@ def test_tokens_are_needed_as_soon_as_there_are_users(asked):
     it = asked()
     assert it.ask("GET", "/api/v1/jobs").status_code == 200
     token = it.add("alice")
+    it.service.users.clear()
     it.tokens["wrong"] = "tlora-x"
 
     assert it.ask("GET", "/api/v1/jobs").status_code == 401
@@ -334,6 +336,31 @@ def test_a_restart_puts_back_what_was_taken(asked):
 
     assert written.read_text() == content
     assert not stray.exists()
+
+
+def test_uploads_that_no_job_needs_are_removed(asked):
+    """Those of jobs that may still train stay, and so does all that is new."""
+    it = asked(keep_seconds=100.0)
+    sha256 = it.upload(b'{"text": "hello"}\n')
+    for name in "ab":
+        body = {"files": {"mine.jsonl": sha256}}
+        it.submit(job_file(name, data="mine.jsonl"), name, **body)
+    store = it.service.store
+    folders = [store.folder / "submitted" / taken.folder for taken in store.submissions()]
+    as_scheduled(it.folder, [("a", "b")])
+    store.rows("UPDATE jobs SET status = 'done', steps = 10, ended = 0 WHERE name = 'a'")
+    it.service.intake.collect()
+    assert all((folder / "mine.jsonl").is_file() for folder in folders)
+    upload = store.folder / "uploads" / "local" / sha256
+    assert upload.is_file()
+
+    os.utime(upload, (1, 1))
+    store.rows("UPDATE submissions SET time = 1")
+    store.started -= 1000.0
+    it.service.intake.collect()
+    assert [folder.exists() for folder in folders] == [False, True]
+    assert (folders[1] / "mine.jsonl").is_file()
+    assert not upload.exists()
 
 
 def test_what_a_job_did_is_told(asked):

@@ -3,13 +3,22 @@
 from __future__ import annotations
 
 import os
+import random
+import socket
+import threading
 import time
 import traceback
+from collections import Counter
+from contextlib import suppress
+from functools import partial
 
+import httpx
 import pytest
+import uvicorn
 
 from tests.scheduler.fork_here import ForkHere
 from tests.scheduler.run_folder import Prepared, audit, kill, options
+from tests.scheduler.test_service import require_trained_once
 from tests.scheduler.toy import Roofline
 from tests.server.conftest import EXAMPLES, job_file
 from tlora_fx.cost.hardware import Cluster
@@ -17,12 +26,13 @@ from tlora_fx.scheduler import service
 from tlora_fx.scheduler.policies import policy_of
 from tlora_fx.scheduler.service import opened
 from tlora_fx.server import control
-from tlora_fx.server.app import make_service
+from tlora_fx.server.app import make_app, make_service
 from tlora_fx.server.control import Control, EventLog
 from tlora_fx.server.store import LOCAL, User
 from tlora_fx.server.submission import IntakeLimits
 
 ME = User(LOCAL, admin=True, priority=9)
+KILLS = 60
 
 
 @pytest.fixture(autouse=True)
@@ -136,34 +146,92 @@ def test_of_jobs_that_wait_the_highest_priority_is_started_first(tmp_path):
     assert order == ["first", "high", "low"]
 
 
-def test_a_killed_service_goes_on_and_a_paused_job_stays_paused(tmp_path):
-    """What was submitted while nobody read is read, what was wanted is done, nothing is lost."""
-    folder = tmp_path / "run"
-    it = made(folder)
-    submit(it, "a", "c", steps=40)
-    it.store.want(ME, "c", "pause")
+def forked(action) -> int:
+    """A process of its own for an action; its number."""
     pid = os.fork()
     if pid == 0:
+        code = 1
         try:
-            run(made(folder), lambda: until(lambda: False))
+            action()
+            code = 0
         except BaseException:  # noqa: BLE001
             traceback.print_exc()
-        os._exit(1)
-    while not begun(it, "a"):
-        time.sleep(0.02)
-    assert kill(pid)
+        os._exit(code)
+    return pid
+
+
+def serve(folder, listening, count):
+    """Answer requests and train until so many jobs are done; the paused one waits."""
     it = made(folder)
-    submit(it, "b", steps=5)
+    config = uvicorn.Config(make_app(it), log_config=None, timeout_graceful_shutdown=1)
+    server = uvicorn.Server(config)
+    threading.Thread(target=server.run, args=([listening],), daemon=True).start()
+    wanted = {"paused": 1, "done": count}
+    run(it, lambda: until(lambda: Counter(states(it).values()) == wanted))
 
-    def script():
-        yield from until(lambda: states(it) == {"a": "done", "b": "done", "c": "paused"})
 
-    run(it, script)
-    assert not begun(it, "c")
-    committed = 0
-    for _, _, what, job, step in audit(folder):
-        if job == "a" and what == "begin":
-            assert step >= committed
-        if job == "a" and what == "commit":
-            committed = max(step, committed)
-    assert [job.steps for job in it.store.jobs()][:1] == [40]
+def send(address, steps):
+    """Submit jobs, each again and again until the service has answered."""
+    with httpx.Client(base_url=address, timeout=5.0) as client:
+        for name, count in steps.items():
+            body, answer = {"job_file": job_file(name, max_steps=count)}, None
+            while answer is None:
+                with suppress(httpx.TransportError):
+                    answer = client.post(
+                        "/api/v1/submissions", json=body, headers={"Idempotency-Key": name}
+                    )
+            assert answer.status_code in (200, 201), answer.text
+
+
+def over(pid):
+    """Whether a process has ended; it stays to be waited for."""
+    return os.waitid(os.P_PID, pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is not None
+
+
+def written(folder):
+    """Bytes of what was taken and trained so far."""
+    audit = folder / "audit.jsonl"
+    taken = len(list((folder / "service" / "inbox").iterdir()))
+    return taken, audit.stat().st_size if audit.exists() else 0
+
+
+def require_kept_over_kills(folder, kills, steps):
+    """Kill a service while jobs are sent to it and trained; nothing is lost, nothing doubled."""
+    chance = random.Random(7)
+    it = made(folder)
+    submit(it, "paused", steps=40)
+    it.store.want(ME, "paused", "pause")
+    with socket.create_server(("127.0.0.1", 0)) as listening:
+        sender = forked(partial(send, f"http://127.0.0.1:{listening.getsockname()[1]}", steps))
+        serves = partial(forked, partial(serve, folder, listening, len(steps)))
+        pid, hits = serves(), 0
+        for _ in range(kills):
+            before = written(folder)
+            while written(folder) == before and not over(pid):
+                time.sleep(0.01)
+            time.sleep(chance.uniform(0.0, 0.2))
+            if over(pid):
+                break
+            hits += kill(pid)
+            pid = serves()
+        assert os.waitpid(sender, 0)[1] == 0
+        assert os.waitpid(pid, 0)[1] == 0
+    assert hits > 0
+    names = [job.name for job in it.store.jobs()]
+    assert sorted(names) == sorted(["paused", *steps])
+    assert len(it.store.submissions()) == len(names)
+    assert not begun(it, "paused")
+    it.store.rows("DELETE FROM jobs WHERE name = 'paused'")
+    require_trained_once(folder, steps)
+
+
+def test_a_service_that_is_killed_loses_no_job_and_repeats_none(tmp_path):
+    """While jobs are sent, and while they train; what is paused stays paused."""
+    require_kept_over_kills(tmp_path / "run", 3, {f"j{index}": 30 for index in range(3)})
+
+
+@pytest.mark.slow
+def test_a_service_that_is_killed_often_loses_no_job_and_repeats_none(tmp_path):
+    """The same at 60 points, over 40 jobs."""
+    steps = {f"j{index:02d}": 100 + 20 * (index % 7) for index in range(40)}
+    require_kept_over_kills(tmp_path / "run", KILLS, steps)

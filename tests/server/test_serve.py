@@ -21,13 +21,13 @@ SECONDS = 600
 
 
 @contextmanager
-def serving(run):
+def serving(run, *more):
     """A service in a process of its own, killed at the end."""
     command = [
         sys.executable, "-m", "tlora_fx", "serve", "-o", str(run), "--device", "cpu",
         "--slots", "1", "--profile", str(PROFILE), "--root", str(QUICKSTART), "--port", "0",
         "--horizon", "2s", "--save-every", "1s", "--prepare-seconds", str(SECONDS),
-        "--log-format", "json",
+        "--log-format", "json", *more,
     ]  # fmt: skip
     with (run.parent / "log").open("a") as log:
         process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=log)
@@ -51,20 +51,21 @@ def wait(client, true):
 
 
 @pytest.mark.slow
-def test_a_killed_service_loses_no_job_and_repeats_no_step(tmp_path):
+@pytest.mark.parametrize("executor", ["local", "ray"])
+def test_a_killed_service_loses_no_job_and_repeats_no_step(tmp_path, executor):
     """Two jobs, kill -9 while they train, another submission; all end with every step once."""
-    run = tmp_path / "run"
+    run, more = tmp_path / "run", ("--executor", executor)
     body = {"job_file": job_file("a", "b", max_steps=60, max_length=32)}
-    with serving(run) as (process, client):
+    with serving(run, *more) as (process, client):
         first = client.post("/submissions", json=body, headers={"Idempotency-Key": "one"})
         assert first.status_code == 201, first.text
         wait(client, lambda jobs: any(job["step"] >= 3 for job in jobs.values()))
         os.kill(process.pid, signal.SIGKILL)
-    with serving(run) as (_, client):
+    with serving(run, *more) as (_, client):
         again = client.post("/submissions", json=body, headers={"Idempotency-Key": "one"})
         assert again.json() == first.json() | {"replayed": True}
-        more = {"job_file": job_file("c", max_steps=5)}
-        client.post("/submissions", json=more, headers={"Idempotency-Key": "two"})
+        third = {"job_file": job_file("c", max_steps=5)}
+        client.post("/submissions", json=third, headers={"Idempotency-Key": "two"})
         jobs = wait(client, lambda jobs: {job["state"] for job in jobs.values()} == {"done"})
         tar = client.get("/jobs/a/adapter")
 

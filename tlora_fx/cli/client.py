@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 group = command_group("Submit jobs to a service, watch, pause, cancel and fetch them.")
 #: What is tried again where the service is gone for a moment.
-TRIES, PAUSE_SECONDS = 5, 0.5
+TRIES, PAUSE_SECONDS, KEY = 5, 0.5, "Idempotency-Key"
 
 Server = Annotated[
     str, typer.Option(envvar="TLORA_FX_SERVER", help="The service; or set TLORA_FX_SERVER.")
@@ -62,10 +62,28 @@ class Connection:
             base_url=self.server, headers=headers, verify=verify, timeout=60.0
         )
 
-    def ask(self, method: str, path: str, **more: Any) -> Any:
-        """What the service answers, as JSON; raises ServiceUnreachable, AnswerRefused."""
-        response = self._answer(lambda: self.client.request(method, f"/api/v1/{path}", **more))
-        return response.json()
+    def ask(self, method: str, path: str, body: Any = None, **more: Any) -> Any:
+        """What the service answers, as JSON; raises ServiceUnreachable, AnswerRefused.
+
+        body   what makes the content, anew for each try
+        """
+        import httpx
+
+        # Others may have been done though no answer came.
+        repeatable = method != "POST" or KEY in more.get("headers", ())
+        for left in reversed(range(TRIES)):
+            if body is not None:
+                more["content"] = body()
+            try:
+                response = self.client.request(method, f"/api/v1/{path}", **more)
+                self._require(response)
+                return response.json()
+            except httpx.HTTPError as error:
+                away = isinstance(error, httpx.TransportError if repeatable else httpx.ConnectError)
+                if not (left and away):
+                    raise self._unreachable(error) from error
+                time.sleep(PAUSE_SECONDS)
+        raise AssertionError("the last try returns or raises")
 
     @contextmanager
     def stream(self, path: str, **more: Any) -> Iterator[httpx.Response]:
@@ -80,23 +98,6 @@ class Connection:
                 yield response
         except httpx.HTTPError as error:
             raise self._unreachable(error) from error
-
-    def _answer(self, send: Any) -> httpx.Response:
-        import httpx
-
-        for left in reversed(range(TRIES)):
-            try:
-                response: httpx.Response = send()
-                self._require(response)
-                return response
-            except httpx.TransportError as error:
-                # Every call may be repeated: a submission has its key.
-                if not left:
-                    raise self._unreachable(error) from error
-                time.sleep(PAUSE_SECONDS)
-            except httpx.HTTPError as error:
-                raise self._unreachable(error) from error
-        raise AssertionError("the last try returns or raises")
 
     def _require(self, response: httpx.Response) -> None:
         if not response.is_error:
@@ -145,10 +146,9 @@ def submit(
         path = Path(source if equals else name)
         where = path if path.is_file() else job_file.parent / path
         files[name.removeprefix("./")] = _upload(connection, where)
-    body = {"job_file": text, "files": files, "priority": priority}
-    headers = {"Idempotency-Key": key or str(uuid.uuid4())}
-    taken = connection.ask("POST", "submissions", content=json.dumps(body), headers=headers | {
-        "Content-Type": "application/json"})  # fmt: skip
+    body = json.dumps({"job_file": text, "files": files, "priority": priority})
+    headers = {KEY: key or str(uuid.uuid4()), "Content-Type": "application/json"}
+    taken = connection.ask("POST", "submissions", content=body, headers=headers)
     again = " (submitted before)" if taken["replayed"] else ""
     echo(f"submission {taken['submission']}: {', '.join(taken['jobs'])}{again}")
 
@@ -158,12 +158,7 @@ def _upload(connection: Connection, path: Path) -> str:
     try:
         with path.open("rb") as file:
             sha256 = hashlib.file_digest(file, "sha256").hexdigest()
-        # Read anew at each try.
-        connection._answer(
-            lambda: connection.client.put(
-                f"/api/v1/files/{sha256}", content=path.open("rb"), timeout=None
-            )
-        )
+        connection.ask("PUT", f"files/{sha256}", lambda: path.open("rb"), timeout=None)
     except OSError as error:
         raise UploadRefused("a file cannot be read", file=path, found=error.strerror) from error
     return sha256

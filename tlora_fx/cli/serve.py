@@ -57,6 +57,9 @@ class ServeCommandOptions(RunCommandOptions):
     ] = None
     max_upload: Annotated[float, typer.Option(min=0, help="MiB of one uploaded file.")] = 256.0
     max_stored: Annotated[float, typer.Option(min=0, help="GiB of a user's uploads.")] = 10.0
+    keep_uploads: Annotated[
+        float | None, typer.Option(min=0, help="Days for uploads that no job needs; else for ever.")
+    ] = None
     log_format: Annotated[str, typer.Option(help="Of the log on stderr: text or json.")] = "text"
 
     @property
@@ -163,9 +166,12 @@ def _answer(
     # Threads that read or write for others do not keep who answers waiting.
     sys.setswitchinterval(0.001)
     _log_to_stderr(options.log_format)
+    days = options.keep_uploads
     limits = IntakeLimits(
-        tuple(options.root or ()), int(options.max_upload * (1 << 20)),
-        int(options.max_stored * (1 << 30)), options.trust_remote_code,
+        roots=tuple(options.root or ()), upload_bytes=int(options.max_upload * (1 << 20)),
+        stored_bytes=int(options.max_stored * (1 << 30)),
+        keep_seconds=None if days is None else days * 86_400.0,
+        trust_remote_code=options.trust_remote_code,
     )  # fmt: skip
     assert options.output is not None
     service = make_service(

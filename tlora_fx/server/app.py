@@ -11,7 +11,7 @@ import logging
 import re
 import tarfile
 import time
-from collections.abc import AsyncIterator, Iterator, Sequence
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from ipaddress import ip_address
@@ -54,6 +54,8 @@ LOG = logging.getLogger("tlora_fx.server")
 #: A request's body without an upload; an upload has a bound of its own.
 BODY_BYTES, ANY_BYTES = 1 << 20, 1 << 62
 REFRESH_SECONDS = 0.5
+#: Between looks for uploads that nobody needs.
+COLLECT_SECONDS = 3600.0
 #: Between signs of life of a stream that has nothing to tell.
 QUIET_SECONDS = 15.0
 #: A token that was revoked is good for so long.
@@ -507,19 +509,22 @@ def make_app(service: Service, hosts: Sequence[str] = ()) -> FastAPI:
 
 @asynccontextmanager
 async def _life(app: FastAPI) -> AsyncIterator[None]:
-    """Keep the view fresh, by one thread, for as long as the application lasts."""
-
-    async def refresh() -> None:
-        while True:
-            try:
-                await run_in_threadpool(app.state.service.view.refresh)
-            except Exception:
-                LOG.exception("the view could not be refreshed", extra={"event": "error"})
-            await asyncio.sleep(REFRESH_SECONDS)
-
-    task = asyncio.create_task(refresh())
+    """Keep the view fresh, and the folder lean, for as long as the application lasts."""
+    service: Service = app.state.service
+    work = ((service.view.refresh, REFRESH_SECONDS), (service.intake.collect, COLLECT_SECONDS))
+    tasks = [asyncio.create_task(_repeat(action, seconds)) for action, seconds in work]
     yield
-    task.cancel()
+    for task in tasks:
+        task.cancel()
+
+
+async def _repeat(action: Callable[[], None], seconds: float) -> None:
+    while True:
+        try:
+            await run_in_threadpool(action)
+        except Exception:
+            LOG.exception("%s failed", action.__qualname__, extra={"event": "error"})
+        await asyncio.sleep(seconds)
 
 
 def make_service(

@@ -16,6 +16,7 @@ import json
 import re
 import secrets
 import shutil
+import time
 from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -24,7 +25,7 @@ from typing import Any
 from tlora_fx.config.job import Job, is_written_as_path
 from tlora_fx.config.job_file import DATA_SUFFIXES, SHARED, load_job_file, read_yaml
 from tlora_fx.config.paths import is_there
-from tlora_fx.durable import link_or_copy, replace_file
+from tlora_fx.durable import link_or_copy
 from tlora_fx.errors import QuotaReached, SubmissionRefused, TloraError, UploadRefused
 from tlora_fx.server.store import FOLDER, ServiceStore, Submission, User, full_name
 
@@ -42,12 +43,14 @@ class IntakeLimits:
     roots             folders in which bases, data and adapters lie; none: uploads and the hub alone
     upload_bytes      of one file
     stored_bytes      of all files of a user
+    keep_seconds      for which an upload stays that no job needs; None: for ever
     trust_remote_code   jobs may run code of their own where they ask for it
     """
 
     roots: tuple[Path, ...] = ()
     upload_bytes: int = 256 << 20
     stored_bytes: int = 10 << 30
+    keep_seconds: float | None = None
     trust_remote_code: bool = False
 
 
@@ -65,10 +68,33 @@ class Intake:
             if path.name not in known:
                 shutil.rmtree(path, ignore_errors=True)
         for submission in self.store.submissions():
-            if not self.store.file_of(submission.number).exists():
+            path = self.store.file_of(submission.number)
+            if not path.exists() or path.read_bytes() != submission.document.encode():
                 self._hand_over(submission)
         for part in (self.store.folder / "uploads").glob("*/*.part"):
             part.unlink(missing_ok=True)
+
+    def collect(self) -> None:
+        """Remove uploads that were sent long ago, and of submissions whose jobs ended long ago.
+
+        What a submission named is in its own folder too, until the last of its jobs has ended.
+        """
+        if self.limits.keep_seconds is None:
+            return
+        long_ago, begun = time.time() - self.limits.keep_seconds, self.store.started
+        for path in (self.store.folder / "uploads").glob("*/*"):
+            if path.stat().st_mtime < long_ago:
+                path.unlink(missing_ok=True)
+        needed = {
+            job.submission
+            for job in self.store.jobs()
+            if job.active or max(job.submitted, begun + (job.ended or 0.0)) > long_ago
+        }
+        for submission in self.store.submissions():
+            if submission.number not in needed:
+                shutil.rmtree(
+                    self.store.folder / "submitted" / submission.folder, ignore_errors=True
+                )
 
     async def upload(self, user: User, sha256: str, content: AsyncIterator[bytes]) -> int:
         """Keep a file until a submission names its SHA-256; its size in bytes.
@@ -135,7 +161,11 @@ class Intake:
         return submission
 
     def _hand_over(self, submission: Submission) -> None:
-        replace_file(self.store.file_of(submission.number), submission.document.encode())
+        # The ledger has it on the disk already.
+        path = self.store.file_of(submission.number)
+        part = path.with_suffix(".part")
+        part.write_bytes(submission.document.encode())
+        part.replace(path)
 
     def _read(
         self, user: User, folder: Path, job_file: str, files: Mapping[str, str]

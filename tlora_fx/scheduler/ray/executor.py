@@ -46,6 +46,8 @@ from tlora_fx.version import __version__
 
 #: That Ray may take to reserve what is free; another user of the cluster has it then.
 RESERVE_SECONDS = 5.0
+#: Between questions to actors that wait for a group: whether they are there.
+PROBE_SECONDS = 0.2
 
 
 @dataclass(slots=True)
@@ -56,6 +58,7 @@ class Place:
     kind      what they keep between orders; "": nothing
     workers   numbers of the orders of the group that has the place now
     address   of its first process, as Ray will know it
+    probes    what idle actors were asked, and when; see `Actors.is_there`
     """
 
     gpus: tuple[int, ...]
@@ -64,6 +67,8 @@ class Place:
     kind: str = ""
     workers: list[int] = field(default_factory=list)
     address: Any = None
+    probes: list[Any] = field(default_factory=list)
+    probed: float = 0.0
 
 
 @dataclass(slots=True)
@@ -157,6 +162,19 @@ class Actors:
         place.workers.clear()
         kept = bool(place.kind and orders) and all(o.code == 0 and o.kept for o in orders)
         return kept and all(o.actor in place.actors.values() for o in orders)
+
+    def is_there(self, place: Place) -> bool:
+        """Whether the actors of a place that wait for a group live, as far as is known."""
+        asked = place.probes
+        done, _ = ray.wait(asked, num_returns=len(asked), timeout=0) if asked else ([], [])
+        try:
+            ray.get(done)
+        except RayError:
+            return False
+        if len(done) == len(asked) and time.monotonic() - place.probed > PROBE_SECONDS:
+            place.probes = [actor.__ray_ready__.remote() for actor in place.actors.values()]
+            place.probed = time.monotonic()
+        return True
 
     def lose(self, place: Place) -> None:
         """A node of a place is gone; so are its workers, whatever else is known of them."""
@@ -360,6 +378,8 @@ class RayExecutor(LocalExecutor):
         ]
         if moved:
             self._look_around()
+        for gpus in [gpus for gpus, kept in self._kept.items() if not self._actors.is_there(kept)]:
+            self._dismiss(self._kept.pop(gpus))
         return sorted(moved + super().events(), key=lambda event: event.time)
 
     def _look_around(self) -> None:
