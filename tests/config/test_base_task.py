@@ -7,7 +7,7 @@ import json
 import pytest
 
 from tests.models import error_of
-from tlora_fx.config.base_task import ENCODERS, read_base_config, require_causal
+from tlora_fx.config.base_task import ENCODERS, read_base_config, require_task
 from tlora_fx.config.job import BaseSpec
 from tlora_fx.errors import BaseRefused
 
@@ -41,16 +41,28 @@ CAUSAL = {
 @pytest.mark.parametrize("name", OTHERS)
 def test_another_kind_of_model_is_refused(name):
     """The first line says what it is."""
-    first, *rest = error_of(lambda: require_causal(OTHERS[name], "x"), BaseRefused).splitlines()
+    text = error_of(lambda: require_task(OTHERS[name], BaseSpec(model="x")), BaseRefused)
+    first, *rest = text.splitlines()
 
     assert name.removesuffix(" by its class") in first
-    assert any("PEFT" in line for line in rest)
+    assert any("PEFT" in line or "SEQ_CLS" in line for line in rest)
+
+
+@pytest.mark.parametrize("name", OTHERS)
+def test_what_can_classify_passes_where_the_task_says_so(name):
+    """All but what has an encoder and a decoder."""
+    base = BaseSpec(model="x", task="SEQ_CLS", labels=2)
+    if "decoder" not in name:
+        require_task(OTHERS[name], base)
+    else:
+        first = error_of(lambda: require_task(OTHERS[name], base), BaseRefused).splitlines()[0]
+        assert "encoder-decoder" in first
 
 
 @pytest.mark.parametrize("name", CAUSAL)
 def test_a_causal_model_passes(name):
     """Whatever else its config says."""
-    require_causal(CAUSAL[name], "x")
+    require_task(CAUSAL[name], BaseSpec(model="x"))
 
 
 def test_the_encoders_are_those_of_transformers():

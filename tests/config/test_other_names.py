@@ -25,7 +25,8 @@ VALUES: dict[str, Any] = {
     "max_length": 64, "max_steps": 3, "method": "dpo", "model": "someone/base", "name": "main",
     "num_train_epochs": 2.0, "optim": "sgd", "packing": True, "path": "z.csv",
     "per_device_eval_batch_size": 4, "per_device_train_batch_size": 4, "r": 4, "save_steps": 5,
-    "seed": 3, "target_modules": ["q_proj"], "tokenizer": "someone/tokenizer", "use_dora": True,
+    "seed": 3, "target_modules": ["q_proj"], "task": "CAUSAL_LM",
+    "tokenizer": "someone/tokenizer", "use_dora": True,
     "use_rslora": True, "warmup_steps": 2, "weight_decay": 0.1,
 }  # fmt: skip
 #: What some of them need beside them.

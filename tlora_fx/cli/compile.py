@@ -57,14 +57,14 @@ def run(
     --stop-after leaves.
     """
     from tlora_fx.config.job_file import load_job_file
-    from tlora_fx.runtime.early_checks import require_task
+    from tlora_fx.runtime.early_checks import require_trainable
 
     require_pipeline(pipeline, add_pass, load)
     console = Console(stderr=True)
     seconds: dict[str, float] = {}
     with _phase(console, seconds, "read"):
         given = load_job_file(jobs, trust_remote_code=trust_remote_code)
-        require_task(given.jobs)
+        require_trainable(given.jobs)
     with _phase(console, seconds, "load libraries"):
         import peft  # noqa: F401  (with transformers; compiling would import them anyway)
 

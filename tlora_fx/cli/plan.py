@@ -153,7 +153,7 @@ def _compiled(options: PlanOptions) -> tuple[JobFile, SuperModel]:
     early.require_gpu(options.gpu)
     if options.output is not None:
         require_free(options.output)
-    early.require_task(job_file.jobs)
+    early.require_trainable(job_file.jobs)
     early.require_hub(job_file.jobs)
     with Working(Console(stderr=True), "compiling the jobs"):
         from tlora_fx.compiler import compile

@@ -135,7 +135,7 @@ def _require_right(options: TrainOptions) -> Sequence[Job]:
     if options.plan is not None:
         early.require_planner(options.plan)
     early.require_data(jobs)
-    early.require_task(jobs)
+    early.require_trainable(jobs)
     early.require_hub(jobs)
     return jobs
 

@@ -23,8 +23,10 @@ WEIGHTS = "adapter_model.safetensors"
 PICKLE = "adapter_model.bin"
 
 
-def read_adapter_config(folder: Path) -> dict[str, Any]:
+def read_adapter_config(folder: Path, task: str = "CAUSAL_LM") -> dict[str, Any]:
     """The adapter fields of an adapter folder, validated as a job's `lora` is.
+
+    task    what its base does, in PEFT's words
 
     raises  AdapterFolderError when a file is missing or unreadable, or its fields are refused
     """
@@ -38,7 +40,7 @@ def read_adapter_config(folder: Path) -> dict[str, Any]:
     if not isinstance(config, dict):
         raise AdapterFolderError(f"{CONFIG} is no JSON object", folder=folder)
     kinds = ("LORA", *OTHER_KINDS)
-    for key, expected in (("peft_type", kinds), ("task_type", ("CAUSAL_LM",))):
+    for key, expected in (("peft_type", kinds), ("task_type", (task,))):
         if config.get(key) not in (None, *expected):
             raise AdapterFolderError(
                 f"the adapter's {key} is not {' or '.join(expected)}",

@@ -1,7 +1,8 @@
 """What a base was made for, told from its config.json alone: before torch is imported.
 
-A job trains a causal language model. Of other kinds of models transformers often has a causal class
-too, with other layers or a head of random numbers; training that would waste hours in silence.
+A job trains a causal language model, or a classifier of sequences where the base's task says so. Of
+other kinds of models transformers often has a causal class too, with other layers or a head of
+random numbers; training that would waste hours in silence.
 """
 
 from __future__ import annotations
@@ -29,6 +30,8 @@ _KINDS: Mapping[str, str] = {
     "ForAudioClassification": "a model of speech",
     "ForImageClassification": "a model of images",
 }
+#: The kinds of which transformers has a class that classifies sequences.
+CLASSIFY = ("a classifier of sequences", "an encoder")
 #: model_type of encoders: a config that names no class is judged by it.
 ENCODERS = frozenset({
     "albert", "bert", "camembert", "convbert", "data2vec-text", "deberta", "deberta-v2",
@@ -39,13 +42,16 @@ ENCODERS = frozenset({
 })  # fmt: skip
 
 
-def require_causal(config: Mapping[str, Any], source: str) -> None:
-    """Refuse a base that is no causal language model.
+def require_task(config: Mapping[str, Any], spec: BaseSpec) -> None:
+    """Refuse a base that is not made for its task.
 
     config    what its config.json holds
-    source    the base's name, for the error
     raises    BaseRefused
     """
+    source = spec.model or str(spec.config)
+    if spec.is_classifier:
+        _require_classifying(config, source)
+        return
     named = [str(name) for name in config.get("architectures") or ()]
     remote = (config.get("auto_map") or {}).get("AutoModelForCausalLM")
     if remote or any(name.endswith(CAUSAL) for name in named):
@@ -56,8 +62,27 @@ def require_causal(config: Mapping[str, Any], source: str) -> None:
             f"tlora-fx trains causal language models, and this base is {kind}",
             base=source,
             found=", ".join([*named, f"model_type '{config.get('model_type', '')}'"]),
-            help="name a base whose config.json has a class ...ForCausalLM under architectures; "
-            "train this one with PEFT and transformers' Trainer",
+            help="name a base whose config.json has a class ...ForCausalLM under architectures"
+            + (
+                "; to classify sequences by it: task: SEQ_CLS and labels under 'base'"
+                if kind in CLASSIFY
+                else "; train this one with PEFT and transformers' Trainer"
+            ),
+        )
+
+
+def pools_first(config: Mapping[str, Any]) -> bool:
+    """Whether a classifier of sequences reads the first token, as encoders do, not the last one."""
+    return config.get("model_type") in ENCODERS
+
+
+def _require_classifying(config: Mapping[str, Any], source: str) -> None:
+    if config.get("is_encoder_decoder"):
+        raise BaseRefused(
+            "tlora-fx classifies by decoders and encoders, and this base is an encoder-decoder",
+            base=source,
+            found=f"model_type '{config.get('model_type', '')}'",
+            help="name a decoder or an encoder; train this one with PEFT and transformers' Trainer",
         )
 
 

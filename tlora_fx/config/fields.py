@@ -61,7 +61,7 @@ REFUSED: Mapping[str, Refused] = {
 
 #: Fields that say what a configuration belongs to. An adapter folder always has them.
 IDENTITY: Mapping[str, str] = {
-    "task_type": "tlora-fx trains causal language models: leave it out or write CAUSAL_LM",
+    "task_type": "leave it out, or write CAUSAL_LM or SEQ_CLS, as task under 'base' says",
     "peft_type": "tlora-fx trains LORA, IA3, LOHA, LOKR, OFT and VERA",
     "auto_mapping": "PEFT writes it itself",
     "peft_version": "PEFT writes it itself",
@@ -76,7 +76,10 @@ _OTHER_TYPES: Mapping[str, str] = {
     "BOFT": "BOFT multiplies butterflies of rotations",
 }
 
-_IDENTITY_VALUES: Mapping[str, object] = {"task_type": "CAUSAL_LM", "peft_type": "LORA"}
+_IDENTITY_VALUES: Mapping[str, tuple[str, ...]] = {
+    "task_type": ("CAUSAL_LM", "SEQ_CLS"),
+    "peft_type": ("LORA",),
+}
 
 INITS = ("true", "false", "gaussian", "pissa", "pissa_niter_4", "olora", "orthogonal")
 #: Starts that take a part of the base's weight away: PEFT trains beside what is left.
@@ -227,7 +230,7 @@ def is_default(key: str, value: object) -> bool:
     if key in LoraSpec.model_fields:
         return False
     if key in IDENTITY:
-        return value in (None, False) or value == _IDENTITY_VALUES.get(key)
+        return value in (None, False) or value in _IDENTITY_VALUES.get(key, ())
     if key in REFUSED:
         return value in (None, REFUSED[key].default)
     if hint(key, LORA_KEYS):

@@ -51,12 +51,15 @@ if TYPE_CHECKING:
 
 DtypeName = Literal["float32", "float64", "bfloat16", "float16"]
 FormatName = Literal[
-    "auto", "prompt-completion", "messages", "text", "alpaca", "sharegpt", "preference"
+    "auto", "prompt-completion", "messages", "text", "alpaca", "sharegpt", "preference", "label"
 ]
 ColumnName = Literal[
     "prompt", "completion", "messages", "text", "instruction", "input", "output", "conversations",
-    "chosen", "rejected", "tools",
+    "chosen", "rejected", "tools", "label",
 ]  # fmt: skip
+Objective = Literal[
+    "tokens", "single_label_classification", "multi_label_classification", "regression"
+]
 Method = Literal["sft", "dpo", "orpo"]
 
 TrackerName = Literal["tensorboard", "wandb", "trackio", "mlflow"]
@@ -70,6 +73,12 @@ _BEYOND_MATRICES = ("use_dora", "bias", "lora_bias", "modules_to_save")
 BETA = 0.1
 #: What an evaluation always measures; a job's own function may add more.
 EVAL_METRICS = ("loss", "mean_token_accuracy", "exact_match")
+#: And of a classifier.
+LABEL_METRICS = ("loss", "accuracy")
+#: Modules that PEFT trains a copy of where a job classifies, by the ends of their names.
+HEADS = ("classifier", "score")
+#: A sample's labels are the bits of one number.
+MOST_LABELS = 31
 TRAIN_LOSS = "train_loss"
 COLUMNS_OF: Mapping[str, frozenset[str]] = {
     "prompt-completion": frozenset({"prompt", "completion"}),
@@ -78,6 +87,7 @@ COLUMNS_OF: Mapping[str, frozenset[str]] = {
     "alpaca": frozenset({"instruction", "output"}),
     "sharegpt": frozenset({"conversations"}),
     "preference": frozenset({"chosen", "rejected"}),
+    "label": frozenset({"text", "label"}),
 }
 #: Columns that a row of a format may have or lack.
 OPTIONAL_COLUMNS: Mapping[str, frozenset[str]] = {
@@ -87,6 +97,7 @@ OPTIONAL_COLUMNS: Mapping[str, frozenset[str]] = {
     "alpaca": frozenset({"input"}),
     "sharegpt": frozenset({"tools"}),
     "preference": frozenset({"prompt", "tools"}),
+    "label": frozenset(),
 }
 
 
@@ -119,6 +130,9 @@ class BaseSpec(Spec):
     config     a config.json or a folder with one; weights are drawn from `seed`
     module     an nn.Module, from Python only
     tokenizer  hub id or folder; by default that of the model or config
+    task       CAUSAL_LM, or SEQ_CLS: sequences are classified, or given a number
+    labels     of SEQ_CLS: their names, or how many there are
+    problem_type   what a label is; None: a number where there is one label, else one of them
     """
 
     other_names: ClassVar[Mapping[str, str]] = BASE_KEYS
@@ -130,6 +144,11 @@ class BaseSpec(Spec):
     dtype: DtypeName = "bfloat16"
     attention: Literal["auto", "packed", "batch"] = "auto"
     trust_remote_code: StrictBool = False
+    task: Literal["CAUSAL_LM", "SEQ_CLS"] = "CAUSAL_LM"
+    labels: StrictInt | list[StrictStr] | None = Field(default=None, validate_default=True)
+    problem_type: (
+        Literal["single_label_classification", "multi_label_classification", "regression"] | None
+    ) = None
     module: Any = Field(default=None, exclude=True, repr=False, validate_default=True)
 
     @field_validator("model", "tokenizer")
@@ -147,6 +166,38 @@ class BaseSpec(Spec):
         what = f"no config.json in '{path}'" if is_folder(path) else f"'{path}' does not exist"
         raise refuse(what, help="name a config.json or a folder that holds one")
 
+    @field_validator("labels")
+    @classmethod
+    def _are_of_a_classifier(cls, labels: int | list[str] | None, info: ValidationInfo) -> Any:
+        task = info.data.get("task")
+        if task == "CAUSAL_LM" and labels is not None:
+            raise refuse("'labels' are of a classifier", help="set task: SEQ_CLS beside them")
+        if task == "SEQ_CLS" and labels is None:
+            raise refuse("task SEQ_CLS needs 'labels'", help="give their names, or their number")
+        if labels is not None and (len(labels) if isinstance(labels, list) else labels) < 1:
+            raise refuse("wrong value of 'labels'", expected="one label at least")
+        if isinstance(labels, list) and len(set(labels)) < len(labels):
+            raise refuse("'labels' names one label twice", help="give each label once")
+        return labels
+
+    @field_validator("problem_type")
+    @classmethod
+    def _fits_the_labels(cls, kind: str | None, info: ValidationInfo) -> str | None:
+        labels = info.data.get("labels")
+        count = len(labels) if isinstance(labels, list) else labels
+        if kind is None:
+            return kind
+        if count is None:
+            raise refuse("'problem_type' is of a classifier", help="set task: SEQ_CLS and labels")
+        if kind == "regression" and count > 1:
+            raise refuse("a regression gives one number", help="set labels: 1")
+        if kind == "single_label_classification" and count == 1:
+            raise refuse("a classifier needs two labels at least", help="name them all")
+        if kind == "multi_label_classification" and count > MOST_LABELS:
+            what = f"a sample has a mark for each of {count} labels"
+            raise refuse(what, expected=f"at most {MOST_LABELS} labels")
+        return kind
+
     @field_validator("module")
     @classmethod
     def _one_source(cls, module: Any, info: ValidationInfo) -> Any:
@@ -160,7 +211,29 @@ class BaseSpec(Spec):
             raise refuse("the base has no source", help="give 'model' or 'config'")
         if len(named) > 1:
             raise refuse(f"{' and '.join(named)} exclude each other in 'base'", help="keep one")
+        if module is not None and info.data.get("task") == "SEQ_CLS":
+            raise refuse("a module gives logits of tokens", help="name a model or a config")
         return module
+
+    @property
+    def is_classifier(self) -> bool:
+        """Whether sequences have labels, in place of tokens that follow."""
+        return self.task == "SEQ_CLS"
+
+    @property
+    def label_names(self) -> tuple[str, ...]:
+        """The labels of a classifier, by number; without names, transformers' own."""
+        if isinstance(self.labels, list):
+            return tuple(self.labels)
+        return tuple(f"LABEL_{index}" for index in range(self.labels or 0))
+
+    @property
+    def objective(self) -> Objective:
+        """What a loss is of: next tokens, or a classifier's labels as transformers takes them."""
+        if not self.is_classifier:
+            return "tokens"
+        one = len(self.label_names) == 1
+        return self.problem_type or ("regression" if one else "single_label_classification")
 
 
 class DataSpec(Spec):
@@ -279,6 +352,19 @@ def _has_eval_data(data: Mapping[str, Any]) -> bool:
     return data.get("eval_data") is not None or data.get("eval_split") is not None
 
 
+def _fits_the_task(base: BaseSpec | None, method: str, format: str) -> None:
+    """Refuse a method, or a format of data, of another task than the base's."""
+    classifies = base is not None and base.is_classifier
+    if classifies and method != "sft":
+        raise refuse(f"method '{method}' compares texts, and the base classifies them")
+    if classifies and format not in ("auto", "label"):
+        what = f"a classifier learns from labels, not from the format '{format}'"
+        raise refuse(what, help="give the columns text and label, format: label")
+    if not classifies and format == "label":
+        what = "the format 'label' needs a base that classifies"
+        raise refuse(what, help="set task: SEQ_CLS and labels under 'base'")
+
+
 class Job(Spec):
     """One LoRA fine-tuning job: adapter, data, batch, optimizer, schedule, evaluation.
 
@@ -382,7 +468,11 @@ class Job(Spec):
 
     @field_validator("lora", mode="before")
     @classmethod
-    def _honoured_fields(cls, value: object) -> object:
+    def _honoured_fields(cls, value: object, info: ValidationInfo) -> object:
+        base, asked = info.data.get("base"), isinstance(value, Mapping) and value.get("task_type")
+        if asked in ("CAUSAL_LM", "SEQ_CLS") and base is not None and asked != base.task:
+            what = f"task_type '{asked}' is not the base's task, {base.task}"
+            raise refuse(what, help=f"leave it out, and write task: {asked} under 'base'")
         return None if value is None else adapter_mapping(value)
 
     @field_validator("adapter")
@@ -396,8 +486,9 @@ class Job(Spec):
             return None
         if info.data.get("lora") is not None:
             raise refuse("'lora' and 'adapter' exclude each other", help="keep one of them")
+        base = info.data.get("base")
         try:
-            read_adapter_config(folder)
+            read_adapter_config(folder, "CAUSAL_LM" if base is None else base.task)
         except AdapterFolderError as error:
             found = error.facts.get("found", "").replace("\n", "; ")
             what = f"'{folder}': {error.what}" + (f" ({found})" if found else "")
@@ -409,6 +500,7 @@ class Job(Spec):
     def _learns_from_pairs(cls, method: str, info: ValidationInfo) -> str:
         data, lora = info.data.get("data"), _adapter_fields(info.data)
         format = "auto" if data is None else data.format
+        _fits_the_task(info.data.get("base"), method, format)
         if method == "sft" and format == "preference":
             raise refuse("the format 'preference' needs pairs to be compared", help="method: dpo")
         if method != "sft" and format not in ("auto", "preference"):
@@ -431,6 +523,9 @@ class Job(Spec):
         name, method, data = str(info.field_name), info.data.get("method"), info.data.get("data")
         if value in (None, False) or method is None:
             return value
+        base = info.data.get("base")
+        if base is not None and base.is_classifier:
+            raise refuse(f"'{name}' is of language models", help="leave it out of a classifier")
         if name == "beta" and method == "sft":
             raise refuse("'beta' needs method dpo or orpo", help="leave it out, or set method: dpo")
         if name != "beta" and method != "sft":
@@ -542,7 +637,9 @@ class Job(Spec):
         if name is None or name == TRAIN_LOSS:
             return name
         cls._require_evaluated("metric_for_best_model", info.data, "or compare train_loss")
-        known = (*EVAL_METRICS, TRAIN_LOSS)
+        base = info.data.get("base")
+        classifies = base is not None and base.is_classifier
+        known = (*(LABEL_METRICS if classifies else EVAL_METRICS), TRAIN_LOSS)
         if info.data.get("compute_metrics") is None and name.removeprefix("eval_") not in known:
             near = nearest(name, known)
             help = f"did you mean '{near}'?" if near else "or name a function by 'compute_metrics'"
@@ -586,6 +683,14 @@ class Job(Spec):
             raise refuse("'early_stopping_threshold' needs 'early_stopping_patience'")
         return threshold
 
+    @field_validator("sample_prompts")
+    @classmethod
+    def _speaks(cls, prompts: list[str], info: ValidationInfo) -> list[str]:
+        base = info.data.get("base")
+        if prompts and base is not None and base.is_classifier:
+            raise refuse("a classifier answers no 'sample_prompts'", help="leave them out")
+        return prompts
+
     @staticmethod
     def _require_evaluated(field: str, data: Mapping[str, Any], help: str = "") -> None:
         if {"eval_data", "eval_split"} <= set(data) and not _has_eval_data(data):
@@ -598,7 +703,7 @@ class Job(Spec):
         raises  AdapterFolderError
         """
         if self.adapter is not None:
-            return read_adapter_config(self.adapter)
+            return read_adapter_config(self.adapter, self.base.task)
         return self.lora or {}
 
     @property
@@ -642,10 +747,19 @@ class Job(Spec):
         """
         fields = self.lora_fields
         try:
-            return peft_config(fields)
+            if self.base.is_classifier:
+                # As PEFT's own class for classifiers does.
+                trained = dict.fromkeys([*(fields.get("modules_to_save") or ()), *HEADS])
+                fields = {**fields, "modules_to_save": [*trained]}
+            return peft_config(fields, self.base.task)
         except (ValueError, TypeError) as error:
             what = f"PEFT refuses the fields of {kind_of(fields)}"
             raise JobError(what, job=self.name, found=error) from error
+
+    @property
+    def label_shift(self) -> int:
+        """How far before its label a prediction stands: a token, in a classifier's sample none."""
+        return 0 if self.base.is_classifier else 1
 
     @property
     def is_preference(self) -> bool:

@@ -216,8 +216,8 @@ def adapter_mapping(value: object) -> dict[str, Any]:
     return fields
 
 
-def peft_config(fields: Mapping[str, Any]) -> peft.PeftConfig:
-    """A new config of PEFT's class of the kind, for a causal language model. Imports PEFT.
+def peft_config(fields: Mapping[str, Any], task: str = "CAUSAL_LM") -> peft.PeftConfig:
+    """A new config of PEFT's class of the kind, for a task in its words. Imports PEFT.
 
     raises  ValueError or TypeError where PEFT refuses the fields
     """
@@ -229,7 +229,7 @@ def peft_config(fields: Mapping[str, Any]) -> peft.PeftConfig:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # of VeRA's projections, which are drawn again
         config: peft.PeftConfig = _config_class(kind_of(fields))(
-            task_type=peft.TaskType.CAUSAL_LM, **given
+            task_type=peft.TaskType(task), **given
         )
     return config
 

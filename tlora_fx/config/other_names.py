@@ -86,6 +86,7 @@ BASE_KEYS: Mapping[str, str] = {
     "torch_dtype": "dtype",
     "precision": "dtype",
     "attn_implementation": "attention",
+    "task_type": "task",
 }
 #: By their key, our key under `data`.
 DATA_KEYS: Mapping[str, str] = {
@@ -134,7 +135,7 @@ ELSEWHERE: Mapping[str, str] = {
     "padding_free": "leave it out: rows are packed, nothing is padded",
     "dataloader_num_workers": "leave it out: samples are read before training",
     "remove_unused_columns": "leave it out: columns that are not mapped are not read",
-    "task_type": "leave it out: jobs are causal language models",
+    "task_type": "write task under 'base': CAUSAL_LM, or SEQ_CLS",
     "max_prompt_length": "leave it out: max_length bounds prompt and completion together",
     "train_on_inputs": "write its opposite, completion_only_loss",
     "train_on_prompt": "write its opposite, completion_only_loss",

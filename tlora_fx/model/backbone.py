@@ -15,13 +15,15 @@ import json
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import wraps
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
 
-from tlora_fx.config.base_task import require_causal
+from tlora_fx.config.base_task import require_task
 from tlora_fx.config.hub import is_hub_id, why_offline
 from tlora_fx.config.job import BaseSpec
 from tlora_fx.errors import BaseNotLoadable, BaseRefused
@@ -117,7 +119,7 @@ def load_config(spec: BaseSpec, *, dropout: bool = True) -> Any:
 
     dropout   False: every dropout rate in it is 0
 
-    raises    BaseNotLoadable; BaseRefused where it is no causal language model
+    raises    BaseNotLoadable; BaseRefused where it is not made for its task
     """
     from transformers import AutoConfig
 
@@ -135,7 +137,12 @@ def load_config(spec: BaseSpec, *, dropout: bool = True) -> Any:
             else "give a hub id, or a folder with config.json; remote code needs "
             "base.trust_remote_code: true",
         ) from error
-    require_causal(config.to_dict(), source)
+    require_task(config.to_dict(), spec)
+    if spec.is_classifier:
+        names = spec.label_names
+        config.id2label = dict(enumerate(names))
+        config.label2id = {name: index for index, name in enumerate(names)}
+        config.problem_type = spec.objective
     config.use_cache = False
     for name, value in list(vars(config).items()) if not dropout else ():
         if isinstance(value, float) and ("drop" in name or name.endswith("_pdrop")):
@@ -144,10 +151,11 @@ def load_config(spec: BaseSpec, *, dropout: bool = True) -> Any:
 
 
 def build_skeleton(spec: BaseSpec, *, dropout: bool = True) -> nn.Module:
-    """The base's module with matrices on meta; vectors and buffers as its own code starts them."""
-    from transformers import AutoModelForCausalLM
+    """The base's module with matrices on meta; vectors and buffers as its own code starts them.
 
-    factory: Any = AutoModelForCausalLM
+    A classifier returns the logits of every token, as if it was the one that its class reads.
+    """
+    factory = model_factory(spec)
     config = load_config(spec, dropout=dropout)
     _refuse_other_inputs(config, spec, factory)
     try:
@@ -161,16 +169,69 @@ def build_skeleton(spec: BaseSpec, *, dropout: bool = True) -> nn.Module:
                 trust_remote_code=spec.trust_remote_code,
             )
     except (ValueError, ImportError, AttributeError, KeyError, TypeError) as error:
-        found, near = _why_not_built(config, error)
+        found, near = _why_not_built(config, factory, error)
+        task = "classifier of sequences" if spec.is_classifier else "causal language model"
         raise BaseNotLoadable(
-            "transformers cannot build this base as a causal language model",
+            f"transformers cannot build this base as a {task}",
             base=spec.model or spec.config,
             found=found,
             nearest=near,
             help="check config.json, or hand the nn.Module over from Python",
         ) from error
     assert isinstance(model, nn.Module)
+    if spec.is_classifier:
+        model.__class__ = _of_each_token(type(model))
+        if config.get_text_config().pad_token_id is None:
+            # Without one, transformers refuses batches; nothing that is kept reads it.
+            config.get_text_config().pad_token_id = -1
     return model
+
+
+def model_factory(spec: BaseSpec) -> Any:
+    """The class by which transformers builds a model of the base's task."""
+    from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
+
+    return AutoModelForSequenceClassification if spec.is_classifier else AutoModelForCausalLM
+
+
+def _of_each_token(kind: Any) -> Any:
+    """A class of classifiers that returns the logits of each token, [B, S, labels]."""
+
+    @wraps(kind.forward)
+    def forward(self: nn.Module, input_ids: Tensor, **inputs: Any) -> Any:
+        with _EachToken(input_ids):
+            return kind.forward(self, input_ids=input_ids, **inputs)
+
+    return type(kind.__name__, (kind,), {"forward": forward, "__module__": kind.__module__})
+
+
+class _EachToken(TorchFunctionMode):
+    """Lets a model keep every token where it picks one of each sequence.
+
+    That is the first token's hidden state, `x[:, 0]`, or the logits of the last token that is no
+    padding, `logits[range(B), last]`. What comes behind it works on tokens one by one.
+    """
+
+    def __init__(self, ids: Tensor) -> None:
+        super().__init__()
+        self._row = tuple(ids.shape)
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        if func is Tensor.__getitem__ and self._picks(*args):
+            return args[0]
+        return func(*args, **(kwargs or {}))
+
+    def _picks(self, value: Tensor, index: Any) -> bool:
+        if not isinstance(index, tuple) or value.dim() != 3 or not value.is_floating_point():
+            return False
+        first, second, *rest = index
+        if any(part != slice(None) for part in rest) or tuple(value.shape[:2]) != self._row:
+            return False
+        if isinstance(first, slice):
+            return first == slice(None) and type(second) is int and second == 0
+        return isinstance(first, Tensor) and first.dim() == 1
 
 
 def _refuse_other_inputs(config: Any, spec: BaseSpec, factory: Any) -> None:
@@ -179,22 +240,19 @@ def _refuse_other_inputs(config: Any, spec: BaseSpec, factory: Any) -> None:
     remote = factory.__name__ in (getattr(config, "auto_map", None) or {})
     if senses and not remote and type(config) not in factory._model_mapping:
         raise BaseRefused(
-            "tlora-fx trains causal language models, and this base reads more than text",
+            "tlora-fx trains language models, and this base reads more than text",
             base=spec.model or spec.config,
             found=f"model_type '{config.model_type}' with {' and '.join(senses)}",
             help="name a base of text alone, such as the one that this base was made of",
         )
 
 
-def _why_not_built(config: Any, error: Exception) -> tuple[str, str | None]:
-    """What is wrong with a config, and the nearest types of causal models where its type is."""
-    from transformers import AutoModelForCausalLM
-    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES as KNOWN
-
-    factory: Any = AutoModelForCausalLM
+def _why_not_built(config: Any, factory: Any, error: Exception) -> tuple[str, str | None]:
+    """What is wrong with a config, and the nearest types of its task's models where its type is."""
     if type(config) in factory._model_mapping:
         return f"{type(error).__name__}: {error}", None
-    near = difflib.get_close_matches(config.model_type, KNOWN, n=3)
+    known = [kind.model_type for kind in factory._model_mapping]
+    near = difflib.get_close_matches(config.model_type, known, n=3)
     return f"model_type '{config.model_type}'", ", ".join(near) or None
 
 

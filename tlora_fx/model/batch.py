@@ -31,6 +31,7 @@ class JobTokens:
     seed, step   key of the job's dropout masks
     offset       tokens of the job's optimizer step that earlier rows held
     preference   how its sequences, which are then pairs, are compared
+    shift        how far before its label a prediction stands: 0 where labels are of their tokens
     """
 
     sequences: Sequence[Sequence[int]]
@@ -39,6 +40,7 @@ class JobTokens:
     step: int = 0
     offset: int = 0
     preference: Preference | None = None
+    shift: int = 1
 
 
 @dataclass(slots=True)
@@ -52,8 +54,9 @@ class PackedBatch:
                               a unit is a token, in batch form a line
     token_index               int32, as input_ids: index in the job's whole-step batch
     keys                      int64 [J, 2] on the CPU: the job's seed and optimizer step
-    target_rows               int64 [N]: flat positions whose next token is a target, by job
-    targets                   int64 [N]: that next token
+    target_rows               int64 [N]: flat positions whose next token is a target, by job; of
+                              classifiers those that a label belongs to
+    targets                   int64 [N]: that next token, or the label's integer
     target_segments           int32 [J + 1] on the CPU: job j owns this run of target rows
     pairs                     of each job that learns from pairs
     compared                  a row of those that the base is asked for too; None: of none
@@ -251,7 +254,7 @@ def _targets(
     for job in jobs:
         for labels in job.labels:
             start = starts[sequence]
-            for position, label in enumerate(labels[1:]):
+            for position, label in enumerate(labels[job.shift :]):
                 if label != IGNORED:
                     rows.append(start + position)
                     targets.append(label)

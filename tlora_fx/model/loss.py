@@ -13,6 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
+from tlora_fx.config.job import Objective
 from tlora_fx.model.batch import IGNORED
 from tlora_fx.model.preference import Pairs, with_preferences
 from tlora_fx.ops import segment_spread, segment_sum, tp_argmax, tp_cross_entropy
@@ -32,6 +33,8 @@ class ChunkedLoss(nn.Module):
                  then a piece's size
     frozen       no job trains anything in the head: the hidden state's gradient is then taken in
                  the forward, chunk by chunk, and no logits are computed twice
+
+    `objective` says what a row's loss is of: its next token, or a classifier's label.
 
     `pieces` is set while a program is exported: the number of chunks, whatever the row. Chunks of
     such a program are not computed again in the backward.
@@ -58,6 +61,7 @@ class ChunkedLoss(nn.Module):
         self.frozen = frozen
         self.head = head
         self.tables = tables
+        self.objective: Objective = "tokens"
         self.pieces: int | None = None
         self.weights: Tensor | None = None
         self.predicted: list[Tensor] | None = None
@@ -271,7 +275,7 @@ class ChunkedLoss(nn.Module):
     ) -> tuple[Tensor, Tensor]:
         """The loss of each of n rows and its most likely token, int64 [n]; as `chunk`."""
         logits = self._logits(hidden, tables)
-        tokens = tp_argmax(logits, GROUP) if self.shards > 1 else logits.argmax(-1)
+        tokens = tp_argmax(logits, GROUP) if self.shards > 1 else predicted(logits, self.objective)
         return self._token_losses(logits, targets), tokens
 
     def _logits(self, hidden: Tensor, tables: tuple[Tensor, ...]) -> Tensor:
@@ -282,7 +286,40 @@ class ChunkedLoss(nn.Module):
     def _token_losses(self, logits: Tensor, targets: Tensor) -> Tensor:
         if self.shards > 1:
             return tp_cross_entropy(logits, targets, GROUP)
-        return F.cross_entropy(logits, targets, reduction="none")
+        return row_losses(logits, targets, self.objective)
+
+
+def row_losses(logits: Tensor, targets: Tensor, objective: Objective) -> Tensor:
+    """The loss of each row, [n]; 0 where there is no target.
+
+    logits    [n, V]
+    targets   int64 [n], as `predicted` gives them; IGNORED where there is none
+    source    transformers' ForSequenceClassificationLoss, of one sample
+    """
+    if objective == "regression":
+        wanted = targets.to(torch.int32).view(torch.float32).to(logits.dtype)
+        losses = (logits.squeeze(-1) - wanted).square()
+    elif objective == "multi_label_classification":
+        marks = (targets[:, None] >> torch.arange(logits.shape[-1], device=logits.device)) & 1
+        every = F.binary_cross_entropy_with_logits(logits, marks.to(logits.dtype), reduction="none")
+        losses = every.mean(-1)
+    else:
+        return F.cross_entropy(logits, targets, reduction="none", ignore_index=IGNORED)
+    return torch.where(targets == IGNORED, 0.0, losses)
+
+
+def predicted(logits: Tensor, objective: Objective) -> Tensor:
+    """The most likely token or class of each row; a mark a bit for labels; a number's bits.
+
+    logits    [n, V]
+    returns   int64 [n]
+    """
+    if objective == "regression":
+        return logits.squeeze(-1).to(torch.float32).view(torch.int32).to(torch.int64)
+    if objective == "multi_label_classification":
+        bits = torch.arange(logits.shape[-1], device=logits.device)
+        return ((logits > 0).to(torch.int64) << bits).sum(-1)
+    return logits.argmax(-1)
 
 
 class _LossAhead(torch.autograd.Function):

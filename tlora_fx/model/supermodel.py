@@ -68,6 +68,8 @@ class SuperModel(nn.Module):
         self._inputs = tuple(placeholders(group.root))
         self._layout = build_module(group, self.source)
         self.net = self._layout.net
+        if HEAD in group.blocks:
+            self._loss().objective = backbone.spec.objective
         self.resolve = resolve
         self._membership: Membership | None = None
         if group.open is not None and resolve is not None:

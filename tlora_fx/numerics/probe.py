@@ -295,6 +295,8 @@ class _Probe:
         self.group, self.backbone, self.jobs = group, backbone, list(jobs)
         self.tensors, self.layers, self.lengths, self.wide = tensors, layers, lengths, wide
         self.device = torch.device("cpu")
+        ids = backbone.config.get_text_config().vocab_size if backbone.spec.is_classifier else 0
+        self.largest = min(ids or group.vocabulary, LARGEST_ID) - 1
         self.chosen = _one_of_each(group, self.jobs)
         still = wide is not None or _drops(group, backbone)
         self.alone = _Alone(backbone, tensors, layers, wide, still=still)
@@ -374,7 +376,7 @@ class _Probe:
     def _sequences(self, index: int) -> list[list[int]]:
         """The tokens of a job: all lengths where it is compared."""
         source = Random(f"probe {index}")  # noqa: S311  (tokens to try, no secrets)
-        largest = min(self.group.vocabulary, LARGEST_ID) - 1
+        largest = self.largest
         lengths = self.lengths if index in self.chosen else self._beside(index)
         return [[source.randint(min(1, largest), largest) for _ in range(n)] for n in lengths]
 
@@ -392,7 +394,7 @@ class _Probe:
         if self.group.form == "packed":
             return pack(parts).to(self.device)
         row, source = pad(parts), Random("padding")  # noqa: S311  (tokens to try, no secrets)
-        largest = min(self.group.vocabulary, LARGEST_ID) - 1
+        largest = self.largest
         width = row.input_ids.shape[1]
         for line, sequence in enumerate(ids for part in parts for ids in part.sequences):
             padding = [source.randint(0, largest) for _ in range(width - len(sequence))]
@@ -532,8 +534,10 @@ def _one_of_each(group: GroupGraph, jobs: Sequence[Job]) -> list[int]:
 
 def _loss(logits: Tensor, ids: Tensor) -> Tensor:
     """The mean token loss of a sequence, of the tokens themselves: any loss serves."""
-    wide = torch.promote_types(torch.float32, logits.dtype)
-    return F.cross_entropy(logits.to(wide), ids)
+    wide = logits.to(torch.promote_types(torch.float32, logits.dtype))
+    if wide.shape[-1] == 1:
+        return wide.square().mean()
+    return F.cross_entropy(wide, ids % wide.shape[-1])
 
 
 def _flat(gradients: Mapping[str, Tensor], like: Mapping[str, Tensor] | None = None) -> Tensor:

@@ -17,12 +17,12 @@ import torch
 from torch import Tensor, nn
 
 from tlora_fx.config.adapter_folder import CONFIG, WEIGHTS, read_adapter_config
-from tlora_fx.config.job import Job
+from tlora_fx.config.job import HEADS, Job
 from tlora_fx.durable import sync_folder, write_synced
 from tlora_fx.errors import AdapterFolderError, BaseNotLoadable, nearest
 from tlora_fx.ir.graph import PEFT_PREFIX, AdapterSite
 from tlora_fx.ir.storage import Shard
-from tlora_fx.model.backbone import Backbone, load_config
+from tlora_fx.model.backbone import Backbone, load_config, model_factory
 from tlora_fx.model.supermodel import SuperModel
 from tlora_fx.ops import site_id, uniform_at, uniform_rows
 from tlora_fx.runtime.starts import computed_start, start_of_kind
@@ -83,14 +83,16 @@ def write_adapter(
             shutil.rmtree(fresh, ignore_errors=True)
 
 
-def read_adapter(folder: Path | str) -> AdapterFolder:
+def read_adapter(folder: Path | str, task: str = "CAUSAL_LM") -> AdapterFolder:
     """Read a PEFT adapter folder, from safetensors only.
+
+    task     what its base does, in PEFT's words
 
     raises   AdapterFolderError when a file is missing or damaged, the weights are only a pickle,
              or the adapter is none that tlora-fx trains
     """
     source = Path(folder)
-    fields = read_adapter_config(source)
+    fields = read_adapter_config(source, task)
     try:
         tensors = safetensors.torch.load_file(source / WEIGHTS)
     except (OSError, safetensors.SafetensorError) as error:
@@ -152,13 +154,12 @@ def base_tensors(backbone: Backbone, device: torch.device | str = "cpu") -> Mapp
 
 
 def _loaded(backbone: Backbone) -> dict[str, Tensor]:
-    from transformers import AutoModelForCausalLM
-
     spec = backbone.spec
+    config = {"config": load_config(spec)} if spec.is_classifier else {}
     try:
-        factory: Any = AutoModelForCausalLM
-        model, info = factory.from_pretrained(
+        model, info = model_factory(spec).from_pretrained(
             str(spec.model),
+            **config,
             output_loading_info=True,
             dtype=getattr(torch, spec.dtype),
             use_safetensors=True,
@@ -171,8 +172,9 @@ def _loaded(backbone: Backbone) -> dict[str, Tensor]:
             found=error,
             help="give a folder or hub id with *.safetensors; pickled weights are not read",
         ) from error
-    missing = sorted({*map(str, info["missing_keys"]), *map(str, info["mismatched_keys"])})
-    if missing:
+    absent = {*map(str, info["missing_keys"]), *map(str, info["mismatched_keys"])}
+    fresh = {name for name in absent if spec.is_classifier and _is_of_head(name)}
+    if missing := sorted(absent - fresh):
         raise BaseNotLoadable(
             "the base's checkpoint lacks tensors, or has them in other shapes",
             base=spec.model,
@@ -181,7 +183,14 @@ def _loaded(backbone: Backbone) -> dict[str, Tensor]:
         )
     canonical = canonical_names(backbone)
     state = model.state_dict()
-    return {canonical[name]: tensor for name, tensor in state.items() if name in canonical}
+    loaded = {canonical[name]: tensor for name, tensor in state.items() if name in canonical}
+    drawn = _Drawn(backbone, "cpu")
+    return loaded | {name: drawn[name] for name in sorted(fresh)}
+
+
+def _is_of_head(name: str) -> bool:
+    """Whether a tensor belongs to a classifier's head, which a checkpoint need not have."""
+    return any(part.endswith(HEADS) for part in name.split(".")[:-1])
 
 
 def plain_base(backbone: Backbone) -> nn.Module:
@@ -190,12 +199,9 @@ def plain_base(backbone: Backbone) -> nn.Module:
     if spec.module is not None:
         module: nn.Module = copy.deepcopy(spec.module)
         return module
-    from transformers import AutoModelForCausalLM
-
-    factory: Any = AutoModelForCausalLM
-
+    factory = model_factory(spec)
     dtype = getattr(torch, spec.dtype)
-    if spec.model is not None:
+    if spec.model is not None and not spec.is_classifier:
         loaded: nn.Module = factory.from_pretrained(
             spec.model, dtype=dtype, use_safetensors=True, trust_remote_code=spec.trust_remote_code
         )
@@ -349,7 +355,7 @@ def continued_adapter(model: SuperModel, job: Job) -> dict[str, Tensor]:
     raises    AdapterFolderError when the folder's matrix is not the base's
     """
     assert job.adapter is not None
-    tensors = read_adapter(job.adapter).tensors
+    tensors = read_adapter(job.adapter, job.base.task).tensors
     trained = {saved_name(name) for name in model.job_parameters(job.name)}
     canonical = canonical_names(model.backbone)
     for name in [name for name in tensors if name not in trained]:

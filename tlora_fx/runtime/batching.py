@@ -62,6 +62,7 @@ def rows_of_round(
                 steps[index],
                 offsets[index],
                 preference_of(jobs[index]),
+                jobs[index].label_shift,
             )
             offsets[index] += tokens
             size += tokens
@@ -79,16 +80,16 @@ def count_terms(job: Job, micro_batches: MicroBatches) -> int:
     """What the loss of an optimizer step is a mean over: pairs, or target tokens."""
     if job.is_preference:
         return sum(map(len, micro_batches)) // job.sequences_per_sample
-    return count_targets(micro_batches)
+    return count_targets(micro_batches, job.label_shift)
 
 
-def count_targets(micro_batches: MicroBatches) -> int:
+def count_targets(micro_batches: MicroBatches, shift: int = 1) -> int:
     """Target tokens of an optimizer step, after the shift inside each sequence."""
     return sum(
         label != IGNORED
         for samples in micro_batches
         for sample in samples
-        for label in sample.labels[1:]
+        for label in sample.labels[shift:]
     )
 
 

@@ -102,7 +102,7 @@ def check_fits(backbone: Backbone, data: Mapping[str, JobData], classes: int | N
                 help="give the tokenizer that belongs to the base",
             )
         target = max(max(sample.labels) for sample in _every_sample(job_data))
-        if classes is not None and target >= classes:
+        if not backbone.spec.is_classifier and classes is not None and target >= classes:
             raise DataDoesNotFit(
                 f"job '{name}' has targets for which the base has no logits",
                 job=name,

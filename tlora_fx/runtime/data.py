@@ -9,13 +9,14 @@ import hashlib
 import math
 from array import array
 from bisect import bisect_left, insort
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import TYPE_CHECKING, overload
 
 import numpy as np
 
+from tlora_fx.config.base_task import pools_first
 from tlora_fx.config.job import Job
 from tlora_fx.errors import (
     ChatTemplateError,
@@ -27,6 +28,7 @@ from tlora_fx.runtime.encoding import (
     CHATS,
     BadRowError,
     Encoded,
+    Labelled,
     PrefixError,
     TextEncoder,
     find_layout,
@@ -264,8 +266,8 @@ def load_job_data(job: Job, tokenizer: PreTrainedTokenizerBase) -> JobData:
         samples, evaluation = held_out(samples, job)
         each = job.sequences_per_sample
         report.samples, report.tokens = len(samples) // each, _tokens(samples)
-        report.target_tokens = sum(map(_targets, samples))
-        tokens = f"{_tokens(evaluation)} tokens, {sum(map(_targets, evaluation))} counted"
+        report.target_tokens = _targets(samples, job)
+        tokens = f"{_tokens(evaluation)} tokens, {_targets(evaluation, job)} counted"
         notes.append(f"evaluation: {len(evaluation) // each} samples held out, {tokens}")
     elif (spec := evaluated(job)) is not None:
         evaluation, found = _samples(job.model_copy(update={"data": spec}), tokenizer)
@@ -278,7 +280,7 @@ def load_job_data(job: Job, tokenizer: PreTrainedTokenizerBase) -> JobData:
     if count < job.per_device_train_batch_size:
         size = f"per_device_train_batch_size {job.per_device_train_batch_size}"
         notes.append(f"{size} is more than there are: each step takes all {count} samples")
-    if tokenizer.eos_token_id is None:
+    if tokenizer.eos_token_id is None and not job.base.is_classifier:
         notes.append("the tokenizer has no end-of-sequence token: samples end without one")
     report.notes = tuple(notes)
     return JobData(job, samples, report, evaluation, tokenizer, units)
@@ -351,8 +353,9 @@ def _tokens(samples: Sequence[Sample]) -> int:
     return sum(len(sample.input_ids) for sample in samples)
 
 
-def _targets(sample: Sample) -> int:
-    return sum(label != NO_TARGET for label in sample.labels[1:])
+def _targets(samples: Sequence[Sample], job: Job) -> int:
+    shift = job.label_shift
+    return sum(label != NO_TARGET for sample in samples for label in sample.labels[shift:])
 
 
 def _samples(
@@ -364,8 +367,12 @@ def _samples(
     """
     report, table = DataReport(), SampleTable()
     size = 2 if job.is_preference else 1
+    position = _label_position(job) if job.base.is_classifier else None
     for encoded in _encoded(job, tokenizer, report):
-        _keep(encoded, job, report, table)
+        if isinstance(encoded, Labelled):
+            _keep_labelled(encoded, position, report, table)
+        else:
+            _keep(encoded, job, report, table)
         if limit is not None and len(table) >= limit * size:
             break
     report.samples, report.tokens = len(table) // size, table.tokens
@@ -387,8 +394,8 @@ def _samples(
 
 def _encoded(
     job: Job, tokenizer: PreTrainedTokenizerBase, report: DataReport
-) -> Iterator[tuple[Encoded, ...]]:
-    """What becomes of each row: a sample, or the two of a pair."""
+) -> Iterator[tuple[Encoded, ...] | Labelled]:
+    """What becomes of each row: a sample, the two of a pair, or a sample that has a label."""
     encoder: TextEncoder | None = None
     for row in read_rows(job.data, job.name):
         report.rows += 1
@@ -400,7 +407,9 @@ def _encoded(
             report.layout = encoder.layout.line()
             report.format = encoder.layout.format
         try:
-            if job.is_preference:
+            if job.base.is_classifier:
+                yield encoder.encode_label(row.fields, job.base, job.max_length)
+            elif job.is_preference:
                 yield encoder.encode_pair(row.fields)
             else:
                 yield (encoder.encode(row.fields),)
@@ -443,3 +452,34 @@ def _keep(encoded: Sequence[Encoded], job: Job, report: DataReport, table: Sampl
             targets = [True] * len(ids)
         labels = [token if on else NO_TARGET for token, on in zip(ids, targets, strict=True)]
         table.append(ids, labels)
+
+
+def _label_position(job: Job) -> Callable[[Sequence[int]], int]:
+    """Which token of a sample the base's class reads for its label.
+
+    As in transformers: an encoder's first one, else the last one that is no padding.
+    """
+    from tlora_fx.model.backbone import load_config
+
+    config = load_config(job.base)
+    if pools_first(config.to_dict()):
+        return lambda ids: 0
+    padding = config.get_text_config().pad_token_id
+    return lambda ids: max((at for at, token in enumerate(ids) if token != padding), default=0)
+
+
+def _keep_labelled(
+    encoded: Labelled,
+    position: Callable[[Sequence[int]], int] | None,
+    report: DataReport,
+    table: SampleTable,
+) -> None:
+    """Add a row's sample to the table, with its label at the token that is read for it."""
+    report.truncated += encoded.is_truncated
+    if not encoded.ids or position is None:
+        report.dropped_without_target += 1
+        return
+    labels = [NO_TARGET] * len(encoded.ids)
+    labels[position(encoded.ids)] = encoded.code
+    report.target_tokens += 1
+    table.append(encoded.ids, labels)

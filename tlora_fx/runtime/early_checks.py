@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from importlib.metadata import entry_points
 from pathlib import Path
 
-from tlora_fx.config.base_task import read_base_config, require_causal
+from tlora_fx.config.base_task import read_base_config, require_task
 from tlora_fx.config.hub import hub_cache, is_hub_id, why_offline
 from tlora_fx.config.job import Job
 from tlora_fx.cost.hardware import find_gpu
@@ -147,15 +147,15 @@ def _require_layout(job: Job) -> None:
         report.add_bad_row(job, row.where, row.reason)
 
 
-def require_task(jobs: Sequence[Job]) -> None:
-    """Refuse a base that is no causal language model, by its config.json.
+def require_trainable(jobs: Sequence[Job]) -> None:
+    """Refuse a base that is not made for its task, by its config.json.
 
     raises    BaseRefused
     """
     base = jobs[0].base
     config = read_base_config(base)
     if config is not None:
-        require_causal(config, base.model or str(base.config))
+        require_task(config, base)
 
 
 def require_hub(jobs: Sequence[Job]) -> None:

@@ -16,19 +16,23 @@ from typing import TYPE_CHECKING, Any, Literal, get_args
 from tlora_fx.config.job import (
     COLUMNS_OF,
     OPTIONAL_COLUMNS,
+    BaseSpec,
     ColumnName,
     DataSpec,
     Job,
     columns_of,
 )
 from tlora_fx.errors import AmbiguousFormatError, MissingColumnError, nearest
+from tlora_fx.runtime.labels import label_code
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-Format = Literal["prompt-completion", "messages", "text", "alpaca", "sharegpt", "preference"]
+Format = Literal[
+    "prompt-completion", "messages", "text", "alpaca", "sharegpt", "preference", "label"
+]
 FORMATS: tuple[Format, ...] = (
-    "prompt-completion", "messages", "text", "alpaca", "sharegpt", "preference",
+    "prompt-completion", "messages", "text", "alpaca", "sharegpt", "preference", "label",
 )  # fmt: skip
 CHATS = ("messages", "sharegpt")
 
@@ -40,8 +44,10 @@ _USUAL: Mapping[str, tuple[str, ...]] = {
     "text": ("content", "document"),
     "chosen": ("preferred", "accepted", "response_chosen", "answer_chosen"),
     "rejected": ("dispreferred", "response_rejected", "answer_rejected"),
+    "label": ("labels", "class", "category", "score", "target"),
 }
 _GUESSES = (("chosen", "rejected"), ("prompt", "completion"), ("messages",), ("text",))
+_LABELLED = (("text", "label"),)
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,6 +70,8 @@ class SampleLayout:
             name if name == theirs else f"{name} from {theirs}"
             for name, theirs in sorted(self.columns.items(), key=lambda at: order.index(at[0]))
         ]
+        if self.format == "label":
+            return f"read as label ({', '.join(names)})"
         what = "the assistant's turns" if self.format in CHATS else "completions"
         if self.format == "preference":
             what = "the difference of both"
@@ -98,7 +106,7 @@ def find_layout(job: Job, columns: Iterable[str], *, where: str) -> SampleLayout
 
 def _trains_completions(job: Job, format: Format, where: str) -> bool:
     """Whether completions alone are trained; raises MissingColumnError where there are none."""
-    if format == "preference":
+    if format in ("preference", "label"):
         return True
     chat = format in CHATS
     mine, other = "completion_only_loss", "assistant_only_loss"
@@ -131,7 +139,9 @@ def _wanted(job: Job) -> list[Format]:
         return [job.data.format]
     if job.method != "sft":
         return ["preference"]
-    formats: list[Format] = [format for format in FORMATS if format != "preference"]
+    if job.base.is_classifier:
+        return ["label"]
+    formats: list[Format] = [format for format in FORMATS if format not in ("preference", "label")]
     if job.data.columns:
         return [name for name in formats if set(job.data.columns) <= columns_of(name)]
     return formats
@@ -144,7 +154,7 @@ def _needed(spec: DataSpec, format: Format) -> dict[str, str]:
 
 def _missing(job: Job, formats: list[Format], present: list[str], where: str) -> MissingColumnError:
     found = ", ".join(present) or "none"
-    usual = _mapping_help(present)
+    usual = _mapping_help(present, _LABELLED if job.base.is_classifier else _GUESSES)
     if {"chosen", "rejected"} <= set(present) and job.method == "sft":
         usual = "these are preferences: set method: dpo (or orpo) in the job"
     if len(formats) != 1:
@@ -171,13 +181,13 @@ def _missing(job: Job, formats: list[Format], present: list[str], where: str) ->
     )
 
 
-def _mapping_help(present: list[str]) -> str:
+def _mapping_help(present: list[str], guesses: Sequence[Sequence[str]]) -> str:
     """The mapping that fits names which data sets often use, or nothing."""
     guess = {
         ours: next((name for name in (ours, *usual) if name in present), "")
         for ours, usual in _USUAL.items()
     }
-    for names in _GUESSES:
+    for names in guesses:
         if all(guess[name] for name in names):
             pairs = ", ".join(f"{name}: {guess[name]}" for name in names)
             return f"perhaps columns: {{{pairs}}}"
@@ -226,6 +236,18 @@ class Encoded:
 
 
 @dataclass(frozen=True, slots=True)
+class Labelled:
+    """The tokens of a row that has a label, as many as are kept.
+
+    code   the label as of `label_code`
+    """
+
+    ids: list[int]
+    code: int
+    is_truncated: bool = False
+
+
+@dataclass(frozen=True, slots=True)
 class TextEncoder:
     """Encodes the rows of one layout with one tokenizer."""
 
@@ -247,6 +269,25 @@ class TextEncoder:
         if isinstance(ours["prompt"], list):
             return self._reply(ours)
         return self._completion(self._text(ours, "prompt"), self._text(ours, "completion"))
+
+    def encode_label(self, fields: Mapping[str, Any], base: BaseSpec, most: int) -> Labelled:
+        """The tokens of a row's text as the tokenizer alone makes and cuts them, and its label.
+
+        most     tokens that are kept
+        raises   BadRowError
+        """
+        ours = self._ours(fields)
+        text = self._text(ours, "text")
+        _require_encodable(text)
+        try:
+            code = label_code(ours["label"], base)
+        except ValueError as error:
+            raise BadRowError(str(error)) from None
+        ids = list(self.tokenizer(text, verbose=False)["input_ids"])
+        if len(ids) <= most:
+            return Labelled(ids, code)
+        cut = self.tokenizer(text, truncation=True, max_length=most)["input_ids"]
+        return Labelled(list(cut), code, is_truncated=True)
 
     def encode_pair(self, fields: Mapping[str, Any]) -> tuple[Encoded, Encoded]:
         """The tokens of a chosen and of a rejected completion of one prompt.

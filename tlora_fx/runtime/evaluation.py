@@ -20,6 +20,7 @@ from tlora_fx.parallel.apply import StepRunner
 from tlora_fx.runtime.batching import Cutting, Row, RowBucketer, cut_round, rows_of_round
 from tlora_fx.runtime.data import JobData, Sample
 from tlora_fx.runtime.distributed import Ranks
+from tlora_fx.runtime.labels import decoded
 from tlora_fx.runtime.user_code import user_object
 
 
@@ -105,6 +106,8 @@ class Evaluator:
     def _metrics(self, data: JobData, loss_sum: float, tokens: np.ndarray) -> dict[str, float]:
         if data.job.is_preference:
             return {"eval_loss": loss_sum / (len(data.evaluation) // 2)}
+        if data.job.base.is_classifier:
+            return self._label_metrics(data, loss_sum, tokens)
         counts = np.array([_count(sample) for sample in data.evaluation])
         targets = np.concatenate([_targets(sample) for sample in data.evaluation])
         owner = np.repeat(np.arange(len(counts)), counts)
@@ -117,6 +120,21 @@ class Evaluator:
         if data.job.compute_metrics is not None:
             try:
                 measured |= own_metrics(data, np.split(tokens, np.cumsum(counts)[:-1]))
+            except MetricFunctionError as error:
+                self.warn(str(error))
+        return measured
+
+    def _label_metrics(self, data: JobData, loss_sum: float, codes: np.ndarray) -> dict[str, float]:
+        """A classifier's metrics; `codes` are its predictions."""
+        every = (label for sample in data.evaluation for label in sample.labels)
+        labels = np.array([label for label in every if label != IGNORED], dtype=np.int64)
+        measured = {"eval_loss": loss_sum / len(labels)}
+        base = data.job.base
+        if base.objective != "regression":
+            measured["eval_accuracy"] = float(np.mean(codes == labels))
+        if data.job.compute_metrics is not None:
+            try:
+                measured |= values_of(data, decoded(codes, base), decoded(labels, base))
             except MetricFunctionError as error:
                 self.warn(str(error))
         return measured
@@ -158,11 +176,6 @@ def own_metrics(data: JobData, predicted: Sequence[np.ndarray]) -> dict[str, flo
     predicted   of each sample, the most likely token at each of its targets
     raises      MetricFunctionError
     """
-    from transformers import EvalPrediction
-
-    name = data.job.compute_metrics
-    assert name is not None
-    function = find_function(name, data.job.name)
     longest = max(len(sample.labels) for sample in data.evaluation)
     labels = np.full((len(data.evaluation), longest), IGNORED, dtype=np.int64)
     tokens = labels.copy()
@@ -170,8 +183,21 @@ def own_metrics(data: JobData, predicted: Sequence[np.ndarray]) -> dict[str, flo
         labels[row, : len(sample.labels)] = sample.labels
         # The first label has no token before it that could predict it.
         tokens[row, :-1][labels[row, 1:] != IGNORED] = own
+    return values_of(data, tokens, labels)
+
+
+def values_of(data: JobData, predictions: np.ndarray, labels: np.ndarray) -> dict[str, float]:
+    """What the function of `compute_metrics` says of predictions and labels.
+
+    raises      MetricFunctionError
+    """
+    from transformers import EvalPrediction
+
+    name = data.job.compute_metrics
+    assert name is not None
+    function = find_function(name, data.job.name)
     try:
-        values = function(EvalPrediction(predictions=tokens, label_ids=labels))
+        values = function(EvalPrediction(predictions=predictions, label_ids=labels))
         return {
             key if key.startswith("eval_") else f"eval_{key}": float(value)
             for key, value in values.items()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from functools import cache
 from importlib.metadata import version
 from pathlib import Path
@@ -40,7 +40,7 @@ def model_card(
     hub_id = base if base is not None and not Path(base).exists() else None
     metadata = {
         "library_name": "peft",
-        "pipeline_tag": "text-generation",
+        "pipeline_tag": "text-classification" if job.base.is_classifier else "text-generation",
         "tags": ["lora", "tlora-fx"],
     } | ({"base_model": hub_id} if hub_id else {})
     header = yaml.safe_dump(metadata, sort_keys=False).strip()
@@ -55,7 +55,7 @@ def model_card(
         _section("Training", progress),
         _evaluation(evaluation),
         _section("Versions", _versions()),
-        "" if base is None else _usage(base),
+        "" if base is None else _usage(base, job.base.label_names),
     ]
     return "\n\n".join(section for section in sections if section) + "\n"
 
@@ -110,14 +110,18 @@ def _evaluation(summary: Mapping[str, Any]) -> str:
     return _section("Evaluation", rows)
 
 
-def _usage(base: str) -> str:
+def _usage(base: str, labels: Sequence[str]) -> str:
+    kind, extra = "AutoModelForCausalLM", ""
+    if labels:
+        kind = "AutoModelForSequenceClassification"
+        extra = f", id2label={dict(enumerate(labels))}"
     return f"""## Use
 
 ```python
 from peft import PeftModel
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import {kind}, AutoTokenizer
 
-base = AutoModelForCausalLM.from_pretrained("{base}")
+base = {kind}.from_pretrained("{base}"{extra})
 model = PeftModel.from_pretrained(base, "path/of/this/folder")
 tokenizer = AutoTokenizer.from_pretrained("path/of/this/folder")
 ```"""

@@ -21,7 +21,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from contextvars import ContextVar
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import numpy as np
 import torch
@@ -35,6 +35,7 @@ from tlora_fx.numerics.noise import disturb_embeddings
 from tlora_fx.ops.dropout import keep_scale, threshold_of
 from tlora_fx.ops.philox import sixteens
 from tlora_fx.ops.tables import site_id
+from tlora_fx.runtime.labels import decoded
 from tlora_fx.runtime.starts import constant_part
 
 if TYPE_CHECKING:
@@ -119,6 +120,7 @@ class SoloTrainer:
         self.load(start)
         self._model.train()
         self._drop = KeyedDropout(self._model, job.seed) if masks else None
+        self._padding = _padding_of(job, base, data.samples)
         self._params = [param for param in self._model.parameters() if param.requires_grad]
         self._optimizer, self._schedule = _optimizer(job, self._model, self.order.steps)
         self._largest_norm = job.max_grad_norm or float("inf")
@@ -138,7 +140,7 @@ class SoloTrainer:
         step   by which its dropouts draw
         """
         self._optimizer.zero_grad()
-        loss = _backward(self._model, batches, self._drop, step, self.job)
+        loss = _backward(self._model, batches, self._drop, step, self.job, self._padding)
         return loss, _gradients(self._model)
 
     @contextmanager
@@ -277,11 +279,12 @@ def _backward(
     drop: KeyedDropout | None,
     step: int,
     job: Job,
+    padding: int = 0,
 ) -> float:
     """Add the gradients of one optimizer step; returns its loss."""
     pairs = sum(map(len, batches)) // 2
     labels = [line.labels for batch in batches for line in batch]
-    targets = sum(label != NO_TARGET for line in labels for label in line[1:])
+    targets = sum(label != NO_TARGET for line in labels for label in line[job.label_shift :])
     device = next(model.parameters()).device
     total = 0.0
     for batch in batches:
@@ -289,6 +292,9 @@ def _backward(
         with nullcontext() if drop is None else drop.row(step, index):
             if job.is_preference:
                 loss = _pair_loss(model, job, ids, labels_of, attended) / pairs
+            elif job.base.is_classifier:
+                ids = ids.masked_fill(attended == 0, padding)
+                loss = _label_loss(model, job, ids, labels_of, attended) / targets
             else:
                 loss = _loss(model, ids, labels_of, attended, targets)
         torch.autograd.backward(loss)
@@ -328,6 +334,36 @@ def _loss(model: PeftModel, ids: Tensor, labels: Tensor, attended: Tensor, targe
     logits = getattr(out, "logits", out)
     flat = logits[:, :-1].float().flatten(0, 1)
     return F.cross_entropy(flat, labels[:, 1:].flatten(), reduction="sum") / targets
+
+
+def _label_loss(
+    model: PeftModel, job: Job, ids: Tensor, labels: Tensor, attended: Tensor
+) -> Tensor:
+    """The losses of a micro-batch's labels, summed; lines without a label count for nothing."""
+    logits = model(input_ids=ids, attention_mask=attended, use_cache=False).logits
+    marked = labels != NO_TARGET
+    logits, codes = logits[marked.any(1)], labels[marked].cpu().numpy()
+    wanted = torch.from_numpy(decoded(codes, job.base)).to(logits.device)
+    if job.base.objective == "single_label_classification":
+        return F.cross_entropy(logits, wanted, reduction="sum")
+    if job.base.objective == "regression":
+        return F.mse_loss(logits.squeeze(-1), wanted.to(logits.dtype), reduction="sum")
+    losses = F.binary_cross_entropy_with_logits(logits, wanted.to(logits.dtype), reduction="none")
+    return losses.mean(1).sum()
+
+
+def _padding_of(job: Job, base: nn.Module, samples: Sequence[Sample]) -> int:
+    """What a classifier's lines are padded with: it reads the last token that is something else.
+
+    Where its config names nothing, that is an id which no sample has.
+    """
+    if not job.base.is_classifier:
+        return 0
+    config = cast(Any, base.config).get_text_config()
+    if config.pad_token_id is None:
+        used = {token for sample in samples for token in sample.input_ids}
+        config.pad_token_id = next(i for i in range(config.vocab_size) if i not in used)
+    return int(config.pad_token_id)
 
 
 def _pair_loss(model: PeftModel, job: Job, ids: Tensor, labels: Tensor, attended: Tensor) -> Tensor:

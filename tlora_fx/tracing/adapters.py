@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx, nn
 
-from tlora_fx.config.job import Job
+from tlora_fx.config.job import HEADS, Job
 from tlora_fx.errors import AdapterMismatch, FusionError, UnknownTarget, nearest
 from tlora_fx.ir.graph import (
     PEFT_PREFIX,
@@ -180,7 +180,9 @@ def _refuse_unknown(
     job: Job, config: Any, modules: dict[str, nn.Module], sites: dict[str, AdapterSite]
 ) -> None:
     names = sorted({path.rpartition(".")[2] for path in modules if path} | set(modules) - {""})
-    saved = list(config.modules_to_save or [])
+    # PEFT names the heads that classifiers usually have, of which a base has one.
+    heads = HEADS if job.base.is_classifier else ()
+    saved = [name for name in config.modules_to_save or [] if name not in heads]
     asked = [] if isinstance(config.target_modules, str) else sorted(config.target_modules)
     for name in [*asked, *saved]:
         tail = name if name in saved else f".{name}"

@@ -36,7 +36,9 @@ def refuse_other_loss(backbone: Backbone) -> str | None:
     returns   what to report where the losses could not be compared, else None
     raises    BaseRefused
     """
-    if backbone.config is None or not _takes_labels(backbone.model):
+    if backbone.spec.is_classifier or backbone.config is None:
+        return None
+    if not _takes_labels(backbone.model):
         return None
     example = _example(backbone)
     if example is None:
