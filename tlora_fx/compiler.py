@@ -489,6 +489,8 @@ def _structure(
 ) -> Hashable:
     """What two jobs must have in common to share one traced graph."""
     bias = str(getattr(job.lora_config(), "bias", "none"))
-    fields = () if job.is_lora else tuple(sorted((k, repr(v)) for k, v in job.lora_fields.items()))
+    # The numbers of these branches are in their graphs.
+    names = ("trainable_token_indices",) if job.is_lora else sorted(job.lora_fields)
+    fields = tuple((name, repr(job.lora_fields.get(name))) for name in names)
     parts = [layer_signature(sites, layer, bias, exact) for layer in layer_list(backbone.model)]
     return (exact, job.adapter_dtype, fields, layer_signature(sites, "", bias, exact), *parts)

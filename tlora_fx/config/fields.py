@@ -40,7 +40,6 @@ _NOT_YET = "not supported yet"
 REFUSED: Mapping[str, Refused] = {
     "megatron_config": Refused(None, "Megatron layers are not traced"),
     "megatron_core": Refused("megatron.core", "Megatron layers are not traced"),
-    "trainable_token_indices": Refused(None, f"training single token rows is {_NOT_YET}"),
     "loftq_config": Refused({}, "LoftQ rounds the base to another one, which all jobs share"),
     "eva_config": Refused(None, "EVA draws its start from the job's data, " + _NOT_YET),
     "corda_config": Refused(None, "CorDA needs a pass over data before training, " + _NOT_YET),
@@ -144,6 +143,17 @@ def layer_numbers(value: object) -> object:
     return value if isinstance(value, int) else list(items)
 
 
+def _tokens(value: object) -> object:
+    """Accept token ids, or token ids by the name of an embedding."""
+    by_name = value if isinstance(value, Mapping) else {"": value}
+    for ids in by_name.values():
+        whole = isinstance(ids, list | tuple) and all(type(i) is int and i >= 0 for i in ids)
+        if value is not None and not (whole and ids and len(set(ids)) == len(ids)):
+            expected = "distinct token ids from 0, in a list or in lists by an embedding's name"
+            raise refuse("wrong value of 'trainable_token_indices'", expected=expected)
+    return value
+
+
 Names: TypeAlias = Annotated[Any, AfterValidator(_names)]
 Rank: TypeAlias = Annotated[StrictInt, Field(ge=1)]
 Alpha: TypeAlias = Annotated[StrictFloat, Field(gt=0)]
@@ -166,6 +176,7 @@ class LoraSpec(Spec):
     bias: Literal["none", "all", "lora_only"] = "none"
     lora_bias: StrictBool = False
     modules_to_save: Annotated[Any, AfterValidator(name_list)] = None
+    trainable_token_indices: Annotated[Any, AfterValidator(_tokens)] = None
     layers_to_transform: Annotated[Any, AfterValidator(layer_numbers)] = None
     layers_pattern: Names = None
     fan_in_fan_out: StrictBool = False

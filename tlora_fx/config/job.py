@@ -68,7 +68,7 @@ SEED_LIMIT = 2**32
 _JOB_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}")
 _FUNCTION = re.compile(r"[^:]+:[A-Za-z_]\w*")
 #: Fields of LoRA by which more than its two matrices is trained.
-_BEYOND_MATRICES = ("use_dora", "bias", "lora_bias", "modules_to_save")
+_BEYOND_MATRICES = ("use_dora", "bias", "lora_bias", "modules_to_save", "trainable_token_indices")
 #: Beta where a job names none, as in TRL.
 BETA = 0.1
 #: What an evaluation always measures; a job's own function may add more.

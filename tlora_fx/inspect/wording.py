@@ -17,6 +17,7 @@ KINDS = {
     "saved": "a copy that the job trains",
     "bias": "a bias that the job trains",
     "lora, bias trained": "LoRA, and a bias that the job trains",
+    "tokens": "single tokens that the job trains",
     "ia3": "IA³",
     "loha": "LoHa",
     "lokr": "LoKr",

@@ -26,7 +26,7 @@ from tlora_fx.model.backbone import Backbone, load_config, model_factory
 from tlora_fx.model.supermodel import SuperModel
 from tlora_fx.ops import site_id, uniform_at, uniform_rows
 from tlora_fx.runtime.starts import computed_start, start_of_kind
-from tlora_fx.tracing.adapters import config_with_targets
+from tlora_fx.tracing.adapters import config_with_targets, trained_tokens
 
 if TYPE_CHECKING:
     from peft import PeftConfig
@@ -514,8 +514,15 @@ class _Starter:
         for part, rule in rules.items():
             if part in name:
                 return rule(parameter, path)
+        if ".token_adapter." in path:
+            return self._tokens(path)
         name = path.replace(".modules_to_save.default.", ".").replace(".base_layer.", ".")
         return self.model.base_tensor_or_value(self.canonical[name])
+
+    def _tokens(self, path: str) -> Tensor:
+        module = path.partition(".token_adapter.")[0]
+        ids = trained_tokens(self.job.start_config(), self.model.backbone)[module]
+        return self.model.base_tensor_or_value(self.canonical[f"{module}.weight"])[ids]
 
     def _down(self, like: Tensor, path: str) -> Tensor:
         if self.init == "gaussian":

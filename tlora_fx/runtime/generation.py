@@ -72,7 +72,7 @@ class AdapterWeights:
         return (
             isinstance(config, LoraConfig)
             and config.bias == "none"
-            and not (config.use_dora or config.modules_to_save)
+            and not (config.use_dora or config.modules_to_save or config.trainable_token_indices)
         )
 
 

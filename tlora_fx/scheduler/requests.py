@@ -52,7 +52,8 @@ def quiet_import(*names: str) -> None:
 _SCALING = frozenset({"r", "lora_alpha", "alpha_pattern", "lora_dropout", "use_rslora",
                       "init_lora_weights"})  # fmt: skip
 #: Fields with which a rank does not scale everything.
-_WITHOUT_RANK = ("rank_pattern", "use_dora", "bias", "lora_bias", "modules_to_save")
+_WITHOUT_RANK = ("rank_pattern", "use_dora", "bias", "lora_bias", "modules_to_save",
+                 "trainable_token_indices")  # fmt: skip
 DEFAULT_RANK = 8
 _compiled: dict[str, ModelFacts] = {}
 

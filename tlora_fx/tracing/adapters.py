@@ -55,14 +55,49 @@ def _resolve(job: Job, backbone: Backbone) -> dict[str, AdapterSite]:
     modules = dict(backbone.model.named_modules())
     saved = list(config.modules_to_save or [])
     sites = {}
+    tokens = trained_tokens(config, backbone)
     for path, module in modules.items():
-        if any(path.endswith(name) for name in saved):
+        if path in tokens:
+            sites[path] = AdapterSite(path, 0, 0.0, 0.0, kind="tokens")
+        elif any(path.endswith(name) for name in saved):
             sites[path] = AdapterSite(path, 0, 0.0, 0.0, kind="saved")
         elif path and check_target_module_exists(config, path):
             sites[path] = _site(path, module, config, start)
         elif getattr(config, "bias", "none") == "all" and getattr(module, "bias", None) is not None:
             sites[path] = AdapterSite(path, 0, 0.0, 0.0, kind="bias")
     _refuse_unknown(job, config, modules, sites)
+    return sites
+
+
+def trained_tokens(config: Any, backbone: Backbone) -> dict[str, list[int]]:
+    """The token ids that a job trains one by one, by the path of their embedding.
+
+    raises    UnknownTarget for an embedding that the base does not have, that its head shares, or
+              that has no such token
+    """
+    asked = getattr(config, "trainable_token_indices", None)
+    if not asked:
+        return {}
+    model: Any = backbone.model
+    modules = {k: m for k, m in model.named_modules() if isinstance(m, nn.Embedding)}
+    if not isinstance(asked, dict):
+        mine = model.get_input_embeddings()
+        asked = {path: asked for path, module in modules.items() if module is mine}
+    sites = {path: ids for path in modules for name, ids in asked.items() if path.endswith(name)}
+    unknown = [name for name in asked if not any(path.endswith(name) for path in modules)]
+    head = _head(model)
+    for path, ids in sites.items():
+        if head is not None and head.weight is modules[path].weight:
+            unknown.append(f"{path}, whose weight is the head's too")
+        if max(ids) >= modules[path].num_embeddings:
+            unknown.append(f"token {max(ids)} of {modules[path].num_embeddings} in {path}")
+    if unknown or not sites:
+        raise UnknownTarget(
+            "single tokens are trained that the base's embeddings do not have by themselves",
+            found="; ".join(unknown) or "no embedding",
+            expected=f"tokens of {', '.join(modules)}",
+            help="correct trainable_token_indices, or train a copy by modules_to_save",
+        )
     return sites
 
 
@@ -324,10 +359,8 @@ def check_wrapped(model: nn.Module, sites: dict[str, AdapterSite], job: Job) -> 
         placed: tuple[int, float] | None = None
         if isinstance(module, LoraLayer):
             placed = (module.r["default"], module.scaling["default"])
-        elif isinstance(module, BaseTunerLayer) and site is not None:
-            placed = (site.rank, site.scaling)
-        elif isinstance(module, BaseTunerLayer):
-            placed = (0, 0.0)
+        elif isinstance(module, BaseTunerLayer) and not name.endswith(".token_adapter"):
+            placed = (0, 0.0) if site is None else (site.rank, site.scaling)
         planned = (site.rank, site.scaling) if site is not None and site.rank else None
         if placed != planned:
             raise AdapterMismatch(
