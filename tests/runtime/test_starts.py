@@ -13,9 +13,11 @@ import torch
 from tests.runtime.groups import losses_of, make_data, make_job, tiny_base
 from tests.runtime.parameters import job_with, start
 from tlora_fx.compiler import compile
+from tlora_fx.config.adapter_folder import read_adapter_config
 from tlora_fx.config.job import Job
 from tlora_fx.errors import JobError, NotElementwise, UnknownTarget
 from tlora_fx.ir.graph import AdapterSite
+from tlora_fx.model.backbone import load_backbone
 from tlora_fx.ops.tables import site_id
 from tlora_fx.parallel.mesh import Mesh, MeshShape
 from tlora_fx.runtime.adapters import adapter_tensors, plain_base
@@ -282,3 +284,58 @@ def test_what_does_not_go_together_is_told(base, tmp_path):
     (tmp_path / "adapter_model.safetensors").write_bytes(b"")
     with pytest.raises(JobError, match="path_initial_model_for_weight_conversion"):
         Job(name="a", base=base, adapter=tmp_path, data={"path": "x"})
+
+
+def test_a_folder_that_eva_started_is_an_adapter_like_any_other(tmp_path):
+    """What started it is past; the ranks that it chose are read."""
+    config = peft.LoraConfig(
+        init_lora_weights="eva",
+        eva_config=peft.EvaConfig(),
+        rank_pattern={"v_proj": 2},
+        task_type="CAUSAL_LM",
+    )
+    config.save_pretrained(tmp_path)
+    (tmp_path / "adapter_model.safetensors").write_bytes(b"")
+
+    fields = read_adapter_config(tmp_path)
+
+    assert fields["rank_pattern"] == {"v_proj": 2}
+    assert not {"init_lora_weights", "eva_config"} & set(fields)
+
+
+@pytest.mark.slow
+def test_an_eva_start_that_peft_saved_is_gone_on_with(base, tmp_path):
+    """Its A, which are singular vectors, are the folder's; three steps are those of PEFT alone."""
+    plain = plain_base(load_backbone(base))
+    config = peft.LoraConfig(
+        r=4,
+        target_modules=["q_proj", "down_proj"],
+        init_lora_weights="eva",
+        eva_config=peft.EvaConfig(rho=1.0),
+        task_type="CAUSAL_LM",
+    )
+    started: Any = peft.get_peft_model(plain, config)
+    rows = torch.arange(1, 41).view(4, 10)
+    batch = {"input_ids": rows, "attention_mask": torch.ones_like(rows)}
+    peft.initialize_lora_eva_weights(started, [batch] * 3, show_progress_bar=False)
+    started.save_pretrained(tmp_path / "eva")
+    job = Job(
+        name="a",
+        base=base,
+        adapter=tmp_path / "eva",
+        data={"path": "x"},
+        max_steps=3,
+        per_device_train_batch_size=2,
+    )
+
+    model = compile([job])
+    Trainer(model, output=tmp_path / "run", device="cpu", data=make_data([job])).run()
+
+    start = peft.get_peft_model_state_dict(started)
+    alone = train_alone(
+        job, plain_base(model.backbone), make_data([job])["a"], start, 3, masks=False
+    )
+    downs = [each for name, each in start.items() if "lora_A" in name]
+    assert all(torch.allclose(a @ a.T, torch.eye(len(a), dtype=a.dtype), atol=1e-4) for a in downs)
+    assert losses_of(tmp_path / "run", [job])["a"] == pytest.approx(alone.losses, rel=2e-6)
+    assert adapter_difference(adapter_tensors(model.job_parameters("a")), alone.adapters) <= 1e-5

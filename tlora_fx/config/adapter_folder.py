@@ -21,6 +21,7 @@ from tlora_fx.errors import AdapterFolderError
 CONFIG = "adapter_config.json"
 WEIGHTS = "adapter_model.safetensors"
 PICKLE = "adapter_model.bin"
+EVA = "eva"
 
 
 def read_adapter_config(folder: Path, task: str = "CAUSAL_LM") -> dict[str, Any]:
@@ -48,6 +49,9 @@ def read_adapter_config(folder: Path, task: str = "CAUSAL_LM") -> dict[str, Any]
                 found=config[key],
             )
     fields = {key: value for key, value in config.items() if key not in IDENTITY}
+    if fields.get("init_lora_weights") == EVA:
+        # Its A came from data, and is in the folder; the base is whole.
+        fields = {k: v for k, v in fields.items() if k not in ("init_lora_weights", "eva_config")}
     if kind_of(config) in OTHER_KINDS:
         fields["peft_type"] = kind_of(config)
     lines = []

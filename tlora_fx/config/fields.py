@@ -92,6 +92,15 @@ _INIT_REASONS: Mapping[str, str] = {
 }
 
 
+#: What to do in place of a start that is refused.
+_INSTEAD: Mapping[str, str] = {
+    "eva": "make it by PEFT's initialize_lora_eva_weights, save it, and name it by 'adapter'",
+    "loftq": "start from pissa, or quantise the base by a pass: docs/quantised-base.md",
+    "corda": "start from pissa or olora, which need no data",
+    "lora_ga": "start from pissa or olora, which need no gradients",
+}
+
+
 def _init(value: object) -> bool | str:
     if isinstance(value, bool):
         return value
@@ -101,7 +110,8 @@ def _init(value: object) -> bool | str:
     reason = next((why for name, why in _INIT_REASONS.items() if value.startswith(name)), "")
     near = "" if reason else nearest(value, INITS)
     what = f"init_lora_weights '{value}' is refused" + (f": {reason}" if reason else "")
-    help = f"did you mean '{near}'?" if near else "start from true, PEFT's default"
+    instead = next((said for name, said in _INSTEAD.items() if value.startswith(name)), "")
+    help = f"did you mean '{near}'?" if near else instead or "start from true, PEFT's default"
     expected = "true, false, gaussian, pissa, pissa_niter_N, olora or orthogonal"
     raise refuse(what, help=help, expected=expected)
 
