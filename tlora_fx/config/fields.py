@@ -155,10 +155,12 @@ def layer_numbers(value: object) -> object:
 
 def _tokens(value: object) -> object:
     """Accept token ids, or token ids by the name of an embedding."""
-    by_name = value if isinstance(value, Mapping) else {"": value}
-    for ids in by_name.values():
+    if value is None:
+        return None
+    lists: list[Any] = list(value.values()) if isinstance(value, Mapping) else [value]
+    for ids in lists:
         whole = isinstance(ids, list | tuple) and all(type(i) is int and i >= 0 for i in ids)
-        if value is not None and not (whole and ids and len(set(ids)) == len(ids)):
+        if not (whole and ids and len(set(ids)) == len(ids)):
             expected = "distinct token ids from 0, in a list or in lists by an embedding's name"
             raise refuse("wrong value of 'trainable_token_indices'", expected=expected)
     return value
