@@ -1,9 +1,11 @@
 """`tlora_fx::packed_attention`: attention inside each sequence of a packed row.
 
-Kernels that torch ships serve what they can: a whole row on CUDA, a sequence on the CPU. All else
-is written out, one sequence after the other. There scores are taken in float32 at least, block of
-queries by block, so that they never exist whole; block sizes depend on the sequence alone, so a
-neighbour cannot change a job's rounding.
+Kernels that torch ships serve what they can: a whole row on CUDA, a sequence on the CPU. Rows of
+short sequences go through our own where those were measured to be faster, and in strict mode at any
+length, for they give the same bits in every company and in every run. All else is written out, one
+sequence after the other. There scores are taken in float32 at least, block of queries by block, so
+that they never exist whole; block sizes depend on the sequence alone, so a neighbour cannot change
+a job's rounding.
 """
 
 from __future__ import annotations
@@ -20,6 +22,7 @@ from torch import Tensor
 
 from tlora_fx.errors import AttentionShapeError, MaskKeyError, SegmentError
 from tlora_fx.ops.dropout import JobMasks, keep_scale, threshold_of
+from tlora_fx.ops.kernels import select, support
 from tlora_fx.ops.philox import sixteens
 from tlora_fx.ops.tables import INTEGERS, check_rate
 
@@ -332,6 +335,22 @@ def has_row_kernel(q: Tensor, v: Tensor, sinks: Tensor | None, rule: AttentionRu
     return q.dtype in _HALVES and bare and fits
 
 
+#: Tokens of the longest sequence for which our kernels were measured to be faster, by compute
+#: capability, type, query heads a key head, and width; benchmarks/results has the times.
+SHORT = {(90, torch.bfloat16, 4, 128): 512}
+
+
+def goes_short(q: Tensor, k: Tensor, longest: int, rule: AttentionRule) -> bool:
+    """Whether a row that the varlen kernel can do goes through our own kernels.
+
+    Not by its length in strict mode, for that depends on a job's neighbours.
+    """
+    if not rule.causal or not support.has_triton() or support.mode() == "off":
+        return False
+    form = support.arch_of(q.device), q.dtype, q.shape[1] // k.shape[1], q.shape[2]
+    return form in SHORT if select.is_strict() else longest <= SHORT.get(form, 0)
+
+
 def flash_fits_sequence(
     q: Tensor, v: Tensor, sinks: Tensor | None, rule: AttentionRule, length: int
 ) -> bool:
@@ -349,6 +368,41 @@ def _windows(rule: AttentionRule) -> dict[str, int | float]:
 def _near(x: Tensor) -> Tensor:
     """The kernels read rows of heads whose last dimension is dense."""
     return x if x.stride(-1) == 1 else x.contiguous()
+
+
+def short_forward(
+    q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor, longest: int, rule: AttentionRule
+) -> tuple[Tensor, Tensor]:
+    """What `row_forward` gives, by our kernel for short sequences."""
+    # Triton is not everywhere.
+    from tlora_fx.ops.kernels import short_attention as short
+
+    bounds, numbers = cu_seqlens.to(torch.int32), short.Rule(longest, rule.scale, rule.window)
+    return short.forward(_dense(q), _dense(k), _dense(v), bounds, numbers)
+
+
+def short_backward(
+    dout: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    cu_seqlens: Tensor,
+    longest: int,
+    rule: AttentionRule,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """What `row_backward` gives, by our kernels for short sequences."""
+    from tlora_fx.ops.kernels import short_attention as short
+
+    bounds, numbers = cu_seqlens.to(torch.int32), short.Rule(longest, rule.scale, rule.window)
+    saved = _dense(q), _dense(k), _dense(v), out, lse.contiguous()
+    return short.backward(dout.contiguous(), saved, bounds, numbers)
+
+
+def _dense(x: Tensor) -> Tensor:
+    """Our kernels read tokens whose heads lie side by side."""
+    return x if x.stride()[1:] == (x.shape[2], 1) else x.contiguous()
 
 
 def row_forward(
@@ -475,7 +529,9 @@ def packed_attention(q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> tuple[Tenso
     check_attention(q, k, v, tables.cu_seqlens)
     rule.check()
     if len(q) and flash_fits_row(q, v, sinks, rule):
-        return row_forward(q, k, v, tables.cu_seqlens, int(tables.max_seqlen), rule)
+        longest = int(tables.max_seqlen)
+        forward = short_forward if goes_short(q, k, longest, rule) else row_forward
+        return forward(q, k, v, tables.cu_seqlens, longest, rule)
     rows = Sequences.read(tables, len(q))
     out, lse = _outputs(q, v)
     for start, stop in rows.spans:
@@ -523,7 +579,8 @@ def packed_attention_backward(
     rule.check()
     if len(q) and flash_fits_row(q, v, sinks, rule):
         longest = int(tables.max_seqlen)
-        return row_backward(dout, q, k, v, out, lse, tables.cu_seqlens, longest, rule)
+        backward = short_backward if goes_short(q, k, longest, rule) else row_backward
+        return backward(dout, q, k, v, out, lse, tables.cu_seqlens, longest, rule)
     rows = Sequences.read(tables, len(q))
     grads = _like(q), _like(k), _like(v)
     for start, stop in rows.spans:

@@ -1,0 +1,358 @@
+"""Attention of packed rows, FlashAttention-2 and ours: `python -m benchmarks.attention`.
+
+    python -m benchmarks.attention                                              # on a GPU
+    TRITON_INTERPRET=1 python -m benchmarks.attention --device cpu --cases tiny  # tries the code
+
+`flash` is torch's kernel for rows of sequences, which `packed_attention` takes where ours was not
+measured to win; `forward`, `dq` and `dkv` are our three kernels, each with several tiles, written
+as rows,keys,warps,stages. Its backward is `dq` and `dkv` one after the other.
+
+Before anything is timed, results and gradients of the first and last sequence are compared with
+float64, the last sequence alone must give the bits that it gives in its row, and a second run must
+give the bits of the first. Arms are CUDA graphs over several sets of inputs, and take turns.
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import math
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from rich.table import Table
+from torch import Tensor
+
+from benchmarks.interleaved import Runner, Spread, captured, eager, interleave
+from benchmarks.results_file import RESULTS, console, described, write
+from tlora_fx.codegen.spec import Tile
+from tlora_fx.ops.attention import AttentionRule, row_backward, row_forward
+from tlora_fx.ops.kernels import short_attention as ours
+
+#: Bytes a second of a copy on an H200: the floor of reading and writing.
+BYTES = 4.27e12
+#: Of ours over FlashAttention-2's, of the same row against float64.
+BOUND = 1.5
+TILES = {
+    "forward": ((128, 64, 8, 2), (128, 64, 8, 3), (64, 64, 4, 2), (64, 64, 4, 3), (128, 128, 8, 2)),
+    "dq": ((128, 64, 8, 2), (64, 64, 4, 2), (64, 64, 4, 3), (128, 128, 8, 1)),
+    "dkv": ((64, 64, 8, 2), (32, 64, 4, 2), (64, 128, 8, 2), (64, 64, 4, 2), (32, 64, 4, 3)),
+}
+TRIED = dict.fromkeys(TILES, ((16, 16, 4, 1),))
+
+Figures = dict[str, Any]
+
+
+@dataclass(frozen=True, slots=True)
+class Case:
+    """A row.
+
+    lengths   of its sequences
+    heads     of queries, of keys
+    window    0: none
+    longest   as the tables of a row have it, where that is more than the longest sequence
+    few       whether only the first tiles are tried
+    """
+
+    lengths: tuple[int, ...]
+    heads: tuple[int, int] = (32, 8)
+    width: int = 128
+    window: int = 0
+    longest: int = 0
+    few: bool = False
+
+    @property
+    def most(self) -> int:
+        """What kernels are told of the longest sequence."""
+        return self.longest or max(self.lengths)
+
+    @property
+    def bounds(self) -> list[int]:
+        """Where sequences begin, and the last ends."""
+        return [0, *itertools.accumulate(self.lengths)]
+
+    @property
+    def rule(self) -> AttentionRule:
+        """As the operator has it."""
+        return AttentionRule(self.width**-0.5, True, self.window or -1, 0.0, 0.0)
+
+    def alone(self, index: int) -> slice:
+        """The tokens of one sequence."""
+        return slice(*self.bounds[index : index + 2])
+
+
+CASES = {
+    "64 x 256": Case((256,) * 64),
+    "30 x 160": Case((160,) * 30),
+    "8 x 160": Case((160,) * 8),
+    # A captured row: sequences and their length rise to powers of two.
+    "30 x 160, captured": Case((160,) * 30 + (0,) * 2, longest=256),
+    "mixed to 512": Case((31, 512, 7, 160, 90, 256, 333, 1) * 6),
+    "32 x 512": Case((512,) * 32),
+    "8 x 1,024": Case((1024,) * 8),
+    "1 x 4,096": Case((4096,)),
+    "64 x 256, window 128": Case((256,) * 64, window=128, few=True),
+    "64 x 256, 32:32 heads": Case((256,) * 64, heads=(32, 32), few=True),
+    "64 x 256, width 64": Case((256,) * 64, width=64, few=True),
+    "tiny": Case((20, 1, 33), heads=(4, 1), width=64, window=9),
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Inputs:
+    """One set: q, k, v, dout, and what the forward gave for them."""
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    dout: Tensor
+    out: Tensor
+    lse: Tensor
+    bounds: Tensor
+
+    @property
+    def saved(self) -> tuple[Tensor, ...]:
+        """What the backward reads."""
+        return self.q, self.k, self.v, self.out, self.lse
+
+
+def main() -> None:
+    """Measure, print and write."""
+    given = _arguments()
+    out, found = console(), described("attention", given.device) | {"cases": {}}
+    path = given.out / f"attention-{found['date']}.json"
+    for name in given.cases:
+        figures = measured(CASES[name], given)
+        found["cases"][name] = figures
+        out.print(name, figures["error over flash"], figures["us"], highlight=False)
+        write(path, found)
+    show(found)
+
+
+def measured(case: Case, given: argparse.Namespace) -> Figures:
+    """Microseconds of every arm, the best of ours, and how far from float64 both are."""
+    cuda = given.device == "cuda"
+    tiles: dict[str, tuple[tuple[int, ...], ...]] = dict(TILES if cuda else TRIED)
+    if case.few:
+        tiles = {kind: each[:2] for kind, each in tiles.items()}
+    sets = [_inputs(case, seed, given.device) for seed in range(2 if cuda else 1)]
+    arms = dict(_arms(case, sets, tiles, cuda))
+    difference = compared(case, sets[0], tiles, cuda)
+    make: Callable[..., Runner] = captured if cuda else eager
+    runners = {name: make(work, len(sets)) for name, work in arms.items()}
+    times = interleave(runners, given.device, given.rounds)
+    us = {name: round(Spread.of(each).median * 1e3, 1) for name, each in times.items()}
+    best = {kind: _least(us, kind) for kind in tiles}
+    floors = _floors(case)
+    return {
+        "tokens": sum(case.lengths),
+        "us": us,
+        "best": best,
+        "ours us": {
+            "forward": us[best["forward"]],
+            "backward": round(us[best["dq"]] + us[best["dkv"]], 1),
+        },
+        "floor us": floors,
+        "error over flash": difference,
+    }
+
+
+def _least(us: dict[str, float], kind: str) -> str:
+    return min((name for name in us if name.startswith(f"{kind} ")), key=us.__getitem__)
+
+
+def _inputs(case: Case, seed: int, device: str) -> Inputs:
+    draw = torch.Generator(device).manual_seed(seed)
+    many, few = case.heads
+    dtype = torch.bfloat16 if device == "cuda" else torch.float32
+    tokens = sum(case.lengths)
+
+    def normal(heads: int) -> Tensor:
+        return torch.randn(tokens, heads, case.width, generator=draw, device=device, dtype=dtype)
+
+    q, k, v, dout = normal(many), normal(few), normal(few), normal(many)
+    bounds = torch.tensor(case.bounds, dtype=torch.int32, device=device)
+    tile = Tile(*_tile(TILES["forward"][0] if device == "cuda" else TRIED["forward"][0]))
+    out, lse = ours.forward(q, k, v, bounds, _rule(case), tile)
+    return Inputs(q, k, v, dout, out, lse, bounds)
+
+
+def _tile(numbers: tuple[int, ...]) -> tuple[int, int, int, int, int]:
+    rows, keys, warps, stages = numbers
+    return rows, keys, 0, warps, stages
+
+
+def _rule(case: Case) -> ours.Rule:
+    return ours.Rule(case.most, case.width**-0.5, case.window)
+
+
+def _arms(
+    case: Case, sets: list[Inputs], tiles: dict[str, Any], cuda: bool
+) -> Iterator[tuple[str, Callable[[int], object]]]:
+    """Every arm by name: work on the set of a number."""
+    if cuda:
+        yield "flash forward", lambda i: _flash_forward(case, sets[i])
+        yield "flash backward", lambda i: _flash_backward(case, sets[i], *sets[i].saved[3:])
+    for kind, run in (("forward", _forward), ("dq", _dq), ("dkv", _dkv)):
+        for numbers in tiles[kind]:
+            name = f"{kind} {','.join(map(str, numbers))}"
+            yield name, partial(run, case, sets, Tile(*_tile(numbers)))
+
+
+def _forward(case: Case, sets: list[Inputs], tile: Tile, index: int) -> tuple[Tensor, ...]:
+    one = sets[index]
+    return ours.forward(one.q, one.k, one.v, one.bounds, _rule(case), tile)
+
+
+def _dq(case: Case, sets: list[Inputs], tile: Tile, index: int) -> tuple[Tensor, ...]:
+    one = sets[index]
+    return ours.query_gradient(one.dout, one.saved, one.bounds, _rule(case), tile)
+
+
+def _dkv(case: Case, sets: list[Inputs], tile: Tile, index: int) -> tuple[Tensor, ...]:
+    one = sets[index]
+    # Any numbers will do for the row sums of dout and out: only the time counts here.
+    return ours.key_gradient(one.dout, one.saved, one.lse, one.bounds, _rule(case), tile)
+
+
+def compared(case: Case, one: Inputs, tiles: dict[str, Any], cuda: bool) -> dict[str, float]:
+    """The error of ours over FlashAttention-2's by result, the worst of all tiles.
+
+    raises   RuntimeError where one is over the bound, or bits depend on neighbours or on the run
+    """
+    combinations = itertools.zip_longest(*tiles.values())
+    worst: dict[str, float] = {}
+    last = max(index for index, length in enumerate(case.lengths) if length)
+    spans = [case.alone(0), case.alone(last)]
+    expected = [_reference(case, one, span) for span in spans]
+    theirs = _errors(_flash(case, one), spans, expected) if cuda else dict.fromkeys(_NAMES, 1e-6)
+    for numbers in combinations:
+        parts = [n or tiles[kind][0] for n, kind in zip(numbers, tiles, strict=True)]
+        cut = ours.Tiles(*(Tile(*_tile(each)) for each in parts))
+        results = _ours(case, one, cut)
+        _require_bits(results, _ours(case, one, cut), f"a second run with {parts}")
+        span = spans[1]
+        own = Case((case.lengths[last],), case.heads, case.width, case.window)
+        alone = _ours(own, _cut(one, span), cut)
+        _require_bits([r[span] for r in results], alone, f"the last sequence alone with {parts}")
+        for name, error in _errors(results, spans, expected).items():
+            worst[name] = max(worst.get(name, 0.0), round(error / theirs[name], 3))
+    if over := {name: value for name, value in worst.items() if not value <= BOUND}:
+        raise RuntimeError(f"ours over FlashAttention-2 against float64: {over}, at most {BOUND}")
+    return worst
+
+
+def _cut(one: Inputs, span: slice) -> Inputs:
+    q, k, v, dout, out = (x[span].contiguous() for x in (one.q, one.k, one.v, one.dout, one.out))
+    bounds = torch.tensor([0, len(q)], dtype=torch.int32, device=q.device)
+    return Inputs(q, k, v, dout, out, one.lse[:, span].contiguous(), bounds)
+
+
+_NAMES = ("out", "lse", "dq", "dk", "dv")
+
+
+def _ours(case: Case, one: Inputs, tiles: ours.Tiles) -> list[Tensor]:
+    """out, lse, dq, dk, dv, tokens first."""
+    rule = _rule(case)
+    out, lse = ours.forward(one.q, one.k, one.v, one.bounds, rule, tiles.forward)
+    saved = one.q, one.k, one.v, out, lse
+    return [out, lse.t(), *ours.backward(one.dout, saved, one.bounds, rule, tiles)]
+
+
+def _flash(case: Case, one: Inputs) -> list[Tensor]:
+    out, lse = _flash_forward(case, one)
+    return [out, lse.t(), *_flash_backward(case, one, out, lse)]
+
+
+def _flash_forward(case: Case, one: Inputs) -> tuple[Tensor, ...]:
+    return row_forward(one.q, one.k, one.v, one.bounds, case.most, case.rule)
+
+
+def _flash_backward(case: Case, one: Inputs, out: Tensor, lse: Tensor) -> tuple[Tensor, ...]:
+    given = one.dout, one.q, one.k, one.v, out, lse
+    return row_backward(*given, one.bounds, case.most, case.rule)
+
+
+def _require_bits(found: Sequence[Tensor], expected: Sequence[Tensor], what: str) -> None:
+    for name, mine, other in zip(_NAMES, found, expected, strict=True):
+        if not torch.equal(mine, other):
+            raise RuntimeError(f"{name}: {what} gives other bits")
+
+
+def _errors(
+    results: Sequence[Tensor], spans: Sequence[slice], expected: Sequence[Sequence[Tensor]]
+) -> dict[str, float]:
+    """Norm of the difference over the reference's norm, the worst of these sequences."""
+    found = dict.fromkeys(_NAMES, 0.0)
+    for span, references in zip(spans, expected, strict=True):
+        for name, result, reference in zip(_NAMES, results, references, strict=True):
+            difference = (result[span].double() - reference).norm() / reference.norm()
+            found[name] = max(found[name], float(difference))
+    return found
+
+
+def _reference(case: Case, one: Inputs, span: slice) -> tuple[Tensor, ...]:
+    """out, lse, dq, dk, dv of one sequence in float64, one key head after the other."""
+    few, length = case.heads[1], span.stop - span.start
+    distance = torch.arange(length, device=one.q.device)
+    distance = distance[:, None] - distance
+    hidden = (distance < 0) | (distance >= (case.window or length))
+    parts = []
+    for head in range(few):
+        heads = slice(head * (case.heads[0] // few), (head + 1) * (case.heads[0] // few))
+        q = one.q[span, heads].double().requires_grad_()
+        k, v = (x[span, head].double().requires_grad_() for x in (one.k, one.v))
+        scores = torch.einsum("ihd,jd->hij", q, k) * case.width**-0.5
+        scores = scores.masked_fill(hidden, -torch.inf)
+        out = torch.einsum("hij,jd->ihd", scores.softmax(-1), v)
+        grads = torch.autograd.grad(out, (q, k, v), one.dout[span, heads].double())
+        dq, dk, dv = grads
+        parts.append(
+            (out.detach(), scores.logsumexp(-1).t().detach(), dq, dk[:, None], dv[:, None])
+        )
+    return tuple(torch.cat(pieces, 1) for pieces in zip(*parts, strict=True))
+
+
+def _floors(case: Case) -> dict[str, float]:
+    """Microseconds that reading and writing each tensor once takes on an H200."""
+    many, few = case.heads
+    head = sum(case.lengths) * case.width * 2
+    forward, backward = head * (2 * many + 2 * few), head * (4 * many + 4 * few)
+    return {
+        "forward": round(forward / BYTES * 1e6, 1),
+        "backward": round(backward / BYTES * 1e6, 1),
+    }
+
+
+def show(found: Figures) -> None:
+    """A line a case."""
+    words = ("flash forward", "ours", "floor", "flash backward", "ours", "floor", "tiles")
+    table = Table("case", *words, box=None)
+    for name, one in found["cases"].items():
+        numbers = []
+        for way in ("forward", "backward"):
+            flash = one["us"].get(f"flash {way}", math.nan)
+            numbers += [flash, one["ours us"][way], one["floor us"][way]]
+        tiles = "; ".join(one["best"].values())
+        table.add_row(name, *(f"{number:.0f}" for number in numbers), tiles)
+    console().print(table)
+
+
+def _arguments(arguments: Sequence[str] | None = None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    usual = [name for name in CASES if name != "tiny"]
+    parser.add_argument("--cases", nargs="+", default=usual, choices=CASES)
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
+    parser.add_argument("--out", type=Path, default=RESULTS, help="folder for the JSON")
+    return parser.parse_args(arguments)
+
+
+if __name__ == "__main__":
+    main()
