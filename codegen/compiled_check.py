@@ -178,12 +178,16 @@ def resources(
             "Triton interprets kernels in this process, so it cannot compile them",
             help="unset TRITON_INTERPRET",
         )
-    compiled = _compiled(spec, load(spec), tokens_divisible)
+    return needs_of(_compiled(spec, load(spec), tokens_divisible), spec.arch)
+
+
+def needs_of(compiled: Any, arch: int) -> Resources:
+    """What a kernel needs that Triton compiled for an architecture; raises KernelToolMissing."""
     listing = _disassembled(compiled.asm["cubin"])
     usage = _USAGE.search(listing)
     assert usage is not None, "the disassembler gives the resources of a kernel"
     return Resources(
-        arch=spec.arch,
+        arch=arch,
         registers=int(usage[1]),
         stack_bytes=int(usage[2]),
         shared_bytes=int(compiled.metadata.shared),

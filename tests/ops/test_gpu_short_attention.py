@@ -6,7 +6,7 @@ import torch
 from tlora_fx.ops import attention as operator
 from tlora_fx.ops import packed_attention
 from tlora_fx.ops.attention import AttentionRule, row_backward, row_forward
-from tlora_fx.ops.kernels import strict
+from tlora_fx.ops.kernels import short_attention, strict
 
 pytestmark = [
     pytest.mark.gpu,
@@ -31,12 +31,12 @@ def made(attention):
 
 @pytest.fixture(autouse=True)
 def measured_here(monkeypatch):
-    """Also on a GPU where nothing was measured."""
-    forms = {
-        (operator.support.arch_of(torch.device("cuda")), torch.bfloat16, group, width): 512
-        for group in (1, 4, 6) for width in (64, 80, 128)
-    }  # fmt: skip
-    monkeypatch.setattr(operator, "SHORT", forms)
+    """Also on a GPU, and for heads, where nothing was measured."""
+    arch = operator.support.arch_of(torch.device("cuda"))
+    tiles = short_attention.FORMS[90, torch.bfloat16, 4, 128].tiles
+    for group, width in ((4, 128), (1, 64), (6, 80)):
+        form = short_attention.Form(512, tiles)
+        monkeypatch.setitem(short_attention.FORMS, (arch, torch.bfloat16, group, width), form)
 
 
 def results(row, leaves=None):
@@ -152,17 +152,17 @@ def test_strict_mode_takes_them_at_any_length(made, monkeypatch):
     row = made(((40,), (600,)))
     rule = AttentionRule(row.scale, True, -1, 0.0, 0.0)
 
-    assert not operator.goes_short(row.q, row.k, 600, rule)
-    assert operator.goes_short(row.q, row.k, 512, rule)
+    assert not operator.short_tiles(row.q, row.k, 600, rule)
+    assert operator.short_tiles(row.q, row.k, 512, rule)
     with strict():
         _, beside = results(row)
         alone = made(((40,),))
         alone.q, alone.k, alone.v = (x[:40].clone() for x in (row.q, row.k, row.v))
-        assert operator.goes_short(row.q, row.k, 600, rule)
+        assert operator.short_tiles(row.q, row.k, 600, rule)
         out, _ = packed_attention(*alone.arguments())
     assert torch.equal(beside[0][:40], out)
     monkeypatch.setenv("TLORA_FX_KERNELS", "off")
-    assert not operator.goes_short(row.q, row.k, 512, rule)
+    assert not operator.short_tiles(row.q, row.k, 512, rule)
 
 
 def test_strided_heads_are_read(made):

@@ -1,8 +1,7 @@
 """`tlora_fx::packed_attention`: attention inside each sequence of a packed row.
 
-Kernels that torch ships serve what they can: a whole row on CUDA, a sequence on the CPU. Rows of
-short sequences go through our own where those were measured to be faster, and in strict mode at any
-length, for they give the same bits in every company and in every run. All else is written out, one
+Kernels that torch ships serve what they can: a whole row on CUDA, a sequence on the CPU. Rows go
+through our own where those were measured to be faster, and in strict mode at any length then, for they give the same bits in every company and in every run. All else is written out, one
 sequence after the other. There scores are taken in float32 at least, block of queries by block, so
 that they never exist whole; block sizes depend on the sequence alone, so a neighbour cannot change
 a job's rounding.
@@ -15,7 +14,7 @@ import math
 from bisect import bisect_right
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -25,6 +24,9 @@ from tlora_fx.ops.dropout import JobMasks, keep_scale, threshold_of
 from tlora_fx.ops.kernels import select, support
 from tlora_fx.ops.philox import sixteens
 from tlora_fx.ops.tables import INTEGERS, check_rate
+
+if TYPE_CHECKING:
+    from tlora_fx.ops.kernels.short_attention import Tiles
 
 
 @dataclass(frozen=True, slots=True)
@@ -335,20 +337,21 @@ def has_row_kernel(q: Tensor, v: Tensor, sinks: Tensor | None, rule: AttentionRu
     return q.dtype in _HALVES and bare and fits
 
 
-#: Tokens of the longest sequence for which our kernels were measured to be faster, by compute
-#: capability, type, query heads a key head, and width; benchmarks/results has the times.
-SHORT = {(90, torch.bfloat16, 4, 128): 512}
+def short_tiles(q: Tensor, k: Tensor, longest: int, rule: AttentionRule) -> Tiles | None:
+    """How our kernels cut a row that the varlen kernel can do too; None: that one takes it.
 
-
-def goes_short(q: Tensor, k: Tensor, longest: int, rule: AttentionRule) -> bool:
-    """Whether a row that the varlen kernel can do goes through our own kernels.
-
-    Not by its length in strict mode, for that depends on a job's neighbours.
+    In strict mode the longest sequence does not decide, for it may be a job's neighbour.
     """
     if not rule.causal or not support.has_triton() or support.mode() == "off":
-        return False
-    form = support.arch_of(q.device), q.dtype, q.shape[1] // k.shape[1], q.shape[2]
-    return form in SHORT if select.is_strict() else longest <= SHORT.get(form, 0)
+        return None
+    # Triton is not everywhere.
+    from tlora_fx.ops.kernels.short_attention import FORMS
+
+    arch, group = support.arch_of(q.device), q.shape[1] // k.shape[1]
+    form = FORMS.get((arch, q.dtype, group, q.shape[2]))
+    if form is None or (longest > form.longest and not select.is_strict()):
+        return None
+    return form.tiles
 
 
 def flash_fits_sequence(
@@ -371,14 +374,19 @@ def _near(x: Tensor) -> Tensor:
 
 
 def short_forward(
-    q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor, longest: int, rule: AttentionRule
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    cu_seqlens: Tensor,
+    longest: int,
+    rule: AttentionRule,
+    tiles: Tiles,
 ) -> tuple[Tensor, Tensor]:
-    """What `row_forward` gives, by our kernel for short sequences."""
-    # Triton is not everywhere.
+    """What `row_forward` gives, by our kernel."""
     from tlora_fx.ops.kernels import short_attention as short
 
     bounds, numbers = cu_seqlens.to(torch.int32), short.Rule(longest, rule.scale, rule.window)
-    return short.forward(_dense(q), _dense(k), _dense(v), bounds, numbers)
+    return short.forward(_dense(q), _dense(k), _dense(v), bounds, numbers, tiles.forward)
 
 
 def short_backward(
@@ -391,13 +399,14 @@ def short_backward(
     cu_seqlens: Tensor,
     longest: int,
     rule: AttentionRule,
+    tiles: Tiles,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """What `row_backward` gives, by our kernels for short sequences."""
+    """What `row_backward` gives, by our kernels."""
     from tlora_fx.ops.kernels import short_attention as short
 
     bounds, numbers = cu_seqlens.to(torch.int32), short.Rule(longest, rule.scale, rule.window)
     saved = _dense(q), _dense(k), _dense(v), out, lse.contiguous()
-    return short.backward(dout.contiguous(), saved, bounds, numbers)
+    return short.backward(dout.contiguous(), saved, bounds, numbers, tiles)
 
 
 def _dense(x: Tensor) -> Tensor:
@@ -530,8 +539,10 @@ def packed_attention(q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> tuple[Tenso
     rule.check()
     if len(q) and flash_fits_row(q, v, sinks, rule):
         longest = int(tables.max_seqlen)
-        forward = short_forward if goes_short(q, k, longest, rule) else row_forward
-        return forward(q, k, v, tables.cu_seqlens, longest, rule)
+        row = q, k, v, tables.cu_seqlens, longest, rule
+        if tiles := short_tiles(q, k, longest, rule):
+            return short_forward(*row, tiles)
+        return row_forward(*row)
     rows = Sequences.read(tables, len(q))
     out, lse = _outputs(q, v)
     for start, stop in rows.spans:
@@ -579,8 +590,10 @@ def packed_attention_backward(
     rule.check()
     if len(q) and flash_fits_row(q, v, sinks, rule):
         longest = int(tables.max_seqlen)
-        backward = short_backward if goes_short(q, k, longest, rule) else row_backward
-        return backward(dout, q, k, v, out, lse, tables.cu_seqlens, longest, rule)
+        row = dout, q, k, v, out, lse, tables.cu_seqlens, longest, rule
+        if tiles := short_tiles(q, k, longest, rule):
+            return short_backward(*row, tiles)
+        return row_backward(*row)
     rows = Sequences.read(tables, len(q))
     grads = _like(q), _like(k), _like(v)
     for start, stop in rows.spans:

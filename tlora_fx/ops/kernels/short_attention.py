@@ -1,4 +1,4 @@
-"""Causal attention of short sequences on a GPU: forward, and backward in two kernels.
+"""Causal attention of many short sequences on a GPU: forward, and backward in two kernels.
 
 A program takes some tokens of one sequence and one key head with all query heads that share it:
 row r of its tile is query head r % GROUP of token r // GROUP. Where four heads share a key, a tile
@@ -209,12 +209,32 @@ class Tiles:
     key_gradient: Tile
 
 
-#: The fastest of those that benchmarks/attention.py tries, on an H200.
-TILES = Tiles(
-    forward=Tile(rows=128, columns=64, depth=0, warps=8, stages=2),
-    query_gradient=Tile(rows=128, columns=64, depth=0, warps=8, stages=2),
-    key_gradient=Tile(rows=64, columns=64, depth=0, warps=8, stages=2),
-)
+@dataclass(frozen=True, slots=True)
+class Form:
+    """Where these kernels were measured to be faster than FlashAttention-2.
+
+    longest   tokens of the longest sequence
+    tiles     the fastest of those that were tried
+    """
+
+    longest: int
+    tiles: Tiles
+
+
+def _tile(rows: int, keys: int, warps: int, stages: int) -> Tile:
+    return Tile(rows, keys, 0, warps, stages)
+
+
+_FEW_TRIED = Tiles(_tile(128, 64, 8, 3), _tile(64, 64, 4, 2), _tile(32, 64, 4, 2))
+#: By compute capability, type, query heads a key head, and width; the times of an H200 are in
+#: benchmarks/results/attention-2026-11-23.json.
+FORMS = {
+    (90, torch.bfloat16, 4, 128): Form(
+        4096, Tiles(_tile(64, 64, 4, 3), _tile(64, 64, 4, 2), _tile(32, 64, 4, 3))
+    ),
+    (90, torch.bfloat16, 1, 128): Form(256, _FEW_TRIED),
+    (90, torch.bfloat16, 4, 64): Form(256, _FEW_TRIED),
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -232,7 +252,7 @@ class Rule:
 
 
 def forward(
-    q: Tensor, k: Tensor, v: Tensor, bounds: Tensor, rule: Rule, tile: Tile = TILES.forward
+    q: Tensor, k: Tensor, v: Tensor, bounds: Tensor, rule: Rule, tile: Tile
 ) -> tuple[Tensor, Tensor]:
     """Attend within each sequence of a row.
 
@@ -242,12 +262,13 @@ def forward(
     """
     out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
     lse = torch.empty(q.shape[1], q.shape[0], dtype=torch.float32, device=q.device)
-    _launch(_forward, (q, k, v, out, lse, bounds), (q, k, v), rule, tile, by_keys=False)
+    tensors = q, k, v, out, lse, bounds
+    _launch(_forward, tensors, (q, k, v), rule, tile, by_keys=False)
     return out, lse
 
 
 def backward(
-    dout: Tensor, saved: tuple[Tensor, ...], bounds: Tensor, rule: Rule, tiles: Tiles = TILES
+    dout: Tensor, saved: tuple[Tensor, ...], bounds: Tensor, rule: Rule, tiles: Tiles
 ) -> tuple[Tensor, Tensor, Tensor]:
     """The gradients of `forward`: dq, dk, dv, contiguous.
 
