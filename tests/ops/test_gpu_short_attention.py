@@ -35,7 +35,7 @@ def measured_here(monkeypatch):
     arch = operator.support.arch_of(torch.device("cuda"))
     tiles = short_attention.FORMS[90, torch.bfloat16, 4, 128].tiles
     for group, width in ((4, 128), (1, 64), (6, 80)):
-        form = short_attention.Form(512, tiles)
+        form = short_attention.Form(512, tiles, windowed=512)
         monkeypatch.setitem(short_attention.FORMS, (arch, torch.bfloat16, group, width), form)
 
 

@@ -29,6 +29,8 @@ def test_rows_go_short_only_where_that_was_measured(monkeypatch):
     assert short_tiles(*heads(), 4096, CAUSAL)
     assert not short_tiles(*heads(), 4097, CAUSAL)
     assert not short_tiles(*heads(few=32), 257, CAUSAL)
+    assert not short_tiles(*heads(), 600, AttentionRule(0.1, True, 512, 0.0, 0.0))
+    assert short_tiles(*heads(), 512, AttentionRule(0.1, True, 512, 0.0, 0.0))
     assert not short_tiles(*heads(width=256), 100, CAUSAL)
     assert not short_tiles(*heads(few=16), 100, CAUSAL)
     assert not short_tiles(*heads(dtype=torch.float16), 100, CAUSAL)

@@ -1,10 +1,11 @@
 """`tlora_fx::packed_attention`: attention inside each sequence of a packed row.
 
 Kernels that torch ships serve what they can: a whole row on CUDA, a sequence on the CPU. Rows go
-through our own where those were measured to be faster, and in strict mode at any length then, for they give the same bits in every company and in every run. All else is written out, one
-sequence after the other. There scores are taken in float32 at least, block of queries by block, so
-that they never exist whole; block sizes depend on the sequence alone, so a neighbour cannot change
-a job's rounding.
+through our own where those were measured to be faster, and there in strict mode at any length, for
+they give the same bits in every company and in every run. All else is written out, one sequence
+after the other. There scores are taken in float32 at least, block of queries by block, so that they
+never exist whole; block sizes depend on the sequence alone, so a neighbour cannot change a job's
+rounding.
 """
 
 from __future__ import annotations
@@ -349,9 +350,10 @@ def short_tiles(q: Tensor, k: Tensor, longest: int, rule: AttentionRule) -> Tile
 
     arch, group = support.arch_of(q.device), q.shape[1] // k.shape[1]
     form = FORMS.get((arch, q.dtype, group, q.shape[2]))
-    if form is None or (longest > form.longest and not select.is_strict()):
+    if form is None:
         return None
-    return form.tiles
+    most = form.windowed if 0 < rule.window < longest else form.longest
+    return form.tiles if longest <= most or select.is_strict() else None
 
 
 def flash_fits_sequence(
