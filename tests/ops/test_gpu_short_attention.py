@@ -152,17 +152,17 @@ def test_strict_mode_takes_them_at_any_length(made, monkeypatch):
     row = made(((40,), (600,)))
     rule = AttentionRule(row.scale, True, -1, 0.0, 0.0)
 
-    assert not operator.short_tiles(row.q, row.k, 600, rule)
-    assert operator.short_tiles(row.q, row.k, 512, rule)
+    assert not operator.short_tiles(row.q, row.k, row.arguments()[3], 600, rule)
+    assert operator.short_tiles(row.q, row.k, row.arguments()[3], 512, rule)
     with strict():
         _, beside = results(row)
         alone = made(((40,),))
         alone.q, alone.k, alone.v = (x[:40].clone() for x in (row.q, row.k, row.v))
-        assert operator.short_tiles(row.q, row.k, 600, rule)
+        assert operator.short_tiles(row.q, row.k, row.arguments()[3], 600, rule)
         out, _ = packed_attention(*alone.arguments())
     assert torch.equal(beside[0][:40], out)
     monkeypatch.setenv("TLORA_FX_KERNELS", "off")
-    assert not operator.short_tiles(row.q, row.k, 512, rule)
+    assert not operator.short_tiles(row.q, row.k, row.arguments()[3], 512, rule)
 
 
 def test_strided_heads_are_read(made):

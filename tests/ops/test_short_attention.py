@@ -13,12 +13,13 @@ from tlora_fx.codegen.spec import SHARED_BYTES
 from tlora_fx.ops.attention import AttentionRule, short_tiles
 from tlora_fx.ops.kernels import strict
 
+BOUNDS = torch.tensor([0, 2], dtype=torch.int32)
 CAUSAL = AttentionRule(0.1, True, -1, 0.0, 0.0)
 
 
 def heads(many=32, few=8, width=128, dtype=torch.bfloat16):
-    """q and k of two tokens."""
-    return tuple(torch.zeros(2, count, width, dtype=dtype) for count in (many, few))
+    """q, k and cu_seqlens of two tokens."""
+    return *(torch.zeros(2, count, width, dtype=dtype) for count in (many, few)), BOUNDS
 
 
 def test_rows_go_short_only_where_that_was_measured(monkeypatch):
@@ -29,6 +30,7 @@ def test_rows_go_short_only_where_that_was_measured(monkeypatch):
     assert short_tiles(*heads(), 4096, CAUSAL)
     assert not short_tiles(*heads(), 4097, CAUSAL)
     assert not short_tiles(*heads(few=32), 257, CAUSAL)
+    assert not short_tiles(*heads()[:2], torch.zeros(65536), 100, CAUSAL)
     assert not short_tiles(*heads(), 600, AttentionRule(0.1, True, 512, 0.0, 0.0))
     assert short_tiles(*heads(), 512, AttentionRule(0.1, True, 512, 0.0, 0.0))
     assert not short_tiles(*heads(width=256), 100, CAUSAL)

@@ -323,6 +323,8 @@ def _shift(part: slice, offset: int) -> slice:
 
 
 _HALVES = (torch.float16, torch.bfloat16)
+# A sequence is a place in a grid's last dimension, which CUDA bounds.
+_MOST_SEQUENCES = 65535
 
 
 def flash_fits_row(q: Tensor, v: Tensor, sinks: Tensor | None, rule: AttentionRule) -> bool:
@@ -338,12 +340,15 @@ def has_row_kernel(q: Tensor, v: Tensor, sinks: Tensor | None, rule: AttentionRu
     return q.dtype in _HALVES and bare and fits
 
 
-def short_tiles(q: Tensor, k: Tensor, longest: int, rule: AttentionRule) -> Tiles | None:
+def short_tiles(
+    q: Tensor, k: Tensor, cu_seqlens: Tensor, longest: int, rule: AttentionRule
+) -> Tiles | None:
     """How our kernels cut a row that the varlen kernel can do too; None: that one takes it.
 
     In strict mode the longest sequence does not decide, for it may be a job's neighbour.
     """
-    if not rule.causal or not support.has_triton() or support.mode() == "off":
+    many = len(cu_seqlens) > _MOST_SEQUENCES
+    if many or not rule.causal or not support.has_triton() or support.mode() == "off":
         return None
     # Triton is not everywhere.
     from tlora_fx.ops.kernels.short_attention import FORMS
@@ -542,7 +547,7 @@ def packed_attention(q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> tuple[Tenso
     if len(q) and flash_fits_row(q, v, sinks, rule):
         longest = int(tables.max_seqlen)
         row = q, k, v, tables.cu_seqlens, longest, rule
-        if tiles := short_tiles(q, k, longest, rule):
+        if tiles := short_tiles(q, k, tables.cu_seqlens, longest, rule):
             return short_forward(*row, tiles)
         return row_forward(*row)
     rows = Sequences.read(tables, len(q))
@@ -593,7 +598,7 @@ def packed_attention_backward(
     if len(q) and flash_fits_row(q, v, sinks, rule):
         longest = int(tables.max_seqlen)
         row = dout, q, k, v, out, lse, tables.cu_seqlens, longest, rule
-        if tiles := short_tiles(q, k, longest, rule):
+        if tiles := short_tiles(q, k, tables.cu_seqlens, longest, rule):
             return short_backward(*row, tiles)
         return row_backward(*row)
     rows = Sequences.read(tables, len(q))
