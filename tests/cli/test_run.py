@@ -25,6 +25,7 @@ from tlora_fx.runtime import interrupts
 from tlora_fx.runtime.interrupts import stop_signals
 from tlora_fx.runtime.run_folder import read_metrics
 from tlora_fx.scheduler import service
+from tlora_fx.scheduler.local.protocol import EventReader
 from tlora_fx.scheduler.store import Ledger
 
 ROOT = Path(__file__).parents[2]
@@ -402,3 +403,41 @@ def test_a_folder_without_job_files_is_refused(tmp_path, name, capsys):
     assert "the folder holds no job files" in told
     assert (name or "an empty folder") in told
     assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.slow
+def test_a_job_that_came_joins_the_group_that_trains(tmp_path):
+    """As docs/running.md says: on one CPU slot, by the default policy, without a new process."""
+    entry = {"lora": {"r": 4}, "per_device_train_batch_size": 2, "max_length": 32}
+    entry["data"] = {"path": str(QUICKSTART / "data" / "records.jsonl")}
+    base = {"config": str(QUICKSTART / "base"), "dtype": "float32"}
+    jobs, output = tmp_path / "jobs", tmp_path / "run"
+    jobs.mkdir()
+
+    def add(name: str, steps: int) -> None:
+        job = {"name": name, "max_steps": steps, "schedule": {"max_slowdown": 3.0}, **entry}
+        text = yaml.safe_dump({"base": base, "jobs": [job]})
+        (jobs / f"{name}.yaml").write_text(text)
+
+    add("a", 1_000_000)
+    given = [*words(jobs, output), "--slots", "1"]
+    given[given.index("--horizon") + 1] = "12s"
+    lines = []
+    with subprocess.Popen(
+        [sys.executable, "-m", "tlora_fx", *given], stderr=subprocess.PIPE, text=True, cwd=ROOT
+    ) as running:  # fmt: skip
+        for line in running.stderr:
+            lines.append(" ".join(line.split()))
+            if "group 1 on 0: a" in line:
+                add("b", 150)
+            if "b done" in line:
+                assert call("stop", str(output), "a") == 0
+
+    assert running.returncode == 0
+    assert any(line.endswith("group 1 goes on as 2: b joins") for line in lines)
+    groups = output / "groups"
+    told = [EventReader(groups / epoch / "told.jsonl").lines() for epoch in ("000001", "000002")]
+    first, second = ([line for line in log if line["kind"] == "started"] for log in told)
+    assert first[0]["process"] == second[0]["process"]
+    assert second[0]["steps"]["a"] > 0
+    assert Ledger(output / "ledger.sqlite").epochs()[0].how == "goes on as 2"
