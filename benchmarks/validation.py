@@ -4,9 +4,10 @@
     python -m benchmarks.validation --model 8b --layers 4 --device cuda       # one GPU
 
 One command does all: it profiles the base's layers here, launches and drains groups of one and of
-three jobs to learn what a switch costs, lets the local executor run twelve jobs as they come under
-each policy, and replays the same jobs, with the times at which they came, by the simulator. What
-the simulator is told was measured before the run that it predicts.
+three jobs to learn what a switch costs, lets a job join and leave a running group, lets the local
+executor run twelve jobs as they come under each policy, and replays the same jobs, with the times
+at which they came, by the simulator. What the simulator is told was measured before the run that it
+predicts.
 """
 
 from __future__ import annotations
@@ -19,11 +20,11 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from math import isnan
 from pathlib import Path
-from statistics import fmean
-from typing import Any
+from statistics import fmean, median
+from typing import Any, TypeVar
 
 from rich.table import Table
 
@@ -32,7 +33,7 @@ from benchmarks.validation_workload import Planned, base_of, workload, write_fil
 from tlora_fx.config.job import Job
 from tlora_fx.config.job_file import load_job_file
 from tlora_fx.cost.load import Demand
-from tlora_fx.scheduler.executor import Drained, ExecutorEvent, Failed, Progress
+from tlora_fx.scheduler.executor import Drained, Failed, GroupEvent, GroupStarted, Progress
 from tlora_fx.scheduler.formations import Callback
 from tlora_fx.scheduler.local.executor import LocalOptions, cpu_threads
 from tlora_fx.scheduler.local.protocol import EventReader
@@ -45,7 +46,7 @@ from tlora_fx.scheduler.service import (
     machine,
     opened,
 )
-from tlora_fx.scheduler.state import Group
+from tlora_fx.scheduler.state import ChangeCosts, Group, JobRequest
 from tlora_fx.scheduler.store import EpochRecord, JobRecord
 from tlora_fx.simulator.replay import replay
 
@@ -60,6 +61,10 @@ PRESETS: dict[str, dict[str, Any]] = {
            "tokens": "512,1280,2560,4800,8192,16384", "lengths": "256,1024", "vocabulary": 8192},
 }  # fmt: skip
 LIMIT_SECONDS = 1200.0
+#: Joins and leaves that are timed; the first ones run what later ones find warm.
+CHANGES = 3
+
+Event = TypeVar("Event", bound=GroupEvent)
 
 
 class Quiet(Callback):
@@ -94,22 +99,25 @@ class Bench:
         solo = self.estimates.estimator.solo(request.base, request.demand, request.gpus)
         return max(2, round(one.lone_seconds / solo))
 
-    def options(self, switch_seconds: float) -> RunOptions:
+    def options(self, switch_seconds: float, changes: ChangeCosts | None) -> RunOptions:
         """Of every run; nothing is learnt while it runs."""
         local = LocalOptions(self.device, save_seconds=self.asked.save_seconds,
                              compiled=self.asked.compile)  # fmt: skip
         return RunOptions(
-            loop=LoopOptions(self.asked.horizon, switch_seconds), linger=0.0, learns=False,
+            loop=LoopOptions(self.asked.horizon, switch_seconds, changes), linger=0.0, learns=False,
             layout_of=self.estimates.layout_of, local=local,
         )  # fmt: skip
 
-    def opened(self, name: str, policy: str, switch_seconds: float) -> Any:
+    def opened(
+        self, name: str, policy: str, switch_seconds: float, changes: ChangeCosts | None = None
+    ) -> Any:
         """A run in a folder of its own."""
         jobs = self.folder / name / "jobs"
         jobs.mkdir(parents=True)
         return opened(
             jobs, self.folder / name / "run", self.estimates.cluster, find_policy(policy),
-            self.estimates.estimator, self.estimates, Quiet(), self.options(switch_seconds),
+            self.estimates.estimator, self.estimates, Quiet(),
+            self.options(switch_seconds, changes),
         )  # fmt: skip
 
 
@@ -119,16 +127,19 @@ def main() -> None:
     with tempfile.TemporaryDirectory(prefix="validation-") as name:
         folder = Path(name)
         bench = _bench(asked, folder)
-        switches = warm_up(bench)
+        switches, changes = warm_up(bench)
         switch = switch_of(switches)
         print("a switch takes {:.2f} s, and {:.2f} s more for each further job".format(*switch))
+        print(f"a join takes {changes.join:.3f} s, a leave {changes.leave:.3f} s", flush=True)
         found = described("validation", bench.device) | {
             "options": {k: str(v) for k, v in vars(asked).items()},
             "warm_ups": switches,
             "switch_seconds": switch[0],
             "join_seconds": switch[1],
+            "changes": asdict(changes),
             "policies": {
-                policy: compare(bench, policy, *switch) for policy in asked.policies.split(",")
+                policy: compare(bench, policy, *switch, changes)
+                for policy in asked.policies.split(",")
             },
         }
         if asked.keep:
@@ -150,8 +161,8 @@ def keep(folder: Path, kept: Path, policies: Sequence[str]) -> None:
             shutil.copy(path, copied)
 
 
-def warm_up(bench: Bench) -> list[dict[str, float]]:
-    """Launch groups of some of the jobs and drain them."""
+def warm_up(bench: Bench) -> tuple[list[dict[str, float]], ChangeCosts]:
+    """Launch groups of some of the jobs and drain them; then let one join and leave another."""
     jobs = [bench.job(one, 1_000_000) for one in bench.planned[: max(WARM_UPS)]]
     measured = []
     with bench.opened("warm-up", "megatron", 0.0) as running:
@@ -169,17 +180,46 @@ def warm_up(bench: Bench) -> list[dict[str, float]]:
             executor.reserve(group, epoch)
             executor.launch(group, epoch, own, {})
             # The first step compiles kernels: what it takes beyond a step belongs to the switch.
-            first = _until(running, Progress, epoch)
+            first = _until(running, Progress, epoch).time
             time.sleep(2.0)
             asked = executor.now()
             executor.drain(group, epoch)
-            drained = _until(running, Drained, epoch)
+            drained = _until(running, Drained, epoch).time
             executor.release(group, epoch)
             launch = first - begun - step
             measured.append(
                 {"jobs": count, "launch_seconds": launch, "drain_seconds": drained - asked}
             )
-    return measured
+        return measured, changes_of(running, requests[0], requests[1], len(WARM_UPS) + 1)
+
+
+def changes_of(
+    running: SchedulerService, first: JobRequest, other: JobRequest, epoch: int
+) -> ChangeCosts:
+    """What it takes that a job joins a group that trains another, and leaves it."""
+    executor = running.executor
+    alone, both = Group((first.name,), 1, (0,)), Group((first.name, other.name), 1, (0,))
+    executor.reserve(alone, epoch)
+    executor.launch(alone, epoch, [first], {})
+    _until(running, Progress, epoch)
+    joined: list[float] = []
+    left: list[float] = []
+    moved: list[float] = []
+    for before, after in [(alone, both), (both, alone)] * CHANGES:
+        asked = executor.now()
+        jobs = [first, other][: len(after.jobs)]
+        executor.change(before, epoch, after, epoch + 1, jobs, {})
+        started = _until(running, GroupStarted, epoch + 1)
+        assert started.paused is not None
+        (joined if after is both else left).append(started.paused)
+        moved.append(started.time - asked)
+        executor.release(before, epoch)
+        epoch += 1
+        time.sleep(1.0)
+    executor.drain(alone, epoch)
+    _until(running, Drained, epoch)
+    executor.release(alone, epoch)
+    return ChangeCosts(median(joined), median(left), median(moved))
 
 
 def switch_of(measured: Sequence[Mapping[str, float]]) -> tuple[float, float]:
@@ -192,14 +232,14 @@ def switch_of(measured: Sequence[Mapping[str, float]]) -> tuple[float, float]:
     return last[few], max(0.0, (last[many] - last[few]) / (many - few))
 
 
-def _until(running: SchedulerService, kind: type[ExecutorEvent], epoch: int) -> float:
+def _until(running: SchedulerService, kind: type[Event], epoch: int) -> Event:
     end = time.monotonic() + LIMIT_SECONDS
     while time.monotonic() < end:
         for event in running.executor.events():
             if isinstance(event, Failed):
                 raise RuntimeError(event.reason)
-            if isinstance(event, kind) and getattr(event, "epoch", None) == epoch:
-                return event.time
+            if isinstance(event, kind) and event.epoch == epoch:
+                return event
         time.sleep(TURN_SECONDS)
     raise TimeoutError(f"no {kind.__name__} of formation {epoch}")
 
@@ -211,15 +251,15 @@ def _ready(running: SchedulerService) -> None:
 
 
 def compare(
-    bench: Bench, policy: str, switch_seconds: float, join_seconds: float
+    bench: Bench, policy: str, switch_seconds: float, join_seconds: float, changes: ChangeCosts
 ) -> dict[str, Any]:
     """One policy, run and simulated."""
     print(f"running {policy}", flush=True)
-    records, epochs = run_here(bench, policy, switch_seconds)
+    records, epochs = run_here(bench, policy, switch_seconds, changes)
     requests = [record.request for record in records]
     told = replay(
         requests, find_policy(policy), bench.estimates.estimator, bench.estimates.cluster,
-        options=LoopOptions(bench.asked.horizon, switch_seconds, at_once="end"),
+        options=LoopOptions(bench.asked.horizon, switch_seconds, changes, at_once="end"),
         join_seconds=join_seconds,
     )  # fmt: skip
     jobs: list[dict[str, Any]] = []
@@ -241,6 +281,7 @@ def compare(
         "mean_error": fmean(errors),
         "worst_error": max(errors),
         "real_groups": len(epochs),
+        "real_changes": sum(epoch.how.startswith("goes on as") for epoch in epochs),
         "simulated_groups": told.summary.formations,
         "groups": groups,
         "jobs_done": sum(job["status"] == "done" for job in jobs),
@@ -277,11 +318,11 @@ def group_of(run: Path, epoch: EpochRecord) -> dict[str, Any]:
 
 
 def run_here(
-    bench: Bench, policy: str, switch_seconds: float
+    bench: Bench, policy: str, switch_seconds: float, changes: ChangeCosts
 ) -> tuple[list[JobRecord], list[EpochRecord]]:
     """The workload by the local executor; its jobs and its groups."""
     waiting = [(one, one.fields | {"max_steps": bench.steps(one)}) for one in bench.planned]
-    with bench.opened(policy, policy, switch_seconds) as running:
+    with bench.opened(policy, policy, switch_seconds, changes) as running:
         _ready(running)
         begun = time.monotonic()
         folder = bench.folder / policy / "jobs"

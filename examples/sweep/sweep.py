@@ -20,9 +20,9 @@ import tlora_fx
 QUICKSTART = Path(__file__).resolve().parents[1] / "quickstart"
 DATA = QUICKSTART / "data" / "word-problems.jsonl"
 RANKS = (2, 8)
-RATES = (3e-4, 1e-3, 3e-3, 1e-2)
+RATES = (1e-3, 3e-3, 1e-2, 3e-2)
 SEEDS = (1, 2, 3)
-STEPS = 120
+STEPS = 200
 #: Slots and rows of the model; as more jobs come than have room, both double once.
 SLOTS = tlora_fx.OpenSlots(rows=32, jobs=4, rank=8, dropout=False)
 
@@ -31,21 +31,21 @@ def sweep_jobs(data: Path = DATA, *, stop_early: bool = True) -> list[tlora_fx.J
     """The jobs of the sweep.
 
     data         JSON lines with prompt and completion, or question and answer as GSM8K has them
-    stop_early   once two evaluations in a row are not better by 0.02; else all go to the end
+    stop_early   once two evaluations in a row are not better by 0.05; else all go to the end
     """
     base = tlora_fx.BaseSpec(config=QUICKSTART / "base", dtype="float32", seed=0)
     with data.open(encoding="utf-8") as lines:
         is_gsm8k = '"question"' in next(lines)
     columns = {"prompt": "question", "completion": "answer"} if is_gsm8k else None
-    stops: dict[str, Any] = {"early_stopping_patience": 2, "early_stopping_threshold": 0.02}
+    stops: dict[str, Any] = {"early_stopping_patience": 2, "early_stopping_threshold": 0.05}
     return [
         tlora_fx.Job(
             name=f"r{rank}-lr{rate:g}-s{seed}",
             base=base,
             lora={"r": rank, "lora_alpha": 2 * rank, "target_modules": "all-linear"},
             data={"path": data, "columns": columns} if columns else {"path": data},
-            max_length=64,
-            per_device_train_batch_size=2,
+            max_length=48,
+            per_device_train_batch_size=1,
             learning_rate=rate,
             lr_scheduler_type="constant",
             max_steps=STEPS,
@@ -79,12 +79,15 @@ class Lines(tlora_fx.TrainerCallback):
     """Says who comes and who ends."""
 
     def joined(self, run: Any) -> None:
+        """It has a slot and rows now."""
         print(f"{run.job.name} joins", flush=True)
 
     def ended(self, run: Any) -> None:
+        """Its rows are free."""
         print(f"{run.job.name} {run.status} at step {run.step} {run.reason}", flush=True)
 
     def warned(self, text: str) -> None:
+        """Something went wrong that stops nobody."""
         print(text, flush=True)
 
 

@@ -5,7 +5,9 @@ from __future__ import annotations
 import gc
 import json
 from collections import Counter
+from contextlib import suppress
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -225,32 +227,73 @@ def test_a_job_is_stopped_from_outside(model, jobs, data, alone, tmp_path, is_op
         assert text in capsys.readouterr().err
 
 
-@pytest.mark.slow
-def test_a_hundred_small_jobs_pass_through_one_model(folder, tmp_path):
-    """Ranks 2 to 8, twenty steps each, sixteen at a time; the last costs what the first did."""
-    base = BaseSpec(config=folder / "base", dtype="float64", seed=7)
+def pass_through(model, base, folder, count, steps):
+    """Small jobs through a model; the trainer, and after each job's end what there is then.
+
+    returns   tensors alive, files open below the folder, graphs that Dynamo compiled
+    """
     many = [
-        make_job(base, f"job{n}", seed=n, max_steps=20, save_steps=1000, lora={"r": 2 + n % 7})
-        for n in range(100)
+        make_job(base, f"job{n}", seed=n, max_steps=steps, save_steps=1000, lora={"r": 2 + n % 7})
+        for n in range(count)
     ]
     samples = make_data(many)
-    model = compile([many[0]], open=OpenSlots(("q_proj", "v_proj"), rows=64, jobs=8, rank=8))
     held = []
 
     class Holding(Watch):
         def ended(self, run):
             gc.collect()
-            held.append(sum(1 for thing in gc.get_objects() if isinstance(thing, torch.Tensor)))
+            tensors = sum(issubclass(type(thing), torch.Tensor) for thing in gc.get_objects())
+            held.append((tensors, len(open_files(folder)), counters["stats"]["unique_graphs"]))
 
     watch = Holding([(1, "admit", job, samples[job.name]) for job in many[1:]])
-    trainer = Trainer(model, output=tmp_path / "run", device="cpu", data=samples, callback=watch)
+    trainer = Trainer(
+        empty(model, many[0]), output=folder, device="cpu", data=samples, callback=watch
+    )
     watch.trainer, watch.adapters = trainer, _Nothing()
     trainer.run()
+    assert [(run.status, run.step) for run in trainer.runs] == [("done", steps)] * count
+    return trainer, samples, held
 
-    assert [(run.status, run.step) for run in trainer.runs] == [("done", 20)] * 100
+
+def open_files(folder):
+    """Files below a folder that this process has open."""
+    links = []
+    for fd in Path("/proc/self/fd").iterdir():
+        # The one that lists them is gone by now.
+        with suppress(FileNotFoundError):
+            links.append(fd.readlink())
+    return [link for link in links if link.is_relative_to(folder)]
+
+
+def test_small_jobs_that_have_passed_through_a_model_hold_nothing(folder, tmp_path):
+    """Sixteen in four slots: as many tensors and open files when the last end as in the middle."""
+    base = BaseSpec(config=folder / "base", dtype="float64", seed=7)
+    like = make_job(base, "like", lora={"r": 8})
+    model = compile([like], open=OpenSlots(("q_proj", "v_proj"), rows=16, jobs=2, rank=8))
+    trainer, _, held = pass_through(model, base, tmp_path / "run", 16, 2)
+    tensors, files, _ = zip(*held, strict=True)
+
+    assert len(model.jobs) == 4
+    assert max(tensors[12:]) <= 1.1 * max(tensors[4:12])
+    assert max(files) <= 9
+    assert all(run.metrics._file is None for run in trainer.runs if run.left)
+
+
+@pytest.mark.slow
+def test_a_hundred_small_jobs_pass_through_one_model(folder, tmp_path, fresh_dynamo):
+    """Ranks 2 to 8, twenty steps each, sixteen at a time; the last costs what the first did."""
+    base = BaseSpec(config=folder / "base", dtype="float64", seed=7)
+    like = make_job(base, "like", lora={"r": 8})
+    model = compile([like], open=OpenSlots(("q_proj", "v_proj"), rows=64, jobs=8, rank=8))
+    model.compile(backend="eager")
+    trainer, samples, held = pass_through(model, base, tmp_path / "run", 100, 20)
+    tensors, files, graphs = zip(*held, strict=True)
+
     assert len(model.jobs) == 16
-    assert max(held[60:]) <= 1.1 * max(held[20:40])
-    for job in (many[3], many[97]):
+    assert max(tensors[60:]) <= 1.1 * max(tensors[20:40])
+    assert max(files) <= 33
+    assert graphs[-1] == graphs[0] > 0
+    for job in (trainer.runs[3].job, trainer.runs[97].job):
         train(compile([job]), tmp_path / "alone" / job.name, samples)
         mine = losses_of(tmp_path / "run", [job])[job.name]
         assert mine == pytest.approx(

@@ -762,8 +762,10 @@ class Trainer:
         described = {"rounds": self.rounds, **self._described}
         self.folder.require_there()
         try:
-            for run in inside:
+            for run in self.runs:
                 run.metrics.sync()
+                if run.left:
+                    run.metrics.close()
             path = self.store.save(self.rounds, states, described)
         except (CheckpointError, MetricsError) as error:
             if last:
