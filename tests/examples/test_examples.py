@@ -94,3 +94,34 @@ def test_the_gsm8k_jobs_cover_ranks_and_batch_sizes():
 
     assert sorted(job.lora_config().r for job in jobs) == [2, 2, 4, 4, 8, 8, 16, 16]
     assert sorted(job.per_device_train_batch_size for job in jobs) == [1, 1, 2, 2, 4, 4, 8, 8]
+
+
+@pytest.fixture
+def sweep():
+    """The sweep's names."""
+    return runpy.run_path(str(EXAMPLES / "sweep" / "sweep.py"))
+
+
+def test_the_sweep_has_a_job_for_each_choice_and_all_stop_early(sweep, tmp_path):
+    """On its own data and on GSM8K's columns; to the end none stops."""
+    data = tmp_path / "train.jsonl"
+    data.write_text('{"question": "How many?", "answer": "2"}\n')
+    jobs, whole = sweep["sweep_jobs"](data), sweep["sweep_jobs"](stop_early=False)
+
+    assert len({job.name for job in jobs}) == len(jobs) == 24
+    assert all(job.early_stopping_patience == 2 for job in jobs)
+    assert all(job.data.columns["prompt"] == "question" for job in jobs)
+    assert [job.early_stopping_patience for job in whole] == [None] * 24
+
+
+@pytest.mark.slow
+def test_jobs_of_the_sweep_take_the_rows_of_those_who_end(sweep, tmp_path, capsys):
+    """Ten of them, of four steps: two wait until others have ended."""
+    jobs = [job.model_copy(update={"max_steps": 4}) for job in sweep["sweep_jobs"]()[:10]]
+    runs = sweep["train"](jobs, tmp_path / "run", device="cpu", callback=sweep["Lines"]())
+    lines = capsys.readouterr().out.splitlines()
+
+    assert [(run.status, run.step) for run in runs] == [("done", 4)] * 10
+    first_end = next(at for at, line in enumerate(lines) if " done at step 4" in line)
+    joins = [at for at, line in enumerate(lines) if line.endswith(" joins")]
+    assert sum(at > first_end for at in joins) == 2
