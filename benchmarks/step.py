@@ -7,6 +7,8 @@ packing on the host, gradient norms, metrics, and one optimizer a job; the other
 on the GPU already, and one fused AdamW. PEFT's figure is the sum over its jobs. Before an arm is
 timed, its gradients are compared with those of the same code run eagerly.
 
+`ours-float8-*` have products in float8 of the frozen layers, and the name says how they find dX.
+
 `--base qwen3-moe` takes Qwen3-30B-A3B's shape with half its layers instead, and adapters on
 attention; its experts are frozen in all arms.
 
@@ -34,13 +36,13 @@ from benchmarks.interleaved import Spread
 from benchmarks.kernel_times import busy, profiled, table
 from benchmarks.results_file import RESULTS, console, described, write
 from benchmarks.step_arms import ARMS, Arm, Made, Seconds, require_gradients
-from benchmarks.step_mixes import MIXES, Mix, Mixture, Shape
+from benchmarks.step_mixes import MIXES, RANKS, Mix, Mixture, Shape
 from benchmarks.step_profile import CLASSES, classes
 
 DEFAULT = "frozen,ours,ours-compiled,peft,stacked-compiled"
 # Stacked adapters take every linear of a layer; a mixture's jobs adapt attention.
 OF_MIXTURES = "frozen,frozen-compiled,ours,ours-compiled,peft"
-PROFILED = ("ours", "ours-compiled", "stacked-compiled")
+PROFILED = ("ours", "ours-compiled", "ours-float8-copy", "stacked-compiled")
 WARM_UP = 3
 GIB = 2**30
 KEPT_KERNELS = 60
@@ -247,6 +249,7 @@ def parsed(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     for name in ("layers", "hidden", "vocabulary"):
         parser.add_argument(f"--{name}", type=int, default=0, help="0: the base's own")
     parser.add_argument("--length", type=int, default=160, help="tokens of a sequence")
+    parser.add_argument("--batch", type=int, default=0, help="of each job, in place of the mixes")
     parser.add_argument("--dtype", default="bfloat16")
     parser.add_argument("--dropout", type=float, default=0.0, help="of ours and of PEFT's adapters")
     parser.add_argument("--arms", help=f"of {', '.join(ARMS)}, commas between")
@@ -279,7 +282,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         made = Made(shape, given.device, Path(folder))
         out.print(f"weights: drawn in {time.perf_counter() - started:.1f} s", highlight=False)
         bench = Bench(made, names, out)
-        for mix in MIXES[: given.mixes]:
+        equal = Mix(f"equal {len(RANKS) * given.batch}x{given.length}", (given.batch,) * len(RANKS))
+        for mix in (equal,) if given.batch else MIXES[: given.mixes]:
             own = replace(mix, length=given.length)
             measured = bench.run(own, given.rounds, profile)
             show(own, shape, measured, out)

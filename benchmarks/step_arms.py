@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -13,6 +14,8 @@ from torch import Tensor
 import tlora_fx
 from benchmarks.step_mixes import ALPHA, RANKS, SEED, Mix, Shape
 from benchmarks.step_packed import ATTENTION, RATE, Packed, llama, stack_adapters
+from tlora_fx.compiler import resolve_pipeline
+from tlora_fx.ops.float8 import BACKWARDS
 from tlora_fx.runtime.data import DataReport, JobData, Sample
 
 Seconds = dict[str, float]
@@ -30,6 +33,11 @@ class Arm(Protocol):
 
     def gradients(self) -> list[Tensor]:
         """What one step gathers; nothing is trained."""
+
+
+#: Of the norm of all gradients, compiled against eager; in float8 codes of numbers that a compiler
+#: rounds otherwise fall on either side, a sixteenth apart at most, in each of a layer's products.
+GRADIENT_BOUND, GRADIENT_BOUND_FLOAT8 = 2e-2, 1e-1
 
 
 class Clock:
@@ -56,14 +64,23 @@ class Ours:
     """The Shared Super-Model as `Trainer` runs it: rows packed on the host, one optimizer a job.
 
     compiled   layer by layer, by `SuperModel.compile`
+    float8     how products in float8 find dx, "" for none
     """
 
     def __init__(
-        self, base: tlora_fx.BaseSpec, made: Made, folder: Path, *, compiled: bool = False
+        self,
+        base: tlora_fx.BaseSpec,
+        made: Made,
+        folder: Path,
+        *,
+        compiled: bool = False,
+        float8: str = "",
     ) -> None:
-        self.shape, self.device = made.shape, made.device
+        self.shape, self.device, self.float8 = made.shape, made.device, float8
         self.jobs = [_job(base, place, made.shape) for place in range(len(RANKS))]
-        self.model = tlora_fx.compile(self.jobs)
+        added = f"quantize-base{{to=float8 products=true backward={float8}}}@before:lower-adapters"
+        pipeline = resolve_pipeline(None, [added]) if float8 else None
+        self.model = tlora_fx.compile(self.jobs, pipeline=pipeline)
         self.model.materialize(made.weights, made.device)
         if compiled:
             self.model.compile()
@@ -101,10 +118,6 @@ class Ours:
                 raise RuntimeError(f"{run.job.name}: {run.status} {run.reason}")
 
 
-#: Of the norm of all gradients, compiled against eager.
-GRADIENT_BOUND = 2e-2
-
-
 def require_gradients(arm: Arm) -> None:
     """Compare an arm's gradients with those of the same code run eagerly; nothing is timed yet.
 
@@ -119,7 +132,8 @@ def require_gradients(arm: Arm) -> None:
         float((a - b).double().square().sum()) for a, b in zip(found, expected, strict=True)
     )
     whole = sum(float(b.double().square().sum()) for b in expected)
-    if not whole or (apart / whole) ** 0.5 > GRADIENT_BOUND:
+    bound = GRADIENT_BOUND_FLOAT8 if getattr(arm, "float8", "") else GRADIENT_BOUND
+    if not whole or (apart / whole) ** 0.5 > bound:
         raise RuntimeError(
             f"gradients are off by {apart**0.5:g} of {whole**0.5:g}: it trains nothing"
         )
@@ -238,6 +252,11 @@ def _job(base: tlora_fx.BaseSpec, place: int, shape: Shape) -> tlora_fx.Job:
     return tlora_fx.Job(name=f"job-{place}", base=base, lora=lora, data={"path": "-"}, **fields)
 
 
+def _in_float8(made: Made, backward: str) -> Ours:
+    folder = made.folder / f"ours-float8-{backward}"
+    return Ours(made.base, made, folder, compiled=True, float8=backward)
+
+
 ARMS: dict[str, Callable[[Made], Arm]] = {
     "frozen": lambda made: PackedArm(made, stacked=False),
     "frozen-compiled": lambda made: PackedArm(made, stacked=False, compiled=True),
@@ -245,6 +264,7 @@ ARMS: dict[str, Callable[[Made], Arm]] = {
     "ours-compiled": lambda made: Ours(
         made.base, made, made.folder / "ours-compiled", compiled=True
     ),
+    **{f"ours-float8-{backward}": partial(_in_float8, backward=backward) for backward in BACKWARDS},
     "peft": Peft,
     "stacked": lambda made: PackedArm(made, stacked=True),
     "stacked-compiled": lambda made: PackedArm(made, stacked=True, compiled=True),

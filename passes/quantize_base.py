@@ -1,8 +1,9 @@
 """Store the frozen base in 4 or 8 bits, and multiply with it through the library of the form.
 
 Reads   linears with a frozen matrix, and lowered sites.
-Writes  a quantized_linear for each, of what is stored instead of the matrix; behind that of a
-        lowered site the multi_lora_add of its adapters.
+Writes  a quantized_linear for each, of what is stored instead of the matrix, or with products in
+        float8 a float8_linear, and one float8_rows for all that read one value; behind that of a
+        lowered site the multi_lora_add of its adapters, which reads what was there before.
 Keeps   shapes and dtypes, not numbers: the base is rounded, so losses are others. Adapters multiply
         as before, and so does every matrix that stays: embeddings, the head, small matrices, and
         those that something else reads too, such as a DoRA branch.
@@ -12,6 +13,7 @@ It may stand before lower-adapters or anywhere behind it.
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -20,16 +22,20 @@ from typing import ClassVar, Literal
 import torch
 from torch import fx
 
+from tlora_fx.errors import PipelineError
 from tlora_fx.ir.graph import GroupGraph, TensorRef, is_call
 from tlora_fx.ir.lora_sites import ADD, ONE, LoweredSite, lowered_site, serves_several
 from tlora_fx.ir.storage import stored_as
 from tlora_fx.ir.verifier import named_graphs
+from tlora_fx.ops.float8 import Backward, no_product, product_parts
 from tlora_fx.ops.quantized import misfit, require_package, stored_parts
 from tlora_fx.passes.lower_adapters import FROZEN
 from tlora_fx.pipeline import GroupPass, Numerics, register, rewrite_allowed
 from tlora_fx.rewriting import Maker, Match, Rewriter, nearest_match
 
 QUANTIZED = torch.ops.tlora_fx.quantized_linear.default
+ROWS = torch.ops.tlora_fx.float8_rows.default
+IN_FLOAT8 = torch.ops.tlora_fx.float8_linear.default
 TURN = torch.ops.aten.t.default
 
 
@@ -40,6 +46,8 @@ class QuantizeBase(GroupPass):
 
     to         nf4 (bitsandbytes), int8 or float8 (torchao, weight-only)
     at_least   numbers that a matrix must have; smaller ones stay as they are
+    products   with float8: round activations and gradients too, a scale a token, and multiply so
+    backward   of products: copy, turn or restore; see ops/float8.py
     """
 
     name: ClassVar[str] = "quantize-base"
@@ -48,12 +56,24 @@ class QuantizeBase(GroupPass):
 
     to: Literal["nf4", "int8", "float8"] = "nf4"
     at_least: int = 4096
+    products: bool = False
+    backward: Backward = "turn"
 
     def run(self, group: GroupGraph) -> None:
-        require_package(self.to)
+        if self.products and self.to != "float8":
+            raise PipelineError(
+                f"quantize-base{{to={self.to}}} has no products of its own",
+                expected="to=float8 with products=true",
+                found=f"to={self.to} with products=true",
+                help="write to=float8, or leave products out: the library of the form multiplies",
+            )
+        if not self.products:
+            require_package(self.to)
         for where, graph in named_graphs(group):
-            candidates = list(_products(graph))
+            # In the graph's order: what the first linear makes of x, those behind it read too.
+            candidates = list(_products(graph))[::-1]
             inside = {node for product in candidates for node in product.nodes}
+            rounded: dict[fx.Node, list[fx.Node]] = {}
             calls: dict[fx.Node, list[Product]] = {}
             for product in candidates:
                 if self._fits(group, where, product, inside):
@@ -61,7 +81,7 @@ class QuantizeBase(GroupPass):
             for call, products in calls.items():
                 paths = ", ".join(f"{where}.{product.path}".strip(".") for product in products)
                 if rewrite_allowed(f"{self.to} at {paths}"):
-                    self._rewrite(graph, call, products)
+                    self._rewrite(graph, call, products, rounded)
             Rewriter(graph).erase_dead()
 
     def _fits(self, group: GroupGraph, where: str, product: Product, inside: set[fx.Node]) -> bool:
@@ -70,7 +90,8 @@ class QuantizeBase(GroupPass):
         if outer * inner < self.at_least or outer == group.vocabulary:
             return False
         others = [user.name for user in product.weight.users if user not in inside]
-        reason = misfit(self.to, (outer, inner), product.ref.dtype)
+        form, dtype = (outer, inner), product.ref.dtype
+        reason = no_product(form, dtype) if self.products else misfit(self.to, form, dtype)
         if others:
             reason = f"{', '.join(others)} reads its matrix too"
         if reason:
@@ -78,25 +99,48 @@ class QuantizeBase(GroupPass):
             group.notes.append((self.name, f"{path} is not stored in {self.to}: {reason}"))
         return not reason
 
-    def _rewrite(self, graph: fx.Graph, call: fx.Node, products: Sequence[Product]) -> None:
+    def _rewrite(
+        self,
+        graph: fx.Graph,
+        call: fx.Node,
+        products: Sequence[Product],
+        rounded: dict[fx.Node, list[fx.Node]],
+    ) -> None:
         for product in products:
-            _replace(graph, product.result, partial(self._quantised, product))
+            _replace(graph, product.result, partial(self._quantised, product, rounded))
         # A site whose matrix stays gets an operator of its own, where it shared one.
         for result in list(call.users) if serves_several(call) else ():
             site = lowered_site(result)
             if site is not None:
                 _replace(graph, result, partial(_alone, site))
 
-    def _quantised(self, product: Product, make: Maker) -> fx.Node:
-        """What stands in place of a product."""
+    def _quantised(
+        self, product: Product, rounded: dict[fx.Node, list[fx.Node]], make: Maker
+    ) -> fx.Node:
+        """What stands in place of a product.
+
+        rounded   by x, its codes and scale, where there are any yet
+        """
         weight = product.weight
         shared = make.tagged(**{tag: weight.meta[tag] for tag in ("role", "jobs")}, site="")
+        turned = product.turned
+        forms = (
+            product_parts(self.backward, turned) if self.products else stored_parts(self.to, turned)
+        )
         parts = [
             shared.tensor(stored_as(product.ref, form), f"{weight.target}_{self.to}_{name}")
-            for name, form in stored_parts(self.to, product.turned)
+            for name, form in forms
         ]
         maker = make if product.site is None else shared
-        made = maker(QUANTIZED, product.x, parts, product.bias, self.to, list(product.shape))
+        if self.products:
+            if product.x not in rounded:
+                both = shared(ROWS, product.x)
+                rounded[product.x] = [shared(operator.getitem, both, index) for index in (0, 1)]
+            made = maker(
+                IN_FLOAT8, product.x, *rounded[product.x], parts, product.bias, self.backward
+            )
+        else:
+            made = maker(QUANTIZED, product.x, parts, product.bias, self.to, list(product.shape))
         if product.site is None:
             return made
         if "axis" in product.result.meta:

@@ -3,7 +3,8 @@
 Serves both directions: y from S and B, and dx from dS and A with dropout's bits; the output's
 columns are `outer`, so the spec for dx has I there. With several sites it is the sum of their
 parts, as dx of linears that read one x is. A program takes one tile of rows of one segment and a
-slab of columns, and writes each element once: the pass moves y and little else.
+slab of columns, and writes each element once: the pass moves y and little else. Where it adds, what
+is there may stand in another tensor: an operator that may not change its input needs no copy first.
 """
 
 from __future__ import annotations
@@ -26,7 +27,8 @@ _TRIED = (
 
 _BODY = '''
 @triton.jit(
-    do_not_specialize=["tokens", "jobs"],
+    do_not_specialize=["tokens", "jobs"],  #? not accumulate
+    do_not_specialize=["tokens", "jobs", "in_place"],  #? accumulate
     do_not_specialize_on_alignment=[
         "segments",
         #* sites [
@@ -38,6 +40,11 @@ _BODY = '''
 def kernel(
     y,  # [tokens, OUTER]
     y_stride,
+    #? accumulate [
+    before,  # [tokens, OUTER]
+    before_stride,
+    in_place,
+    #]
     tokens,
     segments,  # [jobs + 1]
     jobs,
@@ -68,7 +75,7 @@ def kernel(
     if start >= end:
         return
     #? accumulate and not bias [
-    if $empty:
+    if (in_place != 0) & ($empty):
         return
     #]
     rows = start + tl.arange(0, ROWS)
@@ -108,11 +115,17 @@ def kernel(
         to = y + row * y_stride + columns[None, :]
         here = inside  #? not ragged
         here = inside & there  #? ragged
-        total += tl.load(to, mask=here, other=0.0).to($wide)  #? accumulate
+        #? accumulate [
+        read = before + row * before_stride + columns[None, :]
+        total += tl.load(read, mask=here, other=0.0).to($wide)
+        #]
         tl.store(to, total.to(tl.$dtype), mask=here)
 
 
-def launch(s, b_packed, bias, segments, slots, thresholds, bits, jobs, y):
+def launch(s, b_packed, bias, segments, slots, thresholds, bits, jobs, y):  #? not accumulate
+#? accumulate [
+def launch(s, b_packed, bias, segments, slots, thresholds, bits, jobs, y, before=None):
+#]
     """$does
 
     s           $per_site[M, W] in $dtype, contiguous
@@ -123,13 +136,20 @@ def launch(s, b_packed, bias, segments, slots, thresholds, bits, jobs, y):
     thresholds  ${per_site}int32 [jobs]$unread
     bits        ${per_site}uint8 [M, $bytes]$unread
     y           [M, $outer] in $dtype, elements of a row contiguous
+    before      like y, what is added to; None: y  #? accumulate
     """
+    before = y if before is None else before  #? accumulate
     tokens = y.shape[0]
     grid = (triton.cdiv(tokens, $rows) + jobs, $slabs)
     if tokens > 0:
         kernel[grid](
             y,
             y.stride(0),
+            #? accumulate [
+            before,
+            before.stride(0),
+            int(before is y),
+            #]
             tokens,
             segments,
             jobs,
@@ -193,7 +213,7 @@ def source(spec: KernelSpec) -> str:
 
 def _values(spec: KernelSpec) -> dict[str, object]:
     several = spec.sites > 1
-    sign = "+=" if spec.accumulate else "="
+    sign = "= before +" if spec.accumulate else "="
     parts = "Σ mask∘(S B) of the sites" if several else "mask∘(S B)"
     empty = " + ".join(f"width_{k}" for k in range(spec.sites))
     return common_values(spec) | {

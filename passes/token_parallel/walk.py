@@ -462,6 +462,22 @@ def _quantized(call: _Call) -> State:
     return x
 
 
+def _rounded(call: _Call) -> State:
+    x = call.row("x")
+    call.plain("factors")
+    if x.axis == rank_of(call.given["x"]) - 1:
+        raise MixesTokens("it rounds by the largest number of the row")
+    return (x, x)
+
+
+def _in_float8(call: _Call) -> State:
+    x = call.row("x")
+    call.plain("stored", "bias")
+    if any(call.state(name) != x for name in ("codes", "scale")):
+        raise MixesTokens("it multiplies codes that hold the row elsewhere")
+    return x
+
+
 def _alike(call: _Call) -> State:
     """What another process has at the same place: the same row."""
     return call.state("x")
@@ -500,6 +516,8 @@ _SPECIAL: Mapping[Any, Callable[[_Call], State]] = {
     SEVERAL: _lowered,
     ADD: _lowered,
     ops.quantized_linear.default: _quantized,
+    ops.float8_rows.default: _rounded,
+    ops.float8_linear.default: _in_float8,
     ops.tp_copy.default: _alike,
     ops.tp_reduce.default: _alike,
     ops.nano_tables.default: _nano_tables,

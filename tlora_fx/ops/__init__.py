@@ -4,6 +4,7 @@ from tlora_fx.ops import flops as _flops  # noqa: F401  (registers the formulas)
 from tlora_fx.ops.attention import packed_attention, packed_attention_backward
 from tlora_fx.ops.dropout import keep_mask, keep_scale, keyed_dropout, token_scale
 from tlora_fx.ops.experts import expert_linear, expert_outer
+from tlora_fx.ops.float8 import float8_input_gradient, float8_linear, float8_rows
 from tlora_fx.ops.lora import multi_lora_add, multi_lora_linear, multi_lora_linears
 from tlora_fx.ops.parallel import (
     forget_groups,
@@ -31,6 +32,9 @@ from tlora_fx.ops.torch_compile import mark_compile_caches
 __all__ = [
     "expert_linear",
     "expert_outer",
+    "float8_input_gradient",
+    "float8_linear",
+    "float8_rows",
     "forget_groups",
     "keep_mask",
     "keep_scale",

@@ -14,6 +14,7 @@ from torch.utils.flop_counter import register_flop_formula
 
 import tlora_fx.ops.attention
 import tlora_fx.ops.experts
+import tlora_fx.ops.float8
 import tlora_fx.ops.parallel
 import tlora_fx.ops.quantized  # noqa: F401  (these define what is named below)
 from tlora_fx.ops.lora import from_kernels
@@ -145,6 +146,20 @@ def quantized_linear_backward_flops(
 ) -> int:
     """dx."""
     return 2 * tokens_of(dy) * int(shape[0] * shape[1])
+
+
+@register_flop_formula(ops.float8_linear, get_raw=True)
+def float8_linear_flops(
+    x: Tensor, codes: Tensor, scale: Tensor, stored: list[Tensor], *rest: Any, **out: Any
+) -> int:
+    """The product alone."""
+    return 2 * tokens_of(x) * stored[0].numel()
+
+
+@register_flop_formula(ops.float8_input_gradient, get_raw=True)
+def float8_input_gradient_flops(codes: Tensor, scale: Tensor, columns: Tensor, **out: Any) -> int:
+    """dx."""
+    return 2 * tokens_of(codes) * columns.numel()
 
 
 @register_flop_formula(ops.expert_linear, get_raw=True)

@@ -424,10 +424,10 @@ def multi_lora_add_forward(y: Tensor, x: Tensor, *tables: Any) -> list[Tensor]:
     """
     group = SiteGroup([], *tables)
     _check_added(y, x, group)
-    total = y.clone(memory_format=torch.contiguous_format)
     kernels = support.kernel_group(x, group)
     if kernels is not None:
-        return [total, *dispatch.add_forward(total, x, group, kernels)]
+        return dispatch.add_forward(y, x, group, kernels)
+    total = y.clone(memory_format=torch.contiguous_format)
     rows = x.reshape(-1, x.shape[-1])
     if len(rows):
         adapters = AdapterTables.read(group, 0, len(rows))

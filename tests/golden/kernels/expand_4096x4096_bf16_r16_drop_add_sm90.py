@@ -9,7 +9,7 @@
 # again      tlora-fx kernels show expand --in 4096 --out 4096 --dropout --accumulate --tile
 #            64,128,0,4,1,0,512
 #
-# sha256 of what follows: cbefc635c4ef594dcd55638ad63e1e29cb3b76211e21cc9fc48f9527fb4cbf07
+# sha256 of what follows: 457531a8d5dc90fd396801d60104647bbdd515bf365a6142f1a395446df9cd6a
 
 import triton
 import triton.language as tl
@@ -34,6 +34,9 @@ OVERLAP = tl.constexpr(not triton.knobs.runtime.interpret)
 SIGNATURE = {
     "y": "*bf16",
     "y_stride": "i32",
+    "before": "*bf16",
+    "before_stride": "i32",
+    "in_place": "i32",
     "tokens": "i32",
     "segments": "*i32",
     "jobs": "i32",
@@ -50,7 +53,7 @@ if OVERLAP:
 
 
 @triton.jit(
-    do_not_specialize=["tokens", "jobs"],
+    do_not_specialize=["tokens", "jobs", "in_place"],
     do_not_specialize_on_alignment=[
         "segments",
         "slots_0",
@@ -60,6 +63,9 @@ if OVERLAP:
 def expand(
     y,  # [tokens, OUTER]
     y_stride,
+    before,  # [tokens, OUTER]
+    before_stride,
+    in_place,
     tokens,
     segments,  # [jobs + 1]
     jobs,
@@ -82,7 +88,7 @@ def expand(
     await_previous(OVERLAP)
     if start >= end:
         return
-    if width_0 == 0:
+    if (in_place != 0) & (width_0 == 0):
         return
     rows = start + tl.arange(0, ROWS)
     inside = (rows < end)[:, None]
@@ -107,15 +113,16 @@ def expand(
         total = tl.where(kept, total, 0.0)
         to = y + row * y_stride + columns[None, :]
         here = inside
-        total += tl.load(to, mask=here, other=0.0).to(tl.float32)
+        read = before + row * before_stride + columns[None, :]
+        total += tl.load(read, mask=here, other=0.0).to(tl.float32)
         tl.store(to, total.to(tl.bfloat16), mask=here)
 
 
 kernel = expand
 
 
-def launch(s, b_packed, bias, segments, slots, thresholds, bits, jobs, y):
-    """y += mask∘(S B).
+def launch(s, b_packed, bias, segments, slots, thresholds, bits, jobs, y, before=None):
+    """y = before + mask∘(S B).
 
     s           [M, W] in bfloat16, contiguous
     b_packed    [P, 4096] in bfloat16
@@ -125,13 +132,18 @@ def launch(s, b_packed, bias, segments, slots, thresholds, bits, jobs, y):
     thresholds  int32 [jobs]
     bits        uint8 [M, 512]
     y           [M, 4096] in bfloat16, elements of a row contiguous
+    before      like y, what is added to; None: y
     """
+    before = y if before is None else before
     tokens = y.shape[0]
     grid = (triton.cdiv(tokens, 64) + jobs, 8)
     if tokens > 0:
         kernel[grid](
             y,
             y.stride(0),
+            before,
+            before.stride(0),
+            int(before is y),
             tokens,
             segments,
             jobs,

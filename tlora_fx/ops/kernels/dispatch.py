@@ -270,20 +270,23 @@ def plain(value: Tensor) -> Tensor:
 
 
 def add_forward(y: Tensor, x: Tensor, group: SiteGroup, kernels: KernelGroup) -> list[Tensor]:
-    """Add every job's branch to y [..., out], in place; returns S, and the dropout bits."""
-    rows = plain(x)
+    """y [..., out] and every job's branch; S, and the dropout bits."""
+    rows, before = plain(x), plain(y)
     run = Run.open(kernels, group, len(rows), x.device)
+    total = run.empty(*before.shape, dtype=y.dtype)
     (s,), (bits,) = kernels.low_rank_rows(x, run.empty), kernels.bits(x, run.empty)
     with run.on_device():
         if len(rows):
-            run.serve(_add_forward, rows, s, bits, y.view(len(rows), -1))
-    return [s, bits]
+            run.serve(_add_forward, rows, before, s, bits, total)
+    return [total.view(y.shape), s, bits]
 
 
-def _add_forward(run: Run, rows: Tensor, s: Tensor, bits: Tensor, y: Tensor) -> None:
+def _add_forward(
+    run: Run, rows: Tensor, before: Tensor, s: Tensor, bits: Tensor, total: Tensor
+) -> None:
     packed = run.pack(0)
     run.shrink(rows, [packed], [s], [bits], None)
-    run.expand([0], [s], [packed.b], None, y, accumulate=True)
+    run.expand([0], [s], [packed.b], None, total, accumulate=True, before=before)
 
 
 def add_input_gradient(

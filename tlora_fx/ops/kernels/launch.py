@@ -359,10 +359,12 @@ class Run:
     def expand(
         self, indices: Sequence[int], s: Sequence[Tensor], packed_rows: Sequence[Tensor],
         bias: Tensor | None, out: Tensor, accumulate: bool, bits: Sequence[Tensor] | None = None,
+        before: Tensor | None = None,
     ) -> None:  # fmt: skip
         """out = bias + the sum of S B over some sites, or added to out; with bits their masks.
 
         s, packed_rows, bits   of these sites only
+        before                 what is added to, where it does not stand in out
         """
         site, tables = (
             self.kernel_group.sites[indices[0]],
@@ -381,8 +383,9 @@ class Run:
         if len(indices) == 1:
             per_site = [None if items is None else items[0] for items in per_site]
         low, rows, slot, threshold, mask = per_site
+        behind = {} if before is None else {"before": before}
         kernel("expand", site, tile, **fields)(
-            low, rows, bias, self.row.segments, slot, threshold, mask, self.row.jobs, out
+            low, rows, bias, self.row.segments, slot, threshold, mask, self.row.jobs, out, **behind
         )
 
     def tile(self, kind: Kind, site: Site, sites: int = 1) -> Tile | None:
