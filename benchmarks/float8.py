@@ -156,10 +156,9 @@ class Arm:
         ]
 
     def _one(self, dy: Any, own: tuple[Tensor, ...]) -> Tensor:
-        if not self.rounding:
-            return dy @ own[0]
-        if self.backward == "restore":
-            return dy @ restore(own[0], own[1])
+        if not self.rounding or self.backward == "restore":
+            weight = restore(own[0], own[1]) if self.rounding else own[0]
+            return torch.mm(dy, weight)
         columns = own[2] if self.backward == "copy" else turn(own[0])
         rounded = self.round(dy, self.factors(own)) if isinstance(dy, Tensor) else dy
         one = own[1].new_ones(len(columns)) if self.rounding == "rows" else own[1]
@@ -241,9 +240,12 @@ def runners(
         given: Any = xs if direction == "forward" else dys
         if name == "rounded":
             given = _ready(arm, xs, dys, direction)
-        work = arm.forward if direction == "forward" else arm.input_gradient
-        found[name] = start(lambda _, work=work, given=given: work(given), 1)
+        found[name] = start(partial(_work, arm, direction, given), 1)
     return found
+
+
+def _work(arm: Arm, direction: str, given: Any, _: int) -> object:
+    return arm.forward(given) if direction == "forward" else arm.input_gradient(given)
 
 
 def _ready(arm: Arm, xs: list[Tensor], dys: list[list[Tensor]], direction: str) -> Any:

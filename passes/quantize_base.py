@@ -57,7 +57,7 @@ class QuantizeBase(GroupPass):
     to: Literal["nf4", "int8", "float8"] = "nf4"
     at_least: int = 4096
     products: bool = False
-    backward: Backward = "turn"
+    backward: Backward = "copy"
 
     def run(self, group: GroupGraph) -> None:
         if self.products and self.to != "float8":

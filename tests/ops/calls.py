@@ -10,7 +10,7 @@ from pathlib import Path
 import networkx as nx
 
 PACKAGE = "tlora_fx.ops"
-OPERATOR = re.compile(r"(?:tlora_fx::)?([a-z_]+)$")
+OPERATOR = re.compile(r"(?:tlora_fx::)?([a-z0-9_]+)$")
 #: What only looks at shapes, or at costs.
 FAKES = frozenset({"register_fake", "register_flop_formula"})
 

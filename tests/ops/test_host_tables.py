@@ -46,7 +46,7 @@ def oldest(x, rate):
 def fake(x, rate):
     return bounds(x, rate)
 """
-DEFINED = re.compile(r"\"tlora_fx::([a-z_]+)\"")
+DEFINED = re.compile(r"\"tlora_fx::([a-z0-9_]+)\"")
 
 
 @pytest.fixture(scope="module")

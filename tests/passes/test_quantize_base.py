@@ -21,7 +21,7 @@ from tests.models import (
 )
 from tests.quantised import decoded
 from tlora_fx.compiler import prepare, resolve_pipeline, run_passes
-from tlora_fx.errors import MissingPackageError
+from tlora_fx.errors import MissingPackageError, PipelineError
 from tlora_fx.ir.lora_sites import lowered_sites
 from tlora_fx.ir.verifier import named_graphs
 from tlora_fx.model.batch import pack
@@ -194,6 +194,119 @@ def test_a_nan_stays_in_its_job(llama, form):
         assert torch.equal(clean[name].loss, beside[name].loss)
         for key, gradient in clean[name].gradients.items():
             assert torch.equal(gradient, beside[name].gradients[key])
+
+
+class InFloat8(torch.autograd.Function):
+    """What a frozen linear with products in float8 gives, written out in float64."""
+
+    @staticmethod
+    def forward(ctx, x, weight):
+        ctx.factors = weight.float().abs().amax(1) / 448
+        ctx.codes = rounded(weight.float(), ctx.factors[:, None]).double()
+        scale = x.float().abs().amax(-1, keepdim=True) / 448
+        rows = rounded(x.float(), scale).double() * scale
+        return (rows @ (ctx.codes * ctx.factors[:, None].double()).t()).to(x.dtype)
+
+    @staticmethod
+    def backward(ctx, dy):
+        wide = dy.float() * ctx.factors
+        scale = wide.abs().amax(-1, keepdim=True) / 448
+        return (rounded(wide, scale).double() * scale @ ctx.codes).to(dy.dtype), None
+
+
+def rounded(numbers, scale):
+    """The codes, as float32; rows of zeros stay zeros."""
+    return (numbers / scale.clamp_min(1e-30)).to(torch.float8_e4m3fn).float()
+
+
+@pytest.fixture(scope="module")
+def half(tmp_path_factory):
+    """Two jobs in bfloat16."""
+    sizes = {"hidden_size": 64, "intermediate_size": 128, "num_key_value_heads": 4}
+    folder = tmp_path_factory.mktemp("half")
+    base = small_base(folder, dtype="bfloat16", num_hidden_layers=2, **sizes)
+    all_linear = {"r": 2, "target_modules": "all-linear"}
+    return traced([small_job("plain", base), small_job("all", base, **all_linear)])
+
+
+# Codes that fall on the other side, of all gradients together; and of a loss in bfloat16.
+FLIPPED, ROUNDED_LOSS = 8e-2, 1e-2
+FLOAT8 = "quantize-base{to=float8 products=true}@before:lower-adapters"
+
+
+def test_products_in_float8_round_an_input_once(half):
+    """q, k and v read one pair of codes and scale, gate and up another; adapters read x itself."""
+    graph = quantised(half, FLOAT8).blocks[LAYER].graph
+    rows = [node for node in graph.nodes if "float8_rows" in str(node.target)]
+    linears = [node for node in graph.nodes if "float8_linear" in str(node.target)]
+    read = [
+        {str(n.meta["path"]).rpartition(".")[2] for n in linears if n.args[0] is row.args[0]}
+        for row in rows
+    ]
+
+    assert read == [
+        {"q_proj", "k_proj", "v_proj"},
+        {"o_proj"},
+        {"gate_proj", "up_proj"},
+        {"down_proj"},
+    ]
+    assert all(node.args[1].args[0] in rows for node in linears)
+    inputs = {row.args[0] for row in rows}
+    assert {site.arguments["x"] for site in lowered_sites(graph)} == inputs
+
+
+def test_jobs_train_on_products_in_float8(half):
+    """As PEFT on linears that are written out, up to codes that fall on the other side."""
+    model = model_of(half, FLOAT8)
+    fused = run_fused(model, PARTS[:2])
+    for own, part in zip(model.jobs, PARTS, strict=False):
+        wrapped = peft_model(model, own.name)
+        for linear in linears_of(wrapped):
+            linear.forward = in_float8(linear.weight)
+        expected = run_alone(wrapped, part)
+        assert apart(fused[own.name].gradients, expected.gradients) < FLIPPED
+        assert abs(fused[own.name].loss - expected.loss) < ROUNDED_LOSS * expected.loss
+
+
+def in_float8(weight):
+    return lambda x: InFloat8.apply(x, weight)
+
+
+def linears_of(wrapped):
+    """The frozen linears of the layers."""
+    for path, module in wrapped.named_modules():
+        if path.endswith("proj"):
+            yield getattr(module, "base_layer", module)
+
+
+@pytest.mark.parametrize("value", [float("nan"), 1e4])
+def test_in_float8_no_job_touches_another_ones_bits(half, value):
+    """By a NaN, or by numbers beside which those of its neighbour are nothing."""
+    model = model_of(half, FLOAT8)
+    clean = run_fused(model, PARTS[:2])
+    for parameter in model.job_parameters("all").values():
+        parameter.data.fill_(value)
+    beside = run_fused(model, PARTS[:2])
+
+    assert not torch.equal(clean["all"].loss, beside["all"].loss)
+    assert torch.equal(clean["plain"].loss, beside["plain"].loss)
+    for key, gradient in clean["plain"].gradients.items():
+        assert torch.equal(gradient, beside["plain"].gradients[key])
+
+
+def test_what_has_no_product_in_float8_stays_and_is_told(llama):
+    """A base in float32 gives other results than bfloat16; other forms have no products."""
+    group = quantised(llama, FLOAT8)
+    assert not stored_in(group, "float8")
+    notes = [note for name, note in group.notes if name == "quantize-base"]
+    assert any("products in float8 give bfloat16, and it is of torch.float32" in n for n in notes)
+    with pytest.raises(PipelineError, match="no products of its own"):
+        quantised(llama, "quantize-base{to=int8 products=true}@before:lower-adapters")
+
+
+def apart(found, expected):
+    error = sum(float((found[n].double() - g.double()).norm() ** 2) for n, g in expected.items())
+    return (error / sum(float(g.double().norm() ** 2) for g in expected.values())) ** 0.5
 
 
 class Written(nn.Module):

@@ -38,7 +38,8 @@ def run(
     Prints each job's largest differences; exits with 1 where one is beyond its bound. Twice: with
     dropout 0 against plain PEFT, and with dropout against PEFT that draws the job's keyed masks.
     After its steps each job's longest and shortest samples are compared too. A bound is wider for a
-    job whose base differs from itself in batches of other shapes, ten times at most.
+    job whose base differs from itself in batches of other shapes, ten times at most. Where a pass
+    declares other numbers, such as quantize-base, differences are told, and none is an error.
     """
     from tlora_fx.config.job_file import load_job_file
     from tlora_fx.runtime import early_checks as early
@@ -50,7 +51,7 @@ def run(
     early.require_trainable(job_file.jobs)
     early.require_hub(job_file.jobs)
     with Working(console, "compiling, training fused and alone") as working:
-        from tlora_fx.runtime.verify import bounds_of, verify
+        from tlora_fx.runtime.verify import bounds_of, declared, verify
 
         passes = pipeline_of(pipeline, add_pass, load)
         bounds = bounds_of(job_file.base.dtype, device)
@@ -59,7 +60,15 @@ def run(
             differences.append(difference)
             working.now(f"compared {difference.job}: {difference.against}")
     out = Console()
-    print_whole(out, _table(differences, bounds))
+    meant = declared(passes)
+    print_whole(out, _table(differences, None if meant else bounds))
+    if meant:
+        apart = max(row.loss for row in differences)
+        out.print(
+            f"losses part by {apart:.1e} at most from those on the base as it is: "
+            f"{', '.join(meant)} declares other numbers"
+        )
+        return
     beyond = [row for row in differences if not row.within(bounds)]
     if beyond:
         raise VerifyError(
@@ -70,13 +79,20 @@ def run(
     out.print(f"{len({row.job for row in differences})} jobs train fused as they train alone")
 
 
-def _table(differences: list[JobDifference], bounds: Bounds) -> Table:
+def _table(differences: list[JobDifference], bounds: Bounds | None) -> Table:
+    """A line for each difference.
+
+    bounds   None where a pass declares that there are none
+    """
     table = Table(box=None, pad_edge=False, title_justify="left")
     for title in ("job", "against", "steps", "loss", "gradient", "adapter", ""):
         left = title in ("job", "against", "")
         table.add_column(title, justify="left" if left else "right", no_wrap=True)
     for row in differences:
         numbers = (f"{value:.1e}" for value in (row.loss, row.gradient, row.adapter))
+        if bounds is None:
+            table.add_row(row.job, row.against, str(row.steps), *numbers, "declared")
+            continue
         verdict = "ok" if row.within(bounds) else "BEYOND"
         table.add_row(row.job, row.against, str(row.steps), *numbers, verdict)
         widest = bounds.over(row.noise)
@@ -85,7 +101,9 @@ def _table(differences: list[JobDifference], bounds: Bounds) -> Table:
         if row.kinks:
             words = "steps at a kink of the base, such as a ReLU's: compared a rounding beside it"
             table.add_row("", words, str(row.kinks), style="dim")
-    table.add_row("bound", "largest relative difference", "", *_limits(bounds), "", style="dim")
+    if bounds is not None:
+        what = "largest relative difference"
+        table.add_row("bound", what, "", *_limits(bounds), "", style="dim")
     return table
 
 
