@@ -12,7 +12,8 @@ from transformers import AutoConfig
 from tests.models import SIZES, VOCABULARY
 from tests.runtime.groups import make_data, make_job, tiny_base
 from tests.sampled import sampled
-from tlora_fx.compiler import compile
+from tlora_fx.cli.verify import _table
+from tlora_fx.compiler import compile, resolve_pipeline
 from tlora_fx.config.job import BaseSpec
 from tlora_fx.model.adapter_bank import AdapterBank
 from tlora_fx.runtime import verify as verifying
@@ -27,6 +28,7 @@ from tlora_fx.runtime.verify import (
     JobDifference,
     adapter_difference,
     bounds_of,
+    declared,
     extreme_batches,
     plain_base,
     verify,
@@ -66,6 +68,33 @@ def test_without_any_dropout_there_is_one_way_only(tmp_path):
     found = list(verify(jobs, steps=1, device="cpu", data=make_data(jobs)))
 
     assert {row.against for row in found} == {PLAIN}
+
+
+FLOAT8 = "quantize-base{to=float8 products=true at-least=256}@before:lower-adapters"
+
+
+@pytest.mark.slow
+def test_a_pass_that_declares_other_numbers_is_measured_and_not_judged(tmp_path, monkeypatch):
+    """Losses part by what rounding costs, and no step is looked into."""
+    pipeline = resolve_pipeline(None, [FLOAT8])
+    monkeypatch.setattr(verifying, "_at_a_kink", lambda *given: pytest.fail("looked into"))
+    jobs = [make_job(tiny_base(tmp_path, "bfloat16"), "a", lora={"r": 4})]
+
+    (row,) = verify(jobs, steps=1, device="cpu", data=make_data(jobs), pipeline=pipeline)
+
+    assert 0 < row.loss < 0.05
+    assert 0.01 < row.gradient < 0.6
+
+
+def test_where_other_numbers_are_declared_no_bound_is_told():
+    """Differences are; the passes that declare it are known by name."""
+    assert declared(resolve_pipeline(None, [FLOAT8])) == ["quantize-base"]
+    assert declared(None) == []
+    apart = Differences(0.008, 0.3, 0.02)
+    row = JobDifference("a", PLAIN, "packed", 3, 0.008, 0.3, 0.02, apart)
+    told = [list(column.cells) for column in _table([row], None).columns]
+
+    assert [*told[0], *told[3], *told[-1]] == ["a", "8.0e-03", "declared"]
 
 
 def test_a_wrong_scaling_is_found(tmp_path, monkeypatch):
