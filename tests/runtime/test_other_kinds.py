@@ -14,9 +14,11 @@ from tlora_fx.compiler import compile
 from tlora_fx.config.fields import IDENTITY
 from tlora_fx.config.job import Job
 from tlora_fx.config.other_kinds import OTHER_KINDS
-from tlora_fx.errors import JobError, UnknownTarget
+from tlora_fx.errors import JobError, NotElementwise, UnknownTarget
 from tlora_fx.model.backbone import load_backbone
+from tlora_fx.parallel.mesh import Mesh, MeshShape
 from tlora_fx.runtime.adapters import adapter_tensors, plain_base
+from tlora_fx.runtime.distributed import require_elementwise
 from tlora_fx.runtime.solo import train_alone
 from tlora_fx.runtime.trainer import Trainer
 from tlora_fx.runtime.verify import adapter_difference
@@ -163,6 +165,14 @@ def test_every_field_of_peft_is_honoured_or_refused(kind):
         assert spec.model_fields[name].default == default
 
 
+def test_ia3_may_have_no_feedforward_modules():
+    """PEFT takes a list that is empty for none at all, and None for those that it knows."""
+    lora = {"peft_type": "ia3", "target_modules": ["k_proj"], "feedforward_modules": []}
+    job = Job(name="a", base={"model": "m"}, lora=lora, data={"path": "x"})
+
+    assert job.lora_config().feedforward_modules == set()
+
+
 @pytest.mark.parametrize(
     ("lora", "said"),
     [
@@ -232,3 +242,16 @@ def test_tokens_that_no_embedding_has_by_itself_are_refused(tmp_path, ids, tied,
         resolve_sites(job, load_backbone(spec))
 
     assert said in str(told.value)
+
+
+@pytest.mark.parametrize(
+    "lora",
+    [{"peft_type": "OFT"}, {"trainable_token_indices": [1]}],
+)
+def test_what_is_not_cut_into_pieces_is_refused_under_tp(lora):
+    """Such a branch reads whole matrices of the base."""
+    halved = dataclasses.replace(Mesh.alone("cpu"), shape=MeshShape(tp=2))
+    job = Job(name="a", base={"model": "m"}, lora=lora, data={"path": "x"})
+
+    with pytest.raises(NotElementwise, match="tp=2"):
+        require_elementwise([job], halved)

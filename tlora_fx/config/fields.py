@@ -75,7 +75,7 @@ _OTHER_TYPES: Mapping[str, str] = {
     "BOFT": "BOFT multiplies butterflies of rotations",
 }
 
-_IDENTITY_VALUES: Mapping[str, tuple[str, ...]] = {
+IDENTITY_VALUES: Mapping[str, tuple[str, ...]] = {
     "task_type": ("CAUSAL_LM", "SEQ_CLS"),
     "peft_type": ("LORA",),
 }
@@ -121,7 +121,7 @@ def changes_base(init: object) -> bool:
     return isinstance(init, str) and _TAKES_AWAY.fullmatch(init) is not None
 
 
-def _names(value: object, info: ValidationInfo) -> object:
+def names(value: object, info: ValidationInfo) -> object:
     """Accept text or a list of distinct texts that are not empty."""
     if isinstance(value, set | frozenset):
         value = sorted(value)
@@ -139,7 +139,7 @@ def name_list(value: object, info: ValidationInfo) -> object:
     """Accept a list of texts."""
     if isinstance(value, str):
         raise refuse(f"wrong value of '{info.field_name}'", expected="a list of texts")
-    return _names(value, info)
+    return names(value, info)
 
 
 def layer_numbers(value: object) -> object:
@@ -166,7 +166,7 @@ def _tokens(value: object) -> object:
     return value
 
 
-Names: TypeAlias = Annotated[Any, AfterValidator(_names)]
+Names: TypeAlias = Annotated[Any, AfterValidator(names)]
 Rank: TypeAlias = Annotated[StrictInt, Field(ge=1)]
 Alpha: TypeAlias = Annotated[StrictFloat, Field(gt=0)]
 
@@ -253,7 +253,7 @@ def is_default(key: str, value: object) -> bool:
     if key in LoraSpec.model_fields:
         return False
     if key in IDENTITY:
-        return value in (None, False) or value in _IDENTITY_VALUES.get(key, ())
+        return value in (None, False) or value in IDENTITY_VALUES.get(key, ())
     if key in REFUSED:
         return value in (None, REFUSED[key].default)
     if hint(key, LORA_KEYS):

@@ -18,11 +18,13 @@ from pydantic import (
     StrictBool,
     StrictFloat,
     StrictInt,
+    ValidationInfo,
     model_validator,
 )
 
 from tlora_fx.config.fields import (
     IDENTITY,
+    IDENTITY_VALUES,
     Alpha,
     LoraSpec,
     Names,
@@ -31,6 +33,7 @@ from tlora_fx.config.fields import (
     layer_numbers,
     lora_mapping,
     name_list,
+    names,
     whole_number,
 )
 from tlora_fx.config.validation import Spec, refuse
@@ -69,7 +72,7 @@ class OtherKind(Spec):
         """Refuse a key that is no field; False where its value means nothing."""
         kind = cls.__name__.removesuffix("Spec")
         if key in IDENTITY:
-            if value in (None, False) or (key == "task_type" and value == "CAUSAL_LM"):
+            if value in (None, False) or (key == "task_type" and value in IDENTITY_VALUES[key]):
                 return False
             raise refuse(f"'{key}' is refused", help=IDENTITY[key])
         if key in cls.refused:
@@ -96,11 +99,15 @@ class _Layered(OtherKind):
         return self
 
 
+def _names_or_none(value: object, info: ValidationInfo) -> object:
+    return [] if value == [] else names(value, info)
+
+
 class IA3Spec(OtherKind):
     """IA³: factors of the results of modules, or of what feed-forward modules read."""
 
     exclude_modules: Names = None
-    feedforward_modules: Names = None
+    feedforward_modules: Annotated[Any, AfterValidator(_names_or_none)] = None
     fan_in_fan_out: StrictBool = False
     init_ia3_weights: StrictBool = True
 

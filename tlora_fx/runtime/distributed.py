@@ -17,6 +17,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from tlora_fx.config.job import Job
+from tlora_fx.config.other_kinds import kind_of
 from tlora_fx.errors import DeviceUnknown, NotElementwise, RankFailed, RanksParted, TloraError
 from tlora_fx.ir.storage import Shard
 from tlora_fx.model.batch import PackedBatch
@@ -138,6 +139,15 @@ def require_elementwise(jobs: Sequence[Job], mesh: Mesh) -> None:
     if mesh.shape.tp == 1:
         return
     for job in jobs:
+        tokens = job.lora_fields.get("trainable_token_indices")
+        if tokens or not job.is_lora:
+            raise NotElementwise(
+                f"job '{job.name}' trains beside LoRA, which is not cut into pieces",
+                job=job.name,
+                found=("trainable_token_indices" if tokens else kind_of(job.lora_fields))
+                + f", on a mesh of {mesh.shape}",
+                help="choose a plan with tp=1",
+            )
         init = (job.lora or {}).get("init_lora_weights")
         if init == "orthogonal" or job.changes_base:
             raise NotElementwise(
