@@ -67,8 +67,11 @@ def test_a_key_that_many_send_at_once_is_taken_once(asked):
     assert len(list(it.service.store.inbox.iterdir())) == 1
 
 
-def test_an_upload_is_found_by_its_name_in_the_job_file(asked):
-    """Below the folder of the submission, which the workers see."""
+def test_an_upload_is_found_by_its_name_in_the_job_file(asked, tmp_path, monkeypatch):
+    """Below the folder of the submission; a file of that name where the service runs is another."""
+    (tmp_path / "data").mkdir()
+    (tmp_path / "data" / "mine.jsonl").write_text("another")
+    monkeypatch.chdir(tmp_path)
     it = asked()
     sha256 = it.upload(b'{"text": "hello"}\n')
     answer = it.submit(job_file("a", data="data/mine.jsonl"), files={"data/mine.jsonl": sha256})

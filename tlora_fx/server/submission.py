@@ -217,9 +217,10 @@ class Intake:
                 raise SubmissionRefused("a job reads files and the hub alone", **{where: text})
             named = is_written_as_path(text) or text.endswith(DATA_SUFFIXES) or ".." in text
             named = named or where.endswith(("adapter", "config", "compute_metrics"))
+            here = is_there(folder / text)
+            paths = [folder / _home(text)] if named or here else []
             # What is no path here may be one where the service was started.
-            paths = [folder / _home(text)] if named or is_there(folder / text) else []
-            paths += [Path(text)] if is_there(text) else []
+            paths += [Path(text)] if is_there(text) and not here else []
             if not all(self._is_inside(folder, path) for path in paths):
                 raise SubmissionRefused(
                     "a job may not read this path",

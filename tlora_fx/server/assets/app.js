@@ -19,6 +19,7 @@ function make(name, attributes = {}, text = "") {
 
 const number = (value, digits) => (value === null ? "" : value.toFixed(digits));
 const clock = (seconds) => new Date(seconds * 1000).toLocaleTimeString([], { hour12: false });
+const when = (seconds) => seconds && new Date(seconds * 1000).toLocaleString([], { hour12: false });
 
 // The service.
 
@@ -149,7 +150,7 @@ function drawRows() {
   for (const [name, row] of rows) if (!names.has(name)) { row.remove(); rows.delete(name); }
   const spacer = (height) => {
     const row = make("tr", { "aria-hidden": "true" });
-    row.append(make("td", { colspan: 7 }));
+    row.append(make("td"));
     row.firstChild.style.height = `${height}px`;
     row.firstChild.style.padding = 0;
     return row;
@@ -281,8 +282,8 @@ function showJob() {
   const told = [
     ["state", job.state], ["reason", job.reason], ["step", `${job.step} of ${job.steps || "?"}`], ["loss", number(job.loss, 4)],
     ["eval loss", number(job.eval_loss, 4)], ["group", job.group === null ? "" : `${job.group} on GPU ${job.gpus.join(", ")}`],
-    ["priority", job.priority || ""], ["base", job.base], ["submitted", clock(job.submitted)],
-    ["started", job.started && clock(job.started)], ["ended", job.ended && clock(job.ended)],
+    ["priority", job.priority || ""], ["base", job.base], ["submitted", when(job.submitted)],
+    ["started", when(job.started)], ["ended", when(job.ended)],
   ];
   find("job-facts").replaceChildren(...told.filter(([, value]) => value).flatMap(([key, value]) => [make("dt", {}, key), make("dd", {}, value)]));
   drawCurve(curves.get(job.name) ?? []);
