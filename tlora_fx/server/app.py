@@ -130,7 +130,7 @@ class Service:
     view: RunView
     folder: Path
     open_to_all: bool = True
-    users: dict[str | None, tuple[float, User]] = field(default_factory=dict)
+    users: dict[str, tuple[float, User]] = field(default_factory=dict)
     ending: bool = False
 
     def __post_init__(self) -> None:
@@ -145,19 +145,17 @@ class Service:
 
     def user(self, token: str | None) -> User:
         """Who asks; raises TokenRefused."""
+        if token is None:
+            if self.open_to_all and not any(self.store.users().values()):
+                return User(LOCAL, admin=True)
+            raise _refused("a token is needed")
         since, known = self.users.get(token, (float("-inf"), None))
         if known is not None and time.monotonic() - since < KNOWN_SECONDS:
             return known
         self.users.pop(token, None)
-        user = self.store.user_of(token) if token else None
-        if token is None and self.open_to_all and not any(self.store.users().values()):
-            user = User(LOCAL, admin=True)
+        user = self.store.user_of(token)
         if user is None:
-            raise TokenRefused(
-                "no such token" if token else "a token is needed",
-                expected="Authorization: Bearer TOKEN",
-                help="ask whoever runs the service for one: `tlora-fx tokens add NAME -o RUN`",
-            )
+            raise _refused("no such token")
         self.users[token] = (time.monotonic(), user)
         return user
 
@@ -195,6 +193,14 @@ class Service:
              sum(status.tokens_per_second or 0.0 for status in running)),
         ):  # fmt: skip
             yield GaugeMetricFamily(name, text, value)
+
+
+def _refused(what: str) -> TokenRefused:
+    return TokenRefused(
+        what,
+        expected="Authorization: Bearer TOKEN",
+        help="ask whoever runs the service for one: `tlora-fx tokens add NAME -o RUN`",
+    )
 
 
 @dataclass(frozen=True, slots=True)
