@@ -15,6 +15,7 @@ from transformers import AutoConfig, AutoModelForSequenceClassification
 
 from tests.models import (
     FAMILIES,
+    FEW,
     MIXTURES,
     VOCABULARY,
     Outcome,
@@ -54,8 +55,8 @@ def classifier(folder: Path, family: str, **fields: Any) -> BaseSpec:
 def two_jobs(base: BaseSpec, targets: Any):
     """Jobs of two ranks."""
     return [
-        job("a", base, r=4, target_modules="all-linear"),
-        job("b", base, r=2, target_modules=list(targets)),
+        job("a", base, r=4, target_modules=list(targets)),
+        job("b", base, r=2, target_modules=list(targets[:1])),
     ]
 
 
@@ -191,6 +192,42 @@ def test_a_decoder_classifies_as_transformers_has_it(tmp_path, family):
 
     # A padded line that a window leaves empty is NaN in transformers' own eager attention.
     assert_classifies(ready(jobs), labels, 1e-5, size=1)
+
+
+#: Encoders, which read the first token: config and targets.
+_DIM = {"dim": 32, "n_layers": 2, "n_heads": 4, "hidden_dim": 48}
+ENCODERS: dict[str, tuple[dict[str, Any], Any]] = {
+    "bert": ({}, ["query", "value"]),
+    "electra": ({"embedding_size": 32}, "all-linear"),
+    # PEFT takes its pre_classifier for a head, which is no target then.
+    "distilbert": (_DIM, ["q_lin", "v_lin"]),
+    "modernbert": ({"global_attn_every_n_layers": 2, "local_attention": 8}, "all-linear"),
+}
+
+
+def encoder(folder: Path, name: str, **fields: Any) -> BaseSpec:
+    """A small encoder without dropout that classifies."""
+    few = {key: value for key, value in FEW.items() if not key.endswith("token_id")}
+    sizes = {**few, "num_hidden_layers": 2, **ENCODERS[name][0], "pad_token_id": VOCABULARY - 1}
+    config = AutoConfig.for_model(name, **sizes)
+    for key, value in list(vars(config).items()):
+        if "drop" in key and (value is None or isinstance(value, float)):
+            setattr(config, key, 0.0)
+    config.save_pretrained(folder)
+    return BaseSpec(config=folder, dtype="float64", task="SEQ_CLS", **fields)
+
+
+@pytest.mark.parametrize(
+    "name", ["bert", *(pytest.param(n, marks=pytest.mark.slow) for n in list(ENCODERS)[1:])]
+)
+def test_an_encoder_classifies_packed_as_transformers_has_it(tmp_path, name):
+    """Every token sees its own sequence, and the label stands at the first one."""
+    fields, labels = PROBLEMS["one of three"]
+    base, targets = encoder(tmp_path, name, **fields), ENCODERS[name][1]
+    model = ready([job(own, base, r=r, target_modules=targets) for own, r in (("a", 4), ("b", 2))])
+
+    assert model.group.form == "packed"
+    assert_classifies(model, labels, 1e-6, size=1, first=True)
 
 
 @pytest.mark.parametrize(

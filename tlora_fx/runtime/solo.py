@@ -119,7 +119,9 @@ class SoloTrainer:
         self._model = _wrapped(job, base, masks)
         self.load(start)
         self._model.train()
-        self._drop = KeyedDropout(self._model, job.seed) if masks else None
+        self._drop = (
+            KeyedDropout(self._model, job.seed, pools=job.base.is_classifier) if masks else None
+        )
         self._padding = _padding_of(job, base, data.samples)
         self._params = [param for param in self._model.parameters() if param.requires_grad]
         self._optimizer, self._schedule = _optimizer(job, self._model, self.order.steps)
@@ -568,10 +570,11 @@ class KeyedDropout:
 
     model   its modules name the sites: their path, without PEFT's prefix and adapter name
     seed    the job's
+    pools   whether its head works on one token of each line
     """
 
-    def __init__(self, model: nn.Module, seed: int) -> None:
-        self.seed = seed
+    def __init__(self, model: nn.Module, seed: int, *, pools: bool = False) -> None:
+        self.seed, self.pools = seed, pools
         self.step = 0
         self.index = torch.empty(0, 0, dtype=torch.int64)
         self._inside: list[str] = []
@@ -607,12 +610,17 @@ class KeyedDropout:
     def drop(self, x: Tensor, rate: float) -> Tensor:
         """Dropout of values that belong to tokens.
 
-        x        [B, S, ...] or [B * S, ...]; what follows the tokens flattens to columns
+        x        [B, S, ...] or [B * S, ...], of a head that pools [B, C]; what follows the tokens
+                 flattens to columns
         raises   OracleError when the first dimensions are not the tokens
         """
         path = self.site()
         tokens = self.index.numel()
-        if x.shape[:2] != self.index.shape and x.shape[:1] != (tokens,):
+        rows = self.index.reshape(-1, 1)
+        if self.pools and x.dim() == 2 and x.shape[0] == len(self.index):
+            # What an encoder's head drops belongs to the first token of each line.
+            rows, tokens = self.index[:, :1], len(self.index)
+        elif x.shape[:2] != self.index.shape and x.shape[:1] != (tokens,):
             raise OracleError(
                 "a dropout's values do not belong to single tokens, so they have no keyed mask",
                 module=path,
@@ -623,7 +631,6 @@ class KeyedDropout:
         columns = x.numel() // tokens
         blocks = torch.arange(-(-columns // 8), device=x.device)
         third, zero = blocks.new_tensor(site_id(path)), blocks.new_zeros(())
-        rows = self.index.reshape(-1, 1)
         values = sixteens(rows, blocks, third, zero, (self.seed, self.step)).flatten(1)
         keep = values[:, :columns] >= threshold_of(rate) - 32768
         return torch.where(keep.reshape(x.shape), x * keep_scale(rate), 0.0).to(x.dtype)
@@ -740,11 +747,13 @@ def attend(
 
     query            [B, H, S, D]
     key, value       [B, H_kv, S, D]
-    attention_mask   [B, 1, S, S], added: causality, window and padding
+    attention_mask   [B, 1, S, S], added: causality, window and padding; None: an encoder's module
+                     sees all
     s_aux            [H], attention sinks
     returns          [B, S, H, D], and the weights [B, H, S, S]
     """
-    if attention_mask is None or key.shape[2] != query.shape[2]:
+    sees_all = attention_mask is None and getattr(module, "is_causal", True) is False
+    if (attention_mask is None and not sees_all) or key.shape[2] != query.shape[2]:
         raise OracleError(
             "attention with dropout needs a mask over the row's own tokens",
             module=type(module).__name__,
@@ -755,7 +764,7 @@ def attend(
     scores = query @ key.transpose(2, 3) * (query.shape[-1] ** -0.5 if scaling is None else scaling)
     if softcap:
         scores = torch.tanh(scores / softcap) * softcap
-    scores = scores + attention_mask
+    scores = scores if attention_mask is None else scores + attention_mask
     if s_aux is not None:
         sinks = s_aux.reshape(1, -1, 1, 1).expand(*scores.shape[:3], 1)
         scores = torch.cat([scores, sinks.to(scores.dtype)], dim=-1)

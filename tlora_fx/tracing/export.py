@@ -81,8 +81,18 @@ def trace_base(backbone: Backbone, form: Form, fold: bool = True) -> JobGraph:
     """
     plan = plan_layers(backbone, fold=fold)
     if form == "packed" and accepts_positions(backbone.model):
-        require_default_positions(pruned_copy(backbone, plan)[0])
+        require_default_positions(pruned_copy(backbone, plan)[0], _integers(backbone))
     return _trace(backbone, plan, form, "the base", None)
+
+
+def _integers(backbone: Backbone) -> dict[Tensor, Tensor]:
+    """The base's buffers of integers, which its own code makes, and their values."""
+    known = ((buffer, backbone.names[id(buffer)]) for buffer in backbone.model.buffers())
+    return {
+        buffer: backbone.values[name]
+        for buffer, name in known
+        if not buffer.is_floating_point() and name in backbone.values
+    }
 
 
 def trace_job(

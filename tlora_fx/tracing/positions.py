@@ -8,7 +8,7 @@ CPU. What the rest of the model reads of that must be equal.
 from __future__ import annotations
 
 import random
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
@@ -74,12 +74,13 @@ class KnownValues(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return torch.device("cpu") if isinstance(leaf, torch.device) else leaf
 
 
-def require_default_positions(model: nn.Module) -> None:
+def require_default_positions(model: nn.Module, values: Mapping[Tensor, Tensor]) -> None:
     """Refuse to pack a model whose own positions are others than a packed row's.
 
     A model that cannot run on meta is not judged here.
 
     model     on meta, to be thrown away; its forward takes position_ids
+    values    of its buffers of integers, such as one that holds all positions
     raises    AttentionNotPackable
     """
     ids = torch.zeros(1, LENGTH, dtype=torch.int64, device="meta")
@@ -87,10 +88,10 @@ def require_default_positions(model: nn.Module) -> None:
     handed = places.to("meta")
     try:
         with _quietly():
-            alone = KnownValues({})
+            alone = KnownValues(dict(values))
             with alone:
                 model(input_ids=ids, use_cache=False)
-            packed = KnownValues({handed: places})
+            packed = KnownValues({**values, handed: places})
             with packed:
                 model(input_ids=ids, position_ids=handed, use_cache=False)
     except Exception:  # noqa: BLE001  (whatever it is, tracing meets it again and reports it)
