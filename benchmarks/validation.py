@@ -33,7 +33,14 @@ from benchmarks.validation_workload import Planned, base_of, workload, write_fil
 from tlora_fx.config.job import Job
 from tlora_fx.config.job_file import load_job_file
 from tlora_fx.cost.load import Demand
-from tlora_fx.scheduler.executor import Drained, Failed, GroupEvent, GroupStarted, Progress
+from tlora_fx.scheduler.executor import (
+    Drained,
+    Failed,
+    GroupEvent,
+    GroupStarted,
+    Progress,
+    Warned,
+)
 from tlora_fx.scheduler.formations import Callback
 from tlora_fx.scheduler.local.executor import LocalOptions, cpu_threads
 from tlora_fx.scheduler.local.protocol import EventReader
@@ -238,6 +245,8 @@ def _until(running: SchedulerService, kind: type[Event], epoch: int) -> Event:
         for event in running.executor.events():
             if isinstance(event, Failed):
                 raise RuntimeError(event.reason)
+            if isinstance(event, Warned):
+                print(event.text, file=sys.stderr)
             if isinstance(event, kind) and event.epoch == epoch:
                 return event
         time.sleep(TURN_SECONDS)

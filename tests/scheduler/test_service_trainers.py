@@ -212,6 +212,18 @@ def test_jobs_join_and_leave_a_group_that_trains_and_end_as_alone(tmp_path, monk
     require_as_alone(folder, tmp_path / "run", "abc", tmp_path)
 
 
+def test_a_job_leaves_a_group_that_trains_where_nobody_comes(tmp_path, monkeypatch):
+    """The other one trains on, without a new formation."""
+    folder = write(tmp_path / "jobs", a=12, b=7)
+    monkeypatch.setattr(worker, "_kept", [])
+    monkeypatch.setattr(worker, "_reader", AtOnce())
+    first, second = orders_of(folder, tmp_path, "ab", "a")
+    worker._train(first, Launch())
+
+    assert [told_by(config)[-1]["kind"] for config in (first, second)] == ["handed", "ended"]
+    require_as_alone(folder, tmp_path / "run", "a", tmp_path)
+
+
 def test_a_job_of_another_structure_is_declined_and_the_others_train_on(tmp_path, monkeypatch):
     """Also a wrong one; the reason is told, and nobody has left."""
     folder = write(tmp_path / "jobs", a=4, b=4, c=4)

@@ -227,7 +227,12 @@ class Takeover:
         config = WorkerConfig.read(path)
         every = [Job.model_validate(job) for job in config.jobs]
         coming = tuple(job for job in every if job.name not in jobs)
-        return cls(config, coming, _reader.submit(load_all_data, coming))
+        return cls(config, coming, _reader.submit(_data_of, coming))
+
+
+def _data_of(jobs: Sequence[Job]) -> Mapping[str, JobData]:
+    """Of those who come, where some do: others only leave."""
+    return load_all_data(jobs) if jobs else {}
 
 
 _reader = ThreadPoolExecutor(1, "data")
