@@ -142,7 +142,7 @@ def require_gradients(arm: Arm) -> None:
     if exact is not None:
         apart, bound = _apart(found, exact), FLOAT8_BOUND * _apart(expected, exact)
     if not apart <= bound:
-        raise RuntimeError(f"gradients are off by {apart:.3g}, bound {bound:.3g}")
+        raise RuntimeError(f"it trains nothing: gradients {apart:.3g} off, bound {bound:.3g}")
 
 
 def _apart(found: Sequence[Tensor], expected: Sequence[Tensor]) -> float:
