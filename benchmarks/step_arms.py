@@ -36,8 +36,9 @@ class Arm(Protocol):
         """What one step gathers; nothing is trained."""
 
 
-#: Of the norm of all gradients, compiled against eager.
-GRADIENT_BOUND = 2e-2
+#: Of the norm of all gradients, compiled against eager. In bf16 rounding alone parts them by .03 of
+#: four layers and .044 of eight on an H200; Inductor's code of plain PEFT parts by .06 there.
+GRADIENT_BOUND = 1e-1
 #: In float8 a number that a compiler rounds otherwise falls on another code, a sixteenth apart:
 #: compiled gradients may be so many times as far from those of the base as it is as eager ones are.
 FLOAT8_BOUND = 1.1

@@ -107,5 +107,5 @@ def test_what_peft_refuses_on_a_base_is_our_error():
     """A LayerNorm cannot carry an adapter; PEFT says so, and we say for which job."""
     text = error_of(lambda: compile(hand_written(Plain(), targets=("norm",))), JobError)
 
-    assert "PEFT refuses the LoRA fields on this base" in text
+    assert "PEFT refuses the fields of LORA on this base" in text
     assert "LayerNorm" in text

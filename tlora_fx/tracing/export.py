@@ -25,6 +25,7 @@ from torch.nn.modules.module import register_module_forward_pre_hook
 from torch.overrides import TorchFunctionMode
 
 from tlora_fx.config.job import Job
+from tlora_fx.config.other_kinds import kind_of
 from tlora_fx.errors import (
     BaseNotTraceable,
     BaseRefused,
@@ -264,7 +265,7 @@ def _wrap(model: nn.Module, job: Job, config: LoraConfig, backbone: Backbone) ->
             )
         except (ValueError, TypeError) as error:
             raise JobError(
-                f"PEFT refuses the fields of {config.peft_type} on this base",
+                f"PEFT refuses the fields of {kind_of(job.lora_fields)} on this base",
                 job=job.name,
                 base=backbone.title,
                 found=error,
