@@ -64,6 +64,20 @@ class Zeros(PackedArm):
         return [tensor * (self.calls - 1) for tensor in super().gradients()]
 
 
+class Loses(PackedArm):
+    """Its compiled code gives the smallest gradient nothing: the first call is the compiled one."""
+
+    calls = 0
+
+    def gradients(self):
+        self.calls += 1
+        found = super().gradients()
+        trained = [tensor for tensor in found if tensor.count_nonzero()]
+        if self.calls == 1:
+            min(trained, key=torch.linalg.vector_norm).zero_()
+        return found
+
+
 def test_an_arm_that_trains_nothing_is_refused_before_it_is_timed(made):
     """And one whose gradients are those of eager code is not."""
     for arm in (PackedArm(made, stacked=True), Ours(made.base, made, made.folder / "again")):
@@ -71,7 +85,11 @@ def test_an_arm_that_trains_nothing_is_refused_before_it_is_timed(made):
         require_gradients(arm)
     arm = Zeros(made, stacked=True)
     arm.load(MIX)
-    with pytest.raises(RuntimeError, match="trains nothing"):
+    with pytest.raises(RuntimeError, match="it trains nothing"):
+        require_gradients(arm)
+    arm = Loses(made, stacked=True)
+    arm.load(MIX)
+    with pytest.raises(RuntimeError, match="a tensor trains nothing: 1 off"):
         require_gradients(arm)
 
 

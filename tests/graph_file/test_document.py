@@ -16,7 +16,7 @@ from tlora_fx.compiler import DEFAULT_PIPELINE, prepare, resolve_pipeline, run_p
 from tlora_fx.errors import GraphFileNotReadable, GraphNotStorable
 from tlora_fx.graph_file import Document, from_document, to_document
 from tlora_fx.ir.graph import ancestry
-from tlora_fx.ir.shapes import FIRST_SEGMENT_SIZE
+from tlora_fx.ir.shapes import segment_size
 from tlora_fx.ir.verifier import fingerprint, named_graphs, owners
 from tlora_fx.model.source import group_source
 from tlora_fx.pipeline import Runner
@@ -92,7 +92,6 @@ def test_a_state_is_read_as_it_was_and_compiles_on_alike(compiled, form, place):
     read = from_document(document)
 
     assert document.left_out == []
-    assert str(FIRST_SEGMENT_SIZE) not in document.text
     assert fingerprint(read) == fingerprint(group)
     assert_same_nodes(group, read)
     if place == PLACES[-1]:
@@ -102,6 +101,19 @@ def test_a_state_is_read_as_it_was_and_compiles_on_alike(compiled, form, place):
     later = states.after(place + 1).group
     assert fingerprint(read) == fingerprint(later)
     assert_same_nodes(later, read)
+
+
+def test_the_length_of_a_segment_has_a_name(compiled):
+    """T2 is that of the third job; the number that stands for it is nowhere."""
+    states, _ = compiled("packed")
+    group = states.after(DEFAULT_PIPELINE.split(",").index("fuse-backbone") + 1).group
+
+    document = to_document(group)
+
+    for place in range(len(group.jobs)):
+        assert f"[1, T{place}, " in document.text
+        assert str(segment_size(place)) not in document.text
+    assert_same_nodes(group, from_document(document))
 
 
 def test_one_jobs_graph_is_kept_too(compiled):

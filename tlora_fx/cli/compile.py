@@ -29,6 +29,7 @@ from tlora_fx.cli.terminal import Console, echo
 
 if TYPE_CHECKING:
     from tlora_fx.inspect.schema import Listing
+    from tlora_fx.ir.graph import GroupGraph
 
 
 def run(
@@ -69,7 +70,7 @@ def run(
         import peft  # noqa: F401  (with transformers; compiling would import them anyway)
 
         from tlora_fx.compiler import compile, run_passes
-        from tlora_fx.graph_file import SUFFIX, save_graphs
+        from tlora_fx.graph_file import SUFFIX
         from tlora_fx.inspect.dump import dump
         from tlora_fx.inspect.program import Recorder
         from tlora_fx.tools.replay import keep_replay
@@ -81,10 +82,7 @@ def run(
             given, passes, stop_after=stop_after, verify=verify, instruments=instruments,
             on_failure=on_failure,
         )  # fmt: skip
-        if output.suffix == SUFFIX:
-            save_graphs(group, output)
-        stopped = f"stopped after {stop_after}: no model is built" if stop_after else ""
-        echo(stopped or f"written   {output}: the graphs, for `tlora-fx opt`")
+        _leave_graphs(group, output, stop_after)
         return
     recorder = Recorder()
     instruments += [recorder] if states else []
@@ -96,6 +94,16 @@ def run(
         listing = dump(model, output, recorder.stages if states else ())
     for line in summary(listing, seconds, output):
         echo(line)
+
+
+def _leave_graphs(group: GroupGraph, output: Path, stop_after: str | None) -> None:
+    """Write the graphs alone, where a file is asked for."""
+    from tlora_fx.graph_file import SUFFIX, save_graphs
+
+    if output.suffix == SUFFIX:
+        save_graphs(group, output)
+    stopped = f"stopped after {stop_after}: no model is built" if stop_after else ""
+    echo(stopped or f"written   {output}: the graphs, for `tlora-fx opt`")
 
 
 def _folder(output: Path) -> Path:
