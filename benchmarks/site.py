@@ -29,12 +29,11 @@ from benchmarks.site_arms import PEERS, Arm
 from benchmarks.site_check import least_saved_bytes
 from benchmarks.site_loads import Row, bound_rows, further_rows
 from benchmarks.site_ours import OURS, VARIANTS
-from benchmarks.site_room import with_room
+from benchmarks.site_room import ARMS as ROOMS
 from benchmarks.site_run import FROZEN, Found, Measured, Settings, measure, quiet
 from benchmarks.site_run import OURS as OUR_NAME
 
 MIB = 2**20
-ROOM = "ours-room"
 TOP_KERNELS = 14
 
 
@@ -53,7 +52,7 @@ def rows_of(given: argparse.Namespace) -> list[Row]:
 
 def arms_of(given: argparse.Namespace) -> dict[str, Arm]:
     """Ours, and the others that were asked for."""
-    known = VARIANTS | PEERS | {ROOM: with_room}
+    known = VARIANTS | PEERS | ROOMS
     if given.arms is None:
         names = [] if given.profile else list(PEERS)
     else:
@@ -182,9 +181,9 @@ def show_row(measured: Measured, settings: Settings, out: Console) -> None:
             out.print(f"{name} {where}".strip() + f": {reason}", highlight=False)
     plans = measured.found[OUR_NAME].plans
     out.print("plans: " + ", ".join(f"{where} {plan}" for where, plan in plans.items()))
-    for name in (FROZEN, OUR_NAME):
-        if measured.found[name].kernels:
-            out.print(_kernels(name, measured.found[name]))
+    for name, found in measured.found.items():
+        if found.kernels:
+            out.print(_kernels(name, found))
 
 
 def _arm_cells(measured: Measured, name: str, mode: str) -> Iterator[str]:

@@ -18,6 +18,12 @@ LAYER: tuple[Group, ...] = (
     (4096, (14336, 14336)),
     (14336, (4096,)),
 )
+# Rows of the step: GSM8K's mix, eight of batch 1, eight of batch 8 and 256 tokens.
+STEPS = {
+    1280: (160,) * 8,
+    4800: (160, 160, 320, 320, 640, 640, 1280, 1280),
+    16384: (2048,) * 8,
+}
 MIXED = (256, 256, 512, 512, 1024, 1024, 2048, 2048)
 SKEWED = (4096, 2048, 1024, 512, 256, 128, 64, 64)
 LOW, HIGH = (2, 4, 8, 16), (16, 32, 64, 128)
@@ -144,6 +150,9 @@ def further_rows() -> Iterator[Row]:
     eight, small = _cycled(LOW, 8), _equal(1024, 8)
     yield Row("small-wide", "M=1024 4096→14336, 8 jobs", Load(WIDE, small, eight), modes=("graph",))
     yield Row("small-tall", "M=1024 14336→4096, 8 jobs", Load(TALL, small, eight), modes=("graph",))
+    for tokens, lengths in STEPS.items():
+        title = f"seven sites of a layer, 8 jobs, {tokens:,} tokens"
+        yield Row(f"layer-{tokens}", title, Load(LAYER, lengths, eight), modes=("graph",))
     layer = Load(LAYER, MIXED, eight, RATE)
     plain = layer.without_dropout()
     yield Row("layer-dropout", "seven sites, dropout 0.05 over 0", layer, base=plain)

@@ -7,20 +7,25 @@ the start, and the three operators below autograd are called as compiled code ca
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from benchmarks.site_arms import Arm
 from benchmarks.site_inputs import Built, Inputs
 from benchmarks.site_ours import Tables, ours
+from tlora_fx.ops.kernels import select
 from tlora_fx.ops.kernels.packed import room_columns
 
 ops = torch.ops.tlora_fx
 
 
-def with_room(inputs: Inputs) -> Built:
+def with_room(
+    inputs: Inputs, context: Callable[[], AbstractContextManager[object]] = nullcontext
+) -> Built:
     """Ours, on weights, x and dy with room."""
     from tlora_fx.ops.kernels import with_room as around
 
@@ -48,7 +53,17 @@ def with_room(inputs: Inputs) -> Built:
             )  # type: ignore[no-untyped-call]
         return ys
 
-    return Built(inputs, forward, built.leaves, built.gradients, built.context, built.weights)
+    return Built(inputs, forward, built.leaves, built.gradients, context, built.weights)
+
+
+def forced(plan: Any) -> Arm:
+    """The same with one plan for every site and direction that can take it."""
+    return lambda inputs: with_room(inputs, lambda: select.force_plan(plan))
+
+
+ARMS: dict[str, Arm] = {"ours-room": with_room} | {
+    f"ours-room-{plan}": forced(plan) for plan in select.PLANS
+}
 
 
 class _Group(torch.autograd.Function):

@@ -12,7 +12,7 @@ from benchmarks.site_arms import PEERS, CannotError, expand_first, frozen, peft_
 from benchmarks.site_check import errors, least_saved_bytes, reference, results, saved_bytes
 from benchmarks.site_inputs import Built, draw
 from benchmarks.site_loads import MIXED as MIXED_LENGTHS
-from benchmarks.site_loads import Load, Row, bound_rows, further_rows
+from benchmarks.site_loads import STEPS, Load, Row, bound_rows, further_rows
 from benchmarks.site_ours import ours
 from benchmarks.site_run import Settings, measure
 
@@ -118,7 +118,7 @@ def test_rows_have_names_of_their_own_and_fit_their_jobs():
     for row in [*rows, *(row.shrunk(64) for row in rows)]:
         for load in filter(None, (row.load, row.base)):
             assert len(load.ranks) == len(load.lengths)
-    assert {row.load.tokens for row in rows} == {1024, sum(MIXED_LENGTHS), 8192}
+    assert {row.load.tokens for row in rows} == {1024, sum(MIXED_LENGTHS), 8192, *STEPS}
 
 
 def test_a_result_file_compares_with_the_base_and_the_bound(tmp_path):

@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from tlora_fx.ops.kernels import select
 from tlora_fx.ops.kernels.support import Site
@@ -17,8 +19,9 @@ def own_table(tmp_path, monkeypatch):
     """Writes the user's table of measurements."""
     path = tmp_path / "own.json"
     monkeypatch.setattr(select, "own_table", lambda gpu: path)
+    monkeypatch.setattr(select, "SHIPPED", tmp_path)
 
-    def write(**document):
+    def write(path=path, **document):
         path.write_text(json.dumps(document))
         select.forget()
         return path
@@ -48,3 +51,52 @@ def test_the_nearest_measurement_of_a_family_counts(own_table):
     (measured,) = select.plan_times("some GPU", "forward", SITE, 2048).values()
     assert measured.microseconds == 2.0
     assert select.plan_times("some GPU", "input_gradient", SITE, 2048) == {}
+
+
+def test_between_powers_of_two_what_was_measured_there_is_chosen(own_table):
+    """A plan that wins at 1,024 and at 2,048 tokens may lose at 1,280."""
+    fused, sidecar = {"us": 1.0}, {"us": 2.0}
+    plans = {1024: (fused, sidecar), 1280: (sidecar, fused), 2048: (fused, sidecar)}
+    entries = [
+        {
+            "family": select.family("forward", SITE),
+            "at": [tokens, 16, 64],
+            "plans": dict(zip(("fused", "sidecar"), each, strict=True)),
+        }
+        for tokens, each in plans.items()
+    ]
+    own_table(format=select.FORMAT, entries=entries)
+
+    def plan(tokens):
+        return select.choose("forward", SITE, tokens, False, "some GPU").plan
+
+    assert [plan(tokens) for tokens in (1024, 1279, 1280, 1900)] == [
+        "fused", "sidecar", "sidecar", "fused",
+    ]  # fmt: skip
+
+
+def test_one_point_of_the_users_own_does_not_hide_those_of_ours(own_table, tmp_path):
+    """The nearest of both tables counts, and the own one where both are as near."""
+    family = select.family("forward", SITE)
+
+    def entry(tokens, time):
+        return {"family": family, "at": [tokens, 16, 64], "plans": {"sidecar": {"us": time}}}
+
+    own_table(format=select.FORMAT, entries=[entry(1280, 1.0)])
+    shipped = [entry(1280, 2.0), entry(8192, 3.0)]
+    own_table(tmp_path / select.file_name("some GPU"), format=select.FORMAT, entries=shipped)
+
+    times = [
+        select.plan_times("some GPU", "forward", SITE, tokens)["sidecar"].microseconds
+        for tokens in (1280, 8192)
+    ]
+    assert times == [1.0, 3.0]
+
+
+@given(st.integers(0, 65536))
+def test_a_bucket_is_at_most_a_quarter_above_its_tokens(tokens):
+    """Four steps a doubling; a bucket is its own."""
+    bucket = select.bucket(tokens)
+
+    assert tokens <= bucket <= max(128, tokens * 1.25)
+    assert select.bucket(bucket) == bucket

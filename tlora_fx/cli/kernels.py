@@ -204,8 +204,11 @@ def tune(
     ship: Annotated[
         bool, typer.Option("--ship", help="Write into this package, for all users of this GPU.")
     ] = False,
+    plans_only: Annotated[
+        bool, typer.Option("--plans-only", help="Keep the tiles that tables have; time plans.")
+    ] = False,
 ) -> None:
-    """Time plans and tiles on this machine's GPU and keep the best in a table."""
+    """Time plans and tiles on this machine's GPU and add the best to a table."""
     linears = [_shape(text) for text in shapes] if shapes else None
     from tlora_fx.ops.kernels.tune import tune as measure
 
@@ -217,6 +220,7 @@ def tune(
         output,
         budget_seconds,
         ship=ship,
+        plans_only=plans_only,
     )
 
 

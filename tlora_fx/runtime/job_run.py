@@ -267,8 +267,7 @@ class JobRun:
     def fail(self, reason: str) -> None:
         """End the job; its adapter stays as it is."""
         self.status, self.reason, self.fault = "failed", reason, ""
-        if not self.left:
-            self.optimizer.zero_grad()
+        self.optimizer.zero_grad()
 
     def suspect(self, error: Exception, step: int | None = None) -> None:
         """Remember the first exception; it ends the job as soon as all processes know of it.
@@ -293,12 +292,9 @@ class JobRun:
         self.optimizer.load_state(tensors, values)
 
     def depart(self) -> None:
-        """Let go of all tensors: the job's rows are another's soon, and its state is kept apart.
-
-        It has no optimizer from then on.
-        """
+        """Let go of all tensors: the job's rows are another's soon, and its state is kept apart."""
         self.left, self.parameters, self.best = True, {}, {}
-        del self.optimizer
+        self.optimizer = self._optimizer()
 
     def state(self) -> JobState:
         """All that the job needs to go on."""

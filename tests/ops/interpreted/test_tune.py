@@ -42,6 +42,33 @@ def test_a_table_is_written_and_read(few_tiles, tmp_path, monkeypatch, capsys):
     assert select.tile_for("shrink", site, 20, "some GPU", 3) is None
 
 
+def test_another_run_adds_to_a_table(few_tiles, tmp_path):
+    """Plans alone at another number of tokens, beside what was known; each point stands once."""
+    path = tmp_path / "own.json"
+    known = {"family": "forward 8x8 float32", "at": [128, 16, 64], "plans": {}}
+    select.write_table(path, "cpu", tune.versions(), [known])
+    for _ in range(2):
+        tune.tune([(16, 32)], [150], [2], "float32", path, device=CPU, plans_only=True)
+    first, *added = json.loads(path.read_text())["entries"]
+
+    assert first == known
+    assert [(entry["family"].split()[0], entry["at"][0]) for entry in added] == [
+        ("forward", 160), ("input_gradient", 160),
+        ("forward", 160), ("input_gradient", 160),
+    ]  # fmt: skip
+    assert [entry["family"].split()[-1] for entry in added] == ["keep", "keep", "drop", "drop"]
+
+
+def test_what_other_versions_measured_is_not_added_to(few_tiles, tmp_path):
+    """Times of another compiler tell nothing beside these."""
+    path = tmp_path / "own.json"
+    known = {"family": "forward 8x8 float32", "at": [128, 16, 64], "plans": {}}
+    select.write_table(path, "cpu", {"torch": "1.0", "triton": "1.0"}, [known])
+    tune.tune([(16, 32)], [9], [2], "float32", path, device=CPU, plans_only=True)
+
+    assert known not in json.loads(path.read_text())["entries"]
+
+
 def test_no_site_is_begun_when_the_time_is_up(tmp_path):
     """What was measured until then is kept."""
     path = tmp_path / "own.json"

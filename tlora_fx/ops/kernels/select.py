@@ -16,7 +16,7 @@ import logging
 import math
 import os
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict, astuple, dataclass, field
 from functools import lru_cache
@@ -228,8 +228,13 @@ def tile_for(kind: Kind, site: Site, tokens: int, gpu: str, sites: int = 1) -> T
 
 
 def bucket(tokens: int) -> int:
-    """The next power of two, from 128 to 65,536: what tables tell token counts apart by."""
-    return min(max(1 << (max(tokens, 1) - 1).bit_length(), 128), 65536)
+    """The next of four steps a doubling, from 128 to 65,536: what tables tell token counts by.
+
+    A GEMM's tiles fill the last round of SMs or leave it nearly empty: at 1,280 tokens cuBLAS can
+    be half as fast again as one tile of ours that is ahead of it at 2,048.
+    """
+    step = 1 << max((max(tokens, 1) - 1).bit_length() - 3, 4)
+    return min(max(-(-tokens // step) * step, 128), 65536)
 
 
 @lru_cache(maxsize=1024)
@@ -324,44 +329,58 @@ def measured_tile(gpu: str, kind: str, site: Site, tokens: int, sites: int = 1) 
 def _nearest(
     gpu: str, kind: str, site: Site, tokens: int, sites: int = 1
 ) -> tuple[dict[str, Any], str] | None:
+    """Of all tables the entry nearest to a point; the user's own of two that are equally near."""
     here = Coordinates(tokens, site.width, max(site.tail, 1))
     wanted = family(kind, site, sites)
-    for source, entries in _tables(gpu):
-        near = [entry for entry in entries if entry["family"] == wanted]
-        if near:
-            best = min(near, key=lambda entry: here.distance(Coordinates(*entry["at"])))
-            return best, source
-    return None
+    near = [
+        (here.distance(Coordinates(*entry["at"])), entry, source)
+        for source, entries in _tables(gpu)
+        for entry in entries
+        if entry["family"] == wanted
+    ]
+    if not near:
+        return None
+    _, entry, source = min(near, key=lambda found: found[0])
+    return entry, source
 
 
 def _tables(gpu: str) -> Iterator[tuple[str, list[dict[str, Any]]]]:
     if not gpu:
         return
     for path in (own_table(gpu), SHIPPED / file_name(gpu)):
-        if entries := _read(path):
+        if entries := _read(path).get("entries"):
             yield str(path), entries
 
 
+def entries_of(path: Path, versions: dict[str, str]) -> list[dict[str, Any]]:
+    """What a table holds, if these versions measured it; a list of the caller's own."""
+    _read.cache_clear()
+    document = _read(path)
+    same = all(document.get(name) == version for name, version in versions.items())
+    return list(document.get("entries", ())) if same else []
+
+
 @lru_cache(maxsize=16)
-def _read(path: Path) -> list[dict[str, Any]]:
+def _read(path: Path) -> dict[str, Any]:
     if not path.is_file():
-        return []
+        return {}
     try:
-        document = json.loads(path.read_text("utf-8"))
-        if document["format"] == FORMAT:
-            entries: list[dict[str, Any]] = document["entries"]
-            return entries
+        document: dict[str, Any] = json.loads(path.read_text("utf-8"))
+        if document["format"] == FORMAT and isinstance(document["entries"], list):
+            return document
     except (OSError, ValueError, KeyError, TypeError) as error:
         logger.warning("%s cannot be read and is left out: %s", path, error)
-        return []
+        return {}
     logger.warning("%s has another format and is left out; tune again", path)
-    return []
+    return {}
 
 
-def write_table(path: Path, gpu: str, facts: dict[str, str], entries: list[dict[str, Any]]) -> None:
+def write_table(
+    path: Path, gpu: str, facts: Mapping[str, object], entries: list[dict[str, Any]]
+) -> None:
     """Write a table whole or not at all.
 
-    facts   versions and date
+    facts   versions, date, and what did not run
     """
     path.parent.mkdir(parents=True, exist_ok=True)
     document = {"format": FORMAT, "gpu": gpu, **facts, "entries": entries}

@@ -43,6 +43,8 @@ logger = logging.getLogger("tlora_fx.kernels")
 #: A Llama-3-8B layer; the rows of a step; jobs as they come: few and small, many, large.
 SHAPES = ((4096, 4096), (4096, 14336), (14336, 4096), (4096, 1024))
 TOKENS = (8192, 1024, 4096, 2048)
+#: Where only plans are measured: between powers of two tiles fill the SMs more and less well.
+BETWEEN = (1280, 1536, 1792, 2560, 3072, 3584, 5120, 6144)
 MIXES = ((2, 4, 8, 16) * 2, (2, 4, 8, 16) * 8, (16, 32, 64, 128))
 #: q, k, v and gate, up of such a layer: outputs that share an x.
 GROUPS = ((4096, 4096, 1024, 1024), (4096, 14336, 14336))
@@ -66,13 +68,18 @@ _TOGETHER = 3
 
 @dataclass(frozen=True, slots=True)
 class Point:
-    """What one site is measured at; `beside` are the outputs of others on its x."""
+    """What one site is measured at.
+
+    beside       outputs of others on its x
+    plans_only   kernels are cut as tables know them
+    """
 
     shape: tuple[int, int]
     tokens: int
     ranks: tuple[int, ...]
     drops: bool
     beside: tuple[int, ...] = ()
+    plans_only: bool = False
 
     def __str__(self) -> str:
         jobs = f"{len(self.ranks)} jobs of rank {min(self.ranks)} to {max(self.ranks)}"
@@ -83,6 +90,8 @@ class Point:
     @property
     def kinds(self) -> tuple[Kind, ...]:
         """The kernels with tiles of their own to be found here."""
+        if self.plans_only:
+            return DIRECTIONS
         return GROUPED if self.beside else (*SHARED, *DIRECTIONS)
 
 
@@ -99,6 +108,19 @@ class _Log:
         """Whether the time is up."""
         return time.monotonic() > self.until
 
+    def resume(self) -> None:
+        """Take over what a table of the same versions holds."""
+        self.entries = select.entries_of(self.path, versions())
+
+    def enter(self, entry: dict[str, Any]) -> None:
+        """Add an entry, or put it in the place of the one of its point, and write all."""
+        key = entry["family"], entry["at"]
+        others = [other for other in self.entries if (other["family"], other["at"]) != key]
+        self.entries = [*others, entry]
+        now = datetime.datetime.now(datetime.UTC)
+        facts = {**versions(), "date": now.strftime("%Y-%m-%d"), "left_out": self.failures}
+        select.write_table(self.path, self.gpu, facts, self.entries)
+
 
 def tune(
     shapes: Sequence[tuple[int, int]] | None = None,
@@ -110,17 +132,22 @@ def tune(
     device: torch.device | None = None,
     groups: Sequence[tuple[int, ...]] | None = None,
     ship: bool = False,
+    plans_only: bool = False,
 ) -> Path:
-    """Measure and write a table; prints what won.
+    """Measure and add to a table; prints what won.
+
+    What the table holds of other points stays, unless other versions of PyTorch or Triton
+    measured it.
 
     shapes           (in, out) of linears; None: those of a Llama-3-8B layer
-    tokens           of a row
+    tokens           of a row; None: `TOKENS`, then the plans at `BETWEEN`
     ranks            of the jobs of a row, or several such mixes
     out_path         None: the user's own table, which comes before ours
     budget_seconds   nothing is begun later; it holds for the whole call
     groups           (in, out, out, ...) of linears that share an x; None: those of such a layer,
                      unless shapes are given
     ship             write into this package by default, not into the cache folder
+    plans_only       measure plans, with the tiles that tables have for the other kernels
     raises           KernelToolMissing where there is no GPU
     """
     device = device or _gpu()
@@ -128,9 +155,15 @@ def tune(
     gpu = gpu_name(device) or "cpu"
     path = out_path or (select.SHIPPED / select.file_name(gpu) if ship else select.own_table(gpu))
     console, log = Console(highlight=False), _Log(path, gpu, until)
+    log.resume()
     if groups is None:
         groups = () if shapes else GROUPS
-    points = list(_points(shapes or SHAPES, groups, tokens or TOKENS, _mixes(ranks)))
+    points: list[Point] = []
+    if not plans_only:
+        points += _points(shapes or SHAPES, groups, tokens or TOKENS, _mixes(ranks))
+    if plans_only or not tokens:
+        between = _points(shapes or SHAPES, (), tokens or BETWEEN, _mixes(ranks))
+        points += [replace(point, plans_only=True) for point in between]
     if device.type == "cuda":
         tasks = list(_tasks(points, dtype, device))
         console.print(f"{len(points)} sites; compiling up to {len(tasks)} kernels")
@@ -188,12 +221,12 @@ def _measure(point: Point, dtype: Dtype, device: torch.device, log: _Log, consol
         if kind in DIRECTIONS:
             times = _plans(kind, case, tiles, log)
             if times:
-                _enter(log, kind, case, point, {"plans": times})
+                log.enter(_entry(kind, case, point, {"plans": times}))
                 console.print(f"  {kind:<15} " + "  ".join(map(_described, times.items())))
         elif (best := _best_tile(kind, case, tiles, log)) is not None:
             tiles[kind], micro = best
             measured = {"tile": select.tile_fields(tiles[kind]), "us": round(micro, 2)}
-            _enter(log, kind, case, point, measured)
+            log.enter(_entry(kind, case, point, measured))
             console.print(f"  {kind:<15} {micro:8.1f} µs  {_short(tiles[kind])}")
     packed.forget()
 
@@ -302,24 +335,17 @@ def _tasks(points: Sequence[Point], dtype: Dtype, device: torch.device) -> Itera
                 yield task
 
 
-def _enter(log: _Log, kind: str, case: Case, point: Point, best: dict[str, Any]) -> None:
-    """Add an entry, and write all."""
+def _entry(kind: str, case: Case, point: Point, best: dict[str, Any]) -> dict[str, Any]:
     site, sites = case.site, len(case.s)
     at = [select.bucket(point.tokens), site.width, max(site.tail, 1)]
-    log.entries.append({"family": select.family(kind, site, sites), "at": at, **best})
-    select.write_table(log.path, log.gpu, _facts(log), log.entries)
+    return {"family": select.family(kind, site, sites), "at": at, **best}
 
 
-def _facts(log: _Log) -> dict[str, Any]:
+def versions() -> dict[str, str]:
+    """Of what compiles and starts kernels: times of others are not comparable."""
     import triton
 
-    now = datetime.datetime.now(datetime.UTC)
-    return {
-        "torch": torch.__version__,
-        "triton": triton.__version__,
-        "date": now.strftime("%Y-%m-%d"),
-        "left_out": log.failures,
-    }
+    return {"torch": torch.__version__, "triton": triton.__version__}
 
 
 def _described(plan: tuple[str, dict[str, Any]]) -> str:
