@@ -8,7 +8,8 @@ job leaves and another takes its place: `leave` and `join` are the time between 
 the device is done, without reading data. What is written about them follows after the next round,
 which is compared with one before. Graphs that were compiled and rows that were captured since the
 first change are counted. What is right is compared first: the newcomer's loss in the row with its
-loss alone.
+loss alone. Each part is printed as it is done, and the file is written anew after each, so that a
+run that is cut short has left what it knew.
 
 `move` lets a job pause here and go on in another model of the same base: the checkpoint of the
 pause, reading it back, and the join. `cold` is what this process took to its first step.
@@ -20,7 +21,8 @@ import argparse
 import statistics
 import tempfile
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -41,15 +43,22 @@ from tlora_fx.runtime.trainer import Trainer, TrainerOptions
 STEPS = 1_000
 #: The newcomer's loss in a shared row against its loss alone, relative.
 BOUNDS = {"bfloat16": 2e-2, "float32": 1e-4}
+ABOVE, WRITTEN = "first round above the usual, ms", "written after that round, ms"
+#: Rounds without a change, and changes after which a checkpoint is written: that takes longest.
+ROUNDS, CHECKPOINTS = 10, 2
 
 Figures = dict[str, Any]
 
 
 class Parts:
-    """Seconds of what is done one after another, the device included."""
+    """Seconds of what is done one after another, the device included.
 
-    def __init__(self) -> None:
+    told    each is printed when it is done
+    """
+
+    def __init__(self, *, told: bool = False) -> None:
         self.seconds: dict[str, float] = {}
+        self.told = told
 
     def time(self, name: str, run: Callable[[], Any]) -> Any:
         """What a call returns; how long it took is kept."""
@@ -58,6 +67,8 @@ class Parts:
         value = run()
         _synchronize()
         self.seconds[name] = time.perf_counter() - started
+        if self.told:
+            print(f"{name}: {self.seconds[name]:.2f} s", flush=True)
         return value
 
 
@@ -66,16 +77,19 @@ def main() -> None:
     since_start = time.clock_gettime(time.CLOCK_BOOTTIME) - _process_started()
     given = _arguments()
     found = described("elastic", given.device) | {"layers": given.layers, "jobs": given.jobs}
-    cold = Parts()
+    path = Path(given.out) / f"elastic-{found['date']}.json"
+    cold = Parts(told=True)
     cold.seconds["imports"] = since_start
+    found["cold_s"] = cold.seconds
     with tempfile.TemporaryDirectory(prefix="elastic-") as folder, Interrupts() as interrupts:
         bench = Bench(given, Path(folder), interrupts)
         trainer = bench.cold(cold)
-        found["cold_s"] = cold.seconds
-        found["changes"] = bench.changes(trainer)
+        write(path, found)
+        for found["changes"] in bench.changes(trainer):
+            write(path, found)
         if given.move:
             found["move"] = bench.move(trainer)
-    write(Path(given.out) / f"elastic-{found['date']}.json", found)
+            write(path, found)
     show(found)
 
 
@@ -122,35 +136,42 @@ class Bench:
             parts.time(f"round {number}", lambda: trainer._round(self.interrupts))
         return trainer
 
-    def changes(self, trainer: Trainer) -> Figures:
-        """One job leaves and one comes, again and again."""
-        rounds = [self._ms(lambda: trainer._round(self.interrupts)) for _ in range(20)]
-        usual = statistics.median(rounds)
+    def changes(self, trainer: Trainer) -> Iterator[Figures]:
+        """One job leaves and one comes, again and again: the figures so far, after each."""
         waiting = self.jobs[self.given.jobs :]
-        self._require_right(trainer, waiting.pop())
-        write_down, trainer._tell_of_changes = trainer._tell_of_changes, lambda: False  # type: ignore[method-assign]
-        written = []
+        apart = self._apart(trainer, waiting.pop())
+        rounds = [self._ms(lambda: trainer._round(self.interrupts)) for _ in range(ROUNDS)]
+        usual = statistics.median(rounds)
         before = _made(trainer)
-        leaves, asks, joins, firsts = [], [], [], []
-        for job in waiting[: self.given.changes]:
-            trainer.pause(trainer._active()[0].job.name)
-            leaves.append(self._ms(trainer._change))
-            asks.append(self._ms(lambda: trainer.admit(job, self.data[job.name])))  # noqa: B023
-            joins.append(self._ms(trainer._change))
-            firsts.append(self._ms(lambda: trainer._round(self.interrupts)) - usual)
-            written.append(self._ms(write_down))
-            written[-1] += self._ms(lambda: trainer._save(last=False))
-        trainer._tell_of_changes = write_down  # type: ignore[method-assign]
-        return {
-            "round_ms": Spread.of(rounds).json(),
-            "leave_ms": Spread.of(leaves).json(),
-            "ask_ms": Spread.of(asks).json(),
-            "join_ms": Spread.of(joins).json(),
-            "first round above the usual, ms": Spread.of(firsts).json(),
-            "written after that round, ms": Spread.of(written).json(),
-            "made since": {name: _made(trainer)[name] - count for name, count in before.items()},
-            "refused": trainer.graphs.refused if trainer.graphs is not None else "",
+        series: dict[str, list[float]] = {
+            name: [] for name in ("leave_ms", "ask_ms", "join_ms", ABOVE, WRITTEN)
         }
+        for number, job in enumerate(waiting[: self.given.changes]):
+            left = trainer._active()[0].job.name
+            trainer.pause(left)
+            series["leave_ms"].append(self._ms(trainer._change))
+            data = self.data[job.name]
+            series["ask_ms"].append(self._ms(partial(trainer.admit, job, data)))
+            series["join_ms"].append(self._ms(trainer._change))
+            # With them the round would write a checkpoint, which is measured by itself.
+            changed, trainer._to_tell = trainer._to_tell, []
+            series[ABOVE].append(self._ms(lambda: trainer._round(self.interrupts)) - usual)
+            trainer._to_tell = changed
+            if number < CHECKPOINTS:
+                series[WRITTEN].append(self._ms(partial(self._written, trainer)))
+            trainer._to_tell = []
+            trainer.roster.forget([left])
+            last = {name: round(values[-1], 2) for name, values in series.items()}
+            print(f"change {number + 1}: {last}", flush=True)
+            yield {
+                "newcomer's loss against alone, relative": apart,
+                "round_ms": Spread.of(rounds).json(),
+                **{name: Spread.of(values).json() for name, values in series.items()},
+                "made since": {
+                    name: _made(trainer)[name] - count for name, count in before.items()
+                },
+                "refused": trainer.graphs.refused if trainer.graphs is not None else "",
+            }
 
     def move(self, trainer: Trainer) -> Figures:
         """A job pauses, and goes on in another model."""
@@ -174,22 +195,30 @@ class Bench:
     def _left(self, trainer: Trainer) -> None:
         """Between two rounds, and what is written after the next one."""
         trainer._change()
+        self._written(trainer)
+
+    def _written(self, trainer: Trainer) -> None:
+        """What is written of a change: a checkpoint holds who is in it."""
         trainer._tell_of_changes()
         trainer._save(last=False)
 
-    def _require_right(self, trainer: Trainer, job: Job) -> None:
-        """The newcomer's first loss in the row is what it is alone."""
+    def _apart(self, trainer: Trainer, job: Job) -> float:
+        """How far a newcomer's first loss in the row is from what it is alone, relative."""
         trainer.pause(trainer._active()[0].job.name)
         trainer.admit(job, self.data[job.name])
         trainer._change()
         run = next(each for each in trainer.runs if each.job.name == job.name)
-        alone = trainer.gradients({run.index: run.batches()})[run.index]
+        parts = Parts(told=True)
+        alone = parts.time(
+            "the newcomer alone", lambda: trainer.gradients({run.index: run.batches()})
+        )[run.index]
         run.optimizer.zero_grad()
-        trainer._round(self.interrupts)
+        parts.time("its first round", lambda: trainer._round(self.interrupts))
         trainer._end.settle()
         apart = abs(run.metrics.last_loss() - alone) / abs(alone)
         if not apart <= BOUNDS[self.shape.dtype]:
             raise RuntimeError(f"the newcomer's loss is {run.metrics.last_loss()}, alone {alone}")
+        return float(apart)
 
     def _ms(self, run: Callable[[], Any]) -> float:
         parts = Parts()

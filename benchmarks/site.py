@@ -30,8 +30,8 @@ from benchmarks.site_check import least_saved_bytes
 from benchmarks.site_loads import Row, bound_rows, further_rows
 from benchmarks.site_ours import OURS, VARIANTS
 from benchmarks.site_room import ARMS as ROOMS
-from benchmarks.site_run import FROZEN, Found, Measured, Settings, measure, quiet
 from benchmarks.site_run import OURS as OUR_NAME
+from benchmarks.site_run import Found, Measured, Settings, measure, quiet
 
 MIB = 2**20
 TOP_KERNELS = 14

@@ -266,7 +266,7 @@ def open_files(folder):
 
 
 def test_small_jobs_that_have_passed_through_a_model_hold_nothing(folder, tmp_path):
-    """Sixteen in four slots: as many tensors and open files when the last end as in the middle."""
+    """Sixteen in four slots: not one tensor or open file more when the last four end."""
     base = BaseSpec(config=folder / "base", dtype="float64", seed=7)
     like = make_job(base, "like", lora={"r": 8})
     model = compile([like], open=OpenSlots(("q_proj", "v_proj"), rows=16, jobs=2, rank=8))
@@ -274,7 +274,7 @@ def test_small_jobs_that_have_passed_through_a_model_hold_nothing(folder, tmp_pa
     tensors, files, _ = zip(*held, strict=True)
 
     assert len(model.jobs) == 4
-    assert max(tensors[12:]) <= 1.1 * max(tensors[4:12])
+    assert max(tensors[12:]) <= max(tensors[8:12])
     assert max(files) <= 9
     assert all(run.metrics._file is None for run in trainer.runs if run.left)
 

@@ -267,7 +267,8 @@ class JobRun:
     def fail(self, reason: str) -> None:
         """End the job; its adapter stays as it is."""
         self.status, self.reason, self.fault = "failed", reason, ""
-        self.optimizer.zero_grad()
+        if not self.left:
+            self.optimizer.zero_grad()
 
     def suspect(self, error: Exception, step: int | None = None) -> None:
         """Remember the first exception; it ends the job as soon as all processes know of it.
@@ -292,9 +293,12 @@ class JobRun:
         self.optimizer.load_state(tensors, values)
 
     def depart(self) -> None:
-        """Let go of all tensors: the job's rows are another's soon, and its state is kept apart."""
+        """Let go of all tensors: the job's rows are another's soon, and its state is kept apart.
+
+        It has no optimizer from then on.
+        """
         self.left, self.parameters, self.best = True, {}, {}
-        self.optimizer = self._optimizer()
+        del self.optimizer
 
     def state(self) -> JobState:
         """All that the job needs to go on."""
