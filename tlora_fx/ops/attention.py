@@ -380,55 +380,33 @@ def _near(x: Tensor) -> Tensor:
     return x if x.stride(-1) == 1 else x.contiguous()
 
 
-def short_forward(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    cu_seqlens: Tensor,
-    longest: int,
-    rule: AttentionRule,
-    tiles: Tiles,
-) -> tuple[Tensor, Tensor]:
-    """What `row_forward` gives, by our kernel."""
-    from tlora_fx.ops.kernels import short_attention as short
-
-    bounds, numbers = cu_seqlens.to(torch.int32), short.Rule(longest, rule.scale, rule.window)
-    return short.forward(_dense(q), _dense(k), _dense(v), bounds, numbers, tiles.forward)
-
-
-def short_backward(
-    dout: Tensor,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    out: Tensor,
-    lse: Tensor,
-    cu_seqlens: Tensor,
-    longest: int,
-    rule: AttentionRule,
-    tiles: Tiles,
-) -> tuple[Tensor, Tensor, Tensor]:
-    """What `row_backward` gives, by our kernels."""
-    from tlora_fx.ops.kernels import short_attention as short
-
-    bounds, numbers = cu_seqlens.to(torch.int32), short.Rule(longest, rule.scale, rule.window)
-    saved = _dense(q), _dense(k), _dense(v), out, lse.contiguous()
-    return short.backward(dout.contiguous(), saved, bounds, numbers, tiles)
-
-
 def _dense(x: Tensor) -> Tensor:
     """Our kernels read tokens whose heads lie side by side."""
     return x if x.stride()[1:] == (x.shape[2], 1) else x.contiguous()
 
 
 def row_forward(
-    q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor, longest: int, rule: AttentionRule
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    cu_seqlens: Tensor,
+    longest: int,
+    rule: AttentionRule,
+    tiles: Tiles | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """All sequences of a row on CUDA: out [T, H, D] and lse float32 [H, T]."""
-    cu_seqlens, longest = cu_seqlens.to(torch.int32), _longest(longest)
+    """All sequences of a row on CUDA: out [T, H, D] and lse float32 [H, T].
+
+    tiles   for our own kernel; None: the varlen kernel
+    """
+    bounds = cu_seqlens.to(torch.int32)
+    if tiles is not None:
+        from tlora_fx.ops.kernels import short_attention as short
+
+        numbers = short.Rule(longest, rule.scale, rule.window)
+        return short.forward(_dense(q), _dense(k), _dense(v), bounds, numbers, tiles.forward)
     out, lse, *_ = torch.ops.aten._flash_attention_forward(
         *(_near(q), _near(k), _near(v)),
-        *(cu_seqlens, cu_seqlens, longest, longest),
+        *(bounds, bounds, _longest(longest), _longest(longest)),
         *(0.0, rule.causal and rule.window < 0, False),
         **_windows(rule),
     )
@@ -446,13 +424,20 @@ def row_backward(
     cu_seqlens: Tensor,
     longest: int,
     rule: AttentionRule,
+    tiles: Tiles | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """The gradients of `row_forward`: dq, dk, dv."""
-    cu_seqlens, longest = cu_seqlens.to(torch.int32), _longest(longest)
+    bounds, dout, lse = cu_seqlens.to(torch.int32), dout.contiguous(), lse.contiguous()
+    if tiles is not None:
+        from tlora_fx.ops.kernels import short_attention as short
+
+        numbers = short.Rule(longest, rule.scale, rule.window)
+        saved = _dense(q), _dense(k), _dense(v), out, lse
+        return short.backward(dout, saved, bounds, numbers, tiles)
     no_state = torch.zeros(2, dtype=torch.uint64, device=q.device)
     dq, dk, dv = torch.ops.aten._flash_attention_backward(
-        *(dout.contiguous(), _near(q), _near(k), _near(v), out, lse.contiguous()),
-        *(cu_seqlens, cu_seqlens, longest, longest),
+        *(dout, _near(q), _near(k), _near(v), out, lse),
+        *(bounds, bounds, _longest(longest), _longest(longest)),
         *(0.0, rule.causal and rule.window < 0, no_state, q.new_empty(0)),
         **_windows(rule),
     )
@@ -547,9 +532,7 @@ def packed_attention(q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> tuple[Tenso
     if len(q) and flash_fits_row(q, v, sinks, rule):
         longest = int(tables.max_seqlen)
         row = q, k, v, tables.cu_seqlens, longest, rule
-        if tiles := short_tiles(q, k, tables.cu_seqlens, longest, rule):
-            return short_forward(*row, tiles)
-        return row_forward(*row)
+        return row_forward(*row, short_tiles(q, k, tables.cu_seqlens, longest, rule))
     rows = Sequences.read(tables, len(q))
     out, lse = _outputs(q, v)
     for start, stop in rows.spans:
@@ -598,9 +581,7 @@ def packed_attention_backward(
     if len(q) and flash_fits_row(q, v, sinks, rule):
         longest = int(tables.max_seqlen)
         row = dout, q, k, v, out, lse, tables.cu_seqlens, longest, rule
-        if tiles := short_tiles(q, k, tables.cu_seqlens, longest, rule):
-            return short_backward(*row, tiles)
-        return row_backward(*row)
+        return row_backward(*row, short_tiles(q, k, tables.cu_seqlens, longest, rule))
     rows = Sequences.read(tables, len(q))
     grads = _like(q), _like(k), _like(v)
     for start, stop in rows.spans:

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from tlora_fx.codegen.spec import Tile
-from tlora_fx.ops.attention import AttentionRule, short_backward, short_forward
+from tlora_fx.ops.attention import AttentionRule, row_backward, row_forward
 from tlora_fx.ops.kernels import short_attention as short
 
 TILE = Tile(rows=32, columns=16, depth=0, warps=4, stages=1)
@@ -79,8 +79,8 @@ def test_heads_of_a_fused_projection_are_read(attention):
     rule = AttentionRule(row.scale, True, -1, 0.0, 0.0)
     q, k, _ = torch.cat([row.q, row.k, row.v], 1).split((4, 2, 2), 1)
     v = row.v.transpose(0, 1).contiguous().transpose(0, 1)
-    out, lse = short_forward(q, k, v, bounds, longest, rule, TILES)
-    found = short_backward(dout, q, k, v, out, lse, bounds, longest, rule, TILES)
+    out, lse = row_forward(q, k, v, bounds, longest, rule, TILES)
+    found = row_backward(dout, q, k, v, out, lse, bounds, longest, rule, TILES)
 
     assert not k.is_contiguous()
     for one, other in zip([out, lse.t(), *found], expected, strict=True):
