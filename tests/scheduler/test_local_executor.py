@@ -14,8 +14,10 @@ import pytest
 
 from tests.scheduler.fake_worker import adapter_of
 from tests.scheduler.fork_here import ForkHere
+from tlora_fx.cost.estimator import Layout
 from tlora_fx.cost.hardware import Cluster
 from tlora_fx.cost.load import Demand
+from tlora_fx.cost.plan import MeshShape
 from tlora_fx.errors import PlaceTaken
 from tlora_fx.scheduler.executor import (
     Committed,
@@ -29,6 +31,7 @@ from tlora_fx.scheduler.executor import (
 from tlora_fx.scheduler.local import executor
 from tlora_fx.scheduler.local.executor import LocalExecutor, LocalOptions, StallLimits, Watchdog
 from tlora_fx.scheduler.local.processes import ForkServer
+from tlora_fx.scheduler.local.protocol import WorkerConfig
 from tlora_fx.scheduler.state import Group, JobRequest
 
 FAKE = "tests.scheduler.fake_worker"
@@ -430,6 +433,22 @@ def test_jobs_join_and_leave_a_group_that_trains_on(bench):
         done = [step for *_, what, job, step in steps if (what, job) == ("step", name)]
         assert done == list(range(1, len(done) + 1))
     assert {epoch for _, epoch, what, job, _ in steps if (what, job) == ("step", "b")} == {1, 3, 4}
+
+
+def test_jobs_join_a_group_of_several_processes(bench):
+    """They keep their mesh and GPUs; of jobs of another base they are not asked."""
+    here = forked_here(bench, a={}, b={}, c={"base": "two"})
+    before, heir = Group(("a",), 2, (1, 0)), Group(("a", "b"), 2, (0, 1))
+    here.executor.reserve(before, 1)
+    here.executor.launch(before, 1, [], {}, Layout(MeshShape(tp=2)))
+    assert not here.executor.can_change(before, 1, Group(("c",), 2, (0, 1)))
+    assert here.executor.can_change(before, 1, heir)
+    here.executor.change(before, 1, heir, 2, [], {})
+    order = WorkerConfig.read(here.folder / "groups" / "000002" / "order.json")
+
+    mesh = MeshShape.parse(order.mesh)
+    assert (mesh, order.gpus, order.keeps) == (MeshShape(tp=2), (1, 0), ("a",))
+    assert order.stays
 
 
 def test_a_group_that_cannot_take_jobs_in_is_formed_anew(bench):

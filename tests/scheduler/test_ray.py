@@ -16,16 +16,15 @@ import pytest
 from tests.scheduler.raylets import ROOT, kill_worker, raylets, start
 from tests.scheduler.run_folder import records, write_job
 from tests.scheduler.test_service import require_trained_once
-from tests.scheduler.test_service_trainers import require_as_alone, until, write
+from tests.scheduler.test_service_trainers import COMING, come_and_go, require_as_alone, write
 from tlora_fx.config.job_file import load_job_file
 from tlora_fx.cost.estimator import Layout
 from tlora_fx.cost.load import Demand
 from tlora_fx.cost.plan import MeshShape
-from tlora_fx.scheduler.executor import Drained
 from tlora_fx.scheduler.local.processes import WORKER
 from tlora_fx.scheduler.ray.cluster import RayCluster
 from tlora_fx.scheduler.ray.executor import RayExecutor
-from tlora_fx.scheduler.state import Group, JobRequest
+from tlora_fx.scheduler.state import JobRequest
 
 pytestmark = pytest.mark.slow
 
@@ -69,9 +68,9 @@ def test_jobs_over_four_raylets_end_as_they_would_alone(tmp_path):
     require_as_alone(folder, tmp_path / "run", steps, tmp_path)
 
 
-def test_a_group_over_two_nodes_trains_what_one_process_trains(tmp_path):
-    """Two actors find each other by the address of the first."""
-    folder = write(tmp_path / "jobs", a=12, b=9)
+def test_jobs_join_and_leave_a_group_over_two_nodes(tmp_path):
+    """Two actors find each other by the address of the first; each job ends as it does alone."""
+    folder = write(tmp_path / "jobs", **COMING)
     with raylets(2) as here:
         told = subprocess.run(
             [sys.executable, "-c", "from tests.scheduler.test_ray import wide; wide()",
@@ -81,27 +80,22 @@ def test_a_group_over_two_nodes_trains_what_one_process_trains(tmp_path):
         )  # fmt: skip
 
     assert told.returncode == 0, told.stderr
-    require_as_alone(folder, tmp_path / "run", "ab", tmp_path)
+    require_as_alone(folder, tmp_path / "run", COMING, tmp_path)
 
 
 def wide():
     """What that test has its process do."""
     address, folder, output = sys.argv[1:]
-    jobs = [load_job_file(Path(folder, f"{name}.yaml")).jobs[0] for name in "ab"]
+    jobs = [load_job_file(Path(folder, f"{name}.yaml")).jobs[0] for name in COMING]
     nodes = RayCluster.join(address, "cpu", None)
     executor = RayExecutor(
         nodes, WORKER, Path(output), nodes.cluster,
         {job.name: job.model_dump(mode="json") for job in jobs},
         SimpleNamespace(begin=lambda: None, close=lambda: None),
     )  # fmt: skip
-    group = Group(("b", "a"), 2, (0, 1))
     requests = [JobRequest(job.name, "base", Demand(), 1, 1) for job in jobs]
-    executor.reserve(group, 1)
-    executor.launch(group, 1, requests[::-1], {}, Layout(MeshShape(dp=2)))
-    told = until(executor, Drained)
-    executor.release(group, 1)
+    come_and_go(executor, requests, Layout(MeshShape(dp=2)))
     executor.close()
-    assert told.steps == {"a": 12, "b": 9}, told
 
 
 def test_no_kill_loses_a_job_or_trains_one_twice(tmp_path):

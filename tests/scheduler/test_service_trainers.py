@@ -8,6 +8,7 @@ import random
 import shutil
 import time
 from concurrent.futures import Future
+from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
 
@@ -51,11 +52,11 @@ def forked_here(monkeypatch):
     monkeypatch.setattr(service, "LOOK_SECONDS", 0.1)
 
 
-def write(folder, **steps):
-    """Job files with one job each, on the quickstart's base with a single layer."""
+def write(folder, layers=1, **steps):
+    """Job files with one job each, on the quickstart's base with fewer layers."""
     folder.mkdir()
     base = shutil.copytree(QUICKSTART / "base", folder.parent / "base")
-    config = json.loads((base / "config.json").read_text()) | {"num_hidden_layers": 1}
+    config = json.loads((base / "config.json").read_text()) | {"num_hidden_layers": layers}
     (base / "config.json").write_text(json.dumps(config))
     data = QUICKSTART / "data" / "records.jsonl"
     for seed, (name, count) in enumerate(steps.items()):
@@ -111,19 +112,24 @@ def test_jobs_that_change_company_end_as_they_would_alone(tmp_path):
     require_as_alone(folder, tmp_path / "run", "ab", tmp_path)
 
 
-@pytest.mark.slow
-def test_a_group_of_two_processes_trains_what_one_trains(tmp_path):
-    """A layout of two replicas; the group goes on from what one process had committed."""
-    folder = write(tmp_path / "jobs", a=12, b=9)
-    jobs = [load_job_file(folder / f"{name}.yaml").jobs[0] for name in "ab"]
+def executor_of(folder, tmp_path, names):
+    """An executor of two slots for jobs of a folder, and their requests."""
+    jobs = [load_job_file(folder / f"{name}.yaml").jobs[0] for name in names]
     executor = LocalExecutor(
         tmp_path / "run",
         Cluster(2, 2, 1, "cpu"),
         {job.name: job.model_dump(mode="json") for job in jobs},
         ForkHere(tmp_path / "log"),
     )
+    return executor, [JobRequest(job.name, "base", Demand(), 1, 1) for job in jobs]
+
+
+@pytest.mark.slow
+def test_a_group_of_two_processes_trains_what_one_trains(tmp_path):
+    """A layout of two replicas; the group goes on from what one process had committed."""
+    folder = write(tmp_path / "jobs", a=12, b=9)
+    executor, requests = executor_of(folder, tmp_path, "ab")
     group, wide = Group(("a", "b"), 1, (0,)), Group(("b", "a"), 2, (0, 1))
-    requests = [JobRequest(job.name, "base", Demand(), 1, 1) for job in jobs]
     executor.reserve(group, 1)
     executor.launch(group, 1, requests, {})
     until(executor, Progress)
@@ -137,6 +143,55 @@ def test_a_group_of_two_processes_trains_what_one_trains(tmp_path):
 
     assert told.steps == {"a": 12, "b": 9}
     require_as_alone(folder, tmp_path / "run", "ab", tmp_path)
+
+
+#: Steps of jobs that come and go.
+COMING = {"a": 300, "b": 200, "c": 10}
+
+
+def come_and_go(executor, requests, layout):
+    """Two processes train a and b; then b leaves as c comes, and b is back."""
+    group = Group(("a", "b"), 2, (0, 1))
+    executor.reserve(group, 1)
+    executor.launch(group, 1, requests[:2], {}, layout)
+    until(executor, Progress)
+    processes = executor._groups[1].workers
+    for epoch, names in enumerate((("a", "c"), ("a", "c", "b")), 2):
+        heir = replace(group, jobs=names)
+        assert executor.can_change(group, epoch - 1, heir)
+        executor.change(group, epoch - 1, heir, epoch, requests, {})
+        assert until(executor, Drained).heir == epoch
+        executor.release(group, epoch - 1)
+        group = heir
+    assert executor._groups[3].workers == processes
+    assert until(executor, Drained).steps == COMING
+    executor.release(group, 3)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("layout", [
+    Layout(MeshShape(dp=2)), Layout(MeshShape(dp=2), True),
+    Layout(MeshShape(tp=2)), Layout(MeshShape(pp=2)),
+])  # fmt: skip
+def test_jobs_join_and_leave_a_group_of_two_processes(tmp_path, layout):
+    """Whatever each of them holds, each job ends as it does alone."""
+    folder = write(tmp_path / "jobs", layers=2, **COMING)
+    executor, requests = executor_of(folder, tmp_path, COMING)
+    come_and_go(executor, requests, layout)
+    executor.close()
+
+    require_as_alone(folder, tmp_path / "run", COMING, tmp_path)
+
+
+def test_processes_of_a_group_train_a_model_that_others_may_join(tmp_path, monkeypatch):
+    """They end with their group: no process keeps the model."""
+    folder = write(tmp_path / "jobs", a=6)
+    monkeypatch.setattr(worker, "_kept", [])
+    (config,) = orders_of(folder, tmp_path, "a")
+    jobs = [load_job_file(folder / "a.yaml").jobs[0]]
+
+    assert worker._model(jobs, config, Launch(rank=1, size=2)).is_open
+    assert not worker.stays()
 
 
 def test_a_worker_keeps_its_model_for_the_next_group(tmp_path, monkeypatch):

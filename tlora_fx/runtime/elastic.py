@@ -202,8 +202,9 @@ class Roster:
         """Let a job's rows go; all that it needs to go on is kept."""
         name = run.job.name
         state = self.gathering.whole(name, run.state())
-        # On the device: copies to main memory would keep the others waiting.
-        self._gone[name] = _copied(state, torch.clone)
+        if self.folder.writes:
+            # On the device: copies to main memory would keep the others waiting.
+            self._gone[name] = _copied(state, torch.clone)
         run.depart()
         del self._inside[run.index]
         self.model.release(name)
@@ -234,7 +235,10 @@ class Roster:
         return run, admission
 
     def states(self) -> dict[str, JobState]:
-        """By job, those that have left: all that pause, and the last ones that ended."""
+        """By job, those that have left: all that pause, and the last ones that ended; whole.
+
+        The leader alone keeps them.
+        """
         return dict(self._gone)
 
     def farewell(self, run: JobRun) -> Mapping[str, Tensor] | None:

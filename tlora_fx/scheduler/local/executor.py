@@ -171,7 +171,8 @@ class RunningGroup:
 
     clock       from time of day to the executor's seconds
     output      the run folder with its checkpoints, which one that took over has from the other
-    stays       what its worker keeps, as `WorkerConfig` says
+    layout      that its processes have, and those of whoever takes over from it
+    stays       what jobs must have that join it, as `WorkerConfig` says
     log         where it prints
     begun       whether it has processes; one that is to take over has none yet
     heir        what takes over from it
@@ -186,6 +187,7 @@ class RunningGroup:
     committed: dict[str, float]
     watchdog: Watchdog
     output: Path
+    layout: Layout | None = None
     stays: str = ""
     log: Path | None = None
     begun: bool = True
@@ -443,28 +445,30 @@ class LocalExecutor:
             return
         if epoch not in self._held:
             raise PlaceTaken("nothing is reserved for this group", epoch=epoch)
-        self._groups[epoch] = running = self._running(epoch, group)
-        self._begin(running, group, layout)
+        self._groups[epoch] = running = self._running(epoch, group, layout)
+        self._begin(running, group)
 
-    def _running(self, epoch: int, group: Group) -> RunningGroup:
+    def _running(self, epoch: int, group: Group, layout: Layout | None) -> RunningGroup:
         folder = self.folder / "groups" / f"{epoch:06d}"
         folder.mkdir(parents=True, exist_ok=True)
         committed = {n: self.sources[n].steps for n in group.jobs if n in self.sources}
         return RunningGroup(
             epoch, group.jobs, folder, self._server, (), self._clock, committed,
-            Watchdog(self.options.stall), folder / "train",
+            Watchdog(self.options.stall), folder / "train", layout,
         )  # fmt: skip
 
-    def _begin(self, running: RunningGroup, group: Group, layout: Layout | None) -> None:
+    def _begin(self, running: RunningGroup, group: Group) -> None:
         """Start a group's processes."""
-        place, folder = self._held[running.epoch], running.folder
-        size = 1 if layout is None else min(layout.mesh.size, len(place))
-        gpus = place[:size]
-        config = self._config(folder, running.epoch, group, gpus, layout)
+        folder, gpus = running.folder, self._gpus(running)
+        config = self._config(folder, running.epoch, group, gpus, running.layout)
         config.write(folder / ORDER)
         running.workers = self._start(running.epoch, folder, config, gpus)
         running.stays, running.begun = config.stays, True
         running.log = folder / "rank-0.log"
+
+    def _gpus(self, running: RunningGroup) -> tuple[int, ...]:
+        """Those of its place that its processes train on."""
+        return self._held[running.epoch][: running.layout.mesh.size if running.layout else 1]
 
     def _start(
         self, epoch: int, folder: Path, config: WorkerConfig, gpus: tuple[int, ...]
@@ -474,17 +478,17 @@ class LocalExecutor:
         return tuple(
             self._server.start(
                 folder / ORDER, folder / f"rank-{rank}.log", environment,
-                stays=config.stays, place=alone_on,
+                stays=config.stays if len(gpus) == 1 else "", place=alone_on,
             )
             for rank, environment in enumerate(_environments(gpus))
         )  # fmt: skip
 
     def can_change(self, group: Group, epoch: int, heir: Group) -> bool:
-        """Where one process trains the group, with jobs of the same base."""
+        """Where the group trains jobs of the same base, on one process or several."""
         running = self._groups.get(epoch)
         if running is None or running.over or running.asked or not running.stays:
             return False
-        return self._stays(heir, heir.place) == running.stays
+        return self._stays(heir) == running.stays
 
     def change(
         self,
@@ -498,14 +502,15 @@ class LocalExecutor:
         if heir_epoch in self._groups:
             return
         before = self._groups[epoch]
-        running = self._running(heir_epoch, heir)
+        running = self._running(heir_epoch, heir, before.layout)
         running.begun, running.stays = False, before.stays
         running.output, running.log = before.output, before.log
         kept = [name for name, source in self.sources.items() if source.path == before.output]
-        config = self._config(running.folder, heir_epoch, heir, self._held[epoch], None)
+        self._held[heir_epoch] = self._held[epoch]
+        gpus = self._gpus(running)
+        config = self._config(running.folder, heir_epoch, heir, gpus, running.layout)
         output, keeps = str(before.output), (*before.jobs, *kept)
         replace(config, output=output, keeps=keeps).write(running.folder / ORDER)
-        self._held[heir_epoch] = self._held[epoch]
         self._groups[heir_epoch] = before.heir = running
         # Last, since the worker looks for it.
         replace_file(before.folder / HEIR, str(running.folder / ORDER).encode())
@@ -522,7 +527,7 @@ class LocalExecutor:
         heir.committed = {n: self.sources[n].steps for n in left if n in self.sources}
         heir.watchdog = Watchdog(self.options.stall)
         place = self._held[heir.epoch]
-        self._begin(heir, Group(left, len(place), place), None)
+        self._begin(heir, Group(left, len(place), place))
 
     def _config(
         self, folder: Path, epoch: int, group: Group, gpus: tuple[int, ...], layout: Layout | None
@@ -549,16 +554,13 @@ class LocalExecutor:
             extensions=options.extensions,
             accept_changes=options.accept_changes,
             callbacks=options.callbacks,
-            stays=self._stays(group, gpus),
+            stays=self._stays(group),
         )
 
-    def _stays(self, group: Group, gpus: tuple[int, ...]) -> str:
-        """What a worker keeps for its next order: the base; "" where it ends with this one.
-
-        Processes that hold pieces of a base, or that a pipeline of a user's own made, end.
-        """
+    def _stays(self, group: Group) -> str:
+        """What others need to join it: the base; "" where a pipeline of a user's own made it."""
         base = self.specs[group.jobs[0]].get("base")
-        if not self.options.resident or len(gpus) > 1 or self.options.pipeline is not None:
+        if not self.options.resident or self.options.pipeline is not None:
             return ""
         return "" if base is None else json.dumps(base, sort_keys=True, default=str)
 

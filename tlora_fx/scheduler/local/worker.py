@@ -86,7 +86,8 @@ def _train(config: WorkerConfig, launch: Launch) -> None:
 # The model that this process keeps between orders, with weights, compiled code and graphs.
 #
 # It is open at the sites of the jobs that it was compiled for. Jobs of the next order that fit join
-# it as data; for others it is compiled again. A base has one model at a time in a process.
+# it as data; for others it is compiled again. A base has one model at a time in a process. Several
+# processes of one group train an open model too, and end with their order.
 
 #: Slots, and rows for a job, of a model that stays.
 SLOTS = 16
@@ -104,18 +105,20 @@ def stays() -> bool:
 def _model(jobs: list[Job], config: WorkerConfig, launch: Launch) -> SuperModel:
     for extension in config.extensions:
         load_extension(extension)
-    if not config.stays or launch.size > 1:
+    if not config.stays:
         return compile(jobs, config.pipeline)
     if _kept and _joined(_kept[0], jobs):
         return _kept[0]
     _kept.clear()
     gc.collect()
     try:
-        _kept.append(compile(jobs, config.pipeline, open=_slots_for(jobs)))
+        model = compile(jobs, config.pipeline, open=_slots_for(jobs))
     except NotAdmitted:
         # Such as DoRA: what one job alone has keeps its own structure.
         return compile(jobs, config.pipeline)
-    return _kept[0]
+    if launch.size == 1:
+        _kept.append(model)
+    return model
 
 
 def _joined(model: SuperModel, jobs: Sequence[Job]) -> bool:

@@ -334,7 +334,8 @@ class RayExecutor(LocalExecutor):
         return tuple(
             self._actors.start(
                 folder / ORDER, folder / f"rank-{rank}.log",
-                self._environment(rank, nodes), stays=config.stays, place=place,
+                self._environment(rank, nodes), place=place,
+                stays=config.stays if len(gpus) == 1 else "",
             )
             for rank in range(len(gpus))
         )  # fmt: skip
