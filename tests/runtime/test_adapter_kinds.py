@@ -25,6 +25,7 @@ KINDS: dict[str, dict[str, Any]] = {
         "lora": {"rank_pattern": {"v_proj": 2}, "alpha_pattern": {"q_proj": 3}}
     },
     "LoRA+": {"loraplus_lr_ratio": 16.0},
+    "LoRA-FA": {"optim": "lorafa", "adam_epsilon": 1e-6},
     "gaussian start": {"lora": {"init_lora_weights": "gaussian"}},
     "orthogonal start": {"lora": {"init_lora_weights": "orthogonal"}},
     "PiSSA": {"lora": {"init_lora_weights": "pissa"}},

@@ -23,7 +23,8 @@ from tlora_fx.config.job import Job
 from tlora_fx.errors import JobError, OptimizerError, OptimizerStateError
 from tlora_fx.runtime import optimizer as optimizers
 from tlora_fx.runtime import solo
-from tlora_fx.runtime.optimizer import JobOptimizer, learning_rates, require_trainable
+from tlora_fx.runtime.optimizer import JobOptimizer
+from tlora_fx.runtime.trainable import learning_rates, require_trainable
 
 STEPS = 9
 VARIANTS: dict[str, dict[str, Any]] = {
@@ -78,7 +79,14 @@ def starter(job: Job) -> Callable[..., dict[str, nn.Parameter]]:
     def wide(*args: Any) -> dict[str, nn.Parameter]:
         return start(*args, width=2400)
 
-    return {"muon": matrices, "adamw_8bit": wide}.get(job.optim, start)
+    def pairs(*args: Any) -> dict[str, nn.Parameter]:
+        made = start(*args)
+        up = made["a.lora_B.weight"]
+        made["a.lora_B.weight"] = nn.Parameter(up.detach()[:, :2])
+        made["a.lora_B.weight"].grad = up.grad[:, :2]
+        return made
+
+    return {"muon": matrices, "adamw_8bit": wide, "lorafa": pairs}.get(job.optim, start)
 
 
 def plain_optimizer(job: Job, plain: dict[str, nn.Parameter]) -> torch.optim.Optimizer:
@@ -144,7 +152,7 @@ def test_resuming_is_bitwise_as_never_having_stopped(variant, stop, dtype, tmp_p
     assert whole.state_values() == resumed.state_values()
 
 
-@pytest.mark.parametrize("variant", VARIANTS)
+@pytest.mark.parametrize("variant", sorted(set(VARIANTS) - {"lorafa"}))
 def test_steps_are_those_of_torch_and_transformers(variant):
     """Optimizer, clipping and schedule give what their libraries give on plain parameters."""
     job = job_with(**VARIANTS[variant])

@@ -27,6 +27,7 @@ from tlora_fx.tracing.adapters import resolve_sites
 #: Fields of a job of each kind, with as much as a small base shows.
 KINDS: dict[str, dict[str, Any]] = {
     "LORA": {"r": 4},
+    "LORA-FA": {"r": 4, "rank_pattern": {"v_proj": 2}, "alpha_pattern": {"q_proj": 3}},
     "LORA-tokens": {"r": 2, "trainable_token_indices": [9, 3, 20]},
     "LORA-other-tokens": {"r": 2, "trainable_token_indices": {"embed_tokens": [3, 5, 7]}},
     "IA3": {
@@ -45,6 +46,8 @@ def job_of(base, kind: str, **changes: Any) -> Job:
     """A job of a kind."""
     lora = {"target_modules": ["q_proj", "v_proj"], **KINDS[kind]}
     fields = {"learning_rate": 1e-2, "max_steps": STEPS, "per_device_train_batch_size": 2}
+    if kind.startswith("LORA-FA"):
+        fields |= {"optim": "lorafa", "weight_decay": 0.1, "adam_epsilon": 1e-6}
     return Job(
         name=kind,
         base=base,
@@ -102,6 +105,10 @@ def test_a_job_trains_as_peft_trains_it_alone(group, kind):
     assert found.keys() == alone.adapters.keys()
     assert adapter_difference(found, alone.adapters) <= 1e-5
     assert any(not torch.equal(tensor, starts[kind][name]) for name, tensor in found.items())
+    if kind.startswith("LORA-FA"):
+        downs = [name for name in found if ".lora_A." in name]
+        assert downs
+        assert all(torch.equal(found[name], starts[kind][name]) for name in downs)
 
 
 @pytest.mark.parametrize("kind", list(KINDS)[1:])
@@ -201,6 +208,7 @@ def test_what_a_kind_does_not_take_is_refused(lora, said):
     [
         ({"method": "dpo"}, "not at hand under IA3"),
         ({"optim": "muon"}, "IA3 trains vectors"),
+        ({"optim": "lorafa"}, "IA3 has none"),
         ({"loraplus_lr_ratio": 4.0}, "IA3 has none"),
     ],
 )

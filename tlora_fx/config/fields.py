@@ -293,7 +293,7 @@ def whole_number(number: float) -> int | float:
 
 OptimizerName = Literal[
     "adamw", "adam", "sgd", "rmsprop", "adagrad", "nadam", "radam", "adamax", "adafactor",
-    "lion", "muon", "adamw_8bit",
+    "lion", "muon", "adamw_8bit", "lorafa",
 ]  # fmt: skip
 
 #: Names that transformers has for the same arithmetic.
@@ -334,16 +334,18 @@ OPTIMIZERS: Mapping[str, tuple[str, frozenset[str]]] = {
         frozenset({"momentum", "nesterov", "ns_coefficients", "eps", "ns_steps", "adjust_lr_fn"}),
     ),
     "adamw_8bit": ("AdamW8bit", frozenset({"min_8bit_size"})),
+    "lorafa": ("LoraFAOptimizer", frozenset({"correct_bias"})),
 }
 
 #: Where a class is that torch.optim does not have.
 OPTIMIZER_MODULES: Mapping[str, str] = {
     "lion": "lion_pytorch.foreach",
     "adamw_8bit": "bitsandbytes.optim",
+    "lorafa": "peft.optimizers.lorafa",
 }
 
 #: Optimizers that take the job's betas and epsilon.
-ADAM_LIKE = frozenset({"adamw", "adam", "nadam", "radam", "adamax", "adamw_8bit"})
+ADAM_LIKE = frozenset({"adamw", "adam", "nadam", "radam", "adamax", "adamw_8bit", "lorafa"})
 #: Optimizers that take its betas alone.
 WITH_BETAS = frozenset({"lion"})
 

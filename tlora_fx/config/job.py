@@ -40,7 +40,13 @@ from tlora_fx.config.fields import (
     check_optimizer_arguments,
     check_schedule_arguments,
 )
-from tlora_fx.config.other_kinds import DROPOUT_FIELDS, adapter_mapping, kind_of, peft_config
+from tlora_fx.config.other_kinds import (
+    DROPOUT_FIELDS,
+    adapter_mapping,
+    check_updates,
+    kind_of,
+    peft_config,
+)
 from tlora_fx.config.other_names import BASE_KEYS, DATA_KEYS, JOB_KEYS
 from tlora_fx.config.paths import is_file, is_folder, is_there
 from tlora_fx.config.validation import Spec, refuse
@@ -555,15 +561,9 @@ class Job(Spec):
     @field_validator("optim")
     @classmethod
     def _updates_all(cls, name: str, info: ValidationInfo) -> str:
-        lora = _adapter_fields(info.data)
-        vectors = ("use_dora", "bias", "lora_bias")
-        field = next((key for key in vectors if lora.get(key) not in (None, False, "none")), "")
-        if name == "muon" and field:
-            what = f"optim 'muon' updates matrices, and '{field}' trains vectors beside them"
-            raise refuse(what, help=f"leave '{field}' out, or take another optimizer")
-        if name == "muon" and kind_of(lora) in ("IA3", "VERA"):
-            what = f"optim 'muon' updates matrices, and {kind_of(lora)} trains vectors"
-            raise refuse(what, help="take another optimizer")
+        mistake = check_updates(name, _adapter_fields(info.data))
+        if mistake:
+            raise mistake
         return name
 
     @field_validator("loraplus_lr_ratio")
@@ -572,6 +572,9 @@ class Job(Spec):
         kind = kind_of(_adapter_fields(info.data))
         if ratio is not None and kind != "LORA":
             raise refuse(f"'loraplus_lr_ratio' is of LoRA's B, and {kind} has none")
+        if ratio is not None and info.data.get("optim") == "lorafa":
+            what = "'loraplus_lr_ratio' and optim 'lorafa' exclude each other"
+            raise refuse(what, help="keep one")
         return ratio
 
     @field_validator("loraplus_lr_embedding")

@@ -21,6 +21,7 @@ from pydantic import (
     ValidationInfo,
     model_validator,
 )
+from pydantic_core import PydanticCustomError
 
 from tlora_fx.config.fields import (
     IDENTITY,
@@ -30,6 +31,7 @@ from tlora_fx.config.fields import (
     Names,
     Rank,
     Refused,
+    changes_base,
     layer_numbers,
     lora_mapping,
     name_list,
@@ -202,6 +204,30 @@ DROPOUT_FIELDS: Mapping[str, str] = {"LORA": "lora_dropout", "VERA": "vera_dropo
 def kind_of(fields: Mapping[str, Any]) -> str:
     """The `peft_type` of a job's adapter by its fields, in capitals."""
     return str(fields.get("peft_type") or "LORA").upper()
+
+
+def check_updates(optim: str, fields: Mapping[str, Any]) -> PydanticCustomError | None:
+    """The refusal of an optimizer that cannot update all that an adapter of these fields trains."""
+    kind, another = kind_of(fields), "take another optimizer"
+    vectors = ("use_dora", "bias", "lora_bias")
+    field = next((key for key in vectors if fields.get(key) not in (None, False, "none")), "")
+    if optim == "muon" and field:
+        what = f"optim 'muon' updates matrices, and '{field}' trains vectors beside them"
+        return refuse(what, help=f"leave '{field}' out, or {another}")
+    if optim == "muon" and kind in ("IA3", "VERA"):
+        what = f"optim 'muon' updates matrices, and {kind} trains vectors"
+        return refuse(what, help=another)
+    if optim != "lorafa":
+        return None
+    if kind != "LORA":
+        return refuse(f"optim 'lorafa' freezes LoRA's A, and {kind} has none", help=another)
+    if field in ("use_dora", "lora_bias"):
+        what = f"optim 'lorafa' pairs each A with its B, and '{field}' trains more beside them"
+        return refuse(what, help=f"leave '{field}' out, or {another}")
+    if changes_base(fields.get("init_lora_weights")):
+        what = "optim 'lorafa' excludes a start that takes a part of the base away"
+        return refuse(what, help=f"leave init_lora_weights out, or {another}")
+    return None
 
 
 def adapter_spec(value: object) -> type[Spec]:

@@ -29,7 +29,7 @@ from tlora_fx.runtime.job_run import JobRun
 
 T = TypeVar("T")
 # Optimizers that read whole matrices; all others treat each number by itself.
-WHOLE_MATRICES = frozenset({"adafactor", "muon", "adamw_8bit"})
+WHOLE_MATRICES = frozenset({"adafactor", "muon", "adamw_8bit", "lorafa"})
 
 
 class RoundNotice(NamedTuple):

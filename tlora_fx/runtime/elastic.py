@@ -27,8 +27,8 @@ from tlora_fx.runtime.data import JobData
 from tlora_fx.runtime.distributed import StateGatherer, require_elementwise
 from tlora_fx.runtime.identity import describe_jobs, describe_run, require_same_run
 from tlora_fx.runtime.job_run import JobRun
-from tlora_fx.runtime.optimizer import require_trainable
 from tlora_fx.runtime.run_folder import RunFolder
+from tlora_fx.runtime.trainable import require_trainable
 
 Leaving = Literal["release", "pause"]
 

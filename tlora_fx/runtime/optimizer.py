@@ -25,7 +25,12 @@ import torch
 from torch import Tensor, nn
 
 from tlora_fx.errors import OptimizerError, OptimizerStateError
-from tlora_fx.runtime.starts import constant_part, trained_parameters
+from tlora_fx.runtime.starts import (
+    FREEZES_A,
+    constant_part,
+    scaling_of,
+    trained_parameters,
+)
 
 if TYPE_CHECKING:
     from tlora_fx.config.job import Job
@@ -296,12 +301,25 @@ class JobOptimizer:
             if self._known[name] is not param
         ]
         self._optimizer = _make_optimizer(job, _groups(job, self._known))
-        self._schedule = _make_schedule(job, self._optimizer, steps)
+        if isinstance(self._optimizer, LoraFA):
+            self._optimizer.down_of = self._down_of(job, params)
+        self._schedule = make_schedule(job, self._optimizer, steps)
         self._gradients = Gradients(self._params.values())
         self._fused: Callable[[], None] | None = None
         self.updates = 0
         # Those by `GroupUpdate` that the counters of torch.optim's state do not have yet.
         self._uncounted = 0
+
+    def _down_of(self, job: Job, params: Mapping[str, nn.Parameter]) -> Downs:
+        """The A and the scaling of each B."""
+        downs = {
+            name: name.replace(".lora_B.", ".lora_A.") for name in params if ".lora_B." in name
+        }
+        return {
+            self._known[up]: (params[down], scaling_of(job, down, len(params[down])))
+            for up, down in downs.items()
+            if down in params
+        }
 
     @property
     def learning_rate(self) -> float:
@@ -451,6 +469,8 @@ class JobOptimizer:
         for name, state in states.items():
             self._optimizer.state[self._known[name]] = state
         self._fused, self._uncounted = None, 0
+        if isinstance(self._optimizer, LoraFA):
+            self._optimizer.forget()
         self.updates = max((int(v) for k, v in tensors.items() if k.startswith("step/")), default=0)
         groups = self._optimizer.param_groups
         # The schedule's functions come from the job file; only their counters are saved.
@@ -520,6 +540,99 @@ def _kind_of(name: str, param: Tensor) -> str:
     return "A"
 
 
+# LoRA-FA: A stays as it starts, and B's gradient is projected so that W changes as near as it can
+# to what W's own gradient asks for (Zhang and others 2023).
+
+Downs = Mapping[Tensor, tuple[Tensor, float]]
+#: What PEFT adds to the diagonal of A A^T.
+_RIDGE = 1e-8
+
+
+class LoraFA(torch.optim.Optimizer):
+    """The arithmetic of PEFT's LoraFAOptimizer, of which B's alone rounds to bfloat16.
+
+    params    B of each pair, and what is no pair
+    down_of   A [r, in] and the scaling of each B [out, r]
+    """
+
+    def __init__(
+        self,
+        params: Any,
+        *,
+        lr: float,
+        betas: tuple[float, float],
+        eps: float,
+        weight_decay: float,
+        correct_bias: bool = True,
+    ) -> None:
+        options = {"betas": betas, "eps": eps, "weight_decay": weight_decay}
+        super().__init__(params, {"lr": lr, "correct_bias": correct_bias, **options})
+        self.down_of: Downs = {}
+        self._projections: dict[Tensor, Tensor] = {}
+
+    def forget(self) -> None:
+        """A has other values now."""
+        self._projections = {}
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        """Update each group; `closure` is not called."""
+        if not self._projections:
+            self._projections = _projections(self.down_of)
+        for group in self.param_groups:
+            params: list[Tensor] = [param for param in group["params"] if param.grad is not None]
+            if params:
+                self._update(params, group)
+
+    def _update(self, params: list[Tensor], options: Mapping[str, Any]) -> None:
+        grads: list[Tensor] = []
+        for param in params:
+            grad, projection = param.grad, self._projections.get(param)
+            assert grad is not None
+            grads.append(
+                grad if projection is None else (grad.to(projection) @ projection).to(grad)
+            )
+            if not self.state[param]:
+                self.state[param] = {
+                    "step": torch.zeros(()),
+                    "exp_avg": torch.zeros_like(param),
+                    "exp_avg_sq": torch.zeros_like(param),
+                }
+        states = [self.state[param] for param in params]
+        firsts, seconds = ([state[kind] for state in states] for kind in ("exp_avg", "exp_avg_sq"))
+        torch._foreach_add_([state["step"] for state in states], 1)
+        (beta1, beta2), rate = options["betas"], float(options["lr"])
+        torch._foreach_mul_(firsts, beta1)
+        torch._foreach_add_(firsts, grads, alpha=1 - beta1)
+        torch._foreach_mul_(seconds, beta2)
+        torch._foreach_addcmul_(seconds, grads, grads, 1 - beta2)
+        roots = torch._foreach_sqrt(seconds)
+        torch._foreach_add_(roots, options["eps"])
+        size, number = rate, int(states[0]["step"])
+        if options["correct_bias"]:
+            size *= math.sqrt(1 - beta2**number) / (1 - beta1**number)
+        torch._foreach_addcdiv_(params, firsts, roots, -size)
+        if options["weight_decay"]:
+            torch._foreach_mul_(params, 1 - rate * options["weight_decay"])
+
+
+def _projections(down_of: Downs) -> dict[Tensor, Tensor]:
+    """(A A^T)^-1 / s^2 for each B, [r, r], in float32 at least; those of one shape together."""
+    alike: dict[tuple[int, ...], list[Tensor]] = {}
+    for up, (down, _) in down_of.items():
+        alike.setdefault(tuple(down.shape), []).append(up)
+    made: dict[Tensor, Tensor] = {}
+    for (rank, _), ups in alike.items():
+        stacked = torch.stack([down_of[up][0] for up in ups])
+        wide = stacked.to(torch.promote_types(stacked.dtype, torch.float32))
+        squares = wide @ wide.mT + _RIDGE * torch.eye(rank, dtype=wide.dtype, device=wide.device)
+        inverses = torch.linalg.pinv(squares)
+        made |= {
+            up: inverse / down_of[up][1] ** 2 for up, inverse in zip(ups, inverses, strict=True)
+        }
+    return made
+
+
 #: Optimizers that read memory as it lies, and replace what does not lie in rows.
 _IN_ROWS = frozenset({"adamw_8bit"})
 
@@ -532,7 +645,8 @@ def _known_as(job: Job, param: nn.Parameter) -> nn.Parameter:
 
 
 def _make_optimizer(job: Job, groups: list[_Group]) -> torch.optim.Optimizer:
-    arguments, make = job.optimizer_arguments(), cast(Any, job.optimizer_class())
+    arguments = job.optimizer_arguments()
+    make = cast(Any, LoraFA if job.optim in FREEZES_A else job.optimizer_class())
     made: torch.optim.Optimizer
     params = [param for group in groups for param in group["params"]]
     if _has_fused(make.__name__, params):
@@ -574,108 +688,13 @@ def _row_of(param: Tensor) -> int:
     return max(runs, default=1)
 
 
-# Arguments that fail late are tried early: schedules are functions of the step, and optimizers do
-# with four numbers what they do with millions.
-
-#: Steps whose rates are tried, of a job that has more: the first, the last, and others between.
-TRIED_STEPS = 100_000
-#: Steps on the toy parameter; RAdam changes its formula at the sixth.
-TOY_STEPS = 12
-#: Counters of steps are float32, which counts no further.
-_LARGEST_COUNT = 2**24
-_WHAT_FAILS = (ArithmeticError, KeyError, RuntimeError, TypeError, ValueError)
-
-
-def require_trainable(job: Job, steps: int) -> None:
-    """Try a job's optimizer and schedule before anything is trained.
-
-    The schedule has to have a rate for every step; the optimizer does some steps on a toy
-    parameter, at the first rates, the largest and the last, and its numbers have to stay finite.
-
-    steps    optimizer steps of the whole job
-    raises   OptimizerError
-    """
-    # After its last step a job asks for one more rate.
-    rates = learning_rates(job, steps, _tried(steps))
-    toy = nn.Parameter(torch.tensor([[1.0, 0.0], [-0.5, 0.0]], dtype=_dtype_of(job)))
-    # B starts as zeros, so the first gradients of A are zeros; some of B may stay so.
-    gradient = torch.tensor([[0.0, 1.0], [-0.5, 0.0]], dtype=toy.dtype)
-    toy.grad = torch.zeros_like(toy)
-    optimizer = JobOptimizer(job, {"toy.lora_B.weight": toy}, steps)
-    inner, ratio = optimizer._optimizer, job.loraplus_lr_ratio or 1.0
-    for number in range(min(steps, TOY_STEPS) + 2):
-        if number == min(steps, TOY_STEPS):
-            inner.param_groups[0]["lr"] = max(rates) * ratio
-        elif number > TOY_STEPS:
-            inner.param_groups[0]["lr"] = rates[-2] * ratio
-            for value in inner.state[toy].values():
-                if isinstance(value, Tensor) and not value.dim():
-                    value.fill_(max(float(value), float(min(steps - 1, _LARGEST_COUNT))))
-        toy.grad.copy_(gradient)
-        rate = inner.param_groups[0]["lr"]
-        try:
-            optimizer.step()
-            reason = "" if toy.isfinite().all() else f"a rate of {rate:g} leaves {toy.tolist()}"
-        except _WHAT_FAILS as error:
-            reason = f"a rate of {rate:g}: {type(error).__name__}: {error}"
-        if reason:
-            raise OptimizerError(
-                f"the optimizer '{job.optim}' cannot train with its arguments",
-                job=job.name,
-                found=job.optimizer_arguments(),
-                reason=reason,
-                help="mend learning_rate, loraplus_lr_ratio, adam_epsilon, weight_decay or "
-                "optim_args",
-            )
-
-
-def _tried(steps: int) -> list[int]:
-    """Steps to try, in order, the last one and the one after it included."""
-    if steps <= TRIED_STEPS:
-        return list(range(steps + 1))
-    part = TRIED_STEPS // 4
-    spread = (steps * number // (2 * part) for number in range(2 * part))
-    return sorted({*range(part), *spread, *range(steps + 1 - part, steps + 1)})
-
-
-def _dtype_of(job: Job) -> torch.dtype:
-    dtype: torch.dtype = getattr(torch, job.adapter_dtype)
-    return dtype
-
-
-def learning_rates(job: Job, total: int, steps: Iterable[int]) -> list[float]:
-    """The rates of some optimizer steps, counted from 0, where a job has `total` of them.
-
-    raises   OptimizerError where the schedule has no rate for one
-    """
-    optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(()))], lr=job.learning_rate)
-    function = _make_schedule(job, optimizer, total).lr_lambdas[0]
-    rates = []
-    for step in steps:
-        try:
-            rate = job.learning_rate * function(step)
-        except _WHAT_FAILS as error:
-            raise _no_rate(job, step, total, f"{type(error).__name__}: {error}") from error
-        if not isinstance(rate, float | int) or not 0 <= rate < math.inf:
-            raise _no_rate(job, step, total, f"a rate of {rate}")
-        rates.append(float(rate))
-    return rates
-
-
-def _no_rate(job: Job, step: int, total: int, reason: str) -> OptimizerError:
-    return OptimizerError(
-        f"the schedule '{job.lr_scheduler_type}' has no rate for a step",
-        job=job.name,
-        step=f"{step + 1} of {total}" if step < total else f"after the last of {total}",
-        found=dict(job.lr_scheduler_kwargs) or f"{job.warmup(total)} steps of warmup",
-        reason=reason,
-        help="mend lr_scheduler_kwargs or the warmup in the job file",
-    )
-
-
-def _make_schedule(
+def make_schedule(
     job: Job, optimizer: torch.optim.Optimizer, steps: int
 ) -> torch.optim.lr_scheduler.LambdaLR:
+    """A job's schedule, over all of its steps.
+
+    raises   OptimizerError when the job's arguments do not fit it
+    """
     from transformers import get_scheduler
 
     arguments = dict(job.lr_scheduler_kwargs)

@@ -21,7 +21,9 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from contextvars import ContextVar
 from dataclasses import dataclass, field
+from types import MethodType
 from typing import TYPE_CHECKING, Any, cast
+from unittest.mock import patch
 
 import numpy as np
 import torch
@@ -527,6 +529,26 @@ def _loraplus(
     return optimizer
 
 
+def _lorafa(job: Job, model: PeftModel, arguments: dict[str, Any]) -> torch.optim.Optimizer:
+    """PEFT's optimizer for LoRA-FA, its product not rounded to bfloat16, A's gradients compared."""
+    from peft.optimizers import create_lorafa_optimizer, lorafa
+
+    config: Any = model.peft_config["default"]
+    optimizer = create_lorafa_optimizer(model, config.r, config.lora_alpha, job.learning_rate)
+    optimizer.param_groups[0].update(arguments)
+    plain = optimizer.step
+
+    def step(_: Any, closure: Any = None) -> Any:
+        with patch.object(lorafa, "is_bf16_available", lambda: False):
+            return plain(closure)
+
+    vars(optimizer)["step"] = MethodType(step, optimizer)
+    for name, param in model.named_parameters():
+        if ".lora_A." in name:
+            param.requires_grad_(True)
+    return optimizer
+
+
 def _optimizer(
     job: Job, model: PeftModel, steps: int
 ) -> tuple[torch.optim.Optimizer, torch.optim.lr_scheduler.LRScheduler]:
@@ -535,11 +557,12 @@ def _optimizer(
     make: Any = job.optimizer_class()
     arguments = job.optimizer_arguments()
     optimizer: torch.optim.Optimizer
-    if job.loraplus_lr_ratio is None:
-        params = [param for param in model.parameters() if param.requires_grad]
-        optimizer = make(params, **arguments)
-    else:
+    if job.optim == "lorafa":
+        optimizer = _lorafa(job, model, arguments)
+    elif job.loraplus_lr_ratio is not None:
         optimizer = _loraplus(job, model, make, arguments)
+    else:
+        optimizer = make([p for p in model.parameters() if p.requires_grad], **arguments)
     schedule = get_scheduler(
         job.lr_scheduler_type,
         optimizer,

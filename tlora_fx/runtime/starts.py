@@ -14,6 +14,7 @@ source   Meng, Wang and Zhang 2024 (PiSSA); Büyükakyüz 2024 (OLoRA); PEFT's o
 from __future__ import annotations
 
 import copy
+import math
 import warnings
 from collections.abc import Mapping
 from typing import Any
@@ -22,48 +23,67 @@ import torch
 from torch import Tensor, nn
 
 from tlora_fx.config.job import Job
-from tlora_fx.ir.graph import AdapterSite
+from tlora_fx.ir.graph import PEFT_PREFIX, AdapterSite
 from tlora_fx.ops import site_id
 
 #: The dtypes whose matrices PEFT decomposes.
 _DECOMPOSED = frozenset({torch.float32, torch.float16, torch.bfloat16})
+#: Optimizers that leave A as it starts.
+FREEZES_A = frozenset({"lorafa"})
 
 
 def trained_part(job: Job, name: str, tensor: Tensor) -> Tensor:
-    """Of one of a job's tensors what is updated: all, or the first half of its rank.
+    """Of one of a job's tensors what is updated: all, the first half of its rank, or nothing.
 
     name     PEFT's
     tensor   A [r, in], B [out, r], or another; the result is a view
     """
-    dimension = _rank_dimension(name)
-    if not job.changes_base or dimension is None:
-        return tensor
-    return tensor.narrow(dimension, 0, tensor.shape[dimension] // 2)
+    return _split(job, name, tensor)[0]
 
 
 def constant_part(job: Job, name: str, tensor: Tensor) -> Tensor | None:
     """The rest of what `trained_part` leaves, a view; None where nothing is left."""
-    dimension = _rank_dimension(name)
-    if not job.changes_base or dimension is None:
-        return None
-    half = tensor.shape[dimension] // 2
-    return tensor.narrow(dimension, half, half)
+    return _split(job, name, tensor)[1]
 
 
-def _rank_dimension(name: str) -> int | None:
-    return 0 if ".lora_A." in name else 1 if ".lora_B." in name else None
+def _split(job: Job, name: str, tensor: Tensor) -> tuple[Tensor, Tensor | None]:
+    dimension = 0 if ".lora_A." in name else 1 if ".lora_B." in name else None
+    if dimension is None:
+        return tensor, None
+    size = tensor.shape[dimension]
+    trained = size // 2 if job.changes_base else size
+    if dimension == 0 and job.optim in FREEZES_A:
+        trained = 0
+    rest = size - trained
+    if not rest:
+        return tensor, None
+    return tensor.narrow(dimension, 0, trained), tensor.narrow(dimension, trained, rest)
 
 
 def trained_parameters(job: Job, parameters: Mapping[str, nn.Parameter]) -> dict[str, nn.Parameter]:
-    """What an optimizer updates: parameters, or views of halves that have views of gradients."""
-    if not job.changes_base:
-        return dict(parameters)
+    """What an optimizer updates: parameters, or views of parts that have views of gradients."""
     trained = {}
     for name, parameter in parameters.items():
-        trained[name] = nn.Parameter(trained_part(job, name, parameter.data))
-        if parameter.grad is not None:
-            trained[name].grad = trained_part(job, name, parameter.grad)
+        part = trained_part(job, name, parameter.data)
+        if part.shape == parameter.shape:
+            trained[name] = parameter
+        elif part.numel():
+            trained[name] = nn.Parameter(part)
+            if parameter.grad is not None:
+                trained[name].grad = trained_part(job, name, parameter.grad)
     return trained
+
+
+def scaling_of(job: Job, name: str, rank: int) -> float:
+    """What the branch of an A, by PEFT's name of it, is scaled by."""
+    from peft.utils.other import get_pattern_key
+
+    config: Any = job.start_config()
+    path = name.removeprefix(PEFT_PREFIX).partition(".lora_A.")[0]
+    alphas: dict[str, float] = config.alpha_pattern or {}
+    alpha = alphas.get(get_pattern_key(list(alphas), path), config.lora_alpha)
+    scaling: float = alpha / (math.sqrt(rank) if config.use_rslora else rank)
+    return scaling
 
 
 @torch.no_grad()

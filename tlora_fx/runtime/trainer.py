@@ -71,10 +71,10 @@ from tlora_fx.runtime.interrupts import Interrupts
 from tlora_fx.runtime.isolation import run_isolated
 from tlora_fx.runtime.job_evaluation import Metrics
 from tlora_fx.runtime.job_run import JobRun, StepReport, described, status_after
-from tlora_fx.runtime.optimizer import require_trainable
 from tlora_fx.runtime.round_end import Outside, RoundEnd
 from tlora_fx.runtime.run_folder import RunFolder
 from tlora_fx.runtime.trackers import Trackers
+from tlora_fx.runtime.trainable import require_trainable
 
 GRACE_SECONDS = 10.0
 #: Steps without any gradient after which a user is told.

@@ -66,6 +66,13 @@ def _resolve(job: Job, backbone: Backbone) -> dict[str, AdapterSite]:
         elif getattr(config, "bias", "none") == "all" and getattr(module, "bias", None) is not None:
             sites[path] = AdapterSite(path, 0, 0.0, 0.0, kind="bias")
     _refuse_unknown(job, config, modules, sites)
+    embeddings = [path for path, site in sites.items() if site.kind == "embedding"]
+    if embeddings and job.optim == "lorafa":
+        raise UnknownTarget(
+            f"job '{job.name}' freezes an embedding's A, which starts as zeros",
+            found=_first(embeddings),
+            help="leave the embedding out of target_modules, or take another optim than lorafa",
+        )
     return sites
 
 

@@ -96,7 +96,7 @@ def prepare(job: Job, submitted: float) -> PreparedJob:
     from tlora_fx.model.backbone import load_backbone
     from tlora_fx.runtime.checks import check_fits, load_tokenizer
     from tlora_fx.runtime.data import load_job_data
-    from tlora_fx.runtime.optimizer import require_trainable
+    from tlora_fx.runtime.trainable import require_trainable
 
     facts = facts_of_job(job)
     backbone = load_backbone(job.base)
