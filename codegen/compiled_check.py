@@ -42,9 +42,10 @@ _TENSOR_CORE = re.compile(r"(HMMA|HGMMA|QGMMA|IMMA|IGMMA|DMMA|OMMA|UTC\w*MMA)\b"
 #: Shapes of the linears of a Llama-3-8B layer: square, widening, narrowing, keys and values.
 SHAPES = ((4096, 4096), (4096, 14336), (14336, 4096), (4096, 1024))
 
+_JOINED: dict[str, object] = {"sites": 3, "beside": (1024, 1024)}
 #: By kind, what else a spec may be besides plain: each entry is one spec.
 _FORMS: dict[Kind, tuple[dict[str, object], ...]] = {
-    "pack": ({"extend": "tail"}, {"rank_block": 64}),
+    "pack": ({"extend": "tail"}, {"rank_block": 64}, {"extend": "tail", **_JOINED}),
     "shrink": ({"dropout": True}, {"rank_block": 64}, {"sites": 3, "dropout": True}),
     "forward": ({"bias": True}, {"rank_block": 64}, {"weight_layout": "in_out"}),
     "input_gradient": (
@@ -53,10 +54,10 @@ _FORMS: dict[Kind, tuple[dict[str, object], ...]] = {
         {"weight_layout": "in_out"},
         {"dropout": True, "accumulate": True},
     ),
-    "lora_b_backward": ({"rank_block": 64}, {"extend": "copy"}),
-    "sum_ds": ({"rank_block": 64}, {"extend": "tail"}),
+    "lora_b_backward": ({"rank_block": 64}, {"extend": "copy"}, _JOINED),
+    "sum_ds": ({"rank_block": 64}, {"extend": "tail"}, {"extend": "tail", **_JOINED}),
     "lora_a_backward": ({"dropout": True}, {"rank_block": 64}, {"sites": 3, "dropout": True}),
-    "sum_gradients": ({"rank_block": 64}, {"adapter_dtype": "bfloat16"}),
+    "sum_gradients": ({"rank_block": 64}, {"adapter_dtype": "bfloat16"}, _JOINED),
     "expand": (
         {"dropout": True, "accumulate": True},
         {"rank_block": 64},

@@ -74,6 +74,7 @@ class KernelSpec:
     weight_layout   "out_in": W is stored [O, I]; "in_out": [I, O], as GPT-2's Conv1D has it
     accumulate      add to what the output holds
     sites           linears that share this input
+    beside          O of the second and later sites; (): all are as wide as the first
     extend          concat-K: "" not, "tail" writes behind existing rows, "copy" copies them too
     job_capacity    a power of two, at least the number of jobs of any row
     arch            compute capability, 90 for Hopper
@@ -93,6 +94,7 @@ class KernelSpec:
     weight_layout: Layout = "out_in"
     accumulate: bool = False
     sites: int = 1
+    beside: tuple[int, ...] = ()
     extend: Extend = ""
     job_capacity: int = 64
     arch: int = 90
@@ -112,9 +114,17 @@ class KernelSpec:
         _need(self, "inner", self.inner >= 1, "at least 1")
         _need(self, "outer", self.outer >= 1, "at least 1")
         _need(self, "sites", 1 <= self.sites <= MOST_SITES, f"1 to {MOST_SITES}")
+        widths = f"nothing, or {self.sites - 1} widths"
+        fits = len(self.beside) in (0, self.sites - 1) and min(self.beside, default=1) >= 1
+        _need(self, "beside", fits, widths)
         capacity, block = self.job_capacity, self.rank_block
         _need(self, "rank_block", _is_power(block) and block >= 16, "a power of two from 16 on")
         _need(self, "job_capacity", _is_power(capacity), "a power of two")
+
+    @property
+    def outers(self) -> tuple[int, ...]:
+        """O of every site."""
+        return (self.outer, *(self.beside or (self.outer,) * (self.sites - 1)))
 
     @property
     def cut(self) -> Tile:

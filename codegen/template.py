@@ -108,6 +108,15 @@ def constants_of(spec: KernelSpec, names: str, **own: object) -> dict[str, objec
     return {name: known[name] for name in names.split()}
 
 
+def of_sites(**values: Sequence[object]) -> dict[str, object]:
+    """Constants that each site has for itself, with its number behind the name."""
+    return {
+        f"{name}_{number}": value
+        for name, items in values.items()
+        for number, value in enumerate(items)
+    }
+
+
 def common_values(spec: KernelSpec) -> dict[str, object]:
     """What templates of all kinds name alike, for `fill`."""
     wide = accumulator(spec.dtype)
@@ -119,6 +128,8 @@ def common_values(spec: KernelSpec) -> dict[str, object]:
         "precision": precision(spec.dtype),
         "inner": spec.inner,
         "outer": spec.outer,
+        "outers": either(spec.outers),
+        "count": f"{spec.sites} sites" if spec.sites > 1 else "one site",
         "rank_block": spec.rank_block,
         "rows": spec.cut.rows,
         "chunk": spec.cut.chunk,
@@ -131,6 +142,17 @@ def common_values(spec: KernelSpec) -> dict[str, object]:
         "copy": spec.extend == "copy",
         "overlap": overlaps(spec),
     }
+
+
+def either(numbers: Sequence[int]) -> str:
+    """What a size is at each site, as a docstring says it: one number where all are equal."""
+    return " or ".join(str(number) for number in dict.fromkeys(numbers))
+
+
+def columns_of(spec: KernelSpec) -> str:
+    """I + O of every site, summed, for a formula."""
+    outers = sum(spec.outers)
+    return "I + O" if spec.sites == 1 else f"{spec.sites} I + {outers}"
 
 
 def overlaps(spec: KernelSpec) -> bool:

@@ -100,7 +100,8 @@ def settled(spec: KernelSpec) -> KernelSpec:
 
 def stem(spec: KernelSpec) -> str:
     """The readable part of a kernel's file name."""
-    parts = [spec.kind, f"{spec.inner}x{spec.outer}", short(spec.dtype)]
+    outers = "_".join(map(str, (spec.outer, *spec.beside)))
+    parts = [spec.kind, f"{spec.inner}x{outers}", short(spec.dtype)]
     parts += [f"a{short(spec.adapter_dtype)}"] if spec.adapter_dtype != "float32" else []
     parts += [f"r{spec.rank_block}"]
     parts += ["drop"] if spec.dropout else []
@@ -166,6 +167,8 @@ def command(spec: KernelSpec) -> str:
         words.append(_OPTIONS.get(field.name, f"--{field.name.replace('_', '-')}"))
         if field.name == "tile":
             words.append(",".join(str(getattr(value, part.name)) for part in fields(value)))
+        elif field.name == "beside":
+            words.append(",".join(map(str, value)))
         elif value is not True:
             words.append(str(value))
     return " ".join(words)

@@ -6,7 +6,8 @@ into the tensor cores, upright for dS and lying for db, never through registers.
 stays in registers until the chunk ends; dS of each step leaves at once, as the slab's share.
 Chunks are counted from the segment's start and slabs have a fixed width, so what `sum_ds` and
 `sum_gradients` add up depends on nothing but the job. Ranks above the rank block are programs of
-their own, side by side, so that they find dy in the L2 cache.
+their own, side by side, so that they find dy in the L2 cache. Slabs of several sites stand side by
+side too, each with its site's dy: narrow sites alone would leave most of the GPU idle.
 
 Shares cost memory: a token's row of dS is written once a slab, a column of db once a chunk, in
 float32. Against reading dy that is 2 W (1 / slab + 1 / chunk) for 2-byte types, while
@@ -20,19 +21,26 @@ With `extend` = "copy" dy also goes, row by row, to where concat-K wants it.
 
 from __future__ import annotations
 
+from itertools import accumulate
+
 from tlora_fx.codegen.spec import KernelSpec, Tile, shared_bytes
-from tlora_fx.codegen.template import common_values, constants_of, fill, module, size
+from tlora_fx.codegen.template import (
+    common_values,
+    constants_of,
+    either,
+    fill,
+    module,
+    of_sites,
+    size,
+)
 
 # Widths for which a Hopper has programs enough with slabs of 512 (H200, 8,192 x 4,096: 23.1 against
 # 23.9 microseconds, and half the shares for `sum_ds`; 8,192 x 14,336 is faster with 256).
 _MIDDLE = range(4096, 8193)
 
 _BODY = '''
-@triton.jit(
-    do_not_specialize=["tokens", "jobs"],
-    do_not_specialize_on_alignment=["segments", "slots"],
-)
-def kernel(
+@triton.jit
+def pass_slab(
     dy,  # [tokens, dy_stride]
     dy_stride,
     tokens,
@@ -48,10 +56,11 @@ def kernel(
     extended,  # [tokens, extended_stride]
     extended_stride,
     #]
+    slab,
+    OUTER: tl.constexpr,
 ):
-    start_next(OVERLAP)  #? overlap
+    """One chunk and one slab of a site, and one block of ranks; waits for the kernel before."""
     block = tl.program_id(0)
-    slab = tl.program_id(1)
     chunk = tl.program_id(2)
     job, place = segment_tile(chunk, segments, jobs, CHUNK, JOBS)
     there = job < jobs
@@ -60,89 +69,141 @@ def kernel(
     slot = tl.load(slots + job) + block * RANK_BLOCK
     owned = slot < tl.load(slots + job + 1, mask=there, other=0)
     await_previous(OVERLAP)  #? overlap
-    #? not copy [
-    if not owned:
-        return
-    #]
-    #? copy [
+    busy = owned  #? not copy
     # The first programs of a chunk copy, also for a job without an adapter.
-    if not (there & (owned | (block == 0))):
-        return
-    #]
-    ranks = tl.arange(0, RANK_BLOCK)
-    columns = slab * SLAB + tl.arange(0, SLAB)
-    inside = columns < OUTER  #? ragged
-    place_b = (slot + ranks).to(tl.int64)[:, None] * OUTER + columns[None, :]
-    b = tl.load(b_packed + place_b$b_mask)
+    busy = there & (owned | (block == 0))  #? copy
+    if busy:
+        ranks = tl.arange(0, RANK_BLOCK)
+        columns = slab * SLAB + tl.arange(0, SLAB)
+        inside = columns < OUTER  #? ragged
+        place_b = (slot + ranks).to(tl.int64)[:, None] * OUTER + columns[None, :]
+        b = tl.load(b_packed + place_b$b_mask)
 
-    # What follows counts rows from the chunk's start: 32 bits are enough.
-    dy += start.to(tl.int64) * dy_stride
-    s += start.to(tl.int64) * width + block * RANK_BLOCK
-    ds_parts += (slab.to(tl.int64) * tokens + start) * width + block * RANK_BLOCK
-    extended += start.to(tl.int64) * extended_stride  #? copy
-    db = tl.zeros((SLAB, RANK_BLOCK), $wide)
-    for step in range(0, count, ROWS):
-        rows = step + tl.arange(0, ROWS)
-        own = (rows < count)[:, None]
-        here = own  #? not ragged
-        here = own & inside[None, :]  #? ragged
-        tile = tl.load(dy + rows[:, None] * dy_stride + columns[None, :], mask=here, other=0.0)
-        low = tl.load(s + rows[:, None] * width + ranks[None, :], mask=own, other=0.0)
-        #? copy [
-        if block == 0:
-            to = extended + rows[:, None] * extended_stride + columns[None, :]
-            tl.store(to, tile, mask=here)
+        # What follows counts rows from the chunk's start: 32 bits are enough.
+        dy += start.to(tl.int64) * dy_stride
+        s += start.to(tl.int64) * width + block * RANK_BLOCK
+        ds_parts += (slab.to(tl.int64) * tokens + start) * width + block * RANK_BLOCK
+        extended += start.to(tl.int64) * extended_stride  #? copy
+        db = tl.zeros((SLAB, RANK_BLOCK), $wide)
+        for step in range(0, count, ROWS):
+            rows = step + tl.arange(0, ROWS)
+            own = (rows < count)[:, None]
+            here = own  #? not ragged
+            here = own & inside[None, :]  #? ragged
+            tile = tl.load(dy + rows[:, None] * dy_stride + columns[None, :], mask=here, other=0.0)
+            low = tl.load(s + rows[:, None] * width + ranks[None, :], mask=own, other=0.0)
+            #? copy [
+            if block == 0:
+                to = extended + rows[:, None] * extended_stride + columns[None, :]
+                tl.store(to, tile, mask=here)
+            #]
+            db = tl.dot(tl.trans(tile), low, db$precision)  # [SLAB, RANK_BLOCK]
+            ds = tl.dot(tile, tl.trans(b)$precision)  # [ROWS, RANK_BLOCK]
+            stored = own  #? not copy
+            stored = own & owned  #? copy
+            #? halves [
+            # Each half leaves from the registers where the tensor cores put it: the whole would be
+            # put in order through shared memory, which costs a barrier a step, and room.
+            left, right = column_halves(ds, ROWS, RANK_BLOCK)
+            to = ds_parts + rows[:, None] * width + tl.arange(0, HALF)[None, :]
+            tl.store(to, left, mask=stored)
+            tl.store(to + HALF, right, mask=stored)
+            #]
+            #? not halves [
+            tl.store(ds_parts + rows[:, None] * width + ranks[None, :], ds, mask=stored)
+            #]
+        place_db = (chunk.to(tl.int64) * width + block * RANK_BLOCK + ranks)[:, None] * OUTER
+        tl.store(db_parts + place_db + columns[None, :], tl.trans(db)$db_mask)
+
+
+@triton.jit(
+    do_not_specialize=["tokens", "jobs"],
+    do_not_specialize_on_alignment=[
+        "segments",
+        #* sites [
+        "slots_$k",
         #]
-        db = tl.dot(tl.trans(tile), low, db$precision)  # [SLAB, RANK_BLOCK]
-        ds = tl.dot(tile, tl.trans(b)$precision)  # [ROWS, RANK_BLOCK]
-        stored = own  #? not copy
-        stored = own & owned  #? copy
-        #? halves [
-        # Each half leaves from the registers where the tensor cores put it: the whole would be
-        # put in order through shared memory, which costs a barrier a step, and room.
-        left, right = column_halves(ds, ROWS, RANK_BLOCK)
-        to = ds_parts + rows[:, None] * width + tl.arange(0, HALF)[None, :]
-        tl.store(to, left, mask=stored)
-        tl.store(to + HALF, right, mask=stored)
-        #]
-        #? not halves [
-        tl.store(ds_parts + rows[:, None] * width + ranks[None, :], ds, mask=stored)
-        #]
-    place_db = (chunk.to(tl.int64) * width + block * RANK_BLOCK + ranks)[:, None] * OUTER
-    tl.store(db_parts + place_db + columns[None, :], tl.trans(db)$db_mask)
+    ],
+)
+def kernel(
+    tokens,
+    segments,  # [jobs + 1]
+    jobs,
+    #* sites [
+    dy_$k,  # [tokens, dy_stride]
+    dy_stride_$k,
+    s_$k,  # [tokens, width]
+    width_$k,
+    b_packed_$k,  # [P, OUTER]
+    slots_$k,  # [jobs + 1]
+    ds_parts_$k,  # [SLABS, tokens, width]
+    db_parts_$k,  # [chunks, width, OUTER]
+    #? copy [
+    extended_$k,  # [tokens, extended_stride]
+    extended_stride_$k,
+    #]
+    #]
+):
+    start_next(OVERLAP)  #? overlap
+    slab = tl.program_id(1)
+    #* sites [
+    if (slab >= FIRST_$k) & (slab < END_$k):
+        pass_slab(
+            dy_$k,
+            dy_stride_$k,
+            tokens,
+            s_$k,
+            width_$k,
+            b_packed_$k,
+            segments,
+            slots_$k,
+            jobs,
+            ds_parts_$k,
+            db_parts_$k,
+            #? copy [
+            extended_$k,
+            extended_stride_$k,
+            #]
+            slab - FIRST_$k,
+            OUTER_$k,
+        )
+    #]
 
 
 def launch(dy, s, b_packed, segments, slots, jobs, ds_parts, db_parts, extended=None):
-    """Fill the shares of dS and db$and_copy; what no job owns stays as it is.
+    """Fill the shares of dS and db$and_copy of $count; what no job owns stays as it is.
 
-    dy         [M, $outer] in $dtype, rows contiguous
-    s          [M, W] in $dtype, contiguous
-    b_packed   [P, $outer] in $dtype
+    dy         per site [M, $outers] in $dtype, rows contiguous
+    s          per site [M, W] in $dtype, contiguous
+    b_packed   per site [P, $outers] in $dtype
     segments   int32 [jobs + 1]
-    slots      int32 [jobs + 1]
-    ds_parts   $part [$slabs, M, W], not yet scaled; written where a job has a rank
-    db_parts   $part [C, W, $outer], chunks of $chunk tokens; written where a job has a rank
+    slots      per site int32 [jobs + 1]
+    ds_parts   per site $part [$slabs, M, W], not yet scaled; written where a job has a rank
+    db_parts   per site $part [C, W, $outers], chunks of $chunk tokens; written where a job has a
+               rank
     extended   $extended_doc
     """
-    tokens, width = s.shape
+    tokens = s[0].shape[0]
     chunks = (tokens + jobs * ($chunk - 1)) // $chunk
-    grid = (width // $rank_block, $slabs, chunks)
+    grid = (max(low.shape[1] for low in s) // $rank_block, $all_slabs, chunks)
     if tokens > 0:
         kernel[grid](
-            dy,
-            dy.stride(0),
             tokens,
-            s,
-            width,
-            b_packed,
             segments,
-            slots,
             jobs,
-            ds_parts,
-            db_parts,
+            #* sites [
+            dy[$k],
+            dy[$k].stride(0),
+            s[$k],
+            s[$k].shape[1],
+            b_packed[$k],
+            slots[$k],
+            ds_parts[$k],
+            db_parts[$k],
             #? copy [
-            extended,
-            extended.stride(0),
+            extended[$k],
+            extended[$k].stride(0),
+            #]
             #]
             **META,
         )
@@ -203,14 +264,14 @@ def chunk_of(spec: KernelSpec) -> int:
     return 512 if spec.rank_block < 64 else 1024
 
 
-def slabs_of(spec: KernelSpec) -> int:
-    """How many slabs the settled spec of `lora_b_backward` or `sum_ds` has."""
-    return -(-spec.outer // spec.cut.slab)
+def slabs_of(spec: KernelSpec, outer: int) -> int:
+    """How many slabs a site has in the settled spec of `lora_b_backward` or `sum_ds`."""
+    return -(-outer // spec.cut.slab)
 
 
 def _tile(spec: KernelSpec, rows: int, slab: int, warps: int, stages: int, chunk: int) -> Tile:
-    """A tile whose slab is no wider than the matrix needs."""
-    slab = min(slab, max(16, 1 << (spec.outer - 1).bit_length()))
+    """A tile whose slab is no wider than the widest matrix needs."""
+    slab = min(slab, max(16, 1 << (max(spec.outers) - 1).bit_length()))
     return Tile(
         rows=rows, columns=slab, depth=0, warps=warps, stages=stages, chunk=chunk, slab=slab
     )
@@ -231,53 +292,65 @@ def _halves(spec: KernelSpec) -> bool:
 
 def source(spec: KernelSpec) -> str:
     """The module's text."""
-    names = "OUTER RANK_BLOCK ROWS SLAB CHUNK JOBS" + " HALF" * _halves(spec)
+    ends = [*accumulate(slabs_of(spec, outer) for outer in spec.outers)]
+    own = of_sites(OUTER=spec.outers, FIRST=[0, *ends[:-1]], END=ends)
+    names = "RANK_BLOCK ROWS SLAB CHUNK JOBS" + " HALF" * _halves(spec)
     return module(
         spec,
-        constants=constants_of(spec, names, HALF=spec.rank_block // 2),
+        constants=constants_of(spec, f"{names} {' '.join(own)}", HALF=spec.rank_block // 2, **own),
         functions=["segment_tile", *(["column_halves"] if _halves(spec) else [])],
         body=fill(_BODY, _values(spec)),
     )
 
 
 def _values(spec: KernelSpec) -> dict[str, object]:
-    ragged = spec.outer % spec.cut.slab != 0
+    ragged = any(outer % spec.cut.slab for outer in spec.outers)
+    slabs = [slabs_of(spec, outer) for outer in spec.outers]
     copy = spec.extend == "copy"
     mask = " & ".join(["inside[None, :]"] * ragged + ["owned"] * copy)
     return common_values(spec) | {
-        "slabs": slabs_of(spec),
+        "slabs": either(slabs),
+        "all_slabs": sum(slabs),
         "ragged": ragged,
         "halves": _halves(spec),
         "b_mask": f", mask={mask}, other=0.0" if mask else "",
         "db_mask": f", mask={mask}" if mask else "",
         "and_copy": ", and copy dy" if copy else "",
-        "extended_doc": f"[M, {spec.outer} + T] in {spec.dtype}, gets dy in its first columns"
+        "extended_doc": f"per site [M, {either(spec.outers)} + T] in {spec.dtype}, gets dy in its "
+        "first columns"
         if copy
         else "not read",
     }
 
 
 def flops(spec: KernelSpec) -> str:
-    """Two products."""
-    return "4 M O r"
+    """Two products a site."""
+    return f"4 M {_outputs(spec)} r"
 
 
 def bytes_moved(spec: KernelSpec) -> str:
     """Dy once, shares of dS and db once; s and b come from the L2 cache."""
     element, part = size(spec.dtype), 8 if spec.dtype == "float64" else 4
-    twice = f" + {element} M O" if spec.extend == "copy" else ""
-    shares = f"{part} M r ({slabs_of(spec)} + O / {spec.cut.chunk})"
-    return f"{element} M (O + r) + {shares} + {element} r O{twice}"
+    outputs, ranks = _outputs(spec), "r" if spec.sites == 1 else f"{spec.sites} r"
+    twice = f" + {element} M {outputs}" if spec.extend == "copy" else ""
+    slabs = sum(slabs_of(spec, outer) for outer in spec.outers)
+    shares = f"{part} M r ({slabs} + {outputs} / {spec.cut.chunk})"
+    return f"{element} M ({outputs} + {ranks}) + {shares} + {element} r {outputs}{twice}"
 
 
 def cost(spec: KernelSpec, tokens: int, rank_rows: int) -> tuple[int, int]:
     """FLOP and bytes, with every job's ranks rounded up as their mean is."""
     element, part = size(spec.dtype), 8 if spec.dtype == "float64" else 4
     padded = padded_rank_rows(spec, tokens, rank_rows)
-    shares = part * padded * slabs_of(spec) + part * padded * spec.outer // spec.cut.chunk
+    outputs, slabs = sum(spec.outers), sum(slabs_of(spec, outer) for outer in spec.outers)
+    shares = part * padded * slabs + part * padded * outputs // spec.cut.chunk
     copies = 2 if spec.extend == "copy" else 1
-    read = element * (copies * tokens * spec.outer + padded)
-    return 4 * spec.outer * rank_rows, read + shares
+    read = element * (copies * tokens * outputs + spec.sites * padded)
+    return 4 * outputs * rank_rows, read + shares
+
+
+def _outputs(spec: KernelSpec) -> str:
+    return "O" if spec.sites == 1 else str(sum(spec.outers))
 
 
 def padded_rank_rows(spec: KernelSpec, tokens: int, rank_rows: int) -> int:

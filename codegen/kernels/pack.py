@@ -11,8 +11,20 @@ their own order, cleaned too: Bᵀ behind W's columns, A below W's rows.
 
 from __future__ import annotations
 
+from itertools import accumulate
+
 from tlora_fx.codegen.spec import KernelSpec, Tile
-from tlora_fx.codegen.template import common_values, constants_of, fill, module, short, size
+from tlora_fx.codegen.template import (
+    columns_of,
+    common_values,
+    constants_of,
+    either,
+    fill,
+    module,
+    of_sites,
+    short,
+    size,
+)
 from tlora_fx.errors import KernelSpecError
 
 STRIP = 512  # columns that share a flag; the kernels that read flags rely on it
@@ -73,8 +85,8 @@ def extend_columns(source, tail, stride, first, count, strip, WIDTH: tl.constexp
 
 
 #]
-@triton.jit(do_not_specialize=["jobs", "blocks"])
-def kernel(
+@triton.jit
+def pack_site(
     a,  # [R, INNER]
     b,  # [R, OUTER]
     ranks,  # [jobs + 1], rows of a and b
@@ -83,13 +95,18 @@ def kernel(
     a_packed,  # [P, INNER]
     b_packed,  # [P, OUTER]
     flags,  # [P / RANK_BLOCK, A_STRIPS + B_STRIPS]
-    tail,  # $tail_shape  #? extend
-    stride,  # of its rows  #? extend
-    blocks,  # P / RANK_BLOCK  #? extend
+    blocks,  # P / RANK_BLOCK
+    #? extend [
+    tail,  # $tail_shape
+    stride,  # of its rows
+    ends,  # blocks, and those of the tail
+    #]
+    strip,
+    OUTER: tl.constexpr,
+    B_STRIPS: tl.constexpr,
 ):
-    start_next(OVERLAP)  #? overlap
+    """A strip of one block of a site; waits for the kernel before."""
     block = tl.program_id(0)
-    strip = tl.program_id(1)
     # The job of this block's rows; blocks behind the last job's have none and become zeros.
     job = job_of(block * RANK_BLOCK, slots, jobs, JOBS)
     owned = job < jobs
@@ -98,8 +115,14 @@ def kernel(
     count = tl.load(ranks + job + 1, mask=owned, other=0) - first
     all_ranks = tl.load(ranks + jobs)  #? extend
     await_previous(OVERLAP)  #? overlap
+    if block < blocks:
+        flag = flags + block * (A_STRIPS + B_STRIPS) + strip
+        if strip < A_STRIPS:
+            pack_strip(a, a_packed, flag, block, strip, first, count, INNER)
+        else:
+            pack_strip(b, b_packed, flag, block, strip - A_STRIPS, first, count, OUTER)
     #? extend [
-    if block >= blocks:
+    elif block < ends:
         first = (block - blocks) * RANK_BLOCK
         first_row = (first + $below_name).to(tl.int64)
         left = all_ranks - first
@@ -107,40 +130,102 @@ def kernel(
             $extend_a
         else:
             $extend_b
-        return
     #]
-    flag = flags + block * (A_STRIPS + B_STRIPS) + strip
-    if strip < A_STRIPS:
-        pack_strip(a, a_packed, flag, block, strip, first, count, INNER)
-    else:
-        pack_strip(b, b_packed, flag, block, strip - A_STRIPS, first, count, OUTER)
+
+
+@triton.jit(
+    do_not_specialize=[
+        "jobs",
+        #* sites [
+        "blocks_$k",
+        "ends_$k",  #? extend
+        #]
+    ],
+    do_not_specialize_on_alignment=[
+        #* sites [
+        "ranks_$k",
+        "slots_$k",
+        #]
+    ],
+)
+def kernel(
+    jobs,
+    #* sites [
+    a_$k,  # [R, INNER]
+    b_$k,  # [R, OUTER]
+    ranks_$k,  # [jobs + 1], rows of a and b
+    slots_$k,  # [jobs + 1], packed rows
+    a_packed_$k,  # [P, INNER]
+    b_packed_$k,  # [P, OUTER]
+    flags_$k,  # [P / RANK_BLOCK, A_STRIPS + B_STRIPS]
+    blocks_$k,  # P / RANK_BLOCK
+    #? extend [
+    tail_$k,  # $tail_shape
+    stride_$k,  # of its rows
+    ends_$k,  # blocks, and those of the tail
+    #]
+    #]
+):
+    start_next(OVERLAP)  #? overlap
+    strip = tl.program_id(1)
+    #* sites [
+    if (strip >= FIRST_$k) & (strip < END_$k):
+        pack_site(
+            a_$k,
+            b_$k,
+            ranks_$k,
+            slots_$k,
+            jobs,
+            a_packed_$k,
+            b_packed_$k,
+            flags_$k,
+            blocks_$k,
+            #? extend [
+            tail_$k,
+            stride_$k,
+            ends_$k,
+            #]
+            strip - FIRST_$k,
+            OUTER_$k,
+            END_$k - FIRST_$k - A_STRIPS,
+        )
+    #]
 
 
 def launch(a, b, ranks, slots, jobs, a_packed, b_packed, flags, tail=None):
-    """Fill packed adapters and flags$and_tail.
+    """Fill packed adapters and flags$and_tail of $count.
 
-    a, b                [R, $inner], [R, $outer] in $adapter_dtype
-    ranks, slots        int32 [jobs + 1]
-    a_packed, b_packed  [P, $inner], [P, $outer] in $dtype, P a multiple of $rank_block
-    flags               float32 [P / $rank_block, $strips]
+    a, b                per site [R, $inner], [R, $outers] in $adapter_dtype
+    ranks, slots        per site int32 [jobs + 1]
+    a_packed, b_packed  per site [P, $inner], [P, $outers] in $dtype, P a multiple of $rank_block
+    flags               per site float32 [P / $rank_block, $strips]
     tail                $tail_doc
     """
-    blocks = a_packed.shape[0] // $rank_block
-    tail_blocks = (tail.shape[0] - $below) // $rank_block  #? extend
-    grid = ($programs, $strips)
+    blocks = [rows.shape[0] // $rank_block for rows in a_packed]
+    ends = blocks  #? not extend
+    #? extend [
+    belows = [rows.shape[0] - below for rows, below in zip(tail, $belows, strict=True)]
+    ends = [count + rows // $rank_block for count, rows in zip(blocks, belows, strict=True)]
+    #]
+    grid = (max(ends), $all_strips)
     if grid[0] > 0:
         kernel[grid](
-            a,
-            b,
-            ranks,
-            slots,
             jobs,
-            a_packed,
-            b_packed,
-            flags,
-            tail,  #? extend
-            tail.stride(0),  #? extend
-            blocks,  #? extend
+            #* sites [
+            a[$k],
+            b[$k],
+            ranks[$k],
+            slots[$k],
+            a_packed[$k],
+            b_packed[$k],
+            flags[$k],
+            blocks[$k],
+            #? extend [
+            tail[$k],
+            tail[$k].stride(0),
+            ends[$k],
+            #]
+            #]
             **META,
         )
 '''
@@ -167,14 +252,16 @@ def source(spec: KernelSpec) -> str:
             found=spec.rank_block,
         )
     adapters = f"*{short(spec.adapter_dtype)}"
+    ends = _ends(spec)
+    own = of_sites(OUTER=spec.outers, FIRST=[0, *ends[:-1]], END=ends)
     return module(
         spec,
         constants=constants_of(
             spec,
-            "INNER OUTER RANK_BLOCK STRIP COLUMNS A_STRIPS B_STRIPS JOBS",
+            f"INNER RANK_BLOCK STRIP COLUMNS A_STRIPS JOBS {' '.join(own)}",
             STRIP=STRIP,
             A_STRIPS=_strips(spec.inner),
-            B_STRIPS=_strips(spec.outer),
+            **own,
         ),
         functions=["job_of"],
         body=fill(_BODY, _values(spec)),
@@ -185,23 +272,29 @@ def source(spec: KernelSpec) -> str:
 def _values(spec: KernelSpec) -> dict[str, object]:
     # W is stored [O, I] or [I, O]: what lies below it and what lies beside it change places.
     upright = spec.weight_layout == "out_in"
-    below, beside = (spec.outer, spec.inner) if upright else (spec.inner, spec.outer)
+    belows = spec.outers if upright else (spec.inner,) * spec.sites
+    below, beside = (spec.outers, (spec.inner,)) if upright else ((spec.inner,), spec.outers)
     as_rows = "extend_rows({0}, tail + first_row * stride, stride, first, left, {2}, {3})"
     as_columns = "extend_columns({0}, tail + {1} + first, stride, first, left, {2}, {3})"
     a_form, b_form = (as_rows, as_columns) if upright else (as_columns, as_rows)
     return common_values(spec) | {
-        "strips": _strips(spec.inner) + _strips(spec.outer),
-        "below": below,
+        "strips": either([_strips(spec.inner) + _strips(outer) for outer in spec.outers]),
+        "all_strips": _ends(spec)[-1],
+        "belows": belows,
         "below_name": "OUTER" if upright else "INNER",
-        "programs": "blocks + tail_blocks" if spec.extend else "blocks",
         "extend_a": a_form.format("a", "OUTER", "strip", "INNER"),
         "extend_b": b_form.format("b", "INNER", "strip - A_STRIPS", "OUTER"),
         "tail_shape": "[OUTER + T, INNER + T]" if upright else "[INNER + T, OUTER + T]",
         "and_tail": ", and the tail of the weight" if spec.extend else "",
-        "tail_doc": f"[{below} + T, {beside} + T], W at its top left"
+        "tail_doc": f"per site [{either(below)} + T, {either(beside)} + T], W at its top left"
         if spec.extend
         else "not read",
     }
+
+
+def _ends(spec: KernelSpec) -> list[int]:
+    """Behind which strip of the launch each site's last one stands."""
+    return [*accumulate(_strips(spec.inner) + _strips(outer) for outer in spec.outers)]
 
 
 def _strips(columns: int) -> int:
@@ -215,13 +308,14 @@ def flops(spec: KernelSpec) -> str:
 
 def bytes_moved(spec: KernelSpec) -> str:
     """Reads R rows of a and b; writes P packed rows, R rounded up a job to the rank block."""
-    tail = f" + {size(spec.dtype)} T (I + O)" if spec.extend else ""
-    return f"({size(spec.adapter_dtype)} R + {size(spec.dtype)} P) (I + O){tail}"
+    columns = columns_of(spec)
+    tail = f" + {size(spec.dtype)} T ({columns})" if spec.extend else ""
+    return f"({size(spec.adapter_dtype)} R + {size(spec.dtype)} P) ({columns}){tail}"
 
 
 def cost(spec: KernelSpec, tokens: int, rank_rows: int) -> tuple[int, int]:
     """A call's work does not depend on tokens: that of one job whose rank is the mean."""
     rank = rank_rows // max(tokens, 1)
     packed = -(-rank // spec.rank_block) * spec.rank_block
-    row = spec.inner + spec.outer
+    row = spec.sites * spec.inner + sum(spec.outers)
     return 0, (rank * size(spec.adapter_dtype) + packed * size(spec.dtype)) * row

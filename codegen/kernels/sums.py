@@ -6,11 +6,22 @@ adds the chunks' shares of da and db.
 
 from __future__ import annotations
 
+from itertools import accumulate
+
 from tlora_fx.codegen.kernels import lora_b_backward
 from tlora_fx.codegen.kernels.lora_b_backward import chunk_of, padded_rank_rows, slabs_of
 from tlora_fx.codegen.kernels.pack import STRIP
 from tlora_fx.codegen.spec import KernelSpec, Tile
-from tlora_fx.codegen.template import common_values, constants_of, fill, module, size
+from tlora_fx.codegen.template import (
+    columns_of,
+    common_values,
+    constants_of,
+    either,
+    fill,
+    module,
+    of_sites,
+    size,
+)
 
 _ELEMENTS = 512  # of dS in a program: 16 bytes of float32 for each of 128 threads
 _SLABS = 16  # that a thread loads before it adds them
@@ -18,11 +29,8 @@ _COLUMNS = 1024  # of da or db in a program: two times 16 bytes for each of 128 
 _CHUNKS = 4  # that a thread loads before it adds them
 
 _DS = '''
-@triton.jit(
-    do_not_specialize=["tokens", "jobs"],
-    do_not_specialize_on_alignment=$tables,
-)
-def kernel(
+@triton.jit
+def sum_site(
     ds_parts,  # [SLABS, tokens, width]
     tokens,
     flags,  # [P / RANK_BLOCK, STRIPS]
@@ -36,9 +44,13 @@ def kernel(
     ranks,  # [jobs + 1]
     extended,  # [tokens, extended_stride]
     extended_stride,
+    OUTER: tl.constexpr,
     #]
+    STRIPS: tl.constexpr,
+    SLABS: tl.constexpr,
+    BATCH: tl.constexpr,
 ):
-    start_next(OVERLAP)  #? overlap
+    """dS of one site, some rows of a segment and one rank block; waits for the kernel before."""
     block = tl.program_id(0)
     job, place = segment_tile(tl.program_id(1), segments, jobs, ROWS, JOBS)
     owned = job < jobs
@@ -53,74 +65,132 @@ def kernel(
     after = tl.load(ranks + job + 1, mask=owned, other=0)
     #]
     await_previous(OVERLAP)  #? overlap
-    if start >= end:
-        return
-    # All flags of the job, not just this block's: one bad column spoils the whole adapter.
-    faults = fault_flags(flags, slot, slot + rank, STRIPS, RANK_BLOCK)
-    rows = tl.arange(0, ROWS)
-    inside = (rows < end - start)[:, None]
-    columns = block * RANK_BLOCK + tl.arange(0, RANK_BLOCK)
-    # Ranks are whole blocks here, so a job has all columns of this one or none.
-    own = block * RANK_BLOCK < rank
-    # Rows count from the program's first: 32 bits are enough.
-    near = rows[:, None] * width + columns[None, :]
-    slabs = tl.arange(0, BATCH)
-    slab_size = tokens.to(tl.int64) * width
-    ds_parts += start.to(tl.int64) * width
-    total = tl.zeros((ROWS, RANK_BLOCK), $wide)
-    # A batch is loaded as one tile, so that its loads are under way together.
-    for done in tl.static_range(0, SLABS, BATCH):
-        slab = (done + slabs).to(tl.int64)[:, None, None]
-        read = (inside & own)[None, :, :]  #? not ragged
-        read = (inside & own)[None, :, :] & (slab < SLABS)  #? ragged
-        batch = tl.load(ds_parts + slab * slab_size + near[None, :, :], mask=read, other=0.0)
-        total += tl.sum(batch, axis=0)
-    value = tl.where(own, total * scale + tl.sum(faults), 0.0).to(tl.$dtype)
-    tl.store(ds + start.to(tl.int64) * width + near, value, mask=inside)
-    #? extend [
+    if (start < end) & (block * RANK_BLOCK < width):
+        # All flags of the job, not just this block's: one bad column spoils the whole adapter.
+        faults = fault_flags(flags, slot, slot + rank, STRIPS, RANK_BLOCK)
+        rows = tl.arange(0, ROWS)
+        inside = (rows < end - start)[:, None]
+        columns = block * RANK_BLOCK + tl.arange(0, RANK_BLOCK)
+        # Ranks are whole blocks here, so a job has all columns of this one or none.
+        own = block * RANK_BLOCK < rank
+        # Rows count from the program's first: 32 bits are enough.
+        near = rows[:, None] * width + columns[None, :]
+        slabs = tl.arange(0, BATCH)
+        slab_size = tokens.to(tl.int64) * width
+        ds_parts += start.to(tl.int64) * width
+        total = tl.zeros((ROWS, RANK_BLOCK), $wide)
+        # A batch is loaded as one tile, so that its loads are under way together.
+        for done in tl.static_range(0, SLABS, BATCH):
+            slab = (done + slabs).to(tl.int64)[:, None, None]
+            read = (inside & own)[None, :, :]
+            if SLABS % BATCH:
+                read = read & (slab < SLABS)
+            batch = tl.load(ds_parts + slab * slab_size + near[None, :, :], mask=read, other=0.0)
+            total += tl.sum(batch, axis=0)
+        value = tl.where(own, total * scale + tl.sum(faults), 0.0).to(tl.$dtype)
+        tl.store(ds + start.to(tl.int64) * width + near, value, mask=inside)
+        #? extend [
 
-    row = extended + (start + rows).to(tl.int64)[:, None] * extended_stride + OUTER
-    to = before + columns[None, :]
-    tl.store(row + to, value, mask=inside & (to < after))
-    if block == 0:
-        for step in range(0, extended_stride - OUTER, TAIL_STEP):
-            tail = (step + tl.arange(0, TAIL_STEP))[None, :]
-            others = (tail < before) | (tail >= after)
-            within = inside & (tail < extended_stride - OUTER)
-            zeros = tl.zeros((ROWS, TAIL_STEP), tl.$dtype)
-            tl.store(row + tail, zeros, mask=within & others)
+        row = extended + (start + rows).to(tl.int64)[:, None] * extended_stride + OUTER
+        to = before + columns[None, :]
+        tl.store(row + to, value, mask=inside & (to < after))
+        if block == 0:
+            for step in range(0, extended_stride - OUTER, TAIL_STEP):
+                tail = (step + tl.arange(0, TAIL_STEP))[None, :]
+                others = (tail < before) | (tail >= after)
+                within = inside & (tail < extended_stride - OUTER)
+                zeros = tl.zeros((ROWS, TAIL_STEP), tl.$dtype)
+                tl.store(row + tail, zeros, mask=within & others)
+        #]
+
+
+@triton.jit(
+    do_not_specialize=["tokens", "jobs"],
+    do_not_specialize_on_alignment=[
+        "segments",
+        #* sites [
+        "slots_$k",
+        "scales_$k",
+        "ranks_$k",  #? extend
+        #]
+    ],
+)
+def kernel(
+    tokens,
+    segments,  # [jobs + 1]
+    jobs,
+    #* sites [
+    ds_parts_$k,  # [SLABS, tokens, width]
+    flags_$k,  # [P / RANK_BLOCK, STRIPS]
+    slots_$k,  # [jobs + 1]
+    scales_$k,  # [jobs]
+    ds_$k,  # [tokens, width]
+    width_$k,
+    #? extend [
+    ranks_$k,  # [jobs + 1]
+    extended_$k,  # [tokens, extended_stride]
+    extended_stride_$k,
+    #]
+    #]
+):
+    start_next(OVERLAP)  #? overlap
+    #* sites [
+    if tl.program_id(2) == $k:
+        sum_site(
+            ds_parts_$k,
+            tokens,
+            flags_$k,
+            segments,
+            slots_$k,
+            scales_$k,
+            jobs,
+            ds_$k,
+            width_$k,
+            #? extend [
+            ranks_$k,
+            extended_$k,
+            extended_stride_$k,
+            OUTER_$k,
+            #]
+            STRIPS_$k,
+            SLABS_$k,
+            BATCH_$k,
+        )
     #]
 
 
 def launch(ds_parts, flags, segments, slots, scales, jobs, ds, ranks=None, extended=None):
-    """Fill dS$and_tail.
+    """Fill dS$and_tail of $count.
 
-    ds_parts   $part [$slabs, M, W]
-    flags      float32 [P / $rank_block, $strips]
+    ds_parts   per site $part [$slabs, M, W]
+    flags      per site float32 [P / $rank_block, $strips]
     segments   int32 [jobs + 1]
-    slots      int32 [jobs + 1]
-    scales     float32 [jobs]
-    ds         [M, W] in $dtype, contiguous, written whole
+    slots      per site int32 [jobs + 1]
+    scales     per site float32 [jobs]
+    ds         per site [M, W] in $dtype, contiguous, written whole
     ranks      $ranks_doc
     extended   $extended_doc
     """
-    tokens, width = ds.shape
-    grid = (width // $rank_block, triton.cdiv(tokens, $rows) + jobs)
+    tokens = ds[0].shape[0]
+    blocks = max(rows.shape[1] for rows in ds) // $rank_block
+    grid = (blocks, triton.cdiv(tokens, $rows) + jobs, $sites)
     if tokens > 0:
         kernel[grid](
-            ds_parts,
             tokens,
-            flags,
             segments,
-            slots,
-            scales,
             jobs,
-            ds,
-            width,
+            #* sites [
+            ds_parts[$k],
+            flags[$k],
+            slots[$k],
+            scales[$k],
+            ds[$k],
+            ds[$k].shape[1],
             #? extend [
-            ranks,
-            extended,
-            extended.stride(0),
+            ranks[$k],
+            extended[$k],
+            extended[$k].stride(0),
+            #]
             #]
             **META,
         )
@@ -145,54 +215,104 @@ def sum_row(parts, gradient, row, rank, first, count, width, strip, WIDTH: tl.co
     tl.store(gradient + columns, total.to(tl.$adapter_dtype), mask=inside)
 
 
-@triton.jit(
-    do_not_specialize=["jobs"],
-    do_not_specialize_on_alignment=["segments", "ranks"],
-)
-def kernel(
+@triton.jit
+def sum_site(
     da_parts,  # [chunks, width, INNER]
     db_parts,  # [chunks, width, OUTER]
     width,
     segments,  # [jobs + 1]
     ranks,  # [jobs + 1]
     jobs,
-    da,  # [R, INNER]
-    db,  # [R, OUTER]
+    da,  # [rows, INNER]
+    db,  # [rows, OUTER]
+    rows,
+    strip,
+    OUTER: tl.constexpr,
 ):
-    start_next(OVERLAP)  #? overlap
+    """A strip of one row of da or db of one site; waits for the kernel before."""
     row = tl.program_id(0)
-    strip = tl.program_id(1)
     job = job_of(row, ranks, jobs, JOBS)
     first, count = chunks_of(job, segments, jobs, CHUNK, JOBS)
     rank = row - tl.load(ranks + job)
     await_previous(OVERLAP)  #? overlap
-    if strip < A_STRIPS:
-        sum_row(da_parts, da, row, rank, first, count, width, strip, INNER)
-    else:
-        sum_row(db_parts, db, row, rank, first, count, width, strip - A_STRIPS, OUTER)
+    if row < rows:
+        if strip < A_STRIPS:
+            sum_row(da_parts, da, row, rank, first, count, width, strip, INNER)
+        else:
+            sum_row(db_parts, db, row, rank, first, count, width, strip - A_STRIPS, OUTER)
+
+
+@triton.jit(
+    do_not_specialize=[
+        "jobs",
+        #* sites [
+        "rows_$k",
+        #]
+    ],
+    do_not_specialize_on_alignment=[
+        "segments",
+        #* sites [
+        "ranks_$k",
+        #]
+    ],
+)
+def kernel(
+    segments,  # [jobs + 1]
+    jobs,
+    #* sites [
+    da_parts_$k,  # [chunks, width, INNER]
+    db_parts_$k,  # [chunks, width, OUTER]
+    width_$k,
+    ranks_$k,  # [jobs + 1]
+    da_$k,  # [rows, INNER]
+    db_$k,  # [rows, OUTER]
+    rows_$k,
+    #]
+):
+    start_next(OVERLAP)  #? overlap
+    strip = tl.program_id(1)
+    #* sites [
+    if (strip >= FIRST_$k) & (strip < END_$k):
+        sum_site(
+            da_parts_$k,
+            db_parts_$k,
+            width_$k,
+            segments,
+            ranks_$k,
+            jobs,
+            da_$k,
+            db_$k,
+            rows_$k,
+            strip - FIRST_$k,
+            OUTER_$k,
+        )
+    #]
 
 
 def launch(da_parts, db_parts, segments, ranks, slots, jobs, da, db):
-    """Fill da and db.
+    """Fill da and db of $count.
 
-    da_parts   $part [C, W, $inner], chunks of $chunk tokens
-    db_parts   $part [C, W, $outer]
+    da_parts   per site $part [C, W, $inner], chunks of $chunk tokens
+    db_parts   per site $part [C, W, $outers]
     segments   int32 [jobs + 1]
-    ranks      int32 [jobs + 1]
+    ranks      per site int32 [jobs + 1]
     slots      not read
-    da, db     [R, $inner], [R, $outer] in $adapter_dtype, contiguous, written whole
+    da, db     per site [R, $inner], [R, $outers] in $adapter_dtype, contiguous, written whole
     """
-    rows = da.shape[0]
+    rows = max(gradient.shape[0] for gradient in da)
     if rows > 0:
         kernel[rows, $strips](
-            da_parts,
-            db_parts,
-            da_parts.shape[1],
             segments,
-            ranks,
             jobs,
-            da,
-            db,
+            #* sites [
+            da_parts[$k],
+            db_parts[$k],
+            da_parts[$k].shape[1],
+            ranks[$k],
+            da[$k],
+            db[$k],
+            da[$k].shape[0],
+            #]
             **META,
         )
 '''
@@ -227,37 +347,39 @@ class _SumDs:
 
     def source(self, spec: KernelSpec) -> str:
         """The module's text."""
-        names = "RANK_BLOCK STRIPS ROWS SLABS BATCH JOBS"
+        own = of_sites(
+            STRIPS=[_strips(spec, outer) for outer in spec.outers],
+            SLABS=(counts := [slabs_of(spec, outer) for outer in spec.outers]),
+            BATCH=[_batch(count) for count in counts],
+        )
+        names = "RANK_BLOCK ROWS JOBS"
+        if spec.extend:
+            own |= of_sites(OUTER=spec.outers)
+            names += " TAIL_STEP"
         return module(
             spec,
-            constants=constants_of(
-                spec,
-                f"OUTER {names} TAIL_STEP" if spec.extend else names,
-                STRIPS=_strips(spec),
-                SLABS=slabs_of(spec),
-                BATCH=_batch(spec),
-                TAIL_STEP=64,
-            ),
+            constants=constants_of(spec, f"{names} {' '.join(own)}", TAIL_STEP=64, **own),
             functions=["segment_tile", "fault_flags"],
             body=fill(_DS, _ds_values(spec)),
         )
 
     def flops(self, spec: KernelSpec) -> str:
         """Additions."""
-        return f"{slabs_of(spec)} M r"
+        return f"{_all_slabs(spec)} M r"
 
     def bytes_moved(self, spec: KernelSpec) -> str:
         """The shares once, dS once; with `extend` also the tail of T columns."""
         part = 8 if spec.dtype == "float64" else 4
-        tail = f" + {size(spec.dtype)} M T" if spec.extend else ""
-        return f"{part * slabs_of(spec)} M r + {size(spec.dtype)} M r{tail}"
+        element = size(spec.dtype) * spec.sites
+        tail = f" + {element} M T" if spec.extend else ""
+        return f"{part * _all_slabs(spec)} M r + {element} M r{tail}"
 
     def cost(self, spec: KernelSpec, tokens: int, rank_rows: int) -> tuple[int, int]:
         """FLOP and bytes, with every job's ranks rounded up as their mean is, without a tail."""
         part = 8 if spec.dtype == "float64" else 4
         padded = padded_rank_rows(spec, tokens, rank_rows)
-        slabs = slabs_of(spec)
-        return slabs * padded, (part * slabs + size(spec.dtype)) * padded
+        slabs = _all_slabs(spec)
+        return slabs * padded, (part * slabs + size(spec.dtype) * spec.sites) * padded
 
 
 def _tile(spec: KernelSpec, slab: int, elements: int) -> Tile:
@@ -266,28 +388,30 @@ def _tile(spec: KernelSpec, slab: int, elements: int) -> Tile:
 
 
 def _ds_values(spec: KernelSpec) -> dict[str, object]:
-    tables = ["segments", "slots", "scales", *(["ranks"] if spec.extend else [])]
+    widths = either(spec.outers)
     return common_values(spec) | {
-        "slabs": slabs_of(spec),
-        "strips": _strips(spec),
-        "ragged": slabs_of(spec) % _batch(spec) != 0,
-        "tables": str(tables).replace("'", '"'),
+        "slabs": either([slabs_of(spec, outer) for outer in spec.outers]),
+        "strips": either([_strips(spec, outer) for outer in spec.outers]),
         "and_tail": ", and the tail of dy" if spec.extend else "",
-        "ranks_doc": "int32 [jobs + 1]" if spec.extend else "not read",
-        "extended_doc": f"[M, {spec.outer} + T] in {spec.dtype}, its last T columns are written "
-        "whole"
+        "ranks_doc": "per site int32 [jobs + 1]" if spec.extend else "not read",
+        "extended_doc": f"per site [M, {widths} + T] in {spec.dtype}, its last T columns are "
+        "written whole"
         if spec.extend
         else "not read",
     }
 
 
-def _batch(spec: KernelSpec) -> int:
+def _batch(slabs: int) -> int:
     """Slabs that a thread loads before it adds them."""
-    return min(_SLABS, 1 << (slabs_of(spec) - 1).bit_length())
+    return min(_SLABS, 1 << (slabs - 1).bit_length())
 
 
-def _strips(spec: KernelSpec) -> int:
-    return -(-spec.inner // STRIP) - (-spec.outer // STRIP)
+def _all_slabs(spec: KernelSpec) -> int:
+    return sum(slabs_of(spec, outer) for outer in spec.outers)
+
+
+def _strips(spec: KernelSpec, outer: int) -> int:
+    return -(-spec.inner // STRIP) - (-outer // STRIP)
 
 
 class _SumGradients:
@@ -300,7 +424,7 @@ class _SumGradients:
 
     def default_tile(self, spec: KernelSpec) -> Tile:
         """Strips of one row, `rows` chunks at a time: programs enough for one job of rank 16."""
-        widest = max(spec.inner, spec.outer)
+        widest = max(spec.inner, *spec.outers)
         columns = min(_COLUMNS, 1 << (widest - 1).bit_length())
         return Tile(rows=_CHUNKS, columns=columns, depth=0, warps=4, stages=1, chunk=chunk_of(spec))
 
@@ -311,33 +435,37 @@ class _SumGradients:
     def source(self, spec: KernelSpec) -> str:
         """The module's text."""
         a_strips = -(-spec.inner // spec.cut.columns)
-        strips = a_strips - (-spec.outer // spec.cut.columns)
+        ends = [*accumulate(a_strips - (-outer // spec.cut.columns) for outer in spec.outers)]
+        own = of_sites(OUTER=spec.outers, FIRST=[0, *ends[:-1]], END=ends)
         return module(
             spec,
             constants=constants_of(
                 spec,
-                "INNER OUTER COLUMNS BATCH A_STRIPS CHUNK JOBS",
+                f"INNER COLUMNS BATCH A_STRIPS CHUNK JOBS {' '.join(own)}",
                 BATCH=spec.cut.rows,
                 A_STRIPS=a_strips,
+                **own,
             ),
             functions=["job_of", "chunks_of"],
-            body=fill(_GRADIENTS, common_values(spec) | {"strips": strips}),
+            body=fill(_GRADIENTS, common_values(spec) | {"strips": ends[-1]}),
         )
 
     def flops(self, spec: KernelSpec) -> str:
         """Additions."""
-        return f"M r (I + O) / {spec.cut.chunk}"
+        return f"M r ({columns_of(spec)}) / {spec.cut.chunk}"
 
     def bytes_moved(self, spec: KernelSpec) -> str:
         """The shares once, the gradients once."""
         part = 8 if spec.dtype == "float64" else 4
-        return f"({part} M r / {spec.cut.chunk} + {size(spec.adapter_dtype)} R) (I + O)"
+        return (
+            f"({part} M r / {spec.cut.chunk} + {size(spec.adapter_dtype)} R) ({columns_of(spec)})"
+        )
 
     def cost(self, spec: KernelSpec, tokens: int, rank_rows: int) -> tuple[int, int]:
         """FLOP and bytes, for one job whose rank is the mean."""
         part = 8 if spec.dtype == "float64" else 4
         padded = padded_rank_rows(spec, tokens, rank_rows)
-        columns = spec.inner + spec.outer
+        columns = spec.sites * spec.inner + sum(spec.outers)
         rank = -(-rank_rows // max(tokens, 1))
         adds = padded * columns // spec.cut.chunk
         return adds, part * adds + size(spec.adapter_dtype) * rank * columns

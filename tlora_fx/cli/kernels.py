@@ -56,6 +56,9 @@ class KernelOptions:
         bool, typer.Option("--accumulate", help="Add to what the output holds.")
     ] = False
     sites: Annotated[int, typer.Option(help="Linears that share the input.")] = 1
+    beside: Annotated[str, typer.Option(help="Outputs of the further ones, such as 1024,1024.")] = (
+        ""
+    )
     extend: Annotated[str, typer.Option(help="For concat-K: tail or copy.")] = ""
     job_capacity: Annotated[int, typer.Option(help="Most jobs of a row.")] = 64
     arch: Annotated[int, typer.Option(help="Compute capability: 80, 90, 100.")] = 90
@@ -68,7 +71,16 @@ class KernelOptions:
         """What they name; raises UnknownKernel, KernelSpecError."""
         words = {field.name: getattr(self, field.name) for field in fields(self)}
         words |= {name: _SHORT.get(words[name], words[name]) for name in ("dtype", "adapter_dtype")}
-        return KernelSpec(**words | {"tile": _tile(self.tile)})
+        return KernelSpec(**words | {"tile": _tile(self.tile), "beside": _widths(self.beside)})
+
+
+def _widths(text: str) -> tuple[int, ...]:
+    words = [word.strip() for word in text.split(",")] if text else []
+    if not all(word.isdecimal() for word in words):
+        raise KernelSpecError(
+            "--beside are numbers with commas between", expected="1024,1024", found=text
+        )
+    return tuple(map(int, words))
 
 
 def _tile(text: str | None) -> Tile | None:

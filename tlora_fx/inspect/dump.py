@@ -17,8 +17,8 @@ from typing import Any
 
 import torch
 
-from tlora_fx.codegen.kernels import build
-from tlora_fx.codegen.spec import DTYPES, MOST_SITES, KernelSpec
+from tlora_fx.codegen.kernels import build, emitter
+from tlora_fx.codegen.spec import DTYPES, MOST_SITES, KernelSpec, Kind
 from tlora_fx.durable import replace_file
 from tlora_fx.errors import DumpNotWritable, GraphNotStorable, KernelSpecError
 from tlora_fx.graph_file import SUFFIX, graph_text
@@ -127,6 +127,10 @@ def _clear(folder: Path, ours: re.Pattern[str], kept: Set[str] = frozenset()) ->
             file.unlink()
 
 
+#: Kinds of which one launch serves all sites on an x.
+TOGETHER: tuple[Kind, ...] = ("pack", "lora_b_backward", "sum_ds", "sum_gradients")
+
+
 @dataclass(frozen=True, slots=True)
 class _SiteSpec:
     """A site as kernels see it: what all of its specs have in common, and the rest."""
@@ -206,21 +210,33 @@ def _specs(sites: list[LoweredSite], jobs: int, arch: int) -> Iterator[_Served]:
             # An expand has one width, that of what it writes.
             wide = replace(read, kind="expand", outer=read.inner, accumulate=start > 0)
             yield wide, served
+    for kind in TOGETHER:
+        yield from _joined(kind, every)
     for index, (spec, site) in enumerate(every):
         for own in _site_kernels(spec, index > 0):
             yield own, [site]
 
 
+def _joined(kind: Kind, every: list[tuple[_SiteSpec, LoweredSite]]) -> Iterator[_Served]:
+    """The kernels that serve all sites whose work is cut alike."""
+    alike: dict[object, list[tuple[KernelSpec, LoweredSite]]] = {}
+    for site, served in every:
+        spec = replace(site.plain, kind=kind)
+        if kind in ("pack", "sum_gradients"):
+            spec = replace(spec, adapter_dtype=site.adapter_dtype)
+        key = spec.rank_block, site.adapter_dtype, emitter(kind).default_tile(spec)
+        alike.setdefault(key, []).append((spec, served))
+    for equal in alike.values():
+        first, *rest = (spec for spec, _ in equal)
+        beside = tuple(spec.outer for spec in rest)
+        yield replace(first, sites=len(equal), beside=beside), [served for _, served in equal]
+
+
 def _site_kernels(site: _SiteSpec, later: bool) -> Iterator[KernelSpec]:
     """The kernels of one site alone; a later site adds its part of dx to the first one's."""
     plain, outer = site.plain, site.plain.outer
-    stored = replace(plain, adapter_dtype=site.adapter_dtype)
     biased = replace(plain, bias=site.bias, weight_layout=site.layout)
     back = replace(plain, dropout=site.dropout, accumulate=later)
-    yield replace(stored, kind="pack")
-    yield replace(plain, kind="lora_b_backward")
-    yield replace(plain, kind="sum_ds")
-    yield replace(stored, kind="sum_gradients")
     if site.frozen:
         yield replace(biased, kind="forward")
         yield replace(back, kind="input_gradient", weight_layout=site.layout)

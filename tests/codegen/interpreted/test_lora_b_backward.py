@@ -26,8 +26,8 @@ def passed(site, dy=None, extended=None, tile=SMALL):
     ds = nans(slabs, site.tokens, site.width, dtype=wide)
     db = nans(chunks, site.width, site.outer, dtype=wide)
     given = site.dy if dy is None else dy
-    tables = site.segments, site.slots, site.jobs
-    module.launch(given, site.s, site.b_packed, *tables, ds, db, extended)
+    tables = site.segments, [site.slots], site.jobs
+    module.launch([given], [site.s], [site.b_packed], *tables, [ds], [db], [extended])
     return ds, db
 
 

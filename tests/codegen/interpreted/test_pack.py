@@ -20,7 +20,8 @@ def packed(site, tail=None, **options):
     a = nans(site.packed_rows, site.inner, dtype=site.dtype)
     b = nans(site.packed_rows, site.outer, dtype=site.dtype)
     flags = nans(*site.flags.shape, dtype=torch.float32)
-    module.launch(site.a, site.b, site.ranks, site.slots, site.jobs, a, b, flags, tail)
+    given = [[site.a], [site.b], [site.ranks], [site.slots], site.jobs]
+    module.launch(*given, [a], [b], [flags], None if tail is None else [tail])
     return a, b, flags
 
 

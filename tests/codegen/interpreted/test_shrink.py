@@ -241,8 +241,8 @@ def test_shares_of_columns_add_up_to_s(problem, dtype, extend):
         extended=extended,
     )  # fmt: skip
     load(shrink.finish(spec)).launch(
-        shares, site.flags, site.segments, site.slots, site.scales, site.jobs, s, site.ranks,
-        extended,
+        [shares], [site.flags], site.segments, [site.slots], [site.scales], site.jobs, [s],
+        [site.ranks], [extended],
     )  # fmt: skip
 
     others = [*range(25), *range(34, 37)]

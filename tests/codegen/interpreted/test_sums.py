@@ -38,9 +38,9 @@ def summed_ds(site, parts, flags=None, extended=None):
     extend = "" if extended is None else "tail"
     module = load(KernelSpec("sum_ds", **fields, extend=extend, tile=tile))
     ds = nans(site.tokens, site.width, dtype=site.dtype)
-    tables = site.segments, site.slots, site.scales, site.jobs
+    tables = site.segments, [site.slots], [site.scales], site.jobs
     given = site.flags if flags is None else flags
-    module.launch(parts, given, *tables, ds, site.ranks, extended)
+    module.launch([parts], [given], *tables, [ds], [site.ranks], [extended])
     return ds
 
 
@@ -101,8 +101,8 @@ def summed_gradients(site, da_parts, db_parts):
     tile = Tile(rows=4, columns=64, depth=0, warps=4, stages=1, chunk=CHUNK)
     module = load(KernelSpec("sum_gradients", **fields, tile=tile))
     da, db = (nans(*like.shape, dtype=like.dtype) for like in (site.a, site.b))
-    tables = site.segments, site.ranks, site.slots, site.jobs
-    module.launch(da_parts, db_parts, *tables, da, db)
+    tables = site.segments, [site.ranks], [site.slots], site.jobs
+    module.launch([da_parts], [db_parts], *tables, [da], [db])
     return da, db
 
 

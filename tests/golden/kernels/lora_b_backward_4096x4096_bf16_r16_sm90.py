@@ -8,7 +8,7 @@
 # bytes      2 M (O + r) + 4 M r (8 + O / 512) + 2 r O
 # again      tlora-fx kernels show lora_b_backward --in 4096 --out 4096 --tile 64,512,0,8,3,512,512
 #
-# sha256 of what follows: 243c7d2620ab2d42bd958ffca17b17f5f6830f014b126af34cf8271203fa204b
+# sha256 of what follows: 8df3cd4be070bc0f6e86e6f32deb05f9734729dad5c483e0d1482446829a1fe3
 
 import triton
 import triton.language as tl
@@ -20,39 +20,38 @@ from tlora_fx.codegen.device_library import (
     start_next,
 )
 
-OUTER = tl.constexpr(4096)
 RANK_BLOCK = tl.constexpr(16)
 ROWS = tl.constexpr(64)
 SLAB = tl.constexpr(512)
 CHUNK = tl.constexpr(512)
 JOBS = tl.constexpr(64)
 HALF = tl.constexpr(8)
+OUTER_0 = tl.constexpr(4096)
+FIRST_0 = tl.constexpr(0)
+END_0 = tl.constexpr(8)
 # Triton's interpreter runs one kernel after the other.
 OVERLAP = tl.constexpr(not triton.knobs.runtime.interpret)
 
 SIGNATURE = {
-    "dy": "*bf16",
-    "dy_stride": "i32",
     "tokens": "i32",
-    "s": "*bf16",
-    "width": "i32",
-    "b_packed": "*bf16",
     "segments": "*i32",
-    "slots": "*i32",
     "jobs": "i32",
-    "ds_parts": "*fp32",
-    "db_parts": "*fp32",
+    "dy_0": "*bf16",
+    "dy_stride_0": "i32",
+    "s_0": "*bf16",
+    "width_0": "i32",
+    "b_packed_0": "*bf16",
+    "slots_0": "*i32",
+    "ds_parts_0": "*fp32",
+    "db_parts_0": "*fp32",
 }
 META = {"num_warps": 8, "num_stages": 3}
 if OVERLAP:
     META["launch_pdl"] = True
 
 
-@triton.jit(
-    do_not_specialize=["tokens", "jobs"],
-    do_not_specialize_on_alignment=["segments", "slots"],
-)
-def lora_b_backward(
+@triton.jit
+def pass_slab(
     dy,  # [tokens, dy_stride]
     dy_stride,
     tokens,
@@ -64,10 +63,11 @@ def lora_b_backward(
     jobs,
     ds_parts,  # [SLABS, tokens, width]
     db_parts,  # [chunks, width, OUTER]
+    slab,
+    OUTER: tl.constexpr,
 ):
-    start_next(OVERLAP)
+    """One chunk and one slab of a site, and one block of ranks; waits for the kernel before."""
     block = tl.program_id(0)
-    slab = tl.program_id(1)
     chunk = tl.program_id(2)
     job, place = segment_tile(chunk, segments, jobs, CHUNK, JOBS)
     there = job < jobs
@@ -76,67 +76,109 @@ def lora_b_backward(
     slot = tl.load(slots + job) + block * RANK_BLOCK
     owned = slot < tl.load(slots + job + 1, mask=there, other=0)
     await_previous(OVERLAP)
-    if not owned:
-        return
-    ranks = tl.arange(0, RANK_BLOCK)
-    columns = slab * SLAB + tl.arange(0, SLAB)
-    place_b = (slot + ranks).to(tl.int64)[:, None] * OUTER + columns[None, :]
-    b = tl.load(b_packed + place_b)
+    busy = owned
+    # The first programs of a chunk copy, also for a job without an adapter.
+    if busy:
+        ranks = tl.arange(0, RANK_BLOCK)
+        columns = slab * SLAB + tl.arange(0, SLAB)
+        place_b = (slot + ranks).to(tl.int64)[:, None] * OUTER + columns[None, :]
+        b = tl.load(b_packed + place_b)
 
-    # What follows counts rows from the chunk's start: 32 bits are enough.
-    dy += start.to(tl.int64) * dy_stride
-    s += start.to(tl.int64) * width + block * RANK_BLOCK
-    ds_parts += (slab.to(tl.int64) * tokens + start) * width + block * RANK_BLOCK
-    db = tl.zeros((SLAB, RANK_BLOCK), tl.float32)
-    for step in range(0, count, ROWS):
-        rows = step + tl.arange(0, ROWS)
-        own = (rows < count)[:, None]
-        here = own
-        tile = tl.load(dy + rows[:, None] * dy_stride + columns[None, :], mask=here, other=0.0)
-        low = tl.load(s + rows[:, None] * width + ranks[None, :], mask=own, other=0.0)
-        db = tl.dot(tl.trans(tile), low, db)  # [SLAB, RANK_BLOCK]
-        ds = tl.dot(tile, tl.trans(b))  # [ROWS, RANK_BLOCK]
-        stored = own
-        # Each half leaves from the registers where the tensor cores put it: the whole would be
-        # put in order through shared memory, which costs a barrier a step, and room.
-        left, right = column_halves(ds, ROWS, RANK_BLOCK)
-        to = ds_parts + rows[:, None] * width + tl.arange(0, HALF)[None, :]
-        tl.store(to, left, mask=stored)
-        tl.store(to + HALF, right, mask=stored)
-    place_db = (chunk.to(tl.int64) * width + block * RANK_BLOCK + ranks)[:, None] * OUTER
-    tl.store(db_parts + place_db + columns[None, :], tl.trans(db))
+        # What follows counts rows from the chunk's start: 32 bits are enough.
+        dy += start.to(tl.int64) * dy_stride
+        s += start.to(tl.int64) * width + block * RANK_BLOCK
+        ds_parts += (slab.to(tl.int64) * tokens + start) * width + block * RANK_BLOCK
+        db = tl.zeros((SLAB, RANK_BLOCK), tl.float32)
+        for step in range(0, count, ROWS):
+            rows = step + tl.arange(0, ROWS)
+            own = (rows < count)[:, None]
+            here = own
+            tile = tl.load(dy + rows[:, None] * dy_stride + columns[None, :], mask=here, other=0.0)
+            low = tl.load(s + rows[:, None] * width + ranks[None, :], mask=own, other=0.0)
+            db = tl.dot(tl.trans(tile), low, db)  # [SLAB, RANK_BLOCK]
+            ds = tl.dot(tile, tl.trans(b))  # [ROWS, RANK_BLOCK]
+            stored = own
+            # Each half leaves from the registers where the tensor cores put it: the whole would be
+            # put in order through shared memory, which costs a barrier a step, and room.
+            left, right = column_halves(ds, ROWS, RANK_BLOCK)
+            to = ds_parts + rows[:, None] * width + tl.arange(0, HALF)[None, :]
+            tl.store(to, left, mask=stored)
+            tl.store(to + HALF, right, mask=stored)
+        place_db = (chunk.to(tl.int64) * width + block * RANK_BLOCK + ranks)[:, None] * OUTER
+        tl.store(db_parts + place_db + columns[None, :], tl.trans(db))
+
+
+@triton.jit(
+    do_not_specialize=["tokens", "jobs"],
+    do_not_specialize_on_alignment=[
+        "segments",
+        "slots_0",
+    ],
+)
+def lora_b_backward(
+    tokens,
+    segments,  # [jobs + 1]
+    jobs,
+    dy_0,  # [tokens, dy_stride]
+    dy_stride_0,
+    s_0,  # [tokens, width]
+    width_0,
+    b_packed_0,  # [P, OUTER]
+    slots_0,  # [jobs + 1]
+    ds_parts_0,  # [SLABS, tokens, width]
+    db_parts_0,  # [chunks, width, OUTER]
+):
+    start_next(OVERLAP)
+    slab = tl.program_id(1)
+    if (slab >= FIRST_0) & (slab < END_0):
+        pass_slab(
+            dy_0,
+            dy_stride_0,
+            tokens,
+            s_0,
+            width_0,
+            b_packed_0,
+            segments,
+            slots_0,
+            jobs,
+            ds_parts_0,
+            db_parts_0,
+            slab - FIRST_0,
+            OUTER_0,
+        )
 
 
 kernel = lora_b_backward
 
 
 def launch(dy, s, b_packed, segments, slots, jobs, ds_parts, db_parts, extended=None):
-    """Fill the shares of dS and db; what no job owns stays as it is.
+    """Fill the shares of dS and db of one site; what no job owns stays as it is.
 
-    dy         [M, 4096] in bfloat16, rows contiguous
-    s          [M, W] in bfloat16, contiguous
-    b_packed   [P, 4096] in bfloat16
+    dy         per site [M, 4096] in bfloat16, rows contiguous
+    s          per site [M, W] in bfloat16, contiguous
+    b_packed   per site [P, 4096] in bfloat16
     segments   int32 [jobs + 1]
-    slots      int32 [jobs + 1]
-    ds_parts   float32 [8, M, W], not yet scaled; written where a job has a rank
-    db_parts   float32 [C, W, 4096], chunks of 512 tokens; written where a job has a rank
+    slots      per site int32 [jobs + 1]
+    ds_parts   per site float32 [8, M, W], not yet scaled; written where a job has a rank
+    db_parts   per site float32 [C, W, 4096], chunks of 512 tokens; written where a job has a
+               rank
     extended   not read
     """
-    tokens, width = s.shape
+    tokens = s[0].shape[0]
     chunks = (tokens + jobs * (512 - 1)) // 512
-    grid = (width // 16, 8, chunks)
+    grid = (max(low.shape[1] for low in s) // 16, 8, chunks)
     if tokens > 0:
         kernel[grid](
-            dy,
-            dy.stride(0),
             tokens,
-            s,
-            width,
-            b_packed,
             segments,
-            slots,
             jobs,
-            ds_parts,
-            db_parts,
+            dy[0],
+            dy[0].stride(0),
+            s[0],
+            s[0].shape[1],
+            b_packed[0],
+            slots[0],
+            ds_parts[0],
+            db_parts[0],
             **META,
         )

@@ -8,7 +8,7 @@
 # bytes      (4 R + 2 P) (I + O) + 2 T (I + O)
 # again      tlora-fx kernels show pack --in 4096 --out 4096 --extend tail --tile 16,512,0,8,2,0,0
 #
-# sha256 of what follows: fb8c894285b7c2b9442a7e5535287e09d27a91bb60c83e39c39eb4c298595b89
+# sha256 of what follows: 6817e4b47ff16e61b12df0c21ca6168cda6dbd430f4e29f8f852eba58a41def5
 
 import triton
 import triton.language as tl
@@ -20,28 +20,30 @@ from tlora_fx.codegen.device_library import (
 )
 
 INNER = tl.constexpr(4096)
-OUTER = tl.constexpr(4096)
 RANK_BLOCK = tl.constexpr(16)
 STRIP = tl.constexpr(512)
 COLUMNS = tl.constexpr(512)
 A_STRIPS = tl.constexpr(8)
-B_STRIPS = tl.constexpr(8)
 JOBS = tl.constexpr(64)
+OUTER_0 = tl.constexpr(4096)
+FIRST_0 = tl.constexpr(0)
+END_0 = tl.constexpr(16)
 # Triton's interpreter runs one kernel after the other.
 OVERLAP = tl.constexpr(not triton.knobs.runtime.interpret)
 
 SIGNATURE = {
-    "a": "*fp32",
-    "b": "*fp32",
-    "ranks": "*i32",
-    "slots": "*i32",
     "jobs": "i32",
-    "a_packed": "*bf16",
-    "b_packed": "*bf16",
-    "flags": "*fp32",
-    "tail": "*bf16",
-    "stride": "i32",
-    "blocks": "i32",
+    "a_0": "*fp32",
+    "b_0": "*fp32",
+    "ranks_0": "*i32",
+    "slots_0": "*i32",
+    "a_packed_0": "*bf16",
+    "b_packed_0": "*bf16",
+    "flags_0": "*fp32",
+    "blocks_0": "i32",
+    "tail_0": "*bf16",
+    "stride_0": "i32",
+    "ends_0": "i32",
 }
 META = {"num_warps": 8, "num_stages": 2}
 if OVERLAP:
@@ -99,8 +101,8 @@ def extend_columns(source, tail, stride, first, count, strip, WIDTH: tl.constexp
         tl.store(tail + where, values, mask=(columns < WIDTH)[None, :])
 
 
-@triton.jit(do_not_specialize=["jobs", "blocks"])
-def pack(
+@triton.jit
+def pack_site(
     a,  # [R, INNER]
     b,  # [R, OUTER]
     ranks,  # [jobs + 1], rows of a and b
@@ -109,13 +111,16 @@ def pack(
     a_packed,  # [P, INNER]
     b_packed,  # [P, OUTER]
     flags,  # [P / RANK_BLOCK, A_STRIPS + B_STRIPS]
+    blocks,  # P / RANK_BLOCK
     tail,  # [OUTER + T, INNER + T]
     stride,  # of its rows
-    blocks,  # P / RANK_BLOCK
+    ends,  # blocks, and those of the tail
+    strip,
+    OUTER: tl.constexpr,
+    B_STRIPS: tl.constexpr,
 ):
-    start_next(OVERLAP)
+    """A strip of one block of a site; waits for the kernel before."""
     block = tl.program_id(0)
-    strip = tl.program_id(1)
     # The job of this block's rows; blocks behind the last job's have none and become zeros.
     job = job_of(block * RANK_BLOCK, slots, jobs, JOBS)
     owned = job < jobs
@@ -124,7 +129,13 @@ def pack(
     count = tl.load(ranks + job + 1, mask=owned, other=0) - first
     all_ranks = tl.load(ranks + jobs)
     await_previous(OVERLAP)
-    if block >= blocks:
+    if block < blocks:
+        flag = flags + block * (A_STRIPS + B_STRIPS) + strip
+        if strip < A_STRIPS:
+            pack_strip(a, a_packed, flag, block, strip, first, count, INNER)
+        else:
+            pack_strip(b, b_packed, flag, block, strip - A_STRIPS, first, count, OUTER)
+    elif block < ends:
         first = (block - blocks) * RANK_BLOCK
         first_row = (first + OUTER).to(tl.int64)
         left = all_ranks - first
@@ -132,41 +143,84 @@ def pack(
             extend_rows(a, tail + first_row * stride, stride, first, left, strip, INNER)
         else:
             extend_columns(b, tail + INNER + first, stride, first, left, strip - A_STRIPS, OUTER)
-        return
-    flag = flags + block * (A_STRIPS + B_STRIPS) + strip
-    if strip < A_STRIPS:
-        pack_strip(a, a_packed, flag, block, strip, first, count, INNER)
-    else:
-        pack_strip(b, b_packed, flag, block, strip - A_STRIPS, first, count, OUTER)
+
+
+@triton.jit(
+    do_not_specialize=[
+        "jobs",
+        "blocks_0",
+        "ends_0",
+    ],
+    do_not_specialize_on_alignment=[
+        "ranks_0",
+        "slots_0",
+    ],
+)
+def pack(
+    jobs,
+    a_0,  # [R, INNER]
+    b_0,  # [R, OUTER]
+    ranks_0,  # [jobs + 1], rows of a and b
+    slots_0,  # [jobs + 1], packed rows
+    a_packed_0,  # [P, INNER]
+    b_packed_0,  # [P, OUTER]
+    flags_0,  # [P / RANK_BLOCK, A_STRIPS + B_STRIPS]
+    blocks_0,  # P / RANK_BLOCK
+    tail_0,  # [OUTER + T, INNER + T]
+    stride_0,  # of its rows
+    ends_0,  # blocks, and those of the tail
+):
+    start_next(OVERLAP)
+    strip = tl.program_id(1)
+    if (strip >= FIRST_0) & (strip < END_0):
+        pack_site(
+            a_0,
+            b_0,
+            ranks_0,
+            slots_0,
+            jobs,
+            a_packed_0,
+            b_packed_0,
+            flags_0,
+            blocks_0,
+            tail_0,
+            stride_0,
+            ends_0,
+            strip - FIRST_0,
+            OUTER_0,
+            END_0 - FIRST_0 - A_STRIPS,
+        )
 
 
 kernel = pack
 
 
 def launch(a, b, ranks, slots, jobs, a_packed, b_packed, flags, tail=None):
-    """Fill packed adapters and flags, and the tail of the weight.
+    """Fill packed adapters and flags, and the tail of the weight of one site.
 
-    a, b                [R, 4096], [R, 4096] in float32
-    ranks, slots        int32 [jobs + 1]
-    a_packed, b_packed  [P, 4096], [P, 4096] in bfloat16, P a multiple of 16
-    flags               float32 [P / 16, 16]
-    tail                [4096 + T, 4096 + T], W at its top left
+    a, b                per site [R, 4096], [R, 4096] in float32
+    ranks, slots        per site int32 [jobs + 1]
+    a_packed, b_packed  per site [P, 4096], [P, 4096] in bfloat16, P a multiple of 16
+    flags               per site float32 [P / 16, 16]
+    tail                per site [4096 + T, 4096 + T], W at its top left
     """
-    blocks = a_packed.shape[0] // 16
-    tail_blocks = (tail.shape[0] - 4096) // 16
-    grid = (blocks + tail_blocks, 16)
+    blocks = [rows.shape[0] // 16 for rows in a_packed]
+    belows = [rows.shape[0] - below for rows, below in zip(tail, (4096,), strict=True)]
+    ends = [count + rows // 16 for count, rows in zip(blocks, belows, strict=True)]
+    grid = (max(ends), 16)
     if grid[0] > 0:
         kernel[grid](
-            a,
-            b,
-            ranks,
-            slots,
             jobs,
-            a_packed,
-            b_packed,
-            flags,
-            tail,
-            tail.stride(0),
-            blocks,
+            a[0],
+            b[0],
+            ranks[0],
+            slots[0],
+            a_packed[0],
+            b_packed[0],
+            flags[0],
+            blocks[0],
+            tail[0],
+            tail[0].stride(0),
+            ends[0],
             **META,
         )

@@ -8,7 +8,7 @@
 # bytes      32 M r + 2 M r
 # again      tlora-fx kernels show sum_ds --in 4096 --out 4096 --tile 32,16,0,4,1,0,512
 #
-# sha256 of what follows: 02fab75e5e3dde07969e0f13a05f6d1db9610c45fa3a238775eacd14d6934d70
+# sha256 of what follows: 8a1e839b66057ab844db6d766f431da9ee11838ec866e41b14a7615c75c6617d
 
 import triton
 import triton.language as tl
@@ -21,35 +21,32 @@ from tlora_fx.codegen.device_library import (
 )
 
 RANK_BLOCK = tl.constexpr(16)
-STRIPS = tl.constexpr(16)
 ROWS = tl.constexpr(32)
-SLABS = tl.constexpr(8)
-BATCH = tl.constexpr(8)
 JOBS = tl.constexpr(64)
+STRIPS_0 = tl.constexpr(16)
+SLABS_0 = tl.constexpr(8)
+BATCH_0 = tl.constexpr(8)
 # Triton's interpreter runs one kernel after the other.
 OVERLAP = tl.constexpr(not triton.knobs.runtime.interpret)
 
 SIGNATURE = {
-    "ds_parts": "*fp32",
     "tokens": "i32",
-    "flags": "*fp32",
     "segments": "*i32",
-    "slots": "*i32",
-    "scales": "*fp32",
     "jobs": "i32",
-    "ds": "*bf16",
-    "width": "i32",
+    "ds_parts_0": "*fp32",
+    "flags_0": "*fp32",
+    "slots_0": "*i32",
+    "scales_0": "*fp32",
+    "ds_0": "*bf16",
+    "width_0": "i32",
 }
 META = {"num_warps": 4, "num_stages": 1}
 if OVERLAP:
     META["launch_pdl"] = True
 
 
-@triton.jit(
-    do_not_specialize=["tokens", "jobs"],
-    do_not_specialize_on_alignment=["segments", "slots", "scales"],
-)
-def sum_ds(
+@triton.jit
+def sum_site(
     ds_parts,  # [SLABS, tokens, width]
     tokens,
     flags,  # [P / RANK_BLOCK, STRIPS]
@@ -59,8 +56,11 @@ def sum_ds(
     jobs,
     ds,  # [tokens, width]
     width,
+    STRIPS: tl.constexpr,
+    SLABS: tl.constexpr,
+    BATCH: tl.constexpr,
 ):
-    start_next(OVERLAP)
+    """dS of one site, some rows of a segment and one rank block; waits for the kernel before."""
     block = tl.program_id(0)
     job, place = segment_tile(tl.program_id(1), segments, jobs, ROWS, JOBS)
     owned = job < jobs
@@ -71,58 +71,97 @@ def sum_ds(
     rank = tl.load(slots + job + 1, mask=owned, other=0) - slot
     scale = tl.load(scales + job, mask=owned, other=0.0)
     await_previous(OVERLAP)
-    if start >= end:
-        return
-    # All flags of the job, not just this block's: one bad column spoils the whole adapter.
-    faults = fault_flags(flags, slot, slot + rank, STRIPS, RANK_BLOCK)
-    rows = tl.arange(0, ROWS)
-    inside = (rows < end - start)[:, None]
-    columns = block * RANK_BLOCK + tl.arange(0, RANK_BLOCK)
-    # Ranks are whole blocks here, so a job has all columns of this one or none.
-    own = block * RANK_BLOCK < rank
-    # Rows count from the program's first: 32 bits are enough.
-    near = rows[:, None] * width + columns[None, :]
-    slabs = tl.arange(0, BATCH)
-    slab_size = tokens.to(tl.int64) * width
-    ds_parts += start.to(tl.int64) * width
-    total = tl.zeros((ROWS, RANK_BLOCK), tl.float32)
-    # A batch is loaded as one tile, so that its loads are under way together.
-    for done in tl.static_range(0, SLABS, BATCH):
-        slab = (done + slabs).to(tl.int64)[:, None, None]
-        read = (inside & own)[None, :, :]
-        batch = tl.load(ds_parts + slab * slab_size + near[None, :, :], mask=read, other=0.0)
-        total += tl.sum(batch, axis=0)
-    value = tl.where(own, total * scale + tl.sum(faults), 0.0).to(tl.bfloat16)
-    tl.store(ds + start.to(tl.int64) * width + near, value, mask=inside)
+    if (start < end) & (block * RANK_BLOCK < width):
+        # All flags of the job, not just this block's: one bad column spoils the whole adapter.
+        faults = fault_flags(flags, slot, slot + rank, STRIPS, RANK_BLOCK)
+        rows = tl.arange(0, ROWS)
+        inside = (rows < end - start)[:, None]
+        columns = block * RANK_BLOCK + tl.arange(0, RANK_BLOCK)
+        # Ranks are whole blocks here, so a job has all columns of this one or none.
+        own = block * RANK_BLOCK < rank
+        # Rows count from the program's first: 32 bits are enough.
+        near = rows[:, None] * width + columns[None, :]
+        slabs = tl.arange(0, BATCH)
+        slab_size = tokens.to(tl.int64) * width
+        ds_parts += start.to(tl.int64) * width
+        total = tl.zeros((ROWS, RANK_BLOCK), tl.float32)
+        # A batch is loaded as one tile, so that its loads are under way together.
+        for done in tl.static_range(0, SLABS, BATCH):
+            slab = (done + slabs).to(tl.int64)[:, None, None]
+            read = (inside & own)[None, :, :]
+            if SLABS % BATCH:
+                read = read & (slab < SLABS)
+            batch = tl.load(ds_parts + slab * slab_size + near[None, :, :], mask=read, other=0.0)
+            total += tl.sum(batch, axis=0)
+        value = tl.where(own, total * scale + tl.sum(faults), 0.0).to(tl.bfloat16)
+        tl.store(ds + start.to(tl.int64) * width + near, value, mask=inside)
+
+
+@triton.jit(
+    do_not_specialize=["tokens", "jobs"],
+    do_not_specialize_on_alignment=[
+        "segments",
+        "slots_0",
+        "scales_0",
+    ],
+)
+def sum_ds(
+    tokens,
+    segments,  # [jobs + 1]
+    jobs,
+    ds_parts_0,  # [SLABS, tokens, width]
+    flags_0,  # [P / RANK_BLOCK, STRIPS]
+    slots_0,  # [jobs + 1]
+    scales_0,  # [jobs]
+    ds_0,  # [tokens, width]
+    width_0,
+):
+    start_next(OVERLAP)
+    if tl.program_id(2) == 0:
+        sum_site(
+            ds_parts_0,
+            tokens,
+            flags_0,
+            segments,
+            slots_0,
+            scales_0,
+            jobs,
+            ds_0,
+            width_0,
+            STRIPS_0,
+            SLABS_0,
+            BATCH_0,
+        )
 
 
 kernel = sum_ds
 
 
 def launch(ds_parts, flags, segments, slots, scales, jobs, ds, ranks=None, extended=None):
-    """Fill dS.
+    """Fill dS of one site.
 
-    ds_parts   float32 [8, M, W]
-    flags      float32 [P / 16, 16]
+    ds_parts   per site float32 [8, M, W]
+    flags      per site float32 [P / 16, 16]
     segments   int32 [jobs + 1]
-    slots      int32 [jobs + 1]
-    scales     float32 [jobs]
-    ds         [M, W] in bfloat16, contiguous, written whole
+    slots      per site int32 [jobs + 1]
+    scales     per site float32 [jobs]
+    ds         per site [M, W] in bfloat16, contiguous, written whole
     ranks      not read
     extended   not read
     """
-    tokens, width = ds.shape
-    grid = (width // 16, triton.cdiv(tokens, 32) + jobs)
+    tokens = ds[0].shape[0]
+    blocks = max(rows.shape[1] for rows in ds) // 16
+    grid = (blocks, triton.cdiv(tokens, 32) + jobs, 1)
     if tokens > 0:
         kernel[grid](
-            ds_parts,
             tokens,
-            flags,
             segments,
-            slots,
-            scales,
             jobs,
-            ds,
-            width,
+            ds_parts[0],
+            flags[0],
+            slots[0],
+            scales[0],
+            ds[0],
+            ds[0].shape[1],
             **META,
         )

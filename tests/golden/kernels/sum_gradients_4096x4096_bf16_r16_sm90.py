@@ -8,7 +8,7 @@
 # bytes      (4 M r / 512 + 4 R) (I + O)
 # again      tlora-fx kernels show sum_gradients --in 4096 --out 4096 --tile 4,1024,0,4,1,512,0
 #
-# sha256 of what follows: ed3f66fb0685c718d3fb8fc5b440f08305b29fe96e0e0890bcc7ec95bb00b8e0
+# sha256 of what follows: 8b3dd81e157af813259eb873b50aa2796dfaacf6b526ba264bf5702bf099b3b5
 
 import triton
 import triton.language as tl
@@ -21,24 +21,27 @@ from tlora_fx.codegen.device_library import (
 )
 
 INNER = tl.constexpr(4096)
-OUTER = tl.constexpr(4096)
 COLUMNS = tl.constexpr(1024)
 BATCH = tl.constexpr(4)
 A_STRIPS = tl.constexpr(4)
 CHUNK = tl.constexpr(512)
 JOBS = tl.constexpr(64)
+OUTER_0 = tl.constexpr(4096)
+FIRST_0 = tl.constexpr(0)
+END_0 = tl.constexpr(8)
 # Triton's interpreter runs one kernel after the other.
 OVERLAP = tl.constexpr(not triton.knobs.runtime.interpret)
 
 SIGNATURE = {
-    "da_parts": "*fp32",
-    "db_parts": "*fp32",
-    "width": "i32",
     "segments": "*i32",
-    "ranks": "*i32",
     "jobs": "i32",
-    "da": "*fp32",
-    "db": "*fp32",
+    "da_parts_0": "*fp32",
+    "db_parts_0": "*fp32",
+    "width_0": "i32",
+    "ranks_0": "*i32",
+    "da_0": "*fp32",
+    "db_0": "*fp32",
+    "rows_0": "i32",
 }
 META = {"num_warps": 4, "num_stages": 1}
 if OVERLAP:
@@ -63,56 +66,96 @@ def sum_row(parts, gradient, row, rank, first, count, width, strip, WIDTH: tl.co
     tl.store(gradient + columns, total.to(tl.float32), mask=inside)
 
 
-@triton.jit(
-    do_not_specialize=["jobs"],
-    do_not_specialize_on_alignment=["segments", "ranks"],
-)
-def sum_gradients(
+@triton.jit
+def sum_site(
     da_parts,  # [chunks, width, INNER]
     db_parts,  # [chunks, width, OUTER]
     width,
     segments,  # [jobs + 1]
     ranks,  # [jobs + 1]
     jobs,
-    da,  # [R, INNER]
-    db,  # [R, OUTER]
+    da,  # [rows, INNER]
+    db,  # [rows, OUTER]
+    rows,
+    strip,
+    OUTER: tl.constexpr,
 ):
-    start_next(OVERLAP)
+    """A strip of one row of da or db of one site; waits for the kernel before."""
     row = tl.program_id(0)
-    strip = tl.program_id(1)
     job = job_of(row, ranks, jobs, JOBS)
     first, count = chunks_of(job, segments, jobs, CHUNK, JOBS)
     rank = row - tl.load(ranks + job)
     await_previous(OVERLAP)
-    if strip < A_STRIPS:
-        sum_row(da_parts, da, row, rank, first, count, width, strip, INNER)
-    else:
-        sum_row(db_parts, db, row, rank, first, count, width, strip - A_STRIPS, OUTER)
+    if row < rows:
+        if strip < A_STRIPS:
+            sum_row(da_parts, da, row, rank, first, count, width, strip, INNER)
+        else:
+            sum_row(db_parts, db, row, rank, first, count, width, strip - A_STRIPS, OUTER)
+
+
+@triton.jit(
+    do_not_specialize=[
+        "jobs",
+        "rows_0",
+    ],
+    do_not_specialize_on_alignment=[
+        "segments",
+        "ranks_0",
+    ],
+)
+def sum_gradients(
+    segments,  # [jobs + 1]
+    jobs,
+    da_parts_0,  # [chunks, width, INNER]
+    db_parts_0,  # [chunks, width, OUTER]
+    width_0,
+    ranks_0,  # [jobs + 1]
+    da_0,  # [rows, INNER]
+    db_0,  # [rows, OUTER]
+    rows_0,
+):
+    start_next(OVERLAP)
+    strip = tl.program_id(1)
+    if (strip >= FIRST_0) & (strip < END_0):
+        sum_site(
+            da_parts_0,
+            db_parts_0,
+            width_0,
+            segments,
+            ranks_0,
+            jobs,
+            da_0,
+            db_0,
+            rows_0,
+            strip - FIRST_0,
+            OUTER_0,
+        )
 
 
 kernel = sum_gradients
 
 
 def launch(da_parts, db_parts, segments, ranks, slots, jobs, da, db):
-    """Fill da and db.
+    """Fill da and db of one site.
 
-    da_parts   float32 [C, W, 4096], chunks of 512 tokens
-    db_parts   float32 [C, W, 4096]
+    da_parts   per site float32 [C, W, 4096], chunks of 512 tokens
+    db_parts   per site float32 [C, W, 4096]
     segments   int32 [jobs + 1]
-    ranks      int32 [jobs + 1]
+    ranks      per site int32 [jobs + 1]
     slots      not read
-    da, db     [R, 4096], [R, 4096] in float32, contiguous, written whole
+    da, db     per site [R, 4096], [R, 4096] in float32, contiguous, written whole
     """
-    rows = da.shape[0]
+    rows = max(gradient.shape[0] for gradient in da)
     if rows > 0:
         kernel[rows, 8](
-            da_parts,
-            db_parts,
-            da_parts.shape[1],
             segments,
-            ranks,
             jobs,
-            da,
-            db,
+            da_parts[0],
+            db_parts[0],
+            da_parts[0].shape[1],
+            ranks[0],
+            da[0],
+            db[0],
+            da[0].shape[0],
             **META,
         )

@@ -28,7 +28,7 @@ def traced(monkeypatch):
         plain = getattr(launch.Run, name)
 
         def call(self, *args, copies_=copies, **kwargs):
-            given = kwargs.get("copies", args[-1] if name == "lora_b_backward" else None)
+            given = kwargs.get("copies", any(args[-1]) if name == "lora_b_backward" else None)
             copies_.append((name, given))
             return plain(self, *args, **kwargs)
 

@@ -42,7 +42,14 @@ def test_a_table_is_written_and_read(few_tiles, tmp_path, monkeypatch, capsys):
     assert select.tile_for("shrink", site, 20, "some GPU", 3) is None
 
 
-def test_another_run_adds_to_a_table(few_tiles, tmp_path):
+@pytest.fixture
+def plans_at_once(monkeypatch):
+    """Nothing is timed."""
+    times = {"sidecar": {"us": 1.0, "tile": None}}
+    monkeypatch.setattr(tune, "_plans", lambda *args: times)
+
+
+def test_another_run_adds_to_a_table(plans_at_once, tmp_path):
     """Plans alone at another number of tokens, beside what was known; each point stands once."""
     path = tmp_path / "own.json"
     known = {"family": "forward 8x8 float32", "at": [128, 16, 64], "plans": {}}
@@ -59,7 +66,7 @@ def test_another_run_adds_to_a_table(few_tiles, tmp_path):
     assert [entry["family"].split()[-1] for entry in added] == ["keep", "keep", "drop", "drop"]
 
 
-def test_what_other_versions_measured_is_not_added_to(few_tiles, tmp_path):
+def test_what_other_versions_measured_is_not_added_to(plans_at_once, tmp_path):
     """Times of another compiler tell nothing beside these."""
     path = tmp_path / "own.json"
     known = {"family": "forward 8x8 float32", "at": [128, 16, 64], "plans": {}}

@@ -65,11 +65,12 @@ def _forward(
         run.choose("forward", index, weight_room is not None, behind)
         for index, weight_room in enumerate(rooms)
     ]
-    packed = []
+    needed: dict[int, WeightRoom | None] = {}
     for index, weight_room in enumerate(rooms):
         later = run.choose("input_gradient", index, weight_room is not None, behind).plan
         concat = "concat" in (choices[index].plan, later)
-        packed.append(run.pack(index, weight_room if concat else None))
+        needed[index] = weight_room if concat else None
+    packed = run.pack(needed)
     extended = None
     if any(choice.plan == "concat" for choice in choices):
         extended = whole if behind else run.empty(len(rows), rows.shape[1] + step, dtype=rows.dtype)
@@ -150,6 +151,8 @@ def _input_gradient(
 ) -> None:
     extended: dict[int, tuple[Tensor, Tensor]] = {}
     rows, choices, packed = [], [], []
+    lefts: list[Tensor | None] = []
+    copies = []
     for index, (whole, site) in enumerate(zip(wholes, run.kernel_group.sites, strict=True)):
         dy = whole[:, : site.outer]
         behind = has_room(whole, room, site.tail)
@@ -162,10 +165,12 @@ def _input_gradient(
             left = whole if behind else run.empty(len(dy), columns, dtype=dy.dtype)
             right = _extended_weight(run, index, weight_room)[:, : site.inner]
             extended[index] = left[:, :columns], right
-        run.lora_b_backward(index, dy, s[index], held, parts[index], ds[index], left, not behind)
         rows.append(dy)
         choices.append(choice)
         packed.append(held)
+        lefts.append(left)
+        copies.append(not behind)
+    run.lora_b_backward(rows, s, packed, parts, ds, lefts, copies)
     if dx is not None:
         _add_up(run, rows, choices, packed, ds, bits, dx, extended)
 
@@ -248,8 +253,7 @@ def _adapter_gradients(
         for site in run.kernel_group.sites
     ]
     run.lora_a_backward(rows, ds, bits, parts)
-    for index in range(len(parts)):
-        run.sum_gradients(index, parts[index], db_parts[index], da[index], db[index])
+    run.sum_gradients(parts, db_parts, da, db)
 
 
 def has_room(whole: Tensor, room: int, columns: int) -> bool:
@@ -284,7 +288,7 @@ def add_forward(y: Tensor, x: Tensor, group: SiteGroup, kernels: KernelGroup) ->
 def _add_forward(
     run: Run, rows: Tensor, before: Tensor, s: Tensor, bits: Tensor, total: Tensor
 ) -> None:
-    packed = run.pack(0)
+    (packed,) = run.pack({0: None})
     run.shrink(rows, [packed], [s], [bits], None)
     run.expand([0], [s], [packed.b], None, total, accumulate=True, before=before)
 
@@ -308,7 +312,7 @@ def _add_input_gradient(
     run: Run, rows: Tensor, s: Tensor, bits: Tensor, dx: Tensor | None, ds: Tensor, parts: Tensor
 ) -> None:
     packed = run.packed(0)
-    run.lora_b_backward(0, rows, s, packed, parts, ds, None)
+    run.lora_b_backward([rows], [s], [packed], [parts], [ds], [None], [False])
     if dx is not None:
         mask = [bits] if run.kernel_group.sites[0].drops else None
         run.expand([0], [ds], [packed.a], None, dx, accumulate=False, bits=mask)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
 from functools import cache, lru_cache, partial
@@ -134,25 +134,54 @@ class Run:
         weight, site = self.group.weights[index], self.kernel_group.sites[index]
         return room_of(weight, site, select.may_copy_weights())
 
-    def pack(self, index: int, room: WeightRoom | None = None) -> Packed:
-        """Pack a site's adapters, and into the tail of its weight's room."""
-        site, tables = self.kernel_group.sites[index], self.tables[index]
-        a, b = self.group.a[index].contiguous(), self.group.b[index].contiguous()
-        held = self.held(index)
-        tail, fields = None, {}
-        if room is not None:
-            stored = stored_form(self.group.weights[index], site)
-            whole = room.buffer(stored)
-            tail = whole[: stored.shape[0] + site.tail]
-            fields = {"extend": "tail", "weight_layout": site.layout}
-        launch = kernel("pack", site, None, adapter_dtype=site.adapter_dtype, **fields)
-        launch(
-            a, b, tables.ranks, tables.slots, self.row.jobs, held.a, held.b, held.flags, tail
-        )  # fmt: skip
-        self.note_packed(index, room)
-        if self.recording is not None:
-            self.recording.packs.append((index, room is not None))
-        return held
+    def pack(self, rooms: dict[int, WeightRoom | None]) -> list[Packed]:
+        """Pack the adapters of these sites, and into the tails of their weights' rooms."""
+        sites = self.kernel_group.sites
+        for indices in self.alike(rooms, lambda index: (rooms[index] is None, sites[index].layout)):
+            first = sites[indices[0]]
+            helds, tables = map(self.held, indices), [self.tables[index] for index in indices]
+            tails = [self._tail(index, room) for index in indices if (room := rooms[index])]
+            fields = {"extend": "tail", "weight_layout": first.layout} if tails else {}
+            packed = [(held.a, held.b, held.flags) for held in helds]
+            kernel("pack", first, None, adapter_dtype=first.adapter_dtype, **fields,
+                   **self.beside(indices))(
+                [self.group.a[index].contiguous() for index in indices],
+                [self.group.b[index].contiguous() for index in indices],
+                [table.ranks for table in tables],
+                [table.slots for table in tables],
+                self.row.jobs,
+                *map(list, zip(*packed, strict=True)),
+                tails or None,
+            )  # fmt: skip
+        for index, room in rooms.items():
+            self.note_packed(index, room)
+            if self.recording is not None:
+                self.recording.packs.append((index, room is not None))
+        return [self.held(index) for index in rooms]
+
+    def _tail(self, index: int, room: WeightRoom) -> Tensor:
+        """A weight and what is below it in its room."""
+        site = self.kernel_group.sites[index]
+        stored = stored_form(self.group.weights[index], site)
+        return room.buffer(stored)[: stored.shape[0] + site.tail]
+
+    def alike(
+        self, indices: Iterable[int], key: Callable[[int], object] = lambda index: None
+    ) -> list[list[int]]:
+        """Sites that one launch can serve, in order: of one rank block, stored type and key."""
+        groups: dict[object, list[list[int]]] = {}
+        for index in indices:
+            site = self.kernel_group.sites[index]
+            equal = groups.setdefault((site.rank_block, site.adapter_dtype, key(index)), [[]])
+            if len(equal[-1]) == MOST_SITES:
+                equal.append([])
+            equal[-1].append(index)
+        return [group for equal in groups.values() for group in equal]
+
+    def beside(self, indices: Sequence[int]) -> dict[str, Any]:
+        """What a spec says of the sites behind the first."""
+        outers = tuple(self.kernel_group.sites[index].outer for index in indices)
+        return {"sites": len(outers), "beside": outers[1:]}
 
     def held(self, index: int) -> Packed:
         """The buffers of a site's packed adapters, whatever they hold."""
@@ -181,7 +210,7 @@ class Run:
         if self.recording is not None:
             self.recording.needs.append((index, room is not None))
             self.recording.fault = self.recording.fault if current else "adapters changed"
-        return self.held(index) if current else self.pack(index, room)
+        return self.held(index) if current else self.pack({index: room})[0]
 
     def shrink(
         self,
@@ -250,10 +279,10 @@ class Run:
         """S of a site out of the shares that `shrink` left."""
         tables = self.tables[index]
         finishing = shrink.finish(replace(spec, outer=self.kernel_group.sites[index].outer))
-        behind = {"ranks": tables.ranks, "extended": tail["extended"]} if tail else {}
+        behind = {"ranks": [tables.ranks], "extended": [tail["extended"]]} if tail else {}
         loaded(finishing)(
-            parts, packed.flags, self.row.segments, tables.slots, tables.scales, self.row.jobs, s,
-            **behind,
+            [parts], [packed.flags], self.row.segments, [tables.slots], [tables.scales],
+            self.row.jobs, [s], **behind,
         )  # fmt: skip
 
     def together(self) -> list[list[int]]:
@@ -296,32 +325,59 @@ class Run:
         )  # fmt: skip
 
     def lora_b_backward(
-        self, index: int, dy: Tensor, s: Tensor, packed: Packed, db_parts: Tensor, ds: Tensor,
-        extended: Tensor | None, copies: bool = True,
+        self, dys: Sequence[Tensor], s: Sequence[Tensor], packed: Sequence[Packed],
+        db_parts: Sequence[Tensor], ds: Sequence[Tensor], extended: Sequence[Tensor | None],
+        copies: Sequence[bool],
     ) -> None:  # fmt: skip
-        """dS, and dB's parts, by one read of dy; in `extended` also dy and dS side by side.
+        """dS, and dB's parts, of all sites by one read of each dy; in `extended` also dy and dS.
 
-        copies   whether dy is not there yet
+        copies   whether a dy is not there yet
         """
-        site, tables = self.kernel_group.sites[index], self.tables[index]
-        tile = self.tile("lora_b_backward", site) or emitter("lora_b_backward").default_tile(
-            bare_spec("lora_b_backward", site)
-        )
-        slabs = -(-site.outer // tile.slab)
-        parts = self.empty(slabs, self.tokens, site.width, dtype=db_parts.dtype)
-        copied = extended if copies else None
-        copy = {} if copied is None else {"extend": "copy"}
-        kernel("lora_b_backward", site, tile, **copy)(
-            dy, s, packed.b, self.row.segments, tables.slots, self.row.jobs, parts, db_parts,
-            copied,
-        )  # fmt: skip
-        rule = emitter("sum_ds").default_tile(bare_spec("sum_ds", site))
-        tail = {} if extended is None else {"extended": extended, "ranks": tables.ranks}
-        fields = {} if extended is None else {"extend": "tail"}
-        kernel("sum_ds", site, replace(rule, slab=tile.slab), **fields)(
-            parts, packed.flags, self.row.segments, tables.slots, tables.scales, self.row.jobs,
-            ds, **tail,
-        )  # fmt: skip
+
+        def form(index: int) -> tuple[Tile, bool, bool]:
+            # Each site is cut as it is alone: shares decide what bits their sums have.
+            site, behind = self.kernel_group.sites[index], extended[index] is not None
+            tile = self.tile("lora_b_backward", site) or rule_of("lora_b_backward", site)
+            return tile, behind, behind and copies[index]
+
+        for indices in self.alike(range(len(dys)), form):
+            sites = [self.kernel_group.sites[index] for index in indices]
+            first, (tile, behind, copied) = sites[0], form(indices[0])
+            shares = [
+                self.empty(
+                    -(-site.outer // tile.slab), self.tokens, site.width,
+                    dtype=db_parts[index].dtype,
+                )
+                for index, site in zip(indices, sites, strict=True)
+            ]  # fmt: skip
+            wide = [rows for index in indices if (rows := extended[index]) is not None]
+            slots = [self.tables[index].slots for index in indices]
+            joined = self.beside(indices)
+            copy = {"extend": "copy"} if copied else {}
+            kernel("lora_b_backward", first, tile, **copy, **joined)(
+                [dys[index] for index in indices],
+                [s[index] for index in indices],
+                [packed[index].b for index in indices],
+                self.row.segments,
+                slots,
+                self.row.jobs,
+                shares,
+                [db_parts[index] for index in indices],
+                wide if copied else None,
+            )
+            cut = replace(rule_of("sum_ds", first), slab=tile.slab)
+            tail = {"extend": "tail"} if behind else {}
+            kernel("sum_ds", first, cut, **tail, **joined)(
+                shares,
+                [packed[index].flags for index in indices],
+                self.row.segments,
+                slots,
+                [self.tables[index].scales for index in indices],
+                self.row.jobs,
+                [ds[index] for index in indices],
+                [self.tables[index].ranks for index in indices],
+                wide or None,
+            )
 
     def lora_a_backward(
         self, rows: Tensor, ds: Sequence[Tensor], bits: Sequence[Tensor], parts: Sequence[Tensor]
@@ -347,14 +403,26 @@ class Run:
             )
 
     def sum_gradients(
-        self, index: int, da_parts: Tensor, db_parts: Tensor, da: Tensor, db: Tensor
-    ) -> None:
-        """dA and dB from their parts, in the order of chunks."""
-        site, tables = self.kernel_group.sites[index], self.tables[index]
-        kernel("sum_gradients", site, None, adapter_dtype=site.adapter_dtype)(
-            da_parts, db_parts, self.row.segments, tables.ranks, tables.slots, self.row.jobs, da,
-            db,
-        )  # fmt: skip
+        self, da_parts: Sequence[Tensor], db_parts: Sequence[Tensor], da: Sequence[Tensor],
+        db: Sequence[Tensor],
+    ) -> None:  # fmt: skip
+        """dA and dB of all sites from their parts, in the order of chunks."""
+        sites = self.kernel_group.sites
+        for indices in self.alike(
+            range(len(da)), lambda index: rule_of("sum_gradients", sites[index])
+        ):
+            first, tables = sites[indices[0]], [self.tables[index] for index in indices]
+            fields = {"adapter_dtype": first.adapter_dtype} | self.beside(indices)
+            kernel("sum_gradients", first, rule_of("sum_gradients", first), **fields)(
+                [da_parts[index] for index in indices],
+                [db_parts[index] for index in indices],
+                self.row.segments,
+                [table.ranks for table in tables],
+                [table.slots for table in tables],
+                self.row.jobs,
+                [da[index] for index in indices],
+                [db[index] for index in indices],
+            )
 
     def expand(
         self, indices: Sequence[int], s: Sequence[Tensor], packed_rows: Sequence[Tensor],
@@ -439,8 +507,10 @@ def spec_of(kind: Kind, site: Site, tile: Tile | None, **fields: Any) -> KernelS
 
 
 @cache
-def bare_spec(kind: Kind, site: Site) -> KernelSpec:
-    """A spec that tells no more than what a rule for tiles reads."""
-    return KernelSpec(
-        kind, site.inner, site.outer, site.dtype, rank_block=site.rank_block, arch=site.arch
+def rule_of(kind: Kind, site: Site) -> Tile:
+    """How the kind's rule cuts one site's work."""
+    return emitter(kind).default_tile(
+        KernelSpec(
+            kind, site.inner, site.outer, site.dtype, rank_block=site.rank_block, arch=site.arch
+        )
     )

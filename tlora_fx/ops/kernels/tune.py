@@ -490,7 +490,9 @@ class Case:
         if kind == "lora_b_backward":
             parts = run.empty(chunks, site.width, site.outer, dtype=wide)
             ds = torch.empty_like(self.s[0])
-            return lambda: run.lora_b_backward(0, self.dy, self.s[0], held, parts, ds, None)
+            return lambda: run.lora_b_backward(
+                [self.dy], self.s[:1], helds[:1], [parts], [ds], [None], [False]
+            )
         assert kind == "lora_a_backward"
         sums = [run.empty(chunks, site.width, site.inner, dtype=wide) for _ in self.s]
         return lambda: run.lora_a_backward(self.x, self.s, self.bits, sums)
