@@ -32,6 +32,7 @@ def test_the_module_says_its_version_too():
     assert (told.returncode, told.stdout.strip()) == (0, __version__), told.stderr
 
 
+@pytest.mark.slow
 def test_importing_peft_says_nothing():
     """In an interpreter of its own, which imports PEFT and transformers anew."""
     code = (

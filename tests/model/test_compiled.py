@@ -89,13 +89,19 @@ def compiled_count(model, rows, bound=1e-9, backend="eager"):
 
 
 @pytest.mark.parametrize(
-    "kinds", [pytest.param(({}, {}, {}), marks=pytest.mark.slow), KINDS], ids=["plain", "mixed"]
+    ("kinds", "backend"),
+    [
+        (KINDS, "eager"),
+        pytest.param(KINDS, "aot_eager", marks=pytest.mark.slow),
+        pytest.param(({}, {}, {}), "aot_eager", marks=pytest.mark.slow),
+    ],
+    ids=["mixed", "mixed-aot", "plain-aot"],
 )
-def test_layers_of_one_structure_compile_twice_whatever_the_rows(base, kinds):
+def test_layers_of_one_structure_compile_twice_whatever_the_rows(base, kinds, backend):
     """Two compilations of a layer and one of the loss; none for any later row."""
     model = ready(of_kinds(base, *kinds))
 
-    assert compiled_count(model, mixes(), backend="aot_eager") == (3, 3)
+    assert compiled_count(model, mixes(), backend=backend) == (3, 3)
 
 
 def test_a_group_of_one_job_is_compiled(base):

@@ -46,17 +46,19 @@ def jobs_on(base, dropout=0.1):
     ]
 
 
-@pytest.mark.parametrize("dtype", sampled(["float32", "float64"]))
-def test_twenty_adamw_steps_equal_plain_peft(tmp_path, dtype):
+@pytest.mark.parametrize(
+    ("dtype", "steps"), sampled([("float32", 6), ("float32", 20), ("float64", 20)])
+)
+def test_adamw_steps_equal_plain_peft(tmp_path, dtype, steps):
     """Losses within 2e-6 and adapters within 1e-5 of each job alone, without dropout and with."""
     jobs = jobs_on(tiny_base(tmp_path, dtype))
 
-    found = list(verify(jobs, steps=20, device="cpu", data=make_data(jobs)))
+    found = list(verify(jobs, steps=steps, device="cpu", data=make_data(jobs)))
 
     assert [(row.job, row.against) for row in found] == [
         (job.name, way) for way in (PLAIN, MASKED) for job in jobs
     ]
-    assert [row.steps for row in found] == [20, 4, 4] * 2
+    assert [row.steps for row in found] == [steps, 4, 4] * 2
     beyond = [row for row in found if not row.within(bounds_of(dtype, "cpu"))]
     assert not beyond, "\n".join(map(str, beyond))
 
@@ -106,7 +108,7 @@ def test_a_wrong_scaling_is_found(tmp_path, monkeypatch):
         self.scales *= 1.001
 
     monkeypatch.setattr(AdapterBank, "materialize", spoilt)
-    jobs = jobs_on(tiny_base(tmp_path, "float32"))
+    jobs = jobs_on(tiny_base(tmp_path, "float32"), dropout=0.0)
 
     found = list(verify(jobs, steps=3, device="cpu", data=make_data(jobs)))
 
