@@ -18,8 +18,9 @@ LAYER: tuple[Group, ...] = (
     (4096, (14336, 14336)),
     (14336, (4096,)),
 )
-# Rows of the step: GSM8K's mix, eight of batch 1, eight of batch 8 and 256 tokens.
+# Rows of the step: one job, eight of batch 1, GSM8K's mix, eight of batch 8 and 256 tokens.
 STEPS = {
+    160: (160,),
     1280: (160,) * 8,
     4800: (160, 160, 320, 320, 640, 640, 1280, 1280),
     16384: (2048,) * 8,
@@ -151,8 +152,9 @@ def further_rows() -> Iterator[Row]:
     yield Row("small-wide", "M=1024 4096→14336, 8 jobs", Load(WIDE, small, eight), modes=("graph",))
     yield Row("small-tall", "M=1024 14336→4096, 8 jobs", Load(TALL, small, eight), modes=("graph",))
     for tokens, lengths in STEPS.items():
-        title = f"seven sites of a layer, 8 jobs, {tokens:,} tokens"
-        yield Row(f"layer-{tokens}", title, Load(LAYER, lengths, eight), modes=("graph",))
+        title = f"seven sites of a layer, jobs: {len(lengths)}, tokens: {tokens:,}"
+        ranks = _cycled(LOW, len(lengths))
+        yield Row(f"layer-{tokens}", title, Load(LAYER, lengths, ranks), modes=("graph",))
     layer = Load(LAYER, MIXED, eight, RATE)
     plain = layer.without_dropout()
     yield Row("layer-dropout", "seven sites, dropout 0.05 over 0", layer, base=plain)

@@ -60,6 +60,35 @@ def test_a_repeating_form_has_the_losses_and_gradients_of_its_row(tmp_path, dora
     assert any(one.abs().sum() > 0 for one in found[0][1:])
 
 
+@pytest.mark.parametrize(("watched", "kept"), [(False, 10**6), (False, 0), (True, 10**6)])
+def test_gradients_are_added_in_place_as_a_backward_adds_them(monkeypatch, watched, kept):
+    """To the same bits, parameters without one left alone; hooks behind a sum still run."""
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(torch.nn.Linear(3, 4), torch.nn.Linear(4, 2), torch.nn.Linear(1, 1))
+    model[0].bias.requires_grad_(False)
+    leaves = [leaf for leaf in model.parameters() if leaf.requires_grad]
+    before = [torch.randn_like(leaf) for leaf in leaves]
+    x, seen, found = torch.randn(5, 3), [], []
+    if watched:
+        leaves[0].register_post_accumulate_grad_hook(seen.append)
+    summed = []
+    together = torch._foreach_add_
+    monkeypatch.setattr(torch, "_foreach_add_", lambda *args: summed.append(together(*args)))
+    for add in (cuda_graphs.add_gradients, lambda losses, *_: losses.sum().backward()):
+        for leaf, value in zip(leaves, before, strict=True):
+            leaf.grad = value.clone()
+        addresses = [leaf.grad.data_ptr() for leaf in leaves]
+        add(model[1](model[0](x)).square().sum(1), model, kept)
+        found.append([leaf.grad for leaf in leaves])
+        assert [leaf.grad.data_ptr() for leaf in leaves] == addresses
+
+    assert all(map(torch.equal, *found))
+    assert not torch.equal(found[0][0], before[0])
+    assert torch.equal(found[0][-1], before[-1])
+    assert len(seen) == 2 * watched
+    assert len(summed) == (kept > 0 and not watched)
+
+
 @pytest.mark.parametrize(("processes", "known"), [(1, 0), (2, 1)])
 def test_rows_may_be_larger_where_processes_share_their_work(monkeypatch, processes, known):
     """Each has less to compute and as much to launch."""
