@@ -15,10 +15,6 @@ SHORT = {"max_steps": 2, "save_steps": 1}
 ON_TWO: dict[str, dict[str, Any]] = {
     "replicated": {"planner": "replicated", "mesh": "dp=2"},
     "sharded": {"planner": "fsdp", "mesh": "dp=2"},
-    "recomputed": {
-        "planner": "fsdp", "mesh": "dp=2", "options": {"recompute": True, "keep_gathered": True},
-        "compiled": True,
-    },
     "begun-alone": {"planner": "fsdp", "mesh": "dp=2", "resume": True},
     "begun-sharded": {"planner": "fsdp", "mesh": "dp=2", "fields": SHORT},
     "staged": {"planner": "pipeline", "mesh": "pp=2", "options": {"micro_batches": 4}},
@@ -26,13 +22,19 @@ ON_TWO: dict[str, dict[str, Any]] = {
     "nano-batches": {
         "planner": "tensor", "mesh": "tp=2", "options": {"nano_batches": 2}, "controller": "aimd",
     },
-    "cut-compiled": {"planner": "tensor", "mesh": "tp=2", "compiled": True},
     "begun-cut": {"planner": "tensor", "mesh": "tp=2", "fields": SHORT},
     "ended-staged": {
         "planner": "pipeline", "mesh": "pp=2", "resume": True, "folder": "begun-cut",
     },
     "faulty": {"planner": "tensor", "mesh": "tp=2", "fault": "slow"},
     "parted": {"planner": "replicated", "mesh": "dp=2", "other_data": True},
+}  # fmt: skip
+COMPILED: dict[str, dict[str, Any]] = {
+    "recomputed": {
+        "planner": "fsdp", "mesh": "dp=2", "options": {"recompute": True, "keep_gathered": True},
+        "compiled": True,
+    },
+    "cut-compiled": {"planner": "tensor", "mesh": "tp=2", "compiled": True},
 }  # fmt: skip
 ON_FOUR: dict[str, dict[str, Any]] = {
     "four-shards": {"planner": "fsdp", "mesh": "dp=4"},
@@ -77,6 +79,11 @@ def two(folder: Path) -> list[dict[str, Any]]:
 
 
 @pytest.fixture(scope="module")
+def compiled(folder: Path) -> list[dict[str, Any]]:
+    return run_processes(2, train_all, folder, COMPILED)
+
+
+@pytest.fixture(scope="module")
 def four(folder: Path) -> list[dict[str, Any]]:
     train_all(folder, {"begun-for-four": {"planner": "single", "fields": SHORT}})
     return run_processes(4, train_all, folder, ON_FOUR | MOVED)
@@ -86,10 +93,7 @@ def apart(folder: Path, name: str) -> tuple[float, float]:
     return parting(folder, "alone", name, mixed_jobs(folder))
 
 
-@pytest.mark.parametrize(
-    "name",
-    ["replicated", "sharded", "recomputed", "staged", "cut", "cut-compiled", "nano-batches"],
-)
+@pytest.mark.parametrize("name", ["replicated", "sharded", "staged", "cut", "nano-batches"])
 def test_two_processes_train_what_one_trains(folder: Path, two: list[Any], name: str) -> None:
     """Losses and adapters of two processes are those of one, whatever the plan."""
     losses, adapters = apart(folder, name)
@@ -98,13 +102,24 @@ def test_two_processes_train_what_one_trains(folder: Path, two: list[Any], name:
     assert adapters <= 1e-7
 
 
-@pytest.mark.parametrize(
-    "name",
-    ["replicated", "sharded", "recomputed", "staged", "cut", "cut-compiled", "nano-batches"],
-)
+@pytest.mark.parametrize("name", ["replicated", "sharded", "staged", "cut", "nano-batches"])
 def test_two_processes_measure_what_one_measures(folder: Path, two: list[Any], name: str) -> None:
     """Evaluations of two processes are those of one, at the same steps, whatever the plan."""
     assert evaluations_part(folder, "alone", name, mixed_jobs(folder)) <= 1e-9, two[0]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", list(COMPILED))
+def test_compiled_layers_train_and_measure_what_eager_ones_do(
+    folder: Path, compiled: list[Any], name: str
+) -> None:
+    """On two processes; `test_pipeline.py` has compiled stages among its quick cases."""
+    losses, adapters = apart(folder, name)
+
+    assert losses <= 1e-9, compiled[0][name]
+    assert adapters <= 1e-7
+    assert evaluations_part(folder, "alone", name, mixed_jobs(folder)) <= 1e-9
+    _same_everywhere(compiled, COMPILED)
 
 
 @pytest.mark.slow

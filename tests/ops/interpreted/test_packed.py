@@ -3,6 +3,7 @@
 import pytest
 import torch
 
+from tests.sampled import sampled
 from tlora_fx.ops import multi_lora_linear, multi_lora_linears
 from tlora_fx.ops.kernels import launch, packed, select, with_room
 
@@ -77,7 +78,7 @@ def test_every_plan_takes_rows_with_room(lora, traced, plan, rates):
     assert dict(traced) == {"shrink": False, "lora_b_backward": any(rates)}
 
 
-@pytest.mark.parametrize("plan", select.PLANS)
+@pytest.mark.parametrize("plan", sampled(select.PLANS))
 def test_sites_that_share_x_share_its_room(lora, traced, plan):
     """Three linears of other widths and ranks, on weights with room of their own."""
     ranks = ((3, 5), (40, 30), (2, 1))
