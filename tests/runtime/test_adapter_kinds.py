@@ -39,6 +39,9 @@ KINDS: dict[str, dict[str, Any]] = {
     "LoHa": {"lora": {"peft_type": "LOHA", "r": 4}},
     "LoKr": {"lora": {"peft_type": "LOKR", "r": 4}},
     "OFT": {"lora": {"peft_type": "OFT", "oft_block_size": 8}},
+    "AdaLoRA": {
+        "lora": {"peft_type": "ADALORA", "init_r": 4, "target_r": 2, "total_step": 3, "tfinal": 1}
+    },
     "VeRA": {"lora": {"peft_type": "VERA", "r": 4}},
 }
 #: What PEFT has and no job may name: the fields that ask for it.
@@ -51,7 +54,6 @@ REFUSED: dict[str, dict[str, Any]] = {
     "aLoRA": {"alora_invocation_tokens": [1]},
     "QALoRA": {"use_qalora": True},
     "BD-LoRA": {"use_bdlora": True},
-    "AdaLoRA": {"peft_type": "ADALORA"},
     "BOFT": {"peft_type": "BOFT"},
 }
 

@@ -30,6 +30,7 @@ KINDS: dict[str, dict[str, Any]] = {
     "LORA-FA": {"r": 4, "rank_pattern": {"v_proj": 2}, "alpha_pattern": {"q_proj": 3}},
     "LORA-tokens": {"r": 2, "trainable_token_indices": [9, 3, 20]},
     "LORA-other-tokens": {"r": 2, "trainable_token_indices": {"embed_tokens": [3, 5, 7]}},
+    "ADALORA": {"init_r": 4, "target_r": 2, "total_step": 3, "tfinal": 2, "lora_alpha": 6},
     "IA3": {
         "target_modules": ["k_proj", "v_proj", "down_proj"],
         "feedforward_modules": ["down_proj"],
@@ -192,6 +193,11 @@ def test_ia3_may_have_no_feedforward_modules():
         ({"peft_type": "VERA", "save_projection": True}, "'save_projection' is refused"),
         ({"peft_type": "VERA", "bias": "all"}, "'bias' is refused"),
         ({"peft_type": "BOFT"}, "peft_type 'BOFT' is refused"),
+        ({"peft_type": "ADALORA"}, "AdaLoRA needs 'total_step'"),
+        ({"peft_type": "ADALORA", "total_step": 9, "tinit": 5, "tfinal": 4}, "no step between"),
+        ({"peft_type": "ADALORA", "total_step": 9, "target_r": 12}, "'target_r' below 'init_r'"),
+        ({"peft_type": "ADALORA", "total_step": 9, "r": 4}, "begins with 'init_r'"),
+        ({"peft_type": "ADALORA", "total_step": 9, "use_dora": True}, "'use_dora' is refused"),
         ({"peft_type": "SOMETHING"}, "'peft_type' is refused"),
     ],
 )
@@ -263,3 +269,13 @@ def test_what_is_not_cut_into_pieces_is_refused_under_tp(lora):
 
     with pytest.raises(NotElementwise, match="tp=2"):
         require_elementwise([job], halved)
+
+
+def test_ranks_that_move_between_all_modules_are_refused_in_a_pipeline():
+    """A stage has some modules alone."""
+    staged = dataclasses.replace(Mesh.alone("cpu"), shape=MeshShape(pp=2))
+    lora = {"peft_type": "ADALORA", "total_step": 9}
+    job = Job(name="a", base={"model": "m"}, lora=lora, data={"path": "x"})
+
+    with pytest.raises(NotElementwise, match="pp=2"):
+        require_elementwise([job], staged)

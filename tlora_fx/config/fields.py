@@ -71,7 +71,6 @@ IDENTITY: Mapping[str, str] = {
 
 #: What else PEFT trains, by `peft_type`.
 _OTHER_TYPES: Mapping[str, str] = {
-    "ADALORA": "AdaLoRA moves ranks between modules while it trains",
     "BOFT": "BOFT multiplies butterflies of rotations",
 }
 

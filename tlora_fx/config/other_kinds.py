@@ -26,6 +26,7 @@ from pydantic_core import PydanticCustomError
 from tlora_fx.config.fields import (
     IDENTITY,
     IDENTITY_VALUES,
+    REFUSED,
     Alpha,
     LoraSpec,
     Names,
@@ -188,7 +189,51 @@ class VeRASpec(_Layered):
     init_weights: StrictBool = True
 
 
+class AdaLoRASpec(_Layered):
+    """AdaLoRA: B (E * A), whose ranks move between modules while the job trains."""
+
+    refused: ClassVar[Mapping[str, Refused]] = {
+        **REFUSED,
+        "r": Refused(8, "AdaLoRA begins with 'init_r' and ends with 'target_r'"),
+        "rank_pattern": Refused(None, "its ranks were allocated already"),
+        "alpha_pattern": Refused({}, "AdaLoRA has one 'lora_alpha'"),
+        "use_rslora": Refused(False, "AdaLoRA scales by its 'init_r'"),
+        "use_dora": Refused(False, "PEFT has no magnitudes for AdaLoRA"),
+        "lora_bias": Refused(False, _BIAS),
+        "bias": Refused("none", _BIAS),
+        "init_lora_weights": Refused(True, "AdaLoRA has one start"),
+        "trainable_token_indices": Refused(None, "single tokens belong to LoRA jobs here"),
+    }
+
+    exclude_modules: Names = None
+    init_r: Rank = 12
+    target_r: Rank = 8
+    tinit: StrictInt = Field(default=0, ge=0)
+    tfinal: StrictInt = Field(default=0, ge=0)
+    deltaT: StrictInt = Field(default=1, ge=1)  # noqa: N815  (PEFT's name)
+    beta1: StrictFloat = Field(default=0.85, gt=0, lt=1)
+    beta2: StrictFloat = Field(default=0.85, gt=0, lt=1)
+    orth_reg_weight: StrictFloat = Field(default=0.5, ge=0)
+    total_step: StrictInt | None = Field(default=None, ge=1)
+    lora_alpha: Alpha = 8
+    lora_dropout: StrictFloat = Field(default=0.0, ge=0, lt=1)
+    fan_in_fan_out: StrictBool = False
+
+    @model_validator(mode="after")
+    def _has_a_budget(self) -> Self:
+        if self.total_step is None:
+            what = "AdaLoRA needs 'total_step', by which its budget shrinks"
+            raise refuse(what, help="give the job's optimizer steps")
+        if self.target_r >= self.init_r:
+            raise refuse("AdaLoRA needs a 'target_r' below 'init_r'")
+        if self.tinit >= self.total_step - self.tfinal:
+            what = "AdaLoRA has no step between 'tinit' and 'tfinal' to move ranks in"
+            raise refuse(what, help="lessen them, or give more steps as total_step")
+        return self
+
+
 OTHER_KINDS: Mapping[str, type[OtherKind]] = {
+    "ADALORA": AdaLoRASpec,
     "IA3": IA3Spec,
     "LOHA": LoHaSpec,
     "LOKR": LoKrSpec,
@@ -198,7 +243,11 @@ OTHER_KINDS: Mapping[str, type[OtherKind]] = {
 
 
 #: Which field is the rate of an adapter's dropout, where a kind has one.
-DROPOUT_FIELDS: Mapping[str, str] = {"LORA": "lora_dropout", "VERA": "vera_dropout"}
+DROPOUT_FIELDS: Mapping[str, str] = {
+    "LORA": "lora_dropout",
+    "ADALORA": "lora_dropout",
+    "VERA": "vera_dropout",
+}
 
 
 def kind_of(fields: Mapping[str, Any]) -> str:
@@ -242,8 +291,8 @@ def adapter_mapping(value: object) -> dict[str, Any]:
         return lora_mapping(value)
     spec: Any = adapter_spec(value).model_validate(value)
     fields = {name: getattr(spec, name) for name in sorted(spec.model_fields_set)}
-    if "alpha" in fields:
-        fields["alpha"] = whole_number(spec.alpha)
+    for name in fields.keys() & {"alpha", "lora_alpha"}:
+        fields[name] = whole_number(fields[name])
     if "alpha_pattern" in fields:
         fields["alpha_pattern"] = {k: whole_number(x) for k, x in spec.alpha_pattern.items()}
     return fields

@@ -42,6 +42,7 @@ from tlora_fx.numerics.noise import disturb_embeddings
 from tlora_fx.numerics.reading import GraphLocation
 from tlora_fx.numerics.rows import LARGEST_ID
 from tlora_fx.numerics.tensors import Seeded, Unchecked, buffers_of
+from tlora_fx.tracing.adapters import freeze_rank_counts
 from tlora_fx.tracing.layers import layer_list
 from tlora_fx.tracing.rope import has_longrope, original_length
 
@@ -726,15 +727,14 @@ class _Alone:
             wrapped: Any = get_peft_model(
                 base, config, autocast_adapter_dtype=job.adapter_dtype == "float32"
             )
-        wrapped.train()
+        freeze_rank_counts(wrapped.train())
         for path, module in wrapped.named_modules():
             for slot, parameter in module._parameters.items():
                 if parameter is None or not parameter.requires_grad:
                     continue
                 name = f"{path}.{slot}".removeprefix(PEFT_PREFIX)
                 drawn = self.tensors.own(job.name, name, tuple(parameter.shape), parameter.dtype)
-                leaf = nn.Parameter(drawn.detach().to(self.device))
-                module._parameters[slot] = leaf
+                module._parameters[slot] = nn.Parameter(drawn.detach().to(self.device))
         self._models = {job.name: wrapped}
         return cast(nn.Module, wrapped)
 

@@ -136,6 +136,14 @@ def require_elementwise(jobs: Sequence[Job], mesh: Mesh) -> None:
 
     raises    NotElementwise
     """
+    for job in jobs:
+        if mesh.shape.pp > 1 and kind_of(job.lora_fields) == "ADALORA":
+            raise NotElementwise(
+                f"job '{job.name}' moves ranks between modules that no process has all of",
+                job=job.name,
+                found=f"ADALORA, on a mesh of {mesh.shape}",
+                help="choose a plan with pp=1",
+            )
     if mesh.shape.tp == 1:
         return
     for job in jobs:

@@ -25,6 +25,7 @@ import torch
 from torch import Tensor, nn
 
 from tlora_fx.errors import OptimizerError, OptimizerStateError
+from tlora_fx.runtime.rank_allocation import RankAllocation
 from tlora_fx.runtime.starts import (
     FREEZES_A,
     constant_part,
@@ -303,6 +304,7 @@ class JobOptimizer:
         self._optimizer = _make_optimizer(job, _groups(job, self._known))
         if isinstance(self._optimizer, LoraFA):
             self._optimizer.down_of = self._down_of(job, params)
+        self._allocation = RankAllocation.of(job, self._params)
         self._schedule = make_schedule(job, self._optimizer, steps)
         self._gradients = Gradients(self._params.values())
         self._fused: Callable[[], None] | None = None
@@ -373,6 +375,8 @@ class JobOptimizer:
         (self._fused or self._optimizer.step)()
         for param, copy in self._copies:
             param.copy_(copy)
+        if self._allocation is not None:
+            self._allocation.update(self._schedule.last_epoch, self._states())
         self.updates += 1
         self._schedule.step()
         return norm
@@ -384,6 +388,8 @@ class JobOptimizer:
         """
         gradients = self._held_gradients()
         if not (gradients.tensors and gradients.alike and is_plain_adam(self._optimizer)):
+            return None
+        if self._allocation is not None:
             return None
         for param in gradients.params:
             if not self._optimizer.state[param]:
@@ -471,6 +477,8 @@ class JobOptimizer:
         self._fused, self._uncounted = None, 0
         if isinstance(self._optimizer, LoraFA):
             self._optimizer.forget()
+        if self._allocation is not None:
+            self._allocation.load(self._states())
         self.updates = max((int(v) for k, v in tensors.items() if k.startswith("step/")), default=0)
         groups = self._optimizer.param_groups
         # The schedule's functions come from the job file; only their counters are saved.
@@ -478,6 +486,9 @@ class JobOptimizer:
         self._schedule.load_state_dict(schedule)
         for group, rate in zip(groups, self._rates(values["schedule"]), strict=True):
             group["lr"] = rate
+
+    def _states(self) -> dict[str, dict[str, Any]]:
+        return {name: self._optimizer.state[param] for name, param in self._known.items()}
 
     def _rates(self, saved: Mapping[str, Any]) -> list[float]:
         """The rates to go on with: by the schedule as it is now, which may be longer than then."""

@@ -15,17 +15,15 @@ from __future__ import annotations
 
 import copy
 import inspect
-import math
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from contextvars import ContextVar
 from dataclasses import dataclass, field
-from types import MethodType
+from types import MethodType, SimpleNamespace
 from typing import TYPE_CHECKING, Any, cast
 from unittest.mock import patch
 
-import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -38,14 +36,15 @@ from tlora_fx.ops.dropout import keep_scale, threshold_of
 from tlora_fx.ops.philox import sixteens
 from tlora_fx.ops.tables import site_id
 from tlora_fx.runtime.labels import decoded
+from tlora_fx.runtime.sample_order import NO_TARGET, Line, SampleOrder, pad
 from tlora_fx.runtime.starts import constant_part
+from tlora_fx.tracing.adapters import freeze_rank_counts
 
 if TYPE_CHECKING:
     from peft import PeftModel
 
     from tlora_fx.runtime.data import JobData, Sample
 
-NO_TARGET = -100
 DROPOUTS = (nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d, nn.AlphaDropout)
 StepCallback = Callable[[int, float, dict[str, Tensor]], None]
 
@@ -144,7 +143,9 @@ class SoloTrainer:
         step   by which its dropouts draw
         """
         self._optimizer.zero_grad()
-        loss = _backward(self._model, batches, self._drop, step, self.job, self._padding)
+        with _adalora(self._model, orth_reg_weight=0.0):
+            loss = _backward(self._model, batches, self._drop, step, self.job, self._padding)
+        _regularise(self._model)
         return loss, _gradients(self._model)
 
     @contextmanager
@@ -168,6 +169,9 @@ class SoloTrainer:
         kept = [value.clone() for value, _ in constant]
         norm = torch.nn.utils.clip_grad_norm_(self._params, self._largest_norm)
         self._optimizer.step()
+        allocate = getattr(self._model.base_model, "update_and_allocate", None)
+        if allocate is not None:
+            allocate(self._schedule.last_epoch)
         self._schedule.step()
         for (value, _), before in zip(constant, kept, strict=True):
             value.copy_(before)
@@ -187,94 +191,6 @@ class SoloTrainer:
     def adapters(self) -> dict[str, Tensor]:
         """Copies of the trained tensors, by PEFT's names."""
         return {name: tensor.detach().clone() for name, tensor in _saved(self._model).items()}
-
-
-@dataclass(frozen=True, slots=True)
-class Line:
-    """A sequence as one line of a batch.
-
-    labels   not shifted, -100 where a token is no target
-    first    index of its first token in the job's step
-    """
-
-    ids: Sequence[int]
-    labels: Sequence[int]
-    first: int
-
-
-@dataclass(frozen=True)
-class SampleOrder:
-    """Which samples each optimizer step of a job takes: a part of what defines the job.
-
-    An epoch takes each sample once, in the order of the file, or where the job shuffles in the
-    permutation that NumPy's default generator draws from (seed, epoch). Micro-batches hold
-    `per_device_train_batch_size` samples, steps `gradient_accumulation_steps` micro-batches; the
-    last of each may be smaller. Steps are counted through all epochs. A unit counts as one sample.
-    """
-
-    job: Job
-    samples: Sequence[Sample]
-    units: Sequence[Sequence[int]] | None = None
-
-    @property
-    def steps(self) -> int:
-        """Optimizer steps of the whole job."""
-        if self.job.max_steps is not None:
-            return self.job.max_steps
-        return math.ceil((self.job.num_train_epochs or 1.0) * len(self._steps_of_epoch()))
-
-    def batches(self, step: int) -> list[list[Line]]:
-        """The micro-batches of a step."""
-        starts = self._steps_of_epoch()
-        epoch, number = divmod(step, len(starts))
-        units = self.units or [(index,) for index in range(len(self.samples))]
-        order = np.arange(len(units))
-        if self.job.shuffle:
-            order = np.random.default_rng((self.job.seed, epoch)).permutation(len(units))
-        taken = [units[int(index)] for index in order[starts[number] :][: starts.step]]
-        size = self.job.per_device_train_batch_size
-        batches = (taken[first : first + size] for first in range(0, len(taken), size))
-        return lines_of([[self.samples[at] for unit in own for at in unit] for own in batches])
-
-    def _steps_of_epoch(self) -> range:
-        """Where in the order of an epoch each of its steps begins."""
-        size = self.job.per_device_train_batch_size * self.job.gradient_accumulation_steps
-        return range(0, len(self.samples if self.units is None else self.units), size)
-
-
-def lines_of(batches: Sequence[Sequence[Sample]]) -> list[list[Line]]:
-    """The micro-batches of one step, whose tokens are counted through all of them."""
-    lines: list[list[Line]] = []
-    first = 0
-    for batch in batches:
-        lines.append([])
-        for sample in batch:
-            lines[-1].append(Line(sample.input_ids, sample.labels, first))
-            first += len(sample.input_ids)
-    return lines
-
-
-def in_another_layout(
-    batches: Sequence[Sequence[Line]], *, pairs: bool = False
-) -> list[list[Line]]:
-    """The same step in batches of other shapes: the same numbers but for rounding.
-
-    Each line of a batch has a batch of its own. A line that had one shares it with a copy of
-    itself, which has no targets. Lines that are compared as pairs stay as they are.
-    """
-    if pairs:
-        return [list(batch) for batch in batches]
-    layout: list[list[Line]] = []
-    for batch in batches:
-        if len(batch) > 1:
-            layout.extend([line] for line in batch)
-        else:
-            layout.extend([line, _without_targets(line)] for line in batch)
-    return layout
-
-
-def _without_targets(line: Line) -> Line:
-    return Line(line.ids, [NO_TARGET] * len(line.ids), line.first)
 
 
 def _backward(
@@ -304,22 +220,6 @@ def _backward(
         torch.autograd.backward(loss)
         total += loss.item()
     return total
-
-
-def pad(batch: Sequence[Line]) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Ids, labels, attention mask and token indices, int64 [B, S], padded on the right.
-
-    The indices of a line count on through its padding, where nothing reads them.
-    """
-    width = max(len(line.ids) for line in batch)
-    ids = torch.zeros(len(batch), width, dtype=torch.int64)
-    labels, attended = torch.full_like(ids, NO_TARGET), torch.zeros_like(ids)
-    for row, line in enumerate(batch):
-        ids[row, : len(line.ids)] = torch.tensor(line.ids)
-        labels[row, : len(line.ids)] = torch.tensor(line.labels)
-        attended[row, : len(line.ids)] = 1
-    first = torch.tensor([line.first for line in batch])
-    return ids, labels, attended, first[:, None] + torch.arange(width)
 
 
 def _loss(model: PeftModel, ids: Tensor, labels: Tensor, attended: Tensor, targets: int) -> Tensor:
@@ -450,6 +350,7 @@ def _wrapped(job: Job, model: nn.Module, dropout: bool) -> PeftModel:
             config,
             autocast_adapter_dtype=job.adapter_dtype == "float32",
         )
+    freeze_rank_counts(wrapped)
     return wrapped
 
 
@@ -470,7 +371,8 @@ def _load_start(model: PeftModel, start: Mapping[str, Tensor]) -> None:
             found=_shape(start.get(differ[0])),
             help="start both sides from the adapter of one job",
         )
-    set_peft_model_state_dict(model, {name: tensor.clone() for name, tensor in start.items()})
+    with _adalora(model, rank_pattern=None):
+        set_peft_model_state_dict(model, {name: tensor.clone() for name, tensor in start.items()})
 
 
 def _shape(tensor: Tensor | None) -> str:
@@ -481,10 +383,26 @@ def _saved(model: PeftModel, state: dict[str, Tensor] | None = None) -> dict[str
     """The trained tensors by PEFT's names; of `state`, by parameter names, where given."""
     from peft import get_peft_model_state_dict
 
-    tensors: dict[str, Tensor] = get_peft_model_state_dict(
-        model, state_dict=state, save_embedding_layers=False
-    )
+    with _adalora(model, rank_pattern=None):  # all ranks, those that are taken away too
+        tensors: dict[str, Tensor] = get_peft_model_state_dict(
+            model, state_dict=state, save_embedding_layers=False
+        )
     return tensors
+
+
+def _adalora(model: PeftModel, **fields: Any) -> AbstractContextManager[object]:
+    """Within this, the config of an AdaLoRA has these fields."""
+    config: Any = model.peft_config["default"]
+    return patch.multiple(config, **fields) if config.peft_type == "ADALORA" else nullcontext()
+
+
+def _regularise(model: PeftModel) -> None:
+    """Add, once a step, the gradient of what PEFT adds to each loss of an AdaLoRA."""
+    tuner: Any = model.base_model
+    if model.peft_config["default"].peft_type == "ADALORA":
+        outputs = SimpleNamespace(loss=torch.zeros(()))
+        with patch.object(tuner.model, "forward", lambda: outputs):
+            tuner.forward().loss.backward()
 
 
 def _gradients(model: PeftModel) -> dict[str, Tensor]:

@@ -25,6 +25,7 @@ from torch import Tensor, nn
 from tlora_fx.config.job import Job
 from tlora_fx.ir.graph import PEFT_PREFIX, AdapterSite
 from tlora_fx.ops import site_id
+from tlora_fx.tracing.adapters import freeze_rank_counts
 
 #: The dtypes whose matrices PEFT decomposes.
 _DECOMPOSED = frozenset({torch.float32, torch.float16, torch.bfloat16})
@@ -111,6 +112,7 @@ def start_of_kind(job: Job, config: Any, layer: nn.Module, path: str) -> dict[st
         warnings.simplefilter("ignore")
         torch.manual_seed((job.seed << 31) + site_id(path))
         wrapped = get_peft_model(root, alone)
+        freeze_rank_counts(wrapped)
     return {
         name: parameter.detach()
         for name, parameter in wrapped.named_parameters()

@@ -71,6 +71,7 @@ from tlora_fx.runtime.interrupts import Interrupts
 from tlora_fx.runtime.isolation import run_isolated
 from tlora_fx.runtime.job_evaluation import Metrics
 from tlora_fx.runtime.job_run import JobRun, StepReport, described, status_after
+from tlora_fx.runtime.rank_allocation import regularise
 from tlora_fx.runtime.round_end import Outside, RoundEnd
 from tlora_fx.runtime.run_folder import RunFolder
 from tlora_fx.runtime.trackers import Trackers
@@ -377,7 +378,10 @@ class Trainer:
             counts[index] = self.roster.at(index).targets(micro_batches)
         weights = torch.where(counts > 0, 1 / counts.clamp(min=1), 0)
         weights = weights.to(self.device, non_blocking=True)
-        return self._runner.run(rows, weights) if batches else weights
+        losses = self._runner.run(rows, weights) if batches else weights
+        for run in map(self.roster.at, batches):
+            regularise(run.job, run.parameters)
+        return losses
 
     # Jobs come and go between rounds.
 
@@ -641,10 +645,7 @@ class Trainer:
             self._save(last=False)
 
     def _evaluate(self, runs: Sequence[JobRun]) -> Outside:
-        """Evaluate jobs together; some may stop early.
-
-        returns   by job; each ends its job
-        """
+        """Evaluate jobs together; some may stop early. Returns what ends a job, by job."""
         if not runs:
             return {}
         outside: Outside = {}
@@ -722,9 +723,7 @@ class Trainer:
         self.callback.warned(f"job '{run.job.name}': a callback failed: {described(error)}")
 
     def _write(self, run: JobRun, adapter: Mapping[str, Tensor]) -> None:
-        """Leave a job's adapter folder.
-
-        A job whose adapter is not whole, or cannot be written, has failed.
+        """Leave a job's adapter folder; where it is not whole or not written, the job has failed.
 
         adapter   put together from all processes
         """

@@ -41,7 +41,8 @@ from tlora_fx.runtime.checks import check_fits, load_all_data
 from tlora_fx.runtime.data import JobData, Sample
 from tlora_fx.runtime.distributed import device_named
 from tlora_fx.runtime.job_run import JobRun
-from tlora_fx.runtime.solo import Line, SampleOrder, SoloTrainer, in_another_layout, lines_of
+from tlora_fx.runtime.sample_order import Line, SampleOrder, in_another_layout, lines_of
+from tlora_fx.runtime.solo import SoloTrainer
 from tlora_fx.runtime.trainer import Trainer
 
 PLAIN = "plain PEFT, dropout 0"

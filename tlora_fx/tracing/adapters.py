@@ -180,8 +180,8 @@ def idle_patterns(job: Job, sites: dict[str, AdapterSite]) -> list[str]:
     adapted = [path for path, site in sites.items() if site.rank]
     notes = []
     for field in ("rank_pattern", "alpha_pattern"):
-        keys = getattr(config, field)
-        used = {get_pattern_key(keys.keys(), path) for path in adapted}
+        keys: dict[str, Any] = getattr(config, field) or {}
+        used = {get_pattern_key(list(keys), path) for path in adapted}
         notes += [
             f"job '{job.name}': '{key}' in {field} fits no adapted module, so it changes nothing"
             for key in keys
@@ -196,8 +196,12 @@ def _site(path: str, module: nn.Module, config: Any, start: bool | str) -> Adapt
 
     if config.peft_type != PeftType.LORA:
         # Such branches run as they are: PEFT's module has their numbers.
+        kind = config.peft_type.lower()
+        if kind == "adalora":
+            rank, alpha = config.init_r, float(config.lora_alpha)
+            return AdapterSite(path, rank, alpha, float(config.lora_dropout), kind)
         rate = float(getattr(config, "vera_dropout", 0.0))
-        return AdapterSite(path, getattr(config, "r", 0) or 1, 1.0, rate, config.peft_type.lower())
+        return AdapterSite(path, getattr(config, "r", 0) or 1, 1.0, rate, kind)
     r = config.rank_pattern.get(get_pattern_key(config.rank_pattern.keys(), path), config.r)
     alpha_key = get_pattern_key(config.alpha_pattern.keys(), path)
     alpha = config.alpha_pattern.get(alpha_key, config.lora_alpha)
@@ -379,6 +383,16 @@ def check_wrapped(model: nn.Module, sites: dict[str, AdapterSite], job: Job) -> 
             )
 
 
+def freeze_rank_counts(model: nn.Module) -> None:
+    """Train no AdaLoRA's `ranknum`, a divisor that PEFT trains where it casts it, and never saves.
+
+    model    wrapped by PEFT
+    """
+    for name, parameter in model.named_parameters():
+        if ".ranknum." in name:
+            parameter.requires_grad_(False)
+
+
 def make_traceable(model: nn.Module) -> None:
     """Let PEFT's modules of kinds beside LoRA be traced on the meta device.
 
@@ -387,6 +401,7 @@ def make_traceable(model: nn.Module) -> None:
 
     model    wrapped by PEFT
     """
+    from peft.tuners.adalora.layer import AdaLoraLayer
     from peft.tuners.loha.layer import LoHaLayer
     from peft.tuners.lycoris_utils import LycorisLayer
     from peft.tuners.oft.layer import OFTRotationModule
@@ -401,6 +416,12 @@ def make_traceable(model: nn.Module) -> None:
         elif isinstance(module, OFTRotationModule):
             size = module.block_size
             module.rows, module.cols = torch.triu_indices(size, size, 1)
+        elif isinstance(module, AdaLoraLayer):
+            # PEFT adds 1e-5 to the rank, in this dtype.
+            ranks: Any = module._modules.pop("ranknum")
+            count = float(module.r["default"])
+            rounded = torch.tensor(count, dtype=ranks["default"].dtype) + 1e-5
+            vars(module)["ranknum"] = {"default": float(rounded) - 1e-5}
         elif isinstance(module, VeraLayer):
             projections = projections or _projections(model)
             for name, drawn in projections.items():
