@@ -72,7 +72,7 @@ def options(**changed):
     local = LocalOptions(save_seconds=0.05, more=more, stall=stall, accept_changes=accept)
     loop = {
         name: changed.pop(name)
-        for name in ("horizon", "switch_seconds", "refresh")
+        for name in ("horizon", "switch_seconds", "refresh", "tries")
         if name in changed
     }
     loop = LoopOptions(**({"horizon": 0.4, "switch_seconds": 0.1} | loop))

@@ -9,6 +9,7 @@ import subprocess
 import time
 from contextlib import closing
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 
@@ -28,10 +29,16 @@ from tlora_fx.scheduler.executor import (
     Progress,
     Warned,
 )
-from tlora_fx.scheduler.local import executor
-from tlora_fx.scheduler.local.executor import LocalExecutor, LocalOptions, StallLimits, Watchdog
+from tlora_fx.scheduler.local import executor, processes
+from tlora_fx.scheduler.local.executor import (
+    LocalExecutor,
+    LocalOptions,
+    RunningGroup,
+    StallLimits,
+    Watchdog,
+)
 from tlora_fx.scheduler.local.processes import ForkServer
-from tlora_fx.scheduler.local.protocol import WorkerConfig
+from tlora_fx.scheduler.local.protocol import EventWriter, WorkerConfig
 from tlora_fx.scheduler.state import Group, JobRequest
 
 FAKE = "tests.scheduler.fake_worker"
@@ -138,6 +145,32 @@ def test_a_job_that_fails_leaves_its_neighbour_alone(bench):
     [failed] = here.of(Failed)
     assert (failed.job, failed.reason) == ("b", "loss nan")
     assert [event.job for event in here.of(Finished)] == ["a"]
+
+
+@pytest.mark.parametrize(("asked", "told"), [(False, ["a", None]), (True, [None])])
+def test_a_group_that_was_asked_to_stop_blames_no_job(tmp_path, asked, told):
+    """What its trainer refuses while it is ended may not be the job's fault: it is tried again."""
+    server = SimpleNamespace(code=lambda worker: 1, signal=lambda worker, number: None)
+    watchdog = Watchdog(StallLimits())
+    group = RunningGroup(1, ("a",), tmp_path, server, (7,), float, {}, watchdog, tmp_path / "train")
+    EventWriter(tmp_path / "told.jsonl").write("failed", reason="no such module", job="a")
+    if asked:
+        group.drain()
+
+    assert [event.job for event in group.events(0.0)] == told
+
+
+def test_a_worker_that_is_asked_to_stop_before_it_trains_ends_at_once():
+    """Not by an exception, which the code that imports or traces may catch."""
+    pid = os.fork()
+    if pid == 0:
+        signal.signal(signal.SIGTERM, processes._stop)
+        try:
+            signal.raise_signal(signal.SIGTERM)
+        finally:
+            os._exit(1)
+
+    assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 128 + signal.SIGTERM
 
 
 def test_a_worker_that_dies_sends_its_jobs_back(bench):

@@ -421,9 +421,11 @@ class Shuffling:
 
     name: ClassVar[str] = "shuffling"
 
+    seconds: float = 0.5
+
     def decide(self, state, *, explain=False):
         names = sorted(state.jobs)
-        turn = int(state.now / 0.5)
+        turn = int(state.now / self.seconds)
         sides = ([], [])
         for index, name in enumerate(names):
             sides[(index + (turn >> index % 3)) % 2].append(name)

@@ -6,6 +6,7 @@ import json
 import os
 import random
 import shutil
+import signal
 import time
 from concurrent.futures import Future
 from dataclasses import replace
@@ -17,7 +18,8 @@ import safetensors.torch
 
 from tests.scheduler import run_folder
 from tests.scheduler.fork_here import ForkHere
-from tests.scheduler.run_folder import QUICKSTART, Heard, kill, records
+from tests.scheduler.run_folder import QUICKSTART, Heard, epochs, kill, records
+from tests.scheduler.test_service import Shuffling, require_no_step_past_a_commit_twice
 from tlora_fx.compiler import compile
 from tlora_fx.config.job_file import load_job_file
 from tlora_fx.cost.estimator import Layout
@@ -25,6 +27,8 @@ from tlora_fx.cost.hardware import Cluster
 from tlora_fx.cost.load import Demand
 from tlora_fx.cost.plan import MeshShape
 from tlora_fx.runtime import trainer as trainers
+from tlora_fx.runtime.callbacks import TrainerCallback
+from tlora_fx.runtime.checkpoint import CheckpointStore
 from tlora_fx.runtime.launch import Launch
 from tlora_fx.runtime.run_folder import read_metrics
 from tlora_fx.runtime.trainer import Trainer
@@ -66,7 +70,8 @@ def write(folder, layers=1, **steps):
 
 
 def options(**changed):
-    local = LocalOptions(save_seconds=changed.pop("save_seconds", 0.5))
+    given = {"save_seconds": 0.5, "callbacks": ()}
+    local = LocalOptions(**{name: changed.pop(name, value) for name, value in given.items()})
     return {"worker": "", "local": local, "horizon": 2.0, **changed}
 
 
@@ -307,6 +312,127 @@ def until(executor, kind):
                 return event
         time.sleep(0.02)
     raise AssertionError(kind)
+
+
+class Audit(TrainerCallback):
+    """Writes down where jobs begin, what steps they do, and what is committed, as they happen."""
+
+    def write(self, what, run_folder, jobs):
+        now = time.time()
+        lines = "".join(json.dumps([now, 0, what, *job]) + "\n" for job in jobs)
+        handle = os.open(run_folder / "audit.jsonl", os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+        os.write(handle, lines.encode())
+        os.close(handle)
+
+    def started(self, runs):
+        self.folder = runs[0].folder.jobs.resolve()
+        self.write("begin", self.folder, [(run.job.name, run.step) for run in runs])
+
+    def joined(self, run):
+        self.write("begin", self.folder, [(run.job.name, run.step)])
+
+    def stepped(self, report):
+        self.write("step", self.folder, [(report.job, report.step)])
+
+    def saved(self, path, runs):
+        self.write("commit", self.folder, [(run.job.name, run.step) for run in runs])
+
+
+AUDITED = {"callbacks": (f"{__name__}:Audit",), "save_seconds": 0.3}
+
+
+def lines_of(output):
+    """How often somebody began, did a step or committed it so far."""
+    path = output / "audit.jsonl"
+    return path.read_bytes().count(b"\n") if path.exists() else 0
+
+
+def killed_at_random(folder, output, points, chance):
+    """A run that is killed so often: itself, with its workers, or a worker alone."""
+    given = options(**AUDITED, horizon=0.5, refresh=1, tries=1000)
+    pid = None
+    for _ in range(points):
+        pid = pid or run_folder.forked(folder, output, **given)
+        wanted, end = lines_of(output) + chance.randrange(100), time.monotonic() + 60
+        while lines_of(output) < wanted and time.monotonic() < end:
+            time.sleep(0.02)
+        time.sleep(chance.uniform(0.0, 0.15))
+        workers = Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
+        if chance.random() < 0.5:
+            for one in workers[: chance.randint(1, 2)]:
+                os.kill(int(one), signal.SIGKILL)
+        if chance.random() < 0.7 or not workers:
+            assert kill(pid)
+            pid = None
+    pid = pid or run_folder.forked(folder, output, **given)
+    assert os.waitpid(pid, 0)[1] == 0
+
+
+@pytest.mark.slow
+def test_jobs_that_join_leave_and_move_survive_forty_kills(tmp_path, monkeypatch):
+    """None is lost, none trained twice past its last commit, each ends as it does alone."""
+    points, output = 40, tmp_path / "run"
+    monkeypatch.setattr(run_folder, "policy_of", lambda name: Shuffling(1.0))
+    # More than can be done before the last kill.
+    steps = {name: 40 * points + 50 * seed for seed, name in enumerate("abcde")}
+    folder = write(tmp_path / "jobs", **steps)
+    killed_at_random(folder, output, points, random.Random(20))
+
+    hows = [record.how or "" for record in epochs(output)]
+    assert sum(how.startswith("goes on as") for how in hows) > points // 2
+    done = {name: (record.status, record.steps) for name, record in records(output).items()}
+    assert done == {name: ("done", count) for name, count in steps.items()}
+    for name in steps:
+        require_no_step_past_a_commit_twice(output, name)
+    require_as_alone(folder, output, steps, tmp_path)
+
+
+def dies_after(name):
+    """Kill this process after a method of its trainer, once jobs have come and gone."""
+    method = getattr(Trainer, name)
+
+    def dies(self, *given, **named):
+        value = method(self, *given, **named)
+        if any(run.left for run in self.runs):
+            os.kill(os.getpid(), signal.SIGKILL)
+        return value
+
+    setattr(Trainer, name, dies)
+
+
+LATER = [pytest.param(name, marks=pytest.mark.slow) for name in ("_tell_of_changes", "_save")]
+
+
+@pytest.mark.parametrize("moment", ["_change", *LATER])
+def test_a_worker_that_is_killed_as_jobs_come_and_go_costs_no_job_its_commits(
+    tmp_path, monkeypatch, moment
+):
+    """After rows were written, the change, or its checkpoint: all go on, and end as alone."""
+    folder, output = write(tmp_path / "jobs", a=9, b=6, c=5), tmp_path / "run"
+    monkeypatch.setattr(worker, "_kept", [])
+    monkeypatch.setattr(worker, "_reader", AtOnce())
+    first, _, third = (
+        replace(config, save_seconds=0.0, callbacks=AUDITED["callbacks"])
+        for config in orders_of(folder, tmp_path, "ab", "ac", "abc")
+    )
+    pid = os.fork()
+    if pid == 0:
+        try:
+            dies_after(moment)
+            worker._train(first, Launch())
+        finally:
+            os._exit(0)
+    assert os.WTERMSIG(os.waitpid(pid, 0)[1]) == signal.SIGKILL
+    committed = CheckpointStore(output).counters()
+    again = replace(
+        third, sources={name: str(output) for name in committed}, output=str(tmp_path / "again")
+    )
+    worker._train(again, Launch())
+
+    assert committed["b"]["step"] > 0
+    for name in "abc":
+        require_no_step_past_a_commit_twice(output, name)
+    require_as_alone(folder, output, "abc", tmp_path)
 
 
 @pytest.mark.slow

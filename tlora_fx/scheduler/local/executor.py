@@ -285,7 +285,8 @@ class RunningGroup:
 
     def _end(self, now: float, codes: list[int]) -> Iterator[GroupEvent]:
         """The last events; those of single jobs that ended came before."""
-        if self.at_fault is not None and self.at_fault not in self.settled:
+        # Where it was asked to stop, that may be what the trainer stumbled over.
+        if not self.asked and self.at_fault is not None and self.at_fault not in self.settled:
             yield Failed(now, self.epoch, self.at_fault, self.reason)
         stopped = self.asked and all(code in (0, 128 + signal.SIGTERM) for code in codes)
         yield from self._unwritten(now)

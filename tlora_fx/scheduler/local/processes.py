@@ -459,8 +459,11 @@ def _next_order(orders: int, done: int) -> Path:
 
 
 def _stop(number: int, frame: FrameType | None) -> None:
-    """Before training begins there is nothing to save."""
-    sys.exit(128 + number)
+    """Before training begins there is nothing to save.
+
+    No exception is raised: the code that imports, reads or traces may take it for its own.
+    """
+    os._exit(128 + number)
 
 
 def _end_with(lifeline: int) -> None:
