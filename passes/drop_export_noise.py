@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from typing import Any, ClassVar
 
 import torch
-from torch import fx
+from torch import Tensor, fx
 
 from tlora_fx.errors import BaseNotTraceable
 from tlora_fx.ir.graph import JobGraph, is_call
@@ -121,7 +121,7 @@ def _replace(graph: fx.Graph, node: fx.Node, order: dict[fx.Node, int], job: str
         if old and any(order[user] > index for user in alias.users):
             _refuse(node, job, f"the memory that it writes is read again as {alias.name}")
     with graph.inserting_before(node):
-        pure = _copied(graph, node, order) or graph.call_function(twin, node.args, node.kwargs)
+        pure = _copied(graph, node, order) or _returned(graph, node, twin, order)
         pure.meta = dict(node.meta)
         order[pure] = index
         wholes = {written: pure}
@@ -153,6 +153,24 @@ def _copied(graph: fx.Graph, node: fx.Node, order: dict[fx.Node, int]) -> fx.Nod
         order[cast] = order[node]
         source = cast
     return graph.call_function(aten.expand_as.default, (source, written))
+
+
+def _returned(graph: fx.Graph, node: fx.Node, twin: Any, order: dict[fx.Node, int]) -> fx.Node:
+    """What is written, by the operator that returns it, in the dtype of the memory."""
+    pure = graph.call_function(twin, node.args, node.kwargs)
+    kept = node.meta["val"]
+    if not isinstance(kept, Tensor):
+        return pure
+    values = [each.meta.get("val") for each in node.all_input_nodes]
+    wider = kept.dtype
+    for value in values:
+        if isinstance(value, Tensor) and value.dim():
+            wider = torch.promote_types(wider, value.dtype)
+    if wider == kept.dtype:
+        return pure
+    pure.meta = {**node.meta, "val": kept.to(wider)}
+    order[pure] = order[node]
+    return graph.call_function(aten.to.dtype, (pure, kept.dtype))
 
 
 def _parts(written: fx.Node, owner: fx.Node) -> list[fx.Node]:

@@ -109,6 +109,19 @@ def test_a_write_into_a_fresh_tensor_becomes_a_new_tensor(sketch):
     torch.testing.assert_close(sketch.run(x), (x.exp() + x) * 2)
 
 
+def test_a_write_keeps_the_dtype_of_what_it_writes_into(sketch):
+    """As where an adapter in float32 is added to what a base in bfloat16 gave."""
+    fresh = sketch.call(aten.exp.default, sketch.call(aten.to.dtype, sketch.x, torch.bfloat16))
+    sketch.call(aten.add_.Tensor, fresh, sketch.x)
+    result = sketch.call(aten.mul.Tensor, fresh, 2.0)
+
+    assert sketch.cleaned(result)[2:] == ["aten.add.Tensor", "aten.to.dtype", "aten.mul.Tensor"]
+    x = torch.randn(2, 3)
+    expected = x.to(torch.bfloat16).exp().add_(x) * 2
+    assert expected.dtype == torch.bfloat16
+    assert torch.equal(sketch.run(x), expected)
+
+
 def test_a_write_into_one_of_two_results_leaves_the_other(sketch):
     """The largest values and their places are two tensors, as routers divide the first."""
     largest = sketch.call(aten.topk.default, sketch.x, 2)
