@@ -160,6 +160,22 @@ def test_a_group_that_was_asked_to_stop_blames_no_job(tmp_path, asked, told):
     assert [event.job for event in group.events(0.0)] == told
 
 
+def test_a_group_that_ends_knows_nothing_newer_of_a_job_that_was_to_come_back(
+    tmp_path, monkeypatch
+):
+    """b has done a step elsewhere since it left; a's last checkpoint was not told."""
+    left = {"a": 9, "b": 64}
+    counters = {name: {"step": step, "status": "running"} for name, step in left.items()}
+    monkeypatch.setattr(executor.CheckpointStore, "counters", lambda store: counters)
+    group, heir = (
+        RunningGroup(epoch, jobs, tmp_path, None, (), float, steps, None, tmp_path)
+        for epoch, jobs, steps in ((1, ("a",), {"a": 5}), (2, ("a", "b"), {"a": 5, "b": 65}))
+    )
+    group.heir = heir
+
+    assert [event.steps for event in group._unwritten(0.0)] == [{"a": 9}]
+
+
 def test_a_worker_that_is_asked_to_stop_before_it_trains_ends_at_once():
     """Not by an exception, which the code that imports or traces may catch."""
     pid = os.fork()

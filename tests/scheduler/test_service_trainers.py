@@ -315,7 +315,10 @@ def until(executor, kind):
 
 
 class Audit(TrainerCallback):
-    """Writes down where jobs begin, what steps they do, and what is committed, as they happen."""
+    """Writes down where jobs begin, what steps they do, and what is committed, as they happen.
+
+    A trainer says who has joined after the first round with it: its first step says so here.
+    """
 
     def write(self, what, run_folder, jobs):
         now = time.time()
@@ -326,16 +329,18 @@ class Audit(TrainerCallback):
 
     def started(self, runs):
         self.folder = runs[0].folder.jobs.resolve()
+        self.inside = {run.job.name for run in runs}
         self.write("begin", self.folder, [(run.job.name, run.step) for run in runs])
 
-    def joined(self, run):
-        self.write("begin", self.folder, [(run.job.name, run.step)])
-
     def stepped(self, report):
+        if report.job not in self.inside:
+            self.inside.add(report.job)
+            self.write("begin", self.folder, [(report.job, report.step - 1)])
         self.write("step", self.folder, [(report.job, report.step)])
 
     def saved(self, path, runs):
         self.write("commit", self.folder, [(run.job.name, run.step) for run in runs])
+        self.inside = {run.job.name for run in runs if not run.left}
 
 
 AUDITED = {"callbacks": (f"{__name__}:Audit",), "save_seconds": 0.3}

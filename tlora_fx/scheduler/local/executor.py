@@ -304,11 +304,13 @@ class RunningGroup:
         steps = {}
         # Of jobs that left it, another group may know better by now.
         mine = {*self.jobs, *(self.heir.jobs if self.heir else ())}
+        # One that was to come back has been elsewhere: what it left here may be old.
+        known = {**(self.heir.committed if self.heir else {}), **self.committed}
         found = CheckpointStore(self.output).counters()
         for job, counters in found.items():
             if job not in mine:
                 continue
-            if counters["step"] > self.committed.get(job, 0) or counters["status"] != "running":
+            if counters["step"] > known.get(job, 0) or counters["status"] != "running":
                 steps[job] = counters["step"]
             if counters["status"] != "running":
                 ended[job] = (counters["status"], counters["reason"])
