@@ -24,7 +24,12 @@ from tlora_fx.runtime.adapters import adapter_tensors, plain_base
 from tlora_fx.runtime.distributed import require_elementwise
 from tlora_fx.runtime.optimizer import JobOptimizer
 from tlora_fx.runtime.solo import train_alone
-from tlora_fx.runtime.starts import computed_start, constant_part, trained_part
+from tlora_fx.runtime.starts import (
+    computed_start,
+    constant_part,
+    trained_parameters,
+    trained_part,
+)
 from tlora_fx.runtime.trainer import Trainer
 from tlora_fx.runtime.verify import adapter_difference
 
@@ -208,6 +213,16 @@ def test_an_optimizer_goes_on_with_its_half():
             assert torch.equal(part, constant_part(job, name, constant[name]))
             assert not constant_part(job, name, param.grad).any()
             assert not torch.equal(param, constant[name])
+
+
+def test_a_bias_beside_b_is_trained_whole():
+    """A vector has no rank to cut."""
+    job = job_with(lora={"r": 2, "lora_bias": True})
+    bias = torch.nn.Parameter(torch.zeros(3))
+
+    trained = trained_parameters(job, {"a.lora_B.default.bias": bias})
+
+    assert trained == {"a.lora_B.default.bias": bias}
 
 
 @pytest.mark.parametrize("init", list(JOBS))

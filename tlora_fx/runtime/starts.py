@@ -49,7 +49,7 @@ def constant_part(job: Job, name: str, tensor: Tensor) -> Tensor | None:
 
 def _split(job: Job, name: str, tensor: Tensor) -> tuple[Tensor, Tensor | None]:
     dimension = 0 if ".lora_A." in name else 1 if ".lora_B." in name else None
-    if dimension is None:
+    if dimension is None or tensor.dim() == 1:  # `lora_bias` trains a vector beside B.
         return tensor, None
     size = tensor.shape[dimension]
     trained = size // 2 if job.changes_base else size
