@@ -22,7 +22,6 @@ class Kernel:
     kind    "kernel", "copy" or "fill"
     op      the operator that started it, as far as the profiler knows
     sizes   of all dimensions of that operator's inputs
-    phases  the `record_function` ranges in which it was started
     """
 
     name: str
@@ -31,7 +30,6 @@ class Kernel:
     duration: float
     op: str
     sizes: tuple[int, ...]
-    phases: frozenset[str]
 
     @property
     def stop(self) -> float:
@@ -56,11 +54,8 @@ def kernels_of(events: Iterable[Mapping[str, Any]]) -> list[Kernel]:
     """The kernels in the events of a Chrome trace, as torch's profiler writes it."""
     complete = [event for event in events if event.get("ph") == "X"]
     ops = {_id(event): event for event in complete if event.get("cat") == "cpu_op"}
-    phases = [event for event in complete if event.get("cat") == "user_annotation"]
     found = [
-        _kernel(event, ops.get(_id(event)), phases)
-        for event in complete
-        if event.get("cat") in ON_DEVICE
+        _kernel(event, ops.get(_id(event))) for event in complete if event.get("cat") in ON_DEVICE
     ]
     return sorted(found, key=lambda kernel: kernel.start)
 
@@ -69,9 +64,7 @@ def _id(event: Mapping[str, Any]) -> object:
     return event.get("args", {}).get("External id")
 
 
-def _kernel(
-    event: Mapping[str, Any], op: Mapping[str, Any] | None, phases: Sequence[Mapping[str, Any]]
-) -> Kernel:
+def _kernel(event: Mapping[str, Any], op: Mapping[str, Any] | None) -> Kernel:
     args: Mapping[str, Any] = {} if op is None else op.get("args", {})
     return Kernel(
         name=_label(event),
@@ -80,7 +73,6 @@ def _kernel(
         duration=float(event["dur"]),
         op="" if op is None else str(op["name"]),
         sizes=tuple(_flat(args.get("Input Dims", ()))),
-        phases=frozenset() if op is None else _around(float(op["ts"]), phases),
     )
 
 
@@ -98,15 +90,6 @@ def _flat(dims: object) -> Iterable[int]:
     elif isinstance(dims, list | tuple):
         for inner in dims:
             yield from _flat(inner)
-
-
-def _around(at: float, phases: Sequence[Mapping[str, Any]]) -> frozenset[str]:
-    """The ranges around a moment, of whatever thread: a backward has one of its own."""
-    return frozenset(
-        str(phase["name"])
-        for phase in phases
-        if float(phase["ts"]) <= at <= float(phase["ts"]) + float(phase["dur"])
-    )
 
 
 def table(kernels: Sequence[Kernel], calls: int) -> list[dict[str, Any]]:

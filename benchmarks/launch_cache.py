@@ -24,15 +24,16 @@ from torch import Tensor
 from benchmarks.interleaved import Spread
 from benchmarks.results_file import RESULTS, console, described, write
 from benchmarks.step_arms import Made, Ours
-from benchmarks.step_mixes import GSM8K, ONES, Mix, Shape
+from benchmarks.step_mixes import MIXES as STEP_MIXES
+from benchmarks.step_mixes import Mix, Shape
 from tlora_fx.ops.kernels import launch_cache
 from tlora_fx.parallel import cuda_graphs
 
 MIXES = (
     Mix("8 x 16", (1,) * 8, 16),
-    ONES,
-    GSM8K,
-    Mix("64 x 256", (8,) * 8, 256),
+    STEP_MIXES["ones"],
+    STEP_MIXES["gsm8k"],
+    STEP_MIXES["wide"],
 )
 WARM_UP = 6
 

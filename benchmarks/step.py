@@ -2,10 +2,13 @@
 
 Llama-3-8B's shape with random weights, which all arms share. Each arm does forward, backward and
 the optimizer for all eight jobs; the frozen model does forward and backward down to its embeddings.
-All arms take turns in rounds; a figure is the median wall time. Ours is `Trainer`'s whole round:
-packing on the host, gradient norms, metrics, and one optimizer a job; the others have their tokens
-on the GPU already, and one fused AdamW. PEFT's figure is the sum over its jobs. Before an arm is
-timed, its gradients are compared with those of the same code run eagerly.
+All arms take turns, some steps with no wait between them; a figure is the median wall time of one.
+Ours is `Trainer`'s whole round, its rows as CUDA graphs as in training: packing on the host,
+gradient norms, metrics, an update of all jobs. The others have their tokens on the GPU already, and
+one fused AdamW; `*-graph` are compiled, the whole step a CUDA graph. Those of `alone-graph` and
+`peft` are sums over their jobs. Before an arm is timed, its gradients are compared with those of
+the same code run eagerly: they may be off by twice what rounding does to eager ones, measured
+against float32.
 
 `ours-float8-*` have products in float8 of the frozen layers, and the name says how they find dX.
 
@@ -35,15 +38,17 @@ from rich.table import Table
 from benchmarks.interleaved import Spread
 from benchmarks.kernel_times import busy, profiled, table
 from benchmarks.results_file import RESULTS, console, described, write
-from benchmarks.step_arms import ARMS, Arm, Made, Seconds, require_gradients
+from benchmarks.step_arms import ARMS, Arm, Made, require_gradients
 from benchmarks.step_mixes import MIXES, RANKS, Mix, Mixture, Shape
 from benchmarks.step_profile import CLASSES, classes
 
-DEFAULT = "frozen,ours,ours-compiled,peft,stacked-compiled"
+DEFAULT = "frozen-graph,ours-compiled,stacked-graph,alone-graph,peft"
 # Stacked adapters take every linear of a layer; a mixture's jobs adapt attention.
-OF_MIXTURES = "frozen,frozen-compiled,ours,ours-compiled,peft"
-PROFILED = ("ours", "ours-compiled", "ours-float8-copy", "stacked-compiled")
+OF_MIXTURES = "frozen-compiled,ours-compiled,peft"
+PROFILED = ("frozen-graph", "ours", "ours-compiled", "ours-float8-copy", "stacked-graph")
 WARM_UP = 3
+#: Steps of an arm in a round, with no wait between them, as training has none.
+AT_ONCE = 3
 GIB = 2**30
 KEPT_KERNELS = 60
 
@@ -52,11 +57,11 @@ KEPT_KERNELS = 60
 class Found:
     """What is known of one arm on one mix.
 
-    steps   seconds by part, one entry a round
-    peak    bytes that a step takes above what all arms hold between steps
+    steps   seconds of one step, an entry a round
+    peak    bytes that forward and backward take above what all arms hold between steps
     """
 
-    steps: list[Seconds] = field(default_factory=list)
+    steps: list[float] = field(default_factory=list)
     peak: int = 0
     classes: dict[str, float] = field(default_factory=dict)
     kernels: list[dict[str, Any]] = field(default_factory=list)
@@ -65,15 +70,7 @@ class Found:
     @property
     def totals(self) -> list[float]:
         """Milliseconds a step, one figure a round."""
-        return [sum(parts.values()) * 1e3 for parts in self.steps]
-
-    @property
-    def parts(self) -> dict[str, float]:
-        """Median milliseconds of each part."""
-        names = {name: None for parts in self.steps for name in parts}
-        return {
-            name: statistics.median(parts[name] * 1e3 for parts in self.steps) for name in names
-        }
+        return [seconds * 1e3 for seconds in self.steps]
 
 
 class Bench:
@@ -102,7 +99,9 @@ class Bench:
         for number in range(rounds):
             names = list(self.arms)
             for name in names if number % 2 == 0 else reversed(names):
-                self._try(name, lambda name=name: found[name].steps.append(self.arms[name].step()))
+                self._try(
+                    name, lambda name=name: found[name].steps.append(self.arms[name].step(AT_ONCE))
+                )
         for name in [name for name in profile if name in self.arms]:
             self._try(name, lambda name=name: self._profile(name, found[name]))
         return {name: one for name, one in found.items() if name in self.arms}
@@ -122,23 +121,26 @@ class Bench:
 
     def _prepare(self, name: str, mix: Mix, found: Found) -> None:
         started, arm = time.perf_counter(), self.arms[name]
+        on_gpu = self.made.device == "cuda"
+        before = torch.cuda.memory_allocated() if on_gpu else 0
+        if on_gpu:
+            torch.cuda.reset_peak_memory_stats()
         arm.load(mix)
+        arm.gradients()
+        found.peak = torch.cuda.max_memory_allocated() - before if on_gpu else 0
         require_gradients(arm)
         for _ in range(WARM_UP):
             arm.step()
-        if self.made.device == "cuda":
-            before = torch.cuda.memory_allocated()
-            torch.cuda.reset_peak_memory_stats()
-            arm.step()
-            found.peak = torch.cuda.max_memory_allocated() - before
         seconds = time.perf_counter() - started
         self.out.print(f"{name}, {mix.name}: warm after {seconds:.1f} s", highlight=False)
 
     def _profile(self, name: str, found: Found) -> None:
         arm = self.arms[name]
-        kernels = profiled(arm.step)
-        wall = statistics.median(found.totals)
-        found.classes = classes(kernels, self.made.shape.vocabulary, wall)
+        with arm.launched():
+            arm.step()
+            kernels = profiled(arm.step)
+        shape, wall = self.made.shape, statistics.median(found.totals)
+        found.classes = classes(kernels, shape.vocabulary, shape.ranks, wall)
         found.busy_ms = busy(kernels) / 1e3
         found.kernels = table(kernels, 1)[:KEPT_KERNELS]
 
@@ -161,7 +163,6 @@ def _arm_json(mix: Mix, shape: Shape, found: Found) -> dict[str, Any]:
     spread = Spread.of(found.totals)
     made: dict[str, Any] = {
         "milliseconds": asdict(spread),
-        "parts_ms": found.parts,
         "frozen_tflops": _tflops(mix, shape, spread.median),
         "tokens_per_second": round(mix.tokens / spread.median * 1e3),
         "peak_gib_above_rest": round(found.peak / GIB, 2),
@@ -180,7 +181,7 @@ def _tflops(mix: Mix, shape: Shape, milliseconds: float) -> float:
 def show(mix: Mix, shape: Shape, found: Mapping[str, Found], out: Console) -> None:
     """A line an arm, then the classes of what was profiled."""
     made = _table(f"{mix.name}: {mix.tokens} tokens")
-    for head in ("arm", "ms", "least..most", "parts", "TFLOP/s", "tokens/s", "GiB above rest"):
+    for head in ("arm", "ms", "least..most", "TFLOP/s", "tokens/s", "GiB above rest"):
         made.add_column(head)
     for name, one in found.items():
         made.add_row(name, *_cells(mix, shape, one))
@@ -199,7 +200,6 @@ def _cells(mix: Mix, shape: Shape, found: Found) -> Iterator[str]:
     spread = Spread.of(found.totals)
     yield f"{spread.median:.1f}"
     yield f"{spread.least:.1f}..{spread.most:.1f}"
-    yield ", ".join(f"{name} {ms:.1f}" for name, ms in found.parts.items() if len(found.parts) > 1)
     yield f"{_tflops(mix, shape, spread.median):g}"
     yield f"{mix.tokens / spread.median * 1e3:.0f}"
     yield f"{found.peak / GIB:.2f}"
@@ -211,7 +211,7 @@ def _table(title: str) -> Table:
 
 def shape_of(given: argparse.Namespace) -> Shape:
     """Llama-3-8B's shape, or one with the same proportions."""
-    whole = Shape(dtype=given.dtype, dropout=given.dropout)
+    whole = Shape(dtype=given.dtype, dropout=given.dropout, ranks=tuple(given.ranks))
     whole = replace(
         whole,
         layers=given.layers or whole.layers,
@@ -231,7 +231,7 @@ def shape_of(given: argparse.Namespace) -> Shape:
 
 def mixture_of(given: argparse.Namespace) -> Mixture:
     """Qwen3-30B-A3B's shape with half its layers, or a small one."""
-    whole = Mixture(dtype=given.dtype, dropout=given.dropout)
+    whole = Mixture(dtype=given.dtype, dropout=given.dropout, ranks=tuple(given.ranks))
     if given.layers:
         whole = replace(whole, layers=given.layers)
     if not given.hidden:
@@ -242,18 +242,33 @@ def mixture_of(given: argparse.Namespace) -> Mixture:
     )  # fmt: skip
 
 
+def mixes_of(given: argparse.Namespace) -> list[Mix]:
+    """What the arms train, one after the other."""
+    if given.batch:
+        count, length = len(given.ranks), given.length or 160
+        return [Mix(f"equal {count * given.batch}x{length}", (given.batch,) * count, length)]
+    chosen = [MIXES[name] for name in given.mixes]
+    if not given.length:
+        return chosen
+    return [
+        replace(mix, name=f"{sum(mix.batches)}x{given.length}", length=given.length)
+        for mix in chosen
+    ]
+
+
 def parsed(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     """The command line."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.step", description=__doc__)
     parser.add_argument("--base", choices=("llama", "qwen3-moe"), default="llama")
     for name in ("layers", "hidden", "vocabulary"):
         parser.add_argument(f"--{name}", type=int, default=0, help="0: the base's own")
-    parser.add_argument("--length", type=int, default=160, help="tokens of a sequence")
+    parser.add_argument("--mixes", nargs="+", choices=MIXES, default=["gsm8k", "ones"])
     parser.add_argument("--batch", type=int, default=0, help="of each job, in place of the mixes")
+    parser.add_argument("--length", type=int, default=0, help="of a sequence; 0: the mix's own")
+    parser.add_argument("--ranks", type=int, nargs="*", default=RANKS, help="one a job")
     parser.add_argument("--dtype", default="bfloat16")
     parser.add_argument("--dropout", type=float, default=0.0, help="of ours and of PEFT's adapters")
     parser.add_argument("--arms", help=f"of {', '.join(ARMS)}, commas between")
-    parser.add_argument("--mixes", type=int, default=len(MIXES), help="1: the first alone")
     parser.add_argument("--rounds", type=int, default=7)
     parser.add_argument("--profile", action="store_true", help="time on the GPU by kernel class")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
@@ -282,12 +297,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
         made = Made(shape, given.device, Path(folder))
         out.print(f"weights: drawn in {time.perf_counter() - started:.1f} s", highlight=False)
         bench = Bench(made, names, out)
-        equal = Mix(f"equal {len(RANKS) * given.batch}x{given.length}", (given.batch,) * len(RANKS))
-        for mix in (equal,) if given.batch else MIXES[: given.mixes]:
-            own = replace(mix, length=given.length)
-            measured = bench.run(own, given.rounds, profile)
-            show(own, shape, measured, out)
-            mixes.append(mix_json(own, shape, measured))
+        for mix in mixes_of(given):
+            measured = bench.run(mix, given.rounds, profile)
+            show(mix, shape, measured, out)
+            mixes.append(mix_json(mix, shape, measured))
             found["seconds"] = round(time.perf_counter() - started, 1)
             write(path, found | {"mixes": mixes, "cannot": bench.failed})
     out.print(f"written to {path} after {found['seconds']} s")

@@ -20,6 +20,7 @@ class Shape:
 
     dropout   of every job's adapters
     targets   what they adapt, as PEFT reads it
+    ranks     one a job
     """
 
     layers: int = 32
@@ -31,6 +32,7 @@ class Shape:
     dtype: str = "bfloat16"
     dropout: float = 0.0
     targets: str | tuple[str, ...] = "all-linear"
+    ranks: tuple[int, ...] = RANKS
 
     @property
     def target_modules(self) -> str | list[str]:
@@ -143,6 +145,9 @@ class Mix:
         return [0, *(self.length * count for count in accumulate(self.batches))]
 
 
-GSM8K = Mix("gsm8k 30x160", (1, 1, 2, 2, 4, 4, 8, 8))
-ONES = Mix("ones 8x160", (1,) * 8)
-MIXES = (GSM8K, ONES)
+MIXES = {
+    "gsm8k": Mix("gsm8k 30x160", (1, 1, 2, 2, 4, 4, 8, 8)),
+    "ones": Mix("ones 8x160", (1,) * 8),
+    "wide": Mix("wide 64x256", (8,) * 8, length=256),
+    "long": Mix("long 8x1024", (1,) * 8, length=1024),
+}

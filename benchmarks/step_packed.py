@@ -16,7 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from benchmarks.step_mixes import ALPHA, RANKS, Mix, Shape
+from benchmarks.step_mixes import ALPHA, Mix, Shape
 
 ATTENTION = "benchmark_packed"
 LOSS_ROWS = 2048
@@ -81,13 +81,13 @@ class Stacked(nn.Module):
 
     mask: Tensor
 
-    def __init__(self, linear: nn.Linear) -> None:
+    def __init__(self, linear: nn.Linear, rank: int) -> None:
         super().__init__()
         self.weight = linear.weight
         outer, inner = linear.weight.shape
         like: dict[str, Any] = {"dtype": linear.weight.dtype, "device": linear.weight.device}
-        self.a = nn.Parameter(torch.randn(sum(RANKS), inner, **like) * inner**-0.5)
-        self.b = nn.Parameter(torch.zeros(outer, sum(RANKS), **like))
+        self.a = nn.Parameter(torch.randn(rank, inner, **like) * inner**-0.5)
+        self.b = nn.Parameter(torch.zeros(outer, rank, **like))
 
     def forward(self, x: Tensor) -> Tensor:
         """[1, T, in] to [1, T, out]."""
@@ -118,14 +118,14 @@ class Expand(torch.autograd.Function):
         return torch.addmm(ds @ a, dy, weight), None, ds.t() @ x, dy.t() @ shrunk, None
 
 
-def stack_adapters(model: Any) -> list[Stacked]:
+def stack_adapters(model: Any, shape: Shape) -> list[Stacked]:
     """Replace every linear of every layer; returns what took their places."""
     made = []
     for layer in model.model.layers:
         for name, linear in list(layer.named_modules()):
             if isinstance(linear, nn.Linear):
                 owner, _, own = name.rpartition(".")
-                made.append(Stacked(linear))
+                made.append(Stacked(linear, sum(shape.ranks)))
                 setattr(layer.get_submodule(owner), own, made[-1])
     return made
 
@@ -134,18 +134,21 @@ class Packed:
     """One training step of such a model: forward, backward, and the optimizer where it trains.
 
     sites   its stacked adapters; none: the frozen model, whose backward stops at the embeddings
+    graph   the whole step as a CUDA graph, once `capture` made it
     """
 
     def __init__(self, model: Any, sites: Sequence[Stacked], shape: Shape, device: str) -> None:
         self.model, self.sites, self.shape, self.device = model, sites, shape, device
-        trained = [p for site in sites for p in site.parameters() if p.requires_grad]
-        on_gpu = device == "cuda"
-        self.optimizer = torch.optim.AdamW(trained, lr=RATE, fused=on_gpu) if trained else None
+        self.trained = [p for site in sites for p in site.parameters() if p.requires_grad]
+        fused: dict[str, Any] = {"fused": True, "capturable": True} if device == "cuda" else {}
+        self.optimizer = torch.optim.AdamW(self.trained, lr=RATE, **fused) if self.trained else None
         self.row: dict[str, Any] = {}
         self.ids = torch.empty(0)
+        self.graph: torch.cuda.CUDAGraph | None = None
 
     def load(self, mix: Mix) -> None:
         """Take the tokens of a mix."""
+        self.graph = None
         self.ids = torch.cat([ids.reshape(-1) for ids in mix.ids(self.shape, self.device)])
         place = torch.arange(mix.tokens, device=self.device)
         ends = torch.arange(0, mix.tokens + 1, mix.length, dtype=torch.int32, device=self.device)
@@ -163,26 +166,47 @@ class Packed:
 
     def gradients(self) -> list[Tensor]:
         """What a step gathers, one after the other; nothing is trained."""
-        optimizer, self.optimizer = self.optimizer, None
-        try:
-            self.step()
-        finally:
-            self.optimizer = optimizer
-        trained = [p for site in self.sites for p in (site.a, site.b)]
-        found = [p.grad.clone() for p in trained if p.grad is not None]
-        self.model.zero_grad()
-        return found
+        if self.graph is None:
+            self._gather()
+            return [p.grad.clone() for p in self.trained if p.grad is not None]
+        before = [p.detach().clone() for p in self.trained]
+        self.graph.replay()
+        with torch.no_grad():
+            for parameter, value in zip(self.trained, before, strict=True):
+                parameter.copy_(value)
+        return [p.grad.clone() for p in self.trained if p.grad is not None]
 
     def step(self) -> None:
         """One step."""
+        if self.graph is None:
+            self._gather()
+            self._update()
+        else:
+            self.graph.replay()
+
+    def capture(self, pool: Any = None) -> None:
+        """Make the whole step a CUDA graph; it has run before.
+
+        pool   of graphs of which one runs at a time; None: one of its own
+        """
+        torch.cuda.synchronize()
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph, pool=pool):
+            self._gather()
+            self._update()
+        self.graph = graph
+
+    def _gather(self) -> None:
+        self.model.zero_grad(set_to_none=False)
         embedded = self.model.model.embed_tokens(self.ids[None])
         if not self.sites:
             embedded.requires_grad_()
         hidden = self.model.model(inputs_embeds=embedded, **self.row)[0][0]
         self.loss(hidden).backward()  # type: ignore[no-untyped-call]
+
+    def _update(self) -> None:
         if self.optimizer is not None:
             self.optimizer.step()
-            self.optimizer.zero_grad()
 
     def loss(self, hidden: Tensor) -> Tensor:
         """The mean over all targets, from [T, H]."""
@@ -191,7 +215,9 @@ class Packed:
         pairs = zip(wanted.split(LOSS_ROWS), (wanted + 1).split(LOSS_ROWS), strict=True)
         for rows, following in pairs:
             chunk = hidden[rows], self.ids[following]
-            total = total + checkpoint(self._chunk, *chunk, use_reentrant=False)
+            total = total + checkpoint(
+                self._chunk, *chunk, use_reentrant=False, preserve_rng_state=False
+            )
         return total / len(self.wanted)
 
     def _chunk(self, hidden: Tensor, targets: Tensor) -> Tensor:
@@ -201,8 +227,8 @@ class Packed:
 
 def _mask(mix: Mix, shape: Shape, device: str) -> Tensor:
     """[T, R], each job's scale where its tokens meet its ranks."""
-    mask = torch.zeros(mix.tokens, sum(RANKS), dtype=shape.torch_dtype, device=device)
-    rows, columns = mix.starts(), [0, *accumulate(RANKS)]
-    for rank, own, ranks in zip(RANKS, pairwise(rows), pairwise(columns), strict=True):
+    mask = torch.zeros(mix.tokens, sum(shape.ranks), dtype=shape.torch_dtype, device=device)
+    rows, columns = mix.starts(), [0, *accumulate(shape.ranks)]
+    for rank, own, ranks in zip(shape.ranks, pairwise(rows), pairwise(columns), strict=True):
         mask[slice(*own), slice(*ranks)] = ALPHA / rank
     return mask

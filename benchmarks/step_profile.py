@@ -6,8 +6,6 @@ from collections import defaultdict
 from collections.abc import Sequence
 
 from benchmarks.kernel_times import Kernel, busy
-from benchmarks.step_arms import OPTIMIZER
-from benchmarks.step_mixes import RANKS
 
 FROZEN = "frozen products"
 ADAPTERS = "adapter kernels"
@@ -23,17 +21,20 @@ _PRODUCTS = ("gemm", "nvjet", "cutlass", "xmma", "cublas", "splitkreduce", "wgmm
 # Our kernels whose main part is the frozen product; they carry the rank block along.
 _OUR_PRODUCTS = ("forward", "input_gradient")
 _OPTIMIZER = ("adam", "multi_tensor_apply", "lpnorm")
+# Of `ops.kernels.adam`.
+_OUR_UPDATE = ("_squares", "_settle", "_update")
 _LOSS = ("softmax", "nll_loss", "cross_entropy", "logsumexp")
 _ATTENTION = ("flash", "fmha", "attention")
 
 
-def class_of(kernel: Kernel, vocabulary: int) -> str:
+def class_of(kernel: Kernel, vocabulary: int, ranks: Sequence[int]) -> str:
     """The class of one kernel.
 
     vocabulary   a product with this size is the head's
+    ranks        a product with one of them, or with their sum, is the adapters'
     """
     name, op = kernel.name.lower(), kernel.op.lower()
-    if OPTIMIZER in kernel.phases or _has(name, _OPTIMIZER):
+    if name in _OUR_UPDATE or _has(name, _OPTIMIZER):
         return UPDATE
     if kernel.kind != "kernel":
         return COPIES
@@ -47,7 +48,7 @@ def class_of(kernel: Kernel, vocabulary: int) -> str:
     if vocabulary in kernel.sizes and "embedding" not in op:
         return LOSS
     if product:
-        return ADAPTERS if sum(RANKS) in kernel.sizes or _is_thin(kernel) else FROZEN
+        return ADAPTERS if _is_thin(kernel, ranks) else FROZEN
     return POINTWISE
 
 
@@ -55,15 +56,17 @@ def _has(text: str, words: Sequence[str]) -> bool:
     return any(word in text for word in words)
 
 
-def _is_thin(kernel: Kernel) -> bool:
+def _is_thin(kernel: Kernel, ranks: Sequence[int]) -> bool:
     """A product with a rank as one of its sizes."""
-    return any(rank in kernel.sizes for rank in RANKS if rank > 1)
+    return any(rank in kernel.sizes for rank in (*ranks, sum(ranks)) if rank > 1)
 
 
-def classes(kernels: Sequence[Kernel], vocabulary: int, wall_ms: float) -> dict[str, float]:
+def classes(
+    kernels: Sequence[Kernel], vocabulary: int, ranks: Sequence[int], wall_ms: float
+) -> dict[str, float]:
     """Milliseconds by class; idle is what is left of the wall time of a step without profiler."""
     found: dict[str, float] = defaultdict(float)
     for kernel in kernels:
-        found[class_of(kernel, vocabulary)] += kernel.duration / 1e3
+        found[class_of(kernel, vocabulary, ranks)] += kernel.duration / 1e3
     found[IDLE] = wall_ms - busy(kernels) / 1e3
     return {name: round(found.get(name, 0.0), 3) for name in CLASSES}

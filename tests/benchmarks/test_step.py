@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 
 from benchmarks.step_arms import (
-    COMPUTE,
-    OPTIMIZER,
-    WHOLE,
+    LEAST_BOUND,
+    Alone,
     Made,
     Ours,
     PackedArm,
@@ -44,11 +45,8 @@ def test_all_arms_begin_with_one_loss_and_train(made):
     whole = sum(loss * batch for loss, batch in zip(first.values(), MIX.batches, strict=True))
     assert packed_loss(packed) == pytest.approx(whole / sum(MIX.batches), rel=1e-5)
 
-    assert set(ours.step()) == {COMPUTE, OPTIMIZER}
-    assert set(packed.step()) == set(theirs.step()) == {WHOLE}
-    for _ in range(3):
-        packed.step()
-        ours.step()
+    for arm in (packed, ours, theirs):
+        assert arm.step(count=4) > 0
     assert packed_loss(packed) < whole / sum(MIX.batches)
     later = ours.trainer.gradients(ours.batches)
     assert all(later[index] < first[index] for index in first)
@@ -59,7 +57,7 @@ class Zeros(PackedArm):
 
     calls = 0
 
-    def gradients(self):
+    def gradients(self, *, eager=False):
         self.calls += 1
         return [tensor * (self.calls - 1) for tensor in super().gradients()]
 
@@ -69,7 +67,7 @@ class Loses(PackedArm):
 
     calls = 0
 
-    def gradients(self):
+    def gradients(self, *, eager=False):
         self.calls += 1
         found = super().gradients()
         trained = [tensor for tensor in found if tensor.count_nonzero()]
@@ -78,9 +76,10 @@ class Loses(PackedArm):
         return found
 
 
-def test_an_arm_that_trains_nothing_is_refused_before_it_is_timed(made):
+def test_an_arm_that_trains_nothing_is_refused_before_it_is_timed(made, monkeypatch):
     """And one whose gradients are those of eager code is not."""
-    for arm in (PackedArm(made, stacked=True), Ours(made.base, made, made.folder / "again")):
+    again = Ours(made.base, made, made.folder / "again")
+    for arm in (PackedArm(made, stacked=True), again, Alone(made, graph=False)):
         arm.load(MIX)
         require_gradients(arm)
     arm = Zeros(made, stacked=True)
@@ -89,8 +88,18 @@ def test_an_arm_that_trains_nothing_is_refused_before_it_is_timed(made):
         require_gradients(arm)
     arm = Loses(made, stacked=True)
     arm.load(MIX)
+    monkeypatch.setattr(made, "rounding", lambda: 0.1)
     with pytest.raises(RuntimeError, match="a tensor trains nothing: 1 off"):
         require_gradients(arm)
+
+
+def test_what_rounding_does_is_measured(tmp_path):
+    """In bf16 by parts in a hundred; in float32 there is nothing to round."""
+    exact = Made(SHAPE, "cpu", tmp_path / "exact")
+    rounded = Made(replace(SHAPE, dtype="bfloat16"), "cpu", tmp_path / "rounded")
+
+    assert exact.rounding() == LEAST_BOUND
+    assert 1e-3 < rounded.rounding() < 5e-2
 
 
 def packed_loss(arm):
@@ -108,7 +117,7 @@ def test_the_frozen_model_goes_down_to_its_embeddings(made):
     arm.load(MIX)
 
     assert arm.packed.optimizer is None
-    assert set(arm.step()) == {WHOLE}
+    assert arm.step() > 0
 
 
 def test_frozen_parameters_are_those_that_tokens_are_multiplied_with(made):
