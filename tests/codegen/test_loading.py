@@ -102,7 +102,7 @@ def test_a_kernel_is_loaded_once_a_process(folder):
     assert load(KernelSpec("pack", 96, 32)) is module
     assert load_count() == before
     assert module.__file__ == str(stored(build(spec)))
-    assert list(module.SIGNATURE)[:2] == ["a", "b"]
+    assert list(module.SIGNATURE)[:2] == ["jobs", "a_0"]
     assert (module.META["num_warps"], module.META["num_stages"]) == (8, 2)
 
 

@@ -39,7 +39,8 @@ def test_a_pickle_is_never_read(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("config", "said"),
     [
-        ({"peft_type": "ADALORA"}, "peft_type is not LORA or IA3"),
+        ({"peft_type": "ADALORA"}, "AdaLoRA needs .total_step"),
+        ({"peft_type": "PREFIX_TUNING"}, "peft_type is not"),
         ({"peft_type": "LORA", "task_type": "SEQ_CLS"}, "task_type is not CAUSAL_LM"),
         ({"peft_type": "LORA", "use_qalora": True}, "'use_qalora' is refused"),
         ({"peft_type": "LORA", "future_field": 1}, "unknown key 'future_field'"),
