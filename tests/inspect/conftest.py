@@ -26,6 +26,15 @@ LLAMA_8B = {
     "bos_token_id": 128000,
     "eos_token_id": 128001,
 }
+# The same at a sixteenth of the width, with four layers.
+NARROW = LLAMA_8B | {
+    "vocab_size": 8016,
+    "hidden_size": 256,
+    "intermediate_size": 896,
+    "num_hidden_layers": 4,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+}
 TARGETS = (
     ["q_proj", "v_proj"],
     ["q_proj", "k_proj", "v_proj", "o_proj"],
@@ -91,11 +100,9 @@ def odd_listing(odd, tmp_path_factory) -> Listing:
         return make_listing(odd)
 
 
-@pytest.fixture(scope="session")
-def many(tmp_path_factory) -> SuperModel:
-    """32 jobs of seven ranks and five target sets on a Llama-3-8B config."""
-    folder = tmp_path_factory.mktemp("many")
-    base = base_of(folder, "llama", dtype="bfloat16", **LLAMA_8B)
+def thirty_two_jobs(folder: Path, config: dict[str, int]) -> SuperModel:
+    """Jobs of seven ranks and five target sets on a Llama."""
+    base = base_of(folder, "llama", dtype="bfloat16", **config)
     return compile(
         [
             job(f"job-{number:02d}", base, r=RANKS[number % 7], lora_alpha=2 * RANKS[number % 7],
@@ -106,11 +113,26 @@ def many(tmp_path_factory) -> SuperModel:
 
 
 @pytest.fixture(scope="session")
+def many(tmp_path_factory) -> SuperModel:
+    """32 jobs on a Llama-3-8B config: half a minute, for slow tests."""
+    return thirty_two_jobs(tmp_path_factory.mktemp("many"), LLAMA_8B)
+
+
+@pytest.fixture(scope="session")
 def many_listing(many) -> Listing:
     """Their listing, made in the folder that holds the base."""
     with pytest.MonkeyPatch.context() as patch:
         patch.chdir(Path(many.backbone.title).parent)
         return make_listing(many)
+
+
+@pytest.fixture(scope="session")
+def narrow_listing(tmp_path_factory) -> Listing:
+    """The listing of 32 jobs on four narrow layers."""
+    folder = tmp_path_factory.mktemp("narrow")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.chdir(folder)
+        return make_listing(thirty_two_jobs(folder, NARROW))
 
 
 @pytest.fixture(scope="session")

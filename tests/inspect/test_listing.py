@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from tests.inspect.conftest import LLAMA_8B, NARROW
 from tests.models import randomise
 from tlora_fx.inspect.schema import Listing
 from tlora_fx.runtime.adapters import base_tensors, start_adapters
@@ -34,32 +35,42 @@ def test_shared_parameters_are_the_bases(quickstart, quickstart_listing):
     assert quickstart_listing.totals.shared_parameters == sum(p.numel() for p in parameters)
 
 
-def test_an_8b_base_has_8b_parameters_and_sites(many_listing):
-    """Seven linears in each of 32 layers."""
-    assert many_listing.totals.shared_parameters == 8_030_261_248
-    assert many_listing.totals.sites == 224
+LONG = [pytest.param("many", LLAMA_8B, marks=pytest.mark.slow), ("narrow", NARROW)]
 
 
-def test_the_forward_of_an_8b_base_costs_two_operations_a_weight(many_listing):
+@pytest.mark.parametrize(("name", "config"), LONG)
+def test_a_long_base_has_all_its_parameters_and_sites(name, config, request):
+    """Seven linears in each layer; the keys and values of Llama-3-8B have 8 of 32 heads."""
+    totals = request.getfixturevalue(f"{name}_listing").totals
+    hidden, layers = config["hidden_size"], config["num_hidden_layers"]
+    layer = 2.5 * hidden**2 + 3 * hidden * config["intermediate_size"] + 2 * hidden
+
+    assert totals.shared_parameters == (2 * config["vocab_size"] + 1) * hidden + layers * layer
+    assert totals.sites == 7 * layers
+
+
+@pytest.mark.parametrize(("name", "config"), LONG)
+def test_the_forward_of_a_long_base_costs_two_operations_a_weight(name, config, request):
     """Within 2%, without its embedding, which multiplies nothing, and without adapters."""
-    listing = many_listing
+    listing = request.getfixturevalue(f"{name}_listing")
     adapters = sum(
         max(1, len(block.layers)) * (branch.flop_per_token or 0) / len(listing.jobs)
         for block in listing.blocks
         for row in block.rows
         for branch in row.branches
     )
-    weights = listing.totals.shared_parameters - 128256 * 4096
+    weights = listing.totals.shared_parameters - config["vocab_size"] * config["hidden_size"]
     found = (listing.totals.flop_per_token or 0) - adapters
 
     assert found == pytest.approx(2 * weights, rel=0.02)
 
 
-def test_training_an_8b_base_costs_four_operations_a_weight(many_listing):
+@pytest.mark.parametrize(("name", "config"), LONG)
+def test_training_a_long_base_costs_four_operations_a_weight(name, config, request):
     """4·P·T within 2%: forward 2·P·T, the gradient of the input 2·P·T; adapters 6 operations."""
-    listing = many_listing
+    listing = request.getfixturevalue(f"{name}_listing")
     adapters = listing.totals.adapter_parameters / len(listing.jobs)
-    weights = listing.totals.shared_parameters - 128256 * 4096
+    weights = listing.totals.shared_parameters - config["vocab_size"] * config["hidden_size"]
 
     assert listing.totals.training_flop_per_token == pytest.approx(
         4 * weights + 6 * adapters, rel=0.02
