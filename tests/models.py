@@ -281,7 +281,7 @@ def peft_model(model: SuperModel, name: str) -> Any:
     from peft import get_peft_model
 
     own = next(candidate for candidate in model.jobs if candidate.name == name)
-    base = _plain_base(model)
+    base = plain_model(model)
     config = own.lora_config()
     if own.base.module is not None:
         config.task_type = None
@@ -298,7 +298,7 @@ def peft_model(model: SuperModel, name: str) -> Any:
     return wrapped
 
 
-def _plain_base(model: SuperModel) -> nn.Module:
+def plain_model(model: SuperModel) -> nn.Module:
     spec = model.backbone.spec
     if spec.module is not None:
         return copy.deepcopy(spec.module)

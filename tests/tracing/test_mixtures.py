@@ -2,10 +2,31 @@
 
 from __future__ import annotations
 
-import pytest
+import warnings
 
-from tests.models import MIXTURES, assert_equals_peft, base_of, job, ready, tokens
+import pytest
+import torch
+from peft import PeftModel
+
+from tests.models import (
+    MIXTURES,
+    assert_equals_peft,
+    base_of,
+    job,
+    peft_model,
+    plain_model,
+    ready,
+    tokens,
+)
 from tests.sampled import sampled
+from tlora_fx.compiler import compile
+from tlora_fx.errors import UnknownTarget
+from tlora_fx.runtime.adapters import (
+    adapter_tensors,
+    read_adapter,
+    start_adapters,
+    write_adapter,
+)
 
 # Routers and norms of transformers run in float32 in every model dtype.
 ROUNDED = 3e-6
@@ -20,7 +41,8 @@ def attention_jobs(base, family):
     ]
 
 
-@pytest.mark.parametrize("family", sampled(MIXTURES, len(MIXTURES)))
+@pytest.mark.slow
+@pytest.mark.parametrize("family", MIXTURES)
 def test_jobs_on_a_mixture_get_what_each_gets_alone(tmp_path, family, nodes_of):
     """Their rows are packed, and all tokens go through each expert's product once."""
     model = ready(attention_jobs(base_of(tmp_path, family), family))
@@ -32,3 +54,65 @@ def test_jobs_on_a_mixture_get_what_each_gets_alone(tmp_path, family, nodes_of):
     assert 0 < len(products) <= 2 * len(blocks)
     parts = [tokens([9, 7], seed=1), tokens([6, 12], seed=2)]
     assert_equals_peft(model, parts, ROUNDED)
+
+
+def expert_jobs(base):
+    """Both matrices of all experts, one of them, attention beside experts, attention alone."""
+    gate, down = "experts.gate_up_proj", "experts.down_proj"
+    return [
+        job("both", base, r=4, target_modules=[], target_parameters=[gate, down],
+            rank_pattern={down: 3}),
+        job("one", base, r=4, target_modules=["q_proj"], target_parameters=[gate], use_rslora=True),
+        job("attention", base, r=3, target_modules=["v_proj"]),
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize("family", sampled(MIXTURES, len(MIXTURES)))
+def test_adapters_on_experts_get_what_peft_gives_them(tmp_path, family, nodes_of):
+    """By PEFT's names; the tokens of all jobs go through each frozen product once."""
+    model = ready(expert_jobs(base_of(tmp_path, family)))
+
+    assert model.group.form == "packed"
+    shared = [n for n in nodes_of(model.group, "expert_linear") if n.meta["role"] == "shared"]
+    blocks = {block.name for block in model.group.blocks.values() if block.name != "head"}
+    assert 0 < len(shared) <= 2 * len(blocks)
+    parts = [tokens([9, 7], seed=1), tokens([6, 12], seed=2), tokens([5], seed=3)]
+    assert_equals_peft(model, parts, ROUNDED)
+    assert_loaded_by_peft(model, "both", tmp_path / "adapter")
+    assert_starts_by_path(model)
+
+
+def assert_loaded_by_peft(model, name, folder):
+    """A job's folder gives PEFT the model that the job trained."""
+    own = next(own for own in model.jobs if own.name == name)
+    trained = adapter_tensors(model.job_parameters(name))
+    write_adapter(folder, trained, own.lora_config())
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", UserWarning)  # of adapters that lack tensors
+        loaded = PeftModel.from_pretrained(plain_model(model), folder)
+
+    ids = torch.tensor([tokens([9], seed=4).sequences[0]])
+    expected = peft_model(model, name).eval()(ids).logits
+    torch.testing.assert_close(loaded.eval()(ids).logits, expected, rtol=0, atol=1e-6)
+    assert not torch.allclose(plain_model(model)(ids).logits, expected, atol=1e-3)
+    assert read_adapter(folder).tensors.keys() == trained.keys()
+
+
+def assert_starts_by_path(model):
+    """Equal seeds and ranks give one start, however deep PEFT nests its wrapper."""
+    start_adapters(model)
+    both, one = model.job_parameters("both"), model.job_parameters("one")
+    nested = [name for name in both if name.endswith(".experts.base_layer.lora_A.default.weight")]
+
+    assert nested
+    for name in nested:
+        assert torch.equal(both[name], one[name.replace(".base_layer", "")])
+
+
+@pytest.mark.parametrize("target", ["experts.up", "self_attn.q_proj.weight"])
+def test_a_parameter_that_is_no_matrix_of_experts_is_refused(tmp_path, target):
+    """With those that there are."""
+    own = job("one", base_of(tmp_path, "qwen3-moe"), target_parameters=[target])
+
+    with pytest.raises(UnknownTarget, match=r"experts\.gate_up_proj"):
+        compile([own])

@@ -51,7 +51,6 @@ REFUSED: Mapping[str, Refused] = {
     "monteclora_config": Refused(None, "MonteCLoRA samples its own weights, " + _NOT_YET),
     "layer_replication": Refused(None, "it changes the layers of the base, which all jobs share"),
     "runtime_config": Refused(None, "tlora-fx places weights itself"),
-    "target_parameters": Refused(None, f"adapters on bare parameters are {_NOT_YET}"),
     "use_bdlora": Refused(None, f"block-diagonal adapters are {_NOT_YET}"),
     "arrow_config": Refused(None, "Arrow routes between finished adapters and trains none"),
     "kasa_config": Refused(None, f"KaSA: {_CHANGES_BASE}"),
@@ -165,6 +164,11 @@ def _tokens(value: object) -> object:
     return value
 
 
+def targets(value: object, info: ValidationInfo) -> object:
+    """Accept what `names` accepts, or an empty list: no module, but parameters."""
+    return [] if isinstance(value, list | tuple | set) and not value else names(value, info)
+
+
 Names: TypeAlias = Annotated[Any, AfterValidator(names)]
 Rank: TypeAlias = Annotated[StrictInt, Field(ge=1)]
 Alpha: TypeAlias = Annotated[StrictFloat, Field(gt=0)]
@@ -178,10 +182,11 @@ class LoraSpec(Spec):
     r: Rank = 8
     lora_alpha: Alpha = 8
     lora_dropout: StrictFloat = Field(default=0.0, ge=0, lt=1)
-    target_modules: Names = None
+    target_modules: Annotated[Any, AfterValidator(targets)] = None
     exclude_modules: Names = None
     rank_pattern: dict[str, Rank] = Field(default={})
     alpha_pattern: dict[str, Alpha] = Field(default={})
+    target_parameters: Annotated[Any, AfterValidator(name_list)] = None
     use_rslora: StrictBool = False
     use_dora: StrictBool = False
     bias: Literal["none", "all", "lora_only"] = "none"
@@ -212,8 +217,23 @@ class LoraSpec(Spec):
             raise refuse("'lora_bias' and 'use_dora' exclude each other")
         if self.lora_bias and not isinstance(self.init_lora_weights, bool):
             raise refuse("'lora_bias' needs init_lora_weights true or false")
+        if self.target_modules == [] and not self.target_parameters:
+            raise refuse("'target_modules' is empty", help="name at least one, or leave it out")
         self._require_start_fits()
+        self._require_parameters_fit()
         return self
+
+    def _require_parameters_fit(self) -> None:
+        """Refuse what PEFT refuses of adapters on parameters, whose input is not theirs alone."""
+        if not self.target_parameters:
+            return
+        for name in ("lora_dropout", "use_dora", "lora_bias", "fan_in_fan_out"):
+            if getattr(self, name):
+                what = f"'target_parameters' and '{name}' exclude each other"
+                raise refuse(what, help=f"leave '{name}' out")
+        if not isinstance(self.init_lora_weights, bool):
+            what = f"init_lora_weights '{self.init_lora_weights}' is of linear modules"
+            raise refuse(what, help="with 'target_parameters' start from true or false")
 
     def _require_start_fits(self) -> None:
         init = self.init_lora_weights

@@ -203,6 +203,7 @@ class AdaLoRASpec(_Layered):
         "bias": Refused("none", _BIAS),
         "init_lora_weights": Refused(True, "AdaLoRA has one start"),
         "trainable_token_indices": Refused(None, "single tokens belong to LoRA jobs here"),
+        "target_parameters": Refused(None, "experts' parameters belong to LoRA jobs here"),
     }
 
     exclude_modules: Names = None

@@ -637,13 +637,21 @@ def _site_lines(sites: Sequence[AdapterSite]) -> Iterator[str]:
         yield f"sites({layers}{table})"
 
 
+def _numbers_shown(numbers: tuple[Any, ...]) -> int:
+    """How many numbers of a site are not its defaults, rank, scaling and dropout always."""
+    return 5 if numbers[4] else 4 if numbers[3] != "lora" else 3
+
+
 def _site_table(entries: list[tuple[str, AdapterSite]]) -> str:
     """Sites of one layer with equal numbers together."""
-    groups = groupby(entries, key=lambda e: (e[1].rank, e[1].scaling, e[1].dropout, e[1].kind))
+    groups = groupby(
+        entries,
+        key=lambda e: (e[1].rank, e[1].scaling, e[1].dropout, e[1].kind, e[1].depth),
+    )
     show = Literals(None, None).show
     parts = []
     for numbers, group in groups:
         tails = ", ".join(_text(tail) for tail, _ in group)
-        shown = ", ".join(map(show, numbers if numbers[3] != "lora" else numbers[:3]))
+        shown = ", ".join(map(show, numbers[: _numbers_shown(numbers)]))
         parts.append(f"([{tails}], {shown})")
     return ", ".join(parts)

@@ -100,6 +100,8 @@ class AdapterSite:
     scaling   what the branch is multiplied with, after alpha_pattern and use_rslora
     dropout   rate, 0 where there is none
     kind      "lora", or what makes it another structure: "dora", "embedding", "bias", ...
+    depth     of kind "experts", whose path is a parameter's: how many of PEFT's wrappers lie around
+              that of this parameter
     """
 
     path: str
@@ -107,6 +109,14 @@ class AdapterSite:
     scaling: float
     dropout: float
     kind: str = "lora"
+    depth: int = 0
+
+    @property
+    def wrapper(self) -> str:
+        """Path of the module that PEFT keeps A and B in."""
+        if self.kind != "experts":
+            return self.path
+        return self.path.rpartition(".")[0] + ".base_layer" * self.depth
 
 
 @dataclass(frozen=True, slots=True)

@@ -18,7 +18,7 @@ from torch.export import ExportedProgram
 
 from tlora_fx.config.job import Job
 from tlora_fx.errors import NotAdmitted, SuperModelMisuse
-from tlora_fx.ir.graph import HEAD, LOSS, PEFT_PREFIX, GroupGraph, placeholders
+from tlora_fx.ir.graph import HEAD, LOSS, PEFT_PREFIX, AdapterSite, GroupGraph, placeholders
 from tlora_fx.ir.storage import LocalShard, Shard, stored_value
 from tlora_fx.model.adapter_bank import AdapterBank
 from tlora_fx.model.backbone import Backbone
@@ -495,7 +495,12 @@ class SuperModel(nn.Module):
 
     def _held_own(self, job: str) -> list[tuple[str, TensorLocation]]:
         own = self._layout.own[job].items()
-        return [(name, location) for name, location in own if self.part.holds(location.path)]
+        sites = next((graph.sites for graph in self.group.jobs if graph.name == job), {})
+        return [
+            (_name_of_peft(name, sites), location)
+            for name, location in own
+            if self.part.holds(location.path)
+        ]
 
     def _copied(self) -> set[str]:
         """The tensors of the base of which a job trains a copy, which starts as they are."""
@@ -527,6 +532,13 @@ class SuperModel(nn.Module):
 def _names(path: str) -> tuple[str, str]:
     """PEFT's names of the A and B of a site."""
     return tuple(f"{PEFT_PREFIX}{path}.lora_{half}.default.weight" for half in "AB")  # type: ignore[return-value]
+
+
+def _name_of_peft(name: str, sites: Mapping[str, AdapterSite]) -> str:
+    """PEFT's name of a job's tensor, which it keeps elsewhere where it adapts a parameter."""
+    path, part, tail = name.removeprefix(PEFT_PREFIX).partition(".lora_")
+    site = sites.get(path)
+    return name if site is None else f"{PEFT_PREFIX}{site.wrapper}{part}{tail}"
 
 
 def _wrong(name: str, expected: object, found: Tensor | None) -> SuperModelMisuse:

@@ -19,6 +19,8 @@ from tlora_fx.ops.kernels.select import is_strict
 
 #: Numbers of gathered matrices at a time, where each pair is multiplied by itself.
 GATHERED = 1 << 24
+#: Rows and columns of torch's grouped product stand 16 bytes apart, of two each.
+ALIGNED = 8
 
 
 @torch.library.custom_op(
@@ -100,13 +102,25 @@ def _has_grouped_product(x: Tensor) -> bool:
 def _grouped(rows: Tensor, matrices: Tensor, ends: Tensor) -> Tensor:
     """Rows sorted by expert [S, in] times matrices [E, in, out]."""
     if _has_grouped_product(rows):
-        return F.grouped_mm(rows, matrices, offs=ends)
+        return _by_torch(rows, matrices, ends)
     parts, start = [], 0
     for expert, end in enumerate(ends.tolist()):
         if end > start:
             parts.append(rows[start:end] @ matrices[expert])
         start = end
     return torch.cat(parts) if parts else rows.new_empty(0, matrices.shape[2])
+
+
+def _by_torch(rows: Tensor, matrices: Tensor, ends: Tensor) -> Tensor:
+    """All groups at once; matrices as narrow as a small rank are made wider."""
+    outer = matrices.shape[2]
+    inner_more, outer_more = -matrices.shape[1] % ALIGNED, -outer % ALIGNED
+    if inner_more or outer_more:
+        rows = F.pad(rows, (0, inner_more))
+        matrices = F.pad(matrices, (0, outer_more, 0, inner_more))
+    if 1 not in matrices.stride()[1:]:
+        matrices = matrices.contiguous()
+    return F.grouped_mm(rows, matrices, offs=ends)[:, :outer]
 
 
 def _one_by_one(rows: Tensor, matrices: Tensor, flat: Tensor) -> Tensor:
@@ -142,7 +156,9 @@ def expert_outer(left: Tensor, right: Tensor, index: Tensor, experts: int) -> Te
     order, ends = _sorted(flat, experts)
     left, right = left[order], right[order]
     if _has_grouped_product(left):
-        return F.grouped_mm(left.t(), right, offs=ends)
+        high, wide = left.shape[1], right.shape[1]
+        left, right = F.pad(left, (0, -high % ALIGNED)), F.pad(right, (0, -wide % ALIGNED))
+        return F.grouped_mm(left.t(), right, offs=ends)[:, :high, :wide]
     sums, start = left.new_zeros(experts, left.shape[1], right.shape[1]), 0
     for expert, end in enumerate(ends.tolist()):
         if end > start:

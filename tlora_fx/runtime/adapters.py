@@ -330,7 +330,7 @@ def _start_together(
         most = max(1, PIECE // math.prod(shape))
         for start in range(0, len(names), most):
             some = names[start : start + most]
-            sites = [site_id(name.removeprefix(PEFT_PREFIX)) for name in some]
+            sites = [site_id(starter.key(name)) for name in some]
             device = parameters[some[0]].device
             rows = uniform_rows(math.prod(shape), starter.job.seed, sites, device)
             # The deviation of `draw`, in its order of operations.
@@ -451,8 +451,16 @@ class _Starter:
         self.model, self.job = model, job
         index = model.group.job_names.index(job.name)
         self.sites = model.group.jobs[index].sites
+        self.experts = {
+            site.wrapper: path for path, site in self.sites.items() if site.kind == "experts"
+        }
         self.canonical = canonical_names(model.backbone)
         self.init = job.start_config().init_lora_weights if job.is_lora else True
+
+    def key(self, name: str) -> str:
+        """What a tensor's draw goes by: the site's path, though PEFT nests wrappers of experts."""
+        module, half, tail = name.removeprefix(PEFT_PREFIX).partition(".lora_")
+        return self.experts.get(module, module) + half + tail
 
     @property
     def is_computed(self) -> bool:
@@ -513,7 +521,7 @@ class _Starter:
         }
         for part, rule in rules.items():
             if part in name:
-                return rule(parameter, path)
+                return rule(parameter, self.key(name))
         if ".token_adapter." in path:
             return self._tokens(path)
         name = path.replace(".modules_to_save.default.", ".").replace(".base_layer.", ".")
@@ -532,8 +540,7 @@ class _Starter:
     def _up(self, like: Tensor, path: str) -> Tensor:
         if self.init is not False:
             return torch.zeros_like(like)
-        site = self.sites[path.partition(".lora_B.")[0]]
-        return self._uniform(like, path, site.rank)
+        return self._uniform(like, path, like.shape[1])
 
     def _embedding_a(self, like: Tensor, path: str) -> Tensor:
         return self._normal(like, path, 1.0) if self.init is False else torch.zeros_like(like)

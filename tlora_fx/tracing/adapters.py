@@ -9,7 +9,7 @@ from __future__ import annotations
 import copy
 import math
 import re
-from collections.abc import Hashable
+from collections.abc import Hashable, Iterable
 from functools import partial
 from typing import Any
 
@@ -28,6 +28,7 @@ from tlora_fx.ir.graph import (
     under,
 )
 from tlora_fx.model.backbone import Backbone
+from tlora_fx.tracing.experts import is_experts, product_names
 
 
 def resolve_sites(job: Job, backbone: Backbone) -> dict[str, AdapterSite]:
@@ -65,6 +66,7 @@ def _resolve(job: Job, backbone: Backbone) -> dict[str, AdapterSite]:
             sites[path] = _site(path, module, config, start)
         elif getattr(config, "bias", "none") == "all" and getattr(module, "bias", None) is not None:
             sites[path] = AdapterSite(path, 0, 0.0, 0.0, kind="bias")
+    sites |= _parameter_sites(job, config, modules)
     _refuse_unknown(job, config, modules, sites)
     embeddings = [path for path, site in sites.items() if site.kind == "embedding"]
     if embeddings and job.optim == "lorafa":
@@ -74,6 +76,55 @@ def _resolve(job: Job, backbone: Backbone) -> dict[str, AdapterSite]:
             help="leave the embedding out of target_modules, or take another optim than lorafa",
         )
     return sites
+
+
+def _parameter_sites(
+    job: Job, config: Any, modules: dict[str, nn.Module]
+) -> dict[str, AdapterSite]:
+    """The experts that a job adapts by `target_parameters`, by their parameters' paths.
+
+    PEFT wraps a module once for each of its parameters, the first one innermost.
+    """
+    asked = sorted(getattr(config, "target_parameters", None) or ())
+    sites, fits = {}, set[str]()
+    known = {
+        f"{path.rpartition('.')[2]}.{name}"
+        for path, module in modules.items()
+        if is_experts(module)
+        for name in product_names(module)
+    }
+    for path, module in modules.items():
+        products = product_names(module) if is_experts(module) else ()
+        named = [name for name, _ in module.named_parameters(recurse=False)]
+        keys = {name: f"{path}.{name}" for name in named}
+        adapted = [
+            name
+            for name in named
+            if any(f".{keys[name]}".endswith(f".{target}") for target in asked)
+        ]
+        if any(name not in products for name in adapted):
+            wrong = next(keys[name] for name in adapted if name not in products)
+            raise _unknown_parameter(job, wrong, known)
+        fits |= {t for t in asked for n in adapted if f".{keys[n]}".endswith(f".{t}")}
+        for depth, name in enumerate(reversed(adapted)):
+            rank, scaling = _numbers(keys[name], config)
+            sites[keys[name]] = AdapterSite(keys[name], rank, scaling, 0.0, "experts", depth)
+    unknown = [target for target in asked if target not in fits]
+    if unknown:
+        raise _unknown_parameter(job, unknown[0], known)
+    return sites
+
+
+def _unknown_parameter(job: Job, target: str, known: Iterable[str]) -> UnknownTarget:
+    names = sorted(known)
+    return UnknownTarget(
+        f"job '{job.name}' adapts a parameter that is no matrix of experts",
+        job=job.name,
+        found=f"target_parameters: {target}",
+        expected=", ".join(names) or "none: the base is no mixture of experts",
+        nearest=nearest(target, names),
+        help="name experts by target_parameters, and linear modules by target_modules",
+    )
 
 
 def trained_tokens(config: Any, backbone: Backbone) -> dict[str, list[int]]:
@@ -115,24 +166,24 @@ def config_with_targets(job: Job, backbone: Backbone) -> Any:
 
     config: Any = copy.deepcopy(job.lora_config())
     if config.target_modules is None:
-        family = getattr(backbone.config, "model_type", None)
+        family = getattr(backbone.config, "model_type", "")
         known = PEFT_TYPE_TO_TUNER_MAPPING[config.peft_type].target_module_mapping
-        if family not in known:
+        if family not in known and not getattr(config, "target_parameters", None):
             raise UnknownTarget(
                 f"job '{job.name}' names no target_modules and PEFT knows none for this base",
                 job=job.name,
                 base=backbone.title,
                 help="give lora.target_modules, for example all-linear",
             )
-        config.target_modules = set(known[family])
+        config.target_modules = set(known.get(family, ()))
     asked = config.target_modules
     if _moves_to_parameters(config, backbone):
         raise UnknownTarget(
             f"job '{job.name}' targets experts, whose matrices are no linear modules",
             job=job.name,
             found=f"target_modules: {asked}",
-            help="adapt linear modules only, target_modules: "
-            f"[{', '.join(_linears_that_stay(config, backbone))}]",
+            help="name experts by target_parameters, and here linear modules only, "
+            f"target_modules: [{', '.join(_linears_that_stay(config, backbone))}]",
         )
     return _maybe_include_all_linear_layers(config, backbone.model)
 
@@ -140,16 +191,19 @@ def config_with_targets(job: Job, backbone: Backbone) -> Any:
 def _moves_to_parameters(config: Any, backbone: Backbone) -> bool:
     """Rewrite targets as PEFT does for this base; whether some become bare parameters.
 
-    Since transformers 5 the experts of a mixture are stacked parameters. PEFT adapts these where
-    targets name the linears of before, or all of them.
+    Since transformers 5 the experts of a mixture are stacked parameters. PEFT adapts these, with
+    ranks of its own, where targets name the linears of before, or all of them.
     """
     from peft.utils.transformers_weight_conversion import convert_peft_config_for_transformers
 
+    asked = set(getattr(config, "target_parameters", None) or ())
+    ranks = dict(getattr(config, "rank_pattern", None) or {})
     try:
         convert_peft_config_for_transformers(config, backbone.model, None)
     except ValueError:  # one of two matrices that are fused into one parameter
         return True
-    return bool(getattr(config, "target_parameters", None))
+    moved = set(getattr(config, "target_parameters", None) or ()) != asked
+    return moved or dict(getattr(config, "rank_pattern", None) or {}) != ranks
 
 
 def _linears_that_stay(config: Any, backbone: Backbone) -> list[str]:
@@ -192,7 +246,6 @@ def idle_patterns(job: Job, sites: dict[str, AdapterSite]) -> list[str]:
 
 def _site(path: str, module: nn.Module, config: Any, start: bool | str) -> AdapterSite:
     from peft import PeftType
-    from peft.utils.other import get_pattern_key
 
     if config.peft_type != PeftType.LORA:
         # Such branches run as they are: PEFT's module has their numbers.
@@ -202,10 +255,7 @@ def _site(path: str, module: nn.Module, config: Any, start: bool | str) -> Adapt
             return AdapterSite(path, rank, alpha, float(config.lora_dropout), kind)
         rate = float(getattr(config, "vera_dropout", 0.0))
         return AdapterSite(path, getattr(config, "r", 0) or 1, 1.0, rate, kind)
-    r = config.rank_pattern.get(get_pattern_key(config.rank_pattern.keys(), path), config.r)
-    alpha_key = get_pattern_key(config.alpha_pattern.keys(), path)
-    alpha = config.alpha_pattern.get(alpha_key, config.lora_alpha)
-    scaling = alpha / math.sqrt(r) if config.use_rslora else alpha / r
+    rank, scaling = _numbers(path, config)
     kind = "embedding" if isinstance(module, nn.Embedding) else "lora"
     if kind == "embedding" and isinstance(start, str) and start != "gaussian":
         raise UnknownTarget(
@@ -219,7 +269,17 @@ def _site(path: str, module: nn.Module, config: Any, start: bool | str) -> Adapt
         kind = "lora-bias"
     elif config.bias != "none" and getattr(module, "bias", None) is not None:
         kind = "lora, bias trained"
-    return AdapterSite(path, int(r), float(scaling), float(config.lora_dropout), kind)
+    return AdapterSite(path, rank, scaling, float(config.lora_dropout), kind)
+
+
+def _numbers(path: str, config: Any) -> tuple[int, float]:
+    """Rank and scaling of LoRA at a path, by PEFT's patterns."""
+    from peft.utils.other import get_pattern_key
+
+    r = config.rank_pattern.get(get_pattern_key(config.rank_pattern.keys(), path), config.r)
+    alpha_key = get_pattern_key(config.alpha_pattern.keys(), path)
+    alpha = config.alpha_pattern.get(alpha_key, config.lora_alpha)
+    return int(r), float(alpha / math.sqrt(r) if config.use_rslora else alpha / r)
 
 
 def _refuse_unknown(
@@ -362,10 +422,13 @@ def check_wrapped(model: nn.Module, sites: dict[str, AdapterSite], job: Job) -> 
     raises    AdapterMismatch: PEFT decided otherwise than this file
     """
     from peft.tuners.lora import LoraLayer
+    from peft.tuners.lora.layer import ParamWrapper
     from peft.tuners.tuners_utils import BaseTunerLayer
 
     for path, module in model.named_modules():
         name = path.removeprefix(PEFT_PREFIX)
+        if isinstance(module, ParamWrapper):
+            name = f"{name.replace('.base_layer', '')}.{module.parameter_name}"
         site = sites.get(name)
         placed: tuple[int, float] | None = None
         if isinstance(module, LoraLayer):

@@ -2,6 +2,10 @@
 
 What a model's own code does with a token for each expert by its number (`one_hot`, `nonzero`, a
 loop over the experts that were hit) cannot be traced. Routing stays the model's own.
+
+Each product is a module of its own, at the path of the parameter that it multiplies with, so that
+what PEFT adapts by `target_parameters` is a site like any other. PEFT itself would add an adapter's
+product to all experts' matrices; here it stands beside them.
 """
 
 from __future__ import annotations
@@ -15,14 +19,100 @@ IMPLEMENTATION = "tlora_fx"
 
 
 def use_expert_products(model: nn.Module) -> None:
-    """Let a throw-away copy of a base call `routed` in place of its experts' forward."""
+    """Let a throw-away copy of a base call `routed` in place of its experts' forward.
+
+    model   PEFT may have wrapped it: its wrappers around experts give way to adapted products
+    """
     from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 
     ALL_EXPERTS_FUNCTIONS.register(IMPLEMENTATION, routed)
-    for module in model.modules():
+    adapters = _unwrapped(model)
+    for module in list(model.modules()):
         config = vars(module).get("config")
         if config is not None and hasattr(config, "_experts_implementation_internal"):
             config._experts_implementation_internal = IMPLEMENTATION
+        if is_experts(module):
+            for name in product_names(module):
+                _make_product(module, name, adapters.get((id(module), name)))
+
+
+def is_experts(module: nn.Module) -> bool:
+    """Whether a module holds the matrices of all experts of a mixture, as transformers has them."""
+    return hasattr(module, "is_transposed") and hasattr(module, "has_gate")
+
+
+def product_names(experts: Any) -> tuple[str, str]:
+    """The parameters that a mixture's products multiply with, in the order of its code."""
+    return ("gate_up_proj" if experts.has_gate else "up_proj", "down_proj")
+
+
+def _unwrapped(model: nn.Module) -> dict[tuple[int, str], Any]:
+    """Put experts in the place of PEFT's wrappers around them.
+
+    returns   the wrappers, by the experts' id and the parameter that each adapts
+    """
+    from peft.tuners.lora.layer import ParamWrapper
+
+    wrappers = {}
+    for parent in list(model.modules()):
+        for child, module in list(parent._modules.items()):
+            if isinstance(module, ParamWrapper) and not isinstance(parent, ParamWrapper):
+                experts = module.get_base_layer()
+                setattr(parent, child, experts)
+                wrapper: nn.Module = module
+                while isinstance(wrapper, ParamWrapper):
+                    wrappers[id(experts), wrapper.parameter_name] = wrapper
+                    wrapper = wrapper.base_layer
+    return wrappers
+
+
+def _make_product(experts: Any, name: str, wrapper: Any) -> None:
+    """Replace a parameter of experts by the module that multiplies with it."""
+    bias = experts._parameters.pop(f"{name}_bias", None)
+    product: nn.Module = ExpertProduct(experts._parameters.pop(name), bias, experts.is_transposed)
+    if wrapper is not None:
+        product = AdaptedProduct(product, wrapper)
+    experts.add_module(name, product)
+
+
+class ExpertProduct(nn.Module):
+    """Tokens times the matrices of their experts.
+
+    weight   [E, out, in], turned [E, in, out]
+    bias     [E, out], or None
+    """
+
+    def __init__(self, weight: nn.Parameter, bias: nn.Parameter | None, turned: bool) -> None:
+        super().__init__()
+        self.weight, self.turned = weight, turned
+        self.register_parameter("bias", bias)
+
+    def forward(self, x: Tensor, index: Tensor) -> Tensor:
+        """[T, K, out] of x [T, in] or [T, K, in], and of index [T, K]."""
+        product: Tensor = torch.ops.tlora_fx.expert_linear(
+            x, self.weight, self.bias, index, self.turned
+        )
+        return product
+
+
+class AdaptedProduct(nn.Module):
+    """The same with PEFT's adapter on each expert, which multiplies in the base's dtype."""
+
+    def __init__(self, base_layer: nn.Module, wrapper: Any) -> None:
+        super().__init__()
+        self.base_layer = base_layer
+        self.lora_A, self.lora_B = wrapper.lora_A, wrapper.lora_B
+        self.scaling, self.experts = wrapper.scaling["default"], wrapper.num_experts
+
+    def forward(self, x: Tensor, index: Tensor) -> Tensor:
+        """As `ExpertProduct`."""
+        y: Tensor = self.base_layer(x, index)
+        a = self.lora_A["default"].weight.to(x.dtype).unflatten(0, (self.experts, -1))
+        b = self.lora_B["default"].weight.to(x.dtype).unflatten(1, (-1, self.experts))
+        small = torch.ops.tlora_fx.expert_linear(x, a, None, index, False)
+        made = torch.ops.tlora_fx.expert_linear(small, b.permute(2, 0, 1), None, index, False)
+        adapted: Tensor = y + made * self.scaling
+        return adapted
 
 
 def routed(module: Any, hidden: Tensor, index: Tensor, weights: Tensor) -> Tensor:
@@ -34,16 +124,11 @@ def routed(module: Any, hidden: Tensor, index: Tensor, weights: Tensor) -> Tenso
     weights   [T, K], what each of them counts
     returns   [T, H]
     """
-    x = _product(module, "gate_up_proj" if module.has_gate else "up_proj", hidden, index)
+    up, down = (getattr(module, name) for name in product_names(module))
+    x = up(hidden, index)
     x = module._apply_gate(x) if module.has_gate else module.act_fn(x)
-    x = _product(module, "down_proj", x, index)
+    x = down(x, index)
     if getattr(module, "has_post_expert_norm", False):
         x = module.post_expert_norm(x)
-    return (x * weights.unsqueeze(-1)).sum(1).to(hidden.dtype)
-
-
-def _product(module: Any, name: str, x: Tensor, index: Tensor) -> Tensor:
-    bias = getattr(module, f"{name}_bias") if module.has_bias else None
-    weight = getattr(module, name)
-    product: Tensor = torch.ops.tlora_fx.expert_linear(x, weight, bias, index, module.is_transposed)
-    return product
+    mixed: Tensor = (x * weights.unsqueeze(-1)).sum(1)
+    return mixed.to(hidden.dtype)

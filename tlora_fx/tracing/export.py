@@ -115,7 +115,7 @@ def trace_job(
     def signature(layer: str) -> Hashable:
         return layer_signature(sites, layer, str(getattr(config, "bias", "none")), exact)
 
-    if not exact:
+    if not exact and not getattr(config, "target_parameters", None):
         config.lora_dropout = SOME_RATE
     plan = plan_layers(backbone, signature, fold)
     graph = _trace(backbone, plan, form, f"job '{job.name}'", job, sites, config)
@@ -135,10 +135,10 @@ def _trace(
     model, index_read, calls = pruned_copy(backbone, plan)
     if form == "packed":
         _use_packed_attention(model, subject)
-    use_expert_products(model)
     if job is not None:
         model = _wrap(model, job, config or job.lora_config(), backbone)
         check_wrapped(model, sites or {}, job)
+    use_expert_products(model)
     row = TracedRow(model, form, keywords=backbone.config is not None, calls=calls)
     index_read.clear()
     try:
