@@ -121,6 +121,15 @@ def test_ranks_that_differ_between_layers_share_code(base):
     assert compiled_count(model, rows) == (3, 3)
 
 
+def test_a_process_compiles_any_number_of_models(base):
+    """Dynamo compiles one piece of code so often only; models after that would not run."""
+    rows = mixes(1)[:1]
+    with torch._dynamo.config.patch(recompile_limit=2):
+        for _ in range(4):
+            first, _ = compiled_count(ready(of_kinds(base, {})), rows)
+            assert first
+
+
 def test_each_structure_compiles_for_itself(tmp_path):
     """Gemma 2 has two structures, of which one begins: three compilations and the loss."""
     gemma = base_of(tmp_path, "gemma2")

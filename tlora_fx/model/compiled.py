@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import wraps
+from types import FunctionType
 from typing import Any
 
 import torch
@@ -80,14 +81,29 @@ def compile_method(
     inner = getattr(plain, "inner", None)
     # What is computed again is the compiled code as a whole.
     code = (
-        torch.compile(plain, **options)
+        torch.compile(_own_code(plain), **options)
         if inner is None
-        else recomputed(torch.compile(inner, **options))
+        else recomputed(torch.compile(_own_code(inner), **options))
     )
     marked: Sizes = [()] * len(dynamic) if options.get("dynamic") is False else dynamic
     for owner in owners:
         # An instance's own attribute stands before its class's method.
         owner.__dict__[name] = CompiledMethod(plain, code, owner, marked)
+
+
+def _own_code(method: Callable[..., Any]) -> Callable[..., Any]:
+    """The same function with code of its own: Dynamo compiles one piece so often, then never again.
+
+    A class's method is one piece for all models of a process; they share no compilation anyhow.
+    """
+    own = FunctionType(
+        method.__code__.replace(),
+        method.__globals__,
+        method.__name__,
+        method.__defaults__,
+        method.__closure__,
+    )
+    return wraps(method)(own)
 
 
 def row_sizes(graph: fx.Graph) -> dict[str, tuple[int, ...]]:
