@@ -21,6 +21,7 @@ from tests.models import (
 from tests.sampled import sampled
 from tlora_fx.compiler import compile
 from tlora_fx.errors import UnknownTarget
+from tlora_fx.numerics.probe import probe_compiled
 from tlora_fx.runtime.adapters import (
     adapter_tensors,
     read_adapter,
@@ -80,6 +81,9 @@ def test_adapters_on_experts_get_what_peft_gives_them(tmp_path, family, nodes_of
     assert_equals_peft(model, parts, ROUNDED)
     assert_loaded_by_peft(model, "both", tmp_path / "adapter")
     assert_starts_by_path(model)
+    found = probe_compiled(model.group, model.backbone, model.jobs)
+    assert found.lengths
+    assert found.gradient < 1e-4
 
 
 def assert_loaded_by_peft(model, name, folder):
@@ -107,6 +111,11 @@ def assert_starts_by_path(model):
     assert nested
     for name in nested:
         assert torch.equal(both[name], one[name.replace(".base_layer", "")])
+
+
+def test_passes_keep_the_numbers_of_experts_and_jobs_apart(tmp_path):
+    """Checked after each pass, though other tokens send other numbers of them to an expert."""
+    compile(expert_jobs(base_of(tmp_path, "mixtral")), verify="numerics")
 
 
 @pytest.mark.parametrize("target", ["experts.up", "self_attn.q_proj.weight"])

@@ -16,6 +16,7 @@ from tlora_fx.model.batch import PackedBatch
 from tlora_fx.numerics.interpreter import Interpreter, Setting, ValueCallback
 from tlora_fx.numerics.rows import ProbeRows
 from tlora_fx.numerics.tensors import Seeded
+from tlora_fx.ops.kernels.select import strict
 
 State = JobGraph | GroupGraph
 
@@ -46,7 +47,8 @@ def evaluate(
     raises    CannotRun, Unchecked
     """
     outcome = StepOutcome()
-    with torch.enable_grad():
+    # An expert's product in other modes keeps a token's bits only among as many tokens.
+    with strict(), torch.enable_grad():
         if isinstance(state, GroupGraph) and state.fused:
             setting = Setting(rows.together(), rows.names, layers, (watch or {}).get(""))
             _step(Interpreter(state, setting, tensors, {}), rows.names, outcome)

@@ -112,9 +112,12 @@ class Reader:
         self, node: fx.Node, site: str, place: GraphLocation
     ) -> tuple[AdapterSite | None, AdapterSite | None]:
         """The site that the code was written for, and the one that runs."""
-        sites = self._sites.get(self._job_of(node), {})
-        written_for = sites if isinstance(self.owner, GroupGraph) else self.traced_with
-        return written_for.get(f"{place.first}.{site}".strip(".")), sites.get(place.path(site))
+        job, inside = self._job_of(node), f"{place.first}.{site}".strip(".")
+        return self._written_for(job).get(inside), self._sites.get(job, {}).get(place.path(site))
+
+    def _written_for(self, job: str) -> Mapping[str, AdapterSite]:
+        """The sites whose numbers and shapes stand in the code of a job."""
+        return self._sites.get(job, {}) if isinstance(self.owner, GroupGraph) else self.traced_with
 
     def _job_of(self, node: fx.Node) -> str:
         if isinstance(self.owner, JobGraph):
@@ -123,12 +126,20 @@ class Reader:
         return str(jobs[0])
 
     def _own(self, job: str, ref: TensorRef, place: GraphLocation) -> Tensor:
-        name = place.path(ref.name.removeprefix(PEFT_PREFIX))
-        shape = ref.shape
+        inside, shape = ref.name.removeprefix(PEFT_PREFIX), ref.shape
+        name = place.path(inside)
         for part, axis in ((DOWN, 0), (UP, 1)):
             site = self._sites[job].get(name.removesuffix(part))
-            if name.endswith(part) and site is not None and site.rank and len(shape) > 1:
-                shape = tuple(site.rank if d == axis else size for d, size in enumerate(shape))
+            if not name.endswith(part) or site is None or not site.rank or len(shape) < 2:
+                continue
+            # Of experts all ranks lie along one axis, and PEFT keeps them in a wrapper.
+            traced = self._written_for(job).get(
+                f"{place.first}.{inside}".removesuffix(part).strip(".")
+            )
+            times = shape[axis] // traced.rank if site.kind == "experts" and traced else 1
+            shape = tuple(times * site.rank if d == axis else n for d, n in enumerate(shape))
+            name = site.wrapper + part
+            break
         return self._leaf(job, name, shape, ref.dtype)
 
     def _leaf(self, job: str, name: str, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
