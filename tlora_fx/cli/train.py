@@ -258,10 +258,11 @@ def _prepared(
 
     shape = None if options.mesh is None else MeshShape.parse(options.mesh)
     job_file = load_job_file(options.jobs, trust_remote_code=options.trust_remote_code)
-    data = load_all_data(job_file.jobs)
     on_failure = partial(keep_replay, Path("tlora-fx-replay"))
     passes = pipeline_of(options.pipeline, options.add_pass, options.load)
     model = compile(job_file, passes, on_failure=on_failure)
+    # What a job asks of the base is wrong more often than a late row of its data.
+    data = load_all_data(job_file.jobs)
     assert options.plan is not None
     of_planner: dict[str, object] = {
         "max_row_tokens": options.max_row_tokens,
