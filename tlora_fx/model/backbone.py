@@ -37,12 +37,15 @@ class Backbone:
     model     the unmodified module; parameters and buffers on meta
     values    real tensors by canonical name, as far as they are known without a checkpoint
     names     id of each parameter and buffer to its canonical name (the first of tied names)
+
+    counts_positions    whether it counts its positions by the ids; None: not found out yet
     """
 
     spec: BaseSpec
     model: nn.Module
     values: dict[str, Tensor]
     names: dict[int, str] = field(default_factory=dict)
+    counts_positions: bool | None = None
 
     @property
     def config(self) -> Any:
@@ -87,6 +90,19 @@ class Backbone:
         for path, module in (instead or {}).items():
             known[id(self.model.get_submodule(path))] = module
         return copy.deepcopy(self.model, known)
+
+
+def longest_sequence(model: nn.Module) -> int | None:
+    """How many tokens of a sequence have a position, None where any number has.
+
+    RoBERTa and its kin begin to count behind the id of padding.
+    """
+    most: int | None = getattr(getattr(model, "config", None), "max_position_embeddings", None)
+    if most is None:
+        return None
+    tables = (m for path, m in model.named_modules() if path.endswith("position_embeddings"))
+    unused = (getattr(table, "padding_idx", None) for table in tables)
+    return most - max((index + 1 for index in unused if index is not None), default=0)
 
 
 def load_backbone(spec: BaseSpec, *, dropout: bool = True) -> Backbone:

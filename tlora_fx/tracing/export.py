@@ -54,7 +54,7 @@ from tlora_fx.tracing.guards import SizeGuards, is_model_code
 from tlora_fx.tracing.layer_calls import LayerCalls
 from tlora_fx.tracing.layers import plan_layers, pruned_copy
 from tlora_fx.tracing.masks import unpacked_lines
-from tlora_fx.tracing.positions import require_default_positions
+from tlora_fx.tracing.positions import CountsBySequence, counts_positions
 from tlora_fx.tracing.state import meta_copy
 from tlora_fx.tracing.watch import Watch
 
@@ -80,10 +80,18 @@ def trace_base(backbone: Backbone, form: Form, fold: bool = True) -> JobGraph:
     fold      trace two layers of each structure instead of all
     raises    BaseNotTraceable, AttentionNotPackable
     """
-    plan = plan_layers(backbone, fold=fold)
-    if form == "packed" and accepts_positions(backbone.model):
-        require_default_positions(pruned_copy(backbone, plan)[0], _integers(backbone))
-    return _trace(backbone, plan, form, "the base", None)
+    return _trace(backbone, plan_layers(backbone, fold=fold), form, "the base", None)
+
+
+def _counts_positions(backbone: Backbone, plan: LayerPlan) -> bool:
+    """Whether the base counts its positions by the ids; found out once.
+
+    raises    AttentionNotPackable
+    """
+    if backbone.counts_positions is None:
+        model = pruned_copy(backbone, plan)[0]
+        backbone.counts_positions = counts_positions(model, _integers(backbone))
+    return backbone.counts_positions
 
 
 def _integers(backbone: Backbone) -> dict[Tensor, Tensor]:
@@ -133,13 +141,14 @@ def _trace(
     config: LoraConfig | None = None,
 ) -> JobGraph:
     model, index_read, calls = pruned_copy(backbone, plan)
+    counts = form == "packed" and accepts_positions(model) and _counts_positions(backbone, plan)
     if form == "packed":
         _use_packed_attention(model, subject)
     if job is not None:
         model = _wrap(model, job, config or job.lora_config(), backbone)
         check_wrapped(model, sites or {}, job)
     use_expert_products(model)
-    row = TracedRow(model, form, keywords=backbone.config is not None, calls=calls)
+    row = TracedRow(model, form, keywords=backbone.config is not None, calls=calls, counts=counts)
     index_read.clear()
     try:
         module = export_row(row, subject)
@@ -288,6 +297,7 @@ class TracedRow(nn.Module):
     """A model called with the inputs that every graph of ours takes.
 
     keywords   whether it takes them by transformers' names, or the ids alone
+    counts     whether it is given no positions, and counts them by the ids
     """
 
     def __init__(
@@ -297,10 +307,12 @@ class TracedRow(nn.Module):
         *,
         keywords: bool = True,
         calls: LayerCalls | None = None,
+        counts: bool = False,
     ) -> None:
         super().__init__()
         self.model = model
         self.form = form
+        self.counts = counts
         self.keywords = keywords
         self.calls = calls
         self.attention: list[str] = []
@@ -323,10 +335,9 @@ class TracedRow(nn.Module):
             stack.enter_context(self.guards.running(row_shaped))
             stack.enter_context(self.watch.running(inputs))
             if self.form == "packed":
-                with unpacked_lines(padded=False):
-                    out = self.model(
-                        input_ids=input_ids, position_ids=position_ids, use_cache=False
-                    )
+                given = {} if self.counts else {"position_ids": position_ids}
+                with unpacked_lines(padded=False), CountsBySequence(input_ids):
+                    out = self.model(input_ids=input_ids, **given, use_cache=False)
             elif self.keywords:
                 with unpacked_lines(padded=True):
                     out = self.model(input_ids=input_ids, use_cache=False)
