@@ -5,11 +5,12 @@ from __future__ import annotations
 import json
 
 import pytest
+from transformers import AutoConfig
 
 from tests.models import error_of
 from tlora_fx.config.base_task import ENCODERS, read_base_config, require_task
 from tlora_fx.config.job import BaseSpec
-from tlora_fx.errors import BaseRefused
+from tlora_fx.errors import BaseRefused, JobError
 
 OTHERS = {
     "an encoder-decoder": {"model_type": "t5", "is_encoder_decoder": True},
@@ -46,6 +47,28 @@ def test_another_kind_of_model_is_refused(name):
 
     assert name.removesuffix(" by its class") in first
     assert any("PEFT" in line or "SEQ_CLS" in line for line in rest)
+
+
+@pytest.mark.parametrize("task", ["TOKEN_CLS", "SEQ_2_SEQ_LM"])
+def test_a_task_that_no_job_has_is_refused(task):
+    """In one sentence, and no other task is proposed instead."""
+    first, *rest = error_of(lambda: BaseSpec(model="x/y", task=task), JobError).splitlines()
+
+    assert task in first
+    assert "PEFT" in rest[-1]
+    assert not any("did you mean" in line for line in rest)
+
+
+@pytest.mark.parametrize("kind", ["t5", "bart", "whisper", "pegasus", "mbart", "marian"])
+@pytest.mark.parametrize("task", [{}, {"task": "SEQ_CLS", "labels": 2}])
+def test_an_encoder_decoder_is_refused_by_the_file_that_transformers_writes(tmp_path, kind, task):
+    """Before anything but that file is read."""
+    AutoConfig.for_model(kind).save_pretrained(tmp_path)
+    base = BaseSpec(config=tmp_path, **task)
+
+    text = error_of(lambda: require_task(read_base_config(base), base), BaseRefused)
+
+    assert "this base is an encoder-decoder" in text.splitlines()[0]
 
 
 @pytest.mark.parametrize("name", OTHERS)

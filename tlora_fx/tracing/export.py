@@ -10,17 +10,15 @@ from __future__ import annotations
 import inspect
 import operator
 import os
-import traceback
 import warnings
 from collections import Counter
 from collections.abc import Callable, Hashable, Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, fx, nn
-from torch._dynamo.exc import UserError, UserErrorType
 from torch.nn.modules.module import register_module_forward_pre_hook
 from torch.overrides import TorchFunctionMode
 
@@ -50,11 +48,12 @@ from tlora_fx.model.backbone import Backbone
 from tlora_fx.tracing.adapters import check_wrapped, layer_signature, make_traceable
 from tlora_fx.tracing.attention import packed_implementation, register, row_of
 from tlora_fx.tracing.experts import use_expert_products
-from tlora_fx.tracing.guards import SizeGuards, is_model_code
+from tlora_fx.tracing.guards import SizeGuards
 from tlora_fx.tracing.layer_calls import LayerCalls
 from tlora_fx.tracing.layers import plan_layers, pruned_copy
 from tlora_fx.tracing.masks import unpacked_lines
 from tlora_fx.tracing.positions import CountsBySequence, counts_positions
+from tlora_fx.tracing.refusals import DETAIL, model_line, not_traceable, words_of
 from tlora_fx.tracing.state import meta_copy
 from tlora_fx.tracing.watch import Watch
 
@@ -65,9 +64,6 @@ if TYPE_CHECKING:
 ASSERTION = torch.ops.aten._assert_tensor_metadata.default
 # A graph that serves every dropout rate is traced with one, so that it has the dropouts.
 SOME_RATE = 0.5
-FIXED_SIZE = (
-    "none, but the code fixes a size of the row, as the loops of recurrent mixers over tokens do"
-)
 MAKERS = (torch.tensor, torch.as_tensor, torch.scalar_tensor)
 
 # Sizes of the row that is traced: all different, so that no two dimensions are taken for one.
@@ -193,8 +189,11 @@ def _imported(
     except Exception as error:
         raise BaseNotTraceable(
             f"the traced graph of {subject} holds what tlora-fx cannot read",
-            found=_reason(error),
+            source=model_line(error),
+            expected="operators on tensors, in one graph",
+            found="the error below, where the graph is read",
             help="report the base with this text",
+            **{DETAIL: words_of(error)},
         ) from error
 
 
@@ -448,7 +447,7 @@ def export_row(row: TracedRow, subject: str) -> fx.GraphModule:
     except Exception as error:
         if row.guards.complete:
             row.guards.require_for_all(subject)
-        raise _not_traceable(error, row, subject) from error
+        raise not_traceable(error, row.model, row.form, subject) from error
     row.guards.require_for_all(subject)
     row.watch.require_kept()
     if row.watch.open:
@@ -497,79 +496,6 @@ def program_text(program: torch.export.ExportedProgram) -> list[str]:
     constants = program.constants.items()
     lines.extend(f"{name} {value}" for name, value in constants if isinstance(value, Tensor))
     return lines
-
-
-class _Cause(NamedTuple):
-    """Why a model cannot be traced.
-
-    signs   of which torch's error has at least one, in its type or its text
-    what    the first line's end; help: what to do
-    """
-
-    signs: tuple[str, ...]
-    what: str
-    help: str
-
-
-_CAUSES = (
-    _Cause(
-        ("DataDependent", "data-dependent", "Cannot cast", ".item()", "_local_scalar_dense"),
-        "its code goes on by a number that it reads out of a tensor",
-        "rows of other jobs must not choose what runs: write the line without that number",
-    ),
-    _Cause(
-        ("fake tensor in the exported program constant",),
-        "its code reads or writes a weight's .data while it runs",
-        "jobs share weights that never change: hand the nn.Module over without that line",
-    ),
-    _Cause(
-        ("UnsupportedOperator", "DynamicOutputShape", "NotImplementedError", "'Meta' backend"),
-        "it runs an operator that needs the values of its inputs, and weights are not there yet",
-        "write the line with operators whose results have the shape of their inputs",
-    ),
-)
-
-
-def _not_traceable(error: Exception, row: TracedRow, subject: str) -> BaseNotTraceable:
-    """What torch's error says of a model, in our words where it is one that we know."""
-    text = f"{type(error).__name__}: {error}"
-    cause = next((c for c in _CAUSES if any(sign in text for sign in c.signs)), None)
-    what = f"the model of {subject} cannot be traced"
-    unknown = "report the base with this text"
-    if row.form == "packed":
-        unknown = f"set base.attention: batch, or {unknown}"
-    return BaseNotTraceable(
-        f"{what}: {cause.what}" if cause else what,
-        module=_module_of(error, row.model),
-        source=_model_line(error),
-        found=None if cause else _reason(error),
-        help=cause.help if cause else unknown,
-    )
-
-
-def _module_of(error: BaseException, model: nn.Module) -> str | None:
-    """Path of the innermost module whose code an error came through."""
-    paths = {id(module): path for path, module in model.named_modules()}
-    frames = [frame for frame, _ in traceback.walk_tb(error.__traceback__)]
-    running = [paths.get(id(frame.f_locals.get("self"))) for frame in frames]
-    return next((path.removeprefix(PEFT_PREFIX) for path in reversed(running) if path), None)
-
-
-def _reason(error: BaseException) -> str:
-    if isinstance(error, UserError) and error.error_type is UserErrorType.CONSTRAINT_VIOLATION:
-        return FIXED_SIZE
-    lines = [line for line in str(error).splitlines() if line.strip()]
-    return f"{type(error).__name__}: {lines[0] if lines else ''}"[:300]
-
-
-def _model_line(error: BaseException) -> str | None:
-    """The last line of model code in a traceback: neither torch's nor ours."""
-    frames = [
-        frame
-        for frame in traceback.extract_tb(error.__traceback__)
-        if is_model_code(frame.filename)
-    ]
-    return f"{frames[-1].filename}:{frames[-1].lineno}  {frames[-1].line}" if frames else None
 
 
 def import_graph(
