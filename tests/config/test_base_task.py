@@ -8,7 +8,7 @@ import pytest
 from transformers import AutoConfig
 
 from tests.models import error_of
-from tlora_fx.config.base_task import ENCODERS, read_base_config, require_task
+from tlora_fx.config.base_task import ENCODERS, read_base_config, require_task, sees_images
 from tlora_fx.config.job import BaseSpec
 from tlora_fx.errors import BaseRefused, JobError
 
@@ -86,6 +86,19 @@ def test_what_can_classify_passes_where_the_task_says_so(name):
 def test_a_causal_model_passes(name):
     """Whatever else its config says."""
     require_task(CAUSAL[name], BaseSpec(model="x"))
+
+
+@pytest.mark.parametrize(("kind", "sees"), [("llava", True), ("gemma3", True), ("llama", False)])
+def test_a_base_that_sees_is_known_by_its_file(tmp_path, kind, sees):
+    """It trains on text alone; its model card names the class that has its images' part too."""
+    config = AutoConfig.for_model(kind)
+    name = {"llava": "Llava", "gemma3": "Gemma3", "llama": "Llama"}[kind]
+    config.architectures = [f"{name}For{'ConditionalGeneration' if sees else 'CausalLM'}"]
+    config.save_pretrained(tmp_path)
+    base = BaseSpec(config=tmp_path)
+
+    require_task(read_base_config(base), base)
+    assert sees_images(read_base_config(base)) is sees
 
 
 def test_the_encoders_are_those_of_transformers():

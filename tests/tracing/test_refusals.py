@@ -30,6 +30,7 @@ def raises(hidden: Tensor) -> Tensor:
 
 FAILURES = {
     "its code goes on by a number": lambda x: x if x.sum() > 0 else -x,
+    "its code goes on by a number that it reads": lambda x: x[:, : torch.tensor(x.shape[1])],
     "its code joins tensors whose sizes do not fit": lambda x: x @ x.new_ones(7, 7),
     "its code needs an input that it is not given": lambda x: x * None.shape[0],
     "its code is called with other arguments": lambda x: raises(x, mask=None),

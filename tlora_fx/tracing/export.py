@@ -53,7 +53,13 @@ from tlora_fx.tracing.layer_calls import LayerCalls
 from tlora_fx.tracing.layers import plan_layers, pruned_copy
 from tlora_fx.tracing.masks import unpacked_lines
 from tlora_fx.tracing.positions import CountsBySequence, counts_positions
-from tlora_fx.tracing.refusals import DETAIL, model_line, not_traceable, words_of
+from tlora_fx.tracing.refusals import (
+    DETAIL,
+    model_line,
+    not_traceable,
+    require_no_reads,
+    words_of,
+)
 from tlora_fx.tracing.state import meta_copy
 from tlora_fx.tracing.watch import Watch
 
@@ -171,6 +177,7 @@ def _imported(
     """What `import_graph` makes of an exported graph; what it cannot read or run is a refusal."""
     try:
         graph, constants = import_graph(module, row, base_names)
+        require_no_reads(graph, subject)
         mode = fake_mode_of(graph)
         for node in graph.nodes:
             if node.op == "call_function" and not is_call(node, ASSERTION):

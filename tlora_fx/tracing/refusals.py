@@ -5,15 +5,17 @@ from __future__ import annotations
 import traceback
 from typing import NamedTuple
 
-from torch import nn
+import torch
+from torch import fx, nn
 from torch._dynamo.exc import UserError, UserErrorType
 
 from tlora_fx.errors import BaseNotTraceable
-from tlora_fx.ir.graph import PEFT_PREFIX, Form
+from tlora_fx.ir.graph import PEFT_PREFIX, Form, is_call
 from tlora_fx.tracing.guards import is_model_code
 
 #: The last fact of a refusal: the text of the error that was met.
 DETAIL = "in torch's words"
+_NUMBERS = (torch.ops.aten.item.default, torch.ops.aten._local_scalar_dense.default)
 _ROWS = "code that serves rows of every number of tokens"
 
 
@@ -32,13 +34,14 @@ class _Cause(NamedTuple):
     help: str
 
 
+_READS = _Cause(
+    ("DataDependent", "data-dependent", "Cannot cast", ".item()", "_local_scalar_dense"),
+    "its code goes on by a number that it reads out of a tensor",
+    "code whose way depends on no value",
+    "rows of other jobs must not choose what runs: write the line without that number",
+)
 _CERTAIN = (
-    _Cause(
-        ("DataDependent", "data-dependent", "Cannot cast", ".item()", "_local_scalar_dense"),
-        "its code goes on by a number that it reads out of a tensor",
-        "code whose way depends on no value",
-        "rows of other jobs must not choose what runs: write the line without that number",
-    ),
+    _READS,
     _Cause(
         ("fake tensor in the exported program constant",),
         "its code reads or writes a weight's .data while it runs",
@@ -108,6 +111,23 @@ def not_traceable(error: Exception, model: nn.Module, form: Form, subject: str) 
         help=f"set base.attention: batch, or {cause.help}" if packed else cause.help,
         **{DETAIL: None if cause in (*_CERTAIN, _SIZE) else words_of(error)},
     )
+
+
+def require_no_reads(graph: fx.Graph, subject: str) -> None:
+    """Refuse a graph that reads a number out of a tensor, such as a size that code made one of.
+
+    subject   whose graph it is
+    raises    BaseNotTraceable
+    """
+    for node in graph.nodes:
+        if is_call(node, *_NUMBERS):
+            raise BaseNotTraceable(
+                f"the model of {subject} cannot be traced: {_READS.found}",
+                module=node.meta.get("path") or None,
+                source=node.meta.get("source") or None,
+                expected=_READS.expected,
+                help=_READS.help,
+            )
 
 
 def _cause_of(error: BaseException) -> _Cause:
