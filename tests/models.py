@@ -304,7 +304,11 @@ def plain_model(model: SuperModel) -> nn.Module:
         return copy.deepcopy(spec.module)
     config = transformers.AutoConfig.from_pretrained(spec.config)
     config.use_cache = False
-    base: nn.Module = transformers.AutoModelForCausalLM.from_config(
+    sees = hasattr(config, "vision_config")
+    factory: Any = (
+        transformers.AutoModelForImageTextToText if sees else transformers.AutoModelForCausalLM
+    )
+    base: nn.Module = factory.from_config(
         config, dtype=getattr(torch, spec.dtype), attn_implementation="eager",
         experts_implementation="eager",
     )  # fmt: skip

@@ -133,7 +133,10 @@ def _refused(found: Mixed, form: Form) -> NotTokenParallel:
         operator=node.target,
         module=node.meta.get("path") or None,
         source=node.meta.get("source") or None,
-        found=reason,
+        expected="an operator that computes each token by itself"
+        if form == "packed"
+        else "an operator that computes each line by itself",
+        found=reason or "nobody has said how it treats the tokens of a row",
         help=f"{ADVICE[form]}; {REGISTER}",
         **{"made by": origin.made_by if origin and origin.made_by != TRACE else None},
     )

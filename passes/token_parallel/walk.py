@@ -417,6 +417,14 @@ def _switch(call: _Call) -> State:
     return positions
 
 
+def _sequence_cumsum(call: _Call) -> State:
+    x = call.row("x")
+    call.tables(x.part, "cu_seqlens")
+    if call.given["dim"] != x.axis:
+        raise MixesTokens("it sums along a dimension that does not hold the row")
+    return x
+
+
 def _keyed_dropout(call: _Call) -> State:
     x = call.row("x")
     call.tables(x.part, "segments", "keys", "token_index")
@@ -510,6 +518,7 @@ _SPECIAL: Mapping[Any, Callable[[_Call], State]] = {
     ops.segment_read.default: _read,
     ops.segment_write.default: _write,
     ops.segment_switch.default: _switch,
+    ops.sequence_cumsum.default: _sequence_cumsum,
     ops.keyed_dropout.default: _keyed_dropout,
     ops.packed_attention.default: _attention,
     ONE: _lowered,

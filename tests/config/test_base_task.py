@@ -5,11 +5,12 @@ from __future__ import annotations
 import json
 
 import pytest
+from transformers import AutoConfig
 
 from tests.models import error_of
-from tlora_fx.config.base_task import ENCODERS, read_base_config, require_task
+from tlora_fx.config.base_task import ENCODERS, read_base_config, require_task, sees_images
 from tlora_fx.config.job import BaseSpec
-from tlora_fx.errors import BaseRefused
+from tlora_fx.errors import BaseRefused, JobError
 
 OTHERS = {
     "an encoder-decoder": {"model_type": "t5", "is_encoder_decoder": True},
@@ -48,6 +49,28 @@ def test_another_kind_of_model_is_refused(name):
     assert any("PEFT" in line or "SEQ_CLS" in line for line in rest)
 
 
+@pytest.mark.parametrize("task", ["TOKEN_CLS", "SEQ_2_SEQ_LM"])
+def test_a_task_that_no_job_has_is_refused(task):
+    """In one sentence, and no other task is proposed instead."""
+    first, *rest = error_of(lambda: BaseSpec(model="x/y", task=task), JobError).splitlines()
+
+    assert task in first
+    assert "PEFT" in rest[-1]
+    assert not any("did you mean" in line for line in rest)
+
+
+@pytest.mark.parametrize("kind", ["t5", "bart", "whisper", "pegasus", "mbart", "marian"])
+@pytest.mark.parametrize("task", [{}, {"task": "SEQ_CLS", "labels": 2}])
+def test_an_encoder_decoder_is_refused_by_the_file_that_transformers_writes(tmp_path, kind, task):
+    """Before anything but that file is read."""
+    AutoConfig.for_model(kind).save_pretrained(tmp_path)
+    base = BaseSpec(config=tmp_path, **task)
+
+    text = error_of(lambda: require_task(read_base_config(base), base), BaseRefused)
+
+    assert "this base is an encoder-decoder" in text.splitlines()[0]
+
+
 @pytest.mark.parametrize("name", OTHERS)
 def test_what_can_classify_passes_where_the_task_says_so(name):
     """All but what has an encoder and a decoder."""
@@ -63,6 +86,19 @@ def test_what_can_classify_passes_where_the_task_says_so(name):
 def test_a_causal_model_passes(name):
     """Whatever else its config says."""
     require_task(CAUSAL[name], BaseSpec(model="x"))
+
+
+@pytest.mark.parametrize(("kind", "sees"), [("llava", True), ("gemma3", True), ("llama", False)])
+def test_a_base_that_sees_is_known_by_its_file(tmp_path, kind, sees):
+    """It trains on text alone; its model card names the class that has its images' part too."""
+    config = AutoConfig.for_model(kind)
+    name = {"llava": "Llava", "gemma3": "Gemma3", "llama": "Llama"}[kind]
+    config.architectures = [f"{name}For{'ConditionalGeneration' if sees else 'CausalLM'}"]
+    config.save_pretrained(tmp_path)
+    base = BaseSpec(config=tmp_path)
+
+    require_task(read_base_config(base), base)
+    assert sees_images(read_base_config(base)) is sees
 
 
 def test_the_encoders_are_those_of_transformers():

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from transformers import LlavaConfig
+from transformers import Qwen2AudioConfig
 
 from tests.models import base_of, error_of, plain, save_config
 from tlora_fx.config.job import BaseSpec
@@ -93,14 +93,11 @@ def test_a_fingerprint_changes_with_what_the_base_is(tmp_path):
     assert load_backbone(specs[0]).fingerprint() in prints
 
 
-def test_a_base_that_reads_images_is_refused_by_what_it_is(tmp_path):
+def test_a_base_that_hears_is_refused_by_what_it_is(tmp_path):
     """Its text part has no class of its own, so nothing is built."""
-    sizes = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 1}
-    text = {"model_type": "llama", "vocab_size": 61, "num_attention_heads": 4, **sizes}
-    vision = {"model_type": "clip_vision_model", "num_attention_heads": 4, **sizes}
-    LlavaConfig(text_config=text, vision_config=vision).save_pretrained(tmp_path)
+    Qwen2AudioConfig().save_pretrained(tmp_path)
 
     text = error_of(lambda: load_backbone(BaseSpec(config=tmp_path)), BaseRefused)
 
     assert "reads more than text" in text.splitlines()[0]
-    assert "'llava' with vision" in text
+    assert "'qwen2_audio' with audio" in text

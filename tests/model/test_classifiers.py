@@ -194,6 +194,9 @@ def test_a_decoder_classifies_as_transformers_has_it(tmp_path, family):
     assert_classifies(ready(jobs), labels, 1e-5, size=1)
 
 
+#: Encoders that count their positions by the ids, from behind the id of padding.
+COUNTING = ["roberta", "xlm-roberta", "camembert", "xlm-roberta-xl", "roberta-prelayernorm"]
+COUNTING += ["data2vec-text"]
 #: Encoders, which read the first token: config and targets.
 _DIM = {"dim": 32, "n_layers": 2, "n_heads": 4, "hidden_dim": 48}
 ENCODERS: dict[str, tuple[dict[str, Any], Any]] = {
@@ -201,6 +204,7 @@ ENCODERS: dict[str, tuple[dict[str, Any], Any]] = {
     "electra": ({"embedding_size": 32}, "all-linear"),
     # PEFT takes its pre_classifier for a head, which is no target then.
     "distilbert": (_DIM, ["q_lin", "v_lin"]),
+    **{name: ({"max_position_embeddings": 128}, "all-linear") for name in COUNTING},
     "modernbert": ({"global_attn_every_n_layers": 2, "local_attention": 8}, "all-linear"),
 }
 

@@ -5,12 +5,14 @@ from __future__ import annotations
 import pytest
 import torch
 from torch import Tensor, nn
+from transformers import AutoConfig, AutoModel
 
-from tests.models import assert_equals_peft, error_of, job, ready, tokens
+from tests.models import FEW, assert_equals_peft, error_of, job, ready, tokens
 from tests.tracing.test_masks import Masked, Ways
 from tlora_fx.compiler import compile
 from tlora_fx.config.job import BaseSpec
 from tlora_fx.errors import AttentionNotPackable
+from tlora_fx.model.backbone import longest_sequence
 
 WIDE = 1e-9
 
@@ -53,7 +55,7 @@ DEFAULTS = {
     "0 to n - 1, counted": (counted, 0, "packed"),
     "0 to n - 1, with an offset where they are looked up": (arange, 2, "packed"),
     "1 to n": (lambda ids: arange(ids) + 1, 0, "batch"),
-    "by the ids, as RoBERTa": (lambda ids: torch.cumsum(ids != 0, 1), 0, "batch"),
+    "by the ids, as RoBERTa": (lambda ids: torch.cumsum(ids != 0, 1), 0, "packed"),
 }
 
 
@@ -77,6 +79,21 @@ def test_a_model_trains_at_the_positions_that_it_has_alone(what):
 
     assert model.group.form == form
     assert_equals_peft(model, [tokens([9, 4], seed=1), tokens([6], seed=2)], WIDE)
+
+
+def test_a_row_ends_where_positions_behind_the_padding_end():
+    """RoBERTa's 514 positions are of 512 tokens, BERT's 512 of as many."""
+    few = {**FEW, "num_hidden_layers": 1, "pad_token_id": 1}
+    found = [
+        longest_sequence(
+            AutoModel.from_config(
+                AutoConfig.for_model(kind, **{**few, "max_position_embeddings": most})
+            )
+        )
+        for kind, most in (("roberta", 514), ("bert", 512))
+    ]
+
+    assert found == [512, 512]
 
 
 def test_the_refusal_says_what_is_read():

@@ -41,9 +41,9 @@ def base_of(folder: Path, entry: dict[str, Any]) -> BaseSpec:
     return BaseSpec(config=folder, dtype="float64")
 
 
-def two_jobs(base: BaseSpec):
-    """Jobs of two ranks on all linears."""
-    return [job(name, base, r=r, target_modules="all-linear") for name, r in (("a", 4), ("b", 2))]
+def two_jobs(base: BaseSpec, targets: str = "all-linear"):
+    """Jobs of two ranks, on all linears where nothing else is said."""
+    return [job(name, base, r=r, target_modules=targets) for name, r in (("a", 4), ("b", 2))]
 
 
 def worst_difference(model) -> float:
@@ -66,7 +66,7 @@ def worst_difference(model) -> float:
 def test_an_architecture_trains_or_is_refused_as_the_page_says(tmp_path, name):
     """In the same form, as near to PEFT; or with the same words."""
     entry = SURVEY[name]
-    jobs = two_jobs(base_of(tmp_path, entry))
+    jobs = two_jobs(base_of(tmp_path, entry), entry.get("targets", "all-linear"))
     if "refused" in entry:
         assert entry["refused"] in error_of(lambda: compile(jobs), CompileError).splitlines()[0]
         return

@@ -76,6 +76,12 @@ def pools_first(config: Mapping[str, Any]) -> bool:
     return config.get("model_type") in ENCODERS
 
 
+def sees_images(config: Mapping[str, Any]) -> bool:
+    """Whether a base reads images besides text, and has a class of its own for both."""
+    named = map(str, config.get("architectures") or ())
+    return "vision_config" in config and any(n.endswith("ConditionalGeneration") for n in named)
+
+
 def _require_classifying(config: Mapping[str, Any], source: str) -> None:
     if config.get("is_encoder_decoder"):
         raise BaseRefused(

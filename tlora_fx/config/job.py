@@ -129,6 +129,10 @@ PathOrId = Annotated[StrictStr, BeforeValidator(_text_of_path), Field(min_length
 LocalPath = Annotated[Path, BeforeValidator(_path_of_text)]
 
 
+#: PEFT's tasks that no job has.
+OTHER_TASKS = ("TOKEN_CLS", "SEQ_2_SEQ_LM", "QUESTION_ANS", "FEATURE_EXTRACTION")
+
+
 class BaseSpec(Spec):
     """The frozen base model that the jobs of a file share.
 
@@ -163,6 +167,16 @@ class BaseSpec(Spec):
         if value is None or not is_written_as_path(value) or is_there(value):
             return value
         raise refuse(f"'{value}' does not exist", help="give a folder, or a hub id without './'")
+
+    @field_validator("task", mode="before")
+    @classmethod
+    def _is_trained_here(cls, task: object) -> object:
+        if task in OTHER_TASKS:
+            raise refuse(
+                f"tlora-fx trains no {task}: language models, and classifiers of whole sequences",
+                help="train this one with PEFT and transformers' Trainer",
+            )
+        return task
 
     @field_validator("config")
     @classmethod

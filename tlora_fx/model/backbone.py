@@ -37,12 +37,15 @@ class Backbone:
     model     the unmodified module; parameters and buffers on meta
     values    real tensors by canonical name, as far as they are known without a checkpoint
     names     id of each parameter and buffer to its canonical name (the first of tied names)
+
+    counts_positions    whether it counts its positions by the ids; None: not found out yet
     """
 
     spec: BaseSpec
     model: nn.Module
     values: dict[str, Tensor]
     names: dict[int, str] = field(default_factory=dict)
+    counts_positions: bool | None = None
 
     @property
     def config(self) -> Any:
@@ -87,6 +90,25 @@ class Backbone:
         for path, module in (instead or {}).items():
             known[id(self.model.get_submodule(path))] = module
         return copy.deepcopy(self.model, known)
+
+
+def text_config(model: nn.Module) -> Any:
+    """A model's config, of one that also sees that of its language model; None without any."""
+    config: Any = getattr(model, "config", None)
+    return config.get_text_config() if hasattr(config, "get_text_config") else config
+
+
+def longest_sequence(model: nn.Module) -> int | None:
+    """How many tokens of a sequence have a position, None where any number has.
+
+    RoBERTa and its kin begin to count behind the id of padding.
+    """
+    most: int | None = getattr(text_config(model), "max_position_embeddings", None)
+    if most is None:
+        return None
+    tables = (m for path, m in model.named_modules() if path.endswith("position_embeddings"))
+    unused = (getattr(table, "padding_idx", None) for table in tables)
+    return most - max((index + 1 for index in unused if index is not None), default=0)
 
 
 def load_backbone(spec: BaseSpec, *, dropout: bool = True) -> Backbone:
@@ -155,8 +177,8 @@ def build_skeleton(spec: BaseSpec, *, dropout: bool = True) -> nn.Module:
 
     A classifier returns the logits of every token, as if it was the one that its class reads.
     """
-    factory = model_factory(spec)
     config = load_config(spec, dropout=dropout)
+    factory = model_factory(spec, config)
     _refuse_other_inputs(config, spec, factory)
     try:
         with matrices_on_meta(), torch.random.fork_rng(devices=[]):
@@ -187,11 +209,26 @@ def build_skeleton(spec: BaseSpec, *, dropout: bool = True) -> nn.Module:
     return model
 
 
-def model_factory(spec: BaseSpec) -> Any:
-    """The class by which transformers builds a model of the base's task."""
-    from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
+def model_factory(spec: BaseSpec, config: Any) -> Any:
+    """The class by which transformers builds a model of the base's task.
 
-    return AutoModelForSequenceClassification if spec.is_classifier else AutoModelForCausalLM
+    A model of images and text has often no causal class: its own trains on text alone.
+
+    config    the base's
+    """
+    from transformers import (
+        AutoModelForCausalLM,
+        AutoModelForImageTextToText,
+        AutoModelForSequenceClassification,
+    )
+
+    if spec.is_classifier:
+        return AutoModelForSequenceClassification
+    remote = AutoModelForCausalLM.__name__ in (getattr(config, "auto_map", None) or {})
+    if remote or type(config) in AutoModelForCausalLM._model_mapping:
+        return AutoModelForCausalLM
+    sees = type(config) in AutoModelForImageTextToText._model_mapping
+    return AutoModelForImageTextToText if sees else AutoModelForCausalLM
 
 
 def _of_each_token(kind: Any) -> Any:

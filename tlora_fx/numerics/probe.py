@@ -26,7 +26,7 @@ from torch.overrides import TorchFunctionMode
 from tlora_fx.config.job import Job
 from tlora_fx.errors import FusedDiffers
 from tlora_fx.ir.graph import HEAD, PEFT_PREFIX, GroupGraph, TensorRef, is_call
-from tlora_fx.model.backbone import Backbone, build_skeleton
+from tlora_fx.model.backbone import Backbone, build_skeleton, longest_sequence, text_config
 from tlora_fx.model.batch import JobTokens, PackedBatch, pack, pad
 from tlora_fx.numerics.evaluate import BOUNDS, bound_of, relative
 from tlora_fx.numerics.interpreter import (
@@ -251,8 +251,8 @@ def _lengths(backbone: Backbone, tokens: int, longest: int = 0) -> tuple[int, ..
 
     longest    is run, as far as the tokens go
     """
-    config = backbone.config
-    most = getattr(config, "max_position_embeddings", None) or math.inf
+    config = text_config(backbone.model)
+    most = longest_sequence(backbone.model) or math.inf
     windows = {
         value + 2
         for name, value in (vars(config).items() if config is not None else ())

@@ -157,7 +157,7 @@ def _loaded(backbone: Backbone) -> dict[str, Tensor]:
     spec = backbone.spec
     config = {"config": load_config(spec)} if spec.is_classifier else {}
     try:
-        model, info = model_factory(spec).from_pretrained(
+        model, info = model_factory(spec, backbone.config).from_pretrained(
             str(spec.model),
             **config,
             output_loading_info=True,
@@ -199,7 +199,7 @@ def plain_base(backbone: Backbone) -> nn.Module:
     if spec.module is not None:
         module: nn.Module = copy.deepcopy(spec.module)
         return module
-    factory = model_factory(spec)
+    factory = model_factory(spec, backbone.config)
     dtype = getattr(torch, spec.dtype)
     if spec.model is not None and not spec.is_classifier:
         loaded: nn.Module = factory.from_pretrained(

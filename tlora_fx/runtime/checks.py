@@ -26,7 +26,7 @@ from tlora_fx.errors import (
     TloraError,
     TokenizerNotLoadable,
 )
-from tlora_fx.model.backbone import Backbone
+from tlora_fx.model.backbone import Backbone, longest_sequence, text_config
 from tlora_fx.model.batch import repeating_length
 from tlora_fx.model.supermodel import SuperModel
 from tlora_fx.numerics.probe import Probed, probe_loaded
@@ -88,8 +88,8 @@ def check_fits(backbone: Backbone, data: Mapping[str, JobData], classes: int | N
     classes   of a compiled base, how many logits a token has
     raises    DataDoesNotFit, naming the job
     """
-    vocabulary = getattr(backbone.config, "vocab_size", None)
-    positions = getattr(backbone.config, "max_position_embeddings", None)
+    vocabulary = getattr(text_config(backbone.model), "vocab_size", None)
+    positions = longest_sequence(backbone.model)
     for name, job_data in data.items():
         longest = max(len(sample.input_ids) for sample in _every_sample(job_data))
         largest = max(max(sample.input_ids) for sample in _every_sample(job_data))

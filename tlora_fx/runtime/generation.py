@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from tlora_fx.config.job import Job
 from tlora_fx.cost.plan import Plan
 from tlora_fx.errors import GenerationError
-from tlora_fx.model.backbone import build_skeleton, load_backbone
+from tlora_fx.model.backbone import build_skeleton, load_backbone, longest_sequence
 from tlora_fx.model.supermodel import SuperModel
 from tlora_fx.runtime.adapters import (
     adapter_tensors,
@@ -243,7 +243,7 @@ class Speakers:
         return [str(text) for text in decoded]
 
     def _room(self, tokens: int, wanted: int) -> int:
-        positions = getattr(getattr(self.base, "config", None), "max_position_embeddings", None)
+        positions = longest_sequence(self.base)
         room = wanted if positions is None else min(wanted, positions - tokens)
         if room < 1:
             raise GenerationError(

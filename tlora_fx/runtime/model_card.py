@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from functools import cache
 from importlib.metadata import version
 from pathlib import Path
@@ -11,7 +11,8 @@ from typing import Any
 
 import yaml
 
-from tlora_fx.config.job import DataSpec, Job
+from tlora_fx.config.base_task import read_base_config, sees_images
+from tlora_fx.config.job import BaseSpec, DataSpec, Job
 from tlora_fx.runtime.data import JobData
 from tlora_fx.version import __version__
 
@@ -55,7 +56,7 @@ def model_card(
         _section("Training", progress),
         _evaluation(evaluation),
         _section("Versions", _versions()),
-        "" if base is None else _usage(base, job.base.label_names),
+        "" if base is None else _usage(base, job.base),
     ]
     return "\n\n".join(section for section in sections if section) + "\n"
 
@@ -110,11 +111,13 @@ def _evaluation(summary: Mapping[str, Any]) -> str:
     return _section("Evaluation", rows)
 
 
-def _usage(base: str, labels: Sequence[str]) -> str:
+def _usage(base: str, spec: BaseSpec) -> str:
     kind, extra = "AutoModelForCausalLM", ""
-    if labels:
+    if spec.is_classifier:
         kind = "AutoModelForSequenceClassification"
-        extra = f", id2label={dict(enumerate(labels))}"
+        extra = f", id2label={dict(enumerate(spec.label_names))}"
+    elif sees_images(read_base_config(spec) or {}):
+        kind = "AutoModelForImageTextToText"
     return f"""## Use
 
 ```python

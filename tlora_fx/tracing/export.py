@@ -10,17 +10,15 @@ from __future__ import annotations
 import inspect
 import operator
 import os
-import traceback
 import warnings
 from collections import Counter
 from collections.abc import Callable, Hashable, Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, fx, nn
-from torch._dynamo.exc import UserError, UserErrorType
 from torch.nn.modules.module import register_module_forward_pre_hook
 from torch.overrides import TorchFunctionMode
 
@@ -50,11 +48,18 @@ from tlora_fx.model.backbone import Backbone
 from tlora_fx.tracing.adapters import check_wrapped, layer_signature, make_traceable
 from tlora_fx.tracing.attention import packed_implementation, register, row_of
 from tlora_fx.tracing.experts import use_expert_products
-from tlora_fx.tracing.guards import SizeGuards, is_model_code
+from tlora_fx.tracing.guards import SizeGuards
 from tlora_fx.tracing.layer_calls import LayerCalls
 from tlora_fx.tracing.layers import plan_layers, pruned_copy
 from tlora_fx.tracing.masks import unpacked_lines
-from tlora_fx.tracing.positions import require_default_positions
+from tlora_fx.tracing.positions import CountsBySequence, counts_positions
+from tlora_fx.tracing.refusals import (
+    DETAIL,
+    model_line,
+    not_traceable,
+    require_no_reads,
+    words_of,
+)
 from tlora_fx.tracing.state import meta_copy
 from tlora_fx.tracing.watch import Watch
 
@@ -65,9 +70,6 @@ if TYPE_CHECKING:
 ASSERTION = torch.ops.aten._assert_tensor_metadata.default
 # A graph that serves every dropout rate is traced with one, so that it has the dropouts.
 SOME_RATE = 0.5
-FIXED_SIZE = (
-    "none, but the code fixes a size of the row, as the loops of recurrent mixers over tokens do"
-)
 MAKERS = (torch.tensor, torch.as_tensor, torch.scalar_tensor)
 
 # Sizes of the row that is traced: all different, so that no two dimensions are taken for one.
@@ -80,10 +82,18 @@ def trace_base(backbone: Backbone, form: Form, fold: bool = True) -> JobGraph:
     fold      trace two layers of each structure instead of all
     raises    BaseNotTraceable, AttentionNotPackable
     """
-    plan = plan_layers(backbone, fold=fold)
-    if form == "packed" and accepts_positions(backbone.model):
-        require_default_positions(pruned_copy(backbone, plan)[0], _integers(backbone))
-    return _trace(backbone, plan, form, "the base", None)
+    return _trace(backbone, plan_layers(backbone, fold=fold), form, "the base", None)
+
+
+def _counts_positions(backbone: Backbone, plan: LayerPlan) -> bool:
+    """Whether the base counts its positions by the ids; found out once.
+
+    raises    AttentionNotPackable
+    """
+    if backbone.counts_positions is None:
+        model = pruned_copy(backbone, plan)[0]
+        backbone.counts_positions = counts_positions(model, _integers(backbone))
+    return backbone.counts_positions
 
 
 def _integers(backbone: Backbone) -> dict[Tensor, Tensor]:
@@ -133,13 +143,14 @@ def _trace(
     config: LoraConfig | None = None,
 ) -> JobGraph:
     model, index_read, calls = pruned_copy(backbone, plan)
+    counts = form == "packed" and accepts_positions(model) and _counts_positions(backbone, plan)
     if form == "packed":
         _use_packed_attention(model, subject)
     if job is not None:
         model = _wrap(model, job, config or job.lora_config(), backbone)
         check_wrapped(model, sites or {}, job)
     use_expert_products(model)
-    row = TracedRow(model, form, keywords=backbone.config is not None, calls=calls)
+    row = TracedRow(model, form, keywords=backbone.config is not None, calls=calls, counts=counts)
     index_read.clear()
     try:
         module = export_row(row, subject)
@@ -166,6 +177,7 @@ def _imported(
     """What `import_graph` makes of an exported graph; what it cannot read or run is a refusal."""
     try:
         graph, constants = import_graph(module, row, base_names)
+        require_no_reads(graph, subject)
         mode = fake_mode_of(graph)
         for node in graph.nodes:
             if node.op == "call_function" and not is_call(node, ASSERTION):
@@ -184,8 +196,11 @@ def _imported(
     except Exception as error:
         raise BaseNotTraceable(
             f"the traced graph of {subject} holds what tlora-fx cannot read",
-            found=_reason(error),
+            source=model_line(error),
+            expected="operators on tensors, in one graph",
+            found="the error below, where the graph is read",
             help="report the base with this text",
+            **{DETAIL: words_of(error)},
         ) from error
 
 
@@ -288,6 +303,7 @@ class TracedRow(nn.Module):
     """A model called with the inputs that every graph of ours takes.
 
     keywords   whether it takes them by transformers' names, or the ids alone
+    counts     whether it is given no positions, and counts them by the ids
     """
 
     def __init__(
@@ -297,10 +313,12 @@ class TracedRow(nn.Module):
         *,
         keywords: bool = True,
         calls: LayerCalls | None = None,
+        counts: bool = False,
     ) -> None:
         super().__init__()
         self.model = model
         self.form = form
+        self.counts = counts
         self.keywords = keywords
         self.calls = calls
         self.attention: list[str] = []
@@ -323,10 +341,9 @@ class TracedRow(nn.Module):
             stack.enter_context(self.guards.running(row_shaped))
             stack.enter_context(self.watch.running(inputs))
             if self.form == "packed":
-                with unpacked_lines(padded=False):
-                    out = self.model(
-                        input_ids=input_ids, position_ids=position_ids, use_cache=False
-                    )
+                given = {} if self.counts else {"position_ids": position_ids}
+                with unpacked_lines(padded=False), CountsBySequence(input_ids):
+                    out = self.model(input_ids=input_ids, **given, use_cache=False)
             elif self.keywords:
                 with unpacked_lines(padded=True):
                     out = self.model(input_ids=input_ids, use_cache=False)
@@ -437,7 +454,7 @@ def export_row(row: TracedRow, subject: str) -> fx.GraphModule:
     except Exception as error:
         if row.guards.complete:
             row.guards.require_for_all(subject)
-        raise _not_traceable(error, row, subject) from error
+        raise not_traceable(error, row.model, row.form, subject) from error
     row.guards.require_for_all(subject)
     row.watch.require_kept()
     if row.watch.open:
@@ -486,79 +503,6 @@ def program_text(program: torch.export.ExportedProgram) -> list[str]:
     constants = program.constants.items()
     lines.extend(f"{name} {value}" for name, value in constants if isinstance(value, Tensor))
     return lines
-
-
-class _Cause(NamedTuple):
-    """Why a model cannot be traced.
-
-    signs   of which torch's error has at least one, in its type or its text
-    what    the first line's end; help: what to do
-    """
-
-    signs: tuple[str, ...]
-    what: str
-    help: str
-
-
-_CAUSES = (
-    _Cause(
-        ("DataDependent", "data-dependent", "Cannot cast", ".item()", "_local_scalar_dense"),
-        "its code goes on by a number that it reads out of a tensor",
-        "rows of other jobs must not choose what runs: write the line without that number",
-    ),
-    _Cause(
-        ("fake tensor in the exported program constant",),
-        "its code reads or writes a weight's .data while it runs",
-        "jobs share weights that never change: hand the nn.Module over without that line",
-    ),
-    _Cause(
-        ("UnsupportedOperator", "DynamicOutputShape", "NotImplementedError", "'Meta' backend"),
-        "it runs an operator that needs the values of its inputs, and weights are not there yet",
-        "write the line with operators whose results have the shape of their inputs",
-    ),
-)
-
-
-def _not_traceable(error: Exception, row: TracedRow, subject: str) -> BaseNotTraceable:
-    """What torch's error says of a model, in our words where it is one that we know."""
-    text = f"{type(error).__name__}: {error}"
-    cause = next((c for c in _CAUSES if any(sign in text for sign in c.signs)), None)
-    what = f"the model of {subject} cannot be traced"
-    unknown = "report the base with this text"
-    if row.form == "packed":
-        unknown = f"set base.attention: batch, or {unknown}"
-    return BaseNotTraceable(
-        f"{what}: {cause.what}" if cause else what,
-        module=_module_of(error, row.model),
-        source=_model_line(error),
-        found=None if cause else _reason(error),
-        help=cause.help if cause else unknown,
-    )
-
-
-def _module_of(error: BaseException, model: nn.Module) -> str | None:
-    """Path of the innermost module whose code an error came through."""
-    paths = {id(module): path for path, module in model.named_modules()}
-    frames = [frame for frame, _ in traceback.walk_tb(error.__traceback__)]
-    running = [paths.get(id(frame.f_locals.get("self"))) for frame in frames]
-    return next((path.removeprefix(PEFT_PREFIX) for path in reversed(running) if path), None)
-
-
-def _reason(error: BaseException) -> str:
-    if isinstance(error, UserError) and error.error_type is UserErrorType.CONSTRAINT_VIOLATION:
-        return FIXED_SIZE
-    lines = [line for line in str(error).splitlines() if line.strip()]
-    return f"{type(error).__name__}: {lines[0] if lines else ''}"[:300]
-
-
-def _model_line(error: BaseException) -> str | None:
-    """The last line of model code in a traceback: neither torch's nor ours."""
-    frames = [
-        frame
-        for frame in traceback.extract_tb(error.__traceback__)
-        if is_model_code(frame.filename)
-    ]
-    return f"{frames[-1].filename}:{frames[-1].lineno}  {frames[-1].line}" if frames else None
 
 
 def import_graph(

@@ -2,7 +2,8 @@
 
 A packed row hands its positions over; alone, a model is given none and makes its own. Both calls
 run on the meta device, where whatever comes from sizes and positions alone is computed along on the
-CPU. What the rest of the model reads of that must be equal.
+CPU. What the rest of the model reads of that must be equal. A model that counts its positions by
+the ids, as RoBERTa does, is given none in a row either: it counts within each sequence.
 """
 
 from __future__ import annotations
@@ -14,12 +15,13 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map
 
 from tlora_fx.errors import AttentionNotPackable
 from tlora_fx.ir.graph import TABLES
-from tlora_fx.tracing.attention import row_of
+from tlora_fx.tracing.attention import current_row, row_of
 from tlora_fx.tracing.masks import BATCH_HELP, unpacked_lines
 
 LENGTH = 7
@@ -32,6 +34,8 @@ class KnownValues(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Keeps the values of tensors that depend on neither weights nor ids, and notes who reads them.
 
     A tensor is known where all that it is made of is known: sizes, numbers, and tensors so made.
+
+    counts    whether integers that depend on ids are summed up along a line
     """
 
     def __init__(self, known: dict[Tensor, Tensor]) -> None:
@@ -39,6 +43,7 @@ class KnownValues(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.values = {id(tensor): value for tensor, value in known.items()}
         self.alive: list[Tensor] = list(known)  # ids stay unique
         self.reads: list[Read] = []
+        self.counts = False
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
@@ -48,6 +53,7 @@ class KnownValues(TorchDispatchMode):  # type: ignore[no-untyped-call]
         values = [self._value(tensor) for tensor in tensors]
         random_numbers = torch.Tag.nondeterministic_seeded in func.tags
         if random_numbers or any(value is None for value in values):
+            self.counts |= func is torch.ops.aten.cumsum.default and _is_counted(*args)
             kept = tuple(value.clone() for value in values if value is not None and value.dim())
             if kept:
                 self.reads.append((str(func), kept))
@@ -74,14 +80,14 @@ class KnownValues(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return torch.device("cpu") if isinstance(leaf, torch.device) else leaf
 
 
-def require_default_positions(model: nn.Module, values: Mapping[Tensor, Tensor]) -> None:
-    """Refuse to pack a model whose own positions are others than a packed row's.
+def counts_positions(model: nn.Module, values: Mapping[Tensor, Tensor]) -> bool:
+    """Whether a model counts its positions by the ids, and so must not be handed a packed row's.
 
     A model that cannot run on meta is not judged here.
 
     model     on meta, to be thrown away; its forward takes position_ids
     values    of its buffers of integers, such as one that holds all positions
-    raises    AttentionNotPackable
+    raises    AttentionNotPackable where its own positions are others than a packed row's
     """
     ids = torch.zeros(1, LENGTH, dtype=torch.int64, device="meta")
     places = torch.arange(LENGTH)[None]
@@ -95,8 +101,10 @@ def require_default_positions(model: nn.Module, values: Mapping[Tensor, Tensor])
             with packed:
                 model(input_ids=ids, position_ids=handed, use_cache=False)
     except Exception:  # noqa: BLE001  (whatever it is, tracing meets it again and reports it)
-        return
+        return False
     if (first := _first_difference(alone.reads, packed.reads)) is not None:
+        if alone.counts and not packed.counts:
+            return True
         raise AttentionNotPackable(
             "a base's own positions are not those of a packed row",
             operator=first[0],
@@ -104,6 +112,34 @@ def require_default_positions(model: nn.Module, values: Mapping[Tensor, Tensor])
             found=first[1],
             help=BATCH_HELP,
         )
+    return False
+
+
+def _is_counted(value: Tensor, dim: int) -> bool:
+    """Whether a running sum is one of integers along the tokens of lines."""
+    integers = not (value.is_floating_point() or value.is_complex())
+    return integers and value.dim() > 1 and dim in (1, 1 - value.dim())
+
+
+class CountsBySequence(TorchFunctionMode):
+    """Lets running sums of integers along a packed row start anew with each sequence."""
+
+    def __init__(self, ids: Tensor) -> None:
+        super().__init__()
+        # As text: sizes that are compared would be fixed by the comparison.
+        self._row = str(tuple(ids.shape))
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        named = dict(kwargs or {})
+        if func in (torch.cumsum, Tensor.cumsum) and not named.keys() - {"input", "dim"}:
+            value: Tensor = args[0] if args else named["input"]
+            dim: int = args[1] if len(args) > 1 else named["dim"]
+            starts = current_row()["cu_seqlens"]
+            if _is_counted(value, dim) and str(tuple(value.shape[:2])) == self._row:
+                return torch.ops.tlora_fx.sequence_cumsum(value, starts, 1)
+        return func(*args, **named)
 
 
 @contextmanager
