@@ -27,8 +27,10 @@ from tests.models import (
     save_config,
     tokens,
 )
+from tlora_fx.compiler import compile
+from tlora_fx.config import base_task
 from tlora_fx.config.job import BaseSpec
-from tlora_fx.errors import JobError
+from tlora_fx.errors import BaseRefused, JobError
 from tlora_fx.model.batch import JobTokens
 from tlora_fx.model.loss import predicted, row_losses
 from tlora_fx.runtime.adapters import base_tensors, canonical_names
@@ -232,6 +234,15 @@ def test_an_encoder_classifies_packed_as_transformers_has_it(tmp_path, name):
 
     assert model.group.form == "packed"
     assert_classifies(model, labels, 1e-6, size=1, first=True)
+
+
+def test_an_encoder_that_nobody_knows_as_one_is_refused(tmp_path, monkeypatch):
+    """Its class reads the first token, and labels would stand at the last."""
+    monkeypatch.setattr(base_task, "ENCODERS", frozenset())
+    base = encoder(tmp_path, "bert", **PROBLEMS["one of three"][0])
+
+    with pytest.raises(BaseRefused, match="by its first token"):
+        compile([job("one", base, target_modules=["query"])])
 
 
 @pytest.mark.parametrize(

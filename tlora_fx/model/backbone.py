@@ -23,7 +23,7 @@ import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-from tlora_fx.config.base_task import require_task
+from tlora_fx.config.base_task import pools_first, require_task
 from tlora_fx.config.hub import is_hub_id, why_offline
 from tlora_fx.config.job import BaseSpec
 from tlora_fx.errors import BaseNotLoadable, BaseRefused
@@ -202,7 +202,7 @@ def build_skeleton(spec: BaseSpec, *, dropout: bool = True) -> nn.Module:
         ) from error
     assert isinstance(model, nn.Module)
     if spec.is_classifier:
-        model.__class__ = _of_each_token(type(model))
+        model.__class__ = _of_each_token(type(model), first=pools_first(config.to_dict()))
         if config.get_text_config().pad_token_id is None:
             # Without one, transformers refuses batches; nothing that is kept reads it.
             config.get_text_config().pad_token_id = -1
@@ -231,12 +231,15 @@ def model_factory(spec: BaseSpec, config: Any) -> Any:
     return AutoModelForImageTextToText if sees else AutoModelForCausalLM
 
 
-def _of_each_token(kind: Any) -> Any:
-    """A class of classifiers that returns the logits of each token, [B, S, labels]."""
+def _of_each_token(kind: Any, *, first: bool) -> Any:
+    """A class of classifiers that returns the logits of each token, [B, S, labels].
+
+    first    whether labels stand at the first token, not at the last
+    """
 
     @wraps(kind.forward)
     def forward(self: nn.Module, input_ids: Tensor, **inputs: Any) -> Any:
-        with _EachToken(input_ids):
+        with _EachToken(input_ids, first=first):
             return kind.forward(self, input_ids=input_ids, **inputs)
 
     return type(kind.__name__, (kind,), {"forward": forward, "__module__": kind.__module__})
@@ -247,16 +250,25 @@ class _EachToken(TorchFunctionMode):
 
     That is the first token's hidden state, `x[:, 0]`, or the logits of the last token that is no
     padding, `logits[range(B), last]`. What comes behind it works on tokens one by one.
+
+    raises    BaseRefused where it picks the other of the two than the one that labels stand at
     """
 
-    def __init__(self, ids: Tensor) -> None:
+    def __init__(self, ids: Tensor, *, first: bool) -> None:
         super().__init__()
-        self._row = tuple(ids.shape)
+        self._row, self._first = tuple(ids.shape), first
 
     def __torch_function__(
         self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         if func is Tensor.__getitem__ and self._picks(*args):
+            if isinstance(args[1][0], slice) != self._first:
+                read, labelled = ("last", "first") if self._first else ("first", "last")
+                raise BaseRefused(
+                    f"this base classifies a sequence by its {read} token",
+                    expected=f"the {labelled} one, where labels of its model_type stand",
+                    help="report the model_type, and train it with PEFT and transformers' Trainer",
+                )
             return args[0]
         return func(*args, **(kwargs or {}))
 
