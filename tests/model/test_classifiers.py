@@ -192,8 +192,9 @@ def test_a_decoder_classifies_as_transformers_has_it(tmp_path, family):
         targets = ["q_proj"]
     jobs = [job(name, base, r=r, target_modules=list(targets)) for name, r in (("a", 4), ("b", 2))]
 
-    # A padded line that a window leaves empty is NaN in transformers' own eager attention.
-    assert_classifies(ready(jobs), labels, 1e-5, size=1)
+    # A padded line that a window leaves empty is NaN in transformers' own eager attention. By the
+    # longest line of a batch, on the other hand, longrope chooses its frequencies.
+    assert_classifies(ready(jobs), labels, 1e-5, size=3 if family == "phi3-longrope" else 1)
 
 
 #: Encoders that count their positions by the ids, from behind the id of padding.
