@@ -314,6 +314,16 @@ def kind_of(fields: Mapping[str, Any]) -> str:
     return str(fields.get("peft_type") or "LORA").upper()
 
 
+def is_frozen(fields: Mapping[str, Any], name: str) -> bool:
+    """Whether a job of a kind beside LoRA has a tensor, and no step updates it.
+
+    fields    of its adapter
+    name      PEFT's of the tensor
+    """
+    kind = other_kind(kind_of(fields))
+    return kind is not None and any(part in name for part in kind.frozen)
+
+
 def check_updates(optim: str, fields: Mapping[str, Any]) -> PydanticCustomError | None:
     """The refusal of an optimizer that cannot update all that an adapter of these fields trains."""
     kind, another = kind_of(fields), "take another optimizer"

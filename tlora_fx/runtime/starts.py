@@ -23,7 +23,7 @@ import torch
 from torch import Tensor, nn
 
 from tlora_fx.config.job import Job
-from tlora_fx.config.other_kinds import kind_of, other_kind
+from tlora_fx.config.other_kinds import is_frozen
 from tlora_fx.ir.graph import PEFT_PREFIX, AdapterSite
 from tlora_fx.ops import site_id
 
@@ -49,7 +49,7 @@ def constant_part(job: Job, name: str, tensor: Tensor) -> Tensor | None:
 
 def _split(job: Job, name: str, tensor: Tensor) -> tuple[Tensor, Tensor | None]:
     dimension = 0 if ".lora_A." in name else 1 if ".lora_B." in name else None
-    if dimension is None and _is_frozen(job, name):
+    if dimension is None and is_frozen(job.lora_fields, name):
         return tensor.narrow(0, 0, 0), tensor
     if dimension is None or tensor.dim() == 1:  # `lora_bias` trains a vector beside B.
         return tensor, None
@@ -61,12 +61,6 @@ def _split(job: Job, name: str, tensor: Tensor) -> tuple[Tensor, Tensor | None]:
     if not rest:
         return tensor, None
     return tensor.narrow(dimension, 0, trained), tensor.narrow(dimension, trained, rest)
-
-
-def _is_frozen(job: Job, name: str) -> bool:
-    """Whether a job of a kind beside LoRA has a tensor, and does not update it."""
-    kind = other_kind(kind_of(job.lora_fields))
-    return kind is not None and any(part in name for part in kind.frozen)
 
 
 def trained_parameters(job: Job, parameters: Mapping[str, nn.Parameter]) -> dict[str, nn.Parameter]:
