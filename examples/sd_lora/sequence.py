@@ -34,7 +34,7 @@ STREAMS = {
     "hall": ("small-talk", "word-problems", "records"),
 }
 METHODS = ("sd-lora", "lora")
-HELD_OUT, STEPS, RATE, RANK, LENGTH = 20, 40, 1e-2, 4, 32
+HELD_OUT, STEPS, RATE, RANK, LENGTH = 20, 30, 1e-2, 4, 32
 
 
 def main() -> None:
