@@ -22,13 +22,14 @@ from pydantic import (
     model_validator,
 )
 
+from tlora_fx.config.plugins import load_plugin
 from tlora_fx.cost.load import MAX_ROW_TOKENS
 from tlora_fx.cost.plan import TAKEN_OUT, MeshShape, Plan
 from tlora_fx.cost.step_time import GPUS_PER_NODE
 from tlora_fx.errors import PlanNotRunnable, PluginBroken, UnknownPlanner, nearest
 from tlora_fx.model.supermodel import SuperModel
 from tlora_fx.parallel.mesh import Mesh
-from tlora_fx.pipeline.registry import PLANNERS, load_plugin
+from tlora_fx.pipeline.registry import PLANNERS
 
 if TYPE_CHECKING:
     from tlora_fx.parallel.apply import StepRunner

@@ -34,6 +34,7 @@ LONG = (
     "cli/test_train_processes.py",
     "codegen/test_interpreted.py",
     "examples/test_extension.py",
+    "examples/test_sd_lora.py",
     "graph_file/test_document.py",
     "ops/test_interpreted.py",
     "parallel/test_pipeline.py",

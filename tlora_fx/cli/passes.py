@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 if TYPE_CHECKING:
-    from tlora_fx.pipeline import Pass
+    from tlora_fx.pipeline import Pass, Plugin
 
 WIDTH = 100
 
@@ -46,6 +46,7 @@ def run(
 
 def overview(default: list[str]) -> Iterator[str]:
     """All passes: ours in the order of the default pipeline, other packages' after them."""
+    from tlora_fx.config.other_kinds import plugin_kinds
     from tlora_fx.pipeline import REGISTRY, plugin_passes, plugin_planners
 
     yield "default pipeline"
@@ -66,13 +67,18 @@ def overview(default: list[str]) -> Iterator[str]:
             yield f"  {'':<22} {plugin.broken}"
         else:
             yield from _entry(plugin.found, plugin.package)
-    planners = plugin_planners()
-    if planners:
-        yield "\nplanners from other packages"
-    for plugin in planners:
+    yield from _others("planners", plugin_planners())
+    yield from _others("adapters", plugin_kinds())
+    yield "\nThe default as text: tlora-fx passes --pipeline. One pass: tlora-fx passes show NAME."
+
+
+def _others(title: str, plugins: list[Plugin]) -> Iterator[str]:
+    """What other packages offer beside passes."""
+    if plugins:
+        yield f"\n{title} from other packages"
+    for plugin in plugins:
         told = _first_line(plugin.found) if plugin.found else f"BROKEN: {plugin.broken}"
         yield from _filled(f"  {plugin.name:<22} ", f"{told}  ({plugin.package or plugin.target})")
-    yield "\nThe default as text: tlora-fx passes --pipeline. One pass: tlora-fx passes show NAME."
 
 
 def _entry(cls: type[Pass], package: str = "") -> Iterator[str]:

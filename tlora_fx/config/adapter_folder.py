@@ -13,7 +13,12 @@ from typing import Any
 from pydantic import ValidationError
 
 from tlora_fx.config.fields import IDENTITY, changes_base
-from tlora_fx.config.other_kinds import OTHER_KINDS, adapter_mapping, adapter_spec, kind_of
+from tlora_fx.config.other_kinds import (
+    adapter_mapping,
+    adapter_spec,
+    kind_of,
+    other_kind_names,
+)
 from tlora_fx.config.paths import is_file, is_folder
 from tlora_fx.config.validation import collecting, mistakes_in
 from tlora_fx.errors import AdapterFolderError
@@ -40,7 +45,7 @@ def read_adapter_config(folder: Path, task: str = "CAUSAL_LM") -> dict[str, Any]
         raise AdapterFolderError(what, folder=folder, found=error) from None
     if not isinstance(config, dict):
         raise AdapterFolderError(f"{CONFIG} is no JSON object", folder=folder)
-    kinds = ("LORA", *OTHER_KINDS)
+    kinds = ("LORA", *other_kind_names())
     for key, expected in (("peft_type", kinds), ("task_type", (task,))):
         if config.get(key) not in (None, *expected):
             raise AdapterFolderError(
@@ -52,7 +57,7 @@ def read_adapter_config(folder: Path, task: str = "CAUSAL_LM") -> dict[str, Any]
     if fields.get("init_lora_weights") == EVA:
         # Its A came from data, and is in the folder; the base is whole.
         fields = {k: v for k, v in fields.items() if k not in ("init_lora_weights", "eva_config")}
-    if kind_of(config) in OTHER_KINDS:
+    if kind_of(config) != "LORA":
         fields["peft_type"] = kind_of(config)
     lines = []
     with collecting():

@@ -60,7 +60,7 @@ REFUSED: Mapping[str, Refused] = {
 #: Fields that say what a configuration belongs to. An adapter folder always has them.
 IDENTITY: Mapping[str, str] = {
     "task_type": "leave it out, or write CAUSAL_LM or SEQ_CLS, as task under 'base' says",
-    "peft_type": "tlora-fx trains LORA, IA3, LOHA, LOKR, OFT and VERA",
+    "peft_type": "tlora-fx trains LORA, ADALORA, IA3, LOHA, LOKR, OFT, VERA, and kinds of packages",
     "auto_mapping": "PEFT writes it itself",
     "peft_version": "PEFT writes it itself",
     "base_model_name_or_path": "the base is named under 'base:'",
@@ -178,6 +178,7 @@ class LoraSpec(Spec):
     """The LoraConfig fields that a job may use, with PEFT's names and defaults."""
 
     other_names: ClassVar[Mapping[str, str]] = LORA_KEYS
+    dropout_field: ClassVar[str | None] = "lora_dropout"
 
     r: Rank = 8
     lora_alpha: Alpha = 8

@@ -41,8 +41,8 @@ from tlora_fx.config.fields import (
     check_schedule_arguments,
 )
 from tlora_fx.config.other_kinds import (
-    DROPOUT_FIELDS,
     adapter_mapping,
+    adapter_spec,
     check_updates,
     kind_of,
     peft_config,
@@ -739,7 +739,7 @@ class Job(Spec):
     @property
     def dropout_field(self) -> str | None:
         """The name of the field that is the adapter's dropout rate; None where none drops."""
-        return DROPOUT_FIELDS.get(kind_of(self.lora_fields))
+        return adapter_spec(self.lora_fields).dropout_field
 
     def lora_config(self) -> Any:
         """A new PEFT config of what this job trains beside the base as it is. Imports PEFT.

@@ -2,6 +2,9 @@
 
 A job names its kind by `peft_type`. Names and defaults are those of PEFT's config classes. A job's
 branch of such a kind runs as PEFT's own module computes it.
+
+Other packages name kinds of their own in the entry-point group `tlora_fx.adapters`, by a subclass
+of `OtherKind`. It is imported when a job asks for it.
 """
 
 from __future__ import annotations
@@ -9,6 +12,9 @@ from __future__ import annotations
 import dataclasses
 import warnings
 from collections.abc import Mapping
+from dataclasses import replace
+from importlib import import_module
+from importlib.metadata import EntryPoint, entry_points
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, Self
 
 from pydantic import (
@@ -39,23 +45,33 @@ from tlora_fx.config.fields import (
     names,
     whole_number,
 )
+from tlora_fx.config.plugins import Plugin, load_plugin
 from tlora_fx.config.validation import Spec, refuse
-from tlora_fx.errors import nearest
+from tlora_fx.errors import PluginBroken, nearest
 
 if TYPE_CHECKING:
     import peft
 
 _DROPS = "it drops parts of a module by a draw that no job's seed decides, not supported yet"
 _BIAS = "a trained bias belongs to LoRA jobs here"
+ADAPTERS = "tlora_fx.adapters"
 
 
 class OtherKind(Spec):
     """Fields that all kinds share.
 
-    refused   fields that have to keep their default, and why
+    tuner           the module that makes PEFT know the kind; imported with PEFT, never before
+    refused         fields that have to keep their default, and why
+    dropout_field   the one that is the rate of the adapter's dropout
+    vectors         whether it trains vectors
+    frozen          parts of the names of tensors that a job's files have, and no step updates
     """
 
+    tuner: ClassVar[str] = "peft"
     refused: ClassVar[Mapping[str, Refused]] = {}
+    dropout_field: ClassVar[str | None] = None
+    vectors: ClassVar[bool] = False
+    frozen: ClassVar[tuple[str, ...]] = ()
 
     peft_type: Annotated[str, BeforeValidator(lambda value: str(value).upper())]
     target_modules: Names = None
@@ -64,16 +80,16 @@ class OtherKind(Spec):
     @model_validator(mode="before")
     @classmethod
     def _only_known(cls, data: Mapping[str, Any]) -> dict[str, Any]:
+        kind = kind_of(data)
         return {
             key: value
             for key, value in data.items()
-            if key in cls.model_fields or cls._drops(key, value)
+            if key in cls.model_fields or cls._drops(kind, key, value)
         }
 
     @classmethod
-    def _drops(cls, key: str, value: object) -> bool:
+    def _drops(cls, kind: str, key: str, value: object) -> bool:
         """Refuse a key that is no field; False where its value means nothing."""
-        kind = cls.__name__.removesuffix("Spec")
         if key in IDENTITY:
             if value in (None, False) or (key == "task_type" and value in IDENTITY_VALUES[key]):
                 return False
@@ -83,10 +99,11 @@ class OtherKind(Spec):
                 return False
             raise refuse(f"'{key}' is refused: {cls.refused[key].reason}", help="leave it out")
         near = nearest(key, [*cls.model_fields, *cls.refused])
-        if not near and _default_of(cls, key, value):
+        if not near and _is_default(kind, key, value):
             return False
         help = f"did you mean '{near}'?" if near else f"known keys: {', '.join(cls.model_fields)}"
-        raise refuse(f"unknown key '{key}' in 'lora' of the kind {kind}", help=help)
+        title = cls.__name__.removesuffix("Spec")
+        raise refuse(f"unknown key '{key}' in 'lora' of the kind {title}", help=help)
 
 
 class _Layered(OtherKind):
@@ -108,6 +125,8 @@ def _names_or_none(value: object, info: ValidationInfo) -> object:
 
 class IA3Spec(OtherKind):
     """IA³: factors of the results of modules, or of what feed-forward modules read."""
+
+    vectors: ClassVar[bool] = True
 
     exclude_modules: Names = None
     feedforward_modules: Annotated[Any, AfterValidator(_names_or_none)] = None
@@ -180,6 +199,8 @@ class VeRASpec(_Layered):
             "PEFT draws the projections again from 'projection_prng_key', so no file has them",
         ),
     }
+    dropout_field: ClassVar[str | None] = "vera_dropout"
+    vectors: ClassVar[bool] = True
 
     r: Rank = 256
     projection_prng_key: StrictInt = Field(default=0, ge=0)
@@ -205,6 +226,7 @@ class AdaLoRASpec(_Layered):
         "trainable_token_indices": Refused(None, "single tokens belong to LoRA jobs here"),
         "target_parameters": Refused(None, "experts' parameters belong to LoRA jobs here"),
     }
+    dropout_field: ClassVar[str | None] = "lora_dropout"
 
     exclude_modules: Names = None
     init_r: Rank = 12
@@ -243,17 +265,63 @@ OTHER_KINDS: Mapping[str, type[OtherKind]] = {
 }
 
 
-#: Which field is the rate of an adapter's dropout, where a kind has one.
-DROPOUT_FIELDS: Mapping[str, str] = {
-    "LORA": "lora_dropout",
-    "ADALORA": "lora_dropout",
-    "VERA": "vera_dropout",
-}
+def other_kind(kind: str) -> type[OtherKind] | None:
+    """The spec of a kind beside LoRA, ours or another package's; None where there is none.
+
+    kind      a `peft_type` in capitals
+    raises    PluginBroken where a package names it and its spec cannot be imported, or is none
+    """
+    if kind in OTHER_KINDS or kind == "LORA":
+        return OTHER_KINDS.get(kind)
+    offered = [entry for entry in entry_points(group=ADAPTERS) if entry.name.upper() == kind]
+    if not offered:
+        return None
+    plugin = _load(offered[0])
+    if plugin.found is not None:
+        return plugin.found
+    raise PluginBroken(
+        f"the kind of adapter '{kind}' is broken",
+        package=plugin.package or None,
+        entry=plugin.target,
+        found=plugin.broken,
+        help="mend or uninstall that package",
+    )
+
+
+def other_kind_names() -> list[str]:
+    """The kinds beside LoRA, without importing anything."""
+    return sorted({*OTHER_KINDS, *(entry.name.upper() for entry in entry_points(group=ADAPTERS))})
+
+
+def plugin_kinds() -> list[Plugin]:
+    """The kinds of other packages, broken ones too, by name."""
+    offered = sorted(entry_points(group=ADAPTERS), key=lambda entry: entry.name)
+    return [_load(entry) for entry in offered]
+
+
+def _load(entry: EntryPoint) -> Plugin:
+    """Import the spec that an entry point names; never raises."""
+    plugin, broken = load_plugin(entry), ""
+    if entry.name.upper() in ("LORA", *OTHER_KINDS):
+        broken = "the name is one of PEFT's kinds that tlora-fx trains"
+    elif plugin.found is not None and not issubclass(plugin.found, OtherKind):
+        broken = f"{plugin.target} is no OtherKind"
+    return replace(plugin, found=None, broken=broken) if broken else plugin
 
 
 def kind_of(fields: Mapping[str, Any]) -> str:
     """The `peft_type` of a job's adapter by its fields, in capitals."""
     return str(fields.get("peft_type") or "LORA").upper()
+
+
+def is_frozen(fields: Mapping[str, Any], name: str) -> bool:
+    """Whether a job of a kind beside LoRA has a tensor, and no step updates it.
+
+    fields    of its adapter
+    name      PEFT's of the tensor
+    """
+    kind = other_kind(kind_of(fields))
+    return kind is not None and any(part in name for part in kind.frozen)
 
 
 def check_updates(optim: str, fields: Mapping[str, Any]) -> PydanticCustomError | None:
@@ -264,7 +332,8 @@ def check_updates(optim: str, fields: Mapping[str, Any]) -> PydanticCustomError 
     if optim == "muon" and field:
         what = f"optim 'muon' updates matrices, and '{field}' trains vectors beside them"
         return refuse(what, help=f"leave '{field}' out, or {another}")
-    if optim == "muon" and kind in ("IA3", "VERA"):
+    other = other_kind(kind)
+    if optim == "muon" and other is not None and other.vectors:
         what = f"optim 'muon' updates matrices, and {kind} trains vectors"
         return refuse(what, help=another)
     if optim != "lorafa":
@@ -280,10 +349,10 @@ def check_updates(optim: str, fields: Mapping[str, Any]) -> PydanticCustomError 
     return None
 
 
-def adapter_spec(value: object) -> type[Spec]:
-    """The spec that validates a job's `lora`."""
-    kind = kind_of(value) if isinstance(value, Mapping) else ""
-    return OTHER_KINDS.get(kind, LoraSpec)
+def adapter_spec(value: object) -> type[OtherKind] | type[LoraSpec]:
+    """The spec that validates a job's `lora`; raises PluginBroken."""
+    kind = kind_of(value) if isinstance(value, Mapping) else "LORA"
+    return other_kind(kind) or LoraSpec
 
 
 def adapter_mapping(value: object) -> dict[str, Any]:
@@ -317,16 +386,38 @@ def peft_config(fields: Mapping[str, Any], task: str = "CAUSAL_LM") -> peft.Peft
     return config
 
 
+def register_tuner(kind: str) -> None:
+    """Make PEFT know a kind, so that it loads folders of it. Imports PEFT.
+
+    raises    PluginBroken where the kind's package does not
+    """
+    from peft.mapping import PEFT_TYPE_TO_CONFIG_MAPPING, PEFT_TYPE_TO_TUNER_MAPPING
+
+    tuner = getattr(other_kind(kind), "tuner", "peft")
+    broken = f"it does not register {kind} with PEFT"
+    try:
+        import_module(tuner)
+    except (Exception, SystemExit) as error:  # noqa: BLE001  (whatever a stranger's module raises)
+        broken = f"{type(error).__name__}: {error}"
+    if not {kind} <= PEFT_TYPE_TO_CONFIG_MAPPING.keys() & PEFT_TYPE_TO_TUNER_MAPPING.keys():
+        raise PluginBroken(
+            f"the kind of adapter '{kind}' is broken",
+            entry=tuner,
+            found=broken,
+            help="mend or uninstall that package",
+        )
+
+
 def _config_class(kind: str) -> Any:
-    from peft import PeftType
     from peft.mapping import PEFT_TYPE_TO_CONFIG_MAPPING
 
-    return PEFT_TYPE_TO_CONFIG_MAPPING[PeftType(kind)]
+    register_tuner(kind)
+    classes: Mapping[Any, Any] = PEFT_TYPE_TO_CONFIG_MAPPING
+    return classes[kind]
 
 
-def _default_of(spec: type[OtherKind], key: str, value: object) -> bool:
+def _is_default(kind: str, key: str, value: object) -> bool:
     """Whether PEFT has this field for the kind, and this is its default. Imports PEFT."""
-    kind = next(name for name, known in OTHER_KINDS.items() if known is spec)
     for field in dataclasses.fields(_config_class(kind)):
         if field.name == key:
             factory = field.default_factory

@@ -24,6 +24,7 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from tlora_fx.config.job import Job
+from tlora_fx.config.other_kinds import is_frozen
 from tlora_fx.errors import FusedDiffers
 from tlora_fx.ir.graph import HEAD, PEFT_PREFIX, GroupGraph, TensorRef, is_call
 from tlora_fx.model.backbone import Backbone, build_skeleton, longest_sequence, text_config
@@ -728,13 +729,16 @@ class _Alone:
                 base, config, autocast_adapter_dtype=job.adapter_dtype == "float32"
             )
         freeze_rank_counts(wrapped.train())
+        fields = job.lora_fields
         for path, module in wrapped.named_modules():
             for slot, parameter in module._parameters.items():
-                if parameter is None or not parameter.requires_grad:
-                    continue
                 name = f"{path}.{slot}".removeprefix(PEFT_PREFIX)
+                mine = parameter is not None and parameter.requires_grad
+                if parameter is None or not (mine or is_frozen(fields, name)):
+                    continue
                 drawn = self.tensors.own(job.name, name, tuple(parameter.shape), parameter.dtype)
-                module._parameters[slot] = nn.Parameter(drawn.detach().to(self.device))
+                value = nn.Parameter(drawn.detach().to(self.device), mine)
+                module._parameters[slot] = value
         self._models = {job.name: wrapped}
         return cast(nn.Module, wrapped)
 

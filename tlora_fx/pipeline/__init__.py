@@ -25,6 +25,7 @@ from typing import Literal
 import torch
 from torch import fx
 
+from tlora_fx.config.plugins import Plugin
 from tlora_fx.errors import GraphInvalid, PassFailed, PassMisreports, TloraError
 from tlora_fx.ir.graph import TRACE, GroupGraph, JobGraph, record
 from tlora_fx.ir.names import name_nodes
@@ -35,7 +36,6 @@ from tlora_fx.pipeline.instrument import Change, Done, Event, Instrument
 from tlora_fx.pipeline.passes import GroupPass, JobPass, Numerics, Pass, PassOption, options_of
 from tlora_fx.pipeline.registry import (
     REGISTRY,
-    Plugin,
     find_pass,
     load_extension,
     pass_names,

@@ -11,11 +11,12 @@ import importlib
 import inspect
 import sys
 import traceback
-from dataclasses import dataclass, is_dataclass
+from dataclasses import is_dataclass
 from importlib.metadata import EntryPoint, entry_points
 from pathlib import Path
 from typing import TypeVar, get_args
 
+from tlora_fx.config.plugins import Plugin, load_plugin
 from tlora_fx.errors import PipelineError, PluginBroken, nearest
 from tlora_fx.pipeline.passes import NAME, GroupPass, JobPass, Numerics, Pass, options_of
 
@@ -52,22 +53,6 @@ def register(cls: P) -> P:
 
 def _full_name(cls: type) -> str:
     return f"{cls.__module__}.{cls.__qualname__}"
-
-
-@dataclass(frozen=True, slots=True)
-class Plugin:
-    """What another package offers under a name.
-
-    package    the distribution and its version, "" where it is not known
-    found      the class, None where it is broken
-    broken     why it cannot be used, "" for none
-    """
-
-    name: str
-    package: str
-    target: str
-    found: type | None
-    broken: str = ""
 
 
 def find_pass(name: str) -> type[Pass]:
@@ -186,15 +171,3 @@ def _why_no_pass(cls: type, entry: EntryPoint) -> str:
     except (NameError, TypeError, PipelineError) as error:
         return f"its options cannot be told: {type(error).__name__}: {error}"
     return ""
-
-
-def load_plugin(entry: EntryPoint) -> Plugin:
-    """Import what any entry point names; never raises."""
-    package = f"{entry.dist.name} {entry.dist.version}" if entry.dist else ""
-    try:
-        loaded = entry.load()
-    except (Exception, SystemExit) as error:  # noqa: BLE001  (whatever a stranger's module raises)
-        return Plugin(entry.name, package, entry.value, None, f"{type(error).__name__}: {error}")
-    if not isinstance(loaded, type):
-        return Plugin(entry.name, package, entry.value, None, f"{entry.value} is no class")
-    return Plugin(entry.name, package, entry.value, loaded)

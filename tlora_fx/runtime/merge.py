@@ -8,6 +8,7 @@ from pathlib import Path
 
 from tlora_fx.config.adapter_folder import CONFIG, read_adapter_config
 from tlora_fx.config.job import Job
+from tlora_fx.config.other_kinds import kind_of, register_tuner
 from tlora_fx.errors import RunFolderError, TokenizerNotLoadable, nearest
 from tlora_fx.runtime.run_folder import JOB, require_new
 
@@ -86,6 +87,7 @@ def merge(adapter: Path, output: Path, shard_size: str = "5GB") -> Path:
     from tlora_fx.model.backbone import load_backbone
     from tlora_fx.runtime.adapters import plain_base
 
+    register_tuner(kind_of(read_adapter_config(adapter, job.base.task)))
     model = PeftModel.from_pretrained(plain_base(load_backbone(job.base)), str(adapter))
     merged = model.merge_and_unload()
     fresh = output.with_name(f".{output.name}.tmp")

@@ -23,9 +23,9 @@ import torch
 from torch import Tensor, nn
 
 from tlora_fx.config.job import Job
+from tlora_fx.config.other_kinds import is_frozen
 from tlora_fx.ir.graph import PEFT_PREFIX, AdapterSite
 from tlora_fx.ops import site_id
-from tlora_fx.tracing.adapters import freeze_rank_counts
 
 #: The dtypes whose matrices PEFT decomposes.
 _DECOMPOSED = frozenset({torch.float32, torch.float16, torch.bfloat16})
@@ -49,6 +49,8 @@ def constant_part(job: Job, name: str, tensor: Tensor) -> Tensor | None:
 
 def _split(job: Job, name: str, tensor: Tensor) -> tuple[Tensor, Tensor | None]:
     dimension = 0 if ".lora_A." in name else 1 if ".lora_B." in name else None
+    if dimension is None and is_frozen(job.lora_fields, name):
+        return tensor.narrow(0, 0, 0), tensor
     if dimension is None or tensor.dim() == 1:  # `lora_bias` trains a vector beside B.
         return tensor, None
     size = tensor.shape[dimension]
@@ -94,7 +96,8 @@ def start_of_kind(job: Job, config: Any, layer: nn.Module, path: str) -> dict[st
     config   the job's, with its target modules spelled out
     layer    the module of the base, of which only the class and shape count
     path     of that module, which PEFT's patterns are matched with
-    returns  on the CPU, bitwise a function of the path, the config and the job's seed
+    returns  on the CPU, bitwise a function of the path, the config and the job's seed; what is
+             frozen too
     """
     from peft import get_peft_model
 
@@ -112,11 +115,10 @@ def start_of_kind(job: Job, config: Any, layer: nn.Module, path: str) -> dict[st
         warnings.simplefilter("ignore")
         torch.manual_seed((job.seed << 31) + site_id(path))
         wrapped = get_peft_model(root, alone)
-        freeze_rank_counts(wrapped)
     return {
         name: parameter.detach()
         for name, parameter in wrapped.named_parameters()
-        if parameter.requires_grad
+        if ".base_layer." not in name
     }
 
 

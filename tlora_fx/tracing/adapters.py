@@ -17,6 +17,7 @@ import torch
 from torch import Tensor, fx, nn
 
 from tlora_fx.config.job import HEADS, Job
+from tlora_fx.config.other_kinds import other_kind
 from tlora_fx.errors import AdapterMismatch, FusionError, UnknownTarget, nearest
 from tlora_fx.ir.graph import (
     PEFT_PREFIX,
@@ -253,7 +254,8 @@ def _site(path: str, module: nn.Module, config: Any, start: bool | str) -> Adapt
         if kind == "adalora":
             rank, alpha = config.init_r, float(config.lora_alpha)
             return AdapterSite(path, rank, alpha, float(config.lora_dropout), kind)
-        rate = float(getattr(config, "vera_dropout", 0.0))
+        spec = other_kind(config.peft_type)
+        rate = float(getattr(config, (spec and spec.dropout_field) or "", 0.0))
         return AdapterSite(path, getattr(config, "r", 0) or 1, 1.0, rate, kind)
     rank, scaling = _numbers(path, config)
     kind = "embedding" if isinstance(module, nn.Embedding) else "lora"

@@ -1,0 +1,1 @@
+"""SD-LoRA for tlora-fx: magnitudes and directions apart, over a sequence of tasks."""

@@ -1,0 +1,64 @@
+"""The example SD-LoRA: installed as its user would, its own tests run."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+PACKAGE = Path(__file__).parents[2] / "examples" / "sd_lora"
+
+
+@pytest.fixture(scope="module")
+def environment(tmp_path_factory):
+    """The variables of a process that finds the installed package."""
+    site = tmp_path_factory.mktemp("site")
+    command = [
+        sys.executable, "-m", "pip", "install", "--quiet", "--disable-pip-version-check",
+        "--no-deps", "--no-build-isolation", "--no-index", "--target", str(site), str(PACKAGE),
+    ]  # fmt: skip
+    subprocess.run(command, check=True, capture_output=True)
+    paths = [str(site), *filter(None, [os.environ.get("PYTHONPATH")])]
+    return {**os.environ, "PYTHONPATH": os.pathsep.join(paths)}
+
+
+def run(environment, folder, *words):
+    """Run Python; its exit status and all that it printed."""
+    done = subprocess.run(
+        [sys.executable, *words],
+        cwd=folder, env=environment, capture_output=True, text=True, check=False,
+    )  # fmt: skip
+    return done.returncode, done.stdout + done.stderr
+
+
+@pytest.mark.slow
+def test_its_own_tests_pass(environment):
+    """Against the formula in plain PyTorch, through two tasks."""
+    options = ["-q", "-p", "no:cacheprovider", "-c", os.devnull, "--rootdir", str(PACKAGE)]
+    status, told = run(environment, PACKAGE, "-m", "pytest", *options, str(PACKAGE / "tests"))
+
+    assert status == 0, told
+    assert "27 passed" in told
+
+
+def test_its_kind_is_listed(environment, tmp_path):
+    """`tlora-fx passes` names the package."""
+    status, told = run(environment, tmp_path, "-m", "tlora_fx", "passes")
+
+    assert status == 0, told
+    assert "adapters from other packages" in told
+    assert "(tlora-fx-sd-lora 0.1.0)" in told
+
+
+@pytest.mark.slow
+def test_two_jobs_learn_a_sequence(environment, tmp_path):
+    """The script prints what each forgot, by both methods."""
+    script = str(PACKAGE / "sequence.py")
+    status, told = run(environment, tmp_path, script, "-o", str(tmp_path / "out"), "--steps", "2")
+
+    assert status == 0, told
+    assert len(re.findall(r"^forgotten +[+-]\d", told, flags=re.MULTILINE)) == 4

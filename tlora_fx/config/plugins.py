@@ -1,0 +1,34 @@
+"""What other packages offer under a name: classes that their entry points name."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from importlib.metadata import EntryPoint
+
+
+@dataclass(frozen=True, slots=True)
+class Plugin:
+    """What another package offers under a name.
+
+    package    the distribution and its version, "" where it is not known
+    found      the class, None where it is broken
+    broken     why it cannot be used, "" for none
+    """
+
+    name: str
+    package: str
+    target: str
+    found: type | None
+    broken: str = ""
+
+
+def load_plugin(entry: EntryPoint) -> Plugin:
+    """Import what any entry point names; never raises."""
+    package = f"{entry.dist.name} {entry.dist.version}" if entry.dist else ""
+    try:
+        loaded = entry.load()
+    except (Exception, SystemExit) as error:  # noqa: BLE001  (whatever a stranger's module raises)
+        return Plugin(entry.name, package, entry.value, None, f"{type(error).__name__}: {error}")
+    if not isinstance(loaded, type):
+        return Plugin(entry.name, package, entry.value, None, f"{entry.value} is no class")
+    return Plugin(entry.name, package, entry.value, loaded)
