@@ -19,10 +19,11 @@ from tests.runtime.groups import losses_of, make_data, make_job, tiny_base
 from tlora_fx.compiler import compile, resolve_pipeline
 from tlora_fx.config.job import BaseSpec, Job
 from tlora_fx.errors import JobError, NotElementwise, StartNotComputed, SuperModelMisuse
+from tlora_fx.inspect.dump import dump
 from tlora_fx.ir.graph import OpenSlots
 from tlora_fx.model.backbone import load_backbone
 from tlora_fx.parallel.mesh import Mesh, MeshShape
-from tlora_fx.runtime import data_starts
+from tlora_fx.runtime import compiled_folder, data_starts
 from tlora_fx.runtime.adapters import adapter_tensors, plain_base, start_adapters
 from tlora_fx.runtime.data_starts import data_start, first_samples
 from tlora_fx.runtime.distributed import require_elementwise
@@ -281,6 +282,26 @@ def test_a_start_without_data_is_refused(base):
     with pytest.raises(SuperModelMisuse, match="starts from its data, and none is at hand"):
         start_adapters(model)
     start_adapters(model, {"kpm": {}})
+
+
+def test_a_compiled_folder_reads_the_data_of_its_jobs(base, tmp_path, monkeypatch):
+    """Their adapters begin as where they were compiled."""
+    jobs = [jobs_of(base)[name] for name in ("eva", "plain")]
+    data = data_of(*jobs)
+    asked = []
+
+    def read(these: Any) -> Any:
+        asked.extend(job.name for job in these)
+        return {name: data[name] for name in asked}
+
+    monkeypatch.setattr(compiled_folder, "load_all_data", read)
+    dump(compile(jobs), tmp_path)
+
+    found = adapter_tensors(compiled_folder.load(tmp_path).job_parameters("eva"))
+
+    assert asked == ["eva"]
+    expected = started(jobs[0], data["eva"])
+    assert all(torch.equal(tensor, found[key]) for key, tensor in expected.items())
 
 
 def test_a_start_that_cannot_be_made_is_told(base, monkeypatch):

@@ -10,7 +10,7 @@ source   Paischer et al. 2024 (EVA); Yang et al. 2024 (CorDA); PEFT's own code c
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -58,26 +58,36 @@ def require_data_starts(model: SuperModel, jobs: Iterable[Job]) -> None:
             )
 
 
-def data_starts(model: SuperModel, data: Mapping[str, JobData]) -> dict[str, dict[str, Tensor]]:
+def data_starts(
+    model: SuperModel, data: Mapping[str, JobData], tell: Callable[[str], None] = lambda _: None
+) -> dict[str, dict[str, Tensor]]:
     """By name, what the jobs that start from their data start as; see `data_start`.
 
     data    of all jobs; only those that need it take part
+    tell    called with a line a start, before it is made
     raises  StartNotComputed, NotElementwise
     """
     starts = {}
     for name, job_data in data.items():
         job = model.jobs[model.members[name]]
         if needs_data(job):
+            count = min(SAMPLES, job_data.count)
+            tell(f"{name}: starts from what the base reads on {count} of its samples")
             starts[name] = data_start(model, job, job_data)
     return starts
 
 
 def agreed_starts(
-    model: SuperModel, ranks: Ranks, data: Mapping[str, JobData], going_on: Iterable[str]
+    model: SuperModel,
+    ranks: Ranks,
+    data: Mapping[str, JobData],
+    going_on: Iterable[str],
+    tell: Callable[[str], None],
 ) -> dict[str, dict[str, Tensor]]:
     """The `data_starts` of a run's jobs on all its processes, as the leader computes them.
 
     going_on   jobs that have a checkpoint, of which nothing is computed; the leader's count
+    tell       called by the leader with a line a start, before it is made
     """
     if not any(needs_data(model.jobs[index]) for index in model.members.values()):
         return {}
@@ -87,7 +97,7 @@ def agreed_starts(
         if not ranks.mesh.leader:
             return {}
         new = {name: each for name, each in data.items() if name not in known}
-        return known | data_starts(model, new)
+        return known | data_starts(model, new, tell)
 
     return ranks.from_leader(ranks.together(compute))
 

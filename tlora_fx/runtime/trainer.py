@@ -305,7 +305,8 @@ class Trainer:
         if not pieces:
             self._probe(data)
         known = {*(self._checkpoint.jobs if self._checkpoint else ()), *self._sources}
-        start_adapters(self.model, agreed_starts(self.model, self.ranks, data, known))
+        tell = self.callback.noted
+        start_adapters(self.model, agreed_starts(self.model, self.ranks, data, known, tell))
         if self.options.compiled and not self.model.is_compiled:
             self.model.compile()
         largest = longest_row(self.jobs, data, self.options.max_row_tokens, self.plan.parts)
