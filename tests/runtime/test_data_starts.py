@@ -5,8 +5,10 @@ from __future__ import annotations
 import copy
 import json
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
+import numpy as np
 import peft
 import pytest
 import torch
@@ -14,15 +16,18 @@ import transformers
 from peft.tuners.lora.config import CordaConfig
 from peft.tuners.lora.corda import preprocess_corda
 
+from tests.parallel.processes import run_processes
 from tests.runtime.elastic import Watch
 from tests.runtime.groups import losses_of, make_data, make_job, tiny_base
 from tlora_fx.compiler import compile, resolve_pipeline
 from tlora_fx.config.job import BaseSpec, Job
+from tlora_fx.cost.plan import MeshShape
 from tlora_fx.errors import JobError, NotElementwise, StartNotComputed, SuperModelMisuse
 from tlora_fx.inspect.dump import dump
 from tlora_fx.ir.graph import OpenSlots
 from tlora_fx.model.backbone import load_backbone
-from tlora_fx.parallel.mesh import Mesh, MeshShape
+from tlora_fx.parallel.mesh import Mesh
+from tlora_fx.planners.protocol import find_planner
 from tlora_fx.runtime import compiled_folder, data_starts
 from tlora_fx.runtime.adapters import adapter_tensors, plain_base, start_adapters
 from tlora_fx.runtime.data_starts import data_start, first_samples
@@ -156,6 +161,43 @@ def test_corda_starts_as_peft_does(base, name):
         torch.testing.assert_close(
             left.eval()(ids).logits, plain.eval()(ids).logits, rtol=1e-4, atol=1e-5
         )
+
+
+def train_replicated(folder: Path) -> dict[str, dict[str, np.ndarray]]:
+    """In each process of two: one job from the beginning, and one that joins; who is in at last."""
+    jobs = jobs_of(BaseSpec(config=folder / "base", dtype="float32", seed=7))
+    data = data_of(*jobs.values())
+    model = compile([jobs["eva"]], open=OpenSlots(rows=80, jobs=4, rank=16))
+    plan = find_planner("replicated").plan(model, MeshShape.parse("dp=2"))
+    watch: Any = Watch([(1, "admit", jobs["kpm"], data["kpm"])])
+    of_first = {"eva": data["eva"]}
+    watch.trainer = Trainer(
+        model, output=folder / "run", device="cpu", data=of_first, plan=plan, callback=watch
+    )
+    watch.trainer.run()
+    sharded = compile([jobs["eva"]])
+    fsdp = find_planner("fsdp").plan(sharded, MeshShape.parse("dp=2"))
+    with pytest.raises(NotElementwise, match="for which a process needs the whole base"):
+        Trainer(sharded, output=folder / "no", device="cpu", data=of_first, plan=fsdp).run()
+    ends = {name: adapter_tensors(model.job_parameters(name)) for name in model.members}
+    # Processes hand each other no tensors.
+    return {n: {key: t.numpy() for key, t in tensors.items()} for n, tensors in ends.items()}
+
+
+def test_replicas_have_one_start(tmp_path):
+    """Bitwise, as the leader computes it; losses are those of the job alone."""
+    base = tiny_base(tmp_path / "base", dtype="float32")
+
+    first, second = run_processes(2, train_replicated, tmp_path)
+
+    assert first.keys() == second.keys()
+    for name, tensors in first.items():
+        assert all((array == second[name][key]).all() for key, array in tensors.items())
+    for name in ("eva", "kpm"):
+        job = jobs_of(base)[name]
+        Trainer(compile([job]), output=tmp_path / name, device="cpu", data=data_of(job)).run()
+        expected = losses_of(tmp_path / name, [job])[name]
+        assert losses_of(tmp_path / "run", [job])[name] == pytest.approx(expected, rel=1e-5)
 
 
 def test_a_jobs_start_is_its_own(base, tmp_path):

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,9 +19,11 @@ import torch
 from torch import Tensor, nn
 
 from tlora_fx.config.job import Job
+from tlora_fx.cost.plan import Plan
 from tlora_fx.errors import NotElementwise, StartNotComputed
 from tlora_fx.ir.graph import PEFT_PREFIX, AdapterSite
 from tlora_fx.model.supermodel import SuperModel
+from tlora_fx.parallel.apply import shards
 from tlora_fx.runtime.data import NO_TARGET, JobData, Sample, sample_order
 from tlora_fx.runtime.distributed import Ranks
 from tlora_fx.runtime.sample_order import lines_of, pad
@@ -41,14 +44,17 @@ _FAILS: tuple[type[Exception], ...] = (
 )  # fmt: skip
 
 
-def require_data_starts(model: SuperModel, jobs: Iterable[Job]) -> None:
-    """Refuse starts from data on a base that is not stored as it is; needs no weights.
+def require_data_starts(model: SuperModel, jobs: Iterable[Job], plan: Plan | None = None) -> None:
+    """Refuse starts from data on a base that is not stored whole and as it is; needs no weights.
 
-    raises    StartNotComputed
+    plan      that runs the model, where it is known
+    raises    StartNotComputed, NotElementwise
     """
     stored = sorted(model.reformed_names())
-    for job in jobs:
-        if stored and needs_data(job):
+    for job in filter(needs_data, jobs):
+        if plan is not None and shards(plan):
+            raise _sharded(job)
+        if stored:
             raise StartNotComputed(
                 f"job '{job.name}' starts from what the layers of its base read, and a pass "
                 "stores these in another form",
@@ -117,7 +123,7 @@ def data_start(model: SuperModel, job: Job, data: JobData) -> dict[str, Tensor]:
     samples = first_samples(data)
     with torch.no_grad():
         try:
-            base = _PlainBase(_plain(model), job)
+            base = _PlainBase(_plain(model, job), job)
             if config.init_lora_weights == "eva":
                 tensors = _eva(base, config, samples)
             else:
@@ -163,14 +169,19 @@ class _PlainBase:
         return batch if self.job.base.is_classifier else batch | {"labels": labels}
 
 
-def _plain(model: SuperModel) -> nn.Module:
+def _sharded(job: Job) -> NotElementwise:
+    return NotElementwise(
+        f"job '{job.name}' has a start from its data, for which a process needs the whole base",
+        job=job.name,
+        found="a plan that shards the base",
+        help="choose a plan with shard_base: false, or another start",
+    )
+
+
+def _plain(model: SuperModel, job: Job) -> nn.Module:
     """The base's module on the fused model's own tensors, which are not copied."""
     if any(hasattr(tensor, "full_tensor") for tensor in model.net.parameters()):
-        raise NotElementwise(
-            "a start from data needs a base that each process has whole",
-            found="a plan that shards the base",
-            help="choose the plan 'single' or 'replicated', or another start",
-        )
+        raise _sharded(job)
     backbone = model.backbone
     tensors = [*backbone.model.parameters(), *backbone.model.buffers()]
     memo: dict[int, Any] = {}
@@ -264,6 +275,8 @@ def _corda(
     from peft.tuners.lora.corda import preprocess_corda
 
     device = next(base.module.parameters()).device
+    # PEFT goes by the kind of the device, which is then the current one.
+    current = torch.cuda.device(device) if device.type == "cuda" else nullcontext()
 
     def run() -> None:
         # PEFT takes one sequence at a time, without padding.
@@ -271,7 +284,8 @@ def _corda(
             batch = base.batch_of([sample])
             base({name: tensor.to(device) for name, tensor in batch.items()})
 
-    preprocess_corda(base.module, config, run_model=run)
+    with current:
+        preprocess_corda(base.module, config, run_model=run)
     tensors = {}
     for path, site in sites.items():
         layer: Any = base.module.get_submodule(path)

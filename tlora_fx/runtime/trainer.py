@@ -234,7 +234,7 @@ class Trainer:
         require_shardable(self.model, self.plan)
         require_whole_pairs(self.model, self.plan, cuts=self._nano is not None)
         require_elementwise(self.jobs, self.mesh)
-        require_data_starts(self.model, self.jobs)
+        require_data_starts(self.model, self.jobs, self.plan)
         for job in self.jobs:
             require_trainable(job, data[job.name].steps)
         stack.enter_context(self.folder.held(self.resume))
