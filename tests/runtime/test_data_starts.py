@@ -30,6 +30,7 @@ from tlora_fx.parallel.mesh import Mesh
 from tlora_fx.planners.protocol import find_planner
 from tlora_fx.runtime import compiled_folder, data_starts
 from tlora_fx.runtime.adapters import adapter_tensors, plain_base, start_adapters
+from tlora_fx.runtime.data import DataReport, JobData, Sample
 from tlora_fx.runtime.data_starts import data_start, first_samples
 from tlora_fx.runtime.distributed import require_elementwise
 from tlora_fx.runtime.solo import train_alone
@@ -96,13 +97,16 @@ def training_order(job: Job, data: Any) -> list[Any]:
     return [sample for step in steps for batch in data.step(step) for sample in batch]
 
 
-def eva_of_peft(job: Job, plain: torch.nn.Module, samples: Any) -> dict[str, torch.Tensor]:
+def eva_of_peft(
+    job: Job, plain: torch.nn.Module, samples: Any, *, labels: bool = True
+) -> dict[str, torch.Tensor]:
     """The start by `initialize_lora_eva_weights`: four samples a batch, the rest in the last."""
     edges = [*range(0, len(samples) - 3, 4)]
     cuts = zip(edges, [*edges[1:], len(samples)], strict=True)
-    batches = [batch_of(samples[a:b]) for a, b in cuts]
+    batches = [batch_of(samples[a:b], labels=labels) for a, b in cuts]
     fields = {**job.lora, "eva_config": peft.EvaConfig(**job.lora["eva_config"])}
-    model: Any = peft.get_peft_model(plain, peft.LoraConfig(task_type="CAUSAL_LM", **fields))
+    config = peft.LoraConfig(task_type=job.base.task, **fields)
+    model: Any = peft.get_peft_model(plain, config)
     peft.initialize_lora_eva_weights(model, batches, show_progress_bar=False)
     return peft.get_peft_model_state_dict(model)
 
@@ -110,7 +114,7 @@ def eva_of_peft(job: Job, plain: torch.nn.Module, samples: Any) -> dict[str, tor
 def corda_of_peft(job: Job, plain: torch.nn.Module, samples: Any) -> Any:
     """The start by `preprocess_corda` and `get_peft_model`, and the model that PEFT leaves."""
     fields = {**job.lora, "corda_config": CordaConfig(**job.lora["corda_config"])}
-    config = peft.LoraConfig(task_type="CAUSAL_LM", **fields)
+    config = peft.LoraConfig(task_type=job.base.task, **fields)
     if config.target_modules == "all-linear":
         linears = (p for p, module in plain.named_modules() if isinstance(module, torch.nn.Linear))
         names = {path.rpartition(".")[2] for path in linears}
@@ -303,6 +307,33 @@ def test_a_base_with_conv1d_starts_as_in_peft(tmp_path):
             torch.testing.assert_close(mine, tensor, rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.parametrize("lora", [EVA, CORDA | {"corda_config": {}}])
+def test_a_classifier_starts_as_in_peft(tmp_path, lora):
+    """By all tokens of its texts, for none of them has a label."""
+    tiny_base(tmp_path)
+    base = BaseSpec(config=tmp_path, dtype="float32", seed=7, task="SEQ_CLS", labels=2)
+    job = make_job(base, "a", lora=lora)
+    drawn = data_of(job)["a"].samples
+    samples = [
+        Sample(each.input_ids, (-100,) * (len(each.input_ids) - 1) + (index % 2,))
+        for index, each in enumerate(drawn)
+    ]
+    data = JobData(job, samples, DataReport())
+
+    found = started(job, data)
+
+    plain: Any = plain_base(load_backbone(base))
+    plain.config.pad_token_id = 0
+    if lora is EVA:
+        theirs = eva_of_peft(job, plain, training_order(job, data), labels=False)
+    else:
+        theirs, _ = corda_of_peft(job, plain, training_order(job, data))
+    downs = [key for key in theirs if "lora_A" in key]
+    assert downs
+    for key in downs:
+        torch.testing.assert_close(found[key][:4], theirs[key], rtol=1e-4, atol=1e-5)
+
+
 def test_a_start_is_made_of_the_first_samples_in_training_order(base, monkeypatch):
     """As many as the module says; the pairs of preferences and packed sequences are whole."""
     job = jobs_of(base)["eva"]
@@ -350,7 +381,7 @@ def test_a_start_that_cannot_be_made_is_told(base, monkeypatch):
     """With the job, what was found, and what to do; PEFT would wait for ever."""
     job = jobs_of(base)["eva"]
     model = compile([job])
-    few = make_data([job], longest=2, count=3)["eva"]
+    few = make_data([job], longest=2, count=1)["eva"]
     Trainer(model, device="cpu").prepare(data_of(job))
 
     with pytest.raises(StartNotComputed, match="too little data to start by eva"):

@@ -190,6 +190,9 @@ def _plain(model: SuperModel, job: Job) -> nn.Module:
         is_parameter = isinstance(tensor, nn.Parameter)
         memo[id(tensor)] = nn.Parameter(value, requires_grad=False) if is_parameter else value
     plain = copy.deepcopy(backbone.model, memo).eval()
+    if backbone.spec.is_classifier:
+        # Transformers' own class: ours answers for each token by another way of indexing.
+        plain.__class__ = type(plain).__mro__[1]
     choose_attention(plain)
     return plain
 
@@ -212,9 +215,7 @@ def _eva(base: _PlainBase, config: Any, samples: Sequence[Sample]) -> dict[str, 
     return {f"{PEFT_PREFIX}{path}.lora_A.default.weight": down for path, down in downs.items()}
 
 
-def _eva_batches(
-    base: _PlainBase, config: Any, samples: Sequence[Sample]
-) -> Iterator[list[Sample]]:
+def _eva_batches(base: _PlainBase, config: Any, samples: Sequence[Sample]) -> list[list[Sample]]:
     """Neighbours together, so many that EVA counts as many of their tokens as it needs.
 
     PEFT skips batches of fewer tokens than the rank, and would wait for ever where all are so.
@@ -222,24 +223,26 @@ def _eva_batches(
     masked = config.eva_config.use_label_mask and not base.job.base.is_classifier
     batch: list[Sample] = []
     counted = 0
-    batches = []
+    batches: list[list[Sample]] = []
     for sample in samples:
         batch.append(sample)
         counted += sum(not masked or label != NO_TARGET for label in sample.labels)
         if len(batch) >= EVA_BATCH and counted >= config.r:
             batches.append(batch)
             batch, counted = [], 0
+    if not batches and counted >= config.r:
+        return [batch]
     if not batches:
         tokens = "trained tokens" if masked else "tokens"
         raise StartNotComputed(
             f"job '{base.job.name}' has too little data to start by eva",
             job=base.job.name,
-            expected=f"{EVA_BATCH} samples, and {config.r} {tokens}, as many as the rank",
-            found=f"{len(samples)} samples",
+            expected=f"{config.r} {tokens}, as many as the rank",
+            found=f"{counted} in {len(samples)} samples",
             help="give more data, lower 'r', or set eva_config.use_label_mask: false",
         )
     batches[-1] += batch
-    yield from batches
+    return batches
 
 
 class _Batches:
