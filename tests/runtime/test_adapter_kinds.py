@@ -30,6 +30,8 @@ KINDS: dict[str, dict[str, Any]] = {
     "orthogonal start": {"lora": {"init_lora_weights": "orthogonal"}},
     "PiSSA": {"lora": {"init_lora_weights": "pissa"}},
     "OLoRA": {"lora": {"init_lora_weights": "olora"}},
+    "EVA": {"lora": {"init_lora_weights": "eva", "eva_config": {"rho": 1.0}}},
+    "CorDA": {"lora": {"init_lora_weights": "corda"}},
     "DoRA": {"lora": {"use_dora": True}},
     "LoRA with a bias": {"lora": {"lora_bias": True}},
     "LoRA on the embedding": {"lora": {"target_modules": ["embed_tokens", "q_proj"]}},
@@ -47,8 +49,6 @@ KINDS: dict[str, dict[str, Any]] = {
 #: What PEFT has and no job may name: the fields that ask for it.
 REFUSED: dict[str, dict[str, Any]] = {
     "LoftQ": {"init_lora_weights": "loftq"},
-    "EVA": {"init_lora_weights": "eva"},
-    "CorDA": {"init_lora_weights": "corda"},
     "LoRA-GA": {"init_lora_weights": "lora_ga"},
     "MiCA": {"init_lora_weights": "mica"},
     "aLoRA": {"alora_invocation_tokens": [1]},

@@ -18,6 +18,7 @@ from pydantic import (
     StrictFloat,
     StrictInt,
     ValidationInfo,
+    field_validator,
     model_validator,
 )
 from pydantic_core import PydanticCustomError
@@ -41,8 +42,6 @@ REFUSED: Mapping[str, Refused] = {
     "megatron_config": Refused(None, "Megatron layers are not traced"),
     "megatron_core": Refused("megatron.core", "Megatron layers are not traced"),
     "loftq_config": Refused({}, "LoftQ rounds the base to another one, which all jobs share"),
-    "eva_config": Refused(None, "EVA draws its start from the job's data, " + _NOT_YET),
-    "corda_config": Refused(None, "CorDA needs a pass over data before training, " + _NOT_YET),
     "lora_ga_config": Refused(None, "LoRA-GA needs gradients before training, " + _NOT_YET),
     "velora_config": Refused(None, f"VeLoRA compresses saved activations, {_NOT_YET}"),
     "alora_invocation_tokens": Refused(None, "aLoRA acts on a part of a sequence, " + _NOT_YET),
@@ -78,23 +77,22 @@ IDENTITY_VALUES: Mapping[str, tuple[str, ...]] = {
     "peft_type": ("LORA",),
 }
 
-INITS = ("true", "false", "gaussian", "pissa", "pissa_niter_4", "olora", "orthogonal")
+#: Starts that are made of what layers read on the job's own samples.
+DATA_STARTS = frozenset({"eva", "corda"})
+INITS = ("true", "false", "gaussian", "pissa", "pissa_niter_4", "olora", "orthogonal",
+         "eva", "corda")  # fmt: skip
 #: Starts that take a part of the base's weight away: PEFT trains beside what is left.
-_TAKES_AWAY = re.compile(r"pissa|pissa_niter_[1-9]\d{0,2}|olora")
+_TAKES_AWAY = re.compile(r"pissa|pissa_niter_[1-9]\d{0,2}|olora|corda")
 _INIT_REASONS: Mapping[str, str] = {
     "loftq": REFUSED["loftq_config"].reason,
-    "corda": REFUSED["corda_config"].reason,
     "lora_ga": REFUSED["lora_ga_config"].reason,
-    "eva": REFUSED["eva_config"].reason,
     "mica": f"MiCA freezes one half of the adapter, {_NOT_YET}",
 }
 
 
 #: What to do in place of a start that is refused.
 _INSTEAD: Mapping[str, str] = {
-    "eva": "make it by PEFT's initialize_lora_eva_weights, save it, and name it by 'adapter'",
     "loftq": "start from pissa, or quantise the base by a pass: docs/quantised-base.md",
-    "corda": "start from pissa or olora, which need no data",
     "lora_ga": "start from pissa or olora, which need no gradients",
 }
 
@@ -103,14 +101,14 @@ def _init(value: object) -> bool | str:
     if isinstance(value, bool):
         return value
     value = str(value)
-    if value in ("gaussian", "orthogonal") or changes_base(value):
+    if value in ("gaussian", "orthogonal", "eva") or changes_base(value):
         return value
     reason = next((why for name, why in _INIT_REASONS.items() if value.startswith(name)), "")
     near = "" if reason else nearest(value, INITS)
     what = f"init_lora_weights '{value}' is refused" + (f": {reason}" if reason else "")
     instead = next((said for name, said in _INSTEAD.items() if value.startswith(name)), "")
     help = f"did you mean '{near}'?" if near else instead or "start from true, PEFT's default"
-    expected = "true, false, gaussian, pissa, pissa_niter_N, olora or orthogonal"
+    expected = "true, false, gaussian, pissa, pissa_niter_N, olora, orthogonal, eva or corda"
     raise refuse(what, help=help, expected=expected)
 
 
@@ -174,11 +172,63 @@ Rank: TypeAlias = Annotated[StrictInt, Field(ge=1)]
 Alpha: TypeAlias = Annotated[StrictFloat, Field(gt=0)]
 
 
+class DataStartSpec(Spec):
+    """How a start is made of the job's data."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _as_mapping(cls, data: Any) -> Any:
+        """Accept PEFT's class for it, and fields that are None, as PEFT writes them."""
+        if dataclasses.is_dataclass(data) and not isinstance(data, type):
+            data = dataclasses.asdict(data)
+        if not isinstance(data, Mapping):
+            return data
+        return {key: value for key, value in data.items() if value is not None}
+
+
+class EvaSpec(DataStartSpec):
+    """The fields of PEFT's EvaConfig, with its defaults."""
+
+    rho: StrictFloat = Field(default=2.0, validate_default=True)
+    tau: StrictFloat = Field(default=0.99, ge=0, le=1)
+    use_label_mask: StrictBool = True
+    label_mask_value: Literal[-100] = -100
+    whiten: StrictBool = False
+    adjust_scaling_factors: StrictBool = True
+
+    @field_validator("rho")
+    @classmethod
+    def _ranks_stay(cls, rho: float) -> float:
+        if rho != 1:
+            what = f"EVA with rho {rho:g} moves ranks between modules, by what it reads of the data"
+            help = "set eva_config: {rho: 1.0}; PEFT's default is 2.0"
+            raise refuse(what, help=help)
+        return rho
+
+
+class CordaSpec(DataStartSpec):
+    """The fields of PEFT's CordaConfig that a job may use, with its defaults."""
+
+    corda_method: Literal["ipm", "kpm"] = "ipm"
+    verbose: StrictBool = False
+    use_float16_for_covariance: StrictBool = False
+    prune_temporary_fields: StrictBool = True
+
+    @classmethod
+    def unknown_key(cls, key: str, value: object) -> Mistake:
+        """What to say of PEFT's files, or of a key that PEFT does not know."""
+        if key in ("cache_file", "covariance_file"):
+            what = f"'{key}' is refused: a job's start is made of its own data, each time"
+            return Mistake((key,), what, help="leave it out")
+        return super().unknown_key(key, value)
+
+
 class LoraSpec(Spec):
     """The LoraConfig fields that a job may use, with PEFT's names and defaults."""
 
     other_names: ClassVar[Mapping[str, str]] = LORA_KEYS
     dropout_field: ClassVar[str | None] = "lora_dropout"
+    inner: ClassVar[Mapping[str, type[Spec]]] = {"eva_config": EvaSpec, "corda_config": CordaSpec}
 
     r: Rank = 8
     lora_alpha: Alpha = 8
@@ -198,6 +248,8 @@ class LoraSpec(Spec):
     layers_pattern: Names = None
     fan_in_fan_out: StrictBool = False
     init_lora_weights: Annotated[Any, AfterValidator(_init)] = True
+    eva_config: EvaSpec | None = None
+    corda_config: CordaSpec | None = None
 
     @model_validator(mode="before")
     @classmethod
@@ -240,6 +292,7 @@ class LoraSpec(Spec):
         init = self.init_lora_weights
         if init == "orthogonal" and any(r % 2 for r in (self.r, *self.rank_pattern.values())):
             raise refuse("init_lora_weights 'orthogonal' needs even ranks", help="give an even 'r'")
+        self._require_data_start_fits()
         if not changes_base(init):
             return
         # The base keeps what such a start takes away, so the job's branch takes it away instead,
@@ -248,6 +301,20 @@ class LoraSpec(Spec):
             if getattr(self, name):
                 what = f"init_lora_weights '{init}' and '{name}' exclude each other here"
                 raise refuse(what, help=f"leave '{name}' out")
+
+    def _require_data_start_fits(self) -> None:
+        init = self.init_lora_weights
+        for name, config in (("eva", self.eva_config), ("corda", self.corda_config)):
+            if config is not None and init != name:
+                what = f"'{name}_config' needs init_lora_weights: {name}"
+                raise refuse(what, help=f"set it, or leave '{name}_config' out")
+        if init == "eva" and self.eva_config is None:
+            what = "init_lora_weights 'eva' needs eva_config: {rho: 1.0}"
+            raise refuse(what, help="PEFT's default, rho 2.0, moves ranks between modules")
+        if init == "eva" and self.rank_pattern:
+            # PEFT gives modules that read the same inputs the largest of their ranks.
+            what = "init_lora_weights 'eva' and 'rank_pattern' exclude each other"
+            raise refuse(what, help="give all modules one 'r'")
 
     @classmethod
     def unknown_key(cls, key: str, value: object) -> Mistake:
@@ -298,6 +365,9 @@ def lora_mapping(value: object) -> dict[str, Any]:
     """Validate the `lora` mapping of a job: only honoured fields, only those that were given."""
     spec = LoraSpec.model_validate(value)
     fields = {name: getattr(spec, name) for name in sorted(spec.model_fields_set)}
+    for name in fields.keys() & {"eva_config", "corda_config"}:
+        if fields[name] is not None:
+            fields[name] = fields[name].model_dump(exclude_unset=True)
     if "lora_alpha" in fields:
         fields["lora_alpha"] = whole_number(spec.lora_alpha)
     if "alpha_pattern" in fields:

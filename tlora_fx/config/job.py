@@ -29,6 +29,7 @@ from pydantic import (
 from tlora_fx.config.adapter_folder import read_adapter_config
 from tlora_fx.config.fields import (
     ADAM_LIKE,
+    DATA_STARTS,
     OPTIMIZER_ALIASES,
     OPTIMIZER_MODULES,
     OPTIMIZERS,
@@ -747,6 +748,8 @@ class Job(Spec):
         raises  JobError when PEFT refuses the fields, AdapterFolderError
         """
         config = self.start_config()
+        if self.is_lora and config.init_lora_weights in DATA_STARTS:
+            config.init_lora_weights, config.eva_config, config.corda_config = True, None, None
         if self.changes_base:
             # As PEFT saves such an adapter with path_initial_model_for_weight_conversion.
             wider = math.sqrt(2) if config.use_rslora else 2

@@ -222,6 +222,7 @@ class AdaLoRASpec(_Layered):
         "use_dora": Refused(False, "PEFT has no magnitudes for AdaLoRA"),
         "lora_bias": Refused(False, _BIAS),
         "bias": Refused("none", _BIAS),
+        **dict.fromkeys(("eva_config", "corda_config"), Refused(None, "AdaLoRA has one start")),
         "init_lora_weights": Refused(True, "AdaLoRA has one start"),
         "trainable_token_indices": Refused(None, "single tokens belong to LoRA jobs here"),
         "target_parameters": Refused(None, "experts' parameters belong to LoRA jobs here"),

@@ -77,6 +77,10 @@ class HubError(TloraError, code="T0416"):
     """A folder was not pushed to the Hugging Face Hub; it stays where it is."""
 
 
+class StartNotComputed(TloraError, code="T0417"):
+    """EVA or CorDA cannot make a job's start from its data."""
+
+
 class OutOfMemory(TloraError, code="T0419"):
     """No job has room for a step, not even alone."""
 

@@ -414,6 +414,11 @@ class SuperModel(nn.Module):
         locations = self._layout.base.get(name)
         return self.part.holds(locations[0].path) if locations else name in self._unused
 
+    def reformed_names(self) -> set[str]:
+        """Canonical names of the base's tensors that are stored in another form alone."""
+        names = {name for entry in self._layout.reformed for name in entry.names}
+        return names - set(self._layout.base)
+
     def base_shard(self, name: str) -> Shard | None:
         """Which piece of a tensor of the base this process holds, None for the whole."""
         locations = self._layout.base.get(name)

@@ -19,13 +19,13 @@ from torch import Tensor, nn
 from tlora_fx.config.adapter_folder import CONFIG, WEIGHTS, read_adapter_config
 from tlora_fx.config.job import HEADS, Job
 from tlora_fx.durable import sync_folder, write_synced
-from tlora_fx.errors import AdapterFolderError, BaseNotLoadable, nearest
+from tlora_fx.errors import AdapterFolderError, BaseNotLoadable, SuperModelMisuse, nearest
 from tlora_fx.ir.graph import PEFT_PREFIX, AdapterSite
 from tlora_fx.ir.storage import Shard
 from tlora_fx.model.backbone import Backbone, load_config, model_factory
 from tlora_fx.model.supermodel import SuperModel
 from tlora_fx.ops import site_id, uniform_at, uniform_rows
-from tlora_fx.runtime.starts import computed_start, start_of_kind
+from tlora_fx.runtime.starts import computed_start, needs_data, start_of_kind
 from tlora_fx.tracing.adapters import config_with_targets, trained_tokens
 
 if TYPE_CHECKING:
@@ -270,7 +270,11 @@ def draw(
     return flat.view(like.shape)
 
 
-def start_adapters(model: SuperModel) -> None:
+#: By a job's name, what its data decides of its start, by the names of its parameters.
+DataStarts = Mapping[str, Mapping[str, Tensor]]
+
+
+def start_adapters(model: SuperModel, starts: DataStarts | None = None) -> None:
     """Give every job its first adapter: the folder it continues, or a draw.
 
     A draw is a function of the job's seed and the site, whatever else the job targets. Copies of
@@ -278,14 +282,24 @@ def start_adapters(model: SuperModel) -> None:
     weights that they scale. Where a process holds a piece of a tensor, it is that piece of what
     one process would have.
 
-    raises    AdapterFolderError when a folder does not fit the job's sites
+    starts    of the jobs that start from their data, as `data_starts` computes them; an empty
+              mapping where a job's start does not matter, which is then PEFT's default
+    raises    AdapterFolderError when a folder does not fit the job's sites; SuperModelMisuse for
+              a job that starts from its data, and is not in `starts`
     """
     for index in model.members.values():
-        start_adapter(model, model.jobs[index])
+        job = model.jobs[index]
+        start_adapter(model, job, (starts or {}).get(job.name))
 
 
-def start_adapter(model: SuperModel, job: Job) -> None:
+def start_adapter(model: SuperModel, job: Job, start: Mapping[str, Tensor] | None = None) -> None:
     """Give one job its first adapter, as `start_adapters`."""
+    if start is None and needs_data(job):
+        raise SuperModelMisuse(
+            f"job '{job.name}' starts from its data, and none is at hand",
+            job=job.name,
+            help="use tlora_fx.Trainer, or hand over what data_starts computes",
+        )
     parameters, shards = model.job_parameters(job.name), model.shards(job.name)
     if job.adapter is not None:
         tensors, whole = continued_adapter(model, job), model.part.held is None
@@ -296,6 +310,10 @@ def start_adapter(model: SuperModel, job: Job) -> None:
         starter.start_as_kind(parameters)
         return
     rest = set(parameters) - _start_together(starter, parameters, shards)
+    for name, tensor in (start or {}).items():
+        with torch.no_grad():
+            parameters[name].copy_(tensor)
+        rest.discard(name)
     if starter.is_computed:
         rest -= starter.start_by_peft(parameters)
     # Magnitudes read A and B, so they come last.
@@ -465,7 +483,8 @@ class _Starter:
     @property
     def is_computed(self) -> bool:
         """Whether PEFT computes A and B together."""
-        return self.init == "orthogonal" or self.job.changes_base
+        computed = self.init == "orthogonal" or self.job.changes_base
+        return computed and not needs_data(self.job)
 
     @torch.no_grad()
     def start_by_peft(self, parameters: Mapping[str, nn.Parameter]) -> set[str]:

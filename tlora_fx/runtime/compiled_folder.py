@@ -22,6 +22,9 @@ from tlora_fx.model.saved import SavedModel, bring
 from tlora_fx.model.supermodel import SuperModel
 from tlora_fx.pipeline import load_extension
 from tlora_fx.runtime.adapters import base_tensors, start_adapters
+from tlora_fx.runtime.checks import load_all_data
+from tlora_fx.runtime.data_starts import data_starts, require_data_starts
+from tlora_fx.runtime.starts import needs_data
 
 SOURCE = "ssm.py"
 
@@ -36,12 +39,14 @@ def load(
     """The model of a compiled folder, with weights and fresh adapters: it runs and trains.
 
     Its code is the folder's ssm.py, also where somebody edited it; tensors are found by their
-    paths. Open only folders that you trust: ssm.py and the modules that it imports are run.
+    paths. Open only folders that you trust: ssm.py and the modules that it imports are run. Jobs
+    that start from their data read it.
 
     weights      the base's tensors by path, or a checkpoint's folder or hub id; by default what
                  the jobs name
     extensions   files or modules to import first, such as those of custom operators
-    raises       FolderNotLoadable, GraphFileNotReadable, BaseNotLoadable, PluginBroken
+    raises       FolderNotLoadable, GraphFileNotReadable, BaseNotLoadable, PluginBroken; of starts
+                 from data DataError, TokenizerNotLoadable, StartNotComputed
     """
     folder = Path(folder)
     saved = SavedModel.read(folder / SavedModel.FILE)
@@ -62,7 +67,9 @@ def load(
     model = _built(folder, graphs, given.backbone, given.jobs)
     tensors = weights if isinstance(weights, Mapping) else base_tensors(model.backbone, device)
     model.materialize(tensors, device)
-    start_adapters(model)
+    from_data = [job for job in given.jobs if needs_data(job)]
+    require_data_starts(model, from_data)
+    start_adapters(model, data_starts(model, load_all_data(from_data) if from_data else {}))
     return model
 
 

@@ -26,6 +26,7 @@ from tlora_fx.parallel.mesh import Mesh
 from tlora_fx.runtime.adapters import saved_name
 from tlora_fx.runtime.checkpoint import JobState
 from tlora_fx.runtime.job_run import JobRun
+from tlora_fx.runtime.starts import needs_data
 
 T = TypeVar("T")
 # Optimizers that read whole matrices; all others treat each number by itself.
@@ -144,6 +145,14 @@ def require_elementwise(jobs: Sequence[Job], mesh: Mesh) -> None:
                 found=f"ADALORA, on a mesh of {mesh.shape}",
                 help="choose a plan with pp=1",
             )
+        if mesh.shape.pp > 1 and needs_data(job):
+            raise NotElementwise(
+                f"job '{job.name}' has a start from its data, for which a process needs all layers",
+                job=job.name,
+                found=f"init_lora_weights: {(job.lora or {})['init_lora_weights']}, on a mesh of "
+                f"{mesh.shape}",
+                help="choose a plan with pp=1, or another start",
+            )
     if mesh.shape.tp == 1:
         return
     for job in jobs:
@@ -157,7 +166,7 @@ def require_elementwise(jobs: Sequence[Job], mesh: Mesh) -> None:
                 help="choose a plan with tp=1",
             )
         init = (job.lora or {}).get("init_lora_weights")
-        if init == "orthogonal" or job.changes_base:
+        if init == "orthogonal" or job.changes_base or needs_data(job):
             raise NotElementwise(
                 f"job '{job.name}' has a start that is made of whole matrices",
                 job=job.name,

@@ -24,10 +24,12 @@ from tlora_fx.runtime.adapters import start_adapter
 from tlora_fx.runtime.checkpoint import JobState, ResumeSources
 from tlora_fx.runtime.checks import check_fits, load_all_data
 from tlora_fx.runtime.data import JobData
+from tlora_fx.runtime.data_starts import data_start, require_data_starts
 from tlora_fx.runtime.distributed import StateGatherer, require_elementwise
 from tlora_fx.runtime.identity import describe_jobs, describe_run, require_same_run
 from tlora_fx.runtime.job_run import JobRun
 from tlora_fx.runtime.run_folder import RunFolder
+from tlora_fx.runtime.starts import needs_data
 from tlora_fx.runtime.trainable import require_trainable
 
 Leaving = Literal["release", "pause"]
@@ -39,12 +41,14 @@ class Coming:
 
     state    what it goes on from, None where it starts anew
     source   where that was read
+    start    what its data decides of its start, where that is known
     """
 
     job: Job
     data: JobData
     state: JobState | None = None
     source: str = ""
+    start: Mapping[str, Tensor] | None = None
 
 
 @dataclass(slots=True)
@@ -122,13 +126,14 @@ class Roster:
         described   the run that it joins, as its checkpoints say
         most_tokens of one forward
         may_grow    banks may double
-        raises      NotAdmitted, JobsDiffer, TloraError
+        raises      NotAdmitted, JobsDiffer, TloraError, of a start that cannot be made too
         """
         self.model.require_fits(job)
         self._require_new(job)
         data = load_all_data([job])[job.name] if data is None else data
         check_fits(self.model.backbone, {job.name: data}, self.model.group.vocabulary)
         require_elementwise([job], mesh)
+        require_data_starts(self.model, [job])
         require_trainable(job, data.steps)
         needed = self.model.bytes_needed(job, may_grow=may_grow)
         require_memory(job, needed + self._row_bytes(job, data, most_tokens, mesh), mesh.device)
@@ -144,7 +149,10 @@ class Roster:
             )
             require_same_run(checkpoint, now, [job], accept=accept, only=job.name)
             state, source = checkpoint.jobs[job.name], str(checkpoint.path)
-        self.changes.coming.append(Coming(job, data, state, source))
+        # Here a start that fails is its own job's failure, not that of the run.
+        wanted = state is None and needs_data(job) and self.model.ready
+        start = data_start(self.model, job, data) if wanted else None
+        self.changes.coming.append(Coming(job, data, state, source, start))
 
     def _row_bytes(self, job: Job, data: JobData, most_tokens: int, mesh: Mesh) -> int:
         """What longer rows take, by what the rows so far took; on a GPU only, where it is known."""
@@ -228,7 +236,10 @@ class Roster:
         run = self.add(job, coming.data)
         self._gone.pop(job.name, None)
         if state is None:
-            start_adapter(self.model, job)
+            start = coming.start
+            if start is None and needs_data(job):
+                start = data_start(self.model, job, coming.data)
+            start_adapter(self.model, job, start)
             run.metrics.truncate_after(0)
         else:
             run.restore(self.gathering.own(job.name, state), coming.source)

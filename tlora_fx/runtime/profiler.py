@@ -251,7 +251,7 @@ def _sampled_model(
     outside = [name for name in named if not any(under(name, layer) for layer in order)]
     part = LocalShard(frozenset([*outside, *(order[index] for index in layers)]), 0, tp)
     model.materialize(base_tensors(model.backbone, request.device), request.device, part)
-    start_adapters(model)
+    start_adapters(model, {name: {} for name in model.members})
     if request.compiled:
         model.compile()
     return SampledModel(model, facts_of(model), layers, tp, adapted)

@@ -116,7 +116,7 @@ class SoloTrainer:
         base = _own_copy(base_model)
         if not masks:
             _silence_dropout(base)
-        _choose_attention(base)
+        choose_attention(base)
         self._model = _wrapped(job, base, masks)
         self.load(start)
         self._model.train()
@@ -319,7 +319,7 @@ def _own_copy(base_model: nn.Module) -> nn.Module:
     return copy.deepcopy(base_model, memo)
 
 
-def _choose_attention(model: Any) -> None:
+def choose_attention(model: Any) -> None:
     """Take PyTorch's attention, or eager attention where a class has no other.
 
     Ours is eager too. It is taken where attention drops, and in float64: there transformers' eager

@@ -22,6 +22,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from tlora_fx.config.fields import DATA_STARTS
 from tlora_fx.config.job import Job
 from tlora_fx.config.other_kinds import is_frozen
 from tlora_fx.ir.graph import PEFT_PREFIX, AdapterSite
@@ -31,6 +32,11 @@ from tlora_fx.ops import site_id
 _DECOMPOSED = frozenset({torch.float32, torch.float16, torch.bfloat16})
 #: Optimizers that leave A as it starts.
 FREEZES_A = frozenset({"lorafa"})
+
+
+def needs_data(job: Job) -> bool:
+    """Whether a job's start is made of its own samples."""
+    return job.lora is not None and job.lora.get("init_lora_weights") in DATA_STARTS
 
 
 def trained_part(job: Job, name: str, tensor: Tensor) -> Tensor:
@@ -134,12 +140,13 @@ def _hollow(layer: nn.Module) -> nn.Module:
 
 @torch.no_grad()
 def computed_start(
-    job: Job, layer: nn.Module, weight: Tensor, site: AdapterSite
+    job: Job, layer: nn.Module, weight: Tensor, site: AdapterSite, eigens: Any = None
 ) -> tuple[Tensor, Tensor]:
     """A [r, in] and B [out, r] as PEFT starts them, with the constant half behind where it is one.
 
     layer    the module of the base, of which only the class and shape count
     weight   its whole weight, as the layer stores it
+    eigens   of CorDA alone: what PEFT's `preprocess_corda` leaves at the layer
     returns  on the weight's device; bitwise a function of weight, site and the job's seed
     """
     from peft import inject_adapter_in_model
@@ -154,6 +161,8 @@ def computed_start(
     holder.site = copy.deepcopy(layer)
     frozen = weight if weight.dtype in _DECOMPOSED else weight.float()
     holder.site.weight = nn.Parameter(frozen.clone(), requires_grad=False)
+    if eigens is not None:
+        holder.site.eigens = eigens
     devices = [weight.device] if weight.is_cuda else []
     with torch.random.fork_rng(devices=devices), torch.enable_grad():
         torch.manual_seed((job.seed << 31) + site_id(site.path))

@@ -56,6 +56,7 @@ from tlora_fx.runtime.checks import (
 )
 from tlora_fx.runtime.controllers import NanoBatches
 from tlora_fx.runtime.data import JobData
+from tlora_fx.runtime.data_starts import agreed_starts, require_data_starts
 from tlora_fx.runtime.distributed import (
     Ranks,
     RoundNotice,
@@ -233,6 +234,7 @@ class Trainer:
         require_shardable(self.model, self.plan)
         require_whole_pairs(self.model, self.plan, cuts=self._nano is not None)
         require_elementwise(self.jobs, self.mesh)
+        require_data_starts(self.model, self.jobs, self.plan)
         for job in self.jobs:
             require_trainable(job, data[job.name].steps)
         stack.enter_context(self.folder.held(self.resume))
@@ -302,7 +304,9 @@ class Trainer:
             load(self.model, self.plan, self.mesh, base)
         if not pieces:
             self._probe(data)
-        start_adapters(self.model)
+        known = {*(self._checkpoint.jobs if self._checkpoint else ()), *self._sources}
+        tell = self.callback.noted
+        start_adapters(self.model, agreed_starts(self.model, self.ranks, data, known, tell))
         if self.options.compiled and not self.model.is_compiled:
             self.model.compile()
         largest = longest_row(self.jobs, data, self.options.max_row_tokens, self.plan.parts)

@@ -50,7 +50,7 @@ def quiet_import(*names: str) -> None:
 
 #: LoRA fields that change no shape, or only scale all of them with the rank.
 _SCALING = frozenset({"r", "lora_alpha", "alpha_pattern", "lora_dropout", "use_rslora",
-                      "init_lora_weights"})  # fmt: skip
+                      "init_lora_weights", "eva_config", "corda_config"})  # fmt: skip
 #: Fields with which a rank does not scale everything.
 _WITHOUT_RANK = ("rank_pattern", "use_dora", "bias", "lora_bias", "modules_to_save",
                  "trainable_token_indices")  # fmt: skip
