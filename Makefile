@@ -77,6 +77,7 @@ unit: $(STAMP)
 
 slow: $(STAMP)
 	TLORA_FX_RANDOM=1 $(BIN)/python -m pytest -q -n $(WORKERS) --dist loadfile -m slow
+	$(BIN)/python scripts/wheel_check.py --each
 
 fuzz: $(STAMP)
 	TLORA_FX_FUZZ_CASES=$(FUZZ_CASES) $(BIN)/python -m pytest -q -n $(WORKERS) tests/fuzz

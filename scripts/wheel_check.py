@@ -3,6 +3,9 @@
 The wheel is built from the source archive, as an index would serve it, and installed into a new
 environment outside the repository. That environment borrows the libraries of the running one,
 which saves downloading torch again, but not the editable install: nested .pth files are not read.
+
+The modules of a folder are imported one after another, each folder in a process of its own; with
+--each, every module is, which takes a minute of processor time more.
 """
 
 from __future__ import annotations
@@ -19,17 +22,18 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[1]
 ROOMS = ("passes", "codegen", "planners")
 
-# Runs in the new environment. Each module is imported by itself, in a fork that has the libraries
-# already: so a module that works only after another was imported is found, in seconds.
+# Runs in the new environment. The modules of a line are imported in a fork that has the libraries
+# already: so one that works only after a module of another line was imported is found, in seconds.
 IMPORT_ALL = """
-import importlib, importlib.metadata, os, sys, traceback
+import gc, importlib, importlib.metadata, os, sys, traceback
 from pathlib import Path
 
-import peft, torch, transformers
+import peft, pydantic.root_model, rich.console, torch, transformers
 
-def check(module):
-    file = importlib.import_module(module).__file__
-    assert Path(file).is_relative_to(environment), f"{module} comes from {file}"
+def check(line):
+    for module in line.split():
+        file = importlib.import_module(module).__file__
+        assert Path(file).is_relative_to(environment), f"{module} comes from {file}"
 
 def check_command():
     (command,) = importlib.metadata.entry_points(group="console_scripts", name="tlora-fx")
@@ -47,9 +51,10 @@ def passes(what, *args):
         os._exit(1)
     os._exit(0)
 
-environment, root, *modules = sys.argv[1:]
+environment, root, *lines = sys.argv[1:]
 assert not [path for path in sys.path if Path(path) == Path(root)], "the repository is on sys.path"
-results = [passes(check, module) for module in modules] + [passes(check_command)]
+gc.freeze()  # so that no fork copies what it only reads
+results = [passes(check, line) for line in lines] + [passes(check_command)]
 sys.exit(not all(results))
 """
 
@@ -102,6 +107,16 @@ def check_contents(wheel: Path, expected: set[str]) -> None:
         sys.exit("the wheel differs from the source tree:\n  " + "\n  ".join(wrong))
 
 
+def lines_of(modules: list[str], each: bool) -> list[str]:
+    """The modules that one process imports after another: those of a folder, or one."""
+    if each:
+        return modules
+    folders: dict[str, list[str]] = {}
+    for module in modules:
+        folders.setdefault(module.rpartition(".")[0], []).append(module)
+    return [" ".join(folder) for folder in folders.values()]
+
+
 def main() -> None:
     """Build, install, compare, import; stop with a message at the first that fails."""
     expected = set(source_files())
@@ -111,7 +126,8 @@ def main() -> None:
         wheel = build(outside / "dist")
         check_contents(wheel, expected)
         python = install(wheel, outside / "env")
-        command = [str(python), "-I", "-c", IMPORT_ALL, str(outside / "env"), str(ROOT), *modules]
+        command = [str(python), "-I", "-c", IMPORT_ALL, str(outside / "env"), str(ROOT)]
+        command += lines_of(modules, each="--each" in sys.argv)
         if subprocess.run(command, cwd=outside, check=False).returncode:
             sys.exit("a module of the wheel cannot be imported")
     print(f"wheel check: {wheel.name}, {len(modules)} modules")

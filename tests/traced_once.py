@@ -1,8 +1,8 @@
 """Equal models are traced once in a test run: tracing is most of compiling a small model.
 
 A compilation gets a copy of the graph that an earlier one traced, if all that decides it is equal:
-the base's config, modules and code, and the job's adapters. Tests of tracing (tests/tracing) trace
-each time.
+the base's config, modules and code, and the job's adapters. So it is with a base's own loss, which
+is compared with that of the next token. Tests of tracing (tests/tracing) do both each time.
 
 Processes read what any process of the test run has traced, if the model's code is a library's. The
 graphs lie in the folder that TRACES names.
@@ -39,6 +39,7 @@ with suppress(ImportError):
 Trace = Callable[..., JobGraph]
 compiler: Any = _compiler
 _known: dict[Hashable, JobGraph] = {}
+_compared: dict[Hashable, str | None] = {}
 TRACES = "TLORA_FX_TEST_TRACES"
 LIBRARIES = ("torch", "transformers", "peft")
 INSTALLED = str(Path(torch.__file__).parents[1])
@@ -49,12 +50,13 @@ def install() -> None:
     if not hasattr(compiler.trace_job, "plain"):
         compiler.trace_base = _base(compiler.trace_base)
         compiler.trace_job = _job(compiler.trace_job)
+        compiler.refuse_other_loss = _loss(compiler.refuse_other_loss)
 
 
 def uninstall() -> None:
     """Trace each time."""
     if hasattr(compiler.trace_job, "plain"):
-        for name in ("trace_base", "trace_job"):
+        for name in ("trace_base", "trace_job", "refuse_other_loss"):
             setattr(compiler, name, getattr(compiler, name).plain)
 
 
@@ -85,9 +87,26 @@ def _job(plain: Trace) -> Trace:
     return trace_job
 
 
+def _loss(plain: Callable[[Backbone], str | None]) -> Callable[[Backbone], str | None]:
+    def refuse_other_loss(backbone: Backbone) -> str | None:
+        if _is_from_python(backbone):
+            return plain(backbone)
+        key = (_model(backbone), backbone.spec.is_classifier)
+        if key not in _compared:
+            _compared[key] = plain(backbone)
+        return _compared[key]
+
+    refuse_other_loss.plain = plain  # type: ignore[attr-defined]
+    return refuse_other_loss
+
+
+def _is_from_python(backbone: Backbone) -> bool:
+    return backbone.config is None or any("forward" in vars(m) for m in backbone.model.modules())
+
+
 def _once(backbone: Backbone, how: Hashable, trace: Callable[[], JobGraph]) -> JobGraph:
     """A copy that passes may rewrite; a module given from Python is traced each time."""
-    if backbone.config is None or any("forward" in vars(m) for m in backbone.model.modules()):
+    if _is_from_python(backbone):
         return trace()
     key = (_model(backbone), how)
     if key not in _known:

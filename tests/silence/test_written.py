@@ -11,7 +11,7 @@ from tests.silence.written import NASTY, RIGHT
 FORMS = ("auto", "packed")
 ALL = {**NASTY, **RIGHT}
 #: Of so many bases of a group one is tried in each run of the tests; `make slow` tries all.
-ONE_OF = 32
+ONE_OF = 64
 
 
 def cases():

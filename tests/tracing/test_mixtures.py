@@ -115,7 +115,7 @@ def assert_starts_by_path(model):
 
 def test_passes_keep_the_numbers_of_experts_and_jobs_apart(tmp_path):
     """Checked after each pass, though other tokens send other numbers of them to an expert."""
-    compile(expert_jobs(base_of(tmp_path, "mixtral")), verify="numerics")
+    compile(expert_jobs(base_of(tmp_path, "mixtral"))[1:], verify="numerics")
 
 
 @pytest.mark.parametrize("target", ["experts.up", "self_attn.q_proj.weight"])

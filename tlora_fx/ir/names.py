@@ -12,6 +12,7 @@ import builtins
 import keyword
 import re
 from collections.abc import Iterator
+from functools import lru_cache
 from typing import Any
 
 import torch
@@ -46,8 +47,7 @@ def _name_graph(graph: fx.Graph, inputs: dict[str, str], jobs: list[str], anew: 
     nodes = list(graph.nodes)
     stems = [_stem(node, inputs, jobs) for node in nodes]
     kept = [
-        not anew and re.fullmatch(rf"{stem}(_\d+)?", node.name) is not None
-        for node, stem in zip(nodes, stems, strict=True)
+        not anew and _is_numbered(node.name, stem) for node, stem in zip(nodes, stems, strict=True)
     ]
     taken = {node.name for node, keep in zip(nodes, kept, strict=True) if keep}
     counts: dict[str, int] = {}
@@ -62,6 +62,14 @@ def _name_graph(graph: fx.Graph, inputs: dict[str, str], jobs: list[str], anew: 
         taken.add(name)
         node.name = name
     hold_names(graph)
+
+
+def _is_numbered(name: str, stem: str) -> bool:
+    """Whether a name is a stem, or a stem and a number."""
+    if name == stem:
+        return True
+    start, underscore, number = name.rpartition("_")
+    return start == stem and bool(underscore) and number.isdecimal()
 
 
 def hold_names(graph: fx.Graph) -> None:
@@ -90,6 +98,12 @@ def _stem(node: fx.Node, inputs: dict[str, str], jobs: list[str]) -> str:
         role, names = node.meta.get("role"), list(node.meta.get("jobs") or ())
         if role == "adapter" and len(names) == 1 and names[0] in jobs and not is_lowered(node):
             stem = f"j{jobs.index(names[0])}_{stem}"
+    return _identifier(stem)
+
+
+@lru_cache(maxsize=4096)
+def _identifier(stem: str) -> str:
+    """A stem as Python takes it, and as no printed code uses it for something else."""
     stem = re.sub(r"\W", "_", stem, flags=re.ASCII) or "value"
     stem = f"v_{stem}" if stem[0].isdigit() else stem
     wrong = keyword.iskeyword(stem) or hasattr(builtins, stem) or stem in TAKEN
@@ -101,7 +115,7 @@ def _called(node: fx.Node) -> str:
     operation = operation_of(node)
     linear = "linear" in operation or operation in ("embedding", "addmm")
     linear = linear or lowered_site(node) is not None
-    module = "_".join(_module(_path_of(node)))
+    module = _module(_path_of(node))
     if linear and module and not module[-1].isdigit() and not operation.endswith("linears"):
         return module
     if operation.endswith("linears"):
@@ -117,8 +131,13 @@ def _path_of(node: fx.Node) -> str:
     return str(own or first)
 
 
-def _module(path: str) -> Iterator[str]:
+@lru_cache(maxsize=4096)
+def _module(path: str) -> str:
     """What a module is called: its last part, with numbers on the way and what they number."""
+    return "_".join(_parts(path))
+
+
+def _parts(path: str) -> Iterator[str]:
     parts = [part for part in path.split(".") if part and part not in WRAPPED]
     for index, part in enumerate(parts):
         numbered = index + 1 < len(parts) and parts[index + 1].isdigit()

@@ -90,12 +90,14 @@ def _whole_paths(job: dict[str, Any]) -> dict[str, Any]:
 def requirements(graphs: Iterable[fx.Graph]) -> tuple[Requirement, ...]:
     """The modules of others that register a model's operators, or make its stored forms."""
     calls: dict[str, set[str]] = {}
+    homes: dict[torch._ops.OpOverload, str] = {}
     for graph in graphs:
         for node in graph.nodes:
             ref, target = node.meta.get("tensor"), node.target
             if isinstance(target, torch._ops.OpOverload):
-                home = _home(target)
-                calls.setdefault(home, set()).add(_called(target))
+                if target not in homes:
+                    homes[target] = _home(target)
+                calls.setdefault(homes[target], set()).add(_called(target))
             if isinstance(ref, TensorRef) and ref.form:
                 module, _, function = ref.form.partition(":")
                 calls.setdefault(module, set()).add(function)
