@@ -34,7 +34,7 @@ from tlora_fx.pipeline import GroupPass, Numerics, register, rewrite_allowed
 from tlora_fx.rewriting import outline
 
 ROW = ("input_ids", "position_ids")
-PER_ROW = ("segments", "token_index")
+HEAD_TABLES = ("segments", "token_index", "keys")
 PRODUCTS = (
     *(getattr(torch.ops.aten, name).default for name in ("linear", "addmm", "mm", "matmul", "bmm")),
     torch.ops.aten.baddbmm.default,
@@ -109,7 +109,7 @@ def head_of(root: fx.Graph) -> tuple[fx.Node, list[fx.Node]]:
     if hidden is None:
         raise _several_values(logits)
     after = nx.descendants(ways, hidden) & before
-    members = _with_weights(root, after)
+    members = _with_given(root, after)
     if any(node.op == "call_module" for node in members):
         raise _several_values(logits)
     return hidden, [node for node in root.nodes if node in members]
@@ -124,17 +124,21 @@ def _several_values(logits: fx.Node) -> BaseRefused:
     )
 
 
-def _with_weights(root: fx.Graph, members: set[fx.Node]) -> set[fx.Node]:
-    """Nodes, and what computes on weights for them alone, such as DoRA's norms."""
-    fixed: set[fx.Node] = set()
+def _with_given(root: fx.Graph, members: set[fx.Node]) -> set[fx.Node]:
+    """Nodes, and what computes for them alone on weights or on tables that the head gets.
+
+    Of weights such are DoRA's norms; of tables the part of a job whose own copy has a dropout.
+    """
+    given: set[fx.Node] = set()
     for node in root.nodes:
-        if node.op == "get_attr" or (
-            node.op == "call_function" and all(n in fixed for n in node.all_input_nodes)
-        ):
-            fixed.add(node)
+        is_table = node.op == "placeholder" and node.target in HEAD_TABLES
+        computed = node.op == "call_function" and all(n in given for n in node.all_input_nodes)
+        if node.op == "get_attr" or is_table or computed:
+            given.add(node)
     nodes = set(members)
     for node in reversed(root.nodes):
-        if node in fixed and node.users and all(user in nodes for user in node.users):
+        alone = node.op != "placeholder" and all(user in nodes for user in node.users)
+        if node in given and node.users and alone:
             nodes.add(node)
     return nodes
 
@@ -164,7 +168,7 @@ def _outline(hidden: fx.Node, members: list[fx.Node], jobs: list[str]) -> fx.Gra
     """The head as a graph of its own: hidden state and tables in, logits out."""
     piece = outline(members, first={hidden: "hidden_states"}, jobs=jobs)
     for source in piece.inputs[1:]:
-        if source.op != "placeholder" or source.target not in (*PER_ROW, "keys"):
+        if source.op != "placeholder" or source.target not in HEAD_TABLES:
             raise BaseRefused(
                 "the head reads more than the last hidden state",
                 node=source.format_node(),

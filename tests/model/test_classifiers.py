@@ -31,6 +31,7 @@ from tlora_fx.compiler import compile
 from tlora_fx.config import base_task
 from tlora_fx.config.job import BaseSpec
 from tlora_fx.errors import BaseRefused, JobError
+from tlora_fx.ir.graph import HEAD
 from tlora_fx.model.batch import JobTokens
 from tlora_fx.model.loss import predicted, row_losses
 from tlora_fx.runtime.adapters import base_tensors, canonical_names
@@ -212,14 +213,14 @@ ENCODERS: dict[str, tuple[dict[str, Any], Any]] = {
 }
 
 
-def encoder(folder: Path, name: str, **fields: Any) -> BaseSpec:
-    """A small encoder without dropout that classifies."""
+def encoder(folder: Path, name: str, rate: float = 0.0, **fields: Any) -> BaseSpec:
+    """A small encoder that classifies, with this rate of all its dropouts."""
     few = {key: value for key, value in FEW.items() if not key.endswith("token_id")}
     sizes = {**few, "num_hidden_layers": 2, **ENCODERS[name][0], "pad_token_id": VOCABULARY - 1}
     config = AutoConfig.for_model(name, **sizes)
     for key, value in list(vars(config).items()):
         if "drop" in key and (value is None or isinstance(value, float)):
-            setattr(config, key, 0.0)
+            setattr(config, key, rate)
     config.save_pretrained(folder)
     return BaseSpec(config=folder, dtype="float64", task="SEQ_CLS", **fields)
 
@@ -235,6 +236,20 @@ def test_an_encoder_classifies_packed_as_transformers_has_it(tmp_path, name):
 
     assert model.group.form == "packed"
     assert_classifies(model, labels, 1e-6, size=1, first=True)
+
+
+def test_dropouts_inside_a_trained_head_drop_what_they_drop_alone(tmp_path):
+    """Each job has its copy of the whole head, and the tables that its part of the row needs."""
+    fields, labels = PROBLEMS["one of three"]
+    base = encoder(tmp_path, "roberta", 0.2, **fields)
+    model = ready([job(own, base, r=2, target_modules=["query"]) for own in "ab"])
+    parts = [marked(LENGTHS["a"], labels[:2], 0, True), marked(LENGTHS["b"], labels[2:], 1, True)]
+    together, nothing = run_fused(model, parts), JobTokens((), ())
+
+    assert HEAD in model.group.blocks
+    for index, name in enumerate("ab"):
+        alone = run_fused(model, [p if at == index else nothing for at, p in enumerate(parts)])
+        assert_same(alone[name], together[name], 1e-12, name)
 
 
 def test_an_encoder_that_nobody_knows_as_one_is_refused(tmp_path, monkeypatch):
