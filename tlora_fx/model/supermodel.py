@@ -489,6 +489,8 @@ class SuperModel(nn.Module):
                 leaf = nn.Parameter(torch.zeros_like(location.tensor, device=device))
                 leaf.grad = torch.zeros_like(leaf)
                 location.module._parameters[location.slot] = leaf
+        for first, location in self._layout.again:
+            location.module._parameters[location.slot] = cast(nn.Parameter, first.tensor)
         for bank in self._held_banks().values():
             bank.materialize(device)
             if bank.shards[0] is not None:
