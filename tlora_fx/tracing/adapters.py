@@ -151,7 +151,7 @@ def trained_tokens(config: Any, backbone: Backbone) -> dict[str, list[int]]:
             unknown.append(f"token {max(ids)} of {modules[path].num_embeddings} in {path}")
     if unknown or not sites:
         raise UnknownTarget(
-            "single tokens are trained that the base's embeddings do not have by themselves",
+            "single tokens are trained that the base's embeddings do not have",
             found="; ".join(unknown) or "no embedding",
             expected=f"tokens of {', '.join(modules)}",
             help="correct trainable_token_indices, or train a copy by modules_to_save",
@@ -174,7 +174,8 @@ def tied_head(config: Any, backbone: Backbone, path: str) -> str:
         return ""
     name = next(name for name, module in model.named_modules() if module is head)
     saved = any(name.endswith(each) for each in config.modules_to_save or ())
-    followers = _get_module_names_tied_with_embedding(model)
+    ties = getattr(backbone.config, "tie_word_embeddings", False)
+    followers = _get_module_names_tied_with_embedding(model) if ties else []
     problems = {
         "it has a bias, which PEFT leaves out": getattr(head, "bias", None) is not None,
         "the job adapts it": saved or check_target_module_exists(config, name),
