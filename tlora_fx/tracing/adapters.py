@@ -57,9 +57,10 @@ def _resolve(job: Job, backbone: Backbone) -> dict[str, AdapterSite]:
     modules = dict(backbone.model.named_modules())
     saved = list(config.modules_to_save or [])
     sites = {}
-    tokens = trained_tokens(config, backbone)
+    tokens = set(trained_tokens(config, backbone))
+    tokens |= {_tied_head(config, backbone, path) for path in tokens}
     for path, module in modules.items():
-        if path in tokens:
+        if path and path in tokens:
             sites[path] = AdapterSite(path, 0, 0.0, 0.0, kind="tokens")
         elif any(path.endswith(name) for name in saved):
             sites[path] = AdapterSite(path, 0, 0.0, 0.0, kind="saved")
@@ -131,10 +132,7 @@ def _unknown_parameter(job: Job, target: str, known: Iterable[str]) -> UnknownTa
 def trained_tokens(config: Any, backbone: Backbone) -> dict[str, list[int]]:
     """The token ids that a job trains one by one, by the path of their embedding.
 
-    A head that shares the embedding's weight follows it, and is there too.
-
-    raises    UnknownTarget for an embedding that the base does not have, or that has no such token,
-              and for a head that cannot follow it
+    raises    UnknownTarget for an embedding that the base does not have, or that has no such token
     """
     asked = getattr(config, "trainable_token_indices", None)
     if not asked:
@@ -156,11 +154,10 @@ def trained_tokens(config: Any, backbone: Backbone) -> dict[str, list[int]]:
             expected=f"tokens of {', '.join(modules)}",
             help="correct trainable_token_indices, or train a copy by modules_to_save",
         )
-    heads = [tied_head(config, backbone, path) for path in sites]
-    return sites | {head: sites[path] for path, head in zip(sites, heads, strict=True) if head}
+    return sites
 
 
-def tied_head(config: Any, backbone: Backbone, path: str) -> str:
+def _tied_head(config: Any, backbone: Backbone, path: str) -> str:
     """The path of the head that shares an embedding's weight, "" where none does.
 
     raises    UnknownTarget where PEFT does not let it follow the embedding's tokens
@@ -172,7 +169,7 @@ def tied_head(config: Any, backbone: Backbone, path: str) -> str:
     embedding, head = model.get_submodule(path), _head(model)
     if head is None or head.weight is not embedding.weight:
         return ""
-    name = next(name for name, module in model.named_modules() if module is head)
+    name: str = next(name for name, module in model.named_modules() if module is head)
     saved = any(name.endswith(each) for each in config.modules_to_save or ())
     ties = getattr(backbone.config, "tie_word_embeddings", False)
     followers = _get_module_names_tied_with_embedding(model) if ties else []
