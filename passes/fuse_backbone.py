@@ -37,6 +37,8 @@ from tlora_fx.pipeline import GroupPass, Numerics, count, register
 
 aten = torch.ops.aten
 ops = torch.ops.tlora_fx
+#: What PEFT calls a wrapped module, and a wrapper of it, inside its own wrapper.
+PEFT_INNER = ("base_layer", "token_adapter")
 OWN_TABLES = ("cu_seqlens", "segments", "keys")
 
 
@@ -515,7 +517,8 @@ def _key(node: fx.Node, stands: dict[fx.Node, fx.Node], side: Side) -> Hashable:
             ref.owner,
             _content(side.constants[ref.name]) if ref.owner == "constant" else ref.name,
         )
-    path = ".".join(name for name in node.meta.get("path", "").split(".") if name != "base_layer")
+    names = node.meta.get("path", "").split(".")
+    path = ".".join(name for name in names if name not in PEFT_INNER)
     named: Any = lambda n: _Named(id(stands[n]))  # noqa: E731  (fx types map_arg too narrowly)
     args, kwargs = fx.map_arg((node.args, node.kwargs), named)
     return (node.op, str(node.target), path, str(args), str(kwargs))

@@ -84,6 +84,7 @@ class ModuleLayout:
     base       frozen tensors by the base's names
     reformed   frozen tensors in other forms
     own        what one job trains outside of banks: by job, by PEFT's name
+    again      what one job trains and two modules read: the job, and both locations
     banks      adapters of every lowered site, by its path in the base
     homes      where each bank's site is in the net, by the same path
     weights    frozen weights of sites
@@ -93,6 +94,7 @@ class ModuleLayout:
     base: dict[str, list[TensorLocation]] = field(default_factory=dict)
     reformed: list[Reformed] = field(default_factory=list)
     own: dict[str, dict[str, TensorLocation]] = field(default_factory=dict)
+    again: list[tuple[str, TensorLocation, TensorLocation]] = field(default_factory=list)
     banks: dict[str, AdapterBank] = field(default_factory=dict)
     homes: dict[str, str] = field(default_factory=dict)
     weights: list[Weight] = field(default_factory=list)
@@ -182,7 +184,11 @@ class _TensorBuilder:
         if ref.owner == "job":
             owner._parameters[slot] = nn.Parameter(empty)
             peft = f"{PEFT_PREFIX}{name}" if layer else ref.name
-            self.layout.own[node.meta["jobs"][0]][peft] = location
+            job = str(node.meta["jobs"][0])
+            first = self.layout.own[job].setdefault(peft, location)
+            if first is not location:
+                owner._parameters[slot] = cast(nn.Parameter, first.tensor)
+                self.layout.again.append((job, first, location))
         elif ref.originals:
             owner.register_buffer(slot, empty, persistent=False)
             names = tuple(_joined(layer, original.name) for original in ref.originals)

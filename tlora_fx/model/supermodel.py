@@ -397,6 +397,10 @@ class SuperModel(nn.Module):
         """Let `job_parameters` make its views again, after banks have moved."""
         self._parameters_of.clear()
 
+    def jobs_with_tied_tokens(self) -> list[str]:
+        """The jobs that train tokens of an embedding and of the head that shares its weight."""
+        return list(dict.fromkeys(job for job, _, _ in self._layout.again))
+
     def base_tensor_or_value(self, name: str) -> Tensor:
         """A tensor of the base by canonical name; one that only jobs' copies use, as it started.
 
@@ -489,6 +493,8 @@ class SuperModel(nn.Module):
                 leaf = nn.Parameter(torch.zeros_like(location.tensor, device=device))
                 leaf.grad = torch.zeros_like(leaf)
                 location.module._parameters[location.slot] = leaf
+        for _, first, location in self._layout.again:
+            location.module._parameters[location.slot] = cast(nn.Parameter, first.tensor)
         for bank in self._held_banks().values():
             bank.materialize(device)
             if bank.shards[0] is not None:

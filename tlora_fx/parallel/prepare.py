@@ -68,6 +68,12 @@ def obstacles(model: SuperModel, shape: MeshShape) -> list[str]:
     layers = len(model.layer_order())
     if shape.pp > max(layers, 1):
         reasons.append(f"pp={shape.pp} stages need a layer each, and the model has {layers}")
+    twice = model.jobs_with_tied_tokens() if shape.pp > 1 else []
+    if twice:
+        reasons.append(
+            f"pp={shape.pp} parts the embedding from its head, and job '{twice[0]}' trains "
+            "the same tokens in both"
+        )
     if shape.tp > 1:
         reasons.extend(_cuts_of_matrices(model.backbone.config, shape.tp))
     return reasons

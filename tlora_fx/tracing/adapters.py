@@ -57,9 +57,10 @@ def _resolve(job: Job, backbone: Backbone) -> dict[str, AdapterSite]:
     modules = dict(backbone.model.named_modules())
     saved = list(config.modules_to_save or [])
     sites = {}
-    tokens = trained_tokens(config, backbone)
+    tokens = set(trained_tokens(config, backbone))
+    tokens |= {_tied_head(config, backbone, path) for path in tokens}
     for path, module in modules.items():
-        if path in tokens:
+        if path and path in tokens:
             sites[path] = AdapterSite(path, 0, 0.0, 0.0, kind="tokens")
         elif any(path.endswith(name) for name in saved):
             sites[path] = AdapterSite(path, 0, 0.0, 0.0, kind="saved")
@@ -131,8 +132,7 @@ def _unknown_parameter(job: Job, target: str, known: Iterable[str]) -> UnknownTa
 def trained_tokens(config: Any, backbone: Backbone) -> dict[str, list[int]]:
     """The token ids that a job trains one by one, by the path of their embedding.
 
-    raises    UnknownTarget for an embedding that the base does not have, that its head shares, or
-              that has no such token
+    raises    UnknownTarget for an embedding that the base does not have, or that has no such token
     """
     asked = getattr(config, "trainable_token_indices", None)
     if not asked:
@@ -144,20 +144,49 @@ def trained_tokens(config: Any, backbone: Backbone) -> dict[str, list[int]]:
         asked = {path: asked for path, module in modules.items() if module is mine}
     sites = {path: ids for path in modules for name, ids in asked.items() if path.endswith(name)}
     unknown = [name for name in asked if not any(path.endswith(name) for path in modules)]
-    head = _head(model)
     for path, ids in sites.items():
-        if head is not None and head.weight is modules[path].weight:
-            unknown.append(f"{path}, whose weight is the head's too")
         if max(ids) >= modules[path].num_embeddings:
             unknown.append(f"token {max(ids)} of {modules[path].num_embeddings} in {path}")
     if unknown or not sites:
         raise UnknownTarget(
-            "single tokens are trained that the base's embeddings do not have by themselves",
+            "single tokens are trained that the base's embeddings do not have",
             found="; ".join(unknown) or "no embedding",
             expected=f"tokens of {', '.join(modules)}",
             help="correct trainable_token_indices, or train a copy by modules_to_save",
         )
     return sites
+
+
+def _tied_head(config: Any, backbone: Backbone, path: str) -> str:
+    """The path of the head that shares an embedding's weight, "" where none does.
+
+    raises    UnknownTarget where PEFT does not let it follow the embedding's tokens
+    """
+    from peft.tuners.tuners_utils import check_target_module_exists
+    from peft.utils.other import _get_module_names_tied_with_embedding
+
+    model: Any = backbone.model
+    embedding, head = model.get_submodule(path), _head(model)
+    if head is None or head.weight is not embedding.weight:
+        return ""
+    name: str = next(name for name, module in model.named_modules() if module is head)
+    saved = any(name.endswith(each) for each in config.modules_to_save or ())
+    ties = getattr(backbone.config, "tie_word_embeddings", False)
+    followers = _get_module_names_tied_with_embedding(model) if ties else []
+    problems = {
+        "it has a bias, which PEFT leaves out": getattr(head, "bias", None) is not None,
+        "the job adapts it": saved or check_target_module_exists(config, name),
+        "PEFT does not know of it": followers != [name]
+        or embedding is not model.get_input_embeddings(),
+    }
+    for problem, applies in problems.items():
+        if applies:
+            raise UnknownTarget(
+                "single tokens are trained of an embedding whose head cannot follow them",
+                found=f"{name}, which shares the weight of {path}: {problem}",
+                help="drop trainable_token_indices, or take a base with tie_word_embeddings: false",
+            )
+    return name
 
 
 def config_with_targets(job: Job, backbone: Backbone) -> Any:
@@ -470,6 +499,7 @@ def make_traceable(model: nn.Module) -> None:
     from peft.tuners.loha.layer import LoHaLayer
     from peft.tuners.lycoris_utils import LycorisLayer
     from peft.tuners.oft.layer import OFTRotationModule
+    from peft.tuners.trainable_tokens import TrainableTokensLayer
     from peft.tuners.vera.layer import VeraLayer
 
     projections: dict[str, dict[str, Tensor]] = {}
@@ -478,6 +508,11 @@ def make_traceable(model: nn.Module) -> None:
             module.training = False
         if isinstance(module, LoHaLayer):
             vars(module)["get_delta_weight"] = partial(_hadamard_weight, module)
+        elif isinstance(module, TrainableTokensLayer) and module.tied_adapter is not None:
+            # Modules in two places would get paths of another form.
+            for name in ("trainable_tokens_delta", "trainable_tokens_original"):
+                del module._modules[name]
+            vars(module)["forward_adapters"] = partial(_tied_logits, module)
         elif isinstance(module, OFTRotationModule):
             size = module.block_size
             module.rows, module.cols = torch.triu_indices(size, size, 1)
@@ -501,6 +536,18 @@ def _hadamard_weight(layer: Any, adapter: str, *, apply_rank_dropout: bool = Fal
     second = layer.hada_w2_a[adapter] @ layer.hada_w2_b[adapter]
     change: Tensor = first * second * layer.scaling[adapter]
     return change.reshape(layer.get_base_layer().weight.shape)
+
+
+def _tied_logits(layer: Any, hidden: Tensor, adapters: list[str]) -> Tensor:
+    """Logits [..., V] of a head that follows an embedding, by the base's own product.
+
+    PEFT copies the weight, writes the job's rows into the copy, and multiplies with that.
+    """
+    followed, weight = layer.tied_adapter, layer.base_layer.weight
+    index = torch.tensor(followed.token_indices[adapters[0]]).to(weight.device)
+    rows = followed.trainable_tokens_delta[adapters[0]].to(weight.dtype)
+    logits: Tensor = layer.base_layer(hidden)
+    return logits.index_copy(-1, index, nn.functional.linear(hidden, rows))
 
 
 def _projections(model: nn.Module) -> dict[str, dict[str, Tensor]]:
