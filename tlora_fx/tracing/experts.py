@@ -12,6 +12,7 @@ product to all experts' matrices; here it stands beside them.
 from __future__ import annotations
 
 import types
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -176,8 +177,9 @@ def _dbrx(self: Any, hidden: Tensor, index: Tensor, weights: Tensor) -> Tensor:
     wide = torch.ops.tlora_fx.expert_linear(x, up, None, index, False)
     x = self.mlp.activation_fn(gated) * wide
     x = torch.ops.tlora_fx.expert_linear(x, down, None, index, True)
-    return (x * weights.unsqueeze(-1)).sum(1).view(hidden.shape)
+    mixed: Tensor = (x * weights.unsqueeze(-1)).sum(1)
+    return mixed.view(hidden.shape)
 
 
 #: What stands in for the forward of mixtures without transformers' interface, by their class.
-OWN_CODE = {"Llama4TextMoe": _llama4, "DbrxExperts": _dbrx}
+OWN_CODE: dict[str, Callable[..., Any]] = {"Llama4TextMoe": _llama4, "DbrxExperts": _dbrx}
