@@ -55,11 +55,13 @@ class Family:
     config    its class in transformers and the arguments
     targets   two or three of its linears
     wide      whether transformers computes everything in the model's dtype, float64 too
+    form      how its rows lie
     """
 
     config: tuple[str, dict[str, Any]]
     targets: tuple[str, ...] = ("q_proj", "v_proj", "up_proj")
     wide: bool = False
+    form: str = "packed"
 
 
 _FUSED = ("query_key_value", "dense_h_to_4h")
@@ -107,6 +109,18 @@ FAMILIES: Mapping[str, Family] = {
 _ROUTED: dict[str, Any] = {**SIZES, "num_hidden_layers": 2, "num_experts_per_tok": 2}
 _FOUR = {**_ROUTED, "num_experts": 4, "moe_intermediate_size": 24, "norm_topk_prob": True}
 _LOCAL = {**_ROUTED, "num_local_experts": 4}
+_GROUPS = {
+    **_ROUTED, "n_routed_experts": 4, "moe_intermediate_size": 24, "n_group": 2, "topk_group": 1,
+    "first_k_dense_replace": 1, "n_shared_experts": 1, "head_dim": 8,
+}  # fmt: skip
+_LATENT = {
+    **_GROUPS, "q_lora_rank": 8, "kv_lora_rank": 8, "qk_nope_head_dim": 8, "qk_rope_head_dim": 8,
+    "v_head_dim": 8, "num_key_value_heads": 4,
+}  # fmt: skip
+_LLAMA4 = {
+    **_LOCAL, "num_experts_per_tok": 1, "head_dim": 8, "intermediate_size": 24,
+    "intermediate_size_mlp": 24, "interleave_moe_layer_step": 1, "no_rope_layers": [1, 0],
+}  # fmt: skip
 MIXTURES: Mapping[str, Family] = {
     "qwen3-moe": Family(("Qwen3MoeConfig", {**_FOUR, "head_dim": 8})),
     "qwen2-moe": Family(("Qwen2MoeConfig", {**_FOUR, "shared_expert_intermediate_size": 24})),
@@ -114,6 +128,38 @@ MIXTURES: Mapping[str, Family] = {
     "olmoe": Family(("OlmoeConfig", _FOUR)),
     "gpt-oss": Family(("GptOssConfig", {**_LOCAL, "head_dim": 8, "sliding_window": 4})),
     "granitemoe": Family(("GraniteMoeConfig", _LOCAL)),
+    "deepseek-v3": Family(("DeepseekV3Config", _LATENT), ("q_b_proj", "o_proj")),
+    "deepseek-v2": Family(
+        ("DeepseekV2Config", {**_LATENT, "topk_method": "group_limited_greedy"}),
+        ("q_b_proj", "o_proj"),
+    ),
+    "glm4-moe": Family(("Glm4MoeConfig", _GROUPS)),
+    "llama4": Family(
+        ("Llama4TextConfig", {**_LLAMA4, "attention_chunk_size": 4, "floor_scale": 4}),
+        form="batch",
+    ),
+    "llama4-packed": Family(("Llama4TextConfig", {**_LLAMA4, "attn_temperature_tuning": False})),
+    "ernie4.5-moe": Family(
+        (
+            "Ernie4_5_MoeConfig",
+            {**_ROUTED, "moe_num_experts": 4, "moe_k": 2, "moe_intermediate_size": 24,
+             "moe_layer_start_index": 1, "moe_num_shared_experts": 1},
+        )
+    ),
+    "dots1": Family(("Dots1Config", _GROUPS)),
+    "hunyuan-moe": Family(("HunYuanMoEV1Config", {**_FOUR, "moe_topk": 2, "head_dim": 8})),
+    "minimax-m2": Family(("MiniMaxM2Config", {**_LOCAL, "head_dim": 8})),
+    "flex-olmo": Family(("FlexOlmoConfig", {**_ROUTED, "num_experts": 4})),
+    "granitemoe-shared": Family(
+        ("GraniteMoeSharedConfig", {**_LOCAL, "shared_intermediate_size": 24})
+    ),
+    "qwen3-next": Family(
+        (
+            "Qwen3NextConfig",
+            {**_FOUR, "head_dim": 8, "shared_expert_intermediate_size": 24,
+             "layer_types": ["full_attention"] * 2},
+        )
+    ),
 }  # fmt: skip
 
 

@@ -358,7 +358,8 @@ def _refuse_adapter_dtype(job: Job, backbone: Backbone) -> None:
 
 
 def _refuse_auxiliary_losses(backbone: Backbone) -> None:
-    if getattr(backbone.config, "output_router_logits", False):
+    text = getattr(backbone.config, "text_config", None)
+    if any(getattr(config, "output_router_logits", False) for config in (backbone.config, text)):
         raise BaseRefused(
             "the base adds a loss of its own (router_aux_loss) to every job's loss",
             found="output_router_logits: true in the base's config",

@@ -73,6 +73,8 @@ def dim_of(value: int, ndim: int) -> int:
     *(getattr(aten, name) for name in ("zeros_like", "ones_like", "full_like", "empty_like")),
     aten.fill,
     *(getattr(aten, name) for name in ("softplus", "gelu", "silu", "broadcast_to", "expand_as")),
+    aten.polar,
+    aten.complex,
 )
 def pointwise(node: fx.Node, axis_of: Callable[[Any], Axis]) -> Axis:
     """Every element by itself; shapes broadcast from the right."""
@@ -157,6 +159,20 @@ def _t(node: fx.Node, axis_of: Callable[[Any], Axis]) -> Axis:
 def _mt(node: fx.Node, axis_of: Callable[[Any], Axis]) -> Axis:
     axis, ndim = axis_of(node.args[0]), rank_of(node)
     return {ndim - 1: ndim - 2, ndim - 2: ndim - 1}.get(axis, axis)
+
+
+@rule(aten.view_as_complex)
+def _view_as_complex(node: fx.Node, axis_of: Callable[[Any], Axis]) -> Axis:
+    """Pairs along the last dimension become numbers; `view_as_real` puts them back."""
+    axis = axis_of(node.args[0])
+    if axis == rank_of(node):
+        raise MixesTokens("it makes one number of two tokens")
+    return axis
+
+
+@rule(aten.view_as_real)
+def _view_as_real(node: fx.Node, axis_of: Callable[[Any], Axis]) -> Axis:
+    return axis_of(node.args[0])
 
 
 @rule(aten.permute)

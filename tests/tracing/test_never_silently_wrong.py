@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 from torch import Tensor, nn
-from transformers import MixtralConfig
+from transformers import MixtralConfig, Qwen3VLMoeConfig
 
 from tests.models import (
     FAMILIES,
@@ -267,19 +267,17 @@ def test_an_index_unfolds_layers_only_where_it_is_read(used, pieces):
     assert_equals_peft(model, [tokens([5, 3], seed=1)], WIDE)
 
 
-def test_a_router_loss_is_refused_by_name(tmp_path):
-    """A mixture of experts that adds a loss of its own."""
-    config = MixtralConfig(
-        vocab_size=VOCABULARY, hidden_size=32, intermediate_size=48, num_hidden_layers=2,
-        num_attention_heads=4, num_key_value_heads=2, num_local_experts=2,
-        output_router_logits=True,
-    )  # fmt: skip
-    config.save_pretrained(tmp_path / "moe")
-    base = BaseSpec(config=tmp_path / "moe", dtype="float32")
+@pytest.mark.parametrize("part", ["whole", "text"])
+def test_a_router_loss_is_refused_by_name(tmp_path, part):
+    """A mixture of experts that adds a loss of its own, or is the text part of a larger model."""
+    asked = {"output_router_logits": True, "router_aux_loss_coef": 0.1}
+    config = MixtralConfig(**asked) if part == "whole" else Qwen3VLMoeConfig(text_config=asked)
+    config.save_pretrained(tmp_path)
+    base = BaseSpec(config=tmp_path, dtype="float32")
 
     text = error_of(lambda: compile(two_jobs(base, ["q_proj"])), BaseRefused)
 
-    assert "output_router_logits" in text
+    assert "output_router_logits: true" in text
 
 
 def test_layerdrop_is_refused_by_name(tmp_path):

@@ -123,7 +123,7 @@ def _unknown_parameter(job: Job, target: str, known: Iterable[str]) -> UnknownTa
         f"job '{job.name}' adapts a parameter that is no matrix of experts",
         job=job.name,
         found=f"target_parameters: {target}",
-        expected=", ".join(names) or "none: the base is no mixture of experts",
+        expected=", ".join(names) or "none: the base has no experts in 3-D parameters",
         nearest=nearest(target, names),
         help="name experts by target_parameters, and linear modules by target_modules",
     )

@@ -1,7 +1,8 @@
 """Mixtures of experts as two operators, put into models through transformers' ExpertsInterface.
 
 What a model's own code does with a token for each expert by its number (`one_hot`, `nonzero`, a
-loop over the experts that were hit) cannot be traced. Routing stays the model's own.
+loop over the experts that were hit) cannot be traced. Routing stays the model's own. Llama 4 and
+DBRX know no such interface: a forward of ours stands in for theirs.
 
 Each product is a module of its own, at the path of the parameter that it multiplies with, so that
 what PEFT adapts by `target_parameters` is a site like any other. PEFT itself would add an adapter's
@@ -10,12 +11,16 @@ product to all experts' matrices; here it stands beside them.
 
 from __future__ import annotations
 
+import types
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 IMPLEMENTATION = "tlora_fx"
+#: A class of transformers whose matrices are [E, in, out] each, though it does not say so.
+LLAMA4_EXPERTS = "Llama4TextExperts"
 
 
 def use_expert_products(model: nn.Module) -> None:
@@ -31,6 +36,8 @@ def use_expert_products(model: nn.Module) -> None:
         config = vars(module).get("config")
         if config is not None and hasattr(config, "_experts_implementation_internal"):
             config._experts_implementation_internal = IMPLEMENTATION
+        if type(module).__name__ in OWN_CODE:
+            module.forward = types.MethodType(OWN_CODE[type(module).__name__], module)
         if is_experts(module):
             for name in product_names(module):
                 _make_product(module, name, adapters.get((id(module), name)))
@@ -38,12 +45,13 @@ def use_expert_products(model: nn.Module) -> None:
 
 def is_experts(module: nn.Module) -> bool:
     """Whether a module holds the matrices of all experts of a mixture, as transformers has them."""
-    return hasattr(module, "is_transposed") and hasattr(module, "has_gate")
+    declared = hasattr(module, "is_transposed") and hasattr(module, "has_gate")
+    return declared or type(module).__name__ == LLAMA4_EXPERTS
 
 
 def product_names(experts: Any) -> tuple[str, str]:
     """The parameters that a mixture's products multiply with, in the order of its code."""
-    return ("gate_up_proj" if experts.has_gate else "up_proj", "down_proj")
+    return ("gate_up_proj" if getattr(experts, "has_gate", True) else "up_proj", "down_proj")
 
 
 def _unwrapped(model: nn.Module) -> dict[tuple[int, str], Any]:
@@ -69,9 +77,11 @@ def _unwrapped(model: nn.Module) -> dict[tuple[int, str], Any]:
 def _make_product(experts: Any, name: str, wrapper: Any) -> None:
     """Replace a parameter of experts by the module that multiplies with it."""
     bias = experts._parameters.pop(f"{name}_bias", None)
-    product: nn.Module = ExpertProduct(experts._parameters.pop(name), bias, experts.is_transposed)
+    turned = getattr(experts, "is_transposed", True)
+    product: nn.Module = ExpertProduct(experts._parameters.pop(name), bias, turned)
     if wrapper is not None:
-        product = AdaptedProduct(product, wrapper)
+        # PEFT takes [E, out, in] where the class does not say how its matrices lie.
+        product = AdaptedProduct(product, wrapper, turned and not hasattr(experts, "is_transposed"))
     experts.add_module(name, product)
 
 
@@ -96,11 +106,14 @@ class ExpertProduct(nn.Module):
 
 
 class AdaptedProduct(nn.Module):
-    """The same with PEFT's adapter on each expert, which multiplies in the base's dtype."""
+    """The same with PEFT's adapter on each expert, which multiplies in the base's dtype.
 
-    def __init__(self, base_layer: nn.Module, wrapper: Any) -> None:
+    crossed   B reads the tokens and A makes the result, as both lie the other way than PEFT takes
+    """
+
+    def __init__(self, base_layer: nn.Module, wrapper: Any, crossed: bool) -> None:
         super().__init__()
-        self.base_layer = base_layer
+        self.base_layer, self.crossed = base_layer, crossed
         self.lora_A, self.lora_B = wrapper.lora_A, wrapper.lora_B
         self.scaling, self.experts = wrapper.scaling["default"], wrapper.num_experts
 
@@ -109,8 +122,9 @@ class AdaptedProduct(nn.Module):
         y: Tensor = self.base_layer(x, index)
         a = self.lora_A["default"].weight.to(x.dtype).unflatten(0, (self.experts, -1))
         b = self.lora_B["default"].weight.to(x.dtype).unflatten(1, (-1, self.experts))
-        small = torch.ops.tlora_fx.expert_linear(x, a, None, index, False)
-        made = torch.ops.tlora_fx.expert_linear(small, b.permute(2, 0, 1), None, index, False)
+        first, second = (b.permute(2, 0, 1), a) if self.crossed else (a, b.permute(2, 0, 1))
+        small = torch.ops.tlora_fx.expert_linear(x, first, None, index, self.crossed)
+        made = torch.ops.tlora_fx.expert_linear(small, second, None, index, self.crossed)
         adapted: Tensor = y + made * self.scaling
         return adapted
 
@@ -132,3 +146,40 @@ def routed(module: Any, hidden: Tensor, index: Tensor, weights: Tensor) -> Tenso
         x = module.post_expert_norm(x)
     mixed: Tensor = (x * weights.unsqueeze(-1)).sum(1)
     return mixed.to(hidden.dtype)
+
+
+def _llama4(self: Any, hidden: Tensor) -> tuple[Tensor, Tensor]:
+    """A Llama 4 mixture's forward: its code gives all other experts zeros, which add nothing.
+
+    hidden    [..., H]
+    returns   [T, H], and the router's logits [T, E]
+    """
+    hidden = hidden.reshape(-1, self.hidden_dim)
+    scores, logits = self.router(hidden)
+    index = logits.topk(self.top_k, dim=1).indices
+    x = hidden.unsqueeze(1) * scores.gather(1, index).unsqueeze(-1)
+    gate, up = self.experts.gate_up_proj(x, index).chunk(2, dim=-1)
+    x = self.experts.down_proj(up * self.experts.act_fn(gate), index)
+    return self.shared_expert(hidden) + x.sum(1), logits
+
+
+def _dbrx(self: Any, hidden: Tensor, index: Tensor, weights: Tensor) -> Tensor:
+    """The forward of DBRX's experts, whose matrices lie below each other, [E * F, H].
+
+    hidden    [B, S, H]
+    index     [T, K]
+    weights   [T, K]
+    returns   [B, S, H]
+    """
+    x, shape = hidden.reshape(-1, self.hidden_size), (self.num_experts, -1, self.hidden_size)
+    gate, up, down = (w.view(shape) for w in (self.mlp.w1, self.mlp.v1, self.mlp.w2))
+    gated = torch.ops.tlora_fx.expert_linear(x, gate, None, index, False)
+    wide = torch.ops.tlora_fx.expert_linear(x, up, None, index, False)
+    x = self.mlp.activation_fn(gated) * wide
+    x = torch.ops.tlora_fx.expert_linear(x, down, None, index, True)
+    mixed: Tensor = (x * weights.unsqueeze(-1)).sum(1)
+    return mixed.view(hidden.shape)
+
+
+#: What stands in for the forward of mixtures without transformers' interface, by their class.
+OWN_CODE: dict[str, Callable[..., Any]] = {"Llama4TextMoe": _llama4, "DbrxExperts": _dbrx}

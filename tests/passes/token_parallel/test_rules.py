@@ -99,6 +99,9 @@ CARRIED = {
     "einsum": (aten.einsum.default, ("bth,ho->bto", [drawn(1, T, 6), drawn(6, 4)]), None),
     "sdpa": (aten.scaled_dot_product_attention.default, tuple(drawn(T, 2, 5, 6) for _ in "qkv"), 0),
     "argsort": (aten.argsort.default, (drawn(1, T, 60),), 1),
+    "polar": (aten.polar.default, (drawn(1, T, 6), drawn(1, T, 6)), 1),
+    "view_as_complex": (aten.view_as_complex.default, (drawn(1, T, 3, 2),), 1),
+    "view_as_real": (aten.view_as_real.default, (torch.polar(drawn(T, 6), drawn(T, 6)),), 0),
 }
 
 
@@ -250,6 +253,7 @@ MIXED = {
     "every with every": (aten.matmul.default, (drawn(1, T, 6), drawn(1, 6, T)), {0: 1, 1: 2}),
     "weights over the row": (aten.matmul.default, (drawn(1, T, T), drawn(1, T, 6)), {0: 1, 1: 1}),
     "a slice of the row": (aten.slice.Tensor, (drawn(1, T, 6), 1, 1, 4), {0: 1}),
+    "two tokens as one number": (aten.view_as_complex.default, (drawn(6, 2),), {0: 1}),
     "one token": (aten.select.int, (drawn(1, T, 6), 1, 0), {0: 1}),
     "rows end to end": (aten.cat.default, ([drawn(1, T, 6), drawn(1, T, 6)], 1),
                         {(0, 0): 1, (0, 1): 1}),
