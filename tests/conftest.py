@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import logging
 import os
 import shutil
 import signal
@@ -117,6 +118,18 @@ def one_thread() -> Iterator[None]:
     torch.set_num_threads(1)
     yield
     torch.set_num_threads(before)
+
+
+@pytest.fixture(scope="session", autouse=True)
+def no_trace_log(one_thread: None) -> None:
+    """Keep torch's trace log off, which pytest turns on by handlers for all that do not propagate.
+
+    A compilation writes a stack for each of its tensors there.
+    """
+    if "TORCH_TRACE" not in os.environ:
+        log = logging.getLogger("torch.__trace")
+        log.handlers.clear()
+        log.propagate = True
 
 
 @pytest.fixture(scope="session", autouse=True)

@@ -45,6 +45,27 @@ def test_a_graph_of_another_process_compiles_to_the_same_model(
     assert read == traced
 
 
+def test_jobs_that_differ_in_rates_and_starts_share_a_graph(folder, tmp_path, monkeypatch):
+    """It compiles to what its own would; PEFT is asked about each job's fields all the same."""
+    base = base_of(tmp_path, "llama")
+    jobs = [
+        job("one", base, **KINDS["plain"]),
+        job("one", base, r=4, target_modules="all-linear", init_lora_weights="gaussian"),
+    ]
+    first, traced = (fingerprint(compile([own]).group) for own in reversed(jobs))
+    left = {path.name for path in folder.iterdir() if not path.suffix}
+    asked = []
+    monkeypatch.setattr(traced_once, "check_wrapped", lambda *given: asked.append(given[-1].name))
+    monkeypatch.setattr(traced_once, "_known", {})
+    monkeypatch.setattr(traced_once, "_wrapped", set())
+
+    found = fingerprint(compile(jobs[:1]).group)
+
+    assert len(left) == 2  # the base and one job
+    assert asked == ["one"]
+    assert found == traced != first
+
+
 def test_code_of_a_test_is_not_shared():
     """Neither a class of its own nor a forward that it put into a library's class."""
 

@@ -1,8 +1,12 @@
 """Equal models are traced once in a test run: tracing is most of compiling a small model.
 
 A compilation gets a copy of the graph that an earlier one traced, if all that decides it is equal:
-the base's config, modules and code, and the job's adapters. So it is with a base's own loss, which
-is compared with that of the next token. Tests of tracing (tests/tracing) do both each time.
+the base's config, modules and code, and the job's adapters; of plain LoRA what is in a graph, which
+its rates and starts are not. So it is with a base's own loss, which is compared with that of the
+next token. Tests of tracing (tests/tracing) do both each time.
+
+Processes of a group (tests/parallel/processes.py) train the same jobs under plan after plan. There
+passes run once over equal jobs too.
 
 Processes read what any process of the test run has traced, if the model's code is a library's. The
 graphs lie in the folder that TRACES names.
@@ -24,13 +28,18 @@ import torch
 from peft.tuners.lora.layer import LoraLayer
 
 from tlora_fx import compiler as _compiler
+from tlora_fx.compiler import Prepared
 from tlora_fx.config.job import Job
 from tlora_fx.errors import GraphNotStorable
 from tlora_fx.graph_file import Document, from_document, to_document
-from tlora_fx.ir.graph import AdapterSite, Form, JobGraph
+from tlora_fx.ir.graph import AdapterSite, Form, GroupGraph, JobGraph
 from tlora_fx.model.backbone import Backbone
 from tlora_fx.numerics.state import copy_state
+from tlora_fx.pipeline import Runner
 from tlora_fx.tracing import attention
+from tlora_fx.tracing import export as _export
+from tlora_fx.tracing.adapters import check_wrapped, layer_signature
+from tlora_fx.tracing.layers import plan_layers, pruned_copy
 
 with suppress(ImportError):
     # PEFT imports it when it first wraps a model, and keys name all kinds of layers.
@@ -39,6 +48,7 @@ with suppress(ImportError):
 Trace = Callable[..., JobGraph]
 compiler: Any = _compiler
 _known: dict[Hashable, JobGraph] = {}
+_wrapped: set[Hashable] = set()
 _compared: dict[Hashable, str | None] = {}
 TRACES = "TLORA_FX_TEST_TRACES"
 LIBRARIES = ("torch", "transformers", "peft")
@@ -51,6 +61,13 @@ def install() -> None:
         compiler.trace_base = _base(compiler.trace_base)
         compiler.trace_job = _job(compiler.trace_job)
         compiler.refuse_other_loss = _loss(compiler.refuse_other_loss)
+
+
+def install_fused() -> None:
+    """Let the compiler ask for a fused group before passes run; for processes of a group."""
+    install()
+    if not hasattr(compiler.fuse, "plain"):
+        compiler.fuse = _fuse(compiler.fuse)
 
 
 def uninstall() -> None:
@@ -77,14 +94,61 @@ def _job(plain: Trace) -> Trace:
         fold: bool = True,
         exact: bool = False,
     ) -> JobGraph:
-        # Ranks and scalings too: PEFT's are compared with the planned ones where it is traced.
-        adapters = (repr(sorted(job.lora_fields.items())), job.adapter_dtype, repr(sites))
-        key = (form, fold, exact, adapters, _code(LoraLayer.__subclasses__()))
-        graph = _once(backbone, key, lambda: plain(job, backbone, sites, form, fold, exact))
+        # Sites have the rate, if one is given or not.
+        fields = sorted(
+            i for i in job.lora_fields.items() if i[0] != "lora_dropout" or not job.is_lora
+        )
+        adapters = (repr(fields), job.adapter_dtype, repr(sites))
+        code = _code(LoraLayer.__subclasses__())
+        numbers = tuple((site.path, site.rank, site.scaling) for site in sites.values())
+        plain_lora = (compiler._structure(job, backbone, sites, exact), numbers)
+        structure = adapters if exact else plain_lora
+        seen = (form, fold, adapters, code)
+        traced = []
+
+        def trace() -> JobGraph:
+            traced.append(seen)
+            return plain(job, backbone, sites, form, fold, exact)
+
+        graph = _once(backbone, (form, fold, exact, structure, code), trace)
+        if not exact and not traced:
+            _wrap_once(seen, job, backbone, sites, fold)
         return replace(graph, name=job.name, sites=sites)
 
     trace_job.plain = plain  # type: ignore[attr-defined]
     return trace_job
+
+
+def _wrap_once(
+    seen: Hashable, job: Job, backbone: Backbone, sites: dict[str, AdapterSite], fold: bool
+) -> None:
+    """Compare what PEFT makes of a job's fields with what is planned, as tracing does."""
+    key = (_model(backbone), seen)
+    if key in _wrapped:
+        return
+    bias = str(getattr(job.lora_config(), "bias", "none"))
+    plan = plan_layers(backbone, lambda layer: layer_signature(sites, layer, bias, False), fold)
+    model = pruned_copy(backbone, plan)[0]
+    check_wrapped(_export._wrap(model, job, job.lora_config(), backbone), sites, job)
+    _wrapped.add(key)
+
+
+def _fuse(plain: Callable[..., GroupGraph]) -> Callable[..., GroupGraph]:
+    known: dict[Hashable, GroupGraph] = {}
+
+    def fuse(given: Prepared, runner: Runner, *, probed: bool = False) -> GroupGraph:
+        if _is_from_python(given.backbone):
+            return plain(given, runner, probed=probed)
+        jobs = (repr(given.jobs), repr(given.sites), given.exact, given.notes)
+        key = (_model(given.backbone), jobs, str(runner.pipeline), runner.verify, probed)
+        if key not in known:
+            known[key] = plain(given, runner, probed=probed)
+        copied = copy_state(known[key])
+        assert isinstance(copied, GroupGraph)
+        return copied
+
+    fuse.plain = plain  # type: ignore[attr-defined]
+    return fuse
 
 
 def _loss(plain: Callable[[Backbone], str | None]) -> Callable[[Backbone], str | None]:
