@@ -204,6 +204,8 @@ COUNTING += ["data2vec-text"]
 _DIM = {"dim": 32, "n_layers": 2, "n_heads": 4, "hidden_dim": 48}
 ENCODERS: dict[str, tuple[dict[str, Any], Any]] = {
     "bert": ({}, ["query", "value"]),
+    # One layer, which runs twice.
+    "albert": ({"embedding_size": 16}, "all-linear"),
     "electra": ({"embedding_size": 32}, "all-linear"),
     # PEFT takes its pre_classifier for a head, which is no target then.
     "distilbert": (_DIM, ["q_lin", "v_lin"]),
