@@ -244,6 +244,8 @@ class _BranchWriter:
         self, index: int, job: JobGraph, alignment: Alignment, branch: JobBranch
     ) -> None:
         axis = branch.anchor.meta["axis"]
+        if axis is None:
+            raise _of_no_token(job, branch)
         site = self.sites[index].get(branch.site)
         copies: dict[fx.Node, fx.Node] = {}
 
@@ -360,6 +362,17 @@ class _BranchWriter:
         )
 
 
+def _of_no_token(job: JobGraph, branch: JobBranch) -> FusionError:
+    return FusionError(
+        f"job '{job.name}' adapts a module that the base runs on what is no token of the row",
+        module=branch.site,
+        source=branch.anchor.meta.get("source") or None,
+        expected="a module that runs on tokens alone; relative positions are none",
+        help="leave it out of target_modules, or name it in exclude_modules: of DeBERTa, "
+        "value_proj and dense can be adapted",
+    )
+
+
 def _is_row_size(node: fx.Node) -> bool:
     return isinstance(node.meta.get("val"), torch.SymInt)
 
@@ -467,12 +480,15 @@ def align(
 def _anchors(
     base: fx.Graph, job: fx.Graph, sites: Iterable[str]
 ) -> dict[fx.Node, tuple[fx.Node, str]]:
-    """The job's node and the base's node that are the result of each wrapped module."""
-    anchors = {}
+    """The job's node and the base's node that are a result of each wrapped module.
+
+    A module that runs several times has a result of each run, in the order of the runs.
+    """
+    anchors: dict[fx.Node, tuple[fx.Node, str]] = {}
     for site in sites:
         mine, theirs = _results(job, site), _results(base, site)
-        if len(mine) == 1 and len(theirs) == 1:
-            anchors[mine[0]] = (theirs[0], site)
+        if len(mine) == len(theirs):
+            anchors.update(zip(mine, ((result, site) for result in theirs), strict=True))
     return anchors
 
 

@@ -268,10 +268,15 @@ class LowerAdapters(GroupPass):
         branches: list[tuple[fx.Node, LoraBranch]] = []
         for write in writes:
             try:
-                branches.append((write, match_branch(write, anchor, _input_of(frozen))))
+                branch = match_branch(write, anchor, _input_of(frozen))
             except NoMatch as reason:
                 why = frozen.why if isinstance(frozen, Other) else str(reason)
                 self._keep(group, where, site, write, why)
+                continue
+            if branch.dropout > 0 and _runs_again(group, where, site):
+                self._keep(group, where, site, write, "it draws other masks each time it runs")
+            else:
+                branches.append((write, branch))
         if branches and not self._replace(group, graph, anchor, frozen, where, branches):
             for write, _ in branches:
                 self._keep(group, where, site, write, "the rewrite is held back by a bisection")
@@ -385,6 +390,12 @@ def _is_plain(group: GroupGraph, job: str, where: str, site: str) -> bool:
     graph = next(graph for graph in group.jobs if graph.name == job)
     prefix = f"{group.blocks[where].instances[0]}." if where else ""
     return graph.sites[prefix + site].kind == "lora"
+
+
+def _runs_again(group: GroupGraph, where: str, site: str) -> bool:
+    """Whether the base runs a site's module more than once."""
+    layers = group.blocks[where].instances if where else ("",)
+    return any(f"{layer}.{site}".strip(".") in group.base.repeated for layer in layers)
 
 
 def chains(graph: fx.Graph) -> dict[fx.Node, list[fx.Node]]:

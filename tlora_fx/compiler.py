@@ -54,7 +54,6 @@ from tlora_fx.pipeline import Instrument, Pipeline, Runner, Verify, parse_pipeli
 from tlora_fx.tracing.adapters import (
     idle_patterns,
     layer_signature,
-    require_called_once,
     require_trained,
     resolve_sites,
 )
@@ -456,8 +455,6 @@ def _fuse_once(given: Prepared, runner: Runner, form: Form, fold: Fold, exact: b
     runner.start()
     with runner.phase("trace the base"):
         base = trace_base(backbone, form, fold == "structures")
-    for job, own in zip(given.jobs, given.sites, strict=True):
-        require_called_once(job, own, base.repeated)
     _run_job(runner, base, fold)
     known: dict[Hashable, JobGraph] = {}
     graphs = []

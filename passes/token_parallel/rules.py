@@ -71,7 +71,7 @@ def dim_of(value: int, ndim: int) -> int:
     *(getattr(aten, name) for name in ("to", "_to_copy", "contiguous", "clone", "detach", "alias")),
     *(getattr(aten, name) for name in ("dropout", "type_as", "expand", "masked_fill", "where")),
     *(getattr(aten, name) for name in ("zeros_like", "ones_like", "full_like", "empty_like")),
-    aten.fill,
+    *(aten.fill, aten.__and__, aten.__or__),
     *(getattr(aten, name) for name in ("softplus", "gelu", "silu", "broadcast_to", "expand_as")),
     aten.polar,
     aten.complex,
@@ -460,11 +460,21 @@ def _gather(node: fx.Node, axis_of: Callable[[Any], Axis]) -> Axis:
         if held != dim:
             raise MixesTokens("it takes values by their place in the row")
         return held
+    if held is None and _is_one_expanded(index, axis):
+        held = axis
     if axis == dim or axis != held:
         raise MixesTokens("it takes some tokens of the row by their place")
     if not _same(source.meta["val"].shape[axis], index.meta["val"].shape[axis]):  # type: ignore[union-attr]
         raise MixesTokens("it takes values of one token with the index of another")
     return axis
+
+
+def _is_one_expanded(value: Any, dim: int) -> bool:
+    """Whether one place of a dimension was expanded to all of them."""
+    if value.target is not aten.expand.default or rank_of(value.args[0]) != rank_of(value):
+        return False
+    size = value.args[0].meta["val"].shape[dim]
+    return isinstance(size, int) and size == 1
 
 
 @rule(aten.diff)

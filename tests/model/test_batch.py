@@ -119,6 +119,9 @@ def test_padded_rows_give_each_sequence_a_line(drawn):
     for line, ids in enumerate(sequences):
         assert row.input_ids[line, : len(ids)].tolist() == list(ids)
         assert not row.input_ids[line, len(ids) :].any()
+        own = torch.arange(row.input_ids.shape[1]) < len(ids)
+        assert torch.equal(row.token_index[line] >= 0, own)
+    assert (row.token_index[len(sequences) :] < 0).all()
 
 
 @given(ROW)

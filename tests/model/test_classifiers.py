@@ -32,7 +32,7 @@ from tlora_fx.config import base_task
 from tlora_fx.config.job import BaseSpec
 from tlora_fx.errors import BaseRefused, JobError
 from tlora_fx.ir.graph import HEAD
-from tlora_fx.model.batch import JobTokens
+from tlora_fx.model.batch import JobTokens, pad
 from tlora_fx.model.loss import predicted, row_losses
 from tlora_fx.runtime.adapters import base_tensors, canonical_names
 
@@ -205,18 +205,27 @@ COUNTING += ["data2vec-text"]
 _DIM = {"dim": 32, "n_layers": 2, "n_heads": 4, "hidden_dim": 48}
 ENCODERS: dict[str, tuple[dict[str, Any], Any]] = {
     "bert": ({}, ["query", "value"]),
+    # One layer, which runs twice.
+    "albert": ({"embedding_size": 16}, "all-linear"),
     "electra": ({"embedding_size": 32}, "all-linear"),
     # PEFT takes its pre_classifier for a head, which is no target then.
     "distilbert": (_DIM, ["q_lin", "v_lin"]),
     **{name: ({"max_position_embeddings": 128}, "all-linear") for name in COUNTING},
     "modernbert": ({"global_attn_every_n_layers": 2, "local_attention": 8}, "all-linear"),
 }
+#: Encoders whose own attention knows no packed rows.
+_RELATIVE = {"relative_attention": True, "pos_att_type": ["p2c", "c2p"], "position_buckets": 8}
+PADDED: dict[str, tuple[dict[str, Any], Any]] = {
+    "mpnet": ({}, "all-linear"),
+    "deberta-v2": ({**_RELATIVE, "share_att_key": True}, ["value_proj", "dense"]),
+}
 
 
 def encoder(folder: Path, name: str, rate: float = 0.0, **fields: Any) -> BaseSpec:
     """A small encoder that classifies, with this rate of all its dropouts."""
     few = {key: value for key, value in FEW.items() if not key.endswith("token_id")}
-    sizes = {**few, "num_hidden_layers": 2, **ENCODERS[name][0], "pad_token_id": VOCABULARY - 1}
+    own = {**ENCODERS, **PADDED}[name][0]
+    sizes = {**few, "num_hidden_layers": 2, **own, "pad_token_id": VOCABULARY - 1}
     config = AutoConfig.for_model(name, **sizes)
     for key, value in list(vars(config).items()):
         if "drop" in key and (value is None or isinstance(value, float)):
@@ -250,6 +259,31 @@ def test_dropouts_inside_a_trained_head_drop_what_they_drop_alone(tmp_path):
     for index, name in enumerate("ab"):
         alone = run_fused(model, [p if at == index else nothing for at, p in enumerate(parts)])
         assert_same(alone[name], together[name], 1e-12, name)
+
+
+@pytest.mark.parametrize("name", ["mpnet", pytest.param("deberta-v2", marks=pytest.mark.slow)])
+def test_an_encoder_with_its_own_attention_classifies_padded_lines(tmp_path, name):
+    """Padding is hidden, whatever stands there and however much: a token sees its own line."""
+    fields, labels = PROBLEMS["one of three"]
+    base, targets = encoder(tmp_path, name, **fields), PADDED[name][1]
+    model = ready([job(own, base, r=r, target_modules=targets) for own, r in (("a", 4), ("b", 2))])
+
+    assert model.group.form == "batch"
+    assert_classifies(model, labels, 1e-6, first=True)
+    parts = [marked(LENGTHS["a"], labels[:2], 0, True), marked(LENGTHS["b"], labels[2:], 1, True)]
+    first, second = (model(pad(parts, padding=token)).detach() for token in (0, 7))
+    assert torch.equal(first, second)
+
+
+@pytest.mark.slow
+def test_an_encoder_is_padded_where_it_is_asked_for(tmp_path):
+    """BERT, whose mask transformers makes, in batch form."""
+    fields, labels = PROBLEMS["one of three"]
+    base = encoder(tmp_path, "bert", attention="batch", **fields)
+    model = ready(two_jobs(base, ["query", "value"]))
+
+    assert model.group.form == "batch"
+    assert_classifies(model, labels, 1e-6, first=True)
 
 
 def test_an_encoder_that_nobody_knows_as_one_is_refused(tmp_path, monkeypatch):

@@ -3,14 +3,28 @@
 from __future__ import annotations
 
 import pytest
+import torch
 from torch import Tensor, nn
 from transformers import MixtralConfig
 
-from tests.models import Plain, error_of, hand_written, job
+from tests.models import (
+    Plain,
+    assert_same,
+    error_of,
+    hand_written,
+    job,
+    peft_model,
+    ready,
+    run_alone,
+    run_fused,
+    tokens,
+)
 from tlora_fx.compiler import compile
 from tlora_fx.config.job import BaseSpec
 from tlora_fx.errors import FusionError, JobError, UnknownTarget
 from tlora_fx.model.backbone import load_backbone
+from tlora_fx.model.batch import pad
+from tlora_fx.runtime.solo import KeyedDropout
 from tlora_fx.testing.equivalence import SIZES
 from tlora_fx.tracing.adapters import resolve_sites
 
@@ -54,13 +68,45 @@ class Twice(Plain):
         return self.head(hidden)
 
 
-def test_a_module_that_runs_twice_is_not_adapted():
-    """The job alone is at fault, so no other group helps; what runs once may be adapted."""
-    text = error_of(lambda: compile(hand_written(Twice(layers=2))), FusionError)
+@pytest.mark.parametrize("rate", [0.0, 0.25])
+def test_a_module_that_runs_twice_learns_from_both_runs(rate):
+    """As with PEFT: one A and B, whose gradients add; with dropout, a mask for each run."""
+    (one,) = hand_written(Twice(layers=2))
+    one = one.model_copy(update={"lora": {**one.lora, "lora_dropout": rate}})
+    model = ready([one])
+    part = tokens([5, 3])
+    fused, wrapped = run_fused(model, [part])["one"], peft_model(model, "one")
+    if rate:
+        masks = KeyedDropout(wrapped, part.seed)
+        with masks.row(part.step, pad([part]).token_index.long()):
+            alone = run_alone(wrapped, part)
+    else:
+        alone = run_alone(wrapped, part)
 
-    assert "layers.0.out and 1 more" in text
+    assert bool(model.banks) == (not rate)
+    assert_same(fused, alone, 1e-12, "one")
+
+
+class ByPlace(Plain):
+    """A model whose second projection is also one of relative positions."""
+
+    def __init__(self) -> None:
+        super().__init__(layers=1)
+        self.places = nn.Parameter(torch.randn(5, 32))
+
+    def forward(self, ids: Tensor) -> Tensor:
+        """Logits."""
+        out, hidden = self.layers[0].out, self.embed(ids)
+        return self.head(hidden + out(hidden) @ out(self.places).t() @ self.places)
+
+
+def test_a_module_that_runs_on_no_tokens_is_not_adapted():
+    """Its result is the same for all tokens, but another for each job; what else to adapt helps."""
+    text = error_of(lambda: compile(hand_written(ByPlace())), FusionError)
+
+    assert "no token of the row" in text
     assert "leave it out of target_modules" in text
-    assert compile(hand_written(Twice(layers=2), targets=("head",))).banks.keys() == {"head"}
+    assert compile(hand_written(ByPlace(), targets=("head",))).banks.keys() == {"head"}
 
 
 class Aside(Plain):

@@ -53,6 +53,11 @@ class Backbone:
         return getattr(self.model, "config", None)
 
     @property
+    def is_encoder(self) -> bool:
+        """Whether it classifies by the first token, which sees all later ones."""
+        return self.spec.is_classifier and pools_first(self.config.to_dict())
+
+    @property
     def title(self) -> str:
         """What people call this base."""
         spec = self.spec

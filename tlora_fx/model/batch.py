@@ -18,6 +18,8 @@ from torch import Tensor
 from tlora_fx.model.preference import Pairs, Preference, pairs_of
 
 IGNORED = -100
+#: Index of what no job brought.
+PADDING = -1
 # Tokens of a row, so that no dimension is specialised to one.
 SMALLEST = 2
 
@@ -52,7 +54,8 @@ class PackedBatch:
     max_seqlen                int32 [] on the CPU
     segments                  int32 [J + 1] on the CPU: job j owns units segments[j]:segments[j+1];
                               a unit is a token, in batch form a line
-    token_index               int32, as input_ids: index in the job's whole-step batch
+    token_index               int32, as input_ids: index in the job's whole-step batch; -1 where a
+                              line is padded
     keys                      int64 [J, 2] on the CPU: the job's seed and optimizer step
     target_rows               int64 [N]: flat positions whose next token is a target, by job; of
                               classifiers those that a label belongs to
@@ -190,7 +193,7 @@ def pad(jobs: Sequence[JobTokens], padding: int = 0) -> PackedBatch:
     width = max([2, *map(len, sequences)])
     lines = max(2, len(sequences))
     ids = torch.full((lines, width), padding, dtype=torch.int64)
-    index = torch.zeros((lines, width), dtype=torch.int32)
+    index = torch.full((lines, width), PADDING, dtype=torch.int32)
     segments = [0]
     line = 0
     for job in jobs:

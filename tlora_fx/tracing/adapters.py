@@ -18,7 +18,7 @@ from torch import Tensor, fx, nn
 
 from tlora_fx.config.job import HEADS, Job
 from tlora_fx.config.other_kinds import other_kind
-from tlora_fx.errors import AdapterMismatch, FusionError, UnknownTarget, nearest
+from tlora_fx.errors import AdapterMismatch, UnknownTarget, nearest
 from tlora_fx.ir.graph import (
     PEFT_PREFIX,
     AdapterSite,
@@ -353,20 +353,6 @@ def _refuse_unknown(
 def _linear_names(modules: dict[str, nn.Module]) -> list[str]:
     found = {p.rpartition(".")[2] for p, m in modules.items() if hasattr(m, "weight") and p}
     return sorted(name for name in found if not name.isdigit() and "norm" not in name)
-
-
-def require_called_once(job: Job, sites: dict[str, AdapterSite], repeated: frozenset[str]) -> None:
-    """Refuse to adapt a module that the base runs more than once.
-
-    raises    FusionError
-    """
-    paths = [path for path, site in sites.items() if site.rank and path in repeated]
-    if paths:
-        raise FusionError(
-            f"job '{job.name}' adapts a module that the base runs more than once",
-            module=_first(paths),
-            help="leave it out of target_modules, or name it in exclude_modules",
-        )
 
 
 def require_trained(job: Job, graph: JobGraph) -> None:

@@ -45,6 +45,7 @@ from tlora_fx.ir.graph import (
 )
 from tlora_fx.ir.shapes import fake_like, fake_mode_of, give_value
 from tlora_fx.model.backbone import Backbone
+from tlora_fx.model.batch import PADDING
 from tlora_fx.tracing.adapters import check_wrapped, layer_signature, make_traceable
 from tlora_fx.tracing.attention import packed_implementation, register, row_of
 from tlora_fx.tracing.experts import use_expert_products
@@ -144,13 +145,21 @@ def _trace(
 ) -> JobGraph:
     model, index_read, calls = pruned_copy(backbone, plan)
     counts = form == "packed" and accepts_positions(model) and _counts_positions(backbone, plan)
+    masked = backbone.is_encoder and _accepts(model, "attention_mask")
     if form == "packed":
         _use_packed_attention(model, subject)
     if job is not None:
         model = _wrap(model, job, config or job.lora_config(), backbone)
         check_wrapped(model, sites or {}, job)
     use_expert_products(model)
-    row = TracedRow(model, form, keywords=backbone.config is not None, calls=calls, counts=counts)
+    row = TracedRow(
+        model,
+        form,
+        keywords=backbone.config is not None,
+        calls=calls,
+        counts=counts,
+        masked=masked,
+    )
     index_read.clear()
     try:
         module = export_row(row, subject)
@@ -304,6 +313,7 @@ class TracedRow(nn.Module):
 
     keywords   whether it takes them by transformers' names, or the ids alone
     counts     whether it is given no positions, and counts them by the ids
+    masked     whether it is given a mask of padding in batch form: its tokens see later ones
     """
 
     def __init__(
@@ -314,11 +324,12 @@ class TracedRow(nn.Module):
         keywords: bool = True,
         calls: LayerCalls | None = None,
         counts: bool = False,
+        masked: bool = False,
     ) -> None:
         super().__init__()
         self.model = model
         self.form = form
-        self.counts = counts
+        self.counts, self.masked = counts, masked
         self.keywords = keywords
         self.calls = calls
         self.attention: list[str] = []
@@ -345,8 +356,10 @@ class TracedRow(nn.Module):
                 with unpacked_lines(padded=False), CountsBySequence(input_ids):
                     out = self.model(input_ids=input_ids, **given, use_cache=False)
             elif self.keywords:
-                with unpacked_lines(padded=True):
-                    out = self.model(input_ids=input_ids, use_cache=False)
+                own = row_shaped[-1] > PADDING
+                given = {"attention_mask": own.long()} if self.masked else {}
+                with unpacked_lines(padded=True, hidden=self.masked):
+                    out = self.model(input_ids=input_ids, **given, use_cache=False)
             else:
                 out = self.model(input_ids)
         return _logits_of(out)
@@ -416,7 +429,11 @@ def _index(index: Any) -> Any:
 
 def accepts_positions(model: nn.Module) -> bool:
     """Whether a model's forward takes position_ids, without which rows cannot be packed."""
-    return "position_ids" in inspect.signature(model.forward).parameters
+    return _accepts(model, "position_ids")
+
+
+def _accepts(model: nn.Module, name: str) -> bool:
+    return name in inspect.signature(model.forward).parameters
 
 
 def export_row(row: TracedRow, subject: str) -> fx.GraphModule:

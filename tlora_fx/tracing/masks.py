@@ -22,6 +22,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 from tlora_fx.errors import AttentionNotPackable, BaseNotTraceable, PaddingSeen
 
 MaskFunction = Callable[..., Any]
+_SKIPS = ("allow_is_causal_skip", "allow_is_bidirectional_skip")
 
 # Positions that are probed: all of the first ones, then those around powers of two, as far as the
 # base's own limit lies between these bounds.
@@ -207,8 +208,7 @@ class DeclaredMask(Tensor):
         mask: DeclaredMask = Tensor._make_wrapper_subclass(
             DeclaredMask, shape, dtype=torch.bool, device=arguments["device"]
         )
-        skips = "allow_is_causal_skip", "allow_is_bidirectional_skip"
-        mask.skippable = any(arguments.get(name) for name in skips)
+        mask.skippable = any(arguments.get(name) for name in _SKIPS)
         mask.rule, mask.trouble = None, ""
         try:
             mask.rule = read_rule(arguments)
@@ -280,12 +280,13 @@ def declared_mask(**arguments: Any) -> DeclaredMask:
     return DeclaredMask.make(arguments)
 
 
-def padded_mask(maker: Callable[..., Any], **arguments: Any) -> Any:
+def padded_mask(maker: Callable[..., Any], hidden: bool, **arguments: Any) -> Any:
     """What transformers calls in place of a maker of masks while padded lines are traced.
 
-    Padding stands behind a line, and nothing hides it: a token that sees later ones sees it.
+    Padding stands behind a line: a token that sees later ones sees it where no mask hides it.
 
     maker     makes the mask
+    hidden    whether the model was given a mask that hides padding
     raises    PaddingSeen, BaseNotTraceable
     """
     probe = probe_of(arguments)
@@ -294,7 +295,8 @@ def padded_mask(maker: Callable[..., Any], **arguments: Any) -> Any:
         traceable = not probe.use_vmap or probe.is_by_element()
     except UnreadableMask:
         ahead, traceable = False, not probe.use_vmap  # The probe on the base's weights tells.
-    if ahead:
+    padding = arguments.get("attention_mask")
+    if ahead and not (hidden and padding is not None):
         raise PaddingSeen(
             "the base's mask lets tokens see later ones, and so the padding of a batch",
             expected="a causal mask",
@@ -307,11 +309,27 @@ def padded_mask(maker: Callable[..., Any], **arguments: Any) -> Any:
             found="or_mask_function or and_mask_function, which transformers calls by torch.vmap",
             help="train this base alone, or make the mask of positions only",
         )
+    if hidden and padding is not None:
+        arguments.update(attention_mask=None, mask_function=_hiding(padding, **arguments))
+        arguments.update(dict.fromkeys(_SKIPS, False))
     return maker(**{**arguments, "use_vmap": False})
 
 
+def _hiding(padding: Tensor, mask_function: MaskFunction, **_: Any) -> MaskFunction:
+    """A mask that hides padding too; transformers' own looks its lines up by their numbers.
+
+    padding    [B, S], False where a line is padded
+    """
+
+    def hiding(batch: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
+        seen: Tensor = mask_function(batch, head, query, key)
+        return seen & padding[:, None, None, :].to(torch.bool)
+
+    return hiding
+
+
 @contextmanager
-def unpacked_lines(*, padded: bool) -> Iterator[None]:
+def unpacked_lines(*, padded: bool, hidden: bool = False) -> Iterator[None]:
     """Within this, transformers takes each line of a batch for one sequence.
 
     It looks for packed sequences in position_ids. Attention knows a row's sequences by itself, so
@@ -320,6 +338,7 @@ def unpacked_lines(*, padded: bool) -> Iterator[None]:
     padding before it.
 
     padded    whether lines have padding behind them, so that no mask may look ahead
+    hidden    but for one that the model is given to hide the padding
     """
     from transformers import masking_utils
 
@@ -331,7 +350,8 @@ def unpacked_lines(*, padded: bool) -> Iterator[None]:
     }
     kept = {name: getattr(masking_utils, name) for name in instead}
     if padded:
-        makers.update({key: partial(padded_mask, maker) for key, maker in kept_makers.items()})
+        for key, maker in kept_makers.items():
+            makers[key] = partial(padded_mask, maker, hidden)
     try:
         for name, function in instead.items():
             setattr(masking_utils, name, function)

@@ -157,6 +157,23 @@ def test_a_gather_follows_its_index(source, dim, held):
     assert {3} == set(changed[:, axis].tolist())
 
 
+def test_a_gather_takes_one_index_for_all_tokens():
+    """An index that was expanded along the row is the same for each of them."""
+    graph = fx.Graph()
+    source, table = graph.placeholder("source"), graph.placeholder("table")
+    index = graph.call_function(aten.expand.default, (table, [T, 5, 3]))
+    call = graph.call_function(aten.gather.default, (source, -1, index))
+    for node, shape in ((source, (T, 5, 6)), (table, (1, 5, 3)), (index, (T, 5, 3))):
+        node.meta["val"] = drawn(*shape)
+    found = find_rule(call.target)
+    assert found is not None
+
+    assert found(call, {source: 0}.get) == 0
+    table.meta["val"] = drawn(T, 5, 3)
+    with pytest.raises(MixesTokens, match="by their place"):
+        found(call, {source: 0}.get)
+
+
 PAIRS = torch.tensor([[0, 2], [1, 0], [2, 3], [3, 1], [0, 1], [2, 0], [3, 2]])
 
 
