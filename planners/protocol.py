@@ -9,6 +9,7 @@ from __future__ import annotations
 import inspect
 import pkgutil
 from collections.abc import Mapping
+from dataclasses import replace
 from importlib import import_module
 from importlib.metadata import entry_points
 from typing import TYPE_CHECKING, Any, ClassVar, Self
@@ -26,7 +27,7 @@ from tlora_fx.config.plugins import load_plugin
 from tlora_fx.cost.load import MAX_ROW_TOKENS
 from tlora_fx.cost.plan import TAKEN_OUT, MeshShape, Plan
 from tlora_fx.cost.step_time import GPUS_PER_NODE
-from tlora_fx.errors import PlanNotRunnable, PluginBroken, UnknownPlanner, nearest
+from tlora_fx.errors import PlanNotRunnable, UnknownPlanner, nearest
 from tlora_fx.model.supermodel import SuperModel
 from tlora_fx.parallel.mesh import Mesh
 from tlora_fx.pipeline.registry import PLANNERS
@@ -136,13 +137,8 @@ def find_planner(name: str) -> Planner:
     kind, broken = plugin.found, plugin.broken
     if kind is not None and issubclass(kind, Planner) and not broken:
         return kind()
-    raise PluginBroken(
-        f"planner '{name}' is broken",
-        package=plugin.package or None,
-        entry=plugin.target,
-        found=broken or f"{plugin.target} is no Planner",
-        help="mend or uninstall that package",
-    )
+    why = broken or f"{plugin.target} is no Planner"
+    raise replace(plugin, broken=why).error(f"planner '{name}'")
 
 
 def planner_names() -> list[str]:

@@ -47,7 +47,7 @@ from tlora_fx.config.fields import (
 )
 from tlora_fx.config.plugins import Plugin, load_plugin
 from tlora_fx.config.validation import Spec, refuse
-from tlora_fx.errors import PluginBroken, nearest
+from tlora_fx.errors import nearest
 
 if TYPE_CHECKING:
     import peft
@@ -280,13 +280,7 @@ def other_kind(kind: str) -> type[OtherKind] | None:
     plugin = _load(offered[0])
     if plugin.found is not None:
         return plugin.found
-    raise PluginBroken(
-        f"the kind of adapter '{kind}' is broken",
-        package=plugin.package or None,
-        entry=plugin.target,
-        found=plugin.broken,
-        help="mend or uninstall that package",
-    )
+    raise plugin.error(f"the kind of adapter '{kind}'")
 
 
 def other_kind_names() -> list[str]:
@@ -401,12 +395,7 @@ def register_tuner(kind: str) -> None:
     except (Exception, SystemExit) as error:  # noqa: BLE001  (whatever a stranger's module raises)
         broken = f"{type(error).__name__}: {error}"
     if not {kind} <= PEFT_TYPE_TO_CONFIG_MAPPING.keys() & PEFT_TYPE_TO_TUNER_MAPPING.keys():
-        raise PluginBroken(
-            f"the kind of adapter '{kind}' is broken",
-            entry=tuner,
-            found=broken,
-            help="mend or uninstall that package",
-        )
+        raise Plugin(kind, "", tuner, None, broken).error(f"the kind of adapter '{kind}'")
 
 
 def _config_class(kind: str) -> Any:

@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from importlib.metadata import EntryPoint
 
+from tlora_fx.errors import PluginBroken
+
 
 @dataclass(frozen=True, slots=True)
 class Plugin:
@@ -20,6 +22,16 @@ class Plugin:
     target: str
     found: type | None
     broken: str = ""
+
+    def error(self, what: str) -> PluginBroken:
+        """Of what it offers, such as "pass 'name'", that it is broken and why."""
+        return PluginBroken(
+            f"{what} is broken",
+            package=self.package or None,
+            entry=self.target,
+            found=self.broken,
+            help="mend or uninstall that package",
+        )
 
 
 def load_plugin(entry: EntryPoint) -> Plugin:

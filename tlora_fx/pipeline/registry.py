@@ -72,13 +72,7 @@ def find_pass(name: str) -> type[Pass]:
         )
     plugin = load_pass(offered[0])
     if plugin.found is None:
-        raise PluginBroken(
-            f"pass '{name}' is broken",
-            package=plugin.package or None,
-            entry=plugin.target,
-            found=plugin.broken,
-            help="mend or uninstall that package",
-        )
+        raise plugin.error(f"pass '{name}'")
     return plugin.found
 
 

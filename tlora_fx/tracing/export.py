@@ -356,8 +356,9 @@ class TracedRow(nn.Module):
                 with unpacked_lines(padded=False), CountsBySequence(input_ids):
                     out = self.model(input_ids=input_ids, **given, use_cache=False)
             elif self.keywords:
-                own = row_shaped[-1] > PADDING
-                given = {"attention_mask": own.long()} if self.masked else {}
+                given = {}
+                if self.masked:
+                    given["attention_mask"] = (row_shaped[-1] > PADDING).long()
                 with unpacked_lines(padded=True, hidden=self.masked):
                     out = self.model(input_ids=input_ids, **given, use_cache=False)
             else:
