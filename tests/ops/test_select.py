@@ -93,6 +93,22 @@ def test_one_point_of_the_users_own_does_not_hide_those_of_ours(own_table, tmp_p
     assert times == [1.0, 3.0]
 
 
+@pytest.mark.parametrize(("arch", "found"), [(90, [2.0]), (80, [])])
+def test_a_gpu_without_a_table_takes_ours_of_its_architecture(own_table, tmp_path, arch, found):
+    """An H100 is cut as an H200 is, until its own user has measured it."""
+    entry = {
+        "family": select.family("forward", SITE),
+        "at": [1280, 16, 64],
+        "plans": {"sidecar": {"us": 2.0}},
+    }
+    shipped = tmp_path / "shipped.json"
+    own_table(shipped, format=select.FORMAT, arch=arch, entries=[entry])
+
+    times = select.plan_times("another GPU", "forward", SITE, 1280)
+
+    assert [time.microseconds for time in times.values()] == found
+
+
 @given(st.integers(0, 65536))
 def test_a_bucket_is_at_most_a_quarter_above_its_tokens(tokens):
     """Four steps a doubling; a bucket is its own."""

@@ -5,7 +5,8 @@ an estimate of what each plan moves. Strict mode always takes the fused plan wit
 a job's numbers do not depend on how many tokens its neighbours bring.
 
 Measurements stand in tables, a JSON file a GPU. Ours lie beside this module; the user's own, in
-the cache folder, comes first. Keys hold what a plan's time depends on; the next smaller or larger
+the cache folder, comes first. A GPU without a table takes ours of the same architecture: an H100
+is an H200 with slower memory. Keys hold what a plan's time depends on; the next smaller or larger
 measured token count, width and tail stand in for those that were not measured.
 """
 
@@ -334,7 +335,7 @@ def _nearest(
     wanted = family(kind, site, sites)
     near = [
         (here.distance(Coordinates(*entry["at"])), entry, source)
-        for source, entries in _tables(gpu)
+        for source, entries in _tables(gpu, site.arch)
         for entry in entries
         if entry["family"] == wanted
     ]
@@ -344,10 +345,14 @@ def _nearest(
     return entry, source
 
 
-def _tables(gpu: str) -> Iterator[tuple[str, list[dict[str, Any]]]]:
+def _tables(gpu: str, arch: int) -> Iterator[tuple[str, list[dict[str, Any]]]]:
     if not gpu:
         return
-    for path in (own_table(gpu), SHIPPED / file_name(gpu)):
+    shipped = [SHIPPED / file_name(gpu)]
+    if not shipped[0].is_file():
+        tables = sorted(SHIPPED.glob("*.json"))
+        shipped = [path for path in tables if _read(path).get("arch") == arch]
+    for path in (own_table(gpu), *shipped):
         if entries := _read(path).get("entries"):
             yield str(path), entries
 

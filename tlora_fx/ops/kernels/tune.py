@@ -99,6 +99,7 @@ class Point:
 class _Log:
     path: Path
     gpu: str
+    arch: int
     until: float
     entries: list[dict[str, Any]] = field(default_factory=list)
     failures: dict[str, str] = field(default_factory=dict)
@@ -118,7 +119,8 @@ class _Log:
         others = [other for other in self.entries if (other["family"], other["at"]) != key]
         self.entries = [*others, entry]
         now = datetime.datetime.now(datetime.UTC)
-        facts = {**versions(), "date": now.strftime("%Y-%m-%d"), "left_out": self.failures}
+        facts = {"arch": self.arch, **versions(), "date": now.strftime("%Y-%m-%d")}
+        facts["left_out"] = self.failures
         select.write_table(self.path, self.gpu, facts, self.entries)
 
 
@@ -154,7 +156,7 @@ def tune(
     until = time.monotonic() + budget_seconds
     gpu = gpu_name(device) or "cpu"
     path = out_path or (select.SHIPPED / select.file_name(gpu) if ship else select.own_table(gpu))
-    console, log = Console(highlight=False), _Log(path, gpu, until)
+    console, log = Console(highlight=False), _Log(path, gpu, support.arch_of(device), until)
     log.resume()
     if groups is None:
         groups = () if shapes else GROUPS
