@@ -1,6 +1,6 @@
 """From a spec to the text of its kernel: one emitter a kind, one file a family of kernels.
 
-`codegen/kernels/<kind>.py` is the emitter of a kind; `gemm.py` and `sums.py` hold two each. The
+`codegen/kernels/<kind>.py` is the emitter of a kind; `gemm.py` holds two, `sums.py` three. The
 first line of an emitter's docstring says what the kernel does. `source` fills a template with
 `codegen.template`; see pack.py.
 
@@ -37,6 +37,7 @@ _FAMILIES: dict[Kind, str] = {
     "forward": "gemm",
     "input_gradient": "gemm",
     "sum_ds": "sums",
+    "sum_s": "sums",
     "sum_gradients": "sums",
 }
 _SUM = re.compile(r"^# sha256 of what follows: (?P<digest>[0-9a-f]{64})\n", re.MULTILINE)

@@ -97,8 +97,10 @@ def pack_site(
     flags,  # [P / RANK_BLOCK, A_STRIPS + B_STRIPS]
     blocks,  # P / RANK_BLOCK
     #? extend [
-    tail,  # $tail_shape
+    tail,  # where the weight begins
     stride,  # of its rows
+    below,  # rows from there to the tail's
+    beside,  # columns from there to the tail's
     ends,  # blocks, and those of the tail
     #]
     strip,
@@ -124,7 +126,7 @@ def pack_site(
     #? extend [
     elif block < ends:
         first = (block - blocks) * RANK_BLOCK
-        first_row = (first + $below_name).to(tl.int64)
+        first_row = (first + below).to(tl.int64)
         left = all_ranks - first
         if strip < A_STRIPS:
             $extend_a
@@ -160,8 +162,10 @@ def kernel(
     flags_$k,  # [P / RANK_BLOCK, A_STRIPS + B_STRIPS]
     blocks_$k,  # P / RANK_BLOCK
     #? extend [
-    tail_$k,  # $tail_shape
+    tail_$k,  # where the weight begins
     stride_$k,  # of its rows
+    below_$k,
+    beside_$k,
     ends_$k,  # blocks, and those of the tail
     #]
     #]
@@ -183,6 +187,8 @@ def kernel(
             #? extend [
             tail_$k,
             stride_$k,
+            below_$k,
+            beside_$k,
             ends_$k,
             #]
             strip - FIRST_$k,
@@ -192,7 +198,20 @@ def kernel(
     #]
 
 
-def launch(a, b, ranks, slots, jobs, a_packed, b_packed, flags, tail=None):
+def launch(
+    a,
+    b,
+    ranks,
+    slots,
+    jobs,
+    a_packed,
+    b_packed,
+    flags,
+    tail=None,
+    below=None,
+    beside=None,
+    width=None,
+):
     """Fill packed adapters and flags$and_tail of $count.
 
     a, b                per site [R, $inner], [R, $outers] in $adapter_dtype
@@ -200,12 +219,13 @@ def launch(a, b, ranks, slots, jobs, a_packed, b_packed, flags, tail=None):
     a_packed, b_packed  per site [P, $inner], [P, $outers] in $dtype, P a multiple of $rank_block
     flags               per site float32 [P / $rank_block, $strips]
     tail                $tail_doc
+    below, beside       $place_doc
+    width               $width_doc
     """
     blocks = [rows.shape[0] // $rank_block for rows in a_packed]
     ends = blocks  #? not extend
     #? extend [
-    belows = [rows.shape[0] - below for rows, below in zip(tail, $belows, strict=True)]
-    ends = [count + rows // $rank_block for count, rows in zip(blocks, belows, strict=True)]
+    ends = [count + rows // $rank_block for count, rows in zip(blocks, width, strict=True)]
     #]
     grid = (max(ends), $all_strips)
     if grid[0] > 0:
@@ -223,6 +243,8 @@ def launch(a, b, ranks, slots, jobs, a_packed, b_packed, flags, tail=None):
             #? extend [
             tail[$k],
             tail[$k].stride(0),
+            below[$k],
+            beside[$k],
             ends[$k],
             #]
             #]
@@ -272,23 +294,23 @@ def source(spec: KernelSpec) -> str:
 def _values(spec: KernelSpec) -> dict[str, object]:
     # W is stored [O, I] or [I, O]: what lies below it and what lies beside it change places.
     upright = spec.weight_layout == "out_in"
-    belows = spec.outers if upright else (spec.inner,) * spec.sites
-    below, beside = (spec.outers, (spec.inner,)) if upright else ((spec.inner,), spec.outers)
-    as_rows = "extend_rows({0}, tail + first_row * stride, stride, first, left, {2}, {3})"
-    as_columns = "extend_columns({0}, tail + {1} + first, stride, first, left, {2}, {3})"
+    rows, columns = (spec.outers, (spec.inner,)) if upright else ((spec.inner,), spec.outers)
+    as_rows = "extend_rows({0}, tail + first_row * stride, stride, first, left, {1}, {2})"
+    as_columns = "extend_columns({0}, tail + beside + first, stride, first, left, {1}, {2})"
     a_form, b_form = (as_rows, as_columns) if upright else (as_columns, as_rows)
     return common_values(spec) | {
         "strips": either([_strips(spec.inner) + _strips(outer) for outer in spec.outers]),
         "all_strips": _ends(spec)[-1],
-        "belows": belows,
-        "below_name": "OUTER" if upright else "INNER",
-        "extend_a": a_form.format("a", "OUTER", "strip", "INNER"),
-        "extend_b": b_form.format("b", "INNER", "strip - A_STRIPS", "OUTER"),
-        "tail_shape": "[OUTER + T, INNER + T]" if upright else "[INNER + T, OUTER + T]",
+        "extend_a": a_form.format("a", "strip", "INNER"),
+        "extend_b": b_form.format("b", "strip - A_STRIPS", "OUTER"),
         "and_tail": ", and the tail of the weight" if spec.extend else "",
-        "tail_doc": f"per site [{either(below)} + T, {either(beside)} + T], W at its top left"
+        "tail_doc": f"per site W [{either(rows)}, {either(columns)}], in a buffer with more"
         if spec.extend
         else "not read",
+        "place_doc": "per site rows and columns from W's first to those of its tail"
+        if spec.extend
+        else "not read",
+        "width_doc": "per site T, the tail's rows" if spec.extend else "not read",
     }
 
 

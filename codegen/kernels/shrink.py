@@ -3,7 +3,7 @@
 A program takes one tile of rows of one segment and all columns of x, in a fixed order, so a
 token's row of S depends on nothing but its job. For few tokens those are few programs that each
 wait long: with `tile.slab` a program takes so many columns of x and leaves a share of S, which the
-`sum_ds` of `finish` adds up, scales and rounds. Tiles are counted from the segment's start; jobs
+`sum_s` of `finish` adds up, scales and rounds. Tiles are counted from the segment's start; jobs
 without adapters only write zeros. Ranks up to `tile.columns` share one read of x, each further
 `tile.columns` read it again.
 
@@ -21,7 +21,7 @@ from dataclasses import replace
 from textwrap import indent
 
 from tlora_fx.codegen.kernels import sums
-from tlora_fx.codegen.spec import KernelSpec, Tile
+from tlora_fx.codegen.spec import Extend, KernelSpec, Tile
 from tlora_fx.codegen.template import common_values, constants_of, fill, module, part_type, size
 from tlora_fx.errors import KernelSpecError
 
@@ -547,12 +547,10 @@ def slabs_of(spec: KernelSpec) -> int:
 
 
 def finish(spec: KernelSpec) -> KernelSpec:
-    """The `sum_ds` that makes S out of a site's shares: its `outer` is x's width."""
-    plain = replace(
-        spec, kind="sum_ds", inner=spec.outer, outer=spec.inner, dropout=False, sites=1, tile=None,
-        extend="tail" if spec.extend else "",
-    )  # fmt: skip
-    return replace(plain, tile=replace(sums.sum_ds.default_tile(plain), slab=spec.cut.slab))
+    """The `sum_s` that makes S out of the shares that a settled spec leaves."""
+    extend: Extend = "tail" if spec.extend else ""
+    plain = replace(spec, kind="sum_s", dropout=False, tile=None, extend=extend)
+    return replace(plain, tile=sums.sum_s.tile(plain, spec.cut.slab))
 
 
 def _dispatch(spec: KernelSpec, call: str) -> str:

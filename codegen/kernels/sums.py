@@ -1,7 +1,7 @@
 """Add up the shares that other kernels left, in an order that depends on nothing but the job.
 
-`sum_ds` adds the slabs' shares of dS, or of S where `shrink` leaves shares of it; `sum_gradients`
-adds the chunks' shares of da and db.
+`sum_ds` adds the slabs' shares of dS, `sum_s` those of S where `shrink` leaves such, and
+`sum_gradients` the chunks' shares of da and db.
 """
 
 from __future__ import annotations
@@ -24,6 +24,7 @@ from tlora_fx.codegen.template import (
 )
 
 _ELEMENTS = 512  # of dS in a program: 16 bytes of float32 for each of 128 threads
+_S_SLAB = 1024  # of x, where nobody says
 _SLABS = 16  # that a thread loads before it adds them
 _COLUMNS = 1024  # of da or db in a program: two times 16 bytes for each of 128 threads
 _CHUNKS = 4  # that a thread loads before it adds them
@@ -44,13 +45,14 @@ def sum_site(
     ranks,  # [jobs + 1]
     extended,  # [tokens, extended_stride]
     extended_stride,
-    OUTER: tl.constexpr,
+    tail,  # first column of this site's tail
+    tail_width,
     #]
     STRIPS: tl.constexpr,
     SLABS: tl.constexpr,
     BATCH: tl.constexpr,
 ):
-    """dS of one site, some rows of a segment and one rank block; waits for the kernel before."""
+    """$name of one site, some rows of a segment and one rank block; waits for the kernel before."""
     block = tl.program_id(0)
     job, place = segment_tile(tl.program_id(1), segments, jobs, ROWS, JOBS)
     owned = job < jobs
@@ -91,16 +93,16 @@ def sum_site(
         tl.store(ds + start.to(tl.int64) * width + near, value, mask=inside)
         #? extend [
 
-        row = extended + (start + rows).to(tl.int64)[:, None] * extended_stride + OUTER
+        row = extended + (start + rows).to(tl.int64)[:, None] * extended_stride + tail
         to = before + columns[None, :]
         tl.store(row + to, value, mask=inside & (to < after))
         if block == 0:
-            for step in range(0, extended_stride - OUTER, TAIL_STEP):
-                tail = (step + tl.arange(0, TAIL_STEP))[None, :]
-                others = (tail < before) | (tail >= after)
-                within = inside & (tail < extended_stride - OUTER)
+            for step in range(0, tail_width, TAIL_STEP):
+                rest = (step + tl.arange(0, TAIL_STEP))[None, :]
+                others = (rest < before) | (rest >= after)
+                within = inside & (rest < tail_width)
                 zeros = tl.zeros((ROWS, TAIL_STEP), tl.$dtype)
-                tl.store(row + tail, zeros, mask=within & others)
+                tl.store(row + rest, zeros, mask=within & others)
         #]
 
 
@@ -130,6 +132,8 @@ def kernel(
     ranks_$k,  # [jobs + 1]
     extended_$k,  # [tokens, extended_stride]
     extended_stride_$k,
+    tail_$k,  # first column of this site's tail
+    tail_width_$k,
     #]
     #]
 ):
@@ -150,7 +154,8 @@ def kernel(
             ranks_$k,
             extended_$k,
             extended_stride_$k,
-            OUTER_$k,
+            tail_$k,
+            tail_width_$k,
             #]
             STRIPS_$k,
             SLABS_$k,
@@ -159,17 +164,31 @@ def kernel(
     #]
 
 
-def launch(ds_parts, flags, segments, slots, scales, jobs, ds, ranks=None, extended=None):
-    """Fill dS$and_tail of $count.
+def launch(
+    ds_parts,
+    flags,
+    segments,
+    slots,
+    scales,
+    jobs,
+    ds,
+    ranks=None,
+    extended=None,
+    tail_offsets=None,
+    tail_widths=None,
+):
+    """Fill $name$and_tail of $count.
 
-    ds_parts   per site $part [$slabs, M, W]
-    flags      per site float32 [P / $rank_block, $strips]
-    segments   int32 [jobs + 1]
-    slots      per site int32 [jobs + 1]
-    scales     per site float32 [jobs]
-    ds         per site [M, W] in $dtype, contiguous, written whole
-    ranks      $ranks_doc
-    extended   $extended_doc
+    ds_parts      per site $part [$slabs, M, W]
+    flags         per site float32 [P / $rank_block, $strips]
+    segments      int32 [jobs + 1]
+    slots         per site int32 [jobs + 1]
+    scales        per site float32 [jobs]
+    ds            per site [M, W] in $dtype, contiguous, written whole
+    ranks         $ranks_doc
+    extended      $extended_doc
+    tail_offsets  $offsets_doc
+    tail_widths   $widths_doc
     """
     tokens = ds[0].shape[0]
     blocks = max(rows.shape[1] for rows in ds) // $rank_block
@@ -190,6 +209,8 @@ def launch(ds_parts, flags, segments, slots, scales, jobs, ds, ranks=None, exten
             ranks[$k],
             extended[$k],
             extended[$k].stride(0),
+            tail_offsets[$k],
+            tail_widths[$k],
             #]
             #]
             **META,
@@ -331,9 +352,13 @@ class _SumDs:
     It is short: 4.2 MB of shares at 8192 x 4096 and 16 ranks, mostly in the L2 cache. Each thread
     has 16 bytes of every slab's share to load, all at once, and the tile is so small that all SMs
     have several programs.
-
-    It also finishes S where `shrink` leaves shares of it: the spec's `outer` is x's width then.
     """
+
+    name, source_name = "dS", "dy"
+
+    def widths(self, spec: KernelSpec) -> tuple[int, ...]:
+        """What was cut into slabs, of each site."""
+        return spec.outers
 
     def default_tile(self, spec: KernelSpec) -> Tile:
         """A few rows, and the slabs of `lora_b_backward` with its rule."""
@@ -349,37 +374,80 @@ class _SumDs:
         """The module's text."""
         own = of_sites(
             STRIPS=[_strips(spec, outer) for outer in spec.outers],
-            SLABS=(counts := [slabs_of(spec, outer) for outer in spec.outers]),
+            SLABS=(counts := self._slabs(spec)),
             BATCH=[_batch(count) for count in counts],
         )
         names = "RANK_BLOCK ROWS JOBS"
-        if spec.extend:
-            own |= of_sites(OUTER=spec.outers)
-            names += " TAIL_STEP"
+        names += " TAIL_STEP" * bool(spec.extend)
         return module(
             spec,
             constants=constants_of(spec, f"{names} {' '.join(own)}", TAIL_STEP=64, **own),
             functions=["segment_tile", "fault_flags"],
-            body=fill(_DS, _ds_values(spec)),
+            body=fill(_DS, self._values(spec)),
         )
+
+    def _slabs(self, spec: KernelSpec) -> list[int]:
+        return [slabs_of(spec, width) for width in self.widths(spec)]
+
+    def _values(self, spec: KernelSpec) -> dict[str, object]:
+        wide = f"per site [M, {either(self.widths(spec))} + T or wider] in {spec.dtype}"
+        return common_values(spec) | {
+            "name": self.name,
+            "slabs": either(self._slabs(spec)),
+            "strips": either([_strips(spec, outer) for outer in spec.outers]),
+            "and_tail": f", and the tail of {self.source_name}" if spec.extend else "",
+            "ranks_doc": "per site int32 [jobs + 1]" if spec.extend else "not read",
+            "extended_doc": wide if spec.extend else "not read",
+            "offsets_doc": "per site its tail's first column" if spec.extend else "not read",
+            "widths_doc": "per site its tail's columns, written whole"
+            if spec.extend
+            else "not read",
+        }
 
     def flops(self, spec: KernelSpec) -> str:
         """Additions."""
-        return f"{_all_slabs(spec)} M r"
+        return f"{sum(self._slabs(spec))} M r"
 
     def bytes_moved(self, spec: KernelSpec) -> str:
         """The shares once, dS once; with `extend` also the tail of T columns."""
         part = 8 if spec.dtype == "float64" else 4
         element = size(spec.dtype) * spec.sites
         tail = f" + {element} M T" if spec.extend else ""
-        return f"{part * _all_slabs(spec)} M r + {element} M r{tail}"
+        return f"{part * sum(self._slabs(spec))} M r + {element} M r{tail}"
 
     def cost(self, spec: KernelSpec, tokens: int, rank_rows: int) -> tuple[int, int]:
         """FLOP and bytes, with every job's ranks rounded up as their mean is, without a tail."""
         part = 8 if spec.dtype == "float64" else 4
         padded = padded_rank_rows(spec, tokens, rank_rows)
-        slabs = _all_slabs(spec)
+        slabs = sum(self._slabs(spec))
         return slabs * padded, (part * slabs + size(spec.dtype) * spec.sites) * padded
+
+
+class _SumS(_SumDs):
+    """S out of the shares that `shrink` left: summed, scaled and rounded.
+
+    As `sum_ds`, but what was cut into slabs is x, which all sites read. With `extend` the rows also
+    go behind x.
+    """
+
+    name, source_name = "S", "x"
+
+    def widths(self, spec: KernelSpec) -> tuple[int, ...]:
+        """Of x, at each site."""
+        return (spec.inner,) * spec.sites
+
+    def default_tile(self, spec: KernelSpec) -> Tile:
+        """A few rows, and the slabs that `shrink` takes of a row of 2,048 tokens."""
+        return self.tile(spec, _S_SLAB)
+
+    def tile(self, spec: KernelSpec, slab: int) -> Tile:
+        """A few rows, and the slabs that `shrink` had."""
+        return _tile(spec, slab, _ELEMENTS)
+
+    def candidates(self, spec: KernelSpec) -> tuple[Tile, ...]:
+        """More rows a program; the slab is the one that `shrink` was given."""
+        slab = spec.tile.slab if spec.tile else _S_SLAB
+        return tuple(_tile(spec, slab, elements) for elements in (_ELEMENTS, 2 * _ELEMENTS))
 
 
 def _tile(spec: KernelSpec, slab: int, elements: int) -> Tile:
@@ -387,27 +455,9 @@ def _tile(spec: KernelSpec, slab: int, elements: int) -> Tile:
     return Tile(rows=rows, columns=spec.rank_block, depth=0, warps=4, stages=1, slab=slab)
 
 
-def _ds_values(spec: KernelSpec) -> dict[str, object]:
-    widths = either(spec.outers)
-    return common_values(spec) | {
-        "slabs": either([slabs_of(spec, outer) for outer in spec.outers]),
-        "strips": either([_strips(spec, outer) for outer in spec.outers]),
-        "and_tail": ", and the tail of dy" if spec.extend else "",
-        "ranks_doc": "per site int32 [jobs + 1]" if spec.extend else "not read",
-        "extended_doc": f"per site [M, {widths} + T] in {spec.dtype}, its last T columns are "
-        "written whole"
-        if spec.extend
-        else "not read",
-    }
-
-
 def _batch(slabs: int) -> int:
     """Slabs that a thread loads before it adds them."""
     return min(_SLABS, 1 << (slabs - 1).bit_length())
-
-
-def _all_slabs(spec: KernelSpec) -> int:
-    return sum(slabs_of(spec, outer) for outer in spec.outers)
 
 
 def _strips(spec: KernelSpec, outer: int) -> int:
@@ -472,4 +522,5 @@ class _SumGradients:
 
 
 sum_ds = _SumDs()
+sum_s = _SumS()
 sum_gradients = _SumGradients()

@@ -21,6 +21,7 @@ SPECS = [
     KernelSpec("input_gradient", 4096, 14336, dropout=True),
     KernelSpec("lora_b_backward", 4096, 4096),
     KernelSpec("sum_ds", 4096, 4096),
+    KernelSpec("sum_s", 4096, 4096, sites=2, beside=(1024,), extend="tail"),
     KernelSpec("lora_a_backward", 4096, 4096, dropout=True),
     KernelSpec("sum_gradients", 4096, 4096),
     KernelSpec("expand", 4096, 4096, dropout=True, accumulate=True),

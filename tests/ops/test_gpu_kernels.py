@@ -10,6 +10,7 @@ from tlora_fx.ops.kernels import (
     force_plan,
     launch,
     launch_cache,
+    packed,
     refresh,
     select,
     strict,
@@ -337,6 +338,75 @@ def test_a_weight_with_room_needs_no_copy(site, monkeypatch):
     with force_plan("concat"):
         assert_close(errors(made, monkeypatch, max_rank=32, drops=False))
     assert torch.equal(made.weight, before)
+
+
+@pytest.fixture
+def joined(site):
+    """Makes q, k and v on one x, compiled, their weights in one buffer; and as they are alone."""
+    torch._dynamo.reset()
+
+    def make(lengths=LENGTHS, rates=(0.0,) * 5, spoil=None):
+        sites = [site(lengths, rates=rates, features=(1024, n)) for n in (1024, 256, 256)]
+        lists = [list(column) for column in zip(*(one.arguments() for one in sites), strict=True)]
+        leaves = [sites[0].x, *lists[3], *lists[4]]
+        leaves = [leaf.detach().clone().requires_grad_() for leaf in leaves]
+        if spoil is not None:
+            leaves[2].data[spoil] = float("nan")
+
+        def run(weights, x, *adapters):
+            x = torch.nn.functional.rms_norm(x, (1024,))
+            q, k, v = multi_lora_linears(
+                x, weights, lists[2], list(adapters[:3]), list(adapters[3:]), *lists[5:8],
+                *(column[0] for column in lists[8:11]), lists[11], BF16, 32, any(rates),
+            )  # fmt: skip
+            turned = torch.cat([k[..., 128:], -k[..., :128]], -1)
+            return q.sin(), k.cos() + turned.sin(), v
+
+        def results(compiled, weights):
+            ys = compiled(weights, *leaves)
+            gradients = torch.autograd.grad(sum(y.float().square().sum() for y in ys), leaves)
+            return [*(y.detach() for y in ys), *gradients]
+
+        return run, results, lists[1]
+
+    return make
+
+
+@pytest.mark.parametrize("rates", [(0.0,) * 5, RATES], ids=["keep", "drop"])
+def test_joined_weights_give_what_each_gives_alone(joined, monkeypatch, rates):
+    """Compiled, for several numbers of tokens in one compilation, by one product each way."""
+    shapes, plain = [], torch.mm
+    monkeypatch.setattr(
+        torch, "mm", lambda *args, **kwargs: shapes.append(args[1].shape) or plain(*args, **kwargs)
+    )
+    counter = torch._dynamo.testing.CompileCounterWithBackend("inductor")
+    for lengths in (LENGTHS, (64, 0, 9, 300, 5)):
+        run, results, weights = joined(lengths, rates)
+        wanted = results(run, weights)
+        compiled = torch.compile(run, fullgraph=True, dynamic=True, backend=counter)
+        shapes.clear()
+        found = results(compiled, packed.join(weights, 64))
+        assert (1024 + 3 * 64, 1536) in shapes
+        assert ((1536 + 3 * 64, 1024) in shapes) == (not any(rates))
+        for one, other in zip(found, wanted, strict=True):
+            assert (one - other).float().norm() <= 2e-2 * other.float().norm()
+
+
+def test_joined_weights_keep_jobs_apart(joined):
+    """A NaN in one job's adapter leaves its neighbours' bits."""
+    run, results, weights = joined()
+    weights = packed.join(weights, 64)
+    compiled = torch.compile(run, fullgraph=True, dynamic=True)
+    good = results(compiled, weights)
+    run, results, _ = joined(spoil=slice(16, 17))  # the second job's only row
+    bad = results(torch.compile(run, fullgraph=True, dynamic=True), weights)
+
+    own = slice(700, 701)
+    for one, other in zip(good[:4], bad[:4], strict=True):
+        assert torch.equal(one[:, :700], other[:, :700])
+        assert torch.equal(one[:, 701:], other[:, 701:])
+    assert bad[1][:, own].isnan().all()
+    assert bad[3][:, own].isnan().all()
 
 
 def test_a_compiled_site_equals_an_eager_one(site):

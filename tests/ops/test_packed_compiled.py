@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from functools import partial
 
 import pytest
 import torch
@@ -118,6 +119,64 @@ def test_numbers_are_those_without_room(seen, block, given, expected):
     assert seen == expected
     for one, other in zip(found, wanted, strict=True):
         assert (one - other).norm() <= 1e-5 * other.norm()
+
+
+@pytest.mark.parametrize("drops", [False, True], ids=["plain", "dropout"])
+def test_joined_weights_have_their_gradients_side_by_side(seen, lora, drops):
+    """All y are one tensor in a traced graph, and so are all dy, with room behind them."""
+    rates = (0.3, 0.0) if drops else (0.0, 0.0)
+    made = [lora((6, 5), (3, 2), rates, features=(WIDTH, n), dtype=torch.float32) for n in (32, 16)]
+    lists = [list(column) for column in zip(*(one.arguments() for one in made), strict=True)]
+    plain, joined = lists[1], packed.join(lists[1], ROOM)
+    row = [column[0] for column in lists[8:11]]
+
+    def run(weights, h, *leaves):
+        x = torch.nn.functional.rms_norm(h, (WIDTH,))
+        one, other = multi_lora_linears(
+            x, weights, lists[2], list(leaves[:2]), list(leaves[2:]), *lists[5:8], *row, lists[11],
+            torch.float32, 3, drops,
+        )  # fmt: skip
+        return one.sin() + torch.cat([other.cos(), other], -1)
+
+    first, second = made
+    leaves = [
+        one.detach().clone().requires_grad_()
+        for one in (first.x, first.a, second.a, first.b, second.b)
+    ]
+    wanted = step(partial(run, plain), leaves)
+    seen.clear()
+    compiled = torch.compile(partial(run, joined), fullgraph=True, backend="aot_eager")
+
+    found = step(compiled, leaves)
+
+    width = 0 if drops else 2 * ROOM
+    assert seen == [("x", WIDTH, 2 * ROOM), ("dy", 32, 16 + width), ("dy", 16, 32 + width)]
+    for one, other in zip(found, wanted, strict=True):
+        assert (one - other).norm() <= 1e-5 * other.norm()
+
+
+@pytest.mark.parametrize(
+    ("shapes", "rows", "expected"),
+    [
+        (((32, 32), (16, 32), (16, 32)), (9, 9, 9), True),
+        (((48, 32), (48, 32)), (9, 9), False),
+        (((32, 32), (16, 32), (16, 32)), (70, 9, 9), False),
+        (((32, 32),), (9,), False),
+    ],
+    ids=["narrow", "wide", "many rows", "alone"],
+)
+def test_weights_are_joined_where_sums_are_short(monkeypatch, shapes, rows, expected):
+    """As q, k and v are; numbers stay."""
+    monkeypatch.setattr(support, "mode", lambda: "interpret")
+    given = [torch.randn(shape) for shape in shapes]
+
+    found = packed.roomy_weights(given, rows)
+
+    assert packed.is_joined(found, ROOM) == expected
+    assert len({weight.untyped_storage().data_ptr() for weight in found}) == (
+        1 if expected else len(given)
+    )
+    assert all(one.equal(other) for one, other in zip(found, given, strict=True))
 
 
 def test_strict_mode_leaves_no_room(seen, block):

@@ -87,7 +87,7 @@ class ModuleLayout:
     again      what one job trains and two modules read: the job, and both locations
     banks      adapters of every lowered site, by its path in the base
     homes      where each bank's site is in the net, by the same path
-    weights    frozen weights of sites
+    weights    frozen weights of sites, those together that one operator multiplies with
     """
 
     net: nn.Module
@@ -97,7 +97,7 @@ class ModuleLayout:
     again: list[tuple[str, TensorLocation, TensorLocation]] = field(default_factory=list)
     banks: dict[str, AdapterBank] = field(default_factory=dict)
     homes: dict[str, str] = field(default_factory=dict)
-    weights: list[Weight] = field(default_factory=list)
+    weights: list[list[Weight]] = field(default_factory=list)
 
 
 def build_module(group: GroupGraph, source: str) -> ModuleLayout:
@@ -130,14 +130,20 @@ class _TensorBuilder:
         layer    path of the layer in the base, "" for the root and the head
         within   path of `module` in the net
         """
+        weights: dict[fx.Node, list[Weight | None]] = {}
         for site in lowered_sites(graph):
             bank = self.layout.banks.get(_joined(layer, site.path)) or self._bank(
                 module, site, layer
             )
             self.layout.homes[_joined(layer, site.path)] = _joined(within, site.path)
             weight = site.arguments.get("weight")
-            if isinstance(weight, fx.Node) and _is_of_base(weight):
-                self.layout.weights.append(Weight(_location(module, weight, within), bank))
+            plain = isinstance(weight, fx.Node) and _is_of_base(weight)
+            found = Weight(_location(module, weight, within), bank) if plain else None
+            weights.setdefault(site.call, []).append(found)
+        for served in weights.values():
+            known = [weight for weight in served if weight is not None]
+            whole = len(known) == len(served)
+            self.layout.weights += [known] if whole else [[weight] for weight in known]
         for node in graph.nodes:
             if node.op == "get_attr":
                 self._tensor(_location(module, node, within), node, layer)

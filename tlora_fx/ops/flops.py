@@ -23,6 +23,8 @@ from tlora_fx.ops.tables import SiteGroup, tokens_of
 ops = torch.ops.tlora_fx
 # Of an operator's arguments; settings follow.
 _TABLES = 9
+# What `PART_SCHEMA` names.
+_PART_TABLES = 12
 
 
 def _lengths(offsets: Tensor, total: int) -> list[float]:
@@ -76,7 +78,7 @@ def multi_lora_forward_flops(
     x: Tensor, weights: list[Tensor], biases: Any, *rest: Any, **out: Any
 ) -> int:
     """The frozen products and each job's two low-rank products."""
-    return _forward(x, SiteGroup(weights, *rest[:-1]))
+    return _forward(x, SiteGroup(weights, *rest[:_PART_TABLES]))
 
 
 @register_flop_formula(ops.multi_lora_input_gradient, get_raw=True)
@@ -89,11 +91,10 @@ def multi_lora_input_gradient_flops(
     """
     *tables, s, _, need_dx, _ = rest
     group, flop = SiteGroup(weights, *tables), 0
-    for dy, a, b, weight, rows in zip(
-        dys, group.a, group.b, weights, _low_rank(dys[0], group), strict=True
-    ):
+    sites = zip(group.a, group.b, weights, _low_rank(dys[0], group), strict=True)
+    for a, b, weight, rows in sites:
         columns = b.shape[1] * (1 + from_kernels(s)) + a.shape[1] * need_dx
-        flop += round(2 * rows * columns) + 2 * tokens_of(dy) * weight.numel() * need_dx
+        flop += round(2 * rows * columns) + 2 * tokens_of(dys[0]) * weight.numel() * need_dx
     return flop
 
 

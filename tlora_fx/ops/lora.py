@@ -16,7 +16,8 @@ backward reads again: those are what autograd, AOT and a pipeline that runs dX a
 
 A pipeline may run the last later than dX: nothing but the optimizer waits for it. Where no kernel
 serves (see kernels/support.py) S, bits and dB's parts are empty, of shape [0]. The last `room`
-columns of x and of each dy are no input: operators may write there (see kernels/packed.py).
+columns of x and of each dy are no input: operators may write there. Sites whose weights stand in
+one buffer are joined: all y are one tensor, and all dy another (see kernels/packed.py).
 """
 
 from __future__ import annotations
@@ -59,7 +60,8 @@ torch.library.define("tlora_fx::multi_lora_add", f"(Tensor y, Tensor x, {SITE_SC
 # Defined by their parts, not by `custom_op`: its handling of lists takes longer than all launches.
 torch.library.define(
     "tlora_fx::multi_lora_forward",
-    f"(Tensor x, Tensor[] weights, Tensor?[] biases, {PART_SCHEMA}, int room) -> Tensor[]",
+    f"(Tensor x, Tensor[] weights, Tensor?[] biases, {PART_SCHEMA}, int room, "
+    "bool joined=False) -> Tensor[]",
     tags=_TAGS,
 )
 torch.library.define(
@@ -145,13 +147,18 @@ def multi_lora_add(y: Tensor, x: Tensor, *tables: Any, **settings: Any) -> Tenso
 
 def _linear(keyset: Any, x: Tensor, weight: Tensor, bias: Tensor | None, *tables: Any) -> Tensor:
     group = SiteGroup.single([weight], *tables)
-    return _forward_of(keyset, x, [bias], group)[0]
+    return _forward_of(keyset, x, [bias], group, joined=False)[0]
 
 
 def _linears(
     keyset: Any, x: Tensor, weights: list[Tensor], biases: list[Tensor | None], *tables: Any
 ) -> list[Tensor]:
-    return _forward_of(keyset, x, biases, SiteGroup(weights, *tables))[: len(weights)]
+    group = SiteGroup(weights, *tables)
+    joined = packed.joins(x, group)
+    results = _forward_of(keyset, x, biases, group, joined)
+    if joined:
+        return list(results[0].split([weight.shape[0] for weight in weights], -1))
+    return results[: len(weights)]
 
 
 for _name, _function in (("multi_lora_linear", _linear), ("multi_lora_linears", _linears)):
@@ -173,16 +180,24 @@ def multi_lora_forward(
     """Apply n frozen linears and the adapters of all jobs.
 
     x         [..., in + room]
-    returns   n y [..., out]; n S [tokens, width] in x's dtype; n bits [tokens, in / 8] uint8
+    returns   n y [..., out], joined one [..., sum of out]; n S [tokens, width] in x's dtype; n bits
+              [tokens, in / 8] uint8
     raises    as `multi_lora_linear`
     """
-    *tables, room = rest
+    *tables, room, joined = _told(rest)
     group, inputs = SiteGroup(weights, *tables), packed.narrow(x, room)
     group.check(inputs, biases)
     kernels = support.kernel_group(inputs, group)
     if kernels is None:
-        return [*loop_forward(inputs, biases, group), *_nothing(x, 2 * len(weights))]
-    return dispatch.forward(x, biases, group, kernels, room)
+        ys = loop_forward(inputs, biases, group)
+        ys = [torch.cat(ys, -1)] if joined else ys
+        return [*ys, *_nothing(x, 2 * len(weights))]
+    return dispatch.forward(x, biases, group, kernels, room, joined)
+
+
+def _told(rest: tuple[Any, ...]) -> tuple[Any, ...]:
+    """What the forward is given behind its biases, with the default where `joined` is not told."""
+    return rest if isinstance(rest[-1], bool) else (*rest, False)
 
 
 torch.library.impl("tlora_fx::multi_lora_forward", _DEVICES, multi_lora_forward)
@@ -192,10 +207,11 @@ torch.library.impl("tlora_fx::multi_lora_forward", _DEVICES, multi_lora_forward)
 def _forward_fake(
     x: Tensor, weights: list[Tensor], biases: list[Tensor | None], *rest: Any
 ) -> list[Tensor]:
-    *tables, room = rest
+    *tables, room, joined = _told(rest)
     group, inputs = SiteGroup(weights, *tables), packed.narrow(x, room)
     group.check(inputs, biases)
-    ys = [x.new_empty(*x.shape[:-1], weight.shape[0]) for weight in weights]
+    outers = [weight.shape[0] for weight in weights]
+    ys = [x.new_empty(*x.shape[:-1], outer) for outer in ([sum(outers)] if joined else outers)]
     kernels = support.kernel_group(inputs, group)
     if kernels is None:
         return [*ys, *_nothing(x, 2 * len(weights))]
@@ -205,7 +221,7 @@ def _forward_fake(
 def multi_lora_input_gradient(dys: list[Tensor], weights: list[Tensor], *rest: Any) -> list[Tensor]:
     """The gradient of x, by one pass over each dy.
 
-    dys       n [..., out + room]
+    dys       n [..., out + room], joined one [..., sum of out + room]
     s, bits   as the forward gave them
     returns   dx [..., in], or [0] unless need_dx; n dS [tokens, width]; n parts of dB, which only
               `multi_lora_adapter_gradients` reads
@@ -215,8 +231,16 @@ def multi_lora_input_gradient(dys: list[Tensor], weights: list[Tensor], *rest: A
     group = SiteGroup(weights, *tables)
     if from_kernels(s):
         return dispatch.input_gradient(dys, group, s, bits, need_dx, room)
-    dx, ds = loop_input_gradient([packed.narrow(dy, room) for dy in dys], group, need_dx)
-    return [dx, *ds, *_nothing(dx, len(dys))]
+    each = _each([packed.narrow(dy, room) for dy in dys], weights)
+    dx, ds = loop_input_gradient(each, group, need_dx)
+    return [dx, *ds, *_nothing(dx, len(weights))]
+
+
+def _each(dys: list[Tensor], weights: Sequence[Tensor]) -> list[Tensor]:
+    """A dy a site, views where they came as one."""
+    if len(dys) == len(weights):
+        return dys
+    return list(dys[0].split([weight.shape[0] for weight in weights], -1))
 
 
 torch.library.impl("tlora_fx::multi_lora_input_gradient", _DEVICES, multi_lora_input_gradient)
@@ -234,9 +258,9 @@ def _input_gradient_fake(dys: list[Tensor], weights: list[Tensor], *rest: Any) -
     tokens = tokens_of(first)
     ds = [
         first.new_empty(tokens, group.capacity(site), dtype=group.compute_dtype)
-        for site in range(len(dys))
+        for site in range(len(weights))
     ]
-    return [dx, *ds, *_nothing(dx, len(dys))]
+    return [dx, *ds, *_nothing(dx, len(weights))]
 
 
 def multi_lora_adapter_gradients(
@@ -252,7 +276,7 @@ def multi_lora_adapter_gradients(
     group = SiteGroup(weights, *tables)
     if from_kernels(s):
         return dispatch.adapter_gradients(x, group, bits, ds, db_parts)
-    return loop_adapter_gradients(dys, x, group, ds)
+    return loop_adapter_gradients(_each(dys, weights), x, group, ds)
 
 
 torch.library.impl("tlora_fx::multi_lora_adapter_gradients", _DEVICES, multi_lora_adapter_gradients)
@@ -283,19 +307,21 @@ class _Differentiable(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, call: tuple[Any, ...], x: Tensor, *learning: Tensor) -> Any:
-        keyset, weights, biases, shared, frozen = call
+        keyset, weights, biases, shared, joined, frozen = call
         count, room = len(weights), packed.behind_x(x, SiteGroup(weights, *shared))
         x = packed.widen(x, room)
-        results = _redispatch(keyset, x, weights, biases, *shared, room)
-        ctx.mark_non_differentiable(*results[count:])
+        results = _redispatch(keyset, x, weights, biases, *shared, room, joined)
+        outputs = len(results) - 2 * count
+        ctx.mark_non_differentiable(*results[outputs:])
         ctx.set_materialize_grads(False)
         *tables, segments, keys, token_index, sites, _, _, _ = shared
         lists = (weights, *tables, sites)
         ctx.save_for_backward(
             x, segments, keys, token_index, *(item for part in lists for item in part),
-            *results[count:],
+            *results[outputs:],
         )  # fmt: skip
         ctx.settings, ctx.count, ctx.room, ctx.frozen = shared[-3:], count, room, frozen
+        ctx.joined = joined
         return tuple(results)
 
     @staticmethod
@@ -311,11 +337,13 @@ class _Differentiable(torch.autograd.Function):
         weights, *tables, sites, s, bits = parts
         shared = (*tables, segments, keys, token_index, sites, *ctx.settings)
         x = packed.narrow(x, ctx.room)
+        outers = [weight.shape[0] for weight in weights]
+        outers = [sum(outers)] if ctx.joined else outers
         dys = [
-            x.new_zeros(*x.shape[:-1], weight.shape[0]) if dy is None else dy
-            for dy, weight in zip(grads[:count], weights, strict=True)
+            x.new_zeros(*x.shape[:-1], outer) if dy is None else dy
+            for dy, outer in zip(grads[: len(outers)], outers, strict=True)
         ]
-        room = packed.behind_dy(dys[0], SiteGroup(weights, *shared)) if needs[1] else 0
+        room = packed.behind_dy(dys[0], SiteGroup(weights, *shared), ctx.joined) if needs[1] else 0
         wide = [packed.widen(dy, room) for dy in dys]
         direct = _is_plain(x, *dys)
         input_gradient = multi_lora_input_gradient if direct else _input_gradient
@@ -362,10 +390,10 @@ def _redispatch(keyset: Any, *arguments: Any) -> list[Tensor]:
 
 
 def _forward_of(
-    keyset: Any, x: Tensor, biases: list[Tensor | None], group: SiteGroup
+    keyset: Any, x: Tensor, biases: list[Tensor | None], group: SiteGroup, joined: bool
 ) -> list[Tensor]:
     """`multi_lora_forward` of the operators that are made of it, with their dispatch keys."""
-    arguments = (x, group.weights, biases, *group.arguments(), 0)
+    arguments = (x, group.weights, biases, *group.arguments(), 0, joined)
     below = keyset & torch._C._after_autograd_keyset
     if below.raw_repr() in _BACKENDS and not torch._C._autograd._profiler_enabled():
         return _autograd(keyset, *arguments)
@@ -376,14 +404,14 @@ def _forward_of(
 def _autograd(
     keyset: Any, x: Tensor, weights: list[Tensor], biases: list[Tensor | None], *rest: Any
 ) -> list[Tensor]:
-    *shared, room = rest
+    *shared, room, joined = _told(rest)
     frozen, learning = not _need_gradients(*weights, *biases), [*shared[0], *shared[1]]
     if not torch.is_grad_enabled() or (frozen and not _need_gradients(x, *learning)):
         if not room:
             room = packed.behind_x(x, SiteGroup(weights, *shared))
             x = packed.widen(x, room)
-        return _redispatch(keyset, x, weights, biases, *shared, room)
-    call = (keyset, weights, biases, shared, frozen)
+        return _redispatch(keyset, x, weights, biases, *shared, room, joined)
+    call = (keyset, weights, biases, shared, joined, frozen)
     if not frozen:
         learning += [tensor for tensor in (*weights, *biases) if tensor is not None]
     results = _Differentiable.apply(call, packed.narrow(x, room), *learning)  # type: ignore[no-untyped-call]

@@ -50,6 +50,8 @@ def packed(sites):
         "a": [site.a for site in sites], "b": [site.b for site in sites],
         "ranks": [site.ranks for site in sites], "slots": [site.slots for site in sites],
         "jobs": sites[0].jobs, "a_packed": a, "b_packed": b, "flags": flags, "tail": tails,
+        "below": [site.outer for site in sites], "beside": [site.inner for site in sites],
+        "width": [TAIL] * len(sites),
     }, "tail")  # fmt: skip
     return list(zip(a, b, flags, tails, strict=True))
 
@@ -79,7 +81,8 @@ def summed_ds(sites):
         "ds_parts": parts, "flags": [site.flags for site in sites], "segments": first.segments,
         "slots": [site.slots for site in sites], "scales": [site.scales for site in sites],
         "jobs": first.jobs, "ds": ds, "ranks": [site.ranks for site in sites],
-        "extended": extended,
+        "extended": extended, "tail_offsets": [site.outer for site in sites],
+        "tail_widths": [TAIL] * len(sites),
     }, "tail")  # fmt: skip
     return list(zip(ds, extended, strict=True))
 

@@ -21,7 +21,8 @@ def packed(site, tail=None, **options):
     b = nans(site.packed_rows, site.outer, dtype=site.dtype)
     flags = nans(*site.flags.shape, dtype=torch.float32)
     given = [[site.a], [site.b], [site.ranks], [site.slots], site.jobs]
-    module.launch(*given, [a], [b], [flags], None if tail is None else [tail])
+    places = [] if tail is None else [[tail], *([n] for n in site.weight.shape), [64]]
+    module.launch(*given, [a], [b], [flags], *places)
     return a, b, flags
 
 

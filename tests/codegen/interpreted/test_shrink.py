@@ -242,7 +242,7 @@ def test_shares_of_columns_add_up_to_s(problem, dtype, extend):
     )  # fmt: skip
     load(shrink.finish(spec)).launch(
         [shares], [site.flags], site.segments, [site.slots], [site.scales], site.jobs, [s],
-        [site.ranks], [extended],
+        [site.ranks], [extended], [80], [64],
     )  # fmt: skip
 
     others = [*range(25), *range(34, 37)]

@@ -40,7 +40,7 @@ def summed_ds(site, parts, flags=None, extended=None):
     ds = nans(site.tokens, site.width, dtype=site.dtype)
     tables = site.segments, [site.slots], [site.scales], site.jobs
     given = site.flags if flags is None else flags
-    module.launch([parts], [given], *tables, [ds], [site.ranks], [extended])
+    module.launch([parts], [given], *tables, [ds], [site.ranks], [extended], [32], [64])
     return ds
 
 

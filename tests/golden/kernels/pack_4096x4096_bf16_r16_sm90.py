@@ -8,7 +8,7 @@
 # bytes      (4 R + 2 P) (I + O)
 # again      tlora-fx kernels show pack --in 4096 --out 4096 --tile 16,512,0,8,2,0,0
 #
-# sha256 of what follows: ac7f7718c3ab51164611b43d2ce8880d6dbe173ca1ed86dfd8ae4ed03f00d140
+# sha256 of what follows: 18e343e5b6916e452aa944a974b2fd8ab40280010ca8932fdb7581952869c141
 
 import triton
 import triton.language as tl
@@ -151,7 +151,20 @@ def pack(
 kernel = pack
 
 
-def launch(a, b, ranks, slots, jobs, a_packed, b_packed, flags, tail=None):
+def launch(
+    a,
+    b,
+    ranks,
+    slots,
+    jobs,
+    a_packed,
+    b_packed,
+    flags,
+    tail=None,
+    below=None,
+    beside=None,
+    width=None,
+):
     """Fill packed adapters and flags of one site.
 
     a, b                per site [R, 4096], [R, 4096] in float32
@@ -159,6 +172,8 @@ def launch(a, b, ranks, slots, jobs, a_packed, b_packed, flags, tail=None):
     a_packed, b_packed  per site [P, 4096], [P, 4096] in bfloat16, P a multiple of 16
     flags               per site float32 [P / 16, 16]
     tail                not read
+    below, beside       not read
+    width               not read
     """
     blocks = [rows.shape[0] // 16 for rows in a_packed]
     ends = blocks

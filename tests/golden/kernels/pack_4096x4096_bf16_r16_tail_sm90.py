@@ -8,7 +8,7 @@
 # bytes      (4 R + 2 P) (I + O) + 2 T (I + O)
 # again      tlora-fx kernels show pack --in 4096 --out 4096 --extend tail --tile 16,512,0,8,2,0,0
 #
-# sha256 of what follows: 6817e4b47ff16e61b12df0c21ca6168cda6dbd430f4e29f8f852eba58a41def5
+# sha256 of what follows: 22df9c66bcd0ef9cfef31637bba8baab43ad8787f8d402f45110418bf0f8cff2
 
 import triton
 import triton.language as tl
@@ -43,6 +43,8 @@ SIGNATURE = {
     "blocks_0": "i32",
     "tail_0": "*bf16",
     "stride_0": "i32",
+    "below_0": "i32",
+    "beside_0": "i32",
     "ends_0": "i32",
 }
 META = {"num_warps": 8, "num_stages": 2}
@@ -112,8 +114,10 @@ def pack_site(
     b_packed,  # [P, OUTER]
     flags,  # [P / RANK_BLOCK, A_STRIPS + B_STRIPS]
     blocks,  # P / RANK_BLOCK
-    tail,  # [OUTER + T, INNER + T]
+    tail,  # where the weight begins
     stride,  # of its rows
+    below,  # rows from there to the tail's
+    beside,  # columns from there to the tail's
     ends,  # blocks, and those of the tail
     strip,
     OUTER: tl.constexpr,
@@ -137,12 +141,12 @@ def pack_site(
             pack_strip(b, b_packed, flag, block, strip - A_STRIPS, first, count, OUTER)
     elif block < ends:
         first = (block - blocks) * RANK_BLOCK
-        first_row = (first + OUTER).to(tl.int64)
+        first_row = (first + below).to(tl.int64)
         left = all_ranks - first
         if strip < A_STRIPS:
             extend_rows(a, tail + first_row * stride, stride, first, left, strip, INNER)
         else:
-            extend_columns(b, tail + INNER + first, stride, first, left, strip - A_STRIPS, OUTER)
+            extend_columns(b, tail + beside + first, stride, first, left, strip - A_STRIPS, OUTER)
 
 
 @triton.jit(
@@ -166,8 +170,10 @@ def pack(
     b_packed_0,  # [P, OUTER]
     flags_0,  # [P / RANK_BLOCK, A_STRIPS + B_STRIPS]
     blocks_0,  # P / RANK_BLOCK
-    tail_0,  # [OUTER + T, INNER + T]
+    tail_0,  # where the weight begins
     stride_0,  # of its rows
+    below_0,
+    beside_0,
     ends_0,  # blocks, and those of the tail
 ):
     start_next(OVERLAP)
@@ -185,6 +191,8 @@ def pack(
             blocks_0,
             tail_0,
             stride_0,
+            below_0,
+            beside_0,
             ends_0,
             strip - FIRST_0,
             OUTER_0,
@@ -195,18 +203,32 @@ def pack(
 kernel = pack
 
 
-def launch(a, b, ranks, slots, jobs, a_packed, b_packed, flags, tail=None):
+def launch(
+    a,
+    b,
+    ranks,
+    slots,
+    jobs,
+    a_packed,
+    b_packed,
+    flags,
+    tail=None,
+    below=None,
+    beside=None,
+    width=None,
+):
     """Fill packed adapters and flags, and the tail of the weight of one site.
 
     a, b                per site [R, 4096], [R, 4096] in float32
     ranks, slots        per site int32 [jobs + 1]
     a_packed, b_packed  per site [P, 4096], [P, 4096] in bfloat16, P a multiple of 16
     flags               per site float32 [P / 16, 16]
-    tail                per site [4096 + T, 4096 + T], W at its top left
+    tail                per site W [4096, 4096], in a buffer with more
+    below, beside       per site rows and columns from W's first to those of its tail
+    width               per site T, the tail's rows
     """
     blocks = [rows.shape[0] // 16 for rows in a_packed]
-    belows = [rows.shape[0] - below for rows, below in zip(tail, (4096,), strict=True)]
-    ends = [count + rows // 16 for count, rows in zip(blocks, belows, strict=True)]
+    ends = [count + rows // 16 for count, rows in zip(blocks, width, strict=True)]
     grid = (max(ends), 16)
     if grid[0] > 0:
         kernel[grid](
@@ -221,6 +243,8 @@ def launch(a, b, ranks, slots, jobs, a_packed, b_packed, flags, tail=None):
             blocks[0],
             tail[0],
             tail[0].stride(0),
+            below[0],
+            beside[0],
             ends[0],
             **META,
         )

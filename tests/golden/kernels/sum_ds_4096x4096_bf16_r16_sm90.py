@@ -8,7 +8,7 @@
 # bytes      32 M r + 2 M r
 # again      tlora-fx kernels show sum_ds --in 4096 --out 4096 --tile 32,16,0,4,1,0,512
 #
-# sha256 of what follows: 8a1e839b66057ab844db6d766f431da9ee11838ec866e41b14a7615c75c6617d
+# sha256 of what follows: ff411237bf80cad240453de2672f195e3306e0d341c9391550448e219e1b4ac8
 
 import triton
 import triton.language as tl
@@ -137,17 +137,31 @@ def sum_ds(
 kernel = sum_ds
 
 
-def launch(ds_parts, flags, segments, slots, scales, jobs, ds, ranks=None, extended=None):
+def launch(
+    ds_parts,
+    flags,
+    segments,
+    slots,
+    scales,
+    jobs,
+    ds,
+    ranks=None,
+    extended=None,
+    tail_offsets=None,
+    tail_widths=None,
+):
     """Fill dS of one site.
 
-    ds_parts   per site float32 [8, M, W]
-    flags      per site float32 [P / 16, 16]
-    segments   int32 [jobs + 1]
-    slots      per site int32 [jobs + 1]
-    scales     per site float32 [jobs]
-    ds         per site [M, W] in bfloat16, contiguous, written whole
-    ranks      not read
-    extended   not read
+    ds_parts      per site float32 [8, M, W]
+    flags         per site float32 [P / 16, 16]
+    segments      int32 [jobs + 1]
+    slots         per site int32 [jobs + 1]
+    scales        per site float32 [jobs]
+    ds            per site [M, W] in bfloat16, contiguous, written whole
+    ranks         not read
+    extended      not read
+    tail_offsets  not read
+    tail_widths   not read
     """
     tokens = ds[0].shape[0]
     blocks = max(rows.shape[1] for rows in ds) // 16

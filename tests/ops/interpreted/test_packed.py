@@ -29,7 +29,7 @@ def traced(monkeypatch):
         plain = getattr(launch.Run, name)
 
         def call(self, *args, copies_=copies, **kwargs):
-            given = kwargs.get("copies", any(args[-1]) if name == "lora_b_backward" else None)
+            given = kwargs.get("copies", any(args[6]) if name == "lora_b_backward" else None)
             copies_.append((name, given))
             return plain(self, *args, **kwargs)
 
@@ -102,6 +102,83 @@ def test_sites_that_share_x_share_its_room(lora, traced, plan):
 
     assert_close((*together, *found), (*alone, *wanted))
     assert not any(copied for _, copied in traced)
+
+
+@pytest.fixture
+def joined(lora, traced):
+    """Makes three linears on one x whose weights stand in one buffer, and what calls them.
+
+    returns   results of the operator: ys, and gradients of x and all leaves; and the reference's
+    """
+    ranks = ((3, 5, 0), (4, 0, 17), (2, 1, 9))
+
+    def make(rates=(0.0,) * 3, bias=False, lengths=(9, 4, 1)):
+        sites = [
+            lora(lengths, own, rates, features=(32, width), dtype=torch.float32, bias=bias)
+            for own, width in zip(ranks, (32, 16, 16), strict=True)
+        ]
+        calls = [site.arguments(x=sites[0].x) for site in sites]
+        lists = [list(column) for column in zip(*calls, strict=True)]
+        weights = packed.join(lists[1], 64)
+        leaves = [one.detach().clone().requires_grad_() for call in calls for one in call[3:5]]
+
+        def run(seed=0):
+            x = torch.randn(sites[0].x.shape, generator=torch.Generator().manual_seed(seed))
+            x.requires_grad_()
+            ys = multi_lora_linears(
+                x, weights, lists[2], leaves[0::2], leaves[1::2], *lists[5:8],
+                *(column[0] for column in lists[8:11]), lists[11], calls[0][12], 17, any(rates),
+            )  # fmt: skip
+            wanted = [site.reference(x, *leaves[2 * k : 2 * k + 2]) for k, site in enumerate(sites)]
+            both = []
+            for values in (ys, wanted):
+                total = sum(value.double().sin().sum() for value in values)
+                gradients = torch.autograd.grad(total, (x, *leaves))
+                both.append([*(value.detach() for value in values), *gradients])
+            return both
+
+        return run
+
+    return make
+
+
+@pytest.mark.parametrize("rates", [(0.0,) * 3, (0.3, 0.0, 0.2)], ids=["keep", "drop"])
+def test_joined_weights_give_all_outputs_by_one_product(joined, monkeypatch, rates):
+    """Both ways, but where masks part dx from the branches its product stands alone."""
+    products, plain = [], torch.mm
+
+    def watched(*args, **kwargs):
+        products.append(args[1].shape)
+        return plain(*args, **kwargs)
+
+    monkeypatch.setattr(torch, "mm", watched)
+    run = joined(rates)
+
+    for seed in range(4):  # the second is written down, the others are started again
+        assert_close(*run(seed))
+
+    both = [(32 + 3 * 64, 64), (64 + 3 * 64, 32)]
+    assert products == 2 * both[: 1 if any(rates) else 2]
+
+
+def test_joined_weights_take_biases(joined):
+    """Each site's own, side by side."""
+    assert_close(*joined(bias=True)())
+
+
+@pytest.mark.parametrize("plan", ["fused", "sidecar"])
+def test_joined_weights_serve_plans_of_single_sites(joined, plan):
+    """They write into their columns of what holds all outputs."""
+    run = joined()
+    with select.force_plan(plan):
+        assert_close(*run())
+
+
+def test_joined_weights_run_in_strict_mode(joined):
+    """A graph that was traced before it was turned on."""
+    run = joined()
+    with select.strict():
+        assert_close(*run())
 
 
 def test_calls_that_are_started_again_use_their_own_room(lora, traced):

@@ -8,7 +8,8 @@
 and for dx likewise with dy, dS and A; concat has no mask, so it serves dx without dropout only.
 Where x or dy has room behind its rows (see packed.py), S and dS go there; else one site's x or
 dy is copied while it is read. The selector takes one plan for each site and direction by the number
-of tokens.
+of tokens. Joined sites, whose weights, ys and dys stand side by side, take concat-K together, or,
+where dx has masks, the sidecar plan with one product.
 
 Behind an operator of another library the adapters run as the sidecar plan without its frozen
 product: shrink, and expand into what is there.
@@ -16,35 +17,43 @@ product: shrink, and expand into what is there.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from dataclasses import dataclass
+
 import torch
 from torch import Tensor
 
 from tlora_fx.codegen.spec import MOST_SITES
+from tlora_fx.ops.kernels import select
 from tlora_fx.ops.kernels.launch import Run
-from tlora_fx.ops.kernels.packed import Packed, WeightRoom, stored_form
+from tlora_fx.ops.kernels.packed import Packed, WeightRoom, room_of, stored_form
 from tlora_fx.ops.kernels.select import Choice, Plan
-from tlora_fx.ops.kernels.support import KernelGroup
+from tlora_fx.ops.kernels.support import KernelGroup, Site
 from tlora_fx.ops.tables import SiteGroup
 
 _BYTES = 16
 
 
 def forward(
-    x: Tensor, biases: list[Tensor | None], group: SiteGroup, kernels: KernelGroup, room: int = 0
-) -> list[Tensor]:
-    """y of each site, then S, then the dropout bits.
+    x: Tensor, biases: list[Tensor | None], group: SiteGroup, kernels: KernelGroup, room: int = 0,
+    joined: bool = False,
+) -> list[Tensor]:  # fmt: skip
+    """y of each site, or all side by side, then S, then the dropout bits.
 
-    room   columns at the end of x that are no input, for S
+    room     columns at the end of x that are no input, for S
+    joined   whether all y are one tensor
     """
     whole = plain(x)
     tokens = len(whole)
     run = Run.open(kernels, group, tokens, x.device)
-    wide = [run.empty(tokens, site.outer, dtype=x.dtype) for site in kernels.sites]
+    outers = [site.outer for site in kernels.sites]
+    columns = [sum(outers)] if joined else outers
+    wide = [run.empty(tokens, count, dtype=x.dtype) for count in columns]
     s, bits = kernels.low_rank_rows(x, run.empty), kernels.bits(x, run.empty)
     with run.on_device():
         if tokens:
             run.serve(_forward, whole, room, biases, wide, s, bits)
-    shapes = [(*x.shape[:-1], site.outer) for site in kernels.sites]
+    shapes = [(*x.shape[:-1], count) for count in columns]
     return [*(y.view(shape) for y, shape in zip(wide, shapes, strict=True)), *s, *bits]
 
 
@@ -60,6 +69,14 @@ def _forward(
     sites, rows = run.kernel_group.sites, whole[:, : run.group.inner]
     step = max(site.tail for site in sites)
     behind = has_room(whole, room, step * len(sites))
+    together = joint(run) if behind and len(wide) < len(sites) else None
+    if together is not None:
+        packed = run.pack(dict(enumerate(together.rooms)))
+        run.shrink(rows, packed, s, bits, whole, step, copies=False)
+        left = whole[:, : rows.shape[1] + step * len(sites)]
+        _product(left, together.upper.t(), _side_by_side(biases, sites), wide[0])
+        return
+    wide = _columns(wide, sites)
     rooms = [run.room(index, behind) for index in range(len(sites))]
     choices = [
         run.choose("forward", index, weight_room is not None, behind)
@@ -86,10 +103,67 @@ def _forward(
             assert extended is not None
             left = _beside(extended, rows.shape[1], index * step, sites[index].tail)
             right = _extended_weight(run, index, rooms[index])[: sites[index].outer].t()
-            if bias is None:
-                torch.mm(left, right, out=y)
-            else:
-                torch.addmm(bias, left, right, out=y)
+            _product(left, right, bias, y)
+
+
+@dataclass(frozen=True, slots=True)
+class Joint:
+    """Weights that stand in one buffer, one below the other.
+
+    rooms   of the sites
+    upper   [sum of O, I + tails], the weights and Bᵀ behind each
+    left    [sum of O + tails, I], the weights, then A of each site
+    """
+
+    rooms: list[WeightRoom]
+    upper: Tensor
+    left: Tensor
+
+
+def joint(run: Run) -> Joint | None:
+    """The buffer of weights that `join` put together, None where it does not serve this call."""
+    if not select.may_join():
+        return None
+    sites, weights, inner = run.kernel_group.sites, run.group.weights, run.group.inner
+    step, outer, rooms = max(site.tail for site in sites), 0, []
+    for index, (weight, site) in enumerate(zip(weights, sites, strict=True)):
+        room = room_of(weight, site, make=False)
+        if room is None or (room.first, room.beside) != (outer, inner + step * index):
+            return None
+        if index and room.buffer(weight).data_ptr() != weights[0].data_ptr():
+            return None
+        outer += site.outer
+        rooms.append(room)
+    whole = rooms[0].buffer(weights[0])
+    return Joint(rooms, whole[:outer], whole[:, :inner])
+
+
+def _product(left: Tensor, right: Tensor, bias: Tensor | None, y: Tensor) -> None:
+    if bias is None:
+        torch.mm(left, right, out=y)
+    else:
+        torch.addmm(bias, left, right, out=y)
+
+
+def _side_by_side(biases: list[Tensor | None], sites: Sequence[Site]) -> Tensor | None:
+    """The biases of all sites in one, zero where a site has none."""
+    given = [bias for bias in biases if bias is not None]
+    if not given:
+        return None
+    parts = [
+        given[0].new_zeros(site.outer) if bias is None else bias
+        for bias, site in zip(biases, sites, strict=True)
+    ]
+    return torch.cat(parts)
+
+
+def _columns(values: list[Tensor], sites: Sequence[Site]) -> list[Tensor]:
+    """A tensor a site: views of one that holds all side by side, if there is but one."""
+    if len(values) == len(sites):
+        return values
+    return list(
+        values[0][:, : sum(site.outer for site in sites)].split([s.outer for s in sites], 1)
+    )
 
 
 def _beside(extended: Tensor, columns: int, first: int, tail: int) -> Tensor:
@@ -122,6 +196,7 @@ def input_gradient(
 ) -> list[Tensor]:
     """dx or [0], then dS of each site, then dB's parts.
 
+    dys    of each site, or one that holds all side by side
     room   columns at the end of each dy that are no gradient, for dS
     """
     first = dys[0]
@@ -149,11 +224,15 @@ def _input_gradient(
     ds: list[Tensor],
     parts: list[Tensor],
 ) -> None:
+    sites = run.kernel_group.sites
+    if len(wholes) < len(sites):
+        _joined_input_gradient(run, wholes[0], room, s, bits, dx, ds, parts)
+        return
     extended: dict[int, tuple[Tensor, Tensor]] = {}
     rows, choices, packed = [], [], []
     lefts: list[Tensor | None] = []
     copies = []
-    for index, (whole, site) in enumerate(zip(wholes, run.kernel_group.sites, strict=True)):
+    for index, (whole, site) in enumerate(zip(wholes, sites, strict=True)):
         dy = whole[:, : site.outer]
         behind = has_room(whole, room, site.tail)
         weight_room = None if dx is None else run.room(index, behind)
@@ -170,9 +249,44 @@ def _input_gradient(
         packed.append(held)
         lefts.append(left)
         copies.append(not behind)
-    run.lora_b_backward(rows, s, packed, parts, ds, lefts, copies)
+    tails = [(site.outer, site.tail) for site in sites]
+    run.lora_b_backward(rows, s, packed, parts, ds, lefts, copies, tails)
     if dx is not None:
         _add_up(run, rows, choices, packed, ds, bits, dx, extended)
+
+
+def _joined_input_gradient(
+    run: Run,
+    whole: Tensor,
+    room: int,
+    s: list[Tensor],
+    bits: list[Tensor],
+    dx: Tensor | None,
+    ds: list[Tensor],
+    parts: list[Tensor],
+) -> None:
+    """All dys stand side by side in `whole`."""
+    sites = run.kernel_group.sites
+    outer, step = sum(site.outer for site in sites), max(site.tail for site in sites)
+    rows = _columns([whole], sites)
+    behind = has_room(whole, room, step * len(sites))
+    together = None if dx is None else joint(run)
+    concat = together is not None and behind and not run.group.drops
+    rooms = together.rooms if together is not None and concat else [None] * len(sites)
+    packed = [run.packed(index, place) for index, place in enumerate(rooms)]
+    lefts: list[Tensor | None] = [whole if concat else None] * len(sites)
+    tails = [(outer + step * index, step) for index in range(len(sites))]
+    run.lora_b_backward(rows, s, packed, parts, ds, lefts, [False] * len(sites), tails)
+    if dx is None:
+        return
+    if together is None:
+        choices = [run.choose("input_gradient", index, room=False) for index in range(len(sites))]
+        _add_up(run, rows, choices, packed, ds, bits, dx, {})
+    elif concat:
+        torch.mm(whole[:, : outer + step * len(sites)], together.left, out=dx)
+    else:
+        _expand_all(run, ["sidecar"] * len(sites), packed, ds, bits, dx)
+        dx.addmm_(whole[:, :outer], together.left[:outer])
 
 
 def _add_up(
@@ -187,13 +301,7 @@ def _add_up(
 ) -> None:
     """dx as the sum over the sites: expanded branches first, so that GEMMs add to what is there."""
     plans = [choice.plan for choice in choices]
-    written = False
-    for indices in _together(run, plans):
-        drops = run.kernel_group.sites[indices[0]].drops
-        masks = [bits[index] for index in indices] if drops else None
-        low, high = [ds[index] for index in indices], [packed[index].a for index in indices]
-        run.expand(indices, low, high, None, dx, written, masks)
-        written = True
+    written = _expand_all(run, plans, packed, ds, bits, dx)
     for index, (dy, plan) in enumerate(zip(rows, plans, strict=True)):
         if plan == "sidecar":
             dx.addmm_(dy, run.group.weights[index])
@@ -207,6 +315,25 @@ def _add_up(
         else:
             torch.mm(*extended[index], out=dx)
         written = True
+
+
+def _expand_all(
+    run: Run,
+    plans: list[Plan],
+    packed: list[Packed],
+    ds: list[Tensor],
+    bits: list[Tensor],
+    dx: Tensor,
+) -> bool:
+    """The branches of sites of the sidecar plan, summed in dx; returns whether there are any."""
+    written = False
+    for indices in _together(run, plans):
+        drops = run.kernel_group.sites[indices[0]].drops
+        masks = [bits[index] for index in indices] if drops else None
+        low, high = [ds[index] for index in indices], [packed[index].a for index in indices]
+        run.expand(indices, low, high, None, dx, written, masks)
+        written = True
+    return written
 
 
 def _together(run: Run, plans: list[Plan]) -> list[list[int]]:
@@ -312,7 +439,7 @@ def _add_input_gradient(
     run: Run, rows: Tensor, s: Tensor, bits: Tensor, dx: Tensor | None, ds: Tensor, parts: Tensor
 ) -> None:
     packed = run.packed(0)
-    run.lora_b_backward([rows], [s], [packed], [parts], [ds], [None], [False])
+    run.lora_b_backward([rows], [s], [packed], [parts], [ds], [None], [False], [(0, 0)])
     if dx is not None:
         mask = [bits] if run.kernel_group.sites[0].drops else None
         run.expand([0], [ds], [packed.a], None, dx, accumulate=False, bits=mask)

@@ -37,7 +37,6 @@ from tlora_fx.ops.tables import SiteGroup, check_fit, named
 
 _HERE = nullcontext()
 _HOPPER = 90
-_MANY_TOKENS = 1 << 20
 
 # Makes the tensors that kernels fill; tests put NaN into them.
 empty: Callable[..., Tensor] = torch.empty
@@ -125,14 +124,15 @@ class Run:
         return select.choose(direction, site, self.tokens, room, self.gpu, sharing, behind)
 
     def room(self, index: int, behind: bool = False) -> WeightRoom | None:
-        """Where concat-K can have a site's weight.
+        """Where concat-K can have a site's weight; joined ones only together, see `joint`.
 
         Without room `behind` x or dy it would copy them, which pays for one site at most.
         """
         if len(self.kernel_group.sites) > 1 and not behind:
             return None
         weight, site = self.group.weights[index], self.kernel_group.sites[index]
-        return room_of(weight, site, select.may_copy_weights())
+        found = room_of(weight, site, select.may_copy_weights())
+        return None if found is not None and found.joined else found
 
     def pack(self, rooms: dict[int, WeightRoom | None]) -> list[Packed]:
         """Pack the adapters of these sites, and into the tails of their weights' rooms."""
@@ -140,7 +140,14 @@ class Run:
         for indices in self.alike(rooms, lambda index: (rooms[index] is None, sites[index].layout)):
             first = sites[indices[0]]
             helds, tables = map(self.held, indices), [self.tables[index] for index in indices]
-            tails = [self._tail(index, room) for index in indices if (room := rooms[index])]
+            tails = [
+                (
+                    stored_form(self.group.weights[index], sites[index]) if room.copy is None
+                    else room.copy,
+                    room.below, room.beside, sites[index].tail,
+                )
+                for index in indices if (room := rooms[index])
+            ]  # fmt: skip
             fields = {"extend": "tail", "weight_layout": first.layout} if tails else {}
             packed = [(held.a, held.b, held.flags) for held in helds]
             kernel("pack", first, None, adapter_dtype=first.adapter_dtype, **fields,
@@ -151,19 +158,13 @@ class Run:
                 [table.slots for table in tables],
                 self.row.jobs,
                 *map(list, zip(*packed, strict=True)),
-                tails or None,
+                *map(list, zip(*tails, strict=True)),
             )  # fmt: skip
         for index, room in rooms.items():
             self.note_packed(index, room)
             if self.recording is not None:
                 self.recording.packs.append((index, room is not None))
         return [self.held(index) for index in rooms]
-
-    def _tail(self, index: int, room: WeightRoom) -> Tensor:
-        """A weight and what is below it in its room."""
-        site = self.kernel_group.sites[index]
-        stored = stored_form(self.group.weights[index], site)
-        return room.buffer(stored)[: stored.shape[0] + site.tail]
 
     def alike(
         self, indices: Iterable[int], key: Callable[[int], object] = lambda index: None
@@ -224,7 +225,7 @@ class Run:
     ) -> None:
         """S and the bits of all sites; in `extended` also x and S side by side.
 
-        step     columns from one site's S to the next one's there
+        step     columns from one site's S to the next one's there, all of them written
         copies   whether x is not there yet
         """
         for indices in self.together():
@@ -237,16 +238,15 @@ class Run:
                     "extended": extended,
                     "ranks": [self.tables[index].ranks for index in indices],
                     "tail_offsets": [step * index for index in indices],
-                    "tail_widths": [self.kernel_group.sites[index].tail for index in indices],
+                    "tail_widths": [step] * len(indices),
                 }
             width = max(self.kernel_group.sites[index].width for index in indices)
-            whole = extended is not None and len(indices) > 1
             spec = spec_of("shrink", first, None, **fields)
             tile = self.tile("shrink", first, len(indices))
             if tile is None and not select.is_strict():
                 # Few programs of a whole row each would wait long: they leave shares of S.
-                tile = shrink.tile_for(spec, _MANY_TOKENS if whole else self.tokens, width)
-            if tile is not None and (whole or tile.slab >= first.inner):
+                tile = shrink.tile_for(spec, self.tokens, width)
+            if tile is not None and tile.slab >= first.inner:
                 tile = replace(tile, slab=0)
             slabs = -(-first.inner // tile.slab) if tile and tile.slab else 0
             wide = torch.promote_types(torch.float32, rows.dtype)
@@ -269,21 +269,29 @@ class Run:
                 [bits[index] for index in indices],
                 **tail,
             )
-            for index, parts in zip(indices, sums if slabs else [], strict=slabs > 0):
-                self._finish(index, replace(spec, tile=tile), parts, packed[index], s[index], tail)
+            if slabs:
+                whole = replace(spec, tile=tile, **self.beside(indices))
+                self._finish(indices, whole, sums, packed, s, tail)
 
     def _finish(
-        self, index: int, spec: KernelSpec, parts: Tensor, packed: Packed, s: Tensor,
-        tail: dict[str, Any],
+        self, indices: Sequence[int], spec: KernelSpec, parts: Sequence[Tensor],
+        packed: Sequence[Packed], s: Sequence[Tensor], tail: dict[str, Any],
     ) -> None:  # fmt: skip
-        """S of a site out of the shares that `shrink` left."""
-        tables = self.tables[index]
-        finishing = shrink.finish(replace(spec, outer=self.kernel_group.sites[index].outer))
-        behind = {"ranks": [tables.ranks], "extended": [tail["extended"]]} if tail else {}
-        loaded(finishing)(
-            [parts], [packed.flags], self.row.segments, [tables.slots], [tables.scales],
-            self.row.jobs, [s], **behind,
-        )  # fmt: skip
+        """S of some sites out of the shares that `shrink` left."""
+        behind = dict(tail)
+        if tail:
+            behind["extended"] = [tail["extended"]] * len(indices)
+            behind["tail_offsets"] = [self.group.inner + first for first in tail["tail_offsets"]]
+        loaded(shrink.finish(spec))(
+            parts,
+            [packed[index].flags for index in indices],
+            self.row.segments,
+            [self.tables[index].slots for index in indices],
+            [self.tables[index].scales for index in indices],
+            self.row.jobs,
+            [s[index] for index in indices],
+            **behind,
+        )
 
     def together(self) -> list[list[int]]:
         """Sites whose kernels share one read of x."""
@@ -327,11 +335,12 @@ class Run:
     def lora_b_backward(
         self, dys: Sequence[Tensor], s: Sequence[Tensor], packed: Sequence[Packed],
         db_parts: Sequence[Tensor], ds: Sequence[Tensor], extended: Sequence[Tensor | None],
-        copies: Sequence[bool],
+        copies: Sequence[bool], tails: Sequence[tuple[int, int]],
     ) -> None:  # fmt: skip
         """dS, and dB's parts, of all sites by one read of each dy; in `extended` also dy and dS.
 
         copies   whether a dy is not there yet
+        tails    first column of dS there, and its columns, written whole
         """
 
         def form(index: int) -> tuple[Tile, bool, bool]:
@@ -377,6 +386,8 @@ class Run:
                 [ds[index] for index in indices],
                 [self.tables[index].ranks for index in indices],
                 wide or None,
+                [tails[index][0] for index in indices],
+                [tails[index][1] for index in indices],
             )
 
     def lora_a_backward(

@@ -365,7 +365,7 @@ def _described(
     # From here on tensors are ours, of shapes that follow from those above.
     for index in range(len(group.weights)):
         room = _room(call, index)
-        plain.append(None if room is None else room.copy is None)
+        plain.append(None if room is None else room.place())
         if room is not None and room.copy is not None:
             tensors.append(room.copy)
     tensors.append(call.row.words)

@@ -12,12 +12,26 @@ norm: its sizes differ from those of the norm's sum.) What is produced by no gen
 attention's output for one, is copied. This is decided when a graph is traced, by shapes, strides
 and settings, never by the number of tokens. The operator takes the wider tensor and `room`, the
 number of columns at its end that are its to write.
+
+Weights that read one x, such as q, k and v, can stand in one buffer (`join`), one below the other:
+
+    W_q | B_q
+    W_k |     B_k
+    W_v |         B_v
+    A_q
+    A_k
+    A_v
+
+Then [x | S_q S_k S_v] times its upper rows gives all y side by side in one product, and the dys side
+by side, with all dS behind them, times its left columns give dx in another: no sum of three is
+written three times, and narrow outputs leave no GPU half empty.
 """
 
 from __future__ import annotations
 
 import threading
 import weakref
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -31,6 +45,8 @@ from tlora_fx.ops.tables import SiteGroup
 Key = tuple[object, ...]
 # Wider tails cost more multiplications than the other plans cost writes.
 WIDEST_TAIL = 128
+# The same of the tails of joined weights, all of which each product sums over.
+WIDEST_JOINED_TAIL = 256
 
 
 @dataclass(slots=True, eq=False, weakref_slot=True)
@@ -53,33 +69,44 @@ class WeightRoom:
     """A weight in a buffer with T more rows and columns, where adapters stand behind it.
 
     shape     of the buffer, [O + T, I + T], or [I + T, O + T] for a weight stored by columns
+    below     rows from the weight's first to those of its adapters
+    beside    columns from the weight's first to those of its adapters
+    first     row of the buffer in which the weight begins, 0 unless it was joined behind others
     copy      the buffer, where it is ours and not the weight's own
     of        the weight that was copied, and its version
+    joined    the buffer is that of several weights
     holds     the packed adapters that its tail holds; see `contents`
     """
 
     shape: tuple[int, int]
+    below: int
+    beside: int
+    first: int = 0
     copy: Tensor | None = None
     of: tuple[weakref.ref[Tensor], object] | None = None
+    joined: bool = False
     holds: object = None
 
     def buffer(self, stored: Tensor) -> Tensor:
-        """The buffer that a weight, as it is stored, is the top left corner of."""
+        """The buffer that a weight, as it is stored, lies in."""
         if self.copy is not None:
             return self.copy
-        return stored.as_strided(self.shape, (self.shape[1], 1))
+        return stored.as_strided(self.shape, (self.shape[1], 1), 0)
 
     def around(self, stored: Tensor, tail: int) -> bool:
         """Whether a weight lies in this room, and the room is as large as needed."""
         rows, columns = self.shape
-        first, second = stored.shape
         bytes_there = stored.untyped_storage().nbytes() // stored.element_size()
         return (
-            (stored.stride(), stored.storage_offset()) == ((columns, 1), 0)
+            (stored.stride(), stored.storage_offset()) == ((columns, 1), self.first * columns)
             and bytes_there == rows * columns
-            and rows - first >= tail
-            and columns - second >= tail
+            and rows - self.first - self.below >= tail
+            and columns - self.beside >= tail
         )
+
+    def place(self) -> Key:
+        """Where a weight and its adapters stand, as far as launches depend on it."""
+        return self.copy is None, self.first, self.below, self.beside
 
 
 _packed: dict[Key, Packed] = {}
@@ -136,9 +163,46 @@ def with_room(weight: Tensor, rows: int) -> Tensor:
     buffer = stored.new_zeros(first + rows, second + rows)
     buffer[:first, :second] = stored
     with _lock:
-        _rooms[_address_of(buffer)] = WeightRoom((first + rows, second + rows))
+        _rooms[_address_of(buffer)] = WeightRoom((first + rows, second + rows), first, second)
     view = buffer[:first, :second]
     return view.t() if turned else view
+
+
+def join(weights: Sequence[Tensor], rows: int) -> list[Tensor]:
+    """The same weights in one buffer, with room for `rows` rows of adapters of each.
+
+    weights   [out, in] of linears that read one x, stored by rows
+    returns   views of shapes as before
+    """
+    outers, inner = [weight.shape[0] for weight in weights], weights[0].shape[1]
+    outer, tails = sum(outers), rows * len(weights)
+    buffer = weights[0].new_zeros(outer + tails, inner + tails)
+    views, first = [], 0
+    for index, weight in enumerate(weights):
+        view = buffer[first : first + len(weight), :inner]
+        view.copy_(weight)
+        tail = rows * index
+        room = WeightRoom(
+            (outer + tails, inner + tails), outer - first + tail, inner + tail, first, joined=True
+        )
+        with _lock:
+            _rooms[_address_of(view)] = room
+        views.append(view)
+        first += len(weight)
+    return views
+
+
+def is_joined(weights: Sequence[Tensor], tail: int) -> bool:
+    """Whether `join` made these, in this order and with such tails, as far as strides tell.
+
+    Fake tensors have neither addresses nor the size of their storage: calls make sure by `room_of`.
+    """
+    row, offset = weights[0].shape[1] + tail * len(weights), 0
+    for weight in weights:
+        if weight.stride() != (row, 1) or weight.storage_offset() != offset:
+            return False
+        offset += weight.shape[0] * row
+    return len(weights) > 1
 
 
 def room_of(weight: Tensor, site: Site, make: bool) -> WeightRoom | None:
@@ -161,7 +225,7 @@ def room_of(weight: Tensor, site: Site, make: bool) -> WeightRoom | None:
         return None
     buffer = stored.new_zeros(first + site.tail, second + site.tail)
     buffer[:first, :second] = stored
-    copy = WeightRoom((first + site.tail, second + site.tail), buffer)
+    copy = WeightRoom((first + site.tail, second + site.tail), first, second, copy=buffer)
     copy.of = weakref.ref(weight), stamp_of(weight)
     with _lock:
         _rooms[key] = copy
@@ -190,13 +254,38 @@ def roomy_weight(weight: Tensor, adapter_rows: int) -> Tensor:
     weight    [out, in]
     returns   a view of a buffer of its own with the same numbers, or the weight itself
     """
-    tail = room_columns(adapter_rows)
+    tail = _tail_behind(weight, adapter_rows)
+    return with_room(weight, tail) if tail else weight
+
+
+def roomy_weights(weights: Sequence[Tensor], adapter_rows: Sequence[int]) -> list[Tensor]:
+    """`roomy_weight` of linears that read one x, joined where that pays.
+
+    Short sums are where a product of its own costs most, so q, k and v are joined. Not gate and up:
+    side by side, the code that makes their dys would read twice what it makes both of.
+    """
+    tails = [_tail_behind(*pair) for pair in zip(weights, adapter_rows, strict=True)]
+    narrow = all(weight.shape[0] <= weight.shape[1] for weight in weights)
+    alike = len({(weight.dtype, weight.shape[1], weight.device) for weight in weights}) == 1
+    fits = all(tails) and max(tails) * len(tails) <= WIDEST_JOINED_TAIL
+    if len(weights) > 1 and narrow and alike and fits:
+        return join(weights, max(tails))
+    return [roomy_weight(*pair) for pair in zip(weights, adapter_rows, strict=True)]
+
+
+def _tail_behind(weight: Tensor, adapter_rows: int) -> int:
+    """Rows and columns that a weight gets for adapters; 0 where it stays as it is."""
     able = weight.device.type == "cuda" or support.mode() == "interpret"
     rows, columns = weight.shape
     fits = weight.stride() == (columns, 1) and not (rows | columns) % support.GRANULE
-    if not tail or not able or not fits or select.is_strict():
-        return weight
-    return with_room(weight, tail)
+    return room_columns(adapter_rows) if able and fits and not select.is_strict() else 0
+
+
+def joins(x: Tensor, group: SiteGroup) -> bool:
+    """Whether the traced graph shall have all y, and all dy, side by side."""
+    sites = _sites(x, group) if len(group.weights) > 1 else ()
+    tail = max((site.tail for site in sites), default=0)
+    return bool(sites) and is_joined(group.weights, tail)
 
 
 def behind_x(x: Tensor, group: SiteGroup) -> int:
@@ -205,10 +294,10 @@ def behind_x(x: Tensor, group: SiteGroup) -> int:
     return max((site.tail for site in sites), default=0) * len(sites)
 
 
-def behind_dy(dy: Tensor, group: SiteGroup) -> int:
-    """The same behind each dy; concat-K has no mask, so it gives no dx where jobs drop."""
+def behind_dy(dy: Tensor, group: SiteGroup, joined: bool = False) -> int:
+    """The same behind each dy, or behind all; concat-K has no mask, so not where jobs drop."""
     sites = () if group.drops else _sites(dy, group)
-    return max((site.tail for site in sites), default=0)
+    return max((site.tail for site in sites), default=0) * (len(sites) if joined else 1)
 
 
 def widen(value: Tensor, room: int) -> Tensor:

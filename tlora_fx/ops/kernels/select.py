@@ -111,6 +111,11 @@ def may_copy_weights() -> bool:
     return _settings.copies or _settings.forced == "concat"
 
 
+def may_join() -> bool:
+    """Whether sites whose weights stand in one buffer may share products."""
+    return not _settings.strict and _settings.forced in (None, "concat")
+
+
 def facts() -> tuple[object, ...]:
     """What all choices follow from, beside the site and the row."""
     return _settings.facts

@@ -493,7 +493,7 @@ class Case:
             parts = run.empty(chunks, site.width, site.outer, dtype=wide)
             ds = torch.empty_like(self.s[0])
             return lambda: run.lora_b_backward(
-                [self.dy], self.s[:1], helds[:1], [parts], [ds], [None], [False]
+                [self.dy], self.s[:1], helds[:1], [parts], [ds], [None], [False], [(0, 0)]
             )
         assert kind == "lora_a_backward"
         sums = [run.empty(chunks, site.width, site.inner, dtype=wide) for _ in self.s]
