@@ -137,8 +137,9 @@ class _TensorBuilder:
             )
             self.layout.homes[_joined(layer, site.path)] = _joined(within, site.path)
             weight = site.arguments.get("weight")
-            plain = isinstance(weight, fx.Node) and _is_of_base(weight)
-            found = Weight(_location(module, weight, within), bank) if plain else None
+            found = None
+            if isinstance(weight, fx.Node) and _is_of_base(weight):
+                found = Weight(_location(module, weight, within), bank)
             weights.setdefault(site.call, []).append(found)
         for served in weights.values():
             known = [weight for weight in served if weight is not None]

@@ -157,7 +157,7 @@ def _linears(
     joined = packed.joins(x, group)
     results = _forward_of(keyset, x, biases, group, joined)
     if joined:
-        return list(results[0].split([weight.shape[0] for weight in weights], -1))
+        return list(results[0].split_with_sizes([len(weight) for weight in weights], -1))
     return results[: len(weights)]
 
 
@@ -240,7 +240,7 @@ def _each(dys: list[Tensor], weights: Sequence[Tensor]) -> list[Tensor]:
     """A dy a site, views where they came as one."""
     if len(dys) == len(weights):
         return dys
-    return list(dys[0].split([weight.shape[0] for weight in weights], -1))
+    return list(dys[0].split_with_sizes([len(weight) for weight in weights], -1))
 
 
 torch.library.impl("tlora_fx::multi_lora_input_gradient", _DEVICES, multi_lora_input_gradient)

@@ -161,9 +161,8 @@ def _columns(values: list[Tensor], sites: Sequence[Site]) -> list[Tensor]:
     """A tensor a site: views of one that holds all side by side, if there is but one."""
     if len(values) == len(sites):
         return values
-    return list(
-        values[0][:, : sum(site.outer for site in sites)].split([s.outer for s in sites], 1)
-    )
+    outers = [site.outer for site in sites]
+    return list(values[0][:, : sum(outers)].split_with_sizes(outers, 1))
 
 
 def _beside(extended: Tensor, columns: int, first: int, tail: int) -> Tensor:

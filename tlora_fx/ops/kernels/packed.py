@@ -22,8 +22,8 @@ Weights that read one x, such as q, k and v, can stand in one buffer (`join`), o
     A_k
     A_v
 
-Then [x | S_q S_k S_v] times its upper rows gives all y side by side in one product, and the dys side
-by side, with all dS behind them, times its left columns give dx in another: no sum of three is
+Then [x | S_q S_k S_v] times its upper rows gives all y side by side in one product, and the dys,
+side by side with all dS behind them, times its left columns give dx in another: no sum of three is
 written three times, and narrow outputs leave no GPU half empty.
 """
 
