@@ -353,39 +353,47 @@ def joined(site):
         if spoil is not None:
             leaves[2].data[spoil] = float("nan")
 
-        def run(weights, x, *adapters):
+        weights = torch.nn.ParameterList(
+            torch.nn.Parameter(weight, requires_grad=False) for weight in lists[1]
+        )
+
+        def run(x, *adapters):
             x = torch.nn.functional.rms_norm(x, (1024,))
             q, k, v = multi_lora_linears(
-                x, weights, lists[2], list(adapters[:3]), list(adapters[3:]), *lists[5:8],
+                x, list(weights), lists[2], list(adapters[:3]), list(adapters[3:]), *lists[5:8],
                 *(column[0] for column in lists[8:11]), lists[11], BF16, 32, any(rates),
             )  # fmt: skip
             turned = torch.cat([k[..., 128:], -k[..., :128]], -1)
             return q.sin(), k.cos() + turned.sin(), v
 
-        def results(compiled, weights):
-            ys = compiled(weights, *leaves)
+        def join():
+            found = packed.join(lists[1], 64)
+            for weight, one in zip(weights, found, strict=True):
+                weight.data = one
+
+        def results(compiled):
+            ys = compiled(*leaves)
             gradients = torch.autograd.grad(sum(y.float().square().sum() for y in ys), leaves)
             return [*(y.detach() for y in ys), *gradients]
 
-        return run, results, lists[1]
+        return run, results, join
 
     return make
 
 
 @pytest.mark.parametrize("rates", [(0.0,) * 5, RATES], ids=["keep", "drop"])
 def test_joined_weights_give_what_each_gives_alone(joined, monkeypatch, rates):
-    """Compiled, for several numbers of tokens in one compilation, by one product each way."""
+    """Compiled, for several numbers of tokens, by one product each way."""
     shapes, plain = [], torch.mm
     monkeypatch.setattr(
         torch, "mm", lambda *args, **kwargs: shapes.append(args[1].shape) or plain(*args, **kwargs)
     )
-    counter = torch._dynamo.testing.CompileCounterWithBackend("inductor")
     for lengths in (LENGTHS, (64, 0, 9, 300, 5)):
-        run, results, weights = joined(lengths, rates)
-        wanted = results(run, weights)
-        compiled = torch.compile(run, fullgraph=True, dynamic=True, backend=counter)
+        run, results, join = joined(lengths, rates)
+        wanted = results(run)
+        join()
         shapes.clear()
-        found = results(compiled, packed.join(weights, 64))
+        found = results(torch.compile(run, fullgraph=True, backend="inductor"))
         assert (1024 + 3 * 64, 1536) in shapes
         assert ((1536 + 3 * 64, 1024) in shapes) == (not any(rates))
         for one, other in zip(found, wanted, strict=True):
@@ -394,12 +402,12 @@ def test_joined_weights_give_what_each_gives_alone(joined, monkeypatch, rates):
 
 def test_joined_weights_keep_jobs_apart(joined):
     """A NaN in one job's adapter leaves its neighbours' bits."""
-    run, results, weights = joined()
-    weights = packed.join(weights, 64)
-    compiled = torch.compile(run, fullgraph=True, dynamic=True)
-    good = results(compiled, weights)
-    run, results, _ = joined(spoil=slice(16, 17))  # the second job's only row
-    bad = results(torch.compile(run, fullgraph=True, dynamic=True), weights)
+    found = []
+    for spoil in (None, slice(16, 17)):  # the second job's only row
+        run, results, join = joined(spoil=spoil)
+        join()
+        found.append(results(torch.compile(run, fullgraph=True)))
+    good, bad = found
 
     own = slice(700, 701)
     for one, other in zip(good[:4], bad[:4], strict=True):

@@ -154,11 +154,8 @@ def _linears(
     keyset: Any, x: Tensor, weights: list[Tensor], biases: list[Tensor | None], *tables: Any
 ) -> list[Tensor]:
     group = SiteGroup(weights, *tables)
-    joined = packed.joins(x, group)
-    results = _forward_of(keyset, x, biases, group, joined)
-    if joined:
-        return list(results[0].split_with_sizes([len(weight) for weight in weights], -1))
-    return results[: len(weights)]
+    results = _forward_of(keyset, x, biases, group, packed.joins(x, group))
+    return _each(results[: len(results) - 2 * len(weights)], weights)
 
 
 for _name, _function in (("multi_lora_linear", _linear), ("multi_lora_linears", _linears)):
@@ -236,11 +233,11 @@ def multi_lora_input_gradient(dys: list[Tensor], weights: list[Tensor], *rest: A
     return [dx, *ds, *_nothing(dx, len(weights))]
 
 
-def _each(dys: list[Tensor], weights: Sequence[Tensor]) -> list[Tensor]:
-    """A dy a site, views where they came as one."""
-    if len(dys) == len(weights):
-        return dys
-    return list(dys[0].split_with_sizes([len(weight) for weight in weights], -1))
+def _each(values: list[Tensor], weights: Sequence[Tensor]) -> list[Tensor]:
+    """A y or dy a site, views where they came as one."""
+    if len(values) == len(weights):
+        return values
+    return list(values[0].split_with_sizes([len(weight) for weight in weights], -1))
 
 
 torch.library.impl("tlora_fx::multi_lora_input_gradient", _DEVICES, multi_lora_input_gradient)
@@ -309,20 +306,20 @@ class _Differentiable(torch.autograd.Function):
     def forward(ctx: Any, call: tuple[Any, ...], x: Tensor, *learning: Tensor) -> Any:
         keyset, weights, biases, shared, joined, frozen = call
         count, room = len(weights), packed.behind_x(x, SiteGroup(weights, *shared))
-        x = packed.widen(x, room)
+        x = packed.widen([x], room)
         results = _redispatch(keyset, x, weights, biases, *shared, room, joined)
-        outputs = len(results) - 2 * count
-        ctx.mark_non_differentiable(*results[outputs:])
+        ys, rest = results[: -2 * count], results[-2 * count :]
+        ctx.mark_non_differentiable(*rest)
         ctx.set_materialize_grads(False)
         *tables, segments, keys, token_index, sites, _, _, _ = shared
         lists = (weights, *tables, sites)
         ctx.save_for_backward(
             x, segments, keys, token_index, *(item for part in lists for item in part),
-            *results[outputs:],
+            *rest,
         )  # fmt: skip
         ctx.settings, ctx.count, ctx.room, ctx.frozen = shared[-3:], count, room, frozen
         ctx.joined = joined
-        return tuple(results)
+        return (*_each(ys, weights), *rest)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
@@ -337,14 +334,12 @@ class _Differentiable(torch.autograd.Function):
         weights, *tables, sites, s, bits = parts
         shared = (*tables, segments, keys, token_index, sites, *ctx.settings)
         x = packed.narrow(x, ctx.room)
-        outers = [weight.shape[0] for weight in weights]
-        outers = [sum(outers)] if ctx.joined else outers
         dys = [
-            x.new_zeros(*x.shape[:-1], outer) if dy is None else dy
-            for dy, outer in zip(grads[: len(outers)], outers, strict=True)
+            x.new_zeros(*x.shape[:-1], weight.shape[0]) if dy is None else dy
+            for dy, weight in zip(grads[:count], weights, strict=True)
         ]
         room = packed.behind_dy(dys[0], SiteGroup(weights, *shared), ctx.joined) if needs[1] else 0
-        wide = [packed.widen(dy, room) for dy in dys]
+        wide = [packed.widen(part, room) for part in ([dys] if ctx.joined else [[d] for d in dys])]
         direct = _is_plain(x, *dys)
         input_gradient = multi_lora_input_gradient if direct else _input_gradient
         dx, *rest = input_gradient(wide, weights, *shared, s, bits, needs[1], room)
@@ -409,7 +404,7 @@ def _autograd(
     if not torch.is_grad_enabled() or (frozen and not _need_gradients(x, *learning)):
         if not room:
             room = packed.behind_x(x, SiteGroup(weights, *shared))
-            x = packed.widen(x, room)
+            x = packed.widen([x], room)
         return _redispatch(keyset, x, weights, biases, *shared, room, joined)
     call = (keyset, weights, biases, shared, joined, frozen)
     if not frozen:

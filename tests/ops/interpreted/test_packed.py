@@ -36,7 +36,7 @@ def traced(monkeypatch):
         monkeypatch.setattr(launch.Run, name, call)
 
     monkeypatch.setattr(packed, "is_traced", lambda: True)
-    monkeypatch.setattr(packed, "widen", lambda value, n: widen(value, n) if n else value)
+    monkeypatch.setattr(packed, "widen", lambda values, n: widen(torch.cat(values, -1), n))
     watched("shrink")
     watched("lora_b_backward")
     return copies

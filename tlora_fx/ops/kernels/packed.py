@@ -6,12 +6,10 @@ and go when one of them does.
 
 The plan concat-K (see dispatch.py) multiplies [x | S] by a weight with adapters behind it, which
 is nearly free where S can stand right behind x and costs a copy of x where it cannot. Under
-torch.compile whoever produces x can leave the room: a `cat` with an empty tensor becomes, in
-Inductor, a producer that writes into a wider buffer. (A `pad` would be a kernel of its own behind a
-norm: its sizes differ from those of the norm's sum.) What is produced by no generated code,
-attention's output for one, is copied. This is decided when a graph is traced, by shapes, strides
-and settings, never by the number of tokens. The operator takes the wider tensor and `room`, the
-number of columns at its end that are its to write.
+torch.compile whoever produces x can leave the room (see ops/room.py). What is produced by no
+generated code, attention's output for one, is copied. This is decided when a graph is traced, by
+shapes, strides and settings, never by the number of tokens. The operator takes the wider tensor and
+`room`, the number of columns at its end that are its to write.
 
 Weights that read one x, such as q, k and v, can stand in one buffer (`join`), one below the other:
 
@@ -40,6 +38,7 @@ from torch import Tensor
 from tlora_fx.ops.kernels import select, support
 from tlora_fx.ops.kernels.device_tables import SiteTables
 from tlora_fx.ops.kernels.support import Site
+from tlora_fx.ops.room import teach_inductor
 from tlora_fx.ops.tables import SiteGroup
 
 Key = tuple[object, ...]
@@ -300,9 +299,13 @@ def behind_dy(dy: Tensor, group: SiteGroup, joined: bool = False) -> int:
     return max((site.tail for site in sites), default=0) * (len(sites) if joined else 1)
 
 
-def widen(value: Tensor, room: int) -> Tensor:
-    """The same with so many columns more, which hold anything."""
-    return torch.cat([value, value.new_empty(*value.shape[:-1], room)], -1) if room else value
+def widen(values: list[Tensor], room: int) -> Tensor:
+    """Tensors side by side, and so many columns behind them, which hold anything."""
+    if len(values) == 1 and not room:
+        return values[0]
+    teach_inductor()
+    widened: Tensor = torch.ops.tlora_fx.leave_room.default(values, room)
+    return widened
 
 
 def narrow(value: Tensor, room: int) -> Tensor:
