@@ -71,13 +71,16 @@ def expert_jobs(base, family):
 
 @pytest.mark.parametrize("family", sampled(MIXTURES, 9))
 def test_adapters_on_experts_get_what_peft_gives_them(tmp_path, family, nodes_of):
-    """By PEFT's names; the tokens of all jobs go through each frozen product once."""
+    """By PEFT's names; all jobs' tokens and adapters go through each product once."""
     model = ready(expert_jobs(base_of(tmp_path, family), family))
 
     assert model.group.form == MIXTURES[family].form
-    shared = [n for n in nodes_of(model.group, "expert_linear") if n.meta["role"] == "shared"]
+    assert {n.meta["role"] for n in nodes_of(model.group, "expert_linear")} <= {"shared"}
+    lowered = nodes_of(model.group, "multi_lora_experts")
     blocks = {block.name for block in model.group.blocks.values() if block.name != "head"}
-    assert 0 < len(shared) <= 2 * len(blocks)
+    assert 0 < len(lowered) <= 2 * len(blocks)
+    assert {node.meta["jobs"] for node in lowered} == {("both", "one"), ("both",)}
+    assert not any("experts" in note for _, note in model.group.notes)
     parts = [tokens([9, 7], seed=1), tokens([6, 12], seed=2), tokens([5], seed=3)]
     assert_equals_peft(model, parts, ROUNDED)
     assert_loaded_by_peft(model, "both", tmp_path / "adapter")

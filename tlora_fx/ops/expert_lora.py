@@ -95,7 +95,7 @@ class Call:
         fits = fits and all(0 <= job < row_jobs for job in self.jobs)
         for a, b in zip(self.a, self.b, strict=False):
             fits = fits and a.dim() == b.dim() == 2 and a.shape[0] % self.experts == 0
-            fits = fits and a.shape[0] > 0 and a.shape[1] == widths[0]
+            fits = fits and a.shape[1] == widths[0]
             fits = fits and tuple(b.shape) == (widths[1], a.shape[0]) and a.dtype == b.dtype
             fits = fits and a.dtype == self.a[0].dtype
         if not fits:
@@ -370,7 +370,7 @@ def _branches(call: Call) -> Iterator[Branch]:
     for job, scale, a, b in zip(call.jobs, call.scales, call.a, call.b, strict=True):
         rows = slice(before, before + a.shape[0])
         before = rows.stop
-        if spans[job].start < spans[job].stop:
+        if a.shape[0] and spans[job].start < spans[job].stop:
             upper = a.to(kind).unflatten(0, (call.experts, -1))
             lower = b.to(kind).unflatten(1, (-1, call.experts)).permute(2, 0, 1)
             sides = (lower, upper) if call.crossed else (upper, lower)

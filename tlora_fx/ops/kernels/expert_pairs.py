@@ -33,8 +33,8 @@ from tlora_fx.errors import TableNotOnDevice
 WORDS = 5
 #: Rows of a tile where pairs are multiplied, and where they are summed over.
 ROWS, SUMMED = 64, 32
-#: Columns of x at a time, and of what is made.
-COLUMNS = 128
+#: Columns of x at a time, and of what is made; and those that a program sums outer products of.
+COLUMNS, WIDE_COLUMNS = 64, 128
 #: Programs of a group: skewed routing sends many pairs to few groups.
 SPLITS = 4
 LEAST_RANK = 16
@@ -174,6 +174,11 @@ def padded(rank: int) -> int:
     return max(LEAST_RANK, triton.next_power_of_2(rank))
 
 
+def options(rank: int) -> dict[str, int]:
+    """Warps and stages of `apply`: as few registers as let several programs share a processor."""
+    return {"num_warps": 8 if rank > 32 else 4, "num_stages": 2 if rank > 64 else 3}
+
+
 def apply(
     x: Tensor, frozen: Tensor | None, pairs: Pairs, outer: int, *, chosen: int, by_b: bool
 ) -> tuple[Tensor, Tensor]:
@@ -193,7 +198,7 @@ def apply(
             JOBS=pairs.jobs, EXPERTS=pairs.experts, CHOSEN=chosen, INNER=inner, OUTER=outer,
             RANK=pairs.rank, FIRST=int(by_b), KIND=_TYPES[pairs.kind], WIDE=_wide(x),
             WRITES=frozen is not None, ROWS=ROWS, COLUMNS=COLUMNS, SPLITS=SPLITS,
-            num_warps=4, num_stages=3,
+            **options(pairs.rank),
         )  # fmt: skip
     return y, low
 
@@ -210,10 +215,10 @@ def outer_sums(
     """
     width = x.shape[1]
     sums = x.new_empty(rows, width, dtype=pairs.kind)
-    _outer[pairs.experts * pairs.jobs, triton.cdiv(width, COLUMNS)](
+    _outer[pairs.experts * pairs.jobs, triton.cdiv(width, WIDE_COLUMNS)](
         low, x, sums, pairs.order, pairs.ends, pairs.table,
         JOBS=pairs.jobs, EXPERTS=pairs.experts, CHOSEN=chosen, WIDTH=width, RANK=pairs.rank,
-        BY_COLUMN=int(of_b), WIDE=_wide(x), ROWS=SUMMED, COLUMNS=COLUMNS,
+        BY_COLUMN=int(of_b), WIDE=_wide(x), ROWS=SUMMED, COLUMNS=WIDE_COLUMNS,
         num_warps=4, num_stages=3,
     )  # fmt: skip
     return sums
