@@ -133,7 +133,6 @@ def expert_branch(experts: int, crossed: bool) -> Pattern:
     return _added(call(EXPERT_LINEAR, small, second, None, index, crossed, name="branch"))
 
 
-
 class NoMatch(Exception):
     """Why a branch is no plain LoRA branch, for the report; `miss` says it in full."""
 

@@ -254,8 +254,9 @@ class _Lister:
         """What a rank at a lowered site has of numbers, of all experts where there are some."""
         if is_call(lowered, EXPERTS):
             (a, *_), (b, *_) = (cast(list[fx.Node], lowered.args[index]) for index in (5, 6))
-            rows = int(a.meta["tensor"].shape[0]) // lowered.meta["branches"][a.meta["jobs"][0]].rank
-            return rows * int(a.meta["tensor"].shape[1] + b.meta["tensor"].shape[0])
+            (rows, width), outer = a.meta["tensor"].shape, b.meta["tensor"].shape[0]
+            rank: int = lowered.meta["branches"][a.meta["jobs"][0]].rank
+            return int(rows // rank * (width + outer))
         bank = self.model.banks[site.path]
         return bank.a.shape[1] + bank.b.shape[1]
 

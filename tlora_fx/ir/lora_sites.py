@@ -5,8 +5,8 @@ sites that read one input, and each site's result is an `operator.getitem` of it
 serves one site whose frozen operator is a node of its own. Each result carries the site's tags:
 role, jobs, site, path, branches. Who looks for sites asks here, so that all forms look alike.
 
-`multi_lora_experts` serves a mixture's experts. Its adapters are the jobs' own tensors and lie in no
-bank: such a node is lowered and carries the same tags, but it is no `LoweredSite`.
+`multi_lora_experts` serves a mixture's experts. Its adapters are the jobs' own tensors and lie in
+no bank: such a node is lowered and carries the same tags, but it is no `LoweredSite`.
 """
 
 from __future__ import annotations

@@ -80,6 +80,11 @@ class Call:
         return max(a.shape[0] for a in self.a) // self.experts
 
     @property
+    def rows(self) -> int:
+        """R, of all jobs' A."""
+        return sum(a.shape[0] for a in self.a)
+
+    @property
     def pairs(self) -> int:
         """S."""
         return self.index.shape[0] * self.index.shape[1]
@@ -209,7 +214,7 @@ def multi_lora_experts_backward(dy: Tensor, *given: Any) -> list[Tensor]:
     frozen = _frozen(grads, call.weight, pairs, not call.turned, 1) if need_dx else None
     dx, dlow = expert_pairs.apply(grads, frozen, pairs, inner, chosen=1, by_b=not call.crossed)
     del kept
-    rows = sum(a.shape[0] for a in call.a)
+    rows = call.rows
     first = expert_pairs.outer_sums(
         dlow, _rows(call.x), pairs, rows, chosen=call.chosen, of_b=call.crossed
     )
@@ -224,7 +229,7 @@ def multi_lora_experts_backward(dy: Tensor, *given: Any) -> list[Tensor]:
 def _backward_fake(dy: Tensor, *given: Any) -> list[Tensor]:
     *arguments, _, _, _, need_dx = given
     call = Call(*arguments)
-    rows, like = sum(a.shape[0] for a in call.a), call.a[0]
+    rows, like = call.rows, call.a[0]
     dx = dy.new_empty(call.x.shape) if need_dx else dy.new_empty(0)
     return [dx, like.new_empty(rows, like.shape[1]), like.new_empty(rows, call.b[0].shape[0])]
 
@@ -338,6 +343,7 @@ def _frozen(x: Tensor, weight: Tensor, pairs: Any, turned: bool, chosen: int) ->
 
 
 def _rows(x: Tensor) -> Tensor:
+    """One below the other."""
     return x.reshape(-1, x.shape[-1]).contiguous()
 
 
@@ -371,8 +377,8 @@ def _branches(call: Call) -> Iterator[Branch]:
         rows = slice(before, before + a.shape[0])
         before = rows.stop
         if a.shape[0] and spans[job].start < spans[job].stop:
-            upper = a.to(kind).unflatten(0, (call.experts, -1))
-            lower = b.to(kind).unflatten(1, (-1, call.experts)).permute(2, 0, 1)
+            upper = a.to(kind).view(call.experts, -1, a.shape[1])
+            lower = b.to(kind).t().view(-1, call.experts, b.shape[0]).permute(1, 2, 0)
             sides = (lower, upper) if call.crossed else (upper, lower)
             yield Branch(spans[job], rows, *sides, scale)
 
@@ -387,7 +393,7 @@ def _loop_forward(call: Call) -> Tensor:
 
 
 def _loop_backward(dy: Tensor, call: Call, need_dx: bool) -> list[Tensor]:
-    rows, like, shared = sum(a.shape[0] for a in call.a), call.a[0], call.x.dim() == 2
+    rows, like, shared = call.rows, call.a[0], call.x.dim() == 2
     da, db = like.new_zeros(rows, like.shape[1]), like.new_zeros(rows, call.b[0].shape[0])
     dx = dy.new_empty(0)
     if need_dx:

@@ -198,9 +198,8 @@ def multi_lora_experts_backward_flops(dy: Tensor, *given: Any, **out: Any) -> in
     """dx through both, where it is wanted; dS, dA and dB."""
     *arguments, _, _, _, need_dx = given
     call = Call(*arguments)
-    inner, outer = call.x.shape[-1], call.outer
-    rows = _expert_rows(call)
-    through = (call.pairs * outer + rows) * inner * need_dx
+    inner, outer, rows = call.x.shape[-1], call.outer, _expert_rows(call)
+    through = (call.pairs * outer + rows) * inner if need_dx else 0
     return 2 * (through + rows * (inner + 2 * outer))
 
 

@@ -268,7 +268,7 @@ class _Explainer:
             node
             for node in self._here()
             if node.op == "call_function"
-            and (node.meta.get("role") == "shared" or lowered_site(node) is not None)
+            and (node.meta.get("role") == "shared" or is_adapted(node))
         ]
         if shared:
             yield f"{plural(len(shared), 'operator')} of the base, once for all jobs"

@@ -28,6 +28,7 @@ import triton.language as tl
 from torch import Tensor
 
 from tlora_fx.errors import TableNotOnDevice
+from tlora_fx.ops.kernels import launch
 
 #: int64 a job: addresses of A and B, rank, scale as float64, rows of all jobs before it.
 WORDS = 5
@@ -171,7 +172,7 @@ class Pairs:
 
 def padded(rank: int) -> int:
     """What ranks up to this one are padded to."""
-    return max(LEAST_RANK, triton.next_power_of_2(rank))
+    return max(LEAST_RANK, 1 << max(0, rank - 1).bit_length())
 
 
 def options(rank: int) -> dict[str, int]:
@@ -190,8 +191,9 @@ def apply(
     returns   [S, outer] where the pairs stand, [0] without `frozen`; [S, rank], sorted and scaled
     """
     count, inner = len(pairs.order), x.shape[1]
-    low = x.new_empty(count, pairs.rank)
-    y = x.new_empty(0) if frozen is None else x.new_empty(count, outer)
+    like = {"dtype": x.dtype, "device": x.device}
+    low = launch.empty((count, pairs.rank), **like)
+    y = launch.empty((0,) if frozen is None else (count, outer), **like)
     if count:
         _apply[pairs.experts * pairs.jobs, SPLITS](
             x, y if frozen is None else frozen, y, low, pairs.order, pairs.ends, pairs.table,
@@ -214,7 +216,7 @@ def outer_sums(
     returns   [rows, width] in the adapters' type
     """
     width = x.shape[1]
-    sums = x.new_empty(rows, width, dtype=pairs.kind)
+    sums = launch.empty((rows, width), dtype=pairs.kind, device=x.device)
     _outer[pairs.experts * pairs.jobs, triton.cdiv(width, WIDE_COLUMNS)](
         low, x, sums, pairs.order, pairs.ends, pairs.table,
         JOBS=pairs.jobs, EXPERTS=pairs.experts, CHOSEN=chosen, WIDTH=width, RANK=pairs.rank,
