@@ -21,6 +21,7 @@ from tests.models import (
 from tests.sampled import sampled
 from tlora_fx.compiler import compile
 from tlora_fx.errors import UnknownTarget
+from tlora_fx.inspect.listing import make_listing
 from tlora_fx.numerics.probe import probe_compiled
 from tlora_fx.runtime.adapters import (
     adapter_tensors,
@@ -85,6 +86,7 @@ def test_adapters_on_experts_get_what_peft_gives_them(tmp_path, family, nodes_of
     assert_equals_peft(model, parts, ROUNDED)
     assert_loaded_by_peft(model, "both", tmp_path / "adapter")
     assert_starts_by_path(model)
+    assert_listed(model)
     found = probe_compiled(model.group, model.backbone, model.jobs)
     assert found.lengths
     assert found.gradient < 1e-4
@@ -115,6 +117,25 @@ def assert_starts_by_path(model):
     assert nested
     for name in nested:
         assert torch.equal(both[name], one[name.replace(".base_layer", "")])
+
+
+def assert_listed(model):
+    """The listing has each job's rank and numbers at the experts, in the shared operator."""
+    rows = [row for block in make_listing(model).blocks for row in block.rows]
+    branches = [
+        (row.operator, branch)
+        for row in rows
+        if "experts." in row.module
+        for branch in row.branches
+    ]
+    own = model.job_parameters("both").items()
+
+    assert {operator for operator, _ in branches} == {"multi_lora_experts"}
+    assert {(branch.kind, branch.lowered) for _, branch in branches} == {("experts", True)}
+    assert {branch.parameters for _, branch in branches if branch.job == "both"} == {
+        float(sum(tensor.numel() for name, tensor in own if name.startswith(path)))
+        for path in {name.partition("lora_")[0] for name, _ in own}
+    }
 
 
 def test_passes_keep_the_numbers_of_experts_and_jobs_apart(tmp_path):

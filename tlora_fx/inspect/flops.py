@@ -38,7 +38,15 @@ from tlora_fx.ir.graph import (
     output_of,
     placeholders,
 )
-from tlora_fx.ir.lora_sites import ADD, EXPERTS, ONE, is_lowered, lowered_site, serves_several
+from tlora_fx.ir.lora_sites import (
+    ADD,
+    EXPERTS,
+    ONE,
+    is_adapted,
+    is_lowered,
+    lowered_site,
+    serves_several,
+)
 
 # Operations an element of the first input, for what is one operator here and several elsewhere.
 PER_ELEMENT = {
@@ -482,7 +490,7 @@ class _Walker:
             else:
                 needs = _trains(node) or any(n in learning for n in node.all_input_nodes)
                 cost += self._node(node, learning if node in reached else set())
-            if lowered_site(node) is not None:
+            if is_adapted(node):
                 rank_one = self.counter.trained(node, learning, rank=1)
                 slope = rank_one - self.counter.trained(node, learning)
                 slopes.append((str(node.meta["site"]), tuple(node.meta["jobs"]), slope))

@@ -384,7 +384,7 @@ def _branches(call: Call) -> Iterator[Branch]:
 
 
 def _loop_forward(call: Call) -> Tensor:
-    y = expert_linear(call.x, call.weight, call.bias, call.index, call.turned)
+    y: Tensor = expert_linear(call.x, call.weight, call.bias, call.index, call.turned)
     for own in _branches(call):
         index = call.index[own.tokens]
         small = expert_linear(call.x[own.tokens], own.first, None, index, call.crossed)
