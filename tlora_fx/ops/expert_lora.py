@@ -325,14 +325,20 @@ def _sorted_pairs(call: Call, order: Tensor, ends: Tensor) -> tuple[Any, list[Te
     """The pairs as kernels take them, and copies that must live until these are launched."""
     from tlora_fx.ops.kernels import expert_pairs
 
-    a = [own.contiguous() for own in call.a]
-    b = [own.t().contiguous() for own in call.b]
+    a = [_by_rows(own) for own in call.a]
+    b = [_by_rows(own.t()) for own in call.b]
     jobs = call.segments.shape[0] - 1
     table = expert_pairs.adapter_table(a, b, call.jobs, call.scales, jobs, call.experts)
     pairs = expert_pairs.Pairs(
         order, ends, table, jobs, call.experts, _padded(call), call.a[0].dtype
     )
     return pairs, [*a, *b]
+
+
+def _by_rows(matrix: Tensor) -> Tensor:
+    """A matrix as kernels read it: dense rows, the first where a vector may begin."""
+    dense = matrix.contiguous()
+    return dense if dense.data_ptr() % support.GRANULE == 0 else dense.clone()
 
 
 def _frozen(x: Tensor, weight: Tensor, pairs: Any, turned: bool, chosen: int) -> Tensor:
