@@ -13,7 +13,8 @@ against float32.
 `ours-float8-*` have products in float8 of the frozen layers, and the name says how they find dX.
 
 `--base qwen3-moe` takes Qwen3-30B-A3B's shape with half its layers instead, and adapters on
-attention; its experts are frozen in all arms.
+attention; with `--adapt-experts` ours and PEFT's adapt all experts too, at the job's rank each.
+By estimate twelve layers of that fit 80 GB.
 
 On a CPU nothing but the code is tried: `--device cpu --layers 2 --hidden 64 --vocabulary 512`.
 """
@@ -39,7 +40,7 @@ from benchmarks.interleaved import Spread
 from benchmarks.kernel_times import busy, profiled, table
 from benchmarks.results_file import RESULTS, console, described, write
 from benchmarks.step_arms import ARMS, Arm, Made, require_gradients
-from benchmarks.step_mixes import MIXES, RANKS, Mix, Mixture, Shape
+from benchmarks.step_mixes import EXPERTS, MIXES, RANKS, Mix, Mixture, Shape
 from benchmarks.step_profile import CLASSES, classes
 
 DEFAULT = "frozen-graph,ours-compiled,stacked-graph,alone-graph,peft"
@@ -232,6 +233,8 @@ def shape_of(given: argparse.Namespace) -> Shape:
 def mixture_of(given: argparse.Namespace) -> Mixture:
     """Qwen3-30B-A3B's shape with half its layers, or a small one."""
     whole = Mixture(dtype=given.dtype, dropout=given.dropout, ranks=tuple(given.ranks))
+    if given.adapt_experts:
+        whole = replace(whole, parameters=EXPERTS)
     if given.layers:
         whole = replace(whole, layers=given.layers)
     if not given.hidden:
@@ -260,6 +263,7 @@ def parsed(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     """The command line."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.step", description=__doc__)
     parser.add_argument("--base", choices=("llama", "qwen3-moe"), default="llama")
+    parser.add_argument("--adapt-experts", action="store_true", help="of a mixture, too")
     for name in ("layers", "hidden", "vocabulary"):
         parser.add_argument(f"--{name}", type=int, default=0, help="0: the base's own")
     parser.add_argument("--mixes", nargs="+", choices=MIXES, default=["gsm8k", "ones"])
@@ -289,7 +293,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         raise SystemExit(f"no arm is called {unknown[0]}; there are {', '.join(ARMS)}")
     started = time.perf_counter()
     found = described("step", given.device) | {"shape": asdict(shape), "rounds": given.rounds}
-    kind = "step" if dense else f"step-{given.base}"
+    kind = "step" if dense else f"step-{given.base}{'-experts' * given.adapt_experts}"
     path = given.out / f"{kind}-{found['date']}.json"
     mixes: list[dict[str, Any]] = []
     profile = PROFILED if given.profile and given.device == "cuda" else ()

@@ -196,6 +196,7 @@ class Peft:
                 lora_alpha=ALPHA,
                 lora_dropout=made.shape.dropout,
                 target_modules=made.shape.target_modules,
+                target_parameters=list(made.shape.parameters) or None,
             )
             for rank in made.shape.ranks
         ]
@@ -364,12 +365,14 @@ class Made:
 
 
 def _job(base: tlora_fx.BaseSpec, place: int, shape: Shape) -> tlora_fx.Job:
-    lora = {
+    lora: dict[str, Any] = {
         "r": shape.ranks[place],
         "lora_alpha": ALPHA,
         "lora_dropout": shape.dropout,
         "target_modules": shape.target_modules,
     }
+    if shape.parameters:
+        lora["target_parameters"] = list(shape.parameters)
     fields: dict[str, Any] = {
         "max_steps": MANY,
         "save_steps": MANY,

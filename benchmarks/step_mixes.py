@@ -9,6 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+#: Both matrices of a mixture's experts.
+EXPERTS = ("experts.gate_up_proj", "experts.down_proj")
 RANKS = (2, 4, 8, 16, 2, 4, 8, 16)
 ALPHA = 16
 SEED = 5
@@ -20,6 +22,7 @@ class Shape:
 
     dropout   of every job's adapters
     targets   what they adapt, as PEFT reads it
+    parameters   matrices of experts that they adapt, as PEFT's `target_parameters`
     ranks     one a job
     """
 
@@ -33,6 +36,7 @@ class Shape:
     dropout: float = 0.0
     targets: str | tuple[str, ...] = "all-linear"
     ranks: tuple[int, ...] = RANKS
+    parameters: tuple[str, ...] = ()
 
     @property
     def target_modules(self) -> str | list[str]:

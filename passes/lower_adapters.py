@@ -2,7 +2,8 @@
 
 Reads   the segment writes that fuse-backbone chained behind each frozen linear.
 Writes  one multi_lora_linear for the linear and all its plain branches, or one multi_lora_add for
-        the branches behind another operator; get_attr nodes of the site's AdapterBank.
+        the branches behind another operator; get_attr nodes of the site's AdapterBank. For a
+        mixture's experts one multi_lora_experts, which reads each job's own A and B.
 Keeps   every number up to rounding; branches of other kinds (DoRA, embeddings, trained copies)
         stay as they are, and the report says why.
 """
@@ -18,8 +19,8 @@ from torch import fx
 from torch.fx.experimental.symbolic_shapes import statically_known_true
 
 from tlora_fx.errors import NotFoldable
-from tlora_fx.ir.graph import GroupGraph, TensorRef, placeholders, shape_of
-from tlora_fx.ir.lora_sites import ADD, ONE, BranchNumbers
+from tlora_fx.ir.graph import GroupGraph, TensorRef, is_call, placeholders, shape_of
+from tlora_fx.ir.lora_sites import ADD, EXPERTS, ONE, BranchNumbers
 from tlora_fx.pipeline import GroupPass, Numerics, count, register
 from tlora_fx.rewriting import (
     Maker,
@@ -55,7 +56,9 @@ READ = torch.ops.tlora_fx.segment_read.default
 VIEWS = (aten.view.default, aten.reshape.default)
 WRITE = torch.ops.tlora_fx.segment_write.default
 LINEAR = aten.linear.default
+EXPERT_LINEAR = torch.ops.tlora_fx.expert_linear.default
 INPUT, RESULT = "frozen linear's input", "frozen linear's result"
+CHOICE = "choice of experts"
 
 
 _WEIGHT = stored("weight")
@@ -104,26 +107,30 @@ _A = call(
     stored("A's weight"),
     name="A",
 )
-BRANCH: Pattern = call(
-    WRITE,
-    anything(),
-    uncast(
-        add(
-            _reads(RESULT, "first summand"),
-            uncast(
-                mul(
-                    uncast(call(LINEAR, uncast(_A), stored("B's weight"), name="B")),
-                    constant("scaling"),
-                    name="scaled branch",
-                )
-            ),
-            name="sum",
-        )
-    ),
-    anything(),
-    anything("job"),
-    anything(),
-)
+
+
+def _added(product: Pattern) -> Pattern:
+    """A job's segment of the result, and a scaled product on top."""
+    scaled = mul(uncast(product), constant("scaling"), name="scaled branch")
+    total = add(_reads(RESULT, "first summand"), uncast(scaled), name="sum")
+    return call(WRITE, anything(), uncast(total), anything(), anything("job"), anything())
+
+
+BRANCH = _added(call(LINEAR, uncast(_A), stored("B's weight"), name="B"))
+
+
+def expert_branch(experts: int, crossed: bool) -> Pattern:
+    """LoRA on a mixture's experts as tracing/experts.py writes it.
+
+    crossed   B reads the tokens
+    """
+    upper = call(aten.unflatten.int, uncast(stored("A's weight")), 0, [experts, -1])
+    split = call(aten.unflatten.int, uncast(stored("B's weight")), 1, [-1, experts])
+    lower = call(aten.permute.default, split, [2, 0, 1])
+    first, second = (lower, upper) if crossed else (upper, lower)
+    index = _reads(CHOICE, "chosen experts")
+    small = call(EXPERT_LINEAR, _INPUT, first, None, index, crossed, name="low-rank rows")
+    return _added(call(EXPERT_LINEAR, small, second, None, index, crossed, name="branch"))
 
 
 class NoMatch(Exception):
@@ -239,7 +246,7 @@ BANK = "lora"
 @register
 @dataclass(frozen=True, slots=True)
 class LowerAdapters(GroupPass):
-    """Replace LoRA branches by tlora_fx::multi_lora_linear or multi_lora_add.
+    """Replace LoRA branches by tlora_fx::multi_lora_linear, multi_lora_add or multi_lora_experts.
 
     compute   dtype in which adapters multiply: "base", "float32", or "job": as the job file says
     """
@@ -263,6 +270,9 @@ class LowerAdapters(GroupPass):
     def _lower(
         self, group: GroupGraph, graph: fx.Graph, where: str, anchor: fx.Node, writes: list[fx.Node]
     ) -> None:
+        if is_call(anchor, EXPERT_LINEAR):
+            self._lower_experts(group, graph, where, anchor, writes)
+            return
         site = str(writes[0].meta["site"])
         frozen = match_operator(anchor, writes)
         branches: list[tuple[fx.Node, LoraBranch]] = []
@@ -278,6 +288,24 @@ class LowerAdapters(GroupPass):
             else:
                 branches.append((write, branch))
         if branches and not self._replace(group, graph, anchor, frozen, where, branches):
+            for write, _ in branches:
+                self._keep(group, where, site, write, "the rewrite is held back by a bisection")
+
+    def _lower_experts(
+        self, group: GroupGraph, graph: fx.Graph, where: str, anchor: fx.Node, writes: list[fx.Node]
+    ) -> None:
+        """Put one operator in place of the experts' product and all jobs' branches on it."""
+        site, branches = str(writes[0].meta["site"]), list[tuple[fx.Node, ExpertBranch]]()
+        for write in writes:
+            branch = match_expert_branch(write, anchor)
+            kind = branches[0][1].kind if branches else None
+            if isinstance(branch, Miss):
+                self._keep(group, where, site, write, branch.why)
+            elif kind not in (None, branch.kind):
+                self._keep(group, where, site, write, "it is not of the first job's type and form")
+            else:
+                branches.append((write, branch))
+        if branches and not _replace_experts(graph, where, site, anchor, branches):
             for write, _ in branches:
                 self._keep(group, where, site, write, "the rewrite is held back by a bisection")
 
@@ -339,16 +367,100 @@ class LowerAdapters(GroupPass):
         )
         if lowered is None:
             return False
-        count("lowered", len(branches))
         lowered.meta["branches"] = {
             job: BranchNumbers(_rank(branch), branch.scaling, branch.dropout)
             for job, (_, branch) in zip(jobs, branches, strict=True)
         }
-        for write in writes:
-            if not write._erased:
-                write.replace_all_uses_with(write.args[0])  # type: ignore[arg-type]
-                graph.erase_node(write)
+        _drop_writes(graph, writes)
         return True
+
+
+@dataclass(frozen=True, slots=True)
+class ExpertBranch:
+    """LoRA of one job on a mixture's experts: its captures.
+
+    rank      of each expert
+    crossed   B reads the tokens
+    """
+
+    job: int
+    a: fx.Node
+    b: fx.Node
+    rank: int
+    scaling: float
+    crossed: bool
+
+    @property
+    def kind(self) -> tuple[torch.dtype, bool]:
+        """What all branches of an operator must have in common."""
+        return self.a.meta["tensor"].dtype, self.crossed
+
+
+def match_expert_branch(write: fx.Node, anchor: fx.Node) -> ExpertBranch | Miss:
+    """The branch behind a segment write, or how near a pattern came.
+
+    anchor   the experts' frozen product
+    """
+    x, weight, _, index, _ = anchor.args
+    experts, nearest = int(weight.meta["val"].shape[0]), list[Miss]()  # type: ignore[union-attr]
+    for crossed in (False, True):
+        found = match(
+            expert_branch(experts, crossed), write, {RESULT: anchor, INPUT: x, CHOICE: index}
+        )
+        if isinstance(found, Match):
+            a, b = found["A's weight"], found["B's weight"]
+            rank = int(a.meta["tensor"].shape[0]) // experts
+            scaling = float(found["scaling"])
+            return ExpertBranch(int(found["job"]), a, b, rank, scaling, crossed)
+        nearest.append(found)
+    return max(nearest, key=lambda miss: miss.held)
+
+
+def _replace_experts(
+    graph: fx.Graph,
+    where: str,
+    site: str,
+    anchor: fx.Node,
+    branches: list[tuple[fx.Node, ExpertBranch]],
+) -> bool:
+    """Write multi_lora_experts; False where the rewrite is held back."""
+    writes, found = [write for write, _ in branches], [branch for _, branch in branches]
+    jobs = tuple(write.meta["jobs"][0] for write in writes)
+
+    def build(make: Maker) -> fx.Node:
+        for branch in found:
+            anchor.prepend(branch.a)
+            anchor.prepend(branch.b)
+        return make(
+            EXPERTS, *anchor.args, [branch.a for branch in found], [branch.b for branch in found],
+            [branch.job for branch in found], [branch.scaling for branch in found],
+            found[0].crossed, placeholders(graph)["segments"],
+        )  # fmt: skip
+
+    lowered = Rewriter(graph).replace(
+        anchor,
+        build,
+        f"multi_lora_experts at {f'{where}.{site}'.strip('.')}",
+        {"role": "adapter", "jobs": jobs, "site": site, "path": site},
+        _inside(anchor, writes),
+    )
+    if lowered is None:
+        return False
+    lowered.meta["branches"] = {
+        job: BranchNumbers(branch.rank, branch.scaling, 0.0)
+        for job, branch in zip(jobs, found, strict=True)
+    }
+    _drop_writes(graph, writes)
+    return True
+
+
+def _drop_writes(graph: fx.Graph, writes: list[fx.Node]) -> None:
+    """Erase the writes of branches that are in an operator now."""
+    count("lowered", len(writes))
+    for write in writes:
+        if not write._erased:
+            write.replace_all_uses_with(write.args[0])  # type: ignore[arg-type]
+            graph.erase_node(write)
 
 
 def _input_of(frozen: Frozen | Other) -> fx.Node:

@@ -25,7 +25,7 @@ import torch
 from torch import fx
 
 from tlora_fx.ir.graph import HEAD, LOSS, Block, Form, TensorRef, is_call, placeholders
-from tlora_fx.ir.lora_sites import ADD, LISTED, ONE, SEVERAL, lowered_arguments
+from tlora_fx.ir.lora_sites import ADD, EXPERTS, LISTED, ONE, SEVERAL, lowered_arguments
 from tlora_fx.passes.token_parallel.rules import MixesTokens, find_rule, rank_of
 from tlora_fx.passes.token_parallel.sizes import RowSizes, SizeIsValue
 
@@ -223,7 +223,7 @@ class RowWalk:
         if is_call(node, operator.getitem):
             return self._item(node)
         own = {state for state in flat if isinstance(state, Own)}
-        if own and not is_call(node, ops.segment_write.default):
+        if own and not is_call(node, ops.segment_write.default, EXPERTS):
             return self._by_one_job(node, own, flat)
         special = _SPECIAL.get(node.target)
         if special is not None:
@@ -462,6 +462,18 @@ def _lowered(call: _Call) -> State:
     return x
 
 
+def _expert_adapters(call: _Call) -> State:
+    x = call.row("x")
+    call.plain("weight", "bias")
+    if call.row("index") != x or x.axis != 0:
+        raise MixesTokens("it routes tokens by the index of others")
+    call.tables(x.part, "segments")
+    wanted = tuple(Own(job) for job in call.given["jobs"])
+    if any(call.state(name) != wanted for name in ("a", "b")):
+        raise MixesTokens("it gives a job the adapters of another")
+    return x
+
+
 def _quantized(call: _Call) -> State:
     x = call.row("x")
     call.plain("stored", "bias")
@@ -524,6 +536,7 @@ _SPECIAL: Mapping[Any, Callable[[_Call], State]] = {
     ONE: _lowered,
     SEVERAL: _lowered,
     ADD: _lowered,
+    EXPERTS: _expert_adapters,
     ops.quantized_linear.default: _quantized,
     ops.float8_rows.default: _rounded,
     ops.float8_linear.default: _in_float8,

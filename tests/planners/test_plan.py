@@ -223,12 +223,14 @@ def test_gradients_move_into_one_buffer() -> None:
 
     group: Any = object()
     mesh = Mesh(MeshShape(dp=2), torch.device("cpu"), dp=group, dp_tp=group)
+    net.weight.data = net.weight.data.t().contiguous().t()
     ((_, flat),) = GradientBuckets(Model(), mesh).buckets  # type: ignore[arg-type]
 
     net(torch.ones(2, 3)).sum().backward()
 
     assert flat.numel() == 128
     assert net.weight.grad is not None
+    assert net.weight.grad.stride() == net.weight.stride()
     assert float(flat.sum()) == float(net.weight.grad.sum() + net.bias.grad.sum())
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import warnings
+from collections import Counter
 
 import pytest
 import torch
@@ -21,6 +22,7 @@ from tests.models import (
 from tests.sampled import sampled
 from tlora_fx.compiler import compile
 from tlora_fx.errors import UnknownTarget
+from tlora_fx.inspect.listing import make_listing
 from tlora_fx.numerics.probe import probe_compiled
 from tlora_fx.runtime.adapters import (
     adapter_tensors,
@@ -71,17 +73,21 @@ def expert_jobs(base, family):
 
 @pytest.mark.parametrize("family", sampled(MIXTURES, 9))
 def test_adapters_on_experts_get_what_peft_gives_them(tmp_path, family, nodes_of):
-    """By PEFT's names; the tokens of all jobs go through each frozen product once."""
+    """By PEFT's names; all jobs' tokens and adapters go through each product once."""
     model = ready(expert_jobs(base_of(tmp_path, family), family))
 
     assert model.group.form == MIXTURES[family].form
-    shared = [n for n in nodes_of(model.group, "expert_linear") if n.meta["role"] == "shared"]
+    assert {n.meta["role"] for n in nodes_of(model.group, "expert_linear")} <= {"shared"}
+    lowered = nodes_of(model.group, "multi_lora_experts")
     blocks = {block.name for block in model.group.blocks.values() if block.name != "head"}
-    assert 0 < len(shared) <= 2 * len(blocks)
+    assert 0 < len(lowered) <= 2 * len(blocks)
+    assert {node.meta["jobs"] for node in lowered} == {("both", "one"), ("both",)}
+    assert not any("experts" in note for _, note in model.group.notes)
     parts = [tokens([9, 7], seed=1), tokens([6, 12], seed=2), tokens([5], seed=3)]
     assert_equals_peft(model, parts, ROUNDED)
     assert_loaded_by_peft(model, "both", tmp_path / "adapter")
     assert_starts_by_path(model)
+    assert_listed(model)
     found = probe_compiled(model.group, model.backbone, model.jobs)
     assert found.lengths
     assert found.gradient < 1e-4
@@ -112,6 +118,25 @@ def assert_starts_by_path(model):
     assert nested
     for name in nested:
         assert torch.equal(both[name], one[name.replace(".base_layer", "")])
+
+
+def assert_listed(model):
+    """The listing has each job's rank and numbers at the experts, in the shared operator."""
+    rows = [row for block in make_listing(model).blocks for row in block.rows]
+    branches = [
+        (row.operator, branch)
+        for row in rows
+        if "experts." in row.module
+        for branch in row.branches
+    ]
+    numbers = Counter()
+    for name, tensor in model.job_parameters("both").items():
+        numbers[name.partition("lora_")[0]] += tensor.numel()
+
+    assert {operator for operator, _ in branches} == {"multi_lora_experts"}
+    assert {(branch.kind, branch.lowered) for _, branch in branches} == {("experts", True)}
+    listed = {branch.parameters for _, branch in branches if branch.job == "both"}
+    assert listed == set(numbers.values())
 
 
 def test_passes_keep_the_numbers_of_experts_and_jobs_apart(tmp_path):

@@ -12,7 +12,7 @@ from torch import Tensor, fx
 
 from tlora_fx.inspect.flops import Cost, FlopCounter, is_branch
 from tlora_fx.ir.graph import Form, GroupGraph, JobGraph
-from tlora_fx.ir.lora_sites import lowered_site
+from tlora_fx.ir.lora_sites import is_adapted
 from tlora_fx.ir.shapes import FIRST_SEGMENT_SIZE, segment_size
 from tlora_fx.model.source import size_names
 
@@ -83,10 +83,8 @@ def _is_segment(size: int) -> bool:
 
 def _ranks(node: fx.Node, graphs: GroupGraph | JobGraph | None) -> dict[int | str, int]:
     """The ranks of a lowered site's adapters, by the job's place where it is known."""
-    site = lowered_site(node)
-    if site is None:
-        return {}
-    ranks = {job: branch.rank for job, branch in site.branches.items()}
+    branches = node.meta.get("branches") or {} if is_adapted(node) else {}
+    ranks = {job: branch.rank for job, branch in branches.items()}
     if not isinstance(graphs, GroupGraph):
         return {f"_{job}": rank for job, rank in ranks.items()}
     return {graphs.job_names.index(job): rank for job, rank in ranks.items()}

@@ -38,7 +38,15 @@ from tlora_fx.ir.graph import (
     output_of,
     placeholders,
 )
-from tlora_fx.ir.lora_sites import ADD, ONE, is_lowered, lowered_site, serves_several
+from tlora_fx.ir.lora_sites import (
+    ADD,
+    EXPERTS,
+    ONE,
+    is_adapted,
+    is_lowered,
+    lowered_site,
+    serves_several,
+)
 
 # Operations an element of the first input, for what is one operator here and several elsewhere.
 PER_ELEMENT = {
@@ -63,7 +71,10 @@ MOVES = frozenset(_MOVES.split())
 ATTENTION = torch.ops.tlora_fx.packed_attention.default
 # Indices of the tables that say how a row is divided, with their lengths for what is counted: one
 # sequence of one job.
-DIVIDING = {ONE: {5: 2, 6: 1, 7: 1, 8: 2}, ADD: {4: 2, 5: 1, 6: 1, 7: 2}, ATTENTION: {3: 2}}
+DIVIDING = {
+    ONE: {5: 2, 6: 1, 7: 1, 8: 2}, ADD: {4: 2, 5: 1, 6: 1, 7: 2}, EXPERTS: {10: 2},
+    ATTENTION: {3: 2},
+}  # fmt: skip
 # Indices of a lowered site's A and B, and of the largest rank, where 0 is that of A.
 BANK = {ONE: (3, 4), ADD: (2, 3)}
 MAX_RANK = {ONE: 13, ADD: 12}
@@ -203,6 +214,8 @@ class FlopCounter:
             for index in BANK[target]:
                 specs[index] = replace(specs[index], shape=(rank, *specs[index].shape[1:]))
             specs[MAX_RANK[target]] = 0
+        if target is EXPERTS:
+            specs[5:9] = _one_job(specs[1].shape[0], specs[5][0], specs[6][0], rank)
         return target, tuple(specs), kwargs
 
     def _spec(self, node: fx.Node, learning: bool) -> Any:
@@ -283,6 +296,13 @@ class _Spec:
     def on_meta(self) -> Tensor:
         learning = self.learning and self.dtype.is_floating_point
         return torch.empty(self.shape, dtype=self.dtype, device="meta", requires_grad=learning)
+
+
+def _one_job(experts: int, a: _Spec, b: _Spec, rank: int) -> list[Any]:
+    """What one job's adapter of a rank on all experts is: A, B, its index and its scale."""
+    upper = replace(a, shape=(experts * rank, a.shape[1]))
+    lower = replace(b, shape=(b.shape[0], experts * rank))
+    return [[upper], [lower], [0], [1.0]]
 
 
 def _call_of(node: fx.Node) -> tuple[Any, Any, Any]:
@@ -470,7 +490,7 @@ class _Walker:
             else:
                 needs = _trains(node) or any(n in learning for n in node.all_input_nodes)
                 cost += self._node(node, learning if node in reached else set())
-            if lowered_site(node) is not None:
+            if is_adapted(node):
                 rank_one = self.counter.trained(node, learning, rank=1)
                 slope = rank_one - self.counter.trained(node, learning)
                 slopes.append((str(node.meta["site"]), tuple(node.meta["jobs"]), slope))

@@ -11,7 +11,7 @@ from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import fx
@@ -52,7 +52,7 @@ from tlora_fx.ir.graph import (
     is_call,
     under,
 )
-from tlora_fx.ir.lora_sites import lowered_site, serves_several
+from tlora_fx.ir.lora_sites import EXPERTS, is_adapted, lowered_site, serves_several
 from tlora_fx.model.source import class_name, size_names
 from tlora_fx.model.supermodel import SuperModel
 from tlora_fx.tracing.layers import layer_list
@@ -225,12 +225,11 @@ class _Lister:
         sites = [site for path in _full(module.module, layers) if (site := job.sites.get(path))]
         lowered = module.lowered
         if lowered is not None and job.name in lowered.meta["jobs"]:
-            bank = self.model.banks[sites[0].path]
-            widths = bank.a.shape[1] + bank.b.shape[1]
-            numbers = widths * sum(site.rank for site in sites) / len(sites)
+            rank = sum(site.rank for site in sites) / len(sites)
+            numbers = rank * self._width(lowered, sites[0])
             costs = (self.counter.adapter(lowered, site.rank) for site in sites)
             flop = total(costs).times(1 / len(sites)).flop_per_token
-            return BranchEntry(job.name, _ranks(sites), "lora", True, None, numbers, flop)
+            return BranchEntry(job.name, _ranks(sites), sites[0].kind, True, None, numbers, flop)
         if job.name not in module.branches:
             return None
         nodes = module.branches[job.name]
@@ -250,6 +249,16 @@ class _Lister:
             parameters=float(sum(torch.Size(n.meta["tensor"].shape).numel() for n in tensors)),
             flop_per_token=cost.flop_per_token,
         )
+
+    def _width(self, lowered: fx.Node, site: AdapterSite) -> int:
+        """What a rank at a lowered site has of numbers, of all experts where there are some."""
+        if is_call(lowered, EXPERTS):
+            (a, *_), (b, *_) = (cast(list[fx.Node], lowered.args[index]) for index in (5, 6))
+            (rows, width), outer = a.meta["tensor"].shape, b.meta["tensor"].shape[0]
+            rank: int = lowered.meta["branches"][a.meta["jobs"][0]].rank
+            return int(rows // rank * (width + outer))
+        bank = self.model.banks[site.path]
+        return bank.a.shape[1] + bank.b.shape[1]
 
     def _adapter_bytes(self, module: _ModuleNodes, layers: Sequence[str]) -> float:
         banks = [self.model.banks[p] for p in _full(module.module, layers) if p in self.model.banks]
@@ -415,7 +424,7 @@ class _ModuleNodes:
 
     @property
     def lowered(self) -> fx.Node | None:
-        return next((n for n in self.nodes if lowered_site(n) is not None), None)
+        return next((n for n in self.nodes if is_adapted(n)), None)
 
     def reads(self, owner: str) -> set[fx.Node]:
         """The get_attr nodes of tensors of an owner ("base", "job") that the module reads."""

@@ -31,7 +31,7 @@ from tlora_fx.ir.graph import (
     origin_of,
     placeholders,
 )
-from tlora_fx.ir.lora_sites import lowered_site
+from tlora_fx.ir.lora_sites import is_adapted
 from tlora_fx.ir.verifier import owners
 from tlora_fx.model.source import SHORT, size_names, statements
 from tlora_fx.pipeline import Done, Instrument, Pipeline
@@ -155,7 +155,7 @@ class _Describer:
         if node.op == "call_module":
             return loss_cost(self.owner.blocks) if node.target == LOSS else Cost()
         cost = self.counter.node(node)
-        if lowered_site(node) is not None:
+        if is_adapted(node):
             return cost + self._adapters(node, layers).share(self.share)
         return cost.share(self.share) if is_branch(node) else cost
 

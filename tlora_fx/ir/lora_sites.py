@@ -4,6 +4,9 @@
 sites that read one input, and each site's result is an `operator.getitem` of it. `multi_lora_add`
 serves one site whose frozen operator is a node of its own. Each result carries the site's tags:
 role, jobs, site, path, branches. Who looks for sites asks here, so that all forms look alike.
+
+`multi_lora_experts` serves a mixture's experts. Its adapters are the jobs' own tensors and lie in
+no bank: such a node is lowered and carries the same tags, but it is no `LoweredSite`.
 """
 
 from __future__ import annotations
@@ -22,6 +25,7 @@ from tlora_fx.ir.graph import is_call
 ONE = torch.ops.tlora_fx.multi_lora_linear.default
 SEVERAL = torch.ops.tlora_fx.multi_lora_linears.default
 ADD = torch.ops.tlora_fx.multi_lora_add.default
+EXPERTS = torch.ops.tlora_fx.multi_lora_experts.default
 # What multi_lora_linears takes as lists, an item a site, and what it calls some of them.
 LISTED = ("weight", "bias", "a", "b", "ranks", "scales", "rates", "site")
 SINGULAR = {"weights": "weight", "biases": "bias", "sites": "site"}
@@ -103,7 +107,12 @@ def serves_several(node: fx.Node) -> bool:
 
 def is_lowered(node: fx.Node) -> bool:
     """Whether a node is an operator of lowered sites, or holds the result of one."""
-    return serves_several(node) or lowered_site(node) is not None
+    return serves_several(node) or is_adapted(node)
+
+
+def is_adapted(node: fx.Node) -> bool:
+    """Whether a node holds a module's result with the lowered adapters on it."""
+    return is_call(node, EXPERTS) or lowered_site(node) is not None
 
 
 def lowered_arguments(call: fx.Node) -> dict[str, Any]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import linecache
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple, cast
@@ -19,10 +20,11 @@ from tlora_fx.ir.graph import (
     GroupGraph,
     Pieces,
     TensorRef,
+    is_call,
     output_of,
     placeholders,
 )
-from tlora_fx.ir.lora_sites import LoweredSite, lowered_sites
+from tlora_fx.ir.lora_sites import EXPERTS, LoweredSite, lowered_sites
 from tlora_fx.model.adapter_bank import AdapterBank
 from tlora_fx.model.loss import ChunkedLoss
 from tlora_fx.model.source import class_name
@@ -145,9 +147,13 @@ class _TensorBuilder:
             known = [weight for weight in served if weight is not None]
             whole = len(known) == len(served)
             self.layout.weights += [known] if whole else [[weight] for weight in known]
+        by_column = {
+            lower for node in graph.nodes if is_call(node, EXPERTS) for lower in _lower_halves(node)
+        }
         for node in graph.nodes:
             if node.op == "get_attr":
-                self._tensor(_location(module, node, within), node, layer)
+                location = _location(module, node, within)
+                self._tensor(location, node, layer, by_column=node in by_column)
 
     def _bank(self, module: nn.Module, site: LoweredSite, layer: str) -> AdapterBank:
         path = _joined(layer, site.path)
@@ -181,13 +187,17 @@ class _TensorBuilder:
         ]  # fmt: skip
         return max(sum(own.rank for own in sites) for sites in adapters)
 
-    def _tensor(self, location: TensorLocation, node: fx.Node, layer: str) -> None:
+    def _tensor(
+        self, location: TensorLocation, node: fx.Node, layer: str, *, by_column: bool
+    ) -> None:
         ref: TensorRef = node.meta["tensor"]
         owner, slot = location.module, location.slot
         if slot in owner._parameters or slot in owner._buffers:
             return
         empty = torch.empty(ref.shape, dtype=ref.dtype, device="meta")
         name = _joined(layer, ref.name)
+        if by_column:
+            empty = torch.empty(ref.shape[::-1], dtype=ref.dtype, device="meta").t()
         if ref.owner == "job":
             owner._parameters[slot] = nn.Parameter(empty)
             peft = f"{PEFT_PREFIX}{name}" if layer else ref.name
@@ -210,6 +220,11 @@ class _TensorBuilder:
             owner.register_buffer(slot, self.group.constants[ref.name], persistent=False)
         else:
             owner.register_buffer(slot, _table(node, ref, layer), persistent=False)
+
+
+def _lower_halves(call: fx.Node) -> Sequence[fx.Node]:
+    """The B of all jobs on experts: kernels read each expert's columns."""
+    return cast(Sequence[fx.Node], call.args[6])
 
 
 def _table(node: fx.Node, ref: TensorRef, layer: str) -> Tensor:

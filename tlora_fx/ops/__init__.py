@@ -3,6 +3,7 @@
 from tlora_fx.ops import flops as _flops  # noqa: F401  (registers the formulas)
 from tlora_fx.ops.attention import packed_attention, packed_attention_backward
 from tlora_fx.ops.dropout import keep_mask, keep_scale, keyed_dropout, token_scale
+from tlora_fx.ops.expert_lora import multi_lora_experts
 from tlora_fx.ops.experts import expert_linear, expert_outer
 from tlora_fx.ops.float8 import float8_input_gradient, float8_linear, float8_rows
 from tlora_fx.ops.lora import multi_lora_add, multi_lora_linear, multi_lora_linears
@@ -41,6 +42,7 @@ __all__ = [
     "keep_scale",
     "keyed_dropout",
     "multi_lora_add",
+    "multi_lora_experts",
     "multi_lora_linear",
     "multi_lora_linears",
     "nano_join",

@@ -42,15 +42,15 @@ def expert_linear(
     """
     check_experts(x, weight, bias, index, turned)
     matrices = weight if turned else weight.transpose(1, 2)
-    pairs = _pairs(x, index)
     flat = index.reshape(-1)
     # In strict mode nothing may depend on how many pairs an expert has, a neighbour's among them.
     if is_strict() and not _has_grouped_product(x):
-        y = _one_by_one(pairs, matrices, flat)
+        y = _one_by_one(_pairs(x, index), matrices, flat)
     else:
         order, ends = _sorted(flat, len(weight))
-        y = pairs.new_empty(len(pairs), matrices.shape[2])
-        y[order] = _grouped(pairs[order], matrices, ends)
+        chosen = index.shape[1] if x.dim() == 2 else 1
+        y = x.new_empty(len(flat), matrices.shape[2])
+        y[order] = grouped(sorted_rows(x, order, chosen), matrices, ends)
     if bias is not None:
         y = y + bias[flat]
     return y.view(*index.shape, matrices.shape[2])
@@ -86,6 +86,16 @@ def _pairs(x: Tensor, index: Tensor) -> Tensor:
     return x.reshape(-1, x.shape[-1])
 
 
+def sorted_rows(x: Tensor, order: Tensor, chosen: int) -> Tensor:
+    """A row [in] for each pair, in an order of pairs.
+
+    x        [T, in] or [T, K, in]
+    chosen   pairs that are made of a row of x
+    """
+    rows = x.reshape(-1, x.shape[-1])
+    return rows[order // chosen if chosen > 1 else order]
+
+
 def _sorted(flat: Tensor, experts: int) -> tuple[Tensor, Tensor]:
     """Pairs in the order of their experts, and where each expert's pairs end."""
     # Few bits sort fast; equal ones keep their order.
@@ -96,10 +106,15 @@ def _sorted(flat: Tensor, experts: int) -> tuple[Tensor, Tensor]:
 
 def _has_grouped_product(x: Tensor) -> bool:
     """Whether torch multiplies all groups at once, without asking the device where they end."""
-    return x.is_cuda and x.dtype == torch.bfloat16 and hasattr(F, "grouped_mm")
+    return x.is_cuda and has_grouped_types(x.dtype)
 
 
-def _grouped(rows: Tensor, matrices: Tensor, ends: Tensor) -> Tensor:
+def has_grouped_types(dtype: torch.dtype) -> bool:
+    """Whether it does so in a dtype on CUDA."""
+    return dtype == torch.bfloat16 and hasattr(F, "grouped_mm")
+
+
+def grouped(rows: Tensor, matrices: Tensor, ends: Tensor) -> Tensor:
     """Rows sorted by expert [S, in] times matrices [E, in, out]."""
     if _has_grouped_product(rows):
         return _by_torch(rows, matrices, ends)

@@ -17,6 +17,7 @@ import tlora_fx.ops.experts
 import tlora_fx.ops.float8
 import tlora_fx.ops.parallel
 import tlora_fx.ops.quantized  # noqa: F401  (these define what is named below)
+from tlora_fx.ops.expert_lora import Call
 from tlora_fx.ops.lora import from_kernels
 from tlora_fx.ops.tables import SiteGroup, tokens_of
 
@@ -175,6 +176,32 @@ def expert_linear_flops(
 def expert_outer_flops(left: Tensor, right: Tensor, index: Tensor, experts: int, **out: Any) -> int:
     """An outer product for each pair."""
     return 2 * index.numel() * left.shape[-1] * right.shape[-1]
+
+
+def _expert_rows(call: Call) -> int:
+    """Pairs times rank, summed over the jobs."""
+    bounds = _lengths(call.segments, call.index.shape[0])
+    ranks = {job: a.shape[0] // call.experts for job, a in zip(call.jobs, call.a, strict=True)}
+    rows = sum(length * ranks.get(job, 0) for job, length in enumerate(bounds))
+    return round(rows) * call.index.shape[1]
+
+
+@register_flop_formula([ops.multi_lora_experts, ops.multi_lora_experts_forward], get_raw=True)
+def multi_lora_experts_flops(*given: Any, **out: Any) -> int:
+    """A pair with one frozen matrix, and with its job's two small ones."""
+    call = Call(*given)
+    inner, outer = call.x.shape[-1], call.outer
+    return 2 * (call.pairs * inner * outer + _expert_rows(call) * (inner + outer))
+
+
+@register_flop_formula(ops.multi_lora_experts_backward, get_raw=True)
+def multi_lora_experts_backward_flops(dy: Tensor, *given: Any, **out: Any) -> int:
+    """dx through both, where it is wanted; dS, dA and dB."""
+    *arguments, _, _, _, need_dx = given
+    call = Call(*arguments)
+    inner, outer, rows = call.x.shape[-1], call.outer, _expert_rows(call)
+    through = (call.pairs * outer + rows) * inner if need_dx else 0
+    return 2 * (through + rows * (inner + 2 * outer))
 
 
 @register_flop_formula(ops.multi_lora_add, get_raw=True)

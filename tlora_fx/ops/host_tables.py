@@ -13,6 +13,7 @@ from dataclasses import fields
 from typing import Any
 
 from tlora_fx.ops.attention import AttentionRule, has_row_kernel
+from tlora_fx.ops.expert_lora import Call, why_no_kernel
 from tlora_fx.ops.kernels import support
 from tlora_fx.ops.tables import SiteGroup
 
@@ -61,6 +62,13 @@ def _one_by_one(arguments: Mapping[str, Any]) -> bool:
     return bool(support.why_no_kernel(arguments["x"], group, "on" if asked == "on" else "auto"))
 
 
+def _without_kernels(arguments: Mapping[str, Any]) -> bool:
+    """Adapters of experts without kernels run job by job, too."""
+    asked = support.mode()
+    call = Call(**{field.name: arguments[field.name] for field in fields(Call)})
+    return asked == "off" or bool(why_no_kernel(call, "auto"))
+
+
 def _list(arguments: Mapping[str, Any], name: str) -> list[Any]:
     """An item a site, whether the operator serves one, several, or one without its weight."""
     items = arguments.get(name, arguments.get(f"{name}s", []))
@@ -77,6 +85,7 @@ RULES: Mapping[str, Rule] = {
     "multi_lora_linear": _one_by_one,
     "multi_lora_linears": _one_by_one,
     "multi_lora_add": _one_by_one,
+    "multi_lora_experts": _without_kernels,
     "segment_sum": _never,
     "segment_spread": _never,
 }
@@ -88,6 +97,8 @@ PARTS = frozenset(
         "multi_lora_adapter_gradients",
         "multi_lora_add_forward",
         "multi_lora_add_input_gradient",
+        "multi_lora_experts_forward",
+        "multi_lora_experts_backward",
         "packed_attention_backward",
     }
 )

@@ -336,7 +336,8 @@ def _move_gradients(leaves: Sequence[nn.Parameter]) -> Tensor:
         starts.append(starts[-1] + -(-leaf.numel() // step) * step)
     flat = torch.zeros(starts[-1], dtype=leaves[0].dtype, device=leaves[0].device)
     for leaf, start in zip(leaves, starts, strict=False):
-        leaf.grad = flat[start : start + leaf.numel()].view(leaf.shape)
+        # A B of experts lies by columns: optimizers want gradients that lie alike.
+        leaf.grad = flat.as_strided(leaf.shape, leaf.stride(), start)
     return flat
 
 

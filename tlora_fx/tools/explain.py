@@ -25,7 +25,7 @@ from tlora_fx.ir.graph import (
     origin_of,
     under,
 )
-from tlora_fx.ir.lora_sites import lowered_site
+from tlora_fx.ir.lora_sites import is_adapted
 from tlora_fx.ir.verifier import named_graphs
 from tlora_fx.model.backbone import Backbone
 from tlora_fx.passes.key_dropouts import ATTENTION_RATE
@@ -226,7 +226,7 @@ class _Explainer:
 
     def _is_lowered(self, path: str, job: str) -> bool:
         return any(
-            lowered_site(node) is not None and job in node.meta["jobs"]
+            is_adapted(node) and job in node.meta["jobs"]
             for node, at in self._nodes()
             if at == path
         )
@@ -268,7 +268,7 @@ class _Explainer:
             node
             for node in self._here()
             if node.op == "call_function"
-            and (node.meta.get("role") == "shared" or lowered_site(node) is not None)
+            and (node.meta.get("role") == "shared" or is_adapted(node))
         ]
         if shared:
             yield f"{plural(len(shared), 'operator')} of the base, once for all jobs"

@@ -150,7 +150,7 @@ def offsets_on(table: Tensor, rows: int, device: torch.device) -> Tensor:
 
     raises   SegmentError where it does not cover the rows; TableNotOnDevice
     """
-    capturing = torch.cuda.is_current_stream_capturing()
+    capturing = device.type == "cuda" and torch.cuda.is_current_stream_capturing()
     key = (table.data_ptr(), table.shape[0], rows, device)
     stamps = (stamp(table),)
     mirror = _offsets.get(key)

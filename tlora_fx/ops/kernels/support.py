@@ -41,7 +41,7 @@ _BASES = {
     "on": (*_HALVES, torch.float32),
     "interpret": (torch.float16, torch.float32, torch.float64),
 }
-_OLDEST = 80
+OLDEST = 80
 # Makes a tensor of a shape and dtype.
 Make = Callable[..., Tensor]
 
@@ -222,7 +222,7 @@ def why_not(x: Tensor, group: SiteGroup) -> str:
         return "TLORA_FX_KERNELS=off"
     if not has_triton():
         return "Triton is not installed"
-    if x.device.type == "cuda" and arch_of(x.device) < _OLDEST:
+    if x.device.type == "cuda" and arch_of(x.device) < OLDEST:
         return "the GPU is older than compute capability 8.0"
     return why_no_kernel(x, group, asked)
 
