@@ -141,8 +141,11 @@ class Ours:
 
     def step(self, count: int = 1) -> float:
         """A round of the trainer each."""
+        before = self.trainer.rounds
         with Interrupts() as interrupts:
             seconds = seconds_of(self.device, lambda: self.trainer._round(interrupts), count)
+        if self.trainer.rounds != before + count:
+            raise RuntimeError(f"{self.trainer.rounds - before} of {count} rounds trained")
         for run in self.trainer.runs:
             if run.status != "running":
                 raise RuntimeError(f"{run.job.name}: {run.status} {run.reason}")
