@@ -364,7 +364,7 @@ def joined(site):
                 *(column[0] for column in lists[8:11]), lists[11], BF16, 32, any(rates),
             )  # fmt: skip
             turned = torch.cat([k[..., 128:], -k[..., :128]], -1)
-            return q.sin(), k.cos() + turned.sin(), v
+            return (q / 64).sin(), (k / 64).cos() + (turned / 64).sin(), v / 64
 
         def join():
             found = packed.join(lists[1], 64)

@@ -319,7 +319,11 @@ class _Differentiable(torch.autograd.Function):
         )  # fmt: skip
         ctx.settings, ctx.count, ctx.room, ctx.frozen = shared[-3:], count, room, frozen
         ctx.joined = joined
-        return (*_each(ys, weights), *rest)
+        if joined:
+            # A backward that keeps one, as attention's does v, would keep all. What reads them in
+            # generated code reads them where they are.
+            ys = [y.contiguous() for y in _each(ys, weights)]
+        return (*ys, *rest)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
