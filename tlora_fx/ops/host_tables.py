@@ -13,6 +13,7 @@ from dataclasses import fields
 from typing import Any
 
 from tlora_fx.ops.attention import AttentionRule, has_row_kernel
+from tlora_fx.ops.dora import has_kernels
 from tlora_fx.ops.kernels import support
 from tlora_fx.ops.tables import SiteGroup
 
@@ -67,6 +68,12 @@ def _list(arguments: Mapping[str, Any], name: str) -> list[Any]:
     return list(items) if isinstance(items, list | tuple) else [items]
 
 
+def _scaled_by_torch(arguments: Mapping[str, Any]) -> bool:
+    """DoRA's columns without kernels are scaled job by job."""
+    like, others = arguments["y"], (arguments["weight"], arguments["a"])
+    return not support.has_triton() or not has_kernels(like.dtype, *(each.dtype for each in others))
+
+
 RULES: Mapping[str, Rule] = {
     "segment_read": _always,
     "segment_write": _always,
@@ -77,6 +84,7 @@ RULES: Mapping[str, Rule] = {
     "multi_lora_linear": _one_by_one,
     "multi_lora_linears": _one_by_one,
     "multi_lora_add": _one_by_one,
+    "dora_scale": _scaled_by_torch,
     "segment_sum": _never,
     "segment_spread": _never,
 }
@@ -88,6 +96,9 @@ PARTS = frozenset(
         "multi_lora_adapter_gradients",
         "multi_lora_add_forward",
         "multi_lora_add_input_gradient",
+        "dora_norms",
+        "dora_columns",
+        "dora_columns_backward",
         "packed_attention_backward",
     }
 )
