@@ -187,9 +187,9 @@ def _norms(
             line = other + lanes
             among = (line < rank)[:, None] & held[None, :]
             others = tl.load(b + line[:, None] * WIDTH + columns[None, :], mask=among, other=0.0)
-            at = (slot * RANK + row)[:, None] * RANK + line[None, :]
-            pair = (row < rank)[:, None] & (line < rank)[None, :]
-            angles = tl.load(gram + at, mask=pair, other=0.0)
+            pair = (slot * RANK + row)[:, None] * RANK + line[None, :]
+            both = (row < rank)[:, None] & (line < rank)[None, :]
+            angles = tl.load(gram + pair, mask=both, other=0.0)
             inner = tl.dot(angles, others.to(tl.float32), input_precision="ieee")
             square += tl.sum(ups * inner, axis=0)
     scale = tl.load(scales + job)
