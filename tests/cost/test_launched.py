@@ -21,7 +21,8 @@ BRANCHES = ("segment_read", "segment_write")
 MODELS = {
     "plain": ({}, {}, ()),
     "dropout": ({}, {"lora_dropout": 0.1}, ()),
-    "dora": ({}, {"use_dora": True}, BRANCHES),
+    "dora": ({}, {"use_dora": True}, ()),
+    "dora with dropout": ({}, {"use_dora": True, "lora_dropout": 0.1}, BRANCHES),
     "bias of its own": ({}, {"lora_bias": True}, BRANCHES),
     "module of its own": ({}, {"modules_to_save": ["lm_head"]}, BRANCHES),
     "head": ({"vocab_size": 64}, {"target_modules": ["lm_head"]}, ("multi_lora_linear",)),
@@ -68,7 +69,7 @@ def test_one_job_keeps_its_group_from_it(tmp_path):
     """As one graph for all of them would hold the branch too."""
     base = base_of(tmp_path, "llama", dtype="bfloat16", num_hidden_layers=2)
     plain, dora = (
-        job(name, base, target_modules=LINEARS, use_dora=name == "dora")
+        job(name, base, target_modules=LINEARS, lora_dropout=0.1, use_dora=name == "dora")
         for name in ("plain", "dora")
     )
 

@@ -31,7 +31,7 @@ def made_of(lora, dtype=torch.bfloat16, width=1040, bias=True):
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
 @pytest.mark.parametrize("bias", [True, False], ids=["bias", "plain"])
 def test_kernels_are_as_exact_as_pytorch(lora, monkeypatch, dtype, bias):
-    """Twice PyTorch's distance from float64 at most; the same bits again; others' rows as they were."""
+    """Twice PyTorch's distance from float64 at most, and the same bits again; others' rows stay."""
     made, y, dy, magnitudes = made_of(lora, dtype, bias=bias)
 
     def run():

@@ -73,7 +73,9 @@ def test_steps_equal_peft_and_torch_optim(gpt2):
         for name, model in alone.items()
     }
     optimizers = [
-        torch.optim.AdamW(given[name].values(), lr=1e-2) for given in (mine, theirs) for name in mine
+        torch.optim.AdamW(given[name].values(), lr=1e-2)
+        for given in (mine, theirs)
+        for name in mine
     ]
     for step in range(3):
         fused = run_fused(gpt2, parts(step))

@@ -163,9 +163,7 @@ def _norms(
         given = ranks, scales, rates, site
         device = site_tables(given, len(a), block, a.device, _capturing(a))
         numbers = device.ranks, device.scales
-        return dora.norms(
-            weight, a.contiguous(), b.contiguous(), *numbers, tuple(jobs), max_rank
-        )
+        return dora.norms(weight, a.contiguous(), b.contiguous(), *numbers, tuple(jobs), max_rank)
     with named(site):
         bounds = rank_bounds(ranks, ranks.shape[0] - 1, len(a))
         factors = check_scales(scales, ranks.shape[0] - 1)
@@ -184,12 +182,14 @@ def norms_of(
     kind = _wide(weight, a)
     spans = [slice(bounds[job], bounds[job + 1]) for job in jobs]
     downs = [a[span].to(kind) for span in spans]
-    stacked, blocks = torch.cat(downs).t(), weight.split(_BLOCK)
+    stacked, blocks = torch.cat(downs).t(), torch.split(weight, _BLOCK)
     products = torch.cat([block.to(kind) @ stacked for block in blocks])
     lengths = torch.linalg.vector_norm(weight, dim=1, dtype=kind).square()
     norms = []
     sizes = [len(down) for down in downs]
-    for job, span, down, product in zip(jobs, spans, downs, products.split(sizes, 1), strict=True):
+    for job, span, down, product in zip(
+        jobs, spans, downs, torch.split(products, sizes, 1), strict=True
+    ):
         up, scale = b[span].to(kind).t(), scales[job]
         sides = lengths + scale**2 * ((up @ (down @ down.t())) * up).sum(1)
         square = sides + 2 * scale * (product * up).sum(1)

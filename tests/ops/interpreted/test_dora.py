@@ -27,7 +27,7 @@ def _poisoned(monkeypatch):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=["float32", "float16"])
 @pytest.mark.parametrize("bias", [True, False], ids=["bias", "plain"])
 def test_it_equals_the_reference(lora, dtype, bias):
-    """Segments of no, one and many chunks; ranks above and below a block; rows of others' tokens."""
+    """Segments of no, one and many chunks; ranks above and below a block; others' tokens."""
     made = lora(
         (130, 0, 1, 70, 33), (3, 8, 16, 20, 2), features=(48, 144), dtype=dtype,
         adapter_dtype=torch.float32, bias=bias,

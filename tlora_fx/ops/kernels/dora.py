@@ -259,9 +259,7 @@ def gradient(
         dy.stride(0), y.stride(0),
         WIDTH=width, BIASED=bias is not None, CHUNK=SUMMED, ROWS=_ROWS, COLUMNS=_COLUMNS,
     )  # fmt: skip
-    _sum[(count, blocks)](
-        parts, sums, segments, slots, WIDTH=width, CHUNK=SUMMED, COLUMNS=_COLUMNS
-    )
+    _sum[(count, blocks)](parts, sums, segments, slots, WIDTH=width, CHUNK=SUMMED, COLUMNS=_COLUMNS)
     return dx, sums
 
 
