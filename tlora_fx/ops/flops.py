@@ -116,8 +116,8 @@ def multi_lora_adapter_gradients_flops(
 def dora_norms_flops(weight: Tensor, a: Tensor, *rest: Any, **out: Any) -> int:
     """A by the weight, and by itself; every job with the largest rank. No token is in it."""
     *_, jobs, max_rank = rest
-    count: int = len(jobs) * max_rank
-    return 2 * count * (weight.numel() + max_rank * sum(weight.shape))
+    count, columns = len(jobs) * int(max_rank), int(weight.numel()) + max_rank * sum(weight.shape)
+    return int(2 * count * columns)
 
 
 def _attended(q: Tensor, cu_seqlens: Tensor) -> float:
