@@ -57,7 +57,6 @@ def test_a_trained_copy_of_the_head(llama):
     [
         {"target_modules": ["out"], "modules_to_save": ["head"]},
         {"target_modules": ["out"], "modules_to_save": ["norm"]},
-        {"target_modules": ["qkv", "head"], "use_dora": True},
         {"target_modules": ["embed", "qkv"]},
         {"target_modules": ["qkv"], "bias": "all"},
         {"target_modules": ["out"], "lora_bias": True},

@@ -118,9 +118,9 @@ def test_a_nan_reaches_no_neighbour(gpt2, what):
 
 
 def test_padded_batches_are_lowered_too():
-    """Batch form: lines in place of tokens, a linear with a bias."""
+    """Batch form: lines in place of tokens, linears with a bias, the head among them."""
     base = hand_written(plain(), "batch")[0].base
-    model = ready(jobs_on(base, "out", "qkv"))
+    model = ready(jobs_on(base, "out", "qkv", "head"))
 
     assert scales(model)
     assert row_of(model, parts()).input_ids.shape[0] == sum(map(len, LENGTHS))

@@ -9,6 +9,7 @@ from tests.ops.scaled import arguments, magnitudes_of, norms, others, reference,
 from tlora_fx.ops import dora_scale
 from tlora_fx.ops.kernels import dora
 
+SLOW = [pytest.mark.slow]
 BOUND = {torch.float32: 2e-6, torch.float16: 2e-3}
 
 
@@ -24,8 +25,16 @@ def _poisoned(monkeypatch):
     monkeypatch.setattr(dora.torch, "empty", empty)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=["float32", "float16"])
-@pytest.mark.parametrize("bias", [True, False], ids=["bias", "plain"])
+@pytest.mark.parametrize(
+    ("dtype", "bias"),
+    [
+        (torch.float32, True),
+        pytest.param(torch.float32, False, marks=SLOW),
+        pytest.param(torch.float16, True, marks=SLOW),
+        pytest.param(torch.float16, False, marks=SLOW),
+    ],
+    ids=["float32-bias", "float32", "float16-bias", "float16"],
+)
 def test_it_equals_the_reference(lora, dtype, bias):
     """Segments of no, one and many chunks; ranks above and below a block; others' tokens."""
     made = lora(
