@@ -1,17 +1,19 @@
-"""Replace plain LoRA branches by one operator a site.
+"""Replace plain LoRA branches, and DoRA's, by one operator a site.
 
 Reads   the segment writes that fuse-backbone chained behind each frozen linear.
-Writes  one multi_lora_linear for the linear and all its plain branches, or one multi_lora_add for
-        the branches behind another operator; get_attr nodes of the site's AdapterBank. For a
-        mixture's experts one multi_lora_experts, which reads each job's own A and B.
-Keeps   every number up to rounding; branches of other kinds (DoRA, embeddings, trained copies)
-        stay as they are, and the report says why.
+Writes  one multi_lora_linear for the linear and all its branches, with a dora_scale behind it where
+        some are DoRA's, or one multi_lora_add for the plain branches behind another operator;
+        get_attr nodes of the site's AdapterBank. For a mixture's experts one multi_lora_experts,
+        which reads each job's own A and B.
+Keeps   every number up to rounding; branches of other kinds (DoRA with dropout, embeddings, trained
+        copies) stay as they are, and the report says why.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import cache
 from typing import Any, ClassVar, Literal
 
 import torch
@@ -20,7 +22,7 @@ from torch.fx.experimental.symbolic_shapes import statically_known_true
 
 from tlora_fx.errors import NotFoldable
 from tlora_fx.ir.graph import GroupGraph, TensorRef, is_call, placeholders, shape_of
-from tlora_fx.ir.lora_sites import ADD, EXPERTS, ONE, BranchNumbers
+from tlora_fx.ir.lora_sites import ADD, EXPERTS, ONE, SCALE, BranchNumbers
 from tlora_fx.pipeline import GroupPass, Numerics, count, register
 from tlora_fx.rewriting import (
     Maker,
@@ -61,17 +63,20 @@ INPUT, RESULT = "frozen linear's input", "frozen linear's result"
 CHOICE = "choice of experts"
 
 
-_WEIGHT = stored("weight")
-_SWAPPED = either(
-    call((aten.t.default, aten.numpy_T.default, aten.mT.default), _WEIGHT),
-    call(aten.transpose.int, _WEIGHT, either(0, -2), either(1, -1)),
-    call(aten.transpose.int, _WEIGHT, either(1, -1), either(0, -2)),
-    call(aten.permute.default, _WEIGHT, either([1, 0], [-1, -2])),
-)
+def _swapped(matrix: Pattern) -> Pattern:
+    """A matrix transposed, however that is written."""
+    return either(
+        call((aten.t.default, aten.numpy_T.default, aten.mT.default), matrix),
+        call(aten.transpose.int, matrix, either(0, -2), either(1, -1)),
+        call(aten.transpose.int, matrix, either(1, -1), either(0, -2)),
+        call(aten.permute.default, matrix, either([1, 0], [-1, -2])),
+    )
+
+
 _PRODUCT = where(
     "its weight is a matrix",
     lambda found: len(shape_of(found["weight"]) or ()) == 2,
-    call(aten.matmul.default, anything("x"), _SWAPPED, name="product"),
+    call(aten.matmul.default, anything("x"), _swapped(stored("weight")), name="product"),
 )
 # How models write y = x W^T + bias: torch's linear, GPT-2's Conv1D, a product by hand.
 FROZEN: Mapping[str, Pattern] = {
@@ -107,16 +112,16 @@ _A = call(
     stored("A's weight"),
     name="A",
 )
+_B = uncast(call(LINEAR, uncast(_A), stored("B's weight"), name="B"))
 
 
-def _added(product: Pattern) -> Pattern:
-    """A job's segment of the result, and a scaled product on top."""
-    scaled = mul(uncast(product), constant("scaling"), name="scaled branch")
-    total = add(_reads(RESULT, "first summand"), uncast(scaled), name="sum")
+def _written(summand: Pattern) -> Pattern:
+    """A write of the job's segment of the result with something added."""
+    total = add(_reads(RESULT, "first summand"), uncast(summand), name="sum")
     return call(WRITE, anything(), uncast(total), anything(), anything("job"), anything())
 
 
-BRANCH = _added(call(LINEAR, uncast(_A), stored("B's weight"), name="B"))
+BRANCH: Pattern = _written(mul(_B, constant("scaling"), name="scaled branch"))
 
 
 def expert_branch(experts: int, crossed: bool) -> Pattern:
@@ -130,7 +135,65 @@ def expert_branch(experts: int, crossed: bool) -> Pattern:
     first, second = (lower, upper) if crossed else (upper, lower)
     index = _reads(CHOICE, "chosen experts")
     small = call(EXPERT_LINEAR, _INPUT, first, None, index, crossed, name="low-rank rows")
-    return _added(call(EXPERT_LINEAR, small, second, None, index, crossed, name="branch"))
+    product = call(EXPERT_LINEAR, small, second, None, index, crossed, name="branch")
+    return _written(mul(uncast(product), constant("scaling"), name="scaled branch"))
+
+
+# DoRA's, as PEFT writes it, with the frozen weight W and bias:
+#
+#     ratio = magnitude / norm of each row of (W + scale * B A), which has no gradient
+#     segment of y  <-  segment of y + (ratio - 1) * (segment of y - bias) + ratio * B(A x) * scale
+#
+# With dropout, W multiplies the dropped x in place of (segment of y - bias).
+WEIGHT, BIAS = "frozen linear's weight", "frozen linear's bias"
+
+
+@cache
+def _dora(biased: bool, transposed: bool, dropped: bool = False) -> Pattern:
+    """A DoRA branch of a linear with a bias or without, whose weight is stored [in, out] or not."""
+    weight = where(
+        "its normed weight is the frozen linear's",
+        lambda found: found["normed weight"].target == found[WEIGHT].target,
+        stored("normed weight"),
+    )
+    identity = call(LINEAR, uncast(call(aten.eye.default, ...)), stored("A's weight"))
+    change = call(LINEAR, uncast(identity), stored("B's weight"))
+    adapted = add(
+        _still(_swapped(weight)) if transposed else uncast(weight),
+        uncast(mul(_still(_swapped(change)), constant("scaling"))),
+        name="adapted weight",
+    )
+    norm = call(aten.linalg_norm.default, uncast(adapted), None, [1], name="norm")
+    ratio = call(
+        VIEWS,
+        uncast(call(aten.div.Tensor, uncast(stored("magnitude", "job")), _still(norm))),
+        [1, constant()],
+        name="ratio",
+    )
+    first = _reads(RESULT, "first summand")
+    rest = call(aten.sub.Tensor, first, stored("subtracted bias"), name="result without its bias")
+    if dropped:
+        base = call(LINEAR, ..., name="product of the dropped input")
+    elif biased:
+        base = where(
+            "its subtracted bias is the frozen linear's",
+            lambda found: found["subtracted bias"].target == found[BIAS].target,
+            rest,
+        )
+    else:
+        base = first
+    return _written(
+        add(
+            uncast(mul(uncast(call(aten.sub.Tensor, uncast(ratio), 1)), uncast(base))),
+            uncast(mul(uncast(mul(uncast(ratio), _B)), constant("scaling"))),
+            name="DoRA's change",
+        )
+    )
+
+
+def _still(inner: Pattern) -> Pattern:
+    """A value, with a gradient or cut off from it."""
+    return uncast(either(inner, call(aten.detach.default, uncast(inner))))
 
 
 class NoMatch(Exception):
@@ -168,13 +231,17 @@ class Other:
 
 @dataclass(frozen=True, slots=True)
 class LoraBranch:
-    """A plain LoRA branch of one job: its captures."""
+    """A LoRA branch of one job: its captures.
+
+    magnitude   of DoRA, which scales the columns of the result; None: plain
+    """
 
     job: int
     a: fx.Node
     b: fx.Node
     scaling: float
     dropout: float
+    magnitude: fx.Node | None = None
 
 
 def match_frozen(anchor: Any) -> Frozen:
@@ -240,7 +307,30 @@ def match_nodes(write: fx.Node, anchor: fx.Node, x: fx.Node) -> Match | Miss:
     return match(BRANCH, write, {RESULT: anchor, INPUT: x})
 
 
+def match_dora(write: fx.Node, anchor: fx.Node, frozen: Frozen) -> LoraBranch | None:
+    """The DoRA branch behind a segment write, None where there is none.
+
+    raises    NoMatch for one with dropout
+    """
+    given = {RESULT: anchor, INPUT: frozen.x, WEIGHT: frozen.weight, BIAS: frozen.bias}
+    biased = frozen.bias is not None
+    matched = match(_dora(biased, frozen.transposed), write, given)
+    if isinstance(matched, Miss):
+        if match(_dora(biased, frozen.transposed, dropped=True), write, given):
+            raise NoMatch(DROPPED, matched)
+        return None
+    return LoraBranch(
+        int(matched["job"]),
+        matched["A's weight"],
+        matched["B's weight"],
+        float(matched["scaling"]),
+        0.0,
+        matched["magnitude"],
+    )
+
+
 BANK = "lora"
+DROPPED = "DoRA with dropout multiplies what is left of its input by the frozen weight once more"
 
 
 @register
@@ -249,6 +339,7 @@ class LowerAdapters(GroupPass):
     """Replace LoRA branches by tlora_fx::multi_lora_linear, multi_lora_add or multi_lora_experts.
 
     compute   dtype in which adapters multiply: "base", "float32", or "job": as the job file says
+    dora      lower DoRA's branches too
     """
 
     name: ClassVar[str] = "lower-adapters"
@@ -260,6 +351,7 @@ class LowerAdapters(GroupPass):
     preserves_numerics: ClassVar[Numerics] = "bound"
 
     compute: Literal["job", "base", "float32"] = "job"
+    dora: bool = True
 
     def run(self, group: GroupGraph) -> None:
         for block, graph in [("", group.root), *((b.name, b.graph) for b in group.blocks.values())]:
@@ -278,7 +370,7 @@ class LowerAdapters(GroupPass):
         branches: list[tuple[fx.Node, LoraBranch]] = []
         for write in writes:
             try:
-                branch = match_branch(write, anchor, _input_of(frozen))
+                branch = self._branch(write, anchor, frozen)
             except NoMatch as reason:
                 why = frozen.why if isinstance(frozen, Other) else str(reason)
                 self._keep(group, where, site, write, why)
@@ -308,6 +400,17 @@ class LowerAdapters(GroupPass):
         if branches and not _replace_experts(graph, where, site, anchor, branches):
             for write, _ in branches:
                 self._keep(group, where, site, write, "the rewrite is held back by a bisection")
+
+    def _branch(self, write: fx.Node, anchor: fx.Node, frozen: Frozen | Other) -> LoraBranch:
+        """The branch behind a segment write; raises NoMatch where it is of no kind that lowers."""
+        try:
+            return match_branch(write, anchor, _input_of(frozen))
+        except NoMatch:
+            dora = self.dora and isinstance(frozen, Frozen)
+            branch = match_dora(write, anchor, frozen) if dora else None  # type: ignore[arg-type]
+            if branch is None:
+                raise
+            return branch
 
     def _keep(self, group: GroupGraph, where: str, site: str, write: fx.Node, reason: str) -> None:
         path = f"{where}.{site}" if where else site
@@ -345,6 +448,10 @@ class LowerAdapters(GroupPass):
         compute = anchor.meta["val"].dtype if asked == "base" else dtype
         capacity = _capacity(group, where, site, branches)
         operator = ADD if isinstance(frozen, Other) else ONE
+        numbers = {
+            job: BranchNumbers(_rank(branch), branch.scaling, branch.dropout)
+            for job, (_, branch) in zip(jobs, branches, strict=True)
+        }
 
         def build(make: Maker) -> fx.Node:
             bank = {
@@ -352,11 +459,13 @@ class LowerAdapters(GroupPass):
                 for name, shape, kind in _bank_tensors(len(group.jobs), branches, dtype)
             }
             served = _served(make, frozen, writes[0])
-            return make(
+            lowered = make(
                 operator, *served, *(bank[name] for name in ("a", "b", "ranks", "scales", "rates")),
                 tables["segments"], tables["keys"], tables["token_index"], bank["site"], compute,
                 *capacity,
             )  # fmt: skip
+            lowered.meta["branches"] = numbers
+            return _scaled(make, lowered, served[1:], bank, tables, jobs, branches)
 
         lowered = Rewriter(graph).replace(
             writes[0] if operator is ADD else anchor,
@@ -367,10 +476,6 @@ class LowerAdapters(GroupPass):
         )
         if lowered is None:
             return False
-        lowered.meta["branches"] = {
-            job: BranchNumbers(_rank(branch), branch.scaling, branch.dropout)
-            for job, (_, branch) in zip(jobs, branches, strict=True)
-        }
         _drop_writes(graph, writes)
         return True
 
@@ -476,6 +581,37 @@ def _served(make: Maker, frozen: Frozen | Other, write: fx.Node) -> tuple[Any, .
         tags = {tag: weight.meta[tag] for tag in ("role", "jobs")}
         weight = make.tagged(**tags)(aten.t.default, weight)
     return frozen.x, weight, frozen.bias
+
+
+def _scaled(
+    make: Maker,
+    lowered: fx.Node,
+    linear: tuple[Any, ...],
+    bank: Mapping[str, fx.Node],
+    tables: Mapping[str, fx.Node],
+    jobs: Sequence[str],
+    branches: list[tuple[fx.Node, LoraBranch]],
+) -> fx.Node:
+    """A lowered linear's result, the columns of DoRA's jobs scaled; itself where there are none.
+
+    linear   weight and bias
+    """
+    indices, magnitudes, largest = [], [], 0
+    for job, (_, branch) in zip(jobs, branches, strict=True):
+        source = branch.magnitude
+        if source is not None:
+            # A node of its own: the branch's stands behind the linear.
+            read = make.tagged(jobs=(job,)).tensor(source.meta["tensor"], str(source.target))
+            magnitudes.append(read)
+            indices.append(branch.job)
+            largest = max(largest, _rank(branch))
+    if not magnitudes:
+        return lowered
+    return make(
+        SCALE, lowered, *linear, magnitudes,
+        *(bank[name] for name in ("a", "b", "ranks", "scales", "rates", "site")),
+        tables["segments"], tables["keys"], indices, largest,
+    )  # fmt: skip
 
 
 def _capacity(

@@ -17,7 +17,7 @@ KINDS = {
     "plain": {"r": 4, "target_modules": ["q_proj", "down_proj"], "lora_dropout": 0.1},
     "few": {"r": 2, "target_modules": ["q_proj"]},
     "other": {"r": 2, "target_modules": ["q_proj"], "lora_alpha": 4},
-    "dora": {"r": 3, "target_modules": ["q_proj"], "use_dora": True},
+    "dora": {"r": 3, "target_modules": ["q_proj"], "use_dora": True, "lora_dropout": 0.1},
     "dropping": {"r": 3, "target_modules": ["q_proj"], "use_dora": True, "lora_dropout": 0.25},
     "head": {"r": 2, "target_modules": ["v_proj"], "modules_to_save": ["lm_head"]},
 }

@@ -28,7 +28,7 @@ from torch import fx
 
 from tlora_fx.errors import PipelineError
 from tlora_fx.ir.graph import HEAD, LOSS, GroupGraph, is_call, output_of, placeholders
-from tlora_fx.ir.lora_sites import LISTED, ONE, SEVERAL, lowered_arguments
+from tlora_fx.ir.lora_sites import LISTED, ONE, SCALE, SEVERAL, lowered_arguments
 from tlora_fx.ir.shapes import fake_like, fake_mode_of, propagate
 from tlora_fx.ir.verifier import named_graphs
 from tlora_fx.ops.parallel import GROUP
@@ -485,7 +485,9 @@ class Linears:
             if others:
                 reader = others[0]
                 name = reader.name
-                if reader.meta.get("role") == "adapter":
+                if is_call(reader, SCALE):
+                    name = "the norm of a DoRA job's rows"
+                elif reader.meta.get("role") == "adapter":
                     name = f"a branch of job '{reader.meta['jobs'][0]}' that runs as it is"
                 return f"{name} reads its matrix or its bias too"
         return ""

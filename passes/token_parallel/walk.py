@@ -25,7 +25,7 @@ import torch
 from torch import fx
 
 from tlora_fx.ir.graph import HEAD, LOSS, Block, Form, TensorRef, is_call, placeholders
-from tlora_fx.ir.lora_sites import ADD, EXPERTS, LISTED, ONE, SEVERAL, lowered_arguments
+from tlora_fx.ir.lora_sites import ADD, EXPERTS, LISTED, ONE, SCALE, SEVERAL, lowered_arguments
 from tlora_fx.passes.token_parallel.rules import MixesTokens, find_rule, rank_of
 from tlora_fx.passes.token_parallel.sizes import RowSizes, SizeIsValue
 
@@ -223,7 +223,7 @@ class RowWalk:
         if is_call(node, operator.getitem):
             return self._item(node)
         own = {state for state in flat if isinstance(state, Own)}
-        if own and not is_call(node, ops.segment_write.default, EXPERTS):
+        if own and not is_call(node, ops.segment_write.default, EXPERTS, SCALE):
             return self._by_one_job(node, own, flat)
         special = _SPECIAL.get(node.target)
         if special is not None:
@@ -474,6 +474,21 @@ def _expert_adapters(call: _Call) -> State:
     return x
 
 
+def _scaled(call: _Call) -> State:
+    y = call.row("y")
+    if y.axis == rank_of(call.given["y"]) - 1:
+        raise MixesTokens("it scales along the row")
+    call.tables(y.part, "segments", "keys")
+    call.plain("weight", "bias", "ranks", "scales", "rates", "site")
+    for name in ("a", "b"):
+        if not isinstance(call.state(name), Bank):
+            raise MixesTokens(f"its {name} is no bank of adapters")
+    owners = list(_flat([call.state("magnitudes")]))
+    if owners != [Own(job) for job in call.given["jobs"]]:
+        raise MixesTokens("its magnitudes are not those of its jobs")
+    return y
+
+
 def _quantized(call: _Call) -> State:
     x = call.row("x")
     call.plain("stored", "bias")
@@ -537,6 +552,7 @@ _SPECIAL: Mapping[Any, Callable[[_Call], State]] = {
     SEVERAL: _lowered,
     ADD: _lowered,
     EXPERTS: _expert_adapters,
+    SCALE: _scaled,
     ops.quantized_linear.default: _quantized,
     ops.float8_rows.default: _rounded,
     ops.float8_linear.default: _in_float8,

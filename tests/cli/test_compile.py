@@ -12,7 +12,8 @@ JOBS = """
 base: {config: llama, dtype: float32}
 jobs:
   - {name: one, lora: {r: 4, target_modules: [q_proj, v_proj]}, data: {path: x.jsonl}}
-  - {name: two, lora: {r: 2, target_modules: [q_proj], use_dora: true}, data: {path: x.jsonl}}
+  - {name: two, lora: {r: 2, target_modules: [q_proj], use_dora: true, lora_dropout: 0.1},
+     data: {path: x.jsonl}}
 """
 
 

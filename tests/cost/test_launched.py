@@ -18,10 +18,12 @@ from tlora_fx.cost.profile_sources import roofline_profile
 from tlora_fx.cost.step_time import CostModel
 
 BRANCHES = ("segment_read", "segment_write")
+DROPPING = ("keyed_dropout", *BRANCHES)
 MODELS = {
     "plain": ({}, {}, ()),
     "dropout": ({}, {"lora_dropout": 0.1}, ()),
-    "dora": ({}, {"use_dora": True}, BRANCHES),
+    "dora": ({}, {"use_dora": True}, ()),
+    "dora with dropout": ({}, {"use_dora": True, "lora_dropout": 0.1}, DROPPING),
     "bias of its own": ({}, {"lora_bias": True}, BRANCHES),
     "module of its own": ({}, {"modules_to_save": ["lm_head"]}, BRANCHES),
     "head": ({"vocab_size": 64}, {"target_modules": ["lm_head"]}, ("multi_lora_linear",)),
@@ -68,12 +70,12 @@ def test_one_job_keeps_its_group_from_it(tmp_path):
     """As one graph for all of them would hold the branch too."""
     base = base_of(tmp_path, "llama", dtype="bfloat16", num_hidden_layers=2)
     plain, dora = (
-        job(name, base, target_modules=LINEARS, use_dora=name == "dora")
+        job(name, base, target_modules=LINEARS, lora_dropout=0.1, use_dora=name == "dora")
         for name in ("plain", "dora")
     )
 
     assert facts_of(compile([plain])).captures
-    assert facts_of(compile([plain, dora])).launched == BRANCHES
+    assert facts_of(compile([plain, dora])).launched == DROPPING
 
 
 def test_adapters_that_compute_in_float32_have_no_kernels(tmp_path):

@@ -47,8 +47,13 @@ def test_layers_name_their_inputs_by_what_they_hold(model):
 
 def test_a_job_alone_is_named_beside_its_branch(model):
     """Whose code it is stands above it."""
-    assert "# self_attn.q_proj, job dora alone" in model.source
     assert "# model.embed_tokens, job extras alone" in model.source
+
+
+def test_doras_columns_are_scaled_behind_their_site(model):
+    """One call, by the site's short name."""
+    assert "q_proj_dora_scale = tlora.dora_scale.default(" in model.source
+    assert "job dora alone" not in model.source
 
 
 def test_adapters_are_read_from_their_site(model):

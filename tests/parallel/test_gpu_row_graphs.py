@@ -97,8 +97,9 @@ def test_a_replay_has_the_bits_of_its_row(tmp_path):
 
 
 def test_a_model_that_reads_tables_on_the_host_runs_without(tmp_path):
-    """DoRA's branches take a job's tokens apart: no graph, the same losses, and it is told why."""
-    model, mesh = loaded(tiny_base(tmp_path, "bfloat16", **WIDE), False, use_dora=True)
+    """DoRA with dropout takes a job's tokens apart: no graph, the same losses, and why."""
+    lora = {"use_dora": True, "lora_dropout": 0.1}
+    model, mesh = loaded(tiny_base(tmp_path, "bfloat16", **WIDE), False, **lora)
     runner, plain = apply(model, PLAN, mesh, largest_row=256), apply(model, PLAN, mesh)
     weights = torch.ones(3, device="cuda")
 

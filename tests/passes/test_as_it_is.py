@@ -37,16 +37,6 @@ def named(notes, place):
     return any(place in n and "'other' runs as it is" in n for n in notes)
 
 
-def test_dora_is_not_taken_for_lora(llama):
-    """DoRA multiplies an identity by A; that product is no LoRA branch, and stays."""
-    model, notes = checked(llama, ROUNDED, r=3, target_modules=QUERIES, use_dora=True)
-
-    assert named(notes, "self_attn.q_proj")
-    assert named(notes, "self_attn.v_proj")
-    assert not model.banks["model.layers.0.self_attn.q_proj"].serves(1)
-    assert model.banks["model.layers.0.self_attn.q_proj"].serves(0)
-
-
 def test_an_adapter_on_the_embedding(llama):
     """Embedding LoRA runs on the job's own tokens."""
     _, notes = checked(llama, ROUNDED, r=3, target_modules=["embed_tokens", "q_proj"])
@@ -67,7 +57,6 @@ def test_a_trained_copy_of_the_head(llama):
     [
         {"target_modules": ["out"], "modules_to_save": ["head"]},
         {"target_modules": ["out"], "modules_to_save": ["norm"]},
-        {"target_modules": ["qkv", "head"], "use_dora": True},
         {"target_modules": ["embed", "qkv"]},
         {"target_modules": ["qkv"], "bias": "all"},
         {"target_modules": ["out"], "lora_bias": True},

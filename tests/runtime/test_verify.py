@@ -113,7 +113,7 @@ def test_a_wrong_scaling_is_found(tmp_path, monkeypatch):
     found = list(verify(jobs, steps=3, device="cpu", data=make_data(jobs)))
 
     beyond = {row.job for row in found if not row.within(bounds_of("float32", "cpu"))}
-    assert beyond == {"a", "b"}, "DoRA's branch does not read the bank's scaling"
+    assert beyond == {"a", "b", "c"}
 
 
 def test_steps_that_are_never_brought_together_again_equal_plain_peft(tmp_path):

@@ -98,7 +98,7 @@ def lower_sites(region: GraphRegion, sites: list[LoraCalls], compute: str) -> li
     sites_graph.graph.output(tuple(writes.values()))
     model = JobGraph(THE_JOB, fx.Graph(), "batch")
     group = GroupGraph(model, [model], exact=True, root=sites_graph.graph)
-    LowerAdapters(compute=compute).run(group)  # type: ignore[arg-type]
+    LowerAdapters(compute=compute, dora=False).run(group)  # type: ignore[arg-type]
     sites_graph.graph.lint()
     outputs: Any = output_of(sites_graph.graph).args[0]
     for index, output in zip(writes, outputs, strict=True):

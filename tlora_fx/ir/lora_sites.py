@@ -26,6 +26,9 @@ ONE = torch.ops.tlora_fx.multi_lora_linear.default
 SEVERAL = torch.ops.tlora_fx.multi_lora_linears.default
 ADD = torch.ops.tlora_fx.multi_lora_add.default
 EXPERTS = torch.ops.tlora_fx.multi_lora_experts.default
+#: Behind a site's result it scales the columns of DoRA's jobs; it takes each job's rows by
+#: themselves, and is no site.
+SCALE = torch.ops.tlora_fx.dora_scale.default
 # What multi_lora_linears takes as lists, an item a site, and what it calls some of them.
 LISTED = ("weight", "bias", "a", "b", "ranks", "scales", "rates", "site")
 SINGULAR = {"weights": "weight", "biases": "bias", "sites": "site"}
@@ -107,7 +110,7 @@ def serves_several(node: fx.Node) -> bool:
 
 def is_lowered(node: fx.Node) -> bool:
     """Whether a node is an operator of lowered sites, or holds the result of one."""
-    return serves_several(node) or is_adapted(node)
+    return serves_several(node) or is_adapted(node) or is_call(node, SCALE)
 
 
 def is_adapted(node: fx.Node) -> bool:

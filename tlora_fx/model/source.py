@@ -18,6 +18,7 @@ from tlora_fx.ir.graph import Block, GroupGraph, JobGraph, is_call, placeholders
 from tlora_fx.ir.lora_sites import (
     ADD,
     ONE,
+    SCALE,
     is_lowered,
     lowered_arguments,
     serves_several,
@@ -255,7 +256,7 @@ def _site_of(node: fx.Node) -> str:
         path = str(node.meta.get("path") or "")
         banks = lowered_arguments(node)["a"]
         return path if path and all(under(str(bank.target), path) for bank in banks) else ""
-    if not is_call(node, ONE, ADD):
+    if not is_call(node, ONE, ADD, SCALE):
         return ""
     bank: Any = lowered_arguments(node)["a"]
     return str(bank.target).removesuffix(".lora.a") if bank.op == "get_attr" else ""

@@ -29,7 +29,7 @@ from tlora_fx.model.loss import ChunkedLoss
 from tlora_fx.model.module_builder import Reformed, TensorLocation, build_module
 from tlora_fx.model.preference import with_base
 from tlora_fx.model.source import group_source
-from tlora_fx.ops import without_dropout
+from tlora_fx.ops import norms_kept, without_dropout
 from tlora_fx.ops.kernels.packed import roomy_weights
 
 
@@ -276,7 +276,7 @@ class SuperModel(nn.Module):
         loss, predicted = self._loss(), list[Tensor]()
         loss.predicted = predicted
         try:
-            with torch.no_grad(), without_dropout():
+            with torch.no_grad(), without_dropout(), norms_kept():
                 yield predicted
         finally:
             loss.predicted = None

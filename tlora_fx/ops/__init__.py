@@ -2,6 +2,7 @@
 
 from tlora_fx.ops import flops as _flops  # noqa: F401  (registers the formulas)
 from tlora_fx.ops.attention import packed_attention, packed_attention_backward
+from tlora_fx.ops.dora import dora_scale, norms_kept
 from tlora_fx.ops.dropout import keep_mask, keep_scale, keyed_dropout, token_scale
 from tlora_fx.ops.expert_lora import multi_lora_experts
 from tlora_fx.ops.experts import expert_linear, expert_outer
@@ -32,6 +33,7 @@ from tlora_fx.ops.tables import site_id, without_dropout
 from tlora_fx.ops.torch_compile import mark_compile_caches
 
 __all__ = [
+    "dora_scale",
     "expert_linear",
     "expert_outer",
     "float8_input_gradient",
@@ -48,6 +50,7 @@ __all__ = [
     "nano_join",
     "nano_split",
     "nano_tables",
+    "norms_kept",
     "packed_attention",
     "packed_attention_backward",
     "quantized_linear",

@@ -13,6 +13,7 @@ from torch._subclasses.functional_tensor import FunctionalTensor
 from torch.utils.flop_counter import register_flop_formula
 
 import tlora_fx.ops.attention
+import tlora_fx.ops.dora
 import tlora_fx.ops.experts
 import tlora_fx.ops.float8
 import tlora_fx.ops.parallel
@@ -111,6 +112,14 @@ def multi_lora_adapter_gradients_flops(
     return sum(
         round(2 * rows * (a.shape[1] + again * (a.shape[1] + b.shape[1]))) for a, b, rows in sites
     )
+
+
+@register_flop_formula(ops.dora_norms, get_raw=True)
+def dora_norms_flops(weight: Tensor, a: Tensor, *rest: Any, **out: Any) -> int:
+    """A by the weight, and by itself; every job with the largest rank. No token is in it."""
+    *_, jobs, max_rank = rest
+    count, columns = len(jobs) * int(max_rank), int(weight.numel()) + max_rank * sum(weight.shape)
+    return int(2 * count * columns)
 
 
 def _attended(q: Tensor, cu_seqlens: Tensor) -> float:

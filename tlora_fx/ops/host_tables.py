@@ -13,6 +13,7 @@ from dataclasses import fields
 from typing import Any
 
 from tlora_fx.ops.attention import AttentionRule, has_row_kernel
+from tlora_fx.ops.dora import has_kernels
 from tlora_fx.ops.expert_lora import Call, why_no_kernel
 from tlora_fx.ops.kernels import support
 from tlora_fx.ops.tables import SiteGroup
@@ -75,6 +76,12 @@ def _list(arguments: Mapping[str, Any], name: str) -> list[Any]:
     return list(items) if isinstance(items, list | tuple) else [items]
 
 
+def _scaled_by_torch(arguments: Mapping[str, Any]) -> bool:
+    """DoRA's columns without kernels are scaled job by job."""
+    like, others = arguments["y"], (arguments["weight"], arguments["a"])
+    return not support.has_triton() or not has_kernels(like.dtype, *(each.dtype for each in others))
+
+
 RULES: Mapping[str, Rule] = {
     "segment_read": _always,
     "segment_write": _always,
@@ -86,6 +93,7 @@ RULES: Mapping[str, Rule] = {
     "multi_lora_linears": _one_by_one,
     "multi_lora_add": _one_by_one,
     "multi_lora_experts": _without_kernels,
+    "dora_scale": _scaled_by_torch,
     "segment_sum": _never,
     "segment_spread": _never,
 }
@@ -99,6 +107,9 @@ PARTS = frozenset(
         "multi_lora_add_input_gradient",
         "multi_lora_experts_forward",
         "multi_lora_experts_backward",
+        "dora_norms",
+        "dora_columns",
+        "dora_columns_backward",
         "packed_attention_backward",
     }
 )

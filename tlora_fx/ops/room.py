@@ -48,9 +48,7 @@ def teach_inductor() -> None:
     """
     from torch._inductor import ir, lowering
 
-    @lowering.register_lowering(
-        torch.ops.tlora_fx.leave_room.default, type_promotion_kind=None
-    )
+    @lowering.register_lowering(torch.ops.tlora_fx.leave_room.default, type_promotion_kind=None)
     def lowered(parts: list[Any], room: int) -> Any:
         first = parts[0]
         pieces = list(parts)

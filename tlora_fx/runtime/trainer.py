@@ -23,6 +23,7 @@ from tlora_fx.errors import CheckpointError, MetricsError, NotAdmitted
 from tlora_fx.model.batch import PackedBatch
 from tlora_fx.model.supermodel import SuperModel
 from tlora_fx.numerics.probe import Probed
+from tlora_fx.ops.dora import norms_kept
 from tlora_fx.ops.kernels.select import is_strict
 from tlora_fx.parallel.apply import (
     ReducingRunner,
@@ -382,7 +383,8 @@ class Trainer:
             counts[index] = self.roster.at(index).targets(micro_batches)
         weights = torch.where(counts > 0, 1 / counts.clamp(min=1), 0)
         weights = weights.to(self.device, non_blocking=True)
-        losses = self._runner.run(rows, weights) if batches else weights
+        with norms_kept():
+            losses = self._runner.run(rows, weights) if batches else weights
         for run in map(self.roster.at, batches):
             regularise(run.job, run.parameters)
         return losses

@@ -108,7 +108,7 @@ def recorded(tmp_path_factory) -> list[PassStage]:
     compile(
         [
             job("few", base, r=4, lora_dropout=0.1, target_modules=["q_proj", "v_proj"]),
-            job("dora", base, r=2, use_dora=True, target_modules=["q_proj"]),
+            job("dora", base, r=2, use_dora=True, lora_dropout=0.1, target_modules=["q_proj"]),
         ],
         instruments=[recorder],
     )

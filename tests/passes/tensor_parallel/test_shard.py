@@ -30,9 +30,9 @@ def fused(tmp_path_factory):
     """The fused graphs of jobs on a family; each structure is traced once."""
 
     @cache
-    def make(family, dora="", **changes):
+    def make(family, dora="", rate=0.0, **changes):
         base = base_of(tmp_path_factory.mktemp(family), family, **dict(changes))
-        own = {"r": 4, "use_dora": True, "target_modules": [dora]}
+        own = {"r": 4, "use_dora": True, "target_modules": [dora], "lora_dropout": rate}
         more = [models.job("dora", base, 5, **own)] if dora else []
         return run_passes(dropping_jobs(base, *more))
 
@@ -199,12 +199,15 @@ def test_what_does_not_divide_stays_whole_with_its_region(fused):
     assert not sharded(layer(group))
 
 
-def test_a_branch_that_runs_as_it_is_keeps_its_region_whole(fused):
-    """DoRA on q_proj reads the whole matrix; the MLP is cut."""
-    group = cut(fused("llama", dora="q_proj"), size=2)
+@pytest.mark.parametrize(
+    ("rate", "reader"), [(0.0, "the norm of a DoRA job's rows"), (0.1, "a branch of job 'dora'")]
+)
+def test_what_reads_a_whole_matrix_keeps_its_region_whole(fused, rate, reader):
+    """DoRA on q_proj, lowered or as it is; the MLP is cut."""
+    group = cut(fused("llama", dora="q_proj", rate=rate), size=2)
     found = sharded(layer(group))
 
-    assert any("job 'dora'" in told for told in reasons(group, "self_attn.q_proj"))
+    assert any(reader in told for told in reasons(group, "self_attn.q_proj"))
     assert {name.partition(".")[0] for name in found} == {"mlp"}
 
 

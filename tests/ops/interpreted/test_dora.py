@@ -1,0 +1,93 @@
+"""`dora_scale` on Triton's kernels, under the interpreter, against the whole adapted matrix."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from tests.ops.scaled import arguments, magnitudes_of, norms, others, reference, results
+from tlora_fx.ops import dora_scale
+from tlora_fx.ops.kernels import dora
+
+SLOW = [pytest.mark.slow]
+BOUND = {torch.float32: 2e-6, torch.float16: 2e-3}
+
+
+@pytest.fixture(autouse=True)
+def _poisoned(monkeypatch):
+    """What a kernel does not write is NaN."""
+    real = torch.empty
+
+    def empty(*sizes, **options):
+        made = real(*sizes, **options)
+        return made.fill_(float("nan")) if made.is_floating_point() else made
+
+    monkeypatch.setattr(dora.torch, "empty", empty)
+
+
+@pytest.mark.parametrize(
+    ("dtype", "bias"),
+    [
+        (torch.float32, True),
+        pytest.param(torch.float32, False, marks=SLOW),
+        pytest.param(torch.float16, True, marks=SLOW),
+        pytest.param(torch.float16, False, marks=SLOW),
+    ],
+    ids=["float32-bias", "float32", "float16-bias", "float16"],
+)
+def test_it_equals_the_reference(lora, dtype, bias):
+    """Segments of no, one and many chunks; ranks above and below a block; others' tokens."""
+    made = lora(
+        (130, 0, 1, 70, 33), (3, 8, 16, 20, 2), features=(48, 144), dtype=dtype,
+        adapter_dtype=torch.float32, bias=bias,
+    )  # fmt: skip
+    jobs, draw = [0, 1, 3], torch.Generator().manual_seed(1)
+    shape = (1, made.row.tokens, 144)
+    y, dy = (torch.randn(shape, generator=draw).to(dtype) for _ in range(2))
+    magnitudes = magnitudes_of(made, jobs)
+
+    found = results(lambda y, m: dora_scale(*arguments(made, y, m, jobs)), y, magnitudes, dy)
+    wanted = results(lambda y, m: reference(made, y, m, jobs), y, magnitudes, dy)
+
+    for one, other in zip(found, wanted, strict=True):
+        assert (one - other).double().norm() <= BOUND[dtype] * other.double().norm()
+    rest = others(made, jobs)
+    assert torch.equal(found[0][0, rest], y[0, rest])
+    assert torch.equal(found[1][0, rest], dy[0, rest])
+    assert torch.count_nonzero(found[3]) == 0  # of the job without tokens
+
+
+def test_a_jobs_bits_do_not_depend_on_its_neighbours(lora):
+    """Alone, and behind and before others, one of which is all NaN."""
+    made = lora((70, 140, 9), (4, 4, 4), features=(32, 64), dtype=torch.float32, bias=False)
+    draw = torch.Generator().manual_seed(2)
+    y, dy = (torch.randn(1, 219, 64, generator=draw) for _ in range(2))
+    y[0, :70] = float("nan")
+    made.a[:4] = float("nan")
+    m = magnitudes_of(made, [0, 1, 2])
+    beside = results(lambda y, m: dora_scale(*arguments(made, y, m, [0, 1, 2])), y, m, dy)
+
+    alone = lora((140,), (4,), features=(32, 64), dtype=torch.float32, bias=False)
+    alone.weight, alone.a, alone.b = made.weight, made.a[4:8], made.b[4:8]
+    alone.scales = made.scales[1:2]
+    own = slice(70, 210)
+    single = results(
+        lambda y, m: dora_scale(*arguments(alone, y, m, [0])), y[:, own], m[1:2], dy[:, own]
+    )
+
+    assert torch.equal(beside[0][:, own], single[0])
+    assert torch.equal(beside[1][:, own], single[1])
+    assert torch.equal(beside[3], single[2])
+
+
+def test_norms_by_kernels_are_those_of_the_sum(lora):
+    """In float32, of jobs whose ranks differ, and none of which is the first."""
+    made = lora((3, 3, 3), (5, 40, 8), features=(96, 72), dtype=torch.float32)
+    ranks, scales, rates, *_, site, _ = made.arguments()[5:]
+
+    found = torch.ops.tlora_fx.dora_norms(
+        made.weight, made.a, made.b, ranks, scales, rates, site, [2, 1], 40
+    )
+
+    wanted = torch.stack([norms(made, job) for job in (2, 1)])
+    assert ((found - wanted).abs() / wanted).max() <= 1e-6

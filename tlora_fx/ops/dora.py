@@ -1,0 +1,319 @@
+"""DoRA behind a lowered site: `tlora_fx::dora_scale`.
+
+`multi_lora_linear` gives W x + s B A x + bias for all jobs; this scales what a DoRA job's tokens
+got, without the bias, by its magnitudes over the norms of the rows of W + s B A. A norm has no
+gradient, as in PEFT. Graphs hold this one operator, which is made of others:
+
+    dora_norms             the norms, which nobody differentiates
+    dora_columns           the columns scaled, by factors that are magnitude over norm
+    dora_columns_backward  its gradients
+
+source   Liu et al. 2024, DoRA, section 4.3
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from tlora_fx.errors import AdapterTableError
+from tlora_fx.ops.kernels import support
+from tlora_fx.ops.kernels.device_tables import row_tables, site_tables
+from tlora_fx.ops.tables import check_scales, named, rank_bounds, token_bounds, tokens_of
+
+_TABLES = "Tensor a, Tensor b, Tensor ranks, Tensor scales, Tensor rates, Tensor site"
+_ROW = "Tensor segments, Tensor keys"
+torch.library.define(
+    "tlora_fx::dora_scale",
+    f"(Tensor y, Tensor weight, Tensor? bias, Tensor[] magnitudes, {_TABLES}, {_ROW}, int[] jobs, "
+    "int max_rank) -> Tensor",
+)
+# Rows of a weight that are made wider at a time.
+_BLOCK = 1024
+_TYPES = (torch.bfloat16, torch.float16, torch.float32)
+
+
+def dora_scale(
+    y: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    magnitudes: Sequence[Tensor],
+    *tables: Any,
+    **settings: Any,
+) -> Tensor:
+    """Scale the columns of DoRA jobs' tokens; all others come back as they are, bit by bit.
+
+    y             float [..., out], what `multi_lora_linear` gave for the same tables
+    weight, bias  [out, in] and [out] of that linear, frozen
+    magnitudes    n times [out], a DoRA job's each
+    tables        a, b, ranks, scales, rates and site of its adapters, segments and keys of the row,
+                  as `multi_lora_linear` has them
+    jobs          the n jobs' indices
+    max_rank      the largest rank that one of them has
+    returns       [..., out] in y's dtype; rows of job j hold
+                  m_j / |W + s_j B_j A_j| * (y - bias) + bias
+    raises        AdapterTableError, SegmentError
+    source        Liu et al. 2024, DoRA, equation 5
+
+    Norms are computed in float32, or in float64 where the base or the adapters are, as
+    |w|² + 2 s b·(A wᵀ) + s² b (A Aᵀ) bᵀ. Against the norm of the sum itself that is off by a few
+    roundings of (|w| + |s b A|)² / |w + s b A|², so 1e-6 in float32 unless an adapter takes away
+    most of its weight's row.
+    """
+    scaled: Tensor = torch.ops.tlora_fx.dora_scale.default(
+        y, weight, bias, magnitudes, *tables, **settings
+    )
+    return scaled
+
+
+@torch.library.impl("tlora_fx::dora_scale", "CompositeImplicitAutograd")
+def _scale(
+    y: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    magnitudes: list[Tensor],
+    a: Tensor,
+    b: Tensor,
+    ranks: Tensor,
+    scales: Tensor,
+    rates: Tensor,
+    site: Tensor,
+    segments: Tensor,
+    keys: Tensor,
+    jobs: list[int],
+    max_rank: int,
+) -> Tensor:
+    if not jobs or len(magnitudes) != len(jobs) or any(m.shape != b.shape[1:] for m in magnitudes):
+        raise AdapterTableError(
+            "DoRA needs one magnitude a column of each of its jobs",
+            expected=f"{len(jobs)} of [{b.shape[1]}]",
+            found=[list(magnitude.shape) for magnitude in magnitudes],
+        )
+    norms = torch.ops.tlora_fx.dora_norms.default(
+        weight.detach(), a.detach(), b.detach(), ranks, scales, rates, site, jobs, max_rank
+    )
+    factors = torch.stack([magnitude.to(norms.dtype) for magnitude in magnitudes]) / norms
+    result: Tensor = torch.ops.tlora_fx.dora_columns.default(y, bias, factors, segments, keys, jobs)
+    return result
+
+
+# What is computed in `norms_kept`, by the adapters' address; None outside.
+_kept: dict[tuple[object, ...], tuple[Tensor, Tensor, Tensor]] | None = None
+
+
+@contextmanager
+def norms_kept() -> Iterator[None]:
+    """Inside, no adapter changes: each site's norms are computed once.
+
+    A CUDA graph computes them each time, for it may be replayed later.
+    """
+    global _kept  # noqa: PLW0603  (operators have no argument that could tell them)
+    before, _kept = _kept, {} if _kept is None else _kept
+    try:
+        yield
+    finally:
+        _kept = before
+
+
+@torch.library.custom_op(
+    "tlora_fx::dora_norms",
+    mutates_args=(),
+    schema=f"(Tensor weight, {_TABLES}, int[] jobs, int max_rank) -> Tensor",
+)
+def dora_norms(weight: Tensor, a: Tensor, b: Tensor, *rest: Any) -> Tensor:
+    """The norms of each row of W + s B A.
+
+    returns   [n, out], float32 or wider
+    raises    as `dora_scale`
+    """
+    *tables, jobs, max_rank = rest
+    kept = None if _capturing(weight) else _kept
+    if kept is None:
+        return _norms(weight, a, b, tables, jobs, max_rank)
+    key = (a.data_ptr(), b.data_ptr(), a.shape, b.shape, *jobs)
+    if key not in kept:
+        # The adapters are held, that no others take their address.
+        kept[key] = (_norms(weight, a, b, tables, jobs, max_rank), a, b)
+    # Compiled code may write into what an operator gave.
+    return kept[key][0].clone()
+
+
+@dora_norms.register_fake
+def _norms_fake(weight: Tensor, a: Tensor, b: Tensor, *rest: Any) -> Tensor:
+    return b.new_empty(len(rest[-2]), b.shape[1], dtype=_wide(weight, a))
+
+
+def _wide(*tensors: Tensor) -> torch.dtype:
+    """float32, or float64 where a tensor is."""
+    return torch.float64 if torch.float64 in [t.dtype for t in tensors] else torch.float32
+
+
+def _norms(
+    weight: Tensor, a: Tensor, b: Tensor, tables: Sequence[Tensor], jobs: list[int], max_rank: int
+) -> Tensor:
+    ranks, scales, rates, site = tables
+    if on_kernels(weight, a):
+        from tlora_fx.ops.kernels import dora  # Triton is not everywhere.
+
+        block = support.rank_block(max_rank)
+        given = ranks, scales, rates, site
+        device = site_tables(given, len(a), block, a.device, _capturing(a))
+        numbers = device.ranks, device.scales
+        return dora.norms(weight, a.contiguous(), b.contiguous(), *numbers, tuple(jobs), max_rank)
+    with named(site):
+        bounds = rank_bounds(ranks, ranks.shape[0] - 1, len(a))
+        factors = check_scales(scales, ranks.shape[0] - 1)
+    return norms_of(weight, a, b, bounds, factors, jobs)
+
+
+def norms_of(
+    weight: Tensor,
+    a: Tensor,
+    b: Tensor,
+    bounds: Sequence[int],
+    scales: Sequence[float],
+    jobs: Sequence[int],
+) -> Tensor:
+    """The norms [n, out] of each row of W + s B A of some jobs, by rank offsets on the host."""
+    kind = _wide(weight, a)
+    spans = [slice(bounds[job], bounds[job + 1]) for job in jobs]
+    downs = [a[span].to(kind) for span in spans]
+    stacked, blocks = torch.cat(downs).t(), torch.split(weight, _BLOCK)
+    products = torch.cat([block.to(kind) @ stacked for block in blocks])
+    lengths = torch.linalg.vector_norm(weight, dim=1, dtype=kind).square()
+    norms = []
+    sizes = [len(down) for down in downs]
+    for job, span, down, product in zip(
+        jobs, spans, downs, torch.split(products, sizes, 1), strict=True
+    ):
+        up, scale = b[span].to(kind).t(), scales[job]
+        sides = lengths + scale**2 * ((up @ (down @ down.t())) * up).sum(1)
+        square = sides + 2 * scale * (product * up).sum(1)
+        # Rounding cannot tell less than that from nothing.
+        norms.append(torch.maximum(square, sides * torch.finfo(kind).eps).sqrt())
+    return torch.stack(norms)
+
+
+@torch.library.custom_op(
+    "tlora_fx::dora_columns",
+    mutates_args=(),
+    schema=f"(Tensor y, Tensor? bias, Tensor factors, {_ROW}, int[] jobs) -> Tensor",
+)
+def dora_columns(
+    y: Tensor, bias: Tensor | None, factors: Tensor, segments: Tensor, keys: Tensor, jobs: list[int]
+) -> Tensor:
+    """Scale the columns of some jobs' tokens, all but the bias.
+
+    factors   [n, out]
+    returns   like y, contiguous
+    raises    as `dora_scale`
+    """
+    rows = _rows(y)
+    if on_kernels(y, factors):
+        from tlora_fx.ops.kernels import dora  # Triton is not everywhere.
+
+        offsets = _offsets(segments, keys, rows)
+        return dora.scale(rows, bias, factors.contiguous(), offsets, tuple(jobs)).view(y.shape)
+    out = rows.clone(memory_format=torch.contiguous_format)
+    shift = 0 if bias is None else bias.to(factors.dtype)
+    bounds = token_bounds(segments, len(rows))
+    for factor, job in zip(factors, jobs, strict=True):
+        span = slice(bounds[job], bounds[job + 1])
+        out[span] = ((rows[span].to(factors.dtype) - shift) * factor + shift).to(y.dtype)
+    return out.view(y.shape)
+
+
+@dora_columns.register_fake
+def _columns_fake(y: Tensor, *rest: Any) -> Tensor:
+    return y.new_empty(y.shape)
+
+
+@torch.library.custom_op(
+    "tlora_fx::dora_columns_backward",
+    mutates_args=(),
+    schema=f"(Tensor dy, Tensor y, Tensor? bias, Tensor factors, {_ROW}, int[] jobs) "
+    "-> (Tensor, Tensor)",
+)
+def dora_columns_backward(
+    dy: Tensor,
+    y: Tensor,
+    bias: Tensor | None,
+    factors: Tensor,
+    segments: Tensor,
+    keys: Tensor,
+    jobs: list[int],
+) -> tuple[Tensor, Tensor]:
+    """The gradients of y and of the factors; each job's sum is over its own tokens, in one order.
+
+    returns   like y, contiguous; like the factors, zeros for jobs without tokens
+    raises    as `dora_scale`
+    """
+    rows, base = _rows(dy), _rows(y)
+    if on_kernels(y, factors):
+        from tlora_fx.ops.kernels import dora  # Triton is not everywhere.
+
+        offsets = _offsets(segments, keys, rows)
+        dx, sums = dora.gradient(rows, base, bias, factors.contiguous(), offsets, tuple(jobs))
+        return dx.view(y.shape), sums
+    dx, sums = rows.clone(memory_format=torch.contiguous_format), torch.empty_like(factors)
+    shift = 0 if bias is None else bias.to(factors.dtype)
+    bounds = token_bounds(segments, len(rows))
+    for place, job in enumerate(jobs):
+        span = slice(bounds[job], bounds[job + 1])
+        grad = rows[span].to(factors.dtype)
+        dx[span] = (grad * factors[place]).to(dy.dtype)
+        sums[place] = (grad * (base[span].to(factors.dtype) - shift)).sum(0)
+    return dx.view(y.shape), sums
+
+
+@dora_columns_backward.register_fake
+def _columns_backward_fake(
+    dy: Tensor, y: Tensor, bias: Tensor | None, factors: Tensor, *rest: Any
+) -> tuple[Tensor, Tensor]:
+    return dy.new_empty(y.shape), factors.new_empty(factors.shape)
+
+
+def _columns_setup(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+    y, bias, factors, segments, keys, ctx.jobs = inputs
+    ctx.save_for_backward(y, bias, factors, segments, keys)
+
+
+def _columns_gradient(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+    dx, sums = torch.ops.tlora_fx.dora_columns_backward.default(grad, *ctx.saved_tensors, ctx.jobs)
+    return dx, None, sums, None, None, None
+
+
+dora_columns.register_autograd(_columns_gradient, setup_context=_columns_setup)
+
+
+def has_kernels(*dtypes: torch.dtype) -> bool:
+    """Whether a GPU with Triton serves tensors of these types."""
+    return support.mode() != "off" and all(dtype in _TYPES for dtype in dtypes)
+
+
+def on_kernels(*tensors: Tensor) -> bool:
+    """Whether Triton serves these."""
+    if not has_kernels(*(tensor.dtype for tensor in tensors)):
+        return False
+    if not tensors[0].is_cuda:
+        return support.mode() == "interpret"
+    return support.has_triton()
+
+
+def _capturing(tensor: Tensor) -> bool:
+    return tensor.is_cuda and torch.cuda.is_current_stream_capturing()
+
+
+def _rows(x: Tensor) -> Tensor:
+    """[T, out], each row dense."""
+    rows = x.reshape(tokens_of(x), x.shape[-1])
+    return rows if rows.stride(1) == 1 else rows.contiguous()
+
+
+def _offsets(segments: Tensor, keys: Tensor, rows: Tensor) -> Tensor:
+    """The row's token offsets on the device, one copy with the operators of adapters."""
+    return row_tables(segments, keys, len(rows), rows.device, _capturing(rows)).segments
