@@ -235,7 +235,7 @@ def multi_lora_input_gradient(dys: list[Tensor], weights: list[Tensor], *rest: A
 
 def _each(values: list[Tensor], weights: Sequence[Tensor]) -> list[Tensor]:
     """A y or dy a site, views where they came as one."""
-    if len(values) == len(weights):
+    if len(values) >= len(weights):
         return values
     return list(values[0].split_with_sizes([len(weight) for weight in weights], -1))
 
