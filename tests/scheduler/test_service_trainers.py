@@ -340,7 +340,7 @@ class Audit(TrainerCallback):
 
     def saved(self, path, runs):
         self.write("commit", self.folder, [(run.job.name, run.step) for run in runs])
-        self.inside = {run.job.name for run in runs if not run.left}
+        self.inside -= {run.job.name for run in runs if run.left}
 
 
 AUDITED = {"callbacks": (f"{__name__}:Audit",), "save_seconds": 0.3}

@@ -188,7 +188,7 @@ class SimulatedGroup:
         """Steps of each job that is left at its last commit, one being made every so often."""
         since = max(0.0, time - self.begins)
         last = self.begins + floor(since / every) * every
-        # Whenever a job leaves, its neighbours are committed with it.
+        # What neighbours of a job that left had not committed by then is not looked up.
         done = self.steps_at(last) if last >= self._from else self._steps
         return {job.name: self._launched[job.name] + done for job in self.requests}
 

@@ -258,6 +258,7 @@ class EventCallback(TrainerCallback):
         self._next: Takeover | None = None
         self._declined = False
         self._saving = 0.0
+        self._committed: dict[str, int] = {}
 
     def started(self, runs: Sequence[JobRun]) -> None:
         self.steps = {run.job.name: run.step for run in runs}
@@ -283,10 +284,11 @@ class EventCallback(TrainerCallback):
         self._saving = time.perf_counter()
 
     def saved(self, path: Path, runs: Sequence[JobRun]) -> None:
+        self._committed |= {run.job.name: run.step for run in runs}
         self._write_saved(runs)
         if self._next is not None and self._next.asked:
             self._next.seconds += time.perf_counter() - self._saving
-            self._hand_over(self._next, runs)
+            self._hand_over(self._next, self.trainer.runs)
 
     def warned(self, text: str) -> None:
         self.writer.write("warned", text=text)
@@ -295,10 +297,10 @@ class EventCallback(TrainerCallback):
         self.warned(text)
 
     def _write_saved(self, runs: Sequence[JobRun]) -> None:
-        mine = [run for run in runs if run.job.name in self.names]
+        mine = [run for run in runs if run.job.name in self.names & self._committed.keys()]
         self.writer.write(
             "saved",
-            steps={run.job.name: run.step for run in mine},
+            steps={run.job.name: self._committed[run.job.name] for run in mine},
             ended={run.job.name: [run.status, run.reason] for run in mine if _ended(run)},
         )
 
