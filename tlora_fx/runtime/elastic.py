@@ -7,7 +7,7 @@ What a job needs to go on leaves the model with it, and comes back with it.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal
@@ -212,7 +212,8 @@ class Roster:
         state = self.gathering.whole(name, run.state())
         if self.folder.writes:
             # On the device: copies to main memory would keep the others waiting.
-            self._gone[name] = _copied(state, torch.clone)
+            optimizer = cloned(state.optimizer)
+            self._gone[name] = replace(state, optimizer=optimizer, best=cloned(state.best))
         run.depart()
         del self._inside[run.index]
         self.model.release(name)
@@ -263,7 +264,7 @@ class Roster:
         for name in ended[: -len(self.model.jobs)]:
             del self._gone[name]
         for name, state in self._gone.items():
-            self._gone[name] = _copied(state, Tensor.cpu)
+            self._gone[name] = _on_cpu(state)
 
 
 def require_memory(job: Job, needed: int, device: torch.device) -> None:
@@ -296,9 +297,17 @@ def _step_tokens(job: Job, data: JobData) -> int:
     return job.per_device_train_batch_size * max(data.lengths, default=0)
 
 
-def _copied(state: JobState, copy: Callable[[Tensor], Tensor]) -> JobState:
+def cloned(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Copies, made by as few launches as possible."""
+    if not tensors:
+        return {}
+    copies = torch._foreach_mul(list(tensors.values()), 1)
+    return dict(zip(tensors, copies, strict=True))
+
+
+def _on_cpu(state: JobState) -> JobState:
     adapter, optimizer, best = (
-        {name: copy(tensor) for name, tensor in tensors.items()}
+        {name: tensor.cpu() for name, tensor in tensors.items()}
         for tensors in (state.adapter, state.optimizer, state.best)
     )
     return replace(state, adapter=adapter, optimizer=optimizer, best=best)
