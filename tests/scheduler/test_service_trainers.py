@@ -352,6 +352,20 @@ def lines_of(output):
     return path.read_bytes().count(b"\n") if path.exists() else 0
 
 
+class Patient(Shuffling):
+    """Changes company as soon as every job has got further in the last, however long that takes."""
+
+    def __init__(self):
+        super().__init__(1.0)
+        self.turn, self.before = 0, {}
+
+    def decide(self, state, *, explain=False):
+        steps = {name: job.steps_done for name, job in state.jobs.items()}
+        if all(done > self.before.get(name, -1.0) for name, done in steps.items()):
+            self.turn, self.before = self.turn + 1, steps
+        return super().decide(replace(state, now=float(self.turn)))
+
+
 def killed_at_random(folder, output, points, chance):
     """A run that is killed so often: itself, with its workers, or a worker alone."""
     given = options(**AUDITED, horizon=0.5, refresh=1, tries=1000)
@@ -377,7 +391,7 @@ def killed_at_random(folder, output, points, chance):
 def test_jobs_that_join_leave_and_move_survive_forty_kills(tmp_path, monkeypatch):
     """None is lost, none trained twice past its last commit, each ends as it does alone."""
     points, output = 40, tmp_path / "run"
-    monkeypatch.setattr(run_folder, "policy_of", lambda name: Shuffling(1.0))
+    monkeypatch.setattr(run_folder, "policy_of", lambda name: Patient())
     # More than can be done before the last kill.
     steps = {name: 40 * points + 50 * seed for seed, name in enumerate("abcde")}
     folder = write(tmp_path / "jobs", **steps)

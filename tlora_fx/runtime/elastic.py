@@ -21,7 +21,7 @@ from tlora_fx.model.elastic import ALONE, Admission
 from tlora_fx.model.supermodel import SuperModel
 from tlora_fx.parallel.mesh import Mesh
 from tlora_fx.runtime.adapters import start_adapter
-from tlora_fx.runtime.checkpoint import JobState, ResumeSources
+from tlora_fx.runtime.checkpoint import Checkpoint, JobState, ResumeSources
 from tlora_fx.runtime.checks import check_fits, load_all_data
 from tlora_fx.runtime.data import JobData
 from tlora_fx.runtime.data_starts import data_start, require_data_starts
@@ -110,7 +110,7 @@ class Roster:
         self,
         job: Job,
         data: JobData | None,
-        resume: Path | str | None,
+        resume: Path | str | Checkpoint | None,
         *,
         mesh: Mesh,
         accept: bool,
@@ -121,7 +121,7 @@ class Roster:
         """Let a job wait to join, where nothing but room may keep it out.
 
         data        its samples; None: they are read
-        resume      output folder of the run whose newest checkpoint it goes on from
+        resume      output folder of the run whose newest checkpoint it goes on from, or that
         accept      go on although its data or settings are not as they were
         described   the run that it joins, as its checkpoints say
         most_tokens of one forward
@@ -139,8 +139,10 @@ class Roster:
         require_memory(job, needed + self._row_bytes(job, data, most_tokens, mesh), mesh.device)
         state, source = self._gone.get(job.name), "this run"
         if resume is not None:
-            sources = ResumeSources(self.folder.jobs, {job.name: Path(resume)})
-            checkpoint = sources.checkpoints()[job.name]
+            checkpoint = resume
+            if not isinstance(checkpoint, Checkpoint):
+                sources = ResumeSources(self.folder.jobs, {job.name: Path(checkpoint)})
+                checkpoint = sources.checkpoints()[job.name]
             samples = {job.name: data}
             now = (
                 {**described, **describe_jobs([job], samples)}

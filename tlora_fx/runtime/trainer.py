@@ -390,14 +390,19 @@ class Trainer:
     # Jobs come and go between rounds.
 
     def admit(
-        self, job: Job, data: JobData | None = None, *, resume: Path | str | None = None
+        self,
+        job: Job,
+        data: JobData | None = None,
+        *,
+        resume: Path | str | Checkpoint | None = None,
     ) -> None:
         """Let a job join before the next round that has room for it; jobs wait in their order.
 
         One that `pause` took out goes on where it was.
 
         data      its samples, instead of what the job's `data` names
-        resume    output folder of a run whose newest checkpoint the job goes on from
+        resume    output folder of a run whose newest checkpoint the job goes on from, or that
+                  checkpoint, which takes long to read
         raises    NotAdmitted, TloraError for what is wrong with its targets, data or optimizer;
                   nothing is changed then
         """
