@@ -393,7 +393,7 @@ def test_jobs_that_join_leave_and_move_survive_forty_kills(tmp_path, monkeypatch
     points, output = 40, tmp_path / "run"
     monkeypatch.setattr(run_folder, "policy_of", lambda name: Patient())
     # More than can be done before the last kill.
-    steps = {name: 40 * points + 50 * seed for seed, name in enumerate("abcde")}
+    steps = {name: 20 * points + 50 * seed for seed, name in enumerate("abcde")}
     folder = write(tmp_path / "jobs", **steps)
     killed_at_random(folder, output, points, random.Random(20))
 
