@@ -182,8 +182,10 @@ class Membership:
     def _room(self, sites: Mapping[str, AdapterSite]) -> tuple[int, dict[str, RowTable]] | None:
         """A slot and the tables with the job in it: as few others move as possible."""
         free = [slot for slot, job in enumerate(self.jobs) if job.name == vacant(slot)]
-        fewest = [partial(RowTable.with_job, moves=moves) for moves in range(len(self.jobs))]
-        for place in (*fewest, RowTable.compacted):
+        places: list[Callable[[RowTable, int, int], RowTable | None]] = [
+            partial(RowTable.with_job, moves=moves) for moves in range(len(self.jobs))
+        ]
+        for place in (*places, RowTable.compacted):
             for slot in free:
                 tables: dict[str, RowTable] = {}
                 for path, site in sites.items():
