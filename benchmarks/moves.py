@@ -104,8 +104,10 @@ class Bench:
         between = time.monotonic()
         joined = self.become(there, (*self.groups[there][0].jobs, name))
         ended = time.monotonic()
+        assert left.paused is not None
+        assert joined.paused is not None
         values = (ended - begun, between - begun, ended - between, left.paused, joined.paused)
-        return dict(zip(SERIES, map(float, values), strict=True))
+        return dict(zip(SERIES, values, strict=True))
 
     def until(self, kind: type[Event], epoch: int) -> Event:
         """Wait for what a group says."""
