@@ -153,7 +153,9 @@ def main() -> None:
         print(f"a join takes {changes.join:.3f} s, a leave {changes.leave:.3f} s", flush=True)
         found = described("validation", bench.device) | {
             "options": {
-                k: str(v) for k, v in vars(asked).items() if k not in ("output", "out", "keep")
+                k: str(v)
+                for k, v in vars(asked).items()
+                if k not in ("output", "out", "keep", "profile")
             },
             "warm_ups": switches,
             "switch_seconds": switch[0],
