@@ -45,7 +45,7 @@ STEPS = 1_000
 BOUNDS = {"bfloat16": 2e-2, "float32": 1e-4}
 ABOVE, WRITTEN = "first round above the usual, ms", "written after that round, ms"
 #: Rounds without a change, and changes after which a checkpoint is written: that takes longest.
-ROUNDS, CHECKPOINTS = 10, 2
+ROUNDS, CHECKPOINTS = 10, 3
 
 Figures = dict[str, Any]
 
@@ -180,6 +180,7 @@ class Bench:
             other._round(self.interrupts)
         run = trainer._active()[-1]
         parts = Parts()
+        trainer._save(last=False)
         trainer.pause(run.job.name)
         parts.time("pause and checkpoint", lambda: self._left(trainer))
         parts.time(
@@ -198,9 +199,9 @@ class Bench:
         self._written(trainer)
 
     def _written(self, trainer: Trainer) -> None:
-        """What is written of a change: a checkpoint holds who is in it."""
-        trainer._tell_of_changes()
-        trainer._save(last=False)
+        """What is written of a change: a checkpoint with those who have come and gone anew."""
+        changed = trainer._tell_of_changes()
+        trainer._save(last=False, only=changed)
 
     def _apart(self, trainer: Trainer, job: Job) -> float:
         """How far a newcomer's first loss in the row is from what it is alone, relative."""

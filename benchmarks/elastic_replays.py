@@ -4,7 +4,8 @@
 
 Replays of every trace at hand, over seeds, by the shipped profiles; nothing runs on a GPU. `tlora`
 decides in both. Without joins, any change of a group costs it `--switch-seconds`; with them, a
-group that keeps its GPUs stands still for `--change-seconds`. Ratios are with over without.
+group that keeps its GPUs stands still for `--change-seconds`, and a job that moves to it is on its
+way for twice that. Ratios are with over without.
 """
 
 from __future__ import annotations
@@ -123,8 +124,10 @@ def main() -> None:
     }
     arms: dict[str, float | None] = {"without": None, "with": given.change_seconds}
     result = described("elastic_replays", "cpu")
-    result |= {"policy": given.policy, "seeds": given.seeds, "change_seconds": given.change_seconds,
-               "switch_seconds": given.switch_seconds}  # fmt: skip
+    result |= {
+        "policy": given.policy, "seeds": given.seeds, "gpus": given.gpus,
+        "change_seconds": given.change_seconds, "switch_seconds": given.switch_seconds,
+    }  # fmt: skip
     path = given.output or RESULTS / f"elastic-replays-{result['date']}.json"
     traces: dict[str, Any] = {}
     for name, scenario in found.items():

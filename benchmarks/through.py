@@ -252,7 +252,7 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--targets", default="q_proj,v_proj", help="that jobs may adapt")
     parser.add_argument("--number", type=int, default=1000, help="of jobs")
     parser.add_argument("--parts", type=int, default=10, help="of them, each with its figures")
-    parser.add_argument("--limit-seconds", type=float, default=60.0, help="then no further join")
+    parser.add_argument("--limit-seconds", type=float, default=240.0, help="then no further join")
     parser.add_argument("--eager", action="store_true", help="layers are not compiled")
     parser.add_argument("--device", default="cuda")
     parser.add_argument("--threads", type=int, help="of a CPU")

@@ -2,12 +2,13 @@
 
     python -m benchmarks.validation --model tiny --slots 2                    # a CPU, minutes
     python -m benchmarks.validation --model 8b --layers 4 --device cuda       # one GPU
+    python -m benchmarks.validation --model 8b --layers 4 --device cuda --quick        # 3 minutes
 
 One command does all: it profiles the base's layers here, launches and drains groups of one and of
 three jobs to learn what a switch costs, lets a job join and leave a running group, lets the local
 executor run twelve jobs as they come under each policy, and replays the same jobs, with the times
 at which they came, by the simulator. What the simulator is told was measured before the run that it
-predicts.
+predicts. A cold start is no part of it: the workers of a run have trained before its first job.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from math import isnan
 from pathlib import Path
 from statistics import fmean, median
@@ -67,7 +68,19 @@ PRESETS: dict[str, dict[str, Any]] = {
     "8b": {"lone_seconds": 12.0, "over_seconds": 50.0, "longest": 2048,
            "tokens": "512,1280,2560,4800,8192,16384", "lengths": "256,1024", "vocabulary": 8192},
 }  # fmt: skip
+#: What `--quick` asks for instead.
+QUICK: dict[str, Any] = {
+    "jobs": 8, "policies": "tlora", "lone_seconds": 8.0, "over_seconds": 25.0, "longest": 1024,
+    "tokens": "512,1280,4800,16384", "horizon": 5.0, "rounds": 3, "max_slowdown": 3.0,
+    "limit_seconds": 150.0,
+}  # fmt: skip
+#: The formation that warms workers; the loop counts from 1.
+WARMING = 1_000_000
 LIMIT_SECONDS = 1200.0
+USUAL: dict[str, Any] = {
+    "jobs": 12, "policies": "tlora,mlora-fifo", "horizon": 20.0, "rounds": 5,
+    "limit_seconds": LIMIT_SECONDS,
+}  # fmt: skip
 #: Joins and leaves that are timed; the first ones run what later ones find warm.
 CHANGES = 3
 
@@ -139,7 +152,11 @@ def main() -> None:
         print("a switch takes {:.2f} s, and {:.2f} s more for each further job".format(*switch))
         print(f"a join takes {changes.join:.3f} s, a leave {changes.leave:.3f} s", flush=True)
         found = described("validation", bench.device) | {
-            "options": {k: str(v) for k, v in vars(asked).items()},
+            "options": {
+                k: str(v)
+                for k, v in vars(asked).items()
+                if k not in ("output", "out", "keep", "profile")
+            },
             "warm_ups": switches,
             "switch_seconds": switch[0],
             "join_seconds": switch[1],
@@ -292,6 +309,8 @@ def compare(
         "real_groups": len(epochs),
         "real_changes": sum(epoch.how.startswith("goes on as") for epoch in epochs),
         "simulated_groups": told.summary.formations,
+        "simulated_joins": told.summary.joins,
+        "simulated_moves": told.summary.moves,
         "groups": groups,
         "jobs_done": sum(job["status"] == "done" for job in jobs),
         "mean_completion_real": _mean(job["real_seconds"] for job in jobs),
@@ -326,6 +345,25 @@ def group_of(run: Path, epoch: EpochRecord) -> dict[str, Any]:
     }
 
 
+def warm_workers(bench: Bench, running: SchedulerService) -> None:
+    """Let each slot's worker load the base and train, so that it is there when jobs come."""
+    names = [f"warm-{one.name}" for one in bench.planned[: max(WARM_UPS)]]
+    for name, one in zip(names, bench.planned, strict=False):
+        job = bench.job(one, 1_000_000).model_copy(update={"name": name})
+        running.specs[name] = job.model_dump(mode="json")
+    request = bench.estimates.request(bench.job(bench.planned[0], 1), 0.0)
+    requests = [replace(request, name=name) for name in names]
+    for gpu in range(bench.estimates.cluster.gpus):
+        group, epoch = Group(tuple(names), 1, (gpu,)), WARMING + gpu
+        running.executor.reserve(group, epoch)
+        running.executor.launch(group, epoch, requests, {})
+        _until(running, Progress, epoch)
+        time.sleep(1.0)
+        running.executor.drain(group, epoch)
+        _until(running, Drained, epoch)
+        running.executor.release(group, epoch)
+
+
 def run_here(
     bench: Bench, policy: str, switch_seconds: float, changes: ChangeCosts
 ) -> tuple[list[JobRecord], list[EpochRecord]]:
@@ -333,6 +371,7 @@ def run_here(
     waiting = [(one, one.fields | {"max_steps": bench.steps(one)}) for one in bench.planned]
     with bench.opened(policy, policy, switch_seconds, changes) as running:
         _ready(running)
+        warm_workers(bench, running)
         begun = time.monotonic()
         folder = bench.folder / policy / "jobs"
         while time.monotonic() - begun < bench.asked.limit_seconds:
@@ -365,6 +404,8 @@ def show(found: dict[str, Any]) -> None:
                           f"{job['simulated_seconds']:.1f}", f"{job['error']:+.1%}")  # fmt: skip
         table.add_row(policy, "mean, worst", "", "",
                       f"{told['mean_error']:.1%}, {told['worst_error']:.1%}")  # fmt: skip
+        table.add_row(policy, "changes of groups, joins", str(told["real_changes"]),
+                      str(told["simulated_joins"]), "")  # fmt: skip
     console().print(table)
 
 
@@ -372,6 +413,9 @@ def _bench(asked: argparse.Namespace, folder: Path) -> Bench:
     base = base_of(asked.model, asked.layers, asked.vocabulary, folder / "base")
     planned = workload(asked.jobs, asked.lone_seconds, asked.over_seconds, asked.longest,
                        asked.seed, folder / "data")  # fmt: skip
+    if asked.max_slowdown is not None:
+        schedule = {"schedule": {"max_slowdown": asked.max_slowdown}}
+        planned = [replace(one, fields=one.fields | schedule) for one in planned]
     cluster, device = machine(asked.device, asked.slots)
     profile = folder / "profile.json"
     if asked.profile:
@@ -405,31 +449,35 @@ def _arguments() -> argparse.Namespace:
     made.add_argument("--layers", type=int, default=4)
     made.add_argument("--device", choices=("cpu", "cuda"), default=None)
     made.add_argument("--slots", type=int, default=None, help="GPUs, or parts of the CPU")
-    made.add_argument("--jobs", type=int, default=12)
-    made.add_argument("--policies", default="tlora,mlora-fifo")
+    made.add_argument("--quick", action="store_true", help="eight short jobs, under tlora alone")
+    made.add_argument("--jobs", type=int)
+    made.add_argument("--policies")
+    made.add_argument("--max-slowdown", type=float, help="of every job, instead of the usual one")
     made.add_argument("--lone-seconds", type=float, help="of a job alone, on average")
     made.add_argument("--over-seconds", type=float, help="within which jobs come")
     made.add_argument("--longest", type=int, help="tokens of the longest samples")
     made.add_argument("--tokens", help="rows that are profiled")
     made.add_argument("--lengths", help="sequences that are profiled")
     made.add_argument("--vocabulary", type=int, help="of the base")
-    made.add_argument("--horizon", type=float, default=20.0)
+    made.add_argument("--horizon", type=float)
     made.add_argument("--save-seconds", type=float, default=60.0)
-    made.add_argument("--rounds", type=int, default=5)
+    made.add_argument("--rounds", type=int)
     made.add_argument("--profile-jobs", type=int, default=8, help="whose adapters are profiled")
     made.add_argument(
         "--limit-seconds",
         type=float,
-        default=LIMIT_SECONDS,
         help="of each run; jobs that are not done then do not count",
     )
     made.add_argument("--profile", type=Path, help="of this base, measured here before")
     made.add_argument("--keep", type=Path, help="folder for the profile and what the runs noted")
     made.add_argument("--compile", action="store_true", help="compile the layers")
     made.add_argument("--seed", type=int, default=0)
-    made.add_argument("-o", "--output", type=Path, default=RESULTS / "validation.json")
+    made.add_argument("-o", "--output", type=Path, help="file; else validation.json in --out")
+    made.add_argument("--out", type=Path, default=RESULTS, help="folder for the JSON")
     asked = made.parse_args()
-    for name, value in PRESETS[asked.model].items():
+    asked.output = asked.output or asked.out / "validation.json"
+    quick = QUICK if asked.quick else {}
+    for name, value in (USUAL | PRESETS[asked.model] | quick).items():
         if getattr(asked, name) is None:
             setattr(asked, name, value)
     return asked

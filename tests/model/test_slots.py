@@ -28,7 +28,16 @@ def test_rows_of_jobs_never_meet_and_nobody_moves_without_need(slots, total, lar
         else:
             packed = table.compacted(slot, rank)
             assert (packed is None) == (table.used + rounded(rank) > total)
-            table, before = packed or table, packed or table
+            apart = [table.with_job(slot, rank, moves) for moves in range(1, slots)]
+            for moves, shifted in enumerate(apart, 1):
+                placed = (shifted or table).offsets
+                moved = [
+                    slot for slot, used in enumerate(table.ranks)
+                    if used and table.offsets[slot] != placed[slot]
+                ]  # fmt: skip
+                assert len(moved) <= moves
+            table = next(filter(None, [*apart, packed]), table)
+            before = table
         spans = list(zip(table.offsets, table.offsets[1:], table.ranks, strict=False))
         assert table.offsets[0] == 0
         assert table.offsets[-1] <= total
@@ -47,4 +56,25 @@ def test_a_gap_is_used_again_before_anyone_moves():
     table = table.without(1).with_job(1, 5)
 
     assert table.offsets == (0, 8, 24, 32, 32)
-    assert table.grown(6, 80).with_job(5, 16).offsets == (0, 8, 24, 32, 32, 32, 48)
+    assert table.grown(6, 80).with_job(5, 16).offsets == (0, 8, 24, 40, 56, 64, 80)
+
+
+def test_as_few_jobs_move_as_make_room():
+    """One moves by the rows that lack, and the others stay."""
+    table = RowTable.empty(5, 48, 16)
+    for slot, rank in ((0, 8), (1, 8), (2, 8), (3, 8), (4, 16)):
+        table = table.with_job(slot, rank)
+    table = table.without(0).without(2)
+
+    assert table.with_job(2, 16) is None
+    assert table.with_job(2, 16, 1).offsets == (0, 0, 8, 24, 32, 48)
+
+
+def test_room_is_left_before_a_job_where_it_costs_nothing():
+    """A slot owns what kernels pad a rank to; a larger job comes into it, and nobody moves."""
+    table = RowTable.empty(3, 48, 16)
+    for slot in range(3):
+        table = table.with_job(slot, 4)
+
+    assert table.offsets == (0, 16, 32, 40)
+    assert table.without(0).with_job(0, 16).offsets == (0, 16, 32, 40)

@@ -70,10 +70,11 @@ def train(
     data: Mapping[str, JobData],
     script: Iterable[Event] = (),
     plan: Plan | None = None,
+    device: str = "cpu",
 ) -> tuple[Trainer, Watch]:
     """Train the jobs of a model, and those who come."""
     watch = Watch(script)
-    trainer = Trainer(model, output=folder, device="cpu", data=data, callback=watch, plan=plan)
+    trainer = Trainer(model, output=folder, device=device, data=data, callback=watch, plan=plan)
     watch.trainer = trainer
     trainer.run()
     return trainer, watch

@@ -374,3 +374,30 @@ def test_a_process_killed_at_any_call_leaves_a_store_that_loads(tmp_path):
     killed, entries = map(int, done.stdout.split())
     assert killed > 15
     assert entries == 3
+
+
+def test_a_job_that_did_not_change_stays_as_it_was(store):
+    """Its files are not written again, and its counters are those that belong to them."""
+    save(store, 3)
+    first = store.folder / "step-000003" / "jobs" / "a-1" / "optimizer.safetensors"
+    assert store.holds() == {"a-1", "b.2"}
+    path = store.save(5, {"b.2": state_of(6), "c": state_of(1)}, {}, unchanged=["a-1"])
+
+    found = store.load()
+    assert {name: job.step for name, job in found.jobs.items()} == {"a-1": 3, "b.2": 6, "c": 1}
+    assert torch.equal(found.jobs["a-1"].adapter["b"], state_of(3).adapter["b"])
+    assert (path / "jobs" / "a-1" / "optimizer.safetensors").samefile(first)
+
+
+def test_two_checkpoints_stay_that_share_no_file(store):
+    """A flipped bit in a file that several have takes nothing away that was written twice."""
+    save(store, 1, 2)
+    for step in (3, 4):
+        store.save(step, {"b.2": state_of(step + 1)}, {}, unchanged=["a-1"])
+    assert names(store) == ["latest", "step-000001", "step-000002", "step-000004"]
+
+    (store.folder / "step-000004" / "jobs" / "a-1" / "optimizer.safetensors").write_bytes(b"")
+    with pytest.warns(CheckpointWarning, match="step-000002"):
+        assert store.load().step == 1
+    with pytest.raises(CheckpointError, match="unchanged"):
+        store.save(5, {}, {}, unchanged=["nobody"])

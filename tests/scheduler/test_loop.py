@@ -322,3 +322,37 @@ def test_a_job_that_is_held_leaves_its_group_which_trains_on():
     [run] = made.loop.runs.values()
     assert (run.origin, run.group.jobs, run.went) == (1, ("a",), ("b",))
     assert made.loop.held["b"].steps_done == pytest.approx(30 / 2.5)
+
+
+def test_a_job_that_moves_trains_again_after_the_seconds_of_a_move():
+    """Who it moves to trains on meanwhile, and stands still for the join alone."""
+    policy = by_time((0, ["ab", "c"]), (60, ["a", "cb"]))
+    made = rig(policy, changes=CHANGES, refresh=1)
+    for name in "abc":
+        made.loop.submit(request(name, steps=1000))
+    made.loop.advance(0.0)
+    made.go(60.0)
+    made.loop.state(60.0)
+    jobs = dict(made.loop.window.jobs)
+    before = {name: job.steps_done for name, job in jobs.items()}
+    made.go(73.5)
+    made.loop.state(73.5)
+
+    done = {name: job.steps_done - before[name] for name, job in jobs.items()}
+    assert done["a"] == pytest.approx(12.5 / 1.5)
+    assert done["b"] == pytest.approx(7.5 / 2.5)
+    assert done["c"] == pytest.approx(4 / 1.5 + 7.5 / 2.5)
+
+
+@pytest.mark.parametrize("then", [["", "cb"], ["ab", ""]])
+def test_who_is_on_the_way_is_not_lost_when_the_others_end_or_stop(then):
+    """The group that it moves to ends first, or is drained: the job trains there, or elsewhere."""
+    policy = by_time((0, ["ab", "c"]), (60, ["a", "cb"]), (62, then), (90, ["a", "b", "c"]))
+    made = rig(policy, changes=CHANGES, refresh=1, horizon=1.0)
+    for name, steps in {"a": 60, "b": 90, "c": 41}.items():
+        made.loop.submit(request(name, steps=steps))
+    made.loop.advance(0.0)
+    made.go(600.0)
+
+    assert made.loop.ended == {"a": "done", "b": "done", "c": "done"}
+    assert made.loop.idle

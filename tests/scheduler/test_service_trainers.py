@@ -340,7 +340,7 @@ class Audit(TrainerCallback):
 
     def saved(self, path, runs):
         self.write("commit", self.folder, [(run.job.name, run.step) for run in runs])
-        self.inside = {run.job.name for run in runs if not run.left}
+        self.inside -= {run.job.name for run in runs if run.left}
 
 
 AUDITED = {"callbacks": (f"{__name__}:Audit",), "save_seconds": 0.3}
@@ -350,6 +350,20 @@ def lines_of(output):
     """How often somebody began, did a step or committed it so far."""
     path = output / "audit.jsonl"
     return path.read_bytes().count(b"\n") if path.exists() else 0
+
+
+class Patient(Shuffling):
+    """Changes company as soon as every job has got further in the last, however long that takes."""
+
+    def __init__(self):
+        super().__init__(1.0)
+        self.turn, self.before = 0, {}
+
+    def decide(self, state, *, explain=False):
+        steps = {name: job.steps_done for name, job in state.jobs.items()}
+        if all(done > self.before.get(name, -1.0) for name, done in steps.items()):
+            self.turn, self.before = self.turn + 1, steps
+        return super().decide(replace(state, now=float(self.turn)))
 
 
 def killed_at_random(folder, output, points, chance):
@@ -377,9 +391,9 @@ def killed_at_random(folder, output, points, chance):
 def test_jobs_that_join_leave_and_move_survive_forty_kills(tmp_path, monkeypatch):
     """None is lost, none trained twice past its last commit, each ends as it does alone."""
     points, output = 40, tmp_path / "run"
-    monkeypatch.setattr(run_folder, "policy_of", lambda name: Shuffling(1.0))
+    monkeypatch.setattr(run_folder, "policy_of", lambda name: Patient())
     # More than can be done before the last kill.
-    steps = {name: 40 * points + 50 * seed for seed, name in enumerate("abcde")}
+    steps = {name: 20 * points + 50 * seed for seed, name in enumerate("abcde")}
     folder = write(tmp_path / "jobs", **steps)
     killed_at_random(folder, output, points, random.Random(20))
 

@@ -113,38 +113,44 @@ class AdapterBank(nn.Module):
         self.table = RowTable.empty(len(self.scales), self.a.shape[0], largest)
 
     @torch.no_grad()
-    def lay(self, table: RowTable, slot: int, site: AdapterSite | None) -> None:
+    def lay(self, table: RowTable, slot: int, site: AdapterSite | None) -> list[Tensor]:
         """Let slots own the rows of a table; the job of one of them has come, or gone.
 
         Jobs that move take values and gradients along; what nobody uses holds zeros. Tables are
         written in place, and so are their copies on a device, which captured graphs read.
 
-        site   the adapter of the slot's job, None where it has none
+        site      the adapter of the slot's job, None where it has none
+        returns   rows to be filled with zeros, which is quicker for all banks at once
         """
         assert self.table is not None
         before, self.table = self.table, table
-        if not self.a.is_meta:
-            self._move(before, table)
+        left = [] if self.a.is_meta else self._move(before, table)
         self.ranks.copy_(torch.tensor(table.offsets, dtype=torch.int32))
         self.scales[slot] = 0.0 if site is None else site.scaling
         self.rates[slot] = 0.0 if site is None else site.dropout
         refresh(self.ranks, self.scales, self.rates)
+        return left
 
-    def _move(self, before: RowTable, after: RowTable) -> None:
-        """Clear the rows of jobs that leave, and bring those of jobs that move."""
+    def _move(self, before: RowTable, after: RowTable) -> list[Tensor]:
+        """Bring the rows of jobs that move; returns those that jobs leave, where nobody moves."""
         spans = {
             slot: (slice(start, start + rank), slice(end, end + rank) if left else None)
             for slot, (start, rank) in enumerate(zip(before.offsets, before.ranks, strict=False))
             for end, left in [(after.offsets[slot], after.ranks[slot])]
             if rank and (start != end or not left)
         }
+        left = []
         for leaf in (self.a.data, self.b.data, self.a.grad, self.b.grad) if spans else ():
             assert leaf is not None
+            if all(new is None for _, new in spans.values()):
+                left += [leaf[old] for old, _ in spans.values()]
+                continue
             rows = [(leaf[old].clone(), new) for old, new in spans.values() if new is not None]
             for old, _ in spans.values():
                 leaf[old] = 0
             for values, new in rows:
                 leaf[new] = values
+        return left
 
     @torch.no_grad()
     def grow(self, slots: int, rows: int) -> None:

@@ -10,9 +10,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
+from functools import partial
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from tlora_fx.config.job import Job
 from tlora_fx.errors import JobsDiffer, NotAdmitted
@@ -111,8 +112,11 @@ class Membership:
             raise NotAdmitted(
                 "no such job is in the model", job=name, expected=", ".join(self.members) or "none"
             )
+        rows: list[Tensor] = []
         for path in self.group.jobs[slot].sites:
-            self._lay(path, self._table(path).without(slot), slot, None)
+            rows += self._lay(path, self._table(path).without(slot), slot, None)
+        if rows:
+            torch._foreach_zero_(rows)
         empty = vacant(slot)
         self.jobs[slot] = self.jobs[slot].model_copy(update={"name": empty})
         rename_job(self.group, slot, empty, {})
@@ -176,9 +180,12 @@ class Membership:
         return None
 
     def _room(self, sites: Mapping[str, AdapterSite]) -> tuple[int, dict[str, RowTable]] | None:
-        """A slot and the tables with the job in it: nobody moves where that is possible."""
+        """A slot and the tables with the job in it: as few others move as possible."""
         free = [slot for slot, job in enumerate(self.jobs) if job.name == vacant(slot)]
-        for place in (RowTable.with_job, RowTable.compacted):
+        places: list[Callable[[RowTable, int, int], RowTable | None]] = [
+            partial(RowTable.with_job, moves=moves) for moves in range(len(self.jobs))
+        ]
+        for place in (*places, RowTable.compacted):
             for slot in free:
                 tables: dict[str, RowTable] = {}
                 for path, site in sites.items():
@@ -225,6 +232,8 @@ class Membership:
         assert table is not None
         return table
 
-    def _lay(self, path: str, table: RowTable | None, slot: int, site: AdapterSite | None) -> None:
+    def _lay(
+        self, path: str, table: RowTable | None, slot: int, site: AdapterSite | None
+    ) -> list[Tensor]:
         assert table is not None
-        self.banks[path].lay(table, slot, site)
+        return self.banks[path].lay(table, slot, site)

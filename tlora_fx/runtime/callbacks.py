@@ -43,7 +43,7 @@ class TrainerCallback:
         """A checkpoint is about to be written, which may take its time."""
 
     def saved(self, path: Path, runs: Sequence[JobRun]) -> None:
-        """A checkpoint holds all that the jobs did."""
+        """A checkpoint holds all that these jobs did; others stay in it as they were before."""
 
     def warned(self, text: str) -> None:
         """Something went wrong that does not stop the run."""

@@ -9,6 +9,7 @@ its SHA-256 in a manifest, then renamed; the file `latest` is replaced last:
                            /jobs/NAME/adapter_model.safetensors, optimizer.safetensors,
                                       best_model.safetensors
 
+Where only some jobs have changed, the others' files are links to those of the checkpoint before.
 Only safetensors and JSON are read back, never a pickle.
 """
 
@@ -16,11 +17,13 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
 import re
 import shutil
 import tempfile
 import warnings
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any, Literal
@@ -109,14 +112,22 @@ class CheckpointStore:
         self.folder = Path(folder) / "checkpoints"
         self._damaged: set[str] = set()
 
-    def save(self, step: int, jobs: Mapping[str, JobState], run: Mapping[str, Any]) -> Path:
-        """Write a checkpoint and point to it; the newest two stay.
+    def save(
+        self,
+        step: int,
+        jobs: Mapping[str, JobState],
+        run: Mapping[str, Any],
+        *,
+        unchanged: Collection[str] = (),
+    ) -> Path:
+        """Write a checkpoint and point to it; it stays, and the newest two that link to no other.
 
-        step      a label of six digits or more, for people; the order of saving is what counts
-        jobs      states by job name, which becomes a folder name
-        run       what belongs to the whole run, JSON-able
-        returns   the checkpoint's folder
-        raises    CheckpointError when the disk refuses; the checkpoints before stay pointed to
+        step        a label of six digits or more, for people; the order of saving is what counts
+        jobs        states by job name, which becomes a folder name
+        run         what belongs to the whole run, JSON-able
+        unchanged   further jobs, which stay as the newest checkpoint has them: see `holds`
+        returns     the checkpoint's folder
+        raises      CheckpointError when the disk refuses; the checkpoints before stay pointed to
         """
         _check_names(jobs)
         fresh = finished = None
@@ -125,10 +136,11 @@ class CheckpointStore:
             before = [name for name in self._names() if self._is_there(name)]
             self._tidy(before)
             fresh = Path(tempfile.mkdtemp(prefix=f"step-{step:06d}.tmp-", dir=self.folder))
-            _write(fresh, step, jobs, run)
+            _write(fresh, step, jobs, run, _Earlier.of(self.folder, before, unchanged))
             finished = fresh.rename(self._free_name(step))
             sync_folder(self.folder)
-            kept = [finished.name, *before][:KEPT]
+            apart = [name for name in (finished.name, *before) if not self._links(name)]
+            kept = list(dict.fromkeys([finished.name, *apart[:KEPT]]))
             replace_file(self.folder / "latest", "".join(f"{n}\n" for n in kept).encode())
         except BaseException as error:
             for folder in filter(None, (fresh, finished)):
@@ -139,6 +151,22 @@ class CheckpointStore:
             raise
         self._tidy(kept)
         return finished
+
+    def holds(self) -> frozenset[str]:
+        """The jobs whose files the newest checkpoint has, which may stay unchanged in the next."""
+        name = next(filter(self._is_there, self._names()), None)
+        try:
+            files = _manifest(self.folder / name)["sha256"] if name is not None else {}
+        except _Damaged:
+            return frozenset()
+        return frozenset(filter(None, map(_job_of, files)))
+
+    def _links(self, name: str) -> bool:
+        """Whether a checkpoint has files of another one; what cannot be read has none."""
+        try:
+            return bool(_manifest(self.folder / name).get("links"))
+        except _Damaged:
+            return False
 
     def load(self, only: frozenset[str] | None = None) -> Checkpoint | None:
         """The newest whole checkpoint, or None where none was ever finished.
@@ -261,32 +289,114 @@ def _refused(folder: Path, step: int, error: OSError) -> CheckpointError:
     )
 
 
-def _write(folder: Path, step: int, jobs: Mapping[str, JobState], run: Mapping[str, Any]) -> None:
+@dataclass(frozen=True, slots=True)
+class _Earlier:
+    """Jobs that stay as an earlier checkpoint has them.
+
+    sums       of their files
+    counters   as its `state.json` has them, by job
+    """
+
+    folder: Path
+    sums: Mapping[str, str] = field(default_factory=dict)
+    counters: Mapping[str, Any] = field(default_factory=dict)
+
+    @classmethod
+    def of(cls, folder: Path, names: list[str], jobs: Collection[str]) -> _Earlier:
+        """Of the newest checkpoint; raises OSError where that cannot be read."""
+        if not jobs:
+            return cls(folder)
+        newest = folder / names[0] if names else folder
+        try:
+            files = _checked_files(newest, frozenset())
+            sums = _manifest(newest)["sha256"]
+            every = json.loads(files["state.json"])["jobs"]
+            return cls(
+                newest,
+                {file: sums[file] for file in sums if _job_of(file) in jobs},
+                {name: every[name] for name in jobs},
+            )
+        except (_Damaged, KeyError) as error:
+            raise OSError(f"the checkpoint before lacks what is unchanged: {error}") from error
+
+    def link(self, folder: Path) -> None:
+        """Put the jobs' files, and those beside them, into a new checkpoint's folder."""
+        for name in self.counters:
+            for path in sorted((self.folder / "jobs" / name).rglob("*")):
+                target = folder / path.relative_to(self.folder)
+                if path.is_file():
+                    target.parent.mkdir(parents=True, exist_ok=True)
+                    _link(path, target)
+            sync_folder(folder / "jobs" / name)
+
+
+def _link(source: Path, target: Path) -> None:
+    """A second name for a file that the disk holds; a copy where there are no such names."""
+    try:
+        os.link(source, target)
+    except FileNotFoundError:
+        raise
+    except OSError:
+        write_synced(target, source.read_bytes())
+
+
+def _write(
+    folder: Path, step: int, jobs: Mapping[str, JobState], run: Mapping[str, Any], earlier: _Earlier
+) -> None:
     """Fill and fsync a checkpoint folder, the manifest last."""
-    sums: dict[str, str] = {}
-
-    def put(name: str, data: bytes) -> None:
-        write_synced(folder / name, data)
-        sums[name] = hashlib.sha256(data).hexdigest()
-
+    sums: dict[str, str] = dict(earlier.sums)
     (folder / "jobs").mkdir()
-    for name, job in jobs.items():
-        (folder / "jobs" / name).mkdir()
-        _accompany(folder / "jobs" / name, job.companions)
-        put(f"jobs/{name}/adapter_model.safetensors", tensor_bytes(job.adapter))
-        put(f"jobs/{name}/optimizer.safetensors", tensor_bytes(job.optimizer))
-        if job.best:
-            put(f"jobs/{name}/{BEST}", tensor_bytes(job.best))
+    earlier.link(folder)
+    with _Files(folder, sums) as files:
+        for name, job in jobs.items():
+            (folder / "jobs" / name).mkdir()
+            _accompany(folder / "jobs" / name, job.companions)
+            files.put(f"jobs/{name}/adapter_model.safetensors", tensor_bytes(job.adapter))
+            files.put(f"jobs/{name}/optimizer.safetensors", tensor_bytes(job.optimizer))
+            if job.best:
+                files.put(f"jobs/{name}/{BEST}", tensor_bytes(job.best))
+        counters = {name: _counters(job) for name, job in jobs.items()}
+        state = {"step": step, "jobs": {**earlier.counters, **counters}, "run": dict(run)}
+        files.put("state.json", _json(state))
+    for name in jobs:
         sync_folder(folder / "jobs" / name)
-    state = {
-        "step": step,
-        "jobs": {name: _counters(job) for name, job in jobs.items()},
-        "run": dict(run),
-    }
-    put("state.json", _json(state))
-    write_synced(folder / "manifest.json", _json({"format": FORMAT, "sha256": sums}))
+    manifest: dict[str, Any] = {"format": FORMAT, "sha256": sums}
+    if earlier.counters:
+        manifest["links"] = sorted(earlier.counters)
+    write_synced(folder / "manifest.json", _json(manifest))
     sync_folder(folder / "jobs")
     sync_folder(folder)
+
+
+class _Files:
+    """Writes files and adds up their checksums, while the next one's content is gathered."""
+
+    def __init__(self, folder: Path, sums: dict[str, str]) -> None:
+        self.folder, self.sums = folder, sums
+        self._pool = ThreadPoolExecutor(2, "checkpoint")
+        self._name, self._sum, self._written = "", Future[str](), Future[None]()
+
+    def __enter__(self) -> _Files:
+        return self
+
+    def put(self, name: str, data: bytes) -> None:
+        """One more; raises OSError, of this file or of the one before."""
+        self._wait()
+        self._name = name
+        self._sum = self._pool.submit(lambda: hashlib.sha256(data).hexdigest())
+        self._written = self._pool.submit(write_synced, self.folder / name, data)
+
+    def _wait(self) -> None:
+        if self._name:
+            self.sums[self._name] = self._sum.result()
+            self._written.result()
+
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        try:
+            if kind is None:
+                self._wait()
+        finally:
+            self._pool.shutdown()
 
 
 def _accompany(folder: Path, companions: Companions) -> None:
@@ -353,11 +463,17 @@ def _loaded(content: bytes | None) -> dict[str, Tensor]:
     return {} if content is None else safetensors.torch.load(content)
 
 
-def _checked_files(folder: Path, only: frozenset[str] | None) -> dict[str, bytes]:
-    """The content of the manifest's files, of some jobs or of all, each proved by its checksum."""
+def _job_of(file: str) -> str:
+    """The job that a file of a checkpoint belongs to; "" where it is of all."""
+    first, _, rest = file.partition("/")
+    return rest.partition("/")[0] if first == "jobs" else ""
+
+
+def _manifest(folder: Path) -> dict[str, Any]:
+    """What a checkpoint says of itself; raises _Damaged, CheckpointError of another format."""
     try:
-        manifest = json.loads((folder / "manifest.json").read_bytes())
-        written_by, sums = int(manifest["format"]), dict(manifest["sha256"])
+        manifest: dict[str, Any] = json.loads((folder / "manifest.json").read_bytes())
+        written_by, _ = int(manifest["format"]), dict(manifest["sha256"])
     except (OSError, ValueError, KeyError, TypeError, OverflowError, RecursionError) as error:
         raise _Damaged(f"its manifest cannot be read ({error})") from error
     if written_by != FORMAT:
@@ -368,12 +484,18 @@ def _checked_files(folder: Path, only: frozenset[str] | None) -> dict[str, bytes
             found=written_by,
             help="resume with the version of tlora-fx that wrote it",
         )
+    return manifest
+
+
+def _checked_files(folder: Path, only: frozenset[str] | None) -> dict[str, bytes]:
+    """The content of the manifest's files, of some jobs or of all, each proved by its checksum."""
+    sums = dict(_manifest(folder)["sha256"])
     files: dict[str, bytes] = {}
     for name, expected in sums.items():
         if not _FILE.fullmatch(name):
             raise _Damaged(f"its manifest lists {name!r}, which no checkpoint has")
-        folder_name, _, rest = name.partition("/")
-        if only is not None and folder_name == "jobs" and rest.partition("/")[0] not in only:
+        job = _job_of(name)
+        if only is not None and job and job not in only:
             continue
         try:
             files[name] = (folder / name).read_bytes()

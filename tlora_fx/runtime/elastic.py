@@ -7,7 +7,7 @@ What a job needs to go on leaves the model with it, and comes back with it.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal
@@ -21,7 +21,7 @@ from tlora_fx.model.elastic import ALONE, Admission
 from tlora_fx.model.supermodel import SuperModel
 from tlora_fx.parallel.mesh import Mesh
 from tlora_fx.runtime.adapters import start_adapter
-from tlora_fx.runtime.checkpoint import JobState, ResumeSources
+from tlora_fx.runtime.checkpoint import Checkpoint, JobState, ResumeSources
 from tlora_fx.runtime.checks import check_fits, load_all_data
 from tlora_fx.runtime.data import JobData
 from tlora_fx.runtime.data_starts import data_start, require_data_starts
@@ -110,7 +110,7 @@ class Roster:
         self,
         job: Job,
         data: JobData | None,
-        resume: Path | str | None,
+        resume: Path | str | Checkpoint | None,
         *,
         mesh: Mesh,
         accept: bool,
@@ -121,7 +121,7 @@ class Roster:
         """Let a job wait to join, where nothing but room may keep it out.
 
         data        its samples; None: they are read
-        resume      output folder of the run whose newest checkpoint it goes on from
+        resume      output folder of the run whose newest checkpoint it goes on from, or that
         accept      go on although its data or settings are not as they were
         described   the run that it joins, as its checkpoints say
         most_tokens of one forward
@@ -139,8 +139,10 @@ class Roster:
         require_memory(job, needed + self._row_bytes(job, data, most_tokens, mesh), mesh.device)
         state, source = self._gone.get(job.name), "this run"
         if resume is not None:
-            sources = ResumeSources(self.folder.jobs, {job.name: Path(resume)})
-            checkpoint = sources.checkpoints()[job.name]
+            checkpoint = resume
+            if not isinstance(checkpoint, Checkpoint):
+                sources = ResumeSources(self.folder.jobs, {job.name: Path(checkpoint)})
+                checkpoint = sources.checkpoints()[job.name]
             samples = {job.name: data}
             now = (
                 {**described, **describe_jobs([job], samples)}
@@ -212,7 +214,8 @@ class Roster:
         state = self.gathering.whole(name, run.state())
         if self.folder.writes:
             # On the device: copies to main memory would keep the others waiting.
-            self._gone[name] = _copied(state, torch.clone)
+            optimizer = cloned(state.optimizer)
+            self._gone[name] = replace(state, optimizer=optimizer, best=cloned(state.best))
         run.depart()
         del self._inside[run.index]
         self.model.release(name)
@@ -263,7 +266,7 @@ class Roster:
         for name in ended[: -len(self.model.jobs)]:
             del self._gone[name]
         for name, state in self._gone.items():
-            self._gone[name] = _copied(state, Tensor.cpu)
+            self._gone[name] = _on_cpu(state)
 
 
 def require_memory(job: Job, needed: int, device: torch.device) -> None:
@@ -296,9 +299,17 @@ def _step_tokens(job: Job, data: JobData) -> int:
     return job.per_device_train_batch_size * max(data.lengths, default=0)
 
 
-def _copied(state: JobState, copy: Callable[[Tensor], Tensor]) -> JobState:
+def cloned(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Copies, made by as few launches as possible."""
+    if not tensors:
+        return {}
+    copies = torch._foreach_mul(list(tensors.values()), 1)
+    return dict(zip(tensors, copies, strict=True))
+
+
+def _on_cpu(state: JobState) -> JobState:
     adapter, optimizer, best = (
-        {name: copy(tensor) for name, tensor in tensors.items()}
+        {name: tensor.cpu() for name, tensor in tensors.items()}
         for tensors in (state.adapter, state.optimizer, state.best)
     )
     return replace(state, adapter=adapter, optimizer=optimizer, best=best)

@@ -25,11 +25,14 @@ TRIED_STEPS = 100_000
 TOY_STEPS = 12
 #: Counters of steps are float32, which counts no further.
 _LARGEST_COUNT = 2**24
+#: Jobs that have passed, by what was tried of them; those of a service are many.
+MOST_PASSED = 1000
+_passed: set[tuple[str, int]] = set()
 _WHAT_FAILS = (ArithmeticError, KeyError, RuntimeError, TypeError, ValueError)
 
 
 def require_trainable(job: Job, steps: int) -> None:
-    """Try a job's optimizer and schedule before anything is trained.
+    """Try a job's optimizer and schedule before anything is trained; once in a process.
 
     The schedule has to have a rate for every step; the optimizer does some steps on a toy
     parameter, at the first rates, the largest and the last, and its numbers have to stay finite.
@@ -37,6 +40,9 @@ def require_trainable(job: Job, steps: int) -> None:
     steps    optimizer steps of the whole job
     raises   OptimizerError
     """
+    key = job.model_dump_json(exclude={"name", "base", "data"}), steps
+    if key in _passed:
+        return
     # After its last step a job asks for one more rate.
     rates = learning_rates(job, steps, _tried(steps))
     toy = nn.Parameter(torch.tensor([[1.0, 0.0], [-0.5, 0.0]], dtype=_dtype_of(job)))
@@ -69,6 +75,9 @@ def require_trainable(job: Job, steps: int) -> None:
                 help="mend learning_rate, loraplus_lr_ratio, adam_epsilon, weight_decay or "
                 "optim_args",
             )
+    if len(_passed) >= MOST_PASSED:
+        _passed.clear()
+    _passed.add(key)
 
 
 def _tried(steps: int) -> list[int]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import gc
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime, timedelta
@@ -392,14 +392,19 @@ class Trainer:
     # Jobs come and go between rounds.
 
     def admit(
-        self, job: Job, data: JobData | None = None, *, resume: Path | str | None = None
+        self,
+        job: Job,
+        data: JobData | None = None,
+        *,
+        resume: Path | str | Checkpoint | None = None,
     ) -> None:
         """Let a job join before the next round that has room for it; jobs wait in their order.
 
         One that `pause` took out goes on where it was.
 
         data      its samples, instead of what the job's `data` names
-        resume    output folder of a run whose newest checkpoint the job goes on from
+        resume    output folder of a run whose newest checkpoint the job goes on from, or that
+                  checkpoint, which takes long to read
         raises    NotAdmitted, TloraError for what is wrong with its targets, data or optimizer;
                   nothing is changed then
         """
@@ -480,8 +485,8 @@ class Trainer:
             self.callback.noted(self.model.group.notes[-1][1])
         self._to_tell.append(run)
 
-    def _tell_of_changes(self) -> bool:
-        """Write down who has come and gone, once others do not wait for it; whether anyone has."""
+    def _tell_of_changes(self) -> set[str]:
+        """Write down who has come and gone, once others do not wait for it; returns who."""
         changed, self._to_tell = self._to_tell, []
         for run in changed:
             if not run.left:
@@ -494,7 +499,7 @@ class Trainer:
             else:
                 self._write(run, adapter)
             self._announce(run, self.callback.ended)
-        return bool(changed)
+        return {run.job.name for run in changed}
 
     def _active(self) -> list[JobRun]:
         return [run for run in self.runs if run.status == "running"]
@@ -612,8 +617,11 @@ class Trainer:
         """Update the jobs that ran; what that came to is looked at now, or a round later."""
         active = [self.roster.at(index) for index in batches]
         outside = self._end.step(losses, active, batches)
-        due = due or bool(self._to_tell)
-        if due or any(run.status != "running" or self._is_looked_at(run) for run in active):
+        if (
+            due
+            or self._to_tell
+            or any(run.status != "running" or self._is_looked_at(run) for run in active)
+        ):
             outside |= self._end.settle()
         self._judge(active, outside, due=due)
 
@@ -630,7 +638,7 @@ class Trainer:
     def _judge(self, active: Sequence[JobRun], outside: Outside, *, due: bool) -> None:
         """What follows from a round: evaluations, jobs that end, a checkpoint.
 
-        due       a checkpoint is
+        due       a checkpoint of all jobs is; one of those that come, go or end always is
         """
         due_now = [run.index for run in active if run.is_evaluated and not run.fault]
         if any(run.job.eval_strategy != "no" for run in active):
@@ -639,16 +647,17 @@ class Trainer:
         if not self._end.ahead:
             outside = outside | self._evaluate([self.roster.at(index) for index in due_now])
             self._sample([run for run in active if run.is_sampled])
-        due |= self._tell_of_changes()
+        changed = self._tell_of_changes()
         for run in active:
             if run.status != "running":
                 self._conclude(run)
-            due = due or run.status != "running" or run.step % run.job.save_steps == 0
+                changed.add(run.job.name)
+            due = due or run.step % run.job.save_steps == 0
         if outside and len(outside) == len(active):
             # A full disk or a callback that never works is no job's fault.
             raise next(iter(outside.values()))
-        if due and self._active():
-            self._save(last=False)
+        if (due or changed) and self._active():
+            self._save(last=False, only=None if due else changed)
 
     def _evaluate(self, runs: Sequence[JobRun]) -> Outside:
         """Evaluate jobs together; some may stop early. Returns what ends a job, by job."""
@@ -747,17 +756,27 @@ class Trainer:
         longest = float("inf") if self.carried is None else self.carried.save_seconds
         return time.monotonic() - self._saved_at >= longest
 
-    def _save(self, *, last: bool) -> None:
+    def _save(self, *, last: bool, only: Container[str] | None = None) -> None:
         """Write a checkpoint; while training goes on, a full disk only costs this one.
 
+        only      jobs that are written; others stay as they were, where they were written before
         raises    RunFolderError where the folder is gone; CheckpointError, MetricsError at the end
                   of a run
         """
         self._catch_up()
         self.callback.saving()
         inside, left = self.roster.inside(), self.roster.states()
+        unchanged: frozenset[str] = frozenset()
+        if only is not None:
+            names = [*left, *(run.job.name for run in inside)]
+            unchanged = self.ranks.from_leader(
+                frozenset(name for name in names if name not in only) & self.store.holds()
+            )
+            inside = [run for run in inside if run.job.name not in unchanged]
+            left = {name: state for name, state in left.items() if name not in unchanged}
+        else:
+            self._saved_at = time.monotonic()
         states = {run.job.name: self.gathering.whole(run.job.name, run.state()) for run in inside}
-        self._saved_at = time.monotonic()
         if not self.mesh.leader:
             return
         for run in inside:
@@ -771,7 +790,7 @@ class Trainer:
                 run.metrics.sync()
                 if run.left:
                     run.metrics.close()
-            path = self.store.save(self.rounds, states, described)
+            path = self.store.save(self.rounds, states, described, unchanged=unchanged)
         except (CheckpointError, MetricsError) as error:
             if last:
                 raise
@@ -781,7 +800,8 @@ class Trainer:
             self.roster.saved()
             for run in inside:
                 run.write_status()
-            self.callback.saved(path, self.runs)
+            written = [run for run in self.runs if run.job.name not in unchanged]
+            self.callback.saved(path, written)
 
     def _carry(self) -> None:
         """Take jobs over from the runs that they come from."""

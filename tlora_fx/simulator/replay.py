@@ -188,7 +188,7 @@ class SimulatedGroup:
         """Steps of each job that is left at its last commit, one being made every so often."""
         since = max(0.0, time - self.begins)
         last = self.begins + floor(since / every) * every
-        # Whenever a job leaves, its neighbours are committed with it.
+        # What neighbours of a job that left had not committed by then is not looked up.
         done = self.steps_at(last) if last >= self._from else self._steps
         return {job.name: self._launched[job.name] + done for job in self.requests}
 
@@ -209,6 +209,22 @@ class SimulatedGroup:
 
 #: What happens to a node, in the heap of events.
 LOSS, RETURN = -1, -2
+#: A group becomes another one; after what else happens at that time.
+TAKEOVER = 1 << 62
+
+
+@dataclass(frozen=True, slots=True)
+class Takeover:
+    """What a running group becomes, once the jobs that move to it are there.
+
+    came    names of those who join it
+    """
+
+    heir: Group
+    epoch: int
+    jobs: tuple[JobRequest, ...]
+    steps_done: Mapping[str, float]
+    came: frozenset[str]
 
 
 class SimulatedExecutor:
@@ -218,6 +234,7 @@ class SimulatedExecutor:
     a job leaves it. A group makes no progress for `switch_seconds` from its launch; then each step
     of it takes the predicted seconds, disturbed where that is asked for. Steps are fractions
     between events. A job that ends leaves its group without a pause. A drained group stops at once.
+    While a job moves to a group, that trains on without it.
 
     switch_seconds   from a launch to the first step of a job alone
     join_seconds     that each further job of a group adds to it
@@ -248,6 +265,7 @@ class SimulatedExecutor:
         self._events: list[ExecutorEvent] = []
         self._fails: dict[int, float] = {}
         self._losses: dict[int, Iterator[tuple[float, float]]] = {}
+        self._takeovers: dict[int, Takeover] = {}
         self._pulled = -inf
         self.steps_lost = 0.0
         for node in range(cluster.nodes):
@@ -306,7 +324,8 @@ class SimulatedExecutor:
         self._plan(running)
 
     def can_change(self, group: Group, epoch: int, heir: Group) -> bool:
-        return self.changes is not None and epoch in self._groups
+        coming = (takeover.epoch for takeover in self._takeovers.values())
+        return self.changes is not None and (epoch in self._groups or epoch in coming)
 
     def change(
         self,
@@ -317,19 +336,34 @@ class SimulatedExecutor:
         jobs: Sequence[JobRequest],
         steps_done: Mapping[str, float],
     ) -> None:
-        if heir_epoch in self._groups:
+        if heir_epoch in self._groups or epoch in self._takeovers:
             return
         assert self.changes is not None
-        now, running = self.clock.now, self._groups.pop(epoch)
-        steps = running.steps(now)
-        came = set(heir.jobs) - steps.keys()
-        begins = now + self.changes.of(len(came), len(steps.keys() - set(heir.jobs)))
-        # One that had not begun yet is not ready any sooner.
-        begins = max(begins, running.begins)
-        self._events.append(Drained(now, epoch, steps, heir_epoch))
+        came = frozenset(heir.jobs) - self._groups[epoch].steps(self.clock.now).keys()
+        takeover = Takeover(heir, heir_epoch, tuple(jobs), dict(steps_done), came)
+        self._takeovers[epoch] = takeover
         self._places[heir_epoch] = self._places[epoch]
-        self._owner.update(dict.fromkeys(heir.place, heir_epoch))
-        self._begin(heir, heir_epoch, jobs, {**steps_done, **steps}, begins)
+        if self.changes.move and any(steps_done.get(name) for name in came):
+            heappush(self._heap, (self.clock.now + self.changes.move, TAKEOVER, epoch))
+        else:
+            self._take_over(epoch)
+
+    def _take_over(self, epoch: int) -> None:
+        """A group has become another one; of its jobs some may have ended, or all."""
+        assert self.changes is not None
+        takeover = self._takeovers.pop(epoch)
+        now, running = self.clock.now, self._groups.pop(epoch, None)
+        steps = running.steps(now) if running is not None else {}
+        jobs = [job for job in takeover.jobs if job.name in steps or job.name in takeover.came]
+        went = steps.keys() - set(takeover.heir.jobs)
+        begins = now + self.changes.of(len(takeover.came), len(went))
+        if running is not None:
+            # One that had not begun yet is not ready any sooner.
+            begins = max(begins, running.begins)
+        self._events.append(Drained(now, epoch, steps, takeover.epoch))
+        self._owner.update(dict.fromkeys(takeover.heir.place, takeover.epoch))
+        done = {**takeover.steps_done, **steps}
+        self._begin(takeover.heir, takeover.epoch, jobs, done, begins)
 
     def events(self) -> list[ExecutorEvent]:
         now = self.clock.now
@@ -341,6 +375,10 @@ class SimulatedExecutor:
             if key == RETURN:
                 self.return_node(version)
                 self._plan_loss(version)
+                continue
+            if key == TAKEOVER:
+                if version in self._takeovers:
+                    self._take_over(version)
                 continue
             group = self._groups.get(key)
             if group is not None and group.version == version:
@@ -361,13 +399,17 @@ class SimulatedExecutor:
         ]
 
     def drain(self, group: Group, epoch: int) -> None:
-        running = self._groups.pop(epoch, None)
-        if running is not None:
-            now = self.clock.now
-            self._events.append(Drained(now, epoch, running.steps(now)))
+        now, running = self.clock.now, self._groups.pop(epoch, None)
+        takeover = self._takeovers.pop(epoch, None)
+        if running is not None or takeover is not None:
+            steps = running.steps(now) if running is not None else {}
+            self._events.append(Drained(now, epoch, steps))
+        if takeover is not None:
+            self._events.append(Drained(now, takeover.epoch, {}))
 
     def kill(self, group: Group, epoch: int) -> None:
         self._groups.pop(epoch, None)
+        self._takeovers.pop(epoch, None)
 
     def release(self, group: Group, epoch: int) -> None:
         self.kill(group, epoch)
@@ -381,7 +423,9 @@ class SimulatedExecutor:
         while self._heap:
             time, key, version = self._heap[0]
             group = self._groups.get(key)
-            if key < 0 or (group is not None and group.version == version):
+            if key < 0 or (key == TAKEOVER and version in self._takeovers):
+                return time
+            if group is not None and group.version == version:
                 return time
             heappop(self._heap)
         return inf
@@ -392,9 +436,9 @@ class SimulatedExecutor:
 
     def fail_group(self, epoch: int, reason: str = "a simulated failure") -> None:
         """A group ends; its jobs go on from their last commits."""
-        running = self._groups.pop(epoch, None)
-        if running is not None:
-            steps = self._safe(running)
+        running, takeover = self._groups.pop(epoch, None), self._takeovers.pop(epoch, None)
+        if running is not None or takeover is not None:
+            steps = self._safe(running) if running is not None else {}
             self._events.append(Failed(self.clock.now, epoch, None, reason, steps))
 
     def fail_job(self, epoch: int, job: str, reason: str = "a simulated failure") -> None:

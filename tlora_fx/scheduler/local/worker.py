@@ -31,10 +31,11 @@ from tlora_fx.model.slots import rounded
 from tlora_fx.pipeline import load_extension
 from tlora_fx.planners.protocol import find_planner
 from tlora_fx.runtime.callbacks import Callbacks, EachInTurn, TrainerCallback, callback_named
-from tlora_fx.runtime.checkpoint import ResumeSources
+from tlora_fx.runtime.checkpoint import Checkpoint, ResumeSources
 from tlora_fx.runtime.checks import load_all_data
 from tlora_fx.runtime.distributed import Ranks
 from tlora_fx.runtime.launch import Launch, exits_at_once, join
+from tlora_fx.runtime.trainable import require_trainable
 from tlora_fx.runtime.trainer import Trainer, TrainerOptions
 from tlora_fx.scheduler.local.protocol import HEIR, EventWriter, WorkerConfig
 from tlora_fx.scheduler.requests import quiet_import
@@ -213,14 +214,14 @@ class Takeover:
 
     config     its order
     coming     jobs that join
-    data       their samples, which are read while others train
+    data       their samples, and where they go on from, which are read while others train
     asked      the trainer knows
     seconds    that its jobs stood still for it
     """
 
     config: WorkerConfig
     coming: tuple[Job, ...]
-    data: Future[Mapping[str, JobData]]
+    data: Future[tuple[Mapping[str, JobData], Mapping[str, Checkpoint]]]
     asked: bool = False
     seconds: float = 0.0
 
@@ -230,12 +231,24 @@ class Takeover:
         config = WorkerConfig.read(path)
         every = [Job.model_validate(job) for job in config.jobs]
         coming = tuple(job for job in every if job.name not in jobs)
-        return cls(config, coming, _reader.submit(_data_of, coming))
+        # Of those that were here before, the trainer has the state itself.
+        elsewhere = {
+            job.name: Path(config.sources[job.name])
+            for job in coming
+            if config.sources.get(job.name, config.output) != config.output
+        }
+        sources = ResumeSources(Path(config.job_folders), elsewhere)
+        return cls(config, coming, _reader.submit(_read, coming, sources))
 
 
-def _data_of(jobs: Sequence[Job]) -> Mapping[str, JobData]:
-    """Of those who come, where some do: others only leave."""
-    return load_all_data(jobs) if jobs else {}
+def _read(
+    jobs: Sequence[Job], sources: ResumeSources
+) -> tuple[Mapping[str, JobData], Mapping[str, Checkpoint]]:
+    """All that takes long of those who come, where some do: others only leave."""
+    data = load_all_data(jobs) if jobs else {}
+    for job in jobs:
+        require_trainable(job, data[job.name].steps)
+    return data, sources.checkpoints()
 
 
 _reader = ThreadPoolExecutor(1, "data")
@@ -258,6 +271,7 @@ class EventCallback(TrainerCallback):
         self._next: Takeover | None = None
         self._declined = False
         self._saving = 0.0
+        self._committed: dict[str, int] = {}
 
     def started(self, runs: Sequence[JobRun]) -> None:
         self.steps = {run.job.name: run.step for run in runs}
@@ -283,10 +297,11 @@ class EventCallback(TrainerCallback):
         self._saving = time.perf_counter()
 
     def saved(self, path: Path, runs: Sequence[JobRun]) -> None:
+        self._committed |= {run.job.name: run.step for run in runs}
         self._write_saved(runs)
         if self._next is not None and self._next.asked:
             self._next.seconds += time.perf_counter() - self._saving
-            self._hand_over(self._next, runs)
+            self._hand_over(self._next, self.trainer.runs)
 
     def warned(self, text: str) -> None:
         self.writer.write("warned", text=text)
@@ -295,10 +310,10 @@ class EventCallback(TrainerCallback):
         self.warned(text)
 
     def _write_saved(self, runs: Sequence[JobRun]) -> None:
-        mine = [run for run in runs if run.job.name in self.names]
+        mine = [run for run in runs if run.job.name in self.names & self._committed.keys()]
         self.writer.write(
             "saved",
-            steps={run.job.name: run.step for run in mine},
+            steps={run.job.name: self._committed[run.job.name] for run in mine},
             ended={run.job.name: [run.status, run.reason] for run in mine if _ended(run)},
         )
 
@@ -322,12 +337,13 @@ class EventCallback(TrainerCallback):
         begun, trainer = time.perf_counter(), self.trainer
         if not trainer.model.is_open:
             raise NotAdmitted("the running model has no room for others", help="it is formed anew")
-        config, data = takeover.config, takeover.data.result()
+        config, (data, states) = takeover.config, takeover.data.result()
         try:
             for job in takeover.coming:
                 source = config.sources.get(job.name)
                 here = source == config.output and job.name in trainer.roster.states()
-                trainer.admit(job, data[job.name], resume=None if here else source)
+                resume = None if here else states.get(job.name, source)
+                trainer.admit(job, data[job.name], resume=resume)
         except Exception:
             trainer.roster.uninvite([job.name for job in takeover.coming])
             raise
