@@ -154,6 +154,7 @@ def kernel(
     $left,  # [tokens, SUMMED]
     left_stride,  #? not bulk
     weight,  # $weight_shape
+    weight_stride,  #? not bulk
     $out,  # [tokens, WIDTH]
     out_stride,  #? not bulk
     bias,  # [WIDTH]  #? bias
@@ -255,6 +256,7 @@ def launch($arguments):
         $left,  #? not bulk
         $left.stride(0),  #? not bulk
         weight,  #? not bulk
+        weight.stride(0),  #? not bulk
         $out,  #? not bulk
         $out.stride(0),  #? not bulk
         bias,  #? bias
@@ -497,12 +499,11 @@ def _values(spec: KernelSpec, roles: Roles) -> dict[str, object]:
     stored = "WIDTH, SUMMED" if roles.turned else "SUMMED, WIDTH"
     corner = "column, depth" if roles.turned else "depth, column"
     box = "COLUMNS, DEPTH" if roles.turned else "DEPTH, COLUMNS"
-    pitch = stored.split(", ")[1]
     part = f"{roles.left}.load([row, depth])"
     frozen = f"weight.load([{corner}])"
     if not bulk:
         part = f"tile_of({roles.left}, left_stride, row, depth, tokens, SUMMED, ROWS, DEPTH)"
-        frozen = f"tile_of(weight, {pitch}, {corner}, {stored}, {box})"
+        frozen = f"tile_of(weight, weight_stride, {corner}, {stored}, {box})"
     return (
         common_values(spec)
         | asdict(roles)

@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 from tests.ops.scaled import arguments, magnitudes_of, norms, others, reference, results
 from tlora_fx.errors import AdapterTableError
 from tlora_fx.ops import dora, dora_scale, norms_kept
+from tlora_fx.ops.kernels import strict
 
 JOB = st.tuples(st.integers(0, 9), st.integers(1, 40), st.booleans())
 
@@ -70,6 +71,22 @@ def test_a_nan_stays_in_its_job(lora, where):
 
     for clean, beside in zip(run(False), run(True), strict=True):
         assert torch.equal(clean, beside)
+
+
+@pytest.mark.parametrize("rank", [8, 40])
+def test_in_strict_mode_norms_do_not_depend_on_neighbours(lora, rank):
+    """Whatever their ranks, bit for bit."""
+    made = lora((3, 3), (8, rank), features=(512, 1024), dtype=torch.bfloat16)
+    ranks, scales, rates, *_, site, _ = made.arguments()[5:]
+
+    def norms_of(jobs):
+        tables = made.a, made.b, ranks, scales, rates, site
+        return torch.ops.tlora_fx.dora_norms(made.weight, *tables, jobs, max(8, rank))
+
+    with strict():
+        both, alone = norms_of([0, 1]), norms_of([0])
+
+    assert torch.equal(both[0], alone[0])
 
 
 @pytest.mark.parametrize("size", [0.01, 1.0, 30.0])

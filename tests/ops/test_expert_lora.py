@@ -10,6 +10,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 from tests.ops.expert_jobs import by_job_and_expert, case
 from tlora_fx.codegen.compiled_check import MOST_REGISTERS, needs_of
@@ -88,6 +89,24 @@ def test_adapters_that_do_not_fit_are_refused(change):
         mine = replace(mine, jobs=[0, 1, 3 if change == "job" else 1])
 
     with pytest.raises(ExpertLinearError, match=r"A \[E r, "):
+        multi_lora_experts(*mine.arguments())
+
+
+def test_a_graph_may_serve_more_jobs_than_it_was_made_with():
+    """Fake segments stand for those of any row; real ones say which jobs there are."""
+    mine = replace(case(), jobs=[2, 5, 9])
+
+    with FakeTensorMode() as mode:
+        fakes = [
+            [mode.from_tensor(one) for one in value]
+            if isinstance(value, list) and isinstance(value[0], torch.Tensor)
+            else mode.from_tensor(value)
+            if isinstance(value, torch.Tensor)
+            else value
+            for value in mine.arguments()
+        ]
+        assert multi_lora_experts(*fakes).shape[-1] == mine.b[0].shape[0]
+    with pytest.raises(ExpertLinearError, match="of 3 jobs"):
         multi_lora_experts(*mine.arguments())
 
 

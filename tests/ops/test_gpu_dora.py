@@ -7,6 +7,7 @@ import torch
 
 from tests.ops.scaled import arguments, magnitudes_of, norms, others, reference, results
 from tlora_fx.ops import dora_scale
+from tlora_fx.ops.kernels import strict
 
 pytestmark = [
     pytest.mark.gpu,
@@ -49,6 +50,22 @@ def test_kernels_are_as_exact_as_pytorch(lora, monkeypatch, dtype, bias):
     rest = others(made, JOBS)
     assert torch.equal(first[0][0, rest], y[0, rest])
     assert torch.equal(first[1][0, rest], dy[0, rest])
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_in_strict_mode_norms_do_not_depend_on_neighbours(lora, dtype):
+    """Whatever their ranks, bit for bit."""
+    made, *_ = made_of(lora, dtype)
+    ranks, scales, rates, *_, site, _ = made.arguments()[5:]
+
+    def norms_of(jobs):
+        tables = made.a, made.b, ranks, scales, rates, site
+        return torch.ops.tlora_fx.dora_norms(made.weight, *tables, jobs, max(RANKS))
+
+    with strict():
+        both, alone = norms_of([0, 3, 1]), [norms_of([job]) for job in (0, 3, 1)]
+
+    assert torch.equal(both, torch.cat(alone))
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])

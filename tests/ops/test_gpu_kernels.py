@@ -353,6 +353,7 @@ def joined(site):
         if spoil is not None:
             leaves[2].data[spoil] = float("nan")
 
+        # Parameters, as a model has them: their sizes are no symbols.
         weights = torch.nn.ParameterList(
             torch.nn.Parameter(weight, requires_grad=False) for weight in lists[1]
         )

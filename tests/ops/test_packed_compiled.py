@@ -11,6 +11,7 @@ from torch._inductor.async_compile import AsyncCompile
 from torch._inductor.utils import run_and_get_code
 
 from tlora_fx.ops import lora, multi_lora_linear, multi_lora_linears
+from tlora_fx.ops import room as room_op
 from tlora_fx.ops.kernels import packed, strict, support, with_room
 
 WIDTH, HIDDEN, ROOM, TOKENS = 32, 48, 64, 11
@@ -153,6 +154,28 @@ def test_joined_weights_have_their_gradients_side_by_side(seen, lora, drops):
     assert seen == [("x", WIDTH, 2 * ROOM), ("dy", 32, 16 + width), ("dy", 16, 32 + width)]
     for one, other in zip(found, wanted, strict=True):
         assert (one - other).norm() <= 1e-5 * other.norm()
+
+
+@pytest.mark.parametrize("room", [0, 16])
+def test_inductors_code_puts_parts_beside_each_other(room):
+    """Parts that it computes, one that it was given, one that others read, one twice."""
+    torch._dynamo.reset()
+
+    def run(x, given):
+        part = x.sin()
+        whole = torch.ops.tlora_fx.leave_room(
+            [part, given, part, torch.ops.tlora_fx.leave_room([x.cos()], 0)], room
+        )
+        return whole[..., : whole.shape[-1] - room] * 1.0, part + 1
+
+    x, given = torch.randn(1, 7, 16), torch.randn(1, 7, 32)
+    room_op.teach_inductor()
+
+    found = torch.compile(run, fullgraph=True, dynamic=True)(x, given)
+
+    wanted = torch.cat([x.sin(), given, x.sin(), x.cos()], -1), x.sin() + 1
+    for one, other in zip(found, wanted, strict=True):
+        torch.testing.assert_close(one, other)
 
 
 @pytest.mark.parametrize(

@@ -270,6 +270,8 @@ class SuperModel(nn.Module):
     def evaluating(self) -> Iterator[list[Tensor]]:
         """Inside, forwards drop nothing, keep nothing for a backward, and note what they predict.
 
+        No adapter may change inside: norms of DoRA are computed once.
+
         yields    for each forward so far int64 [N]: the most likely token at each target row
         raises    SuperModelMisuse for a model that was compiled without lower-loss
         """

@@ -23,6 +23,8 @@ from torch import Tensor
 from tlora_fx.errors import AdapterTableError
 from tlora_fx.ops.kernels import support
 from tlora_fx.ops.kernels.device_tables import row_tables, site_tables
+from tlora_fx.ops.kernels.launch import on_device
+from tlora_fx.ops.kernels.select import is_strict
 from tlora_fx.ops.tables import check_scales, named, rank_bounds, token_bounds, tokens_of
 
 _TABLES = "Tensor a, Tensor b, Tensor ranks, Tensor scales, Tensor rates, Tensor site"
@@ -155,6 +157,19 @@ def _wide(*tensors: Tensor) -> torch.dtype:
 def _norms(
     weight: Tensor, a: Tensor, b: Tensor, tables: Sequence[Tensor], jobs: list[int], max_rank: int
 ) -> Tensor:
+    if is_strict():
+        # The bits of a product follow from its shape, so each job has one of its own.
+        each = [
+            _norms_at_once(weight, a, b, tables, [job], int(tables[0][job : job + 2].diff()))
+            for job in jobs
+        ]
+        return torch.cat(each)
+    return _norms_at_once(weight, a, b, tables, jobs, max_rank)
+
+
+def _norms_at_once(
+    weight: Tensor, a: Tensor, b: Tensor, tables: Sequence[Tensor], jobs: list[int], max_rank: int
+) -> Tensor:
     ranks, scales, rates, site = tables
     if on_kernels(weight, a):
         from tlora_fx.ops.kernels import dora  # Triton is not everywhere.
@@ -163,7 +178,9 @@ def _norms(
         given = ranks, scales, rates, site
         device = site_tables(given, len(a), block, a.device, _capturing(a))
         numbers = device.ranks, device.scales
-        return dora.norms(weight, a.contiguous(), b.contiguous(), *numbers, tuple(jobs), max_rank)
+        adapters = a.contiguous(), b.contiguous()
+        with on_device(a.device):
+            return dora.norms(weight, *adapters, *numbers, tuple(jobs), max_rank)
     with named(site):
         bounds = rank_bounds(ranks, ranks.shape[0] - 1, len(a))
         factors = check_scales(scales, ranks.shape[0] - 1)
@@ -217,7 +234,9 @@ def dora_columns(
         from tlora_fx.ops.kernels import dora  # Triton is not everywhere.
 
         offsets = _offsets(segments, keys, rows)
-        return dora.scale(rows, bias, factors.contiguous(), offsets, tuple(jobs)).view(y.shape)
+        with on_device(rows.device):
+            scaled = dora.scale(rows, bias, factors.contiguous(), offsets, tuple(jobs))
+        return scaled.view(y.shape)
     out = rows.clone(memory_format=torch.contiguous_format)
     shift = 0 if bias is None else bias.to(factors.dtype)
     bounds = token_bounds(segments, len(rows))
@@ -257,7 +276,8 @@ def dora_columns_backward(
         from tlora_fx.ops.kernels import dora  # Triton is not everywhere.
 
         offsets = _offsets(segments, keys, rows)
-        dx, sums = dora.gradient(rows, base, bias, factors.contiguous(), offsets, tuple(jobs))
+        with on_device(rows.device):
+            dx, sums = dora.gradient(rows, base, bias, factors.contiguous(), offsets, tuple(jobs))
         return dx.view(y.shape), sums
     dx, sums = rows.clone(memory_format=torch.contiguous_format), torch.empty_like(factors)
     shift = 0 if bias is None else bias.to(factors.dtype)

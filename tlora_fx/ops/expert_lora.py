@@ -32,6 +32,7 @@ from tlora_fx.ops.experts import (
 )
 from tlora_fx.ops.kernels import support
 from tlora_fx.ops.kernels.device_tables import offsets_on
+from tlora_fx.ops.kernels.launch import on_device
 from tlora_fx.ops.tables import token_bounds
 
 #: The largest rank of an expert that kernels take.
@@ -89,15 +90,18 @@ class Call:
         """S."""
         return self.index.shape[0] * self.index.shape[1]
 
-    def check(self) -> None:
-        """Refuse what metadata alone shows to be wrong; raises ExpertLinearError."""
+    def check(self, row_jobs: int | None = None) -> None:
+        """Refuse what metadata alone shows to be wrong; raises ExpertLinearError.
+
+        row_jobs   J; None where a graph is made, whose segments stand for those of any row
+        """
         check_experts(self.x, self.weight, self.bias, self.index, self.turned)
         inner = self.x.shape[-1]
         widths = (self.outer, inner) if self.crossed else (inner, self.outer)
-        count, row_jobs = len(self.jobs), self.segments.shape[0] - 1
+        count = len(self.jobs)
         fits = bool(count) and len(self.a) == len(self.b) == len(self.scales) == count
         fits = fits and len(set(self.jobs)) == count
-        fits = fits and all(0 <= job < row_jobs for job in self.jobs)
+        fits = fits and min(self.jobs) >= 0 and (row_jobs is None or max(self.jobs) < row_jobs)
         for a, b in zip(self.a, self.b, strict=False):
             fits = fits and a.dim() == b.dim() == 2 and a.shape[0] % self.experts == 0
             fits = fits and a.shape[1] == widths[0]
@@ -106,8 +110,8 @@ class Call:
         if not fits:
             raise ExpertLinearError(
                 "adapters must fit the experts and the jobs of the row",
-                expected=f"of each of some of {row_jobs} jobs a scale, A [E r, {widths[0]}] and "
-                f"B [{widths[1]}, r E] in one dtype, E {self.experts}",
+                expected=f"of each of some of {row_jobs or 'the'} jobs a scale, "
+                f"A [E r, {widths[0]}] and B [{widths[1]}, r E] in one dtype, E {self.experts}",
                 found=f"jobs {self.jobs}, A {[list(a.shape) for a in self.a]}, "
                 f"B {[list(b.shape) for b in self.b]}, {len(self.scales)} scales",
             )
@@ -160,9 +164,14 @@ def multi_lora_experts_forward(*given: Any) -> list[Tensor]:
               sorted pairs, all [0] where no kernel serves
     """
     call = Call(*given)
-    call.check()
+    call.check(call.segments.shape[0] - 1)
     if not served(call):
         return [_loop_forward(call), *_nothing(call)]
+    with on_device(call.x.device):
+        return _grouped_forward(call)
+
+
+def _grouped_forward(call: Call) -> list[Tensor]:
     from tlora_fx.ops.kernels import expert_pairs
 
     pairs, kept = _sorted_pairs(call, *_order(call))
@@ -207,6 +216,13 @@ def multi_lora_experts_backward(dy: Tensor, *given: Any) -> list[Tensor]:
     call = Call(*arguments)
     if low.dim() != 2:
         return _loop_backward(dy, call, need_dx)
+    with on_device(call.x.device):
+        return _grouped_backward(dy, call, low, order, ends, need_dx)
+
+
+def _grouped_backward(
+    dy: Tensor, call: Call, low: Tensor, order: Tensor, ends: Tensor, need_dx: bool
+) -> list[Tensor]:
     from tlora_fx.ops.kernels import expert_pairs
 
     pairs, kept = _sorted_pairs(call, order, ends)

@@ -181,7 +181,7 @@ def multi_lora_forward(
               [tokens, in / 8] uint8
     raises    as `multi_lora_linear`
     """
-    *tables, room, joined = _told(rest)
+    *tables, room, joined = _with_joined(rest)
     group, inputs = SiteGroup(weights, *tables), packed.narrow(x, room)
     group.check(inputs, biases)
     kernels = support.kernel_group(inputs, group)
@@ -192,8 +192,8 @@ def multi_lora_forward(
     return dispatch.forward(x, biases, group, kernels, room, joined)
 
 
-def _told(rest: tuple[Any, ...]) -> tuple[Any, ...]:
-    """What the forward is given behind its biases, with the default where `joined` is not told."""
+def _with_joined(rest: tuple[Any, ...]) -> tuple[Any, ...]:
+    """The forward's arguments behind its biases; torch leaves out `joined` where it is False."""
     return rest if isinstance(rest[-1], bool) else (*rest, False)
 
 
@@ -204,7 +204,7 @@ torch.library.impl("tlora_fx::multi_lora_forward", _DEVICES, multi_lora_forward)
 def _forward_fake(
     x: Tensor, weights: list[Tensor], biases: list[Tensor | None], *rest: Any
 ) -> list[Tensor]:
-    *tables, room, joined = _told(rest)
+    *tables, room, joined = _with_joined(rest)
     group, inputs = SiteGroup(weights, *tables), packed.narrow(x, room)
     group.check(inputs, biases)
     outers = [weight.shape[0] for weight in weights]
@@ -403,7 +403,7 @@ def _forward_of(
 def _autograd(
     keyset: Any, x: Tensor, weights: list[Tensor], biases: list[Tensor | None], *rest: Any
 ) -> list[Tensor]:
-    *shared, room, joined = _told(rest)
+    *shared, room, joined = _with_joined(rest)
     frozen, learning = not _need_gradients(*weights, *biases), [*shared[0], *shared[1]]
     if not torch.is_grad_enabled() or (frozen and not _need_gradients(x, *learning)):
         if not room:

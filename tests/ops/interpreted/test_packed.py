@@ -5,7 +5,7 @@ import torch
 
 from tests.sampled import sampled
 from tlora_fx.ops import multi_lora_linear, multi_lora_linears
-from tlora_fx.ops.kernels import launch, packed, select, with_room
+from tlora_fx.ops.kernels import launch, packed, select, support, with_room
 
 BOUND = 1e-5
 FEATURES = (32, 48)
@@ -132,7 +132,7 @@ def joined(lora, traced):
             wanted = [site.reference(x, *leaves[2 * k : 2 * k + 2]) for k, site in enumerate(sites)]
             both = []
             for values in (ys, wanted):
-                total = sum(value.double().sin().sum() for value in values)
+                total = sum((value.double() / 8).sin().sum() for value in values)
                 gradients = torch.autograd.grad(total, (x, *leaves))
                 both.append([*(value.detach() for value in values), *gradients])
             return both
@@ -172,6 +172,19 @@ def test_joined_weights_serve_plans_of_single_sites(joined, plan):
     run = joined()
     with select.force_plan(plan):
         assert_close(*run())
+
+
+@pytest.mark.parametrize("plan", ["fused", "sidecar"])
+def test_before_hopper_kernels_take_weights_with_room_too(lora, traced, monkeypatch, plan):
+    """Rows of a weight stand further apart than it is wide."""
+    monkeypatch.setattr(support, "arch_of", lambda device: 80)
+    support._known.clear()
+    made = lora((17, 0, 1), (3, 2, 18), features=FEATURES, dtype=torch.float32)
+    made.weight = with_room(made.weight, 64)
+
+    with select.force_plan(plan):
+        assert_close(*results(made, max_rank=18, drops=False))
+    support._known.clear()
 
 
 def test_joined_weights_run_in_strict_mode(joined):

@@ -52,7 +52,8 @@ def forward(
     s, bits = kernels.low_rank_rows(x, run.empty), kernels.bits(x, run.empty)
     with run.on_device():
         if tokens:
-            run.serve(_forward, whole, room, biases, wide, s, bits)
+            beside = _side_by_side(biases, kernels.sites) if joined else None
+            run.serve(_forward, whole, room, biases, beside, wide, s, bits)
     shapes = [(*x.shape[:-1], count) for count in columns]
     return [*(y.view(shape) for y, shape in zip(wide, shapes, strict=True)), *s, *bits]
 
@@ -62,6 +63,7 @@ def _forward(
     whole: Tensor,
     room: int,
     biases: list[Tensor | None],
+    beside: Tensor | None,
     wide: list[Tensor],
     s: list[Tensor],
     bits: list[Tensor],
@@ -74,7 +76,7 @@ def _forward(
         packed = run.pack(dict(enumerate(together.rooms)))
         run.shrink(rows, packed, s, bits, whole, step, copies=False)
         left = whole[:, : rows.shape[1] + step * len(sites)]
-        _product(left, together.upper.t(), _side_by_side(biases, sites), wide[0])
+        _product(left, together.upper.t(), beside, wide[0])
         return
     wide = _columns(wide, sites)
     rooms = [run.room(index, behind) for index in range(len(sites))]

@@ -42,6 +42,13 @@ _HOPPER = 90
 empty: Callable[..., Tensor] = torch.empty
 
 
+def on_device(device: torch.device) -> AbstractContextManager[Any]:
+    """Within it a device is the current one, on which Triton launches."""
+    if device.type != "cuda" or device.index == torch._C._cuda_getDevice():
+        return _HERE
+    return torch.cuda.device(device)
+
+
 @dataclass(slots=True)
 class Run:
     """One call on a group of sites.
@@ -93,9 +100,7 @@ class Run:
 
     def on_device(self) -> AbstractContextManager[Any]:
         """Triton launches on the current device."""
-        if self.device.type != "cuda" or self.device.index == torch._C._cuda_getDevice():
-            return _HERE
-        return torch.cuda.device(self.device)
+        return on_device(self.device)
 
     def empty(self, *shape: int, dtype: torch.dtype) -> Tensor:
         """A tensor that a kernel fills."""
