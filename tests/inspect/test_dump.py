@@ -150,13 +150,13 @@ def test_all_kinds_of_a_step_are_there(files):
 
 
 def test_the_report_says_which_site_runs_which_file(folder, quickstart, files):
-    """Each site's own files, and the seven that q, k and v share; every file has a site."""
+    """Each site's own files, and the eight that q, k and v share; every file has a site."""
     of_sites = site_kernels(quickstart.group).of_sites
     told = " ".join((folder / "report.txt").read_text().partition("in kernels/")[2].split())
 
     assert {name for own in of_sites.values() for name in own} == set(files)
     shared = {name for name in of_sites["layers_0_3 self_attn.q_proj"] if "_x3_" in name}
-    assert len(shared) == 7
+    assert len(shared) == 8
     assert shared < set(of_sites["layers_0_3 self_attn.v_proj"])
     for site, own in of_sites.items():
         line = next(line for line in told.split(".py layers") if site.partition(" ")[2] in line)

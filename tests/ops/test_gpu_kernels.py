@@ -365,7 +365,7 @@ def joined(site):
                 *(column[0] for column in lists[8:11]), lists[11], BF16, 32, any(rates),
             )  # fmt: skip
             turned = torch.cat([k[..., 128:], -k[..., :128]], -1)
-            return (q / 64).sin(), (k / 64).cos() + (turned / 64).sin(), v / 64
+            return q, k + turned, v
 
         def join():
             found = packed.join(lists[1], 64)
@@ -374,7 +374,9 @@ def joined(site):
 
         def results(compiled):
             ys = compiled(*leaves)
-            gradients = torch.autograd.grad(sum(y.float().square().sum() for y in ys), leaves)
+            draw = torch.Generator("cuda").manual_seed(3)
+            dys = [torch.randn(y.shape, generator=draw, device="cuda").to(y.dtype) for y in ys]
+            gradients = torch.autograd.grad(ys, leaves, dys)
             return [*(y.detach() for y in ys), *gradients]
 
         return run, results, join

@@ -186,7 +186,8 @@ def test_a_pipeline_is_cut_off_after_a_pass():
 
 def test_options_are_told_from_the_dataclass():
     """Name, type and default from the fields, what they do from the docstring."""
-    (option,) = options_of(LowerAdapters)
+    option, other = options_of(LowerAdapters)
 
+    assert other.name == "dora"
     assert (option.name, option.kind, option.default) == ("compute", "job | base | float32", "job")
     assert option.help.startswith("dtype in which adapters multiply")

@@ -19,7 +19,7 @@ import torch
 from torch import fx
 
 from tlora_fx.ir.graph import LOSS, Block, GroupGraph, JobGraph, is_call
-from tlora_fx.ir.lora_sites import is_lowered
+from tlora_fx.ir.lora_sites import is_adapted, is_lowered
 
 # Names that printed code, or fx's own, needs for something else.
 TAKEN = frozenset(
@@ -114,7 +114,7 @@ def _called(node: fx.Node) -> str:
     """An operator's value: of a linear the module's name, else module and operator."""
     operation = operation_of(node)
     linear = "linear" in operation or operation in ("embedding", "addmm")
-    linear = linear or is_lowered(node)
+    linear = linear or is_adapted(node)
     module = _module(_path_of(node))
     if linear and module and not module[-1].isdigit() and not operation.endswith("linears"):
         return module

@@ -220,8 +220,20 @@ def main() -> None:
         os.environ.pop(variable)
         if value is not None:
             os.environ[variable] = value
+    forget_no_device()
     os.write(1, b'{"ready": true}\n')
     _Server(module, int(lifeline)).serve()
+
+
+def forget_no_device() -> None:
+    """Let torch ask anew whether Triton has a device: whoever asked so far was told of none.
+
+    Libraries such as torchao ask as they are imported, and torch keeps the answer.
+    """
+    module = sys.modules.get("torch.utils._triton")
+    for value in list(vars(module).values()) if module else ():
+        if clear := getattr(value, "cache_clear", None):
+            clear()
 
 
 class _Server:
