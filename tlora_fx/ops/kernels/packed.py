@@ -274,7 +274,9 @@ def roomy_weights(weights: Sequence[Tensor], adapter_rows: Sequence[int]) -> lis
 
 def _tail_behind(weight: Tensor, adapter_rows: int) -> int:
     """Rows and columns that a weight gets for adapters; 0 where it stays as it is."""
-    able = weight.device.type == "cuda" or support.mode() == "interpret"
+    # A piece of a sharded weight stands where FSDP2 wants it.
+    whole = type(weight) in (Tensor, torch.nn.Parameter)
+    able = whole and (weight.device.type == "cuda" or support.mode() == "interpret")
     rows, columns = weight.shape
     fits = weight.stride() == (columns, 1) and not (rows | columns) % support.GRANULE
     return room_columns(adapter_rows) if able and fits and not select.is_strict() else 0
