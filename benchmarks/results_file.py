@@ -31,10 +31,21 @@ def described(name: str, device: str) -> dict[str, Any]:
     return {
         "benchmark": name,
         "date": datetime.datetime.now(datetime.UTC).date().isoformat(),
-        "command": shlex.join(["python", "-m", f"benchmarks.{name}", *sys.argv[1:]]),
+        "command": shlex.join(["python", "-m", f"benchmarks.{name}", *_arguments()]),
         "hardware": hardware() | gpu(device),
         "versions": versions(),
     }
+
+
+def _arguments() -> list[str]:
+    """Those of the command line, without where the result goes: that is this machine's affair."""
+    given, kept = iter(sys.argv[1:]), []
+    for word in given:
+        if word == "--out":
+            next(given, None)
+        elif not word.startswith("--out="):
+            kept.append(word)
+    return kept
 
 
 def gpu(device: str) -> dict[str, Any]:
