@@ -175,8 +175,8 @@ def _norms_at_once(
         from tlora_fx.ops.kernels import dora  # Triton is not everywhere.
 
         block = support.rank_block(max_rank)
-        given = ranks, scales, rates, site
-        device = site_tables(given, len(a), block, a.device, _capturing(a))
+        mirrored = ranks, scales, rates, site
+        device = site_tables(mirrored, len(a), block, a.device, _capturing(a))
         numbers = device.ranks, device.scales
         adapters = a.contiguous(), b.contiguous()
         with on_device(a.device):

@@ -46,7 +46,7 @@ torch.library.define("tlora_fx::multi_lora_experts", f"({_SCHEMA}) -> Tensor")
 
 @dataclass(frozen=True, slots=True)
 class Call:
-    """What the operators are given, as `multi_lora_experts` says."""
+    """The operators' arguments; see `multi_lora_experts`."""
 
     x: Tensor
     weight: Tensor
@@ -149,21 +149,21 @@ def multi_lora_experts(
 
 
 @torch.library.impl("tlora_fx::multi_lora_experts", "CompositeImplicitAutograd")
-def _composed(*given: Any) -> Tensor:
-    results: list[Tensor] = torch.ops.tlora_fx.multi_lora_experts_forward.default(*given)
+def _composed(*arguments: Any) -> Tensor:
+    results: list[Tensor] = torch.ops.tlora_fx.multi_lora_experts_forward.default(*arguments)
     return results[0]
 
 
 @torch.library.custom_op(
     "tlora_fx::multi_lora_experts_forward", mutates_args=(), schema=f"({_SCHEMA}) -> Tensor[]"
 )
-def multi_lora_experts_forward(*given: Any) -> list[Tensor]:
+def multi_lora_experts_forward(*arguments: Any) -> list[Tensor]:
     """The product, and what a backward reads again.
 
     returns   y [T, K, out]; low-rank rows [S, rank], order int64 [S] and ends int32 [E J] of the
               sorted pairs, all [0] where no kernel serves
     """
-    call = Call(*given)
+    call = Call(*arguments)
     call.check(call.segments.shape[0] - 1)
     if not served(call):
         return [_loop_forward(call), *_nothing(call)]
@@ -186,8 +186,8 @@ def _grouped_forward(call: Call) -> list[Tensor]:
 
 
 @multi_lora_experts_forward.register_fake
-def _forward_fake(*given: Any) -> list[Tensor]:
-    call = Call(*given)
+def _forward_fake(*arguments: Any) -> list[Tensor]:
+    call = Call(*arguments)
     call.check()
     y = call.x.new_empty(*call.index.shape, call.outer)
     if not served(call):
@@ -204,7 +204,7 @@ def _forward_fake(*given: Any) -> list[Tensor]:
     schema=f"(Tensor dy, {_SCHEMA}, Tensor low, Tensor order, Tensor ends, bool need_dx) "
     "-> Tensor[]",
 )
-def multi_lora_experts_backward(dy: Tensor, *given: Any) -> list[Tensor]:
+def multi_lora_experts_backward(dy: Tensor, *arguments: Any) -> list[Tensor]:
     """The gradients of x, and of all adapters.
 
     dy                 [T, K, out]
@@ -212,8 +212,8 @@ def multi_lora_experts_backward(dy: Tensor, *given: Any) -> list[Tensor]:
     returns            dx like x, or [0] unless need_dx; all jobs' dA [R, ...] below each other, and
                        their dB turned, R the rows of all A
     """
-    *arguments, low, order, ends, need_dx = given
-    call = Call(*arguments)
+    *shared, low, order, ends, need_dx = arguments
+    call = Call(*shared)
     if low.dim() != 2:
         return _loop_backward(dy, call, need_dx)
     with on_device(call.x.device):
@@ -242,9 +242,9 @@ def _grouped_backward(
 
 
 @multi_lora_experts_backward.register_fake
-def _backward_fake(dy: Tensor, *given: Any) -> list[Tensor]:
-    *arguments, _, _, _, need_dx = given
-    call = Call(*arguments)
+def _backward_fake(dy: Tensor, *arguments: Any) -> list[Tensor]:
+    *shared, _, _, _, need_dx = arguments
+    call = Call(*shared)
     rows, like = call.rows, call.a[0]
     dx = dy.new_empty(call.x.shape) if need_dx else dy.new_empty(0)
     return [dx, like.new_empty(rows, like.shape[1]), like.new_empty(rows, call.b[0].shape[0])]

@@ -149,11 +149,11 @@ def _product(left: Tensor, right: Tensor, bias: Tensor | None, y: Tensor) -> Non
 
 def _side_by_side(biases: list[Tensor | None], sites: Sequence[Site]) -> Tensor | None:
     """The biases of all sites in one, zero where a site has none."""
-    given = [bias for bias in biases if bias is not None]
-    if not given:
+    present = [bias for bias in biases if bias is not None]
+    if not present:
         return None
     parts = [
-        given[0].new_zeros(site.outer) if bias is None else bias
+        present[0].new_zeros(site.outer) if bias is None else bias
         for bias, site in zip(biases, sites, strict=True)
     ]
     return torch.cat(parts)
