@@ -8,10 +8,12 @@ import pytest
 
 from tests.models import base_of as base_in
 from tests.models import job
+from tlora_fx import compiler
 from tlora_fx.config.job_file import load_job_file
 from tlora_fx.cost.load import demand_of
 from tlora_fx.cost.model_facts import BASES, find_base
 from tlora_fx.errors import BaseUnknown, JobError, StepsUnknown
+from tlora_fx.scheduler import requests
 from tlora_fx.scheduler.requests import (
     base_of,
     demand_of_facts,
@@ -62,6 +64,33 @@ def test_a_job_is_compiled_once_for_all_ranks(base, monkeypatch):
     found = facts_of_job(large)
     assert found.trained[0] == 3 * facts_of_job(small).trained[0]
     assert {site.ranks for layer in found.layers for site in layer.sites} == {(12,)}
+
+
+def test_processes_that_name_a_folder_share_what_they_compile(base, tmp_path, monkeypatch):
+    """Another one compiles nothing, until targets are others, or what was left is damaged."""
+    monkeypatch.setattr(requests, "_kept_in", [])
+    requests.keep_facts(tmp_path / "facts")
+    monkeypatch.setattr(requests, "_compiled", {})
+    one = job("one", base, r=4, target_modules=["q_proj", "o_proj"])
+    first = facts_of_job(one)
+
+    monkeypatch.setattr(requests, "_compiled", {})
+    compiles = []
+    compile = compiler.compile
+    monkeypatch.setattr(
+        "tlora_fx.compiler.compile", lambda jobs: compiles.append(jobs) or compile(jobs)
+    )
+    assert facts_of_job(one) == first
+    assert facts_of_job(job("two", base, r=8, target_modules=["q_proj", "o_proj"])) != first
+    assert compiles == []
+    facts_of_job(job("one", base, target_modules=["v_proj"]))
+    assert len(compiles) == 1
+
+    for path in (tmp_path / "facts").iterdir():
+        path.write_text("{}")
+    monkeypatch.setattr(requests, "_compiled", {})
+    assert facts_of_job(one) == first
+    assert len(compiles) == 2
 
 
 def test_ranks_that_differ_by_module_are_compiled(base):

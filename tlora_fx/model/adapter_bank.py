@@ -6,7 +6,8 @@ all jobs while each job's optimizer sees parameters of its own.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+from functools import lru_cache
 
 import torch
 import torch.nn.functional as F
@@ -102,8 +103,11 @@ class AdapterBank(nn.Module):
         return stop > start
 
     def _rows_of(self, job: int) -> tuple[int, int]:
+        if self.table is not None:
+            start = self.table.offsets[job]
+            return start, start + self.table.ranks[job]
         start, stop = self.ranks[job : job + 2].tolist()
-        return start, stop if self.table is None else start + self.table.ranks[job]
+        return start, stop
 
     def open(self, largest: int) -> None:
         """Let jobs come and go; nobody has an adapter yet.
@@ -117,7 +121,7 @@ class AdapterBank(nn.Module):
         """Let slots own the rows of a table; the job of one of them has come, or gone.
 
         Jobs that move take values and gradients along; what nobody uses holds zeros. Tables are
-        written in place, and so are their copies on a device, which captured graphs read.
+        written in place; `refresh_tables` brings them to a device, where captured graphs read them.
 
         site      the adapter of the slot's job, None where it has none
         returns   rows to be filled with zeros, which is quicker for all banks at once
@@ -125,10 +129,9 @@ class AdapterBank(nn.Module):
         assert self.table is not None
         before, self.table = self.table, table
         left = [] if self.a.is_meta else self._move(before, table)
-        self.ranks.copy_(torch.tensor(table.offsets, dtype=torch.int32))
+        self.ranks.copy_(_as_tensor(table.offsets))
         self.scales[slot] = 0.0 if site is None else site.scaling
         self.rates[slot] = 0.0 if site is None else site.dropout
-        refresh(self.ranks, self.scales, self.rates)
         return left
 
     def _move(self, before: RowTable, after: RowTable) -> list[Tensor]:
@@ -182,3 +185,14 @@ class AdapterBank(nn.Module):
             view.grad = grad.t() if turned else grad
             views.append(view)
         return views[0], views[1]
+
+
+def refresh_tables(banks: Iterable[AdapterBank]) -> None:
+    """Bring the tables of banks that `lay` has changed to the devices that read them, together."""
+    refresh(*(table for bank in banks for table in (bank.ranks, bank.scales, bank.rates)))
+
+
+# Banks of equal layers hold equal tables; nobody writes into what this returns.
+@lru_cache(maxsize=256)
+def _as_tensor(offsets: tuple[int, ...]) -> Tensor:
+    return torch.tensor(offsets, dtype=torch.int32)

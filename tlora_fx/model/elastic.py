@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from tlora_fx.config.job import Job
 from tlora_fx.errors import JobsDiffer, NotAdmitted
 from tlora_fx.ir.graph import AdapterSite, GroupGraph, rename_job, vacant
-from tlora_fx.model.adapter_bank import AdapterBank
+from tlora_fx.model.adapter_bank import AdapterBank, refresh_tables
 from tlora_fx.model.slots import RowTable
 
 #: Finds the adapters of a job on the model's base, by module path.
@@ -69,6 +69,7 @@ class Membership:
         for slot, graph in enumerate(group.jobs):
             for path, site in graph.sites.items():
                 self._lay(path, banks[path].table.with_job(slot, site.rank), slot, site)  # type: ignore[union-attr]
+        refresh_tables(banks.values())
 
     @property
     def members(self) -> dict[str, int]:
@@ -98,6 +99,7 @@ class Membership:
         }
         for path, table in tables.items():
             self._lay(path, table, slot, sites[path])
+        refresh_tables(self.banks[path] for path in tables)
         self.jobs[slot] = job
         rename_job(self.group, slot, job.name, dict(sites))
         return Admission(slot, tuple(sorted(moved)), grown)
@@ -115,6 +117,7 @@ class Membership:
         rows: list[Tensor] = []
         for path in self.group.jobs[slot].sites:
             rows += self._lay(path, self._table(path).without(slot), slot, None)
+        refresh_tables(self.banks[path] for path in self.group.jobs[slot].sites)
         if rows:
             torch._foreach_zero_(rows)
         empty = vacant(slot)

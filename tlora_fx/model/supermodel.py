@@ -144,10 +144,12 @@ class SuperModel(nn.Module):
         Compiled code and captured graphs are made for all sites, whoever comes.
         """
         for bank in self.banks.values() if self.is_open else ():
-            made = self._awake or self._wants_room or bank.a.device.type != "cpu"
+            a, b = bank.a, bank.b
+            made = self._awake or self._wants_room or a.device.type != "cpu"
             awake = made or (bank.table is not None and any(bank.table.ranks))
-            bank.a.requires_grad_(awake)
-            bank.b.requires_grad_(awake)
+            if a.requires_grad != awake:
+                a.requires_grad_(awake)
+                b.requires_grad_(awake)
 
     @property
     def banks(self) -> Mapping[str, AdapterBank]:

@@ -8,6 +8,7 @@ import shutil
 import tempfile
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -26,6 +27,7 @@ from tlora_fx.model.backbone import Backbone, load_config, model_factory
 from tlora_fx.model.supermodel import SuperModel
 from tlora_fx.ops import site_id, uniform_at, uniform_rows
 from tlora_fx.runtime.starts import computed_start, needs_data, start_of_kind
+from tlora_fx.runtime.transfers import fill, on_cpu
 from tlora_fx.tracing.adapters import config_with_targets, trained_tokens
 
 if TYPE_CHECKING:
@@ -126,12 +128,8 @@ def _saved_config(config: PeftConfig, base_name: str | None) -> PeftConfig:
 
 def tensor_bytes(tensors: Mapping[str, Tensor]) -> bytes:
     """The content of a safetensors file; tensors may be views of one storage, on any device."""
-    # safetensors refuses tensors that share storage, so each is copied.
-    whole = {
-        name: tensor.detach().to("cpu", copy=True, memory_format=torch.contiguous_format)
-        for name, tensor in tensors.items()
-    }
-    return safetensors.torch.save(whole, metadata={"format": "pt"})
+    # safetensors refuses tensors that overlap, so each is copied.
+    return safetensors.torch.save(on_cpu(tensors), metadata={"format": "pt"})
 
 
 # The base's weights: loaded by transformers, drawn at random, or taken from a given module.
@@ -451,9 +449,10 @@ def load_adapter(
                 nearest=nearest(name, wanted if mine is None else tensors),
                 help="continue an adapter only on the base that it was trained on",
             )
-    with torch.no_grad():
-        for name, (parameter, shard) in wanted.items():
-            parameter.copy_(tensors[name] if shard is None else shard.of(tensors[name]))
+    fill(
+        (parameter, tensors[name] if shard is None else shard.of(tensors[name]))
+        for name, (parameter, shard) in wanted.items()
+    )
 
 
 def _whole_shape(parameter: Tensor, shard: Shard | None) -> tuple[int, ...]:
@@ -472,8 +471,12 @@ class _Starter:
         self.experts = {
             site.wrapper: path for path, site in self.sites.items() if site.kind == "experts"
         }
-        self.canonical = canonical_names(model.backbone)
         self.init = job.start_config().init_lora_weights if job.is_lora else True
+
+    @cached_property
+    def canonical(self) -> Mapping[str, str]:
+        """Names of the base's tensors, as `canonical_names`; most starts need none."""
+        return canonical_names(self.model.backbone)
 
     def key(self, name: str) -> str:
         """What a tensor's draw goes by: the site's path, though PEFT nests wrappers of experts."""

@@ -32,6 +32,7 @@ from tlora_fx.runtime.starts import (
     scaling_of,
     trained_parameters,
 )
+from tlora_fx.runtime.transfers import fill
 
 if TYPE_CHECKING:
     from tlora_fx.config.job import Job
@@ -391,14 +392,18 @@ class JobOptimizer:
             return None
         if self._allocation is not None:
             return None
+        fresh = []
         for param in gradients.params:
             if not self._optimizer.state[param]:
                 # As torch.optim begins it.
                 self._optimizer.state[param] = {
-                    "step": torch.zeros((), dtype=torch.float32, device=param.device),
-                    "exp_avg": torch.zeros_like(param, memory_format=torch.preserve_format),
-                    "exp_avg_sq": torch.zeros_like(param, memory_format=torch.preserve_format),
+                    "step": torch.empty((), dtype=torch.float32, device=param.device),
+                    "exp_avg": torch.empty_like(param, memory_format=torch.preserve_format),
+                    "exp_avg_sq": torch.empty_like(param, memory_format=torch.preserve_format),
                 }
+                fresh += self._optimizer.state[param].values()
+        if fresh:
+            torch._foreach_zero_(fresh)
         states = [self._optimizer.state[param] for param in gradients.params]
         options = self._optimizer.param_groups
         group_of = {param: at for at, group in enumerate(options) for param in group["params"]}
@@ -462,6 +467,7 @@ class JobOptimizer:
         """
         entries = {**tensors, **values["state"]}
         states: dict[str, dict[str, Any]] = {}
+        copies: list[tuple[Tensor, Tensor]] = []
         for key, value in entries.items():
             kind, _, name = key.partition("/")
             if name not in self._params:
@@ -471,7 +477,11 @@ class JobOptimizer:
                     found=name,
                     help="resume with the job file that the checkpoint was made with",
                 )
-            states.setdefault(name, {})[kind] = self._restored(name, kind, value)
+            room = self._room_for(name, kind, value)
+            states.setdefault(name, {})[kind] = room
+            if isinstance(value, Tensor):
+                copies.append((room, value))
+        fill(copies)
         for name, state in states.items():
             self._optimizer.state[self._known[name]] = state
         self._fused, self._uncounted = None, 0
@@ -498,17 +508,18 @@ class JobOptimizer:
         pairs = zip(saved["base_lrs"], functions, strict=True)
         return [base * function(saved["last_epoch"]) for base, function in pairs]
 
-    def _restored(self, name: str, kind: str, value: Any) -> Any:
+    def _room_for(self, name: str, kind: str, value: Any) -> Any:
+        """Where a saved tensor is put back; what is none is what it was."""
         if not isinstance(value, Tensor):
             return value
         param = self._known[name]
         if kind in HOST_SCALARS:
-            return value.to(param.device if self.is_fused else "cpu", copy=True)
+            return torch.empty_like(value, device=param.device if self.is_fused else "cpu")
         if value.shape != param.shape:
-            return value.to(param.device, copy=True)
+            return torch.empty_like(value, device=param.device)
         # The memory layout that the optimizer itself would give it: kernels that read several
         # tensors at once choose their arithmetic by layout.
-        return torch.empty_like(param, dtype=value.dtype).copy_(value).detach()
+        return torch.empty_like(param, dtype=value.dtype).detach()
 
     def _held_gradients(self) -> Gradients:
         """The gradients as they are; lists of tensors that somebody replaced are made anew."""

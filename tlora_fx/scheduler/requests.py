@@ -1,8 +1,8 @@
 """Requests to the scheduler, made of job files.
 
 What a step of a job asks for is read from the job alone, compiled without weights; that is kept by
-base and targets, so that jobs that differ in rank, batch or data cost nothing more. torch is loaded
-when the first base is compiled.
+base and targets, so that jobs that differ in rank, batch or data cost nothing more; processes that
+name a folder share it. torch is loaded when the first base is compiled.
 """
 
 from __future__ import annotations
@@ -12,16 +12,18 @@ import json
 import logging
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import replace
 from importlib import import_module
 from pathlib import Path
 
 import numpy as np
+from pydantic import TypeAdapter, ValidationError
 
 from tlora_fx.config.job import BaseSpec, Job
 from tlora_fx.cost.load import Demand
 from tlora_fx.cost.model_facts import LayerFacts, ModelFacts
+from tlora_fx.durable import replace_file
 from tlora_fx.errors import StepsUnknown
 from tlora_fx.scheduler.state import JobRequest
 
@@ -55,7 +57,15 @@ _SCALING = frozenset({"r", "lora_alpha", "alpha_pattern", "lora_dropout", "use_r
 _WITHOUT_RANK = ("rank_pattern", "use_dora", "bias", "lora_bias", "modules_to_save",
                  "trainable_token_indices")  # fmt: skip
 DEFAULT_RANK = 8
+FACTS = TypeAdapter(ModelFacts)
 _compiled: dict[str, ModelFacts] = {}
+_kept_in: list[Path] = []
+
+
+def keep_facts(folder: Path) -> None:
+    """Keep what is compiled in a folder from now on, for other processes that do the same."""
+    folder.mkdir(parents=True, exist_ok=True)
+    _kept_in[:] = [folder]
 
 
 def base_of(job: Job) -> str:
@@ -175,14 +185,32 @@ def facts_of_job(job: Job) -> ModelFacts:
         name: value for name, value in lora_fields.items() if name not in _SCALING or not scales
     }
     dtypes = [job.adapter_dtype, job.adapter_compute]
-    key = _digest({"base": _base_fields(job.base), "lora": shape, "dtypes": dtypes})
+    fields = {"base": _base_fields(job.base), "lora": shape, "dtypes": dtypes}
+    key = _digest(fields)
     if key not in _compiled:
-        quiet_import("peft")
-        from tlora_fx.compiler import compile
-        from tlora_fx.cost.facts import facts_of
-
-        _compiled[key] = facts_of(compile([job]))
+        _compiled[key] = _kept_facts(job, fields)
     return _ranked(_compiled[key], job.name, rank) if scales else _compiled[key]
+
+
+def _kept_facts(job: Job, fields: Mapping[str, object]) -> ModelFacts:
+    """A job's facts: those that a process has left in the folder, or by compiling it."""
+    path = None
+    if _kept_in and job.base.module is None:
+        # A config that was edited since makes another model.
+        config = job.base.config or Path(job.base.model or "") / "config.json"
+        content = Path(config).read_bytes().hex() if Path(config).is_file() else ""
+        path = _kept_in[0] / f"{_digest({**fields, 'content': content}, 64)}.json"
+        with suppress(OSError, ValidationError):
+            return FACTS.validate_json(path.read_bytes())
+    quiet_import("peft")
+    from tlora_fx.compiler import compile
+    from tlora_fx.cost.facts import facts_of
+
+    facts = facts_of(compile([job]))
+    if path is not None:
+        with suppress(OSError):
+            replace_file(path, FACTS.dump_json(facts))
+    return facts
 
 
 def shape_of(job: Job) -> ModelFacts:
@@ -223,9 +251,9 @@ def _base_fields(base: BaseSpec) -> Mapping[str, object]:
     return fields if base.module is None else {**fields, "module": id(base.module)}
 
 
-def _digest(fields: Mapping[str, object]) -> str:
+def _digest(fields: Mapping[str, object], digits: int = 8) -> str:
     text = json.dumps(fields, sort_keys=True, default=str)
-    return hashlib.sha256(text.encode()).hexdigest()[:8]
+    return hashlib.sha256(text.encode()).hexdigest()[:digits]
 
 
 def _short(source: str) -> str:

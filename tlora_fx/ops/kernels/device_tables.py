@@ -11,8 +11,9 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
-from itertools import accumulate, pairwise
-from typing import Any, cast
+from functools import lru_cache
+from itertools import accumulate, chain, pairwise
+from typing import Any, Self, cast
 
 import torch
 from torch import Tensor
@@ -116,7 +117,8 @@ def row_tables(
     stamps = stamp(segments), stamp(keys)
     mirror = _rows.get(key)
     if mirror is None or mirror.stamps != stamps:
-        mirror = _uploaded_row(mirror, segments, keys, tokens, device, stamps, capturing)
+        with _Uploads(capturing) as uploads:
+            mirror = _uploaded_row(mirror, segments, keys, tokens, device, stamps, uploads)
         _keep(_rows, key, mirror)
     mirror.captured |= capturing
     return mirror
@@ -139,7 +141,8 @@ def site_tables(
     stamps = stamp(ranks), stamp(scales), stamp(rates), stamp(site)
     mirror = _sites.get(key)
     if mirror is None or mirror.stamps != stamps:
-        mirror = _uploaded_site(mirror, tables, rows, rank_block, device, stamps, capturing)
+        with _Uploads(capturing) as uploads:
+            mirror = _uploaded_site(mirror, tables, rows, rank_block, device, stamps, uploads)
         _keep(_sites, key, mirror)
     mirror.captured |= capturing
     return mirror
@@ -155,7 +158,8 @@ def offsets_on(table: Tensor, rows: int, device: torch.device) -> Tensor:
     stamps = (stamp(table),)
     mirror = _offsets.get(key)
     if mirror is None or mirror.stamps != stamps:
-        mirror = _uploaded_offsets(mirror, table, rows, device, capturing)
+        with _Uploads(capturing) as uploads:
+            mirror = _uploaded_offsets(mirror, table, rows, device, uploads)
         _keep(_offsets, key, mirror)
     mirror.captured |= capturing
     return mirror.words
@@ -167,20 +171,22 @@ def refresh(*tables: Tensor) -> None:
     tables   CPU tables of rows (segments, keys, target_segments) or of sites (ranks, scales, rates)
     raises   as the operators do for tables that do not fit
     """
-    for key, cache in _held(tables):
-        mirror = cache[key]
-        stamps = tuple(map(stamp, mirror.sources))
-        if cache is _rows:
-            segments, keys = mirror.sources
-            tokens = cast("int", key[3])
-            _uploaded_row(mirror, segments, keys, tokens, mirror.words.device, stamps, False)
-        elif cache is _offsets:
-            (table,) = mirror.sources
-            _uploaded_offsets(mirror, table, cast("int", key[2]), mirror.words.device, False)
-        else:
-            rows, block = cast("tuple[int, int]", key[-3:-1])
-            device = mirror.words.device
-            _uploaded_site(mirror, mirror.sources, rows, block, device, stamps, False)
+    with _Uploads(False) as uploads:
+        for key, cache in _held(tables):
+            mirror = cache[key]
+            stamps = tuple(map(stamp, mirror.sources))
+            if cache is _rows:
+                segments, keys = mirror.sources
+                tokens, device = cast("int", key[3]), mirror.words.device
+                _uploaded_row(mirror, segments, keys, tokens, device, stamps, uploads)
+            elif cache is _offsets:
+                (table,) = mirror.sources
+                rows = cast("int", key[2])
+                _uploaded_offsets(mirror, table, rows, mirror.words.device, uploads)
+            else:
+                rows, block = cast("tuple[int, int]", key[-3:-1])
+                device = mirror.words.device
+                _uploaded_site(mirror, mirror.sources, rows, block, device, stamps, uploads)
 
 
 def release(*tables: Tensor) -> None:
@@ -220,7 +226,7 @@ def _uploaded_row(
     tokens: int,
     device: torch.device,
     stamps: tuple[object, ...],
-    capturing: bool,
+    uploads: _Uploads,
 ) -> RowTables:
     bounds = token_bounds(segments, tokens)
     jobs = len(bounds) - 1
@@ -238,20 +244,20 @@ def _uploaded_row(
         mirror = RowTables((segments, keys), stamps, buffer)
         mirror.segments, mirror.keys = _views(buffer, starts, (jobs + 1, 2 * jobs))
         mirror.keys = mirror.keys.view(jobs, 2)
-    _upload(mirror, words, capturing)
+    uploads.add(mirror, words)
     mirror.stamps, mirror.bounds, mirror.keyed = stamps, bounds, keyed
     return mirror
 
 
 def _uploaded_offsets(
-    mirror: Mirror | None, table: Tensor, rows: int, device: torch.device, capturing: bool
+    mirror: Mirror | None, table: Tensor, rows: int, device: torch.device, uploads: _Uploads
 ) -> Mirror:
     stamps = (stamp(table),)
-    words = covering(table, rows) if not capturing else [0] * len(table)
+    words = covering(table, rows) if not uploads.capturing else [0] * len(table)
     if mirror is None:
         buffer = torch.empty(len(words), dtype=torch.int32, device=device)
         mirror = Mirror((table,), stamps, buffer)
-    _upload(mirror, words, capturing)
+    uploads.add(mirror, words)
     mirror.stamps = stamps
     return mirror
 
@@ -263,22 +269,19 @@ def _uploaded_site(
     rank_block: int,
     device: torch.device,
     stamps: tuple[object, ...],
-    capturing: bool,
+    uploads: _Uploads,
 ) -> SiteTables:
     ranks, scales, rates, site = tables
     jobs = ranks.shape[0] - 1
     offsets = rank_bounds(ranks, jobs, rows)
     dropped = check_rates(rates, jobs)
     factors = check_scales(scales, jobs)
-    padded = [-(-(stop - start) // rank_block) * rank_block for start, stop in pairwise(offsets)]
-    slots = [0, *accumulate(padded)]
     evaluates = not is_dropping() if mirror is None else mirror.evaluates
     if evaluates:
         dropped = [0.0] * jobs
-    thresholds = [threshold_of(rate) for rate in dropped]
-    exact = [factor * keep_scale(rate) for factor, rate in zip(factors, dropped, strict=True)]
-    bits = torch.tensor(exact, dtype=torch.float32).view(torch.int32).tolist()
-    words, starts = _laid_out([offsets, slots, thresholds, bits])
+    words, starts, thresholds = _site_words(
+        tuple(offsets), tuple(factors), tuple(dropped), rank_block
+    )
     if mirror is None:
         buffer = torch.empty(len(words), dtype=torch.int32, device=device)
         mirror = SiteTables(tuple(tables), stamps, buffer)
@@ -286,11 +289,24 @@ def _uploaded_site(
         mirror.ranks, mirror.slots, mirror.thresholds, mirror.scales = _views(buffer, starts, sizes)
         mirror.scales = mirror.scales.view(torch.float32)
         mirror.evaluates = evaluates
-    _upload(mirror, words, capturing)
+    uploads.add(mirror, words)
     mirror.stamps, mirror.site, mirror.jobs = stamps, int(site), jobs
     mirror.drops = any(thresholds)
     mirror.max_rank = max((stop - start for start, stop in pairwise(offsets)), default=0)
     return mirror
+
+
+# Sites of equal layers have equal tables.
+@lru_cache(maxsize=_MOST)
+def _site_words(
+    offsets: tuple[int, ...], factors: tuple[float, ...], dropped: tuple[float, ...], block: int
+) -> tuple[list[int], list[int], list[int]]:
+    """A site's tables behind each other, where each begins, and its thresholds."""
+    padded = [-(-(stop - start) // block) * block for start, stop in pairwise(offsets)]
+    thresholds = [threshold_of(rate) for rate in dropped]
+    exact = [factor * keep_scale(rate) for factor, rate in zip(factors, dropped, strict=True)]
+    bits = torch.tensor(exact, dtype=torch.float32).view(torch.int32).tolist()
+    return *_laid_out([offsets, [0, *accumulate(padded)], thresholds, bits]), thresholds
 
 
 def _laid_out(tables: Iterable[Sequence[int]]) -> tuple[list[int], list[int]]:
@@ -308,17 +324,44 @@ def _views(buffer: Tensor, starts: Sequence[int], sizes: Sequence[int]) -> list[
     return [buffer[start : start + size] for start, size in zip(starts, sizes, strict=True)]
 
 
-def _upload(mirror: Mirror, words: list[int], capturing: bool) -> None:
-    """Copy without waiting; each copy has a staging buffer of its own, which torch frees late."""
-    if capturing:
-        raise TableNotOnDevice(
-            "a table reached the operator for the first time while a CUDA graph is captured",
-            found=f"{len(words)} numbers that are not on the device yet",
-            help="run the step once with the same tables before the capture, or refresh them",
-        )
-    pinned = mirror.words.is_cuda
-    staging = torch.tensor(words, dtype=torch.int32, pin_memory=pinned)
-    mirror.words.copy_(staging, non_blocking=pinned)
+class _Uploads:
+    """Words for copies on a device, which go there together and without waiting.
+
+    Their staging buffer is their own, which torch frees late.
+
+    capturing   whether a CUDA graph is captured, into which no words may go
+    """
+
+    def __init__(self, capturing: bool) -> None:
+        self.capturing = capturing
+        self._waiting: dict[torch.device, list[tuple[Mirror, list[int]]]] = {}
+
+    def add(self, mirror: Mirror, words: list[int]) -> None:
+        """Take the words of one; raises TableNotOnDevice."""
+        if self.capturing:
+            raise TableNotOnDevice(
+                "a table reached the operator for the first time while a CUDA graph is captured",
+                found=f"{len(words)} numbers that are not on the device yet",
+                help="run the step once with the same tables before the capture, or refresh them",
+            )
+        self._waiting.setdefault(mirror.words.device, []).append((mirror, words))
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        # After an error too: what came before it counts as there.
+        for device, waiting in self._waiting.items():
+            words = list(chain.from_iterable(words for _, words in waiting))
+            pinned = device.type == "cuda"
+            staging = torch.tensor(words, dtype=torch.int32, pin_memory=pinned)
+            targets = [mirror.words for mirror, _ in waiting]
+            if len(targets) == 1:
+                targets[0].copy_(staging, non_blocking=pinned)
+                continue
+            there = staging.to(device, non_blocking=pinned)
+            parts = torch.split(there, [len(each) for each in targets])
+            torch._foreach_copy_(targets, list(parts))
 
 
 def _held(tables: Iterable[Tensor]) -> list[tuple[Key, Cache]]:

@@ -3,6 +3,7 @@
     FOLDER/admission/000012/order.json   what the process was asked
                            /told.jsonl   what it told
                            /log          what it printed
+                    /facts/              what these processes have compiled, for each other
 
 A process that takes longer than it may is killed with all that it has started. The job that it was
 at is refused, and another process goes on with the rest of the file. Nothing here waits.
@@ -24,8 +25,9 @@ from pydantic import ValidationError
 
 from tlora_fx.cost.model_facts import ModelFacts
 from tlora_fx.errors import AdmissionError
-from tlora_fx.scheduler.local.admission_worker import SHAPE, AdmissionOrder
+from tlora_fx.scheduler.local.admission_worker import AdmissionOrder
 from tlora_fx.scheduler.local.protocol import EventReader
+from tlora_fx.scheduler.requests import FACTS
 from tlora_fx.scheduler.state import REQUEST, JobRequest
 
 ADMISSION = "tlora_fx.scheduler.local.admission_worker"
@@ -232,6 +234,7 @@ class Admission:
         folder.mkdir(parents=True, mode=0o700)
         order = AdmissionOrder(
             str(folder / "told.jsonl"),
+            facts=str(self.folder / "facts"),
             file="" if task.file is None else str(task.file),
             jobs=tuple(task.jobs),
             again=task.again,
@@ -275,7 +278,7 @@ class Admission:
                 return FileRead(path, tuple(line["jobs"]))
             case "prepared" | "restored":
                 try:
-                    shape = line["shape"] and SHAPE.validate_python(line["shape"])
+                    shape = line["shape"] and FACTS.validate_python(line["shape"])
                     if task.again:
                         return JobRestored(task.jobs.popleft(), shape)
                     request = REQUEST.validate_python(line["request"])

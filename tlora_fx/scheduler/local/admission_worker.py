@@ -30,14 +30,13 @@ from tlora_fx.cost.model_facts import ModelFacts
 from tlora_fx.durable import replace_file
 from tlora_fx.errors import AdmissionError, TloraError
 from tlora_fx.scheduler.local.protocol import EventWriter
-from tlora_fx.scheduler.requests import facts_of_job, request_of, shape_of
+from tlora_fx.scheduler.requests import FACTS, facts_of_job, keep_facts, request_of, shape_of
 from tlora_fx.scheduler.state import REQUEST, JobRequest
 
 #: Characters of a reason; a mistake may name what was found, however long that is.
 REASON_CHARACTERS = 4000
 #: That the scheduler reads of one file or job.
 ANSWER_BYTES = 16 << 20
-SHAPE = TypeAdapter(ModelFacts)
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,9 +53,11 @@ class AdmissionOrder:
     cpu_seconds    for each job, or for the file
     memory_bytes   beyond what the process has at its start
     trust_remote_code   whether a base may run code of its own where the file asks for it
+    facts          a folder where processes leave what they have compiled for each other; "": none
     """
 
     event_log: str
+    facts: str = ""
     file: str = ""
     jobs: tuple[Mapping[str, Any], ...] = ()
     again: bool = False
@@ -131,6 +132,8 @@ def serve(
     order = AdmissionOrder.read(path)
     writer = EventWriter(order.event_log)
     limits = _Limits(order)
+    if order.facts:
+        keep_facts(Path(order.facts))
     if order.file:
         limits.begin()
         _read_file(order, writer, limits)
@@ -185,7 +188,7 @@ def _tell(writer: EventWriter, kind: str, **facts: Any) -> None:
 
 
 def _dumped(shape: ModelFacts | None) -> Any:
-    return None if shape is None else SHAPE.dump_python(shape, mode="json")
+    return None if shape is None else FACTS.dump_python(shape, mode="json")
 
 
 class _Limits:
