@@ -47,6 +47,7 @@ from tlora_fx.scheduler.local.executor import LocalOptions, cpu_threads
 from tlora_fx.scheduler.local.protocol import EventReader
 from tlora_fx.scheduler.loop import LoopOptions
 from tlora_fx.scheduler.policies import find_policy
+from tlora_fx.scheduler.requests import keep_facts
 from tlora_fx.scheduler.service import (
     Estimates,
     RunOptions,
@@ -70,10 +71,10 @@ PRESETS: dict[str, dict[str, Any]] = {
 }  # fmt: skip
 #: What `--quick` asks for instead.
 QUICK: dict[str, Any] = {
-    "jobs": 8, "policies": "tlora", "lone_seconds": 8.0, "over_seconds": 25.0, "longest": 1024,
-    "tokens": "512,1280,4800,16384", "horizon": 5.0, "rounds": 3, "max_slowdown": 3.0,
-    "limit_seconds": 150.0,
+    "jobs": 8, "policies": "tlora", "lone_seconds": 8.0, "over_seconds": 25.0, "horizon": 5.0,
+    "rounds": 3, "max_slowdown": 3.0, "limit_seconds": 150.0,
 }  # fmt: skip
+QUICK_8B: dict[str, Any] = {"longest": 1024, "tokens": "512,1280,4800,16384"}
 #: The formation that warms workers; the loop counts from 1.
 WARMING = 1_000_000
 LIMIT_SECONDS = 1200.0
@@ -346,11 +347,18 @@ def group_of(run: Path, epoch: EpochRecord) -> dict[str, Any]:
 
 
 def warm_workers(bench: Bench, running: SchedulerService) -> None:
-    """Let each slot's worker load the base and train, so that it is there when jobs come."""
+    """Let each slot's worker load the base and train, so that it is there when jobs come.
+
+    What the scheduler compiles of the base before it takes the first job is there too: the
+    simulator knows of jobs that have been taken.
+    """
+    keep_facts(running.admission.folder / "facts")
     names = [f"warm-{one.name}" for one in bench.planned[: max(WARM_UPS)]]
     for name, one in zip(names, bench.planned, strict=False):
         job = bench.job(one, 1_000_000).model_copy(update={"name": name})
         running.specs[name] = job.model_dump(mode="json")
+    for one in bench.planned:
+        bench.estimates.request(bench.job(one, 1), 0.0)
     request = bench.estimates.request(bench.job(bench.planned[0], 1), 0.0)
     requests = [replace(request, name=name) for name in names]
     for gpu in range(bench.estimates.cluster.gpus):
@@ -476,7 +484,7 @@ def _arguments() -> argparse.Namespace:
     made.add_argument("--out", type=Path, default=RESULTS, help="folder for the JSON")
     asked = made.parse_args()
     asked.output = asked.output or asked.out / "validation.json"
-    quick = QUICK if asked.quick else {}
+    quick = QUICK | (QUICK_8B if asked.model == "8b" else {}) if asked.quick else {}
     for name, value in (USUAL | PRESETS[asked.model] | quick).items():
         if getattr(asked, name) is None:
             setattr(asked, name, value)

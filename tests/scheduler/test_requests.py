@@ -69,8 +69,8 @@ def test_a_job_is_compiled_once_for_all_ranks(base, monkeypatch):
 def test_processes_that_name_a_folder_share_what_they_compile(base, tmp_path, monkeypatch):
     """Another one compiles nothing, until targets are others, or what was left is damaged."""
     monkeypatch.setattr(requests, "_kept_in", [])
-    requests.keep_facts(tmp_path / "facts")
     monkeypatch.setattr(requests, "_compiled", {})
+    requests.keep_facts(tmp_path / "facts")
     one = job("one", base, r=4, target_modules=["q_proj", "o_proj"])
     first = facts_of_job(one)
 

@@ -66,6 +66,7 @@ def keep_facts(folder: Path) -> None:
     """Keep what is compiled in a folder from now on, for other processes that do the same."""
     folder.mkdir(parents=True, exist_ok=True)
     _kept_in[:] = [folder]
+    _compiled.clear()
 
 
 def base_of(job: Job) -> str:
@@ -197,8 +198,9 @@ def _kept_facts(job: Job, fields: Mapping[str, object]) -> ModelFacts:
     path = None
     if _kept_in and job.base.module is None:
         # A config that was edited since makes another model.
-        config = job.base.config or Path(job.base.model or "") / "config.json"
-        content = Path(config).read_bytes().hex() if Path(config).is_file() else ""
+        config = Path(job.base.config or job.base.model or "")
+        config = config / "config.json" if config.is_dir() else config
+        content = config.read_bytes().hex() if config.is_file() else ""
         path = _kept_in[0] / f"{_digest({**fields, 'content': content}, 64)}.json"
         with suppress(OSError, ValidationError):
             return FACTS.validate_json(path.read_bytes())
