@@ -348,10 +348,17 @@ class Run:
         tails    first column of dS there, and its columns, written whole
         """
 
+        def cut(site: Site) -> Tile:
+            return self.tile("lora_b_backward", site) or rule_of("lora_b_backward", site)
+
+        widest = max(self.kernel_group.sites, key=lambda site: site.outer)
+
         def form(index: int) -> tuple[Tile, bool, bool]:
-            # Each site is cut as it is alone: shares decide what bits their sums have.
             site, behind = self.kernel_group.sites[index], extended[index] is not None
-            tile = self.tile("lora_b_backward", site) or rule_of("lora_b_backward", site)
+            # A narrow site in slabs of the widest needs no launch of its own. In strict mode each
+            # is cut as it is alone: shares decide what bits their sums have.
+            fits = site.rank_block == widest.rank_block and not site.outer % cut(widest).slab
+            tile = cut(widest if fits and not select.is_strict() else site)
             return tile, behind, behind and copies[index]
 
         for indices in self.alike(range(len(dys)), form):
@@ -379,9 +386,9 @@ class Run:
                 [db_parts[index] for index in indices],
                 wide if copied else None,
             )
-            cut = replace(rule_of("sum_ds", first), slab=tile.slab)
+            summed = replace(rule_of("sum_ds", first), slab=tile.slab)
             tail = {"extend": "tail"} if behind else {}
-            kernel("sum_ds", first, cut, **tail, **joined)(
+            kernel("sum_ds", first, summed, **tail, **joined)(
                 shares,
                 [packed[index].flags for index in indices],
                 self.row.segments,
