@@ -15,7 +15,7 @@ from tlora_fx.codegen.kernels import emitter, shrink
 from tlora_fx.codegen.loading import load
 from tlora_fx.codegen.spec import MOST_SITES, KernelSpec, Kind, Tile
 from tlora_fx.errors import AdapterTableError
-from tlora_fx.ops.kernels import launch_cache, select
+from tlora_fx.ops.kernels import launch_cache, pack_together, select
 from tlora_fx.ops.kernels.device_tables import (
     RowTables,
     SiteTables,
@@ -37,6 +37,8 @@ from tlora_fx.ops.tables import SiteGroup, check_fit, named
 
 _HERE = nullcontext()
 _HOPPER = 90
+# Of a vector load.
+_BYTES = 16
 
 # Makes the tensors that kernels fill; tests put NaN into them.
 empty: Callable[..., Tensor] = torch.empty
@@ -142,7 +144,8 @@ class Run:
     def pack(self, rooms: dict[int, WeightRoom | None]) -> list[Packed]:
         """Pack the adapters of these sites, and into the tails of their weights' rooms."""
         sites = self.kernel_group.sites
-        for indices in self.alike(rooms, lambda index: (rooms[index] is None, sites[index].layout)):
+        left = [index for index, room in rooms.items() if not self.is_served(index, room)]
+        for indices in self.alike(left, lambda index: (rooms[index] is None, sites[index].layout)):
             first = sites[indices[0]]
             helds, tables = map(self.held, indices), [self.tables[index] for index in indices]
             tails = [
@@ -203,6 +206,38 @@ class Run:
         held.holds = contents(held, self.group.a[index], self.group.b[index], self.tables[index])
         if room is not None:
             room.holds = held.holds
+        if pack_together.is_noting() and (work := self.work(index, room)) is not None:
+            pack_together.note(work)
+
+    def is_served(self, index: int, room: WeightRoom | None) -> bool:
+        """Whether the row began with a launch that packs this site among others."""
+        if not pack_together.is_serving():
+            return False
+        work = self.work(index, room)
+        return work is not None and pack_together.is_served(work)
+
+    def work(self, index: int, room: WeightRoom | None) -> pack_together.Work | None:
+        """What a site packs; None where its adapters would be copied first."""
+        a, b = self.group.a[index], self.group.b[index]
+        if not all(leaf.is_contiguous() and leaf.data_ptr() % _BYTES == 0 for leaf in (a, b)):
+            return None
+        held, tables, site = self.held(index), self.tables[index], self.kernel_group.sites[index]
+        tail = None
+        if room is not None:
+            weight = room.copy
+            if weight is None:
+                weight = stored_form(self.group.weights[index], site)
+            tail = weight.data_ptr(), weight.stride(0), room.below, room.beside
+        reads = a, b, tables.ranks, tables.slots
+        writes = held.a, held.b, held.flags
+        return pack_together.Work(
+            site,
+            self.row.jobs,
+            tuple(tensor.data_ptr() for tensor in reads),
+            tuple(tensor.data_ptr() for tensor in writes),
+            len(held.flags),
+            tail,
+        )
 
     def is_packed(self, index: int, room: WeightRoom | None) -> bool:
         """Whether a site's adapters, and its weight's room, hold what is to be packed."""
