@@ -101,6 +101,16 @@ def test_sites_that_share_x_give_what_each_gives_alone(lora, plan):
     assert all(torch.equal(one, other) for one, other in zip(found[1:], wanted[1:], strict=True))
 
 
+def test_short_rows_have_the_gradients_of_longer_ones(lora, monkeypatch):
+    """Bit by bit, whether shares of one chunk each are added up or not."""
+    made = lora((17, 0, 4), (3, 2, 40), (0.3, 0.0, 0.2), dtype=torch.float32)
+    found, _ = results(made, max_rank=40)
+    monkeypatch.setattr(launch.Run, "is_short", False)
+    summed, _ = results(made, max_rank=40)
+
+    assert all(torch.equal(one, other) for one, other in zip(found, summed, strict=True))
+
+
 @pytest.mark.parametrize(("strict", "launches"), [(False, 1), (True, 2)])
 def test_narrow_sites_are_passed_over_with_the_widest(lora, monkeypatch, strict, launches):
     """Cut as it is, but not in strict mode, where each has the bits that it has alone."""

@@ -460,6 +460,38 @@ class Run:
                 [parts[index] for index in indices],
             )
 
+    @property
+    def is_short(self) -> bool:
+        """Whether no job can have more than a chunk, so that its gradients need no sums."""
+        sites = self.kernel_group.sites
+        return (
+            self.tokens <= min(site.chunk for site in sites)
+            and self.alike(range(len(sites))) == self.together()
+        )
+
+    def whole_gradients(
+        self, rows: Tensor, ds: Sequence[Tensor], bits: Sequence[Tensor],
+        db_parts: Sequence[Tensor], da: Sequence[Tensor], db: Sequence[Tensor],
+    ) -> None:  # fmt: skip
+        """dA and dB of all sites of a short row: `lora_a_backward` and `sum_gradients` in one."""
+        for indices in self.together():
+            first = self.kernel_group.sites[indices[0]]
+            fields = {"dropout": first.drops, "adapter_dtype": first.adapter_dtype, "whole": True}
+            tile = self.tile("lora_a_backward", first, len(indices))
+            kernel("lora_a_backward", first, tile, **fields, **self.beside(indices))(
+                rows,
+                [ds[index] for index in indices],
+                [bits[index] for index in indices],
+                self.row.segments,
+                None,
+                [self.tables[index].thresholds for index in indices],
+                self.row.jobs,
+                [self.tables[index].ranks for index in indices],
+                [da[index] for index in indices],
+                [db_parts[index] for index in indices],
+                [db[index] for index in indices],
+            )
+
     def sum_gradients(
         self, da_parts: Sequence[Tensor], db_parts: Sequence[Tensor], da: Sequence[Tensor],
         db: Sequence[Tensor],
