@@ -57,7 +57,12 @@ _FORMS: dict[Kind, tuple[dict[str, object], ...]] = {
     "lora_b_backward": ({"rank_block": 64}, {"extend": "copy"}, _JOINED),
     "sum_ds": ({"rank_block": 64}, {"extend": "tail"}, {"extend": "tail", **_JOINED}),
     "sum_s": ({"rank_block": 64}, {"extend": "tail"}, {"extend": "tail", **_JOINED}),
-    "lora_a_backward": ({"dropout": True}, {"rank_block": 64}, {"sites": 3, "dropout": True}),
+    "lora_a_backward": (
+        {"dropout": True},
+        {"rank_block": 64},
+        {"sites": 3, "dropout": True},
+        {"whole": True, **_JOINED},
+    ),
     "sum_gradients": ({"rank_block": 64}, {"adapter_dtype": "bfloat16"}, _JOINED),
     "expand": (
         {"dropout": True, "accumulate": True},

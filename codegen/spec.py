@@ -77,6 +77,7 @@ class KernelSpec:
     sites           linears that share this input
     beside          O of the second and later sites; (): all are as wide as the first
     extend          concat-K: "" not, "tail" writes behind existing rows, "copy" copies them too
+    whole           no job has more than a chunk of tokens: gradients leave whole, not as shares
     job_capacity    a power of two, at least the number of jobs of any row
     arch            compute capability, 90 for Hopper
     tile            None: the kind's rule for this spec
@@ -97,6 +98,7 @@ class KernelSpec:
     sites: int = 1
     beside: tuple[int, ...] = ()
     extend: Extend = ""
+    whole: bool = False
     job_capacity: int = 64
     arch: int = 90
     tile: Tile | None = None

@@ -138,6 +138,7 @@ def common_values(spec: KernelSpec) -> dict[str, object]:
         "dropout": spec.dropout,
         "bias": spec.bias,
         "accumulate": spec.accumulate,
+        "whole": spec.whole,
         "extend": spec.extend,
         "copy": spec.extend == "copy",
         "overlap": overlaps(spec),

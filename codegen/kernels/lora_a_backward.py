@@ -11,21 +11,57 @@ Ranks above the rank block are programs of their own, side by side, so that they
 cache. The shares cost, for 2-byte types, 2 W sites / chunk of the bytes of x, whatever the strip's
 width; so strips are narrow (128 columns: 512 programs at 8192 x 4096 with chunks of 512), and
 the pipeline deep: each SM has three programs with three tiles of 16 KiB in flight.
+
+With `whole` no job has more than one chunk. Then there is nothing to add up: da leaves as it is,
+programs beside write db out of its shares, and rows of nobody are zero.
 """
 
 from __future__ import annotations
 
+from itertools import accumulate
+
 from tlora_fx.codegen.kernels.lora_b_backward import chunk_of, padded_rank_rows
 from tlora_fx.codegen.spec import KernelSpec, Tile, shared_bytes
-from tlora_fx.codegen.template import common_values, constants_of, fill, module, size
+from tlora_fx.codegen.template import (
+    common_values,
+    constants_of,
+    fill,
+    module,
+    of_sites,
+    short,
+    size,
+)
 
 _BODY = '''
+#? whole [
+@triton.jit
+def write_rows(parts, gradient, first, count, strip, there, WIDTH: tl.constexpr):
+    """Some columns of `count` rows of a gradient, which are one chunk's share, or zero."""
+    ranks = tl.arange(0, RANK_BLOCK)
+    columns = strip * COLUMNS + tl.arange(0, COLUMNS)
+    own = (ranks < count)[:, None] & (columns < WIDTH)[None, :]
+    share = parts + ranks[:, None] * WIDTH + columns[None, :]
+    value = tl.load(share, mask=own & there, other=0.0)
+    to = gradient + (first + ranks).to(tl.int64)[:, None] * WIDTH + columns[None, :]
+    tl.store(to, value.to(tl.$adapter_dtype), mask=own)
+
+
+#]
 @triton.jit(
-    do_not_specialize=["jobs"],
+    do_not_specialize=["jobs"],  #? not whole
+    #? whole [
+    do_not_specialize=[
+        "jobs",
+        #* sites [
+        "rows_$k",
+        #]
+    ],
+    #]
     do_not_specialize_on_alignment=[
         "segments",
         #* sites [
-        "slots_$k",
+        "slots_$k",  #? not whole
+        "ranks_$k",  #? whole
         "thresholds_$k",  #? dropout
         #]
     ],
@@ -38,26 +74,50 @@ def kernel(
     #* sites [
     ds_$k,  # [tokens, width]
     width_$k,
-    slots_$k,  # [jobs + 1]
+    slots_$k,  # [jobs + 1]  #? not whole
     #? dropout [
     thresholds_$k,  # [jobs]
     bits_$k,  # [tokens, BYTES]
     #]
-    da_parts_$k,  # [chunks, width, INNER]
+    da_parts_$k,  # [chunks, width, INNER]  #? not whole
+    #? whole [
+    ranks_$k,  # [jobs + 1]
+    rows_$k,
+    out_a_$k,  # [rows, INNER]
+    db_parts_$k,  # [chunks, width, OUTER]
+    out_b_$k,  # [rows, OUTER]
+    #]
     #]
 ):
     start_next(OVERLAP)  #? overlap
     block = tl.program_id(0)
     strip = tl.program_id(1)
     chunk = tl.program_id(2)
+    #? not whole [
     job, place = segment_tile(chunk, segments, jobs, CHUNK, JOBS)
     there = job < jobs
     start = tl.load(segments + job) + place * CHUNK
     count = tl.minimum(tl.load(segments + job + 1, mask=there, other=0) - start, CHUNK)
     rank = block * RANK_BLOCK
+    #]
+    #? whole [
+    # Programs behind the last job's write zeros into rows of nobody.
+    job = tl.minimum(chunk, jobs)
+    there = chunk < jobs
+    start = tl.load(segments + job)
+    count = tl.maximum(tl.load(segments + job + 1, mask=there, other=0) - start, 0)
+    rank = (tl.maximum(chunk - jobs, 0) * tl.num_programs(0) + block) * RANK_BLOCK
+    before, chunks = chunks_of(job, segments, jobs, CHUNK, JOBS)
+    #]
     #* sites [
-    first_$k = tl.load(slots_$k + job)
-    owned_$k = rank < tl.load(slots_$k + job + 1, mask=there, other=0) - first_$k
+    first_$k = tl.load(slots_$k + job)  #? not whole
+    owned_$k = rank < tl.load(slots_$k + job + 1, mask=there, other=0) - first_$k  #? not whole
+    #? whole [
+    first_$k = tl.load(ranks_$k + job) + rank
+    end_$k = tl.load(ranks_$k + job + 1, mask=there, other=0)
+    own_rows_$k = tl.where(there, end_$k, rows_$k) - first_$k
+    owned_$k = own_rows_$k > 0
+    #]
     # Jobs that drop nothing have no bits to read: all of theirs count as set.
     threshold_$k = tl.load(thresholds_$k + job, mask=there, other=0)  #? dropout
     every_$k = tl.where(threshold_$k > 0, 0, 255).to(tl.uint8)  #? dropout
@@ -65,6 +125,23 @@ def kernel(
     await_previous(OVERLAP)  #? overlap
     if $nobody:
         return
+    #? whole [
+    if strip >= A_STRIPS:
+        share = before.to(tl.int64)
+        #* sites [
+        if (strip >= FIRST_$k) & (strip < END_$k):
+            write_rows(
+                db_parts_$k + (share * width_$k + rank) * OUTER_$k,
+                out_b_$k,
+                first_$k,
+                own_rows_$k,
+                strip - FIRST_$k,
+                chunks > 0,
+                OUTER_$k,
+            )
+        #]
+        return
+    #]
     ranks = tl.arange(0, RANK_BLOCK)
     columns = strip * COLUMNS + tl.arange(0, COLUMNS)
     inside = columns < INNER  #? ragged
@@ -99,6 +176,7 @@ def kernel(
         #]
         da_$k = tl.dot(tl.trans(tile), low, da_$k$precision)  #? not dropout
         #]
+    #? not whole [
     #* sites [
     to = (chunk.to(tl.int64) * width_$k + rank + ranks)[:, None] * INNER + columns[None, :]
     stored = inside[None, :]  #? ragged
@@ -106,23 +184,48 @@ def kernel(
     stored &= owned_$k  #? ragged and several
     tl.store(da_parts_$k + to, tl.trans(da_$k), mask=stored)
     #]
+    #]
+    #? whole [
+    #* sites [
+    to = (first_$k + ranks).to(tl.int64)[:, None] * INNER + columns[None, :]
+    stored = (ranks < own_rows_$k)[:, None]
+    stored &= inside[None, :]  #? ragged
+    tl.store(out_a_$k + to, tl.trans(da_$k).to(tl.$adapter_dtype), mask=stored)
+    #]
+    #]
 
 
-def launch(x, ds, bits, segments, slots, thresholds, jobs, da_parts):
-    """Fill the shares of da of $count; what no job owns stays as it is.
+def launch(x, ds, bits, segments, slots, thresholds, jobs, da_parts):  #? not whole
+#? whole [
+def launch(x, ds, bits, segments, slots, thresholds, jobs, ranks, da, db_parts, db):
+#]
+    """$fills of $count$stays.
 
     x            [M, $inner] in $dtype, rows contiguous
     ds           per site [M, W] in $dtype, contiguous
     bits         per site uint8 [M, $bytes]$unread
     segments     int32 [jobs + 1]
-    slots        per site int32 [jobs + 1]
+    slots        per site int32 [jobs + 1]$or_ranks
     thresholds   per site int32 [jobs]$unread
+    #? not whole [
     da_parts     per site $part [C, W, $inner], chunks of $chunk tokens; written where a job has a
                  rank
+    #]
+    #? whole [
+    ranks        per site int32 [jobs + 1]
+    da, db       per site [R, $inner], [R, $outers] in $adapter_dtype, contiguous, written whole
+    db_parts     per site $part [C, W, $outers], of which each job has one chunk at most
+    #]
     """
     tokens = x.shape[0]
+    #? not whole [
     chunks = (tokens + jobs * ($chunk - 1)) // $chunk
     blocks = max(part.shape[1] for part in da_parts) // $rank_block
+    #]
+    #? whole [
+    blocks = max(low.shape[1] for low in ds) // $rank_block
+    chunks = jobs + triton.cdiv(max(rows.shape[0] for rows in da), blocks * $rank_block)
+    #]
     if tokens > 0:
         kernel[blocks, $strips, chunks](
             x,
@@ -132,12 +235,19 @@ def launch(x, ds, bits, segments, slots, thresholds, jobs, da_parts):
             #* sites [
             ds[$k],
             ds[$k].shape[1],
-            slots[$k],
+            slots[$k],  #? not whole
             #? dropout [
             thresholds[$k],
             bits[$k],
             #]
-            da_parts[$k],
+            da_parts[$k],  #? not whole
+            #? whole [
+            ranks[$k],
+            da[$k].shape[0],
+            da[$k],
+            db_parts[$k],
+            db[$k],
+            #]
             #]
             **META,
         )
@@ -219,12 +329,25 @@ def _shared(spec: KernelSpec, tile: Tile) -> int:
 def source(spec: KernelSpec) -> str:
     """The module's text."""
     names = "INNER RANK_BLOCK ROWS COLUMNS CHUNK JOBS" + " BYTES" * spec.dropout
+    own: dict[str, object] = {}
+    if spec.whole:
+        ends = _ends(spec)
+        own = of_sites(OUTER=spec.outers, FIRST=ends[:-1], END=ends[1:]) | {"A_STRIPS": ends[0]}
+    tables = ["chunks_of"] if spec.whole else ["segment_tile"]
+    adapters = f"*{short(spec.adapter_dtype)}"
     return module(
         spec,
-        constants=constants_of(spec, names, BYTES=_bytes(spec)),
-        functions=["segment_tile", *(["expand_bits"] if spec.dropout else [])],
+        constants=constants_of(spec, " ".join([names, *own]), BYTES=_bytes(spec), **own),
+        functions=[*tables, *(["expand_bits"] if spec.dropout else [])],
         body=fill(_BODY, _values(spec)),
+        types={"out_a": adapters, "out_b": adapters} if spec.whole else {},
     )
+
+
+def _ends(spec: KernelSpec) -> list[int]:
+    """Behind which strip of the launch da's last one stands, then db's of each site."""
+    columns = (spec.inner, *spec.outers)
+    return [*accumulate(-(-each // spec.cut.columns) for each in columns)]
 
 
 def _values(spec: KernelSpec) -> dict[str, object]:
@@ -234,11 +357,14 @@ def _values(spec: KernelSpec) -> dict[str, object]:
     somebody = " | ".join(f"owned_{k}" for k in sites)
     return common_values(spec) | {
         "bytes": _bytes(spec),
-        "strips": -(-spec.inner // spec.cut.columns),
+        "strips": _ends(spec)[-1 if spec.whole else 0],
         "count": f"{spec.sites} sites" if several else "one site",
         "unread": "" if spec.dropout else ", not read",
         "ragged": ragged,
         "nobody": f"not ({somebody})" if several else "not owned_0",
+        "fills": "Fill da and db" if spec.whole else "Fill the shares of da",
+        "stays": "" if spec.whole else "; what no job owns stays as it is",
+        "or_ranks": ", not read" if spec.whole else "",
     }
 
 

@@ -30,6 +30,7 @@ from tlora_fx.errors import PlanNotRunnable, TloraError
 from tlora_fx.model.batch import PackedBatch, repeating_form
 from tlora_fx.model.supermodel import SuperModel
 from tlora_fx.ops.kernels import refresh, release
+from tlora_fx.ops.kernels.pack_together import Packing, noting, serving
 from tlora_fx.parallel.peer_copies import SideStreams
 
 logger = logging.getLogger("tlora_fx.planners")
@@ -221,6 +222,7 @@ class RowGraph:
         self.row = _copied(row).to(device)
         self.weights = weights.clone()
         self._graph: torch.cuda.CUDAGraph | None = None
+        self._packing = Packing()
         self._losses, self._kept = torch.empty(0), 0
 
     def load(self, row: PackedBatch, weights: Tensor) -> None:
@@ -240,9 +242,10 @@ class RowGraph:
         """
         device = self.weights.device
         before = torch.cuda.memory_allocated(device)
-        losses = self.model.weighted(self.row, self.weights)
-        self._kept = max(0, torch.cuda.memory_allocated(device) - before)
-        add_gradients(losses, self.model, self._kept)
+        with noting(self._packing):
+            losses = self.model.weighted(self.row, self.weights)
+            self._kept = max(0, torch.cuda.memory_allocated(device) - before)
+            add_gradients(losses, self.model, self._kept)
         return losses.detach(), self._kept
 
     def capture(self, pool: Any, stream: torch.cuda.Stream, gathering: SideStreams | None) -> None:
@@ -254,7 +257,10 @@ class RowGraph:
         raises      RuntimeError or TloraError where the model does what no graph can hold
         """
         graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, pool=pool, stream=stream):
+        self._packing.settle(self.weights.device)
+        # Its kernel is compiled before the capture, which can load none.
+        self._packing.start()
+        with torch.cuda.graph(graph, pool=pool, stream=stream), serving(self._packing):
             losses = self.model.weighted(self.row, self.weights)
             add_gradients(losses, self.model, self._kept)
             if gathering is not None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 
@@ -130,3 +132,63 @@ def test_a_job_alone_has_the_bits_that_it_has_in_company(problem):
         alone.__dict__["ds"] = site.ds[own]
 
         assert torch.equal(summed(alone, *passed([alone])), together[rows])
+
+
+def whole(sites, chunk=CHUNK):
+    """da and db of each site, poisoned before; its shares of db are drawn."""
+    first = sites[0]
+    beside = tuple(site.outer for site in sites[1:])
+    fields = {**first.spec_fields, "bias": False, "dropout": any(any(s.rates) for s in sites)}
+    tile = replace(SMALL, chunk=chunk)
+    spec = KernelSpec(
+        "lora_a_backward", **fields, sites=len(sites), beside=beside, whole=True, tile=tile
+    )
+    wide = torch.float64 if first.dtype == torch.float64 else torch.float32
+    drawn = torch.Generator().manual_seed(1)
+    shares = [
+        torch.randn(first.jobs + 1, site.width, site.outer, generator=drawn).to(wide)
+        for site in sites
+    ]
+    da, db = (
+        [nans(*own.shape, dtype=own.dtype) for own in each]
+        for each in ([site.a for site in sites], [site.b for site in sites])
+    )
+    load(spec).launch(
+        first.x, [site.ds for site in sites], [site.bits for site in sites], first.segments,
+        None, [site.thresholds for site in sites], first.jobs, [site.ranks for site in sites],
+        da, shares, db,
+    )  # fmt: skip
+    return list(zip(da, db, shares, strict=True))
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("rate", [0.0, 0.3])
+def test_gradients_of_jobs_of_one_chunk_leave_whole(problem, dtype, rate):
+    """Jobs without tokens, or without a rank, and rows of nobody; db is each job's one share."""
+    ranks = ((4, 8, 16, 0, 3), (20, 3, 0, 1, 5))
+    sites = [
+        problem(
+            lengths=(1, 0, 32, 9, 2), ranks=own, rates=(rate, 0.0, rate, 0.0, rate), inner=44,
+            outer=outer, dtype=dtype, adapter_dtype=dtype, spare_rows=37, seed=seed,
+        )
+        for seed, (own, outer) in enumerate(zip(ranks, (48, 16), strict=True))
+    ]  # fmt: skip
+    sites[1].x, sites[1].site = sites[0].x, sites[0].site + 1
+
+    for site, (da, db, shares) in zip(sites, whole(sites), strict=True):
+        expected, chunk = torch.zeros_like(site.b), 0
+        for _, own, rows, _ in site.parts():
+            if own.start < own.stop:
+                expected[rows] = shares[chunk, : rows.stop - rows.start].to(db.dtype)
+                chunk += 1
+        assert error(da, site.da64) < BOUNDS[dtype]
+        assert torch.equal(db, expected)
+
+
+def test_a_whole_gradient_has_the_bits_of_its_shares(problem):
+    """A row of few tokens trains a job as a longer one does."""
+    site = problem(lengths=(30, 7), ranks=(16, 5), inner=64)
+    (da, _, _), (shares,) = whole([site])[0], passed([site])
+
+    for chunk, (_, _, rows, _) in enumerate(site.parts()):
+        assert torch.equal(da[rows], shares[chunk, : rows.stop - rows.start])

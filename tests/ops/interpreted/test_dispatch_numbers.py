@@ -5,8 +5,9 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from tlora_fx.codegen.spec import Tile
 from tlora_fx.ops import multi_lora_linear, multi_lora_linears
-from tlora_fx.ops.kernels import select
+from tlora_fx.ops.kernels import launch, select
 
 BOUNDS = {torch.float16: 2e-3, torch.float32: 1e-5, torch.float64: 1e-7}
 JOB = st.tuples(st.integers(0, 20), st.integers(0, 9), st.sampled_from([0.0, 0.3]))
@@ -98,6 +99,53 @@ def test_sites_that_share_x_give_what_each_gives_alone(lora, plan):
     assert all(torch.equal(one, other) for one, other in zip(together, alone, strict=True))
     torch.testing.assert_close(found[0], wanted[0])
     assert all(torch.equal(one, other) for one, other in zip(found[1:], wanted[1:], strict=True))
+
+
+def test_short_rows_have_the_gradients_of_longer_ones(lora, monkeypatch):
+    """Bit by bit, whether shares of one chunk each are added up or not."""
+    made = lora((17, 0, 4), (3, 2, 40), (0.3, 0.0, 0.2), dtype=torch.float32)
+    found, _ = results(made, max_rank=40)
+    monkeypatch.setattr(launch.Run, "is_short", False)
+    summed, _ = results(made, max_rank=40)
+
+    assert all(torch.equal(one, other) for one, other in zip(found, summed, strict=True))
+
+
+@pytest.mark.parametrize(("strict", "launches"), [(False, 1), (True, 2)])
+def test_narrow_sites_are_passed_over_with_the_widest(lora, monkeypatch, strict, launches):
+    """Cut as it is, but not in strict mode, where each has the bits that it has alone."""
+    kinds, kernel = [], launch.kernel
+
+    def noted(kind, *args, **fields):
+        kinds.append(kind)
+        return kernel(kind, *args, **fields)
+
+    monkeypatch.setattr(launch, "kernel", noted)
+    cuts = {64: Tile(32, 32, 0, 4, 2, 512, 32), 32: Tile(32, 16, 0, 4, 2, 512, 16)}
+    monkeypatch.setattr(launch, "rule_of", lambda kind, site: cuts_of(kind, site, cuts))
+    sites = [
+        lora((9, 4), (3, 5), features=(32, width), dtype=torch.float32) for width in (64, 32, 32)
+    ]
+    calls = [site.arguments(x=sites[0].x) for site in sites]
+    leaves = [one.detach().clone().requires_grad_() for call in calls for one in call[3:5]]
+    lists = [list(column) for column in zip(*calls, strict=True)]
+    with select.strict(strict):
+        together = multi_lora_linears(
+            sites[0].x, lists[1], lists[2], leaves[0::2], leaves[1::2], *lists[5:8],
+            *(column[0] for column in lists[8:11]), lists[11], calls[0][12], 5, False,
+        )  # fmt: skip
+        found = torch.autograd.grad(sum(y.sin().sum() for y in together), leaves)
+    alone = [site.reference(sites[0].x, *leaves[2 * k : 2 * k + 2]) for k, site in enumerate(sites)]
+    wanted = torch.autograd.grad(sum(y.sin().sum() for y in alone), leaves)
+
+    assert kinds.count("lora_b_backward") == kinds.count("sum_ds") == launches
+    for one, other in zip(found, wanted, strict=True):
+        assert (one.double() - other).norm() <= 1e-5 * other.norm()
+
+
+def cuts_of(kind, site, cuts, rule_of=launch.rule_of):
+    """The rule, but for `lora_b_backward` by the site's width."""
+    return cuts[site.outer] if kind == "lora_b_backward" else rule_of(kind, site)
 
 
 @pytest.mark.parametrize("plan", select.PLANS)

@@ -29,6 +29,8 @@ GIVEN = 10
 FACTS = 4
 
 _SUMMED = 1024
+# Elements of a chunk that a program updates: eight a thread leave registers for four an SM.
+_PIECE = 2048
 _TYPES = {
     torch.float64: tl.float64,
     torch.float32: tl.float32,
@@ -74,16 +76,19 @@ def _settle(
 
 
 @triton.jit
-def _update(table, given, facts, KIND: tl.constexpr, WIDE: tl.constexpr, CHUNK: tl.constexpr):
-    row = table + tl.program_id(0).to(tl.int64) * 7
+def _step(
+    row, begin, given, facts, count,
+    KIND: tl.constexpr, WIDE: tl.constexpr, PIECE: tl.constexpr, WHOLE: tl.constexpr,
+):  # fmt: skip
+    """Update a chunk of so many elements from one on, and zero its gradient there."""
     param_at = tl.multiple_of(tl.load(row).to(tl.pointer_type(KIND)), 16)
     gradient_at = tl.multiple_of(tl.load(row + 1).to(tl.pointer_type(KIND)), 16)
     first_at = tl.multiple_of(tl.load(row + 2).to(tl.pointer_type(KIND)), 16)
     second_at = tl.multiple_of(tl.load(row + 3).to(tl.pointer_type(KIND)), 16)
-    count = tl.load(row + 4)
     job = tl.load(row + 5)
-    lanes = tl.arange(0, CHUNK)
-    mine = lanes < count
+    lanes = begin + tl.arange(0, PIECE)
+    # With a mask a thread would move its four numbers one by one, each store a part of a sector.
+    mine = None if WHOLE else lanes < count
     if tl.load(facts + job * 4 + 2) != 0.0:
         scale = tl.load(facts + job * 4 + 3).to(WIDE)
         own = given + tl.load(row + 6) * 10
@@ -108,7 +113,18 @@ def _update(table, given, facts, KIND: tl.constexpr, WIDE: tl.constexpr, CHUNK: 
         tl.store(param_at + lanes, param.to(KIND), mask=mine)
         tl.store(first_at + lanes, first.to(KIND), mask=mine)
         tl.store(second_at + lanes, second.to(KIND), mask=mine)
-    tl.store(gradient_at + lanes, tl.zeros([CHUNK], KIND), mask=mine)
+    tl.store(gradient_at + lanes, tl.zeros([PIECE], KIND), mask=mine)
+
+
+@triton.jit
+def _update(table, given, facts, KIND: tl.constexpr, WIDE: tl.constexpr, PIECE: tl.constexpr):
+    row = table + tl.program_id(0).to(tl.int64) * 7
+    count = tl.load(row + 4)
+    begin = tl.program_id(1) * PIECE
+    if begin + PIECE <= count:
+        _step(row, begin, given, facts, count, KIND, WIDE, PIECE, WHOLE=True)
+    elif begin < count:
+        _step(row, begin, given, facts, count, KIND, WIDE, PIECE, WHOLE=False)
 
 
 def adam(
@@ -146,5 +162,7 @@ def adam(
     _settle[(jobs,)](
         sums, firsts, places, losses, given, alive, facts, WIDE=wide, BLOCK=_SUMMED, num_warps=4
     )
-    _update[(chunks,)](table, given, facts, KIND=kind, WIDE=wide, CHUNK=CHUNK, num_warps=8)
+    _update[(chunks, CHUNK // _PIECE)](
+        table, given, facts, KIND=kind, WIDE=wide, PIECE=_PIECE, num_warps=8
+    )
     return facts

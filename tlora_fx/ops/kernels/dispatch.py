@@ -375,6 +375,9 @@ def _adapter_gradients(
     da: list[Tensor],
     db: list[Tensor],
 ) -> None:
+    if run.is_short:
+        run.whole_gradients(rows, ds, bits, db_parts, da, db)
+        return
     total = torch.promote_types(torch.float32, rows.dtype)
     parts = [
         run.empty(site.chunks(run.tokens, run.row.jobs), site.width, site.inner, dtype=total)

@@ -15,7 +15,7 @@ from tlora_fx.codegen.kernels import emitter, shrink
 from tlora_fx.codegen.loading import load
 from tlora_fx.codegen.spec import MOST_SITES, KernelSpec, Kind, Tile
 from tlora_fx.errors import AdapterTableError
-from tlora_fx.ops.kernels import launch_cache, select
+from tlora_fx.ops.kernels import launch_cache, pack_together, select
 from tlora_fx.ops.kernels.device_tables import (
     RowTables,
     SiteTables,
@@ -37,6 +37,8 @@ from tlora_fx.ops.tables import SiteGroup, check_fit, named
 
 _HERE = nullcontext()
 _HOPPER = 90
+# Of a vector load.
+_BYTES = 16
 
 # Makes the tensors that kernels fill; tests put NaN into them.
 empty: Callable[..., Tensor] = torch.empty
@@ -142,7 +144,8 @@ class Run:
     def pack(self, rooms: dict[int, WeightRoom | None]) -> list[Packed]:
         """Pack the adapters of these sites, and into the tails of their weights' rooms."""
         sites = self.kernel_group.sites
-        for indices in self.alike(rooms, lambda index: (rooms[index] is None, sites[index].layout)):
+        left = [index for index, room in rooms.items() if not self.is_served(index, room)]
+        for indices in self.alike(left, lambda index: (rooms[index] is None, sites[index].layout)):
             first = sites[indices[0]]
             helds, tables = map(self.held, indices), [self.tables[index] for index in indices]
             tails = [
@@ -203,6 +206,38 @@ class Run:
         held.holds = contents(held, self.group.a[index], self.group.b[index], self.tables[index])
         if room is not None:
             room.holds = held.holds
+        if pack_together.is_noting() and (work := self.work(index, room)) is not None:
+            pack_together.note(work)
+
+    def is_served(self, index: int, room: WeightRoom | None) -> bool:
+        """Whether the row began with a launch that packs this site among others."""
+        if not pack_together.is_serving():
+            return False
+        work = self.work(index, room)
+        return work is not None and pack_together.is_served(work)
+
+    def work(self, index: int, room: WeightRoom | None) -> pack_together.Work | None:
+        """What a site packs; None where its adapters would be copied first."""
+        a, b = self.group.a[index], self.group.b[index]
+        if not all(leaf.is_contiguous() and leaf.data_ptr() % _BYTES == 0 for leaf in (a, b)):
+            return None
+        held, tables, site = self.held(index), self.tables[index], self.kernel_group.sites[index]
+        tail = None
+        if room is not None:
+            weight = room.copy
+            if weight is None:
+                weight = stored_form(self.group.weights[index], site)
+            tail = weight.data_ptr(), weight.stride(0), room.below, room.beside
+        reads = a, b, tables.ranks, tables.slots
+        writes = held.a, held.b, held.flags
+        return pack_together.Work(
+            site,
+            self.row.jobs,
+            tuple(tensor.data_ptr() for tensor in reads),
+            tuple(tensor.data_ptr() for tensor in writes),
+            len(held.flags),
+            tail,
+        )
 
     def is_packed(self, index: int, room: WeightRoom | None) -> bool:
         """Whether a site's adapters, and its weight's room, hold what is to be packed."""
@@ -348,10 +383,17 @@ class Run:
         tails    first column of dS there, and its columns, written whole
         """
 
+        def cut(site: Site) -> Tile:
+            return self.tile("lora_b_backward", site) or rule_of("lora_b_backward", site)
+
+        widest = max(self.kernel_group.sites, key=lambda site: site.outer)
+
         def form(index: int) -> tuple[Tile, bool, bool]:
-            # Each site is cut as it is alone: shares decide what bits their sums have.
             site, behind = self.kernel_group.sites[index], extended[index] is not None
-            tile = self.tile("lora_b_backward", site) or rule_of("lora_b_backward", site)
+            # A narrow site in slabs of the widest needs no launch of its own. In strict mode each
+            # is cut as it is alone: shares decide what bits their sums have.
+            fits = site.rank_block == widest.rank_block and not site.outer % cut(widest).slab
+            tile = cut(widest if fits and not select.is_strict() else site)
             return tile, behind, behind and copies[index]
 
         for indices in self.alike(range(len(dys)), form):
@@ -379,9 +421,9 @@ class Run:
                 [db_parts[index] for index in indices],
                 wide if copied else None,
             )
-            cut = replace(rule_of("sum_ds", first), slab=tile.slab)
+            summed = replace(rule_of("sum_ds", first), slab=tile.slab)
             tail = {"extend": "tail"} if behind else {}
-            kernel("sum_ds", first, cut, **tail, **joined)(
+            kernel("sum_ds", first, summed, **tail, **joined)(
                 shares,
                 [packed[index].flags for index in indices],
                 self.row.segments,
@@ -416,6 +458,38 @@ class Run:
                 [self.tables[index].thresholds for index in indices],
                 self.row.jobs,
                 [parts[index] for index in indices],
+            )
+
+    @property
+    def is_short(self) -> bool:
+        """Whether no job can have more than a chunk, so that its gradients need no sums."""
+        sites = self.kernel_group.sites
+        return (
+            self.tokens <= min(site.chunk for site in sites)
+            and self.alike(range(len(sites))) == self.together()
+        )
+
+    def whole_gradients(
+        self, rows: Tensor, ds: Sequence[Tensor], bits: Sequence[Tensor],
+        db_parts: Sequence[Tensor], da: Sequence[Tensor], db: Sequence[Tensor],
+    ) -> None:  # fmt: skip
+        """dA and dB of all sites of a short row: `lora_a_backward` and `sum_gradients` in one."""
+        for indices in self.together():
+            first = self.kernel_group.sites[indices[0]]
+            fields = {"dropout": first.drops, "adapter_dtype": first.adapter_dtype, "whole": True}
+            tile = self.tile("lora_a_backward", first, len(indices))
+            kernel("lora_a_backward", first, tile, **fields, **self.beside(indices))(
+                rows,
+                [ds[index] for index in indices],
+                [bits[index] for index in indices],
+                self.row.segments,
+                None,
+                [self.tables[index].thresholds for index in indices],
+                self.row.jobs,
+                [self.tables[index].ranks for index in indices],
+                [da[index] for index in indices],
+                [db_parts[index] for index in indices],
+                [db[index] for index in indices],
             )
 
     def sum_gradients(
