@@ -9,7 +9,12 @@ Then the same with too few GPUs: eight jobs on 4, 8 and 16, by the measured prof
 over all groupings, all GPUs of each group, and who waits (a dynamic program over subsets and GPUs).
 It knows no order of arrival; policies let the first come first.
 
-    python -m benchmarks.optimality [--instances 200] [--jobs 10] [--few 60]
+Last, the same while groups run: at each of six horizons three of eight jobs end and three others
+come. Jobs join groups and leave them, or groups form anew, which takes a part of their horizon; a
+moved job's own second is not counted. The optimum of a moment pays for no change. It gives a group
+no more GPUs than its jobs asked for; one that runs keeps those of jobs that have ended.
+
+    python -m benchmarks.optimality [--instances 200] [--jobs 10] [--few 60] [--runs 30]
 """
 
 from __future__ import annotations
@@ -19,7 +24,8 @@ import random
 import statistics
 import time
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from dataclasses import replace
+from typing import Any, NamedTuple
 
 import numpy as np
 from rich.table import Table
@@ -30,10 +36,19 @@ from tlora_fx.cost.hardware import Cluster
 from tlora_fx.cost.load import demand_of
 from tlora_fx.cost.profile_sources import profiles_for
 from tlora_fx.cost.synthetic import SyntheticEstimator
+from tlora_fx.scheduler.formations import StepTimes, membership
 from tlora_fx.scheduler.policies import find_policy
 from tlora_fx.scheduler.policies.oracle import best_grouping
 from tlora_fx.scheduler.search.objective import Objective, seconds_of, tier_for
-from tlora_fx.scheduler.state import ROUNDING, ActiveJob, JobRequest, SchedulerState, limit_seconds
+from tlora_fx.scheduler.state import (
+    ROUNDING,
+    ActiveJob,
+    ChangeCosts,
+    Group,
+    JobRequest,
+    SchedulerState,
+    limit_seconds,
+)
 
 BASE = "llama-3-8b"
 CLUSTER = Cluster(256)
@@ -262,12 +277,122 @@ def with_too_few(instances: int) -> Iterator[dict[str, Any]]:
                 }
 
 
+#: What runs changes at each of so many horizons, by so many jobs.
+TURNS, CHANGED = 6, 3
+RUNS: dict[str, tuple[str, ChangeCosts | None]] = {
+    "tlora, jobs join and leave": ("tlora", ChangeCosts()),
+    "tlora, groups form anew": ("tlora", None),
+    "tlora-paper, jobs join and leave": ("tlora-paper", ChangeCosts()),
+}
+
+
+def while_running(instances: int) -> Iterator[dict[str, Any]]:
+    """One row for each objective, number of GPUs, and way to change what runs."""
+    for objective in OBJECTIVES:
+        for gpus in FEW_GPUS:
+            cluster = Cluster(gpus)
+            estimator = ProfileEstimator(profiles_for([BASE], cluster.gpu), cluster)
+            turns: dict[str, list[Turn]] = {name: [] for name in RUNS}
+            for seed in range(instances):
+                drawn = [one for one in requests_drawn(100, seed) if one.gpus <= gpus]
+                coming = drawn[: FEW_JOBS + TURNS * CHANGED]
+                rng = random.Random(seed)  # noqa: S311 (instances come from a seed)
+                states = list(_states(state_of(coming, estimator, cluster), rng))
+                best = [best_of_few(state, objective) for state in states]
+                for name in RUNS:
+                    turns[name] += _turns(name, states, best, objective)
+            for name, values in turns.items():
+                yield {
+                    "objective": objective,
+                    "gpus": gpus,
+                    "policy": name,
+                    "mean": statistics.mean(turn.part for turn in values),
+                    "net_mean": statistics.mean(turn.net for turn in values),
+                    "net_worst": min(turn.net for turn in values),
+                    "groups_formed": statistics.mean(turn.formed for turn in values),
+                    "groups_changed": statistics.mean(turn.changed for turn in values),
+                }
+
+
+class Turn(NamedTuple):
+    """One decision about what runs.
+
+    part              of the optimum, while all groups train
+    net               the same over the horizon, in which groups stand still for their changes
+    formed, changed   groups that were formed, and those that jobs joined or left
+    """
+
+    part: float
+    net: float
+    formed: int
+    changed: int
+
+
+def _states(drawn: SchedulerState, rng: random.Random) -> Iterator[SchedulerState]:
+    """The jobs of each horizon, of which those of the first are all new."""
+    now, jobs = drawn.now, list(drawn.jobs.values())
+    there, coming = jobs[:FEW_JOBS], jobs[FEW_JOBS:]
+    for _ in range(TURNS + 1):
+        yield replace(drawn, now=now, jobs={job.name: job for job in there})
+        now += drawn.horizon
+        stay = sorted(rng.sample(range(FEW_JOBS), FEW_JOBS - CHANGED))
+        new, coming = coming[:CHANGED], coming[CHANGED:]
+        there = [there[index] for index in stay]
+        there += [replace(job, request=replace(job.request, submitted=now)) for job in new]
+
+
+def _turns(
+    name: str, states: Sequence[SchedulerState], best: Sequence[float], objective: Objective
+) -> Iterator[Turn]:
+    """What a policy makes of each horizon after the first."""
+    kind, changes = RUNS[name]
+    policy = find_policy(kind, objective=objective)
+    times = StepTimes(states[0].estimator)
+    groups: tuple[Group, ...] = ()
+    for turn, (state, optimum) in enumerate(zip(states, best, strict=True)):
+        before = tuple(_left(groups, state, times))
+        groups = policy.decide(replace(state, groups=before, changes=changes)).groups
+        if not turn:
+            continue
+        worths = np.array([worth(state, one.jobs, one.seconds, objective) for one in groups])
+        lost = np.array([_lost(one, before, changes, state.switch_seconds) for one in groups])
+        net = float(worths @ (1 - np.minimum(1.0, lost / state.horizon)))
+        formed = int((lost == state.switch_seconds).sum())
+        changed = int((lost > 0).sum()) - formed
+        yield Turn(float(worths.sum()) / optimum, net / optimum, formed, changed)
+
+
+def _left(groups: Sequence[Group], state: SchedulerState, times: StepTimes) -> Iterator[Group]:
+    """Groups without the jobs that have ended."""
+    for group in groups:
+        jobs = tuple(name for name in group.jobs if name in state.jobs)
+        if jobs:
+            requests = [state.jobs[name].request for name in jobs]
+            step = times.of(requests, group.place, state.cluster)
+            yield replace(group, jobs=jobs, seconds=step.seconds)
+
+
+def _lost(
+    group: Group, before: Sequence[Group], changes: ChangeCosts | None, switch_seconds: float
+) -> float:
+    """Seconds that a group stands still for what it was before."""
+    for old in before:
+        if membership(old) == membership(group):
+            return 0.0
+        came, went = set(group.jobs) - set(old.jobs), set(old.jobs) - set(group.jobs)
+        same = set(old.place) == set(group.place) and len(went) < len(old.jobs)
+        if same and changes is not None:
+            return changes.of(len(came), len(went))
+    return switch_seconds
+
+
 def main() -> None:
     """Measure, print, write."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--instances", type=int, default=200)
     parser.add_argument("--jobs", type=int, default=10)
     parser.add_argument("--few", type=int, default=60, help="instances with too few GPUs")
+    parser.add_argument("--runs", type=int, default=30, help="instances in which what runs changes")
     asked = parser.parse_args()
     profiles = profiles_for([BASE], CLUSTER.gpu)
     estimators: dict[str, Estimator] = {
@@ -285,6 +410,12 @@ def main() -> None:
     for row in few:
         numbers = f"mean {row['mean']:.3f}, worst {row['worst']:.3f}"
         out.print(f"{row['objective']}, {row['gpus']} GPUs, {row['policy']}: {numbers}")
+    found["while running"] = changed = list(while_running(asked.runs))
+    for row in changed:
+        numbers = f"mean {row['mean']:.3f}, after changes {row['net_mean']:.3f}"
+        groups = f"{row['groups_formed']:.2f} formed, {row['groups_changed']:.2f} changed"
+        where = f"{row['objective']}, {row['gpus']} GPUs, {row['policy']}"
+        out.print(f"{where}: {numbers}; {groups}")
     write(RESULTS / "optimality.json", found)
 
 

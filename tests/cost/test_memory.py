@@ -10,6 +10,7 @@ from tests.cost.facts import small_cost, small_model, small_round
 from tlora_fx.cost.hardware import GIB
 from tlora_fx.cost.load import Round
 from tlora_fx.cost.memory import (
+    device_bytes,
     fits,
     in_flight,
     largest_length,
@@ -149,3 +150,12 @@ def test_a_model_too_large_says_so(cost):
 
     with pytest.raises(JobTooLong, match="even its shortest samples do not fit"):
         require_fits(small, plan(), small_round())
+
+
+def test_a_process_takes_what_fits_into_what_is_usable_and_its_graphs_on_top(cost):
+    """Without activations a base that fills what is usable takes the whole device."""
+    profile = with_memory(cost, 8 * GIB).profile
+    size, base = profile.hardware.memory_gib * GIB, {"base": usable_bytes(profile)}
+
+    assert device_bytes(base) == pytest.approx(size)
+    assert device_bytes(base | {"activations": 96.0}) == pytest.approx(size + 200.0)

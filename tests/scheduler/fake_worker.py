@@ -12,8 +12,10 @@ import json
 import os
 import signal
 import time
+from contextlib import suppress
 from pathlib import Path
 
+from tlora_fx.scheduler.local.processes import FULL
 from tlora_fx.scheduler.local.protocol import HEIR, EventWriter, WorkerConfig
 
 
@@ -24,6 +26,12 @@ def warm() -> None:
 def stays() -> bool:
     """Whether it waits for another order, as its last one said."""
     return bool(_orders[-1].options.get("stays"))
+
+
+def memory() -> tuple[int, int]:
+    """What it holds and what is free, as the base of its last order says."""
+    held = _orders[-1].options.get("held", {}).get(_orders[-1].jobs[0]["base"], 0)
+    return held, _orders[-1].options.get("free", 0)
 
 
 _orders: list[WorkerConfig] = []
@@ -39,6 +47,13 @@ def main(path: Path) -> bool:
         return False
     _Fake(order).run()
     return True
+
+
+def is_there(pid: int | None) -> bool:
+    """Whether a process runs."""
+    with suppress(ProcessLookupError):
+        return pid is not None and not os.kill(pid, 0)
+    return False
 
 
 def adapter_of(name: str, steps: int, value: int = 0, done: int = 0) -> int:
@@ -79,6 +94,10 @@ class _Fake:
 
     def run(self) -> None:
         signal.signal(signal.SIGTERM, self.stop)
+        for spec in self.specs.values():
+            if is_there(spec.get("crowded_by")):
+                self.writer.write("failed", reason="out of memory", job=spec["name"])
+                raise SystemExit(FULL)
         time.sleep(self.order.options.get("launch_seconds", 0.0))
         steps = {name: job["step"] for name, job in self.jobs.items()}
         for name, step in steps.items():

@@ -13,7 +13,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from tests.scheduler.fake_worker import adapter_of
+from tests.scheduler.fake_worker import adapter_of, is_there
 from tests.scheduler.fork_here import ForkHere
 from tlora_fx.cost.estimator import Layout
 from tlora_fx.cost.hardware import Cluster
@@ -26,6 +26,7 @@ from tlora_fx.scheduler.executor import (
     Failed,
     Finished,
     GroupStarted,
+    Noted,
     Progress,
     Warned,
 )
@@ -435,6 +436,146 @@ def test_idle_workers_give_way_to_another_base_on_their_gpu(bench):
 
     with pytest.raises(ProcessLookupError):
         os.kill(waiting, 0)
+
+
+HELD_BY = {"a": "one", "b": "two", "c": "three"}
+HELD = dict.fromkeys(HELD_BY.values(), 40)
+
+
+def sharing(bench, needs, free=50, **specs):
+    """Groups on a GPU that tells what is free of it: whoever waits there holds 40 bytes."""
+    here = stay(bench, **{name: {"steps": 5, **spec} for name, spec in specs.items()})
+    more = {**here.executor.options.more, "held": HELD, "free": free}
+    here.executor.options = replace(
+        here.executor.options, device="cuda", more=more,
+        memory_of=lambda group, jobs: needs[group.jobs[0]],
+    )  # fmt: skip
+    return here
+
+
+def run_through(here, epoch, *jobs):
+    """Have a group train to its end; the process that did it."""
+    group = here.launch(epoch, *jobs)
+    here.until(Drained, epoch=epoch)
+    here.executor.release(group, epoch)
+    return worker_of(here, epoch)
+
+
+def noted(here, end):
+    """Whether something was told of an idle worker that ends so."""
+    return any(event.text.endswith(end) for event in here.of(Noted))
+
+
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+def test_two_bases_take_turns_in_two_processes(bench, device):
+    """Each goes on where its base is, while the other waits beside it; at the end none is left."""
+    bases = {name: {"base": base} for name, base in zip("abcdef", ["one", "two"] * 3, strict=True)}
+    here = sharing(bench, dict.fromkeys(bases, 50), **bases)
+    here.executor.options = replace(here.executor.options, device=device)
+    workers = [run_through(here, epoch, name) for epoch, name in enumerate(bases, 1)]
+    here.close()
+
+    assert workers[:2] * 3 == workers
+    assert len(set(workers)) == 2
+    assert noted(here, "stays beside group 6")
+    assert not any(map(is_there, workers))
+
+
+def test_the_oldest_idle_worker_goes_where_memory_is_short(bench):
+    """One that was used since stays, and so does whoever fits beside the newcomer then."""
+    bases = {"a": "one", "b": "two", "c": "one", "d": "three"}
+    here = sharing(
+        bench, {"a": 50, "b": 50, "c": 50, "d": 90}, **{n: {"base": b} for n, b in bases.items()}
+    )
+    one, two, again, three = (run_through(here, epoch, n) for epoch, n in enumerate(bases, 1))
+
+    assert one == again
+    assert [is_there(worker) for worker in (one, two, three)] == [True, False, True]
+    assert noted(here, "is let go of: group 4 needs its memory")
+    assert noted(here, "stays beside group 4")
+
+
+def test_on_a_cpu_idle_workers_go_where_main_memory_is_short(bench):
+    """Two wait; a third base needs more than the machine has."""
+    here = sharing(bench, {"a": 50, "b": 50, "c": 1e18}, **{n: {"base": HELD_BY[n]} for n in "abc"})
+    here.executor.options = replace(here.executor.options, device="cpu")
+    workers = [run_through(here, epoch, name) for epoch, name in enumerate("abc", 1)]
+
+    assert [is_there(worker) for worker in workers] == [False, False, True]
+
+
+def test_a_base_that_comes_back_needs_what_it_holds_no_second_time(bench):
+    """It has 40 bytes and 50 are free: 90 are no reason to end its neighbour, 91 are."""
+    here = sharing(
+        bench, {"a": 50, "b": 50, "c": 90, "d": 50, "e": 91},
+        a={"base": "one"}, b={"base": "two"}, c={"base": "one"}, d={"base": "two"},
+        e={"base": "one"},
+    )  # fmt: skip
+    workers = [run_through(here, epoch, name) for epoch, name in enumerate("abcd", 1)]
+    assert workers[2:] == workers[:2]
+    last = run_through(here, 5, "e")
+
+    assert last == workers[0]
+    assert not is_there(workers[1])
+
+
+def test_whoever_joins_makes_idle_workers_go_for_whom_there_is_no_room(bench):
+    """The group that it joins needs more from then on."""
+    here = sharing(bench, {"a": 50, "b": 50, "c": 91}, a={"base": "two"}, b={"steps": 10_000}, c={})
+    idle = run_through(here, 1, "a")
+    group = here.launch(2, "b")
+    here.until(Progress, epoch=2)
+    assert is_there(idle)
+    change(here, 2, group, 3, "c", "b")
+    here.until(GroupStarted, epoch=3)
+
+    assert not is_there(idle)
+
+
+def test_a_group_without_memory_beside_idle_workers_is_tried_again_without_them(bench):
+    """No job is at fault; its base has the GPU for itself from then on."""
+    here = sharing(
+        bench, {"a": 50, "b": 50, "c": 50, "d": 50},
+        a={"base": "two"}, b={}, c={"base": "two"}, d={},
+    )  # fmt: skip
+    here.specs["b"]["crowded_by"] = idle = run_through(here, 1, "a")
+    group = here.launch(2, "b")
+    failed = here.until(Failed, epoch=2)
+    here.executor.release(group, 2)
+    run_through(here, 3, "b")
+    other = run_through(here, 4, "c")
+    run_through(here, 5, "d")
+
+    assert failed.job is None
+    assert "no memory beside idle workers, which are let go of: out of memory" in failed.reason
+    assert not is_there(idle)
+    assert [event.job for event in here.of(Finished)] == ["a", "b", "c", "d"]
+    assert not is_there(other)
+
+
+def test_a_group_that_has_no_memory_with_nobody_beside_it_is_at_fault(bench):
+    """There is nothing to be let go of."""
+    here = sharing(bench, {"a": 50}, a={"crowded_by": os.getpid()})
+    here.launch(1, "a")
+
+    assert here.until(Failed, job="a").reason == "out of memory"
+
+
+def test_an_idle_worker_that_is_killed_is_replaced_beside_the_others(bench):
+    """What it held counts as free; the other base stays."""
+    here = sharing(
+        bench, {"a": 50, "b": 50, "c": 90},
+        a={"base": "one"}, b={"base": "two"}, c={"base": "one"},
+    )  # fmt: skip
+    one, two = run_through(here, 1, "a"), run_through(here, 2, "b")
+    os.kill(one, signal.SIGKILL)
+    while is_there(one):
+        time.sleep(0.01)
+    again = run_through(here, 3, "c")
+
+    assert again not in (one, two)
+    assert is_there(two)
+    assert not here.of(Failed)
 
 
 def forked_here(bench, **specs):

@@ -32,7 +32,7 @@ from tlora_fx.cli.options import (
 )
 from tlora_fx.cli.terminal import Console
 from tlora_fx.errors import JobFolderError, RayNotInstalled, RunRefused
-from tlora_fx.scheduler.formations import Callback, Formation, LayoutOf
+from tlora_fx.scheduler.formations import Callback, Formation
 from tlora_fx.scheduler.loop import Loop, LoopOptions
 from tlora_fx.scheduler.state import ActiveJob, ChangeCosts, JobRequest
 from tlora_fx.scheduler.store import JobRecord, Ledger
@@ -40,7 +40,7 @@ from tlora_fx.scheduler.store import JobRecord, Ledger
 if TYPE_CHECKING:
     from tlora_fx.cost.hardware import Cluster
     from tlora_fx.scheduler.local.admission import AdmissionLimits
-    from tlora_fx.scheduler.service import RunOptions, SchedulerService
+    from tlora_fx.scheduler.service import Estimates, RunOptions, SchedulerService
 
 
 TURN_SECONDS = 0.05
@@ -111,7 +111,7 @@ class RunCommandOptions:
         typer.Option("--accept-changes", help="Go on though data or base are not as they were."),
     ] = False
 
-    def service(self, kind: str, layout_of: LayoutOf) -> RunOptions:
+    def service(self, kind: str, estimates: Estimates) -> RunOptions:
         """Of the run that they ask for, on kind "cpu" or "cuda"."""
         from tlora_fx.scheduler.local.executor import (
             COMPILING_SECONDS,
@@ -130,7 +130,7 @@ class RunCommandOptions:
         return RunOptions(
             LoopOptions(horizon, switch_seconds=10.0, changes=ChangeCosts()),
             linger=None if self.forever else 0.0 if self.until_empty else horizon,
-            layout_of=layout_of,
+            layout_of=estimates.layout_of,
             admission=self._admission(),
             grace_seconds=seconds(self.grace, "--grace"),
             local=LocalOptions(
@@ -143,6 +143,7 @@ class RunCommandOptions:
                 extensions=tuple(map(_absolute, self.load or ())),
                 accept_changes=self.accept_changes,
                 callbacks=tuple(map(_absolute, self.callback or ())),
+                memory_of=estimates.memory_of,
             ),
         )
 
@@ -189,7 +190,7 @@ def run(options: RunCommandOptions) -> None:
         callback_named(name)
     cluster, kind, adapted = placed(options)
     estimates = Estimates(cluster, tuple(options.profile or ()))
-    service = adapted(options.service(kind, estimates.layout_of))
+    service = adapted(options.service(kind, estimates))
     output = options.output or Path("runs") / datetime.now(UTC).strftime("%Y%m%d-%H%M%S")
     page = Page(Console(stderr=True))
     page.say(f"{output}: {cluster.gpus} × {cluster.gpu}, policy {policy.name}")
@@ -416,6 +417,9 @@ class Page(Callback):
 
     def warned(self, time: float, run: Formation, text: str) -> None:
         self.say(f"{time:8.1f} s  group {run.epoch} goes on, but: {text}", "yellow")
+
+    def noted(self, time: float, text: str) -> None:
+        self.say(f"{time:8.1f} s  {text}")
 
     def left(self, time: float, run: Formation, job: ActiveJob, reason: str) -> None:
         how = f"failed: {reason}" if reason else f"done after {job.request.steps} steps"

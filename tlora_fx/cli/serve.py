@@ -105,7 +105,7 @@ def run(options: ServeCommandOptions) -> None:
     estimates = Estimates(cluster, tuple(options.profile or ()))
     with opened(
         store.inbox, options.output, cluster, policy, estimates.estimator, estimates,
-        EventLog(store), adapted(options.service(kind, estimates.layout_of)),
+        EventLog(store), adapted(options.service(kind, estimates)),
     ) as running:  # fmt: skip
         running.before_advance = Control(store, options.output, running)
         # Only now: another service may hold the folder.

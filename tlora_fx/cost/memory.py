@@ -6,6 +6,7 @@ takes while it runs, is what a profile measured. Numbers are bytes, of m process
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 import numpy as np
@@ -180,6 +181,15 @@ def usable_bytes(profile: Profile) -> float:
     """What the allocator may give out on a profile's hardware; endless where it does not say."""
     size = profile.hardware.memory_gib
     return max(0.0, size - RESERVED_GIB) * GIB * (1 - GAPS) if size else float("inf")
+
+
+def device_bytes(memory: Mapping[str, float]) -> float:
+    """What a process takes of its device, by the fields of Memory; one that is missing is 0.
+
+    Rows that run as CUDA graphs have activations of their own, beside those of other rows.
+    """
+    graphs = memory.get("activations", 0.0) + memory.get("transient", 0.0)
+    return (sum(memory.values()) + graphs) / (1 - GAPS) + RESERVED_GIB * GIB
 
 
 def fits(cost: CostModel, memory: Memory) -> bool:

@@ -111,6 +111,13 @@ class Warned(GroupEvent):
 
 
 @dataclass(frozen=True, slots=True)
+class Noted(ExecutorEvent):
+    """What a user may want to know, and nobody has to act upon."""
+
+    text: str
+
+
+@dataclass(frozen=True, slots=True)
 class NodeLost(ExecutorEvent):
     """A node went away; of each group that stood on it a `Failed` follows."""
 

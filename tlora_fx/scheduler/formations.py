@@ -136,6 +136,9 @@ class Callback:
     def warned(self, time: float, run: Formation, text: str) -> None:
         """Something went wrong in a group, and it goes on."""
 
+    def noted(self, time: float, text: str) -> None:
+        """What became of a worker that waits for a group."""
+
     def left(self, time: float, run: Formation, job: ActiveJob, reason: str) -> None:
         """A job ended, done ("") or failed for a reason; its group still has it in `run.jobs`."""
 

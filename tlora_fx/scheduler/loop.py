@@ -33,6 +33,7 @@ from tlora_fx.scheduler.executor import (
     GroupStarted,
     NodeBack,
     NodeLost,
+    Noted,
     Progress,
     Warned,
 )
@@ -141,6 +142,8 @@ class Events:
                 run = self.loop.formations.runs.get(event.epoch)
                 if run is not None:
                     self._of_run(event, run)
+            elif isinstance(event, Noted):
+                self.loop.callback.noted(event.time, event.text)
             else:
                 self._of_node(event, now)
         return bool(events)

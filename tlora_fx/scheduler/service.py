@@ -21,6 +21,7 @@ from tlora_fx.config.job_file import read_bounded
 from tlora_fx.cost.estimator import Estimator, Layout, ProfileEstimator
 from tlora_fx.cost.hardware import Cluster
 from tlora_fx.cost.load import Demand
+from tlora_fx.cost.memory import device_bytes
 from tlora_fx.cost.model_facts import ModelFacts
 from tlora_fx.cost.profile import Profile
 from tlora_fx.cost.profile_sources import covers, profiles_for, require_profile
@@ -151,6 +152,13 @@ class Estimates:
         demand = Demand.total(request.demand for request in requests)
         tier = self.cluster.tier(group.place)
         return self.estimator.explain(requests[0].base, demand, len(group.place), tier).layout
+
+    def memory_of(self, group: Group, requests: Sequence[JobRequest]) -> float | None:
+        """Bytes that a group's process takes of its GPU, or of main memory; None: not known."""
+        demand = Demand.total(request.demand for request in requests)
+        tier = self.cluster.tier(group.place)
+        expected = self.estimator.explain(requests[0].base, demand, len(group.place), tier)
+        return device_bytes(expected.memory) if expected.layout is not None else None
 
     def threads(self) -> list[str]:
         """What profiles of a CPU were measured with another number of cores than a slot has."""

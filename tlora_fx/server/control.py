@@ -109,6 +109,10 @@ class EventLog(Callback):
         """A group goes on."""
         self.say(time, "warning", run.group.jobs, f"group {run.epoch} goes on, but: {text}")
 
+    def noted(self, time: float, text: str) -> None:
+        """A worker that waits for a group stays, or is let go of."""
+        self.say(time, "service", [], text)
+
     def left(self, time: float, run: Formation, job: ActiveJob, reason: str) -> None:
         """A job ended."""
         text = f"failed: {reason}" if reason else "has ended"

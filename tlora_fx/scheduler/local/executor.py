@@ -28,7 +28,7 @@ from pathlib import Path
 from typing import IO, Any, Protocol
 
 from tlora_fx.cost.estimator import Layout
-from tlora_fx.cost.hardware import Cluster
+from tlora_fx.cost.hardware import GIB, Cluster
 from tlora_fx.durable import replace_file
 from tlora_fx.errors import PlaceTaken, RunFolderError, WorkerLost, WorkerStalled
 from tlora_fx.runtime.checkpoint import CheckpointStore
@@ -41,16 +41,19 @@ from tlora_fx.scheduler.executor import (
     Finished,
     GroupEvent,
     GroupStarted,
+    Noted,
     Progress,
     Warned,
 )
 from tlora_fx.scheduler.lease import revoke
+from tlora_fx.scheduler.local.processes import CROWDED, IdleNews
 from tlora_fx.scheduler.local.protocol import HEIR, EventReader, WorkerConfig
 from tlora_fx.scheduler.state import Group, JobRequest
 from tlora_fx.scheduler.store import Ledger
 
 TAIL_LINES = 12
 ORDER = "order.json"
+NO_ROOM = "no memory beside idle workers, which are let go of"
 #: The least that a group may go without progress.
 STEP_SECONDS = 300.0
 #: Compiled layers may be compiled anew for rows of another size, in the middle of a step.
@@ -152,8 +155,15 @@ class Processes(Protocol):
         *,
         stays: str = "",
         place: Iterable[int] = (),
+        needs: float | None = None,
     ) -> int:
         """Start one; its number."""
+
+    def make_room(self, worker: int, needs: float | None) -> None:
+        """One will need so many bytes."""
+
+    def news(self) -> list[IdleNews]:
+        """What became of idle ones since the last call."""
 
     def signal(self, worker: int, number: int) -> None:
         """Send one a signal; nothing happens where it has ended."""
@@ -176,6 +186,7 @@ class RunningGroup:
     log         where it prints
     begun       whether it has processes; one that is to take over has none yet
     heir        what takes over from it
+    needs       bytes of each of its GPUs, or of main memory; None: not known
     """
 
     epoch: int
@@ -192,6 +203,7 @@ class RunningGroup:
     log: Path | None = None
     begun: bool = True
     heir: RunningGroup | None = None
+    needs: float | None = None
     asked: bool = False
     over: bool = False
     handed: bool = False
@@ -285,6 +297,9 @@ class RunningGroup:
 
     def _end(self, now: float, codes: list[int]) -> Iterator[GroupEvent]:
         """The last events; those of single jobs that ended came before."""
+        if CROWDED in codes:
+            # No job is at fault that would have had memory without the idle workers beside it.
+            self.at_fault, self.reason = None, f"{NO_ROOM}: {self.reason or self._why(codes)}"
         # Where it was asked to stop, that may be what the trainer stumbled over.
         if not self.asked and self.at_fault is not None and self.at_fault not in self.settled:
             yield Failed(now, self.epoch, self.at_fault, self.reason)
@@ -343,6 +358,8 @@ class LocalOptions:
     accept_changes   jobs go on though their data or base are not as they were
     callbacks        FILE.py:CLASS of a `TrainerCallback` that each group's process makes and tells
     resident         a worker whose group has ended keeps the base for the next group
+    memory_of        bytes that a group needs of each of its GPUs, or of main memory; None: nobody
+                     knows
     """
 
     device: str = "cpu"
@@ -356,6 +373,7 @@ class LocalOptions:
     accept_changes: bool = False
     callbacks: tuple[str, ...] = ()
     resident: bool = True
+    memory_of: Callable[[Group, Sequence[JobRequest]], float | None] | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -400,6 +418,7 @@ class LocalExecutor:
         self._held: dict[int, tuple[int, ...]] = {}
         self._groups: dict[int, RunningGroup] = {}
         self._ended: set[str] = set()
+        self._bases: dict[str, str] = {}
         server.begin()
 
     @property
@@ -449,6 +468,8 @@ class LocalExecutor:
         if epoch not in self._held:
             raise PlaceTaken("nothing is reserved for this group", epoch=epoch)
         self._groups[epoch] = running = self._running(epoch, group, layout)
+        running.needs = self._memory_of(group, jobs)
+        self._bases |= {self._stays(group): job.base for job in jobs}
         self._begin(running, group)
 
     def _running(self, epoch: int, group: Group, layout: Layout | None) -> RunningGroup:
@@ -460,12 +481,16 @@ class LocalExecutor:
             Watchdog(self.options.stall), folder / "train", layout,
         )  # fmt: skip
 
+    def _memory_of(self, group: Group, jobs: Sequence[JobRequest]) -> float | None:
+        memory_of = self.options.memory_of
+        return None if memory_of is None else memory_of(group, jobs)
+
     def _begin(self, running: RunningGroup, group: Group) -> None:
         """Start a group's processes."""
         folder, gpus = running.folder, self._gpus(running)
         config = self._config(folder, running.epoch, group, gpus, running.layout)
         config.write(folder / ORDER)
-        running.workers = self._start(running.epoch, folder, config, gpus)
+        running.workers = self._start(running, folder, config, gpus)
         running.stays, running.begun = config.stays, True
         running.log = folder / "rank-0.log"
 
@@ -474,7 +499,7 @@ class LocalExecutor:
         return self._held[running.epoch][: running.layout.mesh.size if running.layout else 1]
 
     def _start(
-        self, epoch: int, folder: Path, config: WorkerConfig, gpus: tuple[int, ...]
+        self, running: RunningGroup, folder: Path, config: WorkerConfig, gpus: tuple[int, ...]
     ) -> tuple[int, ...]:
         """Start the processes of a group, whose config is in its folder; their numbers."""
         alone_on = gpus if self.options.device == "cuda" else ()
@@ -482,6 +507,7 @@ class LocalExecutor:
             self._server.start(
                 folder / ORDER, folder / f"rank-{rank}.log", environment,
                 stays=config.stays if len(gpus) == 1 else "", place=alone_on,
+                needs=running.needs,
             )
             for rank, environment in enumerate(_environments(gpus))
         )  # fmt: skip
@@ -508,6 +534,9 @@ class LocalExecutor:
         running = self._running(heir_epoch, heir, before.layout)
         running.begun, running.stays = False, before.stays
         running.output, running.log = before.output, before.log
+        running.needs = self._memory_of(heir, jobs)
+        for worker in before.workers:
+            self._server.make_room(worker, running.needs)
         kept = [name for name, source in self.sources.items() if source.path == before.output]
         self._held[heir_epoch] = self._held[epoch]
         gpus = self._gpus(running)
@@ -576,7 +605,19 @@ class LocalExecutor:
             heir = running.heir
             if running.over and not running.failed and heir is not None and not heir.begun:
                 found += self._inherit(running, heir)
+        # Processes of one group have the same said of them.
+        texts = dict.fromkeys(self._told_of(news) for news in self._server.news())
+        found += [Noted(self.now(), text) for text in texts]
         return sorted(found, key=lambda event: event.time)
+
+    def _told_of(self, news: IdleNews) -> str:
+        """What became of an idle worker, in words."""
+        idle = f"idle {self._bases.get(news.kind, 'base')} ({news.held / GIB:.1f} GiB)"
+        whose = [e for e, group in self._groups.items() if news.order in group.workers]
+        group = f"group {max(whose)}" if whose else "a group"
+        if news.stays:
+            return f"{idle} stays beside {group}"
+        return f"{idle} is let go of" + (f": {group} needs its memory" if news.order else "")
 
     def _note(self, found: Iterable[ExecutorEvent]) -> None:
         for event in found:

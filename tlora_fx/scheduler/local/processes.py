@@ -14,7 +14,7 @@ import time
 import traceback
 from collections.abc import Iterable, Mapping
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from importlib import import_module
 from pathlib import Path
 from types import FrameType, ModuleType
@@ -22,6 +22,25 @@ from typing import Any
 
 WORKER = "tlora_fx.scheduler.local.worker"
 LOST = -signal.SIGKILL
+#: Exit codes of a worker: that it had no memory; and that it had none beside idle ones, which are
+#: gone since.
+FULL, CROWDED = 12, 13
+
+
+@dataclass(frozen=True, slots=True)
+class IdleNews:
+    """What became of an idle worker.
+
+    kind    what it keeps
+    held    bytes of its device, or of main memory on a CPU
+    stays   beside the order's process; otherwise it was ended
+    order   of whoever needed memory; 0: nobody, there was too little for all
+    """
+
+    kind: str
+    held: int
+    stays: bool
+    order: int
 
 
 class ForkServer:
@@ -44,6 +63,7 @@ class ForkServer:
         self._environment = dict(environment or {})
         self._ended: dict[int, int] = {}
         self._running: set[int] = set()
+        self._news: list[IdleNews] = []
         self._heard = b""
         self._next = 1
         self._ready = False
@@ -90,6 +110,7 @@ class ForkServer:
         *,
         stays: str = "",
         place: Iterable[int] = (),
+        needs: float | None = None,
     ) -> int:
         """Start a worker; its number, which is the order's where workers stay.
 
@@ -97,14 +118,16 @@ class ForkServer:
                  leads a process group, and the whole group is killed when the parent has gone
         stays    what the worker keeps when its order is done: the next order of the same kind and
                  place goes to it. "": it ends
-        place    GPUs that it has for itself: no idle worker of another kind keeps memory there
+        place    GPUs on which no other works; idle ones keep their memory there while it has room
+        needs    bytes of each of these, or of main memory; None: nobody knows, and its GPUs are
+                 cleared
         """
         self.begin()
         number, self._next = self._next, self._next + 1
         self._running.add(number)
         asked: dict[str, Any] = {
             "start": number, "order": str(order), "log": str(log), "environment": environment,
-            "stays": stays, "place": list(place),
+            "stays": stays, "place": list(place), "needs": needs,
         }  # fmt: skip
         self._ask({**asked, "module": module} if module else asked)
         return number
@@ -113,6 +136,17 @@ class ForkServer:
         """Send a worker a signal; nothing happens where it has ended."""
         if worker in self._running:
             self._ask({"signal": worker, "number": number})
+
+    def make_room(self, worker: int, needs: float | None) -> None:
+        """A worker will need so many bytes from now on; as of `start`."""
+        if worker in self._running:
+            self._ask({"room": worker, "needs": needs})
+
+    def news(self) -> list[IdleNews]:
+        """What became of idle workers since the last call."""
+        self._hear()
+        news, self._news = self._news, []
+        return news
 
     def code(self, worker: int) -> int | None:
         """The exit code of a worker, negative for a signal; None while it runs."""
@@ -157,6 +191,9 @@ class ForkServer:
             if "ready" in told:
                 self._ready = True
                 continue
+            if "kind" in told:
+                self._news.append(IdleNews(**told))
+                continue
             self._running.discard(told["ended"])
             self._ended[told["ended"]] = told["code"]
         if gone:
@@ -190,12 +227,18 @@ class ForkServer:
 # a whole, and is killed as soon as the parent has died.
 #
 # A worker whose start names what "stays" does not end with its order where its module's `stays()`
-# is true: it says so, and waits for the next order of that kind. To its parent the order has ended
-# as if the process had. Idle workers are ended, the oldest first, where another kind needs their
-# place, where they are too many, and where memory runs short.
+# is true: it waits for the next order of that kind, and says what it holds and what is free on its
+# device then, which its module's `memory()` knows. To its parent the order has ended as if the
+# process had.
+#
+# Idle workers are ended, the oldest first, until an order's process has the bytes that it needs:
+# what was free on its GPU when a worker became idle there last, and what those held that have ended
+# since. On a CPU it is main memory, of which a part stays free. A process that has none all the
+# same ends as FULL: then the idle ones of its place go, and its kind is kept apart from then on.
 
 POLL_SECONDS = 0.05
-#: Idle workers that are kept, and the part of main memory below which none is.
+#: Idle workers that are kept on a GPU, or on the CPU; and the part of main memory below which none
+#: is.
 MOST_IDLE = 4
 LEAST_FREE = 0.2
 #: That a worker may take to stop; its thread ends it then.
@@ -237,17 +280,26 @@ def forget_no_device() -> None:
 
 
 class _Server:
+    """Answers the parent.
+
+    children   what each worker that is at an order was asked, by process
+    free       bytes by GPU that an order's process may have, beside the idle workers there
+    apart      kinds that had no memory beside idle workers
+    """
+
     def __init__(self, module: ModuleType, lifeline: int) -> None:
         self.module, self.lifeline = module, lifeline
-        self.children: dict[int, int] = {}
+        self.children: dict[int, dict[str, Any]] = {}
         self.guests: set[int] = set()
         self.residents: dict[int, _Resident] = {}
+        self.free: dict[int, int] = {}
+        self.apart: set[str] = set()
         self.heard = b""
 
     def serve(self) -> None:
         """Answer until the parent is gone and every worker has ended."""
         orphaned: float | None = None
-        while orphaned is None or self.children:
+        while orphaned is None or self.children or self.residents:
             said = {resident.says: pid for pid, resident in self.residents.items()}
             wanted = [] if orphaned is not None else [0, self.lifeline, *said]
             ready, _, _ = select.select(wanted, [], [], POLL_SECONDS)
@@ -257,6 +309,7 @@ class _Server:
                 # The workers have seen the same end of the lifeline.
                 orphaned = time.monotonic()
                 self.kill(self.guests & self.children.keys())
+                self.kill(self.residents.keys() - self.children.keys())
             if orphaned is not None and time.monotonic() - orphaned > STOP_SECONDS + LATE_SECONDS:
                 self.kill(self.children)
             self.reap(told=orphaned is None)
@@ -284,28 +337,35 @@ class _Server:
         if "start" in asked:
             self.start(asked)
             return
-        for pid, number in self.children.items():
-            if number == asked["signal"]:
+        for pid, order in self.children.items():
+            if order["start"] == asked.get("signal"):
                 self.send(pid, asked["number"])
+            if order["start"] == asked.get("room"):
+                order["needs"] = asked["needs"]
+                self.make_room(order, self.residents.get(pid))
 
     def start(self, asked: dict[str, Any]) -> None:
         """Hand an order to the worker that waits for such, or to a new one."""
+        # One that has died in the meantime hears no order.
+        self.reap(told=True)
         kind, place = asked["stays"], frozenset(asked["place"])
         for pid, resident in self.idle():
             if kind and (resident.kind, resident.place) == (kind, place):
+                resident.idle, self.children[pid] = False, asked
+                self.settle(asked, resident)
                 with suppress(BrokenPipeError):
                     os.write(resident.hears, json.dumps(asked).encode() + b"\n")
                 # Where it has just died, that is how the order ends.
-                resident.idle, self.children[pid] = False, asked["start"]
                 return
-            if place & resident.place:
-                self.dismiss(pid)
-        self.trim()
+        if "module" in asked:
+            self.trim()
+        else:
+            self.settle(asked)
         pipes = _pipes() if kind else ()
         pid = os.fork()
         if pid == 0:
             _become_worker(self.module, self.lifeline, asked, pipes)
-        self.children[pid] = asked["start"]
+        self.children[pid] = asked
         if "module" in asked:
             self.guests.add(pid)
         if pipes:
@@ -319,56 +379,108 @@ class _Server:
         found = [(pid, resident) for pid, resident in self.residents.items() if resident.idle]
         return sorted(found, key=lambda entry: entry[1].since)
 
+    def beside(self, place: frozenset[int]) -> list[tuple[int, _Resident]]:
+        """Idle workers that hold what an order's process could use: on a CPU all of them."""
+        return [(pid, worker) for pid, worker in self.idle() if worker.place & place or not place]
+
+    def settle(self, asked: dict[str, Any], mine: _Resident | None = None) -> None:
+        """Make room for an order's process, and say who stays beside it."""
+        self.make_room(asked, mine)
+        for _, worker in self.beside(frozenset(asked["place"])):
+            self.tell_of(worker, stays=True, order=asked["start"])
+
+    def make_room(self, asked: dict[str, Any], mine: _Resident | None = None) -> None:
+        """End idle workers until an order's process fits beside the others.
+
+        mine   the process where it was idle itself: it needs what it held no second time
+        """
+        place, held = frozenset(asked["place"]), mine.held if mine else 0
+        needs = None if asked["stays"] in self.apart else asked["needs"]
+        for pid, worker in self.beside(place) if place else []:
+            if any(needs is None or needs > self.free[g] + held for g in worker.place & place):
+                self.dismiss(pid, asked["start"])
+        self.trim(asked["start"], 0 if place or needs is None else needs - held)
+
     def rest(self, pid: int) -> None:
         """A worker has done its order and waits for another."""
-        resident = self.residents[pid]
-        if not os.read(resident.says, 1):
+        worker = self.residents.get(pid)
+        if worker is None:
+            # It was ended as it had just died.
+            return
+        said = os.read(worker.says, 4096)
+        if not said:
             # It has ended, or become another program: no order reaches it.
             self.forget(pid)
             return
-        resident.idle, resident.since = True, time.monotonic()
-        self.tell(self.children.pop(pid), 0)
+        worker.held, free = json.loads(said)
+        worker.idle, worker.since = True, time.monotonic()
+        self.free |= dict.fromkeys(worker.place, free)
+        self.tell(self.children.pop(pid)["start"], 0)
+        same = [other for other, resident in self.idle() if resident.place == worker.place]
+        for other in same[:-MOST_IDLE]:
+            self.dismiss(other)
         self.trim()
 
-    def trim(self) -> None:
-        """End the oldest of too many idle workers, and of all where memory runs short."""
-        idle = self.idle()
-        while idle and (len(idle) > MOST_IDLE or _free_memory() < LEAST_FREE):
-            self.dismiss(idle.pop(0)[0])
+    def trim(self, order: int = 0, needs: float = 0) -> None:
+        """End the oldest idle workers where main memory runs short, by what an order needs."""
+        for pid, _ in self.idle():
+            if _free_memory(needs) >= LEAST_FREE:
+                return
+            self.dismiss(pid, order)
 
-    def dismiss(self, pid: int) -> None:
+    def dismiss(self, pid: int, order: int = 0) -> None:
         """End a worker that waits; what it holds is free afterwards."""
         os.kill(pid, signal.SIGKILL)
         os.waitpid(pid, 0)
+        self.tell_of(self.residents[pid], stays=False, order=order)
         self.forget(pid)
 
     def forget(self, pid: int) -> None:
-        resident = self.residents.pop(pid, None)
-        if resident is not None:
-            os.close(resident.hears)
-            os.close(resident.says)
+        worker = self.residents.pop(pid, None)
+        if worker is not None:
+            os.close(worker.hears)
+            os.close(worker.says)
+            for gpu in worker.place & self.free.keys():
+                self.free[gpu] += worker.held
 
     def tell(self, number: int, code: int) -> None:
         os.write(1, json.dumps({"ended": number, "code": code}).encode() + b"\n")
+
+    def tell_of(self, worker: _Resident, *, stays: bool, order: int) -> None:
+        news = IdleNews(worker.kind, worker.held, stays, order)
+        os.write(1, json.dumps(asdict(news)).encode() + b"\n")
 
     def reap(self, *, told: bool) -> None:
         while self.children or self.residents:
             pid, status = os.waitpid(-1, os.WNOHANG)
             if pid == 0:
                 return
-            number = self.children.pop(pid, None)
+            asked = self.children.pop(pid, None)
             self.guests.discard(pid)
             self.forget(pid)
-            if told and number is not None:
-                self.tell(number, os.waitstatus_to_exitcode(status))
+            if told and asked is not None:
+                code = os.waitstatus_to_exitcode(status)
+                self.tell(asked["start"], self.crowd_out(asked) if code == FULL else code)
+
+    def crowd_out(self, asked: dict[str, Any]) -> int:
+        """A process had no memory: end the idle workers beside it; its exit code."""
+        crowd = self.beside(frozenset(asked["place"]))
+        for pid, _ in crowd:
+            self.dismiss(pid, asked["start"])
+        if not crowd:
+            return FULL
+        self.apart |= {asked["stays"]} - {""}
+        return CROWDED
 
 
 @dataclass(slots=True)
 class _Resident:
     """A worker that does not end with its order.
 
-    hears, says   file descriptors: orders for it, a byte for each that it has done
+    hears, says   file descriptors: orders for it; for each that it has done, what it holds and
+                  what is free
     since         when it began to wait
+    held          bytes then
     """
 
     kind: str
@@ -377,6 +489,7 @@ class _Resident:
     says: int
     idle: bool = False
     since: float = 0.0
+    held: int = 0
 
 
 def _pipes() -> tuple[int, int, int, int]:
@@ -386,11 +499,11 @@ def _pipes() -> tuple[int, int, int, int]:
     return hears, says, orders, done
 
 
-def _free_memory() -> float:
-    """The part of main memory that can be had."""
+def _free_memory(needs: float) -> float:
+    """The part of main memory that can be had, once so many bytes are taken."""
     with Path("/proc/meminfo").open(encoding="ascii") as file:
-        sizes = {line.split(":")[0]: int(line.split()[1]) for line in file}
-    return sizes["MemAvailable"] / sizes["MemTotal"]
+        sizes = {line.split(":")[0]: int(line.split()[1]) << 10 for line in file}
+    return (sizes["MemAvailable"] - needs) / sizes["MemTotal"]
 
 
 def _become_worker(
@@ -442,7 +555,7 @@ def _work(
             os.execv(sys.executable, here)  # noqa: S606  (our own module)
         # Whose parent has died gets no other order.
         while pipes and not select.select([lifeline], [], [], 0)[0] and module.stays():
-            module.main(_next_order(*pipes))
+            module.main(_next_order(pipes, module.memory()))
         code = 0
     except SystemExit as stop:
         code = stop.code if isinstance(stop.code, int) else int(bool(stop.code))
@@ -454,11 +567,16 @@ def _work(
         os._exit(code)
 
 
-def _next_order(orders: int, done: int) -> Path:
-    """Say that an order is done, and wait for the next one."""
+def _next_order(pipes: tuple[int, ...], memory: tuple[int, int]) -> Path:
+    """Say that an order is done, and wait for the next one.
+
+    pipes    the worker's ends
+    memory   bytes that it holds, and that are free
+    """
+    orders, done = pipes
     sys.stdout.flush()
     sys.stderr.flush()
-    os.write(done, b".")
+    os.write(done, json.dumps(memory).encode())
     line = b""
     while not line.endswith(b"\n"):
         content = os.read(orders, 65536)

@@ -10,6 +10,7 @@ import gc
 import os
 import pkgutil
 import time
+import traceback
 from collections.abc import Container, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
@@ -25,7 +26,7 @@ import tlora_fx.planners
 from tlora_fx.compiler import compile, find_passes, prepare
 from tlora_fx.config.job import Job
 from tlora_fx.cost.plan import MeshShape, Plan
-from tlora_fx.errors import JobsDiffer, NotAdmitted, TloraError
+from tlora_fx.errors import JobsDiffer, NotAdmitted, OutOfMemory, TloraError
 from tlora_fx.ir.graph import OpenSlots
 from tlora_fx.model.slots import rounded
 from tlora_fx.pipeline import load_extension
@@ -34,9 +35,11 @@ from tlora_fx.runtime.callbacks import Callbacks, EachInTurn, TrainerCallback, c
 from tlora_fx.runtime.checkpoint import Checkpoint, ResumeSources
 from tlora_fx.runtime.checks import load_all_data
 from tlora_fx.runtime.distributed import Ranks
+from tlora_fx.runtime.isolation import is_out_of_memory
 from tlora_fx.runtime.launch import Launch, exits_at_once, join
 from tlora_fx.runtime.trainable import require_trainable
 from tlora_fx.runtime.trainer import Trainer, TrainerOptions
+from tlora_fx.scheduler.local.processes import FULL
 from tlora_fx.scheduler.local.protocol import HEIR, EventWriter, WorkerConfig
 from tlora_fx.scheduler.requests import quiet_import
 
@@ -79,7 +82,12 @@ def _train(config: WorkerConfig, launch: Launch) -> None:
         if events is not None:
             job = error.facts.get("job")
             events.writer.write("failed", reason=str(error), job=job)
-        raise SystemExit(str(error)) from error
+        raise SystemExit(FULL if isinstance(error, OutOfMemory) else str(error)) from error
+    except (RuntimeError, MemoryError) as error:
+        if not is_out_of_memory(error):
+            raise
+        traceback.print_exc()
+        raise SystemExit(FULL) from error
     if events is not None:
         events.writer.write("ended")
 
@@ -101,6 +109,19 @@ def stays() -> bool:
     """Whether this process is worth keeping for another order."""
     gc.collect()
     return bool(_kept)
+
+
+def memory() -> tuple[int, int]:
+    """Bytes that this process holds on its GPU, and that are free there.
+
+    On a CPU those of main memory that no other process shares; nobody asks it what is free.
+    """
+    if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
+        torch.cuda.empty_cache()
+        return torch.cuda.memory_reserved(), torch.cuda.mem_get_info()[0]
+    with Path("/proc/self/smaps_rollup").open(encoding="ascii") as file:
+        sizes = [int(line.split()[1]) for line in file if line.startswith("Private_")]
+    return sum(sizes) << 10, 0
 
 
 def _model(jobs: list[Job], config: WorkerConfig, launch: Launch) -> SuperModel:

@@ -35,8 +35,9 @@ from tlora_fx.scheduler.local.executor import (
     CheckpointSource,
     LocalExecutor,
     LocalOptions,
+    RunningGroup,
 )
-from tlora_fx.scheduler.local.processes import LOST, STOP_SECONDS, ForkServer
+from tlora_fx.scheduler.local.processes import LOST, STOP_SECONDS, ForkServer, IdleNews
 from tlora_fx.scheduler.local.protocol import WorkerConfig
 from tlora_fx.scheduler.ray.cluster import RayCluster
 from tlora_fx.scheduler.ray.worker import Worker
@@ -112,8 +113,9 @@ class Actors:
         *,
         stays: str = "",
         place: Iterable[int] = (),
+        needs: float | None = None,
     ) -> int:
-        """Start an order on the actor of its rank; its number."""
+        """Start an order on the actor of its rank, which has its GPU for itself; its number."""
         here = self.places[tuple(place)]
         rank = int(environment.get("RANK", 0))
         if here.kind != stays:
@@ -146,6 +148,13 @@ class Actors:
         else:
             with order.asked.open("ab") as file:
                 file.write(b"%d\n" % number)
+
+    def make_room(self, worker: int, needs: float | None) -> None:
+        """Nobody is beside it."""
+
+    def news(self) -> list[IdleNews]:
+        """Actors that wait tell nothing."""
+        return []
 
     def code(self, worker: int) -> int | None:
         """The exit code of a worker, that of SIGKILL where it was lost; None while it works."""
@@ -327,9 +336,9 @@ class RayExecutor(LocalExecutor):
         )
 
     def _start(
-        self, epoch: int, folder: Path, config: WorkerConfig, gpus: tuple[int, ...]
+        self, running: RunningGroup, folder: Path, config: WorkerConfig, gpus: tuple[int, ...]
     ) -> tuple[int, ...]:
-        place = self._places[epoch].gpus
+        place = self._places[running.epoch].gpus
         nodes = [self.nodes.node(gpu).node for gpu in gpus]
         return tuple(
             self._actors.start(

@@ -1,0 +1,59 @@
+"""How one process of a group ends, and what it says of its memory."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from tlora_fx.errors import OutOfMemory
+from tlora_fx.runtime.launch import Launch
+from tlora_fx.scheduler.local import worker
+from tlora_fx.scheduler.local.processes import FULL
+from tlora_fx.scheduler.local.protocol import EventReader, WorkerConfig
+
+FAILURES = [
+    torch.OutOfMemoryError("CUDA out of memory"),
+    RuntimeError("DefaultCPUAllocator: can't allocate memory"),
+    OutOfMemory("there is no memory for a step of any job", job="a"),
+]
+
+
+@pytest.fixture
+def config(tmp_path):
+    """An order of no jobs."""
+    log = str(tmp_path / "told.jsonl")
+    return WorkerConfig(1, (), {}, str(tmp_path / "train"), str(tmp_path), log)
+
+
+@pytest.mark.parametrize("failure", FAILURES, ids=lambda failure: type(failure).__name__)
+def test_a_worker_without_memory_says_so_by_its_exit_code(monkeypatch, config, failure):
+    """Whether it was loading or training; the jobs that are named are told as ever."""
+
+    def run():
+        raise failure
+
+    monkeypatch.setattr(worker, "_trainer", lambda *given: SimpleNamespace(run=run))
+    with pytest.raises(SystemExit) as ended:
+        worker._train(config, Launch())
+
+    assert ended.value.code == FULL
+    told = [line["job"] for line in EventReader(worker.Path(config.event_log)).lines()]
+    assert told == (["a"] if isinstance(failure, OutOfMemory) else [])
+
+
+def test_another_failure_is_none_of_memory(monkeypatch, config):
+    """It goes on to whoever prints it."""
+    monkeypatch.setattr(worker, "_trainer", lambda *given: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        worker._train(config, Launch())
+
+
+def test_a_worker_on_a_cpu_knows_what_it_holds_alone():
+    """What it has written since its fork."""
+    before, _ = worker.memory()
+    tensor = torch.ones(1 << 24)
+    after, _ = worker.memory()
+
+    assert 0 < before <= after - tensor.nbytes // 2
