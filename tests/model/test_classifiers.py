@@ -125,7 +125,13 @@ def by_peft(model: Any, name: str, part: JobTokens, labels: list[Any], size: int
 
 
 def assert_classifies(
-    model: Any, labels: list[Any], bound: float, *, size: int = 3, first: bool = False
+    model: Any,
+    labels: list[Any],
+    bound: float,
+    *,
+    size: int = 3,
+    first: bool = False,
+    alone_bound: float = 1e-12,
 ) -> None:
     """Both jobs get together what PEFT gives each alone, and the same in a row of their own."""
     own = {"a": labels[:2], "b": labels[2:]}
@@ -138,7 +144,7 @@ def assert_classifies(
         alone = run_fused(
             model, [part if at == index else nothing for at, part in enumerate(parts)]
         )
-        assert_same(alone[name], together[name], 1e-12, f"{name} alone")
+        assert_same(alone[name], together[name], alone_bound, f"{name} alone")
 
 
 @pytest.mark.parametrize("problem", PROBLEMS)
@@ -195,7 +201,10 @@ def test_a_decoder_classifies_as_transformers_has_it(tmp_path, family):
 
     # A padded line that a window leaves empty is NaN in transformers' own eager attention. By the
     # longest line of a batch, on the other hand, longrope chooses its frequencies.
-    assert_classifies(ready(jobs), labels, 1e-5, size=3 if family == "phi3-longrope" else 1)
+    size = 3 if family == "phi3-longrope" else 1
+    # Bloom's softmax is in float32, whatever the model's dtype, and adds by the line's length.
+    alone_bound = 1e-9 if family == "bloom" else 1e-12
+    assert_classifies(ready(jobs), labels, 1e-5, size=size, alone_bound=alone_bound)
 
 
 #: Encoders that count their positions by the ids, from behind the id of padding.
