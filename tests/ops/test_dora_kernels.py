@@ -11,8 +11,7 @@ from tlora_fx.codegen.compiled_check import MOST_REGISTERS, needs_of
 from tlora_fx.codegen.spec import SHARED_BYTES
 
 PRODUCTS = {
-    "RANK": 16, "WIDTH": 4096, "INNER": 4096, "SHARE": 512, "ROWS": 64, "COLUMNS": 128,
-    "BLOCK": 16, "STEP": 32,
+    "RANK": 16, "WIDTH": 4096, "INNER": 4096, "ROWS": 64, "COLUMNS": 128, "BLOCK": 16, "STEP": 32,
 }  # fmt: skip
 SIZES = {
     "scale": {"WIDTH": 4096, "BIASED": True, "CHUNK": 64, "COLUMNS": 128},
@@ -58,7 +57,8 @@ def test_a_kernel_fits_hopper(kind):
     aligned = {
         (place,): [["tt.divisibility", 16]]
         for place, name in enumerate(names)
-        if signature[name].startswith("*") or (signature[name] == "i32" and name.endswith("_step"))
+        if signature[name].startswith("*")
+        or (signature[name] == "i32" and name.endswith(("_step", "extent")))
     }
     source = ASTSource(
         kernel, signature, {(names.index(n),): v for n, v in values.items()}, aligned

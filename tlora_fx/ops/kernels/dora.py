@@ -153,8 +153,9 @@ def _sum(
 @triton.jit
 def _weight_tile(
     weight, a, products, lengths, ranks, indices, row_step, column_step, count, block, across,
-    share, RANK: tl.constexpr, WIDTH: tl.constexpr, INNER: tl.constexpr, SHARE: tl.constexpr,
-    ROWS: tl.constexpr, COLUMNS: tl.constexpr, STEP: tl.constexpr,
+    share, extent,
+    RANK: tl.constexpr, WIDTH: tl.constexpr, INNER: tl.constexpr, ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr, STEP: tl.constexpr,
 ):  # fmt: skip
     """One share of A by the weight for some ranks and columns, and of the columns' squares."""
     lane = block * ROWS + tl.arange(0, ROWS)
@@ -168,7 +169,7 @@ def _weight_tile(
     weight += columns.to(tl.int64)[None, :] * row_step
     total = tl.zeros((ROWS, COLUMNS), tl.float32)
     square = tl.zeros((COLUMNS,), tl.float32)
-    for first in range(share * SHARE, share * SHARE + SHARE, STEP):
+    for first in range(share * extent, share * extent + extent, STEP):
         inner = first + tl.arange(0, STEP)
         inside = inner < INNER
         down = tl.load(a + inner[None, :], mask=mine & inside[None, :], other=0.0).to(tl.float32)
@@ -191,9 +192,8 @@ def _weight_tile(
 
 @triton.jit
 def _gram_tile(
-    a, grams, ranks, indices, jobs, program, share,
-    RANK: tl.constexpr, INNER: tl.constexpr, SHARE: tl.constexpr, BLOCK: tl.constexpr,
-    STEP: tl.constexpr,
+    a, grams, ranks, indices, jobs, program, share, extent,
+    RANK: tl.constexpr, INNER: tl.constexpr, BLOCK: tl.constexpr, STEP: tl.constexpr,
 ):  # fmt: skip
     """One share of a job's A by itself for some pairs of ranks."""
     tiles: tl.constexpr = RANK // BLOCK
@@ -206,7 +206,7 @@ def _gram_tile(
     count = tl.load(ranks + job + 1) - start
     a += start.to(tl.int64) * INNER
     total = tl.zeros((BLOCK, BLOCK), tl.float32)
-    for first in range(share * SHARE, share * SHARE + SHARE, STEP):
+    for first in range(share * extent, share * extent + extent, STEP):
         inner = first + tl.arange(0, STEP)
         inside = (inner < INNER)[None, :]
         at = inner[None, :]
@@ -224,9 +224,9 @@ def _gram_tile(
 
 @triton.jit(do_not_specialize=["jobs"])
 def _products(
-    weight, a, products, grams, lengths, ranks, indices, row_step, column_step, jobs,
-    RANK: tl.constexpr, WIDTH: tl.constexpr, INNER: tl.constexpr, SHARE: tl.constexpr,
-    ROWS: tl.constexpr, COLUMNS: tl.constexpr, BLOCK: tl.constexpr, STEP: tl.constexpr,
+    weight, a, products, grams, lengths, ranks, indices, row_step, column_step, jobs, extent,
+    RANK: tl.constexpr, WIDTH: tl.constexpr, INNER: tl.constexpr, ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr, BLOCK: tl.constexpr, STEP: tl.constexpr,
 ):  # fmt: skip
     program, share = tl.program_id(0), tl.program_id(1)
     count = jobs * RANK
@@ -236,13 +236,13 @@ def _products(
         # Programs beside each other read the same part of the weight.
         _weight_tile(
             weight, a, products, lengths, ranks, indices, row_step, column_step, count,
-            program % blocks, program // blocks, share,
-            RANK, WIDTH, INNER, SHARE, ROWS, COLUMNS, STEP,
+            program % blocks, program // blocks, share, extent,
+            RANK, WIDTH, INNER, ROWS, COLUMNS, STEP,
         )  # fmt: skip
     else:
         _gram_tile(
-            a, grams, ranks, indices, jobs, program - tiles, share,
-            RANK, INNER, SHARE, BLOCK, STEP,
+            a, grams, ranks, indices, jobs, program - tiles, share, extent,
+            RANK, INNER, BLOCK, STEP,
         )  # fmt: skip
 
 
@@ -385,7 +385,7 @@ def norms(
     rank = -(-max(1, max_rank) // _BLOCK) * _BLOCK
     count = len(jobs) * rank
     tiles = -(-count // _RANKS) * -(-width // _COLUMNS)
-    share, shares = _shares(tiles, inner)
+    extent, shares = _shares(tiles, inner)
     _, indices = _on_device(jobs, ranks.shape[0] - 1, a.device)
 
     def empty(*sizes: int) -> Tensor:
@@ -396,8 +396,8 @@ def norms(
     pairs = len(jobs) * (rank // _BLOCK) ** 2
     _products[(tiles + pairs, shares)](
         weight, a, products, grams, lengths, ranks, indices, *weight.stride(), len(jobs),
-        RANK=rank, WIDTH=width, INNER=inner, SHARE=share, ROWS=_RANKS, COLUMNS=_COLUMNS,
-        BLOCK=_BLOCK, STEP=_STEP,
+        extent, RANK=rank, WIDTH=width, INNER=inner, ROWS=_RANKS, COLUMNS=_COLUMNS, BLOCK=_BLOCK,
+        STEP=_STEP,
     )  # fmt: skip
     _norms[(len(jobs), -(-width // _NORMS))](
         products, grams, lengths, b, scales, ranks, indices, out, len(jobs),
@@ -413,5 +413,5 @@ def _shares(tiles: int, inner: int) -> tuple[int, int]:
     """
     most = -(-inner // _LEAST_SHARE)
     wanted = min(max(1, _PROGRAMS // tiles), most)
-    share = -(-inner // (wanted * _STEP)) * _STEP
-    return share, -(-inner // share)
+    extent = -(-inner // (wanted * _STEP)) * _STEP
+    return extent, -(-inner // extent)
