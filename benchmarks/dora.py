@@ -2,14 +2,7 @@
 
 The same jobs, ranks and tokens on one frozen linear, forward and backward with the gradients of all
 adapters. On a GPU an arm is a CUDA graph, and a figure the median of rounds in which arms take
-turns.
-
-`lora`        multi_lora_linear
-`dora`        dora_scale behind it, every job's columns scaled; norms computed for each row
-`kept`        the same, norms computed before: a row of a round with several
-`half`        `dora` of every other job
-`frozen`      the linear alone, forward and dX
-`peft`        each job's DoRA as PEFT writes it, on its own tokens (not as a graph; `--peft`)
+turns. What is in the graph of each arm stands in `ARMS`, and in the result file.
 
 Before anything is timed, results and gradients are compared with float64.
 
@@ -21,7 +14,6 @@ from __future__ import annotations
 import argparse
 import time
 from collections.abc import Callable, Sequence
-from contextlib import ExitStack
 from dataclasses import dataclass
 from itertools import accumulate, pairwise
 from pathlib import Path
@@ -32,11 +24,21 @@ import torch.nn.functional as F
 from rich.table import Table
 from torch import Tensor
 
-from benchmarks.interleaved import Runner, Spread, captured, eager, interleave, ratios
+from benchmarks.interleaved import Spread, captured, eager, interleave, ratios
 from benchmarks.results_file import RESULTS, console, described, write
-from tlora_fx.ops import dora_scale, multi_lora_linear, norms_kept
+from tlora_fx.ops import dora_scale, multi_lora_linear
 
 SIZES = "4096x4096,4096x1024,4096x14336,14336x4096"
+ARMS = {
+    "lora": "multi_lora_linear forward and backward: the result, gradients of x, A and B",
+    "dora": "one round of one row: lora, and dora_scale of every job behind it, with the norms of "
+    "the adapted weights from A, B and the weight (nothing is kept from before) and gradients of "
+    "the magnitudes",
+    "half": "dora of every other job",
+    "norms": "the norms of dora alone; the weight may lie in the L2 cache",
+    "frozen": "the linear alone: the result, and the gradient of x",
+    "peft": "each job's DoRA as PEFT writes it, on its own tokens (not as a graph; --peft)",
+}
 #: Of the norm, against float64: bfloat16 rounds y once more before it is scaled.
 BOUND = {torch.bfloat16: 2e-2, torch.float32: 1e-4}
 
@@ -109,6 +111,15 @@ class Site:
             chosen, self.rank,
         )  # fmt: skip
 
+    def norms(self) -> Tensor:
+        """What the magnitudes of all jobs are divided by."""
+        t, jobs = self.tables, list(range(len(self.magnitudes)))
+        found: Tensor = torch.ops.tlora_fx.dora_norms(
+            self.weight, self.a.detach(), self.b.detach(), t["ranks"], t["scales"], t["rates"],
+            t["site"], jobs, self.rank,
+        )  # fmt: skip
+        return found
+
     def peft(self) -> Tensor:
         """Job by job, as PEFT computes it."""
         bounds, parts = self.tables["segments"].tolist(), []
@@ -168,38 +179,35 @@ def require_right(site: Site) -> dict[str, float]:
     return errors
 
 
-def arms(site: Site, *, with_peft: bool) -> dict[str, tuple[Callable[[int], object], bool]]:
-    """What is timed, and whether norms are kept."""
+def arms(site: Site, *, with_peft: bool) -> dict[str, Callable[[int], object]]:
+    """What is timed, by its name in `ARMS`."""
     every, half = range(len(site.magnitudes)), list(range(0, len(site.magnitudes), 2))
     ours = [site.magnitudes[job] for job in half]
 
     def frozen(_: int) -> object:
         return torch.autograd.grad(F.linear(site.x, site.weight), site.x, site.dy)
 
-    found: dict[str, tuple[Callable[[int], object], bool]] = {
-        "lora": (lambda _: site.both(site.lora, ()), False),
-        "dora": (lambda _: site.both(lambda: site.dora(every), site.magnitudes), False),
-        "kept": (lambda _: site.both(lambda: site.dora(every), site.magnitudes), True),
-        "half": (lambda _: site.both(lambda: site.dora(half), ours), False),
-        "frozen": (frozen, False),
+    works: dict[str, Callable[[int], object]] = {
+        "lora": lambda _: site.both(site.lora, ()),
+        "dora": lambda _: site.both(lambda: site.dora(every), site.magnitudes),
+        "half": lambda _: site.both(lambda: site.dora(half), ours),
+        "norms": lambda _: site.norms(),
+        "frozen": frozen,
     }
     if with_peft:
-        found["peft"] = (lambda _: site.both(site.peft, site.magnitudes), False)
-    return found
+        works["peft"] = lambda _: site.both(site.peft, site.magnitudes)
+    return works
 
 
-def measured(site: Site, given: argparse.Namespace, stack: ExitStack) -> dict[str, list[float]]:
+def measured(site: Site, given: argparse.Namespace) -> dict[str, list[float]]:
     """Milliseconds of each arm, a figure a round."""
-    runners: dict[str, Runner] = {}
-    kept: dict[str, Runner] = {}
-    for name, (work, keeps) in arms(site, with_peft=given.peft).items():
-        # A graph computes norms whenever it is replayed, and PEFT's sizes are read on the host.
-        graph = given.device == "cuda" and not given.eager and not keeps and name != "peft"
-        (kept if keeps else runners)[name] = captured(work, 1) if graph else eager(work, 1)
-    found = interleave(runners, given.device, given.rounds)
-    stack.enter_context(norms_kept())
-    beside = {"lora, not a graph": eager(arms(site, with_peft=False)["lora"][0], 1)}
-    return found | interleave(beside | kept, given.device, given.rounds)
+    graphs = given.device == "cuda" and not given.eager
+    runners = {
+        # PEFT's sizes are read on the host.
+        name: captured(work, 1) if graphs and name != "peft" else eager(work, 1)
+        for name, work in arms(site, with_peft=given.peft).items()
+    }
+    return interleave(runners, given.device, given.rounds)
 
 
 def parsed(arguments: Sequence[str] | None) -> argparse.Namespace:
@@ -223,17 +231,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
     started, rows = time.perf_counter(), []
     found = described("dora", given.device)
     found |= {"jobs": given.jobs, "rank": given.rank, "rounds": given.rounds}
+    found |= {"graphs": given.device == "cuda" and not given.eager, "timed": ARMS}
     for size in given.sizes.split(","):
         inner, outer = map(int, size.split("x"))
         for tokens in given.tokens:
             site = Site.drawn(inner, outer, tokens, given.jobs, given.rank, given.device)
             errors = require_right(site)
-            with ExitStack() as stack:
-                times = measured(site, given, stack)
-            over = {
-                name: ratios(ms, times["lora, not a graph" if name == "kept" else "lora"]).json()
-                for name, ms in times.items()
-            }
+            times = measured(site, given)
+            over = {name: ratios(ms, times["lora"]).json() for name, ms in times.items()}
             spread = {name: Spread.of(ms).json() for name, ms in times.items()}
             rows.append(
                 {"inner": inner, "outer": outer, "tokens": tokens, "errors": errors,
@@ -248,7 +253,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _table(row: dict[str, Any]) -> Table:
-    title = f"{row['inner']} to {row['outer']}, {row['tokens']} tokens: ms forward and backward"
+    title = f"{row['inner']} to {row['outer']}, {row['tokens']} tokens: ms"
     made = Table(title=title, box=None, title_justify="left")
     for head in ("arm", "median", "over LoRA"):
         made.add_column(head)

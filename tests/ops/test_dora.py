@@ -144,13 +144,14 @@ def test_it_passes_opcheck_and_gradcheck(lora):
     y, dy = drawn(made)
     jobs, magnitudes = [0, 2], magnitudes_of(made, [0, 2])
     _, weight, bias, _, *tables, segments, keys, _, largest = arguments(made, y, magnitudes, jobs)
-    ops, factors = torch.ops.tlora_fx, torch.stack(magnitudes)
+    ops, stacked = torch.ops.tlora_fx, torch.stack(magnitudes)
+    norms_ = ops.dora_norms(weight, *tables, jobs, largest)
     row = segments, keys, jobs
 
     torch.library.opcheck(ops.dora_norms.default, (weight, *tables, jobs, largest))
-    asked = y.clone().requires_grad_(), bias, factors.clone().requires_grad_()
+    asked = y.clone().requires_grad_(), bias, stacked.clone().requires_grad_(), norms_
     torch.library.opcheck(ops.dora_columns.default, (*asked, *row))
-    torch.library.opcheck(ops.dora_columns_backward.default, (dy, y, bias, factors, *row))
+    torch.library.opcheck(ops.dora_columns_backward.default, (dy, y, bias, stacked, norms_, *row))
     leaves = [t.detach().clone().requires_grad_() for t in (y, *magnitudes)]
     assert torch.autograd.gradcheck(
         lambda y, *m: dora_scale(*arguments(made, y, list(m), jobs)), leaves

@@ -10,16 +10,25 @@ import pytest
 from tlora_fx.codegen.compiled_check import MOST_REGISTERS, needs_of
 from tlora_fx.codegen.spec import SHARED_BYTES
 
+PRODUCTS = {
+    "RANK": 16, "WIDTH": 4096, "INNER": 4096, "ROWS": 64, "COLUMNS": 128, "BLOCK": 16, "STEP": 32,
+}  # fmt: skip
 SIZES = {
     "scale": {"WIDTH": 4096, "BIASED": True, "CHUNK": 64, "COLUMNS": 128},
     "gradient": {"WIDTH": 4096, "BIASED": True, "CHUNK": 128, "ROWS": 32, "COLUMNS": 128},
     "sum": {"WIDTH": 4096, "CHUNK": 128, "COLUMNS": 128},
-    "gather": {"RANK": 64, "WIDTH": 4096, "SPLIT": True, "COLUMNS": 1024},
-    "norms": {"RANK": 64, "WIDTH": 4096, "PARTS": 3, "BLOCK": 16, "COLUMNS": 128},
+    "products": PRODUCTS | {"column_step": 1},
+    "products_float32": PRODUCTS | {"column_step": 1},
+    "products_columns": PRODUCTS | {"row_step": 1},
+    "norms": {"RANK": 64, "WIDTH": 4096, "SHARES": 16, "BLOCK": 16, "COLUMNS": 64},
 }
-#: A parameter's type, where it is not the same in all of them.
-TABLES = ("segments", "slots", "ranks", "indices")
-SINGLE = ("factors", "sums", "rows", "products", "gram", "own", "scales", "a", "b")
+BFLOAT16, INT32 = (
+    ("y", "bias", "dy", "dx", "out", "weight"),
+    ("segments", "slots", "ranks", "indices"),
+)
+FLOAT32 = (
+    "magnitudes", "norms", "parts", "sums", "products", "grams", "lengths", "scales", "a", "b",
+)  # fmt: skip
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="Triton's compiler is built for Linux")
@@ -27,8 +36,8 @@ SINGLE = ("factors", "sums", "rows", "products", "gram", "own", "scales", "a", "
 @pytest.mark.parametrize(
     "kind",
     [
-        *(pytest.param(kind, marks=pytest.mark.slow) for kind in SIZES if kind != "gradient"),
-        "gradient",
+        pytest.param(kind, marks=[] if kind in ("gradient", "products") else pytest.mark.slow)
+        for kind in SIZES
     ],
 )
 def test_a_kernel_fits_hopper(kind):
@@ -39,16 +48,17 @@ def test_a_kernel_fits_hopper(kind):
 
     from tlora_fx.ops.kernels import dora
 
-    kernel, values = getattr(dora, f"_{kind}"), SIZES[kind]
+    kernel, values = getattr(dora, "_" + kind.partition("_")[0]), SIZES[kind]
     names = [parameter.name for parameter in kernel.params]
-    types = dict.fromkeys(("y", "bias", "dy", "dx"), "*bf16") | dict.fromkeys(TABLES, "*i32")
-    types |= dict.fromkeys(SINGLE, "*fp32") | dict.fromkeys(values, "constexpr")
-    types |= {"out": "*bf16", "norms": "*fp32", "parts": "*bf16" if kind == "gather" else "*fp32"}
+    types = dict.fromkeys(BFLOAT16, "*bf16") | dict.fromkeys(INT32, "*i32")
+    types |= dict.fromkeys(FLOAT32, "*fp32") | dict.fromkeys(values, "constexpr")
+    types |= {"weight": "*fp32"} if kind == "products_float32" else {}
     signature = {name: types.get(name, "i32") for name in names}
     aligned = {
         (place,): [["tt.divisibility", 16]]
         for place, name in enumerate(names)
-        if signature[name].startswith("*") or name.endswith("_step")
+        if signature[name].startswith("*")
+        or (signature[name] == "i32" and name.endswith(("_step", "extent")))
     }
     source = ASTSource(
         kernel, signature, {(names.index(n),): v for n, v in values.items()}, aligned
@@ -59,3 +69,4 @@ def test_a_kernel_fits_hopper(kind):
     assert found.spills == 0
     assert found.shared_bytes <= SHARED_BYTES[90]
     assert kind == "sum" or found.wide_loads > 0
+    assert not kind.startswith("products") or found.tensor_core > 0

@@ -70,10 +70,13 @@ def test_in_strict_mode_norms_do_not_depend_on_neighbours(lora, dtype):
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
 @pytest.mark.parametrize("size", [0.02, 1.0, 20.0])
-def test_norms_are_those_of_the_sum(lora, dtype, size):
+@pytest.mark.parametrize("stored", ["rows", "columns"])
+def test_norms_are_those_of_the_sum(lora, dtype, size, stored):
     """To 2e-6 of float64, of a base in 16 bits too, and of small and large adapters."""
     made, *_ = made_of(lora, dtype)
     made.b *= size
+    if stored == "columns":
+        made.weight = made.weight.t().contiguous().t()
     ranks, scales, rates, *_, site, _ = made.arguments()[5:]
 
     found = torch.ops.tlora_fx.dora_norms(

@@ -5,7 +5,7 @@ got, without the bias, by its magnitudes over the norms of the rows of W + s B A
 gradient, as in PEFT. Graphs hold this one operator, which is made of others:
 
     dora_norms             the norms, which nobody differentiates
-    dora_columns           the columns scaled, by factors that are magnitude over norm
+    dora_columns           the columns scaled, by magnitude over norm
     dora_columns_backward  its gradients
 
 source   Liu et al. 2024, DoRA, section 4.3
@@ -29,6 +29,7 @@ from tlora_fx.ops.tables import check_scales, named, rank_bounds, token_bounds, 
 
 _TABLES = "Tensor a, Tensor b, Tensor ranks, Tensor scales, Tensor rates, Tensor site"
 _ROW = "Tensor segments, Tensor keys"
+_FACTORS = "Tensor magnitudes, Tensor norms"
 torch.library.define(
     "tlora_fx::dora_scale",
     f"(Tensor y, Tensor weight, Tensor? bias, Tensor[] magnitudes, {_TABLES}, {_ROW}, int[] jobs, "
@@ -98,8 +99,10 @@ def _scale(
     norms = torch.ops.tlora_fx.dora_norms.default(
         weight.detach(), a.detach(), b.detach(), ranks, scales, rates, site, jobs, max_rank
     )
-    factors = torch.stack([magnitude.to(norms.dtype) for magnitude in magnitudes]) / norms
-    result: Tensor = torch.ops.tlora_fx.dora_columns.default(y, bias, factors, segments, keys, jobs)
+    stacked = torch.stack([magnitude.to(norms.dtype) for magnitude in magnitudes])
+    result: Tensor = torch.ops.tlora_fx.dora_columns.default(
+        y, bias, stacked, norms, segments, keys, jobs
+    )
     return result
 
 
@@ -218,31 +221,39 @@ def norms_of(
 @torch.library.custom_op(
     "tlora_fx::dora_columns",
     mutates_args=(),
-    schema=f"(Tensor y, Tensor? bias, Tensor factors, {_ROW}, int[] jobs) -> Tensor",
+    schema=f"(Tensor y, Tensor? bias, {_FACTORS}, {_ROW}, int[] jobs) -> Tensor",
 )
 def dora_columns(
-    y: Tensor, bias: Tensor | None, factors: Tensor, segments: Tensor, keys: Tensor, jobs: list[int]
+    y: Tensor,
+    bias: Tensor | None,
+    magnitudes: Tensor,
+    norms: Tensor,
+    segments: Tensor,
+    keys: Tensor,
+    jobs: list[int],
 ) -> Tensor:
-    """Scale the columns of some jobs' tokens, all but the bias.
+    """Scale the columns of some jobs' tokens by magnitude over norm, all but the bias.
 
-    factors   [n, out]
-    returns   like y, contiguous
-    raises    as `dora_scale`
+    magnitudes, norms   [n, out], of one type
+    returns             like y, contiguous
+    raises              as `dora_scale`
     """
     rows = _rows(y)
-    if on_kernels(y, factors):
+    if on_kernels(y, norms):
         from tlora_fx.ops.kernels import dora  # Triton is not everywhere.
 
         offsets = _offsets(segments, keys, rows)
         with on_device(rows.device):
-            scaled = dora.scale(rows, bias, factors.contiguous(), offsets, tuple(jobs))
+            scaled = dora.scale(
+                rows, bias, magnitudes.contiguous(), norms.contiguous(), offsets, tuple(jobs)
+            )
         return scaled.view(y.shape)
     out = rows.clone(memory_format=torch.contiguous_format)
-    shift = 0 if bias is None else bias.to(factors.dtype)
+    shift = 0 if bias is None else bias.to(norms.dtype)
     bounds = token_bounds(segments, len(rows))
-    for factor, job in zip(factors, jobs, strict=True):
+    for factor, job in zip(magnitudes / norms, jobs, strict=True):
         span = slice(bounds[job], bounds[job + 1])
-        out[span] = ((rows[span].to(factors.dtype) - shift) * factor + shift).to(y.dtype)
+        out[span] = ((rows[span].to(norms.dtype) - shift) * factor + shift).to(y.dtype)
     return out.view(y.shape)
 
 
@@ -254,57 +265,59 @@ def _columns_fake(y: Tensor, *rest: Any) -> Tensor:
 @torch.library.custom_op(
     "tlora_fx::dora_columns_backward",
     mutates_args=(),
-    schema=f"(Tensor dy, Tensor y, Tensor? bias, Tensor factors, {_ROW}, int[] jobs) "
+    schema=f"(Tensor dy, Tensor y, Tensor? bias, {_FACTORS}, {_ROW}, int[] jobs) "
     "-> (Tensor, Tensor)",
 )
 def dora_columns_backward(
     dy: Tensor,
     y: Tensor,
     bias: Tensor | None,
-    factors: Tensor,
+    magnitudes: Tensor,
+    norms: Tensor,
     segments: Tensor,
     keys: Tensor,
     jobs: list[int],
 ) -> tuple[Tensor, Tensor]:
-    """The gradients of y and of the factors; each job's sum is over its own tokens, in one order.
+    """The gradients of y and the magnitudes; each job's sum is over its own tokens, in one order.
 
-    returns   like y, contiguous; like the factors, zeros for jobs without tokens
+    returns   like y, contiguous; like the magnitudes, zeros for jobs without tokens
     raises    as `dora_scale`
     """
     rows, base = _rows(dy), _rows(y)
-    if on_kernels(y, factors):
+    if on_kernels(y, norms):
         from tlora_fx.ops.kernels import dora  # Triton is not everywhere.
 
         offsets = _offsets(segments, keys, rows)
         with on_device(rows.device):
-            dx, sums = dora.gradient(rows, base, bias, factors.contiguous(), offsets, tuple(jobs))
+            factors = magnitudes.contiguous(), norms.contiguous()
+            dx, sums = dora.gradient(rows, base, bias, *factors, offsets, tuple(jobs))
         return dx.view(y.shape), sums
-    dx, sums = rows.clone(memory_format=torch.contiguous_format), torch.empty_like(factors)
-    shift = 0 if bias is None else bias.to(factors.dtype)
+    dx, sums = rows.clone(memory_format=torch.contiguous_format), torch.empty_like(norms)
+    shift = 0 if bias is None else bias.to(norms.dtype)
     bounds = token_bounds(segments, len(rows))
-    for place, job in enumerate(jobs):
+    for factor, total, job in zip(magnitudes / norms, sums, jobs, strict=True):
         span = slice(bounds[job], bounds[job + 1])
-        grad = rows[span].to(factors.dtype)
-        dx[span] = (grad * factors[place]).to(dy.dtype)
-        sums[place] = (grad * (base[span].to(factors.dtype) - shift)).sum(0)
-    return dx.view(y.shape), sums
+        grad = rows[span].to(norms.dtype)
+        dx[span] = (grad * factor).to(dy.dtype)
+        total.copy_((grad * (base[span].to(norms.dtype) - shift)).sum(0))
+    return dx.view(y.shape), sums / norms
 
 
 @dora_columns_backward.register_fake
 def _columns_backward_fake(
-    dy: Tensor, y: Tensor, bias: Tensor | None, factors: Tensor, *rest: Any
+    dy: Tensor, y: Tensor, bias: Tensor | None, magnitudes: Tensor, *rest: Any
 ) -> tuple[Tensor, Tensor]:
-    return dy.new_empty(y.shape), factors.new_empty(factors.shape)
+    return dy.new_empty(y.shape), magnitudes.new_empty(magnitudes.shape)
 
 
 def _columns_setup(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-    y, bias, factors, segments, keys, ctx.jobs = inputs
-    ctx.save_for_backward(y, bias, factors, segments, keys)
+    *tensors, ctx.jobs = inputs
+    ctx.save_for_backward(*tensors)
 
 
 def _columns_gradient(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
     dx, sums = torch.ops.tlora_fx.dora_columns_backward.default(grad, *ctx.saved_tensors, ctx.jobs)
-    return dx, None, sums, None, None, None
+    return dx, None, sums, None, None, None, None
 
 
 dora_columns.register_autograd(_columns_gradient, setup_context=_columns_setup)

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from tests.ops.scaled import arguments, magnitudes_of, norms, others, reference, results
 from tlora_fx.ops import dora_scale
@@ -80,14 +82,43 @@ def test_a_jobs_bits_do_not_depend_on_its_neighbours(lora):
     assert torch.equal(beside[3], single[2])
 
 
-def test_norms_by_kernels_are_those_of_the_sum(lora):
-    """In float32, of jobs whose ranks differ, and none of which is the first."""
-    made = lora((3, 3, 3), (5, 40, 8), features=(96, 72), dtype=torch.float32)
-    ranks, scales, rates, *_, site, _ = made.arguments()[5:]
+@settings(deadline=None, max_examples=15)
+@given(
+    ranks=st.lists(st.integers(1, 70), min_size=1, max_size=4),
+    inner=st.sampled_from([16, 96, 272, 600]),
+    outer=st.sampled_from([8, 72, 136]),
+    dtype=st.sampled_from([torch.float32, torch.float16]),
+    size=st.sampled_from([0.0, 0.01, 1.0, 30.0]),
+    opposed=st.booleans(),
+    stored=st.sampled_from(["rows", "columns"]),
+)
+def test_norms_by_kernels_are_those_of_the_sum(
+    lora, ranks, inner, outer, dtype, size, opposed, stored
+):
+    """To some roundings of the longest that weight and change could be together.
 
-    found = torch.ops.tlora_fx.dora_norms(
-        made.weight, made.a, made.b, ranks, scales, rates, site, [2, 1], 40
+    Ranks within a block and beyond, sizes that end within one, weights that lie in columns, and an
+    adapter that takes part of its weight away.
+    """
+    made = lora(
+        [1] * len(ranks), ranks, features=(inner, outer), dtype=dtype, adapter_dtype=torch.float32
     )
+    made.b *= size
+    if stored == "columns":
+        made.weight = made.weight.t().contiguous().t()
+    chosen = list(range(len(ranks)))[::-2]
+    if opposed:
+        first = sum(made.ranks[: chosen[0]])
+        # One row of A, and what all rows of the weight have of it, taken away.
+        down = made.a[first]
+        made.b[first] = -(made.weight.float() @ down) / down.dot(down) / made.scales[chosen[0]]
+    numbers, scales, rates, *_, site, _ = made.arguments()[5:]
+    tables = made.a, made.b, numbers, scales, rates, site
 
-    wanted = torch.stack([norms(made, job) for job in (2, 1)])
-    assert ((found - wanted).abs() / wanted).max() <= 1e-6
+    found = torch.ops.tlora_fx.dora_norms(made.weight, *tables, chosen, max(ranks))
+
+    for place, job in enumerate(chosen):
+        wanted, rows = norms(made, job), slice(sum(ranks[:job]), sum(ranks[: job + 1]))
+        change = made.scales[job] * made.b[rows].double().t() @ made.a[rows].double()
+        longest = made.weight.double().norm(dim=1) + change.norm(dim=1)
+        assert torch.all((found[place] - wanted).abs() * wanted <= 1e-6 * longest.square())
