@@ -203,7 +203,7 @@ def test_a_decoder_classifies_as_transformers_has_it(tmp_path, family):
     # longest line of a batch, on the other hand, longrope chooses its frequencies.
     size = 3 if family == "phi3-longrope" else 1
     # Bloom's softmax is in float32, whatever the model's dtype, and adds by the line's length.
-    alone_bound = 1e-9 if family == "bloom" else 1e-12
+    alone_bound = 1e-6 if family == "bloom" else 1e-12
     assert_classifies(ready(jobs), labels, 1e-5, size=size, alone_bound=alone_bound)
 
 
