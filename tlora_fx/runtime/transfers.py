@@ -13,8 +13,9 @@ from typing import TypeVar
 import torch
 from torch import Tensor, nn
 
-#: Bytes that are moved at once, for which the device holds a second copy.
-_MOST = 1 << 26
+#: Bytes that are moved at once: for so many there is a second copy on the device, and a buffer that
+#: its driver reads and writes without a copy of its own.
+_MOST = 1 << 23
 
 _First = TypeVar("_First", str, Tensor)
 
@@ -39,12 +40,11 @@ def on_cpu(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
 
 def _fetched(named: Sequence[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
     """Tensors of one device and dtype, by one transfer."""
-    flat = torch.cat([_run_of(tensor) for _, tensor in named]).cpu()
-    parts = torch.split(flat, [tensor.numel() for _, tensor in named])
+    flat = torch.cat([tensor.reshape(-1) for _, tensor in named])
+    staging = torch.empty_like(flat, device="cpu", pin_memory=flat.is_cuda)
+    parts = torch.split(staging.copy_(flat).clone(), [tensor.numel() for _, tensor in named])
     for (name, tensor), part in zip(named, parts, strict=True):
-        turned = _is_turned(tensor)
-        whole = part.view(tensor.shape[::-1] if turned else tensor.shape)
-        yield name, whole.t().contiguous() if turned else whole
+        yield name, part.view(tensor.shape)
 
 
 @torch.no_grad()
@@ -67,24 +67,17 @@ def fill(pairs: Iterable[tuple[Tensor, Tensor]]) -> None:
 
 def _send(pairs: Sequence[tuple[Tensor, Tensor]], device: torch.device) -> None:
     """Values of one dtype to tensors of one device, by one transfer."""
-    flat = torch.cat([value.reshape(-1) for _, value in pairs]).to(device)
-    parts = torch.split(flat, [value.numel() for _, value in pairs])
+    sizes = [value.numel() for _, value in pairs]
+    pinned = device.type == "cuda"
+    staging = torch.empty(sum(sizes), dtype=pairs[0][1].dtype, pin_memory=pinned)
+    torch.cat([value.reshape(-1) for _, value in pairs], out=staging)
+    parts = torch.split(staging.to(device, non_blocking=pinned), sizes)
     shaped = [part.view(value.shape) for part, (_, value) in zip(parts, pairs, strict=True)]
     torch._foreach_copy_([target for target, _ in pairs], shaped)
 
 
 def _is_plain(tensor: Tensor) -> bool:
     return type(tensor) in (Tensor, nn.Parameter)
-
-
-def _is_turned(tensor: Tensor) -> bool:
-    """Whether it is the transposed view of a matrix that lies in rows."""
-    return tensor.dim() == 2 and not tensor.is_contiguous() and tensor.t().is_contiguous()
-
-
-def _run_of(tensor: Tensor) -> Tensor:
-    """Its numbers in one line, in the order of memory where they fill it."""
-    return (tensor.t() if _is_turned(tensor) else tensor).reshape(-1)
 
 
 def _portions(entries: Sequence[tuple[_First, Tensor]]) -> Iterator[list[tuple[_First, Tensor]]]:
