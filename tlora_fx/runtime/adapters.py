@@ -27,7 +27,6 @@ from tlora_fx.model.backbone import Backbone, load_config, model_factory
 from tlora_fx.model.supermodel import SuperModel
 from tlora_fx.ops import site_id, uniform_at, uniform_rows
 from tlora_fx.runtime.starts import computed_start, needs_data, start_of_kind
-from tlora_fx.runtime.transfers import fill, on_cpu
 from tlora_fx.tracing.adapters import config_with_targets, trained_tokens
 
 if TYPE_CHECKING:
@@ -128,8 +127,12 @@ def _saved_config(config: PeftConfig, base_name: str | None) -> PeftConfig:
 
 def tensor_bytes(tensors: Mapping[str, Tensor]) -> bytes:
     """The content of a safetensors file; tensors may be views of one storage, on any device."""
-    # safetensors refuses tensors that overlap, so each is copied.
-    return safetensors.torch.save(on_cpu(tensors), metadata={"format": "pt"})
+    # safetensors refuses tensors that share storage, so each is copied.
+    whole = {
+        name: tensor.detach().to("cpu", copy=True, memory_format=torch.contiguous_format)
+        for name, tensor in tensors.items()
+    }
+    return safetensors.torch.save(whole, metadata={"format": "pt"})
 
 
 # The base's weights: loaded by transformers, drawn at random, or taken from a given module.
@@ -449,10 +452,9 @@ def load_adapter(
                 nearest=nearest(name, wanted if mine is None else tensors),
                 help="continue an adapter only on the base that it was trained on",
             )
-    fill(
-        (parameter, tensors[name] if shard is None else shard.of(tensors[name]))
-        for name, (parameter, shard) in wanted.items()
-    )
+    with torch.no_grad():
+        for name, (parameter, shard) in wanted.items():
+            parameter.copy_(tensors[name] if shard is None else shard.of(tensors[name]))
 
 
 def _whole_shape(parameter: Tensor, shard: Shard | None) -> tuple[int, ...]:

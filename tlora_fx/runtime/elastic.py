@@ -31,7 +31,6 @@ from tlora_fx.runtime.job_run import JobRun
 from tlora_fx.runtime.run_folder import RunFolder
 from tlora_fx.runtime.starts import needs_data
 from tlora_fx.runtime.trainable import require_trainable
-from tlora_fx.runtime.transfers import on_cpu
 
 Leaving = Literal["release", "pause"]
 
@@ -309,5 +308,8 @@ def cloned(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
 
 
 def _on_cpu(state: JobState) -> JobState:
-    adapter, optimizer, best = map(on_cpu, (state.adapter, state.optimizer, state.best))
+    adapter, optimizer, best = (
+        {name: tensor.cpu() for name, tensor in tensors.items()}
+        for tensors in (state.adapter, state.optimizer, state.best)
+    )
     return replace(state, adapter=adapter, optimizer=optimizer, best=best)

@@ -25,7 +25,6 @@ from tlora_fx.runtime.job_evaluation import EvaluationReport, JobEvaluation, Met
 from tlora_fx.runtime.model_card import model_card
 from tlora_fx.runtime.optimizer import JobOptimizer
 from tlora_fx.runtime.run_folder import DATA, JOB, RunFolder
-from tlora_fx.runtime.transfers import on_cpu
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -244,7 +243,8 @@ class JobRun:
             return None
         self.metrics.append_evaluation(self.step, report.metrics)
         if report.is_best and self.job.load_best_model_at_end:
-            self.best = on_cpu(adapter_tensors(self.parameters))
+            adapter = adapter_tensors(self.parameters)
+            self.best = {name: tensor.cpu() for name, tensor in adapter.items()}
         if self.evaluation.stops and self.status == "running":
             self.status, self.reason = "done", self.evaluation.why_stopped
         return report

@@ -32,7 +32,6 @@ from tlora_fx.runtime.starts import (
     scaling_of,
     trained_parameters,
 )
-from tlora_fx.runtime.transfers import fill
 
 if TYPE_CHECKING:
     from tlora_fx.config.job import Job
@@ -467,7 +466,6 @@ class JobOptimizer:
         """
         entries = {**tensors, **values["state"]}
         states: dict[str, dict[str, Any]] = {}
-        copies: list[tuple[Tensor, Tensor]] = []
         for key, value in entries.items():
             kind, _, name = key.partition("/")
             if name not in self._params:
@@ -477,11 +475,7 @@ class JobOptimizer:
                     found=name,
                     help="resume with the job file that the checkpoint was made with",
                 )
-            room = self._room_for(name, kind, value)
-            states.setdefault(name, {})[kind] = room
-            if isinstance(value, Tensor):
-                copies.append((room, value))
-        fill(copies)
+            states.setdefault(name, {})[kind] = self._restored(name, kind, value)
         for name, state in states.items():
             self._optimizer.state[self._known[name]] = state
         self._fused, self._uncounted = None, 0
@@ -508,18 +502,17 @@ class JobOptimizer:
         pairs = zip(saved["base_lrs"], functions, strict=True)
         return [base * function(saved["last_epoch"]) for base, function in pairs]
 
-    def _room_for(self, name: str, kind: str, value: Any) -> Any:
-        """Where a saved tensor is put back; what is none is what it was."""
+    def _restored(self, name: str, kind: str, value: Any) -> Any:
         if not isinstance(value, Tensor):
             return value
         param = self._known[name]
         if kind in HOST_SCALARS:
-            return torch.empty_like(value, device=param.device if self.is_fused else "cpu")
+            return value.to(param.device if self.is_fused else "cpu", copy=True)
         if value.shape != param.shape:
-            return torch.empty_like(value, device=param.device)
+            return value.to(param.device, copy=True)
         # The memory layout that the optimizer itself would give it: kernels that read several
         # tensors at once choose their arithmetic by layout.
-        return torch.empty_like(param, dtype=value.dtype).detach()
+        return torch.empty_like(param, dtype=value.dtype).copy_(value).detach()
 
     def _held_gradients(self) -> Gradients:
         """The gradients as they are; lists of tensors that somebody replaced are made anew."""
