@@ -290,7 +290,7 @@ def test_a_captured_graph_replays_with_other_jobs(site, plan):
 
 
 def test_other_jobs_compile_nothing(site):
-    """Other lengths, ranks, rates, numbers of tokens, jobs without tokens: the same binaries."""
+    """Other lengths, ranks, rates, jobs without tokens: the binaries of long rows and of short."""
     mixes = [
         (LENGTHS, RANKS, RATES),
         ((1, 0, 17, 0, 64), (1, 32, 3, 0, 2), (0.0, 0.1, 0.0, 0.0, 0.5)),
@@ -308,7 +308,8 @@ def test_other_jobs_compile_nothing(site):
                 max_rank=32,
             )
             counts.append(launched())
-    assert counts == [counts[0]] * len(mixes)
+    # The second is the first of those in which no job has more than a chunk of tokens.
+    assert counts[1:] == [counts[1]] * (len(mixes) - 1)
 
 
 @pytest.mark.parametrize("rates", [(0.0,) * 5, RATES], ids=["keep", "drop"])

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tests.runtime.groups import make_data, make_job
+from tests.runtime.groups import VOCABULARY, make_data, make_job
 from tlora_fx.compiler import compile
 from tlora_fx.config.job import BaseSpec, Job
 from tlora_fx.cost.plan import MeshShape, Plan
@@ -19,7 +19,7 @@ from tlora_fx.model.supermodel import SuperModel
 from tlora_fx.planners.protocol import find_planner
 from tlora_fx.runtime.adapters import adapter_tensors
 from tlora_fx.runtime.callbacks import TrainerCallback
-from tlora_fx.runtime.data import JobData
+from tlora_fx.runtime.data import JobData, Sample
 from tlora_fx.runtime.job_run import StepReport
 from tlora_fx.runtime.trainer import Trainer
 
@@ -111,6 +111,18 @@ def coming_and_going(jobs: Mapping[str, Job], data: Mapping[str, JobData]) -> li
         (3, "release", "b"),
         (3, "admit", jobs["a"], data["a"]),
     ]
+
+
+def other_words(data: JobData) -> JobData:
+    """As many samples of the same lengths, with other words."""
+    samples = [
+        Sample(
+            tuple(1 + word % (VOCABULARY - 1) for word in sample.input_ids),
+            tuple(label if label < 0 else 1 + label % (VOCABULARY - 1) for label in sample.labels),
+        )
+        for sample in data.samples
+    ]
+    return JobData(data.job, samples, data.report)
 
 
 def unused(model: SuperModel) -> Tensor:

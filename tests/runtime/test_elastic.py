@@ -6,7 +6,7 @@ import gc
 import json
 from collections import Counter
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +25,7 @@ from tests.runtime.elastic import (
     coming_and_going,
     coming_jobs,
     empty,
+    other_words,
     train,
     train_under,
     unused,
@@ -36,6 +37,7 @@ from tlora_fx.compiler import compile
 from tlora_fx.config.job import BaseSpec
 from tlora_fx.errors import JobsDiffer, NotAdmitted
 from tlora_fx.ir.graph import OpenSlots
+from tlora_fx.ops.kernels import strict
 from tlora_fx.runtime import elastic
 from tlora_fx.runtime.checkpoint import CheckpointStore
 from tlora_fx.runtime.run_folder import read_metrics
@@ -111,6 +113,34 @@ SETTINGS = {
     "phases": [Phase.explicit, Phase.generate],
     "suppress_health_check": [HealthCheck.function_scoped_fixture, HealthCheck.too_slow],
 }
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+def test_jobs_that_come_and_go_leave_no_bit_of_each_other(tmp_path, device, dtype):
+    """Strict, in rows of the same lengths: whatever the others read and learn, nothing differs."""
+    base = tiny_base(tmp_path, dtype, hidden_size=128, num_attention_heads=2, num_key_value_heads=1)
+    jobs = coming_jobs(base)
+    data = make_data(list(jobs.values()))
+    faster = {name: job.model_copy(update={"learning_rate": 3e-2}) for name, job in jobs.items()}
+    others = {name: replace(other_words(each), job=faster[name]) for name, each in data.items()}
+    with strict():
+        found = {}
+        for own in ("", *jobs):
+            group = {name: jobs[name] if own in ("", name) else faster[name] for name in jobs}
+            words = {name: data[name] if own in ("", name) else others[name] for name in jobs}
+            model = compile([group["a"], group["b"]], open=SLOTS)
+            script = coming_and_going(group, words)
+            _, watch = train(model, tmp_path / f"of-{own}", words, script, device=device)
+            found[own] = watch.adapters, losses_of(tmp_path / f"of-{own}", list(jobs.values()))
+    adapters, losses = found[""]
+    for name in jobs:
+        theirs, apart = found[name]
+        assert apart[name] == losses[name]
+        assert any(apart[other] != losses[other] for other in jobs if other != name)
+        for step in [step for job, step in adapters if job == name]:
+            for key, tensor in adapters[name, step].items():
+                assert torch.equal(theirs[name, step][key], tensor)
 
 
 def come_and_go(model, jobs, data, alone, folder, order, events):

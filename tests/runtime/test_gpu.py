@@ -5,12 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from tests.runtime.elastic import SLOTS, coming_and_going, coming_jobs, empty, train
 from tests.runtime.groups import losses_of, make_data, make_job, tiny_base
 from tlora_fx.compiler import compile
-from tlora_fx.ops.kernels import strict
-from tlora_fx.runtime.checkpoint import CheckpointStore
-from tlora_fx.runtime.run_folder import read_metrics
 from tlora_fx.runtime.trainer import Trainer, TrainerCallback
 from tlora_fx.runtime.verify import bounds_of, verify
 
@@ -82,33 +78,6 @@ def test_a_nan_leaves_its_neighbours_losses_alone(tmp_path):
     assert [sick[1], sick[2]] == [healthy[1], healthy[2]]
     for name, parameter in trainer.runs[1].parameters.items():
         assert torch.equal(parameter.grad, gradients[name])
-
-
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_jobs_that_come_and_go_leave_no_bit_of_each_other(tmp_path, dtype):
-    """Strict: losses and adapters of those who stay, pause and return are those of each alone."""
-    base = tiny_base(tmp_path, dtype, hidden_size=128, num_attention_heads=2, num_key_value_heads=1)
-    jobs = coming_jobs(base)
-    data = make_data(list(jobs.values()))
-    model = compile([jobs["a"], jobs["b"]], open=SLOTS)
-    with strict():
-        script = coming_and_going(jobs, data)
-        train(model, tmp_path / "all", data, script, device="cuda")
-        for name, job in jobs.items():
-            train(empty(model, job), tmp_path / name, data, device="cuda")
-
-            together, alone = (
-                [row["loss"] for row in read_metrics(tmp_path / folder / name / "metrics.jsonl")]
-                for folder in ("all", name)
-            )
-            assert together
-            assert together == alone[: len(together)]
-            if len(together) == len(alone):
-                one, other = (
-                    CheckpointStore(tmp_path / folder).load().jobs[name] for folder in ("all", name)
-                )
-                for key, tensor in one.adapter.items():
-                    assert torch.equal(tensor, other.adapter[key])
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
