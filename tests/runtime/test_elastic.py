@@ -115,8 +115,14 @@ SETTINGS = {
 }
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+@pytest.mark.parametrize(
+    ("device", "dtype"),
+    [
+        ("cpu", "bfloat16"),
+        pytest.param("cuda", "float32", marks=pytest.mark.gpu),
+        pytest.param("cuda", "bfloat16", marks=pytest.mark.gpu),
+    ],
+)
 def test_jobs_that_come_and_go_leave_no_bit_of_each_other(tmp_path, device, dtype):
     """Strict, in rows of the same lengths: whatever the others read and learn, nothing differs."""
     base = tiny_base(tmp_path, dtype, hidden_size=128, num_attention_heads=2, num_key_value_heads=1)

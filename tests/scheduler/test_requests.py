@@ -66,6 +66,14 @@ def test_a_job_is_compiled_once_for_all_ranks(base, monkeypatch):
     assert {site.ranks for layer in found.layers for site in layer.sites} == {(12,)}
 
 
+def test_a_rank_that_no_machine_has_room_for_is_refused_though_its_base_is_known(base):
+    """What was compiled for another rank says nothing of that."""
+    facts_of_job(job("one", base, r=4, target_modules=LINEARS))
+
+    with pytest.raises(JobError, match="no room in memory"):
+        facts_of_job(job("two", base, r=10**42, target_modules=LINEARS))
+
+
 def test_processes_that_name_a_folder_share_what_they_compile(base, tmp_path, monkeypatch):
     """Another one compiles nothing, until targets are others, or what was left is damaged."""
     monkeypatch.setattr(requests, "_kept_in", [])

@@ -11,6 +11,7 @@ import hashlib
 import json
 import logging
 import math
+import os
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import replace
@@ -190,7 +191,11 @@ def facts_of_job(job: Job) -> ModelFacts:
     key = _digest(fields)
     if key not in _compiled:
         _compiled[key] = _kept_facts(job, fields)
-    return _ranked(_compiled[key], job.name, rank) if scales else _compiled[key]
+    facts = _ranked(_compiled[key], job.name, rank) if scales else _compiled[key]
+    if 4 * facts.trained[0] > os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE"):
+        # No machine has room for such a rank: compiling it says where, and what would do.
+        return _facts_by_compiling(job)
+    return facts
 
 
 def _kept_facts(job: Job, fields: Mapping[str, object]) -> ModelFacts:
@@ -204,15 +209,19 @@ def _kept_facts(job: Job, fields: Mapping[str, object]) -> ModelFacts:
         path = _kept_in[0] / f"{_digest({**fields, 'content': content}, 64)}.json"
         with suppress(OSError, ValidationError):
             return FACTS.validate_json(path.read_bytes())
-    quiet_import("peft")
-    from tlora_fx.compiler import compile
-    from tlora_fx.cost.facts import facts_of
-
-    facts = facts_of(compile([job]))
+    facts = _facts_by_compiling(job)
     if path is not None:
         with suppress(OSError):
             replace_file(path, FACTS.dump_json(facts))
     return facts
+
+
+def _facts_by_compiling(job: Job) -> ModelFacts:
+    quiet_import("peft")
+    from tlora_fx.compiler import compile
+    from tlora_fx.cost.facts import facts_of
+
+    return facts_of(compile([job]))
 
 
 def shape_of(job: Job) -> ModelFacts:
