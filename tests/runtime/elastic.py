@@ -52,6 +52,10 @@ class Watch(TrainerCallback):
         self.script, self.trainer = list(script), None
         self.adapters: dict[tuple[str, int], dict[str, Tensor]] = {}
         self.refused: list[Exception] = []
+        self.warnings: list[str] = []
+
+    def warned(self, text: str) -> None:
+        self.warnings.append(text)
 
     def stepped(self, report: StepReport) -> None:
         run = next(run for run in self.trainer.runs if run.job.name == report.job)

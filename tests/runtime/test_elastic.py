@@ -115,6 +115,15 @@ SETTINGS = {
 }
 
 
+def test_a_model_that_is_kept_is_tried_on_its_base_though_sites_have_no_rows(tmp_path, jobs, data):
+    """A run of its next jobs begins as any other: they adapt few of the sites that are open."""
+    model = empty(compile([jobs["c"]], open=SLOTS), jobs["b"])
+    _, watch = train(model, tmp_path, {"b": data["b"]})
+
+    assert any(not any(bank.table.ranks) for bank in model.banks.values())
+    assert watch.warnings == []
+
+
 @pytest.mark.parametrize(
     ("device", "dtype"),
     [

@@ -186,7 +186,8 @@ class Reader:
             elif own is not None:
                 shape = (ref.shape[1], own.rank)
                 parts.append(self._leaf(job.name, path + UP, shape, ref.dtype).t())
-        return torch.cat(parts)
+        # Of an open model nobody may have an adapter here now.
+        return torch.cat(parts) if parts else torch.zeros(0, ref.shape[1], dtype=ref.dtype)
 
     def _lowered_at(self, graph: fx.Graph, site: str) -> Mapping[str, Any]:
         """The branches that the lowered operator at a site serves, by job."""
