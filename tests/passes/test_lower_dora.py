@@ -142,11 +142,15 @@ def test_with_dropout_it_runs_as_it_is(tmp_path):
     "family", ["llama", "qwen2", "phi3", "gemma2", "gpt-neox", "opt", "stablelm", "falcon"]
 )
 def test_families_equal_peft(tmp_path, family):
-    """Every site of these is lowered, with and without biases; float32 softmax in some."""
+    """Every site of these is lowered, with and without biases; softmax is in float32 in most."""
     from tests.models import FAMILIES
 
     targets = FAMILIES[family].targets[:2]
     model = ready(jobs_on(base_of(tmp_path, family), *targets))
 
     assert not [text for name, text in model.group.notes if name == "lower-adapters"]
-    assert_equals_peft(model, parts(), 1e-9 if FAMILIES[family].wide else 1e-6)
+    # Where a window leaves a padded line empty, transformers' own eager attention is NaN.
+    rows = (
+        [tokens([5 + place], seed=place) for place in range(4)] if family == "gemma2" else parts()
+    )
+    assert_equals_peft(model, rows, 1e-6)
