@@ -54,13 +54,11 @@ class Family:
 
     config    its class in transformers and the arguments
     targets   two or three of its linears
-    wide      whether transformers computes everything in the model's dtype, float64 too
     form      how its rows lie
     """
 
     config: tuple[str, dict[str, Any]]
     targets: tuple[str, ...] = ("q_proj", "v_proj", "up_proj")
-    wide: bool = False
     form: str = "packed"
 
 
@@ -85,8 +83,8 @@ FAMILIES: Mapping[str, Family] = {
         ),
         ("qkv_proj", "down_proj"),
     ),
-    "gpt2": Family(("GPT2Config", {**GPT2, **STILL}), ("c_attn", "c_fc"), wide=True),
-    "gpt-neox": Family(("GPTNeoXConfig", FEW), _FUSED, wide=True),
+    "gpt2": Family(("GPT2Config", {**GPT2, **STILL}), ("c_attn", "c_fc")),
+    "gpt-neox": Family(("GPTNeoXConfig", FEW), _FUSED),
     "olmo2": Family(("Olmo2Config", SIZES)),
     "opt": Family(
         (
@@ -94,9 +92,8 @@ FAMILIES: Mapping[str, Family] = {
             {**FEW, "ffn_dim": 48, "word_embed_proj_dim": 32, "dropout": 0.0, "pad_token_id": 0},
         ),
         ("q_proj", "fc1"),
-        wide=True,
     ),
-    "stablelm": Family(("StableLmConfig", SIZES), wide=True),
+    "stablelm": Family(("StableLmConfig", SIZES)),
     "bloom": Family(
         ("BloomConfig", {"vocab_size": VOCABULARY, "hidden_size": 32, "n_layer": 3, "n_head": 4}),
         _FUSED,
