@@ -101,6 +101,28 @@ def test_processes_that_name_a_folder_share_what_they_compile(base, tmp_path, mo
     assert len(compiles) == 2
 
 
+def test_a_base_whose_config_was_edited_is_compiled_again(base, tmp_path, monkeypatch):
+    """What was left in the folder is of another model."""
+    known, compiled = facts_of_job(job("one", base)), []
+    monkeypatch.setattr(requests, "_kept_in", [])
+    monkeypatch.setattr(requests, "_compiled", {})
+    monkeypatch.setattr(
+        requests, "_facts_by_compiling", lambda one: compiled.append(one.name) or known
+    )
+    own = base_in(tmp_path / "base", "llama")
+    (config,) = (tmp_path / "base").rglob("config.json")
+    requests.keep_facts(tmp_path / "facts")
+    for _ in range(2):
+        requests._compiled.clear()
+        facts_of_job(job("one", own))
+    assert compiled == ["one"]
+
+    config.write_text(config.read_text() + " ")
+    requests._compiled.clear()
+    facts_of_job(job("two", own))
+    assert compiled == ["one", "two"]
+
+
 def test_ranks_that_differ_by_module_are_compiled(base):
     """A pattern of ranks leaves nothing proportional."""
     mixed = job("one", base, r=4, target_modules=["q_proj", "v_proj"], rank_pattern={"v_proj": 8})

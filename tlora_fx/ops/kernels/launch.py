@@ -372,6 +372,22 @@ class Run:
             self.row.jobs, dx,
         )  # fmt: skip
 
+    def cuts_of_dy(self) -> list[Tile]:
+        """How `lora_b_backward` cuts each site: a narrow one as the widest, to need no launch more.
+
+        In strict mode each is cut as it is alone: shares decide what bits their sums have.
+        """
+        sites = self.kernel_group.sites
+        kind: Kind = "lora_b_backward"
+        own = [self.tile(kind, site) or rule_of(kind, site) for site in sites]
+        if select.is_strict():
+            return own
+        widest, tile = max(zip(sites, own, strict=True), key=lambda each: each[0].outer)
+        return [
+            tile if site.rank_block == widest.rank_block and not site.outer % tile.slab else alone
+            for site, alone in zip(sites, own, strict=True)
+        ]
+
     def lora_b_backward(
         self, dys: Sequence[Tensor], s: Sequence[Tensor], packed: Sequence[Packed],
         db_parts: Sequence[Tensor], ds: Sequence[Tensor], extended: Sequence[Tensor | None],
@@ -382,19 +398,11 @@ class Run:
         copies   whether a dy is not there yet
         tails    first column of dS there, and its columns, written whole
         """
-
-        def cut(site: Site) -> Tile:
-            return self.tile("lora_b_backward", site) or rule_of("lora_b_backward", site)
-
-        widest = max(self.kernel_group.sites, key=lambda site: site.outer)
+        cuts = self.cuts_of_dy()
 
         def form(index: int) -> tuple[Tile, bool, bool]:
-            site, behind = self.kernel_group.sites[index], extended[index] is not None
-            # A narrow site in slabs of the widest needs no launch of its own. In strict mode each
-            # is cut as it is alone: shares decide what bits their sums have.
-            fits = site.rank_block == widest.rank_block and not site.outer % cut(widest).slab
-            tile = cut(widest if fits and not select.is_strict() else site)
-            return tile, behind, behind and copies[index]
+            behind = extended[index] is not None
+            return cuts[index], behind, behind and copies[index]
 
         for indices in self.alike(range(len(dys)), form):
             sites = [self.kernel_group.sites[index] for index in indices]

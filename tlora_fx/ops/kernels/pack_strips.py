@@ -1,4 +1,4 @@
-"""`pack` of all sites of a row in one launch; see pack_together.py.
+"""`pack` of all sites of a row in one launch; see pack_together.py, which needs no Triton.
 
 A table lists strips of columns of A or B, with the addresses of what is read and written. A program
 takes a strip and one block of packed rows, and does what codegen/kernels/pack.py says.
