@@ -6,8 +6,9 @@ import pytest
 import torch
 
 from tests.runtime.groups import losses_of, make_data, make_job, tiny_base
+from tlora_fx.codegen.ahead import ahead
 from tlora_fx.compiler import compile
-from tlora_fx.runtime.trainer import Trainer, TrainerCallback
+from tlora_fx.runtime.trainer import Trainer, TrainerCallback, TrainerOptions
 from tlora_fx.runtime.verify import bounds_of, verify
 
 pytestmark = pytest.mark.gpu
@@ -116,3 +117,27 @@ def test_the_update_of_all_jobs_is_that_of_each(dtype):
         for name, param in one.items():
             torch.testing.assert_close(param, other[name], rtol=bound, atol=bound)
             assert not param.grad.any()
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+def test_kernels_that_are_compiled_ahead_change_no_bit(tmp_path, monkeypatch, compiled):
+    """A row that starts nothing comes before the first; random numbers stay where they are."""
+    base = tiny_base(tmp_path, "bfloat16", hidden_size=128, num_attention_heads=2)
+    jobs = mixed_jobs(base)
+    data, seen = make_data(jobs, longest=40), []
+    start = ahead.ask
+    monkeypatch.setattr(ahead, "ask", lambda *args: (seen.append(args[1]), start(*args)))
+
+    def losses(name):
+        options = TrainerOptions(compiled=compiled)
+        Trainer(
+            compile(jobs), output=tmp_path / name, device="cuda", data=data, options=options
+        ).run()
+        return losses_of(tmp_path / name, jobs)
+
+    one = losses("ahead")
+    asked = len(seen)
+    monkeypatch.setattr(ahead, "first", lambda *_: False)
+
+    assert losses("as they come") == one
+    assert len(seen) == asked > 0

@@ -23,6 +23,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
+from tlora_fx.codegen.ahead import ahead
 from tlora_fx.config.job import Job
 from tlora_fx.config.other_kinds import is_frozen
 from tlora_fx.errors import FusedDiffers
@@ -327,6 +328,9 @@ class _Probe:
         alone = {
             index: self.alone.run(self.jobs[index], self._sequences(index)) for index in self.chosen
         }
+        if self.device.type == "cuda" and ahead.first("probe", self.backbone):
+            with ahead.compiling():
+                self._fused()
         fused = self._fused()
         worst_logits = worst_gradient = 0.0
         for index, outcome in alone.items():

@@ -10,6 +10,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
+from tlora_fx.codegen.ahead import ahead
 from tlora_fx.cost.facts import why_launched
 from tlora_fx.cost.plan import Plan
 from tlora_fx.errors import NoGradient, PlanNotRunnable
@@ -230,6 +231,9 @@ class RowRunner:
         return RowScores(total, dict(zip(mine, tokens, strict=True)))
 
     def _run(self, row: PackedBatch, weights: Tensor) -> Tensor:
+        alone = self.mesh.size == 1 and self.nano is None
+        if self.mesh.device.type == "cuda" and alone and ahead.first("row", self.model):
+            compile_ahead(self.model, self._moved(row), weights)
         losses = self.model.weighted(self._moved(row), weights)
         # An empty row of jobs that adapt the head alone has nothing to learn from.
         if losses.requires_grad:
@@ -245,6 +249,18 @@ class RowRunner:
     def _moved(self, row: PackedBatch) -> PackedBatch:
         device = self.mesh.device
         return row.to(device) if self.nano is None else self.nano.moved(row, device)
+
+
+def compile_ahead(model: SuperModel, row: PackedBatch, weights: Tensor) -> None:
+    """Compile what forward and backward of a row start; nothing that trains changes.
+
+    row, weights   on the model's device, a GPU
+    """
+    leaves = [leaf for leaf in model.parameters() if leaf.requires_grad]
+    with torch.random.fork_rng([weights.device]), ahead.compiling():
+        losses = model.weighted(row, weights)
+        if losses.requires_grad:
+            torch.autograd.grad(losses.sum(), leaves, allow_unused=True)
 
 
 class ReducingRunner:

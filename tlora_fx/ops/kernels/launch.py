@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from tlora_fx.codegen.ahead import ahead
 from tlora_fx.codegen.kernels import emitter, shrink
 from tlora_fx.codegen.loading import load
 from tlora_fx.codegen.spec import MOST_SITES, KernelSpec, Kind, Tile
@@ -117,7 +118,7 @@ class Run:
 
         The function may change nothing but what its kernels write, and what `pack` notes.
         """
-        if self.capturing:
+        if self.capturing or ahead.is_on:
             function(self, *args)
         else:
             launch_cache.serve(self, function, args)

@@ -1,0 +1,99 @@
+"""Compile the kernels of a computation beside one another, before it runs.
+
+Triton compiles a kernel when it is first started, and a model that is new starts dozens, one after
+another. While kernels are compiled ahead, launchers give those that are new to threads and start
+none. What kernels would have written is then not there: all that is computed meanwhile must be
+thrown away, and nothing may be taken for written.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager
+from functools import partial
+from typing import Any
+
+logger = logging.getLogger("tlora_fx.kernels")
+#: Threads: most of a compilation is outside of Python.
+MOST = 16
+
+
+class _Like:
+    """Stands for a tensor of which Triton looks at the type and the address."""
+
+    __slots__ = ("address", "dtype")
+
+    def __init__(self, tensor: Any) -> None:
+        self.dtype = tensor.dtype
+        self.address: int = tensor.data_ptr()
+
+    def data_ptr(self) -> int:
+        """Where the tensor lies."""
+        return self.address
+
+
+class Ahead:
+    """What is compiled ahead in this process.
+
+    is_on   whether launchers start nothing now
+    """
+
+    def __init__(self) -> None:
+        self.is_on = False
+        self._pool: ThreadPoolExecutor | None = None
+        self._asked: dict[object, Future[None]] = {}
+        self._done: set[object] = set()
+
+    def first(self, kind: str, subject: object) -> bool:
+        """Whether this was never asked of an object; by its identity, which others take over."""
+        known = (kind, id(subject))
+        if known in self._done:
+            return False
+        self._done.add(known)
+        return True
+
+    @contextmanager
+    def compiling(self) -> Iterator[None]:
+        """Compile what is started within it; at its end all of it is there."""
+        self._asked.clear()
+        with ThreadPoolExecutor(min(MOST, os.cpu_count() or 1), "compile-ahead") as self._pool:
+            self.is_on = True
+            try:
+                yield
+            finally:
+                self.is_on = False
+        self._pool = None
+        for future in self._asked.values():
+            # Whoever starts the kernel is told, with what it was started with.
+            if error := future.exception():
+                logger.info("not compiled ahead: %s: %s", type(error).__name__, error)
+        self._asked.clear()
+
+    def ask(
+        self, function: Any, key: object, device: int, arguments: Sequence[Any],
+        meta: dict[str, int],
+    ) -> None:  # fmt: skip
+        """Compile a `@triton.jit` function's form for arguments like these, on one of the threads.
+
+        key   of the form
+        """
+        known = id(function), key
+        if known in self._asked or self._pool is None:
+            return
+        likes = [_Like(value) if hasattr(value, "is_cuda") else value for value in arguments]
+        _ = function.cache_key  # is computed once, and is no work for two threads
+        self._asked[known] = self._pool.submit(partial(_compile, function, device, likes, meta))
+
+
+def _compile(function: Any, device: int, likes: Sequence[Any], meta: dict[str, int]) -> None:
+    import torch
+
+    # Each thread has a current device of its own.
+    with torch.cuda.device(device):
+        function.warmup(*likes, grid=(1,), **meta)
+
+
+ahead = Ahead()
