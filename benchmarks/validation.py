@@ -67,14 +67,14 @@ PRESETS: dict[str, dict[str, Any]] = {
     "tiny": {"lone_seconds": 12.0, "over_seconds": 40.0, "longest": 64, "tokens": "64,256,1024",
              "lengths": "32,64", "vocabulary": 512},
     "8b": {"lone_seconds": 12.0, "over_seconds": 50.0, "longest": 2048,
-           "tokens": "512,1280,2560,4800,8192,16384", "lengths": "256,1024", "vocabulary": 8192},
+           "tokens": "512,1024,2048,4096,8192,16384", "lengths": "256,1024", "vocabulary": 8192},
 }  # fmt: skip
 #: What `--quick` asks for instead.
 QUICK: dict[str, Any] = {
     "jobs": 8, "policies": "tlora", "lone_seconds": 8.0, "over_seconds": 25.0, "horizon": 5.0,
     "rounds": 3, "max_slowdown": 3.0, "limit_seconds": 150.0,
 }  # fmt: skip
-QUICK_8B: dict[str, Any] = {"longest": 1024, "tokens": "512,1280,4800,16384"}
+QUICK_8B: dict[str, Any] = {"longest": 1024, "tokens": "512,1024,2048,4096,8192"}
 #: The formation that warms workers; the loop counts from 1.
 WARMING = 1_000_000
 LIMIT_SECONDS = 1200.0
@@ -248,11 +248,11 @@ def changes_of(
 
 
 def switch_of(measured: Sequence[Mapping[str, float]]) -> tuple[float, float]:
-    """Seconds that a job alone takes to launch and to drain, and that each further job adds.
+    """Seconds from a launch to the first step of a job alone, and that each further job adds.
 
     measured   the last of each size counts: the first one compiles kernels
     """
-    last = {int(one["jobs"]): one["launch_seconds"] + one["drain_seconds"] for one in measured}
+    last = {int(one["jobs"]): one["launch_seconds"] for one in measured}
     few, many = min(last), max(last)
     return last[few], max(0.0, (last[many] - last[few]) / (many - few))
 

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from tests.cost.estimators import shipped
-from tests.cost.facts import layer_cost, load, row, small_model, term_at
+from tests.cost.facts import layer_cost, load, row, small_model, small_round, term_at
 from tests.parallel.graph_times import with_graphs
 from tlora_fx.cost.facts import facts_of
 from tlora_fx.cost.fit import LayerTimes
@@ -15,7 +15,7 @@ from tlora_fx.cost.model_facts import BASES, CAPTURED_TOKENS
 from tlora_fx.cost.plan import MeshShape, Plan
 from tlora_fx.cost.profile import Profile
 from tlora_fx.cost.profile_sources import roofline_profile, scaled
-from tlora_fx.cost.step_time import CostModel
+from tlora_fx.cost.step_time import CostModel, step_time
 
 SMALL, LARGE = CAPTURED_TOKENS // 2, 16384
 
@@ -164,3 +164,24 @@ def test_a_base_that_is_sharded_over_nodes_is_launched(profile, plain, facts):
     )
 
     assert near < device < far
+
+
+@pytest.mark.parametrize(
+    ("gpu", "mesh", "hides"),
+    [("NVIDIA H200", MeshShape(), True), ("NVIDIA H200", MeshShape(dp=2), False),
+     ("cpu", MeshShape(), False)],
+)  # fmt: skip
+def test_one_process_packs_while_its_gpu_runs_the_round_before(profile, facts, gpu, mesh, hides):
+    """Cores that compute have no time left; beyond the round, packing is waited for everywhere."""
+    hardware = profile.hardware.model_copy(update={"gpu": gpu})
+    plan = Plan(planner="replicated" if mesh.dp > 1 else "single", mesh=mesh)
+
+    def told(ms):
+        points = [point.model_copy(update={"ms": ms}) for point in profile.host]
+        own = profile.model_copy(update={"host": points, "hardware": hardware})
+        return step_time(CostModel(facts, own), plan, small_round())
+
+    rest = told(0.0).seconds * 1e3
+
+    assert told(rest / 2).host == pytest.approx(0.0 if hides else rest / 2)
+    assert told(rest * 3).host == pytest.approx(rest * 2 if hides else rest * 3)

@@ -299,9 +299,7 @@ class Base:
                 terms[name][staged] = values
         numbers = pairs.of_group("parameters") * layouts.trained[pairs.layout]
         reduce = layouts.line("reduce", pairs.layout, pairs.span)
-        host = self.cost.ends.host_ms(pairs.groups.column("tokens"))
-        return {
-            "host": host[pairs.rows.load],
+        terms = {
             **terms,
             "reduce": reduce(numbers * facts.trained_bytes),
             "optimizer": self.cost.ends.optimizer_ms(
@@ -310,6 +308,9 @@ class Base:
                 numbers,
             ),
         }
+        packing = self.cost.ends.host_ms(pairs.groups.column("tokens"))[pairs.rows.load]
+        alone = layouts.used[pairs.layout] == 1
+        return {"host": self.cost.ends.waits_ms(packing, total(terms), alone), **terms}
 
     def memory(self, pairs: Pairs, *, sharded: bool = False) -> Terms:
         """Bytes of the fullest process by name [m]; they add up."""

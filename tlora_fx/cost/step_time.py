@@ -185,6 +185,7 @@ class Ends:
     loss_saved   what head and loss leave, and what they take at most beside it, of targets
     loss_peak
     host_ms      packing rows, of a round's tokens
+    overlaps     whether one process packs rows while its device runs the round before
     """
 
     def __init__(self, profile: Profile) -> None:
@@ -198,10 +199,23 @@ class Ends:
         self.loss_saved, self.loss_peak = (Curves.of([curve]) for curve in sizes)
         self.root_bytes = Curves.of(_curves(profile.root, "tokens", ("saved_bytes",)))
         self.host_ms = Curves.of(_curves(profile.host, "tokens", ("ms",)))
+        self.overlaps = profile.hardware.gpu != "cpu"
         points = profile.optimizer
         rows = np.array([[1.0, one.tensors, one.parameters] for one in points])
         values = np.array([one.ms for one in points])
         self._optimizer = fit_nonnegative(rows, values) if points else np.zeros(3)
+
+    def waits_ms(self, packing: Array, rest: Array | float, alone: Mask | bool) -> Array:
+        """What rounds wait for their rows to be packed [m].
+
+        Processes that train together look at each round's end before they begin the next.
+
+        packing   what that takes, by `host_ms`
+        rest      what else rounds take
+        alone     whether one process runs them
+        """
+        hidden = np.logical_and(alone, self.overlaps)
+        return np.where(hidden, np.maximum(packing - rest, 0.0), packing)
 
     def root_ms(self, tokens: Array, launched: Mask) -> Array:
         """Embedding, positions and last norm, forward and backward [m]."""
@@ -485,7 +499,7 @@ def _overlapped(compute: Sequence[Array], gathers: Sequence[Gather], slowdown: f
 class StepTime:
     """Milliseconds of one round, in parts that add up.
 
-    host        packing rows
+    host        waiting for rows to be packed
     compute     the busiest process's work, communication of tp and waiting for weights included
     bubble      waiting of a pipeline
     reduce      sums of gradients
@@ -524,13 +538,11 @@ def step_time(cost: CostModel, plan: Plan, work: Round) -> StepTime:
     for numbers, layers in zip(trained, held, strict=True):
         share = len(layers) / max(len(facts.layers), 1)
         ends.append(cost.optimizer_ms([round(n * share) for n in facts.tensors], numbers))
-    return StepTime(
-        host=float(cost.ends.host_ms(work.load.total)),
-        compute=compute,
-        bubble=bubble,
-        reduce=max(float(links.reduce(n.sum() * facts.trained_bytes)) for n in trained),
-        optimizer=max(ends),
-    )
+    reduce = max(float(links.reduce(n.sum() * facts.trained_bytes)) for n in trained)
+    rest = compute + bubble + reduce + max(ends)
+    packing = cost.ends.host_ms(work.load.total)
+    host = float(cost.ends.waits_ms(packing, rest, mesh.size == 1))
+    return StepTime(host, compute, bubble, reduce, optimizer=max(ends))
 
 
 def row_ms(cost: CostModel, plan: Plan, loads: Sequence[Load]) -> Array:
