@@ -1,13 +1,13 @@
 """What it takes that a job moves between two resident workers, and how long each stands still.
 
-    python -m benchmarks.moves           # one GPU, 8B's width
+    python -m benchmarks.moves           # two GPUs, a worker each, or both on one; 8B's width
     python -m benchmarks.moves --model tiny --device cpu --layers 2 --eager     # tries the code
 
-Two workers train, each a model of the same base, on one device. Again and again a job leaves one
+Two workers train, each a model of the same base. Again and again a job leaves one
 of them and joins the other, by the executor's own messages, as under `tlora-fx run`: a checkpoint,
 its reading back, and a checkpoint there. Timed are the whole move, from the order to leave until
 the other worker says that it trains the job, its two halves, and how long the jobs of each worker
-stood still. Both workers and this process share the device and the cores.
+stood still. Workers that share a GPU take turns on it, which each copy then waits for.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, TypeVar
 
+import torch
 from rich.table import Table
 
 from benchmarks.interleaved import Spread
@@ -60,7 +61,8 @@ class Bench:
             job.name: JobRequest(job.name, "base", Demand(), 1, ENDLESS) for job in jobs
         }
         options = LocalOptions(given.device, save_seconds=1e6, compiled=not given.eager)
-        self.executor = OneDevice(
+        shared = given.device == "cpu" or torch.cuda.device_count() == 1
+        self.executor = (OneDevice if shared else LocalExecutor)(
             folder / "run",
             Cluster(2, 2, 1),
             specs,
@@ -150,6 +152,7 @@ def main() -> None:
     given = _arguments()
     found = described("moves", given.device) | {
         "model": given.model, "layers": given.layers, "rank": given.rank,
+        "gpus": min(2, torch.cuda.device_count()) if given.device == "cuda" else 0,
     }  # fmt: skip
     path = Path(given.out) / f"moves-{found['date']}.json"
     moves: list[dict[str, float]] = []
