@@ -17,7 +17,6 @@ Kind = Literal[
     "input_gradient",
     "lora_b_backward",
     "sum_ds",
-    "sum_s",
     "lora_a_backward",
     "sum_gradients",
     "expand",
