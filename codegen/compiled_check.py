@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from tlora_fx.codegen.loading import GeneratedModule, load
-from tlora_fx.codegen.spec import KINDS, SHARED_BYTES, KernelSpec, Kind, Tile
+from tlora_fx.codegen.spec import KINDS, SHARED_BYTES, KernelSpec, Kind
 from tlora_fx.errors import KernelNotCompilable, KernelSpecError, KernelToolMissing
 
 MOST_REGISTERS = 255
@@ -46,12 +46,7 @@ _JOINED: dict[str, object] = {"sites": 3, "beside": (1024, 1024)}
 #: By kind, what else a spec may be besides plain: each entry is one spec.
 _FORMS: dict[Kind, tuple[dict[str, object], ...]] = {
     "pack": ({"extend": "tail"}, {"rank_block": 64}, {"extend": "tail", **_JOINED}),
-    "shrink": (
-        {"dropout": True},
-        {"rank_block": 64},
-        {"sites": 3, "dropout": True},
-        {"tile": Tile(32, 32, 128, 4, 5, slab=512), "extend": "tail"},
-    ),
+    "shrink": ({"dropout": True}, {"rank_block": 64}, {"sites": 3, "dropout": True}),
     "forward": ({"bias": True}, {"rank_block": 64}, {"weight_layout": "in_out"}),
     "input_gradient": (
         {"dropout": True},
@@ -61,6 +56,7 @@ _FORMS: dict[Kind, tuple[dict[str, object], ...]] = {
     ),
     "lora_b_backward": ({"rank_block": 64}, {"extend": "copy"}, _JOINED),
     "sum_ds": ({"rank_block": 64}, {"extend": "tail"}, {"extend": "tail", **_JOINED}),
+    "sum_s": ({"rank_block": 64}, {"extend": "tail"}, {"extend": "tail", **_JOINED}),
     "lora_a_backward": (
         {"dropout": True},
         {"rank_block": 64},

@@ -17,6 +17,7 @@ Kind = Literal[
     "input_gradient",
     "lora_b_backward",
     "sum_ds",
+    "sum_s",
     "lora_a_backward",
     "sum_gradients",
     "expand",

@@ -37,6 +37,7 @@ _FAMILIES: dict[Kind, str] = {
     "forward": "gemm",
     "input_gradient": "gemm",
     "sum_ds": "sums",
+    "sum_s": "sums",
     "sum_gradients": "sums",
 }
 _SUM = re.compile(r"^# sha256 of what follows: (?P<digest>[0-9a-f]{64})\n", re.MULTILINE)

@@ -2,10 +2,10 @@
 
 A program takes one tile of rows of one segment and all columns of x, in a fixed order, so a
 token's row of S depends on nothing but its job. For few tokens those are few programs that each
-wait long: with `tile.slab` a program takes so many columns of x and leaves a share of S. A counter
-a tile tells which of its programs is the last; that one adds all shares up, in their order. Tiles
-are counted from the segment's start; jobs without adapters only write zeros. Ranks up to
-`tile.columns` share one read of x, each further `tile.columns` read it again.
+wait long: with `tile.slab` a program takes so many columns of x and leaves a share of S, which the
+`sum_s` of `finish` adds up, scales and rounds. Tiles are counted from the segment's start; jobs
+without adapters only write zeros. Ranks up to `tile.columns` share one read of x, each further
+`tile.columns` read it again.
 
 Decisions are drawn here once for every (token, eight columns), applied to x in registers and
 stored as one bit each. Bits of jobs that drop nothing are not written, and readers branch on the
@@ -20,11 +20,11 @@ from __future__ import annotations
 from dataclasses import replace
 from textwrap import indent
 
-from tlora_fx.codegen.spec import KernelSpec, Tile
+from tlora_fx.codegen.kernels import sums
+from tlora_fx.codegen.spec import Extend, KernelSpec, Tile
 from tlora_fx.codegen.template import common_values, constants_of, fill, module, part_type, size
 from tlora_fx.errors import KernelSpecError
 
-_ADDED = 4096  # elements of shares that a program loads before it adds them
 _FEW = 4096  # tokens up to which tiles of all columns are too few for an H200
 # Rows, warps and stages of a tile that tuning tries.
 _TRIED = ((16, 4, 4), (16, 4, 6), (32, 4, 4), (32, 4, 6), (32, 8, 4), (64, 4, 3), (64, 8, 3))
@@ -45,8 +45,7 @@ def project(
     width,
     scale,  #? not split
     faults,  #? not split
-    s,  # its shares  #? split
-    s,  #? not split
+    s,
     s_stride,
     #? dropout [
     threshold,
@@ -115,31 +114,6 @@ def project(
         #]
 
 
-#? split [
-@triton.jit
-def add_shares(shares, slab_size, row, inside, width, scale, fault, s, s_stride):
-    """A tile's rows of S of one site out of all its shares [SLABS, tokens, s_stride]."""
-    slabs = tl.arange(0, BATCH)
-    for begin in range(0, s_stride, RANK_BLOCK):
-        ranks = begin + tl.arange(0, RANK_BLOCK)
-        near = row[:, None] * s_stride + ranks[None, :]
-        owned = (ranks < width)[None, :]
-        total = tl.zeros((ROWS, RANK_BLOCK), $wide)
-        # A batch is loaded as one tile, so that its loads are under way together.
-        for done in tl.static_range(0, SLABS, BATCH):
-            slab = (done + slabs).to(tl.int64)[:, None, None]
-            read = (inside[:, None] & owned)[None, :, :]
-            if SLABS % BATCH:
-                read = read & (slab < SLABS)
-            where = shares + slab * slab_size + near[None, :, :]
-            # Others wrote most of them: what this processor's own cache holds may be older.
-            batch = tl.load(where, mask=read, other=0.0, cache_modifier=".cg")
-            total += tl.sum(batch, axis=0)
-        value = tl.where(owned, total * scale + fault, 0.0).to(tl.$dtype)
-        tl.store(s + near, value, mask=inside[:, None])
-
-
-#]
 #? tails [
 @triton.jit
 def extend(target, stride, width, s, s_stride, row, inside, before, rank):
@@ -158,7 +132,7 @@ def extend(target, stride, width, s, s_stride, row, inside, before, rank):
     do_not_specialize=[
         "tokens",
         "jobs",
-        "strips_$k",  #* sites
+        "strips_$k",  #* whole_sites
         "site_$k",  #* dropout_sites
         "octet_$k",  #* dropout_sites
     ],
@@ -166,11 +140,10 @@ def extend(target, stride, width, s, s_stride, row, inside, before, rank):
         "segments",
         #* sites [
         "slots_$k",
-        "scales_$k",
+        "scales_$k",  #? not split
         "thresholds_$k",  #? dropout
         "ranks_$k",  #? tails
         #]
-        "counters",  #? split
         "keys",  #? dropout
         "token_index",  #? dropout
     ],
@@ -183,12 +156,12 @@ def kernel(
     jobs,
     #* sites [
     a_$k,  # [P, INNER]
-    flags_$k,  # [P / RANK_BLOCK, strips]
-    strips_$k,
+    flags_$k,  # [P / RANK_BLOCK, strips]  #? not split
+    strips_$k,  #? not split
     slots_$k,  # [jobs + 1]
-    scales_$k,  # [jobs]
-    shares_$k,  # [SLABS, tokens, s_stride]  #? split
-    s_$k,  # [tokens, s_stride]
+    scales_$k,  # [jobs]  #? not split
+    s_$k,  # [tokens, s_stride]  #? not split
+    s_$k,  # [shares, tokens, s_stride]  #? split
     s_stride_$k,
     #? dropout [
     thresholds_$k,  # [jobs]
@@ -210,17 +183,17 @@ def kernel(
     extended,  # [tokens, extended_stride]
     extended_stride,
     #]
-    counters,  # [tiles], zeros  #? split
 ):
     start_next(OVERLAP)  #? overlap
     a = $each_a
     slots = $each_slots
     s = $each_s
     s_stride = $each_s_stride
-    shares = $each_shares  #? split
+    #? not split [
     flags = $each_flags
     strips = $each_strips
     scales = $each_scales
+    #]
     #? dropout [
     thresholds = $each_thresholds
     site = $each_site
@@ -238,14 +211,14 @@ def kernel(
     start = tl.load(segments + job) + place * ROWS
     end = tl.load(segments + job + 1, mask=owned, other=tokens)
     first, width = (), ()
-    scale = ()
+    scale = ()  #? not split
     threshold = ()  #? dropout
     before, rank = (), ()  #? tails
     for k in tl.static_range(SITES):
         least = tl.load(slots[k] + job, mask=owned, other=0)
         first = first + (least,)
         width = width + (tl.load(slots[k] + job + 1, mask=owned, other=0) - least,)
-        scale = scale + (tl.load(scales[k] + job, mask=owned, other=0.0),)
+        scale = scale + (tl.load(scales[k] + job, mask=owned, other=0.0),)  #? not split
         #? dropout [
         threshold = threshold + (tl.load(thresholds[k] + job, mask=owned, other=0),)
         #]
@@ -266,11 +239,10 @@ def kernel(
     row = rows.to(tl.int64)
     #? split [
     share = tl.program_id(1)
-    slab_size = ()
-    out = ()
+    shares = ()
     for k in tl.static_range(SITES):
-        slab_size = slab_size + (tokens.to(tl.int64) * s_stride[k],)
-        out = out + (shares[k] + share.to(tl.int64) * slab_size[k],)
+        shares = shares + (s[k] + share.to(tl.int64) * tokens * s_stride[k],)
+    s = shares
     share *= SLAB
     #]
     #? not split [
@@ -286,22 +258,6 @@ def kernel(
         drops = drops | (threshold[k] > 0)  #? dropout
     token = tl.load(token_index + rows, mask=inside, other=0).to(tl.uint32)  #? dropout
 $dispatch
-    #? split [
-    # Every thread has stored its part before one of them counts the program.
-    tl.debug_barrier()
-    counter = counters + tl.program_id(0)
-    if tl.atomic_add(counter, 1, sem="acq_rel", scope="gpu") < SLABS - 1:
-        return
-    # As the next kernel needs it.
-    tl.store(counter, 0)
-    for k in tl.static_range(SITES):
-        # All flags of the job: one bad column spoils the whole adapter.
-        faults = fault_flags(flags[k], first[k], first[k] + width[k], strips[k], RANK_BLOCK)
-        fault = tl.sum(faults)
-        add_shares(
-            shares[k], slab_size[k], row, inside, width[k], scale[k], fault, s[k], s_stride[k]
-        )
-    #]
     #? not split [
     done = tl.cdiv($least, PANEL) * PANEL
     for k in tl.static_range(SITES):
@@ -346,31 +302,27 @@ def launch(
     ranks=None,
     tail_offsets=None,
     tail_widths=None,
-    shares=None,
-    counters=None,
 ):
-    """Fill s$and_bits$and_tail of $count.
+    """Fill $s_name$and_bits$and_tail of $count.
 
     x             [M, $inner] in $dtype, elements of a row contiguous
     a_packed      per site [P, $inner] in $dtype
-    flags         per site float32 [P / $rank_block, strips]; sites may differ in their outputs
+    flags         $flags_doc
     segments      int32 [jobs + 1]
     keys          int32 [jobs, 2]$unread
     token_index   int32 [M]$unread
     slots         per site int32 [jobs + 1]
-    scales        per site float32 [jobs]
+    scales        per site float32 [jobs]$unscaled
     thresholds    per site int32 [jobs]$unread
     sites         per site its number; bits from 32 on count the eights of columns before x's first
                   where x is a piece of the site's input$unread
-    s             per site [M, W] in $dtype, contiguous, written whole
+    s             $s_doc
     bits          $bits_doc
     extended      $extended_doc
     ranks         per site int32 [jobs + 1]$untailed
     tail_offsets  per site its tail's first column, counted from column $inner; multiples of 16
                   spare a compilation$untailed
     tail_widths   per site its tail's columns, written whole; alike$untailed
-    shares        $shares_doc
-    counters      $counters_doc
     """
     tokens = x.shape[0]
     grid = (triton.cdiv(tokens, $rows) + jobs, $slabs)
@@ -383,11 +335,10 @@ def launch(
             jobs,
             #* sites [
             a_packed[$k],
-            flags[$k],
-            flags[$k].shape[1],
+            flags[$k],  #? not split
+            flags[$k].shape[1],  #? not split
             slots[$k],
-            scales[$k],
-            shares[$k],  #? split
+            scales[$k],  #? not split
             s[$k],
             s[$k].shape[-1],
             #? dropout [
@@ -410,7 +361,6 @@ def launch(
             extended,
             extended.stride(0),
             #]
-            counters,  #? split
             **META,
         )
 '''
@@ -430,8 +380,7 @@ for begin in range(0, $least, PANEL):
         width,
         scale,  #? not split
         faults,  #? not split
-        out,  #? split
-        s,  #? not split
+        s,
         s_stride,
         #? dropout [
         threshold,
@@ -452,7 +401,7 @@ for begin in range(0, $least, PANEL):
 
 # Arguments of the kernel that each site has; Triton takes them one by one.
 _OF_SITES = (
-    "a slots s s_stride shares flags strips scales thresholds site octet bits ranks tail tail_width"
+    "a slots s s_stride flags strips scales thresholds site octet bits ranks tail tail_width"
 )
 
 
@@ -502,7 +451,7 @@ def _split(spec: KernelSpec, rule: Tile, rows: int, slab: int) -> Tile:
 
 
 def split_candidates(spec: KernelSpec) -> tuple[Tile, ...]:
-    """What tuning tries for few tokens; the caller gives room for shares, and counters."""
+    """What tuning tries for few tokens; the caller gives room for shares and starts `finish`."""
     if size(spec.dtype) > 2:
         return ()
     rule = default_tile(spec)
@@ -539,44 +488,43 @@ def source(spec: KernelSpec) -> str:
             "multiple of tile.depth",
             found=tile,
         )
-    names = "INNER BYTES ROWS DEPTH RANK_BLOCK PANEL JOBS SITES"
-    names += " SLAB SLABS BATCH" * (tile.slab > 0)
-    shared = ["segment_tile", "fault_flags"] + ["draw_bits", "spread_bits"] * spec.dropout
+    names = "INNER BYTES ROWS DEPTH RANK_BLOCK PANEL JOBS SITES" + " SLAB" * (tile.slab > 0)
+    shared = ["segment_tile"] + ["fault_flags"] * (not tile.slab)
+    shared += ["draw_bits", "spread_bits"] * spec.dropout
     values = _values(spec)
     return module(
         spec,
         constants=constants_of(
-            spec,
-            names,
-            BYTES=_bytes(spec),
-            PANEL=tile.columns,
-            SITES=spec.sites,
-            SLABS=slabs_of(spec),
-            BATCH=_batch(spec),
+            spec, names, BYTES=_bytes(spec), PANEL=tile.columns, SITES=spec.sites
         ),
         functions=shared,
         body=fill(_BODY, values | {"dispatch": _dispatch(spec, fill(_CALL, values))}),
-        types={"shares": part_type(spec), "counters": "*i32"} if tile.slab else {},
+        types={"s": part_type(spec)} if tile.slab else {},
     )
 
 
 def _values(spec: KernelSpec) -> dict[str, object]:
     copy, split = spec.extend == "copy", bool(spec.cut.slab)
-    tails = spec.extend != ""
-    common = common_values(spec)
+    tails = spec.extend != "" and not split
+    flags = "per site float32 [P / {}, strips]; sites may differ in their outputs"
+    whole = f"per site [M, W] in {spec.dtype}, contiguous, written whole"
     shares = (
-        f"per site {common['part']} [{slabs_of(spec)}, M, W], of S; written where a job has a rank"
+        f"per site {{}} [{slabs_of(spec)}, M, W], shares of S, not yet scaled; written where a "
     )
-    counters = f"int32, zeros before and after: one a tile, M / {spec.cut.rows} + jobs"
+    shares += "job\n                  has a rank"
     bits = f"per site uint8 [M, {_bytes(spec)}]; undefined where a job has no adapter or no dropout"
     extended = f"[M, {spec.inner} + T or wider]: "
     gets = " and ".join(["x"] * copy + ["S"] * tails) if copy else "x is its view; S"
+    common = common_values(spec)
     return common | {
         "dropout_sites": spec.sites * spec.dropout,
         "split": split,
         "slabs": slabs_of(spec),
-        "shares_doc": shares if split else "not written",
-        "counters_doc": counters if split else "not read",
+        "whole_sites": spec.sites * (not split),
+        "s_name": "the shares of s" if split else "s",
+        "s_doc": shares.format(common["part"]) if split else whole,
+        "flags_doc": "not read" if split else flags.format(spec.rank_block),
+        "unscaled": "; not read" if split else "",
         "tails": tails,
         "extended": copy or tails,
         "ragged": spec.inner % (spec.cut.slab or spec.cut.depth),
@@ -598,10 +546,11 @@ def slabs_of(spec: KernelSpec) -> int:
     return -(-spec.inner // spec.cut.slab) if spec.cut.slab else 1
 
 
-def _batch(spec: KernelSpec) -> int:
-    """Shares that are under way at once when they are added up: 16 kB of float32 a tile."""
-    most = max(1, _ADDED // (spec.cut.rows * spec.rank_block))
-    return min(most, 1 << (slabs_of(spec) - 1).bit_length())
+def finish(spec: KernelSpec) -> KernelSpec:
+    """The `sum_s` that makes S out of the shares that a settled spec leaves."""
+    extend: Extend = "tail" if spec.extend else ""
+    plain = replace(spec, kind="sum_s", dropout=False, tile=None, extend=extend)
+    return replace(plain, tile=sums.sum_s.tile(plain, spec.cut.slab))
 
 
 def _dispatch(spec: KernelSpec, call: str) -> str:

@@ -1,6 +1,7 @@
 """Add up the shares that other kernels left, in an order that depends on nothing but the job.
 
-`sum_ds` adds the slabs' shares of dS, and `sum_gradients` the chunks' shares of da and db.
+`sum_ds` adds the slabs' shares of dS, `sum_s` those of S where `shrink` leaves such, and
+`sum_gradients` the chunks' shares of da and db.
 """
 
 from __future__ import annotations
@@ -23,6 +24,7 @@ from tlora_fx.codegen.template import (
 )
 
 _ELEMENTS = 512  # of dS in a program: 16 bytes of float32 for each of 128 threads
+_S_SLAB = 1024  # of x, where nobody says
 _SLABS = 16  # that a thread loads before it adds them
 _COLUMNS = 1024  # of da or db in a program: two times 16 bytes for each of 128 threads
 _CHUNKS = 4  # that a thread loads before it adds them
@@ -50,7 +52,7 @@ def sum_site(
     SLABS: tl.constexpr,
     BATCH: tl.constexpr,
 ):
-    """dS of one site, some rows of a segment and one rank block; waits for the kernel before."""
+    """$name of one site, some rows of a segment and one rank block; waits for the kernel before."""
     block = tl.program_id(0)
     job, place = segment_tile(tl.program_id(1), segments, jobs, ROWS, JOBS)
     owned = job < jobs
@@ -175,7 +177,7 @@ def launch(
     tail_offsets=None,
     tail_widths=None,
 ):
-    """Fill dS$and_tail of $count.
+    """Fill $name$and_tail of $count.
 
     ds_parts      per site $part [$slabs, M, W]
     flags         per site float32 [P / $rank_block, $strips]
@@ -352,6 +354,12 @@ class _SumDs:
     have several programs.
     """
 
+    name, source_name = "dS", "dy"
+
+    def widths(self, spec: KernelSpec) -> tuple[int, ...]:
+        """What was cut into slabs, of each site."""
+        return spec.outers
+
     def default_tile(self, spec: KernelSpec) -> Tile:
         """A few rows, and the slabs of `lora_b_backward` with its rule."""
         slab = lora_b_backward.default_tile(spec).slab
@@ -379,14 +387,15 @@ class _SumDs:
         )
 
     def _slabs(self, spec: KernelSpec) -> list[int]:
-        return [slabs_of(spec, width) for width in spec.outers]
+        return [slabs_of(spec, width) for width in self.widths(spec)]
 
     def _values(self, spec: KernelSpec) -> dict[str, object]:
-        wide = f"per site [M, {either(spec.outers)} + T or wider] in {spec.dtype}"
+        wide = f"per site [M, {either(self.widths(spec))} + T or wider] in {spec.dtype}"
         return common_values(spec) | {
+            "name": self.name,
             "slabs": either(self._slabs(spec)),
             "strips": either([_strips(spec, outer) for outer in spec.outers]),
-            "and_tail": ", and the tail of dy" if spec.extend else "",
+            "and_tail": f", and the tail of {self.source_name}" if spec.extend else "",
             "ranks_doc": "per site int32 [jobs + 1]" if spec.extend else "not read",
             "extended_doc": wide if spec.extend else "not read",
             "offsets_doc": "per site its tail's first column" if spec.extend else "not read",
@@ -412,6 +421,33 @@ class _SumDs:
         padded = padded_rank_rows(spec, tokens, rank_rows)
         slabs = sum(self._slabs(spec))
         return slabs * padded, (part * slabs + size(spec.dtype) * spec.sites) * padded
+
+
+class _SumS(_SumDs):
+    """S out of the shares that `shrink` left: summed, scaled and rounded.
+
+    As `sum_ds`, but what was cut into slabs is x, which all sites read. With `extend` the rows also
+    go behind x.
+    """
+
+    name, source_name = "S", "x"
+
+    def widths(self, spec: KernelSpec) -> tuple[int, ...]:
+        """Of x, at each site."""
+        return (spec.inner,) * spec.sites
+
+    def default_tile(self, spec: KernelSpec) -> Tile:
+        """A few rows, and the slabs that `shrink` takes of a row of 2,048 tokens."""
+        return self.tile(spec, _S_SLAB)
+
+    def tile(self, spec: KernelSpec, slab: int) -> Tile:
+        """A few rows, and the slabs that `shrink` had."""
+        return _tile(spec, slab, _ELEMENTS)
+
+    def candidates(self, spec: KernelSpec) -> tuple[Tile, ...]:
+        """More rows a program; the slab is the one that `shrink` was given."""
+        slab = spec.tile.slab if spec.tile else _S_SLAB
+        return tuple(_tile(spec, slab, elements) for elements in (_ELEMENTS, 2 * _ELEMENTS))
 
 
 def _tile(spec: KernelSpec, slab: int, elements: int) -> Tile:
@@ -486,4 +522,5 @@ class _SumGradients:
 
 
 sum_ds = _SumDs()
+sum_s = _SumS()
 sum_gradients = _SumGradients()

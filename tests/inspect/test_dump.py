@@ -156,7 +156,7 @@ def test_the_report_says_which_site_runs_which_file(folder, quickstart, files):
 
     assert {name for own in of_sites.values() for name in own} == set(files)
     shared = {name for name in of_sites["layers_0_3 self_attn.q_proj"] if "_x3_" in name}
-    assert len(shared) == 7
+    assert len(shared) == 8
     assert shared < set(of_sites["layers_0_3 self_attn.v_proj"])
     for site, own in of_sites.items():
         line = next(line for line in told.split(".py layers") if site.partition(" ")[2] in line)

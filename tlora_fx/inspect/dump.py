@@ -128,7 +128,7 @@ def _clear(folder: Path, ours: re.Pattern[str], kept: Set[str] = frozenset()) ->
 
 
 #: Kinds of which one launch serves all sites on an x.
-TOGETHER: tuple[Kind, ...] = ("pack", "lora_b_backward", "sum_ds", "sum_gradients")
+TOGETHER: tuple[Kind, ...] = ("pack", "sum_s", "lora_b_backward", "sum_ds", "sum_gradients")
 
 
 @dataclass(frozen=True, slots=True)

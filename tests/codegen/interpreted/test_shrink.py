@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from tests.codegen.problems import BOUNDS, error, nans
+from tlora_fx.codegen.kernels import shrink
 from tlora_fx.codegen.loading import load
 from tlora_fx.codegen.spec import KernelSpec, Tile
 from tlora_fx.ops.dropout import keep_rows
@@ -223,7 +224,7 @@ def test_rows_of_no_job_are_zero(problem):
 @pytest.mark.parametrize("dtype", [torch.float16, torch.float64], ids=str)
 @pytest.mark.parametrize("extend", ["", "tail", "copy"])
 def test_shares_of_columns_add_up_to_s(problem, dtype, extend):
-    """With `tile.slab`, twice: as one program would, masks, flags and tail included."""
+    """With `tile.slab` and `finish`: as one program would, masks, flags and tail included."""
     site = problem(
         (20, 5, 9, 0, 3), (4, 20, 3, 8, 0), (0.25, 0.0, 0.05, 0.1, 0.1), inner=80, dtype=dtype
     )
@@ -234,15 +235,15 @@ def test_shares_of_columns_add_up_to_s(problem, dtype, extend):
     s = nans(site.tokens, site.width, dtype=dtype)
     site.flags[int(site.slots[2]) // 16, 0] = float("nan")
 
-    counters = torch.zeros(8, dtype=torch.int32)
-    for _ in range(2):
-        load(spec).launch(
-            site.x, [site.a_packed], [site.flags], site.segments, site.keys, site.token_index,
-            [site.slots], [site.scales], [site.thresholds], [site.site], site.jobs, [s], [bits],
-            extended=extended, ranks=[site.ranks], tail_offsets=[0], tail_widths=[64],
-            shares=[shares], counters=counters,
-        )  # fmt: skip
-        assert not counters.any()
+    load(spec).launch(
+        site.x, [site.a_packed], [site.flags], site.segments, site.keys, site.token_index,
+        [site.slots], [site.scales], [site.thresholds], [site.site], site.jobs, [shares], [bits],
+        extended=extended,
+    )  # fmt: skip
+    load(shrink.finish(spec)).launch(
+        [shares], [site.flags], site.segments, [site.slots], [site.scales], site.jobs, [s],
+        [site.ranks], [extended], [80], [64],
+    )  # fmt: skip
 
     others = [*range(25), *range(34, 37)]
     for job in (0, 2):

@@ -8,7 +8,7 @@
 # bytes      2 M I + 2 (M W + P I) + M I / 8
 # again      tlora-fx kernels show shrink --in 4096 --out 4096 --dropout --tile 32,32,64,4,6,0,0
 #
-# sha256 of what follows: 51144b232d599ffbab3f32c20269b94ce3e482fc608dc9a8efdd5baf10c35c25
+# sha256 of what follows: 2d43db8b7e517e7f5aa9e31d95cc5567c6494bf519e16fb33c4d1a535bdda7da
 
 import triton
 import triton.language as tl
@@ -252,8 +252,6 @@ def launch(
     ranks=None,
     tail_offsets=None,
     tail_widths=None,
-    shares=None,
-    counters=None,
 ):
     """Fill s and bits of one site.
 
@@ -275,8 +273,6 @@ def launch(
     tail_offsets  per site its tail's first column, counted from column 4096; multiples of 16
                   spare a compilation; not read
     tail_widths   per site its tail's columns, written whole; alike; not read
-    shares        not written
-    counters      not read
     """
     tokens = x.shape[0]
     grid = (triton.cdiv(tokens, 32) + jobs, 1)

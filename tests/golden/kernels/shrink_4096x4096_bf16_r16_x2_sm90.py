@@ -8,7 +8,7 @@
 # bytes      2 M I + 4 (M W + P I)
 # again      tlora-fx kernels show shrink --in 4096 --out 4096 --sites 2 --tile 64,32,64,4,4,0,0
 #
-# sha256 of what follows: b50129387f20d9eb44b4936aaa8ff584fe0e4fc3105c0c56c8b404ff19d24d61
+# sha256 of what follows: d92a9aa78bb586bd3ecab2301bdfbe6ca8556c0e9becc9ce0b0b1776aeac98c6
 
 import triton
 import triton.language as tl
@@ -210,8 +210,6 @@ def launch(
     ranks=None,
     tail_offsets=None,
     tail_widths=None,
-    shares=None,
-    counters=None,
 ):
     """Fill s of 2 sites that read x.
 
@@ -233,8 +231,6 @@ def launch(
     tail_offsets  per site its tail's first column, counted from column 4096; multiples of 16
                   spare a compilation; not read
     tail_widths   per site its tail's columns, written whole; alike; not read
-    shares        not written
-    counters      not read
     """
     tokens = x.shape[0]
     grid = (triton.cdiv(tokens, 64) + jobs, 1)

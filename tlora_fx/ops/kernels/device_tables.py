@@ -35,8 +35,6 @@ from tlora_fx.ops.tables import (
 _ALIGNED = 4
 # A model has a few hundred sites; a step a few rows.
 _MOST = 4096
-# Of a kernel's tile, as tensor cores want them.
-_LEAST_ROWS = 16
 
 
 @dataclass(slots=True, eq=False, weakref_slot=True)
@@ -60,15 +58,12 @@ class RowTables(Mirror):
 
     segments   int32 [J + 1], token offsets
     keys       int32 [J, 2], seed and step as bits
-    counters   int32, zeros: one for each tile of sixteen rows or more of a segment; a kernel that
-               counts its programs leaves zeros
     bounds     the segments on the host
     keys_fit   whether keys were a pair for each job
     """
 
     segments: Tensor = field(init=False)
     keys: Tensor = field(init=False)
-    counters: Tensor = field(init=False)
     bounds: list[int] = field(default_factory=list)
     keyed: bool = False
 
@@ -243,14 +238,11 @@ def _uploaded_row(
         # Rows whose jobs do not drop may come without keys: `check_masks` asks where they do.
         keyed = False
     signed = [word - (1 << 32) if word >> 31 else word for pair in pairs for word in pair]
-    tiles = -(-tokens // _LEAST_ROWS) + jobs
-    words, starts = _laid_out([bounds, signed, [0] * tiles])
+    words, starts = _laid_out([bounds, signed])
     if mirror is None:
         buffer = torch.empty(len(words), dtype=torch.int32, device=device)
         mirror = RowTables((segments, keys), stamps, buffer)
-        mirror.segments, mirror.keys, mirror.counters = _views(
-            buffer, starts, (jobs + 1, 2 * jobs, tiles)
-        )
+        mirror.segments, mirror.keys = _views(buffer, starts, (jobs + 1, 2 * jobs))
         mirror.keys = mirror.keys.view(jobs, 2)
     uploads.add(mirror, words)
     mirror.stamps, mirror.bounds, mirror.keyed = stamps, bounds, keyed

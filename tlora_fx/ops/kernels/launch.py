@@ -289,11 +289,11 @@ class Run:
                 tile = shrink.tile_for(spec, self.tokens, width)
             if tile is not None and tile.slab >= first.inner:
                 tile = replace(tile, slab=0)
-            if tile is not None and tile.slab:
-                shape = -(-first.inner // tile.slab), self.tokens
-                wide = torch.promote_types(torch.float32, rows.dtype)
-                tail["shares"] = [self.empty(*shape, s[i].shape[1], dtype=wide) for i in indices]
-                tail["counters"] = self.row.counters
+            slabs = -(-first.inner // tile.slab) if tile and tile.slab else 0
+            wide = torch.promote_types(torch.float32, rows.dtype)
+            sums = [s[index] for index in indices]
+            if slabs:
+                sums = [self.empty(slabs, *part.shape, dtype=wide) for part in sums]
             kernel("shrink", first, tile, **fields)(
                 rows,
                 [packed[index].a for index in indices],
@@ -306,10 +306,33 @@ class Run:
                 [self.tables[index].thresholds for index in indices],
                 [self.tables[index].site for index in indices],
                 self.row.jobs,
-                [s[index] for index in indices],
+                sums,
                 [bits[index] for index in indices],
                 **tail,
             )
+            if slabs:
+                whole = replace(spec, tile=tile, **self.beside(indices))
+                self._finish(indices, whole, sums, packed, s, tail)
+
+    def _finish(
+        self, indices: Sequence[int], spec: KernelSpec, parts: Sequence[Tensor],
+        packed: Sequence[Packed], s: Sequence[Tensor], tail: dict[str, Any],
+    ) -> None:  # fmt: skip
+        """S of some sites out of the shares that `shrink` left."""
+        behind = dict(tail)
+        if tail:
+            behind["extended"] = [tail["extended"]] * len(indices)
+            behind["tail_offsets"] = [self.group.inner + first for first in tail["tail_offsets"]]
+        loaded(shrink.finish(spec))(
+            parts,
+            [packed[index].flags for index in indices],
+            self.row.segments,
+            [self.tables[index].slots for index in indices],
+            [self.tables[index].scales for index in indices],
+            self.row.jobs,
+            [s[index] for index in indices],
+            **behind,
+        )
 
     def together(self) -> list[list[int]]:
         """Sites whose kernels share one read of x."""
