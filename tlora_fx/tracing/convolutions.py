@@ -34,13 +34,15 @@ def convolve_by_sequence(graph: fx.Graph) -> None:
 
 
 def _replace(graph: fx.Graph, node: fx.Node, row: str, cu_seqlens: fx.Node) -> None:
-    padded, weight, bias, stride, padding, dilation, groups = _filled(node, CONVOLUTION)
+    padded, weight, bias, stride, (padding,), (dilation,), groups = _filled(node, CONVOLUTION)
     x, zeros = _unpadded(padded)
-    reach = dilation[0] * (weight.meta["val"].shape[-1] - 1)
-    if stride != [1] or padding[0] + zeros != reach or _length(x) != row:
+    kernel = weight.meta["val"].shape[-1]
+    known = all(isinstance(number, int) for number in (padding, zeros, dilation, kernel))
+    causal = known and padding + zeros == dilation * (kernel - 1)
+    if stride != [1] or not causal or _length(x) != row:
         return
     for result in list(_first(node, row)):
-        arguments = (x, weight, bias, cu_seqlens, dilation[0], groups)
+        arguments = (x, weight, bias, cu_seqlens, dilation, groups)
         with graph.inserting_before(result):
             made = graph.call_function(torch.ops.tlora_fx.sequence_conv1d.default, arguments)
         made.meta = {**node.meta, "val": result.meta["val"]}
@@ -48,10 +50,11 @@ def _replace(graph: fx.Graph, node: fx.Node, row: str, cu_seqlens: fx.Node) -> N
         graph.erase_node(result)
 
 
-def _unpadded(x: fx.Node) -> tuple[fx.Node, int]:
+def _unpadded(x: fx.Node) -> tuple[fx.Node, Any]:
     """What has zeros put around its last dimension, and how many in front; else x itself."""
     if is_call(x, aten.pad.default, aten.constant_pad_nd.default):
-        source, sizes, *kind = x.args
+        arguments: Any = x.args
+        source, sizes, *kind = arguments
         if len(sizes) == 2 and all(word in ("constant", None, 0) for word in kind):
             return source, sizes[0]
     return x, 0
