@@ -100,6 +100,13 @@ FAMILIES: Mapping[str, Family] = {
     ),
     "falcon": Family(("FalconConfig", FEW), _FUSED),
     "falcon-alibi": Family(("FalconConfig", {**FEW, "alibi": True}), _FUSED),
+    "lfm2": Family(
+        (
+            "Lfm2Config",
+            {**SIZES, "layer_types": ["conv", "full_attention", "conv"], "block_multiple_of": 8},
+        ),
+        ("in_proj", "q_proj", "w1"),
+    ),
 }  # fmt: skip
 
 #: Mixtures of experts; every expert has its matrices in one parameter of three dimensions.

@@ -425,6 +425,15 @@ def _sequence_cumsum(call: _Call) -> State:
     return x
 
 
+def _sequence_conv1d(call: _Call) -> State:
+    x = call.row("x")
+    call.tables(x.part, "cu_seqlens")
+    call.plain("weight", "bias")
+    if x.axis != rank_of(call.given["x"]) - 1:
+        raise MixesTokens("it convolves along a dimension that does not hold the row")
+    return x
+
+
 def _keyed_dropout(call: _Call) -> State:
     x = call.row("x")
     call.tables(x.part, "segments", "keys", "token_index")
@@ -546,6 +555,7 @@ _SPECIAL: Mapping[Any, Callable[[_Call], State]] = {
     ops.segment_write.default: _write,
     ops.segment_switch.default: _switch,
     ops.sequence_cumsum.default: _sequence_cumsum,
+    ops.sequence_conv1d.default: _sequence_conv1d,
     ops.keyed_dropout.default: _keyed_dropout,
     ops.packed_attention.default: _attention,
     ONE: _lowered,

@@ -137,7 +137,7 @@ def odd_jobs(base):
     ]  # fmt: skip
 
 
-@pytest.mark.parametrize("family", sampled(["llama", "gemma2", "falcon", "gpt2"], 2))
+@pytest.mark.parametrize("family", sampled(["llama", "gemma2", "falcon", "gpt2", "lfm2"], 2))
 def test_training_costs_what_torch_counts(family, tmp_path):
     """To the operation: packed and padded rows, odd branches, layers below the first adapter."""
     if family == "falcon" and OLD_TRANSFORMERS:

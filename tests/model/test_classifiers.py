@@ -189,7 +189,7 @@ def test_labels_are_learnt_as_transformers_and_peft_learn_them(tmp_path, problem
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("family", [*sorted({*FAMILIES, "mixtral"} - {"llama", "olmo2"})])
+@pytest.mark.parametrize("family", [*sorted({*FAMILIES, "mixtral"} - {"llama", "olmo2", "lfm2"})])
 def test_a_decoder_classifies_as_transformers_has_it(tmp_path, family):
     """The families of which transformers has a class for it."""
     fields, labels = PROBLEMS["one of three"]

@@ -51,7 +51,7 @@ def test_every_pass_keeps_its_word_on_every_kind_of_job(tmp_path, verdicts, form
     assert_kept(verdicts([job(kind, base, **KINDS[kind]) for kind in kinds]))
 
 
-@pytest.mark.parametrize("family", sampled(["gemma2", "gpt2", "bloom"]))
+@pytest.mark.parametrize("family", sampled(["gemma2", "gpt2", "bloom", "lfm2"]))
 def test_every_pass_keeps_its_word_on_other_architectures(tmp_path, verdicts, family):
     """Interleaved layers, frequencies by segment, Conv1D with dropout, alibi in padded rows."""
     if family == "bloom" and OLD_TRANSFORMERS:

@@ -100,7 +100,7 @@ def test_numbers_stay_for_dropout_and_branches_that_run_as_they_are(llama):
     assert_equal_to_whole_rows(llama, "count=2", "count=8", "count=3 inside=true")
 
 
-@pytest.mark.parametrize("family", sampled(["gpt2", "phi3-longrope"]))
+@pytest.mark.parametrize("family", sampled(["gpt2", "phi3-longrope", "lfm2"]))
 def test_numbers_stay_in_every_family(family, tmp_path):
     """Learnt positions, and tables that depend on a job's longest sequence."""
     jobs = mixed_jobs(base_of(tmp_path, family), FAMILIES[family].targets)

@@ -29,7 +29,7 @@ from tlora_fx.config.job import BaseSpec
 ROUNDED, WIDE = 3e-6, 1e-9
 PACKED = (
     "llama", "qwen2", "qwen3", "mistral", "gemma2", "phi3", "phi3-longrope", "gpt2", "gpt-neox",
-    "olmo2", "opt", "stablelm",
+    "olmo2", "opt", "stablelm", "lfm2",
 )  # fmt: skip
 LENGTHS = ([9, 7], [6], [8, 6, 9])
 

@@ -28,7 +28,7 @@ from tlora_fx.ops.segments import (
     segment_switch,
     segment_write,
 )
-from tlora_fx.ops.sequences import sequence_cumsum
+from tlora_fx.ops.sequences import sequence_conv1d, sequence_cumsum
 from tlora_fx.ops.tables import site_id, without_dropout
 from tlora_fx.ops.torch_compile import mark_compile_caches
 
@@ -61,6 +61,7 @@ __all__ = [
     "segment_sum",
     "segment_switch",
     "segment_write",
+    "sequence_conv1d",
     "sequence_cumsum",
     "site_id",
     "token_scale",

@@ -48,6 +48,7 @@ from tlora_fx.model.backbone import Backbone
 from tlora_fx.model.batch import PADDING
 from tlora_fx.tracing.adapters import check_wrapped, layer_signature, make_traceable
 from tlora_fx.tracing.attention import packed_implementation, register, row_of
+from tlora_fx.tracing.convolutions import convolve_by_sequence
 from tlora_fx.tracing.experts import use_expert_products
 from tlora_fx.tracing.guards import SizeGuards
 from tlora_fx.tracing.layer_calls import LayerCalls
@@ -186,6 +187,8 @@ def _imported(
     """What `import_graph` makes of an exported graph; what it cannot read or run is a refusal."""
     try:
         graph, constants = import_graph(module, row, base_names)
+        if row.form == "packed":
+            convolve_by_sequence(graph)
         require_no_reads(graph, subject)
         mode = fake_mode_of(graph)
         for node in graph.nodes:

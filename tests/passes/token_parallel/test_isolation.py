@@ -11,12 +11,14 @@ from tests.models import error_of
 from tests.numerics.conftest import a_pass
 from tests.passes.token_parallel.mixing import EDITS, MIXERS, SAFE, behind_shared, shared_values
 from tlora_fx.errors import GraphInvalid, NotIsolated
+from tlora_fx.ir.graph import placeholders
 from tlora_fx.numerics import Numerics
 from tlora_fx.numerics.state import copy_state
 from tlora_fx.pipeline import Event, Pipeline, Runner, parse_pass
 from tlora_fx.rewriting import Rewriter
 
 aten = torch.ops.aten
+ops = torch.ops.tlora_fx
 READY = "drop-export-noise,tag-roles,fold-layers,check-token-parallel"
 FUSED = f"{READY},fuse-backbone"
 LATER = {
@@ -127,6 +129,36 @@ def test_the_head_must_not_know_how_many_targets_there_are(run_behind):
 
     with pytest.raises(NotIsolated, match="size of the row"):
         run_behind("whole", divide)
+
+
+def convolving(table):
+    """An edit that convolves a value along its tokens, by a table of the row."""
+
+    def edit(group):
+        node = behind_norm(group)
+        dtype, width = node.meta["val"].dtype, node.meta["val"].shape[2]
+
+        def build(make):
+            x = make(aten.transpose.int, node, 1, 2)
+            weight = make(aten.ones.default, [width, 1, 3], dtype=dtype, device="meta")
+            starts = placeholders(node.graph)[table]
+            out = make(ops.sequence_conv1d.default, x, weight, None, starts, 1, width)
+            return make(aten.transpose.int, out, 1, 2)
+
+        Rewriter(node.graph).insert_after(node, build)
+
+    return edit
+
+
+def test_a_convolution_within_sequences_passes(run_behind):
+    """It goes by the table of the row's sequences, as attention does."""
+    run_behind("fused", convolving("cu_seqlens"))
+
+
+def test_a_convolution_by_another_table_is_refused(run_behind):
+    """Jobs begin where sequences do, but not each sequence is a job."""
+    with pytest.raises(NotIsolated, match="not the row's own table"):
+        run_behind("fused", convolving("segments"))
 
 
 def test_a_pass_before_fusing_is_blamed(group_after):

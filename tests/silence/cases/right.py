@@ -114,6 +114,7 @@ RIGHT_EVERYWHERE: Cases = {
         einsum=lambda x: torch.einsum("bsh,bsh->bs", x, x)[..., None] * x,
         dtype_branch=lambda x: x * 2 if x.dtype == torch.float64 else x * 3,
     ),
+    "causal convolution": with_part(CausalConv),
     "experts": with_part(Experts),
     "top two experts": with_part(lambda: Experts(2)),
     "tied head": seeded(Tied),
@@ -156,7 +157,6 @@ RIGHT_IN_BATCH_FORM: Cases = {
             .flatten(2)
         )
     ),
-    "causal convolution": with_part(CausalConv),
     "token before": decoder(lambda l, x: x + before(x)),
     "token before by cat": decoder(lambda l, x: torch.cat([x[:, :1] * 0, x[:, :-1]], 1)),
     "running sum": decoder(lambda l, x: x.cumsum(1) / 20),
