@@ -190,7 +190,7 @@ class CheckpointStore:
     def load(self, only: frozenset[str] | None = None) -> Checkpoint | None:
         """The newest whole checkpoint, or None where none was ever finished.
 
-        Warns of each damaged one that it passes over.
+        Warns of each damaged one that it passes over. Its run may write others meanwhile.
 
         only     names of jobs: the files of others are neither read nor checked
         raises   CheckpointError when checkpoints exist and none is whole, or when one was written
@@ -202,6 +202,9 @@ class CheckpointStore:
             try:
                 checkpoint = _read(self.folder / name, only)
             except _Damaged as damage:
+                if self._names() != names:
+                    # Its run has written a newer one meanwhile, and tidied this one away.
+                    return self.load(only)
                 self._damaged.add(name)
                 reasons.append(f"{name}: {damage}")
                 continue
