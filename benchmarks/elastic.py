@@ -6,10 +6,11 @@
 A round of `--jobs` jobs trains until its rows are compiled and captured. Then, again and again, one
 job leaves and another takes its place: `leave` and `join` are the time between two rounds, until
 the device is done, without reading data. What is written about them follows after the next round,
-which is compared with one before. Graphs that were compiled and rows that were captured since the
-first change are counted. What is right is compared first: the newcomer's loss in the row with its
-loss alone. Each part is printed as it is done, and the file is written anew after each, so that a
-run that is cut short has left what it knew.
+which is compared with one before: for how long the jobs stand still then, how long the checkpoint
+is being written beside the rounds that follow, and by how much these are longer. Graphs that were
+compiled and rows that were captured since the first change are counted. What is right is compared
+first: the newcomer's loss in the row with its loss alone. Each part is printed as it is done, and
+the file is written anew after each, so that a run that is cut short has left what it knew.
 
 `move` lets a job pause here and go on in another model of the same base: the checkpoint of the
 pause, reading it back, and the join. `cold` is what this process took to its first step.
@@ -44,6 +45,7 @@ STEPS = 1_000
 #: The newcomer's loss in a shared row against its loss alone, relative.
 BOUNDS = {"bfloat16": 2e-2, "float32": 1e-4}
 ABOVE, WRITTEN = "first round above the usual, ms", "written after that round, ms"
+BESIDE, SLOWED = "until the disk holds it, ms", "rounds meanwhile above the usual, ms"
 #: Rounds without a change, and changes after which a checkpoint is written: that takes longest.
 ROUNDS, CHECKPOINTS = 10, 3
 
@@ -144,7 +146,7 @@ class Bench:
         usual = statistics.median(rounds)
         before = _made(trainer)
         series: dict[str, list[float]] = {
-            name: [] for name in ("leave_ms", "ask_ms", "join_ms", ABOVE, WRITTEN)
+            name: [] for name in ("leave_ms", "ask_ms", "join_ms", ABOVE, WRITTEN, BESIDE, SLOWED)
         }
         for number, job in enumerate(waiting[: self.given.changes]):
             left = trainer._active()[0].job.name
@@ -159,6 +161,9 @@ class Bench:
             trainer._to_tell = changed
             if number < CHECKPOINTS:
                 series[WRITTEN].append(self._ms(partial(self._written, trainer)))
+                beside = self._beside(trainer)
+                series[BESIDE].append(sum(beside))
+                series[SLOWED].append(statistics.median(beside) - usual)
             trainer._to_tell = []
             trainer.roster.forget([left])
             last = {name: round(values[-1], 2) for name, values in series.items()}
@@ -181,6 +186,7 @@ class Bench:
         run = trainer._active()[-1]
         parts = Parts()
         trainer._save(last=False)
+        trainer.commits.settle()
         trainer.pause(run.job.name)
         parts.time("pause and checkpoint", lambda: self._left(trainer))
         parts.time(
@@ -194,14 +200,22 @@ class Bench:
         return {"seconds": parts.seconds, "s": sum(parts.seconds.values())}
 
     def _left(self, trainer: Trainer) -> None:
-        """Between two rounds, and what is written after the next one."""
+        """Between two rounds, and what is written after the next one, until the disk holds it."""
         trainer._change()
         self._written(trainer)
+        trainer.commits.settle()
 
     def _written(self, trainer: Trainer) -> None:
         """What is written of a change: a checkpoint with those who have come and gone anew."""
         changed = trainer._tell_of_changes()
         trainer._save(last=False, only=changed)
+
+    def _beside(self, trainer: Trainer) -> list[float]:
+        """Milliseconds of each round until the disk holds what is being written."""
+        rounds: list[float] = []
+        while trainer.commits.writes:
+            rounds.append(self._ms(lambda: trainer._round(self.interrupts)))
+        return rounds
 
     def _apart(self, trainer: Trainer, job: Job) -> float:
         """How far a newcomer's first loss in the row is from what it is alone, relative."""

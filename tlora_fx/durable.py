@@ -7,7 +7,7 @@ import shutil
 from pathlib import Path
 
 
-def write_synced(path: Path, data: bytes) -> None:
+def write_synced(path: Path, data: bytes | memoryview) -> None:
     """Write a new file and wait until the disk holds it.
 
     raises   OSError, such as ENOSPC; the file may then hold a part

@@ -401,3 +401,25 @@ def test_two_checkpoints_stay_that_share_no_file(store):
         assert store.load().step == 1
     with pytest.raises(CheckpointError, match="unchanged"):
         store.save(5, {}, {}, unchanged=["nobody"])
+
+
+def test_a_checkpoint_that_is_tidied_away_while_it_is_read_gives_way_to_a_newer_one(
+    store, monkeypatch
+):
+    """Its run goes on writing: an older one, which stays, would take steps back."""
+    save(store, 1, 2)
+    store.save(3, {"b.2": state_of(4)}, {}, unchanged=["a-1"])
+    read = checkpoint._read
+
+    def read_late(folder, only):
+        if folder.name == "step-000003":
+            store.save(4, {"b.2": state_of(5)}, {}, unchanged=["a-1"])
+            assert not folder.exists()
+        return read(folder, only)
+
+    monkeypatch.setattr(checkpoint, "_read", read_late)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        found = CheckpointStore(store.folder.parent).load()
+
+    assert (found.step, found.jobs["b.2"].step) == (4, 5)

@@ -7,6 +7,7 @@ import os
 import random
 import shutil
 import signal
+import threading
 import time
 from concurrent.futures import Future
 from dataclasses import replace
@@ -29,6 +30,7 @@ from tlora_fx.cost.plan import MeshShape
 from tlora_fx.runtime import trainer as trainers
 from tlora_fx.runtime.callbacks import TrainerCallback
 from tlora_fx.runtime.checkpoint import CheckpointStore
+from tlora_fx.runtime.commits import Commits
 from tlora_fx.runtime.launch import Launch
 from tlora_fx.runtime.run_folder import read_metrics
 from tlora_fx.runtime.trainer import Trainer
@@ -54,6 +56,12 @@ def forked_here(monkeypatch):
     """Workers that need not import anything, and a folder that is looked at often."""
     monkeypatch.setattr(service, "ForkServer", ForkHere)
     monkeypatch.setattr(service, "LOOK_SECONDS", 0.1)
+
+
+@pytest.fixture
+def fast_disk(monkeypatch):
+    """A checkpoint is written before the next round begins."""
+    monkeypatch.setattr(Commits, "look", Commits.settle)
 
 
 def write(folder, layers=1, **steps):
@@ -254,6 +262,7 @@ def told_by(config):
     return list(protocol.EventReader(Path(config.event_log)).lines())
 
 
+@pytest.mark.usefixtures("fast_disk")
 def test_jobs_join_and_leave_a_group_that_trains_and_end_as_alone(tmp_path, monkeypatch):
     """b leaves and comes back, c comes; one model trains them all, and each log has its own."""
     folder = write(tmp_path / "jobs", a=12, b=7, c=5)
@@ -270,6 +279,43 @@ def test_jobs_join_and_leave_a_group_that_trains_and_end_as_alone(tmp_path, monk
     ended = [name for line in logs[2] for name in line.get("ended", {})]
     assert set(ended) == set("abc")
     require_as_alone(folder, tmp_path / "run", "abc", tmp_path)
+
+
+def test_a_group_is_handed_over_by_the_checkpoint_that_holds_who_left(tmp_path, monkeypatch):
+    """One from before the change, which is told after it, hands nobody over."""
+    folder = write(tmp_path / "jobs", a=12, b=9, c=5)
+    monkeypatch.setattr(worker, "_kept", [])
+    monkeypatch.setattr(worker, "_reader", AtOnce())
+    first, second = orders_of(folder, tmp_path, "ab", "ac")
+    came, waited = threading.Event(), []
+    save, stepped = CheckpointStore.save, worker.EventCallback.stepped
+    look = worker.EventCallback._look
+
+    def slow_save(self, *given, **named):
+        if not waited:
+            waited.append(came.wait(60))
+        return save(self, *given, **named)
+
+    def hear(self, report):
+        if report.job == "c":
+            came.set()
+        stepped(self, report)
+
+    monkeypatch.setattr(CheckpointStore, "save", slow_save)
+    monkeypatch.setattr(worker.EventCallback, "stepped", hear)
+    # One checkpoint after the first round; jobs change after the second.
+    monkeypatch.setattr(Trainer, "_save_due", lambda self: self.rounds == 0)
+    monkeypatch.setattr(
+        worker.EventCallback, "_look", lambda self: self.trainer.rounds > 1 and look(self)
+    )
+    worker._train(first, Launch())
+
+    told = told_by(first)
+    assert waited == [True]
+    assert [line["steps"]["b"] for line in told if line["kind"] == "saved"] == [1, 2]
+    assert told[-1]["kind"] == "handed"
+    assert told_by(second)[-1]["kind"] == "ended"
+    require_as_alone(folder, tmp_path / "run", "ac", tmp_path)
 
 
 def test_a_job_leaves_a_group_that_trains_where_nobody_comes(tmp_path, monkeypatch):
@@ -422,6 +468,7 @@ def dies_after(name):
 LATER = [pytest.param(name, marks=pytest.mark.slow) for name in ("_tell_of_changes", "_save")]
 
 
+@pytest.mark.usefixtures("fast_disk")
 @pytest.mark.parametrize("moment", ["_change", *LATER])
 def test_a_worker_that_is_killed_as_jobs_come_and_go_costs_no_job_its_commits(
     tmp_path, monkeypatch, moment

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import json
 import math
 import shutil
 import tempfile
@@ -125,14 +126,35 @@ def _saved_config(config: PeftConfig, base_name: str | None) -> PeftConfig:
     return saved
 
 
-def tensor_bytes(tensors: Mapping[str, Tensor]) -> bytes:
-    """The content of a safetensors file; tensors may be views of one storage, on any device."""
-    # safetensors refuses tensors that share storage, so each is copied.
-    whole = {
-        name: tensor.detach().to("cpu", copy=True, memory_format=torch.contiguous_format)
-        for name, tensor in tensors.items()
-    }
-    return safetensors.torch.save(whole, metadata={"format": "pt"})
+#: How safetensors calls dtypes.
+_DTYPES = {dtype: name for name, dtype in safetensors.torch._TYPES.items()}
+
+
+def tensor_bytes(tensors: Mapping[str, Tensor]) -> memoryview:
+    """The content of a safetensors file; tensors may be views of one storage, on any device.
+
+    `safetensors.torch.save` keeps all threads waiting for as long as it takes, and refuses tensors
+    that share storage; here each is copied once, to its place in the file.
+    """
+    # Wide ones first, so that each lies where its dtype may begin.
+    names = sorted(tensors, key=lambda name: (-tensors[name].dtype.itemsize, name))
+    header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
+    end = 0
+    for name in names:
+        begin, end = end, end + tensors[name].nbytes
+        shape, dtype = list(tensors[name].shape), _DTYPES[tensors[name].dtype]
+        header[name] = {"dtype": dtype, "shape": shape, "data_offsets": [begin, end]}
+    text = json.dumps(header, separators=(",", ":"), ensure_ascii=False).encode()
+    text += b" " * (-len(text) % 8)
+    start = 8 + len(text)
+    content = torch.empty(start + end, dtype=torch.uint8)
+    data = content.numpy().data
+    data[:start] = len(text).to_bytes(8, "little") + text
+    for name in names:
+        begin, end = header[name]["data_offsets"]
+        plain = tensors[name].detach().contiguous().reshape(-1).view(torch.uint8)
+        content[start + begin : start + end].copy_(plain)
+    return data
 
 
 # The base's weights: loaded by transformers, drawn at random, or taken from a given module.

@@ -40,10 +40,13 @@ class TrainerCallback:
         """A job is done, has failed, or pauses."""
 
     def saving(self) -> None:
-        """A checkpoint is about to be written, which may take its time."""
+        """A checkpoint is about to be taken, or waited for, which may take its time."""
 
     def saved(self, path: Path, runs: Sequence[JobRun]) -> None:
-        """A checkpoint holds all that these jobs did; others stay in it as they were before."""
+        """A checkpoint is on the disk; others stay in it as they were before.
+
+        runs   as it holds them, without tensors: the jobs themselves may be further by now
+        """
 
     def warned(self, text: str) -> None:
         """Something went wrong that does not stop the run."""

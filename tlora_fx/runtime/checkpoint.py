@@ -24,7 +24,8 @@ import tempfile
 import warnings
 from collections.abc import Collection, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass, field, fields
+from copy import deepcopy
+from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -82,6 +83,24 @@ class JobState:
     evaluation: Mapping[str, Any] = field(default_factory=dict)
     best: Mapping[str, Tensor] = field(default_factory=dict)
     companions: Companions = field(default_factory=dict)
+
+    def snapshot(self) -> JobState:
+        """The state in main memory, where no further step reaches it.
+
+        Of what `JobRun.state` gives, only the optimizer's tensors are not copies yet.
+        """
+        copied = {name: each.to("cpu", copy=True) for name, each in self.optimizer.items()}
+        values, evaluation = deepcopy(self.optimizer_values), deepcopy(self.evaluation)
+        state = replace(self, optimizer=copied, optimizer_values=values, evaluation=evaluation)
+        return state.in_main_memory()
+
+    def in_main_memory(self) -> JobState:
+        """The state with its tensors there; those that are there already are not copied."""
+        adapter, optimizer, best = (
+            {name: tensor.cpu() for name, tensor in tensors.items()}
+            for tensors in (self.adapter, self.optimizer, self.best)
+        )
+        return replace(self, adapter=adapter, optimizer=optimizer, best=best)
 
 
 #: What of a job's state is in files of its own.
@@ -171,7 +190,7 @@ class CheckpointStore:
     def load(self, only: frozenset[str] | None = None) -> Checkpoint | None:
         """The newest whole checkpoint, or None where none was ever finished.
 
-        Warns of each damaged one that it passes over.
+        Warns of each damaged one that it passes over. Its run may write others meanwhile.
 
         only     names of jobs: the files of others are neither read nor checked
         raises   CheckpointError when checkpoints exist and none is whole, or when one was written
@@ -183,6 +202,9 @@ class CheckpointStore:
             try:
                 checkpoint = _read(self.folder / name, only)
             except _Damaged as damage:
+                if self._names() != names:
+                    # Its run has written a newer one meanwhile, and tidied this one away.
+                    return self.load(only)
                 self._damaged.add(name)
                 reasons.append(f"{name}: {damage}")
                 continue
@@ -379,7 +401,7 @@ class _Files:
     def __enter__(self) -> _Files:
         return self
 
-    def put(self, name: str, data: bytes) -> None:
+    def put(self, name: str, data: bytes | memoryview) -> None:
         """One more; raises OSError, of this file or of the one before."""
         self._wait()
         self._name = name

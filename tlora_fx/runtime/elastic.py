@@ -7,7 +7,7 @@ What a job needs to go on leaves the model with it, and comes back with it.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal
@@ -255,18 +255,24 @@ class Roster:
         """
         return dict(self._gone)
 
+    def in_main_memory(self, names: Iterable[str]) -> dict[str, JobState]:
+        """The states of some that have left; from now on they are kept there."""
+        moved = {name: self._gone[name].in_main_memory() for name in names}
+        self._gone |= moved
+        return moved
+
     def farewell(self, run: JobRun) -> Mapping[str, Tensor] | None:
         """The adapter that a job leaves which has left; None of one that pauses."""
         state = self._gone.get(run.job.name)
         return None if state is None or run.status == "paused" else state.best or state.adapter
 
-    def saved(self) -> None:
-        """A checkpoint holds the states: of jobs that ended long ago no more is kept."""
-        ended = [name for name, state in self._gone.items() if state.status != "running"]
-        for name in ended[: -len(self.model.jobs)]:
-            del self._gone[name]
-        for name, state in self._gone.items():
-            self._gone[name] = _on_cpu(state)
+    def ended(self) -> list[str]:
+        """Those that have left because they ended, in the order in which they did."""
+        return [name for name, state in self._gone.items() if state.status != "running"]
+
+    def saved(self, ended: Sequence[str]) -> None:
+        """A checkpoint holds these states: of jobs that ended long ago no more is kept."""
+        self.forget(ended[: -len(self.model.jobs)])
 
 
 def require_memory(job: Job, needed: int, device: torch.device) -> None:
@@ -305,11 +311,3 @@ def cloned(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
         return {}
     copies = torch._foreach_mul(list(tensors.values()), 1)
     return dict(zip(tensors, copies, strict=True))
-
-
-def _on_cpu(state: JobState) -> JobState:
-    adapter, optimizer, best = (
-        {name: tensor.cpu() for name, tensor in tensors.items()}
-        for tensors in (state.adapter, state.optimizer, state.best)
-    )
-    return replace(state, adapter=adapter, optimizer=optimizer, best=best)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Mapping, Sequence
+from copy import copy
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
@@ -315,6 +316,13 @@ class JobRun:
             evaluation=self.evaluation.state(),
             best=self.best,
         )
+
+    def snapshot(self) -> JobRun:
+        """The run as it stands, without its tensors: counters and words that go no further."""
+        run = copy(self)
+        run.parameters, run.best, run.evaluation = {}, {}, copy(self.evaluation)
+        vars(run).pop("optimizer", None)
+        return run
 
     def restore(self, state: JobState, source: str) -> None:
         """Go on from a checkpoint; metrics after it are dropped."""

@@ -19,7 +19,7 @@ from tlora_fx.compiler import Jobs, as_jobs
 from tlora_fx.config.job import Job
 from tlora_fx.cost.load import MAX_ROW_TOKENS
 from tlora_fx.cost.plan import Plan
-from tlora_fx.errors import CheckpointError, MetricsError, NotAdmitted
+from tlora_fx.errors import NotAdmitted
 from tlora_fx.model.batch import PackedBatch
 from tlora_fx.model.supermodel import SuperModel
 from tlora_fx.numerics.probe import Probed
@@ -55,6 +55,7 @@ from tlora_fx.runtime.checks import (
     probe_ends,
     require_same_jobs,
 )
+from tlora_fx.runtime.commits import Commits
 from tlora_fx.runtime.controllers import NanoBatches
 from tlora_fx.runtime.data import JobData
 from tlora_fx.runtime.data_starts import agreed_starts, require_data_starts
@@ -161,14 +162,14 @@ class Trainer:
         self.gathering = StateGatherer(self.model, self.mesh)
         self.store = CheckpointStore(self.folder.path)
         self.roster = Roster(self.model, self.folder, self.gathering)
+        self.commits = Commits(self.store, self.folder, self.roster, self.callback)
         self.rounds = 0
-        self.change_seconds = 0.0
+        self.change_seconds = self.save_seconds = 0.0
         self._to_tell: list[JobRun] = []
         # Numbers of strict mode follow from the lengths that users give.
         lengthened = self.device.type == "cuda" and not is_strict()
         self.rows = RowBucketer(model.group.form == "packed", lengthened)
         self._data = data
-        self.saved: Path | None = None
         self._described: dict[str, Any] = {}
         self._checkpoint: Checkpoint | None = None
         self._sources: dict[str, Checkpoint] = {}
@@ -202,6 +203,7 @@ class Trainer:
             grace = GRACE_SECONDS if self.mesh.size > 1 else None
             interrupts = stack.enter_context(Interrupts(grace))
             stack.callback(self._let_go)
+            stack.callback(self.commits.settle)
             if self._ended_before(data):
                 return self.runs
             self.folder.begin([job.name for job in self.jobs])
@@ -215,7 +217,7 @@ class Trainer:
             for run in self.roster.inside():
                 run.load_best()
         if stopped or interrupts.asked:
-            raise KeyboardInterrupt(f"stopped after a checkpoint, {self.saved}")
+            raise KeyboardInterrupt(f"stopped after a checkpoint, {self.commits.saved}")
         return self.runs
 
     def _let_go(self) -> None:
@@ -488,6 +490,8 @@ class Trainer:
     def _tell_of_changes(self) -> set[str]:
         """Write down who has come and gone, once others do not wait for it; returns who."""
         changed, self._to_tell = self._to_tell, []
+        if changed:
+            self.commits.settle()
         for run in changed:
             if not run.left:
                 run.begin(self._base_name())
@@ -506,6 +510,7 @@ class Trainer:
 
     def _round(self, interrupts: Interrupts) -> bool:
         """Every running job does one optimizer step; False when somebody asked to stop instead."""
+        self.commits.look()
         self._end.begin()
         batches = self._batches()
         rows = self._rows(batches)
@@ -725,6 +730,7 @@ class Trainer:
 
     def _conclude(self, run: JobRun) -> None:
         """A job has ended: leave its adapter, and say so."""
+        self.commits.settle()
         self._write(run, self.gathering.whole_adapter(run.job.name, run.final_adapter()))
         self._announce(run, self.callback.ended)
 
@@ -757,15 +763,17 @@ class Trainer:
         return time.monotonic() - self._saved_at >= longest
 
     def _save(self, *, last: bool, only: Container[str] | None = None) -> None:
-        """Write a checkpoint; while training goes on, a full disk only costs this one.
+        """Write a checkpoint, the last one now and others beside training (see `Commits`).
 
         only      jobs that are written; others stay as they were, where they were written before
         raises    RunFolderError where the folder is gone; CheckpointError, MetricsError at the end
                   of a run
         """
         self._catch_up()
+        begun = time.perf_counter()
+        self.commits.settle()
         self.callback.saving()
-        inside, left = self.roster.inside(), self.roster.states()
+        inside, left = self.roster.inside(), list(self.roster.states())
         unchanged: frozenset[str] = frozenset()
         if only is not None:
             names = [*left, *(run.job.name for run in inside)]
@@ -773,7 +781,7 @@ class Trainer:
                 frozenset(name for name in names if name not in only) & self.store.holds()
             )
             inside = [run for run in inside if run.job.name not in unchanged]
-            left = {name: state for name, state in left.items() if name not in unchanged}
+            left = [name for name in left if name not in unchanged]
         else:
             self._saved_at = time.monotonic()
         states = {run.job.name: self.gathering.whole(run.job.name, run.state()) for run in inside}
@@ -781,27 +789,13 @@ class Trainer:
             return
         for run in inside:
             companions = run.companions(self._base_name())
-            states[run.job.name] = replace(states[run.job.name], companions=companions)
-        states |= left
+            states[run.job.name] = replace(states[run.job.name].snapshot(), companions=companions)
+        states |= self.roster.in_main_memory(left)
         described = {"rounds": self.rounds, **self._described}
-        self.folder.require_there()
-        try:
-            for run in self.runs:
-                run.metrics.sync()
-                if run.left:
-                    run.metrics.close()
-            path = self.store.save(self.rounds, states, described, unchanged=unchanged)
-        except (CheckpointError, MetricsError) as error:
-            if last:
-                raise
-            self.callback.warned(str(error))
-        else:
-            self.saved = path
-            self.roster.saved()
-            for run in inside:
-                run.write_status()
-            written = [run for run in self.runs if run.job.name not in unchanged]
-            self.callback.saved(path, written)
+        self.commits.begin(self.rounds, states, described, unchanged)
+        if last:
+            self.commits.settle(last=True)
+        self.save_seconds = time.perf_counter() - begun
 
     def _carry(self) -> None:
         """Take jobs over from the runs that they come from."""

@@ -11,13 +11,13 @@ import os
 import pkgutil
 import time
 import traceback
-from collections.abc import Container, Mapping, Sequence
+from collections.abc import Container, Mapping, Sequence, Set
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass
 from importlib import import_module
 from pathlib import Path
-from typing import TYPE_CHECKING, Self
+from typing import TYPE_CHECKING, NamedTuple, Self
 
 import torch
 
@@ -275,6 +275,14 @@ def _read(
 _reader = ThreadPoolExecutor(1, "data")
 
 
+class _Held(NamedTuple):
+    """How a job stands in its newest checkpoint."""
+
+    step: int
+    status: str
+    reason: str
+
+
 class EventCallback(TrainerCallback):
     """Writes what the trainer does into the event log, and hears whom its group shall become.
 
@@ -291,17 +299,15 @@ class EventCallback(TrainerCallback):
         self.names = {str(job["name"]) for job in config.jobs}
         self._next: Takeover | None = None
         self._declined = False
-        self._saving = 0.0
-        self._committed: dict[str, int] = {}
+        self._committed: dict[str, _Held] = {}
 
     def started(self, runs: Sequence[JobRun]) -> None:
         self.steps = {run.job.name: run.step for run in runs}
         self.writer.write("started", steps=self.steps, process=os.getpid())
 
     def stepped(self, report: StepReport) -> None:
-        if report.job in self.names:
-            self.steps[report.job] = report.step
-        self.writer.progress(self.steps)
+        self.steps[report.job] = report.step
+        self.writer.progress(self._steps_of_mine())
         self._look()
 
     def evaluating(self) -> None:
@@ -315,14 +321,13 @@ class EventCallback(TrainerCallback):
 
     def saving(self) -> None:
         self.writer.write("saving")
-        self._saving = time.perf_counter()
 
     def saved(self, path: Path, runs: Sequence[JobRun]) -> None:
-        self._committed |= {run.job.name: run.step for run in runs}
-        self._write_saved(runs)
+        self._committed |= {run.job.name: _Held(run.step, run.status, run.reason) for run in runs}
+        self._write_saved({run.job.name for run in runs})
         if self._next is not None and self._next.asked:
-            self._next.seconds += time.perf_counter() - self._saving
-            self._hand_over(self._next, self.trainer.runs)
+            self._next.seconds += self.trainer.save_seconds
+            self._hand_over(self._next)
 
     def warned(self, text: str) -> None:
         self.writer.write("warned", text=text)
@@ -330,13 +335,20 @@ class EventCallback(TrainerCallback):
     def noted(self, text: str) -> None:
         self.warned(text)
 
-    def _write_saved(self, runs: Sequence[JobRun]) -> None:
-        mine = [run for run in runs if run.job.name in self.names & self._committed.keys()]
+    def _write_saved(self, names: Set[str]) -> None:
+        mine = {name: self._committed[name] for name in sorted(names & self.names)}
         self.writer.write(
             "saved",
-            steps={run.job.name: self._committed[run.job.name] for run in mine},
-            ended={run.job.name: [run.status, run.reason] for run in mine if _ended(run)},
+            steps={name: held.step for name, held in mine.items()},
+            ended={
+                name: [held.status, held.reason]
+                for name, held in mine.items()
+                if held.status not in ("running", "paused")
+            },
         )
+
+    def _steps_of_mine(self) -> dict[str, int]:
+        return {name: step for name, step in self.steps.items() if name in self.names}
 
     def _look(self) -> None:
         """See whether the group shall become another one, and begin that."""
@@ -374,33 +386,34 @@ class EventCallback(TrainerCallback):
                 trainer.pause(run.job.name)
         takeover.asked, takeover.seconds = True, time.perf_counter() - begun
 
-    def _hand_over(self, takeover: Takeover, runs: Sequence[JobRun]) -> None:
+    def _hand_over(self, takeover: Takeover) -> None:
         """Write into the other group's log from now on, once a checkpoint holds who is in it."""
         names = {str(job["name"]) for job in takeover.config.jobs}
-        status = {run.job.name: run.status for run in runs}
+        # What they have done since is in no checkpoint.
+        status = {name: held.status for name, held in self._committed.items()}
         coming = {job.name for job in takeover.coming}
         if coming & set(self.trainer.roster.without_room()):
             self.trainer.roster.uninvite(coming)
             self._decline("the running model has no room for all of them")
             return
-        left = all(status[name] != "running" for name in self.names - names)
+        left = all(status.get(name, "running") != "running" for name in self.names - names)
         if not left or any(status.get(name, "paused") == "paused" for name in coming):
             return
         seconds = takeover.seconds + self.trainer.change_seconds
         kept = {*takeover.config.keeps, *names}
-        self.trainer.roster.forget([name for name in status if name not in kept])
+        self.trainer.roster.forget(
+            [run.job.name for run in self.trainer.runs if run.job.name not in kept]
+        )
         self.writer.write("handed")
         self.config, self.names, self._next = takeover.config, names, None
         self.writer = EventWriter(self.config.event_log)
-        self.steps = {run.job.name: run.step for run in runs if run.job.name in names}
-        self.writer.write("started", steps=self.steps, process=os.getpid(), paused=seconds)
-        self._write_saved(runs)
+        for name in names & self._committed.keys():
+            self.steps[name] = max(self.steps.get(name, 0), self._committed[name].step)
+        steps = self._steps_of_mine()
+        self.writer.write("started", steps=steps, process=os.getpid(), paused=seconds)
+        self._write_saved(self._committed.keys())
 
     def _decline(self, reason: str) -> None:
         """The group stays as it is; whoever asked will form the other one anew."""
         self._next, self._declined = None, True
         self.writer.write("declined", reason=reason)
-
-
-def _ended(run: JobRun) -> bool:
-    return run.status not in ("running", "paused")
