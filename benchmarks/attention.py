@@ -42,6 +42,15 @@ TILES = {
     "dq": ((128, 64, 8, 2), (64, 64, 4, 2), (64, 64, 4, 3), (128, 128, 8, 1)),
     "dkv": ((64, 64, 8, 2), (32, 64, 4, 2), (64, 128, 8, 2), (64, 64, 4, 2), (32, 64, 4, 3)),
 }
+#: Of rows with so few sequences that a tile's latency decides.
+SMALL = {
+    "forward": ((64, 64, 4, 3), (32, 64, 4, 3), (32, 32, 4, 3)),
+    "dq": ((64, 64, 4, 2), (32, 64, 4, 2), (32, 32, 4, 3)),
+    "dkv": (
+        (32, 64, 4, 3), (32, 32, 4, 3), (32, 16, 4, 3), (64, 32, 4, 2), (64, 16, 4, 2),
+        (128, 32, 4, 2), (128, 16, 4, 2), (64, 32, 8, 2),
+    ),
+}  # fmt: skip
 TRIED = dict.fromkeys(TILES, ((16, 16, 4, 1),))
 
 Figures = dict[str, Any]
@@ -56,6 +65,7 @@ class Case:
     window    0: none
     longest   as the tables of a row have it, where that is more than the longest sequence
     few       whether only the first tiles are tried
+    small     whether the tiles of few sequences are
     """
 
     lengths: tuple[int, ...]
@@ -64,6 +74,7 @@ class Case:
     window: int = 0
     longest: int = 0
     few: bool = False
+    small: bool = False
 
     @property
     def most(self) -> int:
@@ -98,6 +109,9 @@ CASES = {
     "64 x 256, window 128": Case((256,) * 64, window=128, few=True),
     "64 x 256, 32:32 heads": Case((256,) * 64, heads=(32, 32), few=True),
     "64 x 256, width 64": Case((256,) * 64, width=64, few=True),
+    "1 x 160, captured": Case((160,), longest=256, small=True),
+    "2 x 160, captured": Case((160,) * 2, longest=256, small=True),
+    "1 x 1,024": Case((1024,), small=True),
     "tiny": Case((20, 1, 33), heads=(4, 1), width=64, window=9),
 }
 
@@ -137,6 +151,8 @@ def measured(case: Case, given: argparse.Namespace) -> Figures:
     """Microseconds of every arm, the best of ours, and how far from float64 both are."""
     cuda = given.device == "cuda"
     tiles: dict[str, tuple[tuple[int, ...], ...]] = dict(TILES if cuda else TRIED)
+    if case.small and cuda:
+        tiles = dict(SMALL)
     if case.few:
         tiles = {kind: each[:2] for kind, each in tiles.items()}
     sets = [_inputs(case, seed, given.device) for seed in range(2 if cuda else 1)]

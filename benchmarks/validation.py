@@ -187,9 +187,10 @@ def keep(folder: Path, kept: Path, policies: Sequence[str]) -> None:
 
 
 def warm_up(bench: Bench) -> tuple[list[dict[str, float]], ChangeCosts]:
-    """Launch groups of some of the jobs and drain them; then let one join and leave another."""
-    jobs = [bench.job(one, 1_000_000) for one in bench.planned[: max(WARM_UPS)]]
-    measured = []
+    """Launch groups of jobs, each anew, and drain them; then let one join and leave another."""
+    count = min(sum(WARM_UPS), len(bench.planned))
+    jobs = [bench.job(one, 1_000_000) for one in bench.planned[:count]]
+    measured, done = [], 0
     with bench.opened("warm-up", "megatron", 0.0) as running:
         _ready(running)
         executor = running.executor
@@ -197,10 +198,12 @@ def warm_up(bench: Bench) -> tuple[list[dict[str, float]], ChangeCosts]:
             running.specs[job.name] = job.model_dump(mode="json")
         requests = [bench.estimates.request(job, 0.0) for job in jobs]
         for epoch, count in enumerate(WARM_UPS, 1):
-            own = requests[:count]
+            # In a run, too, no data was read and no state was made before a job's first launch.
+            own = [requests[(done + place) % len(requests)] for place in range(count)]
+            done += count
             total = Demand.total(request.demand for request in own)
             step = bench.estimates.estimator.solo(own[0].base, total, 1)
-            group = Group(tuple(job.name for job in jobs[:count]), 1, (0,))
+            group = Group(tuple(request.name for request in own), 1, (0,))
             begun = executor.now()
             executor.reserve(group, epoch)
             executor.launch(group, epoch, own, {})
@@ -248,11 +251,13 @@ def changes_of(
 
 
 def switch_of(measured: Sequence[Mapping[str, float]]) -> tuple[float, float]:
-    """Seconds from a launch to the first step of a job alone, and that each further job adds.
+    """Seconds that a job alone takes to launch and to drain, and that each further job adds.
+
+    Jobs that end by themselves write what drained ones write, before the next group is launched.
 
     measured   the last of each size counts: the first one compiles kernels
     """
-    last = {int(one["jobs"]): one["launch_seconds"] for one in measured}
+    last = {int(one["jobs"]): one["launch_seconds"] + one["drain_seconds"] for one in measured}
     few, many = min(last), max(last)
     return last[few], max(0.0, (last[many] - last[few]) / (many - few))
 
