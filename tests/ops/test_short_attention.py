@@ -50,17 +50,33 @@ def test_in_strict_mode_length_does_not_decide(monkeypatch):
         assert not short_tiles(*heads(), 100, CAUSAL)
 
 
+def test_few_programs_take_fewer_keys_each(monkeypatch):
+    """As long as all run at once; in strict mode a neighbour would change a job's bits by that."""
+    pytest.importorskip("triton")
+    monkeypatch.delenv("TLORA_FX_KERNELS", raising=False)
+    q, k, _ = heads()
+
+    def keys(sequences, longest):
+        bounds = torch.zeros(sequences + 1, dtype=torch.int32)
+        return short_tiles(q, k, bounds, longest, CAUSAL).key_gradient.columns
+
+    assert [keys(1, 256), keys(2, 256), keys(1, 1024)] == [16, 64, 64]
+    with strict():
+        assert keys(1, 256) == keys(2, 256) == 64
+
+
 @pytest.mark.skipif(sys.platform != "linux", reason="Triton's compiler is built for Linux")
 @pytest.mark.skipif(os.environ.get("TRITON_INTERPRET") == "1", reason="nothing is compiled")
 @pytest.mark.parametrize(
-    "kind",
+    ("kind", "heads"),
     [
-        pytest.param("forward", marks=pytest.mark.slow),
-        pytest.param("query_gradient", marks=pytest.mark.slow),
-        "key_gradient",
+        pytest.param("forward", 64, marks=pytest.mark.slow),
+        pytest.param("query_gradient", 64, marks=pytest.mark.slow),
+        ("key_gradient", 64),
+        ("key_gradient", 8),
     ],
 )
-def test_a_kernel_fits_hopper(kind):
+def test_a_kernel_fits_hopper(kind, heads):
     """Registers, next to no spills, shared memory, tensor cores."""
     triton = pytest.importorskip("triton")
     from triton.backends.compiler import GPUTarget
@@ -68,7 +84,7 @@ def test_a_kernel_fits_hopper(kind):
 
     from tlora_fx.ops.kernels import short_attention as short
 
-    tiles = short.FORMS[90, torch.bfloat16, 4, 128].tiles
+    tiles = short.FORMS[90, torch.bfloat16, 4, 128].tiles_for(heads, 256)
     kernel, tile = getattr(short, f"_{kind}"), getattr(tiles, kind)
     values = {"GROUP": 4, "WIDTH": 128, "PADDED": 128, "WINDOWED": False}
     values |= {"ROWS": tile.rows, "KEYS": tile.columns}

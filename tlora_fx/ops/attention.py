@@ -345,7 +345,7 @@ def short_tiles(
 ) -> Tiles | None:
     """How our kernels cut a row that the varlen kernel can do too; None: that one takes it.
 
-    In strict mode the longest sequence does not decide, for it may be a job's neighbour.
+    In strict mode neither the longest sequence nor their number decides: neighbours have both.
     """
     many = len(cu_seqlens) > _MOST_SEQUENCES
     if many or not rule.causal or not support.has_triton() or support.mode() == "off":
@@ -358,7 +358,10 @@ def short_tiles(
     if form is None:
         return None
     most = form.windowed if 0 < rule.window < longest else form.longest
-    return form.tiles if longest <= most or select.is_strict() else None
+    if select.is_strict():
+        return form.tiles
+    heads = k.shape[1] * (len(cu_seqlens) - 1)
+    return form.tiles_for(heads, longest) if longest <= most else None
 
 
 def flash_fits_sequence(

@@ -14,7 +14,7 @@ source   Dao 2023, FlashAttention-2
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -216,11 +216,19 @@ class Form:
     longest    tokens of the longest sequence
     tiles      the fastest of those that were tried
     windowed   as `longest`, where a window hides keys
+    few        of the key gradient, where all programs run at once
     """
 
     longest: int
     tiles: Tiles
     windowed: int = 0
+    few: Tile | None = None
+
+    def tiles_for(self, heads: int, longest: int) -> Tiles:
+        """The tiles of so many key heads of all sequences: of few, a program's own time decides."""
+        if self.few is None or heads * -(-longest // self.few.columns) > PROCESSORS:
+            return self.tiles
+        return replace(self.tiles, key_gradient=self.few)
 
 
 def _tile(rows: int, keys: int, warps: int, stages: int) -> Tile:
@@ -228,11 +236,16 @@ def _tile(rows: int, keys: int, warps: int, stages: int) -> Tile:
 
 
 _FEW_TRIED = Tiles(_tile(128, 64, 8, 3), _tile(64, 64, 4, 2), _tile(32, 64, 4, 2))
+#: Of an H200.
+PROCESSORS = 132
 #: By compute capability, type, query heads a key head, and width; the times of an H200 are in
-#: benchmarks/results/attention-2026-11-23.json.
+#: benchmarks/results/attention-2026-11-23.json, of few sequences in attention-2026-11-26.json.
 FORMS = {
     (90, torch.bfloat16, 4, 128): Form(
-        4096, Tiles(_tile(64, 64, 4, 3), _tile(64, 64, 4, 2), _tile(32, 64, 4, 3)), windowed=256
+        4096,
+        Tiles(_tile(64, 64, 4, 3), _tile(64, 64, 4, 2), _tile(32, 64, 4, 3)),
+        windowed=256,
+        few=_tile(128, 16, 4, 2),
     ),
     (90, torch.bfloat16, 1, 128): Form(256, _FEW_TRIED),
     (90, torch.bfloat16, 4, 64): Form(256, _FEW_TRIED),
