@@ -199,7 +199,8 @@ def warm_up(bench: Bench) -> tuple[list[dict[str, float]], ChangeCosts]:
         requests = [bench.estimates.request(job, 0.0) for job in jobs]
         for epoch, count in enumerate(WARM_UPS, 1):
             # In a run, too, no data was read and no state was made before a job's first launch.
-            own = [requests[(done + place) % len(requests)] for place in range(count)]
+            wanted = min(count, len(requests))
+            own = [requests[(done + place) % len(requests)] for place in range(wanted)]
             done += count
             total = Demand.total(request.demand for request in own)
             step = bench.estimates.estimator.solo(own[0].base, total, 1)

@@ -3,17 +3,20 @@
 Triton compiles a kernel when it is first started, and a model that is new starts dozens, one after
 another. While kernels are compiled ahead, launchers give those that are new to threads and start
 none. What kernels would have written is then not there: all that is computed meanwhile must be
-thrown away, and nothing may be taken for written.
+thrown away, and nothing may be taken for written. That is so for all threads of the process, for
+backwards have one of their own.
 """
 
 from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Iterator, Sequence
+import weakref
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from functools import partial
+from traceback import clear_frames
 from typing import Any
 
 logger = logging.getLogger("tlora_fx.kernels")
@@ -45,32 +48,45 @@ class Ahead:
         self.is_on = False
         self._pool: ThreadPoolExecutor | None = None
         self._asked: dict[object, Future[None]] = {}
-        self._done: set[object] = set()
+        # By their addresses, which others take over once they are gone.
+        self._done: dict[str, weakref.WeakValueDictionary[int, Any]] = {}
 
-    def first(self, kind: str, subject: object) -> bool:
-        """Whether this was never asked of an object; by its identity, which others take over."""
-        known = (kind, id(subject))
-        if known in self._done:
-            return False
-        self._done.add(known)
-        return True
+    def try_once(self, kind: str, subject: object, run: Callable[[], object]) -> None:
+        """Compile what a computation starts, once for each object and kind of computation.
+
+        What goes wrong is told in the log alone: the computation itself comes next, and meets it
+        where it is no matter of being ahead.
+        """
+        done = self._done.setdefault(kind, weakref.WeakValueDictionary())
+        if id(subject) in done:
+            return
+        done[id(subject)] = subject
+        try:
+            with self.compiling():
+                run()
+        except Exception as error:  # noqa: BLE001  (whatever it is, nothing was needed of it)
+            # Its frames hold what was computed.
+            clear_frames(error.__traceback__)
+            logger.info("not compiled ahead: %s: %s", type(error).__name__, error)
 
     @contextmanager
     def compiling(self) -> Iterator[None]:
         """Compile what is started within it; at its end all of it is there."""
-        self._asked.clear()
-        with ThreadPoolExecutor(min(MOST, os.cpu_count() or 1), "compile-ahead") as self._pool:
-            self.is_on = True
-            try:
-                yield
-            finally:
-                self.is_on = False
-        self._pool = None
-        for future in self._asked.values():
-            # Whoever starts the kernel is told, with what it was started with.
-            if error := future.exception():
-                logger.info("not compiled ahead: %s: %s", type(error).__name__, error)
-        self._asked.clear()
+        assert not self.is_on, "one computation at a time"
+        workers = min(MOST, len(os.sched_getaffinity(0)))
+        self._pool = ThreadPoolExecutor(workers, "compile-ahead")
+        self.is_on, whole = True, False
+        try:
+            yield
+            whole = True
+        finally:
+            self.is_on = False
+            self._pool.shutdown(cancel_futures=not whole)
+            asked, self._pool, self._asked = self._asked, None, {}
+            for future in asked.values():
+                # Whoever starts the kernel is told, with what it was started with.
+                if not future.cancelled() and (error := future.exception()):
+                    logger.info("not compiled ahead: %s: %s", type(error).__name__, error)
 
     def ask(
         self, function: Any, key: object, device: int, arguments: Sequence[Any],

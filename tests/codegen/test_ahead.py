@@ -33,7 +33,7 @@ def as_on_a_gpu(monkeypatch):
     """There is a device, of which nobody watches the launches."""
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
     monkeypatch.setattr(torch.cuda, "device", lambda index: nullcontext())
-    monkeypatch.setattr("os.cpu_count", lambda: 4)
+    monkeypatch.setattr("os.sched_getaffinity", lambda _: range(4))
     quiet = SimpleNamespace(calls=[])
     monkeypatch.setattr(launching, "_hooks", lambda: (quiet, quiet))
 
@@ -81,8 +81,23 @@ def test_what_cannot_be_compiled_is_told_by_its_start():
     assert not ahead.is_on
 
 
-def test_an_object_is_new_once():
-    """Another kind asks for itself."""
-    own, subject = Ahead(), object()
+def test_a_computation_is_tried_once_for_an_object_and_never_in_the_way():
+    """Whatever it raises; an object that is gone leaves no room for its address."""
 
-    assert [own.first(kind, subject) for kind in ("probe", "probe", "row")] == [True, False, True]
+    class Subject:
+        pass
+
+    own, subject, ran = Ahead(), Subject(), []
+
+    def run():
+        ran.append(own.is_on)
+        raise MemoryError("of the row itself")
+
+    for kind in ("probe", "probe", "row"):
+        own.try_once(kind, subject, run)
+    del subject
+    own.try_once("row", Subject(), run)
+
+    assert ran == [True, True, True]
+    assert not own.is_on
+    assert not own._asked

@@ -110,6 +110,8 @@ OTHER = {
     "of both sides": (lambda conv, x: conv(x), {"padding": 1}),
     "of the token behind": (next_one, {"padding": BOTH}),
     "further back than it reaches": (padded_around(3), {}),
+    "without the token itself": (padded_around(1, -1), {"padding": 1}),
+    "without the first token": (padded_around(-1), {"padding": KERNEL}),
     "in front of ones": (padded_around(2, value=1.0), {}),
     "dilated, of both sides": (trimmed, {"padding": 2, "dilation": 2}),
     "with another use of the end": (

@@ -208,7 +208,9 @@ class Ends:
     def waits_ms(self, packing: Array, rest: Array | float, alone: Mask | bool) -> Array:
         """What rounds wait for their rows to be packed [m].
 
-        Processes that train together look at each round's end before they begin the next.
+        Processes that train together look at each round's end before they begin the next. So does
+        one process whose jobs are not updated in one step (see `RoundEnd`), of which nothing is
+        known here.
 
         packing   what that takes, by `host_ms`
         rest      what else rounds take

@@ -328,9 +328,8 @@ class _Probe:
         alone = {
             index: self.alone.run(self.jobs[index], self._sequences(index)) for index in self.chosen
         }
-        if self.device.type == "cuda" and ahead.first("probe", self.backbone):
-            with ahead.compiling():
-                self._fused()
+        if self.device.type == "cuda":
+            ahead.try_once("probe", self.backbone, self._fused)
         fused = self._fused()
         worst_logits = worst_gradient = 0.0
         for index, outcome in alone.items():

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from functools import partial
 from typing import Protocol
 
 import torch
@@ -232,8 +233,9 @@ class RowRunner:
 
     def _run(self, row: PackedBatch, weights: Tensor) -> Tensor:
         alone = self.mesh.size == 1 and self.nano is None
-        if self.mesh.device.type == "cuda" and alone and ahead.first("row", self.model):
-            compile_ahead(self.model, self._moved(row), weights)
+        if self.mesh.device.type == "cuda" and alone:
+            start = partial(start_nothing, self.model, row, weights)
+            ahead.try_once("row", self.model, start)
         losses = self.model.weighted(self._moved(row), weights)
         # An empty row of jobs that adapt the head alone has nothing to learn from.
         if losses.requires_grad:
@@ -251,15 +253,22 @@ class RowRunner:
         return row.to(device) if self.nano is None else self.nano.moved(row, device)
 
 
-def compile_ahead(model: SuperModel, row: PackedBatch, weights: Tensor) -> None:
-    """Compile what forward and backward of a row start; nothing that trains changes.
+def start_nothing(model: SuperModel, row: PackedBatch, weights: Tensor) -> None:
+    """Forward and backward of a row whose kernels are compiled ahead; nothing that trains changes.
 
-    row, weights   on the model's device, a GPU
+    Where adapters are larger than what the forward keeps, the backward is left out: their gradients
+    would lie beside those that add up, and ask for memory that a row does not need.
+
+    row       on the CPU
+    weights   [J] on the model's device, a GPU
     """
+    device = weights.device
     leaves = [leaf for leaf in model.parameters() if leaf.requires_grad]
-    with torch.random.fork_rng([weights.device]), ahead.compiling():
-        losses = model.weighted(row, weights)
-        if losses.requires_grad:
+    before = torch.cuda.memory_allocated(device)
+    with torch.random.fork_rng([device]):
+        losses = model.weighted(row.to(device), weights)
+        kept = torch.cuda.memory_allocated(device) - before
+        if losses.requires_grad and sum(leaf.nbytes for leaf in leaves) <= kept:
             torch.autograd.grad(losses.sum(), leaves, allow_unused=True)
 
 

@@ -9,7 +9,7 @@ import shutil
 import tempfile
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cache, cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -126,8 +126,12 @@ def _saved_config(config: PeftConfig, base_name: str | None) -> PeftConfig:
     return saved
 
 
-#: How safetensors calls dtypes.
-_DTYPES = {dtype: name for name, dtype in safetensors.torch._TYPES.items()}
+@cache
+def _dtype_name(dtype: torch.dtype) -> str:
+    """How safetensors calls a dtype; raises KeyError for one that it does not know."""
+    content = safetensors.torch.save({"x": torch.empty(0, dtype=dtype)})
+    size = int.from_bytes(content[:8], "little")
+    return str(json.loads(content[8 : 8 + size])["x"]["dtype"])
 
 
 def tensor_bytes(tensors: Mapping[str, Tensor]) -> memoryview:
@@ -142,7 +146,7 @@ def tensor_bytes(tensors: Mapping[str, Tensor]) -> memoryview:
     end = 0
     for name in names:
         begin, end = end, end + tensors[name].nbytes
-        shape, dtype = list(tensors[name].shape), _DTYPES[tensors[name].dtype]
+        shape, dtype = list(tensors[name].shape), _dtype_name(tensors[name].dtype)
         header[name] = {"dtype": dtype, "shape": shape, "data_offsets": [begin, end]}
     text = json.dumps(header, separators=(",", ":"), ensure_ascii=False).encode()
     text += b" " * (-len(text) % 8)

@@ -48,6 +48,7 @@ class Commits:
     roster    whose jobs they hold
     callback  hears of each
     saved     folder of the newest that was told
+    missed    jobs of checkpoints that could not be written: the next one holds them anew
     """
 
     def __init__(
@@ -60,6 +61,7 @@ class Commits:
         self.store, self.folder, self.roster = store, folder, roster
         self.callback = callback
         self.saved: Path | None = None
+        self.missed: set[str] = set()
         self._thread = ThreadPoolExecutor(1, "commits")
         self._commit: _Commit | None = None
 
@@ -125,6 +127,8 @@ class Commits:
             self.callback.saving()
         wait([commit.path])
         self._commit = None
+        names = {run.job.name for run in commit.written}
+        self.missed |= names
         try:
             path = commit.path.result()
         except (CheckpointError, MetricsError) as error:
@@ -134,9 +138,25 @@ class Commits:
             return
         self.folder.require_there()
         self.saved = path
+        self.missed -= names
         for log in commit.left:
             log.close()
         self.roster.saved(commit.ended)
         for run in commit.inside:
             run.write_status()
         self.callback.saved(path, commit.written)
+
+    def close(self, error: BaseException | None) -> None:
+        """Wait for the checkpoint that is being written, and tell of it; no other one follows.
+
+        error    what ends the run, and is to be heard of rather than what goes wrong here
+        raises   as `settle`
+        """
+        try:
+            self.settle()
+        except Exception as other:
+            if error is None:
+                raise
+            self.callback.warned(str(other))
+        finally:
+            self._thread.shutdown()

@@ -203,7 +203,7 @@ class Trainer:
             grace = GRACE_SECONDS if self.mesh.size > 1 else None
             interrupts = stack.enter_context(Interrupts(grace))
             stack.callback(self._let_go)
-            stack.callback(self.commits.settle)
+            stack.push(lambda _, error, __: self.commits.close(error))
             if self._ended_before(data):
                 return self.runs
             self.folder.begin([job.name for job in self.jobs])
@@ -778,7 +778,8 @@ class Trainer:
         if only is not None:
             names = [*left, *(run.job.name for run in inside)]
             unchanged = self.ranks.from_leader(
-                frozenset(name for name in names if name not in only) & self.store.holds()
+                frozenset(name for name in names if name not in only)
+                & self.store.holds() - self.commits.missed
             )
             inside = [run for run in inside if run.job.name not in unchanged]
             left = [name for name in left if name not in unchanged]

@@ -55,7 +55,11 @@ def _unpadded(x: fx.Node) -> tuple[fx.Node, Any]:
     if is_call(x, aten.pad.default, aten.constant_pad_nd.default):
         arguments: Any = x.args
         source, sizes, *kind = arguments
-        if len(sizes) == 2 and all(word in ("constant", None, 0) for word in kind):
+        if (
+            len(sizes) == 2
+            and min(sizes) >= 0
+            and all(word in ("constant", None, 0) for word in kind)
+        ):
             return source, sizes[0]
     return x, 0
 

@@ -106,7 +106,9 @@ class Run:
         return on_device(self.device)
 
     def empty(self, *shape: int, dtype: torch.dtype) -> Tensor:
-        """A tensor that a kernel fills."""
+        """A tensor that a kernel fills; zeros where none starts, from which indices may be made."""
+        if ahead.is_on:
+            return torch.zeros(shape, dtype=dtype, device=self.device)
         if self.recording is None:
             return empty(shape, dtype=dtype, device=self.device)
         return self.recording.note_new(partial(empty, shape, dtype=dtype, device=self.device))

@@ -385,6 +385,8 @@ class EventCallback(TrainerCallback):
             if run.status == "running" and run.job.name in self.names - stay:
                 trainer.pause(run.job.name)
         takeover.asked, takeover.seconds = True, time.perf_counter() - begun
+        # A checkpoint that is being written already hands nobody over.
+        trainer.save_seconds = 0.0
 
     def _hand_over(self, takeover: Takeover) -> None:
         """Write into the other group's log from now on, once a checkpoint holds who is in it."""
