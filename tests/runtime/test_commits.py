@@ -263,6 +263,55 @@ def test_a_run_that_breaks_tells_of_what_it_was_writing(base, tmp_path, monkeypa
     assert len(heard.warnings) == (0 if is_written else 1)
 
 
+def test_what_ends_a_run_is_heard_of_whatever_becomes_of_its_checkpoint(
+    base, tmp_path, monkeypatch
+):
+    """An error that nobody expects in the thread is a warning then."""
+
+    def full(*given, **named):
+        raise MemoryError("no room for a copy")
+
+    monkeypatch.setattr(CheckpointStore, "save", full)
+
+    class Break(Heard):
+        def stepped(self, report):
+            if report.step == 2:
+                # Told between rounds, it would be what ends the run.
+                monkeypatch.setattr(Commits, "look", lambda commits: None)
+            if report.step == 3:
+                raise KeyboardInterrupt
+
+    heard = Break()
+    with pytest.raises(KeyboardInterrupt):
+        trainer_of(two_jobs(base, save_steps=2), tmp_path / "run", heard).run()
+
+    assert heard.warnings == ["no room for a copy"]
+
+
+def test_jobs_of_a_checkpoint_that_failed_are_in_the_next_one(base, tmp_path, monkeypatch):
+    """Though that is of others: what an older one holds of them is not how they stand."""
+    jobs = two_jobs(base)
+    trainer = trainer_of(jobs, tmp_path / "run", Heard())
+    data = make_data(jobs)
+    (tmp_path / "run").mkdir()
+    trainer.folder.begin(["a", "b"])
+    trainer._describe(data)
+    trainer.prepare(data)
+    plain, kept = CheckpointStore.save, []
+
+    def save(store, *given, unchanged):
+        kept.append(set(unchanged))
+        return plain(store, *given, unchanged=unchanged)
+
+    monkeypatch.setattr(CheckpointStore, "save", save)
+    for only, fails in ((None, False), ({"a"}, True), ({"b"}, False), ({"b"}, False)):
+        monkeypatch.setattr(CheckpointStore, "save", refuse if fails else save)
+        trainer._save(last=False, only=only)
+        trainer.commits.settle()
+
+    assert kept == [set(), set(), {"a"}]
+
+
 def test_a_run_that_is_asked_to_stop_ends_with_a_checkpoint_of_its_last_step(
     base, tmp_path, monkeypatch
 ):
