@@ -55,11 +55,8 @@ def _unpadded(x: fx.Node) -> tuple[fx.Node, Any]:
     if is_call(x, aten.pad.default, aten.constant_pad_nd.default):
         arguments: Any = x.args
         source, sizes, *kind = arguments
-        if (
-            len(sizes) == 2
-            and min(sizes) >= 0
-            and all(word in ("constant", None, 0) for word in kind)
-        ):
+        adds = all(isinstance(size, int) and size >= 0 for size in sizes)
+        if len(sizes) == 2 and adds and all(word in ("constant", None, 0) for word in kind):
             return source, sizes[0]
     return x, 0
 
