@@ -100,6 +100,7 @@ def test_resume_without_a_run_is_refused_before_anything_is_read(job_file, tmp_p
 
     assert told.returncode == 1
     assert "error[T0407] there is no run to go on with" in told.stderr
+    assert "no folder of that name" in told.stderr
     assert "compiling" not in told.stderr
     assert not (tmp_path / "gone").exists()
 

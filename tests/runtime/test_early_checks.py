@@ -13,7 +13,7 @@ import pytest
 from tlora_fx.errors import RunFolderError
 from tlora_fx.planners.protocol import _own_planners
 from tlora_fx.runtime import controllers, early_checks
-from tlora_fx.runtime.run_folder import RunFolder, require_new
+from tlora_fx.runtime.run_folder import RunFolder, require_begun, require_new
 
 ROOT = Path(__file__).parents[2]
 JOBS = """
@@ -148,3 +148,17 @@ def test_a_folder_that_is_announced_belongs_to_its_user_alone(tmp_path):
     RunFolder(tmp_path / "run").announce(["a"])
 
     assert stat.S_IMODE((tmp_path / "run").stat().st_mode) == 0o700
+
+
+@pytest.mark.parametrize("begun", [False, True])
+def test_a_folder_without_a_step_is_told_from_an_empty_one(tmp_path, begun):
+    """A run that was interrupted while it compiled leaves what its jobs were."""
+    if begun:
+        (tmp_path / "run" / "job").mkdir(parents=True)
+        (tmp_path / "run" / "job" / "status.json").write_text("{}")
+    else:
+        (tmp_path / "run").mkdir()
+
+    with pytest.raises(RunFolderError, match="there is no run") as caught:
+        require_begun(tmp_path / "run")
+    assert ("a run that came to no step" if begun else "an empty folder") in str(caught.value)

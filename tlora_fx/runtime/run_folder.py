@@ -401,10 +401,14 @@ def require_begun(path: Path) -> None:
     raises    RunFolderError
     """
     if not _used(path):
+        found = "no folder of that name"
+        if path.is_dir():
+            begun = any(map(_is_announced, path.iterdir()))
+            found = "a run that came to no step" if begun else "an empty folder"
         raise RunFolderError(
             "there is no run to go on with",
             folder=path,
-            found="an empty folder" if path.is_dir() else "no folder of that name",
+            found=found,
             help="name the run's folder with -o, or leave --resume out to start a run there",
         )
 
