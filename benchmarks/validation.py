@@ -67,14 +67,15 @@ PRESETS: dict[str, dict[str, Any]] = {
     "tiny": {"lone_seconds": 12.0, "over_seconds": 40.0, "longest": 64, "tokens": "64,256,1024",
              "lengths": "32,64", "vocabulary": 512},
     "8b": {"lone_seconds": 12.0, "over_seconds": 50.0, "longest": 2048,
-           "tokens": "512,1024,2048,4096,8192,16384", "lengths": "256,1024", "vocabulary": 8192},
+           "tokens": "512,1024,1280,1536,2048,4096,8192,16384", "lengths": "256,1024",
+           "vocabulary": 8192},
 }  # fmt: skip
 #: What `--quick` asks for instead.
 QUICK: dict[str, Any] = {
     "jobs": 8, "policies": "tlora", "lone_seconds": 8.0, "over_seconds": 25.0, "horizon": 5.0,
     "rounds": 3, "max_slowdown": 3.0, "limit_seconds": 150.0,
 }  # fmt: skip
-QUICK_8B: dict[str, Any] = {"longest": 1024, "tokens": "512,1024,2048,4096,8192"}
+QUICK_8B: dict[str, Any] = {"longest": 1024, "tokens": "512,1024,1280,1536,2048,4096,8192"}
 #: The formation that warms workers; the loop counts from 1.
 WARMING = 1_000_000
 LIMIT_SECONDS = 1200.0
