@@ -334,10 +334,12 @@ def test_the_pages_example_trains_compiled(tmp_path):
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("way", ["layers", "whole"])
-def test_inductor_compiles_on_a_gpu(tmp_path, way):
+@pytest.mark.parametrize(
+    ("family", "way"), [("llama", "layers"), ("llama", "whole"), ("lfm2", "layers")]
+)
+def test_inductor_compiles_on_a_gpu(tmp_path, family, way):
     """Tables stay on the CPU beside Triton kernels, with the same losses and gradients."""
-    model = ready(mixed_jobs(base_of(tmp_path, "llama", "float32"), FAMILIES["llama"].targets))
+    model = ready(mixed_jobs(base_of(tmp_path, family, "float32"), FAMILIES[family].targets))
     model.materialize(base_tensors(model.backbone), "cuda")
     restart(model)
     rows = [[tokens(n, seed=s) for s, n in enumerate(row)] for row in ROWS]

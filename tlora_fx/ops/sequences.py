@@ -83,5 +83,8 @@ def _tokens(count: int, cu_seqlens: Tensor) -> Tensor:
 
 
 def _starts(tokens: Tensor, cu_seqlens: Tensor) -> Tensor:
-    """Where each token's sequence begins, without reading it on the host."""
-    return cu_seqlens[torch.bucketize(tokens, cu_seqlens[1:], right=True)]
+    """Where each token's sequence begins, without reading it on the host.
+
+    The whole table is searched: a part of one entry would tie what is compiled to one sequence.
+    """
+    return cu_seqlens[torch.bucketize(tokens, cu_seqlens, right=True) - 1]
