@@ -7,6 +7,7 @@ import torch
 
 from tests.ops.scaled import arguments, magnitudes_of, norms, others, reference, results
 from tlora_fx.ops import dora_scale
+from tlora_fx.ops.dora import lengths_kept
 from tlora_fx.ops.kernels import strict
 
 pytestmark = [
@@ -32,7 +33,10 @@ def made_of(lora, dtype=torch.bfloat16, width=1040, bias=True):
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
 @pytest.mark.parametrize("bias", [True, False], ids=["bias", "plain"])
 def test_kernels_are_as_exact_as_pytorch(lora, monkeypatch, dtype, bias):
-    """Twice PyTorch's distance from float64 at most, and the same bits again; others' rows stay."""
+    """Twice PyTorch's distance from float64 at most, and the same bits again; others' rows stay.
+
+    In 16 bits a norm that is 3e-7 off rounds some elements to their other neighbour.
+    """
     made, y, dy, magnitudes = made_of(lora, dtype, bias=bias)
 
     def run():
@@ -45,7 +49,8 @@ def test_kernels_are_as_exact_as_pytorch(lora, monkeypatch, dtype, bias):
 
     for ours, later, theirs, wanted in zip(first, again, plain, exact, strict=True):
         assert torch.equal(ours, later)
-        limit = 2 * (theirs - wanted).norm() + 1e-6 * wanted.norm()
+        more = 1e-6 if ours.dtype == torch.float32 else 1e-5
+        limit = 2 * (theirs - wanted).norm() + more * wanted.norm()
         assert (ours - wanted).norm() <= limit
     rest = others(made, JOBS)
     assert torch.equal(first[0][0, rest], y[0, rest])
@@ -72,19 +77,24 @@ def test_in_strict_mode_norms_do_not_depend_on_neighbours(lora, dtype):
 @pytest.mark.parametrize("size", [0.02, 1.0, 20.0])
 @pytest.mark.parametrize("stored", ["rows", "columns"])
 def test_norms_are_those_of_the_sum(lora, dtype, size, stored):
-    """To 2e-6 of float64, of a base in 16 bits too, and of small and large adapters."""
+    """To 2e-6 of float64, of a base in 16 bits too, and of small and large adapters.
+
+    Again and again, with what is kept of the weight and without.
+    """
     made, *_ = made_of(lora, dtype)
     made.b *= size
     if stored == "columns":
         made.weight = made.weight.t().contiguous().t()
     ranks, scales, rates, *_, site, _ = made.arguments()[5:]
 
-    found = torch.ops.tlora_fx.dora_norms(
-        made.weight, made.a, made.b, ranks, scales, rates, site, JOBS, 40
-    )
-
-    wanted = torch.stack([norms(made, job) for job in JOBS])
-    assert ((found - wanted).abs() / wanted).max() <= 2e-6
+    wanted, kept = torch.stack([norms(made, job) for job in JOBS]), {}
+    for store in (None, None, None, kept, kept, kept):
+        with lengths_kept(store):
+            found = torch.ops.tlora_fx.dora_norms(
+                made.weight, made.a, made.b, ranks, scales, rates, site, JOBS, 40
+            )
+        assert ((found - wanted).abs() / wanted).max() <= 2e-6
+    assert len(kept) == 1
 
 
 def test_a_graph_serves_rows_of_other_segments(lora):

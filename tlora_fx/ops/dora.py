@@ -20,6 +20,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from tlora_fx.codegen.ahead import ahead
 from tlora_fx.errors import AdapterTableError
 from tlora_fx.ops.kernels import support
 from tlora_fx.ops.kernels.device_tables import row_tables, site_tables
@@ -124,6 +125,38 @@ def norms_kept() -> Iterator[None]:
         _kept = before
 
 
+#: By a weight's address, shape and strides: the squares of its rows' lengths.
+Lengths = dict[tuple[object, ...], Tensor]
+_lengths: Lengths | None = None
+
+
+@contextmanager
+def lengths_kept(store: Lengths | None) -> Iterator[None]:
+    """Inside, weights stay where and as they are: what norms need of them alone is computed once.
+
+    store   of what was computed, which a CUDA graph that is captured inside reads when it is
+            replayed; None: nothing is kept
+    """
+    global _lengths  # noqa: PLW0603  (as above)
+    before, _lengths = _lengths, store
+    try:
+        yield
+    finally:
+        _lengths = before
+
+
+def _lengths_of(weight: Tensor) -> Tensor | None:
+    """What is kept of a weight, or can be now; in strict mode a norm has the same bits always."""
+    from tlora_fx.ops.kernels import dora  # Triton is not everywhere.
+
+    if _lengths is None or is_strict():
+        return None
+    key = (weight.data_ptr(), weight.shape, weight.stride())
+    if key not in _lengths and not _capturing(weight) and not ahead.is_on:
+        _lengths[key] = dora.lengths(weight)
+    return _lengths.get(key)
+
+
 @torch.library.custom_op(
     "tlora_fx::dora_norms",
     mutates_args=(),
@@ -182,8 +215,11 @@ def _norms_at_once(
         device = site_tables(mirrored, len(a), block, a.device, _capturing(a))
         numbers = device.ranks, device.scales
         adapters = a.contiguous(), b.contiguous()
+        counts = ranks.diff().tolist()
+        used = sum(counts[job] for job in jobs)
         with on_device(a.device):
-            return dora.norms(weight, *adapters, *numbers, tuple(jobs), max_rank)
+            lengths = _lengths_of(weight)
+            return dora.norms(weight, *adapters, *numbers, tuple(jobs), max_rank, used, lengths)
     with named(site):
         bounds = rank_bounds(ranks, ranks.shape[0] - 1, len(a))
         factors = check_scales(scales, ranks.shape[0] - 1)

@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 
 from tests.ops.scaled import arguments, magnitudes_of, norms, others, reference, results
 from tlora_fx.ops import dora_scale
+from tlora_fx.ops.dora import lengths_kept
 from tlora_fx.ops.kernels import dora
 
 SLOW = [pytest.mark.slow]
@@ -91,9 +92,10 @@ def test_a_jobs_bits_do_not_depend_on_its_neighbours(lora):
     size=st.sampled_from([0.0, 0.01, 1.0, 30.0]),
     opposed=st.booleans(),
     stored=st.sampled_from(["rows", "columns"]),
+    kept=st.booleans(),
 )
 def test_norms_by_kernels_are_those_of_the_sum(
-    lora, ranks, inner, outer, dtype, size, opposed, stored
+    lora, ranks, inner, outer, dtype, size, opposed, stored, kept
 ):
     """To some roundings of the longest that weight and change could be together.
 
@@ -115,7 +117,8 @@ def test_norms_by_kernels_are_those_of_the_sum(
     numbers, scales, rates, *_, site, _ = made.arguments()[5:]
     tables = made.a, made.b, numbers, scales, rates, site
 
-    found = torch.ops.tlora_fx.dora_norms(made.weight, *tables, chosen, max(ranks))
+    with lengths_kept({} if kept else None):
+        found = torch.ops.tlora_fx.dora_norms(made.weight, *tables, chosen, max(ranks))
 
     for place, job in enumerate(chosen):
         wanted, rows = norms(made, job), slice(sum(ranks[:job]), sum(ranks[: job + 1]))
