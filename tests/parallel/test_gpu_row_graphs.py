@@ -12,6 +12,7 @@ from tests.runtime.groups import make_data, make_job, tiny_base
 from tlora_fx.compiler import compile
 from tlora_fx.cost.plan import Plan
 from tlora_fx.model.batch import repeating_form
+from tlora_fx.ops.kernels import launch_cache, refresh
 from tlora_fx.parallel.apply import apply, load
 from tlora_fx.parallel.cuda_graphs import RowGraphs
 from tlora_fx.parallel.mesh import Mesh
@@ -80,6 +81,56 @@ def test_graphs_give_the_losses_and_gradients_of_their_rows(tmp_path, dtype, com
     assert runner.graphs.refused == ""
     assert runner.graphs.forms
     assert replayed > 10
+
+
+def vacated(base, compiled):
+    """A model of which no job adapts its MLPs and last projections any more, and those banks."""
+    model, mesh = loaded(base, compiled, lora_dropout=0.0)
+    vacant = [bank for path, bank in model.banks.items() if "mlp" in path or "o_proj" in path]
+    for bank in vacant:
+        bank.ranks.zero_()
+    refresh(*(bank.ranks for bank in vacant))
+    return model, mesh, vacant
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+def test_sites_without_rows_start_no_kernel(tmp_path, compiled, monkeypatch):
+    """Launched and as a graph: losses and gradients are those of PyTorch's operators."""
+    base, weights = tiny_base(tmp_path, "bfloat16", **WIDE), torch.ones(3, device="cuda")
+    row, found, started = repeating_form(row_of(1, (2, 2, 1))), [], []
+    serve = launch_cache.serve
+
+    def counted(run, part, args):
+        started.append(max(table.max_rank for table in run.tables))
+        return serve(run, part, args)
+
+    monkeypatch.setattr(launch_cache, "serve", counted)
+
+    def gathered(runner, model):
+        leaves = leaves_of(model)
+        losses = runner.run([row], weights)
+        found.append([losses.clone(), *(leaf.grad.clone() for leaf in leaves)])
+        torch._foreach_zero_([leaf.grad for leaf in leaves])
+
+    with monkeypatch.context() as without:
+        without.setenv("TLORA_FX_KERNELS", "off")
+        model, mesh, _ = vacated(base, compiled=False)
+        gathered(apply(model, PLAN, mesh), model)
+    assert not started
+    model, mesh, vacant = vacated(base, compiled)
+    runner = apply(model, PLAN, mesh, largest_row=256)
+    for _ in range(4):
+        gathered(runner, model)
+
+    assert (runner.graphs.refused, runner.graphs.captured) == ("", 1)
+    assert started
+    assert all(started)
+    for mine in found[1:]:
+        for one, two in zip(mine, found[0], strict=True):
+            assert (one - two).norm() <= 2e-2 * two.norm() + 1e-6
+    names = {id(bank.a) for bank in vacant} | {id(bank.b) for bank in vacant}
+    for leaf, gradient in zip(leaves_of(model), found[-1][1:], strict=True):
+        assert gradient.any() == (id(leaf) not in names)
 
 
 def test_a_replay_has_the_bits_of_its_row(tmp_path):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 from contextlib import nullcontext
+from types import SimpleNamespace
 from typing import ClassVar
 
 import pytest
@@ -130,8 +131,9 @@ class Pretended:
     made: ClassVar[list[Pretended]] = []
     fails: ClassVar[Exception | None] = None
 
-    def __init__(self, model, row, weights, device):
+    def __init__(self, model, row, weights, device, *, stands):
         self.replays, self.loaded, self.released = 0, [row], False
+        self.filled = model.filled
         self.made.append(self)
 
     def run(self):
@@ -167,7 +169,7 @@ def graphs(monkeypatch):
     monkeypatch.setattr(cuda_graphs, "MOST_GRAPHS", 2)
     monkeypatch.setattr(Pretended, "made", [])
     monkeypatch.setattr(Pretended, "fails", None)
-    return RowGraphs(None, torch.device("cpu"), 4096)
+    return RowGraphs(SimpleNamespace(filled=frozenset("a")), torch.device("cpu"), 4096)
 
 
 def test_graphs_share_a_pool_while_one_of_them_lives(graphs):
@@ -200,6 +202,19 @@ def test_a_form_is_captured_the_second_time_and_replayed_then(graphs):
     (made,) = Pretended.made
     assert made.replays == 1
     assert len(made.loaded) == 2
+
+
+def test_a_site_that_is_adapted_later_is_captured_anew(graphs):
+    """One that is adapted no more may stay in a graph: its kernels find no rows."""
+    (row,) = rows_of_lengths(16)
+    for filled, captured in (("a", 1), ("ab", 2), ("b", 2), ("abc", 3)):
+        graphs.model.filled = frozenset(filled)
+        for _ in range(3):
+            graphs.run(row, torch.ones(3))
+        assert graphs.captured == captured
+
+    assert [one.released for one in Pretended.made] == [True, True, False]
+    assert len(graphs.forms) == 1
 
 
 def test_a_rare_form_takes_no_place_from_a_frequent_one(graphs):

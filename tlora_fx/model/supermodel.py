@@ -61,6 +61,7 @@ class SuperModel(nn.Module):
         self.part = LocalShard()
         self._unused: dict[str, Tensor] = {}
         self._wants_room = self._awake = False
+        self._filled: frozenset[str] | None = None
         #: Rows of an open model that were captured: they serve whoever comes.
         self.captured: Any = None
         self._compiled_with: Mapping[str, Any] | None = None
@@ -141,8 +142,9 @@ class SuperModel(nn.Module):
     def _sleep(self) -> None:
         """Let no backward look at sites without rows.
 
-        Compiled code and captured graphs are made for all sites, whoever comes.
+        Compiled code is made for all sites, whoever comes.
         """
+        self._filled = None
         for bank in self.banks.values() if self.is_open else ():
             a, b = bank.a, bank.b
             made = self._awake or self._wants_room or a.device.type != "cpu"
@@ -150,6 +152,17 @@ class SuperModel(nn.Module):
             if a.requires_grad != awake:
                 a.requires_grad_(awake)
                 b.requires_grad_(awake)
+
+    @property
+    def filled(self) -> frozenset[str]:
+        """The sites that a job adapts, by path; kernels of others are not launched."""
+        if self._filled is None:
+            self._filled = frozenset(
+                path
+                for path, bank in self.banks.items()
+                if bank.table is None or any(bank.table.ranks)
+            )
+        return self._filled
 
     @property
     def banks(self) -> Mapping[str, AdapterBank]:

@@ -29,6 +29,7 @@ from tlora_fx.cost.model_facts import CAPTURED_TOKENS
 from tlora_fx.errors import PlanNotRunnable, TloraError
 from tlora_fx.model.batch import PackedBatch, repeating_form
 from tlora_fx.model.supermodel import SuperModel
+from tlora_fx.ops.dora import Lengths, lengths_kept
 from tlora_fx.ops.kernels import refresh, release
 from tlora_fx.ops.kernels.pack_together import Packing, noting, serving
 from tlora_fx.parallel.peer_copies import SideStreams
@@ -109,6 +110,10 @@ class RowGraphs:
         form = Form.of(row)
         self._seen[form] += 1
         graph = self._graphs.get(form)
+        if graph is not None and not self.model.filled <= graph.filled:
+            # A job has come to a site whose kernels are not in it.
+            self._graphs.pop(form).release()
+            graph = None
         if graph is not None:
             self._graphs.move_to_end(form)
             graph.load(row, weights)
@@ -135,7 +140,7 @@ class RowGraphs:
 
     def _first(self, form: Form, row: PackedBatch, weights: Tensor) -> Tensor:
         """Run a row as it is, on the tensors of its graph to be, and capture it for the next."""
-        graph = RowGraph(self.model, row, weights, self.device)
+        graph = RowGraph(self.model, row, weights, self.device, stands=self.gathering is None)
         losses, kept = graph.run()
         if self._has_room(kept, form.tokens):
             self._capture(form, graph)
@@ -213,16 +218,26 @@ class RowGraph:
 
     row       a row of the form on the device, its tables on the CPU; overwritten by the next
     weights   [J] likewise
+    filled    sites whose kernels are in it
+    stands    the base stays where it is: what follows from it alone is computed once
     """
 
     def __init__(
-        self, model: SuperModel, row: PackedBatch, weights: Tensor, device: torch.device
+        self,
+        model: SuperModel,
+        row: PackedBatch,
+        weights: Tensor,
+        device: torch.device,
+        *,
+        stands: bool,
     ) -> None:
         self.model = model
         self.row = _copied(row).to(device)
         self.weights = weights.clone()
         self._graph: torch.cuda.CUDAGraph | None = None
         self._packing = Packing()
+        self._lengths: Lengths | None = {} if stands else None
+        self.filled = model.filled
         self._losses, self._kept = torch.empty(0), 0
 
     def load(self, row: PackedBatch, weights: Tensor) -> None:
@@ -242,7 +257,7 @@ class RowGraph:
         """
         device = self.weights.device
         before = torch.cuda.memory_allocated(device)
-        with noting(self._packing):
+        with noting(self._packing), lengths_kept(self._lengths):
             losses = self.model.weighted(self.row, self.weights)
             self._kept = max(0, torch.cuda.memory_allocated(device) - before)
             add_gradients(losses, self.model, self._kept)
@@ -260,7 +275,11 @@ class RowGraph:
         self._packing.settle(self.weights.device)
         # Its kernel is compiled before the capture, which can load none.
         self._packing.start()
-        with torch.cuda.graph(graph, pool=pool, stream=stream), serving(self._packing):
+        with (
+            torch.cuda.graph(graph, pool=pool, stream=stream),
+            serving(self._packing),
+            lengths_kept(self._lengths),
+        ):
             losses = self.model.weighted(self.row, self.weights)
             add_gradients(losses, self.model, self._kept)
             if gathering is not None:

@@ -11,6 +11,8 @@ dy is copied while it is read. The selector takes one plan for each site and dir
 of tokens. Joined sites, whose weights, ys and dys stand side by side, take concat-K together, or,
 where dx has masks, the sidecar plan with one product.
 
+Where no job has an adapter at any of the sites, cuBLAS alone serves them.
+
 Behind an operator of another library the adapters run as the sidecar plan without its frozen
 product: shrink, and expand into what is there.
 """
@@ -47,14 +49,19 @@ def forward(
     tokens = len(whole)
     run = Run.open(kernels, group, tokens, x.device)
     outers = [site.outer for site in kernels.sites]
-    columns = [sum(outers)] if joined else outers
-    wide = [run.empty(tokens, count, dtype=x.dtype) for count in columns]
+    widths = [sum(outers)] if joined else outers
+    wide = [run.empty(tokens, count, dtype=x.dtype) for count in widths]
     s, bits = kernels.low_rank_rows(x, run.empty), kernels.bits(x, run.empty)
     with run.on_device():
-        if tokens:
+        if tokens and run.is_vacant:
+            rows = whole[:, : group.inner]
+            columns = zip(biases, group.weights, _columns(wide, kernels.sites), strict=True)
+            for bias, weight, y in columns:
+                _product(rows, weight.t(), bias, y)
+        elif tokens:
             beside = _side_by_side(biases, kernels.sites) if joined else None
             run.serve(_forward, whole, room, biases, beside, wide, s, bits)
-    shapes = [(*x.shape[:-1], count) for count in columns]
+    shapes = [(*x.shape[:-1], count) for count in widths]
     return [*(y.view(shape) for y, shape in zip(wide, shapes, strict=True)), *s, *bits]
 
 
@@ -209,10 +216,23 @@ def input_gradient(
     ds = [run.empty(*rows.shape, dtype=rows.dtype) for rows in s]
     parts = kernels.gradient_parts(first, run.empty)
     with run.on_device():
-        if tokens:
+        if tokens and run.is_vacant:
+            if need_dx:
+                _frozen_input_gradient(run, wholes, dx)
+        elif tokens:
             out = dx if need_dx else None
             run.serve(_input_gradient, wholes, room, s, bits, out, ds, parts)
     return [dx.view(*first.shape[:-1], group.inner) if need_dx else dx, *ds, *parts]
+
+
+def _frozen_input_gradient(run: Run, wholes: list[Tensor], dx: Tensor) -> None:
+    """dx of sites that nobody adapts."""
+    sites = run.kernel_group.sites
+    dys = [dy[:, : site.outer] for dy, site in zip(_columns(wholes, sites), sites, strict=True)]
+    (first, weight), *others = zip(dys, run.group.weights, strict=True)
+    torch.mm(first, weight, out=dx)
+    for dy, weight in others:
+        dx.addmm_(dy, weight)
 
 
 def _input_gradient(
@@ -359,7 +379,7 @@ def adapter_gradients(
     run = Run.open(kernels, group, tokens, x.device)
     da = [run.empty(*a.shape, dtype=a.dtype) for a in group.a]
     db = [run.empty(*b.shape, dtype=b.dtype) for b in group.b]
-    if not tokens:
+    if not tokens or run.is_vacant:
         return [gradient.zero_() for gradient in (*da, *db)]
     with run.on_device():
         run.serve(_adapter_gradients, rows, bits, ds, db_parts, da, db)

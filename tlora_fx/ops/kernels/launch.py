@@ -101,6 +101,11 @@ class Run:
         gpu = gpu_name(device)
         return cls(kernels, group, tokens, device, row, tables, token_index, gpu, capturing)
 
+    @property
+    def is_vacant(self) -> bool:
+        """Whether no job has an adapter here, and products may have bits of their own."""
+        return not select.is_strict() and not any(table.max_rank for table in self.tables)
+
     def on_device(self) -> AbstractContextManager[Any]:
         """Triton launches on the current device."""
         return on_device(self.device)
