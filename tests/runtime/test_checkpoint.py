@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import os
 import pickle
+import shutil
 import signal
 import subprocess
 import sys
@@ -387,6 +388,25 @@ def test_a_job_that_did_not_change_stays_as_it_was(store):
     assert {name: job.step for name, job in found.jobs.items()} == {"a-1": 3, "b.2": 6, "c": 1}
     assert torch.equal(found.jobs["a-1"].adapter["b"], state_of(3).adapter["b"])
     assert (path / "jobs" / "a-1" / "optimizer.safetensors").samefile(first)
+
+
+def test_a_job_that_came_from_another_run_is_linked_to_what_that_wrote(store, tmp_path):
+    """Nothing is written twice; where it is gone, or damaged, the state itself is written."""
+    other = CheckpointStore(tmp_path / "other")
+    there = other.save(7, {"a-1": state_of(7)}, {})
+    file = "jobs/a-1/optimizer.safetensors"
+    states = {"a-1": state_of(7), "b.2": state_of(2)}
+
+    path = store.save(1, states, {}, elsewhere={"a-1": there})
+    assert (path / file).samefile(there / file)
+    assert not (path / "jobs/b.2/optimizer.safetensors").samefile(there / file)
+    assert store.load().jobs["a-1"].step == 7
+
+    shutil.rmtree(other.folder)
+    assert torch.equal(store.load().jobs["a-1"].adapter["b"], states["a-1"].adapter["b"])
+    path = store.save(2, states, {}, elsewhere={"a-1": there})
+    assert store.load().path == path
+    assert torch.equal(store.load().jobs["a-1"].adapter["b"], states["a-1"].adapter["b"])
 
 
 def test_two_checkpoints_stay_that_share_no_file(store):

@@ -299,7 +299,7 @@ def test_jobs_of_a_checkpoint_that_failed_are_in_the_next_one(base, tmp_path, mo
     trainer.prepare(data)
     plain, kept = CheckpointStore.save, []
 
-    def save(store, *given, unchanged):
+    def save(store, *given, unchanged, **others):
         kept.append(set(unchanged))
         return plain(store, *given, unchanged=unchanged)
 

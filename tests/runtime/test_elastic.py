@@ -8,6 +8,7 @@ from collections import Counter
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -207,10 +208,20 @@ def test_a_job_that_pauses_goes_on_where_it_was(model, jobs, data, alone, tmp_pa
     assert_as_alone(tmp_path / "run", "abcd", alone, watch.adapters)
 
 
-def test_a_job_that_pauses_goes_on_in_another_run(model, jobs, data, alone, tmp_path):
-    """From the checkpoint that its pause left; the row's checkpoint holds who was in it."""
+def test_a_job_that_pauses_goes_on_in_another_run(model, jobs, data, alone, tmp_path, monkeypatch):
+    """From the checkpoint that its pause left; the row's checkpoint holds who was in it.
+
+    The first checkpoint there has the files of that, and later ones its own.
+    """
     train(empty(model, jobs["a"], jobs["b"]), tmp_path / "one", data, [(2, "pause", "a")])
-    held = CheckpointStore(tmp_path / "one").load()
+    held, linked = CheckpointStore(tmp_path / "one").load(), []
+    save = CheckpointStore.save
+
+    def spy(store, step, states, described, *, elsewhere, **others):
+        linked.append(elsewhere)
+        return save(store, step, states, described, elsewhere=elsewhere, **others)
+
+    monkeypatch.setattr(CheckpointStore, "save", spy)
     watch = Watch()
     trainer = Trainer(
         empty(model, jobs["c"]), output=tmp_path / "two", device="cpu", data=data, callback=watch
@@ -219,6 +230,7 @@ def test_a_job_that_pauses_goes_on_in_another_run(model, jobs, data, alone, tmp_
     trainer.admit(jobs["a"], data["a"], resume=tmp_path / "one")
     trainer.run()
 
+    assert [each for each in linked if each] == [{"a": held.path}]
     assert {name: (state.step, state.status) for name, state in held.jobs.items()} == {
         "a": (2, "running"),
         "b": (4, "done"),
@@ -474,6 +486,36 @@ def test_a_job_beyond_the_memory_is_refused_before_anything_is_written(
     assert "tlora-fx train JOBS.yaml" in str(refused)
     assert [run.status for run in trainer.runs] == ["done"]
     assert not (tmp_path / "d").exists()
+
+
+def test_rows_are_expected_to_take_what_rows_of_these_jobs_took(model, jobs, data, monkeypatch):
+    """By the token; what the process did before, and rows of jobs that left, do not count twice."""
+    device, peak = torch.device("cuda"), [10**12]
+    monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda device: peak[0])
+    monkeypatch.setattr(torch.cuda, "memory_allocated", lambda device: 1000)
+    monkeypatch.setattr(
+        torch.cuda, "reset_peak_memory_stats", lambda device: peak.__setitem__(0, 1000)
+    )
+    roster = elastic.Roster(model, None, SimpleNamespace(mesh=SimpleNamespace(device=device)))
+    tokens = {name: elastic._step_tokens(jobs[name], data[name]) for name in "abc"}
+
+    def inside(*names):
+        runs = [SimpleNamespace(job=jobs[name], data=data[name]) for name in names]
+        roster._inside = dict(enumerate(runs))
+
+    inside("a")
+    assert roster._row_bytes(jobs["b"], data["b"]) == 0
+    roster.watch_rows(10**6)
+    assert roster._row_bytes(jobs["b"], data["b"]) == 0
+    peak[0] = 1000 + 50 * tokens["a"]
+    assert roster._row_bytes(jobs["b"], data["b"]) == 50 * (tokens["a"] + tokens["b"])
+    inside("a", "b")
+    peak[0] = 1000 + 60 * (tokens["a"] + tokens["b"])
+    roster._note_rows()
+    inside("b")
+    assert roster._row_bytes(jobs["c"], data["c"]) == 60 * (tokens["b"] + tokens["c"])
+    roster.watch_rows(tokens["b"])
+    assert roster._row_bytes(jobs["c"], data["c"]) == 60 * tokens["b"]
 
 
 def test_a_model_that_is_not_open_admits_nobody(jobs):

@@ -40,6 +40,8 @@ from tlora_fx.runtime.adapters import tensor_bytes
 FORMAT = 1
 BEST = "best_model.safetensors"
 KEPT = 2
+#: Files that are read and summed up at a time.
+READERS = 4
 _NAME = re.compile(r"step-(\d{6,})(?:\.(\d+))?")
 _JOB_NAME = re.compile(r"(?!.*\.\.)[A-Za-z0-9][A-Za-z0-9._-]{0,99}")
 
@@ -138,6 +140,7 @@ class CheckpointStore:
         run: Mapping[str, Any],
         *,
         unchanged: Collection[str] = (),
+        elsewhere: Mapping[str, Path] | None = None,
     ) -> Path:
         """Write a checkpoint and point to it; it stays, and the newest two that link to no other.
 
@@ -145,6 +148,8 @@ class CheckpointStore:
         jobs        states by job name, which becomes a folder name
         run         what belongs to the whole run, JSON-able
         unchanged   further jobs, which stay as the newest checkpoint has them: see `holds`
+        elsewhere   by job, the checkpoint of another run that holds its state, for links to its
+                    files; they are written where that is gone
         returns     the checkpoint's folder
         raises      CheckpointError when the disk refuses; the checkpoints before stay pointed to
         """
@@ -155,7 +160,8 @@ class CheckpointStore:
             before = [name for name in self._names() if self._is_there(name)]
             self._tidy(before)
             fresh = Path(tempfile.mkdtemp(prefix=f"step-{step:06d}.tmp-", dir=self.folder))
-            _write(fresh, step, jobs, run, _Earlier.of(self.folder, before, unchanged))
+            earlier = _Earlier.of(self.folder, before, unchanged)
+            _write(fresh, step, jobs, run, earlier, elsewhere or {})
             finished = fresh.rename(self._free_name(step))
             sync_folder(self.folder)
             apart = [name for name in (finished.name, *before) if not self._links(name)]
@@ -362,8 +368,27 @@ def _link(source: Path, target: Path) -> None:
         write_synced(target, source.read_bytes())
 
 
+def _linked(folder: Path, name: str, source: Path) -> dict[str, str]:
+    """Link a job's files of another run's checkpoint; their checksums, none where that is gone."""
+    try:
+        sums = _manifest(source)["sha256"]
+        own = {file: sums[file] for file in sums if _job_of(file) == name}
+        for file in own:
+            _link(source / file, folder / file)
+    except (_Damaged, OSError):
+        for path in (folder / "jobs" / name).glob("*.safetensors"):
+            path.unlink()
+        return {}
+    return own
+
+
 def _write(
-    folder: Path, step: int, jobs: Mapping[str, JobState], run: Mapping[str, Any], earlier: _Earlier
+    folder: Path,
+    step: int,
+    jobs: Mapping[str, JobState],
+    run: Mapping[str, Any],
+    earlier: _Earlier,
+    elsewhere: Mapping[str, Path],
 ) -> None:
     """Fill and fsync a checkpoint folder, the manifest last."""
     sums: dict[str, str] = dict(earlier.sums)
@@ -373,6 +398,9 @@ def _write(
         for name, job in jobs.items():
             (folder / "jobs" / name).mkdir()
             _accompany(folder / "jobs" / name, job.companions)
+            if name in elsewhere and (own := _linked(folder, name, elsewhere[name])):
+                sums |= own
+                continue
             files.put(f"jobs/{name}/adapter_model.safetensors", tensor_bytes(job.adapter))
             files.put(f"jobs/{name}/optimizer.safetensors", tensor_bytes(job.optimizer))
             if job.best:
@@ -512,20 +540,27 @@ def _manifest(folder: Path) -> dict[str, Any]:
 def _checked_files(folder: Path, only: frozenset[str] | None) -> dict[str, bytes]:
     """The content of the manifest's files, of some jobs or of all, each proved by its checksum."""
     sums = dict(_manifest(folder)["sha256"])
-    files: dict[str, bytes] = {}
-    for name, expected in sums.items():
+    wanted = []
+    for name in sums:
         if not _FILE.fullmatch(name):
             raise _Damaged(f"its manifest lists {name!r}, which no checkpoint has")
         job = _job_of(name)
-        if only is not None and job and job not in only:
-            continue
-        try:
-            files[name] = (folder / name).read_bytes()
-        except OSError as error:
-            raise _Damaged(f"{name} cannot be read ({error})") from error
-        if hashlib.sha256(files[name]).hexdigest() != expected:
-            raise _Damaged(f"{name} does not match its checksum")
-    return files
+        if only is None or not job or job in only:
+            wanted.append(name)
+    with ThreadPoolExecutor(READERS, "checkpoint") as pool:
+        contents = pool.map(lambda name: _proved(folder, name, sums[name]), wanted)
+        return dict(zip(wanted, contents, strict=True))
+
+
+def _proved(folder: Path, name: str, expected: str) -> bytes:
+    """A file's content; raises _Damaged where its checksum is another."""
+    try:
+        content = (folder / name).read_bytes()
+    except OSError as error:
+        raise _Damaged(f"{name} cannot be read ({error})") from error
+    if hashlib.sha256(content).hexdigest() != expected:
+        raise _Damaged(f"{name} does not match its checksum")
+    return content
 
 
 # Jobs that a run takes over from earlier ones, and hands on to later ones.

@@ -71,20 +71,24 @@ class Commits:
         states: Mapping[str, JobState],
         described: Mapping[str, Any],
         unchanged: Collection[str],
+        elsewhere: Mapping[str, Path],
     ) -> None:
         """Let a checkpoint be written, as `CheckpointStore.save` does; no other may be.
 
         states    that nothing changes any more
+        elsewhere see `CheckpointStore.save`
         raises    RunFolderError where the folder is gone
         """
         assert self._commit is None, "two checkpoints at once"
         self.folder.require_there()
         inside = {run.job.name for run in self.roster.inside()}
         runs = self.roster.runs
-        written = [run.snapshot() for run in runs if run.job.name not in unchanged]
+        written = [
+            run.snapshot(states.get(run.job.name)) for run in runs if run.job.name not in unchanged
+        ]
         logs = [run.metrics for run in runs]
         self._commit = _Commit(
-            self._thread.submit(self._write, logs, step, states, described, unchanged),
+            self._thread.submit(self._write, logs, step, states, described, unchanged, elsewhere),
             [run for run in written if run.job.name in inside],
             written,
             [run.metrics for run in runs if run.left],
@@ -98,10 +102,11 @@ class Commits:
         states: Mapping[str, JobState],
         described: Mapping[str, Any],
         unchanged: Collection[str],
+        elsewhere: Mapping[str, Path],
     ) -> Path:
         for log in logs:
             log.sync()
-        return self.store.save(step, states, described, unchanged=unchanged)
+        return self.store.save(step, states, described, unchanged=unchanged, elsewhere=elsewhere)
 
     @property
     def writes(self) -> bool:

@@ -41,6 +41,7 @@ class Coming:
 
     state    what it goes on from, None where it starts anew
     source   where that was read
+    path     the checkpoint that holds it, where one does
     start    what its data decides of its start, where that is known
     """
 
@@ -48,6 +49,7 @@ class Coming:
     data: JobData
     state: JobState | None = None
     source: str = ""
+    path: Path | None = None
     start: Mapping[str, Tensor] | None = None
 
 
@@ -80,6 +82,7 @@ class Roster:
         self._inside: dict[int, JobRun] = {}
         self._gone: dict[str, JobState] = {}
         self._blocked = False
+        self._most_tokens, self._token_bytes = 0, 0.0
 
     def at(self, index: int) -> JobRun:
         """The job that is in a slot."""
@@ -115,7 +118,6 @@ class Roster:
         mesh: Mesh,
         accept: bool,
         described: Mapping[str, Any],
-        most_tokens: int,
         may_grow: bool,
     ) -> None:
         """Let a job wait to join, where nothing but room may keep it out.
@@ -124,7 +126,6 @@ class Roster:
         resume      output folder of the run whose newest checkpoint it goes on from, or that
         accept      go on although its data or settings are not as they were
         described   the run that it joins, as its checkpoints say
-        most_tokens of one forward
         may_grow    banks may double
         raises      NotAdmitted, JobsDiffer, TloraError, of a start that cannot be made too
         """
@@ -136,8 +137,8 @@ class Roster:
         require_data_starts(self.model, [job])
         require_trainable(job, data.steps)
         needed = self.model.bytes_needed(job, may_grow=may_grow)
-        require_memory(job, needed + self._row_bytes(job, data, most_tokens, mesh), mesh.device)
-        state, source = self._gone.get(job.name), "this run"
+        require_memory(job, needed + self._row_bytes(job, data), mesh.device)
+        state, source, path = self._gone.get(job.name), "this run", None
         if resume is not None:
             checkpoint = resume
             if not isinstance(checkpoint, Checkpoint):
@@ -151,19 +152,37 @@ class Roster:
             )
             require_same_run(checkpoint, now, [job], accept=accept, only=job.name)
             state, source = checkpoint.jobs[job.name], str(checkpoint.path)
+            path = checkpoint.path
         # Here a start that fails is its own job's failure, not that of the run.
         wanted = state is None and needs_data(job) and self.model.ready
         start = data_start(self.model, job, data) if wanted else None
-        self.changes.coming.append(Coming(job, data, state, source, start))
+        self.changes.coming.append(Coming(job, data, state, source, path, start))
 
-    def _row_bytes(self, job: Job, data: JobData, most_tokens: int, mesh: Mesh) -> int:
-        """What longer rows take, by what the rows so far took; on a GPU only, where it is known."""
-        if mesh.device.type != "cuda":
-            return 0
-        now = sum(_step_tokens(run.job, run.data) for run in self.inside())
-        more = min(_step_tokens(job, data), max(0, most_tokens - now))
-        peak = torch.cuda.max_memory_allocated(mesh.device)
-        return (peak - torch.cuda.memory_allocated(mesh.device)) * more // max(1, now)
+    def watch_rows(self, most_tokens: int) -> None:
+        """From now on see what rows take, each of so many tokens at most."""
+        self._most_tokens = most_tokens
+        if self.gathering.mesh.device.type == "cuda":
+            torch.cuda.reset_peak_memory_stats(self.gathering.mesh.device)
+
+    def _note_rows(self) -> None:
+        """Learn what a token took at most, of the rows of those who have been inside so far."""
+        device = self.gathering.mesh.device
+        if device.type != "cuda" or not self._most_tokens:
+            return
+        peak, held = torch.cuda.max_memory_allocated(device), torch.cuda.memory_allocated(device)
+        torch.cuda.reset_peak_memory_stats(device)
+        if tokens := self._tokens():
+            self._token_bytes = max(self._token_bytes, (peak - held) / tokens)
+
+    def _tokens(self, more: int = 0) -> int:
+        """Of the largest row of those who are inside, and so many more."""
+        tokens = sum(_step_tokens(run.job, run.data) for run in self.inside()) + more
+        return min(tokens, self._most_tokens)
+
+    def _row_bytes(self, job: Job, data: JobData) -> int:
+        """What rows take with a job more, by what those so far took; on a GPU only."""
+        self._note_rows()
+        return int(self._token_bytes * self._tokens(_step_tokens(job, data)))
 
     def _require_new(self, job: Job) -> None:
         waits = job.name in [coming.job.name for coming in self.changes.coming]
@@ -210,6 +229,7 @@ class Roster:
 
     def leave(self, run: JobRun) -> None:
         """Let a job's rows go; all that it needs to go on is kept."""
+        self._note_rows()
         name = run.job.name
         state = self.gathering.whole(name, run.state())
         if self.folder.writes:
@@ -226,6 +246,7 @@ class Roster:
 
         raises    NotAdmitted where there is no room now; nothing is changed then
         """
+        self._note_rows()
         job, state = coming.job, coming.state
         try:
             admission = self.model.admit(job, may_grow=may_grow)
@@ -246,6 +267,7 @@ class Roster:
             run.metrics.truncate_after(0)
         else:
             run.restore(self.gathering.own(job.name, state), coming.source)
+            run.origin = None if coming.path is None else (coming.path, state)
         return run, admission
 
     def states(self) -> dict[str, JobState]:

@@ -108,6 +108,7 @@ class JobRun:
 
     fault      why it cannot go on, until all processes know and it has failed
     still      steps in a row without any gradient
+    origin     the checkpoint that it joined from and its state there, until another holds it too
     goes_on    it failed by no fault of its own, as on a full disk: a resumed run trains it on
     """
 
@@ -134,6 +135,7 @@ class JobRun:
         self._config: bytes | None = None
         self._tokenizer_files: Mapping[str, Path] = {}
         self.fault = ""
+        self.origin: tuple[Path, JobState] | None = None
         self.goes_on = self.left = False
         self.still = 0
 
@@ -317,9 +319,14 @@ class JobRun:
             best=self.best,
         )
 
-    def snapshot(self) -> JobRun:
-        """The run as it stands, without its tensors: counters and words that go no further."""
+    def snapshot(self, state: JobState | None = None) -> JobRun:
+        """The run as it stands, without its tensors: counters and words that go no further.
+
+        state    where its checkpoint has it, if that is not where it stands
+        """
         run = copy(self)
+        if state is not None:
+            run.step, run.tokens = state.step, state.tokens
         run.parameters, run.best, run.evaluation = {}, {}, copy(self.evaluation)
         vars(run).pop("optimizer", None)
         return run

@@ -332,6 +332,7 @@ class Trainer:
         if self._described and of_hub and not self._described["base"]["tensors"]:
             self._describe(data)  # its files are on this machine by now
         self._saved_at = time.monotonic()
+        self.roster.watch_rows(self._row_tokens)
         self.ranks.together(self._begin)
 
     def _begin(self) -> None:
@@ -413,7 +414,7 @@ class Trainer:
         self.roster.invite(
             job, data, resume,
             mesh=self.mesh, accept=self.options.accept_changes, described=self._described,
-            most_tokens=self._row_tokens, may_grow=self.plan.planner == "single",
+            may_grow=self.plan.planner == "single",
         )  # fmt: skip
 
     def release(self, name: str) -> None:
@@ -775,6 +776,7 @@ class Trainer:
         self.callback.saving()
         inside, left = self.roster.inside(), list(self.roster.states())
         unchanged: frozenset[str] = frozenset()
+        origins: dict[str, tuple[Path, JobState]] = {}
         if only is not None:
             names = [*left, *(run.job.name for run in inside)]
             unchanged = self.ranks.from_leader(
@@ -783,17 +785,29 @@ class Trainer:
             )
             inside = [run for run in inside if run.job.name not in unchanged]
             left = [name for name in left if name not in unchanged]
+            # One that came from a checkpoint is held as it came, though it has made a step since.
+            coming = [run for run in inside if run.origin is not None and run.status == "running"]
+            origins = {run.job.name: run.origin for run in coming if run.origin is not None}
         else:
             self._saved_at = time.monotonic()
-        states = {run.job.name: self.gathering.whole(run.job.name, run.state()) for run in inside}
+        states = {
+            run.job.name: self.gathering.whole(run.job.name, run.state())
+            for run in inside
+            if run.job.name not in origins
+        }
+        for run in inside:
+            run.origin = None
         if not self.mesh.leader:
             return
+        states = {name: state.snapshot() for name, state in states.items()}
+        states |= {name: state for name, (_, state) in origins.items()}
         for run in inside:
             companions = run.companions(self._base_name())
-            states[run.job.name] = replace(states[run.job.name].snapshot(), companions=companions)
+            states[run.job.name] = replace(states[run.job.name], companions=companions)
         states |= self.roster.in_main_memory(left)
         described = {"rounds": self.rounds, **self._described}
-        self.commits.begin(self.rounds, states, described, unchanged)
+        elsewhere = {name: path for name, (path, _) in origins.items()}
+        self.commits.begin(self.rounds, states, described, unchanged, elsewhere)
         if last:
             self.commits.settle(last=True)
         self.save_seconds = time.perf_counter() - begun
