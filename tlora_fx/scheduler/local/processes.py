@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import gc
 import json
 import os
 import select
@@ -264,6 +265,9 @@ def main() -> None:
         if value is not None:
             os.environ[variable] = value
     forget_no_device()
+    # Forks share what is imported: nobody looks through it for garbage.
+    gc.collect()
+    gc.freeze()
     os.write(1, b'{"ready": true}\n')
     _Server(module, int(lifeline)).serve()
 

@@ -106,8 +106,12 @@ _kept: list[SuperModel] = []
 
 
 def stays() -> bool:
-    """Whether this process is worth keeping for another order."""
+    """Whether this process is worth keeping for another order.
+
+    What is alive after one is not looked through again after the next: that is some .4 s.
+    """
     gc.collect()
+    gc.freeze()
     return bool(_kept)
 
 
@@ -131,8 +135,10 @@ def _model(jobs: list[Job], config: WorkerConfig, launch: Launch) -> SuperModel:
         return compile(jobs, config.pipeline)
     if _kept and _joined(_kept[0], jobs):
         return _kept[0]
-    _kept.clear()
-    gc.collect()
+    if _kept:
+        _kept.clear()
+        gc.unfreeze()
+        gc.collect()
     try:
         model = compile(jobs, config.pipeline, open=_slots_for(jobs))
     except NotAdmitted:
