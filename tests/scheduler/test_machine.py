@@ -63,7 +63,9 @@ class Machine(RuleBasedStateMachine):
     @initialize(
         per_node=st.sampled_from((1, 2, 4)),
         runnable=st.sampled_from((3, 8, 128)),
-        changes=st.sampled_from((None, ChangeCosts(1.0, 0.5, 2.0))),
+        changes=st.sampled_from(
+            (None, ChangeCosts(1.0, 0.5, 2.0), ChangeCosts(1.0, 0.5, 2.0, end=0.7))
+        ),
     )
     def begin(self, per_node, runnable, changes):
         cluster = Cluster(NODES * per_node, per_node, 2)

@@ -14,7 +14,7 @@ from tests.scheduler.looping import Plain, request
 from tlora_fx.cost.hardware import Cluster
 from tlora_fx.errors import ReplayOptionWrong, ReplayStalled, SubmittedTwice
 from tlora_fx.scheduler.policies import find_policy
-from tlora_fx.scheduler.state import Decision
+from tlora_fx.scheduler.state import ChangeCosts, Decision
 from tlora_fx.simulator.metrics import DONE, FAILED
 from tlora_fx.simulator.replay import OPTIONS, Disturbances, replay
 
@@ -40,7 +40,8 @@ def draw(count=60, gap=20.0, seed=0, **changes):
 def run(jobs, policy="tlora", *, cluster=CLUSTER, estimator=None, **options):
     """A replay, a policy by its name."""
     chosen = find_policy(policy) if isinstance(policy, str) else policy
-    names = [name for name in ("horizon", "switch_seconds", "at_once") if name in options]
+    own = ("horizon", "switch_seconds", "at_once", "changes")
+    names = [name for name in own if name in options]
     loop = replace(OPTIONS, **{name: options.pop(name) for name in names})
     return replay(jobs, chosen, estimator or Plain(), cluster, options=loop, **options)
 
@@ -49,6 +50,19 @@ def same(a, b):
     """Whether two tables say the same of every job."""
     columns = ("ended", "started", "run_seconds", "steps_done", "formations")
     return all(np.array_equal(getattr(a, name), getattr(b, name)) for name in columns)
+
+
+def test_an_end_is_told_once_it_is_written_and_keeps_the_gpu_until_then():
+    """Of jobs one after another; a switch comes on top."""
+    jobs = [request(f"j{place}", gpus=1, steps=100) for place in range(3)]
+    common = {"cluster": Cluster(1, 1, 1), "switch_seconds": 5.0, "at_once": "always"}
+    quick, slow = (
+        run(jobs, "megatron", changes=ChangeCosts(end=end), **common) for end in (0.0, 3.0)
+    )
+
+    assert np.allclose(slow.jobs.ended - quick.jobs.ended, [3.0, 6.0, 9.0])
+    assert np.allclose(slow.jobs.started - quick.jobs.started, [0.0, 3.0, 6.0])
+    assert slow.summary.finished == 3
 
 
 @given(seed=st.integers(0, 10_000), gap=st.sampled_from((1.0, 20.0, 200.0)))

@@ -13,18 +13,19 @@ from tlora_fx.cost.hardware import Cluster
 from tlora_fx.errors import PlaceTaken
 from tlora_fx.scheduler.executor import Drained, Failed, Finished, GroupStarted, NodeBack, NodeLost
 from tlora_fx.scheduler.formations import StepTimes
-from tlora_fx.scheduler.state import Group
+from tlora_fx.scheduler.state import ChangeCosts, Group
 from tlora_fx.simulator.replay import Clock, Disturbances, SimulatedExecutor
 
 GROUP = Group(("a",), 1, (0,))
 
 
-def executor(**disturbances: float) -> SimulatedExecutor:
+def executor(changes: ChangeCosts | None = None, **disturbances: float) -> SimulatedExecutor:
     """Eight GPUs in two nodes; a switch takes 20 s."""
     return SimulatedExecutor(
         Cluster(8, 4),
         StepTimes(Plain()),
         Clock(),
+        changes=changes,
         disturbances=Disturbances(**disturbances),  # type: ignore[arg-type]
     )
 
@@ -81,6 +82,29 @@ def test_a_job_starts_and_ends_at_its_times():
     assert made.next_time() == 170.0
     assert at(made, 169.0) == []
     assert at(made, 500.0) == [GroupStarted(20.0, 1), Finished(170.0, 1, "a", 100.0)]
+
+
+def test_others_train_on_while_an_end_is_written():
+    """Each is told as much later; so is a drained group, which keeps its place until then."""
+    told = {}
+    for end in (0.0, 3.0):
+        made = executor(ChangeCosts(end=end))
+        both = Group(("a", "b"), 2, (0, 1))
+        made.reserve(both, 1)
+        made.launch(both, 1, [request("a", steps=100), request("b", steps=200)], {})
+        told[end] = at(made, 10_000.0)
+    early, late = ([event.time for event in told[end][1:]] for end in told)
+    assert len(early) == 2
+    assert [b - a for a, b in zip(early, late, strict=True)] == [3.0, 3.0]
+
+    made = launched(executor(ChangeCosts(end=3.0)))
+    made.clock.go_to(50.0)
+    made.drain(GROUP, 1)
+    assert at(made, 52.0) == []
+    with pytest.raises(PlaceTaken):
+        made.reserve(GROUP, 2)
+    assert made.next_time() == 53.0
+    assert at(made, 53.0) == [Drained(53.0, 1, {"a": 20.0})]
 
 
 def test_a_killed_group_tells_nothing():

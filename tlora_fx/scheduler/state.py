@@ -116,6 +116,8 @@ class ChangeCosts:
     join     of all jobs of a group that some join
     leave    of all jobs of a group that some leave, which are committed then
     move     of a job that goes from one running group to another, besides
+    end      from a job's last step until it is written and told; others train on meanwhile, but a
+             group that has no others keeps its GPUs
     """
 
     __pydantic_config__: ClassVar = ConfigDict(extra="forbid")
@@ -123,6 +125,7 @@ class ChangeCosts:
     join: float = 0.5
     leave: float = 0.5
     move: float = 1.0
+    end: float = 0.0
 
     def of(self, came: int, went: int) -> float:
         """Of a group, where so many come and go at once."""

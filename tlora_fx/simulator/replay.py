@@ -209,8 +209,8 @@ class SimulatedGroup:
 
 #: What happens to a node, in the heap of events.
 LOSS, RETURN = -1, -2
-#: A group becomes another one; after what else happens at that time.
-TAKEOVER = 1 << 62
+#: A group becomes another one, after what else happens at that time; and something is told.
+TAKEOVER, TOLD = 1 << 62, 1 << 63
 
 
 @dataclass(frozen=True, slots=True)
@@ -233,8 +233,9 @@ class SimulatedExecutor:
     Nothing ticks: a group's next event is known when it is launched, and is computed anew only when
     a job leaves it. A group makes no progress for `switch_seconds` from its launch; then each step
     of it takes the predicted seconds, disturbed where that is asked for. Steps are fractions
-    between events. A job that ends leaves its group without a pause. A drained group stops at once.
-    While a job moves to a group, that trains on without it.
+    between events. A job that ends leaves its group without a pause, and a drained group stops at
+    once; both are told `changes.end` later. While a job moves to a group, that trains on without
+    it.
 
     switch_seconds   from a launch to the first step of a job alone
     join_seconds     that each further job of a group adds to it
@@ -266,6 +267,8 @@ class SimulatedExecutor:
         self._fails: dict[int, float] = {}
         self._losses: dict[int, Iterator[tuple[float, float]]] = {}
         self._takeovers: dict[int, Takeover] = {}
+        self._heirs: dict[int, int] = {}
+        self._late: list[Finished | Drained] = []
         self._pulled = -inf
         self.steps_lost = 0.0
         for node in range(cluster.nodes):
@@ -361,6 +364,7 @@ class SimulatedExecutor:
             # One that had not begun yet is not ready any sooner.
             begins = max(begins, running.begins)
         self._events.append(Drained(now, epoch, steps, takeover.epoch))
+        self._heirs[epoch] = takeover.epoch
         self._owner.update(dict.fromkeys(takeover.heir.place, takeover.epoch))
         done = {**takeover.steps_done, **steps}
         self._begin(takeover.heir, takeover.epoch, jobs, done, begins)
@@ -379,6 +383,9 @@ class SimulatedExecutor:
             if key == TAKEOVER:
                 if version in self._takeovers:
                     self._take_over(version)
+                continue
+            if key == TOLD:
+                self._events.append(self._of_heir(self._late[version]))
                 continue
             group = self._groups.get(key)
             if group is not None and group.version == version:
@@ -403,9 +410,26 @@ class SimulatedExecutor:
         takeover = self._takeovers.pop(epoch, None)
         if running is not None or takeover is not None:
             steps = running.steps(now) if running is not None else {}
-            self._events.append(Drained(now, epoch, steps))
+            self._tell(Drained(now, epoch, steps))
         if takeover is not None:
-            self._events.append(Drained(now, takeover.epoch, {}))
+            self._tell(Drained(now, takeover.epoch, {}))
+
+    def _tell(self, event: Finished | Drained) -> None:
+        """What is written first, and then heard of."""
+        seconds = 0.0 if self.changes is None else self.changes.end
+        if not seconds:
+            self._events.append(event)
+            return
+        late = replace(event, time=event.time + seconds)
+        self._late.append(late)
+        heappush(self._heap, (late.time, TOLD, len(self._late) - 1))
+
+    def _of_heir(self, event: Finished | Drained) -> Finished | Drained:
+        """An event of whoever has taken over since."""
+        epoch = event.epoch
+        while isinstance(event, Finished) and epoch in self._heirs:
+            epoch = self._heirs[epoch]
+        return replace(event, epoch=epoch)
 
     def kill(self, group: Group, epoch: int) -> None:
         self._groups.pop(epoch, None)
@@ -423,7 +447,7 @@ class SimulatedExecutor:
         while self._heap:
             time, key, version = self._heap[0]
             group = self._groups.get(key)
-            if key < 0 or (key == TAKEOVER and version in self._takeovers):
+            if key < 0 or key == TOLD or (key == TAKEOVER and version in self._takeovers):
                 return time
             if group is not None and group.version == version:
                 return time
@@ -485,7 +509,7 @@ class SimulatedExecutor:
             group.announced = True
             self._events.append(GroupStarted(group.begins, group.epoch))
         for request in group.end_jobs(time):
-            self._events.append(Finished(time, group.epoch, request.name, float(request.steps)))
+            self._tell(Finished(time, group.epoch, request.name, float(request.steps)))
         self._goes_on(group)
 
     def _goes_on(self, group: SimulatedGroup) -> None:
