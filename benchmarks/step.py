@@ -12,9 +12,12 @@ against float32.
 
 `ours-float8-*` have products in float8 of the frozen layers, and the name says how they find dX.
 
-`--base qwen3-moe` takes Qwen3-30B-A3B's shape with half its layers instead, and adapters on
-attention; with `--adapt-experts` ours and PEFT's adapt all experts too, at the job's rank each.
-By estimate twelve layers of that fit 80 GB.
+`ours-dora` and `ours-dropout` are `ours-compiled` whose jobs have DoRA, or drop 5 % of what their
+adapters read.
+
+`--base qwen3-8b` takes Qwen3-8B's shape instead, `qwen3-moe` Qwen3-30B-A3B's with half its layers
+and adapters on attention; with `--adapt-experts` ours and PEFT's adapt all experts too, at the
+job's rank each. By estimate twelve layers of that fit 80 GB.
 
 On a CPU nothing but the code is tried: `--device cpu --layers 2 --hidden 64 --vocabulary 512`.
 """
@@ -40,13 +43,20 @@ from benchmarks.interleaved import Spread
 from benchmarks.kernel_times import busy, profiled, table
 from benchmarks.results_file import RESULTS, console, described, write
 from benchmarks.step_arms import ARMS, Arm, Made, require_gradients
-from benchmarks.step_mixes import EXPERTS, MIXES, RANKS, Mix, Mixture, Shape
+from benchmarks.step_mixes import EXPERTS, MIXES, RANKS, Mix, Mixture, Qwen3, Shape
 from benchmarks.step_profile import CLASSES, classes
 
 DEFAULT = "frozen-graph,ours-compiled,stacked-graph,alone-graph,peft"
 # Stacked adapters take every linear of a layer; a mixture's jobs adapt attention.
 OF_MIXTURES = "frozen-compiled,ours-compiled,peft"
-PROFILED = ("frozen-graph", "ours", "ours-compiled", "ours-float8-copy", "stacked-graph")
+PROFILED = (
+    "frozen-graph",
+    "ours",
+    "ours-compiled",
+    "ours-dora",
+    "ours-float8-copy",
+    "stacked-graph",
+)
 WARM_UP = 3
 #: Steps of an arm in a round, with no wait between them, as training has none.
 AT_ONCE = 3
@@ -211,8 +221,9 @@ def _table(title: str) -> Table:
 
 
 def shape_of(given: argparse.Namespace) -> Shape:
-    """Llama-3-8B's shape, or one with the same proportions."""
-    whole = Shape(dtype=given.dtype, dropout=given.dropout, ranks=tuple(given.ranks))
+    """Llama-3-8B's or Qwen3-8B's shape, or one with the same proportions."""
+    kind = Qwen3 if given.base == "qwen3-8b" else Shape
+    whole = kind(dtype=given.dtype, dropout=given.dropout, ranks=tuple(given.ranks))
     whole = replace(
         whole,
         layers=given.layers or whole.layers,
@@ -262,7 +273,7 @@ def mixes_of(given: argparse.Namespace) -> list[Mix]:
 def parsed(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     """The command line."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.step", description=__doc__)
-    parser.add_argument("--base", choices=("llama", "qwen3-moe"), default="llama")
+    parser.add_argument("--base", choices=("llama", "qwen3-8b", "qwen3-moe"), default="llama")
     parser.add_argument("--adapt-experts", action="store_true", help="of a mixture, too")
     for name in ("layers", "hidden", "vocabulary"):
         parser.add_argument(f"--{name}", type=int, default=0, help="0: the base's own")
@@ -285,7 +296,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     given, out = parsed(arguments), console()
     warnings.filterwarnings("ignore")
     torch._dynamo.config.recompile_limit = 64
-    dense = given.base == "llama"
+    dense = given.base != "qwen3-moe"
     shape = shape_of(given) if dense else mixture_of(given)
     names = (given.arms or (DEFAULT if dense else OF_MIXTURES)).split(",")
     unknown = [name for name in names if name not in ARMS]
@@ -293,7 +304,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         raise SystemExit(f"no arm is called {unknown[0]}; there are {', '.join(ARMS)}")
     started = time.perf_counter()
     found = described("step", given.device) | {"shape": asdict(shape), "rounds": given.rounds}
-    kind = "step" if dense else f"step-{given.base}{'-experts' * given.adapt_experts}"
+    kind = "step" if given.base == "llama" else f"step-{given.base}"
+    kind += "-experts" * given.adapt_experts
     path = given.out / f"{kind}-{found['date']}.json"
     mixes: list[dict[str, Any]] = []
     profile = PROFILED if given.profile and given.device == "cuda" else ()

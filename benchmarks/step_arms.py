@@ -75,6 +75,7 @@ class Ours:
 
     compiled   layer by layer, by `SuperModel.compile`
     float8     how products in float8 find dx, "" for none
+    lora       what all jobs' adapters have besides, as PEFT names it
     """
 
     def __init__(
@@ -85,9 +86,11 @@ class Ours:
         *,
         compiled: bool = False,
         float8: str = "",
+        **lora: Any,
     ) -> None:
         self.shape, self.device, self.float8, self.made = made.shape, made.device, float8, made
-        self.jobs = [_job(base, place, made.shape) for place in range(len(made.shape.ranks))]
+        ranks = range(len(made.shape.ranks))
+        self.jobs = [_job(base, place, made.shape, lora) for place in ranks]
         added = f"quantize-base{{to=float8 products=true backward={float8}}}@before:lower-adapters"
         pipeline = resolve_pipeline(None, [added]) if float8 else None
         self.model = tlora_fx.compile(self.jobs, pipeline=pipeline)
@@ -367,12 +370,15 @@ class Made:
         return arm.gradients(eager=True)
 
 
-def _job(base: tlora_fx.BaseSpec, place: int, shape: Shape) -> tlora_fx.Job:
+def _job(
+    base: tlora_fx.BaseSpec, place: int, shape: Shape, more: Mapping[str, Any]
+) -> tlora_fx.Job:
     lora: dict[str, Any] = {
         "r": shape.ranks[place],
         "lora_alpha": ALPHA,
         "lora_dropout": shape.dropout,
         "target_modules": shape.target_modules,
+        **more,
     }
     if shape.parameters:
         lora["target_parameters"] = list(shape.parameters)
@@ -386,9 +392,8 @@ def _job(base: tlora_fx.BaseSpec, place: int, shape: Shape) -> tlora_fx.Job:
     return tlora_fx.Job(name=f"job-{place}", base=base, lora=lora, data={"path": "-"}, **fields)
 
 
-def _in_float8(made: Made, backward: str) -> Ours:
-    folder = made.folder / f"ours-float8-{backward}"
-    return Ours(made.base, made, folder, compiled=True, float8=backward)
+def _compiled(made: Made, name: str, **more: Any) -> Ours:
+    return Ours(made.base, made, made.folder / name, compiled=True, **more)
 
 
 ARMS: dict[str, Callable[[Made], Arm]] = {
@@ -397,10 +402,13 @@ ARMS: dict[str, Callable[[Made], Arm]] = {
     "frozen-compiled": lambda made: PackedArm(made, stacked=False, compiled=True),
     "frozen-graph": lambda made: PackedArm(made, stacked=False, graph=True),
     "ours": lambda made: Ours(made.base, made, made.folder / "ours"),
-    "ours-compiled": lambda made: Ours(
-        made.base, made, made.folder / "ours-compiled", compiled=True
-    ),
-    **{f"ours-float8-{backward}": partial(_in_float8, backward=backward) for backward in BACKWARDS},
+    "ours-compiled": partial(_compiled, name="ours-compiled"),
+    "ours-dora": partial(_compiled, name="ours-dora", use_dora=True),
+    "ours-dropout": partial(_compiled, name="ours-dropout", lora_dropout=0.05),
+    **{
+        f"ours-float8-{backward}": partial(_compiled, name=f"float8-{backward}", float8=backward)
+        for backward in BACKWARDS
+    },
     "peft": Peft,
     "stacked": lambda made: PackedArm(made, stacked=True),
     "stacked-compiled": lambda made: PackedArm(made, stacked=True, compiled=True),

@@ -76,6 +76,34 @@ class Shape:
 
 
 @dataclass(frozen=True, slots=True)
+class Qwen3(Shape):
+    """A Qwen3 with random weights; the defaults are Qwen3-8B's."""
+
+    layers: int = 36
+    intermediate: int = 12288
+    vocabulary: int = 151936
+
+    def config(self, **changes: Any) -> Any:
+        """The transformers config."""
+        from transformers import AutoConfig
+
+        fields: dict[str, Any] = {
+            "vocab_size": self.vocabulary,
+            "hidden_size": self.hidden,
+            "intermediate_size": self.intermediate,
+            "num_hidden_layers": self.layers,
+            "num_attention_heads": self.heads,
+            "num_key_value_heads": self.key_value_heads,
+            "head_dim": 128,
+            "max_position_embeddings": 8192,
+            "rope_theta": 1000000.0,
+            "rms_norm_eps": 1e-6,
+            "tie_word_embeddings": False,
+        }
+        return AutoConfig.for_model("qwen3", **(fields | changes))
+
+
+@dataclass(frozen=True, slots=True)
 class Mixture(Shape):
     """A Qwen3-MoE with random weights; the defaults are Qwen3-30B-A3B's, with half its layers.
 

@@ -21,7 +21,6 @@ from collections.abc import Iterable
 from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
-from random import Random
 from statistics import fmean
 from typing import Any
 
@@ -29,17 +28,15 @@ from rich.table import Table
 
 from benchmarks.results_file import RESULTS, console
 from benchmarks.validation import Bench
+from benchmarks.validation_steady import Simulated
 from benchmarks.validation_workload import base_of, workload
 from tlora_fx.cost.hardware import Cluster
 from tlora_fx.cost.profile import Profile
 from tlora_fx.scheduler.loop import LoopOptions
-from tlora_fx.scheduler.policies import find_policy
 from tlora_fx.scheduler.service import Estimates
 from tlora_fx.scheduler.state import ChangeCosts
-from tlora_fx.simulator.replay import replay
 
 RUN = "validation-2026-11-22"
-DRAWS = 16
 #: Of a completion time, as validation asks for.
 BOUND = 0.12
 
@@ -53,48 +50,16 @@ def main() -> None:
         bench = _bench(found, asked.profile, Path(folder))
         join = found.get("join_seconds", 0.0) if asked.join_seconds is None else asked.join_seconds
         changes = ChangeCosts(**found["changes"]) if "changes" in found else None
+        if changes is not None and asked.end_seconds is not None:
+            changes = replace(changes, end=asked.end_seconds)
         options = LoopOptions(bench.asked.horizon, switch, changes, at_once="end")
         for policy, told in found["policies"].items():
-            simulated = Simulated(bench, policy, told["jobs"], options, join)
+            came = {job["job"]: job["submitted"] for job in told["jobs"]}
+            simulated = Simulated(bench, policy, came, options, join)
             show(policy, told["jobs"], simulated.seconds({}), switch)
             if asked.moved:
                 draws = [simulated.seconds(moved) for moved in simulated.draws(asked.moved)]
                 show_moved(policy, told["jobs"], draws, asked.moved)
-
-
-class Simulated:
-    """A policy's run on the simulated clock."""
-
-    def __init__(
-        self, bench: Bench, policy: str, told: list[dict[str, Any]], options: LoopOptions,
-        join: float,
-    ) -> None:  # fmt: skip
-        self.bench, self.policy, self.options, self.join = bench, policy, options, join
-        came = {job["job"]: job["submitted"] for job in told}
-        self.requests = [
-            bench.estimates.request(bench.job(one, bench.steps(one)), came[one.name])
-            for one in bench.planned
-        ]
-
-    def draws(self, most: float) -> list[dict[str, float]]:
-        """By how many seconds each job comes later, many times."""
-        chance = Random(0)  # noqa: S311  (arrivals, no secrets)
-        names = [request.name for request in self.requests]
-        return [{name: chance.uniform(-most, most) for name in names} for _ in range(DRAWS)]
-
-    def seconds(self, moved: dict[str, float]) -> dict[str, float]:
-        """From its coming to its end, of each job."""
-        requests = [
-            replace(each, submitted=each.submitted + moved.get(each.name, 0.0))
-            for each in self.requests
-        ]
-        estimates = self.bench.estimates
-        ran = replay(
-            requests, find_policy(self.policy), estimates.estimator, estimates.cluster,
-            options=self.options, join_seconds=self.join,
-        )  # fmt: skip
-        ended = {each.name: float(ran.jobs.ended[ran.jobs.index[each.name]]) for each in requests}
-        return {each.name: ended[each.name] - each.submitted for each in requests}
 
 
 def show(policy: str, jobs: list[dict[str, Any]], seconds: dict[str, float], switch: float) -> None:
@@ -153,7 +118,7 @@ def _bench(found: dict[str, Any], profile: Path, folder: Path) -> Bench:
     )
     planned = workload(
         int(options["jobs"]), float(options["lone_seconds"]), float(options["over_seconds"]),
-        int(options["longest"]), int(options["seed"]), folder / "data",
+        int(options["longest"]), int(found.get("seed", options["seed"])), folder / "data",
     )  # fmt: skip
     if options.get("max_slowdown", "None") != "None":
         schedule = {"schedule": {"max_slowdown": float(options["max_slowdown"])}}
@@ -173,6 +138,7 @@ def _arguments() -> argparse.Namespace:
     made.add_argument("--profile", type=Path, default=RESULTS / f"{RUN}-profile.json")
     made.add_argument("--switch-seconds", type=float, help="default: as the run was told")
     made.add_argument("--join-seconds", type=float, help="each further job adds; as told")
+    made.add_argument("--end-seconds", type=float, help="from a job's last step to its end")
     made.add_argument("--moved", type=float, default=0.0, help="seconds that jobs may come apart")
     return made.parse_args()
 
