@@ -42,7 +42,7 @@ from tlora_fx.ops.kernels import strict
 from tlora_fx.runtime import elastic
 from tlora_fx.runtime.checkpoint import CheckpointStore
 from tlora_fx.runtime.run_folder import read_metrics
-from tlora_fx.runtime.trainer import Trainer
+from tlora_fx.runtime.trainer import Trainer, TrainerOptions
 from tlora_fx.runtime.verify import adapter_difference
 
 
@@ -238,6 +238,31 @@ def test_a_job_that_pauses_goes_on_in_another_run(model, jobs, data, alone, tmp_
     assert adapter_difference(watch.adapters["a", 5], alone["a"].adapters["a", 5]) <= 1e-7
     losses = losses_of(tmp_path / "two", [jobs["a"]])["a"]
     assert losses == pytest.approx(alone["a"].losses[2:], rel=1e-9)
+
+
+def test_a_job_that_was_done_and_goes_on_elsewhere_is_written_anew(model, jobs, data, tmp_path):
+    """Its old files say that it is done, and whoever reads them would believe it."""
+    train(empty(model, jobs["b"]), tmp_path / "one", data)
+    longer = jobs["b"].model_copy(update={"max_steps": 9})
+    more = make_data([longer])["b"]
+    other = Trainer(
+        empty(model, jobs["a"]), output=tmp_path / "two", device="cpu", data=data,
+        options=TrainerOptions(accept_changes=True),
+    )  # fmt: skip
+    told, plain = [], CheckpointStore.save
+
+    def spy(store, step, states, *given, **named):
+        told.append((named["elsewhere"], {name: state.status for name, state in states.items()}))
+        return plain(store, step, states, *given, **named)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(CheckpointStore, "save", spy)
+        other.admit(longer, more, resume=tmp_path / "one")
+        other.run()
+
+    assert all(not elsewhere for elsewhere, _ in told)
+    assert any(states.get("b") == "running" for _, states in told)
+    assert {run.job.name: run.step for run in other.runs} == {"a": 5, "b": 9}
 
 
 def test_a_released_job_leaves_its_adapter_and_stays_ended(model, jobs, data, alone, tmp_path):

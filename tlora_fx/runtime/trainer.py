@@ -786,8 +786,11 @@ class Trainer:
             inside = [run for run in inside if run.job.name not in unchanged]
             left = [name for name in left if name not in unchanged]
             # One that came from a checkpoint is held as it came, though it has made a step since.
-            coming = [run for run in inside if run.origin is not None and run.status == "running"]
-            origins = {run.job.name: run.origin for run in coming if run.origin is not None}
+            origins = {
+                run.job.name: run.origin
+                for run in inside
+                if run.origin is not None and run.status == run.origin[1].status == "running"
+            }
         else:
             self._saved_at = time.monotonic()
         states = {
