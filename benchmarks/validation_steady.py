@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from itertools import pairwise
+from math import inf, isfinite
 from random import Random
 from statistics import fmean, median
 from typing import TYPE_CHECKING, NamedTuple
@@ -79,6 +80,9 @@ class Simulated:
         times = [seconds_of(*one) for one in ran]
         apart = [[abs(b[name] / a[name] - 1) for name in a] for a, b in pairwise(times)]
         joins = min(result.summary.joins for result, _ in ran)
+        if not all(isfinite(seconds) for each in times for seconds in each.values()):
+            # A job that never ends parts from nothing, and says nothing.
+            return Parting(inf, inf, joins)
         return Parting(median(map(fmean, apart)), median(map(max, apart)), joins)
 
     def _moved(self, moved: Mapping[str, float]) -> list[JobRequest]:

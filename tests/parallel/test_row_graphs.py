@@ -131,7 +131,7 @@ class Pretended:
     made: ClassVar[list[Pretended]] = []
     fails: ClassVar[Exception | None] = None
 
-    def __init__(self, model, row, weights, device, *, stands):
+    def __init__(self, model, row, weights, device, lengths):
         self.replays, self.loaded, self.released = 0, [row], False
         self.filled = model.filled
         self.made.append(self)

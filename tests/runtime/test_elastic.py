@@ -513,8 +513,8 @@ def test_a_job_beyond_the_memory_is_refused_before_anything_is_written(
     assert not (tmp_path / "d").exists()
 
 
-def test_rows_are_expected_to_take_what_rows_of_these_jobs_took(model, jobs, data, monkeypatch):
-    """By the token; what the process did before, and rows of jobs that left, do not count twice."""
+def test_rows_are_expected_to_take_what_the_largest_so_far_took(model, jobs, data, monkeypatch):
+    """By the token; what the process did before says nothing, nor do smaller rows."""
     device, peak = torch.device("cuda"), [10**12]
     monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda device: peak[0])
     monkeypatch.setattr(torch.cuda, "memory_allocated", lambda device: 1000)
@@ -524,23 +524,22 @@ def test_rows_are_expected_to_take_what_rows_of_these_jobs_took(model, jobs, dat
     roster = elastic.Roster(model, None, SimpleNamespace(mesh=SimpleNamespace(device=device)))
     tokens = {name: elastic._step_tokens(jobs[name], data[name]) for name in "abc"}
 
-    def inside(*names):
+    def train(names, taken):
         runs = [SimpleNamespace(job=jobs[name], data=data[name]) for name in names]
         roster._inside = dict(enumerate(runs))
+        peak[0] = 1000 + taken
+        roster.note_rows()
+        roster.watch_rows(10**6)
 
-    inside("a")
-    assert roster._row_bytes(jobs["b"], data["b"]) == 0
     roster.watch_rows(10**6)
     assert roster._row_bytes(jobs["b"], data["b"]) == 0
-    peak[0] = 1000 + 50 * tokens["a"]
+    train("a", 50 * tokens["a"])
     assert roster._row_bytes(jobs["b"], data["b"]) == 50 * (tokens["a"] + tokens["b"])
-    inside("a", "b")
-    peak[0] = 1000 + 60 * (tokens["a"] + tokens["b"])
-    roster._note_rows()
-    inside("b")
-    assert roster._row_bytes(jobs["c"], data["c"]) == 60 * (tokens["b"] + tokens["c"])
+    train("ab", 40 * (tokens["a"] + tokens["b"]))
+    train("b", 70 * tokens["b"])
+    assert roster._row_bytes(jobs["c"], data["c"]) == 40 * (tokens["b"] + tokens["c"])
     roster.watch_rows(tokens["b"])
-    assert roster._row_bytes(jobs["c"], data["c"]) == 60 * tokens["b"]
+    assert roster._row_bytes(jobs["c"], data["c"]) == 40 * tokens["b"]
 
 
 def test_a_model_that_is_not_open_admits_nobody(jobs):

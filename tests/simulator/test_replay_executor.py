@@ -107,6 +107,38 @@ def test_others_train_on_while_an_end_is_written():
     assert at(made, 53.0) == [Drained(53.0, 1, {"a": 20.0})]
 
 
+def test_a_job_whose_end_is_not_told_yet_is_not_trained_again():
+    """Whoever has it by then tells of it, once: an heir, another group, or the one that fails."""
+    for how in ("heir", "elsewhere", "fails", "gone"):
+        made = executor(ChangeCosts(end=30.0))
+        both = Group(("a", "b"), 2, (0, 1))
+        jobs = [request("a", steps=100), request("b", steps=200)]
+        if how == "gone":
+            both, jobs = Group(("a",), 2, (0, 1)), jobs[:1]
+        made.reserve(both, 1)
+        made.launch(both, 1, jobs, {})
+        ended = made.next_time()
+        found = at(made, ended + 1.0)
+        assert not any(isinstance(event, Finished) for event in found)
+        own = 2
+        if how in ("heir", "gone"):
+            heir = Group(("a", "b", "c"), 2, (0, 1))
+            coming = [*jobs, request("c", steps=500)]
+            made.change(both, 1, heir, 2, coming, {"a": 40.0})
+            assert all(request.name != "a" for request in made._groups[2].requests)
+        elif how == "elsewhere":
+            made.change(both, 1, Group(("b",), 2, (0, 1)), 2, jobs[1:], {})
+            other, own = Group(("a",), 1, (4,)), 3
+            made.reserve(other, 3)
+            made.launch(other, 3, jobs[:1], {"a": 40.0})
+            assert 3 not in made._groups
+        else:
+            made.fail_group(1)
+            own = 1
+        finished = [e for e in at(made, 100_000.0) if isinstance(e, Finished) and e.job == "a"]
+        assert [(event.epoch, event.steps) for event in finished] == [(own, 100.0)], how
+
+
 def test_a_killed_group_tells_nothing():
     """And nothing of it happens any more."""
     made = launched(executor())

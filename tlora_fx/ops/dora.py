@@ -125,8 +125,9 @@ def norms_kept() -> Iterator[None]:
         _kept = before
 
 
-#: By a weight's address, shape and strides: the squares of its rows' lengths.
-Lengths = dict[tuple[object, ...], Tensor]
+#: By a weight's address, shape and strides: the squares of its rows' lengths, and the weight, that
+#: no other takes its address.
+Lengths = dict[tuple[object, ...], tuple[Tensor, Tensor]]
 _lengths: Lengths | None = None
 
 
@@ -153,8 +154,9 @@ def _lengths_of(weight: Tensor) -> Tensor | None:
         return None
     key = (weight.data_ptr(), weight.shape, weight.stride())
     if key not in _lengths and not _capturing(weight) and not ahead.is_on:
-        _lengths[key] = dora.lengths(weight)
-    return _lengths.get(key)
+        with on_device(weight.device):
+            _lengths[key] = dora.lengths(weight), weight
+    return _lengths[key][0] if key in _lengths else None
 
 
 @torch.library.custom_op(
@@ -170,6 +172,9 @@ def dora_norms(weight: Tensor, a: Tensor, b: Tensor, *rest: Any) -> Tensor:
     """
     *tables, jobs, max_rank = rest
     kept = None if _capturing(weight) else _kept
+    if kept is not None and on_kernels(weight, a):
+        # For a capture that follows, though norms themselves are known.
+        _lengths_of(weight)
     if kept is None:
         return _norms(weight, a, b, tables, jobs, max_rank)
     key = (a.data_ptr(), b.data_ptr(), a.shape, b.shape, *jobs)

@@ -91,6 +91,8 @@ class RowGraphs:
         self._seen: Counter[Form] = Counter()
         self._pool: Any = None
         self._stream: torch.cuda.Stream | None = None
+        # Where the base is gathered again and again, nothing that follows from it is kept.
+        self._lengths: Lengths | None = {} if gathering is None else None
 
     @property
     def forms(self) -> list[Form]:
@@ -127,6 +129,8 @@ class RowGraphs:
         while self._graphs:
             self._evict()
         self._seen.clear()
+        if self._lengths is not None:
+            self._lengths.clear()
 
     def _is_worth(self, form: Form) -> bool:
         """Whether there is a place for a graph, or one that is taken by a much rarer form."""
@@ -140,7 +144,7 @@ class RowGraphs:
 
     def _first(self, form: Form, row: PackedBatch, weights: Tensor) -> Tensor:
         """Run a row as it is, on the tensors of its graph to be, and capture it for the next."""
-        graph = RowGraph(self.model, row, weights, self.device, stands=self.gathering is None)
+        graph = RowGraph(self.model, row, weights, self.device, self._lengths)
         losses, kept = graph.run()
         if self._has_room(kept, form.tokens):
             self._capture(form, graph)
@@ -219,7 +223,7 @@ class RowGraph:
     row       a row of the form on the device, its tables on the CPU; overwritten by the next
     weights   [J] likewise
     filled    sites whose kernels are in it
-    stands    the base stays where it is: what follows from it alone is computed once
+    lengths   what is kept of weights, if anything; see `lengths_kept`
     """
 
     def __init__(
@@ -228,15 +232,14 @@ class RowGraph:
         row: PackedBatch,
         weights: Tensor,
         device: torch.device,
-        *,
-        stands: bool,
+        lengths: Lengths | None,
     ) -> None:
         self.model = model
         self.row = _copied(row).to(device)
         self.weights = weights.clone()
         self._graph: torch.cuda.CUDAGraph | None = None
         self._packing = Packing()
-        self._lengths: Lengths | None = {} if stands else None
+        self._lengths = lengths
         self.filled = model.filled
         self._losses, self._kept = torch.empty(0), 0
 

@@ -92,9 +92,12 @@ class JobState:
         Of what `JobRun.state` gives, only the optimizer's tensors are not copies yet.
         """
         copied = {name: each.to("cpu", copy=True) for name, each in self.optimizer.items()}
+        return replace(self.with_own_values(), optimizer=copied).in_main_memory()
+
+    def with_own_values(self) -> JobState:
+        """The state, of which no step reaches what is no tensor."""
         values, evaluation = deepcopy(self.optimizer_values), deepcopy(self.evaluation)
-        state = replace(self, optimizer=copied, optimizer_values=values, evaluation=evaluation)
-        return state.in_main_memory()
+        return replace(self, optimizer_values=values, evaluation=evaluation)
 
     def in_main_memory(self) -> JobState:
         """The state with its tensors there; those that are there already are not copied."""
@@ -368,14 +371,17 @@ def _link(source: Path, target: Path) -> None:
         write_synced(target, source.read_bytes())
 
 
-def _linked(folder: Path, name: str, source: Path) -> dict[str, str]:
+def _linked(folder: Path, name: str, job: JobState, source: Path) -> dict[str, str]:
     """Link a job's files of another run's checkpoint; their checksums, none where that is gone."""
     try:
         sums = _manifest(source)["sha256"]
+        there = json.loads(_proved(source, "state.json", sums["state.json"]))["jobs"][name]
+        if (there["step"], there["tokens"]) != (job.step, job.tokens):
+            return {}
         own = {file: sums[file] for file in sums if _job_of(file) == name}
         for file in own:
             _link(source / file, folder / file)
-    except (_Damaged, OSError):
+    except (_Damaged, OSError, ValueError, KeyError, TypeError):
         for path in (folder / "jobs" / name).glob("*.safetensors"):
             path.unlink()
         return {}
@@ -391,15 +397,17 @@ def _write(
     elsewhere: Mapping[str, Path],
 ) -> None:
     """Fill and fsync a checkpoint folder, the manifest last."""
-    sums: dict[str, str] = dict(earlier.sums)
+    sums, links = dict(earlier.sums), set(earlier.counters)
     (folder / "jobs").mkdir()
     earlier.link(folder)
     with _Files(folder, sums) as files:
         for name, job in jobs.items():
             (folder / "jobs" / name).mkdir()
             _accompany(folder / "jobs" / name, job.companions)
-            if name in elsewhere and (own := _linked(folder, name, elsewhere[name])):
+            source = elsewhere.get(name)
+            if source is not None and (own := _linked(folder, name, job, source)):
                 sums |= own
+                links |= {name} if source.parent == folder.parent else set()
                 continue
             files.put(f"jobs/{name}/adapter_model.safetensors", tensor_bytes(job.adapter))
             files.put(f"jobs/{name}/optimizer.safetensors", tensor_bytes(job.optimizer))
@@ -411,8 +419,8 @@ def _write(
     for name in jobs:
         sync_folder(folder / "jobs" / name)
     manifest: dict[str, Any] = {"format": FORMAT, "sha256": sums}
-    if earlier.counters:
-        manifest["links"] = sorted(earlier.counters)
+    if links:
+        manifest["links"] = sorted(links)
     write_synced(folder / "manifest.json", _json(manifest))
     sync_folder(folder / "jobs")
     sync_folder(folder)

@@ -82,7 +82,9 @@ class Roster:
         self._inside: dict[int, JobRun] = {}
         self._gone: dict[str, JobState] = {}
         self._blocked = False
-        self._most_tokens, self._token_bytes = 0, 0.0
+        self._most_tokens = 0
+        # Tokens of the largest row that was seen, and the bytes that it took.
+        self._largest = (0, 0)
 
     def at(self, index: int) -> JobRun:
         """The job that is in a slot."""
@@ -164,25 +166,24 @@ class Roster:
         if self.gathering.mesh.device.type == "cuda":
             torch.cuda.reset_peak_memory_stats(self.gathering.mesh.device)
 
-    def _note_rows(self) -> None:
-        """Learn what a token took at most, of the rows of those who have been inside so far."""
-        device = self.gathering.mesh.device
-        if device.type != "cuda" or not self._most_tokens:
-            return
-        peak, held = torch.cuda.max_memory_allocated(device), torch.cuda.memory_allocated(device)
-        torch.cuda.reset_peak_memory_stats(device)
-        if tokens := self._tokens():
-            self._token_bytes = max(self._token_bytes, (peak - held) / tokens)
+    def note_rows(self) -> None:
+        """Learn what the rows of those who are inside took, before that changes."""
+        device, tokens = self.gathering.mesh.device, self._tokens()
+        if device.type == "cuda" and tokens >= self._largest[0]:
+            peak = torch.cuda.max_memory_allocated(device)
+            taken = peak - torch.cuda.memory_allocated(device)
+            self._largest = tokens, max(taken, self._largest[1])
 
     def _tokens(self, more: int = 0) -> int:
-        """Of the largest row of those who are inside, and so many more."""
+        """Of the largest row of those who are inside, and so many more; 0 before rows are seen."""
         tokens = sum(_step_tokens(run.job, run.data) for run in self.inside()) + more
         return min(tokens, self._most_tokens)
 
     def _row_bytes(self, job: Job, data: JobData) -> int:
-        """What rows take with a job more, by what those so far took; on a GPU only."""
-        self._note_rows()
-        return int(self._token_bytes * self._tokens(_step_tokens(job, data)))
+        """What rows take with a job more, by what the largest so far took; on a GPU only."""
+        self.note_rows()
+        tokens, taken = self._largest
+        return taken * self._tokens(_step_tokens(job, data)) // max(1, tokens)
 
     def _require_new(self, job: Job) -> None:
         waits = job.name in [coming.job.name for coming in self.changes.coming]
@@ -229,7 +230,6 @@ class Roster:
 
     def leave(self, run: JobRun) -> None:
         """Let a job's rows go; all that it needs to go on is kept."""
-        self._note_rows()
         name = run.job.name
         state = self.gathering.whole(name, run.state())
         if self.folder.writes:
@@ -246,7 +246,6 @@ class Roster:
 
         raises    NotAdmitted where there is no room now; nothing is changed then
         """
-        self._note_rows()
         job, state = coming.job, coming.state
         try:
             admission = self.model.admit(job, may_grow=may_grow)
@@ -267,7 +266,8 @@ class Roster:
             run.metrics.truncate_after(0)
         else:
             run.restore(self.gathering.own(job.name, state), coming.source)
-            run.origin = None if coming.path is None else (coming.path, state)
+            if coming.path is not None:
+                run.origin = coming.path, state.with_own_values()
         return run, admission
 
     def states(self) -> dict[str, JobState]:

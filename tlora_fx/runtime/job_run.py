@@ -300,7 +300,7 @@ class JobRun:
 
         It has no optimizer from then on.
         """
-        self.left, self.parameters, self.best = True, {}, {}
+        self.left, self.parameters, self.best, self.origin = True, {}, {}, None
         del self.optimizer
 
     def state(self) -> JobState:

@@ -441,6 +441,7 @@ class Trainer:
         begun = time.perf_counter()
         self._catch_up()
         self._end.forget()
+        self.roster.note_rows()
         changes = self.ranks.from_leader(self.roster.changes)
         for name, how in changes.leaving.items():
             run = next((run for run in self._active() if run.job.name == name), None)
@@ -470,6 +471,7 @@ class Trainer:
             changes.coming.popleft()
             self._joined(run, grown=admission.grown)
         self.roster.changes = changes
+        self.roster.watch_rows(self._row_tokens)
         self.change_seconds = time.perf_counter() - begun
 
     def _joined(self, run: JobRun, *, grown: bool) -> None:
@@ -582,6 +584,7 @@ class Trainer:
             self.roster.at(index).suspect(reason)
         if ran.largest:
             self._row_tokens = min(self._row_tokens, ran.largest)
+            self.roster.watch_rows(self._row_tokens)
             self.callback.warned(
                 f"no memory for the rows of all jobs together: from now on of {ran.largest} tokens"
             )

@@ -267,8 +267,10 @@ class SimulatedExecutor:
         self._fails: dict[int, float] = {}
         self._losses: dict[int, Iterator[tuple[float, float]]] = {}
         self._takeovers: dict[int, Takeover] = {}
-        self._heirs: dict[int, int] = {}
-        self._late: list[Finished | Drained] = []
+        self._late: dict[int, Finished | Drained] = {}
+        self._written = 0
+        self._untold: set[str] = set()
+        self._holders: dict[str, int] = {}
         self._pulled = -inf
         self.steps_lost = 0.0
         for node in range(cluster.nodes):
@@ -308,6 +310,7 @@ class SimulatedExecutor:
             return
         if epoch not in self._places:
             raise PlaceTaken("nothing is reserved for this group", group=", ".join(group.jobs))
+        self._holders.update(dict.fromkeys(group.jobs, epoch))
         switch = self.switch_seconds + self.join_seconds * (len(jobs) - 1)
         self._begin(group, epoch, jobs, steps_done, self.clock.now + switch)
 
@@ -319,6 +322,9 @@ class SimulatedExecutor:
         steps_done: Mapping[str, float],
         begins: float,
     ) -> None:
+        jobs = [job for job in jobs if job.name not in self._untold]
+        if not jobs:
+            return
         seconds = self._seconds(jobs, group.place, epoch)
         running = SimulatedGroup(group, epoch, jobs, steps_done, begins, seconds)
         self._groups[epoch] = running
@@ -342,7 +348,9 @@ class SimulatedExecutor:
         if heir_epoch in self._groups or epoch in self._takeovers:
             return
         assert self.changes is not None
-        came = frozenset(heir.jobs) - self._groups[epoch].steps(self.clock.now).keys()
+        running = self._groups.get(epoch)
+        here = running.steps(self.clock.now).keys() if running is not None else set()
+        came = frozenset(heir.jobs) - here - self._untold
         takeover = Takeover(heir, heir_epoch, tuple(jobs), dict(steps_done), came)
         self._takeovers[epoch] = takeover
         self._places[heir_epoch] = self._places[epoch]
@@ -364,7 +372,7 @@ class SimulatedExecutor:
             # One that had not begun yet is not ready any sooner.
             begins = max(begins, running.begins)
         self._events.append(Drained(now, epoch, steps, takeover.epoch))
-        self._heirs[epoch] = takeover.epoch
+        self._holders.update(dict.fromkeys(takeover.heir.jobs, takeover.epoch))
         self._owner.update(dict.fromkeys(takeover.heir.place, takeover.epoch))
         done = {**takeover.steps_done, **steps}
         self._begin(takeover.heir, takeover.epoch, jobs, done, begins)
@@ -385,7 +393,8 @@ class SimulatedExecutor:
                     self._take_over(version)
                 continue
             if key == TOLD:
-                self._events.append(self._of_heir(self._late[version]))
+                if version in self._late:
+                    self._hear(self._late.pop(version))
                 continue
             group = self._groups.get(key)
             if group is not None and group.version == version:
@@ -420,16 +429,24 @@ class SimulatedExecutor:
         if not seconds:
             self._events.append(event)
             return
-        late = replace(event, time=event.time + seconds)
-        self._late.append(late)
-        heappush(self._heap, (late.time, TOLD, len(self._late) - 1))
+        if isinstance(event, Finished):
+            self._untold.add(event.job)
+        self._written += 1
+        self._late[self._written] = replace(event, time=event.time + seconds)
+        heappush(self._heap, (event.time + seconds, TOLD, self._written))
 
-    def _of_heir(self, event: Finished | Drained) -> Finished | Drained:
-        """An event of whoever has taken over since."""
-        epoch = event.epoch
-        while isinstance(event, Finished) and epoch in self._heirs:
-            epoch = self._heirs[epoch]
-        return replace(event, epoch=epoch)
+    def _hear(self, event: Finished | Drained) -> None:
+        """Something is told, of whoever has the job by now."""
+        if isinstance(event, Finished):
+            self._untold.discard(event.job)
+            event = replace(event, epoch=self._holders[event.job])
+        self._events.append(event)
+
+    def _hear_early(self, epoch: int) -> None:
+        """Of jobs that had ended before their group failed nothing is lost."""
+        for number, event in list(self._late.items()):
+            if isinstance(event, Finished) and self._holders[event.job] == epoch:
+                self._hear(replace(self._late.pop(number), time=self.clock.now))
 
     def kill(self, group: Group, epoch: int) -> None:
         self._groups.pop(epoch, None)
@@ -461,6 +478,7 @@ class SimulatedExecutor:
     def fail_group(self, epoch: int, reason: str = "a simulated failure") -> None:
         """A group ends; its jobs go on from their last commits."""
         running, takeover = self._groups.pop(epoch, None), self._takeovers.pop(epoch, None)
+        self._hear_early(epoch)
         if running is not None or takeover is not None:
             steps = self._safe(running) if running is not None else {}
             self._events.append(Failed(self.clock.now, epoch, None, reason, steps))
