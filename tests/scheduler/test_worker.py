@@ -51,9 +51,9 @@ def test_another_failure_is_none_of_memory(monkeypatch, config):
 
 
 def test_a_worker_on_a_cpu_knows_what_it_holds_alone():
-    """What it has written since its fork."""
+    """What it has written since its fork; some of the rest may become shared meanwhile."""
     before, _ = worker.memory()
-    tensor = torch.ones(1 << 24)
+    tensor = torch.ones(1 << 26)
     after, _ = worker.memory()
 
     assert 0 < before <= after - tensor.nbytes // 2

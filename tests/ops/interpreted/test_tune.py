@@ -35,7 +35,10 @@ def test_a_table_is_written_and_read(few_tiles, tmp_path, monkeypatch, capsys):
     for direction in tune.DIRECTIONS:
         times = select.plan_times("some GPU", direction, site, 128)
         chosen = select.choose(direction, site, 20, True, "some GPU", behind=True)
-        assert chosen.plan == min(times, key=lambda plan: times[plan].microseconds)
+        costs = {plan: each.microseconds for plan, each in times.items()}
+        # Ours takes longer in whole rounds than a table says.
+        costs["fused"] *= select._IN_ROUNDS
+        assert chosen.plan == min(costs, key=lambda plan: costs[plan])
         assert chosen.source == str(path)
     for sites in (1, 2):
         assert isinstance(select.tile_for("shrink", site, 20, "some GPU", sites), Tile)
