@@ -36,8 +36,8 @@ def test_a_table_is_written_and_read(few_tiles, tmp_path, monkeypatch, capsys):
         times = select.plan_times("some GPU", direction, site, 128)
         chosen = select.choose(direction, site, 20, True, "some GPU", behind=True)
         costs = {plan: each.microseconds for plan, each in times.items()}
-        # Ours takes longer in whole rounds than a table says.
-        costs["fused"] *= select._IN_ROUNDS
+        # Beside concat-K ours takes longer in whole rounds than a table says.
+        costs["fused"] *= select._IN_ROUNDS if "concat" in costs else 1
         assert chosen.plan == min(costs, key=lambda plan: costs[plan])
         assert chosen.source == str(path)
     for sites in (1, 2):
