@@ -53,19 +53,24 @@ class Shape:
         """The transformers config."""
         import transformers
 
-        fields: dict[str, Any] = {
+        fields = self.sizes() | {
+            "intermediate_size": self.intermediate,
+            "rope_theta": 500000.0,
+            "rms_norm_eps": 1e-5,
+        }
+        return transformers.LlamaConfig(**(fields | changes))
+
+    def sizes(self) -> dict[str, Any]:
+        """What configs of all shapes name alike."""
+        return {
             "vocab_size": self.vocabulary,
             "hidden_size": self.hidden,
-            "intermediate_size": self.intermediate,
             "num_hidden_layers": self.layers,
             "num_attention_heads": self.heads,
             "num_key_value_heads": self.key_value_heads,
             "max_position_embeddings": 8192,
-            "rope_theta": 500000.0,
-            "rms_norm_eps": 1e-5,
             "tie_word_embeddings": False,
         }
-        return transformers.LlamaConfig(**(fields | changes))
 
     def frozen_parameters(self) -> int:
         """Elements of all matrices that a token is multiplied with; the embedding is read only."""
@@ -87,18 +92,11 @@ class Qwen3(Shape):
         """The transformers config."""
         from transformers import AutoConfig
 
-        fields: dict[str, Any] = {
-            "vocab_size": self.vocabulary,
-            "hidden_size": self.hidden,
+        fields = self.sizes() | {
             "intermediate_size": self.intermediate,
-            "num_hidden_layers": self.layers,
-            "num_attention_heads": self.heads,
-            "num_key_value_heads": self.key_value_heads,
             "head_dim": 128,
-            "max_position_embeddings": 8192,
             "rope_theta": 1000000.0,
             "rms_norm_eps": 1e-6,
-            "tie_word_embeddings": False,
         }
         return AutoConfig.for_model("qwen3", **(fields | changes))
 
@@ -126,20 +124,13 @@ class Mixture(Shape):
         """The transformers config."""
         import transformers
 
-        fields: dict[str, Any] = {
-            "vocab_size": self.vocabulary,
-            "hidden_size": self.hidden,
+        fields = self.sizes() | {
             "moe_intermediate_size": self.intermediate,
-            "num_hidden_layers": self.layers,
-            "num_attention_heads": self.heads,
-            "num_key_value_heads": self.key_value_heads,
             "head_dim": self.head_width,
             "num_experts": self.experts,
             "num_experts_per_tok": self.chosen,
             "norm_topk_prob": True,
-            "max_position_embeddings": 8192,
             "rms_norm_eps": 1e-6,
-            "tie_word_embeddings": False,
         }
         return transformers.Qwen3MoeConfig(**(fields | changes))
 

@@ -531,10 +531,14 @@ def test_rows_are_expected_to_take_what_the_largest_so_far_took(model, jobs, dat
         roster.note_rows()
         roster.watch_rows(10**6)
 
+    roster.note_rows()
+    assert roster._row_bytes(jobs["b"], data["b"]) == 0
     roster.watch_rows(10**6)
     assert roster._row_bytes(jobs["b"], data["b"]) == 0
     train("a", 50 * tokens["a"])
     assert roster._row_bytes(jobs["b"], data["b"]) == 50 * (tokens["a"] + tokens["b"])
+    train("ab", 0)
+    assert roster._row_bytes(jobs["c"], data["c"]) == 50 * sum(tokens.values())
     train("ab", 40 * (tokens["a"] + tokens["b"]))
     train("b", 70 * tokens["b"])
     assert roster._row_bytes(jobs["c"], data["c"]) == 40 * (tokens["b"] + tokens["c"])

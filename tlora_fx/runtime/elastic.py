@@ -169,10 +169,12 @@ class Roster:
     def note_rows(self) -> None:
         """Learn what the rows of those who are inside took, before that changes."""
         device, tokens = self.gathering.mesh.device, self._tokens()
-        if device.type == "cuda" and tokens >= self._largest[0]:
-            peak = torch.cuda.max_memory_allocated(device)
-            taken = peak - torch.cuda.memory_allocated(device)
-            self._largest = tokens, max(taken, self._largest[1])
+        if device.type != "cuda" or not tokens or tokens < self._largest[0]:
+            return
+        taken = torch.cuda.max_memory_allocated(device) - torch.cuda.memory_allocated(device)
+        # Less than smaller rows took: none of these has run yet.
+        if taken > self._largest[1]:
+            self._largest = tokens, taken
 
     def _tokens(self, more: int = 0) -> int:
         """Of the largest row of those who are inside, and so many more; 0 before rows are seen."""
