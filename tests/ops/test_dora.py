@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 from tests.ops.scaled import arguments, magnitudes_of, norms, others, reference, results
 from tlora_fx.errors import AdapterTableError
 from tlora_fx.ops import dora, dora_scale, norms_kept
+from tlora_fx.ops.dora import norms_at_once
 from tlora_fx.ops.kernels import strict
 
 JOB = st.tuples(st.integers(0, 9), st.integers(1, 40), st.booleans())
@@ -136,6 +137,49 @@ def test_norms_are_kept_while_no_adapter_changes(lora, monkeypatch):
     assert len(calls) == 2
     assert torch.equal(first, again)
     assert not torch.equal(first, changed)
+
+
+class Together:
+    """Gives what it knows, and hears what is asked for."""
+
+    def __init__(self):
+        self.known, self.asked, self.rounds = {}, {}, 0
+
+    def give(self, kept):
+        self.rounds += 1
+        kept.update(self.known)
+
+    def note(self, key, compute):
+        self.asked[key] = compute
+
+
+def test_norms_that_were_asked_for_are_given_at_once(lora):
+    """Those of the round before, by the same weight and adapters; others are computed."""
+    made, other = lora((3, 4), (2, 3)), lora((3, 4), (2, 3))
+    y, _ = drawn(made)
+    given = arguments(made, y, magnitudes_of(made, [1]), [1])
+    moved = [given[0], given[1].clone(), *given[2:]]
+    unlike = arguments(other, y, magnitudes_of(made, [1]), [1])
+    together = Together()
+
+    with norms_kept(), norms_at_once(together):
+        plain = dora_scale(*given)
+        dora_scale(*given)
+    assert len(together.asked) == 1
+    ((key, compute),) = together.asked.items()
+    together.known = {key: (2 * compute(), None)}
+    with norms_kept(), norms_at_once(together):
+        halved, of_others = dora_scale(*given), dora_scale(*unlike)
+        at_another_place = dora_scale(*moved)
+    with norms_at_once(together):
+        outside = dora_scale(*given)
+
+    span = slice(3, 7)
+    torch.testing.assert_close(halved[span], plain[span] / 2 + given[2] / 2)
+    assert torch.equal(at_another_place, plain)
+    assert torch.equal(outside, plain)
+    assert torch.equal(of_others, dora_scale(*unlike))
+    assert together.rounds == 2
 
 
 def test_it_passes_opcheck_and_gradcheck(lora):

@@ -12,9 +12,10 @@ from tests.runtime.groups import make_data, make_job, tiny_base
 from tlora_fx.compiler import compile
 from tlora_fx.cost.plan import Plan
 from tlora_fx.model.batch import repeating_form
+from tlora_fx.ops.dora import norms_kept
 from tlora_fx.ops.kernels import launch_cache, refresh
 from tlora_fx.parallel.apply import apply, load
-from tlora_fx.parallel.cuda_graphs import RowGraphs
+from tlora_fx.parallel.cuda_graphs import NormGraph, RowGraphs
 from tlora_fx.parallel.mesh import Mesh
 from tlora_fx.runtime.adapters import base_tensors, start_adapters
 from tlora_fx.runtime.trainer import Trainer, TrainerOptions
@@ -81,6 +82,48 @@ def test_graphs_give_the_losses_and_gradients_of_their_rows(tmp_path, dtype, com
     assert runner.graphs.refused == ""
     assert runner.graphs.forms
     assert replayed > 10
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+def test_norms_of_launched_rows_are_computed_at_once(tmp_path, compiled):
+    """Several rows a round, with updates in between: as where each site computes its own."""
+    lora = {"use_dora": True, "lora_dropout": 0.0}
+    model, mesh = loaded(tiny_base(tmp_path, "bfloat16", **WIDE), compiled, **lora)
+    runner, plain = apply(model, PLAN, mesh, largest_row=256), apply(model, PLAN, mesh)
+    runner.graphs.most = 0
+    leaves, weights = leaves_of(model), torch.tensor([0.5, 2.0, 1.0], device="cuda")
+    for number in range(6):
+        rows, found = [row_of(number, (2, 2, 1)), row_of(number + 9, (1, 0, 3))], []
+        for one in (runner, plain):
+            with norms_kept():
+                found.append([one.run(rows, weights)])
+            found[-1] += [leaf.grad.clone() for leaf in leaves]
+            torch._foreach_zero_([leaf.grad for leaf in leaves])
+        for mine, wanted in zip(*found, strict=True):
+            assert (mine - wanted).norm() <= 1e-3 * wanted.norm() + 1e-6
+        assert runner.graphs.norms.held == (len(model.banks) if number > 1 else 0)
+        with torch.no_grad():
+            for leaf in leaves:
+                leaf.add_(torch.randn_like(leaf) * 0.02)
+
+    runner.graphs.clear()
+    assert runner.graphs.norms.held == 0
+
+
+def test_norms_that_nobody_asks_for_any_more_are_let_go_of():
+    """What two rounds asked for is computed at the start of the third, from what is there then."""
+    graph, factor = NormGraph(torch.device("cuda"), {}), torch.ones(4, device="cuda")
+    given = []
+    for asked in [(1, 2), (1, 2), (1, 2), (1, 3), (1, 3), (1, 3)]:
+        kept = {}
+        factor.add_(1)
+        graph.give(kept)
+        graph.give(kept)
+        given.append({key: value.tolist()[0] for (key,), (value, _) in kept.items()})
+        for key in asked:
+            graph.note((key,), lambda key=key: factor * key)
+
+    assert given == [{}, {}, {1: 4, 2: 8}, {1: 5, 2: 10}, {}, {1: 7, 3: 21}]
 
 
 def vacated(base, compiled):

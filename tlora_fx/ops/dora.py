@@ -13,9 +13,10 @@ source   Liu et al. 2024, DoRA, section 4.3
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any
+from functools import partial
+from typing import Any, Protocol, TypeVar
 
 import torch
 from torch import Tensor
@@ -28,6 +29,8 @@ from tlora_fx.ops.kernels.launch import on_device
 from tlora_fx.ops.kernels.select import is_strict
 from tlora_fx.ops.tables import check_scales, named, rank_bounds, token_bounds, tokens_of
 
+Function = TypeVar("Function", bound=Callable[..., Any])
+
 _TABLES = "Tensor a, Tensor b, Tensor ranks, Tensor scales, Tensor rates, Tensor site"
 _ROW = "Tensor segments, Tensor keys"
 _FACTORS = "Tensor magnitudes, Tensor norms"
@@ -36,6 +39,20 @@ torch.library.define(
     f"(Tensor y, Tensor weight, Tensor? bias, Tensor[] magnitudes, {_TABLES}, {_ROW}, int[] jobs, "
     "int max_rank) -> Tensor",
 )
+
+
+def _operator(name: str, schema: str) -> Callable[[Function], Function]:
+    """Define an operator by a function: `torch.library.custom_op` asks more at every call."""
+
+    def of(function: Function) -> Function:
+        torch.library.define(f"tlora_fx::{name}", schema)
+        for backend in ("CPU", "CUDA"):
+            torch.library.impl(f"tlora_fx::{name}", backend, function)
+        return function
+
+    return of
+
+
 # Rows of a weight that are made wider at a time.
 _BLOCK = 1024
 _TYPES = (torch.bfloat16, torch.float16, torch.float32)
@@ -107,8 +124,10 @@ def _scale(
     return result
 
 
-# What is computed in `norms_kept`, by the adapters' address; None outside.
-_kept: dict[tuple[object, ...], tuple[Tensor, Tensor, Tensor]] | None = None
+#: Norms by the addresses of what they follow from, and what keeps those addresses.
+Norms = dict[tuple[object, ...], tuple[Tensor, object]]
+# What is computed in `norms_kept`; None outside.
+_kept: Norms | None = None
 
 
 @contextmanager
@@ -123,6 +142,32 @@ def norms_kept() -> Iterator[None]:
         yield
     finally:
         _kept = before
+
+
+class NormsAtOnce(Protocol):
+    """Computes together what was asked for one by one before."""
+
+    def give(self, kept: Norms) -> None:
+        """Add to a round's norms those that are known to be asked for."""
+
+    def note(self, key: tuple[object, ...], compute: Callable[[], Tensor]) -> None:
+        """Hear of norms that are asked for, and how they are computed."""
+
+
+_at_once: NormsAtOnce | None = None
+
+
+@contextmanager
+def norms_at_once(computer: NormsAtOnce | None) -> Iterator[None]:
+    """Inside, and inside of `norms_kept`, norms are computed together where that can be."""
+    global _at_once  # noqa: PLW0603  (as above)
+    before, _at_once = _at_once, computer
+    if computer is not None and _kept is not None:
+        computer.give(_kept)
+    try:
+        yield
+    finally:
+        _at_once = before
 
 
 #: By a weight's address, shape and strides: the squares of its rows' lengths, and the weight, that
@@ -159,11 +204,7 @@ def _lengths_of(weight: Tensor) -> Tensor | None:
     return _lengths[key][0] if key in _lengths else None
 
 
-@torch.library.custom_op(
-    "tlora_fx::dora_norms",
-    mutates_args=(),
-    schema=f"(Tensor weight, {_TABLES}, int[] jobs, int max_rank) -> Tensor",
-)
+@_operator("dora_norms", f"(Tensor weight, {_TABLES}, int[] jobs, int max_rank) -> Tensor")
 def dora_norms(weight: Tensor, a: Tensor, b: Tensor, *rest: Any) -> Tensor:
     """The norms of each row of W + s B A.
 
@@ -177,15 +218,19 @@ def dora_norms(weight: Tensor, a: Tensor, b: Tensor, *rest: Any) -> Tensor:
         _lengths_of(weight)
     if kept is None:
         return _norms(weight, a, b, tables, jobs, max_rank)
-    key = (a.data_ptr(), b.data_ptr(), a.shape, b.shape, *jobs)
+    compute = partial(_norms, weight, a, b, tables, jobs, max_rank)
+    # A base that is gathered for each row lies somewhere else each time.
+    held = (a, b) if _at_once is None else (weight, a, b)
+    key = (*((each.data_ptr(), each.shape) for each in held), *jobs)
     if key not in kept:
-        # The adapters are held, that no others take their address.
-        kept[key] = (_norms(weight, a, b, tables, jobs, max_rank), a, b)
+        kept[key] = compute(), held
+    if _at_once is not None:
+        _at_once.note(key, compute)
     # Compiled code may write into what an operator gave.
     return kept[key][0].clone()
 
 
-@dora_norms.register_fake
+@torch.library.register_fake("tlora_fx::dora_norms")  # type: ignore[untyped-decorator]
 def _norms_fake(weight: Tensor, a: Tensor, b: Tensor, *rest: Any) -> Tensor:
     return b.new_empty(len(rest[-2]), b.shape[1], dtype=_wide(weight, a))
 
@@ -259,11 +304,7 @@ def norms_of(
     return torch.stack(norms)
 
 
-@torch.library.custom_op(
-    "tlora_fx::dora_columns",
-    mutates_args=(),
-    schema=f"(Tensor y, Tensor? bias, {_FACTORS}, {_ROW}, int[] jobs) -> Tensor",
-)
+@_operator("dora_columns", f"(Tensor y, Tensor? bias, {_FACTORS}, {_ROW}, int[] jobs) -> Tensor")
 def dora_columns(
     y: Tensor,
     bias: Tensor | None,
@@ -298,16 +339,14 @@ def dora_columns(
     return out.view(y.shape)
 
 
-@dora_columns.register_fake
+@torch.library.register_fake("tlora_fx::dora_columns")  # type: ignore[untyped-decorator]
 def _columns_fake(y: Tensor, *rest: Any) -> Tensor:
     return y.new_empty(y.shape)
 
 
-@torch.library.custom_op(
-    "tlora_fx::dora_columns_backward",
-    mutates_args=(),
-    schema=f"(Tensor dy, Tensor y, Tensor? bias, {_FACTORS}, {_ROW}, int[] jobs) "
-    "-> (Tensor, Tensor)",
+@_operator(
+    "dora_columns_backward",
+    f"(Tensor dy, Tensor y, Tensor? bias, {_FACTORS}, {_ROW}, int[] jobs) -> (Tensor, Tensor)",
 )
 def dora_columns_backward(
     dy: Tensor,
@@ -344,7 +383,7 @@ def dora_columns_backward(
     return dx.view(y.shape), sums / norms
 
 
-@dora_columns_backward.register_fake
+@torch.library.register_fake("tlora_fx::dora_columns_backward")  # type: ignore[untyped-decorator]
 def _columns_backward_fake(
     dy: Tensor, y: Tensor, bias: Tensor | None, magnitudes: Tensor, *rest: Any
 ) -> tuple[Tensor, Tensor]:
@@ -361,7 +400,9 @@ def _columns_gradient(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
     return dx, None, sums, None, None, None, None
 
 
-dora_columns.register_autograd(_columns_gradient, setup_context=_columns_setup)
+torch.library.register_autograd(
+    "tlora_fx::dora_columns", _columns_gradient, setup_context=_columns_setup
+)
 
 
 def has_kernels(*dtypes: torch.dtype) -> bool:

@@ -20,6 +20,7 @@ from tlora_fx.ir.storage import LocalShard
 from tlora_fx.model.batch import PackedBatch
 from tlora_fx.model.supermodel import SuperModel
 from tlora_fx.ops import use_group
+from tlora_fx.ops.dora import norms_at_once
 from tlora_fx.ops.parallel import GROUP
 from tlora_fx.parallel.cuda_graphs import RowGraphs
 from tlora_fx.parallel.fsdp import Sharded, gathered_bytes, shard_base, shard_layer
@@ -236,10 +237,11 @@ class RowRunner:
         if self.mesh.device.type == "cuda" and alone:
             start = partial(start_nothing, self.model, row, weights)
             ahead.try_once("row", self.model, start)
-        losses = self.model.weighted(self._moved(row), weights)
-        # An empty row of jobs that adapt the head alone has nothing to learn from.
-        if losses.requires_grad:
-            losses.sum().backward()  # type: ignore[no-untyped-call]
+        with norms_at_once(None if self.graphs is None else self.graphs.norms):
+            losses = self.model.weighted(self._moved(row), weights)
+            # An empty row of jobs that adapt the head alone has nothing to learn from.
+            if losses.requires_grad:
+                losses.sum().backward()  # type: ignore[no-untyped-call]
         return losses.detach()
 
     def _captured(self, row: PackedBatch, weights: Tensor) -> Tensor | None:

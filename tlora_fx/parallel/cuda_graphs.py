@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import logging
 from collections import Counter, OrderedDict
+from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import replace
 from traceback import clear_frames
@@ -29,7 +30,7 @@ from tlora_fx.cost.model_facts import CAPTURED_TOKENS
 from tlora_fx.errors import PlanNotRunnable, TloraError
 from tlora_fx.model.batch import PackedBatch, repeating_form
 from tlora_fx.model.supermodel import SuperModel
-from tlora_fx.ops.dora import Lengths, lengths_kept
+from tlora_fx.ops.dora import Lengths, Norms, lengths_kept
 from tlora_fx.ops.kernels import refresh, release
 from tlora_fx.ops.kernels.pack_together import Packing, noting, serving
 from tlora_fx.parallel.peer_copies import SideStreams
@@ -69,6 +70,7 @@ class RowGraphs:
                   them have less to do each, and as much to launch
     roomless      how often there was no memory for a graph
     captured      how many graphs were made
+    norms         of launched rows; None where the base has no place of its own
     """
 
     def __init__(
@@ -93,6 +95,7 @@ class RowGraphs:
         self._stream: torch.cuda.Stream | None = None
         # Where the base is gathered again and again, nothing that follows from it is kept.
         self._lengths: Lengths | None = {} if gathering is None else None
+        self.norms = None if self._lengths is None else NormGraph(device, self._lengths)
 
     @property
     def forms(self) -> list[Form]:
@@ -129,6 +132,8 @@ class RowGraphs:
         while self._graphs:
             self._evict()
         self._seen.clear()
+        if self.norms is not None:
+            self.norms.clear()
         if self._lengths is not None:
             self._lengths.clear()
 
@@ -299,6 +304,79 @@ class RowGraph:
         assert self._graph is not None, "captured before"
         self._graph.replay()
         return self._losses.clone()
+
+
+class NormGraph:
+    """The norms of DoRA that launched rows ask for, by one CUDA graph a round.
+
+    A norm takes three kernels of some microseconds, and launching those of all sites takes longer
+    than they run. Norms follow from weights and adapters alone: what two rounds in succession asked
+    for is captured, and computed at the start of those that follow.
+
+    lengths   what is kept of weights
+    """
+
+    def __init__(self, device: torch.device, lengths: Lengths) -> None:
+        self.device = device
+        self._lengths = lengths
+        self._asked: dict[tuple[object, ...], Callable[[], Tensor]] = {}
+        self._before: set[tuple[object, ...]] = set()
+        self._round: Norms | None = None
+        self._graph: torch.cuda.CUDAGraph | None = None
+        self._norms: Norms = {}
+        self._refused = False
+
+    @property
+    def held(self) -> int:
+        """How many norms the graph computes."""
+        return len(self._norms)
+
+    def note(self, key: tuple[object, ...], compute: Callable[[], Tensor]) -> None:
+        """See `ops.dora.NormsAtOnce`."""
+        self._asked.setdefault(key, compute)
+
+    def give(self, kept: Norms) -> None:
+        """See `ops.dora.NormsAtOnce`; once a round, before its first launched row."""
+        if self._round is kept:
+            return
+        self._round = kept
+        asked, self._asked = self._asked, {}
+        if asked.keys() != self._norms.keys():
+            self._graph, self._norms = None, {}
+            if asked.keys() == self._before and not self._refused:
+                self._capture(asked)
+        self._before = set(asked)
+        if self._graph is not None:
+            self._graph.replay()
+            kept.update(self._norms)
+
+    def clear(self) -> None:
+        """Let go of the graph, and of what it reads."""
+        self._asked.clear()
+        self._before.clear()
+        self._round, self._graph, self._norms = None, None, {}
+
+    def _capture(self, asked: dict[tuple[object, ...], Callable[[], Tensor]]) -> None:
+        outer = torch.cuda.current_stream(self.device)
+        pool = torch.cuda.graph_pool_handle()
+        graph = torch.cuda.CUDAGraph()
+        try:
+            with torch.cuda.device(self.device), lengths_kept(self._lengths), torch.no_grad():
+                # What is kept of weights, and the kernels, are there before the capture.
+                found = [compute() for compute in asked.values()]
+                with torch.cuda.graph(graph, pool=pool):
+                    found = [compute() for compute in asked.values()]
+        except (RuntimeError, TloraError) as error:
+            clear_frames(error.__traceback__)
+            forget_capture(self.device, outer, pool)
+            self._refused = True
+            logger.info("norms are not computed at once: %s: %s", type(error).__name__, error)
+            return
+        self._graph = graph
+        self._norms = {
+            key: (norms, compute)
+            for (key, compute), norms in zip(asked.items(), found, strict=True)
+        }
 
 
 def add_gradients(losses: Tensor, model: nn.Module, kept: int) -> None:
