@@ -265,14 +265,20 @@ class Takeover:
             if config.sources.get(job.name, config.output) != config.output
         }
         sources = ResumeSources(Path(config.job_folders), elsewhere)
-        return cls(config, coming, _reader.submit(_read, coming, sources))
+        data: Future[tuple[Mapping[str, JobData], Mapping[str, Checkpoint]]] = Future()
+        if coming:
+            data = _reader.submit(_read, coming, sources)
+        else:
+            # Who only leaves need not wait for another round.
+            data.set_result(({}, {}))
+        return cls(config, coming, data)
 
 
 def _read(
     jobs: Sequence[Job], sources: ResumeSources
 ) -> tuple[Mapping[str, JobData], Mapping[str, Checkpoint]]:
-    """All that takes long of those who come, where some do: others only leave."""
-    data = load_all_data(jobs) if jobs else {}
+    """All that takes long of those who come."""
+    data = load_all_data(jobs)
     for job in jobs:
         require_trainable(job, data[job.name].steps)
     return data, sources.checkpoints()
