@@ -277,11 +277,13 @@ class Takeover:
 def _read(
     jobs: Sequence[Job], sources: ResumeSources
 ) -> tuple[Mapping[str, JobData], Mapping[str, Checkpoint]]:
-    """All that takes long of those who come."""
-    data = load_all_data(jobs)
-    for job in jobs:
-        require_trainable(job, data[job.name].steps)
-    return data, sources.checkpoints()
+    """All that takes long of those who come: data, and beside it where they go on from."""
+    with ThreadPoolExecutor(1, "checkpoints") as beside:
+        states = beside.submit(sources.checkpoints)
+        data = load_all_data(jobs)
+        for job in jobs:
+            require_trainable(job, data[job.name].steps)
+        return data, states.result()
 
 
 _reader = ThreadPoolExecutor(1, "data")
