@@ -12,7 +12,7 @@ from tests.runtime.groups import make_data, make_job, tiny_base
 from tlora_fx.compiler import compile
 from tlora_fx.cost.plan import Plan
 from tlora_fx.model.batch import repeating_form
-from tlora_fx.ops.dora import norms_kept
+from tlora_fx.ops.dora import Norms, norms_kept
 from tlora_fx.ops.kernels import launch_cache, refresh
 from tlora_fx.parallel.apply import apply, load
 from tlora_fx.parallel.cuda_graphs import NormGraph, RowGraphs
@@ -110,14 +110,31 @@ def test_norms_of_launched_rows_are_computed_at_once(tmp_path, compiled):
     assert runner.graphs.norms.held == 0
 
 
+def test_rounds_have_the_same_bits_before_and_after_their_norms_are_captured(tmp_path):
+    """Launched once, as a row is on its way to a graph, and by a graph of norms."""
+    lora = {"use_dora": True, "lora_dropout": 0.0}
+    model, mesh = loaded(tiny_base(tmp_path, "bfloat16", **WIDE), False, **lora)
+    runner, leaves = apply(model, PLAN, mesh, largest_row=256), leaves_of(model)
+    row, weights, found = repeating_form(row_of(1, (2, 2, 1))), torch.ones(3, device="cuda"), []
+    for most in (runner.graphs.most, 0, 0, 0, 0):
+        runner.graphs.most = most
+        with norms_kept():
+            found.append([runner.run([row], weights)])
+        found[-1] += [leaf.grad.clone() for leaf in leaves]
+        torch._foreach_zero_([leaf.grad for leaf in leaves])
+
+    assert runner.graphs.norms.held == len(model.banks)
+    for later in found[1:]:
+        assert all(map(torch.equal, later, found[0]))
+
+
 def test_norms_that_nobody_asks_for_any_more_are_let_go_of():
     """What two rounds asked for is computed at the start of the third, from what is there then."""
     graph, factor = NormGraph(torch.device("cuda"), {}), torch.ones(4, device="cuda")
     given = []
     for asked in [(1, 2), (1, 2), (1, 2), (1, 3), (1, 3), (1, 3)]:
-        kept = {}
+        kept = Norms()
         factor.add_(1)
-        graph.give(kept)
         graph.give(kept)
         given.append({key: value.tolist()[0] for (key,), (value, _) in kept.items()})
         for key in asked:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 from contextlib import nullcontext
+from functools import partial
 from types import SimpleNamespace
 from typing import ClassVar
 
@@ -15,10 +16,12 @@ from tlora_fx.compiler import compile
 from tlora_fx.cost.plan import Plan
 from tlora_fx.errors import PlanNotRunnable, TableNotOnDevice
 from tlora_fx.model.batch import IGNORED, JobTokens, pack, repeating_form
-from tlora_fx.ops import segment_read, segment_sum, tables
+from tlora_fx.ops import dora, segment_read, segment_sum, tables
+from tlora_fx.ops.dora import Norms
+from tlora_fx.parallel import apply as apply_module
 from tlora_fx.parallel import cuda_graphs
 from tlora_fx.parallel.apply import apply, load
-from tlora_fx.parallel.cuda_graphs import RowGraphs
+from tlora_fx.parallel.cuda_graphs import NormGraph, RowGraphs
 from tlora_fx.parallel.mesh import Mesh
 from tlora_fx.parallel.peer_copies import SideStreams
 from tlora_fx.runtime.adapters import base_tensors, start_adapters
@@ -265,3 +268,81 @@ def test_a_capture_that_fails_among_processes_ends_the_run(graphs, monkeypatch):
 
     with pytest.raises(PlanNotRunnable, match="--no-cuda-graphs"):
         graphs.run(row, torch.ones(3))
+
+
+class Replayed:
+    """In a graph's place: what it leaves is what was computed when it was made."""
+
+    def replay(self):
+        """Nothing is computed again."""
+
+
+def asked_by(graph, rounds):
+    """The keys that are given in rounds that ask for some, one after the other."""
+    given = []
+    for asked in rounds:
+        kept = Norms()
+        graph.give(kept)
+        given.append("".join(key for (key,) in kept))
+        for key in asked:
+            graph.note((key,), partial(torch.ones, 1))
+    return given
+
+
+def test_norms_are_computed_at_once_where_two_rounds_asked_for_the_same(monkeypatch):
+    """Others, or more, are let go of and made anew."""
+    made = lambda _, asked: (Replayed(), [compute() for compute in asked.values()])  # noqa: E731
+    monkeypatch.setattr(NormGraph, "_record", made)
+    graph = NormGraph(torch.device("cpu"), {})
+
+    given = asked_by(graph, ["ab", "ab", "ab", "ac", "ac", "acd", "acd", "acd"])
+
+    assert given == ["", "", "ab", "ab", "", "ac", "", "acd"]
+    graph.clear()
+    assert asked_by(graph, ["a", "a", "a"]) == ["", "", "a"]
+
+
+@pytest.mark.parametrize("memory", [False, True])
+def test_a_graph_of_norms_that_cannot_be_made_is_tried_again_for_memory_alone(monkeypatch, memory):
+    """After two more rounds; for another reason after everything was let go of."""
+    tried = []
+
+    def record(_, asked):
+        tried.append("".join(key for (key,) in asked))
+        raise torch.cuda.OutOfMemoryError if memory else RuntimeError("it cannot be captured")
+
+    monkeypatch.setattr(NormGraph, "_record", record)
+    graph = NormGraph(torch.device("cpu"), {})
+
+    assert asked_by(graph, ["a"] * 6) == [""] * 6
+    assert tried == (["a", "a"] if memory else ["a"])
+    graph.clear()
+    asked_by(graph, ["a"] * 3)
+    assert tried == ["a"] * (3 if memory else 2)
+
+
+def test_nothing_is_kept_of_a_base_that_is_sharded(monkeypatch):
+    """Its weights lie somewhere else each time, by whatever they are gathered."""
+    monkeypatch.setattr(apply_module, "gathered_bytes", lambda _: 0)
+    monkeypatch.setattr(apply_module, "why_launched", lambda _: [])
+    mesh = SimpleNamespace(device=torch.device("cpu"), tp=None)
+    model = SimpleNamespace(group=None)
+
+    whole, *sharded = (
+        apply_module._graphs(model, mesh, 1, part)
+        for part in (None, SimpleNamespace(gathering=None), SimpleNamespace(gathering=object()))
+    )
+
+    assert whole.norms is not None
+    assert [graphs.norms for graphs in sharded] == [None, None]
+
+
+def test_norms_are_computed_at_once_for_rows_that_are_never_captured():
+    """What is kept of weights serves all rows: their numbers are those of graphs."""
+    graphs, row = RowGraphs(None, torch.device("cpu"), 0), row_of(1)
+    seen = []
+    for graphs.most, graphs.refused in ((10**6, ""), (1, ""), (10**6, "so it is")):
+        with graphs.launching(row):
+            seen.append((dora._lengths is graphs._lengths, dora._at_once is graphs.norms))
+
+    assert seen == [(True, False), (True, True), (True, True)]

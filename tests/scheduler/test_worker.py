@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from types import SimpleNamespace
 
 import pytest
@@ -57,3 +58,32 @@ def test_a_worker_on_a_cpu_knows_what_it_holds_alone():
     after, _ = worker.memory()
 
     assert 0 < before <= after - tensor.nbytes // 2
+
+
+def test_who_only_leaves_waits_for_no_reader(monkeypatch, config, tmp_path):
+    """Though one is busy with those who come to another group."""
+    config.write(tmp_path / "order.json")
+    monkeypatch.setattr(worker, "_reader", SimpleNamespace(submit=None))
+
+    takeover = worker.Takeover.of(tmp_path / "order.json", {"a", "b"})
+
+    assert takeover.data.done()
+    assert takeover.data.result() == ({}, {})
+
+
+def test_a_joiners_data_and_checkpoint_are_read_beside_one_another(monkeypatch):
+    """Each waits for the other to begin."""
+    both = threading.Barrier(2, timeout=60)
+
+    def read(what):
+        both.wait()
+        return what
+
+    monkeypatch.setattr(worker, "load_all_data", lambda jobs: read({"a": SimpleNamespace(steps=1)}))
+    monkeypatch.setattr(worker, "require_trainable", lambda *given: None)
+    sources = SimpleNamespace(checkpoints=lambda: read("where it was"))
+
+    data, states = worker._read([SimpleNamespace(name="a")], sources)
+
+    assert list(data) == ["a"]
+    assert states == "where it was"

@@ -42,12 +42,19 @@ torch.library.define(
 
 
 def _operator(name: str, schema: str) -> Callable[[Function], Function]:
-    """Define an operator by a function: `torch.library.custom_op` asks more at every call."""
+    """Define an operator by a function: `torch.library.custom_op` asks more at every call.
+
+    It has no gradient unless one is registered.
+    """
 
     def of(function: Function) -> Function:
+        def run(*arguments: Any) -> Any:
+            with torch._C._AutoDispatchBelowAutograd():
+                return function(*arguments)
+
         torch.library.define(f"tlora_fx::{name}", schema)
         for backend in ("CPU", "CUDA"):
-            torch.library.impl(f"tlora_fx::{name}", backend, function)
+            torch.library.impl(f"tlora_fx::{name}", backend, run)
         return function
 
     return of
@@ -124,8 +131,15 @@ def _scale(
     return result
 
 
-#: Norms by the addresses of what they follow from, and what keeps those addresses.
-Norms = dict[tuple[object, ...], tuple[Tensor, object]]
+class Norms(dict[tuple[object, ...], tuple[Tensor, object]]):
+    """A round's norms by the addresses of what they follow from, and what keeps those addresses.
+
+    given   whether somebody was asked for norms that are known to be needed
+    """
+
+    given = False
+
+
 # What is computed in `norms_kept`; None outside.
 _kept: Norms | None = None
 
@@ -137,7 +151,7 @@ def norms_kept() -> Iterator[None]:
     A CUDA graph computes them each time, for it may be replayed later.
     """
     global _kept  # noqa: PLW0603  (operators have no argument that could tell them)
-    before, _kept = _kept, {} if _kept is None else _kept
+    before, _kept = _kept, Norms() if _kept is None else _kept
     try:
         yield
     finally:
@@ -148,7 +162,7 @@ class NormsAtOnce(Protocol):
     """Computes together what was asked for one by one before."""
 
     def give(self, kept: Norms) -> None:
-        """Add to a round's norms those that are known to be asked for."""
+        """Add to a round's norms, once, those that are known to be asked for."""
 
     def note(self, key: tuple[object, ...], compute: Callable[[], Tensor]) -> None:
         """Hear of norms that are asked for, and how they are computed."""
@@ -162,7 +176,8 @@ def norms_at_once(computer: NormsAtOnce | None) -> Iterator[None]:
     """Inside, and inside of `norms_kept`, norms are computed together where that can be."""
     global _at_once  # noqa: PLW0603  (as above)
     before, _at_once = _at_once, computer
-    if computer is not None and _kept is not None:
+    if computer is not None and _kept is not None and not _kept.given:
+        _kept.given = True
         computer.give(_kept)
     try:
         yield
@@ -224,7 +239,8 @@ def dora_norms(weight: Tensor, a: Tensor, b: Tensor, *rest: Any) -> Tensor:
     key = (*((each.data_ptr(), each.shape) for each in held), *jobs)
     if key not in kept:
         kept[key] = compute(), held
-    if _at_once is not None:
+    # Without kernels a GPU's tables are read on the host, which no graph can.
+    if _at_once is not None and (on_kernels(weight, a) or not weight.is_cuda):
         _at_once.note(key, compute)
     # Compiled code may write into what an operator gave.
     return kept[key][0].clone()

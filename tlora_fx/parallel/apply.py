@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from contextlib import nullcontext
 from functools import partial
 from typing import Protocol
 
@@ -20,7 +21,6 @@ from tlora_fx.ir.storage import LocalShard
 from tlora_fx.model.batch import PackedBatch
 from tlora_fx.model.supermodel import SuperModel
 from tlora_fx.ops import use_group
-from tlora_fx.ops.dora import norms_at_once
 from tlora_fx.ops.parallel import GROUP
 from tlora_fx.parallel.cuda_graphs import RowGraphs
 from tlora_fx.parallel.fsdp import Sharded, gathered_bytes, shard_base, shard_layer
@@ -93,8 +93,9 @@ def _graphs(model: SuperModel, mesh: Mesh, largest_row: int, sharded: Sharded | 
     gathering = None if sharded is None else sharded.gathering
     gathered = 0 if sharded is None else gathered_bytes(model)
     graphs = RowGraphs(
-        model, mesh.device, largest_row, group=mesh.tp, gathering=gathering, gathered=gathered
-    )
+        model, mesh.device, largest_row,
+        group=mesh.tp, gathering=gathering, gathered=gathered, stays=sharded is None,
+    )  # fmt: skip
     if reasons := why_launched(model.group):
         graphs.refused = f"tables of jobs are read on the host by {', '.join(reasons)}"
     elif sharded is not None and gathering is None:
@@ -237,7 +238,7 @@ class RowRunner:
         if self.mesh.device.type == "cuda" and alone:
             start = partial(start_nothing, self.model, row, weights)
             ahead.try_once("row", self.model, start)
-        with norms_at_once(None if self.graphs is None else self.graphs.norms):
+        with nullcontext() if self.graphs is None else self.graphs.launching(row):
             losses = self.model.weighted(self._moved(row), weights)
             # An empty row of jobs that adapt the head alone has nothing to learn from.
             if losses.requires_grad:

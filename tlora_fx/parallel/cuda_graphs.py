@@ -16,8 +16,8 @@ from __future__ import annotations
 
 import logging
 from collections import Counter, OrderedDict
-from collections.abc import Callable
-from contextlib import suppress
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import replace
 from traceback import clear_frames
 from typing import Any, NamedTuple
@@ -30,7 +30,7 @@ from tlora_fx.cost.model_facts import CAPTURED_TOKENS
 from tlora_fx.errors import PlanNotRunnable, TloraError
 from tlora_fx.model.batch import PackedBatch, repeating_form
 from tlora_fx.model.supermodel import SuperModel
-from tlora_fx.ops.dora import Lengths, Norms, lengths_kept
+from tlora_fx.ops.dora import Lengths, Norms, lengths_kept, norms_at_once
 from tlora_fx.ops.kernels import refresh, release
 from tlora_fx.ops.kernels.pack_together import Packing, noting, serving
 from tlora_fx.parallel.peer_copies import SideStreams
@@ -41,6 +41,8 @@ MOST_GRAPHS = 48
 BEFORE = 1
 # What a row needs beyond the activations that its forward keeps.
 SPARE, ROOM = 1.3, 2**28
+# How norms are computed that are asked for.
+Asked = dict[tuple[object, ...], Callable[[], Tensor]]
 
 
 class Form(NamedTuple):
@@ -65,12 +67,13 @@ class RowGraphs:
     group         processes that run each row together, with sums over them in between
     gathering     streams on which a sharded base is gathered
     gathered      bytes that gathered weights take at once
+    stays         whether weights keep their places: what follows from them is kept then
     refused       why no row is captured, or ""
     most          tokens of the largest row that is captured: processes that cut its work among
                   them have less to do each, and as much to launch
     roomless      how often there was no memory for a graph
     captured      how many graphs were made
-    norms         of launched rows; None where the base has no place of its own
+    norms         of rows that are never captured; None where weights have no places of their own
     """
 
     def __init__(
@@ -82,6 +85,7 @@ class RowGraphs:
         group: dist.ProcessGroup | None = None,
         gathering: SideStreams | None = None,
         gathered: int = 0,
+        stays: bool = True,
     ) -> None:
         self.model, self.device, self.largest_row = model, device, largest_row
         self.group, self.gathering, self.gathered = group, gathering, gathered
@@ -93,9 +97,8 @@ class RowGraphs:
         self._seen: Counter[Form] = Counter()
         self._pool: Any = None
         self._stream: torch.cuda.Stream | None = None
-        # Where the base is gathered again and again, nothing that follows from it is kept.
-        self._lengths: Lengths | None = {} if gathering is None else None
-        self.norms = None if self._lengths is None else NormGraph(device, self._lengths)
+        self._lengths: Lengths | None = {} if stays else None
+        self.norms = NormGraph(device, self._lengths) if self._lengths is not None else None
 
     @property
     def forms(self) -> list[Form]:
@@ -126,6 +129,13 @@ class RowGraphs:
         if self._seen[form] <= BEFORE or not self._is_worth(form):
             return None
         return self._first(form, row, weights)
+
+    @contextmanager
+    def launching(self, row: PackedBatch) -> Iterator[None]:
+        """Within it a row is run as it is, by what is kept of weights, as in graphs."""
+        never = bool(self.refused) or row.input_ids.numel() > self.most
+        with lengths_kept(self._lengths), norms_at_once(self.norms if never else None):
+            yield
 
     def clear(self) -> None:
         """Let go of all graphs and of their memory, and forget which rows came."""
@@ -211,10 +221,8 @@ class RowGraphs:
 
         Processes that run rows together all have it, or none.
         """
-        unused = torch.cuda.memory_reserved(self.device) - torch.cuda.memory_allocated(self.device)
-        free = torch.cuda.mem_get_info(self.device)[0] + unused
         rows = SPARE * kept * (1 + self.largest_row / tokens)
-        fits = rows + 2 * self.gathered + ROOM < free
+        fits = rows + 2 * self.gathered + ROOM < _free(self.device)
         if self.group is None:
             return fits
         agreed = torch.tensor(int(fits), device=self.device)
@@ -319,11 +327,10 @@ class NormGraph:
     def __init__(self, device: torch.device, lengths: Lengths) -> None:
         self.device = device
         self._lengths = lengths
-        self._asked: dict[tuple[object, ...], Callable[[], Tensor]] = {}
+        self._asked: Asked = {}
         self._before: set[tuple[object, ...]] = set()
-        self._round: Norms | None = None
         self._graph: torch.cuda.CUDAGraph | None = None
-        self._norms: Norms = {}
+        self._norms = Norms()
         self._refused = False
 
     @property
@@ -336,16 +343,13 @@ class NormGraph:
         self._asked.setdefault(key, compute)
 
     def give(self, kept: Norms) -> None:
-        """See `ops.dora.NormsAtOnce`; once a round, before its first launched row."""
-        if self._round is kept:
-            return
-        self._round = kept
+        """See `ops.dora.NormsAtOnce`."""
         asked, self._asked = self._asked, {}
+        again, self._before = asked.keys() == self._before, set(asked)
         if asked.keys() != self._norms.keys():
-            self._graph, self._norms = None, {}
-            if asked.keys() == self._before and not self._refused:
+            self._graph, self._norms = None, Norms()
+            if again and not self._refused:
                 self._capture(asked)
-        self._before = set(asked)
         if self._graph is not None:
             self._graph.replay()
             kept.update(self._norms)
@@ -354,29 +358,45 @@ class NormGraph:
         """Let go of the graph, and of what it reads."""
         self._asked.clear()
         self._before.clear()
-        self._round, self._graph, self._norms = None, None, {}
+        self._graph, self._norms, self._refused = None, Norms(), False
 
-    def _capture(self, asked: dict[tuple[object, ...], Callable[[], Tensor]]) -> None:
-        outer = torch.cuda.current_stream(self.device)
-        pool = torch.cuda.graph_pool_handle()
-        graph = torch.cuda.CUDAGraph()
+    def _capture(self, asked: Asked) -> None:
+        """Make the graph, know from now on that there can be none, or lack memory for it now."""
         try:
-            with torch.cuda.device(self.device), lengths_kept(self._lengths), torch.no_grad():
-                # What is kept of weights, and the kernels, are there before the capture.
-                found = [compute() for compute in asked.values()]
-                with torch.cuda.graph(graph, pool=pool):
-                    found = [compute() for compute in asked.values()]
+            self._graph, found = self._record(asked)
         except (RuntimeError, TloraError) as error:
             clear_frames(error.__traceback__)
-            forget_capture(self.device, outer, pool)
-            self._refused = True
+            if isinstance(error, torch.cuda.OutOfMemoryError) or "out of memory" in str(error):
+                self._before.clear()
+            else:
+                self._refused = True
             logger.info("norms are not computed at once: %s: %s", type(error).__name__, error)
             return
-        self._graph = graph
-        self._norms = {
-            key: (norms, compute)
-            for (key, compute), norms in zip(asked.items(), found, strict=True)
-        }
+        for (key, compute), norms in zip(asked.items(), found, strict=True):
+            self._norms[key] = norms, compute
+
+    def _record(self, asked: Asked) -> tuple[torch.cuda.CUDAGraph, list[Tensor]]:
+        """The graph that computes what is asked for, and where it leaves that."""
+        graph, pool = torch.cuda.CUDAGraph(), torch.cuda.graph_pool_handle()
+        outer = torch.cuda.current_stream(self.device)
+        with torch.cuda.device(self.device), lengths_kept(self._lengths), torch.no_grad():
+            # What is kept of weights, and the kernels, are there before the capture.
+            needed = sum(compute().nbytes for compute in asked.values())
+            if 2 * needed + ROOM > _free(self.device):
+                raise torch.cuda.OutOfMemoryError(f"out of memory: {needed} bytes of norms")
+            try:
+                with torch.cuda.graph(graph, pool=pool):
+                    found = [compute() for compute in asked.values()]
+            except (RuntimeError, TloraError):
+                forget_capture(self.device, outer, pool)
+                raise
+        return graph, found
+
+
+def _free(device: torch.device) -> int:
+    """Bytes that a capture can have."""
+    unused = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+    return torch.cuda.mem_get_info(device)[0] + unused
 
 
 def add_gradients(losses: Tensor, model: nn.Module, kept: int) -> None:

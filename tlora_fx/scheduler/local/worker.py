@@ -278,12 +278,13 @@ def _read(
     jobs: Sequence[Job], sources: ResumeSources
 ) -> tuple[Mapping[str, JobData], Mapping[str, Checkpoint]]:
     """All that takes long of those who come: data, and beside it where they go on from."""
-    with ThreadPoolExecutor(1, "checkpoints") as beside:
-        states = beside.submit(sources.checkpoints)
-        data = load_all_data(jobs)
-        for job in jobs:
-            require_trainable(job, data[job.name].steps)
-        return data, states.result()
+    beside = ThreadPoolExecutor(1, "checkpoints")
+    states = beside.submit(sources.checkpoints)
+    beside.shutdown(wait=False)
+    data = load_all_data(jobs)
+    for job in jobs:
+        require_trainable(job, data[job.name].steps)
+    return data, states.result()
 
 
 _reader = ThreadPoolExecutor(1, "data")
