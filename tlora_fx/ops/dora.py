@@ -239,8 +239,7 @@ def dora_norms(weight: Tensor, a: Tensor, b: Tensor, *rest: Any) -> Tensor:
     key = (*((each.data_ptr(), each.shape) for each in held), *jobs)
     if key not in kept:
         kept[key] = compute(), held
-    # Without kernels a GPU's tables are read on the host, which no graph can.
-    if _at_once is not None and (on_kernels(weight, a) or not weight.is_cuda):
+    if _at_once is not None:
         _at_once.note(key, compute)
     # Compiled code may write into what an operator gave.
     return kept[key][0].clone()

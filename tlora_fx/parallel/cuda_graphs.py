@@ -73,7 +73,7 @@ class RowGraphs:
                   them have less to do each, and as much to launch
     roomless      how often there was no memory for a graph
     captured      how many graphs were made
-    norms         of rows that are never captured; None where weights have no places of their own
+    norms         of rows too large to be captured; None where weights do not keep their places
     """
 
     def __init__(
@@ -133,8 +133,8 @@ class RowGraphs:
     @contextmanager
     def launching(self, row: PackedBatch) -> Iterator[None]:
         """Within it a row is run as it is, by what is kept of weights, as in graphs."""
-        never = bool(self.refused) or row.input_ids.numel() > self.most
-        with lengths_kept(self._lengths), norms_at_once(self.norms if never else None):
+        too_large = not self.refused and row.input_ids.numel() > self.most
+        with lengths_kept(self._lengths), norms_at_once(self.norms if too_large else None):
             yield
 
     def clear(self) -> None:
@@ -315,7 +315,7 @@ class RowGraph:
 
 
 class NormGraph:
-    """The norms of DoRA that launched rows ask for, by one CUDA graph a round.
+    """The norms of DoRA that rows too large for a graph ask for, by one CUDA graph a round.
 
     A norm takes three kernels of some microseconds, and launching those of all sites takes longer
     than they run. Norms follow from weights and adapters alone: what two rounds in succession asked
@@ -370,7 +370,8 @@ class NormGraph:
                 self._before.clear()
             else:
                 self._refused = True
-            logger.info("norms are not computed at once: %s: %s", type(error).__name__, error)
+            told = logging.WARNING if self._refused else logging.INFO
+            logger.log(told, "norms are not computed at once: %s: %s", type(error).__name__, error)
             return
         for (key, compute), norms in zip(asked.items(), found, strict=True):
             self._norms[key] = norms, compute
