@@ -8,6 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.ops.scaled import arguments, magnitudes_of, norms, others, reference, results
+from tlora_fx.codegen.ahead import ahead
 from tlora_fx.errors import AdapterTableError
 from tlora_fx.ops import dora, dora_scale, norms_kept
 from tlora_fx.ops.dora import norms_at_once
@@ -137,6 +138,21 @@ def test_norms_are_kept_while_no_adapter_changes(lora, monkeypatch):
     assert len(calls) == 2
     assert torch.equal(first, again)
     assert not torch.equal(first, changed)
+
+
+def test_nothing_is_kept_of_what_is_computed_ahead(lora):
+    """A row's kernels are compiled ahead, and may have started none, in the round that keeps."""
+    made = lora((3, 4), (2, 3))
+    y, _ = drawn(made)
+    given = arguments(made, y, magnitudes_of(made, [1]), [1])
+    expected = dora_scale(*given)
+
+    with norms_kept():
+        with ahead.compiling():
+            dora_scale(*given)
+        found = dora_scale(*given)
+
+    assert torch.equal(found, expected)
 
 
 class Together:

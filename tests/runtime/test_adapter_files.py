@@ -215,25 +215,3 @@ def test_an_adapter_on_the_embedding_of_another_base_is_refused(continued):
     again.materialize(base_tensors(again.backbone), "cpu")
     with pytest.raises(AdapterFolderError, match="another embedding or head than the base"):
         start_adapters(again)
-
-
-def test_tensors_are_written_as_safetensors_writes_them(tmp_path):
-    """Byte for byte where they are of one dtype; views, scalars and empty ones too."""
-    whole = torch.arange(24.0).reshape(4, 6)
-    tensors = {
-        "b.ü": whole[1:3],
-        "a": whole.t(),
-        "none": torch.empty(0, 3),
-        "one": torch.tensor(3.0),
-    }
-    plain = {name: tensor.contiguous().clone() for name, tensor in tensors.items()}
-    mixed = {
-        **tensors, "odd": torch.tensor([1, 2, 3], dtype=torch.uint8), "long": torch.arange(3),
-        "half": torch.ones(3, dtype=torch.bfloat16), "flag": torch.tensor([True]),
-    }  # fmt: skip
-
-    assert bytes(adapters.tensor_bytes(tensors)) == safetensors.torch.save(plain, {"format": "pt"})
-    (tmp_path / "mixed").write_bytes(adapters.tensor_bytes(mixed))
-    found = safetensors.torch.load_file(tmp_path / "mixed")
-    assert found.keys() == mixed.keys()
-    assert all(torch.equal(found[name], tensor) for name, tensor in mixed.items())

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import json
 import os
 import pickle
 import shutil
@@ -52,6 +53,7 @@ def save(store: CheckpointStore, *steps: int) -> None:
     """Save two jobs at each of these steps."""
     for step in steps:
         store.save(step, {"a-1": state_of(step), "b.2": state_of(step + 1)}, {"seed": step})
+        store.tidy()
 
 
 def test_a_checkpoint_comes_back_as_it_was(store):
@@ -73,6 +75,37 @@ def test_a_checkpoint_comes_back_as_it_was(store):
             assert all(ours[key].dtype == theirs[key].dtype for key in theirs)
         plain = ("optimizer_values", "step", "micro_step", "tokens", "cursor", "status", "reason")
         assert all(getattr(job, key) == getattr(expected, key) for key in plain)
+
+
+@pytest.mark.parametrize("size", [7, 96, 4096])
+def test_a_large_file_is_summed_up_by_pieces(store, monkeypatch, size):
+    """Its checksum says so; whatever the size of a piece, a bit that flips in one is noticed."""
+    monkeypatch.setattr(checkpoint, "PIECE", size)
+    save(store, 1, 2)
+    sums = json.loads((store.folder / "step-000002" / "manifest.json").read_text())["sha256"]
+    path = store.folder / "step-000002" / "jobs" / "b.2" / "adapter_model.safetensors"
+    content = path.read_bytes()
+
+    assert sums[f"jobs/b.2/{path.name}"].startswith("pieces:") == (len(content) > size)
+    assert torch.equal(store.load().jobs["b.2"].adapter["b"], state_of(3).adapter["b"])
+    path.write_bytes(content[:-1] + bytes([content[-1] ^ 1]))
+    with pytest.warns(CheckpointWarning, match="does not match its checksum"):
+        assert store.load().step == 1
+
+
+def test_checkpoints_of_the_first_format_are_read_and_linked_to(store, monkeypatch):
+    """Every checksum was that of a whole file; a run that goes on links to such files."""
+    monkeypatch.setattr(checkpoint, "FORMAT", 1)
+    save(store, 3)
+    monkeypatch.undo()
+    monkeypatch.setattr(checkpoint, "PIECE", 64)
+
+    assert store.load().jobs["a-1"].step == 3
+    path = store.save(5, {"b.2": state_of(6)}, {}, unchanged=["a-1"])
+    manifest = json.loads((path / "manifest.json").read_text())
+    assert manifest["format"] == 2
+    assert len(manifest["sha256"]["jobs/a-1/optimizer.safetensors"]) == 64
+    assert store.load().path == path
 
 
 def test_an_empty_store_loads_nothing(store):
@@ -198,7 +231,7 @@ def test_another_format_is_refused(store):
     """A checkpoint of a newer tlora-fx is not mistaken for a damaged one."""
     save(store, 1)
     manifest = store.folder / "step-000001" / "manifest.json"
-    manifest.write_text(manifest.read_text().replace('"format": 1', '"format": 2'))
+    manifest.write_text(manifest.read_text().replace('"format": 2', '"format": 3'))
 
     with pytest.raises(CheckpointError, match="another format"):
         store.load()
@@ -256,6 +289,7 @@ try:
     for step in range(1, 100):
         tensors = {"a": torch.full((1000 * step,), float(step))}
         store.save(step, {"job": JobState(tensors, tensors)}, {})
+        store.tidy()
 except CheckpointError as error:
     assert "No space left" in str(error)
     found = store.load()
@@ -414,6 +448,7 @@ def test_two_checkpoints_stay_that_share_no_file(store):
     save(store, 1, 2)
     for step in (3, 4):
         store.save(step, {"b.2": state_of(step + 1)}, {}, unchanged=["a-1"])
+        store.tidy()
     assert names(store) == ["latest", "step-000001", "step-000002", "step-000004"]
 
     (store.folder / "step-000004" / "jobs" / "a-1" / "optimizer.safetensors").write_bytes(b"")
@@ -434,6 +469,7 @@ def test_a_checkpoint_that_is_tidied_away_while_it_is_read_gives_way_to_a_newer_
     def read_late(folder, only):
         if folder.name == "step-000003":
             store.save(4, {"b.2": state_of(5)}, {}, unchanged=["a-1"])
+            store.tidy()
             assert not folder.exists()
         return read(folder, only)
 

@@ -213,7 +213,7 @@ def _lengths_of(weight: Tensor) -> Tensor | None:
     if _lengths is None or is_strict():
         return None
     key = (weight.data_ptr(), weight.shape, weight.stride())
-    if key not in _lengths and not _capturing(weight) and not ahead.is_on:
+    if key not in _lengths and not _capturing(weight):
         with on_device(weight.device):
             _lengths[key] = dora.lengths(weight), weight
     return _lengths[key][0] if key in _lengths else None
@@ -227,6 +227,9 @@ def dora_norms(weight: Tensor, a: Tensor, b: Tensor, *rest: Any) -> Tensor:
     raises    as `dora_scale`
     """
     *tables, jobs, max_rank = rest
+    if ahead.is_on:
+        # It would be kept, and what is computed ahead is to be thrown away.
+        return b.new_ones(len(jobs), b.shape[1], dtype=_wide(weight, a))
     kept = None if _capturing(weight) else _kept
     if kept is not None and on_kernels(weight, a):
         # For a capture that follows, though norms themselves are known.

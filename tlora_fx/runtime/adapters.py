@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import copy
-import json
 import math
 import shutil
 import tempfile
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
-from functools import cache, cached_property
+from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -28,6 +27,7 @@ from tlora_fx.model.backbone import Backbone, load_config, model_factory
 from tlora_fx.model.supermodel import SuperModel
 from tlora_fx.ops import site_id, uniform_at, uniform_rows
 from tlora_fx.runtime.starts import computed_start, needs_data, start_of_kind
+from tlora_fx.runtime.tensor_file import tensor_bytes
 from tlora_fx.tracing.adapters import config_with_targets, trained_tokens
 
 if TYPE_CHECKING:
@@ -124,41 +124,6 @@ def _saved_config(config: PeftConfig, base_name: str | None) -> PeftConfig:
         if isinstance(getattr(saved, name, None), set):
             setattr(saved, name, sorted(getattr(saved, name)))
     return saved
-
-
-@cache
-def _dtype_name(dtype: torch.dtype) -> str:
-    """How safetensors calls a dtype; raises KeyError for one that it does not know."""
-    content = safetensors.torch.save({"x": torch.empty(0, dtype=dtype)})
-    size = int.from_bytes(content[:8], "little")
-    return str(json.loads(content[8 : 8 + size])["x"]["dtype"])
-
-
-def tensor_bytes(tensors: Mapping[str, Tensor]) -> memoryview:
-    """The content of a safetensors file; tensors may be views of one storage, on any device.
-
-    `safetensors.torch.save` keeps all threads waiting for as long as it takes, and refuses tensors
-    that share storage; here each is copied once, to its place in the file.
-    """
-    # Wide ones first, so that each lies where its dtype may begin.
-    names = sorted(tensors, key=lambda name: (-tensors[name].dtype.itemsize, name))
-    header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
-    end = 0
-    for name in names:
-        begin, end = end, end + tensors[name].nbytes
-        shape, dtype = list(tensors[name].shape), _dtype_name(tensors[name].dtype)
-        header[name] = {"dtype": dtype, "shape": shape, "data_offsets": [begin, end]}
-    text = json.dumps(header, separators=(",", ":"), ensure_ascii=False).encode()
-    text += b" " * (-len(text) % 8)
-    start = 8 + len(text)
-    content = torch.empty(start + end, dtype=torch.uint8)
-    data = content.numpy().data
-    data[:start] = len(text).to_bytes(8, "little") + text
-    for name in names:
-        begin, end = header[name]["data_offsets"]
-        plain = tensors[name].detach().contiguous().reshape(-1).view(torch.uint8)
-        content[start + begin : start + end].copy_(plain)
-    return data
 
 
 # The base's weights: loaded by transformers, drawn at random, or taken from a given module.
@@ -478,9 +443,13 @@ def load_adapter(
                 nearest=nearest(name, wanted if mine is None else tensors),
                 help="continue an adapter only on the base that it was trained on",
             )
-    with torch.no_grad():
-        for name, (parameter, shard) in wanted.items():
-            parameter.copy_(tensors[name] if shard is None else shard.of(tensors[name]))
+    sources = [
+        tensors[name] if shard is None else shard.of(tensors[name])
+        for name, (_, shard) in wanted.items()
+    ]
+    if sources:
+        with torch.no_grad():
+            torch._foreach_copy_([parameter for parameter, _ in wanted.values()], sources)
 
 
 def _whole_shape(parameter: Tensor, shard: Shard | None) -> tuple[int, ...]:

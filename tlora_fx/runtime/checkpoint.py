@@ -1,13 +1,16 @@
 """Checkpoints that a crash, a full disk or a flipped bit cannot take away.
 
 A checkpoint is a new folder, written under a temporary name, every file fsynced and listed with
-its SHA-256 in a manifest, then renamed; the file `latest` is replaced last:
+its checksum in a manifest, then renamed; the file `latest` is replaced last:
 
     checkpoints/latest                     names of the kept checkpoints, newest first
-    checkpoints/step-000123/manifest.json  format, and the SHA-256 of every other file
+    checkpoints/step-000123/manifest.json  format, and the checksum of every other file
                            /state.json     the run, and each job's counters, cursor and status
                            /jobs/NAME/adapter_model.safetensors, optimizer.safetensors,
                                       best_model.safetensors
+
+A checksum is the file's SHA-256, or, of a file larger than `PIECE`, `pieces:` and the SHA-256 of
+those of its pieces, which are summed up at once.
 
 Where only some jobs have changed, the others' files are links to those of the checkpoint before.
 Only safetensors and JSON are read back, never a pickle.
@@ -22,26 +25,35 @@ import re
 import shutil
 import tempfile
 import warnings
-from collections.abc import Collection, Mapping
+from collections import deque
+from collections.abc import Collection, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import ExitStack
 from copy import deepcopy
 from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any, Literal
 
-import safetensors.torch
+import safetensors
+import torch
 from pydantic import BaseModel, ConfigDict, Field, NonNegativeInt
 from torch import Tensor
 
 from tlora_fx.durable import link_or_copy, replace_file, sync_folder, write_synced
 from tlora_fx.errors import CheckpointError
-from tlora_fx.runtime.adapters import tensor_bytes
+from tlora_fx.runtime.tensor_file import as_file, file_tensors, moved, tensor_bytes
 
-FORMAT = 1
+FORMAT = 2
+#: Formats that are read: in the first, every checksum is a file's SHA-256.
+READ_FORMATS = (1, FORMAT)
 BEST = "best_model.safetensors"
 KEPT = 2
-#: Files that are read and summed up at a time.
-READERS = 4
+#: Bytes that are summed up as one.
+PIECE = 1 << 24
+PIECES = "pieces:"
+#: Pieces that are read and summed up at a time, and files that are written.
+THREADS = 8
+WRITTEN = 4
 _NAME = re.compile(r"step-(\d{6,})(?:\.(\d+))?")
 _JOB_NAME = re.compile(r"(?!.*\.\.)[A-Za-z0-9][A-Za-z0-9._-]{0,99}")
 
@@ -91,8 +103,8 @@ class JobState:
 
         Of what `JobRun.state` gives, only the optimizer's tensors are not copies yet.
         """
-        copied = {name: each.to("cpu", copy=True) for name, each in self.optimizer.items()}
-        return replace(self.with_own_values(), optimizer=copied).in_main_memory()
+        own = replace(self.with_own_values(), optimizer=as_file(self.optimizer))
+        return own.in_main_memory()
 
     def with_own_values(self) -> JobState:
         """The state, of which no step reaches what is no tensor."""
@@ -102,10 +114,16 @@ class JobState:
     def in_main_memory(self) -> JobState:
         """The state with its tensors there; those that are there already are not copied."""
         adapter, optimizer, best = (
-            {name: tensor.cpu() for name, tensor in tensors.items()}
+            tensors if all(each.device.type == "cpu" for each in tensors.values())
+            else as_file(tensors)
             for tensors in (self.adapter, self.optimizer, self.best)
-        )
+        )  # fmt: skip
         return replace(self, adapter=adapter, optimizer=optimizer, best=best)
+
+    def on(self, device: torch.device) -> JobState:
+        """The state that a job goes on from, on its device."""
+        adapter, optimizer = moved(self.adapter, device), moved(self.optimizer, device)
+        return replace(self, adapter=adapter, optimizer=optimizer)
 
 
 #: What of a job's state is in files of its own.
@@ -135,6 +153,7 @@ class CheckpointStore:
     def __init__(self, folder: Path | str) -> None:
         self.folder = Path(folder) / "checkpoints"
         self._damaged: set[str] = set()
+        self._kept: list[str] = []
 
     def save(
         self,
@@ -145,7 +164,9 @@ class CheckpointStore:
         unchanged: Collection[str] = (),
         elsewhere: Mapping[str, Path] | None = None,
     ) -> Path:
-        """Write a checkpoint and point to it; it stays, and the newest two that link to no other.
+        """Write a checkpoint and point to it; it is to stay, and two that link to no other.
+
+        Others are removed by `tidy`, or before the next one is written.
 
         step        a label of six digits or more, for people; the order of saving is what counts
         jobs        states by job name, which becomes a folder name
@@ -177,8 +198,13 @@ class CheckpointStore:
             if isinstance(error, OSError):
                 raise _refused(self.folder, step, error) from error
             raise
-        self._tidy(kept)
+        self._kept = kept
         return finished
+
+    def tidy(self) -> None:
+        """Remove checkpoints that need not stay beside the one that was written last."""
+        if self._kept:
+            self._tidy(self._kept)
 
     def holds(self) -> frozenset[str]:
         """The jobs whose files the newest checkpoint has, which may stay unchanged in the next."""
@@ -375,7 +401,8 @@ def _linked(folder: Path, name: str, job: JobState, source: Path) -> dict[str, s
     """Link a job's files of another run's checkpoint; their checksums, none where that is gone."""
     try:
         sums = _manifest(source)["sha256"]
-        there = json.loads(_proved(source, "state.json", sums["state.json"]))["jobs"][name]
+        state = _proved(source, {"state.json": sums["state.json"]})["state.json"]
+        there = json.loads(state)["jobs"][name]
         if (there["step"], there["tokens"]) != (job.step, job.tokens):
             return {}
         own = {file: sums[file] for file in sums if _job_of(file) == name}
@@ -427,34 +454,50 @@ def _write(
 
 
 class _Files:
-    """Writes files and adds up their checksums, while the next one's content is gathered."""
+    """Writes files and adds up their checksums, some at a time."""
 
     def __init__(self, folder: Path, sums: dict[str, str]) -> None:
         self.folder, self.sums = folder, sums
-        self._pool = ThreadPoolExecutor(2, "checkpoint")
-        self._name, self._sum, self._written = "", Future[str](), Future[None]()
+        self._pool = ThreadPoolExecutor(THREADS, "checkpoint")
+        self._files: deque[tuple[str, list[Future[bytes]], Future[None]]] = deque()
 
     def __enter__(self) -> _Files:
         return self
 
     def put(self, name: str, data: bytes | memoryview) -> None:
-        """One more; raises OSError, of this file or of the one before."""
-        self._wait()
-        self._name = name
-        self._sum = self._pool.submit(lambda: hashlib.sha256(data).hexdigest())
-        self._written = self._pool.submit(write_synced, self.folder / name, data)
+        """One more; raises OSError, of this file or of one before."""
+        if len(self._files) == WRITTEN:
+            self._settle()
+        written = self._pool.submit(write_synced, self.folder / name, data)
+        view = memoryview(data)
+        pieces = [self._pool.submit(_sum, view[at : at + PIECE]) for at in _pieces(len(view))]
+        self._files.append((name, pieces, written))
 
-    def _wait(self) -> None:
-        if self._name:
-            self.sums[self._name] = self._sum.result()
-            self._written.result()
+    def _settle(self) -> None:
+        name, pieces, written = self._files.popleft()
+        self.sums[name] = _checksum([piece.result() for piece in pieces])
+        written.result()
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         try:
-            if kind is None:
-                self._wait()
+            while kind is None and self._files:
+                self._settle()
         finally:
-            self._pool.shutdown()
+            self._pool.shutdown(cancel_futures=True)
+
+
+def _pieces(size: int) -> range:
+    """Where the pieces of a file begin; an empty one has one, too."""
+    return range(0, max(1, size), PIECE)
+
+
+def _sum(piece: bytes | memoryview) -> bytes:
+    return hashlib.sha256(piece).digest()
+
+
+def _checksum(sums: Sequence[bytes]) -> str:
+    """Of a file, by the sums of its pieces."""
+    return sums[0].hex() if len(sums) == 1 else PIECES + _sum(b"".join(sums)).hex()
 
 
 def _accompany(folder: Path, companions: Companions) -> None:
@@ -501,8 +544,8 @@ def _read(folder: Path, only: frozenset[str] | None) -> Checkpoint:
         state = json.loads(files["state.json"])
         jobs = {
             name: JobState(
-                adapter=safetensors.torch.load(files[f"jobs/{name}/adapter_model.safetensors"]),
-                optimizer=safetensors.torch.load(files[f"jobs/{name}/optimizer.safetensors"]),
+                adapter=file_tensors(files[f"jobs/{name}/adapter_model.safetensors"]),
+                optimizer=file_tensors(files[f"jobs/{name}/optimizer.safetensors"]),
                 best=_loaded(files.get(f"jobs/{name}/{BEST}")),
                 **_Counters.model_validate(counters).model_dump(),
             )
@@ -511,14 +554,14 @@ def _read(folder: Path, only: frozenset[str] | None) -> Checkpoint:
         }
         return Checkpoint(folder, int(state["step"]), jobs, dict(state["run"]))
     except (
-        ValueError, KeyError, TypeError, AttributeError, OverflowError, RecursionError,
+        ValueError, KeyError, TypeError, AttributeError, OverflowError, RuntimeError,
         safetensors.SafetensorError,
     ) as error:  # fmt: skip
         raise _Damaged(f"unreadable content ({error})") from error
 
 
-def _loaded(content: bytes | None) -> dict[str, Tensor]:
-    return {} if content is None else safetensors.torch.load(content)
+def _loaded(content: bytearray | None) -> dict[str, Tensor]:
+    return {} if content is None else file_tensors(content)
 
 
 def _job_of(file: str) -> str:
@@ -534,20 +577,20 @@ def _manifest(folder: Path) -> dict[str, Any]:
         written_by, _ = int(manifest["format"]), dict(manifest["sha256"])
     except (OSError, ValueError, KeyError, TypeError, OverflowError, RecursionError) as error:
         raise _Damaged(f"its manifest cannot be read ({error})") from error
-    if written_by != FORMAT:
+    if written_by not in READ_FORMATS:
         raise CheckpointError(
             "the checkpoint has another format",
             path=folder,
-            expected=FORMAT,
+            expected=" or ".join(map(str, READ_FORMATS)),
             found=written_by,
             help="resume with the version of tlora-fx that wrote it",
         )
     return manifest
 
 
-def _checked_files(folder: Path, only: frozenset[str] | None) -> dict[str, bytes]:
+def _checked_files(folder: Path, only: frozenset[str] | None) -> dict[str, bytearray]:
     """The content of the manifest's files, of some jobs or of all, each proved by its checksum."""
-    sums = dict(_manifest(folder)["sha256"])
+    sums = {name: str(found) for name, found in _manifest(folder)["sha256"].items()}
     wanted = []
     for name in sums:
         if not _FILE.fullmatch(name):
@@ -555,20 +598,42 @@ def _checked_files(folder: Path, only: frozenset[str] | None) -> dict[str, bytes
         job = _job_of(name)
         if only is None or not job or job in only:
             wanted.append(name)
-    with ThreadPoolExecutor(READERS, "checkpoint") as pool:
-        contents = pool.map(lambda name: _proved(folder, name, sums[name]), wanted)
-        return dict(zip(wanted, contents, strict=True))
+    return _proved(folder, {name: sums[name] for name in wanted})
 
 
-def _proved(folder: Path, name: str, expected: str) -> bytes:
-    """A file's content; raises _Damaged where its checksum is another."""
-    try:
-        content = (folder / name).read_bytes()
-    except OSError as error:
-        raise _Damaged(f"{name} cannot be read ({error})") from error
-    if hashlib.sha256(content).hexdigest() != expected:
-        raise _Damaged(f"{name} does not match its checksum")
-    return content
+def _proved(folder: Path, sums: Mapping[str, str]) -> dict[str, bytearray]:
+    """The content of files; raises _Damaged where one has another checksum."""
+    contents: dict[str, bytearray] = {}
+    with ExitStack() as stack:
+        pool = stack.enter_context(ThreadPoolExecutor(THREADS, "checkpoint"))
+        found: dict[str, list[Future[bytes]]] = {}
+        for name in sums:
+            try:
+                file = stack.enter_context((folder / name).open("rb"))
+                contents[name] = content = bytearray(os.fstat(file.fileno()).st_size)
+            except OSError as error:
+                raise _Damaged(f"{name} cannot be read ({error})") from error
+            each = PIECE if sums[name].startswith(PIECES) else max(1, len(content))
+            found[name] = [
+                pool.submit(_read_piece, file.fileno(), memoryview(content)[at : at + each], at)
+                for at in range(0, max(1, len(content)), each)
+            ]
+        for name, pieces in found.items():
+            try:
+                total = _checksum([piece.result() for piece in pieces])
+            except OSError as error:
+                raise _Damaged(f"{name} cannot be read ({error})") from error
+            if total != sums[name]:
+                raise _Damaged(f"{name} does not match its checksum")
+    return contents
+
+
+def _read_piece(file: int, into: memoryview, at: int) -> bytes:
+    """Fill a piece from its place in a file, and sum it up; a short file leaves zeros."""
+    done = 0
+    while done < len(into) and (read := os.preadv(file, [into[done:]], at + done)):
+        done += read
+    return _sum(into)
 
 
 # Jobs that a run takes over from earlier ones, and hands on to later ones.

@@ -87,8 +87,13 @@ class Commits:
             run.snapshot(states.get(run.job.name)) for run in runs if run.job.name not in unchanged
         ]
         logs = [run.metrics for run in runs]
+        written_to = self._thread.submit(
+            self._write, logs, step, states, described, unchanged, elsewhere
+        )
+        # Files of gigabytes are some time in going: who waits for the checkpoint need not wait.
+        self._thread.submit(self.store.tidy)
         self._commit = _Commit(
-            self._thread.submit(self._write, logs, step, states, described, unchanged, elsewhere),
+            written_to,
             [run for run in written if run.job.name in inside],
             written,
             [run.metrics for run in runs if run.left],

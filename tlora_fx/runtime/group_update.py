@@ -7,7 +7,8 @@ each job's own optimizer does its step (`optimizer.JobOptimizer`).
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import time
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -19,6 +20,8 @@ from tlora_fx.runtime.optimizer import AdamState, JobOptimizer
 
 #: Where parameters, gradients and moments begin, in bytes.
 _ALIGNED = 16
+#: Between two looks at a round that still runs.
+TURN_SECONDS = 0.0005
 #: Kinds of devices that have the kernels.
 KERNELS = frozenset({"cuda"})
 
@@ -49,9 +52,15 @@ class PendingOutcomes:
             self._event = torch.cuda.Event()  # type: ignore[no-untyped-call]
             self._event.record(torch.cuda.current_stream(facts.device))
 
-    def read(self) -> list[Outcome]:
-        """Each job's, after the round has ended."""
+    def read(self, meanwhile: Callable[[], None] | None = None) -> list[Outcome]:
+        """Each job's, after the round has ended.
+
+        meanwhile   is called now and then for as long as that takes
+        """
         if self._event is not None:
+            while meanwhile is not None and not self._event.query():  # type: ignore[no-untyped-call]
+                meanwhile()
+                time.sleep(TURN_SECONDS)
             self._event.synchronize()
         return [Outcome(loss, norm, bool(sound)) for loss, norm, sound, _ in self._facts.tolist()]
 

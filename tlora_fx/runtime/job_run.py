@@ -333,6 +333,8 @@ class JobRun:
 
     def restore(self, state: JobState, source: str) -> None:
         """Go on from a checkpoint; metrics after it are dropped."""
+        if self.parameters:
+            state = state.on(next(iter(self.parameters.values())).device)
         load_adapter(self.parameters, state.adapter, source)
         self.optimizer.load_state(state.optimizer, state.optimizer_values)
         self.recount(state)

@@ -466,6 +466,7 @@ class JobOptimizer:
         """
         entries = {**tensors, **values["state"]}
         states: dict[str, dict[str, Any]] = {}
+        copies: list[Tensor] = []
         for key, value in entries.items():
             kind, _, name = key.partition("/")
             if name not in self._params:
@@ -475,7 +476,11 @@ class JobOptimizer:
                     found=name,
                     help="resume with the job file that the checkpoint was made with",
                 )
-            states.setdefault(name, {})[kind] = self._restored(name, kind, value)
+            if isinstance(value, Tensor):
+                copies.append(self._like(name, kind, value))
+            states.setdefault(name, {})[kind] = copies[-1] if isinstance(value, Tensor) else value
+        if copies:
+            torch._foreach_copy_(copies, list(tensors.values()))
         for name, state in states.items():
             self._optimizer.state[self._known[name]] = state
         self._fused, self._uncounted = None, 0
@@ -483,7 +488,8 @@ class JobOptimizer:
             self._optimizer.forget()
         if self._allocation is not None:
             self._allocation.load(self._states())
-        self.updates = max((int(v) for k, v in tensors.items() if k.startswith("step/")), default=0)
+        steps = [value.flatten() for key, value in tensors.items() if key.startswith("step/")]
+        self.updates = int(torch.cat(steps).max()) if steps else 0
         groups = self._optimizer.param_groups
         # The schedule's functions come from the job file; only their counters are saved.
         schedule = {**values["schedule"], "lr_lambdas": [None] * len(groups)}
@@ -502,17 +508,16 @@ class JobOptimizer:
         pairs = zip(saved["base_lrs"], functions, strict=True)
         return [base * function(saved["last_epoch"]) for base, function in pairs]
 
-    def _restored(self, name: str, kind: str, value: Any) -> Any:
-        if not isinstance(value, Tensor):
-            return value
+    def _like(self, name: str, kind: str, value: Tensor) -> Tensor:
+        """Room for what is saved of a parameter."""
         param = self._known[name]
         if kind in HOST_SCALARS:
-            return value.to(param.device if self.is_fused else "cpu", copy=True)
+            return torch.empty_like(value, device=param.device if self.is_fused else "cpu")
         if value.shape != param.shape:
-            return value.to(param.device, copy=True)
+            return torch.empty_like(value, device=param.device)
         # The memory layout that the optimizer itself would give it: kernels that read several
         # tensors at once choose their arithmetic by layout.
-        return torch.empty_like(param, dtype=value.dtype).copy_(value).detach()
+        return torch.empty_like(param, dtype=value.dtype).detach()
 
     def _held_gradients(self) -> Gradients:
         """The gradients as they are; lists of tensors that somebody replaced are made anew."""

@@ -41,6 +41,7 @@ class RoundEnd:
     tell      reports a job's step, and returns what that raised
     goes_on   whether a job whose file cannot be written may go on from where it is
     seconds   that the round took which was looked at last
+    meanwhile is called now and then while a round is waited for
     """
 
     def __init__(
@@ -53,6 +54,7 @@ class RoundEnd:
     ) -> None:
         self.model, self.mesh, self.tell, self.goes_on = model, mesh, tell, goes_on
         self.seconds = 0.0
+        self.meanwhile: Callable[[], None] | None = None
         self._served: list[JobOptimizer] = []
         self._update: GroupUpdate | None = None
         self._ahead: _Launched | None = None
@@ -117,7 +119,7 @@ class RoundEnd:
     def _settled(self, ahead: _Launched | None) -> Outside:
         if ahead is None:
             return {}
-        outcomes = ahead.pending.read()
+        outcomes = ahead.pending.read(self.meanwhile)
         now = time.perf_counter()
         self.seconds, self._since = now - self._since, now
         outside: Outside = {}

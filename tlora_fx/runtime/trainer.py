@@ -122,6 +122,8 @@ class Trainer:
                processes, each makes a trainer with the same arguments; the leader writes for all
     callback   hears of every step, on the leader
     options    how rows run
+
+    looks      is called now and then while a GPU is waited for; it may ask for changes
     """
 
     def __init__(
@@ -184,6 +186,8 @@ class Trainer:
         self._limited = False
         self._tokens = 0
         self._end = RoundEnd(self.model, self.mesh, self._tell, goes_on=not self.gathering.apart)
+        self._end.meanwhile = self._meanwhile
+        self.looks: Callable[[], None] = lambda: None
         self._saved_at = time.monotonic()
 
     @property
@@ -544,6 +548,11 @@ class Trainer:
             limit_waits(self.mesh, self.options.longest_wait)
             self._limited = True
         return True
+
+    def _meanwhile(self) -> None:
+        """What need not wait for the round that the GPU is at."""
+        self.commits.look()
+        self.looks()
 
     def _batches(self) -> dict[int, MicroBatches]:
         """What every running job's next step takes; a job that cannot say has a fault."""

@@ -201,7 +201,7 @@ def _trainer(config: WorkerConfig, launch: Launch, events: EventCallback | None)
         ),
     )
     if events is not None:
-        events.trainer = trainer
+        events.trainer, trainer.looks = trainer, events.look
     return trainer
 
 
@@ -323,7 +323,7 @@ class EventCallback(TrainerCallback):
     def stepped(self, report: StepReport) -> None:
         self.steps[report.job] = report.step
         self.writer.progress(self._steps_of_mine())
-        self._look()
+        self.look()
 
     def evaluating(self) -> None:
         self.writer.write("evaluating")
@@ -365,7 +365,7 @@ class EventCallback(TrainerCallback):
     def _steps_of_mine(self) -> dict[str, int]:
         return {name: step for name, step in self.steps.items() if name in self.names}
 
-    def _look(self) -> None:
+    def look(self) -> None:
         """See whether the group shall become another one, and begin that."""
         if self._declined:
             return

@@ -1,0 +1,114 @@
+"""Files of safetensors in main memory: the library reads what we write, and we what it writes."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+import safetensors.torch
+import torch
+
+from tlora_fx.runtime.tensor_file import as_file, file_tensors, moved, tensor_bytes
+
+
+def plain() -> dict[str, torch.Tensor]:
+    """Of one dtype: views of one storage, a scalar, and an empty one."""
+    whole = torch.arange(24.0).reshape(4, 6)
+    return {
+        "b.ü": whole[1:3],
+        "a": whole.t(),
+        "none": torch.empty(0, 3),
+        "one": torch.tensor(3.0),
+    }
+
+
+def mixed() -> dict[str, torch.Tensor]:
+    """Of several."""
+    return {
+        **plain(), "odd": torch.tensor([1, 2, 3], dtype=torch.uint8), "long": torch.arange(3),
+        "half": torch.ones(3, dtype=torch.bfloat16), "flag": torch.tensor([True]),
+    }  # fmt: skip
+
+
+def assert_same(found, expected):
+    assert found.keys() == expected.keys()
+    for name, tensor in expected.items():
+        assert found[name].dtype == tensor.dtype
+        assert torch.equal(found[name], tensor)
+
+
+def test_tensors_are_written_as_safetensors_writes_them(tmp_path):
+    """Byte for byte where they are of one dtype."""
+    alone = {name: tensor.contiguous().clone() for name, tensor in plain().items()}
+
+    assert bytes(tensor_bytes(plain())) == safetensors.torch.save(alone, {"format": "pt"})
+    assert safetensors.torch.load(bytes(tensor_bytes({}))) == {}
+    (tmp_path / "mixed").write_bytes(tensor_bytes(mixed()))
+    assert_same(safetensors.torch.load_file(tmp_path / "mixed"), mixed())
+
+
+def test_what_lies_as_in_a_file_is_written_without_a_copy():
+    """Also what was read from one; other tensors, or others' names for these, are copied."""
+    lying = as_file(mixed())
+    content = tensor_bytes(lying)
+
+    assert_same(lying, mixed())
+    assert bytes(content) == bytes(tensor_bytes(mixed()))
+    lying["long"].fill_(7)
+    assert bytes(content) == bytes(tensor_bytes(lying))
+    again = file_tensors(bytearray(content))
+    again["long"].fill_(8)
+    read = tensor_bytes(again)
+    assert file_tensors(bytearray(read))["long"].tolist() == [8, 8, 8]
+    swapped = {{"odd": "add", "one": "two"}.get(name, name): each for name, each in lying.items()}
+    assert_same(file_tensors(bytearray(tensor_bytes(swapped))), swapped)
+    turned = lying | {"a": lying["a"].t().contiguous().t()}
+    assert_same(file_tensors(bytearray(tensor_bytes(turned))), turned)
+    assert_same(file_tensors(bytearray(tensor_bytes({"a": lying["a"]}))), {"a": lying["a"]})
+
+
+def test_files_are_read_that_others_wrote():
+    """Whatever their order is: a tensor may begin where its dtype may not."""
+    theirs = {name: tensor.contiguous().clone() for name, tensor in mixed().items()}
+    assert_same(file_tensors(bytearray(safetensors.torch.save(theirs))), theirs)
+
+    header = json.dumps({
+        "byte": {"dtype": "U8", "shape": [1], "data_offsets": [0, 1]},
+        "wide": {"dtype": "F64", "shape": [1, 2], "data_offsets": [1, 17]},
+    }).encode()  # fmt: skip
+    wide = torch.tensor([[1.5, -2.0]], dtype=torch.float64)
+    content = len(header).to_bytes(8, "little") + header + b"x" + wide.numpy().tobytes()
+    assert torch.equal(file_tensors(bytearray(content))["wide"], wide)
+
+
+@pytest.mark.parametrize(
+    "content",
+    [
+        b"",
+        b"abc",
+        (2**40).to_bytes(8, "little") + b"{}",
+        (4).to_bytes(8, "little") + b"[[]]",
+        (62).to_bytes(8, "little")
+        + b'{"x": {"dtype": "F32", "shape": [9], "data_offsets": [0, 36]}}',
+        (61).to_bytes(8, "little")
+        + b'{"x": {"dtype": "F99", "shape": [0], "data_offsets": [0, 0]}}',
+    ],
+)
+def test_what_is_no_file_is_refused(content):
+    """By errors that a checkpoint's reader knows."""
+    with pytest.raises((
+        ValueError, KeyError, TypeError, AttributeError, RuntimeError, safetensors.SafetensorError,
+    )):  # fmt: skip
+        file_tensors(bytearray(content))
+
+
+def test_tensors_that_share_a_storage_are_moved_together():
+    """The others come as they are; on the device itself nothing is copied."""
+    tensors = as_file(plain()) | {"apart": torch.ones(2)}
+    there = moved(tensors, torch.device("meta"))
+
+    assert [each.shape for each in there.values()] == [each.shape for each in tensors.values()]
+    assert all(each.device.type == "meta" for each in there.values())
+    assert all(there[name].stride() == tensors[name].stride() for name in tensors)
+    same = moved(tensors, torch.device("cpu"))
+    assert all(same[name] is tensor for name, tensor in tensors.items())

@@ -1,0 +1,160 @@
+"""Files of safetensors in main memory, where tensors are views of a file's content.
+
+The library's own `save` and `load` keep all threads waiting for as long as they take, and `save`
+refuses tensors that share storage. Content that is one piece goes to a device, or comes from it, in
+one transfer.
+
+source   https://huggingface.co/docs/safetensors, format
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+from collections.abc import Mapping
+from functools import cache
+from typing import Any, NamedTuple
+
+import safetensors.torch
+import torch
+from torch import Tensor
+
+
+class _Layout(NamedTuple):
+    """How a file is laid out.
+
+    first   what it begins with
+    at      where each tensor begins, in bytes
+    size    of all, in bytes
+    """
+
+    first: bytes
+    at: dict[str, int]
+    size: int
+
+    @classmethod
+    def of(cls, tensors: Mapping[str, Tensor]) -> _Layout:
+        """Of a file with these tensors."""
+        # Wide ones first, so that each lies where its dtype may begin.
+        names = sorted(tensors, key=lambda name: (-tensors[name].dtype.itemsize, name))
+        header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
+        ends = [0]
+        for name in names:
+            ends.append(ends[-1] + tensors[name].nbytes)
+            shape, dtype = list(tensors[name].shape), _name_of(tensors[name].dtype)
+            header[name] = {"dtype": dtype, "shape": shape, "data_offsets": ends[-2:]}
+        text = json.dumps(header, separators=(",", ":"), ensure_ascii=False).encode()
+        text += b" " * (-len(text) % 8)
+        first = len(text).to_bytes(8, "little") + text
+        at = {name: len(first) + end for name, end in zip(names, ends, strict=False)}
+        return cls(first, at, len(first) + ends[-1])
+
+
+@cache
+def _name_of(dtype: torch.dtype) -> str:
+    """How safetensors calls a dtype; raises KeyError for one that it does not know."""
+    content = safetensors.torch.save({"x": torch.empty(0, dtype=dtype)})
+    size = int.from_bytes(content[:8], "little")
+    return str(json.loads(content[8 : 8 + size])["x"]["dtype"])
+
+
+@cache
+def _dtype_of(name: str) -> torch.dtype:
+    """The dtype that safetensors calls so; raises SafetensorError for what is none."""
+    header = json.dumps({"x": {"dtype": name, "shape": [0], "data_offsets": [0, 0]}}).encode()
+    return safetensors.torch.load(len(header).to_bytes(8, "little") + header)["x"].dtype
+
+
+def as_file(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Copies in main memory that lie as in a file; those of one device come in one transfer."""
+    layout = _Layout.of(tensors)
+    content = torch.empty(layout.size, dtype=torch.uint8)
+    end = len(layout.first)
+    content.numpy().data[:end] = layout.first
+    for device, names in itertools.groupby(layout.at, lambda name: tensors[name].device):
+        pieces = [
+            tensors[name].detach().contiguous().reshape(-1).view(torch.uint8) for name in names
+        ]
+        begin, end = end, end + sum(map(len, pieces))
+        if device.type == "cpu":
+            torch.cat(pieces, out=content[begin:end])
+        else:
+            content[begin:end].copy_(torch.cat(pieces))
+    return {
+        name: _piece(content, at, tensors[name].nbytes, tensors[name].dtype, tensors[name].shape)
+        for name, at in layout.at.items()
+    }
+
+
+def _piece(
+    content: Tensor, at: int, nbytes: int, dtype: torch.dtype, shape: torch.Size | list[int]
+) -> Tensor:
+    piece = content[at : at + nbytes]
+    # Only files of others have tensors where their dtype may not begin.
+    piece = piece.clone() if at % dtype.itemsize else piece
+    return piece.view(dtype).view(shape)
+
+
+def tensor_bytes(tensors: Mapping[str, Tensor]) -> memoryview:
+    """The content of a file; tensors may be views of one storage, on any device.
+
+    Tensors that lie as in a file are not copied.
+    """
+    layout = _Layout.of(tensors)
+    if not tensors:
+        return memoryview(layout.first)
+    storage = next(iter(tensors.values())).untyped_storage()
+    if not _lies(tensors, layout, storage):
+        storage = next(iter(as_file(tensors).values())).untyped_storage()
+    return _bytes_of(storage).numpy().data
+
+
+def _lies(tensors: Mapping[str, Tensor], layout: _Layout, storage: torch.UntypedStorage) -> bool:
+    """Whether tensors are views of a file's content, which is this storage."""
+    if storage.device.type != "cpu" or storage.nbytes() != layout.size:
+        return False
+    return _bytes_of(storage).numpy().data[: len(layout.first)] == layout.first and all(
+        tensor.is_contiguous() and tensor.data_ptr() - storage.data_ptr() == layout.at[name]
+        for name, tensor in tensors.items()
+        if tensor.nbytes
+    )
+
+
+def _bytes_of(storage: torch.UntypedStorage) -> Tensor:
+    return torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
+
+
+def file_tensors(content: bytearray) -> dict[str, Tensor]:
+    """The tensors of a file, views of its content.
+
+    raises    ValueError, KeyError, TypeError, RuntimeError, SafetensorError where it is none
+    """
+    start = 8 + int.from_bytes(content[:8], "little")
+    if start > len(content):
+        raise ValueError("it is cut short")
+    header = json.loads(content[8:start])
+    header.pop("__metadata__", None)
+    whole = torch.frombuffer(content, dtype=torch.uint8)
+    found = {}
+    for name, entry in header.items():
+        (begin, end), dtype = entry["data_offsets"], _dtype_of(entry["dtype"])
+        found[name] = _piece(whole, start + begin, end - begin, dtype, entry["shape"])
+    return found
+
+
+def moved(tensors: Mapping[str, Tensor], device: torch.device) -> dict[str, Tensor]:
+    """The tensors on a device; those that share a storage come in one transfer."""
+    storages: dict[int, torch.UntypedStorage] = {}
+    found = {}
+    for name, tensor in tensors.items():
+        found[name] = tensor
+        if tensor.device == device:
+            continue
+        storage = tensor.untyped_storage()
+        if storage.data_ptr() not in storages:
+            there = _bytes_of(storage).to(device)
+            storages[storage.data_ptr()] = there.untyped_storage()
+        found[name] = torch.empty(0, dtype=tensor.dtype, device=device).set_(
+            storages[storage.data_ptr()], tensor.storage_offset(), tensor.shape, tensor.stride()
+        )
+    return found
