@@ -27,10 +27,11 @@ import tempfile
 import warnings
 from collections import deque
 from collections.abc import Collection, Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import ExitStack
 from copy import deepcopy
 from dataclasses import dataclass, field, fields, replace
+from functools import cache
 from pathlib import Path
 from typing import Any, Literal
 
@@ -262,21 +263,16 @@ class CheckpointStore:
 
         Its tensors are not read, so that this is quick; nothing where no checkpoint is readable.
         """
-        for name in self._names():
-            try:
-                files = _checked_files(self.folder / name, frozenset())
-                return dict(json.loads(files["state.json"])["jobs"])
-            except (_Damaged, ValueError, KeyError, TypeError, RecursionError):
-                continue
-        return {}
+        return self._told("jobs")
 
     def run(self) -> dict[str, Any]:
         """What the newest readable checkpoint says of its run; nothing where there is none."""
+        return self._told("run")
+
+    def _told(self, of: str) -> dict[str, Any]:
         for name in self._names():
             try:
-                return dict(
-                    json.loads(_checked_files(self.folder / name, frozenset())["state.json"])["run"]
-                )
+                return dict(_state_in(self.folder / name)[of])
             except (_Damaged, ValueError, KeyError, TypeError, RecursionError):
                 continue
         return {}
@@ -365,9 +361,8 @@ class _Earlier:
             return cls(folder)
         newest = folder / names[0] if names else folder
         try:
-            files = _checked_files(newest, frozenset())
+            every = _state_in(newest)["jobs"]
             sums = _manifest(newest)["sha256"]
-            every = json.loads(files["state.json"])["jobs"]
             return cls(
                 newest,
                 {file: sums[file] for file in sums if _job_of(file) in jobs},
@@ -401,8 +396,7 @@ def _linked(folder: Path, name: str, job: JobState, source: Path) -> dict[str, s
     """Link a job's files of another run's checkpoint; their checksums, none where that is gone."""
     try:
         sums = _manifest(source)["sha256"]
-        state = _proved(source, {"state.json": sums["state.json"]})["state.json"]
-        there = json.loads(state)["jobs"][name]
+        there = _state_in(source)["jobs"][name]
         if (there["step"], there["tokens"]) != (job.step, job.tokens):
             return {}
         own = {file: sums[file] for file in sums if _job_of(file) == name}
@@ -458,7 +452,6 @@ class _Files:
 
     def __init__(self, folder: Path, sums: dict[str, str]) -> None:
         self.folder, self.sums = folder, sums
-        self._pool = ThreadPoolExecutor(THREADS, "checkpoint")
         self._files: deque[tuple[str, list[Future[bytes]], Future[None]]] = deque()
 
     def __enter__(self) -> _Files:
@@ -468,9 +461,9 @@ class _Files:
         """One more; raises OSError, of this file or of one before."""
         if len(self._files) == WRITTEN:
             self._settle()
-        written = self._pool.submit(write_synced, self.folder / name, data)
+        written = _pool().submit(write_synced, self.folder / name, data)
         view = memoryview(data)
-        pieces = [self._pool.submit(_sum, view[at : at + PIECE]) for at in _pieces(len(view))]
+        pieces = [_pool().submit(_sum, view[at : at + PIECE]) for at in _pieces(len(view))]
         self._files.append((name, pieces, written))
 
     def _settle(self) -> None:
@@ -483,7 +476,16 @@ class _Files:
             while kind is None and self._files:
                 self._settle()
         finally:
-            self._pool.shutdown(cancel_futures=True)
+            wait([written for _, _, written in self._files])
+
+
+@cache
+def _pool() -> ThreadPoolExecutor:
+    """Threads that stay: one that starts waits for whoever has the interpreter, each time."""
+    return ThreadPoolExecutor(THREADS, "checkpoint")
+
+
+os.register_at_fork(after_in_child=_pool.cache_clear)
 
 
 def _pieces(size: int) -> range:
@@ -541,7 +543,7 @@ def _read(folder: Path, only: frozenset[str] | None) -> Checkpoint:
     """Read a checkpoint; raises _Damaged with the reason when it is not whole."""
     files = _checked_files(folder, only)
     try:
-        state = json.loads(files["state.json"])
+        state = json.loads(bytes(files["state.json"]))
         jobs = {
             name: JobState(
                 adapter=file_tensors(files[f"jobs/{name}/adapter_model.safetensors"]),
@@ -560,7 +562,7 @@ def _read(folder: Path, only: frozenset[str] | None) -> Checkpoint:
         raise _Damaged(f"unreadable content ({error})") from error
 
 
-def _loaded(content: bytearray | None) -> dict[str, Tensor]:
+def _loaded(content: memoryview | None) -> dict[str, Tensor]:
     return {} if content is None else file_tensors(content)
 
 
@@ -588,7 +590,7 @@ def _manifest(folder: Path) -> dict[str, Any]:
     return manifest
 
 
-def _checked_files(folder: Path, only: frozenset[str] | None) -> dict[str, bytearray]:
+def _checked_files(folder: Path, only: frozenset[str] | None) -> dict[str, memoryview]:
     """The content of the manifest's files, of some jobs or of all, each proved by its checksum."""
     sums = {name: str(found) for name, found in _manifest(folder)["sha256"].items()}
     wanted = []
@@ -601,22 +603,30 @@ def _checked_files(folder: Path, only: frozenset[str] | None) -> dict[str, bytea
     return _proved(folder, {name: sums[name] for name in wanted})
 
 
-def _proved(folder: Path, sums: Mapping[str, str]) -> dict[str, bytearray]:
+def _state_in(folder: Path) -> dict[str, Any]:
+    """What a checkpoint says of its run and its jobs."""
+    content = bytes(_checked_files(folder, frozenset())["state.json"])
+    return dict(json.loads(content))
+
+
+def _proved(folder: Path, sums: Mapping[str, str]) -> dict[str, memoryview]:
     """The content of files; raises _Damaged where one has another checksum."""
-    contents: dict[str, bytearray] = {}
-    with ExitStack() as stack:
-        pool = stack.enter_context(ThreadPoolExecutor(THREADS, "checkpoint"))
-        found: dict[str, list[Future[bytes]]] = {}
+    contents: dict[str, memoryview] = {}
+    found: dict[str, list[Future[bytes]]] = {}
+    with ExitStack() as files:
+        files.callback(lambda: wait([piece for pieces in found.values() for piece in pieces]))
         for name in sums:
             try:
-                file = stack.enter_context((folder / name).open("rb"))
-                contents[name] = content = bytearray(os.fstat(file.fileno()).st_size)
+                file = files.enter_context((folder / name).open("rb")).fileno()
+                size = os.fstat(file).st_size
             except OSError as error:
                 raise _Damaged(f"{name} cannot be read ({error})") from error
-            each = PIECE if sums[name].startswith(PIECES) else max(1, len(content))
+            # Nobody has to fill it first, as Python's own would be.
+            contents[name] = content = torch.empty(size, dtype=torch.uint8).numpy().data
+            each = PIECE if sums[name].startswith(PIECES) else max(1, size)
             found[name] = [
-                pool.submit(_read_piece, file.fileno(), memoryview(content)[at : at + each], at)
-                for at in range(0, max(1, len(content)), each)
+                _pool().submit(_read_piece, file, content[at : at + each], at)
+                for at in range(0, max(1, size), each)
             ]
         for name, pieces in found.items():
             try:
@@ -629,7 +639,7 @@ def _proved(folder: Path, sums: Mapping[str, str]) -> dict[str, bytearray]:
 
 
 def _read_piece(file: int, into: memoryview, at: int) -> bytes:
-    """Fill a piece from its place in a file, and sum it up; a short file leaves zeros."""
+    """Fill a piece from its place in a file, and sum it up; a file that was cut leaves it so."""
     done = 0
     while done < len(into) and (read := os.preadv(file, [into[done:]], at + done)):
         done += read
