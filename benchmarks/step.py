@@ -54,6 +54,7 @@ PROFILED = (
     "ours",
     "ours-compiled",
     "ours-dora",
+    "ours-dropout",
     "ours-float8-copy",
     "stacked-graph",
 )
