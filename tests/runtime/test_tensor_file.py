@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import json
+import threading
+from contextlib import nullcontext
 
 import pytest
 import safetensors.torch
 import torch
 
+from tlora_fx.runtime import tensor_file
 from tlora_fx.runtime.tensor_file import as_file, file_tensors, moved, tensor_bytes
 
 
@@ -69,6 +72,74 @@ def test_what_lies_as_in_a_file_is_written_without_a_copy():
     turned = lying | {"a": lying["a"].t().contiguous().t()}
     assert_same(read(bytes(tensor_bytes(turned))), turned)
     assert_same(read(bytes(tensor_bytes({"a": lying["a"]}))), {"a": lying["a"]})
+
+
+@pytest.mark.parametrize("most", [0, 17, 64])
+def test_large_tensors_come_one_by_one(monkeypatch, most):
+    """What is put together is bounded; the file is the same."""
+    expected = bytes(tensor_bytes(mixed()))
+    monkeypatch.setattr(tensor_file, "TOGETHER", most)
+
+    assert bytes(tensor_bytes(mixed())) == expected
+
+
+class Device:
+    """A GPU that copies late: when somebody waits for an event, or at the end."""
+
+    def __init__(self):
+        self.asked, self.lock = [], threading.Lock()
+
+    def copy(self, target, source, *, non_blocking):
+        assert non_blocking
+        with self.lock:
+            self.asked.append((target, source))
+        return target
+
+    def finish(self):
+        with self.lock:
+            while self.asked:
+                target, source = self.asked.pop(0)
+                target.numpy()[...] = source.numpy()
+
+
+@pytest.mark.parametrize("size", [0, 1, 15, 16, 17, 127, 128, 129, 1000])
+@pytest.mark.parametrize("way", ["up", "down"])
+def test_pieces_are_copied_in_their_order(monkeypatch, size, way):
+    """By threads, from and to a device that copies as late as it may."""
+    device = Device()
+
+    class Event:
+        """The end of all that the device was asked for before."""
+
+        recorded = False
+
+        def record(self):
+            self.recorded = True
+
+        def synchronize(self):
+            if self.recorded:
+                device.finish()
+
+    def empty(size, *, dtype, pin_memory):
+        return torch.zeros(size, dtype=dtype)
+
+    def copy(target, source, *, non_blocking):
+        return device.copy(target, source, non_blocking=non_blocking)
+
+    source, target = (torch.randint(0, 256, (size,), dtype=torch.uint8) for _ in range(2))
+    monkeypatch.setattr(tensor_file, "STAGED", 16)
+    monkeypatch.setattr(torch.cuda, "Event", Event)
+    monkeypatch.setattr(torch.cuda, "device", nullcontext)
+    monkeypatch.setattr(torch.cuda, "set_device", lambda device: None)
+    monkeypatch.setattr(torch, "empty", empty)
+    stage = tensor_file._Stage(torch.device("cuda"))
+    monkeypatch.setattr(torch.Tensor, "copy_", copy)
+
+    for _ in range(3):
+        getattr(stage, way)(source, target)
+        device.finish()
+        assert torch.equal(source, target)
+        source.add_(1)
 
 
 def test_files_are_read_that_others_wrote():

@@ -49,6 +49,8 @@ FORMAT = 2
 READ_FORMATS = (1, FORMAT)
 BEST = "best_model.safetensors"
 KEPT = 2
+#: Bytes of a state that goes to a device as a whole.
+MOVED = 1 << 30
 #: Bytes that are summed up as one.
 PIECE = 1 << 24
 PIECES = "pieces:"
@@ -122,8 +124,16 @@ class JobState:
         return replace(self, adapter=adapter, optimizer=optimizer, best=best)
 
     def on(self, device: torch.device) -> JobState:
-        """The state that a job goes on from, on its device."""
-        adapter, optimizer = moved(self.adapter, device), moved(self.optimizer, device)
+        """The state that a job goes on from, on its device; what is large is left where it is.
+
+        There it lies beside what is made of it.
+        """
+        adapter, optimizer = (
+            moved(tensors, device)
+            if sum(tensor.nbytes for tensor in tensors.values()) <= MOVED
+            else tensors
+            for tensors in (self.adapter, self.optimizer)
+        )
         return replace(self, adapter=adapter, optimizer=optimizer)
 
 
