@@ -130,7 +130,6 @@ def test_pieces_are_copied_in_their_order(monkeypatch, size, way):
     monkeypatch.setattr(tensor_file, "STAGED", 16)
     monkeypatch.setattr(torch.cuda, "Event", Event)
     monkeypatch.setattr(torch.cuda, "device", nullcontext)
-    monkeypatch.setattr(torch.cuda, "set_device", lambda device: None)
     monkeypatch.setattr(torch, "empty", empty)
     stage = tensor_file._Stage(torch.device("cuda"))
     monkeypatch.setattr(torch.Tensor, "copy_", copy)

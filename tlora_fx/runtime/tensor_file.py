@@ -10,10 +10,10 @@ source   https://huggingface.co/docs/safetensors, format
 from __future__ import annotations
 
 import json
+import os
 import threading
-from collections import deque
 from collections.abc import Iterator, Mapping
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor
 from functools import cache
 from typing import Any, NamedTuple
 
@@ -148,69 +148,63 @@ def _bytes_of(storage: torch.UntypedStorage) -> Tensor:
 
 
 # Copies to and from a GPU, which reaches plain memory through the driver, and that page by page: to
-# pages that nobody has touched yet an H100 copied 1.3 GB/s. Pages are touched by several threads
-# here: what takes a process its time is that each page is made and cleared when that is done first.
+# pages that nobody has touched yet an H100 copied 1.3 GB/s, as does one thread that touches them.
 
-#: Bytes of a piece, pieces that are on their way, and threads that copy them.
-STAGED = 1 << 23
+#: Bytes of a piece, and threads that copy one in main memory.
+STAGED = 1 << 24
 THREADS = 8
 
 
 class _Stage:
-    """Memory that a GPU reaches by itself: some of its pieces are copied by it, some by threads."""
+    """Two pieces of memory that a GPU reaches by itself: one is copied by it, one by threads."""
 
     def __init__(self, device: torch.device) -> None:
         self.device, self.lock = device, threading.Lock()
-        # Threads of its own: a process that was forked has one for torch's copies.
-        self.threads = ThreadPoolExecutor(
-            THREADS, "staged", initializer=torch.cuda.set_device, initargs=(device,)
-        )
-        whole = torch.empty(STAGED * THREADS, dtype=torch.uint8, pin_memory=True)
-        self.pieces = torch.split(whole, STAGED)
-        self.done = [torch.cuda.Event() for _ in self.pieces]  # type: ignore[no-untyped-call]
+        self.pieces = [torch.empty(STAGED, dtype=torch.uint8, pin_memory=True) for _ in range(2)]
+        self.done = [torch.cuda.Event() for _ in range(2)]  # type: ignore[no-untyped-call]
 
     def up(self, source: Tensor, target: Tensor) -> None:
         """To the GPU; it may still copy afterwards, in the order of its stream."""
-        coming: deque[Future[Tensor]] = deque()
-        pieces = torch.split(source, STAGED)
+        pieces = zip(torch.split(source, STAGED), torch.split(target, STAGED), strict=True)
         with self.lock, torch.cuda.device(self.device):
-            for index, here in enumerate(pieces):
-                if index >= THREADS:
-                    self._send(coming.popleft(), target, index - THREADS)
-                coming.append(self.threads.submit(self._take, index % THREADS, here))
-            for index, piece in enumerate(coming, len(pieces) - len(coming)):
-                self._send(piece, target, index)
-
-    def _take(self, slot: int, source: Tensor) -> Tensor:
-        self.done[slot].synchronize()
-        piece = self.pieces[slot][: len(source)]
-        np.copyto(piece.numpy(), source.numpy())
-        return piece
-
-    def _send(self, coming: Future[Tensor], target: Tensor, index: int) -> None:
-        piece = coming.result()
-        target[index * STAGED :][: len(piece)].copy_(piece, non_blocking=True)
-        self.done[index % THREADS].record()
+            for index, (here, there) in enumerate(pieces):
+                piece, done = self.pieces[index % 2][: len(here)], self.done[index % 2]
+                done.synchronize()
+                _copy_by_threads(here, piece)
+                there.copy_(piece, non_blocking=True)
+                done.record()
 
     def down(self, source: Tensor, target: Tensor) -> None:
         """From the GPU."""
-        going: list[Future[None]] = []
-        pieces = zip(torch.split(source, STAGED), torch.split(target, STAGED), strict=True)
+        pieces = list(zip(torch.split(source, STAGED), torch.split(target, STAGED), strict=True))
         with self.lock, torch.cuda.device(self.device):
-            for index, (there, here) in enumerate(pieces):
-                if index >= THREADS:
-                    going[index - THREADS].result()
-                slot = index % THREADS
-                self.done[slot].synchronize()
-                self.pieces[slot][: len(there)].copy_(there, non_blocking=True)
-                self.done[slot].record()
-                going.append(self.threads.submit(self._put, slot, here))
-            for piece in going:
-                piece.result()
+            for index in range(len(pieces) + 1):
+                if index < len(pieces):
+                    there, done = pieces[index][0], self.done[index % 2]
+                    self.pieces[index % 2][: len(there)].copy_(there, non_blocking=True)
+                    done.record()
+                if index > 0:
+                    here, before = pieces[index - 1][1], (index - 1) % 2
+                    self.done[before].synchronize()
+                    _copy_by_threads(self.pieces[before][: len(here)], here)
 
-    def _put(self, slot: int, target: Tensor) -> None:
-        self.done[slot].synchronize()
-        np.copyto(target.numpy(), self.pieces[slot][: len(target)].numpy())
+
+@cache
+def _threads() -> ThreadPoolExecutor:
+    """A process that was forked, as workers are, has one thread for torch's own copies."""
+    return ThreadPoolExecutor(THREADS, "copies")
+
+
+os.register_at_fork(after_in_child=_threads.cache_clear)
+
+
+def _copy_by_threads(source: Tensor, target: Tensor) -> None:
+    """Copy bytes in main memory."""
+    share = max(1, -(-len(source) // THREADS))
+    parts = zip(torch.split(source, share), torch.split(target, share), strict=True)
+    asked = [_threads().submit(np.copyto, there.numpy(), here.numpy()) for here, there in parts]
+    for each in asked:
+        each.result()
 
 
 _stage_of = cache(_Stage)
