@@ -6,6 +6,7 @@ import errno
 import json
 import os
 import pickle
+import resource
 import shutil
 import signal
 import subprocess
@@ -91,6 +92,23 @@ def test_a_large_file_is_summed_up_by_pieces(store, monkeypatch, size):
     path.write_bytes(content[:-1] + bytes([content[-1] ^ 1]))
     with pytest.warns(CheckpointWarning, match="does not match its checksum"):
         assert store.load().step == 1
+
+
+def test_a_checkpoint_of_many_jobs_needs_few_open_files(store):
+    """As few as threads read and write."""
+    jobs = {f"job-{index}": state_of(index) for index in range(60)}
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    held = max(map(int, os.listdir("/proc/self/fd")))
+    resource.setrlimit(resource.RLIMIT_NOFILE, (held + 32, hard))
+    try:
+        store.save(1, jobs, {})
+        found = store.load()
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+
+    assert {name: job.step for name, job in found.jobs.items()} == {
+        name: job.step for name, job in jobs.items()
+    }
 
 
 def test_checkpoints_of_the_first_format_are_read_and_linked_to(store, monkeypatch):

@@ -28,7 +28,6 @@ import warnings
 from collections import deque
 from collections.abc import Collection, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
-from contextlib import ExitStack
 from copy import deepcopy
 from dataclasses import dataclass, field, fields, replace
 from functools import cache
@@ -623,36 +622,35 @@ def _proved(folder: Path, sums: Mapping[str, str]) -> dict[str, memoryview]:
     """The content of files; raises _Damaged where one has another checksum."""
     contents: dict[str, memoryview] = {}
     found: dict[str, list[Future[bytes]]] = {}
-    with ExitStack() as files:
-        files.callback(lambda: wait([piece for pieces in found.values() for piece in pieces]))
-        for name in sums:
-            try:
-                file = files.enter_context((folder / name).open("rb")).fileno()
-                size = os.fstat(file).st_size
-            except OSError as error:
-                raise _Damaged(f"{name} cannot be read ({error})") from error
-            # Nobody has to fill it first, as Python's own would be.
-            contents[name] = content = torch.empty(size, dtype=torch.uint8).numpy().data
-            each = PIECE if sums[name].startswith(PIECES) else max(1, size)
-            found[name] = [
-                _pool().submit(_read_piece, file, content[at : at + each], at)
-                for at in range(0, max(1, size), each)
-            ]
-        for name, pieces in found.items():
-            try:
-                total = _checksum([piece.result() for piece in pieces])
-            except OSError as error:
-                raise _Damaged(f"{name} cannot be read ({error})") from error
-            if total != sums[name]:
-                raise _Damaged(f"{name} does not match its checksum")
+    for name, expected in sums.items():
+        try:
+            size = (folder / name).stat().st_size
+        except OSError as error:
+            raise _Damaged(f"{name} cannot be read ({error})") from error
+        # Nobody has to fill it first, as Python's own would be.
+        contents[name] = content = torch.empty(size, dtype=torch.uint8).numpy().data
+        each = PIECE if expected.startswith(PIECES) else max(1, size)
+        found[name] = [
+            _pool().submit(_read_piece, folder / name, content[at : at + each], at)
+            for at in range(0, max(1, size), each)
+        ]
+    for name, pieces in found.items():
+        try:
+            total = _checksum([piece.result() for piece in pieces])
+        except OSError as error:
+            raise _Damaged(f"{name} cannot be read ({error})") from error
+        if total != sums[name]:
+            raise _Damaged(f"{name} does not match its checksum")
     return contents
 
 
-def _read_piece(file: int, into: memoryview, at: int) -> bytes:
+def _read_piece(path: Path, into: memoryview, at: int) -> bytes:
     """Fill a piece from its place in a file, and sum it up; a file that was cut leaves it so."""
-    done = 0
-    while done < len(into) and (read := os.preadv(file, [into[done:]], at + done)):
-        done += read
+    with path.open("rb", buffering=0) as file:
+        file.seek(at)
+        done = 0
+        while done < len(into) and (read := file.readinto(into[done:])):
+            done += read
     return _sum(into)
 
 
