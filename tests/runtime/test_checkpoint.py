@@ -98,7 +98,7 @@ def test_a_checkpoint_of_many_jobs_needs_few_open_files(store):
     """As few as threads read and write."""
     jobs = {f"job-{index}": state_of(index) for index in range(60)}
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    held = max(map(int, os.listdir("/proc/self/fd")))
+    held = max(int(path.name) for path in Path("/proc/self/fd").iterdir())
     resource.setrlimit(resource.RLIMIT_NOFILE, (held + 32, hard))
     try:
         store.save(1, jobs, {})
